@@ -1,0 +1,32 @@
+//! ckfs mounts a Hugging Face safetensors repository as a directory of virtual, sharded views.
+//!
+//! Two ideas carry the design. First, *tile, then gather*: every virtual tensor is a view, an expression over the
+//! checkpoint's tensors, and is lowered to a tiling of disjoint strided copies before anything is read. Second, *nothing
+//! changes after mount*: headers, names, views and sizes are fixed when the tree appears, so that a read can only fail
+//! because bytes did not come or a source changed, and then it fails loudly.
+//!
+//! The layers, each using only those before it:
+//!
+//! | layer | holds |
+//! | --- | --- |
+//! | [`tensor`] | dtype, shape, region, view, tiling, decoder, kernels; pure |
+//! | [`source`] | where bytes come from |
+//! | [`format`] | headers of container formats, bytes to description and back; pure |
+//! | [`checkpoint`] | what is in a repo: tensor table, index, `config.json`, dialect |
+//! | [`plan`] | what the user wants, as data: layouts, families, mesh, sharding, names |
+//! | [`image`] | how a virtual file is laid out: segments with cumulative ends |
+//! | [`read`] | byte-range engine: span to pieces to bytes; tile cache; prefetch |
+//! | [`volume`] | the file system without FUSE |
+//! | [`fuse`] | the only user of fuser: mount, convert, reply, unmount |
+//! | [`cli`] | the only user of clap, anyhow and standard output |
+
+pub mod checkpoint;
+pub mod cli;
+pub mod format;
+pub mod fuse;
+pub mod image;
+pub mod plan;
+pub mod read;
+pub mod source;
+pub mod tensor;
+pub mod volume;

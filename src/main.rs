@@ -1,0 +1,5 @@
+//! The `ckfs` program; everything is in the library's [`ckfs::cli`].
+
+fn main() -> std::process::ExitCode {
+    ckfs::cli::main()
+}
