@@ -1,7 +1,29 @@
 //! The algebra of views, and the kernels that carry it out. Pure: no I/O, no serialization, no threads.
+//!
+//! A [`View`] says what a virtual tensor is; [`View::lower`] gives its [`Tiling`], the strided copies that fill it; the
+//! kernels carry those out. Nothing else exists at read time: no tree is walked and no operator has a reader of its own.
+//!
+//! ```
+//! use ckfs::tensor::{DType, Shape, SourceTensor, TensorId, View};
+//!
+//! let shape = Shape::try_new(&[6, 4]).unwrap();
+//! let q_proj = |id| View::source(SourceTensor { id: TensorId(id), dtype: DType::BF16, shape: shape.clone() });
+//! let kernel = View::stack(1, &[q_proj(0).reverse_axes(), q_proj(1).reverse_axes()]).unwrap();
+//! assert_eq!(kernel.shape().extents(), [4, 2, 6]); // [in, layers, out]
+//! assert_eq!(kernel.lower().unwrap().pieces().len(), 2);
+//! ```
 
+pub mod convert;
 pub mod decode;
 pub mod dtype;
+pub mod gather;
+mod lower;
+pub mod shape;
+pub mod tiling;
+pub mod view;
 
 pub use decode::{BlockScale, Decode, Program, Step, TensorId};
 pub use dtype::{DType, Unit};
+pub use shape::{PerAxis, RANK_MAX, Region, Shape, ShapeError};
+pub use tiling::{Decoder, Origin, PIECES_MAX, Piece, Tiling, TilingError};
+pub use view::{Element, Keep, Op, SourceTensor, View, ViewError};

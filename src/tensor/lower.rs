@@ -1,0 +1,439 @@
+//! Lowering: from the expression to its tiling.
+//!
+//! The tree is walked once, bottom up. Each node yields *parts*: like pieces, but with the position on each axis of the
+//! node's shape kept apart, so that operators that speak of axes are simple. A part's loop belongs to one axis; one axis
+//! may have several loops (finer ones nested in coarser). Only reshape has to work: it re-cuts loops at the borders of
+//! the new axes. Element operators append to the parts' decoder and move nothing.
+
+use smallvec::{SmallVec, smallvec};
+
+use super::{
+    DType, Decode, Program, Shape, Step, TensorId,
+    convert::convert_scalar,
+    gather::Loop,
+    shape::PerAxis,
+    tiling::{Decoder, Loops, Origin, PIECES_MAX, Piece, Tiling, TilingError, cut, normalize, reach},
+    view::{Element, Op, View, block_scale},
+};
+
+/// A loop on one axis; its target stride is in elements of that axis.
+#[derive(Clone, Copy, Debug)]
+struct AxisLoop {
+    axis: usize,
+    step: Loop,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Base {
+    Tensor { tensor: TensorId, offset: u64 },
+    Fill(Element),
+}
+
+impl Base {
+    fn moved(self, by: u64) -> Self {
+        match self {
+            Self::Tensor { tensor, offset } => Self::Tensor { tensor, offset: offset + by },
+            Self::Fill(element) => Self::Fill(element),
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Part {
+    origin: PerAxis,
+    loops: SmallVec<[AxisLoop; 4]>,
+    base: Base,
+    /// Index into [`Lowering::chains`].
+    chain: u32,
+}
+
+/// The decoder of a part so far: from `source` through `steps`, after which the value is exact in `dtype`.
+#[derive(Clone, Debug, PartialEq)]
+struct Chain {
+    source: DType,
+    steps: Vec<Step>,
+    dtype: DType,
+}
+
+#[derive(Debug, Default)]
+struct Lowering {
+    chains: Vec<Chain>,
+}
+
+/// Lowers `view`.
+pub(super) fn lower(view: &View) -> Result<Tiling, TilingError> {
+    let mut lowering = Lowering::default();
+    let parts = lowering.parts(view)?;
+    lowering.finish(view.shape(), view.dtype(), parts)
+}
+
+fn limit(parts: &[Part]) -> Result<(), TilingError> {
+    if parts.len() > PIECES_MAX { Err(TilingError::TooManyPieces) } else { Ok(()) }
+}
+
+/// The part that covers the whole of `shape` from one base.
+fn whole(shape: &Shape, base: Base, chain: u32) -> Vec<Part> {
+    if shape.is_empty() {
+        return Vec::new();
+    }
+    let strides = shape.strides();
+    let loops = shape.extents().iter().enumerate().filter(|(_, extent)| **extent > 1);
+    let loops = loops.map(|(axis, extent)| AxisLoop {
+        axis,
+        step: Loop { extent: *extent, target_stride: 1, source_stride: strides[axis] },
+    });
+    vec![Part { origin: smallvec![0; shape.rank()], loops: loops.collect(), base, chain }]
+}
+
+impl Lowering {
+    fn chain(&mut self, chain: Chain) -> u32 {
+        // Chains are few except where each tensor has its own scales; those are never equal, so only the plain ones are
+        // worth finding again, and they stand in front.
+        let found = self.chains.iter().take(32).position(|other| *other == chain);
+        let index = found.unwrap_or_else(|| {
+            self.chains.push(chain);
+            self.chains.len() - 1
+        });
+        u32::try_from(index).unwrap_or(u32::MAX)
+    }
+
+    /// Appends steps to the decoder of each part.
+    fn extend_chains(&mut self, parts: &mut [Part], dtype: DType, steps: &[Step]) {
+        let mut known: Vec<(u32, u32)> = Vec::new();
+        for part in parts {
+            let old = part.chain;
+            let new = known.iter().rev().take(8).find(|(from, _)| *from == old).map(|(_, to)| *to);
+            part.chain = new.unwrap_or_else(|| {
+                let mut chain = self.chains[old as usize].clone();
+                chain.steps.extend_from_slice(steps);
+                chain.dtype = dtype;
+                let new = self.chain(chain);
+                known.push((old, new));
+                new
+            });
+        }
+    }
+
+    fn parts(&mut self, view: &View) -> Result<Vec<Part>, TilingError> {
+        let mut parts = match view.op() {
+            Op::Source(tensor) => {
+                let chain = self.chain(Chain { source: tensor.dtype, steps: Vec::new(), dtype: tensor.dtype });
+                whole(&tensor.shape, Base::Tensor { tensor: tensor.id, offset: 0 }, chain)
+            }
+            Op::Dequantize { weights, scales, block_rows, block_columns } => {
+                let scale = block_scale(weights, scales, (*block_rows, *block_columns));
+                let steps = vec![Step::Scale(scale), Step::Round(view.dtype())];
+                let chain = self.chain(Chain { source: weights.dtype, steps, dtype: view.dtype() });
+                whole(&weights.shape, Base::Tensor { tensor: weights.id, offset: 0 }, chain)
+            }
+            Op::Fill(element) => {
+                let chain = self.chain(Chain { source: element.dtype(), steps: Vec::new(), dtype: element.dtype() });
+                whole(view.shape(), Base::Fill(*element), chain)
+            }
+            Op::Slice { of, axis, start, stop, step } => slice(&self.parts(of)?, *axis, *start, *stop, *step)?,
+            Op::Transpose { of, axes } => self.parts(of)?.into_iter().map(|part| transpose(&part, axes)).collect(),
+            Op::Reshape { of } => reshape(&self.parts(of)?, of.shape(), view.shape())?,
+            Op::Stack { of, axis } => self.stack(of, *axis)?,
+            Op::Concat { of, axis } => self.concat(of, *axis)?,
+            Op::Pad { of, axis, before, after } => self.pad(view, of, *axis, *before, *after)?,
+            Op::Cast { of } => {
+                let mut parts = self.parts(of)?;
+                self.extend_chains(&mut parts, view.dtype(), &[Step::Round(view.dtype())]);
+                parts
+            }
+            Op::Multiply { of, factor, flush } => {
+                let multiply = Step::Multiply { factor: *factor, flush: *flush };
+                self.arithmetic(of, view.dtype(), multiply)?
+            }
+            Op::Add { of, addend } => self.arithmetic(of, view.dtype(), Step::Add(*addend))?,
+        };
+        if view.shape().is_empty() {
+            parts.clear();
+        }
+        limit(&parts)?;
+        Ok(parts)
+    }
+
+    fn arithmetic(&mut self, of: &View, dtype: DType, step: Step) -> Result<Vec<Part>, TilingError> {
+        let mut parts = self.parts(of)?;
+        self.extend_chains(&mut parts, dtype, &[step, Step::Round(dtype)]);
+        Ok(parts)
+    }
+
+    fn stack(&mut self, of: &[View], axis: usize) -> Result<Vec<Part>, TilingError> {
+        let mut all = Vec::new();
+        for (index, view) in of.iter().enumerate() {
+            all.extend(self.parts(view)?.into_iter().map(|mut part| {
+                part.origin.insert(axis, index as u64);
+                part.loops.iter_mut().filter(|l| l.axis >= axis).for_each(|l| l.axis += 1);
+                part
+            }));
+            limit(&all)?;
+        }
+        Ok(all)
+    }
+
+    fn concat(&mut self, of: &[View], axis: usize) -> Result<Vec<Part>, TilingError> {
+        let mut all = Vec::new();
+        let mut at = 0;
+        for view in of {
+            all.extend(self.parts(view)?.into_iter().map(|mut part| {
+                part.origin[axis] += at;
+                part
+            }));
+            limit(&all)?;
+            at += view.shape().extents()[axis];
+        }
+        Ok(all)
+    }
+
+    fn pad(&mut self, view: &View, of: &View, axis: usize, before: u64, after: u64) -> Result<Vec<Part>, TilingError> {
+        let mut all = self.parts(of)?;
+        all.iter_mut().for_each(|part| part.origin[axis] += before);
+        let zero = Element::zero(view.dtype());
+        let chain = self.chain(Chain { source: view.dtype(), steps: Vec::new(), dtype: view.dtype() });
+        let inner = of.shape().extents()[axis];
+        for (at, extent) in [(0, before), (before + inner, after)] {
+            let mut extents = PerAxis::from_slice(view.shape().extents());
+            extents[axis] = extent;
+            let Ok(shape) = Shape::try_new(&extents) else { continue };
+            all.extend(whole(&shape, Base::Fill(zero), chain).into_iter().map(|mut part| {
+                part.origin[axis] = at;
+                part
+            }));
+        }
+        Ok(all)
+    }
+
+    /// Flattens parts to pieces, in units.
+    fn finish(self, shape: &Shape, dtype: DType, parts: Vec<Part>) -> Result<Tiling, TilingError> {
+        let unit = dtype.unit();
+        let split = || TilingError::SplitsUnit { dtype, elements: unit.elements, bytes: unit.bytes };
+        if shape.elements() % unit.elements != 0 {
+            return Err(split());
+        }
+        let decoders: Vec<Decoder> = self
+            .chains
+            .iter()
+            .map(|chain| Decoder { decode: decode(chain), source_bytes: chain.source.unit().bytes })
+            .collect();
+        let strides = shape.strides();
+        let mut pieces = Vec::with_capacity(parts.len());
+        for part in parts {
+            let (mut start, mut loops) = linear(&part, &strides);
+            let mut base = part.base;
+            if unit.elements > 1 {
+                base = to_units(unit.elements, &mut start, &mut loops, base).ok_or_else(split)?;
+            }
+            let origin = match base {
+                Base::Tensor { tensor, offset } => Origin::Tensor { tensor, offset, decoder: part.chain },
+                Base::Fill(element) => {
+                    Origin::Fill { bytes: fill_bytes(&decoders[part.chain as usize].decode, &element) }
+                }
+            };
+            pieces.push(Piece { start, loops, origin });
+        }
+        Ok(Tiling::new(shape.elements() / unit.elements, unit.bytes, pieces, decoders))
+    }
+}
+
+/// The decoder of a finished chain. The last rounding is the encoding itself.
+fn decode(chain: &Chain) -> Decode {
+    if chain.steps.is_empty() {
+        return Decode::Copy;
+    }
+    let mut steps = chain.steps.clone();
+    if steps.last() == Some(&Step::Round(chain.dtype)) {
+        steps.pop();
+    }
+    // A cast to the type it came from, through others, still rounds and still settles NaNs: `steps` is then not empty.
+    Decode::Program(Program { source: chain.source, target: chain.dtype, steps })
+}
+
+fn fill_bytes(decode: &Decode, element: &Element) -> [u8; 8] {
+    let mut bytes = [0; 8];
+    match decode {
+        Decode::Copy => bytes[..element.unit_bytes().len()].copy_from_slice(element.unit_bytes()),
+        Decode::Program(program) => {
+            let width = usize::try_from(program.target.unit().bytes).unwrap_or(8);
+            convert_scalar(program, &[], element.unit_bytes(), 0, &mut bytes[..width]);
+        }
+    }
+    bytes
+}
+
+/// Start and loops of a part in the row-major order of a shape with these strides.
+fn linear(part: &Part, strides: &[u64]) -> (u64, Loops) {
+    let start = part.origin.iter().zip(strides).map(|(origin, stride)| origin * stride).sum();
+    let mut loops: Loops =
+        part.loops.iter().map(|l| Loop { target_stride: l.step.target_stride * strides[l.axis], ..l.step }).collect();
+    if matches!(part.base, Base::Fill(_)) {
+        // A constant has no order: let its loops merge on the target side alone.
+        loops.iter_mut().for_each(|l| l.source_stride = l.target_stride);
+    }
+    normalize(&mut loops);
+    (start, loops)
+}
+
+/// Divides everything by the elements of a unit, or `None` if something does not divide.
+fn to_units(elements: u64, start: &mut u64, loops: &mut Loops, base: Base) -> Option<Base> {
+    let divide = |n: &mut u64| {
+        let whole = *n % elements == 0;
+        *n /= elements;
+        whole
+    };
+    let (inner, outer) = loops.split_last_mut()?;
+    let mut whole = inner.target_stride == 1 && inner.source_stride == 1 && divide(&mut inner.extent) && divide(start);
+    for l in outer {
+        whole &= divide(&mut l.target_stride) && divide(&mut l.source_stride);
+    }
+    let base = match base {
+        Base::Tensor { tensor, mut offset } => {
+            whole &= divide(&mut offset);
+            Base::Tensor { tensor, offset }
+        }
+        Base::Fill(element) => Base::Fill(element),
+    };
+    normalize(loops);
+    whole.then_some(base)
+}
+
+fn transpose(part: &Part, axes: &[usize]) -> Part {
+    let mut inverse = vec![0; axes.len()];
+    axes.iter().enumerate().for_each(|(to, from)| inverse[*from] = to);
+    Part {
+        origin: axes.iter().map(|axis| part.origin[*axis]).collect(),
+        loops: part.loops.iter().map(|l| AxisLoop { axis: inverse[l.axis], step: l.step }).collect(),
+        ..*part
+    }
+}
+
+fn slice(parts: &[Part], axis: usize, start: u64, stop: u64, step: u64) -> Result<Vec<Part>, TilingError> {
+    let mut sliced = Vec::new();
+    for part in parts {
+        let mut along: Loops = part.loops.iter().filter(|l| l.axis == axis).map(|l| l.step).collect();
+        normalize(&mut along);
+        let others = part.loops.iter().filter(|l| l.axis != axis);
+        let mut emit = |at: u64, moved: u64, loops: &[Loop]| {
+            let mut cut_part = Part {
+                origin: part.origin.clone(),
+                loops: others.clone().copied().collect(),
+                base: part.base.moved(moved),
+                chain: part.chain,
+            };
+            cut_part.origin[axis] = at;
+            cut_part.loops.extend(loops.iter().map(|l| AxisLoop { axis, step: *l }));
+            sliced.push(cut_part);
+        };
+        cut(part.origin[axis], 0, &along, start, stop, &mut |at, moved, loops| {
+            select(at - start, moved, &loops, step, &mut Loops::new(), &mut emit);
+        });
+        limit(&sliced)?;
+    }
+    Ok(sliced)
+}
+
+/// Emits the elements at multiples of `step`, their positions divided by it.
+fn select(at: u64, moved: u64, loops: &[Loop], step: u64, chosen: &mut Loops, emit: &mut dyn FnMut(u64, u64, &[Loop])) {
+    let [top, rest @ ..] = loops else {
+        if at.is_multiple_of(step) {
+            emit(at / step, moved, chosen);
+        }
+        return;
+    };
+    // Positions modulo `step` repeat every `period` turns of this loop.
+    let period = step / gcd(top.target_stride, step);
+    for turn in 0..period.min(top.extent) {
+        let extent = (top.extent - turn).div_ceil(period);
+        let kept = chosen.len();
+        if extent > 1 {
+            let target_stride = top.target_stride * period / step;
+            chosen.push(Loop { extent, target_stride, source_stride: top.source_stride * period });
+        }
+        select(at + turn * top.target_stride, moved + turn * top.source_stride, rest, step, chosen, emit);
+        chosen.truncate(kept);
+    }
+}
+
+fn gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+fn reshape(parts: &[Part], from: &Shape, to: &Shape) -> Result<Vec<Part>, TilingError> {
+    let (from_strides, to_strides) = (from.strides(), to.strides());
+    let mut reshaped = Vec::new();
+    for part in parts {
+        let (start, loops) = linear(part, &from_strides);
+        let empty =
+            Part { origin: smallvec![0; to.rank()], loops: SmallVec::new(), base: part.base, chain: part.chain };
+        assign(start, &loops, &to_strides, 0, empty, &mut reshaped)?;
+    }
+    Ok(reshaped)
+}
+
+/// Gives each loop of a linear set to an axis, from `axis` inwards, cutting loops where they cross the border of a turn
+/// of that axis.
+fn assign(
+    start: u64,
+    loops: &[Loop],
+    strides: &[u64],
+    axis: usize,
+    mut part: Part,
+    done: &mut Vec<Part>,
+) -> Result<(), TilingError> {
+    let Some(&turn) = strides.get(axis) else {
+        done.push(part);
+        return limit(done);
+    };
+    if axis + 1 == strides.len() {
+        part.origin[axis] += start;
+        part.loops.extend(loops.iter().map(|l| AxisLoop { axis, step: *l }));
+        done.push(part);
+        return limit(done);
+    }
+    let all = reach(loops);
+    if start / turn == (start + all) / turn {
+        part.origin[axis] += start / turn;
+        return assign(start % turn, loops, strides, axis + 1, part, done);
+    }
+    let Some((top, rest)) = loops.split_first() else { return Ok(()) };
+    if top.target_stride.is_multiple_of(turn) {
+        part.loops.push(AxisLoop { axis, step: Loop { target_stride: top.target_stride / turn, ..*top } });
+        return assign(start, rest, strides, axis, part, done);
+    }
+    let with_top = |tops: &[Loop]| -> Loops { tops.iter().filter(|l| l.extent > 1).chain(rest).copied().collect() };
+    // Positions within a turn repeat every `period` steps of this loop: split whole periods off as a loop of their own.
+    let period = turn / gcd(turn, top.target_stride);
+    let periods = top.extent / period;
+    if periods > 1 {
+        let outer = Loop {
+            extent: periods,
+            target_stride: top.target_stride * period,
+            source_stride: top.source_stride * period,
+        };
+        let inner = Loop { extent: period, ..*top };
+        assign(start, &with_top(&[outer, inner]), strides, axis, part.clone(), done)?;
+        let done_steps = periods * period;
+        if done_steps < top.extent {
+            part.base = part.base.moved(done_steps * top.source_stride);
+            let tail = Loop { extent: top.extent - done_steps, ..*top };
+            assign(start + done_steps * top.target_stride, &with_top(&[tail]), strides, axis, part, done)?;
+        }
+        return Ok(());
+    }
+    // Few steps: group those that stay within one turn.
+    let rest_reach = all - (top.extent - 1) * top.target_stride;
+    let mut step = 0;
+    while step < top.extent {
+        let first = start + step * top.target_stride;
+        let border = (first / turn + 1) * turn;
+        let room = (border - first).saturating_sub(rest_reach + 1);
+        let fits = first / turn == (first + rest_reach) / turn;
+        let group = if fits { (room / top.target_stride + 1).min(top.extent - step) } else { 1 };
+        let mut grouped = part.clone();
+        grouped.base = grouped.base.moved(step * top.source_stride);
+        assign(first, &with_top(&[Loop { extent: group, ..*top }]), strides, axis, grouped, done)?;
+        step += group;
+    }
+    Ok(())
+}

@@ -1,0 +1,171 @@
+//! Shapes, and boxes of elements inside them.
+
+use std::{fmt, ops::Range};
+
+use smallvec::SmallVec;
+
+/// Highest number of axes a tensor or view may have. Real checkpoints need 6 (a stacked 3-D convolution).
+pub const RANK_MAX: usize = 8;
+
+/// One number per axis.
+pub type PerAxis = SmallVec<[u64; 4]>;
+
+/// Why extents do not form a shape.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ShapeError {
+    /// Too many axes.
+    #[error("{0} axes, at most {RANK_MAX} are supported")]
+    Rank(usize),
+    /// The product of the extents does not fit 64 bits.
+    #[error("the number of elements of {0:?} does not fit 64 bits")]
+    Overflow(Vec<u64>),
+}
+
+/// Extents of a tensor, outermost axis first. At most [`RANK_MAX`] axes; the number of bits of its elements, at up to
+/// 64 bits each, fits `u64`, so that products of extents never need checking again.
+#[derive(Clone, PartialEq, Eq, Hash, Default)]
+pub struct Shape(PerAxis);
+
+impl Shape {
+    /// The shape with these extents.
+    ///
+    /// # Errors
+    /// [`ShapeError`] if there are too many axes or elements. Zero extents do not hide an overflow of the others.
+    pub fn try_new(extents: &[u64]) -> Result<Self, ShapeError> {
+        if extents.len() > RANK_MAX {
+            return Err(ShapeError::Rank(extents.len()));
+        }
+        let mut bits = 64u64;
+        for extent in extents {
+            bits = bits.checked_mul((*extent).max(1)).ok_or_else(|| ShapeError::Overflow(extents.to_vec()))?;
+        }
+        Ok(Self(PerAxis::from_slice(extents)))
+    }
+
+    /// The shape of a single element without axes.
+    pub fn scalar() -> Self {
+        Self::default()
+    }
+
+    /// Number of axes.
+    pub fn rank(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Extents, outermost first.
+    pub fn extents(&self) -> &[u64] {
+        &self.0
+    }
+
+    /// Number of elements: the product of the extents, 1 without axes.
+    pub fn elements(&self) -> u64 {
+        self.0.iter().product()
+    }
+
+    /// Whether there is no element.
+    pub fn is_empty(&self) -> bool {
+        self.0.contains(&0)
+    }
+
+    /// Distance, in elements of the row-major order, between neighbours along each axis.
+    pub fn strides(&self) -> PerAxis {
+        let mut strides = PerAxis::from_elem(1, self.rank());
+        for axis in (1..self.rank()).rev() {
+            strides[axis - 1] = strides[axis] * self.0[axis].max(1);
+        }
+        strides
+    }
+
+    /// The region that covers the whole shape.
+    pub fn whole(&self) -> Region {
+        Region { origin: PerAxis::from_elem(0, self.rank()), extent: self.clone() }
+    }
+}
+
+impl fmt::Debug for Shape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl fmt::Display for Shape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("[")?;
+        for (axis, extent) in self.0.iter().enumerate() {
+            let comma = if axis == 0 { "" } else { ", " };
+            write!(f, "{comma}{extent}")?;
+        }
+        f.write_str("]")
+    }
+}
+
+/// A box of elements: an origin and an extent along each axis. May be empty.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Region {
+    origin: PerAxis,
+    extent: Shape,
+}
+
+impl Region {
+    /// The box of these half-open ranges, one per axis of `shape`, or `None` if a range leaves the shape or runs
+    /// backwards or their number is not the rank.
+    pub fn within(shape: &Shape, ranges: &[Range<u64>]) -> Option<Self> {
+        let fits = ranges.len() == shape.rank()
+            && ranges
+                .iter()
+                .zip(shape.extents())
+                .all(|(range, extent)| range.start <= range.end && range.end <= *extent);
+        fits.then(|| Self {
+            origin: ranges.iter().map(|range| range.start).collect(),
+            extent: Shape(ranges.iter().map(|range| range.end - range.start).collect()),
+        })
+    }
+
+    /// First element along each axis.
+    pub fn origin(&self) -> &[u64] {
+        &self.origin
+    }
+
+    /// Shape of the box.
+    pub fn shape(&self) -> &Shape {
+        &self.extent
+    }
+
+    /// The half-open range along each axis.
+    pub fn ranges(&self) -> impl Iterator<Item = Range<u64>> + '_ {
+        self.origin.iter().zip(self.extent.extents()).map(|(origin, extent)| *origin..origin + extent)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn strides_are_row_major() {
+        let shape = Shape::try_new(&[2, 3, 4]).unwrap();
+        assert_eq!(shape.strides().as_slice(), [12, 4, 1]);
+        assert_eq!(shape.elements(), 24);
+        assert_eq!(Shape::scalar().elements(), 1);
+        assert!(Shape::scalar().strides().is_empty());
+    }
+
+    #[test]
+    fn oversized_shapes_are_refused() {
+        assert_eq!(Shape::try_new(&[1; 9]), Err(ShapeError::Rank(9)));
+        assert!(matches!(Shape::try_new(&[1 << 40, 1 << 30]), Err(ShapeError::Overflow(_))));
+        assert!(matches!(Shape::try_new(&[0, 1 << 40, 1 << 30]), Err(ShapeError::Overflow(_))));
+        assert!(Shape::try_new(&[0, 5]).unwrap().is_empty());
+    }
+
+    #[test]
+    fn regions_stay_inside() {
+        let shape = Shape::try_new(&[4, 6]).unwrap();
+        let region = Region::within(&shape, &[1..4, 6..6]).unwrap();
+        assert_eq!(region.shape().extents(), [3, 0]);
+        assert!(Region::within(&shape, &[1..5, 0..6]).is_none());
+        assert!(Region::within(&shape, &[Range { start: 2, end: 1 }, 0..6]).is_none());
+        assert!(Region::within(&shape, &[0..4]).is_none());
+        assert_eq!(shape.whole().shape(), &shape);
+    }
+}

@@ -1,0 +1,292 @@
+//! The normal form of a view: strided copies that together fill it.
+//!
+//! A tiling fills a target of `len_units` units in row-major order. Each *piece* is a mixed-radix pair of maps,
+//!
+//! ```text
+//! target(i0, …, ik) = start  + i0*t0 + … + ik*tk        0 <= ij < nj
+//! source(i0, …, ik) = offset + i0*s0 + … + ik*sk
+//! ```
+//!
+//! with the loops sorted by target stride and *nested*: each `tj` exceeds the reach `sum (ni - 1)*ti` of the finer loops.
+//! Pieces are disjoint and cover the target. Because target positions are linear, a reshape changes nothing at all and a
+//! permutation of rows inside an axis (RoPE halves to pairs, interleaved gates) is one more loop rather than thousands of
+//! boxes.
+//!
+//! A *unit* is one element, or for types narrower than a byte the smallest group of elements that fills whole bytes.
+
+use smallvec::SmallVec;
+
+use super::{DType, Decode, TensorId, gather::Loop};
+
+/// Most pieces one tiling may have. The largest real views (all experts of all layers of a trillion-parameter model,
+/// transposed) have some 25 000; a million would mean that the algebra failed to find the structure.
+pub const PIECES_MAX: usize = 1 << 20;
+
+/// Loops of a piece, by falling target stride.
+pub type Loops = SmallVec<[Loop; 4]>;
+
+/// Why a view has no tiling.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TilingError {
+    /// Too many pieces.
+    #[error("the view needs more than {PIECES_MAX} pieces")]
+    TooManyPieces,
+    /// A view cuts or reorders elements inside a byte.
+    #[error("{dtype} elements are packed {elements} to {bytes} bytes; the view cuts or moves parts of such a group")]
+    SplitsUnit {
+        /// Element type.
+        dtype: DType,
+        /// Elements of one unit.
+        elements: u64,
+        /// Bytes of one unit.
+        bytes: u64,
+    },
+}
+
+/// Where a piece's elements come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// A tensor of the checkpoint.
+    Tensor {
+        /// Which.
+        tensor: TensorId,
+        /// Source unit of the piece's first element.
+        offset: u64,
+        /// Index into [`Tiling::decoders`].
+        decoder: u32,
+    },
+    /// A constant, in target bytes.
+    Fill {
+        /// The bytes of one target unit, padded with zeros.
+        bytes: [u8; 8],
+    },
+}
+
+/// A strided copy into the target.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Target unit of the first element.
+    pub start: u64,
+    /// Loops by falling target stride, none of extent 1.
+    pub loops: Loops,
+    /// Where the elements come from.
+    pub origin: Origin,
+}
+
+/// How the elements of a tiling's pieces are decoded.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Decoder {
+    /// The conversion.
+    pub decode: Decode,
+    /// Bytes of one source unit.
+    pub source_bytes: u64,
+}
+
+/// Distance from the first to the last element of these loops, on the target side.
+pub(super) fn reach(loops: &[Loop]) -> u64 {
+    loops.iter().map(|l| (l.extent - 1) * l.target_stride).sum()
+}
+
+impl Piece {
+    /// Target unit of the last element.
+    pub fn last(&self) -> u64 {
+        self.start + reach(&self.loops)
+    }
+
+    /// Number of units.
+    pub fn units(&self) -> u64 {
+        self.loops.iter().map(|l| l.extent).product()
+    }
+
+    /// Calls `emit` with the parts of this piece whose target lies in `low..high`. At most two parts per loop, plus one.
+    pub fn cut(&self, low: u64, high: u64, emit: &mut dyn FnMut(Self)) {
+        cut(self.start, 0, &self.loops, low, high, &mut |start, moved, loops| {
+            let origin = match self.origin {
+                Origin::Tensor { tensor, offset, decoder } => {
+                    Origin::Tensor { tensor, offset: offset + moved, decoder }
+                }
+                Origin::Fill { bytes } => Origin::Fill { bytes },
+            };
+            emit(Self { start, loops, origin });
+        });
+    }
+
+    /// Units, from the first, that lie consecutively both in the target and in the source.
+    pub fn contiguous_units(&self) -> u64 {
+        let mut run = 1;
+        for l in self.loops.iter().rev() {
+            if l.target_stride != run || l.source_stride != run {
+                break;
+            }
+            run *= l.extent;
+        }
+        run
+    }
+
+    /// Source units from the first to one past the last that the piece reads, relative to its offset.
+    pub fn source_hull_units(&self) -> u64 {
+        self.loops.iter().map(|l| (l.extent - 1) * l.source_stride).sum::<u64>() + 1
+    }
+}
+
+/// Emits the parts of a mixed-radix set whose target lies in `low..high`: `(start, source moved by, loops)`.
+pub(super) fn cut(start: u64, moved: u64, loops: &[Loop], low: u64, high: u64, emit: &mut dyn FnMut(u64, u64, Loops)) {
+    let all = reach(loops);
+    if start >= high || start + all < low {
+        return;
+    }
+    if start >= low && start + all < high {
+        emit(start, moved, Loops::from_slice(loops));
+        return;
+    }
+    let [top, rest @ ..] = loops else { return };
+    let rest_reach = all - (top.extent - 1) * top.target_stride;
+    let stride = top.target_stride;
+    // Turn i occupies start + i*stride ..= start + i*stride + rest_reach.
+    let first_touched = low.saturating_sub(start + rest_reach).div_ceil(stride);
+    let end_touched = (high - start).div_ceil(stride).min(top.extent);
+    let first_inside = low.saturating_sub(start).div_ceil(stride).min(end_touched);
+    let end_inside =
+        if high > start + rest_reach { ((high - 1 - start - rest_reach) / stride + 1).min(top.extent) } else { 0 };
+    let end_inside = end_inside.max(first_inside);
+    let turn = |i: u64, emit: &mut dyn FnMut(u64, u64, Loops)| {
+        cut(start + i * stride, moved + i * top.source_stride, rest, low, high, emit);
+    };
+    for i in first_touched..first_inside {
+        turn(i, emit);
+    }
+    let inside = end_inside - first_inside;
+    if inside > 0 {
+        let mut kept = Loops::new();
+        if inside > 1 {
+            kept.push(Loop { extent: inside, ..*top });
+        }
+        kept.extend_from_slice(rest);
+        emit(start + first_inside * stride, moved + first_inside * top.source_stride, kept);
+    }
+    for i in end_inside..end_touched {
+        turn(i, emit);
+    }
+}
+
+/// Sorts loops by falling target stride, drops those of extent 1, and merges neighbours that step alike on both sides.
+pub(super) fn normalize(loops: &mut Loops) {
+    loops.retain(|l| l.extent != 1);
+    loops.sort_by(|a, b| b.target_stride.cmp(&a.target_stride));
+    let mut merged = Loops::new();
+    for l in loops.iter().rev() {
+        match merged.last_mut() {
+            Some(inner)
+                if l.target_stride == inner.extent * inner.target_stride
+                    && l.source_stride == inner.extent * inner.source_stride =>
+            {
+                inner.extent *= l.extent;
+            }
+            _ => merged.push(*l),
+        }
+    }
+    merged.reverse();
+    *loops = merged;
+}
+
+/// Disjoint strided copies that cover a target.
+#[derive(Clone, Debug)]
+pub struct Tiling {
+    len_units: u64,
+    unit_bytes: u64,
+    /// Sorted by start.
+    pieces: Vec<Piece>,
+    /// `reached[i]` is the greatest last unit among pieces `0..=i`, so that the pieces that touch a range are found by
+    /// bisection.
+    reached: Vec<u64>,
+    decoders: Vec<Decoder>,
+}
+
+impl Tiling {
+    pub(super) fn new(len_units: u64, unit_bytes: u64, mut pieces: Vec<Piece>, decoders: Vec<Decoder>) -> Self {
+        pieces.sort_by_key(|piece| piece.start);
+        let mut greatest = 0;
+        let reached = pieces
+            .iter()
+            .map(|piece| {
+                greatest = greatest.max(piece.last());
+                greatest
+            })
+            .collect();
+        let tiling = Self { len_units, unit_bytes, pieces, reached, decoders };
+        tiling.check_invariants();
+        tiling
+    }
+
+    /// Asserts what the constructor promises: loops nested, pieces inside the target, as many units as the target has.
+    /// Disjointness is then equivalent to covering, and tests check it element by element.
+    fn check_invariants(&self) {
+        let mut units = 0;
+        for piece in &self.pieces {
+            assert!(piece.last() < self.len_units, "{piece:?} leaves a target of {} units", self.len_units);
+            units += piece.units();
+            for (at, l) in piece.loops.iter().enumerate() {
+                let finer = reach(&piece.loops[at + 1..]);
+                assert!(l.extent > 1 && l.target_stride > finer, "loops of {piece:?} are not nested");
+            }
+        }
+        assert_eq!(units, self.len_units, "pieces do not cover the target");
+    }
+
+    /// Units of the target.
+    pub fn len_units(&self) -> u64 {
+        self.len_units
+    }
+
+    /// Bytes of one target unit.
+    pub fn unit_bytes(&self) -> u64 {
+        self.unit_bytes
+    }
+
+    /// Bytes of the target.
+    pub fn len_bytes(&self) -> u64 {
+        self.len_units * self.unit_bytes
+    }
+
+    /// The pieces, by start.
+    pub fn pieces(&self) -> &[Piece] {
+        &self.pieces
+    }
+
+    /// The decoders that pieces refer to.
+    pub fn decoders(&self) -> &[Decoder] {
+        &self.decoders
+    }
+
+    /// Calls `emit` with the parts of the pieces whose target lies in `low..high`, in no particular order.
+    pub fn cut(&self, low: u64, high: u64, emit: &mut dyn FnMut(Piece)) {
+        let begin = self.reached.partition_point(|reached| *reached < low);
+        let end = self.pieces.partition_point(|piece| piece.start < high);
+        for piece in self.pieces.get(begin..end).unwrap_or_default() {
+            piece.cut(low, high, emit);
+        }
+    }
+
+    /// Whether every piece copies bytes as they are, in runs of at least `run_bytes_min` bytes (or whole pieces): such a
+    /// target is served without intermediate tiles.
+    pub fn is_run_copy(&self, run_bytes_min: u64) -> bool {
+        self.pieces.iter().all(|piece| match piece.origin {
+            Origin::Tensor { decoder, .. } => {
+                let run = piece.contiguous_units();
+                self.decoders[decoder as usize].decode == Decode::Copy
+                    && (run * self.unit_bytes >= run_bytes_min || run == piece.units())
+            }
+            Origin::Fill { .. } => true,
+        })
+    }
+
+    /// Target stride, in units, of the loops along which sources are contiguous, where that is not 1: the tiling
+    /// transposes, and a tile should hold many multiples of this. The greatest over all pieces.
+    pub fn transposed_stride_units(&self) -> Option<u64> {
+        let strides = self.pieces.iter().filter_map(|piece| {
+            let unit = piece.loops.iter().find(|l| l.source_stride == 1)?;
+            (unit.target_stride != 1).then_some(unit.target_stride)
+        });
+        strides.max()
+    }
+}

@@ -1,0 +1,634 @@
+//! Views: expressions over a checkpoint's tensors.
+//!
+//! A view is an immutable tree. Each constructor checks its operands and fixes the shape and the dtype of the result, so
+//! a view that exists is well-formed; building one touches no data. [`View::lower`] turns it into a [`Tiling`].
+//!
+//! Layout operators (slice, transpose, reshape, stack, concat, pad) say where elements go; element operators (cast,
+//! multiply, add, dequantize) say what their values become. The two kinds commute, which is what makes the normal form
+//! possible.
+
+use std::{fmt, sync::Arc};
+
+use super::{
+    DType, Region, Shape, ShapeError, TensorId,
+    decode::BlockScale,
+    lower,
+    shape::PerAxis,
+    tiling::{Tiling, TilingError},
+};
+
+/// Why operands do not form a view.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ViewError {
+    /// An axis number is not below the rank.
+    #[error("{op}: axis {axis}, but the shape {shape} has {} axes", shape.rank())]
+    Axis {
+        /// The operator.
+        op: &'static str,
+        /// The axis asked for.
+        axis: usize,
+        /// The operand's shape.
+        shape: Shape,
+    },
+    /// A range leaves the shape or the step is zero.
+    #[error("slice: axis {axis} has extent {extent}, asked for {start}..{stop} in steps of {step}")]
+    OutOfBounds {
+        /// The axis.
+        axis: usize,
+        /// Its extent.
+        extent: u64,
+        /// First element asked for.
+        start: u64,
+        /// End of the range asked for.
+        stop: u64,
+        /// Distance of the elements asked for.
+        step: u64,
+    },
+    /// A list of axes is not a permutation.
+    #[error("transpose: {axes:?} is not a permutation of the axes of {shape}")]
+    Permutation {
+        /// The axes given.
+        axes: Vec<usize>,
+        /// The operand's shape.
+        shape: Shape,
+    },
+    /// A reshape changes the number of elements.
+    #[error("reshape: {from} has {} elements, {to} has {}", from.elements(), to.elements())]
+    Reshape {
+        /// The operand's shape.
+        from: Shape,
+        /// The shape asked for.
+        to: Shape,
+    },
+    /// Operands of a stack or concat do not match.
+    #[error("{op}: operand {index} is {dtype} {shape}, operand 0 is {first_dtype} {first_shape}")]
+    Mismatch {
+        /// The operator.
+        op: &'static str,
+        /// Which operand differs.
+        index: usize,
+        /// Its dtype.
+        dtype: DType,
+        /// Its shape.
+        shape: Shape,
+        /// The first operand's dtype.
+        first_dtype: DType,
+        /// The first operand's shape.
+        first_shape: Shape,
+    },
+    /// A stack or concat of nothing.
+    #[error("{op}: no operands")]
+    NoOperands {
+        /// The operator.
+        op: &'static str,
+    },
+    /// An element operator on a type that ckfs does not convert.
+    #[error("{op}: {dtype} values are not converted, only floats of 8 bits or more are")]
+    NotFloat {
+        /// The operator.
+        op: &'static str,
+        /// The dtype.
+        dtype: DType,
+    },
+    /// Weights and scales of a dequantization do not match.
+    #[error(
+        "dequantize: weights {weights} in blocks of {block_rows} by {block_columns} need scales of shape {expected}, \
+         found {found}"
+    )]
+    Scales {
+        /// Shape of the quantized tensor.
+        weights: Shape,
+        /// Rows of a block.
+        block_rows: u64,
+        /// Columns of a block.
+        block_columns: u64,
+        /// Shape the scales must have.
+        expected: String,
+        /// Shape they have.
+        found: Shape,
+    },
+    /// The shape that would result is too large.
+    #[error(transparent)]
+    Shape(#[from] ShapeError),
+}
+
+/// A named array of the checkpoint, as views refer to it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SourceTensor {
+    /// Its row in the tensor table.
+    pub id: TensorId,
+    /// Element type.
+    pub dtype: DType,
+    /// Shape.
+    pub shape: Shape,
+}
+
+/// One constant element.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Element {
+    dtype: DType,
+    bytes: [u8; 8],
+}
+
+impl Element {
+    /// Zero of a type; all types have zero as all bits clear, except the bare exponent `F8_E8M0`, where it is 2^-127.
+    pub const fn zero(dtype: DType) -> Self {
+        Self { dtype, bytes: [0; 8] }
+    }
+
+    /// The f32 value `value`.
+    pub const fn f32(value: f32) -> Self {
+        let b = value.to_le_bytes();
+        Self { dtype: DType::F32, bytes: [b[0], b[1], b[2], b[3], 0, 0, 0, 0] }
+    }
+
+    /// An element of `dtype` with these little-endian bytes, or `None` if their number is not the element's width.
+    pub fn from_bytes(dtype: DType, bytes: &[u8]) -> Option<Self> {
+        let width = usize::try_from(dtype.element_bytes()?).ok()?;
+        (bytes.len() == width).then(|| {
+            let mut padded = [0; 8];
+            padded[..width].copy_from_slice(bytes);
+            Self { dtype, bytes: padded }
+        })
+    }
+
+    /// Element type.
+    pub const fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Little-endian bytes of one unit of this element's type (see [`DType::unit`]).
+    pub fn unit_bytes(&self) -> &[u8] {
+        let bytes = usize::try_from(self.dtype.unit().bytes).unwrap_or(8);
+        &self.bytes[..bytes]
+    }
+}
+
+/// An expression over tensors, with a shape and a dtype.
+#[derive(Clone, Debug)]
+pub struct View {
+    node: Arc<Node>,
+}
+
+#[derive(Debug)]
+struct Node {
+    shape: Shape,
+    dtype: DType,
+    op: Op,
+}
+
+/// The operator at the root of a view, with its operands.
+#[derive(Clone, Debug)]
+pub enum Op {
+    /// A tensor of the checkpoint.
+    Source(SourceTensor),
+    /// A constant everywhere.
+    Fill(Element),
+    /// Elements `start, start + step, …` below `stop` along one axis.
+    Slice {
+        /// Operand.
+        of: View,
+        /// Axis cut.
+        axis: usize,
+        /// First element.
+        start: u64,
+        /// End.
+        stop: u64,
+        /// Distance.
+        step: u64,
+    },
+    /// Axes reordered: axis `i` of the result is axis `axes[i]` of the operand.
+    Transpose {
+        /// Operand.
+        of: View,
+        /// The permutation.
+        axes: Vec<usize>,
+    },
+    /// The same elements in row-major order under another shape.
+    Reshape {
+        /// Operand.
+        of: View,
+    },
+    /// Operands of one shape side by side along a new axis.
+    Stack {
+        /// Operands.
+        of: Vec<View>,
+        /// The new axis, as numbered in the result.
+        axis: usize,
+    },
+    /// Operands end to end along an axis.
+    Concat {
+        /// Operands.
+        of: Vec<View>,
+        /// The axis.
+        axis: usize,
+    },
+    /// Zeros before and after along one axis.
+    Pad {
+        /// Operand.
+        of: View,
+        /// The axis.
+        axis: usize,
+        /// Elements of zeros before.
+        before: u64,
+        /// Elements of zeros after.
+        after: u64,
+    },
+    /// Values rounded to another float type.
+    Cast {
+        /// Operand.
+        of: View,
+    },
+    /// Values times a constant: the product in f32, then rounded to the result's type.
+    Multiply {
+        /// Operand.
+        of: View,
+        /// The constant.
+        factor: f32,
+        /// Whether subnormal operands and products become zero of the same sign.
+        flush: bool,
+    },
+    /// Values plus a constant: the sum in f32, then rounded to the result's type.
+    Add {
+        /// Operand.
+        of: View,
+        /// The constant.
+        addend: f32,
+    },
+    /// Quantized values times the scales of their blocks: the product in f32, then rounded to the result's type.
+    Dequantize {
+        /// The quantized tensor.
+        weights: SourceTensor,
+        /// The scales, one per block.
+        scales: SourceTensor,
+        /// Rows of a block.
+        block_rows: u64,
+        /// Columns of a block.
+        block_columns: u64,
+    },
+}
+
+/// Type of the result of arithmetic.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keep {
+    /// The operand's type: the f32 result is rounded to it.
+    Operand,
+    /// f32, unrounded.
+    F32,
+}
+
+impl View {
+    fn new(shape: Shape, dtype: DType, op: Op) -> Self {
+        Self { node: Arc::new(Node { shape, dtype, op }) }
+    }
+
+    /// A tensor of the checkpoint, as it is.
+    pub fn source(tensor: SourceTensor) -> Self {
+        Self::new(tensor.shape.clone(), tensor.dtype, Op::Source(tensor))
+    }
+
+    /// `shape` filled with one value.
+    pub fn fill(shape: Shape, element: Element) -> Self {
+        Self::new(shape, element.dtype(), Op::Fill(element))
+    }
+
+    /// Shape of the view.
+    pub fn shape(&self) -> &Shape {
+        &self.node.shape
+    }
+
+    /// Element type of the view.
+    pub fn dtype(&self) -> DType {
+        self.node.dtype
+    }
+
+    /// The operator at the root.
+    pub fn op(&self) -> &Op {
+        &self.node.op
+    }
+
+    /// Bytes of the view's elements in row-major order, or `None` if they do not fill whole bytes (possible only for
+    /// types narrower than a byte).
+    pub fn bytes(&self) -> Option<u64> {
+        self.dtype().bytes_of(self.shape().elements())
+    }
+
+    fn check_axis(&self, op: &'static str, axis: usize) -> Result<u64, ViewError> {
+        let extents = self.shape().extents();
+        extents.get(axis).copied().ok_or_else(|| ViewError::Axis { op, axis, shape: self.shape().clone() })
+    }
+
+    fn with_extent(&self, axis: usize, extent: u64) -> Result<Shape, ShapeError> {
+        let mut extents = PerAxis::from_slice(self.shape().extents());
+        extents[axis] = extent;
+        Shape::try_new(&extents)
+    }
+
+    /// Elements `start, start + step, …` below `stop` of `axis`; the other axes whole.
+    ///
+    /// The axis shrinks to `ceil((stop - start) / step)`. Returns the view itself if that is all of it.
+    ///
+    /// # Errors
+    /// [`ViewError::Axis`], or [`ViewError::OutOfBounds`] if the range leaves the axis or runs backwards, or the step
+    /// is 0.
+    pub fn slice(&self, axis: usize, start: u64, stop: u64, step: u64) -> Result<Self, ViewError> {
+        let extent = self.check_axis("slice", axis)?;
+        if start > stop || stop > extent || step == 0 {
+            return Err(ViewError::OutOfBounds { axis, extent, start, stop, step });
+        }
+        if (start, stop, step) == (0, extent, 1) {
+            return Ok(self.clone());
+        }
+        let shape = self.with_extent(axis, (stop - start).div_ceil(step))?;
+        Ok(Self::new(shape, self.dtype(), Op::Slice { of: self.clone(), axis, start, stop, step }))
+    }
+
+    /// The part of this view inside `region`, whose shape becomes the result's.
+    ///
+    /// # Errors
+    /// [`ViewError::OutOfBounds`] with the first axis on which `region` leaves the shape, [`ViewError::Axis`] if it has
+    /// another rank.
+    pub fn region(&self, region: &Region) -> Result<Self, ViewError> {
+        if region.shape().rank() != self.shape().rank() {
+            return Err(ViewError::Axis { op: "region", axis: region.shape().rank(), shape: self.shape().clone() });
+        }
+        region
+            .ranges()
+            .enumerate()
+            .try_fold(self.clone(), |view, (axis, range)| view.slice(axis, range.start, range.end, 1))
+    }
+
+    /// Axes reordered: axis `i` of the result is axis `axes[i]` of this view.
+    ///
+    /// # Errors
+    /// [`ViewError::Permutation`] unless `axes` names every axis once.
+    pub fn transpose(&self, axes: &[usize]) -> Result<Self, ViewError> {
+        let rank = self.shape().rank();
+        if axes.len() != rank || (0..rank).any(|axis| !axes.contains(&axis)) {
+            return Err(ViewError::Permutation { axes: axes.to_vec(), shape: self.shape().clone() });
+        }
+        if axes.iter().copied().eq(0..rank) {
+            return Ok(self.clone());
+        }
+        let extents: PerAxis = axes.iter().map(|axis| self.shape().extents()[*axis]).collect();
+        let op = Op::Transpose { of: self.clone(), axes: axes.to_vec() };
+        Ok(Self::new(Shape::try_new(&extents)?, self.dtype(), op))
+    }
+
+    /// All axes in reverse order, numpy's `x.T`.
+    pub fn reverse_axes(&self) -> Self {
+        let axes: Vec<usize> = (0..self.shape().rank()).rev().collect();
+        self.transpose(&axes).unwrap_or_else(|_| self.clone())
+    }
+
+    /// The same elements in row-major order under another shape.
+    ///
+    /// # Errors
+    /// [`ViewError::Reshape`] if the number of elements differs.
+    pub fn reshape(&self, shape: &Shape) -> Result<Self, ViewError> {
+        if shape.elements() != self.shape().elements() {
+            return Err(ViewError::Reshape { from: self.shape().clone(), to: shape.clone() });
+        }
+        if shape == self.shape() {
+            return Ok(self.clone());
+        }
+        Ok(Self::new(shape.clone(), self.dtype(), Op::Reshape { of: self.clone() }))
+    }
+
+    fn check_same<'a>(
+        op: &'static str,
+        of: &'a [Self],
+        same: impl Fn(usize, u64, u64) -> bool,
+    ) -> Result<&'a Self, ViewError> {
+        let first = of.first().ok_or(ViewError::NoOperands { op })?;
+        for (index, view) in of.iter().enumerate() {
+            let (a, b) = (view.shape().extents(), first.shape().extents());
+            let matches = view.dtype() == first.dtype()
+                && a.len() == b.len()
+                && a.iter().zip(b).enumerate().all(|(axis, (a, b))| same(axis, *a, *b));
+            if !matches {
+                return Err(ViewError::Mismatch {
+                    op,
+                    index,
+                    dtype: view.dtype(),
+                    shape: view.shape().clone(),
+                    first_dtype: first.dtype(),
+                    first_shape: first.shape().clone(),
+                });
+            }
+        }
+        Ok(first)
+    }
+
+    /// Views of one shape and dtype side by side along a new axis, numbered `axis` in the result.
+    ///
+    /// # Errors
+    /// [`ViewError::NoOperands`], [`ViewError::Mismatch`] naming the first operand that differs, [`ViewError::Axis`] if
+    /// `axis` is beyond the operands' rank.
+    pub fn stack(axis: usize, of: &[Self]) -> Result<Self, ViewError> {
+        let first = Self::check_same("stack", of, |_, a, b| a == b)?;
+        if axis > first.shape().rank() {
+            return Err(ViewError::Axis { op: "stack", axis, shape: first.shape().clone() });
+        }
+        let mut extents = PerAxis::from_slice(first.shape().extents());
+        extents.insert(axis, of.len() as u64);
+        Ok(Self::new(Shape::try_new(&extents)?, first.dtype(), Op::Stack { of: of.to_vec(), axis }))
+    }
+
+    /// Views end to end along `axis`; their other axes and their dtypes are equal.
+    ///
+    /// # Errors
+    /// [`ViewError::NoOperands`], [`ViewError::Axis`], or [`ViewError::Mismatch`] naming the first operand that differs.
+    pub fn concat(axis: usize, of: &[Self]) -> Result<Self, ViewError> {
+        let first = Self::check_same("concat", of, |at, a, b| at == axis || a == b)?;
+        first.check_axis("concat", axis)?;
+        if let [only] = of {
+            return Ok(only.clone());
+        }
+        let extent = of
+            .iter()
+            .try_fold(0u64, |sum, view| sum.checked_add(view.shape().extents()[axis]))
+            .ok_or_else(|| ShapeError::Overflow(first.shape().extents().to_vec()))?;
+        Ok(Self::new(first.with_extent(axis, extent)?, first.dtype(), Op::Concat { of: of.to_vec(), axis }))
+    }
+
+    /// Zeros before and after along `axis`.
+    ///
+    /// # Errors
+    /// [`ViewError::Axis`], or [`ViewError::Shape`] if the result is too large.
+    pub fn pad(&self, axis: usize, before: u64, after: u64) -> Result<Self, ViewError> {
+        let extent = self.check_axis("pad", axis)?;
+        if before == 0 && after == 0 {
+            return Ok(self.clone());
+        }
+        let padded = extent.checked_add(before).and_then(|sum| sum.checked_add(after));
+        let padded = padded.ok_or_else(|| ShapeError::Overflow(self.shape().extents().to_vec()))?;
+        let op = Op::Pad { of: self.clone(), axis, before, after };
+        Ok(Self::new(self.with_extent(axis, padded)?, self.dtype(), op))
+    }
+
+    fn check_float(op: &'static str, dtype: DType) -> Result<(), ViewError> {
+        if dtype.is_float() { Ok(()) } else { Err(ViewError::NotFloat { op, dtype }) }
+    }
+
+    /// Values rounded to `dtype`, to nearest with ties to even. The same dtype leaves every bit as it is.
+    ///
+    /// # Errors
+    /// [`ViewError::NotFloat`] unless both types are floats of 8 bits or more.
+    pub fn cast(&self, dtype: DType) -> Result<Self, ViewError> {
+        if dtype == self.dtype() {
+            return Ok(self.clone());
+        }
+        Self::check_float("cast", self.dtype())?;
+        Self::check_float("cast", dtype)?;
+        Ok(Self::new(self.shape().clone(), dtype, Op::Cast { of: self.clone() }))
+    }
+
+    /// Values times `factor`, the product in f32. With `flush`, subnormal operands and products become zero of the same
+    /// sign.
+    ///
+    /// # Errors
+    /// [`ViewError::NotFloat`].
+    pub fn multiply(&self, factor: f32, flush: bool, keep: Keep) -> Result<Self, ViewError> {
+        Self::check_float("multiply", self.dtype())?;
+        let dtype = if keep == Keep::F32 { DType::F32 } else { self.dtype() };
+        Ok(Self::new(self.shape().clone(), dtype, Op::Multiply { of: self.clone(), factor, flush }))
+    }
+
+    /// Values plus `addend`, the sum in f32.
+    ///
+    /// # Errors
+    /// [`ViewError::NotFloat`].
+    pub fn add(&self, addend: f32, keep: Keep) -> Result<Self, ViewError> {
+        Self::check_float("add", self.dtype())?;
+        let dtype = if keep == Keep::F32 { DType::F32 } else { self.dtype() };
+        Ok(Self::new(self.shape().clone(), dtype, Op::Add { of: self.clone(), addend }))
+    }
+
+    /// A quantized matrix times its block scales (see [`BlockScale`]), rounded once to `dtype`.
+    ///
+    /// # Errors
+    /// [`ViewError::Scales`] unless `weights` is a matrix and `scales` has one element per block;
+    /// [`ViewError::NotFloat`].
+    pub fn dequantize(
+        weights: SourceTensor,
+        scales: SourceTensor,
+        block: (u64, u64),
+        dtype: DType,
+    ) -> Result<Self, ViewError> {
+        Self::check_float("dequantize", weights.dtype)?;
+        Self::check_float("dequantize", dtype)?;
+        if scales.dtype != DType::F8E8M0 {
+            Self::check_float("dequantize", scales.dtype)?;
+        }
+        let (block_rows, block_columns) = block;
+        let grid = match weights.shape.extents() {
+            [rows, columns] if block_rows > 0 && block_columns > 0 => {
+                Some([rows.div_ceil(block_rows), columns.div_ceil(block_columns)])
+            }
+            _ => None,
+        };
+        if grid.is_none_or(|grid| grid != scales.shape.extents()) {
+            return Err(ViewError::Scales {
+                weights: weights.shape,
+                block_rows,
+                block_columns,
+                expected: grid.map_or("of a matrix".to_owned(), |grid| format!("{grid:?}")),
+                found: scales.shape,
+            });
+        }
+        let shape = weights.shape.clone();
+        Ok(Self::new(shape, dtype, Op::Dequantize { weights, scales, block_rows, block_columns }))
+    }
+
+    /// Lowers this view to its normal form.
+    ///
+    /// # Errors
+    /// [`TilingError`] if it needs more pieces than the limit, or cuts a byte of a packed type.
+    pub fn lower(&self) -> Result<Tiling, TilingError> {
+        lower::lower(self)
+    }
+
+    /// Calls `visit` for each tensor of the checkpoint that this view reads, in order, with repeats.
+    pub fn for_each_source(&self, visit: &mut dyn FnMut(&SourceTensor)) {
+        match self.op() {
+            Op::Source(tensor) => visit(tensor),
+            Op::Fill(_) => {}
+            Op::Slice { of, .. }
+            | Op::Transpose { of, .. }
+            | Op::Reshape { of }
+            | Op::Pad { of, .. }
+            | Op::Cast { of }
+            | Op::Multiply { of, .. }
+            | Op::Add { of, .. } => of.for_each_source(visit),
+            Op::Stack { of, .. } | Op::Concat { of, .. } => of.iter().for_each(|view| view.for_each_source(visit)),
+            Op::Dequantize { weights, scales, .. } => {
+                visit(weights);
+                visit(scales);
+            }
+        }
+    }
+
+    /// The tensor that this view is, if it is one unchanged.
+    pub fn as_source(&self) -> Option<&SourceTensor> {
+        if let Op::Source(tensor) = self.op() { Some(tensor) } else { None }
+    }
+}
+
+impl fmt::Display for View {
+    /// The expression, with tensors as `#row`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fn list(f: &mut fmt::Formatter<'_>, of: &[View]) -> fmt::Result {
+            let shown = if of.len() > 4 { 2 } else { of.len() };
+            for view in &of[..shown] {
+                write!(f, ", {view}")?;
+            }
+            match of.last() {
+                Some(last) if shown < of.len() => write!(f, ", … {} more …, {last}", of.len() - shown - 1),
+                _ => Ok(()),
+            }
+        }
+        match self.op() {
+            Op::Source(tensor) => write!(f, "#{}", tensor.id.0),
+            Op::Fill(element) => write!(f, "fill({}, {:02x?})", self.shape(), element.unit_bytes()),
+            Op::Slice { of, axis, start, stop, step: 1 } => write!(f, "slice({of}, {axis}, {start}..{stop})"),
+            Op::Slice { of, axis, start, stop, step } => write!(f, "slice({of}, {axis}, {start}..{stop}, {step})"),
+            Op::Transpose { of, axes } => write!(f, "transpose({of}, {axes:?})"),
+            Op::Reshape { of } => write!(f, "reshape({of}, {})", self.shape()),
+            Op::Stack { of, axis } => {
+                write!(f, "stack({axis}")?;
+                list(f, of)?;
+                f.write_str(")")
+            }
+            Op::Concat { of, axis } => {
+                write!(f, "concat({axis}")?;
+                list(f, of)?;
+                f.write_str(")")
+            }
+            Op::Pad { of, axis, before, after } => write!(f, "pad({of}, {axis}, {before}, {after})"),
+            Op::Cast { of } => write!(f, "cast({of}, {})", self.dtype()),
+            Op::Multiply { of, factor, flush } => {
+                write!(f, "multiply({of}, {factor:?}{})", if *flush { ", flush" } else { "" })
+            }
+            Op::Add { of, addend } => write!(f, "add({of}, {addend:?})"),
+            Op::Dequantize { weights, scales, block_rows, block_columns } => write!(
+                f,
+                "dequantize(#{}, #{}, {block_rows}x{block_columns}, {})",
+                weights.id.0,
+                scales.id.0,
+                self.dtype()
+            ),
+        }
+    }
+}
+
+/// The block scale that a dequantization's decoder looks up.
+pub(super) fn block_scale(weights: &SourceTensor, scales: &SourceTensor, block: (u64, u64)) -> BlockScale {
+    BlockScale {
+        tensor: scales.id,
+        dtype: scales.dtype,
+        columns: weights.shape.extents()[1].max(1),
+        block_rows: block.0,
+        block_columns: block.1,
+    }
+}
