@@ -163,14 +163,7 @@ impl<'a> Converter<'a> {
 }
 
 /// Multiplies each value by its scale; values that share one are multiplied together.
-fn scale_values(
-    level: Level,
-    block: &BlockScale,
-    scale: &[u8],
-    mut values: &mut [[u8; 4]],
-    first: u64,
-    stride: u64,
-) {
+fn scale_values(level: Level, block: &BlockScale, scale: &[u8], mut values: &mut [[u8; 4]], first: u64, stride: u64) {
     let mut element = first;
     while !values.is_empty() {
         let column = element % block.columns;
@@ -221,11 +214,18 @@ mod tests {
                 Step::Round(DType::F16),
                 Step::Add(1.0),
             ],
-            vec![Step::Multiply { factor: -1e-30, flush: false }, Step::Round(DType::F8E5M2Fnuz), Step::Round(DType::F64)],
+            vec![
+                Step::Multiply { factor: -1e-30, flush: false },
+                Step::Round(DType::F8E5M2Fnuz),
+                Step::Round(DType::F64),
+            ],
         ] {
-            for (source, target) in
-                [(DType::F8E4M3, DType::BF16), (DType::F32, DType::F16), (DType::F64, DType::F64), (DType::BF16, DType::F32)]
-            {
+            for (source, target) in [
+                (DType::F8E4M3, DType::BF16),
+                (DType::F32, DType::F16),
+                (DType::F64, DType::F64),
+                (DType::BF16, DType::F32),
+            ] {
                 programs.push(Program { source, target, steps: steps.clone() });
             }
         }
@@ -237,9 +237,15 @@ mod tests {
         let (raw, scale) = (noise(9000 * 8), noise(40_000));
         for program in programs() {
             let (from, to) = (element_bytes(program.source), element_bytes(program.target));
-            for (count, first, stride, shift) in
-                [(1, 0, 1, 0), (7, 3, 1, 1), (64, 500, 1, 3), (1025, 77, 1, 2), (130, 13, 9, 0), (3, 999, 40, 1), (0, 5, 1, 0)]
-            {
+            for (count, first, stride, shift) in [
+                (1, 0, 1, 0),
+                (7, 3, 1, 1),
+                (64, 500, 1, 3),
+                (1025, 77, 1, 2),
+                (130, 13, 9, 0),
+                (3, 999, 40, 1),
+                (0, 5, 1, 0),
+            ] {
                 let source = &raw[shift..shift + count * from];
                 let mut expected = vec![0; count * to];
                 for index in 0..count {

@@ -274,9 +274,7 @@ mod tests {
 
     #[test]
     fn every_narrow_value_survives_the_way_up_and_down() {
-        for (format, count) in
-            [(F16, 1 << 16), (F8E5M2, 256), (F8E4M3, 256), (F8E4M3_FNUZ, 256), (F8E5M2_FNUZ, 256)]
-        {
+        for (format, count) in [(F16, 1 << 16), (F8E5M2, 256), (F8E4M3, 256), (F8E4M3_FNUZ, 256), (F8E5M2_FNUZ, 256)] {
             for bits in 0..count {
                 let wide = format.widen(bits);
                 if !f32::from_bits(wide).is_nan() || format == F16 {

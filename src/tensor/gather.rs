@@ -169,9 +169,8 @@ fn canonical(loops: &[Loop], source_bytes: usize, target_bytes: usize) -> Axes {
 
 /// Asserts that the furthest element reached ends within `length` bytes.
 fn check_reach(side: &str, start: usize, axes: impl Iterator<Item = (usize, usize)>, unit: usize, length: usize) {
-    let reach = axes.fold(start.checked_add(unit), |end, (extent, stride)| {
-        end?.checked_add((extent - 1).checked_mul(stride)?)
-    });
+    let reach =
+        axes.fold(start.checked_add(unit), |end, (extent, stride)| end?.checked_add((extent - 1).checked_mul(stride)?));
     assert!(reach.is_some_and(|end| end <= length), "the loops reach byte {reach:?} of {length} {side} bytes");
 }
 

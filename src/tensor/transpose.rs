@@ -220,7 +220,11 @@ mod tests {
                 transpose(Block { unit, rows, columns, source_pitch, target_pitch }, &source, &mut target);
                 for (column, line) in target.chunks(target_pitch).enumerate() {
                     for (row, cell) in line[..rows * unit].chunks(unit).enumerate() {
-                        assert_eq!(cell, &source[row * source_pitch + column * unit..][..unit], "{unit} {rows} {columns}");
+                        assert_eq!(
+                            cell,
+                            &source[row * source_pitch + column * unit..][..unit],
+                            "{unit} {rows} {columns}"
+                        );
                     }
                     assert!(line[rows * unit..].iter().all(|byte| *byte == 0xee), "{unit}: wrote between target rows");
                 }

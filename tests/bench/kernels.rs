@@ -32,7 +32,9 @@ impl Report {
         let rate = |bytes: usize| bytes as f64 / best.as_secs_f64() / 1e9;
         let (read, written) = (rate(input), rate(output));
         println!("{name:<58} {read:8.2} {written:8.2}");
-        println!("{{\"bench\":\"kernels\",\"case\":\"{name}\",\"input_gb_per_s\":{read:.3},\"output_gb_per_s\":{written:.3}}}");
+        println!(
+            "{{\"bench\":\"kernels\",\"case\":\"{name}\",\"input_gb_per_s\":{read:.3},\"output_gb_per_s\":{written:.3}}}"
+        );
     }
 }
 
