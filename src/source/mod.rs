@@ -249,12 +249,7 @@ pub trait Source: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// [`SourceError::OutOfBounds`], or the error that poisoned the file. What `work` made is then worthless.
-    fn with_map(
-        &self,
-        file: FileId,
-        span: ByteSpan,
-        work: &mut dyn FnMut(&[u8]),
-    ) -> Option<Result<(), SourceError>>;
+    fn with_map(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>>;
 
     /// Advises that a span will be read soon. Never fails, may do nothing.
     fn will_need(&self, file: FileId, span: ByteSpan);
