@@ -45,10 +45,8 @@ impl Named {
     fn unscanned(&self) -> String {
         let expert = self.expert.map_or_else(String::new, |expert| expert.to_string());
         let rest = self.rest.replace('*', &expert);
-        self.layer.map_or_else(
-            || format!("{}{rest}", self.prefix),
-            |layer| format!("{}layers.{layer}.{rest}", self.prefix),
-        )
+        self.layer
+            .map_or_else(|| format!("{}{rest}", self.prefix), |layer| format!("{}layers.{layer}.{rest}", self.prefix))
     }
 
     fn scanned(&self) -> Option<String> {
@@ -411,12 +409,7 @@ fn scan(name: &str, mut members: Vec<Member>, drafts: &mut [Draft]) -> Result<Op
 }
 
 /// The output head, where it is the embedding and the repository does not store it again.
-fn tied_head(
-    checkpoint: &Checkpoint,
-    family: Option<&Family>,
-    named: &[Named],
-    drafts: &[Draft],
-) -> Option<Draft> {
+fn tied_head(checkpoint: &Checkpoint, family: Option<&Family>, named: &[Named], drafts: &[Draft]) -> Option<Draft> {
     let dialect = checkpoint.dialect();
     let tied = dialect.tied_declared.unwrap_or_else(|| family.is_some_and(|family| family.tied_default));
     if !tied || dialect.has_lm_head {

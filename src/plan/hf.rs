@@ -87,7 +87,8 @@ pub(super) fn plan(checkpoint: &Checkpoint, values: &Values<'_>) -> Result<Vec<H
         } else if file.role == FileRole::Weights {
             let tensors = std::mem::take(&mut by_file[id.index()]);
             let unchanged = tensors.iter().all(|(_, view)| view.as_source().is_some());
-            let dropped = checkpoint.tensors().any(|(tensor, info)| info.file == id && dropped_scales.contains(&tensor));
+            let dropped =
+                checkpoint.tensors().any(|(tensor, info)| info.file == id && dropped_scales.contains(&tensor));
             if unchanged && !dropped {
                 original
             } else {

@@ -65,7 +65,10 @@ impl Mesh {
             if axes.iter().any(|axis| axis.name == name) {
                 return Err(MeshError::Repeated(name.to_owned()));
             }
-            devices = devices.checked_mul(size).filter(|devices| *devices <= DEVICES_MAX).ok_or_else(|| MeshError::TooLarge(text.to_owned()))?;
+            devices = devices
+                .checked_mul(size)
+                .filter(|devices| *devices <= DEVICES_MAX)
+                .ok_or_else(|| MeshError::TooLarge(text.to_owned()))?;
             axes.push(MeshAxis { name: name.to_owned(), size });
         }
         Ok(Self { axes })

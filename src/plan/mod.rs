@@ -288,11 +288,7 @@ fn family(checkpoint: &Checkpoint) -> Result<Option<Family>, PlanError> {
 }
 
 /// Tensors under the repository's own names, with the roles that canonical names would have.
-fn hf_drafts(
-    checkpoint: &Checkpoint,
-    family: Option<Family>,
-    values: &Values<'_>,
-) -> Result<Vec<Draft>, Vec<Problem>> {
+fn hf_drafts(checkpoint: &Checkpoint, family: Option<Family>, values: &Values<'_>) -> Result<Vec<Draft>, Vec<Problem>> {
     let generic = family::Generic::load().map_err(|error| family_problem(&error).problems)?;
     canonical::hf_drafts(checkpoint, family, generic, values)
 }
@@ -325,12 +321,7 @@ fn check_tiling(view: &View) -> Result<(), TilingError> {
     Ok(())
 }
 
-fn missing_layers(
-    checkpoint: &Checkpoint,
-    allow: bool,
-    problems: &mut Vec<Problem>,
-    warnings: &mut Vec<String>,
-) {
+fn missing_layers(checkpoint: &Checkpoint, allow: bool, problems: &mut Vec<Problem>, warnings: &mut Vec<String>) {
     let dialect = checkpoint.dialect();
     for (index, family) in dialect.families.iter().enumerate() {
         let declared = if index == 0 { dialect.declared_layers.unwrap_or(0) } else { 0 };

@@ -17,7 +17,8 @@ pub struct Parsed {
 
 fn number(word: &str) -> Option<u64> {
     // Leading zeros would make two names one.
-    let canonical = !word.is_empty() && word.bytes().all(|b| b.is_ascii_digit()) && (word == "0" || !word.starts_with('0'));
+    let canonical =
+        !word.is_empty() && word.bytes().all(|b| b.is_ascii_digit()) && (word == "0" || !word.starts_with('0'));
     canonical.then(|| word.parse().ok()).flatten()
 }
 
@@ -80,7 +81,13 @@ mod tests {
             ("encoder.layer.3.output.dense.bias", "", Some(3), "output.dense.bias", None),
             ("vit.encoder.layer.3.x.weight", "vit.", Some(3), "x.weight", None),
             ("visual.blocks.7.norm1.weight", "visual.", Some(7), "norm1.weight", None),
-            ("model.layers.1.mlp.experts.17.up_proj.weight", "model.", Some(1), "mlp.experts.*.up_proj.weight", Some(17)),
+            (
+                "model.layers.1.mlp.experts.17.up_proj.weight",
+                "model.",
+                Some(1),
+                "mlp.experts.*.up_proj.weight",
+                Some(17),
+            ),
             ("model.layers.1.mlp.experts.gate_up_proj", "model.", Some(1), "mlp.experts.gate_up_proj", None),
             ("model.layers.01.x", "", None, "model.layers.01.x", None),
             ("model.layers.1", "", None, "model.layers.1", None),

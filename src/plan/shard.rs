@@ -85,11 +85,8 @@ pub(super) fn spec(draft: &Draft, mesh: &Mesh, sharding: Sharding, rules: &[Shar
             Sharding::Replicate => Spec::replicated(),
         });
     };
-    let problem = |reason: String| Problem::ShardRule {
-        name: draft.name.clone(),
-        rule: rule.pattern.text().to_owned(),
-        reason,
-    };
+    let problem =
+        |reason: String| Problem::ShardRule { name: draft.name.clone(), rule: rule.pattern.text().to_owned(), reason };
     if rule.spec.len() > rank {
         return Err(problem(format!("{} axes for a tensor of shape {}", rule.spec.len(), draft.view.shape())));
     }
