@@ -20,7 +20,7 @@
 //! | [`fuse`] | the only user of fuser: mount, convert, reply, unmount |
 //! | [`cli`] | the only user of clap, anyhow and standard output |
 
-//pub mod checkpoint;
+pub mod checkpoint;
 pub mod cli;
 pub mod format;
 pub mod fuse;

@@ -283,6 +283,16 @@ impl Header {
         self.rows.is_empty()
     }
 
+    /// Bytes of all names together.
+    pub fn names_bytes(&self) -> usize {
+        self.names.len()
+    }
+
+    /// Number of axes of all tensors together.
+    pub fn extents_len(&self) -> usize {
+        self.extents.len()
+    }
+
     /// All tensors, in order of their data.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = HeaderTensor<'_>> {
         self.rows.iter().map(|row| HeaderTensor {
