@@ -14,7 +14,7 @@ use smallvec::SmallVec;
 
 use super::convert::Converter;
 use super::kernel::Level;
-use super::transpose::{Block, transpose};
+use super::transpose::{Block, prefetch, transpose};
 use super::{Decode, Program};
 
 /// One loop of a strided copy. Strides are in elements; in units where the elements are narrower than a byte, the
@@ -115,8 +115,8 @@ fn gather_at(level: Level, job: &Gather<'_>, source: &[u8], source_base: u64, sc
 /// If the loops reach beyond `target`.
 pub fn fill(pattern: &[u8], loops: &[Loop], target_offset: u64, target: &mut [u8]) {
     let unit = pattern.len();
-    let still: SmallVec<[Loop; 8]> = loops.iter().map(|&step| Loop { source_stride: 0, ..step }).collect();
-    let mut axes: Axes = canonical(&still, 0, unit);
+    let moved: SmallVec<[Loop; 8]> = loops.iter().map(|&step| Loop { source_stride: 0, ..step }).collect();
+    let mut axes: Axes = canonical(&moved, 0, unit);
     let start = bytes(target_offset, unit);
     check_reach("target", start, axes.iter().map(|axis| (axis.extent, axis.target)), unit, target.len());
     let run = match axes.first() {
@@ -212,7 +212,7 @@ fn copy(mut axes: Axes, element: usize, place: Place, source: &[u8], target: &mu
     if unit <= UNIT_BYTES_MAX
         && let Some(plan) = Blocks::plan(&axes, unit, unit)
     {
-        plan.run(place, target, &mut |from, stride, count, segment| {
+        plan.run(place, source, target, &mut |from, stride, count, segment| {
             if stride == unit {
                 segment.copy_from_slice(&source[from..from + count * unit]);
             } else {
@@ -304,19 +304,35 @@ impl Blocks {
 
     /// Works all blocks. `segment(from, stride, count, bytes)` fills `bytes` with `count` target elements made of those
     /// at source byte `from` and every `stride` bytes on.
-    fn run(&self, place: Place, target: &mut [u8], segment: &mut impl FnMut(usize, usize, usize, &mut [u8])) {
+    fn run(
+        &self,
+        place: Place,
+        source: &[u8],
+        target: &mut [u8],
+        segment: &mut impl FnMut(usize, usize, usize, &mut [u8]),
+    ) {
         let mut scratch = [0; BLOCK_ROWS * BLOCK_ROW_BYTES];
         let length: usize = self.run.iter().map(|axis| axis.extent).product();
         each(&self.outer, place, &mut |place| {
             let mut rows = RunRows::new(&self.run);
-            let mut offsets = [0; BLOCK_ROWS];
+            let (mut offsets, mut ahead) = ([0; BLOCK_ROWS], [0; BLOCK_ROWS]);
+            ahead.fill_with(|| place.source + rows.next());
             for row in (0..length).step_by(BLOCK_ROWS) {
-                let offsets = &mut offsets[..BLOCK_ROWS.min(length - row)];
-                offsets.fill_with(|| place.source + rows.next());
+                std::mem::swap(&mut offsets, &mut ahead);
+                ahead.fill_with(|| place.source + rows.next());
+                let offsets = &offsets[..BLOCK_ROWS.min(length - row)];
                 for column in (0..self.columns.extent).step_by(self.width) {
                     let count = self.width.min(self.columns.extent - column);
                     let pitch = count * self.unit;
-                    for (offset, line) in offsets.iter().zip(scratch.chunks_exact_mut(pitch)) {
+                    // The rows of the next block are far apart, where processors do not look ahead by themselves.
+                    let (next, skip) = if column + count < self.columns.extent {
+                        (offsets, (column + count) * self.columns.source)
+                    } else {
+                        (&ahead[..], 0)
+                    };
+                    let lines = self.width.min(self.columns.extent) * self.columns.source;
+                    for ((offset, line), next) in offsets.iter().zip(scratch.chunks_exact_mut(pitch)).zip(next) {
+                        prefetch(source, next + skip, lines);
                         segment(offset + column * self.columns.source, self.columns.source, count, line);
                     }
                     let block = Block {
@@ -389,7 +405,7 @@ impl<'a> Convert<'a> {
     fn run(&mut self, axes: &[Axis], place: Place, source: &[u8], target: &mut [u8]) {
         let unit = self.target_bytes;
         if let Some(plan) = Blocks::plan(axes, self.source_bytes, unit) {
-            plan.run(place, target, &mut |from, stride, count, segment| {
+            plan.run(place, source, target, &mut |from, stride, count, segment| {
                 self.line(source, Place { source: from, target: 0 }, stride, count, segment);
             });
             return;
