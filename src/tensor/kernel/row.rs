@@ -133,7 +133,8 @@ leveled! {
     }
 }
 
-fn copy(_: Level, source: &[u8], target: &mut [u8]) {
+/// The loop between equal types.
+pub(crate) fn copy(_: Level, source: &[u8], target: &mut [u8]) {
     target.copy_from_slice(source);
 }
 
