@@ -337,18 +337,18 @@ impl Blocks {
                     let lines = &mut scratch[..offsets.len() * pitch];
                     // The rows of the next block are far apart, where processors do not look ahead by themselves. They
                     // are asked for a few at a time, between the rows of this block.
-                    let mut row = 0;
-                    while row < offsets.len() {
-                        let end = offsets.len().min(row + self.together);
-                        for index in row..end {
+                    let mut done = 0;
+                    while done < offsets.len() {
+                        let end = offsets.len().min(done + self.together);
+                        for index in done..end {
                             if column + count < self.columns.extent {
                                 prefetch(source, offsets[index] + count * self.columns.source, span);
                             } else {
                                 prefetch(source, ahead[index], span);
                             }
                         }
-                        read(&offsets[row..end], self.columns.source, count, &mut lines[row * pitch..end * pitch]);
-                        row = end;
+                        read(&offsets[done..end], self.columns.source, count, &mut lines[done * pitch..end * pitch]);
+                        done = end;
                     }
                     let block = Block {
                         unit: self.unit,
