@@ -125,12 +125,16 @@ impl<'a> Converter<'a> {
     /// The one loop that does it all, if there is one.
     pub(super) fn direct(&self) -> Option<row::Row> {
         let (source, target) = (self.program.source, self.program.target);
-        match (self.program.steps.is_empty(), source, target) {
-            (false, _, _) => None,
-            (true, _, _) if source == target => Some(row::copy),
-            (true, DType::F32, _) => Some(self.narrow),
-            (true, _, DType::F32) => Some(self.widen),
-            (true, _, _) => None,
+        if !self.program.steps.is_empty() {
+            return None;
+        }
+        if source == target {
+            return Some(row::copy);
+        }
+        match (source == DType::F32, target == DType::F32) {
+            (true, _) => Some(self.narrow),
+            (_, true) => Some(self.widen),
+            (false, false) => None,
         }
     }
 

@@ -271,6 +271,7 @@ pub(super) fn narrow_one(dtype: DType, bits: u32, bytes: &mut [u8]) {
 }
 
 #[cfg(test)]
+#[allow(clippy::float_cmp, reason = "exact results are the point")]
 mod tests {
     use super::*;
 

@@ -115,18 +115,18 @@ fn gather_at(level: Level, job: &Gather<'_>, source: &[u8], source_base: u64, sc
 /// If the loops reach beyond `target`.
 pub fn fill(pattern: &[u8], loops: &[Loop], target_offset: u64, target: &mut [u8]) {
     let unit = pattern.len();
-    let moved: SmallVec<[Loop; 8]> = loops.iter().map(|&step| Loop { source_stride: 0, ..step }).collect();
-    let mut axes: Axes = canonical(&moved, 0, unit);
+    let steps: SmallVec<[Loop; 8]> = loops.iter().map(|&step| Loop { source_stride: 0, ..step }).collect();
+    let mut nest = canonical(&steps, 0, unit);
     let start = bytes(target_offset, unit);
-    check_reach("target", start, axes.iter().map(|axis| (axis.extent, axis.target)), unit, target.len());
-    let run = match axes.first() {
-        Some(axis) if axis.target == unit => axes.remove(0).extent * unit,
+    check_reach("target", start, nest.iter().map(|axis| (axis.extent, axis.target)), unit, target.len());
+    let run = match nest.first() {
+        Some(axis) if axis.target == unit => nest.remove(0).extent * unit,
         Some(_) | None => unit,
     };
-    let uniform = pattern.iter().all(|byte| Some(byte) == pattern.first());
-    each(&axes, Place { source: 0, target: start }, &mut |place| {
+    let constant = pattern.iter().all(|byte| Some(byte) == pattern.first());
+    each(&nest, Place { source: 0, target: start }, &mut |place| {
         let run = &mut target[place.target..place.target + run];
-        if uniform {
+        if constant {
             run.fill(pattern.first().copied().unwrap_or(0));
         } else {
             for element in run.chunks_exact_mut(unit) {
@@ -191,9 +191,9 @@ impl Place {
 fn each(axes: &[Axis], place: Place, visit: &mut impl FnMut(Place)) {
     match axes.split_last() {
         None => visit(place),
-        Some((axis, inner)) => {
-            for index in 0..axis.extent {
-                each(inner, place.step(*axis, index), visit);
+        Some((outer, inner)) => {
+            for index in 0..outer.extent {
+                each(inner, place.step(*outer, index), visit);
             }
         }
     }

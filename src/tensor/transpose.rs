@@ -232,7 +232,9 @@ mod tests {
                 [(1, 1), (1, 9), (9, 1), (8, 8), (16, 16), (17, 33), (64, 40), (3, 64), (64, 3), (31, 16), (16, 31)]
             {
                 let (source_pitch, target_pitch) = (columns * unit + 3, rows * unit + 5);
-                let source: Vec<u8> = (0..rows * source_pitch).map(|byte| (byte * 7 + byte / 251) as u8).collect();
+                let source: Vec<u8> = (0..rows * source_pitch)
+                    .map(|byte: usize| ((byte * 7 + byte / 251) % 256).to_le_bytes()[0])
+                    .collect();
                 let mut target = vec![0xee; columns * target_pitch];
                 transpose(Block { unit, rows, columns, source_pitch, target_pitch }, &source, &mut target);
                 for (column, line) in target.chunks(target_pitch).enumerate() {
