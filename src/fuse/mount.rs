@@ -18,7 +18,7 @@ use std::{
 
 use nix::{
     errno::Errno,
-    mount::MsFlags,
+    mount::{MntFlags, MsFlags},
     sys::socket::{ControlMessageOwned, MsgFlags, recvmsg},
     unistd::{getegid, geteuid},
 };
@@ -341,15 +341,16 @@ impl Mounted {
         const CONNECTIONS: &str = "/sys/fs/fuse/connections";
         let Device { minor, .. } = self.entry.device;
         let file = format!("{CONNECTIONS}/{minor}/abort");
-        if !Path::new(&file).exists() && geteuid().is_root() {
-            let flags = MsFlags::MS_NODEV | MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC;
-            if let Err(errno) = nix::mount::mount(Some("fusectl"), CONNECTIONS, Some("fusectl"), flags, None::<&str>) {
-                warn!("{CONNECTIONS}: cannot mount fusectl: {errno}");
-            }
-        }
+        // Where nobody has mounted the control files, root does so for the moment.
+        let flags = MsFlags::MS_NODEV | MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC;
+        let mounted = !Path::new(&file).exists()
+            && nix::mount::mount(Some("fusectl"), CONNECTIONS, Some("fusectl"), flags, None::<&str>).is_ok();
         if let Err(error) = fs::write(&file, "1") {
             // The end of this process closes the connection just as well.
             info!("{file}: {error}");
+        }
+        if mounted && let Err(errno) = nix::mount::umount2(CONNECTIONS, MntFlags::MNT_DETACH) {
+            warn!("{CONNECTIONS}: {errno}");
         }
     }
 
