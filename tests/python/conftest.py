@@ -7,6 +7,9 @@ import os
 from pathlib import Path
 from typing import Callable
 
+# Before transformers is imported: nothing here talks to a network, and nothing draws progress bars into the report.
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
 import mounting
 import pytest
 import repos
@@ -14,7 +17,10 @@ from mounting import Mount
 
 
 def pytest_report_header() -> str:
-    return f"ckfs: {mounting.find_ckfs()}"
+    try:
+        return f"ckfs: {mounting.find_ckfs()}"
+    except FileNotFoundError as error:
+        return f"ckfs: {error}"
 
 
 @pytest.fixture(scope="session")

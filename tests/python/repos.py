@@ -271,7 +271,7 @@ def phi3(path: Path) -> Repo:
         out[f"{at}.mlp.gate_up_proj.weight"] = draw(f"{at}.gate_up", "BF16", 2 * INTER, HIDDEN)
         out[f"{at}.mlp.down_proj.weight"] = draw(f"{at}.down", "BF16", HIDDEN, INTER)
         out |= norms(draw, at, "BF16", *LLAMA_NORMS)
-    return write(path, {"model.safetensors": out}, base_config("phi3", "Phi3ForCausalLM", 2))
+    return write(path, {"model.safetensors": out}, base_config("phi3", "Phi3ForCausalLM", 2, pad_token_id=0))
 
 
 def gemma3(path: Path) -> Repo:
