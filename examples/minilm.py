@@ -10,6 +10,7 @@ them. Three questions are asked of the mount:
 Run it by `examples/minilm.sh`, which provides Python packages and the program.
 """
 
+import gc
 import importlib.util
 import json
 import os
@@ -154,6 +155,7 @@ def main() -> int:
             print(f"mount       fsdp={DEVICES} in {time.perf_counter() - begun:.2f} s: {mount}")
             wrong = check(source, mount)
         finally:
+            gc.collect()  # models hold maps of the mount's files until they are gone
             subprocess.run([ckfs, "umount", mount], check=True)
     for line in wrong:
         print(f"WRONG {line}", file=sys.stderr)

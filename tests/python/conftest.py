@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 # Before transformers is imported: nothing here talks to a network, and nothing draws progress bars into the report.
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-import mounting
 import pytest
+
+import mounting
 import repos
 from mounting import Mount
 
@@ -86,3 +87,9 @@ def own(base: Path, tmp_path: Path, fuse: None):
 def fresh(tmp_path: Path) -> Callable[..., repos.Repo]:
     """A repo of this test's own, which it may damage."""
     return lambda name, **more: repos.BUILDERS[name](tmp_path / name, **more)
+
+
+@pytest.fixture
+def two_files(tmp_path: Path) -> repos.Repo:
+    """A repo to be damaged."""
+    return repos.two_files(tmp_path / "source")

@@ -13,9 +13,11 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+
 from reference import Mesh, Shown, shard, shard_offset, shard_shape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,10 +84,10 @@ def detach(point: Path) -> None:
             subprocess.run(command, capture_output=True, timeout=TIMEOUT_SECONDS, check=False)
 
 
-def wait_until(true: object, seconds: float = 15, what: str = "condition") -> None:
+def wait_until(true: Callable[[], bool], seconds: float = 15, what: str = "condition") -> None:
     """Polls; a daemon needs a moment for what happens after its reply."""
     deadline = time.monotonic() + seconds
-    while not true():  # type: ignore[operator]
+    while not true():
         assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
         time.sleep(0.02)
 
@@ -159,6 +161,19 @@ def check_full(mounted: Mount, tensors: dict[str, Shown]) -> None:
     assert mounted.files("full") == set(tensors)
     for path, shown in tensors.items():
         same_bytes((mounted / f"full/{path}").read_bytes(), shown.array, path)
+
+
+def read(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+def error_of(call: Callable, *args: object) -> int | None:
+    """The errno with which a call fails, or None."""
+    try:
+        call(*args)
+    except OSError as error:
+        return error.errno
+    return None
 
 
 def xattr(file: Path, name: str) -> str:

@@ -48,7 +48,8 @@ GPT_OSS = [
 ]  # fmt: skip
 MLA_WORDS = {"q_a_proj": "wq_a", "q_b_proj": "wq_b", "kv_a_proj_with_mqa": "wkv_a", "kv_b_proj": "wkv_b"}
 MLA_WORDS |= {"o_proj": "wo", "q_proj": "wq"}
-DEEPSEEK = [(rf"self_attn\.{a}\.weight{tail}", b + to) for a, b in MLA_WORDS.items() for tail, to in (("", ""), ("_scale_inv", "_scale_inv"))]
+DEEPSEEK = [(rf"self_attn\.{a}\.weight", b) for a, b in MLA_WORDS.items()]
+DEEPSEEK += [(rf"self_attn\.{a}\.weight_scale_inv", f"{b}_scale_inv") for a, b in MLA_WORDS.items()]
 DEEPSEEK += [
     (r"self_attn\.(q|kv)_a_layernorm\.weight", r"\1_a_norm"), (r"mlp\.gate\.e_score_correction_bias", "router_bias"),
     (r"mlp\.shared_experts\.(gate|up|down)_proj\.weight", r"shared_experts/w_\1"),

@@ -429,6 +429,19 @@ def block_fp8_bf16(path: Path) -> Repo:
     return block_fp8(path, "BF16")
 
 
+LAYERS_OF_TWO_FILES = 4
+
+
+def two_files(path: Path) -> Repo:
+    """`a` and `b`, each in a file of its own of 9 MiB, so that one can be damaged and the other must go on."""
+    draw, files = Draw(path.name), {}
+    for number, word in enumerate("ab"):
+        files[f"model-0000{number + 1}-of-00002.safetensors"] = {
+            f"model.layers.{n}.{word}.weight": draw(f"{word}{n}", "F32", 768, 768) for n in range(LAYERS_OF_TWO_FILES)
+        }
+    return write(path, files, {"model_type": "unheard_of"})
+
+
 def every_dtype(path: Path) -> Repo:
     """Each type of safetensors 0.8, of an unknown family; 6-bit rows of 8 elements fill 6 bytes."""
     draw = Draw(path.name)

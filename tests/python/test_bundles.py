@@ -3,9 +3,9 @@
 import json
 import os
 
-import mounting
 import numpy as np
 import pytest
+
 import reference
 import repos
 from mounting import same_bytes

@@ -1,9 +1,10 @@
 """`--dtype` and dequantization, bit for bit."""
 
 import ml_dtypes
-import mounting
 import numpy as np
 import pytest
+
+import mounting
 import reference
 import repos
 from mounting import same_bytes

@@ -6,9 +6,10 @@ import multiprocessing
 import os
 import random
 
-import mounting
 import numpy as np
 import pytest
+
+import mounting
 import reference
 import repos
 from reference import Mesh

@@ -4,9 +4,10 @@ import json
 import os
 import shutil
 
-import mounting
 import numpy as np
 import pytest
+
+import mounting
 import reference
 import repos
 from mounting import run, same_bytes

@@ -1,7 +1,8 @@
 """Canonical names, stacks and dialects, family by family."""
 
-import mounting
 import pytest
+
+import mounting
 import reference
 import repos
 from mounting import check_device, check_full
@@ -106,8 +107,8 @@ def test_a_name_in_the_hub_cache(own, fresh, monkeypatch, name, variable):
     check_full(own(name), reference.canonical(repo))
 
 
-def test_layout_file_of_the_users_own_is_documented_by_plan(repo):
-    """`--layout FILE` with a file that is no layout says which file and line."""
+def test_a_bad_layout_file_is_named(repo):
+    """`--layout FILE` with a file that is no layout is refused by its name."""
     source = repo("llama").path
     done = mounting.run("plan", source, "--layout", source / "config.json", expect=1)
     assert "config.json" in done.err

@@ -3,8 +3,9 @@
 import json
 import os
 
-import mounting
 import pytest
+
+import mounting
 import reference
 from mounting import check_device, check_full, check_xattrs
 from reference import Mesh

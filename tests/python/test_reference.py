@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 import reference
 import repos
 from reference import Mesh
