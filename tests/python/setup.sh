@@ -14,7 +14,7 @@ python=${PYTHON:-python3}
     exit 1
 }
 
-as_root() { if [[ $(id -u) == 0 ]]; then "$@"; else sudo "$@"; fi; }
+as_root() { if [[ $(id -u) == 0 ]]; then "$@"; else sudo -n "$@"; fi; }
 
 tag=$("$python" -c 'import sys; print(sys.implementation.cache_tag)')
 hash=$( (cat "$requirements"; echo "$tag"; "$python" -c 'import sys; print(sys.base_prefix)') | sha256sum | cut -c1-16)
@@ -33,13 +33,15 @@ if [[ ! -e $venv/complete ]]; then
     rm -rf "$venv"
     echo "setup.sh: making $venv (5.4 GB, one to a few minutes)" >&2
     "$python" -m venv "$venv" >&2
+    mkdir "$venv/tmp" # wheels are unpacked here: /tmp may be small
     for attempt in 1 2 3; do
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-cache-dir --no-deps \
+        TMPDIR=$venv/tmp "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-cache-dir --no-deps \
             --only-binary :all: --requirement "$requirements" >&2 && break
         [[ $attempt == 3 ]] && { echo "setup.sh: pip failed three times" >&2; exit 1; }
         sleep $((attempt * 5))
     done
     "$venv/bin/python" -c 'import jax, numpy, orbax.checkpoint, peft, pytest, safetensors, torch, transformers' >&2
+    rm -rf "$venv/tmp"
     date >"$venv/complete"
 fi
 echo "$venv"
