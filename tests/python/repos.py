@@ -335,7 +335,7 @@ def bert(path: Path) -> Repo:
 
 
 def gpt_oss(path: Path) -> Repo:
-    """Experts already stacked in the repo, `[experts, in, out]`, sinks and biases."""
+    """Experts already stacked in the repo, `[experts, in, out]`, sinks and biases; a foreign set in `original/`."""
     draw, experts = Draw(path.name), 2
     out = ends(draw, "BF16", tied=False)
     for n in range(2):
@@ -350,7 +350,11 @@ def gpt_oss(path: Path) -> Repo:
         out[f"{at}.mlp.experts.down_proj"] = draw(f"{at}.down", "BF16", experts, INTER, HIDDEN)
         out[f"{at}.mlp.experts.down_proj_bias"] = draw(f"{at}.down bias", "BF16", experts, HIDDEN)
     config = base_config("gpt_oss", "GptOssForCausalLM", 2, num_local_experts=experts, num_experts_per_tok=1)
-    return write(path, {"model.safetensors": out}, config)
+    repo = write(path, {"model.safetensors": out}, config)
+    (path / "original").mkdir()
+    foreign = {"block.0.attn.norm.scale": draw("foreign", "F32", HIDDEN)}
+    (path / "original/model.safetensors").write_bytes(safetensors_bytes(foreign))
+    return repo
 
 
 def deepseek_v3(path: Path) -> Repo:
