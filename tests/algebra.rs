@@ -61,7 +61,7 @@ fn some_layout(choices: &mut Choices, view: &View) -> (String, Box<dyn Fn(&View)
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(ProptestConfig::default().cases.max(1) * 4))]
+    #![proptest_config(ProptestConfig::with_cases(ProptestConfig::default().cases.max(1) * 20))]
 
     #[test]
     fn tilings_agree_with_the_reference(view in any_view()) {
