@@ -1,1 +1,194 @@
-//! To come.
+//! What is in a repository: its tensors, its files, its configuration and its habits.
+//!
+//! [`Checkpoint::open`] finds the files, reads every header, checks index and headers against each other and pins all files
+//! in one [`Source`]. Whatever is wrong is reported at once, before anything is mounted. The result never changes.
+//!
+//! * [`TensorTable`]: name, type, shape and place of every tensor;
+//! * [`RepoFile`]: every file of the repository, and whether its tensors count;
+//! * [`Dialect`]: how the repository names, fuses and quantizes.
+//!
+//! What it deliberately does not do: rename, stack or convert anything (that is `plan`), or fetch from a network.
+
+pub mod dialect;
+mod index;
+mod listing;
+mod locate;
+mod open;
+pub mod quantization;
+mod table;
+
+use std::{
+    collections::BTreeMap,
+    fmt,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+pub use dialect::{Dialect, Experts, LayerFamily, Qkv};
+pub use open::{CheckpointError, OpenOptions, Problem};
+pub use quantization::{BlockFp8, Granularity, Quantization};
+pub use table::{TensorInfo, TensorTable};
+
+use crate::{
+    source::{FileId, Source},
+    tensor::TensorId,
+};
+
+/// What a file of a repository is to the checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum FileRole {
+    /// Its tensors are the checkpoint's.
+    Weights,
+    /// Configuration, tokenizer, documentation: no tensors of ours.
+    Other,
+    /// Left out, and why.
+    Ignored(IgnoreReason),
+}
+
+/// Why a file of a repository is left out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IgnoreReason {
+    /// Safetensors that the index does not name. Suspicious unless it is a known second copy.
+    NotInIndex,
+    /// Weights in the original publisher's naming, beside the set that is used.
+    SecondCopy,
+    /// Safetensors beside the set that is used, where no index says which belong together.
+    OtherSet,
+    /// Safetensors in a subdirectory, which the index does not name.
+    Subdirectory,
+    /// A symbolic link that leads nowhere.
+    DanglingLink,
+    /// A symbolic link to a directory.
+    LinkedDirectory,
+    /// Not a regular file.
+    Special,
+    /// Bookkeeping of git or of the hub's client; not listed further.
+    Bookkeeping,
+}
+
+impl fmt::Display for IgnoreReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::NotInIndex => "not named by the index",
+            Self::SecondCopy => "second copy of the weights",
+            Self::OtherSet => "not of the set of weights that is used",
+            Self::Subdirectory => "weights in a subdirectory that the index does not name",
+            Self::DanglingLink => "symbolic link to nothing",
+            Self::LinkedDirectory => "symbolic link to a directory",
+            Self::Special => "not a regular file",
+            Self::Bookkeeping => "bookkeeping, not contents",
+        })
+    }
+}
+
+/// One file of a repository.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RepoFile {
+    /// Path relative to the repository, with `/` between components.
+    pub path: String,
+    /// What it is to the checkpoint.
+    pub role: FileRole,
+    /// Length in bytes; 0 where it is not a readable file.
+    pub size_bytes: u64,
+    /// The file in the checkpoint's source; `None` where it cannot be read as a file.
+    pub file: Option<FileId>,
+}
+
+/// An opened repository.
+#[derive(Debug)]
+pub struct Checkpoint {
+    source: Arc<dyn Source>,
+    root: PathBuf,
+    label: String,
+    revision: Option<String>,
+    table: TensorTable,
+    files: Vec<RepoFile>,
+    config: Option<serde_json::Value>,
+    index_metadata: Option<serde_json::Value>,
+    file_metadata: BTreeMap<FileId, Vec<(String, String)>>,
+    dialect: Dialect,
+}
+
+impl Checkpoint {
+    /// Opens a directory, a `.safetensors` file, or an `org/name[@revision]` of the local hub cache. An existing path wins
+    /// over a name in the cache.
+    ///
+    /// # Errors
+    /// [`CheckpointError`]; everything wrong with the contents comes as one [`CheckpointError::Problems`].
+    pub fn open(source: &str, options: &OpenOptions) -> Result<Self, CheckpointError> {
+        open::open(source, options)
+    }
+
+    /// Where bytes come from. All readable files of the repository are pinned in it.
+    pub fn source(&self) -> &Arc<dyn Source> {
+        &self.source
+    }
+
+    /// Directory of the repository, or the file where the checkpoint is a single file.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// What the user called it, with the revision found for a name in the cache.
+    pub fn label(&self) -> &str {
+        &self.label
+    }
+
+    /// Commit of a repository in the cache.
+    pub fn revision(&self) -> Option<&str> {
+        self.revision.as_deref()
+    }
+
+    /// The tensor table.
+    pub fn table(&self) -> &TensorTable {
+        &self.table
+    }
+
+    /// All tensors with their ids, in order of id.
+    pub fn tensors(&self) -> impl ExactSizeIterator<Item = (TensorId, TensorInfo<'_>)> {
+        self.table.iter()
+    }
+
+    /// One tensor.
+    ///
+    /// # Panics
+    /// If `id` is not of this checkpoint.
+    pub fn tensor(&self, id: TensorId) -> TensorInfo<'_> {
+        self.table.tensor(id)
+    }
+
+    /// The tensor of that name.
+    pub fn find(&self, name: &str) -> Option<TensorId> {
+        self.table.find(name)
+    }
+
+    /// Every file of the repository, sorted by path.
+    pub fn files(&self) -> &[RepoFile] {
+        &self.files
+    }
+
+    /// The repository's `config.json`, if it has one.
+    pub fn config(&self) -> Option<&serde_json::Value> {
+        self.config.as_ref()
+    }
+
+    /// The `metadata` member of the index, if there is one.
+    pub fn index_metadata(&self) -> Option<&serde_json::Value> {
+        self.index_metadata.as_ref()
+    }
+
+    /// The `__metadata__` member of a weight file's header, in order; empty if it has none.
+    pub fn file_metadata(&self, file: FileId) -> &[(String, String)] {
+        self.file_metadata.get(&file).map_or(&[], Vec::as_slice)
+    }
+
+    /// How the repository names, fuses and quantizes.
+    pub fn dialect(&self) -> &Dialect {
+        &self.dialect
+    }
+
+    /// Files left out although nothing says that they are copies: worth a warning.
+    pub fn suspicious_files(&self) -> impl Iterator<Item = &RepoFile> {
+        self.files.iter().filter(|file| file.role == FileRole::Ignored(IgnoreReason::NotInIndex))
+    }
+}

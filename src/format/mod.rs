@@ -1,1 +1,6 @@
-//! To come.
+//! Headers of container formats: bytes to description and back. Pure: no file is touched here.
+//!
+//! Deliberately strict: what is read here decides where every tensor's bytes are, so that a header which is not exactly
+//! right is refused rather than guessed at.
+
+pub mod safetensors;

@@ -1,1 +1,32 @@
-//! To come.
+//! The only user of fuser: mounts, converts requests to [`crate::volume::FileSystem`] calls, replies, unmounts.
+//!
+//! | module | holds |
+//! | --- | --- |
+//! | [`session`] | [`serve`]: mount, threads, signals, draining, the end |
+//! | [`mount`] | how a mount comes to be and goes, as root and through `fusermount3` |
+//! | [`mountinfo`] | the kernel's table of mounts; unmounting from outside the daemon |
+//! | [`holder`] | which processes keep a mount busy |
+//! | [`daemon`] | starting in the background, telling the starter and systemd |
+//! | [`helper`] | the arguments of `mount.ckfs`, as mount(8) passes them |
+//!
+//! Mounting and unmounting are ours, not fuser's: its own unmount can remove a mount that is not its own, gives up when
+//! files are open, and hides the type `fuse.ckfs`. A mount is known here by its mount id, and nothing is unmounted whose
+//! id is not the expected one. Nothing here knows what a tensor is.
+
+mod adapter;
+pub mod daemon;
+pub mod helper;
+pub mod holder;
+mod mount;
+pub mod mountinfo;
+mod open_mode;
+pub mod session;
+
+pub use daemon::{DaemonError, Readiness, start_background};
+pub use helper::{HelperError, HelperRequest, parse_mount_helper};
+pub use mount::MountError;
+pub use mountinfo::{MountEntry, UnmountError, UnmountOptions, ckfs_mounts, unmount};
+pub use session::{Exit, MountOptions, block_signals, serve};
+
+/// Type of our mounts in the kernel's table.
+pub const FS_TYPE: &str = "fuse.ckfs";

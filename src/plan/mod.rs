@@ -1,1 +1,363 @@
-//! To come.
+//! What the user wants, as data: a layout, a mesh, dtypes and sharding rules, resolved against a checkpoint to named views
+//! with specs.
+//!
+//! [`Plan::build`] runs a layout, which proposes [`draft::Draft`]s, gives each a spec, and checks everything that can be
+//! checked before mount; all problems come together. The result is plain data: nothing is lowered and no weight is read.
+//!
+//! What it deliberately does not do: lay out files (that is `image`) or know about the mount's tree (that is `volume`).
+
+mod canonical;
+pub mod draft;
+pub mod family;
+pub mod hf;
+pub mod mesh;
+mod naming;
+pub mod pattern;
+pub mod problem;
+pub mod shard;
+pub mod spec;
+pub mod values;
+
+use std::{collections::HashMap, sync::Arc};
+
+pub use draft::{Bundled, Draft, Roles};
+pub use family::Family;
+pub use hf::{HfContent, HfFile};
+pub use mesh::{Mesh, MeshAxis, MeshError};
+pub use naming::component;
+pub use pattern::{Pattern, PatternError};
+pub use problem::{PlanError, Problem};
+pub use shard::{AxisUse, ShardRule, Sharding, axis_use};
+pub use spec::Spec;
+pub use values::CastRule;
+
+use crate::{
+    checkpoint::Checkpoint,
+    tensor::{DType, PIECES_MAX, Region, Shape, TilingError, View},
+};
+use values::Values;
+
+/// How tensors are named and shaped.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub enum Layout {
+    /// Generic: layers stacked, short names, `[out, in]` kept.
+    #[default]
+    Canonical,
+    /// The repository's own names.
+    Hf,
+}
+
+impl Layout {
+    /// Its name.
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Canonical => "canonical",
+            Self::Hf => "hf",
+        }
+    }
+}
+
+/// What the user wants of one view of a checkpoint.
+#[derive(Clone, Debug, Default)]
+pub struct ViewOptions {
+    /// The devices.
+    pub mesh: Mesh,
+    /// Names and shapes.
+    pub layout: Layout,
+    /// Dtype of all floats; `None` leaves them as they are.
+    pub dtype: Option<DType>,
+    /// Dtypes by pattern; the first that matches wins over `dtype`.
+    pub casts: Vec<CastRule>,
+    /// How specs are chosen.
+    pub sharding: Sharding,
+    /// Specs by pattern; the first that matches wins over `sharding`.
+    pub shard_rules: Vec<ShardRule>,
+    /// Whether bundles hold one tensor per source tensor instead of stacks of layers.
+    pub unscanned: bool,
+    /// Whether a split that is not even is refused.
+    pub even: bool,
+    /// The devices to list, ascending; `None` lists all.
+    pub devices: Option<Vec<u64>>,
+    /// Whether missing layers are accepted.
+    pub allow_missing: bool,
+}
+
+/// A named, sharded view.
+#[derive(Clone, Debug)]
+pub struct PlannedTensor {
+    /// Dotted name.
+    pub name: String,
+    /// The whole, unsharded.
+    pub view: View,
+    /// How it is split: index into [`Plan::specs`].
+    spec: u32,
+    /// Number of this expert and of all experts, for a tensor of a single one.
+    expert: Option<(u64, u64)>,
+    /// In which bundles it is.
+    pub bundled: Bundled,
+    /// Numbers of the layers stacked on axis 0, for a stack.
+    pub layers: Option<Arc<[u64]>>,
+    /// Logical names of its axes, where the layout gives them.
+    pub logical: Vec<String>,
+}
+
+/// A checkpoint as the user wants to see it.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The devices.
+    pub mesh: Mesh,
+    /// The layout.
+    pub layout: Layout,
+    /// Dtype of all floats, if one was asked for.
+    pub dtype: Option<DType>,
+    /// Name of the model family whose short names are used.
+    pub family: Option<String>,
+    /// Devices listed, ascending.
+    pub devices: Vec<u64>,
+    /// Distinct specs.
+    pub specs: Vec<Spec>,
+    /// The tensors, sorted by name.
+    pub tensors: Vec<PlannedTensor>,
+    /// The files of `hf/`.
+    pub hf: Vec<HfFile>,
+    /// Whether bundles hold one tensor per source tensor.
+    pub unscanned: bool,
+    /// Things worth knowing that are no errors.
+    pub warnings: Vec<String>,
+}
+
+/// The non-negative integer `member` of `config.json`, or of its nested configuration of the text model.
+pub(crate) fn config_number(checkpoint: &Checkpoint, member: &str) -> Option<u64> {
+    let config = checkpoint.config()?;
+    let nested = checkpoint.dialect().text_config.as_deref().and_then(|name| config.get(name));
+    nested.and_then(|nested| nested.get(member)).or_else(|| config.get(member))?.as_u64()
+}
+
+impl Plan {
+    /// Resolves what the user wants against a checkpoint.
+    ///
+    /// # Errors
+    /// Everything wrong with the plan, at once.
+    pub fn build(checkpoint: &Checkpoint, options: &ViewOptions) -> Result<Self, PlanError> {
+        let mut problems = Vec::new();
+        let mut warnings = Vec::new();
+        let values = Values::new(checkpoint, options.dtype, &options.casts);
+        if let Some(problem) = values.unsupported() {
+            return Err(problem.into());
+        }
+        let family = family(checkpoint)?;
+        let family_name = family.as_ref().map(|family| family.name.clone());
+        let drafts = match options.layout {
+            Layout::Canonical => {
+                let generic = family::Generic::load().map_err(|error| family_problem(&error))?;
+                canonical::drafts(checkpoint, family, generic, &values)
+            }
+            Layout::Hf => hf_drafts(checkpoint, family, &values),
+        };
+        let drafts = drafts.unwrap_or_else(|found| {
+            problems.extend(found);
+            Vec::new()
+        });
+        missing_layers(checkpoint, options.allow_missing, &mut problems, &mut warnings);
+        unknown_axes(&options.mesh, options, &mut warnings);
+        unused_patterns(checkpoint, options, &drafts, &mut warnings);
+        let hf = hf::plan(checkpoint, &values).unwrap_or_else(|found| {
+            problems.extend(found);
+            Vec::new()
+        });
+        let mut plan = Self {
+            mesh: options.mesh.clone(),
+            layout: options.layout.clone(),
+            dtype: options.dtype,
+            family: family_name,
+            devices: devices(options, &mut problems),
+            specs: Vec::new(),
+            tensors: Vec::with_capacity(drafts.len()),
+            hf,
+            unscanned: options.unscanned,
+            warnings,
+        };
+        plan.add(drafts, options, &mut problems);
+        problems.dedup();
+        if problems.is_empty() { Ok(plan) } else { Err(PlanError { problems }) }
+    }
+
+    fn add(&mut self, drafts: Vec<Draft>, options: &ViewOptions, problems: &mut Vec<Problem>) {
+        let mut known: HashMap<Spec, u32> = HashMap::new();
+        for draft in drafts {
+            let spec = match shard::spec(&draft, &self.mesh, options.sharding, &options.shard_rules) {
+                Ok(spec) => spec,
+                Err(problem) => {
+                    problems.push(problem);
+                    continue;
+                }
+            };
+            let shape = draft.view.shape();
+            if let (true, Some((axis, _, parts))) = (options.even, spec.uneven(shape, &self.mesh)) {
+                problems.push(Problem::Uneven { name: draft.name.clone(), axis, shape: shape.clone(), parts });
+            }
+            if let Err(error) = check_tiling(&draft.view) {
+                problems.push(Problem::Tiling { name: draft.name.clone(), error });
+            }
+            let index = *known.entry(spec.clone()).or_insert_with(|| {
+                self.specs.push(spec);
+                u32::try_from(self.specs.len() - 1).unwrap_or(u32::MAX)
+            });
+            self.tensors.push(PlannedTensor {
+                name: draft.name,
+                view: draft.view,
+                spec: index,
+                expert: draft.roles.expert,
+                bundled: draft.bundled,
+                layers: draft.layers,
+                logical: draft.roles.logical,
+            });
+        }
+        self.tensors.sort_by(|a, b| a.name.cmp(&b.name));
+        for pair in self.tensors.windows(2).filter(|pair| pair[0].name == pair[1].name) {
+            let path = pair[0].name.clone();
+            problems.push(Problem::Collision { first: path.clone(), second: path.clone(), path });
+        }
+    }
+
+    /// How a tensor is split.
+    pub fn spec(&self, tensor: &PlannedTensor) -> &Spec {
+        &self.specs[tensor.spec as usize]
+    }
+
+    /// The region of a tensor that a device holds. A tensor of a single expert is held whole, or as its spec says, by the
+    /// devices that the expert axis gives it to, and is empty on the others.
+    pub fn region(&self, tensor: &PlannedTensor, device: u64) -> Region {
+        let coordinates = self.mesh.coordinates(device);
+        let shape = tensor.view.shape();
+        let region = self.spec(tensor).region(shape, &self.mesh, &coordinates);
+        let elsewhere = tensor.expert.is_some_and(|(expert, experts)| {
+            let (mut low, mut high) = (0, experts);
+            for (index, axis) in self.mesh.axes().iter().enumerate() {
+                if axis_use(&axis.name) == AxisUse::Expert {
+                    let (start, stop) = spec::chunk(high - low, axis.size, coordinates[index]);
+                    (low, high) = (low + start, low + stop);
+                }
+            }
+            expert < low || expert >= high
+        });
+        if !elsewhere || shape.rank() == 0 {
+            return region;
+        }
+        let mut ranges: Vec<_> = region.ranges().collect();
+        ranges[0].end = ranges[0].start;
+        Region::within(shape, &ranges).unwrap_or(region)
+    }
+
+    /// The shape of the shard that a device holds.
+    pub fn shard_shape(&self, tensor: &PlannedTensor, device: u64) -> Shape {
+        self.region(tensor, device).shape().clone()
+    }
+
+    /// The tensors that bundles hold: each weight once.
+    pub fn bundle(&self) -> impl Iterator<Item = &PlannedTensor> {
+        let unscanned = self.unscanned;
+        self.tensors.iter().filter(
+            move |tensor| {
+                if unscanned { tensor.bundled.unscanned } else { tensor.bundled.scanned }
+            },
+        )
+    }
+
+    /// Path components of a tensor under `dev{d}/` and `full/`.
+    pub fn path(&self, tensor: &PlannedTensor) -> Vec<String> {
+        match self.layout {
+            Layout::Canonical => tensor.name.split('.').map(component).collect(),
+            Layout::Hf => vec![component(&tensor.name)],
+        }
+    }
+}
+
+fn family_problem(error: &family::FamilyError) -> PlanError {
+    Problem::File { file: error.family.clone(), reason: error.reason.clone() }.into()
+}
+
+fn family(checkpoint: &Checkpoint) -> Result<Option<Family>, PlanError> {
+    let dialect = checkpoint.dialect();
+    for model_type in [&dialect.model_type, &dialect.text_model_type].into_iter().flatten() {
+        if let Some(family) = Family::of_model_type(model_type).map_err(|error| family_problem(&error))? {
+            return Ok(Some(family));
+        }
+    }
+    Ok(None)
+}
+
+/// Tensors under the repository's own names, with the roles that canonical names would have.
+fn hf_drafts(checkpoint: &Checkpoint, family: Option<Family>, values: &Values<'_>) -> Result<Vec<Draft>, Vec<Problem>> {
+    let generic = family::Generic::load().map_err(|error| family_problem(&error).problems)?;
+    canonical::hf_drafts(checkpoint, family, generic, values)
+}
+
+fn devices(options: &ViewOptions, problems: &mut Vec<Problem>) -> Vec<u64> {
+    let devices = options.mesh.devices();
+    let Some(listed) = &options.devices else { return (0..devices).collect() };
+    let mut listed = listed.clone();
+    listed.sort_unstable();
+    listed.dedup();
+    problems.extend(
+        listed.iter().filter(|device| **device >= devices).map(|device| Problem::Device { device: *device, devices }),
+    );
+    listed
+}
+
+/// Most pieces per source tensor that the views of built-in layouts can have before a plan has to count them.
+const PIECES_PER_SOURCE: usize = 8;
+
+/// Checks that a view has a tiling, without lowering views that are simple by construction.
+fn check_tiling(view: &View) -> Result<(), TilingError> {
+    if view.as_source().is_some() {
+        return view.bytes().map_or_else(|| view.lower().map(drop), |_| Ok(()));
+    }
+    let mut sources = 0usize;
+    view.for_each_source(&mut |_| sources += 1);
+    if view.dtype().unit().elements > 1 || sources.saturating_mul(PIECES_PER_SOURCE) > PIECES_MAX {
+        view.lower()?;
+    }
+    Ok(())
+}
+
+fn missing_layers(checkpoint: &Checkpoint, allow: bool, problems: &mut Vec<Problem>, warnings: &mut Vec<String>) {
+    let dialect = checkpoint.dialect();
+    for (index, family) in dialect.families.iter().enumerate() {
+        let declared = if index == 0 { dialect.declared_layers.unwrap_or(0) } else { 0 };
+        let count = (family.last + 1).max(declared);
+        let name = format!("{}{}", family.prefix, family.word);
+        for layer in family.missing.iter().copied().chain(family.last + 1..count) {
+            let problem = Problem::MissingLayer { family: name.clone(), layer, count };
+            if allow { warnings.push(problem.to_string()) } else { problems.push(problem) }
+        }
+    }
+}
+
+fn unknown_axes(mesh: &Mesh, options: &ViewOptions, warnings: &mut Vec<String>) {
+    for axis in mesh.axes() {
+        let in_rules = options.shard_rules.iter().flat_map(|rule| rule.spec.iter().flatten());
+        let unknown = options.sharding == Sharding::Auto && axis_use(&axis.name) == AxisUse::Unknown;
+        if unknown && axis.size > 1 && !in_rules.into_iter().any(|name| *name == axis.name) {
+            warnings.push(format!("mesh axis {:?} splits nothing: every tensor is replicated along it", axis.name));
+        }
+    }
+}
+
+fn unused_patterns(checkpoint: &Checkpoint, options: &ViewOptions, drafts: &[Draft], warnings: &mut Vec<String>) {
+    let mut warn = |rule, pattern: &Pattern| {
+        warnings.push(Problem::UnusedPattern { rule, pattern: pattern.text().to_owned() }.to_string());
+    };
+    for rule in &options.shard_rules {
+        if !drafts.iter().any(|draft| rule.pattern.matches(&draft.name)) {
+            warn("shard", &rule.pattern);
+        }
+    }
+    for rule in &options.casts {
+        let hit = drafts.iter().any(|draft| rule.pattern.matches(&draft.name))
+            || checkpoint.tensors().any(|(_, info)| rule.pattern.matches(info.name));
+        if !hit {
+            warn("cast", &rule.pattern);
+        }
+    }
+}

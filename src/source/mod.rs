@@ -1,4 +1,270 @@
 //! Where the bytes of a checkpoint come from.
 //!
-//! The seam is narrow: an object has a length and a version pinned before mount, and gives byte spans. A local file also
-//! lends its mapping, so that contiguous reads are answered without a copy.
+//! A source is a fixed list of files, each pinned when the source was made: its length and identity are those of that
+//! moment for good. The seam, [`Source`], is narrow: a file gives spans of bytes, exactly or as an error. A local file
+//! also lends its memory mapping, so that contiguous reads are answered without a copy ([`Source::lend`]) and conversions
+//! read without one ([`Source::with_map`]).
+//!
+//! A file found different from what was pinned is *poisoned*: from then on everything about it is an error. It is never
+//! trusted again within this process, since nobody can say which bytes of it were seen before and which after the change.
+//!
+//! What it deliberately does not do: list a repository, know tensors, merge neighbouring spans or cache. Those belong to
+//! the layers above.
+
+pub mod guard;
+pub mod local;
+pub mod memory;
+
+use std::{fmt, fs::File, io, path::Path, sync::Arc, time::SystemTime};
+
+pub use local::{LocalFiles, SourceIo};
+
+/// A file of a source: index into the list of files that the source was made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FileId(pub u32);
+
+impl FileId {
+    /// Position in the list of files.
+    pub const fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// Half-open span of bytes; `start <= end`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ByteSpan {
+    start: u64,
+    end: u64,
+}
+
+impl ByteSpan {
+    /// The span `start..end`, or `None` if it would end before it starts.
+    pub const fn new(start: u64, end: u64) -> Option<Self> {
+        if start <= end { Some(Self { start, end }) } else { None }
+    }
+
+    /// The span of `len_bytes` bytes from `start`, or `None` if its end overflows.
+    pub const fn of_len(start: u64, len_bytes: u64) -> Option<Self> {
+        match start.checked_add(len_bytes) {
+            Some(end) => Some(Self { start, end }),
+            None => None,
+        }
+    }
+
+    /// First byte.
+    pub const fn start(self) -> u64 {
+        self.start
+    }
+
+    /// One past the last byte.
+    pub const fn end(self) -> u64 {
+        self.end
+    }
+
+    /// Number of bytes.
+    pub const fn len(self) -> u64 {
+        self.end - self.start
+    }
+
+    /// Whether the span holds no byte.
+    pub const fn is_empty(self) -> bool {
+        self.start == self.end
+    }
+
+    /// Whether every byte of `inner` is in this span.
+    pub const fn contains(self, inner: Self) -> bool {
+        self.start <= inner.start && inner.end <= self.end
+    }
+
+    /// The span of `inner`, given relative to this span's start, or `None` if it leaves this span.
+    pub fn slice(self, inner: Self) -> Option<Self> {
+        let end = self.start.checked_add(inner.end).filter(|end| *end <= self.end)?;
+        Some(Self { start: self.start + inner.start, end })
+    }
+}
+
+impl fmt::Display for ByteSpan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}..{}", self.start, self.end)
+    }
+}
+
+/// What about a file is no longer as pinned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Aspect {
+    /// Length in bytes.
+    Size,
+    /// Modification time, in nanoseconds.
+    Modified,
+    /// Time of the last change of the inode, in nanoseconds: content, name, links or permissions.
+    StatusChanged,
+    /// Device number: another file system.
+    Device,
+    /// Inode number: another file.
+    Inode,
+    /// A version that the source counts itself.
+    Version,
+}
+
+impl fmt::Display for Aspect {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Size => "size in bytes",
+            Self::Modified => "modification time",
+            Self::StatusChanged => "status change time",
+            Self::Device => "device",
+            Self::Inode => "inode",
+            Self::Version => "version",
+        })
+    }
+}
+
+/// Why bytes did not come. Cheap to clone: one failure may have several waiting for it.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum SourceError {
+    /// The file is no longer what was pinned. Sticky.
+    #[error("{}: changed since it was opened: {aspect}: expected {expected}, found {found}", file.display())]
+    Changed {
+        /// The file.
+        file: Arc<Path>,
+        /// What differs.
+        aspect: Aspect,
+        /// As pinned.
+        expected: i128,
+        /// As it is now.
+        found: i128,
+    },
+    /// A page of the mapped file could not be had (SIGBUS): the file was cut short, or the device failed. Sticky.
+    #[error("{}: bytes {span} could not be mapped: the file was truncated or its device failed", file.display())]
+    Fault {
+        /// The file.
+        file: Arc<Path>,
+        /// The span whose reading met the fault.
+        span: ByteSpan,
+    },
+    /// The file ended early, though its length is still as pinned. Sticky.
+    #[error("{}: bytes {span}: expected {} bytes, found {found}", file.display(), span.len())]
+    Short {
+        /// The file.
+        file: Arc<Path>,
+        /// The span asked for.
+        span: ByteSpan,
+        /// Bytes that came.
+        found: u64,
+    },
+    /// The span asked for is not inside the file.
+    #[error("{}: bytes {span} are outside the file of {len_bytes} bytes", file.display())]
+    OutOfBounds {
+        /// The file.
+        file: Arc<Path>,
+        /// The span asked for.
+        span: ByteSpan,
+        /// Pinned length.
+        len_bytes: u64,
+    },
+    /// The operating system failed.
+    #[error("{}: cannot {action}: {error}", file.display())]
+    Io {
+        /// The file.
+        file: Arc<Path>,
+        /// What was tried: `open`, `read bytes 0..8`.
+        action: String,
+        /// What the system said.
+        #[source]
+        error: Arc<io::Error>,
+    },
+    /// Only regular files can be pinned.
+    #[error("{}: not a regular file", file.display())]
+    NotRegular {
+        /// The file.
+        file: Arc<Path>,
+    },
+}
+
+/// Where the bytes of a checkpoint come from: a fixed list of pinned files. Blocking; called from many threads.
+///
+/// Every method that takes a [`FileId`] panics if the source has no such file: ids come from the source's maker, so that a
+/// wrong one is an error in the program.
+///
+/// Bytes had from a file count only if [`Source::check`] succeeded after they were had: a file may change at any moment,
+/// and a truncation within a page shows as zeros rather than as a fault.
+pub trait Source: fmt::Debug + Send + Sync {
+    /// Number of files; their ids count from 0.
+    fn file_count(&self) -> usize;
+
+    /// Pinned length of a file in bytes.
+    fn len_bytes(&self, file: FileId) -> u64;
+
+    /// Path under which a file was opened, for messages.
+    fn path(&self, file: FileId) -> &Path;
+
+    /// Pinned modification time of a file.
+    fn modified(&self, file: FileId) -> SystemTime;
+
+    /// Whether the file is still what was pinned; cheap enough (0.2 us) to be called after every read.
+    ///
+    /// The first failure poisons the file, counts it and logs it; later calls give the same error again.
+    ///
+    /// # Errors
+    /// The error that poisoned the file, or [`SourceError::Io`] if the system cannot say.
+    fn check(&self, file: FileId) -> Result<(), SourceError>;
+
+    /// As [`Source::check`], and that the path still names the pinned file.
+    ///
+    /// # Errors
+    /// As [`Source::check`].
+    fn check_path(&self, file: FileId) -> Result<(), SourceError> {
+        self.check(file)
+    }
+
+    /// Fills `target` with the bytes from `start` on.
+    ///
+    /// # Errors
+    /// [`SourceError::OutOfBounds`], [`SourceError::Io`], or the error that poisoned the file. `target` then holds anything.
+    fn read_into(&self, file: FileId, start: u64, target: &mut [u8]) -> Result<(), SourceError>;
+
+    /// One buffer per span, in order, each exactly as long as its span.
+    ///
+    /// # Errors
+    /// As [`Source::read_into`].
+    fn read_spans(&self, file: FileId, spans: &[ByteSpan]) -> Result<Vec<Vec<u8>>, SourceError> {
+        spans
+            .iter()
+            .map(|span| {
+                let mut bytes = vec![0; memory_len(*span)];
+                self.read_into(file, span.start(), &mut bytes)?;
+                Ok(bytes)
+            })
+            .collect()
+    }
+
+    /// Mapped bytes of a span, to be handed to the kernel and to nothing else.
+    ///
+    /// The memory must not be loaded from in user space: a page that is gone would kill the process with SIGBUS, while the
+    /// kernel turns it into an error of the system call. `None` if the file is not mapped, is poisoned or has no such span.
+    fn lend(&self, file: FileId, span: ByteSpan) -> Option<&[u8]>;
+
+    /// Runs `work` on the mapped bytes of a span, guarded against pages that are gone: where one is, `work` sees zeros and
+    /// the result is an error. Calls may nest. `None`, without calling `work`, if the file is not mapped; read it then.
+    ///
+    /// # Errors
+    /// [`SourceError::OutOfBounds`], or the error that poisoned the file. What `work` made is then worthless.
+    fn with_map(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>>;
+
+    /// Advises that a span will be read soon. Never fails, may do nothing.
+    fn will_need(&self, file: FileId, span: ByteSpan);
+
+    /// The open file, for the kernel to read from by itself. `None` if there is none or it is poisoned.
+    fn backing(&self, file: FileId) -> Option<Arc<File>>;
+
+    /// Number of files found poisoned so far.
+    fn poisoned(&self) -> u64;
+}
+
+/// Length of a span as a length in memory.
+///
+/// # Panics
+/// If the span is longer than memory can be, which the bounds check against a mapped or read file excludes on 64 bits.
+fn memory_len(span: ByteSpan) -> usize {
+    usize::try_from(span.len()).expect("a span to be read fits memory")
+}

@@ -1,11 +1,438 @@
-//! stub
-/// One loop
+//! Strided copies: fills the elements of a target that one source tensor provides, converting them on the way.
+//!
+//! A job is a nest of loops in any order. It is first brought to one form (no loop of extent 1, neighbours merged where
+//! both sides chain, sorted by target stride) and its reach is checked against both slices. Then one of three ways:
+//!
+//! 1. *Rows*: the innermost loop is contiguous on both sides: copy or convert row by row.
+//! 2. *Blocks*: the target's innermost loop strides through the source, and another loop takes smaller source steps: a
+//!    transpose. Walking either side in order would touch every cache line of the other many times, so blocks of at
+//!    most 64 by 128 bytes are read row by row into a scratch, converted there if need be, and transposed from it. The
+//!    run of target positions may be composed of several loops, as in a transposed matrix whose rows were permuted.
+//! 3. *Elements*: anything else, in target order.
+
+use smallvec::SmallVec;
+
+use super::convert::Converter;
+use super::kernel::Level;
+use super::transpose::{Block, transpose};
+use super::{Decode, Program};
+
+/// One loop of a strided copy. Strides are in elements; in units where the elements are narrower than a byte, the
+/// caller having converted everything to units.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Loop {
-    /// e
+    /// Steps of the loop, at least 1.
     pub extent: u64,
-    /// t
+    /// Target elements from one step to the next.
     pub target_stride: u64,
-    /// s
+    /// Source elements from one step to the next.
     pub source_stride: u64,
+}
+
+/// Everything needed to fill a strided set of target elements from one source tensor.
+///
+/// Different loop positions must be different target elements; source elements may repeat.
+#[derive(Clone, Copy, Debug)]
+pub struct Gather<'a> {
+    /// How a source element becomes a target element.
+    pub decode: &'a Decode,
+    /// Bytes of one source element.
+    pub source_bytes: u64,
+    /// Bytes of one target element.
+    pub target_bytes: u64,
+    /// The loops, in any order.
+    pub loops: &'a [Loop],
+    /// Source element at loop position zero.
+    pub source_offset: u64,
+    /// Target element at loop position zero.
+    pub target_offset: u64,
+}
+
+/// Rows of one block: 64 elements of 2 bytes are two cache lines of a target row.
+const BLOCK_ROWS: usize = 64;
+/// Bytes of a block's row, on either side.
+const BLOCK_ROW_BYTES: usize = 128;
+/// Elements converted at a time where the source is strided.
+const STRETCH: usize = 256;
+/// Bytes of the widest element that is converted.
+const FLOAT_BYTES_MAX: usize = 8;
+/// Bytes of the widest run that is transposed as if it were one element.
+const UNIT_BYTES_MAX: usize = 16;
+
+/// A loop in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Axis {
+    extent: usize,
+    target: usize,
+    source: usize,
+}
+
+type Axes = SmallVec<[Axis; 8]>;
+
+/// Carries out `job`.
+///
+/// `source` are the bytes of a window of the source tensor that begins at its element `source_base`, so that a fetched
+/// part serves as well as a whole mapped tensor. `scale` are the bytes of the whole scale tensor of a program that
+/// dequantizes, else empty. Target bytes that no loop position reaches are left alone.
+///
+/// # Panics
+/// If the loops reach beyond `source` or `target`, or the element widths contradict the decoder: broken invariants of
+/// the tiling, which is checked before anything is read.
+pub fn gather(job: &Gather<'_>, source: &[u8], source_base: u64, scale: &[u8], target: &mut [u8]) {
+    gather_at(Level::detected(), job, source, source_base, scale, target);
+}
+
+fn gather_at(level: Level, job: &Gather<'_>, source: &[u8], source_base: u64, scale: &[u8], target: &mut [u8]) {
+    let (source_bytes, target_bytes) = (bytes(job.source_bytes, 1), bytes(job.target_bytes, 1));
+    let Some(skip) = job.source_offset.checked_sub(source_base) else {
+        panic!("source element {} lies before the window at {source_base}", job.source_offset);
+    };
+    let axes = canonical(job.loops, source_bytes, target_bytes);
+    let place = Place { source: bytes(skip, source_bytes), target: bytes(job.target_offset, target_bytes) };
+    check_reach("source", place.source, axes.iter().map(|axis| (axis.extent, axis.source)), source_bytes, source.len());
+    check_reach("target", place.target, axes.iter().map(|axis| (axis.extent, axis.target)), target_bytes, target.len());
+    match job.decode {
+        Decode::Copy => {
+            assert_eq!(source_bytes, target_bytes, "a copy keeps the width of elements");
+            copy(axes, source_bytes, place, source, target);
+        }
+        Decode::Program(program) => {
+            let widths = (program.source.element_bytes(), program.target.element_bytes());
+            assert_eq!(widths, (Some(job.source_bytes), Some(job.target_bytes)), "element widths of {program:?}");
+            if program.source == program.target && program.steps.is_empty() {
+                copy(axes, source_bytes, place, source, target);
+            } else {
+                Convert::new(program, level, source_base, scale).run(&axes, place, source, target);
+            }
+        }
+    }
+}
+
+/// Writes `pattern`, the bytes of one element, to every element of `target` that the loops reach from element
+/// `target_offset`. Source strides mean nothing here.
+///
+/// # Panics
+/// If the loops reach beyond `target`.
+pub fn fill(pattern: &[u8], loops: &[Loop], target_offset: u64, target: &mut [u8]) {
+    let unit = pattern.len();
+    let still: SmallVec<[Loop; 8]> = loops.iter().map(|&step| Loop { source_stride: 0, ..step }).collect();
+    let mut axes: Axes = canonical(&still, 0, unit);
+    let start = bytes(target_offset, unit);
+    check_reach("target", start, axes.iter().map(|axis| (axis.extent, axis.target)), unit, target.len());
+    let run = match axes.first() {
+        Some(axis) if axis.target == unit => axes.remove(0).extent * unit,
+        Some(_) | None => unit,
+    };
+    let uniform = pattern.iter().all(|byte| Some(byte) == pattern.first());
+    each(&axes, Place { source: 0, target: start }, &mut |place| {
+        let run = &mut target[place.target..place.target + run];
+        if uniform {
+            run.fill(pattern.first().copied().unwrap_or(0));
+        } else {
+            for element in run.chunks_exact_mut(unit) {
+                element.copy_from_slice(pattern);
+            }
+        }
+    });
+}
+
+/// `elements * width` as bytes in memory.
+fn bytes(elements: u64, width: usize) -> usize {
+    let product = usize::try_from(elements).ok().and_then(|elements| elements.checked_mul(width));
+    let Some(product) = product else { panic!("{elements} elements of {width} bytes exceed memory") };
+    product
+}
+
+/// The loops in bytes, without those of extent 1, by ascending target stride, merged where both sides chain.
+fn canonical(loops: &[Loop], source_bytes: usize, target_bytes: usize) -> Axes {
+    let mut axes: Axes = loops
+        .iter()
+        .inspect(|step| assert!(step.extent >= 1, "a loop of extent 0: {loops:?}"))
+        .filter(|step| step.extent > 1)
+        .map(|step| Axis {
+            extent: bytes(step.extent, 1),
+            target: bytes(step.target_stride, target_bytes),
+            source: bytes(step.source_stride, source_bytes),
+        })
+        .collect();
+    axes.sort_unstable_by_key(|axis| axis.target);
+    axes.dedup_by(|outer, inner| {
+        let chained = inner.extent.checked_mul(inner.target) == Some(outer.target)
+            && inner.extent.checked_mul(inner.source) == Some(outer.source);
+        if chained {
+            inner.extent *= outer.extent;
+        }
+        chained
+    });
+    axes
+}
+
+/// Asserts that the furthest element reached ends within `length` bytes.
+fn check_reach(side: &str, start: usize, axes: impl Iterator<Item = (usize, usize)>, unit: usize, length: usize) {
+    let reach =
+        axes.fold(start.checked_add(unit), |end, (extent, stride)| end?.checked_add((extent - 1).checked_mul(stride)?));
+    assert!(reach.is_some_and(|end| end <= length), "the loops reach byte {reach:?} of {length} {side} bytes");
+}
+
+/// Where a loop position lies, in bytes of each slice.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    source: usize,
+    target: usize,
+}
+
+impl Place {
+    fn step(self, axis: Axis, steps: usize) -> Self {
+        Self { source: self.source + steps * axis.source, target: self.target + steps * axis.target }
+    }
+}
+
+/// Visits all positions of the loops, the first loop running fastest.
+fn each(axes: &[Axis], place: Place, visit: &mut impl FnMut(Place)) {
+    match axes.split_last() {
+        None => visit(place),
+        Some((axis, inner)) => {
+            for index in 0..axis.extent {
+                each(inner, place.step(*axis, index), visit);
+            }
+        }
+    }
+}
+
+fn copy(mut axes: Axes, element: usize, place: Place, source: &[u8], target: &mut [u8]) {
+    let mut unit = element;
+    // What is contiguous on both sides is one wider element, whatever it means.
+    if let Some(axis) = axes.first()
+        && axis.target == unit
+        && axis.source == unit
+    {
+        unit *= axis.extent;
+        axes.remove(0);
+    }
+    if unit <= UNIT_BYTES_MAX
+        && let Some(plan) = Blocks::plan(&axes, unit, unit)
+    {
+        plan.run(place, target, &mut |from, stride, count, segment| {
+            if stride == unit {
+                segment.copy_from_slice(&source[from..from + count * unit]);
+            } else {
+                copy_elements(unit, &source[from..], stride, segment, unit, count);
+            }
+        });
+        return;
+    }
+    match axes.split_first() {
+        Some((inner, outer)) if unit <= UNIT_BYTES_MAX => each(outer, place, &mut |place| {
+            let target = &mut target[place.target..];
+            copy_elements(unit, &source[place.source..], inner.source, target, inner.target, inner.extent);
+        }),
+        Some(_) | None => each(&axes, place, &mut |place| {
+            target[place.target..place.target + unit].copy_from_slice(&source[place.source..place.source + unit]);
+        }),
+    }
+}
+
+/// Copies `count` elements of `unit` bytes, each side with its own stride in bytes.
+fn copy_elements(unit: usize, source: &[u8], from: usize, target: &mut [u8], to: usize, count: usize) {
+    match unit {
+        1 => copy_units::<1>(source, from, target, to, count),
+        2 => copy_units::<2>(source, from, target, to, count),
+        3 => copy_units::<3>(source, from, target, to, count),
+        4 => copy_units::<4>(source, from, target, to, count),
+        8 => copy_units::<8>(source, from, target, to, count),
+        16 => copy_units::<16>(source, from, target, to, count),
+        unit => {
+            for index in 0..count {
+                target[index * to..][..unit].copy_from_slice(&source[index * from..][..unit]);
+            }
+        }
+    }
+}
+
+fn copy_units<const UNIT: usize>(source: &[u8], from: usize, target: &mut [u8], to: usize, count: usize) {
+    if to == UNIT {
+        for (index, element) in target.as_chunks_mut::<UNIT>().0[..count].iter_mut().enumerate() {
+            element.copy_from_slice(&source[index * from..][..UNIT]);
+        }
+        return;
+    }
+    for index in 0..count {
+        target[index * to..][..UNIT].copy_from_slice(&source[index * from..][..UNIT]);
+    }
+}
+
+/// A nest that is worked in blocks: a run of target positions times columns that are near each other in the source.
+#[derive(Debug)]
+struct Blocks {
+    /// The loops of the run, innermost first: consecutive target positions.
+    run: Axes,
+    columns: Axis,
+    outer: Axes,
+    /// Bytes of a target element.
+    unit: usize,
+    /// Columns of one block.
+    width: usize,
+}
+
+impl Blocks {
+    /// How to work the canonical `axes` in blocks, or `None` where blocks would not help.
+    fn plan(axes: &[Axis], source_bytes: usize, unit: usize) -> Option<Self> {
+        let inner = axes.first()?;
+        let near = (1..axes.len()).filter(|index| axes[*index].source > 0).min_by_key(|index| axes[*index].source)?;
+        let columns = axes[near];
+        // With a stride of a cache line or more, reading along the columns gains nothing.
+        if columns.source >= inner.source || columns.source >= 64.max(2 * source_bytes) || inner.target != unit {
+            return None;
+        }
+        let mut run: Axes = SmallVec::from_slice(&[*inner]);
+        let mut outer = Axes::new();
+        let mut end = inner.target * inner.extent;
+        for (index, axis) in axes.iter().enumerate().skip(1) {
+            if index == near {
+                continue;
+            }
+            if axis.target == end {
+                run.push(*axis);
+                end *= axis.extent;
+            } else {
+                outer.push(*axis);
+            }
+        }
+        let width = (BLOCK_ROW_BYTES / unit).max(1);
+        Some(Self { run, columns, outer, unit, width })
+    }
+
+    /// Works all blocks. `segment(from, stride, count, bytes)` fills `bytes` with `count` target elements made of those
+    /// at source byte `from` and every `stride` bytes on.
+    fn run(&self, place: Place, target: &mut [u8], segment: &mut impl FnMut(usize, usize, usize, &mut [u8])) {
+        let mut scratch = [0; BLOCK_ROWS * BLOCK_ROW_BYTES];
+        let length: usize = self.run.iter().map(|axis| axis.extent).product();
+        each(&self.outer, place, &mut |place| {
+            let mut rows = RunRows::new(&self.run);
+            let mut offsets = [0; BLOCK_ROWS];
+            for row in (0..length).step_by(BLOCK_ROWS) {
+                let offsets = &mut offsets[..BLOCK_ROWS.min(length - row)];
+                offsets.fill_with(|| place.source + rows.next());
+                for column in (0..self.columns.extent).step_by(self.width) {
+                    let count = self.width.min(self.columns.extent - column);
+                    let pitch = count * self.unit;
+                    for (offset, line) in offsets.iter().zip(scratch.chunks_exact_mut(pitch)) {
+                        segment(offset + column * self.columns.source, self.columns.source, count, line);
+                    }
+                    let block = Block {
+                        unit: self.unit,
+                        rows: offsets.len(),
+                        columns: count,
+                        source_pitch: pitch,
+                        target_pitch: self.columns.target,
+                    };
+                    let corner = place.target + column * self.columns.target + row * self.unit;
+                    transpose(block, &scratch, &mut target[corner..]);
+                }
+            }
+        });
+    }
+}
+
+/// Source offsets of the positions of a run, one after another.
+struct RunRows<'a> {
+    axes: &'a [Axis],
+    index: SmallVec<[usize; 8]>,
+    offset: usize,
+}
+
+impl<'a> RunRows<'a> {
+    fn new(axes: &'a [Axis]) -> Self {
+        Self { axes, index: axes.iter().map(|_| 0).collect(), offset: 0 }
+    }
+
+    /// The offset of the next position; after the last comes the first again.
+    fn next(&mut self) -> usize {
+        let now = self.offset;
+        for (axis, index) in self.axes.iter().zip(&mut self.index) {
+            *index += 1;
+            self.offset += axis.source;
+            if *index < axis.extent {
+                break;
+            }
+            self.offset -= *index * axis.source;
+            *index = 0;
+        }
+        now
+    }
+}
+
+/// A gather that converts.
+struct Convert<'a> {
+    converter: Converter<'a>,
+    scale: &'a [u8],
+    source_base: u64,
+    source_bytes: usize,
+    target_bytes: usize,
+    collected: [u8; STRETCH * FLOAT_BYTES_MAX],
+    converted: [u8; STRETCH * FLOAT_BYTES_MAX],
+}
+
+impl<'a> Convert<'a> {
+    fn new(program: &'a Program, level: Level, source_base: u64, scale: &'a [u8]) -> Self {
+        Self {
+            converter: Converter::new(program, level),
+            scale,
+            source_base,
+            source_bytes: super::convert::element_bytes(program.source),
+            target_bytes: super::convert::element_bytes(program.target),
+            collected: [0; STRETCH * FLOAT_BYTES_MAX],
+            converted: [0; STRETCH * FLOAT_BYTES_MAX],
+        }
+    }
+
+    fn run(&mut self, axes: &[Axis], place: Place, source: &[u8], target: &mut [u8]) {
+        let unit = self.target_bytes;
+        if let Some(plan) = Blocks::plan(axes, self.source_bytes, unit) {
+            plan.run(place, target, &mut |from, stride, count, segment| {
+                self.line(source, Place { source: from, target: 0 }, stride, count, segment);
+            });
+            return;
+        }
+        match axes.split_first() {
+            Some((inner, outer)) if inner.target == unit => each(outer, place, &mut |place| {
+                let target = &mut target[place.target..place.target + inner.extent * unit];
+                self.line(source, place, inner.source, inner.extent, target);
+            }),
+            Some((inner, outer)) => each(outer, place, &mut |place| self.scatter(*inner, place, source, target)),
+            None => self.line(source, place, 0, 1, &mut target[place.target..place.target + unit]),
+        }
+    }
+
+    /// Converts `count` elements, `stride` source bytes apart, to the contiguous `target`.
+    fn line(&mut self, source: &[u8], place: Place, stride: usize, count: usize, target: &mut [u8]) {
+        let width = self.source_bytes;
+        let element = |byte: usize| self.source_base + (byte / width) as u64;
+        if stride == width || count == 1 {
+            let source = &source[place.source..place.source + count * width];
+            self.converter.row(self.scale, source, element(place.source), 1, target);
+            return;
+        }
+        let mut from = place.source;
+        for part in target.chunks_mut(STRETCH * self.target_bytes) {
+            let count = part.len() / self.target_bytes;
+            let collected = &mut self.collected[..count * width];
+            copy_elements(width, &source[from..], stride, collected, width, count);
+            self.converter.row(self.scale, collected, element(from), (stride / width) as u64, part);
+            // The last step may lead past the source; nothing is read there.
+            from = (from + count * stride).min(source.len());
+        }
+    }
+
+    /// Converts one loop whose target elements are apart.
+    fn scatter(&mut self, inner: Axis, place: Place, source: &[u8], target: &mut [u8]) {
+        let unit = self.target_bytes;
+        let mut converted = self.converted;
+        for start in (0..inner.extent).step_by(STRETCH) {
+            let count = STRETCH.min(inner.extent - start);
+            let part = place.step(inner, start);
+            self.line(source, part, inner.source, count, &mut converted[..count * unit]);
+            copy_elements(unit, &converted, unit, &mut target[part.target..], inner.target, count);
+        }
+    }
 }

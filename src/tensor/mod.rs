@@ -16,14 +16,19 @@
 pub mod convert;
 pub mod decode;
 pub mod dtype;
+mod float;
 pub mod gather;
+mod kernel;
 mod lower;
 pub mod shape;
 pub mod tiling;
+mod transpose;
 pub mod view;
 
+pub use convert::{convert_row, convert_scalar};
 pub use decode::{BlockScale, Decode, Program, Step, TensorId};
 pub use dtype::{DType, Unit};
+pub use gather::{Gather, Loop, fill, gather};
 pub use shape::{PerAxis, RANK_MAX, Region, Shape, ShapeError};
 pub use tiling::{Decoder, Origin, PIECES_MAX, Piece, Tiling, TilingError};
 pub use view::{Element, Keep, Op, SourceTensor, View, ViewError};

@@ -1,0 +1,369 @@
+//! How a repository names, fuses and quantizes its tensors, read from `config.json` and from the names themselves.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    fmt,
+};
+
+use serde_json::Value;
+
+use super::{
+    open::Problems,
+    quantization::Quantization,
+    table::{TensorInfo, TensorTable},
+};
+use crate::tensor::DType;
+
+/// How the weights of experts are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Experts {
+    /// No experts.
+    None,
+    /// One tensor per expert.
+    Single {
+        /// Highest expert number plus one.
+        count: u64,
+    },
+    /// One tensor for all experts, stacked on its first axis.
+    Fused,
+}
+
+/// How the projections to query, key and value are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Qkv {
+    /// No tensor of a known name.
+    Unknown,
+    /// One tensor each.
+    Separate,
+    /// One tensor for all three.
+    Fused,
+    /// Latent attention: low-rank factors (DeepSeek).
+    Latent,
+}
+
+/// Tensors whose names differ in a layer number only: `{prefix}{word}.N.…`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayerFamily {
+    /// What stands before the word: `model.`, `language_model.model.`, or nothing.
+    pub prefix: String,
+    /// The word: `layers`, `h`, `blocks`, ...
+    pub word: String,
+    /// Distinct layer numbers.
+    pub layers: u64,
+    /// Highest layer number.
+    pub last: u64,
+    /// Number of tensors.
+    pub tensors: u64,
+    /// Bytes of these tensors.
+    pub bytes: u64,
+}
+
+/// What a repository is like. Descriptive: nothing is decided by it except what to do with quantized weights.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Dialect {
+    /// `model_type` of `config.json`.
+    pub model_type: Option<String>,
+    /// `model_type` of the nested configuration of the text model.
+    pub text_model_type: Option<String>,
+    /// Name of the member that holds the nested configuration: `text_config`, `llm_config`, ...
+    pub text_config: Option<String>,
+    /// `architectures` of `config.json`.
+    pub architectures: Vec<String>,
+    /// Number of tensors and of their bytes by element type, most bytes first.
+    pub dtypes: Vec<(DType, u64, u64)>,
+    /// Families of layers, most bytes first.
+    pub families: Vec<LayerFamily>,
+    /// Layers of the main model as configured (`num_hidden_layers` or its like).
+    pub declared_layers: Option<u64>,
+    /// Numbers of layers beyond the configured ones in the first family: multi-token prediction.
+    pub mtp_layers: Vec<u64>,
+    /// Whether tensors outside the layers are named `mtp.…`.
+    pub mtp_named: bool,
+    /// How experts are kept.
+    pub experts: Experts,
+    /// How query, key and value are kept.
+    pub qkv: Qkv,
+    /// `tie_word_embeddings` of `config.json`.
+    pub tied_declared: Option<bool>,
+    /// Whether there is a tensor for the output head (`…lm_head.weight`, `head.weight`, `output.weight`, ...).
+    pub has_lm_head: bool,
+    /// How weights are quantized.
+    pub quantization: Quantization,
+}
+
+/// Words before a layer number.
+const LAYER_WORDS: [&str; 6] = ["layers", "layer", "h", "blocks", "block", "decoder_layers"];
+
+/// Names of the member with the text model's configuration, where the model is more than that.
+const TEXT_CONFIGS: [&str; 5] = ["text_config", "llm_config", "language_config", "thinker_config", "text_model"];
+
+/// Names of the number of layers.
+const LAYER_COUNTS: [&str; 4] = ["num_hidden_layers", "n_layer", "num_layers", "n_layers"];
+
+/// Families that are kept; a repository with more has names that are no layers.
+const FAMILIES_MAX: usize = 256;
+
+impl Dialect {
+    pub(super) fn of(table: &TensorTable, config: Option<&Value>, problems: &mut Problems) -> Self {
+        let text_config = config.and_then(|config| TEXT_CONFIGS.iter().find(|key| config[**key].is_object()));
+        let text = text_config.and_then(|key| config.map(|config| &config[*key]));
+        // The text model's own word counts before the whole model's.
+        let lookup = |key: &str| text.and_then(|text| text.get(key)).or_else(|| config?.get(key));
+        let string = |value: Option<&Value>| value.and_then(Value::as_str).map(str::to_owned);
+        let architectures = config.and_then(|config| config["architectures"].as_array()).into_iter().flatten();
+        let quantization = ["quantization_config", "compression_config"].iter().find_map(|key| lookup(key));
+        let mut survey = Survey::default();
+        for (_, tensor) in table.iter() {
+            survey.add(&tensor);
+        }
+        let declared_layers = LAYER_COUNTS.iter().find_map(|key| lookup(key)?.as_u64());
+        let families = survey.families();
+        let mtp_layers = families.first().zip(declared_layers).map_or_else(Vec::new, |((_, layers), declared)| {
+            layers.iter().copied().filter(|layer| *layer >= declared).collect()
+        });
+        Self {
+            model_type: string(config.and_then(|config| config.get("model_type"))),
+            text_model_type: string(text.and_then(|text| text.get("model_type"))),
+            text_config: text_config.map(|key| (*key).to_owned()),
+            architectures: architectures.filter_map(|name| name.as_str().map(str::to_owned)).collect(),
+            dtypes: survey.dtypes(),
+            families: families.into_iter().map(|(family, _)| family).collect(),
+            declared_layers,
+            mtp_layers,
+            mtp_named: survey.mtp_named,
+            experts: survey.experts,
+            qkv: survey.qkv(),
+            tied_declared: lookup("tie_word_embeddings").and_then(Value::as_bool),
+            has_lm_head: survey.has_lm_head,
+            quantization: Quantization::detect(table, quantization, problems),
+        }
+    }
+
+    /// Number of tensors.
+    pub fn tensors(&self) -> u64 {
+        self.dtypes.iter().map(|row| row.1).sum()
+    }
+
+    /// Bytes of all tensors.
+    pub fn bytes(&self) -> u64 {
+        self.dtypes.iter().map(|row| row.2).sum()
+    }
+
+    /// What stands before the layers of the largest family, such as `model.`; empty if there is nothing or no layer.
+    pub fn prefix(&self) -> &str {
+        self.families.first().map_or("", |family| family.prefix.as_str())
+    }
+
+    /// Several lines for a reader, each `what: how`.
+    pub fn describe(&self) -> String {
+        let mut lines = vec![format!("model: {}", self.model())];
+        if let Some(member) = &self.text_config {
+            lines.push(format!("text model: {} (in {member})", self.text_model_type.as_deref().unwrap_or("unnamed")));
+        }
+        for (dtype, tensors, bytes) in &self.dtypes {
+            lines.push(format!("dtype {dtype}: {tensors} tensors, {bytes} bytes"));
+        }
+        for family in &self.families {
+            let LayerFamily { prefix, word, layers, last, tensors, bytes } = family;
+            lines.push(format!("layers {prefix}{word}.0-{last}: {layers} layers, {tensors} tensors, {bytes} bytes"));
+        }
+        if let Some(declared) = self.declared_layers {
+            lines.push(format!("layers configured: {declared}"));
+        }
+        if !self.mtp_layers.is_empty() || self.mtp_named {
+            let numbers: Vec<String> = self.mtp_layers.iter().map(u64::to_string).collect();
+            let place =
+                if numbers.is_empty() { "named mtp".to_owned() } else { format!("layers {}", numbers.join(", ")) };
+            lines.push(format!("multi-token prediction: {place}"));
+        }
+        lines.push(format!("experts: {}", self.experts));
+        lines.push(format!("query, key, value: {}", self.qkv));
+        lines.push(format!("embeddings: {}", self.embeddings()));
+        lines.push(format!("quantization: {}", self.quantization));
+        lines.join("\n")
+    }
+
+    fn model(&self) -> String {
+        let names = [self.model_type.clone(), self.architectures.first().map(|name| format!("({name})"))];
+        let names: Vec<String> = names.into_iter().flatten().collect();
+        if names.is_empty() { "unnamed".to_owned() } else { names.join(" ") }
+    }
+
+    const fn embeddings(&self) -> &'static str {
+        match (self.tied_declared, self.has_lm_head) {
+            (Some(true), true) => "declared tied, yet lm_head is there",
+            (Some(true), false) => "tied",
+            (Some(false) | None, true) => "lm_head of its own",
+            (Some(false), false) => "declared untied, yet lm_head is missing",
+            (None, false) => "no lm_head",
+        }
+    }
+}
+
+impl fmt::Display for Dialect {
+    /// One line.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, {} tensors, {} bytes", self.model(), self.tensors(), self.bytes())?;
+        for (place, (dtype, ..)) in self.dtypes.iter().take(4).enumerate() {
+            write!(f, "{}{dtype}", if place == 0 { " of " } else { "/" })?;
+        }
+        if let Some(family) = self.families.first() {
+            write!(f, ", {} {}{}", family.layers, family.prefix, family.word)?;
+        }
+        if self.experts != Experts::None {
+            write!(f, ", experts {}", self.experts)?;
+        }
+        write!(f, ", {}", self.quantization)
+    }
+}
+
+impl fmt::Display for Experts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_str("none"),
+            Self::Single { count } => write!(f, "{count}, one tensor each"),
+            Self::Fused => f.write_str("fused"),
+        }
+    }
+}
+
+impl fmt::Display for Qkv {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Unknown => "not recognized",
+            Self::Separate => "separate",
+            Self::Fused => "fused",
+            Self::Latent => "latent",
+        })
+    }
+}
+
+/// What one pass over the names shows.
+#[derive(Debug)]
+#[allow(clippy::struct_excessive_bools, reason = "independent observations, not states")]
+struct Survey {
+    /// By element type, in the order of [`DType::ALL`].
+    counts: Vec<(u64, u64)>,
+    /// By prefix with word: the family and its layer numbers.
+    families: HashMap<String, (LayerFamily, BTreeSet<u64>)>,
+    experts: Experts,
+    fused_qkv: bool,
+    separate_qkv: bool,
+    latent_qkv: bool,
+    has_lm_head: bool,
+    mtp_named: bool,
+}
+
+impl Default for Survey {
+    fn default() -> Self {
+        Self {
+            counts: vec![(0, 0); DType::ALL.len()],
+            families: HashMap::new(),
+            experts: Experts::None,
+            fused_qkv: false,
+            separate_qkv: false,
+            latent_qkv: false,
+            has_lm_head: false,
+            mtp_named: false,
+        }
+    }
+}
+
+impl Survey {
+    fn add(&mut self, tensor: &TensorInfo<'_>) {
+        let bytes = tensor.span.len();
+        let (count, sum) = &mut self.counts[tensor.dtype as usize];
+        (*count, *sum) = (*count + 1, *sum + bytes);
+        if let Some((prefix, layer)) = layer_of(tensor.name) {
+            self.add_layer(prefix, layer, bytes);
+        }
+        let mut parts = tensor.name.split('.').peekable();
+        while let Some(part) = parts.next() {
+            match part {
+                "experts" => self.add_expert(parts.peek().copied()),
+                "q_proj" | "k_proj" | "wq" | "wk" | "query" | "key" => self.separate_qkv = true,
+                "qkv_proj" | "c_attn" | "query_key_value" | "Wqkv" | "qkv" | "in_proj_qkv" => self.fused_qkv = true,
+                "kv_a_proj_with_mqa" | "wkv_a" | "wkv" => self.latent_qkv = true,
+                "lm_head" | "embed_out" => self.has_lm_head = true,
+                "mtp" => self.mtp_named = true,
+                _ => {}
+            }
+        }
+        self.has_lm_head |= matches!(tensor.name, "head.weight" | "output.weight");
+    }
+
+    fn add_layer(&mut self, prefix: &str, layer: u64, bytes: u64) {
+        if !self.families.contains_key(prefix) {
+            if self.families.len() >= FAMILIES_MAX {
+                return;
+            }
+            let (before, word) = prefix.rsplit_once('.').map_or(("", prefix), |(before, word)| (before, word));
+            let before = if before.is_empty() { String::new() } else { format!("{before}.") };
+            let family =
+                LayerFamily { prefix: before, word: word.to_owned(), layers: 0, last: 0, tensors: 0, bytes: 0 };
+            self.families.insert(prefix.to_owned(), (family, BTreeSet::new()));
+        }
+        if let Some((family, layers)) = self.families.get_mut(prefix) {
+            family.tensors += 1;
+            family.bytes += bytes;
+            layers.insert(layer);
+        }
+    }
+
+    fn add_expert(&mut self, next: Option<&str>) {
+        match (next.and_then(|next| next.parse::<u64>().ok()), self.experts) {
+            (Some(number), Experts::Single { count }) if number < count => {}
+            (Some(number), _) => self.experts = Experts::Single { count: number.saturating_add(1) },
+            (None, Experts::None) => self.experts = Experts::Fused,
+            (None, Experts::Single { .. } | Experts::Fused) => {}
+        }
+    }
+
+    fn dtypes(&self) -> Vec<(DType, u64, u64)> {
+        let rows = DType::ALL.iter().zip(&self.counts).filter(|(_, counts)| counts.0 > 0);
+        let mut rows: Vec<_> = rows.map(|(dtype, counts)| (*dtype, counts.0, counts.1)).collect();
+        rows.sort_by_key(|row| std::cmp::Reverse((row.2, row.1)));
+        rows
+    }
+
+    fn families(&mut self) -> Vec<(LayerFamily, BTreeSet<u64>)> {
+        let mut families: Vec<_> = self.families.drain().map(|(_, family)| family).collect();
+        for (family, layers) in &mut families {
+            family.layers = layers.len() as u64;
+            family.last = layers.last().copied().unwrap_or(0);
+        }
+        families.sort_by(|(left, _), (right, _)| {
+            right.bytes.cmp(&left.bytes).then_with(|| (&left.prefix, &left.word).cmp(&(&right.prefix, &right.word)))
+        });
+        families
+    }
+
+    const fn qkv(&self) -> Qkv {
+        if self.latent_qkv {
+            Qkv::Latent
+        } else if self.separate_qkv {
+            Qkv::Separate
+        } else if self.fused_qkv {
+            Qkv::Fused
+        } else {
+            Qkv::Unknown
+        }
+    }
+}
+
+/// Splits `model.layers.17.mlp` at its first layer number: `model.layers` and 17.
+fn layer_of(name: &str) -> Option<(&str, u64)> {
+    let mut start = 0;
+    let mut word = "";
+    for part in name.split('.') {
+        if part.as_bytes().first().is_some_and(u8::is_ascii_digit)
+            && LAYER_WORDS.contains(&word)
+            && let Ok(layer) = part.parse()
+        {
+            return Some((&name[..start - 1], layer));
+        }
+        start += part.len() + 1;
+        word = part;
+    }
+    None
+}

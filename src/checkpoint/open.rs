@@ -1,0 +1,733 @@
+//! Opening a repository: choosing the weight files, reading their headers, and checking everything against everything.
+
+use std::{
+    cmp::Ordering,
+    collections::{BTreeMap, BTreeSet, HashMap},
+    fmt, fs, io,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use rayon::{
+    iter::{IntoParallelIterator, ParallelIterator},
+    slice::ParallelSliceMut,
+};
+
+use super::{
+    Checkpoint, FileRole, IgnoreReason, RepoFile,
+    dialect::Dialect,
+    index::{Index, stays_inside},
+    listing::{self, Listed},
+    locate::{Located, locate},
+    table::TensorTable,
+};
+use crate::{
+    format::safetensors::{Header, HeaderErrors},
+    source::{FileId, LocalFiles, Source, SourceError, SourceIo},
+    tensor::DType,
+};
+
+/// Longest `config.json` or index that is read, in bytes.
+const JSON_FILE_BYTES_MAX: u64 = 256 << 20;
+
+/// Problems that are kept; the others are counted.
+const PROBLEMS_MAX: usize = 1_000;
+
+/// How to open a repository.
+#[derive(Clone, Debug, Default)]
+pub struct OpenOptions {
+    /// How local files are read.
+    pub io: SourceIo,
+    /// Directory of the hub cache; `None` takes it from the environment as the hub's client does.
+    pub hub_cache: Option<PathBuf>,
+}
+
+/// Why a repository could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    /// A remote address.
+    #[error(
+        "{source_name}: {scheme}:// is not supported yet; give a directory, a file or an org/name in the local hub cache"
+    )]
+    NotSupported {
+        /// What was asked for.
+        source_name: String,
+        /// Its scheme.
+        scheme: String,
+    },
+    /// Neither a path nor a name.
+    #[error("{source_name}: no such file or directory, and not an org/name[@revision] either")]
+    NotFound {
+        /// What was asked for.
+        source_name: String,
+    },
+    /// A name that the cache does not have.
+    #[error("{source_name}: no such directory, and not in the hub cache: looked for {}", looked_in.display())]
+    NotInCache {
+        /// What was asked for.
+        source_name: String,
+        /// Where it would be.
+        looked_in: PathBuf,
+    },
+    /// The cache has the repository, but not this revision.
+    #[error("{repo}: no revision {revision:?} in {}; there are: {}", looked_in.display(), list_or_none(revisions))]
+    NoRevision {
+        /// The repository.
+        repo: String,
+        /// What was asked for.
+        revision: String,
+        /// Its directory in the cache.
+        looked_in: PathBuf,
+        /// Commits that have a snapshot.
+        revisions: Vec<String>,
+    },
+    /// The directory cannot be listed.
+    #[error("cannot list {}: {error}", root.display())]
+    Listing {
+        /// The directory.
+        root: PathBuf,
+        /// What the system said.
+        error: io::Error,
+    },
+    /// No safetensors to use.
+    #[error("{}: no *.safetensors here{}", root.display(), elsewhere(subdirectories))]
+    NoWeights {
+        /// The directory.
+        root: PathBuf,
+        /// Subdirectories that have some.
+        subdirectories: Vec<String>,
+    },
+    /// More than one index, none of them the usual one.
+    #[error("{}: several indexes and no model.safetensors.index.json: {}", root.display(), indexes.join(", "))]
+    SeveralIndexes {
+        /// The directory.
+        root: PathBuf,
+        /// The indexes.
+        indexes: Vec<String>,
+    },
+    /// A file cannot be opened.
+    #[error(transparent)]
+    Source(#[from] SourceError),
+    /// The contents are wrong.
+    #[error("{label}: {}", list_problems(problems, *more))]
+    Problems {
+        /// What was opened.
+        label: String,
+        /// What is wrong, at least one thing.
+        problems: Vec<Problem>,
+        /// Problems beyond those listed.
+        more: usize,
+    },
+}
+
+/// One thing that is wrong with a repository's contents.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum Problem {
+    /// A header that cannot be read as safetensors.
+    #[error("{file}: {errors}")]
+    Header {
+        /// The weight file.
+        file: String,
+        /// What is wrong.
+        errors: HeaderErrors,
+    },
+    /// Bytes of a header did not come.
+    #[error("{error}")]
+    Unreadable {
+        /// The weight file.
+        file: String,
+        /// Why.
+        error: SourceError,
+    },
+    /// `config.json` or the index is not what it must be.
+    #[error("{file}: {message}")]
+    Json {
+        /// The file.
+        file: String,
+        /// What the parser says.
+        message: String,
+    },
+    /// The index names a path that leaves the repository.
+    #[error("{index}: names {path:?}, which is not a path inside the repository")]
+    OutsideRepository {
+        /// The index.
+        index: String,
+        /// The path.
+        path: String,
+    },
+    /// The index names a file that is not there.
+    #[error("{index}: names {file:?} for {tensors} tensors, which is {found}")]
+    MissingFile {
+        /// The index.
+        index: String,
+        /// The file.
+        file: String,
+        /// Tensors that it should hold.
+        tensors: usize,
+        /// What is there instead.
+        found: String,
+    },
+    /// The index names a tensor twice.
+    #[error("{index}: names tensor {tensor:?} twice")]
+    RepeatedInIndex {
+        /// The index.
+        index: String,
+        /// The tensor.
+        tensor: String,
+    },
+    /// The index names a tensor that no file has.
+    #[error("tensor {tensor:?}: expected in {file} by the index, found in no file")]
+    NotInFile {
+        /// The tensor.
+        tensor: String,
+        /// Where the index says it is.
+        file: String,
+    },
+    /// The index and the headers place a tensor differently.
+    #[error("tensor {tensor:?}: expected in {expected} by the index, found in {found}")]
+    InOtherFile {
+        /// The tensor.
+        tensor: String,
+        /// Where the index says it is.
+        expected: String,
+        /// Where it is.
+        found: String,
+    },
+    /// A weight file has a tensor that the index does not name.
+    #[error("tensor {tensor:?}: found in {file}, not named by the index")]
+    NotInIndex {
+        /// The tensor.
+        tensor: String,
+        /// The weight file.
+        file: String,
+    },
+    /// Two weight files have a tensor of one name.
+    #[error("tensor {tensor:?}: found in {first} and again in {second}")]
+    Duplicate {
+        /// The tensor.
+        tensor: String,
+        /// One file.
+        first: String,
+        /// The other.
+        second: String,
+    },
+    /// Files numbered `-00001-of-00003` are not all there, and no index says what is.
+    #[error("{stem}-*-of-{total}.safetensors: expected {expected} files, found {found}")]
+    IncompleteSet {
+        /// What stands before the numbers.
+        stem: String,
+        /// The total as written in the names.
+        total: String,
+        /// Number of files by their names.
+        expected: u64,
+        /// Number of files there.
+        found: u64,
+    },
+    /// A quantized weight and its scale do not fit.
+    #[error(
+        "tensor {weight:?} of shape {weight_shape:?}: expected its scale {scale:?} to have shape {expected:?} by blocks of \
+         {block:?}, found {found:?}"
+    )]
+    ScaleShape {
+        /// The weight.
+        weight: String,
+        /// Its shape.
+        weight_shape: Vec<u64>,
+        /// The scale.
+        scale: String,
+        /// Block rows and columns.
+        block: (u64, u64),
+        /// Shape that the scale must have.
+        expected: Vec<u64>,
+        /// Shape that it has.
+        found: Vec<u64>,
+    },
+    /// A scale is of a type that is no float.
+    #[error("tensor {scale:?}: expected a float as the scale of {weight:?}, found {found}")]
+    ScaleType {
+        /// The weight.
+        weight: String,
+        /// The scale.
+        scale: String,
+        /// Type of the scale.
+        found: DType,
+    },
+    /// The configuration gives a block size that is none.
+    #[error("config.json: quantization_config.weight_block_size: expected two positive numbers, found {found}")]
+    BlockSize {
+        /// What is there.
+        found: String,
+    },
+    /// More tensors or names than 32 bits can number.
+    #[error("the names of all tensors together are longer than 4 GiB")]
+    TooLarge,
+}
+
+fn list_or_none(names: &[String]) -> String {
+    if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+}
+
+fn elsewhere(subdirectories: &[String]) -> String {
+    if subdirectories.is_empty() {
+        String::new()
+    } else {
+        format!("; open one of the subdirectories that have some: {}", subdirectories.join(", "))
+    }
+}
+
+fn list_problems(problems: &[Problem], more: usize) -> String {
+    const SHOWN: usize = 30;
+    struct List<'a>(&'a [Problem], usize);
+    impl fmt::Display for List<'_> {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            let (problems, more) = (self.0, self.1);
+            if let ([only], 0) = (problems, more) {
+                return only.fmt(f);
+            }
+            write!(f, "{} problems", problems.len() + more)?;
+            for problem in problems.iter().take(SHOWN) {
+                write!(f, "\n  {problem}")?;
+            }
+            match problems.len().saturating_sub(SHOWN) + more {
+                0 => Ok(()),
+                rest => write!(f, "\n  and {rest} more"),
+            }
+        }
+    }
+    List(problems, more).to_string()
+}
+
+/// Problems as they are found.
+#[derive(Debug, Default)]
+pub(super) struct Problems {
+    list: Vec<Problem>,
+    more: usize,
+}
+
+impl Problems {
+    pub(super) fn push(&mut self, problem: Problem) {
+        if self.list.len() < PROBLEMS_MAX { self.list.push(problem) } else { self.more += 1 }
+    }
+
+    fn refuse(self, label: &str) -> Result<(), CheckpointError> {
+        if self.list.is_empty() {
+            return Ok(());
+        }
+        Err(CheckpointError::Problems { label: label.to_owned(), problems: self.list, more: self.more })
+    }
+}
+
+pub(super) fn open(source: &str, options: &OpenOptions) -> Result<Checkpoint, CheckpointError> {
+    let located = locate(source, options.hub_cache.as_deref())?;
+    if located.path.is_dir() { open_directory(located, options.io) } else { open_file(located, options.io) }
+}
+
+/// A single file is a repository of one file, without configuration.
+fn open_file(located: Located, io: SourceIo) -> Result<Checkpoint, CheckpointError> {
+    let source = LocalFiles::open(std::slice::from_ref(&located.path), io)?;
+    let name = located.path.file_name().map_or_else(|| located.label.clone(), |name| name.display().to_string());
+    let listed = Listed { path: name, role: FileRole::Weights, size_bytes: source.len_bytes(FileId(0)) };
+    let plan = Selected { located, files: vec![listed], weights: vec![0], index: None };
+    plan.build(source, Problems::default())
+}
+
+fn open_directory(located: Located, io: SourceIo) -> Result<Checkpoint, CheckpointError> {
+    let root = located.path.clone();
+    let mut files = listing::list(&root).map_err(|error| CheckpointError::Listing { root: root.clone(), error })?;
+    let mut problems = Problems::default();
+    let index_name = choose_index(&root, &files)?;
+    let unusable = |file: &str, message: String| {
+        let problem = Problem::Json { file: file.to_owned(), message };
+        CheckpointError::Problems { label: located.label.clone(), problems: vec![problem], more: 0 }
+    };
+    let (text, index);
+    let index = match &index_name {
+        Some(name) => {
+            text = read_json(&root, name).map_err(|message| unusable(name, message))?;
+            index = Index::parse(&text).map_err(|error| unusable(name, error.to_string()))?;
+            Some((name.as_str(), index))
+        }
+        None => None,
+    };
+    match &index {
+        Some((name, index)) => choose_indexed(name, index, &mut files, &mut problems),
+        None => choose_unindexed(&root, &mut files, &mut problems)?,
+    }
+    let mut weights: Vec<usize> = (0..files.len()).filter(|place| files[*place].role == FileRole::Weights).collect();
+    weights.sort_by(|left, right| natural(&files[*left].path, &files[*right].path));
+    let readable = |place: &usize| match files[*place].role {
+        FileRole::Weights => false,
+        FileRole::Other => true,
+        FileRole::Ignored(reason) => reason.is_readable(),
+    };
+    let others: Vec<usize> = (0..files.len()).filter(readable).collect();
+    let paths: Vec<PathBuf> =
+        weights.iter().chain(&others).map(|place| listing::absolute(&root, &files[*place].path)).collect();
+    let source = LocalFiles::open(&paths, io)?;
+    Selected { located, files, weights, index }.build(source, problems)
+}
+
+impl IgnoreReason {
+    /// Whether the file is a regular one nevertheless.
+    const fn is_readable(self) -> bool {
+        match self {
+            Self::NotInIndex | Self::SecondCopy | Self::OtherSet | Self::Subdirectory => true,
+            Self::DanglingLink | Self::LinkedDirectory | Self::Special | Self::Bookkeeping => false,
+        }
+    }
+}
+
+/// A repository whose weight files are chosen. The source holds them first, then the other readable files, in order.
+struct Selected<'a> {
+    located: Located,
+    files: Vec<Listed>,
+    /// Places in `files`, in the order of their ids.
+    weights: Vec<usize>,
+    index: Option<(&'a str, Index<'a>)>,
+}
+
+impl Selected<'_> {
+    fn build(self, source: LocalFiles, mut problems: Problems) -> Result<Checkpoint, CheckpointError> {
+        let ids = || (0..u32::try_from(self.weights.len()).unwrap_or(u32::MAX)).map(FileId);
+        let read: Vec<_> = ids().collect::<Vec<_>>().into_par_iter().map(|id| read_header(&source, id)).collect();
+        let mut headers = Vec::new();
+        let mut broken = BTreeSet::new();
+        for (id, result) in ids().zip(read) {
+            let file = self.weight(id).to_owned();
+            match result {
+                Ok(header) => headers.push((id, header)),
+                Err(ReadHeader::Header(errors)) => {
+                    broken.insert(file.clone());
+                    problems.push(Problem::Header { file, errors });
+                }
+                Err(ReadHeader::Source(error)) => {
+                    broken.insert(file.clone());
+                    problems.push(Problem::Unreadable { file, error });
+                }
+            }
+        }
+        let table = TensorTable::new(headers.iter().map(|(id, header)| (*id, header))).unwrap_or_else(|| {
+            problems.push(Problem::TooLarge);
+            TensorTable::default()
+        });
+        self.find_duplicates(&table, &mut problems);
+        if let Some((name, index)) = &self.index {
+            self.compare_with_index(name, index, &table, &broken, &mut problems);
+        }
+        let config = self.config(&mut problems);
+        let dialect = Dialect::of(&table, config.as_ref(), &mut problems);
+        problems.refuse(&self.located.label)?;
+        let file_metadata = headers.into_iter().map(|(id, header)| (id, header.into_metadata()));
+        let file_metadata: BTreeMap<_, _> = file_metadata.filter(|(_, metadata)| !metadata.is_empty()).collect();
+        let files = self.repo_files(&source);
+        let Located { path, label, revision } = self.located;
+        Ok(Checkpoint {
+            source: Arc::new(source),
+            root: path,
+            label,
+            revision,
+            table,
+            files,
+            config,
+            index_metadata: self.index.and_then(|(_, index)| index.metadata),
+            file_metadata,
+            dialect,
+        })
+    }
+
+    fn weight(&self, id: FileId) -> &str {
+        &self.files[self.weights[id.index()]].path
+    }
+
+    fn repo_files(&self, source: &LocalFiles) -> Vec<RepoFile> {
+        let by_weight: HashMap<usize, u32> = self.weights.iter().copied().zip(0..).collect();
+        let mut next_other = u32::try_from(self.weights.len()).unwrap_or(u32::MAX);
+        let file = |(place, listed): (usize, &Listed)| {
+            let readable = match listed.role {
+                FileRole::Weights | FileRole::Other => true,
+                FileRole::Ignored(reason) => reason.is_readable(),
+            };
+            let id = by_weight.get(&place).copied().or_else(|| {
+                readable.then(|| {
+                    next_other += 1;
+                    next_other - 1
+                })
+            });
+            let file = id.map(FileId);
+            RepoFile {
+                path: listed.path.clone(),
+                role: listed.role.clone(),
+                size_bytes: file.map_or(listed.size_bytes, |file| source.len_bytes(file)),
+                file,
+            }
+        };
+        self.files.iter().enumerate().map(file).collect()
+    }
+
+    fn config(&self, problems: &mut Problems) -> Option<serde_json::Value> {
+        const CONFIG: &str = "config.json";
+        self.files.iter().find(|file| file.path == CONFIG && file.role == FileRole::Other)?;
+        let value = read_json(&self.located.path, CONFIG).and_then(|text| {
+            let value: serde_json::Value = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
+            if value.is_object() { Ok(value) } else { Err("expected an object".into()) }
+        });
+        value.map_err(|message| problems.push(Problem::Json { file: CONFIG.into(), message })).ok()
+    }
+
+    fn find_duplicates(&self, table: &TensorTable, problems: &mut Problems) {
+        for (first, second) in table.by_name().zip(table.by_name().skip(1)) {
+            let (first, second) = (table.tensor(first), table.tensor(second));
+            if first.name == second.name {
+                problems.push(Problem::Duplicate {
+                    tensor: first.name.to_owned(),
+                    first: self.weight(first.file).to_owned(),
+                    second: self.weight(second.file).to_owned(),
+                });
+            }
+        }
+    }
+
+    /// Index and headers, both ways: one walk over both, sorted by name.
+    fn compare_with_index(
+        &self,
+        index_name: &str,
+        index: &Index<'_>,
+        table: &TensorTable,
+        broken: &BTreeSet<String>,
+        problems: &mut Problems,
+    ) {
+        let mut named: Vec<(&str, &str)> =
+            index.tensors.iter().map(|(name, file)| (&**name, index.files[*file as usize].as_str())).collect();
+        named.par_sort_unstable();
+        let mut named = named.into_iter().peekable();
+        let mut tensors = table.by_name().map(|id| table.tensor(id)).peekable();
+        loop {
+            let order = match (named.peek(), tensors.peek()) {
+                (None, None) => break,
+                (Some(_), None) => Ordering::Less,
+                (None, Some(_)) => Ordering::Greater,
+                (Some((name, _)), Some(tensor)) => (*name).cmp(tensor.name),
+            };
+            let entry = if order == Ordering::Greater { None } else { named.next() };
+            let tensor = if order == Ordering::Less { None } else { tensors.next() };
+            match (entry, tensor) {
+                (Some((name, file)), None) => {
+                    if !broken.contains(file) && self.files.iter().any(|listed| listed.path == file) {
+                        problems.push(Problem::NotInFile { tensor: name.to_owned(), file: file.to_owned() });
+                    }
+                }
+                (None, Some(tensor)) => problems.push(Problem::NotInIndex {
+                    tensor: tensor.name.to_owned(),
+                    file: self.weight(tensor.file).to_owned(),
+                }),
+                (Some((name, expected)), Some(tensor)) if expected != self.weight(tensor.file) => {
+                    problems.push(Problem::InOtherFile {
+                        tensor: name.to_owned(),
+                        expected: expected.to_owned(),
+                        found: self.weight(tensor.file).to_owned(),
+                    });
+                }
+                (Some(_), Some(_)) | (None, None) => {}
+            }
+            // Repetitions on either side have been, or are here, reported as such; they must not confuse the walk.
+            let name = entry.map(|entry| entry.0).or(tensor.map(|tensor| tensor.name)).unwrap_or_default();
+            while named.next_if(|next| next.0 == name && entry.is_some()).is_some() {
+                let (index, tensor) = (index_name.to_owned(), name.to_owned());
+                problems.push(Problem::RepeatedInIndex { index, tensor });
+            }
+            while tensors.next_if(|next| next.name == name && tensor.is_some()).is_some() {}
+        }
+    }
+}
+
+enum ReadHeader {
+    Source(SourceError),
+    Header(HeaderErrors),
+}
+
+fn read_header(source: &LocalFiles, file: FileId) -> Result<Header, ReadHeader> {
+    let file_bytes = source.len_bytes(file);
+    let mut prefix = [0; 8];
+    if file_bytes >= 8 {
+        source.read_into(file, 0, &mut prefix).map_err(ReadHeader::Source)?;
+    }
+    let len = Header::json_bytes(prefix, file_bytes).map_err(|error| ReadHeader::Header(error.into()))?;
+    let mut json = vec![0; usize::try_from(len).expect("a header is at most 100 MB")];
+    source.read_into(file, 8, &mut json).map_err(ReadHeader::Source)?;
+    Header::parse(&json, file_bytes).map_err(ReadHeader::Header)
+}
+
+/// The text of a JSON file, or why it cannot be had.
+fn read_json(root: &Path, name: &str) -> Result<Vec<u8>, String> {
+    let path = listing::absolute(root, name);
+    let len = fs::metadata(&path).map_err(|error| error.to_string())?.len();
+    if len > JSON_FILE_BYTES_MAX {
+        return Err(format!("expected at most {JSON_FILE_BYTES_MAX} bytes, found {len}"));
+    }
+    fs::read(&path).map_err(|error| error.to_string())
+}
+
+fn is_safetensors(path: &str) -> bool {
+    Path::new(path).extension().is_some_and(|extension| extension == "safetensors")
+}
+
+fn at_top(path: &str) -> bool {
+    !path.contains('/')
+}
+
+fn is_second_copy(path: &str) -> bool {
+    path.starts_with("consolidated")
+}
+
+/// The index to go by: `model.safetensors.index.json`, or the only other one.
+fn choose_index(root: &Path, files: &[Listed]) -> Result<Option<String>, CheckpointError> {
+    const USUAL: &str = "model.safetensors.index.json";
+    let mut indexes: Vec<&str> = files
+        .iter()
+        .filter(|file| file.role == FileRole::Other && at_top(&file.path))
+        .map(|file| file.path.as_str())
+        .filter(|path| path.ends_with(".safetensors.index.json"))
+        .collect();
+    if indexes.contains(&USUAL) {
+        return Ok(Some(USUAL.to_owned()));
+    }
+    let has_others = files.iter().any(|file| {
+        at_top(&file.path) && is_safetensors(&file.path) && !is_second_copy(&file.path) && file.role == FileRole::Other
+    });
+    if has_others || indexes.len() > 1 {
+        // The second copy's index does not speak for the first copy.
+        indexes.retain(|path| !is_second_copy(path));
+    }
+    match indexes[..] {
+        [] => Ok(None),
+        [only] => Ok(Some(only.to_owned())),
+        _ => Err(CheckpointError::SeveralIndexes {
+            root: root.to_path_buf(),
+            indexes: indexes.into_iter().map(str::to_owned).collect(),
+        }),
+    }
+}
+
+/// With an index, its files are the weights and no others.
+fn choose_indexed(name: &str, index: &Index<'_>, files: &mut [Listed], problems: &mut Problems) {
+    let mut counts = vec![0; index.files.len()];
+    for (_, file) in &index.tensors {
+        counts[*file as usize] += 1;
+    }
+    for (path, tensors) in index.files.iter().zip(counts) {
+        if !stays_inside(path) {
+            problems.push(Problem::OutsideRepository { index: name.to_owned(), path: path.clone() });
+            continue;
+        }
+        let missing = |found: String| {
+            let (index, file) = (name.to_owned(), path.clone());
+            Problem::MissingFile { index, file, tensors, found }
+        };
+        match files.iter_mut().find(|file| file.path == *path) {
+            None => problems.push(missing("not there".into())),
+            Some(Listed { role: FileRole::Ignored(reason), .. }) => problems.push(missing(format!("a {reason}"))),
+            Some(file) => file.role = FileRole::Weights,
+        }
+    }
+    for file in files.iter_mut().filter(|file| file.role == FileRole::Other && is_safetensors(&file.path)) {
+        file.role = FileRole::Ignored(if !at_top(&file.path) {
+            IgnoreReason::Subdirectory
+        } else if is_second_copy(&file.path) {
+            IgnoreReason::SecondCopy
+        } else {
+            IgnoreReason::NotInIndex
+        });
+    }
+}
+
+/// Without an index: `model.safetensors` by itself, or else `model-*`, or else all but second copies, or else these.
+fn choose_unindexed(root: &Path, files: &mut [Listed], problems: &mut Problems) -> Result<(), CheckpointError> {
+    let usable = |file: &Listed| file.role == FileRole::Other && is_safetensors(&file.path);
+    let top: Vec<String> =
+        files.iter().filter(|file| usable(file) && at_top(&file.path)).map(|file| file.path.clone()).collect();
+    let tests: [fn(&str) -> bool; 4] =
+        [|path| path == "model.safetensors", |path| path.starts_with("model-"), |path| !is_second_copy(path), |_| true];
+    let Some(chosen) = tests.into_iter().find(|test| top.iter().any(|path| test(path))) else {
+        let subdirectories = files.iter().filter(|file| usable(file)).filter_map(|file| file.path.rsplit_once('/'));
+        let subdirectories: BTreeSet<String> = subdirectories.map(|(dir, _)| dir.to_owned()).collect();
+        let subdirectories = subdirectories.into_iter().collect();
+        return Err(CheckpointError::NoWeights { root: root.to_path_buf(), subdirectories });
+    };
+    let mut sets: BTreeMap<(String, String), u64> = BTreeMap::new();
+    for file in files.iter_mut().filter(|file| usable(file)) {
+        file.role = if !at_top(&file.path) {
+            FileRole::Ignored(IgnoreReason::Subdirectory)
+        } else if chosen(&file.path) {
+            if let Some((stem, total)) = numbered(&file.path) {
+                *sets.entry((stem.to_owned(), total.to_owned())).or_default() += 1;
+            }
+            FileRole::Weights
+        } else if is_second_copy(&file.path) {
+            FileRole::Ignored(IgnoreReason::SecondCopy)
+        } else {
+            FileRole::Ignored(IgnoreReason::OtherSet)
+        };
+    }
+    for ((stem, total), found) in sets {
+        let expected = total.parse().unwrap_or(u64::MAX);
+        if found < expected {
+            problems.push(Problem::IncompleteSet { stem, total, expected, found });
+        }
+    }
+    Ok(())
+}
+
+/// Stem and total of `stem-00001-of-00003.safetensors`.
+fn numbered(path: &str) -> Option<(&str, &str)> {
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let (left, total) = path.strip_suffix(".safetensors")?.rsplit_once("-of-")?;
+    let (stem, number) = left.rsplit_once('-')?;
+    (digits(number) && digits(total)).then_some((stem, total))
+}
+
+/// Order of names in which numbers count as numbers: `layers-2` before `layers-10`.
+fn natural(left: &str, right: &str) -> Ordering {
+    let (mut a, mut b) = (left.as_bytes(), right.as_bytes());
+    while let (Some(x), Some(y)) = (a.first(), b.first()) {
+        let order = if x.is_ascii_digit() && y.is_ascii_digit() {
+            let number = |bytes: &[u8]| bytes.iter().take_while(|byte| byte.is_ascii_digit()).count();
+            let ((na, rest_a), (nb, rest_b)) = (a.split_at(number(a)), b.split_at(number(b)));
+            (a, b) = (rest_a, rest_b);
+            let significant = |digits: &'_ [u8]| digits.iter().take_while(|digit| **digit == b'0').count();
+            let (na, nb) = (&na[significant(na)..], &nb[significant(nb)..]);
+            na.len().cmp(&nb.len()).then(na.cmp(nb))
+        } else {
+            (a, b) = (&a[1..], &b[1..]);
+            x.cmp(y)
+        };
+        if order != Ordering::Equal {
+            return order;
+        }
+    }
+    a.len().cmp(&b.len()).then_with(|| left.cmp(right))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_in_names_count_as_numbers() {
+        let mut names =
+            ["layers-10", "layers-9", "layers-010", "layers", "m-00002-of-00010", "m-00001-of-00010", "layers-9b"];
+        names.sort_by(|left, right| natural(left, right));
+        assert_eq!(
+            names,
+            ["layers", "layers-9", "layers-9b", "layers-010", "layers-10", "m-00001-of-00010", "m-00002-of-00010"]
+        );
+    }
+
+    #[test]
+    fn numbered_files() {
+        assert_eq!(numbered("model-00001-of-00003.safetensors"), Some(("model", "00003")));
+        assert_eq!(numbered("a-b-1-of-2.safetensors"), Some(("a-b", "2")));
+        for other in ["model.safetensors", "model-1.safetensors", "model-x-of-3.safetensors", "1-of-2.safetensors"] {
+            assert_eq!(numbered(other), None);
+        }
+    }
+}

@@ -1,0 +1,753 @@
+//! Requests of the kernel become calls of a [`FileSystem`], and its answers replies.
+//!
+//! Every request is counted and timed, and a panic while it is handled is that request's EIO, never the end of a thread:
+//! fuser would lose the thread, or the whole mount. Read replies go out straight from the slice that the file system
+//! lends, without a copy in user space.
+//!
+//! The tree never changes, so the kernel may keep names, attributes, listings and data as long as it likes, absent names
+//! included. Requests that would change something get EROFS; the mount is read-only, so they only come after a remount.
+//! Every other request is answered here too, since fuser logs those that are left to it.
+
+use std::{
+    ffi::OsStr,
+    io,
+    ops::ControlFlow,
+    os::unix::ffi::OsStrExt,
+    panic::{AssertUnwindSafe, catch_unwind},
+    path::Path,
+    sync::{
+        Arc, Once,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant, SystemTime},
+};
+
+use fuser::{
+    AccessFlags, BackingId, BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, FopenFlags,
+    Generation, INodeNo, InitFlags, IoctlFlags, KernelConfig, LockOwner, OpenAccMode, OpenFlags, PollEvents, PollFlags,
+    PollNotifier, RenameFlags, ReplyAttr, ReplyBmap, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus,
+    ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLock, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite,
+    ReplyXattr, Request, TimeOrNow, WriteFlags,
+};
+use nix::unistd::{getgid, getuid};
+use tracing::{error, info};
+
+use super::open_mode::{Mode, OpenModes, Wish};
+use crate::volume::{Access, Attr, FileSystem, FsError, Handle, Ino, NodeKind, Op};
+
+/// How long the kernel may keep what it was told: ten years, which it can express on every architecture.
+const FOREVER: Duration = Duration::from_hours(10 * 365 * 24);
+
+/// Inode numbers are never reused, so there is one generation.
+const GENERATION: Generation = Generation(0);
+
+/// `st_blksize`: programs that buffer by it (Python does) then read in the largest single request.
+const PREFERRED_READ_BYTES: u32 = 1 << 20;
+
+/// Unit of `statfs`. Small, because some programs multiply by the wrong one of its two block sizes.
+const STATFS_BLOCK_BYTES: u32 = 4096;
+
+/// Read-ahead and asynchronous direct reads are "background" to the kernel, which by default has 12 of them at a time:
+/// too few for several readers of 16 MiB each in requests of 1 MiB.
+const BACKGROUND_MAX: u16 = 64;
+
+/// Background requests from which on the kernel holds back read-ahead.
+const BACKGROUND_CONGESTED: u16 = 48;
+
+/// What is asked of the kernel beyond fuser's default, each where it is offered.
+const INIT_FLAGS: [InitFlags; 9] = [
+    InitFlags::FUSE_ASYNC_READ,
+    InitFlags::FUSE_PARALLEL_DIROPS,
+    InitFlags::FUSE_DO_READDIRPLUS,
+    InitFlags::FUSE_CACHE_SYMLINKS,
+    // The page cache of a file is dropped only if we say so, and we never do.
+    InitFlags::FUSE_EXPLICIT_INVAL_DATA,
+    // A client's O_DIRECT read is split into requests that run in parallel.
+    InitFlags::FUSE_ASYNC_DIO,
+    InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
+    // No lookups of "." and ".." by number, which only an NFS server would need.
+    InitFlags::FUSE_NO_EXPORT_SUPPORT,
+    InitFlags::FUSE_MAX_PAGES,
+];
+
+/// Serves a [`FileSystem`] to the kernel.
+pub(super) struct Adapter {
+    fs: Arc<dyn FileSystem>,
+    uid: u32,
+    gid: u32,
+    modes: OpenModes<BackingId>,
+    passthrough: Passthrough,
+}
+
+/// Whether the kernel may read backing files by itself.
+struct Passthrough {
+    /// Wished, offered, and not refused so far.
+    enabled: AtomicBool,
+    granted: Once,
+    refused: Once,
+}
+
+/// A reply that can say that the request failed.
+trait Refuse {
+    fn refuse(self, errno: i32);
+}
+
+macro_rules! refuse {
+    ($($reply:ty),*) => {
+        $(impl Refuse for $reply {
+            fn refuse(self, errno: i32) {
+                self.error(Errno::from_i32(errno));
+            }
+        })*
+    };
+}
+
+refuse!(
+    ReplyAttr,
+    ReplyBmap,
+    ReplyCreate,
+    ReplyData,
+    ReplyDirectory,
+    ReplyDirectoryPlus,
+    ReplyEmpty,
+    ReplyEntry,
+    ReplyIoctl,
+    ReplyLock,
+    ReplyLseek,
+    ReplyOpen,
+    ReplyPoll,
+    ReplyStatfs,
+    ReplyWrite,
+    ReplyXattr
+);
+
+/// A reply not sent yet; taken out when it is.
+type Slot<R> = Option<R>;
+
+impl Adapter {
+    /// Serves `fs`, with the caller's user and group as owner of everything.
+    pub(super) fn new(fs: Arc<dyn FileSystem>, passthrough: bool) -> Self {
+        let passthrough =
+            Passthrough { enabled: AtomicBool::new(passthrough), granted: Once::new(), refused: Once::new() };
+        Self { fs, uid: getuid().as_raw(), gid: getgid().as_raw(), modes: OpenModes::default(), passthrough }
+    }
+
+    /// Handles one request: `body` takes the reply out of its slot to send it. What it leaves is answered here: its error,
+    /// or EIO after a panic or if it forgot.
+    fn handle<R: Refuse>(
+        &self,
+        op: Op,
+        ino: INodeNo,
+        reply: R,
+        body: impl FnOnce(&mut Slot<R>) -> Result<(), FsError>,
+    ) {
+        let metrics = self.fs.metrics();
+        let start = Instant::now();
+        metrics.in_flight.fetch_add(1, Ordering::Relaxed);
+        let mut slot = Some(reply);
+        let result = catch_unwind(AssertUnwindSafe(|| body(&mut slot))).unwrap_or_else(|panic| {
+            metrics.panics.fetch_add(1, Ordering::Relaxed);
+            error!(op = op.name(), ino = ino.0, "request handler panicked: {}", panic_text(panic.as_ref()));
+            Err(FsError::Io)
+        });
+        match (slot, result) {
+            (None, _) => {}
+            (Some(reply), Err(failure)) => reply.refuse(failure.errno()),
+            (Some(reply), Ok(())) => {
+                error!(op = op.name(), ino = ino.0, "request was left unanswered");
+                reply.refuse(libc::EIO);
+            }
+        }
+        metrics.in_flight.fetch_sub(1, Ordering::Relaxed);
+        metrics.record(op, start.elapsed(), result.is_err());
+    }
+
+    fn read_only<R: Refuse>(&self, ino: INodeNo, reply: R) {
+        self.handle(Op::Refused, ino, reply, |_| Err(FsError::ReadOnly));
+    }
+
+    fn attr(&self, attr: &Attr) -> FileAttr {
+        let perm = match attr.kind {
+            NodeKind::Directory => 0o555,
+            NodeKind::File => 0o444,
+            NodeKind::Symlink => 0o777,
+        };
+        FileAttr {
+            ino: INodeNo(attr.ino.0),
+            size: attr.size_bytes,
+            blocks: attr.size_bytes.div_ceil(512),
+            atime: attr.modified,
+            mtime: attr.modified,
+            ctime: attr.modified,
+            crtime: attr.modified,
+            kind: file_type(attr.kind),
+            perm,
+            nlink: attr.links,
+            uid: self.uid,
+            gid: self.gid,
+            rdev: 0,
+            blksize: PREFERRED_READ_BYTES,
+            flags: 0,
+        }
+    }
+
+    fn open_file(&self, ino: Ino, reply: &mut Slot<ReplyOpen>) -> Result<(), FsError> {
+        let opened = self.fs.open(ino)?;
+        let Some(reply) = reply.take() else { return Ok(()) };
+        let (mode, failure) = match &opened.access {
+            Access::Direct => self.modes.open(ino, &Wish::Direct),
+            Access::Passthrough(file) if self.passthrough.enabled.load(Ordering::Relaxed) => {
+                self.modes.open(ino, &Wish::Passthrough(&|| reply.open_backing(file)))
+            }
+            Access::Cached | Access::Passthrough(_) => self.modes.open(ino, &Wish::Cached),
+        };
+        if let Some(failure) = failure {
+            self.passthrough.note_refusal(&failure);
+        }
+        let handle = FileHandle(opened.handle.0);
+        // There is nothing to flush on close, so the kernel need not ask.
+        let flags = FopenFlags::FOPEN_NOFLUSH;
+        match mode {
+            Mode::Cached => reply.opened(handle, flags | FopenFlags::FOPEN_KEEP_CACHE),
+            Mode::Direct => reply.opened(handle, flags | FopenFlags::FOPEN_DIRECT_IO),
+            Mode::Passthrough(backing) => {
+                self.passthrough.granted.call_once(|| info!("kernel passthrough is on"));
+                self.fs.metrics().passthrough_opens.fetch_add(1, Ordering::Relaxed);
+                reply.opened_passthrough(handle, flags, &backing);
+            }
+        }
+        Ok(())
+    }
+
+    fn read_file(
+        &self,
+        ino: Ino,
+        handle: Handle,
+        offset: u64,
+        len: usize,
+        reply: &mut Slot<ReplyData>,
+    ) -> Result<(), FsError> {
+        let mut verdict = Ok(());
+        self.fs.read(ino, handle, offset, len, &mut |bytes| {
+            verdict = self.check_length(ino, offset, len, bytes.len());
+            if verdict.is_ok()
+                && let Some(reply) = reply.take()
+            {
+                reply.data(bytes);
+            }
+        })?;
+        verdict
+    }
+
+    /// The kernel fills up a short answer with zeros, so one that ends before the file does must not leave.
+    fn check_length(&self, ino: Ino, offset: u64, asked: usize, answered: usize) -> Result<(), FsError> {
+        if answered == asked {
+            return Ok(());
+        }
+        if answered < asked {
+            // Files that are read directly may change in size; their short answers arrive as short reads.
+            let end = offset.saturating_add(answered as u64);
+            if self.modes.is_direct(ino) || end >= self.fs.attr(ino)?.size_bytes {
+                return Ok(());
+            }
+        }
+        error!(ino = ino.0, offset, "file system answered a read of {asked} bytes with {answered} bytes");
+        Err(FsError::Io)
+    }
+
+    /// Lists `dir` from `offset`, with `.` and `..` before the entries that the file system knows. `add` gets each entry
+    /// with the offset of its successor and says whether the buffer is full.
+    fn list(
+        &self,
+        dir: Ino,
+        offset: u64,
+        mut add: impl FnMut(Ino, NodeKind, &[u8], u64) -> Result<bool, FsError>,
+    ) -> Result<(), FsError> {
+        // Entry numbers of the two names that the file system does not list.
+        const DOT: u64 = 0;
+        const DOT_DOT: u64 = 1;
+        const FIRST: u64 = 2;
+        if offset == DOT && add(dir, NodeKind::Directory, b".", DOT + 1)? {
+            return Ok(());
+        }
+        if offset <= DOT_DOT && add(self.fs.parent(dir)?, NodeKind::Directory, b"..", DOT_DOT + 1)? {
+            return Ok(());
+        }
+        let mut next = offset.max(FIRST);
+        let mut result = Ok(());
+        self.fs.read_dir(dir, next - FIRST, &mut |entry| {
+            next += 1;
+            match add(entry.ino, entry.kind, entry.name, next) {
+                Ok(false) => ControlFlow::Continue(()),
+                Ok(true) => ControlFlow::Break(()),
+                Err(failure) => {
+                    result = Err(failure);
+                    ControlFlow::Break(())
+                }
+            }
+        })?;
+        result
+    }
+}
+
+impl Passthrough {
+    /// Falls back without a word to the user, but logs the first reason. Without permission no later try can succeed.
+    fn note_refusal(&self, failure: &io::Error) {
+        if failure.raw_os_error() == Some(libc::EPERM) {
+            self.enabled.store(false, Ordering::Relaxed);
+        }
+        self.refused.call_once(|| info!("kernel passthrough is not available, using the page cache: {failure}"));
+    }
+}
+
+fn ino(ino: INodeNo) -> Ino {
+    Ino(ino.0)
+}
+
+fn file_type(kind: NodeKind) -> FileType {
+    match kind {
+        NodeKind::Directory => FileType::Directory,
+        NodeKind::File => FileType::RegularFile,
+        NodeKind::Symlink => FileType::Symlink,
+    }
+}
+
+/// The message of a panic.
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
+}
+
+/// Whether an open asks for more than reading.
+fn wants_to_write(flags: OpenFlags) -> bool {
+    flags.acc_mode() != OpenAccMode::O_RDONLY || flags.0 & libc::O_TRUNC != 0
+}
+
+/// The answer to a question about extended attributes: their length if the caller's buffer is empty, else the bytes.
+fn answer_xattr(reply: &mut Slot<ReplyXattr>, room: u32, bytes: &[u8]) {
+    let Some(reply) = reply.take() else { return };
+    match u32::try_from(bytes.len()) {
+        Ok(len) if room == 0 => reply.size(len),
+        Ok(len) if len <= room => reply.data(bytes),
+        Ok(_) => reply.error(Errno::ERANGE),
+        Err(_) => reply.error(Errno::E2BIG),
+    }
+}
+
+impl fuser::Filesystem for Adapter {
+    fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
+        for flag in INIT_FLAGS {
+            // One that is not offered would take the others with it, so they are added one by one.
+            let _ = config.add_capabilities(flag);
+        }
+        let wished = *self.passthrough.enabled.get_mut();
+        let offered = wished
+            && config.add_capabilities(InitFlags::FUSE_PASSTHROUGH).is_ok()
+            && config.set_max_stack_depth(1).is_ok();
+        if wished && !offered {
+            self.passthrough.note_refusal(&io::Error::other("not offered by this kernel"));
+        }
+        *self.passthrough.enabled.get_mut() = offered;
+        // Only zero is refused.
+        let _ = config.set_max_background(BACKGROUND_MAX);
+        let _ = config.set_congestion_threshold(BACKGROUND_CONGESTED);
+        Ok(())
+    }
+
+    fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        self.handle(Op::Lookup, parent, reply, |reply| {
+            let found = self.fs.lookup(ino(parent), name.as_bytes());
+            match &found {
+                Ok(attr) => {
+                    if let Some(reply) = reply.take() {
+                        reply.entry(&FOREVER, &self.attr(attr), GENERATION);
+                    }
+                }
+                // Inode 0 says that the name is absent and, other than ENOENT, lets the kernel remember that.
+                Err(FsError::NotFound) => {
+                    if let Some(reply) = reply.take() {
+                        let absent = Attr {
+                            ino: Ino(0),
+                            kind: NodeKind::File,
+                            size_bytes: 0,
+                            links: 0,
+                            modified: SystemTime::UNIX_EPOCH,
+                        };
+                        reply.entry(&FOREVER, &self.attr(&absent), GENERATION);
+                    }
+                }
+                Err(_) => {}
+            }
+            found.map(drop)
+        });
+    }
+
+    fn forget(&self, _request: &Request, _ino: INodeNo, _lookups: u64) {}
+
+    fn getattr(&self, _request: &Request, node: INodeNo, _handle: Option<FileHandle>, reply: ReplyAttr) {
+        self.handle(Op::GetAttr, node, reply, |reply| {
+            let attr = self.attr(&self.fs.attr(ino(node))?);
+            if let Some(reply) = reply.take() {
+                reply.attr(&FOREVER, &attr);
+            }
+            Ok(())
+        });
+    }
+
+    fn readlink(&self, _request: &Request, node: INodeNo, reply: ReplyData) {
+        self.handle(Op::ReadLink, node, reply, |reply| {
+            let target = self.fs.read_link(ino(node))?;
+            if let Some(reply) = reply.take() {
+                reply.data(&target);
+            }
+            Ok(())
+        });
+    }
+
+    fn open(&self, _request: &Request, node: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+        if wants_to_write(flags) {
+            return self.read_only(node, reply);
+        }
+        self.handle(Op::Open, node, reply, |reply| self.open_file(ino(node), reply));
+    }
+
+    fn read(
+        &self,
+        _request: &Request,
+        node: INodeNo,
+        handle: FileHandle,
+        offset: u64,
+        size: u32,
+        _flags: OpenFlags,
+        _lock_owner: Option<LockOwner>,
+        reply: ReplyData,
+    ) {
+        self.handle(Op::Read, node, reply, |reply| {
+            let len = usize::try_from(size).map_err(|_| FsError::Invalid)?;
+            self.read_file(ino(node), Handle(handle.0), offset, len, reply)
+        });
+    }
+
+    fn release(
+        &self,
+        _request: &Request,
+        node: INodeNo,
+        handle: FileHandle,
+        _flags: OpenFlags,
+        _lock_owner: Option<LockOwner>,
+        _flush: bool,
+        reply: ReplyEmpty,
+    ) {
+        self.handle(Op::Release, node, reply, |reply| {
+            self.modes.release(ino(node));
+            self.fs.release(ino(node), Handle(handle.0));
+            if let Some(reply) = reply.take() {
+                reply.ok();
+            }
+            Ok(())
+        });
+    }
+
+    fn opendir(&self, _request: &Request, node: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
+        self.handle(Op::OpenDir, node, reply, |reply| {
+            match self.fs.attr(ino(node))?.kind {
+                NodeKind::Directory => {}
+                NodeKind::File | NodeKind::Symlink => return Err(FsError::NotDirectory),
+            }
+            if let Some(reply) = reply.take() {
+                reply.opened(FileHandle(0), FopenFlags::FOPEN_CACHE_DIR | FopenFlags::FOPEN_KEEP_CACHE);
+            }
+            Ok(())
+        });
+    }
+
+    fn readdir(&self, _request: &Request, node: INodeNo, _handle: FileHandle, offset: u64, reply: ReplyDirectory) {
+        self.handle(Op::ReadDir, node, reply, |slot| {
+            let Some(reply) = slot.as_mut() else { return Ok(()) };
+            self.list(ino(node), offset, |entry, kind, name, next| {
+                Ok(reply.add(INodeNo(entry.0), next, file_type(kind), OsStr::from_bytes(name)))
+            })?;
+            if let Some(reply) = slot.take() {
+                reply.ok();
+            }
+            Ok(())
+        });
+    }
+
+    fn readdirplus(
+        &self,
+        _request: &Request,
+        node: INodeNo,
+        _handle: FileHandle,
+        offset: u64,
+        reply: ReplyDirectoryPlus,
+    ) {
+        self.handle(Op::ReadDirPlus, node, reply, |slot| {
+            let Some(reply) = slot.as_mut() else { return Ok(()) };
+            self.list(ino(node), offset, |entry, _, name, next| {
+                let attr = self.attr(&self.fs.attr(entry)?);
+                Ok(reply.add(INodeNo(entry.0), next, OsStr::from_bytes(name), &FOREVER, &attr, GENERATION))
+            })?;
+            if let Some(reply) = slot.take() {
+                reply.ok();
+            }
+            Ok(())
+        });
+    }
+
+    fn statfs(&self, _request: &Request, node: INodeNo, reply: ReplyStatfs) {
+        self.handle(Op::StatFs, node, reply, |reply| {
+            let sizes = self.fs.stat_fs();
+            let blocks = sizes.total_bytes.div_ceil(u64::from(STATFS_BLOCK_BYTES));
+            if let Some(reply) = reply.take() {
+                reply.statfs(blocks, 0, 0, sizes.nodes, 0, STATFS_BLOCK_BYTES, 255, STATFS_BLOCK_BYTES);
+            }
+            Ok(())
+        });
+    }
+
+    fn getxattr(&self, _request: &Request, node: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+        self.handle(Op::GetXattr, node, reply, |reply| {
+            answer_xattr(reply, size, &self.fs.xattr(ino(node), name.as_bytes())?);
+            Ok(())
+        });
+    }
+
+    fn listxattr(&self, _request: &Request, node: INodeNo, size: u32, reply: ReplyXattr) {
+        self.handle(Op::ListXattr, node, reply, |reply| {
+            let mut names = self.fs.xattr_names(ino(node))?;
+            for name in &mut names {
+                name.push(0);
+            }
+            answer_xattr(reply, size, &names.concat());
+            Ok(())
+        });
+    }
+
+    // The rest has no answer that depends on the file system.
+
+    fn releasedir(&self, _: &Request, _: INodeNo, _: FileHandle, _: OpenFlags, reply: ReplyEmpty) {
+        reply.ok();
+    }
+
+    fn access(&self, _: &Request, _: INodeNo, _: AccessFlags, reply: ReplyEmpty) {
+        // The kernel checks permissions by itself.
+        reply.ok();
+    }
+
+    fn flush(&self, _: &Request, _: INodeNo, _: FileHandle, _: LockOwner, reply: ReplyEmpty) {
+        reply.ok();
+    }
+
+    fn fsync(&self, _: &Request, _: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
+        reply.ok();
+    }
+
+    fn fsyncdir(&self, _: &Request, _: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
+        reply.ok();
+    }
+
+    fn lseek(&self, _: &Request, _: INodeNo, _: FileHandle, _: i64, _: i32, reply: ReplyLseek) {
+        // Not asked again: the kernel then takes files to have no holes.
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn poll(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        _: PollNotifier,
+        _: PollEvents,
+        _: PollFlags,
+        reply: ReplyPoll,
+    ) {
+        // Not asked again: always readable.
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn ioctl(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        _: IoctlFlags,
+        _: u32,
+        _: &[u8],
+        _: u32,
+        reply: ReplyIoctl,
+    ) {
+        reply.error(Errno::ENOTTY);
+    }
+
+    fn bmap(&self, _: &Request, _: INodeNo, _: u32, _: u64, reply: ReplyBmap) {
+        reply.error(Errno::EINVAL);
+    }
+
+    fn getlk(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        _: LockOwner,
+        _: u64,
+        _: u64,
+        _: i32,
+        _: u32,
+        reply: ReplyLock,
+    ) {
+        // Locks are left to the kernel, which does not ask.
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn setlk(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        _: LockOwner,
+        _: u64,
+        _: u64,
+        _: i32,
+        _: u32,
+        _: bool,
+        reply: ReplyEmpty,
+    ) {
+        reply.error(Errno::ENOSYS);
+    }
+
+    // All that would change something.
+
+    fn setattr(
+        &self,
+        _: &Request,
+        node: INodeNo,
+        _: Option<u32>,
+        _: Option<u32>,
+        _: Option<u32>,
+        _: Option<u64>,
+        _: Option<TimeOrNow>,
+        _: Option<TimeOrNow>,
+        _: Option<SystemTime>,
+        _: Option<FileHandle>,
+        _: Option<SystemTime>,
+        _: Option<SystemTime>,
+        _: Option<SystemTime>,
+        _: Option<BsdFileFlags>,
+        reply: ReplyAttr,
+    ) {
+        self.read_only(node, reply);
+    }
+
+    fn mknod(&self, _: &Request, parent: INodeNo, _: &OsStr, _: u32, _: u32, _: u32, reply: ReplyEntry) {
+        self.read_only(parent, reply);
+    }
+
+    fn mkdir(&self, _: &Request, parent: INodeNo, _: &OsStr, _: u32, _: u32, reply: ReplyEntry) {
+        self.read_only(parent, reply);
+    }
+
+    fn unlink(&self, _: &Request, parent: INodeNo, _: &OsStr, reply: ReplyEmpty) {
+        self.read_only(parent, reply);
+    }
+
+    fn rmdir(&self, _: &Request, parent: INodeNo, _: &OsStr, reply: ReplyEmpty) {
+        self.read_only(parent, reply);
+    }
+
+    fn symlink(&self, _: &Request, parent: INodeNo, _: &OsStr, _: &Path, reply: ReplyEntry) {
+        self.read_only(parent, reply);
+    }
+
+    fn rename(
+        &self,
+        _: &Request,
+        parent: INodeNo,
+        _: &OsStr,
+        _: INodeNo,
+        _: &OsStr,
+        _: RenameFlags,
+        reply: ReplyEmpty,
+    ) {
+        self.read_only(parent, reply);
+    }
+
+    fn link(&self, _: &Request, node: INodeNo, _: INodeNo, _: &OsStr, reply: ReplyEntry) {
+        self.read_only(node, reply);
+    }
+
+    fn write(
+        &self,
+        _: &Request,
+        node: INodeNo,
+        _: FileHandle,
+        _: u64,
+        _: &[u8],
+        _: WriteFlags,
+        _: OpenFlags,
+        _: Option<LockOwner>,
+        reply: ReplyWrite,
+    ) {
+        self.read_only(node, reply);
+    }
+
+    fn setxattr(&self, _: &Request, node: INodeNo, _: &OsStr, _: &[u8], _: i32, _: u32, reply: ReplyEmpty) {
+        self.read_only(node, reply);
+    }
+
+    fn removexattr(&self, _: &Request, node: INodeNo, _: &OsStr, reply: ReplyEmpty) {
+        self.read_only(node, reply);
+    }
+
+    fn create(&self, _: &Request, parent: INodeNo, _: &OsStr, _: u32, _: u32, _: i32, reply: ReplyCreate) {
+        self.read_only(parent, reply);
+    }
+
+    fn fallocate(&self, _: &Request, node: INodeNo, _: FileHandle, _: u64, _: u64, _: i32, reply: ReplyEmpty) {
+        self.read_only(node, reply);
+    }
+
+    fn copy_file_range(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        _: u64,
+        target: INodeNo,
+        _: FileHandle,
+        _: u64,
+        _: u64,
+        _: CopyFileRangeFlags,
+        reply: ReplyWrite,
+    ) {
+        self.read_only(target, reply);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_plain_reading_opens() {
+        for (flags, writes) in [
+            (libc::O_RDONLY, false),
+            (libc::O_RDONLY | libc::O_DIRECT | libc::O_CLOEXEC, false),
+            (libc::O_RDONLY | libc::O_NOATIME, false),
+            (libc::O_WRONLY, true),
+            (libc::O_RDWR, true),
+            (libc::O_RDONLY | libc::O_TRUNC, true),
+            (libc::O_WRONLY | libc::O_APPEND, true),
+        ] {
+            assert_eq!(wants_to_write(OpenFlags(flags)), writes, "{flags:#o}");
+        }
+    }
+
+    #[test]
+    fn panic_messages_are_kept() {
+        let text = |panic: fn()| panic_text(catch_unwind(panic).unwrap_err().as_ref()).to_owned();
+        assert_eq!(text(|| panic!("plain")), "plain");
+        assert_eq!(text(|| panic!("number {}", 7)), "number 7");
+        assert_eq!(text(|| std::panic::panic_any(7)), "no message");
+    }
+}

@@ -1,0 +1,326 @@
+//! Starting in the background, and telling the starter and systemd how it went.
+//!
+//! The starter runs the program once more, with `--foreground` or whatever its arguments say, and gives it the writing end
+//! of a pipe as standard input, the one descriptor that a child gets without others inheriting it too. That it is
+//! started this way the child sees from the environment variable [`STARTER_VARIABLE`]. Running anew instead of forking
+//! needs no care about threads. The child reports through [`Readiness`] exactly once, ready or failed with its reason, and
+//! the starter returns only then. Until it is ready the child keeps the starter's standard error, session and process group
+//! (an automount daemon knows its mount helpers by the group) and is asked to end when the starter dies; when ready it
+//! cuts all ties: new session, working directory `/`, standard streams to `/dev/null` or the log file.
+
+use std::{
+    env,
+    ffi::OsString,
+    fs::File,
+    io::{self, Read, Write},
+    os::fd::AsFd,
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    errno::Errno,
+    fcntl::{FcntlArg, OFlag, fcntl},
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::{
+        prctl::set_pdeathsig,
+        signal::{Signal, kill},
+        stat::{SFlag, fstat},
+    },
+    unistd::{Pid, dup2_stderr, dup2_stdin, dup2_stdout, getppid, setsid},
+};
+use sd_notify::NotifyState;
+use tracing::{debug, warn};
+
+/// Environment variable with the process id of the starter; for anyone but its children it means nothing.
+pub const STARTER_VARIABLE: &str = "CKFS_STARTER_PID";
+
+/// What the child writes when it is ready. Anything else is the reason why it is not.
+const READY: &[u8] = b"ready\n";
+
+/// More than this is not read of a reason.
+const REASON_BYTES_MAX: u64 = 64 << 10;
+
+/// How long a child that took too long may take to clean up.
+const CLEANUP_LIMIT: Duration = Duration::from_secs(5);
+
+/// Why the daemon is not running.
+#[derive(Debug, thiserror::Error)]
+pub enum DaemonError {
+    /// The program cannot be run.
+    #[error("{}: {source}", program.display())]
+    Spawn {
+        /// The program.
+        program: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// It reported why it could not start.
+    #[error("{reason}")]
+    Failed {
+        /// As it said.
+        reason: String,
+    },
+    /// It ended without a report.
+    #[error("the daemon ended before it was ready: {status}")]
+    Died {
+        /// How.
+        status: ExitStatus,
+    },
+    /// It did not report in time and was ended.
+    #[error("the daemon was not ready within {} s", limit.as_secs())]
+    TimedOut {
+        /// The time it had.
+        limit: Duration,
+    },
+    /// The log file cannot be opened.
+    #[error("log file {}: {source}", path.display())]
+    LogFile {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The ties to the starter cannot be cut, or the pipe to it is none.
+    #[error("{what}: {source}")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+fn system(what: &'static str) -> impl Fn(Errno) -> DaemonError {
+    move |errno| DaemonError::System { what, source: errno.into() }
+}
+
+/// Runs `program` in the background and waits until it is ready. Its process id.
+///
+/// # Errors
+/// [`DaemonError`]; the child is gone then, with its reason as [`DaemonError::Failed`] if it gave one.
+pub fn start_background(program: &Path, args: &[OsString], timeout: Duration) -> Result<u32, DaemonError> {
+    let spawn = |source| DaemonError::Spawn { program: program.to_owned(), source };
+    let (reader, writer) = io::pipe().map_err(spawn)?;
+    let child = Command::new(program)
+        .args(args)
+        .env(STARTER_VARIABLE, std::process::id().to_string())
+        .stdin(writer)
+        .stdout(Stdio::null())
+        .spawn();
+    let mut child = child.map_err(spawn)?;
+    let Some(report) = read_report(reader, timeout).map_err(spawn)? else {
+        end(&mut child);
+        return Err(DaemonError::TimedOut { limit: timeout });
+    };
+    if report == READY {
+        return Ok(child.id());
+    }
+    let status = child.wait().map_err(spawn)?;
+    let reason = String::from_utf8_lossy(report.trim_ascii()).into_owned();
+    Err(if reason.is_empty() { DaemonError::Died { status } } else { DaemonError::Failed { reason } })
+}
+
+/// Reads until the child has reported or is gone; `None` if that takes too long.
+fn read_report(mut reader: io::PipeReader, timeout: Duration) -> io::Result<Option<Vec<u8>>> {
+    let deadline = Instant::now() + timeout;
+    let mut report = Vec::new();
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+        let mut fds = [PollFd::new(reader.as_fd(), PollFlags::POLLIN)];
+        match poll(&mut fds, timeout) {
+            Ok(0) => return Ok(None),
+            Ok(_) => {}
+            Err(Errno::EINTR) => continue,
+            Err(errno) => return Err(errno.into()),
+        }
+        let mut chunk = [0; 4096];
+        let len = reader.read(&mut chunk)?;
+        report.extend_from_slice(&chunk[..len]);
+        if len == 0 || report == READY || report.len() as u64 > REASON_BYTES_MAX {
+            return Ok(Some(report));
+        }
+    }
+}
+
+/// Ends a child that is not ready: by asking, so that it unmounts, then by force.
+fn end(child: &mut Child) {
+    if let Ok(pid) = i32::try_from(child.id()) {
+        let _ = kill(Pid::from_raw(pid), Signal::SIGTERM);
+    }
+    let until = Instant::now() + CLEANUP_LIMIT;
+    while Instant::now() < until {
+        match child.try_wait() {
+            Ok(None) => thread::sleep(Duration::from_millis(50)),
+            Ok(Some(_)) | Err(_) => return,
+        }
+    }
+    let _ = child.kill();
+    let _ = child.wait();
+}
+
+/// The daemon's side: reports to the starter, if there is one, and to systemd, if it listens.
+#[derive(Debug)]
+pub struct Readiness {
+    starter: Option<File>,
+    log: Option<File>,
+}
+
+impl Readiness {
+    /// Finds out who waits for a report. With a `log_file`, standard error goes there at once when in the foreground, and
+    /// when ready in the background; the file is created and appended to.
+    ///
+    /// To be called once, before the first thread is started.
+    ///
+    /// # Errors
+    /// [`DaemonError::LogFile`] or [`DaemonError::System`].
+    pub fn new(log_file: Option<&Path>) -> Result<Self, DaemonError> {
+        let starter = starter_pipe().map_err(system("pipe to the starter"))?;
+        let mut readiness = Self { starter, log: None };
+        let opened = log_file.map(|path| {
+            let file = File::options().append(true).create(true).open(path);
+            file.map_err(|source| DaemonError::LogFile { path: path.to_owned(), source })
+        });
+        match opened.transpose() {
+            Ok(log) => readiness.log = log,
+            Err(error) => {
+                readiness.failed(&error.to_string());
+                return Err(error);
+            }
+        }
+        if readiness.starter.is_some() {
+            set_pdeathsig(Signal::SIGTERM).map_err(system("prctl"))?;
+        } else if let Some(log) = &readiness.log {
+            dup2_stderr(log).map_err(system("redirect to the log file"))?;
+        }
+        Ok(readiness)
+    }
+
+    /// Whether a starter waits, which means that this process is to go on in the background.
+    pub const fn in_background(&self) -> bool {
+        self.starter.is_some()
+    }
+
+    /// Reports that the mount answers, and in the background cuts the ties to the starter.
+    ///
+    /// # Errors
+    /// [`DaemonError::System`]; the starter then sees this process end without a report.
+    pub fn ready(&mut self, status: &str) -> Result<(), DaemonError> {
+        if let Some(mut starter) = self.starter.take() {
+            self.cut_ties()?;
+            // A starter that is gone needs no report; the signal of its death is on its way.
+            if let Err(error) = starter.write_all(READY) {
+                debug!("the starter is gone: {error}");
+            }
+        }
+        notify_systemd(&[NotifyState::Ready, NotifyState::Status(status)]);
+        Ok(())
+    }
+
+    /// Reports why the mount could not be made. In the foreground the caller prints the reason.
+    pub fn failed(&mut self, reason: &str) {
+        if let Some(mut starter) = self.starter.take() {
+            let _ = starter.write_all(if reason.is_empty() { b"unknown error" } else { reason.as_bytes() });
+        }
+        notify_systemd(&[NotifyState::Status(reason)]);
+    }
+
+    /// Tells systemd what the mount is doing.
+    pub fn status(&self, status: &str) {
+        notify_systemd(&[NotifyState::Status(status)]);
+    }
+
+    fn cut_ties(&self) -> Result<(), DaemonError> {
+        // The starter ends as soon as it has the report, and that is not to end this process.
+        set_pdeathsig(None).map_err(system("prctl"))?;
+        match setsid() {
+            // The leader of a group has no starter in the same group.
+            Ok(_) | Err(Errno::EPERM) => {}
+            Err(errno) => return Err(system("setsid")(errno)),
+        }
+        nix::unistd::chdir("/").map_err(system("chdir"))?;
+        let null = File::options().read(true).write(true).open("/dev/null");
+        let null = null.map_err(|source| DaemonError::System { what: "/dev/null", source })?;
+        let redirect = system("redirect standard streams");
+        dup2_stdin(&null).map_err(&redirect)?;
+        dup2_stdout(&null).map_err(&redirect)?;
+        dup2_stderr(self.log.as_ref().unwrap_or(&null)).map_err(&redirect)
+    }
+}
+
+/// Takes the pipe to the starter from standard input, if this process was started by [`start_background`].
+fn starter_pipe() -> nix::Result<Option<File>> {
+    let starter = env::var(STARTER_VARIABLE).ok().and_then(|pid| pid.parse().ok());
+    if starter.is_none_or(|starter| Pid::from_raw(starter) != getppid()) {
+        return Ok(None);
+    }
+    let stdin = io::stdin();
+    let kind = SFlag::from_bits_truncate(fstat(&stdin)?.st_mode) & SFlag::S_IFMT;
+    let mode = OFlag::from_bits_truncate(fcntl(&stdin, FcntlArg::F_GETFL)?) & OFlag::O_ACCMODE;
+    if kind != SFlag::S_IFIFO || mode != OFlag::O_WRONLY {
+        return Ok(None);
+    }
+    let pipe = stdin.as_fd().try_clone_to_owned().map_err(|_| Errno::EMFILE)?;
+    // So that the pipe closes with the one descriptor that is left.
+    dup2_stdin(File::open("/dev/null").map_err(|_| Errno::ENOENT)?)?;
+    Ok(Some(pipe.into()))
+}
+
+/// Tells systemd, if it started this process as a service of `Type=notify`.
+pub(super) fn notify_systemd(states: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(states) {
+        warn!("systemd was not notified: {error}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn start(script: &str, timeout: Duration) -> Result<u32, DaemonError> {
+        start_background(Path::new("/bin/sh"), &["-c".into(), script.into()], timeout)
+    }
+
+    const LONG: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn a_ready_child_is_left_alone() {
+        let script = "echo ready >&0; exec sleep 30 <&-";
+        let pid = i32::try_from(start(script, LONG).unwrap()).unwrap();
+        assert!(kill(Pid::from_raw(pid), None).is_ok());
+        kill(Pid::from_raw(pid), Signal::SIGKILL).unwrap();
+        nix::sys::wait::waitpid(Pid::from_raw(pid), None).unwrap();
+    }
+
+    #[test]
+    fn a_failed_start_gives_the_childs_reason() {
+        let script = "echo 'mountpoint /x: no such directory' >&0; exit 1";
+        let error = start(script, LONG).unwrap_err();
+        assert!(matches!(error, DaemonError::Failed { .. }));
+        assert_eq!(error.to_string(), "mountpoint /x: no such directory");
+    }
+
+    #[test]
+    fn a_silent_end_is_told_with_its_status() {
+        let error = start("exit 3", LONG).unwrap_err();
+        assert_eq!(error.to_string(), "the daemon ended before it was ready: exit status: 3");
+        assert!(matches!(start("kill -9 $$", LONG), Err(DaemonError::Died { .. })));
+    }
+
+    #[test]
+    fn a_child_that_takes_too_long_is_ended() {
+        let begin = Instant::now();
+        let error = start("exec sleep 30", Duration::from_millis(200)).unwrap_err();
+        assert!(matches!(error, DaemonError::TimedOut { .. }));
+        assert!(begin.elapsed() < CLEANUP_LIMIT);
+    }
+
+    #[test]
+    fn a_program_that_is_missing_is_named() {
+        let error = start_background(Path::new("/no/such/program"), &[], LONG).unwrap_err();
+        assert!(error.to_string().starts_with("/no/such/program: "), "{error}");
+    }
+}

@@ -1,0 +1,123 @@
+//! Which processes keep a mount busy.
+//!
+//! Best effort: processes of other users are not visible to everyone, and the kernel itself may hold a mount (as the
+//! backing of a loop device or of another mount). Nothing here touches the mount's files: open files are known by the
+//! mount id in `fdinfo`, mapped ones by their device, working directories by path.
+
+use std::{fmt, fs, path::Path};
+
+use super::mountinfo::{MountEntry, is_below, mount_id_of};
+
+/// A process that keeps a mount busy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Holder {
+    /// Process id.
+    pub pid: u32,
+    /// Name of its program, cut to 15 bytes by the kernel.
+    pub name: String,
+    /// What it holds.
+    pub hold: Hold,
+}
+
+/// What a process holds; the first found of several.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hold {
+    /// An open file or directory.
+    Open,
+    /// A mapped file.
+    Mapped,
+    /// Its working or root directory.
+    Directory,
+}
+
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let what = match self.hold {
+            Hold::Open => "open file",
+            Hold::Mapped => "mapped file",
+            Hold::Directory => "working directory",
+        };
+        write!(f, "{} (pid {}, {what})", self.name, self.pid)
+    }
+}
+
+/// At most this many holders are listed; a training host may have hundreds.
+const HOLDERS_MAX: usize = 32;
+
+/// Finds who keeps `mount` busy.
+pub fn holders(mount: &MountEntry) -> Vec<Holder> {
+    let Ok(processes) = fs::read_dir("/proc") else { return Vec::new() };
+    let pids = processes.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    pids.filter_map(|pid| {
+        let process = Path::new("/proc").join(pid.to_string());
+        let hold = hold_of(&process, mount)?;
+        let name = fs::read_to_string(process.join("comm")).unwrap_or_default().trim_end().to_owned();
+        Some(Holder { pid, name, hold })
+    })
+    .take(HOLDERS_MAX)
+    .collect()
+}
+
+/// The holders in one line.
+pub(super) fn describe(holders: &[Holder]) -> String {
+    if holders.is_empty() {
+        return "held by a process that cannot be seen".to_owned();
+    }
+    let names: Vec<String> = holders.iter().map(ToString::to_string).collect();
+    format!("held by {}", names.join(", "))
+}
+
+fn hold_of(process: &Path, mount: &MountEntry) -> Option<Hold> {
+    let opens = fs::read_dir(process.join("fdinfo"))
+        .into_iter()
+        .flatten()
+        .flatten()
+        .any(|entry| fs::read_to_string(entry.path()).is_ok_and(|info| mount_id_of(&info) == Some(mount.id)));
+    if opens {
+        return Some(Hold::Open);
+    }
+    let stands = ["cwd", "root"]
+        .iter()
+        .any(|link| fs::read_link(process.join(link)).is_ok_and(|path| is_below(&path, &mount.mountpoint)));
+    if stands {
+        return Some(Hold::Directory);
+    }
+    // Lines of `maps`: address, permissions, offset, device in hexadecimal, inode, path.
+    let device = format!("{:02x}:{:02x}", mount.device.major, mount.device.minor);
+    let maps = fs::read(process.join("maps")).unwrap_or_default();
+    let maps = String::from_utf8_lossy(&maps);
+    maps.lines().any(|line| line.split_ascii_whitespace().nth(3) == Some(&device)).then_some(Hold::Mapped)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fuse::mountinfo::{locate, mounts};
+
+    #[test]
+    fn finds_this_process_and_what_it_holds() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = fs::File::create(directory.path().join("file")).unwrap();
+        let location = locate(directory.path()).unwrap();
+        let mount = mounts().unwrap().into_iter().find(|entry| entry.id == location.mount_id).unwrap();
+        let process = Path::new("/proc/self");
+        assert_eq!(hold_of(process, &mount), Some(Hold::Open));
+        drop(file);
+        let elsewhere = MountEntry {
+            id: u64::MAX,
+            mountpoint: "/nowhere".into(),
+            device: crate::fuse::mountinfo::Device { major: 0, minor: 0xfff_ffff },
+            ..mount
+        };
+        assert_eq!(hold_of(process, &elsewhere), None);
+        let cwd = std::env::current_dir().unwrap();
+        assert_eq!(hold_of(process, &MountEntry { mountpoint: cwd, ..elsewhere }), Some(Hold::Directory));
+    }
+
+    #[test]
+    fn describes_in_one_line() {
+        assert_eq!(describe(&[]), "held by a process that cannot be seen");
+        let holder = Holder { pid: 7, name: "cat".into(), hold: Hold::Mapped };
+        assert_eq!(describe(&[holder.clone(), holder]), "held by cat (pid 7, mapped file), cat (pid 7, mapped file)");
+    }
+}

@@ -1,0 +1,385 @@
+#![allow(unsafe_code)]
+//! How a mount comes to be and goes.
+//!
+//! Root mounts by mount(2), which lets the type be `fuse.ckfs`; others ask the setuid program `fusermount3`, which hands
+//! the descriptor of `/dev/fuse` over a socket. Either way the mount is known by its id from then on, and nothing is
+//! unmounted unless the path still leads to that id.
+
+use std::{
+    fs::{self, File},
+    io::{self, IoSliceMut, Read},
+    os::{
+        fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
+        unix::net::UnixStream,
+    },
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use nix::{
+    errno::Errno,
+    mount::MsFlags,
+    sys::socket::{ControlMessageOwned, MsgFlags, recvmsg},
+    unistd::{getegid, geteuid},
+};
+use tracing::{info, warn};
+
+use super::{
+    FS_TYPE, MountOptions,
+    holder::{Holder, holders},
+    mountinfo::{Device, MountEntry, UnmountError, is_stale, locate, mount_at, mounts, unmount_once},
+};
+
+/// Why a mount did not come to be, or did not go on.
+#[derive(Debug, thiserror::Error)]
+pub enum MountError {
+    /// The kernel has no FUSE, or this container does not see it.
+    #[error("/dev/fuse: not found; load the module (modprobe fuse) or give the container the device")]
+    NoDevice,
+    /// The device cannot be opened.
+    #[error("/dev/fuse: {source}")]
+    Device {
+        /// Why.
+        source: io::Error,
+    },
+    /// The directory to mount on cannot be looked at.
+    #[error("mountpoint {}: {source}", path.display())]
+    Path {
+        /// The path as given.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The directory to mount on does not exist; it is not created.
+    #[error("mountpoint {}: no such directory; create it first", path.display())]
+    Missing {
+        /// The path as given.
+        path: PathBuf,
+    },
+    /// One can only mount on a directory.
+    #[error("mountpoint {}: not a directory", path.display())]
+    NotDirectory {
+        /// The path as given.
+        path: PathBuf,
+    },
+    /// Something is mounted there and alive.
+    #[error("mountpoint {}: already mounted: {source_name} (type {fs_type}); unmount it first", path.display())]
+    Occupied {
+        /// The path without symlinks.
+        path: PathBuf,
+        /// Type of what is mounted.
+        fs_type: String,
+        /// Its source.
+        source_name: String,
+    },
+    /// A mount that lost its daemon lies there and cannot be removed.
+    #[error("mountpoint {}: cannot remove the stale mount: {source}", path.display())]
+    Stale {
+        /// The path without symlinks.
+        path: PathBuf,
+        /// Why.
+        source: UnmountError,
+    },
+    /// Anyone but root needs the program.
+    #[error("only root can mount without fusermount3, and that was not found; install fuse3")]
+    NoFusermount,
+    /// `fusermount3` refused.
+    #[error("fusermount3: {message}")]
+    Fusermount {
+        /// What it said.
+        message: String,
+    },
+    /// The kernel refused.
+    #[error("mount on {}: {errno}", path.display())]
+    Mount {
+        /// The path without symlinks.
+        path: PathBuf,
+        /// Why.
+        errno: Errno,
+    },
+    /// The first exchange with the kernel failed, or the connection broke.
+    #[error("session with the kernel: {source}")]
+    Session {
+        /// Why.
+        source: io::Error,
+    },
+    /// The mount was made but does not answer.
+    #[error("mount on {} does not answer: {message}", path.display())]
+    Unresponsive {
+        /// The path without symlinks.
+        path: PathBuf,
+        /// What was tried and how it ended.
+        message: String,
+    },
+    /// Signals or threads cannot be set up.
+    #[error("{what}: {source}")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// A mount of ours.
+#[derive(Debug)]
+pub(super) struct Mounted {
+    /// As it was when the mount was made.
+    entry: MountEntry,
+}
+
+/// What became of a mount.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Standing {
+    /// The path leads to it.
+    Attached,
+    /// It exists but something else lies above it.
+    Covered,
+    /// It is no longer in the table of mounts.
+    Gone,
+}
+
+/// Makes a mount on `mountpoint`; the descriptor is the connection to the kernel.
+pub(super) fn mount(mountpoint: &Path, options: &MountOptions) -> Result<(OwnedFd, Mounted), MountError> {
+    let path = prepare(mountpoint)?;
+    let source = format!("ckfs:{}", sanitize(&options.name));
+    let fd = if geteuid().is_root() {
+        match mount_as_root(&path, &source, options) {
+            // Root without CAP_SYS_ADMIN, as in many containers.
+            Err(MountError::Mount { errno: Errno::EPERM, .. }) => mount_by_helper(&path, &source, options)?,
+            result => result?,
+        }
+    } else {
+        mount_by_helper(&path, &source, options)?
+    };
+    let found = locate(&path).and_then(|location| mount_at(&location));
+    match found {
+        Ok(Some(entry)) if entry.is_ckfs() => Ok((fd, Mounted { entry })),
+        // Closing the descriptor leaves a stale mount if ours is beneath, which the next start removes.
+        Ok(_) => Err(MountError::Path { path, source: io::Error::other("covered by another mount while mounting") }),
+        Err(source) => Err(MountError::Path { path, source }),
+    }
+}
+
+/// More stale mounts than this do not lie on each other by accident.
+const STALE_MAX: usize = 16;
+
+/// Checks that `mountpoint` can be mounted on, and removes stale mounts of ours from it. The path without symlinks.
+fn prepare(mountpoint: &Path) -> Result<PathBuf, MountError> {
+    let in_path = |source: io::Error| {
+        let path = mountpoint.to_owned();
+        if source.kind() == io::ErrorKind::NotFound {
+            MountError::Missing { path }
+        } else {
+            MountError::Path { path, source }
+        }
+    };
+    for _ in 0..STALE_MAX {
+        let location = locate(mountpoint).map_err(in_path)?;
+        let Some(entry) = mount_at(&location).map_err(in_path)? else { break };
+        // An automount point waits for us to cover it.
+        if entry.fs_type == "autofs" {
+            return Ok(location.path);
+        }
+        if !entry.is_ckfs() || !is_stale(&location.path) {
+            let source_name = entry.source.to_string_lossy().into_owned();
+            return Err(MountError::Occupied { path: location.path, fs_type: entry.fs_type, source_name });
+        }
+        warn!("removing the stale mount on {}", location.path.display());
+        let path = location.path;
+        unmount_once(&path, true).map_err(|source| MountError::Stale { path, source })?;
+    }
+    let path = locate(mountpoint).map_err(in_path)?.path;
+    if !fs::metadata(&path).map_err(in_path)?.is_dir() {
+        return Err(MountError::NotDirectory { path: mountpoint.to_owned() });
+    }
+    if fs::read_dir(&path).is_ok_and(|mut entries| entries.next().is_some()) {
+        info!("{} is not empty; what it holds is hidden while mounted", path.display());
+    }
+    Ok(path)
+}
+
+/// What may stand in the source column without escapes.
+fn sanitize(name: &str) -> String {
+    let plain = |c: char| if c.is_ascii_alphanumeric() || "._-@:/+".contains(c) { c } else { '_' };
+    name.chars().take(200).map(plain).collect()
+}
+
+fn mount_as_root(path: &Path, source: &str, options: &MountOptions) -> Result<OwnedFd, MountError> {
+    let device = File::options().read(true).write(true).open("/dev/fuse").map_err(|source| {
+        if source.kind() == io::ErrorKind::NotFound { MountError::NoDevice } else { MountError::Device { source } }
+    })?;
+    let mut data = format!(
+        "fd={},rootmode=40000,user_id={},group_id={},default_permissions",
+        device.as_raw_fd(),
+        geteuid(),
+        getegid()
+    );
+    if options.allow_other {
+        data.push_str(",allow_other");
+    }
+    let flags = MsFlags::MS_RDONLY | MsFlags::MS_NODEV | MsFlags::MS_NOSUID | MsFlags::MS_NOATIME;
+    match nix::mount::mount(Some(source), path, Some(FS_TYPE), flags, Some(data.as_str())) {
+        Ok(()) => Ok(device.into()),
+        Err(Errno::ENODEV) => Err(MountError::NoDevice),
+        Err(errno) => Err(MountError::Mount { path: path.to_owned(), errno }),
+    }
+}
+
+/// Lets `fusermount3` mount and receives the descriptor of `/dev/fuse` from it.
+fn mount_by_helper(path: &Path, source: &str, options: &MountOptions) -> Result<OwnedFd, MountError> {
+    let subtype = FS_TYPE.split_once('.').map_or(FS_TYPE, |(_, subtype)| subtype);
+    let mut arguments = format!("ro,nodev,nosuid,noatime,default_permissions,fsname={source},subtype={subtype}");
+    if options.allow_other {
+        arguments.push_str(",allow_other");
+    }
+    let failed = |error: io::Error| MountError::Fusermount { message: error.to_string() };
+    let (ours, theirs) = UnixStream::pair().map_err(failed)?;
+    let child = Command::new("fusermount3")
+        .args(["-o", &arguments, "--"])
+        .arg(path)
+        // The socket is its standard input, so that no other descriptor need be inherited.
+        .env("_FUSE_COMMFD", "0")
+        .stdin(OwnedFd::from(theirs))
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn();
+    let mut child = child.map_err(|error| {
+        if error.kind() == io::ErrorKind::NotFound { MountError::NoFusermount } else { failed(error) }
+    })?;
+    let received = receive_descriptor(&ours);
+    let mut message = String::new();
+    if let Some(mut stderr) = child.stderr.take() {
+        stderr.read_to_string(&mut message).map_err(failed)?;
+    }
+    let status = child.wait().map_err(failed)?;
+    match received {
+        Ok(Some(fd)) if status.success() => Ok(fd),
+        Err(errno) => Err(failed(errno.into())),
+        Ok(_) => {
+            let message = message.trim().trim_start_matches("fusermount3: ").to_owned();
+            Err(MountError::Fusermount { message: if message.is_empty() { status.to_string() } else { message } })
+        }
+    }
+}
+
+/// Receives one descriptor; `None` if the other side went away without sending it.
+fn receive_descriptor(socket: &UnixStream) -> nix::Result<Option<OwnedFd>> {
+    let mut byte = [0_u8];
+    let mut parts = [IoSliceMut::new(&mut byte)];
+    let mut space = nix::cmsg_space!(RawFd);
+    let message = loop {
+        match recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC) {
+            Err(Errno::EINTR) => {}
+            result => break result?,
+        }
+    };
+    let mut descriptors = Vec::new();
+    for control in message.cmsgs()? {
+        if let ControlMessageOwned::ScmRights(received) = control {
+            // SAFETY: the kernel has just installed these descriptors for this process in this call, so they are open and
+            // nobody else knows them; each is wrapped once.
+            descriptors.extend(received.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
+        }
+    }
+    Ok(descriptors.pop())
+}
+
+impl Mounted {
+    /// Where it was mounted.
+    pub(super) fn path(&self) -> &Path {
+        &self.entry.mountpoint
+    }
+
+    /// What became of it. Unreadable tables count as attached, so that unmounting is at least tried.
+    pub(super) fn standing(&self) -> Standing {
+        let ours = |entry: &MountEntry| entry.id == self.entry.id && entry.device == self.entry.device;
+        match mounts().map(|entries| entries.into_iter().find(ours)) {
+            Ok(None) => Standing::Gone,
+            Ok(Some(entry)) => match locate(&entry.mountpoint) {
+                Ok(location) if location.mount_id == self.entry.id => Standing::Attached,
+                Ok(_) | Err(_) => Standing::Covered,
+            },
+            Err(_) => Standing::Attached,
+        }
+    }
+
+    /// Unmounts, if the path still leads to this mount; what happened to it otherwise.
+    pub(super) fn unmount(&self, lazy: bool) -> Result<Standing, UnmountError> {
+        match self.standing() {
+            Standing::Attached => unmount_once(&self.current_path(), lazy).map(|()| Standing::Gone),
+            standing @ (Standing::Covered | Standing::Gone) => Ok(standing),
+        }
+    }
+
+    /// Who keeps it busy.
+    pub(super) fn holders(&self) -> Vec<Holder> {
+        holders(&self.entry)
+    }
+
+    /// Raises the kernel's read-ahead for this mount, which only root may.
+    pub(super) fn set_read_ahead(&self, kib: u32) {
+        let file = format!("/sys/class/bdi/{}/read_ahead_kb", self.entry.device);
+        match fs::write(&file, kib.to_string()) {
+            Ok(()) => info!("read-ahead is {kib} KiB"),
+            Err(error) => info!("read-ahead stays at the kernel's default: {file}: {error}"),
+        }
+    }
+
+    /// Ends the connection to the kernel: all requests fail from now on.
+    pub(super) fn abort(&self) {
+        const CONNECTIONS: &str = "/sys/fs/fuse/connections";
+        let Device { minor, .. } = self.entry.device;
+        let file = format!("{CONNECTIONS}/{minor}/abort");
+        if !Path::new(&file).exists() && geteuid().is_root() {
+            let flags = MsFlags::MS_NODEV | MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC;
+            if let Err(errno) = nix::mount::mount(Some("fusectl"), CONNECTIONS, Some("fusectl"), flags, None::<&str>) {
+                warn!("{CONNECTIONS}: cannot mount fusectl: {errno}");
+            }
+        }
+        if let Err(error) = fs::write(&file, "1") {
+            // The end of this process closes the connection just as well.
+            info!("{file}: {error}");
+        }
+    }
+
+    /// Where it is now, should someone have moved it.
+    fn current_path(&self) -> PathBuf {
+        let entry = mounts().ok().and_then(|entries| entries.into_iter().find(|entry| entry.id == self.entry.id));
+        entry.map_or_else(|| self.entry.mountpoint.clone(), |entry| entry.mountpoint)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn source_names_need_no_escapes() {
+        for (name, expected) in
+            [("org/model@main", "org/model@main"), ("a b,c\\d\n", "a_b_c_d_"), ("modèle", "mod_le"), ("", "")]
+        {
+            assert_eq!(sanitize(name), expected);
+        }
+        assert_eq!(sanitize(&"x".repeat(500)).len(), 200);
+    }
+
+    #[test]
+    fn refuses_mountpoints_that_are_none() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("file");
+        fs::write(&file, "").unwrap();
+        assert!(matches!(prepare(&file), Err(MountError::NotDirectory { .. })));
+        assert!(matches!(prepare(&directory.path().join("missing")), Err(MountError::Missing { .. })));
+        assert!(matches!(prepare(&file.join("below")), Err(MountError::Path { .. })));
+        assert!(matches!(prepare(Path::new("/proc")), Err(MountError::Occupied { fs_type, .. }) if fs_type == "proc"));
+        assert_eq!(prepare(directory.path()).unwrap(), directory.path().canonicalize().unwrap());
+    }
+
+    #[test]
+    fn receives_nothing_from_a_closed_socket() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        drop(theirs);
+        assert!(receive_descriptor(&ours).unwrap().is_none());
+    }
+}

@@ -1,0 +1,404 @@
+//! The kernel's table of mounts, and unmounting by mount id.
+//!
+//! A path alone does not name a mount: mounts stack, and what lies on top may not be ours. So every unmount here first
+//! asks for the id of the mount that the path leads to ([`locate`]) and compares. Nothing in this module sends a request
+//! to the file system it looks at, so that it works on mounts whose daemon is dead or stuck; the one exception,
+//! [`is_stale`], asks in another thread and with a time limit.
+
+use std::{
+    ffi::OsString,
+    fmt, fs, io,
+    os::{
+        fd::AsRawFd,
+        unix::{
+            ffi::{OsStrExt, OsStringExt},
+            fs::OpenOptionsExt,
+        },
+    },
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::mpsc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    errno::Errno,
+    mount::{MntFlags, umount2},
+    unistd::geteuid,
+};
+
+use super::{
+    FS_TYPE,
+    holder::{Holder, describe, holders},
+};
+
+/// Number of the device behind a mount; for FUSE the minor number also names the connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Device {
+    /// Major number, 0 for FUSE.
+    pub major: u32,
+    /// Minor number.
+    pub minor: u32,
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.major, self.minor)
+    }
+}
+
+/// One line of `/proc/self/mountinfo`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MountEntry {
+    /// Mount id; unique among the mounts that exist at a time.
+    pub id: u64,
+    /// Id of the mount that this one is mounted on.
+    pub parent: u64,
+    /// Device.
+    pub device: Device,
+    /// Where it is mounted.
+    pub mountpoint: PathBuf,
+    /// Options of the mount, comma-separated.
+    pub options: String,
+    /// File system type.
+    pub fs_type: String,
+    /// What is mounted, for ckfs `ckfs:<name>`.
+    pub source: OsString,
+}
+
+impl MountEntry {
+    /// Whether this is a mount of ours.
+    pub fn is_ckfs(&self) -> bool {
+        self.fs_type == FS_TYPE
+    }
+}
+
+/// All mounts that this process sees.
+///
+/// # Errors
+/// The table cannot be read, as when `/proc` is not mounted.
+pub fn mounts() -> io::Result<Vec<MountEntry>> {
+    Ok(parse(&fs::read("/proc/self/mountinfo")?))
+}
+
+/// All ckfs mounts that this process sees, live and stale; none if the table cannot be read.
+pub fn ckfs_mounts() -> Vec<MountEntry> {
+    let mut mounts = mounts().unwrap_or_default();
+    mounts.retain(MountEntry::is_ckfs);
+    mounts
+}
+
+/// Parses the table; lines that do not have its form are left out.
+fn parse(table: &[u8]) -> Vec<MountEntry> {
+    table.split(|&byte| byte == b'\n').filter_map(parse_line).collect()
+}
+
+fn parse_line(line: &[u8]) -> Option<MountEntry> {
+    let mut fields = line.split(|&byte| byte == b' ');
+    let mut number = || std::str::from_utf8(fields.next()?).ok()?.parse::<u64>().ok();
+    let (id, parent) = (number()?, number()?);
+    let (major, minor) = std::str::from_utf8(fields.next()?).ok()?.split_once(':')?;
+    let device = Device { major: major.parse().ok()?, minor: minor.parse().ok()? };
+    let _root = fields.next()?;
+    let mountpoint = PathBuf::from(OsString::from_vec(unescape(fields.next()?)));
+    let options = String::from_utf8_lossy(fields.next()?).into_owned();
+    // Any number of optional fields, then a lone dash.
+    fields.find(|field| *field == b"-")?;
+    let fs_type = String::from_utf8_lossy(&unescape(fields.next()?)).into_owned();
+    let source = OsString::from_vec(unescape(fields.next()?));
+    Some(MountEntry { id, parent, device, mountpoint, options, fs_type, source })
+}
+
+/// Turns `\040` and its like back into bytes.
+fn unescape(field: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let [first, tail @ ..] = rest {
+        let octal = tail.get(..3).filter(|digits| *first == b'\\' && digits.iter().all(|d| (b'0'..=b'7').contains(d)));
+        let code = octal.map(|digits| digits.iter().fold(0_u32, |sum, digit| sum * 8 + u32::from(digit - b'0')));
+        if let Some(byte) = code.and_then(|code| u8::try_from(code).ok()) {
+            bytes.push(byte);
+            rest = &tail[3..];
+        } else {
+            bytes.push(*first);
+            rest = tail;
+        }
+    }
+    bytes
+}
+
+/// What a path leads to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Location {
+    /// The path without symlinks.
+    pub(super) path: PathBuf,
+    /// Id of the mount that it lies in, which is the topmost one there.
+    pub(super) mount_id: u64,
+}
+
+/// Finds out what `path` leads to, without asking the file system that is mounted there.
+///
+/// Opening with `O_PATH` and reading back the descriptor's link and mount id is answered by the kernel alone; resolving
+/// the path in the usual way would fail or hang on a mount whose daemon is gone.
+pub(super) fn locate(path: &Path) -> io::Result<Location> {
+    let file = fs::File::options().read(true).custom_flags(libc::O_PATH).open(path)?;
+    let resolved = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+    let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", file.as_raw_fd()))?;
+    let mount_id = mount_id_of(&info).ok_or_else(|| io::Error::other("no mount id in /proc/self/fdinfo"))?;
+    Ok(Location { path: resolved, mount_id })
+}
+
+/// The line `mnt_id:` of a `/proc/<pid>/fdinfo` file.
+pub(super) fn mount_id_of(fdinfo: &str) -> Option<u64> {
+    fdinfo.lines().find_map(|line| line.strip_prefix("mnt_id:")?.trim().parse().ok())
+}
+
+/// The mount whose root `location` is; `None` if it only lies somewhere inside a mount.
+pub(super) fn mount_at(location: &Location) -> io::Result<Option<MountEntry>> {
+    let entry = mounts()?.into_iter().find(|entry| entry.id == location.mount_id);
+    Ok(entry.filter(|entry| entry.mountpoint == location.path))
+}
+
+/// How long a mount may take to say that it is alive.
+const STALE_CHECK_LIMIT: Duration = Duration::from_secs(5);
+
+/// Whether the mount at `path` has lost its daemon. A mount that does not answer in time is not stale but stuck.
+pub(super) fn is_stale(path: &Path) -> bool {
+    let (answer, answered) = mpsc::channel();
+    let path = path.to_owned();
+    let asking = thread::Builder::new().name("ckfs-stale".into()).spawn(move || {
+        let _ = answer.send(nix::sys::statfs::statfs(&path).err());
+    });
+    asking.is_ok()
+        && matches!(
+            answered.recv_timeout(STALE_CHECK_LIMIT),
+            Ok(Some(Errno::ENOTCONN | Errno::ECONNABORTED | Errno::ECONNREFUSED))
+        )
+}
+
+/// How to unmount.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct UnmountOptions {
+    /// Detach at once, even if files are open; those stay readable until they are closed.
+    pub lazy: bool,
+    /// Touch the mount only if its daemon is gone; a live one is left alone, without an error. For cleaning up.
+    pub stale_only: bool,
+    /// How long to go on trying while files are open.
+    pub wait: Duration,
+}
+
+/// Why a mount was not removed.
+#[derive(Debug, thiserror::Error)]
+pub enum UnmountError {
+    /// The path cannot be looked at.
+    #[error("{}: {source}", path.display())]
+    Path {
+        /// The path as given.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Nothing is mounted there.
+    #[error("{}: not mounted", path.display())]
+    NotMounted {
+        /// The path without symlinks.
+        path: PathBuf,
+    },
+    /// What is mounted there is not ours.
+    #[error("{}: expected a mount of type {FS_TYPE}, found {fs_type}", path.display())]
+    NotCkfs {
+        /// The path without symlinks.
+        path: PathBuf,
+        /// Type of the mount.
+        fs_type: String,
+    },
+    /// Files are open, or a process has its working directory there.
+    #[error("{}: busy: {}", path.display(), describe(holders))]
+    Busy {
+        /// The path without symlinks.
+        path: PathBuf,
+        /// Who holds it, as far as can be seen.
+        holders: Vec<Holder>,
+    },
+    /// No program to unmount with, which anyone but root needs.
+    #[error("{}: only root can unmount without fusermount3, and that was not found; install fuse3", path.display())]
+    NoFusermount {
+        /// The path without symlinks.
+        path: PathBuf,
+    },
+    /// `fusermount3` refused.
+    #[error("{}: fusermount3: {message}", path.display())]
+    Fusermount {
+        /// The path without symlinks.
+        path: PathBuf,
+        /// What it said.
+        message: String,
+    },
+    /// The kernel refused.
+    #[error("{}: unmount: {errno}", path.display())]
+    Kernel {
+        /// The path without symlinks.
+        path: PathBuf,
+        /// Why.
+        errno: Errno,
+    },
+}
+
+/// Unmounts the ckfs mount at `mountpoint`, live or stale. Anything else there is refused.
+///
+/// # Errors
+/// See [`UnmountError`].
+pub fn unmount(mountpoint: &Path, options: UnmountOptions) -> Result<(), UnmountError> {
+    let in_path = |source| UnmountError::Path { path: mountpoint.to_owned(), source };
+    let location = locate(mountpoint).map_err(in_path)?;
+    let path = location.path.clone();
+    let Some(entry) = mount_at(&location).map_err(in_path)? else {
+        return if options.stale_only { Ok(()) } else { Err(UnmountError::NotMounted { path }) };
+    };
+    if options.stale_only && !(entry.is_ckfs() && is_stale(&path)) {
+        return Ok(());
+    }
+    if !entry.is_ckfs() {
+        return Err(UnmountError::NotCkfs { path, fs_type: entry.fs_type });
+    }
+    let until = Instant::now() + options.wait;
+    loop {
+        match unmount_once(&path, options.lazy) {
+            Err(UnmountError::Busy { .. }) if Instant::now() < until => thread::sleep(Duration::from_millis(100)),
+            Err(UnmountError::Busy { path, .. }) => {
+                return Err(UnmountError::Busy { holders: holders(&entry), path });
+            }
+            result => return result,
+        }
+    }
+}
+
+/// Asks for one unmount of what `path` leads to. The caller has made sure that this is the right mount.
+///
+/// [`UnmountError::Busy`] comes without holders: looking for them takes long.
+pub(super) fn unmount_once(path: &Path, lazy: bool) -> Result<(), UnmountError> {
+    let flags = if lazy { MntFlags::MNT_DETACH } else { MntFlags::empty() };
+    match umount2(path, flags | MntFlags::UMOUNT_NOFOLLOW) {
+        Ok(()) => Ok(()),
+        Err(Errno::EBUSY) => Err(UnmountError::Busy { path: path.to_owned(), holders: Vec::new() }),
+        // Only the setuid program may unmount for users.
+        Err(Errno::EPERM) if !geteuid().is_root() => unmount_by_helper(path, lazy),
+        Err(errno) => Err(UnmountError::Kernel { path: path.to_owned(), errno }),
+    }
+}
+
+fn unmount_by_helper(path: &Path, lazy: bool) -> Result<(), UnmountError> {
+    let mut command = Command::new("fusermount3");
+    command.arg("-u").args(lazy.then_some("-z")).arg("--").arg(path);
+    let output = command.stdin(Stdio::null()).output().map_err(|error| {
+        let path = path.to_owned();
+        if error.kind() == io::ErrorKind::NotFound {
+            UnmountError::NoFusermount { path }
+        } else {
+            UnmountError::Fusermount { path, message: error.to_string() }
+        }
+    })?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let message = String::from_utf8_lossy(output.stderr.trim_ascii()).into_owned();
+    if message.to_ascii_lowercase().contains("busy") {
+        return Err(UnmountError::Busy { path: path.to_owned(), holders: Vec::new() });
+    }
+    Err(UnmountError::Fusermount { path: path.to_owned(), message })
+}
+
+/// `path` without its "deleted" mark, in bytes, for comparing with mount points.
+pub(super) fn is_below(path: &Path, mountpoint: &Path) -> bool {
+    let path = path.as_os_str().as_bytes();
+    Path::new(std::ffi::OsStr::from_bytes(path.strip_suffix(b" (deleted)").unwrap_or(path))).starts_with(mountpoint)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn reads_the_table() {
+        let table = b"36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue\n\
+            29 26 0:26 / /a\\040b\\134c rw - fuse.ckfs ckfs:o/m@1 ro,user_id=0\n\
+            30 26 0:27 / /x rw shared:1 master:7 - tmpfs tm\\011p rw\n\
+            \nnonsense\n31 26 0 / /x rw - tmpfs t rw\n32 26 0:1 / /x rw tmpfs t rw\n";
+        let entries = parse(table);
+        assert_eq!(entries.len(), 3);
+        assert_eq!(
+            entries[1],
+            MountEntry {
+                id: 29,
+                parent: 26,
+                device: Device { major: 0, minor: 26 },
+                mountpoint: "/a b\\c".into(),
+                options: "rw".into(),
+                fs_type: "fuse.ckfs".into(),
+                source: "ckfs:o/m@1".into(),
+            }
+        );
+        assert!(entries[1].is_ckfs() && !entries[0].is_ckfs());
+        assert_eq!(entries[2].source, "tm\tp");
+    }
+
+    #[test]
+    fn unescapes_only_what_is_escaped() {
+        for (field, expected) in [("a\\040b", "a b"), ("a\\04", "a\\04"), ("\\", "\\"), ("\\999", "\\999"), ("", "")] {
+            assert_eq!(unescape(field.as_bytes()), expected.as_bytes(), "{field}");
+        }
+        assert_eq!(unescape(b"\\777"), b"\\777", "not a byte");
+    }
+
+    #[test]
+    fn locates_mounts_and_what_lies_within() {
+        let proc = locate(Path::new("/proc")).unwrap();
+        assert_eq!(mount_at(&proc).unwrap().unwrap().fs_type, "proc");
+        let inside = locate(Path::new("/proc/self/..")).unwrap();
+        assert_eq!(inside.path, Path::new("/proc"));
+        let directory = tempfile::tempdir().unwrap();
+        assert_eq!(mount_at(&locate(directory.path()).unwrap()).unwrap(), None);
+    }
+
+    #[test]
+    fn refuses_what_is_no_mount_of_ours() {
+        let directory = tempfile::tempdir().unwrap();
+        let options = UnmountOptions::default();
+        assert!(matches!(unmount(directory.path(), options), Err(UnmountError::NotMounted { .. })));
+        assert!(matches!(unmount(&directory.path().join("no"), options), Err(UnmountError::Path { .. })));
+        assert!(matches!(unmount(Path::new("/proc"), options), Err(UnmountError::NotCkfs { .. })));
+        let stale_only = UnmountOptions { stale_only: true, ..options };
+        assert!(unmount(Path::new("/proc"), stale_only).is_ok());
+        assert!(unmount(directory.path(), stale_only).is_ok());
+    }
+
+    #[test]
+    fn below_is_by_component() {
+        assert!(is_below(Path::new("/a/b"), Path::new("/a/b")));
+        assert!(is_below(Path::new("/a/b/c (deleted)"), Path::new("/a/b")));
+        assert!(is_below(Path::new("/a/b (deleted)"), Path::new("/a/b")));
+        assert!(!is_below(Path::new("/a/bc"), Path::new("/a/b")));
+    }
+
+    proptest! {
+        #[test]
+        fn never_panics_on_any_table(table: Vec<u8>) {
+            parse(&table);
+        }
+
+        #[test]
+        fn any_mountpoint_survives_escaping(name in "[ -~\t\n]{1,20}") {
+            let escaped: String = name.bytes().map(|byte| match byte {
+                b' ' | b'\t' | b'\n' | b'\\' => format!("\\{byte:03o}"),
+                _ => char::from(byte).to_string(),
+            }).collect();
+            let line = format!("1 2 0:3 / /{escaped} rw - fuse.ckfs ckfs:x ro\n");
+            let entries = parse(line.as_bytes());
+            prop_assert_eq!(entries.len(), 1);
+            prop_assert_eq!(&entries[0].mountpoint, &PathBuf::from(format!("/{name}")));
+        }
+    }
+}

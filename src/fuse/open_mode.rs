@@ -1,0 +1,161 @@
+//! How each inode is open now: through the page cache, directly, or in the kernel on a backing file.
+//!
+//! The kernel fails an open with EIO when an inode is open on a backing file and the next open is not, or the other way
+//! round. So the first open of an inode fixes its mode until its last handle is gone, whatever later opens ask for; this
+//! is safe since the bytes are the same in each mode. One backing id serves all handles of an inode.
+
+use std::{
+    collections::HashMap,
+    io,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use crate::volume::Ino;
+
+/// How an inode is open. `B` is the registration of a backing file.
+#[derive(Debug)]
+pub(super) enum Mode<B> {
+    /// Through the page cache.
+    Cached,
+    /// Each read comes to us.
+    Direct,
+    /// The kernel reads the backing file.
+    Passthrough(Arc<B>),
+}
+
+impl<B> Clone for Mode<B> {
+    fn clone(&self) -> Self {
+        match self {
+            Self::Cached => Self::Cached,
+            Self::Direct => Self::Direct,
+            Self::Passthrough(backing) => Self::Passthrough(Arc::clone(backing)),
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Entry<B> {
+    handles: u64,
+    mode: Mode<B>,
+}
+
+/// What an open asks for.
+pub(super) enum Wish<'a, B> {
+    /// Page cache.
+    Cached,
+    /// No page cache.
+    Direct,
+    /// The kernel on a backing file, registered by this call.
+    Passthrough(&'a dyn Fn() -> io::Result<B>),
+}
+
+/// Inodes are spread over this many locks, so that parallel opens seldom meet.
+const LOCKS: usize = 16;
+
+/// The modes of all inodes that are open.
+#[derive(Debug)]
+pub(super) struct OpenModes<B> {
+    shards: [Mutex<HashMap<Ino, Entry<B>>>; LOCKS],
+}
+
+impl<B> Default for OpenModes<B> {
+    fn default() -> Self {
+        Self { shards: std::array::from_fn(|_| Mutex::new(HashMap::new())) }
+    }
+}
+
+impl<B> OpenModes<B> {
+    /// Counts one more handle of `ino` and says how to open it. Also returned: why a wish for the backing file was not
+    /// fulfilled, if the registration failed.
+    pub(super) fn open(&self, ino: Ino, wish: &Wish<'_, B>) -> (Mode<B>, Option<io::Error>) {
+        let mut shard = self.shard(ino);
+        if let Some(entry) = shard.get_mut(&ino) {
+            entry.handles += 1;
+            return (entry.mode.clone(), None);
+        }
+        let (mode, failure) = match wish {
+            Wish::Cached => (Mode::Cached, None),
+            Wish::Direct => (Mode::Direct, None),
+            Wish::Passthrough(register) => match register() {
+                Ok(backing) => (Mode::Passthrough(Arc::new(backing)), None),
+                Err(error) => (Mode::Cached, Some(error)),
+            },
+        };
+        shard.insert(ino, Entry { handles: 1, mode: mode.clone() });
+        (mode, failure)
+    }
+
+    /// Counts one handle of `ino` less; with the last one its backing file is given back.
+    pub(super) fn release(&self, ino: Ino) {
+        let mut shard = self.shard(ino);
+        let Some(entry) = shard.get_mut(&ino) else { return };
+        entry.handles -= 1;
+        if entry.handles == 0 {
+            shard.remove(&ino);
+        }
+    }
+
+    /// Whether `ino` is open directly.
+    pub(super) fn is_direct(&self, ino: Ino) -> bool {
+        self.shard(ino).get(&ino).is_some_and(|entry| matches!(entry.mode, Mode::Direct))
+    }
+
+    fn shard(&self, ino: Ino) -> MutexGuard<'_, HashMap<Ino, Entry<B>>> {
+        let index = usize::try_from(ino.0 % LOCKS as u64).unwrap_or(0);
+        self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    const A: Ino = Ino(3);
+    const SAME_LOCK: Ino = Ino(3 + LOCKS as u64);
+
+    #[test]
+    fn first_open_decides_until_the_last_release() {
+        let modes = OpenModes::<u32>::default();
+        assert!(matches!(modes.open(A, &Wish::Cached).0, Mode::Cached));
+        let register = || -> io::Result<u32> { panic!("must not be asked while open cached") };
+        assert!(matches!(modes.open(A, &Wish::Passthrough(&register)).0, Mode::Cached));
+        modes.release(A);
+        modes.release(A);
+        assert!(matches!(modes.open(A, &Wish::Passthrough(&|| Ok(7))).0, Mode::Passthrough(_)));
+        assert!(matches!(modes.open(A, &Wish::Direct).0, Mode::Passthrough(_)));
+        assert!(matches!(modes.open(SAME_LOCK, &Wish::Direct).0, Mode::Direct));
+        assert!(modes.is_direct(SAME_LOCK) && !modes.is_direct(A) && !modes.is_direct(Ino(1)));
+    }
+
+    #[test]
+    fn one_backing_serves_all_handles_and_goes_with_the_last() {
+        let modes = OpenModes::default();
+        let registered = Cell::new(0);
+        let backing = Arc::new(());
+        let register = || {
+            registered.set(registered.get() + 1);
+            Ok(Arc::clone(&backing))
+        };
+        for _ in 0..3 {
+            modes.open(A, &Wish::Passthrough(&register));
+        }
+        assert_eq!((registered.get(), Arc::strong_count(&backing)), (1, 2));
+        modes.release(A);
+        modes.release(A);
+        assert_eq!(Arc::strong_count(&backing), 2);
+        modes.release(A);
+        assert_eq!(Arc::strong_count(&backing), 1);
+        modes.release(A);
+    }
+
+    #[test]
+    fn a_failed_registration_means_cached_for_all_handles() {
+        let modes = OpenModes::<u32>::default();
+        let (mode, failure) = modes.open(A, &Wish::Passthrough(&|| Err(io::Error::from_raw_os_error(libc::EPERM))));
+        assert!(matches!(mode, Mode::Cached));
+        assert_eq!(failure.unwrap().raw_os_error(), Some(libc::EPERM));
+        assert!(matches!(modes.open(A, &Wish::Passthrough(&|| Ok(1))).0, Mode::Cached));
+    }
+}

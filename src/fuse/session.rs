@@ -1,0 +1,394 @@
+//! The life of a mount: from mounting through serving to its orderly end.
+//!
+//! ```text
+//! mount -> handshake -> threads -> self-check -> ready -> serving
+//!   signal            unmounted, or busy: wait for the grace period, then detach
+//!   detached          open files stay readable; ends with the last close, or is aborted after the drain period
+//!   second signal     detached and aborted at once
+//!   unmounted outside ends, and nothing is unmounted again
+//! ```
+//!
+//! Requests are handled on threads of fuser; the thread that called [`serve`] only waits for signals and the end. Signals
+//! are taken from a descriptor, never in a signal handler, so they must be blocked in every thread: see
+//! [`block_signals`].
+
+use std::{
+    io,
+    os::fd::AsFd,
+    path::Path,
+    sync::{Arc, mpsc},
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use fuser::SessionACL;
+use nix::{
+    errno::Errno,
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::{
+        signal::{SigSet, Signal},
+        signalfd::{SfdFlags, SignalFd},
+    },
+};
+use tracing::{error, info, warn};
+
+use super::{
+    MountError,
+    adapter::Adapter,
+    daemon::notify_systemd,
+    holder::describe,
+    mount::{Mounted, Standing, mount},
+    mountinfo::UnmountError,
+};
+use crate::volume::FileSystem;
+
+/// How to mount and serve.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MountOptions {
+    /// Name of what is mounted; the table of mounts shows `ckfs:<name>`.
+    pub name: String,
+    /// Lets all users read, not only the one who mounts.
+    pub allow_other: bool,
+    /// Threads that handle requests; by default one per core, from 2 to 16.
+    pub threads: Option<usize>,
+    /// The kernel's read-ahead in KiB, where it may be set; `None` leaves it alone.
+    pub read_ahead_kib: Option<u32>,
+    /// Lets the kernel read byte-identical files by itself, where it may.
+    pub passthrough: bool,
+    /// How long to try to unmount while files are open, before detaching.
+    pub grace: Duration,
+    /// How long to go on serving files that are open after detaching, before aborting.
+    pub drain: Duration,
+}
+
+impl Default for MountOptions {
+    fn default() -> Self {
+        Self {
+            name: String::new(),
+            allow_other: false,
+            threads: None,
+            read_ahead_kib: Some(READ_AHEAD_KIB),
+            passthrough: true,
+            grace: Duration::from_secs(5),
+            drain: Duration::from_secs(20),
+        }
+    }
+}
+
+/// Default read-ahead: four of the largest requests, so that more than one thread works for one reader.
+const READ_AHEAD_KIB: u32 = 4096;
+
+/// How the mount ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exit {
+    /// A signal came and the mount was removed while nobody used it.
+    Unmounted,
+    /// A signal came while files were open; they were served until the last was closed.
+    Drained,
+    /// Somebody else unmounted.
+    UnmountedOutside,
+    /// Open files were cut off: at a second signal, or at the end of the drain period.
+    Aborted,
+}
+
+impl Exit {
+    /// Whether nobody's reads were cut off.
+    pub const fn is_clean(self) -> bool {
+        match self {
+            Self::Unmounted | Self::Drained | Self::UnmountedOutside => true,
+            Self::Aborted => false,
+        }
+    }
+}
+
+/// The signals that end a mount.
+const ENDING: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
+
+/// Blocks the signals that [`serve`] waits for, in this thread and those it will start.
+///
+/// To be called before the first thread is started: a signal goes to any thread that does not block it, and would end the
+/// process there.
+///
+/// # Errors
+/// [`MountError::System`].
+pub fn block_signals() -> Result<(), MountError> {
+    let blocked = ENDING.into_iter().collect::<SigSet>().thread_block();
+    blocked.map_err(|errno| MountError::System { what: "block signals", source: errno.into() })
+}
+
+/// How long the mount may take to answer its first questions.
+const SELF_CHECK_LIMIT: Duration = Duration::from_secs(10);
+
+/// Time between attempts to unmount.
+const RETRY_PERIOD: Duration = Duration::from_millis(100);
+
+/// How long threads may take to end after an abort, before they are left behind.
+const ABORT_LIMIT: Duration = Duration::from_secs(2);
+
+/// Mounts `fs` on `mountpoint` and serves it until it is unmounted; `on_ready` is called once it answers.
+///
+/// Signals: [`block_signals`]. They stay blocked afterwards.
+///
+/// # Errors
+/// [`MountError`]; nothing is left mounted then.
+pub fn serve(
+    fs: Arc<dyn FileSystem>,
+    mountpoint: &Path,
+    options: &MountOptions,
+    on_ready: impl FnOnce(),
+) -> Result<Exit, MountError> {
+    block_signals()?;
+    let signals = SignalFd::with_flags(&ENDING.into_iter().collect(), SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
+        .map_err(|errno| MountError::System { what: "signalfd", source: errno.into() })?;
+    let (fd, mounted) = mount(mountpoint, options)?;
+
+    let mut config = fuser::Config::default();
+    let threads =
+        options.threads.unwrap_or_else(|| thread::available_parallelism().map_or(2, usize::from).clamp(2, 16));
+    config.n_threads = Some(threads.max(1));
+    // The kernel lets in whom the mount options say; fuser need not check a second time.
+    let acl = SessionACL::All;
+    let adapter = Adapter::new(fs, options.passthrough);
+    let started = fuser::Session::from_fd(adapter, fd, acl, config)
+        .map_err(|source| MountError::Session { source })
+        .and_then(Running::start);
+    let mut supervisor = match started {
+        Ok(running) => Supervisor { mounted, running, signals, grace: options.grace, drain: options.drain },
+        Err(error) => {
+            detach(&mounted);
+            return Err(error);
+        }
+    };
+    if let Err(error) = answers(supervisor.mounted.path()) {
+        detach(&supervisor.mounted);
+        supervisor.abort();
+        return Err(error);
+    }
+    if let Some(kib) = options.read_ahead_kib {
+        supervisor.mounted.set_read_ahead(kib);
+    }
+    info!("mounted on {} with {threads} threads", supervisor.mounted.path().display());
+    on_ready();
+    let exit = supervisor.run()?;
+    info!("{}: {exit:?}", supervisor.mounted.path().display());
+    Ok(exit)
+}
+
+/// Asks the mount for its sizes and its root, in another thread since nobody knows whether it will answer.
+fn answers(mountpoint: &Path) -> Result<(), MountError> {
+    let path = mountpoint.to_owned();
+    let (answer, answered) = mpsc::channel();
+    let asking = thread::Builder::new().name("ckfs-check".into()).spawn(move || {
+        let statfs = nix::sys::statfs::statfs(&path).map_err(|errno| format!("statfs: {errno}"));
+        let stat = statfs.and_then(|_| std::fs::metadata(&path).map_err(|error| format!("stat: {error}")));
+        let _ = answer.send(stat.and_then(|root| root.is_dir().then_some(()).ok_or("root is no directory".to_owned())));
+    });
+    asking.map_err(|source| MountError::System { what: "start a thread", source })?;
+    let late = || Err(format!("no answer within {} s", SELF_CHECK_LIMIT.as_secs()));
+    let result = answered.recv_timeout(SELF_CHECK_LIMIT).unwrap_or_else(|_| late());
+    result.map_err(|message| MountError::Unresponsive { path: mountpoint.to_owned(), message })
+}
+
+fn detach(mounted: &Mounted) {
+    if let Err(error) = mounted.unmount(true) {
+        error!("{error}");
+    }
+}
+
+/// The threads that handle requests.
+struct Running {
+    thread: Option<JoinHandle<io::Result<()>>>,
+    /// Hangs up when they are gone.
+    ended: io::PipeReader,
+}
+
+impl Running {
+    fn start(session: fuser::Session<Adapter>) -> Result<Self, MountError> {
+        let failed = |source| MountError::System { what: "start a thread", source };
+        let (ended, alive) = io::pipe().map_err(failed)?;
+        let thread = thread::Builder::new().name("ckfs-session".into()).spawn(move || {
+            let result = session.run();
+            drop(alive);
+            result
+        });
+        Ok(Self { thread: Some(thread.map_err(failed)?), ended })
+    }
+
+    /// What the threads ended with. Waits for them.
+    fn result(&mut self) -> io::Result<()> {
+        let Some(thread) = self.thread.take() else { return Ok(()) };
+        thread.join().unwrap_or_else(|_| Err(io::Error::other("a session thread panicked")))
+    }
+}
+
+/// What the supervisor waited for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Event {
+    /// All threads are gone: the connection has ended.
+    Ended,
+    /// A signal to end came.
+    Signal(Signal),
+    /// Time is up.
+    Timeout,
+}
+
+/// Watches over a mount until its end.
+struct Supervisor {
+    mounted: Mounted,
+    running: Running,
+    signals: SignalFd,
+    grace: Duration,
+    drain: Duration,
+}
+
+impl Supervisor {
+    fn run(&mut self) -> Result<Exit, MountError> {
+        match self.wait(None)? {
+            Event::Ended => return self.ended_by_itself(),
+            Event::Signal(signal) => info!("{signal}: unmounting {}", self.mounted.path().display()),
+            Event::Timeout => {}
+        }
+        notify_systemd(&[sd_notify::NotifyState::Stopping]);
+        let Some(calm) = self.unmount_with_grace()? else { return Ok(self.cut_off()) };
+        match self.wait(Some(Instant::now() + self.drain))? {
+            Event::Ended => {
+                self.log_result();
+                Ok(if calm { Exit::Unmounted } else { Exit::Drained })
+            }
+            Event::Signal(_) => Ok(self.cut_off()),
+            Event::Timeout => {
+                warn!("files are still open after {} s; aborting", self.drain.as_secs());
+                Ok(self.cut_off())
+            }
+        }
+    }
+
+    /// Unmounts, or detaches when the grace period ends. Whether the mount was free, or `None` at a second signal.
+    fn unmount_with_grace(&mut self) -> Result<Option<bool>, MountError> {
+        let until = Instant::now() + self.grace;
+        let mut told = false;
+        loop {
+            match self.mounted.unmount(false) {
+                Ok(Standing::Covered) => {
+                    warn!("{}: covered by another mount, left in place", self.mounted.path().display());
+                    return Ok(Some(false));
+                }
+                Ok(Standing::Attached | Standing::Gone) => return Ok(Some(!told)),
+                Err(UnmountError::Busy { .. }) => {}
+                Err(error) => {
+                    error!("{error}");
+                    detach(&self.mounted);
+                    return Ok(Some(false));
+                }
+            }
+            if !told {
+                told = true;
+                let holders = describe(&self.mounted.holders());
+                warn!("{} is busy, {holders}; waiting {} s", self.mounted.path().display(), self.grace.as_secs());
+                notify_systemd(&[sd_notify::NotifyState::Status(&format!("busy, {holders}"))]);
+            }
+            let now = Instant::now();
+            if now >= until {
+                warn!("{}: detaching; open files stay readable", self.mounted.path().display());
+                detach(&self.mounted);
+                return Ok(Some(false));
+            }
+            match self.wait(Some(until.min(now + RETRY_PERIOD)))? {
+                Event::Ended => return Ok(Some(false)),
+                Event::Signal(_) => return Ok(None),
+                Event::Timeout => {}
+            }
+        }
+    }
+
+    /// The connection ended without a signal.
+    fn ended_by_itself(&mut self) -> Result<Exit, MountError> {
+        let result = self.running.result();
+        // After an abort from outside the mount is still there, but dead.
+        let standing = self.mounted.standing();
+        if standing != Standing::Gone {
+            detach(&self.mounted);
+        }
+        match (result, standing) {
+            (Err(source), _) => Err(MountError::Session { source }),
+            (Ok(()), Standing::Gone) => Ok(Exit::UnmountedOutside),
+            (Ok(()), Standing::Attached | Standing::Covered) => Ok(Exit::Aborted),
+        }
+    }
+
+    /// Detaches and aborts.
+    fn cut_off(&mut self) -> Exit {
+        detach(&self.mounted);
+        self.abort();
+        Exit::Aborted
+    }
+
+    fn abort(&mut self) {
+        self.mounted.abort();
+        let until = Instant::now() + ABORT_LIMIT;
+        loop {
+            match self.wait(Some(until)) {
+                Ok(Event::Signal(_)) => {}
+                Ok(Event::Ended) => return self.log_result(),
+                // The threads end with the process.
+                Ok(Event::Timeout) | Err(_) => return,
+            }
+        }
+    }
+
+    fn log_result(&mut self) {
+        if let Err(error) = self.running.result() {
+            warn!("session with the kernel: {error}");
+        }
+    }
+
+    /// Waits for a signal or the end of the threads, until `deadline`.
+    fn wait(&self, deadline: Option<Instant>) -> Result<Event, MountError> {
+        let failed = |errno: Errno| MountError::System { what: "wait for signals", source: errno.into() };
+        loop {
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            // Rounded up, so that the last turn does not spin.
+            let timeout = left.map_or(PollTimeout::NONE, |left| {
+                PollTimeout::try_from(left + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX)
+            });
+            let mut fds = [
+                PollFd::new(self.running.ended.as_fd(), PollFlags::POLLIN),
+                PollFd::new(self.signals.as_fd(), PollFlags::POLLIN),
+            ];
+            match poll(&mut fds, timeout) {
+                Ok(_) | Err(Errno::EINTR) => {}
+                Err(errno) => return Err(failed(errno)),
+            }
+            if fds[0].any() == Some(true) {
+                return Ok(Event::Ended);
+            }
+            if let Some(info) = self.signals.read_signal().map_err(failed)? {
+                let signal = i32::try_from(info.ssi_signo).ok().and_then(|number| Signal::try_from(number).ok());
+                return Ok(Event::Signal(signal.unwrap_or(Signal::SIGTERM)));
+            }
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                return Ok(Event::Timeout);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_an_abort_is_unclean() {
+        for (exit, clean) in
+            [(Exit::Unmounted, true), (Exit::Drained, true), (Exit::UnmountedOutside, true), (Exit::Aborted, false)]
+        {
+            assert_eq!(exit.is_clean(), clean);
+        }
+    }
+
+    #[test]
+    fn defaults_end_before_systemd_loses_patience() {
+        let options = MountOptions::default();
+        assert!(options.grace + options.drain + ABORT_LIMIT < Duration::from_secs(30));
+    }
+}

@@ -1,0 +1,47 @@
+//! Safetensors files: a header whose data starts on a page, then the tensors without holes.
+//!
+//! The order given is kept. Writers that want natural alignment of every tensor sort by falling width first, as the
+//! format's own library does.
+
+use super::{FileImage, ImageError};
+use crate::{
+    format::safetensors::{DATA_ALIGNMENT, WrittenHeader, write_header},
+    tensor::View,
+};
+
+/// A tensor of a safetensors file.
+#[derive(Clone, Debug)]
+pub struct Entry<'a> {
+    /// Its name.
+    pub name: &'a str,
+    /// Its elements.
+    pub view: View,
+}
+
+fn header(entries: &[Entry<'_>], metadata: &[(&str, &str)]) -> Result<WrittenHeader, ImageError> {
+    let tensors = entries.iter().map(|entry| (entry.name, entry.view.dtype(), entry.view.shape().extents()));
+    Ok(write_header(tensors, metadata, DATA_ALIGNMENT)?)
+}
+
+/// A safetensors file of these tensors, in this order.
+///
+/// # Errors
+/// [`ImageError::PartialByte`], or [`ImageError::Header`] if names repeat or the header exceeds the format's limit.
+pub fn safetensors(entries: Vec<Entry<'_>>, metadata: &[(&str, &str)]) -> Result<FileImage, ImageError> {
+    let header = header(&entries, metadata)?;
+    let mut image = FileImage::default();
+    image.push_bytes(header.bytes.into());
+    for entry in entries {
+        image.push_view(entry.name, entry.view)?;
+    }
+    Ok(image)
+}
+
+/// Length of the file that [`safetensors`] would lay out.
+///
+/// # Errors
+/// As [`safetensors`].
+pub fn safetensors_len(entries: &[Entry<'_>], metadata: &[(&str, &str)]) -> Result<u64, ImageError> {
+    let header = header(entries, metadata)?;
+    Ok(header.bytes.len() as u64 + header.data_bytes)
+}

@@ -1,0 +1,422 @@
+//! The layout `canonical`: generic, for any repository.
+//!
+//! Names of layers become `layers.N.<rest>`, and tensors that several layers have with equal shape and dtype also appear
+//! stacked, as `layers.scanned.<rest>`. Where a name differs in shape from layer to layer, the largest group of equal
+//! layers is stacked and the others stay single. Known families have short names; other names keep their words, less a
+//! leading `model.` and a final `weight` (which stays where the name would otherwise be a directory).
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    sync::Arc,
+};
+
+use super::{
+    draft::{Bundled, Draft, Roles},
+    family::{Family, Generic, Role},
+    naming::{self, Parsed},
+    problem::Problem,
+    values::Values,
+};
+use crate::{
+    checkpoint::Checkpoint,
+    tensor::{DType, TensorId, View},
+};
+
+/// A part of a source tensor and what it is to be called.
+#[derive(Clone, Debug)]
+struct Named {
+    id: TensorId,
+    /// Output prefix, with its final dot.
+    prefix: String,
+    layer: Option<u64>,
+    expert: Option<u64>,
+    /// Name within the layer, or of the whole tensor; `*` stands for the expert's number.
+    rest: String,
+    /// Whether a final `weight` was dropped from `rest`.
+    weight_dropped: bool,
+    /// Part along an axis: `(axis, start, stop)`.
+    part: Option<(usize, u64, u64)>,
+    tp: Option<usize>,
+    experts: Option<usize>,
+    is_embedding: bool,
+}
+
+impl Named {
+    fn unscanned(&self) -> String {
+        let expert = self.expert.map_or_else(String::new, |expert| expert.to_string());
+        let rest = self.rest.replace('*', &expert);
+        self.layer
+            .map_or_else(|| format!("{}{rest}", self.prefix), |layer| format!("{}layers.{layer}.{rest}", self.prefix))
+    }
+
+    fn scanned(&self) -> Option<String> {
+        self.layer.map(|_| format!("{}layers.scanned.{}", self.prefix, self.rest.replace(".*", "")))
+    }
+}
+
+struct Namer<'a> {
+    checkpoint: &'a Checkpoint,
+    family: Option<Family>,
+    generic: Generic,
+    /// Stems of all layers' tensors.
+    stems: BTreeSet<String>,
+}
+
+/// Drafts of all tensors of a repository.
+///
+/// # Errors
+/// All problems found.
+pub(super) fn drafts(
+    checkpoint: &Checkpoint,
+    family: Option<Family>,
+    generic: Generic,
+    values: &Values<'_>,
+) -> Result<Vec<Draft>, Vec<Problem>> {
+    let mut problems = Vec::new();
+    let stems = checkpoint
+        .tensors()
+        .map(|(_, info)| naming::parse(info.name, &generic.words))
+        .filter(|parsed| parsed.layer.is_some())
+        .map(|parsed| naming::split_suffix(&parsed.rest).0.to_owned())
+        .collect();
+    let namer = Namer { checkpoint, family, generic, stems };
+    let mut named = Vec::with_capacity(checkpoint.tensors().len());
+    for (id, info) in checkpoint.tensors() {
+        if let Err(problem) = namer.name(id, info.name, info.shape, &mut named) {
+            problems.push(problem);
+        }
+    }
+    settle_collisions(checkpoint, &mut named);
+    let mut drafts = build(&named, values, checkpoint, &mut problems);
+    if let Some(alias) = tied_head(checkpoint, namer.family.as_ref(), &named, &drafts) {
+        drafts.push(alias);
+    }
+    if problems.is_empty() { Ok(drafts) } else { Err(problems) }
+}
+
+/// Drafts of all tensors under the repository's own names, with the roles that canonical names tell.
+///
+/// # Errors
+/// All problems found.
+pub(super) fn hf_drafts(
+    checkpoint: &Checkpoint,
+    family: Option<Family>,
+    generic: Generic,
+    values: &Values<'_>,
+) -> Result<Vec<Draft>, Vec<Problem>> {
+    let mut problems = Vec::new();
+    let stems = BTreeSet::new();
+    let namer = Namer { checkpoint, family, generic, stems };
+    let mut drafts = Vec::with_capacity(checkpoint.tensors().len());
+    let mut dequantized = BTreeSet::new();
+    let mut experts: HashMap<(String, String), u64> = HashMap::new();
+    let mut single = Vec::new();
+    for (id, info) in checkpoint.tensors() {
+        let dtype = values.dtype_of(&[info.name]);
+        if let (Some((scale, _)), Some(_)) = (values.scale_of(id), dtype) {
+            dequantized.insert(scale);
+        }
+        let mut named = Vec::new();
+        let view = namer.name(id, info.name, info.shape, &mut named).and_then(|()| values.view(id, dtype));
+        match (view, named.first()) {
+            (Ok(view), Some(named)) => {
+                // A fused matrix has no rows that belong together under its own name: it is not split by tensor parallelism.
+                let tp = named.tp.filter(|_| named.part.is_none());
+                let roles = Roles { tp, experts: named.experts, ..Roles::default() };
+                if let Some(expert) = named.expert {
+                    let key = (named.prefix.clone(), named.rest.clone());
+                    let count = experts.entry(key.clone()).or_default();
+                    *count = (*count).max(expert + 1);
+                    single.push((drafts.len(), expert, key));
+                }
+                let name = info.name.to_owned();
+                drafts.push((id, Draft { name, view, roles, bundled: Bundled::ALWAYS, layers: None }));
+            }
+            (Ok(_), None) => {}
+            (Err(problem), _) => problems.push(problem),
+        }
+    }
+    for (at, expert, key) in single {
+        drafts[at].1.roles.expert = Some((expert, experts[&key]));
+    }
+    let drafts = drafts.into_iter().filter(|(id, _)| !dequantized.contains(id)).map(|(_, draft)| draft).collect();
+    if problems.is_empty() { Ok(drafts) } else { Err(problems) }
+}
+
+impl Namer<'_> {
+    fn out_prefix(&self, prefix: &str) -> String {
+        let dropped = self.family.iter().flat_map(|family| &family.dropped_prefixes);
+        let dropped = dropped.map(String::as_str).chain(["model."]).find_map(|dropped| prefix.strip_prefix(dropped));
+        dropped.unwrap_or(prefix).to_owned()
+    }
+
+    /// The family's word on a tensor: the output prefix, its role, and the final word of its name.
+    fn role<'n>(&self, parsed: &'n Parsed, name: &'n str) -> Option<(String, Role, &'n str)> {
+        let family = self.family.as_ref()?;
+        if parsed.layer.is_some() {
+            if !family.prefixes.contains(&parsed.prefix) {
+                return None;
+            }
+            let has = |stem: &str| self.stems.contains(stem);
+            let prefix = self.out_prefix(&parsed.prefix);
+            if let Some(role) = family.layer(&parsed.rest, &has) {
+                return Some((prefix, role.clone(), ""));
+            }
+            let (stem, suffix) = naming::split_suffix(&parsed.rest);
+            return family.layer(stem, &has).map(|role| (prefix, role.clone(), suffix));
+        }
+        family.prefixes.iter().find_map(|prefix| {
+            let (stem, suffix) = naming::split_suffix(name.strip_prefix(prefix.as_str())?);
+            Some((self.out_prefix(prefix), family.top(stem)?.clone(), suffix))
+        })
+    }
+
+    fn name(&self, id: TensorId, name: &str, shape: &[u64], named: &mut Vec<Named>) -> Result<(), Problem> {
+        let parsed = naming::parse(name, &self.generic.words);
+        let mut out = Named {
+            id,
+            prefix: String::new(),
+            layer: parsed.layer,
+            expert: parsed.expert,
+            rest: String::new(),
+            weight_dropped: false,
+            part: None,
+            tp: None,
+            experts: None,
+            is_embedding: false,
+        };
+        if let Some((prefix, role, suffix)) = self.role(&parsed, name) {
+            let splits = !role.split.is_empty() && matches!(suffix, "" | "weight" | "bias");
+            if splits || role.short.is_some() {
+                out.prefix = prefix;
+                (out.tp, out.experts) = match suffix {
+                    "" | "weight" => (role.tp, role.experts),
+                    "bias" => (role.tp.filter(|axis| *axis == 0), role.experts),
+                    _ => (None, role.experts),
+                };
+                if splits {
+                    return self.split(&role, suffix, name, shape, &out, named);
+                }
+                let short = role.short.unwrap_or_default();
+                out.is_embedding = parsed.layer.is_none() && short == "embed" && suffix == "weight";
+                out.rest = match suffix {
+                    "" | "weight" => short,
+                    "bias" => role.bias.unwrap_or_else(|| format!("{short}_bias")),
+                    _ => format!("{short}{}", suffix.strip_prefix("weight").unwrap_or(suffix)),
+                };
+                named.push(out);
+                return Ok(());
+            }
+        }
+        let (stem, suffix) = naming::split_suffix(&parsed.rest);
+        out.tp = match suffix {
+            "" | "weight" => self.generic.tp(stem).filter(|axis| *axis < shape.len()),
+            "bias" => self.generic.tp(stem).filter(|axis| *axis == 0),
+            _ => None,
+        };
+        out.weight_dropped = suffix == "weight";
+        let rest = if out.weight_dropped { stem } else { &parsed.rest };
+        if parsed.layer.is_some() {
+            out.prefix = self.out_prefix(&parsed.prefix);
+            rest.clone_into(&mut out.rest);
+        } else {
+            out.is_embedding = suffix == "weight" && stem.ends_with("embed_tokens");
+            out.rest = self.out_prefix(rest);
+        }
+        named.push(out);
+        Ok(())
+    }
+
+    fn split(
+        &self,
+        role: &Role,
+        suffix: &str,
+        name: &str,
+        shape: &[u64],
+        whole: &Named,
+        named: &mut Vec<Named>,
+    ) -> Result<(), Problem> {
+        let shares = role.split.iter().map(|(_, share)| {
+            let number = share.parse().ok().or_else(|| super::config_number(self.checkpoint, share));
+            number.ok_or_else(|| Problem::Config { name: name.to_owned(), member: share.clone() })
+        });
+        let shares = shares.collect::<Result<Vec<u64>, _>>()?;
+        let total: u64 = shares.iter().sum();
+        let axis = role.split_axis;
+        let extent = shape.get(axis).copied().unwrap_or(0);
+        if total == 0 || shape.len() <= axis || shares.iter().any(|share| !(extent * share).is_multiple_of(total)) {
+            let shape = crate::tensor::Shape::try_new(shape).unwrap_or_default();
+            return Err(Problem::Split { name: name.to_owned(), axis, shape, shares });
+        }
+        let mut start = 0;
+        for ((short, _), share) in role.split.iter().zip(&shares) {
+            let stop = start + extent * share / total;
+            let rest = if suffix == "bias" { short.replacen('w', "b", 1) } else { short.clone() };
+            named.push(Named { rest, part: Some((axis, start, stop)), ..whole.clone() });
+            start = stop;
+        }
+        Ok(())
+    }
+}
+
+/// Puts back what was dropped from names where two would otherwise meet: a final `weight` where the name is also a
+/// directory, and everything where two tensors would have one name.
+fn settle_collisions(checkpoint: &Checkpoint, named: &mut [Named]) {
+    let scope = |n: &Named| format!("{}{}.", n.prefix, if n.layer.is_some() { "layers" } else { "" });
+    let mut rests = BTreeSet::new();
+    for n in named.iter() {
+        let scope = scope(n);
+        rests.insert(format!("{scope}{}.", n.rest));
+        rests.insert(format!("{scope}{}.", n.rest.replace(".*", "")));
+    }
+    let is_directory = |path: String| {
+        rests.range::<String, _>(path.clone()..).take(2).any(|other| *other != path && other.starts_with(&path))
+    };
+    for n in named.iter_mut().filter(|n| n.weight_dropped) {
+        let scope = scope(n);
+        let forms = [format!("{scope}{}.", n.rest), format!("{scope}{}.", n.rest.replace(".*", ""))];
+        if forms.into_iter().any(is_directory) {
+            n.rest.push_str(".weight");
+        }
+    }
+    let mut count: HashMap<String, u32> = HashMap::with_capacity(named.len());
+    named.iter().for_each(|n| *count.entry(n.unscanned()).or_default() += 1);
+    for n in named.iter_mut().filter(|n| n.part.is_none()) {
+        if count.get(&n.unscanned()).is_some_and(|count| *count > 1) {
+            (n.prefix, n.layer, n.expert) = (String::new(), None, None);
+            checkpoint.tensor(n.id).name.clone_into(&mut n.rest);
+        }
+    }
+}
+
+struct Member {
+    layer: u64,
+    expert: Option<u64>,
+    view: View,
+    at: usize,
+}
+
+fn build(named: &[Named], values: &Values<'_>, checkpoint: &Checkpoint, problems: &mut Vec<Problem>) -> Vec<Draft> {
+    let dtypes: Vec<Option<DType>> = named
+        .iter()
+        .map(|n| {
+            let (unscanned, scanned) = (n.unscanned(), n.scanned());
+            let names = [checkpoint.tensor(n.id).name, &unscanned, scanned.as_deref().unwrap_or(&unscanned)];
+            values.dtype_of(&names)
+        })
+        .collect();
+    let mut dequantized_scales = BTreeSet::new();
+    for (n, dtype) in named.iter().zip(&dtypes) {
+        if let (Some((scale, _)), Some(_)) = (values.scale_of(n.id), dtype) {
+            dequantized_scales.insert(scale);
+        }
+    }
+    let mut drafts: Vec<Draft> = Vec::with_capacity(named.len());
+    let mut groups: BTreeMap<(&str, &str), Vec<Member>> = BTreeMap::new();
+    let mut experts: HashMap<(&str, &str), u64> = HashMap::new();
+    for n in named {
+        if let Some(expert) = n.expert {
+            let count = experts.entry((&n.prefix, &n.rest)).or_default();
+            *count = (*count).max(expert + 1);
+        }
+    }
+    for (n, dtype) in named.iter().zip(&dtypes) {
+        if dequantized_scales.contains(&n.id) {
+            continue;
+        }
+        let view = values.view(n.id, *dtype).and_then(|view| match n.part {
+            None => Ok(view),
+            Some((axis, start, stop)) => {
+                let name = || checkpoint.tensor(n.id).name.to_owned();
+                view.slice(axis, start, stop, 1).map_err(|error| Problem::View { name: name(), error })
+            }
+        });
+        let view = match view {
+            Ok(view) => view,
+            Err(problem) => {
+                problems.push(problem);
+                continue;
+            }
+        };
+        if let Some(layer) = n.layer {
+            let member = Member { layer, expert: n.expert, view: view.clone(), at: drafts.len() };
+            groups.entry((&n.prefix, &n.rest)).or_default().push(member);
+        }
+        let expert = n.expert.map(|expert| (expert, experts[&(n.prefix.as_str(), n.rest.as_str())]));
+        let roles = Roles { stacked: 0, tp: n.tp, experts: n.experts, expert, logical: Vec::new() };
+        drafts.push(Draft { name: n.unscanned(), view, roles, bundled: Bundled::ALWAYS, layers: None });
+    }
+    for ((prefix, rest), members) in groups {
+        let name = format!("{prefix}layers.scanned.{}", rest.replace(".*", ""));
+        match scan(&name, members, &mut drafts) {
+            Ok(Some(draft)) => drafts.push(draft),
+            Ok(None) => {}
+            Err(problem) => problems.push(problem),
+        }
+    }
+    drafts
+}
+
+/// Stacks the largest group of layers whose members are alike, and takes those out of the scanned bundles.
+fn scan(name: &str, mut members: Vec<Member>, drafts: &mut [Draft]) -> Result<Option<Draft>, Problem> {
+    members.sort_by_key(|member| (member.layer, member.expert));
+    let layers: Vec<&[Member]> = members.chunk_by(|a, b| a.layer == b.layer).collect();
+    let alike = |a: &[Member], b: &[Member]| {
+        a.len() == b.len() && a[0].view.dtype() == b[0].view.dtype() && a[0].view.shape() == b[0].view.shape()
+    };
+    // Within a layer: experts 0, 1, … without a gap, all of one shape and dtype.
+    let regular = |layer: &[Member]| {
+        layer.iter().zip(0u64..).all(|(member, index)| {
+            member.expert.is_none_or(|expert| expert == index)
+                && member.view.dtype() == layer[0].view.dtype()
+                && member.view.shape() == layer[0].view.shape()
+        }) && (layer[0].expert.is_some() || layer.len() == 1)
+    };
+    let layers: Vec<&[Member]> = layers.into_iter().filter(|layer| regular(layer)).collect();
+    let mut kinds: Vec<Vec<&[Member]>> = Vec::new();
+    for layer in layers {
+        match kinds.iter_mut().find(|kind| alike(kind[0], layer)) {
+            Some(kind) => kind.push(layer),
+            None => kinds.push(vec![layer]),
+        }
+    }
+    let Some(largest) = kinds.into_iter().reduce(|best, kind| if kind.len() > best.len() { kind } else { best }) else {
+        return Ok(None);
+    };
+    let named = |error| Problem::View { name: name.to_owned(), error };
+    let views = largest.iter().map(|layer| match layer {
+        [Member { expert: None, view, .. }] => Ok(view.clone()),
+        experts => View::stack(0, &experts.iter().map(|member| member.view.clone()).collect::<Vec<_>>()),
+    });
+    let views = views.collect::<Result<Vec<_>, _>>().map_err(named)?;
+    let view = View::stack(0, &views).map_err(named)?;
+    let single = largest[0][0].expert.is_some();
+    let stacked = 1 + usize::from(single);
+    let first = drafts[largest[0][0].at].roles.clone();
+    let roles = Roles {
+        stacked,
+        tp: first.tp.map(|axis| axis + stacked),
+        experts: if single { Some(1) } else { first.experts.map(|axis| axis + 1) },
+        expert: None,
+        logical: Vec::new(),
+    };
+    for member in largest.iter().copied().flatten() {
+        drafts[member.at].bundled.scanned = false;
+    }
+    let layers: Arc<[u64]> = largest.iter().map(|layer| layer[0].layer).collect();
+    let bundled = Bundled { scanned: true, unscanned: false };
+    Ok(Some(Draft { name: name.to_owned(), view, roles, bundled, layers: Some(layers) }))
+}
+
+/// The output head, where it is the embedding and the repository does not store it again.
+fn tied_head(checkpoint: &Checkpoint, family: Option<&Family>, named: &[Named], drafts: &[Draft]) -> Option<Draft> {
+    let dialect = checkpoint.dialect();
+    let tied = dialect.tied_declared.unwrap_or_else(|| family.is_some_and(|family| family.tied_default));
+    if !tied || dialect.has_lm_head {
+        return None;
+    }
+    let embedding = named.iter().find(|n| n.is_embedding)?.unscanned();
+    let draft = drafts.iter().find(|draft| draft.name == embedding)?;
+    let prefix = embedding.strip_suffix("embed").or_else(|| embedding.strip_suffix("embed_tokens")).unwrap_or_default();
+    Some(Draft { name: format!("{prefix}lm_head"), bundled: Bundled::NEVER, ..draft.clone() })
+}

@@ -1,0 +1,52 @@
+//! What a layout proposes: named views, with what is known of the meaning of their axes. Sharding rules turn drafts into
+//! the plan's tensors.
+
+use std::sync::Arc;
+
+use crate::tensor::View;
+
+/// A named view before it is sharded.
+#[derive(Clone, Debug)]
+pub struct Draft {
+    /// Dotted name.
+    pub name: String,
+    /// The view.
+    pub view: View,
+    /// What its axes mean.
+    pub roles: Roles,
+    /// In which of the formats that bundle tensors it is.
+    pub bundled: Bundled,
+    /// Numbers of the layers stacked on axis 0, for a stack.
+    pub layers: Option<Arc<[u64]>>,
+}
+
+/// In which bundles a tensor is; the raw tree has it in any case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bundled {
+    /// In bundles with layers stacked.
+    pub scanned: bool,
+    /// In bundles with one tensor per source tensor.
+    pub unscanned: bool,
+}
+
+impl Bundled {
+    /// In both kinds.
+    pub const ALWAYS: Self = Self { scanned: true, unscanned: true };
+    /// In neither: an alias of another tensor.
+    pub const NEVER: Self = Self { scanned: false, unscanned: false };
+}
+
+/// Meaning of a view's axes, for rules that shard by role.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Roles {
+    /// Leading axes that layers or experts were stacked on; the rest are those of the unstacked tensor.
+    pub stacked: usize,
+    /// Axis that tensor parallelism splits.
+    pub tp: Option<usize>,
+    /// Axis that counts experts.
+    pub experts: Option<usize>,
+    /// Number of this expert and of all experts, for a tensor of a single one.
+    pub expert: Option<(u64, u64)>,
+    /// Logical names of the axes, where the layout gives them.
+    pub logical: Vec<String>,
+}

@@ -1,0 +1,214 @@
+//! Model families, as data: short names and tensor-parallel roles of their tensors.
+//!
+//! A family is one TOML file under `families/`. Adding one needs no code beyond its line in [`FILES`].
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+/// The families' files, by name. The last is what is assumed of any repository.
+const FILES: &[(&str, &str)] = &[
+    ("llama", include_str!("families/llama.toml")),
+    ("olmo", include_str!("families/olmo.toml")),
+    ("qwen-moe", include_str!("families/qwen-moe.toml")),
+    ("mixtral", include_str!("families/mixtral.toml")),
+    ("gemma", include_str!("families/gemma.toml")),
+    ("phi3", include_str!("families/phi3.toml")),
+    ("deepseek", include_str!("families/deepseek.toml")),
+    ("gpt-oss", include_str!("families/gpt-oss.toml")),
+    ("bert", include_str!("families/bert.toml")),
+    ("generic", include_str!("families/generic.toml")),
+];
+
+/// What a family says of one tensor.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Role {
+    /// Short name of the weight; `*` stands for the expert's number.
+    pub short: Option<String>,
+    /// Short name of the bias.
+    pub bias: Option<String>,
+    /// Axis of the tensor that tensor parallelism splits: 0 for column-parallel (rows of `[out, in]`), 1 for
+    /// row-parallel. None: replicated.
+    pub tp: Option<usize>,
+    /// Axis of the tensor that counts experts, where they are fused.
+    pub experts: Option<usize>,
+    /// Names of the parts along `split_axis`, with their shares: a number or a member of `config.json`.
+    #[serde(default)]
+    pub split: Vec<(String, String)>,
+    /// Axis along which the parts lie.
+    #[serde(default)]
+    pub split_axis: usize,
+}
+
+/// Words that show the structure in a name.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Words {
+    /// Words before a layer's number.
+    pub layers: Vec<String>,
+    /// Pairs of words before a layer's number that belong together.
+    pub joined: Vec<String>,
+    /// Words before an expert's number.
+    pub experts: Vec<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FamilyFile {
+    name: String,
+    extends: Option<String>,
+    model_types: Vec<String>,
+    prefixes: Option<Vec<String>>,
+    #[serde(default)]
+    dropped_prefixes: Vec<String>,
+    tied_default: Option<bool>,
+    #[serde(default)]
+    top: BTreeMap<String, Role>,
+    #[serde(default)]
+    layer: BTreeMap<String, Role>,
+    #[serde(default)]
+    layer_if: BTreeMap<String, BTreeMap<String, Role>>,
+    #[serde(default)]
+    words: Words,
+    #[serde(default)]
+    roles: BTreeMap<String, usize>,
+}
+
+/// A model family.
+#[derive(Clone, Debug)]
+pub struct Family {
+    /// Its name.
+    pub name: String,
+    /// What may stand before the text model's names; other prefixes keep their words.
+    pub prefixes: Vec<String>,
+    /// Prefixes that are left out of names, besides `model.`.
+    pub dropped_prefixes: Vec<String>,
+    /// Whether the output head is the embedding where `config.json` does not say.
+    pub tied_default: bool,
+    top: BTreeMap<String, Role>,
+    layer: BTreeMap<String, Role>,
+    layer_if: BTreeMap<String, BTreeMap<String, Role>>,
+}
+
+/// Why the family files are unusable: only ever an error in this program.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("family {family}: {reason}")]
+pub struct FamilyError {
+    /// The file's name.
+    pub family: String,
+    /// What is wrong.
+    pub reason: String,
+}
+
+fn parse(name: &str) -> Result<FamilyFile, FamilyError> {
+    let error = |reason: String| FamilyError { family: name.to_owned(), reason };
+    let (_, text) = FILES.iter().find(|(file, _)| *file == name).ok_or_else(|| error("no such family".to_owned()))?;
+    toml::from_str(text).map_err(|e| error(e.to_string()))
+}
+
+fn load(name: &str) -> Result<Family, FamilyError> {
+    let file = parse(name)?;
+    let mut family = match &file.extends {
+        Some(base) => load(base)?,
+        None => Family {
+            name: String::new(),
+            prefixes: Vec::new(),
+            dropped_prefixes: Vec::new(),
+            tied_default: false,
+            top: BTreeMap::new(),
+            layer: BTreeMap::new(),
+            layer_if: BTreeMap::new(),
+        },
+    };
+    family.name = file.name;
+    family.prefixes = file.prefixes.unwrap_or(family.prefixes);
+    family.dropped_prefixes.extend(file.dropped_prefixes);
+    family.tied_default = file.tied_default.unwrap_or(family.tied_default);
+    family.top.extend(file.top);
+    family.layer.extend(file.layer);
+    family.layer_if.extend(file.layer_if);
+    Ok(family)
+}
+
+impl Family {
+    /// The family of a `model_type` of `config.json`, if it is known.
+    ///
+    /// # Errors
+    /// [`FamilyError`] if an embedded file is malformed.
+    pub fn of_model_type(model_type: &str) -> Result<Option<Self>, FamilyError> {
+        for (name, _) in FILES {
+            if parse(name)?.model_types.iter().any(|known| known == model_type) {
+                return load(name).map(Some);
+            }
+        }
+        Ok(None)
+    }
+
+    /// Names of all families.
+    pub fn names() -> impl Iterator<Item = &'static str> {
+        FILES.iter().map(|(name, _)| *name).filter(|name| *name != "generic")
+    }
+
+    /// What the family says of a tensor outside the layers, by its name without prefix and final word.
+    pub fn top(&self, stem: &str) -> Option<&Role> {
+        self.top.get(stem)
+    }
+
+    /// What the family says of a layer's tensor, by its name in the layer without the final word; `*` stands for an
+    /// expert's number. `has` tells whether the layers have tensors of another stem.
+    pub fn layer(&self, stem: &str, has: &dyn Fn(&str) -> bool) -> Option<&Role> {
+        let special = self.layer_if.iter().filter(|(condition, _)| has(condition));
+        special.filter_map(|(_, roles)| roles.get(stem)).next().or_else(|| self.layer.get(stem))
+    }
+}
+
+/// What is assumed of any repository: the words that show layers and experts, and the usual tensor-parallel roles.
+#[derive(Clone, Debug)]
+pub struct Generic {
+    /// The words.
+    pub words: Words,
+    roles: BTreeMap<String, usize>,
+}
+
+impl Generic {
+    /// Loads it.
+    ///
+    /// # Errors
+    /// [`FamilyError`] if the embedded file is malformed.
+    pub fn load() -> Result<Self, FamilyError> {
+        let file = parse("generic")?;
+        Ok(Self { words: file.words, roles: file.roles })
+    }
+
+    /// Axis that tensor parallelism splits, by the last word of a stem.
+    pub fn tp(&self, stem: &str) -> Option<usize> {
+        self.roles.get(stem.rsplit('.').next().unwrap_or(stem)).copied()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_family_file_loads_and_no_model_type_is_claimed_twice() {
+        let mut seen: Vec<String> = Vec::new();
+        for (name, _) in FILES {
+            load(name).unwrap();
+            for model_type in parse(name).unwrap().model_types {
+                assert!(!seen.contains(&model_type), "{model_type} is claimed twice");
+                seen.push(model_type);
+            }
+        }
+        Generic::load().unwrap();
+    }
+
+    #[test]
+    fn gemma_renames_the_norm_after_attention_only_where_another_stands_before_the_mlp() {
+        let family = Family::of_model_type("gemma2").unwrap().unwrap();
+        let short = |has: bool| family.layer("post_attention_layernorm", &|_| has).unwrap().short.clone().unwrap();
+        assert_eq!(short(true), "post_attn_norm");
+        assert_eq!(short(false), "mlp_norm");
+    }
+}

@@ -1,0 +1,143 @@
+//! The device mesh: named axes with sizes.
+//!
+//! Device `d` is the row-major number of its coordinates over the axes in the order given, the last axis fastest.
+
+use std::fmt;
+
+/// Most devices a mesh may have.
+pub const DEVICES_MAX: u64 = 1 << 20;
+
+/// One named axis of a mesh.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MeshAxis {
+    /// Name, such as `fsdp`.
+    pub name: String,
+    /// Number of positions along it; at least 1.
+    pub size: u64,
+}
+
+/// Named axes with sizes; without axes, a single device.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct Mesh {
+    axes: Vec<MeshAxis>,
+}
+
+/// Why a text is no mesh.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum MeshError {
+    /// An axis is not written `name=size`.
+    #[error("mesh: expected name=size, found {0:?}")]
+    Syntax(String),
+    /// A size is not a positive number.
+    #[error("mesh axis {axis:?}: expected a size of at least 1, found {found:?}")]
+    Size {
+        /// The axis.
+        axis: String,
+        /// What stands for its size.
+        found: String,
+    },
+    /// An axis is named twice.
+    #[error("mesh axis {0:?} is named twice")]
+    Repeated(String),
+    /// Too many devices.
+    #[error("mesh {0:?} has more than {DEVICES_MAX} devices")]
+    TooLarge(String),
+}
+
+impl Mesh {
+    /// Reads `fsdp=4,tensor=2`. An empty text is the mesh of one device.
+    ///
+    /// # Errors
+    /// [`MeshError`].
+    pub fn parse(text: &str) -> Result<Self, MeshError> {
+        let mut axes: Vec<MeshAxis> = Vec::new();
+        let mut devices = 1u64;
+        for part in text.split([',', ':']).map(str::trim).filter(|part| !part.is_empty()) {
+            let (name, size) = part.split_once('=').ok_or_else(|| MeshError::Syntax(part.to_owned()))?;
+            let name = name.trim();
+            let valid = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
+            if name.is_empty() || !name.chars().all(valid) {
+                return Err(MeshError::Syntax(part.to_owned()));
+            }
+            let size = size.trim().parse().ok().filter(|size| *size > 0);
+            let size: u64 =
+                size.ok_or_else(|| MeshError::Size { axis: name.to_owned(), found: part[name.len()..].to_owned() })?;
+            if axes.iter().any(|axis| axis.name == name) {
+                return Err(MeshError::Repeated(name.to_owned()));
+            }
+            devices = devices
+                .checked_mul(size)
+                .filter(|devices| *devices <= DEVICES_MAX)
+                .ok_or_else(|| MeshError::TooLarge(text.to_owned()))?;
+            axes.push(MeshAxis { name: name.to_owned(), size });
+        }
+        Ok(Self { axes })
+    }
+
+    /// The axes, outermost first.
+    pub fn axes(&self) -> &[MeshAxis] {
+        &self.axes
+    }
+
+    /// Number of devices: the product of the sizes.
+    pub fn devices(&self) -> u64 {
+        self.axes.iter().map(|axis| axis.size).product()
+    }
+
+    /// Position of an axis in the list.
+    pub fn find(&self, name: &str) -> Option<usize> {
+        self.axes.iter().position(|axis| axis.name == name)
+    }
+
+    /// Coordinates of device `device`, one per axis.
+    pub fn coordinates(&self, device: u64) -> Vec<u64> {
+        let mut rest = device;
+        let mut coordinates = vec![0; self.axes.len()];
+        for (coordinate, axis) in coordinates.iter_mut().zip(&self.axes).rev() {
+            *coordinate = rest % axis.size;
+            rest /= axis.size;
+        }
+        coordinates
+    }
+
+    /// Directory names that lead to device `device`: `fsdp=3`, `tensor=1`.
+    pub fn path(&self, device: u64) -> Vec<String> {
+        let coordinates = self.coordinates(device);
+        self.axes.iter().zip(coordinates).map(|(axis, at)| format!("{}={at}", axis.name)).collect()
+    }
+}
+
+impl fmt::Display for Mesh {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, axis) in self.axes.iter().enumerate() {
+            let comma = if index == 0 { "" } else { "," };
+            write!(f, "{comma}{}={}", axis.name, axis.size)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_count_row_major_with_the_last_axis_fastest() {
+        let mesh = Mesh::parse("fsdp=4, tensor=2").unwrap();
+        assert_eq!(mesh.devices(), 8);
+        assert_eq!(mesh.coordinates(3), [1, 1]);
+        assert_eq!(mesh.path(6), ["fsdp=3", "tensor=0"]);
+        assert_eq!(mesh.to_string(), "fsdp=4,tensor=2");
+        assert_eq!(Mesh::parse("").unwrap().devices(), 1);
+    }
+
+    #[test]
+    fn malformed_meshes_are_refused() {
+        assert_eq!(Mesh::parse("fsdp"), Err(MeshError::Syntax("fsdp".into())));
+        assert!(matches!(Mesh::parse("fsdp=0"), Err(MeshError::Size { .. })));
+        assert!(matches!(Mesh::parse("fsdp=x"), Err(MeshError::Size { .. })));
+        assert_eq!(Mesh::parse("a=2,a=3"), Err(MeshError::Repeated("a".into())));
+        assert!(matches!(Mesh::parse("a=1048576,b=2"), Err(MeshError::TooLarge(_))));
+        assert!(matches!(Mesh::parse("../x=2"), Err(MeshError::Syntax(_))));
+    }
+}

@@ -1,0 +1,116 @@
+//! Reading structure from a tensor's name: prefix, layer, expert, and what remains.
+
+use super::family::Words;
+
+/// A name taken apart: `prefix . word . layer . rest`, the rest possibly with an expert's number.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Parsed {
+    /// What stands before the layer word, with its final dot; for a name without layer, empty.
+    pub prefix: String,
+    /// Number of the layer.
+    pub layer: Option<u64>,
+    /// The rest, with `*` for the expert's number.
+    pub rest: String,
+    /// Number of the expert.
+    pub expert: Option<u64>,
+}
+
+fn number(word: &str) -> Option<u64> {
+    // Leading zeros would make two names one.
+    let canonical =
+        !word.is_empty() && word.bytes().all(|b| b.is_ascii_digit()) && (word == "0" || !word.starts_with('0'));
+    canonical.then(|| word.parse().ok()).flatten()
+}
+
+/// Takes a name apart. The first layer word followed by a number counts; an expert is looked for after it.
+pub fn parse(name: &str, words: &Words) -> Parsed {
+    let parts: Vec<&str> = name.split('.').collect();
+    let is_layer = |at: usize| {
+        at + 2 < parts.len() && number(parts[at + 1]).is_some() && words.layers.iter().any(|word| word == parts[at])
+    };
+    let found = (0..parts.len()).find(|at| is_layer(*at));
+    let (prefix_end, layer, mut rest) = match found {
+        Some(at) => {
+            let joined = at > 0 && words.joined.iter().any(|pair| *pair == format!("{}.{}", parts[at - 1], parts[at]));
+            (if joined { at - 1 } else { at }, number(parts[at + 1]), parts[at + 2..].to_vec())
+        }
+        None => (0, None, parts.clone()),
+    };
+    let prefix = parts[..prefix_end].iter().fold(String::new(), |prefix, part| prefix + part + ".");
+    let mut expert = None;
+    if layer.is_some() {
+        let at = (1..rest.len().saturating_sub(1))
+            .find(|at| number(rest[*at]).is_some() && words.experts.iter().any(|word| word == rest[at - 1]));
+        if let Some(at) = at {
+            expert = number(rest[at]);
+            rest[at] = "*";
+        }
+    }
+    Parsed { prefix, layer, rest: rest.join("."), expert }
+}
+
+/// Stem and final word of a name: `self_attn.q_proj` and `weight`. The final word is empty where it is no usual one.
+pub fn split_suffix(rest: &str) -> (&str, &str) {
+    match rest.rsplit_once('.') {
+        Some((stem, last)) if last == "weight" || last == "bias" || last.starts_with("weight_") => (stem, last),
+        _ => (rest, ""),
+    }
+}
+
+/// One path component for a word of a name: a name may hold characters that a file name cannot.
+pub fn component(word: &str) -> String {
+    match word {
+        "" => "%".to_owned(),
+        "." => "%2E".to_owned(),
+        ".." => "%2E%2E".to_owned(),
+        _ => word.replace('%', "%25").replace('/', "%2F").replace('\0', "%00"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::family::Generic;
+
+    #[test]
+    fn layers_and_experts_are_found() {
+        let words = Generic::load().unwrap().words;
+        let rows = [
+            ("model.layers.12.self_attn.q_proj.weight", "model.", Some(12), "self_attn.q_proj.weight", None),
+            ("transformer.h.0.attn.c_attn.weight", "transformer.", Some(0), "attn.c_attn.weight", None),
+            ("encoder.layer.3.output.dense.bias", "", Some(3), "output.dense.bias", None),
+            ("vit.encoder.layer.3.x.weight", "vit.", Some(3), "x.weight", None),
+            ("visual.blocks.7.norm1.weight", "visual.", Some(7), "norm1.weight", None),
+            (
+                "model.layers.1.mlp.experts.17.up_proj.weight",
+                "model.",
+                Some(1),
+                "mlp.experts.*.up_proj.weight",
+                Some(17),
+            ),
+            ("model.layers.1.mlp.experts.gate_up_proj", "model.", Some(1), "mlp.experts.gate_up_proj", None),
+            ("model.layers.01.x", "", None, "model.layers.01.x", None),
+            ("model.layers.1", "", None, "model.layers.1", None),
+            ("lm_head.weight", "", None, "lm_head.weight", None),
+        ];
+        for (name, prefix, layer, rest, expert) in rows {
+            let expected = Parsed { prefix: prefix.into(), layer, rest: rest.into(), expert };
+            assert_eq!(parse(name, &words), expected, "{name}");
+        }
+    }
+
+    #[test]
+    fn suffixes_are_split_off() {
+        assert_eq!(split_suffix("a.b.weight"), ("a.b", "weight"));
+        assert_eq!(split_suffix("a.weight_scale_inv"), ("a", "weight_scale_inv"));
+        assert_eq!(split_suffix("a.sinks"), ("a.sinks", ""));
+        assert_eq!(split_suffix("weight"), ("weight", ""));
+    }
+
+    #[test]
+    fn components_are_safe_file_names() {
+        assert_eq!(component("a/b"), "a%2Fb");
+        assert_eq!(component(".."), "%2E%2E");
+        assert_eq!(component("100%"), "100%25");
+    }
+}

@@ -1,0 +1,88 @@
+//! Patterns over names: `*` stands for any text, `?` for one character; between slashes, a regular expression.
+
+use std::fmt;
+
+use regex::Regex;
+
+/// A pattern that a whole name must match.
+#[derive(Clone)]
+pub struct Pattern {
+    text: String,
+    regex: Regex,
+}
+
+/// Why a text is no pattern.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("pattern {pattern:?}: {reason}")]
+pub struct PatternError {
+    /// The text.
+    pub pattern: String,
+    /// What is wrong with it.
+    pub reason: String,
+}
+
+impl Pattern {
+    /// Reads a pattern. `/…/` is a regular expression that must match somewhere in the name; anything else must match the
+    /// whole name, `*` standing for any text and `?` for one character.
+    ///
+    /// # Errors
+    /// [`PatternError`] if the regular expression is malformed.
+    pub fn parse(text: &str) -> Result<Self, PatternError> {
+        let inner = text.strip_prefix('/').and_then(|rest| rest.strip_suffix('/')).filter(|inner| !inner.is_empty());
+        let source = inner.map_or_else(
+            || {
+                let escaped = regex::escape(text).replace(r"\*", ".*").replace(r"\?", ".");
+                format!("^(?s:{escaped})$")
+            },
+            str::to_owned,
+        );
+        let regex = Regex::new(&source)
+            .map_err(|error| PatternError { pattern: text.to_owned(), reason: error.to_string() })?;
+        Ok(Self { text: text.to_owned(), regex })
+    }
+
+    /// Whether a name matches.
+    pub fn matches(&self, name: &str) -> bool {
+        self.regex.is_match(name)
+    }
+
+    /// The pattern as written.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+}
+
+impl fmt::Debug for Pattern {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.text, f)
+    }
+}
+
+impl PartialEq for Pattern {
+    fn eq(&self, other: &Self) -> bool {
+        self.text == other.text
+    }
+}
+
+impl<'de> serde::Deserialize<'de> for Pattern {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        Self::parse(&text).map_err(serde::de::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patterns_match_whole_names_unless_regular_expressions() {
+        let matches = |pattern: &str, name: &str| Pattern::parse(pattern).unwrap().matches(name);
+        assert!(matches("layers.*.wq", "layers.scanned.wq"));
+        assert!(!matches("layers.*.wq", "layers.scanned.wq.bias"));
+        assert!(!matches("layers.0.wq", "layersx0.wq"), "a dot is a dot");
+        assert!(matches("*norm?", "final_norm1"));
+        assert!(matches("/norm$/", "model.norm"));
+        assert!(Pattern::parse("/(/").is_err());
+    }
+}

@@ -1,0 +1,190 @@
+//! What can be wrong with a plan. All problems are reported together, before anything is mounted.
+
+use std::fmt;
+
+use crate::tensor::{Shape, TilingError, ViewError};
+
+/// One thing wrong with a plan.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Problem {
+    /// An expression over tensors is malformed.
+    #[error("{name}: {error}")]
+    View {
+        /// The tensor, by its name in the repository or in the mount.
+        name: String,
+        /// What is wrong.
+        #[source]
+        error: ViewError,
+    },
+    /// A view has no tiling.
+    #[error("{name}: {error}")]
+    Tiling {
+        /// The tensor.
+        name: String,
+        /// What is wrong.
+        #[source]
+        error: TilingError,
+    },
+    /// Two tensors would have one name, or one would be a directory that holds the other.
+    #[error("{first} and {second} would both be at {path}")]
+    Collision {
+        /// Path in the mount.
+        path: String,
+        /// One tensor.
+        first: String,
+        /// The other.
+        second: String,
+    },
+    /// A name is too long for a file.
+    #[error("{name}: the file name {component:?} has {} bytes, at most 255 are possible", component.len())]
+    LongName {
+        /// The tensor.
+        name: String,
+        /// The path component.
+        component: String,
+    },
+    /// The repository's quantization cannot be undone.
+    #[error(
+        "the weights are quantized as {scheme}, which cannot be converted yet; without a dtype their raw bytes and \
+         scales pass through"
+    )]
+    Quantization {
+        /// The scheme.
+        scheme: String,
+    },
+    /// A part of a fused tensor has no whole number of rows.
+    #[error("{name}: axis {axis} of {shape} does not split in shares of {shares:?}")]
+    Split {
+        /// The tensor.
+        name: String,
+        /// The axis.
+        axis: usize,
+        /// Its shape.
+        shape: Shape,
+        /// The shares.
+        shares: Vec<u64>,
+    },
+    /// A member of `config.json` is needed and not there.
+    #[error("{name}: config.json has no number {member:?}")]
+    Config {
+        /// The tensor or rule that needs it.
+        name: String,
+        /// The member.
+        member: String,
+    },
+    /// A layer lacks tensors that its neighbours have, or is not there at all.
+    #[error("layer {layer} of {family} is missing: expected layers 0..{count}")]
+    MissingLayer {
+        /// The family of layers, as in `model.layers`.
+        family: String,
+        /// The layer.
+        layer: u64,
+        /// Number of layers expected.
+        count: u64,
+    },
+    /// A tensor that the repository should have is not there.
+    #[error("missing tensor {name}{}", needed_by(for_target))]
+    MissingTensor {
+        /// Its name in the repository.
+        name: String,
+        /// What it is needed for, if one thing.
+        for_target: String,
+    },
+    /// A tensor that no rule of the layout names.
+    #[error("unexpected tensor {name}")]
+    UnexpectedTensor {
+        /// Its name in the repository.
+        name: String,
+    },
+    /// A sharding rule does not fit.
+    #[error("{name}: sharding rule {rule:?}: {reason}")]
+    ShardRule {
+        /// The tensor.
+        name: String,
+        /// The rule's pattern.
+        rule: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// An uneven split, where only even ones are wanted.
+    #[error("{name}: axis {axis} of {shape} does not split evenly in {parts} parts")]
+    Uneven {
+        /// The tensor.
+        name: String,
+        /// The axis.
+        axis: usize,
+        /// Its shape.
+        shape: Shape,
+        /// Number of parts.
+        parts: u64,
+    },
+    /// A rule matches nothing.
+    #[error("{rule}: the pattern {pattern:?} matches no tensor")]
+    UnusedPattern {
+        /// The kind of rule.
+        rule: &'static str,
+        /// The pattern.
+        pattern: String,
+    },
+    /// A device that the mesh does not have.
+    #[error("device {device}: the mesh has devices 0..{devices}")]
+    Device {
+        /// The device.
+        device: u64,
+        /// Number of devices.
+        devices: u64,
+    },
+    /// A layout or option file is malformed.
+    #[error("{file}: {reason}")]
+    File {
+        /// The file.
+        file: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The repository cannot be shown as `hf/` in this way.
+    #[error("hf/{path}: {reason}")]
+    Hf {
+        /// The file.
+        path: String,
+        /// What is wrong.
+        reason: String,
+    },
+}
+
+fn needed_by(target: &str) -> String {
+    if target.is_empty() { String::new() } else { format!(", needed for {target}") }
+}
+
+/// Everything wrong with a plan.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlanError {
+    /// The problems, at least one.
+    pub problems: Vec<Problem>,
+}
+
+impl std::error::Error for PlanError {}
+
+impl From<Problem> for PlanError {
+    fn from(problem: Problem) -> Self {
+        Self { problems: vec![problem] }
+    }
+}
+
+impl fmt::Display for PlanError {
+    /// The only problem, or a count and one problem a line.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const SHOWN: usize = 100;
+        if let [only] = self.problems.as_slice() {
+            return only.fmt(f);
+        }
+        write!(f, "{} problems:", self.problems.len())?;
+        for problem in self.problems.iter().take(SHOWN) {
+            write!(f, "\n  {problem}")?;
+        }
+        if self.problems.len() > SHOWN {
+            write!(f, "\n  … and {} more", self.problems.len() - SHOWN)?;
+        }
+        Ok(())
+    }
+}

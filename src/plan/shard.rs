@@ -1,0 +1,103 @@
+//! Sharding rules: from the meaning of axes, or from the user's rules, to specs.
+
+use super::{
+    draft::{Draft, Roles},
+    mesh::Mesh,
+    pattern::Pattern,
+    problem::Problem,
+    spec::Spec,
+};
+
+/// How specs are chosen where no rule of the user's matches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Sharding {
+    /// By the name of the mesh axis and the role of the tensor's axes.
+    #[default]
+    Auto,
+    /// Nothing is split: every device holds everything.
+    Replicate,
+}
+
+/// The spec of the tensors that match a pattern.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ShardRule {
+    /// Matched against the name in the mount.
+    pub pattern: Pattern,
+    /// Per tensor axis, names of the mesh axes that split it, the first outermost. Missing axes are not split. A name
+    /// that the mesh does not have is passed over, so that one set of rules serves several meshes.
+    pub spec: Vec<Vec<String>>,
+}
+
+/// What a mesh axis does under [`Sharding::Auto`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AxisUse {
+    /// Splits the expert axis.
+    Expert,
+    /// Splits by column or row, by the tensor's role.
+    Tensor,
+    /// Splits axis 0 of the unstacked tensor, inside the others.
+    FullyShard,
+    /// Splits nothing.
+    Replicate,
+    /// Splits nothing, because its name says nothing.
+    Unknown,
+}
+
+/// What a mesh axis of this name does under [`Sharding::Auto`].
+pub fn axis_use(name: &str) -> AxisUse {
+    match name {
+        "expert" | "ep" => AxisUse::Expert,
+        "tensor" | "tp" => AxisUse::Tensor,
+        "fsdp" | "dp_shard" => AxisUse::FullyShard,
+        "data" | "replica" | "dp_replicate" | "dp" => AxisUse::Replicate,
+        _ => AxisUse::Unknown,
+    }
+}
+
+fn auto(roles: &Roles, rank: usize, mesh: &Mesh) -> Spec {
+    let mut spec = Spec::replicated();
+    for wanted in [AxisUse::Expert, AxisUse::Tensor, AxisUse::FullyShard] {
+        let axis = match wanted {
+            AxisUse::Expert => roles.experts,
+            AxisUse::Tensor => roles.tp,
+            AxisUse::FullyShard => Some(roles.stacked),
+            AxisUse::Replicate | AxisUse::Unknown => None,
+        };
+        let Some(axis) = axis.filter(|axis| *axis < rank) else { continue };
+        for (index, mesh_axis) in mesh.axes().iter().enumerate() {
+            if axis_use(&mesh_axis.name) == wanted {
+                spec.split(axis, index);
+            }
+        }
+    }
+    spec
+}
+
+/// The spec of a draft.
+///
+/// # Errors
+/// [`Problem::ShardRule`] if the rule that matches has more axes than the tensor or uses a mesh axis twice.
+pub(super) fn spec(draft: &Draft, mesh: &Mesh, sharding: Sharding, rules: &[ShardRule]) -> Result<Spec, Problem> {
+    let rank = draft.view.shape().rank();
+    let Some(rule) = rules.iter().find(|rule| rule.pattern.matches(&draft.name)) else {
+        return Ok(match sharding {
+            Sharding::Auto => auto(&draft.roles, rank, mesh),
+            Sharding::Replicate => Spec::replicated(),
+        });
+    };
+    let problem =
+        |reason: String| Problem::ShardRule { name: draft.name.clone(), rule: rule.pattern.text().to_owned(), reason };
+    if rule.spec.len() > rank {
+        return Err(problem(format!("{} axes for a tensor of shape {}", rule.spec.len(), draft.view.shape())));
+    }
+    let mut spec = Spec::replicated();
+    for (axis, names) in rule.spec.iter().enumerate() {
+        for index in names.iter().filter_map(|name| mesh.find(name)) {
+            if spec.uses(index) {
+                return Err(problem(format!("mesh axis {:?} is used twice", mesh.axes()[index].name)));
+            }
+            spec.split(axis, index);
+        }
+    }
+    Ok(spec)
+}

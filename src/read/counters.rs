@@ -1,0 +1,66 @@
+//! Counters of the read path.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The ways in which bytes are served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Path {
+    /// A source file as it is. Where the kernel reads it by itself, its bytes are not counted.
+    Identical,
+    /// Runs of source bytes, unconverted.
+    Runs,
+    /// Transformed data, by tiles.
+    Tiles,
+    /// Bytes that ckfs makes: headers, metadata.
+    Made,
+}
+
+/// Counts since mount.
+#[derive(Debug, Default)]
+pub struct Counters {
+    served: [AtomicU64; 4],
+    fetched: [AtomicU64; 4],
+    /// Requests answered by lending mapped source bytes, without a copy.
+    pub lent: AtomicU64,
+    /// Tiles found in the cache.
+    pub tile_hits: AtomicU64,
+    /// Tiles computed on demand.
+    pub tile_misses: AtomicU64,
+    /// Requests that waited for a tile that another thread was computing.
+    pub tile_waits: AtomicU64,
+    /// Tiles dropped to stay within the cache's limit.
+    pub tile_evictions: AtomicU64,
+    /// Bytes of tiles held now.
+    pub tile_bytes: AtomicU64,
+    /// Tiles computed ahead of a sequential reader.
+    pub prefetched: AtomicU64,
+    /// Of these, tiles that were then asked for.
+    pub prefetch_hits: AtomicU64,
+    /// Reads that failed.
+    pub failed_reads: AtomicU64,
+}
+
+/// Adds to a counter.
+pub(crate) fn add(counter: &AtomicU64, amount: u64) {
+    counter.fetch_add(amount, Ordering::Relaxed);
+}
+
+impl Counters {
+    pub(super) fn serve(&self, path: Path, bytes: u64) {
+        add(&self.served[path as usize], bytes);
+    }
+
+    pub(super) fn fetch(&self, path: Path, bytes: u64) {
+        add(&self.fetched[path as usize], bytes);
+    }
+
+    /// Bytes handed to readers.
+    pub fn served_bytes(&self, path: Path) -> u64 {
+        self.served[path as usize].load(Ordering::Relaxed)
+    }
+
+    /// Bytes taken from source files, counting each element read once per time it was needed.
+    pub fn fetched_bytes(&self, path: Path) -> u64 {
+        self.fetched[path as usize].load(Ordering::Relaxed)
+    }
+}

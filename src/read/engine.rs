@@ -1,0 +1,606 @@
+//! The byte-range engine.
+
+use std::{
+    fmt,
+    sync::{
+        Arc, Mutex, OnceLock, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+};
+
+use smallvec::SmallVec;
+
+use super::{
+    ReadError,
+    buffer::BufferPool,
+    counters::{Counters, Path, add},
+    stream::Streams,
+    tile::{Tile, TileCache, TileKey},
+    worker::Workers,
+};
+use crate::{
+    checkpoint::{Checkpoint, TensorInfo},
+    image::{FileImage, Segment},
+    source::{ByteSpan, FileId, Source},
+    tensor::{BlockScale, Decode, Gather, Origin, Piece, Tiling, fill, gather, gather::Loop},
+};
+
+/// Smallest tile. Conversions of less than a megabyte at a time leave caches and vectors cold.
+const TILE_BYTES_MIN: u64 = 1 << 20;
+/// Largest tile, where the cache allows it.
+const TILE_BYTES_MAX: u64 = 32 << 20;
+/// Source elements that a tile takes, where it can, from each row that it transposes: 64 bytes of 2-byte elements are a
+/// cache line.
+const TRANSPOSED_ELEMENTS_MIN: u64 = 32;
+/// Runs shorter than this are gathered in tiles rather than anew at each request.
+const RUN_BYTES_MIN: u64 = 4096;
+/// How far ahead of a sequential reader source pages are asked for.
+const RUNS_AHEAD_BYTES: u64 = 8 << 20;
+/// Source bytes that one piece may span where they must be read into memory first.
+const WINDOW_BYTES_MAX: u64 = 16 << 20;
+
+/// Limits of the engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EngineOptions {
+    /// Bytes of transformed data kept.
+    pub tile_cache_bytes: usize,
+    /// Threads that compute ahead of sequential readers.
+    pub workers: usize,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self { tile_cache_bytes: 256 << 20, workers: 2 }
+    }
+}
+
+/// A virtual file made ready for reading: its image, and the tilings of its views once they are needed.
+#[derive(Debug)]
+pub struct OpenFile {
+    key: u64,
+    name: String,
+    image: FileImage,
+    tilings: Vec<OnceLock<Result<Arc<Prepared>, ReadError>>>,
+    streams: Mutex<Streams>,
+    failed: AtomicBool,
+}
+
+/// A lowered view and how it is served.
+#[derive(Debug)]
+struct Prepared {
+    tiling: Tiling,
+    /// Units of one tile; `None` where runs of source bytes are served as they are.
+    tile_units: Option<u64>,
+}
+
+impl OpenFile {
+    /// A file with a name for messages.
+    pub fn new(name: String, image: FileImage) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let tilings = image.segments().iter().map(|_| OnceLock::new()).collect();
+        let key = NEXT.fetch_add(1, Ordering::Relaxed);
+        Self { key, name, image, tilings, streams: Mutex::default(), failed: AtomicBool::new(false) }
+    }
+
+    /// Length in bytes.
+    pub fn len_bytes(&self) -> u64 {
+        self.image.len_bytes()
+    }
+
+    /// The layout of the file.
+    pub fn image(&self) -> &FileImage {
+        &self.image
+    }
+}
+
+/// Source files touched while bytes were made.
+type Touched = SmallVec<[FileId; 2]>;
+
+fn touch(touched: &mut Touched, file: FileId) {
+    if !touched.contains(&file) {
+        touched.push(file);
+    }
+}
+
+/// Reads spans of virtual files. Shared by all threads.
+pub struct Engine {
+    checkpoint: Arc<Checkpoint>,
+    cache: TileCache,
+    buffers: BufferPool,
+    workers: Workers,
+    counters: Counters,
+    options: EngineOptions,
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Engine").field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+impl Engine {
+    /// An engine over a checkpoint.
+    pub fn new(checkpoint: Arc<Checkpoint>, options: EngineOptions) -> Self {
+        Self {
+            checkpoint,
+            cache: TileCache::new(options.tile_cache_bytes),
+            buffers: BufferPool::default(),
+            workers: Workers::new(options.workers),
+            counters: Counters::default(),
+            options,
+        }
+    }
+
+    /// What was counted.
+    pub fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// The checkpoint.
+    pub fn checkpoint(&self) -> &Arc<Checkpoint> {
+        &self.checkpoint
+    }
+
+    fn source(&self) -> &dyn Source {
+        self.checkpoint.source().as_ref()
+    }
+
+    /// Checks that the sources of a file are what they were, so that opening a file whose source has changed fails.
+    ///
+    /// # Errors
+    /// [`ReadError::Changed`].
+    pub fn check(&self, file: &OpenFile) -> Result<(), ReadError> {
+        let mut touched: std::collections::BTreeSet<FileId> = std::collections::BTreeSet::new();
+        for segment in file.image.segments() {
+            if let Segment::View(view) = segment {
+                view.for_each_source(&mut |tensor| {
+                    touched.insert(self.checkpoint.tensor(tensor.id).file);
+                });
+            }
+        }
+        touched.into_iter().try_for_each(|id| self.check_original(id))
+    }
+
+    /// Checks that a source file is what it was.
+    ///
+    /// # Errors
+    /// [`ReadError::Changed`].
+    pub fn check_original(&self, file: FileId) -> Result<(), ReadError> {
+        self.source().check_path(file).map_err(|error| ReadError::Changed { error })
+    }
+
+    /// Reads a source file as it is, up to its pinned end.
+    ///
+    /// # Errors
+    /// [`ReadError`] if it has changed or cannot be read.
+    pub fn read_original(
+        &self,
+        file: FileId,
+        start: u64,
+        len: usize,
+        reply: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), ReadError> {
+        let source = self.source();
+        let end = start.saturating_add(len as u64).min(source.len_bytes(file));
+        let start = start.min(end);
+        self.lend_or_read(file, start, end, Path::Identical, reply)
+    }
+
+    fn lend_or_read(
+        &self,
+        file: FileId,
+        start: u64,
+        end: u64,
+        path: Path,
+        reply: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), ReadError> {
+        let source = self.source();
+        let changed = |error| ReadError::Changed { error };
+        let len = end - start;
+        source.check(file).map_err(changed)?;
+        let lent = ByteSpan::new(start, end).filter(|_| len > 0).and_then(|span| source.lend(file, span));
+        if let Some(bytes) = lent {
+            add(&self.counters.lent, 1);
+            reply(bytes);
+        } else {
+            let mut buffer = self.buffers.take(usize::try_from(len).unwrap_or(0));
+            source.read_into(file, start, &mut buffer).map_err(changed)?;
+            source.check(file).map_err(changed)?;
+            reply(&buffer);
+        }
+        self.counters.fetch(path, len);
+        self.counters.serve(path, len);
+        Ok(())
+    }
+
+    /// Reads `len` bytes at `start`, fewer only at the end of the file, and hands them to `reply`: exactly once if the
+    /// result is `Ok`, never otherwise.
+    ///
+    /// # Errors
+    /// [`ReadError`]; the first of a file is logged.
+    pub fn read(
+        self: &Arc<Self>,
+        file: &Arc<OpenFile>,
+        start: u64,
+        len: usize,
+        reply: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), ReadError> {
+        let end = start.saturating_add(len as u64).min(file.len_bytes());
+        let start = start.min(end);
+        let result = self.read_span(file, start, end, reply);
+        match &result {
+            Ok(()) => self.look_ahead(file, start, end),
+            Err(error) => {
+                add(&self.counters.failed_reads, 1);
+                if !file.failed.swap(true, Ordering::Relaxed) {
+                    tracing::error!(file = file.name, start, end, "read failed: {error}");
+                }
+            }
+        }
+        result
+    }
+
+    fn read_span(&self, file: &OpenFile, start: u64, end: u64, reply: &mut dyn FnMut(&[u8])) -> Result<(), ReadError> {
+        let mut spans = file.image.spans(start, end);
+        let Some((segment, low, high)) = spans.next() else {
+            reply(&[]);
+            return Ok(());
+        };
+        if spans.next().is_none() {
+            return self.read_within(file, segment, low, high, reply);
+        }
+        let mut buffer = self.buffers.take(usize::try_from(end - start).unwrap_or(0));
+        let mut at = 0;
+        for (segment, low, high) in file.image.spans(start, end) {
+            let mut part = |bytes: &[u8]| {
+                buffer[at..at + bytes.len()].copy_from_slice(bytes);
+                at += bytes.len();
+            };
+            // What is lent may only be handed to the kernel, so parts are copied by guarded ways.
+            self.copy_within(file, segment, low, high, &mut part)?;
+        }
+        reply(&buffer);
+        Ok(())
+    }
+
+    /// Reads a span of one segment, lending source bytes where possible.
+    fn read_within(
+        &self,
+        file: &OpenFile,
+        segment: usize,
+        low: u64,
+        high: u64,
+        reply: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), ReadError> {
+        if let Segment::View(_) = &file.image.segments()[segment] {
+            let prepared = self.prepare(file, segment)?;
+            if prepared.tile_units.is_none()
+                && let Some((source, start, end)) = self.single_run(&prepared.tiling, low, high)
+            {
+                return self.lend_or_read(source, start, end, Path::Runs, reply);
+            }
+        }
+        self.copy_within(file, segment, low, high, reply)
+    }
+
+    /// Reads a span of one segment into memory of our own.
+    fn copy_within(
+        &self,
+        file: &OpenFile,
+        segment: usize,
+        low: u64,
+        high: u64,
+        reply: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), ReadError> {
+        if let Segment::Bytes(bytes) = &file.image.segments()[segment] {
+            let (from, to) = (usize::try_from(low).unwrap_or(0), usize::try_from(high).unwrap_or(0));
+            self.counters.serve(Path::Made, high - low);
+            reply(&bytes[from..to]);
+            return Ok(());
+        }
+        let prepared = self.prepare(file, segment)?;
+        match prepared.tile_units {
+            Some(tile_units) => self.read_tiles(file, segment, &prepared, tile_units, low, high, reply),
+            None => self.read_runs(&prepared.tiling, low, high, reply),
+        }
+    }
+
+    fn prepare(&self, file: &OpenFile, segment: usize) -> Result<Arc<Prepared>, ReadError> {
+        let prepared = file.tilings[segment].get_or_init(|| {
+            let Segment::View(view) = &file.image.segments()[segment] else { return Err(ReadError::Panicked) };
+            let tiling = view.lower().map_err(|error| ReadError::Tiling { error })?;
+            let tile_units = (!tiling.is_run_copy(RUN_BYTES_MIN)).then(|| self.tile_units(&tiling));
+            Ok(Arc::new(Prepared { tiling, tile_units }))
+        });
+        prepared.clone()
+    }
+
+    /// Units of one tile: a megabyte or more, and where the tiling transposes, enough that each source row gives a cache
+    /// line, as far as the cache allows.
+    fn tile_units(&self, tiling: &Tiling) -> u64 {
+        let unit = tiling.unit_bytes();
+        let bytes_max = TILE_BYTES_MAX.min(self.options.tile_cache_bytes as u64 / 8).max(TILE_BYTES_MIN);
+        let Some(stride) = tiling.transposed_stride_units() else { return (TILE_BYTES_MIN / unit).max(1) };
+        let row_bytes = stride * unit;
+        let mut rows = TRANSPOSED_ELEMENTS_MIN.max(TILE_BYTES_MIN / row_bytes.max(1));
+        while rows > 1 && rows * row_bytes > bytes_max {
+            rows /= 2;
+        }
+        if rows * row_bytes > bytes_max { (bytes_max / unit).max(1) } else { rows * stride }
+    }
+
+    /// The source file and span of a target span, if it is one unconverted run.
+    fn single_run(&self, tiling: &Tiling, low: u64, high: u64) -> Option<(FileId, u64, u64)> {
+        let unit = tiling.unit_bytes();
+        let (first, last) = (low / unit, high.div_ceil(unit));
+        let mut cuts: SmallVec<[Piece; 2]> = SmallVec::new();
+        tiling.cut(first, last, &mut |piece| {
+            if cuts.len() < 2 {
+                cuts.push(piece);
+            }
+        });
+        let [piece] = cuts.as_slice() else { return None };
+        let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return None };
+        let copied = tiling.decoders()[decoder as usize].decode == Decode::Copy;
+        if !copied || piece.contiguous_units() != last - first {
+            return None;
+        }
+        let info = self.checkpoint.tensor(tensor);
+        let start = info.span.start() + offset * unit + (low - first * unit);
+        Some((info.file, start, start + (high - low)))
+    }
+
+    fn read_runs(&self, tiling: &Tiling, low: u64, high: u64, reply: &mut dyn FnMut(&[u8])) -> Result<(), ReadError> {
+        let unit = tiling.unit_bytes();
+        let (first, last) = (low / unit, high.div_ceil(unit));
+        let mut buffer = self.buffers.take(usize::try_from((last - first) * unit).unwrap_or(0));
+        let mut touched = Touched::new();
+        self.fill_span(tiling, first, last, &mut buffer, &mut touched, Path::Runs)?;
+        self.check_touched(&touched)?;
+        let skip = usize::try_from(low - first * unit).unwrap_or(0);
+        let len = usize::try_from(high - low).unwrap_or(0);
+        reply(&buffer[skip..skip + len]);
+        self.counters.serve(Path::Runs, high - low);
+        Ok(())
+    }
+
+    fn check_touched(&self, touched: &[FileId]) -> Result<(), ReadError> {
+        touched.iter().try_for_each(|file| self.source().check(*file).map_err(|error| ReadError::Changed { error }))
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "a span of a segment of a file, and how it is served")]
+    fn read_tiles(
+        &self,
+        file: &OpenFile,
+        segment: usize,
+        prepared: &Prepared,
+        tile_units: u64,
+        low: u64,
+        high: u64,
+        reply: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), ReadError> {
+        let tile_bytes = tile_units * prepared.tiling.unit_bytes();
+        let (first, last) = (low / tile_bytes, (high - 1) / tile_bytes);
+        let slice = |tile: &Tile, index: u64| {
+            let start = index * tile_bytes;
+            let from = usize::try_from(low.max(start) - start).unwrap_or(0);
+            let to = usize::try_from(high.min(start + tile_bytes) - start).unwrap_or(0);
+            (from, to.min(tile.bytes.len()))
+        };
+        if first == last {
+            let tile = self.tile(file, segment, prepared, tile_units, first)?;
+            let (from, to) = slice(&tile, first);
+            reply(&tile.bytes[from..to]);
+        } else {
+            let mut buffer = self.buffers.take(usize::try_from(high - low).unwrap_or(0));
+            let mut at = 0;
+            for index in first..=last {
+                let tile = self.tile(file, segment, prepared, tile_units, index)?;
+                let (from, to) = slice(&tile, index);
+                buffer[at..at + to - from].copy_from_slice(&tile.bytes[from..to]);
+                at += to - from;
+            }
+            reply(&buffer);
+        }
+        self.counters.serve(Path::Tiles, high - low);
+        Ok(())
+    }
+
+    /// The tile, from the cache or computed; its sources are checked in either case.
+    fn tile(
+        &self,
+        file: &OpenFile,
+        segment: usize,
+        prepared: &Prepared,
+        tile_units: u64,
+        index: u64,
+    ) -> Result<Arc<Tile>, ReadError> {
+        let key = tile_key(file, segment, index);
+        let compute = || self.compute(&prepared.tiling, tile_units, index);
+        let Some(outcome) = self.cache.get(key, false, &self.counters, compute) else {
+            return Err(ReadError::Panicked);
+        };
+        let tile = outcome?;
+        self.check_touched(&tile.files).inspect_err(|_| self.cache.forget(&key))?;
+        Ok(tile)
+    }
+
+    fn compute(&self, tiling: &Tiling, tile_units: u64, index: u64) -> Result<Tile, ReadError> {
+        let first = index * tile_units;
+        let last = (first + tile_units).min(tiling.len_units());
+        let mut bytes = self.buffers.take(usize::try_from((last - first) * tiling.unit_bytes()).unwrap_or(0));
+        let mut files = Touched::new();
+        self.fill_span(tiling, first, last, &mut bytes, &mut files, Path::Tiles)?;
+        self.check_touched(&files)?;
+        Ok(Tile { bytes, files, ahead: AtomicBool::new(false) })
+    }
+
+    /// Fills `target` with units `first..last` of a tiling.
+    fn fill_span(
+        &self,
+        tiling: &Tiling,
+        first: u64,
+        last: u64,
+        target: &mut [u8],
+        touched: &mut Touched,
+        path: Path,
+    ) -> Result<(), ReadError> {
+        let unit = tiling.unit_bytes();
+        let mut result = Ok(());
+        tiling.cut(first, last, &mut |piece| {
+            if result.is_err() {
+                return;
+            }
+            match piece.origin {
+                Origin::Fill { bytes } => {
+                    fill(&bytes[..usize::try_from(unit).unwrap_or(8)], &piece.loops, piece.start - first, target);
+                }
+                Origin::Tensor { .. } => result = self.gather_piece(tiling, &piece, first, target, touched, path),
+            }
+        });
+        result
+    }
+
+    fn gather_piece(
+        &self,
+        tiling: &Tiling,
+        piece: &Piece,
+        first: u64,
+        target: &mut [u8],
+        touched: &mut Touched,
+        path: Path,
+    ) -> Result<(), ReadError> {
+        let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return Ok(()) };
+        let decoder = &tiling.decoders()[decoder as usize];
+        let info = self.checkpoint.tensor(tensor);
+        let job = Gather {
+            decode: &decoder.decode,
+            source_bytes: decoder.source_bytes,
+            target_bytes: tiling.unit_bytes(),
+            loops: &piece.loops,
+            source_offset: offset,
+            target_offset: piece.start - first,
+        };
+        touch(touched, info.file);
+        self.counters.fetch(path, piece.units() * decoder.source_bytes);
+        let scale = match &decoder.decode {
+            Decode::Program(program) => program.block_scale(),
+            Decode::Copy => None,
+        };
+        match scale {
+            None => self.gather_from(&info, &job, &[], target),
+            Some(BlockScale { tensor, .. }) => {
+                let scale = self.checkpoint.tensor(*tensor);
+                touch(touched, scale.file);
+                let mut result = Ok(());
+                self.with_bytes(&scale, scale.span, &mut |bytes| {
+                    result = self.gather_from(&info, &job, bytes, target);
+                })?;
+                result
+            }
+        }
+    }
+
+    /// Carries out a job over the source bytes it spans. Where they are not mapped and span much more than memory should
+    /// hold, the loop with the largest source steps is done turn by turn.
+    fn gather_from(
+        &self,
+        info: &TensorInfo<'_>,
+        job: &Gather<'_>,
+        scale: &[u8],
+        target: &mut [u8],
+    ) -> Result<(), ReadError> {
+        let hull: u64 = job.loops.iter().map(|l| (l.extent - 1) * l.source_stride).sum::<u64>() + 1;
+        let window = ByteSpan::of_len(job.source_offset * job.source_bytes, hull * job.source_bytes);
+        let Some(span) = window.and_then(|window| info.span.slice(window)) else { return Err(ReadError::Panicked) };
+        let mut work = |bytes: &[u8]| gather(job, bytes, job.source_offset, scale, target);
+        if let Some(result) = self.source().with_map(info.file, span, &mut work) {
+            return result.map_err(|error| ReadError::source(info, span, error));
+        }
+        // A window is worth reading whole if it is small, or mostly used and not too large.
+        let mostly_used = 4 * job.loops.iter().map(|l| l.extent).product::<u64>() * job.source_bytes;
+        let few_bytes = mostly_used.clamp(WINDOW_BYTES_MAX, 4 * WINDOW_BYTES_MAX);
+        let outer = job.loops.iter().enumerate().max_by_key(|(_, l)| l.source_stride);
+        match outer {
+            Some((at, outer)) if outer.extent > 1 && span.len() > few_bytes => {
+                let inner: SmallVec<[Loop; 4]> =
+                    job.loops.iter().enumerate().filter(|(index, _)| *index != at).map(|(_, l)| *l).collect();
+                (0..outer.extent).try_for_each(|turn| {
+                    let turn = Gather {
+                        loops: &inner,
+                        source_offset: job.source_offset + turn * outer.source_stride,
+                        target_offset: job.target_offset + turn * outer.target_stride,
+                        ..*job
+                    };
+                    self.gather_from(info, &turn, scale, target)
+                })
+            }
+            _ => self.with_bytes(info, span, &mut work),
+        }
+    }
+
+    /// Runs `work` over bytes of a tensor, mapped or read.
+    fn with_bytes(&self, info: &TensorInfo<'_>, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Result<(), ReadError> {
+        let failed = |error| ReadError::source(info, span, error);
+        if let Some(result) = self.source().with_map(info.file, span, work) {
+            return result.map_err(failed);
+        }
+        let mut buffer = self.buffers.take(usize::try_from(span.len()).unwrap_or(0));
+        self.source().read_into(info.file, span.start(), &mut buffer).map_err(failed)?;
+        work(&buffer);
+        Ok(())
+    }
+
+    /// Starts on what a sequential reader will want next.
+    fn look_ahead(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
+        if start == end {
+            return;
+        }
+        let depth = (self.options.tile_cache_bytes as u64 / 4).clamp(TILE_BYTES_MIN, RUNS_AHEAD_BYTES);
+        let noted = file.streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, depth);
+        let Some((from, to)) = noted else { return };
+        let mut budget = self.options.tile_cache_bytes as u64 / 4;
+        for (segment, low, high) in file.image.spans(from, to.min(file.len_bytes()).max(from)) {
+            let Segment::View(_) = &file.image.segments()[segment] else { continue };
+            let Ok(prepared) = self.prepare(file, segment) else { continue };
+            let Some(tile_units) = prepared.tile_units else {
+                self.advise(&prepared.tiling, low, high);
+                continue;
+            };
+            let tile_bytes = tile_units * prepared.tiling.unit_bytes();
+            for index in low / tile_bytes..high.div_ceil(tile_bytes) {
+                if tile_bytes > budget || self.cache.has(&tile_key(file, segment, index)) {
+                    continue;
+                }
+                budget -= tile_bytes;
+                let (engine, file, prepared) = (Arc::downgrade(self), Arc::clone(file), Arc::clone(&prepared));
+                self.workers.offer(move || {
+                    let Some(engine) = engine.upgrade() else { return };
+                    let compute = || engine.compute(&prepared.tiling, tile_units, index);
+                    // A failure here is not reported: the reader who needs the tile meets it again.
+                    drop(engine.cache.get(tile_key(&file, segment, index), true, &engine.counters, compute));
+                });
+            }
+        }
+    }
+
+    /// Asks for the source pages of a span of runs.
+    fn advise(&self, tiling: &Tiling, low: u64, high: u64) {
+        let unit = tiling.unit_bytes();
+        let mut asked = 0;
+        tiling.cut(low / unit, high.div_ceil(unit), &mut |piece| {
+            if let (Origin::Tensor { tensor, offset, .. }, true) = (piece.origin, asked < RUNS_AHEAD_BYTES) {
+                let info = self.checkpoint.tensor(tensor);
+                let hull = ByteSpan::of_len(offset * unit, piece.source_hull_units() * unit);
+                if let Some(span) = hull.and_then(|hull| info.span.slice(hull)) {
+                    asked += span.len();
+                    self.source().will_need(info.file, span);
+                }
+            }
+        });
+    }
+}
+
+fn tile_key(file: &OpenFile, segment: usize, index: u64) -> TileKey {
+    TileKey { file: file.key, segment: u32::try_from(segment).unwrap_or(u32::MAX), index }
+}

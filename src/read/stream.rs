@@ -1,0 +1,88 @@
+//! Recognizing sequential readers.
+//!
+//! Several processes may read one file at once, even through one descriptor, so streams belong to the file and not to the
+//! handle. The kernel's read-ahead sends requests in parallel; they arrive a little out of order, so a request near a
+//! stream's end continues it.
+
+/// Streams followed per file.
+const STREAMS: usize = 8;
+/// How far from the end of a stream a request may start and still belong to it, in bytes.
+const SLACK_BYTES: u64 = 4 << 20;
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Stream {
+    /// End of the furthest request; 0 where the slot is free.
+    end: u64,
+    /// Requests so far.
+    requests: u32,
+    /// End of what was already fetched ahead.
+    ahead: u64,
+    /// When last used, in requests to the file.
+    used: u64,
+}
+
+/// The streams of one file.
+#[derive(Debug, Default)]
+pub(super) struct Streams {
+    slots: [Stream; STREAMS],
+    clock: u64,
+}
+
+impl Streams {
+    /// Notes a request for `start..end`. If it continues a stream, the span that should now be fetched ahead to stay
+    /// `depth_bytes` before the reader, if any.
+    pub(super) fn note(&mut self, start: u64, end: u64, depth_bytes: u64) -> Option<(u64, u64)> {
+        self.clock += 1;
+        let near = |stream: &Stream| stream.end > 0 && start.abs_diff(stream.end) <= SLACK_BYTES;
+        if let Some(stream) = self.slots.iter_mut().filter(|stream| near(stream)).min_by_key(|s| start.abs_diff(s.end))
+        {
+            stream.end = stream.end.max(end);
+            stream.requests += 1;
+            stream.used = self.clock;
+            let from = stream.ahead.max(stream.end);
+            let to = stream.end + depth_bytes;
+            // Ask again only when half of what was fetched ahead is used up, so that requests stay large.
+            if stream.requests >= 2 && from < to && to - from >= depth_bytes / 2 {
+                stream.ahead = to;
+                return Some((from, to));
+            }
+            return None;
+        }
+        if let Some(slot) = self.slots.iter_mut().min_by_key(|stream| stream.used) {
+            *slot = Stream { end, requests: 1, ahead: end, used: self.clock };
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const M: u64 = 1 << 20;
+
+    #[test]
+    fn the_second_request_of_a_stream_fetches_ahead() {
+        let mut streams = Streams::default();
+        assert_eq!(streams.note(0, M, 8 * M), None);
+        assert_eq!(streams.note(M, 2 * M, 8 * M), Some((2 * M, 10 * M)));
+        assert_eq!(streams.note(2 * M, 3 * M, 8 * M), None, "enough is ahead");
+        assert_eq!(streams.note(5 * M, 6 * M, 8 * M), Some((10 * M, 14 * M)));
+    }
+
+    #[test]
+    fn interleaved_streams_are_told_apart_and_random_reads_are_none() {
+        let mut streams = Streams::default();
+        for step in 0..2 {
+            for reader in 0..4 {
+                let start = reader * 1000 * M + step * M;
+                assert_eq!(streams.note(start, start + M, 8 * M).is_some(), step == 1, "reader {reader}");
+            }
+        }
+        let mut random = Streams::default();
+        assert!(
+            (0..100)
+                .all(|i| random.note((i * 7919 % 100) * 100 * M, (i * 7919 % 100) * 100 * M + 4096, 8 * M).is_none())
+        );
+    }
+}

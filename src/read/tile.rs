@@ -1,0 +1,239 @@
+//! The tile cache: transformed bytes, computed once and kept within a limit.
+//!
+//! A tile is computed by whoever asks first; others who want it meanwhile wait for that one computation. No lock is held
+//! while computing. A tile is claimed only when its computation begins, so that one that is merely queued for prefetch is
+//! computed by the reader who needs it.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use lru::LruCache;
+use smallvec::SmallVec;
+
+use super::{
+    ReadError,
+    buffer::Buffer,
+    counters::{Counters, add},
+};
+use crate::source::FileId;
+
+/// Which tile: a file, a segment of it, and the tile's number in the segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct TileKey {
+    pub(super) file: u64,
+    pub(super) segment: u32,
+    pub(super) index: u64,
+}
+
+/// Computed bytes.
+#[derive(Debug)]
+pub(super) struct Tile {
+    pub(super) bytes: Buffer,
+    /// Source files that the bytes were made from.
+    pub(super) files: SmallVec<[FileId; 2]>,
+    /// Whether it was computed ahead and nobody has asked for it yet.
+    pub(super) ahead: AtomicBool,
+}
+
+type Outcome = Result<Arc<Tile>, ReadError>;
+
+/// A computation that others wait for.
+#[derive(Debug, Default)]
+struct Flight {
+    outcome: Mutex<Option<Outcome>>,
+    done: Condvar,
+}
+
+#[derive(Debug)]
+struct Inner {
+    tiles: LruCache<TileKey, Arc<Tile>>,
+    flights: HashMap<TileKey, Arc<Flight>>,
+    bytes: usize,
+}
+
+/// Tiles, least recently used dropped first.
+#[derive(Debug)]
+pub(super) struct TileCache {
+    inner: Mutex<Inner>,
+    bytes_max: usize,
+}
+
+/// Ends a flight even if the computation panics, so that nobody waits forever.
+struct Landing<'a> {
+    cache: &'a TileCache,
+    key: TileKey,
+    flight: Arc<Flight>,
+    outcome: Option<Outcome>,
+}
+
+impl Drop for Landing<'_> {
+    fn drop(&mut self) {
+        let outcome = self.outcome.take().unwrap_or(Err(ReadError::Panicked));
+        self.cache.lock().flights.remove(&self.key);
+        *self.flight.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
+        self.flight.done.notify_all();
+    }
+}
+
+impl TileCache {
+    /// A cache of at most `bytes_max` bytes, not counting tiles that readers still hold.
+    pub(super) fn new(bytes_max: usize) -> Self {
+        // The limit is in bytes; the map's own limit must never bind.
+        let inner = Inner { tiles: LruCache::unbounded(), flights: HashMap::new(), bytes: 0 };
+        Self { inner: Mutex::new(inner), bytes_max }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a tile is there or being computed.
+    pub(super) fn has(&self, key: &TileKey) -> bool {
+        let inner = self.lock();
+        inner.tiles.contains(key) || inner.flights.contains_key(key)
+    }
+
+    /// The tile `key`: from the cache, from a computation under way, or computed now by `compute`. `ahead` marks a
+    /// computation that nobody asked for; it then returns at once if another is under way.
+    pub(super) fn get(
+        &self,
+        key: TileKey,
+        ahead: bool,
+        counters: &Counters,
+        compute: impl FnOnce() -> Result<Tile, ReadError>,
+    ) -> Option<Outcome> {
+        let flight = {
+            let mut inner = self.lock();
+            if let Some(tile) = inner.tiles.get(&key) {
+                if !ahead {
+                    add(&counters.tile_hits, 1);
+                    if tile.ahead.swap(false, Ordering::Relaxed) {
+                        add(&counters.prefetch_hits, 1);
+                    }
+                }
+                return Some(Ok(Arc::clone(tile)));
+            }
+            if let Some(flight) = inner.flights.get(&key).map(Arc::clone) {
+                drop(inner);
+                if ahead {
+                    return None;
+                }
+                add(&counters.tile_waits, 1);
+                return Some(wait(&flight));
+            }
+            let flight = Arc::new(Flight::default());
+            inner.flights.insert(key, Arc::clone(&flight));
+            flight
+        };
+        add(if ahead { &counters.prefetched } else { &counters.tile_misses }, 1);
+        let mut landing = Landing { cache: self, key, flight, outcome: None };
+        let outcome = compute().map(Arc::new);
+        if let Ok(tile) = &outcome {
+            tile.ahead.store(ahead, Ordering::Relaxed);
+            self.keep(key, tile, counters);
+        }
+        landing.outcome = Some(outcome.clone());
+        drop(landing);
+        Some(outcome)
+    }
+
+    fn keep(&self, key: TileKey, tile: &Arc<Tile>, counters: &Counters) {
+        let len = tile.bytes.len();
+        if len > self.bytes_max {
+            return;
+        }
+        let mut dropped: Vec<Arc<Tile>> = Vec::new();
+        let mut inner = self.lock();
+        while inner.bytes + len > self.bytes_max {
+            let Some((_, old)) = inner.tiles.pop_lru() else { break };
+            inner.bytes -= old.bytes.len();
+            dropped.push(old);
+        }
+        inner.bytes += len;
+        if let Some(old) = inner.tiles.put(key, Arc::clone(tile)) {
+            inner.bytes -= old.bytes.len();
+        }
+        counters.tile_bytes.store(inner.bytes as u64, Ordering::Relaxed);
+        drop(inner);
+        add(&counters.tile_evictions, dropped.len() as u64);
+    }
+
+    /// Drops a tile whose source turned out to have changed.
+    pub(super) fn forget(&self, key: &TileKey) {
+        let mut inner = self.lock();
+        if let Some(tile) = inner.tiles.pop(key) {
+            inner.bytes -= tile.bytes.len();
+        }
+    }
+}
+
+fn wait(flight: &Flight) -> Outcome {
+    let mut outcome = flight.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+    loop {
+        if let Some(outcome) = &*outcome {
+            return outcome.clone();
+        }
+        outcome = flight.done.wait(outcome).unwrap_or_else(PoisonError::into_inner);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::buffer::BufferPool, *};
+
+    fn tile(pool: &BufferPool, len: usize) -> Tile {
+        Tile { bytes: pool.take(len), files: SmallVec::new(), ahead: AtomicBool::new(false) }
+    }
+
+    fn key(index: u64) -> TileKey {
+        TileKey { file: 1, segment: 0, index }
+    }
+
+    #[test]
+    fn the_limit_holds_and_the_least_used_goes_first() {
+        let (cache, pool, counters) = (TileCache::new(100), BufferPool::default(), Counters::default());
+        for index in [0, 1, 0, 2] {
+            cache.get(key(index), false, &counters, || Ok(tile(&pool, 40))).unwrap().unwrap();
+        }
+        assert!(cache.has(&key(0)) && !cache.has(&key(1)) && cache.has(&key(2)));
+        assert_eq!(counters.tile_hits.load(Ordering::Relaxed), 1);
+        cache.get(key(9), false, &counters, || Ok(tile(&pool, 101))).unwrap().unwrap();
+        assert!(!cache.has(&key(9)), "a tile beyond the limit is not kept");
+        cache.forget(&key(0));
+        assert_eq!(cache.lock().bytes, 40);
+    }
+
+    #[test]
+    fn one_computation_serves_all_who_wait() {
+        let (cache, pool, counters) = (TileCache::new(1000), BufferPool::default(), Counters::default());
+        let computed = std::sync::atomic::AtomicU64::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    let made = cache.get(key(0), false, &counters, || {
+                        computed.fetch_add(1, Ordering::SeqCst);
+                        std::thread::sleep(std::time::Duration::from_millis(50));
+                        Ok(tile(&pool, 10))
+                    });
+                    assert_eq!(made.unwrap().unwrap().bytes.len(), 10);
+                });
+            }
+        });
+        assert_eq!(computed.into_inner(), 1);
+    }
+
+    #[test]
+    fn a_panicking_computation_wakes_those_who_wait() {
+        let (cache, pool, counters) = (TileCache::new(1000), BufferPool::default(), Counters::default());
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            cache.get(key(0), false, &counters, || panic!("injected"))
+        }));
+        assert!(panicked.is_err());
+        assert!(cache.get(key(0), false, &counters, || Ok(tile(&pool, 10))).unwrap().is_ok());
+    }
+}

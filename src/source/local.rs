@@ -1,0 +1,462 @@
+//! Local files: opened once, pinned, mapped where that is safe.
+//!
+//! A file is identified by device, inode, size, modification and status change time, all read from the open file, so that
+//! `fstat` tells in 0.2 us whether it is still the same. The status change time makes this strict: also a new hard link
+//! or changed permissions poison the file, because the kernel offers no other trace of an edit whose author set the
+//! modification time back.
+//!
+//! Each file has up to two mappings, made when first needed: one to lend to the kernel and one, guarded, to read from
+//! (see [`super::guard`] for why they must differ). Mapped pages count as resident memory of this process although they
+//! belong to the page cache; [`Window`] keeps that count small. Network file systems are read with `pread`, since their
+//! mapped pages fail too easily.
+#![allow(unsafe_code)]
+
+use std::{
+    fs::{File, OpenOptions},
+    io,
+    os::unix::fs::{FileExt, OpenOptionsExt},
+    path::{Path, PathBuf},
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::{Duration, SystemTime},
+};
+
+use memmap2::MmapRaw;
+use nix::{
+    fcntl::PosixFadviseAdvice,
+    sys::{
+        resource::{Resource, getrlimit, setrlimit},
+        stat::{FileStat, fstat, stat},
+        statfs::fstatfs,
+    },
+};
+
+use super::{
+    Aspect, ByteSpan, FileId, Source, SourceError,
+    guard::{self, GuardedMap},
+};
+
+/// How local files are read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SourceIo {
+    /// Mapped, except on network file systems.
+    #[default]
+    Auto,
+    /// Mapped.
+    Mmap,
+    /// With `pread`.
+    Pread,
+}
+
+/// File systems, by the magic number of `statfs`, on which a mapped page may fail for reasons other than truncation, or
+/// whose files change without the kernel knowing.
+const REMOTE_MAGIC: [i64; 12] = [
+    0x6969,      // NFS
+    0x6573_5546, // FUSE
+    0x0BD0_0BD0, // Lustre
+    0x517B,      // SMB
+    0xFF53_4D42, // CIFS
+    0xFE53_4D42, // SMB2
+    0x0102_1997, // 9p
+    0x00C3_6400, // Ceph
+    0x4750_4653, // GPFS
+    0x5346_414F, // AFS
+    0x1983_0326, // BeeGFS
+    0x6163_6673, // ACFS
+];
+
+/// Local files as a source.
+#[derive(Debug)]
+pub struct LocalFiles {
+    files: Vec<Pinned>,
+    window: Window,
+    poisoned: AtomicU64,
+}
+
+#[derive(Debug)]
+struct Pinned {
+    path: Arc<Path>,
+    file: Arc<File>,
+    identity: Identity,
+    mapped: bool,
+    /// `None` inside where mapping failed; the file is read with `pread` then.
+    to_lend: OnceLock<Option<MmapRaw>>,
+    to_read: OnceLock<Option<GuardedMap>>,
+    /// Whether pages were touched since they were last dropped.
+    touched: AtomicBool,
+    poison: OnceLock<SourceError>,
+}
+
+/// What makes a file the one that was pinned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Identity {
+    device: u64,
+    inode: u64,
+    size_bytes: u64,
+    modified_ns: i128,
+    status_changed_ns: i128,
+}
+
+impl Identity {
+    fn of(stat: &FileStat) -> Self {
+        let ns = |seconds: i64, ns: i64| i128::from(seconds) * 1_000_000_000 + i128::from(ns);
+        Self {
+            device: stat.st_dev,
+            inode: stat.st_ino,
+            size_bytes: u64::try_from(stat.st_size).unwrap_or(0),
+            modified_ns: ns(stat.st_mtime, stat.st_mtime_nsec),
+            status_changed_ns: ns(stat.st_ctime, stat.st_ctime_nsec),
+        }
+    }
+
+    /// The first aspect in which `found` differs, with both values; the telling ones first.
+    fn difference(&self, found: &Self) -> Option<(Aspect, i128, i128)> {
+        [
+            (Aspect::Device, i128::from(self.device), i128::from(found.device)),
+            (Aspect::Inode, i128::from(self.inode), i128::from(found.inode)),
+            (Aspect::Size, i128::from(self.size_bytes), i128::from(found.size_bytes)),
+            (Aspect::Modified, self.modified_ns, found.modified_ns),
+            (Aspect::StatusChanged, self.status_changed_ns, found.status_changed_ns),
+        ]
+        .into_iter()
+        .find(|(_, expected, found)| expected != found)
+    }
+
+    fn modified(&self) -> SystemTime {
+        let magnitude = u64::try_from(self.modified_ns.unsigned_abs()).unwrap_or(u64::MAX);
+        let distance = Duration::from_nanos(magnitude);
+        if self.modified_ns >= 0 { SystemTime::UNIX_EPOCH + distance } else { SystemTime::UNIX_EPOCH - distance }
+    }
+}
+
+/// Bounds the mapped pages that stay resident.
+///
+/// Bytes touched through mappings are added up. When a window's worth has come together, and the process really holds more
+/// mapped pages than a window, all touched mappings let go of theirs; those in use come back by a minor fault. So the
+/// process holds at most two windows and what is being read. A small working set that is read again and again stays.
+#[derive(Debug)]
+pub struct Window {
+    size_bytes: u64,
+    touched_bytes: AtomicU64,
+    drops: AtomicU64,
+}
+
+impl Window {
+    /// Default size of the window.
+    pub const BYTES: u64 = 96 << 20;
+
+    /// A page fault in a file maps the cached pages around it too, aligned: `fault_around_bytes`, by default this many.
+    const FAULT_AROUND_BYTES: u64 = 64 << 10;
+
+    fn touch(&self, files: &[Pinned], file: &Pinned, span: ByteSpan) {
+        let start = span.start() / Self::FAULT_AROUND_BYTES * Self::FAULT_AROUND_BYTES;
+        let bytes = (span.end() - start).next_multiple_of(Self::FAULT_AROUND_BYTES);
+        if !file.touched.load(Ordering::Relaxed) {
+            file.touched.store(true, Ordering::Relaxed);
+        }
+        let before = self.touched_bytes.fetch_add(bytes, Ordering::Relaxed);
+        if before + bytes < self.size_bytes {
+            return;
+        }
+        // One thread takes the sum; the others see a small one and go on.
+        let sum = self.touched_bytes.swap(0, Ordering::Relaxed);
+        if sum >= self.size_bytes && resident_shared_bytes().is_none_or(|resident| resident > self.size_bytes) {
+            self.drops.fetch_add(1, Ordering::Relaxed);
+            for file in files.iter().filter(|file| file.touched.swap(false, Ordering::Relaxed)) {
+                file.drop_resident();
+            }
+        }
+    }
+}
+
+/// Mapped file pages of this process that are resident, from `/proc/self/statm` (third number, in pages).
+fn resident_shared_bytes() -> Option<u64> {
+    static STATM: OnceLock<Option<File>> = OnceLock::new();
+    let file = STATM.get_or_init(|| File::open("/proc/self/statm").ok()).as_ref()?;
+    let mut buffer = [0; 128];
+    let len = file.read_at(&mut buffer, 0).ok()?;
+    let text = std::str::from_utf8(&buffer[..len]).ok()?;
+    text.split_ascii_whitespace().nth(2)?.parse::<u64>().ok()?.checked_mul(guard::page_bytes() as u64)
+}
+
+impl LocalFiles {
+    /// Opens and pins files; their ids are their places in `paths`.
+    ///
+    /// # Errors
+    /// The first file that cannot be opened or is not a regular file.
+    ///
+    /// # Panics
+    /// If there are more than `u32::MAX` paths.
+    pub fn open(paths: &[PathBuf], io: SourceIo) -> Result<Self, SourceError> {
+        Self::open_with_window(paths, io, Window::BYTES)
+    }
+
+    /// As [`LocalFiles::open`], with another bound on resident mapped memory, see [`Window`].
+    ///
+    /// # Errors
+    /// As [`LocalFiles::open`].
+    ///
+    /// # Panics
+    /// As [`LocalFiles::open`].
+    pub fn open_with_window(paths: &[PathBuf], io: SourceIo, window_bytes: u64) -> Result<Self, SourceError> {
+        assert!(u32::try_from(paths.len()).is_ok(), "{} files", paths.len());
+        raise_open_file_limit();
+        let files = paths.iter().map(|path| Pinned::open(path, io)).collect::<Result<_, _>>()?;
+        let window = Window { size_bytes: window_bytes, touched_bytes: AtomicU64::new(0), drops: AtomicU64::new(0) };
+        Ok(Self { files, window, poisoned: AtomicU64::new(0) })
+    }
+
+    /// Whether a file is read through a mapping rather than with `pread`.
+    pub fn is_mapped(&self, file: FileId) -> bool {
+        self.pinned(file).mapped
+    }
+
+    /// How often resident mapped pages were let go.
+    pub fn window_drops(&self) -> u64 {
+        self.window.drops.load(Ordering::Relaxed)
+    }
+
+    fn pinned(&self, file: FileId) -> &Pinned {
+        &self.files[file.index()]
+    }
+
+    /// Marks the file as lost for good. The first error counts and is logged; it is what everyone gets.
+    fn poison(&self, pinned: &Pinned, error: SourceError) -> SourceError {
+        let mut first = false;
+        let kept = pinned.poison.get_or_init(|| {
+            first = true;
+            error
+        });
+        if first {
+            self.poisoned.fetch_add(1, Ordering::Relaxed);
+            tracing::error!("{kept}; every read that needs this file fails from now on");
+        }
+        kept.clone()
+    }
+
+    /// The poison of a file that misbehaved: what `fstat` has to say about it, or else `otherwise`.
+    fn blame(&self, pinned: &Pinned, otherwise: SourceError) -> SourceError {
+        match pinned.changed() {
+            Ok(Some(changed)) => self.poison(pinned, changed),
+            Ok(None) | Err(_) => self.poison(pinned, otherwise),
+        }
+    }
+
+    fn compare(&self, pinned: &Pinned, found: nix::Result<FileStat>) -> Result<(), SourceError> {
+        match pinned.difference(found)? {
+            None => Ok(()),
+            Some(changed) => Err(self.poison(pinned, changed)),
+        }
+    }
+}
+
+impl Pinned {
+    fn open(path: &Path, io: SourceIo) -> Result<Self, SourceError> {
+        let path: Arc<Path> = Arc::from(path);
+        let failed = |error| SourceError::Io { file: path.clone(), action: "open".into(), error: Arc::new(error) };
+        // Opening a FIFO would wait for a writer.
+        let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(&path);
+        let file = file.map_err(failed)?;
+        if !file.metadata().map_err(failed)?.is_file() {
+            return Err(SourceError::NotRegular { file: path });
+        }
+        let identity = Identity::of(&fstat(&file).map_err(|errno| failed(errno.into()))?);
+        let mapped = match io {
+            SourceIo::Mmap => true,
+            SourceIo::Pread => false,
+            SourceIo::Auto => fstatfs(&file).is_ok_and(|fs| !REMOTE_MAGIC.contains(&fs.filesystem_type().0)),
+        };
+        Ok(Self {
+            path,
+            file: Arc::new(file),
+            identity,
+            mapped,
+            to_lend: OnceLock::new(),
+            to_read: OnceLock::new(),
+            touched: AtomicBool::new(false),
+            poison: OnceLock::new(),
+        })
+    }
+
+    fn difference(&self, found: nix::Result<FileStat>) -> Result<Option<SourceError>, SourceError> {
+        let stat = found.map_err(|errno| self.io("stat", errno.into()))?;
+        let difference = self.identity.difference(&Identity::of(&stat));
+        Ok(difference.map(|(aspect, expected, found)| SourceError::Changed {
+            file: self.path.clone(),
+            aspect,
+            expected,
+            found,
+        }))
+    }
+
+    fn changed(&self) -> Result<Option<SourceError>, SourceError> {
+        self.difference(fstat(&self.file))
+    }
+
+    fn io(&self, action: impl Into<String>, error: io::Error) -> SourceError {
+        SourceError::Io { file: self.path.clone(), action: action.into(), error: Arc::new(error) }
+    }
+
+    fn healthy(&self) -> Result<(), SourceError> {
+        self.poison.get().map_or(Ok(()), |error| Err(error.clone()))
+    }
+
+    /// The span, if it is inside the file.
+    fn bounded(&self, span: ByteSpan) -> Result<ByteSpan, SourceError> {
+        if span.end() <= self.identity.size_bytes {
+            Ok(span)
+        } else {
+            Err(SourceError::OutOfBounds { file: self.path.clone(), span, len_bytes: self.identity.size_bytes })
+        }
+    }
+
+    /// Length to map, or `None` if there is nothing to map.
+    fn map_len(&self) -> Option<usize> {
+        usize::try_from(self.identity.size_bytes).ok().filter(|len| self.mapped && *len > 0)
+    }
+
+    fn to_lend(&self) -> Option<&MmapRaw> {
+        let map = self.to_lend.get_or_init(|| {
+            let made = memmap2::MmapOptions::new().len(self.map_len()?).map_raw_read_only(&*self.file);
+            made.inspect_err(|error| self.not_mapped(error)).ok()
+        });
+        map.as_ref()
+    }
+
+    fn to_read(&self) -> Option<&GuardedMap> {
+        let map = self.to_read.get_or_init(|| {
+            GuardedMap::new(&self.file, self.map_len()?).inspect_err(|error| self.not_mapped(error)).ok()
+        });
+        map.as_ref()
+    }
+
+    fn not_mapped(&self, error: &io::Error) {
+        tracing::warn!("{}: cannot be mapped, will be read instead: {error}", self.path.display());
+    }
+
+    fn drop_resident(&self) {
+        if let Some(map) = self.to_lend.get().and_then(Option::as_ref) {
+            guard::drop_resident(map.as_ptr(), map.len());
+        }
+        if let Some(map) = self.to_read.get().and_then(Option::as_ref) {
+            map.drop_resident();
+        }
+    }
+}
+
+impl Source for LocalFiles {
+    fn file_count(&self) -> usize {
+        self.files.len()
+    }
+
+    fn len_bytes(&self, file: FileId) -> u64 {
+        self.pinned(file).identity.size_bytes
+    }
+
+    fn path(&self, file: FileId) -> &Path {
+        &self.pinned(file).path
+    }
+
+    fn modified(&self, file: FileId) -> SystemTime {
+        self.pinned(file).identity.modified()
+    }
+
+    fn check(&self, file: FileId) -> Result<(), SourceError> {
+        let pinned = self.pinned(file);
+        pinned.healthy()?;
+        self.compare(pinned, fstat(&pinned.file))
+    }
+
+    fn check_path(&self, file: FileId) -> Result<(), SourceError> {
+        self.check(file)?;
+        let pinned = self.pinned(file);
+        self.compare(pinned, stat(&*pinned.path))
+    }
+
+    fn read_into(&self, file: FileId, start: u64, target: &mut [u8]) -> Result<(), SourceError> {
+        let pinned = self.pinned(file);
+        pinned.healthy()?;
+        let span = ByteSpan::of_len(start, target.len() as u64).unwrap_or(ByteSpan { start, end: u64::MAX });
+        let mut at = pinned.bounded(span)?.start();
+        let mut rest = target;
+        while !rest.is_empty() {
+            match pinned.file.read_at(rest, at) {
+                Ok(0) => {
+                    let found = at - start;
+                    return Err(self.blame(pinned, SourceError::Short { file: pinned.path.clone(), span, found }));
+                }
+                Ok(got) => {
+                    rest = &mut rest[got..];
+                    at += got as u64;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(pinned.io(format!("read bytes {span}"), error)),
+            }
+        }
+        Ok(())
+    }
+
+    fn lend(&self, file: FileId, span: ByteSpan) -> Option<&[u8]> {
+        let pinned = self.pinned(file);
+        pinned.healthy().and_then(|()| pinned.bounded(span)).ok()?;
+        if span.is_empty() {
+            return Some(&[]);
+        }
+        let map = pinned.to_lend()?;
+        let start = usize::try_from(span.start()).ok()?;
+        self.window.touch(&self.files, pinned, span);
+        // SAFETY: the span lies in the mapping, which is as long as the pinned file and lives as long as `self`. The trait's
+        // contract is that the slice is only passed to system calls, so that neither a missing page nor a change by
+        // another process is ever met by a load of this process.
+        Some(unsafe { std::slice::from_raw_parts(map.as_ptr().add(start), super::memory_len(span)) })
+    }
+
+    fn with_map(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>> {
+        let pinned = self.pinned(file);
+        if !pinned.mapped {
+            return None;
+        }
+        if let Err(error) = pinned.healthy().and_then(|()| pinned.bounded(span)) {
+            return Some(Err(error));
+        }
+        if span.is_empty() {
+            work(&[]);
+            return Some(Ok(()));
+        }
+        let map = pinned.to_read()?;
+        let start = usize::try_from(span.start()).ok()?;
+        self.window.touch(&self.files, pinned, span);
+        let done = map.with(start, start + super::memory_len(span), work);
+        Some(done.map_err(|_| self.blame(pinned, SourceError::Fault { file: pinned.path.clone(), span })))
+    }
+
+    fn will_need(&self, file: FileId, span: ByteSpan) {
+        let pinned = self.pinned(file);
+        let (Ok(start), Ok(len)) = (i64::try_from(span.start()), i64::try_from(span.len())) else { return };
+        // Length 0 would mean the rest of the file. Advice may be refused; nothing depends on it.
+        if len > 0 {
+            let _ = nix::fcntl::posix_fadvise(&pinned.file, start, len, PosixFadviseAdvice::POSIX_FADV_WILLNEED);
+        }
+    }
+
+    fn backing(&self, file: FileId) -> Option<Arc<File>> {
+        let pinned = self.pinned(file);
+        pinned.healthy().ok().map(|()| pinned.file.clone())
+    }
+
+    fn poisoned(&self) -> u64 {
+        self.poisoned.load(Ordering::Relaxed)
+    }
+}
+
+/// Every source file stays open, and a repository may have hundreds: lifts the soft limit to the hard one.
+fn raise_open_file_limit() {
+    if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
+        && soft < hard
+        && let Err(errno) = setrlimit(Resource::RLIMIT_NOFILE, hard, hard)
+    {
+        tracing::debug!("cannot raise the limit of open files from {soft} to {hard}: {errno}");
+    }
+}

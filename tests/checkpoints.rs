@@ -1,0 +1,532 @@
+//! Opening repositories: what is accepted, what is found in it, and each way of being wrong with its message.
+
+use std::{
+    fs,
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+    time::Instant,
+};
+
+use ckfs::{
+    checkpoint::{
+        Checkpoint, CheckpointError, Experts, FileRole, Granularity, IgnoreReason, OpenOptions, Problem, Qkv,
+        Quantization,
+    },
+    format::safetensors::{DATA_ALIGNMENT, tensor_bytes, write_header},
+    source::FileId,
+    tensor::DType,
+};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+type Tensor<'a> = (&'a str, DType, &'a [u64]);
+
+const W: DType = DType::BF16;
+
+/// Writes a weight file whose data is a hole: large repositories cost no disk.
+fn write_weights(path: &Path, tensors: &[Tensor<'_>]) {
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    let written = write_header(tensors.iter().copied(), &[("format", "pt")], DATA_ALIGNMENT).unwrap();
+    fs::write(path, &written.bytes).unwrap();
+    let file = fs::OpenOptions::new().write(true).open(path).unwrap();
+    file.set_len(written.bytes.len() as u64 + written.data_bytes).unwrap();
+}
+
+/// A repository in a temporary directory.
+struct Repo(TempDir);
+
+impl Repo {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn weights(self, name: &str, tensors: &[Tensor<'_>]) -> Self {
+        write_weights(&self.path(name), tensors);
+        self
+    }
+
+    fn text(self, name: &str, text: &str) -> Self {
+        fs::create_dir_all(self.path(name).parent().unwrap()).unwrap();
+        fs::write(self.path(name), text).unwrap();
+        self
+    }
+
+    fn index(self, map: &[(&str, &str)]) -> Self {
+        let map: serde_json::Map<_, _> = map.iter().map(|(name, file)| ((*name).to_owned(), json!(file))).collect();
+        self.text(
+            "model.safetensors.index.json",
+            &json!({"metadata": {"total_size": 8}, "weight_map": map}).to_string(),
+        )
+    }
+
+    fn config(self, config: &Value) -> Self {
+        self.text("config.json", &config.to_string())
+    }
+
+    fn try_open(&self) -> Result<Checkpoint, CheckpointError> {
+        Checkpoint::open(self.0.path().to_str().unwrap(), &OpenOptions::default())
+    }
+
+    fn open(&self) -> Checkpoint {
+        self.try_open().unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    fn problems(&self) -> Vec<String> {
+        match self.try_open().unwrap_err() {
+            CheckpointError::Problems { problems, more: 0, .. } => problems.iter().map(ToString::to_string).collect(),
+            other => panic!("{other}"),
+        }
+    }
+}
+
+fn role(checkpoint: &Checkpoint, path: &str) -> FileRole {
+    checkpoint.files().iter().find(|file| file.path == path).unwrap_or_else(|| panic!("{path}")).role.clone()
+}
+
+fn names(checkpoint: &Checkpoint) -> Vec<&str> {
+    checkpoint.tensors().map(|(_, tensor)| tensor.name).collect()
+}
+
+#[test]
+fn an_indexed_repository() {
+    let repo = Repo::new()
+        .weights("model-2.safetensors", &[("b", W, &[2, 3]), ("a", DType::F32, &[])])
+        .weights("model-10.safetensors", &[("c", DType::F4, &[4]), ("empty", DType::I64, &[0, 3])])
+        .weights("sub/x.safetensors", &[("d", W, &[1])])
+        .weights("consolidated.safetensors", &[("tok_embeddings.weight", W, &[1])])
+        .weights("original/model.safetensors", &[("a", W, &[1])])
+        .weights("mtp.safetensors", &[("mtp.0.weight", W, &[1])])
+        .text("tokenizer.json", "{}")
+        .text("docs/README.md", "hello")
+        .text(".git/config", "x")
+        .config(&json!({"model_type": "llama"}))
+        .index(&[
+            ("a", "model-2.safetensors"),
+            ("b", "model-2.safetensors"),
+            ("c", "model-10.safetensors"),
+            ("empty", "model-10.safetensors"),
+            ("d", "sub/x.safetensors"),
+        ]);
+    symlink("nowhere", repo.path("dangling.json")).unwrap();
+    symlink("docs", repo.path("linked")).unwrap();
+    let checkpoint = repo.open();
+    assert_eq!(names(&checkpoint), ["b", "a", "c", "empty", "d"], "by file in natural order, then by place");
+    let b = checkpoint.tensor(checkpoint.find("b").unwrap());
+    assert_eq!((b.dtype, b.shape, b.file), (W, &[2, 3][..], FileId(0)));
+    assert_eq!((b.span.start(), b.span.len()), (DATA_ALIGNMENT, 12));
+    assert_eq!(checkpoint.tensor(checkpoint.find("c").unwrap()).span.len(), 2);
+    assert_eq!(checkpoint.find("e"), None);
+    assert_eq!(checkpoint.config().unwrap()["model_type"], "llama");
+    assert_eq!(checkpoint.index_metadata().unwrap()["total_size"], 8);
+    assert_eq!(checkpoint.file_metadata(FileId(0)), [("format".to_owned(), "pt".to_owned())]);
+    let ignored = |path, reason| assert_eq!(role(&checkpoint, path), FileRole::Ignored(reason), "{path}");
+    ignored("consolidated.safetensors", IgnoreReason::SecondCopy);
+    ignored("original/model.safetensors", IgnoreReason::Subdirectory);
+    ignored("mtp.safetensors", IgnoreReason::NotInIndex);
+    ignored("dangling.json", IgnoreReason::DanglingLink);
+    ignored("linked", IgnoreReason::LinkedDirectory);
+    ignored(".git", IgnoreReason::Bookkeeping);
+    assert_eq!(role(&checkpoint, "docs/README.md"), FileRole::Other);
+    assert_eq!(role(&checkpoint, "sub/x.safetensors"), FileRole::Weights);
+    let suspicious: Vec<_> = checkpoint.suspicious_files().map(|file| file.path.as_str()).collect();
+    assert_eq!(suspicious, ["mtp.safetensors"]);
+    let readme = checkpoint.files().iter().find(|file| file.path == "docs/README.md").unwrap();
+    assert_eq!(readme.size_bytes, 5);
+    let span = ckfs::source::ByteSpan::new(0, 5).unwrap();
+    assert_eq!(checkpoint.source().read_spans(readme.file.unwrap(), &[span]).unwrap(), [b"hello"]);
+}
+
+#[test]
+fn repositories_without_an_index() {
+    let weights = |checkpoint: &Checkpoint| -> Vec<String> {
+        checkpoint.files().iter().filter(|file| file.role == FileRole::Weights).map(|file| file.path.clone()).collect()
+    };
+    let cases: [(&[&str], &[&str]); 7] = [
+        (&["model.safetensors"], &["model.safetensors"]),
+        (&["model.safetensors", "model.fp16.safetensors", "consolidated.safetensors"], &["model.safetensors"]),
+        (
+            &["model-1.safetensors", "model-2.safetensors", "adapter.safetensors"],
+            &["model-1.safetensors", "model-2.safetensors"],
+        ),
+        (
+            &["layers-0.safetensors", "outside.safetensors", "consolidated.00.safetensors"],
+            &["layers-0.safetensors", "outside.safetensors"],
+        ),
+        (
+            &["consolidated-1.safetensors", "consolidated-2.safetensors"],
+            &["consolidated-1.safetensors", "consolidated-2.safetensors"],
+        ),
+        (&["diffusion_pytorch_model.safetensors", "unet/model.safetensors"], &["diffusion_pytorch_model.safetensors"]),
+        (
+            &["model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors"],
+            &["model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors"],
+        ),
+    ];
+    for (files, expected) in cases {
+        let repo = files
+            .iter()
+            .enumerate()
+            .fold(Repo::new(), |repo, (number, file)| repo.weights(file, &[(&format!("t{number}"), W, &[1])]));
+        assert_eq!(weights(&repo.open()), expected, "{files:?}");
+    }
+}
+
+#[test]
+fn other_indexes() {
+    let index = json!({"weight_map": {"a": "m.safetensors"}}).to_string();
+    let repo = Repo::new().weights("m.safetensors", &[("a", W, &[1])]).text("m.safetensors.index.json", &index);
+    assert_eq!(names(&repo.open()), ["a"]);
+    let repo = repo.text("n.safetensors.index.json", &index);
+    assert!(matches!(repo.try_open(), Err(CheckpointError::SeveralIndexes { indexes, .. }) if indexes.len() == 2));
+    // The index of a second copy counts only where there is nothing else.
+    let copy = json!({"weight_map": {"c": "consolidated-1.safetensors"}}).to_string();
+    let repo = Repo::new()
+        .weights("consolidated-1.safetensors", &[("c", W, &[1])])
+        .text("consolidated.safetensors.index.json", &copy);
+    assert_eq!(names(&repo.open()), ["c"]);
+    let repo = repo.weights("model.safetensors", &[("a", W, &[1])]);
+    assert_eq!(names(&repo.open()), ["a"]);
+}
+
+#[test]
+fn a_single_file_and_a_link_to_one() {
+    let repo = Repo::new().weights("x.safetensors", &[("a", W, &[5])]);
+    symlink("x.safetensors", repo.path("link.safetensors")).unwrap();
+    for name in ["x.safetensors", "link.safetensors"] {
+        let checkpoint = Checkpoint::open(repo.path(name).to_str().unwrap(), &OpenOptions::default()).unwrap();
+        assert_eq!(names(&checkpoint), ["a"]);
+        assert_eq!(checkpoint.files()[0].path, name);
+        assert!(checkpoint.config().is_none() && checkpoint.index_metadata().is_none());
+    }
+}
+
+#[test]
+fn all_disagreements_between_index_and_headers_are_reported_at_once() {
+    let repo = Repo::new()
+        .weights("1.safetensors", &[("a", W, &[1]), ("moved", W, &[1]), ("unnamed", W, &[1]), ("twice", W, &[1])])
+        .weights("2.safetensors", &[("b", W, &[1]), ("twice", W, &[1])])
+        .text("bad.safetensors", "not a header at all")
+        .text(
+            "model.safetensors.index.json",
+            r#"{"weight_map": {"a": "1.safetensors", "a": "1.safetensors", "moved": "2.safetensors", "b": "2.safetensors",
+                "gone": "1.safetensors", "twice": "1.safetensors", "e1": "../etc/x.safetensors", "e2": "/abs.safetensors",
+                "e3": "missing.safetensors", "e4": "bad.safetensors", "e5": "a//b.safetensors"}}"#,
+        );
+    let problems = repo.problems();
+    let expected = [
+        r#"names "../etc/x.safetensors", which is not a path inside"#,
+        r#"names "/abs.safetensors", which is not a path inside"#,
+        r#"names "missing.safetensors" for 1 tensors, which is not there"#,
+        r#"names "a//b.safetensors", which is not a path inside"#,
+        "bad.safetensors: header length: expected at most 100000000 bytes",
+        r#"tensor "twice": found in 1.safetensors and again in 2.safetensors"#,
+        r#"names tensor "a" twice"#,
+        r#"tensor "gone": expected in 1.safetensors by the index, found in no file"#,
+        r#"tensor "moved": expected in 2.safetensors by the index, found in 1.safetensors"#,
+        r#"tensor "unnamed": found in 1.safetensors, not named by the index"#,
+    ];
+    for expected in expected {
+        assert!(problems.iter().any(|problem| problem.contains(expected)), "{expected}\n{problems:#?}");
+    }
+    assert_eq!(problems.len(), expected.len(), "{problems:#?}");
+    let text = repo.try_open().unwrap_err().to_string();
+    assert!(text.contains("10 problems\n"), "{text}");
+}
+
+#[test]
+fn refused_repositories() {
+    let good = || Repo::new().weights("model.safetensors", &[("a", W, &[1])]);
+    let one = |repo: &Repo| {
+        let problems = repo.problems();
+        assert_eq!(problems.len(), 1, "{problems:#?}");
+        problems[0].clone()
+    };
+    assert!(one(&good().text("config.json", "{")).starts_with("config.json: EOF"));
+    assert!(one(&good().text("config.json", "[]")).contains("expected an object"));
+    assert!(one(&good().text("model.safetensors.index.json", "{}")).contains("missing field `weight_map`"));
+    assert!(
+        one(&good().text("model.safetensors.index.json", r#"{"weight_map":{"a":1}}"#)).contains("expected a string")
+    );
+    let repo = Repo::new().weights("model-00001-of-00003.safetensors", &[("a", W, &[1])]);
+    assert_eq!(one(&repo), "model-*-of-00003.safetensors: expected 3 files, found 1");
+    let repo = Repo::new().weights("a.safetensors", &[("t", W, &[1])]).weights("b.safetensors", &[("t", W, &[1])]);
+    assert_eq!(one(&repo), r#"tensor "t": found in a.safetensors and again in b.safetensors"#);
+    let repo = good();
+    let path = repo.path("model.safetensors");
+    fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(DATA_ALIGNMENT + 1).unwrap();
+    assert!(one(&repo).contains("model.safetensors: data: expected 2 bytes by the header, found 1 bytes in the file"));
+    let repo = good().index(&[("a", "dir")]).text("dir/x", "");
+    assert!(repo.problems()[0].contains(r#"names "dir" for 1 tensors, which is not there"#));
+    let repo = good().index(&[("a", "l.safetensors")]);
+    symlink("nowhere", repo.path("l.safetensors")).unwrap();
+    assert!(repo.problems()[0].contains("which is a symbolic link to nothing"));
+    let empty = Repo::new().text("unet/readme", "").weights("unet/model.safetensors", &[]);
+    let error = empty.try_open().unwrap_err().to_string();
+    assert!(error.contains("no *.safetensors here; open one of the subdirectories that have some: unet"), "{error}");
+}
+
+#[test]
+fn sources_that_are_not_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = OpenOptions { hub_cache: Some(dir.path().to_path_buf()), ..OpenOptions::default() };
+    let refused = |source: &str| Checkpoint::open(source, &options).unwrap_err().to_string();
+    assert!(refused("s3://bucket/key").contains("s3:// is not supported yet"));
+    assert!(refused("hf://org/name").contains("hf:// is not supported yet"));
+    assert!(refused("./nothing/here").contains("no such file or directory, and not an org/name"));
+    let error = refused("org/name");
+    assert!(error.contains("not in the hub cache: looked for") && error.contains("models--org--name"), "{error}");
+}
+
+#[test]
+fn the_hub_cache() {
+    let cache = tempfile::tempdir().unwrap();
+    let repo = cache.path().join("models--org--na.me");
+    let commits = ["aaaa1111bbbb2222cccc3333dddd4444eeee5555", "aaaa2222bbbb2222cccc3333dddd4444eeee5555"];
+    for (number, commit) in commits.iter().enumerate() {
+        write_weights(&repo.join(format!("blobs/blob{number}")), &[(&format!("t{number}"), W, &[1])]);
+        fs::create_dir_all(repo.join("snapshots").join(commit)).unwrap();
+        symlink(format!("../../blobs/blob{number}"), repo.join("snapshots").join(commit).join("model.safetensors"))
+            .unwrap();
+    }
+    fs::create_dir_all(repo.join("refs/refs/pr")).unwrap();
+    fs::write(repo.join("refs/main"), commits[0]).unwrap();
+    fs::write(repo.join("refs/refs/pr/1"), format!("{}\n", commits[1])).unwrap();
+    fs::write(repo.join("refs/evil"), "../../..").unwrap();
+    let options = OpenOptions { hub_cache: Some(cache.path().to_path_buf()), ..OpenOptions::default() };
+    let open = |source: &str| Checkpoint::open(source, &options);
+    for (source, number) in [
+        ("org/na.me", 0),
+        ("org/na.me@main", 0),
+        ("org/na.me@refs/pr/1", 1),
+        ("org/na.me@aaaa2222", 1),
+        (&format!("org/na.me@{}", commits[0]), 0),
+    ] {
+        let checkpoint = open(source).unwrap();
+        assert_eq!(names(&checkpoint), [format!("t{number}")], "{source}");
+        assert_eq!(checkpoint.revision(), Some(commits[number]));
+        assert_eq!(checkpoint.label(), format!("org/na.me@{}", &commits[number][..12]));
+    }
+    for source in ["org/na.me@aaaa", "org/na.me@v1", "org/na.me@evil", "org/na.me@aaa"] {
+        let error = open(source).unwrap_err();
+        assert!(matches!(&error, CheckpointError::NoRevision { revisions, .. } if revisions == &commits), "{error}");
+        assert!(error.to_string().contains(commits[1]), "{error}");
+    }
+}
+
+fn fp8_repo(scales: &[(&str, DType, &[u64])], config: &Value) -> Repo {
+    let mut tensors: Vec<Tensor<'_>> = vec![
+        ("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", DType::F8E4M3, &[576, 300]),
+        ("model.layers.0.norm.weight", W, &[300]),
+    ];
+    tensors.extend_from_slice(scales);
+    Repo::new().weights("model.safetensors", &tensors).config(config)
+}
+
+const SCALE: &str = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv";
+
+fn fp8_config() -> Value {
+    json!({"model_type": "deepseek_v3", "num_hidden_layers": 1,
+           "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
+}
+
+#[test]
+fn block_scales_are_paired_and_checked() {
+    for dtype in [DType::F32, DType::BF16, DType::F8E8M0] {
+        let checkpoint = fp8_repo(&[(SCALE, dtype, &[5, 3])], &fp8_config()).open();
+        let Quantization::BlockFp8(found) = &checkpoint.dialect().quantization else {
+            panic!("{}", checkpoint.dialect())
+        };
+        let (weight, scale) = (checkpoint.find(&SCALE[..SCALE.len() - 10]).unwrap(), checkpoint.find(SCALE).unwrap());
+        assert_eq!((found.block, found.suffix, found.scale_dtype), ((128, 128), "_scale_inv", Some(dtype)));
+        assert_eq!(found.scale_of(weight), Some(scale));
+        assert_eq!(found.scale_of(scale), None);
+        assert!(found.is_scale(scale) && !found.is_scale(weight));
+        assert_eq!(checkpoint.dialect().qkv, Qkv::Latent);
+    }
+    let problems = fp8_repo(&[(SCALE, DType::F32, &[4, 3])], &fp8_config()).problems();
+    assert!(
+        problems[0].contains("of shape [576, 300]: expected its scale") && problems[0].contains("shape [5, 3]"),
+        "{problems:?}"
+    );
+    assert!(problems[0].contains("found [4, 3]"));
+    let problems = fp8_repo(&[(SCALE, DType::I32, &[5, 3])], &fp8_config()).problems();
+    assert!(problems[0].contains("expected a float as the scale of"), "{problems:?}");
+    let bad = json!({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 0]}});
+    assert!(fp8_repo(&[], &bad).problems()[0].contains("expected two positive numbers, found [128,0]"));
+}
+
+#[test]
+fn a_scale_per_tensor_or_channel_is_no_block_scale() {
+    let quantization = |repo: &Repo| repo.open().dialect().quantization.clone();
+    let plain = json!({"quantization_config": {"quant_method": "fp8", "weight_block_size": null}});
+    assert_eq!(
+        quantization(&fp8_repo(&[(SCALE, DType::F32, &[])], &plain)),
+        Quantization::ScaledFp8(Granularity::Tensor)
+    );
+    assert_eq!(
+        quantization(&fp8_repo(&[(SCALE, DType::F32, &[1])], &fp8_config())),
+        Quantization::ScaledFp8(Granularity::Tensor),
+        "though a block is configured"
+    );
+    let channel = &SCALE[..SCALE.len() - 4];
+    assert_eq!(
+        quantization(&fp8_repo(&[(channel, DType::F32, &[576, 1])], &json!({}))),
+        Quantization::ScaledFp8(Granularity::Channel)
+    );
+    // Blocks without a configured size are never guessed.
+    let found = quantization(&fp8_repo(&[(SCALE, DType::F32, &[5, 3])], &plain));
+    assert!(matches!(found, Quantization::Unknown { .. }), "{found}");
+    assert_eq!(quantization(&fp8_repo(&[], &json!({}))), Quantization::None);
+}
+
+#[test]
+fn other_quantizations() {
+    let group = |weights: Value| json!({"group_0": {"weights": weights}});
+    let packed = |format: &str, bits: u64| {
+        json!({"quantization_config": {"quant_method": "compressed-tensors", "format": format,
+               "config_groups": group(json!({"num_bits": bits, "group_size": 32, "strategy": "group"}))}})
+    };
+    let cases: Vec<(Vec<Tensor<'static>>, Value, Quantization)> = vec![
+        (
+            vec![
+                ("layers.0.ffn.w1.weight", DType::F8E4M3, &[256, 128]),
+                ("layers.0.ffn.w1.scale", DType::F8E8M0, &[2, 1]),
+                ("layers.0.ffn.experts.0.w1.weight", DType::I8, &[4, 16]),
+                ("layers.0.ffn.experts.0.w1.scale", DType::F8E8M0, &[4, 1]),
+            ],
+            fp8_config(),
+            Quantization::None, // replaced below: compared by suffix
+        ),
+        (
+            vec![("model.layers.0.mlp.experts.down_proj_blocks", DType::U8, &[2, 4, 1, 16])],
+            json!({"quantization_config": {"quant_method": "mxfp4"}}),
+            Quantization::Mxfp4,
+        ),
+        (vec![("a.weight", W, &[1])], json!({"quantization_config": {"quant_method": "mxfp4"}}), Quantization::None),
+        (
+            vec![("a.weight_packed", DType::I32, &[4, 4])],
+            packed("pack-quantized", 4),
+            Quantization::Int4Packed { group: Some(32) },
+        ),
+        (vec![("a.weight_packed", DType::U8, &[4, 4])], packed("nvfp4-pack-quantized", 4), Quantization::Nvfp4),
+        (
+            vec![("a.weight", DType::I8, &[4, 4])],
+            packed("int-quantized", 8),
+            Quantization::CompressedTensors { format: "int-quantized".into() },
+        ),
+        (
+            vec![("a.qweight", DType::I32, &[4, 4])],
+            json!({"quantization_config": {"quant_method": "awq"}}),
+            Quantization::Unknown { method: "awq".into() },
+        ),
+        (
+            vec![("a.weight", DType::U8, &[4, 4])],
+            json!({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}),
+            Quantization::Nvfp4,
+        ),
+    ];
+    for (tensors, config, expected) in cases {
+        let repo = Repo::new().weights("model.safetensors", &tensors).config(&config);
+        let checkpoint = repo.open();
+        match &checkpoint.dialect().quantization {
+            Quantization::BlockFp8(found) => {
+                assert_eq!((found.suffix, found.pairs.len()), (".scale", 1), "packed experts are not 8-bit floats");
+            }
+            found => assert_eq!(found, &expected, "{config}"),
+        }
+    }
+}
+
+#[test]
+fn dialects() {
+    let repo = Repo::new()
+        .weights(
+            "model.safetensors",
+            &[
+                ("model.language_model.embed_tokens.weight", W, &[8, 4]),
+                ("model.language_model.layers.0.self_attn.q_proj.weight", W, &[64, 64]),
+                ("model.language_model.layers.1.mlp.experts.0.up_proj.weight", W, &[4, 4]),
+                ("model.language_model.layers.1.mlp.experts.11.up_proj.weight", DType::F32, &[4, 4]),
+                ("model.language_model.layers.2.eh_proj.weight", W, &[4, 4]),
+                ("model.visual.blocks.0.attn.qkv.weight", W, &[4, 4]),
+                ("mtp.norm.weight", W, &[4]),
+            ],
+        )
+        .config(
+            &json!({"model_type": "vlm", "architectures": ["VlmForConditionalGeneration"], "tie_word_embeddings": true,
+                        "text_config": {"model_type": "vlm_text", "num_hidden_layers": 2}}),
+        );
+    let checkpoint = repo.open();
+    let dialect = checkpoint.dialect();
+    assert_eq!(dialect.prefix(), "model.language_model.");
+    assert_eq!((dialect.families.len(), dialect.families[0].layers, dialect.families[0].last), (2, 3, 2));
+    assert_eq!((dialect.declared_layers, &dialect.mtp_layers[..], dialect.mtp_named), (Some(2), &[2][..], true));
+    assert_eq!(dialect.experts, Experts::Single { count: 12 });
+    assert_eq!(dialect.qkv, Qkv::Separate);
+    assert_eq!((dialect.tied_declared, dialect.has_lm_head), (Some(true), false));
+    assert_eq!((dialect.model_type.as_deref(), dialect.text_model_type.as_deref()), (Some("vlm"), Some("vlm_text")));
+    assert_eq!(dialect.dtypes.iter().map(|row| (row.0, row.1)).collect::<Vec<_>>(), [(W, 6), (DType::F32, 1)]);
+    let line = dialect.to_string();
+    assert!(line.starts_with("vlm (VlmForConditionalGeneration), 7 tensors") && !line.contains('\n'), "{line}");
+    let text = dialect.describe();
+    for expected in
+        ["text model: vlm_text (in text_config)", "experts: 12, one tensor each", "embeddings: tied", "layers 2"]
+    {
+        assert!(text.contains(expected), "{expected}: {text}");
+    }
+}
+
+#[test]
+fn problems_name_what_a_program_needs() {
+    let repo = Repo::new()
+        .weights("a.safetensors", &[("t", W, &[1])])
+        .index(&[("t", "a.safetensors"), ("u", "a.safetensors")]);
+    let Err(CheckpointError::Problems { problems, .. }) = repo.try_open() else { panic!("accepted") };
+    assert!(matches!(&problems[..], [Problem::NotInFile { tensor, file }] if tensor == "u" && file == "a.safetensors"));
+}
+
+/// The size that the project promises: 150 000 tensors in 250 files, here with block scales to pair.
+#[test]
+fn large_repositories_open_fast() {
+    let (layers, experts, files) = (60, 417, 250);
+    let mut all: Vec<(String, DType, Vec<u64>)> = Vec::new();
+    for layer in 0..layers {
+        for expert in 0..experts {
+            for part in ["gate_proj", "up_proj", "down_proj"] {
+                let name = format!("model.layers.{layer}.mlp.experts.{expert}.{part}.weight");
+                all.push((format!("{name}_scale_inv"), DType::F32, vec![16, 56]));
+                all.push((name, DType::F8E4M3, vec![2048, 7168]));
+            }
+        }
+    }
+    let repo = Repo::new().config(&fp8_config());
+    let mut map = serde_json::Map::new();
+    for (number, tensors) in all.chunks(all.len().div_ceil(files)).enumerate() {
+        let name = format!("model-{number:05}-of-{files:05}.safetensors");
+        let entries: Vec<Tensor<'_>> =
+            tensors.iter().map(|(name, dtype, shape)| (name.as_str(), *dtype, shape.as_slice())).collect();
+        write_weights(&repo.path(&name), &entries);
+        map.extend(tensors.iter().map(|tensor| (tensor.0.clone(), json!(name))));
+    }
+    let repo = repo.text("model.safetensors.index.json", &json!({"weight_map": map}).to_string());
+    let start = Instant::now();
+    let checkpoint = repo.open();
+    let elapsed = start.elapsed();
+    let bytes: u64 = all.iter().map(|tensor| tensor_bytes(tensor.1, &tensor.2).unwrap()).sum();
+    assert_eq!(checkpoint.tensors().len(), all.len());
+    assert_eq!(checkpoint.dialect().bytes(), bytes);
+    let per_tensor = checkpoint.table().memory_bytes() / all.len();
+    println!(
+        "{} tensors in {files} files, {} GB: opened in {elapsed:?}, {per_tensor} bytes per tensor",
+        all.len(),
+        bytes / 1_000_000_000
+    );
+    assert!(per_tensor < 150, "{per_tensor} bytes per tensor");
+    assert!(elapsed.as_secs() < 10, "generous, as tests run unoptimized on shared machines: {elapsed:?}");
+    let Quantization::BlockFp8(found) = &checkpoint.dialect().quantization else { panic!("{}", checkpoint.dialect()) };
+    assert_eq!(found.pairs.len(), all.len() / 2);
+}

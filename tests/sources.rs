@@ -1,0 +1,360 @@
+//! Every source keeps the same contract: one suite run over local files, mapped and not, memory, and the wrapper. Then what
+//! only local files can suffer: truncation, replacement and edits, also while they are being read by many threads.
+
+use std::{
+    fs,
+    io::Write,
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+    sync::{
+        Mutex,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::{Duration, UNIX_EPOCH},
+};
+
+use ckfs::source::{
+    Aspect, ByteSpan, FileId, LocalFiles, Source, SourceError, SourceIo,
+    memory::{Fault, Faulty, MemoryFiles},
+};
+use tempfile::TempDir;
+
+const A: FileId = FileId(0);
+const B: FileId = FileId(1);
+const EMPTY: FileId = FileId(2);
+
+fn span(start: u64, end: u64) -> ByteSpan {
+    ByteSpan::new(start, end).unwrap()
+}
+
+fn content(len: usize, seed: u64) -> Vec<u8> {
+    (0..len as u64).map(|i| ((i * 2_654_435_761 + seed * 97) >> 7).to_le_bytes()[0] | 1).collect()
+}
+
+fn contents() -> [(&'static str, Vec<u8>); 3] {
+    [("a.bin", content(300_000, 1)), ("b.bin", content(4_097, 2)), ("empty.bin", Vec::new())]
+}
+
+fn write_all(dir: &Path) -> Vec<PathBuf> {
+    let write = |(name, bytes): (&str, Vec<u8>)| {
+        let path = dir.join(name);
+        fs::write(&path, bytes).unwrap();
+        path
+    };
+    contents().into_iter().map(write).collect()
+}
+
+fn local(io: SourceIo) -> (TempDir, LocalFiles) {
+    let dir = tempfile::tempdir().unwrap();
+    let source = LocalFiles::open(&write_all(dir.path()), io).unwrap();
+    (dir, source)
+}
+
+/// The contract, on a source that holds [`contents`].
+fn conforms(source: &dyn Source) {
+    assert_eq!(source.file_count(), 3);
+    for (id, (name, bytes)) in (0..).map(FileId).zip(contents()) {
+        assert!(source.path(id).ends_with(name));
+        assert_eq!(source.len_bytes(id), bytes.len() as u64);
+        assert!(source.modified(id) >= UNIX_EPOCH);
+        source.check(id).unwrap();
+        source.check_path(id).unwrap();
+        let len = bytes.len() as u64;
+        let good =
+            [(0, len), (0, 0), (len, len), (len / 3, len / 2), (len.saturating_sub(1), len)].map(|(s, e)| span(s, e));
+        let got = source.read_spans(id, &good).unwrap();
+        for (span, got) in good.iter().zip(got) {
+            let expected = &bytes[usize::try_from(span.start()).unwrap()..usize::try_from(span.end()).unwrap()];
+            assert_eq!(got, expected, "{name} {span}");
+            let mut target = vec![7; expected.len()];
+            source.read_into(id, span.start(), &mut target).unwrap();
+            assert_eq!(target, expected);
+            source.will_need(id, *span);
+            if let Some(lent) = source.lend(id, *span) {
+                assert_eq!(lent, expected, "the file is whole, so that loading from it is safe");
+            }
+            let mut seen = None;
+            if let Some(result) = source.with_map(id, *span, &mut |mapped| seen = Some(mapped.to_vec())) {
+                result.unwrap();
+                assert_eq!(seen.as_deref(), Some(expected));
+            } else {
+                assert_eq!(seen, None);
+            }
+        }
+        for bad in [span(0, len + 1), span(len + 1, len + 1), span(u64::MAX - 1, u64::MAX), span(len, u64::MAX)] {
+            if bad.len() < 1 << 20 {
+                let error = source.read_spans(id, &[bad]).unwrap_err();
+                assert!(matches!(error, SourceError::OutOfBounds { .. }), "{error}");
+                assert!(error.to_string().contains(name), "{error}");
+            }
+            assert!(source.lend(id, bad).is_none());
+            let mut called = false;
+            if let Some(result) = source.with_map(id, bad, &mut |_| called = true) {
+                assert!(matches!(result, Err(SourceError::OutOfBounds { .. })));
+            }
+            assert!(!called);
+        }
+        if let Some(file) = source.backing(id) {
+            let mut first = vec![0; bytes.len().min(9)];
+            file.read_exact_at(&mut first, 0).unwrap();
+            assert_eq!(first, bytes[..bytes.len().min(9)]);
+        }
+    }
+    nested(source);
+    assert_eq!(source.poisoned(), 0);
+}
+
+fn nested(source: &dyn Source) {
+    let (a, b) = (span(10, 20), span(4_000, 4_097));
+    let mut total = 0;
+    source.with_map(A, a, &mut |left| {
+        let inner = source.with_map(B, b, &mut |right| total = left.len() + right.len());
+        inner.unwrap().unwrap();
+    });
+    assert!(total == 107 || source.with_map(A, a, &mut |_| ()).is_none());
+}
+
+#[test]
+fn every_source_conforms() {
+    for io in [SourceIo::Auto, SourceIo::Mmap, SourceIo::Pread] {
+        let (_dir, source) = local(io);
+        assert_eq!(source.is_mapped(A), io != SourceIo::Pread, "the test's directory is on a local file system");
+        conforms(&source);
+    }
+    conforms(&MemoryFiles::new(contents()));
+    conforms(&Faulty::new(MemoryFiles::new(contents()), Fault::Io, u64::MAX));
+    conforms(&Faulty::new(local(SourceIo::Mmap).1, Fault::Changed, u64::MAX));
+}
+
+#[test]
+fn a_faulty_source_fails_after_its_calls() {
+    let source = Faulty::new(MemoryFiles::new(contents()), Fault::Io, 2);
+    source.read_spans(A, &[span(0, 1), span(1, 2)]).unwrap();
+    assert!(matches!(source.read_spans(A, &[span(0, 1)]), Err(SourceError::Io { .. })));
+    assert!(matches!(source.with_map(A, span(0, 1), &mut |_| ()), Some(Err(SourceError::Io { .. }))));
+    assert!(source.lend(A, span(0, 1)).is_none());
+    let source = Faulty::new(MemoryFiles::new(contents()), Fault::Changed, 1);
+    source.check(A).unwrap();
+    source.read_spans(A, &[span(0, 1)]).unwrap();
+    assert!(matches!(source.check(A), Err(SourceError::Changed { aspect: Aspect::Version, .. })));
+    let source = MemoryFiles::new(contents());
+    source.touch(A);
+    assert!(source.check(A).is_err() && source.check(B).is_ok());
+    assert!(source.read_spans(A, &[span(0, 1)]).is_err(), "poison is sticky");
+    assert_eq!(source.poisoned(), 1);
+}
+
+/// What is done to `a.bin`, and what is then reported.
+type Damage = (&'static str, fn(&Path), Aspect);
+
+const DAMAGES: [Damage; 5] = [
+    ("truncated", |path| file(path).set_len(1_000).unwrap(), Aspect::Size),
+    ("grown", |path| file(path).set_len(1_000_000).unwrap(), Aspect::Size),
+    ("edited", |path| file(path).write_all_at(b"x", 5).unwrap(), Aspect::Modified),
+    (
+        "edited, modification time put back",
+        |path| {
+            let file = file(path);
+            let modified = file.metadata().unwrap().modified().unwrap();
+            file.write_all_at(b"x", 5).unwrap();
+            file.set_modified(modified).unwrap();
+        },
+        Aspect::StatusChanged,
+    ),
+    (
+        "replaced",
+        |path| {
+            fs::write(path.with_extension("new"), content(300_000, 9)).unwrap();
+            fs::rename(path.with_extension("new"), path).unwrap();
+        },
+        Aspect::StatusChanged,
+    ),
+];
+
+fn file(path: &Path) -> fs::File {
+    fs::OpenOptions::new().write(true).open(path).unwrap()
+}
+
+#[test]
+fn damage_is_noticed_sticks_and_stays_with_its_file() {
+    for io in [SourceIo::Mmap, SourceIo::Pread] {
+        for (what, damage, aspect) in DAMAGES {
+            let (dir, source) = local(io);
+            source.read_spans(A, &[span(0, 300_000)]).unwrap();
+            std::thread::sleep(Duration::from_millis(5));
+            damage(&dir.path().join("a.bin"));
+            let error = source.check(A).unwrap_err();
+            assert!(
+                matches!(&error, SourceError::Changed { aspect: found, .. } if *found == aspect),
+                "{what}: {error}"
+            );
+            assert!(error.to_string().contains("a.bin") && error.to_string().contains("expected"), "{error}");
+            assert_eq!(source.read_spans(A, &[span(0, 1)]).unwrap_err().to_string(), error.to_string());
+            assert!(source.lend(A, span(0, 1)).is_none() && source.backing(A).is_none());
+            assert!(source.with_map(A, span(0, 1), &mut |_| panic!("poisoned")).is_none_or(|result| result.is_err()));
+            assert!(source.check(A).is_err() && source.check_path(A).is_err());
+            source.check(B).unwrap();
+            source.check(EMPTY).unwrap();
+            assert_eq!(source.poisoned(), 1, "counted once");
+        }
+    }
+}
+
+#[test]
+fn a_removed_file_is_noticed() {
+    let (dir, source) = local(SourceIo::Auto);
+    fs::remove_file(dir.path().join("b.bin")).unwrap();
+    assert!(source.check_path(B).is_err());
+    assert!(matches!(source.check(B), Err(SourceError::Changed { aspect: Aspect::StatusChanged, .. })));
+}
+
+#[test]
+fn a_short_read_is_an_error_even_without_a_check() {
+    let (dir, source) = local(SourceIo::Pread);
+    file(&dir.path().join("a.bin")).set_len(100).unwrap();
+    let error = source.read_spans(A, &[span(50, 200)]).unwrap_err();
+    assert!(
+        matches!(error, SourceError::Changed { aspect: Aspect::Size, expected: 300_000, found: 100, .. }),
+        "{error}"
+    );
+}
+
+#[test]
+fn only_regular_files_are_opened() {
+    let dir = tempfile::tempdir().unwrap();
+    let open = |path: &Path| LocalFiles::open(&[path.to_path_buf()], SourceIo::Auto).unwrap_err();
+    assert!(matches!(open(dir.path()), SourceError::NotRegular { .. }));
+    assert!(matches!(open(&dir.path().join("missing")), SourceError::Io { .. }));
+    let fifo = dir.path().join("fifo");
+    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    assert!(matches!(open(&fifo), SourceError::NotRegular { .. }), "and without waiting for a writer");
+}
+
+/// A conversion over the guarded mapping in many threads, the file truncated under it: no zero may pass as data.
+#[test]
+fn truncation_under_a_running_conversion_never_yields_wrong_bytes() {
+    const LEN: u64 = 64 << 20;
+    const TILE: u64 = 1 << 20;
+    for round in 0..4 {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("weights");
+        // No byte of the content is zero, so that every zero taken for data is seen.
+        fs::write(&path, vec![1; usize::try_from(LEN).unwrap()]).unwrap();
+        let other = dir.path().join("other");
+        fs::write(&other, vec![2; 1 << 20]).unwrap();
+        let source = LocalFiles::open(&[path.clone(), other], SourceIo::Mmap).unwrap();
+        let (truncated, good, refused) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
+        std::thread::scope(|scope| {
+            for thread in 0..8_u64 {
+                let (source, truncated, good, refused) = (&source, &truncated, &good, &refused);
+                scope.spawn(move || {
+                    for step in 0_u64.. {
+                        let start = (step * 7 + thread * 13) % (LEN / TILE) * TILE;
+                        let was_truncated = truncated.load(Ordering::SeqCst);
+                        let (mut sum, mut others) = (0_u64, 0_u64);
+                        let result = source.with_map(A, span(start, start + TILE), &mut |bytes| {
+                            sum = bytes.iter().map(|byte| u64::from(*byte)).sum();
+                            let inner = source.with_map(B, span(0, 1 << 12), &mut |scale| {
+                                others = scale.iter().map(|byte| u64::from(*byte)).sum();
+                            });
+                            inner.unwrap().unwrap();
+                        });
+                        if result.unwrap().and_then(|()| source.check(A)).is_ok() {
+                            assert_eq!(sum, TILE, "zeros passed as data");
+                            assert!(!was_truncated, "a truncated file passed");
+                            good.fetch_add(1, Ordering::Relaxed);
+                        } else {
+                            refused.fetch_add(1, Ordering::Relaxed);
+                            break;
+                        }
+                        assert_eq!(others, 2 << 12);
+                    }
+                });
+            }
+            std::thread::sleep(Duration::from_millis(20));
+            file(&path).set_len(round * 10_000_001).unwrap();
+            truncated.store(true, Ordering::SeqCst);
+        });
+        assert!(good.load(Ordering::Relaxed) > 0);
+        assert_eq!(refused.load(Ordering::Relaxed), 8);
+        assert_eq!(source.poisoned(), 1);
+        source.check(B).unwrap();
+        assert!(source.lend(A, span(0, 1)).is_none());
+    }
+}
+
+/// A lent span of a truncated file is an error of the system call, not of the process.
+#[test]
+fn lending_a_truncated_file_to_the_kernel_is_an_errno() {
+    let (dir, source) = local(SourceIo::Mmap);
+    let lent = source.lend(A, span(8_192, 300_000)).unwrap();
+    file(&dir.path().join("a.bin")).set_len(0).unwrap();
+    let (_reader, mut pipe) = std::io::pipe().unwrap();
+    let error = pipe.write(lent).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::EFAULT));
+}
+
+fn resident_file_bytes() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|line| line.starts_with("RssFile:")).unwrap();
+    line.split_ascii_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10
+}
+
+/// Mapped pages count as resident, but only a window of them stays, also with several threads at work. The test measures
+/// the whole process, hence generous bounds.
+#[test]
+fn resident_mapped_memory_is_bounded() {
+    const LEN: u64 = 256 << 20;
+    const WINDOW: u64 = 16 << 20;
+    const TILE: u64 = 1 << 20;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("weights");
+    fs::write(&path, vec![3; usize::try_from(LEN).unwrap()]).unwrap();
+    let source = LocalFiles::open_with_window(&[path], SourceIo::Mmap, WINDOW).unwrap();
+    let before = resident_file_bytes();
+    let most = Mutex::new(0);
+    std::thread::scope(|scope| {
+        for thread in 0..2_u64 {
+            let (source, most) = (&source, &most);
+            scope.spawn(move || {
+                let mut null = fs::OpenOptions::new().write(true).open("/dev/null").unwrap();
+                let (reader, mut writer) = std::io::pipe().unwrap();
+                for tile in (thread..LEN / TILE).step_by(2) {
+                    let span = span(tile * TILE, (tile + 1) * TILE);
+                    let mut sum = 0_u64;
+                    let work = &mut |bytes: &[u8]| sum = bytes.iter().map(|byte| u64::from(*byte)).sum();
+                    source.with_map(A, span, work).unwrap().unwrap();
+                    assert_eq!(sum, 3 * TILE);
+                    // The kernel's reading through the other mapping counts as well.
+                    let lent = source.lend(A, span).unwrap();
+                    null.write_all(lent).unwrap();
+                    for chunk in lent.chunks(1 << 16) {
+                        writer.write_all(chunk).unwrap();
+                        let mut back = vec![0; chunk.len()];
+                        std::io::Read::read_exact(&mut &reader, &mut back).unwrap();
+                    }
+                    let mut most = most.lock().unwrap();
+                    *most = resident_file_bytes().saturating_sub(before).max(*most);
+                }
+            });
+        }
+    });
+    assert!(source.window_drops() >= LEN / WINDOW / 2, "{} drops", source.window_drops());
+    let most = *most.lock().unwrap();
+    assert!(most <= 4 * WINDOW + (96 << 20), "{} MiB were resident", most >> 20);
+    source.check(A).unwrap();
+}
+
+/// Small reads of a small working set do not keep dropping it.
+#[test]
+fn a_small_working_set_stays_resident() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("weights");
+    fs::write(&path, vec![3; 1 << 20]).unwrap();
+    let source = LocalFiles::open_with_window(&[path], SourceIo::Mmap, 1 << 30).unwrap();
+    for step in 0..100_000_u64 {
+        let start = step * 4096 % (1 << 20);
+        source.with_map(A, span(start, start + 4096), &mut |_| ()).unwrap().unwrap();
+    }
+    assert_eq!(source.window_drops(), 0);
+}
