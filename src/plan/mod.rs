@@ -147,6 +147,7 @@ impl Plan {
         }
         let family = family(checkpoint)?;
         let family_name = family.as_ref().map(|family| family.name.clone());
+        missing_layers(checkpoint, family.as_ref(), options.allow_missing, &mut problems, &mut warnings);
         let drafts = match options.layout {
             Layout::Canonical => {
                 let generic = family::Generic::load().map_err(|error| family_problem(&error))?;
@@ -158,7 +159,6 @@ impl Plan {
             problems.extend(found);
             Vec::new()
         });
-        missing_layers(checkpoint, options.allow_missing, &mut problems, &mut warnings);
         unknown_axes(&options.mesh, options, &mut warnings);
         unused_patterns(checkpoint, options, &drafts, &mut warnings);
         let hf = hf::plan(checkpoint, &values).unwrap_or_else(|found| {
@@ -321,13 +321,32 @@ fn check_tiling(view: &View) -> Result<(), TilingError> {
     Ok(())
 }
 
-fn missing_layers(checkpoint: &Checkpoint, allow: bool, problems: &mut Vec<Problem>, warnings: &mut Vec<String>) {
+/// Most missing layers of one family that are listed.
+const MISSING_MAX: usize = 1000;
+
+/// Finds layers that are not there: gaps in a family of layers, and in a known model's the layers that its configuration
+/// counts beyond the last.
+fn missing_layers(
+    checkpoint: &Checkpoint,
+    known: Option<&Family>,
+    allow: bool,
+    problems: &mut Vec<Problem>,
+    warnings: &mut Vec<String>,
+) {
     let dialect = checkpoint.dialect();
-    for (index, family) in dialect.families.iter().enumerate() {
-        let declared = if index == 0 { dialect.declared_layers.unwrap_or(0) } else { 0 };
+    for family in &dialect.families {
+        let is_text = known.is_some_and(|known| known.prefixes.contains(&family.prefix));
+        let declared = if is_text { dialect.declared_layers.unwrap_or(0) } else { 0 };
         let count = (family.last + 1).max(declared);
+        if family.layers == count {
+            continue;
+        }
         let name = format!("{}{}", family.prefix, family.word);
-        for layer in family.missing.iter().copied().chain(family.last + 1..count) {
+        let stem = format!("{name}.");
+        let number = |rest: &str| rest.split('.').next().and_then(|number| number.parse::<u64>().ok());
+        let present: std::collections::BTreeSet<u64> =
+            checkpoint.tensors().filter_map(|(_, info)| number(info.name.strip_prefix(&stem)?)).collect();
+        for layer in (0..count).filter(|layer| !present.contains(layer)).take(MISSING_MAX) {
             let problem = Problem::MissingLayer { family: name.clone(), layer, count };
             if allow { warnings.push(problem.to_string()) } else { problems.push(problem) }
         }

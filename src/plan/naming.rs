@@ -4,7 +4,7 @@ use super::family::Words;
 
 /// A name taken apart: `prefix . word . layer . rest`, the rest possibly with an expert's number.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Parsed {
+pub(super) struct Parsed {
     /// What stands before the layer word, with its final dot; for a name without layer, empty.
     pub prefix: String,
     /// Number of the layer.
@@ -23,7 +23,7 @@ fn number(word: &str) -> Option<u64> {
 }
 
 /// Takes a name apart. The first layer word followed by a number counts; an expert is looked for after it.
-pub fn parse(name: &str, words: &Words) -> Parsed {
+pub(super) fn parse(name: &str, words: &Words) -> Parsed {
     let parts: Vec<&str> = name.split('.').collect();
     let is_layer = |at: usize| {
         at + 2 < parts.len() && number(parts[at + 1]).is_some() && words.layers.iter().any(|word| word == parts[at])
@@ -50,7 +50,7 @@ pub fn parse(name: &str, words: &Words) -> Parsed {
 }
 
 /// Stem and final word of a name: `self_attn.q_proj` and `weight`. The final word is empty where it is no usual one.
-pub fn split_suffix(rest: &str) -> (&str, &str) {
+pub(super) fn split_suffix(rest: &str) -> (&str, &str) {
     match rest.rsplit_once('.') {
         Some((stem, last)) if last == "weight" || last == "bias" || last.starts_with("weight_") => (stem, last),
         _ => (rest, ""),

@@ -36,11 +36,6 @@ impl Workers {
         Self { count: started.count(), queue }
     }
 
-    /// Number of threads.
-    pub(super) fn count(&self) -> usize {
-        self.count
-    }
-
     /// Queues a job, unless the queue is full.
     pub(super) fn offer(&self, job: impl FnOnce() + Send + 'static) {
         let mut jobs = self.queue.jobs.lock().unwrap_or_else(PoisonError::into_inner);
