@@ -1,5 +1,7 @@
 //! Tilings: disjoint, covering, in bounds; cuts are restrictions; real conversions have few pieces.
 
+#![allow(clippy::unwrap_used, reason = "tests panic")]
+
 mod common;
 
 use std::collections::HashMap;

@@ -40,7 +40,8 @@ impl Choices {
         u64::from(self.numbers.next().unwrap_or(0)) % limit
     }
 
-    fn index(&mut self, limit: usize) -> usize {
+    /// The same for indexes.
+    pub fn index(&mut self, limit: usize) -> usize {
         self.below(limit as u64) as usize
     }
 
