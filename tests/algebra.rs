@@ -10,7 +10,8 @@ use ckfs::tensor::{
     DType, Element, Keep, Op, PIECES_MAX, Region, ShapeError, SourceTensor, TensorId, TilingError, View, ViewError,
 };
 use common::{
-    decode_by_conversion, decode_by_reference, execute, reference_bytes, shape, source, tensor, tiled_bytes,
+    decode_by_conversion, decode_by_reference, execute, gathered_bytes, reference_bytes, shape, source, tensor,
+    tiled_bytes,
     views::{Choices, any_float_view, any_view, choices},
 };
 use proptest::prelude::*;
@@ -80,6 +81,12 @@ proptest! {
     fn conversions_agree_with_the_reference(view in any_float_view()) {
         let bytes = execute(&view, &view.lower().unwrap(), decode_by_conversion);
         prop_assert!(bytes == reference_bytes(&view), "{:?}", view);
+    }
+
+    #[test]
+    fn kernels_agree_with_the_reference(view in any_view(), stretch in 1u64..300) {
+        let bytes = gathered_bytes(&view, &view.lower().unwrap(), stretch);
+        prop_assert!(bytes == reference_bytes(&view), "{:?} in stretches of {}", view, stretch);
     }
 
     /// Packed types may be cut inside a byte; that is refused, never wrong.
@@ -292,6 +299,23 @@ proptest! {
         assert_same(&View::concat(rows, &(0..down).map(row).collect::<Vec<_>>()).unwrap(), &view);
     }
 
+    /// Large enough for the kernels' blocks and stretches.
+    #[test]
+    fn kernels_agree_on_larger_views(mut choices in choices(), rows in 1u64..300, columns in 1u64..300, depth in 1u64..4) {
+        let dtype = choices.of(&[DType::BF16, DType::F32, DType::U8, DType::F8E4M3, DType::C64, DType::F16]);
+        let view = source(0, dtype, &[rows, columns, depth]).transpose(&choices.permutation(3)).unwrap();
+        let step = choices.below(2) + 1;
+        let view = view.slice(1, choices.below(view.shape().extents()[1]), view.shape().extents()[1], step).unwrap();
+        let view = if dtype.is_float() && choices.below(3) > 0 {
+            view.cast(choices.of(&[DType::BF16, DType::F32, DType::F16, DType::F8E5M2, DType::F64])).unwrap()
+        } else {
+            view
+        };
+        let view = view.pad(0, choices.below(2), 0).unwrap();
+        let bytes = gathered_bytes(&view, &view.lower().unwrap(), choices.below(1 << 16) + 1000);
+        prop_assert!(bytes == reference_bytes(&view), "{}", view);
+    }
+
     /// Halves to pairs: element `2i` of a head was `i`, element `2i + 1` was `i + d/2`.
     #[test]
     fn rope_permutation(heads in 1u64..5, pairs in 1u64..6, inner in 1u64..6) {
@@ -343,6 +367,17 @@ fn steps_round_one_after_another() {
     let twice = twice.cast(DType::F8E4M3).unwrap().cast(DType::F32).unwrap().add(1.0, Keep::F32).unwrap();
     assert!(tiled_bytes(&twice) == reference_bytes(&twice));
     assert!(execute(&twice, &twice.lower().unwrap(), decode_by_conversion) == reference_bytes(&twice));
+}
+
+/// A signalling NaN of f32 becomes quiet on its way through f64, wherever it is converted.
+#[test]
+fn wide_types_settle_nans() {
+    let view = source(5, DType::F32, &[4096]).cast(DType::F64).unwrap().cast(DType::F32).unwrap();
+    let tiling = view.lower().unwrap();
+    let expected = reference_bytes(&view);
+    assert!(execute(&view, &tiling, decode_by_reference) == expected, "reference");
+    assert!(execute(&view, &tiling, decode_by_conversion) == expected, "scalar conversion");
+    assert!(gathered_bytes(&view, &tiling, 4096) == expected, "kernels");
 }
 
 #[test]

@@ -9,7 +9,10 @@ use std::{collections::HashMap, ops::Range};
 
 use ckfs::{
     read::reference::{self, evaluate},
-    tensor::{DType, Decode, Origin, Piece, Program, Shape, SourceTensor, Step, TensorId, Tiling, View},
+    tensor::{
+        DType, Decode, Decoder, Gather, Origin, Piece, Program, Shape, SourceTensor, Step, TensorId, Tiling, View,
+        fill, gather,
+    },
 };
 
 /// Byte `at` of the made-up tensor `tensor`: noise in which every eighth word has all its exponent bits set and every
@@ -159,4 +162,45 @@ pub fn execute(view: &View, tiling: &Tiling, decode: DecodeUnit) -> Vec<u8> {
 /// All bytes of a view through its tiling.
 pub fn tiled_bytes(view: &View) -> Vec<u8> {
     execute(view, &view.lower().unwrap(), decode_by_reference)
+}
+
+/// Carries out `tiling` with the kernels, in stretches of `stretch_units` as tiles do.
+pub fn gathered_bytes(view: &View, tiling: &Tiling, stretch_units: u64) -> Vec<u8> {
+    let mut tensors = HashMap::new();
+    view.for_each_source(&mut |tensor| {
+        let len = tensor.dtype.bytes_of(tensor.shape.elements()).unwrap();
+        tensors.entry(tensor.id).or_insert_with(|| source_bytes(tensor.id, 0..len));
+    });
+    let width = tiling.unit_bytes();
+    let mut target = vec![0; tiling.len_bytes() as usize];
+    let mut low = 0;
+    while low < tiling.len_units() {
+        let high = (low + stretch_units).min(tiling.len_units());
+        let stretch = &mut target[(low * width) as usize..(high * width) as usize];
+        tiling.cut(low, high, &mut |piece| match piece.origin {
+            Origin::Tensor { tensor, offset, decoder } => {
+                let Decoder { decode, source_bytes } = &tiling.decoders()[decoder as usize];
+                let scale = match decode {
+                    Decode::Copy => None,
+                    Decode::Program(program) => program.block_scale(),
+                };
+                // Of the source, only the window that the piece may read.
+                let window =
+                    (offset * source_bytes) as usize..((offset + piece.source_hull_units()) * source_bytes) as usize;
+                let job = Gather {
+                    decode,
+                    source_bytes: *source_bytes,
+                    target_bytes: width,
+                    loops: &piece.loops,
+                    source_offset: offset,
+                    target_offset: piece.start - low,
+                };
+                let scale = scale.map_or([].as_slice(), |scale| &tensors[&scale.tensor]);
+                gather(&job, &tensors[&tensor][window], offset, scale, stretch);
+            }
+            Origin::Fill { bytes } => fill(&bytes[..width as usize], &piece.loops, piece.start - low, stretch),
+        });
+        low = high;
+    }
+    target
 }
