@@ -67,7 +67,7 @@ fn some_layout(choices: &mut Choices, view: &View) -> Layout {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(ProptestConfig::default().cases.max(1) * 20))]
+    #![proptest_config(ProptestConfig::with_cases(ProptestConfig::default().cases.max(1) * 40))]
 
     #[test]
     fn tilings_agree_with_the_reference(view in any_view()) {

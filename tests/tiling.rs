@@ -84,7 +84,7 @@ fn check_cut(tiling: &Tiling, whole: &HashMap<u64, Origin>, low: u64, high: u64)
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(ProptestConfig::default().cases.max(1) * 8))]
+    #![proptest_config(ProptestConfig::with_cases(ProptestConfig::default().cases.max(1) * 16))]
 
     #[test]
     fn pieces_are_disjoint_covering_and_in_bounds(view in any_view()) {
