@@ -496,6 +496,9 @@ impl FileSystem for Volume {
     }
 
     fn xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError> {
+        if !name.starts_with(b"user.") {
+            return Err(FsError::Unsupported);
+        }
         let Place::Named(block, node) = self.tree.place(ino).ok_or(FsError::NotFound)? else {
             return Err(FsError::NoAttribute);
         };
