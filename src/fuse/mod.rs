@@ -18,6 +18,7 @@ pub mod daemon;
 pub mod helper;
 pub mod holder;
 mod mount;
+mod mount_id;
 pub mod mountinfo;
 mod open_mode;
 pub mod session;

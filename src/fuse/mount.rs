@@ -18,7 +18,7 @@ use std::{
 
 use nix::{
     errno::Errno,
-    mount::MsFlags,
+    mount::{MntFlags, MsFlags},
     sys::socket::{ControlMessageOwned, MsgFlags, recvmsg},
     unistd::{getegid, geteuid},
 };
@@ -27,6 +27,7 @@ use tracing::{info, warn};
 use super::{
     FS_TYPE, MountOptions,
     holder::{Holder, holders},
+    mount_id::unique_mount_id,
     mountinfo::{Device, MountEntry, UnmountError, is_stale, locate, mount_at, mounts, unmount_once},
 };
 
@@ -126,6 +127,8 @@ pub enum MountError {
 pub(super) struct Mounted {
     /// As it was when the mount was made.
     entry: MountEntry,
+    /// What tells it from a later mount with the same numbers, where the kernel knows that.
+    unique_id: Option<u64>,
 }
 
 /// What became of a mount.
@@ -154,7 +157,10 @@ pub(super) fn mount(mountpoint: &Path, options: &MountOptions) -> Result<(OwnedF
     };
     let found = locate(&path).and_then(|location| mount_at(&location));
     match found {
-        Ok(Some(entry)) if entry.is_ckfs() => Ok((fd, Mounted { entry })),
+        Ok(Some(entry)) if entry.is_ckfs() => {
+            let unique_id = unique_mount_id(&entry.mountpoint);
+            Ok((fd, Mounted { entry, unique_id }))
+        }
         // Closing the descriptor leaves a stale mount if ours is beneath, which the next start removes.
         Ok(_) => Err(MountError::Path { path, source: io::Error::other("covered by another mount while mounting") }),
         Err(source) => Err(MountError::Path { path, source }),
@@ -293,21 +299,25 @@ impl Mounted {
 
     /// What became of it. Unreadable tables count as attached, so that unmounting is at least tried.
     pub(super) fn standing(&self) -> Standing {
-        let ours = |entry: &MountEntry| entry.id == self.entry.id && entry.device == self.entry.device;
-        match mounts().map(|entries| entries.into_iter().find(ours)) {
-            Ok(None) => Standing::Gone,
-            Ok(Some(entry)) => match locate(&entry.mountpoint) {
-                Ok(location) if location.mount_id == self.entry.id => Standing::Attached,
-                Ok(_) | Err(_) => Standing::Covered,
-            },
-            Err(_) => Standing::Attached,
+        let Ok(entry) = self.current() else { return Standing::Attached };
+        let Some(entry) = entry else { return Standing::Gone };
+        match locate(&entry.mountpoint) {
+            Ok(location) if location.mount_id == self.entry.id => {
+                // A later mount may have been given the same numbers.
+                if unique_mount_id(&entry.mountpoint) == self.unique_id { Standing::Attached } else { Standing::Gone }
+            }
+            Ok(_) | Err(_) => Standing::Covered,
         }
     }
 
     /// Unmounts, if the path still leads to this mount; what happened to it otherwise.
     pub(super) fn unmount(&self, lazy: bool) -> Result<Standing, UnmountError> {
         match self.standing() {
-            Standing::Attached => unmount_once(&self.current_path(), lazy).map(|()| Standing::Gone),
+            Standing::Attached => {
+                // Should someone have moved it, it is unmounted where it is now.
+                let moved = self.current().ok().flatten().map(|entry| entry.mountpoint);
+                unmount_once(moved.as_deref().unwrap_or(self.path()), lazy).map(|()| Standing::Gone)
+            }
             standing @ (Standing::Covered | Standing::Gone) => Ok(standing),
         }
     }
@@ -331,22 +341,23 @@ impl Mounted {
         const CONNECTIONS: &str = "/sys/fs/fuse/connections";
         let Device { minor, .. } = self.entry.device;
         let file = format!("{CONNECTIONS}/{minor}/abort");
-        if !Path::new(&file).exists() && geteuid().is_root() {
-            let flags = MsFlags::MS_NODEV | MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC;
-            if let Err(errno) = nix::mount::mount(Some("fusectl"), CONNECTIONS, Some("fusectl"), flags, None::<&str>) {
-                warn!("{CONNECTIONS}: cannot mount fusectl: {errno}");
-            }
-        }
+        // Where nobody has mounted the control files, root does so for the moment.
+        let flags = MsFlags::MS_NODEV | MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC;
+        let mounted = !Path::new(&file).exists()
+            && nix::mount::mount(Some("fusectl"), CONNECTIONS, Some("fusectl"), flags, None::<&str>).is_ok();
         if let Err(error) = fs::write(&file, "1") {
             // The end of this process closes the connection just as well.
             info!("{file}: {error}");
         }
+        if mounted && let Err(errno) = nix::mount::umount2(CONNECTIONS, MntFlags::MNT_DETACH) {
+            warn!("{CONNECTIONS}: {errno}");
+        }
     }
 
-    /// Where it is now, should someone have moved it.
-    fn current_path(&self) -> PathBuf {
-        let entry = mounts().ok().and_then(|entries| entries.into_iter().find(|entry| entry.id == self.entry.id));
-        entry.map_or_else(|| self.entry.mountpoint.clone(), |entry| entry.mountpoint)
+    /// Its line in the table of mounts, as far as numbers, type and source tell.
+    fn current(&self) -> io::Result<Option<MountEntry>> {
+        let key = |entry: &MountEntry| (entry.id, entry.device, entry.fs_type.clone(), entry.source.clone());
+        Ok(mounts()?.into_iter().find(|entry| key(entry) == key(&self.entry)))
     }
 }
 

@@ -1,0 +1,84 @@
+//! The unit file is what an administrator relies on at boot, where nobody watches: it is checked by systemd itself, and
+//! the promises that systemd cannot check are checked here.
+
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+fn file(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("systemd").join(name)
+}
+
+fn unit() -> String {
+    fs::read_to_string(file("ckfs@.service")).unwrap()
+}
+
+/// Values of a setting, in order.
+fn values<'a>(unit: &'a str, name: &str) -> Vec<&'a str> {
+    unit.lines().filter_map(|line| line.strip_prefix(name)?.strip_prefix('=')).collect()
+}
+
+#[test]
+fn systemd_accepts_the_unit() {
+    if let Err(error) = Command::new("systemd-analyze").arg("--version").output() {
+        assert!(env::var_os("CI").is_none_or(|ci| ci != "true"), "systemd-analyze: {error}");
+        eprintln!("skipped: systemd-analyze: {error}");
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    // The program need not be installed where the unit expects it; any that exists will do.
+    let installed = unit().replace("/usr/bin/ckfs", env!("CARGO_BIN_EXE_ckfs"));
+    let path = directory.path().join("ckfs@example.service");
+    fs::write(&path, installed).unwrap();
+    let verify = |path: &Path| {
+        let output = Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(path).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        // Other units of this host may have faults of their own; lines about ours name it.
+        let ours: Vec<String> = said.lines().filter(|line| line.contains("ckfs@")).map(str::to_owned).collect();
+        (output.status.success(), ours, said)
+    };
+    let (success, ours, said) = verify(&path);
+    assert!(success && ours.is_empty(), "{said}");
+    // And would have seen a fault.
+    fs::write(&path, unit().replace("KillMode=mixed", "KillMode=gentle").replace("Type=notify", "Tipe=notify"))
+        .unwrap();
+    assert!(!verify(&path).1.is_empty());
+}
+
+#[test]
+fn the_unit_keeps_the_mount_visible() {
+    let unit = unit();
+    let settings: Vec<&str> = unit.lines().filter(|line| !line.starts_with('#')).collect();
+    for hiding in ["Protect", "Private", "ReadOnlyPaths", "ReadWritePaths", "InaccessiblePaths", "TemporaryFileSystem"]
+    {
+        assert!(settings.iter().all(|line| !line.starts_with(hiding)), "{hiding} gives the service a mount namespace");
+    }
+    for hiding in ["MountFlags", "RootDirectory", "BindPaths", "DynamicUser", "User", "PAMName"] {
+        assert_eq!(values(&unit, hiding), Vec::<&str>::new(), "{hiding}");
+    }
+}
+
+#[test]
+fn the_unit_waits_for_readiness_and_for_the_end() {
+    let unit = unit();
+    assert_eq!(values(&unit, "Type"), ["notify"]);
+    assert_eq!(values(&unit, "KillMode"), ["mixed"]);
+    assert_eq!(values(&unit, "Restart"), ["on-failure"]);
+    assert_eq!(values(&unit, "ExecStart"), ["/usr/bin/ckfs mount --foreground --config /etc/ckfs/%i.toml"]);
+    let stop_seconds: u64 = values(&unit, "TimeoutStopSec")[0].parse().unwrap();
+    let defaults = ckfs::fuse::MountOptions::default();
+    assert!(
+        stop_seconds > (defaults.grace + defaults.drain).as_secs() + 5,
+        "the daemon would be killed while draining"
+    );
+    // Only what is stale: after a start that was refused since another mount is alive, that mount must stay.
+    assert!(values(&unit, "ExecStopPost").iter().all(|command| command.contains(" umount --stale ")));
+}
+
+#[test]
+fn the_example_is_valid_and_names_source_and_mountpoint() {
+    let example: toml::Table = fs::read_to_string(file("example.toml")).unwrap().parse().unwrap();
+    assert!(example["source"].is_str() && example["mountpoint"].is_str());
+}
