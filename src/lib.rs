@@ -11,7 +11,7 @@
 //! | --- | --- |
 //! | [`tensor`] | dtype, shape, region, view, tiling, decoder, kernels; pure |
 //! | [`source`] | where bytes come from |
-//! | [`format`] | headers of container formats, bytes to description and back; pure |
+//! | [`mod@format`] | headers of container formats, bytes to description and back; pure |
 //! | [`checkpoint`] | what is in a repo: tensor table, index, `config.json`, dialect |
 //! | [`plan`] | what the user wants, as data: layouts, families, mesh, sharding, names |
 //! | [`image`] | how a virtual file is laid out: segments with cumulative ends |

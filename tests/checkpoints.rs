@@ -1,4 +1,5 @@
 //! Opening repositories: what is accepted, what is found in it, and each way of being wrong with its message.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::{
     fs,
@@ -76,10 +77,9 @@ impl Repo {
     }
 
     fn problems(&self) -> Vec<String> {
-        match self.try_open().unwrap_err() {
-            CheckpointError::Problems { problems, more: 0, .. } => problems.iter().map(ToString::to_string).collect(),
-            other => panic!("{other}"),
-        }
+        let error = self.try_open().unwrap_err();
+        let CheckpointError::Problems { problems, more: 0, .. } = &error else { panic!("{error}") };
+        problems.iter().map(ToString::to_string).collect()
     }
 }
 
@@ -432,11 +432,11 @@ fn other_quantizations() {
     for (tensors, config, expected) in cases {
         let repo = Repo::new().weights("model.safetensors", &tensors).config(&config);
         let checkpoint = repo.open();
-        match &checkpoint.dialect().quantization {
-            Quantization::BlockFp8(found) => {
-                assert_eq!((found.suffix, found.pairs.len()), (".scale", 1), "packed experts are not 8-bit floats");
-            }
-            found => assert_eq!(found, &expected, "{config}"),
+        let found = &checkpoint.dialect().quantization;
+        if let Quantization::BlockFp8(found) = found {
+            assert_eq!((found.suffix, found.pairs.len()), (".scale", 1), "packed experts are not 8-bit floats");
+        } else {
+            assert_eq!(found, &expected, "{config}");
         }
     }
 }

@@ -1,7 +1,17 @@
-//! The kernels against numpy and ml_dtypes (by digest), against a slow independent reference, and against each other.
+//! The kernels against numpy and `ml_dtypes` (by digest), against a slow independent reference, and against each other.
 //!
 //! The state protected here is every byte that a cast mount serves: a cast that rounds one pattern in 2^24 wrongly is
 //! noticed by nobody until a training run differs.
+#![allow(
+    clippy::unwrap_used,
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::float_cmp,
+    clippy::similar_names,
+    clippy::wildcard_enum_match_arm,
+    clippy::format_collect,
+    reason = "a test: sizes are small, floats are compared exactly on purpose, and a panic is a failure"
+)]
 
 use ckfs::tensor::{
     BlockScale, DType, Decode, Gather, Loop, Program, Step, TensorId, convert_row, convert_scalar, fill, gather,
@@ -20,8 +30,8 @@ const FLOATS: [DType; 8] = [
     DType::F8E4M3Fnuz,
 ];
 
-/// SHA-256 of the results of casting [`patterns`] of the first type to the second, as numpy and ml_dtypes compute them.
-/// Made by `tests/python/cast_digests.py` (numpy 2.4.6, ml_dtypes 0.6.0), which also says where torch differs.
+/// SHA-256 of the results of casting [`patterns`] of the first type to the second, as numpy and `ml_dtypes` compute them.
+/// Made by `tests/python/cast_digests.py` (numpy 2.4.6, `ml_dtypes` 0.6.0), which also says where torch differs.
 #[rustfmt::skip]
 const CAST_DIGESTS: [(DType, DType, &str); 56] = [
     (DType::F64, DType::F32, "7d7a8c9eafa43506982799641436f6fdda2265b2c485f07aaea9a9d8c2f20e0d"),

@@ -4,9 +4,12 @@
 //! that unmounts what is not its own takes somebody's data away. Each test serves in a process of its own, started the way
 //! `ckfs mount` starts its daemon: this binary runs itself with the test `serving_process`, which does nothing otherwise.
 //!
-//! Without `/dev/fuse` and root the tests report that they are skipped; where `CI=true` they fail.
+//! Tests that cannot run, for want of `/dev/fuse`, `fusermount3` or root, report that they are skipped; where `CI=true` they
+//! fail.
 
 #![allow(unsafe_code)]
+// A helper that fails is a test that fails.
+#![allow(clippy::unwrap_used, clippy::print_stderr, clippy::wildcard_enum_match_arm)]
 
 mod mount_double;
 
@@ -35,7 +38,7 @@ use nix::{
         signal::{SigSet, Signal, kill},
         wait::{WaitPidFlag, WaitStatus, waitpid},
     },
-    unistd::{Pid, geteuid},
+    unistd::{Pid, getegid, geteuid},
 };
 
 /// Time for anything that should happen soon.
@@ -89,6 +92,7 @@ fn serving_process() {
         Ok(exit) => process::exit(exit_code(exit)),
         Err(error) => {
             readiness.failed(&error.to_string());
+            eprintln!("{error}");
             process::exit(1);
         }
     }
@@ -102,21 +106,36 @@ struct Bench {
     daemons: Vec<Pid>,
 }
 
-/// `None` where mounts cannot be tested.
+/// Says why a test cannot run, and fails where all must.
+fn skip(missing: &str) {
+    assert!(env::var_os("CI").is_none_or(|ci| ci != "true"), "cannot test: {missing}");
+    eprintln!("skipped: {missing}");
+}
+
+/// `None` where nothing can be mounted.
 fn bench() -> Option<Bench> {
-    let missing = if geteuid().is_root() {
-        File::options().read(true).write(true).open("/dev/fuse").err().map(|error| format!("/dev/fuse: {error}"))
-    } else {
-        Some("not root".to_owned())
-    };
-    if let Some(missing) = missing {
-        assert!(env::var_os("CI").is_none_or(|ci| ci != "true"), "cannot mount: {missing}");
-        eprintln!("skipped: cannot mount: {missing}");
+    if let Err(error) = File::options().read(true).write(true).open("/dev/fuse") {
+        skip(&format!("/dev/fuse: {error}"));
+        return None;
+    }
+    if !geteuid().is_root()
+        && let Err(error) = Command::new("fusermount3").arg("--version").output()
+    {
+        skip(&format!("fusermount3: {error}"));
         return None;
     }
     let base = tempfile::tempdir().unwrap();
     fs::create_dir(base.path().join("mnt")).unwrap();
     Some(Bench { base, daemons: Vec::new() })
+}
+
+/// A bench for tests that mount and unmount by themselves.
+fn root_bench() -> Option<Bench> {
+    if !geteuid().is_root() {
+        skip("not root");
+        return None;
+    }
+    bench()
 }
 
 impl Bench {
@@ -200,7 +219,11 @@ impl Drop for Bench {
         }
         // Whatever lies there, this test has put it there.
         for _ in 0..8 {
-            if umount2(&self.mnt(), MntFlags::MNT_DETACH).is_err() {
+            let result = umount2(&self.mnt(), MntFlags::MNT_DETACH);
+            if result == Err(nix::errno::Errno::EPERM) {
+                let _ = Command::new("fusermount3").args(["-uzq", "--"]).arg(self.mnt()).output();
+            }
+            if result.is_err() {
                 break;
             }
         }
@@ -254,7 +277,7 @@ fn mounts_with_its_own_type_and_answers_all_questions() {
     assert_eq!(metadata.len(), DATA_BYTES as u64);
     assert_eq!((metadata.mode(), metadata.nlink(), metadata.blksize()), (0o100_444, 1, 1 << 20));
     assert_eq!(metadata.blocks(), DATA_BYTES as u64 / 512);
-    assert_eq!((metadata.uid(), metadata.gid()), (0, 0));
+    assert_eq!((metadata.uid(), metadata.gid()), (geteuid().as_raw(), getegid().as_raw()));
     assert_eq!(metadata.mtime(), 1_700_000_000);
     let root = fs::metadata(bench.mnt()).unwrap();
     assert_eq!((root.mode(), root.nlink(), root.ino()), (0o40_555, 3, 1));
@@ -267,12 +290,12 @@ fn mounts_with_its_own_type_and_answers_all_questions() {
     assert_eq!(sizes.blocks() * sizes.fragment_size(), (3 * DATA_BYTES as u64 + 1).next_multiple_of(4096));
     assert_eq!((sizes.files(), sizes.blocks_available()), (MANY + 14, 0));
 
-    // Absent names are remembered.
+    // Absent names are remembered, unless the kernel is short of memory or told to drop its caches.
     let before = bench.stat("lookup");
-    for _ in 0..5 {
+    for _ in 0..100 {
         assert_eq!(errno(fs::metadata(bench.file("absent"))), libc::ENOENT);
     }
-    assert_eq!(bench.stat("lookup"), before + 1);
+    assert!(bench.stat("lookup") - before < 20);
     bench.stop(pid);
     assert!(bench.file("hidden").exists());
 }
@@ -447,7 +470,7 @@ fn passthrough_gives_the_bytes_of_the_backing_file() {
 
 #[test]
 fn nothing_can_be_changed() {
-    let Some(mut bench) = bench() else { return };
+    let Some(mut bench) = root_bench() else { return };
     let pid = bench.start();
     let attempts = |bench: &Bench| {
         let (data, new) = (bench.file("data"), bench.file("new"));
@@ -595,7 +618,7 @@ fn a_second_signal_or_the_end_of_the_drain_period_aborts() {
 
 #[test]
 fn an_unmount_from_outside_ends_it_and_spares_what_is_mounted_next() {
-    let Some(mut bench) = bench() else { return };
+    let Some(mut bench) = root_bench() else { return };
     let pid = bench.start();
     umount2(&bench.mnt(), MntFlags::empty()).unwrap();
     mount_tmpfs(&bench.mnt());
@@ -606,7 +629,7 @@ fn an_unmount_from_outside_ends_it_and_spares_what_is_mounted_next() {
 
 #[test]
 fn a_daemon_unmounted_outside_spares_its_successor() {
-    let Some(mut bench) = bench() else { return };
+    let Some(mut bench) = root_bench() else { return };
     let first = bench.start();
     umount2(&bench.mnt(), MntFlags::empty()).unwrap();
     let second = bench.start();
@@ -617,8 +640,19 @@ fn a_daemon_unmounted_outside_spares_its_successor() {
 }
 
 #[test]
+fn an_abort_from_outside_ends_it_and_leaves_no_stale_mount() {
+    let Some(mut bench) = root_bench() else { return };
+    let pid = bench.start();
+    let file = File::open(bench.file("direct")).unwrap();
+    // Being busy it stays mounted, but the force cuts the connection.
+    assert_eq!(umount2(&bench.mnt(), MntFlags::MNT_FORCE), Err(nix::errno::Errno::EBUSY));
+    assert_eq!((bench.end_of(pid), bench.mounts()), (exit_code(Exit::Aborted), vec![]));
+    assert!(file.read_at(&mut [0], 0).is_err());
+}
+
+#[test]
 fn a_mount_that_covers_ours_is_spared() {
-    let Some(mut bench) = bench() else { return };
+    let Some(mut bench) = root_bench() else { return };
     let pid = bench.start_with(&Config { drain_ms: 200, ..CONFIG });
     mount_tmpfs(&bench.mnt());
     fs::write(bench.file("keep"), "me").unwrap();
@@ -644,7 +678,7 @@ fn a_stale_mount_is_recovered_by_the_next_start() {
 
 #[test]
 fn a_live_mount_is_refused() {
-    let Some(mut bench) = bench() else { return };
+    let Some(mut bench) = root_bench() else { return };
     let pid = bench.start();
     let refusal = bench.try_start(&CONFIG).unwrap_err().to_string();
     assert!(refusal.contains("already mounted: ckfs:double_of_a_repo (type fuse.ckfs)"), "{refusal}");
@@ -664,7 +698,7 @@ fn a_live_mount_is_refused() {
 
 #[test]
 fn unmounting_by_path_names_holders_and_spares_strangers() {
-    let Some(mut bench) = bench() else { return };
+    let Some(mut bench) = root_bench() else { return };
     let pid = bench.start();
     let options = UnmountOptions::default();
     let mnt = bench.mnt();
@@ -694,4 +728,40 @@ fn unmounting_by_path_names_holders_and_spares_strangers() {
     assert_eq!(bench.mounts(), []);
     mount_tmpfs(&mnt);
     assert!(matches!(unmount(&mnt, options), Err(UnmountError::NotCkfs { fs_type, .. }) if fs_type == "tmpfs"));
+}
+
+// --- as anyone ---
+
+/// These tests again, as a user without rights: in a mount namespace of their own, where `/dev/fuse` is open to all as on
+/// most hosts.
+#[test]
+fn users_mount_through_fusermount3() {
+    const TESTS: [&str; 7] = [
+        "mounts_with_its_own_type_and_answers_all_questions",
+        "parallel_readers_get_the_right_bytes",
+        "passthrough_gives_the_bytes_of_the_backing_file",
+        "each_ending_signal_unmounts",
+        "a_busy_mount_is_drained_then_detached_and_still_read",
+        "a_second_signal_or_the_end_of_the_drain_period_aborts",
+        "a_stale_mount_is_recovered_by_the_next_start",
+    ];
+    const SCRIPT: &str = "set -e; mount -t tmpfs -o mode=1777 ckfs-test \"$1\"; cd \"$1\"; mknod -m 666 fuse c 10 229; \
+        mount --bind fuse /dev/fuse; cp \"$2\" tests; chmod 755 tests; shift 2; \
+        exec setpriv --reuid=65534 --regid=65534 --clear-groups env TMPDIR=\"$PWD\" ./tests --exact \"$@\"";
+    if root_bench().is_none() {
+        return;
+    }
+    for program in ["unshare", "setpriv", "fusermount3"] {
+        if let Err(error) = Command::new(program).arg("--version").output() {
+            return skip(&format!("{program}: {error}"));
+        }
+    }
+    let base = tempfile::tempdir().unwrap();
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--propagation", "private", "sh", "-c", SCRIPT, "sh"]);
+    command.arg(base.path()).arg(env::current_exe().unwrap()).args(TESTS);
+    let output = command.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{said}\n{}", String::from_utf8_lossy(&output.stderr));
+    assert!(said.contains(&format!("{} passed; 0 failed", TESTS.len())), "{said}");
 }

@@ -1,6 +1,8 @@
 //! The unit file is what an administrator relies on at boot, where nobody watches: it is checked by systemd itself, and
 //! the promises that systemd cannot check are checked here.
 
+#![allow(clippy::unwrap_used, clippy::print_stderr)]
+
 use std::{
     env, fs,
     path::{Path, PathBuf},

@@ -322,9 +322,10 @@ impl Mounted {
         }
     }
 
-    /// Who keeps it busy.
-    pub(super) fn holders(&self) -> Vec<Holder> {
-        holders(&self.entry)
+    /// A search for who keeps it busy.
+    pub(super) fn holders(&self) -> impl FnOnce() -> Vec<Holder> + Send + use<> {
+        let entry = self.entry.clone();
+        move || holders(&entry)
     }
 
     /// Raises the kernel's read-ahead for this mount, which only root may.

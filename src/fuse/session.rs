@@ -36,9 +36,9 @@ use super::{
     MountError,
     adapter::Adapter,
     daemon::notify_systemd,
-    holder::describe,
+    holder::{Holder, describe},
     mount::{Mounted, Standing, mount},
-    mountinfo::UnmountError,
+    mountinfo::{UnmountError, is_stale},
 };
 use crate::volume::FileSystem;
 
@@ -121,6 +121,9 @@ const SELF_CHECK_LIMIT: Duration = Duration::from_secs(10);
 
 /// Time between attempts to unmount.
 const RETRY_PERIOD: Duration = Duration::from_millis(100);
+
+/// How long to look for processes that keep the mount busy.
+const HOLDERS_LIMIT: Duration = Duration::from_secs(2);
 
 /// How long threads may take to end after an abort, before they are left behind.
 const ABORT_LIMIT: Duration = Duration::from_secs(2);
@@ -283,7 +286,7 @@ impl Supervisor {
             }
             if !told {
                 told = true;
-                let holders = describe(&self.mounted.holders());
+                let holders = describe(&self.holders());
                 warn!("{} is busy, {holders}; waiting {} s", self.mounted.path().display(), self.grace.as_secs());
                 notify_systemd(&[sd_notify::NotifyState::Status(&format!("busy, {holders}"))]);
             }
@@ -301,18 +304,34 @@ impl Supervisor {
         }
     }
 
+    /// Who keeps the mount busy. Looked for in another thread, as reading another process's maps can wait for its page
+    /// faults, and so for us.
+    fn holders(&self) -> Vec<Holder> {
+        let (answer, answered) = mpsc::channel();
+        let search = self.mounted.holders();
+        let searching = thread::Builder::new().name("ckfs-holders".into()).spawn(move || {
+            let _ = answer.send(search());
+        });
+        searching.ok().and_then(|_| answered.recv_timeout(HOLDERS_LIMIT).ok()).unwrap_or_default()
+    }
+
     /// The connection ended without a signal.
     fn ended_by_itself(&mut self) -> Result<Exit, MountError> {
         let result = self.running.result();
         // After an abort from outside the mount is still there, but dead.
-        let standing = self.mounted.standing();
-        if standing != Standing::Gone {
+        // One that is alive is a successor's, whatever the numbers say.
+        let dead = match self.mounted.standing() {
+            Standing::Attached => is_stale(self.mounted.path()),
+            Standing::Covered => true,
+            Standing::Gone => false,
+        };
+        if dead {
             detach(&self.mounted);
         }
-        match (result, standing) {
-            (Err(source), _) => Err(MountError::Session { source }),
-            (Ok(()), Standing::Gone) => Ok(Exit::UnmountedOutside),
-            (Ok(()), Standing::Attached | Standing::Covered) => Ok(Exit::Aborted),
+        match result {
+            Err(source) => Err(MountError::Session { source }),
+            Ok(()) if dead => Ok(Exit::Aborted),
+            Ok(()) => Ok(Exit::UnmountedOutside),
         }
     }
 

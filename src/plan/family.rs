@@ -208,7 +208,7 @@ mod tests {
     fn gemma_renames_the_norm_after_attention_only_where_another_stands_before_the_mlp() {
         let family = Family::of_model_type("gemma2").unwrap().unwrap();
         let short = |has: bool| family.layer("post_attention_layernorm", &|_| has).unwrap().short.clone().unwrap();
-        assert_eq!(short(true), "post_attn_norm");
+        assert_eq!(short(true), "attn_post_norm");
         assert_eq!(short(false), "mlp_norm");
     }
 }

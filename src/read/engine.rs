@@ -31,7 +31,7 @@ const TILE_BYTES_MIN: u64 = 1 << 20;
 const TILE_BYTES_MAX: u64 = 32 << 20;
 /// Source elements that a tile takes, where it can, from each row that it transposes: 64 bytes of 2-byte elements are a
 /// cache line.
-const TRANSPOSED_ELEMENTS_MIN: u64 = 32;
+const TRANSPOSED_ELEMENTS_MIN: u64 = 64;
 /// Runs shorter than this are gathered in tiles rather than anew at each request.
 const RUN_BYTES_MIN: u64 = 4096;
 /// How far ahead of a sequential reader source pages are asked for.

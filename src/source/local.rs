@@ -3,7 +3,8 @@
 //! A file is identified by device, inode, size, modification and status change time, all read from the open file, so that
 //! `fstat` tells in 0.2 us whether it is still the same. The status change time makes this strict: also a new hard link
 //! or changed permissions poison the file, because the kernel offers no other trace of an edit whose author set the
-//! modification time back.
+//! modification time back. Two edits are not seen: one within the same clock tick (some milliseconds, on kernels before
+//! 6.13) as the file's pinning, and one through a writable mapping of a page that was dirty already.
 //!
 //! Each file has up to two mappings, made when first needed: one to lend to the kernel and one, guarded, to read from
 //! (see [`super::guard`] for why they must differ). Mapped pages count as resident memory of this process although they

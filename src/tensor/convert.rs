@@ -8,7 +8,7 @@ use super::kernel::{Level, row};
 use super::{BlockScale, DType, Program, Step, float};
 
 /// Elements of one stretch: its f32 values take 2 KiB.
-const STRETCH: usize = 512;
+pub(super) const STRETCH: usize = 512;
 
 /// Converts the consecutive elements in `source`, the first of which is element `first` of its tensor, to `target`.
 ///
@@ -43,7 +43,7 @@ pub fn convert_scalar(program: &Program, scale: &[u8], source: &[u8], element: u
             Step::Multiply { factor, flush: false } => float::multiply(value, factor.to_bits()),
             Step::Multiply { factor, flush: true } => float::multiply_flush(value, factor.to_bits()),
             Step::Add(summand) => float::add(value, summand.to_bits()),
-            Step::Scale(block) => float::multiply(value, scale_bits(block, scale, element)),
+            Step::Scale(block) => float::multiply(value, scale_at(block, scale, block.scale_of(element))),
         };
     }
     float::narrow_one(program.target, value, target);
@@ -57,14 +57,13 @@ pub(super) fn element_bytes(dtype: DType) -> usize {
     }
 }
 
-/// The scale of element `element`, as f32 bits.
-fn scale_bits(block: &BlockScale, scale: &[u8], element: u64) -> u32 {
+/// Element `index` of the scale tensor, as f32 bits.
+fn scale_at(block: &BlockScale, scale: &[u8], index: u64) -> u32 {
     let bytes = element_bytes(block.dtype);
-    let index = block.scale_of(element);
     let start = usize::try_from(index).ok().and_then(|index| index.checked_mul(bytes));
     let found = start.and_then(|start| scale.get(start..)?.get(..bytes));
     let Some(found) = found else {
-        panic!("scale of element {element}: element {index} of {} is beyond {} bytes", block.dtype, scale.len());
+        panic!("scale {index}, of type {}, is beyond the {} bytes of its tensor", block.dtype, scale.len());
     };
     float::widen_one(block.dtype, found)
 }
@@ -110,34 +109,41 @@ impl<'a> Converter<'a> {
             target.len(),
             self.program.target
         );
-        if self.program.steps.is_empty() {
-            if self.program.source == self.program.target {
-                target.copy_from_slice(source);
-                return;
-            }
-            if self.program.source == DType::F32 {
-                (self.narrow)(self.level, source, target);
-                return;
-            }
-            if self.program.target == DType::F32 {
-                (self.widen)(self.level, source, target);
-                return;
-            }
+        if let Some(direct) = self.direct() {
+            direct(self.level, source, target);
+            return;
         }
         let mut element = first;
         let stretches = source.chunks(STRETCH * self.source_bytes).zip(target.chunks_mut(STRETCH * self.target_bytes));
         for (source, target) in stretches {
-            let count = source.len() / self.source_bytes;
-            (self.widen)(self.level, source, self.values[..count].as_flattened_mut());
-            self.apply(scale, count, element, stride);
-            (self.narrow)(self.level, self.values[..count].as_flattened(), target);
-            element = element.wrapping_add(stride.wrapping_mul(count as u64));
+            self.lines(scale, source, &[element], stride, target);
+            let count = (source.len() / self.source_bytes) as u64;
+            element = element.wrapping_add(stride.wrapping_mul(count));
         }
     }
 
-    /// Applies the steps to the first `count` values.
-    fn apply(&mut self, scale: &[u8], count: usize, first: u64, stride: u64) {
+    /// The one loop that does it all, if there is one.
+    pub(super) fn direct(&self) -> Option<row::Row> {
+        let (source, target) = (self.program.source, self.program.target);
+        if !self.program.steps.is_empty() {
+            return None;
+        }
+        if source == target {
+            return Some(row::copy);
+        }
+        match (source == DType::F32, target == DType::F32) {
+            (true, _) => Some(self.narrow),
+            (_, true) => Some(self.widen),
+            (false, false) => None,
+        }
+    }
+
+    /// Converts several lines of equal length, [`STRETCH`] elements together at most, that follow each other in
+    /// `source` and `target`. Line `i` holds elements `firsts[i]`, `firsts[i] + stride`, ... of the tensor.
+    pub(super) fn lines(&mut self, scale: &[u8], source: &[u8], firsts: &[u64], stride: u64, target: &mut [u8]) {
+        let count = source.len() / self.source_bytes;
         let values = &mut self.values[..count];
+        (self.widen)(self.level, source, values.as_flattened_mut());
         for step in &self.program.steps {
             match step {
                 Step::Round(DType::F32 | DType::F64) => {}
@@ -156,23 +162,34 @@ impl<'a> Converter<'a> {
                     row::multiply_flush(self.level, values.as_flattened_mut(), factor.to_bits());
                 }
                 Step::Add(summand) => row::add(self.level, values.as_flattened_mut(), summand.to_bits()),
-                Step::Scale(block) => scale_values(self.level, block, scale, values, first, stride),
+                Step::Scale(block) => {
+                    let length = (count / firsts.len()).max(1);
+                    for (line, first) in values.chunks_exact_mut(length).zip(firsts) {
+                        scale_line(self.level, block, scale, line, *first, stride);
+                    }
+                }
             }
         }
+        (self.narrow)(self.level, values.as_flattened(), target);
     }
 }
 
-/// Multiplies each value by its scale; values that share one are multiplied together.
-fn scale_values(level: Level, block: &BlockScale, scale: &[u8], mut values: &mut [[u8; 4]], first: u64, stride: u64) {
-    let mut element = first;
-    while !values.is_empty() {
-        let column = element % block.columns;
-        let ahead = (block.block_columns - column % block.block_columns).min(block.columns - column);
-        let alike = usize::try_from(ahead.div_ceil(stride.max(1))).unwrap_or(usize::MAX).min(values.len());
-        let (now, later) = values.split_at_mut(alike);
-        row::multiply(level, now.as_flattened_mut(), scale_bits(block, scale, element));
+/// Multiplies each value by its scale; neighbours that share one are multiplied together.
+fn scale_line(level: Level, block: &BlockScale, scale: &[u8], line: &mut [[u8; 4]], first: u64, stride: u64) {
+    let (mut line, mut element) = (line, first);
+    let scale_columns = block.scale_columns();
+    while !line.is_empty() {
+        // As `BlockScale::scale_of`, with three divisions in all.
+        let (row, column) = (element / block.columns, element % block.columns);
+        let (block_column, within) = (column / block.block_columns, column % block.block_columns);
+        let ahead = (block.block_columns - within).min(block.columns - column);
+        let index = row / block.block_rows * scale_columns + block_column;
+        let alike = if stride == 1 { ahead } else { ahead.div_ceil(stride.max(1)) };
+        let alike = usize::try_from(alike).unwrap_or(usize::MAX).min(line.len());
+        let (now, later) = line.split_at_mut(alike);
+        row::multiply(level, now.as_flattened_mut(), scale_at(block, scale, index));
         element = element.wrapping_add(stride.wrapping_mul(alike as u64));
-        values = later;
+        line = later;
     }
 }
 
@@ -269,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "scale of element 9: element 1 of F32 is beyond 4 bytes")]
+    #[should_panic(expected = "scale 1, of type F32, is beyond the 4 bytes of its tensor")]
     fn short_scales_are_refused() {
         let block = BlockScale { tensor: TensorId(0), dtype: DType::F32, columns: 16, block_rows: 8, block_columns: 8 };
         let program = Program { source: DType::F8E4M3, target: DType::F32, steps: vec![Step::Scale(block)] };

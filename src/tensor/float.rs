@@ -1,21 +1,23 @@
 //! The float formats below 32 bits: bits to f32 bits and back, in branch-free integer code that compilers vectorize.
 //!
 //! One row of constants describes a format; [`Format::widen`] is exact and [`Format::narrow`] rounds once, to nearest,
-//! ties to even, subnormals included. Where a value has no counterpart the result is that of ml_dtypes and numpy:
+//! ties to even, subnormals included. Where a value has no counterpart the result is that of `ml_dtypes` and numpy:
 //!
 //! | target | overflow | NaN | negative zero |
 //! | --- | --- | --- | --- |
 //! | F16 | infinity | upper payload bits kept; 1 if they are all zero | kept |
 //! | BF16 | infinity | `0x7fc0`, sign kept | kept |
-//! | F8_E5M2 | infinity | `0x7e`, sign kept | kept |
-//! | F8_E4M3 | NaN | `0x7f`, sign kept | kept |
-//! | F8_E4M3FNUZ, F8_E5M2FNUZ | NaN | `0x80` | becomes zero |
+//! | `F8_E5M2` | infinity | `0x7e`, sign kept | kept |
+//! | `F8_E4M3` | NaN | `0x7f`, sign kept | kept |
+//! | `F8_E4M3FNUZ`, `F8_E5M2FNUZ` | NaN | `0x80` | becomes zero |
 //!
 //! torch computes the same values with two exceptions, which cannot both be followed: it puts other payloads or signs
-//! into NaNs, and its newer releases (2.15 was looked at) let F8_E4M3 saturate at 448 where ml_dtypes, jax and older
+//! into NaNs, and its newer releases (2.15 was looked at) let `F8_E4M3` saturate at 448 where `ml_dtypes`, jax and older
 //! torch give NaN.
 //!
 //! Values pass as bit patterns, not as `f32`, so that no compiler or processor may change the payload of a NaN.
+
+#![allow(clippy::inline_always, reason = "these must be compiled into the vector loops of each instruction set")]
 
 use super::DType;
 
@@ -148,7 +150,7 @@ pub(super) fn widen_f32(bits: u32) -> u64 {
     if bits & !F32_SIGN > F32_INFINITY { nan } else { f64::from(f32::from_bits(bits)).to_bits() }
 }
 
-/// Bits of the f32 with the value of the F8_E8M0 `exponent`: 2^(exponent - 127), 0xff being NaN.
+/// Bits of the f32 with the value of the `F8_E8M0` `exponent`: 2^(exponent - 127), 0xff being NaN.
 pub(super) const fn widen_e8m0(exponent: u8) -> u32 {
     match exponent {
         0 => 0x0040_0000,
@@ -201,7 +203,7 @@ pub(super) fn add(left: u32, right: u32) -> u32 {
 /// Bits of the f32 with the value of one element, or nearest to it for F64; `bytes` holds exactly one.
 ///
 /// # Panics
-/// If the type is not one of the floats that convert (or F8_E8M0, a scale), or `bytes` has another length: both are
+/// If the type is not one of the floats that convert (or `F8_E8M0`, a scale), or `bytes` has another length: both are
 /// excluded when a program is made.
 pub(super) fn widen_one(dtype: DType, bytes: &[u8]) -> u32 {
     let mut raw = [0; 8];
@@ -237,7 +239,7 @@ pub(super) fn widen_one(dtype: DType, bytes: &[u8]) -> u32 {
 /// Writes the element of type `dtype` nearest to the f32 with these bits; `bytes` holds exactly one.
 ///
 /// # Panics
-/// As [`widen_one`]; F8_E8M0 is not a target.
+/// As [`widen_one`]; `F8_E8M0` is not a target.
 pub(super) fn narrow_one(dtype: DType, bits: u32, bytes: &mut [u8]) {
     let raw = match dtype {
         DType::F64 => widen_f32(bits),
@@ -269,6 +271,7 @@ pub(super) fn narrow_one(dtype: DType, bits: u32, bytes: &mut [u8]) {
 }
 
 #[cfg(test)]
+#[allow(clippy::float_cmp, reason = "exact results are the point")]
 mod tests {
     use super::*;
 

@@ -12,9 +12,9 @@
 
 use smallvec::SmallVec;
 
-use super::convert::Converter;
-use super::kernel::Level;
-use super::transpose::{Block, transpose};
+use super::convert::{Converter, STRETCH};
+use super::kernel::{Level, row::Row};
+use super::transpose::{Block, prefetch, transpose};
 use super::{Decode, Program};
 
 /// One loop of a strided copy. Strides are in elements; in units where the elements are narrower than a byte, the
@@ -50,10 +50,10 @@ pub struct Gather<'a> {
 
 /// Rows of one block: 64 elements of 2 bytes are two cache lines of a target row.
 const BLOCK_ROWS: usize = 64;
-/// Bytes of a block's row, on either side.
+/// Rows of a block that are converted together where that takes several loops.
+const ROWS_AT_ONCE: usize = 8;
+/// Bytes of a block's row in the target type.
 const BLOCK_ROW_BYTES: usize = 128;
-/// Elements converted at a time where the source is strided.
-const STRETCH: usize = 256;
 /// Bytes of the widest element that is converted.
 const FLOAT_BYTES_MAX: usize = 8;
 /// Bytes of the widest run that is transposed as if it were one element.
@@ -115,18 +115,18 @@ fn gather_at(level: Level, job: &Gather<'_>, source: &[u8], source_base: u64, sc
 /// If the loops reach beyond `target`.
 pub fn fill(pattern: &[u8], loops: &[Loop], target_offset: u64, target: &mut [u8]) {
     let unit = pattern.len();
-    let still: SmallVec<[Loop; 8]> = loops.iter().map(|&step| Loop { source_stride: 0, ..step }).collect();
-    let mut axes: Axes = canonical(&still, 0, unit);
+    let steps: SmallVec<[Loop; 8]> = loops.iter().map(|&step| Loop { source_stride: 0, ..step }).collect();
+    let mut nest = canonical(&steps, 0, unit);
     let start = bytes(target_offset, unit);
-    check_reach("target", start, axes.iter().map(|axis| (axis.extent, axis.target)), unit, target.len());
-    let run = match axes.first() {
-        Some(axis) if axis.target == unit => axes.remove(0).extent * unit,
+    check_reach("target", start, nest.iter().map(|axis| (axis.extent, axis.target)), unit, target.len());
+    let run = match nest.first() {
+        Some(axis) if axis.target == unit => nest.remove(0).extent * unit,
         Some(_) | None => unit,
     };
-    let uniform = pattern.iter().all(|byte| Some(byte) == pattern.first());
-    each(&axes, Place { source: 0, target: start }, &mut |place| {
+    let constant = pattern.iter().all(|byte| Some(byte) == pattern.first());
+    each(&nest, Place { source: 0, target: start }, &mut |place| {
         let run = &mut target[place.target..place.target + run];
-        if uniform {
+        if constant {
             run.fill(pattern.first().copied().unwrap_or(0));
         } else {
             for element in run.chunks_exact_mut(unit) {
@@ -191,9 +191,9 @@ impl Place {
 fn each(axes: &[Axis], place: Place, visit: &mut impl FnMut(Place)) {
     match axes.split_last() {
         None => visit(place),
-        Some((axis, inner)) => {
-            for index in 0..axis.extent {
-                each(inner, place.step(*axis, index), visit);
+        Some((outer, inner)) => {
+            for index in 0..outer.extent {
+                each(inner, place.step(*outer, index), visit);
             }
         }
     }
@@ -212,11 +212,9 @@ fn copy(mut axes: Axes, element: usize, place: Place, source: &[u8], target: &mu
     if unit <= UNIT_BYTES_MAX
         && let Some(plan) = Blocks::plan(&axes, unit, unit)
     {
-        plan.run(place, target, &mut |from, stride, count, segment| {
-            if stride == unit {
-                segment.copy_from_slice(&source[from..from + count * unit]);
-            } else {
-                copy_elements(unit, &source[from..], stride, segment, unit, count);
+        plan.run(place, source, target, &mut |offsets, stride, count, scratch| {
+            for (index, from) in offsets.iter().enumerate() {
+                copy_line(unit, &source[*from..], stride, &mut scratch[index * count * unit..][..count * unit]);
             }
         });
         return;
@@ -229,6 +227,15 @@ fn copy(mut axes: Axes, element: usize, place: Place, source: &[u8], target: &mu
         Some(_) | None => each(&axes, place, &mut |place| {
             target[place.target..place.target + unit].copy_from_slice(&source[place.source..place.source + unit]);
         }),
+    }
+}
+
+/// Fills `target` with elements of `unit` bytes, `stride` apart in `source`.
+fn copy_line(unit: usize, source: &[u8], stride: usize, target: &mut [u8]) {
+    if stride == unit {
+        target.copy_from_slice(&source[..target.len()]);
+    } else {
+        copy_elements(unit, source, stride, target, unit, target.len() / unit);
     }
 }
 
@@ -272,6 +279,8 @@ struct Blocks {
     unit: usize,
     /// Columns of one block.
     width: usize,
+    /// Rows of a block that are read together: few, so that looking ahead is spread evenly.
+    together: usize,
 }
 
 impl Blocks {
@@ -299,25 +308,47 @@ impl Blocks {
             }
         }
         let width = (BLOCK_ROW_BYTES / unit).max(1);
-        Some(Self { run, columns, outer, unit, width })
+        Some(Self { run, columns, outer, unit, width, together: 1 })
     }
 
-    /// Works all blocks. `segment(from, stride, count, bytes)` fills `bytes` with `count` target elements made of those
-    /// at source byte `from` and every `stride` bytes on.
-    fn run(&self, place: Place, target: &mut [u8], segment: &mut impl FnMut(usize, usize, usize, &mut [u8])) {
+    /// Works all blocks. `read(offsets, stride, count, scratch)` fills `scratch` with one line per offset: `count` target
+    /// elements made of those at that source byte and every `stride` bytes on.
+    fn run(
+        &self,
+        place: Place,
+        source: &[u8],
+        target: &mut [u8],
+        read: &mut impl FnMut(&[usize], usize, usize, &mut [u8]),
+    ) {
         let mut scratch = [0; BLOCK_ROWS * BLOCK_ROW_BYTES];
         let length: usize = self.run.iter().map(|axis| axis.extent).product();
         each(&self.outer, place, &mut |place| {
             let mut rows = RunRows::new(&self.run);
-            let mut offsets = [0; BLOCK_ROWS];
+            let (mut offsets, mut ahead) = ([0; BLOCK_ROWS], [0; BLOCK_ROWS]);
+            ahead.fill_with(|| place.source + rows.next());
+            let span = self.width.min(self.columns.extent) * self.columns.source;
             for row in (0..length).step_by(BLOCK_ROWS) {
+                std::mem::swap(&mut offsets, &mut ahead);
+                ahead.fill_with(|| place.source + rows.next());
                 let offsets = &mut offsets[..BLOCK_ROWS.min(length - row)];
-                offsets.fill_with(|| place.source + rows.next());
                 for column in (0..self.columns.extent).step_by(self.width) {
                     let count = self.width.min(self.columns.extent - column);
                     let pitch = count * self.unit;
-                    for (offset, line) in offsets.iter().zip(scratch.chunks_exact_mut(pitch)) {
-                        segment(offset + column * self.columns.source, self.columns.source, count, line);
+                    let lines = &mut scratch[..offsets.len() * pitch];
+                    // The rows of the next block are far apart, where processors do not look ahead by themselves. They
+                    // are asked for a few at a time, between the rows of this block.
+                    let mut done = 0;
+                    while done < offsets.len() {
+                        let end = offsets.len().min(done + self.together);
+                        for index in done..end {
+                            if column + count < self.columns.extent {
+                                prefetch(source, offsets[index] + count * self.columns.source, span);
+                            } else {
+                                prefetch(source, ahead[index], span);
+                            }
+                        }
+                        read(&offsets[done..end], self.columns.source, count, &mut lines[done * pitch..end * pitch]);
+                        done = end;
                     }
                     let block = Block {
                         unit: self.unit,
@@ -328,6 +359,9 @@ impl Blocks {
                     };
                     let corner = place.target + column * self.columns.target + row * self.unit;
                     transpose(block, &scratch, &mut target[corner..]);
+                    for offset in &mut *offsets {
+                        *offset += count * self.columns.source;
+                    }
                 }
             }
         });
@@ -368,18 +402,29 @@ struct Convert<'a> {
     scale: &'a [u8],
     source_base: u64,
     source_bytes: usize,
+    /// `source_bytes` is two to this power, as all float widths are.
+    source_shift: u32,
     target_bytes: usize,
+    level: Level,
+    /// The one loop that converts, if one is enough.
+    direct: Option<Row>,
     collected: [u8; STRETCH * FLOAT_BYTES_MAX],
     converted: [u8; STRETCH * FLOAT_BYTES_MAX],
 }
 
 impl<'a> Convert<'a> {
     fn new(program: &'a Program, level: Level, source_base: u64, scale: &'a [u8]) -> Self {
+        let converter = Converter::new(program, level);
+        let direct = converter.direct();
+        let source_bytes = super::convert::element_bytes(program.source);
         Self {
-            converter: Converter::new(program, level),
+            converter,
             scale,
             source_base,
-            source_bytes: super::convert::element_bytes(program.source),
+            source_bytes,
+            source_shift: source_bytes.trailing_zeros(),
+            level,
+            direct,
             target_bytes: super::convert::element_bytes(program.target),
             collected: [0; STRETCH * FLOAT_BYTES_MAX],
             converted: [0; STRETCH * FLOAT_BYTES_MAX],
@@ -388,9 +433,13 @@ impl<'a> Convert<'a> {
 
     fn run(&mut self, axes: &[Axis], place: Place, source: &[u8], target: &mut [u8]) {
         let unit = self.target_bytes;
-        if let Some(plan) = Blocks::plan(axes, self.source_bytes, unit) {
-            plan.run(place, target, &mut |from, stride, count, segment| {
-                self.line(source, Place { source: from, target: 0 }, stride, count, segment);
+        if let Some(mut plan) = Blocks::plan(axes, self.source_bytes, unit) {
+            if self.direct.is_none() {
+                plan.width = plan.width.min(STRETCH / ROWS_AT_ONCE);
+                plan.together = ROWS_AT_ONCE;
+            }
+            plan.run(place, source, target, &mut |offsets, stride, count, scratch| {
+                self.lines(source, offsets, stride, count, scratch);
             });
             return;
         }
@@ -404,10 +453,35 @@ impl<'a> Convert<'a> {
         }
     }
 
+    /// Converts lines of `count` elements, `stride` source bytes apart, to consecutive lines of `target`.
+    fn lines(&mut self, source: &[u8], offsets: &[usize], stride: usize, count: usize, target: &mut [u8]) {
+        let (from, to) = (count * self.source_bytes, count * self.target_bytes);
+        // No division here: this runs once per 64 elements or so, and a division costs as much as converting them.
+        if offsets.len() > ROWS_AT_ONCE || offsets.len() * count > STRETCH || self.direct.is_some() {
+            for (index, offset) in offsets.iter().enumerate() {
+                let line = &mut target[index * to..][..to];
+                match self.direct {
+                    Some(direct) if stride == self.source_bytes => {
+                        direct(self.level, &source[*offset..][..from], line);
+                    }
+                    Some(_) | None => self.line(source, Place { source: *offset, target: 0 }, stride, count, line),
+                }
+            }
+            return;
+        }
+        let mut firsts = [0; ROWS_AT_ONCE];
+        for (index, offset) in offsets.iter().enumerate() {
+            firsts[index] = self.source_base + (offset >> self.source_shift) as u64;
+            copy_line(self.source_bytes, &source[*offset..], stride, &mut self.collected[index * from..][..from]);
+        }
+        let (collected, firsts) = (&self.collected[..offsets.len() * from], &firsts[..offsets.len()]);
+        self.converter.lines(self.scale, collected, firsts, (stride >> self.source_shift) as u64, target);
+    }
+
     /// Converts `count` elements, `stride` source bytes apart, to the contiguous `target`.
     fn line(&mut self, source: &[u8], place: Place, stride: usize, count: usize, target: &mut [u8]) {
         let width = self.source_bytes;
-        let element = |byte: usize| self.source_base + (byte / width) as u64;
+        let element = |byte: usize| self.source_base + (byte >> self.source_shift) as u64;
         if stride == width || count == 1 {
             let source = &source[place.source..place.source + count * width];
             self.converter.row(self.scale, source, element(place.source), 1, target);
@@ -418,7 +492,7 @@ impl<'a> Convert<'a> {
             let count = part.len() / self.target_bytes;
             let collected = &mut self.collected[..count * width];
             copy_elements(width, &source[from..], stride, collected, width, count);
-            self.converter.row(self.scale, collected, element(from), (stride / width) as u64, part);
+            self.converter.row(self.scale, collected, element(from), (stride >> self.source_shift) as u64, part);
             // The last step may lead past the source; nothing is read there.
             from = (from + count * stride).min(source.len());
         }

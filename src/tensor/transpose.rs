@@ -5,6 +5,7 @@
 //! of 1, 2, 4 and 8 bytes are transposed in registers on x86-64, whose baseline has the instructions; all others, and
 //! the edges of a block, one by one.
 #![allow(unsafe_code)]
+#![allow(clippy::inline_always, reason = "registers must stay registers")]
 
 /// A block in the scratch.
 #[derive(Clone, Copy, Debug)]
@@ -32,6 +33,22 @@ impl Block {
             && end(self.columns, self.target_pitch, self.rows).is_some_and(|end| end <= target.len());
         assert!(fits, "{self:?} exceeds {} source or {} target bytes", source.len(), target.len());
     }
+}
+
+/// Asks for the cache lines of `length` bytes from `start` on, as far as they lie in `source`.
+#[inline]
+pub(super) fn prefetch(source: &[u8], start: usize, length: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for offset in (start..start + length).step_by(64) {
+        if let Some(byte) = source.get(offset) {
+            // SAFETY: prefetching has no effect but on time; the address is that of a live byte anyway.
+            unsafe {
+                std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(std::ptr::from_ref(byte).cast());
+            }
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (source, start, length);
 }
 
 /// Transposes `block` from `source` to `target`, both beginning with its first element.
@@ -215,7 +232,9 @@ mod tests {
                 [(1, 1), (1, 9), (9, 1), (8, 8), (16, 16), (17, 33), (64, 40), (3, 64), (64, 3), (31, 16), (16, 31)]
             {
                 let (source_pitch, target_pitch) = (columns * unit + 3, rows * unit + 5);
-                let source: Vec<u8> = (0..rows * source_pitch).map(|byte| (byte * 7 + byte / 251) as u8).collect();
+                let source: Vec<u8> = (0..rows * source_pitch)
+                    .map(|byte: usize| ((byte * 7 + byte / 251) % 256).to_le_bytes()[0])
+                    .collect();
                 let mut target = vec![0xee; columns * target_pitch];
                 transpose(Block { unit, rows, columns, source_pitch, target_pitch }, &source, &mut target);
                 for (column, line) in target.chunks(target_pitch).enumerate() {

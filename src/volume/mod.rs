@@ -2,7 +2,18 @@
 //!
 //! [`FileSystem`] is the seam to the kernel: the `fuse` layer converts requests to these calls and knows nothing else.
 
+mod manifest;
+pub mod metrics;
+mod name_tree;
+mod served;
+mod stats;
+mod tree;
+mod view_files;
+
 use std::{fs::File, ops::ControlFlow, sync::Arc, time::SystemTime};
+
+pub use metrics::{Metrics, Op};
+pub use served::{ViewPlan, Volume, VolumeError, VolumeOptions};
 
 /// Index of a node in the tree; 1 is the root, as the kernel has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -203,9 +214,5 @@ pub trait FileSystem: Send + Sync + 'static {
     fn stat_fs(&self) -> StatFs;
 
     /// Where requests are counted.
-    fn metrics(&self) -> &super::volume::Metrics;
+    fn metrics(&self) -> &Metrics;
 }
-
-pub mod metrics;
-
-pub use metrics::{Metrics, Op};

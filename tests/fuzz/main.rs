@@ -3,6 +3,12 @@
 //! Each test starts from valid input, breaks it in a few random places, and checks what must hold for anything accepted.
 //! By default it runs for a second; `CKFS_FUZZ_SECONDS` makes it run longer and `CKFS_FUZZ_SEED` repeats a run. The seed of
 //! a failing input is printed, and `CKFS_FUZZ_SEED=<it> CKFS_FUZZ_SECONDS=0` runs only that.
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a test fails by panicking, and tells its seed"
+)]
 
 use std::{
     fs,
@@ -205,7 +211,7 @@ fn headers() {
 /// Writes a repository of a few files with an index and a configuration, some of them broken.
 fn write_repository(random: &mut Random, dir: &Path) {
     let mut map = Vec::new();
-    for file in 0..1 + random.below(3) {
+    for file in 0..=random.below(3) {
         let name = format!("model-{file}.safetensors");
         let tensors = tensors(random, random.0.to_le_bytes()[0] as usize % 2 + file);
         map.extend(tensors.iter().map(|tensor| (tensor.0.clone(), name.clone())));

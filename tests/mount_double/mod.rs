@@ -64,7 +64,7 @@ const MANY_DIRECTORY: Ino = Ino(51);
 
 /// The byte at `offset` of every well-behaved file; neighbouring pages differ.
 pub(crate) fn byte_at(offset: usize) -> u8 {
-    ((offset.wrapping_mul(0x9E37_79B1) >> 7) & 0xff) as u8 ^ (offset >> 12) as u8
+    (offset.wrapping_mul(0x9E37_79B1) >> 7).to_le_bytes()[0] ^ (offset >> 12).to_le_bytes()[0]
 }
 
 /// All bytes of a well-behaved file.

@@ -2,6 +2,7 @@
 //!
 //! f32 values travel as little-endian bytes, so that a memory-mapped row of any alignment is as good as a scratch.
 #![allow(unsafe_code)]
+#![allow(clippy::inline_always, reason = "these must be compiled into the loops of each instruction set")]
 
 use super::super::float::{self, Format};
 use super::{Level, Width};
@@ -132,7 +133,8 @@ leveled! {
     }
 }
 
-fn copy(_: Level, source: &[u8], target: &mut [u8]) {
+/// The loop between equal types.
+pub(crate) fn copy(_: Level, source: &[u8], target: &mut [u8]) {
     target.copy_from_slice(source);
 }
 

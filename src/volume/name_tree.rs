@@ -1,0 +1,161 @@
+//! The tree of a view's tensor names, shared by all directories that show it: `full/` and every `dev{d}/` have the same
+//! names, so there is one tree however many devices there are.
+//!
+//! Nodes are numbered so that a directory's children are consecutive and sorted by name; node 0 is the root. A node takes
+//! 24 bytes besides its name.
+
+use std::collections::BTreeMap;
+
+use crate::plan::{Plan, Problem};
+
+/// Longest file name that the kernel passes, in bytes.
+const NAME_BYTES_MAX: usize = 255;
+
+#[derive(Clone, Copy, Debug)]
+struct Node {
+    name_start: u32,
+    name_len: u32,
+    parent: u32,
+    /// First child, for a directory; else the tensor's number.
+    first: u32,
+    /// Number of children, or [`IS_FILE`].
+    children: u32,
+    /// Subdirectories among the children.
+    subdirectories: u32,
+}
+
+const IS_FILE: u32 = u32::MAX;
+
+/// What a node is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum NameNode {
+    /// A directory, with its number of subdirectories.
+    Directory(u32),
+    /// A tensor of the plan.
+    Tensor(u32),
+}
+
+/// An immutable tree of names.
+#[derive(Debug)]
+pub(super) struct NameTree {
+    nodes: Vec<Node>,
+    names: String,
+}
+
+#[derive(Debug, Default)]
+struct Growing {
+    children: BTreeMap<String, Growing>,
+    tensor: Option<u32>,
+}
+
+fn number(n: usize) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX)
+}
+
+impl NameTree {
+    /// The tree of a plan's tensors.
+    ///
+    /// # Errors
+    /// Every name that is too long, taken twice, or both a file and a directory.
+    pub(super) fn new(plan: &Plan) -> Result<Self, Vec<Problem>> {
+        let mut problems = Vec::new();
+        let mut root = Growing::default();
+        for (index, tensor) in plan.tensors.iter().enumerate() {
+            let path = plan.path(tensor);
+            let mut at = &mut root;
+            for component in &path {
+                if component.len() > NAME_BYTES_MAX {
+                    problems.push(Problem::LongName { name: tensor.name.clone(), component: component.clone() });
+                }
+                if let Some(other) = at.tensor {
+                    let first = plan.tensors[other as usize].name.clone();
+                    problems.push(Problem::Collision { path: path.join("/"), first, second: tensor.name.clone() });
+                }
+                at = at.children.entry(component.clone()).or_default();
+            }
+            let taken = at.tensor.map(|other| plan.tensors[other as usize].name.clone());
+            let inside = (!at.children.is_empty()).then(|| format!("the directory {}", path.join("/")));
+            if let Some(first) = taken.or(inside) {
+                problems.push(Problem::Collision { path: path.join("/"), first, second: tensor.name.clone() });
+            }
+            at.tensor = Some(number(index));
+        }
+        if !problems.is_empty() {
+            return Err(problems);
+        }
+        let mut tree = Self { nodes: vec![Node::directory(0)], names: String::new() };
+        tree.lay(0, &root);
+        Ok(tree)
+    }
+
+    fn lay(&mut self, at: u32, growing: &Growing) {
+        let first = number(self.nodes.len());
+        for (name, child) in &growing.children {
+            let mut node = Node::directory(at);
+            (node.name_start, node.name_len) = (number(self.names.len()), number(name.len()));
+            if let Some(tensor) = child.tensor {
+                (node.first, node.children) = (tensor, IS_FILE);
+            }
+            self.names.push_str(name);
+            self.nodes.push(node);
+        }
+        let subdirectories = growing.children.values().filter(|child| child.tensor.is_none()).count();
+        let node = &mut self.nodes[at as usize];
+        (node.first, node.children, node.subdirectories) =
+            (first, number(growing.children.len()), number(subdirectories));
+        for (child, index) in growing.children.values().zip(first..) {
+            if child.tensor.is_none() {
+                self.lay(index, child);
+            }
+        }
+    }
+
+    /// Number of nodes.
+    pub(super) fn len(&self) -> u64 {
+        self.nodes.len() as u64
+    }
+
+    /// What a node is.
+    pub(super) fn node(&self, at: u32) -> NameNode {
+        let node = self.nodes[at as usize];
+        if node.children == IS_FILE { NameNode::Tensor(node.first) } else { NameNode::Directory(node.subdirectories) }
+    }
+
+    /// A node's name.
+    pub(super) fn name(&self, at: u32) -> &str {
+        let node = self.nodes[at as usize];
+        &self.names[node.name_start as usize..(node.name_start + node.name_len) as usize]
+    }
+
+    /// A node's parent; the root's is the root.
+    pub(super) fn parent(&self, at: u32) -> u32 {
+        self.nodes[at as usize].parent
+    }
+
+    /// Numbers of a directory's children, sorted by name; none for a file.
+    pub(super) fn children(&self, at: u32) -> std::ops::Range<u32> {
+        let node = self.nodes[at as usize];
+        if node.children == IS_FILE { 0..0 } else { node.first..node.first + node.children }
+    }
+
+    /// The child of that name.
+    pub(super) fn child(&self, at: u32, name: &[u8]) -> Option<u32> {
+        let children = self.children(at);
+        let (mut low, mut high) = (children.start, children.end);
+        while low < high {
+            let middle = low + (high - low) / 2;
+            match self.name(middle).as_bytes().cmp(name) {
+                std::cmp::Ordering::Less => low = middle + 1,
+                std::cmp::Ordering::Equal => return Some(middle),
+                std::cmp::Ordering::Greater => high = middle,
+            }
+        }
+        None
+    }
+}
+
+impl Node {
+    fn directory(parent: u32) -> Self {
+        Self { name_start: 0, name_len: 0, parent, first: 0, children: 0, subdirectories: 0 }
+    }
+}

@@ -1,0 +1,508 @@
+//! The volume: a checkpoint's views as a file system.
+
+use std::{
+    collections::HashMap,
+    fmt,
+    ops::ControlFlow,
+    sync::{
+        Arc, Mutex, PoisonError, RwLock,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use lru::LruCache;
+
+use super::{
+    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, Opened, StatFs,
+    name_tree::NameNode,
+    stats,
+    tree::{Block, Fixed, FixedKind, Place, Seedling, Tree},
+    view_files::{Content, Made, ViewFiles},
+};
+use crate::{
+    checkpoint::Checkpoint,
+    image::FileImage,
+    plan::{Plan, Problem},
+    read::{Engine, EngineOptions, OpenFile},
+    source::FileId,
+    tensor::View,
+};
+
+/// Segments of closed files that are remembered with their tilings and tiles.
+const REMEMBERED_SEGMENTS_MAX: usize = 200_000;
+
+/// A plan and where it is shown.
+#[derive(Clone, Debug)]
+pub struct ViewPlan {
+    /// Directory under the mount; empty for the mount's root itself.
+    pub name: String,
+    /// The plan.
+    pub plan: Arc<Plan>,
+}
+
+/// Settings of a volume.
+#[derive(Clone, Debug, Default)]
+pub struct VolumeOptions {
+    /// Limits of the engine.
+    pub engine: EngineOptions,
+    /// The effective configuration, shown as `.ckfs/config.toml`.
+    pub config_text: String,
+    /// What `ckfs plan` says, by view, shown as `.ckfs/plan.txt`.
+    pub plan_text: String,
+}
+
+/// Everything that keeps a volume from being made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VolumeError {
+    /// The problems, at least one.
+    pub problems: Vec<Problem>,
+}
+
+impl std::error::Error for VolumeError {}
+
+impl fmt::Display for VolumeError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        crate::plan::PlanError { problems: self.problems.clone() }.fmt(f)
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Open {
+    Original(FileId),
+    Bytes(Arc<[u8]>),
+    Image(Arc<OpenFile>),
+}
+
+/// A checkpoint's views as a file system. Immutable but for caches and counters.
+#[derive(Debug)]
+pub struct Volume {
+    engine: Arc<Engine>,
+    views: Vec<ViewFiles>,
+    tree: Tree,
+    modified: SystemTime,
+    total_bytes: u64,
+    metrics: Metrics,
+    next_handle: AtomicU64,
+    open: RwLock<HashMap<u64, Open>>,
+    remembered: Mutex<Remembered>,
+}
+
+/// Files made ready, open or lately closed: reopening finds tilings and tiles again.
+#[derive(Debug)]
+struct Remembered {
+    files: LruCache<Ino, Arc<OpenFile>>,
+    segments: usize,
+}
+
+impl Volume {
+    /// A volume of these views.
+    ///
+    /// # Errors
+    /// Names that cannot be laid out as a tree.
+    pub fn new(checkpoint: Arc<Checkpoint>, views: Vec<ViewPlan>, options: VolumeOptions) -> Result<Self, VolumeError> {
+        let source = checkpoint.source();
+        let files = || (0..source.file_count()).map(|file| FileId(u32::try_from(file).unwrap_or(u32::MAX)));
+        let modified = files().map(|file| source.modified(file)).max().unwrap_or(UNIX_EPOCH);
+        let total_bytes = files().map(|file| source.len_bytes(file)).sum();
+        let mut problems = Vec::new();
+        let mut root = Seedling::default();
+        let mut made = Vec::new();
+        for view in views {
+            match ViewFiles::new(Arc::clone(&checkpoint), view.plan) {
+                Ok(files) => {
+                    let index = u32::try_from(made.len()).unwrap_or(u32::MAX);
+                    let directory = if view.name.is_empty() { Some(&mut root) } else { root.directory(&view.name) };
+                    if let Some(directory) = directory {
+                        plant_view(directory, index, &files, &mut problems);
+                    }
+                    made.push(files);
+                }
+                Err(found) => problems.extend(found),
+            }
+        }
+        if let Some(directory) = root.directory(".ckfs") {
+            directory.file("stats.json", FixedKind::Stats);
+            directory.file("metrics", FixedKind::Metrics);
+            directory.file("config.toml", FixedKind::Text(options.config_text.into_bytes().into()));
+            directory.file("plan.txt", FixedKind::Text(options.plan_text.into_bytes().into()));
+        }
+        if !problems.is_empty() {
+            return Err(VolumeError { problems });
+        }
+        Ok(Self {
+            engine: Arc::new(Engine::new(checkpoint, options.engine)),
+            views: made,
+            tree: root.plant(),
+            modified,
+            total_bytes,
+            metrics: Metrics::default(),
+            next_handle: AtomicU64::new(1),
+            open: RwLock::default(),
+            remembered: Mutex::new(Remembered { files: LruCache::unbounded(), segments: 0 }),
+        })
+    }
+
+    /// The engine that reads.
+    pub fn engine(&self) -> &Arc<Engine> {
+        &self.engine
+    }
+
+    /// The node at a path relative to the root, such as `dev3/layers/scanned/wq`. Links are not followed.
+    ///
+    /// # Errors
+    /// [`FsError::NotFound`] or [`FsError::NotDirectory`].
+    pub fn resolve(&self, path: &str) -> Result<Attr, FsError> {
+        path.split('/')
+            .filter(|component| !component.is_empty() && *component != ".")
+            .try_fold(self.attr(Ino::ROOT)?, |attr, component| self.lookup(attr.ino, component.as_bytes()))
+    }
+
+    /// The name and view behind a raw tensor file: a device's shard, or the whole tensor under `full/`.
+    pub fn shard_view(&self, ino: Ino) -> Option<(&str, View)> {
+        let Place::Named(block, node) = self.tree.place(ino)? else { return None };
+        let view = &self.views[block.view as usize];
+        let NameNode::Tensor(tensor) = view.names.node(node) else { return None };
+        Some((view.plan.tensors[tensor as usize].name.as_str(), view.shard(tensor, block.device)))
+    }
+
+    /// The layout of a file that holds tensors; `None` for other nodes.
+    ///
+    /// # Errors
+    /// [`FsError::Io`] if the file cannot be laid out.
+    pub fn image(&self, ino: Ino) -> Result<Option<FileImage>, FsError> {
+        match self.content(ino)? {
+            Content::Image(image) => Ok(Some(image)),
+            Content::Original(_) | Content::Bytes(_) => Ok(None),
+        }
+    }
+
+    /// The source file that a file is identical to, if it is one.
+    pub fn original(&self, ino: Ino) -> Option<FileId> {
+        let Place::Fixed(Fixed { kind: FixedKind::Made { view, made }, .. }) = self.tree.place(ino)? else {
+            return None;
+        };
+        match self.views[*view as usize].made(*made) {
+            Ok(Content::Original(file)) => Some(file),
+            Ok(Content::Bytes(_) | Content::Image(_)) | Err(_) => None,
+        }
+    }
+
+    fn content(&self, ino: Ino) -> Result<Content, FsError> {
+        let content = match self.tree.place(ino).ok_or(FsError::NotFound)? {
+            Place::Named(block, node) => {
+                let view = &self.views[block.view as usize];
+                let NameNode::Tensor(tensor) = view.names.node(node) else { return Err(FsError::IsDirectory) };
+                view.raw(tensor, block.device).map(Content::Image)
+            }
+            Place::Fixed(fixed) => match &fixed.kind {
+                FixedKind::Directory { .. } => return Err(FsError::IsDirectory),
+                FixedKind::Symlink(_) => return Err(FsError::Invalid),
+                FixedKind::Made { view, made } => self.views[*view as usize].made(*made),
+                FixedKind::Text(text) => Ok(Content::Bytes(Arc::clone(text))),
+                FixedKind::Stats => Ok(Content::Bytes(stats::stats(&self.metrics, &self.engine).into())),
+                FixedKind::Metrics => Ok(Content::Bytes(stats::metrics(&self.metrics, &self.engine).into())),
+            },
+        };
+        content.map_err(|error| {
+            tracing::error!(ino = ino.0, "cannot lay out a file: {error}");
+            FsError::Io
+        })
+    }
+
+    fn fixed_attr(&self, ino: Ino, fixed: &Fixed) -> Attr {
+        let (kind, size_bytes, links) = match &fixed.kind {
+            FixedKind::Directory { subdirectories, .. } => (NodeKind::Directory, 0, 2 + subdirectories),
+            FixedKind::Symlink(target) => (NodeKind::Symlink, target.len() as u64, 1),
+            FixedKind::Text(text) => (NodeKind::File, text.len() as u64, 1),
+            FixedKind::Stats => (NodeKind::File, stats::STATS_BYTES as u64, 1),
+            FixedKind::Metrics => (NodeKind::File, stats::METRICS_BYTES as u64, 1),
+            FixedKind::Made { view, made } => (NodeKind::File, self.views[*view as usize].made_len(*made), 1),
+        };
+        Attr { ino, kind, size_bytes, links, modified: self.modified }
+    }
+
+    fn named_attr(&self, block: Block, node: u32) -> Attr {
+        let view = &self.views[block.view as usize];
+        let (kind, size_bytes, links) = match view.names.node(node) {
+            NameNode::Directory(subdirectories) => (NodeKind::Directory, 0, 2 + subdirectories),
+            NameNode::Tensor(tensor) => (NodeKind::File, view.raw_len(tensor, block.device), 1),
+        };
+        Attr { ino: Ino(block.first + u64::from(node)), kind, size_bytes, links, modified: self.modified }
+    }
+
+    fn kind(&self, ino: Ino) -> NodeKind {
+        match self.tree.place(ino) {
+            Some(Place::Named(block, node)) => match self.views[block.view as usize].names.node(node) {
+                NameNode::Directory(_) => NodeKind::Directory,
+                NameNode::Tensor(_) => NodeKind::File,
+            },
+            Some(Place::Fixed(fixed)) => match fixed.kind {
+                FixedKind::Directory { .. } => NodeKind::Directory,
+                FixedKind::Symlink(_) => NodeKind::Symlink,
+                FixedKind::Made { .. } | FixedKind::Text(_) | FixedKind::Stats | FixedKind::Metrics => NodeKind::File,
+            },
+            None => NodeKind::File,
+        }
+    }
+
+    /// The file made ready, as before if it was opened lately.
+    fn ready(&self, ino: Ino, image: FileImage) -> Arc<OpenFile> {
+        let mut remembered = self.remembered.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(file) = remembered.files.get(&ino) {
+            return Arc::clone(file);
+        }
+        let segments = image.segments().len();
+        let file = Arc::new(OpenFile::new(self.path_of(ino), image));
+        remembered.segments += segments;
+        remembered.files.put(ino, Arc::clone(&file));
+        while remembered.segments > REMEMBERED_SEGMENTS_MAX && remembered.files.len() > 1 {
+            let Some((_, old)) = remembered.files.pop_lru() else { break };
+            remembered.segments -= old.image().segments().len();
+        }
+        file
+    }
+
+    fn remembered(&self, ino: Ino) -> Option<Arc<OpenFile>> {
+        let mut remembered = self.remembered.lock().unwrap_or_else(PoisonError::into_inner);
+        remembered.files.get(&ino).map(Arc::clone)
+    }
+
+    /// The path of a node, for messages.
+    fn path_of(&self, ino: Ino) -> String {
+        let mut names: Vec<&str> = Vec::new();
+        let mut at = ino;
+        while at != Ino::ROOT {
+            match self.tree.place(at) {
+                Some(Place::Named(block, node)) if node != 0 => {
+                    let tree = &self.views[block.view as usize].names;
+                    names.push(tree.name(node));
+                    at = Ino(block.first + u64::from(tree.parent(node)));
+                }
+                Some(place) => {
+                    let parent = match place {
+                        Place::Named(block, _) => block.parent,
+                        Place::Fixed(fixed) => fixed.parent,
+                    };
+                    names.push(self.entry_name(parent, at).unwrap_or("?"));
+                    at = parent;
+                }
+                None => break,
+            }
+        }
+        names.reverse();
+        names.join("/")
+    }
+
+    fn entry_name(&self, parent: Ino, child: Ino) -> Option<&str> {
+        let Place::Fixed(Fixed { kind: FixedKind::Directory { entries, .. }, .. }) = self.tree.place(parent)? else {
+            return None;
+        };
+        entries.iter().find(|(_, ino)| *ino == child).map(|(name, _)| &**name)
+    }
+
+    /// Whether a file's content is taken anew at each open.
+    fn is_live(&self, ino: Ino) -> bool {
+        let place = self.tree.place(ino);
+        matches!(place, Some(Place::Fixed(Fixed { kind: FixedKind::Stats | FixedKind::Metrics, .. })))
+    }
+
+    fn check(&self, open: &Open) -> Result<(), FsError> {
+        let checked = match open {
+            Open::Original(file) => self.engine.check_original(*file),
+            Open::Image(file) => self.engine.check(file),
+            Open::Bytes(_) => Ok(()),
+        };
+        // The source has logged what changed.
+        checked.map_err(|_| FsError::Io)
+    }
+}
+
+/// Plants the directories of one view.
+fn plant_view(directory: &mut Seedling, index: u32, files: &ViewFiles, problems: &mut Vec<Problem>) {
+    let plan = &files.plan;
+    let len = files.names.len();
+    directory.names("full", index, None, len);
+    for device in &plan.devices {
+        directory.names(&format!("dev{device}"), index, Some(*device), len);
+    }
+    let made = |made| FixedKind::Made { view: index, made };
+    if let Some(bundles) = directory.directory("safetensors") {
+        for device in &plan.devices {
+            bundles.file(&format!("dev{device}.safetensors"), made(Made::Safetensors { device: *device }));
+        }
+    }
+    if !plan.mesh.axes().is_empty()
+        && let Some(mesh) = directory.directory("mesh")
+    {
+        for device in &plan.devices {
+            let target = format!("../dev{device}").into_boxed_str();
+            mesh.file(&plan.mesh.path(*device).join(","), FixedKind::Symlink(target));
+        }
+    }
+    for (number, file) in plan.hf.iter().enumerate() {
+        let (parents, name) = file.path.rsplit_once('/').unwrap_or(("", &file.path));
+        let parents = std::iter::once("hf").chain(parents.split('/').filter(|parent| !parent.is_empty()));
+        let parent = parents.fold(Some(&mut *directory), |at, parent| at.and_then(|at| at.directory(parent)));
+        if !parent.is_some_and(|parent| parent.file(name, made(Made::Hf(number)))) {
+            let reason = "the name is taken by another file".to_owned();
+            problems.push(Problem::Hf { path: file.path.clone(), reason });
+        }
+    }
+    if let Some(own) = directory.directory(".ckfs") {
+        own.file("manifest.json", made(Made::Manifest));
+    }
+}
+
+impl FileSystem for Volume {
+    fn lookup(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError> {
+        match self.tree.place(parent).ok_or(FsError::NotFound)? {
+            Place::Named(block, node) => {
+                let tree = &self.views[block.view as usize].names;
+                if let NameNode::Tensor(_) = tree.node(node) {
+                    return Err(FsError::NotDirectory);
+                }
+                tree.child(node, name).map(|child| self.named_attr(block, child)).ok_or(FsError::NotFound)
+            }
+            Place::Fixed(Fixed { kind: FixedKind::Directory { entries, .. }, .. }) => {
+                let found = entries.binary_search_by(|(entry, _)| entry.as_bytes().cmp(name));
+                self.attr(entries[found.map_err(|_| FsError::NotFound)?].1)
+            }
+            Place::Fixed(_) => Err(FsError::NotDirectory),
+        }
+    }
+
+    fn attr(&self, ino: Ino) -> Result<Attr, FsError> {
+        match self.tree.place(ino).ok_or(FsError::NotFound)? {
+            Place::Fixed(fixed) => Ok(self.fixed_attr(ino, fixed)),
+            Place::Named(block, node) => Ok(self.named_attr(block, node)),
+        }
+    }
+
+    fn read_dir(
+        &self,
+        dir: Ino,
+        from: u64,
+        each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>,
+    ) -> Result<(), FsError> {
+        let skip = usize::try_from(from).unwrap_or(usize::MAX);
+        match self.tree.place(dir).ok_or(FsError::NotFound)? {
+            Place::Named(block, node) => {
+                let tree = &self.views[block.view as usize].names;
+                if let NameNode::Tensor(_) = tree.node(node) {
+                    return Err(FsError::NotDirectory);
+                }
+                for child in tree.children(node).skip(skip) {
+                    let kind = match tree.node(child) {
+                        NameNode::Directory(_) => NodeKind::Directory,
+                        NameNode::Tensor(_) => NodeKind::File,
+                    };
+                    let ino = Ino(block.first + u64::from(child));
+                    if each(DirEntry { name: tree.name(child).as_bytes(), ino, kind }).is_break() {
+                        break;
+                    }
+                }
+            }
+            Place::Fixed(Fixed { kind: FixedKind::Directory { entries, .. }, .. }) => {
+                for (name, ino) in entries.iter().skip(skip) {
+                    if each(DirEntry { name: name.as_bytes(), ino: *ino, kind: self.kind(*ino) }).is_break() {
+                        break;
+                    }
+                }
+            }
+            Place::Fixed(_) => return Err(FsError::NotDirectory),
+        }
+        Ok(())
+    }
+
+    fn parent(&self, ino: Ino) -> Result<Ino, FsError> {
+        match self.tree.place(ino).ok_or(FsError::NotFound)? {
+            Place::Named(block, 0) => Ok(block.parent),
+            Place::Named(block, node) => {
+                Ok(Ino(block.first + u64::from(self.views[block.view as usize].names.parent(node))))
+            }
+            Place::Fixed(fixed) => Ok(fixed.parent),
+        }
+    }
+
+    fn read_link(&self, ino: Ino) -> Result<Vec<u8>, FsError> {
+        match self.tree.place(ino).ok_or(FsError::NotFound)? {
+            Place::Fixed(Fixed { kind: FixedKind::Symlink(target), .. }) => Ok(target.as_bytes().to_vec()),
+            Place::Fixed(_) | Place::Named(..) => Err(FsError::Invalid),
+        }
+    }
+
+    fn open(&self, ino: Ino) -> Result<Opened, FsError> {
+        let open = match self.remembered(ino) {
+            Some(file) => Open::Image(file),
+            None => match self.content(ino)? {
+                Content::Original(file) => Open::Original(file),
+                Content::Bytes(bytes) => Open::Bytes(bytes),
+                Content::Image(image) => Open::Image(self.ready(ino, image)),
+            },
+        };
+        self.check(&open)?;
+        let access = match &open {
+            Open::Original(file) => {
+                self.engine.checkpoint().source().backing(*file).map_or(Access::Cached, Access::Passthrough)
+            }
+            Open::Bytes(_) if self.is_live(ino) => Access::Direct,
+            Open::Bytes(_) | Open::Image(_) => Access::Cached,
+        };
+        let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
+        self.open.write().unwrap_or_else(PoisonError::into_inner).insert(handle, open);
+        Ok(Opened { handle: Handle(handle), access })
+    }
+
+    fn read(
+        &self,
+        _ino: Ino,
+        handle: Handle,
+        offset: u64,
+        len: usize,
+        reply: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), FsError> {
+        let open = self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned();
+        match open.ok_or(FsError::Invalid)? {
+            Open::Bytes(bytes) => {
+                let start = usize::try_from(offset).unwrap_or(usize::MAX).min(bytes.len());
+                reply(&bytes[start..start.saturating_add(len).min(bytes.len())]);
+                Ok(())
+            }
+            Open::Original(file) => self.engine.read_original(file, offset, len, reply).map_err(|_| FsError::Io),
+            Open::Image(file) => self.engine.read(&file, offset, len, reply).map_err(|_| FsError::Io),
+        }
+    }
+
+    fn release(&self, _ino: Ino, handle: Handle) {
+        self.open.write().unwrap_or_else(PoisonError::into_inner).remove(&handle.0);
+    }
+
+    fn xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError> {
+        let Place::Named(block, node) = self.tree.place(ino).ok_or(FsError::NotFound)? else {
+            return Err(FsError::NoAttribute);
+        };
+        let view = &self.views[block.view as usize];
+        let NameNode::Tensor(tensor) = view.names.node(node) else { return Err(FsError::NoAttribute) };
+        view.xattr(tensor, block.device, name).ok_or(FsError::NoAttribute)
+    }
+
+    fn xattr_names(&self, ino: Ino) -> Result<Vec<Vec<u8>>, FsError> {
+        match self.tree.place(ino).ok_or(FsError::NotFound)? {
+            Place::Named(block, node)
+                if matches!(self.views[block.view as usize].names.node(node), NameNode::Tensor(_)) =>
+            {
+                Ok(ViewFiles::XATTRS.iter().map(|name| name.as_bytes().to_vec()).collect())
+            }
+            Place::Named(..) | Place::Fixed(_) => Ok(Vec::new()),
+        }
+    }
+
+    fn stat_fs(&self) -> StatFs {
+        StatFs { total_bytes: self.total_bytes, nodes: self.tree.len() }
+    }
+
+    fn metrics(&self) -> &Metrics {
+        &self.metrics
+    }
+}

@@ -1,0 +1,95 @@
+"""Fixtures: tiny repos by name, mounts shared by the tests that only read, and mounts of a test's own."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+# Before transformers is imported: nothing here talks to a network, and nothing draws progress bars into the report.
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+import pytest
+
+import mounting
+import repos
+from mounting import Mount
+
+
+def pytest_report_header() -> str:
+    try:
+        return f"ckfs: {mounting.find_ckfs()}"
+    except FileNotFoundError as error:
+        return f"ckfs: {error}"
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything the tests make lies here, mount points too."""
+    return tmp_path_factory.mktemp("ckfs")
+
+
+@pytest.fixture(scope="session")
+def fuse(base: Path):
+    """Needs /dev/fuse: in CI its absence is a failure, elsewhere the tests are reported as skipped."""
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        if os.environ.get("CI") == "true":
+            pytest.fail("/dev/fuse is missing or closed to this user, and CI=true")
+        pytest.skip("/dev/fuse is missing or closed to this user")
+    yield
+    for point in mounting.mount_points(base):
+        mounting.detach(point)
+
+
+@pytest.fixture(scope="session")
+def repo(base: Path) -> Callable[[str], repos.Repo]:
+    """A repo by the name of its builder; written once and never changed."""
+    made: dict[str, repos.Repo] = {}
+
+    def get(name: str) -> repos.Repo:
+        if name not in made:
+            made[name] = repos.BUILDERS[name](base / "repos" / name)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def shared(base: Path, repo: Callable[[str], repos.Repo], fuse: None) -> Callable[..., Mount]:
+    """A mount of a repo with options, made once and kept to the end of the session."""
+    made: dict[tuple, Mount] = {}
+
+    def get(name: str, *args: object) -> Mount:
+        key = (name, *map(str, args))
+        if key not in made:
+            made[key] = mounting.mount(repo(name).path, base / "shared" / str(len(made)), *args)
+        return made[key]
+
+    return get
+
+
+@pytest.fixture
+def own(base: Path, tmp_path: Path, fuse: None):
+    """A mount of this test's own, which it may mistreat; unmounted when the test ends, however it ends."""
+    points, numbers = [], itertools.count()
+
+    def get(source: Path | str, *args: object, **more: object) -> Mount:
+        points.append(tmp_path / f"mnt{next(numbers)}")
+        return mounting.mount(source, points[-1], *args, **more)
+
+    yield get
+    for point in points:
+        mounting.detach(point)
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Callable[..., repos.Repo]:
+    """A repo of this test's own, which it may damage."""
+    return lambda name, **more: repos.BUILDERS[name](tmp_path / name, **more)
+
+
+@pytest.fixture
+def two_files(tmp_path: Path) -> repos.Repo:
+    """A repo to be damaged."""
+    return repos.two_files(tmp_path / "source")

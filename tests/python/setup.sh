@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Makes the Python environment of the client tests and prints its path.
+#
+# It lies outside the tree, named by the hash of what is in it, so that a change of requirements makes a new one and an
+# old one is reused in no time. The file `complete` is written last, under a lock: a half-made environment is made anew.
+set -euo pipefail
+
+here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+requirements=$here/requirements.txt
+python=${PYTHON:-python3}
+
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "setup.sh: $python is $("$python" --version 2>&1), expected Python 3.11 or later (set PYTHON)" >&2
+    exit 1
+}
+
+as_root() { if [[ $(id -u) == 0 ]]; then "$@"; else sudo -n "$@"; fi; }
+
+tag=$("$python" -c 'import sys; print(sys.implementation.cache_tag)')
+hash=$( (cat "$requirements"; echo "$tag"; "$python" -c 'import sys; print(sys.base_prefix)') | sha256sum | cut -c1-16)
+cache=${CKFS_TEST_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/ckfs}
+venv=$cache/venv-$hash
+
+if [[ ! -e $venv/complete ]]; then
+    mkdir -p "$cache"
+    exec 9>"$cache/lock" && flock 9
+fi
+if [[ ! -e $venv/complete ]]; then
+    # Debian splits venv's pip off into its own package.
+    if ! "$python" -c 'import ensurepip, venv' 2>/dev/null && command -v apt-get >/dev/null; then
+        as_root apt-get -qq update >&2 && as_root apt-get -qq install -y --no-install-recommends python3-venv >&2
+    fi
+    rm -rf "$venv"
+    echo "setup.sh: making $venv (5.4 GB, one to a few minutes)" >&2
+    "$python" -m venv "$venv" >&2
+    mkdir "$venv/tmp" # wheels are unpacked here: /tmp may be small
+    for attempt in 1 2 3; do
+        TMPDIR=$venv/tmp "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-cache-dir --no-deps \
+            --only-binary :all: --requirement "$requirements" >&2 && break
+        [[ $attempt == 3 ]] && { echo "setup.sh: pip failed three times" >&2; exit 1; }
+        sleep $((attempt * 5))
+    done
+    "$venv/bin/python" -c 'import jax, numpy, orbax.checkpoint, peft, pytest, safetensors, torch, transformers' >&2
+    rm -rf "$venv/tmp"
+    date >"$venv/complete"
+fi
+echo "$venv"

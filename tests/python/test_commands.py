@@ -1,0 +1,250 @@
+"""The commands other than mount, through the front door: what they print and how they end."""
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+import mounting
+import reference
+import repos
+from mounting import run, same_bytes
+from reference import Mesh
+
+COMMANDS = ["mount", "umount", "status", "plan", "explain", "cat", "export", "verify", "doctor", "demo"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help(command):
+    assert command in run("--help").out
+    assert "Usage: ckfs " + command in run(command, "--help").out
+
+
+def test_version():
+    assert run("--version").out.startswith("ckfs ")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [(), ("no-such-command",), ("mount",), ("mount", "/x"), ("cat", "/x"), ("plan", "/x", "--mesh", "fsdp"),
+     ("plan", "/x", "--mesh", "fsdp=0"), ("plan", "/x", "--mesh", "a=2,a=2"), ("plan", "/x", "--dtype", "int3"),
+     ("plan", "/x", "--no-such-flag")],
+)  # fmt: skip
+def test_wrong_usage_is_two(args):
+    done = run(*args, expect=2)
+    assert done.err and not done.out
+
+
+def test_failures_are_one_and_say_what(tmp_path, repo):
+    """On standard error, lower case, naming the thing."""
+    missing = tmp_path / "missing"
+    for args in (("plan", missing), ("cat", missing, "full/x"), ("mount", missing, tmp_path), ("verify", missing)):
+        done = run(*args, expect=1)
+        assert str(missing) in done.err and not done.out, args
+    done = run("cat", repo("llama").path, "full/layers/scanned/nothing", expect=1)
+    assert "layers/scanned/nothing" in done.err and not done.out
+    (tmp_path / "empty").mkdir()
+    assert "safetensors" in run("plan", tmp_path / "empty", expect=1).err
+
+
+def test_even_refuses_uneven_splits(repo):
+    """All tensors that do not divide are named, not only the first."""
+    done = run("plan", repo("uneven").path, "--mesh", "fsdp=4", "--even", expect=1)
+    for size in (13, 10, 6, 2):
+        assert f"block{size}" in done.err and str(size) in done.err
+    run("plan", repo("llama").path, "--mesh", "fsdp=4", "--even")
+
+
+def test_plan(repo):
+    said = run("plan", repo("llama").path, "--mesh", "fsdp=4").out
+    assert "llama" in said and "BF16" in said.upper()
+    assert "qwen3_moe" in run("plan", repo("qwen3_moe").path).out.replace("-", "_")
+
+
+@pytest.mark.parametrize("name,mesh", [("llama", "fsdp=4"), ("uneven", "fsdp=4"), ("qwen3_moe", "fsdp=2,tensor=2")])
+def test_plan_json(repo, name, mesh):
+    plan = run("plan", repo(name).path, "--mesh", mesh, "--json").json()
+    grid, tensors = Mesh.parse(mesh), reference.canonical(repo(name))
+    assert plan["dialect"]["family"] == (repo(name).config["model_type"] if name != "uneven" else None)
+    assert list(plan["mesh"].items()) == list(grid.axes)
+    assert (plan["missing"], plan["unexpected"]) == ([], [])
+    bundled = [shown for shown in tensors.values() if shown.bundled]
+    expected = [sum(reference.shard(shown, grid, d).nbytes for shown in bundled) for d in grid.devices]
+    assert plan["bytes_per_device"] == expected
+
+
+@pytest.mark.parametrize(
+    "name,fact,value",
+    [("phi3", "fused", True), ("qwen3_moe", "experts", "per-expert"), ("gpt_oss", "experts", "stacked"),
+     ("block_fp8_f32", "quantization", "fp8-block"), ("llama", "quantization", None)],
+)  # fmt: skip
+def test_plan_names_the_dialect(repo, name, fact, value):
+    assert run("plan", repo(name).path, "--json").json()["dialect"][fact] == value
+
+
+def test_missing_and_unexpected_tensors(tmp_path):
+    tensors = repos.llama_tensors("strict", layers=2)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.layers.0.mlp.surprise.weight"] = repos.Draw("x")("surprise", "BF16", 4, 4)
+    repo = repos.write(
+        tmp_path / "strict", {"model.safetensors": tensors}, repos.base_config("llama", "LlamaForCausalLM", 2)
+    )
+    plan = run("plan", repo.path, "--json", expect=None)
+    assert plan.json()["missing"] == ["model.layers.1.mlp.up_proj.weight"]
+    assert plan.json()["unexpected"] == ["model.layers.0.mlp.surprise.weight"]
+    done = run("cat", repo.path, "full/embed", expect=1)
+    assert "model.layers.1.mlp.up_proj.weight" in done.err and "model.layers.0.mlp.surprise.weight" in done.err
+    found = run("cat", repo.path, "full/layers/0/wq", "--allow-missing", "--allow-unmapped").out
+    assert found
+
+
+@pytest.mark.parametrize("path", ["full/layers/scanned/wq", "dev1/layers/0/w_down", "dev3/embed"])
+def test_cat(repo, path, tmp_path):
+    mesh, (where, _, name) = Mesh.parse("fsdp=4"), path.partition("/")
+    target = tmp_path / "out"
+    with open(target, "wb") as out:
+        command = [str(mounting.find_ckfs()), "cat", str(repo("llama").path), path, "--mesh", "fsdp=4"]
+        assert mounting.subprocess.run(command, stdout=out, timeout=60, check=True).returncode == 0
+    shown = reference.canonical(repo("llama"))[name]
+    expected = shown.array if where == "full" else reference.shard(shown, mesh, int(where[3:]))
+    same_bytes(target.read_bytes(), expected, path)
+
+
+def test_cat_of_other_files(repo, tmp_path):
+    """Any file of the mount, not only tensors."""
+    source = repo("llama").path
+    assert run("cat", source, "hf/config.json").out == (source / "config.json").read_text()
+    manifest = json.loads(run("cat", source, ".ckfs/manifest.json", "--mesh", "fsdp=2").out)
+    assert manifest["mesh"] == {"fsdp": 2}
+
+
+def test_cat_into_a_closed_pipe(repo):
+    """`ckfs cat ... | head -c 1` ends quietly."""
+    command = f"{mounting.find_ckfs()} cat {repo('edge_values').path} full/many_f32 | head -c 1"
+    done = mounting.subprocess.run(["bash", "-c", command], capture_output=True, timeout=60, check=True)
+    assert len(done.stdout) == 1 and not done.stderr
+
+
+def test_explain(repo):
+    source = repo("llama")
+    said = run("explain", source.path, "dev1/layers/scanned/wq", "--mesh", "fsdp=4", "--dtype", "f32").out
+    for n in range(3):
+        name = f"model.layers.{n}.self_attn.q_proj.weight"
+        assert name in said and source.file_of(name).name in said
+    assert "bf16" in said.lower() and "f32" in said.lower()
+
+
+def test_export_equals_the_mount(shared, repo, tmp_path):
+    """Every file that the mount shows, with no terminal no progress bar."""
+    mounted = shared("llama", "--mesh", "fsdp=2,tensor=2")
+    done = run("export", repo("llama").path, tmp_path / "out", "--mesh", "fsdp=2,tensor=2")
+    assert "\r" not in done.err and "\x1b" not in done.err
+    found = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    tensors = {name for name in mounted.files("") if not name.startswith((".ckfs/", "mesh/"))}
+    assert tensors <= found
+    for name in tensors:
+        assert (tmp_path / "out" / name).read_bytes() == (mounted / name).read_bytes(), name
+
+
+def test_export_does_not_overwrite(repo, tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    assert str(tmp_path) in run("export", repo("llama").path, tmp_path, expect=1).err
+    assert os.listdir(tmp_path) == ["mine"]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "block_fp8_f32", "edge_values", "every_dtype"])
+def test_verify_source(repo, name):
+    run("verify", repo(name).path, "--mesh", "fsdp=3", "--dtype", "bf16")
+
+
+def test_verify_mount(shared):
+    run("verify", shared("llama", "--mesh", "fsdp=2,tensor=2").point)
+
+
+def test_doctor():
+    said = run("doctor", expect=None)
+    assert said.code in (0, 1) and "/dev/fuse" in said.out
+
+
+def test_status(own, repo):
+    mounted = own(repo("llama").path, "--mesh", "fsdp=4")
+    rows = {row["mount"]: row for row in run("status", "--json").json()}
+    row = rows[str(mounted.point)]
+    assert row["source"] == str(repo("llama").path)
+    assert row["pid"] == mounting.daemon_pid(mounted.point)
+    assert str(mounted.point) in run("status").out
+    one = run("status", mounted.point, "--json").json()
+    assert [entry["mount"] for entry in one] == [str(mounted.point)]
+    run("umount", mounted.point)
+    assert str(mounted.point) not in run("status").out
+    run("status", mounted.point, expect=1)
+
+
+def test_demo(fuse, tmp_path):
+    """Mounts, shows, reads, verifies and cleans up by itself."""
+    (tmp_path / "temporary").mkdir()
+    environment = os.environ | {"TMPDIR": str(tmp_path / "temporary")}
+    said = run("demo", env=environment, stdin=mounting.subprocess.DEVNULL).out
+    assert "layers/scanned" in said and "dev0" in said and "ckfs mount" in said
+    assert not mounting.mount_points(tmp_path)
+    assert os.listdir(tmp_path / "temporary") == []
+
+
+def test_demo_keep(fuse, tmp_path):
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    try:
+        said = run("demo", "--keep", env=environment, stdin=mounting.subprocess.DEVNULL).out
+        (point,) = mounting.mount_points(tmp_path)
+        assert str(point) in said
+        assert np.fromfile(point / "full/embed", np.uint8).size > 0
+        run("umount", point)
+    finally:
+        for point in mounting.mount_points(tmp_path):
+            mounting.detach(point)
+
+
+def _broken(path, damage):
+    """A llama repo of one file with its header replaced or its bytes cut."""
+    repo = repos.llama(path, parts=1)
+    file = path / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    return repo
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda raw: raw[:-1], lambda raw: raw + b"x", lambda raw: raw[:5], lambda raw: b"\xff" * 8 + raw[8:],
+     lambda raw: raw.replace(b'"BF16"', b'"XF16"', 1), lambda raw: raw.replace(b"[0,", b"[1,", 1),
+     lambda raw: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"],
+    ids=["short", "long", "stub", "huge header", "unknown dtype", "gap", "lfs pointer"],
+)  # fmt: skip
+def test_bad_files_are_refused_by_name(tmp_path, damage):
+    repo = _broken(tmp_path / "bad", damage)
+    assert "model.safetensors" in run("plan", repo.path, expect=1).err
+
+
+def test_all_errors_at_once(tmp_path):
+    repo = repos.llama(tmp_path / "bad", parts=3)
+    for file in list(repo.files)[:2]:
+        (repo.path / file).write_bytes(b"short")
+    err = run("plan", repo.path, expect=1).err
+    assert all(file in err for file in list(repo.files)[:2])
+
+
+def test_index_is_cross_checked(tmp_path):
+    """Named in the index but not in the file, in the file but not in the index, and a file outside the repo."""
+    repo = repos.llama(tmp_path / "index", parts=2)
+    index = repo.path / "model.safetensors.index.json"
+    said = json.loads(index.read_text())
+    first = next(iter(said["weight_map"]))
+    file = said["weight_map"].pop(first)
+    said["weight_map"]["ghost"] = file
+    index.write_text(json.dumps(said))
+    err = run("plan", repo.path, expect=1).err
+    assert first in err and "ghost" in err
+    said["weight_map"] |= {first: "../outside.safetensors"}
+    shutil.copy(repo.path / file, tmp_path / "outside.safetensors")
+    index.write_text(json.dumps(said))
+    assert "outside.safetensors" in run("plan", repo.path, expect=1).err
