@@ -533,7 +533,8 @@ impl Config {
         let mut views = Vec::with_capacity(keys.view.len().max(1));
         for (name, own) in &keys.view {
             if !valid_view_name(name) {
-                let reason = format!("view {name:?}: expected a name of letters, digits, _, - and ., not starting with .");
+                let reason =
+                    format!("view {name:?}: expected a name of letters, digits, _, - and ., not starting with .");
                 return Err(ConfigError::Text { file: file.to_owned(), line: line_of(text, "[view."), reason });
             }
             views.push(ViewConfig { name: name.clone(), keys: own.clone().with_files(base)?.over(&top) });
