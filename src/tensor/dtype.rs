@@ -22,7 +22,7 @@ macro_rules! dtypes {
                 match self { $(Self::$variant => $code,)* }
             }
 
-            /// Name in numpy, jax and ml_dtypes, such as `bfloat16`.
+            /// Name in numpy, jax and `ml_dtypes`, such as `bfloat16`.
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$variant => $name,)* }
             }
@@ -103,7 +103,7 @@ impl DType {
     /// Bytes of `elements` consecutive elements, or `None` if they do not fill whole bytes or the count overflows.
     pub const fn bytes_of(self, elements: u64) -> Option<u64> {
         let unit = self.unit();
-        if elements % unit.elements != 0 {
+        if !elements.is_multiple_of(unit.elements) {
             return None;
         }
         (elements / unit.elements).checked_mul(unit.bytes)

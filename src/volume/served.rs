@@ -342,8 +342,8 @@ fn plant_view(directory: &mut Seedling, index: u32, files: &ViewFiles, problems:
     }
     for (number, file) in plan.hf.iter().enumerate() {
         let (parents, name) = file.path.rsplit_once('/').unwrap_or(("", &file.path));
-        let parents = std::iter::once("hf").chain(parents.split('/').filter(|parent| !parent.is_empty()));
-        let parent = parents.fold(Some(&mut *directory), |at, parent| at.and_then(|at| at.directory(parent)));
+        let mut parents = std::iter::once("hf").chain(parents.split('/').filter(|parent| !parent.is_empty()));
+        let parent = parents.try_fold(&mut *directory, |at, parent| at.directory(parent));
         if !parent.is_some_and(|parent| parent.file(name, made(Made::Hf(number)))) {
             let reason = "the name is taken by another file".to_owned();
             problems.push(Problem::Hf { path: file.path.clone(), reason });
