@@ -1,6 +1,6 @@
 //! `ckfs cat`: the bytes of one virtual file, without FUSE.
 
-use std::{io::IsTerminal, sync::Arc};
+use std::io::IsTerminal;
 
 use anyhow::bail;
 use clap::Args;
@@ -60,7 +60,7 @@ impl Cat {
         if std::io::stdout().is_terminal() && !node.path.contains(".ckfs/") {
             tracing::warn!("binary data goes to a terminal");
         }
-        let open = Arc::new(tree::OpenNode::open(&volume, &node)?);
+        let open = tree::OpenNode::open(&volume, &node)?;
         tree::stream(&open, path, (self.offset, end), CHUNK_BYTES, &mut output::write_lent)?;
         open::check_sources(&volume)
     }

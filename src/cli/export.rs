@@ -5,7 +5,6 @@ use std::{
     io::Write,
     os::unix::{ffi::OsStringExt, fs::symlink},
     path::{Path, PathBuf},
-    sync::Arc,
 };
 
 use anyhow::{Context, bail};
@@ -108,10 +107,12 @@ impl Export {
 
 fn check_target(directory: &Path, force: bool) -> anyhow::Result<()> {
     match fs::read_dir(directory) {
-        Ok(mut entries) if !force && entries.next().is_some() => {
-            bail!("{}: not empty; --force writes into it all the same", directory.display())
+        Ok(mut entries) => {
+            if !force && entries.next().is_some() {
+                bail!("{}: not empty; --force writes into it all the same", directory.display());
+            }
+            Ok(())
         }
-        Ok(_) => Ok(()),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error).with_context(|| directory.display().to_string()),
     }
@@ -121,12 +122,7 @@ fn check_room(directory: &Path, bytes: u64) -> anyhow::Result<()> {
     let stat = nix::sys::statvfs::statvfs(directory).with_context(|| directory.display().to_string())?;
     let free = stat.blocks_available().saturating_mul(stat.fragment_size());
     if free < bytes {
-        bail!(
-            "{}: {} are needed, {} are free",
-            directory.display(),
-            human_bytes(bytes),
-            human_bytes(free)
-        );
+        bail!("{}: {} are needed, {} are free", directory.display(), human_bytes(bytes), human_bytes(free));
     }
     Ok(())
 }
@@ -166,7 +162,7 @@ fn write_node(volume: &Volume, node: &tree::Node, directory: &Path, bar: &Progre
 fn write_file(volume: &Volume, node: &tree::Node, partial: &Path, bar: &ProgressBar) -> anyhow::Result<()> {
     let context = || partial.display().to_string();
     let mut file = File::create(partial).with_context(context)?;
-    let open = Arc::new(tree::OpenNode::open(volume, node)?);
+    let open = tree::OpenNode::open(volume, node)?;
     tree::stream(&open, &node.path, (0, node.attr.size_bytes), CHUNK_BYTES, &mut |bytes| {
         // By system calls, not through a buffer: the bytes may be lent.
         file.write_all(bytes).with_context(context)?;

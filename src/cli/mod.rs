@@ -94,27 +94,29 @@ pub fn main() -> ExitCode {
     let args: Vec<OsString> = std::env::args_os().collect();
     let called = args.first().map(Path::new).and_then(Path::file_name).and_then(|name| name.to_str());
     let args = match called {
-        Some("mount.ckfs" | "mount.fuse.ckfs") => match mount::helper_arguments(&args[1..]) {
+        // A daemon is given the arguments of `ckfs mount`, whatever its program is called.
+        Some("mount.ckfs" | "mount.fuse.ckfs") if !mount::is_daemon() => match mount::helper_arguments(&args[1..]) {
             Ok(args) => args,
             Err(error) => return finish(Err(error)),
         },
+        _ if args.is_empty() => vec!["ckfs".into()],
         _ => args,
     };
     // Shows usage errors, help and the version by itself.
-    let matches = Cli::command().get_matches_from(args);
+    let matches = Cli::command().get_matches_from(&args);
     match Cli::from_arg_matches(&matches) {
-        Ok(cli) => finish(run(cli)),
+        Ok(cli) => finish(run(cli, &args[1..])),
         Err(error) => error.exit(),
     }
 }
 
-fn run(cli: Cli) -> anyhow::Result<()> {
+fn run(cli: Cli, args: &[OsString]) -> anyhow::Result<()> {
     let Cli { log, command } = cli;
     // The log file of a mount is opened by its daemon.
     let log_file = log.log_file.as_deref().filter(|_| !matches!(command, Command::Mount(_)));
     start_log(&log, log_file)?;
     match command {
-        Command::Mount(command) => command.run(&log),
+        Command::Mount(command) => command.run(&log, args),
         Command::Umount(command) => command.run(),
         Command::Status(command) => command.run(),
         Command::Plan(command) => command.run(),

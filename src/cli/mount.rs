@@ -190,21 +190,17 @@ impl Mount {
         Ok((config, mountpoint))
     }
 
-    pub(super) fn run(&self, log: &LogFlags) -> anyhow::Result<()> {
+    /// Mounts; `args` are those of this process, with which it runs itself once more as the daemon.
+    pub(super) fn run(&self, log: &LogFlags, args: &[OsString]) -> anyhow::Result<()> {
         let config = self.config(log);
-        let is_daemon = std::env::var_os(daemon::STARTER_VARIABLE).is_some();
-        if self.foreground || is_daemon {
+        if self.foreground || is_daemon() {
             return serve_here(config);
         }
         let (config, mountpoint) = config?;
         check_mountpoint(&mountpoint)?;
         let timeout = self.option_flags()?.timeout.unwrap_or(self.timeout);
-        let pid = start(&std::env::args_os().skip(1).collect::<Vec<_>>(), Duration::from_secs(timeout))?;
-        tracing::info!(
-            "{} is mounted on {} by process {pid}",
-            config.source.unwrap_or_default(),
-            mountpoint.display()
-        );
+        let pid = start(args, Duration::from_secs(timeout))?;
+        tracing::info!("{} is mounted on {} by process {pid}", config.source.unwrap_or_default(), mountpoint.display());
         Ok(())
     }
 }
@@ -215,12 +211,13 @@ impl Mount {
 /// Why it did not start, in its own words.
 pub(super) fn start(args: &[OsString], timeout: Duration) -> anyhow::Result<u32> {
     let program = std::env::current_exe().context("path of this program")?;
-    let args = match args.first() {
-        // Called as mount.ckfs: the daemon gets the arguments that those of mount(8) stand for.
-        Some(first) if first == "mount" || first.to_str().is_some_and(|first| first.starts_with('-')) => args.to_vec(),
-        _ => helper_arguments(args)?.split_off(1),
-    };
-    Ok(start_background(&program, &args, timeout)?)
+    Ok(start_background(&program, args, timeout)?)
+}
+
+/// Whether this process was started by [`start`].
+pub(super) fn is_daemon() -> bool {
+    let starter = std::env::var(daemon::STARTER_VARIABLE).ok().and_then(|pid| pid.parse::<i32>().ok());
+    starter == Some(nix::unistd::getppid().as_raw())
 }
 
 /// Finds out early what would fail late.

@@ -1,6 +1,6 @@
 //! Walks over a volume.
 
-use std::{ops::ControlFlow, sync::Arc};
+use std::ops::ControlFlow;
 
 use anyhow::{Context, anyhow};
 
@@ -57,8 +57,7 @@ pub(super) fn patterns(texts: &[String]) -> Result<Vec<Pattern>, PatternError> {
 /// Whether a path is wanted: no patterns, or one that matches it or a directory above it.
 pub(super) fn wanted(patterns: &[Pattern], path: &str) -> bool {
     let above = path.char_indices().filter(|(_, c)| *c == '/').map(|(at, _)| &path[..at]);
-    patterns.is_empty()
-        || above.chain([path]).any(|prefix| patterns.iter().any(|pattern| pattern.matches(prefix)))
+    patterns.is_empty() || above.chain([path]).any(|prefix| patterns.iter().any(|pattern| pattern.matches(prefix)))
 }
 
 /// The node at a path of the mount; links are followed.
@@ -105,8 +104,7 @@ pub(super) fn find(volume: &Volume, path: &str) -> anyhow::Result<Node> {
 const NAMES_SHOWN: usize = 12;
 
 fn absent(volume: &Volume, path: &str, at: &[(String, Ino)], directory: Ino, component: &str) -> anyhow::Error {
-    let names: Vec<String> =
-        entries(volume, directory).unwrap_or_default().into_iter().map(|(name, _)| name).collect();
+    let names: Vec<String> = entries(volume, directory).unwrap_or_default().into_iter().map(|(name, _)| name).collect();
     let parts: Vec<&str> = at.iter().map(|(name, _)| name.as_str()).collect();
     let place = if parts.is_empty() { "the root".to_owned() } else { parts.join("/") };
     let more = if names.len() > NAMES_SHOWN { ", ..." } else { "" };
@@ -152,7 +150,7 @@ impl Drop for OpenNode<'_> {
 /// # Errors
 /// Bytes did not come, or `sink` failed.
 pub(super) fn stream(
-    open: &Arc<OpenNode<'_>>,
+    open: &OpenNode<'_>,
     path: &str,
     (start, end): (u64, u64),
     chunk_bytes: usize,

@@ -44,8 +44,7 @@ impl Umount {
         let Some(mountpoint) = self.mountpoint.or(config.mountpoint) else {
             return Err(Usage("expected MNT, or a --config file that names it".to_owned()).into());
         };
-        let options =
-            UnmountOptions { lazy: self.lazy, stale_only: self.stale, wait: Duration::from_secs(self.wait) };
+        let options = UnmountOptions { lazy: self.lazy, stale_only: self.stale, wait: Duration::from_secs(self.wait) };
         Ok(unmount(&mountpoint, options)?)
     }
 }
