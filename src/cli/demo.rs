@@ -163,8 +163,10 @@ fn digest(directory: &Path, depth: usize, text: &mut String) -> anyhow::Result<(
         let metadata = fs::symlink_metadata(path).with_context(|| path.display().to_string())?;
         if metadata.is_dir() {
             text.push_str(&format!("{indent}{name}/\n"));
-            // One device stands for all.
-            let opened = depth < 4 && !(depth == 1 && (name.starts_with("dev") && name != "dev0" || name == "full"));
+            // One device stands for all, and one layer.
+            let another_device = depth == 1 && (name.starts_with("dev") && name != "dev0" || name == "full");
+            let another_layer = depth == 3 && name != "0" && name.bytes().all(|byte| byte.is_ascii_digit());
+            let opened = depth < 4 && !another_device && !another_layer;
             if opened {
                 digest(path, depth + 1, text)?;
             }

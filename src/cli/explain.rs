@@ -17,7 +17,7 @@ use crate::{
 
 /// Pieces and operands that are listed without `--all`.
 const SHOWN: usize = 8;
-/// Bytes of a text file that are shown in JSON and text.
+/// Segments that are looked at.
 const TENSORS_MAX: usize = 100_000;
 
 /// Explains one virtual file: where its bytes come from and what becomes of them.
@@ -205,9 +205,9 @@ fn expression(checkpoint: &Checkpoint, view: &View) -> Value {
 
 fn text(file: &Value, shown: usize) -> String {
     let mut text = String::new();
-    let _ = writeln!(text, "path        {}", word(&file["path"]));
+    let _ = writeln!(text, "path          {}", word(&file["path"]));
     let bytes = file["bytes"].as_u64().unwrap_or(0);
-    let _ = writeln!(text, "size        {bytes} bytes ({})", human_bytes(bytes));
+    let _ = writeln!(text, "size          {bytes} bytes ({})", human_bytes(bytes));
     for (name, value) in file["attributes"].as_object().into_iter().flatten() {
         let name = name.strip_prefix("user.ckfs.").unwrap_or(name);
         let value = word(value);
@@ -216,13 +216,13 @@ fn text(file: &Value, shown: usize) -> String {
         } else {
             value
         };
-        let _ = writeln!(text, "{name:<12}{value}");
+        let _ = writeln!(text, "{name:<14}{value}");
     }
     if let Some(original) = file["identical_to"].as_str() {
-        let _ = writeln!(text, "identical   {original}");
+        let _ = writeln!(text, "identical to  {original}");
     }
     if let Some(made) = file["made"].as_str() {
-        let _ = writeln!(text, "content     {made}");
+        let _ = writeln!(text, "content       {made}");
     }
     let segments = file["segments"].as_array().map_or(&[][..], Vec::as_slice);
     for segment in segments.iter().take(shown) {

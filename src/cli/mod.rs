@@ -25,7 +25,7 @@ mod verify;
 use std::{ffi::OsString, fs::File, io::IsTerminal, path::Path, process::ExitCode, sync::Mutex};
 
 use anyhow::Context;
-use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{Parser, Subcommand, error::ErrorKind};
 use tracing_subscriber::EnvFilter;
 
 use output::{Closed, Usage};
@@ -102,11 +102,28 @@ pub fn main() -> ExitCode {
         _ if args.is_empty() => vec!["ckfs".into()],
         _ => args,
     };
-    // Shows usage errors, help and the version by itself.
-    let matches = Cli::command().get_matches_from(&args);
-    match Cli::from_arg_matches(&matches) {
+    match Cli::try_parse_from(&args) {
         Ok(cli) => finish(run(cli, &args[1..])),
-        Err(error) => error.exit(),
+        Err(error) => finish_parsing(&error),
+    }
+}
+
+/// Shows a usage error, help or the version.
+fn finish_parsing(error: &clap::Error) -> ExitCode {
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
+            // Whoever reads our output may have seen enough.
+            let _ = error.print();
+            ExitCode::SUCCESS
+        }
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            let _ = error.print();
+            ExitCode::from(2)
+        }
+        _ => {
+            eprint!("ckfs: {}", error.render());
+            ExitCode::from(2)
+        }
     }
 }
 
@@ -174,6 +191,8 @@ fn finish(result: anyhow::Result<()>) -> ExitCode {
 
 #[cfg(test)]
 mod tests {
+    use clap::CommandFactory;
+
     use super::*;
 
     #[test]

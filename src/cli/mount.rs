@@ -239,13 +239,12 @@ fn serve_here(config: anyhow::Result<(Config, PathBuf)>) -> anyhow::Result<()> {
     block_signals()?;
     let log_file = config.as_ref().ok().and_then(|(config, _)| config.mount.log_file.clone());
     let mut readiness = Readiness::new(log_file.as_deref())?;
-    let in_background = readiness.in_background();
     let result = config.and_then(|(config, mountpoint)| mount(config, &mountpoint, &mut readiness));
     if let Err(error) = &result {
+        let starter_waits = readiness.in_background();
         readiness.failed(&chain(error));
-        if in_background {
+        if starter_waits {
             // The starter prints it.
-            tracing::debug!("{}", chain(error));
             std::process::exit(1);
         }
     }

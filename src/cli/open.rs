@@ -71,19 +71,20 @@ pub(super) fn source_and<'a>(
 /// # Errors
 /// Everything wrong with the repository.
 pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>> {
-    let source = config.source.as_deref().ok_or_else(|| anyhow!("no source"))?;
+    let mut source = config.source.clone().ok_or_else(|| anyhow!("no source"))?;
+    // A daemon leaves the working directory, and its files are looked at by path again.
+    if Path::new(&source).exists() {
+        source = std::path::absolute(&source).with_context(|| source.clone())?.display().to_string();
+    }
     let io = config.mount.source_io.as_ref().map(|io| io.0).unwrap_or_default();
-    let checkpoint = Checkpoint::open(source, &OpenOptions { io, ..OpenOptions::default() })?;
+    let checkpoint = Checkpoint::open(&source, &OpenOptions { io, ..OpenOptions::default() })?;
     config.source = Some(match checkpoint.revision() {
         // The label is the repository's name with a short revision.
         Some(revision) => {
             let name = checkpoint.label().split('@').next().unwrap_or_default();
             format!("{name}@{revision}")
         }
-        None => {
-            let path = std::path::absolute(source).with_context(|| source.to_owned())?;
-            path.display().to_string()
-        }
+        None => source,
     });
     for file in checkpoint.suspicious_files() {
         tracing::warn!("{}: left out: safetensors that the index does not name", file.path);
