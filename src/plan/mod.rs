@@ -7,6 +7,7 @@
 //! What it deliberately does not do: lay out files (that is `image`) or know about the mount's tree (that is `volume`).
 
 mod canonical;
+pub mod config;
 pub mod draft;
 pub mod family;
 pub mod hf;
@@ -14,12 +15,14 @@ pub mod mesh;
 mod naming;
 pub mod pattern;
 pub mod problem;
+pub mod report;
 pub mod shard;
 pub mod spec;
 pub mod values;
 
 use std::{collections::HashMap, sync::Arc};
 
+pub use config::{Config, ConfigError};
 pub use draft::{Bundled, Draft, Roles};
 pub use family::Family;
 pub use hf::{HfContent, HfFile};
