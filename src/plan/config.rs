@@ -493,7 +493,7 @@ impl Default for Config {
 fn read_toml<T: serde::de::DeserializeOwned>(text: &str, file: &Path) -> Result<T, ConfigError> {
     toml::from_str(text).map_err(|error: toml::de::Error| {
         let at = error.span().map_or(0, |span| span.start.min(text.len()));
-        let line = 1 + text.as_bytes()[..at].iter().filter(|byte| **byte == b'\n').count();
+        let line = 1 + text.get(..at).unwrap_or_default().matches('\n').count();
         ConfigError::Text { file: file.to_owned(), line, reason: error.message().replace('\n', "; ") }
     })
 }
