@@ -2,6 +2,7 @@
 //!
 //! A checkpoint small enough to be written per test stands behind every command. Tests that mount need `/dev/fuse`; without
 //! it they pass over, except in continuous integration (`CI=true`), where they fail.
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests too")]
 
 use std::{
     fs,
@@ -461,7 +462,7 @@ fn mount_ckfs_takes_what_mount_8_passes() {
     };
     run(&["-o", "ro,nonsense"]).fails(2, "unknown option \"nonsense\"");
     let mounted = Mounted(&fixture);
-    run(&["-o", "ro,nodev,mesh=fsdp=2:tensor=3,x-systemd.automount"]).ok();
+    run(&["-o", "rw,nodev,mesh=fsdp=2:tensor=3,x-systemd.automount"]).ok();
     assert!(fixture.path("mnt/mesh/fsdp=1,tensor=2").is_symlink());
     fixture.run(&["umount", "mnt"]).ok();
     run(&["-s", "-o", "ro,nonsense,mesh=fsdp=2"]).ok();
