@@ -114,7 +114,8 @@ impl Findings {
         }
         let first = self.first.lock().unwrap_or_else(PoisonError::into_inner);
         let lines: Vec<String> = first.iter().map(|difference| format!("\n  {difference}")).collect();
-        Err(anyhow!("{different} differences in {}:{}", self.summary(), lines.concat()))
+        let plural = if different == 1 { "" } else { "s" };
+        Err(anyhow!("{different} difference{plural} in {}:{}", self.summary(), lines.concat()))
     }
 }
 
