@@ -38,12 +38,15 @@ Examples:
   ckfs mount org/name@main /mnt/name --dtype bf16 --layout hf
   ckfs mount --config /etc/ckfs/llama.toml --foreground     as a systemd service of Type=notify does
   ckfs mount /data/llama /mnt/llama -o mesh=fsdp=4:tensor=2,allow_other
-  mount -t ckfs /data/llama /mnt/llama -o mesh=fsdp=4       with this program installed as /sbin/mount.ckfs
+  mount -t ckfs /data/llama /mnt/llama -o mesh=fsdp=4       with this program as /sbin/mount.ckfs
 
 What is in the mount:
-  dev0/...                    raw bytes of device 0's shards      full/...     the same tensors unsharded
-  safetensors/dev0.safetensors  all of them in one file           hf/          the repository, casts applied
-  mesh/fsdp=0,.../            links to the devices                .ckfs/       manifest, plan, configuration, statistics")]
+  dev0/...                      raw bytes of device 0's shards
+  full/...                      the same tensors unsharded
+  safetensors/dev0.safetensors  all shards of a device in one file
+  hf/                           the repository as it is, casts applied
+  mesh/fsdp=0,.../              links to the devices
+  .ckfs/                        manifest, plan, configuration, statistics")]
 pub(super) struct Mount {
     /// A directory, a .safetensors file, or org/name[@revision] in the local cache.
     source: Option<String>,

@@ -56,7 +56,7 @@ pub(super) struct Verify {
     /// Bytes of each file to compare.
     #[arg(long, value_name = "SIZE", default_value = "64K")]
     sample: ByteCount,
-    /// Compares every byte; the evaluator does a few megabytes a second.
+    /// Compares every byte; the evaluator does some ten megabytes a second and core.
     #[arg(long, conflicts_with = "sample")]
     full: bool,
     /// Only files that match this pattern, or below directories that do; may be repeated.
