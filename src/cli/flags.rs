@@ -1,4 +1,5 @@
 //! What was typed, and nothing else: the flags that several commands share.
+#![allow(clippy::doc_markdown, reason = "the documentation of flags is help text, printed as it is")]
 
 use std::path::PathBuf;
 

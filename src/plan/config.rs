@@ -493,7 +493,7 @@ impl Default for Config {
 fn read_toml<T: serde::de::DeserializeOwned>(text: &str, file: &Path) -> Result<T, ConfigError> {
     toml::from_str(text).map_err(|error: toml::de::Error| {
         let at = error.span().map_or(0, |span| span.start.min(text.len()));
-        let line = 1 + text.as_bytes()[..at].iter().filter(|byte| **byte == b'\n').count();
+        let line = 1 + text.get(..at).unwrap_or_default().matches('\n').count();
         ConfigError::Text { file: file.to_owned(), line, reason: error.message().replace('\n', "; ") }
     })
 }
@@ -577,11 +577,8 @@ impl Config {
             top: Option<&'a ViewKeys>,
             #[serde(skip_serializing_if = "BTreeMap::is_empty")]
             view: BTreeMap<&'a str, &'a ViewKeys>,
-            #[serde(skip_serializing_if = "is_default")]
-            mount: &'a MountKeys,
-        }
-        fn is_default(keys: &&MountKeys) -> bool {
-            **keys == MountKeys::default()
+            #[serde(skip_serializing_if = "Option::is_none")]
+            mount: Option<&'a MountKeys>,
         }
         let unnamed = self.views.iter().find(|view| view.name.is_empty());
         let named = self.views.iter().filter(|view| !view.name.is_empty());
@@ -590,7 +587,7 @@ impl Config {
             mountpoint: self.mountpoint.as_deref(),
             top: unnamed.map(|view| &view.keys),
             view: named.map(|view| (view.name.as_str(), &view.keys)).collect(),
-            mount: &self.mount,
+            mount: Some(&self.mount).filter(|keys| **keys != MountKeys::default()),
         };
         // Only values that TOML has are in these structures.
         toml::to_string(&effective).unwrap_or_default()
