@@ -22,22 +22,6 @@ use ckfs::{
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-const FAMILIES: [&str; 13] = [
-    "deepseek2",
-    "deepseek3",
-    "gemma2",
-    "gemma3",
-    "gemma4",
-    "gpt-oss",
-    "llama3.1",
-    "mixtral",
-    "olmo3",
-    "qwen2.5",
-    "qwen3",
-    "qwen3-moe",
-    "qwen3-next",
-];
-
 fn fixture(family: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/maxtext").join(family)
 }
@@ -166,9 +150,17 @@ macro_rules! families {
 }
 
 families! {
-    llama: "llama3.1";
+    deepseek2: "deepseek2";
+    deepseek3: "deepseek3";
+    gemma2: "gemma2";
+    gemma3: "gemma3";
+    gemma4: "gemma4";
+    gpt_oss: "gpt-oss";
+    llama3_1: "llama3.1";
+    mixtral: "mixtral";
+    olmo3: "olmo3";
     qwen2_5: "qwen2.5";
     qwen3: "qwen3";
     qwen3_moe: "qwen3-moe";
-    mixtral: "mixtral";
+    qwen3_next: "qwen3-next";
 }

@@ -45,13 +45,16 @@
 //!   over `rank` (that of what is stacked, without any stacked axes) and `outer` (how many stacks are further out), and is
 //!   the number of the stack where it is left out. Without `over`, all numbers that the repository has, from 0, are taken.
 //!   A rule's own stacks are outside those of its place. What is stacked over nothing is left out.
-//! * `each = { b = "0..4" }`, on rules and places, repeats them for each number instead.
+//! * `each = { b = "0..4" }`, on rules and places, repeats them for each number instead; `let = { half = "…" }` on a place
+//!   names expressions over those numbers for its leaves.
 //! * `when` is a condition, `optional = true` leaves a leaf out where the repository has none of its sources,
 //!   `dtype = "keep"` (or a type) holds for one leaf against the layout's.
 //! * `tp` and `experts` number the axes of a leaf, before stacking, that tensor and expert parallelism split under
 //!   `--shard auto`.
 //! * `logical = true` makes the logical rules the default way to shard, `rules = "maxtext"` begins them with MaxText's, and each
 //!   `[[rule]]` with `logical` and `mesh` replaces what is there for its axis.
+//! * `axes = ""` leaves the names of a leaf's axes to its place, which gives them all by `bare`.
+//! * `verified = false`, or a condition, warns that the result has not been compared with that of the program imitated.
 //! * `flat = true` makes one file of each tensor, named by its whole dotted name.
 //!
 //! What it deliberately does not do: read weights, or know any model.
@@ -94,8 +97,7 @@ struct RawFile {
     name: String,
     #[serde(default)]
     description: String,
-    #[serde(default = "yes")]
-    verified: bool,
+    verified: Option<Spanned<RawCondition>>,
     #[serde(default)]
     model_types: Vec<String>,
     #[serde(default)]
@@ -122,10 +124,6 @@ struct RawFile {
     place: Vec<RawPlace>,
     #[serde(default)]
     rule: Vec<LogicalRule>,
-}
-
-fn yes() -> bool {
-    true
 }
 
 #[derive(Debug, Deserialize)]
@@ -155,6 +153,13 @@ enum RawFrom {
 #[serde(untagged, expecting = "expected the number of an axis, or an expression")]
 enum RawAxis {
     Number(i64),
+    Text(String),
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged, expecting = "expected true, false or a condition")]
+enum RawCondition {
+    Bool(bool),
     Text(String),
 }
 
@@ -206,6 +211,8 @@ struct RawPlace {
     stack: Vec<RawStack>,
     #[serde(default)]
     each: BTreeMap<String, Text>,
+    #[serde(default, rename = "let")]
+    bindings: BTreeMap<String, Text>,
     when: Option<Text>,
     bare: Option<Text>,
 }
@@ -251,6 +258,8 @@ struct Place {
     from: Option<Placed<Template>>,
     stack: Vec<Stack>,
     each: Each,
+    /// Names for expressions over the variables of `each`.
+    bindings: Vec<(Arc<str>, Placed<Expr>)>,
     when: Option<Placed<Expr>>,
     bare: Vec<String>,
 }
@@ -270,7 +279,7 @@ pub struct LayoutFile {
     text: String,
     name: String,
     description: String,
-    verified: bool,
+    verified: Option<Placed<Expr>>,
     model_types: Vec<String>,
     dtype: Option<DType>,
     flat: bool,
@@ -300,6 +309,8 @@ pub struct Resolved {
     pub drafts: Vec<Draft>,
     /// The parameters and their values, as text.
     pub params: Vec<(String, String)>,
+    /// Whether the result has been compared with that of the program that the layout imitates, as far as the file says.
+    pub verified: bool,
     /// Things worth knowing that are no errors.
     pub warnings: Vec<String>,
 }
@@ -437,6 +448,11 @@ impl Reader<'_> {
             from: place.from.as_ref().and_then(|from| self.template(from)),
             stack: self.stacks(&place.stack),
             each: self.each(&place.each),
+            bindings: place
+                .bindings
+                .iter()
+                .filter_map(|(name, text)| Some((name.as_str().into(), self.expr(text)?)))
+                .collect(),
             when: place.when.as_ref().and_then(|when| self.expr(when)),
             bare: place.bare.as_ref().map_or_else(Vec::new, |bare| words(bare.get_ref())),
         }
@@ -503,12 +519,19 @@ impl LayoutFile {
         }
         rules.replace(&raw.rule);
         let dtype = raw.dtype.as_ref().and_then(|dtype| reader.dtype(dtype)).flatten();
+        let verified = raw.verified.as_ref().and_then(|condition| {
+            let text = match condition.get_ref() {
+                RawCondition::Bool(known) => known.to_string(),
+                RawCondition::Text(text) => text.clone(),
+            };
+            reader.expr(&Spanned::new(condition.span(), text))
+        });
         let file = Self {
             label: label.to_owned(),
             text: text.to_owned(),
             name: raw.name,
             description: raw.description,
-            verified: raw.verified,
+            verified,
             model_types: raw.model_types,
             dtype,
             flat: raw.flat,
@@ -551,6 +574,7 @@ impl LayoutFile {
             from: None,
             stack: Vec::new(),
             each: Vec::new(),
+            bindings: Vec::new(),
             when: None,
             bare: Vec::new(),
         };
@@ -558,7 +582,11 @@ impl LayoutFile {
             place.groups.iter().flat_map(|group| self.groups.get(group)).flatten().map(move |leaf| (place, leaf))
         });
         for (place, leaf) in self.leaves.iter().map(|leaf| (&nowhere, leaf)).chain(placed) {
-            let each: Vec<&str> = place.each.iter().chain(&leaf.each).map(|(var, _)| var.as_ref()).collect();
+            let mut each: Vec<&str> = place.each.iter().chain(&leaf.each).map(|(var, _)| var.as_ref()).collect();
+            for (name, binding) in &place.bindings {
+                check(binding.line, &each, &|visit| binding.it.for_each_name(visit));
+                each.push(name);
+            }
             for (_, over) in place.each.iter().chain(&leaf.each) {
                 check(over.line, &[], &|visit| over.it.0.for_each_name(visit));
                 check(over.line, &[], &|visit| over.it.1.for_each_name(visit));
@@ -604,11 +632,6 @@ impl LayoutFile {
     /// What it says of itself.
     pub fn description(&self) -> &str {
         &self.description
-    }
-
-    /// Whether its result has been compared with that of the program it imitates.
-    pub fn verified(&self) -> bool {
-        self.verified
     }
 
     /// Values of `model_type` in `config.json` that it is for.
@@ -687,8 +710,13 @@ impl LayoutFile {
             (name.clone(), value)
         });
         let params = params.collect();
+        let verified = self.verified.as_ref().is_none_or(|verified| {
+            let value =
+                resolver.eval(verified, &[], |expr, names| Ok(Value::Bool(expr.eval(names)?.bool("verified")?)));
+            matches!(value, Some(Value::Bool(true)))
+        });
         let Resolver { drafts, problems, warnings, .. } = resolver;
-        if problems.is_empty() { Ok(Resolved { drafts, params, warnings }) } else { Err(problems) }
+        if problems.is_empty() { Ok(Resolved { drafts, params, verified, warnings }) } else { Err(problems) }
     }
 
     fn problem(&self, line: usize, target: &str, error: &EvalError) -> Problem {
@@ -841,7 +869,12 @@ impl<'a> Resolver<'a> {
             self.rule(None, leaf, &[]);
         }
         for place in &file.places {
-            for bound in self.instances(&place.each, place.when.as_ref(), &[]) {
+            for mut bound in self.instances(&place.each, place.when.as_ref(), &[]) {
+                for (name, binding) in &place.bindings {
+                    if let Some(value) = self.eval(binding, &bound, |expr, names| expr.eval(names)) {
+                        bound.push((name.clone(), value));
+                    }
+                }
                 for leaf in place.groups.iter().flat_map(|group| &file.groups[group]) {
                     self.rule(Some(place), leaf, &bound);
                 }

@@ -209,13 +209,15 @@ impl Plan {
         let drafts = match (&options.layout, &file) {
             (_, Some(file)) => {
                 family_name = Some(file.name().to_owned());
-                if !file.verified() {
-                    let name = file.name();
-                    warnings.push(format!("layout {name} has not been compared with the program that it imitates"));
-                }
                 let allowed = layout_file::Allowed { missing: options.allow_missing, unmapped: options.allow_unmapped };
                 file.resolve(checkpoint, &values, &set, allowed).map(|resolved| {
                     params = resolved.params;
+                    if !resolved.verified {
+                        let name = file.name();
+                        warnings.push(format!(
+                            "layout {name} has not been compared here with the program that it imitates"
+                        ));
+                    }
                     warnings.extend(resolved.warnings);
                     resolved.drafts
                 })

@@ -25,6 +25,14 @@ const MAXTEXT: &[(&str, &str)] = &[
     ("maxtext/llama", include_str!("maxtext/llama.toml")),
     ("maxtext/qwen", include_str!("maxtext/qwen.toml")),
     ("maxtext/mixtral", include_str!("maxtext/mixtral.toml")),
+    ("maxtext/gemma2", include_str!("maxtext/gemma2.toml")),
+    ("maxtext/gemma3", include_str!("maxtext/gemma3.toml")),
+    ("maxtext/gemma4", include_str!("maxtext/gemma4.toml")),
+    ("maxtext/deepseek", include_str!("maxtext/deepseek.toml")),
+    ("maxtext/gpt-oss", include_str!("maxtext/gpt-oss.toml")),
+    ("maxtext/olmo3", include_str!("maxtext/olmo3.toml")),
+    ("maxtext/qwen3-next", include_str!("maxtext/qwen3-next.toml")),
+    ("maxtext/qwen3.5", include_str!("maxtext/qwen3.5.toml")),
 ];
 
 const EMBEDDED: &[Embedded] = &[
