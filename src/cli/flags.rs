@@ -31,11 +31,11 @@ pub(super) struct ViewFlags {
     /// row or column, by the tensor's role; expert and ep split the experts; data, dp, replica and dp_replicate replicate.
     #[arg(long, value_name = "AXIS=N,...")]
     mesh: Option<Word<Mesh>>,
-    /// How tensors are named and shaped: canonical (default), hf, maxtext, maxtext-unscanned, or a file of rules.
+    /// How tensors are named and shaped: canonical (default), hf, maxtext, maxtext-unscanned, vllm, or a file.
     ///
     /// canonical stacks layers on a new first axis (layers/scanned/wq) and shows them one by one too (layers/0/wq); hf keeps
-    /// the repository's own names; maxtext and maxtext-unscanned give exactly what MaxText's converter makes. A file
-    /// describes a layout of your own.
+    /// the repository's own names; maxtext and maxtext-unscanned give exactly what MaxText's converter makes; vllm gives
+    /// the fused tensors of vLLM's ranks, and sharded_state/ to load them from. A file describes a layout of your own.
     #[arg(long, value_name = "NAME|FILE.toml")]
     layout: Option<Word<LayoutChoice>>,
     /// Sets a parameter of the layout, such as `vocab_size=152064`. May be repeated.

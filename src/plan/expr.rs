@@ -6,6 +6,7 @@
 //! if A then B else C      A ?? B (B where A is absent)      ||  &&  !
 //! == != < <= > >=         + - * / // %                      12  1.5  true  'text {template}'
 //! config.NAME             member of config.json, looked for in the text model's part first; absent if it is not there
+//! mesh.NAME               size of a mesh axis; absent if the mesh has none of that name
 //! name                    a parameter, a variable, a loop's variable, or a source tensor of the rule
 //! f(a, b)                 a function of the table below
 //! ```
@@ -25,6 +26,7 @@
 //! | `concat(axis, x, …)`, `stack(axis, x, …)` | end to end, or side by side along a new axis |
 //! | `pad(x, axis, before, after)` | zeros around |
 //! | `cut_or_pad(x, axis, n)` | the first `n` elements of an axis, with zeros after if there are fewer |
+//! | `repeat(x, axis, n)` | each element of an axis `n` times in a row, as `np.repeat` |
 //! | `fill(value, 'f32', extent, …)` | a constant |
 //! | `cast(x, 'f32')` | values rounded to another type |
 //! | `mul(x, c)`, `add(x, c)` | arithmetic in f32, rounded to the operand's type |
@@ -42,6 +44,9 @@ use crate::tensor::{DType, Element, Keep, Shape, View, ViewError};
 
 /// Deepest nesting of an expression.
 const DEPTH_MAX: usize = 64;
+
+/// Most times that one element is repeated.
+const REPEATS_MAX: usize = 4096;
 
 /// Highest number of operands of a function.
 const ARGUMENTS_MAX: usize = 64;
@@ -125,6 +130,8 @@ pub enum EvalError {
 pub enum Absent {
     /// A member of `config.json`.
     Config(String),
+    /// A mesh axis.
+    MeshAxis(String),
     /// A tensor.
     Tensor(String),
     /// The literal `absent`.
@@ -135,6 +142,7 @@ impl fmt::Display for Absent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Config(name) => write!(f, "config.json has no member {name:?}"),
+            Self::MeshAxis(name) => write!(f, "the mesh has no axis {name:?}"),
             Self::Tensor(name) => write!(f, "there is no tensor {name:?}"),
             Self::Literal => f.write_str("it is absent"),
         }
@@ -293,6 +301,8 @@ pub trait Names {
     fn name(&self, name: &str) -> Result<Value, EvalError>;
     /// A member of `config.json`, `None` if it is not there.
     fn config(&self, path: &[String]) -> Option<Value>;
+    /// Size of a mesh axis, `None` if it is not there.
+    fn mesh(&self, axis: &str) -> Option<u64>;
     /// The extents of a tensor, `None` if it is not there.
     fn shape(&self, tensor: &str) -> Option<Vec<u64>>;
     /// One more than the highest number that stands for the star in a tensor's name, 0 if there is none.
@@ -325,6 +335,7 @@ enum ViewFunction {
     Stack,
     Pad,
     CutOrPad,
+    Repeat,
     Fill,
     Cast,
     Mul,
@@ -357,6 +368,7 @@ const FUNCTIONS: &[(&str, Function, usize, usize)] = &[
     ("stack", Function::View(ViewFunction::Stack), 2, ARGUMENTS_MAX),
     ("pad", Function::View(ViewFunction::Pad), 4, 4),
     ("cut_or_pad", Function::View(ViewFunction::CutOrPad), 3, 3),
+    ("repeat", Function::View(ViewFunction::Repeat), 3, 3),
     ("fill", Function::View(ViewFunction::Fill), 2, ARGUMENTS_MAX),
     ("cast", Function::View(ViewFunction::Cast), 2, 2),
     ("mul", Function::View(ViewFunction::Mul), 2, 2),
@@ -402,6 +414,7 @@ enum Node {
     Text(Template),
     Name(Arc<str>),
     Config(Vec<String>),
+    Mesh(String),
     Not(Box<Node>),
     Negative(Box<Node>),
     If(Box<[Node; 3]>),
@@ -684,7 +697,11 @@ impl<'a> Parser<'a> {
             "false" => return Ok(Node::Value(Value::Bool(false))),
             "absent" => return Ok(Node::Value(Value::Absent(Arc::new(Absent::Literal)))),
             "then" | "else" => return Err(self.expected("a value before then or else")),
-            "config" => return self.config(),
+            "config" => return self.members().map(Node::Config),
+            "mesh" => {
+                let [axis] = <[String; 1]>::try_from(self.members()?).map_err(|_| self.expected("one mesh axis"))?;
+                return Ok(Node::Mesh(axis));
+            }
             _ => {}
         }
         if !self.take("(") {
@@ -706,7 +723,8 @@ impl<'a> Parser<'a> {
         Ok(Node::Call(name, function, arguments))
     }
 
-    fn config(&mut self) -> Result<Node, SyntaxError> {
+    /// Names after dots.
+    fn members(&mut self) -> Result<Vec<String>, SyntaxError> {
         let mut path = Vec::new();
         while self.rest().starts_with('.') && !self.rest().starts_with("..") {
             self.at += 1;
@@ -717,7 +735,7 @@ impl<'a> Parser<'a> {
             path.push(self.rest()[..end].to_owned());
             self.at += end;
         }
-        if path.is_empty() { Err(self.expected("a dot and a member's name")) } else { Ok(Node::Config(path)) }
+        if path.is_empty() { Err(self.expected("a dot and a member's name")) } else { Ok(path) }
     }
 
     fn number(&mut self) -> Result<Node, SyntaxError> {
@@ -750,7 +768,7 @@ impl<'a> Parser<'a> {
 impl Node {
     fn for_each_name(&self, visit: &mut dyn FnMut(&str)) {
         match self {
-            Self::Value(_) | Self::Config(_) => {}
+            Self::Value(_) | Self::Config(_) | Self::Mesh(_) => {}
             Self::Text(template) => template.for_each_name(visit),
             Self::Name(name) => visit(name),
             Self::Not(of) | Self::Negative(of) => of.for_each_name(visit),
@@ -768,6 +786,10 @@ impl Node {
             Self::Config(path) => {
                 Ok(names.config(path).unwrap_or_else(|| Value::Absent(Arc::new(Absent::Config(path.join("."))))))
             }
+            Self::Mesh(axis) => Ok(match names.mesh(axis) {
+                Some(size) => i64::try_from(size).map(Value::Int).map_err(|_| EvalError::Range("mesh"))?,
+                None => Value::Absent(Arc::new(Absent::MeshAxis(axis.clone()))),
+            }),
             Self::Not(of) => Ok(Value::Bool(!of.eval(names)?.bool("!")?)),
             Self::Negative(of) => match of.eval(names)? {
                 Value::Int(value) => value.checked_neg().map(Value::Int).ok_or(EvalError::Range("-")),
@@ -881,6 +903,23 @@ fn whole(name: &'static str, value: f64) -> Result<Value, EvalError> {
     Ok(Value::Int(value as i64))
 }
 
+/// Each element of an axis `times` times in a row.
+fn repeat(view: &View, axis: usize, times: u64) -> Result<View, EvalError> {
+    let extents = view.shape().extents();
+    if axis >= extents.len() {
+        return Err(ViewError::Axis { op: "repeat", axis, shape: view.shape().clone() }.into());
+    }
+    if times == 1 {
+        return Ok(view.clone());
+    }
+    let copies = usize::try_from(times).ok().filter(|copies| (1..=REPEATS_MAX).contains(copies));
+    let copies = vec![view.clone(); copies.ok_or(EvalError::Range("repeat"))?];
+    let mut merged = extents.to_vec();
+    merged[axis] = merged[axis].saturating_mul(times);
+    let shape = Shape::try_new(&merged).map_err(ViewError::from)?;
+    Ok(View::stack(axis + 1, &copies)?.reshape(&shape)?)
+}
+
 impl Function {
     fn apply(self, name: &'static str, values: &[Value], names: &dyn Names) -> Result<Value, EvalError> {
         match self {
@@ -967,6 +1006,7 @@ impl ViewFunction {
                 let extent = view.shape().extents().get(axis).copied().unwrap_or(0);
                 if wanted <= extent { view.slice(axis, 0, wanted, 1)? } else { view.pad(axis, 0, wanted - extent)? }
             }
+            Self::Repeat => repeat(view, axis(1)?, natural(2)?)?,
             Self::Cast => view.cast(Self::dtype(name, &values[1])?)?,
             Self::Mul => view.multiply(values[1].constant(name)?, false, Keep::Operand)?,
             Self::MulFlush => view.multiply(values[1].constant(name)?, true, Keep::Operand)?,

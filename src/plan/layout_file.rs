@@ -56,6 +56,9 @@
 //! * `axes = ""` leaves the names of a leaf's axes to its place, which gives them all by `bare`.
 //! * `verified = false`, or a condition, warns that the result has not been compared with that of the program imitated.
 //! * `flat = true` makes one file of each tensor, named by its whole dotted name.
+//! * `sharded_state = true` adds the directory `sharded_state/` with a file for each rank of a serving engine. Axes that hold
+//!   several things fused are then best laid out rank by rank, with `mesh.tensor` in the rules: an even split gives each
+//!   rank its part.
 //!
 //! What it deliberately does not do: read weights, or know any model.
 
@@ -74,6 +77,7 @@ use super::{
     draft::{Bundled, Draft, Roles},
     expr::{EvalError, Expr, Names, SyntaxError, Template, Value},
     logical::{LogicalRule, LogicalRules},
+    mesh::Mesh,
     pattern::Pattern,
     problem::{PlanError, Problem},
     values::Values,
@@ -106,6 +110,8 @@ struct RawFile {
     flat: bool,
     #[serde(default)]
     logical: bool,
+    #[serde(default)]
+    sharded_state: bool,
     #[serde(default)]
     rules: Option<Text>,
     #[serde(default)]
@@ -284,6 +290,7 @@ pub struct LayoutFile {
     dtype: Option<DType>,
     flat: bool,
     logical: bool,
+    sharded_state: bool,
     rules: LogicalRules,
     params: BTreeMap<String, Placed<Expr>>,
     vars: BTreeMap<String, Placed<Expr>>,
@@ -536,6 +543,7 @@ impl LayoutFile {
             dtype,
             flat: raw.flat,
             logical: raw.logical,
+            sharded_state: raw.sharded_state,
             rules,
             params,
             vars,
@@ -654,6 +662,11 @@ impl LayoutFile {
         self.logical
     }
 
+    /// Whether a serving engine reads the shards as the state of its ranks.
+    pub fn sharded_state(&self) -> bool {
+        self.sharded_state
+    }
+
     /// Its rules for logical axes.
     pub fn rules(&self) -> &LogicalRules {
         &self.rules
@@ -664,7 +677,7 @@ impl LayoutFile {
         self.params.keys().map(String::as_str)
     }
 
-    /// Resolves the layout against a repository. `set` holds parameters set by the user.
+    /// Resolves the layout against a repository, for a mesh. `set` holds parameters set by the user.
     ///
     /// # Errors
     /// Everything wrong, at once: missing and unexpected tensors, rules that do not fit, unknown parameters.
@@ -672,6 +685,7 @@ impl LayoutFile {
         &self,
         checkpoint: &Checkpoint,
         values: &Values<'_>,
+        mesh: &Mesh,
         set: &BTreeMap<String, String>,
         allowed: Allowed,
     ) -> Result<Resolved, Vec<Problem>> {
@@ -684,7 +698,7 @@ impl LayoutFile {
             });
         }
         let set = set.iter().map(|(name, text)| (name.clone(), Value::of_text(text))).collect();
-        let scope = Scope { file: self, checkpoint, set, known: RefCell::default() };
+        let scope = Scope { file: self, checkpoint, mesh, set, known: RefCell::default() };
         for (name, definition) in self.params.iter().chain(&self.vars) {
             // What lacks something is an error only where it is needed.
             if let Err(error) = scope.global(name)
@@ -742,6 +756,7 @@ fn is_absent(error: &EvalError) -> bool {
 struct Scope<'a> {
     file: &'a LayoutFile,
     checkpoint: &'a Checkpoint,
+    mesh: &'a Mesh,
     set: BTreeMap<String, Value>,
     /// Values worked out; `None` while one is.
     known: RefCell<HashMap<String, Option<Result<Value, EvalError>>>>,
@@ -815,6 +830,10 @@ impl Names for Local<'_> {
             Value::of_json(path.iter().try_fold(root, |value, member| value.get(member))?)
         };
         text.and_then(walk).or_else(|| walk(config))
+    }
+
+    fn mesh(&self, axis: &str) -> Option<u64> {
+        Some(self.scope.mesh.axes()[self.scope.mesh.find(axis)?].size)
     }
 
     fn shape(&self, tensor: &str) -> Option<Vec<u64>> {

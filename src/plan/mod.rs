@@ -177,6 +177,8 @@ pub struct Plan {
     pub logical_rules: Option<LogicalRules>,
     /// Whether each tensor is one file named by its whole dotted name.
     flat: bool,
+    /// Whether a serving engine reads the shards as the state of its ranks.
+    pub sharded_state: bool,
     /// Devices listed, ascending.
     pub devices: Vec<u64>,
     /// Distinct specs.
@@ -226,7 +228,7 @@ impl Plan {
             (_, Some(file)) => {
                 family_name = Some(file.name().to_owned());
                 let allowed = layout_file::Allowed { missing: options.allow_missing, unmapped: options.allow_unmapped };
-                file.resolve(checkpoint, &values, &set, allowed).map(|resolved| {
+                file.resolve(checkpoint, &values, &options.mesh, &set, allowed).map(|resolved| {
                     params = resolved.params;
                     if !resolved.verified {
                         let name = file.name();
@@ -280,6 +282,7 @@ impl Plan {
             params,
             logical_rules,
             flat: file.as_ref().is_some_and(|file| file.flat()) || options.layout == Layout::Hf,
+            sharded_state: file.as_ref().is_some_and(|file| file.sharded_state()),
             devices: devices(options, &mut problems),
             specs: Vec::new(),
             tensors: Vec::with_capacity(drafts.len()),
@@ -429,6 +432,26 @@ impl Plan {
             kinds.iter().any(|kind| self.is_first(kind, &coordinates))
         };
         (0..self.mesh.devices()).filter(is_first).collect()
+    }
+
+    /// The ranks of an engine whose processes differ in nothing but their shards, each with the listed device that stands for
+    /// it: ranks count the distinct sets of shards in the order of the devices, and devices with the same shards are one.
+    pub fn ranks(&self) -> Vec<(usize, u64)> {
+        let firsts = self.first_holders();
+        let axes = self.mesh.axes();
+        let splits: Vec<bool> =
+            (0..axes.len()).map(|axis| self.bundle().any(|tensor| self.distributes(tensor, axis))).collect();
+        let mut ranks = BTreeMap::new();
+        for device in &self.devices {
+            let coordinates = self.mesh.coordinates(*device);
+            let first = axes.iter().enumerate().fold(0, |first, (axis, mesh_axis)| {
+                first * mesh_axis.size + if splits[axis] { coordinates[axis] } else { 0 }
+            });
+            if let Ok(rank) = firsts.binary_search(&first) {
+                ranks.entry(rank).or_insert(*device);
+            }
+        }
+        ranks.into_iter().collect()
     }
 
     /// Whether bundles hold layers stacked.

@@ -24,7 +24,7 @@ use super::{
 use crate::{
     checkpoint::Checkpoint,
     image::{FileImage, distcp_name},
-    plan::{Plan, Problem},
+    plan::{HfContent, HfFile, Plan, Problem},
     read::{Engine, EngineOptions, OpenFile},
     source::FileId,
     tensor::View,
@@ -439,9 +439,33 @@ fn plant_view(directory: &mut Seedling, index: u32, files: &ViewFiles, problems:
             problems.push(Problem::Hf { path: file.path.clone(), reason });
         }
     }
+    if plan.sharded_state {
+        plant_sharded_state(directory, index, plan);
+    }
     if let Some(own) = directory.directory(".ckfs") {
         own.file("manifest.json", made(Made::Manifest));
     }
+}
+
+/// Plants `sharded_state/`: the files of the ranks, and beside them what an engine reads from the same directory to know the
+/// model and its tokenizer.
+fn plant_sharded_state(directory: &mut Seedling, index: u32, plan: &Plan) {
+    let Some(state) = directory.directory("sharded_state") else { return };
+    for (rank, device) in plan.ranks() {
+        let name = format!("model-rank-{rank}-part-0.safetensors");
+        state.file(&name, FixedKind::Made { view: index, made: Made::ShardedState { device } });
+    }
+    for (number, file) in plan.hf.iter().enumerate().filter(|(_, file)| !file.path.contains('/') && !is_weights(file)) {
+        state.file(&file.path, FixedKind::Made { view: index, made: Made::Hf(number) });
+    }
+}
+
+/// Endings of files that hold weights or say where weights are.
+const WEIGHT_ENDINGS: [&str; 8] =
+    [".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"];
+
+fn is_weights(file: &HfFile) -> bool {
+    matches!(file.content, HfContent::Weights { .. }) || WEIGHT_ENDINGS.iter().any(|ending| file.path.ends_with(ending))
 }
 
 /// Plants `pt/` and `dcp/`. The latter is complete whatever devices are listed: any process may read any of it.

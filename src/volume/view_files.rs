@@ -33,6 +33,11 @@ pub(super) enum Made {
         /// The device.
         device: u64,
     },
+    /// `sharded_state/model-rank-{r}-part-0.safetensors`.
+    ShardedState {
+        /// A device of that rank.
+        device: u64,
+    },
     /// `safetensors/model.safetensors.index.json`.
     SafetensorsIndex,
     /// `pt/dev{d}.pt`.
@@ -87,6 +92,7 @@ pub(super) struct ViewFiles {
     torch: Result<(), String>,
     checkpoint: Arc<Checkpoint>,
     safetensors_len: Vec<OnceLock<u64>>,
+    sharded_state_len: Vec<OnceLock<u64>>,
     pt_len: Vec<OnceLock<u64>>,
     distcp_len: Vec<OnceLock<u64>>,
     dcp_metadata_len: OnceLock<u64>,
@@ -131,6 +137,7 @@ impl ViewFiles {
             torch,
             checkpoint,
             safetensors_len: slots(plan.devices.len()),
+            sharded_state_len: slots(plan.devices.len()),
             pt_len: slots(plan.devices.len()),
             distcp_len: slots(usize::try_from(plan.mesh.devices()).unwrap_or(0)),
             dcp_metadata_len: OnceLock::new(),
@@ -368,6 +375,10 @@ impl ViewFiles {
                 };
                 slot(device).map_or(0, |slot| *self.safetensors_len[slot].get_or_init(len))
             }
+            Made::ShardedState { device } => {
+                let len = || image::safetensors_len(&self.safetensors_entries(device), FORMAT_PT).unwrap_or(0);
+                slot(device).map_or(0, |slot| *self.sharded_state_len[slot].get_or_init(len))
+            }
             Made::SafetensorsIndex => self.safetensors_index().len() as u64,
             Made::Pt { device } => {
                 let len = || image::pt_len(&self.safetensors_entries(device));
@@ -418,6 +429,9 @@ impl ViewFiles {
             Made::Safetensors { device } => {
                 let metadata = self.safetensors_metadata(device);
                 image::safetensors(self.safetensors_entries(device), &borrowed(&metadata)).map(Content::Image)
+            }
+            Made::ShardedState { device } => {
+                image::safetensors(self.safetensors_entries(device), FORMAT_PT).map(Content::Image)
             }
             Made::SafetensorsIndex => Ok(Content::Bytes(Arc::clone(self.safetensors_index()))),
             Made::Pt { device } => image::pt(&self.safetensors_entries(device)).map(Content::Image),

@@ -35,9 +35,16 @@ const MAXTEXT: &[(&str, &str)] = &[
     ("maxtext/qwen3.5", include_str!("maxtext/qwen3.5.toml")),
 ];
 
+const VLLM: &[(&str, &str)] = &[
+    ("vllm/llama", include_str!("vllm/llama.toml")),
+    ("vllm/qwen3-moe", include_str!("vllm/qwen3-moe.toml")),
+    ("vllm/mixtral", include_str!("vllm/mixtral.toml")),
+];
+
 const EMBEDDED: &[Embedded] = &[
     Embedded { name: "maxtext", files: MAXTEXT, set: &[("scan", "true")] },
     Embedded { name: "maxtext-unscanned", files: MAXTEXT, set: &[("scan", "false")] },
+    Embedded { name: "vllm", files: VLLM, set: &[] },
 ];
 
 impl Embedded {
@@ -117,13 +124,15 @@ mod tests {
 
     #[test]
     fn every_file_loads_and_no_model_type_is_claimed_twice() {
-        let mut seen = std::collections::BTreeSet::new();
-        for (label, _) in MAXTEXT {
-            let file = EMBEDDED[0].family(label).unwrap().unwrap_or_else(|error| panic!("{error}"));
-            assert_eq!(file.name(), *label);
-            assert!(file.shards_logically());
-            for model_type in file.model_types() {
-                assert!(seen.insert(model_type.clone()), "{model_type} is claimed twice");
+        for embedded in EMBEDDED {
+            let mut seen = std::collections::BTreeSet::new();
+            for label in embedded.families() {
+                let file = embedded.family(label).unwrap().unwrap_or_else(|error| panic!("{error}"));
+                assert_eq!(file.name(), label);
+                assert!(file.shards_logically());
+                for model_type in file.model_types() {
+                    assert!(seen.insert(model_type.clone()), "{model_type} is claimed twice");
+                }
             }
         }
     }
