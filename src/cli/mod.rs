@@ -18,6 +18,7 @@ mod open;
 mod output;
 mod plan;
 mod status;
+mod sums;
 mod tree;
 mod umount;
 mod verify;
@@ -85,6 +86,7 @@ enum Command {
     Cat(Box<cat::Cat>),
     Export(Box<export::Export>),
     Verify(Box<verify::Verify>),
+    Sums(Box<sums::Sums>),
     Doctor(doctor::Doctor),
     Demo(demo::Demo),
 }
@@ -134,6 +136,7 @@ fn run(cli: Cli, args: &[OsString]) -> anyhow::Result<()> {
         Command::Cat(command) => command.run(),
         Command::Export(command) => command.run(&log),
         Command::Verify(command) => command.run(&log),
+        Command::Sums(command) => command.run(&log),
         Command::Doctor(command) => command.run(),
         Command::Demo(command) => command.run(),
     }

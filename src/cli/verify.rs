@@ -20,7 +20,7 @@ use clap::Args;
 use indicatif::ProgressBar;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
-use super::{LogFlags, export::bar, flags::SourceFlags, lent::Copier, open, output, tree};
+use super::{LogFlags, export::bar, flags::SourceFlags, lent::Copier, open, output, sums, tree};
 use crate::{
     checkpoint::Checkpoint,
     image::{FileImage, Segment},
@@ -48,6 +48,7 @@ const DIFFERENCES_SHOWN: usize = 20;
 Examples:
   ckfs verify /mnt/llama
   ckfs verify /mnt/llama --full --only dev3
+  ckfs verify /mnt/llama --sums llama.sums
   ckfs verify /data/llama --mesh fsdp=4,tensor=2 --dtype bf16 --sample 1M")]
 pub(super) struct Verify {
     /// A mount, or a source as for `ckfs mount`.
@@ -59,6 +60,9 @@ pub(super) struct Verify {
     /// Compares every byte; the evaluator does some ten megabytes a second and core.
     #[arg(long, conflicts_with = "sample")]
     full: bool,
+    /// Compares SHA-256 digests with those that `ckfs sums` wrote to this file, instead of with the evaluator.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["sample", "full"])]
+    sums: Option<PathBuf>,
     /// Only files that match this pattern, or below directories that do; may be repeated.
     #[arg(long, value_name = "GLOB")]
     only: Vec<String>,
@@ -130,6 +134,9 @@ pub(super) enum Extent {
 
 impl Verify {
     pub(super) fn run(&self, log: &LogFlags) -> anyhow::Result<()> {
+        if let Some(sums) = &self.sums {
+            return sums::check(sums, self.target.as_deref(), &self.only, &self.flags, log);
+        }
         let extent = if self.full { Extent::Full } else { Extent::Sample(self.sample.0) };
         let mount = self.target.as_deref().map(Path::new).filter(|path| path.join(".ckfs/config.toml").is_file());
         let findings = if let Some(mount) = mount {

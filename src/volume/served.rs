@@ -461,8 +461,7 @@ fn plant_sharded_state(directory: &mut Seedling, index: u32, plan: &Plan) {
 }
 
 /// Endings of files that hold weights or say where weights are.
-const WEIGHT_ENDINGS: [&str; 8] =
-    [".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"];
+const WEIGHT_ENDINGS: [&str; 8] = [".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"];
 
 fn is_weights(file: &HfFile) -> bool {
     matches!(file.content, HfContent::Weights { .. }) || WEIGHT_ENDINGS.iter().any(|ending| file.path.ends_with(ending))

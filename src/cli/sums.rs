@@ -1,0 +1,407 @@
+//! `ckfs sums`: digests of sources and virtual files, so that hosts can prove that they see the same.
+//!
+//! The list is what `sha256sum` writes and checks; what only ckfs understands stands in comments, which `sha256sum -c` passes
+//! over. It holds nothing of the host: no paths of the source, no times, no counters.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Write as _,
+    fs::{self, File},
+    io::Read,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, anyhow, bail};
+use clap::Args;
+use indicatif::ProgressBar;
+use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
+use sha2::{Digest, Sha256};
+
+use super::{LogFlags, export::bar, flags::SourceFlags, lent::Copier, open, output, tree};
+use crate::{
+    checkpoint::{Checkpoint, FileRole},
+    plan::Config,
+    source::FileId,
+    volume::{NodeKind, Volume},
+};
+
+/// Bytes hashed at once.
+const CHUNK_BYTES: usize = 4 << 20;
+
+/// Hexadecimal digits of a digest.
+const DIGEST_DIGITS: usize = 64;
+
+/// Files that are about a host and not about the checkpoint: ckfs on itself, and Orbax's notes of when it was made.
+const OF_THE_HOST: [&str; 2] = [".ckfs", "_CHECKPOINT_METADATA"];
+
+/// Writes or checks SHA-256 digests of the source and of every virtual file.
+///
+/// Two hosts whose lists are equal see the same shards, byte for byte. Given a SOURCE, bytes come from the engine as a mount
+/// would serve them; given a mount, from its files. The list is sorted and in the format of sha256sum, so that
+/// `sha256sum -c` in a mount checks it too; digests of source files stand in comments. Files about this host are left out:
+/// .ckfs/ and _CHECKPOINT_METADATA.
+///
+/// Source files that the Hugging Face cache names by their SHA-256 must have it.
+#[derive(Debug, Args)]
+#[command(after_long_help = "\
+Examples:
+  ckfs sums /mnt/llama -o llama.sums
+  ckfs sums /mnt/llama --check llama.sums              on another host
+  ckfs sums org/name --mesh fsdp=8 --only dev3 --check llama.sums
+  ckfs verify /mnt/llama --sums llama.sums             the same check")]
+pub(super) struct Sums {
+    /// A mount, or a source as for `ckfs mount`.
+    #[arg(value_name = "SOURCE|MNT")]
+    target: Option<String>,
+    /// Writes to this file, when all is done, instead of standard output.
+    #[arg(short, long, value_name = "FILE", conflicts_with = "check")]
+    output: Option<PathBuf>,
+    /// Compares with this list, prints the differences, and fails if there are any.
+    #[arg(long, value_name = "FILE")]
+    check: Option<PathBuf>,
+    /// Only files that match this pattern, or below directories that do; may be repeated. A check has the patterns of its
+    /// list if it has none itself.
+    #[arg(long, value_name = "GLOB")]
+    only: Vec<String>,
+    #[command(flatten)]
+    flags: SourceFlags,
+}
+
+/// Digests by path, and what they are of.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct List {
+    /// Commit of the source, if it is known.
+    revision: Option<String>,
+    /// Patterns by which files were chosen; none for all.
+    only: Vec<String>,
+    /// Lines about the views, in order.
+    views: Vec<String>,
+    sources: BTreeMap<String, String>,
+    files: BTreeMap<String, String>,
+}
+
+impl Sums {
+    pub(super) fn run(&self, log: &LogFlags) -> anyhow::Result<()> {
+        if let Some(file) = &self.check {
+            return check(file, self.target.as_deref(), &self.only, &self.flags, log);
+        }
+        let list = list(self.target.as_deref(), &self.only, &self.flags, log)?;
+        match &self.output {
+            None => output::print(&list.text()),
+            Some(path) => write_whole(path, &list.text()),
+        }
+    }
+}
+
+/// Compares what `target` is now with a list.
+///
+/// # Errors
+/// The differences, which are printed too, or what kept files from being read.
+pub(super) fn check(
+    file: &Path,
+    target: Option<&str>,
+    only: &[String],
+    flags: &SourceFlags,
+    log: &LogFlags,
+) -> anyhow::Result<()> {
+    let context = || file.display().to_string();
+    let mut wanted = List::parse(&fs::read_to_string(file).with_context(context)?).with_context(context)?;
+    let only = if only.is_empty() { wanted.only.clone() } else { only.to_vec() };
+    let found = list(target, &only, flags, log)?;
+    let patterns = tree::patterns(&only)?;
+    wanted.files.retain(|path, _| tree::wanted(&patterns, path));
+    let mut differences = compare("source ", &wanted.sources, &found.sources);
+    differences.extend(compare("", &wanted.files, &found.files));
+    if differences.is_empty() {
+        let (files, sources) = (found.files.len(), found.sources.len());
+        return output::print(&format!("{files} files and {sources} source files, no difference\n"));
+    }
+    if wanted.views != found.views {
+        tracing::warn!("views differ: expected {}, found {}", wanted.views.join("; "), found.views.join("; "));
+    }
+    output::print(&differences.iter().map(|difference| format!("{difference}\n")).collect::<String>())?;
+    let plural = if differences.len() == 1 { "" } else { "s" };
+    Err(anyhow!("{} difference{plural} from {}", differences.len(), file.display()))
+}
+
+fn compare(what: &str, wanted: &BTreeMap<String, String>, found: &BTreeMap<String, String>) -> Vec<String> {
+    let paths: BTreeSet<&String> = wanted.keys().chain(found.keys()).collect();
+    let differences = paths.into_iter().filter_map(|path| match (wanted.get(path), found.get(path)) {
+        (Some(wanted), Some(found)) if wanted == found => None,
+        (Some(wanted), Some(found)) => Some(format!("{what}{path}: expected {wanted}, found {found}")),
+        (Some(_), None) => Some(format!("{what}{path}: is not there")),
+        (None, _) => Some(format!("{what}{path}: is not in the list")),
+    });
+    differences.collect()
+}
+
+/// The digests of a source or mount as it is now.
+fn list(target: Option<&str>, only: &[String], flags: &SourceFlags, log: &LogFlags) -> anyhow::Result<List> {
+    let mount = target.map(Path::new).filter(|path| path.join(".ckfs/config.toml").is_file());
+    let mut config = match mount {
+        Some(mount) if flags.view.config.is_some() => {
+            bail!("{}: is a mount, which says by itself how it was made; --config is for sources", mount.display())
+        }
+        Some(mount) => Config::load(&mount.join(".ckfs/config.toml"))?,
+        None => open::source_config(target, flags)?,
+    };
+    let volume = open::volume(&mut config)?;
+    let patterns = tree::patterns(only)?;
+    let mut nodes = Vec::new();
+    tree::walk(&volume, &mut |node| {
+        let of_the_host = node.path.split('/').any(|component| OF_THE_HOST.contains(&component));
+        if node.attr.kind == NodeKind::File && !of_the_host && tree::wanted(&patterns, &node.path) {
+            nodes.push(node);
+        }
+        Ok(())
+    })?;
+    if nodes.is_empty() {
+        bail!("nothing to sum: no file matches {}", only.join(", "));
+    }
+    let checkpoint = volume.engine().checkpoint();
+    let read = checkpoint.files().iter().filter(|file| matches!(file.role, FileRole::Weights | FileRole::Other));
+    let read: Vec<(&str, FileId)> = read.filter_map(|file| Some((file.path.as_str(), file.file?))).collect();
+    let source_bytes: u64 = read.iter().map(|(_, file)| checkpoint.source().len_bytes(*file)).sum();
+    let bar = bar(source_bytes + nodes.iter().map(|node| node.attr.size_bytes).sum::<u64>(), log);
+    let sources: BTreeMap<FileId, String> = read
+        .par_iter()
+        .map(|(path, file)| Ok((*file, source_digest(checkpoint, *file, &bar).with_context(|| (*path).to_owned())?)))
+        .collect::<anyhow::Result<_>>()?;
+    check_names(checkpoint, &read, &sources)?;
+    let files = nodes
+        .par_iter()
+        .map(|node| {
+            bar.set_message(node.path.clone());
+            let digest = match (mount, volume.original(node.attr.ino).and_then(|file| sources.get(&file))) {
+                (Some(mount), _) => mounted_digest(&mount.join(&node.path), node.attr.size_bytes, &bar),
+                // The engine would hand out the source file itself.
+                (None, Some(digest)) => {
+                    bar.inc(node.attr.size_bytes);
+                    Ok(digest.clone())
+                }
+                (None, None) => engine_digest(&volume, node, &bar),
+            };
+            Ok((node.path.clone(), digest.with_context(|| node.path.clone())?))
+        })
+        .collect::<anyhow::Result<_>>()?;
+    open::check_sources(&volume)?;
+    bar.finish_and_clear();
+    let views = config.views.iter().map(|view| {
+        let options = view.keys.options();
+        let dtype = options.dtype.map_or("keep", crate::tensor::DType::name);
+        let name = if view.name.is_empty() { String::new() } else { format!("{} ", view.name) };
+        format!("{name}mesh={} layout={} dtype={dtype}", options.mesh, options.layout.name())
+    });
+    Ok(List {
+        revision: checkpoint.revision().map(str::to_owned),
+        only: only.to_vec(),
+        views: views.collect(),
+        sources: read.iter().map(|(path, file)| ((*path).to_owned(), sources[file].clone())).collect(),
+        files,
+    })
+}
+
+fn hex(digest: impl IntoIterator<Item = u8>) -> String {
+    digest.into_iter().fold(String::with_capacity(DIGEST_DIGITS), |mut text, byte| {
+        // Writing to a string cannot fail.
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+fn source_digest(checkpoint: &Checkpoint, file: FileId, bar: &ProgressBar) -> anyhow::Result<String> {
+    let source = checkpoint.source();
+    let len = source.len_bytes(file);
+    let mut digest = Sha256::new();
+    let mut buffer = vec![0; usize::try_from(len).unwrap_or(usize::MAX).min(CHUNK_BYTES)];
+    let mut at = 0;
+    while at < len {
+        let part = usize::try_from(len - at).unwrap_or(usize::MAX).min(CHUNK_BYTES);
+        source.read_into(file, at, &mut buffer[..part])?;
+        digest.update(&buffer[..part]);
+        bar.inc(part as u64);
+        at += part as u64;
+    }
+    Ok(hex(digest.finalize()))
+}
+
+fn mounted_digest(path: &Path, size_bytes: u64, bar: &ProgressBar) -> anyhow::Result<String> {
+    let mut file = File::open(path)?;
+    let mut digest = Sha256::new();
+    let mut buffer = vec![0; usize::try_from(size_bytes).unwrap_or(usize::MAX).clamp(1, CHUNK_BYTES)];
+    let mut all = 0;
+    loop {
+        let part = file.read(&mut buffer)?;
+        if part == 0 {
+            break;
+        }
+        digest.update(&buffer[..part]);
+        bar.inc(part as u64);
+        all += part as u64;
+    }
+    if all == size_bytes { Ok(hex(digest.finalize())) } else { bail!("expected {size_bytes} bytes, found {all}") }
+}
+
+fn engine_digest(volume: &Volume, node: &tree::Node, bar: &ProgressBar) -> anyhow::Result<String> {
+    let open = tree::OpenNode::open(volume, node)?;
+    let copier = Copier::new()?;
+    let mut digest = Sha256::new();
+    tree::stream(&open, &node.path, (0, node.attr.size_bytes), CHUNK_BYTES, &mut |bytes| {
+        digest.update(copier.copy(bytes)?);
+        bar.inc(bytes.len() as u64);
+        Ok(())
+    })?;
+    Ok(hex(digest.finalize()))
+}
+
+/// The digest that the Hugging Face cache gives a file as its name: files of its `blobs/` that are kept by LFS.
+fn digest_in_name(path: &Path) -> Option<String> {
+    let blob = fs::canonicalize(path).ok()?;
+    let name = blob.file_name()?.to_str()?;
+    let in_blobs = blob.parent()?.file_name()? == "blobs";
+    (in_blobs && is_digest(name)).then(|| name.to_owned())
+}
+
+fn is_digest(text: &str) -> bool {
+    text.len() == DIGEST_DIGITS && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+fn check_names(
+    checkpoint: &Checkpoint,
+    files: &[(&str, FileId)],
+    sources: &BTreeMap<FileId, String>,
+) -> anyhow::Result<()> {
+    let mut wrong = Vec::new();
+    let mut named = 0;
+    for (path, file) in files {
+        let Some(name) = digest_in_name(checkpoint.source().path(*file)) else { continue };
+        named += 1;
+        if sources[file] != name {
+            wrong.push(format!("\n  source {path}: the cache names it {name}, its digest is {}", sources[file]));
+        }
+    }
+    tracing::info!("{named} source files have the digests that the cache names them by");
+    if wrong.is_empty() { Ok(()) } else { Err(anyhow!("damaged in the cache:{}", wrong.concat())) }
+}
+
+/// Marks of the comments, after `# `.
+const VERSION: &str = "ckfs ";
+const REVISION: &str = "revision ";
+const ONLY: &str = "only ";
+const VIEW: &str = "view ";
+const SOURCE: &str = "source ";
+
+impl List {
+    fn text(&self) -> String {
+        let mut text = format!("# {VERSION}{} sums\n", env!("CARGO_PKG_VERSION"));
+        let mut comment = |mark: &str, rest: &str| {
+            // Writing to a string cannot fail.
+            let _ = writeln!(text, "# {mark}{rest}");
+        };
+        comment(REVISION, self.revision.as_deref().unwrap_or("unknown"));
+        self.views.iter().for_each(|view| comment(VIEW, view));
+        self.only.iter().for_each(|pattern| comment(ONLY, pattern));
+        self.sources.iter().for_each(|(path, digest)| comment(SOURCE, &line(path, digest)));
+        for (path, digest) in &self.files {
+            let _ = writeln!(text, "{}", line(path, digest));
+        }
+        text
+    }
+
+    fn parse(text: &str) -> anyhow::Result<Self> {
+        let mut list = Self::default();
+        if !text.lines().next().is_some_and(|first| first.starts_with("# ckfs ")) {
+            bail!("expected a list by `ckfs sums`, beginning with \"# ckfs \"");
+        }
+        for (number, text) in text.lines().enumerate() {
+            let malformed = || anyhow!("line {}: expected a digest, two spaces and a path, found {text:?}", number + 1);
+            let Some(comment) = text.strip_prefix("# ") else {
+                let (path, digest) = parse_line(text).ok_or_else(malformed)?;
+                list.files.insert(path, digest);
+                continue;
+            };
+            if let Some(source) = comment.strip_prefix(SOURCE) {
+                let (path, digest) = parse_line(source).ok_or_else(malformed)?;
+                list.sources.insert(path, digest);
+            } else if let Some(revision) = comment.strip_prefix(REVISION) {
+                list.revision = (revision != "unknown").then(|| revision.to_owned());
+            } else if let Some(pattern) = comment.strip_prefix(ONLY) {
+                list.only.push(pattern.to_owned());
+            } else if let Some(view) = comment.strip_prefix(VIEW) {
+                list.views.push(view.to_owned());
+            }
+        }
+        Ok(list)
+    }
+}
+
+/// A line of sha256sum, with its way to write names that would break lines.
+fn line(path: &str, digest: &str) -> String {
+    let plain = !path.contains(['\\', '\n', '\r']);
+    let mark = if plain { "" } else { "\\" };
+    format!("{mark}{digest}  {}", path.replace('\\', "\\\\").replace('\n', "\\n").replace('\r', "\\r"))
+}
+
+fn parse_line(text: &str) -> Option<(String, String)> {
+    let (escaped, text) = text.strip_prefix('\\').map_or((false, text), |rest| (true, rest));
+    // sha256sum marks files that it read as binary by a star.
+    let (digest, path) = text.split_once("  ").or_else(|| text.split_once(" *"))?;
+    if !is_digest(digest) || path.is_empty() {
+        return None;
+    }
+    if !escaped {
+        return Some((path.to_owned(), digest.to_owned()));
+    }
+    let mut plain = String::with_capacity(path.len());
+    let mut characters = path.chars();
+    while let Some(character) = characters.next() {
+        plain.push(match character {
+            '\\' => match characters.next()? {
+                'n' => '\n',
+                'r' => '\r',
+                '\\' => '\\',
+                _ => return None,
+            },
+            other => other,
+        });
+    }
+    Some((plain, digest.to_owned()))
+}
+
+/// Writes a file that is there in whole or not at all.
+fn write_whole(path: &Path, text: &str) -> anyhow::Result<()> {
+    let context = || path.display().to_string();
+    let mut partial = path.as_os_str().to_owned();
+    partial.push(format!(".partial{}", std::process::id()));
+    let written = fs::write(&partial, text).and_then(|()| fs::rename(&partial, path));
+    if written.is_err() {
+        let _ = fs::remove_file(&partial);
+    }
+    written.with_context(context)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_is_read_as_it_was_written() {
+        let digest = |byte: u8| hex(std::iter::repeat_n(byte, 32));
+        let list = List {
+            revision: Some("0123abcd".into()),
+            only: vec!["dev0".into(), "hf/*".into()],
+            views: vec!["train mesh=fsdp=2 layout=canonical dtype=keep".into()],
+            sources: [("model.safetensors".to_owned(), digest(1))].into(),
+            files: [("dev0/a b".to_owned(), digest(2)), ("dev0/odd\n\\name".to_owned(), digest(3))].into(),
+        };
+        let text = list.text();
+        assert!(text.ends_with(&format!("\\{}  dev0/odd\\n\\\\name\n", digest(3))), "{text}");
+        assert_eq!(List::parse(&text).unwrap(), list);
+        for (line, text) in
+            [(1, ""), (1, "hello\n"), (2, "# ckfs 1 sums\nzz  path\n"), (2, "# ckfs 1 sums\n# source x\n")]
+        {
+            let error = List::parse(text).unwrap_err().to_string();
+            assert!(line == 1 || error.starts_with("line 2: "), "{error}");
+        }
+    }
+}
