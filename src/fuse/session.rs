@@ -117,6 +117,27 @@ pub fn block_signals() -> Result<(), MountError> {
     blocked.map_err(|errno| MountError::System { what: "block signals", source: errno.into() })
 }
 
+/// Does `work` while the blocked signals, by a thread that lets them through, end the process as if they were not blocked:
+/// for what takes long before anything is mounted. Threads that `work` starts block them still.
+///
+/// # Errors
+/// [`MountError::System`] without that thread; nothing is done then.
+pub fn interruptible<T>(work: impl FnOnce() -> T) -> Result<T, MountError> {
+    thread::scope(|scope| {
+        let (done, ended) = mpsc::channel::<()>();
+        let waiting = thread::Builder::new().name("ckfs-signals".into()).spawn_scoped(scope, move || {
+            if ENDING.into_iter().collect::<SigSet>().thread_unblock().is_ok() {
+                let _ = ended.recv();
+            }
+        });
+        waiting.map_err(|source| MountError::System { what: "start a thread", source })?;
+        let result = work();
+        // The scope waits for the thread, so that from here on signals stay pending again.
+        drop(done);
+        Ok(result)
+    })
+}
+
 /// How long the mount may take to answer its first questions.
 const SELF_CHECK_LIMIT: Duration = Duration::from_secs(10);
 

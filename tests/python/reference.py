@@ -70,7 +70,7 @@ TEXT = {"bert": [""]}
 TEXT_BY_DEFAULT = ["", "model.", "language_model.", "language_model.model.", "model.language_model."]
 OUTSIDE = {"bert": [(r"embeddings\.word_embeddings\.weight", "embed")]}
 # `encoder.layer` counts as one word.
-LAYER = re.compile(r"(?P<prefix>(?:.+\.)?)(?:encoder\.layer|layers|h|blocks|layer)\.(?P<n>\d+)\.(?P<rest>.+)")
+LAYER = re.compile(r"(?P<prefix>(?:.+?\.)??)(?:encoder\.layer|layers|h|blocks|layer)\.(?P<n>\d+)\.(?P<rest>.+)")
 
 
 def _renamed(name: str, rules: list[tuple[str, str]]) -> str | None:
@@ -143,6 +143,7 @@ class Shown:
     tensor_axis: int | None = None
     expert_axis: int | None = None
     expert: tuple[int, int] | None = None
+    rule: list[list[str]] | None = None
     layers: tuple[int, ...] = ()
     scanned: bool = False
     alias: bool = False
@@ -201,9 +202,9 @@ def _alike(layers: dict[int, dict[int, Shown]]) -> list[int]:
     return max(kinds.values(), key=len, default=[])
 
 
-def canonical(repo: Repo) -> dict[str, Shown]:
+def canonical(repo: Repo, names: dict[str, Name] | None = None) -> dict[str, Shown]:
     """Every tensor of layout `canonical` by path, scanned, unscanned and tied."""
-    names = canonical_names(repo)
+    names = names or canonical_names(repo)
     stored_experts = repo.config.get("model_type") == "gpt_oss"
     shown: dict[str, Shown] = {}
     stacks: dict[tuple[str, str], dict[int, dict[int, Shown]]] = collections.defaultdict(lambda: collections.defaultdict(dict))
@@ -294,6 +295,19 @@ def cast(shown: Shown, code: str | None) -> Shown:
     return dataclasses.replace(shown, array=cast_array(shown.array, code), code=code)
 
 
+def cast_repo(repo: Repo, code: str) -> Repo:
+    """The repo as if its plain floats had been stored as `code`; quantized matrices and scales stay."""
+    tensors = repo.tensors
+
+    def one(name: str, tensor: Tensor) -> Tensor:
+        if tensor.code not in FLOATS or name.endswith("_scale_inv") or f"{name}_scale_inv" in tensors:
+            return tensor
+        return Tensor.of(code, cast_array(tensor.array(), code))
+
+    files = {file: {name: one(name, tensor) for name, tensor in members.items()} for file, members in repo.files.items()}
+    return Repo(repo.path, files, repo.config)
+
+
 def dequantized(repo: Repo, code: str) -> Repo:
     """The repo as if its block-quantized matrices had been stored as `code`, without scales."""
     files = {}
@@ -348,6 +362,8 @@ class Mesh:
 def split_by(shown: Shown, mesh: Mesh) -> list[list[str]]:
     """Per axis of the tensor, the mesh axes that split it, outermost first: expert, then tensor, then fsdp."""
     out: list[list[str]] = [[] for _ in shown.shape]
+    if shown.rule is not None:
+        return shown.rule + out[len(shown.rule) :]
     tensor = None if shown.tensor_axis is None else shown.tensor_axis + shown.lead
     for kind, axis in (("expert", shown.expert_axis), ("tensor", tensor), ("fsdp", shown.lead)):
         if axis is not None and axis < len(shown.shape):

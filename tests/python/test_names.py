@@ -118,5 +118,5 @@ def test_a_name_in_the_hub_cache(own, fresh, monkeypatch, name, variable):
 def test_a_bad_layout_file_is_named(repo):
     """`--layout FILE` with a file that is no layout is refused by its name."""
     source = repo("llama").path
-    done = mounting.run("plan", source, "--layout", source / "config.json", expect=1)
-    assert "config.json" in done.err
+    done = mounting.run("plan", source, "--layout", source / "config.json", expect=None)
+    assert done.code in (1, 2) and "config.json" in done.err
