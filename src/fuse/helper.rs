@@ -183,9 +183,9 @@ fn unescape(tail: &str) -> Option<(char, usize)> {
 /// Options that mean something to others, or that always hold here.
 const CONSUMED: [&str; 29] = [
     "defaults",
-    // mount(8) passes `rw` wherever the user asks for nothing, so it cannot be refused.
-    "rw",
     "ro",
+    // What mount(8) says when nobody asked for either; the mount is read-only all the same.
+    "rw",
     "nosuid",
     "nodev",
     "noatime",
@@ -288,12 +288,13 @@ mod tests {
             (&["a", "b", "-o"], E::NoValue { flag: 'o' }),
             (&["a", "b", "-vt"], E::NoValue { flag: 't' }),
             (&["a", "b", "-t", "ext4"], E::Type { found: "ext4".into() }),
-            (&["a", "b", "-o", "rw,suid"], refused("suid")),
+            (&["a", "b", "-o", "sync"], refused("sync")),
             (&["a", "b", "-o", "ro,remount"], refused("remount")),
         ] {
             assert_eq!(parse(args), Err(expected), "{args:?}");
         }
         assert_eq!(parse(&["a", "b", "-s", "-o", "sync"]).unwrap().options, []);
+        assert_eq!(parse(&["a", "b", "-o", "rw"]).unwrap().options, []);
     }
 
     #[test]

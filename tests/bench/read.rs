@@ -225,7 +225,7 @@ fn sequential(report: &mut Report, repo: &Path, work: &Path, runs: usize, case: 
     Ok(())
 }
 
-/// A client's own O_DIRECT reads of 16 MiB.
+/// A client's own direct reads of 16 MiB.
 fn direct(report: &mut Report, repo: &Path, work: &Path, runs: usize, path: &str) -> Result<()> {
     let weights = repo.join("model.safetensors");
     let (mut native, mut mounted) = (Vec::new(), Vec::new());
@@ -344,7 +344,7 @@ fn huge(report: &mut Report, work: &Path, short: bool) -> Result<()> {
     let mount = Mount::new(&repo, &at, &["--mesh", "fsdp=8"])?;
     let listed = Instant::now();
     let out = Command::new("ls").arg("-lR").arg(&at).stdout(Stdio::piped()).spawn()?.wait_with_output()?;
-    let lines = out.stdout.iter().filter(|byte| **byte == b'\n').count();
+    let lines = out.stdout.split(|byte| *byte == b'\n').count();
     let seconds = listed.elapsed().as_secs_f64();
     report.value(&format!("  listing all of it ({lines} lines)"), seconds, "s", f64::NAN);
     report.value("  daemon RSS after listing", mount.resident_kib()? as f64 / 1024.0, "MiB", 512.0);
