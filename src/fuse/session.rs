@@ -419,6 +419,17 @@ mod tests {
     use super::*;
 
     #[test]
+    fn signals_are_let_through_by_one_thread_only() {
+        block_signals().unwrap();
+        let blocked = || {
+            let mask = SigSet::thread_get_mask().unwrap();
+            ENDING.into_iter().all(|signal| mask.contains(signal))
+        };
+        let found = interruptible(|| (blocked(), thread::spawn(blocked).join().unwrap())).unwrap();
+        assert_eq!((found, blocked()), ((true, true), true));
+    }
+
+    #[test]
     fn only_an_abort_is_unclean() {
         for (exit, clean) in
             [(Exit::Unmounted, true), (Exit::Drained, true), (Exit::UnmountedOutside, true), (Exit::Aborted, false)]
