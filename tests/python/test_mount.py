@@ -94,8 +94,8 @@ def test_signals_end_a_start_that_is_not_ready(fresh, tmp_path, fuse, options, n
         assert opening.wait(15), "nobody opened the source"
         # As by Ctrl-C for SIGINT: to starter and daemon alike.
         (os.killpg if number == signal.SIGINT else os.kill)(started.pid, number)
-        assert started.wait(5) == -number
-        wait_until(lambda: not _alive(started.pid), seconds=5, what="end of the daemon")
+        assert started.wait(20) == -number
+        wait_until(lambda: not _alive(started.pid), seconds=20, what="end of the daemon")
         assert mounting.mount_type(point) is None
     finally:
         os.close(file)
