@@ -23,6 +23,7 @@ fn parameter(text: &str) -> Result<(String, String), String> {
 /// What the user wants to see.
 #[derive(Clone, Debug, Default, Args)]
 #[command(next_help_heading = "View")]
+#[expect(clippy::struct_excessive_bools, reason = "each is a flag of its own")]
 pub(super) struct ViewFlags {
     /// The devices: named axes with sizes.
     ///

@@ -110,6 +110,7 @@ impl Layout {
 
 /// What the user wants of one view of a checkpoint.
 #[derive(Clone, Debug, Default)]
+#[expect(clippy::struct_excessive_bools, reason = "each is an option of its own")]
 pub struct ViewOptions {
     /// The devices.
     pub mesh: Mesh,
