@@ -103,6 +103,9 @@ pub enum EvalError {
     /// No such dtype.
     #[error("there is no dtype {0:?}")]
     DType(String),
+    /// A loop without a range, over something else than the number in a name.
+    #[error("the numbers of {0:?} cannot be told from names: give a range by over")]
+    Open(String),
     /// A variable defined by itself.
     #[error("{0:?} is defined by itself")]
     Cycle(String),
@@ -1019,5 +1022,266 @@ impl ViewFunction {
             extents[at] = view.shape().elements().checked_div(known).unwrap_or(0);
         }
         Ok(extents)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::tensor::{SourceTensor, TensorId};
+
+    /// A repository of one tensor `t` of shape 6 by 4, experts 0 to 2 and 9, and a small configuration.
+    struct Fixed;
+
+    fn tensor() -> View {
+        let shape = Shape::try_new(&[6, 4]).unwrap();
+        View::source(SourceTensor { id: TensorId(0), dtype: DType::BF16, shape })
+    }
+
+    impl Names for Fixed {
+        fn name(&self, name: &str) -> Result<Value, EvalError> {
+            match name {
+                "x" => Ok(Value::View(tensor())),
+                "n" => Ok(Value::Int(12)),
+                "pi" => Ok(Value::Float(3.25)),
+                _ => Err(EvalError::Name(name.to_owned())),
+            }
+        }
+
+        fn config(&self, path: &[String]) -> Option<Value> {
+            match path.join(".").as_str() {
+                "hidden_size" => Some(Value::Int(48)),
+                "rope.theta" => Some(Value::Float(1e6)),
+                "kind" => Some(Value::Text("moe".into())),
+                _ => None,
+            }
+        }
+
+        fn shape(&self, tensor: &str) -> Option<Vec<u64>> {
+            (tensor == "t.12").then(|| vec![6, 4])
+        }
+
+        fn count(&self, pattern: &str) -> u64 {
+            if pattern == "e.*.w" { 10 } else { 0 }
+        }
+    }
+
+    fn eval(text: &str) -> Result<Value, String> {
+        let expr = Expr::parse(text).map_err(|error| error.to_string())?;
+        expr.eval(&Fixed).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn expressions_have_the_values_that_they_say() {
+        let rows = [
+            ("1 + 2 * 3", "7"),
+            ("(1 + 2) * 3", "9"),
+            ("7 / 2", "3.5"),
+            ("8 / 2", "4"),
+            ("7 // 2", "3"),
+            ("-7 // 2", "-4"),
+            ("7 // -2", "-4"),
+            ("-7 // -2", "3"),
+            ("-7 % 4", "1"),
+            ("1_000 - 1", "999"),
+            ("2.5e1", "25"),
+            ("n // 5 * 5 + n % 5", "12"),
+            ("config.hidden_size / 6", "8"),
+            ("config.rope.theta", "1000000"),
+            ("config.no_such ?? config.nor_this ?? 5", "5"),
+            ("config.hidden_size ?? 5", "48"),
+            ("config.kind == 'moe' && !(n < 12)", "true"),
+            ("false && nonsense", "false"),
+            ("true || nonsense", "true"),
+            ("if n == 12 then 'a{n}b' else nonsense", "a12b"),
+            ("if n > 12 then 1 else if n >= 12 then 2 else 3", "2"),
+            ("1 == 1.0", "true"),
+            ("1 != 'a'", "true"),
+            ("absent == config.nothing", "true"),
+            ("sqrt(48)", "6.928203230275509"),
+            ("f32(sqrt(48))", "6.928203105926514"),
+            ("bf16(sqrt(48))", "6.9375"),
+            ("f32(1 / sqrt(8))", "0.3535533845424652"),
+            ("min(3, n, 2.5)", "2.5"),
+            ("max(3, n, 2.5)", "12"),
+            ("ceil(n / 5) + floor(pi)", "6"),
+            ("exists('t.{n}')", "true"),
+            ("exists('t.13')", "false"),
+            ("shape('t.{n}', -1)", "4"),
+            ("shape('t.13', 0) ?? 7", "7"),
+            ("count('e.*.w')", "10"),
+            ("transpose(x)", "a view BF16 [4, 6]"),
+            ("permute(x, 1, 0)", "a view BF16 [4, 6]"),
+            ("swap(x, -1, -2)", "a view BF16 [4, 6]"),
+            ("reshape(x, 2, -1, 4)", "a view BF16 [2, 3, 4]"),
+            ("slice(x, 0, 1, 6, 2)", "a view BF16 [3, 4]"),
+            ("slice(x, -1, 0, extent(x, -1) / 2)", "a view BF16 [6, 2]"),
+            ("concat(0, x, x)", "a view BF16 [12, 4]"),
+            ("stack(-1, x, x)", "a view BF16 [6, 4, 2]"),
+            ("pad(x, 0, 1, 2)", "a view BF16 [9, 4]"),
+            ("cut_or_pad(x, 0, 8)", "a view BF16 [8, 4]"),
+            ("cut_or_pad(x, 0, 2)", "a view BF16 [2, 4]"),
+            ("fill(1.5, 'f32', 2, 3)", "a view F32 [2, 3]"),
+            ("fill(0, 'i32', 2)", "a view I32 [2]"),
+            ("cast(x, 'f32')", "a view F32 [6, 4]"),
+            ("mul(x, 0.5)", "a view BF16 [6, 4]"),
+            ("mul_flush(x, f32(0.1))", "a view BF16 [6, 4]"),
+            ("add_f32(x, 1)", "a view F32 [6, 4]"),
+            ("rank(stack(0, x)) + extent(x, 0)", "9"),
+        ];
+        for (text, expected) in rows {
+            assert_eq!(eval(text).map(|value| value.to_string()), Ok(expected.to_owned()), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused_by_name() {
+        let rows = [
+            ("", "at \"the end\": expected a value"),
+            ("1 +", "at \"the end\": expected a value"),
+            ("1 2", "at \"2\": expected an operator or the end"),
+            ("(1", "at \"the end\": expected a closing parenthesis"),
+            ("'a", "at \"a\": expected a closing quote"),
+            ("'a{1'", "at \"the end\": expected a closing brace"),
+            ("'a}'", "at \"}\": expected no closing brace"),
+            ("config", "at \"the end\": expected a dot and a member's name"),
+            ("config.", "at \"the end\": expected a member's name"),
+            ("nosuch(1)", "there is no function \"nosuch\""),
+            ("sqrt(1, 2)", "sqrt takes 1 operands, found 2"),
+            ("slice(x, 1)", "slice takes 4 to 5 operands, found 2"),
+            ("if 1 then 2", "at \"the end\": expected else"),
+            ("99999999999999999999", "at \"99999999999999999999\": expected a number of at most 64 bits"),
+            ("nothing", "nothing is called \"nothing\""),
+            ("config.none + 1", "config.json has no member \"none\""),
+            ("shape('t.9', 0) + 1", "there is no tensor \"t.9\""),
+            ("'a' + 1", "+: expected a number, found a"),
+            ("9223372036854775807 + 1", "+: no such number"),
+            ("1 / 0", "/: no such number"),
+            ("1 // 0", "//: no such number"),
+            ("1.5 / 0", "/: no such number"),
+            ("sqrt(-1)", "sqrt: no such number"),
+            ("1 && true", "&&: expected true or false, found 1"),
+            ("reshape(x, 7 / 2)", "reshape: expected a whole number, found 3.5"),
+            ("reshape(x, -2)", "reshape: expected a number that is not negative, found -2"),
+            ("reshape(x, 5, 5)", "reshape: [6, 4] has 24 elements, [5, 5] has 25"),
+            ("reshape(x, 5, -1)", "reshape: [6, 4] has 24 elements, [5, 4] has 20"),
+            ("slice(x, 0, 0, 7)", "slice: axis 0 has extent 6, asked for 0..7 in steps of 1"),
+            ("permute(x, 0, 0)", "transpose: [0, 0] is not a permutation of the axes of [6, 4]"),
+            ("swap(x, 0, 2)", "swap: axis 2, but the shape [6, 4] has 2 axes"),
+            ("swap(x, 0, -3)", "swap: expected an axis, found -3"),
+            ("mul(x, 0.1)", "0.1 is no value of f32: round it with f32(…)"),
+            ("mul(x, 1 / 3)", "0.3333333333333333 is no value of f32: round it with f32(…)"),
+            ("cast(x, 'f17')", "there is no dtype \"f17\""),
+            ("transpose(3)", "transpose: expected a view, found 3"),
+            ("'{x}'", "template: expected a number or a text, found a view BF16 [6, 4]"),
+        ];
+        for (text, expected) in rows {
+            assert_eq!(eval(text).map(|value| value.to_string()), Err(expected.to_owned()), "{text}");
+        }
+        let deep = format!("{}1{}", "(".repeat(100), ")".repeat(100));
+        assert_eq!(eval(&deep).unwrap_err(), SyntaxError::Depth.to_string());
+        assert_eq!(eval(&"-".repeat(1000)).unwrap_err(), SyntaxError::Depth.to_string());
+    }
+
+    #[test]
+    fn ranges_and_templates() {
+        let (start, stop) = Expr::parse_range("n // 5..config.hidden_size").unwrap();
+        assert_eq!(start.eval(&Fixed).unwrap().to_string(), "2");
+        assert_eq!(stop.eval(&Fixed).unwrap().to_string(), "48");
+        assert_eq!(Expr::parse_range("0..6").unwrap().1.eval(&Fixed).unwrap().to_string(), "6");
+        assert!(Expr::parse_range("6").is_err());
+        let template = Template::parse("a.{n - 2}.{if n == 12 then 'x' else 'y'}.{{}}.é").unwrap();
+        assert_eq!(template.eval(&Fixed).unwrap(), "a.10.x.{}.é");
+        let mut names = Vec::new();
+        template.for_each_name(&mut |name| names.push(name.to_owned()));
+        assert_eq!(names, ["n", "n"]);
+    }
+
+    #[test]
+    fn values_set_by_users() {
+        let rows =
+            [("12", "12"), ("256_128", "256128"), ("true", "true"), ("0.5", "0.5"), (" a b ", "a b"), ("inf", "inf")];
+        for (text, expected) in rows {
+            assert_eq!(Value::of_text(text).to_string(), expected);
+        }
+        assert!(matches!(Value::of_text("0.2.5"), Value::Text(_)));
+        assert!(matches!(Value::of_text("nan"), Value::Text(_)));
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_makes_the_parser_panic(text in ".{0,60}") {
+            let _ = Expr::parse(&text);
+            let _ = Expr::parse_range(&text);
+            let _ = Template::parse(&text);
+        }
+
+        /// Texts of the language's own words go further into parser and evaluation than any text.
+        #[test]
+        fn no_expression_makes_evaluation_panic(words in prop::collection::vec(prop::sample::select(vec![
+            "x", "n", "pi", "1", "0", "-1", "2", "9223372036854775807", "1.5", "1e300", "(", ")", ",", "+", "-", "*", "/",
+            "//", "%", "==", "<", "??", "&&", "!", "if ", " then ", " else ", "'t.{n}'", "'f32'", "true", "config.a",
+            "transpose(", "permute(", "reshape(", "slice(", "concat(", "stack(", "pad(", "cut_or_pad(", "fill(", "cast(",
+            "mul(", "add_f32(", "extent(", "rank(", "min(", "sqrt(", "floor(", "shape(", "count(", "exists(", "swap(",
+        ]), 0..14)) {
+            let text = words.concat();
+            if let Ok(expr) = Expr::parse(&text) {
+                let _ = expr.eval(&Fixed);
+            }
+        }
+
+        /// Calls with operands of every kind: far more of them are well-formed.
+        #[test]
+        fn no_call_panics(
+            function in prop::sample::select(FUNCTIONS),
+            operands in prop::collection::vec(prop::sample::select(vec![
+                "x", "x", "n", "pi", "1", "0", "-1", "-9", "3", "9223372036854775807", "1e300", "'f32'", "'t.12'", "true", "config.a",
+            ]), 0..6),
+        ) {
+            if let Ok(expr) = Expr::parse(&format!("{}({})", function.0, operands.join(", "))) {
+                let _ = expr.eval(&Fixed);
+            }
+        }
+
+        /// Whole numbers against the same arithmetic in 128 bits.
+        #[test]
+        fn arithmetic_of_whole_numbers(a in any::<i64>(), b in any::<i64>()) {
+            let (wide_a, wide_b) = (i128::from(a), i128::from(b));
+            let floor = |a: i128, b: i128| if a % b != 0 && (a < 0) != (b < 0) { a / b - 1 } else { a / b };
+            let rows = [
+                ("+", Some(wide_a + wide_b)),
+                ("-", Some(wide_a - wide_b)),
+                ("*", Some(wide_a * wide_b)),
+                ("//", (b != 0).then(|| floor(wide_a, wide_b))),
+            ];
+            for (sign, exact) in rows {
+                let names = Pair(a, b);
+                let value = Expr::parse(&format!("a {sign} b")).unwrap().eval(&names).ok().map(|value| value.to_string());
+                let exact = exact.and_then(|exact| i64::try_from(exact).ok()).map(|exact| exact.to_string());
+                prop_assert_eq!(value, exact, "{} {} {}", a, sign, b);
+            }
+        }
+    }
+
+    struct Pair(i64, i64);
+
+    impl Names for Pair {
+        fn name(&self, name: &str) -> Result<Value, EvalError> {
+            Ok(Value::Int(if name == "a" { self.0 } else { self.1 }))
+        }
+
+        fn config(&self, _: &[String]) -> Option<Value> {
+            None
+        }
+
+        fn shape(&self, _: &str) -> Option<Vec<u64>> {
+            None
+        }
+
+        fn count(&self, _: &str) -> u64 {
+            0
+        }
     }
 }

@@ -733,6 +733,7 @@ fn is_absent(error: &EvalError) -> bool {
         | EvalError::Range(_)
         | EvalError::Inexact(_)
         | EvalError::DType(_)
+        | EvalError::Open(_)
         | EvalError::Cycle(_)
         | EvalError::View(_) => false,
     }
@@ -919,6 +920,18 @@ impl<'a> Resolver<'a> {
         when: Option<&Placed<Expr>>,
         outer: &[(Arc<str>, Value)],
     ) -> Vec<Vec<(Arc<str>, Value)>> {
+        // A condition on none of the variables comes before their ranges, which may make sense only where it holds.
+        let free = |when: &&Placed<Expr>| {
+            let mut free = true;
+            when.it.for_each_name(&mut |name| free &= each.iter().all(|(var, _)| **var != *name));
+            free
+        };
+        if let Some(when) = when.filter(free) {
+            let holds = self.eval(when, outer, |expr, names| Ok(Value::Bool(expr.eval(names)?.bool("when")?)));
+            if !matches!(holds, Some(Value::Bool(true))) {
+                return Vec::new();
+            }
+        }
         let mut all = vec![outer.to_vec()];
         for (var, over) in each {
             let range = match self.range(over, outer) {
@@ -984,9 +997,9 @@ impl<'a> Resolver<'a> {
                 self.warnings.push(format!("{name} is left out: missing tensor {}", missing[0]));
                 return;
             }
-            for source in missing {
-                self.add(Problem::MissingTensor { name: source.clone(), for_target: name.clone() });
-            }
+            let missing =
+                missing.iter().map(|source| Problem::MissingTensor { name: source.clone(), for_target: name.clone() });
+            self.problems.extend(missing);
             return;
         }
         match view {
@@ -1084,7 +1097,8 @@ impl<'a> Resolver<'a> {
             bound.push((inner.var.clone(), int(first)));
         }
         let Some((_, first)) = making.leaf.from.first() else { return Ok(0..0) };
-        let name = self.source_name(making, first, &bound)?;
+        let open = |_| Failure::Rule(stack.line, EvalError::Open(stack.var.to_string()));
+        let name = self.source_name(making, first, &bound).map_err(open)?;
         Ok(0..self.scope.count(&name).min(RANGE_MAX))
     }
 

@@ -5,12 +5,12 @@
 //! those that the mesh does not have) are dropped, so an axis that splits nothing can still stand in the way of a rule: this is
 //! what Flax does, and a checkpoint is sharded as MaxText would only if it is done likewise.
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use super::{mesh::Mesh, spec::Spec};
 
 /// Which mesh axes split a logical axis, the first outermost.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct LogicalRule {
     /// The logical axis.
@@ -20,7 +20,7 @@ pub struct LogicalRule {
 }
 
 /// Rules, in the order in which they are tried.
-#[derive(Clone, Debug, PartialEq, Eq, Default, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Default, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct LogicalRules {
     /// The rules.
