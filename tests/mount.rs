@@ -18,7 +18,10 @@ use std::{
     ffi::OsString,
     fs::{self, File},
     io::{self, Read, Seek, SeekFrom},
-    os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt},
+    os::unix::{
+        fs::{FileExt, MetadataExt, OpenOptionsExt},
+        net::UnixDatagram,
+    },
     path::{Path, PathBuf},
     process::{self, Command},
     sync::Arc,
@@ -159,17 +162,17 @@ impl Bench {
         self.try_start(config).unwrap_or_else(|error| panic!("{error}\n{}", self.log()))
     }
 
-    fn try_start(&mut self, config: &Config) -> Result<Pid, DaemonError> {
+    fn args(&self, config: &Config) -> [OsString; 5] {
         let Config { threads, grace_ms, drain_ms, passthrough } = config;
         let base = self.base.path().display();
         let config = format!("{MARK}{base}|{threads}|{grace_ms}|{drain_ms}|{passthrough}");
-        let args = ["--exact", "serving_process", "--ignored", "--nocapture", &config].map(OsString::from);
-        // libtest has a thread before the test runs, which must block the signals too: it inherits that.
-        let before = SigSet::thread_get_mask().unwrap();
-        block_signals().unwrap();
-        let result = start_background(&env::current_exe().unwrap(), &args, Duration::from_secs(30));
-        before.thread_set_mask().unwrap();
-        let pid = Pid::from_raw(i32::try_from(result?).unwrap());
+        ["--exact", "serving_process", "--ignored", "--nocapture", &config].map(OsString::from)
+    }
+
+    fn try_start(&mut self, config: &Config) -> Result<Pid, DaemonError> {
+        let args = self.args(config);
+        let start = || start_background(&env::current_exe().unwrap(), &args, Duration::from_secs(30));
+        let pid = Pid::from_raw(i32::try_from(with_signals_blocked(start)?).unwrap());
         self.daemons.push(pid);
         Ok(pid)
     }
@@ -231,6 +234,16 @@ impl Drop for Bench {
             eprintln!("log of the daemons:\n{}", self.log());
         }
     }
+}
+
+/// Starts a process whose signals are blocked from the start: libtest has a thread before the test runs, which must block
+/// them too.
+fn with_signals_blocked<T>(start: impl FnOnce() -> T) -> T {
+    let before = SigSet::thread_get_mask().unwrap();
+    block_signals().unwrap();
+    let result = start();
+    before.thread_set_mask().unwrap();
+    result
 }
 
 fn until(what: &str, mut done: impl FnMut() -> bool) {
@@ -565,6 +578,34 @@ fn each_ending_signal_unmounts() {
         kill(pid, signal).unwrap();
         assert_eq!((bench.end_of(pid), bench.mounts()), (0, vec![]), "{signal}");
     }
+}
+
+#[test]
+fn a_foreground_daemon_tells_systemd() {
+    let Some(mut bench) = bench() else { return };
+    let path = bench.base.path().join("notify");
+    let socket = UnixDatagram::bind(&path).unwrap();
+    socket.set_read_timeout(Some(SOON)).unwrap();
+    let next = || {
+        let mut buffer = [0; 1000];
+        let len = socket.recv(&mut buffer).unwrap();
+        String::from_utf8(buffer[..len].to_vec()).unwrap()
+    };
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(bench.args(&CONFIG)).env("NOTIFY_SOCKET", &path).stdout(process::Stdio::null());
+    let pid = with_signals_blocked(|| command.spawn().map(|child| child.id())).unwrap();
+    let pid = Pid::from_raw(i32::try_from(pid).unwrap());
+    bench.daemons.push(pid);
+    assert_eq!(next(), "READY=1\nSTATUS=serving\n");
+    // The mount answers by now.
+    assert!(fs::read(bench.file("data")).unwrap() == data());
+    let file = File::open(bench.file("data")).unwrap();
+    kill(pid, Signal::SIGTERM).unwrap();
+    assert_eq!(next(), "STOPPING=1\n");
+    let status = next();
+    assert!(status.starts_with("STATUS=busy, held by ") && status.contains(&process::id().to_string()), "{status}");
+    drop(file);
+    assert_eq!(bench.end_of(pid), exit_code(Exit::Drained));
 }
 
 #[test]

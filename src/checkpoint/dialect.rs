@@ -2,7 +2,7 @@
 
 use std::{
     collections::{BTreeSet, HashMap},
-    fmt,
+    fmt::{self, Write as _},
 };
 
 use serde_json::Value;
@@ -180,6 +180,7 @@ impl Dialect {
         lines.push(format!("query, key, value: {}", self.qkv));
         lines.push(format!("embeddings: {}", self.embeddings()));
         lines.push(format!("quantization: {}", self.quantization));
+        let lines: Vec<String> = lines.iter().map(|line| printable(line)).collect();
         lines.join("\n")
     }
 
@@ -203,18 +204,33 @@ impl Dialect {
 impl fmt::Display for Dialect {
     /// One line.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}, {} tensors, {} bytes", self.model(), self.tensors(), self.bytes())?;
+        let mut line = format!("{}, {} tensors, {} bytes", self.model(), self.tensors(), self.bytes());
         for (place, (dtype, ..)) in self.dtypes.iter().take(4).enumerate() {
-            write!(f, "{}{dtype}", if place == 0 { " of " } else { "/" })?;
+            line.push_str(if place == 0 { " of " } else { "/" });
+            line.push_str(dtype.code());
         }
-        if let Some(family) = self.families.first() {
-            write!(f, ", {} {}{}", family.layers, family.prefix, family.word)?;
+        if let Some(LayerFamily { layers, prefix, word, .. }) = self.families.first() {
+            write!(line, ", {layers} {prefix}{word}")?;
         }
         if self.experts != Experts::None {
-            write!(f, ", experts {}", self.experts)?;
+            write!(line, ", experts {}", self.experts)?;
         }
-        write!(f, ", {}", self.quantization)
+        write!(line, ", {}", self.quantization)?;
+        f.write_str(&printable(&line))
     }
+}
+
+/// Escapes what a repository may have put into its words to move a terminal's cursor.
+fn printable(text: &str) -> String {
+    let mut safe = String::with_capacity(text.len());
+    for character in text.chars() {
+        if character.is_control() {
+            safe.extend(character.escape_default());
+        } else {
+            safe.push(character);
+        }
+    }
+    safe
 }
 
 impl fmt::Display for Experts {

@@ -3,4 +3,11 @@
 //! Deliberately strict: what is read here decides where every tensor's bytes are, so that a header which is not exactly
 //! right is refused rather than guessed at.
 
+pub mod dcp;
+pub mod npy;
+pub mod orbax;
+pub mod pickle;
 pub mod safetensors;
+pub mod torch;
+pub mod zarr;
+pub mod zip;

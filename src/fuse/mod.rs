@@ -3,7 +3,7 @@
 //! | module | holds |
 //! | --- | --- |
 //! | [`session`] | [`serve`]: mount, threads, signals, draining, the end |
-//! | [`mount`] | how a mount comes to be and goes, as root and through `fusermount3` |
+//! | `mount` | how a mount comes to be and goes, as root and through `fusermount3` |
 //! | [`mountinfo`] | the kernel's table of mounts; unmounting from outside the daemon |
 //! | [`holder`] | which processes keep a mount busy |
 //! | [`daemon`] | starting in the background, telling the starter and systemd |

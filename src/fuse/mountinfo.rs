@@ -1,9 +1,9 @@
 //! The kernel's table of mounts, and unmounting by mount id.
 //!
 //! A path alone does not name a mount: mounts stack, and what lies on top may not be ours. So every unmount here first
-//! asks for the id of the mount that the path leads to ([`locate`]) and compares. Nothing in this module sends a request
+//! asks for the id of the mount that the path leads to (`locate`) and compares. Nothing in this module sends a request
 //! to the file system it looks at, so that it works on mounts whose daemon is dead or stuck; the one exception,
-//! [`is_stale`], asks in another thread and with a time limit.
+//! `is_stale`, asks in another thread and with a time limit.
 
 use std::{
     ffi::OsString,

@@ -75,8 +75,9 @@ impl Default for MountOptions {
     }
 }
 
-/// Default read-ahead: four of the largest requests, so that more than one thread works for one reader.
-const READ_AHEAD_KIB: u32 = 4096;
+/// Default read-ahead: one of the largest requests. Readers in sequence gain a fifth over the kernel's 128 KiB and nothing
+/// more from 4 MiB, while a fault on a scattered page of a mapped file waits for all of the read-ahead.
+const READ_AHEAD_KIB: u32 = 1024;
 
 /// How the mount ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,15 +4,27 @@
 //! touches by bisection. One file of this layer per format says how that format's files are made. Views are not lowered
 //! here and nothing is read.
 
+mod npy;
+mod orbax;
 mod raw;
 mod safetensors;
+mod torch;
 
 use std::sync::Arc;
 
+pub use npy::{npy, npy_len};
+pub use orbax::{CHUNK_BYTES_MAX, ChunkGrid, OrbaxPlace, ZARRAY, orbax_checkpoint, orbax_holds, orbax_tree};
 pub use raw::raw;
-pub use safetensors::{Entry, safetensors, safetensors_len};
+pub use safetensors::{Entry, safetensors, safetensors_len, sharding_metadata};
+pub use torch::{
+    Chunked, MEGATRON_METADATA, Segments, common_pt, dcp_metadata, dcp_metadata_len, distcp, distcp_name, pt, pt_len,
+    torch_holds,
+};
 
-use crate::{format::safetensors::HeaderErrors, tensor::View};
+use crate::{
+    format::safetensors::HeaderErrors,
+    tensor::{DType, View, ViewError},
+};
 
 /// A stretch of a file.
 #[derive(Clone, Debug)]
@@ -35,6 +47,25 @@ pub enum ImageError {
         elements: u64,
         /// Bits of one element.
         bits: u64,
+    },
+    /// The format has no such element type.
+    #[error("{name}: {format} cannot hold {dtype}")]
+    Unsupported {
+        /// The tensor.
+        name: String,
+        /// Its element type.
+        dtype: DType,
+        /// The format.
+        format: &'static str,
+    },
+    /// A part of a view cannot be taken.
+    #[error("{name}: {error}")]
+    View {
+        /// The tensor.
+        name: String,
+        /// What is wrong.
+        #[source]
+        error: ViewError,
     },
     /// The tensors cannot be described in the format's header.
     #[error(transparent)]

@@ -6,7 +6,7 @@
 use super::{FileImage, ImageError};
 use crate::{
     format::safetensors::{DATA_ALIGNMENT, WrittenHeader, write_header},
-    tensor::View,
+    tensor::{Region, View},
 };
 
 /// A tensor of a safetensors file.
@@ -44,4 +44,24 @@ pub fn safetensors(entries: Vec<Entry<'_>>, metadata: &[(&str, &str)]) -> Result
 pub fn safetensors_len(entries: &[Entry<'_>], metadata: &[(&str, &str)]) -> Result<u64, ImageError> {
     let header = header(entries, metadata)?;
     Ok(header.bytes.len() as u64 + header.data_bytes)
+}
+
+/// The metadata by which `torch.distributed.checkpoint` reads files of shards as parts of whole tensors: the place of each
+/// shard in its tensor of these extents.
+///
+/// The reader knows a shard by the offsets alone, so a shard without elements must not have those of another: it is said to
+/// be at the end of the axis along which it is empty.
+pub fn sharding_metadata<'a>(
+    shards: impl Iterator<Item = (&'a str, &'a [u64], Region)>,
+) -> [(&'static str, String); 2] {
+    let info: serde_json::Map<_, _> = shards
+        .map(|(name, whole, region)| {
+            let mut offsets = region.origin().to_vec();
+            if let Some(axis) = region.shape().extents().iter().position(|extent| *extent == 0) {
+                offsets[axis] = whole[axis];
+            }
+            (name.to_owned(), serde_json::json!({"saved_offsets": offsets}))
+        })
+        .collect();
+    [("DCP_VERSION", "1.0".to_owned()), ("DCP_SHARDING_INFO", serde_json::Value::Object(info).to_string())]
 }

@@ -7,6 +7,7 @@
 //! What it deliberately does not do: lay out files (that is `image`) or know about the mount's tree (that is `volume`).
 
 mod canonical;
+pub mod config;
 pub mod draft;
 pub mod expr;
 pub mod family;
@@ -18,6 +19,7 @@ pub mod mesh;
 mod naming;
 pub mod pattern;
 pub mod problem;
+pub mod report;
 pub mod shard;
 pub mod spec;
 pub mod values;
@@ -28,6 +30,7 @@ use std::{
     sync::Arc,
 };
 
+pub use config::{Config, ConfigError};
 pub use draft::{Bundled, Draft, Roles};
 pub use family::Family;
 pub use hf::{HfContent, HfFile};
@@ -70,6 +73,15 @@ impl Layout {
             Self::Hf => "hf",
             Self::Embedded(embedded) => embedded.name,
             Self::File(file) => file.label(),
+        }
+    }
+
+    /// Key of the dictionary that holds all tensors in formats of trees. MaxText saves its variables, themselves a tree
+    /// below `params`, as the member `params` of its training state.
+    pub fn tree_root(&self) -> Option<&str> {
+        match self {
+            Self::Embedded(embedded) if embedded.name.starts_with("maxtext") => Some("params"),
+            Self::Canonical | Self::Hf | Self::Embedded(_) | Self::File(_) => None,
         }
     }
 
@@ -125,6 +137,8 @@ pub struct ViewOptions {
     pub set: BTreeMap<String, String>,
     /// Rules for logical axes, in place of the layout's for the same axes.
     pub logical_rules: Vec<LogicalRule>,
+    /// Bytes of the largest chunk file in formats of chunks; `None` leaves the choice to the format.
+    pub chunk_bytes_max: Option<u64>,
 }
 
 /// A named, sharded view.
@@ -173,6 +187,8 @@ pub struct Plan {
     pub hf: Vec<HfFile>,
     /// Whether bundles hold one tensor per source tensor.
     pub unscanned: bool,
+    /// Bytes of the largest chunk file, if the user limits them.
+    pub chunk_bytes_max: Option<u64>,
     /// Things worth knowing that are no errors.
     pub warnings: Vec<String>,
 }
@@ -269,6 +285,7 @@ impl Plan {
             tensors: Vec::with_capacity(drafts.len()),
             hf,
             unscanned: options.unscanned,
+            chunk_bytes_max: options.chunk_bytes_max,
             warnings,
         };
         plan.add(drafts, options, &mut problems);
@@ -293,7 +310,8 @@ impl Plan {
             if let (true, Some((axis, _, parts))) = (even, spec.uneven(shape, &self.mesh)) {
                 problems.push(Problem::Uneven { name: draft.name.clone(), axis, shape: shape.clone(), parts });
             }
-            if let Err(error) = check_tiling(&draft.view, self.built_in()) {
+            let tiled = check_tiling(&draft.view, self.built_in());
+            if let Err(error) = tiled.and_then(|()| self.check_shards(&draft.view, &spec)) {
                 problems.push(Problem::Tiling { name: draft.name.clone(), error });
             }
             let index = *known.entry(spec.clone()).or_insert_with(|| {
@@ -317,6 +335,17 @@ impl Plan {
         }
     }
 
+    /// Checks that no shard of a type narrower than a byte cuts one.
+    fn check_shards(&self, view: &View, spec: &Spec) -> Result<(), TilingError> {
+        if view.dtype().unit().elements == 1 || spec.is_replicated() {
+            return Ok(());
+        }
+        self.devices.iter().try_for_each(|device| {
+            let region = spec.region(view.shape(), &self.mesh, &self.mesh.coordinates(*device));
+            view.region(&region).map_or(Ok(()), |shard| shard.lower().map(drop))
+        })
+    }
+
     /// Whether views are of the few simple shapes that the program itself makes.
     fn built_in(&self) -> bool {
         match self.layout {
@@ -336,17 +365,7 @@ impl Plan {
         let coordinates = self.mesh.coordinates(device);
         let shape = tensor.view.shape();
         let region = self.spec(tensor).region(shape, &self.mesh, &coordinates);
-        let elsewhere = tensor.expert.is_some_and(|(expert, experts)| {
-            let (mut low, mut high) = (0, experts);
-            for (index, axis) in self.mesh.axes().iter().enumerate() {
-                if axis_use(&axis.name) == AxisUse::Expert {
-                    let (start, stop) = spec::chunk(high - low, axis.size, coordinates[index]);
-                    (low, high) = (low + start, low + stop);
-                }
-            }
-            expert < low || expert >= high
-        });
-        if !elsewhere || shape.rank() == 0 {
+        if self.has_expert(tensor, &coordinates) || shape.rank() == 0 {
             return region;
         }
         let mut ranges: Vec<_> = region.ranges().collect();
@@ -354,19 +373,92 @@ impl Plan {
         Region::within(shape, &ranges).unwrap_or(region)
     }
 
+    /// Whether the expert axis gives a tensor to the device at these coordinates; true of all but tensors of one expert.
+    fn has_expert(&self, tensor: &PlannedTensor, coordinates: &[u64]) -> bool {
+        tensor.expert.is_none_or(|(expert, experts)| {
+            let (mut low, mut high) = (0, experts);
+            for (index, axis) in self.mesh.axes().iter().enumerate() {
+                if axis_use(&axis.name) == AxisUse::Expert {
+                    let (start, stop) = spec::chunk(high - low, axis.size, coordinates[index]);
+                    (low, high) = (low + start, low + stop);
+                }
+            }
+            (low..high).contains(&expert)
+        })
+    }
+
+    /// Whether a mesh axis distributes a tensor, by splitting it or by giving its expert to some devices only; along the
+    /// other axes devices hold copies.
+    fn distributes(&self, tensor: &PlannedTensor, mesh_axis: usize) -> bool {
+        let by_expert = tensor.expert.is_some() && axis_use(&self.mesh.axes()[mesh_axis].name) == AxisUse::Expert;
+        self.spec(tensor).uses(mesh_axis) || by_expert
+    }
+
+    /// Whether the device at these coordinates is the first along every axis on which devices hold copies.
+    fn is_first(&self, tensor: &PlannedTensor, coordinates: &[u64]) -> bool {
+        coordinates.iter().enumerate().all(|(axis, at)| *at == 0 || self.distributes(tensor, axis))
+    }
+
+    /// The region of a tensor that `device` is the first to hold, if there is one and it has elements.
+    pub fn own_region(&self, tensor: &PlannedTensor, device: u64) -> Option<Region> {
+        let coordinates = self.mesh.coordinates(device);
+        let held = self.is_first(tensor, &coordinates) && self.has_expert(tensor, &coordinates);
+        held.then(|| self.region(tensor, device)).filter(|region| !region.shape().is_empty())
+    }
+
+    /// The distinct regions of a tensor that have elements, each with the first device that holds it: together they are the
+    /// tensor, and no two overlap.
+    pub fn distinct_regions(&self, tensor: &PlannedTensor) -> Vec<(u64, Region)> {
+        let axes = self.mesh.axes();
+        let mut devices = vec![0];
+        for (index, axis) in axes.iter().enumerate() {
+            let positions = if self.distributes(tensor, index) { axis.size } else { 1 };
+            devices = devices.iter().flat_map(|device| (0..positions).map(move |at| device * axis.size + at)).collect();
+        }
+        devices.into_iter().filter_map(|device| Some((device, self.own_region(tensor, device)?))).collect()
+    }
+
+    /// Devices of the whole mesh that are, by their place in it, the first to hold some bundled tensor's region; ascending.
+    pub fn first_holders(&self) -> Vec<u64> {
+        // Few tensors differ in what matters here.
+        let mut seen = std::collections::HashSet::new();
+        let kinds: Vec<_> =
+            self.bundle().filter(|tensor| seen.insert((tensor.spec, tensor.expert.is_some()))).collect();
+        let is_first = |device: &u64| {
+            let coordinates = self.mesh.coordinates(*device);
+            kinds.iter().any(|kind| self.is_first(kind, &coordinates))
+        };
+        (0..self.mesh.devices()).filter(is_first).collect()
+    }
+
+    /// Whether bundles hold layers stacked.
+    pub fn is_scanned(&self) -> bool {
+        match self.layout {
+            Layout::Canonical => !self.unscanned,
+            Layout::Hf => false,
+            Layout::Embedded(_) | Layout::File(_) => self.tensors.iter().any(|tensor| tensor.layers.is_some()),
+        }
+    }
+
+    /// Keys of a tensor in formats that hold trees of dictionaries, outermost first. Words that no file name can hold are
+    /// escaped as in paths, because such formats make directories of keys.
+    pub fn keys(&self, tensor: &PlannedTensor) -> Vec<String> {
+        self.layout.tree_root().into_iter().map(str::to_owned).chain(tensor.name.split('.').map(component)).collect()
+    }
+
     /// The shape of the shard that a device holds.
     pub fn shard_shape(&self, tensor: &PlannedTensor, device: u64) -> Shape {
         self.region(tensor, device).shape().clone()
     }
 
+    /// Whether bundles hold a tensor.
+    pub fn is_bundled(&self, tensor: &PlannedTensor) -> bool {
+        if self.unscanned { tensor.bundled.unscanned } else { tensor.bundled.scanned }
+    }
+
     /// The tensors that bundles hold: each weight once.
-    pub fn bundle(&self) -> impl Iterator<Item = &PlannedTensor> {
-        let unscanned = self.unscanned;
-        self.tensors.iter().filter(
-            move |tensor| {
-                if unscanned { tensor.bundled.unscanned } else { tensor.bundled.scanned }
-            },
-        )
+    pub fn bundle(&self) -> impl Iterator<Item = &PlannedTensor> + Clone {
+        self.tensors.iter().filter(|tensor| self.is_bundled(tensor))
     }
 
     /// Path components of a tensor under `dev{d}/` and `full/`.
@@ -432,8 +524,8 @@ fn check_tiling(view: &View, built_in: bool) -> Result<(), TilingError> {
 /// Most missing layers of one family that are listed.
 const MISSING_MAX: usize = 1000;
 
-/// Finds layers that are not there: gaps in a family of layers, and in a known model's the layers that its configuration
-/// counts beyond the last.
+/// Finds layers that are not there. Where a known model's configuration counts its layers, a missing one is a problem;
+/// a gap elsewhere (part of a repository, an adapter) is only worth a warning.
 fn missing_layers(
     checkpoint: &Checkpoint,
     known: Option<&Family>,
@@ -456,7 +548,7 @@ fn missing_layers(
             checkpoint.tensors().filter_map(|(_, info)| number(info.name.strip_prefix(&stem)?)).collect();
         for layer in (0..count).filter(|layer| !present.contains(layer)).take(MISSING_MAX) {
             let problem = Problem::MissingLayer { family: name.clone(), layer, count };
-            if allow { warnings.push(problem.to_string()) } else { problems.push(problem) }
+            if allow || layer >= declared { warnings.push(problem.to_string()) } else { problems.push(problem) }
         }
     }
 }

@@ -14,6 +14,7 @@
 mod buffer;
 pub mod counters;
 mod engine;
+pub mod reference;
 mod stream;
 mod tile;
 mod worker;

@@ -146,7 +146,7 @@ impl<'a> Converter<'a> {
         (self.widen)(self.level, source, values.as_flattened_mut());
         for step in &self.program.steps {
             match step {
-                Step::Round(DType::F32 | DType::F64) => {}
+                Step::Round(DType::F32) => {}
                 Step::Round(dtype) => {
                     let (Some(narrow), Some(widen)) = (row::narrow(*dtype), row::widen(*dtype)) else {
                         panic!("a step rounds to a float, not to {dtype}");

@@ -6,10 +6,10 @@
 
 use std::collections::BTreeMap;
 
-use crate::plan::{Plan, Problem};
+use crate::plan::{Plan, PlannedTensor, Problem};
 
 /// Longest file name that the kernel passes, in bytes.
-const NAME_BYTES_MAX: usize = 255;
+pub(super) const NAME_BYTES_MAX: usize = 255;
 
 #[derive(Clone, Copy, Debug)]
 struct Node {
@@ -53,15 +53,18 @@ fn number(n: usize) -> u32 {
 }
 
 impl NameTree {
-    /// The tree of a plan's tensors.
+    /// The tree of those of a plan's tensors that `shown` picks, with `suffix` after the name of each file.
     ///
     /// # Errors
     /// Every name that is too long, taken twice, or both a file and a directory.
-    pub(super) fn new(plan: &Plan) -> Result<Self, Vec<Problem>> {
+    pub(super) fn new(plan: &Plan, suffix: &str, shown: impl Fn(&PlannedTensor) -> bool) -> Result<Self, Vec<Problem>> {
         let mut problems = Vec::new();
         let mut root = Growing::default();
-        for (index, tensor) in plan.tensors.iter().enumerate() {
-            let path = plan.path(tensor);
+        for (index, tensor) in plan.tensors.iter().enumerate().filter(|(_, tensor)| shown(tensor)) {
+            let mut path = plan.path(tensor);
+            if let Some(last) = path.last_mut() {
+                last.push_str(suffix);
+            }
             let mut at = &mut root;
             for component in &path {
                 if component.len() > NAME_BYTES_MAX {

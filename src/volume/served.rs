@@ -1,7 +1,7 @@
 //! The volume: a checkpoint's views as a file system.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     fmt,
     ops::ControlFlow,
     sync::{
@@ -15,14 +15,15 @@ use lru::LruCache;
 
 use super::{
     Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, Opened, StatFs,
+    arrays::{ArrayNode, ArrayTable},
     name_tree::NameNode,
     stats,
-    tree::{Block, Fixed, FixedKind, Place, Seedling, Tree},
-    view_files::{Content, Made, ViewFiles},
+    tree::{Block, BlockKind, Fixed, FixedKind, Flavor, Names, Place, Seedling, Tree},
+    view_files::{Content, Made, ORBAX_ITEM, ViewFiles},
 };
 use crate::{
     checkpoint::Checkpoint,
-    image::FileImage,
+    image::{FileImage, distcp_name},
     plan::{Plan, Problem},
     read::{Engine, EngineOptions, OpenFile},
     source::FileId,
@@ -85,6 +86,8 @@ pub struct Volume {
     metrics: Metrics,
     next_handle: AtomicU64,
     open: RwLock<HashMap<u64, Open>>,
+    /// Source files that the kernel may be reading by itself.
+    lent_whole: Mutex<BTreeSet<FileId>>,
     remembered: Mutex<Remembered>,
 }
 
@@ -139,6 +142,7 @@ impl Volume {
             metrics: Metrics::default(),
             next_handle: AtomicU64::new(1),
             open: RwLock::default(),
+            lent_whole: Mutex::default(),
             remembered: Mutex::new(Remembered { files: LruCache::unbounded(), segments: 0 }),
         })
     }
@@ -160,10 +164,11 @@ impl Volume {
 
     /// The name and view behind a raw tensor file: a device's shard, or the whole tensor under `full/`.
     pub fn shard_view(&self, ino: Ino) -> Option<(&str, View)> {
-        let Place::Named(block, node) = self.tree.place(ino)? else { return None };
+        let Place::Named(block, names, node) = self.tree.place(ino)? else { return None };
         let view = &self.views[block.view as usize];
-        let NameNode::Tensor(tensor) = view.names.node(node) else { return None };
-        Some((view.plan.tensors[tensor as usize].name.as_str(), view.shard(tensor, block.device)))
+        let NameNode::Tensor(tensor) = view.tree(names.flavor).node(node) else { return None };
+        let shard = || (view.plan.tensors[tensor as usize].name.as_str(), view.shard(tensor, names.device));
+        (names.flavor == Flavor::Raw).then(shard)
     }
 
     /// The layout of a file that holds tensors; `None` for other nodes.
@@ -190,10 +195,16 @@ impl Volume {
 
     fn content(&self, ino: Ino) -> Result<Content, FsError> {
         let content = match self.tree.place(ino).ok_or(FsError::NotFound)? {
-            Place::Named(block, node) => {
+            Place::Named(block, names, node) => {
                 let view = &self.views[block.view as usize];
-                let NameNode::Tensor(tensor) = view.names.node(node) else { return Err(FsError::IsDirectory) };
-                view.raw(tensor, block.device).map(Content::Image)
+                let NameNode::Tensor(tensor) = view.tree(names.flavor).node(node) else {
+                    return Err(FsError::IsDirectory);
+                };
+                view.tensor(tensor, names).map(Content::Image)
+            }
+            Place::Array(block, node) => {
+                let (view, table) = self.arrays(block)?;
+                view.array(table, table.node(node)).transpose().ok_or(FsError::IsDirectory)?
             }
             Place::Fixed(fixed) => match &fixed.kind {
                 FixedKind::Directory { .. } => return Err(FsError::IsDirectory),
@@ -222,21 +233,45 @@ impl Volume {
         Attr { ino, kind, size_bytes, links, modified: self.modified }
     }
 
-    fn named_attr(&self, block: Block, node: u32) -> Attr {
+    fn named_attr(&self, block: Block, names: Names, node: u32) -> Attr {
         let view = &self.views[block.view as usize];
-        let (kind, size_bytes, links) = match view.names.node(node) {
+        let (kind, size_bytes, links) = match view.tree(names.flavor).node(node) {
             NameNode::Directory(subdirectories) => (NodeKind::Directory, 0, 2 + subdirectories),
-            NameNode::Tensor(tensor) => (NodeKind::File, view.raw_len(tensor, block.device), 1),
+            NameNode::Tensor(tensor) => (NodeKind::File, view.tensor_len(tensor, names), 1),
         };
         Attr { ino: Ino(block.first + u64::from(node)), kind, size_bytes, links, modified: self.modified }
     }
 
+    /// The view and the arrays of a block, which is there only if the view has arrays.
+    fn arrays(&self, block: Block) -> Result<(&ViewFiles, &ArrayTable), FsError> {
+        let view = &self.views[block.view as usize];
+        view.arrays().map(|table| (view, table)).map_err(|_| FsError::NotFound)
+    }
+
+    fn array_attr(&self, block: Block, node: u64) -> Result<Attr, FsError> {
+        let (view, table) = self.arrays(block)?;
+        let node_kind = table.node(node);
+        let kind = array_kind(node_kind);
+        let links = match node_kind {
+            ArrayNode::Root => 2 + u32::try_from(table.arrays()).unwrap_or(u32::MAX - 2),
+            ArrayNode::Directory(_) => 2,
+            ArrayNode::Metadata(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) => 1,
+        };
+        let size_bytes = view.array_len(table, node_kind);
+        Ok(Attr { ino: Ino(block.first + node), kind, size_bytes, links, modified: self.modified })
+    }
+
     fn kind(&self, ino: Ino) -> NodeKind {
         match self.tree.place(ino) {
-            Some(Place::Named(block, node)) => match self.views[block.view as usize].names.node(node) {
-                NameNode::Directory(_) => NodeKind::Directory,
-                NameNode::Tensor(_) => NodeKind::File,
-            },
+            Some(Place::Named(block, names, node)) => {
+                match self.views[block.view as usize].tree(names.flavor).node(node) {
+                    NameNode::Directory(_) => NodeKind::Directory,
+                    NameNode::Tensor(_) => NodeKind::File,
+                }
+            }
+            Some(Place::Array(block, node)) => {
+                self.arrays(block).map_or(NodeKind::File, |(_, table)| array_kind(table.node(node)))
+            }
             Some(Place::Fixed(fixed)) => match fixed.kind {
                 FixedKind::Directory { .. } => NodeKind::Directory,
                 FixedKind::Symlink(_) => NodeKind::Symlink,
@@ -270,21 +305,26 @@ impl Volume {
 
     /// The path of a node, for messages.
     fn path_of(&self, ino: Ino) -> String {
-        let mut names: Vec<&str> = Vec::new();
+        let mut names: Vec<String> = Vec::new();
         let mut at = ino;
         while at != Ino::ROOT {
             match self.tree.place(at) {
-                Some(Place::Named(block, node)) if node != 0 => {
-                    let tree = &self.views[block.view as usize].names;
-                    names.push(tree.name(node));
+                Some(Place::Named(block, shown, node)) if node != 0 => {
+                    let tree = self.views[block.view as usize].tree(shown.flavor);
+                    names.push(tree.name(node).to_owned());
                     at = Ino(block.first + u64::from(tree.parent(node)));
+                }
+                Some(Place::Array(block, node)) if node != 0 => {
+                    let Ok((view, table)) = self.arrays(block) else { break };
+                    names.push(table.node_name(&view.plan, table.node(node)));
+                    at = Ino(block.first + table.number(ArrayTable::parent(table.node(node))));
                 }
                 Some(place) => {
                     let parent = match place {
-                        Place::Named(block, _) => block.parent,
+                        Place::Named(block, ..) | Place::Array(block, _) => block.parent,
                         Place::Fixed(fixed) => fixed.parent,
                     };
-                    names.push(self.entry_name(parent, at).unwrap_or("?"));
+                    names.push(self.entry_name(parent, at).unwrap_or("?").to_owned());
                     at = parent;
                 }
                 None => break,
@@ -299,6 +339,16 @@ impl Volume {
             return None;
         };
         entries.iter().find(|(_, ino)| *ino == child).map(|(name, _)| &**name)
+    }
+
+    /// Checks the source files that the kernel may be reading by itself, so that a change to one is logged and counted
+    /// although no read passes here. To be called every few seconds.
+    pub fn watch(&self) {
+        let files = self.lent_whole.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        for file in files {
+            // The source logs and counts what changed.
+            drop(self.engine.check_original(file));
+        }
     }
 
     /// Whether a file's content is taken anew at each open.
@@ -318,19 +368,59 @@ impl Volume {
     }
 }
 
+fn array_kind(node: ArrayNode) -> NodeKind {
+    match node {
+        ArrayNode::Root | ArrayNode::Directory(_) => NodeKind::Directory,
+        ArrayNode::Metadata(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) => NodeKind::File,
+    }
+}
+
+/// Name of the file that says why a format's directory is otherwise empty.
+const UNAVAILABLE: &str = "UNAVAILABLE.txt";
+
+/// Plants the directory of a format that cannot hold the view: it says why, and no loader takes it for a checkpoint.
+fn plant_unavailable(directory: &mut Seedling, format: &str, reason: &str) {
+    tracing::warn!("{format}/ is not available: {reason}");
+    let text = format!("{format}/ is not available for this view: {reason}\n");
+    if let Some(empty) = directory.directory(format) {
+        empty.file(UNAVAILABLE, FixedKind::Text(text.into_bytes().into()));
+    }
+}
+
 /// Plants the directories of one view.
 fn plant_view(directory: &mut Seedling, index: u32, files: &ViewFiles, problems: &mut Vec<Problem>) {
     let plan = &files.plan;
-    let len = files.names.len();
-    directory.names("full", index, None, len);
+    let names = |device, flavor| (BlockKind::Names(Names { device, flavor }), files.tree(flavor).len());
+    let (whole, len) = names(None, Flavor::Raw);
+    directory.block("full", index, whole, len);
     for device in &plan.devices {
-        directory.names(&format!("dev{device}"), index, Some(*device), len);
+        let (shards, len) = names(Some(*device), Flavor::Raw);
+        directory.block(&format!("dev{device}"), index, shards, len);
+    }
+    if let Some(npy) = directory.directory("npy") {
+        for device in &plan.devices {
+            let (shards, len) = names(Some(*device), Flavor::Npy);
+            npy.block(&format!("dev{device}"), index, shards, len);
+        }
     }
     let made = |made| FixedKind::Made { view: index, made };
     if let Some(bundles) = directory.directory("safetensors") {
         for device in &plan.devices {
             bundles.file(&format!("dev{device}.safetensors"), made(Made::Safetensors { device: *device }));
         }
+        if files.has_safetensors_index() {
+            bundles.file("model.safetensors.index.json", made(Made::SafetensorsIndex));
+        }
+    }
+    plant_torch(directory, index, files);
+    match files.arrays() {
+        Ok(table) => {
+            if let Some(step) = directory.directory("orbax").and_then(|orbax| orbax.directory("0")) {
+                step.file("_CHECKPOINT_METADATA", made(Made::OrbaxStep));
+                step.block(ORBAX_ITEM, index, BlockKind::Arrays, table.len());
+            }
+        }
+        Err(reason) => plant_unavailable(directory, "orbax", reason),
     }
     if !plan.mesh.axes().is_empty()
         && let Some(mesh) = directory.directory("mesh")
@@ -342,8 +432,8 @@ fn plant_view(directory: &mut Seedling, index: u32, files: &ViewFiles, problems:
     }
     for (number, file) in plan.hf.iter().enumerate() {
         let (parents, name) = file.path.rsplit_once('/').unwrap_or(("", &file.path));
-        let parents = std::iter::once("hf").chain(parents.split('/').filter(|parent| !parent.is_empty()));
-        let parent = parents.fold(Some(&mut *directory), |at, parent| at.and_then(|at| at.directory(parent)));
+        let mut parents = std::iter::once("hf").chain(parents.split('/').filter(|parent| !parent.is_empty()));
+        let parent = parents.try_fold(&mut *directory, |at, parent| at.directory(parent));
         if !parent.is_some_and(|parent| parent.file(name, made(Made::Hf(number)))) {
             let reason = "the name is taken by another file".to_owned();
             problems.push(Problem::Hf { path: file.path.clone(), reason });
@@ -354,15 +444,47 @@ fn plant_view(directory: &mut Seedling, index: u32, files: &ViewFiles, problems:
     }
 }
 
+/// Plants `pt/` and `dcp/`. The latter is complete whatever devices are listed: any process may read any of it.
+fn plant_torch(directory: &mut Seedling, index: u32, files: &ViewFiles) {
+    if let Err(reason) = files.torch() {
+        plant_unavailable(directory, "pt", reason);
+        plant_unavailable(directory, "dcp", reason);
+        return;
+    }
+    let made = |made| FixedKind::Made { view: index, made };
+    if let Some(archives) = directory.directory("pt") {
+        for device in &files.plan.devices {
+            archives.file(&format!("dev{device}.pt"), made(Made::Pt { device: *device }));
+        }
+    }
+    if let Some(dcp) = directory.directory("dcp") {
+        for device in files.plan.first_holders() {
+            dcp.file(&distcp_name(device), made(Made::Distcp { device }));
+        }
+        dcp.file(".metadata", made(Made::DcpMetadata));
+        dcp.file("metadata.json", made(Made::MegatronMetadata));
+        dcp.file("common.pt", made(Made::MegatronCommon));
+    }
+}
+
 impl FileSystem for Volume {
     fn lookup(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError> {
         match self.tree.place(parent).ok_or(FsError::NotFound)? {
-            Place::Named(block, node) => {
-                let tree = &self.views[block.view as usize].names;
+            Place::Named(block, names, node) => {
+                let tree = self.views[block.view as usize].tree(names.flavor);
                 if let NameNode::Tensor(_) = tree.node(node) {
                     return Err(FsError::NotDirectory);
                 }
-                tree.child(node, name).map(|child| self.named_attr(block, child)).ok_or(FsError::NotFound)
+                tree.child(node, name).map(|child| self.named_attr(block, names, child)).ok_or(FsError::NotFound)
+            }
+            Place::Array(block, node) => {
+                let (view, table) = self.arrays(block)?;
+                let node = table.node(node);
+                if array_kind(node) != NodeKind::Directory {
+                    return Err(FsError::NotDirectory);
+                }
+                let child = table.child(&view.plan, node, name).ok_or(FsError::NotFound)?;
+                self.array_attr(block, table.number(child))
             }
             Place::Fixed(Fixed { kind: FixedKind::Directory { entries, .. }, .. }) => {
                 let found = entries.binary_search_by(|(entry, _)| entry.as_bytes().cmp(name));
@@ -375,7 +497,8 @@ impl FileSystem for Volume {
     fn attr(&self, ino: Ino) -> Result<Attr, FsError> {
         match self.tree.place(ino).ok_or(FsError::NotFound)? {
             Place::Fixed(fixed) => Ok(self.fixed_attr(ino, fixed)),
-            Place::Named(block, node) => Ok(self.named_attr(block, node)),
+            Place::Named(block, names, node) => Ok(self.named_attr(block, names, node)),
+            Place::Array(block, node) => self.array_attr(block, node),
         }
     }
 
@@ -387,8 +510,19 @@ impl FileSystem for Volume {
     ) -> Result<(), FsError> {
         let skip = usize::try_from(from).unwrap_or(usize::MAX);
         match self.tree.place(dir).ok_or(FsError::NotFound)? {
-            Place::Named(block, node) => {
-                let tree = &self.views[block.view as usize].names;
+            Place::Array(block, node) => {
+                let (view, table) = self.arrays(block)?;
+                let node = table.node(node);
+                if array_kind(node) != NodeKind::Directory {
+                    return Err(FsError::NotDirectory);
+                }
+                table.list(&view.plan, node, from, &mut |name, child| {
+                    let ino = Ino(block.first + table.number(child));
+                    each(DirEntry { name: name.as_bytes(), ino, kind: array_kind(child) }).is_continue()
+                });
+            }
+            Place::Named(block, names, node) => {
+                let tree = self.views[block.view as usize].tree(names.flavor);
                 if let NameNode::Tensor(_) = tree.node(node) {
                     return Err(FsError::NotDirectory);
                 }
@@ -417,9 +551,14 @@ impl FileSystem for Volume {
 
     fn parent(&self, ino: Ino) -> Result<Ino, FsError> {
         match self.tree.place(ino).ok_or(FsError::NotFound)? {
-            Place::Named(block, 0) => Ok(block.parent),
-            Place::Named(block, node) => {
-                Ok(Ino(block.first + u64::from(self.views[block.view as usize].names.parent(node))))
+            Place::Named(block, _, 0) | Place::Array(block, 0) => Ok(block.parent),
+            Place::Named(block, names, node) => {
+                let tree = self.views[block.view as usize].tree(names.flavor);
+                Ok(Ino(block.first + u64::from(tree.parent(node))))
+            }
+            Place::Array(block, node) => {
+                let (_, table) = self.arrays(block)?;
+                Ok(Ino(block.first + table.number(ArrayTable::parent(table.node(node)))))
             }
             Place::Fixed(fixed) => Ok(fixed.parent),
         }
@@ -428,7 +567,7 @@ impl FileSystem for Volume {
     fn read_link(&self, ino: Ino) -> Result<Vec<u8>, FsError> {
         match self.tree.place(ino).ok_or(FsError::NotFound)? {
             Place::Fixed(Fixed { kind: FixedKind::Symlink(target), .. }) => Ok(target.as_bytes().to_vec()),
-            Place::Fixed(_) | Place::Named(..) => Err(FsError::Invalid),
+            Place::Fixed(_) | Place::Named(..) | Place::Array(..) => Err(FsError::Invalid),
         }
     }
 
@@ -444,7 +583,11 @@ impl FileSystem for Volume {
         self.check(&open)?;
         let access = match &open {
             Open::Original(file) => {
-                self.engine.checkpoint().source().backing(*file).map_or(Access::Cached, Access::Passthrough)
+                let backing = self.engine.checkpoint().source().backing(*file);
+                if backing.is_some() {
+                    self.lent_whole.lock().unwrap_or_else(PoisonError::into_inner).insert(*file);
+                }
+                backing.map_or(Access::Cached, Access::Passthrough)
             }
             Open::Bytes(_) if self.is_live(ino) => Access::Direct,
             Open::Bytes(_) | Open::Image(_) => Access::Cached,
@@ -479,22 +622,25 @@ impl FileSystem for Volume {
     }
 
     fn xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError> {
-        let Place::Named(block, node) = self.tree.place(ino).ok_or(FsError::NotFound)? else {
+        if !name.starts_with(b"user.") {
+            return Err(FsError::Unsupported);
+        }
+        let Place::Named(block, names, node) = self.tree.place(ino).ok_or(FsError::NotFound)? else {
             return Err(FsError::NoAttribute);
         };
         let view = &self.views[block.view as usize];
-        let NameNode::Tensor(tensor) = view.names.node(node) else { return Err(FsError::NoAttribute) };
-        view.xattr(tensor, block.device, name).ok_or(FsError::NoAttribute)
+        let NameNode::Tensor(tensor) = view.tree(names.flavor).node(node) else { return Err(FsError::NoAttribute) };
+        view.xattr(tensor, names.device, name).ok_or(FsError::NoAttribute)
     }
 
     fn xattr_names(&self, ino: Ino) -> Result<Vec<Vec<u8>>, FsError> {
         match self.tree.place(ino).ok_or(FsError::NotFound)? {
-            Place::Named(block, node)
-                if matches!(self.views[block.view as usize].names.node(node), NameNode::Tensor(_)) =>
-            {
-                Ok(ViewFiles::XATTRS.iter().map(|name| name.as_bytes().to_vec()).collect())
+            Place::Named(block, names, node) => {
+                let node = self.views[block.view as usize].tree(names.flavor).node(node);
+                let shown: &[&str] = if matches!(node, NameNode::Tensor(_)) { &ViewFiles::XATTRS } else { &[] };
+                Ok(shown.iter().map(|name| name.as_bytes().to_vec()).collect())
             }
-            Place::Named(..) | Place::Fixed(_) => Ok(Vec::new()),
+            Place::Array(..) | Place::Fixed(_) => Ok(Vec::new()),
         }
     }
 

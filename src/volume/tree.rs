@@ -1,8 +1,8 @@
 //! The mount's tree: fixed nodes, and one block of numbers per directory of tensors.
 //!
 //! Inode numbers are dense: fixed nodes first (root, `hf/`, `safetensors/`, links, …), then for each directory that shows a
-//! view's names a block as long as the view's [`NameTree`](super::name_tree::NameTree). A thousand devices cost a thousand
-//! blocks, each one row of a table.
+//! view's names a block as long as the view's [`NameTree`](super::name_tree::NameTree), and for each directory of arrays one as
+//! long as its [`ArrayTable`](super::arrays::ArrayTable). A thousand devices cost a thousand blocks, each one row of a table.
 
 use std::collections::BTreeMap;
 
@@ -42,14 +42,39 @@ pub(super) enum FixedKind {
     Symlink(Box<str>),
 }
 
-/// A directory of tensors: `full`, or the shards of a device.
+/// A directory whose nodes are found by arithmetic.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Block {
     pub(super) first: u64,
     pub(super) len: u64,
     pub(super) parent: Ino,
     pub(super) view: u32,
+    pub(super) kind: BlockKind,
+}
+
+/// What a block shows.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum BlockKind {
+    /// Tensors as files by name.
+    Names(Names),
+    /// Arrays as directories of chunks: `orbax/0/items`.
+    Arrays,
+}
+
+/// A directory of tensors: the whole ones, or the shards of a device.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Names {
     pub(super) device: Option<u64>,
+    pub(super) flavor: Flavor,
+}
+
+/// How a directory of tensors wraps them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Flavor {
+    /// Nothing but the elements.
+    Raw,
+    /// As `.npy` files.
+    Npy,
 }
 
 /// What a number stands for.
@@ -57,7 +82,9 @@ pub(super) struct Block {
 pub(super) enum Place<'a> {
     Fixed(&'a Fixed),
     /// A node of a view's names, in a block.
-    Named(Block, u32),
+    Named(Block, Names, u32),
+    /// A node of a view's arrays, in a block.
+    Array(Block, u64),
 }
 
 /// The tree.
@@ -77,7 +104,7 @@ pub(super) struct Seedling {
 enum Seed {
     Directory(Seedling),
     File(FixedKind),
-    Names { view: u32, device: Option<u64>, len: u64 },
+    Block { view: u32, kind: BlockKind, len: u64 },
 }
 
 impl Seedling {
@@ -85,7 +112,7 @@ impl Seedling {
     pub(super) fn directory(&mut self, name: &str) -> Option<&mut Self> {
         match self.entries.entry(name.to_owned()).or_insert_with(|| Seed::Directory(Self::default())) {
             Seed::Directory(directory) => Some(directory),
-            Seed::File(_) | Seed::Names { .. } => None,
+            Seed::File(_) | Seed::Block { .. } => None,
         }
     }
 
@@ -97,16 +124,16 @@ impl Seedling {
         self.entries.insert(name.to_owned(), Seed::File(kind)).is_none()
     }
 
-    /// Adds a directory of tensors with `len` nodes.
-    pub(super) fn names(&mut self, name: &str, view: u32, device: Option<u64>, len: u64) {
-        self.entries.insert(name.to_owned(), Seed::Names { view, device, len });
+    /// Adds a block of `len` nodes.
+    pub(super) fn block(&mut self, name: &str, view: u32, kind: BlockKind, len: u64) {
+        self.entries.insert(name.to_owned(), Seed::Block { view, kind, len });
     }
 
     fn fixed_count(&self) -> u64 {
         let count = |seed: &Seed| match seed {
             Seed::Directory(directory) => directory.fixed_count(),
             Seed::File(_) => 1,
-            Seed::Names { .. } => 0,
+            Seed::Block { .. } => 0,
         };
         1 + self.entries.values().map(count).sum::<u64>()
     }
@@ -136,10 +163,10 @@ impl Tree {
                     self.fixed.push(Fixed { parent: ino, kind });
                     Ino(Ino::ROOT.0 + self.fixed.len() as u64 - 1)
                 }
-                Seed::Names { view, device, len } => {
+                Seed::Block { view, kind, len } => {
                     let first = *next_block;
                     *next_block += len;
-                    self.blocks.push(Block { first, len, parent: ino, view, device });
+                    self.blocks.push(Block { first, len, parent: ino, view, kind });
                     Ino(first)
                 }
             };
@@ -157,7 +184,10 @@ impl Tree {
         }
         let block = self.blocks[..self.blocks.partition_point(|block| block.first <= ino.0)].last()?;
         let node = ino.0 - block.first;
-        (node < block.len).then(|| Place::Named(*block, u32::try_from(node).unwrap_or(u32::MAX)))
+        (node < block.len).then(|| match block.kind {
+            BlockKind::Names(names) => Place::Named(*block, names, u32::try_from(node).unwrap_or(u32::MAX)),
+            BlockKind::Arrays => Place::Array(*block, node),
+        })
     }
 
     /// Number of nodes.

@@ -1,0 +1,112 @@
+//! The metadata files of Orbax checkpoints.
+//!
+//! `_METADATA` lists the leaves of the tree and how they are stored; `_CHECKPOINT_METADATA` says which handler wrote a
+//! directory and holds what the saver wanted to say. Leaves are said to be numpy arrays, since such leaves can be restored
+//! both with and without a target: as sharded arrays where the target says so, as numpy arrays otherwise.
+
+use std::io::{self, Write};
+
+use serde_json::json;
+
+/// The handler of trees of arrays.
+const HANDLER: &str = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler";
+
+/// A string as Python shows it.
+fn quoted(text: &str) -> String {
+    let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
+    let mut shown = String::from(quote);
+    for c in text.chars() {
+        match c {
+            '\\' => shown.push_str("\\\\"),
+            _ if c == quote => shown.extend(['\\', c]),
+            '\n' => shown.push_str("\\n"),
+            '\r' => shown.push_str("\\r"),
+            '\t' => shown.push_str("\\t"),
+            _ => shown.push(c),
+        }
+    }
+    shown.push(quote);
+    shown
+}
+
+/// Writes `_METADATA` for leaves with these keys, stored as arrays of zarr version 2.
+///
+/// # Errors
+/// What `out` fails with.
+pub fn write_tree_metadata(leaves: impl Iterator<Item = Vec<String>>, out: &mut dyn Write) -> io::Result<()> {
+    out.write_all(b"{\"tree_metadata\":{")?;
+    for (number, keys) in leaves.enumerate() {
+        if number > 0 {
+            out.write_all(b",")?;
+        }
+        let shown: Vec<String> = keys.iter().map(|key| quoted(key)).collect();
+        let comma = if shown.len() == 1 { "," } else { "" };
+        let path = json!(format!("({}{comma})", shown.join(", ")));
+        // 2 stands for the key of a dictionary.
+        let keys: serde_json::Value = keys.into_iter().map(|key| json!({"key": key, "key_type": 2})).collect();
+        let leaf =
+            json!({"key_metadata": keys, "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": false}});
+        write!(out, "{path}:{leaf}")?;
+    }
+    out.write_all(
+        b"},\"use_ocdbt\":false,\"use_zarr3\":false,\"store_array_data_equal_to_fill_value\":true,\"custom_metadata\":null}",
+    )
+}
+
+/// Where a `_CHECKPOINT_METADATA` lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// In the directory of a step, which has one item.
+    Step {
+        /// Name of the item.
+        item: &'static str,
+    },
+    /// In the directory of the item itself.
+    Item,
+}
+
+/// A `_CHECKPOINT_METADATA` of a checkpoint made at `nanoseconds` since the epoch. `scan_layers` says whether layers are
+/// stacked, as MaxText records it and asks for it.
+pub fn checkpoint_metadata(place: Place, scan_layers: bool, nanoseconds: u64) -> String {
+    let handlers = match place {
+        Place::Step { item } => json!({item: HANDLER}),
+        Place::Item => json!(HANDLER),
+    };
+    json!({
+        "item_handlers": handlers,
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": nanoseconds,
+        "commit_timestamp_nsecs": nanoseconds,
+        "custom_metadata": {"scan_layers": scan_layers},
+    })
+    .to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn strings_are_shown_as_python_shows_them() {
+        for (text, shown) in [("a", "'a'"), ("it's", "\"it's\""), ("'\"", "'\\'\"'"), ("a\\b", "'a\\\\b'")] {
+            assert_eq!(quoted(text), shown);
+        }
+    }
+
+    #[test]
+    fn metadata_is_json_with_the_keys() {
+        let mut text = Vec::new();
+        let leaves = [vec!["a".to_owned(), "b".to_owned()], vec!["c".to_owned()]];
+        write_tree_metadata(leaves.into_iter(), &mut text).unwrap();
+        let value: serde_json::Value = serde_json::from_slice(&text).unwrap();
+        let tree = value["tree_metadata"].as_object().unwrap();
+        assert_eq!(tree.keys().collect::<Vec<_>>(), ["('a', 'b')", "('c',)"]);
+        assert_eq!(tree["('a', 'b')"]["key_metadata"][1], json!({"key": "b", "key_type": 2}));
+        assert_eq!(value["use_zarr3"], false);
+        let step: serde_json::Value =
+            serde_json::from_str(&checkpoint_metadata(Place::Step { item: "items" }, true, 5)).unwrap();
+        assert_eq!(step["item_handlers"]["items"], HANDLER);
+        assert_eq!(step["custom_metadata"]["scan_layers"], true);
+    }
+}

@@ -1,0 +1,194 @@
+//! A writer of Python pickles, protocol 2.
+//!
+//! The pickle machine has a stack: each call here pushes a value or folds the topmost ones into one. Globals and words given
+//! to [`Pickle::word`] are memoized, so that they are written once.
+
+use std::{
+    collections::HashMap,
+    io::{self, Write},
+};
+
+/// Writes one pickle.
+pub struct Pickle<'a> {
+    out: &'a mut dyn Write,
+    memo: HashMap<String, u32>,
+}
+
+impl std::fmt::Debug for Pickle<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pickle").field("memoized", &self.memo.len()).finish_non_exhaustive()
+    }
+}
+
+macro_rules! opcodes {
+    ($($name:ident $byte:literal $doc:literal;)*) => {
+        $(
+            #[doc = $doc]
+            ///
+            /// # Errors
+            /// What the output fails with.
+            pub fn $name(&mut self) -> io::Result<()> {
+                self.out.write_all(&[$byte])
+            }
+        )*
+    };
+}
+
+impl<'a> Pickle<'a> {
+    /// Begins a pickle.
+    ///
+    /// # Errors
+    /// What the output fails with.
+    pub fn new(out: &'a mut dyn Write) -> io::Result<Self> {
+        out.write_all(b"\x80\x02")?;
+        Ok(Self { out, memo: HashMap::new() })
+    }
+
+    opcodes! {
+        none b'N' "Pushes `None`.";
+        no 0x89 "Pushes `False`.";
+        empty_tuple b')' "Pushes `()`.";
+        empty_dict b'}' "Pushes `{}`.";
+        empty_list b']' "Pushes `[]`.";
+        mark b'(' "Marks the stack for [`Pickle::tuple`].";
+        tuple b't' "Folds everything above the mark into a tuple.";
+        tuple1 0x85 "Folds one value into a tuple.";
+        call b'R' "Calls the second value from the top with the tuple on top.";
+        new_object 0x81 "Makes an object of the class second from the top with the tuple on top, without `__init__`.";
+        build b'b' "Gives the object second from the top the state on top.";
+        set_item b's' "Puts key and value, on top, into the dictionary below.";
+        append b'a' "Puts the value on top into the list below.";
+        persistent b'Q' "Replaces the value on top by the object that it names to the reader.";
+        stop b'.' "Ends the pickle: its value is on top.";
+    }
+
+    /// Gets a memoized value, or lets `push` push it and memoizes that.
+    fn once(&mut self, key: &str, push: impl FnOnce(&mut Self) -> io::Result<()>) -> io::Result<()> {
+        if let Some(slot) = self.memo.get(key) {
+            let slot = *slot;
+            return self.slot((b'h', b'j'), slot);
+        }
+        push(self)?;
+        let slot = u32::try_from(self.memo.len()).unwrap_or(u32::MAX);
+        self.memo.insert(key.to_owned(), slot);
+        self.slot((b'q', b'r'), slot)
+    }
+
+    fn slot(&mut self, (short, long): (u8, u8), slot: u32) -> io::Result<()> {
+        match u8::try_from(slot) {
+            Ok(slot) => self.out.write_all(&[short, slot]),
+            Err(_) => {
+                self.out.write_all(&[long])?;
+                self.out.write_all(&slot.to_le_bytes())
+            }
+        }
+    }
+
+    /// Pushes the object `name` of the module `module`.
+    ///
+    /// # Errors
+    /// What the output fails with.
+    pub fn global(&mut self, module: &str, name: &str) -> io::Result<()> {
+        // No word holds a line feed.
+        let key = format!("{module}\n{name}");
+        self.once(&key, |pickle| write!(pickle.out, "c{module}\n{name}\n"))
+    }
+
+    /// Pushes a string that occurs often and has no line feed.
+    ///
+    /// # Errors
+    /// What the output fails with.
+    pub fn word(&mut self, word: &str) -> io::Result<()> {
+        self.once(word, |pickle| pickle.text(word))
+    }
+
+    /// Pushes a string.
+    ///
+    /// # Errors
+    /// What the output fails with; a string of 4 GiB.
+    pub fn text(&mut self, text: &str) -> io::Result<()> {
+        let len = u32::try_from(text.len()).map_err(io::Error::other)?;
+        self.out.write_all(b"X")?;
+        self.out.write_all(&len.to_le_bytes())?;
+        self.out.write_all(text.as_bytes())
+    }
+
+    /// Pushes a number.
+    ///
+    /// # Errors
+    /// What the output fails with.
+    pub fn int(&mut self, number: u64) -> io::Result<()> {
+        if let Ok(number) = u8::try_from(number) {
+            return self.out.write_all(&[b'K', number]);
+        }
+        if let Ok(number) = u16::try_from(number) {
+            self.out.write_all(b"M")?;
+            return self.out.write_all(&number.to_le_bytes());
+        }
+        if let Ok(number) = i32::try_from(number) {
+            self.out.write_all(b"J")?;
+            return self.out.write_all(&number.to_le_bytes());
+        }
+        // A signed number of 9 bytes, so that the topmost bit is never a sign.
+        self.out.write_all(&[0x8a, 9])?;
+        self.out.write_all(&number.to_le_bytes())?;
+        self.out.write_all(&[0])
+    }
+
+    /// Pushes a tuple of numbers.
+    ///
+    /// # Errors
+    /// What the output fails with.
+    pub fn ints(&mut self, numbers: &[u64]) -> io::Result<()> {
+        self.mark()?;
+        numbers.iter().try_for_each(|number| self.int(*number))?;
+        self.tuple()
+    }
+
+    /// Pushes an object of a class without calling `__init__`; [`Pickle::build`] gives it its state.
+    ///
+    /// # Errors
+    /// What the output fails with.
+    pub fn object(&mut self, module: &str, class: &str) -> io::Result<()> {
+        self.global(module, class)?;
+        self.empty_tuple()?;
+        self.new_object()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_have_their_opcodes() {
+        let mut bytes = Vec::new();
+        let mut pickle = Pickle::new(&mut bytes).unwrap();
+        pickle.ints(&[255, 256, 65536, 1 << 31]).unwrap();
+        pickle.word("a").unwrap();
+        pickle.word("a").unwrap();
+        pickle.global("m", "f").unwrap();
+        pickle.stop().unwrap();
+        let expected = [
+            b"\x80\x02(K\xff".as_slice(),
+            b"M\x00\x01",
+            b"J\x00\x00\x01\x00",
+            b"\x8a\x09\x00\x00\x00\x80\x00\x00\x00\x00\x00t",
+            b"X\x01\x00\x00\x00aq\x00h\x00",
+            b"cm\nf\nq\x01.",
+        ]
+        .concat();
+        assert_eq!(bytes, expected);
+    }
+
+    #[test]
+    fn many_words_get_long_slots() {
+        let mut bytes = Vec::new();
+        let mut pickle = Pickle::new(&mut bytes).unwrap();
+        for word in 0..300 {
+            pickle.word(&word.to_string()).unwrap();
+        }
+        pickle.word("299").unwrap();
+        assert!(bytes.ends_with(b"r\x2b\x01\x00\x00j\x2b\x01\x00\x00"));
+    }
+}

@@ -1,0 +1,110 @@
+//! Arrays of zarr version 2: the `.zarray` file and the names of chunks.
+//!
+//! An array is a directory with a description and one file per chunk of a regular grid. A chunk file holds all elements of
+//! a chunk in row-major order, also where the chunk reaches beyond the array: there the content does not matter but the
+//! size does. Chunk `[i, j]` is called `i.j`; the only chunk of an array without axes is called `0`.
+//!
+//! Version 2 and not 3, because it has complex numbers and because all files of an array lie in one directory; Orbax and
+//! TensorStore read either.
+
+use std::fmt::Write as _;
+
+use crate::tensor::{DType, PerAxis};
+
+/// Name of the description.
+pub const ZARRAY: &str = ".zarray";
+
+/// The code of a type, or `None` for those that the format can hold only one element to a byte.
+pub const fn code(dtype: DType) -> Option<&'static str> {
+    Some(match dtype {
+        DType::F4 | DType::F6E2M3 | DType::F6E3M2 => return None,
+        DType::Bool => "|b1",
+        DType::U8 => "|u1",
+        DType::I8 => "|i1",
+        DType::F8E5M2 | DType::F8E4M3 | DType::F8E8M0 | DType::F8E4M3Fnuz | DType::F8E5M2Fnuz | DType::BF16 => {
+            dtype.name()
+        }
+        DType::I16 => "<i2",
+        DType::U16 => "<u2",
+        DType::F16 => "<f2",
+        DType::I32 => "<i4",
+        DType::U32 => "<u4",
+        DType::F32 => "<f4",
+        DType::C64 => "<c8",
+        DType::F64 => "<f8",
+        DType::I64 => "<i8",
+        DType::U64 => "<u8",
+    })
+}
+
+/// The `.zarray` of an uncompressed array, or `None` as [`code`].
+pub fn zarray(dtype: DType, shape: &[u64], chunk: &[u64]) -> Option<String> {
+    let code = code(dtype)?;
+    Some(format!(
+        "{{\"chunks\":{chunk:?},\"compressor\":null,\"dimension_separator\":\".\",\"dtype\":\"{code}\",\
+         \"fill_value\":null,\"filters\":null,\"order\":\"C\",\"shape\":{shape:?},\"zarr_format\":2}}"
+    ))
+}
+
+/// Name of the chunk with these numbers.
+pub fn chunk_name(numbers: &[u64]) -> String {
+    let mut name = String::new();
+    for (axis, number) in numbers.iter().enumerate() {
+        let dot = if axis == 0 { "" } else { "." };
+        let _ = write!(name, "{dot}{number}");
+    }
+    if name.is_empty() { "0".to_owned() } else { name }
+}
+
+/// The numbers of the chunk with this name in an array of `rank` axes; `None` for any other spelling.
+pub fn chunk_numbers(name: &[u8], rank: usize) -> Option<PerAxis> {
+    let text = std::str::from_utf8(name).ok()?;
+    if rank == 0 {
+        return (text == "0").then(PerAxis::new);
+    }
+    let numbers: PerAxis = text
+        .split('.')
+        .map(|word| {
+            let canonical = word.bytes().all(|b| b.is_ascii_digit()) && (word == "0" || !word.starts_with('0'));
+            canonical.then(|| word.parse().ok()).flatten()
+        })
+        .collect::<Option<_>>()?;
+    (numbers.len() == rank).then_some(numbers)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunk_names_have_one_spelling() {
+        for numbers in [&[][..], &[0], &[3], &[0, 12, 5]] {
+            let name = chunk_name(numbers);
+            assert_eq!(chunk_numbers(name.as_bytes(), numbers.len()).unwrap().as_slice(), numbers);
+        }
+        for (name, rank) in [
+            ("", 1),
+            ("01", 1),
+            ("0.", 1),
+            ("0.0", 1),
+            ("0", 2),
+            ("1", 0),
+            ("+1", 1),
+            ("0..0", 3),
+            ("99999999999999999999", 1),
+        ] {
+            assert_eq!(chunk_numbers(name.as_bytes(), rank), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn descriptions_are_json() {
+        let text = zarray(DType::BF16, &[6, 4], &[3, 4]).unwrap();
+        let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(value["dtype"], "bfloat16");
+        assert_eq!(value["shape"], serde_json::json!([6, 4]));
+        assert_eq!(value["chunks"], serde_json::json!([3, 4]));
+        assert_eq!(zarray(DType::F4, &[2], &[2]), None);
+        assert!(zarray(DType::F32, &[], &[]).unwrap().contains("\"shape\":[]"));
+    }
+}

@@ -1,0 +1,631 @@
+//! The reference evaluator: bytes of a view by the book, one element at a time.
+//!
+//! It asks the expression itself where each element comes from, operator by operator, and computes values with plain
+//! arithmetic: 8-bit floats by formula and search, 16-bit floats through the `half` crate. It shares no code with
+//! lowering, tilings and kernels, so that an error in one is not in the other; `ckfs verify` and the tests compare the
+//! two. Hundreds of nanoseconds per element are fine here, a shortcut is not.
+//!
+//! Values that have no counterpart in a type become what `ml_dtypes` and numpy make of them:
+//!
+//! | target | too large | NaN | negative zero |
+//! | --- | --- | --- | --- |
+//! | F64, F32 | infinity | quiet, payload kept as far as it fits | kept |
+//! | F16 | infinity | upper payload bits kept; 1 if they are all zero | kept |
+//! | BF16 | infinity | `0x7fc0` and the sign | kept |
+//! | `F8_E5M2` | infinity | `0x7e` and the sign | kept |
+//! | `F8_E4M3` | NaN | `0x7f` and the sign | kept |
+//! | `F8_E4M3FNUZ`, `F8_E5M2FNUZ` | NaN | `0x80` | zero |
+//!
+//! NaNs of the 8-bit types widen to the quiet f32 NaN of their sign; those of F16 and BF16 keep their payload.
+
+use std::{cmp::Ordering, error::Error, fmt, num::NonZeroUsize, ops::Range};
+
+use half::{bf16, f16};
+use lru::LruCache;
+use smallvec::SmallVec;
+
+use crate::tensor::{DType, Op, Shape, SourceTensor, TensorId, View};
+
+/// Bytes fetched at once.
+const BLOCK_BYTES: u64 = 64 << 10;
+
+/// Blocks kept, 64 MiB in all: enough for a transposing view to come back to the same rows.
+const BLOCKS_KEPT: NonZeroUsize = NonZeroUsize::new(1024).unwrap();
+
+/// Sign of an f32.
+const SIGN: u32 = 1 << 31;
+/// Positive infinity.
+const INFINITY: u32 = 0x7f80_0000;
+/// The bit that makes an f32 NaN quiet.
+const QUIET: u32 = 0x0040_0000;
+
+/// Why the reference gives no bytes.
+#[derive(Debug, thiserror::Error)]
+pub enum ReferenceError {
+    /// The elements of a packed type end inside a byte.
+    #[error("{elements} elements of {dtype} do not fill whole bytes")]
+    PartialByte {
+        /// Element type.
+        dtype: DType,
+        /// Elements of the view.
+        elements: u64,
+    },
+    /// The span leaves the view.
+    #[error("bytes {start}..{end} of a view of {len_bytes} bytes")]
+    OutOfBounds {
+        /// First byte asked for.
+        start: u64,
+        /// End of the bytes asked for.
+        end: u64,
+        /// Bytes of the view.
+        len_bytes: u64,
+    },
+    /// Bytes of a tensor did not come.
+    #[error("tensor #{}: bytes {start}..{end}", tensor.0)]
+    Read {
+        /// The tensor.
+        tensor: TensorId,
+        /// First byte asked for.
+        start: u64,
+        /// End of the bytes asked for.
+        end: u64,
+        /// What the reader said.
+        #[source]
+        cause: Box<dyn Error + Send + Sync>,
+    },
+    /// Another number of bytes came than was asked for.
+    #[error("tensor #{}: asked for bytes {start}..{end}, got {found} bytes", tensor.0)]
+    Length {
+        /// The tensor.
+        tensor: TensorId,
+        /// First byte asked for.
+        start: u64,
+        /// End of the bytes asked for.
+        end: u64,
+        /// Bytes that came.
+        found: usize,
+    },
+}
+
+/// What a reader of tensor bytes gives back.
+pub type TensorBytes = Result<Vec<u8>, Box<dyn Error + Send + Sync>>;
+
+/// Bytes `span` of the row-major elements of `view`. `read` is asked for spans of a tensor's bytes, relative to its
+/// first.
+///
+/// # Errors
+/// [`ReferenceError`].
+pub fn evaluate(
+    view: &View,
+    span: Range<u64>,
+    read: impl FnMut(TensorId, Range<u64>) -> TensorBytes,
+) -> Result<Vec<u8>, ReferenceError> {
+    Evaluator::new(read).evaluate(view, span)
+}
+
+/// An evaluator that keeps the blocks it read last, from one call to the next.
+pub struct Evaluator<'a> {
+    read: Box<dyn FnMut(TensorId, Range<u64>) -> TensorBytes + 'a>,
+    blocks: LruCache<(TensorId, u64), Vec<u8>>,
+}
+
+impl fmt::Debug for Evaluator<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Evaluator").field("blocks", &self.blocks.len()).finish_non_exhaustive()
+    }
+}
+
+/// Position of an element, one number per axis.
+type Index = SmallVec<[u64; 8]>;
+
+/// Position of element `number` of the row-major order of `shape`.
+fn unravel(mut number: u64, shape: &Shape) -> Index {
+    let mut index: Index = shape.extents().iter().copied().collect();
+    for position in index.iter_mut().rev() {
+        let extent = *position;
+        *position = number % extent;
+        number /= extent;
+    }
+    index
+}
+
+/// Number in the row-major order of `shape` of the element at `index`.
+fn ravel(index: &[u64], shape: &Shape) -> u64 {
+    index.iter().zip(shape.extents()).fold(0, |number, (position, extent)| number * extent + position)
+}
+
+impl<'a> Evaluator<'a> {
+    /// An evaluator that fetches through `read`, in aligned blocks of 64 KiB.
+    pub fn new(read: impl FnMut(TensorId, Range<u64>) -> TensorBytes + 'a) -> Self {
+        Self { read: Box::new(read), blocks: LruCache::new(BLOCKS_KEPT) }
+    }
+
+    /// Bytes `span` of the row-major elements of `view`.
+    ///
+    /// # Errors
+    /// [`ReferenceError`].
+    pub fn evaluate(&mut self, view: &View, span: Range<u64>) -> Result<Vec<u8>, ReferenceError> {
+        let (dtype, elements) = (view.dtype(), view.shape().elements());
+        let width = dtype.bits();
+        let bits = elements * width;
+        if !bits.is_multiple_of(8) {
+            return Err(ReferenceError::PartialByte { dtype, elements });
+        }
+        if span.start > span.end || span.end > bits / 8 {
+            return Err(ReferenceError::OutOfBounds { start: span.start, end: span.end, len_bytes: bits / 8 });
+        }
+        // Elements as one stream of bits, from the start of the one that holds the span's first bit.
+        let first = span.start * 8 / width;
+        let end = if span.is_empty() { first } else { (span.end * 8).div_ceil(width) };
+        // Bits that a narrow first element has in the byte before the span, or a wide one in several: dropped.
+        let mut early_bits = span.start * 8 - first * width;
+        let wanted = usize::try_from(span.end - span.start).unwrap_or(usize::MAX);
+        let mut bytes = Vec::new();
+        let (mut pending, mut pending_bits) = (0u128, 0);
+        for number in first..end {
+            let bits = self.element(view, &unravel(number, view.shape()))?;
+            pending |= u128::from(bits >> early_bits) << pending_bits;
+            pending_bits += width - early_bits;
+            early_bits = 0;
+            while pending_bits >= 8 {
+                bytes.push(pending.to_le_bytes()[0]);
+                pending >>= 8;
+                pending_bits -= 8;
+            }
+        }
+        if pending_bits > 0 {
+            bytes.push(pending.to_le_bytes()[0]);
+        }
+        bytes.truncate(wanted);
+        Ok(bytes)
+    }
+
+    /// The bits of one element, low bits first.
+    fn element(&mut self, view: &View, index: &[u64]) -> Result<u64, ReferenceError> {
+        match view.op() {
+            Op::Source(tensor) => self.tensor_element(tensor, ravel(index, &tensor.shape)),
+            Op::Fill(element) => {
+                let bits = element.unit_bytes().iter().rev().fold(0, |bits, byte| bits << 8 | u64::from(*byte));
+                Ok(low_bits(bits, element.dtype().bits()))
+            }
+            Op::Slice { of, axis, start, step, stop: _ } => {
+                let mut inner = Index::from_slice(index);
+                inner[*axis] = start + inner[*axis] * step;
+                self.element(of, &inner)
+            }
+            Op::Transpose { of, axes } => {
+                let mut inner = Index::from_elem(0, index.len());
+                for (position, axis) in index.iter().zip(axes) {
+                    inner[*axis] = *position;
+                }
+                self.element(of, &inner)
+            }
+            Op::Reshape { of } => self.element(of, &unravel(ravel(index, view.shape()), of.shape())),
+            Op::Stack { of, axis } => {
+                let mut inner = Index::from_slice(index);
+                let which = inner.remove(*axis);
+                self.element(&of[usize::try_from(which).expect("an index into a vector")], &inner)
+            }
+            Op::Concat { of, axis } => {
+                let mut inner = Index::from_slice(index);
+                let mut operands = of.iter();
+                loop {
+                    let operand = operands.next().expect("the extents of the operands sum to the view's");
+                    let extent = operand.shape().extents()[*axis];
+                    if inner[*axis] < extent {
+                        return self.element(operand, &inner);
+                    }
+                    inner[*axis] -= extent;
+                }
+            }
+            Op::Pad { of, axis, before, after: _ } => {
+                let mut inner = Index::from_slice(index);
+                let extent = of.shape().extents()[*axis];
+                match inner[*axis].checked_sub(*before) {
+                    Some(position) if position < extent => {
+                        inner[*axis] = position;
+                        self.element(of, &inner)
+                    }
+                    Some(_) | None => Ok(0),
+                }
+            }
+            Op::Cast { of } => Ok(round(view.dtype(), self.value(of, index)?)),
+            Op::Multiply { of, factor, flush } => {
+                Ok(round(view.dtype(), multiply(self.value(of, index)?, factor.to_bits(), *flush)))
+            }
+            Op::Add { of, addend } => Ok(round(view.dtype(), add(self.value(of, index)?, addend.to_bits()))),
+            Op::Dequantize { weights, scales, block_rows, block_columns } => {
+                let quantized = self.tensor_element(weights, ravel(index, &weights.shape))?;
+                let block = [index[0] / block_rows, index[1] / block_columns];
+                let scale = self.tensor_element(scales, ravel(&block, &scales.shape))?;
+                let product = multiply(widen(weights.dtype, quantized), widen(scales.dtype, scale), false);
+                Ok(round(view.dtype(), product))
+            }
+        }
+    }
+
+    /// One element, as f32 bits.
+    fn value(&mut self, view: &View, index: &[u64]) -> Result<u32, ReferenceError> {
+        Ok(widen(view.dtype(), self.element(view, index)?))
+    }
+
+    /// The bits of one element of a source tensor.
+    fn tensor_element(&mut self, tensor: &SourceTensor, number: u64) -> Result<u64, ReferenceError> {
+        let width = tensor.dtype.bits();
+        let len_bytes = (tensor.shape.elements() * width).div_ceil(8);
+        let bytes = number * width / 8..((number + 1) * width).div_ceil(8);
+        let mut bits = 0u128;
+        for (place, at) in bytes.enumerate() {
+            bits |= u128::from(self.tensor_byte(tensor.id, len_bytes, at)?) << (8 * place);
+        }
+        let bits = bits >> (number * width % 8);
+        Ok(low_bits(u64::try_from(bits & u128::from(u64::MAX)).unwrap_or_default(), width))
+    }
+
+    fn tensor_byte(&mut self, tensor: TensorId, len_bytes: u64, at: u64) -> Result<u8, ReferenceError> {
+        let block = at / BLOCK_BYTES;
+        let in_block = usize::try_from(at % BLOCK_BYTES).expect("less than a block");
+        if let Some(bytes) = self.blocks.get(&(tensor, block)) {
+            return Ok(bytes[in_block]);
+        }
+        let (start, end) = (block * BLOCK_BYTES, ((block + 1) * BLOCK_BYTES).min(len_bytes));
+        let bytes =
+            (self.read)(tensor, start..end).map_err(|cause| ReferenceError::Read { tensor, start, end, cause })?;
+        if u64::try_from(bytes.len()) != Ok(end - start) {
+            return Err(ReferenceError::Length { tensor, start, end, found: bytes.len() });
+        }
+        let byte = bytes[in_block];
+        self.blocks.put((tensor, block), bytes);
+        Ok(byte)
+    }
+}
+
+fn low_bits(bits: u64, width: u64) -> u64 {
+    if width < 64 { bits & ((1 << width) - 1) } else { bits }
+}
+
+const fn is_nan(bits: u32) -> bool {
+    bits & !SIGN > INFINITY
+}
+
+/// A float of eight bits: a sign, then an exponent, then `mantissa` bits.
+#[derive(Clone, Copy, Debug)]
+struct Octet {
+    mantissa: i32,
+    bias: i32,
+    /// The last code, without its sign, that is a number.
+    last: u8,
+    /// The code of positive infinity.
+    infinity: Option<u8>,
+    /// The code of NaN, without its sign; `0x80` if that is NaN, where negative zero would be.
+    nan: u8,
+}
+
+const E4M3: Octet = Octet { mantissa: 3, bias: 7, last: 0x7e, infinity: None, nan: 0x7f };
+const E5M2: Octet = Octet { mantissa: 2, bias: 15, last: 0x7b, infinity: Some(0x7c), nan: 0x7e };
+const E4M3_FNUZ: Octet = Octet { mantissa: 3, bias: 8, last: 0x7f, infinity: None, nan: 0x80 };
+const E5M2_FNUZ: Octet = Octet { mantissa: 2, bias: 16, last: 0x7f, infinity: None, nan: 0x80 };
+
+impl Octet {
+    /// What a code without its sign means, were all codes numbers.
+    fn magnitude(self, code: u8) -> f64 {
+        let steps = 1 << self.mantissa;
+        let (exponent, fraction) = (i32::from(code / steps), f64::from(code % steps) / f64::from(steps));
+        if exponent == 0 {
+            fraction * 2f64.powi(1 - self.bias)
+        } else {
+            (1.0 + fraction) * 2f64.powi(exponent - self.bias)
+        }
+    }
+
+    fn widen(self, code: u8) -> u32 {
+        let sign = if code >= 0x80 { SIGN } else { 0 };
+        let unsigned = code % 0x80;
+        if code == self.nan {
+            sign | INFINITY | QUIET
+        } else if unsigned <= self.last {
+            sign | narrow(self.magnitude(unsigned)).to_bits()
+        } else if Some(unsigned) == self.infinity {
+            sign | INFINITY
+        } else {
+            sign | INFINITY | QUIET
+        }
+    }
+
+    fn round(self, bits: u32) -> u8 {
+        if is_nan(bits) {
+            return self.nan | if bits >= SIGN { 0x80 } else { 0 };
+        }
+        let value = f64::from(f32::from_bits(bits).abs());
+        // Bisect for the last number that is not above the value; the one after it may be the first beyond all numbers.
+        let (mut below, mut above) = (0, self.last + 1);
+        while above - below > 1 {
+            let middle = below + (above - below) / 2;
+            if self.magnitude(middle) <= value { below = middle } else { above = middle }
+        }
+        let tie = f64::midpoint(self.magnitude(below), self.magnitude(below + 1));
+        let nearest = match value.total_cmp(&tie) {
+            Ordering::Less => below,
+            Ordering::Equal => below + below % 2,
+            Ordering::Greater => below + 1,
+        };
+        let unsigned = if nearest > self.last { self.infinity.unwrap_or(self.nan) } else { nearest };
+        if bits >= SIGN && !(unsigned == 0 && self.nan == 0x80) { unsigned | 0x80 } else { unsigned }
+    }
+}
+
+/// The f32 nearest to a value that is not NaN.
+#[expect(clippy::cast_possible_truncation, reason = "rounds to nearest, ties to even")]
+const fn narrow(value: f64) -> f32 {
+    value as f32
+}
+
+/// F32 bits of the value of an element; exact, except that F64 is rounded.
+///
+/// # Panics
+/// If the type is not a float that ckfs converts, nor the scale type `F8_E8M0`: views exclude it.
+pub fn widen(dtype: DType, bits: u64) -> u32 {
+    let octet = bits.to_le_bytes()[0];
+    let word = u16::from_le_bytes([octet, bits.to_le_bytes()[1]]);
+    match dtype {
+        DType::F64 => {
+            let value = f64::from_bits(bits);
+            let payload = u32::try_from(bits >> 29 & 0x003f_ffff).expect("22 bits");
+            let sign = if value.is_sign_negative() { SIGN } else { 0 };
+            if value.is_nan() { sign | INFINITY | QUIET | payload } else { narrow(value).to_bits() }
+        }
+        DType::F32 => u32::try_from(bits).expect("an F32 has 32 bits"),
+        DType::BF16 => u32::from(word) * 0x1_0000,
+        DType::F16 if f16::from_bits(word).is_nan() => {
+            (if word >= 0x8000 { SIGN } else { 0 }) + INFINITY + u32::from(word % 0x400) * 0x2000
+        }
+        DType::F16 => f16::from_bits(word).to_f32().to_bits(),
+        DType::F8E4M3 => E4M3.widen(octet),
+        DType::F8E5M2 => E5M2.widen(octet),
+        DType::F8E4M3Fnuz => E4M3_FNUZ.widen(octet),
+        DType::F8E5M2Fnuz => E5M2_FNUZ.widen(octet),
+        DType::F8E8M0 if octet == 0xff => INFINITY | QUIET,
+        DType::F8E8M0 => narrow(2f64.powi(i32::from(octet) - 127)).to_bits(),
+        DType::Bool
+        | DType::F4
+        | DType::F6E2M3
+        | DType::F6E3M2
+        | DType::U8
+        | DType::I8
+        | DType::I16
+        | DType::U16
+        | DType::I32
+        | DType::U32
+        | DType::C64
+        | DType::I64
+        | DType::U64 => panic!("{dtype} has no value in f32"),
+    }
+}
+
+/// The element of `dtype` nearest to the f32 of these bits, ties to even.
+///
+/// # Panics
+/// If the type is not a float that ckfs converts: views exclude it.
+pub fn round(dtype: DType, bits: u32) -> u64 {
+    let value = f32::from_bits(bits);
+    let negative = bits >= SIGN;
+    match dtype {
+        DType::F64 if is_nan(bits) => {
+            let payload = u64::from(bits % QUIET) * (1 << 29);
+            (if negative { 1 << 63 } else { 0 }) + 0x7ff8_0000_0000_0000 + payload
+        }
+        DType::F64 => f64::from(value).to_bits(),
+        DType::F32 => u64::from(bits),
+        DType::BF16 if is_nan(bits) => (if negative { 0x8000 } else { 0 }) + 0x7fc0,
+        DType::BF16 => u64::from(bf16::from_f32(value).to_bits()),
+        DType::F16 if is_nan(bits) => {
+            let payload = u64::from(bits % 0x0080_0000 / 0x2000).max(1);
+            (if negative { 0x8000 } else { 0 }) + 0x7c00 + payload
+        }
+        DType::F16 => u64::from(f16::from_f32(value).to_bits()),
+        DType::F8E4M3 => u64::from(E4M3.round(bits)),
+        DType::F8E5M2 => u64::from(E5M2.round(bits)),
+        DType::F8E4M3Fnuz => u64::from(E4M3_FNUZ.round(bits)),
+        DType::F8E5M2Fnuz => u64::from(E5M2_FNUZ.round(bits)),
+        DType::F8E8M0
+        | DType::Bool
+        | DType::F4
+        | DType::F6E2M3
+        | DType::F6E3M2
+        | DType::U8
+        | DType::I8
+        | DType::I16
+        | DType::U16
+        | DType::I32
+        | DType::U32
+        | DType::C64
+        | DType::I64
+        | DType::U64 => panic!("nothing is rounded to {dtype}"),
+    }
+}
+
+/// The operation on two f32 of these bits. A NaN operand, the first if both are, comes out quiet with its payload; where
+/// numbers give NaN it is the negative quiet one, as x86 processors have it.
+fn arithmetic(left: u32, right: u32, operation: impl Fn(f32, f32) -> f32) -> u32 {
+    if is_nan(left) {
+        return left | QUIET;
+    }
+    if is_nan(right) {
+        return right | QUIET;
+    }
+    let result = operation(f32::from_bits(left), f32::from_bits(right)).to_bits();
+    if is_nan(result) { SIGN | INFINITY | QUIET } else { result }
+}
+
+/// Zero of the same sign for subnormals, everything else as it is.
+fn flushed(bits: u32) -> u32 {
+    if f32::from_bits(bits).is_subnormal() { bits & SIGN } else { bits }
+}
+
+/// F32 bits of a product. With `flush`, subnormal operands count as zero, and products that are subnormal when rounded
+/// as if exponents had no limit become zero, as processors in that mode have it.
+pub fn multiply(left: u32, right: u32, flush: bool) -> u32 {
+    if !flush {
+        return arithmetic(left, right, |a, b| a * b);
+    }
+    arithmetic(flushed(left), flushed(right), |a, b| {
+        // 2^64 times the product, which is exact in f64: far from the subnormals, so that rounding is ordinary.
+        let scaled = narrow(f64::from(a) * f64::from(b) * 2f64.powi(64));
+        if scaled.abs() < 2f32.powi(64 - 126) { 0f32.copysign(scaled) } else { a * b }
+    })
+}
+
+/// F32 bits of a sum.
+pub fn add(left: u32, right: u32) -> u32 {
+    arithmetic(left, right, |a, b| a + b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::Element;
+
+    fn crc32(bytes: impl IntoIterator<Item = u8>) -> u32 {
+        !bytes.into_iter().fold(!0, |crc: u32, byte| {
+            (0..8).fold(crc ^ u32::from(byte), |crc, _| crc >> 1 ^ (0xedb8_8320 * (crc & 1)))
+        })
+    }
+
+    /// The bytes that numpy 2.4.6 and `ml_dtypes` 0.6.0 give for `arange(2**bits).view(dtype).astype(float32)`, as CRC-32.
+    #[test]
+    fn all_patterns_widen_as_in_numpy_and_ml_dtypes() {
+        for (dtype, expected) in [
+            (DType::F16, 0xe0c0_69f3),
+            (DType::BF16, 0x093b_1249),
+            (DType::F8E4M3, 0xc266_6a8c),
+            (DType::F8E5M2, 0x0788_ceec),
+            (DType::F8E4M3Fnuz, 0x7ca1_0122),
+            (DType::F8E5M2Fnuz, 0x87b9_aaf4),
+            (DType::F8E8M0, 0x7199_79ba),
+        ] {
+            let all = (0..1 << dtype.bits()).flat_map(|bits| widen(dtype, bits).to_le_bytes());
+            assert_eq!(crc32(all), expected, "{dtype}");
+        }
+    }
+
+    /// The same libraries' `.astype(dtype)` of f32: all upper halves with nine lower halves around ties.
+    #[test]
+    fn f32_rounds_as_in_numpy_and_ml_dtypes() {
+        for (dtype, expected) in [
+            (DType::F16, 0x6ec0_f9a6),
+            (DType::BF16, 0xec61_c631),
+            (DType::F8E4M3, 0x5356_982f),
+            (DType::F8E5M2, 0xbecd_5606),
+            (DType::F8E4M3Fnuz, 0xa54a_6ebc),
+            (DType::F8E5M2Fnuz, 0xeeae_8a62),
+            (DType::F64, 0xdba5_8e9f),
+        ] {
+            let width = usize::try_from(dtype.bits() / 8).unwrap();
+            let lower = [0, 1, 0x0fff, 0x1000, 0x1001, 0x7fff, 0x8000, 0x8001, 0xffff];
+            let all = (0..=0xffff).flat_map(|upper: u32| lower.map(|lower| upper << 16 | lower));
+            let rounded = all.flat_map(|bits| round(dtype, bits).to_le_bytes().into_iter().take(width));
+            assert_eq!(crc32(rounded), expected, "{dtype}");
+        }
+    }
+
+    #[test]
+    fn f64_rounds_to_f32_as_in_numpy() {
+        let all = [0, 0x1000_0000, 0x1000_0001, 0x3000_0000];
+        let all = all.into_iter().flat_map(|lower| (0..=0xffff).map(move |upper: u64| upper << 48 | lower));
+        assert_eq!(crc32(all.flat_map(|bits| widen(DType::F64, bits).to_le_bytes())), 0xed2e_9112);
+    }
+
+    #[test]
+    fn arithmetic_landmarks() {
+        let tiny = f32::MIN_POSITIVE.to_bits();
+        let product = |a: f32, b: f32, flush| f32::from_bits(multiply(a.to_bits(), b.to_bits(), flush)).to_bits();
+        assert_eq!(product(3.0, -2.0, false), (-6f32).to_bits());
+        assert_eq!(product(f32::MIN_POSITIVE, -0.5, false), SIGN | 0x0040_0000);
+        assert_eq!(product(f32::MIN_POSITIVE, -0.5, true), SIGN, "a subnormal product");
+        assert_eq!(multiply(0x8000_0001, 0x7f00_0000, true), SIGN, "a subnormal operand");
+        assert_eq!(multiply(0x7f00_0000, 1, true), 0, "a subnormal constant");
+        assert_eq!(multiply(0x00ff_ffff, 0.5f32.to_bits(), false), tiny, "rounds up to a normal number");
+        assert_eq!(multiply(0x00ff_ffff, 0.5f32.to_bits(), true), 0, "which it is not with unlimited exponents");
+        assert_eq!(multiply(0x7f80_0001, 0x7fc0_0002, false), 0x7fc0_0001, "the first NaN, made quiet");
+        assert_eq!(multiply(INFINITY, 0, false), 0xffc0_0000);
+        assert_eq!(add(INFINITY, SIGN | INFINITY), 0xffc0_0000);
+        assert_eq!(add(1f32.to_bits(), 1e-8f32.to_bits()), 1f32.to_bits());
+    }
+
+    fn tensor(id: u32, dtype: DType, extents: &[u64]) -> View {
+        View::source(SourceTensor { id: TensorId(id), dtype, shape: Shape::try_new(extents).unwrap() })
+    }
+
+    fn part(bytes: &[u8], span: Range<u64>) -> Vec<u8> {
+        let at = |byte| usize::try_from(byte).unwrap();
+        bytes[at(span.start)..at(span.end)].to_vec()
+    }
+
+    #[test]
+    fn packed_elements_move_as_groups_of_bits() {
+        // 4-bit elements 1, 2, 3, 4 reversed in pairs, then 6-bit ones transposed.
+        let bytes = |_, span| Ok(part(&[0x21, 0x43, 0x65], span));
+        let view = tensor(0, DType::F4, &[2, 2]).reverse_axes();
+        assert_eq!(evaluate(&view, 0..2, bytes).unwrap(), [0x31, 0x42]);
+        let six = u32::from_le_bytes([0x21, 0x43, 0x65, 0]);
+        let [a, b, c, d] = [0, 6, 12, 18].map(|shift| six >> shift & 0x3f);
+        let swapped = (a | c << 6 | b << 12 | d << 18).to_le_bytes();
+        let view = tensor(0, DType::F6E2M3, &[2, 2]).reverse_axes();
+        for (start, end) in [(0, 3), (0, 1), (1, 2), (2, 3), (1, 3), (1, 1)] {
+            let found = evaluate(&view, start..end, bytes).unwrap();
+            assert_eq!(found, part(&swapped, start..end), "{start}..{end}");
+        }
+    }
+
+    #[test]
+    fn any_span_is_that_part_of_the_whole() {
+        let noise = |_, span: Range<u64>| Ok(span.map(|at| (at * 37 % 251).to_le_bytes()[0]).collect());
+        let views = [
+            tensor(0, DType::F4, &[3, 4]),
+            tensor(0, DType::F6E3M2, &[3, 4]).reverse_axes(),
+            tensor(0, DType::BF16, &[3, 2]).pad(0, 1, 1).unwrap().cast(DType::F32).unwrap(),
+            tensor(0, DType::C64, &[2, 2]),
+        ];
+        for view in views {
+            let len = view.bytes().unwrap();
+            let whole = evaluate(&view, 0..len, noise).unwrap();
+            assert_eq!(whole.len() as u64, len);
+            for start in 0..=len {
+                for end in start..=len {
+                    let found = evaluate(&view, start..end, noise).unwrap();
+                    assert_eq!(found, part(&whole, start..end), "{view} {start}..{end}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn blocks_are_fetched_once() {
+        let mut spans = Vec::new();
+        let mut evaluator = Evaluator::new(|_, span| {
+            spans.push(span.clone());
+            Ok(vec![0; usize::try_from(span.end - span.start).unwrap()])
+        });
+        let view = tensor(0, DType::U16, &[300, 200]).reverse_axes();
+        evaluator.evaluate(&view, 0..1000).unwrap();
+        evaluator.evaluate(&view, 1000..2000).unwrap();
+        drop(evaluator);
+        assert_eq!(spans, [0..65536, 65536..120_000]);
+    }
+
+    #[test]
+    fn failures_name_the_tensor_and_the_span() {
+        let view = tensor(7, DType::U8, &[4]);
+        let missing = evaluate(&view, 0..4, |_, _| Err("gone".into())).unwrap_err();
+        assert_eq!(missing.to_string(), "tensor #7: bytes 0..4");
+        assert_eq!(missing.source().unwrap().to_string(), "gone");
+        let short = evaluate(&view, 0..4, |_, _| Ok(vec![0; 3])).unwrap_err();
+        assert_eq!(short.to_string(), "tensor #7: asked for bytes 0..4, got 3 bytes");
+        let none = |_, _: Range<u64>| Ok(Vec::new());
+        let beyond = evaluate(&view, 2..5, none).unwrap_err();
+        assert_eq!(beyond.to_string(), "bytes 2..5 of a view of 4 bytes");
+        let odd = View::fill(Shape::try_new(&[3]).unwrap(), Element::zero(DType::F4));
+        assert_eq!(evaluate(&odd, 0..1, none).unwrap_err().to_string(), "3 elements of F4 do not fill whole bytes");
+        assert!(evaluate(&view, 3..3, none).unwrap().is_empty());
+    }
+}

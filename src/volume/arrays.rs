@@ -1,0 +1,241 @@
+//! The directories of an Orbax checkpoint's arrays, found by arithmetic: a view of thousands of arrays for hundreds of devices
+//! has as many chunk files as their product, and none of them is a row of a table.
+//!
+//! Nodes are numbered so: the directory of all arrays, its two metadata files, then for each array its directory, its
+//! description and its chunks in row-major order of the grid.
+
+use crate::{
+    image::{CHUNK_BYTES_MAX, ChunkGrid, ZARRAY, orbax_holds},
+    plan::{Plan, PlannedTensor},
+};
+
+use super::name_tree::NAME_BYTES_MAX;
+
+/// The metadata files, sorted by name.
+pub(super) const METADATA_FILES: [&str; 2] = ["_CHECKPOINT_METADATA", "_METADATA"];
+
+/// Number of the first array's directory.
+const FIRST_ARRAY: u64 = 1 + METADATA_FILES.len() as u64;
+
+/// What stands before an array's chunks: its directory and its description.
+const BEFORE_CHUNKS: u64 = 2;
+
+/// What is appended to the keys of a tensor whose name is also the beginning of another's.
+const LEAF_KEY: &str = "_self";
+
+#[derive(Clone, Copy, Debug)]
+struct Row {
+    name_start: u32,
+    name_len: u32,
+    tensor: u32,
+    first: u64,
+}
+
+/// What a node is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ArrayNode {
+    /// The directory of all arrays.
+    Root,
+    /// One of [`METADATA_FILES`].
+    Metadata(usize),
+    /// The directory of an array, by number.
+    Directory(usize),
+    /// The description of an array.
+    Description(usize),
+    /// A chunk of an array.
+    Chunk(usize, u64),
+}
+
+/// The arrays, sorted by name.
+#[derive(Debug)]
+pub(super) struct ArrayTable {
+    rows: Vec<Row>,
+    names: String,
+    len: u64,
+}
+
+fn number(n: usize) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX)
+}
+
+/// Cuts a tensor into chunks.
+pub(super) fn grid(plan: &Plan, tensor: &PlannedTensor) -> ChunkGrid {
+    let shape = tensor.view.shape();
+    let parts = plan.spec(tensor).grid(shape.rank(), &plan.mesh);
+    ChunkGrid::new(tensor.view.dtype(), shape, &parts, plan.chunk_bytes_max.unwrap_or(CHUNK_BYTES_MAX))
+}
+
+impl ArrayTable {
+    /// The arrays of a plan's bundle.
+    ///
+    /// # Errors
+    /// Why the bundle cannot be shown so.
+    pub(super) fn new(plan: &Plan) -> Result<Self, String> {
+        let mut arrays = Vec::new();
+        for (index, tensor) in plan.tensors.iter().enumerate().filter(|(_, tensor)| plan.is_bundled(tensor)) {
+            let dtype = tensor.view.dtype();
+            if !orbax_holds(dtype) {
+                return Err(format!("{}: the format can hold {dtype} only one element to a byte", tensor.name));
+            }
+            arrays.push((plan.keys(tensor).join("."), index));
+        }
+        arrays.sort();
+        // Whatever begins with a name and a dot follows it, after names that go on with a character before the dot.
+        let is_prefix = |at: usize, arrays: &[(String, usize)]| {
+            let stem = format!("{}.", arrays[at].0);
+            let after = arrays.partition_point(|(name, _)| *name < stem);
+            arrays.get(after).is_some_and(|(name, _)| name.starts_with(&stem))
+        };
+        let prefixes: Vec<usize> = (0..arrays.len()).filter(|at| is_prefix(*at, &arrays)).collect();
+        for at in prefixes {
+            arrays[at].0.push('.');
+            arrays[at].0.push_str(LEAF_KEY);
+        }
+        arrays.sort();
+        let mut table = Self { rows: Vec::with_capacity(arrays.len()), names: String::new(), len: FIRST_ARRAY };
+        for (name, index) in &arrays {
+            let tensor = &plan.tensors[*index];
+            if name.len() > NAME_BYTES_MAX {
+                let reason = "the array's directory would have a name of";
+                return Err(format!(
+                    "{}: {reason} {} bytes, at most {NAME_BYTES_MAX} are possible",
+                    tensor.name,
+                    name.len()
+                ));
+            }
+            let start = number(table.names.len());
+            if table.rows.last().is_some_and(|last| table.names[last.name_start as usize..] == **name) {
+                return Err(format!("{}: another tensor has the keys {name}", tensor.name));
+            }
+            table.names.push_str(name);
+            let row = Row { name_start: start, name_len: number(name.len()), tensor: number(*index), first: table.len };
+            table.rows.push(row);
+            table.len += BEFORE_CHUNKS + grid(plan, tensor).count();
+        }
+        Ok(table)
+    }
+
+    /// Number of nodes.
+    pub(super) fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Number of arrays.
+    pub(super) fn arrays(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// What a node is.
+    pub(super) fn node(&self, at: u64) -> ArrayNode {
+        if at == 0 {
+            return ArrayNode::Root;
+        }
+        if at < FIRST_ARRAY {
+            return ArrayNode::Metadata(usize::try_from(at - 1).unwrap_or(0));
+        }
+        let array = self.rows.partition_point(|row| row.first <= at) - 1;
+        match at - self.rows[array].first {
+            0 => ArrayNode::Directory(array),
+            1 => ArrayNode::Description(array),
+            chunk => ArrayNode::Chunk(array, chunk - BEFORE_CHUNKS),
+        }
+    }
+
+    /// Number of a node.
+    pub(super) fn number(&self, node: ArrayNode) -> u64 {
+        match node {
+            ArrayNode::Root => 0,
+            ArrayNode::Metadata(file) => 1 + file as u64,
+            ArrayNode::Directory(array) => self.rows[array].first,
+            ArrayNode::Description(array) => self.rows[array].first + 1,
+            ArrayNode::Chunk(array, chunk) => self.rows[array].first + BEFORE_CHUNKS + chunk,
+        }
+    }
+
+    /// Name of an array's directory: its keys with dots between them.
+    pub(super) fn name(&self, array: usize) -> &str {
+        let row = self.rows[array];
+        &self.names[row.name_start as usize..(row.name_start + row.name_len) as usize]
+    }
+
+    /// The tensor that an array shows, by its number in the plan.
+    pub(super) fn tensor(&self, array: usize) -> u32 {
+        self.rows[array].tensor
+    }
+
+    /// Keys of all arrays.
+    pub(super) fn keys(&self) -> impl Iterator<Item = Vec<String>> + '_ {
+        (0..self.rows.len()).map(|array| self.name(array).split('.').map(str::to_owned).collect())
+    }
+
+    /// The child of a directory.
+    pub(super) fn child(&self, plan: &Plan, parent: ArrayNode, name: &[u8]) -> Option<ArrayNode> {
+        match parent {
+            ArrayNode::Root => {
+                let metadata = METADATA_FILES.iter().position(|file| file.as_bytes() == name);
+                metadata.map(ArrayNode::Metadata).or_else(|| {
+                    let at = self.rows.partition_point(|row| {
+                        let start = row.name_start as usize;
+                        self.names.as_bytes()[start..start + row.name_len as usize] < *name
+                    });
+                    (at < self.rows.len() && self.name(at).as_bytes() == name).then_some(ArrayNode::Directory(at))
+                })
+            }
+            ArrayNode::Directory(array) => {
+                if name == ZARRAY.as_bytes() {
+                    return Some(ArrayNode::Description(array));
+                }
+                let tensor = &plan.tensors[self.tensor(array) as usize];
+                grid(plan, tensor).find(name).map(|chunk| ArrayNode::Chunk(array, chunk))
+            }
+            ArrayNode::Metadata(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) => None,
+        }
+    }
+
+    /// The parent of a node inside the block; the root's is the root.
+    pub(super) fn parent(node: ArrayNode) -> ArrayNode {
+        match node {
+            ArrayNode::Root | ArrayNode::Metadata(_) | ArrayNode::Directory(_) => ArrayNode::Root,
+            ArrayNode::Description(array) | ArrayNode::Chunk(array, _) => ArrayNode::Directory(array),
+        }
+    }
+
+    /// A node's name; the root's is given by its own parent.
+    pub(super) fn node_name(&self, plan: &Plan, node: ArrayNode) -> String {
+        match node {
+            ArrayNode::Root => String::new(),
+            ArrayNode::Metadata(file) => METADATA_FILES[file].to_owned(),
+            ArrayNode::Directory(array) => self.name(array).to_owned(),
+            ArrayNode::Description(_) => ZARRAY.to_owned(),
+            ArrayNode::Chunk(array, chunk) => grid(plan, &plan.tensors[self.tensor(array) as usize]).name(chunk),
+        }
+    }
+
+    /// Calls `each` with a directory's children from entry number `from` on until it answers false; other nodes have none.
+    pub(super) fn list(
+        &self,
+        plan: &Plan,
+        parent: ArrayNode,
+        from: u64,
+        each: &mut dyn FnMut(&str, ArrayNode) -> bool,
+    ) {
+        match parent {
+            ArrayNode::Root => {
+                let metadata = METADATA_FILES.iter().enumerate().map(|(file, name)| (*name, ArrayNode::Metadata(file)));
+                let arrays = (0..self.rows.len()).map(|array| (self.name(array), ArrayNode::Directory(array)));
+                let skip = usize::try_from(from).unwrap_or(usize::MAX);
+                metadata.chain(arrays).skip(skip).all(|(name, node)| each(name, node));
+            }
+            ArrayNode::Directory(array) => {
+                let grid = grid(plan, &plan.tensors[self.tensor(array) as usize]);
+                let mut going = from > 0 || each(ZARRAY, ArrayNode::Description(array));
+                let mut chunk = from.saturating_sub(1);
+                while going && chunk < grid.count() {
+                    going = each(&grid.name(chunk), ArrayNode::Chunk(array, chunk));
+                    chunk += 1;
+                }
+            }
+            ArrayNode::Metadata(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) => {}
+        }
+    }
+}

@@ -1,0 +1,291 @@
+//! Random views.
+//!
+//! A view is drawn top-down: for a wanted shape and dtype some operator that yields it is chosen, then its operands
+//! likewise. All choices come from a list of numbers, zero when it ends, and zero always means the simplest choice;
+//! proptest then shrinks a failing view by shortening the list and lowering its numbers.
+
+use std::{fmt, ops::Deref};
+
+use ckfs::tensor::{DType, Element, Keep, Shape, SourceTensor, TensorId, View};
+use proptest::prelude::*;
+
+/// Most elements of a drawn shape.
+const ELEMENTS_MAX: u64 = 400;
+
+const FLOATS: [DType; 8] = [
+    DType::BF16,
+    DType::F32,
+    DType::F16,
+    DType::F8E4M3,
+    DType::F64,
+    DType::F8E5M2,
+    DType::F8E4M3Fnuz,
+    DType::F8E5M2Fnuz,
+];
+
+/// A supply of choices.
+#[derive(Clone, Debug)]
+pub struct Choices {
+    numbers: std::vec::IntoIter<u32>,
+    tensors: u32,
+}
+
+impl Choices {
+    pub fn new(numbers: Vec<u32>) -> Self {
+        Self { numbers: numbers.into_iter(), tensors: 0 }
+    }
+
+    /// A number below `limit`, which is not 0.
+    pub fn below(&mut self, limit: u64) -> u64 {
+        u64::from(self.numbers.next().unwrap_or(0)) % limit
+    }
+
+    /// The same for indexes.
+    pub fn index(&mut self, limit: usize) -> usize {
+        self.below(limit as u64) as usize
+    }
+
+    pub fn of<T: Copy>(&mut self, from: &[T]) -> T {
+        from[self.index(from.len())]
+    }
+
+    pub fn permutation(&mut self, rank: usize) -> Vec<usize> {
+        let mut axes: Vec<usize> = (0..rank).collect();
+        for at in 1..rank {
+            let other = at - self.index(at + 1);
+            axes.swap(at, other);
+        }
+        axes
+    }
+
+    fn tensor(&mut self, dtype: DType, extents: &[u64]) -> SourceTensor {
+        self.tensors += 1;
+        SourceTensor { id: TensorId(self.tensors), dtype, shape: Shape::try_new(extents).unwrap() }
+    }
+
+    /// Rank 0 to 5, extents 0 to 7, few of them 0.
+    pub fn extents(&mut self) -> Vec<u64> {
+        let mut extents = Vec::new();
+        let mut elements = 1;
+        for _ in 0..self.below(6) {
+            let extent = self.of(&[2, 3, 1, 4, 5, 6, 7, 2, 3, 1, 4, 6, 2, 3, 4, 0]);
+            elements *= extent.max(1);
+            if elements > ELEMENTS_MAX {
+                break;
+            }
+            extents.push(extent);
+        }
+        extents
+    }
+
+    /// Extents with as many elements as `extents`.
+    fn regrouped(&mut self, extents: &[u64]) -> Vec<u64> {
+        let elements: u64 = extents.iter().product();
+        if elements == 0 {
+            let mut extents = self.extents();
+            extents.truncate(4);
+            let at = self.index(extents.len() + 1);
+            extents.insert(at, 0);
+            return extents;
+        }
+        let mut primes = Vec::new();
+        let mut rest = elements;
+        for prime in [2, 3, 5, 7, 11, 13, 17, 19] {
+            while rest.is_multiple_of(prime) {
+                primes.push(prime);
+                rest /= prime;
+            }
+        }
+        primes.push(rest);
+        let rank = self.index(5) + 1;
+        let mut extents = vec![1; rank];
+        for prime in primes {
+            let axis = self.index(rank);
+            extents[axis] *= prime;
+        }
+        extents
+    }
+
+    fn constant(&mut self) -> f32 {
+        self.of(&[1.0, -2.5, 0.088_388_35, 1e-3, 3e38, 1e-40, 0.0, f32::INFINITY, -1.0, 45.254_834])
+    }
+
+    fn element(&mut self, dtype: DType) -> Element {
+        let Some(width) = dtype.element_bytes() else { return Element::zero(dtype) };
+        let seed = self.below(1 << 20);
+        Element::from_bytes(dtype, &seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes()[..width as usize]).unwrap()
+    }
+
+    /// A view of that shape and dtype, at most `depth` operators high. Layout operators touch only the axes before the
+    /// last `kept` ones.
+    pub fn view(&mut self, extents: &[u64], dtype: DType, depth: u32, kept: usize) -> View {
+        let choice = if depth == 0 { 0 } else { self.below(18) };
+        let deeper = depth.saturating_sub(1);
+        let free = extents.len() - kept;
+        let some_axis = free > 0;
+        match choice {
+            0 => self.source(extents, dtype),
+            1 | 2 if some_axis => self.sliced(extents, dtype, deeper, kept),
+            3 | 4 => {
+                let mut axes = self.permutation(free);
+                axes.extend(free..extents.len());
+                let mut inner = vec![0; extents.len()];
+                axes.iter().zip(extents).for_each(|(axis, extent)| inner[*axis] = *extent);
+                self.view(&inner, dtype, deeper, kept).transpose(&axes).unwrap()
+            }
+            8 | 9 if some_axis => {
+                let axis = self.index(free);
+                let mut inner = extents.to_vec();
+                let count = inner.remove(axis);
+                if count == 0 || count > 8 {
+                    return self.view(extents, dtype, deeper, kept);
+                }
+                let of: Vec<View> = (0..count).map(|_| self.view(&inner, dtype, deeper, kept)).collect();
+                View::stack(axis, &of).unwrap()
+            }
+            10 if some_axis => {
+                let axis = self.index(free);
+                let mut rest = extents[axis];
+                let mut of = Vec::new();
+                while of.is_empty() || (rest > 0 && of.len() < 4) {
+                    let mut inner = extents.to_vec();
+                    inner[axis] = if of.len() == 3 { rest } else { self.below(rest + 1) };
+                    rest -= inner[axis];
+                    of.push(self.view(&inner, dtype, deeper, kept));
+                }
+                if rest > 0 {
+                    let mut inner = extents.to_vec();
+                    inner[axis] = rest;
+                    of.push(self.view(&inner, dtype, deeper, kept));
+                }
+                View::concat(axis, &of).unwrap()
+            }
+            11 if some_axis => {
+                let axis = self.index(free);
+                let before = self.below(extents[axis] + 1);
+                let after = self.below(extents[axis] - before + 1);
+                let mut inner = extents.to_vec();
+                inner[axis] -= before + after;
+                self.view(&inner, dtype, deeper, kept).pad(axis, before, after).unwrap()
+            }
+            12 => View::fill(Shape::try_new(extents).unwrap(), self.element(dtype)),
+            13 if dtype.is_float() => {
+                let from = self.of(&FLOATS);
+                self.view(extents, from, deeper, kept).cast(dtype).unwrap()
+            }
+            14 | 15 if dtype.is_float() => {
+                let (from, keep) =
+                    if dtype == DType::F32 { (self.of(&FLOATS), Keep::F32) } else { (dtype, Keep::Operand) };
+                let operand = self.view(extents, from, deeper, kept);
+                let constant = self.constant();
+                if choice == 14 {
+                    let flush = self.below(2) == 1;
+                    operand.multiply(constant, flush, keep).unwrap()
+                } else {
+                    operand.add(constant, keep).unwrap()
+                }
+            }
+            16 if dtype.is_float() && extents.len() == 2 => self.dequantized(extents, dtype),
+            _ => {
+                let mut inner = self.regrouped(&extents[..free]);
+                inner.extend_from_slice(&extents[free..]);
+                self.view(&inner, dtype, deeper, kept).reshape(&Shape::try_new(extents).unwrap()).unwrap()
+            }
+        }
+    }
+
+    fn source(&mut self, extents: &[u64], dtype: DType) -> View {
+        let group = dtype.unit().elements;
+        if extents.iter().product::<u64>().is_multiple_of(group) {
+            return View::source(self.tensor(dtype, extents));
+        }
+        // A tensor holds whole bytes: take one of several elements instead.
+        let mut larger = extents.to_vec();
+        larger.push(group);
+        let which = self.below(group);
+        let cut = View::source(self.tensor(dtype, &larger)).slice(extents.len(), which, which + 1, 1).unwrap();
+        cut.reshape(&Shape::try_new(extents).unwrap()).unwrap()
+    }
+
+    fn sliced(&mut self, extents: &[u64], dtype: DType, deeper: u32, kept: usize) -> View {
+        let axis = self.index(extents.len() - kept);
+        // The operand of a slice grows: not beyond what is quickly made up.
+        let large = extents.iter().product::<u64>() > 4000;
+        let step = if large { 1 } else { self.of(&[1, 2, 3, 1, 4]) };
+        let start = self.below(4);
+        let tail = self.below(3);
+        let mut inner = extents.to_vec();
+        let reach = if extents[axis] == 0 { 0 } else { (extents[axis] - 1) * step + 1 };
+        inner[axis] = start + reach + tail;
+        let stop = if reach == 0 { start } else { start + reach + tail.min(step - 1) };
+        self.view(&inner, dtype, deeper, kept).slice(axis, start, stop, step).unwrap()
+    }
+
+    fn dequantized(&mut self, extents: &[u64], dtype: DType) -> View {
+        let quantized = self.of(&[DType::F8E4M3, DType::F8E5M2, DType::BF16, DType::F8E4M3Fnuz]);
+        let scale = self.of(&[DType::F32, DType::BF16, DType::F8E8M0, DType::F16]);
+        let block = (self.below(4) + 1, self.below(4) + 1);
+        let grid = [extents[0].div_ceil(block.0), extents[1].div_ceil(block.1)];
+        let (weights, scales) = (self.tensor(quantized, extents), self.tensor(scale, &grid));
+        View::dequantize(weights, scales, block, dtype).unwrap()
+    }
+
+    /// A view of a random shape and dtype. For types narrower than a byte the last axis holds whole bytes, and with
+    /// `aligned` no operator takes it apart, so that the view has a tiling.
+    pub fn any_view(&mut self, aligned: bool) -> View {
+        let float = self.below(3) > 0;
+        let dtype = if float { self.of(&FLOATS) } else { self.of(DType::ALL) };
+        self.any_view_of(dtype, aligned)
+    }
+
+    pub fn any_view_of(&mut self, dtype: DType, aligned: bool) -> View {
+        let mut extents = self.extents();
+        let group = dtype.unit().elements;
+        let mut kept = 0;
+        if group > 1 {
+            extents.push(group * (self.below(3) + 1));
+            kept = usize::from(aligned);
+        }
+        let depth = self.below(9) as u32 + 1;
+        self.view(&extents, dtype, depth, kept)
+    }
+}
+
+/// A drawn view, shown as its expression.
+pub struct Drawn(View);
+
+impl Deref for Drawn {
+    type Target = View;
+
+    fn deref(&self) -> &View {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Drawn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut result = write!(f, "{} {} = {}", self.dtype(), self.shape(), self.0);
+        self.for_each_source(&mut |tensor| {
+            result = result.and_then(|()| write!(f, "; #{} is {} {}", tensor.id.0, tensor.dtype, tensor.shape));
+        });
+        result
+    }
+}
+
+/// Lists of choices for one view.
+pub fn choices() -> impl Strategy<Value = Choices> {
+    proptest::collection::vec(any::<u32>(), 0..400).prop_map(Choices::new)
+}
+
+/// Views that have a tiling.
+pub fn any_view() -> impl Strategy<Value = Drawn> {
+    choices().prop_map(|mut choices| Drawn(choices.any_view(true)))
+}
+
+/// Views of floats, for element operators.
+pub fn any_float_view() -> impl Strategy<Value = Drawn> {
+    choices().prop_map(|mut choices| {
+        let dtype = choices.of(&FLOATS);
+        Drawn(choices.any_view_of(dtype, true))
+    })
+}

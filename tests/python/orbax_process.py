@@ -1,0 +1,53 @@
+"""One process of a distributed restore: `orbax_process.py MOUNT MESH COORDINATOR RANK`.
+
+Prints, as JSON, a digest of each shard that it holds, by the path of the raw file that shows the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec
+
+import repos
+from reference import Mesh
+
+
+def main(point: str, mesh: str, coordinator: str, rank: str) -> None:
+    jax.distributed.initialize(coordinator, 2, int(rank))
+    mount, axes = Path(point), Mesh.parse(mesh).axes
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    grid = jax.sharding.Mesh(np.array(devices).reshape([size for _, size in axes]), [name for name, _ in axes])
+    number = {device: d for d, device in enumerate(grid.devices.flat)}
+    target: dict = {}
+    paths = {}
+    for row in json.loads((mount / ".ckfs/manifest.json").read_text())["tensors"]:
+        if not row["bundled"]:
+            continue
+        spec = PartitionSpec(*[tuple(axis) if isinstance(axis, list) else axis for axis in row["spec"]])
+        leaf = jax.ShapeDtypeStruct(row["shape"], repos.NUMPY[row["dtype"]], sharding=NamedSharding(grid, spec))
+        *parents, last = row["name"].split(".")
+        at = target
+        for parent in parents:
+            at = at.setdefault(parent, {})
+        at[last] = leaf
+        paths[row["name"]] = row["path"]
+    restored = ocp.StandardCheckpointer().restore(mount / "orbax/0/items", target)
+    digests = {}
+    for name, path in paths.items():
+        array = restored
+        for key in name.split("."):
+            array = array[key]
+        for shard in array.addressable_shards:
+            digest = hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest()
+            digests[f"dev{number[shard.device]}/{path}"] = digest
+    print(json.dumps(digests), flush=True)
+
+
+main(*sys.argv[1:])

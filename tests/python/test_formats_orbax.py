@@ -1,0 +1,286 @@
+"""The unmodified Orbax on `orbax/`: every way to restore, on 8 CPU devices, in one process and in two."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+# Before jax makes its devices.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import numpy as np
+import pytest
+
+import mounting
+import reference
+import repos
+from reference import Mesh
+
+jax = pytest.importorskip("jax")
+ocp = pytest.importorskip("orbax.checkpoint")
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+
+jax.config.update("jax_enable_x64", True)  # 64-bit types would be narrowed otherwise
+HERE = Path(__file__).parent
+MESH = "fsdp=4,tensor=2"
+
+
+def nested(flat: dict[str, object]) -> dict:
+    """`a.b.c` as keys of dictionaries."""
+    tree: dict = {}
+    for name, value in flat.items():
+        *parents, last = name.split(".")
+        at = tree
+        for parent in parents:
+            at = at.setdefault(parent, {})
+        at[last] = value
+    return tree
+
+
+def flat(tree: dict, prefix: str = "") -> dict[str, object]:
+    out = {}
+    for key, value in tree.items():
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return out
+
+
+def bundle(repo: repos.Repo) -> dict[str, reference.Shown]:
+    return {shown.name: shown for shown in reference.canonical(repo).values() if shown.bundled}
+
+
+def same_tree(found: dict, tensors: dict[str, reference.Shown]) -> None:
+    found = flat(found)
+    assert set(found) == set(tensors)
+    for name, shown in tensors.items():
+        array = np.asarray(found[name])
+        assert (array.dtype, array.shape) == (repos.NUMPY[shown.code], shown.array.shape), name
+        mounting.same_bytes(array.tobytes(), shown.array, name)
+
+
+def jax_mesh(text: str) -> jax.sharding.Mesh:
+    axes = Mesh.parse(text).axes
+    return jax.make_mesh([size for _, size in axes], [name for name, _ in axes])
+
+
+def targets(mounted: mounting.Mount, mesh: str, spec_of=None) -> dict:
+    """What the caller of Orbax wants: shapes, types and shardings, from the manifest."""
+    devices = jax_mesh(mesh)
+    out = {}
+    for row in mounted.manifest()["tensors"]:
+        if row["bundled"]:
+            axes = spec_of(row) if spec_of else [tuple(axis) if isinstance(axis, list) else axis for axis in row["spec"]]
+            sharding = NamedSharding(devices, PartitionSpec(*axes))
+            out[row["name"]] = jax.ShapeDtypeStruct(row["shape"], repos.NUMPY[row["dtype"]], sharding=sharding)
+    return nested(out)
+
+
+@pytest.fixture
+def mounted(shared):
+    return shared("llama", "--mesh", MESH)
+
+
+@pytest.fixture
+def tensors(repo):
+    return bundle(repo("llama"))
+
+
+def test_pytree_checkpointer_without_a_target(mounted, tensors):
+    same_tree(ocp.PyTreeCheckpointer().restore(mounted / "orbax/0/items"), tensors)
+
+
+def test_standard_checkpointer_without_a_target(mounted, tensors):
+    same_tree(ocp.StandardCheckpointer().restore(mounted / "orbax/0/items"), tensors)
+
+
+def test_each_device_gets_its_own_shard(mounted, tensors):
+    """Device d of jax's mesh holds, byte for byte, what `dev{d}` shows."""
+    found = ocp.StandardCheckpointer().restore(mounted / "orbax/0/items", targets(mounted, MESH))
+    same_tree(found, tensors)
+    for name, array in flat(found).items():
+        for shard in array.addressable_shards:
+            raw = (mounted / f"dev{shard.device.id}/{name.replace('.', '/')}").read_bytes()
+            mounting.same_bytes(raw, np.asarray(shard.data), (name, shard.device))
+
+
+@pytest.mark.parametrize("spec_of", [
+    lambda row: [None] * len(row["shape"]),
+    lambda row: ["all" if extent % 8 == 0 else None for extent in row["shape"]][:1],
+    lambda row: [*[None] * (len(row["shape"]) - 1), "all" if row["shape"][-1] % 8 == 0 else None],
+], ids=["replicated", "first_axis", "last_axis"])  # fmt: skip
+def test_shardings_other_than_the_chunks(mounted, tensors, spec_of):
+    target = targets(mounted, "all=8", spec_of)
+    same_tree(ocp.StandardCheckpointer().restore(mounted / "orbax/0/items", target), tensors)
+
+
+def test_a_wider_type_is_cast_by_orbax(mounted, tensors):
+    as_f32 = lambda target: jax.ShapeDtypeStruct(target.shape, np.float32, sharding=target.sharding)  # noqa: E731
+    target = jax.tree.map(as_f32, targets(mounted, MESH))
+    found = flat(ocp.StandardCheckpointer().restore(mounted / "orbax/0/items", target))
+    for name, shown in tensors.items():
+        assert np.array_equal(np.asarray(found[name]), shown.array.astype(np.float32)), name
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("kind", ["standard", "pytree"])
+def test_checkpoint_manager(mounted, tensors, kind, read_only):
+    options = ocp.CheckpointManagerOptions(read_only=True) if read_only else None
+    args = ocp.args.StandardRestore(targets(mounted, MESH)) if kind == "standard" else ocp.args.PyTreeRestore()
+    with ocp.CheckpointManager(mounted / "orbax", item_names=("items",), options=options) as manager:
+        assert manager.latest_step() == 0
+        assert manager.metadata(0).custom_metadata == {"scan_layers": True}
+        same_tree(manager.restore(0, args=ocp.args.Composite(items=args))["items"], tensors)
+
+
+def test_version_1(mounted, tensors):
+    import orbax.checkpoint.experimental.v1 as v1
+
+    same_tree(v1.load(mounted / "orbax/0"), tensors)
+    same_tree(v1.load(mounted / "orbax/0", targets(mounted, MESH), checkpointable_name="items"), tensors)
+
+
+def test_metadata(mounted, tensors):
+    metadata = ocp.StandardCheckpointer().metadata(mounted / "orbax/0/items")
+    leaves = flat(metadata.item_metadata.tree)
+    assert set(leaves) == set(tensors)
+    for name, shown in tensors.items():
+        assert (leaves[name].shape, leaves[name].dtype) == (shown.array.shape, repos.NUMPY[shown.code])
+    assert metadata.custom_metadata == {"scan_layers": True}
+
+
+@pytest.mark.parametrize("args, scanned", [((), True), (("--unscanned",), False), (("--layout", "hf"), False)])
+def test_scan_layers(shared, args, scanned):
+    mounted = shared("llama", "--mesh", MESH, *args)
+    metadata = ocp.StandardCheckpointer().metadata(mounted / "orbax/0/items")
+    assert metadata.custom_metadata["scan_layers"] is scanned
+
+
+def test_names_of_the_repository(shared, repo):
+    """Layout hf: `model.layers.0...` becomes dictionaries, with the numbers of layers as strings."""
+    mounted = shared("llama", "--mesh", MESH, "--layout", "hf")
+    tensors = {name: shown for name, shown in reference.hf(repo("llama")).items()}
+    same_tree(ocp.PyTreeCheckpointer().restore(mounted / "orbax/0/items"), tensors)
+
+
+@pytest.fixture(scope="session")
+def types_repo(base):
+    """Every type that an array can have, with a scalar, an empty tensor and a shape that nothing divides."""
+    draw = repos.Draw("types")
+    out = {code.lower(): draw(code, code, 6, 8) for code in repos.NUMPY}
+    out |= {"scalar": draw("scalar", "BF16"), "empty": repos.Tensor("F32", (0, 3), b""), "odd": draw("odd", "F32", 7, 5)}
+    return repos.write(base / "repos/types", {"model.safetensors": out}, {"model_type": "unheard_of"})
+
+
+@pytest.mark.parametrize("mesh", ["", "fsdp=2", "fsdp=4"])
+def test_every_type(own, types_repo, mesh):
+    tensors = bundle(types_repo)
+    mounted = own(types_repo.path, "--mesh", mesh)
+    same_tree(ocp.PyTreeCheckpointer().restore(mounted / "orbax/0/items"), tensors)
+    # jax has no arrays of some types; those it has come back sharded. An uneven split it would not accept.
+    named = {name: shown for name, shown in tensors.items() if name not in ("f8_e8m0",)}
+    even = lambda row: [None if i or not n or n % 2 else "x" for i, n in enumerate(row["shape"])]  # noqa: E731
+    target = targets(mounted, "x=2,y=4", even)
+    target = {name: leaf for name, leaf in target.items() if name in named}
+    found = ocp.PyTreeCheckpointer().restore(
+        mounted / "orbax/0/items", item=target, transforms={},
+        restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+    )  # fmt: skip
+    same_tree(found, named)
+
+
+def params_repo(path: Path) -> repos.Repo:
+    """A repository whose names are already those that MaxText writes: with layout hf they become its tree."""
+    draw, at = repos.Draw("params"), "params.params.decoder"
+    tensors = {
+        "params.params.token_embedder.embedding": draw("embedding", "BF16", 64, 16),
+        f"{at}.decoder_norm.scale": draw("norm", "F32", 16),
+        f"{at}.layers.mlp.wi_0.kernel": draw("wi_0", "BF16", 16, 2, 32),
+        f"{at}.layers.self_attention.query.kernel": draw("query", "BF16", 16, 2, 4, 8),
+    }
+    return repos.write(path, {"model.safetensors": tensors}, {"model_type": "unheard_of"})
+
+
+def maxtext_restore(items: Path, target: dict) -> dict:
+    """The call of MaxText's `load_params_from_path`."""
+    checkpointer = ocp.Checkpointer(
+        ocp.PyTreeCheckpointHandler(restore_concurrent_gb=96, save_concurrent_gb=96, use_ocdbt=True, use_zarr3=True)
+    )
+    restore_args = ocp.checkpoint_utils.construct_restore_args(target)
+    return checkpointer.restore(
+        items, item={"params": target}, transforms={}, restore_args={"params": restore_args}
+    )["params"]  # fmt: skip
+
+
+@pytest.fixture
+def params(own, tmp_path):
+    source = params_repo(tmp_path / "params")
+    return source, own(source.path, "--mesh", MESH, "--layout", "hf")
+
+
+def test_the_call_that_maxtext_makes(params):
+    source, mounted = params
+    target = targets(mounted, MESH)["params"]
+    # Its newer loader asks for the tree of shapes first.
+    tree = ocp.StandardCheckpointer().metadata(mounted / "orbax/0/items").item_metadata.tree["params"]["params"]
+    assert tree["decoder"]["layers"]["mlp"]["wi_0"]["kernel"].shape == (16, 2, 32)
+    found = maxtext_restore(mounted / "orbax/0/items", target)
+    same_tree({"params": found}, reference.hf(source))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_source_that_fails_is_an_error_and_never_zeros(params):
+    """That call takes a chunk that is not there for zeros: the mount must fail otherwise."""
+    source, mounted = params
+    target = targets(mounted, MESH)["params"]
+    file = source.path / "model.safetensors"
+    with open(file, "r+b") as held:
+        held.truncate(file.stat().st_size // 2)
+    with pytest.raises(Exception) as raised:
+        maxtext_restore(mounted / "orbax/0/items", target)
+    assert "Input/output error" in "".join(traceback.format_exception(raised.value))
+    del raised
+    gc.collect()  # Orbax leaves other reads of the same restore behind, which fail too
+
+
+def test_each_byte_is_fetched_once(own, repo):
+    """Restoring onto the mesh of the mount reads each byte of the bundle from the source once."""
+    mounted, tensors = own(repo("llama").path, "--mesh", MESH), bundle(repo("llama"))
+    target = targets(mounted, MESH)
+    before = fetched(mounted)
+    ocp.StandardCheckpointer().restore(mounted / "orbax/0/items", target)
+    assert fetched(mounted) - before <= 1.02 * sum(shown.array.nbytes for shown in tensors.values())
+
+
+def fetched(mounted: mounting.Mount) -> int:
+    """Bytes of sources that were read, by every path."""
+    return sum(mounted.stats()["bytes_fetched"].values())
+
+
+def test_two_processes_of_four_devices(own, repo, tmp_path):
+    """Each process opens its own chunks of split arrays, and together they fetch each byte once."""
+    mounted, tensors = own(repo("llama").path, "--mesh", MESH), bundle(repo("llama"))
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    before = fetched(mounted)
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "PYTHONPATH": str(HERE)}
+    command = [sys.executable, str(HERE / "orbax_process.py"), str(mounted.point), MESH, f"127.0.0.1:{port}"]
+    running = [subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE) for rank in "01"]
+    try:
+        out = [process.communicate(timeout=180)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0]
+    assert fetched(mounted) - before <= 1.02 * sum(shown.array.nbytes for shown in tensors.values())
+    first, second = (json.loads(text.splitlines()[-1]) for text in out)
+    assert len(first) == len(second) == 4 * len(tensors) and not first.keys() & second.keys()
+    for path, digest in (first | second).items():
+        assert hashlib.sha256((mounted / path).read_bytes()).hexdigest() == digest, path

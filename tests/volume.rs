@@ -1,0 +1,208 @@
+//! The file system without FUSE: every virtual byte against the slow reference, whatever the span.
+
+#![allow(clippy::unwrap_used, reason = "a test fails where it panics")]
+
+mod common;
+
+use std::{collections::BTreeMap, fs, sync::Arc};
+
+use ckfs::{
+    plan::{Layout, Mesh, ViewOptions},
+    read::{EngineOptions, reference},
+    tensor::DType,
+    volume::{FileSystem, Ino, NodeKind, Volume, VolumeOptions},
+};
+use common::repo;
+use proptest::prelude::*;
+
+fn options(mesh: &str) -> ViewOptions {
+    ViewOptions { mesh: Mesh::parse(mesh).unwrap(), ..ViewOptions::default() }
+}
+
+/// Bytes of a raw file by the reference evaluator, which reads source files by itself.
+fn expected(volume: &Volume, ino: Ino) -> Vec<u8> {
+    let (_, view) = volume.shard_view(ino).unwrap();
+    let checkpoint = Arc::clone(volume.engine().checkpoint());
+    let read = move |id, span: std::ops::Range<u64>| {
+        let info = checkpoint.tensor(id);
+        let bytes = fs::read(checkpoint.source().path(info.file)).map_err(Box::new)?;
+        let at = |offset: u64| usize::try_from(info.span.start() + offset).unwrap();
+        Ok(bytes[at(span.start)..at(span.end)].to_vec())
+    };
+    reference::evaluate(&view, 0..view.bytes().unwrap(), read).unwrap()
+}
+
+fn listing(volume: &Volume) -> BTreeMap<String, Ino> {
+    let mut found = Vec::new();
+    repo::files(volume, Ino::ROOT, "", &mut found);
+    found.into_iter().collect()
+}
+
+fn check_all(volume: &Volume) -> usize {
+    let files = listing(volume);
+    for (path, ino) in &files {
+        let size = volume.attr(*ino).unwrap().size_bytes;
+        let bytes = repo::read(volume, *ino, 0, usize::try_from(size).unwrap() + 100);
+        assert_eq!(bytes.len() as u64, size, "{path}");
+        if volume.shard_view(*ino).is_some() {
+            assert_eq!(bytes, expected(volume, *ino), "{path}");
+        }
+    }
+    files.len()
+}
+
+#[test]
+fn every_file_of_a_llama_is_what_the_reference_says() {
+    let dir = repo::llama(3, DType::F32);
+    let checkpoint = repo::open(dir.path());
+    for mesh in ["", "fsdp=4", "fsdp=3", "fsdp=2,tensor=2", "data=2,tensor=3"] {
+        for dtype in [None, Some(DType::BF16)] {
+            for layout in [Layout::Canonical, Layout::Hf] {
+                let options = ViewOptions { dtype, layout, ..options(mesh) };
+                let volume = repo::volume(&checkpoint, &options, VolumeOptions::default());
+                assert!(check_all(&volume) > 30);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_tree_has_the_promised_names() {
+    let dir = repo::llama(2, DType::BF16);
+    let volume = repo::volume(&repo::open(dir.path()), &options("fsdp=2,tensor=2"), VolumeOptions::default());
+    let files = listing(&volume);
+    for path in [
+        "dev3/layers/scanned/wq",
+        "dev0/layers/1/w_down",
+        "full/embed",
+        "full/final_norm",
+        "full/lm_head",
+        "full/layers/scanned/attn_norm",
+        "safetensors/dev3.safetensors",
+        "hf/config.json",
+        "hf/model-00002-of-00002.safetensors",
+        "hf/model.safetensors.index.json",
+        ".ckfs/manifest.json",
+        ".ckfs/stats.json",
+        ".ckfs/metrics",
+        ".ckfs/config.toml",
+        ".ckfs/plan.txt",
+    ] {
+        assert!(files.contains_key(path), "{path} is not among {:#?}", files.keys());
+    }
+    let link = volume.resolve("mesh/fsdp=1,tensor=0").unwrap();
+    assert_eq!(link.kind, NodeKind::Symlink);
+    assert_eq!(volume.read_link(link.ino).unwrap(), b"../dev2");
+    assert_eq!(volume.xattr(files["dev3/layers/scanned/wq"], b"user.ckfs.shape").unwrap(), b"[2,6,16]");
+    assert_eq!(volume.xattr(files["dev3/layers/scanned/wq"], b"user.ckfs.offset").unwrap(), b"[0,18,0]");
+    let spec = volume.xattr(files["dev3/layers/scanned/wq"], b"user.ckfs.spec").unwrap();
+    assert_eq!(String::from_utf8(spec).unwrap(), r#"[null,["tensor","fsdp"],null]"#);
+}
+
+#[test]
+fn parents_and_names_agree() {
+    let dir = repo::llama(2, DType::BF16);
+    let volume = repo::volume(&repo::open(dir.path()), &options("fsdp=2"), VolumeOptions::default());
+    for (path, ino) in listing(&volume) {
+        assert_eq!(volume.resolve(&path).unwrap().ino, ino);
+        let mut depth = 0;
+        let mut at = ino;
+        while at != Ino::ROOT {
+            at = volume.parent(at).unwrap();
+            depth += 1;
+        }
+        assert_eq!(depth, path.split('/').count(), "{path}");
+    }
+}
+
+#[test]
+fn safetensors_files_are_valid_and_hold_the_raw_files() {
+    let dir = repo::llama(2, DType::F32);
+    for unscanned in [false, true] {
+        let options = ViewOptions { unscanned, dtype: Some(DType::F16), ..options("fsdp=3") };
+        let volume = repo::volume(&repo::open(dir.path()), &options, VolumeOptions::default());
+        for device in 0..3 {
+            let ino = volume.resolve(&format!("safetensors/dev{device}.safetensors")).unwrap().ino;
+            let bytes = repo::read(&volume, ino, 0, 1 << 24);
+            let parsed = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+            assert_eq!(parsed.names().len(), if unscanned { 2 + 2 * 9 } else { 2 + 9 });
+            for (name, tensor) in parsed.tensors() {
+                let raw = volume.resolve(&format!("dev{device}/{}", name.replace('.', "/"))).unwrap().ino;
+                assert_eq!(tensor.data(), repo::read(&volume, raw, 0, 1 << 24), "{name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn hf_is_the_repository_itself_unless_values_change() {
+    let dir = repo::llama(2, DType::F32);
+    let checkpoint = repo::open(dir.path());
+    let plain = repo::volume(&checkpoint, &options(""), VolumeOptions::default());
+    for (path, ino) in listing(&plain).into_iter().filter(|(path, _)| path.starts_with("hf/")) {
+        let original = fs::read(dir.path().join(path.strip_prefix("hf/").unwrap())).unwrap();
+        assert_eq!(repo::read(&plain, ino, 0, 1 << 24), original, "{path}");
+    }
+    let cast = ViewOptions { dtype: Some(DType::BF16), ..options("") };
+    let cast = repo::volume(&checkpoint, &cast, VolumeOptions::default());
+    let bytes = repo::read(&cast, cast.resolve("hf/model-00001-of-00002.safetensors").unwrap().ino, 0, 1 << 24);
+    let parsed = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    assert!(parsed.tensors().iter().all(|(_, tensor)| tensor.dtype() == safetensors::Dtype::BF16));
+    let text = repo::read(&cast, cast.resolve("hf/config.json").unwrap().ino, 0, 1 << 24);
+    let config: serde_json::Value = serde_json::from_slice(&text).unwrap();
+    assert_eq!(config["torch_dtype"], "bfloat16");
+    let text = repo::read(&cast, cast.resolve("hf/model.safetensors.index.json").unwrap().ino, 0, 1 << 24);
+    let index: serde_json::Value = serde_json::from_slice(&text).unwrap();
+    assert_eq!(index["metadata"]["total_size"], 2 * (40 * 16 + 16 + 2 * (16 * (24 * 2 + 12 * 2 + 36 * 3) + 32)));
+}
+
+#[test]
+fn a_changed_source_is_an_error_and_the_rest_goes_on() {
+    let dir = repo::llama(2, DType::F32);
+    let volume = repo::volume(&repo::open(dir.path()), &options(""), VolumeOptions::default());
+    let first = dir.path().join("model-00001-of-00002.safetensors");
+    let length = fs::metadata(&first).unwrap().len();
+    let embed = volume.resolve("full/embed").unwrap().ino;
+    let open = volume.open(embed).unwrap();
+    fs::OpenOptions::new().write(true).open(&first).unwrap().set_len(length / 2).unwrap();
+    let mut replied = false;
+    assert!(volume.read(embed, open.handle, 0, 100, &mut |_| replied = true).is_err());
+    assert!(!replied);
+    assert!(volume.open(embed).is_err(), "what has changed is not opened");
+    let late = volume.resolve("full/layers/1/w_down").unwrap().ino;
+    assert_eq!(repo::read(&volume, late, 0, 1 << 20), expected(&volume, late));
+    let stats = repo::read(&volume, volume.resolve(".ckfs/stats.json").unwrap().ino, 0, 1 << 20);
+    let stats: serde_json::Value = serde_json::from_slice(&stats).unwrap();
+    assert_eq!(stats["poisoned_sources"], 1);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+
+    /// Any span is the slice of the whole, with any cache and number of workers; any split concatenates to the whole.
+    #[test]
+    fn any_span_is_a_slice_of_the_whole(
+        starts in proptest::collection::vec((0u64..40_000, 0usize..9_000), 24),
+        cache in prop_oneof![Just(0usize), Just(4096), Just(64 << 20)],
+        workers in 0usize..3,
+        dtype in prop_oneof![Just(None), Just(Some(DType::BF16)), Just(Some(DType::F64)), Just(Some(DType::F8E4M3))],
+        mesh in prop_oneof![Just("fsdp=4"), Just("fsdp=2,tensor=2"), Just("tensor=5")],
+    ) {
+        thread_local! {
+            static DIR: tempfile::TempDir = repo::llama(3, DType::F32);
+        }
+        let checkpoint = DIR.with(|dir| repo::open(dir.path()));
+        let options = ViewOptions { dtype, ..options(mesh) };
+        let engine = EngineOptions { tile_cache_bytes: cache, workers };
+        let volume = repo::volume(&checkpoint, &options, VolumeOptions { engine, ..VolumeOptions::default() });
+        for path in ["dev1/layers/scanned/wo", "dev0/layers/scanned/w_gate", "safetensors/dev2.safetensors"] {
+            let ino = volume.resolve(path).unwrap().ino;
+            let whole = repo::read(&volume, ino, 0, 1 << 24);
+            for (start, len) in &starts {
+                let from = usize::try_from(*start).unwrap().min(whole.len());
+                let part = repo::read(&volume, ino, *start, *len);
+                prop_assert_eq!(&part, &whole[from..(from + len).min(whole.len())], "{} {} {}", path, start, len);
+            }
+        }
+    }
+}
