@@ -4,7 +4,7 @@
 //! `tests/fixtures/maxtext/FAMILY/hf` is a tiny repository; `scanned.jsonl` and `unscanned.jsonl` beside it say of each leaf of
 //! the checkpoint that MaxText 0.2.5's `to_maxtext` wrote for it (bfloat16) its name, shape, dtype, the SHA-256 of its
 //! elements, and its logical axes and partition spec on the mesh `fsdp=4,tensor=2`.
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(clippy::unwrap_used, clippy::wildcard_enum_match_arm, reason = "a test fails by panicking")]
 
 use std::{
     collections::BTreeMap,
