@@ -856,3 +856,377 @@ fn vocabularies_of_published_models() {
     assert_eq!(find(&plan, "params.token_embedder.embedding").view.shape().extents(), [256_128, 48]);
     assert!(plan.params.contains(&("vocab_size".to_owned(), "256128".to_owned())));
 }
+
+// Families that only the converter's text tells of, and relatives of the others: names, shapes, and the formulas that differ.
+
+type Shapes = Vec<(String, Vec<u64>)>;
+
+fn per_layer(shapes: &mut Shapes, prefix: &str, layer: u64, rows: &[(&str, &[u64])]) {
+    shapes.extend(rows.iter().map(|(name, shape)| (format!("{prefix}.layers.{layer}.{name}"), shape.to_vec())));
+}
+
+/// Plans a generated repository and returns its leaves by name, less `params.decoder.`, with shapes.
+fn leaves_of(plan: &Plan) -> BTreeMap<&str, String> {
+    plan.tensors
+        .iter()
+        .map(|tensor| {
+            let name = tensor.name.strip_prefix("params.decoder.").unwrap_or(&tensor.name);
+            (name, tensor.view.shape().to_string())
+        })
+        .collect()
+}
+
+fn unverified(plan: &Plan) -> bool {
+    plan.warnings.iter().any(|warning| warning.contains("has not been compared"))
+}
+
+#[test]
+fn qwen3_5_regroups_projections_by_key_head() {
+    let mut config = serde_json::json!({
+        "model_type": "qwen3_5_moe",
+        "text_config": {
+            "model_type": "qwen3_5_moe_text", "hidden_size": 6, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4,
+            "num_hidden_layers": 4, "vocab_size": 9, "num_experts": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 3,
+            "linear_num_value_heads": 4, "linear_value_head_dim": 2,
+        },
+    });
+    config["tie_word_embeddings"] = false.into();
+    let prefix = "model.language_model";
+    let mut shapes: Shapes = vec![
+        (format!("{prefix}.embed_tokens.weight"), vec![9, 6]),
+        (format!("{prefix}.norm.weight"), vec![6]),
+        ("lm_head.weight".to_owned(), vec![9, 6]),
+        ("model.visual.patch_embed.proj.weight".to_owned(), vec![3]),
+        ("mtp.fc.weight".to_owned(), vec![3]),
+    ];
+    for layer in 0..4 {
+        if layer < 3 {
+            let rows: &[(&str, &[u64])] = &[
+                ("linear_attn.in_proj_qkv.weight", &[20, 6]),
+                ("linear_attn.in_proj_z.weight", &[8, 6]),
+                ("linear_attn.in_proj_b.weight", &[4, 6]),
+                ("linear_attn.in_proj_a.weight", &[4, 6]),
+                ("linear_attn.conv1d.weight", &[20, 1, 4]),
+                ("linear_attn.A_log", &[4]),
+                ("linear_attn.dt_bias", &[4]),
+                ("linear_attn.norm.weight", &[2]),
+                ("linear_attn.out_proj.weight", &[6, 8]),
+            ];
+            per_layer(&mut shapes, prefix, layer, rows);
+        } else {
+            let rows: &[(&str, &[u64])] = &[
+                ("self_attn.q_proj.weight", &[16, 6]),
+                ("self_attn.k_proj.weight", &[4, 6]),
+                ("self_attn.v_proj.weight", &[4, 6]),
+                ("self_attn.o_proj.weight", &[6, 8]),
+                ("self_attn.q_norm.weight", &[4]),
+                ("self_attn.k_norm.weight", &[4]),
+            ];
+            per_layer(&mut shapes, prefix, layer, rows);
+        }
+        let rows: &[(&str, &[u64])] = &[
+            ("input_layernorm.weight", &[6]),
+            ("post_attention_layernorm.weight", &[6]),
+            ("mlp.gate.weight", &[2, 6]),
+            ("mlp.shared_expert.gate_proj.weight", &[5, 6]),
+            ("mlp.shared_expert.up_proj.weight", &[5, 6]),
+            ("mlp.shared_expert.down_proj.weight", &[6, 5]),
+            ("mlp.shared_expert_gate.weight", &[1, 6]),
+            ("mlp.experts.gate_up_proj", &[2, 10, 6]),
+            ("mlp.experts.down_proj", &[2, 6, 5]),
+        ];
+        per_layer(&mut shapes, prefix, layer, rows);
+    }
+    let repo = Repo::new(&config, &shapes, DType::BF16);
+    let checkpoint = repo.checkpoint();
+    let plan = Plan::build(&checkpoint, &Saved::Bf16.options(true, &[])).unwrap();
+    assert!(unverified(&plan));
+    let volume = volume(&checkpoint, plan.clone(), 1 << 20);
+    let w = |layer: u64, name: &str, index: &[u64]| repo.at(&format!("{prefix}.layers.{layer}.{name}"), index);
+    compare(&volume, &plan, "params.decoder.layers.layer_1.attention.in_proj_qkvz.kernel", &[6, 1, 28], &|at| {
+        let (head, row) = (at[2] / 14, at[2] % 14);
+        let row = match row {
+            0..3 => head * 3 + row,
+            3..6 => 6 + head * 3 + row - 3,
+            6..10 => 12 + head * 4 + row - 6,
+            _ => return w(1, "linear_attn.in_proj_z.weight", &[head * 4 + row - 10, at[0]]),
+        };
+        w(1, "linear_attn.in_proj_qkv.weight", &[row, at[0]])
+    });
+    compare(&volume, &plan, "params.decoder.layers.layer_2.attention.in_proj_ba.kernel", &[6, 1, 8], &|at| {
+        let (head, row) = (at[2] / 4, at[2] % 4);
+        let name = if row < 2 { "linear_attn.in_proj_b.weight" } else { "linear_attn.in_proj_a.weight" };
+        w(2, name, &[head * 2 + row % 2, at[0]])
+    });
+    compare(&volume, &plan, "params.decoder.layers.layer_3.mlp.routed_experts.wi_1", &[2, 1, 6, 5], &|at| {
+        w(3, "mlp.experts.gate_up_proj", &[at[0], 5 + at[3], at[2]])
+    });
+    let leaves = leaves_of(&plan);
+    for (name, shape) in [
+        ("layers.layer_0.attention.conv1d.kernel", "[4, 1, 1, 20]"),
+        ("layers.layer_3.attention.attention.query.kernel", "[6, 1, 2, 8]"),
+        ("layers.layer_3.attention.attention.out.kernel", "[8, 1, 6]"),
+        ("layers.layer_0.mlp.routed_experts.wo", "[2, 1, 5, 6]"),
+        ("logits_dense.kernel", "[6, 9]"),
+    ] {
+        assert_eq!(leaves[name], shape, "{name}");
+    }
+    let unscanned = Plan::build(&checkpoint, &Saved::Bf16.options(false, &[])).unwrap();
+    assert_eq!(leaves_of(&unscanned)["layers_3.attention.attention.key.kernel"], "[6, 1, 4]");
+    assert_eq!(leaves_of(&unscanned)["layers_0.mlp.routed_experts.wi_0"], "[2, 6, 5]");
+}
+
+#[test]
+fn deepseek_with_an_indexer_and_kimi() {
+    for (model_type, indexer) in [("deepseek_v32", true), ("deepseek_v3", false), ("kimi_k2", false)] {
+        let config = serde_json::json!({
+            "model_type": model_type, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 3, "q_lora_rank": 5,
+            "first_k_dense_replace": 1, "n_routed_experts": 2, "vocab_size": 9, "index_n_heads": 3, "tie_word_embeddings": false,
+            "num_nextn_predict_layers": 1,
+        });
+        let mut shapes: Shapes = vec![
+            ("model.embed_tokens.weight".to_owned(), vec![9, 8]),
+            ("model.norm.weight".to_owned(), vec![8]),
+            ("lm_head.weight".to_owned(), vec![9, 8]),
+            ("model.layers.3.eh_proj.weight".to_owned(), vec![8, 16]),
+        ];
+        for layer in 0..3 {
+            let rows: &[(&str, &[u64])] = &[
+                ("input_layernorm.weight", &[8]),
+                ("post_attention_layernorm.weight", &[8]),
+                ("self_attn.q_a_proj.weight", &[5, 8]),
+                ("self_attn.q_a_layernorm.weight", &[5]),
+                ("self_attn.q_b_proj.weight", &[12, 5]),
+                ("self_attn.kv_a_proj_with_mqa.weight", &[6, 8]),
+                ("self_attn.kv_a_layernorm.weight", &[4]),
+                ("self_attn.kv_b_proj.weight", &[14, 4]),
+                ("self_attn.o_proj.weight", &[8, 6]),
+            ];
+            per_layer(&mut shapes, "model", layer, rows);
+            if indexer {
+                let rows: &[(&str, &[u64])] = &[
+                    ("self_attn.indexer.wk.weight", &[4, 8]),
+                    ("self_attn.indexer.wq_b.weight", &[12, 5]),
+                    ("self_attn.indexer.weights_proj.weight", &[3, 8]),
+                    ("self_attn.indexer.k_norm.weight", &[4]),
+                    ("self_attn.indexer.k_norm.bias", &[4]),
+                ];
+                per_layer(&mut shapes, "model", layer, rows);
+            }
+            let projections = |name: &str| {
+                ["gate", "up", "down"].map(|part| {
+                    let shape = if part == "down" { vec![8, 3] } else { vec![3, 8] };
+                    (format!("model.layers.{layer}.mlp.{name}{part}_proj.weight"), shape)
+                })
+            };
+            if layer == 0 {
+                shapes.extend(projections(""));
+            } else {
+                let rows: &[(&str, &[u64])] =
+                    &[("mlp.gate.weight", &[2, 8]), ("mlp.gate.e_score_correction_bias", &[2])];
+                per_layer(&mut shapes, "model", layer, rows);
+                for name in ["shared_experts.", "experts.0.", "experts.1."] {
+                    shapes.extend(projections(name));
+                }
+            }
+        }
+        let repo = Repo::new(&config, &shapes, DType::BF16);
+        let plan = Plan::build(&repo.checkpoint(), &Saved::Bf16.options(true, &[])).unwrap();
+        assert_eq!(unverified(&plan), indexer, "{model_type}");
+        let leaves = leaves_of(&plan);
+        let mut rows = vec![
+            ("moe_layers.self_attention.wq_b.kernel", "[5, 2, 2, 6]"),
+            ("dense_layers.self_attention.wkv_b.kernel", "[4, 1, 2, 7]"),
+            ("moe_layers.DeepSeekMoeBlock_0.MoeBlock_0.wi_0", "[2, 2, 8, 3]"),
+            ("MoEBiasVar.decoder.moe_layers.DeepSeekMoeBlock_0.MoeBlock_0.gate.bias", "[2, 2]"),
+        ];
+        if indexer {
+            rows.push(("moe_layers.self_attention.indexer.wq_b.kernel", "[5, 2, 3, 4]"));
+            rows.push(("dense_layers.self_attention.indexer.k_norm.bias", "[4, 1]"));
+            rows.push(("dense_layers.self_attention.indexer.weights_proj.kernel", "[8, 1, 3]"));
+        }
+        for (name, shape) in rows {
+            assert_eq!(leaves[name], shape, "{model_type} {name}");
+        }
+    }
+}
+
+#[test]
+fn gemma4_with_a_mixture_of_experts() {
+    let config = serde_json::json!({
+        "model_type": "gemma4",
+        "text_config": {
+            "model_type": "gemma4_text", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 6, "vocab_size": 9,
+            "attention_k_eq_v": true, "num_experts": 2,
+        },
+    });
+    let prefix = "model.language_model";
+    let mut shapes: Shapes =
+        vec![(format!("{prefix}.embed_tokens.weight"), vec![9, 8]), (format!("{prefix}.norm.weight"), vec![8])];
+    for layer in 0..6 {
+        let d = if layer == 5 { 4 } else { 2 };
+        let rows: &[(&str, &[u64])] = &[
+            ("self_attn.q_proj.weight", &[2 * d, 8]),
+            ("self_attn.k_proj.weight", &[d, 8]),
+            ("self_attn.o_proj.weight", &[8, 2 * d]),
+            ("self_attn.q_norm.weight", &[d]),
+            ("self_attn.k_norm.weight", &[d]),
+            ("input_layernorm.weight", &[8]),
+            ("post_attention_layernorm.weight", &[8]),
+            ("pre_feedforward_layernorm.weight", &[8]),
+            ("post_feedforward_layernorm.weight", &[8]),
+            ("pre_feedforward_layernorm_2.weight", &[8]),
+            ("post_feedforward_layernorm_1.weight", &[8]),
+            ("post_feedforward_layernorm_2.weight", &[8]),
+            ("layer_scalar", &[1]),
+            ("router.scale", &[8]),
+            ("router.proj.weight", &[2, 8]),
+            ("router.per_expert_scale", &[2]),
+            ("experts.gate_up_proj", &[2, 6, 8]),
+            ("experts.down_proj", &[2, 8, 3]),
+            ("mlp.gate_proj.weight", &[5, 8]),
+            ("mlp.up_proj.weight", &[5, 8]),
+            ("mlp.down_proj.weight", &[8, 5]),
+        ];
+        per_layer(&mut shapes, prefix, layer, rows);
+        if layer < 5 {
+            per_layer(&mut shapes, prefix, layer, &[("self_attn.v_proj.weight", &[d, 8])]);
+        }
+    }
+    let repo = Repo::new(&config, &shapes, DType::BF16);
+    let checkpoint = repo.checkpoint();
+    let plan = Plan::build(&checkpoint, &Saved::Bf16.options(true, &[])).unwrap();
+    assert!(unverified(&plan));
+    let volume = volume(&checkpoint, plan.clone(), 1 << 20);
+    let name = "params.decoder.scanned_blocks.local_layers.mlp.moe_block.MoeBlock_0.wi_1";
+    compare(&volume, &plan, name, &[2, 1, 5, 8, 3], &|at| {
+        repo.at(&format!("{prefix}.layers.{}.experts.gate_up_proj", at[2]), &[at[0], 3 + at[4], at[3]])
+    });
+    let leaves = leaves_of(&plan);
+    for (name, shape) in [
+        ("scanned_blocks.global_layer.mlp.moe_block.MoeBlock_0.gate.kernel", "[8, 1, 2]"),
+        ("scanned_blocks.global_layer.mlp.moe_block.MoeBlock_0.per_expert_scale", "[2, 1]"),
+        ("scanned_blocks.global_layer.mlp.moe_block.shared_experts.wo.kernel", "[5, 1, 8]"),
+        ("scanned_blocks.global_layer.self_attention.query.kernel", "[8, 1, 2, 4]"),
+        ("scanned_blocks.local_layers.self_attention.value.kernel", "[8, 1, 5, 1, 2]"),
+    ] {
+        assert_eq!(leaves[name], shape, "{name}");
+    }
+    assert!(!leaves.contains_key("scanned_blocks.global_layer.self_attention.value.kernel"));
+}
+
+#[test]
+fn qwen3_vl_keeps_the_text_model_and_splits_its_experts() {
+    let config = serde_json::json!({
+        "model_type": "qwen3_vl_moe",
+        "text_config": {
+            "model_type": "qwen3_vl_moe_text", "hidden_size": 8, "num_attention_heads": 2, "head_dim": 4, "num_hidden_layers": 2,
+            "vocab_size": 9, "num_experts": 2,
+        },
+        "tie_word_embeddings": false,
+    });
+    let prefix = "model.language_model";
+    let mut shapes: Shapes = vec![
+        (format!("{prefix}.embed_tokens.weight"), vec![9, 8]),
+        (format!("{prefix}.norm.weight"), vec![8]),
+        ("lm_head.weight".to_owned(), vec![9, 8]),
+        ("model.visual.patch_embed.proj.weight".to_owned(), vec![3, 2, 2, 2, 2]),
+    ];
+    for layer in 0..2 {
+        let rows: &[(&str, &[u64])] = &[
+            ("self_attn.q_proj.weight", &[8, 8]),
+            ("self_attn.k_proj.weight", &[4, 8]),
+            ("self_attn.v_proj.weight", &[4, 8]),
+            ("self_attn.o_proj.weight", &[8, 8]),
+            ("self_attn.q_norm.weight", &[4]),
+            ("self_attn.k_norm.weight", &[4]),
+            ("input_layernorm.weight", &[8]),
+            ("post_attention_layernorm.weight", &[8]),
+            ("mlp.gate.weight", &[2, 8]),
+            ("mlp.experts.gate_up_proj", &[2, 8, 6]),
+            ("mlp.experts.down_proj", &[2, 3, 8]),
+        ];
+        per_layer(&mut shapes, prefix, layer, rows);
+    }
+    let repo = Repo::new(&config, &shapes, DType::BF16);
+    let checkpoint = repo.checkpoint();
+    let plan = Plan::build(&checkpoint, &Saved::Bf16.options(true, &[])).unwrap();
+    assert!(unverified(&plan));
+    let volume = volume(&checkpoint, plan.clone(), 1 << 20);
+    compare(&volume, &plan, "params.decoder.layers.moe_block.wi_1", &[2, 2, 8, 3], &|at| {
+        repo.at(&format!("{prefix}.layers.{}.mlp.experts.gate_up_proj", at[1]), &[at[0], at[2], 3 + at[3]])
+    });
+    compare(&volume, &plan, "params.decoder.layers.moe_block.wo", &[2, 2, 3, 8], &|at| {
+        repo.at(&format!("{prefix}.layers.{}.mlp.experts.down_proj", at[1]), &[at[0], at[2], at[3]])
+    });
+}
+
+#[test]
+fn gemma3_with_its_vision_tower() {
+    let checkpoint = open(&fixture("gemma3").join("hf"));
+    let mut options = options(true, "", &Value::Null);
+    options.set.insert("multimodal".to_owned(), "true".to_owned());
+    let plan = Plan::build(&checkpoint, &options).unwrap();
+    assert!(unverified(&plan));
+    let leaves = leaves_of(&plan);
+    let encoder = "params.vision_encoder.Gemma3VisionEncoderLayer_0";
+    for (name, shape) in [
+        ("embedding.kernel", "[14, 14, 3, 32]"),
+        ("pos_embedding", "[1, 4, 32]"),
+        ("Transformer.encoderblock_1.MultiHeadDotProductAttention_0.query.kernel", "[32, 4, 8]"),
+        ("Transformer.encoderblock_1.MultiHeadDotProductAttention_0.out.kernel", "[4, 8, 32]"),
+        ("Transformer.encoderblock_0.MlpBlockViT_0.Dense_0.kernel", "[32, 56]"),
+    ] {
+        assert_eq!(leaves[format!("{encoder}.{name}").as_str()], shape, "{name}");
+    }
+    assert_eq!(leaves["params.vision_encoder.VisionEmbedder_0.mm_input_projection.w"], "[32, 48]");
+}
+
+/// Mistral is Mixtral without experts, and the parts of a model that is more than a text model are found by other prefixes.
+#[test]
+fn relatives_are_converted_alike() {
+    let (mut config, shapes) = llama(4, 2, 6, 10, 7, 11, 2);
+    config["model_type"] = "mistral".into();
+    let repo = Repo::new(&config, &shapes, DType::BF16);
+    let checkpoint = repo.checkpoint();
+    let plan = Plan::build(&checkpoint, &Saved::Bf16.options(true, &[])).unwrap();
+    let mistral = volume(&checkpoint, plan.clone(), 1 << 20);
+    #[allow(clippy::cast_possible_truncation, reason = "what numpy does")]
+    let scale = (1.0 / 6f64.sqrt()) as f32;
+    let query = "params.decoder.layers.self_attention.query.kernel";
+    compare(&mistral, &plan, query, &[10, 2, 4, 6], &|at| {
+        let name = format!("model.layers.{}.self_attn.q_proj.weight", at[1]);
+        Saved::Bf16.round(repo.at(&name, &[at[2] * 6 + at[3], at[0]]) * scale)
+    });
+    assert_eq!(leaves_of(&plan)["layers.mlp.wi_0.kernel"], "[10, 2, 7]");
+    // The same under the prefix of a model with vision, tied, with frequencies that old converters left.
+    let text = config.clone();
+    let config = serde_json::json!({"model_type": "mistral3", "text_config": text, "tie_word_embeddings": true});
+    let mut config = config;
+    config["text_config"]["tie_word_embeddings"] = true.into();
+    let mut renamed: Shapes = shapes
+        .iter()
+        .filter(|(name, _)| name != "lm_head.weight")
+        .map(|(name, shape)| (name.replacen("model.", "language_model.model.", 1), shape.clone()))
+        .collect();
+    renamed.push(("language_model.model.layers.0.self_attn.rotary_emb.inv_freq".to_owned(), vec![3]));
+    let other = Repo::new(&config, &renamed, DType::BF16);
+    let plan = Plan::build(&other.checkpoint(), &Saved::Bf16.options(true, &[])).unwrap();
+    assert!(!leaves_of(&plan).contains_key("logits_dense.kernel"));
+    assert_eq!(plan.tensors.len(), 2 + 9);
+}
+
+/// Query and key of models whose rotary embedding is kept in halves.
+#[test]
+fn llama_with_rotary_embedding_in_halves() {
+    let (config, shapes) = llama(2, 1, 4, 6, 5, 7, 1);
+    let repo = Repo::new(&config, &shapes, DType::BF16);
+    let checkpoint = repo.checkpoint();
+    let plan = Plan::build(&checkpoint, &Saved::Bf16.options(false, &[("rope", "halves")])).unwrap();
+    let volume = volume(&checkpoint, plan.clone(), 1 << 20);
+    compare(&volume, &plan, "params.decoder.layers_0.self_attention.key.kernel", &[6, 1, 4], &|at| {
+        repo.at("model.layers.0.self_attn.k_proj.weight", &[at[2], at[0]])
+    });
+    let error = Plan::build(&checkpoint, &Saved::Bf16.options(false, &[("rope", "half")])).unwrap_err().to_string();
+    assert!(error.ends_with("rope: expected interleaved or halves"), "{error}");
+}

@@ -49,6 +49,7 @@
 //!   names expressions over those numbers for its leaves.
 //! * `when` is a condition, `optional = true` leaves a leaf out where the repository has none of its sources,
 //!   `dtype = "keep"` (or a type) holds for one leaf against the layout's.
+//! * `[[check]]` with `that` and `say` refuses a repository, or parameters, for which the condition does not hold.
 //! * `tp` and `experts` number the axes of a leaf, before stacking, that tensor and expert parallelism split under
 //!   `--shard auto`.
 //! * `logical = true` makes the logical rules the default way to shard, `rules = "maxtext"` begins them with MaxText's, and each
@@ -135,6 +136,13 @@ pub(super) enum Keep {
     As(DType),
 }
 
+/// A condition that must hold, and what to say if it does not.
+#[derive(Clone, Debug)]
+pub(super) struct Check {
+    pub that: Placed<Expr>,
+    pub say: String,
+}
+
 /// A layout file, read and checked.
 #[derive(Clone, Debug)]
 pub struct LayoutFile {
@@ -153,6 +161,7 @@ pub struct LayoutFile {
     vars: BTreeMap<String, Placed<Expr>>,
     aliases: Vec<(String, Vec<String>)>,
     ignores: Vec<Ignore>,
+    checks: Vec<Check>,
     leaves: Vec<Leaf>,
     groups: BTreeMap<String, Vec<Leaf>>,
     places: Vec<Place>,

@@ -12,7 +12,7 @@ use super::{
         logical::{LogicalRule, LogicalRules},
         problem::{PlanError, Problem},
     },
-    Each, Ignore, Keep, LayoutFile, Leaf, Place, Placed, Stack,
+    Check, Each, Ignore, Keep, LayoutFile, Leaf, Place, Placed, Stack,
 };
 use crate::tensor::DType;
 
@@ -47,6 +47,8 @@ struct RawFile {
     #[serde(default)]
     ignore: Vec<RawIgnore>,
     #[serde(default)]
+    check: Vec<RawCheck>,
+    #[serde(default)]
     leaf: Vec<RawLeaf>,
     #[serde(default)]
     group: BTreeMap<String, Vec<RawLeaf>>,
@@ -61,6 +63,13 @@ struct RawFile {
 struct RawAlias {
     name: String,
     on_disk: Vec<String>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawCheck {
+    that: Text,
+    say: String,
 }
 
 #[derive(Debug, Deserialize)]
@@ -320,6 +329,10 @@ impl LayoutFile {
             Some(Ignore { names: reader.template(&ignore.names)?, when, each: reader.each(&ignore.each) })
         });
         let ignores = ignores.collect();
+        let mut checks = Vec::new();
+        for check in &raw.check {
+            checks.extend(reader.expr(&check.that).map(|that| Check { that, say: check.say.clone() }));
+        }
         let mut rules = LogicalRules::default();
         if let Some(base) = &raw.rules {
             if base.get_ref() == "maxtext" {
@@ -356,6 +369,7 @@ impl LayoutFile {
             vars,
             aliases: raw.alias.into_iter().map(|alias| (alias.name, alias.on_disk)).collect(),
             ignores,
+            checks,
             leaves,
             groups,
             places,
@@ -377,6 +391,9 @@ impl LayoutFile {
         };
         for definition in self.params.values().chain(self.vars.values()) {
             check(definition.line, &[], &|visit| definition.it.for_each_name(visit));
+        }
+        for Check { that, .. } in &self.checks {
+            check(that.line, &[], &|visit| that.it.for_each_name(visit));
         }
         for ignore in &self.ignores {
             let locals: Vec<&str> = ignore.each.iter().map(|(var, _)| var.as_ref()).collect();

@@ -71,6 +71,9 @@ impl LayoutFile {
             warnings: Vec::new(),
         };
         if resolver.problems.is_empty() {
+            resolver.check();
+        }
+        if resolver.problems.is_empty() {
             resolver.run();
         }
         let params = self.params.keys().map(|name| {
@@ -248,7 +251,24 @@ impl<'a> Resolver<'a> {
                 }
             }
         }
-        self.unexpected();
+        // Rules that failed have used nothing: what they leave over is not unexpected.
+        if !self.problems.iter().any(|problem| matches!(problem, Problem::Layout { .. })) {
+            self.unexpected();
+        }
+    }
+
+    fn check(&mut self) {
+        for check in &self.scope.file.checks {
+            let holds = self.eval(&check.that, &[], |expr, names| Ok(Value::Bool(expr.eval(names)?.bool("check")?)));
+            if matches!(holds, Some(Value::Bool(false))) {
+                self.add(Problem::Layout {
+                    file: self.scope.file.label.clone(),
+                    line: check.that.line,
+                    target: String::new(),
+                    reason: check.say.clone(),
+                });
+            }
+        }
     }
 
     fn eval<T>(
