@@ -1,5 +1,7 @@
 //! The file system without FUSE: every virtual byte against the slow reference, whatever the span.
 
+#![allow(clippy::unwrap_used, reason = "a test fails where it panics")]
+
 mod common;
 
 use std::{collections::BTreeMap, fs, sync::Arc};

@@ -280,7 +280,9 @@ fn settle_collisions(checkpoint: &Checkpoint, named: &mut [Named]) {
         }
     }
     let mut count: HashMap<String, u32> = HashMap::with_capacity(named.len());
-    named.iter().for_each(|n| *count.entry(n.unscanned()).or_default() += 1);
+    for n in named.iter() {
+        *count.entry(n.unscanned()).or_default() += 1;
+    }
     for n in named.iter_mut().filter(|n| n.part.is_none()) {
         if count.get(&n.unscanned()).is_some_and(|count| *count > 1) {
             (n.prefix, n.layer, n.expert) = (String::new(), None, None);

@@ -158,8 +158,8 @@ impl Family {
     /// What the family says of a layer's tensor, by its name in the layer without the final word; `*` stands for an
     /// expert's number. `has` tells whether the layers have tensors of another stem.
     pub fn layer(&self, stem: &str, has: &dyn Fn(&str) -> bool) -> Option<&Role> {
-        let special = self.layer_if.iter().filter(|(condition, _)| has(condition));
-        special.filter_map(|(_, roles)| roles.get(stem)).next().or_else(|| self.layer.get(stem))
+        let mut special = self.layer_if.iter().filter(|(condition, _)| has(condition));
+        special.find_map(|(_, roles)| roles.get(stem)).or_else(|| self.layer.get(stem))
     }
 }
 

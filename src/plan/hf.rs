@@ -139,10 +139,8 @@ fn truthful_config(config: &Value, checkpoint: &Checkpoint, values: &Values<'_>)
     let nested = checkpoint.dialect().text_config.clone();
     let had_dtype = config.get("dtype").is_some();
     let rewrite = |members: &mut serde_json::Map<String, Value>, top: bool| {
-        if top || members.contains_key("torch_dtype") {
-            if !had_dtype || members.contains_key("torch_dtype") {
-                members.insert("torch_dtype".to_owned(), json!(name));
-            }
+        if members.contains_key("torch_dtype") || (top && !had_dtype) {
+            members.insert("torch_dtype".to_owned(), json!(name));
         }
         if members.contains_key("dtype") {
             members.insert("dtype".to_owned(), json!(name));

@@ -7,6 +7,7 @@
 //! What it deliberately does not do: lay out files (that is `image`) or know about the mount's tree (that is `volume`).
 
 mod canonical;
+pub mod config;
 pub mod draft;
 pub mod family;
 pub mod hf;
@@ -14,12 +15,14 @@ pub mod mesh;
 mod naming;
 pub mod pattern;
 pub mod problem;
+pub mod report;
 pub mod shard;
 pub mod spec;
 pub mod values;
 
 use std::{collections::HashMap, sync::Arc};
 
+pub use config::{Config, ConfigError};
 pub use draft::{Bundled, Draft, Roles};
 pub use family::Family;
 pub use hf::{HfContent, HfFile};
@@ -201,7 +204,8 @@ impl Plan {
             if let (true, Some((axis, _, parts))) = (options.even, spec.uneven(shape, &self.mesh)) {
                 problems.push(Problem::Uneven { name: draft.name.clone(), axis, shape: shape.clone(), parts });
             }
-            if let Err(error) = check_tiling(&draft.view) {
+            let checked = check_tiling(&draft.view).and_then(|()| self.check_shards(&draft.view, &spec));
+            if let Err(error) = checked {
                 problems.push(Problem::Tiling { name: draft.name.clone(), error });
             }
             let index = *known.entry(spec.clone()).or_insert_with(|| {
@@ -223,6 +227,17 @@ impl Plan {
             let path = pair[0].name.clone();
             problems.push(Problem::Collision { first: path.clone(), second: path.clone(), path });
         }
+    }
+
+    /// Checks that no shard of a type narrower than a byte cuts one.
+    fn check_shards(&self, view: &View, spec: &Spec) -> Result<(), TilingError> {
+        if view.dtype().unit().elements == 1 || spec.is_replicated() {
+            return Ok(());
+        }
+        self.devices.iter().try_for_each(|device| {
+            let region = spec.region(view.shape(), &self.mesh, &self.mesh.coordinates(*device));
+            view.region(&region).map_or(Ok(()), |shard| shard.lower().map(drop))
+        })
     }
 
     /// How a tensor is split.
@@ -393,8 +408,8 @@ fn check_tiling(view: &View) -> Result<(), TilingError> {
 /// Most missing layers of one family that are listed.
 const MISSING_MAX: usize = 1000;
 
-/// Finds layers that are not there: gaps in a family of layers, and in a known model's the layers that its configuration
-/// counts beyond the last.
+/// Finds layers that are not there. Where a known model's configuration counts its layers, a missing one is a problem;
+/// a gap elsewhere (part of a repository, an adapter) is only worth a warning.
 fn missing_layers(
     checkpoint: &Checkpoint,
     known: Option<&Family>,
@@ -417,7 +432,7 @@ fn missing_layers(
             checkpoint.tensors().filter_map(|(_, info)| number(info.name.strip_prefix(&stem)?)).collect();
         for layer in (0..count).filter(|layer| !present.contains(layer)).take(MISSING_MAX) {
             let problem = Problem::MissingLayer { family: name.clone(), layer, count };
-            if allow { warnings.push(problem.to_string()) } else { problems.push(problem) }
+            if allow || layer >= declared { warnings.push(problem.to_string()) } else { problems.push(problem) }
         }
     }
 }

@@ -189,7 +189,9 @@ impl Lowering {
 
     fn pad(&mut self, view: &View, of: &View, axis: usize, before: u64, after: u64) -> Result<Vec<Part>, TilingError> {
         let mut all = self.parts(of)?;
-        all.iter_mut().for_each(|part| part.origin[axis] += before);
+        for part in &mut all {
+            part.origin[axis] += before;
+        }
         let zero = Element::zero(view.dtype());
         let chain = self.chain(Chain { source: view.dtype(), steps: Vec::new(), dtype: view.dtype() });
         let inner = of.shape().extents()[axis];
@@ -209,7 +211,7 @@ impl Lowering {
     fn finish(self, shape: &Shape, dtype: DType, parts: Vec<Part>) -> Result<Tiling, TilingError> {
         let unit = dtype.unit();
         let split = || TilingError::SplitsUnit { dtype, elements: unit.elements, bytes: unit.bytes };
-        if shape.elements() % unit.elements != 0 {
+        if !shape.elements().is_multiple_of(unit.elements) {
             return Err(split());
         }
         let decoders: Vec<Decoder> = self
@@ -278,7 +280,7 @@ fn linear(part: &Part, strides: &[u64]) -> (u64, Loops) {
 /// Divides everything by the elements of a unit, or `None` if something does not divide.
 fn to_units(elements: u64, start: &mut u64, loops: &mut Loops, base: Base) -> Option<Base> {
     let divide = |n: &mut u64| {
-        let whole = *n % elements == 0;
+        let whole = n.is_multiple_of(elements);
         *n /= elements;
         whole
     };

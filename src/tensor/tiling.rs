@@ -9,7 +9,7 @@
 //!
 //! with the loops sorted by target stride and *nested*: each `tj` exceeds the reach `sum (ni - 1)*ti` of the finer loops.
 //! Pieces are disjoint and cover the target. Because target positions are linear, a reshape changes nothing at all and a
-//! permutation of rows inside an axis (RoPE halves to pairs, interleaved gates) is one more loop rather than thousands of
+//! permutation of rows inside an axis (`RoPE` halves to pairs, interleaved gates) is one more loop rather than thousands of
 //! boxes.
 //!
 //! A *unit* is one element, or for types narrower than a byte the smallest group of elements that fills whole bytes.
@@ -172,7 +172,7 @@ pub(super) fn cut(start: u64, moved: u64, loops: &[Loop], low: u64, high: u64, e
 /// Sorts loops by falling target stride, drops those of extent 1, and merges neighbours that step alike on both sides.
 pub(super) fn normalize(loops: &mut Loops) {
     loops.retain(|l| l.extent != 1);
-    loops.sort_by(|a, b| b.target_stride.cmp(&a.target_stride));
+    loops.sort_by_key(|l| std::cmp::Reverse(l.target_stride));
     let mut merged = Loops::new();
     for l in loops.iter().rev() {
         match merged.last_mut() {

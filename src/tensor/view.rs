@@ -376,6 +376,7 @@ impl View {
     }
 
     /// All axes in reverse order, numpy's `x.T`.
+    #[must_use]
     pub fn reverse_axes(&self) -> Self {
         let axes: Vec<usize> = (0..self.shape().rank()).rev().collect();
         self.transpose(&axes).unwrap_or_else(|_| self.clone())

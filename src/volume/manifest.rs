@@ -47,7 +47,7 @@ pub(super) fn write(checkpoint: &Checkpoint, plan: &Plan, out: &mut dyn Write) -
         "source": checkpoint.label(),
         "layout": plan.layout.name(),
         "family": plan.family,
-        "dtype": plan.dtype.map(|dtype| dtype.code()),
+        "dtype": plan.dtype.map(crate::tensor::DType::code),
         "mesh": mesh,
         "devices": devices,
     });

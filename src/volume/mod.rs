@@ -104,6 +104,10 @@ pub enum FsError {
     /// The node has no such extended attribute.
     #[error("no such attribute")]
     NoAttribute,
+    /// Attributes of that kind are not kept at all. `ls -l` asks every file for a security label and an access list, at
+    /// two requests each, until it is told this once.
+    #[error("operation not supported")]
+    Unsupported,
     /// The call makes no sense for this node.
     #[error("invalid argument")]
     Invalid,
@@ -121,6 +125,7 @@ impl FsError {
             Self::IsDirectory => libc::EISDIR,
             Self::ReadOnly => libc::EROFS,
             Self::NoAttribute => libc::ENODATA,
+            Self::Unsupported => libc::EOPNOTSUPP,
             Self::Invalid => libc::EINVAL,
             Self::Io => libc::EIO,
         }
@@ -202,7 +207,7 @@ pub trait FileSystem: Send + Sync + 'static {
     /// Value of an extended attribute.
     ///
     /// # Errors
-    /// [`FsError::NoAttribute`].
+    /// [`FsError::NoAttribute`], or [`FsError::Unsupported`] outside the namespace `user.`.
     fn xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError>;
 
     /// Names of a node's extended attributes.

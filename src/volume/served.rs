@@ -1,7 +1,7 @@
 //! The volume: a checkpoint's views as a file system.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     fmt,
     ops::ControlFlow,
     sync::{
@@ -86,6 +86,8 @@ pub struct Volume {
     metrics: Metrics,
     next_handle: AtomicU64,
     open: RwLock<HashMap<u64, Open>>,
+    /// Source files that the kernel may be reading by itself.
+    lent_whole: Mutex<BTreeSet<FileId>>,
     remembered: Mutex<Remembered>,
 }
 
@@ -140,6 +142,7 @@ impl Volume {
             metrics: Metrics::default(),
             next_handle: AtomicU64::new(1),
             open: RwLock::default(),
+            lent_whole: Mutex::default(),
             remembered: Mutex::new(Remembered { files: LruCache::unbounded(), segments: 0 }),
         })
     }
@@ -338,6 +341,16 @@ impl Volume {
         entries.iter().find(|(_, ino)| *ino == child).map(|(name, _)| &**name)
     }
 
+    /// Checks the source files that the kernel may be reading by itself, so that a change to one is logged and counted
+    /// although no read passes here. To be called every few seconds.
+    pub fn watch(&self) {
+        let files = self.lent_whole.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        for file in files {
+            // The source logs and counts what changed.
+            drop(self.engine.check_original(file));
+        }
+    }
+
     /// Whether a file's content is taken anew at each open.
     fn is_live(&self, ino: Ino) -> bool {
         let place = self.tree.place(ino);
@@ -419,8 +432,8 @@ fn plant_view(directory: &mut Seedling, index: u32, files: &ViewFiles, problems:
     }
     for (number, file) in plan.hf.iter().enumerate() {
         let (parents, name) = file.path.rsplit_once('/').unwrap_or(("", &file.path));
-        let parents = std::iter::once("hf").chain(parents.split('/').filter(|parent| !parent.is_empty()));
-        let parent = parents.fold(Some(&mut *directory), |at, parent| at.and_then(|at| at.directory(parent)));
+        let mut parents = std::iter::once("hf").chain(parents.split('/').filter(|parent| !parent.is_empty()));
+        let parent = parents.try_fold(&mut *directory, |at, parent| at.directory(parent));
         if !parent.is_some_and(|parent| parent.file(name, made(Made::Hf(number)))) {
             let reason = "the name is taken by another file".to_owned();
             problems.push(Problem::Hf { path: file.path.clone(), reason });
@@ -570,7 +583,11 @@ impl FileSystem for Volume {
         self.check(&open)?;
         let access = match &open {
             Open::Original(file) => {
-                self.engine.checkpoint().source().backing(*file).map_or(Access::Cached, Access::Passthrough)
+                let backing = self.engine.checkpoint().source().backing(*file);
+                if backing.is_some() {
+                    self.lent_whole.lock().unwrap_or_else(PoisonError::into_inner).insert(*file);
+                }
+                backing.map_or(Access::Cached, Access::Passthrough)
             }
             Open::Bytes(_) if self.is_live(ino) => Access::Direct,
             Open::Bytes(_) | Open::Image(_) => Access::Cached,
@@ -605,6 +622,9 @@ impl FileSystem for Volume {
     }
 
     fn xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError> {
+        if !name.starts_with(b"user.") {
+            return Err(FsError::Unsupported);
+        }
         let Place::Named(block, names, node) = self.tree.place(ino).ok_or(FsError::NotFound)? else {
             return Err(FsError::NoAttribute);
         };

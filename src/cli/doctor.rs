@@ -1,0 +1,311 @@
+//! `ckfs doctor`: what this host allows.
+
+use std::{
+    env, fs,
+    os::unix::fs::{FileTypeExt, PermissionsExt},
+    path::{Path, PathBuf},
+    thread,
+};
+
+use anyhow::anyhow;
+use clap::Args;
+use nix::unistd::geteuid;
+use serde_json::{Value, json};
+
+use super::{
+    open, output,
+    status::{Health, probe},
+};
+use crate::{fuse::ckfs_mounts, plan::report::human_bytes};
+
+/// Checks what this host allows, and says what to do where it falls short.
+///
+/// Looks at the kernel, /dev/fuse, rights, limits and memory; changes nothing. Fails if something keeps ckfs from mounting.
+#[derive(Debug, Args)]
+#[command(after_long_help = "\
+Examples:
+  ckfs doctor
+  ckfs doctor --json | jq '.checks[] | select(.state != \"ok\")'")]
+pub(super) struct Doctor {
+    /// Prints JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Ok,
+    Warn,
+    Fail,
+}
+
+impl State {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Warn => "warn",
+            Self::Fail => "fail",
+        }
+    }
+}
+
+/// One thing that was looked at.
+#[derive(Debug)]
+struct Check {
+    name: &'static str,
+    state: State,
+    found: String,
+    /// What to do about it; empty if nothing.
+    advice: String,
+}
+
+fn check(name: &'static str, state: State, found: impl Into<String>, advice: &str) -> Check {
+    let advice = if state == State::Ok { String::new() } else { advice.to_owned() };
+    Check { name, state, found: found.into(), advice }
+}
+
+/// Major and minor number of a kernel's release.
+fn kernel_version(release: &str) -> Option<(u32, u32)> {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|part| part.parse().ok());
+    Some((numbers.next()??, numbers.next()??))
+}
+
+fn release() -> String {
+    fs::read_to_string("/proc/sys/kernel/osrelease")
+        .map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned())
+}
+
+fn kernel() -> Check {
+    let release = release();
+    let (state, advice) = match kernel_version(&release) {
+        Some(version) if version >= (5, 4) => (State::Ok, ""),
+        Some(_) => (State::Warn, "use Linux 5.4 or newer; older kernels are not tested"),
+        None => (State::Warn, "the version of the kernel could not be read"),
+    };
+    check("kernel", state, format!("Linux {release}"), advice)
+}
+
+/// Whether this process could mount, as far as the device tells.
+pub(super) fn device_problem() -> Option<String> {
+    let path = Path::new("/dev/fuse");
+    match fs::metadata(path) {
+        Err(error) => Some(format!("/dev/fuse: {error}")),
+        Ok(metadata) if !metadata.file_type().is_char_device() => Some("/dev/fuse: not a device".to_owned()),
+        Ok(_) => fs::File::options().read(true).write(true).open(path).err().map(|error| format!("/dev/fuse: {error}")),
+    }
+}
+
+fn device() -> Check {
+    let mode = fs::metadata("/dev/fuse").map_or(0, |metadata| metadata.permissions().mode() & 0o7777);
+    match device_problem() {
+        None => check("/dev/fuse", State::Ok, format!("there, mode {mode:04o}, can be opened"), ""),
+        Some(problem) => check(
+            "/dev/fuse",
+            State::Fail,
+            problem,
+            "load the module (modprobe fuse); give a container the device (--device /dev/fuse --cap-add SYS_ADMIN); as a user, \
+             have mode 0666. Without it `ckfs cat` and `ckfs export` work",
+        ),
+    }
+}
+
+fn in_path(program: &str) -> Option<PathBuf> {
+    let path = env::var_os("PATH")?;
+    env::split_paths(&path).map(|directory| directory.join(program)).find(|path| path.is_file())
+}
+
+/// Whether a capability is in this process's effective set.
+fn has_capability(number: u32) -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let set = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("CapEff:")?.trim(), 16).ok());
+    set.is_some_and(|set| set >> number & 1 == 1)
+}
+
+/// Number of the capability to administer the system.
+const CAP_SYS_ADMIN: u32 = 21;
+
+fn rights() -> Vec<Check> {
+    let (root, admin) = (geteuid().is_root(), has_capability(CAP_SYS_ADMIN));
+    let who = format!("user {}{}", geteuid(), if admin { ", CAP_SYS_ADMIN" } else { "" });
+    let helper = in_path("fusermount3");
+    let can = root && admin || helper.is_some();
+    let advice = "install fuse3 (for fusermount3), or run as root with CAP_SYS_ADMIN";
+    let mut checks = vec![check("rights", if can { State::Ok } else { State::Fail }, who, advice)];
+    let found = helper.map_or_else(|| "not found".to_owned(), |path| path.display().to_string());
+    let needed = !(root && admin);
+    let state = if found != "not found" || !needed { State::Ok } else { State::Fail };
+    let note = if needed { "" } else { " (not needed by root)" };
+    checks.push(check("fusermount3", state, format!("{found}{note}"), "install fuse3"));
+    let conf = fs::read_to_string("/etc/fuse.conf").unwrap_or_default();
+    let allowed = conf.lines().any(|line| line.trim() == "user_allow_other");
+    let (state, found) = match (allowed, root) {
+        (true, _) => (State::Ok, "user_allow_other is set"),
+        (false, true) => (State::Ok, "user_allow_other is not set (not needed by root)"),
+        (false, false) => (State::Warn, "user_allow_other is not set"),
+    };
+    checks.push(check("allow_other", state, found, "put user_allow_other into /etc/fuse.conf to use --allow-other"));
+    checks
+}
+
+fn passthrough() -> Check {
+    let new_enough = kernel_version(&release()).is_some_and(|version| version >= (6, 9));
+    let config = fs::read_to_string(format!("/boot/config-{}", release())).unwrap_or_default();
+    let off = config.contains("# CONFIG_FUSE_PASSTHROUGH is not set");
+    let (state, found) = match (new_enough && !off, has_capability(CAP_SYS_ADMIN)) {
+        (true, true) => (State::Ok, "kernel 6.9 or newer and CAP_SYS_ADMIN"),
+        (true, false) => (State::Warn, "needs CAP_SYS_ADMIN, which this process lacks"),
+        (false, _) => (State::Warn, "needs Linux 6.9 with CONFIG_FUSE_PASSTHROUGH"),
+    };
+    check(
+        "passthrough",
+        state,
+        found,
+        "byte-identical files are then read through the daemon, which is slower, not wrong",
+    )
+}
+
+fn request_size() -> Check {
+    match fs::read_to_string("/proc/sys/fs/fuse/max_pages_limit").ok().and_then(|text| text.trim().parse::<u64>().ok())
+    {
+        Some(pages) if pages < 256 => check(
+            "request size",
+            State::Warn,
+            format!("fs.fuse.max_pages_limit is {pages} pages"),
+            "sysctl fs.fuse.max_pages_limit=256 or more makes reads of 1 MiB one request",
+        ),
+        Some(pages) => check("request size", State::Ok, format!("fs.fuse.max_pages_limit is {pages} pages"), ""),
+        None => check("request size", State::Ok, "1 MiB at most (kernel before 6.13)", ""),
+    }
+}
+
+/// Whether the read-ahead of mounts can be set: their files under `/sys` belong to root.
+fn read_ahead() -> Check {
+    let bdi = Path::new("/sys/class/bdi");
+    let writable = nix::unistd::access(bdi, nix::unistd::AccessFlags::F_OK).is_ok()
+        && geteuid().is_root()
+        && nix::sys::statvfs::statvfs(bdi)
+            .is_ok_and(|stat| !stat.flags().contains(nix::sys::statvfs::FsFlags::ST_RDONLY));
+    let (state, found) =
+        if writable { (State::Ok, "can be set") } else { (State::Warn, "cannot be set: /sys is not writable") };
+    let advice = "as root: echo 4096 > /sys/class/bdi/MAJOR:MINOR/read_ahead_kb after mounting, or a udev rule; sequential reads \
+                  are slower without";
+    check("read-ahead", state, found, advice)
+}
+
+fn machine() -> Vec<Check> {
+    let cores = open::cores();
+    let level = simd_level();
+    let mut checks = vec![check("cores", State::Ok, format!("{cores}, vectors {level}"), "")];
+    let cache = open::engine_options(&crate::plan::config::MountKeys::default()).tile_cache_bytes as u64;
+    checks.push(match open::memory_bytes() {
+        Some(bytes) => {
+            let state = if bytes < 1 << 30 { State::Warn } else { State::Ok };
+            let found = format!("{}; cache for transformed data {}", human_bytes(bytes), human_bytes(cache));
+            check("memory", state, found, "give --cache-bytes a smaller size if memory is short")
+        }
+        None => check("memory", State::Warn, "unknown: /proc/meminfo cannot be read", "mount /proc"),
+    });
+    checks
+}
+
+fn simd_level() -> &'static str {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bw") {
+            "avx-512"
+        } else if is_x86_feature_detected!("avx2") {
+            "avx2"
+        } else {
+            "sse2"
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        "of the baseline"
+    }
+}
+
+fn hub_cache() -> Check {
+    let variable = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let home = || {
+        variable("HF_HOME").or_else(|| {
+            let cache = variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")));
+            Some(cache?.join("huggingface"))
+        })
+    };
+    let cache =
+        variable("HF_HUB_CACHE").or_else(|| variable("HUGGINGFACE_HUB_CACHE")).or_else(|| Some(home()?.join("hub")));
+    let Some(cache) = cache else {
+        return check("hub cache", State::Warn, "no home directory", "set HF_HUB_CACHE to use org/name sources");
+    };
+    let models = fs::read_dir(&cache).map(|entries| {
+        entries.flatten().filter(|entry| entry.file_name().to_string_lossy().starts_with("models--")).count()
+    });
+    match models {
+        Ok(count) => check("hub cache", State::Ok, format!("{}, {count} models", cache.display()), ""),
+        Err(_) => check("hub cache", State::Ok, format!("{}: not there", cache.display()), ""),
+    }
+}
+
+fn mounts() -> Check {
+    let asking: Vec<_> = ckfs_mounts()
+        .into_iter()
+        .map(|entry| thread::spawn(move || (probe(&entry.mountpoint).health, entry.mountpoint)))
+        .collect();
+    let answers: Vec<(Health, PathBuf)> = asking.into_iter().filter_map(|thread| thread.join().ok()).collect();
+    let dead: Vec<String> = answers
+        .iter()
+        .filter(|(health, _)| *health != Health::Live)
+        .map(|(health, path)| format!("{} is {}", path.display(), health.name()))
+        .collect();
+    if dead.is_empty() {
+        return check("mounts", State::Ok, format!("{} live", answers.len()), "");
+    }
+    check("mounts", State::Warn, dead.join(", "), "ckfs umount --stale --lazy MNT removes a mount whose daemon is gone")
+}
+
+impl Doctor {
+    pub(super) fn run(&self) -> anyhow::Result<()> {
+        let mut checks = vec![kernel(), device()];
+        checks.extend(rights());
+        checks.extend([passthrough(), request_size(), read_ahead()]);
+        checks.extend(machine());
+        checks.extend([hub_cache(), mounts()]);
+        if self.json {
+            let rows: Vec<Value> = checks
+                .iter()
+                .map(|check| {
+                    json!({
+                        "name": check.name, "state": check.state.name(), "found": check.found, "advice": check.advice,
+                    })
+                })
+                .collect();
+            output::print_json(&json!({ "checks": rows }))?;
+        } else {
+            let width = checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
+            let mut text = String::new();
+            for check in &checks {
+                text.push_str(&format!("{:<4}  {:<width$}  {}\n", check.state.name(), check.name, check.found));
+                if !check.advice.is_empty() {
+                    text.push_str(&format!("{:<4}  {:<width$}  -> {}\n", "", "", check.advice));
+                }
+            }
+            output::print(&text)?;
+        }
+        let failed: Vec<&str> =
+            checks.iter().filter(|check| check.state == State::Fail).map(|check| check.name).collect();
+        if failed.is_empty() { Ok(()) } else { Err(anyhow!("this host cannot mount: {}", failed.join(", "))) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernel_versions_are_read() {
+        assert_eq!(kernel_version("6.12.30+deb13-amd64"), Some((6, 12)));
+        assert_eq!(kernel_version("5.4"), Some((5, 4)));
+        assert_eq!(kernel_version("unknown"), None);
+    }
+}

@@ -1,0 +1,304 @@
+//! `ckfs explain`: where the bytes of one virtual file come from.
+
+use std::{collections::BTreeMap, fmt::Write};
+
+use anyhow::{Context, anyhow, bail};
+use clap::Args;
+use serde_json::{Value, json};
+
+use super::{flags::SourceFlags, open, output, tree};
+use crate::{
+    checkpoint::Checkpoint,
+    image::Segment,
+    plan::report::human_bytes,
+    tensor::{Decode, Op, Origin, Piece, Step, Tiling, View},
+    volume::{FileSystem, NodeKind, Volume},
+};
+
+/// Pieces and operands that are listed without `--all`.
+const SHOWN: usize = 8;
+/// Segments that are looked at.
+const TENSORS_MAX: usize = 100_000;
+
+/// Explains one virtual file: where its bytes come from and what becomes of them.
+///
+/// Prints size, dtype, shape and place in the whole tensor, the expression over source tensors, and its normal form: disjoint
+/// pieces, each a strided copy from one source tensor through one decoder. Nothing is read but headers.
+#[derive(Debug, Args)]
+#[command(after_long_help = "\
+Examples:
+  ckfs explain /data/llama dev3/layers/scanned/wq --mesh fsdp=4,tensor=2
+  ckfs explain /data/llama hf/model-00001-of-00002.safetensors --dtype bf16 --all
+  ckfs explain --config llama.toml train/full/embed --json | jq '.segments[0].pieces'")]
+pub(super) struct Explain {
+    /// A directory, a .safetensors file, or org/name[@revision] in the local cache.
+    #[arg(value_name = "SOURCE")]
+    first: String,
+    /// The file, relative to the mount.
+    #[arg(value_name = "PATH")]
+    second: Option<String>,
+    /// Lists all pieces and operands, not the first few.
+    #[arg(long)]
+    all: bool,
+    /// Prints JSON, with all pieces.
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    flags: SourceFlags,
+}
+
+impl Explain {
+    pub(super) fn run(&self) -> anyhow::Result<()> {
+        let (source, path) = open::source_and(&self.first, self.second.as_deref(), &self.flags, "PATH")?;
+        let mut config = open::source_config(source, &self.flags)?;
+        let volume = open::volume(&mut config)?;
+        let node = tree::find(&volume, path)?;
+        if node.attr.kind == NodeKind::Directory {
+            let names: Vec<_> = tree::entries(&volume, node.attr.ino)?.into_iter().map(|(name, _)| name).collect();
+            bail!("{path}: is a directory; it has: {}", names.join(", "));
+        }
+        let file = explain(&volume, &node)?;
+        if self.json {
+            return output::print_json(&file);
+        }
+        output::print(&text(&file, if self.all { usize::MAX } else { SHOWN }))
+    }
+}
+
+fn explain(volume: &Volume, node: &tree::Node) -> anyhow::Result<Value> {
+    let checkpoint = volume.engine().checkpoint();
+    let mut file = json!({ "path": node.path, "bytes": node.attr.size_bytes });
+    let mut attributes = BTreeMap::new();
+    for name in volume.xattr_names(node.attr.ino)? {
+        let value = volume.xattr(node.attr.ino, &name)?;
+        attributes.insert(String::from_utf8_lossy(&name).into_owned(), String::from_utf8_lossy(&value).into_owned());
+    }
+    if !attributes.is_empty() {
+        file["attributes"] = json!(attributes);
+    }
+    if let Some(original) = volume.original(node.attr.ino) {
+        file["identical_to"] = json!(checkpoint.source().path(original).display().to_string());
+        return Ok(file);
+    }
+    let Some(image) = volume.image(node.attr.ino).with_context(|| node.path.clone())? else {
+        file["made"] = json!("text that ckfs makes");
+        return Ok(file);
+    };
+    let mut segments = Vec::new();
+    for (index, segment) in image.segments().iter().enumerate().take(TENSORS_MAX) {
+        let start = image.start_of(index);
+        segments.push(match segment {
+            Segment::Bytes(bytes) => json!({ "start": start, "bytes": bytes.len(), "made": "header" }),
+            Segment::View(view) => {
+                let tiling = view.lower().map_err(|error| anyhow!("{}: {error}", node.path))?;
+                json!({
+                    "start": start,
+                    "bytes": tiling.len_bytes(),
+                    "dtype": view.dtype().code(),
+                    "shape": view.shape().extents(),
+                    "expression": expression(checkpoint, view),
+                    "unit_bytes": tiling.unit_bytes(),
+                    "served": if tiling.is_run_copy(4096) { "as runs of source bytes" } else { "in computed tiles" },
+                    "pieces": tiling.pieces().iter().map(|piece| describe(checkpoint, &tiling, piece)).collect::<Vec<_>>(),
+                })
+            }
+        });
+    }
+    file["segments"] = segments.into();
+    Ok(file)
+}
+
+fn describe(checkpoint: &Checkpoint, tiling: &Tiling, piece: &Piece) -> Value {
+    let unit = tiling.unit_bytes();
+    let loops: Vec<Value> = piece
+        .loops
+        .iter()
+        .map(|l| json!({"extent": l.extent, "target_stride": l.target_stride, "source_stride": l.source_stride}))
+        .collect();
+    let mut row = json!({ "start": piece.start * unit, "bytes": piece.units() * unit, "loops": loops });
+    match &piece.origin {
+        Origin::Fill { bytes } => {
+            let len = usize::try_from(unit).unwrap_or(bytes.len()).min(bytes.len());
+            let hex: String = bytes[..len].iter().map(|byte| format!("{byte:02x}")).collect();
+            row["fill"] = json!(hex);
+        }
+        Origin::Tensor { tensor, offset, decoder } => {
+            let info = checkpoint.tensor(*tensor);
+            let decoder = &tiling.decoders()[*decoder as usize];
+            let start = info.span.start() + offset * decoder.source_bytes;
+            row["tensor"] = json!(info.name);
+            row["file"] = json!(checkpoint.source().path(info.file).display().to_string());
+            row["file_start"] = json!(start);
+            row["file_end"] = json!(start + piece.source_hull_units() * decoder.source_bytes);
+            row["run_bytes"] = json!(piece.contiguous_units() * unit);
+            row["decoder"] = json!(decode(checkpoint, &decoder.decode));
+        }
+    }
+    row
+}
+
+fn decode(checkpoint: &Checkpoint, decode: &Decode) -> String {
+    let Decode::Program(program) = decode else { return "copy".to_owned() };
+    let mut words = vec![program.source.to_string(), "f32".to_owned()];
+    for step in &program.steps {
+        words.push(match step {
+            Step::Round(dtype) => format!("round to {dtype}"),
+            Step::Multiply { factor, flush } => {
+                format!("times {factor:e}{}", if *flush { ", subnormals flushed" } else { "" })
+            }
+            Step::Add(addend) => format!("plus {addend:e}"),
+            Step::Scale(scale) => format!(
+                "times {} by blocks of {}x{}",
+                checkpoint.tensor(scale.tensor).name,
+                scale.block_rows,
+                scale.block_columns
+            ),
+        });
+    }
+    words.push(format!("round to {}", program.target));
+    words.join(" -> ")
+}
+
+/// The expression as nested JSON: an operator with its arguments, and its operands under `of`.
+fn expression(checkpoint: &Checkpoint, view: &View) -> Value {
+    let of = |view: &View| expression(checkpoint, view);
+    let list = |views: &[View]| views.iter().map(of).collect::<Value>();
+    let shape = view.shape().extents();
+    match view.op() {
+        Op::Source(tensor) => json!({"op": "source", "tensor": checkpoint.tensor(tensor.id).name, "shape": shape}),
+        Op::Fill(element) => json!({"op": "fill", "dtype": element.dtype().code(), "shape": shape}),
+        Op::Slice { of: operand, axis, start, stop, step } => {
+            json!({"op": "slice", "axis": axis, "start": start, "stop": stop, "step": step, "shape": shape, "of": of(operand)})
+        }
+        Op::Transpose { of: operand, axes } => {
+            json!({"op": "transpose", "axes": axes, "shape": shape, "of": of(operand)})
+        }
+        Op::Reshape { of: operand } => json!({"op": "reshape", "shape": shape, "of": of(operand)}),
+        Op::Stack { of: operands, axis } => json!({"op": "stack", "axis": axis, "shape": shape, "of": list(operands)}),
+        Op::Concat { of: operands, axis } => {
+            json!({"op": "concat", "axis": axis, "shape": shape, "of": list(operands)})
+        }
+        Op::Pad { of: operand, axis, before, after } => {
+            json!({"op": "pad", "axis": axis, "before": before, "after": after, "shape": shape, "of": of(operand)})
+        }
+        Op::Cast { of: operand } => {
+            json!({"op": "cast", "dtype": view.dtype().code(), "shape": shape, "of": of(operand)})
+        }
+        Op::Multiply { of: operand, factor, flush } => {
+            json!({"op": "multiply", "factor": factor, "flush": flush, "dtype": view.dtype().code(), "shape": shape, "of": of(operand)})
+        }
+        Op::Add { of: operand, addend } => {
+            json!({"op": "add", "addend": addend, "dtype": view.dtype().code(), "shape": shape, "of": of(operand)})
+        }
+        Op::Dequantize { weights, scales, block_rows, block_columns } => json!({
+            "op": "dequantize",
+            "weights": checkpoint.tensor(weights.id).name,
+            "scales": checkpoint.tensor(scales.id).name,
+            "block": [block_rows, block_columns],
+            "dtype": view.dtype().code(),
+            "shape": shape,
+        }),
+    }
+}
+
+// Writing to a string cannot fail, so results of `writeln!` are dropped below.
+
+fn text(file: &Value, shown: usize) -> String {
+    let mut text = String::new();
+    let _ = writeln!(text, "path          {}", word(&file["path"]));
+    let bytes = file["bytes"].as_u64().unwrap_or(0);
+    let _ = writeln!(text, "size          {bytes} bytes ({})", human_bytes(bytes));
+    for (name, value) in file["attributes"].as_object().into_iter().flatten() {
+        let name = name.strip_prefix("user.ckfs.").unwrap_or(name);
+        let value = word(value);
+        let value: String = if shown != usize::MAX && value.chars().count() > 200 {
+            value.chars().take(200).chain("...".chars()).collect()
+        } else {
+            value
+        };
+        let _ = writeln!(text, "{name:<14}{value}");
+    }
+    if let Some(original) = file["identical_to"].as_str() {
+        let _ = writeln!(text, "identical to  {original}");
+    }
+    if let Some(made) = file["made"].as_str() {
+        let _ = writeln!(text, "content       {made}");
+    }
+    let segments = file["segments"].as_array().map_or(&[][..], Vec::as_slice);
+    for segment in segments.iter().take(shown) {
+        segment_text(&mut text, segment, shown);
+    }
+    more(&mut text, segments.len(), shown, "segments", "");
+    text
+}
+
+fn segment_text(text: &mut String, segment: &Value, shown: usize) {
+    let (start, bytes) = (number(&segment["start"]), number(&segment["bytes"]));
+    if segment["made"].is_string() {
+        let _ = writeln!(text, "\nbytes {start}..{}: header, made by ckfs", start + bytes);
+        return;
+    }
+    let (dtype, served) = (word(&segment["dtype"]), word(&segment["served"]));
+    let _ = writeln!(text, "\nbytes {start}..{}: {dtype} {}, served {served}", start + bytes, segment["shape"]);
+    expression_text(text, &segment["expression"], 1, shown);
+    let pieces = segment["pieces"].as_array().map_or(&[][..], Vec::as_slice);
+    let _ = writeln!(text, "  {} pieces:", pieces.len());
+    for piece in pieces.iter().take(shown) {
+        let (at, len) = (number(&piece["start"]), number(&piece["bytes"]));
+        let loops: Vec<String> = piece["loops"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .map(|l| format!("{} by {}<-{}", l["extent"], l["target_stride"], l["source_stride"]))
+            .collect();
+        let loops = if loops.is_empty() { "one unit".to_owned() } else { loops.join(", ") };
+        if let Some(fill) = piece["fill"].as_str() {
+            let _ = writeln!(text, "    from byte {at}, {len} bytes: filled with 0x{fill}; loops {loops}");
+            continue;
+        }
+        let (tensor, file) = (word(&piece["tensor"]), word(&piece["file"]));
+        let span = format!("{}..{}", piece["file_start"], piece["file_end"]);
+        let _ = writeln!(text, "    from byte {at}, {len} bytes <- {tensor}");
+        let _ = writeln!(text, "      {file} {span}, runs of {} bytes", piece["run_bytes"]);
+        let _ = writeln!(text, "      {}; loops {loops}", word(&piece["decoder"]));
+    }
+    more(text, pieces.len(), shown, "pieces", "    ");
+}
+
+fn expression_text(text: &mut String, expression: &Value, depth: usize, shown: usize) {
+    let indent = "  ".repeat(depth);
+    let arguments: Vec<String> = expression
+        .as_object()
+        .into_iter()
+        .flatten()
+        .filter(|(key, _)| !["op", "of", "shape", "tensor"].contains(&key.as_str()))
+        .map(|(key, value)| format!("{key} {}", value.as_str().map_or_else(|| value.to_string(), str::to_owned)))
+        .collect();
+    let name = expression["tensor"].as_str().map_or_else(String::new, |name| format!(" {name}"));
+    let arguments = if arguments.is_empty() { String::new() } else { format!(" {}", arguments.join(", ")) };
+    let _ = writeln!(text, "{indent}{}{name}{arguments} -> {}", word(&expression["op"]), expression["shape"]);
+    match &expression["of"] {
+        Value::Array(operands) => {
+            for operand in operands.iter().take(shown) {
+                expression_text(text, operand, depth + 1, shown);
+            }
+            more(text, operands.len(), shown, "operands", &"  ".repeat(depth + 1));
+        }
+        operand if operand.is_object() => expression_text(text, operand, depth + 1, shown),
+        _ => {}
+    }
+}
+
+fn more(text: &mut String, count: usize, shown: usize, what: &str, indent: &str) {
+    if count > shown {
+        let _ = writeln!(text, "{indent}and {} more {what} (--all)", count - shown);
+    }
+}
+
+fn word(value: &Value) -> String {
+    value.as_str().unwrap_or_default().to_owned()
+}
+
+fn number(value: &Value) -> u64 {
+    value.as_u64().unwrap_or(0)
+}

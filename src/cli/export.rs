@@ -1,0 +1,178 @@
+//! `ckfs export`: the virtual tree as real files.
+
+use std::{
+    fs::{self, File},
+    io::Write,
+    os::unix::{ffi::OsStringExt, fs::symlink},
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, bail};
+use clap::Args;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use super::{LogFlags, flags::SourceFlags, open, tree};
+use crate::{
+    plan::report::human_bytes,
+    volume::{FileSystem, NodeKind, Volume},
+};
+
+/// Bytes read at once.
+const CHUNK_BYTES: usize = 8 << 20;
+
+/// Writes the virtual files to a directory, without mounting.
+///
+/// What the same flags would mount becomes real files: all of it, or what --only names. Every file is written under another
+/// name, synced, and renamed when complete, so that no file is there in part.
+#[derive(Debug, Args)]
+#[command(after_long_help = "\
+Examples:
+  ckfs export /data/llama /scratch/llama --mesh fsdp=8 --only 'safetensors/*'
+  ckfs export /data/llama /scratch/llama-bf16 --dtype bf16 --only hf
+  ckfs export /data/llama /scratch/dev3 --mesh fsdp=4 --only dev3
+
+A pattern of --only matches a path or a directory above it; * stands for any text, also with slashes.")]
+pub(super) struct Export {
+    /// A directory, a .safetensors file, or org/name[@revision] in the local cache.
+    #[arg(value_name = "SOURCE")]
+    first: String,
+    /// Where to: a directory that is empty or not there yet.
+    #[arg(value_name = "DIR")]
+    second: Option<String>,
+    /// Only what matches this pattern; may be repeated.
+    #[arg(long, value_name = "GLOB")]
+    only: Vec<String>,
+    /// Writes into a directory that has something in it, replacing files.
+    #[arg(long)]
+    force: bool,
+    #[command(flatten)]
+    flags: SourceFlags,
+}
+
+/// A bar on standard error, where that is a terminal.
+pub(super) fn bar(bytes: u64, log: &LogFlags) -> ProgressBar {
+    let bar = ProgressBar::new(bytes);
+    // Hidden by itself where standard error is no terminal.
+    bar.set_draw_target(if log.quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() });
+    let template = "{bar:30} {percent:>3} %  {bytes} of {total_bytes}  {binary_bytes_per_sec}  {eta}  {wide_msg}";
+    if let Ok(style) = ProgressStyle::with_template(template) {
+        bar.set_style(style);
+    }
+    bar
+}
+
+impl Export {
+    pub(super) fn run(&self, log: &LogFlags) -> anyhow::Result<()> {
+        let (source, directory) = open::source_and(&self.first, self.second.as_deref(), &self.flags, "DIR")?;
+        let patterns = tree::patterns(&self.only)?;
+        let directory = std::path::absolute(directory).context("DIR")?;
+        check_target(&directory, self.force)?;
+        let mut config = open::source_config(source, &self.flags)?;
+        let volume = open::volume(&mut config)?;
+        let mut nodes = Vec::new();
+        tree::walk(&volume, &mut |node| {
+            // Counters of this process say nothing.
+            let live = [".ckfs/stats.json", ".ckfs/metrics"].contains(&node.path.as_str());
+            if !live && tree::wanted(&patterns, &node.path) {
+                nodes.push(node);
+            }
+            Ok(())
+        })?;
+        if !nodes.iter().any(|node| node.attr.kind != NodeKind::Directory) {
+            bail!("nothing to export: no file matches {}", self.only.join(", "));
+        }
+        let root = volume.engine().checkpoint().root();
+        if directory.starts_with(root) {
+            bail!("{}: lies inside the source {}", directory.display(), root.display());
+        }
+        let total = nodes.iter().filter(|node| node.attr.kind == NodeKind::File).map(|node| node.attr.size_bytes).sum();
+        fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
+        check_room(&directory, total)?;
+        let bar = bar(total, log);
+        for node in &nodes {
+            bar.set_message(node.path.clone());
+            write_node(&volume, node, &directory, &bar)?;
+        }
+        open::check_sources(&volume)?;
+        for node in nodes.iter().filter(|node| node.attr.kind == NodeKind::Directory) {
+            sync_directory(&directory.join(&node.path))?;
+        }
+        sync_directory(&directory)?;
+        bar.finish_and_clear();
+        let files = nodes.iter().filter(|node| node.attr.kind == NodeKind::File).count();
+        tracing::info!("{files} files, {} written to {}", human_bytes(total), directory.display());
+        Ok(())
+    }
+}
+
+fn check_target(directory: &Path, force: bool) -> anyhow::Result<()> {
+    match fs::read_dir(directory) {
+        Ok(mut entries) => {
+            if !force && entries.next().is_some() {
+                bail!("{}: not empty; --force writes into it all the same", directory.display());
+            }
+            Ok(())
+        }
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error).with_context(|| directory.display().to_string()),
+    }
+}
+
+fn check_room(directory: &Path, bytes: u64) -> anyhow::Result<()> {
+    let stat = nix::sys::statvfs::statvfs(directory).with_context(|| directory.display().to_string())?;
+    let free = stat.blocks_available().saturating_mul(stat.fragment_size());
+    if free < bytes {
+        bail!("{}: {} are needed, {} are free", directory.display(), human_bytes(bytes), human_bytes(free));
+    }
+    Ok(())
+}
+
+fn sync_directory(path: &Path) -> anyhow::Result<()> {
+    File::open(path).and_then(|directory| directory.sync_all()).with_context(|| path.display().to_string())
+}
+
+fn write_node(volume: &Volume, node: &tree::Node, directory: &Path, bar: &ProgressBar) -> anyhow::Result<()> {
+    let target = directory.join(&node.path);
+    let context = || target.display().to_string();
+    if node.attr.kind == NodeKind::Directory {
+        return fs::create_dir_all(&target).with_context(context);
+    }
+    let parent = target.parent().unwrap_or(directory);
+    fs::create_dir_all(parent).with_context(context)?;
+    let mut partial = target.clone().into_os_string();
+    partial.push(".part");
+    let partial = PathBuf::from(partial);
+    if node.attr.kind == NodeKind::Symlink {
+        let link = volume.read_link(node.attr.ino).with_context(context)?;
+        match fs::remove_file(&partial) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error).with_context(context),
+            Ok(()) | Err(_) => {}
+        }
+        symlink(std::ffi::OsString::from_vec(link), &partial).with_context(context)?;
+    } else {
+        let result = write_file(volume, node, &partial, bar);
+        if result.is_err() {
+            let _ = fs::remove_file(&partial);
+        }
+        result?;
+    }
+    fs::rename(&partial, &target).with_context(context)
+}
+
+fn write_file(volume: &Volume, node: &tree::Node, partial: &Path, bar: &ProgressBar) -> anyhow::Result<()> {
+    let context = || partial.display().to_string();
+    let mut file = File::create(partial).with_context(context)?;
+    let open = tree::OpenNode::open(volume, node)?;
+    tree::stream(&open, &node.path, (0, node.attr.size_bytes), CHUNK_BYTES, &mut |bytes| {
+        // By system calls, not through a buffer: the bytes may be lent.
+        file.write_all(bytes).with_context(context)?;
+        bar.inc(bytes.len() as u64);
+        Ok(())
+    })?;
+    file.sync_all().with_context(context)?;
+    let written = file.metadata().with_context(context)?.len();
+    if written != node.attr.size_bytes {
+        bail!("{}: expected {} bytes, found {written}", partial.display(), node.attr.size_bytes);
+    }
+    Ok(())
+}

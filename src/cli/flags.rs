@@ -1,0 +1,157 @@
+//! What was typed, and nothing else: the flags that several commands share.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use crate::{
+    plan::{
+        Layout, Mesh,
+        config::{ByteCount, Devices, MountKeys, ShardChoice, ViewKeys, Word},
+    },
+    source::SourceIo,
+    tensor::DType,
+};
+
+/// What the user wants to see.
+#[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "View")]
+pub(super) struct ViewFlags {
+    /// The devices: named axes with sizes.
+    ///
+    /// Device d is the row-major number of its coordinates, the last axis fastest. Under `--shard auto` the name of an axis
+    /// says what it does: fsdp and dp_shard split axis 0 of the unstacked tensor, as torch.chunk does; tensor and tp split by
+    /// row or column, by the tensor's role; expert and ep split the experts; data, dp, replica and dp_replicate replicate.
+    #[arg(long, value_name = "AXIS=N,...")]
+    mesh: Option<Word<Mesh>>,
+    /// How tensors are named and shaped: canonical (default) or hf.
+    ///
+    /// canonical stacks layers on a new first axis (layers/scanned/wq) and shows them one by one too (layers/0/wq); hf keeps
+    /// the repository's own names.
+    #[arg(long, value_name = "NAME")]
+    layout: Option<Word<Layout>>,
+    /// Casts all floats to this type, such as bf16, f16 or f32; `keep` leaves them as they are.
+    ///
+    /// Rounding is to nearest, ties to even, bit for bit as torch and ml_dtypes do. Block-quantized fp8 weights are
+    /// dequantized.
+    #[arg(long, value_name = "TYPE")]
+    dtype: Option<Word<Option<DType>>>,
+    /// How tensors are split over the mesh: auto (default), none, or a file of rules.
+    ///
+    /// The file holds tables `[[shard_rules]]` with `match`, a pattern over names in the mount, and `spec`, per axis "-", a
+    /// mesh axis, or a list of mesh axes; and `shard = "auto"` or `"none"` for names that no rule matches.
+    #[arg(long, value_name = "auto|none|FILE.toml")]
+    shard: Option<Word<ShardChoice>>,
+    /// Lists only these devices, as in 0-3,8.
+    #[arg(long, value_name = "LIST")]
+    devices: Option<Word<Devices>>,
+    /// Puts layers one by one, not stacked, into files that bundle tensors.
+    #[arg(long)]
+    unscanned: bool,
+    /// Refuses splits that are not even.
+    #[arg(long)]
+    even: bool,
+    /// Accepts a checkpoint that lacks layers.
+    #[arg(long)]
+    allow_missing: bool,
+    /// Largest chunk file under orbax/, as in 256M; by default 1 GiB. Larger shards are several chunks.
+    #[arg(long, value_name = "SIZE")]
+    chunk_bytes: Option<ByteCount>,
+    /// Reads flags from a TOML file; flags given as well win.
+    ///
+    /// Keys are the flags' names with underscores: source, mountpoint, mesh, layout, dtype, shard, devices, unscanned, even,
+    /// allow_missing, chunk_bytes; rules `[[cast]]` and `[[shard_rules]]`; a table `[mount]`; and tables `[view.NAME]` for several views of
+    /// the source, each under MNT/NAME/. Paths are relative to the file.
+    #[arg(long, value_name = "FILE")]
+    pub(super) config: Option<PathBuf>,
+}
+
+/// How bytes are read and made.
+#[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "Reading")]
+pub(super) struct EngineFlags {
+    /// How source files are read: auto (mapped, except on network file systems), mmap or pread.
+    #[arg(long, value_name = "auto|mmap|pread")]
+    source_io: Option<Word<SourceIo>>,
+    /// Memory for transformed data, as in 512M; by default 1/96 of the memory, from 64 MiB to 1 GiB.
+    #[arg(long, value_name = "SIZE")]
+    cache_bytes: Option<ByteCount>,
+    /// Threads that serve requests, and as many that compute ahead; by default one per core, from 2 to 16.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=512))]
+    threads: Option<u16>,
+}
+
+/// How to mount and serve.
+#[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "Mount")]
+pub(super) struct MountFlags {
+    /// Lets all users read; others than root need `user_allow_other` in /etc/fuse.conf.
+    #[arg(long)]
+    allow_other: bool,
+    /// The kernel's read-ahead in KiB.
+    #[arg(long, value_name = "KIB")]
+    read_ahead: Option<u32>,
+    /// Never lets the kernel read byte-identical files by itself.
+    #[arg(long)]
+    no_passthrough: bool,
+    /// How long to try to unmount while files are open, before detaching.
+    #[arg(long, value_name = "SECONDS")]
+    grace: Option<u64>,
+    /// How long to serve open files after detaching.
+    #[arg(long, value_name = "SECONDS")]
+    drain: Option<u64>,
+}
+
+impl ViewFlags {
+    /// As keys of a configuration.
+    pub(super) fn keys(&self) -> ViewKeys {
+        ViewKeys {
+            mesh: self.mesh.clone(),
+            layout: self.layout.clone(),
+            dtype: self.dtype.clone(),
+            shard: self.shard.clone(),
+            devices: self.devices.clone(),
+            unscanned: self.unscanned.then_some(true),
+            even: self.even.then_some(true),
+            allow_missing: self.allow_missing.then_some(true),
+            chunk_bytes: self.chunk_bytes,
+            cast: Vec::new(),
+            shard_rules: Vec::new(),
+        }
+    }
+}
+
+impl EngineFlags {
+    /// As keys of a configuration.
+    pub(super) fn keys(&self) -> MountKeys {
+        MountKeys {
+            source_io: self.source_io.clone(),
+            cache_bytes: self.cache_bytes,
+            threads: self.threads.map(usize::from),
+            ..MountKeys::default()
+        }
+    }
+}
+
+impl MountFlags {
+    /// As keys of a configuration.
+    pub(super) fn keys(&self) -> MountKeys {
+        MountKeys {
+            allow_other: self.allow_other.then_some(true),
+            read_ahead_kb: self.read_ahead,
+            passthrough: self.no_passthrough.then_some(false),
+            grace_seconds: self.grace,
+            drain_seconds: self.drain,
+            ..MountKeys::default()
+        }
+    }
+}
+
+/// The flags by which commands choose and read a view.
+#[derive(Clone, Debug, Default, Args)]
+pub(super) struct SourceFlags {
+    #[command(flatten)]
+    pub(super) view: ViewFlags,
+    #[command(flatten)]
+    pub(super) engine: EngineFlags,
+}

@@ -1,0 +1,329 @@
+//! `ckfs mount`, and the arguments of `mount.ckfs`.
+//!
+//! The process that the user starts checks what is cheap to check, runs the program once more as the daemon and waits for
+//! its report. The daemon does the real work, so that a failed start is told in its own words.
+
+use std::{
+    ffi::OsString,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use anyhow::{Context, bail};
+use clap::{Args, Parser};
+
+use super::{
+    LogFlags,
+    flags::{MountFlags, SourceFlags},
+    open,
+    output::{Usage, chain},
+};
+use crate::{
+    fuse::{MountOptions, Readiness, block_signals, daemon, parse_mount_helper, serve, start_background},
+    plan::{Config, config::MountKeys},
+};
+
+/// Mounts a checkpoint.
+///
+/// Returns when the file system answers; a daemon goes on in the background and ends when the mount is removed, or by
+/// SIGTERM. Everything wrong with the checkpoint, the flags or the mountpoint is an error now, not later: a mount that has
+/// come up can only fail to deliver bytes if they do not come or a source file changes, and then says EIO.
+///
+/// MNT must be an existing directory with nothing alive mounted on it; what a killed daemon left there is removed.
+#[derive(Debug, Args)]
+#[command(after_long_help = "\
+Examples:
+  ckfs mount /data/llama /mnt/llama --mesh fsdp=4,tensor=2
+  ckfs mount org/name@main /mnt/name --dtype bf16 --layout hf
+  ckfs mount --config /etc/ckfs/llama.toml --foreground     as a systemd service of Type=notify does
+  ckfs mount /data/llama /mnt/llama -o mesh=fsdp=4:tensor=2,allow_other
+  mount -t ckfs /data/llama /mnt/llama -o mesh=fsdp=4       with this program installed as /sbin/mount.ckfs
+
+What is in the mount:
+  dev0/...                    raw bytes of device 0's shards      full/...     the same tensors unsharded
+  safetensors/dev0.safetensors  all of them in one file           hf/          the repository, casts applied
+  mesh/fsdp=0,.../            links to the devices                .ckfs/       manifest, plan, configuration, statistics")]
+pub(super) struct Mount {
+    /// A directory, a .safetensors file, or org/name[@revision] in the local cache.
+    source: Option<String>,
+    /// An existing directory.
+    #[arg(value_name = "MNT")]
+    mountpoint: Option<PathBuf>,
+    /// Stays in the foreground, and tells systemd when ready.
+    #[arg(long, short = 'f', help_heading = "Mount")]
+    foreground: bool,
+    /// How long the daemon may take to be ready.
+    #[arg(long, value_name = "SECONDS", default_value_t = 300, help_heading = "Mount")]
+    timeout: u64,
+    /// Flags in the manner of mount(8): names with underscores, commas between them; `:` or `\,` for a comma in a value.
+    #[arg(short = 'o', value_name = "NAME[=VALUE],...", help_heading = "Mount")]
+    options: Vec<String>,
+    #[command(flatten)]
+    flags: SourceFlags,
+    #[command(flatten)]
+    mount: MountFlags,
+}
+
+/// The flags that `-o` may name.
+#[derive(Debug, Parser)]
+#[command(no_binary_name = true)]
+struct OptionFlags {
+    #[command(flatten)]
+    flags: SourceFlags,
+    #[command(flatten)]
+    mount: MountFlags,
+    #[arg(long)]
+    log_file: Option<PathBuf>,
+    #[arg(long)]
+    timeout: Option<u64>,
+}
+
+/// Options that have a value, and options that have none.
+const WITH_VALUE: [&str; 15] = [
+    "mesh",
+    "layout",
+    "dtype",
+    "shard",
+    "devices",
+    "chunk_bytes",
+    "config",
+    "source_io",
+    "cache_bytes",
+    "threads",
+    "read_ahead",
+    "grace",
+    "drain",
+    "log_file",
+    "timeout",
+];
+const WITHOUT_VALUE: [&str; 5] = ["unscanned", "even", "allow_missing", "allow_other", "no_passthrough"];
+
+/// An option of mount(8) as a flag.
+fn flag_of(name: &str, value: Option<&str>) -> Result<String, Usage> {
+    let flag = name.replace('_', "-");
+    match value {
+        Some(value) if WITH_VALUE.contains(&name) => Ok(format!("--{flag}={value}")),
+        None if WITHOUT_VALUE.contains(&name) => Ok(format!("--{flag}")),
+        Some(value) if WITHOUT_VALUE.contains(&name) => {
+            Err(Usage(format!("option {name}: expected no value, found {value:?}")))
+        }
+        None if WITH_VALUE.contains(&name) => Err(Usage(format!("option {name}: expected {name}=VALUE"))),
+        _ => {
+            let known = [&WITH_VALUE[..], &WITHOUT_VALUE[..]].concat().join(", ");
+            Err(Usage(format!("unknown option {name:?}; there are: {known}")))
+        }
+    }
+}
+
+/// The arguments of `ckfs mount` for those that mount(8) gave to `mount.ckfs`.
+///
+/// # Errors
+/// A usage error.
+pub(super) fn helper_arguments(args: &[OsString]) -> anyhow::Result<Vec<OsString>> {
+    let request = parse_mount_helper(args).map_err(|error| Usage(error.to_string()))?;
+    if request.fake {
+        // Nothing is to be mounted: plan says whether it could be.
+        let mut args: Vec<OsString> = vec!["ckfs".into(), "plan".into()];
+        let concerns_mount = ["read_ahead", "grace", "drain", "log_file", "timeout", "allow_other", "no_passthrough"];
+        for (name, value) in request.options.iter().filter(|(name, _)| !concerns_mount.contains(&name.as_str())) {
+            args.push(flag_of(name, value.as_deref())?.into());
+        }
+        args.extend(["--".into(), request.source]);
+        return Ok(args);
+    }
+    let mut args: Vec<OsString> = vec!["ckfs".into(), "mount".into()];
+    if request.verbose {
+        args.push("-v".into());
+    }
+    for (name, value) in &request.options {
+        match flag_of(name, value.as_deref()) {
+            Ok(flag) => args.push(flag.into()),
+            Err(_) if request.sloppy => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    args.extend(["--".into(), request.source, request.mountpoint.into()]);
+    Ok(args)
+}
+
+impl Mount {
+    /// Flags given by `-o`.
+    fn option_flags(&self) -> anyhow::Result<OptionFlags> {
+        let mut args: Vec<OsString> = vec!["source".into(), "mountpoint".into()];
+        for list in &self.options {
+            args.extend(["-o".into(), list.into()]);
+        }
+        let request = parse_mount_helper(&args).map_err(|error| Usage(format!("-o: {error}")))?;
+        let flags = request.options.iter().map(|(name, value)| flag_of(name, value.as_deref()));
+        let flags = flags.collect::<Result<Vec<_>, _>>()?;
+        OptionFlags::try_parse_from(flags).map_err(|error| {
+            let text = error.to_string();
+            let first = text.lines().next().unwrap_or_default();
+            Usage(format!("-o: {}", first.trim_start_matches("error: "))).into()
+        })
+    }
+
+    /// The configuration: flags before `-o` before the file.
+    fn config(&self, log: &LogFlags) -> anyhow::Result<(Config, PathBuf)> {
+        let options = self.option_flags()?;
+        let file = self.flags.view.config.as_deref().or(options.flags.view.config.as_deref());
+        let keys = self.flags.view.keys().over(&options.flags.view.keys());
+        let absolute = |path: &PathBuf| std::path::absolute(path).context("log file");
+        let log_file = log.log_file.as_ref().or(options.log_file.as_ref()).map(absolute).transpose()?;
+        let mount = MountKeys { log_file, ..self.mount.keys().over(&self.flags.engine.keys()) };
+        let mount = mount.over(&options.mount.keys()).over(&options.flags.engine.keys());
+        let mut config = open::config(file, &keys, &mount)?;
+        // With a file that names the source, a single argument is the mountpoint.
+        let (source, mountpoint) = match (&self.source, &self.mountpoint) {
+            (Some(only), None) if config.source.is_some() => (None, Some(PathBuf::from(only))),
+            (source, mountpoint) => (source.clone(), mountpoint.clone()),
+        };
+        config.source = source.or(config.source);
+        if config.source.is_none() {
+            return Err(Usage("expected SOURCE and MNT, or a --config file that names them".to_owned()).into());
+        }
+        let Some(mountpoint) = mountpoint.or_else(|| config.mountpoint.clone()) else {
+            return Err(Usage("expected MNT after SOURCE, or a --config file that names it".to_owned()).into());
+        };
+        let mountpoint = std::path::absolute(&mountpoint).context("mountpoint")?;
+        config.mountpoint = Some(mountpoint.clone());
+        Ok((config, mountpoint))
+    }
+
+    /// Mounts; `args` are those of this process, with which it runs itself once more as the daemon.
+    pub(super) fn run(&self, log: &LogFlags, args: &[OsString]) -> anyhow::Result<()> {
+        let config = self.config(log);
+        if self.foreground || is_daemon() {
+            return serve_here(config);
+        }
+        let (config, mountpoint) = config?;
+        check_mountpoint(&mountpoint)?;
+        let timeout = self.option_flags()?.timeout.unwrap_or(self.timeout);
+        let pid = start(args, Duration::from_secs(timeout))?;
+        tracing::info!("{} is mounted on {} by process {pid}", config.source.unwrap_or_default(), mountpoint.display());
+        Ok(())
+    }
+}
+
+/// Starts a daemon with the arguments of `ckfs mount` and waits until the mount answers; its process id.
+///
+/// # Errors
+/// Why it did not start, in its own words.
+pub(super) fn start(args: &[OsString], timeout: Duration) -> anyhow::Result<u32> {
+    let program = std::env::current_exe().context("path of this program")?;
+    Ok(start_background(&program, args, timeout)?)
+}
+
+/// Whether this process was started by [`start`].
+pub(super) fn is_daemon() -> bool {
+    let starter = std::env::var(daemon::STARTER_VARIABLE).ok().and_then(|pid| pid.parse::<i32>().ok());
+    starter == Some(nix::unistd::getppid().as_raw())
+}
+
+/// Finds out early what would fail late.
+fn check_mountpoint(path: &Path) -> anyhow::Result<()> {
+    use std::io::ErrorKind;
+    match std::fs::metadata(path) {
+        Ok(metadata) if !metadata.is_dir() => bail!("mountpoint {}: not a directory", path.display()),
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            bail!("mountpoint {}: no such directory; create it first", path.display())
+        }
+        // Anything else may be a stale mount, which mounting removes.
+        Ok(_) | Err(_) => {}
+    }
+    Ok(())
+}
+
+/// Mounts and serves in this process, telling whoever waits for it.
+fn serve_here(config: anyhow::Result<(Config, PathBuf)>) -> anyhow::Result<()> {
+    block_signals()?;
+    let log_file = config.as_ref().ok().and_then(|(config, _)| config.mount.log_file.clone());
+    let mut readiness = Readiness::new(log_file.as_deref())?;
+    let result = config.and_then(|(config, mountpoint)| mount(config, &mountpoint, &mut readiness));
+    if let Err(error) = &result {
+        let starter_waits = readiness.in_background();
+        readiness.failed(&chain(error));
+        if starter_waits {
+            // The starter prints it.
+            std::process::exit(1);
+        }
+    }
+    result
+}
+
+fn mount_options(config: &Config, name: &str) -> MountOptions {
+    let keys = &config.mount;
+    let defaults = MountOptions::default();
+    MountOptions {
+        name: name.to_owned(),
+        allow_other: keys.allow_other.unwrap_or(defaults.allow_other),
+        threads: keys.threads,
+        read_ahead_kib: keys.read_ahead_kb.or(defaults.read_ahead_kib),
+        passthrough: keys.passthrough.unwrap_or(defaults.passthrough),
+        grace: keys.grace_seconds.map_or(defaults.grace, Duration::from_secs),
+        drain: keys.drain_seconds.map_or(defaults.drain, Duration::from_secs),
+    }
+}
+
+fn mount(mut config: Config, mountpoint: &Path, readiness: &mut Readiness) -> anyhow::Result<()> {
+    readiness.status("reading headers");
+    let volume = open::volume(&mut config)?;
+    let name = volume.engine().checkpoint().label().to_owned();
+    let options = mount_options(&config, &name);
+    let mut ready = Ok(());
+    let exit = serve(Arc::new(volume), mountpoint, &options, || {
+        ready = readiness.ready(&format!("serving {name} on {}", mountpoint.display()));
+    })?;
+    ready?;
+    if !exit.is_clean() {
+        bail!("{}: open files were cut off", mountpoint.display());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn helper(args: &[&str]) -> Result<String, String> {
+        let args = helper_arguments(&args.iter().map(OsString::from).collect::<Vec<_>>());
+        let text = |args: Vec<OsString>| args.iter().map(|arg| arg.to_string_lossy()).collect::<Vec<_>>().join(" ");
+        args.map(text).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn options_of_mount_become_flags() {
+        let rows = [
+            ("mesh=fsdp=4:tensor=2,allow_other", "ckfs mount --mesh=fsdp=4:tensor=2 --allow-other -- s /m"),
+            ("rw", ""),
+            ("defaults,nofail,x-systemd.automount,even", "ckfs mount --even -- s /m"),
+            ("cache_bytes=1G,source_io=pread", "ckfs mount --cache-bytes=1G --source-io=pread -- s /m"),
+        ];
+        for (options, expected) in rows {
+            let found = helper(&["s", "/m", "-o", options]);
+            if expected.is_empty() {
+                assert!(found.is_err() || found == Ok("ckfs mount -- s /m".to_owned()));
+            } else {
+                assert_eq!(found.as_deref(), Ok(expected));
+            }
+        }
+        assert!(helper(&["s", "/m", "-o", "nonsense"]).unwrap_err().starts_with("unknown option \"nonsense\""));
+        assert_eq!(helper(&["s", "/m", "-s", "-o", "nonsense"]).as_deref(), Ok("ckfs mount -- s /m"));
+        assert!(helper(&["s", "/m", "-o", "even=1"]).unwrap_err().contains("expected no value"));
+        assert!(helper(&["s", "/m", "-o", "mesh"]).unwrap_err().contains("expected mesh=VALUE"));
+        assert_eq!(helper(&["-f", "s", "/m", "-o", "mesh=a=2,timeout=3"]).as_deref(), Ok("ckfs plan --mesh=a=2 -- s"));
+    }
+
+    #[test]
+    fn every_option_is_a_flag() {
+        for name in WITH_VALUE {
+            let flag = flag_of(name, Some("?")).unwrap();
+            let error = OptionFlags::try_parse_from([flag]).err().map(|error| error.to_string()).unwrap_or_default();
+            assert!(!error.contains("unexpected argument"), "{name}: {error}");
+        }
+        for name in WITHOUT_VALUE {
+            OptionFlags::try_parse_from([flag_of(name, None).unwrap()]).unwrap();
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! How commands print.
+
+use std::{
+    fmt,
+    io::{self, Write},
+};
+
+use anyhow::Context;
+
+/// The command was used wrongly; exit code 2.
+#[derive(Debug)]
+pub(super) struct Usage(pub(super) String);
+
+impl std::error::Error for Usage {}
+
+impl fmt::Display for Usage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// The reader of standard output has gone, as `head` does.
+#[derive(Debug)]
+pub(super) struct Closed;
+
+impl std::error::Error for Closed {}
+
+impl fmt::Display for Closed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("standard output was closed")
+    }
+}
+
+/// An error with its causes, each said once: many messages hold their cause's already.
+pub(super) fn chain(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain() {
+        let cause = cause.to_string();
+        if text.is_empty() {
+            text = cause;
+        } else if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
+}
+
+fn written(result: io::Result<()>) -> anyhow::Result<()> {
+    match result {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(Closed.into()),
+        result => result.context("standard output"),
+    }
+}
+
+/// Prints a text.
+pub(super) fn print(text: &str) -> anyhow::Result<()> {
+    let mut out = io::stdout().lock();
+    written(out.write_all(text.as_bytes()).and_then(|()| out.flush()))
+}
+
+/// Prints a JSON document.
+pub(super) fn print_json(value: &serde_json::Value) -> anyhow::Result<()> {
+    print(&format!("{value:#}\n"))
+}
+
+/// Writes bytes that may lie in a mapped file to standard output, by system calls only: the kernel reports a page that is
+/// gone, while a copy in this process would end it.
+pub(super) fn write_lent(mut bytes: &[u8]) -> anyhow::Result<()> {
+    let out = io::stdout();
+    while !bytes.is_empty() {
+        match nix::unistd::write(&out, bytes) {
+            Ok(len) => bytes = &bytes[len..],
+            Err(nix::errno::Errno::EINTR) => {}
+            Err(errno) => return written(Err(errno.into())),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,42 @@
+//! `ckfs plan`: what would be mounted.
+
+use clap::Args;
+
+use super::{flags::SourceFlags, open, output};
+use crate::plan::report;
+
+/// Shows what would be mounted, without mounting.
+///
+/// Prints how the repository names, fuses and quantizes its tensors, the files that are left out, what each mesh axis splits,
+/// bytes per device, and every group of tensors with shape, dtype and spec. Everything wrong with the repository or
+/// the flags is an error here as it is for `mount`, all of it at once.
+#[derive(Debug, Args)]
+#[command(after_long_help = "\
+Examples:
+  ckfs plan /data/llama --mesh fsdp=4,tensor=2
+  ckfs plan org/name@main --layout hf --dtype bf16
+  ckfs plan --config /etc/ckfs/llama.toml
+  ckfs plan /data/llama --mesh fsdp=8 --json | jq '.views[0].devices'")]
+pub(super) struct Plan {
+    /// A directory, a .safetensors file, or org/name[@revision] in the local cache.
+    source: Option<String>,
+    /// Prints JSON, with every tensor.
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    flags: SourceFlags,
+}
+
+impl Plan {
+    pub(super) fn run(&self) -> anyhow::Result<()> {
+        let mut config = open::source_config(self.source.as_deref(), &self.flags)?;
+        let checkpoint = open::checkpoint(&mut config)?;
+        let plans = open::plans(&checkpoint, &config)?;
+        let views = plans.iter().map(|view| (view.name.as_str(), view.plan.as_ref()));
+        if self.json {
+            output::print_json(&report::json(&checkpoint, views))
+        } else {
+            output::print(&report::text(&checkpoint, views))
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! Walks over a volume.
+
+use std::ops::ControlFlow;
+
+use anyhow::{Context, anyhow};
+
+use crate::{
+    plan::{Pattern, PatternError},
+    volume::{Attr, FileSystem, FsError, Ino, NodeKind, Volume},
+};
+
+/// Symbolic links followed on the way to one file.
+const LINKS_MAX: usize = 40;
+
+/// A node with its path relative to the root of the mount.
+#[derive(Clone, Debug)]
+pub(super) struct Node {
+    /// Path, without a leading slash.
+    pub(super) path: String,
+    /// What it is.
+    pub(super) attr: Attr,
+}
+
+/// Names of the entries of a directory, in order.
+pub(super) fn entries(volume: &Volume, directory: Ino) -> Result<Vec<(String, Ino)>, FsError> {
+    let mut entries = Vec::new();
+    volume.read_dir(directory, 0, &mut |entry| {
+        entries.push((String::from_utf8_lossy(entry.name).into_owned(), entry.ino));
+        ControlFlow::Continue(())
+    })?;
+    Ok(entries)
+}
+
+/// Calls `each` with every node but the root, directories before what is in them.
+pub(super) fn walk(volume: &Volume, each: &mut dyn FnMut(Node) -> anyhow::Result<()>) -> anyhow::Result<()> {
+    let mut pending = vec![(String::new(), Ino::ROOT)];
+    while let Some((path, directory)) = pending.pop() {
+        let mut directories = Vec::new();
+        for (name, ino) in entries(volume, directory).with_context(|| path.clone())? {
+            let path = if path.is_empty() { name } else { format!("{path}/{name}") };
+            let attr = volume.attr(ino).with_context(|| path.clone())?;
+            if attr.kind == NodeKind::Directory {
+                directories.push((path.clone(), ino));
+            }
+            each(Node { path, attr })?;
+        }
+        pending.extend(directories.into_iter().rev());
+    }
+    Ok(())
+}
+
+/// The patterns of `--only`.
+pub(super) fn patterns(texts: &[String]) -> Result<Vec<Pattern>, PatternError> {
+    texts.iter().map(|text| Pattern::parse(text.trim_end_matches('/'))).collect()
+}
+
+/// Whether a path is wanted: no patterns, or one that matches it or a directory above it.
+pub(super) fn wanted(patterns: &[Pattern], path: &str) -> bool {
+    let above = path.char_indices().filter(|(_, c)| *c == '/').map(|(at, _)| &path[..at]);
+    patterns.is_empty() || above.chain([path]).any(|prefix| patterns.iter().any(|pattern| pattern.matches(prefix)))
+}
+
+/// The node at a path of the mount; links are followed.
+///
+/// # Errors
+/// Nothing is there; the message names the nearest directory and what is in it.
+pub(super) fn find(volume: &Volume, path: &str) -> anyhow::Result<Node> {
+    let mut pending: Vec<String> = path.split('/').rev().map(str::to_owned).collect();
+    let mut at: Vec<(String, Ino)> = Vec::new();
+    let mut links = 0;
+    while let Some(component) = pending.pop() {
+        if component.is_empty() || component == "." {
+            continue;
+        }
+        if component == ".." {
+            at.pop();
+            continue;
+        }
+        let directory = at.last().map_or(Ino::ROOT, |(_, ino)| *ino);
+        let attr = match volume.lookup(directory, component.as_bytes()) {
+            Ok(attr) => attr,
+            Err(FsError::NotFound) => {
+                return Err(absent(volume, path, &at, directory, &component));
+            }
+            Err(error) => return Err(anyhow!(error).context(path.to_owned())),
+        };
+        if attr.kind == NodeKind::Symlink {
+            links += 1;
+            if links > LINKS_MAX {
+                return Err(anyhow!("{path}: too many symbolic links"));
+            }
+            let target = volume.read_link(attr.ino).with_context(|| path.to_owned())?;
+            pending.extend(String::from_utf8_lossy(&target).split('/').rev().map(str::to_owned));
+        } else {
+            at.push((component, attr.ino));
+        }
+    }
+    let attr = volume.attr(at.last().map_or(Ino::ROOT, |(_, ino)| *ino)).with_context(|| path.to_owned())?;
+    let names: Vec<String> = at.into_iter().map(|(name, _)| name).collect();
+    Ok(Node { path: names.join("/"), attr })
+}
+
+/// Names of a directory that an error lists.
+const NAMES_SHOWN: usize = 12;
+
+fn absent(volume: &Volume, path: &str, at: &[(String, Ino)], directory: Ino, component: &str) -> anyhow::Error {
+    let names: Vec<String> = entries(volume, directory).unwrap_or_default().into_iter().map(|(name, _)| name).collect();
+    let parts: Vec<&str> = at.iter().map(|(name, _)| name.as_str()).collect();
+    let place = if parts.is_empty() { "the root".to_owned() } else { parts.join("/") };
+    let more = if names.len() > NAMES_SHOWN { ", ..." } else { "" };
+    let shown = names[..names.len().min(NAMES_SHOWN)].join(", ");
+    anyhow!("{path}: {place} has no {component:?}; it has: {shown}{more}")
+}
+
+/// An open file of a volume.
+#[derive(Debug)]
+pub(super) struct OpenNode<'a> {
+    volume: &'a Volume,
+    ino: Ino,
+    handle: crate::volume::Handle,
+}
+
+impl<'a> OpenNode<'a> {
+    /// Opens a file.
+    ///
+    /// # Errors
+    /// It is none, or a source of it has changed.
+    pub(super) fn open(volume: &'a Volume, node: &Node) -> anyhow::Result<Self> {
+        let opened = volume.open(node.attr.ino).with_context(|| node.path.clone())?;
+        Ok(Self { volume, ino: node.attr.ino, handle: opened.handle })
+    }
+
+    /// Reads as [`FileSystem::read`] does. The slice may be lent: see [`super::lent`].
+    ///
+    /// # Errors
+    /// The bytes did not come.
+    pub(super) fn read(&self, offset: u64, len: usize, reply: &mut dyn FnMut(&[u8])) -> Result<(), FsError> {
+        self.volume.read(self.ino, self.handle, offset, len, reply)
+    }
+}
+
+impl Drop for OpenNode<'_> {
+    fn drop(&mut self) {
+        self.volume.release(self.ino, self.handle);
+    }
+}
+
+/// Reads spans of `chunk` bytes until `end`, and checks that each is as long as it must be.
+///
+/// # Errors
+/// Bytes did not come, or `sink` failed.
+pub(super) fn stream(
+    open: &OpenNode<'_>,
+    path: &str,
+    (start, end): (u64, u64),
+    chunk_bytes: usize,
+    sink: &mut dyn FnMut(&[u8]) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let mut at = start;
+    while at < end {
+        let len = usize::try_from(end - at).unwrap_or(usize::MAX).min(chunk_bytes);
+        let mut result = Ok(());
+        let mut came = 0;
+        open.read(at, len, &mut |bytes| {
+            came = bytes.len();
+            result = sink(bytes);
+        })
+        .with_context(|| format!("{path}: bytes {at}..{}", at + len as u64))?;
+        result?;
+        if came != len {
+            return Err(anyhow!("{path}: bytes {at}..{}: expected {len} bytes, found {came}", at + len as u64));
+        }
+        at += len as u64;
+    }
+    Ok(())
+}

@@ -1,0 +1,423 @@
+//! `ckfs verify`: every byte against the slow evaluator.
+//!
+//! What is expected comes from the expressions of the views and [`crate::read::reference`], which shares no code with
+//! lowering, tilings, kernels and caches; its bytes come from `pread` on the source files.
+
+use std::{
+    collections::BTreeSet,
+    fmt,
+    fs::File,
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use anyhow::{Context, anyhow, bail};
+use clap::Args;
+use indicatif::ProgressBar;
+use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
+
+use super::{LogFlags, export::bar, flags::SourceFlags, lent::Copier, open, output, tree};
+use crate::{
+    checkpoint::Checkpoint,
+    image::{FileImage, Segment},
+    plan::{Config, config::ByteCount, report::human_bytes},
+    read::reference::Evaluator,
+    tensor::TensorId,
+    volume::{NodeKind, Volume},
+};
+
+/// Bytes compared at once.
+const CHUNK_BYTES: u64 = 1 << 20;
+/// Bytes around each place of interest that are compared in a sample.
+const PROBE_BYTES: u64 = 512;
+/// Differences that are printed.
+const DIFFERENCES_SHOWN: usize = 20;
+
+/// Compares virtual files with what a slow, independent evaluator computes.
+///
+/// Given a SOURCE, bytes come from the engine as a mount would serve them; given a mount, from its files, and source and
+/// flags from what the mount says of itself. By default a sample of each file is compared: both ends, borders of tensors and
+/// pieces, and places spread over the rest, the same ones every time. Prints counts and the first differences; fails if there
+/// are any.
+#[derive(Debug, Args)]
+#[command(after_long_help = "\
+Examples:
+  ckfs verify /mnt/llama
+  ckfs verify /mnt/llama --full --only dev3
+  ckfs verify /data/llama --mesh fsdp=4,tensor=2 --dtype bf16 --sample 1M")]
+pub(super) struct Verify {
+    /// A mount, or a source as for `ckfs mount`.
+    #[arg(value_name = "SOURCE|MNT")]
+    target: Option<String>,
+    /// Bytes of each file to compare.
+    #[arg(long, value_name = "SIZE", default_value = "64K")]
+    sample: ByteCount,
+    /// Compares every byte; the evaluator does a few megabytes a second.
+    #[arg(long, conflicts_with = "sample")]
+    full: bool,
+    /// Only files that match this pattern, or below directories that do; may be repeated.
+    #[arg(long, value_name = "GLOB")]
+    only: Vec<String>,
+    #[command(flatten)]
+    flags: SourceFlags,
+}
+
+/// One stretch of bytes that is not as it must be.
+#[derive(Clone, Debug)]
+struct Difference {
+    path: String,
+    what: String,
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.path, self.what)
+    }
+}
+
+/// What a verification found.
+#[derive(Debug, Default)]
+pub(super) struct Findings {
+    files: AtomicU64,
+    bytes: AtomicU64,
+    different: AtomicU64,
+    first: Mutex<Vec<Difference>>,
+}
+
+impl Findings {
+    fn differ(&self, path: &str, what: String) {
+        self.different.fetch_add(1, Ordering::Relaxed);
+        let mut first = self.first.lock().unwrap_or_else(PoisonError::into_inner);
+        first.push(Difference { path: path.to_owned(), what });
+        first.sort_by(|a, b| a.path.cmp(&b.path));
+        first.truncate(DIFFERENCES_SHOWN);
+    }
+
+    /// One line for a reader.
+    pub(super) fn summary(&self) -> String {
+        let (files, bytes) = (self.files.load(Ordering::Relaxed), self.bytes.load(Ordering::Relaxed));
+        format!("{files} files, {} compared", human_bytes(bytes))
+    }
+
+    /// An error that lists the first differences, if there are any.
+    ///
+    /// # Errors
+    /// That.
+    pub(super) fn verdict(&self) -> anyhow::Result<()> {
+        let different = self.different.load(Ordering::Relaxed);
+        if different == 0 {
+            return Ok(());
+        }
+        let first = self.first.lock().unwrap_or_else(PoisonError::into_inner);
+        let lines: Vec<String> = first.iter().map(|difference| format!("\n  {difference}")).collect();
+        Err(anyhow!("{different} differences in {}:{}", self.summary(), lines.concat()))
+    }
+}
+
+/// How much to compare.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Extent {
+    /// Everything.
+    Full,
+    /// About this many bytes of each file.
+    Sample(u64),
+}
+
+impl Verify {
+    pub(super) fn run(&self, log: &LogFlags) -> anyhow::Result<()> {
+        let extent = if self.full { Extent::Full } else { Extent::Sample(self.sample.0) };
+        let mount = self.target.as_deref().map(Path::new).filter(|path| path.join(".ckfs/config.toml").is_file());
+        let findings = if let Some(mount) = mount {
+            if self.flags.view.config.is_some() {
+                bail!("{}: is a mount, which says by itself how it was made; --config is for sources", mount.display());
+            }
+            verify_mount(mount, &self.only, extent, log)?
+        } else {
+            let mut config = open::source_config(self.target.as_deref(), &self.flags)?;
+            let volume = open::volume(&mut config)?;
+            verify(&volume, None, &self.only, extent, log)?
+        };
+        findings.verdict()?;
+        output::print(&format!("{}, no difference\n", findings.summary()))
+    }
+}
+
+/// Compares the files of a mount with what its own configuration says they must hold.
+///
+/// # Errors
+/// Source or configuration cannot be read. Differences are in the findings.
+pub(super) fn verify_mount(mount: &Path, only: &[String], extent: Extent, log: &LogFlags) -> anyhow::Result<Findings> {
+    let mut config = Config::load(&mount.join(".ckfs/config.toml"))?;
+    let volume = open::volume(&mut config)?;
+    verify(&volume, Some(mount), only, extent, log)
+}
+
+/// Where the bytes to be verified come from.
+enum Served<'a> {
+    Engine { open: tree::OpenNode<'a>, copier: Copier },
+    Mount { file: File },
+}
+
+impl Served<'_> {
+    fn read(&self, start: u64, len: usize) -> anyhow::Result<Vec<u8>> {
+        match self {
+            Self::Mount { file } => {
+                let mut bytes = vec![0; len];
+                file.read_exact_at(&mut bytes, start)?;
+                Ok(bytes)
+            }
+            Self::Engine { open, copier } => {
+                let mut copy = Ok(Vec::new());
+                open.read(start, len, &mut |bytes| copy = copier.copy(bytes))?;
+                let copy = copy?;
+                if copy.len() != len {
+                    bail!("expected {len} bytes, found {}", copy.len());
+                }
+                Ok(copy)
+            }
+        }
+    }
+}
+
+fn verify(
+    volume: &Volume,
+    mount: Option<&Path>,
+    only: &[String],
+    extent: Extent,
+    log: &LogFlags,
+) -> anyhow::Result<Findings> {
+    let patterns = tree::patterns(only)?;
+    let mut nodes = Vec::new();
+    tree::walk(volume, &mut |node| {
+        if node.attr.kind == NodeKind::File && tree::wanted(&patterns, &node.path) {
+            nodes.push(node);
+        }
+        Ok(())
+    })?;
+    if nodes.is_empty() {
+        bail!("nothing to verify: no file matches {}", only.join(", "));
+    }
+    let share = |size: u64| match extent {
+        Extent::Full => size,
+        Extent::Sample(bytes) => bytes.min(size),
+    };
+    let bar = bar(nodes.iter().map(|node| share(node.attr.size_bytes)).sum(), log);
+    let findings = Findings::default();
+    nodes.par_iter().try_for_each(|node| {
+        let result = verify_file(volume, mount, node, extent, &findings, &bar);
+        bar.inc(share(node.attr.size_bytes));
+        result.with_context(|| node.path.clone())
+    })?;
+    open::check_sources(volume)?;
+    bar.finish_and_clear();
+    Ok(findings)
+}
+
+fn verify_file(
+    volume: &Volume,
+    mount: Option<&Path>,
+    node: &tree::Node,
+    extent: Extent,
+    findings: &Findings,
+    bar: &ProgressBar,
+) -> anyhow::Result<()> {
+    let checkpoint = volume.engine().checkpoint();
+    let size = node.attr.size_bytes;
+    let expected = if let Some(original) = volume.original(node.attr.ino) {
+        Expected::File(File::open(checkpoint.source().path(original))?)
+    } else if let Some(image) = volume.image(node.attr.ino)? {
+        Expected::Image(image)
+    } else {
+        // Text that ckfs makes about itself; there is nothing to hold it to.
+        return Ok(());
+    };
+    bar.set_message(node.path.clone());
+    findings.files.fetch_add(1, Ordering::Relaxed);
+    let served = match mount {
+        None => tree::OpenNode::open(volume, node).and_then(|open| Ok(Served::Engine { open, copier: Copier::new()? })),
+        Some(mount) => {
+            let path = mount.join(&node.path);
+            File::open(&path).with_context(|| path.display().to_string()).map(|file| Served::Mount { file })
+        }
+    };
+    let served = match served {
+        Ok(served) => served,
+        Err(error) => {
+            findings.differ(&node.path, format!("cannot be opened: {}", output::chain(&error)));
+            return Ok(());
+        }
+    };
+    if let Served::Mount { file } = &served {
+        let found = file.metadata()?.len();
+        if found != size {
+            findings.differ(&node.path, format!("expected {size} bytes, found {found}"));
+            return Ok(());
+        }
+    }
+    let files = SourceFiles::new(checkpoint);
+    let mut evaluator = Evaluator::new(|tensor, span| Ok(files.read(tensor, span)?));
+    for (start, end) in spans(&node.path, &expected, size, extent)? {
+        let len = usize::try_from(end - start).context("span")?;
+        let bytes = match served.read(start, len) {
+            Ok(bytes) => bytes,
+            Err(error) => {
+                findings.differ(&node.path, format!("bytes {start}..{end}: {}", output::chain(&error)));
+                continue;
+            }
+        };
+        let wanted = expected.bytes(start, end, &mut evaluator)?;
+        findings.bytes.fetch_add(end - start, Ordering::Relaxed);
+        if let Some(at) = bytes.iter().zip(&wanted).position(|(found, wanted)| found != wanted) {
+            let count = bytes.iter().zip(&wanted).filter(|(found, wanted)| found != wanted).count();
+            let what = format!(
+                "byte {}: expected 0x{:02x}, found 0x{:02x}; {count} of bytes {start}..{end} differ",
+                start + at as u64,
+                wanted[at],
+                bytes[at]
+            );
+            findings.differ(&node.path, what);
+        }
+    }
+    Ok(())
+}
+
+/// What a file must hold.
+enum Expected {
+    File(File),
+    Image(FileImage),
+}
+
+impl Expected {
+    fn bytes(&self, start: u64, end: u64, evaluator: &mut Evaluator<'_>) -> anyhow::Result<Vec<u8>> {
+        let mut bytes = Vec::with_capacity(usize::try_from(end - start)?);
+        match self {
+            Self::File(file) => {
+                bytes.resize(usize::try_from(end - start)?, 0);
+                file.read_exact_at(&mut bytes, start)?;
+            }
+            Self::Image(image) => {
+                for (segment, low, high) in image.spans(start, end) {
+                    match &image.segments()[segment] {
+                        Segment::Bytes(made) => {
+                            bytes.extend_from_slice(&made[usize::try_from(low)?..usize::try_from(high)?]);
+                        }
+                        Segment::View(view) => bytes.extend(evaluator.evaluate(view, low..high)?),
+                    }
+                }
+            }
+        }
+        Ok(bytes)
+    }
+}
+
+/// Source files by path, for reading with `pread`.
+struct SourceFiles<'a> {
+    checkpoint: &'a Checkpoint,
+    open: Mutex<Vec<(PathBuf, File)>>,
+}
+
+/// Source files kept open by one verifier.
+const OPEN_FILES_MAX: usize = 16;
+
+impl<'a> SourceFiles<'a> {
+    fn new(checkpoint: &'a Checkpoint) -> Self {
+        Self { checkpoint, open: Mutex::default() }
+    }
+
+    fn read(&self, tensor: TensorId, span: std::ops::Range<u64>) -> std::io::Result<Vec<u8>> {
+        let info = self.checkpoint.tensor(tensor);
+        let path = self.checkpoint.source().path(info.file);
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        if !open.iter().any(|(known, _)| known == path) {
+            if open.len() >= OPEN_FILES_MAX {
+                open.remove(0);
+            }
+            open.push((path.to_owned(), File::open(path)?));
+        }
+        let mut bytes = vec![0; usize::try_from(span.end - span.start).map_err(std::io::Error::other)?];
+        let (_, file) = open.iter().find(|(known, _)| known == path).ok_or(std::io::ErrorKind::NotFound)?;
+        file.read_exact_at(&mut bytes, info.span.start() + span.start)?;
+        Ok(bytes)
+    }
+}
+
+/// The spans of a file to compare, ascending and disjoint, each of at most [`CHUNK_BYTES`].
+fn spans(path: &str, expected: &Expected, size: u64, extent: Extent) -> anyhow::Result<Vec<(u64, u64)>> {
+    let mut spans = match extent {
+        Extent::Sample(bytes) if bytes < size => sample(path, &borders(expected)?, size, bytes),
+        Extent::Full | Extent::Sample(_) => vec![(0, size)],
+    };
+    spans.retain(|(start, end)| start < end);
+    let cut = |(start, end): (u64, u64)| {
+        (start..end)
+            .step_by(usize::try_from(CHUNK_BYTES).unwrap_or(usize::MAX))
+            .map(move |at| (at, end.min(at + CHUNK_BYTES)))
+    };
+    Ok(spans.into_iter().flat_map(cut).collect())
+}
+
+/// Bytes of a file where one thing ends and the next begins: segments and pieces.
+fn borders(expected: &Expected) -> anyhow::Result<BTreeSet<u64>> {
+    let Expected::Image(image) = expected else { return Ok(BTreeSet::new()) };
+    let mut borders = BTreeSet::new();
+    for (index, segment) in image.segments().iter().enumerate() {
+        let start = image.start_of(index);
+        borders.insert(start);
+        if let Segment::View(view) = segment {
+            let tiling = view.lower()?;
+            borders.extend(tiling.pieces().iter().map(|piece| start + piece.start * tiling.unit_bytes()));
+        }
+    }
+    Ok(borders)
+}
+
+/// About `bytes` bytes: both ends, borders, and places spread by a hash of the path.
+fn sample(path: &str, borders: &BTreeSet<u64>, size: u64, bytes: u64) -> Vec<(u64, u64)> {
+    let probes = (bytes / PROBE_BYTES).max(3);
+    let mut places: BTreeSet<u64> = [0, size.saturating_sub(1)].into();
+    let stride = usize::try_from(borders.len() as u64 / (probes / 2).max(1)).unwrap_or(0) + 1;
+    places.extend(borders.iter().step_by(stride));
+    // FNV-1a, then a linear congruential sequence: the same places in every run.
+    let mut state = path
+        .bytes()
+        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
+    while (places.len() as u64) < probes {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        // A full set of places can be hit twice; the sample is then smaller.
+        if !places.insert((state >> 11) % size) && size < probes {
+            break;
+        }
+    }
+    let mut spans: Vec<(u64, u64)> = Vec::new();
+    for place in places {
+        let (start, end) = (place.saturating_sub(PROBE_BYTES / 2), (place + PROBE_BYTES / 2).min(size));
+        match spans.last_mut() {
+            Some(last) if start <= last.1 => last.1 = last.1.max(end),
+            _ => spans.push((start, end)),
+        }
+    }
+    spans
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn samples_have_both_ends_and_borders_and_do_not_overlap() {
+        for size in [600_u64, 5000, 1 << 20, 1 << 40] {
+            let borders = (0..20).map(|n| n * size / 20).collect();
+            let spans = sample("a", &borders, size, 64 << 10);
+            assert_eq!((spans[0].0, spans.last().unwrap().1), (0, size));
+            assert!(spans.windows(2).all(|pair| pair[0].1 < pair[1].0), "{spans:?}");
+            assert!(borders.iter().all(|at| spans.iter().any(|(start, end)| start <= at && at < end)));
+            assert_eq!(spans, sample("a", &borders, size, 64 << 10));
+            let total: u64 = spans.iter().map(|(start, end)| end - start).sum();
+            assert!(total <= 64 << 10 && total * 2 >= (32 << 10).min(size), "{size}: {total}");
+        }
+    }
+}

@@ -1,0 +1,788 @@
+//! The configuration file: what the command line's flags say, as TOML, for one view or several.
+//!
+//! ```toml
+//! source = "/data/models/llama"        # a path (relative to this file), or org/name[@revision]
+//! mountpoint = "/mnt/llama"
+//! dtype = "bf16"                       # keys of a view; tables of views inherit them
+//!
+//! [[cast]]                             # the first rule that matches a name wins over `dtype`
+//! match = "*norm*"
+//! dtype = "keep"
+//!
+//! [[shard_rules]]                      # the first rule that matches wins over `shard`
+//! match = "layers.scanned.wq"
+//! spec = ["-", ["tensor", "fsdp"]]     # per axis: "-", a mesh axis, or several, the first outermost
+//!
+//! [view.train]                         # under MNT/train/
+//! mesh = "fsdp=4,tensor=2"
+//!
+//! [view.rollout]
+//! mesh = "tensor=4"
+//! layout = "hf"
+//!
+//! [mount]
+//! allow_other = true
+//! ```
+//!
+//! Unknown keys and malformed values are errors that name file and line. [`Config::to_toml`] writes the effective
+//! configuration so that reading it back gives the same: every view in full, rules of other files taken in, paths absolute.
+
+use std::{
+    collections::BTreeMap,
+    fmt, fs,
+    path::{Path, PathBuf},
+    str::FromStr,
+};
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use super::{CastRule, Layout, Mesh, Pattern, ShardRule, Sharding, ViewOptions};
+use crate::{source::SourceIo, tensor::DType};
+
+/// Most devices that a list may name.
+const DEVICES_LISTED_MAX: usize = 1 << 20;
+
+/// Why a configuration is of no use.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("{}: {reason}", file.display())]
+    Read {
+        /// The file.
+        file: PathBuf,
+        /// What the system said.
+        reason: String,
+    },
+    /// The text is not as it must be.
+    #[error("{}:{line}: {reason}", file.display())]
+    Text {
+        /// The file.
+        file: PathBuf,
+        /// Line, from 1.
+        line: usize,
+        /// What is wrong.
+        reason: String,
+    },
+}
+
+/// A value that is written as a word in the file and on the command line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Word<T>(pub T);
+
+/// Parsing and writing of a [`Word`].
+pub trait AsWord: Sized {
+    /// Reads it.
+    ///
+    /// # Errors
+    /// What is wrong, saying what was expected.
+    fn from_word(text: &str) -> Result<Self, String>;
+
+    /// Writes it, so that reading gives it back.
+    fn to_word(&self) -> String;
+}
+
+impl<T: AsWord> FromStr for Word<T> {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        T::from_word(text).map(Self)
+    }
+}
+
+impl<T: AsWord> fmt::Display for Word<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.to_word())
+    }
+}
+
+impl<'de, T: AsWord> Deserialize<'de> for Word<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        T::from_word(&String::deserialize(deserializer)?).map(Self).map_err(serde::de::Error::custom)
+    }
+}
+
+impl<T: AsWord> Serialize for Word<T> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&self.0.to_word())
+    }
+}
+
+impl AsWord for Mesh {
+    fn from_word(text: &str) -> Result<Self, String> {
+        Self::parse(text).map_err(|error| error.to_string())
+    }
+
+    fn to_word(&self) -> String {
+        self.to_string()
+    }
+}
+
+impl AsWord for Layout {
+    fn from_word(text: &str) -> Result<Self, String> {
+        match text {
+            "canonical" => Ok(Self::Canonical),
+            "hf" => Ok(Self::Hf),
+            _ => Err(format!("layout: expected canonical or hf, found {text:?}")),
+        }
+    }
+
+    fn to_word(&self) -> String {
+        self.name().to_owned()
+    }
+}
+
+/// A dtype asked for: `None` is written `keep` and leaves elements as they are.
+impl AsWord for Option<DType> {
+    fn from_word(text: &str) -> Result<Self, String> {
+        if text == "keep" {
+            return Ok(None);
+        }
+        let dtype = DType::from_user(text).filter(|dtype| dtype.is_float());
+        dtype.map(Some).ok_or_else(|| format!("dtype: expected keep or a float type such as bf16, found {text:?}"))
+    }
+
+    fn to_word(&self) -> String {
+        self.map_or("keep", DType::name).to_owned()
+    }
+}
+
+impl AsWord for SourceIo {
+    fn from_word(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "mmap" => Ok(Self::Mmap),
+            "pread" => Ok(Self::Pread),
+            _ => Err(format!("source I/O: expected auto, mmap or pread, found {text:?}")),
+        }
+    }
+
+    fn to_word(&self) -> String {
+        match self {
+            Self::Auto => "auto",
+            Self::Mmap => "mmap",
+            Self::Pread => "pread",
+        }
+        .to_owned()
+    }
+}
+
+/// How tensors are sharded where no rule matches, or a file that says so.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ShardChoice {
+    /// By the names of mesh axes and the roles of tensors.
+    Auto,
+    /// Not at all.
+    None,
+    /// By the rules in a file, and by its `shard` key where none matches.
+    File(PathBuf),
+}
+
+impl AsWord for ShardChoice {
+    fn from_word(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "none" => Ok(Self::None),
+            file if Path::new(file).extension().is_some_and(|extension| extension == "toml") => {
+                Ok(Self::File(file.into()))
+            }
+            _ => Err(format!("shard: expected auto, none or a file *.toml, found {text:?}")),
+        }
+    }
+
+    fn to_word(&self) -> String {
+        match self {
+            Self::Auto => "auto".to_owned(),
+            Self::None => "none".to_owned(),
+            Self::File(path) => path.display().to_string(),
+        }
+    }
+}
+
+/// A list of devices, ascending: `0-3,8`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Devices(pub Vec<u64>);
+
+impl AsWord for Devices {
+    fn from_word(text: &str) -> Result<Self, String> {
+        let malformed = |part: &str| format!("devices: expected numbers and ranges such as 0-3,8, found {part:?}");
+        let mut devices = Vec::new();
+        for part in text.split(',').map(str::trim) {
+            let (first, last) = part.split_once('-').unwrap_or((part, part));
+            let number = |text: &str| text.trim().parse::<u64>().map_err(|_| malformed(part));
+            let (first, last) = (number(first)?, number(last)?);
+            if first > last {
+                return Err(malformed(part));
+            }
+            if (last - first) >= DEVICES_LISTED_MAX as u64 || devices.len() >= DEVICES_LISTED_MAX {
+                return Err(format!("devices: more than {DEVICES_LISTED_MAX} in {text:?}"));
+            }
+            devices.extend(first..=last);
+        }
+        devices.sort_unstable();
+        devices.dedup();
+        Ok(Self(devices))
+    }
+
+    fn to_word(&self) -> String {
+        let mut words: Vec<String> = Vec::new();
+        let mut rest = self.0.as_slice();
+        while let Some(first) = rest.first() {
+            let run = rest.iter().zip(*first..).take_while(|(device, expected)| *device == expected).count();
+            let last = rest[run - 1];
+            words.push(if run == 1 { first.to_string() } else { format!("{first}-{last}") });
+            rest = &rest[run..];
+        }
+        words.join(",")
+    }
+}
+
+/// A number of bytes: `67108864`, `64M`, `1GiB`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ByteCount(pub u64);
+
+impl FromStr for ByteCount {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let malformed = || format!("expected a number of bytes such as 67108864, 64M or 1GiB, found {text:?}");
+        let lower = text.trim().to_ascii_lowercase();
+        let digits = lower.find(|c: char| !c.is_ascii_digit()).unwrap_or(lower.len());
+        let shift = match lower[digits..].trim() {
+            "" | "b" => 0,
+            "k" | "kb" | "kib" => 10,
+            "m" | "mb" | "mib" => 20,
+            "g" | "gb" | "gib" => 30,
+            "t" | "tb" | "tib" => 40,
+            _ => return Err(malformed()),
+        };
+        let number: u64 = lower[..digits].parse().map_err(|_| malformed())?;
+        number.checked_mul(1 << shift).map(Self).ok_or_else(malformed)
+    }
+}
+
+impl<'de> Deserialize<'de> for ByteCount {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged, expecting = "expected a number of bytes such as 67108864 or \"64M\"")]
+        enum Either {
+            Number(u64),
+            Text(String),
+        }
+        match Either::deserialize(deserializer)? {
+            Either::Number(number) => Ok(Self(number)),
+            Either::Text(text) => text.parse().map_err(serde::de::Error::custom),
+        }
+    }
+}
+
+impl Serialize for ByteCount {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_u64(self.0)
+    }
+}
+
+fn pattern_text<S: Serializer>(pattern: &Pattern, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(pattern.text())
+}
+
+/// A `[[cast]]` rule.
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct CastKeys {
+    /// Names in the repository or in the mount.
+    #[serde(rename = "match", serialize_with = "pattern_text")]
+    pub pattern: Pattern,
+    /// The dtype, or `keep`.
+    pub dtype: Word<Option<DType>>,
+}
+
+/// What splits one axis of a tensor, as written.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(untagged, expecting = "expected for each axis \"-\", a mesh axis, or a list of mesh axes")]
+pub enum AxisKey {
+    /// One mesh axis; `-` or nothing for none.
+    One(String),
+    /// Several, the first outermost.
+    Several(Vec<String>),
+}
+
+impl AxisKey {
+    fn names(&self) -> Vec<String> {
+        match self {
+            Self::One(name) if name.is_empty() || name == "-" => Vec::new(),
+            Self::One(name) => vec![name.clone()],
+            Self::Several(names) => names.clone(),
+        }
+    }
+}
+
+/// A `[[shard_rules]]` rule.
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct ShardKeys {
+    /// Names in the mount.
+    #[serde(rename = "match", serialize_with = "pattern_text")]
+    pub pattern: Pattern,
+    /// Per axis, what splits it.
+    pub spec: Vec<AxisKey>,
+}
+
+/// A file of sharding rules, as `--shard FILE` takes.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ShardFile {
+    shard: Option<Word<ShardChoice>>,
+    #[serde(default)]
+    shard_rules: Vec<ShardKeys>,
+}
+
+/// Declares the keys of a view once, for the top of the file and for its `[view.NAME]` tables.
+macro_rules! view_keys {
+    ($($(#[$doc:meta])* $key:ident: $kind:ty,)*) => {
+        /// The keys of one view, as far as they are given.
+        #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
+        #[serde(deny_unknown_fields)]
+        pub struct ViewKeys {
+            $($(#[$doc])* #[serde(skip_serializing_if = "Option::is_none")] pub $key: Option<$kind>,)*
+            /// Dtypes by pattern.
+            #[serde(default, skip_serializing_if = "Vec::is_empty")]
+            pub cast: Vec<CastKeys>,
+            /// Specs by pattern.
+            #[serde(default, skip_serializing_if = "Vec::is_empty")]
+            pub shard_rules: Vec<ShardKeys>,
+        }
+
+        #[derive(Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct FileKeys {
+            source: Option<String>,
+            mountpoint: Option<PathBuf>,
+            $($key: Option<$kind>,)*
+            #[serde(default)]
+            cast: Vec<CastKeys>,
+            #[serde(default)]
+            shard_rules: Vec<ShardKeys>,
+            #[serde(default)]
+            mount: MountKeys,
+            #[serde(default)]
+            view: BTreeMap<String, ViewKeys>,
+        }
+
+        impl FileKeys {
+            fn top(&self) -> ViewKeys {
+                ViewKeys {
+                    $($key: self.$key.clone(),)*
+                    cast: self.cast.clone(),
+                    shard_rules: self.shard_rules.clone(),
+                }
+            }
+        }
+
+        impl ViewKeys {
+            /// These keys, and those of `base` where these are not given. Rules come before those of `base`.
+            #[must_use]
+            pub fn over(mut self, base: &Self) -> Self {
+                $(if self.$key.is_none() { self.$key.clone_from(&base.$key); })*
+                self.cast.extend_from_slice(&base.cast);
+                self.shard_rules.extend_from_slice(&base.shard_rules);
+                self
+            }
+        }
+    };
+}
+
+view_keys! {
+    /// The devices.
+    mesh: Word<Mesh>,
+    /// Names and shapes.
+    layout: Word<Layout>,
+    /// Dtype of all floats.
+    dtype: Word<Option<DType>>,
+    /// How specs are chosen.
+    shard: Word<ShardChoice>,
+    /// The devices to list.
+    devices: Word<Devices>,
+    /// Whether bundles hold one tensor per source tensor.
+    unscanned: bool,
+    /// Whether uneven splits are refused.
+    even: bool,
+    /// Whether missing layers are accepted.
+    allow_missing: bool,
+    /// Bytes of the largest chunk file.
+    chunk_bytes: ByteCount,
+}
+
+/// The `[mount]` table: how to mount and serve, the same for all views.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct MountKeys {
+    /// Lets all users read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub allow_other: Option<bool>,
+    /// Threads that serve requests.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub threads: Option<usize>,
+    /// The kernel's read-ahead in KiB.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub read_ahead_kb: Option<u32>,
+    /// Bytes of transformed data kept in memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cache_bytes: Option<ByteCount>,
+    /// Lets the kernel read byte-identical files by itself.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub passthrough: Option<bool>,
+    /// How source files are read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub source_io: Option<Word<SourceIo>>,
+    /// How long to try to unmount while files are open, before detaching.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub grace_seconds: Option<u64>,
+    /// How long to serve open files after detaching.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub drain_seconds: Option<u64>,
+    /// Where the daemon writes its log.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub log_file: Option<PathBuf>,
+}
+
+impl MountKeys {
+    /// These keys, and those of `base` where these are not given.
+    #[must_use]
+    pub fn over(self, base: &Self) -> Self {
+        Self {
+            allow_other: self.allow_other.or(base.allow_other),
+            threads: self.threads.or(base.threads),
+            read_ahead_kb: self.read_ahead_kb.or(base.read_ahead_kb),
+            cache_bytes: self.cache_bytes.or(base.cache_bytes),
+            passthrough: self.passthrough.or(base.passthrough),
+            source_io: self.source_io.or_else(|| base.source_io.clone()),
+            grace_seconds: self.grace_seconds.or(base.grace_seconds),
+            drain_seconds: self.drain_seconds.or(base.drain_seconds),
+            log_file: self.log_file.or_else(|| base.log_file.clone()),
+        }
+    }
+}
+
+/// One view of the configuration.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ViewConfig {
+    /// Name of its directory; empty for the only view, at the root of the mount.
+    pub name: String,
+    /// Its keys, those of the top included.
+    pub keys: ViewKeys,
+}
+
+/// A configuration, with everything inherited and all files it refers to taken in.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Config {
+    /// What to mount: an absolute path, or `org/name[@revision]`.
+    pub source: Option<String>,
+    /// Where; absolute.
+    pub mountpoint: Option<PathBuf>,
+    /// The views, at least one; only a single one may be without a name.
+    pub views: Vec<ViewConfig>,
+    /// How to mount.
+    pub mount: MountKeys,
+}
+
+impl Default for Config {
+    /// One view at the root, nothing said.
+    fn default() -> Self {
+        Self { source: None, mountpoint: None, views: vec![ViewConfig::default()], mount: MountKeys::default() }
+    }
+}
+
+fn read_toml<T: serde::de::DeserializeOwned>(text: &str, file: &Path) -> Result<T, ConfigError> {
+    toml::from_str(text).map_err(|error: toml::de::Error| {
+        let at = error.span().map_or(0, |span| span.start.min(text.len()));
+        let line = 1 + text.as_bytes()[..at].iter().filter(|byte| **byte == b'\n').count();
+        ConfigError::Text { file: file.to_owned(), line, reason: error.message().replace('\n', "; ") }
+    })
+}
+
+fn read_file(file: &Path) -> Result<String, ConfigError> {
+    fs::read_to_string(file).map_err(|error| ConfigError::Read { file: file.to_owned(), reason: error.to_string() })
+}
+
+/// The line of the first line of `text` that starts with `start`, for errors that no parser finds.
+fn line_of(text: &str, start: &str) -> usize {
+    text.lines().position(|line| line.trim_start().starts_with(start)).map_or(1, |line| line + 1)
+}
+
+fn valid_view_name(name: &str) -> bool {
+    let valid = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
+    !name.is_empty() && !name.starts_with('.') && name.len() <= 255 && name.chars().all(valid)
+}
+
+impl Config {
+    /// Reads a configuration file.
+    ///
+    /// # Errors
+    /// [`ConfigError`], naming the line.
+    pub fn load(file: &Path) -> Result<Self, ConfigError> {
+        let base = std::path::absolute(file)
+            .map_err(|error| ConfigError::Read { file: file.to_owned(), reason: error.to_string() })?;
+        Self::parse(&read_file(file)?, file, base.parent().unwrap_or(Path::new("/")))
+    }
+
+    /// Reads a configuration from a text; `file` is its name for messages and relative paths start at `base`.
+    ///
+    /// # Errors
+    /// [`ConfigError`].
+    pub fn parse(text: &str, file: &Path, base: &Path) -> Result<Self, ConfigError> {
+        let keys: FileKeys = read_toml(text, file)?;
+        let top = keys.top().with_files(base)?;
+        let mut views = Vec::with_capacity(keys.view.len().max(1));
+        for (name, own) in &keys.view {
+            if !valid_view_name(name) {
+                let reason =
+                    format!("view {name:?}: expected a name of letters, digits, _, - and ., not starting with .");
+                return Err(ConfigError::Text { file: file.to_owned(), line: line_of(text, "[view."), reason });
+            }
+            views.push(ViewConfig { name: name.clone(), keys: own.clone().with_files(base)?.over(&top) });
+        }
+        if views.is_empty() {
+            views.push(ViewConfig { name: String::new(), keys: top });
+        }
+        let mut mount = keys.mount;
+        mount.log_file = mount.log_file.map(|path| base.join(path));
+        // A name of the hub's cache stays one, unless there is a directory of that name beside the file.
+        let source = keys.source.map(|source| {
+            let path = base.join(&source);
+            if path.exists() { path.display().to_string() } else { source }
+        });
+        Ok(Self { source, mountpoint: keys.mountpoint.map(|path| base.join(path)), views, mount })
+    }
+
+    /// Lets the keys of a command line win over those of the file, in every view.
+    ///
+    /// # Errors
+    /// [`ConfigError`] if a file of rules cannot be read.
+    pub fn overlay(&mut self, keys: &ViewKeys, mount: &MountKeys, base: &Path) -> Result<(), ConfigError> {
+        let keys = keys.clone().with_files(base)?;
+        for view in &mut self.views {
+            view.keys = keys.clone().over(&view.keys);
+        }
+        self.mount = mount.clone().over(&self.mount);
+        Ok(())
+    }
+
+    /// The configuration as a text that reads back as the same.
+    pub fn to_toml(&self) -> String {
+        #[derive(Serialize)]
+        struct Effective<'a> {
+            #[serde(skip_serializing_if = "Option::is_none")]
+            source: Option<&'a str>,
+            #[serde(skip_serializing_if = "Option::is_none")]
+            mountpoint: Option<&'a Path>,
+            #[serde(flatten)]
+            top: Option<&'a ViewKeys>,
+            #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+            view: BTreeMap<&'a str, &'a ViewKeys>,
+            #[serde(skip_serializing_if = "is_default")]
+            mount: &'a MountKeys,
+        }
+        fn is_default(keys: &&MountKeys) -> bool {
+            **keys == MountKeys::default()
+        }
+        let unnamed = self.views.iter().find(|view| view.name.is_empty());
+        let named = self.views.iter().filter(|view| !view.name.is_empty());
+        let effective = Effective {
+            source: self.source.as_deref(),
+            mountpoint: self.mountpoint.as_deref(),
+            top: unnamed.map(|view| &view.keys),
+            view: named.map(|view| (view.name.as_str(), &view.keys)).collect(),
+            mount: &self.mount,
+        };
+        // Only values that TOML has are in these structures.
+        toml::to_string(&effective).unwrap_or_default()
+    }
+}
+
+impl ViewKeys {
+    /// Takes in the rules of the file that `shard` names.
+    fn with_files(mut self, base: &Path) -> Result<Self, ConfigError> {
+        let Some(Word(ShardChoice::File(file))) = &self.shard else { return Ok(self) };
+        let file = base.join(file);
+        let text = read_file(&file)?;
+        let rules: ShardFile = read_toml(&text, &file)?;
+        self.shard = match rules.shard {
+            None => Some(Word(ShardChoice::Auto)),
+            Some(Word(ShardChoice::File(_))) => {
+                let reason = "shard: expected auto or none in a file of rules, found a file".to_owned();
+                return Err(ConfigError::Text { file, line: line_of(&text, "shard"), reason });
+            }
+            choice @ Some(Word(ShardChoice::Auto | ShardChoice::None)) => choice,
+        };
+        self.shard_rules.extend(rules.shard_rules);
+        Ok(self)
+    }
+
+    /// What a plan is built from.
+    pub fn options(&self) -> ViewOptions {
+        ViewOptions {
+            mesh: self.mesh.as_ref().map_or_else(Mesh::default, |mesh| mesh.0.clone()),
+            layout: self.layout.as_ref().map_or_else(Layout::default, |layout| layout.0.clone()),
+            dtype: self.dtype.as_ref().and_then(|dtype| dtype.0),
+            casts: self
+                .cast
+                .iter()
+                .map(|rule| CastRule { pattern: rule.pattern.clone(), dtype: rule.dtype.0 })
+                .collect(),
+            sharding: match self.shard {
+                Some(Word(ShardChoice::None)) => Sharding::Replicate,
+                Some(Word(ShardChoice::Auto | ShardChoice::File(_))) | None => Sharding::Auto,
+            },
+            shard_rules: self
+                .shard_rules
+                .iter()
+                .map(|rule| ShardRule {
+                    pattern: rule.pattern.clone(),
+                    spec: rule.spec.iter().map(AxisKey::names).collect(),
+                })
+                .collect(),
+            unscanned: self.unscanned.unwrap_or(false),
+            even: self.even.unwrap_or(false),
+            devices: self.devices.as_ref().map(|devices| devices.0.0.clone()),
+            allow_missing: self.allow_missing.unwrap_or(false),
+            chunk_bytes_max: self.chunk_bytes.map(|bytes| bytes.0),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Config, ConfigError> {
+        Config::parse(text, Path::new("x.toml"), Path::new("/base"))
+    }
+
+    #[test]
+    fn views_inherit_and_rules_of_their_own_come_first() {
+        let config = parse(
+            r#"
+            source = "org/name"
+            mountpoint = "mnt"
+            dtype = "bf16"
+            [[cast]]
+            match = "*norm*"
+            dtype = "keep"
+            [view.train]
+            mesh = "fsdp=4,tensor=2"
+            devices = "0-3,6"
+            [[view.train.cast]]
+            match = "final_norm"
+            dtype = "f32"
+            [[view.train.shard_rules]]
+            match = "wq"
+            spec = ["fsdp", "-", "", ["tensor", "fsdp"]]
+            [view.rollout]
+            layout = "hf"
+            dtype = "keep"
+            [mount]
+            cache_bytes = "64M"
+            log_file = "log"
+            "#,
+        )
+        .unwrap();
+        assert_eq!(config.source.as_deref(), Some("org/name"));
+        assert_eq!(config.mountpoint.as_deref(), Some(Path::new("/base/mnt")));
+        assert_eq!(config.mount.cache_bytes, Some(ByteCount(64 << 20)));
+        assert_eq!(config.mount.log_file.as_deref(), Some(Path::new("/base/log")));
+        let [rollout, train] = &config.views[..] else { panic!("{config:?}") };
+        let (rollout, train) = (rollout.keys.options(), train.keys.options());
+        assert_eq!((rollout.layout, rollout.dtype), (Layout::Hf, None));
+        assert_eq!(train.dtype, Some(DType::BF16));
+        let casts: Vec<_> = train.casts.iter().map(|rule| (rule.pattern.text(), rule.dtype)).collect();
+        assert_eq!(casts, [("final_norm", Some(DType::F32)), ("*norm*", None)]);
+        assert_eq!(train.devices, Some(vec![0, 1, 2, 3, 6]));
+        let spec: Vec<Vec<String>> = vec![vec!["fsdp".into()], vec![], vec![], vec!["tensor".into(), "fsdp".into()]];
+        assert_eq!(train.shard_rules[0].spec, spec);
+    }
+
+    #[test]
+    fn what_is_written_reads_back_as_the_same() {
+        let texts = [
+            "",
+            "source = \"/x\"\nmesh = \"fsdp=2\"\nunscanned = true\neven = false\nchunk_bytes = \"64M\"\n",
+            "dtype = \"keep\"\nshard = \"none\"\n[[shard_rules]]\nmatch = \"/a\\\\.b/\"\nspec = [\"-\", [\"a\", \"b\"]]\n",
+            "mesh = \"a=2\"\n[[cast]]\nmatch = \"*\"\ndtype = \"f16\"\n[view.x]\n[view.y]\nmesh = \"b=3\"\n\
+             [mount]\nthreads = 3\nsource_io = \"pread\"\ndrain_seconds = 4\n",
+        ];
+        for text in texts {
+            let config = parse(text).unwrap();
+            let written = config.to_toml();
+            assert_eq!(parse(&written).unwrap(), config, "{written}");
+        }
+    }
+
+    #[test]
+    fn errors_name_file_and_line() {
+        let rows = [
+            ("mesh = \"fsdp=2\"\nmehs = \"x\"\n", "x.toml:2: unknown field `mehs`"),
+            ("\n\nmesh = \"fsdp\"\n", "x.toml:3: mesh: expected name=size, found \"fsdp\""),
+            ("dtype = \"i32\"", "x.toml:1: dtype: expected keep or a float type such as bf16, found \"i32\""),
+            ("layout = \"x\"", "x.toml:1: layout: expected canonical or hf, found \"x\""),
+            ("shard = \"x\"", "x.toml:1: shard: expected auto, none or a file *.toml, found \"x\""),
+            ("devices = \"3-1\"", "x.toml:1: devices: expected numbers and ranges such as 0-3,8, found \"3-1\""),
+            ("[[cast]]\nmatch = \"/(/\"\ndtype = \"f32\"", "x.toml:2: pattern \"/(/\": "),
+            ("[[cast]]\nmatch = \"a\"", "x.toml:1: missing field `dtype`"),
+            ("[[shard_rules]]\nmatch = \"a\"\nspec = [1]", "x.toml:3: expected for each axis"),
+            ("[mount]\ncache_bytes = \"1X\"", "x.toml:2: expected a number of bytes such as"),
+            ("[mount]\nthread = 1", "x.toml:2: unknown field `thread`"),
+            ("[view.a]\nsource = \"x\"", "x.toml:2: unknown field `source`"),
+            ("a = 1\n[view.\"../x\"]\n", "x.toml:1: unknown field `a`"),
+            ("\n[view.\"../x\"]\n", "x.toml:2: view \"../x\": expected a name"),
+            ("mesh = ", "x.toml:1: "),
+        ];
+        for (text, expected) in rows {
+            let found = parse(text).unwrap_err().to_string();
+            assert!(found.starts_with(expected), "{text:?}: {found}");
+        }
+    }
+
+    #[test]
+    fn flags_win_over_the_file() {
+        let mut config = parse("dtype = \"f16\"\nmesh = \"a=2\"\n[view.x]\n[view.y]\ndtype = \"f32\"\n").unwrap();
+        let flags = ViewKeys { dtype: Some(Word(Some(DType::BF16))), ..ViewKeys::default() };
+        let mount = MountKeys { threads: Some(3), ..MountKeys::default() };
+        config.overlay(&flags, &mount, Path::new("/")).unwrap();
+        for view in &config.views {
+            let options = view.keys.options();
+            assert_eq!((options.dtype, options.mesh.devices()), (Some(DType::BF16), 2));
+        }
+        assert_eq!(config.mount.threads, Some(3));
+    }
+
+    #[test]
+    fn rules_of_a_file_are_taken_in() {
+        let directory = tempfile::tempdir().unwrap();
+        let rules = "shard = \"none\"\n[[shard_rules]]\nmatch = \"wq\"\nspec = [\"fsdp\"]\n";
+        fs::write(directory.path().join("rules.toml"), rules).unwrap();
+        let load = |text: &str| Config::parse(text, Path::new("x.toml"), directory.path());
+        let config = load("shard = \"rules.toml\"").unwrap();
+        assert_eq!(config.views[0].keys.shard, Some(Word(ShardChoice::None)));
+        assert_eq!(config.views[0].keys.shard_rules.len(), 1);
+        assert_eq!(load(&config.to_toml()).unwrap(), config);
+        fs::write(directory.path().join("rules.toml"), "shard = \"other.toml\"").unwrap();
+        assert!(load("shard = \"rules.toml\"").unwrap_err().to_string().contains("rules.toml:1: shard: expected auto"));
+        assert!(load("shard = \"absent.toml\"").unwrap_err().to_string().contains("absent.toml: No such file"));
+    }
+
+    #[test]
+    fn words_are_read_and_written() {
+        for (text, written) in [("0-3,8", "0-3,8"), ("5,4,4,3", "3-5"), ("7", "7"), ("1,3,5-6", "1,3,5-6")] {
+            assert_eq!(text.parse::<Word<Devices>>().unwrap().to_string(), written);
+        }
+        for bad in ["", "a", "1-", "-1", "1,,2", "0-99999999999"] {
+            assert!(bad.parse::<Word<Devices>>().is_err(), "{bad}");
+        }
+        for (text, bytes) in [("0", 0), ("512", 512), ("64M", 64 << 20), ("1 GiB", 1 << 30), ("2kb", 2048)] {
+            assert_eq!(text.parse(), Ok(ByteCount(bytes)), "{text}");
+        }
+        for bad in ["", "x", "1X", "-1", "99999999999999999999", "99999999999T"] {
+            assert!(bad.parse::<ByteCount>().is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,388 @@
+//! What a plan says of itself: as text for `ckfs plan` and `.ckfs/plan.txt`, and as JSON.
+
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    fmt::Write,
+};
+
+use serde_json::{Value, json};
+
+use super::{AxisUse, HfContent, Plan, PlannedTensor, Spec, axis_use};
+use crate::{
+    checkpoint::{Checkpoint, FileRole},
+    tensor::{DType, Shape},
+};
+
+/// Devices that the text lists; JSON lists all.
+const DEVICES_SHOWN: usize = 16;
+/// Groups of tensors that the text lists.
+const GROUPS_SHOWN: usize = 400;
+/// Files left out that the text lists.
+const FILES_SHOWN: usize = 40;
+
+/// Bytes for a reader: exact up to 1023, then with three digits and a binary unit.
+pub fn human_bytes(bytes: u64) -> String {
+    const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
+    if bytes < 1024 {
+        return format!("{bytes} B");
+    }
+    let (mut tenths, mut unit) = (u128::from(bytes) * 10 / 1024, 0);
+    while tenths >= 10_240 && unit + 1 < UNITS.len() {
+        (tenths, unit) = (tenths / 1024, unit + 1);
+    }
+    if tenths < 1000 {
+        format!("{}.{} {}", tenths / 10, tenths % 10, UNITS[unit])
+    } else {
+        format!("{} {}", tenths / 10, UNITS[unit])
+    }
+}
+
+/// `part` of `whole` in percent.
+fn percent(part: u64, whole: u64) -> String {
+    if whole == 0 {
+        return "0.0 %".to_owned();
+    }
+    let tenths = u128::from(part) * 1000 / u128::from(whole);
+    format!("{}.{} %", tenths / 10, tenths % 10)
+}
+
+/// A name with its layer numbers, and all other numbers between dots, as `*`.
+fn group_name(name: &str) -> String {
+    let words = name.split('.').map(|word| if word.bytes().all(|byte| byte.is_ascii_digit()) { "*" } else { word });
+    words.collect::<Vec<_>>().join(".")
+}
+
+/// Tensors of bundles that differ in numbers of their names only.
+struct Group<'a> {
+    name: String,
+    first: &'a PlannedTensor,
+    count: u64,
+    bytes: u64,
+}
+
+fn groups(plan: &Plan) -> Vec<Group<'_>> {
+    let mut places: HashMap<(String, DType, &Shape, &Spec), usize> = HashMap::new();
+    let mut groups: Vec<Group<'_>> = Vec::new();
+    for tensor in plan.bundle() {
+        let name = group_name(&tensor.name);
+        let key = (name.clone(), tensor.view.dtype(), tensor.view.shape(), plan.spec(tensor));
+        let place = *places.entry(key).or_insert_with(|| {
+            groups.push(Group { name, first: tensor, count: 0, bytes: 0 });
+            groups.len() - 1
+        });
+        groups[place].count += 1;
+        groups[place].bytes += tensor.view.bytes().unwrap_or(0);
+    }
+    groups
+}
+
+/// Bytes of bundled tensors that each listed device holds.
+fn bytes_per_device(plan: &Plan) -> Vec<u64> {
+    // Most tensors share shape, dtype and spec with many others.
+    let mut kinds: HashMap<(&Spec, &Shape, DType), (&PlannedTensor, u64)> = HashMap::new();
+    let mut singles: Vec<&PlannedTensor> = Vec::new();
+    for tensor in plan.bundle() {
+        if tensor.expert.is_some() {
+            singles.push(tensor);
+        } else {
+            let key = (plan.spec(tensor), tensor.view.shape(), tensor.view.dtype());
+            kinds.entry(key).or_insert((tensor, 0)).1 += 1;
+        }
+    }
+    let shard = |tensor: &PlannedTensor, device| {
+        let elements = plan.region(tensor, device).shape().elements();
+        u64::try_from(u128::from(elements) * u128::from(tensor.view.dtype().bits()) / 8).unwrap_or(u64::MAX)
+    };
+    let of_device = |device: &u64| {
+        let kinds = kinds.values().map(|(tensor, count)| shard(tensor, *device) * count);
+        kinds.chain(singles.iter().map(|tensor| shard(tensor, *device))).sum()
+    };
+    plan.devices.iter().map(of_device).collect()
+}
+
+/// What one mesh axis does.
+struct AxisEffect {
+    name: String,
+    size: u64,
+    tensors: u64,
+    bytes: u64,
+}
+
+fn axis_effects(plan: &Plan) -> Vec<AxisEffect> {
+    let axes = plan.mesh.axes().iter().enumerate();
+    axes.map(|(index, axis)| {
+        let expert_axis = axis_use(&axis.name) == AxisUse::Expert;
+        let split: Vec<&PlannedTensor> = plan
+            .bundle()
+            .filter(|tensor| plan.spec(tensor).uses(index) || (expert_axis && tensor.expert.is_some()))
+            .collect();
+        AxisEffect {
+            name: axis.name.clone(),
+            size: axis.size,
+            tensors: split.len() as u64,
+            bytes: split.iter().map(|tensor| tensor.view.bytes().unwrap_or(0)).sum(),
+        }
+    })
+    .collect()
+}
+
+const fn rule_of_axis(sharding_use: AxisUse) -> &'static str {
+    match sharding_use {
+        AxisUse::Expert => "by expert",
+        AxisUse::Tensor => "by row or column, as the tensor's role says",
+        AxisUse::FullyShard => "axis 0 of the unstacked tensor, inside the others",
+        AxisUse::Replicate => "replicas",
+        AxisUse::Unknown => "no rule for this name",
+    }
+}
+
+/// What the repository is, as the first lines of a report.
+pub fn source_text(checkpoint: &Checkpoint) -> String {
+    let mut text = String::new();
+    let mut line = |key: &str, value: &str| {
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "{key:<10}  {value}");
+    };
+    line("source", checkpoint.label());
+    line("files in", &checkpoint.root().display().to_string());
+    if let Some(revision) = checkpoint.revision() {
+        line("revision", revision);
+    }
+    line("dialect", &checkpoint.dialect().to_string());
+    for detail in checkpoint.dialect().describe().lines() {
+        line("", detail);
+    }
+    let ignored: Vec<_> = checkpoint
+        .files()
+        .iter()
+        .filter_map(|file| match &file.role {
+            FileRole::Ignored(reason) => Some((&file.path, reason)),
+            FileRole::Weights | FileRole::Other => None,
+        })
+        .collect();
+    for (path, reason) in ignored.iter().take(FILES_SHOWN) {
+        line("left out", &format!("{path}: {reason}"));
+    }
+    if ignored.len() > FILES_SHOWN {
+        line("", &format!("and {} more", ignored.len() - FILES_SHOWN));
+    }
+    text
+}
+
+fn rows(text: &mut String, table: &[[String; 5]]) {
+    let width = |column: usize| table.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: [usize; 4] = std::array::from_fn(width);
+    for [a, b, c, d, e] in table {
+        let [wa, wb, wc, wd] = widths;
+        let row = format!("  {a:<wa$}  {b:>wb$}  {c:<wc$}  {d:<wd$}  {e}");
+        let _ = writeln!(text, "{}", row.trim_end());
+    }
+}
+
+/// One view, without what is the same for all views of a source.
+pub fn view_text(plan: &Plan) -> String {
+    let mut text = String::new();
+    let mut line = |key: &str, value: &str| {
+        let _ = writeln!(text, "{key:<10}  {value}");
+    };
+    let total: u64 = plan.bundle().map(|tensor| tensor.view.bytes().unwrap_or(0)).sum();
+    let count = plan.bundle().count();
+    let family = plan.family.as_deref().map_or_else(|| "family not known".to_owned(), |name| format!("family {name}"));
+    line(
+        "layout",
+        &format!("{}, {family}, layers {}", plan.layout.name(), if plan.unscanned { "unscanned" } else { "scanned" }),
+    );
+    line("dtype", &plan.dtype.map_or_else(|| "as stored".to_owned(), |dtype| format!("{dtype} for all floats")));
+    let mesh = if plan.mesh.axes().is_empty() { "none".to_owned() } else { plan.mesh.to_string() };
+    let listed = plan.devices.len() as u64;
+    let some = if listed == plan.mesh.devices() { String::new() } else { format!(", {listed} listed") };
+    line("mesh", &format!("{mesh}: {} devices{some}", plan.mesh.devices()));
+    for axis in axis_effects(plan) {
+        let AxisEffect { name, size, tensors, bytes } = axis;
+        let rule = rule_of_axis(axis_use(&name));
+        let part = percent(bytes, total);
+        line("", &format!("{name}={size} splits {tensors} of {count} tensors, {part} of the bytes ({rule})"));
+    }
+    line("tensors", &format!("{count}, {} unsharded; {} raw files per device", human_bytes(total), plan.tensors.len()));
+    let per_device = bytes_per_device(plan);
+    let (least, most) = (per_device.iter().min().copied().unwrap_or(0), per_device.iter().max().copied().unwrap_or(0));
+    if least == most {
+        line("per device", &format!("{} ({})", human_bytes(most), percent(most, total)));
+    } else {
+        line("per device", &format!("{} to {}", human_bytes(least), human_bytes(most)));
+        for (device, bytes) in plan.devices.iter().zip(&per_device).take(DEVICES_SHOWN) {
+            line("", &format!("dev{device}: {} ({})", human_bytes(*bytes), percent(*bytes, total)));
+        }
+        if plan.devices.len() > DEVICES_SHOWN {
+            line("", &format!("and {} more", plan.devices.len() - DEVICES_SHOWN));
+        }
+    }
+    let converted = plan.hf.iter().filter(|file| !matches!(file.content, HfContent::Original(_))).count();
+    line("hf/", &format!("{} files, {converted} of them rewritten", plan.hf.len()));
+    for warning in &plan.warnings {
+        line("warning", warning);
+    }
+    let _ = writeln!(text);
+    let groups = groups(plan);
+    let heading = ["tensor", "count", "dtype", "shape", "spec"].map(str::to_owned);
+    let table: Vec<_> = std::iter::once(heading)
+        .chain(groups.iter().take(GROUPS_SHOWN).map(|group| {
+            let view = &group.first.view;
+            let spec = plan.spec(group.first).to_json(view.shape().rank(), &plan.mesh).to_string();
+            let spec = spec.replace("null", "-").replace('"', "");
+            [group.name.clone(), group.count.to_string(), view.dtype().to_string(), view.shape().to_string(), spec]
+        }))
+        .collect();
+    rows(&mut text, &table);
+    if groups.len() > GROUPS_SHOWN {
+        let _ = writeln!(text, "  and {} more", groups.len() - GROUPS_SHOWN);
+    }
+    text
+}
+
+/// The whole report: the source, then each view under its name.
+pub fn text<'a>(checkpoint: &Checkpoint, views: impl IntoIterator<Item = (&'a str, &'a Plan)>) -> String {
+    let mut text = source_text(checkpoint);
+    for (name, plan) in views {
+        text.push('\n');
+        if !name.is_empty() {
+            let _ = writeln!(text, "{:<10}  {name}", "view");
+        }
+        text.push_str(&view_text(plan));
+    }
+    text
+}
+
+/// One view as JSON.
+pub fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
+    let axes: Vec<Value> = axis_effects(plan)
+        .into_iter()
+        .map(|axis| json!({"name": axis.name, "size": axis.size, "tensors_split": axis.tensors, "bytes_split": axis.bytes}))
+        .collect();
+    let devices: Vec<Value> = plan
+        .devices
+        .iter()
+        .zip(bytes_per_device(plan))
+        .map(|(device, bytes)| json!({"device": device, "coordinates": plan.mesh.coordinates(*device), "bytes": bytes}))
+        .collect();
+    let bundled: HashSet<&str> = plan.bundle().map(|tensor| tensor.name.as_str()).collect();
+    let tensors: Vec<Value> = plan
+        .tensors
+        .iter()
+        .map(|tensor| {
+            let view = &tensor.view;
+            let mut sources = Vec::new();
+            view.for_each_source(&mut |source| sources.push(source.id));
+            sources.dedup();
+            let names: Vec<&str> = sources.iter().map(|id| checkpoint.tensor(*id).name).collect();
+            let mut row = json!({
+                "name": tensor.name,
+                "path": plan.path(tensor).join("/"),
+                "dtype": view.dtype().code(),
+                "shape": view.shape().extents(),
+                "bytes": view.bytes(),
+                "spec": plan.spec(tensor).to_json(view.shape().rank(), &plan.mesh),
+                "bundled": bundled.contains(tensor.name.as_str()),
+                "sources": names,
+            });
+            if let Some(layers) = &tensor.layers {
+                row["layers"] = json!(&layers[..]);
+            }
+            row
+        })
+        .collect();
+    json!({
+        "name": name,
+        "layout": plan.layout.name(),
+        "family": plan.family,
+        "dtype": plan.dtype.map(DType::code),
+        "unscanned": plan.unscanned,
+        "mesh": {"axes": axes, "devices": plan.mesh.devices()},
+        "devices": devices,
+        "bytes": plan.bundle().map(|tensor| tensor.view.bytes().unwrap_or(0)).sum::<u64>(),
+        "warnings": plan.warnings,
+        "tensors": tensors,
+    })
+}
+
+/// The whole report as JSON.
+pub fn json<'a>(checkpoint: &Checkpoint, views: impl IntoIterator<Item = (&'a str, &'a Plan)>) -> Value {
+    let dialect = checkpoint.dialect();
+    let dtypes: BTreeMap<&str, Value> = dialect
+        .dtypes
+        .iter()
+        .map(|(dtype, tensors, bytes)| (dtype.code(), json!({"tensors": tensors, "bytes": bytes})))
+        .collect();
+    let families: Vec<Value> = dialect
+        .families
+        .iter()
+        .map(|family| {
+            json!({
+                "prefix": family.prefix, "word": family.word, "layers": family.layers, "last": family.last,
+                "tensors": family.tensors, "bytes": family.bytes,
+            })
+        })
+        .collect();
+    let files: Vec<Value> = checkpoint
+        .files()
+        .iter()
+        .map(|file| {
+            let (role, reason) = match &file.role {
+                FileRole::Weights => ("weights", None),
+                FileRole::Other => ("other", None),
+                FileRole::Ignored(reason) => ("ignored", Some(reason.to_string())),
+            };
+            json!({"path": file.path, "bytes": file.size_bytes, "role": role, "reason": reason})
+        })
+        .collect();
+    json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "source": checkpoint.label(),
+        "root": checkpoint.root().display().to_string(),
+        "revision": checkpoint.revision(),
+        "dialect": {
+            "model_type": dialect.model_type,
+            "architectures": dialect.architectures,
+            "dtypes": dtypes,
+            "layers": families,
+            "declared_layers": dialect.declared_layers,
+            "mtp_layers": dialect.mtp_layers,
+            "experts": dialect.experts.to_string(),
+            "qkv": dialect.qkv.to_string(),
+            "quantization": dialect.quantization.to_string(),
+            "tensors": dialect.tensors(),
+            "bytes": dialect.bytes(),
+        },
+        "files": files,
+        "views": views.into_iter().map(|(name, plan)| view_json(checkpoint, name, plan)).collect::<Vec<_>>(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_for_readers() {
+        let rows = [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1024, "1.0 KiB"),
+            (1536, "1.5 KiB"),
+            (102_400, "100 KiB"),
+            (1 << 20, "1.0 MiB"),
+            (5 << 30, "5.0 GiB"),
+            (u64::MAX, "16383 PiB"),
+        ];
+        for (bytes, expected) in rows {
+            assert_eq!(human_bytes(bytes), expected);
+        }
+        assert_eq!((percent(1, 8), percent(0, 0)), ("12.5 %".to_owned(), "0.0 %".to_owned()));
+    }
+
+    #[test]
+    fn groups_are_by_name_without_numbers() {
+        assert_eq!(group_name("model.layers.12.mlp.experts.3.up"), "model.layers.*.mlp.experts.*.up");
+        assert_eq!(group_name("h1.w2"), "h1.w2");
+    }
+}

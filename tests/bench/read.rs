@@ -1,0 +1,424 @@
+#![expect(
+    clippy::cast_precision_loss,
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a program that prints rates"
+)]
+
+//! Speed of reading through a mount, as ratios to native reads of the same bytes in the same run.
+//!
+//! `cargo bench --bench read [-- --short]` writes generated repositories to a temporary directory, mounts them with the
+//! release binary, and prints one row per case and one JSON line per case. Native and mounted reads alternate; a row gives
+//! medians. "First" reads come right after a mount, with nothing of the mount in the page cache, but with the source's
+//! pages there; "second" reads follow them. Needs `/dev/fuse`.
+
+use std::{
+    error::Error,
+    fs::{self, File, OpenOptions},
+    io::{Read, Seek, SeekFrom, Write},
+    os::unix::fs::{FileExt, OpenOptionsExt},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    time::Instant,
+};
+
+use serde_json::{Value, json};
+
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+const MIB: usize = 1 << 20;
+
+/// A mounted repository; unmounted when dropped.
+struct Mount {
+    at: PathBuf,
+}
+
+impl Mount {
+    fn new(repo: &Path, at: &Path, options: &[&str]) -> Result<Self> {
+        fs::create_dir_all(at)?;
+        let run = Command::new(env!("CARGO_BIN_EXE_ckfs")).arg("mount").arg(repo).arg(at).args(options).output()?;
+        if !run.status.success() {
+            return Err(format!("mount: {}", String::from_utf8_lossy(&run.stderr)).into());
+        }
+        Ok(Self { at: at.to_owned() })
+    }
+
+    fn path(&self, path: &str) -> PathBuf {
+        self.at.join(path)
+    }
+
+    /// Kilobytes of memory that the daemon holds.
+    fn resident_kib(&self) -> Result<u64> {
+        let at = self.at.to_str().unwrap_or_default();
+        for entry in fs::read_dir("/proc")? {
+            let path = entry?.path();
+            let command = fs::read(path.join("cmdline")).unwrap_or_default();
+            let words: Vec<&[u8]> = command.split(|byte| *byte == 0).collect();
+            if words.contains(&at.as_bytes()) && words.contains(&b"mount".as_slice()) {
+                let status = fs::read_to_string(path.join("status"))?;
+                let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap_or_default();
+                return Ok(line.trim().trim_end_matches(" kB").parse()?);
+            }
+        }
+        Err("no daemon found".into())
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        let done = Command::new(env!("CARGO_BIN_EXE_ckfs")).arg("umount").arg(&self.at).status();
+        if !done.is_ok_and(|status| status.success()) {
+            eprintln!("{}: could not be unmounted", self.at.display());
+        }
+    }
+}
+
+/// Writes a safetensors file of tensors with pseudo-random finite values, and returns its tensors' names.
+fn write_weights(path: &Path, dtype: &str, tensors: &[(String, Vec<u64>)]) -> Result<()> {
+    let width = if dtype == "F32" { 4 } else { 2 };
+    let mut header = serde_json::Map::new();
+    let mut end = 0;
+    for (name, shape) in tensors {
+        let start = end;
+        end += shape.iter().product::<u64>() * width;
+        header.insert(name.clone(), json!({"dtype": dtype, "shape": shape, "data_offsets": [start, end]}));
+    }
+    let mut json = serde_json::to_vec(&header)?;
+    json.resize((json.len() + 8).next_multiple_of(4096) - 8, b' ');
+    let mut file = File::create(path)?;
+    file.write_all(&(json.len() as u64).to_le_bytes())?;
+    file.write_all(&json)?;
+    let mut block = vec![0u8; MIB];
+    let mut state = 1u64;
+    while end > 0 {
+        for word in block.chunks_exact_mut(8) {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            word.copy_from_slice(&((state >> 3) & 0x3fff_3fff_3fff_3fff).to_le_bytes());
+        }
+        let len = usize::try_from(end)?.min(MIB);
+        file.write_all(&block[..len])?;
+        end -= len as u64;
+    }
+    file.sync_all()?;
+    Ok(())
+}
+
+/// A llama-like repository of one file.
+fn write_llama(dir: &Path, dtype: &str, layers: u64, hidden: u64, inner: u64) -> Result<()> {
+    fs::create_dir_all(dir)?;
+    let mut tensors = vec![("model.embed_tokens.weight".to_owned(), vec![8192, hidden])];
+    for layer in 0..layers {
+        for (name, shape) in [
+            ("self_attn.q_proj", vec![hidden, hidden]),
+            ("self_attn.k_proj", vec![hidden / 4, hidden]),
+            ("self_attn.v_proj", vec![hidden / 4, hidden]),
+            ("self_attn.o_proj", vec![hidden, hidden]),
+            ("mlp.gate_proj", vec![inner, hidden]),
+            ("mlp.up_proj", vec![inner, hidden]),
+            ("mlp.down_proj", vec![hidden, inner]),
+        ] {
+            tensors.push((format!("model.layers.{layer}.{name}.weight"), shape));
+        }
+    }
+    write_weights(&dir.join("model.safetensors"), dtype, &tensors)?;
+    let heads = hidden / 128;
+    let config = json!({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": layers,
+        "hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads,
+        "num_key_value_heads": heads / 4, "head_dim": 128, "vocab_size": 8192, "tie_word_embeddings": true,
+        "torch_dtype": if dtype == "F32" { "float32" } else { "bfloat16" }});
+    fs::write(dir.join("config.json"), config.to_string())?;
+    Ok(())
+}
+
+/// Reads a file to its end in blocks; bytes and seconds.
+fn read_all(path: &Path, block: usize, flags: i32) -> Result<(u64, f64)> {
+    let mut file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+    let mut buffer = vec![0u8; block + 4096];
+    let skip = buffer.as_ptr().align_offset(4096);
+    buffer[skip..skip + block].fill(1);
+    let start = Instant::now();
+    let mut total = 0;
+    loop {
+        let read = file.read(&mut buffer[skip..skip + block])?;
+        if read == 0 {
+            break;
+        }
+        total += read as u64;
+    }
+    Ok((total, start.elapsed().as_secs_f64()))
+}
+
+/// Reads `bytes` bytes of a file from `from` on in blocks of a megabyte; seconds.
+fn read_part(path: &Path, from: u64, bytes: u64) -> Result<f64> {
+    let mut file = File::open(path)?;
+    let mut buffer = vec![1u8; MIB];
+    let start = Instant::now();
+    file.seek(SeekFrom::Start(from))?;
+    let mut left = bytes;
+    while left > 0 {
+        let len = usize::try_from(left.min(MIB as u64))?;
+        let read = file.read(&mut buffer[..len])?;
+        if read == 0 {
+            return Err("the file is shorter than expected".into());
+        }
+        left -= read as u64;
+    }
+    Ok(start.elapsed().as_secs_f64())
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+struct Report {
+    rows: Vec<Value>,
+}
+
+impl Report {
+    fn row(&mut self, case: &str, native: f64, mounted: f64, unit: &str, goal: f64) {
+        let ratio = mounted / native;
+        println!("{case:<44} {native:>10.2} {mounted:>10.2} {unit:<8} {ratio:>6.2}  (goal {goal})");
+        self.rows.push(json!({"bench": "read", "case": case, "native": native, "mounted": mounted, "unit": unit,
+            "ratio": ratio, "goal": goal}));
+    }
+
+    fn value(&mut self, case: &str, value: f64, unit: &str, goal: f64) {
+        println!("{case:<44} {:>10} {value:>10.3} {unit:<8}         (goal {goal})", "");
+        self.rows.push(json!({"bench": "read", "case": case, "value": value, "unit": unit, "goal": goal}));
+    }
+}
+
+/// What is read in one case.
+struct Case<'a> {
+    name: &'a str,
+    /// Path under the mount.
+    path: &'a str,
+    mount: &'a [&'a str],
+    /// Goals for the first and the second read.
+    goals: (f64, f64),
+}
+
+/// First and second read of a file, each beside a native read of as many bytes.
+fn sequential(report: &mut Report, repo: &Path, work: &Path, runs: usize, case: &Case<'_>) -> Result<()> {
+    let weights = repo.join("model.safetensors");
+    let (mut native, mut first, mut second) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..runs {
+        let mount = Mount::new(repo, &work.join("mnt"), case.mount)?;
+        let path = mount.path(case.path);
+        let bytes = fs::metadata(&path)?.len();
+        // The source must be in the page cache, and as many native bytes are read as mounted ones.
+        let available = fs::metadata(&weights)?.len();
+        let span = bytes.min(available);
+        read_part(&weights, 0, available)?;
+        let gb = |seconds: f64, bytes: u64| bytes as f64 / seconds / 1e9;
+        native.push(gb(read_part(&weights, available - span, span)?, span));
+        let (got, seconds) = read_all(&path, MIB, 0)?;
+        assert_eq!(got, bytes, "{}", case.path);
+        first.push(gb(seconds, bytes));
+        native.push(gb(read_part(&weights, available - span, span)?, span));
+        second.push(gb(read_all(&path, MIB, 0)?.1, bytes));
+    }
+    let native = median(native);
+    report.row(&format!("{}, first", case.name), native, median(first), "GB/s", case.goals.0);
+    report.row(&format!("{}, second", case.name), native, median(second), "GB/s", case.goals.1);
+    Ok(())
+}
+
+/// A client's own O_DIRECT reads of 16 MiB.
+fn direct(report: &mut Report, repo: &Path, work: &Path, runs: usize, path: &str) -> Result<()> {
+    let weights = repo.join("model.safetensors");
+    let (mut native, mut mounted) = (Vec::new(), Vec::new());
+    for _ in 0..runs {
+        let mount = Mount::new(repo, &work.join("mnt"), &["--mesh", "fsdp=2"])?;
+        let (bytes, seconds) = read_all(&mount.path(path), 16 * MIB, libc::O_DIRECT)?;
+        mounted.push(bytes as f64 / seconds / 1e9);
+        native.push(bytes as f64 / read_part(&weights, 0, bytes)? / 1e9);
+    }
+    report.row("contiguous shard, client O_DIRECT 16 MiB", median(native), median(mounted), "GB/s", 1.0);
+    Ok(())
+}
+
+fn random_reads(path: &Path, count: u64) -> Result<f64> {
+    let file = File::open(path)?;
+    let pages = file.metadata()?.len() / 4096;
+    let mut buffer = [0u8; 4096];
+    let mut state = 7u64;
+    let start = Instant::now();
+    for _ in 0..count {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        file.read_exact_at(&mut buffer, (state >> 20) % pages * 4096)?;
+    }
+    Ok(count as f64 / start.elapsed().as_secs_f64() / 1e3)
+}
+
+fn random(report: &mut Report, repo: &Path, work: &Path, runs: usize, path: &str) -> Result<()> {
+    let mount = Mount::new(repo, &work.join("mnt"), &["--mesh", "fsdp=2"])?;
+    let mounted_path = mount.path(path);
+    read_all(&mounted_path, MIB, 0)?;
+    let (mut native, mut mounted) = (Vec::new(), Vec::new());
+    for _ in 0..runs {
+        native.push(random_reads(&repo.join("model.safetensors"), 200_000)?);
+        mounted.push(random_reads(&mounted_path, 200_000)?);
+    }
+    report.row("random 4 KiB, warm", median(native), median(mounted), "kIOPS", 0.8);
+    Ok(())
+}
+
+fn list_seconds(dir: &Path) -> Result<f64> {
+    let start = Instant::now();
+    let status = Command::new("ls").arg("-lR").arg(dir).stdout(Stdio::null()).status()?;
+    if !status.success() {
+        return Err("ls failed".into());
+    }
+    Ok(start.elapsed().as_secs_f64())
+}
+
+/// `ls -lR` of as many files on ext4 and in a mount.
+fn listing(report: &mut Report, work: &Path, runs: usize, files: u64) -> Result<()> {
+    let repo = work.join("names");
+    fs::create_dir_all(&repo)?;
+    let tensors: Vec<_> =
+        (0..files).map(|index| (format!("group{}.tensor{index}", index / 1000), vec![1u64])).collect();
+    write_weights(&repo.join("model.safetensors"), "BF16", &tensors)?;
+    let native_dir = work.join("native-names");
+    for group in 0..files.div_ceil(1000) {
+        fs::create_dir_all(native_dir.join(format!("group{group}")))?;
+    }
+    for index in 0..files {
+        fs::write(native_dir.join(format!("group{}/tensor{index}", index / 1000)), b"ab")?;
+    }
+    let (mut native, mut first, mut second) = (Vec::new(), Vec::new(), Vec::new());
+    list_seconds(&native_dir)?;
+    for _ in 0..runs {
+        let mount = Mount::new(&repo, &work.join("mnt"), &["--layout", "canonical"])?;
+        native.push(files as f64 / list_seconds(&native_dir)? / 1e3);
+        first.push(files as f64 / list_seconds(&mount.path("full"))? / 1e3);
+        second.push(files as f64 / list_seconds(&mount.path("full"))? / 1e3);
+    }
+    let native = median(native);
+    report.row(&format!("ls -lR of {files} files, first"), native, median(first), "kfiles/s", 1.0);
+    report.row(&format!("ls -lR of {files} files, second"), native, median(second), "kfiles/s", 1.0);
+    Ok(())
+}
+
+/// A repository of very many tensors in sparse files.
+fn huge(report: &mut Report, work: &Path, short: bool) -> Result<()> {
+    let (files, per_file, rows) = (250u64, 600u64, 2048u64);
+    let repo = work.join("huge");
+    fs::create_dir_all(&repo)?;
+    let mut map = serde_json::Map::new();
+    for file in 0..files {
+        let name = format!("model-{:05}-of-{files:05}.safetensors", file + 1);
+        let mut header = serde_json::Map::new();
+        let mut end = 0u64;
+        for index in 0..per_file {
+            let number = file * per_file + index;
+            let words = ["gate_proj", "up_proj", "down_proj"];
+            let (layer, expert, word) = (number / 1536, number % 1536 / 3, words[usize::try_from(number % 3)?]);
+            let tensor = format!("model.layers.{layer}.mlp.experts.{expert}.{word}.weight");
+            let start = end;
+            end += rows * 2560 * 2;
+            header
+                .insert(tensor.clone(), json!({"dtype": "BF16", "shape": [rows, 2560], "data_offsets": [start, end]}));
+            map.insert(tensor, json!(name));
+        }
+        let json = serde_json::to_vec(&header)?;
+        let mut out = File::create(repo.join(&name))?;
+        out.write_all(&(json.len() as u64).to_le_bytes())?;
+        out.write_all(&json)?;
+        out.set_len(8 + json.len() as u64 + end)?;
+    }
+    fs::write(repo.join("model.safetensors.index.json"), json!({"weight_map": map}).to_string())?;
+    fs::write(repo.join("config.json"), r#"{"model_type": "qwen3_moe"}"#)?;
+    let at = work.join("mnt");
+    drop(Mount::new(&repo, &at, &["--mesh", "fsdp=8"])?);
+    let mut times = Vec::new();
+    for _ in 0..3 {
+        let start = Instant::now();
+        let mount = Mount::new(&repo, &at, &["--mesh", "fsdp=8"])?;
+        times.push(start.elapsed().as_secs_f64());
+        drop(mount);
+    }
+    report.value("mount of 150 000 tensors, 250 files, 1.6 TB", median(times), "s", 1.0);
+    let mount = Mount::new(&repo, &at, &["--mesh", "fsdp=8"])?;
+    let listed = Instant::now();
+    let out = Command::new("ls").arg("-lR").arg(&at).stdout(Stdio::piped()).spawn()?.wait_with_output()?;
+    let lines = out.stdout.iter().filter(|byte| **byte == b'\n').count();
+    let seconds = listed.elapsed().as_secs_f64();
+    report.value(&format!("  listing all of it ({lines} lines)"), seconds, "s", f64::NAN);
+    report.value("  daemon RSS after listing", mount.resident_kib()? as f64 / 1024.0, "MiB", 512.0);
+    let wanted = if short { 2_000_000_000 } else { 10_000_000_000u64 };
+    let mut read = 0;
+    'reading: for device in 0..8 {
+        for layer in 0..97 {
+            for word in ["w_gate", "w_up", "w_down"] {
+                for expert in [0, 100, 200, 300, 400, 500] {
+                    if read >= wanted {
+                        break 'reading;
+                    }
+                    let path = mount.path(&format!("dev{device}/layers/{layer}/experts/{expert}/{word}"));
+                    read += read_all(&path, MIB, 0)?.0;
+                }
+            }
+        }
+    }
+    let what = format!("  daemon RSS after reading {:.1} GB", read as f64 / 1e9);
+    report.value(&what, mount.resident_kib()? as f64 / 1024.0, "MiB", 512.0);
+    Ok(())
+}
+
+fn main() -> Result<()> {
+    let short = std::env::args().any(|arg| arg == "--short");
+    let only = std::env::args().skip_while(|arg| arg != "--only").nth(1);
+    let wants = |name: &str| only.as_ref().is_none_or(|only| name.contains(only.as_str()));
+    let (layers, hidden, inner, runs) = if short { (8, 2048, 5632, 3) } else { (16, 4096, 11008, 5) };
+    let work = tempfile::tempdir_in(std::env::var_os("CKFS_BENCH_DIR").map_or_else(std::env::temp_dir, PathBuf::from))?;
+    let work = work.path();
+    let mut report = Report { rows: Vec::new() };
+    println!("{:<44} {:>10} {:>10} {:<8} {:>6}", "case", "native", "mounted", "unit", "ratio");
+    let bf16 = work.join("bf16");
+    if ["untouched", "shard", "random", "direct"].iter().any(|name| wants(name)) {
+        write_llama(&bf16, "BF16", layers, hidden, inner)?;
+        let untouched = Case { name: "untouched file", path: "hf/model.safetensors", mount: &[], goals: (0.95, 0.95) };
+        let shard = Case {
+            name: "contiguous shard",
+            path: "safetensors/dev1.safetensors",
+            mount: &["--mesh", "fsdp=2"],
+            goals: (0.38, 0.75),
+        };
+        for case in [untouched, shard].iter().filter(|case| wants(case.name)) {
+            sequential(&mut report, &bf16, work, runs, case)?;
+        }
+        if wants("direct") {
+            direct(&mut report, &bf16, work, runs, "safetensors/dev1.safetensors")?;
+        }
+        if wants("random") {
+            random(&mut report, &bf16, work, runs, "safetensors/dev1.safetensors")?;
+        }
+        fs::remove_dir_all(&bf16)?;
+    }
+    if wants("f32 to bf16") {
+        let f32s = work.join("f32");
+        write_llama(&f32s, "F32", layers / 2, hidden, inner)?;
+        let case = Case {
+            name: "f32 to bf16 (output bytes)",
+            path: "safetensors/dev0.safetensors",
+            mount: &["--mesh", "fsdp=2", "--dtype", "bf16"],
+            goals: (0.27, 0.75),
+        };
+        sequential(&mut report, &f32s, work, runs, &case)?;
+        fs::remove_dir_all(&f32s)?;
+    }
+    if wants("listing") {
+        listing(&mut report, work, runs, if short { 20_000 } else { 100_000 })?;
+    }
+    if wants("huge") {
+        huge(&mut report, work, short)?;
+    }
+    println!();
+    for row in &report.rows {
+        println!("{row}");
+    }
+    Ok(())
+}

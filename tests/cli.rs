@@ -1,0 +1,483 @@
+//! The program, through its front door: exit codes, messages, and what goes to standard output.
+//!
+//! A checkpoint small enough to be written per test stands behind every command. Tests that mount need `/dev/fuse`; without
+//! it they pass over, except in continuous integration (`CI=true`), where they fail.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+/// A working directory with a checkpoint in `model/`.
+struct Fixture {
+    directory: TempDir,
+}
+
+/// What a command did.
+struct Ran {
+    code: i32,
+    out: Vec<u8>,
+    err: String,
+}
+
+impl Ran {
+    fn text(&self) -> String {
+        String::from_utf8(self.out.clone()).unwrap()
+    }
+
+    fn json(&self) -> Value {
+        serde_json::from_slice(&self.out).unwrap_or_else(|error| panic!("{error}: {}", self.text()))
+    }
+
+    #[track_caller]
+    fn ok(self) -> Self {
+        assert_eq!(self.code, 0, "{}", self.err);
+        self
+    }
+
+    /// Asserts a failure with this message, which starts as all do, and nothing on standard output.
+    #[track_caller]
+    fn fails(self, code: i32, message: &str) -> Self {
+        assert_eq!(self.code, code, "{}\n{}", self.err, self.text());
+        assert!(self.err.lines().any(|line| line.starts_with("ckfs: error: ")), "{}", self.err);
+        assert!(self.err.contains(message), "expected {message:?}, found: {}", self.err);
+        assert_eq!(self.out, b"", "standard output is for data");
+        self
+    }
+}
+
+fn program() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ckfs"));
+    command.env_remove("CKFS_LOG").env_remove("HF_HUB_CACHE").env_remove("HF_HOME");
+    command
+}
+
+fn ran(command: &mut Command) -> Ran {
+    let Output { status, stdout, stderr } = command.output().unwrap();
+    Ran { code: status.code().unwrap_or(-1), out: stdout, err: String::from_utf8(stderr).unwrap() }
+}
+
+const ROWS: usize = 6;
+const COLUMNS: usize = 4;
+
+/// Bytes of element `n` of a tensor: every tensor and element has other ones.
+fn element(tensor: usize, n: usize) -> [u8; 2] {
+    // Finite values of bf16.
+    u16::try_from(0x3c00 + tensor * 64 + n).unwrap().to_le_bytes()
+}
+
+fn write_model(directory: &Path) {
+    fs::create_dir_all(directory).unwrap();
+    let mut header = serde_json::Map::new();
+    let mut data = Vec::new();
+    let names = [
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.1.self_attn.q_proj.weight",
+        "lm_head.weight",
+    ];
+    for (tensor, name) in names.iter().enumerate() {
+        let start = data.len();
+        data.extend((0..ROWS * COLUMNS).flat_map(|n| element(tensor, n)));
+        let row = json!({"dtype": "BF16", "shape": [ROWS, COLUMNS], "data_offsets": [start, data.len()]});
+        header.insert((*name).to_owned(), row);
+    }
+    let header = Value::from(header).to_string();
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend_from_slice(header.as_bytes());
+    file.extend(data);
+    fs::write(directory.join("model.safetensors"), file).unwrap();
+    let config = json!({"model_type": "llama", "num_hidden_layers": 2, "tie_word_embeddings": false});
+    fs::write(directory.join("config.json"), config.to_string()).unwrap();
+}
+
+/// The stacked query projections, rows `low..high` of each layer.
+fn stacked(low: usize, high: usize) -> Vec<u8> {
+    let layer = |tensor| (low * COLUMNS..high * COLUMNS).flat_map(move |n| element(tensor, n));
+    [1, 2].into_iter().flat_map(layer).collect()
+}
+
+impl Fixture {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        write_model(&directory.path().join("model"));
+        Self { directory }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    fn write(&self, name: &str, text: &str) {
+        fs::write(self.path(name), text).unwrap();
+    }
+
+    /// Runs the program in the directory.
+    fn run(&self, args: &[&str]) -> Ran {
+        ran(program().args(args).current_dir(self.directory.path()))
+    }
+}
+
+/// Whether mounting can be tried.
+fn can_mount() -> bool {
+    let can = fs::File::options().read(true).write(true).open("/dev/fuse").is_ok();
+    assert!(can || std::env::var("CI").as_deref() != Ok("true"), "/dev/fuse is needed");
+    can
+}
+
+#[test]
+fn every_command_explains_itself_with_examples() {
+    let commands = ["mount", "umount", "status", "plan", "explain", "cat", "export", "verify", "doctor", "demo"];
+    for command in commands {
+        let help = ran(program().args([command, "--help"])).ok().text();
+        assert!(help.contains("Examples:\n") && help.contains(&format!("ckfs {command}")), "{help}");
+        assert!(help.lines().all(|line| line.chars().count() <= 132), "{help}");
+    }
+    let help = ran(program().arg("--help")).ok().text();
+    for text in commands.iter().chain(&["CKFS_LOG", "Exit codes:", "Examples:"]) {
+        assert!(help.contains(text), "{text}: {help}");
+    }
+    let version = ran(program().arg("--version")).ok().text();
+    assert_eq!(version, format!("ckfs {}\n", env!("CARGO_PKG_VERSION")));
+}
+
+#[test]
+fn wrong_use_exits_with_2() {
+    let fixture = Fixture::new();
+    let rows: &[(&[&str], &str)] = &[
+        (&["plan"], "expected SOURCE, or a --config file that names it"),
+        (&["mount"], "expected SOURCE and MNT"),
+        (&["mount", "model"], "expected MNT after SOURCE"),
+        (&["umount"], "expected MNT"),
+        (&["cat", "model"], "expected SOURCE and PATH, found \"model\" only"),
+        (&["nonsense"], "unrecognized subcommand 'nonsense'"),
+        (&["plan", "model", "--nonsense"], "unexpected argument '--nonsense'"),
+        (&["plan", "model", "--mesh", "fsdp"], "mesh: expected name=size, found \"fsdp\""),
+        (&["plan", "model", "--mesh", "fsdp=0"], "expected a size of at least 1"),
+        (&["plan", "model", "--dtype", "i8"], "dtype: expected keep or a float type such as bf16, found \"i8\""),
+        (&["plan", "model", "--layout", "x"], "layout: expected canonical or hf, found \"x\""),
+        (&["plan", "model", "--shard", "x"], "shard: expected auto, none or a file *.toml, found \"x\""),
+        (&["plan", "model", "--devices", "3-1"], "devices: expected numbers and ranges"),
+        (&["plan", "model", "--cache-bytes", "1X"], "expected a number of bytes"),
+        (&["mount", "model", "mnt", "-o", "nonsense"], "unknown option \"nonsense\""),
+        (&["mount", "model", "mnt", "-o", "mesh=x"], "-o: invalid value 'x' for '--mesh"),
+        (&["verify", "model", "--full", "--sample", "1K"], "cannot be used with"),
+    ];
+    for (args, message) in rows {
+        fixture.run(args).fails(2, message);
+    }
+    // Without a command, help is what is missing.
+    assert_eq!(fixture.run(&[]).code, 2);
+    let bad_log = ran(program().args(["plan", "model"]).env("CKFS_LOG", "=nonsense=").current_dir(fixture.path("")));
+    bad_log.fails(2, "CKFS_LOG==nonsense=");
+}
+
+#[test]
+fn failures_exit_with_1_and_say_what_was_expected() {
+    let fixture = Fixture::new();
+    fs::create_dir(fixture.path("full")).unwrap();
+    fixture.write("full/file", "");
+    let rows: &[(&[&str], &str)] = &[
+        (&["plan", "absent"], "absent"),
+        (&["plan", "s3://bucket/x"], "s3:// is not supported yet"),
+        (&["plan", "full"], "no *.safetensors here"),
+        (&["plan", "model", "--mesh", "fsdp=4", "--even"], "does not split evenly in 4 parts"),
+        (&["plan", "model", "--mesh", "fsdp=4", "--devices", "7"], "device 7: the mesh has devices 0..4"),
+        (&["plan", "model", "--config", "absent.toml"], "absent.toml: No such file"),
+        (&["cat", "model", "dev0/layers/scanned/wx"], "dev0/layers/scanned has no \"wx\"; it has: wq"),
+        (&["cat", "model", "dev0"], "dev0: is a directory; it has: embed, layers, lm_head"),
+        (&["cat", "model", "dev0/embed", "--offset", "49"], "the file has 48 bytes"),
+        (&["cat", "model", "dev0/embed", "--length", "49"], "bytes 0..49 are beyond the end: the file has 48 bytes"),
+        (&["export", "model", "full"], "full: not empty; --force"),
+        (&["export", "model", "new", "--only", "nonsense"], "no file matches nonsense"),
+        (&["export", "model", "model/sub"], "lies inside the source"),
+        (&["mount", "model", "absent"], "no such directory; create it first"),
+        (&["mount", "model", "model/config.json"], "not a directory"),
+        (&["umount", "model"], "not mounted"),
+        (&["status", "model"], "no ckfs mount"),
+        (&["verify", "model", "--only", "nonsense"], "no file matches nonsense"),
+    ];
+    for (args, message) in rows {
+        println!("{args:?}");
+        let ran = fixture.run(args).fails(1, message);
+        assert!(!ran.err.contains("For more information"), "{}", ran.err);
+    }
+    assert!(!fixture.path("new").exists(), "nothing is made for a refused export");
+}
+
+#[test]
+fn all_problems_are_told_at_once() {
+    let fixture = Fixture::new();
+    let ran = fixture.run(&["plan", "model", "--mesh", "fsdp=4", "--even", "--layout", "hf"]).fails(1, "4 problems:\n");
+    assert_eq!(ran.err.lines().count(), 5, "{}", ran.err);
+}
+
+#[test]
+fn plan_tells_dialect_devices_and_tensors() {
+    let fixture = Fixture::new();
+    let text = fixture.run(&["plan", "model", "--mesh", "fsdp=2,tensor=3"]).ok().text();
+    for part in
+        ["llama, 4 tensors", "fsdp=2,tensor=3: 6 devices", "layers.scanned.wq", "[2, 6, 4]", "[-,[tensor,fsdp],-]"]
+    {
+        let found = text.contains(part) || text.contains(&part.replace(", ", ","));
+        assert!(found, "{part}: {text}");
+    }
+    let json = fixture.run(&["plan", "model", "--mesh", "fsdp=2", "--dtype", "f32", "--json"]).ok().json();
+    let view = &json["views"][0];
+    assert_eq!(json["dialect"]["model_type"], "llama");
+    assert_eq!((&view["dtype"], &view["mesh"]["devices"]), (&json!("F32"), &json!(2)));
+    assert_eq!(view["bytes"], json!(4 * ROWS * COLUMNS * 4));
+    let bytes: Vec<u64> =
+        view["devices"].as_array().unwrap().iter().map(|row| row["bytes"].as_u64().unwrap()).collect();
+    assert_eq!(bytes, [192, 192]);
+    let wq = view["tensors"].as_array().unwrap().iter().find(|row| row["name"] == "layers.scanned.wq").unwrap();
+    assert_eq!(wq["shape"], json!([2, ROWS, COLUMNS]));
+    assert_eq!(wq["spec"], json!([null, "fsdp", null]));
+    assert_eq!(wq["layers"], json!([0, 1]));
+}
+
+#[test]
+fn cat_gives_the_bytes_of_the_shard() {
+    let fixture = Fixture::new();
+    let cat =
+        |path: &str, more: &[&str]| fixture.run(&[&["cat", "model", path, "--mesh", "fsdp=2"], more].concat()).ok().out;
+    assert_eq!(cat("dev1/layers/scanned/wq", &[]), stacked(3, 6));
+    assert_eq!(cat("mesh/fsdp=1/layers/scanned/wq", &[]), stacked(3, 6));
+    assert_eq!(cat("/full/layers/scanned/wq", &["--offset", "5", "--length", "50"]), stacked(0, 6)[5..55]);
+    assert_eq!(cat("hf/model.safetensors", &[]), fs::read(fixture.path("model/model.safetensors")).unwrap());
+    assert_eq!(cat("dev0/embed", &["--offset", "24"]), b"");
+    assert_eq!(cat("dev1/layers/scanned/wq", &["--source-io", "pread"]), stacked(3, 6));
+    let single = fixture.run(&["cat", "model/model.safetensors", "full/embed_tokens"]).ok().out;
+    assert_eq!(single, (0..ROWS * COLUMNS).flat_map(|n| element(0, n)).collect::<Vec<_>>());
+}
+
+#[test]
+fn a_closed_pipe_is_no_failure() {
+    let fixture = Fixture::new();
+    let script = format!("{} plan model --json | head -c 1", env!("CARGO_BIN_EXE_ckfs"));
+    let ran = ran(Command::new("bash").args(["-o", "pipefail", "-c", &script]).current_dir(fixture.path("")));
+    assert_eq!((ran.code, ran.err.as_str()), (0, ""));
+}
+
+#[test]
+fn explain_names_tensors_files_and_spans() {
+    let fixture = Fixture::new();
+    let args = ["explain", "model", "dev1/layers/scanned/wq", "--mesh", "fsdp=2", "--dtype", "f32"];
+    let text = fixture.run(&args).ok().text();
+    for part in
+        ["stack axis 0", "slice axis 1, start 3, stop 6", "model.layers.1.self_attn.q_proj.weight", "BF16 -> f32"]
+    {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    let json = fixture.run(&[&args[..], &["--json"]].concat()).ok().json();
+    assert_eq!(json["bytes"], json!(2 * 3 * COLUMNS * 4));
+    let pieces = json["segments"][0]["pieces"].as_array().unwrap();
+    let file = fs::read(fixture.path("model/model.safetensors")).unwrap();
+    let wanted = stacked(3, 6);
+    for (piece, wanted) in pieces.iter().zip(wanted.chunks(3 * COLUMNS * 2)) {
+        let span = |key: &str| usize::try_from(piece[key].as_u64().unwrap()).unwrap();
+        assert_eq!(&file[span("file_start")..span("file_end")], wanted);
+    }
+    let original = fixture.run(&["explain", "model", "hf/config.json"]).ok().text();
+    assert!(original.contains("identical to") && original.contains("model/config.json"), "{original}");
+}
+
+#[test]
+fn config_errors_name_the_line() {
+    let fixture = Fixture::new();
+    fixture.write("a.toml", "source = \"model\"\n\nmehs = \"fsdp=2\"\n");
+    fixture.run(&["plan", "--config", "a.toml"]).fails(1, "a.toml:3: unknown field `mehs`");
+    fixture.write("b.toml", "source = \"model\"\n[view.x]\nmesh = \"fsdp\"\n");
+    fixture.run(&["plan", "--config", "b.toml"]).fails(1, "b.toml:3: mesh: expected name=size");
+}
+
+#[test]
+fn views_of_a_config_file_and_flags_over_it() {
+    let fixture = Fixture::new();
+    fs::create_dir(fixture.path("etc")).unwrap();
+    fixture.write(
+        "etc/c.toml",
+        "source = \"../model\"\ndtype = \"f32\"\n[[cast]]\nmatch = \"embed\"\ndtype = \"keep\"\n\
+         [view.train]\nmesh = \"fsdp=2\"\n[view.rollout]\nmesh = \"tensor=2\"\nlayout = \"hf\"\n\
+         [[view.rollout.shard_rules]]\nmatch = \"lm_head*\"\nspec = [\"-\", \"tensor\"]\n",
+    );
+    let json = fixture.run(&["plan", "--config", "etc/c.toml", "--json"]).ok().json();
+    let names: Vec<_> = json["views"].as_array().unwrap().iter().map(|view| view["name"].clone()).collect();
+    assert_eq!(names, ["rollout", "train"]);
+    assert_eq!(json["views"][0]["layout"], "hf");
+    let rows = json["views"][0]["tensors"].as_array().unwrap();
+    let head = rows.iter().find(|row| row["name"] == "lm_head.weight").unwrap();
+    assert_eq!(head["spec"], json!([null, "tensor"]));
+    let embed = fixture.run(&["cat", "--config", "etc/c.toml", "train/dev1/embed"]).ok().out;
+    assert_eq!(embed, (12..24).flat_map(|n| element(0, n)).collect::<Vec<_>>(), "kept as it is");
+    let wq = fixture.run(&["cat", "--config", "etc/c.toml", "train/dev1/layers/scanned/wq", "--dtype", "keep"]).ok();
+    assert_eq!(wq.out, stacked(3, 6), "a flag wins over the file");
+    fixture.run(&["cat", "--config", "etc/c.toml", "dev1/embed"]).fails(1, "it has: .ckfs, rollout, train");
+}
+
+#[test]
+fn the_effective_configuration_reads_back() {
+    let fixture = Fixture::new();
+    fixture.write("rules.toml", "shard = \"none\"\n[[shard_rules]]\nmatch = \"embed\"\nspec = [\"fsdp\"]\n");
+    let flags = ["--mesh", "fsdp=2", "--shard", "rules.toml", "--devices", "1", "--unscanned"];
+    let cat = |path: &str| fixture.run(&[&["cat", "model", path][..], &flags].concat()).ok().out;
+    fixture.write("effective.toml", &String::from_utf8(cat(".ckfs/config.toml")).unwrap());
+    fs::remove_file(fixture.path("rules.toml")).unwrap();
+    let again =
+        ran(program().args(["plan", "--json", "--config"]).arg(fixture.path("effective.toml")).current_dir("/")).ok();
+    let view = &again.json()["views"][0];
+    assert_eq!((&view["unscanned"], &view["devices"][0]["device"]), (&json!(true), &json!(1)));
+    let specs: Vec<_> = view["tensors"].as_array().unwrap().iter().map(|row| (&row["name"], &row["spec"][0])).collect();
+    assert!(specs.iter().all(|(name, spec)| (**name == "embed") == (**spec == "fsdp")), "{specs:?}");
+}
+
+#[test]
+fn repositories_of_the_hub_cache_are_pinned_to_their_commit() {
+    let fixture = Fixture::new();
+    let commit = "0123456789abcdef0123456789abcdef01234567";
+    let repo = fixture.path("hub/models--org--name");
+    write_model(&repo.join("snapshots").join(commit));
+    fs::create_dir(repo.join("refs")).unwrap();
+    fs::write(repo.join("refs/main"), commit).unwrap();
+    let args = ["cat", "org/name", ".ckfs/config.toml"];
+    let ran = ran(program().args(args).env("HF_HUB_CACHE", fixture.path("hub")).current_dir(fixture.path(""))).ok();
+    assert!(ran.text().contains(&format!("source = \"org/name@{commit}\"")), "{}", ran.text());
+}
+
+#[test]
+fn export_writes_what_cat_shows() {
+    let fixture = Fixture::new();
+    let only = ["--mesh", "fsdp=2", "--only", "dev1", "--only", "mesh", "--only", "safetensors/*"];
+    let ran = fixture.run(&[&["export", "model", "out"][..], &only].concat()).ok();
+    assert_eq!((ran.text().as_str(), ran.err.as_str()), ("", ""), "quiet where nobody looks on");
+    assert_eq!(fs::read(fixture.path("out/dev1/layers/scanned/wq")).unwrap(), stacked(3, 6));
+    assert_eq!(fs::read_link(fixture.path("out/mesh/fsdp=1")).unwrap(), Path::new("../dev1"));
+    assert!(!fixture.path("out/dev0").exists() && !fixture.path("out/hf").exists());
+    let file = fixture.run(&["cat", "model", "safetensors/dev0.safetensors", "--mesh", "fsdp=2"]).ok().out;
+    assert_eq!(fs::read(fixture.path("out/safetensors/dev0.safetensors")).unwrap(), file);
+    // Again, over itself.
+    fixture.run(&[&["export", "model", "out", "--force"][..], &only].concat()).ok();
+    let left = Command::new("find").arg(fixture.path("out")).args(["-name", "*.part"]).output().unwrap();
+    assert_eq!(left.stdout, b"");
+}
+
+#[test]
+fn verify_compares_with_the_evaluator() {
+    let fixture = Fixture::new();
+    for flags in [&["--full"][..], &["--sample", "64"], &["--dtype", "f16", "--mesh", "fsdp=4"], &["--layout", "hf"]] {
+        let text = fixture.run(&[&["verify", "model"][..], flags].concat()).ok().text();
+        assert!(text.ends_with("compared, no difference\n"), "{text}");
+    }
+}
+
+#[test]
+fn doctor_looks_at_everything() {
+    let json = ran(program().args(["doctor", "--json"])).json();
+    let names: Vec<_> =
+        json["checks"].as_array().unwrap().iter().map(|check| check["name"].as_str().unwrap()).collect();
+    for name in ["kernel", "/dev/fuse", "rights", "fusermount3", "passthrough", "memory", "hub cache", "mounts"] {
+        assert!(names.contains(&name), "{name}: {names:?}");
+    }
+    for check in json["checks"].as_array().unwrap() {
+        assert_eq!(check["state"] == "ok", check["advice"] == "", "{check}");
+    }
+}
+
+/// Unmounts when dropped, whatever happened.
+struct Mounted<'a>(&'a Fixture);
+
+impl Drop for Mounted<'_> {
+    fn drop(&mut self) {
+        let ran = self.0.run(&["umount", "--lazy", "mnt"]);
+        assert!(std::thread::panicking() || ran.code == 0 || ran.err.contains("not mounted"), "{}", ran.err);
+    }
+}
+
+#[test]
+fn a_mount_lives_from_mount_to_umount() {
+    if !can_mount() {
+        return;
+    }
+    let fixture = Fixture::new();
+    fs::create_dir(fixture.path("mnt")).unwrap();
+    let ran = fixture.run(&["mount", "model", "mnt", "--mesh", "fsdp=2", "-o", "dtype=keep"]).ok();
+    let mounted = Mounted(&fixture);
+    assert_eq!((ran.text().as_str(), ran.err.as_str()), ("", ""));
+    assert_eq!(fs::read(fixture.path("mnt/dev1/layers/scanned/wq")).unwrap(), stacked(3, 6));
+    fixture.run(&["mount", "model", "mnt"]).fails(1, "already mounted");
+
+    let json = fixture.run(&["status", "mnt", "--json"]).ok().json();
+    let mount = &json["mounts"][0];
+    assert_eq!((&mount["health"], &mount["views"][0]["mesh"]), (&json!("live"), &json!("fsdp=2")));
+    assert_eq!(mount["source"], json!(fixture.path("model").canonicalize().unwrap().display().to_string()));
+    assert!(mount["stats"]["ops"]["read"]["count"].as_u64().unwrap() > 0);
+    let text = fixture.run(&["status", "mnt"]).ok().text();
+    assert!(text.contains("health  live") && text.contains("mesh fsdp=2"), "{text}");
+
+    let text = fixture.run(&["verify", "mnt", "--full"]).ok().text();
+    assert!(text.ends_with("compared, no difference\n"), "{text}");
+    fixture.run(&["umount", "--stale", "mnt"]).ok();
+    assert!(fixture.path("mnt/dev1").is_dir(), "a live mount is left alone");
+    fixture.run(&["umount", "mnt"]).ok();
+    assert!(!fixture.path("mnt/dev1").exists());
+    drop(mounted);
+}
+
+#[test]
+fn a_failed_start_is_told_by_the_starter() {
+    if !can_mount() {
+        return;
+    }
+    let fixture = Fixture::new();
+    fs::create_dir(fixture.path("mnt")).unwrap();
+    let ran = fixture.run(&["mount", "model", "mnt", "--mesh", "fsdp=4", "--even"]).fails(1, "4 parts");
+    assert!(ran.err.starts_with("ckfs: error: 8 problems:\n  ") || ran.err.contains(" problems:\n  "), "{}", ran.err);
+    assert_eq!(ran.err.matches("ckfs: error").count(), 1, "{}", ran.err);
+    fixture.run(&["mount", "absent", "mnt"]).fails(1, "absent");
+}
+
+#[test]
+fn mount_ckfs_takes_what_mount_8_passes() {
+    if !can_mount() {
+        return;
+    }
+    let fixture = Fixture::new();
+    fs::create_dir(fixture.path("mnt")).unwrap();
+    let helper = fixture.path("mount.ckfs");
+    // A copy: by a symbolic link the program would find its own name again.
+    fs::copy(env!("CARGO_BIN_EXE_ckfs"), &helper).unwrap();
+    let model = fixture.path("model");
+    let run = |args: &[&str]| {
+        ran(Command::new(&helper)
+            .arg(&model)
+            .arg(fixture.path("mnt"))
+            .args(args)
+            .env_remove("CKFS_LOG")
+            .current_dir("/"))
+    };
+    run(&["-o", "ro,nonsense"]).fails(2, "unknown option \"nonsense\"");
+    let mounted = Mounted(&fixture);
+    run(&["-o", "ro,nodev,mesh=fsdp=2:tensor=3,x-systemd.automount"]).ok();
+    assert!(fixture.path("mnt/mesh/fsdp=1,tensor=2").is_symlink());
+    fixture.run(&["umount", "mnt"]).ok();
+    run(&["-s", "-o", "ro,nonsense,mesh=fsdp=2"]).ok();
+    drop(mounted);
+}
+
+#[test]
+fn demo_runs_by_itself() {
+    let fixture = Fixture::new();
+    let ran = fixture.run(&["demo", "--dir", "demo"]);
+    if !can_mount() {
+        assert_eq!(ran.code, 1);
+        assert!(ran.err.contains("/dev/fuse") && ran.text().contains("ckfs cat"), "{}", ran.err);
+        return;
+    }
+    let text = ran.ok().text();
+    assert!(text.contains("safetensors/") && text.contains("no difference") && text.contains("Next"), "{text}");
+    assert!(!fixture.path("demo").exists(), "cleaned up");
+}
