@@ -272,15 +272,19 @@ def test_two_processes_of_four_devices(own, repo, tmp_path):
     before = fetched(mounted)
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "PYTHONPATH": str(HERE)}
     command = [sys.executable, str(HERE / "orbax_process.py"), str(mounted.point), MESH, f"127.0.0.1:{port}"]
-    running = [subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE) for rank in "01"]
+    results = [tmp_path / f"rank{rank}.json" for rank in range(2)]
+    running = [
+        subprocess.Popen([*command, str(rank), str(result)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for rank, result in enumerate(results)
+    ]
     try:
-        out = [process.communicate(timeout=180)[0] for process in running]
+        out = [process.communicate(timeout=180)[0].decode() for process in running]
     finally:
         for process in running:
             process.kill()
-    assert [process.returncode for process in running] == [0, 0]
+    assert [process.returncode for process in running] == [0, 0], "\n".join(out)
     assert fetched(mounted) - before <= 1.02 * sum(shown.array.nbytes for shown in tensors.values())
-    first, second = (json.loads(text.splitlines()[-1]) for text in out)
+    first, second = (json.loads(result.read_text()) for result in results)
     assert len(first) == len(second) == 4 * len(tensors) and not first.keys() & second.keys()
     for path, digest in (first | second).items():
         assert hashlib.sha256((mounted / path).read_bytes()).hexdigest() == digest, path
