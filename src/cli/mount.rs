@@ -43,7 +43,9 @@ Examples:
 What is in the mount:
   dev0/...                    raw bytes of device 0's shards      full/...     the same tensors unsharded
   safetensors/dev0.safetensors  all of them in one file           hf/          the repository, casts applied
-  mesh/fsdp=0,.../            links to the devices                .ckfs/       manifest, plan, configuration, statistics")]
+  npy/dev0/..., pt/dev0.pt    the same for numpy and torch        orbax/0/     an Orbax checkpoint, chunks as devices hold them
+  dcp/                        a torch.distributed.checkpoint      mesh/fsdp=0,.../  links to the devices
+  .ckfs/                      manifest, plan, configuration, statistics")]
 pub(super) struct Mount {
     /// A directory, a .safetensors file, or org/name[@revision] in the local cache.
     source: Option<String>,
