@@ -48,6 +48,9 @@ What is in the mount:
   dev0/...                      raw bytes of device 0's shards
   full/...                      the same tensors unsharded
   safetensors/dev0.safetensors  all shards of a device in one file
+  npy/dev0/..., pt/dev0.pt      the same for numpy and torch
+  orbax/0/                      an Orbax checkpoint, chunks as devices hold them
+  dcp/                          a torch.distributed.checkpoint
   hf/                           the repository as it is, casts applied
   mesh/fsdp=0,.../              links to the devices
   .ckfs/                        manifest, plan, configuration, statistics")]
@@ -87,12 +90,13 @@ struct OptionFlags {
 }
 
 /// Options that have a value, and options that have none.
-const WITH_VALUE: [&str; 14] = [
+const WITH_VALUE: [&str; 15] = [
     "mesh",
     "layout",
     "dtype",
     "shard",
     "devices",
+    "chunk_bytes",
     "config",
     "source_io",
     "cache_bytes",

@@ -774,7 +774,7 @@ mod tests {
     fn what_is_written_reads_back_as_the_same() {
         let texts = [
             "",
-            "source = \"/x\"\nmesh = \"fsdp=2\"\nunscanned = true\neven = false\n",
+            "source = \"/x\"\nmesh = \"fsdp=2\"\nunscanned = true\neven = false\nchunk_bytes = \"64M\"\n",
             "dtype = \"keep\"\nshard = \"none\"\n[[shard_rules]]\nmatch = \"/a\\\\.b/\"\nspec = [\"-\", [\"a\", \"b\"]]\n",
             "mesh = \"a=2\"\n[[cast]]\nmatch = \"*\"\ndtype = \"f16\"\n[view.x]\n[view.y]\nmesh = \"b=3\"\n\
              [mount]\nthreads = 3\nsource_io = \"pread\"\ndrain_seconds = 4\n",

@@ -120,6 +120,14 @@ def test_shardings_other_than_the_chunks(mounted, tensors, spec_of):
     same_tree(ocp.StandardCheckpointer().restore(mounted / "orbax/0/items", target), tensors)
 
 
+def test_chunks_smaller_than_shards(shared, tensors):
+    """A limit that cuts every shard of a matrix in several chunks."""
+    mounted = shared("llama", "--mesh", MESH, "--chunk-bytes", "100")
+    sizes = [entry.stat().st_size for entry in (mounted / "orbax/0/items/layers.scanned.wq").glob("[0-9]*")]
+    assert len(sizes) > 8 and max(sizes) <= 100
+    same_tree(ocp.StandardCheckpointer().restore(mounted / "orbax/0/items", targets(mounted, MESH)), tensors)
+
+
 def test_a_wider_type_is_cast_by_orbax(mounted, tensors):
     as_f32 = lambda target: jax.ShapeDtypeStruct(target.shape, np.float32, sharding=target.sharding)  # noqa: E731
     target = jax.tree.map(as_f32, targets(mounted, MESH))
