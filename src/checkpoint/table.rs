@@ -114,6 +114,13 @@ impl TensorTable {
         self.by_name.iter().map(|row| TensorId(*row))
     }
 
+    /// Ids of the tensors whose names begin so, in lexical order of name; O(log n) to the first.
+    pub fn with_prefix(&self, prefix: &str) -> impl Iterator<Item = TensorId> {
+        let first = self.by_name.partition_point(|row| self.name(*row as usize) < prefix);
+        let rows = self.by_name[first..].iter().take_while(move |row| self.name(**row as usize).starts_with(prefix));
+        rows.map(|row| TensorId(*row))
+    }
+
     /// The tensor of that name; O(log n).
     pub fn find(&self, name: &str) -> Option<TensorId> {
         let place = self.by_name.binary_search_by(|row| self.name(*row as usize).cmp(name)).ok()?;

@@ -1,6 +1,7 @@
 //! `ckfs demo`: the whole of it on a generated checkpoint.
 
 use std::{
+    fmt::Write as _,
     fs,
     io::{BufWriter, Write},
     path::{Path, PathBuf},
@@ -118,7 +119,7 @@ impl Demo {
             bail!("{problem}");
         }
         let args = ["mount", &model.display().to_string(), &mountpoint.display().to_string(), "--mesh", MESH];
-        mount::start(&args.map(Into::into), Duration::from_secs(60))?;
+        mount::start(&args.map(Into::into), Duration::from_mins(1))?;
         cleanup.mounted = true;
         output::print(&format!("2. ckfs mount {} {} --mesh {MESH}\n", model.display(), mountpoint.display()))?;
         let mut text = String::new();
@@ -162,7 +163,7 @@ fn digest(directory: &Path, depth: usize, text: &mut String) -> anyhow::Result<(
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let metadata = fs::symlink_metadata(path).with_context(|| path.display().to_string())?;
         if metadata.is_dir() {
-            text.push_str(&format!("{indent}{name}/\n"));
+            let _ = writeln!(text, "{indent}{name}/");
             // One device stands for all, and one layer.
             let another_device = depth == 1 && (name.starts_with("dev") && name != "dev0" || name == "full");
             let another_layer = depth == 3 && name != "0" && name.bytes().all(|byte| byte.is_ascii_digit());
@@ -171,13 +172,13 @@ fn digest(directory: &Path, depth: usize, text: &mut String) -> anyhow::Result<(
                 digest(path, depth + 1, text)?;
             }
         } else if metadata.is_symlink() {
-            text.push_str(&format!("{indent}{name} -> {}\n", fs::read_link(path)?.display()));
+            let _ = writeln!(text, "{indent}{name} -> {}", fs::read_link(path)?.display());
         } else {
-            text.push_str(&format!("{indent}{name}  {}\n", human_bytes(metadata.len())));
+            let _ = writeln!(text, "{indent}{name}  {}", human_bytes(metadata.len()));
         }
     }
     if names.len() > all {
-        text.push_str(&format!("{indent}and {} more\n", names.len() - all));
+        let _ = writeln!(text, "{indent}and {} more", names.len() - all);
     }
     Ok(())
 }
@@ -189,7 +190,7 @@ fn shard_text(mountpoint: &Path) -> anyhow::Result<String> {
     for device in 0..4 {
         let bytes = fs::read(mountpoint.join(format!("dev{device}")).join(name))?;
         let sum = bytes.iter().fold(0_u32, |sum, byte| sum.rotate_left(5) ^ u32::from(*byte));
-        text.push_str(&format!("   dev{device}: {} (checksum {sum:08x})\n", human_bytes(bytes.len() as u64)));
+        let _ = writeln!(text, "   dev{device}: {} (checksum {sum:08x})", human_bytes(bytes.len() as u64));
     }
     text.push('\n');
     Ok(text)

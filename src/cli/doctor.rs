@@ -1,7 +1,9 @@
 //! `ckfs doctor`: what this host allows.
 
 use std::{
-    env, fs,
+    env,
+    fmt::Write,
+    fs,
     os::unix::fs::{FileTypeExt, PermissionsExt},
     path::{Path, PathBuf},
     thread,
@@ -285,9 +287,10 @@ impl Doctor {
             let width = checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
             let mut text = String::new();
             for check in &checks {
-                text.push_str(&format!("{:<4}  {:<width$}  {}\n", check.state.name(), check.name, check.found));
+                // Writing to a string cannot fail.
+                let _ = writeln!(text, "{:<4}  {:<width$}  {}", check.state.name(), check.name, check.found);
                 if !check.advice.is_empty() {
-                    text.push_str(&format!("{:<4}  {:<width$}  -> {}\n", "", "", check.advice));
+                    let _ = writeln!(text, "{:<4}  {:<width$}  -> {}", "", "", check.advice);
                 }
             }
             output::print(&text)?;

@@ -119,8 +119,7 @@ fn describe(checkpoint: &Checkpoint, tiling: &Tiling, piece: &Piece) -> Value {
     match &piece.origin {
         Origin::Fill { bytes } => {
             let len = usize::try_from(unit).unwrap_or(bytes.len()).min(bytes.len());
-            let hex: String = bytes[..len].iter().map(|byte| format!("{byte:02x}")).collect();
-            row["fill"] = json!(hex);
+            row["fill"] = json!(bytes[..len].iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().concat());
         }
         Origin::Tensor { tensor, offset, decoder } => {
             let info = checkpoint.tensor(*tensor);
@@ -284,8 +283,8 @@ fn expression_text(text: &mut String, expression: &Value, depth: usize, shown: u
             }
             more(text, operands.len(), shown, "operands", &"  ".repeat(depth + 1));
         }
-        operand if operand.is_object() => expression_text(text, operand, depth + 1, shown),
-        _ => {}
+        operand @ Value::Object(_) => expression_text(text, operand, depth + 1, shown),
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
     }
 }
 

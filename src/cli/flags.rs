@@ -1,4 +1,5 @@
 //! What was typed, and nothing else: the flags that several commands share.
+#![allow(clippy::doc_markdown, reason = "the documentation of flags is help text, printed as it is")]
 
 use std::path::PathBuf;
 
@@ -6,12 +7,18 @@ use clap::Args;
 
 use crate::{
     plan::{
-        Layout, Mesh,
-        config::{ByteCount, Devices, MountKeys, ShardChoice, ViewKeys, Word},
+        Mesh,
+        config::{ByteCount, Devices, LayoutChoice, MountKeys, ParamValue, ShardChoice, ViewKeys, Word},
     },
     source::SourceIo,
     tensor::DType,
 };
+
+/// A parameter of a layout, as `name=value`.
+fn parameter(text: &str) -> Result<(String, String), String> {
+    let (name, value) = text.split_once('=').ok_or_else(|| format!("expected name=value, found {text:?}"))?;
+    Ok((name.trim().to_owned(), value.trim().to_owned()))
+}
 
 /// What the user wants to see.
 #[derive(Clone, Debug, Default, Args)]
@@ -24,23 +31,30 @@ pub(super) struct ViewFlags {
     /// row or column, by the tensor's role; expert and ep split the experts; data, dp, replica and dp_replicate replicate.
     #[arg(long, value_name = "AXIS=N,...")]
     mesh: Option<Word<Mesh>>,
-    /// How tensors are named and shaped: canonical (default) or hf.
+    /// How tensors are named and shaped: canonical (default), hf, maxtext, maxtext-unscanned, or a file of rules.
     ///
     /// canonical stacks layers on a new first axis (layers/scanned/wq) and shows them one by one too (layers/0/wq); hf keeps
-    /// the repository's own names.
-    #[arg(long, value_name = "NAME")]
-    layout: Option<Word<Layout>>,
+    /// the repository's own names; maxtext and maxtext-unscanned give exactly what MaxText's converter makes. A file
+    /// describes a layout of your own.
+    #[arg(long, value_name = "NAME|FILE.toml")]
+    layout: Option<Word<LayoutChoice>>,
+    /// Sets a parameter of the layout, such as `vocab_size=152064`. May be repeated.
+    #[arg(long, value_name = "NAME=VALUE", value_parser = parameter)]
+    set: Vec<(String, String)>,
     /// Casts all floats to this type, such as bf16, f16 or f32; `keep` leaves them as they are.
     ///
     /// Rounding is to nearest, ties to even, bit for bit as torch and ml_dtypes do. Block-quantized fp8 weights are
     /// dequantized.
     #[arg(long, value_name = "TYPE")]
     dtype: Option<Word<Option<DType>>>,
-    /// How tensors are split over the mesh: auto (default), none, or a file of rules.
+    /// How tensors are split over the mesh: auto (default), none, maxtext, or a file of rules.
+    ///
+    /// auto goes by the name of the mesh axis and the role of the tensor, and in the layouts of MaxText by its logical axes,
+    /// which `maxtext` asks for explicitly.
     ///
     /// The file holds tables `[[shard_rules]]` with `match`, a pattern over names in the mount, and `spec`, per axis "-", a
     /// mesh axis, or a list of mesh axes; and `shard = "auto"` or `"none"` for names that no rule matches.
-    #[arg(long, value_name = "auto|none|FILE.toml")]
+    #[arg(long, value_name = "auto|none|maxtext|FILE.toml")]
     shard: Option<Word<ShardChoice>>,
     /// Lists only these devices, as in 0-3,8.
     #[arg(long, value_name = "LIST")]
@@ -51,10 +65,13 @@ pub(super) struct ViewFlags {
     /// Refuses splits that are not even.
     #[arg(long)]
     even: bool,
-    /// Accepts a checkpoint that lacks layers.
+    /// Accepts a checkpoint that lacks layers or tensors.
     #[arg(long)]
     allow_missing: bool,
-    /// Largest chunk file under orbax/, as in 256M; by default 1 GiB. Larger shards are several chunks.
+    /// Accepts tensors that no rule of the layout names; they are left out.
+    #[arg(long)]
+    allow_unmapped: bool,
+    /// Largest chunk file of orbax/, as in 256M; by default 1 GiB.
     #[arg(long, value_name = "SIZE")]
     chunk_bytes: Option<ByteCount>,
     /// Reads flags from a TOML file; flags given as well win.
@@ -114,9 +131,12 @@ impl ViewFlags {
             unscanned: self.unscanned.then_some(true),
             even: self.even.then_some(true),
             allow_missing: self.allow_missing.then_some(true),
+            allow_unmapped: self.allow_unmapped.then_some(true),
             chunk_bytes: self.chunk_bytes,
             cast: Vec::new(),
             shard_rules: Vec::new(),
+            logical_rules: Vec::new(),
+            set: self.set.iter().map(|(name, value)| (name.clone(), ParamValue::Text(value.clone()))).collect(),
         }
     }
 }

@@ -110,21 +110,14 @@ pub fn main() -> ExitCode {
 
 /// Shows a usage error, help or the version.
 fn finish_parsing(error: &clap::Error) -> ExitCode {
-    match error.kind() {
-        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
-            // Whoever reads our output may have seen enough.
-            let _ = error.print();
-            ExitCode::SUCCESS
-        }
-        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-            let _ = error.print();
-            ExitCode::from(2)
-        }
-        _ => {
-            eprint!("ckfs: {}", error.render());
-            ExitCode::from(2)
-        }
+    let kind = error.kind();
+    if kind == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand || !error.use_stderr() {
+        // Whoever reads our output may have seen enough.
+        let _ = error.print();
+    } else {
+        eprint!("ckfs: {}", error.render());
     }
+    if error.use_stderr() { ExitCode::from(2) } else { ExitCode::SUCCESS }
 }
 
 fn run(cli: Cli, args: &[OsString]) -> anyhow::Result<()> {

@@ -56,7 +56,7 @@ pub(super) struct Verify {
     /// Bytes of each file to compare.
     #[arg(long, value_name = "SIZE", default_value = "64K")]
     sample: ByteCount,
-    /// Compares every byte; the evaluator does a few megabytes a second.
+    /// Compares every byte; the evaluator does some ten megabytes a second and core.
     #[arg(long, conflicts_with = "sample")]
     full: bool,
     /// Only files that match this pattern, or below directories that do; may be repeated.
@@ -114,7 +114,8 @@ impl Findings {
         }
         let first = self.first.lock().unwrap_or_else(PoisonError::into_inner);
         let lines: Vec<String> = first.iter().map(|difference| format!("\n  {difference}")).collect();
-        Err(anyhow!("{different} differences in {}:{}", self.summary(), lines.concat()))
+        let plural = if different == 1 { "" } else { "s" };
+        Err(anyhow!("{different} difference{plural} in {}:{}", self.summary(), lines.concat()))
     }
 }
 

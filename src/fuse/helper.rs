@@ -181,9 +181,11 @@ fn unescape(tail: &str) -> Option<(char, usize)> {
 }
 
 /// Options that mean something to others, or that always hold here.
-const CONSUMED: [&str; 28] = [
+const CONSUMED: [&str; 29] = [
     "defaults",
     "ro",
+    // What mount(8) says when nobody asked for either; the mount is read-only all the same.
+    "rw",
     "nosuid",
     "nodev",
     "noatime",
@@ -216,8 +218,7 @@ const CONSUMED: [&str; 28] = [
 const CONSUMED_PREFIXES: [&str; 5] = ["x-", "X-", "user=", "comment=", "subtype="];
 
 /// Options that ask for what a ckfs mount never is.
-const REFUSED: [(&str, &str); 5] = [
-    ("rw", "ckfs mounts are read-only"),
+const REFUSED: [(&str, &str); 4] = [
     ("remount", "a ckfs mount does not change; unmount it and mount again"),
     ("suid", "ckfs mounts have no set-user-id files"),
     ("dev", "ckfs mounts have no devices"),
@@ -287,12 +288,13 @@ mod tests {
             (&["a", "b", "-o"], E::NoValue { flag: 'o' }),
             (&["a", "b", "-vt"], E::NoValue { flag: 't' }),
             (&["a", "b", "-t", "ext4"], E::Type { found: "ext4".into() }),
-            (&["a", "b", "-o", "rw"], refused("rw")),
+            (&["a", "b", "-o", "sync"], refused("sync")),
             (&["a", "b", "-o", "ro,remount"], refused("remount")),
         ] {
             assert_eq!(parse(args), Err(expected), "{args:?}");
         }
-        assert_eq!(parse(&["a", "b", "-s", "-o", "rw"]).unwrap().options, []);
+        assert_eq!(parse(&["a", "b", "-s", "-o", "sync"]).unwrap().options, []);
+        assert_eq!(parse(&["a", "b", "-o", "rw"]).unwrap().options, []);
     }
 
     #[test]

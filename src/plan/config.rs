@@ -36,7 +36,7 @@ use std::{
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::{CastRule, Layout, Mesh, Pattern, ShardRule, Sharding, ViewOptions};
+use super::{CastRule, Layout, LogicalRule, Mesh, Pattern, ShardRule, Sharding, ViewOptions};
 use crate::{source::SourceIo, tensor::DType};
 
 /// Most devices that a list may name.
@@ -117,17 +117,53 @@ impl AsWord for Mesh {
     }
 }
 
-impl AsWord for Layout {
+/// A layout of the program, or a file of the user's that is yet to be read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LayoutChoice {
+    /// A layout.
+    Layout(Layout),
+    /// A file of rules.
+    File(PathBuf),
+}
+
+impl AsWord for LayoutChoice {
     fn from_word(text: &str) -> Result<Self, String> {
-        match text {
-            "canonical" => Ok(Self::Canonical),
-            "hf" => Ok(Self::Hf),
-            _ => Err(format!("layout: expected canonical or hf, found {text:?}")),
+        if Path::new(text).extension().is_some_and(|extension| extension == "toml") {
+            return Ok(Self::File(text.into()));
         }
+        Layout::find(text).map(Self::Layout).map_err(|error| error.to_string())
     }
 
     fn to_word(&self) -> String {
-        self.name().to_owned()
+        match self {
+            Self::Layout(layout) => layout.name().to_owned(),
+            Self::File(path) => path.display().to_string(),
+        }
+    }
+}
+
+/// A value of a layout's parameter: a text, or a number or boolean as TOML writes it.
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
+#[serde(untagged, expecting = "expected a text, a number or a boolean")]
+pub enum ParamValue {
+    /// A boolean.
+    Bool(bool),
+    /// A whole number.
+    Integer(i64),
+    /// Another number.
+    Float(f64),
+    /// A text.
+    Text(String),
+}
+
+impl fmt::Display for ParamValue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bool(value) => value.fmt(f),
+            Self::Integer(value) => value.fmt(f),
+            Self::Float(value) => value.fmt(f),
+            Self::Text(value) => value.fmt(f),
+        }
     }
 }
 
@@ -169,8 +205,10 @@ impl AsWord for SourceIo {
 /// How tensors are sharded where no rule matches, or a file that says so.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ShardChoice {
-    /// By the names of mesh axes and the roles of tensors.
+    /// By the layout's logical axes, or by the names of mesh axes and the roles of tensors.
     Auto,
+    /// By logical axes, with MaxText's rules where the layout has none.
+    Logical,
     /// Not at all.
     None,
     /// By the rules in a file, and by its `shard` key where none matches.
@@ -182,10 +220,11 @@ impl AsWord for ShardChoice {
         match text {
             "auto" => Ok(Self::Auto),
             "none" => Ok(Self::None),
+            "maxtext" => Ok(Self::Logical),
             file if Path::new(file).extension().is_some_and(|extension| extension == "toml") => {
                 Ok(Self::File(file.into()))
             }
-            _ => Err(format!("shard: expected auto, none or a file *.toml, found {text:?}")),
+            _ => Err(format!("shard: expected auto, none, maxtext or a file *.toml, found {text:?}")),
         }
     }
 
@@ -193,6 +232,7 @@ impl AsWord for ShardChoice {
         match self {
             Self::Auto => "auto".to_owned(),
             Self::None => "none".to_owned(),
+            Self::Logical => "maxtext".to_owned(),
             Self::File(path) => path.display().to_string(),
         }
     }
@@ -350,6 +390,12 @@ macro_rules! view_keys {
             /// Specs by pattern.
             #[serde(default, skip_serializing_if = "Vec::is_empty")]
             pub shard_rules: Vec<ShardKeys>,
+            /// Mesh axes of logical axes, in place of the layout's rules for the same axes.
+            #[serde(default, skip_serializing_if = "Vec::is_empty")]
+            pub logical_rules: Vec<LogicalRule>,
+            /// Parameters of the layout.
+            #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+            pub set: BTreeMap<String, ParamValue>,
         }
 
         #[derive(Deserialize)]
@@ -363,6 +409,10 @@ macro_rules! view_keys {
             #[serde(default)]
             shard_rules: Vec<ShardKeys>,
             #[serde(default)]
+            logical_rules: Vec<LogicalRule>,
+            #[serde(default)]
+            set: BTreeMap<String, ParamValue>,
+            #[serde(default)]
             mount: MountKeys,
             #[serde(default)]
             view: BTreeMap<String, ViewKeys>,
@@ -374,6 +424,8 @@ macro_rules! view_keys {
                     $($key: self.$key.clone(),)*
                     cast: self.cast.clone(),
                     shard_rules: self.shard_rules.clone(),
+                    logical_rules: self.logical_rules.clone(),
+                    set: self.set.clone(),
                 }
             }
         }
@@ -385,6 +437,10 @@ macro_rules! view_keys {
                 $(if self.$key.is_none() { self.$key.clone_from(&base.$key); })*
                 self.cast.extend_from_slice(&base.cast);
                 self.shard_rules.extend_from_slice(&base.shard_rules);
+                self.logical_rules.extend_from_slice(&base.logical_rules);
+                for (name, value) in &base.set {
+                    self.set.entry(name.clone()).or_insert_with(|| value.clone());
+                }
                 self
             }
         }
@@ -395,7 +451,7 @@ view_keys! {
     /// The devices.
     mesh: Word<Mesh>,
     /// Names and shapes.
-    layout: Word<Layout>,
+    layout: Word<LayoutChoice>,
     /// Dtype of all floats.
     dtype: Word<Option<DType>>,
     /// How specs are chosen.
@@ -406,8 +462,10 @@ view_keys! {
     unscanned: bool,
     /// Whether uneven splits are refused.
     even: bool,
-    /// Whether missing layers are accepted.
+    /// Whether missing layers and tensors are accepted.
     allow_missing: bool,
+    /// Whether tensors that no rule of the layout names are accepted.
+    allow_unmapped: bool,
     /// Bytes of the largest chunk file.
     chunk_bytes: ByteCount,
 }
@@ -495,7 +553,7 @@ impl Default for Config {
 fn read_toml<T: serde::de::DeserializeOwned>(text: &str, file: &Path) -> Result<T, ConfigError> {
     toml::from_str(text).map_err(|error: toml::de::Error| {
         let at = error.span().map_or(0, |span| span.start.min(text.len()));
-        let line = 1 + text.as_bytes()[..at].iter().filter(|byte| **byte == b'\n').count();
+        let line = 1 + text.get(..at).unwrap_or_default().matches('\n').count();
         ConfigError::Text { file: file.to_owned(), line, reason: error.message().replace('\n', "; ") }
     })
 }
@@ -579,11 +637,8 @@ impl Config {
             top: Option<&'a ViewKeys>,
             #[serde(skip_serializing_if = "BTreeMap::is_empty")]
             view: BTreeMap<&'a str, &'a ViewKeys>,
-            #[serde(skip_serializing_if = "is_default")]
-            mount: &'a MountKeys,
-        }
-        fn is_default(keys: &&MountKeys) -> bool {
-            **keys == MountKeys::default()
+            #[serde(skip_serializing_if = "Option::is_none")]
+            mount: Option<&'a MountKeys>,
         }
         let unnamed = self.views.iter().find(|view| view.name.is_empty());
         let named = self.views.iter().filter(|view| !view.name.is_empty());
@@ -592,7 +647,7 @@ impl Config {
             mountpoint: self.mountpoint.as_deref(),
             top: unnamed.map(|view| &view.keys),
             view: named.map(|view| (view.name.as_str(), &view.keys)).collect(),
-            mount: &self.mount,
+            mount: Some(&self.mount).filter(|keys| **keys != MountKeys::default()),
         };
         // Only values that TOML has are in these structures.
         toml::to_string(&effective).unwrap_or_default()
@@ -602,6 +657,12 @@ impl Config {
 impl ViewKeys {
     /// Takes in the rules of the file that `shard` names.
     fn with_files(mut self, base: &Path) -> Result<Self, ConfigError> {
+        if let Some(Word(LayoutChoice::File(file))) = &self.layout {
+            let file = base.join(file);
+            let layout = Layout::find(&file.display().to_string());
+            let layout = layout.map_err(|error| ConfigError::Read { file, reason: error.to_string() })?;
+            self.layout = Some(Word(LayoutChoice::Layout(layout)));
+        }
         let Some(Word(ShardChoice::File(file))) = &self.shard else { return Ok(self) };
         let file = base.join(file);
         let text = read_file(&file)?;
@@ -612,7 +673,7 @@ impl ViewKeys {
                 let reason = "shard: expected auto or none in a file of rules, found a file".to_owned();
                 return Err(ConfigError::Text { file, line: line_of(&text, "shard"), reason });
             }
-            choice @ Some(Word(ShardChoice::Auto | ShardChoice::None)) => choice,
+            choice @ Some(Word(ShardChoice::Auto | ShardChoice::None | ShardChoice::Logical)) => choice,
         };
         self.shard_rules.extend(rules.shard_rules);
         Ok(self)
@@ -622,7 +683,11 @@ impl ViewKeys {
     pub fn options(&self) -> ViewOptions {
         ViewOptions {
             mesh: self.mesh.as_ref().map_or_else(Mesh::default, |mesh| mesh.0.clone()),
-            layout: self.layout.as_ref().map_or_else(Layout::default, |layout| layout.0.clone()),
+            layout: match &self.layout {
+                Some(Word(LayoutChoice::Layout(layout))) => layout.clone(),
+                // Files have been taken in.
+                Some(Word(LayoutChoice::File(_))) | None => Layout::default(),
+            },
             dtype: self.dtype.as_ref().and_then(|dtype| dtype.0),
             casts: self
                 .cast
@@ -631,6 +696,7 @@ impl ViewKeys {
                 .collect(),
             sharding: match self.shard {
                 Some(Word(ShardChoice::None)) => Sharding::Replicate,
+                Some(Word(ShardChoice::Logical)) => Sharding::Logical,
                 Some(Word(ShardChoice::Auto | ShardChoice::File(_))) | None => Sharding::Auto,
             },
             shard_rules: self
@@ -645,6 +711,9 @@ impl ViewKeys {
             even: self.even.unwrap_or(false),
             devices: self.devices.as_ref().map(|devices| devices.0.0.clone()),
             allow_missing: self.allow_missing.unwrap_or(false),
+            allow_unmapped: self.allow_unmapped.unwrap_or(false),
+            set: self.set.iter().map(|(name, value)| (name.clone(), value.to_string())).collect(),
+            logical_rules: self.logical_rules.clone(),
             chunk_bytes_max: self.chunk_bytes.map(|bytes| bytes.0),
         }
     }
@@ -723,8 +792,8 @@ mod tests {
             ("mesh = \"fsdp=2\"\nmehs = \"x\"\n", "x.toml:2: unknown field `mehs`"),
             ("\n\nmesh = \"fsdp\"\n", "x.toml:3: mesh: expected name=size, found \"fsdp\""),
             ("dtype = \"i32\"", "x.toml:1: dtype: expected keep or a float type such as bf16, found \"i32\""),
-            ("layout = \"x\"", "x.toml:1: layout: expected canonical or hf, found \"x\""),
-            ("shard = \"x\"", "x.toml:1: shard: expected auto, none or a file *.toml, found \"x\""),
+            ("layout = \"x\"", "x.toml:1: layout \"x\": expected canonical, hf, "),
+            ("shard = \"x\"", "x.toml:1: shard: expected auto, none, maxtext or a file *.toml, found \"x\""),
             ("devices = \"3-1\"", "x.toml:1: devices: expected numbers and ranges such as 0-3,8, found \"3-1\""),
             ("[[cast]]\nmatch = \"/(/\"\ndtype = \"f32\"", "x.toml:2: pattern \"/(/\": "),
             ("[[cast]]\nmatch = \"a\"", "x.toml:1: missing field `dtype`"),

@@ -9,8 +9,12 @@
 mod canonical;
 pub mod config;
 pub mod draft;
+pub mod expr;
 pub mod family;
 pub mod hf;
+pub mod layout_file;
+pub mod layouts;
+pub mod logical;
 pub mod mesh;
 mod naming;
 pub mod pattern;
@@ -20,12 +24,19 @@ pub mod shard;
 pub mod spec;
 pub mod values;
 
-use std::{collections::HashMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, HashMap},
+    path::Path,
+    sync::Arc,
+};
 
 pub use config::{Config, ConfigError};
 pub use draft::{Bundled, Draft, Roles};
 pub use family::Family;
 pub use hf::{HfContent, HfFile};
+pub use layout_file::LayoutFile;
+pub use layouts::Embedded;
+pub use logical::{LogicalRule, LogicalRules};
 pub use mesh::{Mesh, MeshAxis, MeshError};
 pub use naming::component;
 pub use pattern::{Pattern, PatternError};
@@ -48,14 +59,51 @@ pub enum Layout {
     Canonical,
     /// The repository's own names.
     Hf,
+    /// One in the program, as data: rules for each model family, chosen by `config.json`.
+    Embedded(&'static Embedded),
+    /// A file of the user's.
+    File(Arc<LayoutFile>),
 }
 
 impl Layout {
-    /// Its name.
+    /// Its name; for a file, its path.
     pub fn name(&self) -> &str {
         match self {
             Self::Canonical => "canonical",
             Self::Hf => "hf",
+            Self::Embedded(embedded) => embedded.name,
+            Self::File(file) => file.label(),
+        }
+    }
+
+    /// Key of the dictionary that holds all tensors in formats of trees. MaxText saves its variables, themselves a tree
+    /// below `params`, as the member `params` of its training state.
+    pub fn tree_root(&self) -> Option<&str> {
+        match self {
+            Self::Embedded(embedded) if embedded.name.starts_with("maxtext") => Some("params"),
+            Self::Canonical | Self::Hf | Self::Embedded(_) | Self::File(_) => None,
+        }
+    }
+
+    /// The layout that a word of the user's names: one in the program, or else a file `*.toml`.
+    ///
+    /// # Errors
+    /// What is wrong with the file, or the list of names if it is none.
+    pub fn find(word: &str) -> Result<Self, PlanError> {
+        match word {
+            "canonical" => Ok(Self::Canonical),
+            "hf" => Ok(Self::Hf),
+            _ => {
+                if let Some(embedded) = Embedded::find(word) {
+                    return Ok(Self::Embedded(embedded));
+                }
+                if Path::new(word).extension().is_some_and(|extension| extension == "toml") {
+                    return LayoutFile::open(Path::new(word)).map(|file| Self::File(Arc::new(file)));
+                }
+                let names: Vec<&str> = Embedded::names().collect();
+                let reason = format!("expected canonical, hf, {} or a file *.toml", names.join(", "));
+                Err(Problem::File { file: format!("layout {word:?}"), reason }.into())
+            }
         }
     }
 }
@@ -81,8 +129,14 @@ pub struct ViewOptions {
     pub even: bool,
     /// The devices to list, ascending; `None` lists all.
     pub devices: Option<Vec<u64>>,
-    /// Whether missing layers are accepted.
+    /// Whether missing layers, and leaves of a layout file without their tensors, are accepted.
     pub allow_missing: bool,
+    /// Whether tensors that no rule of a layout file names are accepted.
+    pub allow_unmapped: bool,
+    /// Parameters of the layout, by name.
+    pub set: BTreeMap<String, String>,
+    /// Rules for logical axes, in place of the layout's for the same axes.
+    pub logical_rules: Vec<LogicalRule>,
     /// Bytes of the largest chunk file in formats of chunks; `None` leaves the choice to the format.
     pub chunk_bytes_max: Option<u64>,
 }
@@ -113,10 +167,16 @@ pub struct Plan {
     pub mesh: Mesh,
     /// The layout.
     pub layout: Layout,
-    /// Dtype of all floats, if one was asked for.
+    /// Dtype of all floats, if one was asked for or the layout has one.
     pub dtype: Option<DType>,
-    /// Name of the model family whose short names are used.
+    /// Name of the model family whose short names, or whose rules of the layout, are used.
     pub family: Option<String>,
+    /// Parameters of the layout and their values.
+    pub params: Vec<(String, String)>,
+    /// Rules for logical axes, where specs come from those.
+    pub logical_rules: Option<LogicalRules>,
+    /// Whether each tensor is one file named by its whole dotted name.
+    flat: bool,
     /// Devices listed, ascending.
     pub devices: Vec<u64>,
     /// Distinct specs.
@@ -148,35 +208,78 @@ impl Plan {
     pub fn build(checkpoint: &Checkpoint, options: &ViewOptions) -> Result<Self, PlanError> {
         let mut problems = Vec::new();
         let mut warnings = Vec::new();
-        let values = Values::new(checkpoint, options.dtype, &options.casts);
+        let mut set = options.set.clone();
+        let file = match &options.layout {
+            Layout::Canonical | Layout::Hf => None,
+            Layout::Embedded(embedded) => Some(embedded.choose(checkpoint, &mut set)?),
+            Layout::File(file) => Some(file.clone()),
+        };
+        let dtype = options.dtype.or_else(|| file.as_ref()?.dtype());
+        let values = Values::new(checkpoint, dtype, &options.casts);
         if let Some(problem) = values.unsupported() {
             return Err(problem.into());
         }
         let family = family(checkpoint)?;
-        let family_name = family.as_ref().map(|family| family.name.clone());
-        missing_layers(checkpoint, family.as_ref(), options.allow_missing, &mut problems, &mut warnings);
-        let drafts = match options.layout {
-            Layout::Canonical => {
+        let mut family_name = family.as_ref().map(|family| family.name.clone());
+        let mut params = Vec::new();
+        let drafts = match (&options.layout, &file) {
+            (_, Some(file)) => {
+                family_name = Some(file.name().to_owned());
+                let allowed = layout_file::Allowed { missing: options.allow_missing, unmapped: options.allow_unmapped };
+                file.resolve(checkpoint, &values, &set, allowed).map(|resolved| {
+                    params = resolved.params;
+                    if !resolved.verified {
+                        let name = file.name();
+                        warnings.push(format!(
+                            "layout {name} has not been compared here with the program that it imitates"
+                        ));
+                    }
+                    warnings.extend(resolved.warnings);
+                    resolved.drafts
+                })
+            }
+            (Layout::Hf, None) => {
+                missing_layers(checkpoint, family.as_ref(), options.allow_missing, &mut problems, &mut warnings);
+                hf_drafts(checkpoint, family, &values)
+            }
+            (Layout::Canonical | Layout::Embedded(_) | Layout::File(_), None) => {
+                missing_layers(checkpoint, family.as_ref(), options.allow_missing, &mut problems, &mut warnings);
                 let generic = family::Generic::load().map_err(|error| family_problem(&error))?;
                 canonical::drafts(checkpoint, family, generic, &values)
             }
-            Layout::Hf => hf_drafts(checkpoint, family, &values),
         };
         let drafts = drafts.unwrap_or_else(|found| {
             problems.extend(found);
             Vec::new()
         });
-        unknown_axes(&options.mesh, options, &mut warnings);
+        let logical_rules = logical_rules(options, file.as_deref());
+        if file.is_none() {
+            let name = options.layout.name();
+            if !options.set.is_empty() {
+                let reason = format!("the layout {name} has no parameters");
+                problems.push(Problem::File { file: "set".to_owned(), reason });
+            }
+            if logical_rules.is_some() {
+                let reason = format!("the layout {name} names no logical axes");
+                problems.push(Problem::File { file: "shard".to_owned(), reason });
+            }
+        }
+        unknown_axes(&options.mesh, options, logical_rules.as_ref(), &mut warnings);
         unused_patterns(checkpoint, options, &drafts, &mut warnings);
-        let hf = hf::plan(checkpoint, &values).unwrap_or_else(|found| {
+        // What a layout does by itself to its own tensors is no wish for another hf/.
+        let hf_values = Values::new(checkpoint, options.dtype, &options.casts);
+        let hf = hf::plan(checkpoint, &hf_values).unwrap_or_else(|found| {
             problems.extend(found);
             Vec::new()
         });
         let mut plan = Self {
             mesh: options.mesh.clone(),
             layout: options.layout.clone(),
-            dtype: options.dtype,
+            dtype,
             family: family_name,
+            params,
+            logical_rules,
+            flat: file.as_ref().is_some_and(|file| file.flat()) || options.layout == Layout::Hf,
             devices: devices(options, &mut problems),
             specs: Vec::new(),
             tensors: Vec::with_capacity(drafts.len()),
@@ -193,7 +296,8 @@ impl Plan {
     fn add(&mut self, drafts: Vec<Draft>, options: &ViewOptions, problems: &mut Vec<Problem>) {
         let mut known: HashMap<Spec, u32> = HashMap::new();
         for draft in drafts {
-            let spec = match shard::spec(&draft, &self.mesh, options.sharding, &options.shard_rules) {
+            let rules = self.logical_rules.as_ref();
+            let spec = match shard::spec(&draft, &self.mesh, options.sharding, rules, &options.shard_rules) {
                 Ok(spec) => spec,
                 Err(problem) => {
                     problems.push(problem);
@@ -201,11 +305,13 @@ impl Plan {
                 }
             };
             let shape = draft.view.shape();
-            if let (true, Some((axis, _, parts))) = (options.even, spec.uneven(shape, &self.mesh)) {
+            // What the rules of logical axes are for, JAX, refuses uneven splits.
+            let even = options.even || rules.is_some();
+            if let (true, Some((axis, _, parts))) = (even, spec.uneven(shape, &self.mesh)) {
                 problems.push(Problem::Uneven { name: draft.name.clone(), axis, shape: shape.clone(), parts });
             }
-            let checked = check_tiling(&draft.view).and_then(|()| self.check_shards(&draft.view, &spec));
-            if let Err(error) = checked {
+            let tiled = check_tiling(&draft.view, self.built_in());
+            if let Err(error) = tiled.and_then(|()| self.check_shards(&draft.view, &spec)) {
                 problems.push(Problem::Tiling { name: draft.name.clone(), error });
             }
             let index = *known.entry(spec.clone()).or_insert_with(|| {
@@ -238,6 +344,14 @@ impl Plan {
             let region = spec.region(view.shape(), &self.mesh, &self.mesh.coordinates(*device));
             view.region(&region).map_or(Ok(()), |shard| shard.lower().map(drop))
         })
+    }
+
+    /// Whether views are of the few simple shapes that the program itself makes.
+    fn built_in(&self) -> bool {
+        match self.layout {
+            Layout::Canonical | Layout::Hf => true,
+            Layout::Embedded(_) | Layout::File(_) => false,
+        }
     }
 
     /// How a tensor is split.
@@ -322,15 +436,14 @@ impl Plan {
         match self.layout {
             Layout::Canonical => !self.unscanned,
             Layout::Hf => false,
+            Layout::Embedded(_) | Layout::File(_) => self.tensors.iter().any(|tensor| tensor.layers.is_some()),
         }
     }
 
     /// Keys of a tensor in formats that hold trees of dictionaries, outermost first. Words that no file name can hold are
     /// escaped as in paths, because such formats make directories of keys.
     pub fn keys(&self, tensor: &PlannedTensor) -> Vec<String> {
-        match self.layout {
-            Layout::Canonical | Layout::Hf => tensor.name.split('.').map(component).collect(),
-        }
+        self.layout.tree_root().into_iter().map(str::to_owned).chain(tensor.name.split('.').map(component)).collect()
     }
 
     /// The shape of the shard that a device holds.
@@ -350,10 +463,10 @@ impl Plan {
 
     /// Path components of a tensor under `dev{d}/` and `full/`.
     pub fn path(&self, tensor: &PlannedTensor) -> Vec<String> {
-        match self.layout {
-            Layout::Canonical => tensor.name.split('.').map(component).collect(),
-            Layout::Hf => vec![component(&tensor.name)],
+        if self.flat {
+            return vec![component(&tensor.name)];
         }
+        tensor.name.split('.').map(component).collect()
     }
 }
 
@@ -393,9 +506,12 @@ fn devices(options: &ViewOptions, problems: &mut Vec<Problem>) -> Vec<u64> {
 const PIECES_PER_SOURCE: usize = 8;
 
 /// Checks that a view has a tiling, without lowering views that are simple by construction.
-fn check_tiling(view: &View) -> Result<(), TilingError> {
+fn check_tiling(view: &View, built_in: bool) -> Result<(), TilingError> {
     if view.as_source().is_some() {
         return view.bytes().map_or_else(|| view.lower().map(drop), |_| Ok(()));
+    }
+    if !built_in {
+        return view.lower().map(drop);
     }
     let mut sources = 0usize;
     view.for_each_source(&mut |_| sources += 1);
@@ -437,11 +553,30 @@ fn missing_layers(
     }
 }
 
-fn unknown_axes(mesh: &Mesh, options: &ViewOptions, warnings: &mut Vec<String>) {
+/// The rules for logical axes, where specs come from those.
+fn logical_rules(options: &ViewOptions, file: Option<&LayoutFile>) -> Option<LogicalRules> {
+    let wanted = match options.sharding {
+        Sharding::Auto => file.is_some_and(LayoutFile::shards_logically),
+        Sharding::Logical => true,
+        Sharding::Replicate => false,
+    };
+    wanted.then(|| {
+        let own = file.map(LayoutFile::rules).filter(|rules| !rules.rules.is_empty());
+        let mut rules = own.cloned().unwrap_or_else(LogicalRules::maxtext);
+        rules.replace(&options.logical_rules);
+        rules
+    })
+}
+
+fn unknown_axes(mesh: &Mesh, options: &ViewOptions, rules: Option<&LogicalRules>, warnings: &mut Vec<String>) {
     for axis in mesh.axes() {
-        let in_rules = options.shard_rules.iter().flat_map(|rule| rule.spec.iter().flatten());
-        let unknown = options.sharding == Sharding::Auto && axis_use(&axis.name) == AxisUse::Unknown;
-        if unknown && axis.size > 1 && !in_rules.into_iter().any(|name| *name == axis.name) {
+        let mut in_rules = options.shard_rules.iter().flat_map(|rule| rule.spec.iter().flatten());
+        let unknown = match (options.sharding, rules) {
+            (_, Some(rules)) => !rules.uses(&axis.name) && axis_use(&axis.name) != AxisUse::Replicate,
+            (Sharding::Auto, None) => axis_use(&axis.name) == AxisUse::Unknown,
+            (Sharding::Logical | Sharding::Replicate, None) => false,
+        };
+        if unknown && axis.size > 1 && !in_rules.any(|name| *name == axis.name) {
             warnings.push(format!("mesh axis {:?} splits nothing: every tensor is replicated along it", axis.name));
         }
     }

@@ -134,6 +134,18 @@ pub enum Problem {
         /// Number of devices.
         devices: u64,
     },
+    /// A rule of a layout does not fit the repository.
+    #[error("{file}:{line}: {}{reason}", for_leaf(target))]
+    Layout {
+        /// The layout file.
+        file: String,
+        /// Line of the rule, from 1.
+        line: usize,
+        /// The leaf, if the rule is about one.
+        target: String,
+        /// What is wrong.
+        reason: String,
+    },
     /// A layout or option file is malformed.
     #[error("{file}: {reason}")]
     File {
@@ -154,6 +166,10 @@ pub enum Problem {
 
 fn needed_by(target: &str) -> String {
     if target.is_empty() { String::new() } else { format!(", needed for {target}") }
+}
+
+fn for_leaf(target: &str) -> String {
+    if target.is_empty() { String::new() } else { format!("{target}: ") }
 }
 
 /// Everything wrong with a plan.

@@ -2,6 +2,7 @@
 
 use super::{
     draft::{Draft, Roles},
+    logical::LogicalRules,
     mesh::Mesh,
     pattern::Pattern,
     problem::Problem,
@@ -11,9 +12,11 @@ use super::{
 /// How specs are chosen where no rule of the user's matches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Sharding {
-    /// By the name of the mesh axis and the role of the tensor's axes.
+    /// By logical axes where the layout says so; elsewhere by the name of the mesh axis and the role of the tensor's axes.
     #[default]
     Auto,
+    /// By logical axes: by the layout's rules, or MaxText's where it has none.
+    Logical,
     /// Nothing is split: every device holds everything.
     Replicate,
 }
@@ -77,12 +80,19 @@ fn auto(roles: &Roles, rank: usize, mesh: &Mesh) -> Spec {
 ///
 /// # Errors
 /// [`Problem::ShardRule`] if the rule that matches has more axes than the tensor or uses a mesh axis twice.
-pub(super) fn spec(draft: &Draft, mesh: &Mesh, sharding: Sharding, rules: &[ShardRule]) -> Result<Spec, Problem> {
+pub(super) fn spec(
+    draft: &Draft,
+    mesh: &Mesh,
+    sharding: Sharding,
+    logical: Option<&LogicalRules>,
+    rules: &[ShardRule],
+) -> Result<Spec, Problem> {
     let rank = draft.view.shape().rank();
     let Some(rule) = rules.iter().find(|rule| rule.pattern.matches(&draft.name)) else {
-        return Ok(match sharding {
-            Sharding::Auto => auto(&draft.roles, rank, mesh),
-            Sharding::Replicate => Spec::replicated(),
+        return Ok(match (logical, sharding) {
+            (Some(logical), _) => logical.spec(&draft.roles.logical, mesh),
+            (None, Sharding::Auto | Sharding::Logical) => auto(&draft.roles, rank, mesh),
+            (None, Sharding::Replicate) => Spec::replicated(),
         });
     };
     let problem =

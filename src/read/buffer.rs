@@ -1,4 +1,7 @@
 //! Recycled buffers. A fresh megabyte costs 256 page faults, more than casting into it does.
+//!
+//! Large buffers are anonymous mappings in whole huge pages, where the system gives those: fewer faults, and the kernel
+//! copies replies from them with fewer page lookups.
 
 use std::{
     fmt,
@@ -6,24 +9,62 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
+use memmap2::{Advice, MmapMut};
+
 /// Bytes of unused buffers that are kept.
 const KEPT_BYTES_MAX: usize = 32 << 20;
+/// Buffers from half of this on are mapped, in multiples of it.
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+/// Smaller buffers are allocated in multiples of this, so that nearby sizes recycle.
+const STEP_BYTES: usize = 64 << 10;
 
-#[derive(Debug, Default)]
+enum Memory {
+    Mapped(MmapMut),
+    Allocated(Box<[u8]>),
+}
+
+impl Memory {
+    fn new(len: usize) -> Self {
+        if len > HUGE_PAGE_BYTES / 2
+            && let Ok(map) = MmapMut::map_anon(len.next_multiple_of(HUGE_PAGE_BYTES))
+        {
+            // Only a wish: small pages do as well.
+            let _ = map.advise(Advice::HugePage);
+            return Self::Mapped(map);
+        }
+        Self::Allocated(vec![0; len.next_multiple_of(STEP_BYTES)].into_boxed_slice())
+    }
+
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Mapped(map) => map,
+            Self::Allocated(bytes) => bytes,
+        }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        match self {
+            Self::Mapped(map) => map,
+            Self::Allocated(bytes) => bytes,
+        }
+    }
+}
+
+#[derive(Default)]
 struct Kept {
-    buffers: Vec<Vec<u8>>,
+    memory: Vec<Memory>,
     bytes: usize,
 }
 
 /// A pool of buffers. Clones share it.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Default)]
 pub(super) struct BufferPool {
     kept: Arc<Mutex<Kept>>,
 }
 
 /// A buffer that goes back to its pool.
 pub(super) struct Buffer {
-    bytes: Vec<u8>,
+    memory: Option<Memory>,
     len: usize,
     pool: BufferPool,
 }
@@ -32,27 +73,22 @@ impl BufferPool {
     /// A buffer of `len` bytes that hold anything.
     pub(super) fn take(&self, len: usize) -> Buffer {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        let fitting = kept.buffers.iter().position(|b| b.capacity() >= len && b.capacity() / 2 <= len);
-        let mut bytes = fitting.map_or_else(Vec::new, |at| kept.buffers.swap_remove(at));
-        kept.bytes -= bytes.capacity();
+        // The last one given back is the likeliest to be in the processor's caches.
+        let fits = |memory: &Memory| memory.bytes().len() >= len && memory.bytes().len() / 4 <= len;
+        let memory = kept.memory.iter().rposition(fits).map(|at| kept.memory.remove(at));
+        kept.bytes -= memory.as_ref().map_or(0, |memory| memory.bytes().len());
         drop(kept);
-        if bytes.capacity() == 0 {
-            // Zeroed pages come from the kernel as they are touched; rounding up lets buffers of nearby sizes recycle.
-            bytes = vec![0; len.next_multiple_of(64 << 10)];
-        }
-        // Only what was never written before is zeroed: a recycled buffer keeps its full length between uses.
-        bytes.resize(bytes.capacity(), 0);
-        Buffer { bytes, len, pool: self.clone() }
+        Buffer { memory: Some(memory.unwrap_or_else(|| Memory::new(len))), len, pool: self.clone() }
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        let bytes = std::mem::take(&mut self.bytes);
+        let Some(memory) = self.memory.take() else { return };
         let mut kept = self.pool.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        if kept.bytes + bytes.capacity() <= KEPT_BYTES_MAX {
-            kept.bytes += bytes.capacity();
-            kept.buffers.push(bytes);
+        if kept.bytes + memory.bytes().len() <= KEPT_BYTES_MAX {
+            kept.bytes += memory.bytes().len();
+            kept.memory.push(memory);
         }
     }
 }
@@ -61,19 +97,26 @@ impl Deref for Buffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &self.bytes[..self.len]
+        self.memory.as_ref().map_or(&[], |memory| &memory.bytes()[..self.len])
     }
 }
 
 impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        &mut self.bytes[..self.len]
+        let len = self.len;
+        self.memory.as_mut().map_or(&mut [], |memory| &mut memory.bytes_mut()[..len])
     }
 }
 
 impl fmt::Debug for Buffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Buffer of {} bytes", self.len)
+        write!(f, "buffer of {} bytes", self.len)
+    }
+}
+
+impl fmt::Debug for BufferPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("pool of buffers")
     }
 }
 
@@ -84,15 +127,16 @@ mod tests {
     #[test]
     fn buffers_come_back() {
         let pool = BufferPool::default();
-        let mut first = pool.take(1 << 20);
-        first[0] = 7;
-        let address = first.as_ptr();
-        drop(first);
-        let second = pool.take((1 << 20) - 5);
-        assert_eq!((second.as_ptr(), second.len()), (address, (1 << 20) - 5));
-        let third = pool.take(1 << 20);
-        assert_ne!(third.as_ptr(), address);
-        drop((second, third));
+        for len in [1 << 20, 3 << 20] {
+            let mut first = pool.take(len);
+            first[0] = 7;
+            let address = first.as_ptr();
+            drop(first);
+            let second = pool.take(len - 5);
+            assert_eq!((second.as_ptr(), second.len()), (address, len - 5));
+            let third = pool.take(len);
+            assert_ne!(third.as_ptr(), address);
+        }
         assert_eq!(pool.take(100).len(), 100, "a far larger buffer is not taken");
         for _ in 0..3 {
             drop(pool.take(KEPT_BYTES_MAX / 2));

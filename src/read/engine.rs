@@ -25,8 +25,8 @@ use crate::{
     tensor::{BlockScale, Decode, Gather, Origin, Piece, Tiling, fill, gather, gather::Loop},
 };
 
-/// Smallest tile. Conversions of less than a megabyte at a time leave caches and vectors cold.
-const TILE_BYTES_MIN: u64 = 1 << 20;
+/// Smallest tile, a huge page. Conversions of less than a megabyte at a time leave caches and vectors cold.
+const TILE_BYTES_MIN: u64 = 2 << 20;
 /// Largest tile, where the cache allows it.
 const TILE_BYTES_MAX: u64 = 32 << 20;
 /// Source elements that a tile takes, where it can, from each row that it transposes: 64 bytes of 2-byte elements are a
@@ -69,8 +69,29 @@ pub struct OpenFile {
 #[derive(Debug)]
 struct Prepared {
     tiling: Tiling,
-    /// Units of one tile; `None` where runs of source bytes are served as they are.
-    tile_units: Option<u64>,
+    /// The tiles; `None` where runs of source bytes are served as they are.
+    grid: Option<Grid>,
+}
+
+/// How a target is cut into tiles: tile `i` is units `i * units - shift ..`, the first and the last cut short by the
+/// target.
+#[derive(Clone, Copy, Debug)]
+struct Grid {
+    units: u64,
+    shift: u64,
+}
+
+impl Grid {
+    /// The tile that holds a unit.
+    fn index(self, unit: u64) -> u64 {
+        (unit + self.shift) / self.units
+    }
+
+    /// Units of a tile.
+    fn span(self, index: u64, len_units: u64) -> (u64, u64) {
+        let first = (index * self.units).saturating_sub(self.shift);
+        (first, ((index + 1) * self.units - self.shift).min(len_units))
+    }
 }
 
 impl OpenFile {
@@ -274,7 +295,7 @@ impl Engine {
     ) -> Result<(), ReadError> {
         if let Segment::View(_) = &file.image.segments()[segment] {
             let prepared = self.prepare(file, segment)?;
-            if prepared.tile_units.is_none()
+            if prepared.grid.is_none()
                 && let Some((source, start, end)) = self.single_run(&prepared.tiling, low, high)
             {
                 return self.lend_or_read(source, start, end, Path::Runs, reply);
@@ -299,8 +320,8 @@ impl Engine {
             return Ok(());
         }
         let prepared = self.prepare(file, segment)?;
-        match prepared.tile_units {
-            Some(tile_units) => self.read_tiles(file, segment, &prepared, tile_units, low, high, reply),
+        match prepared.grid {
+            Some(grid) => self.read_tiles(file, segment, &prepared, grid, low, high, reply),
             None => self.read_runs(&prepared.tiling, low, high, reply),
         }
     }
@@ -309,24 +330,31 @@ impl Engine {
         let prepared = file.tilings[segment].get_or_init(|| {
             let Segment::View(view) = &file.image.segments()[segment] else { return Err(ReadError::Panicked) };
             let tiling = view.lower().map_err(|error| ReadError::Tiling { error })?;
-            let tile_units = (!tiling.is_run_copy(RUN_BYTES_MIN)).then(|| self.tile_units(&tiling));
-            Ok(Arc::new(Prepared { tiling, tile_units }))
+            let start = file.image.start_of(segment);
+            let grid = (!tiling.is_run_copy(RUN_BYTES_MIN)).then(|| self.grid(&tiling, start));
+            Ok(Arc::new(Prepared { tiling, grid }))
         });
         prepared.clone()
     }
 
-    /// Units of one tile: a megabyte or more, and where the tiling transposes, enough that each source row gives a cache
-    /// line, as far as the cache allows.
-    fn tile_units(&self, tiling: &Tiling) -> u64 {
+    /// The tiles of a view that begins at byte `start` of its file: a megabyte or more each, and where the tiling
+    /// transposes, enough that each source row gives a cache line or more, as far as the cache allows. Otherwise tiles end
+    /// at multiples of their size in the file, as the kernel's requests do.
+    fn grid(&self, tiling: &Tiling, start: u64) -> Grid {
         let unit = tiling.unit_bytes();
         let bytes_max = TILE_BYTES_MAX.min(self.options.tile_cache_bytes as u64 / 8).max(TILE_BYTES_MIN);
-        let Some(stride) = tiling.transposed_stride_units() else { return (TILE_BYTES_MIN / unit).max(1) };
+        let Some(stride) = tiling.transposed_stride_units() else {
+            let units = (TILE_BYTES_MIN / unit).max(1);
+            let shift = if start.is_multiple_of(unit) { start / unit % units } else { 0 };
+            return Grid { units, shift };
+        };
         let row_bytes = stride * unit;
         let mut rows = TRANSPOSED_ELEMENTS_MIN.max(TILE_BYTES_MIN / row_bytes.max(1));
         while rows > 1 && rows * row_bytes > bytes_max {
             rows /= 2;
         }
-        if rows * row_bytes > bytes_max { (bytes_max / unit).max(1) } else { rows * stride }
+        let units = if rows * row_bytes > bytes_max { (bytes_max / unit).max(1) } else { rows * stride };
+        Grid { units, shift: 0 }
     }
 
     /// The source file and span of a target span, if it is one unconverted run.
@@ -374,36 +402,47 @@ impl Engine {
         file: &OpenFile,
         segment: usize,
         prepared: &Prepared,
-        tile_units: u64,
+        grid: Grid,
         low: u64,
         high: u64,
         reply: &mut dyn FnMut(&[u8]),
     ) -> Result<(), ReadError> {
-        let tile_bytes = tile_units * prepared.tiling.unit_bytes();
-        let (first, last) = (low / tile_bytes, (high - 1) / tile_bytes);
-        let slice = |tile: &Tile, index: u64| {
-            let start = index * tile_bytes;
-            let from = usize::try_from(low.max(start) - start).unwrap_or(0);
-            let to = usize::try_from(high.min(start + tile_bytes) - start).unwrap_or(0);
-            (from, to.min(tile.bytes.len()))
+        let (unit, len) = (prepared.tiling.unit_bytes(), prepared.tiling.len_units());
+        let (first, last) = (grid.index(low / unit), grid.index((high - 1) / unit));
+        // The part of the span that lies in a tile, counted from the tile's start.
+        let part = |index: u64| {
+            let (start, end) = grid.span(index, len);
+            let place = |byte: u64| usize::try_from(byte - start * unit).unwrap_or(0);
+            (place(low.max(start * unit)), place(high.min(end * unit)))
         };
         if first == last {
-            let tile = self.tile(file, segment, prepared, tile_units, first)?;
-            let (from, to) = slice(&tile, first);
+            let tile = self.tile(file, segment, prepared, grid, first)?;
+            let (from, to) = part(first);
             reply(&tile.bytes[from..to]);
+            self.note_served(file, segment, first, &tile, to - from);
         } else {
             let mut buffer = self.buffers.take(usize::try_from(high - low).unwrap_or(0));
             let mut at = 0;
             for index in first..=last {
-                let tile = self.tile(file, segment, prepared, tile_units, index)?;
-                let (from, to) = slice(&tile, index);
+                let tile = self.tile(file, segment, prepared, grid, index)?;
+                let (from, to) = part(index);
                 buffer[at..at + to - from].copy_from_slice(&tile.bytes[from..to]);
                 at += to - from;
+                self.note_served(file, segment, index, &tile, to - from);
             }
             reply(&buffer);
         }
         self.counters.serve(Path::Tiles, high - low);
         Ok(())
+    }
+
+    /// Drops a tile once all of it was handed out: the kernel has it in its page cache now, and its memory, still in the
+    /// processor's caches, is better used for the next one.
+    fn note_served(&self, file: &OpenFile, segment: usize, index: u64, tile: &Tile, bytes: usize) {
+        let before = tile.served.fetch_add(bytes as u64, Ordering::Relaxed);
+        if before + bytes as u64 >= tile.bytes.len() as u64 {
+            self.cache.forget(&tile_key(file, segment, index));
+        }
     }
 
     /// The tile, from the cache or computed; its sources are checked in either case.
@@ -412,11 +451,11 @@ impl Engine {
         file: &OpenFile,
         segment: usize,
         prepared: &Prepared,
-        tile_units: u64,
+        grid: Grid,
         index: u64,
     ) -> Result<Arc<Tile>, ReadError> {
         let key = tile_key(file, segment, index);
-        let compute = || self.compute(&prepared.tiling, tile_units, index);
+        let compute = || self.compute(&prepared.tiling, grid, index);
         let Some(outcome) = self.cache.get(key, false, &self.counters, compute) else {
             return Err(ReadError::Panicked);
         };
@@ -425,14 +464,13 @@ impl Engine {
         Ok(tile)
     }
 
-    fn compute(&self, tiling: &Tiling, tile_units: u64, index: u64) -> Result<Tile, ReadError> {
-        let first = index * tile_units;
-        let last = (first + tile_units).min(tiling.len_units());
+    fn compute(&self, tiling: &Tiling, grid: Grid, index: u64) -> Result<Tile, ReadError> {
+        let (first, last) = grid.span(index, tiling.len_units());
         let mut bytes = self.buffers.take(usize::try_from((last - first) * tiling.unit_bytes()).unwrap_or(0));
         let mut files = Touched::new();
         self.fill_span(tiling, first, last, &mut bytes, &mut files, Path::Tiles)?;
         self.check_touched(&files)?;
-        Ok(Tile { bytes, files, ahead: AtomicBool::new(false) })
+        Ok(Tile { bytes, files, ahead: AtomicBool::new(false), served: AtomicU64::new(0) })
     }
 
     /// Fills `target` with units `first..last` of a tiling.
@@ -563,12 +601,13 @@ impl Engine {
         for (segment, low, high) in file.image.spans(from, to.min(file.len_bytes()).max(from)) {
             let Segment::View(_) = &file.image.segments()[segment] else { continue };
             let Ok(prepared) = self.prepare(file, segment) else { continue };
-            let Some(tile_units) = prepared.tile_units else {
+            let Some(grid) = prepared.grid else {
                 self.advise(&prepared.tiling, low, high);
                 continue;
             };
-            let tile_bytes = tile_units * prepared.tiling.unit_bytes();
-            for index in low / tile_bytes..high.div_ceil(tile_bytes) {
+            let unit = prepared.tiling.unit_bytes();
+            let tile_bytes = grid.units * unit;
+            for index in grid.index(low / unit)..=grid.index((high - 1) / unit) {
                 if tile_bytes > budget || self.cache.has(&tile_key(file, segment, index)) {
                     continue;
                 }
@@ -576,7 +615,7 @@ impl Engine {
                 let (engine, file, prepared) = (Arc::downgrade(self), Arc::clone(file), Arc::clone(&prepared));
                 self.workers.offer(move || {
                     let Some(engine) = engine.upgrade() else { return };
-                    let compute = || engine.compute(&prepared.tiling, tile_units, index);
+                    let compute = || engine.compute(&prepared.tiling, grid, index);
                     // A failure here is not reported: the reader who needs the tile meets it again.
                     drop(engine.cache.get(tile_key(&file, segment, index), true, &engine.counters, compute));
                 });

@@ -8,7 +8,7 @@ use std::{
     collections::HashMap,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
@@ -38,6 +38,8 @@ pub(super) struct Tile {
     pub(super) files: SmallVec<[FileId; 2]>,
     /// Whether it was computed ahead and nobody has asked for it yet.
     pub(super) ahead: AtomicBool,
+    /// Bytes handed to readers so far.
+    pub(super) served: AtomicU64,
 }
 
 type Outcome = Result<Arc<Tile>, ReadError>;
@@ -163,7 +165,7 @@ impl TileCache {
         add(&counters.tile_evictions, dropped.len() as u64);
     }
 
-    /// Drops a tile whose source turned out to have changed.
+    /// Drops a tile: its source turned out to have changed, or nobody will want it again.
     pub(super) fn forget(&self, key: &TileKey) {
         let mut inner = self.lock();
         if let Some(tile) = inner.tiles.pop(key) {
@@ -187,7 +189,8 @@ mod tests {
     use super::{super::buffer::BufferPool, *};
 
     fn tile(pool: &BufferPool, len: usize) -> Tile {
-        Tile { bytes: pool.take(len), files: SmallVec::new(), ahead: AtomicBool::new(false) }
+        let (ahead, served) = (AtomicBool::new(false), AtomicU64::new(0));
+        Tile { bytes: pool.take(len), files: SmallVec::new(), ahead, served }
     }
 
     fn key(index: u64) -> TileKey {

@@ -1,0 +1,130 @@
+//! The layouts in the program: each a set of layout files, one per model family.
+//!
+//! A family is one file; adding one needs no code beyond its line here.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use super::{
+    layout_file::LayoutFile,
+    problem::{PlanError, Problem},
+};
+use crate::checkpoint::Checkpoint;
+
+/// A layout in the program.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Embedded {
+    /// Its name.
+    pub name: &'static str,
+    /// Its families: name and text of the file.
+    files: &'static [(&'static str, &'static str)],
+    /// Parameters that its name stands for.
+    set: &'static [(&'static str, &'static str)],
+}
+
+const MAXTEXT: &[(&str, &str)] = &[
+    ("maxtext/llama", include_str!("maxtext/llama.toml")),
+    ("maxtext/qwen", include_str!("maxtext/qwen.toml")),
+    ("maxtext/mixtral", include_str!("maxtext/mixtral.toml")),
+    ("maxtext/gemma2", include_str!("maxtext/gemma2.toml")),
+    ("maxtext/gemma3", include_str!("maxtext/gemma3.toml")),
+    ("maxtext/gemma4", include_str!("maxtext/gemma4.toml")),
+    ("maxtext/deepseek", include_str!("maxtext/deepseek.toml")),
+    ("maxtext/gpt-oss", include_str!("maxtext/gpt-oss.toml")),
+    ("maxtext/olmo3", include_str!("maxtext/olmo3.toml")),
+    ("maxtext/qwen3-next", include_str!("maxtext/qwen3-next.toml")),
+    ("maxtext/qwen3.5", include_str!("maxtext/qwen3.5.toml")),
+];
+
+const EMBEDDED: &[Embedded] = &[
+    Embedded { name: "maxtext", files: MAXTEXT, set: &[("scan", "true")] },
+    Embedded { name: "maxtext-unscanned", files: MAXTEXT, set: &[("scan", "false")] },
+];
+
+impl Embedded {
+    /// The layout of that name.
+    pub fn find(name: &str) -> Option<&'static Self> {
+        EMBEDDED.iter().find(|embedded| embedded.name == name)
+    }
+
+    /// Names of all of them.
+    pub fn names() -> impl Iterator<Item = &'static str> {
+        EMBEDDED.iter().map(|embedded| embedded.name)
+    }
+
+    /// Names of the families that it knows.
+    pub fn families(&self) -> impl Iterator<Item = &'static str> {
+        self.files.iter().map(|(name, _)| *name)
+    }
+
+    /// The layout's file for one family.
+    ///
+    /// # Errors
+    /// The file's problems: only ever an error in this program.
+    pub fn family(&self, name: &str) -> Option<Result<LayoutFile, PlanError>> {
+        let (label, text) =
+            self.files.iter().find(|(label, _)| *label == name || label.rsplit('/').next() == Some(name))?;
+        Some(LayoutFile::parse(&format!("{label}.toml"), text))
+    }
+
+    /// The file for a repository: that of the family set by the user, or the one for the model that `config.json` names.
+    /// Takes the parameter `family` from `set` and adds those that the layout's own name stands for.
+    ///
+    /// # Errors
+    /// The families known, if the repository is of none.
+    pub(super) fn choose(
+        &self,
+        checkpoint: &Checkpoint,
+        set: &mut BTreeMap<String, String>,
+    ) -> Result<Arc<LayoutFile>, PlanError> {
+        for (name, value) in self.set {
+            set.entry((*name).to_owned()).or_insert_with(|| (*value).to_owned());
+        }
+        let dialect = checkpoint.dialect();
+        let wanted = set.remove("family");
+        let known = || self.families().collect::<Vec<_>>().join(", ");
+        let problem = |reason: String| Problem::File { file: format!("layout {}", self.name), reason };
+        if let Some(name) = wanted {
+            let file = self.family(&name).ok_or_else(|| problem(format!("no family {name:?}; known: {}", known())))?;
+            return file.map(Arc::new);
+        }
+        let types: Vec<&str> =
+            [&dialect.model_type, &dialect.text_model_type].into_iter().flatten().map(String::as_str).collect();
+        for wanted in &types {
+            for (label, _) in self.files {
+                let Some(file) = self.family(label) else { continue };
+                let file = file?;
+                if file.model_types().iter().any(|known| known == wanted) {
+                    return Ok(Arc::new(file));
+                }
+            }
+        }
+        let reason = if types.is_empty() {
+            format!("config.json names no model_type; choose a family by the parameter family: {}", known())
+        } else {
+            format!(
+                "no family for model_type {}; known, and to be set by the parameter family: {}",
+                types.join(", "),
+                known()
+            )
+        };
+        Err(problem(reason).into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_file_loads_and_no_model_type_is_claimed_twice() {
+        let mut seen = std::collections::BTreeSet::new();
+        for (label, _) in MAXTEXT {
+            let file = EMBEDDED[0].family(label).unwrap().unwrap_or_else(|error| panic!("{error}"));
+            assert_eq!(file.name(), *label);
+            assert!(file.shards_logically());
+            for model_type in file.model_types() {
+                assert!(seen.insert(model_type.clone()), "{model_type} is claimed twice");
+            }
+        }
+    }
+}

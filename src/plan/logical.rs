@@ -1,0 +1,138 @@
+//! Logical axes: a layout names the axes of its tensors, and a list of rules says which mesh axes split which of them.
+//!
+//! The rules are taken in order. A rule applies if a tensor has its logical axis, that axis has no mesh axes yet, and
+//! none of the rule's mesh axes splits another axis of the tensor. The last test is made before mesh axes of size 1 (and
+//! those that the mesh does not have) are dropped, so an axis that splits nothing can still stand in the way of a rule: this is
+//! what Flax does, and a checkpoint is sharded as MaxText would only if it is done likewise.
+
+use serde::{Deserialize, Serialize};
+
+use super::{mesh::Mesh, spec::Spec};
+
+/// Which mesh axes split a logical axis, the first outermost.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct LogicalRule {
+    /// The logical axis.
+    pub logical: String,
+    /// Names of mesh axes; none leaves the axis whole and keeps later rules from it.
+    pub mesh: Vec<String>,
+}
+
+/// Rules, in the order in which they are tried.
+#[derive(Clone, Debug, PartialEq, Eq, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LogicalRules {
+    /// The rules.
+    #[serde(default, rename = "rule")]
+    pub rules: Vec<LogicalRule>,
+}
+
+impl LogicalRules {
+    /// MaxText's rules for weights.
+    ///
+    /// # Panics
+    /// If the embedded file is malformed, which a test excludes.
+    pub fn maxtext() -> Self {
+        toml::from_str(include_str!("layouts/maxtext/rules.toml")).expect("the embedded rules are well-formed")
+    }
+
+    /// Puts `rules` at the end, in place of all that are there for the same logical axes.
+    pub fn replace(&mut self, rules: &[LogicalRule]) {
+        self.rules.retain(|rule| rules.iter().all(|new| new.logical != rule.logical));
+        self.rules.extend_from_slice(rules);
+    }
+
+    /// The spec of a tensor whose axes have these names; an empty name is none, missing names at the end are none.
+    pub fn spec(&self, axes: &[String], mesh: &Mesh) -> Spec {
+        let mut assigned: Vec<Option<&[String]>> = vec![None; axes.len()];
+        for rule in &self.rules {
+            let Some(at) = axes.iter().position(|name| *name == rule.logical) else { continue };
+            let taken = assigned.iter().flatten().copied().flatten().any(|name| rule.mesh.contains(name));
+            if assigned[at].is_none() && !taken {
+                assigned[at] = Some(&rule.mesh);
+            }
+        }
+        let mut spec = Spec::replicated();
+        for (axis, names) in assigned.into_iter().enumerate() {
+            for index in names.unwrap_or_default().iter().filter_map(|name| mesh.find(name)) {
+                if mesh.axes()[index].size > 1 {
+                    spec.split(axis, index);
+                }
+            }
+        }
+        spec
+    }
+
+    /// Whether some rule uses a mesh axis.
+    pub fn uses(&self, mesh_axis: &str) -> bool {
+        self.rules.iter().any(|rule| rule.mesh.iter().any(|name| name == mesh_axis))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(mesh: &str, axes: &str) -> String {
+        let mesh = Mesh::parse(mesh).unwrap();
+        let axes: Vec<String> = axes.split(' ').map(|name| name.trim_matches('_').to_owned()).collect();
+        LogicalRules::maxtext().spec(&axes, &mesh).to_json(axes.len(), &mesh).to_string()
+    }
+
+    #[test]
+    fn kernels_are_split_as_the_rules_say() {
+        let rows = [
+            ("fsdp=4,tensor=2", "vocab embed_vocab", r#"["tensor","fsdp"]"#),
+            ("fsdp=4,tensor=2", "embed_attn layers q_heads kv", r#"["fsdp",null,"tensor",null]"#),
+            ("fsdp=4,tensor=2", "mlp layers embed", r#"["tensor",null,"fsdp"]"#),
+            ("fsdp=4,tensor=2", "norm layers", r#"["tensor",null]"#),
+            ("fsdp=4,tensor=2", "_ layers", "[null,null]"),
+            // Pipeline stages split the layers.
+            ("stage=2,fsdp=4", "embed layers mlp", r#"["fsdp","stage",null]"#),
+            // `mlp` comes before `embed` and takes fsdp_transpose; embed's first rule then conflicts, its second has none.
+            ("fsdp=2,fsdp_transpose=2,tensor=2", "embed layers mlp", r#"["fsdp",null,["fsdp_transpose","tensor"]]"#),
+            // `embed_attn` has one rule and no rival for fsdp_transpose.
+            ("fsdp=2,fsdp_transpose=2", "embed_attn q_heads kv", r#"[["fsdp","fsdp_transpose"],null,null]"#),
+            // Experts: exp takes `expert`; the rest of a mixture's axes leave it alone.
+            ("fsdp=2,expert=4", "exp layers embed_moe mlp_moe", r#"["expert",null,"fsdp",null]"#),
+            ("expert=4,fsdp=2", "embed layers mlp", r#"[["fsdp","expert"],null,null]"#),
+            ("fsdp=2,expert=4", "vocab embed_vocab", r#"[null,["fsdp","expert"]]"#),
+            // Context parallelism shards weights like fsdp.
+            ("fsdp=2,context=2,tensor=2", "embed_attn q_heads kv", r#"[["fsdp","context"],"tensor",null]"#),
+            ("context=2,fsdp=2", "exp embed_moe mlp_moe", r#"[null,["fsdp","context"],null]"#),
+            ("fsdp_transpose=2,tensor=2", "exp embed_moe mlp_moe", r#"[null,null,["fsdp_transpose","tensor"]]"#),
+            // The order of a rule counts, not that of the mesh.
+            ("autoregressive=2,tensor=2", "vocab embed_vocab", r#"[["tensor","autoregressive"],null]"#),
+            ("data=8", "vocab embed_vocab", "[null,null]"),
+        ];
+        for (mesh, axes, expected) in rows {
+            assert_eq!(spec(mesh, axes), expected, "{axes} on {mesh}");
+        }
+    }
+
+    #[test]
+    fn a_mesh_axis_of_size_one_still_stands_in_the_way() {
+        // `embed_attn` comes first and names fsdp_transpose, which the only rule of `gdn_head` names too.
+        assert_eq!(spec("fsdp=4,tensor=2", "embed_attn layers gdn_head"), r#"["fsdp",null,null]"#);
+        assert_eq!(spec("fsdp=4,tensor=2", "mlp embed_attn"), r#"[null,"fsdp"]"#);
+        // Without the rival the same name is split.
+        assert_eq!(spec("fsdp=4,tensor=2", "gdn_head layers"), r#"["tensor",null]"#);
+    }
+
+    #[test]
+    fn new_rules_replace_the_old_and_come_last() {
+        let mesh = Mesh::parse("fsdp=4,tensor=2").unwrap();
+        let mut rules = LogicalRules::maxtext();
+        rules.replace(&[
+            LogicalRule { logical: "mlp".into(), mesh: vec!["fsdp".into()] },
+            LogicalRule { logical: "embed".into(), mesh: vec!["tensor".into()] },
+        ]);
+        let axes = ["embed", "mlp"].map(str::to_owned);
+        assert_eq!(rules.spec(&axes, &mesh).to_json(2, &mesh).to_string(), r#"["tensor","fsdp"]"#);
+        assert_eq!(rules.rules.iter().filter(|rule| rule.logical == "embed").count(), 1);
+        // Coming last, `embed` yields to an axis that an earlier rule has given to another.
+        let axes = ["embed", "vocab"].map(str::to_owned);
+        assert_eq!(rules.spec(&axes, &mesh).to_json(2, &mesh).to_string(), r#"[null,"tensor"]"#);
+    }
+}
