@@ -190,7 +190,11 @@ pub fn view_text(plan: &Plan) -> String {
     let family = plan.family.as_deref().map_or_else(|| "family not known".to_owned(), |name| format!("family {name}"));
     line(
         "layout",
-        &format!("{}, {family}, layers {}", plan.layout.name(), if plan.unscanned { "unscanned" } else { "scanned" }),
+        &format!(
+            "{}, {family}, layers {}",
+            plan.layout.name(),
+            if plan.is_scanned() { "scanned" } else { "unscanned" }
+        ),
     );
     line("dtype", &plan.dtype.map_or_else(|| "as stored".to_owned(), |dtype| format!("{dtype} for all floats")));
     let mesh = if plan.mesh.axes().is_empty() { "none".to_owned() } else { plan.mesh.to_string() };
