@@ -242,6 +242,21 @@ def test_the_call_that_maxtext_makes(params):
     same_tree({"params": found}, reference.hf(source))
 
 
+@pytest.mark.parametrize("layout, scanned", [("maxtext", True), ("maxtext-unscanned", False)])
+def test_the_layout_of_maxtext(shared, layout, scanned):
+    """Keys are `params` twice, and each device gets what its raw files show."""
+    mounted = shared("llama", "--mesh", MESH, "--layout", layout)
+    items = mounted / "orbax/0/items"
+    assert ocp.StandardCheckpointer().metadata(items).custom_metadata["scan_layers"] is scanned
+    target = targets(mounted, MESH)["params"]
+    found = flat(maxtext_restore(items, {"params": target})["params"])
+    assert len(found) == len(flat(target)) > 8
+    for name, array in found.items():
+        for shard in array.addressable_shards:
+            raw = (mounted / f"dev{shard.device.id}/params/{name.replace('.', '/')}").read_bytes()
+            mounting.same_bytes(raw, np.asarray(shard.data), (name, shard.device))
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_source_that_fails_is_an_error_and_never_zeros(params):
     """That call takes a chunk that is not there for zeros: the mount must fail otherwise."""
