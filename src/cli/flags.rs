@@ -23,6 +23,7 @@ fn parameter(text: &str) -> Result<(String, String), String> {
 /// What the user wants to see.
 #[derive(Clone, Debug, Default, Args)]
 #[command(next_help_heading = "View")]
+#[expect(clippy::struct_excessive_bools, reason = "each is a flag of its own")]
 pub(super) struct ViewFlags {
     /// The devices: named axes with sizes.
     ///
@@ -71,14 +72,14 @@ pub(super) struct ViewFlags {
     /// Accepts tensors that no rule of the layout names; they are left out.
     #[arg(long)]
     allow_unmapped: bool,
-    /// Largest chunk file of orbax/, as in 256M; by default 1 GiB.
+    /// Largest chunk file under orbax/, as in 256M; by default 1 GiB. Larger shards are several chunks.
     #[arg(long, value_name = "SIZE")]
     chunk_bytes: Option<ByteCount>,
     /// Reads flags from a TOML file; flags given as well win.
     ///
     /// Keys are the flags' names with underscores: source, mountpoint, mesh, layout, dtype, shard, devices, unscanned, even,
-    /// allow_missing; rules `[[cast]]` and `[[shard_rules]]`; a table `[mount]`; and tables `[view.NAME]` for several views of
-    /// the source, each under MNT/NAME/. Paths are relative to the file.
+    /// allow_missing, allow_unmapped, chunk_bytes; rules `[[cast]]`, `[[shard_rules]]` and `[[logical_rules]]`; tables `[set]`
+    /// and `[mount]`; and tables `[view.NAME]` for several views of the source, each under MNT/NAME/. Paths are relative to the file.
     #[arg(long, value_name = "FILE")]
     pub(super) config: Option<PathBuf>,
 }

@@ -229,8 +229,9 @@ def test_ranks_are_numbered_along_the_tensor_axis(own, repo):
 def test_what_vllm_cannot_split_is_refused(repo):
     source = repo("llama").path
     refused = mounting.run("plan", source, "--layout", "vllm", "--mesh", "tensor=3", expect=1)
-    assert "expected a whole number, found 5.33" in refused.err
-    assert "model.layers.0.self_attn.qkv_proj.weight" in refused.err
+    assert "num_attention_heads is not a multiple" in refused.err and "vllm/llama.toml:" in refused.err
+    refused = mounting.run("plan", repo("qwen3_moe").path, "--layout", "vllm", "--mesh", "tensor=4", expect=1)
+    assert "moe_intermediate_size is not a multiple" in refused.err
     mounting.run("plan", repo("phi3").path, "--layout", "vllm", expect=1)
 
 
