@@ -39,7 +39,7 @@ const OF_THE_HOST: [&str; 2] = [".ckfs", "_CHECKPOINT_METADATA"];
 /// Two hosts whose lists are equal see the same shards, byte for byte. Given a SOURCE, bytes come from the engine as a mount
 /// would serve them; given a mount, from its files. The list is sorted and in the format of sha256sum, so that
 /// `sha256sum -c` in a mount checks it too; digests of source files stand in comments. Files about this host are left out:
-/// .ckfs/ and _CHECKPOINT_METADATA.
+/// .ckfs/ and what Orbax notes of times.
 ///
 /// Source files that the Hugging Face cache names by their SHA-256 must have it.
 #[derive(Debug, Args)]
@@ -119,7 +119,7 @@ pub(super) fn check(
     if wanted.views != found.views {
         tracing::warn!("views differ: expected {}, found {}", wanted.views.join("; "), found.views.join("; "));
     }
-    output::print(&differences.iter().map(|difference| format!("{difference}\n")).collect::<String>())?;
+    output::print(&(differences.join("\n") + "\n"))?;
     let plural = if differences.len() == 1 { "" } else { "s" };
     Err(anyhow!("{} difference{plural} from {}", differences.len(), file.display()))
 }
