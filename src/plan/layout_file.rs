@@ -697,7 +697,7 @@ impl LayoutFile {
             scope: &scope,
             values,
             allowed,
-            used: vec![false; checkpoint.tensors().len()],
+            used: vec![false; checkpoint.table().id_end()],
             drafts: Vec::new(),
             problems,
             warnings: Vec::new(),
