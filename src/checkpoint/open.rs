@@ -466,11 +466,8 @@ impl Selected<'_> {
             }
             adapters.push(Adapter { dir: dir.clone(), file, config: config.clone() });
         }
-        let with_adapters = if adapters.is_empty() {
-            None
-        } else {
-            TensorTable::new(headers.iter().map(|(id, header)| (*id, header)))
-        };
+        let with_adapters =
+            if adapters.is_empty() { None } else { TensorTable::new(headers.iter().map(|(id, header)| (*id, header))) };
         headers.truncate(base);
         let config = self.config(&mut problems);
         let dialect = Dialect::of(&table, config.as_ref(), &mut problems);

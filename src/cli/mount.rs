@@ -83,8 +83,12 @@ struct OptionFlags {
 }
 
 /// Options that have a value, and options that have none.
-const WITH_VALUE: [&str; 14] = [
+const WITH_VALUE: [&str; 18] = [
     "mesh",
+    "layers",
+    "lora",
+    "tied",
+    "add_prefix",
     "layout",
     "dtype",
     "shard",
@@ -99,7 +103,8 @@ const WITH_VALUE: [&str; 14] = [
     "log_file",
     "timeout",
 ];
-const WITHOUT_VALUE: [&str; 5] = ["unscanned", "even", "allow_missing", "allow_other", "no_passthrough"];
+const WITHOUT_VALUE: [&str; 8] =
+    ["unscanned", "even", "renumber", "no_mtp", "text_only", "allow_missing", "allow_other", "no_passthrough"];
 
 /// An option of mount(8) as a flag.
 fn flag_of(name: &str, value: Option<&str>) -> Result<String, Usage> {

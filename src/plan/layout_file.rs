@@ -71,6 +71,7 @@ use serde::Deserialize;
 use toml::Spanned;
 
 use super::{
+    allow::Allow,
     draft::{Bundled, Draft, Roles},
     expr::{EvalError, Expr, Names, SyntaxError, Template, Value},
     logical::{LogicalRule, LogicalRules},
@@ -316,12 +317,12 @@ pub struct Resolved {
 }
 
 /// What is accepted although it is not as the layout says.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Allowed {
     /// Leaves whose sources are missing are left out.
-    pub missing: bool,
+    pub missing: Allow,
     /// Tensors that no rule names are left out.
-    pub unmapped: bool,
+    pub unmapped: Allow,
 }
 
 /// Collects what is wrong while a file is read.
@@ -980,7 +981,7 @@ impl<'a> Resolver<'a> {
             if leaf.optional && found.is_empty() {
                 return;
             }
-            if self.allowed.missing {
+            if missing.iter().all(|source| self.allowed.missing.accepts(source)) {
                 self.warnings.push(format!("{name} is left out: missing tensor {}", missing[0]));
                 return;
             }
@@ -1154,7 +1155,7 @@ impl<'a> Resolver<'a> {
                 continue;
             }
             let problem = Problem::UnexpectedTensor { name: info.name.to_owned() };
-            if self.allowed.unmapped {
+            if self.allowed.unmapped.accepts(info.name) {
                 self.warnings.push(format!("{problem}: left out"));
             } else {
                 self.problems.push(problem);

@@ -6,6 +6,7 @@
 //!
 //! What it deliberately does not do: lay out files (that is `image`) or know about the mount's tree (that is `volume`).
 
+mod allow;
 mod canonical;
 pub mod config;
 pub mod draft;
@@ -16,20 +17,24 @@ pub mod layout_file;
 pub mod layouts;
 pub mod logical;
 pub mod mesh;
+mod names;
 mod naming;
 pub mod pattern;
 pub mod problem;
+pub mod rename;
 pub mod report;
+mod select;
 pub mod shard;
 pub mod spec;
 pub mod values;
 
 use std::{
     collections::{BTreeMap, HashMap},
-    path::Path,
+    path::{Path, PathBuf},
     sync::Arc,
 };
 
+pub use allow::Allow;
 pub use config::{Config, ConfigError};
 pub use draft::{Bundled, Draft, Roles};
 pub use family::Family;
@@ -41,6 +46,8 @@ pub use mesh::{Mesh, MeshAxis, MeshError};
 pub use naming::component;
 pub use pattern::{Pattern, PatternError};
 pub use problem::{PlanError, Problem};
+pub use rename::Rename;
+pub use select::{LayerRanges, Subset};
 pub use shard::{AxisUse, ShardRule, Sharding, axis_use};
 pub use spec::Spec;
 pub use values::CastRule;
@@ -130,15 +137,35 @@ pub struct ViewOptions {
     /// The devices to list, ascending; `None` lists all.
     pub devices: Option<Vec<u64>>,
     /// Whether missing layers, and leaves of a layout file without their tensors, are accepted.
-    pub allow_missing: bool,
+    pub allow_missing: Allow,
     /// Whether tensors that no rule of a layout file names are accepted.
-    pub allow_unmapped: bool,
+    pub allow_unmapped: Allow,
     /// Parameters of the layout, by name.
     pub set: BTreeMap<String, String>,
     /// Rules for logical axes, in place of the layout's for the same axes.
     pub logical_rules: Vec<LogicalRule>,
     /// Bytes of the largest chunk file in formats of chunks; `None` leaves the choice to the format.
     pub chunk_bytes_max: Option<u64>,
+    /// Which tensors of the repository.
+    pub subset: Subset,
+    /// Renames of what is shown, in order.
+    pub renames: Vec<Rename>,
+    /// How an output head that is the embedding is shown.
+    pub tied: Tied,
+    /// Directory of a LoRA adapter, one of those that the checkpoint was opened with.
+    pub lora: Option<PathBuf>,
+}
+
+/// How an output head that is the embedding is shown.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Tied {
+    /// As an alias in the raw tree of the layout canonical; bundles and `hf/` hold each weight once.
+    #[default]
+    Auto,
+    /// As a tensor of its own everywhere, in bundles and in `hf/` too.
+    Alias,
+    /// Not at all, unless the repository stores it.
+    Absent,
 }
 
 /// A named, sharded view.
@@ -208,6 +235,10 @@ impl Plan {
     pub fn build(checkpoint: &Checkpoint, options: &ViewOptions) -> Result<Self, PlanError> {
         let mut problems = Vec::new();
         let mut warnings = Vec::new();
+        let original = checkpoint;
+        let selected = select::select(checkpoint, &options.subset, family(checkpoint)?.as_ref())?;
+        let whole = selected.whole.as_ref().unwrap_or(checkpoint);
+        let checkpoint = selected.part.as_ref().unwrap_or(whole);
         let mut set = options.set.clone();
         let file = match &options.layout {
             Layout::Canonical | Layout::Hf => None,
@@ -225,7 +256,8 @@ impl Plan {
         let drafts = match (&options.layout, &file) {
             (_, Some(file)) => {
                 family_name = Some(file.name().to_owned());
-                let allowed = layout_file::Allowed { missing: options.allow_missing, unmapped: options.allow_unmapped };
+                let (missing, unmapped) = (options.allow_missing.clone(), options.allow_unmapped.clone());
+                let allowed = layout_file::Allowed { missing, unmapped };
                 file.resolve(checkpoint, &values, &set, allowed).map(|resolved| {
                     params = resolved.params;
                     if !resolved.verified {
@@ -239,19 +271,24 @@ impl Plan {
                 })
             }
             (Layout::Hf, None) => {
-                missing_layers(checkpoint, family.as_ref(), options.allow_missing, &mut problems, &mut warnings);
+                missing_layers(whole, family.as_ref(), options, &mut problems, &mut warnings);
                 hf_drafts(checkpoint, family, &values)
             }
             (Layout::Canonical | Layout::Embedded(_) | Layout::File(_), None) => {
-                missing_layers(checkpoint, family.as_ref(), options.allow_missing, &mut problems, &mut warnings);
+                missing_layers(whole, family.as_ref(), options, &mut problems, &mut warnings);
                 let generic = family::Generic::load().map_err(|error| family_problem(&error))?;
                 canonical::drafts(checkpoint, family, generic, &values)
             }
         };
-        let drafts = drafts.unwrap_or_else(|found| {
+        let mut drafts = drafts.unwrap_or_else(|found| {
             problems.extend(found);
             Vec::new()
         });
+        if file.is_none() {
+            names::tie(&mut drafts, checkpoint, options);
+        }
+        names::keep(&mut drafts, &selected, &mut problems);
+        names::rename(&mut drafts, &options.renames, &mut problems);
         let logical_rules = logical_rules(options, file.as_deref());
         if file.is_none() {
             let name = options.layout.name();
@@ -268,10 +305,16 @@ impl Plan {
         unused_patterns(checkpoint, options, &drafts, &mut warnings);
         // What a layout does by itself to its own tensors is no wish for another hf/.
         let hf_values = Values::new(checkpoint, options.dtype, &options.casts);
-        let hf = hf::plan(checkpoint, &hf_values).unwrap_or_else(|found| {
-            problems.extend(found);
+        let hf = if let Some(reason) = &selected.no_hf {
+            warnings.push(format!("hf/ is left out: {reason}"));
             Vec::new()
-        });
+        } else {
+            let tie = options.tied == Tied::Alias;
+            hf::plan(original, &hf_values, &options.renames, tie).unwrap_or_else(|found| {
+                problems.extend(found);
+                Vec::new()
+            })
+        };
         let mut plan = Self {
             mesh: options.mesh.clone(),
             layout: options.layout.clone(),
@@ -529,7 +572,7 @@ const MISSING_MAX: usize = 1000;
 fn missing_layers(
     checkpoint: &Checkpoint,
     known: Option<&Family>,
-    allow: bool,
+    options: &ViewOptions,
     problems: &mut Vec<Problem>,
     warnings: &mut Vec<String>,
 ) {
@@ -548,6 +591,11 @@ fn missing_layers(
             checkpoint.tensors().filter_map(|(_, info)| number(info.name.strip_prefix(&stem)?)).collect();
         for layer in (0..count).filter(|layer| !present.contains(layer)).take(MISSING_MAX) {
             let problem = Problem::MissingLayer { family: name.clone(), layer, count };
+            let wanted = options.subset.layers.as_ref().is_none_or(|layers| !is_text || layers.contains(layer));
+            if !wanted {
+                continue;
+            }
+            let allow = options.allow_missing.accepts(&format!("{stem}{layer}."));
             if allow || layer >= declared { warnings.push(problem.to_string()) } else { problems.push(problem) }
         }
     }
