@@ -10,12 +10,14 @@ mod allow;
 mod canonical;
 pub mod config;
 pub mod draft;
+mod expect;
 pub mod expr;
 pub mod family;
 pub mod hf;
 pub mod layout_file;
 pub mod layouts;
 pub mod logical;
+mod lora;
 pub mod mesh;
 mod names;
 mod naming;
@@ -29,7 +31,7 @@ pub mod spec;
 pub mod values;
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -37,6 +39,7 @@ use std::{
 pub use allow::Allow;
 pub use config::{Config, ConfigError};
 pub use draft::{Bundled, Draft, Roles};
+pub use expect::NameGroup;
 pub use family::Family;
 pub use hf::{HfContent, HfFile};
 pub use layout_file::LayoutFile;
@@ -53,8 +56,8 @@ pub use spec::Spec;
 pub use values::CastRule;
 
 use crate::{
-    checkpoint::Checkpoint,
-    tensor::{DType, PIECES_MAX, Region, Shape, TilingError, View},
+    checkpoint::{Adapter, Checkpoint},
+    tensor::{DType, PIECES_MAX, Region, Shape, TensorId, TilingError, View},
 };
 use values::Values;
 
@@ -216,6 +219,10 @@ pub struct Plan {
     pub unscanned: bool,
     /// Bytes of the largest chunk file, if the user limits them.
     pub chunk_bytes_max: Option<u64>,
+    /// Names that a complete model has and the repository has not, as far as that was allowed.
+    pub missing: Vec<NameGroup>,
+    /// The repository's names that the tables of its family do not have.
+    pub unexpected: Vec<NameGroup>,
     /// Things worth knowing that are no errors.
     pub warnings: Vec<String>,
 }
@@ -239,6 +246,10 @@ impl Plan {
         let selected = select::select(checkpoint, &options.subset, family(checkpoint)?.as_ref())?;
         let whole = selected.whole.as_ref().unwrap_or(checkpoint);
         let checkpoint = selected.part.as_ref().unwrap_or(whole);
+        let part = checkpoint;
+        let adapter = adapter(original, options)?;
+        let adapted = adapter.map(|adapter| with_adapter(original, part, adapter)).transpose()?;
+        let checkpoint = adapted.as_ref().unwrap_or(part);
         let mut set = options.set.clone();
         let file = match &options.layout {
             Layout::Canonical | Layout::Hf => None,
@@ -253,6 +264,12 @@ impl Plan {
         let family = family(checkpoint)?;
         let mut family_name = family.as_ref().map(|family| family.name.clone());
         let mut params = Vec::new();
+        let mut findings = expect::Findings::default();
+        if let (None, Some(family)) = (&file, &family) {
+            let wanted = |name: &str| options.subset.wants(name);
+            let allow = &options.allow_missing;
+            findings = expect::compare(whole, family, allow, wanted, &mut problems, &mut warnings);
+        }
         let drafts = match (&options.layout, &file) {
             (_, Some(file)) => {
                 family_name = Some(file.name().to_owned());
@@ -288,6 +305,16 @@ impl Plan {
             names::tie(&mut drafts, checkpoint, options);
         }
         names::keep(&mut drafts, &selected, &mut problems);
+        if let Some(adapter) = adapter {
+            let first = u32::try_from(original.table().id_end()).unwrap_or(u32::MAX);
+            let own = |draft: &Draft| {
+                let mut own = false;
+                draft.view.for_each_source(&mut |source| own |= source.id.0 >= first);
+                own
+            };
+            let allowed = (&options.allow_missing, &options.allow_unmapped);
+            lora::rename(&mut drafts, adapter, own, allowed, &mut problems, &mut warnings);
+        }
         names::rename(&mut drafts, &options.renames, &mut problems);
         let logical_rules = logical_rules(options, file.as_deref());
         if file.is_none() {
@@ -304,7 +331,7 @@ impl Plan {
         unknown_axes(&options.mesh, options, logical_rules.as_ref(), &mut warnings);
         unused_patterns(checkpoint, options, &drafts, &mut warnings);
         // What a layout does by itself to its own tensors is no wish for another hf/.
-        let hf_values = Values::new(checkpoint, options.dtype, &options.casts);
+        let hf_values = Values::new(part, options.dtype, &options.casts);
         let hf = if let Some(reason) = &selected.no_hf {
             warnings.push(format!("hf/ is left out: {reason}"));
             Vec::new()
@@ -329,10 +356,13 @@ impl Plan {
             hf,
             unscanned: options.unscanned,
             chunk_bytes_max: options.chunk_bytes_max,
+            missing: findings.missing,
+            unexpected: findings.unexpected,
             warnings,
         };
         plan.add(drafts, options, &mut problems);
         problems.dedup();
+        fold_unexpected(&mut problems);
         if problems.is_empty() { Ok(plan) } else { Err(PlanError { problems }) }
     }
 
@@ -599,6 +629,56 @@ fn missing_layers(
             if allow || layer >= declared { warnings.push(problem.to_string()) } else { problems.push(problem) }
         }
     }
+}
+
+/// Makes one problem of all unexpected tensors whose names differ in numbers only.
+fn fold_unexpected(problems: &mut Vec<Problem>) {
+    let mut names = Vec::new();
+    let mut first = None;
+    let mut lost = BTreeSet::new();
+    for (at, problem) in problems.iter().enumerate() {
+        if let Problem::UnexpectedTensor { name } = problem {
+            first.get_or_insert(at);
+            names.push(name.clone());
+        }
+        if let Problem::MissingTensor { name, .. } = problem {
+            lost.insert(expect::starred(name).0);
+        }
+    }
+    let Some(first) = first.filter(|_| names.len() > 1) else { return };
+    let groups = expect::fold(names.iter().map(String::as_str), &lost);
+    problems.retain(|problem| !matches!(problem, Problem::UnexpectedTensor { .. }));
+    let folded = groups.iter().map(|group| Problem::UnexpectedTensor { name: group.to_string() });
+    problems.splice(first..first, folded);
+}
+
+/// The adapter that the user wants, if it has a meaning.
+fn adapter<'a>(checkpoint: &'a Checkpoint, options: &ViewOptions) -> Result<Option<&'a Adapter>, PlanError> {
+    let Some(dir) = &options.lora else { return Ok(None) };
+    let problem = |reason: String| PlanError::from(Problem::File { file: format!("lora {}", dir.display()), reason });
+    if options.layout != Layout::Hf {
+        let layout = options.layout.name();
+        return Err(problem(format!(
+            "the names of a model with an adapter are those of the layout hf, not of {layout}"
+        )));
+    }
+    checkpoint.adapter(dir).map(Some).ok_or_else(|| problem("the source was opened without this adapter".to_owned()))
+}
+
+/// A part of a checkpoint, and the tensors of an adapter under their own names.
+fn with_adapter(original: &Checkpoint, part: &Checkpoint, adapter: &Adapter) -> Result<Checkpoint, PlanError> {
+    let names: HashMap<TensorId, &str> = part.tensors().map(|(id, info)| (id, info.name)).collect();
+    let adapted = original.derived(part.config().cloned(), Some(adapter.file), |id, info| {
+        if info.file == adapter.file {
+            Some(info.name.to_owned())
+        } else {
+            names.get(&id).map(|name| (*name).to_owned())
+        }
+    });
+    adapted.map_err(|reasons| {
+        let file = format!("lora {}", adapter.dir.display());
+        PlanError { problems: reasons.into_iter().map(|reason| Problem::File { file: file.clone(), reason }).collect() }
+    })
 }
 
 /// The rules for logical axes, where specs come from those.

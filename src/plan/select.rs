@@ -83,6 +83,19 @@ pub struct Subset {
     pub text_only: bool,
 }
 
+impl Subset {
+    /// Whether a tensor that is not there would be shown if it were.
+    pub(super) fn wants(&self, name: &str) -> bool {
+        let words = Generic::load().map(|generic| generic.words).unwrap_or_default();
+        let layer = naming::parse(name, &words).layer;
+        let any = |patterns: &[Pattern]| patterns.iter().any(|pattern| pattern.matches(name));
+        let layers = self.layers.as_ref().zip(layer);
+        (self.include.is_empty() || any(&self.include))
+            && !any(&self.exclude)
+            && layers.is_none_or(|(layers, layer)| layers.contains(layer))
+    }
+}
+
 /// What a subset makes of a checkpoint.
 #[derive(Debug)]
 pub(super) struct Selected {
