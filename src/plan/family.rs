@@ -244,7 +244,9 @@ mod tests {
     fn every_family_file_loads_and_no_model_type_is_claimed_twice() {
         let mut seen: Vec<String> = Vec::new();
         for (name, _) in FILES {
-            load(name).unwrap();
+            for when in load(name).unwrap().expect.iter().filter_map(|expectation| expectation.when.as_ref()) {
+                crate::plan::expr::Expr::parse(when).unwrap();
+            }
             for model_type in parse(name).unwrap().model_types {
                 assert!(!seen.contains(&model_type), "{model_type} is claimed twice");
                 seen.push(model_type);

@@ -15,7 +15,8 @@ use crate::checkpoint::Checkpoint;
 /// The name of an output head that is the embedding of this name, and is not stored.
 pub(super) fn tied_head(checkpoint: &Checkpoint) -> Option<(String, String)> {
     let dialect = checkpoint.dialect();
-    if dialect.tied_declared != Some(true) || dialect.has_lm_head {
+    let by_default = || super::family(checkpoint).ok().flatten().is_some_and(|family| family.tied_default);
+    if dialect.has_lm_head || !dialect.tied_declared.unwrap_or_else(by_default) {
         return None;
     }
     // Of several, the text model's: the one with the shortest name.
