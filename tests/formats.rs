@@ -1,6 +1,8 @@
 //! The formats that wrap tensors, taken apart by readers of this file's own: every size is the length of what is read, and
 //! every element is that of the raw file.
 
+#![allow(clippy::unwrap_used, reason = "tests panic")]
+
 mod common;
 
 use std::collections::BTreeMap;
@@ -641,7 +643,7 @@ fn nodes_of_arrays_agree_with_each_other() {
         let directory = path.rsplit_once('/').unwrap().0;
         assert_eq!(shown.volume.parent(*ino).unwrap(), shown.volume.resolve(directory).unwrap().ino, "{path}");
         assert!(shown.volume.xattr_names(*ino).unwrap().is_empty());
-        assert!(matches!(shown.volume.open(*ino), Ok(_)), "{path}");
+        assert!(shown.volume.open(*ino).is_ok(), "{path}");
     }
     let array = shown.volume.resolve("orbax/0/items/odd").unwrap();
     for name in ["2.0.0", "0.0", "00.0.0", "c", "", ".zattrs"] {

@@ -4,7 +4,7 @@
 //! `tests/fixtures/maxtext/FAMILY/hf` is a tiny repository; `scanned.jsonl` and `unscanned.jsonl` beside it say of each leaf of
 //! the checkpoint that MaxText 0.2.5's `to_maxtext` wrote for it (bfloat16) its name, shape, dtype, the SHA-256 of its
 //! elements, and its logical axes and partition spec on the mesh `fsdp=4,tensor=2`.
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(clippy::unwrap_used, clippy::wildcard_enum_match_arm, reason = "a test fails by panicking")]
 
 use std::{
     collections::BTreeMap,
@@ -14,9 +14,10 @@ use std::{
 
 use ckfs::{
     checkpoint::{Checkpoint, OpenOptions},
-    plan::{Layout, Mesh, Plan, PlanError, ViewOptions},
+    format::safetensors::{DATA_ALIGNMENT, write_header},
+    plan::{Layout, LayoutFile, Mesh, Plan, PlanError, ViewOptions},
     read::EngineOptions,
-    tensor::DType,
+    tensor::{DType, Shape, SourceTensor, View},
     volume::{FileSystem, ViewPlan, Volume, VolumeOptions},
 };
 use serde_json::Value;
@@ -163,4 +164,1069 @@ families! {
     qwen3: "qwen3";
     qwen3_moe: "qwen3-moe";
     qwen3_next: "qwen3-next";
+}
+
+/// Specs that a mesh refuses for their sizes are still those of the rules.
+#[test]
+fn specs_follow_the_rules_whatever_the_sizes() {
+    for scanned in [true, false] {
+        let (facts, leaves) = expected("gemma4", scanned);
+        let checkpoint = open(&fixture("gemma4").join("hf"));
+        let plan = Plan::build(&checkpoint, &options(scanned, "fsdp=4", &facts)).unwrap();
+        let mesh = Mesh::parse("fsdp=4,tensor=2").unwrap();
+        for (leaf, tensor) in leaves.iter().map(|leaf| (leaf, find(&plan, leaf["name"].as_str().unwrap()))) {
+            let spec = plan.logical_rules.as_ref().unwrap().spec(&tensor.logical, &mesh);
+            assert_eq!(spec.to_json(tensor.view.shape().rank(), &mesh), leaf["spec"], "{}", tensor.name);
+        }
+        let error = Plan::build(&checkpoint, &options(scanned, "fsdp=4,tensor=2", &facts)).unwrap_err();
+        let leaf = if scanned { "params.decoder.scanned_blocks.global_layer" } else { "params.decoder.layers_5" };
+        let shape = if scanned { "axis 2 of [48, 2, 1, 16]" } else { "axis 1 of [48, 1, 16]" };
+        let expected = format!("{leaf}.self_attention.key.kernel: {shape} does not split evenly in 2 parts");
+        assert!(error.to_string().contains(&expected), "{error}");
+    }
+}
+
+fn find<'a>(plan: &'a Plan, name: &str) -> &'a ckfs::plan::PlannedTensor {
+    plan.tensors.iter().find(|tensor| tensor.name == name).unwrap_or_else(|| panic!("no {name}"))
+}
+
+// Generated repositories: other sizes, dtypes and edge values, against what the rules mean, written out.
+
+/// A repository in a temporary directory, and its tensors as f32.
+struct Repo {
+    directory: tempfile::TempDir,
+    tensors: BTreeMap<String, (Vec<u64>, Vec<f32>)>,
+}
+
+/// Bits of a float, from a generator that likes the edges: subnormals, the smallest normal values, infinities, NaN.
+fn edgy(state: &mut u64) -> f32 {
+    *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+    let bits = u32::try_from(*state >> 32).unwrap();
+    match bits % 8 {
+        0 => f32::from_bits(bits & 0x80ff_ffff),
+        1 => f32::from_bits((bits & 0x8000_ffff) | 0x7f80_0000),
+        2 => f32::from_bits(bits & 0x81ff_ffff),
+        _ => f32::from_bits((bits & 0x80ff_ffff) | 0x3f00_0000),
+    }
+}
+
+impl Repo {
+    fn new(config: &Value, shapes: &[(String, Vec<u64>)], dtype: DType) -> Self {
+        use std::io::Write as _;
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::write(directory.path().join("config.json"), config.to_string()).unwrap();
+        let list = shapes.iter().map(|(name, shape)| (name.as_str(), dtype, shape.as_slice()));
+        let header = write_header(list, &[("format", "pt")], DATA_ALIGNMENT).unwrap();
+        let mut file = std::fs::File::create(directory.path().join("model.safetensors")).unwrap();
+        file.write_all(&header.bytes).unwrap();
+        let mut tensors = BTreeMap::new();
+        let mut state = 1;
+        for (name, shape) in shapes {
+            let elements = usize::try_from(shape.iter().product::<u64>()).unwrap();
+            let mut values = Vec::with_capacity(elements);
+            for _ in 0..elements {
+                let value = edgy(&mut state);
+                let value = match dtype {
+                    DType::F32 => {
+                        file.write_all(&value.to_le_bytes()).unwrap();
+                        value
+                    }
+                    DType::F16 => {
+                        let value = half::f16::from_f32(value);
+                        file.write_all(&value.to_le_bytes()).unwrap();
+                        value.to_f32()
+                    }
+                    DType::BF16 => {
+                        let value = half::bf16::from_f32(value);
+                        file.write_all(&value.to_le_bytes()).unwrap();
+                        value.to_f32()
+                    }
+                    other => panic!("{other}"),
+                };
+                values.push(value);
+            }
+            tensors.insert(name.clone(), (shape.clone(), values));
+        }
+        Self { directory, tensors }
+    }
+
+    /// An element, by its index on each axis.
+    fn at(&self, name: &str, index: &[u64]) -> f32 {
+        let (shape, values) = self.tensors.get(name).unwrap_or_else(|| panic!("no {name}"));
+        assert_eq!(shape.len(), index.len());
+        let flat = shape.iter().zip(index).fold(0, |flat, (extent, index)| flat * extent + index);
+        values[usize::try_from(flat).unwrap()]
+    }
+
+    fn checkpoint(&self) -> Arc<Checkpoint> {
+        open(self.directory.path())
+    }
+}
+
+/// The type that a cast mount keeps values in.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Saved {
+    F32,
+    Bf16,
+}
+
+impl Saved {
+    fn round(self, value: f32) -> f32 {
+        match self {
+            Self::F32 => value,
+            Self::Bf16 => half::bf16::from_f32(value).to_f32(),
+        }
+    }
+
+    fn options(self, scanned: bool, set: &[(&str, &str)]) -> ViewOptions {
+        let layout = Layout::find(if scanned { "maxtext" } else { "maxtext-unscanned" }).unwrap();
+        let set = set.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+        let dtype = (self == Self::F32).then_some(DType::F32);
+        ViewOptions { layout, dtype, set, ..ViewOptions::default() }
+    }
+}
+
+/// All elements of a leaf as f32, with its shape. NaN is as good as NaN.
+fn leaf(volume: &Volume, plan: &Plan, name: &str) -> (Vec<u64>, Vec<f32>) {
+    let tensor = find(plan, name);
+    let bytes = read(volume, &format!("full/{}", name.replace('.', "/")), 1 << 20);
+    let values = match tensor.view.dtype() {
+        DType::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect(),
+        DType::BF16 => {
+            bytes.chunks_exact(2).map(|b| half::bf16::from_le_bytes(b.try_into().unwrap()).to_f32()).collect()
+        }
+        other => panic!("{name} is {other}"),
+    };
+    (tensor.view.shape().extents().to_vec(), values)
+}
+
+/// Compares a leaf with a formula over its indices.
+fn compare(volume: &Volume, plan: &Plan, name: &str, shape: &[u64], formula: &dyn Fn(&[u64]) -> f32) {
+    let (found_shape, found) = leaf(volume, plan, name);
+    assert_eq!(found_shape, shape, "{name}");
+    let mut index = vec![0u64; shape.len()];
+    for found in found {
+        let expected = formula(&index);
+        let same = found.to_bits() == expected.to_bits() || (found.is_nan() && expected.is_nan());
+        assert!(same, "{name} at {index:?}: expected {expected:e}, found {found:e}");
+        for axis in (0..shape.len()).rev() {
+            index[axis] += 1;
+            if index[axis] < shape[axis] {
+                break;
+            }
+            index[axis] = 0;
+        }
+    }
+}
+
+/// Subnormals as zero of the same sign.
+fn flush(value: f32) -> f32 {
+    if value.is_subnormal() { 0f32.copysign(value) } else { value }
+}
+
+fn llama(
+    heads: u64,
+    kv_heads: u64,
+    d: u64,
+    hidden: u64,
+    ffn: u64,
+    vocab: u64,
+    layers: u64,
+) -> (Value, Vec<(String, Vec<u64>)>) {
+    let config = serde_json::json!({
+        "model_type": "llama", "hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "head_dim": d, "num_hidden_layers": layers, "vocab_size": vocab, "intermediate_size": ffn,
+        "tie_word_embeddings": false,
+    });
+    let mut shapes = vec![
+        ("model.embed_tokens.weight".to_owned(), vec![vocab, hidden]),
+        ("lm_head.weight".to_owned(), vec![vocab, hidden]),
+        ("model.norm.weight".to_owned(), vec![hidden]),
+    ];
+    for layer in 0..layers {
+        let names = [
+            ("self_attn.q_proj", vec![heads * d, hidden]),
+            ("self_attn.k_proj", vec![kv_heads * d, hidden]),
+            ("self_attn.v_proj", vec![kv_heads * d, hidden]),
+            ("self_attn.o_proj", vec![hidden, heads * d]),
+            ("mlp.gate_proj", vec![ffn, hidden]),
+            ("mlp.up_proj", vec![ffn, hidden]),
+            ("mlp.down_proj", vec![hidden, ffn]),
+            ("input_layernorm", vec![hidden]),
+            ("post_attention_layernorm", vec![hidden]),
+        ];
+        shapes.extend(names.map(|(name, shape)| (format!("model.layers.{layer}.{name}.weight"), shape)));
+    }
+    (config, shapes)
+}
+
+#[test]
+fn llama_of_any_size_and_dtype() {
+    let rows = [
+        // heads, key-value heads, head size, hidden, ffn, vocabulary, layers, padded vocabulary
+        (5, 5, 6, 22, 9, 37, 4, 41),
+        (6, 2, 8, 48, 33, 101, 3, 97),
+        (4, 1, 2, 7, 5, 11, 1, 11),
+    ];
+    for (heads, kv_heads, d, hidden, ffn, vocab, layers, padded) in rows {
+        let (config, shapes) = llama(heads, kv_heads, d, hidden, ffn, vocab, layers);
+        for (source, saved) in [
+            (DType::BF16, Saved::Bf16),
+            (DType::F32, Saved::Bf16),
+            (DType::F16, Saved::Bf16),
+            (DType::F32, Saved::F32),
+            (DType::F16, Saved::F32),
+        ] {
+            let repo = Repo::new(&config, &shapes, source);
+            let checkpoint = repo.checkpoint();
+            let set = padded.to_string();
+            let plan = Plan::build(&checkpoint, &saved.options(true, &[("vocab_size", &set)])).unwrap();
+            let volume = volume(&checkpoint, plan.clone(), 64 << 20);
+            let w = |layer: u64, name: &str, index: &[u64]| {
+                saved.round(repo.at(&format!("model.layers.{layer}.{name}.weight"), index))
+            };
+            #[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "what numpy does")]
+            let scale = (1.0 / (d as f64).sqrt()) as f32;
+            // Interleaved place 2i + p of a head is row i + p d/2 of it.
+            let row = |head: u64, at: u64| head * d + at / 2 + (at % 2) * (d / 2);
+            let compare = |name: &str, shape: &[u64], formula: &dyn Fn(&[u64]) -> f32| {
+                compare(&volume, &plan, &format!("params.{name}"), shape, formula);
+            };
+            let layer = "decoder.layers.self_attention";
+            compare(&format!("{layer}.query.kernel"), &[hidden, layers, heads, d], &|at| {
+                let value = w(at[1], "self_attn.q_proj", &[row(at[2], at[3]), at[0]]);
+                saved.round(flush(flush(value) * scale))
+            });
+            compare(&format!("{layer}.key.kernel"), &[hidden, layers, kv_heads, d], &|at| {
+                w(at[1], "self_attn.k_proj", &[row(at[2], at[3]), at[0]])
+            });
+            compare(&format!("{layer}.value.kernel"), &[hidden, layers, kv_heads, d], &|at| {
+                w(at[1], "self_attn.v_proj", &[at[2] * d + at[3], at[0]])
+            });
+            compare(&format!("{layer}.out.kernel"), &[heads, layers, d, hidden], &|at| {
+                w(at[1], "self_attn.o_proj", &[at[3], at[0] * d + at[2]])
+            });
+            compare("decoder.layers.mlp.wo.kernel", &[ffn, layers, hidden], &|at| {
+                w(at[1], "mlp.down_proj", &[at[2], at[0]])
+            });
+            compare("decoder.layers.pre_self_attention_layer_norm.scale", &[hidden, layers], &|at| {
+                w(at[1], "input_layernorm", &[at[0]])
+            });
+            let row = |name: &'static str| {
+                let repo = &repo;
+                move |row: u64, column: u64| {
+                    if row < vocab { saved.round(repo.at(name, &[row, column])) } else { 0.0 }
+                }
+            };
+            let (embedding, head) = (row("model.embed_tokens.weight"), row("lm_head.weight"));
+            compare("token_embedder.embedding", &[padded, hidden], &|at| embedding(at[0], at[1]));
+            compare("decoder.logits_dense.kernel", &[hidden, padded], &|at| head(at[1], at[0]));
+        }
+    }
+}
+
+fn gemma3(layers: u64) -> (Value, Vec<(String, Vec<u64>)>) {
+    // As published: what is as usual is left out of the configuration.
+    let config = serde_json::json!({
+        "model_type": "gemma3",
+        "text_config": { "model_type": "gemma3_text", "hidden_size": 20, "num_hidden_layers": layers },
+    });
+    let mut shapes = vec![
+        ("language_model.model.embed_tokens.weight".to_owned(), vec![13, 20]),
+        ("language_model.model.norm.weight".to_owned(), vec![20]),
+        ("vision_tower.vision_model.post_layernorm.weight".to_owned(), vec![3]),
+    ];
+    for layer in 0..layers {
+        let names = [
+            ("self_attn.q_proj", vec![18, 20]),
+            ("self_attn.k_proj", vec![6, 20]),
+            ("self_attn.v_proj", vec![6, 20]),
+            ("self_attn.o_proj", vec![20, 18]),
+            ("self_attn.q_norm", vec![6]),
+            ("self_attn.k_norm", vec![6]),
+            ("mlp.gate_proj", vec![4, 20]),
+            ("mlp.up_proj", vec![4, 20]),
+            ("mlp.down_proj", vec![20, 4]),
+            ("input_layernorm", vec![20]),
+            ("post_attention_layernorm", vec![20]),
+            ("pre_feedforward_layernorm", vec![20]),
+            ("post_feedforward_layernorm", vec![20]),
+        ];
+        shapes.extend(names.map(|(name, shape)| (format!("language_model.model.layers.{layer}.{name}.weight"), shape)));
+    }
+    (config, shapes)
+}
+
+#[test]
+fn gemma3_with_any_number_of_layers() {
+    for layers in [5, 6, 7, 14] {
+        let (config, shapes) = gemma3(layers);
+        for (source, saved) in [(DType::F32, Saved::Bf16), (DType::BF16, Saved::Bf16), (DType::F16, Saved::F32)] {
+            let repo = Repo::new(&config, &shapes, source);
+            let checkpoint = repo.checkpoint();
+            let plan = Plan::build(&checkpoint, &saved.options(true, &[("vocab_size", "10")])).unwrap();
+            let volume = volume(&checkpoint, plan.clone(), 64 << 20);
+            let w = |layer: u64, name: &str, index: &[u64]| {
+                saved.round(repo.at(&format!("language_model.model.layers.{layer}.{name}.weight"), index))
+            };
+            let blocks = layers / 6;
+            if blocks > 0 {
+                for b in 0..6 {
+                    let name = format!("params.decoder.layers.layers_{b}");
+                    compare(&volume, &plan, &format!("{name}.pre_ffw_norm.scale"), &[20, blocks], &|at| {
+                        w(6 * at[1] + b, "pre_feedforward_layernorm", &[at[0]]) + 1.0
+                    });
+                    compare(
+                        &volume,
+                        &plan,
+                        &format!("{name}.self_attention.query.kernel"),
+                        &[20, blocks, 3, 6],
+                        &|at| w(6 * at[1] + b, "self_attn.q_proj", &[at[2] * 6 + at[3], at[0]]),
+                    );
+                }
+            }
+            for r in 0..layers % 6 {
+                let name = format!("params.decoder.layers_remainder.layers_{r}.self_attention.key_norm.scale");
+                compare(&volume, &plan, &name, &[6], &|at| w(6 * blocks + r, "self_attn.k_norm", at) + 1.0);
+            }
+            let norm = find(&plan, "params.decoder.decoder_norm.scale");
+            assert_eq!(norm.view.dtype(), DType::F32);
+            // The root of 20, rounded to bf16 first.
+            let root = half::bf16::from_f32(20f32.sqrt()).to_f32();
+            compare(&volume, &plan, "params.token_embedder.embedding", &[10, 20], &|at| {
+                let value = saved.round(repo.at("language_model.model.embed_tokens.weight", at));
+                saved.round(value * root)
+            });
+            assert_eq!(plan.tensors.len() as u64, 2 + 13 * (6 * blocks.min(1) + layers % 6));
+        }
+    }
+}
+
+/// The axes that layers are stacked on, by the scan axis.
+#[test]
+fn layers_are_stacked_on_the_scan_axis() {
+    let rows = [
+        ("mixtral", "params.decoder.layers.self_attention.query.kernel", [[3, 48, 6, 8], [48, 3, 6, 8], [48, 6, 3, 8]]),
+        // Experts and layers lead whatever the axis.
+        ("mixtral", "params.decoder.layers.MoeBlock_0.wi_0", [[4, 3, 48, 56], [4, 3, 48, 56], [4, 3, 48, 56]]),
+    ];
+    for (family, name, shapes) in rows {
+        for (axis, shape) in shapes.iter().enumerate() {
+            let mut options = options(true, "", &Value::Null);
+            options.set.insert("param_scan_axis".to_owned(), axis.to_string());
+            let plan = Plan::build(&open(&fixture(family).join("hf")), &options).unwrap();
+            assert_eq!(find(&plan, name).view.shape().extents(), shape, "{name}");
+        }
+    }
+    // A norm has too few axes for a scan axis of 2: its layers come first.
+    let mut options = options(true, "", &Value::Null);
+    options.set.insert("param_scan_axis".to_owned(), "2".to_owned());
+    let plan = Plan::build(&open(&fixture("mixtral").join("hf")), &options).unwrap();
+    let norm = find(&plan, "params.decoder.layers.pre_self_attention_layer_norm.scale");
+    assert_eq!((norm.view.shape().extents(), norm.logical.join(" ")), (&[3, 48][..], "layers norm".to_owned()));
+}
+
+/// The old names hold, for each place of the pattern, what the nested ones hold on the axis of its places.
+#[test]
+fn qwen3_next_before_its_pattern_was_nested() {
+    let checkpoint = open(&fixture("qwen3-next").join("hf"));
+    let mut old = options(true, "", &Value::Null);
+    old.set.insert("to_maxtext".to_owned(), "0.2.4".to_owned());
+    let plan = Plan::build(&checkpoint, &old).unwrap();
+    assert!(plan.warnings.iter().any(|warning| warning.contains("has not been compared")), "{:?}", plan.warnings);
+    assert!(plan.params.contains(&("to_maxtext".to_owned(), "0.2.4".to_owned())), "{:?}", plan.params);
+    let nested = Plan::build(&checkpoint, &options(true, "", &Value::Null)).unwrap();
+    let (old, new) = (volume(&checkpoint, plan.clone(), 1 << 20), volume(&checkpoint, nested.clone(), 1 << 20));
+    for suffix in ["attention.in_proj_qkvz.kernel", "mlp.routed_experts.wo", "input_layernorm.scale"] {
+        let (shape, whole) = leaf(&new, &nested, &format!("params.decoder.layers.local_layers.{suffix}"));
+        let at = 2;
+        for b in 0..3 {
+            let (old_shape, stack) = leaf(&old, &plan, &format!("params.decoder.layers.layer_{b}.{suffix}"));
+            let mut expected = shape.clone();
+            assert_eq!(expected.remove(at), 3);
+            assert_eq!(old_shape, expected);
+            let inner = usize::try_from(shape[at + 1..].iter().product::<u64>()).unwrap();
+            let picked: Vec<u32> =
+                whole.chunks(inner).skip(b).step_by(3).flatten().map(|value| value.to_bits()).collect();
+            assert_eq!(picked, stack.iter().map(|value| value.to_bits()).collect::<Vec<_>>(), "{suffix} {b}");
+        }
+    }
+}
+
+/// fp8 weights are multiplied by their scales before the rules see them, and the scales are no unexpected tensors.
+#[test]
+fn fp8_weights_are_dequantized() {
+    use std::io::Write as _;
+    let (mut config, shapes) = llama(2, 1, 4, 8, 5, 6, 1);
+    config["quantization_config"] = serde_json::json!({"quant_method": "fp8", "weight_block_size": [3, 4]});
+    let mut tensors: Vec<(String, DType, Vec<u64>)> = Vec::new();
+    for (name, shape) in &shapes {
+        if name.contains("proj") {
+            tensors.push((name.clone(), DType::F8E4M3, shape.clone()));
+            let scale = vec![shape[0].div_ceil(3), shape[1].div_ceil(4)];
+            tensors.push((format!("{name}_scale_inv"), DType::F32, scale));
+        } else {
+            tensors.push((name.clone(), DType::BF16, shape.clone()));
+        }
+    }
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join("config.json"), config.to_string()).unwrap();
+    let list = tensors.iter().map(|(name, dtype, shape)| (name.as_str(), *dtype, shape.as_slice()));
+    let header = write_header(list, &[("format", "pt")], DATA_ALIGNMENT).unwrap();
+    let mut file = std::fs::File::create(directory.path().join("model.safetensors")).unwrap();
+    file.write_all(&header.bytes).unwrap();
+    for (_, dtype, shape) in &tensors {
+        for at in 0..shape.iter().product::<u64>() {
+            let byte = u8::try_from(at % 120).unwrap();
+            match dtype {
+                DType::F8E4M3 => file.write_all(&[byte]).unwrap(),
+                DType::F32 => file.write_all(&(0.3 + f32::from(byte)).to_le_bytes()).unwrap(),
+                _ => file.write_all(&half::bf16::from_f32(f32::from(byte)).to_le_bytes()).unwrap(),
+            }
+        }
+    }
+    let checkpoint = open(directory.path());
+    let plan = Plan::build(&checkpoint, &Saved::Bf16.options(false, &[])).unwrap();
+    let volume = volume(&checkpoint, plan.clone(), 1 << 20);
+    let fp8 = |byte: u64| {
+        let (exponent, fraction) = (i32::try_from(byte >> 3).unwrap(), f32::from(u8::try_from(byte & 7).unwrap()));
+        if exponent == 0 { fraction / 512.0 } else { (1.0 + fraction / 8.0) * 2f32.powi(exponent - 7) }
+    };
+    compare(&volume, &plan, "params.decoder.layers_0.mlp.wo.kernel", &[5, 8], &|at| {
+        // down_proj is [8, 5] in blocks of 3 by 4: 3 by 2 scales.
+        let (row, column) = (at[1], at[0]);
+        let scale = 0.3 + f32::from(u8::try_from(row / 3 * 2 + column / 4).unwrap());
+        Saved::Bf16.round(fp8((row * 5 + column) % 120) * scale)
+    });
+}
+
+// Layout files: users' own, and how they are refused.
+
+fn with_layout(text: &str) -> Result<ViewOptions, PlanError> {
+    let layout = Layout::File(Arc::new(LayoutFile::parse("my.toml", text)?));
+    Ok(ViewOptions { layout, ..ViewOptions::default() })
+}
+
+fn refused(family: &str, text: &str) -> String {
+    let checkpoint = open(&fixture(family).join("hf"));
+    match with_layout(text).and_then(|options| Plan::build(&checkpoint, &options)) {
+        Ok(plan) => panic!("not refused: {:?}", plan.tensors.len()),
+        Err(error) => error.to_string(),
+    }
+}
+
+fn example(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/layouts").join(name)
+}
+
+#[test]
+fn the_example_of_other_names_works() {
+    let layout = Layout::find(example("meta-llama.toml").to_str().unwrap()).unwrap();
+    let checkpoint = open(&fixture("llama3.1").join("hf"));
+    let mesh = Mesh::parse("tensor=2").unwrap();
+    let plan = Plan::build(&checkpoint, &ViewOptions { layout, mesh, ..ViewOptions::default() }).unwrap();
+    let volume = volume(&checkpoint, plan.clone(), 1 << 20);
+    let wq = read(&volume, "full/layers.1.attention.wq.weight", 4096);
+    let source = View::source(source(&checkpoint, "model.layers.1.self_attn.q_proj.weight"));
+    let raw = bytes_of(&checkpoint, &source);
+    // Row 2i + p of a head of 8 is row i + 4p.
+    for row in 0..48usize {
+        let from = row / 8 * 8 + row % 8 / 2 + row % 2 * 4;
+        assert_eq!(wq[row * 96..][..96], raw[from * 96..][..96], "row {row}");
+    }
+    // Half of the rows of the query, half of the columns of the output.
+    assert_eq!(read(&volume, "dev1/layers.1.attention.wq.weight", 4096), wq[24 * 96..]);
+    assert_eq!(plan.shard_shape(find(&plan, "layers.0.attention.wo.weight"), 0).extents(), [48, 24]);
+    assert_eq!(plan.shard_shape(find(&plan, "layers.0.ffn_norm.weight"), 0).extents(), [48]);
+    assert_eq!(plan.tensors.len(), 3 + 9 * 3);
+}
+
+fn source(checkpoint: &Checkpoint, name: &str) -> SourceTensor {
+    let id = checkpoint.find(name).unwrap();
+    let info = checkpoint.tensor(id);
+    SourceTensor { id, dtype: info.dtype, shape: Shape::try_new(info.shape).unwrap() }
+}
+
+fn bytes_of(checkpoint: &Checkpoint, view: &View) -> Vec<u8> {
+    let info = checkpoint.tensor(view.as_source().unwrap().id);
+    let mut bytes = vec![0; usize::try_from(info.span.len()).unwrap()];
+    checkpoint.source().read_into(info.file, info.span.start(), &mut bytes).unwrap();
+    bytes
+}
+
+#[test]
+fn the_example_of_fused_and_stacked_tensors_works() {
+    let layout = Layout::find(example("fused-stacked.toml").to_str().unwrap()).unwrap();
+    let checkpoint = open(&fixture("llama3.1").join("hf"));
+    let mesh = Mesh::parse("replica=2,model=2").unwrap();
+    let set = BTreeMap::from([("vocab_multiple".to_owned(), "64".to_owned())]);
+    let options = ViewOptions { layout, mesh, set, ..ViewOptions::default() };
+    let plan = Plan::build(&checkpoint, &options).unwrap();
+    let shapes: Vec<(String, String, String)> = plan
+        .tensors
+        .iter()
+        .map(|tensor| {
+            let shape = tensor.view.shape();
+            (tensor.name.clone(), shape.to_string(), plan.spec(tensor).to_json(shape.rank(), &plan.mesh).to_string())
+        })
+        .collect();
+    let rows = [
+        ("embedding", "[192, 48]", r#"["model",null]"#),
+        ("final_norm", "[48]", "[null]"),
+        ("head", "[48, 192]", r#"[null,"model"]"#),
+        ("layers.down", "[3, 48, 112]", r#"[null,null,"model"]"#),
+        ("layers.gate_up", "[3, 2, 112, 48]", r#"[null,null,"model",null]"#),
+        ("layers.norms", "[3, 2, 48]", "[null,null,null]"),
+        ("layers.out", "[3, 6, 8, 48]", r#"[null,"model",null,null]"#),
+        ("layers.qkv", "[3, 2, 40, 48]", r#"[null,"model",null,null]"#),
+    ];
+    assert_eq!(shapes, rows.map(|(a, b, c)| (a.to_owned(), b.to_owned(), c.to_owned())));
+    assert_eq!(plan.params, [("vocab_multiple".to_owned(), "64".to_owned())]);
+    let volume = volume(&checkpoint, plan, 1 << 20);
+    let qkv = read(&volume, "full/layers/qkv", 1000);
+    for (part, rows, from) in [("q", 24, 0), ("k", 8, 24), ("v", 8, 32)] {
+        let source = View::source(source(&checkpoint, &format!("model.layers.2.self_attn.{part}_proj.weight")));
+        let raw = bytes_of(&checkpoint, &source);
+        // The second key head of layer 2.
+        let at = (2 * 2 + 1) * 40 * 96 + from * 96;
+        assert_eq!(qkv[at..][..rows * 96], raw[rows * 96..], "{part}");
+    }
+}
+
+#[test]
+fn malformed_files_are_refused_with_their_lines() {
+    let rows = [
+        ("name = 1", "my.toml:1: invalid type: integer `1`, expected a string"),
+        ("name = 'x'\n[[leaf]]\nto = 'a'\nform = 'b'", "my.toml:4: unknown field `form`"),
+        ("name = 'x'\n\n[[leaf]]\nfrom = 'b'", "my.toml:3: missing field `to`"),
+        ("name = 'x'\n[vars]\na = '1 +'", "my.toml:3: \"1 +\": at \"the end\": expected a value"),
+        ("name = 'x'\n[vars]\na = 'b'", "my.toml:3: nothing is called \"b\""),
+        ("name = 'x'\n[vars]\na = '1'\n[params]\na = '2'", "my.toml:3: \"a\" is a parameter and a variable"),
+        ("name = 'x'\n[[leaf]]\nto = 'a{'\nfrom = 'b'", "my.toml:3: \"a{\": at \"the end\": expected a value"),
+        ("name = 'x'\n[[leaf]]\nto = 'a{l}'\nfrom = 'b'", "my.toml:3: nothing is called \"l\""),
+        ("name = 'x'\n[[leaf]]\nto = 'a'\nfrom = 'b'\nview = 'y'", "my.toml:5: nothing is called \"y\""),
+        ("name = 'x'\n[[leaf]]\nto = 'a'", "my.toml:3: without a single source there must be a view"),
+        ("name = 'x'\n[[leaf]]\nto = 'a'\nfrom = 3", "my.toml:4: expected the name of a tensor, or a table of names"),
+        ("name = 'x'\n[[place]]\ngroup = 'g'", "my.toml:3: there is no group \"g\""),
+        ("name = 'x'\ndtype = 'i32'", "my.toml:2: expected keep or a float type such as bf16, found \"i32\""),
+        ("name = 'x'\nrules = 'mine'", "my.toml:2: rules: expected \"maxtext\", found \"mine\""),
+        (
+            "name = 'x'\n[[leaf]]\nto = 'a'\nfrom = 'b{l}'\nstack = [{ var = 'l', over = '3' }]",
+            "my.toml:5: \"3\": at \"the end\": expected a range start..stop",
+        ),
+        ("name = 'x'\n[[ignore]]\nnames = '{", "my.toml:3: "),
+    ];
+    for (text, expected) in rows {
+        let error = LayoutFile::parse("my.toml", text).unwrap_err().to_string();
+        assert!(error.starts_with(expected), "{text}\n{error}");
+    }
+    // All of them at once.
+    let text = "name = 'x'\n[vars]\na = '('\nb = ')'\n[[leaf]]\nto = 'a'\nfrom = 'b'\nview = 'nosuch(x)'";
+    let error = LayoutFile::parse("my.toml", text).unwrap_err();
+    assert_eq!(error.problems.len(), 3, "{error}");
+    let error = Layout::find("nosuch").unwrap_err().to_string();
+    assert_eq!(error, "layout \"nosuch\": expected canonical, hf, maxtext, maxtext-unscanned or a file *.toml");
+    let error = Layout::find("/nowhere/x.toml").unwrap_err().to_string();
+    assert!(error.starts_with("/nowhere/x.toml: "), "{error}");
+}
+
+/// All tensors of the Llama fixture, as they are.
+const REST: &str = "
+[[ignore]]
+names = '*'
+";
+
+#[test]
+fn rules_that_do_not_fit_are_refused_naming_leaf_and_line() {
+    let leaf = |rest: &str| format!("name = 'x'{REST}[[leaf]]\nto = 'a'\nfrom = 'model.norm.weight'\n{rest}");
+    let rows = [
+        (leaf("view = 'reshape(x, 5, 5)'"), "my.toml:7: a: reshape: [48] has 48 elements, [5, 5] has 25"),
+        (leaf("view = 'config.nothing'"), "my.toml:7: a: config.json has no member \"nothing\""),
+        (leaf("view = '3'"), "my.toml:7: a: view: expected a view, found 3"),
+        (leaf("when = '3'"), "my.toml:7: when: expected true or false, found 3"),
+        (leaf("each = { b = '0..config.nothing' }"), "my.toml:7: config.json has no member \"nothing\""),
+        (
+            format!(
+                "name = 'x'{REST}[[leaf]]\nto = 'a'\nfrom = 'nothing.{{l}}'\nstack = [{{ var = 'l', over = '0..2' }}]"
+            ),
+            "2 problems:\n  missing tensor nothing.0, needed for a\n  missing tensor nothing.1, needed for a",
+        ),
+        (
+            format!(
+                "name = 'x'{REST}[[leaf]]\nto = 'a'\nfrom = 'model.layers.{{l + 1}}.mlp.up_proj.weight'\nstack = [{{ var = 'l' }}]"
+            ),
+            "my.toml:7: a: the numbers of \"l\" cannot be told from names: give a range by over",
+        ),
+        (
+            format!(
+                "name = 'x'{REST}[[leaf]]\nto = 'a'\nfrom = \"model.layers.0.self_attn.{{if l == 0 then 'q' else 'k'}}_proj.weight\"\nstack = [{{ var = 'l', over = '0..2' }}]"
+            ),
+            "my.toml:7: a: stack: operand 1 is BF16 [16, 48], operand 0 is BF16 [48, 48]",
+        ),
+        (
+            format!(
+                "name = 'x'{REST}[[leaf]]\nto = 'a'\nfrom = 'model.layers.{{l}}.mlp.up_proj.weight'\nstack = [{{ var = 'l', axis = 3 }}]"
+            ),
+            "my.toml:7: a: axis: no such number",
+        ),
+        (
+            "name = 'x'\n[[leaf]]\nto = 'a'\nfrom = 'model.norm.weight'\n[[ignore]]\nnames = 'model.*'".to_owned(),
+            "unexpected tensor lm_head.weight",
+        ),
+        (
+            format!("name = 'x'{REST}[vars]\na = 'b'\nb = 'a'"),
+            "2 problems:\n  my.toml:5: a: b: \"a\" is defined by itself",
+        ),
+        (
+            format!(
+                "name = 'x'{REST}[[leaf]]\nto = 'a'\nfrom = 'model.norm.weight'\n[[leaf]]\nto = 'a'\nfrom = 'model.norm.weight'"
+            ),
+            "a and a would both be at a",
+        ),
+    ];
+    for (text, expected) in rows {
+        let error = refused("llama3.1", &text);
+        assert!(error.starts_with(expected), "{text}\n{error}");
+    }
+}
+
+#[test]
+fn what_is_missing_or_unexpected_can_be_allowed() {
+    let checkpoint = open(&fixture("llama3.1").join("hf"));
+    let text = "name = 'x'\n[[leaf]]\nto = 'a'\nfrom = 'nothing'\n[[leaf]]\nto = 'b'\nfrom = 'model.norm.weight'";
+    let mut options = with_layout(text).unwrap();
+    let error = Plan::build(&checkpoint, &options).unwrap_err();
+    assert_eq!(error.problems.len(), checkpoint.tensors().len(), "one missing, one used");
+    (options.allow_missing, options.allow_unmapped) = (true.into(), true.into());
+    let plan = Plan::build(&checkpoint, &options).unwrap();
+    assert_eq!(plan.tensors.len(), 1);
+    assert!(plan.warnings.contains(&"a is left out: missing tensor nothing".to_owned()), "{:?}", plan.warnings);
+    assert!(plan.warnings.contains(&"unexpected tensor lm_head.weight: left out".to_owned()));
+}
+
+#[test]
+fn numbers_come_from_the_repository_where_a_range_is_left_out() {
+    let checkpoint = open(&fixture("qwen3-moe").join("hf"));
+    let text = format!(
+        "name = 'x'{REST}[group]\nlayer = [\n{{ to = 'up', from = 'mlp.experts.{{e}}.up_proj.weight', stack = [{{ var = 'e', axis = 1, name = 'exp' }}], axes = 'mlp embed' }},\n]\n[[place]]\ngroup = 'layer'\nto = 'layers'\nfrom = 'model.layers.{{l}}'\nstack = [{{ var = 'l', name = 'layers', axis = 0 }}]"
+    );
+    let plan = Plan::build(&checkpoint, &with_layout(&text).unwrap()).unwrap();
+    let up = find(&plan, "layers.up");
+    assert_eq!(up.view.shape().extents(), [3, 4, 40, 48]);
+    assert_eq!(up.logical, ["layers", "exp", "mlp", "embed"]);
+}
+
+#[test]
+fn the_family_can_be_chosen() {
+    let checkpoint = open(&fixture("qwen3").join("hf"));
+    let mut options = options(true, "", &Value::Null);
+    let plan = Plan::build(&checkpoint, &options).unwrap();
+    assert_eq!(plan.family.as_deref(), Some("maxtext/qwen"));
+    assert_eq!(plan.dtype, Some(DType::BF16));
+    options.set.insert("family".to_owned(), "llama".to_owned());
+    let error = Plan::build(&checkpoint, &options).unwrap_err().to_string();
+    assert!(error.contains("unexpected tensor model.layers.0.self_attn.q_norm.weight"), "{error}");
+    options.set.insert("family".to_owned(), "nosuch".to_owned());
+    let error = Plan::build(&checkpoint, &options).unwrap_err().to_string();
+    assert!(error.starts_with("layout maxtext: no family \"nosuch\"; known: maxtext/llama, "), "{error}");
+    options.set.remove("family");
+    options.set.insert("vocab_sise".to_owned(), "7".to_owned());
+    let error = Plan::build(&checkpoint, &options).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "maxtext/qwen.toml: there is no parameter \"vocab_sise\"; there are: param_scan_axis, scan, vocab_size"
+    );
+    let error = Plan::build(&checkpoint, &ViewOptions { set: options.set, ..ViewOptions::default() }).unwrap_err();
+    assert_eq!(error.to_string(), "set: the layout canonical has no parameters");
+}
+
+/// The published vocabularies that MaxText pads or cuts.
+#[test]
+fn vocabularies_of_published_models() {
+    let mut config: Value =
+        serde_json::from_slice(&std::fs::read(fixture("gemma2").join("hf/config.json")).unwrap()).unwrap();
+    config["vocab_size"] = 256_000.into();
+    let directory = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(fixture("gemma2").join("hf")).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), directory.path().join(entry.file_name())).unwrap();
+    }
+    std::fs::write(directory.path().join("config.json"), config.to_string()).unwrap();
+    let plan = Plan::build(&open(directory.path()), &options(true, "", &Value::Null)).unwrap();
+    assert_eq!(find(&plan, "params.token_embedder.embedding").view.shape().extents(), [256_128, 48]);
+    assert!(plan.params.contains(&("vocab_size".to_owned(), "256128".to_owned())));
+}
+
+// Families that only the converter's text tells of, and relatives of the others: names, shapes, and the formulas that differ.
+
+type Shapes = Vec<(String, Vec<u64>)>;
+
+fn per_layer(shapes: &mut Shapes, prefix: &str, layer: u64, rows: &[(&str, &[u64])]) {
+    shapes.extend(rows.iter().map(|(name, shape)| (format!("{prefix}.layers.{layer}.{name}"), shape.to_vec())));
+}
+
+/// Plans a generated repository and returns its leaves by name, less `params.decoder.`, with shapes.
+fn leaves_of(plan: &Plan) -> BTreeMap<&str, String> {
+    plan.tensors
+        .iter()
+        .map(|tensor| {
+            let name = tensor.name.strip_prefix("params.decoder.").unwrap_or(&tensor.name);
+            (name, tensor.view.shape().to_string())
+        })
+        .collect()
+}
+
+fn unverified(plan: &Plan) -> bool {
+    plan.warnings.iter().any(|warning| warning.contains("has not been compared"))
+}
+
+#[test]
+fn qwen3_5_regroups_projections_by_key_head() {
+    let mut config = serde_json::json!({
+        "model_type": "qwen3_5_moe",
+        "text_config": {
+            "model_type": "qwen3_5_moe_text", "hidden_size": 6, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4,
+            "num_hidden_layers": 4, "vocab_size": 9, "num_experts": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 3,
+            "linear_num_value_heads": 4, "linear_value_head_dim": 2,
+        },
+    });
+    config["tie_word_embeddings"] = false.into();
+    let prefix = "model.language_model";
+    let mut shapes: Shapes = vec![
+        (format!("{prefix}.embed_tokens.weight"), vec![9, 6]),
+        (format!("{prefix}.norm.weight"), vec![6]),
+        ("lm_head.weight".to_owned(), vec![9, 6]),
+        ("model.visual.patch_embed.proj.weight".to_owned(), vec![3]),
+        ("mtp.fc.weight".to_owned(), vec![3]),
+    ];
+    for layer in 0..4 {
+        if layer < 3 {
+            let rows: &[(&str, &[u64])] = &[
+                ("linear_attn.in_proj_qkv.weight", &[20, 6]),
+                ("linear_attn.in_proj_z.weight", &[8, 6]),
+                ("linear_attn.in_proj_b.weight", &[4, 6]),
+                ("linear_attn.in_proj_a.weight", &[4, 6]),
+                ("linear_attn.conv1d.weight", &[20, 1, 4]),
+                ("linear_attn.A_log", &[4]),
+                ("linear_attn.dt_bias", &[4]),
+                ("linear_attn.norm.weight", &[2]),
+                ("linear_attn.out_proj.weight", &[6, 8]),
+            ];
+            per_layer(&mut shapes, prefix, layer, rows);
+        } else {
+            let rows: &[(&str, &[u64])] = &[
+                ("self_attn.q_proj.weight", &[16, 6]),
+                ("self_attn.k_proj.weight", &[4, 6]),
+                ("self_attn.v_proj.weight", &[4, 6]),
+                ("self_attn.o_proj.weight", &[6, 8]),
+                ("self_attn.q_norm.weight", &[4]),
+                ("self_attn.k_norm.weight", &[4]),
+            ];
+            per_layer(&mut shapes, prefix, layer, rows);
+        }
+        let rows: &[(&str, &[u64])] = &[
+            ("input_layernorm.weight", &[6]),
+            ("post_attention_layernorm.weight", &[6]),
+            ("mlp.gate.weight", &[2, 6]),
+            ("mlp.shared_expert.gate_proj.weight", &[5, 6]),
+            ("mlp.shared_expert.up_proj.weight", &[5, 6]),
+            ("mlp.shared_expert.down_proj.weight", &[6, 5]),
+            ("mlp.shared_expert_gate.weight", &[1, 6]),
+            ("mlp.experts.gate_up_proj", &[2, 10, 6]),
+            ("mlp.experts.down_proj", &[2, 6, 5]),
+        ];
+        per_layer(&mut shapes, prefix, layer, rows);
+    }
+    let repo = Repo::new(&config, &shapes, DType::BF16);
+    let checkpoint = repo.checkpoint();
+    let plan = Plan::build(&checkpoint, &Saved::Bf16.options(true, &[])).unwrap();
+    assert!(unverified(&plan));
+    let volume = volume(&checkpoint, plan.clone(), 1 << 20);
+    let w = |layer: u64, name: &str, index: &[u64]| repo.at(&format!("{prefix}.layers.{layer}.{name}"), index);
+    compare(&volume, &plan, "params.decoder.layers.layer_1.attention.in_proj_qkvz.kernel", &[6, 1, 28], &|at| {
+        let (head, row) = (at[2] / 14, at[2] % 14);
+        let row = match row {
+            0..3 => head * 3 + row,
+            3..6 => 6 + head * 3 + row - 3,
+            6..10 => 12 + head * 4 + row - 6,
+            _ => return w(1, "linear_attn.in_proj_z.weight", &[head * 4 + row - 10, at[0]]),
+        };
+        w(1, "linear_attn.in_proj_qkv.weight", &[row, at[0]])
+    });
+    compare(&volume, &plan, "params.decoder.layers.layer_2.attention.in_proj_ba.kernel", &[6, 1, 8], &|at| {
+        let (head, row) = (at[2] / 4, at[2] % 4);
+        let name = if row < 2 { "linear_attn.in_proj_b.weight" } else { "linear_attn.in_proj_a.weight" };
+        w(2, name, &[head * 2 + row % 2, at[0]])
+    });
+    compare(&volume, &plan, "params.decoder.layers.layer_3.mlp.routed_experts.wi_1", &[2, 1, 6, 5], &|at| {
+        w(3, "mlp.experts.gate_up_proj", &[at[0], 5 + at[3], at[2]])
+    });
+    let leaves = leaves_of(&plan);
+    for (name, shape) in [
+        ("layers.layer_0.attention.conv1d.kernel", "[4, 1, 1, 20]"),
+        ("layers.layer_3.attention.attention.query.kernel", "[6, 1, 2, 8]"),
+        ("layers.layer_3.attention.attention.out.kernel", "[8, 1, 6]"),
+        ("layers.layer_0.mlp.routed_experts.wo", "[2, 1, 5, 6]"),
+        ("logits_dense.kernel", "[6, 9]"),
+    ] {
+        assert_eq!(leaves[name], shape, "{name}");
+    }
+    let unscanned = Plan::build(&checkpoint, &Saved::Bf16.options(false, &[])).unwrap();
+    assert_eq!(leaves_of(&unscanned)["layers_3.attention.attention.key.kernel"], "[6, 1, 4]");
+    assert_eq!(leaves_of(&unscanned)["layers_0.mlp.routed_experts.wi_0"], "[2, 6, 5]");
+}
+
+#[test]
+fn deepseek_with_an_indexer_and_kimi() {
+    for (model_type, indexer) in [("deepseek_v32", true), ("deepseek_v3", false), ("kimi_k2", false)] {
+        let config = serde_json::json!({
+            "model_type": model_type, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 3, "q_lora_rank": 5,
+            "first_k_dense_replace": 1, "n_routed_experts": 2, "vocab_size": 9, "index_n_heads": 3, "tie_word_embeddings": false,
+            "num_nextn_predict_layers": 1,
+        });
+        let mut shapes: Shapes = vec![
+            ("model.embed_tokens.weight".to_owned(), vec![9, 8]),
+            ("model.norm.weight".to_owned(), vec![8]),
+            ("lm_head.weight".to_owned(), vec![9, 8]),
+            ("model.layers.3.eh_proj.weight".to_owned(), vec![8, 16]),
+        ];
+        for layer in 0..3 {
+            let rows: &[(&str, &[u64])] = &[
+                ("input_layernorm.weight", &[8]),
+                ("post_attention_layernorm.weight", &[8]),
+                ("self_attn.q_a_proj.weight", &[5, 8]),
+                ("self_attn.q_a_layernorm.weight", &[5]),
+                ("self_attn.q_b_proj.weight", &[12, 5]),
+                ("self_attn.kv_a_proj_with_mqa.weight", &[6, 8]),
+                ("self_attn.kv_a_layernorm.weight", &[4]),
+                ("self_attn.kv_b_proj.weight", &[14, 4]),
+                ("self_attn.o_proj.weight", &[8, 6]),
+            ];
+            per_layer(&mut shapes, "model", layer, rows);
+            if indexer {
+                let rows: &[(&str, &[u64])] = &[
+                    ("self_attn.indexer.wk.weight", &[4, 8]),
+                    ("self_attn.indexer.wq_b.weight", &[12, 5]),
+                    ("self_attn.indexer.weights_proj.weight", &[3, 8]),
+                    ("self_attn.indexer.k_norm.weight", &[4]),
+                    ("self_attn.indexer.k_norm.bias", &[4]),
+                ];
+                per_layer(&mut shapes, "model", layer, rows);
+            }
+            let projections = |name: &str| {
+                ["gate", "up", "down"].map(|part| {
+                    let shape = if part == "down" { vec![8, 3] } else { vec![3, 8] };
+                    (format!("model.layers.{layer}.mlp.{name}{part}_proj.weight"), shape)
+                })
+            };
+            if layer == 0 {
+                shapes.extend(projections(""));
+            } else {
+                let rows: &[(&str, &[u64])] =
+                    &[("mlp.gate.weight", &[2, 8]), ("mlp.gate.e_score_correction_bias", &[2])];
+                per_layer(&mut shapes, "model", layer, rows);
+                for name in ["shared_experts.", "experts.0.", "experts.1."] {
+                    shapes.extend(projections(name));
+                }
+            }
+        }
+        let repo = Repo::new(&config, &shapes, DType::BF16);
+        let plan = Plan::build(&repo.checkpoint(), &Saved::Bf16.options(true, &[])).unwrap();
+        assert_eq!(unverified(&plan), indexer, "{model_type}");
+        let leaves = leaves_of(&plan);
+        let mut rows = vec![
+            ("moe_layers.self_attention.wq_b.kernel", "[5, 2, 2, 6]"),
+            ("dense_layers.self_attention.wkv_b.kernel", "[4, 1, 2, 7]"),
+            ("moe_layers.DeepSeekMoeBlock_0.MoeBlock_0.wi_0", "[2, 2, 8, 3]"),
+            ("MoEBiasVar.decoder.moe_layers.DeepSeekMoeBlock_0.MoeBlock_0.gate.bias", "[2, 2]"),
+        ];
+        if indexer {
+            rows.push(("moe_layers.self_attention.indexer.wq_b.kernel", "[5, 2, 3, 4]"));
+            rows.push(("dense_layers.self_attention.indexer.k_norm.bias", "[4, 1]"));
+            rows.push(("dense_layers.self_attention.indexer.weights_proj.kernel", "[8, 1, 3]"));
+        }
+        for (name, shape) in rows {
+            assert_eq!(leaves[name], shape, "{model_type} {name}");
+        }
+    }
+}
+
+#[test]
+fn gemma4_with_a_mixture_of_experts() {
+    let config = serde_json::json!({
+        "model_type": "gemma4",
+        "text_config": {
+            "model_type": "gemma4_text", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 6, "vocab_size": 9,
+            "attention_k_eq_v": true, "num_experts": 2,
+        },
+    });
+    let prefix = "model.language_model";
+    let mut shapes: Shapes =
+        vec![(format!("{prefix}.embed_tokens.weight"), vec![9, 8]), (format!("{prefix}.norm.weight"), vec![8])];
+    for layer in 0..6 {
+        let d = if layer == 5 { 4 } else { 2 };
+        let rows: &[(&str, &[u64])] = &[
+            ("self_attn.q_proj.weight", &[2 * d, 8]),
+            ("self_attn.k_proj.weight", &[d, 8]),
+            ("self_attn.o_proj.weight", &[8, 2 * d]),
+            ("self_attn.q_norm.weight", &[d]),
+            ("self_attn.k_norm.weight", &[d]),
+            ("input_layernorm.weight", &[8]),
+            ("post_attention_layernorm.weight", &[8]),
+            ("pre_feedforward_layernorm.weight", &[8]),
+            ("post_feedforward_layernorm.weight", &[8]),
+            ("pre_feedforward_layernorm_2.weight", &[8]),
+            ("post_feedforward_layernorm_1.weight", &[8]),
+            ("post_feedforward_layernorm_2.weight", &[8]),
+            ("layer_scalar", &[1]),
+            ("router.scale", &[8]),
+            ("router.proj.weight", &[2, 8]),
+            ("router.per_expert_scale", &[2]),
+            ("experts.gate_up_proj", &[2, 6, 8]),
+            ("experts.down_proj", &[2, 8, 3]),
+            ("mlp.gate_proj.weight", &[5, 8]),
+            ("mlp.up_proj.weight", &[5, 8]),
+            ("mlp.down_proj.weight", &[8, 5]),
+        ];
+        per_layer(&mut shapes, prefix, layer, rows);
+        if layer < 5 {
+            per_layer(&mut shapes, prefix, layer, &[("self_attn.v_proj.weight", &[d, 8])]);
+        }
+    }
+    let repo = Repo::new(&config, &shapes, DType::BF16);
+    let checkpoint = repo.checkpoint();
+    let plan = Plan::build(&checkpoint, &Saved::Bf16.options(true, &[])).unwrap();
+    assert!(unverified(&plan));
+    let volume = volume(&checkpoint, plan.clone(), 1 << 20);
+    let name = "params.decoder.scanned_blocks.local_layers.mlp.moe_block.MoeBlock_0.wi_1";
+    compare(&volume, &plan, name, &[2, 1, 5, 8, 3], &|at| {
+        repo.at(&format!("{prefix}.layers.{}.experts.gate_up_proj", at[2]), &[at[0], 3 + at[4], at[3]])
+    });
+    let leaves = leaves_of(&plan);
+    for (name, shape) in [
+        ("scanned_blocks.global_layer.mlp.moe_block.MoeBlock_0.gate.kernel", "[8, 1, 2]"),
+        ("scanned_blocks.global_layer.mlp.moe_block.MoeBlock_0.per_expert_scale", "[2, 1]"),
+        ("scanned_blocks.global_layer.mlp.moe_block.shared_experts.wo.kernel", "[5, 1, 8]"),
+        ("scanned_blocks.global_layer.self_attention.query.kernel", "[8, 1, 2, 4]"),
+        ("scanned_blocks.local_layers.self_attention.value.kernel", "[8, 1, 5, 1, 2]"),
+    ] {
+        assert_eq!(leaves[name], shape, "{name}");
+    }
+    assert!(!leaves.contains_key("scanned_blocks.global_layer.self_attention.value.kernel"));
+}
+
+#[test]
+fn qwen3_vl_keeps_the_text_model_and_splits_its_experts() {
+    let config = serde_json::json!({
+        "model_type": "qwen3_vl_moe",
+        "text_config": {
+            "model_type": "qwen3_vl_moe_text", "hidden_size": 8, "num_attention_heads": 2, "head_dim": 4, "num_hidden_layers": 2,
+            "vocab_size": 9, "num_experts": 2,
+        },
+        "tie_word_embeddings": false,
+    });
+    let prefix = "model.language_model";
+    let mut shapes: Shapes = vec![
+        (format!("{prefix}.embed_tokens.weight"), vec![9, 8]),
+        (format!("{prefix}.norm.weight"), vec![8]),
+        ("lm_head.weight".to_owned(), vec![9, 8]),
+        ("model.visual.patch_embed.proj.weight".to_owned(), vec![3, 2, 2, 2, 2]),
+    ];
+    for layer in 0..2 {
+        let rows: &[(&str, &[u64])] = &[
+            ("self_attn.q_proj.weight", &[8, 8]),
+            ("self_attn.k_proj.weight", &[4, 8]),
+            ("self_attn.v_proj.weight", &[4, 8]),
+            ("self_attn.o_proj.weight", &[8, 8]),
+            ("self_attn.q_norm.weight", &[4]),
+            ("self_attn.k_norm.weight", &[4]),
+            ("input_layernorm.weight", &[8]),
+            ("post_attention_layernorm.weight", &[8]),
+            ("mlp.gate.weight", &[2, 8]),
+            ("mlp.experts.gate_up_proj", &[2, 8, 6]),
+            ("mlp.experts.down_proj", &[2, 3, 8]),
+        ];
+        per_layer(&mut shapes, prefix, layer, rows);
+    }
+    let repo = Repo::new(&config, &shapes, DType::BF16);
+    let checkpoint = repo.checkpoint();
+    let plan = Plan::build(&checkpoint, &Saved::Bf16.options(true, &[])).unwrap();
+    assert!(unverified(&plan));
+    let volume = volume(&checkpoint, plan.clone(), 1 << 20);
+    compare(&volume, &plan, "params.decoder.layers.moe_block.wi_1", &[2, 2, 8, 3], &|at| {
+        repo.at(&format!("{prefix}.layers.{}.mlp.experts.gate_up_proj", at[1]), &[at[0], at[2], 3 + at[3]])
+    });
+    compare(&volume, &plan, "params.decoder.layers.moe_block.wo", &[2, 2, 3, 8], &|at| {
+        repo.at(&format!("{prefix}.layers.{}.mlp.experts.down_proj", at[1]), &[at[0], at[2], at[3]])
+    });
+}
+
+#[test]
+fn gemma3_with_its_vision_tower() {
+    let checkpoint = open(&fixture("gemma3").join("hf"));
+    let mut options = options(true, "", &Value::Null);
+    options.set.insert("multimodal".to_owned(), "true".to_owned());
+    let plan = Plan::build(&checkpoint, &options).unwrap();
+    assert!(unverified(&plan));
+    let leaves = leaves_of(&plan);
+    let encoder = "params.vision_encoder.Gemma3VisionEncoderLayer_0";
+    for (name, shape) in [
+        ("embedding.kernel", "[14, 14, 3, 32]"),
+        ("pos_embedding", "[1, 4, 32]"),
+        ("Transformer.encoderblock_1.MultiHeadDotProductAttention_0.query.kernel", "[32, 4, 8]"),
+        ("Transformer.encoderblock_1.MultiHeadDotProductAttention_0.out.kernel", "[4, 8, 32]"),
+        ("Transformer.encoderblock_0.MlpBlockViT_0.Dense_0.kernel", "[32, 56]"),
+    ] {
+        assert_eq!(leaves[format!("{encoder}.{name}").as_str()], shape, "{name}");
+    }
+    assert_eq!(leaves["params.vision_encoder.VisionEmbedder_0.mm_input_projection.w"], "[32, 48]");
+}
+
+/// Mistral is Mixtral without experts, and the parts of a model that is more than a text model are found by other prefixes.
+#[test]
+fn relatives_are_converted_alike() {
+    let (mut config, shapes) = llama(4, 2, 6, 10, 7, 11, 2);
+    config["model_type"] = "mistral".into();
+    let repo = Repo::new(&config, &shapes, DType::BF16);
+    let checkpoint = repo.checkpoint();
+    let plan = Plan::build(&checkpoint, &Saved::Bf16.options(true, &[])).unwrap();
+    let mistral = volume(&checkpoint, plan.clone(), 1 << 20);
+    #[allow(clippy::cast_possible_truncation, reason = "what numpy does")]
+    let scale = (1.0 / 6f64.sqrt()) as f32;
+    let query = "params.decoder.layers.self_attention.query.kernel";
+    compare(&mistral, &plan, query, &[10, 2, 4, 6], &|at| {
+        let name = format!("model.layers.{}.self_attn.q_proj.weight", at[1]);
+        Saved::Bf16.round(repo.at(&name, &[at[2] * 6 + at[3], at[0]]) * scale)
+    });
+    assert_eq!(leaves_of(&plan)["layers.mlp.wi_0.kernel"], "[10, 2, 7]");
+    // The same under the prefix of a model with vision, tied, with frequencies that old converters left.
+    let text = config.clone();
+    let config = serde_json::json!({"model_type": "mistral3", "text_config": text, "tie_word_embeddings": true});
+    let mut config = config;
+    config["text_config"]["tie_word_embeddings"] = true.into();
+    let mut renamed: Shapes = shapes
+        .iter()
+        .filter(|(name, _)| name != "lm_head.weight")
+        .map(|(name, shape)| (name.replacen("model.", "language_model.model.", 1), shape.clone()))
+        .collect();
+    renamed.push(("language_model.model.layers.0.self_attn.rotary_emb.inv_freq".to_owned(), vec![3]));
+    let other = Repo::new(&config, &renamed, DType::BF16);
+    let plan = Plan::build(&other.checkpoint(), &Saved::Bf16.options(true, &[])).unwrap();
+    assert!(!leaves_of(&plan).contains_key("logits_dense.kernel"));
+    assert_eq!(plan.tensors.len(), 2 + 9);
+}
+
+/// Query and key of models whose rotary embedding is kept in halves.
+#[test]
+fn llama_with_rotary_embedding_in_halves() {
+    let (config, shapes) = llama(2, 1, 4, 6, 5, 7, 1);
+    let repo = Repo::new(&config, &shapes, DType::BF16);
+    let checkpoint = repo.checkpoint();
+    let plan = Plan::build(&checkpoint, &Saved::Bf16.options(false, &[("rope", "halves")])).unwrap();
+    let volume = volume(&checkpoint, plan.clone(), 1 << 20);
+    compare(&volume, &plan, "params.decoder.layers_0.self_attention.key.kernel", &[6, 1, 4], &|at| {
+        repo.at("model.layers.0.self_attn.k_proj.weight", &[at[2], at[0]])
+    });
+    let error = Plan::build(&checkpoint, &Saved::Bf16.options(false, &[("rope", "half")])).unwrap_err().to_string();
+    assert!(error.ends_with("rope: expected interleaved or halves"), "{error}");
 }

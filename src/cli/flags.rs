@@ -34,6 +34,7 @@ fn allow(patterns: &[Pattern]) -> Option<AllowKey> {
 /// What the user wants to see.
 #[derive(Clone, Debug, Default, Args)]
 #[command(next_help_heading = "View")]
+#[expect(clippy::struct_excessive_bools, reason = "each is a flag of its own")]
 pub(super) struct ViewFlags {
     /// The devices: named axes with sizes.
     ///
@@ -125,13 +126,15 @@ pub(super) struct ViewFlags {
     /// Leaves out towers for images and sound.
     #[arg(long)]
     text_only: bool,
-    /// Largest chunk file of orbax/, as in 256M; by default 1 GiB.
+    /// Largest chunk file under orbax/, as in 256M; by default 1 GiB. Larger shards are several chunks.
     #[arg(long, value_name = "SIZE")]
     chunk_bytes: Option<ByteCount>,
     /// Reads flags from a TOML file; flags given as well win.
     ///
     /// Keys are the flags' names with underscores: source, mountpoint, mesh, layout, dtype, shard, devices, unscanned, even,
-    /// allow_missing (a boolean or patterns); rules `[[cast]]`, `[[shard_rules]]`, `[[rename]]` and `[[source_rename]]`; a table `[mount]`; and tables `[view.NAME]` for several views of
+    /// allow_missing (a boolean or patterns), allow_unmapped, chunk_bytes, strip_prefix, add_prefix, include and exclude (lists),
+    /// layers, renumber, no_mtp, text_only, tied, lora; rules `[[cast]]`, `[[shard_rules]]`, `[[logical_rules]]`, and `[[rename]]`
+    /// and `[[source_rename]]` with `match` and `to`; tables `[set]` and `[mount]`; and tables `[view.NAME]` for several views of
     /// the source, each under MNT/NAME/. Paths are relative to the file.
     #[arg(long, value_name = "FILE")]
     pub(super) config: Option<PathBuf>,

@@ -1,7 +1,7 @@
 //! The command line: the only user of clap, anyhow and standard output.
 //!
-//! Commands are one file each. What they share: [`flags`] (what was typed), [`open`] (what it means: configuration,
-//! checkpoint, plans, volume), [`output`] (how things are printed), [`tree`] (walks over a volume).
+//! Commands are one file each. What they share: `flags` (what was typed), `open` (what it means: configuration,
+//! checkpoint, plans, volume), `output` (how things are printed), `tree` (walks over a volume).
 //!
 //! Exit codes: 0 done, 1 failed, 2 used wrongly. Standard output carries data only; everything else goes to standard error.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "this is where the program speaks")]

@@ -6,7 +6,8 @@
 use std::{
     ffi::OsString,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, mpsc},
+    thread,
     time::Duration,
 };
 
@@ -20,8 +21,11 @@ use super::{
     output::{Usage, chain},
 };
 use crate::{
-    fuse::{MountOptions, Readiness, block_signals, daemon, parse_mount_helper, serve, start_background},
+    fuse::{
+        MountOptions, Readiness, block_signals, daemon, interruptible, parse_mount_helper, serve, start_background,
+    },
     plan::{Config, config::MountKeys},
+    volume::Volume,
 };
 
 /// Mounts a checkpoint.
@@ -44,6 +48,9 @@ What is in the mount:
   dev0/...                      raw bytes of device 0's shards
   full/...                      the same tensors unsharded
   safetensors/dev0.safetensors  all shards of a device in one file
+  npy/dev0/..., pt/dev0.pt      the same for numpy and torch
+  orbax/0/                      an Orbax checkpoint, chunks as devices hold them
+  dcp/                          a torch.distributed.checkpoint
   hf/                           the repository as it is, casts applied
   mesh/fsdp=0,.../              links to the devices
   .ckfs/                        manifest, plan, configuration, statistics")]
@@ -83,7 +90,7 @@ struct OptionFlags {
 }
 
 /// Options that have a value, and options that have none.
-const WITH_VALUE: [&str; 18] = [
+const WITH_VALUE: [&str; 19] = [
     "mesh",
     "layers",
     "lora",
@@ -93,6 +100,7 @@ const WITH_VALUE: [&str; 18] = [
     "dtype",
     "shard",
     "devices",
+    "chunk_bytes",
     "config",
     "source_io",
     "cache_bytes",
@@ -273,13 +281,30 @@ fn mount_options(config: &Config, name: &str) -> MountOptions {
     }
 }
 
+/// Time between looks at source files that the kernel reads by itself.
+const WATCH_PERIOD: Duration = Duration::from_secs(3);
+
+/// Watches the volume's sources from a thread of its own, as a look may hang with the file system it looks at. Ends when
+/// what is returned is dropped.
+fn watch(volume: Arc<Volume>) -> anyhow::Result<mpsc::Sender<()>> {
+    let (stop, stopped) = mpsc::channel();
+    let watching = thread::Builder::new().name("ckfs-watch".into()).spawn(move || {
+        while stopped.recv_timeout(WATCH_PERIOD) == Err(mpsc::RecvTimeoutError::Timeout) {
+            volume.watch();
+        }
+    });
+    watching.context("start a thread")?;
+    Ok(stop)
+}
+
 fn mount(mut config: Config, mountpoint: &Path, readiness: &mut Readiness) -> anyhow::Result<()> {
     readiness.status("reading headers");
-    let volume = open::volume(&mut config)?;
+    let volume = Arc::new(interruptible(|| open::volume(&mut config))??);
     let name = volume.engine().checkpoint().label().to_owned();
     let options = mount_options(&config, &name);
+    let _watching = watch(Arc::clone(&volume))?;
     let mut ready = Ok(());
-    let exit = serve(Arc::new(volume), mountpoint, &options, || {
+    let exit = serve(volume, mountpoint, &options, || {
         ready = readiness.ready(&format!("serving {name} on {}", mountpoint.display()));
     })?;
     ready?;

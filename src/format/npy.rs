@@ -7,7 +7,7 @@
 //! {'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }
 //! ```
 //!
-//! numpy has no names of its own for `bfloat16` and the 8-bit floats. [`descr`] gives them as `np.save` writes arrays of
+//! numpy has no names of its own for `bfloat16` and the 8-bit floats. `descr` gives them as `np.save` writes arrays of
 //! `ml_dtypes`: as opaque bytes of their width, `<V2` and `|V1`. Such a file opens everywhere, `array.view(dtype)` makes it
 //! what it is, and a program that forgets to is stopped by its first arithmetic, where integers of the same width would
 //! silently be taken for numbers.

@@ -75,13 +75,11 @@ impl<'a> Pickle<'a> {
     }
 
     fn slot(&mut self, (short, long): (u8, u8), slot: u32) -> io::Result<()> {
-        match u8::try_from(slot) {
-            Ok(slot) => self.out.write_all(&[short, slot]),
-            Err(_) => {
-                self.out.write_all(&[long])?;
-                self.out.write_all(&slot.to_le_bytes())
-            }
+        if let Ok(slot) = u8::try_from(slot) {
+            return self.out.write_all(&[short, slot]);
         }
+        self.out.write_all(&[long])?;
+        self.out.write_all(&slot.to_le_bytes())
     }
 
     /// Pushes the object `name` of the module `module`.

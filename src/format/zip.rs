@@ -48,15 +48,15 @@ fn short(number: usize) -> u16 {
 }
 
 fn put16(bytes: &mut Vec<u8>, numbers: &[u16]) {
-    numbers.iter().for_each(|number| bytes.extend(number.to_le_bytes()));
+    bytes.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
 }
 
 fn put32(bytes: &mut Vec<u8>, numbers: &[u32]) {
-    numbers.iter().for_each(|number| bytes.extend(number.to_le_bytes()));
+    bytes.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
 }
 
 fn put64(bytes: &mut Vec<u8>, numbers: &[u64]) {
-    numbers.iter().for_each(|number| bytes.extend(number.to_le_bytes()));
+    bytes.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
 }
 
 fn version(wide: bool) -> u16 {

@@ -27,7 +27,7 @@ pub use daemon::{DaemonError, Readiness, start_background};
 pub use helper::{HelperError, HelperRequest, parse_mount_helper};
 pub use mount::MountError;
 pub use mountinfo::{MountEntry, UnmountError, UnmountOptions, ckfs_mounts, unmount};
-pub use session::{Exit, MountOptions, block_signals, serve};
+pub use session::{Exit, MountOptions, block_signals, interruptible, serve};
 
 /// Type of our mounts in the kernel's table.
 pub const FS_TYPE: &str = "fuse.ckfs";

@@ -117,6 +117,27 @@ pub fn block_signals() -> Result<(), MountError> {
     blocked.map_err(|errno| MountError::System { what: "block signals", source: errno.into() })
 }
 
+/// Does `work` while the blocked signals, by a thread that lets them through, end the process as if they were not blocked:
+/// for what takes long before anything is mounted. Threads that `work` starts block them still.
+///
+/// # Errors
+/// [`MountError::System`] without that thread; nothing is done then.
+pub fn interruptible<T>(work: impl FnOnce() -> T) -> Result<T, MountError> {
+    thread::scope(|scope| {
+        let (done, ended) = mpsc::channel::<()>();
+        let waiting = thread::Builder::new().name("ckfs-signals".into()).spawn_scoped(scope, move || {
+            if ENDING.into_iter().collect::<SigSet>().thread_unblock().is_ok() {
+                let _ = ended.recv();
+            }
+        });
+        waiting.map_err(|source| MountError::System { what: "start a thread", source })?;
+        let result = work();
+        // The scope waits for the thread, so that from here on signals stay pending again.
+        drop(done);
+        Ok(result)
+    })
+}
+
 /// How long the mount may take to answer its first questions.
 const SELF_CHECK_LIMIT: Duration = Duration::from_secs(10);
 
@@ -396,6 +417,17 @@ impl Supervisor {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn signals_are_let_through_by_one_thread_only() {
+        block_signals().unwrap();
+        let blocked = || {
+            let mask = SigSet::thread_get_mask().unwrap();
+            ENDING.into_iter().all(|signal| mask.contains(signal))
+        };
+        let found = interruptible(|| (blocked(), thread::spawn(blocked).join().unwrap())).unwrap();
+        assert_eq!((found, blocked()), ((true, true), true));
+    }
 
     #[test]
     fn only_an_abort_is_unclean() {

@@ -37,10 +37,10 @@ pub fn safetensors(entries: Vec<Entry<'_>>, metadata: &[(&str, &str)]) -> Result
     Ok(image)
 }
 
-/// Length of the file that [`safetensors`] would lay out.
+/// Length of the file that [`safetensors()`] would lay out.
 ///
 /// # Errors
-/// As [`safetensors`].
+/// As [`safetensors()`].
 pub fn safetensors_len(entries: &[Entry<'_>], metadata: &[(&str, &str)]) -> Result<u64, ImageError> {
     let header = header(entries, metadata)?;
     Ok(header.bytes.len() as u64 + header.data_bytes)

@@ -920,7 +920,7 @@ mod tests {
     fn what_is_written_reads_back_as_the_same() {
         let texts = [
             "",
-            "source = \"/x\"\nmesh = \"fsdp=2\"\nunscanned = true\neven = false\n",
+            "source = \"/x\"\nmesh = \"fsdp=2\"\nunscanned = true\neven = false\nchunk_bytes = \"64M\"\n",
             "dtype = \"keep\"\nshard = \"none\"\n[[shard_rules]]\nmatch = \"/a\\\\.b/\"\nspec = [\"-\", [\"a\", \"b\"]]\n",
             "mesh = \"a=2\"\n[[cast]]\nmatch = \"*\"\ndtype = \"f16\"\n[view.x]\n[view.y]\nmesh = \"b=3\"\n\
              [mount]\nthreads = 3\nsource_io = \"pread\"\ndrain_seconds = 4\n",
@@ -938,8 +938,8 @@ mod tests {
             ("mesh = \"fsdp=2\"\nmehs = \"x\"\n", "x.toml:2: unknown field `mehs`"),
             ("\n\nmesh = \"fsdp\"\n", "x.toml:3: mesh: expected name=size, found \"fsdp\""),
             ("dtype = \"i32\"", "x.toml:1: dtype: expected keep or a float type such as bf16, found \"i32\""),
-            ("layout = \"x\"", "x.toml:1: layout: expected canonical or hf, found \"x\""),
-            ("shard = \"x\"", "x.toml:1: shard: expected auto, none or a file *.toml, found \"x\""),
+            ("layout = \"x\"", "x.toml:1: layout \"x\": expected canonical, hf, "),
+            ("shard = \"x\"", "x.toml:1: shard: expected auto, none, maxtext or a file *.toml, found \"x\""),
             ("devices = \"3-1\"", "x.toml:1: devices: expected numbers and ranges such as 0-3,8, found \"3-1\""),
             ("[[cast]]\nmatch = \"/(/\"\ndtype = \"f32\"", "x.toml:2: pattern \"/(/\": "),
             ("[[cast]]\nmatch = \"a\"", "x.toml:1: missing field `dtype`"),

@@ -1,6 +1,6 @@
 //! Model families, as data: short names and tensor-parallel roles of their tensors.
 //!
-//! A family is one TOML file under `families/`. Adding one needs no code beyond its line in [`FILES`].
+//! A family is one TOML file under `families/`. Adding one needs no code beyond its line in `FILES`.
 
 use std::collections::BTreeMap;
 

@@ -20,7 +20,7 @@ pub struct LogicalRule {
 }
 
 /// Rules, in the order in which they are tried.
-#[derive(Clone, Debug, PartialEq, Eq, Default, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Default, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct LogicalRules {
     /// The rules.

@@ -120,6 +120,7 @@ impl Layout {
 
 /// What the user wants of one view of a checkpoint.
 #[derive(Clone, Debug, Default)]
+#[expect(clippy::struct_excessive_bools, reason = "each is an option of its own")]
 pub struct ViewOptions {
     /// The devices.
     pub mesh: Mesh,
@@ -504,12 +505,17 @@ impl Plan {
         (0..self.mesh.devices()).filter(is_first).collect()
     }
 
-    /// Whether bundles hold layers stacked.
+    /// Whether bundles hold layers stacked: for layouts from files what their parameter `scan` says, or whether a tensor has
+    /// a logical axis `layers`.
     pub fn is_scanned(&self) -> bool {
         match self.layout {
             Layout::Canonical => !self.unscanned,
             Layout::Hf => false,
-            Layout::Embedded(_) | Layout::File(_) => self.tensors.iter().any(|tensor| tensor.layers.is_some()),
+            Layout::Embedded(_) | Layout::File(_) => {
+                let scan = self.params.iter().find(|(name, _)| name == "scan").map(|(_, value)| value.as_str());
+                let stacked = || self.tensors.iter().any(|tensor| tensor.logical.iter().any(|axis| axis == "layers"));
+                scan.map_or_else(stacked, |scan| scan == "true")
+            }
         }
     }
 

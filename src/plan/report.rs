@@ -5,9 +5,9 @@ use std::{
     fmt::Write,
 };
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
-use super::{AxisUse, HfContent, NameGroup, Plan, PlannedTensor, Spec, axis_use};
+use super::{AxisUse, HfContent, Layout, NameGroup, Plan, PlannedTensor, Spec, axis_use};
 use crate::{
     checkpoint::{Checkpoint, FileRole},
     tensor::{DType, Shape},
@@ -190,10 +190,17 @@ pub fn view_text(plan: &Plan) -> String {
     let total: u64 = plan.bundle().map(|tensor| tensor.view.bytes().unwrap_or(0)).sum();
     let count = plan.bundle().count();
     let family = plan.family.as_deref().map_or_else(|| "family not known".to_owned(), |name| format!("family {name}"));
-    line(
-        "layout",
-        &format!("{}, {family}, layers {}", plan.layout.name(), if plan.unscanned { "unscanned" } else { "scanned" }),
-    );
+    // Whether layers are stacked is a matter of the layout's own rules, where it has any.
+    let layers = match (&plan.layout, plan.unscanned) {
+        (Layout::Embedded(_) | Layout::File(_), _) => "",
+        (Layout::Canonical | Layout::Hf, true) => ", layers unscanned",
+        (Layout::Canonical | Layout::Hf, false) => ", layers scanned",
+    };
+    line("layout", &format!("{}, {family}{layers}", plan.layout.name()));
+    if !plan.params.is_empty() {
+        let params: Vec<String> = plan.params.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        line("", &format!("parameters {}", params.join(", ")));
+    }
     line("dtype", &plan.dtype.map_or_else(|| "as stored".to_owned(), |dtype| format!("{dtype} for all floats")));
     let mesh = if plan.mesh.axes().is_empty() { "none".to_owned() } else { plan.mesh.to_string() };
     let listed = plan.devices.len() as u64;
@@ -201,7 +208,8 @@ pub fn view_text(plan: &Plan) -> String {
     line("mesh", &format!("{mesh}: {} devices{some}", plan.mesh.devices()));
     for axis in axis_effects(plan) {
         let AxisEffect { name, size, tensors, bytes } = axis;
-        let rule = rule_of_axis(axis_use(&name));
+        let logical = "by the rules for logical axes";
+        let rule = if plan.logical_rules.is_some() { logical } else { rule_of_axis(axis_use(&name)) };
         let part = percent(bytes, total);
         line("", &format!("{name}={size} splits {tensors} of {count} tensors, {part} of the bytes ({rule})"));
     }
@@ -298,6 +306,9 @@ pub fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
                 "bundled": bundled.contains(tensor.name.as_str()),
                 "sources": names,
             });
+            if !tensor.logical.is_empty() {
+                row["logical"] = json!(tensor.logical);
+            }
             if let Some(layers) = &tensor.layers {
                 row["layers"] = json!(&layers[..]);
             }
@@ -308,6 +319,7 @@ pub fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
         "name": name,
         "layout": plan.layout.name(),
         "family": plan.family,
+        "params": plan.params.iter().map(|(name, value)| (name.clone(), json!(value))).collect::<Map<_, _>>(),
         "dtype": plan.dtype.map(DType::code),
         "unscanned": plan.unscanned,
         "mesh": {"axes": axes, "devices": plan.mesh.devices()},

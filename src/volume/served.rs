@@ -32,6 +32,8 @@ use crate::{
 
 /// Segments of closed files that are remembered with their tilings and tiles.
 const REMEMBERED_SEGMENTS_MAX: usize = 200_000;
+/// Closed files that are remembered. The tiling of one view may take some megabytes.
+const REMEMBERED_FILES_MAX: usize = 64;
 
 /// A plan and where it is shown.
 #[derive(Clone, Debug)]
@@ -291,7 +293,9 @@ impl Volume {
         let file = Arc::new(OpenFile::new(self.path_of(ino), image));
         remembered.segments += segments;
         remembered.files.put(ino, Arc::clone(&file));
-        while remembered.segments > REMEMBERED_SEGMENTS_MAX && remembered.files.len() > 1 {
+        while remembered.files.len() > REMEMBERED_FILES_MAX
+            || (remembered.segments > REMEMBERED_SEGMENTS_MAX && remembered.files.len() > 1)
+        {
             let Some((_, old)) = remembered.files.pop_lru() else { break };
             remembered.segments -= old.image().segments().len();
         }

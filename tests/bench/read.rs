@@ -106,7 +106,11 @@ fn write_weights(path: &Path, dtype: &str, tensors: &[(String, Vec<u64>)]) -> Re
 /// A llama-like repository of one file.
 fn write_llama(dir: &Path, dtype: &str, layers: u64, hidden: u64, inner: u64) -> Result<()> {
     fs::create_dir_all(dir)?;
-    let mut tensors = vec![("model.embed_tokens.weight".to_owned(), vec![8192, hidden])];
+    let mut tensors: Vec<(String, Vec<u64>)> = vec![
+        ("model.embed_tokens.weight".to_owned(), vec![8192, hidden]),
+        ("lm_head.weight".to_owned(), vec![8192, hidden]),
+        ("model.norm.weight".to_owned(), vec![hidden]),
+    ];
     for layer in 0..layers {
         for (name, shape) in [
             ("self_attn.q_proj", vec![hidden, hidden]),
@@ -116,6 +120,8 @@ fn write_llama(dir: &Path, dtype: &str, layers: u64, hidden: u64, inner: u64) ->
             ("mlp.gate_proj", vec![inner, hidden]),
             ("mlp.up_proj", vec![inner, hidden]),
             ("mlp.down_proj", vec![hidden, inner]),
+            ("input_layernorm", vec![hidden]),
+            ("post_attention_layernorm", vec![hidden]),
         ] {
             tensors.push((format!("model.layers.{layer}.{name}.weight"), shape));
         }
@@ -124,7 +130,7 @@ fn write_llama(dir: &Path, dtype: &str, layers: u64, hidden: u64, inner: u64) ->
     let heads = hidden / 128;
     let config = json!({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": layers,
         "hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads,
-        "num_key_value_heads": heads / 4, "head_dim": 128, "vocab_size": 8192, "tie_word_embeddings": true,
+        "num_key_value_heads": heads / 4, "head_dim": 128, "vocab_size": 8192, "tie_word_embeddings": false,
         "torch_dtype": if dtype == "F32" { "float32" } else { "bfloat16" }});
     fs::write(dir.join("config.json"), config.to_string())?;
     Ok(())
@@ -178,13 +184,13 @@ struct Report {
 impl Report {
     fn row(&mut self, case: &str, native: f64, mounted: f64, unit: &str, goal: f64) {
         let ratio = mounted / native;
-        println!("{case:<44} {native:>10.2} {mounted:>10.2} {unit:<8} {ratio:>6.2}  (goal {goal})");
+        println!("{case:<52} {native:>10.2} {mounted:>10.2} {unit:<8} {ratio:>6.2}  (goal {goal})");
         self.rows.push(json!({"bench": "read", "case": case, "native": native, "mounted": mounted, "unit": unit,
             "ratio": ratio, "goal": goal}));
     }
 
     fn value(&mut self, case: &str, value: f64, unit: &str, goal: f64) {
-        println!("{case:<44} {:>10} {value:>10.3} {unit:<8}         (goal {goal})", "");
+        println!("{case:<52} {:>10} {value:>10.3} {unit:<8}         (goal {goal})", "");
         self.rows.push(json!({"bench": "read", "case": case, "value": value, "unit": unit, "goal": goal}));
     }
 }
@@ -222,6 +228,21 @@ fn sequential(report: &mut Report, repo: &Path, work: &Path, runs: usize, case: 
     let native = median(native);
     report.row(&format!("{}, first", case.name), native, median(first), "GB/s", case.goals.0);
     report.row(&format!("{}, second", case.name), native, median(second), "GB/s", case.goals.1);
+    Ok(())
+}
+
+/// The transposed kernels of the layout `maxtext`, whole and as one of eight devices' shards.
+fn maxtext(report: &mut Report, repo: &Path, work: &Path, runs: usize, cast: &[&str], goal: f64) -> Result<()> {
+    let from = if cast.is_empty() { "bf16" } else { "f32 to bf16" };
+    let options = [&["--layout", "maxtext", "--mesh", "fsdp=4,tensor=2"], cast].concat();
+    for kernel in ["self_attention/query", "self_attention/key", "self_attention/out", "mlp/wi_0", "mlp/wo"] {
+        for part in ["full", "dev3"] {
+            let name = format!("maxtext {kernel} {part}, {from}");
+            let path = format!("{part}/params/decoder/layers/{kernel}/kernel");
+            let case = Case { name: &name, path: &path, mount: &options, goals: (goal, 0.75) };
+            sequential(report, repo, work, runs, &case)?;
+        }
+    }
     Ok(())
 }
 
@@ -376,7 +397,7 @@ fn main() -> Result<()> {
     let work = tempfile::tempdir_in(std::env::var_os("CKFS_BENCH_DIR").map_or_else(std::env::temp_dir, PathBuf::from))?;
     let work = work.path();
     let mut report = Report { rows: Vec::new() };
-    println!("{:<44} {:>10} {:>10} {:<8} {:>6}", "case", "native", "mounted", "unit", "ratio");
+    println!("{:<52} {:>10} {:>10} {:<8} {:>6}", "case", "native", "mounted", "unit", "ratio");
     let bf16 = work.join("bf16");
     if ["untouched", "shard", "random", "direct"].iter().any(|name| wants(name)) {
         write_llama(&bf16, "BF16", layers, hidden, inner)?;
@@ -409,6 +430,16 @@ fn main() -> Result<()> {
         };
         sequential(&mut report, &f32s, work, runs, &case)?;
         fs::remove_dir_all(&f32s)?;
+    }
+    if wants("maxtext") {
+        let repo = work.join("bf16");
+        write_llama(&repo, "BF16", layers, hidden, inner)?;
+        maxtext(&mut report, &repo, work, runs, &[], 0.25)?;
+        fs::remove_dir_all(&repo)?;
+        let repo = work.join("f32");
+        write_llama(&repo, "F32", layers / 2, hidden, inner)?;
+        maxtext(&mut report, &repo, work, runs, &["--dtype", "bf16"], 0.2)?;
+        fs::remove_dir_all(&repo)?;
     }
     if wants("listing") {
         listing(&mut report, work, runs, if short { 20_000 } else { 100_000 })?;

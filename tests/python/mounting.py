@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -123,6 +124,16 @@ class Mount:
 
     def stats(self) -> dict:
         return json.loads((self / ".ckfs/stats.json").read_text())
+
+    def stats_of_reads(self, reads: int = 1) -> dict:
+        """The statistics once so many reads are counted, and what is counted with them: that is after the reply."""
+
+        def counted() -> bool:
+            row = self.stats()["ops"]["read"]
+            return row["count"] >= reads and sum(row["latency"]) == row["count"]
+
+        wait_until(counted, what=f"{reads} reads counted")
+        return self.stats()
 
     def files(self, under: str) -> set[str]:
         """Paths of all regular files below a directory, relative to it."""

@@ -1,6 +1,6 @@
-"""One process of a distributed restore: `orbax_process.py MOUNT MESH COORDINATOR RANK`.
+"""One process of a distributed restore: `orbax_process.py MOUNT MESH COORDINATOR RANK RESULT`.
 
-Prints, as JSON, a digest of each shard that it holds, by the path of the raw file that shows the same bytes.
+Writes, as JSON, a digest of each shard that it holds, by the path of the raw file that shows the same bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import repos
 from reference import Mesh
 
 
-def main(point: str, mesh: str, coordinator: str, rank: str) -> None:
+def main(point: str, mesh: str, coordinator: str, rank: str, result: str) -> None:
     jax.distributed.initialize(coordinator, 2, int(rank))
     mount, axes = Path(point), Mesh.parse(mesh).axes
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
@@ -47,7 +47,8 @@ def main(point: str, mesh: str, coordinator: str, rank: str) -> None:
         for shard in array.addressable_shards:
             digest = hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest()
             digests[f"dev{number[shard.device]}/{path}"] = digest
-    print(json.dumps(digests), flush=True)
+    Path(result).write_text(json.dumps(digests))  # the collectives' library writes to standard output
+    jax.distributed.shutdown()
 
 
 main(*sys.argv[1:])

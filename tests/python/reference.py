@@ -32,11 +32,7 @@ FOUR_NORMS = [
     (r"post_feedforward_layernorm\.weight", "mlp_post_norm"),
 ]
 DENSE = ATTENTION + GATED + TWO_NORMS
-ENDS = [
-    (r"(?:language_model\.)?(?:model\.)?embed_tokens\.weight", "embed"),
-    (r"(?:language_model\.)?(?:model\.)?norm\.weight", "final_norm"),
-    (r"(?:language_model\.)?lm_head\.weight", "lm_head"),
-]
+ENDS = [(r"embed_tokens\.weight", "embed"), (r"norm\.weight", "final_norm"), (r"lm_head\.weight", "lm_head")]
 EXPERTS = [(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight", r"experts/\1/w_\2"), (r"mlp\.gate\.weight", "router")]
 MIXTRAL_WORDS = {"w1": "w_gate", "w2": "w_down", "w3": "w_up"}
 MIXTRAL = [(rf"block_sparse_moe\.experts\.(\d+)\.{a}\.weight", rf"experts/\1/{b}") for a, b in MIXTRAL_WORDS.items()]
@@ -69,10 +65,12 @@ IN_LAYER = {
     "gemma3": ATTENTION + GATED + FOUR_NORMS, "deepseek_v3": DEEPSEEK + GATED + TWO_NORMS + EXPERTS,
     "gpt_oss": DENSE + GPT_OSS, "bert": BERT,
 }  # fmt: skip
-# Prefixes of the main stack of layers, which is the one called plainly `layers`.
-MAIN_STACK = {"bert": ["encoder"], "gemma3": ["language_model.model", "model.language_model"]}
+# Where the names of the text model begin, in these families and in the others. A prefix stays, but for `model.`.
+TEXT = {"bert": [""]}
+TEXT_BY_DEFAULT = ["", "model.", "language_model.", "language_model.model.", "model.language_model."]
 OUTSIDE = {"bert": [(r"embeddings\.word_embeddings\.weight", "embed")]}
-LAYER = re.compile(r"(?:(?P<prefix>.+)\.)?(?:layers|h|blocks|layer)\.(?P<n>\d+)\.(?P<rest>.+)")
+# `encoder.layer` counts as one word.
+LAYER = re.compile(r"(?P<prefix>(?:.+?\.)??)(?:encoder\.layer|layers|h|blocks|layer)\.(?P<n>\d+)\.(?P<rest>.+)")
 
 
 def _renamed(name: str, rules: list[tuple[str, str]]) -> str | None:
@@ -102,19 +100,20 @@ def _plain(words: str) -> str:
 def canonical_names(repo: Repo) -> dict[str, Name]:
     """Canonical name of each tensor of the repo."""
     family = repo.config.get("model_type", "")
+    text = TEXT.get(family, TEXT_BY_DEFAULT) if family in IN_LAYER else []
     names: dict[str, Name] = {}
     for hf in repo.tensors:
         match = LAYER.fullmatch(hf)
         if match is None:
-            known = _renamed(hf, OUTSIDE.get(family, ENDS)) if family in IN_LAYER else None
+            known = None
+            for prefix in text:
+                if hf.startswith(prefix) and (word := _renamed(hf.removeprefix(prefix), OUTSIDE.get(family, ENDS))):
+                    known = prefix.removeprefix("model.").replace(".", "/") + word
             names[hf] = Name(None, None, known or _plain(hf.removeprefix("model.")))
             continue
-        prefix, layer, rest = match["prefix"] or "", int(match["n"]), match["rest"]
-        known = None
-        if family in IN_LAYER and prefix in MAIN_STACK.get(family, ["model"]):
-            known, prefix = _renamed(rest, IN_LAYER[family]), ""
-        prefix = "" if prefix == "model" else prefix.removeprefix("model.")
-        names[hf] = Name(prefix.replace(".", "/") + "/" if prefix else "", layer, known or _plain(rest))
+        prefix, layer, rest = match["prefix"], int(match["n"]), match["rest"]
+        known = _renamed(rest, IN_LAYER[family]) if prefix in text else None
+        names[hf] = Name(prefix.removeprefix("model.").replace(".", "/"), layer, known or _plain(rest))
     return _unclashed(names)
 
 
@@ -141,7 +140,10 @@ class Shown:
     shape: tuple[int, ...]
     sources: list[str]
     lead: int = 0
+    tensor_axis: int | None = None
     expert_axis: int | None = None
+    expert: tuple[int, int] | None = None
+    rule: list[list[str]] | None = None
     layers: tuple[int, ...] = ()
     scanned: bool = False
     alias: bool = False
@@ -151,16 +153,25 @@ class Shown:
     def name(self) -> str:
         return self.path.replace("/", ".")
 
-    @property
-    def role(self) -> str:
-        word = self.path.rsplit("/", 1)[-1]
-        if word in COLUMN:
-            return "column"
-        return "row" if word in ROW else "replicated"
+
+# The axis, counted before stacking, that tensor parallelism splits: rows of [out, in] or columns.
+ROWS = {"wq", "wk", "wv", "bq", "bk", "bv", "w_gate", "w_up", "b_up", "embed", "lm_head", "wq_b", "wkv_b", "sinks"}
+COLUMNS = {"wo", "w_down"}
+# Stored `[experts, in, out]`.
+GPT_OSS_AXES = {"experts/w_gate_up": 2, "experts/b_gate_up": 1, "experts/w_down": 1, "experts/b_down": None}
+# Words of names that no family's table knows, such as those of vision towers.
+OUTSIDE_FAMILIES = [(r"(?:.+/)?[qkv]_proj(?:/weight|/bias)?", 0), (r"(?:.+/)?o_proj(?:/weight)?", 1)]
+OUTSIDE_FAMILIES += [(r"(?:.+/)?(?:gate|up)_proj(?:/weight|/bias)?", 0), (r"(?:.+/)?down_proj(?:/weight)?", 1)]
 
 
-COLUMN = {"wq", "wk", "wv", "bq", "bk", "bv", "w_gate", "w_up", "embed", "lm_head", "wq_b", "wkv_b", "b_up"}
-ROW = {"wo", "w_down"}
+def tensor_axis(rest: str) -> int | None:
+    """By the canonical name within its layer."""
+    if rest in GPT_OSS_AXES:
+        return GPT_OSS_AXES[rest]
+    word = rest.rsplit("/", 1)[-1]
+    if word in ROWS or word in COLUMNS:
+        return int(word in COLUMNS)
+    return next((axis for pattern, axis in OUTSIDE_FAMILIES if re.fullmatch(pattern, rest)), None)
 
 
 def _shown(path: str, tensor: Tensor, source: str, **more: object) -> Shown:
@@ -176,20 +187,31 @@ def _stack(parts: list[Shown], path: str, **more: object) -> Shown:
     )  # fmt: skip
 
 
-def _alike(parts: list[Shown]) -> bool:
-    return len({(part.code, part.shape) for part in parts}) == 1
+def _regular(members: dict[int, Shown]) -> bool:
+    """Whether the members of a layer stack: one, or experts 0, 1, ... of one kind."""
+    return len({(one.code, one.shape) for one in members.values()}) == 1 and sorted(members) in ([-1], [*range(len(members))])
 
 
-def canonical(repo: Repo) -> dict[str, Shown]:
+def _alike(layers: dict[int, dict[int, Shown]]) -> list[int]:
+    """Numbers of the layers that are stacked: the largest group with members of the same number, dtype and shape."""
+    kinds: dict[tuple, list[int]] = collections.defaultdict(list)
+    for n in sorted(layers):
+        if _regular(layers[n]):
+            first = next(iter(layers[n].values()))
+            kinds[len(layers[n]), first.code, first.shape].append(n)
+    return max(kinds.values(), key=len, default=[])
+
+
+def canonical(repo: Repo, names: dict[str, Name] | None = None) -> dict[str, Shown]:
     """Every tensor of layout `canonical` by path, scanned, unscanned and tied."""
-    names = canonical_names(repo)
+    names = names or canonical_names(repo)
     stored_experts = repo.config.get("model_type") == "gpt_oss"
     shown: dict[str, Shown] = {}
     stacks: dict[tuple[str, str], dict[int, dict[int, Shown]]] = collections.defaultdict(lambda: collections.defaultdict(dict))
     for hf, tensor in repo.tensors.items():
         name = names[hf]
         assert name.path not in shown, f"{hf} and another tensor are both called {name.path}"
-        one = _shown(name.path, tensor, hf)
+        one = _shown(name.path, tensor, hf, tensor_axis=tensor_axis(name.rest))
         if stored_experts and name.rest.startswith("experts/"):
             one.expert_axis = 0
         shown[name.path] = one
@@ -202,25 +224,28 @@ def canonical(repo: Repo) -> dict[str, Shown]:
         else:
             stacks[name.stack, name.rest][name.layer][-1] = one
     for (stack, rest), layers in stacks.items():
-        ordered = sorted(layers)
-        experts = {tuple(sorted(layers[n])) for n in ordered}
-        members = [layers[n][e] for n in ordered for e in sorted(layers[n])]
-        if len(experts) > 1 or not _alike(members):
+        count = 1 + max(max(members) for members in layers.values())
+        for number, one in (item for members in layers.values() for item in members.items() if count):
+            one.expert = (number, count)
+        ids = _alike(layers)
+        if not ids:
             continue
-        path, ids = f"{stack}layers/scanned/{rest}", tuple(ordered)
-        for member in members:
-            member.bundled = False
-        if experts == {(-1,)}:
-            whole = _stack(members, path, layers=ids, scanned=True, bundled=True)
-            if members[0].expert_axis is not None:
-                whole.expert_axis = 1
+        path, more = f"{stack}layers/scanned/{rest}", {"layers": tuple(ids), "scanned": True, "expert": None}
+        members = [[layers[n][e] for e in sorted(layers[n])] for n in ids]
+        if count:
+            whole = _stack([_stack(experts, "") for experts in members], path, expert_axis=1, **more)
         else:
-            per_layer = [_stack([layers[n][e] for e in sorted(layers[n])], "") for n in ordered]
-            whole = _stack(per_layer, path, layers=ids, scanned=True, bundled=True, expert_axis=1)
+            whole = _stack([one for (one,) in members], path, **more)
+            if whole.expert_axis is not None:
+                whole.expert_axis += 1
+        for one in itertools.chain.from_iterable(members):
+            one.bundled = False
         shown[path] = whole
     text = repo.config.get("text_config", repo.config)
-    if text.get("tie_word_embeddings") and "embed" in shown and "lm_head" not in shown:
-        shown["lm_head"] = dataclasses.replace(shown["embed"], path="lm_head", alias=True, bundled=False)
+    if text.get("tie_word_embeddings") and not any(path.endswith("lm_head") for path in shown):
+        embed = next(path for path in shown if path.endswith("embed"))
+        head = embed.removesuffix("embed") + "lm_head"
+        shown[head] = dataclasses.replace(shown[embed], path=head, alias=True, bundled=False)
     return shown
 
 
@@ -268,6 +293,19 @@ def cast(shown: Shown, code: str | None) -> Shown:
     if code is None or shown.code not in FLOATS or shown.code == code:
         return shown
     return dataclasses.replace(shown, array=cast_array(shown.array, code), code=code)
+
+
+def cast_repo(repo: Repo, code: str) -> Repo:
+    """The repo as if its plain floats had been stored as `code`; quantized matrices and scales stay."""
+    tensors = repo.tensors
+
+    def one(name: str, tensor: Tensor) -> Tensor:
+        if tensor.code not in FLOATS or name.endswith("_scale_inv") or f"{name}_scale_inv" in tensors:
+            return tensor
+        return Tensor.of(code, cast_array(tensor.array(), code))
+
+    files = {file: {name: one(name, tensor) for name, tensor in members.items()} for file, members in repo.files.items()}
+    return Repo(repo.path, files, repo.config)
 
 
 def dequantized(repo: Repo, code: str) -> Repo:
@@ -321,22 +359,21 @@ class Mesh:
         return ",".join(f"{name}={i}" for name, i in self.coordinates(device).items())
 
 
-def spec(shown: Shown, mesh: Mesh) -> list[list[str]]:
-    """Per axis of the tensor, the mesh axes that split it, outermost first: tensor, then expert, then fsdp."""
-    rank = len(shown.shape)
-    out: list[list[str]] = [[] for _ in range(rank)]
-    inner = shown.lead
-    for kind in ("tensor", "expert", "fsdp"):
-        axis = None
-        if kind == "tensor" and shown.role != "replicated" and shown.expert_axis != inner:
-            axis = inner + (shown.role == "row")
-        elif kind == "expert":
-            axis = shown.expert_axis
-        elif kind == "fsdp":
-            axis = inner
-        if axis is not None and axis < rank:
+def split_by(shown: Shown, mesh: Mesh) -> list[list[str]]:
+    """Per axis of the tensor, the mesh axes that split it, outermost first: expert, then tensor, then fsdp."""
+    out: list[list[str]] = [[] for _ in shown.shape]
+    if shown.rule is not None:
+        return shown.rule + out[len(shown.rule) :]
+    tensor = None if shown.tensor_axis is None else shown.tensor_axis + shown.lead
+    for kind, axis in (("expert", shown.expert_axis), ("tensor", tensor), ("fsdp", shown.lead)):
+        if axis is not None and axis < len(shown.shape):
             out[axis] += [name for name, _ in mesh.axes if KIND[name] == kind]
     return out
+
+
+def spec(shown: Shown, mesh: Mesh) -> list[None | str | list[str]]:
+    """The same as JSON has it: null, one name, or a list of them."""
+    return [None if not names else names[0] if len(names) == 1 else names for names in split_by(shown, mesh)]
 
 
 def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
@@ -346,14 +383,21 @@ def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def region(shown: Shown, mesh: Mesh, device: int) -> tuple[tuple[int, int], ...]:
-    """The box of the tensor that a device holds."""
+    """The box of the tensor that a device holds. An expert of another device is an empty range of axis 0."""
     sizes, at = dict(mesh.axes), mesh.coordinates(device)
     out = []
-    for extent, names in zip(shown.shape, spec(shown, mesh)):
+    for extent, names in zip(shown.shape, split_by(shown, mesh)):
         bounds = (0, extent)
         for name in names:
             bounds = chunk(*bounds, sizes[name], at[name])
         out.append(bounds)
+    if shown.expert is not None:
+        number, count = shown.expert
+        held = (0, count)
+        for name in (name for name, _ in mesh.axes if KIND[name] == "expert"):
+            held = chunk(*held, sizes[name], at[name])
+        if not held[0] <= number < held[1]:
+            out[0] = (out[0][0], out[0][0])
     return tuple(out)
 
 

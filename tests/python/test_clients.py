@@ -1,6 +1,7 @@
 """Every way of reading a file, and every way of not writing one."""
 
 import errno
+import hashlib
 import mmap
 import multiprocessing
 import os
@@ -122,6 +123,31 @@ def test_two_threads_serve_page_faults(own, large):
         jobs = [(str(mounted.point), list(names), 2 * seed) for seed in range(16)]
         results = pool.map_async(_read_all, jobs).get(120)
     assert all(sums == results[0] for sums in results)
+
+
+def _map_and_compare(job):
+    """Faults in every page of a map, in an order of its own, once all are ready."""
+    path, digest, seed, barrier = job
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ) as held:
+        starts = list(range(0, len(held), 4096))
+        random.Random(seed).shuffle(starts) if seed % 2 else starts.reverse()
+        barrier.wait(60)
+        pages = {start: held[start : start + 4096] for start in starts}
+    return hashlib.sha256(b"".join(pages[start] for start in sorted(pages))).hexdigest() == digest
+
+
+@pytest.mark.parametrize("options", [(), ("--dtype", "bf16")], ids=["copied", "cast"])
+def test_one_file_mapped_by_many_on_two_threads(own, large, options):
+    """Four processes fault in the same cold pages at once, on a daemon of two threads; six times, each on a new mount."""
+    shown = reference.canonical(large)["wide"]
+    expected = (reference.cast(shown, "BF16") if options else shown).array.tobytes()
+    context, digest = multiprocessing.get_context("fork"), hashlib.sha256(expected).hexdigest()
+    with context.Manager() as manager, context.Pool(4) as pool:
+        for turn in range(6):
+            mounted, barrier = own(large.path, "--threads", "2", *options), manager.Barrier(4)
+            jobs = [(mounted / "full/wide", digest, 4 * turn + n, barrier) for n in range(4)]
+            assert pool.map_async(_map_and_compare, jobs, chunksize=1).get(60) == [True] * 4
+            mounting.run("umount", mounted.point)
 
 
 def _fails_with(code, call, *args, **more):

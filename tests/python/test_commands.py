@@ -67,37 +67,47 @@ def test_plan(repo):
 def test_plan_json(repo, name, mesh):
     plan = run("plan", repo(name).path, "--mesh", mesh, "--json").json()
     grid, tensors = Mesh.parse(mesh), reference.canonical(repo(name))
-    assert plan["dialect"]["family"] == (repo(name).config["model_type"] if name != "uneven" else None)
-    assert list(plan["mesh"].items()) == list(grid.axes)
-    assert (plan["missing"], plan["unexpected"]) == ([], [])
+    (view,) = plan["views"]
+    assert plan["dialect"]["model_type"] == repo(name).config["model_type"]
+    assert view["family"] == {"llama": "llama", "uneven": None, "qwen3_moe": "qwen-moe"}[name]
+    assert (view["layout"], view["dtype"], view["warnings"]) == ("canonical", None, [])
+    assert view["mesh"]["devices"] == len(grid.devices)
+    assert [(axis["name"], axis["size"]) for axis in view["mesh"]["axes"]] == list(grid.axes)
     bundled = [shown for shown in tensors.values() if shown.bundled]
     expected = [sum(reference.shard(shown, grid, d).nbytes for shown in bundled) for d in grid.devices]
-    assert plan["bytes_per_device"] == expected
+    assert [device["bytes"] for device in view["devices"]] == expected
+    assert {row["path"]: row["shape"] for row in view["tensors"]} == {k: list(v.shape) for k, v in tensors.items()}
 
 
 @pytest.mark.parametrize(
     "name,fact,value",
-    [("phi3", "fused", True), ("qwen3_moe", "experts", "per-expert"), ("gpt_oss", "experts", "stacked"),
-     ("block_fp8_f32", "quantization", "fp8-block"), ("llama", "quantization", None)],
+    [("phi3", "qkv", "fused"), ("llama", "qkv", "separate"), ("qwen3_moe", "experts", "4, one tensor each"),
+     ("gpt_oss", "experts", "fused"), ("llama", "experts", "none"), ("llama", "quantization", "not quantized"),
+     ("block_fp8_f32", "quantization", "fp8 in blocks of 128x128, 12 weights with F32 scales *_scale_inv"),
+     ("block_fp8_bf16", "quantization", "fp8 in blocks of 128x128, 12 weights with BF16 scales *_scale_inv")],
 )  # fmt: skip
 def test_plan_names_the_dialect(repo, name, fact, value):
     assert run("plan", repo(name).path, "--json").json()["dialect"][fact] == value
 
 
-def test_missing_and_unexpected_tensors(tmp_path):
-    tensors = repos.llama_tensors("strict", layers=2)
-    del tensors["model.layers.1.mlp.up_proj.weight"]
+def test_missing_layers_are_refused(tmp_path):
+    """Where the config of a known family counts more than there are; a tensor that only one layer has is no error."""
+    tensors = repos.llama_tensors("strict", layers=4)
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(("model.layers.1.", "model.layers.3."))}
     tensors["model.layers.0.mlp.surprise.weight"] = repos.Draw("x")("surprise", "BF16", 4, 4)
     repo = repos.write(
-        tmp_path / "strict", {"model.safetensors": tensors}, repos.base_config("llama", "LlamaForCausalLM", 2)
+        tmp_path / "strict", {"model.safetensors": tensors}, repos.base_config("llama", "LlamaForCausalLM", 4)
     )
-    plan = run("plan", repo.path, "--json", expect=None)
-    assert plan.json()["missing"] == ["model.layers.1.mlp.up_proj.weight"]
-    assert plan.json()["unexpected"] == ["model.layers.0.mlp.surprise.weight"]
-    done = run("cat", repo.path, "full/embed", expect=1)
-    assert "model.layers.1.mlp.up_proj.weight" in done.err and "model.layers.0.mlp.surprise.weight" in done.err
-    found = run("cat", repo.path, "full/layers/0/wq", "--allow-missing", "--allow-unmapped").out
-    assert found
+    for args in (("plan", repo.path), ("cat", repo.path, "full/embed")):
+        done = run(*args, expect=1)
+        assert "2 problems" in done.err and "layer 1" in done.err and "layer 3" in done.err and not done.out
+    view = run("plan", repo.path, "--json", "--allow-missing").json()["views"][0]
+    assert len(view["warnings"]) == 2
+    rows = {row["name"]: row for row in view["tensors"]}
+    assert rows["layers.scanned.wq"]["layers"] == [0, 2] and rows["layers.scanned.mlp.surprise"]["layers"] == [0]
+    mounting.subprocess.run(
+        [mounting.find_ckfs(), "cat", repo.path, "full/layers/2/wq", "--allow-missing"], stdout=mounting.subprocess.DEVNULL, timeout=60, check=True
+    )
 
 
 @pytest.mark.parametrize("path", ["full/layers/scanned/wq", "dev1/layers/0/w_down", "dev3/embed"])
@@ -159,8 +169,20 @@ def test_verify_source(repo, name):
     run("verify", repo(name).path, "--mesh", "fsdp=3", "--dtype", "bf16")
 
 
-def test_verify_mount(shared):
-    run("verify", shared("llama", "--mesh", "fsdp=2,tensor=2").point)
+@pytest.mark.parametrize(
+    "name,options",
+    [("llama", ("--mesh", "fsdp=2,tensor=2")), ("every_dtype", ("--mesh", "fsdp=3")), ("qwen3_moe", ("--mesh", "expert=2")),
+     ("block_fp8_bf16", ("--dtype", "bf16", "--mesh", "fsdp=3")), ("gemma3", ("--dtype", "f32", "--layout", "hf"))],
+)  # fmt: skip
+def test_verify_mount(shared, name, options):
+    assert "no difference" in run("verify", shared(name, *options).point, "--full").out
+
+
+def test_verify_fails_on_a_damaged_mount(own, two_files):
+    mounted = own(two_files.path, "--mesh", "fsdp=2")
+    os.truncate(two_files.path / "model-00002-of-00002.safetensors", 1 << 20)
+    done = run("verify", mounted.point, "--only", "full/*", expect=1)
+    assert "model-00002-of-00002.safetensors" in done.err + done.out or "layers/" in done.err + done.out
 
 
 def test_doctor():
@@ -169,16 +191,21 @@ def test_doctor():
 
 
 def test_status(own, repo):
-    mounted = own(repo("llama").path, "--mesh", "fsdp=4")
-    rows = {row["mount"]: row for row in run("status", "--json").json()}
+    mounted = own(repo("llama").path, "--mesh", "fsdp=4", "--dtype", "f32")
+    # Other mounts of this host are none of our business: one of them may be dead, which is exit code 1.
+    rows = {row["mountpoint"]: row for row in run("status", "--json", expect=None).json()["mounts"]}
     row = rows[str(mounted.point)]
-    assert row["source"] == str(repo("llama").path)
-    assert row["pid"] == mounting.daemon_pid(mounted.point)
-    assert str(mounted.point) in run("status").out
-    one = run("status", mounted.point, "--json").json()
-    assert [entry["mount"] for entry in one] == [str(mounted.point)]
+    assert (row["source"], row["health"]) == (str(repo("llama").path), "live")
+    assert row["views"] == [{"name": "", "mesh": "fsdp=4", "layout": "canonical", "dtype": "F32"}]
+    assert row["stats"]["panics"] == 0
+    assert str(mounted.point) in run("status", expect=None).out
+    one = run("status", mounted.point, "--json").json()["mounts"]
+    assert [entry["mountpoint"] for entry in one] == [str(mounted.point)]
+    os.kill(mounting.daemon_pid(mounted.point), mounting.signal.SIGKILL)
+    mounting.wait_until(lambda: mounting.error_of(os.listdir, mounted.point) is not None, what="a stale mount")
+    assert run("status", mounted.point, "--json", expect=1).json()["mounts"][0]["health"] == "stale"
     run("umount", mounted.point)
-    assert str(mounted.point) not in run("status").out
+    assert str(mounted.point) not in run("status", expect=None).out
     run("status", mounted.point, expect=1)
 
 

@@ -1,6 +1,9 @@
 """`--config`: the same words as the flags, and several views of one source."""
 
+import dataclasses
+
 import pytest
+
 import reference
 from mounting import Mount, check_device, check_full, run
 from reference import Mesh
@@ -36,6 +39,65 @@ def test_several_views_of_one_source(own, repo, tmp_path):
         check_device(train, reference.canonical(repo("llama")), Mesh.parse("fsdp=4"), device)
     rollout = Mount(mounted / "rollout", mounted.source)
     check_full(rollout, {k: reference.cast(v, "F32") for k, v in reference.hf(repo("llama")).items()})
+
+
+RULES = """
+mesh = "fsdp=2,tensor=2"
+dtype = "f32"
+
+[[cast]]
+match = "*norm*"
+dtype = "keep"
+
+[[cast]]
+match = "layers.*.wq"
+dtype = "f16"
+
+[[shard_rules]]
+match = "layers.scanned.w_down"
+spec = ["-", ["fsdp", "tensor"], "-"]
+
+[[shard_rules]]
+match = "embed"
+spec = ["tensor", "fsdp"]
+
+[view.a]
+
+[view.b]
+shard = "none"
+
+[[view.b.shard_rules]]
+match = "layers.*.w*"
+spec = ["fsdp"]
+"""
+
+
+def test_rules_by_pattern(own, repo, tmp_path):
+    """Own shard rules and dtypes; views inherit them, after their own."""
+    source, mesh = repo("llama"), Mesh.parse("fsdp=2,tensor=2")
+    mounted = own(source.path, "--config", _written(tmp_path / "c.toml", RULES))
+    assert {entry.name for entry in mounted.point.iterdir()} == {"a", "b", ".ckfs"}
+
+    def values(shown):
+        if "norm" in shown.name:
+            return shown
+        return reference.cast(shown, "F16" if shown.name.endswith(".wq") else "F32")
+
+    tensors = {path: values(shown) for path, shown in reference.canonical(source).items()}
+    rules = {"layers/scanned/w_down": [[], ["fsdp", "tensor"]], "embed": [["tensor"], ["fsdp"]]}
+    of_a = {path: dataclasses.replace(shown, rule=rules.get(path)) for path, shown in tensors.items()}
+    of_b = {
+        path: dataclasses.replace(shown, rule=[["fsdp"]] if path.startswith("layers/") and "/w" in path else rules.get(path, []))
+        for path, shown in tensors.items()
+    }
+    for name, expected in (("a", of_a), ("b", of_b)):
+        view = Mount(mounted / name, mounted.source)
+        rows = {row["path"]: row for row in view.manifest()["tensors"]}
+        for path, shown in expected.items():
+            assert (rows[path]["dtype"], rows[path]["spec"]) == (shown.code, reference.spec(shown, mesh)), (name, path)
+        for device in mesh.devices:
+            check_device(view, expected, mesh, device)
+    run("verify", mounted.point)
 
 
 @pytest.mark.parametrize(

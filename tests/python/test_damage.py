@@ -12,7 +12,7 @@ import pytest
 
 import mounting
 import reference
-from mounting import error_of, read
+from mounting import error_of, read, wait_until
 from repos import LAYERS_OF_TWO_FILES as LAYERS
 
 
@@ -88,7 +88,7 @@ def test_a_replaced_source_is_eio_once_seen(own, two_files):
 
 
 @pytest.mark.parametrize("options", [(), ("--dtype", "bf16")], ids=["copied", "cast"])
-def test_truncation_while_beingread(own, two_files, options):
+def test_truncation_while_being_read(own, two_files, options):
     """Readers in full flight when the bytes go: each sees EIO or right bytes, and the daemon lives."""
     mounted = own(two_files.path, "--mesh", "fsdp=2", *options)
     code = "BF16" if options else None
@@ -134,20 +134,48 @@ def test_truncation_while_beingread(own, two_files, options):
     assert read(mounted / "full/layers/3/b")
 
 
-def test_hf_files_of_a_damaged_source(own, two_files):
-    """Byte-identical files, which the kernel may read past the daemon: an error or a refusal, never zeros."""
+@pytest.mark.parametrize("options", [(), ("--no-passthrough",)], ids=["passthrough", "own"])
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__[1:])
+def test_hf_files_of_a_damaged_source(own, two_files, damage, options):
+    """Byte-identical files, which the kernel may read past the daemon: opens after the damage fail."""
+    mounted = own(two_files.path, *options)
+    file, other = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
+    before = read(mounted / "hf" / file)
+    assert before == (two_files.path / file).read_bytes()
+    damage(two_files.path / file)
+    for _ in range(2):
+        assert error_of(read, mounted / "hf" / file) == errno.EIO
+    assert read(mounted / "hf" / other) == (two_files.path / other).read_bytes()
+    assert mounted.stats()["poisoned_sources"] == 1
+
+
+def test_a_descriptor_of_a_damaged_hf_file(own, two_files):
+    """Opened before the damage, it shows what the original shows (by passthrough), or fails; never bytes of its own."""
     mounted = own(two_files.path)
     file = two_files.path / "model-00001-of-00002.safetensors"
-    before = file.read_bytes()
-    _truncate(file)
-    try:
-        found = read(mounted / "hf" / file.name)
-    except OSError as error:
-        assert error.errno == errno.EIO
-    else:
-        pytest.fail(f"read {len(found)} bytes of {len(before)} without an error")
-    other = "model-00002-of-00002.safetensors"
-    assert read(mounted / "hf" / other) == (two_files.path / other).read_bytes()
+    with open(mounted / "hf" / file.name, "rb") as held:
+        size = file.stat().st_size
+        _truncate(file)
+        assert error_of(os.pread, held.fileno(), 4096, size - 8192) == errno.EIO or not os.pread(
+            held.fileno(), 4096, size - 8192
+        )
+        try:
+            found = os.pread(held.fileno(), 4096, 0)
+        except OSError as error:
+            assert error.errno == errno.EIO
+        else:
+            assert found == file.read_bytes()[:4096]
+
+
+def test_damage_that_no_read_meets_is_noticed(own, two_files):
+    """Files that the kernel reads by itself are looked at every few seconds."""
+    mounted = own(two_files.path)
+    file = two_files.path / "model-00001-of-00002.safetensors"
+    assert read(mounted / "hf" / file.name) == file.read_bytes()
+    if mounted.stats()["passthrough_opens"] == 0:
+        pytest.skip("no passthrough here: every read meets the damage")
+    _rewrite_in_place(file)
+    wait_until(lambda: mounted.stats()["poisoned_sources"] == 1, what="the watcher's look")
 
 
 def test_mapped_reader_gets_sigbus_not_zeros(own, two_files):

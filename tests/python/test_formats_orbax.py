@@ -120,6 +120,14 @@ def test_shardings_other_than_the_chunks(mounted, tensors, spec_of):
     same_tree(ocp.StandardCheckpointer().restore(mounted / "orbax/0/items", target), tensors)
 
 
+def test_chunks_smaller_than_shards(shared, tensors):
+    """A limit that cuts every shard of a matrix in several chunks."""
+    mounted = shared("llama", "--mesh", MESH, "--chunk-bytes", "100")
+    sizes = [entry.stat().st_size for entry in (mounted / "orbax/0/items/layers.scanned.wq").glob("[0-9]*")]
+    assert len(sizes) > 8 and max(sizes) <= 100
+    same_tree(ocp.StandardCheckpointer().restore(mounted / "orbax/0/items", targets(mounted, MESH)), tensors)
+
+
 def test_a_wider_type_is_cast_by_orbax(mounted, tensors):
     as_f32 = lambda target: jax.ShapeDtypeStruct(target.shape, np.float32, sharding=target.sharding)  # noqa: E731
     target = jax.tree.map(as_f32, targets(mounted, MESH))
@@ -234,6 +242,21 @@ def test_the_call_that_maxtext_makes(params):
     same_tree({"params": found}, reference.hf(source))
 
 
+@pytest.mark.parametrize("layout, scanned", [("maxtext", True), ("maxtext-unscanned", False)])
+def test_the_layout_of_maxtext(shared, layout, scanned):
+    """Keys are `params` twice, and each device gets what its raw files show."""
+    mounted = shared("llama", "--mesh", MESH, "--layout", layout)
+    items = mounted / "orbax/0/items"
+    assert ocp.StandardCheckpointer().metadata(items).custom_metadata["scan_layers"] is scanned
+    target = targets(mounted, MESH)["params"]
+    found = flat(maxtext_restore(items, {"params": target})["params"])
+    assert len(found) == len(flat(target)) > 8
+    for name, array in found.items():
+        for shard in array.addressable_shards:
+            raw = (mounted / f"dev{shard.device.id}/params/{name.replace('.', '/')}").read_bytes()
+            mounting.same_bytes(raw, np.asarray(shard.data), (name, shard.device))
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_source_that_fails_is_an_error_and_never_zeros(params):
     """That call takes a chunk that is not there for zeros: the mount must fail otherwise."""
@@ -272,15 +295,19 @@ def test_two_processes_of_four_devices(own, repo, tmp_path):
     before = fetched(mounted)
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "PYTHONPATH": str(HERE)}
     command = [sys.executable, str(HERE / "orbax_process.py"), str(mounted.point), MESH, f"127.0.0.1:{port}"]
-    running = [subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE) for rank in "01"]
+    results = [tmp_path / f"rank{rank}.json" for rank in range(2)]
+    running = [
+        subprocess.Popen([*command, str(rank), str(result)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for rank, result in enumerate(results)
+    ]
     try:
-        out = [process.communicate(timeout=180)[0] for process in running]
+        out = [process.communicate(timeout=180)[0].decode() for process in running]
     finally:
         for process in running:
             process.kill()
-    assert [process.returncode for process in running] == [0, 0]
+    assert [process.returncode for process in running] == [0, 0], "\n".join(out)
     assert fetched(mounted) - before <= 1.02 * sum(shown.array.nbytes for shown in tensors.values())
-    first, second = (json.loads(text.splitlines()[-1]) for text in out)
+    first, second = (json.loads(result.read_text()) for result in results)
     assert len(first) == len(second) == 4 * len(tensors) and not first.keys() & second.keys()
     for path, digest in (first | second).items():
         assert hashlib.sha256((mounted / path).read_bytes()).hexdigest() == digest, path

@@ -1,5 +1,6 @@
 """Raw files: every shard of every device equals what numpy cuts from the whole tensor."""
 
+import dataclasses
 import json
 import os
 
@@ -35,20 +36,19 @@ def test_every_shard_of_every_device(shared, repo, name, mesh):
 @pytest.mark.parametrize("mesh", ["expert=2", "ep=2,fsdp=2", "fsdp=2,expert=2,tensor=2"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_expert_meshes(shared, repo, name, mesh):
-    """The stacked tensors; a single expert's own file is the next test's concern."""
-    mounted, grid = shared(name, "--mesh", mesh), Mesh.parse(mesh)
-    for path, shown in reference.canonical(repo(name)).items():
-        if shown.scanned or "experts/" not in path:
-            for device in grid.devices:
-                expected = reference.shard(shown, grid, device)
-                mounting.same_bytes((mounted / f"dev{device}/{path}").read_bytes(), expected, (device, path))
+    mounted, tensors, grid = shared(name, "--mesh", mesh), reference.canonical(repo(name)), Mesh.parse(mesh)
+    for device in grid.devices:
+        check_device(mounted, tensors, grid, device)
 
 
-def test_a_device_lists_only_its_own_experts(shared):
+def test_experts_of_other_devices_are_empty(shared):
     """Unscanned names under an expert axis: experts 0 and 1 on the first device, 2 and 3 on the second."""
     mounted = shared("qwen3_moe", "--mesh", "expert=2")
-    for device, experts in enumerate(({"0", "1"}, {"2", "3"})):
-        assert set(os.listdir(mounted / f"dev{device}/layers/1/experts")) == experts
+    for device, held in enumerate(({0, 1}, {2, 3})):
+        for expert in range(4):
+            file = mounted / f"dev{device}/layers/1/experts/{expert}/w_gate"
+            assert file.stat().st_size == (6 * 16 * 2 if expert in held else 0)
+            assert json.loads(mounting.xattr(file, "shape")) == ([6, 16] if expert in held else [0, 16])
 
 
 def test_uneven_sizes_by_hand(shared):
@@ -82,7 +82,7 @@ def test_layout_hf(shared, repo, mesh):
     mounted, tensors, grid = shared("llama", "--layout", "hf", "--mesh", mesh), reference.hf(repo("llama")), Mesh.parse(mesh)
     names = reference.canonical_names(repo("llama"))
     for path, shown in tensors.items():
-        role = reference.Shown(names[path].path, shown.code, shown.array, shown.shape, [])
+        role = dataclasses.replace(shown, tensor_axis=reference.tensor_axis(names[path].rest))
         for device in grid.devices:
             file = mounted / f"dev{device}/{path}"
             mounting.same_bytes(file.read_bytes(), reference.shard(role, grid, device), file)
@@ -134,7 +134,8 @@ def test_manifest(shared, repo, name, mesh):
     mounted, grid, tensors = shared(name, "--mesh", mesh), Mesh.parse(mesh), reference.canonical(repo(name))
     manifest = mounted.manifest()
     assert list(manifest["mesh"].items()) == list(grid.axes)
-    assert manifest["layout"] == "canonical"
+    assert (manifest["layout"], manifest["family"]) == ("canonical", None if name == "uneven" else "llama")
+    assert manifest["devices"] == [{"device": d, "coordinates": grid.coordinates(d)} for d in grid.devices]
     rows = {row["path"]: row for row in manifest["tensors"]}
     assert set(rows) == set(tensors)
     for path, shown in tensors.items():
@@ -143,11 +144,12 @@ def test_manifest(shared, repo, name, mesh):
         assert row["spec"] == reference.spec(shown, grid), path
         assert row["sources"] == shown.sources, path
         assert row.get("layers", []) == list(shown.layers), path
+        assert row["bundled"] == shown.bundled, path
         expected = [
             {"device": d, "offset": reference.shard_offset(shown, grid, d), "shape": reference.shard_shape(shown, grid, d)}
             for d in grid.devices
         ]
-        assert row["shards"] == expected, path
+        assert row["regions"] == expected, path
 
 
 def test_other_files_about_the_mount(shared):

@@ -29,7 +29,9 @@ def test_shards_tile_the_whole(repo, name, mesh):
     grid = Mesh.parse(mesh)
     for path, shown in reference.canonical(repo(name)).items():
         held = np.zeros(shown.shape, np.int32)
-        splitting = {axis for axes in reference.spec(shown, grid) for axis in axes}
+        splitting = {axis for axes in reference.split_by(shown, grid) for axis in axes}
+        if shown.expert is not None:
+            splitting |= {axis for axis, _ in grid.axes if reference.KIND[axis] == "expert"}
         copies = int(np.prod([size for axis, size in grid.axes if axis not in splitting], dtype=np.int64))
         for device in grid.devices:
             held[tuple(slice(a, b) for a, b in reference.region(shown, grid, device))] += 1

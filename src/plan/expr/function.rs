@@ -1,0 +1,238 @@
+//! The functions of expressions.
+
+use std::sync::Arc;
+
+use half::bf16;
+
+use super::{Absent, EvalError, Names, Value};
+use crate::tensor::{DType, Element, Keep, Shape, View, ViewError};
+
+/// Highest number of operands of a function.
+const ARGUMENTS_MAX: usize = 64;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Function {
+    Min,
+    Max,
+    Sqrt,
+    Ceil,
+    Floor,
+    F32,
+    Bf16,
+    Exists,
+    ShapeOf,
+    Count,
+    View(ViewFunction),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ViewFunction {
+    Transpose,
+    Permute,
+    Swap,
+    Reshape,
+    Slice,
+    Concat,
+    Stack,
+    Pad,
+    CutOrPad,
+    Fill,
+    Cast,
+    Mul,
+    MulFlush,
+    MulF32,
+    Add,
+    AddF32,
+    Extent,
+    Rank,
+}
+
+/// Name, function, least and most operands.
+pub(super) const FUNCTIONS: &[(&str, Function, usize, usize)] = &[
+    ("min", Function::Min, 1, ARGUMENTS_MAX),
+    ("max", Function::Max, 1, ARGUMENTS_MAX),
+    ("sqrt", Function::Sqrt, 1, 1),
+    ("ceil", Function::Ceil, 1, 1),
+    ("floor", Function::Floor, 1, 1),
+    ("f32", Function::F32, 1, 1),
+    ("bf16", Function::Bf16, 1, 1),
+    ("exists", Function::Exists, 1, 1),
+    ("shape", Function::ShapeOf, 2, 2),
+    ("count", Function::Count, 1, 1),
+    ("transpose", Function::View(ViewFunction::Transpose), 1, 1),
+    ("permute", Function::View(ViewFunction::Permute), 1, ARGUMENTS_MAX),
+    ("swap", Function::View(ViewFunction::Swap), 3, 3),
+    ("reshape", Function::View(ViewFunction::Reshape), 1, ARGUMENTS_MAX),
+    ("slice", Function::View(ViewFunction::Slice), 4, 5),
+    ("concat", Function::View(ViewFunction::Concat), 2, ARGUMENTS_MAX),
+    ("stack", Function::View(ViewFunction::Stack), 2, ARGUMENTS_MAX),
+    ("pad", Function::View(ViewFunction::Pad), 4, 4),
+    ("cut_or_pad", Function::View(ViewFunction::CutOrPad), 3, 3),
+    ("fill", Function::View(ViewFunction::Fill), 2, ARGUMENTS_MAX),
+    ("cast", Function::View(ViewFunction::Cast), 2, 2),
+    ("mul", Function::View(ViewFunction::Mul), 2, 2),
+    ("mul_flush", Function::View(ViewFunction::MulFlush), 2, 2),
+    ("mul_f32", Function::View(ViewFunction::MulF32), 2, 2),
+    ("add", Function::View(ViewFunction::Add), 2, 2),
+    ("add_f32", Function::View(ViewFunction::AddF32), 2, 2),
+    ("extent", Function::View(ViewFunction::Extent), 2, 2),
+    ("rank", Function::View(ViewFunction::Rank), 1, 1),
+];
+
+/// The axis that a number stands for, counted from the end if negative.
+fn axis(name: &'static str, value: &Value, rank: usize) -> Result<usize, EvalError> {
+    let number = value.int(name)?;
+    let from_end = if number < 0 { i64::try_from(rank).unwrap_or(i64::MAX) + number } else { number };
+    usize::try_from(from_end).map_err(|_| value.kind(name, "an axis"))
+}
+
+fn whole(name: &'static str, value: f64) -> Result<Value, EvalError> {
+    // Beyond 2^53 a float no longer tells neighbours apart.
+    const EXACT: f64 = 9_007_199_254_740_992.0;
+    if value.abs() > EXACT {
+        return Err(EvalError::Range(name));
+    }
+    #[allow(clippy::cast_possible_truncation, reason = "whole and below 2^53")]
+    Ok(Value::Int(value as i64))
+}
+
+impl Function {
+    pub(super) fn apply(self, name: &'static str, values: &[Value], names: &dyn Names) -> Result<Value, EvalError> {
+        match self {
+            Self::Min | Self::Max => {
+                let mut best = &values[0];
+                best.float(name)?;
+                for value in &values[1..] {
+                    let order = value.float(name)?.total_cmp(&best.float(name)?);
+                    if (self == Self::Min && order.is_lt()) || (self == Self::Max && order.is_gt()) {
+                        best = value;
+                    }
+                }
+                Ok(best.clone())
+            }
+            Self::Sqrt => {
+                let value = values[0].float(name)?;
+                if value >= 0.0 { Ok(Value::Float(value.sqrt())) } else { Err(EvalError::Range(name)) }
+            }
+            Self::Ceil => whole(name, values[0].float(name)?.ceil()),
+            Self::Floor => whole(name, values[0].float(name)?.floor()),
+            #[allow(clippy::cast_possible_truncation, reason = "rounding is what is asked for")]
+            Self::F32 => Ok(Value::Float(f64::from(values[0].float(name)? as f32))),
+            #[allow(clippy::cast_possible_truncation, reason = "rounding is what is asked for, by way of f32")]
+            Self::Bf16 => Ok(Value::Float(bf16::from_f32(values[0].float(name)? as f32).to_f64())),
+            Self::Exists => Ok(Value::Bool(names.shape(values[0].text(name)?).is_some())),
+            Self::ShapeOf => {
+                let tensor = values[0].text(name)?;
+                let Some(shape) = names.shape(tensor) else {
+                    return Ok(Value::Absent(Arc::new(Absent::Tensor(tensor.to_owned()))));
+                };
+                let extent = shape.get(axis(name, &values[1], shape.len())?).and_then(|e| i64::try_from(*e).ok());
+                extent.map(Value::Int).ok_or_else(|| values[1].kind(name, "an axis of the tensor"))
+            }
+            Self::Count => {
+                let count = names.count(values[0].text(name)?);
+                i64::try_from(count).map(Value::Int).map_err(|_| EvalError::Range(name))
+            }
+            Self::View(function) => function.apply(name, values),
+        }
+    }
+}
+
+impl ViewFunction {
+    fn apply(self, name: &'static str, values: &[Value]) -> Result<Value, EvalError> {
+        if let Self::Concat | Self::Stack = self {
+            let views = values[1..].iter().map(|value| value.view(name).cloned()).collect::<Result<Vec<_>, _>>()?;
+            let rank = views[0].shape().rank();
+            let axis = axis(name, &values[0], rank + usize::from(self == Self::Stack))?;
+            let view = if self == Self::Stack { View::stack(axis, &views) } else { View::concat(axis, &views) };
+            return Ok(Value::View(view?));
+        }
+        if self == Self::Fill {
+            return Self::fill(name, values);
+        }
+        let view = values[0].view(name)?;
+        let rank = view.shape().rank();
+        let axis = |at: usize| axis(name, &values[at], rank);
+        let natural = |at: usize| values[at].natural(name);
+        let result = match self {
+            Self::Transpose => view.reverse_axes(),
+            Self::Permute => {
+                let axes = (1..values.len()).map(axis).collect::<Result<Vec<_>, _>>()?;
+                view.transpose(&axes)?
+            }
+            Self::Swap => {
+                let mut axes: Vec<usize> = (0..rank).collect();
+                let (a, b) = (axis(1)?, axis(2)?);
+                if a >= rank || b >= rank {
+                    return Err(ViewError::Axis { op: "swap", axis: a.max(b), shape: view.shape().clone() }.into());
+                }
+                axes.swap(a, b);
+                view.transpose(&axes)?
+            }
+            Self::Reshape => {
+                view.reshape(&Shape::try_new(&Self::extents(name, view, &values[1..])?).map_err(ViewError::from)?)?
+            }
+            Self::Slice => {
+                let step = if values.len() > 4 { natural(4)? } else { 1 };
+                view.slice(axis(1)?, natural(2)?, natural(3)?, step)?
+            }
+            Self::Pad => view.pad(axis(1)?, natural(2)?, natural(3)?)?,
+            Self::CutOrPad => {
+                let (axis, wanted) = (axis(1)?, natural(2)?);
+                let extent = view.shape().extents().get(axis).copied().unwrap_or(0);
+                if wanted <= extent { view.slice(axis, 0, wanted, 1)? } else { view.pad(axis, 0, wanted - extent)? }
+            }
+            Self::Cast => view.cast(Self::dtype(name, &values[1])?)?,
+            Self::Mul => view.multiply(values[1].constant(name)?, false, Keep::Operand)?,
+            Self::MulFlush => view.multiply(values[1].constant(name)?, true, Keep::Operand)?,
+            Self::MulF32 => view.multiply(values[1].constant(name)?, false, Keep::F32)?,
+            Self::Add => view.add(values[1].constant(name)?, Keep::Operand)?,
+            Self::AddF32 => view.add(values[1].constant(name)?, Keep::F32)?,
+            Self::Extent => {
+                let extent = view.shape().extents().get(axis(1)?).and_then(|extent| i64::try_from(*extent).ok());
+                return extent.map(Value::Int).ok_or_else(|| values[1].kind(name, "an axis of the view"));
+            }
+            Self::Rank | Self::Concat | Self::Stack | Self::Fill => {
+                return i64::try_from(rank).map(Value::Int).map_err(|_| EvalError::Range(name));
+            }
+        };
+        Ok(Value::View(result))
+    }
+
+    fn dtype(name: &'static str, value: &Value) -> Result<DType, EvalError> {
+        let text = value.text(name)?;
+        DType::from_user(text).ok_or_else(|| EvalError::DType(text.to_owned()))
+    }
+
+    fn fill(name: &'static str, values: &[Value]) -> Result<Value, EvalError> {
+        let dtype = Self::dtype(name, &values[1])?;
+        let extents = values[2..].iter().map(|value| value.natural(name)).collect::<Result<Vec<_>, _>>()?;
+        let shape = Shape::try_new(&extents).map_err(ViewError::from)?;
+        let constant = values[0].constant(name)?;
+        if constant.to_bits() == 0 && dtype != DType::F8E8M0 {
+            return Ok(Value::View(View::fill(shape, Element::zero(dtype))));
+        }
+        Ok(Value::View(View::fill(shape, Element::f32(constant)).cast(dtype)?))
+    }
+
+    /// Extents with the one that is -1 worked out.
+    fn extents(name: &'static str, view: &View, values: &[Value]) -> Result<Vec<u64>, EvalError> {
+        let mut open = None;
+        let mut extents = Vec::with_capacity(values.len());
+        for (at, value) in values.iter().enumerate() {
+            if value.int(name)? == -1 && open.is_none() {
+                open = Some(at);
+                extents.push(1);
+            } else {
+                extents.push(value.natural(name)?);
+            }
+        }
+        if let Some(at) = open {
+            let known = extents.iter().try_fold(1u64, |product, extent| product.checked_mul(*extent));
+            let known = known.ok_or(EvalError::Range(name))?;
+            // An extent that does not come out even is left for the reshape itself to refuse.
+            extents[at] = view.shape().elements().checked_div(known).unwrap_or(0);
+        }
+        Ok(extents)
+    }
+}

@@ -1,0 +1,755 @@
+//! The expressions of layout files: numbers from `config.json`, and views over named tensors.
+//!
+//! One small language without assignment, loops or side effects:
+//!
+//! ```text
+//! if A then B else C      A ?? B (B where A is absent)      ||  &&  !
+//! == != < <= > >=         + - * / // %                      12  1.5  true  'text {template}'
+//! config.NAME             member of config.json, looked for in the text model's part first; absent if it is not there
+//! name                    a parameter, a variable, a loop's variable, or a source tensor of the rule
+//! f(a, b)                 a function of the table below
+//! ```
+//!
+//! `/` of whole numbers gives a whole number where it comes out even and a fraction elsewhere; `//` rounds down. Where
+//! a whole number is needed a fraction is an error. Functions of numbers are `min max sqrt ceil floor f32 bf16`, the last two
+//! rounding to that type. `exists('name')`, `shape('name', axis)` and `count('a.*.b')` ask about the repository's tensors; the
+//! last is one more than the highest number that stands for the star.
+//!
+//! | function of views | result |
+//! | --- | --- |
+//! | `transpose(x)` | all axes reversed |
+//! | `permute(x, 1, 0)` | axis `i` is the operand's axis number `i` of the list |
+//! | `swap(x, -1, -2)` | two axes exchanged |
+//! | `reshape(x, 4, -1)` | the same elements in row-major order; one extent may be `-1` |
+//! | `slice(x, axis, start, stop[, step])` | a part of an axis |
+//! | `concat(axis, x, …)`, `stack(axis, x, …)` | end to end, or side by side along a new axis |
+//! | `pad(x, axis, before, after)` | zeros around |
+//! | `cut_or_pad(x, axis, n)` | the first `n` elements of an axis, with zeros after if there are fewer |
+//! | `fill(value, 'f32', extent, …)` | a constant |
+//! | `cast(x, 'f32')` | values rounded to another type |
+//! | `mul(x, c)`, `add(x, c)` | arithmetic in f32, rounded to the operand's type |
+//! | `mul_flush(x, c)` | as `mul`, with subnormal operands and products made zero of the same sign |
+//! | `mul_f32(x, c)`, `add_f32(x, c)` | as `mul` and `add`, the result left in f32 |
+//! | `extent(x, axis)`, `rank(x)` | numbers |
+//!
+//! Axes may be counted from the end as `-1`, `-2`. Constants of arithmetic must be values of f32: write `f32(…)`.
+
+mod function;
+mod operator;
+mod parse;
+
+use std::{fmt, sync::Arc};
+
+use function::Function;
+use operator::{Binary, equal};
+use parse::{DEPTH_MAX, Parser};
+
+use crate::tensor::{View, ViewError};
+
+/// Why a text is no expression.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SyntaxError {
+    /// Something else was expected.
+    #[error("at {at:?}: expected {expected}")]
+    Expected {
+        /// What stands there, up to the end or so.
+        at: String,
+        /// What should stand there.
+        expected: &'static str,
+    },
+    /// No such function.
+    #[error("there is no function {0:?}")]
+    Function(String),
+    /// Wrong number of operands.
+    #[error("{function} takes {expected} operands, found {found}")]
+    Arguments {
+        /// The function.
+        function: &'static str,
+        /// How many it takes.
+        expected: String,
+        /// How many there are.
+        found: usize,
+    },
+    /// Too deep.
+    #[error("nested more than {DEPTH_MAX} deep")]
+    Depth,
+}
+
+/// Why an expression has no value.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum EvalError {
+    /// A name that nothing has.
+    #[error("nothing is called {0:?}")]
+    Name(String),
+    /// Something needed is not there.
+    #[error("{0}")]
+    Absent(Absent),
+    /// A value of another kind was expected.
+    #[error("{operation}: expected {expected}, found {found}")]
+    Kind {
+        /// The operator or function.
+        operation: &'static str,
+        /// What it takes.
+        expected: &'static str,
+        /// What it got.
+        found: String,
+    },
+    /// A result beyond 64 bits, or a division by zero.
+    #[error("{0}: no such number")]
+    Range(&'static str),
+    /// A constant that is no value of f32.
+    #[error("{0} is no value of f32: round it with f32(…)")]
+    Inexact(String),
+    /// No such dtype.
+    #[error("there is no dtype {0:?}")]
+    DType(String),
+    /// A loop without a range, over something else than the number in a name.
+    #[error("the numbers of {0:?} cannot be told from names: give a range by over")]
+    Open(String),
+    /// A variable defined by itself.
+    #[error("{0:?} is defined by itself")]
+    Cycle(String),
+    /// Views that do not fit.
+    #[error(transparent)]
+    View(#[from] ViewError),
+    /// In the definition of a variable.
+    #[error("{name}: {error}")]
+    In {
+        /// The variable.
+        name: String,
+        /// What is wrong.
+        #[source]
+        error: Box<EvalError>,
+    },
+}
+
+/// Something that is not there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Absent {
+    /// A member of `config.json`.
+    Config(String),
+    /// A tensor.
+    Tensor(String),
+    /// The literal `absent`.
+    Literal,
+}
+
+impl fmt::Display for Absent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Config(name) => write!(f, "config.json has no member {name:?}"),
+            Self::Tensor(name) => write!(f, "there is no tensor {name:?}"),
+            Self::Literal => f.write_str("it is absent"),
+        }
+    }
+}
+
+/// What an expression stands for.
+#[derive(Clone, Debug)]
+pub enum Value {
+    /// A whole number.
+    Int(i64),
+    /// Another number.
+    Float(f64),
+    /// True or false.
+    Bool(bool),
+    /// A text.
+    Text(Arc<str>),
+    /// Nothing.
+    Absent(Arc<Absent>),
+    /// A view.
+    View(View),
+}
+
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Int(value) => value.fmt(f),
+            Self::Float(value) => value.fmt(f),
+            Self::Bool(value) => value.fmt(f),
+            Self::Text(value) => f.write_str(value),
+            Self::Absent(_) => f.write_str("absent"),
+            Self::View(view) => write!(f, "a view {} {}", view.dtype(), view.shape()),
+        }
+    }
+}
+
+impl Value {
+    /// The value of a member of `config.json`; lists and objects count as absent.
+    pub fn of_json(value: &serde_json::Value) -> Option<Self> {
+        match value {
+            serde_json::Value::Bool(value) => Some(Self::Bool(*value)),
+            serde_json::Value::String(text) => Some(Self::Text(text.as_str().into())),
+            serde_json::Value::Number(number) => {
+                number.as_i64().map(Self::Int).or_else(|| number.as_f64().map(Self::Float))
+            }
+            serde_json::Value::Null | serde_json::Value::Array(_) | serde_json::Value::Object(_) => None,
+        }
+    }
+
+    /// The value that a user's text stands for: a number, `true`, `false`, or the text itself.
+    pub fn of_text(text: &str) -> Self {
+        let text = text.trim();
+        let number = text.replace('_', "");
+        match text {
+            "true" => Self::Bool(true),
+            "false" => Self::Bool(false),
+            _ => number.parse().map(Self::Int).ok().unwrap_or_else(|| {
+                let float = number.parse::<f64>().ok().filter(|value| value.is_finite());
+                float.map_or_else(|| Self::Text(text.into()), Self::Float)
+            }),
+        }
+    }
+
+    fn kind(&self, operation: &'static str, expected: &'static str) -> EvalError {
+        match self {
+            Self::Absent(what) => EvalError::Absent(what.as_ref().clone()),
+            Self::Int(_) | Self::Float(_) | Self::Bool(_) | Self::Text(_) | Self::View(_) => {
+                EvalError::Kind { operation, expected, found: self.to_string() }
+            }
+        }
+    }
+
+    /// The whole number that this is.
+    ///
+    /// # Errors
+    /// [`EvalError`] if it is none; a fraction that comes out even is one.
+    pub fn int(&self, operation: &'static str) -> Result<i64, EvalError> {
+        match self {
+            Self::Int(value) => Ok(*value),
+            Self::Float(_) | Self::Bool(_) | Self::Text(_) | Self::Absent(_) | Self::View(_) => {
+                Err(self.kind(operation, "a whole number"))
+            }
+        }
+    }
+
+    /// The whole number, not negative, that this is.
+    ///
+    /// # Errors
+    /// [`EvalError`] if it is none.
+    pub fn natural(&self, operation: &'static str) -> Result<u64, EvalError> {
+        u64::try_from(self.int(operation)?).map_err(|_| self.kind(operation, "a number that is not negative"))
+    }
+
+    #[allow(clippy::cast_precision_loss, reason = "numbers of a configuration are far below 2^53")]
+    fn float(&self, operation: &'static str) -> Result<f64, EvalError> {
+        match self {
+            Self::Int(value) => Ok(*value as f64),
+            Self::Float(value) => Ok(*value),
+            Self::Bool(_) | Self::Text(_) | Self::Absent(_) | Self::View(_) => Err(self.kind(operation, "a number")),
+        }
+    }
+
+    /// Whether this is true.
+    ///
+    /// # Errors
+    /// [`EvalError`] if it is neither true nor false.
+    pub fn bool(&self, operation: &'static str) -> Result<bool, EvalError> {
+        match self {
+            Self::Bool(value) => Ok(*value),
+            Self::Int(_) | Self::Float(_) | Self::Text(_) | Self::Absent(_) | Self::View(_) => {
+                Err(self.kind(operation, "true or false"))
+            }
+        }
+    }
+
+    fn text(&self, operation: &'static str) -> Result<&str, EvalError> {
+        match self {
+            Self::Text(value) => Ok(value),
+            Self::Int(_) | Self::Float(_) | Self::Bool(_) | Self::Absent(_) | Self::View(_) => {
+                Err(self.kind(operation, "a text"))
+            }
+        }
+    }
+
+    /// The view that this is.
+    ///
+    /// # Errors
+    /// [`EvalError`] if it is none.
+    pub fn view(&self, operation: &'static str) -> Result<&View, EvalError> {
+        match self {
+            Self::View(view) => Ok(view),
+            Self::Int(_) | Self::Float(_) | Self::Bool(_) | Self::Text(_) | Self::Absent(_) => {
+                Err(self.kind(operation, "a view"))
+            }
+        }
+    }
+
+    #[allow(clippy::cast_possible_truncation, reason = "the narrowed value is compared with the original")]
+    fn constant(&self, operation: &'static str) -> Result<f32, EvalError> {
+        let wide = self.float(operation)?;
+        let narrow = wide as f32;
+        if f64::from(narrow).to_bits() == wide.to_bits() {
+            Ok(narrow)
+        } else {
+            Err(EvalError::Inexact(self.to_string()))
+        }
+    }
+}
+
+/// What names mean to an expression.
+pub trait Names {
+    /// The value of a name.
+    ///
+    /// # Errors
+    /// [`EvalError::Name`] if there is none.
+    fn name(&self, name: &str) -> Result<Value, EvalError>;
+    /// A member of `config.json`, `None` if it is not there.
+    fn config(&self, path: &[String]) -> Option<Value>;
+    /// The extents of a tensor, `None` if it is not there.
+    fn shape(&self, tensor: &str) -> Option<Vec<u64>>;
+    /// One more than the highest number that stands for the star in a tensor's name, 0 if there is none.
+    fn count(&self, pattern: &str) -> u64;
+}
+
+#[derive(Clone, Debug)]
+enum Node {
+    Value(Value),
+    Text(Template),
+    Name(Arc<str>),
+    Config(Vec<String>),
+    Not(Box<Node>),
+    Negative(Box<Node>),
+    If(Box<[Node; 3]>),
+    Coalesce(Box<[Node; 2]>),
+    Binary(&'static str, Binary, Box<[Node; 2]>),
+    Call(&'static str, Function, Vec<Node>),
+}
+
+/// A parsed expression.
+#[derive(Clone, Debug)]
+pub struct Expr {
+    node: Node,
+    text: Arc<str>,
+}
+
+/// A text with expressions in braces: `layers.{l}.{2*i+1}`. Doubled braces stand for themselves.
+#[derive(Clone, Debug)]
+pub struct Template {
+    parts: Vec<(String, Option<Node>)>,
+}
+
+impl Expr {
+    /// Reads an expression.
+    ///
+    /// # Errors
+    /// [`SyntaxError`].
+    pub fn parse(text: &str) -> Result<Self, SyntaxError> {
+        let mut parser = Parser { text, at: 0, depth: 0 };
+        let node = parser.expression()?;
+        parser.end()?;
+        Ok(Self { node, text: text.into() })
+    }
+
+    /// Reads a range `start..stop`.
+    ///
+    /// # Errors
+    /// [`SyntaxError`].
+    pub fn parse_range(text: &str) -> Result<(Self, Self), SyntaxError> {
+        let mut parser = Parser { text, at: 0, depth: 0 };
+        let start = parser.expression()?;
+        if !parser.take("..") {
+            return Err(parser.expected("a range start..stop"));
+        }
+        let stop = parser.expression()?;
+        parser.end()?;
+        Ok((Self { node: start, text: text.into() }, Self { node: stop, text: text.into() }))
+    }
+
+    /// The text it was read from.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// Its value.
+    ///
+    /// # Errors
+    /// [`EvalError`].
+    pub fn eval(&self, names: &dyn Names) -> Result<Value, EvalError> {
+        self.node.eval(names)
+    }
+
+    /// Calls `visit` for each name used.
+    pub fn for_each_name(&self, visit: &mut dyn FnMut(&str)) {
+        self.node.for_each_name(visit);
+    }
+}
+
+impl Template {
+    /// Reads a template.
+    ///
+    /// # Errors
+    /// [`SyntaxError`].
+    pub fn parse(text: &str) -> Result<Self, SyntaxError> {
+        Self::parse_deep(text, 0)
+    }
+
+    fn parse_deep(text: &str, depth: usize) -> Result<Self, SyntaxError> {
+        let mut parser = Parser { text, at: 0, depth };
+        let mut parts = Vec::new();
+        let mut literal = String::new();
+        while let Some(c) = parser.rest().chars().next() {
+            if parser.rest().starts_with("{{") || parser.rest().starts_with("}}") {
+                literal.push(c);
+                parser.at += 2;
+            } else if c == '{' {
+                parser.at += 1;
+                let node = parser.expression()?;
+                if !parser.take("}") {
+                    return Err(parser.expected("a closing brace"));
+                }
+                parts.push((std::mem::take(&mut literal), Some(node)));
+            } else if c == '}' {
+                return Err(parser.expected("no closing brace"));
+            } else {
+                literal.push(c);
+                parser.at += c.len_utf8();
+            }
+        }
+        parts.push((literal, None));
+        Ok(Self { parts })
+    }
+
+    /// The text with values filled in.
+    ///
+    /// # Errors
+    /// [`EvalError`], also where a value is no number, text, true or false.
+    pub fn eval(&self, names: &dyn Names) -> Result<String, EvalError> {
+        use fmt::Write as _;
+        let mut text = String::new();
+        for (literal, node) in &self.parts {
+            text.push_str(literal);
+            let Some(node) = node else { continue };
+            match node.eval(names)? {
+                value @ (Value::Absent(_) | Value::View(_)) => return Err(value.kind("template", "a number or a text")),
+                value @ (Value::Int(_) | Value::Float(_) | Value::Bool(_) | Value::Text(_)) => {
+                    write!(text, "{value}").unwrap_or_default();
+                }
+            }
+        }
+        Ok(text)
+    }
+
+    /// Calls `visit` for each name used.
+    pub fn for_each_name(&self, visit: &mut dyn FnMut(&str)) {
+        self.parts.iter().filter_map(|part| part.1.as_ref()).for_each(|node| node.for_each_name(visit));
+    }
+}
+
+impl Node {
+    fn for_each_name(&self, visit: &mut dyn FnMut(&str)) {
+        match self {
+            Self::Value(_) | Self::Config(_) => {}
+            Self::Text(template) => template.for_each_name(visit),
+            Self::Name(name) => visit(name),
+            Self::Not(of) | Self::Negative(of) => of.for_each_name(visit),
+            Self::If(of) => of.iter().for_each(|node| node.for_each_name(visit)),
+            Self::Coalesce(of) | Self::Binary(_, _, of) => of.iter().for_each(|node| node.for_each_name(visit)),
+            Self::Call(_, _, of) => of.iter().for_each(|node| node.for_each_name(visit)),
+        }
+    }
+
+    fn eval(&self, names: &dyn Names) -> Result<Value, EvalError> {
+        match self {
+            Self::Value(value) => Ok(value.clone()),
+            Self::Text(template) => Ok(Value::Text(template.eval(names)?.into())),
+            Self::Name(name) => names.name(name),
+            Self::Config(path) => {
+                Ok(names.config(path).unwrap_or_else(|| Value::Absent(Arc::new(Absent::Config(path.join("."))))))
+            }
+            Self::Not(of) => Ok(Value::Bool(!of.eval(names)?.bool("!")?)),
+            Self::Negative(of) => match of.eval(names)? {
+                Value::Int(value) => value.checked_neg().map(Value::Int).ok_or(EvalError::Range("-")),
+                value @ (Value::Float(_) | Value::Bool(_) | Value::Text(_) | Value::Absent(_) | Value::View(_)) => {
+                    Ok(Value::Float(-value.float("-")?))
+                }
+            },
+            Self::If(of) => {
+                let [condition, yes, no] = &**of;
+                if condition.eval(names)?.bool("if")? { yes.eval(names) } else { no.eval(names) }
+            }
+            Self::Coalesce(of) => {
+                let [first, second] = &**of;
+                let value = first.eval(names)?;
+                if let Value::Absent(_) = value { second.eval(names) } else { Ok(value) }
+            }
+            Self::Binary(sign, operator, of) => {
+                let left = of[0].eval(names)?;
+                let right = || of[1].eval(names);
+                Ok(match operator {
+                    Binary::Or => Value::Bool(left.bool(sign)? || right()?.bool(sign)?),
+                    Binary::And => Value::Bool(left.bool(sign)? && right()?.bool(sign)?),
+                    Binary::Equal => Value::Bool(equal(&left, &right()?)),
+                    Binary::Unequal => Value::Bool(!equal(&left, &right()?)),
+                    Binary::Compare(compare) => Value::Bool(compare.apply(left.float(sign)?, right()?.float(sign)?)),
+                    Binary::Arithmetic(arithmetic) => arithmetic.apply(sign, &left, &right()?)?,
+                })
+            }
+            Self::Call(name, function, of) => {
+                let values = of.iter().map(|node| node.eval(names)).collect::<Result<Vec<_>, _>>()?;
+                function.apply(name, &values, names)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::{function::FUNCTIONS, *};
+    use crate::tensor::{DType, Shape, SourceTensor, TensorId};
+
+    /// A repository of one tensor `t` of shape 6 by 4, experts 0 to 2 and 9, and a small configuration.
+    struct Fixed;
+
+    fn tensor() -> View {
+        let shape = Shape::try_new(&[6, 4]).unwrap();
+        View::source(SourceTensor { id: TensorId(0), dtype: DType::BF16, shape })
+    }
+
+    impl Names for Fixed {
+        fn name(&self, name: &str) -> Result<Value, EvalError> {
+            match name {
+                "x" => Ok(Value::View(tensor())),
+                "n" => Ok(Value::Int(12)),
+                "pi" => Ok(Value::Float(3.25)),
+                _ => Err(EvalError::Name(name.to_owned())),
+            }
+        }
+
+        fn config(&self, path: &[String]) -> Option<Value> {
+            match path.join(".").as_str() {
+                "hidden_size" => Some(Value::Int(48)),
+                "rope.theta" => Some(Value::Float(1e6)),
+                "kind" => Some(Value::Text("moe".into())),
+                _ => None,
+            }
+        }
+
+        fn shape(&self, tensor: &str) -> Option<Vec<u64>> {
+            (tensor == "t.12").then(|| vec![6, 4])
+        }
+
+        fn count(&self, pattern: &str) -> u64 {
+            if pattern == "e.*.w" { 10 } else { 0 }
+        }
+    }
+
+    fn eval(text: &str) -> Result<Value, String> {
+        let expr = Expr::parse(text).map_err(|error| error.to_string())?;
+        expr.eval(&Fixed).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn expressions_have_the_values_that_they_say() {
+        let rows = [
+            ("1 + 2 * 3", "7"),
+            ("(1 + 2) * 3", "9"),
+            ("7 / 2", "3.5"),
+            ("8 / 2", "4"),
+            ("7 // 2", "3"),
+            ("-7 // 2", "-4"),
+            ("7 // -2", "-4"),
+            ("-7 // -2", "3"),
+            ("-7 % 4", "1"),
+            ("1_000 - 1", "999"),
+            ("2.5e1", "25"),
+            ("n // 5 * 5 + n % 5", "12"),
+            ("config.hidden_size / 6", "8"),
+            ("config.rope.theta", "1000000"),
+            ("config.no_such ?? config.nor_this ?? 5", "5"),
+            ("config.hidden_size ?? 5", "48"),
+            ("config.kind == 'moe' && !(n < 12)", "true"),
+            ("false && nonsense", "false"),
+            ("true || nonsense", "true"),
+            ("if n == 12 then 'a{n}b' else nonsense", "a12b"),
+            ("if n > 12 then 1 else if n >= 12 then 2 else 3", "2"),
+            ("1 == 1.0", "true"),
+            ("1 != 'a'", "true"),
+            ("absent == config.nothing", "true"),
+            ("sqrt(48)", "6.928203230275509"),
+            ("f32(sqrt(48))", "6.928203105926514"),
+            ("bf16(sqrt(48))", "6.9375"),
+            ("f32(1 / sqrt(8))", "0.3535533845424652"),
+            ("min(3, n, 2.5)", "2.5"),
+            ("max(3, n, 2.5)", "12"),
+            ("ceil(n / 5) + floor(pi)", "6"),
+            ("exists('t.{n}')", "true"),
+            ("exists('t.13')", "false"),
+            ("shape('t.{n}', -1)", "4"),
+            ("shape('t.13', 0) ?? 7", "7"),
+            ("count('e.*.w')", "10"),
+            ("transpose(x)", "a view BF16 [4, 6]"),
+            ("permute(x, 1, 0)", "a view BF16 [4, 6]"),
+            ("swap(x, -1, -2)", "a view BF16 [4, 6]"),
+            ("reshape(x, 2, -1, 4)", "a view BF16 [2, 3, 4]"),
+            ("slice(x, 0, 1, 6, 2)", "a view BF16 [3, 4]"),
+            ("slice(x, -1, 0, extent(x, -1) / 2)", "a view BF16 [6, 2]"),
+            ("concat(0, x, x)", "a view BF16 [12, 4]"),
+            ("stack(-1, x, x)", "a view BF16 [6, 4, 2]"),
+            ("pad(x, 0, 1, 2)", "a view BF16 [9, 4]"),
+            ("cut_or_pad(x, 0, 8)", "a view BF16 [8, 4]"),
+            ("cut_or_pad(x, 0, 2)", "a view BF16 [2, 4]"),
+            ("fill(1.5, 'f32', 2, 3)", "a view F32 [2, 3]"),
+            ("fill(0, 'i32', 2)", "a view I32 [2]"),
+            ("cast(x, 'f32')", "a view F32 [6, 4]"),
+            ("mul(x, 0.5)", "a view BF16 [6, 4]"),
+            ("mul_flush(x, f32(0.1))", "a view BF16 [6, 4]"),
+            ("add_f32(x, 1)", "a view F32 [6, 4]"),
+            ("rank(stack(0, x)) + extent(x, 0)", "9"),
+        ];
+        for (text, expected) in rows {
+            assert_eq!(eval(text).map(|value| value.to_string()), Ok(expected.to_owned()), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused_by_name() {
+        let rows = [
+            ("", "at \"the end\": expected a value"),
+            ("1 +", "at \"the end\": expected a value"),
+            ("1 2", "at \"2\": expected an operator or the end"),
+            ("(1", "at \"the end\": expected a closing parenthesis"),
+            ("'a", "at \"a\": expected a closing quote"),
+            ("'a{1'", "at \"the end\": expected a closing brace"),
+            ("'a}'", "at \"}\": expected no closing brace"),
+            ("config", "at \"the end\": expected a dot and a member's name"),
+            ("config.", "at \"the end\": expected a member's name"),
+            ("nosuch(1)", "there is no function \"nosuch\""),
+            ("sqrt(1, 2)", "sqrt takes 1 operands, found 2"),
+            ("slice(x, 1)", "slice takes 4 to 5 operands, found 2"),
+            ("if 1 then 2", "at \"the end\": expected else"),
+            ("99999999999999999999", "at \"99999999999999999999\": expected a number of at most 64 bits"),
+            ("nothing", "nothing is called \"nothing\""),
+            ("config.none + 1", "config.json has no member \"none\""),
+            ("shape('t.9', 0) + 1", "there is no tensor \"t.9\""),
+            ("'a' + 1", "+: expected a number, found a"),
+            ("9223372036854775807 + 1", "+: no such number"),
+            ("1 / 0", "/: no such number"),
+            ("1 // 0", "//: no such number"),
+            ("1.5 / 0", "/: no such number"),
+            ("sqrt(-1)", "sqrt: no such number"),
+            ("1 && true", "&&: expected true or false, found 1"),
+            ("reshape(x, 7 / 2)", "reshape: expected a whole number, found 3.5"),
+            ("reshape(x, -2)", "reshape: expected a number that is not negative, found -2"),
+            ("reshape(x, 5, 5)", "reshape: [6, 4] has 24 elements, [5, 5] has 25"),
+            ("reshape(x, 5, -1)", "reshape: [6, 4] has 24 elements, [5, 4] has 20"),
+            ("slice(x, 0, 0, 7)", "slice: axis 0 has extent 6, asked for 0..7 in steps of 1"),
+            ("permute(x, 0, 0)", "transpose: [0, 0] is not a permutation of the axes of [6, 4]"),
+            ("swap(x, 0, 2)", "swap: axis 2, but the shape [6, 4] has 2 axes"),
+            ("swap(x, 0, -3)", "swap: expected an axis, found -3"),
+            ("mul(x, 0.1)", "0.1 is no value of f32: round it with f32(…)"),
+            ("mul(x, 1 / 3)", "0.3333333333333333 is no value of f32: round it with f32(…)"),
+            ("cast(x, 'f17')", "there is no dtype \"f17\""),
+            ("transpose(3)", "transpose: expected a view, found 3"),
+            ("'{x}'", "template: expected a number or a text, found a view BF16 [6, 4]"),
+        ];
+        for (text, expected) in rows {
+            assert_eq!(eval(text).map(|value| value.to_string()), Err(expected.to_owned()), "{text}");
+        }
+        let deep = format!("{}1{}", "(".repeat(100), ")".repeat(100));
+        assert_eq!(eval(&deep).unwrap_err(), SyntaxError::Depth.to_string());
+        assert_eq!(eval(&"-".repeat(1000)).unwrap_err(), SyntaxError::Depth.to_string());
+    }
+
+    #[test]
+    fn ranges_and_templates() {
+        let (start, stop) = Expr::parse_range("n // 5..config.hidden_size").unwrap();
+        assert_eq!(start.eval(&Fixed).unwrap().to_string(), "2");
+        assert_eq!(stop.eval(&Fixed).unwrap().to_string(), "48");
+        assert_eq!(Expr::parse_range("0..6").unwrap().1.eval(&Fixed).unwrap().to_string(), "6");
+        assert!(Expr::parse_range("6").is_err());
+        let template = Template::parse("a.{n - 2}.{if n == 12 then 'x' else 'y'}.{{}}.é").unwrap();
+        assert_eq!(template.eval(&Fixed).unwrap(), "a.10.x.{}.é");
+        let mut names = Vec::new();
+        template.for_each_name(&mut |name| names.push(name.to_owned()));
+        assert_eq!(names, ["n", "n"]);
+    }
+
+    #[test]
+    fn values_set_by_users() {
+        let rows =
+            [("12", "12"), ("256_128", "256128"), ("true", "true"), ("0.5", "0.5"), (" a b ", "a b"), ("inf", "inf")];
+        for (text, expected) in rows {
+            assert_eq!(Value::of_text(text).to_string(), expected);
+        }
+        assert!(matches!(Value::of_text("0.2.5"), Value::Text(_)));
+        assert!(matches!(Value::of_text("nan"), Value::Text(_)));
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_makes_the_parser_panic(text in ".{0,60}") {
+            let _ = Expr::parse(&text);
+            let _ = Expr::parse_range(&text);
+            let _ = Template::parse(&text);
+        }
+
+        /// Texts of the language's own words go further into parser and evaluation than any text.
+        #[test]
+        fn no_expression_makes_evaluation_panic(words in prop::collection::vec(prop::sample::select(vec![
+            "x", "n", "pi", "1", "0", "-1", "2", "9223372036854775807", "1.5", "1e300", "(", ")", ",", "+", "-", "*", "/",
+            "//", "%", "==", "<", "??", "&&", "!", "if ", " then ", " else ", "'t.{n}'", "'f32'", "true", "config.a",
+            "transpose(", "permute(", "reshape(", "slice(", "concat(", "stack(", "pad(", "cut_or_pad(", "fill(", "cast(",
+            "mul(", "add_f32(", "extent(", "rank(", "min(", "sqrt(", "floor(", "shape(", "count(", "exists(", "swap(",
+        ]), 0..14)) {
+            let text = words.concat();
+            if let Ok(expr) = Expr::parse(&text) {
+                let _ = expr.eval(&Fixed);
+            }
+        }
+
+        /// Calls with operands of every kind: far more of them are well-formed.
+        #[test]
+        fn no_call_panics(
+            function in prop::sample::select(FUNCTIONS),
+            operands in prop::collection::vec(prop::sample::select(vec![
+                "x", "x", "n", "pi", "1", "0", "-1", "-9", "3", "9223372036854775807", "1e300", "'f32'", "'t.12'", "true", "config.a",
+            ]), 0..6),
+        ) {
+            if let Ok(expr) = Expr::parse(&format!("{}({})", function.0, operands.join(", "))) {
+                let _ = expr.eval(&Fixed);
+            }
+        }
+
+        /// Whole numbers against the same arithmetic in 128 bits.
+        #[test]
+        fn arithmetic_of_whole_numbers(a in any::<i64>(), b in any::<i64>()) {
+            let (wide_a, wide_b) = (i128::from(a), i128::from(b));
+            let floor = |a: i128, b: i128| if a % b != 0 && (a < 0) != (b < 0) { a / b - 1 } else { a / b };
+            let rows = [
+                ("+", Some(wide_a + wide_b)),
+                ("-", Some(wide_a - wide_b)),
+                ("*", Some(wide_a * wide_b)),
+                ("//", (b != 0).then(|| floor(wide_a, wide_b))),
+            ];
+            for (sign, exact) in rows {
+                let names = Pair(a, b);
+                let value = Expr::parse(&format!("a {sign} b")).unwrap().eval(&names).ok().map(|value| value.to_string());
+                let exact = exact.and_then(|exact| i64::try_from(exact).ok()).map(|exact| exact.to_string());
+                prop_assert_eq!(value, exact, "{} {} {}", a, sign, b);
+            }
+        }
+    }
+
+    struct Pair(i64, i64);
+
+    impl Names for Pair {
+        fn name(&self, name: &str) -> Result<Value, EvalError> {
+            Ok(Value::Int(if name == "a" { self.0 } else { self.1 }))
+        }
+
+        fn config(&self, _: &[String]) -> Option<Value> {
+            None
+        }
+
+        fn shape(&self, _: &str) -> Option<Vec<u64>> {
+            None
+        }
+
+        fn count(&self, _: &str) -> u64 {
+            0
+        }
+    }
+}

@@ -1,0 +1,229 @@
+//! The parser of expressions: recursive descent, with a limit on depth.
+
+use std::sync::Arc;
+
+use super::{
+    Absent, Node, SyntaxError, Template, Value,
+    function::FUNCTIONS,
+    operator::{Arithmetic, Binary, Compare},
+};
+
+/// Deepest nesting of an expression.
+pub(super) const DEPTH_MAX: usize = 64;
+
+pub(super) struct Parser<'a> {
+    pub text: &'a str,
+    pub at: usize,
+    pub depth: usize,
+}
+
+/// Operators by precedence, loosest first; a longer one before its own beginning.
+const LEVELS: [&[(&str, Binary)]; 5] = [
+    &[("||", Binary::Or)],
+    &[("&&", Binary::And)],
+    &[
+        ("==", Binary::Equal),
+        ("!=", Binary::Unequal),
+        ("<=", Binary::Compare(Compare::LessEqual)),
+        (">=", Binary::Compare(Compare::GreaterEqual)),
+        ("<", Binary::Compare(Compare::Less)),
+        (">", Binary::Compare(Compare::Greater)),
+    ],
+    &[("+", Binary::Arithmetic(Arithmetic::Add)), ("-", Binary::Arithmetic(Arithmetic::Subtract))],
+    &[
+        ("*", Binary::Arithmetic(Arithmetic::Multiply)),
+        ("//", Binary::Arithmetic(Arithmetic::FloorDivide)),
+        ("/", Binary::Arithmetic(Arithmetic::Divide)),
+        ("%", Binary::Arithmetic(Arithmetic::Remainder)),
+    ],
+];
+
+fn is_word(c: char) -> bool {
+    c.is_ascii_alphanumeric() || c == '_'
+}
+
+impl<'a> Parser<'a> {
+    pub(super) fn rest(&self) -> &'a str {
+        &self.text[self.at..]
+    }
+
+    fn skip(&mut self) {
+        self.at = self.text.len() - self.rest().trim_start().len();
+    }
+
+    pub(super) fn expected(&self, expected: &'static str) -> SyntaxError {
+        let at: String = self.rest().trim_start().chars().take(24).collect();
+        SyntaxError::Expected { at: if at.is_empty() { "the end".to_owned() } else { at }, expected }
+    }
+
+    pub(super) fn take(&mut self, token: &str) -> bool {
+        self.skip();
+        let found = self.rest().starts_with(token);
+        if found {
+            self.at += token.len();
+        }
+        found
+    }
+
+    fn peek_word(&mut self) -> &'a str {
+        self.skip();
+        let rest = self.rest();
+        let starts = rest.chars().next().is_some_and(|c| c.is_ascii_alphabetic() || c == '_');
+        let end = rest.find(|c| !is_word(c)).unwrap_or(rest.len());
+        if starts { &rest[..end] } else { "" }
+    }
+
+    fn keyword(&mut self, word: &str) -> bool {
+        let found = self.peek_word() == word;
+        if found {
+            self.at += word.len();
+        }
+        found
+    }
+
+    pub(super) fn end(&mut self) -> Result<(), SyntaxError> {
+        self.skip();
+        if self.rest().is_empty() { Ok(()) } else { Err(self.expected("an operator or the end")) }
+    }
+
+    fn deeper<T>(&mut self, f: impl FnOnce(&mut Self) -> Result<T, SyntaxError>) -> Result<T, SyntaxError> {
+        self.depth += 1;
+        if self.depth > DEPTH_MAX {
+            return Err(SyntaxError::Depth);
+        }
+        let result = f(self);
+        self.depth -= 1;
+        result
+    }
+
+    pub(super) fn expression(&mut self) -> Result<Node, SyntaxError> {
+        self.deeper(|parser| {
+            if parser.keyword("if") {
+                let condition = parser.expression()?;
+                if !parser.keyword("then") {
+                    return Err(parser.expected("then"));
+                }
+                let yes = parser.expression()?;
+                if !parser.keyword("else") {
+                    return Err(parser.expected("else"));
+                }
+                return Ok(Node::If(Box::new([condition, yes, parser.expression()?])));
+            }
+            let first = parser.binary(0)?;
+            if parser.take("??") {
+                return Ok(Node::Coalesce(Box::new([first, parser.expression()?])));
+            }
+            Ok(first)
+        })
+    }
+
+    fn binary(&mut self, level: usize) -> Result<Node, SyntaxError> {
+        let Some(operators) = LEVELS.get(level) else { return self.unary() };
+        let mut left = self.binary(level + 1)?;
+        while let Some((sign, operator)) = operators.iter().find(|(token, _)| self.take(token)) {
+            let right = self.binary(level + 1)?;
+            left = Node::Binary(sign, *operator, Box::new([left, right]));
+        }
+        Ok(left)
+    }
+
+    fn unary(&mut self) -> Result<Node, SyntaxError> {
+        self.deeper(|parser| {
+            if parser.take("-") {
+                return Ok(Node::Negative(Box::new(parser.unary()?)));
+            }
+            if parser.take("!") {
+                return Ok(Node::Not(Box::new(parser.unary()?)));
+            }
+            parser.atom()
+        })
+    }
+
+    fn atom(&mut self) -> Result<Node, SyntaxError> {
+        if self.take("(") {
+            let inner = self.expression()?;
+            return if self.take(")") { Ok(inner) } else { Err(self.expected("a closing parenthesis")) };
+        }
+        for quote in ["'", "\""] {
+            if self.take(quote) {
+                let end = self.rest().find(quote).ok_or_else(|| self.expected("a closing quote"))?;
+                let template = Template::parse_deep(&self.rest()[..end], self.depth)?;
+                self.at += end + 1;
+                return Ok(Node::Text(template));
+            }
+        }
+        if self.rest().starts_with(|c: char| c.is_ascii_digit()) {
+            return self.number();
+        }
+        let word = self.peek_word();
+        if word.is_empty() {
+            return Err(self.expected("a value"));
+        }
+        self.at += word.len();
+        match word {
+            "true" => return Ok(Node::Value(Value::Bool(true))),
+            "false" => return Ok(Node::Value(Value::Bool(false))),
+            "absent" => return Ok(Node::Value(Value::Absent(Arc::new(Absent::Literal)))),
+            "then" | "else" => return Err(self.expected("a value before then or else")),
+            "config" => return self.config(),
+            _ => {}
+        }
+        if !self.take("(") {
+            return Ok(Node::Name(word.into()));
+        }
+        let (name, function, least, most) =
+            *FUNCTIONS.iter().find(|(name, ..)| *name == word).ok_or_else(|| SyntaxError::Function(word.to_owned()))?;
+        let mut arguments = Vec::new();
+        while !self.take(")") {
+            if !arguments.is_empty() && !self.take(",") {
+                return Err(self.expected("a comma or a closing parenthesis"));
+            }
+            arguments.push(self.expression()?);
+        }
+        if !(least..=most).contains(&arguments.len()) {
+            let expected = if least == most { least.to_string() } else { format!("{least} to {most}") };
+            return Err(SyntaxError::Arguments { function: name, expected, found: arguments.len() });
+        }
+        Ok(Node::Call(name, function, arguments))
+    }
+
+    fn config(&mut self) -> Result<Node, SyntaxError> {
+        let mut path = Vec::new();
+        while self.rest().starts_with('.') && !self.rest().starts_with("..") {
+            self.at += 1;
+            let end = self.rest().find(|c| !is_word(c)).unwrap_or(self.rest().len());
+            if end == 0 {
+                return Err(self.expected("a member's name"));
+            }
+            path.push(self.rest()[..end].to_owned());
+            self.at += end;
+        }
+        if path.is_empty() { Err(self.expected("a dot and a member's name")) } else { Ok(Node::Config(path)) }
+    }
+
+    fn number(&mut self) -> Result<Node, SyntaxError> {
+        let rest = self.rest();
+        let digits = |from: usize| {
+            rest[from..].find(|c: char| !c.is_ascii_digit() && c != '_').map_or(rest.len(), |end| from + end)
+        };
+        let mut end = digits(0);
+        let mut whole = true;
+        let digit_at = |at: usize| rest.as_bytes().get(at).is_some_and(u8::is_ascii_digit);
+        if rest[end..].starts_with('.') && digit_at(end + 1) {
+            whole = false;
+            end = digits(end + 1);
+        }
+        if rest[end..].starts_with(['e', 'E']) {
+            let sign = usize::from(rest[end + 1..].starts_with(['+', '-']));
+            if digit_at(end + 1 + sign) {
+                whole = false;
+                end = digits(end + 1 + sign);
+            }
+        }
+        let text = rest[..end].replace('_', "");
+        let value = if whole { text.parse().map(Value::Int).ok() } else { text.parse().map(Value::Float).ok() };
+        let value = value.ok_or_else(|| self.expected("a number of at most 64 bits"))?;
+        self.at += end;
+        Ok(Node::Value(value))
+    }
+}

@@ -1,0 +1,599 @@
+//! Resolving a layout file against a repository: instances of places and rules, their sources, stacks and views.
+
+use std::{
+    cell::RefCell,
+    collections::{BTreeMap, HashMap},
+    ops::Range,
+    sync::Arc,
+};
+
+use super::{
+    super::{
+        draft::{Bundled, Draft, Roles},
+        expr::{EvalError, Expr, Names, Template, Value},
+        pattern::Pattern,
+        problem::Problem,
+        values::Values,
+    },
+    Allowed, Each, Keep, LayoutFile, Leaf, Place, Placed, Resolved, Stack,
+};
+use crate::{
+    checkpoint::Checkpoint,
+    tensor::{TensorId, View},
+};
+
+/// Most numbers that one range may have.
+const RANGE_MAX: u64 = 1 << 20;
+
+/// Logical names by which a stack is known to be one of experts.
+const EXPERT_WORDS: [&str; 3] = ["exp", "expert", "experts"];
+
+/// Values of loops, by name, outermost first.
+type Bound = Vec<(Arc<str>, Value)>;
+
+impl LayoutFile {
+    /// Resolves the layout against a repository. `set` holds parameters set by the user.
+    ///
+    /// # Errors
+    /// Everything wrong, at once: missing and unexpected tensors, rules that do not fit, unknown parameters.
+    pub fn resolve(
+        &self,
+        checkpoint: &Checkpoint,
+        values: &Values<'_>,
+        set: &BTreeMap<String, String>,
+        allowed: Allowed,
+    ) -> Result<Resolved, Vec<Problem>> {
+        let mut problems = Vec::new();
+        for name in set.keys().filter(|name| !self.params.contains_key(*name)) {
+            let known: Vec<&str> = self.params().collect();
+            problems.push(Problem::File {
+                file: self.label.clone(),
+                reason: format!("there is no parameter {name:?}; there are: {}", known.join(", ")),
+            });
+        }
+        let set = set.iter().map(|(name, text)| (name.clone(), Value::of_text(text))).collect();
+        let scope = Scope { file: self, checkpoint, set, known: RefCell::default() };
+        for (name, definition) in self.params.iter().chain(&self.vars) {
+            // What lacks something is an error only where it is needed.
+            if let Err(error) = scope.global(name)
+                && !is_absent(&error)
+            {
+                problems.push(self.problem(definition.line, "", &error));
+            }
+        }
+        let mut resolver = Resolver {
+            scope: &scope,
+            values,
+            allowed,
+            used: vec![false; checkpoint.table().id_end()],
+            drafts: Vec::new(),
+            problems,
+            warnings: Vec::new(),
+        };
+        if resolver.problems.is_empty() {
+            resolver.check();
+        }
+        if resolver.problems.is_empty() {
+            resolver.run();
+        }
+        let params = self.params.keys().map(|name| {
+            let value = scope.global(name).map_or_else(|_| "absent".to_owned(), |value| value.to_string());
+            (name.clone(), value)
+        });
+        let params = params.collect();
+        let verified = self.verified.as_ref().is_none_or(|verified| {
+            let value =
+                resolver.eval(verified, &[], |expr, names| Ok(Value::Bool(expr.eval(names)?.bool("verified")?)));
+            matches!(value, Some(Value::Bool(true)))
+        });
+        let Resolver { drafts, problems, warnings, .. } = resolver;
+        if problems.is_empty() { Ok(Resolved { drafts, params, verified, warnings }) } else { Err(problems) }
+    }
+
+    fn problem(&self, line: usize, target: &str, error: &EvalError) -> Problem {
+        Problem::Layout { file: self.label.clone(), line, target: target.to_owned(), reason: error.to_string() }
+    }
+}
+
+fn is_absent(error: &EvalError) -> bool {
+    match error {
+        EvalError::Absent(_) => true,
+        EvalError::In { error, .. } => is_absent(error),
+        EvalError::Name(_)
+        | EvalError::Kind { .. }
+        | EvalError::Range(_)
+        | EvalError::Inexact(_)
+        | EvalError::DType(_)
+        | EvalError::Open(_)
+        | EvalError::Cycle(_)
+        | EvalError::View(_) => false,
+    }
+}
+
+/// The repository, and the values of parameters and variables.
+struct Scope<'a> {
+    file: &'a LayoutFile,
+    checkpoint: &'a Checkpoint,
+    set: BTreeMap<String, Value>,
+    /// Values worked out; `None` while one is.
+    known: RefCell<HashMap<String, Option<Result<Value, EvalError>>>>,
+}
+
+impl Scope<'_> {
+    fn global(&self, name: &str) -> Result<Value, EvalError> {
+        if let Some(known) = self.known.borrow().get(name) {
+            return known.clone().unwrap_or_else(|| Err(EvalError::Cycle(name.to_owned())));
+        }
+        let definition = self.file.params.get(name).or_else(|| self.file.vars.get(name));
+        let Some(definition) = definition else { return Err(EvalError::Name(name.to_owned())) };
+        let value = if let Some(value) = self.set.get(name) {
+            Ok(value.clone())
+        } else {
+            self.known.borrow_mut().insert(name.to_owned(), None);
+            let value = definition.it.eval(&Local { scope: self, bound: &[] });
+            value.map_err(|error| EvalError::In { name: name.to_owned(), error: Box::new(error) })
+        };
+        self.known.borrow_mut().insert(name.to_owned(), Some(value.clone()));
+        value
+    }
+
+    /// The tensor of a name or of one that is tried for it.
+    fn find(&self, name: &str) -> Option<TensorId> {
+        self.checkpoint.find(name).or_else(|| self.on_disk(name).find_map(|name| self.checkpoint.find(&name)))
+    }
+
+    fn on_disk(&self, name: &str) -> impl Iterator<Item = String> {
+        self.file.aliases.iter().flat_map(move |(prefix, others)| {
+            let rest = name.strip_prefix(prefix.as_str());
+            others.iter().filter_map(move |other| rest.map(|rest| format!("{other}{rest}")))
+        })
+    }
+
+    fn count(&self, pattern: &str) -> u64 {
+        let one = |pattern: &str| -> u64 {
+            let Some((before, after)) = pattern.split_once('*') else { return 0 };
+            let numbers = self.checkpoint.table().with_prefix(before).filter_map(|id| {
+                let middle = self.checkpoint.tensor(id).name.strip_prefix(before)?.strip_suffix(after)?;
+                let digits = !middle.is_empty() && middle.bytes().all(|byte| byte.is_ascii_digit());
+                if digits { middle.parse::<u64>().ok()?.checked_add(1) } else { None }
+            });
+            numbers.max().unwrap_or(0)
+        };
+        std::iter::once(pattern.to_owned())
+            .chain(self.on_disk(pattern))
+            .map(|pattern| one(&pattern))
+            .find(|count| *count > 0)
+            .unwrap_or(0)
+    }
+}
+
+/// A scope with the values of loops and sources.
+struct Local<'a> {
+    scope: &'a Scope<'a>,
+    bound: &'a [(Arc<str>, Value)],
+}
+
+impl Names for Local<'_> {
+    fn name(&self, name: &str) -> Result<Value, EvalError> {
+        let bound = self.bound.iter().rev().find(|(bound, _)| **bound == *name);
+        bound.map_or_else(|| self.scope.global(name), |(_, value)| Ok(value.clone()))
+    }
+
+    fn config(&self, path: &[String]) -> Option<Value> {
+        let config = self.scope.checkpoint.config()?;
+        let text = self.scope.checkpoint.dialect().text_config.as_deref().and_then(|name| config.get(name));
+        let walk = |root: &serde_json::Value| -> Option<Value> {
+            Value::of_json(path.iter().try_fold(root, |value, member| value.get(member))?)
+        };
+        text.and_then(walk).or_else(|| walk(config))
+    }
+
+    fn shape(&self, tensor: &str) -> Option<Vec<u64>> {
+        self.scope.find(tensor).map(|id| self.scope.checkpoint.tensor(id).shape.to_vec())
+    }
+
+    fn count(&self, pattern: &str) -> u64 {
+        self.scope.count(pattern)
+    }
+}
+
+/// Why a leaf is not there.
+enum Failure {
+    /// A source is missing.
+    Missing,
+    /// It would be stacked over nothing.
+    Empty,
+    /// A rule does not fit.
+    Rule(usize, EvalError),
+    /// A source has no such values.
+    Source(Problem),
+}
+
+struct Resolver<'a> {
+    scope: &'a Scope<'a>,
+    values: &'a Values<'a>,
+    allowed: Allowed,
+    used: Vec<bool>,
+    drafts: Vec<Draft>,
+    problems: Vec<Problem>,
+    warnings: Vec<String>,
+}
+
+/// One leaf while it is made.
+struct Making<'a> {
+    leaf: &'a Leaf,
+    place: Option<&'a Place>,
+    name: String,
+    bound: Bound,
+    /// Stacks, outermost first.
+    stacks: Vec<&'a Stack>,
+    /// Numbers of the stacked axes in the finished leaf, once known.
+    axes: Option<Vec<usize>>,
+    missing: Vec<String>,
+    found: Vec<TensorId>,
+}
+
+impl<'a> Resolver<'a> {
+    fn run(&mut self) {
+        let file = self.scope.file;
+        for leaf in &file.leaves {
+            self.rule(None, leaf, &[]);
+        }
+        for place in &file.places {
+            for mut bound in self.instances(&place.each, place.when.as_ref(), &[]) {
+                for (name, binding) in &place.bindings {
+                    if let Some(value) = self.eval(binding, &bound, |expr, names| expr.eval(names)) {
+                        bound.push((name.clone(), value));
+                    }
+                }
+                for leaf in place.groups.iter().flat_map(|group| &file.groups[group]) {
+                    self.rule(Some(place), leaf, &bound);
+                }
+            }
+        }
+        // Rules that failed have used nothing: what they leave over is not unexpected.
+        if !self.problems.iter().any(|problem| matches!(problem, Problem::Layout { .. })) {
+            self.unexpected();
+        }
+    }
+
+    fn check(&mut self) {
+        for check in &self.scope.file.checks {
+            let holds = self.eval(&check.that, &[], |expr, names| Ok(Value::Bool(expr.eval(names)?.bool("check")?)));
+            if matches!(holds, Some(Value::Bool(false))) {
+                self.add(Problem::Layout {
+                    file: self.scope.file.label.clone(),
+                    line: check.that.line,
+                    target: String::new(),
+                    reason: check.say.clone(),
+                });
+            }
+        }
+    }
+
+    fn eval<T>(
+        &mut self,
+        placed: &Placed<T>,
+        bound: &[(Arc<str>, Value)],
+        eval: impl FnOnce(&T, &dyn Names) -> Result<Value, EvalError>,
+    ) -> Option<Value> {
+        let result = eval(&placed.it, &Local { scope: self.scope, bound });
+        result.map_err(|error| self.add(self.scope.file.problem(placed.line, "", &error))).ok()
+    }
+
+    /// Adds a problem unless it is there already, as happens when one rule fails for every layer.
+    fn add(&mut self, problem: Problem) {
+        if self.problems.last() != Some(&problem) && !self.problems.contains(&problem) {
+            self.problems.push(problem);
+        }
+    }
+
+    fn range(&self, range: &Placed<(Expr, Expr)>, bound: &[(Arc<str>, Value)]) -> Result<Range<u64>, EvalError> {
+        let local = Local { scope: self.scope, bound };
+        let number = |expr: &Expr| expr.eval(&local)?.natural("range");
+        let (start, stop) = (number(&range.it.0)?, number(&range.it.1)?);
+        if stop.saturating_sub(start) <= RANGE_MAX { Ok(start..stop) } else { Err(EvalError::Range("range")) }
+    }
+
+    /// All bindings of the variables of `each` for which the condition holds.
+    fn instances(&mut self, each: &Each, when: Option<&Placed<Expr>>, outer: &[(Arc<str>, Value)]) -> Vec<Bound> {
+        // A condition on none of the variables comes before their ranges, which may make sense only where it holds.
+        let free = |when: &&Placed<Expr>| {
+            let mut free = true;
+            when.it.for_each_name(&mut |name| free &= each.iter().all(|(var, _)| **var != *name));
+            free
+        };
+        if let Some(when) = when.filter(free) {
+            let holds = self.eval(when, outer, |expr, names| Ok(Value::Bool(expr.eval(names)?.bool("when")?)));
+            if !matches!(holds, Some(Value::Bool(true))) {
+                return Vec::new();
+            }
+        }
+        let mut all = vec![outer.to_vec()];
+        for (var, over) in each {
+            let range = match self.range(over, outer) {
+                Ok(range) => range,
+                Err(error) => {
+                    self.add(self.scope.file.problem(over.line, "", &error));
+                    return Vec::new();
+                }
+            };
+            let extended = all.iter().flat_map(|bound| {
+                range.clone().map(|number| {
+                    let mut bound = bound.clone();
+                    bound.push((var.clone(), int(number)));
+                    bound
+                })
+            });
+            all = extended.collect();
+        }
+        let Some(when) = when else { return all };
+        let mut kept = Vec::new();
+        for bound in all {
+            match self.eval(when, &bound, |expr, names| Ok(Value::Bool(expr.eval(names)?.bool("when")?))) {
+                Some(Value::Bool(true)) => kept.push(bound),
+                Some(_) => {}
+                None => return Vec::new(),
+            }
+        }
+        kept
+    }
+
+    fn rule(&mut self, place: Option<&'a Place>, leaf: &'a Leaf, outer: &[(Arc<str>, Value)]) {
+        for bound in self.instances(&leaf.each, leaf.when.as_ref(), outer) {
+            let text = |template: &Template, names: &dyn Names| Ok(Value::Text(template.eval(names)?.into()));
+            let Some(name) = self.eval(&leaf.to, &bound, text) else { return };
+            let prefix = match place.and_then(|place| place.to.as_ref()) {
+                None => String::new(),
+                Some(to) => match self.eval(to, &bound, text) {
+                    Some(prefix) => prefix.to_string(),
+                    None => return,
+                },
+            };
+            let stacks = leaf.stack.iter().chain(place.map_or(&[][..], |place| &place.stack)).collect();
+            let name = joined(&prefix, &name.to_string());
+            let mut making =
+                Making { leaf, place, name, bound, stacks, axes: None, missing: Vec::new(), found: Vec::new() };
+            let view = self.level(&mut making, 0);
+            self.finish(making, view);
+        }
+    }
+
+    fn finish(&mut self, making: Making<'_>, view: Result<View, Failure>) {
+        let Making { leaf, name, missing, found, .. } = &making;
+        // A leaf that cannot be made has used what it found: it is the reason, not its other sources.
+        for id in found {
+            self.used[id.0 as usize] = true;
+        }
+        if !missing.is_empty() {
+            if leaf.optional && found.is_empty() {
+                return;
+            }
+            if missing.iter().all(|source| self.allowed.missing.accepts(source)) {
+                self.warnings.push(format!("{name} is left out: missing tensor {}", missing[0]));
+                return;
+            }
+            let missing =
+                missing.iter().map(|source| Problem::MissingTensor { name: source.clone(), for_target: name.clone() });
+            self.problems.extend(missing);
+            return;
+        }
+        match view {
+            Ok(view) => {
+                let draft = making.draft(view);
+                self.drafts.push(draft);
+            }
+            Err(Failure::Empty | Failure::Missing) => {}
+            Err(Failure::Source(problem)) => self.add(problem),
+            Err(Failure::Rule(line, error)) => {
+                // One rule that fails for every layer is said once, for the first of them.
+                let text = error.to_string();
+                let said = self.problems.iter().any(|known| {
+                    matches!(known, Problem::Layout { line: known, reason, .. } if *known == line && *reason == text)
+                });
+                if !said {
+                    self.add(self.scope.file.problem(line, name, &error));
+                }
+            }
+        }
+    }
+
+    /// The view from a level of stacks inwards.
+    fn level(&self, making: &mut Making<'_>, level: usize) -> Result<View, Failure> {
+        let Some(stack) = making.stacks.get(level).copied() else { return self.slice(making) };
+        let range = match &stack.over {
+            Some(over) => {
+                let range = self.range(over, &making.bound);
+                range.map_err(|error| Failure::Rule(over.line, error))?
+            }
+            None => self.numbers(making, stack)?,
+        };
+        let mut children = Vec::with_capacity(usize::try_from(range.end.saturating_sub(range.start)).unwrap_or(0));
+        let mut empty = false;
+        for number in range {
+            making.bound.push((stack.var.clone(), int(number)));
+            let child = self.level(making, level + 1);
+            making.bound.pop();
+            match child {
+                Ok(child) => children.push(child),
+                // Others may be missing too: go on to name them all.
+                Err(Failure::Missing) => {}
+                Err(Failure::Empty) => empty = true,
+                Err(failure) => return Err(failure),
+            }
+        }
+        if !making.missing.is_empty() {
+            return Err(Failure::Missing);
+        }
+        if empty || children.is_empty() {
+            return Err(Failure::Empty);
+        }
+        let axis = self.axis(making, level, children[0].shape().rank())?;
+        View::stack(axis, &children).map_err(|error| Failure::Rule(stack.line, error.into()))
+    }
+
+    /// Number of the axis that a level of stacks makes, among those of the levels inside it.
+    fn axis(&self, making: &mut Making<'_>, level: usize, child_rank: usize) -> Result<usize, Failure> {
+        if making.axes.is_none() {
+            let levels = making.stacks.len();
+            let rank = child_rank - (levels - 1 - level);
+            let mut axes = Vec::with_capacity(levels);
+            for (outer, stack) in making.stacks.iter().enumerate() {
+                let Some(axis) = &stack.axis else {
+                    axes.push(outer);
+                    continue;
+                };
+                let mut bound = making.bound.clone();
+                bound.push(("rank".into(), int(rank as u64)));
+                bound.push(("outer".into(), int(outer as u64)));
+                let number = axis.it.eval(&Local { scope: self.scope, bound: &bound });
+                let number = number.and_then(|number| number.natural("axis"));
+                let number = number.map_err(|error| Failure::Rule(axis.line, error))?;
+                let number = usize::try_from(number).ok().filter(|number| *number < rank + levels);
+                match number.filter(|number| !axes.contains(number)) {
+                    Some(number) => axes.push(number),
+                    None => return Err(Failure::Rule(axis.line, EvalError::Range("axis"))),
+                }
+            }
+            making.axes = Some(axes);
+        }
+        let axes = making.axes.as_deref().unwrap_or_default();
+        Ok(axes[level] - axes[..level].iter().filter(|outer| **outer < axes[level]).count())
+    }
+
+    /// All numbers of a variable that the repository has, from 0.
+    fn numbers(&self, making: &Making<'_>, stack: &Stack) -> Result<Range<u64>, Failure> {
+        let mut bound = making.bound.clone();
+        bound.push((stack.var.clone(), Value::Text("*".into())));
+        // Stacks further in have no number yet: any will do, and layers and experts start at 0 or the range says so.
+        let at = making.stacks.iter().position(|other| std::ptr::eq(*other, stack)).unwrap_or(0);
+        for inner in &making.stacks[at + 1..] {
+            let first = inner.over.as_ref().map_or(Ok(0), |over| self.range(over, &bound).map(|range| range.start));
+            let first = first.map_err(|error| Failure::Rule(inner.line, error))?;
+            bound.push((inner.var.clone(), int(first)));
+        }
+        let Some((_, first)) = making.leaf.from.first() else { return Ok(0..0) };
+        let open = |_| Failure::Rule(stack.line, EvalError::Open(stack.var.to_string()));
+        let name = self.source_name(making, first, &bound).map_err(open)?;
+        Ok(0..self.scope.count(&name).min(RANGE_MAX))
+    }
+
+    fn source_name(
+        &self,
+        making: &Making<'_>,
+        template: &Template,
+        bound: &[(Arc<str>, Value)],
+    ) -> Result<String, Failure> {
+        let local = Local { scope: self.scope, bound };
+        let name = template.eval(&local).map_err(|error| Failure::Rule(making.leaf.from_line, error))?;
+        let Some(from) = making.place.and_then(|place| place.from.as_ref()) else { return Ok(name) };
+        let prefix = from.it.eval(&local).map_err(|error| Failure::Rule(from.line, error))?;
+        Ok(joined(&prefix, &name))
+    }
+
+    /// What is stacked: the view over one set of sources.
+    fn slice(&self, making: &mut Making<'_>) -> Result<View, Failure> {
+        let leaf = making.leaf;
+        let before = making.missing.len();
+        let mut sources = Vec::with_capacity(leaf.from.len());
+        for (name, template) in &leaf.from {
+            let source = self.source_name(making, template, &making.bound)?;
+            let Some(id) = self.scope.find(&source) else {
+                making.missing.push(source);
+                continue;
+            };
+            making.found.push(id);
+            let found = self.scope.checkpoint.tensor(id).name;
+            let dtype = match leaf.dtype {
+                Some(Keep::Source) => None,
+                Some(Keep::As(dtype)) => Some(dtype),
+                None => self.values.dtype_of(&[found, &source, &making.name]),
+            };
+            if let (Some((scale, _)), Some(_)) = (self.values.scale_of(id), dtype) {
+                making.found.push(scale);
+            }
+            sources.push((name.clone(), self.values.view(id, dtype).map_err(Failure::Source)?));
+        }
+        if making.missing.len() > before {
+            return Err(Failure::Missing);
+        }
+        let Some(view) = &leaf.view else { return sources.pop().map(|(_, view)| view).ok_or(Failure::Empty) };
+        let outside = making.bound.len();
+        making.bound.extend(sources.into_iter().map(|(name, view)| (name, Value::View(view))));
+        let value = view.it.eval(&Local { scope: self.scope, bound: &making.bound });
+        making.bound.truncate(outside);
+        value.and_then(|value| value.view("view").cloned()).map_err(|error| Failure::Rule(view.line, error))
+    }
+
+    /// Reports the tensors that no rule uses and none ignores.
+    fn unexpected(&mut self) {
+        let mut ignored = Vec::new();
+        for ignore in &self.scope.file.ignores {
+            for bound in self.instances(&ignore.each, ignore.when.as_ref(), &[]) {
+                let text = |template: &Template, names: &dyn Names| Ok(Value::Text(template.eval(names)?.into()));
+                let Some(text) = self.eval(&ignore.names, &bound, text) else { continue };
+                match Pattern::parse(&text.to_string()) {
+                    Ok(pattern) => ignored.push(pattern),
+                    Err(error) => self.problems.push(Problem::Layout {
+                        file: self.scope.file.label.clone(),
+                        line: ignore.names.line,
+                        target: String::new(),
+                        reason: error.to_string(),
+                    }),
+                }
+            }
+        }
+        for (id, info) in self.scope.checkpoint.tensors() {
+            if self.used[id.0 as usize] || ignored.iter().any(|pattern| pattern.matches(info.name)) {
+                continue;
+            }
+            let problem = Problem::UnexpectedTensor { name: info.name.to_owned() };
+            if self.allowed.unmapped.accepts(info.name) {
+                self.warnings.push(format!("{problem}: left out"));
+            } else {
+                self.problems.push(problem);
+            }
+        }
+    }
+}
+
+impl Making<'_> {
+    fn draft(self, view: View) -> Draft {
+        let stacked = self.axes.unwrap_or_default();
+        let rank = view.shape().rank();
+        let own: Vec<usize> = (0..rank).filter(|axis| !stacked.contains(axis)).collect();
+        let logical = match &self.leaf.axes {
+            None => Vec::new(),
+            // A leaf without names of its own: the place says what is then called how.
+            Some(axes) if axes.is_empty() => self.place.map_or_else(Vec::new, |place| place.bare.clone()),
+            Some(axes) => {
+                let mut names = vec![String::new(); rank];
+                for (at, name) in own.iter().zip(axes) {
+                    names[*at].clone_from(name);
+                }
+                for (at, stack) in stacked.iter().zip(&self.stacks) {
+                    names[*at].clone_from(&stack.name);
+                }
+                names
+            }
+        };
+        let stacked_experts = self.stacks.iter().position(|stack| EXPERT_WORDS.contains(&stack.name.as_str()));
+        let stacked_experts = stacked_experts.and_then(|at| stacked.get(at).copied());
+        let roles = Roles {
+            stacked: own.first().copied().unwrap_or(rank),
+            tp: self.leaf.tp.and_then(|axis| own.get(axis).copied()),
+            experts: self.leaf.experts.and_then(|axis| own.get(axis).copied()).or(stacked_experts),
+            expert: None,
+            logical,
+        };
+        Draft { name: self.name, view, roles, bundled: Bundled::ALWAYS, layers: None }
+    }
+}
+
+fn int(number: u64) -> Value {
+    Value::Int(i64::try_from(number).unwrap_or(i64::MAX))
+}
+
+fn joined(prefix: &str, name: &str) -> String {
+    if prefix.is_empty() || name.is_empty() { format!("{prefix}{name}") } else { format!("{prefix}.{name}") }
+}
