@@ -164,21 +164,29 @@ fn incomplete_models_are_refused_and_unknown_names_reported() {
         *name = name.replace("o_proj", "out_proj");
     }
     repo::write_repo(dir.path(), &[&rows], &repo::llama_config(3));
-    let error = refused(dir.path(), &ViewOptions::default());
-    let expected = "missing tensor model.layers.{0-2}.self_attn.o_proj.weight (3 tensors); the nearest name is \
-                    model.layers.*.self_attn.out_proj.weight";
-    assert_eq!(error, expected);
-    let allow_missing = Allow::Matching(patterns(&["*o_proj*"]));
-    let checkpoint = repo::open(dir.path());
-    let plan = Plan::build(&checkpoint, &ViewOptions { allow_missing, ..ViewOptions::default() }).unwrap();
-    assert_eq!(plan.missing.iter().map(|group| group.count).collect::<Vec<_>>(), [3]);
+    // What no layer has is reported; so is what no table knows.
+    let plan = Plan::build(&repo::open(dir.path()), &ViewOptions::default()).unwrap();
+    let texts = |groups: &[ckfs::plan::NameGroup]| groups.iter().map(ToString::to_string).collect::<Vec<_>>();
     assert_eq!(
-        plan.unexpected.iter().map(ToString::to_string).collect::<Vec<_>>(),
+        texts(&plan.missing),
+        ["model.layers.{0-2}.self_attn.o_proj.weight (3 tensors); the nearest name is \
+          model.layers.*.self_attn.out_proj.weight"]
+    );
+    assert_eq!(
+        texts(&plan.unexpected),
         ["model.layers.{0-2}.self_attn.out_proj.weight (3 tensors); the nearest name is \
           model.layers.*.self_attn.o_proj.weight"]
     );
-    let allow_missing = Allow::Matching(patterns(&["*q_proj*"]));
-    assert_eq!(refused(dir.path(), &ViewOptions { allow_missing, ..ViewOptions::default() }), expected);
+    // What one layer lacks is refused, unless it is allowed by its name.
+    let mut rows = repo::llama_rows(3, DType::BF16);
+    rows.retain(|(name, ..)| name != "model.layers.1.self_attn.q_proj.weight");
+    repo::write_repo(dir.path(), &[&rows], &repo::llama_config(3));
+    let build = |pattern: &str| {
+        let allow_missing = Allow::Matching(patterns(&[pattern]));
+        Plan::build(&repo::open(dir.path()), &ViewOptions { allow_missing, ..ViewOptions::default() })
+    };
+    assert_eq!(build("*k_proj*").unwrap_err().to_string(), "missing tensor model.layers.1.self_attn.q_proj.weight");
+    assert_eq!(texts(&build("*q_proj*").unwrap().missing), ["model.layers.1.self_attn.q_proj.weight"]);
 }
 
 fn adapter(config: &Value, modules: &[&str]) -> tempfile::TempDir {

@@ -39,7 +39,7 @@ impl std::fmt::Display for NameGroup {
 }
 
 /// A name with all numbers between dots as `*`, and these numbers.
-pub(super) fn starred(name: &str) -> (String, Vec<u64>) {
+fn starred(name: &str) -> (String, Vec<u64>) {
     let mut numbers = Vec::new();
     let words = name.split('.').map(|word| match word.parse() {
         Ok(number) if word.bytes().all(|byte| byte.is_ascii_digit()) => {
@@ -61,7 +61,7 @@ fn ranges(numbers: &BTreeSet<u64>) -> String {
 }
 
 /// Names folded over their numbers, each with the nearest of `others`.
-pub(super) fn fold<'a>(names: impl IntoIterator<Item = &'a str>, others: &BTreeSet<String>) -> Vec<NameGroup> {
+fn fold<'a>(names: impl IntoIterator<Item = &'a str>, others: &BTreeSet<String>) -> Vec<NameGroup> {
     let mut groups: BTreeMap<String, (u64, Vec<BTreeSet<u64>>)> = BTreeMap::new();
     for name in names {
         let (stars, numbers) = starred(name);
@@ -217,7 +217,6 @@ pub(super) fn compare(
     allow: &Allow,
     wanted: impl Fn(&str) -> bool,
     problems: &mut Vec<Problem>,
-    warnings: &mut Vec<String>,
 ) -> Findings {
     let Ok(words) = Generic::load().map(|generic| generic.words) else { return Findings::default() };
     let Some(prefix) = select::text_prefix(checkpoint, Some(family)) else { return Findings::default() };
@@ -246,12 +245,14 @@ pub(super) fn compare(
         }
     }
     let found: BTreeSet<String> = unknown.iter().map(|name| starred(name).0).collect();
-    let (allowed, refused): (Vec<&str>, Vec<&str>) = lost.into_iter().partition(|name| allow.accepts(name));
+    // What some layers have and others have not was lost. What no layer has may be another kind of model: that is reported.
+    let stems: BTreeSet<String> = checkpoint.tensors().map(|(_, info)| starred(info.name).0).collect();
+    let (allowed, refused): (Vec<&str>, Vec<&str>) =
+        lost.into_iter().partition(|name| allow.accepts(name) || !stems.contains(&starred(name).0));
     for group in fold(refused, &found) {
         problems.push(Problem::MissingTensor { name: group.to_string(), for_target: String::new() });
     }
     let missing = fold(allowed, &found);
-    warnings.extend(missing.iter().map(|group| format!("missing tensor {group}")));
     known.extend(family.stems().map(|stem| format!("{prefix}{stem}")));
     Findings { missing, unexpected: fold(unknown, &known) }
 }
@@ -262,18 +263,15 @@ mod tests {
 
     #[test]
     fn names_fold_over_numbers() {
-        let names = ["m.layers.0.q", "m.layers.1.q", "m.layers.3.q", "norm", "m.layers.1.e.0.w", "m.layers.1.e.1.w"];
-        let others = ["m.layers.*.qq".to_owned(), "x".to_owned()].into();
-        let groups = fold(names, &others);
-        let texts: Vec<String> = groups.iter().map(ToString::to_string).collect();
-        assert_eq!(
-            texts,
-            [
-                "m.layers.{0-1,3}.q (3 tensors); the nearest name is m.layers.*.qq",
-                "m.layers.1.e.{0-1}.w (2 tensors)",
-                "norm"
-            ]
-        );
+        let names = ["a.0.self_attn.q", "a.1.self_attn.q", "a.3.self_attn.q", "norm", "a.1.e.0.w", "a.1.e.1.w"];
+        let others = ["a.*.self_attn.qq".to_owned(), "x".to_owned()].into();
+        let texts: BTreeSet<String> = fold(names, &others).iter().map(ToString::to_string).collect();
+        let expected = [
+            "a.{0-1,3}.self_attn.q (3 tensors); the nearest name is a.*.self_attn.qq",
+            "a.1.e.{0-1}.w (2 tensors)",
+            "norm",
+        ];
+        assert_eq!(texts, expected.into_iter().map(str::to_owned).collect());
     }
 
     #[test]

@@ -31,7 +31,7 @@ pub mod spec;
 pub mod values;
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, HashMap},
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -269,7 +269,7 @@ impl Plan {
         if let (None, Some(family)) = (&file, &family) {
             let wanted = |name: &str| options.subset.wants(name);
             let allow = &options.allow_missing;
-            findings = expect::compare(whole, family, allow, wanted, &mut problems, &mut warnings);
+            findings = expect::compare(whole, family, allow, wanted, &mut problems);
         }
         let drafts = match (&options.layout, &file) {
             (_, Some(file)) => {
@@ -363,7 +363,6 @@ impl Plan {
         };
         plan.add(drafts, options, &mut problems);
         problems.dedup();
-        fold_unexpected(&mut problems);
         if problems.is_empty() { Ok(plan) } else { Err(PlanError { problems }) }
     }
 
@@ -635,27 +634,6 @@ fn missing_layers(
             if allow || layer >= declared { warnings.push(problem.to_string()) } else { problems.push(problem) }
         }
     }
-}
-
-/// Makes one problem of all unexpected tensors whose names differ in numbers only.
-fn fold_unexpected(problems: &mut Vec<Problem>) {
-    let mut names = Vec::new();
-    let mut first = None;
-    let mut lost = BTreeSet::new();
-    for (at, problem) in problems.iter().enumerate() {
-        if let Problem::UnexpectedTensor { name } = problem {
-            first.get_or_insert(at);
-            names.push(name.clone());
-        }
-        if let Problem::MissingTensor { name, .. } = problem {
-            lost.insert(expect::starred(name).0);
-        }
-    }
-    let Some(first) = first.filter(|_| names.len() > 1) else { return };
-    let groups = expect::fold(names.iter().map(String::as_str), &lost);
-    problems.retain(|problem| !matches!(problem, Problem::UnexpectedTensor { .. }));
-    let folded = groups.iter().map(|group| Problem::UnexpectedTensor { name: group.to_string() });
-    problems.splice(first..first, folded);
 }
 
 /// The adapter that the user wants, if it has a meaning.

@@ -76,7 +76,8 @@ pub(super) fn rename(drafts: &mut [Draft], rules: &[Rename], problems: &mut Vec<
             let reason = format!("{old} would have no name");
             problems.push(Problem::File { file: "rename".to_owned(), reason });
         } else if let Some(first) = olds.get(&new) {
-            problems.push(Problem::Collision { path: new, first: first.clone(), second: old });
+            problems.push(Problem::Collision { path: new, first: first.clone(), second: old.clone() });
+            draft.name = old;
         } else {
             olds.insert(new, old);
         }

@@ -229,6 +229,9 @@ pub fn view_text(plan: &Plan) -> String {
     }
     let converted = plan.hf.iter().filter(|file| !matches!(file.content, HfContent::Original(_))).count();
     line("hf/", &format!("{} files, {converted} of them rewritten", plan.hf.len()));
+    for group in plan.missing.iter().take(NAMES_SHOWN) {
+        line("missing", &group.to_string());
+    }
     for group in plan.unexpected.iter().take(NAMES_SHOWN) {
         line("unexpected", &group.to_string());
     }
