@@ -797,7 +797,7 @@ fn what_is_missing_or_unexpected_can_be_allowed() {
     let mut options = with_layout(text).unwrap();
     let error = Plan::build(&checkpoint, &options).unwrap_err();
     assert_eq!(error.problems.len(), checkpoint.tensors().len(), "one missing, one used");
-    (options.allow_missing, options.allow_unmapped) = (true, true);
+    (options.allow_missing, options.allow_unmapped) = (true.into(), true.into());
     let plan = Plan::build(&checkpoint, &options).unwrap();
     assert_eq!(plan.tensors.len(), 1);
     assert!(plan.warnings.contains(&"a is left out: missing tensor nothing".to_owned()), "{:?}", plan.warnings);

@@ -18,7 +18,7 @@ pub mod quantization;
 mod table;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fmt,
     path::{Path, PathBuf},
     sync::Arc,
@@ -94,6 +94,17 @@ pub struct RepoFile {
     pub file: Option<FileId>,
 }
 
+/// An adapter beside the repository. Its tensors are hidden until a view asks for them.
+#[derive(Clone, Debug)]
+pub struct Adapter {
+    /// Its directory.
+    pub dir: PathBuf,
+    /// Its weights.
+    pub file: FileId,
+    /// Its `adapter_config.json`.
+    pub config: serde_json::Value,
+}
+
 /// An opened repository.
 #[derive(Debug)]
 pub struct Checkpoint {
@@ -107,6 +118,9 @@ pub struct Checkpoint {
     index_metadata: Option<serde_json::Value>,
     file_metadata: BTreeMap<FileId, Vec<(String, String)>>,
     dialect: Dialect,
+    adapters: Vec<Adapter>,
+    /// The table with the tensors of adapters, if there are any.
+    with_adapters: Option<TensorTable>,
 }
 
 impl Checkpoint {
@@ -117,6 +131,61 @@ impl Checkpoint {
     /// [`CheckpointError`]; everything wrong with the contents comes as one [`CheckpointError::Problems`].
     pub fn open(source: &str, options: &OpenOptions) -> Result<Self, CheckpointError> {
         open::open(source, options)
+    }
+
+    /// This checkpoint with some tensors hidden and others renamed, and perhaps another configuration. `name` gives each
+    /// tensor's name, or `None` to hide it; of adapters, only the tensors of `adapter` are offered. Ids stay what they are,
+    /// so that views of the result can be read by means of this checkpoint.
+    ///
+    /// # Errors
+    /// What is wrong: two tensors of one name, a quantized weight without its scale.
+    pub fn derived(
+        &self,
+        config: Option<serde_json::Value>,
+        adapter: Option<FileId>,
+        mut name: impl FnMut(TensorId, &TensorInfo<'_>) -> Option<String>,
+    ) -> Result<Self, Vec<String>> {
+        let others: BTreeSet<FileId> =
+            self.adapters.iter().map(|adapter| adapter.file).filter(|file| Some(*file) != adapter).collect();
+        let all = self.with_adapters.as_ref().filter(|_| adapter.is_some()).unwrap_or(&self.table);
+        let table = all.derived(|id, info| if others.contains(&info.file) { None } else { name(id, info) });
+        let table = table.ok_or_else(|| vec!["the names of all tensors together are longer than 4 GiB".to_owned()])?;
+        let mut wrong = Vec::new();
+        for (first, second) in table.by_name().zip(table.by_name().skip(1)) {
+            let name = table.tensor(first).name;
+            if name == table.tensor(second).name {
+                let (first, second) = (all.tensor(first).name, all.tensor(second).name);
+                wrong.push(format!("{first} and {second} would both be called {name}"));
+            }
+        }
+        if !wrong.is_empty() {
+            return Err(wrong);
+        }
+        let mut problems = open::Problems::default();
+        let config = config.or_else(|| self.config.clone());
+        let dialect = Dialect::of(&table, config.as_ref(), &mut problems);
+        if let Err(error) = problems.refuse(&self.label) {
+            return Err(vec![error.to_string()]);
+        }
+        Ok(Self {
+            source: Arc::clone(&self.source),
+            root: self.root.clone(),
+            label: self.label.clone(),
+            revision: self.revision.clone(),
+            table,
+            files: self.files.clone(),
+            config,
+            index_metadata: self.index_metadata.clone(),
+            file_metadata: self.file_metadata.clone(),
+            dialect,
+            adapters: self.adapters.clone(),
+            with_adapters: None,
+        })
+    }
+
+    /// The adapter in a directory that was named when the checkpoint was opened.
+    pub fn adapter(&self, dir: &Path) -> Option<&Adapter> {
+        self.adapters.iter().find(|adapter| adapter.dir == dir)
     }
 
     /// Where bytes come from. All readable files of the repository are pinned in it.
@@ -154,7 +223,9 @@ impl Checkpoint {
     /// # Panics
     /// If `id` is not of this checkpoint.
     pub fn tensor(&self, id: TensorId) -> TensorInfo<'_> {
-        self.table.tensor(id)
+        // Ids of adapters' tensors come after all others.
+        let all = self.with_adapters.as_ref().filter(|_| id.0 as usize >= self.table.id_end());
+        all.unwrap_or(&self.table).tensor(id)
     }
 
     /// The tensor of that name.

@@ -14,7 +14,7 @@ use rayon::{
 };
 
 use super::{
-    Checkpoint, FileRole, IgnoreReason, RepoFile,
+    Adapter, Checkpoint, FileRole, IgnoreReason, RepoFile,
     dialect::Dialect,
     index::{Index, stays_inside},
     listing::{self, Listed},
@@ -38,6 +38,8 @@ const PROBLEMS_MAX: usize = 1_000;
 pub struct OpenOptions {
     /// How local files are read.
     pub io: SourceIo,
+    /// Directories of adapters, each with `adapter_config.json` and `adapter_model.safetensors`.
+    pub adapters: Vec<PathBuf>,
     /// Directory of the hub cache; `None` takes it from the environment as the hub's client does.
     pub hub_cache: Option<PathBuf>,
 }
@@ -309,7 +311,7 @@ impl Problems {
         if self.list.len() < PROBLEMS_MAX { self.list.push(problem) } else { self.more += 1 }
     }
 
-    fn refuse(self, label: &str) -> Result<(), CheckpointError> {
+    pub(super) fn refuse(self, label: &str) -> Result<(), CheckpointError> {
         if self.list.is_empty() {
             return Ok(());
         }
@@ -319,19 +321,50 @@ impl Problems {
 
 pub(super) fn open(source: &str, options: &OpenOptions) -> Result<Checkpoint, CheckpointError> {
     let located = locate(source, options.hub_cache.as_deref())?;
-    if located.path.is_dir() { open_directory(located, options.io) } else { open_file(located, options.io) }
+    let adapters = read_adapters(&options.adapters)?;
+    if located.path.is_dir() {
+        open_directory(located, options.io, adapters)
+    } else {
+        open_file(located, options.io, adapters)
+    }
+}
+
+/// Directories of adapters and their configurations.
+type Adapters = Vec<(PathBuf, serde_json::Value)>;
+
+/// Name of an adapter's weights.
+const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
+
+fn weights_of(adapters: &Adapters) -> impl Iterator<Item = PathBuf> {
+    adapters.iter().map(|(dir, _)| dir.join(ADAPTER_WEIGHTS))
+}
+
+fn read_adapters(dirs: &[PathBuf]) -> Result<Adapters, CheckpointError> {
+    const CONFIG: &str = "adapter_config.json";
+    let read = |dir: &PathBuf| {
+        let problem = |message: String| CheckpointError::Problems {
+            label: dir.display().to_string(),
+            problems: vec![Problem::Json { file: CONFIG.to_owned(), message }],
+            more: 0,
+        };
+        let text = read_json(dir, CONFIG).map_err(problem)?;
+        let config = serde_json::from_slice(&text).map_err(|error| problem(error.to_string()))?;
+        Ok((dir.clone(), config))
+    };
+    dirs.iter().map(read).collect()
 }
 
 /// A single file is a repository of one file, without configuration.
-fn open_file(located: Located, io: SourceIo) -> Result<Checkpoint, CheckpointError> {
-    let source = LocalFiles::open(std::slice::from_ref(&located.path), io)?;
+fn open_file(located: Located, io: SourceIo, adapters: Adapters) -> Result<Checkpoint, CheckpointError> {
+    let paths: Vec<PathBuf> = std::iter::once(located.path.clone()).chain(weights_of(&adapters)).collect();
+    let source = LocalFiles::open(&paths, io)?;
     let name = located.path.file_name().map_or_else(|| located.label.clone(), |name| name.display().to_string());
     let listed = Listed { path: name, role: FileRole::Weights, size_bytes: source.len_bytes(FileId(0)) };
-    let plan = Selected { located, files: vec![listed], weights: vec![0], index: None };
+    let plan = Selected { located, files: vec![listed], weights: vec![0], index: None, adapters };
     plan.build(source, Problems::default())
 }
 
-fn open_directory(located: Located, io: SourceIo) -> Result<Checkpoint, CheckpointError> {
+fn open_directory(located: Located, io: SourceIo, adapters: Adapters) -> Result<Checkpoint, CheckpointError> {
     let root = located.path.clone();
     let mut files = listing::list(&root).map_err(|error| CheckpointError::Listing { root: root.clone(), error })?;
     let mut problems = Problems::default();
@@ -363,8 +396,9 @@ fn open_directory(located: Located, io: SourceIo) -> Result<Checkpoint, Checkpoi
     let others: Vec<usize> = (0..files.len()).filter(readable).collect();
     let paths: Vec<PathBuf> =
         weights.iter().chain(&others).map(|place| listing::absolute(&root, &files[*place].path)).collect();
+    let paths: Vec<PathBuf> = paths.into_iter().chain(weights_of(&adapters)).collect();
     let source = LocalFiles::open(&paths, io)?;
-    Selected { located, files, weights, index }.build(source, problems)
+    Selected { located, files, weights, index, adapters }.build(source, problems)
 }
 
 impl IgnoreReason {
@@ -384,6 +418,8 @@ struct Selected<'a> {
     /// Places in `files`, in the order of their ids.
     weights: Vec<usize>,
     index: Option<(&'a str, Index<'a>)>,
+    /// The last files of the source.
+    adapters: Adapters,
 }
 
 impl Selected<'_> {
@@ -414,6 +450,25 @@ impl Selected<'_> {
         if let Some((name, index)) = &self.index {
             self.compare_with_index(name, index, &table, &broken, &mut problems);
         }
+        let mut adapters = Vec::with_capacity(self.adapters.len());
+        let first = source.file_count() - self.adapters.len();
+        let base = headers.len();
+        for (at, (dir, config)) in (first..).zip(&self.adapters) {
+            let file = FileId(u32::try_from(at).unwrap_or(u32::MAX));
+            match read_header(&source, file) {
+                Ok(header) => headers.push((file, header)),
+                Err(ReadHeader::Header(errors)) => {
+                    problems.push(Problem::Header { file: dir.join(ADAPTER_WEIGHTS).display().to_string(), errors });
+                }
+                Err(ReadHeader::Source(error)) => {
+                    problems.push(Problem::Unreadable { file: dir.join(ADAPTER_WEIGHTS).display().to_string(), error });
+                }
+            }
+            adapters.push(Adapter { dir: dir.clone(), file, config: config.clone() });
+        }
+        let with_adapters =
+            if adapters.is_empty() { None } else { TensorTable::new(headers.iter().map(|(id, header)| (*id, header))) };
+        headers.truncate(base);
         let config = self.config(&mut problems);
         let dialect = Dialect::of(&table, config.as_ref(), &mut problems);
         problems.refuse(&self.located.label)?;
@@ -432,6 +487,8 @@ impl Selected<'_> {
             index_metadata: self.index.and_then(|(_, index)| index.metadata),
             file_metadata,
             dialect,
+            adapters,
+            with_adapters,
         })
     }
 

@@ -27,7 +27,7 @@ pub struct TensorInfo<'a> {
 }
 
 /// Immutable table of tensors.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct TensorTable {
     rows: Vec<Row>,
     /// All names, one after the other in row order.
@@ -36,6 +36,8 @@ pub struct TensorTable {
     extents: Vec<u64>,
     /// Row numbers in lexical order of name.
     by_name: Vec<u32>,
+    /// Row numbers of the tensors that are there, ascending; `None` if all are.
+    shown: Option<Vec<u32>>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -76,14 +78,45 @@ impl TensorTable {
         Some(table)
     }
 
+    /// This table with some tensors hidden and others renamed: `name` gives the name of each, or `None` to hide it. Ids stay
+    /// what they are, and hidden tensors can still be looked at by id.
+    pub(super) fn derived(&self, mut name: impl FnMut(TensorId, &TensorInfo<'_>) -> Option<String>) -> Option<Self> {
+        let mut table = Self { rows: self.rows.clone(), extents: self.extents.clone(), ..Self::default() };
+        let mut shown = Vec::with_capacity(self.rows.len());
+        for row in 0..u32::try_from(self.rows.len()).ok()? {
+            let info = self.tensor(TensorId(row));
+            if let Some(name) = self.has(row).then(|| name(TensorId(row), &info)).flatten() {
+                table.names.push_str(&name);
+                shown.push(row);
+            } else {
+                table.names.push_str(info.name);
+            }
+            table.rows[row as usize].name_end = u32::try_from(table.names.len()).ok()?;
+        }
+        let mut by_name = shown.clone();
+        by_name.par_sort_unstable_by(|left, right| table.name(*left as usize).cmp(table.name(*right as usize)));
+        (table.by_name, table.shown) = (by_name, Some(shown));
+        Some(table)
+    }
+
+    /// Whether a tensor is there, as opposed to hidden.
+    fn has(&self, row: u32) -> bool {
+        self.shown.as_ref().is_none_or(|shown| shown.binary_search(&row).is_ok())
+    }
+
+    /// One more than the highest id, hidden tensors included.
+    pub fn id_end(&self) -> usize {
+        self.rows.len()
+    }
+
     /// Number of tensors.
     pub fn len(&self) -> usize {
-        self.rows.len()
+        self.by_name.len()
     }
 
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
-        self.rows.is_empty()
+        self.by_name.is_empty()
     }
 
     /// One tensor.
@@ -106,7 +139,10 @@ impl TensorTable {
     /// All tensors, in order of id.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (TensorId, TensorInfo<'_>)> {
         // Row numbers fit 32 bits, which was checked when the table was made.
-        (0..u32::try_from(self.rows.len()).unwrap_or(u32::MAX)).map(|row| (TensorId(row), self.tensor(TensorId(row))))
+        (0..self.len()).map(|at| {
+            let row = self.shown.as_ref().map_or_else(|| u32::try_from(at).unwrap_or(u32::MAX), |shown| shown[at]);
+            (TensorId(row), self.tensor(TensorId(row)))
+        })
     }
 
     /// Ids in lexical order of name.

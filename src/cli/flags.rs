@@ -7,8 +7,10 @@ use clap::Args;
 
 use crate::{
     plan::{
-        Mesh,
-        config::{ByteCount, Devices, LayoutChoice, MountKeys, ParamValue, ShardChoice, ViewKeys, Word},
+        LayerRanges, Mesh, Pattern, Rename, Tied,
+        config::{
+            AllowKey, ByteCount, Devices, LayoutChoice, MountKeys, ParamValue, RenameKeys, ShardChoice, ViewKeys, Word,
+        },
     },
     source::SourceIo,
     tensor::DType,
@@ -18,6 +20,15 @@ use crate::{
 fn parameter(text: &str) -> Result<(String, String), String> {
     let (name, value) = text.split_once('=').ok_or_else(|| format!("expected name=value, found {text:?}"))?;
     Ok((name.trim().to_owned(), value.trim().to_owned()))
+}
+
+/// The patterns of a flag that may stand alone for all.
+fn allow(patterns: &[Pattern]) -> Option<AllowKey> {
+    match patterns {
+        [] => None,
+        patterns if patterns.iter().any(|pattern| pattern.text() == "*") => Some(AllowKey::All(true)),
+        patterns => Some(AllowKey::Several(patterns.to_vec())),
+    }
 }
 
 /// What the user wants to see.
@@ -66,20 +77,65 @@ pub(super) struct ViewFlags {
     /// Refuses splits that are not even.
     #[arg(long)]
     even: bool,
-    /// Accepts a checkpoint that lacks layers or tensors.
+    /// Accepts a checkpoint that lacks layers or tensors: any, or those that match the pattern. May be repeated.
+    ///
+    /// In patterns `*` is any text and `?` one character; between slashes is a regular expression: '/rotary/'.
+    #[arg(long, value_name = "PATTERN", num_args = 0..=1, require_equals = true, default_missing_value = "*")]
+    allow_missing: Vec<Pattern>,
+    /// Accepts tensors that no rule of the layout names; they are left out. Any, or those that match the pattern.
+    #[arg(long, value_name = "PATTERN", num_args = 0..=1, require_equals = true, default_missing_value = "*")]
+    allow_unmapped: Vec<Pattern>,
+    /// Renames what is shown, in any layout and in hf/: all matches of a regular expression, `$1` being its first group.
+    ///
+    /// May be repeated; each rule takes the names that those before it made. Two tensors of one name are refused.
+    #[arg(long, value_name = "REGEX=>REPLACEMENT", value_parser = Rename::parse)]
+    rename: Vec<Rename>,
+    /// Drops a prefix from names, before other renames.
+    #[arg(long, value_name = "PREFIX")]
+    strip_prefix: Option<String>,
+    /// Puts a prefix before names, after other renames.
+    #[arg(long, value_name = "PREFIX")]
+    add_prefix: Option<String>,
+    /// Renames the repository's tensors before the layout sees them, as for a fine-tune with other prefixes.
+    #[arg(long, value_name = "REGEX=>REPLACEMENT", value_parser = Rename::parse)]
+    source_rename: Vec<Rename>,
+    /// An output head that is the embedding: auto (default), alias or absent.
+    ///
+    /// auto shows it among the raw files of the layout canonical and holds each weight once in files that bundle tensors; alias
+    /// has it everywhere, in hf/ too; absent has it nowhere that the repository does not store it.
+    #[arg(long, value_name = "auto|alias|absent")]
+    tied: Option<Word<Tied>>,
+    /// Shows the names that a PEFT model has with this LoRA adapter, and the adapter's own tensors; with `--layout hf`.
+    #[arg(long, value_name = "ADAPTER_DIR")]
+    lora: Option<PathBuf>,
+    /// Shows only tensors that match a pattern, by their names in the repository or else in the mount. May be repeated.
+    #[arg(long, value_name = "PATTERN")]
+    include: Vec<Pattern>,
+    /// Leaves out tensors that match a pattern. May be repeated.
+    #[arg(long, value_name = "PATTERN")]
+    exclude: Vec<Pattern>,
+    /// Shows only these layers of the text model, as in 0..8 or 0..4,28.. (half open). config.json in hf/ follows.
+    #[arg(long, value_name = "RANGES")]
+    layers: Option<Word<LayerRanges>>,
+    /// Numbers the layers that `--layers` leaves from 0.
     #[arg(long)]
-    allow_missing: bool,
-    /// Accepts tensors that no rule of the layout names; they are left out.
+    renumber: bool,
+    /// Leaves out layers of multi-token prediction.
     #[arg(long)]
-    allow_unmapped: bool,
+    no_mtp: bool,
+    /// Leaves out towers for images and sound.
+    #[arg(long)]
+    text_only: bool,
     /// Largest chunk file under orbax/, as in 256M; by default 1 GiB. Larger shards are several chunks.
     #[arg(long, value_name = "SIZE")]
     chunk_bytes: Option<ByteCount>,
     /// Reads flags from a TOML file; flags given as well win.
     ///
     /// Keys are the flags' names with underscores: source, mountpoint, mesh, layout, dtype, shard, devices, unscanned, even,
-    /// allow_missing, allow_unmapped, chunk_bytes; rules `[[cast]]`, `[[shard_rules]]` and `[[logical_rules]]`; tables `[set]`
-    /// and `[mount]`; and tables `[view.NAME]` for several views of the source, each under MNT/NAME/. Paths are relative to the file.
+    /// allow_missing (a boolean or patterns), allow_unmapped, chunk_bytes, strip_prefix, add_prefix, include and exclude (lists),
+    /// layers, renumber, no_mtp, text_only, tied, lora; rules `[[cast]]`, `[[shard_rules]]`, `[[logical_rules]]`, and `[[rename]]`
+    /// and `[[source_rename]]` with `match` and `to`; tables `[set]` and `[mount]`; and tables `[view.NAME]` for several views of
+    /// the source, each under MNT/NAME/. Paths are relative to the file.
     #[arg(long, value_name = "FILE")]
     pub(super) config: Option<PathBuf>,
 }
@@ -131,8 +187,20 @@ impl ViewFlags {
             devices: self.devices.clone(),
             unscanned: self.unscanned.then_some(true),
             even: self.even.then_some(true),
-            allow_missing: self.allow_missing.then_some(true),
-            allow_unmapped: self.allow_unmapped.then_some(true),
+            allow_missing: allow(&self.allow_missing),
+            allow_unmapped: allow(&self.allow_unmapped),
+            strip_prefix: self.strip_prefix.clone(),
+            add_prefix: self.add_prefix.clone(),
+            tied: self.tied.clone(),
+            lora: self.lora.clone(),
+            layers: self.layers.clone(),
+            renumber: self.renumber.then_some(true),
+            no_mtp: self.no_mtp.then_some(true),
+            text_only: self.text_only.then_some(true),
+            rename: self.rename.iter().cloned().map(RenameKeys).collect(),
+            source_rename: self.source_rename.iter().cloned().map(RenameKeys).collect(),
+            include: self.include.clone(),
+            exclude: self.exclude.clone(),
             chunk_bytes: self.chunk_bytes,
             cast: Vec::new(),
             shard_rules: Vec::new(),

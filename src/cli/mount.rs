@@ -90,8 +90,12 @@ struct OptionFlags {
 }
 
 /// Options that have a value, and options that have none.
-const WITH_VALUE: [&str; 15] = [
+const WITH_VALUE: [&str; 19] = [
     "mesh",
+    "layers",
+    "lora",
+    "tied",
+    "add_prefix",
     "layout",
     "dtype",
     "shard",
@@ -107,7 +111,8 @@ const WITH_VALUE: [&str; 15] = [
     "log_file",
     "timeout",
 ];
-const WITHOUT_VALUE: [&str; 5] = ["unscanned", "even", "allow_missing", "allow_other", "no_passthrough"];
+const WITHOUT_VALUE: [&str; 8] =
+    ["unscanned", "even", "renumber", "no_mtp", "text_only", "allow_missing", "allow_other", "no_passthrough"];
 
 /// An option of mount(8) as a flag.
 fn flag_of(name: &str, value: Option<&str>) -> Result<String, Usage> {

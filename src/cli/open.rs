@@ -16,6 +16,7 @@ use crate::{
         report,
     },
     read::EngineOptions,
+    source::FileId,
     volume::{ViewPlan, Volume, VolumeOptions},
 };
 
@@ -77,7 +78,10 @@ pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>>
         source = std::path::absolute(&source).with_context(|| source.clone())?.display().to_string();
     }
     let io = config.mount.source_io.as_ref().map(|io| io.0).unwrap_or_default();
-    let checkpoint = Checkpoint::open(&source, &OpenOptions { io, ..OpenOptions::default() })?;
+    let mut adapters: Vec<_> = config.views.iter().filter_map(|view| view.keys.lora.clone()).collect();
+    adapters.sort();
+    adapters.dedup();
+    let checkpoint = Checkpoint::open(&source, &OpenOptions { io, adapters, ..OpenOptions::default() })?;
     config.source = Some(match checkpoint.revision() {
         // The label is the repository's name with a short revision.
         Some(revision) => {
@@ -162,7 +166,8 @@ pub(super) fn volume(config: &mut Config) -> anyhow::Result<Volume> {
 /// The first file that changed.
 pub(super) fn check_sources(volume: &Volume) -> anyhow::Result<()> {
     let checkpoint = volume.engine().checkpoint();
-    checkpoint.files().iter().filter_map(|file| file.file).try_for_each(|file| Ok(checkpoint.source().check(file)?))
+    let files = (0..checkpoint.source().file_count()).filter_map(|file| u32::try_from(file).ok());
+    files.map(FileId).try_for_each(|file| Ok(checkpoint.source().check(file)?))
 }
 
 /// Logs an error with its causes.

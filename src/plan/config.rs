@@ -13,6 +13,10 @@
 //! match = "layers.scanned.wq"
 //! spec = ["-", ["tensor", "fsdp"]]     # per axis: "-", a mesh axis, or several, the first outermost
 //!
+//! [[rename]]                           # regular expressions over the names shown, all in order; `$1` is a group
+//! match = "^layers\\."
+//! to = "decoder.layers."
+//!
 //! [view.train]                         # under MNT/train/
 //! mesh = "fsdp=4,tensor=2"
 //!
@@ -36,7 +40,10 @@ use std::{
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::{CastRule, Layout, LogicalRule, Mesh, Pattern, ShardRule, Sharding, ViewOptions};
+use super::{
+    Allow, CastRule, LayerRanges, Layout, LogicalRule, Mesh, Pattern, Rename, ShardRule, Sharding, Subset, Tied,
+    ViewOptions,
+};
 use crate::{source::SourceIo, tensor::DType};
 
 /// Most devices that a list may name.
@@ -336,6 +343,85 @@ pub struct CastKeys {
     pub dtype: Word<Option<DType>>,
 }
 
+/// A `[[rename]]` or `[[source_rename]]` rule.
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
+#[serde(try_from = "RawRename", into = "RawRename")]
+pub struct RenameKeys(pub Rename);
+
+#[derive(Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+struct RawRename {
+    #[serde(rename = "match")]
+    pattern: String,
+    to: String,
+}
+
+impl TryFrom<RawRename> for RenameKeys {
+    type Error = String;
+
+    fn try_from(raw: RawRename) -> Result<Self, String> {
+        Rename::new(&raw.pattern, &raw.to).map(Self)
+    }
+}
+
+impl From<RenameKeys> for RawRename {
+    fn from(RenameKeys(rename): RenameKeys) -> Self {
+        Self { pattern: rename.pattern().to_owned(), to: rename.to().to_owned() }
+    }
+}
+
+/// What is accepted: all or nothing, or names by pattern.
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
+#[serde(untagged, expecting = "expected true, false, a pattern or a list of patterns")]
+pub enum AllowKey {
+    /// All, or nothing.
+    All(bool),
+    /// Names that match.
+    One(Pattern),
+    /// Names that match one of these.
+    Several(Vec<Pattern>),
+}
+
+impl From<&AllowKey> for Allow {
+    fn from(key: &AllowKey) -> Self {
+        match key {
+            AllowKey::All(all) => (*all).into(),
+            AllowKey::One(pattern) => Self::Matching(vec![pattern.clone()]),
+            AllowKey::Several(patterns) => Self::Matching(patterns.clone()),
+        }
+    }
+}
+
+impl AsWord for Tied {
+    fn from_word(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "alias" => Ok(Self::Alias),
+            "absent" => Ok(Self::Absent),
+            _ => Err(format!("tied: expected auto, alias or absent, found {text:?}")),
+        }
+    }
+
+    fn to_word(&self) -> String {
+        match self {
+            Self::Auto => "auto",
+            Self::Alias => "alias",
+            Self::Absent => "absent",
+        }
+        .to_owned()
+    }
+}
+
+impl AsWord for LayerRanges {
+    fn from_word(text: &str) -> Result<Self, String> {
+        Self::parse(text)
+    }
+
+    fn to_word(&self) -> String {
+        self.text()
+    }
+}
+
 /// What splits one axis of a tensor, as written.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(untagged, expecting = "expected for each axis \"-\", a mesh axis, or a list of mesh axes")]
@@ -396,6 +482,18 @@ macro_rules! view_keys {
             /// Parameters of the layout.
             #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
             pub set: BTreeMap<String, ParamValue>,
+            /// Renames of what is shown, in order.
+            #[serde(default, skip_serializing_if = "Vec::is_empty")]
+            pub rename: Vec<RenameKeys>,
+            /// Renames of the repository's tensors, in order, before layouts see them.
+            #[serde(default, skip_serializing_if = "Vec::is_empty")]
+            pub source_rename: Vec<RenameKeys>,
+            /// Tensors to show.
+            #[serde(default, skip_serializing_if = "Vec::is_empty")]
+            pub include: Vec<Pattern>,
+            /// Tensors not to show.
+            #[serde(default, skip_serializing_if = "Vec::is_empty")]
+            pub exclude: Vec<Pattern>,
         }
 
         #[derive(Deserialize)]
@@ -413,6 +511,14 @@ macro_rules! view_keys {
             #[serde(default)]
             set: BTreeMap<String, ParamValue>,
             #[serde(default)]
+            rename: Vec<RenameKeys>,
+            #[serde(default)]
+            source_rename: Vec<RenameKeys>,
+            #[serde(default)]
+            include: Vec<Pattern>,
+            #[serde(default)]
+            exclude: Vec<Pattern>,
+            #[serde(default)]
             mount: MountKeys,
             #[serde(default)]
             view: BTreeMap<String, ViewKeys>,
@@ -426,6 +532,10 @@ macro_rules! view_keys {
                     shard_rules: self.shard_rules.clone(),
                     logical_rules: self.logical_rules.clone(),
                     set: self.set.clone(),
+                    rename: self.rename.clone(),
+                    source_rename: self.source_rename.clone(),
+                    include: self.include.clone(),
+                    exclude: self.exclude.clone(),
                 }
             }
         }
@@ -438,6 +548,10 @@ macro_rules! view_keys {
                 self.cast.extend_from_slice(&base.cast);
                 self.shard_rules.extend_from_slice(&base.shard_rules);
                 self.logical_rules.extend_from_slice(&base.logical_rules);
+                self.rename.extend_from_slice(&base.rename);
+                self.source_rename.extend_from_slice(&base.source_rename);
+                self.include.extend_from_slice(&base.include);
+                self.exclude.extend_from_slice(&base.exclude);
                 for (name, value) in &base.set {
                     self.set.entry(name.clone()).or_insert_with(|| value.clone());
                 }
@@ -463,9 +577,25 @@ view_keys! {
     /// Whether uneven splits are refused.
     even: bool,
     /// Whether missing layers and tensors are accepted.
-    allow_missing: bool,
+    allow_missing: AllowKey,
     /// Whether tensors that no rule of the layout names are accepted.
-    allow_unmapped: bool,
+    allow_unmapped: AllowKey,
+    /// Dropped from names.
+    strip_prefix: String,
+    /// Put before names.
+    add_prefix: String,
+    /// How tied weights are shown.
+    tied: Word<Tied>,
+    /// Directory of a LoRA adapter.
+    lora: PathBuf,
+    /// Layers of the text model.
+    layers: Word<LayerRanges>,
+    /// Whether the layers left are numbered from 0.
+    renumber: bool,
+    /// Without multi-token prediction.
+    no_mtp: bool,
+    /// Without towers for images and sound.
+    text_only: bool,
     /// Bytes of the largest chunk file.
     chunk_bytes: ByteCount,
 }
@@ -663,6 +793,7 @@ impl ViewKeys {
             let layout = layout.map_err(|error| ConfigError::Read { file, reason: error.to_string() })?;
             self.layout = Some(Word(LayoutChoice::Layout(layout)));
         }
+        self.lora = self.lora.map(|dir| base.join(dir));
         let Some(Word(ShardChoice::File(file))) = &self.shard else { return Ok(self) };
         let file = base.join(file);
         let text = read_file(&file)?;
@@ -710,8 +841,23 @@ impl ViewKeys {
             unscanned: self.unscanned.unwrap_or(false),
             even: self.even.unwrap_or(false),
             devices: self.devices.as_ref().map(|devices| devices.0.0.clone()),
-            allow_missing: self.allow_missing.unwrap_or(false),
-            allow_unmapped: self.allow_unmapped.unwrap_or(false),
+            allow_missing: self.allow_missing.as_ref().map_or(Allow::Nothing, Allow::from),
+            allow_unmapped: self.allow_unmapped.as_ref().map_or(Allow::Nothing, Allow::from),
+            subset: Subset {
+                source_renames: self.source_rename.iter().map(|RenameKeys(rename)| rename.clone()).collect(),
+                include: self.include.clone(),
+                exclude: self.exclude.clone(),
+                layers: self.layers.as_ref().map(|layers| layers.0.clone()),
+                renumber: self.renumber.unwrap_or(false),
+                no_mtp: self.no_mtp.unwrap_or(false),
+                text_only: self.text_only.unwrap_or(false),
+            },
+            renames: (self.strip_prefix.iter().map(|prefix| Rename::strip_prefix(prefix)))
+                .chain(self.rename.iter().map(|RenameKeys(rename)| rename.clone()))
+                .chain(self.add_prefix.iter().map(|prefix| Rename::add_prefix(prefix)))
+                .collect(),
+            tied: self.tied.as_ref().map_or(Tied::Auto, |tied| tied.0),
+            lora: self.lora.clone(),
             set: self.set.iter().map(|(name, value)| (name.clone(), value.to_string())).collect(),
             logical_rules: self.logical_rules.clone(),
             chunk_bytes_max: self.chunk_bytes.map(|bytes| bytes.0),

@@ -6,6 +6,8 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
+use super::naming::{self, Parsed};
+
 /// The families' files, by name. The last is what is assumed of any repository.
 const FILES: &[(&str, &str)] = &[
     ("llama", include_str!("families/llama.toml")),
@@ -53,6 +55,27 @@ pub struct Words {
     pub experts: Vec<String>,
 }
 
+/// Tensors that a complete model has for certain.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Expectation {
+    /// The model types that it holds for; all of the family's if there are none.
+    #[serde(default)]
+    pub model_types: Vec<String>,
+    /// A condition over `config.json` and the number `l` of the layer.
+    pub when: Option<String>,
+    /// A list in `config.json` of layers for which it does not hold.
+    pub unless_listed: Option<String>,
+    /// Names outside the layers, after the text model's prefix.
+    #[serde(default)]
+    pub top: Vec<String>,
+    /// Names within each layer; `*` stands for an expert's number.
+    #[serde(default)]
+    pub layer: Vec<String>,
+    /// The member of `config.json` that counts experts, where these are of single ones.
+    pub experts: Option<String>,
+}
+
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct FamilyFile {
@@ -70,6 +93,8 @@ struct FamilyFile {
     #[serde(default)]
     layer_if: BTreeMap<String, BTreeMap<String, Role>>,
     #[serde(default)]
+    expect: Vec<Expectation>,
+    #[serde(default)]
     words: Words,
     #[serde(default)]
     roles: BTreeMap<String, usize>,
@@ -86,6 +111,8 @@ pub struct Family {
     pub dropped_prefixes: Vec<String>,
     /// Whether the output head is the embedding where `config.json` does not say.
     pub tied_default: bool,
+    /// What a complete model has; not inherited.
+    pub expect: Vec<Expectation>,
     top: BTreeMap<String, Role>,
     layer: BTreeMap<String, Role>,
     layer_if: BTreeMap<String, BTreeMap<String, Role>>,
@@ -116,6 +143,7 @@ fn load(name: &str) -> Result<Family, FamilyError> {
             prefixes: Vec::new(),
             dropped_prefixes: Vec::new(),
             tied_default: false,
+            expect: Vec::new(),
             top: BTreeMap::new(),
             layer: BTreeMap::new(),
             layer_if: BTreeMap::new(),
@@ -125,6 +153,7 @@ fn load(name: &str) -> Result<Family, FamilyError> {
     family.prefixes = file.prefixes.unwrap_or(family.prefixes);
     family.dropped_prefixes.extend(file.dropped_prefixes);
     family.tied_default = file.tied_default.unwrap_or(family.tied_default);
+    family.expect = file.expect;
     family.top.extend(file.top);
     family.layer.extend(file.layer);
     family.layer_if.extend(file.layer_if);
@@ -153,6 +182,26 @@ impl Family {
     /// What the family says of a tensor outside the layers, by its name without prefix and final word.
     pub fn top(&self, stem: &str) -> Option<&Role> {
         self.top.get(stem)
+    }
+
+    /// Whether the tables have a tensor, by its name.
+    pub(super) fn knows(&self, name: &str, parsed: &Parsed) -> bool {
+        if parsed.layer.is_some() {
+            let tables = || std::iter::once(&self.layer).chain(self.layer_if.values());
+            let stem = naming::split_suffix(&parsed.rest).0;
+            return tables().any(|table| table.contains_key(stem) || table.contains_key(&parsed.rest));
+        }
+        let stem = naming::split_suffix(name).0;
+        self.prefixes
+            .iter()
+            .any(|prefix| stem.strip_prefix(prefix.as_str()).is_some_and(|stem| self.top.contains_key(stem)))
+    }
+
+    /// Names of all tensors in the tables, after the prefix and with `*` for numbers.
+    pub(super) fn stems(&self) -> impl Iterator<Item = String> {
+        let layers = std::iter::once(&self.layer).chain(self.layer_if.values());
+        let layers = layers.flat_map(|table| table.keys()).map(|stem| format!("layers.*.{stem}.weight"));
+        self.top.keys().map(|stem| format!("{stem}.weight")).chain(layers)
     }
 
     /// What the family says of a layer's tensor, by its name in the layer without the final word; `*` stands for an
@@ -195,7 +244,9 @@ mod tests {
     fn every_family_file_loads_and_no_model_type_is_claimed_twice() {
         let mut seen: Vec<String> = Vec::new();
         for (name, _) in FILES {
-            load(name).unwrap();
+            for when in load(name).unwrap().expect.iter().filter_map(|expectation| expectation.when.as_ref()) {
+                crate::plan::expr::Expr::parse(when).unwrap();
+            }
             for model_type in parse(name).unwrap().model_types {
                 assert!(!seen.contains(&model_type), "{model_type} is claimed twice");
                 seen.push(model_type);

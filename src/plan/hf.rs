@@ -3,11 +3,16 @@
 //! Files that do not change are the originals. A weight file with converted tensors keeps its name and the order of its
 //! tensors; the index and `config.json` are rewritten to tell the truth about it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 
 use serde_json::{Value, json};
 
-use super::{problem::Problem, values::Values};
+use super::{
+    names,
+    problem::Problem,
+    rename::{self, Rename},
+    values::Values,
+};
 use crate::{
     checkpoint::{Checkpoint, FileRole},
     source::FileId,
@@ -33,87 +38,134 @@ pub enum HfContent {
     /// Tensors under a new header.
     Weights {
         /// Names and views, in the order of the original.
-        tensors: Vec<(TensorId, View)>,
+        tensors: Vec<(String, View)>,
         /// The header's `__metadata__`, in order.
         metadata: Vec<(String, String)>,
     },
 }
 
-/// Plans `hf/`.
+/// Plans `hf/` of the part that `values` are of. `original` is the whole repository under its own names.
 ///
 /// # Errors
-/// Every problem with a tensor's values.
-pub(super) fn plan(checkpoint: &Checkpoint, values: &Values<'_>) -> Result<Vec<HfFile>, Vec<Problem>> {
+/// Every problem with a tensor's values or name.
+pub(super) fn plan(
+    original: &Checkpoint,
+    values: &Values<'_>,
+    renames: &[Rename],
+    tie: bool,
+) -> Result<Vec<HfFile>, Vec<Problem>> {
+    let checkpoint = values.checkpoint();
     let mut problems = Vec::new();
     let mut dropped_scales: BTreeSet<TensorId> = BTreeSet::new();
-    let mut views: Vec<Option<View>> = Vec::new();
-    let mut changed = false;
-    if values.converts() {
-        for (id, info) in checkpoint.tensors() {
-            let dtype = values.dtype_of(&[info.name]);
-            let view = values.view(id, dtype);
-            if let (Some((scale, _)), Some(_)) = (values.scale_of(id), dtype) {
-                dropped_scales.insert(scale);
+    let mut shown: Vec<(TensorId, String, View)> = Vec::with_capacity(checkpoint.tensors().len());
+    let head = tie.then(|| names::tied_head(checkpoint)).flatten();
+    let mut changed = head.is_some() || checkpoint.tensors().len() != original.tensors().len();
+    if !changed && !values.converts() && renames.is_empty() && std::ptr::eq(checkpoint, original) {
+        return Ok(originals(original).map(|(_, path, id)| original_file(path, id)).collect());
+    }
+    for (id, info) in checkpoint.tensors() {
+        let dtype = values.dtype_of(&[info.name]);
+        if let (Some((scale, _)), Some(_)) = (values.scale_of(id), dtype) {
+            dropped_scales.insert(scale);
+        }
+        match values.view(id, dtype) {
+            Ok(view) => {
+                let name = rename::apply(renames, info.name);
+                changed |= view.as_source().is_none() || name != original.tensor(id).name;
+                shown.push((id, name, view));
             }
-            match view {
-                Ok(view) => {
-                    changed |= view.as_source().is_none();
-                    views.push(Some(view));
-                }
-                Err(problem) => {
-                    problems.push(problem);
-                    views.push(None);
-                }
-            }
+            Err(problem) => problems.push(problem),
+        }
+    }
+    if let Some((head, embedding)) = head {
+        let found = checkpoint.find(&embedding).and_then(|id| shown.iter().find(|(other, ..)| *other == id)).cloned();
+        shown.extend(found.map(|(id, _, view)| (id, rename::apply(renames, &head), view)));
+    }
+    shown.retain(|(id, ..)| !dropped_scales.contains(id));
+    let mut names: HashMap<&str, TensorId> = HashMap::with_capacity(shown.len());
+    for (id, name, _) in &shown {
+        if let Some(first) = names.insert(name, *id) {
+            problems.push(Problem::Collision {
+                path: format!("hf: {name}"),
+                first: original.tensor(first).name.to_owned(),
+                second: original.tensor(*id).name.to_owned(),
+            });
         }
     }
     if !problems.is_empty() {
         return Err(problems);
     }
-    let mut by_file: Vec<Vec<(TensorId, View)>> = vec![Vec::new(); checkpoint.source().file_count()];
-    if changed {
-        for ((id, info), view) in checkpoint.tensors().zip(views) {
-            if let Some(view) = view.filter(|_| !dropped_scales.contains(&id)) {
-                by_file[info.file.index()].push((id, view));
-            }
-        }
+    if !changed {
+        return Ok(originals(original).map(|(_, path, id)| original_file(path, id)).collect());
     }
+    let total: u64 = shown.iter().map(|(_, _, view)| view.bytes().unwrap_or(0)).sum();
+    let mut by_file: Vec<Vec<(TensorId, String, View)>> = vec![Vec::new(); original.source().file_count()];
+    for (id, name, view) in shown {
+        by_file[original.tensor(id).file.index()].push((id, name, view));
+    }
+    let mut before: Vec<usize> = vec![0; by_file.len()];
+    for (_, info) in original.tensors() {
+        before[info.file.index()] += 1;
+    }
+    let weight_map: Vec<(String, String)> = originals(original)
+        .filter(|(role, ..)| **role == FileRole::Weights)
+        .flat_map(|(_, path, id)| by_file[id.index()].iter().map(|(_, name, _)| (name.clone(), path.to_owned())))
+        .collect();
     let mut files = Vec::new();
-    for file in checkpoint.files() {
-        let (Some(id), FileRole::Weights | FileRole::Other) = (file.file, &file.role) else { continue };
-        let original = HfContent::Original(id);
-        let content = if !changed {
-            original
-        } else if file.role == FileRole::Weights {
+    for (role, path, id) in originals(original) {
+        let content = if *role == FileRole::Weights {
             let tensors = std::mem::take(&mut by_file[id.index()]);
-            let unchanged = tensors.iter().all(|(_, view)| view.as_source().is_some());
-            let dropped =
-                checkpoint.tensors().any(|(tensor, info)| info.file == id && dropped_scales.contains(&tensor));
-            if unchanged && !dropped {
-                original
+            let as_before = |(id, name, view): &(TensorId, String, View)| {
+                view.as_source().is_some() && *name == original.tensor(*id).name
+            };
+            if tensors.is_empty() && before[id.index()] > 0 {
+                continue;
+            }
+            if tensors.len() == before[id.index()] && tensors.iter().all(as_before) {
+                HfContent::Original(id)
             } else {
-                HfContent::Weights { tensors, metadata: metadata(checkpoint, id) }
+                let tensors = tensors.into_iter().map(|(_, name, view)| (name, view)).collect();
+                HfContent::Weights { tensors, metadata: metadata(original, id) }
             }
-        } else if file.path == "config.json" {
+        } else if path == "config.json" {
             match checkpoint.config() {
-                Some(config) => HfContent::Text(pretty(&truthful_config(config, checkpoint, values))),
-                None => original,
+                Some(config) => {
+                    let truthful = truthful_config(config, checkpoint, values);
+                    if Some(&truthful) == original.config() {
+                        HfContent::Original(id)
+                    } else {
+                        HfContent::Text(pretty(&truthful))
+                    }
+                }
+                None => HfContent::Original(id),
             }
-        } else if file.path.ends_with(".safetensors.index.json") && !file.path.contains('/') {
-            match index(checkpoint, &file.path, id, values, &dropped_scales) {
+        } else if path.ends_with(".safetensors.index.json") && !path.contains('/') {
+            match index(original, path, id, &weight_map, total) {
                 Ok(Some(text)) => HfContent::Text(text),
-                Ok(None) => original,
+                Ok(None) => HfContent::Original(id),
                 Err(problem) => {
                     problems.push(problem);
-                    original
+                    HfContent::Original(id)
                 }
             }
         } else {
-            original
+            HfContent::Original(id)
         };
-        files.push(HfFile { path: file.path.clone(), content });
+        files.push(HfFile { path: path.to_owned(), content });
     }
     if problems.is_empty() { Ok(files) } else { Err(problems) }
+}
+
+/// The files that `hf/` has at most.
+fn originals(checkpoint: &Checkpoint) -> impl Iterator<Item = (&FileRole, &str, FileId)> {
+    let files = checkpoint.files().iter();
+    files
+        .filter(|file| matches!(file.role, FileRole::Weights | FileRole::Other))
+        .filter_map(|file| Some((&file.role, file.path.as_str(), file.file?)))
+}
+
+fn original_file(path: &str, id: FileId) -> HfFile {
+    HfFile { path: path.to_owned(), content: HfContent::Original(id) }
 }
 
 /// The header's metadata, with the `format` that transformers demands.
@@ -165,24 +217,28 @@ fn torch_name(dtype: DType) -> Option<&'static str> {
     dtype.is_float().then(|| dtype.name())
 }
 
-/// The index without dropped scales, its total size as it now is.
+/// The index with the tensors that there are now, in the order of the original and its size as it now is.
 fn index(
     checkpoint: &Checkpoint,
     path: &str,
     file: FileId,
-    values: &Values<'_>,
-    dropped: &BTreeSet<TensorId>,
+    weight_map: &[(String, String)],
+    total: u64,
 ) -> Result<Option<Vec<u8>>, Problem> {
     let problem = |reason: String| Problem::Hf { path: path.to_owned(), reason };
     let mut bytes = vec![0; usize::try_from(checkpoint.source().len_bytes(file)).unwrap_or(0)];
     checkpoint.source().read_into(file, 0, &mut bytes).map_err(|error| problem(error.to_string()))?;
     let mut index: Value = serde_json::from_slice(&bytes).map_err(|error| problem(error.to_string()))?;
     let Some(map) = index.get_mut("weight_map").and_then(Value::as_object_mut) else { return Ok(None) };
-    map.retain(|name, _| checkpoint.find(name).is_none_or(|id| !dropped.contains(&id)));
-    let mut total = 0;
-    for (id, info) in checkpoint.tensors().filter(|(id, _)| !dropped.contains(id)) {
-        let view = values.view(id, values.dtype_of(&[info.name]))?;
-        total += view.bytes().unwrap_or(0);
+    let new: HashMap<&str, &str> = weight_map.iter().map(|(name, file)| (name.as_str(), file.as_str())).collect();
+    // Names that stay keep their places; the others follow.
+    map.retain(|name, _| new.contains_key(name.as_str()));
+    for (name, file) in weight_map {
+        map.entry(name.as_str()).or_insert_with(|| json!(file));
+    }
+    // Renames may exchange names between files.
+    for (name, file) in map.iter_mut() {
+        *file = json!(new.get(name.as_str()));
     }
     if let Some(metadata) = index.get_mut("metadata").and_then(Value::as_object_mut) {
         metadata.insert("total_size".to_owned(), json!(total));

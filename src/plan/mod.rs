@@ -6,32 +6,40 @@
 //!
 //! What it deliberately does not do: lay out files (that is `image`) or know about the mount's tree (that is `volume`).
 
+mod allow;
 mod canonical;
 pub mod config;
 pub mod draft;
+mod expect;
 pub mod expr;
 pub mod family;
 pub mod hf;
 pub mod layout_file;
 pub mod layouts;
 pub mod logical;
+mod lora;
 pub mod mesh;
+mod names;
 mod naming;
 pub mod pattern;
 pub mod problem;
+pub mod rename;
 pub mod report;
+mod select;
 pub mod shard;
 pub mod spec;
 pub mod values;
 
 use std::{
     collections::{BTreeMap, HashMap},
-    path::Path,
+    path::{Path, PathBuf},
     sync::Arc,
 };
 
+pub use allow::Allow;
 pub use config::{Config, ConfigError};
 pub use draft::{Bundled, Draft, Roles};
+pub use expect::NameGroup;
 pub use family::Family;
 pub use hf::{HfContent, HfFile};
 pub use layout_file::LayoutFile;
@@ -41,13 +49,15 @@ pub use mesh::{Mesh, MeshAxis, MeshError};
 pub use naming::component;
 pub use pattern::{Pattern, PatternError};
 pub use problem::{PlanError, Problem};
+pub use rename::Rename;
+pub use select::{LayerRanges, Subset};
 pub use shard::{AxisUse, ShardRule, Sharding, axis_use};
 pub use spec::Spec;
 pub use values::CastRule;
 
 use crate::{
-    checkpoint::Checkpoint,
-    tensor::{DType, PIECES_MAX, Region, Shape, TilingError, View},
+    checkpoint::{Adapter, Checkpoint},
+    tensor::{DType, PIECES_MAX, Region, Shape, TensorId, TilingError, View},
 };
 use values::Values;
 
@@ -131,15 +141,35 @@ pub struct ViewOptions {
     /// The devices to list, ascending; `None` lists all.
     pub devices: Option<Vec<u64>>,
     /// Whether missing layers, and leaves of a layout file without their tensors, are accepted.
-    pub allow_missing: bool,
+    pub allow_missing: Allow,
     /// Whether tensors that no rule of a layout file names are accepted.
-    pub allow_unmapped: bool,
+    pub allow_unmapped: Allow,
     /// Parameters of the layout, by name.
     pub set: BTreeMap<String, String>,
     /// Rules for logical axes, in place of the layout's for the same axes.
     pub logical_rules: Vec<LogicalRule>,
     /// Bytes of the largest chunk file in formats of chunks; `None` leaves the choice to the format.
     pub chunk_bytes_max: Option<u64>,
+    /// Which tensors of the repository.
+    pub subset: Subset,
+    /// Renames of what is shown, in order.
+    pub renames: Vec<Rename>,
+    /// How an output head that is the embedding is shown.
+    pub tied: Tied,
+    /// Directory of a LoRA adapter, one of those that the checkpoint was opened with.
+    pub lora: Option<PathBuf>,
+}
+
+/// How an output head that is the embedding is shown.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Tied {
+    /// As an alias in the raw tree of the layout canonical; bundles and `hf/` hold each weight once.
+    #[default]
+    Auto,
+    /// As a tensor of its own everywhere, in bundles and in `hf/` too.
+    Alias,
+    /// Not at all, unless the repository stores it.
+    Absent,
 }
 
 /// A named, sharded view.
@@ -192,6 +222,10 @@ pub struct Plan {
     pub unscanned: bool,
     /// Bytes of the largest chunk file, if the user limits them.
     pub chunk_bytes_max: Option<u64>,
+    /// Names that a complete model has and the repository has not, as far as that was allowed.
+    pub missing: Vec<NameGroup>,
+    /// The repository's names that the tables of its family do not have.
+    pub unexpected: Vec<NameGroup>,
     /// Things worth knowing that are no errors.
     pub warnings: Vec<String>,
 }
@@ -211,6 +245,14 @@ impl Plan {
     pub fn build(checkpoint: &Checkpoint, options: &ViewOptions) -> Result<Self, PlanError> {
         let mut problems = Vec::new();
         let mut warnings = Vec::new();
+        let original = checkpoint;
+        let selected = select::select(checkpoint, &options.subset, family(checkpoint)?.as_ref())?;
+        let whole = selected.whole.as_ref().unwrap_or(checkpoint);
+        let checkpoint = selected.part.as_ref().unwrap_or(whole);
+        let part = checkpoint;
+        let adapter = adapter(original, options)?;
+        let adapted = adapter.map(|adapter| with_adapter(original, part, adapter)).transpose()?;
+        let checkpoint = adapted.as_ref().unwrap_or(part);
         let mut set = options.set.clone();
         let file = match &options.layout {
             Layout::Canonical | Layout::Hf => None,
@@ -225,10 +267,17 @@ impl Plan {
         let family = family(checkpoint)?;
         let mut family_name = family.as_ref().map(|family| family.name.clone());
         let mut params = Vec::new();
+        let mut findings = expect::Findings::default();
+        if let (None, Some(family)) = (&file, &family) {
+            let wanted = |name: &str| options.subset.wants(name);
+            let allow = &options.allow_missing;
+            findings = expect::compare(whole, family, allow, wanted, &mut problems);
+        }
         let drafts = match (&options.layout, &file) {
             (_, Some(file)) => {
                 family_name = Some(file.name().to_owned());
-                let allowed = layout_file::Allowed { missing: options.allow_missing, unmapped: options.allow_unmapped };
+                let (missing, unmapped) = (options.allow_missing.clone(), options.allow_unmapped.clone());
+                let allowed = layout_file::Allowed { missing, unmapped };
                 file.resolve(checkpoint, &values, &options.mesh, &set, allowed).map(|resolved| {
                     params = resolved.params;
                     if !resolved.verified {
@@ -242,19 +291,34 @@ impl Plan {
                 })
             }
             (Layout::Hf, None) => {
-                missing_layers(checkpoint, family.as_ref(), options.allow_missing, &mut problems, &mut warnings);
+                missing_layers(whole, family.as_ref(), options, &mut problems, &mut warnings);
                 hf_drafts(checkpoint, family, &values)
             }
             (Layout::Canonical | Layout::Embedded(_) | Layout::File(_), None) => {
-                missing_layers(checkpoint, family.as_ref(), options.allow_missing, &mut problems, &mut warnings);
+                missing_layers(whole, family.as_ref(), options, &mut problems, &mut warnings);
                 let generic = family::Generic::load().map_err(|error| family_problem(&error))?;
                 canonical::drafts(checkpoint, family, generic, &values)
             }
         };
-        let drafts = drafts.unwrap_or_else(|found| {
+        let mut drafts = drafts.unwrap_or_else(|found| {
             problems.extend(found);
             Vec::new()
         });
+        if file.is_none() {
+            names::tie(&mut drafts, checkpoint, options);
+        }
+        names::keep(&mut drafts, &selected, &mut problems);
+        if let Some(adapter) = adapter {
+            let first = u32::try_from(original.table().id_end()).unwrap_or(u32::MAX);
+            let own = |draft: &Draft| {
+                let mut own = false;
+                draft.view.for_each_source(&mut |source| own |= source.id.0 >= first);
+                own
+            };
+            let allowed = (&options.allow_missing, &options.allow_unmapped);
+            lora::rename(&mut drafts, adapter, own, allowed, &mut problems, &mut warnings);
+        }
+        names::rename(&mut drafts, &options.renames, &mut problems);
         let logical_rules = logical_rules(options, file.as_deref());
         if file.is_none() {
             let name = options.layout.name();
@@ -270,11 +334,17 @@ impl Plan {
         unknown_axes(&options.mesh, options, logical_rules.as_ref(), &mut warnings);
         unused_patterns(checkpoint, options, &drafts, &mut warnings);
         // What a layout does by itself to its own tensors is no wish for another hf/.
-        let hf_values = Values::new(checkpoint, options.dtype, &options.casts);
-        let hf = hf::plan(checkpoint, &hf_values).unwrap_or_else(|found| {
-            problems.extend(found);
+        let hf_values = Values::new(part, options.dtype, &options.casts);
+        let hf = if let Some(reason) = &selected.no_hf {
+            warnings.push(format!("hf/ is left out: {reason}"));
             Vec::new()
-        });
+        } else {
+            let tie = options.tied == Tied::Alias;
+            hf::plan(original, &hf_values, &options.renames, tie).unwrap_or_else(|found| {
+                problems.extend(found);
+                Vec::new()
+            })
+        };
         let mut plan = Self {
             mesh: options.mesh.clone(),
             layout: options.layout.clone(),
@@ -290,6 +360,8 @@ impl Plan {
             hf,
             unscanned: options.unscanned,
             chunk_bytes_max: options.chunk_bytes_max,
+            missing: findings.missing,
+            unexpected: findings.unexpected,
             warnings,
         };
         plan.add(drafts, options, &mut problems);
@@ -558,7 +630,7 @@ const MISSING_MAX: usize = 1000;
 fn missing_layers(
     checkpoint: &Checkpoint,
     known: Option<&Family>,
-    allow: bool,
+    options: &ViewOptions,
     problems: &mut Vec<Problem>,
     warnings: &mut Vec<String>,
 ) {
@@ -577,9 +649,43 @@ fn missing_layers(
             checkpoint.tensors().filter_map(|(_, info)| number(info.name.strip_prefix(&stem)?)).collect();
         for layer in (0..count).filter(|layer| !present.contains(layer)).take(MISSING_MAX) {
             let problem = Problem::MissingLayer { family: name.clone(), layer, count };
+            let wanted = options.subset.layers.as_ref().is_none_or(|layers| !is_text || layers.contains(layer));
+            if !wanted {
+                continue;
+            }
+            let allow = options.allow_missing.accepts(&format!("{stem}{layer}."));
             if allow || layer >= declared { warnings.push(problem.to_string()) } else { problems.push(problem) }
         }
     }
+}
+
+/// The adapter that the user wants, if it has a meaning.
+fn adapter<'a>(checkpoint: &'a Checkpoint, options: &ViewOptions) -> Result<Option<&'a Adapter>, PlanError> {
+    let Some(dir) = &options.lora else { return Ok(None) };
+    let problem = |reason: String| PlanError::from(Problem::File { file: format!("lora {}", dir.display()), reason });
+    if options.layout != Layout::Hf {
+        let layout = options.layout.name();
+        return Err(problem(format!(
+            "the names of a model with an adapter are those of the layout hf, not of {layout}"
+        )));
+    }
+    checkpoint.adapter(dir).map(Some).ok_or_else(|| problem("the source was opened without this adapter".to_owned()))
+}
+
+/// A part of a checkpoint, and the tensors of an adapter under their own names.
+fn with_adapter(original: &Checkpoint, part: &Checkpoint, adapter: &Adapter) -> Result<Checkpoint, PlanError> {
+    let names: HashMap<TensorId, &str> = part.tensors().map(|(id, info)| (id, info.name)).collect();
+    let adapted = original.derived(part.config().cloned(), Some(adapter.file), |id, info| {
+        if info.file == adapter.file {
+            Some(info.name.to_owned())
+        } else {
+            names.get(&id).map(|name| (*name).to_owned())
+        }
+    });
+    adapted.map_err(|reasons| {
+        let file = format!("lora {}", adapter.dir.display());
+        PlanError { problems: reasons.into_iter().map(|reason| Problem::File { file: file.clone(), reason }).collect() }
+    })
 }
 
 /// The rules for logical axes, where specs come from those.

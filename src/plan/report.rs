@@ -7,7 +7,7 @@ use std::{
 
 use serde_json::{Map, Value, json};
 
-use super::{AxisUse, HfContent, Layout, Plan, PlannedTensor, Spec, axis_use};
+use super::{AxisUse, HfContent, Layout, NameGroup, Plan, PlannedTensor, Spec, axis_use};
 use crate::{
     checkpoint::{Checkpoint, FileRole},
     tensor::{DType, Shape},
@@ -17,6 +17,8 @@ use crate::{
 const DEVICES_SHOWN: usize = 16;
 /// Groups of tensors that the text lists.
 const GROUPS_SHOWN: usize = 400;
+/// Groups of unexpected names that the text lists.
+const NAMES_SHOWN: usize = 40;
 /// Files left out that the text lists.
 const FILES_SHOWN: usize = 40;
 
@@ -227,6 +229,15 @@ pub fn view_text(plan: &Plan) -> String {
     }
     let converted = plan.hf.iter().filter(|file| !matches!(file.content, HfContent::Original(_))).count();
     line("hf/", &format!("{} files, {converted} of them rewritten", plan.hf.len()));
+    for group in plan.missing.iter().take(NAMES_SHOWN) {
+        line("missing", &group.to_string());
+    }
+    for group in plan.unexpected.iter().take(NAMES_SHOWN) {
+        line("unexpected", &group.to_string());
+    }
+    if plan.unexpected.len() > NAMES_SHOWN {
+        line("", &format!("and {} more", plan.unexpected.len() - NAMES_SHOWN));
+    }
     for warning in &plan.warnings {
         line("warning", warning);
     }
@@ -259,6 +270,11 @@ pub fn text<'a>(checkpoint: &Checkpoint, views: impl IntoIterator<Item = (&'a st
         text.push_str(&view_text(plan));
     }
     text
+}
+
+fn names(groups: &[NameGroup]) -> Vec<Value> {
+    let row = |group: &NameGroup| json!({"name": group.name, "count": group.count, "nearest": group.nearest});
+    groups.iter().map(row).collect()
 }
 
 /// One view as JSON.
@@ -312,6 +328,8 @@ pub fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
         "mesh": {"axes": axes, "devices": plan.mesh.devices()},
         "devices": devices,
         "bytes": plan.bundle().map(|tensor| tensor.view.bytes().unwrap_or(0)).sum::<u64>(),
+        "missing": names(&plan.missing),
+        "unexpected": names(&plan.unexpected),
         "warnings": plan.warnings,
         "tensors": tensors,
     })

@@ -30,6 +30,11 @@ impl<'a> Values<'a> {
         Self { checkpoint, dtype, rules }
     }
 
+    /// The checkpoint, as far as it is wanted.
+    pub fn checkpoint(&self) -> &'a Checkpoint {
+        self.checkpoint
+    }
+
     /// A row of the tensor table, as views refer to it.
     ///
     /// # Errors

@@ -359,9 +359,8 @@ impl ViewFiles {
         })
     }
 
-    fn hf_entries<'a>(&'a self, tensors: &'a [(crate::tensor::TensorId, View)]) -> Vec<Entry<'a>> {
-        let name = |id| self.checkpoint.tensor(id).name;
-        tensors.iter().map(|(id, view)| Entry { name: name(*id), view: view.clone() }).collect()
+    fn hf_entries(tensors: &[(String, View)]) -> Vec<Entry<'_>> {
+        tensors.iter().map(|(name, view)| Entry { name, view: view.clone() }).collect()
     }
 
     /// Length of a made file.
@@ -408,7 +407,7 @@ impl ViewFiles {
                 HfContent::Original(file) => self.checkpoint.source().len_bytes(*file),
                 HfContent::Text(text) => text.len() as u64,
                 HfContent::Weights { tensors, metadata } => *self.hf_len[index].get_or_init(|| {
-                    image::safetensors_len(&self.hf_entries(tensors), &borrowed(metadata)).unwrap_or(0)
+                    image::safetensors_len(&Self::hf_entries(tensors), &borrowed(metadata)).unwrap_or(0)
                 }),
             },
             Made::Manifest => *self.manifest_len.get_or_init(|| {
@@ -448,7 +447,7 @@ impl ViewFiles {
                 HfContent::Original(file) => Ok(Content::Original(*file)),
                 HfContent::Text(text) => Ok(Content::Bytes(text.as_slice().into())),
                 HfContent::Weights { tensors, metadata } => {
-                    image::safetensors(self.hf_entries(tensors), &borrowed(metadata)).map(Content::Image)
+                    image::safetensors(Self::hf_entries(tensors), &borrowed(metadata)).map(Content::Image)
                 }
             },
             Made::Manifest => {

@@ -193,12 +193,12 @@ pub struct Resolved {
 }
 
 /// What is accepted although it is not as the layout says.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Allowed {
     /// Leaves whose sources are missing are left out.
-    pub missing: bool,
+    pub missing: super::Allow,
     /// Tensors that no rule names are left out.
-    pub unmapped: bool,
+    pub unmapped: super::Allow,
 }
 
 impl LayoutFile {

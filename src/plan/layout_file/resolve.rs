@@ -67,7 +67,7 @@ impl LayoutFile {
             scope: &scope,
             values,
             allowed,
-            used: vec![false; checkpoint.tensors().len()],
+            used: vec![false; checkpoint.table().id_end()],
             drafts: Vec::new(),
             problems,
             warnings: Vec::new(),
@@ -376,7 +376,7 @@ impl<'a> Resolver<'a> {
             if leaf.optional && found.is_empty() {
                 return;
             }
-            if self.allowed.missing {
+            if missing.iter().all(|source| self.allowed.missing.accepts(source)) {
                 self.warnings.push(format!("{name} is left out: missing tensor {}", missing[0]));
                 return;
             }
@@ -555,7 +555,7 @@ impl<'a> Resolver<'a> {
                 continue;
             }
             let problem = Problem::UnexpectedTensor { name: info.name.to_owned() };
-            if self.allowed.unmapped {
+            if self.allowed.unmapped.accepts(info.name) {
                 self.warnings.push(format!("{problem}: left out"));
             } else {
                 self.problems.push(problem);

@@ -1,0 +1,85 @@
+//! What becomes of a layout's names: ties, patterns and renames, which work alike for every layout.
+
+use std::collections::HashMap;
+
+use super::{
+    Layout, Tied, ViewOptions,
+    draft::{Bundled, Draft},
+    pattern::Pattern,
+    problem::Problem,
+    rename::{self, Rename},
+    select::Selected,
+};
+use crate::checkpoint::Checkpoint;
+
+/// The name of an output head that is the embedding of this name, and is not stored.
+pub(super) fn tied_head(checkpoint: &Checkpoint) -> Option<(String, String)> {
+    let dialect = checkpoint.dialect();
+    let by_default = || super::family(checkpoint).ok().flatten().is_some_and(|family| family.tied_default);
+    if dialect.has_lm_head || !dialect.tied_declared.unwrap_or_else(by_default) {
+        return None;
+    }
+    // Of several, the text model's: the one with the shortest name.
+    let embeddings = checkpoint.tensors().map(|(_, info)| info.name).filter(|name| {
+        *name == "embed_tokens.weight" || (name.ends_with(".embed_tokens.weight") && !super::select::is_tower(name))
+    });
+    let embedding = embeddings.min_by_key(|name| name.len())?.to_owned();
+    Some(("lm_head.weight".to_owned(), embedding))
+}
+
+/// Shows a tied output head as the user wants it.
+pub(super) fn tie(drafts: &mut Vec<Draft>, checkpoint: &Checkpoint, options: &ViewOptions) {
+    let alias = |draft: &Draft| draft.bundled == Bundled::NEVER;
+    match (options.tied, &options.layout) {
+        (Tied::Auto, _) => {}
+        (Tied::Absent, _) => drafts.retain(|draft| !alias(draft)),
+        (Tied::Alias, Layout::Hf) => {
+            if let Some((head, embedding)) = tied_head(checkpoint) {
+                let draft = drafts.iter().find(|draft| draft.name == embedding);
+                drafts.extend(draft.cloned().map(|draft| Draft { name: head, ..draft }));
+            }
+        }
+        (Tied::Alias, Layout::Canonical | Layout::Embedded(_) | Layout::File(_)) => {
+            for draft in drafts.iter_mut().filter(|draft| alias(draft)) {
+                draft.bundled = Bundled::ALWAYS;
+            }
+        }
+    }
+}
+
+/// Drops what patterns over the layout's names leave out.
+pub(super) fn keep(drafts: &mut Vec<Draft>, selected: &Selected, problems: &mut Vec<Problem>) {
+    for (rule, patterns) in [("include", &selected.target_include), ("exclude", &selected.target_exclude)] {
+        for pattern in patterns {
+            if !drafts.iter().any(|draft| pattern.matches(&draft.name)) {
+                problems.push(Problem::UnusedPattern { rule, pattern: pattern.text().to_owned() });
+            }
+        }
+    }
+    let any = |patterns: &[Pattern], name: &str| patterns.iter().any(|pattern| pattern.matches(name));
+    drafts.retain(|draft| {
+        (selected.target_include.is_empty() || any(&selected.target_include, &draft.name))
+            && !any(&selected.target_exclude, &draft.name)
+    });
+}
+
+/// Renames, and refuses two of one name.
+pub(super) fn rename(drafts: &mut [Draft], rules: &[Rename], problems: &mut Vec<Problem>) {
+    if rules.is_empty() {
+        return;
+    }
+    let mut olds: HashMap<String, String> = HashMap::with_capacity(drafts.len());
+    for draft in drafts {
+        let new = rename::apply(rules, &draft.name);
+        let old = std::mem::replace(&mut draft.name, new.clone());
+        if new.is_empty() {
+            let reason = format!("{old} would have no name");
+            problems.push(Problem::File { file: "rename".to_owned(), reason });
+        } else if let Some(first) = olds.get(&new) {
+            problems.push(Problem::Collision { path: new, first: first.clone(), second: old.clone() });
+            draft.name = old;
+        } else {
+            olds.insert(new, old);
+        }
+    }
+}

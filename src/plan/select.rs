@@ -1,0 +1,424 @@
+//! Parts of a checkpoint: some of its tensors or layers, under their own names or others.
+//!
+//! A selection is made before any layout: layouts see a checkpoint that has only the tensors wanted, with a `config.json` that
+//! says so. That configuration also serves `hf/`, if it can tell the truth: a part that no configuration describes has no
+//! `hf/`, for a reason that is kept.
+
+use std::{collections::BTreeMap, ops::Range};
+
+use serde_json::{Map, Value, json};
+
+use super::{
+    family::{Family, Generic},
+    naming,
+    pattern::Pattern,
+    problem::{PlanError, Problem},
+    rename::{self, Rename},
+};
+use crate::{checkpoint::Checkpoint, checkpoint::Quantization, tensor::TensorId};
+
+/// Numbers of layers, as half-open ranges: `0..8,24..32`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayerRanges(Vec<Range<u64>>);
+
+impl LayerRanges {
+    /// Reads `0..8`, `..8`, `24..`, `5`, or several of these with commas.
+    ///
+    /// # Errors
+    /// What was expected.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let malformed = |part: &str| format!("layers: expected ranges such as 0..8 or 0..4,28.., found {part:?}");
+        let number = |word: &str, part: &str| word.trim().parse::<u64>().map_err(|_| malformed(part));
+        let mut ranges = Vec::new();
+        for part in text.split(',').map(str::trim) {
+            let range = match part.split_once("..") {
+                None => {
+                    let only = number(part, part)?;
+                    only..only.saturating_add(1)
+                }
+                Some((start, stop)) => {
+                    let start = if start.is_empty() { 0 } else { number(start, part)? };
+                    start..if stop.is_empty() { u64::MAX } else { number(stop, part)? }
+                }
+            };
+            if range.is_empty() {
+                return Err(malformed(part));
+            }
+            ranges.push(range);
+        }
+        Ok(Self(ranges))
+    }
+
+    /// Whether a layer is among them.
+    pub fn contains(&self, layer: u64) -> bool {
+        self.0.iter().any(|range| range.contains(&layer))
+    }
+
+    /// As [`LayerRanges::parse`] reads it.
+    pub fn text(&self) -> String {
+        let word = |range: &Range<u64>| {
+            let stop = if range.end == u64::MAX { String::new() } else { range.end.to_string() };
+            format!("{}..{stop}", range.start)
+        };
+        self.0.iter().map(word).collect::<Vec<_>>().join(",")
+    }
+}
+
+/// Which tensors of a checkpoint are wanted.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Subset {
+    /// Rules for names of the repository, before anything else sees them.
+    pub source_renames: Vec<Rename>,
+    /// If there are any, only tensors that match one.
+    pub include: Vec<Pattern>,
+    /// Not the tensors that match one.
+    pub exclude: Vec<Pattern>,
+    /// Layers of the text model.
+    pub layers: Option<LayerRanges>,
+    /// Whether the layers that are left are numbered from 0.
+    pub renumber: bool,
+    /// Without layers of multi-token prediction.
+    pub no_mtp: bool,
+    /// Without towers for images and sound.
+    pub text_only: bool,
+}
+
+impl Subset {
+    /// Whether a tensor that is not there would be shown if it were.
+    pub(super) fn wants(&self, name: &str) -> bool {
+        let words = Generic::load().map(|generic| generic.words).unwrap_or_default();
+        let layer = naming::parse(name, &words).layer;
+        let any = |patterns: &[Pattern]| patterns.iter().any(|pattern| pattern.matches(name));
+        let layers = self.layers.as_ref().zip(layer);
+        (self.include.is_empty() || any(&self.include))
+            && !any(&self.exclude)
+            && layers.is_none_or(|(layers, layer)| layers.contains(layer))
+    }
+}
+
+/// What a subset makes of a checkpoint.
+#[derive(Debug)]
+pub(super) struct Selected {
+    /// The whole checkpoint under the names that source renames give.
+    pub(super) whole: Option<Checkpoint>,
+    /// The part that is wanted; `None` if that is all.
+    pub(super) part: Option<Checkpoint>,
+    /// Why there is no `hf/`.
+    pub(super) no_hf: Option<String>,
+    /// Patterns over names in the mount.
+    pub(super) target_include: Vec<Pattern>,
+    /// Patterns over names in the mount.
+    pub(super) target_exclude: Vec<Pattern>,
+}
+
+/// Words of names that belong to towers for images, video and sound.
+const TOWERS: [&str; 19] = [
+    "vision_tower",
+    "vision_model",
+    "visual",
+    "vision_encoder",
+    "vision",
+    "audio_tower",
+    "audio_model",
+    "audio_encoder",
+    "multi_modal_projector",
+    "multimodal_projector",
+    "mm_projector",
+    "image_newline",
+    "embed_vision",
+    "embed_audio",
+    "vision_embed_tokens",
+    "img_projector",
+    "connector",
+    "talker",
+    "token2wav",
+];
+
+/// Whether a name belongs to a tower for images, video or sound.
+pub(super) fn is_tower(name: &str) -> bool {
+    name.split('.').take(3).any(|word| TOWERS.contains(&word))
+}
+
+/// Members of a configuration with one entry per layer.
+const PER_LAYER: [&str; 5] =
+    ["layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "moe_layer_freq"];
+/// Members that list numbers of layers.
+const LISTS_LAYERS: [&str; 1] = ["mlp_only_layers"];
+/// Members that count layers from the first.
+const COUNTS_FIRST: [&str; 2] = ["first_k_dense_replace", "max_window_layers"];
+/// Members that give layers a role by their number, unless 0 or 1, or unless the per-layer list says it anyway.
+const BY_NUMBER: [&str; 7] = [
+    "decoder_sparse_step",
+    "interleave_moe_layer_step",
+    "full_attention_interval",
+    "sliding_window_pattern",
+    "no_rope_layer_interval",
+    "attn_layer_period",
+    "expert_layer_period",
+];
+/// Members that count layers from the last.
+const FROM_LAST: [&str; 1] = ["num_kv_shared_layers"];
+/// Numbers of layers of multi-token prediction.
+const MTP_COUNTS: [&str; 3] = ["num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"];
+/// Numbers of layers.
+const COUNTS: [&str; 4] = ["num_hidden_layers", "n_layer", "num_layers", "n_layers"];
+/// Families in which a layer's number says nothing that `config.json` does not.
+const UNIFORM: [&str; 3] = ["llama", "mixtral", "phi3"];
+
+/// Makes the selection.
+pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&Family>) -> Result<Selected, PlanError> {
+    let refused = |reasons: Vec<String>, what: &str| PlanError {
+        problems: reasons.into_iter().map(|reason| Problem::File { file: what.to_owned(), reason }).collect(),
+    };
+    let whole = if subset.source_renames.is_empty() {
+        None
+    } else {
+        let renamed = checkpoint.derived(None, None, |_, info| Some(rename::apply(&subset.source_renames, info.name)));
+        let renamed = renamed.map_err(|reasons| refused(reasons, "source_rename"))?;
+        if scale_pairs(checkpoint) != scale_pairs(&renamed) {
+            let reason = "takes the names of scales away from those of their quantized weights".to_owned();
+            return Err(refused(vec![reason], "source_rename"));
+        }
+        Some(renamed)
+    };
+    let base = whole.as_ref().unwrap_or(checkpoint);
+    let mut selected =
+        Selected { part: None, no_hf: None, target_include: Vec::new(), target_exclude: Vec::new(), whole: None };
+    if *subset == (Subset { source_renames: subset.source_renames.clone(), ..Subset::default() }) {
+        selected.whole = whole;
+        return Ok(selected);
+    }
+    let source_type = |pattern: &Pattern| base.tensors().any(|(_, info)| pattern.matches(info.name));
+    let (include, target_include): (Vec<_>, Vec<_>) = subset.include.iter().cloned().partition(|p| source_type(p));
+    let (exclude, target_exclude): (Vec<_>, Vec<_>) = subset.exclude.iter().cloned().partition(|p| source_type(p));
+    if let (Some(source), Some(target)) = (include.first(), target_include.first()) {
+        let (source, target) = (source.text(), target.text());
+        let reason = format!(
+            "{source:?} matches names in the repository, {target:?} does not: expected all to do one or the other"
+        );
+        return Err(refused(vec![reason], "include"));
+    }
+    (selected.target_include, selected.target_exclude) = (target_include, target_exclude);
+    let words = Generic::load().map_err(|error| refused(vec![error.to_string()], "include"))?.words;
+    let text = text_prefix(base, family);
+    let declared = base.dialect().declared_layers;
+    let mut kept: BTreeMap<u64, u64> = BTreeMap::new();
+    let mut dropped_mtp = false;
+    let mut fate: Vec<Option<(TensorId, String, Option<u64>)>> = Vec::new();
+    let mut cut_by_pattern = false;
+    for (id, info) in base.tensors() {
+        let parsed = naming::parse(info.name, &words);
+        let of_text = parsed.layer.filter(|_| text.as_deref() == Some(parsed.prefix.as_str()));
+        let is_mtp = info.name.split('.').take(3).any(|word| word == "mtp" || word == "nextn" || word == "mtp_layers")
+            || of_text.is_some_and(|layer| declared.is_some_and(|declared| layer >= declared));
+        let out = subset.layers.as_ref().zip(of_text).is_some_and(|(layers, layer)| !layers.contains(layer));
+        let matched = (include.is_empty() || include.iter().any(|pattern| pattern.matches(info.name)))
+            && !exclude.iter().any(|pattern| pattern.matches(info.name));
+        cut_by_pattern |= !matched;
+        let keep = matched && !out && !(subset.no_mtp && is_mtp) && !(subset.text_only && is_tower(info.name));
+        dropped_mtp |= is_mtp && !keep;
+        if let (true, Some(layer)) = (keep, of_text) {
+            kept.insert(layer, 0);
+        }
+        fate.push(keep.then(|| (id, info.name.to_owned(), of_text)));
+    }
+    if subset.layers.is_some() && text.is_none() {
+        return Err(refused(vec!["the repository has no layers of a text model".to_owned()], "layers"));
+    }
+    if fate.iter().all(Option::is_none) {
+        return Err(refused(vec!["no tensor is left".to_owned()], "include, exclude, layers"));
+    }
+    for (position, (_, number)) in (0..).zip(kept.iter_mut()) {
+        *number = position;
+    }
+    let mut names: BTreeMap<TensorId, String> = BTreeMap::new();
+    for (id, name, layer) in fate.into_iter().flatten() {
+        let name = match layer {
+            Some(layer) if subset.renumber => renumbered(&name, layer, kept[&layer]),
+            _ => name,
+        };
+        names.insert(id, name);
+    }
+    // A scale goes with its weight, whatever patterns say: without it the weight's bytes mean nothing.
+    let scales: Vec<(TensorId, TensorId)> = scale_pairs(base);
+    for (weight, scale) in scales {
+        match names.get(&weight).cloned() {
+            None => drop(names.remove(&scale)),
+            Some(_) if names.contains_key(&scale) => {}
+            Some(weight_name) => {
+                let (old_weight, old_scale) = (base.tensor(weight).name, base.tensor(scale).name);
+                let suffix = old_scale.strip_prefix(old_weight).unwrap_or_default();
+                names.insert(scale, if suffix.is_empty() { old_scale.to_owned() } else { weight_name + suffix });
+            }
+        }
+    }
+    let layers: Vec<u64> = kept.keys().copied().collect();
+    let (config, no_hf) = configuration(base, subset, &layers, dropped_mtp, family);
+    selected.no_hf = no_hf.or_else(|| {
+        let reason = "its config.json describes the whole model, of which a pattern leaves out a part";
+        cut_by_pattern.then(|| reason.to_owned())
+    });
+    let part = base.derived(config, None, |id, _| names.get(&id).cloned());
+    selected.part = Some(part.map_err(|reasons| refused(reasons, "layers"))?);
+    selected.whole = whole;
+    Ok(selected)
+}
+
+/// Quantized weights and their scales.
+fn scale_pairs(checkpoint: &Checkpoint) -> Vec<(TensorId, TensorId)> {
+    match &checkpoint.dialect().quantization {
+        Quantization::BlockFp8(fp8) => fp8.pairs.clone(),
+        Quantization::None
+        | Quantization::ScaledFp8(_)
+        | Quantization::Mxfp4
+        | Quantization::Int4Packed { .. }
+        | Quantization::Nvfp4
+        | Quantization::CompressedTensors { .. }
+        | Quantization::Unknown { .. } => Vec::new(),
+    }
+}
+
+/// The prefix of the text model's layers.
+pub(super) fn text_prefix(checkpoint: &Checkpoint, family: Option<&Family>) -> Option<String> {
+    let words = Generic::load().ok()?.words;
+    let mut counts: BTreeMap<String, u64> = BTreeMap::new();
+    for (_, info) in checkpoint.tensors() {
+        let parsed = naming::parse(info.name, &words);
+        let known = family.is_none_or(|family| family.prefixes.contains(&parsed.prefix));
+        if parsed.layer.is_some() && known && !is_tower(info.name) {
+            *counts.entry(parsed.prefix).or_default() += 1;
+        }
+    }
+    counts.into_iter().max_by_key(|(_, count)| *count).map(|(prefix, _)| prefix)
+}
+
+fn renumbered(name: &str, layer: u64, number: u64) -> String {
+    name.replacen(&format!(".{layer}."), &format!(".{number}."), 1)
+}
+
+/// The configuration of the part, or why none can be.
+fn configuration(
+    base: &Checkpoint,
+    subset: &Subset,
+    layers: &[u64],
+    dropped_mtp: bool,
+    family: Option<&Family>,
+) -> (Option<Value>, Option<String>) {
+    let Some(config) = base.config() else { return (None, None) };
+    let mut config = config.clone();
+    let nested = base.dialect().text_config.clone();
+    let mut no_hf = None;
+    let text_only = subset.text_only && base.tensors().any(|(_, info)| is_tower(info.name));
+    if text_only {
+        no_hf = Some("config.json is that of a model with towers for images or sound".to_owned());
+    }
+    let mut members: Vec<&mut Map<String, Value>> = Vec::new();
+    let Some(top) = config.as_object_mut() else { return (None, no_hf) };
+    // The nested member is taken out and put back, since both are changed.
+    let mut inner = nested.as_ref().and_then(|name| top.get_mut(name)).map(Value::take);
+    members.push(top);
+    members.extend(inner.as_mut().and_then(Value::as_object_mut));
+    for members in members {
+        if dropped_mtp {
+            for count in MTP_COUNTS {
+                if members.contains_key(count) {
+                    members.insert(count.to_owned(), json!(0));
+                }
+            }
+        }
+        if subset.layers.is_some() {
+            let declared = base.dialect().declared_layers;
+            if let Err(reason) = cut_layers(members, layers, declared, subset.renumber, family) {
+                no_hf = no_hf.or(Some(reason));
+            }
+        }
+    }
+    if let (Some(name), Some(inner)) = (nested, inner) {
+        config[name.as_str()] = inner;
+    }
+    (Some(config), no_hf)
+}
+
+fn cut_layers(
+    members: &mut Map<String, Value>,
+    layers: &[u64],
+    declared: Option<u64>,
+    renumber: bool,
+    family: Option<&Family>,
+) -> Result<(), String> {
+    let Some(declared) = declared else { return Ok(()) };
+    let layers: Vec<u64> = layers.iter().copied().filter(|layer| *layer < declared).collect();
+    let prefix = layers.iter().copied().eq(0..layers.len() as u64);
+    if !prefix && !renumber {
+        let first = layers.first().copied().unwrap_or(0);
+        return Err(format!(
+            "config.json cannot say which layers there are (the first is {first}): expected layers from 0 on, or renumbered"
+        ));
+    }
+    let mut reason = None;
+    let typed = members.contains_key("layer_types");
+    let number = |members: &Map<String, Value>, key: &str| members.get(key).and_then(Value::as_u64);
+    if !prefix && COUNTS.iter().any(|key| members.contains_key(*key)) {
+        let uniform = typed || family.is_some_and(|family| UNIFORM.contains(&family.name.as_str()));
+        if !uniform {
+            reason = Some("what a layer of this model is may follow from its number, which is another now".to_owned());
+        }
+        let shifted = BY_NUMBER.iter().find(|key| number(members, key).is_some_and(|value| value > 1));
+        if let Some(key) = shifted {
+            reason = Some(format!("config.json gives layers a role by number ({key}), and numbers are others now"));
+        }
+    }
+    if let Some(key) = FROM_LAST.iter().find(|key| number(members, key).is_some_and(|value| value > 0)) {
+        reason = Some(format!("config.json counts layers from the last ({key})"));
+    }
+    for key in COUNTS {
+        if number(members, key) == Some(declared) {
+            members.insert(key.to_owned(), json!(layers.len()));
+        }
+    }
+    for key in COUNTS_FIRST {
+        if let Some(count) = number(members, key) {
+            members.insert(key.to_owned(), json!(layers.iter().filter(|layer| **layer < count).count()));
+        }
+    }
+    for key in LISTS_LAYERS {
+        if let Some(list) = members.get(key).and_then(Value::as_array) {
+            let place = |value: &Value| layers.iter().position(|layer| Some(*layer) == value.as_u64());
+            let list: Vec<Value> = list.iter().filter_map(place).map(Value::from).collect();
+            members.insert(key.to_owned(), Value::Array(list));
+        }
+    }
+    for (key, value) in members.iter_mut() {
+        let Some(list) = value.as_array_mut().filter(|list| list.len() as u64 == declared) else { continue };
+        if PER_LAYER.contains(&key.as_str()) {
+            let cut = layers.iter().filter_map(|layer| list.get(usize::try_from(*layer).ok()?).cloned());
+            *list = cut.collect();
+        } else if key != "architectures" && declared > 1 {
+            reason = Some(format!("config.json has {key:?}, of as many entries as layers: not known how to cut it"));
+        }
+    }
+    reason.map_or(Ok(()), Err)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_of_layers() {
+        for (text, inside, outside) in [
+            ("0..8", [0, 7], [8, 9]),
+            ("..2,30..", [1, 99], [2, 29]),
+            ("5", [5, 5], [4, 6]),
+            ("1..3, 7", [2, 7], [3, 0]),
+        ] {
+            let ranges = LayerRanges::parse(text).unwrap();
+            assert!(inside.iter().all(|layer| ranges.contains(*layer)), "{text}");
+            assert!(!outside.iter().any(|layer| ranges.contains(*layer)), "{text}");
+            assert_eq!(LayerRanges::parse(&ranges.text()), Ok(ranges));
+        }
+        for text in ["", "a", "3..3", "4..2", "1-3", "0..8,"] {
+            assert!(LayerRanges::parse(text).is_err(), "{text:?}");
+        }
+    }
+}

@@ -1,0 +1,236 @@
+//! Names, ties, parts of a checkpoint, adapters and strictness, as plans.
+
+mod common;
+
+use std::{collections::BTreeSet, fs, path::Path};
+
+use ckfs::{
+    checkpoint::{Checkpoint, OpenOptions},
+    plan::{Allow, HfContent, LayerRanges, Layout, Pattern, Plan, Rename, Subset, Tied, ViewOptions},
+    tensor::DType,
+};
+use common::repo;
+use serde_json::{Value, json};
+
+fn hf() -> ViewOptions {
+    ViewOptions { layout: Layout::Hf, ..ViewOptions::default() }
+}
+
+fn patterns(texts: &[&str]) -> Vec<Pattern> {
+    texts.iter().map(|text| Pattern::parse(text).unwrap()).collect()
+}
+
+fn names(plan: &Plan) -> BTreeSet<String> {
+    plan.tensors.iter().map(|tensor| tensor.name.clone()).collect()
+}
+
+fn hf_text(plan: &Plan, path: &str) -> Option<Value> {
+    let file = plan.hf.iter().find(|file| file.path == path)?;
+    let HfContent::Text(text) = &file.content else { return None };
+    Some(serde_json::from_slice(text).unwrap())
+}
+
+fn hf_names(plan: &Plan) -> BTreeSet<String> {
+    let weights = plan.hf.iter().filter_map(|file| match &file.content {
+        HfContent::Weights { tensors, .. } => Some(tensors.iter().map(|(name, _)| name.clone())),
+        HfContent::Original(_) | HfContent::Text(_) => None,
+    });
+    weights.flatten().collect()
+}
+
+fn refused(dir: &Path, options: &ViewOptions) -> String {
+    Plan::build(&repo::open(dir), options).unwrap_err().to_string()
+}
+
+#[test]
+fn layers_are_cut_and_the_configuration_follows() {
+    let dir = repo::llama(4, DType::BF16);
+    let checkpoint = repo::open(dir.path());
+    let part = |layers: &str, renumber| {
+        let layers = Some(LayerRanges::parse(layers).unwrap());
+        Plan::build(&checkpoint, &ViewOptions { subset: Subset { layers, renumber, ..Subset::default() }, ..hf() })
+    };
+    for (layers, renumber, count, expected) in
+        [("0..2", false, 2, vec!["0", "1"]), ("2..4", true, 2, vec!["0", "1"]), ("3", true, 1, vec!["0"])]
+    {
+        let plan = part(layers, renumber).unwrap();
+        assert_eq!(hf_text(&plan, "config.json").unwrap()["num_hidden_layers"], count, "{layers}");
+        let index = hf_text(&plan, "model.safetensors.index.json").unwrap();
+        let indexed: BTreeSet<String> = index["weight_map"].as_object().unwrap().keys().cloned().collect();
+        assert_eq!(indexed, names(&plan), "{layers}");
+        let total: u64 = plan.tensors.iter().map(|tensor| tensor.view.bytes().unwrap()).sum();
+        assert_eq!(index["metadata"]["total_size"], total);
+        let layers_of = |name: &String| Some(name.split_once("layers.")?.1.split('.').next()?.to_owned());
+        let found: BTreeSet<String> = names(&plan).iter().filter_map(layers_of).collect();
+        assert_eq!(found, expected.into_iter().map(str::to_owned).collect(), "{layers}");
+    }
+    let kept = part("2..4", false).unwrap();
+    assert!(kept.hf.is_empty() && kept.warnings.iter().any(|text| text.starts_with("hf/ is left out: ")));
+    assert!(names(&kept).contains("model.layers.3.mlp.up_proj.weight"));
+}
+
+#[test]
+fn files_without_tensors_vanish_from_hf() {
+    let dir = tempfile::tempdir().unwrap();
+    let rows = repo::llama_rows(2, DType::F32);
+    let (first, second) = rows.split_at(2 + 9);
+    repo::write_repo(dir.path(), &[first, second], &repo::llama_config(2));
+    let layers = Some(LayerRanges::parse("0..1").unwrap());
+    let options = ViewOptions { subset: Subset { layers, ..Subset::default() }, ..hf() };
+    let plan = Plan::build(&repo::open(dir.path()), &options).unwrap();
+    let paths: Vec<&str> = plan.hf.iter().map(|file| file.path.as_str()).collect();
+    assert_eq!(paths, ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]);
+    assert!(matches!(plan.hf[1].content, HfContent::Original(_)), "a file that keeps all its tensors is the original");
+}
+
+#[test]
+fn patterns_choose_by_source_or_by_target_name() {
+    let dir = repo::llama(2, DType::BF16);
+    let checkpoint = repo::open(dir.path());
+    let rows: [(&[&str], &[&str], &[&str]); 4] = [
+        (&["*norm*"], &["*.0.*"], &["final_norm", "layers.1.attn_norm", "layers.1.mlp_norm"]),
+        (&["layers.scanned.w?"], &["*wq"], &["layers.scanned.wk", "layers.scanned.wo", "layers.scanned.wv"]),
+        (&["embed"], &[], &["embed"]),
+        (&["/embed_tokens/"], &["lm_head"], &["embed"]),
+    ];
+    for (include, exclude, expected) in rows {
+        let subset = Subset { include: patterns(include), exclude: patterns(exclude), ..Subset::default() };
+        let plan = Plan::build(&checkpoint, &ViewOptions { subset, ..ViewOptions::default() }).unwrap();
+        let found: BTreeSet<String> = names(&plan)
+            .into_iter()
+            .filter(|name| !name.contains("scanned") || include[0].contains("scanned"))
+            .collect();
+        assert_eq!(found, expected.iter().map(|name| (*name).to_owned()).collect(), "{include:?} {exclude:?}");
+    }
+    for (include, expected) in
+        [(&["*norm*", "embed"][..], "expected all to do one or the other"), (&["nothing"], "matches no tensor")]
+    {
+        let subset = Subset { include: patterns(include), ..Subset::default() };
+        let error = refused(dir.path(), &ViewOptions { subset, ..ViewOptions::default() });
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[test]
+fn renames_reach_every_name_and_collisions_are_refused() {
+    let dir = repo::llama(1, DType::BF16);
+    let checkpoint = repo::open(dir.path());
+    let renames = vec![Rename::strip_prefix("model."), Rename::parse(r"layers\.(\d+)=>h.$1").unwrap()];
+    let plan = Plan::build(&checkpoint, &ViewOptions { renames, ..hf() }).unwrap();
+    assert!(names(&plan).contains("h.0.self_attn.q_proj.weight"));
+    assert_eq!(hf_names(&plan), names(&plan));
+    let renames = vec![Rename::parse("[qkv]_proj=>proj").unwrap()];
+    let error = refused(dir.path(), &ViewOptions { renames, ..hf() });
+    assert!(
+        error.contains(
+            "model.layers.0.self_attn.k_proj.weight and model.layers.0.self_attn.q_proj.weight would both be at"
+        ) || error.contains("q_proj.weight and model.layers.0.self_attn.k_proj.weight would both be at"),
+        "{error}"
+    );
+    // A fine-tune under another prefix is a known family again.
+    let other = tempfile::tempdir().unwrap();
+    let rows: Vec<_> =
+        repo::llama_rows(1, DType::BF16).into_iter().map(|(n, d, e)| (format!("actor.{n}"), d, e)).collect();
+    repo::write_repo(other.path(), &[&rows], &repo::llama_config(1));
+    let subset = Subset { source_renames: vec![Rename::strip_prefix("actor.")], ..Subset::default() };
+    let plan = Plan::build(&repo::open(other.path()), &ViewOptions { subset, ..ViewOptions::default() }).unwrap();
+    assert!(names(&plan).contains("layers.scanned.wq") && plan.unexpected.is_empty());
+}
+
+#[test]
+fn tied_heads_are_shown_as_asked() {
+    let dir = repo::llama(1, DType::BF16);
+    let checkpoint = repo::open(dir.path());
+    for (tied, layout, raw, bundled, in_hf) in [
+        (Tied::Auto, Layout::Canonical, true, false, false),
+        (Tied::Alias, Layout::Canonical, true, true, true),
+        (Tied::Absent, Layout::Canonical, false, false, false),
+        (Tied::Auto, Layout::Hf, false, false, false),
+        (Tied::Alias, Layout::Hf, true, true, true),
+    ] {
+        let plan = Plan::build(&checkpoint, &ViewOptions { tied, layout, ..ViewOptions::default() }).unwrap();
+        let head = plan.tensors.iter().find(|tensor| tensor.name.starts_with("lm_head"));
+        assert_eq!(head.is_some(), raw, "{tied:?}");
+        assert_eq!(head.is_some_and(|head| plan.is_bundled(head)), bundled, "{tied:?}");
+        assert_eq!(hf_names(&plan).contains("lm_head.weight"), in_hf, "{tied:?}");
+    }
+}
+
+#[test]
+fn incomplete_models_are_refused_and_unknown_names_reported() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut rows = repo::llama_rows(3, DType::BF16);
+    for (name, ..) in &mut rows {
+        *name = name.replace("o_proj", "out_proj");
+    }
+    repo::write_repo(dir.path(), &[&rows], &repo::llama_config(3));
+    // What no layer has is reported; so is what no table knows.
+    let plan = Plan::build(&repo::open(dir.path()), &ViewOptions::default()).unwrap();
+    let texts = |groups: &[ckfs::plan::NameGroup]| groups.iter().map(ToString::to_string).collect::<Vec<_>>();
+    assert_eq!(
+        texts(&plan.missing),
+        ["model.layers.{0-2}.self_attn.o_proj.weight (3 tensors); the nearest name is \
+          model.layers.*.self_attn.out_proj.weight"]
+    );
+    assert_eq!(
+        texts(&plan.unexpected),
+        ["model.layers.{0-2}.self_attn.out_proj.weight (3 tensors); the nearest name is \
+          model.layers.*.self_attn.o_proj.weight"]
+    );
+    // What one layer lacks is refused, unless it is allowed by its name.
+    let mut rows = repo::llama_rows(3, DType::BF16);
+    rows.retain(|(name, ..)| name != "model.layers.1.self_attn.q_proj.weight");
+    repo::write_repo(dir.path(), &[&rows], &repo::llama_config(3));
+    let build = |pattern: &str| {
+        let allow_missing = Allow::Matching(patterns(&[pattern]));
+        Plan::build(&repo::open(dir.path()), &ViewOptions { allow_missing, ..ViewOptions::default() })
+    };
+    assert_eq!(build("*k_proj*").unwrap_err().to_string(), "missing tensor model.layers.1.self_attn.q_proj.weight");
+    assert_eq!(texts(&build("*q_proj*").unwrap().missing), ["model.layers.1.self_attn.q_proj.weight"]);
+}
+
+fn adapter(config: &Value, modules: &[&str]) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let rows: Vec<_> = modules
+        .iter()
+        .flat_map(|module| {
+            let name = |matrix: &str| format!("base_model.model.{module}.{matrix}.weight");
+            [repo::row(&name("lora_A"), DType::F32, &[2, 16]), repo::row(&name("lora_B"), DType::F32, &[24, 2])]
+        })
+        .collect();
+    repo::write_file(&dir.path().join("adapter_model.safetensors"), &rows, 100);
+    fs::write(dir.path().join("adapter_config.json"), config.to_string()).unwrap();
+    dir
+}
+
+#[test]
+fn adapters_stand_beside_base_layers() {
+    let dir = repo::llama(1, DType::BF16);
+    let config = json!({"peft_type": "LORA", "target_modules": ["q_proj"], "bias": "none"});
+    let build = |config: &Value, modules: &[&str], layout: Layout| {
+        let adapter = adapter(config, modules);
+        let open = OpenOptions { adapters: vec![adapter.path().to_owned()], ..OpenOptions::default() };
+        let checkpoint = Checkpoint::open(dir.path().to_str().unwrap(), &open).unwrap();
+        assert_eq!(checkpoint.tensors().len(), 11, "hidden until asked for");
+        let lora = Some(adapter.path().to_owned());
+        Plan::build(&checkpoint, &ViewOptions { layout, lora, ..ViewOptions::default() })
+    };
+    let q = "model.layers.0.self_attn.q_proj";
+    let plan = build(&config, &[q], Layout::Hf).unwrap();
+    let found = names(&plan);
+    for suffix in ["base_layer", "lora_A.default", "lora_B.default"] {
+        assert!(found.contains(&format!("base_model.model.{q}.{suffix}.weight")), "{suffix}");
+    }
+    assert!(found.contains("base_model.model.model.norm.weight") && found.len() == 13);
+    assert!(plan.hf.iter().all(|file| matches!(file.content, HfContent::Original(_))), "hf/ is the base's");
+    for (config, modules, layout, expected) in [
+        (config.clone(), &[q][..], Layout::Canonical, "those of the layout hf, not of canonical"),
+        (config.clone(), &[], Layout::Hf, "needed for the targeted module"),
+        (config.clone(), &[q, "model.layers.7.self_attn.q_proj"], Layout::Hf, "its module is not there"),
+        (json!({"peft_type": "LOHA"}), &[q], Layout::Hf, "expected LORA"),
+        (json!({"peft_type": "LORA", "bias": "all"}), &[q], Layout::Hf, "bias: expected none"),
+    ] {
+        let error = build(&config, modules, layout).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+}
