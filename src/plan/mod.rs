@@ -436,7 +436,10 @@ impl Plan {
         match self.layout {
             Layout::Canonical => !self.unscanned,
             Layout::Hf => false,
-            Layout::Embedded(_) | Layout::File(_) => self.tensors.iter().any(|tensor| tensor.layers.is_some()),
+            Layout::Embedded(_) | Layout::File(_) => match self.params.iter().find(|(name, _)| name == "scan") {
+                Some((_, value)) => value == "true",
+                None => self.tensors.iter().any(|tensor| tensor.logical.iter().any(|axis| axis.ends_with("layers"))),
+            },
         }
     }
 
