@@ -4,8 +4,7 @@
     tests/maxtext/logits.py [--dir /var/tmp/ckfs-maxtext]
 
 For a tiny Llama 3.1 and a tiny Gemma 2, both of generated weights, scanned and not: MaxText 0.2.5 from PyPI converts the repository; ckfs mounts
-it; MaxText loads each by both of its loaders (`from_pretrained`, which serves and tunes, and `setup_decode_state` with
-`load_params_from_path`, which trains and decodes), on 8 CPU devices with the mesh fsdp=4,tensor=2, and computes logits in f32. They must be equal bit for bit, and
+it; MaxText's `from_pretrained` loads each, on 8 CPU devices with the mesh fsdp=4,tensor=2, and computes logits in f32. They must be equal bit for bit, and
 unlike those of a model that loaded nothing. `scan_layers` is left out of the settings on loading where MaxText can find it in the checkpoint.
 """
 
@@ -102,7 +101,7 @@ def convert(name: str) -> None:
     runpy.run_module("maxtext.checkpoint_conversion.to_maxtext", run_name="__main__", alter_sys=True)
 
 
-def logits(name: str, loader: str, path: str, out: str, *more: str) -> None:
+def logits(name: str, path: str, out: str, *more: str) -> None:
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -112,30 +111,14 @@ def logits(name: str, loader: str, path: str, out: str, *more: str) -> None:
     config = pyconfig.initialize(
         ["", *settings(name), *([f"load_parameters_path={path}"] if path else []), "ici_fsdp_parallelism=4", "ici_tensor_parallelism=2",
          "dtype=float32", "matmul_precision=highest", "attention=dot_product", "max_target_length=16", "run_name=logits",
-         "per_device_batch_size=1", "enable_checkpointing=false", *(["pure_nnx=false", "enable_nnx=false"] if loader == "setup_decode_state" else []), *more]
+         "per_device_batch_size=1", "enable_checkpointing=false", *more]
     )  # fmt: skip
     tokens = jnp.asarray(np.random.default_rng(3).integers(0, VOCAB, (8, 16)), jnp.int32)
     inputs = [tokens, jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32), (8, 16)), jnp.ones((8, 16), jnp.int32)]
     mesh = jax.sharding.Mesh(maxtext_utils.create_device_mesh(config), config.mesh_axes)
-    if loader == "from_pretrained":
-        model = model_creation_utils.from_pretrained(config, mesh=mesh)
-        with mesh:
-            found = model(*inputs, enable_dropout=False)
-    else:
-        from functools import partial
-
-        from maxtext.common.common_types import MODEL_MODE_TRAIN
-        from maxtext.layers import quantizations
-        from maxtext.models import models
-
-        config = model_creation_utils.verify_and_sync_scan_layers(config)
-        quant = quantizations.configure_quantization(config)
-        model = models.transformer_as_linen(config, mesh, quant=quant, model_mode=MODEL_MODE_TRAIN)
-        key = jax.random.PRNGKey(0)
-        init = partial(maxtext_utils.init_initial_state, model, None, config, False, key)
-        state, _ = maxtext_utils.setup_decode_state(config, mesh, None, init)
-        with mesh:
-            found = model.apply(state.params, *inputs, enable_dropout=False, rngs={"params": key, "aqt": key, "dropout": key})
+    model = model_creation_utils.from_pretrained(config, mesh=mesh)
+    with mesh:
+        found = model(*inputs, enable_dropout=False)
     found = found[0] if isinstance(found, tuple) else found
     print("scan_layers", config.scan_layers, file=sys.stderr)
     np.save(out, np.asarray(found, np.float32))
@@ -155,7 +138,6 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp/ckfs-maxtext"))
-    parser.add_argument("--loaders", nargs="*", default=["from_pretrained", "setup_decode_state"])
     parser.add_argument("--scans", nargs="*", default=["true", "false"])
     args = parser.parse_args()
     work = args.dir / "logits"
@@ -170,23 +152,21 @@ def main() -> None:
             layout = "maxtext" if scan == "true" else "maxtext-unscanned"
             subprocess.run([CKFS, "mount", repo, point, "--layout", layout, "--mesh", MESH, "-q", *model["flags"]], check=True)
             try:
-                for loader in args.loaders:
-                    arrays = {}
-                    for way, path in {"converted": out / "0/items", "mounted": point / "orbax/0/items"}.items():
-                        file = work / f"{way}.npy"
-                        child(work, "logits", name, loader, str(path), str(file))
-                        arrays[way] = np.load(file)
-                    child(work, "logits", name, loader, "", str(file), f"scan_layers={scan}") if loader == "from_pretrained" else None
-                    nothing = np.load(file)
-                    a, b = arrays["converted"], arrays["mounted"]
-                    same = a.shape == b.shape and np.array_equal(a.view(np.uint32), b.view(np.uint32))
-                    print(
-                        f"{name} scan_layers={scan} {loader}: logits {a.shape}, {a.min():.3f} to {a.max():.3f}, deviation {a.std():.3f};",
-                        "equal bit for bit" if same else f"DIFFERENT by up to {np.abs(a - b).max()}",
-                        f"(nothing loaded: differs by up to {np.abs(a - nothing).max():.3f})" if loader == "from_pretrained" else "",
-                        flush=True,
-                    )  # fmt: skip
-                    assert same and np.isfinite(a).all() and a.std() > 0
+                arrays = {}
+                for way, path in {"converted": out / "0/items", "mounted": point / "orbax/0/items", "nothing": ""}.items():
+                    file = work / f"{way}.npy"
+                    more = [] if path else [f"scan_layers={scan}"]
+                    child(work, "logits", name, str(path), str(file), *more)
+                    arrays[way] = np.load(file)
+                a, b, nothing = arrays.values()
+                same = a.shape == b.shape and np.array_equal(a.view(np.uint32), b.view(np.uint32))
+                print(
+                    f"{name} scan_layers={scan}: logits {a.shape}, {a.min():.3f} to {a.max():.3f}, deviation {a.std():.3f};",
+                    "equal bit for bit" if same else f"DIFFERENT by up to {np.abs(a - b).max()}",
+                    f"(nothing loaded: differs by up to {np.abs(a - nothing).max():.3f})",
+                    flush=True,
+                )
+                assert same and np.isfinite(a).all() and a.std() > 0
             finally:
                 subprocess.run([CKFS, "umount", point], check=True)
     shutil.rmtree(work)
