@@ -99,6 +99,8 @@ fn check_family(family: &str, scanned: bool) {
     let mut wanted: Vec<&str> = leaves.iter().map(|leaf| leaf["name"].as_str().unwrap()).collect();
     wanted.sort_unstable();
     assert_eq!(names, wanted, "{family}");
+    // MaxText configures its model by what the checkpoint says of itself.
+    assert_eq!(plan.is_scanned(), scanned, "{family}");
     let small = volume(&checkpoint, plan.clone(), 0);
     let large = volume(&checkpoint, plan.clone(), 64 << 20);
     for leaf in &leaves {

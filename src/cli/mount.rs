@@ -21,10 +21,12 @@ use super::{
     output::{Usage, chain},
 };
 use crate::{
+    checkpoint::Checkpoint,
     fuse::{
         MountOptions, Readiness, block_signals, daemon, interruptible, parse_mount_helper, serve, start_background,
     },
     plan::{Config, config::MountKeys},
+    source::FileId,
     volume::Volume,
 };
 
@@ -250,6 +252,20 @@ fn check_mountpoint(path: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Refuses a mountpoint that would cover a source file: looking at the file's path, the daemon would wait for itself.
+fn check_apart(checkpoint: &Checkpoint, mountpoint: &Path) -> anyhow::Result<()> {
+    let Ok(covered) = std::fs::canonicalize(mountpoint) else { return Ok(()) };
+    let source = checkpoint.source();
+    for id in (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()).map(FileId) {
+        let path = source.path(id);
+        let real = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+        if path.starts_with(mountpoint) || path.starts_with(&covered) || real.starts_with(&covered) {
+            bail!("mountpoint {}: would cover the source file {}", mountpoint.display(), path.display());
+        }
+    }
+    Ok(())
+}
+
 /// Mounts and serves in this process, telling whoever waits for it.
 fn serve_here(config: anyhow::Result<(Config, PathBuf)>) -> anyhow::Result<()> {
     block_signals()?;
@@ -301,6 +317,7 @@ fn mount(mut config: Config, mountpoint: &Path, readiness: &mut Readiness) -> an
     readiness.status("reading headers");
     let volume = Arc::new(interruptible(|| open::volume(&mut config))??);
     let name = volume.engine().checkpoint().label().to_owned();
+    check_apart(volume.engine().checkpoint(), mountpoint)?;
     let options = mount_options(&config, &name);
     let _watching = watch(Arc::clone(&volume))?;
     let mut ready = Ok(());

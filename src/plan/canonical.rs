@@ -43,14 +43,18 @@ struct Named {
 
 impl Named {
     fn unscanned(&self) -> String {
-        let expert = self.expert.map_or_else(String::new, |expert| expert.to_string());
-        let rest = self.rest.replace('*', &expert);
+        let rest = naming::with_expert(&self.rest, self.expert);
         self.layer
             .map_or_else(|| format!("{}{rest}", self.prefix), |layer| format!("{}layers.{layer}.{rest}", self.prefix))
     }
 
+    /// The name within the layer, for a stack over experts.
+    fn collapsed(&self) -> String {
+        naming::without_expert(&self.rest, self.expert.is_some())
+    }
+
     fn scanned(&self) -> Option<String> {
-        self.layer.map(|_| format!("{}layers.scanned.{}", self.prefix, self.rest.replace(".*", "")))
+        self.layer.map(|_| format!("{}layers.scanned.{}", self.prefix, self.collapsed()))
     }
 }
 
@@ -267,14 +271,14 @@ fn settle_collisions(checkpoint: &Checkpoint, named: &mut [Named]) {
     for n in named.iter() {
         let scope = scope(n);
         rests.insert(format!("{scope}{}.", n.rest));
-        rests.insert(format!("{scope}{}.", n.rest.replace(".*", "")));
+        rests.insert(format!("{scope}{}.", n.collapsed()));
     }
     let is_directory = |path: String| {
         rests.range::<String, _>(path.clone()..).take(2).any(|other| *other != path && other.starts_with(&path))
     };
     for n in named.iter_mut().filter(|n| n.weight_dropped) {
         let scope = scope(n);
-        let forms = [format!("{scope}{}.", n.rest), format!("{scope}{}.", n.rest.replace(".*", ""))];
+        let forms = [format!("{scope}{}.", n.rest), format!("{scope}{}.", n.collapsed())];
         if forms.into_iter().any(is_directory) {
             n.rest.push_str(".weight");
         }
@@ -349,7 +353,8 @@ fn build(named: &[Named], values: &Values<'_>, checkpoint: &Checkpoint, problems
         drafts.push(Draft { name: n.unscanned(), view, roles, bundled: Bundled::ALWAYS, layers: None });
     }
     for ((prefix, rest), members) in groups {
-        let name = format!("{prefix}layers.scanned.{}", rest.replace(".*", ""));
+        let has_expert = members.iter().any(|member| member.expert.is_some());
+        let name = format!("{prefix}layers.scanned.{}", naming::without_expert(rest, has_expert));
         match scan(&name, members, &mut drafts) {
             Ok(Some(draft)) => drafts.push(draft),
             Ok(None) => {}

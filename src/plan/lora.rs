@@ -241,7 +241,7 @@ mod tests {
 
     use super::*;
 
-    fn lora(config: Value) -> Lora {
+    fn lora(config: &Value) -> Lora {
         let stored = ["m.layers.0.q".to_owned()].into();
         let mut all = json!({"peft_type": "LORA"});
         all.as_object_mut().unwrap().extend(config.as_object().unwrap().clone());
@@ -267,9 +267,9 @@ mod tests {
             (json!({"target_modules": ["q"], "exclude_modules": ["0.q"]}), "m.layers.0.q", false),
         ];
         for (config, module, expected) in rows {
-            assert_eq!(lora(config.clone()).targets(module), expected, "{config} {module}");
+            assert_eq!(lora(&config).targets(module), expected, "{config} {module}");
         }
-        let lora = lora(json!({"target_modules": [], "modules_to_save": ["head", "a.b"]}));
+        let lora = lora(&json!({"target_modules": [], "modules_to_save": ["head", "a.b"]}));
         assert_eq!(lora.saved("x.head.weight"), Some(("x.head", "weight")));
         assert_eq!(lora.saved("overhead.head.p.weight"), Some(("overhead.head", "p.weight")));
         assert_eq!(lora.saved("a.bc.weight"), None);

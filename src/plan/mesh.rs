@@ -7,6 +7,9 @@ use std::fmt;
 /// Most devices a mesh may have.
 pub const DEVICES_MAX: u64 = 1 << 20;
 
+/// Longest text of a device's coordinates, in bytes: the name of its link under `mesh/`.
+const LINK_BYTES_MAX: usize = 255;
+
 /// One named axis of a mesh.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MeshAxis {
@@ -42,6 +45,9 @@ pub enum MeshError {
     /// Too many devices.
     #[error("mesh {0:?} has more than {DEVICES_MAX} devices")]
     TooLarge(String),
+    /// A device's coordinates, written out, are no file name.
+    #[error("the mesh's coordinates take {0} bytes when written out, at most {LINK_BYTES_MAX} are possible")]
+    Long(usize),
 }
 
 impl Mesh {
@@ -71,7 +77,12 @@ impl Mesh {
                 .ok_or_else(|| MeshError::TooLarge(text.to_owned()))?;
             axes.push(MeshAxis { name: name.to_owned(), size });
         }
-        Ok(Self { axes })
+        let mesh = Self { axes };
+        let longest = mesh.path(devices - 1).join(",").len();
+        if longest > LINK_BYTES_MAX {
+            return Err(MeshError::Long(longest));
+        }
+        Ok(mesh)
     }
 
     /// The axes, outermost first.
@@ -139,5 +150,7 @@ mod tests {
         assert_eq!(Mesh::parse("a=2,a=3"), Err(MeshError::Repeated("a".into())));
         assert!(matches!(Mesh::parse("a=1048576,b=2"), Err(MeshError::TooLarge(_))));
         assert!(matches!(Mesh::parse("../x=2"), Err(MeshError::Syntax(_))));
+        let many: Vec<String> = (0..300).map(|axis| format!("a{axis}=1")).collect();
+        assert!(matches!(Mesh::parse(&many.join(",")), Err(MeshError::Long(_))));
     }
 }

@@ -120,7 +120,6 @@ impl Layout {
 
 /// What the user wants of one view of a checkpoint.
 #[derive(Clone, Debug, Default)]
-#[expect(clippy::struct_excessive_bools, reason = "each is an option of its own")]
 pub struct ViewOptions {
     /// The devices.
     pub mesh: Mesh,
@@ -242,6 +241,7 @@ impl Plan {
     ///
     /// # Errors
     /// Everything wrong with the plan, at once.
+    #[expect(clippy::too_many_lines, reason = "the steps of a plan, one after the other")]
     pub fn build(checkpoint: &Checkpoint, options: &ViewOptions) -> Result<Self, PlanError> {
         let mut problems = Vec::new();
         let mut warnings = Vec::new();
@@ -533,11 +533,10 @@ impl Plan {
         match self.layout {
             Layout::Canonical => !self.unscanned,
             Layout::Hf => false,
-            Layout::Embedded(_) | Layout::File(_) => {
-                let scan = self.params.iter().find(|(name, _)| name == "scan").map(|(_, value)| value.as_str());
-                let stacked = || self.tensors.iter().any(|tensor| tensor.logical.iter().any(|axis| axis == "layers"));
-                scan.map_or_else(stacked, |scan| scan == "true")
-            }
+            Layout::Embedded(_) | Layout::File(_) => match self.params.iter().find(|(name, _)| name == "scan") {
+                Some((_, value)) => value == "true",
+                None => self.tensors.iter().any(|tensor| tensor.logical.iter().any(|axis| axis.ends_with("layers"))),
+            },
         }
     }
 
@@ -638,7 +637,7 @@ fn missing_layers(
     for family in &dialect.families {
         let is_text = known.is_some_and(|known| known.prefixes.contains(&family.prefix));
         let declared = if is_text { dialect.declared_layers.unwrap_or(0) } else { 0 };
-        let count = (family.last + 1).max(declared);
+        let count = family.last.saturating_add(1).max(declared);
         if family.layers == count {
             continue;
         }

@@ -15,11 +15,26 @@ pub(super) struct Parsed {
     pub expert: Option<u64>,
 }
 
+/// Greatest number of a layer or expert; greater ones are words like any other.
+const NUMBER_MAX: u64 = 1 << 32;
+
+/// The rest of a name with the expert's number in its place; without an expert, as it is.
+pub(super) fn with_expert(rest: &str, expert: Option<u64>) -> String {
+    let Some(expert) = expert else { return rest.to_owned() };
+    let number = expert.to_string();
+    rest.split('.').map(|word| if word == "*" { number.as_str() } else { word }).collect::<Vec<_>>().join(".")
+}
+
+/// The rest of a name without the place of the expert's number, for tensors stacked over experts.
+pub(super) fn without_expert(rest: &str, has_expert: bool) -> String {
+    rest.split('.').filter(|word| !has_expert || *word != "*").collect::<Vec<_>>().join(".")
+}
+
 fn number(word: &str) -> Option<u64> {
     // Leading zeros would make two names one.
     let canonical =
         !word.is_empty() && word.bytes().all(|b| b.is_ascii_digit()) && (word == "0" || !word.starts_with('0'));
-    canonical.then(|| word.parse().ok()).flatten()
+    canonical.then(|| word.parse().ok()).flatten().filter(|number| *number <= NUMBER_MAX)
 }
 
 /// Takes a name apart. The first layer word followed by a number counts; an expert is looked for after it.
@@ -38,7 +53,8 @@ pub(super) fn parse(name: &str, words: &Words) -> Parsed {
     };
     let prefix = parts[..prefix_end].iter().fold(String::new(), |prefix, part| prefix + part + ".");
     let mut expert = None;
-    if layer.is_some() {
+    // A word that is itself the sign for an expert leaves no sign to use.
+    if layer.is_some() && !rest.contains(&"*") {
         let at = (1..rest.len().saturating_sub(1))
             .find(|at| number(rest[*at]).is_some() && words.experts.iter().any(|word| word == rest[at - 1]));
         if let Some(at) = at {
@@ -92,11 +108,22 @@ mod tests {
             ("model.layers.01.x", "", None, "model.layers.01.x", None),
             ("model.layers.1", "", None, "model.layers.1", None),
             ("lm_head.weight", "", None, "lm_head.weight", None),
+            ("model.layers.18446744073709551615.x.y", "", None, "model.layers.18446744073709551615.x.y", None),
+            ("h.0.experts.18446744073709551615.y", "", Some(0), "experts.18446744073709551615.y", None),
+            ("h.0.experts.3.*.y", "", Some(0), "experts.3.*.y", None),
         ];
         for (name, prefix, layer, rest, expert) in rows {
             let expected = Parsed { prefix: prefix.into(), layer, rest: rest.into(), expert };
             assert_eq!(parse(name, &words), expected, "{name}");
         }
+    }
+
+    #[test]
+    fn only_an_experts_number_has_a_place() {
+        assert_eq!(with_expert("experts.*.a*b", Some(3)), "experts.3.a*b");
+        assert_eq!(with_expert("a*b", None), "a*b");
+        assert_eq!(without_expert("experts.*.a*b", true), "experts.a*b");
+        assert_eq!(without_expert("x.*.y", false), "x.*.y");
     }
 
     #[test]

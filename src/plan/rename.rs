@@ -82,13 +82,19 @@ impl Rename {
     }
 
     /// Drops a prefix.
+    ///
+    /// # Panics
+    /// Never: an escaped text is a regular expression.
     pub fn strip_prefix(prefix: &str) -> Self {
         Self::new(&format!("^{}", regex::escape(prefix)), "").expect("an escaped text is a regular expression")
     }
 
     /// Adds a prefix.
+    ///
+    /// # Panics
+    /// Never: the start of a text is a regular expression.
     pub fn add_prefix(prefix: &str) -> Self {
-        Self::new("^", &prefix.replace('$', "$$").replace('\\', r"\")).expect("the start of a text is an expression")
+        Self::new("^", &prefix.replace('$', "$$")).expect("the start of a text is an expression")
     }
 
     /// The expression.

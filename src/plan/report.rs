@@ -171,8 +171,11 @@ pub fn source_text(checkpoint: &Checkpoint) -> String {
     text
 }
 
+/// Widest column that is padded; longer texts push the others aside.
+const COLUMN_MAX: usize = 200;
+
 fn rows(text: &mut String, table: &[[String; 5]]) {
-    let width = |column: usize| table.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let width = |column: usize| table.iter().map(|row| row[column].chars().count()).max().unwrap_or(0).min(COLUMN_MAX);
     let widths: [usize; 4] = std::array::from_fn(width);
     for [a, b, c, d, e] in table {
         let [wa, wb, wc, wd] = widths;

@@ -215,7 +215,8 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
         let matched = (include.is_empty() || include.iter().any(|pattern| pattern.matches(info.name)))
             && !exclude.iter().any(|pattern| pattern.matches(info.name));
         cut_by_pattern |= !matched;
-        let keep = matched && !out && !(subset.no_mtp && is_mtp) && !(subset.text_only && is_tower(info.name));
+        let unwanted = (subset.no_mtp && is_mtp) || (subset.text_only && is_tower(info.name));
+        let keep = matched && !out && !unwanted;
         dropped_mtp |= is_mtp && !keep;
         if let (true, Some(layer)) = (keep, of_text) {
             kept.insert(layer, 0);

@@ -27,7 +27,7 @@ use crate::{
 
 /// Smallest tile, a huge page. Conversions of less than a megabyte at a time leave caches and vectors cold.
 const TILE_BYTES_MIN: u64 = 2 << 20;
-/// Largest tile, where the cache allows it.
+/// Largest tile, where the cache allows it: an eighth of it, and a quarter of what other tiles in use leave.
 const TILE_BYTES_MAX: u64 = 32 << 20;
 /// Source elements that a tile takes, where it can, from each row that it transposes: 64 bytes of 2-byte elements are a
 /// cache line.
@@ -342,12 +342,15 @@ impl Engine {
     /// at multiples of their size in the file, as the kernel's requests do.
     fn grid(&self, tiling: &Tiling, start: u64) -> Grid {
         let unit = tiling.unit_bytes();
-        let bytes_max = TILE_BYTES_MAX.min(self.options.tile_cache_bytes as u64 / 8).max(TILE_BYTES_MIN);
         let Some(stride) = tiling.transposed_stride_units() else {
             let units = (TILE_BYTES_MIN / unit).max(1);
             let shift = if start.is_multiple_of(unit) { start / unit % units } else { 0 };
             return Grid { units, shift };
         };
+        // A restore opens a hundred files at once and reads them in turns: their tiles should all fit.
+        let cache_bytes = self.options.tile_cache_bytes;
+        let free = cache_bytes.saturating_sub(self.cache.bytes_in_use()) as u64;
+        let bytes_max = TILE_BYTES_MAX.min(cache_bytes as u64 / 8).min(free / 4).max(TILE_BYTES_MIN);
         let row_bytes = stride * unit;
         let mut rows = TRANSPOSED_ELEMENTS_MIN.max(TILE_BYTES_MIN / row_bytes.max(1));
         while rows > 1 && rows * row_bytes > bytes_max {
@@ -613,8 +616,16 @@ impl Engine {
                 }
                 budget -= tile_bytes;
                 let (engine, file, prepared) = (Arc::downgrade(self), Arc::clone(file), Arc::clone(&prepared));
+                let (first, last) = grid.span(index, prepared.tiling.len_units());
+                let start = file.image.start_of(segment);
+                let (low, high) = (start + first * unit, start + last * unit);
                 self.workers.offer(move || {
                     let Some(engine) = engine.upgrade() else { return };
+                    // The reader may have come past while this waited, and a tile in use is worth more than one ahead.
+                    let awaited = file.streams.lock().unwrap_or_else(PoisonError::into_inner).awaits(low, high);
+                    if !awaited || !engine.cache.has_room(high - low) {
+                        return;
+                    }
                     let compute = || engine.compute(&prepared.tiling, grid, index);
                     // A failure here is not reported: the reader who needs the tile meets it again.
                     drop(engine.cache.get(tile_key(&file, segment, index), true, &engine.counters, compute));

@@ -53,6 +53,11 @@ impl Streams {
         }
         None
     }
+
+    /// Whether a span that was to be fetched ahead still lies, at least in part, before a reader.
+    pub(super) fn awaits(&self, start: u64, end: u64) -> bool {
+        self.slots.iter().any(|stream| stream.end < end && start < stream.ahead)
+    }
 }
 
 #[cfg(test)]
@@ -68,6 +73,9 @@ mod tests {
         assert_eq!(streams.note(M, 2 * M, 8 * M), Some((2 * M, 10 * M)));
         assert_eq!(streams.note(2 * M, 3 * M, 8 * M), None, "enough is ahead");
         assert_eq!(streams.note(5 * M, 6 * M, 8 * M), Some((10 * M, 14 * M)));
+        assert!(streams.awaits(10 * M, 12 * M) && streams.awaits(5 * M, 7 * M));
+        assert!(!streams.awaits(4 * M, 6 * M), "all of it was asked for since");
+        assert!(!streams.awaits(14 * M, 16 * M), "nobody is expected there");
     }
 
     #[test]

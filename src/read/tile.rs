@@ -3,6 +3,10 @@
 //! A tile is computed by whoever asks first; others who want it meanwhile wait for that one computation. No lock is held
 //! while computing. A tile is claimed only when its computation begins, so that one that is merely queued for prefetch is
 //! computed by the reader who needs it.
+//!
+//! Many readers at once, each in the middle of its own tile, may want more than the limit. Dropping the least recently used
+//! tile then drops the one wanted next, and everything is computed again and again. Hence whoever plans tiles or computes
+//! ahead asks first how much is in use.
 
 use std::{
     collections::HashMap,
@@ -10,6 +14,7 @@ use std::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
+    time::{Duration, Instant},
 };
 
 use lru::LruCache;
@@ -21,6 +26,9 @@ use super::{
     counters::{Counters, add},
 };
 use crate::source::FileId;
+
+/// How long after its last use a tile still counts as in use. Readers of a restore take turns, so it may be a while.
+const IN_USE: Duration = Duration::from_secs(5);
 
 /// Which tile: a file, a segment of it, and the tile's number in the segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -53,7 +61,7 @@ struct Flight {
 
 #[derive(Debug)]
 struct Inner {
-    tiles: LruCache<TileKey, Arc<Tile>>,
+    tiles: LruCache<TileKey, (Arc<Tile>, Instant)>,
     flights: HashMap<TileKey, Arc<Flight>>,
     bytes: usize,
 }
@@ -100,6 +108,18 @@ impl TileCache {
         inner.tiles.contains(key) || inner.flights.contains_key(key)
     }
 
+    /// Bytes of tiles in use: those that lately were computed or asked for, and were not handed out whole since.
+    pub(super) fn bytes_in_use(&self) -> usize {
+        let inner = self.lock();
+        let recent = inner.tiles.iter().take_while(|(_, (_, used))| used.elapsed() < IN_USE);
+        recent.map(|(_, (tile, _))| tile.bytes.len()).sum()
+    }
+
+    /// Whether a tile can be kept without dropping one that is in use.
+    pub(super) fn has_room(&self, bytes: u64) -> bool {
+        self.bytes_in_use() as u64 + bytes <= self.bytes_max as u64
+    }
+
     /// The tile `key`: from the cache, from a computation under way, or computed now by `compute`. `ahead` marks a
     /// computation that nobody asked for; it then returns at once if another is under way.
     pub(super) fn get(
@@ -111,7 +131,8 @@ impl TileCache {
     ) -> Option<Outcome> {
         let flight = {
             let mut inner = self.lock();
-            if let Some(tile) = inner.tiles.get(&key) {
+            if let Some((tile, used)) = inner.tiles.get_mut(&key) {
+                *used = Instant::now();
                 if !ahead {
                     add(&counters.tile_hits, 1);
                     if tile.ahead.swap(false, Ordering::Relaxed) {
@@ -152,12 +173,12 @@ impl TileCache {
         let mut dropped: Vec<Arc<Tile>> = Vec::new();
         let mut inner = self.lock();
         while inner.bytes + len > self.bytes_max {
-            let Some((_, old)) = inner.tiles.pop_lru() else { break };
+            let Some((_, (old, _))) = inner.tiles.pop_lru() else { break };
             inner.bytes -= old.bytes.len();
             dropped.push(old);
         }
         inner.bytes += len;
-        if let Some(old) = inner.tiles.put(key, Arc::clone(tile)) {
+        if let Some((old, _)) = inner.tiles.put(key, (Arc::clone(tile), Instant::now())) {
             inner.bytes -= old.bytes.len();
         }
         counters.tile_bytes.store(inner.bytes as u64, Ordering::Relaxed);
@@ -168,7 +189,7 @@ impl TileCache {
     /// Drops a tile: its source turned out to have changed, or nobody will want it again.
     pub(super) fn forget(&self, key: &TileKey) {
         let mut inner = self.lock();
-        if let Some(tile) = inner.tiles.pop(key) {
+        if let Some((tile, _)) = inner.tiles.pop(key) {
             inner.bytes -= tile.bytes.len();
         }
     }
@@ -209,6 +230,19 @@ mod tests {
         assert!(!cache.has(&key(9)), "a tile beyond the limit is not kept");
         cache.forget(&key(0));
         assert_eq!(cache.lock().bytes, 40);
+    }
+
+    #[test]
+    fn what_is_in_use_takes_room_until_it_is_forgotten() {
+        let (cache, pool, counters) = (TileCache::new(100), BufferPool::default(), Counters::default());
+        for index in 0..2 {
+            cache.get(key(index), false, &counters, || Ok(tile(&pool, 40))).unwrap().unwrap();
+        }
+        assert!(cache.bytes_in_use() == 80 && cache.has_room(20) && !cache.has_room(21));
+        cache.forget(&key(0));
+        assert!(cache.bytes_in_use() == 40 && cache.has_room(60));
+        cache.lock().tiles.get_mut(&key(1)).unwrap().1 -= IN_USE;
+        assert!(cache.bytes_in_use() == 0 && cache.has_room(100));
     }
 
     #[test]

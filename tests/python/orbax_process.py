@@ -1,6 +1,6 @@
-"""One process of a distributed restore: `orbax_process.py MOUNT MESH COORDINATOR RANK RESULT`.
+"""One process of a distributed restore: `orbax_process.py MOUNT MESH COORDINATOR RANK RESULT [ROOT]`.
 
-Writes, as JSON, a digest of each shard that it holds, by the path of the raw file that shows the same bytes.
+All names lie below ROOT, where one is given. Writes, as JSON, a digest of each shard that it holds, by the path of the raw file that shows the same bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import repos
 from reference import Mesh
 
 
-def main(point: str, mesh: str, coordinator: str, rank: str, result: str) -> None:
+def main(point: str, mesh: str, coordinator: str, rank: str, result: str, *root: str) -> None:
     jax.distributed.initialize(coordinator, 2, int(rank))
     mount, axes = Path(point), Mesh.parse(mesh).axes
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
@@ -32,7 +32,7 @@ def main(point: str, mesh: str, coordinator: str, rank: str, result: str) -> Non
             continue
         spec = PartitionSpec(*[tuple(axis) if isinstance(axis, list) else axis for axis in row["spec"]])
         leaf = jax.ShapeDtypeStruct(row["shape"], repos.NUMPY[row["dtype"]], sharding=NamedSharding(grid, spec))
-        *parents, last = row["name"].split(".")
+        *parents, last = *root, *row["name"].split(".")
         at = target
         for parent in parents:
             at = at.setdefault(parent, {})
@@ -42,7 +42,7 @@ def main(point: str, mesh: str, coordinator: str, rank: str, result: str) -> Non
     digests = {}
     for name, path in paths.items():
         array = restored
-        for key in name.split("."):
+        for key in (*root, *name.split(".")):
             array = array[key]
         for shard in array.addressable_shards:
             digest = hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest()
