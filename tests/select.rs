@@ -1,5 +1,7 @@
 //! Names, ties, parts of a checkpoint, adapters and strictness, as plans.
 
+#![allow(clippy::unwrap_used, reason = "a test fails where it panics")]
+
 mod common;
 
 use std::{collections::BTreeSet, fs, path::Path};
