@@ -29,9 +29,9 @@ use crate::{
 const TILE_BYTES_MIN: u64 = 2 << 20;
 /// Largest tile, where the cache allows it: an eighth of it, and a quarter of what other tiles in use leave.
 const TILE_BYTES_MAX: u64 = 32 << 20;
-/// Source elements that a tile takes, where it can, from each row that it transposes: 64 bytes of 2-byte elements are a
-/// cache line.
-const TRANSPOSED_ELEMENTS_MIN: u64 = 64;
+/// Source elements that a tile takes, where it can, from each row that it transposes. A few cache lines would do for the
+/// processor's caches; but each tile also touches pages of all the rows again, which costs less the larger the tile is.
+const TRANSPOSED_ELEMENTS_MIN: u64 = 256;
 /// Runs shorter than this are gathered in tiles rather than anew at each request.
 const RUN_BYTES_MIN: u64 = 4096;
 /// How far ahead of a sequential reader source pages are asked for.

@@ -146,7 +146,7 @@ pub struct Window {
 
 impl Window {
     /// Default size of the window.
-    pub const BYTES: u64 = 96 << 20;
+    pub const BYTES: u64 = 160 << 20;
 
     /// A page fault in a file maps the cached pages around it too, aligned: `fault_around_bytes`, by default this many.
     const FAULT_AROUND_BYTES: u64 = 64 << 10;
