@@ -15,7 +15,7 @@ use std::{
 };
 
 use ckfs::source::{
-    Aspect, ByteSpan, FileId, LocalFiles, Source, SourceError, SourceIo,
+    Aspect, ByteSpan, FileId, LocalFiles, Source, SourceError, SourceIo, Window,
     memory::{Fault, Faulty, MemoryFiles},
 };
 use tempfile::TempDir;
@@ -311,7 +311,7 @@ fn resident_mapped_memory_is_bounded() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("weights");
     fs::write(&path, vec![3; usize::try_from(LEN).unwrap()]).unwrap();
-    let source = LocalFiles::open_with_window(&[path], SourceIo::Mmap, WINDOW).unwrap();
+    let source = LocalFiles::open_with_window(&[path], SourceIo::Mmap, Window::new(WINDOW, 0)).unwrap();
     let before = resident_file_bytes();
     let most = Mutex::new(0);
     std::thread::scope(|scope| {
@@ -352,10 +352,37 @@ fn a_small_working_set_stays_resident() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("weights");
     fs::write(&path, vec![3; 1 << 20]).unwrap();
-    let source = LocalFiles::open_with_window(&[path], SourceIo::Mmap, 1 << 30).unwrap();
+    let source = LocalFiles::open_with_window(&[path], SourceIo::Mmap, Window::new(1 << 30, 0)).unwrap();
     for step in 0..100_000_u64 {
         let start = step * 4096 % (1 << 20);
         source.with_map(A, span(start, start + 4096), &mut |_| ()).unwrap().unwrap();
     }
     assert_eq!(source.window_drops(), 0);
+}
+
+/// Pages that will be visited again stay, and go once nobody has come back.
+#[test]
+fn pages_to_return_to_stay_until_nobody_does() {
+    const LEN: u64 = 64 << 20;
+    const NARROW: u64 = 1 << 20;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("weights");
+    fs::write(&path, vec![3; usize::try_from(LEN).unwrap()]).unwrap();
+    let source = LocalFiles::open_with_window(&[path], SourceIo::Mmap, Window::new(NARROW, 1 << 40)).unwrap();
+    let visit = || {
+        for start in (0..LEN).step_by(1 << 16) {
+            source.with_map(A, span(start, start + (1 << 16)), &mut |_| ()).unwrap().unwrap();
+        }
+    };
+    source.will_return();
+    visit();
+    assert_eq!(source.window_drops(), 0);
+    source.settle();
+    assert_eq!(source.window_drops(), 0, "somebody was here since");
+    source.settle();
+    assert_eq!(source.window_drops(), 1);
+    source.settle();
+    assert_eq!(source.window_drops(), 1, "nothing left to drop");
+    visit();
+    assert!(source.window_drops() > LEN / NARROW / 2, "the window is narrow again");
 }

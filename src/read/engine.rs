@@ -190,6 +190,12 @@ impl Engine {
         self.source().check_path(file).map_err(|error| ReadError::Changed { error })
     }
 
+    /// Gives back memory that was of use to readers who are gone. To be called every few seconds.
+    pub fn settle(&self) {
+        self.cache.drop_idle();
+        self.source().settle();
+    }
+
     /// Reads a source file as it is, up to its pinned end.
     ///
     /// # Errors
@@ -554,13 +560,17 @@ impl Engine {
         let hull: u64 = job.loops.iter().map(|l| (l.extent - 1) * l.source_stride).sum::<u64>() + 1;
         let window = ByteSpan::of_len(job.source_offset * job.source_bytes, hull * job.source_bytes);
         let Some(span) = window.and_then(|window| info.span.slice(window)) else { return Err(ReadError::Panicked) };
+        let used: u64 = job.loops.iter().map(|l| l.extent).product::<u64>() * job.source_bytes;
+        if 2 * used < span.len() {
+            // The pages between hold what other tiles need.
+            self.source().will_return();
+        }
         let mut work = |bytes: &[u8]| gather(job, bytes, job.source_offset, scale, target);
         if let Some(result) = self.source().with_map(info.file, span, &mut work) {
             return result.map_err(|error| ReadError::source(info, span, error));
         }
         // A window is worth reading whole if it is small, or mostly used and not too large.
-        let mostly_used = 4 * job.loops.iter().map(|l| l.extent).product::<u64>() * job.source_bytes;
-        let few_bytes = mostly_used.clamp(WINDOW_BYTES_MAX, 4 * WINDOW_BYTES_MAX);
+        let few_bytes = (4 * used).clamp(WINDOW_BYTES_MAX, 4 * WINDOW_BYTES_MAX);
         let outer = job.loops.iter().enumerate().max_by_key(|(_, l)| l.source_stride);
         match outer {
             Some((at, outer)) if outer.extent > 1 && span.len() > few_bytes => {

@@ -30,6 +30,9 @@ use crate::source::FileId;
 /// How long after its last use a tile still counts as in use. Readers of a restore take turns, so it may be a while.
 const IN_USE: Duration = Duration::from_secs(5);
 
+/// How long after its last use a tile is given up although there is room.
+const IDLE: Duration = Duration::from_secs(60);
+
 /// Which tile: a file, a segment of it, and the tile's number in the segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct TileKey {
@@ -186,6 +189,15 @@ impl TileCache {
         add(&counters.tile_evictions, dropped.len() as u64);
     }
 
+    /// Drops the tiles that nobody has asked for in a long time: an idle file system holds little memory.
+    pub(super) fn drop_idle(&self) {
+        let mut inner = self.lock();
+        while inner.tiles.peek_lru().is_some_and(|(_, (_, used))| used.elapsed() > IDLE) {
+            let Some((_, (tile, _))) = inner.tiles.pop_lru() else { break };
+            inner.bytes -= tile.bytes.len();
+        }
+    }
+
     /// Drops a tile: its source turned out to have changed, or nobody will want it again.
     pub(super) fn forget(&self, key: &TileKey) {
         let mut inner = self.lock();
@@ -243,6 +255,11 @@ mod tests {
         assert!(cache.bytes_in_use() == 40 && cache.has_room(60));
         cache.lock().tiles.get_mut(&key(1)).unwrap().1 -= IN_USE;
         assert!(cache.bytes_in_use() == 0 && cache.has_room(100));
+        cache.drop_idle();
+        assert!(cache.has(&key(1)), "kept while it may still be wanted");
+        cache.lock().tiles.get_mut(&key(1)).unwrap().1 -= IDLE;
+        cache.drop_idle();
+        assert!(!cache.has(&key(1)) && cache.lock().bytes == 0);
     }
 
     #[test]

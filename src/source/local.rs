@@ -19,7 +19,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{
         Arc, OnceLock,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering},
     },
     time::{Duration, SystemTime},
 };
@@ -32,6 +32,7 @@ use nix::{
         stat::{FileStat, fstat, stat},
         statfs::fstatfs,
     },
+    unistd::{SysconfVar, sysconf},
 };
 
 use super::{
@@ -137,19 +138,44 @@ impl Identity {
 /// Bytes touched through mappings are added up. When a window's worth has come together, and the process really holds more
 /// mapped pages than a window, all touched mappings let go of theirs; those in use come back by a minor fault. So the
 /// process holds at most two windows and what is being read. A small working set that is read again and again stays.
+///
+/// Transposed tiles visit a few bytes of very many pages, and the next tile visits the same pages: mapping them anew each
+/// time costs several times the transposing itself. Hence the window is wider while such tiles are made.
 #[derive(Debug)]
 pub struct Window {
-    size_bytes: u64,
+    narrow_bytes: u64,
+    wide_bytes: u64,
     touched_bytes: AtomicU64,
     drops: AtomicU64,
+    /// What [`Window::returning`] sets and [`Window::settle`] counts down: above 0 the window is wide.
+    returning: AtomicU8,
 }
 
 impl Window {
-    /// Default size of the window.
+    /// Usual size of the window.
     pub const BYTES: u64 = 160 << 20;
+
+    /// Size of the window while pages are visited again and again, as a share of the machine's memory. Its pages are the page
+    /// cache's, so that what this costs are page tables, a 512th of it.
+    const WIDE_SHARE: u64 = 4;
 
     /// A page fault in a file maps the cached pages around it too, aligned: `fault_around_bytes`, by default this many.
     const FAULT_AROUND_BYTES: u64 = 64 << 10;
+
+    /// A window of `narrow_bytes`, and `wide_bytes` while pages are visited again and again.
+    pub fn new(narrow_bytes: u64, wide_bytes: u64) -> Self {
+        Self {
+            narrow_bytes,
+            wide_bytes: wide_bytes.max(narrow_bytes),
+            touched_bytes: AtomicU64::new(0),
+            drops: AtomicU64::new(0),
+            returning: AtomicU8::new(0),
+        }
+    }
+
+    fn size_bytes(&self) -> u64 {
+        if self.returning.load(Ordering::Relaxed) > 0 { self.wide_bytes } else { self.narrow_bytes }
+    }
 
     fn touch(&self, files: &[Pinned], file: &Pinned, span: ByteSpan) {
         let start = span.start() / Self::FAULT_AROUND_BYTES * Self::FAULT_AROUND_BYTES;
@@ -158,12 +184,37 @@ impl Window {
             file.touched.store(true, Ordering::Relaxed);
         }
         let before = self.touched_bytes.fetch_add(bytes, Ordering::Relaxed);
-        if before + bytes < self.size_bytes {
+        if before + bytes < self.size_bytes() {
             return;
         }
         // One thread takes the sum; the others see a small one and go on.
         let sum = self.touched_bytes.swap(0, Ordering::Relaxed);
-        if sum >= self.size_bytes && resident_shared_bytes().is_none_or(|resident| resident > self.size_bytes) {
+        if sum >= self.size_bytes() {
+            self.shrink(files);
+        }
+    }
+
+    fn returning(&self) {
+        // A store by every tile of every thread would move the cache line about.
+        if self.returning.load(Ordering::Relaxed) < 2 {
+            self.returning.store(2, Ordering::Relaxed);
+        }
+    }
+
+    /// Makes the window narrow again once nobody has come back between two calls.
+    fn settle(&self, files: &[Pinned]) {
+        let left = self.returning.load(Ordering::Relaxed);
+        if left > 0 {
+            self.returning.store(left - 1, Ordering::Relaxed);
+            if left == 1 {
+                self.shrink(files);
+            }
+        }
+    }
+
+    /// Lets go of all touched mappings' pages, if there are more than a window of them.
+    fn shrink(&self, files: &[Pinned]) {
+        if resident_shared_bytes().is_none_or(|resident| resident > self.size_bytes()) {
             self.drops.fetch_add(1, Ordering::Relaxed);
             for file in files.iter().filter(|file| file.touched.swap(false, Ordering::Relaxed)) {
                 file.drop_resident();
@@ -191,21 +242,21 @@ impl LocalFiles {
     /// # Panics
     /// If there are more than `u32::MAX` paths.
     pub fn open(paths: &[PathBuf], io: SourceIo) -> Result<Self, SourceError> {
-        Self::open_with_window(paths, io, Window::BYTES)
+        let wide_bytes = physical_memory_bytes().unwrap_or(0) / Window::WIDE_SHARE;
+        Self::open_with_window(paths, io, Window::new(Window::BYTES, wide_bytes))
     }
 
-    /// As [`LocalFiles::open`], with another bound on resident mapped memory, see [`Window`].
+    /// As [`LocalFiles::open`], with another bound on resident mapped memory.
     ///
     /// # Errors
     /// As [`LocalFiles::open`].
     ///
     /// # Panics
     /// As [`LocalFiles::open`].
-    pub fn open_with_window(paths: &[PathBuf], io: SourceIo, window_bytes: u64) -> Result<Self, SourceError> {
+    pub fn open_with_window(paths: &[PathBuf], io: SourceIo, window: Window) -> Result<Self, SourceError> {
         assert!(u32::try_from(paths.len()).is_ok(), "{} files", paths.len());
         raise_open_file_limit();
         let files = paths.iter().map(|path| Pinned::open(path, io)).collect::<Result<_, _>>()?;
-        let window = Window { size_bytes: window_bytes, touched_bytes: AtomicU64::new(0), drops: AtomicU64::new(0) };
         Ok(Self { files, window, poisoned: AtomicU64::new(0) })
     }
 
@@ -442,6 +493,14 @@ impl Source for LocalFiles {
         }
     }
 
+    fn will_return(&self) {
+        self.window.returning();
+    }
+
+    fn settle(&self) {
+        self.window.settle(&self.files);
+    }
+
     fn backing(&self, file: FileId) -> Option<Arc<File>> {
         let pinned = self.pinned(file);
         pinned.healthy().ok().map(|()| pinned.file.clone())
@@ -450,6 +509,12 @@ impl Source for LocalFiles {
     fn poisoned(&self) -> u64 {
         self.poisoned.load(Ordering::Relaxed)
     }
+}
+
+/// Memory of the machine.
+fn physical_memory_bytes() -> Option<u64> {
+    let (pages, page_bytes) = (sysconf(SysconfVar::_PHYS_PAGES).ok()??, sysconf(SysconfVar::PAGE_SIZE).ok()??);
+    u64::try_from(pages).ok()?.checked_mul(u64::try_from(page_bytes).ok()?)
 }
 
 /// Every source file stays open, and a repository may have hundreds: lifts the soft limit to the hard one.

@@ -17,7 +17,7 @@ pub mod memory;
 
 use std::{fmt, fs::File, io, path::Path, sync::Arc, time::SystemTime};
 
-pub use local::{LocalFiles, SourceIo};
+pub use local::{LocalFiles, SourceIo, Window};
 
 /// A file of a source: index into the list of files that the source was made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -253,6 +253,13 @@ pub trait Source: fmt::Debug + Send + Sync {
 
     /// Advises that a span will be read soon. Never fails, may do nothing.
     fn will_need(&self, file: FileId, span: ByteSpan);
+
+    /// Advises that mapped pages visited from now on will be visited again soon, as by the next of many transposed tiles.
+    /// May do nothing.
+    fn will_return(&self) {}
+
+    /// Lets go of what was kept for readers, where there were none of late. To be called every few seconds.
+    fn settle(&self) {}
 
     /// The open file, for the kernel to read from by itself. `None` if there is none or it is poisoned.
     fn backing(&self, file: FileId) -> Option<Arc<File>>;

@@ -346,8 +346,9 @@ impl Volume {
     }
 
     /// Checks the source files that the kernel may be reading by itself, so that a change to one is logged and counted
-    /// although no read passes here. To be called every few seconds.
+    /// although no read passes here, and gives back memory of readers who are gone. To be called every few seconds.
     pub fn watch(&self) {
+        self.engine.settle();
         let files = self.lent_whole.lock().unwrap_or_else(PoisonError::into_inner).clone();
         for file in files {
             // The source logs and counts what changed.
