@@ -7,10 +7,10 @@ mod common;
 use std::{collections::BTreeMap, fs, sync::Arc};
 
 use ckfs::{
-    plan::{Layout, Mesh, ViewOptions},
-    read::{EngineOptions, reference},
+    plan::{Allow, Layout, Mesh, Pattern, ViewOptions},
+    read::{EngineOptions, Path, reference},
     tensor::DType,
-    volume::{FileSystem, Ino, NodeKind, Volume, VolumeOptions},
+    volume::{Access, FileSystem, Ino, NodeKind, Volume, VolumeOptions},
 };
 use common::repo;
 use proptest::prelude::*;
@@ -204,5 +204,75 @@ proptest! {
                 prop_assert_eq!(&part, &whole[from..(from + len).min(whole.len())], "{} {} {}", path, start, len);
             }
         }
+    }
+}
+
+/// 12 matrices of 192 KiB, cast to 96 KiB each.
+fn wide(cache_bytes: usize) -> (tempfile::TempDir, Volume) {
+    let dir = tempfile::tempdir().unwrap();
+    let rows: Vec<_> = (0..12).map(|number| repo::row(&format!("w{number}"), DType::F32, &[192, 256])).collect();
+    repo::write_repo(dir.path(), &[&rows], &serde_json::json!({}));
+    let options = ViewOptions { dtype: Some(DType::BF16), ..options("fsdp=4") };
+    let engine = EngineOptions { tile_cache_bytes: cache_bytes, workers: 0 };
+    let volume = repo::volume(&repo::open(dir.path()), &options, VolumeOptions { engine, ..VolumeOptions::default() });
+    (dir, volume)
+}
+
+/// More readers at once than the cache has room for take turns: what each is in the middle of is not made again and again.
+#[test]
+fn readers_in_turns_fetch_each_byte_once() {
+    for cache_bytes in [0, 256 << 10, 1 << 30] {
+        let (_dir, volume) = wide(cache_bytes);
+        let files: Vec<Ino> = (0..12).map(|n| volume.resolve(&format!("full/w{n}")).unwrap().ino).collect();
+        let handles: Vec<_> = files.iter().map(|ino| volume.open(*ino).unwrap().handle).collect();
+        let mut contents = vec![Vec::new(); files.len()];
+        for start in (0..96 << 10).step_by(8 << 10) {
+            for ((ino, handle), content) in files.iter().zip(&handles).zip(&mut contents) {
+                volume.read(*ino, *handle, start, 8 << 10, &mut |bytes| content.extend_from_slice(bytes)).unwrap();
+            }
+        }
+        for (ino, content) in files.iter().zip(&contents) {
+            assert_eq!(content, &expected(&volume, *ino));
+        }
+        let fetched = volume.engine().counters().fetched_bytes(Path::Tiles);
+        assert_eq!(fetched, 12 * 192 << 10, "with a cache of {cache_bytes} bytes");
+        assert_eq!(volume.engine().cached_bytes(), 0, "what was handed out whole is not kept");
+    }
+}
+
+/// However many files are opened meanwhile, one that is open keeps what was made for it.
+#[test]
+fn an_open_file_is_not_forgotten() {
+    let (_dir, volume) = wide(1 << 30);
+    let first = volume.resolve("full/w0").unwrap().ino;
+    let handle = volume.open(first).unwrap().handle;
+    let mut half = Vec::new();
+    volume.read(first, handle, 0, 48 << 10, &mut |bytes| half.extend_from_slice(bytes)).unwrap();
+    for path in listing(&volume).values() {
+        for _ in 0..8 {
+            let opened = volume.open(*path).unwrap();
+            volume.release(*path, opened.handle);
+        }
+    }
+    assert_eq!([half, repo::read(&volume, first, 48 << 10, 48 << 10)].concat(), expected(&volume, first));
+    assert_eq!(volume.engine().counters().fetched_bytes(Path::Tiles), 192 << 10);
+}
+
+#[test]
+fn tensor_files_are_read_directly_where_asked() {
+    let dir = repo::llama(2, DType::F32);
+    let checkpoint = repo::open(dir.path());
+    let orbax_only = Allow::Matching(vec![Pattern::parse("orbax/*").unwrap()]);
+    for (direct, orbax, other) in [(Allow::Nothing, false, false), (Allow::All, true, true), (orbax_only, true, false)]
+    {
+        let volume = repo::volume(&checkpoint, &options(""), VolumeOptions { direct, ..VolumeOptions::default() });
+        let is_direct = |path: &str| {
+            let ino = volume.resolve(path).unwrap().ino;
+            matches!(volume.open(ino).unwrap().access, Access::Direct)
+        };
+        assert_eq!(is_direct("orbax/0/items/embed/0.0"), orbax);
+        assert_eq!(is_direct("full/embed"), other);
+        assert_eq!(is_direct("safetensors/dev0.safetensors"), other);
+        assert!(!is_direct("hf/config.json") && is_direct(".ckfs/stats.json"));
     }
 }

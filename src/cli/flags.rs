@@ -147,7 +147,7 @@ pub(super) struct EngineFlags {
     /// How source files are read: auto (mapped, except on network file systems), mmap or pread.
     #[arg(long, value_name = "auto|mmap|pread")]
     source_io: Option<Word<SourceIo>>,
-    /// Memory for transformed data, as in 512M; by default 1/96 of the memory, from 64 MiB to 1 GiB.
+    /// Memory for transformed data, as in 512M; by default 1/24 of the memory, from 256 MiB to 4 GiB.
     #[arg(long, value_name = "SIZE")]
     cache_bytes: Option<ByteCount>,
     /// Threads that serve requests, and as many that compute ahead; by default one per core, from 2 to 16.
@@ -168,6 +168,13 @@ pub(super) struct MountFlags {
     /// Never lets the kernel read byte-identical files by itself.
     #[arg(long)]
     no_passthrough: bool,
+    /// Reads of tensor files bypass the kernel's page cache: of all, or of those whose path matches, as in `orbax/*`.
+    ///
+    /// The first read of a file is then about twice as fast and takes no page cache; but each later one makes the bytes anew,
+    /// small reads cost a request each, and each mmap of a file drops the pages of those who have mapped it. For loaders that
+    /// read each file once from end to end.
+    #[arg(long, value_name = "PATTERN", num_args = 0..=1, require_equals = true, default_missing_value = "*")]
+    direct_io: Vec<Pattern>,
     /// How long to try to unmount while files are open, before detaching.
     #[arg(long, value_name = "SECONDS")]
     grace: Option<u64>,
@@ -229,6 +236,7 @@ impl MountFlags {
             allow_other: self.allow_other.then_some(true),
             read_ahead_kb: self.read_ahead,
             passthrough: self.no_passthrough.then_some(false),
+            direct_io: allow(&self.direct_io),
             grace_seconds: self.grace,
             drain_seconds: self.drain,
             ..MountKeys::default()

@@ -92,7 +92,8 @@ struct OptionFlags {
 }
 
 /// Options that have a value, and options that have none.
-const WITH_VALUE: [&str; 19] = [
+const WITH_VALUE: [&str; 20] = [
+    "direct_io",
     "mesh",
     "layers",
     "lora",
@@ -113,8 +114,17 @@ const WITH_VALUE: [&str; 19] = [
     "log_file",
     "timeout",
 ];
-const WITHOUT_VALUE: [&str; 8] =
-    ["unscanned", "even", "renumber", "no_mtp", "text_only", "allow_missing", "allow_other", "no_passthrough"];
+const WITHOUT_VALUE: [&str; 9] = [
+    "direct_io",
+    "unscanned",
+    "even",
+    "renumber",
+    "no_mtp",
+    "text_only",
+    "allow_missing",
+    "allow_other",
+    "no_passthrough",
+];
 
 /// An option of mount(8) as a flag.
 fn flag_of(name: &str, value: Option<&str>) -> Result<String, Usage> {
@@ -142,7 +152,8 @@ pub(super) fn helper_arguments(args: &[OsString]) -> anyhow::Result<Vec<OsString
     if request.fake {
         // Nothing is to be mounted: plan says whether it could be.
         let mut args: Vec<OsString> = vec!["ckfs".into(), "plan".into()];
-        let concerns_mount = ["read_ahead", "grace", "drain", "log_file", "timeout", "allow_other", "no_passthrough"];
+        let concerns_mount =
+            ["direct_io", "read_ahead", "grace", "drain", "log_file", "timeout", "allow_other", "no_passthrough"];
         for (name, value) in request.options.iter().filter(|(name, _)| !concerns_mount.contains(&name.as_str())) {
             args.push(flag_of(name, value.as_deref())?.into());
         }

@@ -21,8 +21,8 @@ use crate::{
 };
 
 /// Least and most memory for transformed data by default, and its part of all memory.
-const CACHE_BYTES: (u64, u64) = (64 << 20, 1 << 30);
-const CACHE_PART_OF_MEMORY: u64 = 96;
+const CACHE_BYTES: (u64, u64) = (256 << 20, 4 << 30);
+const CACHE_PART_OF_MEMORY: u64 = 24;
 
 /// The configuration that flags and a file amount to.
 ///
@@ -154,6 +154,7 @@ pub(super) fn volume(config: &mut Config) -> anyhow::Result<Volume> {
     }
     let options = VolumeOptions {
         engine: engine_options(&config.mount),
+        direct: config.mount.direct_io.as_ref().map(Into::into).unwrap_or_default(),
         config_text: config.to_toml(),
         plan_text: report::text(&checkpoint, plans.iter().map(|view| (view.name.as_str(), view.plan.as_ref()))),
     };

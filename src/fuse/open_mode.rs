@@ -95,11 +95,6 @@ impl<B> OpenModes<B> {
         }
     }
 
-    /// Whether `ino` is open directly.
-    pub(super) fn is_direct(&self, ino: Ino) -> bool {
-        self.shard(ino).get(&ino).is_some_and(|entry| matches!(entry.mode, Mode::Direct))
-    }
-
     fn shard(&self, ino: Ino) -> MutexGuard<'_, HashMap<Ino, Entry<B>>> {
         let index = usize::try_from(ino.0 % LOCKS as u64).unwrap_or(0);
         self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
@@ -126,7 +121,6 @@ mod tests {
         assert!(matches!(modes.open(A, &Wish::Passthrough(&|| Ok(7))).0, Mode::Passthrough(_)));
         assert!(matches!(modes.open(A, &Wish::Direct).0, Mode::Passthrough(_)));
         assert!(matches!(modes.open(SAME_LOCK, &Wish::Direct).0, Mode::Direct));
-        assert!(modes.is_direct(SAME_LOCK) && !modes.is_direct(A) && !modes.is_direct(Ino(1)));
     }
 
     #[test]

@@ -370,7 +370,7 @@ impl From<RenameKeys> for RawRename {
     }
 }
 
-/// What is accepted: all or nothing, or names by pattern.
+/// What an option applies to: all or nothing, or names by pattern.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(untagged, expecting = "expected true, false, a pattern or a list of patterns")]
 pub enum AllowKey {
@@ -601,7 +601,7 @@ view_keys! {
 }
 
 /// The `[mount]` table: how to mount and serve, the same for all views.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct MountKeys {
     /// Lets all users read.
@@ -619,6 +619,9 @@ pub struct MountKeys {
     /// Lets the kernel read byte-identical files by itself.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub passthrough: Option<bool>,
+    /// Tensor files, by path in the mount, that bypass the page cache.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub direct_io: Option<AllowKey>,
     /// How source files are read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub source_io: Option<Word<SourceIo>>,
@@ -643,6 +646,7 @@ impl MountKeys {
             read_ahead_kb: self.read_ahead_kb.or(base.read_ahead_kb),
             cache_bytes: self.cache_bytes.or(base.cache_bytes),
             passthrough: self.passthrough.or(base.passthrough),
+            direct_io: self.direct_io.or_else(|| base.direct_io.clone()),
             source_io: self.source_io.or_else(|| base.source_io.clone()),
             grace_seconds: self.grace_seconds.or(base.grace_seconds),
             drain_seconds: self.drain_seconds.or(base.drain_seconds),

@@ -30,8 +30,8 @@ pub struct Counters {
     pub tile_waits: AtomicU64,
     /// Tiles dropped to stay within the cache's limit.
     pub tile_evictions: AtomicU64,
-    /// Bytes of tiles held now.
-    pub tile_bytes: AtomicU64,
+    /// Requests computed by themselves, because the tiles in use left no room for one more.
+    pub tile_bypasses: AtomicU64,
     /// Tiles computed ahead of a sequential reader.
     pub prefetched: AtomicU64,
     /// Of these, tiles that were then asked for.

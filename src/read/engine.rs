@@ -103,6 +103,11 @@ impl OpenFile {
         Self { key, name, image, tilings, streams: Mutex::default(), failed: AtomicBool::new(false) }
     }
 
+    /// The name for messages.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
     /// Length in bytes.
     pub fn len_bytes(&self) -> u64 {
         self.image.len_bytes()
@@ -190,6 +195,16 @@ impl Engine {
         self.source().check_path(file).map_err(|error| ReadError::Changed { error })
     }
 
+    /// Bytes of transformed data held now.
+    pub fn cached_bytes(&self) -> usize {
+        self.cache.bytes()
+    }
+
+    /// Drops what is kept of a file that will not be read again under this [`OpenFile`].
+    pub fn forget(&self, file: &OpenFile) {
+        self.cache.forget_file(file.key);
+    }
+
     /// Gives back memory that was of use to readers who are gone. To be called every few seconds.
     pub fn settle(&self) {
         self.cache.drop_idle();
@@ -254,14 +269,13 @@ impl Engine {
     ) -> Result<(), ReadError> {
         let end = start.saturating_add(len as u64).min(file.len_bytes());
         let start = start.min(end);
+        // First of all, so that others compute what comes next while this thread computes what is wanted now.
+        self.look_ahead(file, start, end);
         let result = self.read_span(file, start, end, reply);
-        match &result {
-            Ok(()) => self.look_ahead(file, start, end),
-            Err(error) => {
-                add(&self.counters.failed_reads, 1);
-                if !file.failed.swap(true, Ordering::Relaxed) {
-                    tracing::error!(file = file.name, start, end, "read failed: {error}");
-                }
+        if let Err(error) = &result {
+            add(&self.counters.failed_reads, 1);
+            if !file.failed.swap(true, Ordering::Relaxed) {
+                tracing::error!(file = file.name, start, end, "read failed: {error}");
             }
         }
         result
@@ -328,7 +342,7 @@ impl Engine {
         let prepared = self.prepare(file, segment)?;
         match prepared.grid {
             Some(grid) => self.read_tiles(file, segment, &prepared, grid, low, high, reply),
-            None => self.read_runs(&prepared.tiling, low, high, reply),
+            None => self.read_alone(&prepared.tiling, low, high, Path::Runs, reply),
         }
     }
 
@@ -387,17 +401,25 @@ impl Engine {
         Some((info.file, start, start + (high - low)))
     }
 
-    fn read_runs(&self, tiling: &Tiling, low: u64, high: u64, reply: &mut dyn FnMut(&[u8])) -> Result<(), ReadError> {
+    /// Makes a span for this request alone.
+    fn read_alone(
+        &self,
+        tiling: &Tiling,
+        low: u64,
+        high: u64,
+        path: Path,
+        reply: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), ReadError> {
         let unit = tiling.unit_bytes();
         let (first, last) = (low / unit, high.div_ceil(unit));
         let mut buffer = self.buffers.take(usize::try_from((last - first) * unit).unwrap_or(0));
         let mut touched = Touched::new();
-        self.fill_span(tiling, first, last, &mut buffer, &mut touched, Path::Runs)?;
+        self.fill_span(tiling, first, last, &mut buffer, &mut touched, path)?;
         self.check_touched(&touched)?;
         let skip = usize::try_from(low - first * unit).unwrap_or(0);
         let len = usize::try_from(high - low).unwrap_or(0);
         reply(&buffer[skip..skip + len]);
-        self.counters.serve(Path::Runs, high - low);
+        self.counters.serve(path, high - low);
         Ok(())
     }
 
@@ -416,31 +438,49 @@ impl Engine {
         high: u64,
         reply: &mut dyn FnMut(&[u8]),
     ) -> Result<(), ReadError> {
-        let (unit, len) = (prepared.tiling.unit_bytes(), prepared.tiling.len_units());
+        let unit = prepared.tiling.unit_bytes();
         let (first, last) = (grid.index(low / unit), grid.index((high - 1) / unit));
-        // The part of the span that lies in a tile, counted from the tile's start.
-        let part = |index: u64| {
-            let (start, end) = grid.span(index, len);
-            let place = |byte: u64| usize::try_from(byte - start * unit).unwrap_or(0);
-            (place(low.max(start * unit)), place(high.min(end * unit)))
-        };
         if first == last {
-            let tile = self.tile(file, segment, prepared, grid, first)?;
-            let (from, to) = part(first);
-            reply(&tile.bytes[from..to]);
-            self.note_served(file, segment, first, &tile, to - from);
-        } else {
-            let mut buffer = self.buffers.take(usize::try_from(high - low).unwrap_or(0));
-            let mut at = 0;
-            for index in first..=last {
-                let tile = self.tile(file, segment, prepared, grid, index)?;
-                let (from, to) = part(index);
-                buffer[at..at + to - from].copy_from_slice(&tile.bytes[from..to]);
-                at += to - from;
-                self.note_served(file, segment, index, &tile, to - from);
-            }
-            reply(&buffer);
+            return self.read_tile(file, segment, prepared, grid, first, low, high, reply);
         }
+        let mut buffer = self.buffers.take(usize::try_from(high - low).unwrap_or(0));
+        let mut at = 0;
+        for index in first..=last {
+            let (start, end) = grid.span(index, prepared.tiling.len_units());
+            let (low, high) = (low.max(start * unit), high.min(end * unit));
+            self.read_tile(file, segment, prepared, grid, index, low, high, &mut |bytes| {
+                buffer[at..at + bytes.len()].copy_from_slice(bytes);
+                at += bytes.len();
+            })?;
+        }
+        reply(&buffer);
+        Ok(())
+    }
+
+    /// Reads a span of one tile.
+    #[expect(clippy::too_many_arguments, reason = "a span of a tile of a segment of a file, and how it is served")]
+    fn read_tile(
+        &self,
+        file: &OpenFile,
+        segment: usize,
+        prepared: &Prepared,
+        grid: Grid,
+        index: u64,
+        low: u64,
+        high: u64,
+        reply: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), ReadError> {
+        let unit = prepared.tiling.unit_bytes();
+        let (start, end) = grid.span(index, prepared.tiling.len_units());
+        if !self.cache.admits(&tile_key(file, segment, index), (end - start) * unit) {
+            add(&self.counters.tile_bypasses, 1);
+            return self.read_alone(&prepared.tiling, low, high, Path::Tiles, reply);
+        }
+        let tile = self.tile(file, segment, prepared, grid, index)?;
+        let place = |byte: u64| usize::try_from(byte - start * unit).unwrap_or(0);
+        let (from, to) = (place(low), place(high));
+        reply(&tile.bytes[from..to]);
+        self.note_served(file, segment, index, &tile, to - from);
         self.counters.serve(Path::Tiles, high - low);
         Ok(())
     }

@@ -6,10 +6,11 @@
 //!
 //! Many readers at once, each in the middle of its own tile, may want more than the limit. Dropping the least recently used
 //! tile then drops the one wanted next, and everything is computed again and again. Hence whoever plans tiles or computes
-//! ahead asks first how much is in use.
+//! ahead asks first how much is in use, and a reader who finds no room for a tile computes only what it asked for.
 
 use std::{
     collections::HashMap,
+    num::NonZeroUsize,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -29,6 +30,9 @@ use crate::source::FileId;
 
 /// How long after its last use a tile still counts as in use. Readers of a restore take turns, so it may be a while.
 const IN_USE: Duration = Duration::from_secs(5);
+
+/// Tiles remembered as refused.
+const REFUSED_MAX: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
 
 /// How long after its last use a tile is given up although there is room.
 const IDLE: Duration = Duration::from_secs(60);
@@ -66,7 +70,16 @@ struct Flight {
 struct Inner {
     tiles: LruCache<TileKey, (Arc<Tile>, Instant)>,
     flights: HashMap<TileKey, Arc<Flight>>,
+    /// Tiles that were not computed for want of room, and when somebody last wanted them.
+    refused: LruCache<TileKey, Instant>,
     bytes: usize,
+}
+
+impl Inner {
+    fn bytes_in_use(&self) -> usize {
+        let recent = self.tiles.iter().take_while(|(_, (_, used))| used.elapsed() < IN_USE);
+        recent.map(|(_, (tile, _))| tile.bytes.len()).sum()
+    }
 }
 
 /// Tiles, least recently used dropped first.
@@ -97,7 +110,8 @@ impl TileCache {
     /// A cache of at most `bytes_max` bytes, not counting tiles that readers still hold.
     pub(super) fn new(bytes_max: usize) -> Self {
         // The limit is in bytes; the map's own limit must never bind.
-        let inner = Inner { tiles: LruCache::unbounded(), flights: HashMap::new(), bytes: 0 };
+        let (tiles, refused) = (LruCache::unbounded(), LruCache::new(REFUSED_MAX));
+        let inner = Inner { tiles, flights: HashMap::new(), refused, bytes: 0 };
         Self { inner: Mutex::new(inner), bytes_max }
     }
 
@@ -111,11 +125,31 @@ impl TileCache {
         inner.tiles.contains(key) || inner.flights.contains_key(key)
     }
 
+    /// Bytes of tiles held.
+    pub(super) fn bytes(&self) -> usize {
+        self.lock().bytes
+    }
+
     /// Bytes of tiles in use: those that lately were computed or asked for, and were not handed out whole since.
     pub(super) fn bytes_in_use(&self) -> usize {
-        let inner = self.lock();
-        let recent = inner.tiles.iter().take_while(|(_, (_, used))| used.elapsed() < IN_USE);
-        recent.map(|(_, (tile, _))| tile.bytes.len()).sum()
+        self.lock().bytes_in_use()
+    }
+
+    /// Whether a reader should have the whole tile computed, if it is not there: only if it can be kept without dropping one
+    /// that is in use. Who was refused is refused for as long as a tile stays in use: part of it was served meanwhile.
+    pub(super) fn admits(&self, key: &TileKey, bytes: u64) -> bool {
+        let mut inner = self.lock();
+        if inner.tiles.contains(key) || inner.flights.contains_key(key) {
+            return true;
+        }
+        let lately = inner.refused.peek(key).is_some_and(|refused| refused.elapsed() < IN_USE);
+        let admitted = !lately && inner.bytes_in_use() as u64 + bytes <= self.bytes_max as u64;
+        if admitted {
+            inner.refused.pop(key);
+        } else {
+            inner.refused.put(*key, Instant::now());
+        }
+        admitted
     }
 
     /// Whether a tile can be kept without dropping one that is in use.
@@ -184,9 +218,19 @@ impl TileCache {
         if let Some((old, _)) = inner.tiles.put(key, (Arc::clone(tile), Instant::now())) {
             inner.bytes -= old.bytes.len();
         }
-        counters.tile_bytes.store(inner.bytes as u64, Ordering::Relaxed);
         drop(inner);
         add(&counters.tile_evictions, dropped.len() as u64);
+    }
+
+    /// Drops the tiles of a file.
+    pub(super) fn forget_file(&self, file: u64) {
+        let mut inner = self.lock();
+        let keys: Vec<TileKey> = inner.tiles.iter().map(|(key, _)| *key).filter(|key| key.file == file).collect();
+        for key in keys {
+            if let Some((tile, _)) = inner.tiles.pop(&key) {
+                inner.bytes -= tile.bytes.len();
+            }
+        }
     }
 
     /// Drops the tiles that nobody has asked for in a long time: an idle file system holds little memory.
@@ -242,6 +286,10 @@ mod tests {
         assert!(!cache.has(&key(9)), "a tile beyond the limit is not kept");
         cache.forget(&key(0));
         assert_eq!(cache.lock().bytes, 40);
+        cache.forget_file(2);
+        assert!(cache.has(&key(2)));
+        cache.forget_file(1);
+        assert!(!cache.has(&key(2)) && cache.lock().bytes == 0);
     }
 
     #[test]
@@ -253,7 +301,11 @@ mod tests {
         assert!(cache.bytes_in_use() == 80 && cache.has_room(20) && !cache.has_room(21));
         cache.forget(&key(0));
         assert!(cache.bytes_in_use() == 40 && cache.has_room(60));
+        assert!(cache.admits(&key(1), 1000) && cache.admits(&key(2), 60) && !cache.admits(&key(3), 61));
+        assert!(!cache.admits(&key(3), 10), "part of it was served already");
         cache.lock().tiles.get_mut(&key(1)).unwrap().1 -= IN_USE;
+        *cache.lock().refused.get_mut(&key(3)).unwrap() -= IN_USE;
+        assert!(cache.admits(&key(3), 100));
         assert!(cache.bytes_in_use() == 0 && cache.has_room(100));
         cache.drop_idle();
         assert!(cache.has(&key(1)), "kept while it may still be wanted");

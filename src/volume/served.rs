@@ -24,7 +24,7 @@ use super::{
 use crate::{
     checkpoint::Checkpoint,
     image::{FileImage, distcp_name},
-    plan::{HfContent, HfFile, Plan, Problem},
+    plan::{Allow, HfContent, HfFile, Plan, Problem},
     read::{Engine, EngineOptions, OpenFile},
     source::FileId,
     tensor::View,
@@ -49,6 +49,8 @@ pub struct ViewPlan {
 pub struct VolumeOptions {
     /// Limits of the engine.
     pub engine: EngineOptions,
+    /// Tensor files, by path, whose reads bypass the kernel's page cache.
+    pub direct: Allow,
     /// The effective configuration, shown as `.ckfs/config.toml`.
     pub config_text: String,
     /// What `ckfs plan` says, by view, shown as `.ckfs/plan.txt`.
@@ -91,6 +93,7 @@ pub struct Volume {
     /// Source files that the kernel may be reading by itself.
     lent_whole: Mutex<BTreeSet<FileId>>,
     remembered: Mutex<Remembered>,
+    direct: Allow,
 }
 
 /// Files made ready, open or lately closed: reopening finds tilings and tiles again.
@@ -98,6 +101,19 @@ pub struct Volume {
 struct Remembered {
     files: LruCache<Ino, Arc<OpenFile>>,
     segments: usize,
+}
+
+impl Remembered {
+    /// Takes out the file that was opened longest ago and is closed, if there are more than should be remembered. One that is
+    /// open stays: opened a second time, it would be tiled a second time too.
+    fn forget_one(&mut self) -> Option<Arc<OpenFile>> {
+        let many = self.files.len() > REMEMBERED_FILES_MAX || self.segments > REMEMBERED_SEGMENTS_MAX;
+        let closed = |file: &Arc<OpenFile>| Arc::strong_count(file) == 1;
+        let (ino, _) = self.files.iter().rev().find(|(_, file)| many && closed(file))?;
+        let old = self.files.pop(&ino.clone())?;
+        self.segments -= old.image().segments().len();
+        Some(old)
+    }
 }
 
 impl Volume {
@@ -146,6 +162,7 @@ impl Volume {
             open: RwLock::default(),
             lent_whole: Mutex::default(),
             remembered: Mutex::new(Remembered { files: LruCache::unbounded(), segments: 0 }),
+            direct: options.direct,
         })
     }
 
@@ -283,7 +300,7 @@ impl Volume {
         }
     }
 
-    /// The file made ready, as before if it was opened lately.
+    /// The file made ready, as before if it is open or was lately.
     fn ready(&self, ino: Ino, image: FileImage) -> Arc<OpenFile> {
         let mut remembered = self.remembered.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(file) = remembered.files.get(&ino) {
@@ -293,11 +310,8 @@ impl Volume {
         let file = Arc::new(OpenFile::new(self.path_of(ino), image));
         remembered.segments += segments;
         remembered.files.put(ino, Arc::clone(&file));
-        while remembered.files.len() > REMEMBERED_FILES_MAX
-            || (remembered.segments > REMEMBERED_SEGMENTS_MAX && remembered.files.len() > 1)
-        {
-            let Some((_, old)) = remembered.files.pop_lru() else { break };
-            remembered.segments -= old.image().segments().len();
+        while let Some(old) = remembered.forget_one() {
+            self.engine.forget(&old);
         }
         file
     }
@@ -618,6 +632,7 @@ impl FileSystem for Volume {
                 backing.map_or(Access::Cached, Access::Passthrough)
             }
             Open::Bytes(_) if self.is_live(ino) => Access::Direct,
+            Open::Image(file) if self.direct.accepts(file.name()) => Access::Direct,
             Open::Bytes(_) | Open::Image(_) => Access::Cached,
         };
         let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
