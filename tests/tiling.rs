@@ -126,7 +126,11 @@ fn check_reads(view: &View, tilings: &[Tiling], choices: &mut Choices) {
         let start = choices.below(3 * page_bytes);
         let place = start..start + tensor.dtype.bytes_of(tensor.shape.elements()).unwrap();
         let found = reads(runs.get(&tensor.id).cloned().unwrap_or_default(), &place, page_bytes);
-        assert_eq!(found, reads_one_by_one(tilings, tensor.id, &place, page_bytes), "{place:?} of {page_bytes}: {tilings:?}");
+        assert_eq!(
+            found,
+            reads_one_by_one(tilings, tensor.id, &place, page_bytes),
+            "{place:?} of {page_bytes}: {tilings:?}"
+        );
     });
 }
 

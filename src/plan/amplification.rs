@@ -206,7 +206,8 @@ impl Walk {
             self.share_of.insert(key, share);
             share
         });
-        let of_source = |(source, ordinal): (&TensorId, &u32)| Reading { source: *source, of: (share, *ordinal), group };
+        let of_source =
+            |(source, ordinal): (&TensorId, &u32)| Reading { source: *source, of: (share, *ordinal), group };
         self.readings.extend(self.expression.sources.iter().map(of_source));
     }
 
@@ -269,8 +270,7 @@ impl Uses {
     /// The parts of the shares that each class holds.
     fn parts(&self, shares: &[Share]) -> impl Iterator<Item = SmallVec<[u32; 1]>> {
         let classes = self.uses.first().map_or(0, |(share, _)| shares[*share as usize].part_of.len());
-        (0..classes)
-            .map(|class| self.uses.iter().map(|(share, _)| shares[*share as usize].part_of[class]).collect())
+        (0..classes).map(|class| self.uses.iter().map(|(share, _)| shares[*share as usize].part_of[class]).collect())
     }
 
     fn runs<'a>(&self, shares: &'a [Share], parts: &[u32]) -> impl Iterator<Item = &'a Runs> {

@@ -156,7 +156,8 @@ fn touched(runs: &[Runs], pages: Pages) -> Touched {
 /// Runs that reach into each other; `end` is the end of the last.
 fn interleaved(runs: &[Runs], end: u64, pages: Pages) -> Touched {
     let start = runs[0].start;
-    let Some((extent, stride)) = runs.iter().filter_map(|run| run.loops.first().copied()).max_by_key(|(_, stride)| *stride)
+    let Some((extent, stride)) =
+        runs.iter().filter_map(|run| run.loops.first().copied()).max_by_key(|(_, stride)| *stride)
     else {
         return Touched { bytes: end - start, pages: pages.of(end - 1) - pages.of(start) + 1 };
     };
