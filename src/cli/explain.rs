@@ -26,7 +26,8 @@ const TENSORS_MAX: usize = 100_000;
 /// Explains one virtual file: where its bytes come from and what becomes of them.
 ///
 /// Prints size, dtype, shape and place in the whole tensor, the expression over source tensors, and its normal form: disjoint
-/// pieces, each a strided copy from one source tensor through one decoder. Nothing is read but headers.
+/// pieces, each a strided copy from one source tensor through one decoder; and how much of the sources is needed, in bytes
+/// and in whole pages. Nothing is read but headers.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:

@@ -33,7 +33,7 @@ pub struct Amplification {
 impl Amplification {
     /// Counts for all bundled tensors and listed devices.
     pub fn of(checkpoint: &Checkpoint, plan: &Plan) -> Self {
-        let mut kinds: HashMap<(u32, Option<(u64, u64)>, &Shape), u32> = HashMap::new();
+        let mut kinds: HashMap<Kind<'_>, u32> = HashMap::new();
         let mut firsts: Vec<&PlannedTensor> = Vec::new();
         let mut tensors: Vec<(&PlannedTensor, u32)> = Vec::new();
         for tensor in plan.bundle() {
@@ -44,18 +44,20 @@ impl Amplification {
             tensors.push((tensor, kind));
         }
         let classes = Classes::new(plan, &firsts);
-        let regions = |tensor| classes.first.iter().map(|device| plan.region(tensor, *device)).collect();
-        let holdings = firsts.iter().map(|tensor| Holding::new(tensor, regions(tensor))).collect();
-        let mut walk = Walk { holdings, ..Walk::default() };
+        let mut walk = Walk::default();
+        let holdings: Vec<u32> = firsts.iter().map(|tensor| walk.holding(plan, tensor, &classes)).collect();
         let mut groups: BTreeMap<String, u32> = BTreeMap::new();
         for (tensor, kind) in tensors {
             let next = number(groups.len());
             let group = *groups.entry(group_name(&tensor.name)).or_insert(next);
-            walk.tensor(&tensor.view, kind, group);
+            walk.tensor(&tensor.view, holdings[kind as usize], group);
         }
         walk.count(checkpoint, &classes, groups)
     }
 }
+
+/// Spec, expert and shape of a tensor: what devices hold of it follows from these.
+type Kind<'a> = (u32, Option<(u64, u64)>, &'a Shape);
 
 /// Numbers of things that fewer tensors or devices have than 32 bits count.
 fn number(of: usize) -> u32 {
@@ -91,7 +93,7 @@ impl Classes {
     }
 }
 
-/// What the classes hold of the tensors of one kind.
+/// What the classes hold of tensors.
 #[derive(Debug)]
 struct Holding {
     /// By class.
@@ -101,8 +103,9 @@ struct Holding {
 }
 
 impl Holding {
-    fn new(tensor: &PlannedTensor, regions: Vec<Region>) -> Self {
-        let borders = (0..tensor.view.shape().rank()).map(|axis| {
+    fn new(regions: Vec<Region>) -> Self {
+        let rank = regions.first().map_or(0, |region| region.shape().rank());
+        let borders = (0..rank).map(|axis| {
             let ends = |region: &Region| range(region, axis).map_or([0, 0], |range| [range.start, range.end]);
             let mut borders: Vec<u64> = regions.iter().flat_map(ends).collect();
             borders.sort_unstable();
@@ -149,6 +152,8 @@ struct Reading {
 #[derive(Debug, Default)]
 struct Walk {
     holdings: Vec<Holding>,
+    /// By regions of the classes.
+    holding_of: HashMap<Vec<Region>, u32>,
     /// By expression.
     leaves: HashMap<Vec<u64>, u32>,
     shares: Vec<Share>,
@@ -159,6 +164,16 @@ struct Walk {
 }
 
 impl Walk {
+    /// The holding of a tensor; the same for most experts.
+    fn holding(&mut self, plan: &Plan, tensor: &PlannedTensor, classes: &Classes) -> u32 {
+        let regions: Vec<Region> = classes.first.iter().map(|device| plan.region(tensor, *device)).collect();
+        let next = number(self.holdings.len());
+        *self.holding_of.entry(regions).or_insert_with_key(|regions| {
+            self.holdings.push(Holding::new(regions.clone()));
+            next
+        })
+    }
+
     fn tensor(&mut self, view: &View, holding: u32, group: u32) {
         let place = Place { axes: (0..view.shape().rank()).collect(), ..Place::default() };
         self.view(view, place, holding, group);
@@ -282,15 +297,12 @@ impl Uses {
     fn by_class(&self, shares: &[Share]) -> Vec<Reads> {
         let mut known: HashMap<SmallVec<[u32; 1]>, Reads> = HashMap::new();
         let mut of_parts = |parts: SmallVec<[u32; 1]>| {
-            let runs = || self.runs(shares, &parts).cloned().collect();
-            match known.get(&parts) {
-                Some(reads) => *reads,
-                None => {
-                    let found = reads(runs(), &self.place, PAGE_BYTES);
-                    known.insert(parts, found);
-                    found
-                }
+            if let Some(reads) = known.get(&parts) {
+                return *reads;
             }
+            let found = reads(self.runs(shares, &parts).cloned().collect(), &self.place, PAGE_BYTES);
+            known.insert(parts, found);
+            found
         };
         self.parts(shares).map(&mut of_parts).collect()
     }
@@ -382,11 +394,15 @@ impl Expression {
             }
             Op::Stack { of, axis } => {
                 self.add_numbers(5, &[*axis as u64, of.len() as u64]);
-                of.iter().for_each(|of| self.add(of));
+                for of in of {
+                    self.add(of);
+                }
             }
             Op::Concat { of, axis } => {
                 self.add_numbers(6, &[*axis as u64, of.len() as u64]);
-                of.iter().for_each(|of| self.add(of));
+                for of in of {
+                    self.add(of);
+                }
             }
             Op::Pad { of, axis, before, after } => {
                 self.add_numbers(7, &[*axis as u64, *before, *after]);

@@ -141,25 +141,18 @@ fn groups(plan: &Plan) -> Vec<Group<'_>> {
 
 /// Bytes of bundled tensors that each listed device holds.
 fn bytes_per_device(plan: &Plan) -> Vec<u64> {
-    // Most tensors share shape, dtype and spec with many others.
-    let mut kinds: HashMap<(&Spec, &Shape, DType), (&PlannedTensor, u64)> = HashMap::new();
-    let mut singles: Vec<&PlannedTensor> = Vec::new();
+    // Most tensors share all of this with many others.
+    type Kind<'a> = (&'a Spec, &'a Shape, DType, Option<(u64, u64)>);
+    let mut kinds: HashMap<Kind<'_>, (&PlannedTensor, u64)> = HashMap::new();
     for tensor in plan.bundle() {
-        if tensor.expert.is_some() {
-            singles.push(tensor);
-        } else {
-            let key = (plan.spec(tensor), tensor.view.shape(), tensor.view.dtype());
-            kinds.entry(key).or_insert((tensor, 0)).1 += 1;
-        }
+        let key = (plan.spec(tensor), tensor.view.shape(), tensor.view.dtype(), tensor.expert);
+        kinds.entry(key).or_insert((tensor, 0)).1 += 1;
     }
     let shard = |tensor: &PlannedTensor, device| {
         let elements = plan.region(tensor, device).shape().elements();
         u64::try_from(u128::from(elements) * u128::from(tensor.view.dtype().bits()) / 8).unwrap_or(u64::MAX)
     };
-    let of_device = |device: &u64| {
-        let kinds = kinds.values().map(|(tensor, count)| shard(tensor, *device) * count);
-        kinds.chain(singles.iter().map(|tensor| shard(tensor, *device))).sum()
-    };
+    let of_device = |device: &u64| kinds.values().map(|(tensor, count)| shard(tensor, *device) * count).sum();
     plan.devices.iter().map(of_device).collect()
 }
 
