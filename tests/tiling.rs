@@ -153,7 +153,7 @@ proptest! {
         let dtype = choices.of(&[DType::BF16, DType::U8, DType::F32, DType::F4]);
         let last = extents[2] * dtype.unit().elements;
         let tensor = source(0, dtype, &[extents[0], extents[1], last]);
-        let shards: Vec<Tiling> = (0..choices.below(6) + 1)
+        let shards: Vec<Tiling> = (0..=choices.below(6))
             .map(|_| {
                 let mut shard = tensor.clone();
                 for (axis, extent) in extents.into_iter().enumerate() {
