@@ -6,6 +6,7 @@
 
 use std::{
     fs,
+    io::Write,
     path::{Path, PathBuf},
     process::{Command, Output},
 };
@@ -239,6 +240,59 @@ fn plan_tells_dialect_devices_and_tensors() {
     assert_eq!(wq["shape"], json!([2, ROWS, COLUMNS]));
     assert_eq!(wq["spec"], json!([null, "fsdp", null]));
     assert_eq!(wq["layers"], json!([0, 1]));
+}
+
+/// Two layers of a down projection with rows of 16 KiB, all zeros; the first begins with a page of the file.
+fn write_down_projections(directory: &Path) {
+    fs::create_dir_all(directory).unwrap();
+    let bytes = 64 * 8192 * 2;
+    let row = |layer: u64| json!({"dtype": "BF16", "shape": [64, 8192], "data_offsets": [layer * bytes, (layer + 1) * bytes]});
+    let header = json!({"model.layers.0.mlp.down_proj.weight": row(0), "model.layers.1.mlp.down_proj.weight": row(1)});
+    let header = format!("{:<width$}", header.to_string(), width = 4096 - 8);
+    let file = fs::File::create(directory.join("model.safetensors")).unwrap();
+    (&file).write_all(&[&(4096u64 - 8).to_le_bytes(), header.as_bytes()].concat()).unwrap();
+    file.set_len(4096 + 2 * bytes).unwrap();
+    let config = json!({"model_type": "llama", "num_hidden_layers": 2, "tie_word_embeddings": false});
+    fs::write(directory.join("config.json"), config.to_string()).unwrap();
+}
+
+#[test]
+fn plan_and_explain_tell_what_is_read_in_excess() {
+    let fixture = Fixture::new();
+    write_down_projections(&fixture.path("down"));
+    // Of each row a device has 2 KiB, half a page; two neighbours together have whole pages.
+    let plan = |devices: &str| fixture.run(&["plan", "down", "--mesh", "tensor=8", "--devices", devices]).ok().text();
+    let half = "256 KiB of the sources, 512 KiB in whole pages: 2.00 times";
+    let all = plan("0-7");
+    for line in [
+        format!("over-read   dev0-7: each {half}\n"),
+        "all listed devices together: 2.0 MiB of the sources, 2.0 MiB in whole pages: 1.00 times\n".to_owned(),
+        "most by layers.scanned.w_down 2.00 times\n".to_owned(),
+    ] {
+        assert!(all.contains(&line), "{line}: {all}");
+    }
+    let apart = plan("1-2,5");
+    let union = "all listed devices together: 768 KiB of the sources, 1.5 MiB in whole pages: 2.00 times\n";
+    assert!(apart.contains(&format!("dev1-2,5: each {half}\n")) && apart.contains(union), "{apart}");
+    let rows = fixture.run(&["plan", "down", "--mesh", "fsdp=8"]).ok().text();
+    assert!(!rows.contains("over-read"), "{rows}");
+    let json = fixture.run(&["plan", "down", "--mesh", "tensor=8", "--devices", "0-1", "--json"]).ok().json();
+    let reads = |paged: u64| json!({"needed_bytes": 256 << 10, "paged_bytes": paged});
+    let device = |device: u64| {
+        let mut row = reads(512 << 10);
+        row["device"] = device.into();
+        row
+    };
+    let amplification = &json["views"][0]["amplification"];
+    assert_eq!(amplification["page_bytes"], 4096);
+    assert_eq!(amplification["devices"], json!([device(0), device(1)]));
+    assert_eq!(amplification["union"], json!({"needed_bytes": 512 << 10, "paged_bytes": 512 << 10}));
+    assert_eq!(amplification["tensors"][0]["name"], "layers.scanned.w_down");
+    let path = "dev1/layers/scanned/w_down";
+    let text = fixture.run(&["explain", "down", path, "--mesh", "tensor=8"]).ok().text();
+    assert!(text.contains(&format!("reads         {half}\n")), "{text}");
+    let json = fixture.run(&["explain", "down", path, "--mesh", "tensor=8", "--json"]).ok().json();
+    assert_eq!(json["reads"], json!({"needed_bytes": 256 << 10, "paged_bytes": 512 << 10, "page_bytes": 4096}));
 }
 
 #[test]

@@ -4,12 +4,17 @@
 
 mod common;
 
-use std::collections::HashMap;
+use std::{
+    collections::{BTreeSet, HashMap},
+    ops::Range,
+};
 
-use ckfs::tensor::{DType, Decode, Element, Keep, Origin, Piece, Region, Tiling, View};
+use ckfs::tensor::{
+    DType, Decode, Element, Keep, Origin, PAGE_BYTES, Piece, Reads, Region, Runs, TensorId, Tiling, View, reads,
+};
 use common::{
     decode_by_reference, execute, for_each_unit, reference_bytes, shape, source, tensor,
-    views::{any_view, choices},
+    views::{Choices, any_float_view, any_view, choices},
 };
 use proptest::prelude::*;
 
@@ -83,12 +88,85 @@ fn check_cut(tiling: &Tiling, whole: &HashMap<u64, Origin>, low: u64, high: u64)
     }
 }
 
+/// Runs of each tensor that tilings read.
+fn runs(tilings: &[Tiling]) -> HashMap<TensorId, Vec<Runs>> {
+    let mut found: HashMap<TensorId, Vec<Runs>> = HashMap::new();
+    for tiling in tilings {
+        for (tensor, runs) in tiling.pieces().iter().filter_map(|piece| Runs::of(tiling, piece)) {
+            found.entry(tensor).or_default().push(runs);
+        }
+    }
+    found
+}
+
+/// Bytes that tilings need of a tensor at `place`, and its bytes in pages with such bytes, one by one.
+fn reads_one_by_one(tilings: &[Tiling], tensor: TensorId, place: &Range<u64>, page_bytes: u64) -> Reads {
+    let mut needed = BTreeSet::new();
+    for tiling in tilings {
+        for piece in tiling.pieces() {
+            let Origin::Tensor { tensor: from, offset, decoder } = piece.origin else { continue };
+            let width = tiling.decoders()[decoder as usize].source_bytes;
+            if from == tensor {
+                for_each_unit(piece, &mut |_, unit| {
+                    needed.extend((offset + unit) * width..(offset + unit + 1) * width);
+                });
+            }
+        }
+    }
+    let pages: BTreeSet<u64> = needed.iter().map(|byte| (place.start + byte) / page_bytes).collect();
+    let paged = place.clone().filter(|byte| pages.contains(&(byte / page_bytes))).count();
+    Reads { needed_bytes: needed.len() as u64, paged_bytes: paged as u64 }
+}
+
+/// Asserts that what tilings read is counted right, with tensors at some places in pages of some size.
+fn check_reads(view: &View, tilings: &[Tiling], choices: &mut Choices) {
+    let runs = runs(tilings);
+    let page_bytes = choices.of(&[16, 64, 8, 24, 2, 256, PAGE_BYTES]);
+    view.for_each_source(&mut |tensor| {
+        let start = choices.below(3 * page_bytes);
+        let place = start..start + tensor.dtype.bytes_of(tensor.shape.elements()).unwrap();
+        let found = reads(runs.get(&tensor.id).cloned().unwrap_or_default(), &place, page_bytes);
+        assert_eq!(
+            found,
+            reads_one_by_one(tilings, tensor.id, &place, page_bytes),
+            "{place:?} of {page_bytes}: {tilings:?}"
+        );
+    });
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(ProptestConfig::default().cases.max(1) * 16))]
 
     #[test]
     fn pieces_are_disjoint_covering_and_in_bounds(view in any_view()) {
         check(&view, &view.lower().unwrap());
+    }
+
+    #[test]
+    fn reads_are_counted_without_going_through_them(view in any_float_view(), mut choices in choices()) {
+        check_reads(&view, &[view.lower().unwrap()], &mut choices);
+    }
+
+    #[test]
+    fn reads_of_several_shards_are_counted_once(mut choices in choices()) {
+        let extents = [choices.below(9) + 1, choices.below(9) + 1, choices.below(17) + 1];
+        let dtype = choices.of(&[DType::BF16, DType::U8, DType::F32, DType::F4]);
+        let last = extents[2] * dtype.unit().elements;
+        let tensor = source(0, dtype, &[extents[0], extents[1], last]);
+        let shards: Vec<Tiling> = (0..=choices.below(6))
+            .map(|_| {
+                let mut shard = tensor.clone();
+                for (axis, extent) in extents.into_iter().enumerate() {
+                    let group = if axis == 2 { dtype.unit().elements } else { 1 };
+                    let start = choices.below(extent);
+                    let stop = start + 1 + choices.below(extent - start);
+                    let step = if group == 1 { choices.of(&[1, 1, 2, 3]) } else { 1 };
+                    shard = shard.slice(axis, start * group, stop * group, step).unwrap();
+                }
+                shard.lower().unwrap()
+            })
+            .collect();
+        check_reads(&tensor, &shards, &mut choices);
     }
 
     #[test]
@@ -359,4 +437,29 @@ fn constants_are_one_piece_whatever_their_shape() {
     let tiling = moved.lower().unwrap();
     assert_eq!((tiling.pieces().len(), tiling.pieces()[0].loops.len()), (1, 1));
     assert_right(&moved, 1);
+}
+
+#[test]
+fn a_column_shard_reads_a_part_of_each_page() {
+    // 256 of 4096 values of a row of 8 KiB: 512 of each 8192 bytes, or an eighth of one page in two.
+    let rows = 3 << 32;
+    let weights = source(0, DType::BF16, &[rows, 4096]);
+    let shard = |device: u64| weights.slice(1, device * 256, (device + 1) * 256, 1).unwrap().lower().unwrap();
+    let count = |tilings: &[Tiling], start: u64| {
+        let runs = runs(tilings).remove(&TensorId(0)).unwrap();
+        let Reads { needed_bytes, paged_bytes } = reads(runs, &(start..start + rows * 8192), PAGE_BYTES);
+        (needed_bytes / rows, (paged_bytes + rows / 2) / rows)
+    };
+    assert_eq!(count(&[shard(2)], 0), (512, 4096));
+    assert_eq!(count(&[shard(0), shard(1), shard(7)], 0), (3 * 512, 4096));
+    let all: Vec<Tiling> = (0..16).map(shard).collect();
+    assert_eq!(count(&all, 0), (8192, 8192));
+    assert_eq!(count(&all[..8], 0), (4096, 4096));
+    // Where the tensor does not begin with a page, some shards reach into two.
+    assert_eq!(count(&[shard(7)], 8), (512, 8192));
+    assert_eq!(count(&[shard(2)], 8), (512, 4096));
+    assert_eq!(count(&all, 8), (8192, 8192));
+    // The same columns, transposed.
+    let transposed = weights.reverse_axes().slice(0, 512, 768, 1).unwrap().lower().unwrap();
+    assert_eq!(count(&[transposed], 0), (512, 4096));
 }

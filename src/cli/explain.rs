@@ -1,6 +1,9 @@
 //! `ckfs explain`: where the bytes of one virtual file come from.
 
-use std::{collections::BTreeMap, fmt::Write};
+use std::{
+    collections::{BTreeMap, HashMap},
+    fmt::Write,
+};
 
 use anyhow::{Context, anyhow, bail};
 use clap::Args;
@@ -10,8 +13,8 @@ use super::{flags::SourceFlags, open, output, tree};
 use crate::{
     checkpoint::Checkpoint,
     image::Segment,
-    plan::report::human_bytes,
-    tensor::{Decode, Op, Origin, Piece, Step, Tiling, View},
+    plan::report::{human_bytes, reads_text},
+    tensor::{Decode, Op, Origin, PAGE_BYTES, Piece, Reads, Runs, Step, TensorId, Tiling, View, reads},
     volume::{FileSystem, NodeKind, Volume},
 };
 
@@ -23,7 +26,8 @@ const TENSORS_MAX: usize = 100_000;
 /// Explains one virtual file: where its bytes come from and what becomes of them.
 ///
 /// Prints size, dtype, shape and place in the whole tensor, the expression over source tensors, and its normal form: disjoint
-/// pieces, each a strided copy from one source tensor through one decoder. Nothing is read but headers.
+/// pieces, each a strided copy from one source tensor through one decoder; and how much of the sources is needed, in bytes
+/// and in whole pages. Nothing is read but headers.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
@@ -85,12 +89,16 @@ fn explain(volume: &Volume, node: &tree::Node) -> anyhow::Result<Value> {
         return Ok(file);
     };
     let mut segments = Vec::new();
+    let mut runs: HashMap<TensorId, Vec<Runs>> = HashMap::new();
     for (index, segment) in image.segments().iter().enumerate().take(TENSORS_MAX) {
         let start = image.start_of(index);
         segments.push(match segment {
             Segment::Bytes(bytes) => json!({ "start": start, "bytes": bytes.len(), "made": "header" }),
             Segment::View(view) => {
                 let tiling = view.lower().map_err(|error| anyhow!("{}: {error}", node.path))?;
+                for (tensor, found) in tiling.pieces().iter().filter_map(|piece| Runs::of(&tiling, piece)) {
+                    runs.entry(tensor).or_default().push(found);
+                }
                 json!({
                     "start": start,
                     "bytes": tiling.len_bytes(),
@@ -104,6 +112,12 @@ fn explain(volume: &Volume, node: &tree::Node) -> anyhow::Result<Value> {
             }
         });
     }
+    let mut all = Reads::default();
+    for (tensor, runs) in runs {
+        let span = checkpoint.tensor(tensor).span;
+        all += reads(runs, &(span.start()..span.end()), PAGE_BYTES);
+    }
+    file["reads"] = json!({"needed_bytes": all.needed_bytes, "paged_bytes": all.paged_bytes, "page_bytes": PAGE_BYTES});
     file["segments"] = segments.into();
     Ok(file)
 }
@@ -222,6 +236,11 @@ fn text(file: &Value, shown: usize) -> String {
     }
     if let Some(made) = file["made"].as_str() {
         let _ = writeln!(text, "content       {made}");
+    }
+    if let (Some(needed_bytes), Some(paged_bytes)) =
+        (file["reads"]["needed_bytes"].as_u64(), file["reads"]["paged_bytes"].as_u64())
+    {
+        let _ = writeln!(text, "reads         {}", reads_text(Reads { needed_bytes, paged_bytes }));
     }
     let segments = file["segments"].as_array().map_or(&[][..], Vec::as_slice);
     for segment in segments.iter().take(shown) {

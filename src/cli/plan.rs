@@ -8,7 +8,9 @@ use crate::plan::report;
 /// Shows what would be mounted, without mounting.
 ///
 /// Prints how the repository names, fuses and quantizes its tensors, the files that are left out, what each mesh axis splits,
-/// bytes per device, and every group of tensors with shape, dtype and spec. Everything wrong with the repository or
+/// bytes per device, and every group of tensors with shape, dtype and spec. Shards cut on an inner axis use only a part of
+/// each 4 KiB page of the sources that they touch; where that makes a difference, "over-read" says how many times the
+/// bytes needed those pages hold, for the devices and for all listed ones together. Everything wrong with the repository or
 /// the flags is an error here as it is for `mount`, all of it at once.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\

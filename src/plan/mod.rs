@@ -7,6 +7,7 @@
 //! What it deliberately does not do: lay out files (that is `image`) or know about the mount's tree (that is `volume`).
 
 mod allow;
+pub mod amplification;
 mod canonical;
 pub mod config;
 pub mod draft;

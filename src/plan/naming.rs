@@ -18,6 +18,12 @@ pub(super) struct Parsed {
 /// Greatest number of a layer or expert; greater ones are words like any other.
 const NUMBER_MAX: u64 = 1 << 32;
 
+/// A name with its layer numbers, and all other numbers between dots, as `*`.
+pub(super) fn group_name(name: &str) -> String {
+    let words = name.split('.').map(|word| if word.bytes().all(|byte| byte.is_ascii_digit()) { "*" } else { word });
+    words.collect::<Vec<_>>().join(".")
+}
+
 /// The rest of a name with the expert's number in its place; without an expert, as it is.
 pub(super) fn with_expert(rest: &str, expert: Option<u64>) -> String {
     let Some(expert) = expert else { return rest.to_owned() };
@@ -87,6 +93,12 @@ pub fn component(word: &str) -> String {
 mod tests {
     use super::*;
     use crate::plan::family::Generic;
+
+    #[test]
+    fn groups_are_by_name_without_numbers() {
+        assert_eq!(group_name("model.layers.12.mlp.experts.3.up"), "model.layers.*.mlp.experts.*.up");
+        assert_eq!(group_name("h1.w2"), "h1.w2");
+    }
 
     #[test]
     fn layers_and_experts_are_found() {

@@ -7,10 +7,13 @@ use std::{
 
 use serde_json::{Map, Value, json};
 
-use super::{AxisUse, HfContent, Layout, NameGroup, Plan, PlannedTensor, Spec, axis_use};
+use super::{
+    AxisUse, HfContent, Layout, NameGroup, Plan, PlannedTensor, Spec, amplification::Amplification, axis_use,
+    naming::group_name,
+};
 use crate::{
     checkpoint::{Checkpoint, FileRole},
-    tensor::{DType, Shape},
+    tensor::{DType, PAGE_BYTES, Reads, Shape},
 };
 
 /// Devices that the text lists; JSON lists all.
@@ -21,6 +24,10 @@ const GROUPS_SHOWN: usize = 400;
 const NAMES_SHOWN: usize = 40;
 /// Files left out that the text lists.
 const FILES_SHOWN: usize = 40;
+/// Tensors with the most over-read that the text lists.
+const TENSORS_SHOWN: usize = 5;
+/// Over-read up to this is not worth a line: pages at the ends of long runs.
+const OVER_READ_HUNDREDTHS: u128 = 102;
 
 /// Bytes for a reader: exact up to 1023, then with three digits and a binary unit.
 pub fn human_bytes(bytes: u64) -> String {
@@ -48,10 +55,64 @@ fn percent(part: u64, whole: u64) -> String {
     format!("{}.{} %", tenths / 10, tenths % 10)
 }
 
-/// A name with its layer numbers, and all other numbers between dots, as `*`.
-fn group_name(name: &str) -> String {
-    let words = name.split('.').map(|word| if word.bytes().all(|byte| byte.is_ascii_digit()) { "*" } else { word });
-    words.collect::<Vec<_>>().join(".")
+/// How many times the bytes that are needed pages hold, in hundredths.
+fn hundredths(reads: Reads) -> u128 {
+    if reads.needed_bytes == 0 { 100 } else { u128::from(reads.paged_bytes) * 100 / u128::from(reads.needed_bytes) }
+}
+
+/// What is needed, and what pages hold of it.
+pub fn reads_text(reads: Reads) -> String {
+    let (needed, paged) = (human_bytes(reads.needed_bytes), human_bytes(reads.paged_bytes));
+    format!("{needed} of the sources, {paged} in whole pages: {} times", factor(reads))
+}
+
+fn factor(reads: Reads) -> String {
+    let hundredths = hundredths(reads);
+    format!("{}.{:02}", hundredths / 100, hundredths % 100)
+}
+
+/// Numbers of devices, runs of them as `0-7`.
+fn device_ranges(devices: &[u64]) -> String {
+    let runs = devices.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
+        [first, .., last] => format!("{first}-{last}"),
+        [] | [_] => run.iter().map(u64::to_string).collect(),
+    });
+    runs.collect::<Vec<_>>().join(",")
+}
+
+/// What devices read in excess, if they do: a line for each group of devices that are alike, all together, and the worst tensors.
+fn over_read_text(checkpoint: &Checkpoint, plan: &Plan) -> Vec<String> {
+    let amplification = Amplification::of(checkpoint, plan);
+    let exceeds = |reads: &Reads| hundredths(*reads) > OVER_READ_HUNDREDTHS;
+    if !amplification.devices.iter().any(exceeds) {
+        return Vec::new();
+    }
+    let mut groups: BTreeMap<u128, (Reads, Vec<u64>)> = BTreeMap::new();
+    for (device, reads) in plan.devices.iter().zip(&amplification.devices) {
+        let group = groups.entry(hundredths(*reads)).or_insert_with(|| (*reads, Vec::new()));
+        group.1.push(*device);
+    }
+    let mut lines: Vec<String> = groups
+        .values()
+        .rev()
+        .take(DEVICES_SHOWN)
+        .map(|(reads, devices)| {
+            let each = if devices.len() > 1 { " each" } else { "" };
+            format!("dev{}:{each} {}", device_ranges(devices), reads_text(*reads))
+        })
+        .collect();
+    if groups.len() > DEVICES_SHOWN {
+        lines.push(format!("and {} more", groups.len() - DEVICES_SHOWN));
+    }
+    if plan.devices.len() > 1 {
+        lines.push(format!("all listed devices together: {}", reads_text(amplification.union)));
+    }
+    let worst = amplification.tensors.iter().filter(|(_, reads)| exceeds(reads)).take(TENSORS_SHOWN);
+    let worst: Vec<String> = worst.map(|(name, reads)| format!("{name} {} times", factor(*reads))).collect();
+    if !worst.is_empty() {
+        lines.push(format!("most by {}", worst.join(", ")));
+    }
+    lines
 }
 
 /// Tensors of bundles that differ in numbers of their names only.
@@ -80,25 +141,18 @@ fn groups(plan: &Plan) -> Vec<Group<'_>> {
 
 /// Bytes of bundled tensors that each listed device holds.
 fn bytes_per_device(plan: &Plan) -> Vec<u64> {
-    // Most tensors share shape, dtype and spec with many others.
-    let mut kinds: HashMap<(&Spec, &Shape, DType), (&PlannedTensor, u64)> = HashMap::new();
-    let mut singles: Vec<&PlannedTensor> = Vec::new();
+    // Most tensors share all of this with many others.
+    type Kind<'a> = (&'a Spec, &'a Shape, DType, Option<(u64, u64)>);
+    let mut kinds: HashMap<Kind<'_>, (&PlannedTensor, u64)> = HashMap::new();
     for tensor in plan.bundle() {
-        if tensor.expert.is_some() {
-            singles.push(tensor);
-        } else {
-            let key = (plan.spec(tensor), tensor.view.shape(), tensor.view.dtype());
-            kinds.entry(key).or_insert((tensor, 0)).1 += 1;
-        }
+        let key = (plan.spec(tensor), tensor.view.shape(), tensor.view.dtype(), tensor.expert);
+        kinds.entry(key).or_insert((tensor, 0)).1 += 1;
     }
     let shard = |tensor: &PlannedTensor, device| {
         let elements = plan.region(tensor, device).shape().elements();
         u64::try_from(u128::from(elements) * u128::from(tensor.view.dtype().bits()) / 8).unwrap_or(u64::MAX)
     };
-    let of_device = |device: &u64| {
-        let kinds = kinds.values().map(|(tensor, count)| shard(tensor, *device) * count);
-        kinds.chain(singles.iter().map(|tensor| shard(tensor, *device))).sum()
-    };
+    let of_device = |device: &u64| kinds.values().map(|(tensor, count)| shard(tensor, *device) * count).sum();
     plan.devices.iter().map(of_device).collect()
 }
 
@@ -185,7 +239,7 @@ fn rows(text: &mut String, table: &[[String; 5]]) {
 }
 
 /// One view, without what is the same for all views of a source.
-pub fn view_text(plan: &Plan) -> String {
+pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
     let mut text = String::new();
     let mut line = |key: &str, value: &str| {
         let _ = writeln!(text, "{key:<10}  {value}");
@@ -230,6 +284,9 @@ pub fn view_text(plan: &Plan) -> String {
             line("", &format!("and {} more", plan.devices.len() - DEVICES_SHOWN));
         }
     }
+    for (index, over_read) in over_read_text(checkpoint, plan).iter().enumerate() {
+        line(if index == 0 { "over-read" } else { "" }, over_read);
+    }
     let converted = plan.hf.iter().filter(|file| !matches!(file.content, HfContent::Original(_))).count();
     line("hf/", &format!("{} files, {converted} of them rewritten", plan.hf.len()));
     for group in plan.missing.iter().take(NAMES_SHOWN) {
@@ -270,7 +327,7 @@ pub fn text<'a>(checkpoint: &Checkpoint, views: impl IntoIterator<Item = (&'a st
         if !name.is_empty() {
             let _ = writeln!(text, "{:<10}  {name}", "view");
         }
-        text.push_str(&view_text(plan));
+        text.push_str(&view_text(checkpoint, plan));
     }
     text
 }
@@ -278,6 +335,22 @@ pub fn text<'a>(checkpoint: &Checkpoint, views: impl IntoIterator<Item = (&'a st
 fn names(groups: &[NameGroup]) -> Vec<Value> {
     let row = |group: &NameGroup| json!({"name": group.name, "count": group.count, "nearest": group.nearest});
     groups.iter().map(row).collect()
+}
+
+fn amplification_json(checkpoint: &Checkpoint, plan: &Plan) -> Value {
+    let Amplification { devices, union, tensors } = Amplification::of(checkpoint, plan);
+    let row = |reads: &Reads| json!({"needed_bytes": reads.needed_bytes, "paged_bytes": reads.paged_bytes});
+    let named = |key: &str, name: Value, reads: &Reads| {
+        let mut row = row(reads);
+        row[key] = name;
+        row
+    };
+    json!({
+        "page_bytes": PAGE_BYTES,
+        "devices": plan.devices.iter().zip(&devices).map(|(device, reads)| named("device", json!(device), reads)).collect::<Value>(),
+        "union": row(&union),
+        "tensors": tensors.iter().map(|(name, reads)| named("name", json!(name), reads)).collect::<Value>(),
+    })
 }
 
 /// One view as JSON.
@@ -331,6 +404,7 @@ pub fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
         "mesh": {"axes": axes, "devices": plan.mesh.devices()},
         "devices": devices,
         "bytes": plan.bundle().map(|tensor| tensor.view.bytes().unwrap_or(0)).sum::<u64>(),
+        "amplification": amplification_json(checkpoint, plan),
         "missing": names(&plan.missing),
         "unexpected": names(&plan.unexpected),
         "warnings": plan.warnings,
@@ -411,11 +485,5 @@ mod tests {
             assert_eq!(human_bytes(bytes), expected);
         }
         assert_eq!((percent(1, 8), percent(0, 0)), ("12.5 %".to_owned(), "0.0 %".to_owned()));
-    }
-
-    #[test]
-    fn groups_are_by_name_without_numbers() {
-        assert_eq!(group_name("model.layers.12.mlp.experts.3.up"), "model.layers.*.mlp.experts.*.up");
-        assert_eq!(group_name("h1.w2"), "h1.w2");
     }
 }

@@ -357,7 +357,7 @@ fn select(at: u64, moved: u64, loops: &[Loop], step: u64, chosen: &mut Loops, em
     }
 }
 
-fn gcd(a: u64, b: u64) -> u64 {
+pub(super) fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 

@@ -1,6 +1,7 @@
 """One process of a distributed restore: `orbax_process.py MOUNT MESH COORDINATOR RANK RESULT [ROOT]`.
 
-All names lie below ROOT, where one is given. Writes, as JSON, a digest of each shard that it holds, by the path of the raw file that shows the same bytes.
+All names lie below ROOT, where one is given. Writes, as JSON, the seconds that the restore took, and a digest of each shard that it holds, by the path
+of the raw file that shows the same bytes.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -38,7 +40,10 @@ def main(point: str, mesh: str, coordinator: str, rank: str, result: str, *root:
             at = at.setdefault(parent, {})
         at[last] = leaf
         paths[row["name"]] = row["path"]
+    started = time.monotonic()
     restored = ocp.StandardCheckpointer().restore(mount / "orbax/0/items", target)
+    jax.block_until_ready(restored)
+    seconds = time.monotonic() - started
     digests = {}
     for name, path in paths.items():
         array = restored
@@ -47,7 +52,8 @@ def main(point: str, mesh: str, coordinator: str, rank: str, result: str, *root:
         for shard in array.addressable_shards:
             digest = hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest()
             digests[f"dev{number[shard.device]}/{path}"] = digest
-    Path(result).write_text(json.dumps(digests))  # the collectives' library writes to standard output
+    # To a file: the collectives' library writes to standard output.
+    Path(result).write_text(json.dumps({"seconds": seconds, "shards": digests}))
     jax.distributed.shutdown()
 
 

@@ -1,0 +1,195 @@
+//! Pages that strided reads touch.
+//!
+//! Disks, file servers and the page cache hand out whole pages. A view that takes some columns of a matrix uses only a part of each
+//! page that it touches. [`Runs`] are the source bytes of a piece: equal runs of bytes at regular distances. [`reads`]
+//! counts their bytes and their pages, exactly but not one by one: how a run lies in its pages repeats after a few turns of a loop.
+
+use std::ops::{AddAssign, Range};
+
+use smallvec::SmallVec;
+
+use super::{Origin, Piece, TensorId, Tiling, lower::gcd};
+
+/// Bytes of a page.
+pub const PAGE_BYTES: u64 = 4096;
+
+/// Equal runs of bytes of one tensor, at regular distances.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Runs {
+    /// First byte of the first run, from the tensor's first byte.
+    start: u64,
+    /// Extent and stride in bytes of each loop over the runs, by falling stride.
+    loops: SmallVec<[(u64, u64); 3]>,
+    run_bytes: u64,
+}
+
+/// What is read from a source: bytes, and bytes of the pages that hold them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Reads {
+    /// Bytes that are needed, each once.
+    pub needed_bytes: u64,
+    /// Bytes of the pages with needed bytes.
+    pub paged_bytes: u64,
+}
+
+impl Reads {
+    /// Bytes of pages that are not needed.
+    pub const fn excess_bytes(self) -> u64 {
+        self.paged_bytes - self.needed_bytes
+    }
+
+    /// So many times the same.
+    #[must_use]
+    pub const fn times(self, count: u64) -> Self {
+        Self { needed_bytes: self.needed_bytes * count, paged_bytes: self.paged_bytes * count }
+    }
+}
+
+impl AddAssign for Reads {
+    fn add_assign(&mut self, other: Self) {
+        self.needed_bytes += other.needed_bytes;
+        self.paged_bytes += other.paged_bytes;
+    }
+}
+
+impl Runs {
+    /// What a piece reads, and of which tensor; `None` if it is filled with a constant. Scales of quantized blocks are not counted.
+    pub fn of(tiling: &Tiling, piece: &Piece) -> Option<(TensorId, Self)> {
+        let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return None };
+        let unit = tiling.decoders()[decoder as usize].source_bytes;
+        let mut loops: SmallVec<[(u64, u64); 3]> =
+            piece.loops.iter().map(|l| (l.extent, l.source_stride * unit)).collect();
+        loops.sort_unstable_by_key(|(_, stride)| *stride);
+        // By rising stride: those that continue a run first, then each that continues the loop inside it.
+        let mut run_bytes = unit;
+        let mut nest: SmallVec<[(u64, u64); 3]> = SmallVec::new();
+        for (extent, stride) in loops {
+            match nest.last_mut() {
+                None if stride == run_bytes => run_bytes *= extent,
+                Some((inner, step)) if stride == *inner * *step => *inner *= extent,
+                _ => nest.push((extent, stride)),
+            }
+        }
+        nest.reverse();
+        Some((tensor, Self { start: offset * unit, loops: nest, run_bytes }))
+    }
+
+    /// One past the last byte.
+    fn end(&self) -> u64 {
+        self.start + self.loops.iter().map(|(extent, stride)| (extent - 1) * stride).sum::<u64>() + self.run_bytes
+    }
+
+    /// One turn of the outermost loop.
+    fn turn(&self, index: u64) -> Self {
+        let stride = self.loops.first().map_or(0, |(_, stride)| *stride);
+        Self {
+            start: self.start + index * stride,
+            loops: self.loops.iter().skip(1).copied().collect(),
+            run_bytes: self.run_bytes,
+        }
+    }
+}
+
+/// What reading all of `runs` takes of a tensor that lies at `place` in its file. Of pages that hold other tensors too, the
+/// tensor's own part counts, so that a tensor read whole takes just its bytes.
+pub fn reads(mut runs: Vec<Runs>, place: &Range<u64>, page_bytes: u64) -> Reads {
+    runs.sort_unstable();
+    runs.dedup();
+    let (Some(first), Some(end)) = (runs.first(), runs.iter().map(Runs::end).max()) else { return Reads::default() };
+    let touched = touched(&runs, Pages { at: place.start, page_bytes });
+    let page = |byte: u64| byte / page_bytes;
+    let mut paged_bytes = touched.pages * page_bytes;
+    if page(place.start + first.start) == page(place.start) {
+        paged_bytes -= place.start % page_bytes;
+    }
+    if page(place.start + end - 1) == page(place.end - 1) {
+        paged_bytes -= place.end.next_multiple_of(page_bytes) - place.end;
+    }
+    Reads { needed_bytes: touched.bytes, paged_bytes }
+}
+
+/// Bytes and pages of a set of runs.
+#[derive(Clone, Copy, Debug, Default)]
+struct Touched {
+    bytes: u64,
+    pages: u64,
+}
+
+/// Where runs lie in pages: byte 0 of the runs is byte `at` of the pages.
+#[derive(Clone, Copy, Debug)]
+struct Pages {
+    at: u64,
+    page_bytes: u64,
+}
+
+impl Pages {
+    fn of(self, byte: u64) -> u64 {
+        (self.at + byte) / self.page_bytes
+    }
+
+    fn moved(self, by: u64) -> Self {
+        Self { at: self.at + by, ..self }
+    }
+}
+
+/// `runs` are sorted. Those that lie apart from all others are counted by themselves.
+fn touched(runs: &[Runs], pages: Pages) -> Touched {
+    let mut total = Touched::default();
+    let mut last_page = None;
+    let mut rest = runs;
+    while let Some(first) = rest.first() {
+        let (mut end, mut count) = (first.end(), 1);
+        while let Some(run) = rest.get(count).filter(|run| run.start < end) {
+            (end, count) = (end.max(run.end()), count + 1);
+        }
+        let (group, others) = rest.split_at(count);
+        let part = interleaved(group, end, pages);
+        let shared = last_page == Some(pages.of(first.start));
+        total.bytes += part.bytes;
+        total.pages += part.pages - u64::from(shared);
+        last_page = Some(pages.of(end - 1));
+        rest = others;
+    }
+    total
+}
+
+/// Runs that reach into each other; `end` is the end of the last.
+fn interleaved(runs: &[Runs], end: u64, pages: Pages) -> Touched {
+    let start = runs[0].start;
+    let Some((extent, stride)) =
+        runs.iter().filter_map(|run| run.loops.first().copied()).max_by_key(|(_, stride)| *stride)
+    else {
+        return Touched { bytes: end - start, pages: pages.of(end - 1) - pages.of(start) + 1 };
+    };
+    if runs.iter().all(|run| run.loops.first() == Some(&(extent, stride))) {
+        let turn: SmallVec<[Runs; 2]> = runs.iter().map(|run| run.turn(0)).collect();
+        let turn_end = turn.iter().map(Runs::end).max().unwrap_or(end);
+        if turn_end - start <= stride {
+            return repeated(&turn, turn_end, (extent, stride), pages);
+        }
+    }
+    let mut apart = Vec::new();
+    for run in runs {
+        match run.loops.first() {
+            Some((turns, step)) if *step == stride => apart.extend((0..*turns).map(|index| run.turn(index))),
+            _ => apart.push(run.clone()),
+        }
+    }
+    apart.sort_unstable();
+    apart.dedup();
+    touched(&apart, pages)
+}
+
+/// The runs of one turn, ending at `end`, repeated without overlap.
+fn repeated(turn: &[Runs], end: u64, (extent, stride): (u64, u64), pages: Pages) -> Touched {
+    let first = touched(turn, pages);
+    // What a later turn adds depends only on where in a page it begins, so it repeats.
+    let adds = |index: u64| {
+        let shared = pages.of(index * stride + turn[0].start) == pages.of((index - 1) * stride + end - 1);
+        touched(turn, pages.moved(index * stride)).pages - u64::from(shared)
+    };
+    let period = pages.page_bytes / gcd(stride, pages.page_bytes);
+    let (cycles, rest) = ((extent - 1) / period, (extent - 1) % period);
+    let later = (1..=period.min(extent - 1)).map(|index| adds(index) * (cycles + u64::from(index <= rest)));
+    Touched { bytes: first.bytes * extent, pages: first.pages + later.sum::<u64>() }
+}
