@@ -12,6 +12,7 @@ from reference import Mesh
 
 torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
 
 import torch_process  # noqa: E402
 
@@ -107,6 +108,15 @@ def test_copies_and_experts_reassemble(shared, repo, mesh, args):
         state = empty_state(tensors)
         dcp.load(state, storage_reader=reader, no_dist=True)
         check_state(state, tensors)
+
+
+def test_dcp_to_torch_save(case, tmp_path):
+    """Torch's own converter to a file for `torch.load`."""
+    mounted, tensors, _ = case
+    dcp_to_torch_save(str(mounted / "dcp"), tmp_path / "whole.pt")
+    found = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert set(found) == set(tensors)
+    check_state(found, tensors)
 
 
 def test_common_pt(shared):

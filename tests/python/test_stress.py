@@ -26,7 +26,7 @@ pytest.importorskip("safetensors")
 from safetensors import safe_open  # noqa: E402
 
 PROCESSES = 4
-TURNS = 4
+TURNS = 6
 # A turn takes a second or two; a stall lasts for ever.
 STALL_SECONDS = 90
 

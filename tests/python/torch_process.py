@@ -112,9 +112,12 @@ def main(point: str, mesh_text: str, *ways: str) -> None:
             continue
         wipe()
         before = fetched(mount)
+        dist.barrier()
         load()
+        dist.barrier()
         wanted = sum(value.to_local().nbytes for value in model.state_dict().values())
         print(json.dumps({"way": how, "wanted": wanted, "fetched": fetched(mount) - before}))
+        dist.barrier()  # what others read from here on is not the load's
         check(how)
         dist.barrier()
 
