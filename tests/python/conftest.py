@@ -93,3 +93,9 @@ def fresh(tmp_path: Path) -> Callable[..., repos.Repo]:
 def two_files(tmp_path: Path) -> repos.Repo:
     """A repo to be damaged."""
     return repos.two_files(tmp_path / "source")
+
+
+@pytest.fixture(scope="session")
+def wide(base: Path) -> repos.Repo:
+    """A repo of some size, for what depends on sizes."""
+    return repos.wide(base / "repos/wide")

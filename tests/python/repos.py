@@ -455,6 +455,28 @@ def every_dtype(path: Path) -> Repo:
     return write(path, {"model.safetensors": out}, {"model_type": "unheard_of"})
 
 
+def wide(path: Path) -> Repo:
+    """A llama of 79 MB in three layers, so that shards are larger than headers, tiles and what the kernel reads ahead."""
+    draw, out, hidden, narrow, inter, vocab = Draw(path.name), {}, 1024, 512, 2816, 2048
+    for n in range(3):
+        for word, rows, columns in (
+            ("self_attn.q_proj", hidden, hidden), ("self_attn.k_proj", narrow, hidden), ("self_attn.v_proj", narrow, hidden),
+            ("self_attn.o_proj", hidden, hidden), ("mlp.gate_proj", inter, hidden), ("mlp.up_proj", inter, hidden),
+            ("mlp.down_proj", hidden, inter),
+        ):  # fmt: skip
+            name = f"model.layers.{n}.{word}.weight"
+            out[name] = draw(name, "BF16", rows, columns)
+        for word in LLAMA_NORMS:
+            name = f"model.layers.{n}.{word}.weight"
+            out[name] = draw(name, "BF16", hidden)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        out[name] = draw(name, "BF16", vocab, hidden)
+    out["model.norm.weight"] = draw("norm", "BF16", hidden)
+    sizes = {"hidden_size": hidden, "intermediate_size": inter, "vocab_size": vocab, "head_dim": 128}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+    return write(path, split(out, 3), base_config("llama", "LlamaForCausalLM", 3) | sizes)
+
+
 UNEVEN_SIZES = (13, 10, 6, 2)
 
 

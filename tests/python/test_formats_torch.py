@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -18,8 +12,10 @@ from reference import Mesh
 
 torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
 
-HERE = Path(__file__).parent
+import torch_process  # noqa: E402
+
 TORCH = {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 TORCH |= {"F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz}
 
@@ -114,6 +110,15 @@ def test_copies_and_experts_reassemble(shared, repo, mesh, args):
         check_state(state, tensors)
 
 
+def test_dcp_to_torch_save(case, tmp_path):
+    """Torch's own converter to a file for `torch.load`."""
+    mounted, tensors, _ = case
+    dcp_to_torch_save(str(mounted / "dcp"), tmp_path / "whole.pt")
+    found = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert set(found) == set(tensors)
+    check_state(found, tensors)
+
+
 def test_common_pt(shared):
     """What Megatron-Core reads beside the tensors."""
     assert torch.load(shared("llama", "--mesh", "fsdp=4") / "dcp/common.pt", weights_only=True) == {"iteration": 0}
@@ -142,25 +147,13 @@ def test_a_source_that_fails_is_an_error(own, fresh):
         torch.load(mounted / "pt/dev0.pt")
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "fsdp_tp"])
+MESHES = {"fsdp": "dp_shard=4", "hsdp": "dp_replicate=2,dp_shard=2", "fsdp_tp": "fsdp=2,tp=2"}
+
+
+@pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize("name", ["llama", "uneven"])
 def test_four_processes(shared, name, kind):
-    """FSDP2 over four gloo processes: loaded from `dcp/`, from `safetensors/`, and from each rank's own file."""
-    meshes = {"fsdp": "dp_shard=4", "hsdp": "dp_replicate=2,dp_shard=2", "fsdp_tp": "fsdp=2,tp=2"}
-    mounted = shared(name, "--mesh", meshes[kind], "--layout", "hf")
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    running = []
-    for rank in range(4):
-        environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank)}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(HERE / "torch_process.py"), str(mounted.point), meshes[kind]]
-        running.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-    try:
-        out = [process.communicate(timeout=180)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0] * 4, "\n".join(out)
-    assert all("checked" in text for text in out), out
+    """FSDP2 over four gloo processes: loaded from `dcp/`, `safetensors/`, `hf/`, and each rank's own file."""
+    mounted = shared(name, "--mesh", MESHES[kind], "--layout", "hf")
+    found = torch_process.run([mounted.point] * 4, MESHES[kind])
+    assert all([row["way"] for row in rows] == ["dcp", "safetensors", "hf", "own"] for rows in found), found

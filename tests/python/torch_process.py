@@ -1,13 +1,18 @@
-"""One of four processes that train with FSDP2: `torch_process.py MOUNT MESH`, rank and address from the environment.
+"""One of four processes that train with FSDP2: `torch_process.py MOUNT MESH [WAY…]`, rank and address from the environment.
 
 The model is made of the tensors of the manifest, under the repository's own names. Its parameters are sharded by torch, and
-loaded in three ways; after each, every local shard is compared with the raw file of the same device.
+loaded in three ways, or those named; after each, every local shard is compared with the raw file of the same device. Prints, for
+each way, the bytes of the rank's own shards and those that the mount fetched meanwhile.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -40,7 +45,18 @@ def build(rows: list[dict]) -> nn.Module:
     return root
 
 
-def main(point: str, mesh_text: str) -> None:
+def fetched(mount: Path) -> int:
+    """Bytes fetched from the sources so far, once no more are being fetched."""
+    last = -1
+    while True:
+        found = sum(json.loads((mount / ".ckfs/stats.json").read_text())["bytes_fetched"].values())
+        if found == last:
+            return found
+        last = found
+        time.sleep(0.1)
+
+
+def main(point: str, mesh_text: str, *ways: str) -> None:
     dist.init_process_group("gloo")
     rank, mount = dist.get_rank(), Path(point)
     names, sizes = zip(*((name, int(size)) for name, size in (axis.split("=") for axis in mesh_text.split(","))))
@@ -72,30 +88,63 @@ def main(point: str, mesh_text: str) -> None:
         for value in model.state_dict().values():
             value.to_local().fill_(7)
 
-    for how, reader in (
-        ("dcp", dcp.FileSystemReader(mount / "dcp")),
-        ("safetensors", dcp.HuggingFaceStorageReader(str(mount / "safetensors"))),
-    ):
-        wipe()
+    def load_by(reader: dcp.StorageReader) -> None:
         state = model.state_dict()
         dcp.load(state, storage_reader=reader)
         model.load_state_dict(state)
+
+    def load_own_file() -> None:
+        own, wanted = load_file(mount / f"safetensors/dev{rank}.safetensors"), {row["name"] for row in rows}
+        state = {}
+        for name, value in model.state_dict().items():
+            if name in wanted:
+                mine = (value.device_mesh, value.placements)
+                state[name] = DTensor.from_local(own[name], *mine, run_check=False, shape=value.shape, stride=value.stride())
+        model.load_state_dict(state, strict=False)
+
+    for how, load in (
+        ("dcp", lambda: load_by(dcp.FileSystemReader(mount / "dcp"))),
+        ("safetensors", lambda: load_by(dcp.HuggingFaceStorageReader(str(mount / "safetensors")))),
+        ("hf", lambda: load_by(dcp.HuggingFaceStorageReader(str(mount / "hf")))),
+        ("own", load_own_file),
+    ):
+        if ways and how not in ways:
+            continue
+        wipe()
+        before = fetched(mount)
+        dist.barrier()
+        load()
+        dist.barrier()
+        wanted = sum(value.to_local().nbytes for value in model.state_dict().values())
+        print(json.dumps({"way": how, "wanted": wanted, "fetched": fetched(mount) - before}))
+        dist.barrier()  # what others read from here on is not the load's
         check(how)
         dist.barrier()
 
-    wipe()
-    own, wanted = load_file(mount / f"safetensors/dev{rank}.safetensors"), {row["name"] for row in rows}
-    state = {}
-    for name, value in model.state_dict().items():
-        if name in wanted:
-            state[name] = DTensor.from_local(
-                own[name], value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-            )
-    model.load_state_dict(state, strict=False)
-    check("own file")
-    dist.barrier()
     print("checked", len(rows))
     dist.destroy_process_group()
 
 
-main(*sys.argv[1:])
+def run(points: list[Path], mesh: str, *ways: str) -> list[list[dict]]:
+    """Starts one process per mount point, which are its rank's own or one for all, and returns what each printed."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    running = []
+    for rank, point in enumerate(points):
+        environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(len(points)), "LOCAL_RANK": str(rank)}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, __file__, str(point), mesh, *ways]
+        running.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    try:
+        out = [process.communicate(timeout=180)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0] * len(points), "\n".join(out)
+    assert all("checked" in text for text in out), out
+    return [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in out]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,58 @@
+"""Megatron-Core, unmodified, loads `dcp/`: `metadata.json` and `common.pt` are what it asks beyond torch."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import reference
+
+HERE = Path(__file__).parent
+RANKS = 2
+
+
+def digest(array: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+
+
+def expected_of_rank(shown: reference.Shown, rank: int) -> list[np.ndarray]:
+    parts = shown.array if shown.scanned else [shown.array]
+    if parts[0].ndim < 2:
+        return list(parts)
+    axis = next(axis for axis, extent in enumerate(parts[0].shape) if extent % RANKS == 0)
+    return [np.split(part, RANKS, axis)[rank] for part in parts]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core has no package for this Python")
+def test_dist_checkpointing_load(shared, repo, tmp_path):
+    cases = [("llama", "fsdp=4"), ("qwen3_moe", "fsdp=2,tensor=2")]
+    mounts = [shared(name, "--mesh", mesh) for name, mesh in cases]
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    running = []
+    for rank in range(RANKS):
+        command = [sys.executable, HERE / "megatron_process.py", port, rank, tmp_path / f"{rank}.json"]
+        command += [mounted.point for mounted in mounts]
+        running.append(subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    try:
+        out = [process.communicate(timeout=240)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0] * RANKS, "\n".join(out)
+    for rank in range(RANKS):
+        for (name, _), found in zip(cases, json.loads((tmp_path / f"{rank}.json").read_text()), strict=True):
+            tensors = {shown.name: shown for shown in reference.canonical(repo(name)).values() if shown.bundled}
+            assert found["rest"] == {"iteration": 0}
+            assert found["whole"] == {key: digest(shown.array) for key, shown in tensors.items()}
+            parts = {key: expected_of_rank(shown, rank) for key, shown in tensors.items()}
+            assert found["rank"] == {f"{key}/{n}": digest(part) for key, split in parts.items() for n, part in enumerate(split)}

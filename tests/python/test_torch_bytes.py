@@ -1,0 +1,116 @@
+"""How much of the source a rank causes to be read, by the mount's own counters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import mounting
+import reference
+import repos
+from reference import Mesh
+
+torch = pytest.importorskip("torch")
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+import torch_process  # noqa: E402
+
+# More than each rank's shard: headers, and what a format keeps beside the tensors.
+MORE = 1.02
+
+
+def fetched(mounted: mounting.Mount) -> int:
+    return torch_process.fetched(mounted.point)
+
+
+def read_ahead_bytes(mounted: mounting.Mount) -> int:
+    """What the kernel reads around a page fault: what the mount asked for, or 128 KiB."""
+    device = mounted.point.stat().st_dev
+    return 1024 * int(Path(f"/sys/class/bdi/{device >> 8 & 0xFFF}:{device & 0xFF}/read_ahead_kb").read_text())
+
+
+def source_bytes(repo: repos.Repo, mesh: Mesh, device: int) -> int:
+    """Bytes of the repository's elements that a device holds."""
+    shards = [reference.shard(shown, mesh, device) for shown in reference.canonical(repo).values() if shown.bundled]
+    return sum(2 * shard.size for shard in shards)
+
+
+@pytest.mark.parametrize("options", [(), ("--layout", "hf")], ids=["stacked", "hf"])
+@pytest.mark.parametrize("mesh", ["fsdp=4", "tensor=4", "fsdp=2,tensor=2"])
+@pytest.mark.parametrize("folder,load", [("safetensors", load_file), ("pt", lambda file: torch.load(file, mmap=True))])
+def test_a_device_file(own, wide, folder, load, mesh, options):
+    """Inner splits too: of each row only the columns of the device are taken."""
+    mounted, grid = own(wide.path, "--mesh", mesh, *options), Mesh.parse(mesh)
+    for device in grid.devices:
+        before, (file,) = fetched(mounted), (mounted / folder).glob(f"dev{device}.*")
+        total = sum(tensor.clone().nbytes for tensor in load(file).values())
+        assert total == source_bytes(wide, grid, device)
+        assert total <= fetched(mounted) - before <= MORE * total, device
+
+
+@pytest.mark.parametrize("options", [(), ("--layout", "hf")], ids=["stacked", "hf"])
+@pytest.mark.parametrize("mesh", ["fsdp=4", "tensor=4"])
+def test_a_device_file_cast(own, wide, mesh, options):
+    """Read from its begin to its end, converted data is made once."""
+    mounted, grid = own(wide.path, "--mesh", mesh, "--dtype", "f32", *options), Mesh.parse(mesh)
+    for device in grid.devices:
+        before = fetched(mounted)
+        assert len((mounted / f"safetensors/dev{device}.safetensors").read_bytes()) > 2 * source_bytes(wide, grid, device)
+        assert fetched(mounted) - before <= MORE * source_bytes(wide, grid, device), device
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4", "tensor=4"])
+def test_a_mapped_device_file_cast(own, wide, mesh):
+    """Page faults and the kernel's requests ahead of them come in several streams, and some tiles are made twice."""
+    mounted, grid = own(wide.path, "--mesh", mesh, "--dtype", "f32"), Mesh.parse(mesh)
+    before, total = fetched(mounted), source_bytes(wide, grid, 1)
+    assert sum(tensor.clone().nbytes for tensor in load_file(mounted / "safetensors/dev1.safetensors").values()) == 2 * total
+    assert fetched(mounted) - before <= 1.5 * total
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4", "fsdp=2,tensor=2"])
+def test_untouched_files(own, wide, mesh):
+    """The kernel reads `hf/` by itself where it may; else four ranks that read all of it fetch it once together."""
+    for options in ((), ("-o", "no_passthrough")):
+        mounted = own(wide.path, "--mesh", mesh, *options)
+        before, total = fetched(mounted), 0
+        for _ in range(4):
+            for file in sorted((mounted / "hf").glob("*.safetensors")):
+                with safe_open(file, framework="pt") as held:
+                    total += sum(held.get_tensor(name).clone().nbytes for name in held.keys())
+        assert total == 4 * source_bytes(wide, Mesh.parse("replica=1"), 0)
+        assert fetched(mounted) - before <= MORE * total / 4
+        if mounted.stats()["passthrough_opens"]:
+            assert not options and fetched(mounted) == before
+
+
+def everything(repo: repos.Repo) -> int:
+    return sum(len(tensor.data) for tensor in repo.tensors.values())
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=4", "dp_replicate=2,dp_shard=2", "fsdp=2,tp=2"])
+def test_four_ranks(own, wide, mesh):
+    """FSDP2 in four processes, each with a mount of its own, as on four hosts.
+
+    From `safetensors/`, torch maps all files to look at their headers, and the kernel reads a little more of each than those.
+    Under tensor parallelism a rank also takes small tensors out of other ranks' files, with what the kernel reads around them.
+    """
+    mounts, ways = [own(wide.path, "--mesh", mesh, "--layout", "hf") for _ in range(4)], ("dcp", "safetensors")
+    around = {"dcp": 0, "safetensors": 3 * read_ahead_bytes(mounts[0])}
+    for rank, rows in enumerate(torch_process.run([mounted.point for mounted in mounts], mesh, *ways)):
+        assert [row["way"] for row in rows] == list(ways)
+        for row in rows:
+            assert row["wanted"] <= row["fetched"], (rank, row)
+            most = everything(wide) if "tp" in mesh else MORE * row["wanted"] + around[row["way"]]
+            assert row["fetched"] <= most, (rank, row)
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=4", "fsdp=2,tp=2"])
+def test_four_ranks_of_a_host(own, wide, mesh):
+    """On one mount together: each byte of the repository once."""
+    mounted, ways = own(wide.path, "--mesh", mesh, "--layout", "hf"), ("dcp", "safetensors")
+    for rows in torch_process.run([mounted.point] * 4, mesh, *ways):
+        assert [row["way"] for row in rows] == list(ways)
+        assert all(row["fetched"] <= MORE * everything(wide) for row in rows), rows
