@@ -8,7 +8,7 @@ use std::{collections::BTreeSet, fs, path::Path};
 
 use ckfs::{
     checkpoint::{Checkpoint, OpenOptions},
-    plan::{Allow, HfContent, LayerRanges, Layout, Pattern, Plan, Rename, Subset, Tied, ViewOptions},
+    plan::{HfContent, LayerRanges, Layout, Pattern, Plan, Rename, Subset, Tied, ViewOptions},
     tensor::DType,
 };
 use common::repo;
@@ -156,39 +156,6 @@ fn tied_heads_are_shown_as_asked() {
         assert_eq!(head.is_some_and(|head| plan.is_bundled(head)), bundled, "{tied:?}");
         assert_eq!(hf_names(&plan).contains("lm_head.weight"), in_hf, "{tied:?}");
     }
-}
-
-#[test]
-fn incomplete_models_are_refused_and_unknown_names_reported() {
-    let dir = tempfile::tempdir().unwrap();
-    let mut rows = repo::llama_rows(3, DType::BF16);
-    for (name, ..) in &mut rows {
-        *name = name.replace("o_proj", "out_proj");
-    }
-    repo::write_repo(dir.path(), &[&rows], &repo::llama_config(3));
-    // What no layer has is reported; so is what no table knows.
-    let plan = Plan::build(&repo::open(dir.path()), &ViewOptions::default()).unwrap();
-    let texts = |groups: &[ckfs::plan::NameGroup]| groups.iter().map(ToString::to_string).collect::<Vec<_>>();
-    assert_eq!(
-        texts(&plan.missing),
-        ["model.layers.{0-2}.self_attn.o_proj.weight (3 tensors); the nearest name is \
-          model.layers.*.self_attn.out_proj.weight"]
-    );
-    assert_eq!(
-        texts(&plan.unexpected),
-        ["model.layers.{0-2}.self_attn.out_proj.weight (3 tensors); the nearest name is \
-          model.layers.*.self_attn.o_proj.weight"]
-    );
-    // What one layer lacks is refused, unless it is allowed by its name.
-    let mut rows = repo::llama_rows(3, DType::BF16);
-    rows.retain(|(name, ..)| name != "model.layers.1.self_attn.q_proj.weight");
-    repo::write_repo(dir.path(), &[&rows], &repo::llama_config(3));
-    let build = |pattern: &str| {
-        let allow_missing = Allow::Matching(patterns(&[pattern]));
-        Plan::build(&repo::open(dir.path()), &ViewOptions { allow_missing, ..ViewOptions::default() })
-    };
-    assert_eq!(build("*k_proj*").unwrap_err().to_string(), "missing tensor model.layers.1.self_attn.q_proj.weight");
-    assert_eq!(texts(&build("*q_proj*").unwrap().missing), ["model.layers.1.self_attn.q_proj.weight"]);
 }
 
 fn adapter(config: &Value, modules: &[&str]) -> tempfile::TempDir {

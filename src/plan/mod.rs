@@ -19,6 +19,7 @@ pub mod layouts;
 pub mod logical;
 mod lora;
 pub mod mesh;
+mod name_group;
 mod names;
 mod naming;
 pub mod pattern;
@@ -39,13 +40,13 @@ use std::{
 pub use allow::Allow;
 pub use config::{Config, ConfigError};
 pub use draft::{Bundled, Draft, Roles};
-pub use expect::NameGroup;
 pub use family::Family;
 pub use hf::{HfContent, HfFile};
 pub use layout_file::LayoutFile;
 pub use layouts::Embedded;
 pub use logical::{LogicalRule, LogicalRules};
 pub use mesh::{Mesh, MeshAxis, MeshError};
+pub use name_group::NameGroup;
 pub use naming::component;
 pub use pattern::{Pattern, PatternError};
 pub use problem::{PlanError, Problem};
@@ -269,9 +270,11 @@ impl Plan {
         let mut params = Vec::new();
         let mut findings = expect::Findings::default();
         if let (None, Some(family)) = (&file, &family) {
-            let wanted = |name: &str| options.subset.wants(name);
-            let allow = &options.allow_missing;
-            findings = expect::compare(whole, family, allow, wanted, &mut problems);
+            findings = expect::compare(whole, family, options, &mut problems);
+        }
+        if let Some(doubt) = &findings.doubt {
+            let count: u64 = findings.missing.iter().map(|group| group.count).sum();
+            warnings.push(format!("{count} tensors of a complete model are missing; not refused, as {doubt}"));
         }
         let drafts = match (&options.layout, &file) {
             (_, Some(file)) => {
