@@ -751,7 +751,7 @@ fn rules_that_do_not_fit_are_refused_naming_leaf_and_line() {
             format!(
                 "name = 'x'{REST}[[leaf]]\nto = 'a'\nfrom = 'nothing.{{l}}'\nstack = [{{ var = 'l', over = '0..2' }}]"
             ),
-            "my.toml:7: missing tensor nothing.{0-1} (2 tensors), needed for a",
+            "my.toml:6: missing tensor nothing.{0-1} (2 tensors), needed for a",
         ),
         (
             format!(
@@ -799,7 +799,9 @@ fn what_is_missing_or_unexpected_can_be_allowed() {
     let mut options = with_layout(text).unwrap();
     let error = Plan::build(&checkpoint, &options).unwrap_err();
     let error = error.to_string();
-    for part in ["12 problems:", "missing tensor nothing, needed for a", "unexpected tensor model.layers.{0-2}.mlp.up_proj"] {
+    for part in
+        ["12 problems:", "missing tensor nothing, needed for a", "unexpected tensor model.layers.{0-2}.mlp.up_proj"]
+    {
         assert!(error.contains(part), "{error}");
     }
     (options.allow_missing, options.allow_unmapped) = (true.into(), true.into());

@@ -215,7 +215,10 @@ fn families_are_complete_and_missed() {
         ("qwen3", &[&attention[..], &["*.1.self_attn.k_norm.weight"]].concat()),
         ("qwen3-moe", &[&attention[..], &["*.1.mlp.experts.3.up_proj.weight", "*.1.mlp.gate.weight"]].concat()),
         ("mixtral", &[&attention[..], &["*.1.block_sparse_moe.experts.3.w2.weight", "*.1.*.gate.weight"]].concat()),
-        ("deepseek2", &[&attention[..], &["*.1.self_attn.kv_b_proj.weight", "*.2.mlp.experts.1.up_proj.weight"]].concat()),
+        (
+            "deepseek2",
+            &[&attention[..], &["*.1.self_attn.kv_b_proj.weight", "*.2.mlp.experts.1.up_proj.weight"]].concat(),
+        ),
         ("deepseek3", &[&attention[..], &["*.1.self_attn.q_b_proj.weight", "*.4.mlp.gate.weight"]].concat()),
         ("gemma2", &[&attention[..], &["*.1.post_feedforward_layernorm.weight"]].concat()),
         ("gemma3", &["language_model.*.1.self_attn.o_proj.weight", "*.1.self_attn.q_norm.weight"]),
@@ -233,8 +236,7 @@ fn families_are_complete_and_missed() {
             assert_eq!(texts(&plan.missing), [""; 0], "{family}");
         }
         let config: Value = serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap();
-        let all: Vec<Row> =
-            checkpoint.tensors().map(|(_, info)| row(info.name, info.dtype, info.shape)).collect();
+        let all: Vec<Row> = checkpoint.tensors().map(|(_, info)| row(info.name, info.dtype, info.shape)).collect();
         for pattern in patterns {
             let error = build(&without(&all, pattern), &config, &ViewOptions::default()).unwrap_err();
             assert!(error.to_string().contains("missing tensor "), "{family} {pattern}: {error}");
@@ -302,7 +304,8 @@ names = '*[kv]_proj*'
                       model.layers.*.self_attn.out_proj.weight";
     let error = build(&rows, &config, &layout(text)).unwrap_err().to_string();
     assert_eq!(error, format!("3 problems:\n  {missing}\n  {embedding}\n  {unexpected}"));
-    let options = ViewOptions { allow_missing: allow("*.out_proj.*"), allow_unmapped: allow("*o_proj*"), ..layout(text) };
+    let options =
+        ViewOptions { allow_missing: allow("*.out_proj.*"), allow_unmapped: allow("*o_proj*"), ..layout(text) };
     assert_eq!(build(&rows, &config, &options).unwrap_err().to_string(), embedding);
     let options = ViewOptions { allow_unmapped: Allow::All, ..options };
     let plan = build(&rows, &config, &options).unwrap();

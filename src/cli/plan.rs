@@ -2,13 +2,19 @@
 
 use clap::Args;
 
+use serde_json::json;
+
 use super::{flags::SourceFlags, open, output};
-use crate::plan::report;
+use crate::{
+    plan::report,
+    volume::{Unavailable, unavailable, unavailable_text},
+};
 
 /// Shows what would be mounted, without mounting.
 ///
 /// Prints how the repository names, fuses and quantizes its tensors, the files that are left out, what each mesh axis splits,
-/// bytes per device, and every group of tensors with shape, dtype and spec. Everything wrong with the repository or
+/// bytes per device, every group of tensors with shape, dtype and spec, and the directories that a mount would not have, with
+/// the reasons. Everything wrong with the repository or
 /// the flags is an error here as it is for `mount`, all of it at once.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
@@ -34,9 +40,18 @@ impl Plan {
         let plans = open::plans(&checkpoint, &config)?;
         let views = plans.iter().map(|view| (view.name.as_str(), view.plan.as_ref()));
         if self.json {
-            output::print_json(&report::json(&checkpoint, views))
+            let mut json = report::json(&checkpoint, views);
+            for (number, view) in plans.iter().enumerate() {
+                let row = |shown: &Unavailable| json!({"format": shown.format, "reason": shown.reason});
+                json["views"][number]["unavailable"] = unavailable(&view.plan).iter().map(row).collect();
+            }
+            output::print_json(&json)
         } else {
-            output::print(&report::text(&checkpoint, views))
+            let mut text = report::text(&checkpoint, views);
+            for view in &plans {
+                text.push_str(&unavailable_text(&view.name, &unavailable(&view.plan)));
+            }
+            output::print(&text)
         }
     }
 }

@@ -245,13 +245,10 @@ pub(super) fn compare(
     let Ok(words) = Generic::load().map(|generic| generic.words) else { return Findings::default() };
     let expected = survey.expected();
     // A layer of which nothing is there is reported as such.
-    let in_missing_layer =
-        |parsed: &Parsed| parsed.layer.is_some_and(|layer| !survey.layers.contains(&layer));
+    let in_missing_layer = |parsed: &Parsed| parsed.layer.is_some_and(|layer| !survey.layers.contains(&layer));
     let mut lost: Vec<&str> = expected.iter().map(String::as_str).collect();
     lost.retain(|name| {
-        checkpoint.find(name).is_none()
-            && !in_missing_layer(&naming::parse(name, &words))
-            && options.subset.wants(name)
+        checkpoint.find(name).is_none() && !in_missing_layer(&naming::parse(name, &words)) && options.subset.wants(name)
     });
     let strange: BTreeSet<String> = survey.unknown.iter().map(|name| stars(name)).collect();
     let mut known: BTreeSet<String> = expected.iter().map(|name| stars(name)).collect();

@@ -142,7 +142,7 @@ pub struct ViewOptions {
     pub devices: Option<Vec<u64>>,
     /// Whether missing layers, and leaves of a layout file without their tensors, are accepted.
     pub allow_missing: Allow,
-    /// Whether tensors that no rule of a layout file names are accepted.
+    /// Whether tensors that no rule of a layout file, or no table of the family, names are accepted.
     pub allow_unmapped: Allow,
     /// Parameters of the layout, by name.
     pub set: BTreeMap<String, String>,
@@ -228,6 +228,8 @@ pub struct Plan {
     pub unexpected: Vec<NameGroup>,
     /// Things worth knowing that are no errors.
     pub warnings: Vec<String>,
+    /// Why there is no `hf/`, if there is none.
+    pub no_hf: Option<String>,
 }
 
 /// The non-negative integer `member` of `config.json`, or of its nested configuration of the text model.
@@ -308,7 +310,13 @@ impl Plan {
             Vec::new()
         });
         if file.is_none() {
-            names::tie(&mut drafts, checkpoint, options);
+            names::tie(&mut drafts, checkpoint, options, &mut warnings);
+        } else if options.tied != Tied::Auto {
+            let reason = format!(
+                "the rules of layout {} say whether a tied output head is shown: expected auto",
+                options.layout.name()
+            );
+            problems.push(Problem::File { file: "tied".to_owned(), reason });
         }
         names::keep(&mut drafts, &selected, &mut problems);
         if let Some(adapter) = adapter {
@@ -366,6 +374,7 @@ impl Plan {
             missing: findings.missing,
             unexpected: findings.unexpected,
             warnings,
+            no_hf: selected.no_hf,
         };
         plan.add(drafts, options, &mut problems);
         problems.dedup();
@@ -528,6 +537,20 @@ impl Plan {
             }
         }
         ranks.into_iter().collect()
+    }
+
+    /// Whether the listed devices hold all of every bundled tensor between them.
+    pub fn lists_whole(&self) -> bool {
+        // Many tensors differ in nothing that matters here.
+        let mut seen = std::collections::HashSet::new();
+        let all_listed = self.devices.len() as u64 == self.mesh.devices();
+        let mut kinds = self.bundle().filter(|tensor| seen.insert((tensor.spec, tensor.view.shape(), tensor.expert)));
+        all_listed
+            || kinds.all(|tensor| {
+                let listed =
+                    |region: &Region| self.devices.iter().any(|device| self.region(tensor, *device) == *region);
+                self.distinct_regions(tensor).iter().all(|(_, region)| listed(region))
+            })
     }
 
     /// Whether bundles hold layers stacked: for layouts from files what their parameter `scan` says, or whether a tensor has

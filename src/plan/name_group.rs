@@ -122,7 +122,8 @@ mod tests {
 
     #[test]
     fn names_fold_over_numbers() {
-        let names = ["a.0.self_attn.query", "a.1.self_attn.query", "a.3.self_attn.query", "norm", "a.1.e.0.w", "a.1.e.1.w"];
+        let names =
+            ["a.0.self_attn.query", "a.1.self_attn.query", "a.3.self_attn.query", "norm", "a.1.e.0.w", "a.1.e.1.w"];
         let others = ["a.*.self_attn.quary".to_owned(), "x".to_owned()].into();
         let texts: BTreeSet<String> = fold(names, &others).iter().map(ToString::to_string).collect();
         let expected = [
@@ -135,7 +136,8 @@ mod tests {
 
     #[test]
     fn names_are_near_by_what_differs() {
-        let known = ["m.layers.*.self_attn.q_proj.weight".to_owned(), "m.layers.*.mlp.up_proj.weight".to_owned()].into();
+        let known =
+            ["m.layers.*.self_attn.q_proj.weight".to_owned(), "m.layers.*.mlp.up_proj.weight".to_owned()].into();
         for (name, near) in [
             ("m.layers.*.self_atn.q_proj.weight", true),
             ("m.layers.*.self_attn.query_proj.weight", true),

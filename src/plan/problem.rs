@@ -211,7 +211,10 @@ impl PlanError {
     /// Whether names of tensors are among the problems: a repository's and those expected differ.
     pub fn concerns_names(&self) -> bool {
         let of_names = |problem: &Problem| {
-            matches!(problem, Problem::MissingTensor { .. } | Problem::UnexpectedTensor { .. } | Problem::MissingLayer { .. })
+            matches!(
+                problem,
+                Problem::MissingTensor { .. } | Problem::UnexpectedTensor { .. } | Problem::MissingLayer { .. }
+            )
         };
         self.problems.iter().any(of_names)
     }

@@ -214,8 +214,8 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
     for (id, info) in base.tensors() {
         let parsed = naming::parse(info.name, &words);
         let of_text = parsed.layer.filter(|_| text.as_deref() == Some(parsed.prefix.as_str()));
-        let is_mtp = is_predictor(info.name)
-            || of_text.is_some_and(|layer| declared.is_some_and(|declared| layer >= declared));
+        let is_mtp =
+            is_predictor(info.name) || of_text.is_some_and(|layer| declared.is_some_and(|declared| layer >= declared));
         let out = subset.layers.as_ref().zip(of_text).is_some_and(|(layers, layer)| !layers.contains(layer));
         let matched = (include.is_empty() || include.iter().any(|pattern| pattern.matches(info.name)))
             && !exclude.iter().any(|pattern| pattern.matches(info.name));
