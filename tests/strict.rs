@@ -88,7 +88,6 @@ fn what_a_complete_model_has_must_be_there() {
         (without(&tied, "*.up_proj.*"), &config, "model.layers.{0-2}.mlp.up_proj.weight (3 tensors)"),
         (without(&tied, "model.norm.weight"), &config, "model.norm.weight"),
         (without(&tied, "*embed_tokens*"), &config, "model.embed_tokens.weight"),
-        (tied.clone(), &untied, "lm_head.weight"),
         // What one layer has, all have.
         (without(&biased, "model.layers.1.*bias"), &config, "model.layers.1.self_attn.q_proj.bias"),
     ];
@@ -115,7 +114,8 @@ fn other_models_of_the_same_type_are_not_refused() {
     let untied = json!({"tie_word_embeddings": false});
     let base = renamed(&rows, "model.", "");
     let gptq: Vec<Row> = renamed(&rows, "proj.weight", "proj.qweight");
-    let cases: [(&str, Vec<Row>, Value); 12] = [
+    let cases: [(&str, Vec<Row>, Value); 13] = [
+        ("a base model of the causal class and its names", rows.clone(), untied.clone()),
         ("a base model that names the causal class", base.clone(), untied.clone()),
         ("a base model", rows.clone(), json!({"architectures": ["LlamaModel"], "tie_word_embeddings": false})),
         (
@@ -177,6 +177,8 @@ fn other_models_of_the_same_type_are_not_refused() {
             assert_eq!(told, !plan.missing.is_empty(), "{what}: {:?}", plan.warnings);
         }
     }
+    let headless = build(&rows, &llama(&untied).1, &ViewOptions::default()).unwrap();
+    assert_eq!(headless.warnings, ["there is no output head, though config.json says that it is not the embedding"]);
     let unknown = json!({"model_type": "unheard_of", "num_hidden_layers": 3});
     build(&without(&rows, "*.1.*q_proj*"), &unknown, &ViewOptions::default()).unwrap();
 }
@@ -265,7 +267,12 @@ fn encoders_have_their_attention() {
     let config = json!({"model_type": "bert", "architectures": ["BertForMaskedLM"], "num_hidden_layers": 2});
     build(&rows, &config, &ViewOptions::default()).unwrap();
     let error = build(&without(&rows, "*.key.weight"), &config, &ViewOptions::default()).unwrap_err().to_string();
-    assert_eq!(error, "missing tensor bert.encoder.layer.{0-1}.attention.self.key.weight (2 tensors)");
+    // Other names are told too: whether one of them is what is missing, only the user knows.
+    assert_eq!(
+        error,
+        "2 problems:\n  missing tensor bert.encoder.layer.{0-1}.attention.self.key.weight (2 tensors)\n  \
+         unexpected tensor bert.encoder.layer.{0-1}.output.LayerNorm.gamma (2 tensors)"
+    );
 }
 
 #[test]

@@ -198,30 +198,37 @@ impl<'a> Survey<'a> {
         names
     }
 
-    /// The output head, and the embedding in its place.
+    /// The embedding and the output head, either of which may stand for both.
     fn settle_ends(&self, names: &mut BTreeSet<String>) {
         let dialect = self.checkpoint.dialect();
         let embedding = format!("{}embed_tokens.weight", self.prefix);
-        if dialect.tied_declared.unwrap_or(self.family.tied_default) {
+        let tied = dialect.tied_declared.unwrap_or(self.family.tied_default);
+        if dialect.has_lm_head {
             // Of tied weights some programs keep the head.
-            if dialect.has_lm_head {
+            if tied {
                 names.remove(&embedding);
             }
             return;
         }
-        // Without the prefix it is a bare base model, whatever class config.json names.
-        let causal = dialect.architectures.iter().any(|class| class.ends_with("ForCausalLM"));
-        if !causal || self.prefix != "model." || dialect.tied_declared.is_none() || dialect.has_lm_head {
-            return;
-        }
-        // A head for another purpose may be in its place.
-        let wanted = self.checkpoint.find(&embedding).map(|id| self.checkpoint.tensor(id).shape.to_vec());
-        let mut others = self.checkpoint.tensors().filter(|(_, info)| {
-            !info.name.starts_with(&self.prefix) && !select::is_tower(info.name) && !select::is_predictor(info.name)
-        });
-        if !others.any(|(_, info)| Some(info.shape) != wanted.as_deref()) {
+        // Base models are published without a head under the class and configuration of the causal model. It is missed only
+        // where another tensor may be it, by its shape.
+        let shape = self.checkpoint.find(&embedding).map(|id| self.checkpoint.tensor(id).shape.to_vec());
+        let mut unknown = self.unknown.iter().filter_map(|name| self.checkpoint.find(name));
+        let is_head = |id| Some(self.checkpoint.tensor(id).shape) == shape.as_deref();
+        if dialect.tied_declared == Some(false) && self.is_causal() && unknown.any(is_head) {
             names.insert("lm_head.weight".to_owned());
         }
+    }
+
+    fn is_causal(&self) -> bool {
+        self.checkpoint.dialect().architectures.iter().any(|class| class.ends_with("ForCausalLM"))
+    }
+
+    /// What may well be meant to be missing.
+    fn remark(&self) -> Option<String> {
+        let dialect = self.checkpoint.dialect();
+        let headless = self.is_causal() && dialect.tied_declared == Some(false) && !dialect.has_lm_head;
+        headless.then(|| "there is no output head, though config.json says that it is not the embedding".to_owned())
     }
 }
 
@@ -230,8 +237,8 @@ impl<'a> Survey<'a> {
 pub(super) struct Findings {
     pub(super) missing: Vec<NameGroup>,
     pub(super) unexpected: Vec<NameGroup>,
-    /// Why what is missing is not refused, if that is not for being allowed.
-    pub(super) doubt: Option<String>,
+    /// What is worth a warning.
+    pub(super) warning: Option<String>,
 }
 
 /// Compares a repository with its family's tables.
@@ -251,6 +258,7 @@ pub(super) fn compare(
         checkpoint.find(name).is_none() && !in_missing_layer(&naming::parse(name, &words)) && options.subset.wants(name)
     });
     let strange: BTreeSet<String> = survey.unknown.iter().map(|name| stars(name)).collect();
+    let gone: BTreeSet<String> = lost.iter().map(|name| stars(name)).collect();
     let mut known: BTreeSet<String> = expected.iter().map(|name| stars(name)).collect();
     known.extend(family.stems().map(|stem| format!("{}{stem}", survey.prefix)));
     let doubt = if lost.is_empty() { None } else { survey.doubt() };
@@ -258,7 +266,11 @@ pub(super) fn compare(
         lost.into_iter().partition(|name| doubt.is_some() || options.allow_missing.accepts(name));
     let (listed, misspelt): (Vec<&str>, Vec<&str>) =
         survey.unknown.iter().partition(|name| refused.is_empty() || options.allow_unmapped.accepts(name));
-    problems.extend(fold(refused, &strange).into_iter().map(Problem::missing));
-    problems.extend(fold(misspelt, &known).into_iter().map(|group| Problem::UnexpectedTensor { group }));
-    Findings { missing: fold(allowed, &strange), unexpected: fold(listed, &known), doubt }
+    problems.extend(fold(refused, &[&strange]).into_iter().map(Problem::missing));
+    problems.extend(fold(misspelt, &[&gone, &known]).into_iter().map(|group| Problem::UnexpectedTensor { group }));
+    let warning = doubt.map_or_else(
+        || survey.remark().filter(|_| !expected.is_empty()),
+        |doubt| Some(format!("{} tensors of a complete model are missing; not refused, as {doubt}", allowed.len())),
+    );
+    Findings { missing: fold(allowed, &[&strange]), unexpected: fold(listed, &[&gone, &known]), warning }
 }

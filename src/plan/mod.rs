@@ -274,10 +274,7 @@ impl Plan {
         if let (None, Some(family)) = (&file, &family) {
             findings = expect::compare(whole, family, options, &mut problems);
         }
-        if let Some(doubt) = &findings.doubt {
-            let count: u64 = findings.missing.iter().map(|group| group.count).sum();
-            warnings.push(format!("{count} tensors of a complete model are missing; not refused, as {doubt}"));
-        }
+        warnings.extend(findings.warning.take());
         let drafts = match (&options.layout, &file) {
             (_, Some(file)) => {
                 family_name = Some(file.name().to_owned());

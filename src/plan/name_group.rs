@@ -64,8 +64,8 @@ fn ranges(numbers: &BTreeSet<u64>) -> String {
     words.collect::<Vec<_>>().join(",")
 }
 
-/// Names folded over their numbers, each with the nearest of `others`.
-pub(super) fn fold<'a>(names: impl IntoIterator<Item = &'a str>, others: &BTreeSet<String>) -> Vec<NameGroup> {
+/// Names folded over their numbers, each with the nearest of the first set of `others` in which one is near.
+pub(super) fn fold<'a>(names: impl IntoIterator<Item = &'a str>, others: &[&BTreeSet<String>]) -> Vec<NameGroup> {
     let mut groups: BTreeMap<String, (u64, Vec<BTreeSet<u64>>)> = BTreeMap::new();
     for name in names {
         let (stars, numbers) = starred(name);
@@ -76,7 +76,7 @@ pub(super) fn fold<'a>(names: impl IntoIterator<Item = &'a str>, others: &BTreeS
         }
     }
     let group = |(stars, (count, sets)): (String, (u64, Vec<BTreeSet<u64>>))| {
-        let nearest = nearest(&stars, others);
+        let nearest = others.iter().find_map(|others| nearest(&stars, others));
         let mut sets = sets.iter();
         let words = stars.split('.').map(|word| match (word, sets.clone().next()) {
             ("*", Some(set)) => {
@@ -125,7 +125,8 @@ mod tests {
         let names =
             ["a.0.self_attn.query", "a.1.self_attn.query", "a.3.self_attn.query", "norm", "a.1.e.0.w", "a.1.e.1.w"];
         let others = ["a.*.self_attn.quary".to_owned(), "x".to_owned()].into();
-        let texts: BTreeSet<String> = fold(names, &others).iter().map(ToString::to_string).collect();
+        let texts: BTreeSet<String> =
+            fold(names, &[&BTreeSet::new(), &others]).iter().map(ToString::to_string).collect();
         let expected = [
             "a.{0-1,3}.self_attn.query (3 tensors); the nearest name is a.*.self_attn.quary",
             "a.1.e.{0-1}.w (2 tensors)",

@@ -584,7 +584,7 @@ impl<'a> Resolver<'a> {
             let first = lost[0].target.as_str();
             let for_target =
                 if targets.len() == 1 { first.to_owned() } else { format!("{first} and {} more", targets.len() - 1) };
-            for group in fold(sources, &strange) {
+            for group in fold(sources, &[&strange]) {
                 if allowed {
                     self.warnings.push(format!("{for_target} is left out: missing tensor {}", group.counted()));
                 } else {
@@ -595,13 +595,13 @@ impl<'a> Resolver<'a> {
         }
         let (allowed, refused): (Vec<&str>, Vec<&str>) =
             unused.into_iter().partition(|name| self.allowed.unmapped.accepts(name));
-        for group in fold(allowed, &BTreeSet::new()) {
+        for group in fold(allowed, &[]) {
             self.warnings.push(format!("{}: left out", Problem::UnexpectedTensor { group }));
         }
         if !failed && !refused.is_empty() {
-            let known = used.iter().map(|(_, info)| stars(info.name));
-            let known = known.chain(lost.iter().map(|lost| stars(&lost.source))).collect();
-            let refused = fold(refused, &known);
+            let known = used.iter().map(|(_, info)| stars(info.name)).collect();
+            let gone = lost.iter().map(|lost| stars(&lost.source)).collect();
+            let refused = fold(refused, &[&gone, &known]);
             self.problems.extend(refused.into_iter().map(|group| Problem::UnexpectedTensor { group }));
         }
     }
