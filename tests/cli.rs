@@ -93,7 +93,8 @@ fn write_model(directory: &Path) {
     file.extend_from_slice(header.as_bytes());
     file.extend(data);
     fs::write(directory.join("model.safetensors"), file).unwrap();
-    let config = json!({"model_type": "llama", "num_hidden_layers": 2, "tie_word_embeddings": false});
+    // A type that has Llama's names and of which nothing more is expected.
+    let config = json!({"model_type": "stablelm", "num_hidden_layers": 2, "tie_word_embeddings": false});
     fs::write(directory.join("config.json"), config.to_string()).unwrap();
 }
 
@@ -223,14 +224,14 @@ fn plan_tells_dialect_devices_and_tensors() {
     let fixture = Fixture::new();
     let text = fixture.run(&["plan", "model", "--mesh", "fsdp=2,tensor=3"]).ok().text();
     for part in
-        ["llama, 4 tensors", "fsdp=2,tensor=3: 6 devices", "layers.scanned.wq", "[2, 6, 4]", "[-,[tensor,fsdp],-]"]
+        ["stablelm, 4 tensors", "fsdp=2,tensor=3: 6 devices", "layers.scanned.wq", "[2, 6, 4]", "[-,[tensor,fsdp],-]"]
     {
         let found = text.contains(part) || text.contains(&part.replace(", ", ","));
         assert!(found, "{part}: {text}");
     }
     let json = fixture.run(&["plan", "model", "--mesh", "fsdp=2", "--dtype", "f32", "--json"]).ok().json();
     let view = &json["views"][0];
-    assert_eq!(json["dialect"]["model_type"], "llama");
+    assert_eq!(json["dialect"]["model_type"], "stablelm");
     assert_eq!((&view["dtype"], &view["mesh"]["devices"]), (&json!("F32"), &json!(2)));
     assert_eq!(view["bytes"], json!(4 * ROWS * COLUMNS * 4));
     let bytes: Vec<u64> =
@@ -388,6 +389,121 @@ fn the_effective_configuration_reads_back() {
     assert_eq!((&view["unscanned"], &view["devices"][0]["device"]), (&json!(true), &json!(1)));
     let specs: Vec<_> = view["tensors"].as_array().unwrap().iter().map(|row| (&row["name"], &row["spec"][0])).collect();
     assert!(specs.iter().all(|(name, spec)| (**name == "embed") == (**spec == "fsdp")), "{specs:?}");
+}
+
+#[test]
+fn a_mounts_configuration_makes_the_same_plan() {
+    let fixture = Fixture::new();
+    fixture.write(
+        "my.toml",
+        "name = 'x'\n[params]\nrows = '6'\n[[leaf]]\nto = 'wq'\nfrom = 'model.layers.{l}.self_attn.q_proj.weight'\n\
+         view = 'cut_or_pad(x, 0, rows)'\nstack = [{ var = 'l', name = 'layers' }]\naxes = 'rows cols'\n",
+    );
+    fixture.write("rules.toml", "[[shard_rules]]\nmatch = 'x.w*'\nspec = ['-', 'fsdp']\n");
+    fixture.write(
+        "views.toml",
+        "[[cast]]\nmatch = '*q_proj*'\ndtype = 'keep'\n[[logical_rules]]\nlogical = 'rows'\nmesh = ['fsdp']\n\
+         [view.a]\n[view.b]\nshard = 'none'\n",
+    );
+    let views: [&[&str]; 4] = [
+        &[
+            "--mesh",
+            "fsdp=2,tensor=2",
+            "--devices",
+            "1-2",
+            "--dtype",
+            "f32",
+            "--unscanned",
+            "--tied",
+            "absent",
+            "--strip-prefix",
+            "layers.",
+            "--rename",
+            r"^(\d)\.=>l$1.",
+            "--add-prefix",
+            "x.",
+            "--chunk-bytes",
+            "4K",
+            "--shard",
+            "rules.toml",
+            "--exclude",
+            "/lm_head/",
+            "--allow-missing=*norm*",
+            "--allow-unmapped",
+        ],
+        &["--layout", "hf", "--layers", "1", "--renumber", "--no-mtp", "--text-only", "--include", "*weight", "--even"],
+        &[
+            "--layout",
+            "my.toml",
+            "--set",
+            "rows=4",
+            "--shard",
+            "maxtext",
+            "--mesh",
+            "fsdp=2",
+            "--allow-unmapped=*e*",
+            "--source-rename",
+            "nothing=>x",
+            "--cache-bytes",
+            "64M",
+            "--source-io",
+            "pread",
+            "--threads",
+            "2",
+        ],
+        &["--config", "views.toml", "--layout", "my.toml", "--mesh", "fsdp=3", "--allow-unmapped"],
+    ];
+    for flags in views {
+        let run = |args: &[&str]| fixture.run(&[args, flags].concat()).ok();
+        let expected = run(&["plan", "model", "--json"]).json();
+        let path = ".ckfs/config.toml";
+        fixture.write("effective.toml", &run(&["cat", "model", path]).text());
+        let again =
+            ran(program().args(["plan", "--json", "--config"]).arg(fixture.path("effective.toml")).current_dir("/"))
+                .ok();
+        assert_eq!(again.json()["views"], expected["views"], "{flags:?}");
+        let written = fixture.run(&["cat", "--config", "effective.toml", path]).ok().text();
+        assert_eq!(written, fs::read_to_string(fixture.path("effective.toml")).unwrap(), "{flags:?}");
+    }
+}
+
+#[test]
+fn names_that_are_not_as_expected_come_with_advice() {
+    let fixture = Fixture::new();
+    let config = fs::read_to_string(fixture.path("model/config.json")).unwrap();
+    fixture.write("model/config.json", &config.replace("stablelm", "llama"));
+    let refused = fixture
+        .run(&["plan", "model"])
+        .fails(1, "missing tensor model.layers.{0-1}.self_attn.k_proj.weight (2 tensors)");
+    let advice = "--allow-missing[=PATTERN] accepts what is missing, --allow-unmapped[=PATTERN] what is unexpected";
+    assert_eq!(refused.err.matches(advice).count(), 1, "{}", refused.err);
+    let plan = fixture.run(&["plan", "model", "--allow-missing", "--json"]).ok().json();
+    let missing = plan["views"][0]["missing"].as_array().unwrap();
+    assert!(missing.contains(&json!({"name": "model.norm.weight", "count": 1, "nearest": null})), "{missing:?}");
+    let other = fixture.run(&["plan", "model", "--allow-missing", "--even", "--mesh", "fsdp=4"]).fails(1, "4 parts");
+    assert!(!other.err.contains(advice), "{}", other.err);
+}
+
+#[test]
+fn plan_tells_which_directories_a_mount_would_not_have() {
+    let fixture = Fixture::new();
+    let flags = ["plan", "model", "--mesh", "fsdp=4", "--layers", "1"];
+    let text = fixture.run(&flags).ok().text();
+    let line = "not there   hf/: config.json cannot say which layers there are";
+    assert!(text.lines().any(|found| found.starts_with(line)), "{text}");
+    let text = fixture.run(&[&flags[..4], &["--devices", "0-1"]].concat()).ok().text();
+    let line = "partial     safetensors/: only 2 of 4 devices are listed, and they do not hold every tensor whole";
+    assert!(text.lines().any(|found| found.starts_with(line)), "{text}");
+    let json = fixture.run(&[&flags[..4], &["--devices", "0-1", "--json"]].concat()).ok().json();
+    let found = json["views"][0]["unavailable"].as_array().unwrap();
+    assert_eq!((found.len(), &found[0]["format"]), (1, &json!("safetensors")));
+    // Whoever mounts it finds the same there.
+    let cat = |path: &str| fixture.run(&["cat", "model", path, "--mesh", "fsdp=4", "--devices", "0-1"]).ok().text();
+    assert!(cat(".ckfs/plan.txt").contains(line));
+    assert!(cat("safetensors/PARTIAL.txt").contains("only 2 of 4 devices are listed"));
+    // All of every tensor is on the replicas listed.
+    let whole = fixture.run(&["plan", "model", "--mesh", "data=2,fsdp=2", "--devices", "0-1", "--json"]).ok().json();
+    assert_eq!(whole["views"][0]["unavailable"], json!([]));
 }
 
 #[test]

@@ -26,7 +26,7 @@ fn model() -> Vec<u8> {
     weights(&["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"])
 }
 
-const CONFIG: &str = r#"{"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": false}"#;
+const CONFIG: &str = r#"{"model_type": "stablelm", "num_hidden_layers": 1, "tie_word_embeddings": false}"#;
 
 fn write_model(directory: &Path) {
     fs::create_dir_all(directory).unwrap();

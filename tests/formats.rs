@@ -52,7 +52,8 @@ fn experts() -> TempDir {
             rows.push(row(&name, DType::BF16, &[5, 6]));
         }
     }
-    repo::write_repo(dir.path(), &[&rows], &serde_json::json!({"model_type": "qwen3_moe", "num_hidden_layers": 2}));
+    // A type of which nothing more is expected.
+    repo::write_repo(dir.path(), &[&rows], &serde_json::json!({"model_type": "qwen3_next", "num_hidden_layers": 2}));
     dir
 }
 

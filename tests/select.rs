@@ -8,7 +8,7 @@ use std::{collections::BTreeSet, fs, path::Path};
 
 use ckfs::{
     checkpoint::{Checkpoint, OpenOptions},
-    plan::{Allow, HfContent, LayerRanges, Layout, Pattern, Plan, Rename, Subset, Tied, ViewOptions},
+    plan::{HfContent, LayerRanges, Layout, Pattern, Plan, Rename, Subset, Tied, ViewOptions},
     tensor::DType,
 };
 use common::repo;
@@ -86,6 +86,81 @@ fn files_without_tensors_vanish_from_hf() {
 }
 
 #[test]
+fn further_predictors_are_left_out() {
+    // As DeepSeek keeps them, in a layer after the last; and as others do, beside the layers.
+    let layer = |number: u64| {
+        let mut rows = repo::llama_rows(number + 1, DType::BF16);
+        rows.retain(|(name, ..)| name.contains(&format!("layers.{number}.")));
+        rows
+    };
+    for (further, count) in [
+        (
+            [layer(2), vec![repo::row("model.layers.2.eh_proj.weight", DType::BF16, &[16, 32])]].concat(),
+            "num_nextn_predict_layers",
+        ),
+        (
+            vec![
+                repo::row("mtp.fc.weight", DType::BF16, &[16, 32]),
+                repo::row("mtp.layers.0.self_attn.q_proj.weight", DType::BF16, &[24, 16]),
+            ],
+            "mtp_num_hidden_layers",
+        ),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let plain = repo::llama_rows(2, DType::BF16);
+        let mut config = repo::llama_config(2);
+        config[count] = json!(1);
+        repo::write_repo(dir.path(), &[&plain, &further], &config);
+        let checkpoint = repo::open(dir.path());
+        let build = |no_mtp, layout| {
+            let subset = Subset { no_mtp, ..Subset::default() };
+            Plan::build(&checkpoint, &ViewOptions { subset, layout, ..ViewOptions::default() }).unwrap()
+        };
+        let all = [&plain[..], &further].concat();
+        let expected = |rows: &[repo::Row]| rows.iter().map(|(name, ..)| name.clone()).collect::<BTreeSet<_>>();
+        assert_eq!(names(&build(false, Layout::Hf)), expected(&all), "{count}");
+        let plan = build(true, Layout::Hf);
+        assert_eq!(names(&plan), expected(&plain), "{count}");
+        assert_eq!(plan.no_hf, None);
+        let told = hf_text(&plan, "config.json").unwrap();
+        assert_eq!((&told[count], &told["num_hidden_layers"]), (&json!(0), &json!(2)), "{count}");
+        let files: Vec<&str> = plan.hf.iter().map(|file| file.path.as_str()).collect();
+        assert_eq!(files, ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]);
+        let wq = build(true, Layout::Canonical);
+        let wq = wq.tensors.iter().find(|tensor| tensor.name == "layers.scanned.wq").unwrap();
+        assert_eq!(wq.layers.as_deref(), Some(&[0, 1][..]), "{count}");
+    }
+}
+
+#[test]
+fn towers_are_left_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let text: Vec<_> = repo::llama_rows(2, DType::BF16)
+        .into_iter()
+        .map(|(name, dtype, extents)| (format!("language_model.{name}"), dtype, extents))
+        .collect();
+    let towers = [
+        repo::row("vision_tower.encoder.layers.0.self_attn.q_proj.weight", DType::BF16, &[8, 8]),
+        repo::row("audio_tower.conv.weight", DType::BF16, &[8, 8]),
+        repo::row("multi_modal_projector.linear_1.weight", DType::BF16, &[16, 8]),
+    ];
+    let config = json!({"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"],
+                        "text_config": repo::llama_config(2), "vision_config": {"num_hidden_layers": 1}});
+    repo::write_repo(dir.path(), &[&text, &towers], &config);
+    let checkpoint = repo::open(dir.path());
+    let build = |text_only| {
+        let subset = Subset { text_only, ..Subset::default() };
+        Plan::build(&checkpoint, &ViewOptions { subset, ..hf() }).unwrap()
+    };
+    assert_eq!(build(false).tensors.len(), text.len() + towers.len());
+    let plan = build(true);
+    assert_eq!(names(&plan), text.iter().map(|(name, ..)| name.clone()).collect());
+    let reason = plan.no_hf.as_deref().unwrap();
+    assert_eq!(reason, "config.json is that of a model with towers for images or sound");
+    assert!(plan.hf.is_empty() && plan.warnings.contains(&format!("hf/ is left out: {reason}")));
+}
+
+#[test]
 fn patterns_choose_by_source_or_by_target_name() {
     let dir = repo::llama(2, DType::BF16);
     let checkpoint = repo::open(dir.path());
@@ -111,6 +186,25 @@ fn patterns_choose_by_source_or_by_target_name() {
         let error = refused(dir.path(), &ViewOptions { subset, ..ViewOptions::default() });
         assert!(error.contains(expected), "{error}");
     }
+}
+
+#[test]
+fn a_tied_head_is_for_the_rules_of_a_layout_to_show() {
+    let dir = repo::llama(1, DType::BF16);
+    for layout in ["maxtext", "vllm"] {
+        for tied in [Tied::Alias, Tied::Absent] {
+            let options = ViewOptions { layout: Layout::find(layout).unwrap(), tied, ..ViewOptions::default() };
+            let error = refused(dir.path(), &options);
+            assert!(error.contains(&format!("tied: the rules of layout {layout} say whether")), "{error}");
+        }
+    }
+    // Nothing to be an alias of.
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = repo::llama_config(1);
+    (config["tie_word_embeddings"], config["architectures"]) = (json!(false), json!(["LlamaModel"]));
+    repo::write_repo(dir.path(), &[&repo::llama_rows(1, DType::BF16)], &config);
+    let plan = Plan::build(&repo::open(dir.path()), &ViewOptions { tied: Tied::Alias, ..hf() }).unwrap();
+    assert!(plan.warnings[0].starts_with("tied: there is no output head"), "{:?}", plan.warnings);
 }
 
 #[test]
@@ -156,39 +250,6 @@ fn tied_heads_are_shown_as_asked() {
         assert_eq!(head.is_some_and(|head| plan.is_bundled(head)), bundled, "{tied:?}");
         assert_eq!(hf_names(&plan).contains("lm_head.weight"), in_hf, "{tied:?}");
     }
-}
-
-#[test]
-fn incomplete_models_are_refused_and_unknown_names_reported() {
-    let dir = tempfile::tempdir().unwrap();
-    let mut rows = repo::llama_rows(3, DType::BF16);
-    for (name, ..) in &mut rows {
-        *name = name.replace("o_proj", "out_proj");
-    }
-    repo::write_repo(dir.path(), &[&rows], &repo::llama_config(3));
-    // What no layer has is reported; so is what no table knows.
-    let plan = Plan::build(&repo::open(dir.path()), &ViewOptions::default()).unwrap();
-    let texts = |groups: &[ckfs::plan::NameGroup]| groups.iter().map(ToString::to_string).collect::<Vec<_>>();
-    assert_eq!(
-        texts(&plan.missing),
-        ["model.layers.{0-2}.self_attn.o_proj.weight (3 tensors); the nearest name is \
-          model.layers.*.self_attn.out_proj.weight"]
-    );
-    assert_eq!(
-        texts(&plan.unexpected),
-        ["model.layers.{0-2}.self_attn.out_proj.weight (3 tensors); the nearest name is \
-          model.layers.*.self_attn.o_proj.weight"]
-    );
-    // What one layer lacks is refused, unless it is allowed by its name.
-    let mut rows = repo::llama_rows(3, DType::BF16);
-    rows.retain(|(name, ..)| name != "model.layers.1.self_attn.q_proj.weight");
-    repo::write_repo(dir.path(), &[&rows], &repo::llama_config(3));
-    let build = |pattern: &str| {
-        let allow_missing = Allow::Matching(patterns(&[pattern]));
-        Plan::build(&repo::open(dir.path()), &ViewOptions { allow_missing, ..ViewOptions::default() })
-    };
-    assert_eq!(build("*k_proj*").unwrap_err().to_string(), "missing tensor model.layers.1.self_attn.q_proj.weight");
-    assert_eq!(texts(&build("*q_proj*").unwrap().missing), ["model.layers.1.self_attn.q_proj.weight"]);
 }
 
 fn adapter(config: &Value, modules: &[&str]) -> tempfile::TempDir {

@@ -68,7 +68,7 @@ pub(super) struct ViewFlags {
     /// mesh axis, or a list of mesh axes; and `shard = "auto"` or `"none"` for names that no rule matches.
     #[arg(long, value_name = "auto|none|maxtext|FILE.toml")]
     shard: Option<Word<ShardChoice>>,
-    /// Lists only these devices, as in 0-3,8.
+    /// Lists only these devices, as in 0-3,8. dcp/ and orbax/ are whole all the same.
     #[arg(long, value_name = "LIST")]
     devices: Option<Word<Devices>>,
     /// Puts layers one by one, not stacked, into files that bundle tensors.
@@ -79,10 +79,15 @@ pub(super) struct ViewFlags {
     even: bool,
     /// Accepts a checkpoint that lacks layers or tensors: any, or those that match the pattern. May be repeated.
     ///
+    /// Layouts of rules leave out what would be made of them.
+    ///
     /// In patterns `*` is any text and `?` one character; between slashes is a regular expression: '/rotary/'.
     #[arg(long, value_name = "PATTERN", num_args = 0..=1, require_equals = true, default_missing_value = "*")]
     allow_missing: Vec<Pattern>,
-    /// Accepts tensors that no rule of the layout names; they are left out. Any, or those that match the pattern.
+    /// Accepts tensors that no rule of the layout names, any or those that match the pattern; they are left out.
+    ///
+    /// canonical and hf show tensors of any name, but report those that their family does not know together with what is
+    /// missing, for one is probably the other misspelt. This takes them out of that report.
     #[arg(long, value_name = "PATTERN", num_args = 0..=1, require_equals = true, default_missing_value = "*")]
     allow_unmapped: Vec<Pattern>,
     /// Renames what is shown, in any layout and in hf/: all matches of a regular expression, `$1` being its first group.
@@ -102,7 +107,8 @@ pub(super) struct ViewFlags {
     /// An output head that is the embedding: auto (default), alias or absent.
     ///
     /// auto shows it among the raw files of the layout canonical and holds each weight once in files that bundle tensors; alias
-    /// has it everywhere, in hf/ too; absent has it nowhere that the repository does not store it.
+    /// has it everywhere, in hf/ too; absent has it nowhere that the repository does not store it. Layouts of rules (maxtext,
+    /// vllm, files) say themselves whether they show it, and refuse the flag.
     #[arg(long, value_name = "auto|alias|absent")]
     tied: Option<Word<Tied>>,
     /// Shows the names that a PEFT model has with this LoRA adapter, and the adapter's own tensors; with `--layout hf`.

@@ -12,7 +12,7 @@ use std::{
 };
 
 use anyhow::{Context, bail};
-use clap::{Args, Parser};
+use clap::{Arg, Args, CommandFactory, Parser};
 
 use super::{
     LogFlags,
@@ -68,7 +68,7 @@ pub(super) struct Mount {
     /// How long the daemon may take to be ready.
     #[arg(long, value_name = "SECONDS", default_value_t = 300, help_heading = "Mount")]
     timeout: u64,
-    /// Flags in the manner of mount(8): names with underscores, commas between them; `:` or `\,` for a comma in a value.
+    /// Flags in the manner of mount(8): names with underscores, commas between them; `\,` for a comma in a value.
     #[arg(short = 'o', value_name = "NAME[=VALUE],...", help_heading = "Mount")]
     options: Vec<String>,
     #[command(flatten)]
@@ -91,56 +91,31 @@ struct OptionFlags {
     timeout: Option<u64>,
 }
 
-/// Options that have a value, and options that have none.
-const WITH_VALUE: [&str; 20] = [
-    "direct_io",
-    "mesh",
-    "layers",
-    "lora",
-    "tied",
-    "add_prefix",
-    "layout",
-    "dtype",
-    "shard",
-    "devices",
-    "chunk_bytes",
-    "config",
-    "source_io",
-    "cache_bytes",
-    "threads",
-    "read_ahead",
-    "grace",
-    "drain",
-    "log_file",
-    "timeout",
-];
-const WITHOUT_VALUE: [&str; 9] = [
-    "direct_io",
-    "unscanned",
-    "even",
-    "renumber",
-    "no_mtp",
-    "text_only",
-    "allow_missing",
-    "allow_other",
-    "no_passthrough",
-];
-
-/// An option of mount(8) as a flag.
+/// An option of mount(8) as a flag: what clap knows of the flag says whether there is a value.
 fn flag_of(name: &str, value: Option<&str>) -> Result<String, Usage> {
+    let command = OptionFlags::command();
+    let mut known = command.get_arguments().filter_map(|flag| Some((flag.get_long()?.replace('-', "_"), flag)));
+    let Some((_, flag)) = known.find(|(known, _)| known == name) else {
+        let known = command.get_arguments().filter_map(Arg::get_long);
+        let known: Vec<String> = known.map(|flag| flag.replace('-', "_")).collect();
+        return Err(Usage(format!("unknown option {name:?}; there are: {}", known.join(", "))));
+    };
+    let takes_value = flag.get_action().takes_values();
+    let needs_value = takes_value && flag.get_num_args().is_none_or(|count| count.min_values() > 0);
     let flag = name.replace('_', "-");
     match value {
-        Some(value) if WITH_VALUE.contains(&name) => Ok(format!("--{flag}={value}")),
-        None if WITHOUT_VALUE.contains(&name) => Ok(format!("--{flag}")),
-        Some(value) if WITHOUT_VALUE.contains(&name) => {
-            Err(Usage(format!("option {name}: expected no value, found {value:?}")))
-        }
-        None if WITH_VALUE.contains(&name) => Err(Usage(format!("option {name}: expected {name}=VALUE"))),
-        _ => {
-            let known = [&WITH_VALUE[..], &WITHOUT_VALUE[..]].concat().join(", ");
-            Err(Usage(format!("unknown option {name:?}; there are: {known}")))
-        }
+        Some(value) if takes_value => Ok(format!("--{flag}={value}")),
+        Some(value) => Err(Usage(format!("option {name}: expected no value, found {value:?}"))),
+        None if needs_value => Err(Usage(format!("option {name}: expected {name}=VALUE"))),
+        None => Ok(format!("--{flag}")),
     }
+}
+
+/// Whether an option says nothing of what is to be seen, but how it is served.
+fn concerns_serving(name: &str) -> bool {
+    let serving = MountFlags::augment_args(clap::Command::new("serving"));
+    let is_flag = |flag: &Arg| flag.get_long().is_some_and(|flag| flag.replace('-', "_") == name);
+    serving.get_arguments().any(is_flag) || matches!(name, "log_file" | "timeout")
 }
 
 /// The arguments of `ckfs mount` for those that mount(8) gave to `mount.ckfs`.
@@ -152,9 +127,7 @@ pub(super) fn helper_arguments(args: &[OsString]) -> anyhow::Result<Vec<OsString
     if request.fake {
         // Nothing is to be mounted: plan says whether it could be.
         let mut args: Vec<OsString> = vec!["ckfs".into(), "plan".into()];
-        let concerns_mount =
-            ["direct_io", "read_ahead", "grace", "drain", "log_file", "timeout", "allow_other", "no_passthrough"];
-        for (name, value) in request.options.iter().filter(|(name, _)| !concerns_mount.contains(&name.as_str())) {
+        for (name, value) in request.options.iter().filter(|(name, _)| !concerns_serving(name)) {
             args.push(flag_of(name, value.as_deref())?.into());
         }
         args.extend(["--".into(), request.source]);
@@ -359,6 +332,9 @@ mod tests {
             ("rw", "ckfs mount -- s /m"),
             ("defaults,nofail,x-systemd.automount,even", "ckfs mount --even -- s /m"),
             ("cache_bytes=1G,source_io=pread", "ckfs mount --cache-bytes=1G --source-io=pread -- s /m"),
+            ("allow_missing,allow_unmapped=*.x", "ckfs mount --allow-missing --allow-unmapped=*.x -- s /m"),
+            ("include=a\\,b,include=c,set=scan=true", "ckfs mount --include=a,b --include=c --set=scan=true -- s /m"),
+            ("rename=a\\.(b)=>$1,strip_prefix=m.", "ckfs mount --rename=a\\.(b)=>$1 --strip-prefix=m. -- s /m"),
         ];
         for (options, expected) in rows {
             assert_eq!(helper(&["s", "/m", "-o", options]).as_deref(), Ok(expected));
@@ -370,15 +346,26 @@ mod tests {
         assert_eq!(helper(&["-f", "s", "/m", "-o", "mesh=a=2,timeout=3"]).as_deref(), Ok("ckfs plan --mesh=a=2 -- s"));
     }
 
+    /// Flags of `ckfs mount` that say how the command itself runs.
+    const NO_OPTIONS: [&str; 5] = ["foreground", "verbose", "quiet", "help", "version"];
+
     #[test]
-    fn every_option_is_a_flag() {
-        for name in WITH_VALUE {
-            let flag = flag_of(name, Some("?")).unwrap();
-            let error = OptionFlags::try_parse_from([flag]).err().map(|error| error.to_string()).unwrap_or_default();
-            assert!(!error.contains("unexpected argument"), "{name}: {error}");
+    fn every_flag_of_mount_is_an_option() {
+        let mut program = super::super::Cli::command();
+        program.build();
+        let mount = program.find_subcommand("mount").unwrap();
+        let mut seen = 0;
+        for flag in mount.get_arguments().filter_map(Arg::get_long) {
+            let name = flag.replace('-', "_");
+            let known = [Some("?"), None].map(|value| flag_of(&name, value));
+            assert_eq!(known.iter().all(Result::is_err), NO_OPTIONS.contains(&flag), "{flag}");
+            // What is made of it is a flag of that name, however wrong its value may be.
+            for flag in known.into_iter().flatten() {
+                let error = OptionFlags::try_parse_from([&flag]).err().map(|error| error.kind());
+                assert_ne!(error, Some(clap::error::ErrorKind::UnknownArgument), "{flag}");
+                seen += 1;
+            }
         }
-        for name in WITHOUT_VALUE {
-            OptionFlags::try_parse_from([flag_of(name, None).unwrap()]).unwrap();
-        }
+        assert!(seen > 30, "{seen}");
     }
 }

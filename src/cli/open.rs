@@ -96,6 +96,10 @@ pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>>
     Ok(Arc::new(checkpoint))
 }
 
+/// What to do about names that are not as expected.
+const ADVICE: &str = "  --allow-missing[=PATTERN] accepts what is missing, --allow-unmapped[=PATTERN] what is unexpected; \
+                      --source-rename 'REGEX=>TO' mends names";
+
 /// Builds the plan of every view.
 ///
 /// # Errors
@@ -103,12 +107,19 @@ pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>>
 pub(super) fn plans(checkpoint: &Checkpoint, config: &Config) -> anyhow::Result<Vec<ViewPlan>> {
     let mut failures = Vec::new();
     let mut plans = Vec::new();
+    let mut of_names = false;
     for view in &config.views {
         match Plan::build(checkpoint, &view.keys.options()) {
             Ok(plan) => plans.push(ViewPlan { name: view.name.clone(), plan: Arc::new(plan) }),
-            Err(error) if view.name.is_empty() => failures.push(error.to_string()),
-            Err(error) => failures.push(format!("view {}: {error}", view.name)),
+            Err(error) => {
+                of_names |= error.concerns_names();
+                let of_view = if view.name.is_empty() { String::new() } else { format!("view {}: ", view.name) };
+                failures.push(format!("{of_view}{error}"));
+            }
         }
+    }
+    if of_names {
+        failures.push(ADVICE.to_owned());
     }
     if failures.is_empty() { Ok(plans) } else { Err(anyhow!("{}", failures.join("\n"))) }
 }

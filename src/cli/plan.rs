@@ -2,16 +2,21 @@
 
 use clap::Args;
 
+use serde_json::json;
+
 use super::{flags::SourceFlags, open, output};
-use crate::plan::report;
+use crate::{
+    plan::report,
+    volume::{Unavailable, unavailable, unavailable_text},
+};
 
 /// Shows what would be mounted, without mounting.
 ///
 /// Prints how the repository names, fuses and quantizes its tensors, the files that are left out, what each mesh axis splits,
-/// bytes per device, and every group of tensors with shape, dtype and spec. Shards cut on an inner axis use only a part of
-/// each 4 KiB page of the sources that they touch; where that makes a difference, "over-read" says how many times the
-/// bytes needed those pages hold, for the devices and for all listed ones together. Everything wrong with the repository or
-/// the flags is an error here as it is for `mount`, all of it at once.
+/// bytes per device, every group of tensors with shape, dtype and spec, and the directories that a mount would not have, with
+/// the reasons. Shards cut on an inner axis use only a part of each 4 KiB page of the sources that they touch; where that makes
+/// a difference, "over-read" says how many times the bytes needed those pages hold, for the devices and for all listed ones
+/// together. Everything wrong with the repository or the flags is an error here as it is for `mount`, all of it at once.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
@@ -36,9 +41,18 @@ impl Plan {
         let plans = open::plans(&checkpoint, &config)?;
         let views = plans.iter().map(|view| (view.name.as_str(), view.plan.as_ref()));
         if self.json {
-            output::print_json(&report::json(&checkpoint, views))
+            let mut json = report::json(&checkpoint, views);
+            for (number, view) in plans.iter().enumerate() {
+                let row = |shown: &Unavailable| json!({"format": shown.format, "reason": shown.reason});
+                json["views"][number]["unavailable"] = unavailable(&view.plan).iter().map(row).collect();
+            }
+            output::print_json(&json)
         } else {
-            output::print(&report::text(&checkpoint, views))
+            let mut text = report::text(&checkpoint, views);
+            for view in &plans {
+                text.push_str(&unavailable_text(&view.name, &unavailable(&view.plan)));
+            }
+            output::print(&text)
         }
     }
 }

@@ -936,6 +936,97 @@ mod tests {
         }
     }
 
+    /// The keys that a table takes, by what its parser answers to another.
+    fn keys_of(table: &str) -> Vec<String> {
+        let error = parse(&format!("{table}\nnonsense = 1")).unwrap_err().to_string();
+        let (_, keys) = error.split_once("expected one of ").unwrap();
+        keys.split(", ").map(|key| key.trim_matches('`').to_owned()).collect()
+    }
+
+    /// Every key, in a table or as a line, with a value that is not the default.
+    const EVERY_VIEW_KEY: [(&str, &str); 26] = [
+        ("mesh", "mesh = 'fsdp=2,tensor=3'"),
+        ("layout", "layout = 'maxtext'"),
+        ("dtype", "dtype = 'bf16'"),
+        ("shard", "shard = 'none'"),
+        ("devices", "devices = '0-1,4'"),
+        ("unscanned", "unscanned = true"),
+        ("even", "even = true"),
+        ("allow_missing", "allow_missing = ['a.*', '/b$/']"),
+        ("allow_unmapped", "allow_unmapped = true"),
+        ("strip_prefix", "strip_prefix = 'model.'"),
+        ("add_prefix", "add_prefix = 'a$1.'"),
+        ("tied", "tied = 'absent'"),
+        ("lora", "lora = 'adapter'"),
+        ("layers", "layers = '..2,5,7..'"),
+        ("renumber", "renumber = true"),
+        ("no_mtp", "no_mtp = true"),
+        ("text_only", "text_only = true"),
+        ("chunk_bytes", "chunk_bytes = '64M'"),
+        ("include", "include = ['*.weight', '/[ab]/']"),
+        ("exclude", "exclude = ['*.bias']"),
+        ("cast", "[[cast]]\nmatch = '*norm*'\ndtype = 'keep'"),
+        ("shard_rules", "[[shard_rules]]\nmatch = 'wq'\nspec = ['-', 'fsdp', ['tensor', 'fsdp'], '']"),
+        ("logical_rules", "[[logical_rules]]\nlogical = 'embed'\nmesh = ['fsdp', 'tensor']"),
+        ("set", "[set]\nscan = false\nvocab_size = 7\nscale = 1.5\nname = 'a \"b\"'"),
+        ("rename", "[[rename]]\nmatch = '^a\\.(\\d)'\nto = 'b.$1'"),
+        ("source_rename", "[[source_rename]]\nmatch = '\"'\nto = ''"),
+    ];
+
+    const EVERY_MOUNT_KEY: [(&str, &str); 9] = [
+        ("allow_other", "allow_other = true"),
+        ("threads", "threads = 3"),
+        ("read_ahead_kb", "read_ahead_kb = 128"),
+        ("cache_bytes", "cache_bytes = '1GiB'"),
+        ("passthrough", "passthrough = false"),
+        ("source_io", "source_io = 'pread'"),
+        ("grace_seconds", "grace_seconds = 0"),
+        ("drain_seconds", "drain_seconds = 4"),
+        ("log_file", "log_file = 'log'"),
+    ];
+
+    #[test]
+    fn every_key_is_written_and_reads_back_as_the_same() {
+        let known = |rows: &[(&'static str, &str)]| rows.iter().map(|(key, _)| *key).collect::<Vec<_>>();
+        let sorted = |mut keys: Vec<String>| {
+            keys.sort();
+            keys
+        };
+        let views = sorted(known(&EVERY_VIEW_KEY).into_iter().map(str::to_owned).collect());
+        assert_eq!(sorted(keys_of("[view.x]")), views);
+        assert_eq!(keys_of("[mount]"), known(&EVERY_MOUNT_KEY));
+        let above = ["mount", "mountpoint", "source", "view"].map(str::to_owned).to_vec();
+        assert_eq!(sorted(keys_of("")), sorted([views, above].concat()));
+
+        let same = |text: &str| {
+            let config = parse(text).unwrap_or_else(|error| panic!("{text}: {error}"));
+            let written = config.to_toml();
+            let again = parse(&written).unwrap_or_else(|error| panic!("{written}: {error}"));
+            assert_eq!(again, config, "{written}");
+            // What a plan is built from has no equality; this shows all of it.
+            let options =
+                |config: &Config| format!("{:?}", config.views.iter().map(|v| v.keys.options()).collect::<Vec<_>>());
+            assert_eq!(options(&again), options(&config), "{written}");
+            (options(&config), config.mount)
+        };
+        let nothing = same("");
+        for (key, text) in EVERY_VIEW_KEY {
+            assert_ne!(same(text).0, nothing.0, "{key} means nothing");
+            let in_view = text.replacen("[[", "[[view.x.", 1).replacen("[set]", "[view.x.set]", 1);
+            let in_view = if in_view.starts_with('[') { in_view } else { format!("[view.x]\n{in_view}") };
+            assert_eq!(same(&in_view).0, same(text).0, "{key}");
+        }
+        for (key, text) in EVERY_MOUNT_KEY {
+            assert_ne!(same(&format!("[mount]\n{text}")).1, nothing.1, "{key} means nothing");
+        }
+        let lines = |rows: &[(&str, &str)]| rows.iter().flat_map(|(_, text)| [text, "\n"]).collect::<String>();
+        same(&format!(
+            "source = 'o/n'\nmountpoint = 'm'\n{}[mount]\n{}",
+            lines(&EVERY_VIEW_KEY),
+            lines(&EVERY_MOUNT_KEY)
+        ));
+    }
+
     #[test]
     fn errors_name_file_and_line() {
         let rows = [

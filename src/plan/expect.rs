@@ -1,116 +1,26 @@
 //! What a complete model of a known family must have, and which of a repository's names no table knows.
 //!
 //! Families list what `config.json` makes certain, and no more: a name that is expected here is in every complete model. What
-//! is missing is refused; a name that no table knows is only reported, since a generic layout serves any tensor.
+//! is missing is refused, and with it the names that no table knows, for one is probably the other, misspelt. Where nothing
+//! is missing, unknown names are only reported, since a generic layout serves any tensor.
+//!
+//! A repository may be something else than its `model_type` says: a class or code of its own, the names of another program, a
+//! draft model that shares the rest with its target. Then nothing is certain, and what is missing is reported too.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use serde_json::Value as Json;
 
 use super::{
-    Allow,
+    ViewOptions,
     expr::{EvalError, Expr, Names, Value},
     family::{Expectation, Family, Generic},
-    naming,
+    name_group::{NameGroup, fold, stars},
+    naming::{self, Parsed},
     problem::Problem,
     select,
 };
-use crate::checkpoint::{Checkpoint, Experts, Quantization};
-
-/// Names that differ in numbers only.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NameGroup {
-    /// The name, with its numbers as in `model.layers.{0-31}.mlp`.
-    pub name: String,
-    /// How many there are.
-    pub count: u64,
-    /// The name, numbers as `*`, that is most like it on the other side: found for what is missing, known for what is not.
-    pub nearest: Option<String>,
-}
-
-impl std::fmt::Display for NameGroup {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.name)?;
-        if self.count > 1 {
-            write!(f, " ({} tensors)", self.count)?;
-        }
-        self.nearest.as_ref().map_or(Ok(()), |nearest| write!(f, "; the nearest name is {nearest}"))
-    }
-}
-
-/// A name with all numbers between dots as `*`, and these numbers.
-fn starred(name: &str) -> (String, Vec<u64>) {
-    let mut numbers = Vec::new();
-    let words = name.split('.').map(|word| match word.parse() {
-        Ok(number) if word.bytes().all(|byte| byte.is_ascii_digit()) => {
-            numbers.push(number);
-            "*"
-        }
-        _ => word,
-    });
-    (words.collect::<Vec<_>>().join("."), numbers)
-}
-
-fn ranges(numbers: &BTreeSet<u64>) -> String {
-    let numbers: Vec<u64> = numbers.iter().copied().collect();
-    let words = numbers.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
-        [first, .., last] => format!("{first}-{last}"),
-        only => only.iter().map(u64::to_string).collect(),
-    });
-    words.collect::<Vec<_>>().join(",")
-}
-
-/// Names folded over their numbers, each with the nearest of `others`.
-fn fold<'a>(names: impl IntoIterator<Item = &'a str>, others: &BTreeSet<String>) -> Vec<NameGroup> {
-    let mut groups: BTreeMap<String, (u64, Vec<BTreeSet<u64>>)> = BTreeMap::new();
-    for name in names {
-        let (stars, numbers) = starred(name);
-        let (count, sets) = groups.entry(stars).or_insert_with(|| (0, vec![BTreeSet::new(); numbers.len()]));
-        *count += 1;
-        for (set, number) in sets.iter_mut().zip(numbers) {
-            set.insert(number);
-        }
-    }
-    let group = |(stars, (count, sets)): (String, (u64, Vec<BTreeSet<u64>>))| {
-        let nearest = nearest(&stars, others);
-        let mut sets = sets.iter();
-        let words = stars.split('.').map(|word| match (word, sets.clone().next()) {
-            ("*", Some(set)) => {
-                sets.next();
-                if set.len() == 1 { ranges(set) } else { format!("{{{}}}", ranges(set)) }
-            }
-            _ => word.to_owned(),
-        });
-        NameGroup { name: words.collect::<Vec<_>>().join("."), count, nearest }
-    };
-    groups.into_iter().map(group).collect()
-}
-
-/// Names compared for being near; more would take too long for a hint.
-const COMPARED_MAX: usize = 2_000;
-
-/// The most similar name, if it differs in less than a third of its characters.
-fn nearest(name: &str, others: &BTreeSet<String>) -> Option<String> {
-    let near = |other: &&String| other.as_str() != name;
-    let distances = others.iter().filter(near).take(COMPARED_MAX).map(|other| (distance(name, other), other));
-    let (distance, other) = distances.min()?;
-    (distance * 3 < name.len()).then(|| other.clone())
-}
-
-/// Fewest insertions, deletions and replacements of bytes from one text to the other.
-fn distance(left: &str, right: &str) -> usize {
-    let mut row: Vec<usize> = (0..=right.len()).collect();
-    for (at, l) in left.bytes().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = at + 1;
-        for (column, r) in right.bytes().enumerate() {
-            let replaced = diagonal + usize::from(l != r);
-            diagonal = row[column + 1];
-            row[column + 1] = replaced.min(diagonal + 1).min(row[column] + 1);
-        }
-    }
-    row[right.len()]
-}
+use crate::checkpoint::{Checkpoint, Experts, FileRole, Quantization};
 
 /// `config.json` for conditions, and the number of the layer as `l`.
 struct Condition<'a> {
@@ -149,6 +59,10 @@ fn member<'a>(checkpoint: &'a Checkpoint, path: &[String]) -> Option<&'a Json> {
     text.and_then(walk).or_else(|| walk(config))
 }
 
+fn evaluate(expression: &str, checkpoint: &Checkpoint, layer: Option<u64>) -> Option<Value> {
+    Expr::parse(expression).ok()?.eval(&Condition { checkpoint, layer }).ok()
+}
+
 /// Whether an expectation holds for a layer. One that cannot be told does not.
 fn holds(expectation: &Expectation, checkpoint: &Checkpoint, layer: Option<u64>) -> bool {
     if let (Some(list), Some(layer)) = (&expectation.unless_listed, layer) {
@@ -158,132 +72,205 @@ fn holds(expectation: &Expectation, checkpoint: &Checkpoint, layer: Option<u64>)
         }
     }
     let Some(when) = &expectation.when else { return true };
-    let value = Expr::parse(when).ok().and_then(|when| when.eval(&Condition { checkpoint, layer }).ok());
-    value.and_then(|value| value.bool("when").ok()).unwrap_or(false)
+    evaluate(when, checkpoint, layer).and_then(|value| value.bool("when").ok()).unwrap_or(false)
 }
 
-/// Names that a complete model of this family has; empty where nothing is certain.
-fn expected(checkpoint: &Checkpoint, family: &Family) -> BTreeSet<String> {
-    let dialect = checkpoint.dialect();
-    let mut names = BTreeSet::new();
-    match &dialect.quantization {
-        Quantization::None | Quantization::BlockFp8(_) => {}
-        Quantization::ScaledFp8(_)
-        | Quantization::Mxfp4
-        | Quantization::Int4Packed { .. }
-        | Quantization::Nvfp4
-        | Quantization::CompressedTensors { .. }
-        | Quantization::Unknown { .. } => return names,
-    }
-    let Some(prefix) = select::text_prefix(checkpoint, Some(family)) else { return names };
-    let Some(declared) = dialect.declared_layers else { return names };
-    let model_type = dialect.text_model_type.as_ref().or(dialect.model_type.as_ref());
-    let applies = |expectation: &&Expectation| {
-        expectation.model_types.is_empty() || model_type.is_some_and(|known| expectation.model_types.contains(known))
-    };
-    for expectation in family.expect.iter().filter(applies) {
-        if holds(expectation, checkpoint, None) || expectation.top.is_empty() {
-            names.extend(expectation.top.iter().map(|name| format!("{prefix}{name}")));
+/// A repository's tensors, seen through its family's tables.
+struct Survey<'a> {
+    checkpoint: &'a Checkpoint,
+    family: &'a Family,
+    /// What stands before the text model's names.
+    prefix: String,
+    /// Layers of which there is anything.
+    layers: BTreeSet<u64>,
+    /// Names of all tensors, numbers as `*`.
+    stems: BTreeSet<String>,
+    /// Names that no table knows, towers and additional predictors aside.
+    unknown: Vec<&'a str>,
+}
+
+impl<'a> Survey<'a> {
+    fn new(checkpoint: &'a Checkpoint, family: &'a Family) -> Option<Self> {
+        let prefix = select::text_prefix(checkpoint, Some(family))?;
+        let words = Generic::load().ok()?.words;
+        let (layers, stems, unknown) = (BTreeSet::new(), BTreeSet::new(), Vec::new());
+        let mut survey = Self { checkpoint, family, prefix, layers, stems, unknown };
+        for (_, info) in checkpoint.tensors() {
+            let parsed = naming::parse(info.name, &words);
+            let of_layers = parsed.layer.filter(|_| parsed.prefix == survey.prefix);
+            survey.layers.extend(of_layers);
+            survey.stems.insert(stars(info.name));
+            let outside = select::is_tower(info.name) || select::is_predictor(info.name);
+            let of_text = if parsed.layer.is_some() { of_layers.is_some() } else { !outside };
+            if of_text && !family.knows(info.name, &parsed) {
+                survey.unknown.push(info.name);
+            }
         }
-        let experts = match &expectation.experts {
-            None => 1,
-            Some(_) if !matches!(dialect.experts, Experts::Single { .. }) => continue,
-            Some(count) => member(checkpoint, std::slice::from_ref(count)).and_then(Json::as_u64).unwrap_or(0),
+        Some(survey)
+    }
+
+    /// Whether quantization, where there is any, leaves the names of weights as they are.
+    fn keeps_names(&self) -> bool {
+        match &self.checkpoint.dialect().quantization {
+            Quantization::None | Quantization::BlockFp8(_) | Quantization::ScaledFp8(_) | Quantization::Mxfp4 => true,
+            Quantization::Int4Packed { .. }
+            | Quantization::Nvfp4
+            | Quantization::CompressedTensors { .. }
+            | Quantization::Unknown { .. } => false,
+        }
+    }
+
+    /// Why the repository may be something else than its `model_type` says.
+    fn doubt(&self) -> Option<String> {
+        let (checkpoint, family) = (self.checkpoint, self.family);
+        let dialect = checkpoint.dialect();
+        let mut metadata = checkpoint
+            .files()
+            .iter()
+            .filter(|file| file.role == FileRole::Weights)
+            .filter_map(|file| file.file)
+            .flat_map(|file| checkpoint.file_metadata(file));
+        if metadata.any(|(key, value)| key == "format" && value == "mlx") {
+            return Some("the files are MLX's, which has names of its own".to_owned());
+        }
+        // The class of a whole that has a text model in it says nothing of that.
+        if dialect.text_config.is_none()
+            && !dialect.architectures.is_empty()
+            && !dialect.architectures.iter().any(|class| family.has_class(class))
+        {
+            return Some(format!("config.json names a class of its own, {}", dialect.architectures[0]));
+        }
+        if !family.own_code && checkpoint.config().is_some_and(|config| config.get("auto_map").is_some()) {
+            return Some("the repository brings code of its own".to_owned());
+        }
+        let unlike = family.unlike.iter().map(|name| format!("{}{name}", self.prefix));
+        if let Some(name) = unlike.into_iter().find(|name| self.stems.contains(name)) {
+            return Some(format!("{name} is there, which only draft models have"));
+        }
+        let of_layers = format!("{}{}.", self.prefix, family.layers);
+        let all = self.stems.iter().filter(|stem| stem.starts_with(&of_layers)).count();
+        let unknown: BTreeSet<String> =
+            self.unknown.iter().filter(|name| name.starts_with(&of_layers)).map(|name| stars(name)).collect();
+        (unknown.len() * 2 > all).then(|| "most names of its layers are of another kind".to_owned())
+    }
+
+    /// Names that a complete model has; empty where nothing can be told.
+    fn expected(&self) -> BTreeSet<String> {
+        let (checkpoint, family, prefix) = (self.checkpoint, self.family, &self.prefix);
+        let dialect = checkpoint.dialect();
+        let mut names = BTreeSet::new();
+        let Some(declared) = dialect.declared_layers.filter(|_| self.keeps_names()) else { return names };
+        let model_type = dialect.text_model_type.as_ref().or(dialect.model_type.as_ref());
+        let applies = |expectation: &&Expectation| {
+            expectation.model_types.is_empty()
+                || model_type.is_some_and(|known| expectation.model_types.contains(known))
         };
-        for layer in (0..declared).filter(|layer| holds(expectation, checkpoint, Some(*layer))) {
-            for name in &expectation.layer {
-                let name = format!("{prefix}layers.{layer}.{name}");
-                if expectation.experts.is_some() {
-                    names.extend((0..experts).map(|expert| name.replace('*', &expert.to_string())));
-                } else {
-                    names.insert(name);
+        for expectation in family.expect.iter().filter(applies) {
+            if holds(expectation, checkpoint, None) {
+                names.extend(expectation.top.iter().map(|name| format!("{prefix}{name}")));
+            }
+            let experts = match &expectation.experts {
+                None => 1,
+                Some(_) if !matches!(dialect.experts, Experts::Single { .. }) => continue,
+                Some(count) => {
+                    let count = evaluate(count, checkpoint, None).and_then(|count| count.natural("experts").ok());
+                    count.unwrap_or(0)
+                }
+            };
+            let in_any = |name: &&String| {
+                !expectation.if_any || self.stems.contains(&format!("{prefix}{}.*.{name}", family.layers))
+            };
+            let in_layer: Vec<&String> = expectation.layer.iter().filter(in_any).collect();
+            for layer in (0..declared).filter(|layer| holds(expectation, checkpoint, Some(*layer))) {
+                for name in &in_layer {
+                    let name = format!("{prefix}{}.{layer}.{name}", family.layers);
+                    if expectation.experts.is_some() {
+                        names.extend((0..experts).map(|expert| name.replace('*', &expert.to_string())));
+                    } else {
+                        names.insert(name);
+                    }
                 }
             }
         }
+        if !names.is_empty() {
+            self.settle_ends(&mut names);
+        }
+        names
     }
-    let causal = dialect.architectures.iter().any(|name| name.ends_with("ForCausalLM"));
-    if !names.is_empty() && causal && dialect.tied_declared == Some(false) && !dialect.has_lm_head {
-        names.insert("lm_head.weight".to_owned());
+
+    /// The embedding and the output head, either of which may stand for both.
+    fn settle_ends(&self, names: &mut BTreeSet<String>) {
+        let dialect = self.checkpoint.dialect();
+        let embedding = format!("{}embed_tokens.weight", self.prefix);
+        let tied = dialect.tied_declared.unwrap_or(self.family.tied_default);
+        if dialect.has_lm_head {
+            // Of tied weights some programs keep the head.
+            if tied {
+                names.remove(&embedding);
+            }
+            return;
+        }
+        // Base models are published without a head under the class and configuration of the causal model. It is missed only
+        // where another tensor may be it, by its shape.
+        let shape = self.checkpoint.find(&embedding).map(|id| self.checkpoint.tensor(id).shape.to_vec());
+        let mut unknown = self.unknown.iter().filter_map(|name| self.checkpoint.find(name));
+        let is_head = |id| Some(self.checkpoint.tensor(id).shape) == shape.as_deref();
+        if dialect.tied_declared == Some(false) && self.is_causal() && unknown.any(is_head) {
+            names.insert("lm_head.weight".to_owned());
+        }
     }
-    names
+
+    fn is_causal(&self) -> bool {
+        self.checkpoint.dialect().architectures.iter().any(|class| class.ends_with("ForCausalLM"))
+    }
+
+    /// What may well be meant to be missing.
+    fn remark(&self) -> Option<String> {
+        let dialect = self.checkpoint.dialect();
+        let headless = self.is_causal() && dialect.tied_declared == Some(false) && !dialect.has_lm_head;
+        headless.then(|| "there is no output head, though config.json says that it is not the embedding".to_owned())
+    }
 }
 
-/// What is not as a family's tables say.
+/// What is not as a family's tables say, as far as it is not refused.
 #[derive(Debug, Default)]
 pub(super) struct Findings {
     pub(super) missing: Vec<NameGroup>,
     pub(super) unexpected: Vec<NameGroup>,
+    /// What is worth a warning.
+    pub(super) warning: Option<String>,
 }
 
-/// Compares a repository with its family's tables. `wanted` says whether a name that is not there would be shown.
+/// Compares a repository with its family's tables.
 pub(super) fn compare(
     checkpoint: &Checkpoint,
     family: &Family,
-    allow: &Allow,
-    wanted: impl Fn(&str) -> bool,
+    options: &ViewOptions,
     problems: &mut Vec<Problem>,
 ) -> Findings {
+    let Some(survey) = Survey::new(checkpoint, family) else { return Findings::default() };
     let Ok(words) = Generic::load().map(|generic| generic.words) else { return Findings::default() };
-    let Some(prefix) = select::text_prefix(checkpoint, Some(family)) else { return Findings::default() };
-    let names = expected(checkpoint, family);
-    let present: BTreeSet<u64> = checkpoint
-        .tensors()
-        .map(|(_, info)| naming::parse(info.name, &words))
-        .filter(|parsed| parsed.prefix == prefix)
-        .filter_map(|parsed| parsed.layer)
-        .collect();
+    let expected = survey.expected();
     // A layer of which nothing is there is reported as such.
-    let in_missing_layer =
-        |name: &str| naming::parse(name, &words).layer.is_some_and(|layer| !present.contains(&layer));
-    let lost: Vec<&str> = names
-        .iter()
-        .map(String::as_str)
-        .filter(|name| checkpoint.find(name).is_none() && !in_missing_layer(name) && wanted(name))
-        .collect();
-    let mut known: BTreeSet<String> = names.iter().map(|name| starred(name).0).collect();
-    let mut unknown: Vec<&str> = Vec::new();
-    for (_, info) in checkpoint.tensors() {
-        let parsed = naming::parse(info.name, &words);
-        let of_text = if parsed.layer.is_some() { parsed.prefix == prefix } else { !select::is_tower(info.name) };
-        if of_text && !family.knows(info.name, &parsed) {
-            unknown.push(info.name);
-        }
-    }
-    let found: BTreeSet<String> = unknown.iter().map(|name| starred(name).0).collect();
-    // What some layers have and others have not was lost. What no layer has may be another kind of model: that is reported.
-    let stems: BTreeSet<String> = checkpoint.tensors().map(|(_, info)| starred(info.name).0).collect();
+    let in_missing_layer = |parsed: &Parsed| parsed.layer.is_some_and(|layer| !survey.layers.contains(&layer));
+    let mut lost: Vec<&str> = expected.iter().map(String::as_str).collect();
+    lost.retain(|name| {
+        checkpoint.find(name).is_none() && !in_missing_layer(&naming::parse(name, &words)) && options.subset.wants(name)
+    });
+    let strange: BTreeSet<String> = survey.unknown.iter().map(|name| stars(name)).collect();
+    let gone: BTreeSet<String> = lost.iter().map(|name| stars(name)).collect();
+    let mut known: BTreeSet<String> = expected.iter().map(|name| stars(name)).collect();
+    known.extend(family.stems().map(|stem| format!("{}{stem}", survey.prefix)));
+    let doubt = if lost.is_empty() { None } else { survey.doubt() };
     let (allowed, refused): (Vec<&str>, Vec<&str>) =
-        lost.into_iter().partition(|name| allow.accepts(name) || !stems.contains(&starred(name).0));
-    for group in fold(refused, &found) {
-        problems.push(Problem::MissingTensor { name: group.to_string(), for_target: String::new() });
-    }
-    let missing = fold(allowed, &found);
-    known.extend(family.stems().map(|stem| format!("{prefix}{stem}")));
-    Findings { missing, unexpected: fold(unknown, &known) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn names_fold_over_numbers() {
-        let names = ["a.0.self_attn.q", "a.1.self_attn.q", "a.3.self_attn.q", "norm", "a.1.e.0.w", "a.1.e.1.w"];
-        let others = ["a.*.self_attn.qq".to_owned(), "x".to_owned()].into();
-        let texts: BTreeSet<String> = fold(names, &others).iter().map(ToString::to_string).collect();
-        let expected = [
-            "a.{0-1,3}.self_attn.q (3 tensors); the nearest name is a.*.self_attn.qq",
-            "a.1.e.{0-1}.w (2 tensors)",
-            "norm",
-        ];
-        assert_eq!(texts, expected.into_iter().map(str::to_owned).collect());
-    }
-
-    #[test]
-    fn distances() {
-        for (left, right, expected) in [("", "", 0), ("abc", "", 3), ("kitten", "sitting", 3), ("q_proj", "k_proj", 1)]
-        {
-            assert_eq!((distance(left, right), distance(right, left)), (expected, expected));
-        }
-    }
+        lost.into_iter().partition(|name| doubt.is_some() || options.allow_missing.accepts(name));
+    let (listed, misspelt): (Vec<&str>, Vec<&str>) =
+        survey.unknown.iter().partition(|name| refused.is_empty() || options.allow_unmapped.accepts(name));
+    problems.extend(fold(refused, &[&strange]).into_iter().map(Problem::missing));
+    problems.extend(fold(misspelt, &[&gone, &known]).into_iter().map(|group| Problem::UnexpectedTensor { group }));
+    let warning = doubt.map_or_else(
+        || survey.remark().filter(|_| !expected.is_empty()),
+        |doubt| Some(format!("{} tensors of a complete model are missing; not refused, as {doubt}", allowed.len())),
+    );
+    Findings { missing: fold(allowed, &[&strange]), unexpected: fold(listed, &[&gone, &known]), warning }
 }

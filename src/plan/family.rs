@@ -72,8 +72,11 @@ pub struct Expectation {
     /// Names within each layer; `*` stands for an expert's number.
     #[serde(default)]
     pub layer: Vec<String>,
-    /// The member of `config.json` that counts experts, where these are of single ones.
+    /// How many experts there are, as an expression over `config.json`, where names are those of single ones.
     pub experts: Option<String>,
+    /// Whether names of layers are expected only if some layer has them: what one has, all have.
+    #[serde(default)]
+    pub if_any: bool,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -86,6 +89,13 @@ struct FamilyFile {
     #[serde(default)]
     dropped_prefixes: Vec<String>,
     tied_default: Option<bool>,
+    layers: Option<String>,
+    #[serde(default)]
+    classes: Vec<String>,
+    #[serde(default)]
+    own_code: bool,
+    #[serde(default)]
+    unlike: Vec<String>,
     #[serde(default)]
     top: BTreeMap<String, Role>,
     #[serde(default)]
@@ -111,12 +121,35 @@ pub struct Family {
     pub dropped_prefixes: Vec<String>,
     /// Whether the output head is the embedding where `config.json` does not say.
     pub tied_default: bool,
+    /// What stands before the number of a layer of the text model.
+    pub layers: String,
+    /// How the classes of its models begin in transformers; not inherited.
+    pub classes: Vec<String>,
+    /// Whether its own repositories bring code, which says nothing then; not inherited.
+    pub own_code: bool,
+    /// Names, after the prefix, of what only draft models have that go by the model type of their target.
+    pub unlike: Vec<String>,
     /// What a complete model has; not inherited.
     pub expect: Vec<Expectation>,
     top: BTreeMap<String, Role>,
     layer: BTreeMap<String, Role>,
     layer_if: BTreeMap<String, BTreeMap<String, Role>>,
 }
+
+/// How the names of transformers' classes go on after the model's own name, where the class has the whole model in it.
+const CLASS_ENDINGS: [&str; 11] = [
+    "Model",
+    "TextModel",
+    "LMHeadModel",
+    "ForCausalLM",
+    "ForConditionalGeneration",
+    "ForSequenceClassification",
+    "TextForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMaskedLM",
+    "ForPreTraining",
+];
 
 /// Why the family files are unusable: only ever an error in this program.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -143,6 +176,10 @@ fn load(name: &str) -> Result<Family, FamilyError> {
             prefixes: Vec::new(),
             dropped_prefixes: Vec::new(),
             tied_default: false,
+            layers: "layers".to_owned(),
+            classes: Vec::new(),
+            own_code: false,
+            unlike: Vec::new(),
             expect: Vec::new(),
             top: BTreeMap::new(),
             layer: BTreeMap::new(),
@@ -153,6 +190,10 @@ fn load(name: &str) -> Result<Family, FamilyError> {
     family.prefixes = file.prefixes.unwrap_or(family.prefixes);
     family.dropped_prefixes.extend(file.dropped_prefixes);
     family.tied_default = file.tied_default.unwrap_or(family.tied_default);
+    family.layers = file.layers.unwrap_or(family.layers);
+    family.classes = file.classes;
+    family.own_code = file.own_code;
+    family.unlike.extend(file.unlike);
     family.expect = file.expect;
     family.top.extend(file.top);
     family.layer.extend(file.layer);
@@ -184,6 +225,12 @@ impl Family {
         self.top.get(stem)
     }
 
+    /// Whether a class of `config.json` is one of transformers' for this family.
+    pub(super) fn has_class(&self, class: &str) -> bool {
+        let ending = |name: &String| class.strip_prefix(name.as_str());
+        self.classes.iter().filter_map(ending).any(|ending| CLASS_ENDINGS.contains(&ending))
+    }
+
     /// Whether the tables have a tensor, by its name.
     pub(super) fn knows(&self, name: &str, parsed: &Parsed) -> bool {
         if parsed.layer.is_some() {
@@ -200,7 +247,7 @@ impl Family {
     /// Names of all tensors in the tables, after the prefix and with `*` for numbers.
     pub(super) fn stems(&self) -> impl Iterator<Item = String> {
         let layers = std::iter::once(&self.layer).chain(self.layer_if.values());
-        let layers = layers.flat_map(|table| table.keys()).map(|stem| format!("layers.*.{stem}.weight"));
+        let layers = layers.flat_map(|table| table.keys()).map(|stem| format!("{}.*.{stem}.weight", self.layers));
         self.top.keys().map(|stem| format!("{stem}.weight")).chain(layers)
     }
 
@@ -244,8 +291,10 @@ mod tests {
     fn every_family_file_loads_and_no_model_type_is_claimed_twice() {
         let mut seen: Vec<String> = Vec::new();
         for (name, _) in FILES {
-            for when in load(name).unwrap().expect.iter().filter_map(|expectation| expectation.when.as_ref()) {
-                crate::plan::expr::Expr::parse(when).unwrap();
+            for expectation in load(name).unwrap().expect {
+                for expression in expectation.when.iter().chain(&expectation.experts) {
+                    crate::plan::expr::Expr::parse(expression).unwrap();
+                }
             }
             for model_type in parse(name).unwrap().model_types {
                 assert!(!seen.contains(&model_type), "{model_type} is claimed twice");

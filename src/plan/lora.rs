@@ -9,7 +9,12 @@ use std::collections::BTreeSet;
 use regex::Regex;
 use serde_json::Value;
 
-use super::{Allow, draft::Draft, problem::Problem};
+use super::{
+    Allow,
+    draft::Draft,
+    name_group::NameGroup,
+    problem::{Problem, RulePlace},
+};
 use crate::checkpoint::Adapter;
 
 /// What stands before the names of the base model.
@@ -223,14 +228,18 @@ pub(super) fn rename(
                 warnings.push(format!("lora: {} belongs to no module that is targeted", draft.name));
             }
             None => problems.push(Problem::UnexpectedTensor {
-                name: format!("{} of the adapter: its module is not there, or not targeted", draft.name),
+                group: NameGroup::one(format!(
+                    "{} of the adapter: its module is not there, or not targeted",
+                    draft.name
+                )),
             }),
         }
     }
     for module in targeted.difference(&lora.stored) {
         let name = format!("{PREFIX}{module}.lora_A.weight");
         if !missing.accepts(&name) {
-            problems.push(Problem::MissingTensor { name, for_target: format!("the targeted module {module}") });
+            let (group, for_target) = (NameGroup::one(name), format!("the targeted module {module}"));
+            problems.push(Problem::MissingTensor { group, for_target, rule: RulePlace::default() });
         }
     }
 }

@@ -20,6 +20,7 @@ pub mod layouts;
 pub mod logical;
 mod lora;
 pub mod mesh;
+mod name_group;
 mod names;
 mod naming;
 pub mod pattern;
@@ -40,13 +41,13 @@ use std::{
 pub use allow::Allow;
 pub use config::{Config, ConfigError};
 pub use draft::{Bundled, Draft, Roles};
-pub use expect::NameGroup;
 pub use family::Family;
 pub use hf::{HfContent, HfFile};
 pub use layout_file::LayoutFile;
 pub use layouts::Embedded;
 pub use logical::{LogicalRule, LogicalRules};
 pub use mesh::{Mesh, MeshAxis, MeshError};
+pub use name_group::NameGroup;
 pub use naming::component;
 pub use pattern::{Pattern, PatternError};
 pub use problem::{PlanError, Problem};
@@ -142,7 +143,7 @@ pub struct ViewOptions {
     pub devices: Option<Vec<u64>>,
     /// Whether missing layers, and leaves of a layout file without their tensors, are accepted.
     pub allow_missing: Allow,
-    /// Whether tensors that no rule of a layout file names are accepted.
+    /// Whether tensors that no rule of a layout file, or no table of the family, names are accepted.
     pub allow_unmapped: Allow,
     /// Parameters of the layout, by name.
     pub set: BTreeMap<String, String>,
@@ -228,6 +229,8 @@ pub struct Plan {
     pub unexpected: Vec<NameGroup>,
     /// Things worth knowing that are no errors.
     pub warnings: Vec<String>,
+    /// Why there is no `hf/`, if there is none.
+    pub no_hf: Option<String>,
 }
 
 /// The non-negative integer `member` of `config.json`, or of its nested configuration of the text model.
@@ -270,10 +273,9 @@ impl Plan {
         let mut params = Vec::new();
         let mut findings = expect::Findings::default();
         if let (None, Some(family)) = (&file, &family) {
-            let wanted = |name: &str| options.subset.wants(name);
-            let allow = &options.allow_missing;
-            findings = expect::compare(whole, family, allow, wanted, &mut problems);
+            findings = expect::compare(whole, family, options, &mut problems);
         }
+        warnings.extend(findings.warning.take());
         let drafts = match (&options.layout, &file) {
             (_, Some(file)) => {
                 family_name = Some(file.name().to_owned());
@@ -306,7 +308,13 @@ impl Plan {
             Vec::new()
         });
         if file.is_none() {
-            names::tie(&mut drafts, checkpoint, options);
+            names::tie(&mut drafts, checkpoint, options, &mut warnings);
+        } else if options.tied != Tied::Auto {
+            let reason = format!(
+                "the rules of layout {} say whether a tied output head is shown: expected auto",
+                options.layout.name()
+            );
+            problems.push(Problem::File { file: "tied".to_owned(), reason });
         }
         names::keep(&mut drafts, &selected, &mut problems);
         if let Some(adapter) = adapter {
@@ -364,6 +372,7 @@ impl Plan {
             missing: findings.missing,
             unexpected: findings.unexpected,
             warnings,
+            no_hf: selected.no_hf,
         };
         plan.add(drafts, options, &mut problems);
         problems.dedup();
@@ -526,6 +535,20 @@ impl Plan {
             }
         }
         ranks.into_iter().collect()
+    }
+
+    /// Whether the listed devices hold all of every bundled tensor between them.
+    pub fn lists_whole(&self) -> bool {
+        // Many tensors differ in nothing that matters here.
+        let mut seen = std::collections::HashSet::new();
+        let all_listed = self.devices.len() as u64 == self.mesh.devices();
+        let mut kinds = self.bundle().filter(|tensor| seen.insert((tensor.spec, tensor.view.shape(), tensor.expert)));
+        all_listed
+            || kinds.all(|tensor| {
+                let listed =
+                    |region: &Region| self.devices.iter().any(|device| self.region(tensor, *device) == *region);
+                self.distinct_regions(tensor).iter().all(|(_, region)| listed(region))
+            })
     }
 
     /// Whether bundles hold layers stacked: for layouts from files what their parameter `scan` says, or whether a tensor has

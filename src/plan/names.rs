@@ -28,8 +28,12 @@ pub(super) fn tied_head(checkpoint: &Checkpoint) -> Option<(String, String)> {
 }
 
 /// Shows a tied output head as the user wants it.
-pub(super) fn tie(drafts: &mut Vec<Draft>, checkpoint: &Checkpoint, options: &ViewOptions) {
+pub(super) fn tie(drafts: &mut Vec<Draft>, checkpoint: &Checkpoint, options: &ViewOptions, warnings: &mut Vec<String>) {
     let alias = |draft: &Draft| draft.bundled == Bundled::NEVER;
+    if options.tied == Tied::Alias && !checkpoint.dialect().has_lm_head && tied_head(checkpoint).is_none() {
+        warnings
+            .push("tied: there is no output head, and config.json does not say that it is the embedding".to_owned());
+    }
     match (options.tied, &options.layout) {
         (Tied::Auto, _) => {}
         (Tied::Absent, _) => drafts.retain(|draft| !alias(draft)),

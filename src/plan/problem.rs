@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::name_group::NameGroup;
 use crate::tensor::{Shape, TilingError, ViewError};
 
 /// One thing wrong with a plan.
@@ -82,19 +83,21 @@ pub enum Problem {
         /// Number of layers expected.
         count: u64,
     },
-    /// A tensor that the repository should have is not there.
-    #[error("missing tensor {name}{}", needed_by(for_target))]
+    /// Tensors that the repository should have are not there.
+    #[error("{rule}missing tensor {}{}{}", group.counted(), needed_by(for_target), group.hint())]
     MissingTensor {
-        /// Its name in the repository.
-        name: String,
-        /// What it is needed for, if one thing.
+        /// Their names in the repository.
+        group: NameGroup,
+        /// What they are needed for, if it is known.
         for_target: String,
+        /// The rule that needs them, if one does.
+        rule: RulePlace,
     },
-    /// A tensor that no rule of the layout names.
-    #[error("unexpected tensor {name}")]
+    /// Tensors that no table of the family, or no rule of the layout, names.
+    #[error("unexpected tensor {group}")]
     UnexpectedTensor {
-        /// Its name in the repository.
-        name: String,
+        /// Their names in the repository.
+        group: NameGroup,
     },
     /// A sharding rule does not fit.
     #[error("{name}: sharding rule {rule:?}: {reason}")]
@@ -164,6 +167,23 @@ pub enum Problem {
     },
 }
 
+/// Where a rule stands: a layout file and the line, or nowhere.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RulePlace(pub Option<(String, usize)>);
+
+impl fmt::Display for RulePlace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.as_ref().map_or(Ok(()), |(file, line)| write!(f, "{file}:{line}: "))
+    }
+}
+
+impl Problem {
+    /// Tensors missing for their own sake.
+    pub(super) fn missing(group: NameGroup) -> Self {
+        Self::MissingTensor { group, for_target: String::new(), rule: RulePlace::default() }
+    }
+}
+
 fn needed_by(target: &str) -> String {
     if target.is_empty() { String::new() } else { format!(", needed for {target}") }
 }
@@ -184,6 +204,19 @@ impl std::error::Error for PlanError {}
 impl From<Problem> for PlanError {
     fn from(problem: Problem) -> Self {
         Self { problems: vec![problem] }
+    }
+}
+
+impl PlanError {
+    /// Whether names of tensors are among the problems: a repository's and those expected differ.
+    pub fn concerns_names(&self) -> bool {
+        let of_names = |problem: &Problem| {
+            matches!(
+                problem,
+                Problem::MissingTensor { .. } | Problem::UnexpectedTensor { .. } | Problem::MissingLayer { .. }
+            )
+        };
+        self.problems.iter().any(of_names)
     }
 }
 

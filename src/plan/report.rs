@@ -12,7 +12,7 @@ use super::{
     naming::group_name,
 };
 use crate::{
-    checkpoint::{Checkpoint, FileRole},
+    checkpoint::{Checkpoint, Experts, FileRole, Granularity, Quantization},
     tensor::{DType, PAGE_BYTES, Reads, Shape},
 };
 
@@ -412,6 +412,45 @@ pub fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
     })
 }
 
+fn experts_json(experts: Experts) -> Value {
+    let (kept, count) = match experts {
+        Experts::None => ("none", None),
+        Experts::Single { count } => ("single", Some(count)),
+        Experts::Fused => ("fused", None),
+    };
+    json!({"kept": kept, "count": count, "text": experts.to_string()})
+}
+
+fn quantization_json(quantization: &Quantization) -> Value {
+    let mut row = match quantization {
+        Quantization::None => json!({"scheme": null}),
+        Quantization::BlockFp8(fp8) => json!({
+            "scheme": "block_fp8",
+            "block": [fp8.block.0, fp8.block.1],
+            "weights": fp8.pairs.len(),
+            "unscaled": fp8.unpaired.len(),
+            "scale_suffix": fp8.suffix,
+            "scale_dtype": fp8.scale_dtype.map(DType::code),
+        }),
+        Quantization::ScaledFp8(granularity) => {
+            let per = match granularity {
+                Granularity::Tensor => "tensor",
+                Granularity::Channel => "channel",
+            };
+            json!({"scheme": "scaled_fp8", "scale_per": per})
+        }
+        Quantization::Mxfp4 => json!({"scheme": "mxfp4"}),
+        Quantization::Int4Packed { group } => json!({"scheme": "int4_packed", "group": group}),
+        Quantization::Nvfp4 => json!({"scheme": "nvfp4"}),
+        Quantization::CompressedTensors { format } => json!({"scheme": "compressed_tensors", "format": format}),
+        Quantization::Unknown { method } => json!({"scheme": "unknown", "method": method}),
+    };
+    // Whether a dtype can be asked for.
+    row["converts"] = matches!(quantization, Quantization::None | Quantization::BlockFp8(_)).into();
+    row["text"] = quantization.to_string().into();
+    row
+}
+
 /// The whole report as JSON.
 pub fn json<'a>(checkpoint: &Checkpoint, views: impl IntoIterator<Item = (&'a str, &'a Plan)>) -> Value {
     let dialect = checkpoint.dialect();
@@ -454,9 +493,9 @@ pub fn json<'a>(checkpoint: &Checkpoint, views: impl IntoIterator<Item = (&'a st
             "layers": families,
             "declared_layers": dialect.declared_layers,
             "mtp_layers": dialect.mtp_layers,
-            "experts": dialect.experts.to_string(),
+            "experts": experts_json(dialect.experts),
             "qkv": dialect.qkv.to_string(),
-            "quantization": dialect.quantization.to_string(),
+            "quantization": quantization_json(&dialect.quantization),
             "tensors": dialect.tensors(),
             "bytes": dialect.bytes(),
         },
@@ -485,5 +524,27 @@ mod tests {
             assert_eq!(human_bytes(bytes), expected);
         }
         assert_eq!((percent(1, 8), percent(0, 0)), ("12.5 %".to_owned(), "0.0 %".to_owned()));
+    }
+
+    #[test]
+    fn dialects_are_told_in_members() {
+        let rows = [
+            (
+                experts_json(Experts::Single { count: 4 }),
+                json!({"kept": "single", "count": 4, "text": "4, one tensor each"}),
+            ),
+            (experts_json(Experts::None), json!({"kept": "none", "count": null, "text": "none"})),
+            (
+                quantization_json(&Quantization::None),
+                json!({"scheme": null, "converts": true, "text": "not quantized"}),
+            ),
+            (
+                quantization_json(&Quantization::Int4Packed { group: Some(32) }),
+                json!({"scheme": "int4_packed", "group": 32, "converts": false, "text": "int4 packed, groups of 32"}),
+            ),
+        ];
+        for (found, expected) in rows {
+            assert_eq!(found, expected);
+        }
     }
 }

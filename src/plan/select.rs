@@ -139,6 +139,11 @@ pub(super) fn is_tower(name: &str) -> bool {
     name.split('.').take(3).any(|word| TOWERS.contains(&word))
 }
 
+/// Whether a name belongs to a predictor of further tokens that stands beside the layers.
+pub(super) fn is_predictor(name: &str) -> bool {
+    name.split('.').take(3).any(|word| matches!(word, "mtp" | "nextn" | "mtp_layers"))
+}
+
 /// Members of a configuration with one entry per layer.
 const PER_LAYER: [&str; 5] =
     ["layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "moe_layer_freq"];
@@ -209,8 +214,8 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
     for (id, info) in base.tensors() {
         let parsed = naming::parse(info.name, &words);
         let of_text = parsed.layer.filter(|_| text.as_deref() == Some(parsed.prefix.as_str()));
-        let is_mtp = info.name.split('.').take(3).any(|word| word == "mtp" || word == "nextn" || word == "mtp_layers")
-            || of_text.is_some_and(|layer| declared.is_some_and(|declared| layer >= declared));
+        let is_mtp =
+            is_predictor(info.name) || of_text.is_some_and(|layer| declared.is_some_and(|declared| layer >= declared));
         let out = subset.layers.as_ref().zip(of_text).is_some_and(|(layers, layer)| !layers.contains(layer));
         let matched = (include.is_empty() || include.iter().any(|pattern| pattern.matches(info.name)))
             && !exclude.iter().any(|pattern| pattern.matches(info.name));

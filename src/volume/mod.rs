@@ -9,12 +9,14 @@ mod name_tree;
 mod served;
 mod stats;
 mod tree;
+mod unavailable;
 mod view_files;
 
 use std::{fs::File, ops::ControlFlow, sync::Arc, time::SystemTime};
 
 pub use metrics::{Metrics, Op};
 pub use served::{ViewPlan, Volume, VolumeError, VolumeOptions};
+pub use unavailable::{Unavailable, unavailable, unavailable_text};
 
 /// Index of a node in the tree; 1 is the root, as the kernel has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -19,6 +19,7 @@ use super::{
     name_tree::NameNode,
     stats,
     tree::{Block, BlockKind, Fixed, FixedKind, Flavor, Names, Place, Seedling, Tree},
+    unavailable::unavailable_text,
     view_files::{Content, Made, ORBAX_ITEM, ViewFiles},
 };
 use crate::{
@@ -129,9 +130,11 @@ impl Volume {
         let mut problems = Vec::new();
         let mut root = Seedling::default();
         let mut made = Vec::new();
+        let mut plan_text = options.plan_text;
         for view in views {
             match ViewFiles::new(Arc::clone(&checkpoint), view.plan) {
                 Ok(files) => {
+                    plan_text.push_str(&unavailable_text(&view.name, &files.unavailable()));
                     let index = u32::try_from(made.len()).unwrap_or(u32::MAX);
                     let directory = if view.name.is_empty() { Some(&mut root) } else { root.directory(&view.name) };
                     if let Some(directory) = directory {
@@ -146,7 +149,7 @@ impl Volume {
             directory.file("stats.json", FixedKind::Stats);
             directory.file("metrics", FixedKind::Metrics);
             directory.file("config.toml", FixedKind::Text(options.config_text.into_bytes().into()));
-            directory.file("plan.txt", FixedKind::Text(options.plan_text.into_bytes().into()));
+            directory.file("plan.txt", FixedKind::Text(plan_text.into_bytes().into()));
         }
         if !problems.is_empty() {
             return Err(VolumeError { problems });
@@ -397,6 +400,9 @@ fn array_kind(node: ArrayNode) -> NodeKind {
 /// Name of the file that says why a format's directory is otherwise empty.
 const UNAVAILABLE: &str = "UNAVAILABLE.txt";
 
+/// Name of the file that says that others of its directory are missing.
+const PARTIAL: &str = "PARTIAL.txt";
+
 /// Plants the directory of a format that cannot hold the view: it says why, and no loader takes it for a checkpoint.
 fn plant_unavailable(directory: &mut Seedling, format: &str, reason: &str) {
     tracing::warn!("{format}/ is not available: {reason}");
@@ -426,6 +432,10 @@ fn plant_view(directory: &mut Seedling, index: u32, files: &ViewFiles, problems:
     if let Some(bundles) = directory.directory("safetensors") {
         for device in &plan.devices {
             bundles.file(&format!("dev{device}.safetensors"), made(Made::Safetensors { device: *device }));
+        }
+        if let Err(reason) = files.safetensors() {
+            let text = format!("For loaders of these devices' own files only: {reason}.\n");
+            bundles.file(PARTIAL, FixedKind::Text(text.into_bytes().into()));
         }
         if files.has_safetensors_index() {
             bundles.file("model.safetensors.index.json", made(Made::SafetensorsIndex));

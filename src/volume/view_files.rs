@@ -13,6 +13,7 @@ use super::{
     manifest,
     name_tree::NameTree,
     tree::{Flavor, Names},
+    unavailable::{self, Unavailable},
 };
 use crate::{
     checkpoint::Checkpoint,
@@ -90,6 +91,8 @@ pub(super) struct ViewFiles {
     arrays: Result<ArrayTable, String>,
     /// Why there are no files of torch, if there are none.
     torch: Result<(), String>,
+    /// Why the files of safetensors are not all of the tensors, if they are not.
+    safetensors: Result<(), String>,
     checkpoint: Arc<Checkpoint>,
     safetensors_len: Vec<OnceLock<u64>>,
     sharded_state_len: Vec<OnceLock<u64>>,
@@ -126,15 +129,13 @@ impl ViewFiles {
         let names = NameTree::new(&plan, "", |_| true)?;
         let npy = NameTree::new(&plan, ".npy", |tensor| plan.is_bundled(tensor))?;
         let arrays = ArrayTable::new(&plan);
-        let foreign = plan.bundle().find(|tensor| !image::torch_holds(tensor.view.dtype()));
-        let torch =
-            foreign.map_or(Ok(()), |tensor| Err(format!("{}: torch has no type {}", tensor.name, tensor.view.dtype())));
         let slots = |count: usize| (0..count).map(|_| OnceLock::new()).collect();
         Ok(Self {
             names,
             npy,
             arrays,
-            torch,
+            torch: unavailable::torch(&plan),
+            safetensors: unavailable::safetensors(&plan),
             checkpoint,
             safetensors_len: slots(plan.devices.len()),
             sharded_state_len: slots(plan.devices.len()),
@@ -165,6 +166,17 @@ impl ViewFiles {
     /// Why there are no files of torch, if there are none.
     pub(super) fn torch(&self) -> Result<(), &str> {
         self.torch.as_ref().copied().map_err(String::as_str)
+    }
+
+    /// Why the files of safetensors are not all of the tensors, if they are not.
+    pub(super) fn safetensors(&self) -> Result<(), &str> {
+        self.safetensors.as_ref().copied().map_err(String::as_str)
+    }
+
+    /// What the view does not have, and why.
+    pub(super) fn unavailable(&self) -> Vec<Unavailable> {
+        let orbax = self.arrays.as_ref().err().cloned();
+        unavailable::collect(&self.plan, self.safetensors.clone().err(), self.torch.clone().err(), orbax)
     }
 
     /// The region of a tensor that `device` holds; all of it without a device.
@@ -306,8 +318,13 @@ impl ViewFiles {
         entries
     }
 
-    /// Metadata of a device's file: what transformers demands, and where the shards are in their tensors.
+    /// Metadata of a device's file: what transformers demands, and where the shards are in their tensors. Where the files do
+    /// not have all of these, a reader of the places would fill what there is and leave the rest as it was: without them it
+    /// finds tensors of other shapes, and refuses.
     fn safetensors_metadata(&self, device: u64) -> Vec<(&'static str, String)> {
+        if self.safetensors.is_err() {
+            return FORMAT_PT.iter().map(|(key, value)| (*key, (*value).to_owned())).collect();
+        }
         let shards = self
             .plan
             .bundle()

@@ -408,8 +408,8 @@ def block_fp8(path: Path, scale_code: str) -> Repo:
     for n in range(2):
         at = f"model.layers.{n}"
         for word, rows, columns in (
-            ("self_attn.q_a_proj", 130, 200), ("self_attn.kv_a_proj_with_mqa", 192, 200),
-            ("self_attn.o_proj", 200, 129), ("mlp.gate_proj", 300, 200), ("mlp.up_proj", 300, 200),
+            ("self_attn.q_a_proj", 130, 200), ("self_attn.q_b_proj", 140, 130),
+            ("self_attn.kv_a_proj_with_mqa", 192, 200), ("self_attn.kv_b_proj", 150, 140), ("self_attn.o_proj", 200, 129), ("mlp.gate_proj", 300, 200), ("mlp.up_proj", 300, 200),
             ("mlp.down_proj", 200, 300),
         ):  # fmt: skip
             name = f"{at}.{word}"
@@ -418,9 +418,8 @@ def block_fp8(path: Path, scale_code: str) -> Repo:
             out[f"{name}.weight"] = Tensor("F8_E4M3", (rows, columns), quantized.tobytes())
             grid = rng.uniform(1e-4, 3e-2, (-(-rows // BLOCK), -(-columns // BLOCK))).astype(np.float32)
             (scales if n else out)[f"{name}.weight_scale_inv"] = Tensor.of(scale_code, grid)
-        out |= {
-            f"{at}.{word}.weight": draw(f"{at}.{word}", "BF16", 200) for word in LLAMA_NORMS
-        }
+        sizes = {word: 200 for word in LLAMA_NORMS} | {"self_attn.q_a_layernorm": 130, "self_attn.kv_a_layernorm": 140}
+        out |= {f"{at}.{word}.weight": draw(f"{at}.{word}", "BF16", size) for word, size in sizes.items()}
     files = {"model-00001-of-00002.safetensors": out, "model-00002-of-00002.safetensors": scales}
     return write(path, files, config)
 

@@ -83,11 +83,20 @@ def test_plan_json(repo, name, mesh):
     "name,fact,value",
     [("phi3", "qkv", "fused"), ("llama", "qkv", "separate"), ("qwen3_moe", "experts", "4, one tensor each"),
      ("gpt_oss", "experts", "fused"), ("llama", "experts", "none"), ("llama", "quantization", "not quantized"),
-     ("block_fp8_f32", "quantization", "fp8 in blocks of 128x128, 12 weights with F32 scales *_scale_inv"),
-     ("block_fp8_bf16", "quantization", "fp8 in blocks of 128x128, 12 weights with BF16 scales *_scale_inv")],
+     ("block_fp8_f32", "quantization", "fp8 in blocks of 128x128, 16 weights with F32 scales *_scale_inv"),
+     ("block_fp8_bf16", "quantization", "fp8 in blocks of 128x128, 16 weights with BF16 scales *_scale_inv")],
 )  # fmt: skip
 def test_plan_names_the_dialect(repo, name, fact, value):
-    assert run("plan", repo(name).path, "--json").json()["dialect"][fact] == value
+    found = run("plan", repo(name).path, "--json").json()["dialect"][fact]
+    assert (found if fact == "qkv" else found["text"]) == value
+
+
+def test_plan_tells_experts_and_quantization_in_members(repo):
+    dialect = run("plan", repo("qwen3_moe").path, "--json").json()["dialect"]
+    assert (dialect["experts"]["kept"], dialect["experts"]["count"], dialect["quantization"]["scheme"]) == ("single", 4, None)
+    found = run("plan", repo("block_fp8_bf16").path, "--json").json()["dialect"]["quantization"]
+    expected = {"scheme": "block_fp8", "block": [128, 128], "weights": 16, "scale_suffix": "_scale_inv", "scale_dtype": "BF16"}
+    assert expected.items() <= found.items() and found["converts"]
 
 
 def test_missing_layers_are_refused(tmp_path):

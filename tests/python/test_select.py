@@ -5,6 +5,7 @@ import json
 import peft
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file
 
@@ -77,3 +78,24 @@ def test_renames_reach_hf_and_its_index(own, tmp_path):
     index = json.loads((mounted / "hf/model.safetensors.index.json").read_text())["weight_map"]
     in_files = {name: load_file(mounted / "hf" / file)[name] for name, file in index.items()}
     assert_same(in_files, expected)
+
+
+@pytest.mark.parametrize("devices", ["0-1", "2-3"])
+def test_a_reader_of_the_whole_refuses_some_devices(devices, own, tmp_path):
+    """What some devices hold is theirs: taken for the whole it would leave gaps, so it is no checkpoint of the whole."""
+    model = tiny_llama(layers=1)
+    model.save_pretrained(tmp_path / "base")
+    mounted = own(tmp_path / "base", "--layout", "hf", "--mesh", "fsdp=4", "--devices", devices)
+    expected = model.state_dict()
+
+    def load(reader):
+        state = {name: torch.full_like(tensor, 7) for name, tensor in expected.items()}
+        dcp.load(state, storage_reader=reader, no_dist=True)
+        return state
+
+    with pytest.raises(Exception, match="[Ss]ize mismatch"):
+        load(dcp.HuggingFaceStorageReader(str(mounted / "safetensors")))
+    assert "DCP_SHARDING_INFO" in (mounted / "safetensors/PARTIAL.txt").read_text()
+    assert_same(load(dcp.FileSystemReader(mounted / "dcp")), expected)
+    own_rows = load_file(mounted / f"safetensors/dev{devices[0]}.safetensors")["lm_head.weight"]
+    assert torch.equal(own_rows, expected["lm_head.weight"].chunk(4)[int(devices[0])])

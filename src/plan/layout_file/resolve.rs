@@ -2,7 +2,7 @@
 
 use std::{
     cell::RefCell,
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     ops::Range,
     sync::Arc,
 };
@@ -12,8 +12,9 @@ use super::{
         draft::{Bundled, Draft, Roles},
         expr::{EvalError, Expr, Names, Template, Value},
         mesh::Mesh,
+        name_group::{fold, stars},
         pattern::Pattern,
-        problem::Problem,
+        problem::{Problem, RulePlace},
         values::Values,
     },
     Allowed, Each, Keep, LayoutFile, Leaf, Place, Placed, Resolved, Stack,
@@ -69,6 +70,7 @@ impl LayoutFile {
             allowed,
             used: vec![false; checkpoint.table().id_end()],
             drafts: Vec::new(),
+            lost: Vec::new(),
             problems,
             warnings: Vec::new(),
         };
@@ -77,6 +79,7 @@ impl LayoutFile {
         }
         if resolver.problems.is_empty() {
             resolver.run();
+            resolver.compare();
         }
         let params = self.params.keys().map(|name| {
             let value = scope.global(name).map_or_else(|_| "absent".to_owned(), |value| value.to_string());
@@ -216,12 +219,24 @@ enum Failure {
     Source(Problem),
 }
 
+/// A source that a rule names and the repository has not.
+struct Lost {
+    source: String,
+    /// The leaf that needs it.
+    target: String,
+    /// Line of the rule.
+    line: usize,
+    /// Whether the leaf is left out, as the user allows.
+    allowed: bool,
+}
+
 struct Resolver<'a> {
     scope: &'a Scope<'a>,
     values: &'a Values<'a>,
     allowed: Allowed,
     used: Vec<bool>,
     drafts: Vec<Draft>,
+    lost: Vec<Lost>,
     problems: Vec<Problem>,
     warnings: Vec<String>,
 }
@@ -257,10 +272,6 @@ impl<'a> Resolver<'a> {
                     self.rule(Some(place), leaf, &bound);
                 }
             }
-        }
-        // Rules that failed have used nothing: what they leave over is not unexpected.
-        if !self.problems.iter().any(|problem| matches!(problem, Problem::Layout { .. })) {
-            self.unexpected();
         }
     }
 
@@ -376,13 +387,12 @@ impl<'a> Resolver<'a> {
             if leaf.optional && found.is_empty() {
                 return;
             }
-            if missing.iter().all(|source| self.allowed.missing.accepts(source)) {
-                self.warnings.push(format!("{name} is left out: missing tensor {}", missing[0]));
-                return;
-            }
-            let missing =
-                missing.iter().map(|source| Problem::MissingTensor { name: source.clone(), for_target: name.clone() });
-            self.problems.extend(missing);
+            let allowed = missing.iter().all(|source| self.allowed.missing.accepts(source));
+            let lost = missing.iter().map(|source| {
+                let (source, target) = (source.clone(), name.clone());
+                Lost { source, target, line: leaf.from_line, allowed }
+            });
+            self.lost.extend(lost);
             return;
         }
         match view {
@@ -532,8 +542,8 @@ impl<'a> Resolver<'a> {
         value.and_then(|value| value.view("view").cloned()).map_err(|error| Failure::Rule(view.line, error))
     }
 
-    /// Reports the tensors that no rule uses and none ignores.
-    fn unexpected(&mut self) {
+    /// Names that rules ignore.
+    fn ignored(&mut self) -> Vec<Pattern> {
         let mut ignored = Vec::new();
         for ignore in &self.scope.file.ignores {
             for bound in self.instances(&ignore.each, ignore.when.as_ref(), &[]) {
@@ -550,16 +560,49 @@ impl<'a> Resolver<'a> {
                 }
             }
         }
-        for (id, info) in self.scope.checkpoint.tensors() {
-            if self.used[id.0 as usize] || ignored.iter().any(|pattern| pattern.matches(info.name)) {
-                continue;
+        ignored
+    }
+
+    /// Reports the sources that are missing, and the tensors that no rule uses and none ignores.
+    fn compare(&mut self) {
+        // Rules that failed have used nothing: what they leave over is not unexpected.
+        let failed = self.problems.iter().any(|problem| matches!(problem, Problem::Layout { .. }));
+        let ignored = self.ignored();
+        let (used, unused): (Vec<_>, Vec<_>) =
+            self.scope.checkpoint.tensors().partition(|(id, _)| self.used[id.0 as usize]);
+        let mut unused: Vec<&str> = unused.into_iter().map(|(_, info)| info.name).collect();
+        unused.retain(|name| !ignored.iter().any(|pattern| pattern.matches(name)));
+        let strange: BTreeSet<String> = unused.iter().map(|name| stars(name)).collect();
+        let lost = std::mem::take(&mut self.lost);
+        let mut by_rule: BTreeMap<(bool, usize, String), Vec<&Lost>> = BTreeMap::new();
+        for lost in &lost {
+            by_rule.entry((lost.allowed, lost.line, stars(&lost.source))).or_default().push(lost);
+        }
+        for ((allowed, line, _), lost) in by_rule {
+            let sources: BTreeSet<&str> = lost.iter().map(|lost| lost.source.as_str()).collect();
+            let targets: BTreeSet<&str> = lost.iter().map(|lost| lost.target.as_str()).collect();
+            let first = lost[0].target.as_str();
+            let for_target =
+                if targets.len() == 1 { first.to_owned() } else { format!("{first} and {} more", targets.len() - 1) };
+            for group in fold(sources, &[&strange]) {
+                if allowed {
+                    self.warnings.push(format!("{for_target} is left out: missing tensor {}", group.counted()));
+                } else {
+                    let rule = RulePlace(Some((self.scope.file.label.clone(), line)));
+                    self.problems.push(Problem::MissingTensor { group, for_target: for_target.clone(), rule });
+                }
             }
-            let problem = Problem::UnexpectedTensor { name: info.name.to_owned() };
-            if self.allowed.unmapped.accepts(info.name) {
-                self.warnings.push(format!("{problem}: left out"));
-            } else {
-                self.problems.push(problem);
-            }
+        }
+        let (allowed, refused): (Vec<&str>, Vec<&str>) =
+            unused.into_iter().partition(|name| self.allowed.unmapped.accepts(name));
+        for group in fold(allowed, &[]) {
+            self.warnings.push(format!("{}: left out", Problem::UnexpectedTensor { group }));
+        }
+        if !failed && !refused.is_empty() {
+            let known = used.iter().map(|(_, info)| stars(info.name)).collect();
+            let gone = lost.iter().map(|lost| stars(&lost.source)).collect();
+            let refused = fold(refused, &[&gone, &known]);
+            self.problems.extend(refused.into_iter().map(|group| Problem::UnexpectedTensor { group }));
         }
     }
 }

@@ -1,0 +1,160 @@
+//! Names that differ in numbers only, told as one, and the name of another set that each is most like.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Names that differ in numbers only.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NameGroup {
+    /// The name, with its numbers as in `model.layers.{0-31}.mlp`.
+    pub name: String,
+    /// How many there are.
+    pub count: u64,
+    /// The name, numbers as `*`, that is most like it on the other side: found for what is missing, known for what is not.
+    pub nearest: Option<String>,
+}
+
+impl NameGroup {
+    /// A single name.
+    pub(super) fn one(name: impl Into<String>) -> Self {
+        Self { name: name.into(), count: 1, nearest: None }
+    }
+
+    /// The name and, if there are several, how many.
+    pub(super) fn counted(&self) -> String {
+        let several = if self.count > 1 { format!(" ({} tensors)", self.count) } else { String::new() };
+        format!("{}{several}", self.name)
+    }
+
+    /// What is said of the nearest name, if there is one.
+    pub(super) fn hint(&self) -> String {
+        self.nearest.as_ref().map_or_else(String::new, |nearest| format!("; the nearest name is {nearest}"))
+    }
+}
+
+impl std::fmt::Display for NameGroup {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}{}", self.counted(), self.hint())
+    }
+}
+
+/// A name with all numbers between dots as `*`, and these numbers.
+fn starred(name: &str) -> (String, Vec<u64>) {
+    let mut numbers = Vec::new();
+    let words = name.split('.').map(|word| match word.parse() {
+        Ok(number) if word.bytes().all(|byte| byte.is_ascii_digit()) => {
+            numbers.push(number);
+            "*"
+        }
+        _ => word,
+    });
+    (words.collect::<Vec<_>>().join("."), numbers)
+}
+
+/// A name with all numbers between dots as `*`.
+pub(super) fn stars(name: &str) -> String {
+    starred(name).0
+}
+
+fn ranges(numbers: &BTreeSet<u64>) -> String {
+    let numbers: Vec<u64> = numbers.iter().copied().collect();
+    let words = numbers.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
+        [first, .., last] => format!("{first}-{last}"),
+        only => only.iter().map(u64::to_string).collect(),
+    });
+    words.collect::<Vec<_>>().join(",")
+}
+
+/// Names folded over their numbers, each with the nearest of the first set of `others` in which one is near.
+pub(super) fn fold<'a>(names: impl IntoIterator<Item = &'a str>, others: &[&BTreeSet<String>]) -> Vec<NameGroup> {
+    let mut groups: BTreeMap<String, (u64, Vec<BTreeSet<u64>>)> = BTreeMap::new();
+    for name in names {
+        let (stars, numbers) = starred(name);
+        let (count, sets) = groups.entry(stars).or_insert_with(|| (0, vec![BTreeSet::new(); numbers.len()]));
+        *count += 1;
+        for (set, number) in sets.iter_mut().zip(numbers) {
+            set.insert(number);
+        }
+    }
+    let group = |(stars, (count, sets)): (String, (u64, Vec<BTreeSet<u64>>))| {
+        let nearest = others.iter().find_map(|others| nearest(&stars, others));
+        let mut sets = sets.iter();
+        let words = stars.split('.').map(|word| match (word, sets.clone().next()) {
+            ("*", Some(set)) => {
+                sets.next();
+                if set.len() == 1 { ranges(set) } else { format!("{{{}}}", ranges(set)) }
+            }
+            _ => word.to_owned(),
+        });
+        NameGroup { name: words.collect::<Vec<_>>().join("."), count, nearest }
+    };
+    groups.into_iter().map(group).collect()
+}
+
+/// Names compared for being near; more would take too long for a hint.
+const COMPARED_MAX: usize = 2_000;
+
+/// The most similar name, if it differs in less than a third of the characters from the first word on that differs.
+fn nearest(name: &str, others: &BTreeSet<String>) -> Option<String> {
+    let other = others.iter().filter(|other| other.as_str() != name).take(COMPARED_MAX);
+    let (distance, other) = other.map(|other| (distance(name, other), other)).min()?;
+    let same: usize = name.split('.').zip(other.split('.')).take_while(|(l, r)| l == r).map(|(l, _)| l.len() + 1).sum();
+    (distance * 3 < name.len().saturating_sub(same)).then(|| other.clone())
+}
+
+/// Fewest insertions, deletions and replacements of bytes from one text to the other.
+fn distance(left: &str, right: &str) -> usize {
+    let mut row: Vec<usize> = (0..=right.len()).collect();
+    for (at, l) in left.bytes().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = at + 1;
+        for (column, r) in right.bytes().enumerate() {
+            let replaced = diagonal + usize::from(l != r);
+            diagonal = row[column + 1];
+            row[column + 1] = replaced.min(diagonal + 1).min(row[column] + 1);
+        }
+    }
+    row[right.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_fold_over_numbers() {
+        let names =
+            ["a.0.self_attn.query", "a.1.self_attn.query", "a.3.self_attn.query", "norm", "a.1.e.0.w", "a.1.e.1.w"];
+        let others = ["a.*.self_attn.quary".to_owned(), "x".to_owned()].into();
+        let texts: BTreeSet<String> =
+            fold(names, &[&BTreeSet::new(), &others]).iter().map(ToString::to_string).collect();
+        let expected = [
+            "a.{0-1,3}.self_attn.query (3 tensors); the nearest name is a.*.self_attn.quary",
+            "a.1.e.{0-1}.w (2 tensors)",
+            "norm",
+        ];
+        assert_eq!(texts, expected.into_iter().map(str::to_owned).collect());
+    }
+
+    #[test]
+    fn names_are_near_by_what_differs() {
+        let known =
+            ["m.layers.*.self_attn.q_proj.weight".to_owned(), "m.layers.*.mlp.up_proj.weight".to_owned()].into();
+        for (name, near) in [
+            ("m.layers.*.self_atn.q_proj.weight", true),
+            ("m.layers.*.self_attn.query_proj.weight", true),
+            ("m.layers.*.linear_attn.conv1d.weight", false),
+            ("m.layers.*.self_attn.q_proj.weight", false),
+            ("q", false),
+        ] {
+            assert_eq!(nearest(name, &known).is_some(), near, "{name}");
+        }
+    }
+
+    #[test]
+    fn distances() {
+        for (left, right, expected) in [("", "", 0), ("abc", "", 3), ("kitten", "sitting", 3), ("q_proj", "k_proj", 1)]
+        {
+            assert_eq!((distance(left, right), distance(right, left)), (expected, expected));
+        }
+    }
+}
