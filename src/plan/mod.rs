@@ -46,7 +46,7 @@ pub use layout_file::LayoutFile;
 pub use layouts::Embedded;
 pub use logical::{LogicalRule, LogicalRules};
 pub use mesh::{Mesh, MeshAxis, MeshError};
-pub use naming::component;
+pub use naming::{SELF_WORD, component};
 pub use pattern::{Pattern, PatternError};
 pub use problem::{PlanError, Problem};
 pub use rename::Rename;
