@@ -97,3 +97,14 @@ fn tensors_of_most_axes_stay_single() {
     assert!(volume.resolve("full/layers/1/x/y").is_ok());
     assert!(volume.resolve("full/layers/scanned").is_err());
 }
+
+#[test]
+fn paths_that_cannot_be_opened_are_refused() {
+    for words in [2_000, 200_000] {
+        let name = vec!["ab"; words].join(".");
+        let error = volume(&[row(&name, DType::U8, &[1])], &json!({})).err().unwrap();
+        assert!(error.contains("ab.ab") && error.contains("bytes, at most 3584 are possible"), "{error}");
+        assert!(error.len() < 200, "{error}");
+    }
+    assert!(volume(&[row(&vec!["a"; 1_500].join("."), DType::U8, &[1])], &json!({})).is_ok());
+}
