@@ -108,3 +108,21 @@ fn paths_that_cannot_be_opened_are_refused() {
     }
     assert!(volume(&[row(&vec!["a"; 1_500].join("."), DType::U8, &[1])], &json!({})).is_ok());
 }
+
+#[test]
+fn shares_of_a_fused_matrix_may_be_any_numbers() {
+    let rows = [
+        row("model.embed_tokens.weight", DType::BF16, &[4, 4]),
+        row("model.layers.0.self_attn.qkv_proj.weight", DType::BF16, &[12, 4]),
+    ];
+    let config = |heads: u64, kv: u64| json!({"model_type": "phi3", "num_attention_heads": heads, "num_key_value_heads": kv, "hidden_size": 4});
+    // Sums and products beyond 64 bits.
+    for (heads, kv) in [(u64::MAX, u64::MAX), (1 << 63, 1 << 63), (u64::MAX, 1), (0, 0)] {
+        let dir = repo(&rows, &config(heads, kv));
+        let plan = Plan::build(&open(dir.path()), &ViewOptions::default());
+        match plan {
+            Ok(plan) => assert!(heads == kv && heads > 0, "{heads} {kv}: {}", plan.tensors.len()),
+            Err(error) => assert!(error.to_string().contains("does not split in shares of"), "{error}"),
+        }
+    }
+}

@@ -246,16 +246,23 @@ impl Namer<'_> {
             number.ok_or_else(|| Problem::Config { name: name.to_owned(), member: share.clone() })
         });
         let shares = shares.collect::<Result<Vec<u64>, _>>()?;
-        let total: u64 = shares.iter().sum();
+        // The configuration may say anything: products of its numbers need not fit 64 bits.
+        let total: u128 = shares.iter().copied().map(u128::from).sum();
         let axis = role.split_axis;
         let extent = shape.get(axis).copied().unwrap_or(0);
-        if total == 0 || shape.len() <= axis || shares.iter().any(|share| !(extent * share).is_multiple_of(total)) {
+        let part = |share: u64| {
+            let product = u128::from(extent) * u128::from(share);
+            let whole = total > 0 && product.is_multiple_of(total);
+            whole.then(|| u64::try_from(product / total).ok()).flatten()
+        };
+        let parts: Option<Vec<u64>> = shares.iter().map(|share| part(*share)).collect();
+        let Some(parts) = parts.filter(|_| axis < shape.len()) else {
             let shape = crate::tensor::Shape::try_new(shape).unwrap_or_default();
             return Err(Problem::Split { name: name.to_owned(), axis, shape, shares });
-        }
+        };
         let mut start = 0;
-        for ((short, _), share) in role.split.iter().zip(&shares) {
-            let stop = start + extent * share / total;
+        for ((short, _), part) in role.split.iter().zip(parts) {
+            let stop = start + part;
             let rest = if suffix == "bias" { short.replacen('w', "b", 1) } else { short.clone() };
             named.push(Named { rest, part: Some((axis, start, stop)), ..whole.clone() });
             start = stop;
