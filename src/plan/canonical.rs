@@ -3,23 +3,24 @@
 //! Names of layers become `layers.N.<rest>`, and tensors that several layers have with equal shape and dtype also appear
 //! stacked, as `layers.scanned.<rest>`. Where a name differs in shape from layer to layer, the largest group of equal
 //! layers is stacked and the others stay single. Known families have short names; other names keep their words, less a
-//! leading `model.` and a final `weight` (which stays where the name would otherwise be a directory).
+//! leading `model.` and a final `weight` (which stays where the name would otherwise be a directory). A name that is a
+//! directory even so, because another tensor's goes on with a dot, ends in `_self`.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     sync::Arc,
 };
 
 use super::{
     draft::{Bundled, Draft, Roles},
     family::{Family, Generic, Role},
-    naming::{self, Parsed},
+    naming::{self, Parsed, SELF_WORD},
     problem::Problem,
     values::Values,
 };
 use crate::{
     checkpoint::Checkpoint,
-    tensor::{DType, TensorId, View},
+    tensor::{DType, RANK_MAX, TensorId, View},
 };
 
 /// A part of a source tensor and what it is to be called.
@@ -245,16 +246,23 @@ impl Namer<'_> {
             number.ok_or_else(|| Problem::Config { name: name.to_owned(), member: share.clone() })
         });
         let shares = shares.collect::<Result<Vec<u64>, _>>()?;
-        let total: u64 = shares.iter().sum();
+        // The configuration may say anything: products of its numbers need not fit 64 bits.
+        let total: u128 = shares.iter().copied().map(u128::from).sum();
         let axis = role.split_axis;
         let extent = shape.get(axis).copied().unwrap_or(0);
-        if total == 0 || shape.len() <= axis || shares.iter().any(|share| !(extent * share).is_multiple_of(total)) {
+        let part = |share: u64| {
+            let product = u128::from(extent) * u128::from(share);
+            let whole = total > 0 && product.is_multiple_of(total);
+            whole.then(|| u64::try_from(product / total).ok()).flatten()
+        };
+        let parts: Option<Vec<u64>> = shares.iter().map(|share| part(*share)).collect();
+        let Some(parts) = parts.filter(|_| axis < shape.len()) else {
             let shape = crate::tensor::Shape::try_new(shape).unwrap_or_default();
             return Err(Problem::Split { name: name.to_owned(), axis, shape, shares });
-        }
+        };
         let mut start = 0;
-        for ((short, _), share) in role.split.iter().zip(&shares) {
-            let stop = start + extent * share / total;
+        for ((short, _), part) in role.split.iter().zip(parts) {
+            let stop = start + part;
             let rest = if suffix == "bias" { short.replacen('w', "b", 1) } else { short.clone() };
             named.push(Named { rest, part: Some((axis, start, stop)), ..whole.clone() });
             start = stop;
@@ -264,7 +272,7 @@ impl Namer<'_> {
 }
 
 /// Puts back what was dropped from names where two would otherwise meet: a final `weight` where the name is also a
-/// directory, and everything where two tensors would have one name.
+/// directory, and everything where two tensors would have one name. What still is a directory gets a word of its own.
 fn settle_collisions(checkpoint: &Checkpoint, named: &mut [Named]) {
     let scope = |n: &Named| format!("{}{}.", n.prefix, if n.layer.is_some() { "layers" } else { "" });
     let mut rests = BTreeSet::new();
@@ -291,6 +299,23 @@ fn settle_collisions(checkpoint: &Checkpoint, named: &mut [Named]) {
         if count.get(&n.unscanned()).is_some_and(|count| *count > 1) {
             (n.prefix, n.layer, n.expert) = (String::new(), None, None);
             checkpoint.tensor(n.id).name.clone_into(&mut n.rest);
+        }
+    }
+    // Alike in all layers, so that they still stack.
+    let paths = |n: &Named| {
+        let stem = format!("{}{}", n.prefix, if n.layer.is_some() { "layers." } else { "" });
+        [format!("{stem}{}.", n.rest), format!("{stem}{}.", n.collapsed())]
+    };
+    let all: BTreeSet<String> = named.iter().flat_map(paths).collect();
+    let holds =
+        |path: &String| all.range::<String, _>(path.clone()..).nth(1).is_some_and(|next| next.starts_with(path));
+    let directories: HashSet<&String> = all.iter().filter(|path| holds(path)).collect();
+    if directories.is_empty() {
+        return;
+    }
+    for n in named.iter_mut() {
+        if paths(n).iter().any(|path| directories.contains(path)) {
+            n.rest = format!("{}.{SELF_WORD}", n.rest);
         }
     }
 }
@@ -352,9 +377,19 @@ fn build(named: &[Named], values: &Values<'_>, checkpoint: &Checkpoint, problems
         let roles = Roles { stacked: 0, tp: n.tp, experts: n.experts, expert, logical: Vec::new() };
         drafts.push(Draft { name: n.unscanned(), view, roles, bundled: Bundled::ALWAYS, layers: None });
     }
-    for ((prefix, rest), members) in groups {
-        let has_expert = members.iter().any(|member| member.expert.is_some());
+    // A stack whose name is taken is not made: by a tensor that is called so, or by the stack of experts that are one tensor.
+    let mut taken: HashSet<String> =
+        drafts.iter().filter(|draft| draft.name.contains("layers.scanned.")).map(|draft| draft.name.clone()).collect();
+    let mut groups: Vec<_> = groups
+        .into_iter()
+        .map(|(name, members)| (members.iter().any(|member| member.expert.is_some()), name, members))
+        .collect();
+    groups.sort_by_key(|(has_expert, ..)| *has_expert);
+    for (has_expert, (prefix, rest), members) in groups {
         let name = format!("{prefix}layers.scanned.{}", naming::without_expert(rest, has_expert));
+        if !taken.insert(name.clone()) {
+            continue;
+        }
         match scan(&name, members, &mut drafts) {
             Ok(Some(draft)) => drafts.push(draft),
             Ok(None) => {}
@@ -391,14 +426,17 @@ fn scan(name: &str, mut members: Vec<Member>, drafts: &mut [Draft]) -> Result<Op
         return Ok(None);
     };
     let named = |error| Problem::View { name: name.to_owned(), error };
+    let stacked = 1 + usize::from(largest[0][0].expert.is_some());
+    if largest[0][0].view.shape().rank() + stacked > RANK_MAX {
+        return Ok(None);
+    }
     let views = largest.iter().map(|layer| match layer {
         [Member { expert: None, view, .. }] => Ok(view.clone()),
         experts => View::stack(0, &experts.iter().map(|member| member.view.clone()).collect::<Vec<_>>()),
     });
     let views = views.collect::<Result<Vec<_>, _>>().map_err(named)?;
     let view = View::stack(0, &views).map_err(named)?;
-    let single = largest[0][0].expert.is_some();
-    let stacked = 1 + usize::from(single);
+    let single = stacked > 1;
     let first = drafts[largest[0][0].at].roles.clone();
     let roles = Roles {
         stacked,

@@ -2,7 +2,7 @@
 //!
 //! Device `d` is the row-major number of its coordinates over the axes in the order given, the last axis fastest.
 
-use std::fmt;
+use std::{fmt, num::IntErrorKind};
 
 /// Most devices a mesh may have.
 pub const DEVICES_MAX: u64 = 1 << 20;
@@ -65,9 +65,14 @@ impl Mesh {
             if name.is_empty() || !name.chars().all(valid) {
                 return Err(MeshError::Syntax(part.to_owned()));
             }
-            let size = size.trim().parse().ok().filter(|size| *size > 0);
-            let size: u64 =
-                size.ok_or_else(|| MeshError::Size { axis: name.to_owned(), found: part[name.len()..].to_owned() })?;
+            let size = size.trim();
+            let size: u64 = match size.parse() {
+                Ok(size) if size > 0 => size,
+                Err(error) if *error.kind() == IntErrorKind::PosOverflow => {
+                    return Err(MeshError::TooLarge(text.to_owned()));
+                }
+                Ok(_) | Err(_) => return Err(MeshError::Size { axis: name.to_owned(), found: size.to_owned() }),
+            };
             if axes.iter().any(|axis| axis.name == name) {
                 return Err(MeshError::Repeated(name.to_owned()));
             }
@@ -146,7 +151,8 @@ mod tests {
     fn malformed_meshes_are_refused() {
         assert_eq!(Mesh::parse("fsdp"), Err(MeshError::Syntax("fsdp".into())));
         assert!(matches!(Mesh::parse("fsdp=0"), Err(MeshError::Size { .. })));
-        assert!(matches!(Mesh::parse("fsdp=x"), Err(MeshError::Size { .. })));
+        assert_eq!(Mesh::parse("fsdp= x"), Err(MeshError::Size { axis: "fsdp".into(), found: "x".into() }));
+        assert!(matches!(Mesh::parse("fsdp=99999999999999999999"), Err(MeshError::TooLarge(_))));
         assert_eq!(Mesh::parse("a=2,a=3"), Err(MeshError::Repeated("a".into())));
         assert!(matches!(Mesh::parse("a=1048576,b=2"), Err(MeshError::TooLarge(_))));
         assert!(matches!(Mesh::parse("../x=2"), Err(MeshError::Syntax(_))));

@@ -48,7 +48,7 @@ pub use layouts::Embedded;
 pub use logical::{LogicalRule, LogicalRules};
 pub use mesh::{Mesh, MeshAxis, MeshError};
 pub use name_group::NameGroup;
-pub use naming::component;
+pub use naming::{SELF_WORD, component};
 pub use pattern::{Pattern, PatternError};
 pub use problem::{PlanError, Problem};
 pub use rename::Rename;

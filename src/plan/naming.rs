@@ -15,6 +15,9 @@ pub(super) struct Parsed {
     pub expert: Option<u64>,
 }
 
+/// Last word of the name of a tensor whose own name is a directory, because another's goes on with a dot.
+pub const SELF_WORD: &str = "_self";
+
 /// Greatest number of a layer or expert; greater ones are words like any other.
 const NUMBER_MAX: u64 = 1 << 32;
 

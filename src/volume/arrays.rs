@@ -6,7 +6,7 @@
 
 use crate::{
     image::{CHUNK_BYTES_MAX, ChunkGrid, ZARRAY, orbax_holds},
-    plan::{Plan, PlannedTensor},
+    plan::{Plan, PlannedTensor, SELF_WORD},
 };
 
 use super::name_tree::NAME_BYTES_MAX;
@@ -19,9 +19,6 @@ const FIRST_ARRAY: u64 = 1 + METADATA_FILES.len() as u64;
 
 /// What stands before an array's chunks: its directory and its description.
 const BEFORE_CHUNKS: u64 = 2;
-
-/// What is appended to the keys of a tensor whose name is also the beginning of another's.
-const LEAF_KEY: &str = "_self";
 
 #[derive(Clone, Copy, Debug)]
 struct Row {
@@ -89,7 +86,7 @@ impl ArrayTable {
         let prefixes: Vec<usize> = (0..arrays.len()).filter(|at| is_prefix(*at, &arrays)).collect();
         for at in prefixes {
             arrays[at].0.push('.');
-            arrays[at].0.push_str(LEAF_KEY);
+            arrays[at].0.push_str(SELF_WORD);
         }
         arrays.sort();
         let mut table = Self { rows: Vec::with_capacity(arrays.len()), names: String::new(), len: FIRST_ARRAY };

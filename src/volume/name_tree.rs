@@ -11,6 +11,9 @@ use crate::plan::{Plan, PlannedTensor, Problem};
 /// Longest file name that the kernel passes, in bytes.
 pub(super) const NAME_BYTES_MAX: usize = 255;
 
+/// Longest path below a directory of tensors, in bytes: what the kernel takes at most, less what stands before.
+const PATH_BYTES_MAX: usize = 4096 - 512;
+
 #[derive(Clone, Copy, Debug)]
 struct Node {
     name_start: u32,
@@ -64,6 +67,13 @@ impl NameTree {
             let mut path = plan.path(tensor);
             if let Some(last) = path.last_mut() {
                 last.push_str(suffix);
+            }
+            let path_bytes = path.iter().map(|component| component.len() + 1).sum::<usize>() - 1;
+            if path_bytes > PATH_BYTES_MAX {
+                let start: String = tensor.name.chars().take(40).collect();
+                let reason = format!("the path has {path_bytes} bytes, at most {PATH_BYTES_MAX} are possible");
+                problems.push(Problem::File { file: format!("{start}…"), reason });
+                continue;
             }
             let mut at = &mut root;
             for component in &path {

@@ -1,0 +1,128 @@
+//! Names as repositories have them, however odd: the layout `canonical` shows every tensor under a name of its own, and
+//! what no directory can show is refused.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod common;
+
+use std::collections::BTreeMap;
+
+use ckfs::{
+    plan::{Plan, ViewOptions},
+    tensor::DType,
+    volume::{Ino, ViewPlan, Volume, VolumeOptions},
+};
+use common::{
+    repo::{Row, files, open, read, row, write_file},
+    source_bytes,
+};
+use serde_json::{Value, json};
+
+/// A repository of one file.
+fn repo(rows: &[Row], config: &Value) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    write_file(&dir.path().join("model.safetensors"), rows, 0);
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    dir
+}
+
+/// What is mounted, and the directory that it is read from.
+fn volume(rows: &[Row], config: &Value) -> Result<(Volume, tempfile::TempDir), String> {
+    let dir = repo(rows, config);
+    let checkpoint = open(dir.path());
+    let plan = Plan::build(&checkpoint, &ViewOptions::default()).map_err(|error| error.to_string())?;
+    let views = vec![ViewPlan { name: String::new(), plan: plan.into() }];
+    let volume = Volume::new(checkpoint, views, VolumeOptions::default()).map_err(|error| error.to_string())?;
+    Ok((volume, dir))
+}
+
+/// Files under `full/` with their first bytes, which tell the tensors apart.
+fn shown(names: &[&str]) -> BTreeMap<String, Vec<u8>> {
+    let rows: Vec<Row> = names.iter().map(|name| row(name, DType::BF16, &[2, 4])).collect();
+    let (volume, _dir) = volume(&rows, &json!({})).unwrap_or_else(|error| panic!("{error}"));
+    let mut found = Vec::new();
+    files(&volume, Ino::ROOT, "", &mut found);
+    let full = found.iter().filter_map(|(path, ino)| Some((path.strip_prefix("full/")?.to_owned(), *ino)));
+    full.map(|(path, ino)| (path, read(&volume, ino, 0, 16))).collect()
+}
+
+#[test]
+fn every_tensor_is_shown_under_a_name_of_its_own() {
+    let rows: &[(&[&str], &[&str])] = &[
+        // A name that another's goes on from with a dot.
+        (&["a", "a.b"], &["a/_self", "a/b"]),
+        (&["a.weight", "a.b.weight", "a.b"], &["a/weight", "a/b/weight", "a/b/_self"]),
+        (&["a", "a."], &["a/_self", "a/%"]),
+        (&[".", "..", "..."], &["%/%/_self", "%/%/%/_self", "%/%/%/%"]),
+        (&["x.a", "x", "x.a.b"], &["x/a/_self", "x/_self", "x/a/b"]),
+        // As bitsandbytes stores 4-bit weights; alike in all layers, so they stack.
+        (
+            &["h.0.fc.weight", "h.0.fc.weight.absmax", "h.1.fc.weight", "h.1.fc.weight.absmax"],
+            &[
+                "layers/0/fc/weight/_self",
+                "layers/0/fc/weight/absmax",
+                "layers/1/fc/weight/_self",
+                "layers/1/fc/weight/absmax",
+                "layers/scanned/fc/weight/_self",
+                "layers/scanned/fc/weight/absmax",
+            ],
+        ),
+        // One tensor per expert, and one for all of them.
+        (
+            &["h.0.experts.0.up", "h.0.experts.1.up", "h.0.experts.up"],
+            &["layers/0/experts/0/up", "layers/0/experts/1/up", "layers/0/experts/up", "layers/scanned/experts/up"],
+        ),
+        (&["layers.0.x.y", "layers.scanned.x.y"], &["layers/0/x/y", "layers/scanned/x/y"]),
+        (&["a/b", "a%2Fb", "a.b"], &["a%2Fb", "a%252Fb", "a/b"]),
+    ];
+    for (names, expected) in rows {
+        let shown = shown(names);
+        let mut expected: Vec<&str> = expected.to_vec();
+        expected.sort_unstable();
+        assert_eq!(shown.keys().collect::<Vec<_>>(), expected, "{names:?}");
+        for (id, _) in (0..).zip(*names) {
+            let bytes = source_bytes(ckfs::tensor::TensorId(id), 0..16);
+            assert!(shown.values().any(|shown| *shown == bytes), "{} of {names:?}", names[id as usize]);
+        }
+    }
+    // The stack of the name that both have is of the tensor for all experts.
+    let both = shown(&["h.0.experts.0.up", "h.0.experts.1.up", "h.0.experts.up"]);
+    assert_eq!(both["layers/scanned/experts/up"], both["layers/0/experts/up"]);
+}
+
+#[test]
+fn tensors_of_most_axes_stay_single() {
+    let extents = [1, 1, 1, 1, 1, 1, 2, 4];
+    let rows: Vec<Row> = ["h.0.x.y", "h.1.x.y"].map(|name| row(name, DType::BF16, &extents)).into();
+    let (volume, _dir) = volume(&rows, &json!({})).unwrap();
+    assert!(volume.resolve("full/layers/1/x/y").is_ok());
+    assert!(volume.resolve("full/layers/scanned").is_err());
+}
+
+#[test]
+fn paths_that_cannot_be_opened_are_refused() {
+    for words in [2_000, 200_000] {
+        let name = vec!["ab"; words].join(".");
+        let error = volume(&[row(&name, DType::U8, &[1])], &json!({})).err().unwrap();
+        assert!(error.contains("ab.ab") && error.contains("bytes, at most 3584 are possible"), "{error}");
+        assert!(error.len() < 200, "{error}");
+    }
+    assert!(volume(&[row(&vec!["a"; 1_500].join("."), DType::U8, &[1])], &json!({})).is_ok());
+}
+
+#[test]
+fn shares_of_a_fused_matrix_may_be_any_numbers() {
+    let rows = [
+        row("model.embed_tokens.weight", DType::BF16, &[4, 4]),
+        row("model.layers.0.self_attn.qkv_proj.weight", DType::BF16, &[12, 4]),
+    ];
+    let config = |heads: u64, kv: u64| json!({"model_type": "phi3", "num_attention_heads": heads, "num_key_value_heads": kv, "hidden_size": 4});
+    // Sums and products beyond 64 bits.
+    for (heads, kv) in [(u64::MAX, u64::MAX), (1 << 63, 1 << 63), (u64::MAX, 1), (0, 0)] {
+        let dir = repo(&rows, &config(heads, kv));
+        let plan = Plan::build(&open(dir.path()), &ViewOptions::default());
+        match plan {
+            Ok(plan) => assert!(heads == kv && heads > 0, "{heads} {kv}: {}", plan.tensors.len()),
+            Err(error) => assert!(error.to_string().contains("does not split in shares of"), "{error}"),
+        }
+    }
+}
