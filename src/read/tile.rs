@@ -35,7 +35,7 @@ const IN_USE: Duration = Duration::from_secs(5);
 const REFUSED_MAX: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
 
 /// How long after its last use a tile is given up although there is room.
-const IDLE: Duration = Duration::from_secs(60);
+const IDLE: Duration = Duration::from_mins(1);
 
 /// Which tile: a file, a segment of it, and the tile's number in the segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
