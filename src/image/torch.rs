@@ -3,7 +3,10 @@
 //! Both are made of the archives that `torch.save` writes, laid out without reading any data: see [`crate::format::torch`]
 //! and [`crate::format::zip`].
 
-use std::io::{self, Write};
+use std::{
+    collections::HashMap,
+    io::{self, Write},
+};
 
 use super::{FileImage, ImageError, safetensors::Entry};
 use crate::{
@@ -180,24 +183,32 @@ pub fn common_pt() -> Vec<u8> {
     file
 }
 
-/// Where the segments of one file of a `torch.distributed.checkpoint` directory are.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// Where the segments of the files of a `torch.distributed.checkpoint` directory are.
+#[derive(Clone, Debug)]
 pub struct Segments {
-    end: u64,
+    ends: Vec<u64>,
+    /// Lengths of segments. A model has many chunks, but of few shapes.
+    lens: HashMap<(DType, Shape), u64>,
 }
 
 impl Segments {
-    /// Adds the segment of a chunk of this type and shape: its first byte and its length.
-    pub fn add(&mut self, dtype: DType, shape: &Shape) -> (u64, u64) {
-        let start = self.end.next_multiple_of(alignment(dtype.bytes_of(shape.elements()).unwrap_or(0)));
-        let len = archive_len(&Root::Tensor, &[(dtype, shape)]);
-        self.end = start + len;
+    /// So many files without segments.
+    pub fn new(files: u64) -> Self {
+        Self { ends: vec![0; usize::try_from(files).unwrap_or(0)], lens: HashMap::new() }
+    }
+
+    /// Adds the segment of a chunk of this type and shape to a file: its first byte and its length.
+    pub fn add(&mut self, file: usize, dtype: DType, shape: &Shape) -> (u64, u64) {
+        let start = self.ends[file].next_multiple_of(alignment(dtype.bytes_of(shape.elements()).unwrap_or(0)));
+        let len = || archive_len(&Root::Tensor, &[(dtype, shape)]);
+        let len = *self.lens.entry((dtype, shape.clone())).or_insert_with(len);
+        self.ends[file] = start + len;
         (start, len)
     }
 
-    /// Length of the file.
-    pub fn len_bytes(&self) -> u64 {
-        self.end
+    /// Length of a file.
+    pub fn len_bytes(&self, file: usize) -> u64 {
+        self.ends[file]
     }
 }
 
@@ -207,10 +218,10 @@ impl Segments {
 /// [`ImageError::Unsupported`].
 pub fn distcp<'a>(entries: impl Iterator<Item = Entry<'a>>) -> Result<FileImage, ImageError> {
     let mut image = FileImage::default();
-    let mut segments = Segments::default();
+    let mut segments = Segments::new(1);
     for entry in entries {
-        let gap = segments.len_bytes();
-        let (start, _) = segments.add(entry.view.dtype(), entry.view.shape());
+        let gap = segments.len_bytes(0);
+        let (start, _) = segments.add(0, entry.view.dtype(), entry.view.shape());
         image.push_bytes(vec![0; usize::try_from(start - gap).unwrap_or(0)].into());
         push_archive(&mut image, &Root::Tensor, &[entry])?;
     }
@@ -251,10 +262,10 @@ pub fn dcp_metadata<'a>(
         dcp::tensor(&mut pickle, tensor.name, tensor.dtype, tensor.shape, chunks)?;
     }
     dcp::begin_segments(&mut pickle)?;
-    let mut ends = vec![Segments::default(); usize::try_from(files).unwrap_or(0)];
+    let mut segments = Segments::new(files);
     for tensor in tensors {
         for ((file, region), index) in tensor.chunks.iter().zip(0..) {
-            let (offset, len) = ends[usize::try_from(*file).unwrap_or(0)].add(tensor.dtype, region.shape());
+            let (offset, len) = segments.add(usize::try_from(*file).unwrap_or(0), tensor.dtype, region.shape());
             let name = distcp_name(*file);
             dcp::segment(&mut pickle, tensor.name, region, index, dcp::Segment { file: &name, offset, len })?;
         }

@@ -5,7 +5,7 @@ use std::{
     fmt,
     ops::ControlFlow,
     sync::{
-        Arc, Mutex, PoisonError, RwLock,
+        Arc, Mutex, OnceLock, PoisonError, RwLock, Weak,
         atomic::{AtomicU64, Ordering},
     },
     time::{SystemTime, UNIX_EPOCH},
@@ -73,10 +73,15 @@ impl fmt::Display for VolumeError {
     }
 }
 
+/// Bytes that are made when they are first asked for, and shared by all who have the file open. Where the kernel kept them
+/// since an earlier open, it never asks.
+type Late = OnceLock<Result<Arc<[u8]>, FsError>>;
+
 #[derive(Clone, Debug)]
 enum Open {
     Original(FileId),
     Bytes(Arc<[u8]>),
+    Late(Arc<Late>),
     Image(Arc<OpenFile>),
 }
 
@@ -95,6 +100,7 @@ pub struct Volume {
     lent_whole: Mutex<BTreeSet<FileId>>,
     remembered: Mutex<Remembered>,
     direct: Allow,
+    late: Mutex<HashMap<Ino, Weak<Late>>>,
 }
 
 /// Files made ready, open or lately closed: reopening finds tilings and tiles again.
@@ -166,6 +172,7 @@ impl Volume {
             lent_whole: Mutex::default(),
             remembered: Mutex::new(Remembered { files: LruCache::unbounded(), segments: 0 }),
             direct: options.direct,
+            late: Mutex::default(),
         })
     }
 
@@ -324,6 +331,25 @@ impl Volume {
         remembered.files.get(&ino).map(Arc::clone)
     }
 
+    /// The bytes of a file that is made late, as others have it open.
+    fn late(&self, ino: Ino) -> Option<Arc<Late>> {
+        let Place::Fixed(Fixed { kind: FixedKind::Made { made, .. }, .. }) = self.tree.place(ino)? else { return None };
+        if !made.is_long() {
+            return None;
+        }
+        let mut late = self.late.lock().unwrap_or_else(PoisonError::into_inner);
+        let shared = late.get(&ino).and_then(Weak::upgrade).unwrap_or_default();
+        late.insert(ino, Arc::downgrade(&shared));
+        Some(shared)
+    }
+
+    fn made_late(&self, ino: Ino) -> Result<Arc<[u8]>, FsError> {
+        match self.content(ino)? {
+            Content::Bytes(bytes) => Ok(bytes),
+            Content::Original(_) | Content::Image(_) => Err(FsError::Io),
+        }
+    }
+
     /// The path of a node, for messages.
     fn path_of(&self, ino: Ino) -> String {
         let mut names: Vec<String> = Vec::new();
@@ -383,7 +409,7 @@ impl Volume {
         let checked = match open {
             Open::Original(file) => self.engine.check_original(*file),
             Open::Image(file) => self.engine.check(file),
-            Open::Bytes(_) => Ok(()),
+            Open::Bytes(_) | Open::Late(_) => Ok(()),
         };
         // The source has logged what changed.
         checked.map_err(|_| FsError::Io)
@@ -624,13 +650,16 @@ impl FileSystem for Volume {
     }
 
     fn open(&self, ino: Ino) -> Result<Opened, FsError> {
-        let open = match self.remembered(ino) {
-            Some(file) => Open::Image(file),
-            None => match self.content(ino)? {
+        let open = if let Some(file) = self.remembered(ino) {
+            Open::Image(file)
+        } else if let Some(late) = self.late(ino) {
+            Open::Late(late)
+        } else {
+            match self.content(ino)? {
                 Content::Original(file) => Open::Original(file),
                 Content::Bytes(bytes) => Open::Bytes(bytes),
                 Content::Image(image) => Open::Image(self.ready(ino, image)),
-            },
+            }
         };
         self.check(&open)?;
         let access = match &open {
@@ -643,7 +672,7 @@ impl FileSystem for Volume {
             }
             Open::Bytes(_) if self.is_live(ino) => Access::Direct,
             Open::Image(file) if self.direct.accepts(file.name()) => Access::Direct,
-            Open::Bytes(_) | Open::Image(_) => Access::Cached,
+            Open::Bytes(_) | Open::Late(_) | Open::Image(_) => Access::Cached,
         };
         let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
         self.open.write().unwrap_or_else(PoisonError::into_inner).insert(handle, open);
@@ -652,18 +681,24 @@ impl FileSystem for Volume {
 
     fn read(
         &self,
-        _ino: Ino,
+        ino: Ino,
         handle: Handle,
         offset: u64,
         len: usize,
         reply: &mut dyn FnMut(&[u8]),
     ) -> Result<(), FsError> {
+        let mut reply_part = |bytes: &[u8]| {
+            let start = usize::try_from(offset).unwrap_or(usize::MAX).min(bytes.len());
+            reply(&bytes[start..start.saturating_add(len).min(bytes.len())]);
+        };
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned();
         match open.ok_or(FsError::Invalid)? {
             Open::Bytes(bytes) => {
-                let start = usize::try_from(offset).unwrap_or(usize::MAX).min(bytes.len());
-                reply(&bytes[start..start.saturating_add(len).min(bytes.len())]);
+                reply_part(&bytes);
                 Ok(())
+            }
+            Open::Late(late) => {
+                late.get_or_init(|| self.made_late(ino)).as_deref().map(reply_part).map_err(|error| *error)
             }
             Open::Original(file) => self.engine.read_original(file, offset, len, reply).map_err(|_| FsError::Io),
             Open::Image(file) => self.engine.read(&file, offset, len, reply).map_err(|_| FsError::Io),

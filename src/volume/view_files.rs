@@ -65,6 +65,13 @@ pub(super) enum Made {
     Manifest,
 }
 
+impl Made {
+    /// Whether it is literal bytes, as many as there are tensors or more.
+    pub(super) fn is_long(self) -> bool {
+        matches!(self, Self::DcpMetadata | Self::Manifest)
+    }
+}
+
 /// What is in a file.
 #[derive(Debug)]
 pub(super) enum Content {
@@ -402,13 +409,13 @@ impl ViewFiles {
             }
             Made::Distcp { device } => {
                 let len = || {
-                    let mut segments = Segments::default();
+                    let mut segments = Segments::new(1);
                     for tensor in self.plan.bundle() {
                         if let Some(region) = self.plan.own_region(tensor, device) {
-                            segments.add(tensor.view.dtype(), region.shape());
+                            segments.add(0, tensor.view.dtype(), region.shape());
                         }
                     }
-                    segments.len_bytes()
+                    segments.len_bytes(0)
                 };
                 let slot = usize::try_from(device).ok().and_then(|slot| self.distcp_len.get(slot));
                 slot.map_or(0, |slot| *slot.get_or_init(len))
