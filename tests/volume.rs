@@ -4,7 +4,7 @@
 
 mod common;
 
-use std::{collections::BTreeMap, fs, sync::Arc};
+use std::{collections::BTreeMap, fs, os::unix::fs::FileExt, sync::Arc};
 
 use ckfs::{
     plan::{Allow, Layout, Mesh, Pattern, ViewOptions},
@@ -275,4 +275,32 @@ fn tensor_files_are_read_directly_where_asked() {
         assert_eq!(is_direct("safetensors/dev0.safetensors"), other);
         assert!(!is_direct("hf/config.json") && is_direct(".ckfs/stats.json"));
     }
+}
+
+#[test]
+fn a_file_that_was_closed_is_copied_for_the_kernel() {
+    let (_dir, mut volume) = wide(1 << 20);
+    let copies = tempfile::tempdir().unwrap();
+    volume.materialize(copies.path()).unwrap();
+    for path in ["full/w1", "safetensors/dev2.safetensors", "npy/dev3/w11.npy", "dev1/w0"] {
+        let ino = volume.resolve(path).unwrap().ino;
+        let bytes = repo::read(&volume, ino, 0, 1 << 24);
+        let started = std::time::Instant::now();
+        let copy = loop {
+            let opened = volume.open(ino).unwrap();
+            volume.release(ino, opened.handle);
+            match opened.access {
+                Access::Passthrough(copy) => break copy,
+                Access::Cached | Access::Direct => assert!(started.elapsed().as_secs() < 60, "{path} is not copied"),
+            }
+            std::thread::sleep(std::time::Duration::from_millis(2));
+        };
+        let mut copied = vec![0; bytes.len() + 1];
+        assert_eq!(copy.read_at(&mut copied, 0).unwrap(), bytes.len());
+        assert_eq!(copied[..bytes.len()], bytes, "{path}");
+    }
+    let counters = volume.engine().counters();
+    assert_eq!(counters.copied_files.load(std::sync::atomic::Ordering::Relaxed), 4);
+    assert_eq!(fs::read_dir(copies.path()).unwrap().count(), 0, "copies have no names");
+    assert!(volume.materialize(std::path::Path::new("/proc")).is_err());
 }

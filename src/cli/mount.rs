@@ -170,10 +170,15 @@ impl Mount {
         let options = self.option_flags()?;
         let file = self.flags.view.config.as_deref().or(options.flags.view.config.as_deref());
         let keys = self.flags.view.keys().over(&options.flags.view.keys());
-        let absolute = |path: &PathBuf| std::path::absolute(path).context("log file");
-        let log_file = log.log_file.as_ref().or(options.log_file.as_ref()).map(absolute).transpose()?;
-        let mount = MountKeys { log_file, ..self.serving.keys().over(&self.flags.engine.keys()) };
-        let mount = mount.over(&options.serving.keys()).over(&options.flags.engine.keys());
+        let mount = MountKeys {
+            log_file: log.log_file.clone().or_else(|| options.log_file.clone()),
+            ..self.serving.keys().over(&self.flags.engine.keys())
+        };
+        let mut mount = mount.over(&options.serving.keys()).over(&options.flags.engine.keys());
+        // The daemon leaves the working directory.
+        for path in [&mut mount.log_file, &mut mount.materialize].into_iter().flatten() {
+            *path = std::path::absolute(&*path).with_context(|| path.display().to_string())?;
+        }
         let mut config = open::config(file, &keys, &mount)?;
         // With a file that names the source, a single argument is the mountpoint.
         let (source, mountpoint) = match (&self.source, &self.mountpoint) {
@@ -299,7 +304,11 @@ fn watch(volume: Arc<Volume>) -> anyhow::Result<mpsc::Sender<()>> {
 
 fn mount(mut config: Config, mountpoint: &Path, readiness: &mut Readiness) -> anyhow::Result<()> {
     readiness.status("reading headers");
-    let volume = Arc::new(interruptible(|| open::volume(&mut config))??);
+    let mut volume = interruptible(|| open::volume(&mut config))??;
+    if let Some(dir) = &config.mount.materialize {
+        volume.materialize(dir).with_context(|| format!("{}: no place for copies", dir.display()))?;
+    }
+    let volume = Arc::new(volume);
     let name = volume.engine().checkpoint().label().to_owned();
     check_apart(volume.engine().checkpoint(), mountpoint)?;
     let options = mount_options(&config, &name);

@@ -619,6 +619,9 @@ pub struct MountKeys {
     /// Lets the kernel read byte-identical files by itself.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub passthrough: Option<bool>,
+    /// Directory for copies of tensor files, which the kernel then reads by itself.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub materialize: Option<PathBuf>,
     /// Tensor files, by path in the mount, that bypass the page cache.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub direct_io: Option<AllowKey>,
@@ -647,6 +650,7 @@ impl MountKeys {
             cache_bytes: self.cache_bytes.or(base.cache_bytes),
             passthrough: self.passthrough.or(base.passthrough),
             direct_io: self.direct_io.or_else(|| base.direct_io.clone()),
+            materialize: self.materialize.or_else(|| base.materialize.clone()),
             source_io: self.source_io.or_else(|| base.source_io.clone()),
             grace_seconds: self.grace_seconds.or(base.grace_seconds),
             drain_seconds: self.drain_seconds.or(base.drain_seconds),
@@ -738,6 +742,7 @@ impl Config {
         }
         let mut mount = keys.mount;
         mount.log_file = mount.log_file.map(|path| base.join(path));
+        mount.materialize = mount.materialize.map(|path| base.join(path));
         // A name of the hub's cache stays one, unless there is a directory of that name beside the file.
         let source = keys.source.map(|source| {
             let path = base.join(&source);
@@ -973,12 +978,14 @@ mod tests {
         ("source_rename", "[[source_rename]]\nmatch = '\"'\nto = ''"),
     ];
 
-    const EVERY_MOUNT_KEY: [(&str, &str); 9] = [
+    const EVERY_MOUNT_KEY: [(&str, &str); 11] = [
         ("allow_other", "allow_other = true"),
         ("threads", "threads = 3"),
         ("read_ahead_kb", "read_ahead_kb = 128"),
         ("cache_bytes", "cache_bytes = '1GiB'"),
         ("passthrough", "passthrough = false"),
+        ("materialize", "materialize = 'copies'"),
+        ("direct_io", "direct_io = ['full/*', '/npy/']"),
         ("source_io", "source_io = 'pread'"),
         ("grace_seconds", "grace_seconds = 0"),
         ("drain_seconds", "drain_seconds = 4"),

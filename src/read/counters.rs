@@ -36,6 +36,10 @@ pub struct Counters {
     pub prefetched: AtomicU64,
     /// Of these, tiles that were then asked for.
     pub prefetch_hits: AtomicU64,
+    /// Tensor files copied for the kernel to read by itself.
+    pub copied_files: AtomicU64,
+    /// Bytes of these.
+    pub copied_bytes: AtomicU64,
     /// Reads that failed.
     pub failed_reads: AtomicU64,
 }

@@ -3,6 +3,7 @@
 //! [`FileSystem`] is the seam to the kernel: the `fuse` layer converts requests to these calls and knows nothing else.
 
 mod arrays;
+mod copies;
 mod manifest;
 pub mod metrics;
 mod name_tree;

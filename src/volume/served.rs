@@ -2,8 +2,9 @@
 
 use std::{
     collections::{BTreeSet, HashMap},
-    fmt,
+    fmt, io,
     ops::ControlFlow,
+    path::Path,
     sync::{
         Arc, Mutex, OnceLock, PoisonError, RwLock, Weak,
         atomic::{AtomicU64, Ordering},
@@ -16,6 +17,7 @@ use lru::LruCache;
 use super::{
     Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, Opened, StatFs,
     arrays::{ArrayNode, ArrayTable},
+    copies::Copies,
     name_tree::NameNode,
     stats,
     tree::{Block, BlockKind, Fixed, FixedKind, Flavor, Names, Place, Seedling, Tree},
@@ -100,6 +102,7 @@ pub struct Volume {
     lent_whole: Mutex<BTreeSet<FileId>>,
     remembered: Mutex<Remembered>,
     direct: Allow,
+    copies: Option<Copies>,
     late: Mutex<HashMap<Ino, Weak<Late>>>,
 }
 
@@ -172,8 +175,18 @@ impl Volume {
             lent_whole: Mutex::default(),
             remembered: Mutex::new(Remembered { files: LruCache::unbounded(), segments: 0 }),
             direct: options.direct,
+            copies: None,
             late: Mutex::default(),
         })
+    }
+
+    /// From now on copies each tensor file that was opened into the directory `dir`, for the kernel to read by itself.
+    ///
+    /// # Errors
+    /// The directory cannot hold unnamed files.
+    pub fn materialize(&mut self, dir: &Path) -> io::Result<()> {
+        self.copies = Some(Copies::new(dir.to_owned(), Arc::clone(&self.engine))?);
+        Ok(())
     }
 
     /// The engine that reads.
@@ -672,7 +685,11 @@ impl FileSystem for Volume {
             }
             Open::Bytes(_) if self.is_live(ino) => Access::Direct,
             Open::Image(file) if self.direct.accepts(file.name()) => Access::Direct,
-            Open::Bytes(_) | Open::Late(_) | Open::Image(_) => Access::Cached,
+            Open::Image(_) => {
+                let copy = self.copies.as_ref().and_then(|copies| copies.get(ino));
+                copy.map_or(Access::Cached, Access::Passthrough)
+            }
+            Open::Bytes(_) | Open::Late(_) => Access::Cached,
         };
         let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
         self.open.write().unwrap_or_else(PoisonError::into_inner).insert(handle, open);
@@ -705,8 +722,13 @@ impl FileSystem for Volume {
         }
     }
 
-    fn release(&self, _ino: Ino, handle: Handle) {
-        self.open.write().unwrap_or_else(PoisonError::into_inner).remove(&handle.0);
+    fn release(&self, ino: Ino, handle: Handle) {
+        let open = self.open.write().unwrap_or_else(PoisonError::into_inner).remove(&handle.0);
+        if let (Some(copies), Some(Open::Image(file))) = (&self.copies, open)
+            && !self.direct.accepts(file.name())
+        {
+            copies.want(ino, &file);
+        }
     }
 
     fn xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError> {

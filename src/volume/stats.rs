@@ -38,6 +38,8 @@ fn named(counters: &Counters, metrics: &Metrics, engine: &Engine) -> Vec<(&'stat
         ("tile_bytes", "Bytes of tiles held now.", engine.cached_bytes() as u64),
         ("prefetched_tiles", "Tiles computed ahead of a sequential reader.", get(&counters.prefetched)),
         ("prefetch_hits", "Of these, tiles then asked for.", get(&counters.prefetch_hits)),
+        ("copied_files", "Tensor files copied for the kernel to read by itself.", get(&counters.copied_files)),
+        ("copied_bytes", "Bytes of copied tensor files.", get(&counters.copied_bytes)),
         ("failed_reads", "Reads that failed.", get(&counters.failed_reads)),
         ("poisoned_sources", "Source files found changed since mount.", engine.checkpoint().source().poisoned()),
         ("panics", "Requests whose handler panicked.", get(&metrics.panics)),
