@@ -240,6 +240,17 @@ fn all_disagreements_between_index_and_headers_are_reported_at_once() {
 #[test]
 fn refused_repositories() {
     let good = || Repo::new().weights("model.safetensors", &[("a", W, &[1])]);
+fn repo_with_index(map: &[(&str, &str)]) -> Vec<String> {
+    Repo::new().weights("model.safetensors", &[("a", W, &[1])]).index(map).problems()
+}
+
+#[test]
+fn configurations_as_python_writes_them() {
+    let repo = Repo::new().weights("model.safetensors", &[("a", W, &[1])]);
+    let repo = repo.text("config.json", r#"{"model_type": "mamba2", "time_step_limit": [0.0, Infinity]}"#);
+    assert_eq!(repo.open().dialect().model_type.as_deref(), Some("mamba2"));
+}
+
     let one = |repo: &Repo| {
         let problems = repo.problems();
         assert_eq!(problems.len(), 1, "{problems:#?}");

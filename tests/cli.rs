@@ -397,6 +397,29 @@ fn doctor_looks_at_everything() {
     let json = ran(program().args(["doctor", "--json"])).json();
     let names: Vec<_> =
         json["checks"].as_array().unwrap().iter().map(|check| check["name"].as_str().unwrap()).collect();
+#[test]
+fn a_rewritten_configuration_keeps_what_it_had() {
+    let fixture = Fixture::new();
+    let text =
+        r#"{"torch_dtype": "bfloat16", "time_step_limit": [0.0, Infinity], "factor": 0.9452706955539223, "x": "NaN"}"#;
+    fixture.write("model/config.json", text);
+    let shown = fixture.run(&["cat", "model", "hf/config.json", "--dtype", "f32"]).ok().text();
+    let words = |text: &str| text.split_whitespace().collect::<String>();
+    assert_eq!(words(&shown), words(&text.replace("bfloat16", "float32")));
+}
+
+#[test]
+fn a_rule_for_an_axis_that_the_mesh_lacks_is_told() {
+    let fixture = Fixture::new();
+    fixture.write("rules.toml", "[[shard_rules]]\nmatch = \"embed\"\nspec = [\"fdsp\", \"-\"]\n");
+    let warnings = |mesh| {
+        let json = fixture.run(&["plan", "model", "--mesh", mesh, "--shard", "rules.toml", "--json"]).ok().json();
+        json["views"][0]["warnings"].clone()
+    };
+    assert_eq!(warnings("fsdp=2"), json!(["sharding rules name the mesh axis \"fdsp\", which the mesh does not have"]));
+    assert_eq!(warnings(""), json!([]));
+}
+
     for name in ["kernel", "/dev/fuse", "rights", "fusermount3", "passthrough", "memory", "hub cache", "mounts"] {
         assert!(names.contains(&name), "{name}: {names:?}");
     }

@@ -11,6 +11,7 @@
 
 pub mod dialect;
 mod index;
+pub mod json;
 mod listing;
 mod locate;
 mod open;

@@ -17,6 +17,7 @@ use super::{
     Adapter, Checkpoint, FileRole, IgnoreReason, RepoFile,
     dialect::Dialect,
     index::{Index, stays_inside},
+    json,
     listing::{self, Listed},
     locate::{Located, locate},
     table::TensorTable,
@@ -348,7 +349,7 @@ fn read_adapters(dirs: &[PathBuf]) -> Result<Adapters, CheckpointError> {
             more: 0,
         };
         let text = read_json(dir, CONFIG).map_err(problem)?;
-        let config = serde_json::from_slice(&text).map_err(|error| problem(error.to_string()))?;
+        let config = json::parse(&text).map_err(|error| problem(error.to_string()))?;
         Ok((dir.clone(), config))
     };
     dirs.iter().map(read).collect()
@@ -525,7 +526,7 @@ impl Selected<'_> {
         const CONFIG: &str = "config.json";
         self.files.iter().find(|file| file.path == CONFIG && file.role == FileRole::Other)?;
         let value = read_json(&self.located.path, CONFIG).and_then(|text| {
-            let value: serde_json::Value = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
+            let value = json::parse(&text).map_err(|error| error.to_string())?;
             if value.is_object() { Ok(value) } else { Err("expected an object".into()) }
         });
         value.map_err(|message| problems.push(Problem::Json { file: CONFIG.into(), message })).ok()
