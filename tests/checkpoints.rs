@@ -103,6 +103,8 @@ fn an_indexed_repository() {
         .text("tokenizer.json", "{}")
         .text("docs/README.md", "hello")
         .text(".git/config", "x")
+        .text("mnt/.ckfs/plan.txt", "x")
+        .weights("mnt/hf/model.safetensors", &[("a", W, &[1])])
         .config(&json!({"model_type": "llama"}))
         .index(&[
             ("a", "model-2.safetensors"),
@@ -130,6 +132,7 @@ fn an_indexed_repository() {
     ignored("dangling.json", IgnoreReason::DanglingLink);
     ignored("linked", IgnoreReason::LinkedDirectory);
     ignored(".git", IgnoreReason::Bookkeeping);
+    ignored("mnt", IgnoreReason::Mount);
     assert_eq!(role(&checkpoint, "docs/README.md"), FileRole::Other);
     assert_eq!(role(&checkpoint, "sub/x.safetensors"), FileRole::Weights);
     let suspicious: Vec<_> = checkpoint.suspicious_files().map(|file| file.path.as_str()).collect();

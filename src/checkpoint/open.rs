@@ -407,7 +407,7 @@ impl IgnoreReason {
     const fn is_readable(self) -> bool {
         match self {
             Self::NotInIndex | Self::SecondCopy | Self::OtherSet | Self::Subdirectory => true,
-            Self::DanglingLink | Self::LinkedDirectory | Self::Special | Self::Bookkeeping => false,
+            Self::DanglingLink | Self::LinkedDirectory | Self::Special | Self::Mount | Self::Bookkeeping => false,
         }
     }
 }
