@@ -31,6 +31,15 @@ use crate::{
 /// Longest `config.json` or index that is read, in bytes.
 const JSON_FILE_BYTES_MAX: u64 = 256 << 20;
 
+/// The configuration of a model.
+const CONFIG: &str = "config.json";
+
+/// How the names of indexes end.
+const INDEX_SUFFIX: &str = ".safetensors.index.json";
+
+/// Most bytes of all files together: sums of what is made of them then fit 64 bits.
+const BYTES_MAX: u64 = 1 << 58;
+
 /// Problems that are kept; the others are counted.
 const PROBLEMS_MAX: usize = 1_000;
 
@@ -275,6 +284,9 @@ fn elsewhere(subdirectories: &[String]) -> String {
         String::new()
     } else {
         format!("; open one of the subdirectories that have some: {}", subdirectories.join(", "))
+    /// More bytes than any computation of sizes allows for.
+    #[error("all files together have more than {} bytes", BYTES_MAX)]
+    TooManyBytes,
     }
 }
 
@@ -466,6 +478,10 @@ impl Selected<'_> {
                 }
             }
             adapters.push(Adapter { dir: dir.clone(), file, config: config.clone() });
+        let files = (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()).map(FileId);
+        if files.map(|file| source.len_bytes(file)).fold(0, u64::saturating_add) > BYTES_MAX {
+            problems.push(Problem::TooManyBytes);
+        }
         }
         let with_adapters =
             if adapters.is_empty() { None } else { TensorTable::new(headers.iter().map(|(id, header)| (*id, header))) };

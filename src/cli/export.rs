@@ -85,7 +85,8 @@ impl Export {
         if directory.starts_with(root) {
             bail!("{}: lies inside the source {}", directory.display(), root.display());
         }
-        let total = nodes.iter().filter(|node| node.attr.kind == NodeKind::File).map(|node| node.attr.size_bytes).sum();
+        let files = nodes.iter().filter(|node| node.attr.kind == NodeKind::File);
+        let total = files.map(|node| node.attr.size_bytes).fold(0, u64::saturating_add);
         fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
         check_room(&directory, total)?;
         let bar = bar(total, log);
