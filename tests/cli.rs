@@ -182,6 +182,7 @@ fn failures_exit_with_1_and_say_what_was_expected() {
     let fixture = Fixture::new();
     fs::create_dir(fixture.path("full")).unwrap();
     fixture.write("full/file", "");
+    std::os::unix::fs::symlink("model", fixture.path("link")).unwrap();
     let rows: &[(&[&str], &str)] = &[
         (&["plan", "absent"], "absent"),
         (&["plan", "s3://bucket/x"], "s3:// is not supported yet"),
@@ -196,6 +197,8 @@ fn failures_exit_with_1_and_say_what_was_expected() {
         (&["export", "model", "full"], "full: not empty; --force"),
         (&["export", "model", "new", "--only", "nonsense"], "no file matches nonsense"),
         (&["export", "model", "model/sub"], "lies inside the source"),
+        (&["export", "model", "full/../model/sub"], "lies inside the source"),
+        (&["export", "model", "link/sub/deep"], "lies inside the source"),
         (&["mount", "model", "absent"], "no such directory; create it first"),
         (&["mount", "model", "model/config.json"], "not a directory"),
         (&["umount", "model"], "not mounted"),
@@ -208,6 +211,8 @@ fn failures_exit_with_1_and_say_what_was_expected() {
         assert!(!ran.err.contains("For more information"), "{}", ran.err);
     }
     assert!(!fixture.path("new").exists(), "nothing is made for a refused export");
+    fixture.run(&["export", "model", "model/../beside", "--only", "hf/config.json"]).ok();
+    assert!(fixture.path("beside/hf/config.json").exists());
 }
 
 #[test]
