@@ -461,8 +461,13 @@ fn a_mount_lives_from_mount_to_umount() {
     assert_eq!((&mount["health"], &mount["views"][0]["mesh"]), (&json!("live"), &json!("fsdp=2")));
     assert_eq!(mount["source"], json!(fixture.path("model").canonicalize().unwrap().display().to_string()));
     assert!(mount["stats"]["ops"]["read"]["count"].as_u64().unwrap() > 0);
+    let process = fs::read_to_string(format!("/proc/{}/comm", mount["pid"])).unwrap();
+    assert!(process.starts_with("ckfs"), "{process}");
     let text = fixture.run(&["status", "mnt"]).ok().text();
-    assert!(text.contains("health  live") && text.contains("mesh fsdp=2"), "{text}");
+    assert!(
+        text.contains(&format!("health  live, process {}", mount["pid"])) && text.contains("mesh fsdp=2"),
+        "{text}"
+    );
 
     let text = fixture.run(&["verify", "mnt", "--full"]).ok().text();
     assert!(text.ends_with("compared, no difference\n"), "{text}");
