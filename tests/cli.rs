@@ -425,7 +425,14 @@ fn a_rule_for_an_axis_that_the_mesh_lacks_is_told() {
     assert_eq!(warnings(""), json!([]));
 }
 
-    for name in ["kernel", "/dev/fuse", "rights", "fusermount3", "passthrough", "memory", "hub cache", "mounts"] {
+#[test]
+fn doctor_looks_at_everything() {
+    let json = ran(program().args(["doctor", "--json"])).json();
+    let names: Vec<_> =
+        json["checks"].as_array().unwrap().iter().map(|check| check["name"].as_str().unwrap()).collect();
+    let tried = if can_mount() { "mount" } else { "mounts" };
+    for name in ["kernel", "/dev/fuse", "rights", "fusermount3", tried, "passthrough", "memory", "hub cache", "mounts"]
+    {
         assert!(names.contains(&name), "{name}: {names:?}");
     }
     for check in json["checks"].as_array().unwrap() {
