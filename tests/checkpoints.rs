@@ -103,6 +103,8 @@ fn an_indexed_repository() {
         .text("tokenizer.json", "{}")
         .text("docs/README.md", "hello")
         .text(".git/config", "x")
+        .text("mnt/.ckfs/plan.txt", "x")
+        .weights("mnt/hf/model.safetensors", &[("a", W, &[1])])
         .config(&json!({"model_type": "llama"}))
         .index(&[
             ("a", "model-2.safetensors"),
@@ -130,6 +132,7 @@ fn an_indexed_repository() {
     ignored("dangling.json", IgnoreReason::DanglingLink);
     ignored("linked", IgnoreReason::LinkedDirectory);
     ignored(".git", IgnoreReason::Bookkeeping);
+    ignored("mnt", IgnoreReason::Mount);
     assert_eq!(role(&checkpoint, "docs/README.md"), FileRole::Other);
     assert_eq!(role(&checkpoint, "sub/x.safetensors"), FileRole::Weights);
     let suspicious: Vec<_> = checkpoint.suspicious_files().map(|file| file.path.as_str()).collect();
@@ -237,6 +240,17 @@ fn all_disagreements_between_index_and_headers_are_reported_at_once() {
     assert!(text.contains("10 problems\n"), "{text}");
 }
 
+fn repo_with_index(map: &[(&str, &str)]) -> Vec<String> {
+    Repo::new().weights("model.safetensors", &[("a", W, &[1])]).index(map).problems()
+}
+
+#[test]
+fn configurations_as_python_writes_them() {
+    let repo = Repo::new().weights("model.safetensors", &[("a", W, &[1])]);
+    let repo = repo.text("config.json", r#"{"model_type": "mamba2", "time_step_limit": [0.0, Infinity]}"#);
+    assert_eq!(repo.open().dialect().model_type.as_deref(), Some("mamba2"));
+}
+
 #[test]
 fn refused_repositories() {
     let good = || Repo::new().weights("model.safetensors", &[("a", W, &[1])]);
@@ -259,6 +273,26 @@ fn refused_repositories() {
     let path = repo.path("model.safetensors");
     fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(DATA_ALIGNMENT + 1).unwrap();
     assert!(one(&repo).contains("model.safetensors: data: expected 2 bytes by the header, found 1 bytes in the file"));
+    assert_eq!(repo_with_index(&[])[0], "model.safetensors.index.json: names no tensor");
+    for (name, target, found) in [
+        ("x.safetensors", "nowhere", "symbolic link to nothing"),
+        ("config.json", "nowhere", "symbolic link to nothing"),
+        ("model.safetensors.index.json", "config", "symbolic link to a directory"),
+        ("x.safetensors", "/dev/null", "not a regular file"),
+    ] {
+        // What is there otherwise would be mounted as if it were all.
+        let repo = good().text("config/x", "");
+        symlink(target, repo.path(name)).unwrap();
+        assert_eq!(one(&repo), format!("{name}: cannot be read as a file: {found}"));
+    }
+    let repo = Repo::new();
+    symlink("blob", repo.path("model.safetensors")).unwrap();
+    assert_eq!(one(&repo), "model.safetensors: cannot be read as a file: symbolic link to nothing");
+    let layers = json!({"model_type": "llama", "num_hidden_layers": 1_000_000_000_000_u64});
+    assert_eq!(
+        one(&good().config(&layers)),
+        "config.json: num_hidden_layers: expected at most 65536, found 1000000000000"
+    );
     let repo = good().index(&[("a", "dir")]).text("dir/x", "");
     assert!(repo.problems()[0].contains(r#"names "dir" for 1 tensors, which is not there"#));
     let repo = good().index(&[("a", "l.safetensors")]);

@@ -184,6 +184,7 @@ fn failures_exit_with_1_and_say_what_was_expected() {
     let fixture = Fixture::new();
     fs::create_dir(fixture.path("full")).unwrap();
     fixture.write("full/file", "");
+    std::os::unix::fs::symlink("model", fixture.path("link")).unwrap();
     let rows: &[(&[&str], &str)] = &[
         (&["plan", "absent"], "absent"),
         (&["plan", "s3://bucket/x"], "s3:// is not supported yet"),
@@ -198,6 +199,8 @@ fn failures_exit_with_1_and_say_what_was_expected() {
         (&["export", "model", "full"], "full: not empty; --force"),
         (&["export", "model", "new", "--only", "nonsense"], "no file matches nonsense"),
         (&["export", "model", "model/sub"], "lies inside the source"),
+        (&["export", "model", "full/../model/sub"], "lies inside the source"),
+        (&["export", "model", "link/sub/deep"], "lies inside the source"),
         (&["mount", "model", "absent"], "no such directory; create it first"),
         (&["mount", "model", "model/config.json"], "not a directory"),
         (&["umount", "model"], "not mounted"),
@@ -210,6 +213,8 @@ fn failures_exit_with_1_and_say_what_was_expected() {
         assert!(!ran.err.contains("For more information"), "{}", ran.err);
     }
     assert!(!fixture.path("new").exists(), "nothing is made for a refused export");
+    fixture.run(&["export", "model", "model/../beside", "--only", "hf/config.json"]).ok();
+    assert!(fixture.path("beside/hf/config.json").exists());
 }
 
 #[test]
@@ -567,7 +572,37 @@ fn doctor_looks_at_everything() {
     let json = ran(program().args(["doctor", "--json"])).json();
     let names: Vec<_> =
         json["checks"].as_array().unwrap().iter().map(|check| check["name"].as_str().unwrap()).collect();
-    for name in ["kernel", "/dev/fuse", "rights", "fusermount3", "passthrough", "memory", "hub cache", "mounts"] {
+#[test]
+fn a_rewritten_configuration_keeps_what_it_had() {
+    let fixture = Fixture::new();
+    let text =
+        r#"{"torch_dtype": "bfloat16", "time_step_limit": [0.0, Infinity], "factor": 0.9452706955539223, "x": "NaN"}"#;
+    fixture.write("model/config.json", text);
+    let shown = fixture.run(&["cat", "model", "hf/config.json", "--dtype", "f32"]).ok().text();
+    let words = |text: &str| text.split_whitespace().collect::<String>();
+    assert_eq!(words(&shown), words(&text.replace("bfloat16", "float32")));
+}
+
+#[test]
+fn a_rule_for_an_axis_that_the_mesh_lacks_is_told() {
+    let fixture = Fixture::new();
+    fixture.write("rules.toml", "[[shard_rules]]\nmatch = \"embed\"\nspec = [\"fdsp\", \"-\"]\n");
+    let warnings = |mesh| {
+        let json = fixture.run(&["plan", "model", "--mesh", mesh, "--shard", "rules.toml", "--json"]).ok().json();
+        json["views"][0]["warnings"].clone()
+    };
+    assert_eq!(warnings("fsdp=2"), json!(["sharding rules name the mesh axis \"fdsp\", which the mesh does not have"]));
+    assert_eq!(warnings(""), json!([]));
+}
+
+#[test]
+fn doctor_looks_at_everything() {
+    let json = ran(program().args(["doctor", "--json"])).json();
+    let names: Vec<_> =
+        json["checks"].as_array().unwrap().iter().map(|check| check["name"].as_str().unwrap()).collect();
+    let tried = if can_mount() { "mount" } else { "mounts" };
+    for name in ["kernel", "/dev/fuse", "rights", "fusermount3", tried, "passthrough", "memory", "hub cache", "mounts"]
+    {
         assert!(names.contains(&name), "{name}: {names:?}");
     }
     for check in json["checks"].as_array().unwrap() {
@@ -603,8 +638,13 @@ fn a_mount_lives_from_mount_to_umount() {
     assert_eq!((&mount["health"], &mount["views"][0]["mesh"]), (&json!("live"), &json!("fsdp=2")));
     assert_eq!(mount["source"], json!(fixture.path("model").canonicalize().unwrap().display().to_string()));
     assert!(mount["stats"]["ops"]["read"]["count"].as_u64().unwrap() > 0);
+    let process = fs::read_to_string(format!("/proc/{}/comm", mount["pid"])).unwrap();
+    assert!(process.starts_with("ckfs"), "{process}");
     let text = fixture.run(&["status", "mnt"]).ok().text();
-    assert!(text.contains("health  live") && text.contains("mesh fsdp=2"), "{text}");
+    assert!(
+        text.contains(&format!("health  live, process {}", mount["pid"])) && text.contains("mesh fsdp=2"),
+        "{text}"
+    );
 
     let text = fixture.run(&["verify", "mnt", "--full"]).ok().text();
     assert!(text.ends_with("compared, no difference\n"), "{text}");

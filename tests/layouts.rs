@@ -506,6 +506,16 @@ fn gemma3_with_any_number_of_layers() {
 
 /// The axes that layers are stacked on, by the scan axis.
 #[test]
+fn sizes_that_no_file_has_are_refused() {
+    let checkpoint = open(&fixture("llama3.1").join("hf"));
+    let set = BTreeMap::from([("vocab_size".to_owned(), (1_u64 << 52).to_string())]);
+    let layout = Layout::find("maxtext").unwrap();
+    let options = ViewOptions { layout, set, dtype: Some(DType::F64), ..ViewOptions::default() };
+    let error = Plan::build(&checkpoint, &options).unwrap_err().to_string();
+    assert!(error.contains("all tensors together have more than 2305843009213693952 bytes"), "{error}");
+}
+
+#[test]
 fn layers_are_stacked_on_the_scan_axis() {
     let rows = [
         ("mixtral", "params.decoder.layers.self_attention.query.kernel", [[3, 48, 6, 8], [48, 3, 6, 8], [48, 6, 3, 8]]),

@@ -8,7 +8,7 @@ use std::{
 use serde_json::Value;
 
 use super::{
-    open::Problems,
+    open::{Problem, Problems},
     quantization::Quantization,
     table::{TensorInfo, TensorTable},
 };
@@ -100,6 +100,9 @@ const TEXT_CONFIGS: [&str; 5] = ["text_config", "llm_config", "language_config",
 /// Names of the number of layers.
 const LAYER_COUNTS: [&str; 4] = ["num_hidden_layers", "n_layer", "num_layers", "n_layers"];
 
+/// Most layers that a configuration may have.
+const LAYERS_MAX: u64 = 1 << 16;
+
 /// Families that are kept; a repository with more has names that are no layers.
 const FAMILIES_MAX: usize = 256;
 
@@ -116,7 +119,12 @@ impl Dialect {
         for (_, tensor) in table.iter() {
             survey.add(&tensor);
         }
-        let declared_layers = LAYER_COUNTS.iter().find_map(|key| lookup(key)?.as_u64());
+        let declared = LAYER_COUNTS.iter().find_map(|key| Some((key, lookup(key)?.as_u64()?)));
+        let declared_layers = declared.map(|(_, layers)| layers).filter(|layers| *layers <= LAYERS_MAX);
+        if let (Some((key, found)), None) = (declared, declared_layers) {
+            let message = format!("{key}: expected at most {LAYERS_MAX}, found {found}");
+            problems.push(Problem::Json { file: "config.json".to_owned(), message });
+        }
         let families = survey.families();
         let mtp_layers = families.first().zip(declared_layers).map_or_else(Vec::new, |((_, layers), declared)| {
             layers.iter().copied().filter(|layer| *layer >= declared).collect()

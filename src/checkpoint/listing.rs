@@ -55,6 +55,10 @@ fn walk(dir: &Path, prefix: &str, depth: usize, found: &mut Vec<Listed>) -> io::
             Some(meta) if meta.is_dir() && matches!(name.as_str(), ".git" | ".cache") => {
                 found.push(ignored(IgnoreReason::Bookkeeping));
             }
+            // Or the repository would hold itself.
+            Some(meta) if meta.is_dir() && entry.path().join(".ckfs").is_dir() => {
+                found.push(ignored(IgnoreReason::Mount));
+            }
             Some(meta) if meta.is_dir() => walk(&entry.path(), &format!("{path}/"), depth + 1, found)?,
             Some(meta) if meta.is_file() => found.push(Listed { path, role: FileRole::Other, size_bytes: meta.len() }),
             Some(_) => found.push(ignored(IgnoreReason::Special)),

@@ -11,6 +11,7 @@
 
 pub mod dialect;
 mod index;
+pub mod json;
 mod listing;
 mod locate;
 mod open;
@@ -62,6 +63,8 @@ pub enum IgnoreReason {
     LinkedDirectory,
     /// Not a regular file.
     Special,
+    /// What ckfs shows, of this repository or another: a mount, or an export of one.
+    Mount,
     /// Bookkeeping of git or of the hub's client; not listed further.
     Bookkeeping,
 }
@@ -76,6 +79,7 @@ impl fmt::Display for IgnoreReason {
             Self::DanglingLink => "symbolic link to nothing",
             Self::LinkedDirectory => "symbolic link to a directory",
             Self::Special => "not a regular file",
+            Self::Mount => "directory that ckfs made",
             Self::Bookkeeping => "bookkeeping, not contents",
         })
     }

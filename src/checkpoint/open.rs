@@ -17,6 +17,7 @@ use super::{
     Adapter, Checkpoint, FileRole, IgnoreReason, RepoFile,
     dialect::Dialect,
     index::{Index, stays_inside},
+    json,
     listing::{self, Listed},
     locate::{Located, locate},
     table::TensorTable,
@@ -29,6 +30,15 @@ use crate::{
 
 /// Longest `config.json` or index that is read, in bytes.
 const JSON_FILE_BYTES_MAX: u64 = 256 << 20;
+
+/// The configuration of a model.
+const CONFIG: &str = "config.json";
+
+/// How the names of indexes end.
+const INDEX_SUFFIX: &str = ".safetensors.index.json";
+
+/// Most bytes of all files together: sums of what is made of them then fit 64 bits.
+const BYTES_MAX: u64 = 1 << 58;
 
 /// Problems that are kept; the others are counted.
 const PROBLEMS_MAX: usize = 1_000;
@@ -213,6 +223,20 @@ pub enum Problem {
         /// The other.
         second: String,
     },
+    /// A file that decides what is in the repository, and cannot be read as one.
+    #[error("{file}: cannot be read as a file: {found}")]
+    NoFile {
+        /// The file.
+        file: String,
+        /// What it is instead.
+        found: IgnoreReason,
+    },
+    /// The index names no tensor.
+    #[error("{index}: names no tensor")]
+    EmptyIndex {
+        /// The index.
+        index: String,
+    },
     /// Files numbered `-00001-of-00003` are not all there, and no index says what is.
     #[error("{stem}-*-of-{total}.safetensors: expected {expected} files, found {found}")]
     IncompleteSet {
@@ -260,6 +284,9 @@ pub enum Problem {
         /// What is there.
         found: String,
     },
+    /// More bytes than any computation of sizes allows for.
+    #[error("all files together have more than {} bytes", BYTES_MAX)]
+    TooManyBytes,
     /// More tensors or names than 32 bits can number.
     #[error("the names of all tensors together are longer than 4 GiB")]
     TooLarge,
@@ -311,6 +338,10 @@ impl Problems {
         if self.list.len() < PROBLEMS_MAX { self.list.push(problem) } else { self.more += 1 }
     }
 
+    fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+
     pub(super) fn refuse(self, label: &str) -> Result<(), CheckpointError> {
         if self.list.is_empty() {
             return Ok(());
@@ -348,7 +379,7 @@ fn read_adapters(dirs: &[PathBuf]) -> Result<Adapters, CheckpointError> {
             more: 0,
         };
         let text = read_json(dir, CONFIG).map_err(problem)?;
-        let config = serde_json::from_slice(&text).map_err(|error| problem(error.to_string()))?;
+        let config = json::parse(&text).map_err(|error| problem(error.to_string()))?;
         Ok((dir.clone(), config))
     };
     dirs.iter().map(read).collect()
@@ -368,6 +399,7 @@ fn open_directory(located: Located, io: SourceIo, adapters: Adapters) -> Result<
     let root = located.path.clone();
     let mut files = listing::list(&root).map_err(|error| CheckpointError::Listing { root: root.clone(), error })?;
     let mut problems = Problems::default();
+    find_unreadable(&files, &mut problems);
     let index_name = choose_index(&root, &files)?;
     let unusable = |file: &str, message: String| {
         let problem = Problem::Json { file: file.to_owned(), message };
@@ -384,7 +416,11 @@ fn open_directory(located: Located, io: SourceIo, adapters: Adapters) -> Result<
     };
     match &index {
         Some((name, index)) => choose_indexed(name, index, &mut files, &mut problems),
-        None => choose_unindexed(&root, &mut files, &mut problems)?,
+        None => match choose_unindexed(&root, &mut files, &mut problems) {
+            Err(error) if problems.is_empty() => return Err(error),
+            // What is there and cannot be read is why nothing else is.
+            Ok(()) | Err(_) => {}
+        },
     }
     let mut weights: Vec<usize> = (0..files.len()).filter(|place| files[*place].role == FileRole::Weights).collect();
     weights.sort_by(|left, right| natural(&files[*left].path, &files[*right].path));
@@ -406,7 +442,7 @@ impl IgnoreReason {
     const fn is_readable(self) -> bool {
         match self {
             Self::NotInIndex | Self::SecondCopy | Self::OtherSet | Self::Subdirectory => true,
-            Self::DanglingLink | Self::LinkedDirectory | Self::Special | Self::Bookkeeping => false,
+            Self::DanglingLink | Self::LinkedDirectory | Self::Special | Self::Mount | Self::Bookkeeping => false,
         }
     }
 }
@@ -441,6 +477,10 @@ impl Selected<'_> {
                     problems.push(Problem::Unreadable { file, error });
                 }
             }
+        }
+        let files = (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()).map(FileId);
+        if files.map(|file| source.len_bytes(file)).fold(0, u64::saturating_add) > BYTES_MAX {
+            problems.push(Problem::TooManyBytes);
         }
         let table = TensorTable::new(headers.iter().map(|(id, header)| (*id, header))).unwrap_or_else(|| {
             problems.push(Problem::TooLarge);
@@ -522,10 +562,9 @@ impl Selected<'_> {
     }
 
     fn config(&self, problems: &mut Problems) -> Option<serde_json::Value> {
-        const CONFIG: &str = "config.json";
         self.files.iter().find(|file| file.path == CONFIG && file.role == FileRole::Other)?;
         let value = read_json(&self.located.path, CONFIG).and_then(|text| {
-            let value: serde_json::Value = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
+            let value = json::parse(&text).map_err(|error| error.to_string())?;
             if value.is_object() { Ok(value) } else { Err("expected an object".into()) }
         });
         value.map_err(|message| problems.push(Problem::Json { file: CONFIG.into(), message })).ok()
@@ -643,7 +682,7 @@ fn choose_index(root: &Path, files: &[Listed]) -> Result<Option<String>, Checkpo
         .iter()
         .filter(|file| file.role == FileRole::Other && at_top(&file.path))
         .map(|file| file.path.as_str())
-        .filter(|path| path.ends_with(".safetensors.index.json"))
+        .filter(|path| path.ends_with(INDEX_SUFFIX))
         .collect();
     if indexes.contains(&USUAL) {
         return Ok(Some(USUAL.to_owned()));
@@ -665,11 +704,28 @@ fn choose_index(root: &Path, files: &[Listed]) -> Result<Option<String>, Checkpo
     }
 }
 
+/// Finds what would be passed over though it decides what the repository is: weights, an index or the configuration.
+fn find_unreadable(files: &[Listed], problems: &mut Problems) {
+    let indexed = files.iter().any(|file| at_top(&file.path) && file.path.ends_with(INDEX_SUFFIX));
+    for file in files.iter().filter(|file| at_top(&file.path)) {
+        let FileRole::Ignored(reason) = file.role else { continue };
+        let name = file.path.as_str();
+        // An index says by itself which weights it needs.
+        let weights = is_safetensors(name) && !is_second_copy(name) && !indexed;
+        if weights || name == CONFIG || (name.ends_with(INDEX_SUFFIX) && !is_second_copy(name)) {
+            problems.push(Problem::NoFile { file: name.to_owned(), found: reason });
+        }
+    }
+}
+
 /// With an index, its files are the weights and no others.
 fn choose_indexed(name: &str, index: &Index<'_>, files: &mut [Listed], problems: &mut Problems) {
     let mut counts = vec![0; index.files.len()];
     for (_, file) in &index.tensors {
         counts[*file as usize] += 1;
+    }
+    if counts.is_empty() {
+        problems.push(Problem::EmptyIndex { index: name.to_owned() });
     }
     for (path, tensors) in index.files.iter().zip(counts) {
         if !stays_inside(path) {

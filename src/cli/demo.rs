@@ -52,15 +52,15 @@ pub(super) struct Demo {
     dir: Option<PathBuf>,
 }
 
-/// Removes what the demo made, unless it is to be kept.
-struct Cleanup {
-    directory: PathBuf,
-    mounted: bool,
-    keep: bool,
+/// Removes a directory with a checkpoint in `model/` and a mount on `mnt/`, unless it is to be kept.
+pub(super) struct Cleanup {
+    pub(super) directory: PathBuf,
+    pub(super) mounted: bool,
+    pub(super) keep: bool,
 }
 
 impl Cleanup {
-    fn run(&mut self) -> anyhow::Result<()> {
+    pub(super) fn run(&mut self) -> anyhow::Result<()> {
         if self.mounted && !self.keep {
             let options = UnmountOptions { wait: Duration::from_secs(5), ..UnmountOptions::default() };
             unmount(&self.directory.join("mnt"), options)?;

@@ -7,22 +7,28 @@ use std::{
     os::unix::fs::{FileTypeExt, PermissionsExt},
     path::{Path, PathBuf},
     thread,
+    time::Duration,
 };
 
-use anyhow::anyhow;
+use anyhow::{Context, anyhow, ensure};
 use clap::Args;
 use nix::unistd::geteuid;
 use serde_json::{Value, json};
 
 use super::{
-    open, output,
+    demo::Cleanup,
+    mount, open, output,
     status::{Health, probe},
 };
-use crate::{fuse::ckfs_mounts, plan::report::human_bytes};
+use crate::{format::safetensors::write_header, fuse::ckfs_mounts, plan::report::human_bytes, tensor::DType};
+
+/// How long a mount that is tried may take.
+const TRY_LIMIT: Duration = Duration::from_secs(20);
 
 /// Checks what this host allows, and says what to do where it falls short.
 ///
-/// Looks at the kernel, /dev/fuse, rights, limits and memory; changes nothing. Fails if something keeps ckfs from mounting.
+/// Looks at the kernel, /dev/fuse, rights, limits and memory, and where these allow it mounts a small file of its own for a
+/// moment. Changes nothing. Fails if something keeps ckfs from mounting.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
@@ -149,12 +155,44 @@ fn rights() -> Vec<Check> {
     checks
 }
 
-fn passthrough() -> Check {
+/// Mounts a file of a few bytes and reads it; whether the kernel read it by itself.
+fn try_mount() -> anyhow::Result<bool> {
+    let directory = env::temp_dir().join(format!("ckfs-doctor-{}", std::process::id()));
+    let (model, mountpoint) = (directory.join("model"), directory.join("mnt"));
+    let mut cleanup = Cleanup { directory, mounted: false, keep: false };
+    for new in [&model, &mountpoint] {
+        fs::create_dir_all(new).with_context(|| new.display().to_string())?;
+    }
+    let mut file = write_header([("tensor", DType::U8, &[1][..])], &[], 8)?.bytes;
+    file.push(1);
+    fs::write(model.join("model.safetensors"), &file).with_context(|| model.display().to_string())?;
+    let args = ["--quiet", "mount", &model.display().to_string(), &mountpoint.display().to_string()];
+    mount::start(&args.map(Into::into), TRY_LIMIT)?;
+    cleanup.mounted = true;
+    let read = fs::read(mountpoint.join("hf/model.safetensors")).context("hf/model.safetensors")?;
+    ensure!(read == file, "other bytes came back than those of the source");
+    let stats = fs::read(mountpoint.join(".ckfs/stats.json")).context(".ckfs/stats.json")?;
+    let stats: Value = serde_json::from_slice(&stats).context(".ckfs/stats.json")?;
+    cleanup.run()?;
+    Ok(stats["passthrough_opens"].as_u64().unwrap_or(0) > 0)
+}
+
+fn mounting(tried: &anyhow::Result<bool>) -> Check {
+    match tried {
+        Ok(_) => check("mount", State::Ok, "tried with a small file", ""),
+        Err(error) => check("mount", State::Fail, output::chain(error), "the other checks may say why"),
+    }
+}
+
+/// `tried` is what came of a mount, if there was one.
+fn passthrough(tried: Option<bool>) -> Check {
     let new_enough = kernel_version(&release()).is_some_and(|version| version >= (6, 9));
     let config = fs::read_to_string(format!("/boot/config-{}", release())).unwrap_or_default();
     let off = config.contains("# CONFIG_FUSE_PASSTHROUGH is not set");
     let (state, found) = match (new_enough && !off, has_capability(CAP_SYS_ADMIN)) {
-        (true, true) => (State::Ok, "kernel 6.9 or newer and CAP_SYS_ADMIN"),
+        (true, true) if tried == Some(true) => (State::Ok, "tried: the kernel reads byte-identical files by itself"),
+        (true, true) if tried.is_some() => (State::Warn, "tried: the kernel leaves byte-identical files to the daemon"),
+        (true, true) => (State::Ok, "kernel 6.9 or newer and CAP_SYS_ADMIN; not tried"),
         (true, false) => (State::Warn, "needs CAP_SYS_ADMIN, which this process lacks"),
         (false, _) => (State::Warn, "needs Linux 6.9 with CONFIG_FUSE_PASSTHROUGH"),
     };
@@ -257,11 +295,13 @@ fn mounts() -> Check {
     let answers: Vec<(Health, PathBuf)> = asking.into_iter().filter_map(|thread| thread.join().ok()).collect();
     let dead: Vec<String> = answers
         .iter()
-        .filter(|(health, _)| *health != Health::Live)
+        .filter(|(health, _)| !matches!(health, Health::Live | Health::Private))
         .map(|(health, path)| format!("{} is {}", path.display(), health.name()))
         .collect();
     if dead.is_empty() {
-        return check("mounts", State::Ok, format!("{} live", answers.len()), "");
+        let private = answers.iter().filter(|(health, _)| *health == Health::Private).count();
+        let note = if private == 0 { String::new() } else { format!(", {private} of other users") };
+        return check("mounts", State::Ok, format!("{} live{note}", answers.len() - private), "");
     }
     check("mounts", State::Warn, dead.join(", "), "ckfs umount --stale --lazy MNT removes a mount whose daemon is gone")
 }
@@ -270,7 +310,11 @@ impl Doctor {
     pub(super) fn run(&self) -> anyhow::Result<()> {
         let mut checks = vec![kernel(), device()];
         checks.extend(rights());
-        checks.extend([passthrough(), request_size(), read_ahead()]);
+        let can_try = checks.iter().all(|check| check.state != State::Fail);
+        let tried = can_try.then(try_mount);
+        checks.extend(tried.as_ref().map(mounting));
+        let lent = tried.and_then(Result::ok);
+        checks.extend([passthrough(lent), request_size(), read_ahead()]);
         checks.extend(machine());
         checks.extend([hub_cache(), mounts()]);
         if self.json {

@@ -61,6 +61,12 @@ pub(super) fn bar(bytes: u64, log: &LogFlags) -> ProgressBar {
     bar
 }
 
+/// A path without links or `..`, as far as it is there already.
+fn real(path: &Path) -> PathBuf {
+    let there = |part: &Path| Some(fs::canonicalize(part).ok()?.join(path.strip_prefix(part).ok()?));
+    path.ancestors().find_map(there).unwrap_or_else(|| path.to_owned())
+}
+
 impl Export {
     pub(super) fn run(&self, log: &LogFlags) -> anyhow::Result<()> {
         let (source, directory) = open::source_and(&self.first, self.second.as_deref(), &self.flags, "DIR")?;
@@ -82,10 +88,11 @@ impl Export {
             bail!("nothing to export: no file matches {}", self.only.join(", "));
         }
         let root = volume.engine().checkpoint().root();
-        if directory.starts_with(root) {
+        if real(&directory).starts_with(real(root)) {
             bail!("{}: lies inside the source {}", directory.display(), root.display());
         }
-        let total = nodes.iter().filter(|node| node.attr.kind == NodeKind::File).map(|node| node.attr.size_bytes).sum();
+        let files = nodes.iter().filter(|node| node.attr.kind == NodeKind::File);
+        let total = files.map(|node| node.attr.size_bytes).fold(0, u64::saturating_add);
         fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
         check_room(&directory, total)?;
         let bar = bar(total, log);

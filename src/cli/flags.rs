@@ -9,7 +9,8 @@ use crate::{
     plan::{
         LayerRanges, Mesh, Pattern, Rename, Tied,
         config::{
-            AllowKey, ByteCount, Devices, LayoutChoice, MountKeys, ParamValue, RenameKeys, ShardChoice, ViewKeys, Word,
+            AllowKey, ByteCount, Devices, LayoutChoice, MountKeys, ParamValue, RenameKeys, ShardChoice, THREADS_MAX,
+            ViewKeys, Word,
         },
     },
     source::SourceIo,
@@ -157,7 +158,7 @@ pub(super) struct EngineFlags {
     #[arg(long, value_name = "SIZE")]
     cache_bytes: Option<ByteCount>,
     /// Threads that serve requests, and as many that compute ahead; by default one per core, from 2 to 16.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=512))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(THREADS_MAX)))]
     threads: Option<u16>,
 }
 

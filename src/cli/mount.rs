@@ -123,6 +123,12 @@ fn concerns_serving(name: &str) -> bool {
 /// # Errors
 /// A usage error.
 pub(super) fn helper_arguments(args: &[OsString]) -> anyhow::Result<Vec<OsString>> {
+    // Never from mount(8), but from people.
+    match args.first().and_then(|arg| arg.to_str()) {
+        Some("-h" | "--help") => return Ok(["ckfs", "mount", "--help"].map(Into::into).into()),
+        Some("-V" | "--version") => return Ok(["ckfs", "--version"].map(Into::into).into()),
+        Some(_) | None => {}
+    }
     let request = parse_mount_helper(args).map_err(|error| Usage(error.to_string()))?;
     if request.fake {
         // Nothing is to be mounted: plan says whether it could be.
@@ -352,6 +358,10 @@ mod tests {
         assert_eq!(helper(&["s", "/m", "-s", "-o", "nonsense"]).as_deref(), Ok("ckfs mount -- s /m"));
         assert!(helper(&["s", "/m", "-o", "even=1"]).unwrap_err().contains("expected no value"));
         assert!(helper(&["s", "/m", "-o", "mesh"]).unwrap_err().contains("expected mesh=VALUE"));
+        for (flag, expected) in [("-h", "ckfs mount --help"), ("--help", "ckfs mount --help"), ("-V", "ckfs --version")]
+        {
+            assert_eq!(helper(&[flag]).as_deref(), Ok(expected));
+        }
         assert_eq!(helper(&["-f", "s", "/m", "-o", "mesh=a=2,timeout=3"]).as_deref(), Ok("ckfs plan --mesh=a=2 -- s"));
     }
 

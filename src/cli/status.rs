@@ -24,8 +24,8 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 
 /// Shows what is mounted, and how it does.
 ///
-/// For each ckfs mount: source, mountpoint, whether it answers, the views, and its counters. Fails if MNT is given and is
-/// no ckfs mount, or if a mount shown does not answer.
+/// For each ckfs mount: source, mountpoint, whether it answers, its process, the views, and its counters. Fails if MNT is
+/// given and is no ckfs mount, or if a mount shown does not answer. A mount that another user does not share is private.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
@@ -52,6 +52,8 @@ pub(super) enum Health {
     Stuck,
     /// It answers with an error.
     Failing,
+    /// It is another user's, who does not share it.
+    Private,
 }
 
 impl Health {
@@ -62,6 +64,7 @@ impl Health {
             Self::Stale => "stale",
             Self::Stuck => "stuck",
             Self::Failing => "failing",
+            Self::Private => "private",
         }
     }
 }
@@ -87,7 +90,9 @@ pub(super) fn probe(mountpoint: &Path) -> Probe {
     let dead = |health| Probe { health, stats: Value::Null, config: None };
     match answer {
         None => dead(Health::Stuck),
-        Some(Err(error)) => dead(if is_gone(&error) { Health::Stale } else { Health::Failing }),
+        Some(Err(error)) if is_gone(&error) => dead(Health::Stale),
+        Some(Err(error)) if error.kind() == io::ErrorKind::PermissionDenied => dead(Health::Private),
+        Some(Err(_)) => dead(Health::Failing),
         Some(Ok((stats, config))) => Probe {
             health: Health::Live,
             stats: serde_json::from_str(&stats).unwrap_or_default(),
@@ -122,6 +127,7 @@ fn describe(entry: &MountEntry, probe: &Probe) -> Value {
         "name": source.strip_prefix("ckfs:").unwrap_or(&source),
         "source": probe.config.as_ref().and_then(|config| config.source.clone()),
         "health": probe.health.name(),
+        "pid": probe.stats["pid"],
         "views": views(probe.config.as_ref()),
         "stats": probe.stats,
     })
@@ -138,7 +144,8 @@ fn text(mount: &Value) -> String {
     let _ = writeln!(text, "{}", word(&mount["mountpoint"]));
     let source = mount["source"].as_str().map_or_else(|| word(&mount["name"]), str::to_owned);
     let _ = writeln!(text, "  source  {source}");
-    let _ = writeln!(text, "  health  {}", word(&mount["health"]));
+    let process = mount["pid"].as_u64().map_or_else(String::new, |pid| format!(", process {pid}"));
+    let _ = writeln!(text, "  health  {}{process}", word(&mount["health"]));
     for view in mount["views"].as_array().into_iter().flatten() {
         let (name, mesh) = (word(&view["name"]), word(&view["mesh"]));
         let name = if name.is_empty() { String::new() } else { format!("{name}: ") };
@@ -185,7 +192,9 @@ impl Status {
         } else {
             output::print(&mounts.iter().map(text).collect::<Vec<_>>().join("\n"))?;
         }
-        match probes.iter().filter(|(probe, _)| probe.health != Health::Live).count() {
+        // What others keep to themselves is no failure, unless it was asked for.
+        let dead = |health| health != Health::Live && (health != Health::Private || self.mountpoint.is_some());
+        match probes.iter().filter(|(probe, _)| dead(probe.health)).count() {
             0 => Ok(()),
             1 => Err(anyhow!("1 mount does not answer")),
             count => Err(anyhow!("{count} mounts do not answer")),

@@ -162,7 +162,7 @@ fn list(target: Option<&str>, only: &[String], flags: &SourceFlags, log: &LogFla
     let read = checkpoint.files().iter().filter(|file| matches!(file.role, FileRole::Weights | FileRole::Other));
     let read: Vec<(&str, FileId)> = read.filter_map(|file| Some((file.path.as_str(), file.file?))).collect();
     let source_bytes: u64 = read.iter().map(|(_, file)| checkpoint.source().len_bytes(*file)).sum();
-    let bar = bar(source_bytes + nodes.iter().map(|node| node.attr.size_bytes).sum::<u64>(), log);
+    let bar = bar(nodes.iter().map(|node| node.attr.size_bytes).fold(source_bytes, u64::saturating_add), log);
     let sources: BTreeMap<FileId, String> = read
         .par_iter()
         .map(|(path, file)| Ok((*file, source_digest(checkpoint, *file, &bar).with_context(|| (*path).to_owned())?)))

@@ -213,7 +213,7 @@ fn verify(
         Extent::Full => size,
         Extent::Sample(bytes) => bytes.min(size),
     };
-    let bar = bar(nodes.iter().map(|node| share(node.attr.size_bytes)).sum(), log);
+    let bar = bar(nodes.iter().map(|node| share(node.attr.size_bytes)).fold(0, u64::saturating_add), log);
     let findings = Findings::default();
     nodes.par_iter().try_for_each(|node| {
         let result = verify_file(volume, mount, node, extent, &findings, &bar);

@@ -600,6 +600,16 @@ view_keys! {
     chunk_bytes: ByteCount,
 }
 
+/// Most threads that serve requests.
+pub const THREADS_MAX: u16 = 512;
+
+fn thread_count<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<usize>, D::Error> {
+    let found = u64::deserialize(deserializer)?;
+    let count = u16::try_from(found).ok().filter(|count| (1..=THREADS_MAX).contains(count));
+    let malformed = || serde::de::Error::custom(format!("threads: expected 1 to {THREADS_MAX}, found {found}"));
+    count.map(|count| Some(usize::from(count))).ok_or_else(malformed)
+}
+
 /// The `[mount]` table: how to mount and serve, the same for all views.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
@@ -607,8 +617,8 @@ pub struct MountKeys {
     /// Lets all users read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub allow_other: Option<bool>,
-    /// Threads that serve requests.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Threads that serve requests, at most [`THREADS_MAX`].
+    #[serde(default, deserialize_with = "thread_count", skip_serializing_if = "Option::is_none")]
     pub threads: Option<usize>,
     /// The kernel's read-ahead in KiB.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -1048,6 +1058,7 @@ mod tests {
             ("[[shard_rules]]\nmatch = \"a\"\nspec = [1]", "x.toml:3: expected for each axis"),
             ("[mount]\ncache_bytes = \"1X\"", "x.toml:2: expected a number of bytes such as"),
             ("[mount]\nthread = 1", "x.toml:2: unknown field `thread`"),
+            ("[mount]\nthreads = 20000", "x.toml:2: threads: expected 1 to 512, found 20000"),
             ("[view.a]\nsource = \"x\"", "x.toml:2: unknown field `source`"),
             ("a = 1\n[view.\"../x\"]\n", "x.toml:1: unknown field `a`"),
             ("\n[view.\"../x\"]\n", "x.toml:2: view \"../x\": expected a name"),

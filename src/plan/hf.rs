@@ -14,7 +14,7 @@ use super::{
     values::Values,
 };
 use crate::{
-    checkpoint::{Checkpoint, FileRole},
+    checkpoint::{Checkpoint, FileRole, json},
     source::FileId,
     tensor::{DType, TensorId, View},
 };
@@ -134,7 +134,7 @@ pub(super) fn plan(
                     if Some(&truthful) == original.config() {
                         HfContent::Original(id)
                     } else {
-                        HfContent::Text(pretty(&truthful))
+                        HfContent::Text(json::pretty(&truthful))
                     }
                 }
                 None => HfContent::Original(id),
@@ -175,12 +175,6 @@ fn metadata(checkpoint: &Checkpoint, file: FileId) -> Vec<(String, String)> {
         metadata.push(("format".to_owned(), "pt".to_owned()));
     }
     metadata
-}
-
-fn pretty(value: &Value) -> Vec<u8> {
-    let mut text = serde_json::to_vec_pretty(value).unwrap_or_default();
-    text.push(b'\n');
-    text
 }
 
 /// `config.json` with the dtype that the weights now have, and without a quantization that was undone.
@@ -228,7 +222,7 @@ fn index(
     let problem = |reason: String| Problem::Hf { path: path.to_owned(), reason };
     let mut bytes = vec![0; usize::try_from(checkpoint.source().len_bytes(file)).unwrap_or(0)];
     checkpoint.source().read_into(file, 0, &mut bytes).map_err(|error| problem(error.to_string()))?;
-    let mut index: Value = serde_json::from_slice(&bytes).map_err(|error| problem(error.to_string()))?;
+    let mut index = json::parse(&bytes).map_err(|error| problem(error.to_string()))?;
     let Some(map) = index.get_mut("weight_map").and_then(Value::as_object_mut) else { return Ok(None) };
     let new: HashMap<&str, &str> = weight_map.iter().map(|(name, file)| (name.as_str(), file.as_str())).collect();
     // Names that stay keep their places; the others follow.
@@ -243,5 +237,5 @@ fn index(
     if let Some(metadata) = index.get_mut("metadata").and_then(Value::as_object_mut) {
         metadata.insert("total_size".to_owned(), json!(total));
     }
-    Ok(Some(pretty(&index)))
+    Ok(Some(json::pretty(&index)))
 }

@@ -414,6 +414,11 @@ impl Plan {
                 logical: draft.roles.logical,
             });
         }
+        let bytes = self.tensors.iter().map(|tensor| tensor.view.bytes().unwrap_or(0)).fold(0, u64::saturating_add);
+        if bytes > BYTES_MAX {
+            let reason = format!("all tensors together have more than {BYTES_MAX} bytes");
+            problems.push(Problem::File { file: format!("layout {}", self.layout.name()), reason });
+        }
         self.tensors.sort_by(|a, b| a.name.cmp(&b.name));
         for pair in self.tensors.windows(2).filter(|pair| pair[0].name == pair[1].name) {
             let path = pair[0].name.clone();
@@ -625,6 +630,9 @@ fn devices(options: &ViewOptions, problems: &mut Vec<Problem>) -> Vec<u64> {
     );
     listed
 }
+
+/// Most bytes of all tensors together: sizes of files that hold many of them then fit 64 bits.
+const BYTES_MAX: u64 = 1 << 61;
 
 /// Most pieces per source tensor that the views of built-in layouts can have before a plan has to count them.
 const PIECES_PER_SOURCE: usize = 8;

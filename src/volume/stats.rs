@@ -74,6 +74,7 @@ pub(super) fn stats(metrics: &Metrics, engine: &Engine) -> Vec<u8> {
     };
     let mut all = json!({
         "version": env!("CARGO_PKG_VERSION"),
+        "pid": std::process::id(),
         "bytes_served": by_path(&|path| counters.served_bytes(path)),
         "bytes_fetched": by_path(&|path| counters.fetched_bytes(path)),
         "latency_bounds_us": LATENCY_BOUNDS_US,

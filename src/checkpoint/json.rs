@@ -1,0 +1,109 @@
+//! JSON as Python writes it, with the words `NaN`, `Infinity` and `-Infinity`: standard JSON has none of them, and the
+//! configurations of state-space models do (`"time_step_limit": [0.0, Infinity]`).
+//!
+//! In a [`Value`] such a word is a string that begins with [`SIGN`], so that it can be written as it was read.
+
+use serde_json::Value;
+
+/// A character that no text has: Unicode reserves it for uses such as this.
+const SIGN: char = '\u{10ffff}';
+
+const WORDS: [&str; 3] = ["-Infinity", "Infinity", "NaN"];
+
+/// Reads a text.
+///
+/// # Errors
+/// What is no JSON in it.
+pub fn parse(text: &[u8]) -> Result<Value, serde_json::Error> {
+    serde_json::from_slice(text).or_else(|error| match std::str::from_utf8(text).ok().and_then(signed) {
+        Some(signed) => serde_json::from_str(&signed),
+        None => Err(error),
+    })
+}
+
+/// Writes a text, one member a line.
+pub fn pretty(value: &Value) -> Vec<u8> {
+    // A value in memory can be written.
+    let mut text = serde_json::to_string_pretty(value).unwrap_or_default();
+    if text.contains(SIGN) {
+        text = WORDS.iter().fold(text, |text, word| text.replace(&format!("\"{SIGN}{word}\""), word));
+    }
+    text.push('\n');
+    text.into_bytes()
+}
+
+/// The text with Python's words as strings; `None` if there are none.
+fn signed(text: &str) -> Option<String> {
+    if text.contains(SIGN) || !WORDS.iter().any(|word| text.contains(word)) {
+        return None;
+    }
+    let mut out = String::with_capacity(text.len() + 32);
+    let mut rest = text;
+    let mut in_string = false;
+    while let Some(character) = rest.chars().next() {
+        let word = WORDS.iter().find(|word| !in_string && rest.starts_with(**word));
+        let taken = match (word, character) {
+            (Some(word), _) => {
+                out.extend(['"', SIGN]);
+                out.push_str(word);
+                out.push('"');
+                rest = &rest[word.len()..];
+                // No word is a name.
+                if rest.trim_start().starts_with(':') {
+                    return None;
+                }
+                continue;
+            }
+            (None, '"') => {
+                in_string = !in_string;
+                1
+            }
+            // What is escaped does not end a string.
+            (None, '\\') if in_string => 1 + rest[1..].chars().next().map_or(0, char::len_utf8),
+            (None, other) => other.len_utf8(),
+        };
+        out.push_str(&rest[..taken]);
+        rest = &rest[taken..];
+    }
+    Some(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pythons_words_are_read_and_written() {
+        let text = r#"{"a":[0.0,Infinity,-Infinity,NaN],"b":"Infinity \" NaN","c\\":NaN}"#;
+        let value = parse(text.as_bytes()).unwrap();
+        assert_eq!(value["b"], "Infinity \" NaN");
+        assert!(value["a"][1].is_string());
+        let written = String::from_utf8(pretty(&value)).unwrap();
+        assert_eq!(written.split_whitespace().collect::<String>(), text.replace(' ', ""));
+    }
+
+    #[test]
+    fn other_words_are_refused() {
+        for text in
+            ["Nan", "[NaNx]", "[NaN", "{Infinity:1}", "[\"\u{10ffff}NaN\", NaN]", "[\"NaN\\", "[\"é\\\u{e9}", ""]
+        {
+            assert!(parse(text.as_bytes()).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn numbers_are_what_they_were() {
+        // The nearest double, not one beside it.
+        for text in [
+            "0.9452706955539223",
+            "7.120190912076126e-200",
+            "0.02",
+            "1e-5",
+            "0.1459999999999999964",
+            "9007199254740993",
+        ] {
+            let value = parse(text.as_bytes()).unwrap();
+            assert_eq!(value.as_f64(), text.parse().ok(), "{text}");
+        }
+    }
+}
