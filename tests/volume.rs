@@ -156,6 +156,32 @@ fn hf_is_the_repository_itself_unless_values_change() {
     assert_eq!(index["metadata"]["total_size"], 2 * (40 * 16 + 16 + 2 * (16 * (24 * 2 + 12 * 2 + 36 * 3) + 32)));
 }
 
+/// What is made when it is first read is made once for all who have it open, and again, the same, for those who come later.
+#[test]
+fn long_texts_are_shared_by_their_handles() {
+    let dir = repo::llama(2, DType::F32);
+    let volume = repo::volume(&repo::open(dir.path()), &options("fsdp=3"), VolumeOptions::default());
+    for path in ["dcp/.metadata", ".ckfs/manifest.json"] {
+        let attr = volume.resolve(path).unwrap();
+        let size = usize::try_from(attr.size_bytes).unwrap();
+        let read = |handle, offset| {
+            let mut found = (0, Vec::new());
+            let mut reply = |part: &[u8]| found = (part.as_ptr().addr(), part.to_vec());
+            volume.read(attr.ino, handle, offset, size, &mut reply).unwrap();
+            found
+        };
+        let [a, b] = [(); 2].map(|()| volume.open(attr.ino).unwrap().handle);
+        let (at, first) = read(a, 0);
+        assert_eq!(first.len(), size, "{path}");
+        volume.release(attr.ino, a);
+        assert_eq!(read(b, 0), (at, first.clone()), "{path}");
+        assert_eq!(read(b, 100), (at + 100, first[100..].to_vec()), "{path}");
+        assert!(read(b, attr.size_bytes + 1).1.is_empty(), "{path}");
+        volume.release(attr.ino, b);
+        assert_eq!(repo::read(&volume, attr.ino, 0, size), first, "{path}");
+    }
+}
+
 #[test]
 fn a_changed_source_is_an_error_and_the_rest_goes_on() {
     let dir = repo::llama(2, DType::F32);
