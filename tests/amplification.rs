@@ -14,15 +14,10 @@ use ckfs::{
 use common::repo;
 
 /// What devices together take of the sources for some tensors.
-fn reads_of<'a>(
-    checkpoint: &Checkpoint,
-    plan: &Plan,
-    devices: &[u64],
-    tensors: impl Iterator<Item = &'a PlannedTensor> + Clone,
-) -> Reads {
+fn reads_of(checkpoint: &Checkpoint, plan: &Plan, devices: &[u64], tensors: &[&PlannedTensor]) -> Reads {
     let mut runs: HashMap<TensorId, Vec<Runs>> = HashMap::new();
     for device in devices {
-        for tensor in tensors.clone() {
+        for tensor in tensors {
             let tiling = tensor.view.region(&plan.region(tensor, *device)).unwrap().lower().unwrap();
             for (source, found) in tiling.pieces().iter().filter_map(|piece| Runs::of(&tiling, piece)) {
                 runs.entry(source).or_default().push(found);
@@ -47,13 +42,13 @@ fn starred(name: &str) -> String {
 fn check(checkpoint: &Checkpoint, options: &ViewOptions, what: &str) -> bool {
     let Ok(plan) = Plan::build(checkpoint, options) else { return false };
     let found = Amplification::of(checkpoint, &plan);
-    let each: Vec<Reads> =
-        plan.devices.iter().map(|device| reads_of(checkpoint, &plan, &[*device], plan.bundle())).collect();
+    let all: Vec<&PlannedTensor> = plan.bundle().collect();
+    let each: Vec<Reads> = plan.devices.iter().map(|device| reads_of(checkpoint, &plan, &[*device], &all)).collect();
     assert_eq!(found.devices, each, "{what}");
-    assert_eq!(found.union, reads_of(checkpoint, &plan, &plan.devices, plan.bundle()), "{what}");
+    assert_eq!(found.union, reads_of(checkpoint, &plan, &plan.devices, &all), "{what}");
     for (name, most) in &found.tensors {
-        let tensors = plan.bundle().filter(|tensor| starred(&tensor.name) == *name);
-        let of_device = |device: &u64| reads_of(checkpoint, &plan, &[*device], tensors.clone());
+        let tensors: Vec<&PlannedTensor> = plan.bundle().filter(|tensor| starred(&tensor.name) == *name).collect();
+        let of_device = |device: &u64| reads_of(checkpoint, &plan, &[*device], &tensors);
         let excess = plan.devices.iter().map(|device| of_device(device).excess_bytes()).max();
         assert_eq!(Some(most.excess_bytes()), excess, "{what}, {name}");
         assert!(plan.devices.iter().any(|device| of_device(device) == *most), "{what}, {name}");
