@@ -42,6 +42,9 @@ struct Named {
     is_embedding: bool,
 }
 
+/// What tensors of all layers and experts have in common: prefix, rest, and whether there is a layer and an expert.
+type Kind<'a> = (&'a str, &'a str, bool, bool);
+
 impl Named {
     fn unscanned(&self) -> String {
         let rest = naming::with_expert(&self.rest, self.expert);
@@ -52,6 +55,10 @@ impl Named {
     /// The name within the layer, for a stack over experts.
     fn collapsed(&self) -> String {
         naming::without_expert(&self.rest, self.expert.is_some())
+    }
+
+    fn kind(&self) -> Kind<'_> {
+        (&self.prefix, &self.rest, self.layer.is_some(), self.expert.is_some())
     }
 
     fn scanned(&self) -> Option<String> {
@@ -301,12 +308,9 @@ fn settle_collisions(checkpoint: &Checkpoint, named: &mut [Named]) {
             checkpoint.tensor(n.id).name.clone_into(&mut n.rest);
         }
     }
-    // Alike in all layers, so that they still stack.
-    let paths = |n: &Named| {
-        let stem = format!("{}{}", n.prefix, if n.layer.is_some() { "layers." } else { "" });
-        [format!("{stem}{}.", n.rest), format!("{stem}{}.", n.collapsed())]
-    };
-    let all: BTreeSet<String> = named.iter().flat_map(paths).collect();
+    // Alike in all layers, so that they still stack. Layers and experts are many, their kinds of names are few.
+    let all: BTreeSet<String> =
+        named.iter().map(Named::kind).collect::<HashSet<_>>().into_iter().flat_map(paths).collect();
     let holds =
         |path: &String| all.range::<String, _>(path.clone()..).nth(1).is_some_and(|next| next.starts_with(path));
     let directories: HashSet<&String> = all.iter().filter(|path| holds(path)).collect();
@@ -314,10 +318,16 @@ fn settle_collisions(checkpoint: &Checkpoint, named: &mut [Named]) {
         return;
     }
     for n in named.iter_mut() {
-        if paths(n).iter().any(|path| directories.contains(path)) {
+        if paths(n.kind()).iter().any(|path| directories.contains(path)) {
             n.rest = format!("{}.{SELF_WORD}", n.rest);
         }
     }
+}
+
+/// Where tensors of a kind are as directories, numbers of layers left out: one by one, and stacked over experts.
+fn paths((prefix, rest, in_layer, single): Kind<'_>) -> [String; 2] {
+    let stem = format!("{prefix}{}", if in_layer { "layers." } else { "" });
+    [format!("{stem}{rest}."), format!("{stem}{}.", naming::without_expert(rest, single))]
 }
 
 struct Member {

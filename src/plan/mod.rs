@@ -33,7 +33,7 @@ pub mod spec;
 pub mod values;
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -676,7 +676,7 @@ fn missing_layers(
         let name = format!("{}{}", family.prefix, family.word);
         let stem = format!("{name}.");
         let number = |rest: &str| rest.split('.').next().and_then(|number| number.parse::<u64>().ok());
-        let present: std::collections::BTreeSet<u64> =
+        let present: BTreeSet<u64> =
             checkpoint.tensors().filter_map(|(_, info)| number(info.name.strip_prefix(&stem)?)).collect();
         for layer in (0..count).filter(|layer| !present.contains(layer)).take(MISSING_MAX) {
             let problem = Problem::MissingLayer { family: name.clone(), layer, count };
@@ -763,5 +763,11 @@ fn unused_patterns(checkpoint: &Checkpoint, options: &ViewOptions, drafts: &[Dra
         if !hit {
             warn("cast", &rule.pattern);
         }
+    }
+    // Without a mesh nothing is split anyway.
+    let named = options.shard_rules.iter().flat_map(|rule| rule.spec.iter().flatten());
+    let absent: BTreeSet<&String> = named.filter(|axis| options.mesh.find(axis).is_none()).collect();
+    for axis in absent.into_iter().filter(|_| !options.mesh.axes().is_empty()) {
+        warnings.push(format!("sharding rules name the mesh axis {axis:?}, which the mesh does not have"));
     }
 }
