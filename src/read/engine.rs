@@ -490,7 +490,7 @@ impl Engine {
     fn note_served(&self, file: &OpenFile, segment: usize, index: u64, tile: &Tile, bytes: usize) {
         let before = tile.served.fetch_add(bytes as u64, Ordering::Relaxed);
         if before + bytes as u64 >= tile.bytes.len() as u64 {
-            self.cache.forget(&tile_key(file, segment, index));
+            self.cache.hand_out(&tile_key(file, segment, index));
         }
     }
 

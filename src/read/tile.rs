@@ -31,8 +31,8 @@ use crate::source::FileId;
 /// How long after its last use a tile still counts as in use. Readers of a restore take turns, so it may be a while.
 const IN_USE: Duration = Duration::from_secs(5);
 
-/// Tiles remembered as refused.
-const REFUSED_MAX: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
+/// Tiles remembered as refused, and as handed out.
+const REMEMBERED_MAX: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
 
 /// How long after its last use a tile is given up although there is room.
 const IDLE: Duration = Duration::from_mins(1);
@@ -70,6 +70,8 @@ struct Flight {
 struct Inner {
     tiles: LruCache<TileKey, (Arc<Tile>, Instant)>,
     flights: HashMap<TileKey, Arc<Flight>>,
+    /// Tiles that were dropped because all of them was handed out, and when.
+    handed_out: LruCache<TileKey, Instant>,
     /// Tiles that were not computed for want of room, and when somebody last wanted them.
     refused: LruCache<TileKey, Instant>,
     bytes: usize,
@@ -110,8 +112,9 @@ impl TileCache {
     /// A cache of at most `bytes_max` bytes, not counting tiles that readers still hold.
     pub(super) fn new(bytes_max: usize) -> Self {
         // The limit is in bytes; the map's own limit must never bind.
-        let (tiles, refused) = (LruCache::unbounded(), LruCache::new(REFUSED_MAX));
-        let inner = Inner { tiles, flights: HashMap::new(), refused, bytes: 0 };
+        let remembered = || LruCache::new(REMEMBERED_MAX);
+        let (tiles, handed_out, refused) = (LruCache::unbounded(), remembered(), remembered());
+        let inner = Inner { tiles, flights: HashMap::new(), handed_out, refused, bytes: 0 };
         Self { inner: Mutex::new(inner), bytes_max }
     }
 
@@ -158,7 +161,7 @@ impl TileCache {
     }
 
     /// The tile `key`: from the cache, from a computation under way, or computed now by `compute`. `ahead` marks a
-    /// computation that nobody asked for; it then returns at once if another is under way.
+    /// computation that nobody asked for; it then returns at once if another is under way or the tile was just handed out.
     pub(super) fn get(
         &self,
         key: TileKey,
@@ -185,6 +188,10 @@ impl TileCache {
                 }
                 add(&counters.tile_waits, 1);
                 return Some(wait(&flight));
+            }
+            // Who reads ahead of a reader may come late.
+            if ahead && inner.handed_out.peek(&key).is_some_and(|then| then.elapsed() < IN_USE) {
+                return None;
             }
             let flight = Arc::new(Flight::default());
             inner.flights.insert(key, Arc::clone(&flight));
@@ -242,7 +249,13 @@ impl TileCache {
         }
     }
 
-    /// Drops a tile: its source turned out to have changed, or nobody will want it again.
+    /// Drops a tile of which all was handed out: nobody will want it again soon.
+    pub(super) fn hand_out(&self, key: &TileKey) {
+        self.forget(key);
+        self.lock().handed_out.put(*key, Instant::now());
+    }
+
+    /// Drops a tile: its source turned out to have changed.
     pub(super) fn forget(&self, key: &TileKey) {
         let mut inner = self.lock();
         if let Some((tile, _)) = inner.tiles.pop(key) {
@@ -286,6 +299,10 @@ mod tests {
         assert!(!cache.has(&key(9)), "a tile beyond the limit is not kept");
         cache.forget(&key(0));
         assert_eq!(cache.lock().bytes, 40);
+        let ahead = |index| cache.get(key(index), true, &counters, || Ok(tile(&pool, 40))).is_some();
+        assert!(ahead(0), "it may be wanted again");
+        cache.hand_out(&key(0));
+        assert!(!ahead(0) && !cache.has(&key(0)), "computed ahead too late");
         cache.forget_file(2);
         assert!(cache.has(&key(2)));
         cache.forget_file(1);

@@ -308,8 +308,12 @@ impl Pinned {
     fn open(path: &Path, io: SourceIo) -> Result<Self, SourceError> {
         let path: Arc<Path> = Arc::from(path);
         let failed = |error| SourceError::Io { file: path.clone(), action: "open".into(), error: Arc::new(error) };
-        // Opening a FIFO would wait for a writer.
-        let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(&path);
+        let open = |flags| OpenOptions::new().read(true).custom_flags(flags | libc::O_NOCTTY).open(&path);
+        // Opening a FIFO would wait for a writer. Who holds a lease on a regular file, as file servers do, is waited for.
+        let file = open(libc::O_NONBLOCK).or_else(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => open(0),
+            _ => Err(error),
+        });
         let file = file.map_err(failed)?;
         if !file.metadata().map_err(failed)?.is_file() {
             return Err(SourceError::NotRegular { file: path });
