@@ -11,6 +11,8 @@ use std::{
     sync::Arc,
 };
 
+use rayon::prelude::*;
+
 use super::{
     draft::{Bundled, Draft, Roles},
     family::{Family, Generic, Role},
@@ -22,6 +24,9 @@ use crate::{
     checkpoint::Checkpoint,
     tensor::{DType, RANK_MAX, TensorId, View},
 };
+
+/// Tensors that one thread names at a time.
+const NAMED_TOGETHER: usize = 1024;
 
 /// A part of a source tensor and what it is to be called.
 #[derive(Clone, Debug)]
@@ -85,18 +90,28 @@ pub(super) fn drafts(
     values: &Values<'_>,
 ) -> Result<Vec<Draft>, Vec<Problem>> {
     let mut problems = Vec::new();
-    let stems = checkpoint
-        .tensors()
+    let tensors: Vec<_> = checkpoint.tensors().collect();
+    let stems = tensors
+        .par_iter()
         .map(|(_, info)| naming::parse(info.name, &generic.words))
         .filter(|parsed| parsed.layer.is_some())
         .map(|parsed| naming::split_suffix(&parsed.rest).0.to_owned())
         .collect();
     let namer = Namer { checkpoint, family, generic, stems };
-    let mut named = Vec::with_capacity(checkpoint.tensors().len());
-    for (id, info) in checkpoint.tensors() {
-        if let Err(problem) = namer.name(id, info.name, info.shape, &mut named) {
-            problems.push(problem);
-        }
+    let parts: Vec<_> = tensors
+        .par_chunks(NAMED_TOGETHER)
+        .map(|tensors| {
+            let (mut named, mut problems) = (Vec::with_capacity(tensors.len()), Vec::new());
+            for (id, info) in tensors {
+                problems.extend(namer.name(*id, info.name, info.shape, &mut named).err());
+            }
+            (named, problems)
+        })
+        .collect();
+    let mut named = Vec::with_capacity(tensors.len());
+    for (part, found) in parts {
+        named.extend(part);
+        problems.extend(found);
     }
     settle_collisions(checkpoint, &mut named);
     let mut drafts = build(&named, values, checkpoint, &mut problems);
@@ -281,47 +296,42 @@ impl Namer<'_> {
 /// Puts back what was dropped from names where two would otherwise meet: a final `weight` where the name is also a
 /// directory, and everything where two tensors would have one name. What still is a directory gets a word of its own.
 fn settle_collisions(checkpoint: &Checkpoint, named: &mut [Named]) {
-    let scope = |n: &Named| format!("{}{}.", n.prefix, if n.layer.is_some() { "layers" } else { "" });
-    let mut rests = BTreeSet::new();
-    for n in named.iter() {
-        let scope = scope(n);
-        rests.insert(format!("{scope}{}.", n.rest));
-        rests.insert(format!("{scope}{}.", n.collapsed()));
-    }
-    let is_directory = |path: String| {
-        rests.range::<String, _>(path.clone()..).take(2).any(|other| *other != path && other.starts_with(&path))
-    };
-    for n in named.iter_mut().filter(|n| n.weight_dropped) {
-        let scope = scope(n);
-        let forms = [format!("{scope}{}.", n.rest), format!("{scope}{}.", n.collapsed())];
-        if forms.into_iter().any(is_directory) {
-            n.rest.push_str(".weight");
+    let found = directories(named);
+    if !found.is_empty() {
+        for n in named.iter_mut().filter(|n| n.weight_dropped) {
+            if paths(n.kind()).iter().any(|path| found.contains(path)) {
+                n.rest.push_str(".weight");
+            }
         }
     }
-    let mut count: HashMap<String, u32> = HashMap::with_capacity(named.len());
-    for n in named.iter() {
-        *count.entry(n.unscanned()).or_default() += 1;
+    let unscanned: Vec<String> = named.par_iter().map(Named::unscanned).collect();
+    let mut count: HashMap<&str, u32> = HashMap::with_capacity(named.len());
+    for name in &unscanned {
+        *count.entry(name).or_default() += 1;
     }
-    for n in named.iter_mut().filter(|n| n.part.is_none()) {
-        if count.get(&n.unscanned()).is_some_and(|count| *count > 1) {
+    for (n, name) in named.iter_mut().zip(&unscanned).filter(|(n, _)| n.part.is_none()) {
+        if count[name.as_str()] > 1 {
             (n.prefix, n.layer, n.expert) = (String::new(), None, None);
             checkpoint.tensor(n.id).name.clone_into(&mut n.rest);
         }
     }
-    // Alike in all layers, so that they still stack. Layers and experts are many, their kinds of names are few.
-    let all: BTreeSet<String> =
-        named.iter().map(Named::kind).collect::<HashSet<_>>().into_iter().flat_map(paths).collect();
-    let holds =
-        |path: &String| all.range::<String, _>(path.clone()..).nth(1).is_some_and(|next| next.starts_with(path));
-    let directories: HashSet<&String> = all.iter().filter(|path| holds(path)).collect();
-    if directories.is_empty() {
-        return;
-    }
-    for n in named.iter_mut() {
-        if paths(n.kind()).iter().any(|path| directories.contains(path)) {
-            n.rest = format!("{}.{SELF_WORD}", n.rest);
+    let found = directories(named);
+    if !found.is_empty() {
+        for n in named.iter_mut() {
+            if paths(n.kind()).iter().any(|path| found.contains(path)) {
+                n.rest = format!("{}.{SELF_WORD}", n.rest);
+            }
         }
     }
+}
+
+/// The paths of names that other names go on from. They are alike in all layers, so that these still stack; and layers and
+/// experts are many, while their kinds of names are few.
+fn directories(named: &[Named]) -> HashSet<String> {
+    let kinds: HashSet<Kind<'_>> = named.iter().map(Named::kind).collect();
+    let all: BTreeSet<String> = kinds.into_iter().flat_map(paths).collect();
+    let holds = |(path, next): &(&String, &String)| next.starts_with(path.as_str());
+    all.iter().zip(all.iter().skip(1)).filter(holds).map(|(path, _)| path.clone()).collect()
 }
 
 /// Where tensors of a kind are as directories, numbers of layers left out: one by one, and stacked over experts.
@@ -339,7 +349,7 @@ struct Member {
 
 fn build(named: &[Named], values: &Values<'_>, checkpoint: &Checkpoint, problems: &mut Vec<Problem>) -> Vec<Draft> {
     let dtypes: Vec<Option<DType>> = named
-        .iter()
+        .par_iter()
         .map(|n| {
             let (unscanned, scanned) = (n.unscanned(), n.scanned());
             let names = [checkpoint.tensor(n.id).name, &unscanned, scanned.as_deref().unwrap_or(&unscanned)];
