@@ -258,7 +258,7 @@ fn write_down_projections(directory: &Path) {
     let file = fs::File::create(directory.join("model.safetensors")).unwrap();
     (&file).write_all(&[&(4096u64 - 8).to_le_bytes(), header.as_bytes()].concat()).unwrap();
     file.set_len(4096 + 2 * bytes).unwrap();
-    let config = json!({"model_type": "llama", "num_hidden_layers": 2, "tie_word_embeddings": false});
+    let config = json!({"model_type": "stablelm", "num_hidden_layers": 2, "tie_word_embeddings": false});
     fs::write(directory.join("config.json"), config.to_string()).unwrap();
 }
 

@@ -1,7 +1,7 @@
 //! JSON as Python writes it, with the words `NaN`, `Infinity` and `-Infinity`: standard JSON has none of them, and the
 //! configurations of state-space models do (`"time_step_limit": [0.0, Infinity]`).
 //!
-//! In a [`Value`] such a word is a string that begins with [`SIGN`], so that it can be written as it was read.
+//! In a [`Value`] such a word is a string that begins with a character that no text has, so that it can be written as it was read.
 
 use serde_json::Value;
 

@@ -310,10 +310,10 @@ impl Pinned {
         let failed = |error| SourceError::Io { file: path.clone(), action: "open".into(), error: Arc::new(error) };
         let open = |flags| OpenOptions::new().read(true).custom_flags(flags | libc::O_NOCTTY).open(&path);
         // Opening a FIFO would wait for a writer. Who holds a lease on a regular file, as file servers do, is waited for.
-        let file = open(libc::O_NONBLOCK).or_else(|error| match error.kind() {
-            io::ErrorKind::WouldBlock => open(0),
-            _ => Err(error),
-        });
+        let file = match open(libc::O_NONBLOCK) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => open(0),
+            other => other,
+        };
         let file = file.map_err(failed)?;
         if !file.metadata().map_err(failed)?.is_file() {
             return Err(SourceError::NotRegular { file: path });

@@ -49,6 +49,19 @@ impl Mount {
         self.at.join(path)
     }
 
+    /// Waits until a file that was read is copied, with `--materialize`.
+    fn wait_for_a_copy(&self) -> Result<()> {
+        let started = Instant::now();
+        while started.elapsed().as_secs() < 60 {
+            let stats: Value = serde_json::from_slice(&fs::read(self.path(".ckfs/stats.json"))?)?;
+            if stats["copied_files"].as_u64() > Some(0) {
+                return Ok(());
+            }
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+        Err("no copy was made".into())
+    }
+
     /// Kilobytes of memory that the daemon holds.
     fn resident_kib(&self) -> Result<u64> {
         let at = self.at.to_str().unwrap_or_default();
@@ -198,6 +211,7 @@ impl Report {
 }
 
 /// What is read in one case.
+#[derive(Clone, Copy)]
 struct Case<'a> {
     name: &'a str,
     /// Path under the mount.
@@ -224,6 +238,9 @@ fn sequential(report: &mut Report, repo: &Path, work: &Path, runs: usize, case: 
         let (got, seconds) = read_all(&path, MIB, 0)?;
         assert_eq!(got, bytes, "{}", case.path);
         first.push(gb(seconds, bytes));
+        if case.mount.contains(&"--materialize") {
+            mount.wait_for_a_copy()?;
+        }
         native.push(gb(read_part(&weights, available - span, span)?, span));
         second.push(gb(read_all(&path, MIB, 0)?.1, bytes));
     }
@@ -414,7 +431,13 @@ fn main() -> Result<()> {
             mount: &["--mesh", "fsdp=2"],
             goals: (0.38, 0.75),
         };
-        for case in [untouched, shard].iter().filter(|case| wants(case.name)) {
+        let direct_io =
+            Case { name: "contiguous shard, --direct-io", mount: &["--mesh", "fsdp=2", "--direct-io"], ..shard };
+        let copies = work.display().to_string();
+        let materialize = ["--mesh", "fsdp=2", "--materialize", &copies];
+        let copied =
+            Case { name: "contiguous shard, --materialize", mount: &materialize, goals: (0.38, 0.95), ..shard };
+        for case in [untouched, shard, direct_io, copied].iter().filter(|case| wants(case.name)) {
             sequential(&mut report, &bf16, work, runs, case)?;
         }
         if wants("direct") {
