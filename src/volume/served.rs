@@ -439,9 +439,6 @@ fn array_kind(node: ArrayNode) -> NodeKind {
 /// Name of the file that says why a format's directory is otherwise empty.
 const UNAVAILABLE: &str = "UNAVAILABLE.txt";
 
-/// Name of the file that says that others of its directory are missing.
-const PARTIAL: &str = "PARTIAL.txt";
-
 /// Plants the directory of a format that cannot hold the view: it says why, and no loader takes it for a checkpoint.
 fn plant_unavailable(directory: &mut Seedling, format: &str, reason: &str) {
     tracing::warn!("{format}/ is not available: {reason}");
@@ -471,10 +468,6 @@ fn plant_view(directory: &mut Seedling, index: u32, files: &ViewFiles, problems:
     if let Some(bundles) = directory.directory("safetensors") {
         for device in &plan.devices {
             bundles.file(&format!("dev{device}.safetensors"), made(Made::Safetensors { device: *device }));
-        }
-        if let Err(reason) = files.safetensors() {
-            let text = format!("For loaders of these devices' own files only: {reason}.\n");
-            bundles.file(PARTIAL, FixedKind::Text(text.into_bytes().into()));
         }
         if files.has_safetensors_index() {
             bundles.file("model.safetensors.index.json", made(Made::SafetensorsIndex));

@@ -1,4 +1,4 @@
-//! What a view does not have, and why: said by the plan, by the mount's log, and in the directories themselves.
+//! What a view does not have, and why: said by the plan, and for what is empty by the mount's log and in the directories.
 
 use std::fmt::Write;
 

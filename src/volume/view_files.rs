@@ -175,11 +175,6 @@ impl ViewFiles {
         self.torch.as_ref().copied().map_err(String::as_str)
     }
 
-    /// Why the files of safetensors are not all of the tensors, if they are not.
-    pub(super) fn safetensors(&self) -> Result<(), &str> {
-        self.safetensors.as_ref().copied().map_err(String::as_str)
-    }
-
     /// What the view does not have, and why.
     pub(super) fn unavailable(&self) -> Vec<Unavailable> {
         let orbax = self.arrays.as_ref().err().cloned();
