@@ -193,10 +193,11 @@ impl FileSystem for Double {
         reply: &mut dyn FnMut(&[u8]),
     ) -> Result<(), FsError> {
         let manner = Self::manner(ino).ok_or(FsError::NotFound)?;
-        let stats;
+        let mut stats;
         let size = usize::try_from(self.attr(ino)?.size_bytes).unwrap();
         let bytes = if manner == Manner::Stats {
             stats = self.stats();
+            stats.resize(size, b'\n');
             &stats[..]
         } else {
             &self.data[..size]
