@@ -130,7 +130,7 @@ pub enum Problem {
         pattern: String,
     },
     /// A device that the mesh does not have.
-    #[error("device {device}: the mesh has devices 0..{devices}")]
+    #[error("device {device}: the mesh has {devices} devices, numbered from 0")]
     Device {
         /// The device.
         device: u64,

@@ -11,8 +11,6 @@ use std::{
 
 use memmap2::{Advice, MmapMut};
 
-/// Bytes of unused buffers that are kept.
-const KEPT_BYTES_MAX: usize = 32 << 20;
 /// Buffers from half of this on are mapped, in multiples of it.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 /// Smaller buffers are allocated in multiples of this, so that nearby sizes recycle.
@@ -54,12 +52,15 @@ impl Memory {
 struct Kept {
     memory: Vec<Memory>,
     bytes: usize,
+    /// Whether a buffer was taken since [`BufferPool::settle`] last looked.
+    in_use: bool,
 }
 
 /// A pool of buffers. Clones share it.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub(super) struct BufferPool {
     kept: Arc<Mutex<Kept>>,
+    kept_bytes_max: usize,
 }
 
 /// A buffer that goes back to its pool.
@@ -70,9 +71,26 @@ pub(super) struct Buffer {
 }
 
 impl BufferPool {
+    /// A pool that keeps at most `kept_bytes_max` bytes of unused buffers.
+    pub(super) fn new(kept_bytes_max: usize) -> Self {
+        Self { kept: Arc::default(), kept_bytes_max }
+    }
+
+    /// Frees the unused buffers if none was taken since the last call.
+    pub(super) fn settle(&self) {
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        if !std::mem::take(&mut kept.in_use) {
+            kept.bytes = 0;
+            let idle = std::mem::take(&mut kept.memory);
+            drop(kept);
+            drop(idle);
+        }
+    }
+
     /// A buffer of `len` bytes that hold anything.
     pub(super) fn take(&self, len: usize) -> Buffer {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.in_use = true;
         // The last one given back is the likeliest to be in the processor's caches.
         let fits = |memory: &Memory| memory.bytes().len() >= len && memory.bytes().len() / 4 <= len;
         let memory = kept.memory.iter().rposition(fits).map(|at| kept.memory.remove(at));
@@ -86,7 +104,7 @@ impl Drop for Buffer {
     fn drop(&mut self) {
         let Some(memory) = self.memory.take() else { return };
         let mut kept = self.pool.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        if kept.bytes + memory.bytes().len() <= KEPT_BYTES_MAX {
+        if kept.bytes + memory.bytes().len() <= self.pool.kept_bytes_max {
             kept.bytes += memory.bytes().len();
             kept.memory.push(memory);
         }
@@ -124,9 +142,11 @@ impl fmt::Debug for BufferPool {
 mod tests {
     use super::*;
 
+    const KEPT_BYTES_MAX: usize = 32 << 20;
+
     #[test]
     fn buffers_come_back() {
-        let pool = BufferPool::default();
+        let pool = BufferPool::new(KEPT_BYTES_MAX);
         for len in [1 << 20, 3 << 20] {
             let mut first = pool.take(len);
             first[0] = 7;
@@ -141,6 +161,12 @@ mod tests {
         for _ in 0..3 {
             drop(pool.take(KEPT_BYTES_MAX / 2));
         }
-        assert!(pool.kept.lock().unwrap().bytes <= KEPT_BYTES_MAX);
+        let kept_bytes = || pool.kept.lock().unwrap().bytes;
+        assert!(kept_bytes() <= KEPT_BYTES_MAX);
+        pool.settle();
+        assert!(kept_bytes() > 0, "one was taken lately");
+        pool.settle();
+        assert_eq!(kept_bytes(), 0);
+        assert_eq!(pool.take(1 << 20).len(), 1 << 20);
     }
 }

@@ -36,6 +36,8 @@ const TRANSPOSED_ELEMENTS_MIN: u64 = 256;
 const RUN_BYTES_MIN: u64 = 4096;
 /// How far ahead of a sequential reader source pages are asked for.
 const RUNS_AHEAD_BYTES: u64 = 8 << 20;
+/// Bytes of unused buffers that are kept at least, a few for each thread; large tiles need more.
+const BUFFERS_BYTES_MIN: usize = 32 << 20;
 /// Source bytes that one piece may span where they must be read into memory first.
 const WINDOW_BYTES_MAX: u64 = 16 << 20;
 
@@ -150,7 +152,7 @@ impl Engine {
         Self {
             checkpoint,
             cache: TileCache::new(options.tile_cache_bytes),
-            buffers: BufferPool::default(),
+            buffers: BufferPool::new((options.tile_cache_bytes / 4).max(BUFFERS_BYTES_MIN)),
             workers: Workers::new(options.workers),
             counters: Counters::default(),
             options,
@@ -208,6 +210,7 @@ impl Engine {
     /// Gives back memory that was of use to readers who are gone. To be called every few seconds.
     pub fn settle(&self) {
         self.cache.drop_idle();
+        self.buffers.settle();
         self.source().settle();
     }
 
@@ -647,10 +650,13 @@ impl Engine {
         if start == end {
             return;
         }
-        let depth = (self.options.tile_cache_bytes as u64 / 4).clamp(TILE_BYTES_MIN, RUNS_AHEAD_BYTES);
-        let noted = file.streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, depth);
-        let Some((from, to)) = noted else { return };
         let mut budget = self.options.tile_cache_bytes as u64 / 4;
+        // At first the next tile; in the long run one for each thread, and one more to go on with when that is done.
+        let tile_bytes = self.tile_bytes_at(file, end - 1);
+        let least = RUNS_AHEAD_BYTES.max(tile_bytes).min(budget).max(TILE_BYTES_MIN);
+        let most = tile_bytes.saturating_mul(2 * self.options.workers as u64).min(budget).max(least);
+        let noted = file.streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, least..=most);
+        let Some((from, to)) = noted else { return };
         for (segment, low, high) in file.image.spans(from, to.min(file.len_bytes()).max(from)) {
             let Segment::View(_) = &file.image.segments()[segment] else { continue };
             let Ok(prepared) = self.prepare(file, segment) else { continue };
@@ -669,11 +675,14 @@ impl Engine {
                 let (first, last) = grid.span(index, prepared.tiling.len_units());
                 let start = file.image.start_of(segment);
                 let (low, high) = (start + first * unit, start + last * unit);
+                let is_next = low <= end + tile_bytes;
                 self.workers.offer(move || {
                     let Some(engine) = engine.upgrade() else { return };
                     // The reader may have come past while this waited, and a tile in use is worth more than one ahead.
                     let awaited = file.streams.lock().unwrap_or_else(PoisonError::into_inner).awaits(low, high);
-                    if !awaited || !engine.cache.has_room(high - low) {
+                    let cache = &engine.cache;
+                    let fits = if is_next { cache.has_room(high - low) } else { cache.has_much_room(high - low) };
+                    if !awaited || !fits {
                         return;
                     }
                     let compute = || engine.compute(&prepared.tiling, grid, index);
@@ -682,6 +691,14 @@ impl Engine {
                 });
             }
         }
+    }
+
+    /// Bytes of the tile that holds a byte of a file; 0 where none does.
+    fn tile_bytes_at(&self, file: &OpenFile, at: u64) -> u64 {
+        let Some((segment, ..)) = file.image.spans(at, at + 1).next() else { return 0 };
+        let Segment::View(_) = &file.image.segments()[segment] else { return 0 };
+        let Ok(prepared) = self.prepare(file, segment) else { return 0 };
+        prepared.grid.map_or(0, |grid| grid.units * prepared.tiling.unit_bytes())
     }
 
     /// Asks for the source pages of a span of runs.

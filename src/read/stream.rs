@@ -4,13 +4,19 @@
 //! handle. The kernel's read-ahead sends requests in parallel; they arrive a little out of order, so a request near a
 //! stream's end continues it.
 
+use std::ops::RangeInclusive;
+
 /// Streams followed per file.
 const STREAMS: usize = 8;
 /// How far from the end of a stream a request may start and still belong to it, in bytes.
 const SLACK_BYTES: u64 = 4 << 20;
+/// How many times as far as it has come a stream is followed ahead: who reads a part of a file leaves little unused.
+const AHEAD_OF_READ: u64 = 4;
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Stream {
+    /// Start of the first request.
+    start: u64,
     /// End of the furthest request; 0 where the slot is free.
     end: u64,
     /// Requests so far.
@@ -29,9 +35,9 @@ pub(super) struct Streams {
 }
 
 impl Streams {
-    /// Notes a request for `start..end`. If it continues a stream, the span that should now be fetched ahead to stay
-    /// `depth_bytes` before the reader, if any.
-    pub(super) fn note(&mut self, start: u64, end: u64, depth_bytes: u64) -> Option<(u64, u64)> {
+    /// Notes a request for `start..end`. If it continues a stream, the span that should now be fetched ahead to stay as many
+    /// bytes before the reader as `depth_bytes` says, if any: the fewest at first, the most once it has come far.
+    pub(super) fn note(&mut self, start: u64, end: u64, depth_bytes: RangeInclusive<u64>) -> Option<(u64, u64)> {
         self.clock += 1;
         let near = |stream: &Stream| stream.end > 0 && start.abs_diff(stream.end) <= SLACK_BYTES;
         if let Some(stream) = self.slots.iter_mut().filter(|stream| near(stream)).min_by_key(|s| start.abs_diff(s.end))
@@ -39,6 +45,8 @@ impl Streams {
             stream.end = stream.end.max(end);
             stream.requests += 1;
             stream.used = self.clock;
+            let (least, most) = depth_bytes.into_inner();
+            let depth_bytes = (stream.end.saturating_sub(stream.start) * AHEAD_OF_READ).clamp(least, most);
             let from = stream.ahead.max(stream.end);
             let to = stream.end + depth_bytes;
             // Ask again only when half of what was fetched ahead is used up, so that requests stay large.
@@ -49,7 +57,7 @@ impl Streams {
             return None;
         }
         if let Some(slot) = self.slots.iter_mut().min_by_key(|stream| stream.used) {
-            *slot = Stream { end, requests: 1, ahead: end, used: self.clock };
+            *slot = Stream { start, end, requests: 1, ahead: end, used: self.clock };
         }
         None
     }
@@ -65,17 +73,32 @@ mod tests {
     use super::*;
 
     const M: u64 = 1 << 20;
+    const EIGHT: RangeInclusive<u64> = 8 * M..=8 * M;
 
     #[test]
     fn the_second_request_of_a_stream_fetches_ahead() {
         let mut streams = Streams::default();
-        assert_eq!(streams.note(0, M, 8 * M), None);
-        assert_eq!(streams.note(M, 2 * M, 8 * M), Some((2 * M, 10 * M)));
-        assert_eq!(streams.note(2 * M, 3 * M, 8 * M), None, "enough is ahead");
-        assert_eq!(streams.note(5 * M, 6 * M, 8 * M), Some((10 * M, 14 * M)));
+        assert_eq!(streams.note(0, M, EIGHT), None);
+        assert_eq!(streams.note(M, 2 * M, EIGHT), Some((2 * M, 10 * M)));
+        assert_eq!(streams.note(2 * M, 3 * M, EIGHT), None, "enough is ahead");
+        assert_eq!(streams.note(5 * M, 6 * M, EIGHT), Some((10 * M, 14 * M)));
         assert!(streams.awaits(10 * M, 12 * M) && streams.awaits(5 * M, 7 * M));
         assert!(!streams.awaits(4 * M, 6 * M), "all of it was asked for since");
         assert!(!streams.awaits(14 * M, 16 * M), "nobody is expected there");
+    }
+
+    #[test]
+    fn who_reads_far_is_followed_further() {
+        let mut streams = Streams::default();
+        assert_eq!(streams.note(0, M, 2 * M..=64 * M), None);
+        assert_eq!(streams.note(M, 2 * M, 2 * M..=64 * M), Some((2 * M, 10 * M)), "four times as far");
+        assert_eq!(streams.note(2 * M, 3 * M, 2 * M..=64 * M), None);
+        assert_eq!(streams.note(3 * M, 4 * M, 2 * M..=64 * M), Some((10 * M, 20 * M)));
+        assert_eq!(streams.note(6 * M, 40 * M, 2 * M..=64 * M), Some((40 * M, 104 * M)), "no further than the most");
+        let mut late = Streams::default();
+        assert_eq!(late.note(1000 * M, 1000 * M + 4096, 2 * M..=64 * M), None);
+        let second = late.note(1000 * M + 4096, 1000 * M + 8192, 2 * M..=64 * M);
+        assert_eq!(second, Some((1000 * M + 8192, 1002 * M + 8192)), "no nearer than the fewest, from where it began");
     }
 
     #[test]
@@ -84,13 +107,13 @@ mod tests {
         for step in 0..2 {
             for reader in 0..4 {
                 let start = reader * 1000 * M + step * M;
-                assert_eq!(streams.note(start, start + M, 8 * M).is_some(), step == 1, "reader {reader}");
+                assert_eq!(streams.note(start, start + M, EIGHT).is_some(), step == 1, "reader {reader}");
             }
         }
         let mut random = Streams::default();
         assert!(
             (0..100)
-                .all(|i| random.note((i * 7919 % 100) * 100 * M, (i * 7919 % 100) * 100 * M + 4096, 8 * M).is_none())
+                .all(|i| random.note((i * 7919 % 100) * 100 * M, (i * 7919 % 100) * 100 * M + 4096, EIGHT).is_none())
         );
     }
 }

@@ -160,6 +160,11 @@ impl TileCache {
         self.bytes_in_use() as u64 + bytes <= self.bytes_max as u64
     }
 
+    /// Whether a tile that nobody waits for yet can be kept, and half of the room stays for others.
+    pub(super) fn has_much_room(&self, bytes: u64) -> bool {
+        self.has_room(bytes.saturating_add(self.bytes_max as u64 / 2))
+    }
+
     /// The tile `key`: from the cache, from a computation under way, or computed now by `compute`. `ahead` marks a
     /// computation that nobody asked for; it then returns at once if another is under way or the tile was just handed out.
     pub(super) fn get(
@@ -289,7 +294,7 @@ mod tests {
 
     #[test]
     fn the_limit_holds_and_the_least_used_goes_first() {
-        let (cache, pool, counters) = (TileCache::new(100), BufferPool::default(), Counters::default());
+        let (cache, pool, counters) = (TileCache::new(100), BufferPool::new(0), Counters::default());
         for index in [0, 1, 0, 2] {
             cache.get(key(index), false, &counters, || Ok(tile(&pool, 40))).unwrap().unwrap();
         }
@@ -311,13 +316,14 @@ mod tests {
 
     #[test]
     fn what_is_in_use_takes_room_until_it_is_forgotten() {
-        let (cache, pool, counters) = (TileCache::new(100), BufferPool::default(), Counters::default());
+        let (cache, pool, counters) = (TileCache::new(100), BufferPool::new(0), Counters::default());
         for index in 0..2 {
             cache.get(key(index), false, &counters, || Ok(tile(&pool, 40))).unwrap().unwrap();
         }
         assert!(cache.bytes_in_use() == 80 && cache.has_room(20) && !cache.has_room(21));
         cache.forget(&key(0));
         assert!(cache.bytes_in_use() == 40 && cache.has_room(60));
+        assert!(cache.has_much_room(10) && !cache.has_much_room(11));
         assert!(cache.admits(&key(1), 1000) && cache.admits(&key(2), 60) && !cache.admits(&key(3), 61));
         assert!(!cache.admits(&key(3), 10), "part of it was served already");
         cache.lock().tiles.get_mut(&key(1)).unwrap().1 -= IN_USE;
@@ -333,7 +339,7 @@ mod tests {
 
     #[test]
     fn one_computation_serves_all_who_wait() {
-        let (cache, pool, counters) = (TileCache::new(1000), BufferPool::default(), Counters::default());
+        let (cache, pool, counters) = (TileCache::new(1000), BufferPool::new(0), Counters::default());
         let computed = std::sync::atomic::AtomicU64::new(0);
         std::thread::scope(|scope| {
             for _ in 0..8 {
@@ -352,7 +358,7 @@ mod tests {
 
     #[test]
     fn a_panicking_computation_wakes_those_who_wait() {
-        let (cache, pool, counters) = (TileCache::new(1000), BufferPool::default(), Counters::default());
+        let (cache, pool, counters) = (TileCache::new(1000), BufferPool::new(0), Counters::default());
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             cache.get(key(0), false, &counters, || panic!("injected"))
         }));
