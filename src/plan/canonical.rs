@@ -113,8 +113,8 @@ pub(super) fn drafts(
         named.extend(part);
         problems.extend(found);
     }
-    settle_collisions(checkpoint, &mut named);
-    let mut drafts = build(&named, values, checkpoint, &mut problems);
+    let names = settle_collisions(checkpoint, &mut named);
+    let mut drafts = build(&named, names, values, checkpoint, &mut problems);
     if let Some(alias) = tied_head(checkpoint, namer.family.as_ref(), &named, &drafts) {
         drafts.push(alias);
     }
@@ -295,8 +295,9 @@ impl Namer<'_> {
 
 /// Puts back what was dropped from names where two would otherwise meet: a final `weight` where the name is also a
 /// directory, and everything where two tensors would have one name. What still is a directory gets a word of its own.
-fn settle_collisions(checkpoint: &Checkpoint, named: &mut [Named]) {
-    let found = directories(named);
+/// The unscanned names that result.
+fn settle_collisions(checkpoint: &Checkpoint, named: &mut [Named]) -> Vec<String> {
+    let mut found = directories(named);
     if !found.is_empty() {
         for n in named.iter_mut().filter(|n| n.weight_dropped) {
             if paths(n.kind()).iter().any(|path| found.contains(path)) {
@@ -305,30 +306,38 @@ fn settle_collisions(checkpoint: &Checkpoint, named: &mut [Named]) {
         }
     }
     let unscanned: Vec<String> = named.par_iter().map(Named::unscanned).collect();
-    let mut count: HashMap<&str, u32> = HashMap::with_capacity(named.len());
-    for name in &unscanned {
-        *count.entry(name).or_default() += 1;
+    let several = repeated(&unscanned);
+    if found.is_empty() && several.is_empty() {
+        return unscanned;
     }
     for (n, name) in named.iter_mut().zip(&unscanned).filter(|(n, _)| n.part.is_none()) {
-        if count[name.as_str()] > 1 {
+        if several.contains(name.as_str()) {
             (n.prefix, n.layer, n.expert) = (String::new(), None, None);
             checkpoint.tensor(n.id).name.clone_into(&mut n.rest);
         }
     }
-    let found = directories(named);
-    if !found.is_empty() {
-        for n in named.iter_mut() {
-            if paths(n.kind()).iter().any(|path| found.contains(path)) {
-                n.rest = format!("{}.{SELF_WORD}", n.rest);
-            }
+    found = directories(named);
+    for n in named.iter_mut().filter(|_| !found.is_empty()) {
+        if paths(n.kind()).iter().any(|path| found.contains(path)) {
+            n.rest = format!("{}.{SELF_WORD}", n.rest);
         }
     }
+    named.par_iter().map(Named::unscanned).collect()
+}
+
+/// The names that are there more than once.
+fn repeated(names: &[String]) -> HashSet<&str> {
+    let mut sorted: Vec<&str> = names.iter().map(String::as_str).collect();
+    sorted.par_sort_unstable();
+    sorted.windows(2).filter(|pair| pair[0] == pair[1]).map(|pair| pair[0]).collect()
 }
 
 /// The paths of names that other names go on from. They are alike in all layers, so that these still stack; and layers and
 /// experts are many, while their kinds of names are few.
 fn directories(named: &[Named]) -> HashSet<String> {
-    let kinds: HashSet<Kind<'_>> = named.iter().map(Named::kind).collect();
+    let parts: Vec<HashSet<Kind<'_>>> =
+        named.par_chunks(NAMED_TOGETHER).map(|part| part.iter().map(Named::kind).collect()).collect();
+    let kinds: HashSet<Kind<'_>> = parts.into_iter().flatten().collect();
     let all: BTreeSet<String> = kinds.into_iter().flat_map(paths).collect();
     let holds = |(path, next): &(&String, &String)| next.starts_with(path.as_str());
     all.iter().zip(all.iter().skip(1)).filter(holds).map(|(path, _)| path.clone()).collect()
@@ -347,13 +356,20 @@ struct Member {
     at: usize,
 }
 
-fn build(named: &[Named], values: &Values<'_>, checkpoint: &Checkpoint, problems: &mut Vec<Problem>) -> Vec<Draft> {
+/// Drafts of what has names, of which `names` are the unscanned ones, and of its stacks.
+fn build(
+    named: &[Named],
+    names: Vec<String>,
+    values: &Values<'_>,
+    checkpoint: &Checkpoint,
+    problems: &mut Vec<Problem>,
+) -> Vec<Draft> {
     let dtypes: Vec<Option<DType>> = named
         .par_iter()
-        .map(|n| {
-            let (unscanned, scanned) = (n.unscanned(), n.scanned());
-            let names = [checkpoint.tensor(n.id).name, &unscanned, scanned.as_deref().unwrap_or(&unscanned)];
-            values.dtype_of(&names)
+        .zip(&names)
+        .map(|(n, unscanned)| {
+            let scanned = if values.depend_on_names() { n.scanned() } else { None };
+            values.dtype_of(&[checkpoint.tensor(n.id).name, unscanned, scanned.as_deref().unwrap_or(unscanned)])
         })
         .collect();
     let mut dequantized_scales = BTreeSet::new();
@@ -371,7 +387,7 @@ fn build(named: &[Named], values: &Values<'_>, checkpoint: &Checkpoint, problems
             *count = (*count).max(expert + 1);
         }
     }
-    for (n, dtype) in named.iter().zip(&dtypes) {
+    for ((n, dtype), name) in named.iter().zip(&dtypes).zip(names) {
         if dequantized_scales.contains(&n.id) {
             continue;
         }
@@ -395,7 +411,7 @@ fn build(named: &[Named], values: &Values<'_>, checkpoint: &Checkpoint, problems
         }
         let expert = n.expert.map(|expert| (expert, experts[&(n.prefix.as_str(), n.rest.as_str())]));
         let roles = Roles { stacked: 0, tp: n.tp, experts: n.experts, expert, logical: Vec::new() };
-        drafts.push(Draft { name: n.unscanned(), view, roles, bundled: Bundled::ALWAYS, layers: None });
+        drafts.push(Draft { name, view, roles, bundled: Bundled::ALWAYS, layers: None });
     }
     // A stack whose name is taken is not made: by a tensor that is called so, or by the stack of experts that are one tensor.
     let mut taken: HashSet<String> =

@@ -9,18 +9,22 @@
 
 use std::collections::BTreeSet;
 
+use rayon::prelude::*;
 use serde_json::Value as Json;
 
 use super::{
     ViewOptions,
     expr::{EvalError, Expr, Names, Value},
-    family::{Expectation, Family, Generic},
+    family::{Expectation, Family, Generic, Words},
     name_group::{NameGroup, fold, stars},
     naming::{self, Parsed},
     problem::Problem,
     select,
 };
 use crate::checkpoint::{Checkpoint, Experts, FileRole, Quantization};
+
+/// Tensors that one thread looks at together.
+const SURVEYED_TOGETHER: usize = 1024;
 
 /// `config.json` for conditions, and the number of the layer as `l`.
 struct Condition<'a> {
@@ -95,18 +99,31 @@ impl<'a> Survey<'a> {
         let words = Generic::load().ok()?.words;
         let (layers, stems, unknown) = (BTreeSet::new(), BTreeSet::new(), Vec::new());
         let mut survey = Self { checkpoint, family, prefix, layers, stems, unknown };
-        for (_, info) in checkpoint.tensors() {
-            let parsed = naming::parse(info.name, &words);
-            let of_layers = parsed.layer.filter(|_| parsed.prefix == survey.prefix);
-            survey.layers.extend(of_layers);
-            survey.stems.insert(stars(info.name));
-            let outside = select::is_tower(info.name) || select::is_predictor(info.name);
-            let of_text = if parsed.layer.is_some() { of_layers.is_some() } else { !outside };
-            if of_text && !family.knows(info.name, &parsed) {
-                survey.unknown.push(info.name);
-            }
+        let names: Vec<&str> = checkpoint.tensors().map(|(_, info)| info.name).collect();
+        let parts: Vec<_> = names.par_chunks(SURVEYED_TOGETHER).map(|names| survey.part(names, &words)).collect();
+        for (layers, stems, unknown) in parts {
+            survey.layers.extend(layers);
+            survey.stems.extend(stems);
+            survey.unknown.extend(unknown);
         }
         Some(survey)
+    }
+
+    /// Layers, stems and unknown names among `names`.
+    fn part(&self, names: &[&'a str], words: &Words) -> (BTreeSet<u64>, BTreeSet<String>, Vec<&'a str>) {
+        let (mut layers, mut stems, mut unknown) = (BTreeSet::new(), BTreeSet::new(), Vec::new());
+        for name in names.iter().copied() {
+            let parsed = naming::parse(name, words);
+            let of_layers = parsed.layer.filter(|_| parsed.prefix == self.prefix);
+            layers.extend(of_layers);
+            stems.insert(stars(name));
+            let outside = select::is_tower(name) || select::is_predictor(name);
+            let of_text = if parsed.layer.is_some() { of_layers.is_some() } else { !outside };
+            if of_text && !self.family.knows(name, &parsed) {
+                unknown.push(name);
+            }
+        }
+        (layers, stems, unknown)
     }
 
     /// Whether quantization, where there is any, leaves the names of weights as they are.
@@ -154,11 +171,11 @@ impl<'a> Survey<'a> {
         (unknown.len() * 2 > all).then(|| "most names of its layers are of another kind".to_owned())
     }
 
-    /// Names that a complete model has; empty where nothing can be told.
-    fn expected(&self) -> BTreeSet<String> {
+    /// Names that a complete model has, possibly several times; none where nothing can be told.
+    fn expected(&self) -> Vec<String> {
         let (checkpoint, family, prefix) = (self.checkpoint, self.family, &self.prefix);
         let dialect = checkpoint.dialect();
-        let mut names = BTreeSet::new();
+        let mut names = Vec::new();
         let Some(declared) = dialect.declared_layers.filter(|_| self.keeps_names()) else { return names };
         let model_type = dialect.text_model_type.as_ref().or(dialect.model_type.as_ref());
         let applies = |expectation: &&Expectation| {
@@ -189,7 +206,7 @@ impl<'a> Survey<'a> {
                     if expectation.experts.is_some() {
                         names.extend((0..experts).map(|expert| name.replace('*', &expert.to_string())));
                     } else {
-                        names.insert(name);
+                        names.push(name);
                     }
                 }
             }
@@ -201,14 +218,14 @@ impl<'a> Survey<'a> {
     }
 
     /// The embedding and the output head, either of which may stand for both.
-    fn settle_ends(&self, names: &mut BTreeSet<String>) {
+    fn settle_ends(&self, names: &mut Vec<String>) {
         let dialect = self.checkpoint.dialect();
         let embedding = format!("{}embed_tokens.weight", self.prefix);
         let tied = dialect.tied_declared.unwrap_or(self.family.tied_default);
         if dialect.has_lm_head {
             // Of tied weights some programs keep the head.
             if tied {
-                names.remove(&embedding);
+                names.retain(|name| *name != embedding);
             }
             return;
         }
@@ -218,7 +235,7 @@ impl<'a> Survey<'a> {
         let mut unknown = self.unknown.iter().filter_map(|name| self.checkpoint.find(name));
         let is_head = |id| Some(self.checkpoint.tensor(id).shape) == shape.as_deref();
         if dialect.tied_declared == Some(false) && self.is_causal() && unknown.any(is_head) {
-            names.insert("lm_head.weight".to_owned());
+            names.push("lm_head.weight".to_owned());
         }
     }
 
@@ -255,13 +272,19 @@ pub(super) fn compare(
     let expected = survey.expected();
     // A layer of which nothing is there is reported as such.
     let in_missing_layer = |parsed: &Parsed| parsed.layer.is_some_and(|layer| !survey.layers.contains(&layer));
-    let mut lost: Vec<&str> = expected.iter().map(String::as_str).collect();
-    lost.retain(|name| {
-        checkpoint.find(name).is_none() && !in_missing_layer(&naming::parse(name, &words)) && options.subset.wants(name)
-    });
+    let mut lost: Vec<&str> = expected
+        .par_iter()
+        .map(String::as_str)
+        .filter(|name| checkpoint.find(name).is_none())
+        .filter(|name| !in_missing_layer(&naming::parse(name, &words)) && options.subset.wants(name))
+        .collect();
+    lost.sort_unstable();
+    lost.dedup();
     let strange: BTreeSet<String> = survey.unknown.iter().map(|name| stars(name)).collect();
     let gone: BTreeSet<String> = lost.iter().map(|name| stars(name)).collect();
-    let mut known: BTreeSet<String> = expected.iter().map(|name| stars(name)).collect();
+    // What is known is near to something only where something is not.
+    let of_use = expected.iter().filter(|_| !survey.unknown.is_empty());
+    let mut known: BTreeSet<String> = of_use.map(|name| stars(name)).collect();
     known.extend(family.stems().map(|stem| format!("{}{stem}", survey.prefix)));
     let doubt = if lost.is_empty() { None } else { survey.doubt() };
     let (allowed, refused): (Vec<&str>, Vec<&str>) =

@@ -33,6 +33,7 @@ pub mod spec;
 pub mod values;
 
 use std::{
+    borrow::Cow,
     collections::{BTreeMap, BTreeSet, HashMap},
     path::{Path, PathBuf},
     sync::Arc,
@@ -572,7 +573,8 @@ impl Plan {
     /// Keys of a tensor in formats that hold trees of dictionaries, outermost first. Words that no file name can hold are
     /// escaped as in paths, because such formats make directories of keys.
     pub fn keys(&self, tensor: &PlannedTensor) -> Vec<String> {
-        self.layout.tree_root().into_iter().map(str::to_owned).chain(tensor.name.split('.').map(component)).collect()
+        let words = tensor.name.split('.').map(|word| component(word).into_owned());
+        self.layout.tree_root().into_iter().map(str::to_owned).chain(words).collect()
     }
 
     /// The shape of the shard that a device holds.
@@ -591,7 +593,7 @@ impl Plan {
     }
 
     /// Path components of a tensor under `dev{d}/` and `full/`.
-    pub fn path(&self, tensor: &PlannedTensor) -> Vec<String> {
+    pub fn path<'a>(&self, tensor: &'a PlannedTensor) -> Vec<Cow<'a, str>> {
         if self.flat {
             return vec![component(&tensor.name)];
         }

@@ -1,5 +1,7 @@
 //! Reading structure from a tensor's name: prefix, layer, expert, and what remains.
 
+use std::borrow::Cow;
+
 use super::family::Words;
 
 /// A name taken apart: `prefix . word . layer . rest`, the rest possibly with an expert's number.
@@ -83,12 +85,13 @@ pub(super) fn split_suffix(rest: &str) -> (&str, &str) {
 }
 
 /// One path component for a word of a name: a name may hold characters that a file name cannot.
-pub fn component(word: &str) -> String {
+pub fn component(word: &str) -> Cow<'_, str> {
     match word {
-        "" => "%".to_owned(),
-        "." => "%2E".to_owned(),
-        ".." => "%2E%2E".to_owned(),
-        _ => word.replace('%', "%25").replace('/', "%2F").replace('\0', "%00"),
+        "" => "%".into(),
+        "." => "%2E".into(),
+        ".." => "%2E%2E".into(),
+        _ if !word.bytes().any(|byte| matches!(byte, b'%' | b'/' | 0)) => word.into(),
+        _ => word.replace('%', "%25").replace('/', "%2F").replace('\0', "%00").into(),
     }
 }
 

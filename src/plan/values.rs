@@ -46,6 +46,11 @@ impl<'a> Values<'a> {
         Ok(SourceTensor { id, dtype: info.dtype, shape })
     }
 
+    /// Whether names matter to the dtype.
+    pub fn depend_on_names(&self) -> bool {
+        !self.rules.is_empty()
+    }
+
     /// The dtype that a tensor of these names is to have; `None` leaves it as it is.
     pub fn dtype_of(&self, names: &[&str]) -> Option<DType> {
         let rule = self.rules.iter().find(|rule| names.iter().any(|name| rule.pattern.matches(name)));

@@ -4,7 +4,9 @@
 //! Nodes are numbered so that a directory's children are consecutive and sorted by name; node 0 is the root. A node takes
 //! 24 bytes besides its name.
 
-use std::collections::BTreeMap;
+use std::{borrow::Cow, collections::HashMap};
+
+use rayon::prelude::*;
 
 use crate::plan::{Plan, PlannedTensor, Problem};
 
@@ -45,10 +47,46 @@ pub(super) struct NameTree {
     names: String,
 }
 
-#[derive(Debug, Default)]
-struct Growing {
-    children: BTreeMap<String, Growing>,
+/// A tree under construction: nodes in the order of their making, node 0 the root.
+#[derive(Debug)]
+struct Growing<'a> {
+    nodes: Vec<GrowingNode<'a>>,
+    by_name: HashMap<(u32, Cow<'a, str>), u32>,
+}
+
+#[derive(Debug)]
+struct GrowingNode<'a> {
+    parent: u32,
+    name: Cow<'a, str>,
     tensor: Option<u32>,
+    is_parent: bool,
+}
+
+impl<'a> Growing<'a> {
+    fn new() -> Self {
+        Self { nodes: vec![GrowingNode::new(0, "".into())], by_name: HashMap::new() }
+    }
+
+    fn node(&self, at: u32) -> &GrowingNode<'a> {
+        &self.nodes[at as usize]
+    }
+
+    /// The child of that name, made if it is not there.
+    fn child(&mut self, parent: u32, name: &Cow<'a, str>) -> u32 {
+        let next = number(self.nodes.len());
+        let at = *self.by_name.entry((parent, name.clone())).or_insert(next);
+        if at == next {
+            self.nodes.push(GrowingNode::new(parent, name.clone()));
+            self.nodes[parent as usize].is_parent = true;
+        }
+        at
+    }
+}
+
+impl<'a> GrowingNode<'a> {
+    fn new(parent: u32, name: Cow<'a, str>) -> Self {
+        Self { parent, name, tensor: None, is_parent: false }
+    }
 }
 
 fn number(n: usize) -> u32 {
@@ -62,11 +100,13 @@ impl NameTree {
     /// Every name that is too long, taken twice, or both a file and a directory.
     pub(super) fn new(plan: &Plan, suffix: &str, shown: impl Fn(&PlannedTensor) -> bool) -> Result<Self, Vec<Problem>> {
         let mut problems = Vec::new();
-        let mut root = Growing::default();
+        let mut growing = Growing::new();
+        // Tensors are sorted by name, so that most are in the directory of the one before.
+        let mut before: Vec<(Cow<'_, str>, u32)> = Vec::new();
         for (index, tensor) in plan.tensors.iter().enumerate().filter(|(_, tensor)| shown(tensor)) {
             let mut path = plan.path(tensor);
-            if let Some(last) = path.last_mut() {
-                last.push_str(suffix);
+            if let Some(last) = path.last_mut().filter(|_| !suffix.is_empty()) {
+                last.to_mut().push_str(suffix);
             }
             let path_bytes = path.iter().map(|component| component.len() + 1).sum::<usize>() - 1;
             if path_bytes > PATH_BYTES_MAX {
@@ -75,50 +115,72 @@ impl NameTree {
                 problems.push(Problem::File { file: format!("{start}…"), reason });
                 continue;
             }
-            let mut at = &mut root;
-            for component in &path {
+            let told = problems.len();
+            let shared = before.iter().zip(&path).take_while(|((name, _), component)| name == *component).count();
+            before.truncate(shared);
+            let mut at = before.last().map_or(0, |(_, at)| *at);
+            for component in &path[shared..] {
                 if component.len() > NAME_BYTES_MAX {
-                    problems.push(Problem::LongName { name: tensor.name.clone(), component: component.clone() });
+                    problems.push(Problem::LongName { name: tensor.name.clone(), component: component.to_string() });
                 }
-                if let Some(other) = at.tensor {
+                if let Some(other) = growing.node(at).tensor {
                     let first = plan.tensors[other as usize].name.clone();
                     problems.push(Problem::Collision { path: path.join("/"), first, second: tensor.name.clone() });
                 }
-                at = at.children.entry(component.clone()).or_default();
+                at = growing.child(at, component);
+                before.push((component.clone(), at));
             }
-            let taken = at.tensor.map(|other| plan.tensors[other as usize].name.clone());
-            let inside = (!at.children.is_empty()).then(|| format!("the directory {}", path.join("/")));
+            let node = &mut growing.nodes[at as usize];
+            let taken = node.tensor.map(|other| plan.tensors[other as usize].name.clone());
+            let inside = node.is_parent.then(|| format!("the directory {}", path.join("/")));
             if let Some(first) = taken.or(inside) {
                 problems.push(Problem::Collision { path: path.join("/"), first, second: tensor.name.clone() });
             }
-            at.tensor = Some(number(index));
+            node.tensor = Some(number(index));
+            if problems.len() > told {
+                // What is wrong with a directory is wrong with all that is in it.
+                before.clear();
+            }
         }
-        if !problems.is_empty() {
-            return Err(problems);
-        }
-        let mut tree = Self { nodes: vec![Node::directory(0)], names: String::new() };
-        tree.lay(0, &root);
-        Ok(tree)
+        if problems.is_empty() { Ok(Self::of(&growing)) } else { Err(problems) }
     }
 
-    fn lay(&mut self, at: u32, growing: &Growing) {
+    fn of(growing: &Growing<'_>) -> Self {
+        let mut sorted: Vec<u32> = (1..number(growing.nodes.len())).collect();
+        let key = |at: &u32| (growing.node(*at).parent, &*growing.node(*at).name);
+        sorted.par_sort_unstable_by(|a, b| key(a).cmp(&key(b)));
+        // Where each node's children begin among the sorted; they end where the next node's begin.
+        let mut starts = vec![0; growing.nodes.len() + 1];
+        for at in &sorted {
+            starts[growing.node(*at).parent as usize + 1] += 1;
+        }
+        for at in 1..starts.len() {
+            starts[at] += starts[at - 1];
+        }
+        let mut tree = Self { nodes: vec![Node::directory(0)], names: String::new() };
+        tree.lay(0, 0, growing, &sorted, &starts);
+        tree
+    }
+
+    /// Lays out the children of node `from` of `growing`, which is node `to` here.
+    fn lay(&mut self, to: u32, from: u32, growing: &Growing<'_>, sorted: &[u32], starts: &[usize]) {
+        let children = &sorted[starts[from as usize]..starts[from as usize + 1]];
         let first = number(self.nodes.len());
-        for (name, child) in &growing.children {
-            let mut node = Node::directory(at);
-            (node.name_start, node.name_len) = (number(self.names.len()), number(name.len()));
+        for child in children.iter().map(|at| growing.node(*at)) {
+            let mut node = Node::directory(to);
+            (node.name_start, node.name_len) = (number(self.names.len()), number(child.name.len()));
             if let Some(tensor) = child.tensor {
                 (node.first, node.children) = (tensor, IS_FILE);
             }
-            self.names.push_str(name);
+            self.names.push_str(&child.name);
             self.nodes.push(node);
         }
-        let subdirectories = growing.children.values().filter(|child| child.tensor.is_none()).count();
-        let node = &mut self.nodes[at as usize];
-        (node.first, node.children, node.subdirectories) =
-            (first, number(growing.children.len()), number(subdirectories));
-        for (child, index) in growing.children.values().zip(first..) {
-            if child.tensor.is_none() {
-                self.lay(index, child);
+        let subdirectories = children.iter().filter(|at| growing.node(**at).is_parent).count();
+        let node = &mut self.nodes[to as usize];
+        (node.first, node.children, node.subdirectories) = (first, number(children.len()), number(subdirectories));
+        for (child, index) in children.iter().zip(first..) {
+            if growing.node(*child).is_parent {
+                self.lay(index, *child, growing, sorted, starts);
             }
         }
     }
