@@ -91,19 +91,20 @@ pub(super) fn drafts(
 ) -> Result<Vec<Draft>, Vec<Problem>> {
     let mut problems = Vec::new();
     let tensors: Vec<_> = checkpoint.tensors().collect();
-    let stems = tensors
-        .par_iter()
-        .map(|(_, info)| naming::parse(info.name, &generic.words))
-        .filter(|parsed| parsed.layer.is_some())
-        .map(|parsed| naming::split_suffix(&parsed.rest).0.to_owned())
-        .collect();
-    let namer = Namer { checkpoint, family, generic, stems };
+    let parsed: Vec<Parsed> = tensors.par_iter().map(|(_, info)| naming::parse(info.name, &generic.words)).collect();
+    let stems_of = |parsed: &[Parsed]| -> HashSet<String> {
+        let in_layers = parsed.iter().filter(|parsed| parsed.layer.is_some());
+        in_layers.map(|parsed| naming::split_suffix(&parsed.rest).0.to_owned()).collect()
+    };
+    let stems: Vec<_> = parsed.par_chunks(NAMED_TOGETHER).map(stems_of).collect();
+    let namer = Namer { checkpoint, family, generic, stems: stems.into_iter().flatten().collect() };
     let parts: Vec<_> = tensors
         .par_chunks(NAMED_TOGETHER)
-        .map(|tensors| {
+        .zip(parsed.par_chunks(NAMED_TOGETHER))
+        .map(|(tensors, parsed)| {
             let (mut named, mut problems) = (Vec::with_capacity(tensors.len()), Vec::new());
-            for (id, info) in tensors {
-                problems.extend(namer.name(*id, info.name, info.shape, &mut named).err());
+            for ((id, info), parsed) in tensors.iter().zip(parsed) {
+                problems.extend(namer.name(*id, info.name, parsed, info.shape, &mut named).err());
             }
             (named, problems)
         })
@@ -144,7 +145,8 @@ pub(super) fn hf_drafts(
             dequantized.insert(scale);
         }
         let mut named = Vec::new();
-        let view = namer.name(id, info.name, info.shape, &mut named).and_then(|()| values.view(id, dtype));
+        let parsed = naming::parse(info.name, &namer.generic.words);
+        let view = namer.name(id, info.name, &parsed, info.shape, &mut named).and_then(|()| values.view(id, dtype));
         match (view, named.first()) {
             (Ok(view), Some(named)) => {
                 // A fused matrix has no rows that belong together under its own name: it is not split by tensor parallelism.
@@ -198,8 +200,14 @@ impl Namer<'_> {
         })
     }
 
-    fn name(&self, id: TensorId, name: &str, shape: &[u64], named: &mut Vec<Named>) -> Result<(), Problem> {
-        let parsed = naming::parse(name, &self.generic.words);
+    fn name(
+        &self,
+        id: TensorId,
+        name: &str,
+        parsed: &Parsed,
+        shape: &[u64],
+        named: &mut Vec<Named>,
+    ) -> Result<(), Problem> {
         let mut out = Named {
             id,
             prefix: String::new(),
@@ -212,7 +220,7 @@ impl Namer<'_> {
             experts: None,
             is_embedding: false,
         };
-        if let Some((prefix, role, suffix)) = self.role(&parsed, name) {
+        if let Some((prefix, role, suffix)) = self.role(parsed, name) {
             let splits = !role.split.is_empty() && matches!(suffix, "" | "weight" | "bias");
             if splits || role.short.is_some() {
                 out.prefix = prefix;
@@ -327,9 +335,8 @@ fn settle_collisions(checkpoint: &Checkpoint, named: &mut [Named]) -> Vec<String
 
 /// The names that are there more than once.
 fn repeated(names: &[String]) -> HashSet<&str> {
-    let mut sorted: Vec<&str> = names.iter().map(String::as_str).collect();
-    sorted.par_sort_unstable();
-    sorted.windows(2).filter(|pair| pair[0] == pair[1]).map(|pair| pair[0]).collect()
+    let mut seen = HashSet::with_capacity(names.len());
+    names.iter().map(String::as_str).filter(|name| !seen.insert(*name)).collect()
 }
 
 /// The paths of names that other names go on from. They are alike in all layers, so that these still stack; and layers and

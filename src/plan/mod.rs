@@ -62,6 +62,7 @@ use crate::{
     checkpoint::{Adapter, Checkpoint},
     tensor::{DType, PIECES_MAX, Region, Shape, TensorId, TilingError, View},
 };
+use rayon::slice::ParallelSliceMut;
 use values::Values;
 
 /// How tensors are named and shaped.
@@ -420,7 +421,7 @@ impl Plan {
             let reason = format!("all tensors together have more than {BYTES_MAX} bytes");
             problems.push(Problem::File { file: format!("layout {}", self.layout.name()), reason });
         }
-        self.tensors.sort_by(|a, b| a.name.cmp(&b.name));
+        self.tensors.par_sort_by(|a, b| a.name.cmp(&b.name));
         for pair in self.tensors.windows(2).filter(|pair| pair[0].name == pair[1].name) {
             let path = pair[0].name.clone();
             problems.push(Problem::Collision { first: path.clone(), second: path.clone(), path });

@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::naming::map_words;
+
 /// Names that differ in numbers only.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NameGroup {
@@ -40,14 +42,15 @@ impl std::fmt::Display for NameGroup {
 /// A name with all numbers between dots as `*`, and these numbers.
 fn starred(name: &str) -> (String, Vec<u64>) {
     let mut numbers = Vec::new();
-    let words = name.split('.').map(|word| match word.parse() {
-        Ok(number) if word.bytes().all(|byte| byte.is_ascii_digit()) => {
-            numbers.push(number);
-            "*"
+    let stars = map_words(name, |word| {
+        if !word.bytes().all(|byte| byte.is_ascii_digit()) {
+            return Some(word);
         }
-        _ => word,
+        let Ok(number) = word.parse() else { return Some(word) };
+        numbers.push(number);
+        Some("*")
     });
-    (words.collect::<Vec<_>>().join("."), numbers)
+    (stars, numbers)
 }
 
 /// A name with all numbers between dots as `*`.

@@ -2,6 +2,8 @@
 
 use std::borrow::Cow;
 
+use smallvec::SmallVec;
+
 use super::family::Words;
 
 /// A name taken apart: `prefix . word . layer . rest`, the rest possibly with an expert's number.
@@ -23,22 +25,38 @@ pub const SELF_WORD: &str = "_self";
 /// Greatest number of a layer or expert; greater ones are words like any other.
 const NUMBER_MAX: u64 = 1 << 32;
 
+/// The words of a name. They are short, so that looking at each byte is faster than searching.
+pub(super) fn words_of(name: &str) -> impl Iterator<Item = &str> {
+    name.split(|letter| letter == '.')
+}
+
+/// The name with what `change` makes of each of its words; without those that it makes nothing of.
+pub(super) fn map_words<'a>(name: &'a str, change: impl FnMut(&'a str) -> Option<&'a str>) -> String {
+    let mut changed = String::with_capacity(name.len() + 8);
+    for (index, word) in words_of(name).filter_map(change).enumerate() {
+        if index > 0 {
+            changed.push('.');
+        }
+        changed.push_str(word);
+    }
+    changed
+}
+
 /// A name with its layer numbers, and all other numbers between dots, as `*`.
 pub(super) fn group_name(name: &str) -> String {
-    let words = name.split('.').map(|word| if word.bytes().all(|byte| byte.is_ascii_digit()) { "*" } else { word });
-    words.collect::<Vec<_>>().join(".")
+    map_words(name, |word| Some(if word.bytes().all(|byte| byte.is_ascii_digit()) { "*" } else { word }))
 }
 
 /// The rest of a name with the expert's number in its place; without an expert, as it is.
 pub(super) fn with_expert(rest: &str, expert: Option<u64>) -> String {
     let Some(expert) = expert else { return rest.to_owned() };
     let number = expert.to_string();
-    rest.split('.').map(|word| if word == "*" { number.as_str() } else { word }).collect::<Vec<_>>().join(".")
+    map_words(rest, |word| Some(if word == "*" { &number } else { word }))
 }
 
 /// The rest of a name without the place of the expert's number, for tensors stacked over experts.
 pub(super) fn without_expert(rest: &str, has_expert: bool) -> String {
-    rest.split('.').filter(|word| !has_expert || *word != "*").collect::<Vec<_>>().join(".")
+    map_words(rest, |word| Some(word).filter(|word| !has_expert || *word != "*"))
 }
 
 fn number(word: &str) -> Option<u64> {
@@ -50,30 +68,41 @@ fn number(word: &str) -> Option<u64> {
 
 /// Takes a name apart. The first layer word followed by a number counts; an expert is looked for after it.
 pub(super) fn parse(name: &str, words: &Words) -> Parsed {
-    let parts: Vec<&str> = name.split('.').collect();
+    // The words, and where each begins in the name.
+    let mut start = 0;
+    let parts: SmallVec<[(usize, &str); 16]> = words_of(name)
+        .map(|word| {
+            let at = start;
+            start += word.len() + 1;
+            (at, word)
+        })
+        .collect();
     let is_layer = |at: usize| {
-        at + 2 < parts.len() && number(parts[at + 1]).is_some() && words.layers.iter().any(|word| word == parts[at])
+        at + 2 < parts.len() && number(parts[at + 1].1).is_some() && words.layers.iter().any(|word| word == parts[at].1)
     };
-    let found = (0..parts.len()).find(|at| is_layer(*at));
-    let (prefix_end, layer, mut rest) = match found {
-        Some(at) => {
-            let joined = at > 0 && words.joined.iter().any(|pair| *pair == format!("{}.{}", parts[at - 1], parts[at]));
-            (if joined { at - 1 } else { at }, number(parts[at + 1]), parts[at + 2..].to_vec())
-        }
-        None => (0, None, parts.clone()),
+    let Some(at) = (0..parts.len()).find(|at| is_layer(*at)) else {
+        return Parsed { prefix: String::new(), layer: None, rest: name.to_owned(), expert: None };
     };
-    let prefix = parts[..prefix_end].iter().fold(String::new(), |prefix, part| prefix + part + ".");
-    let mut expert = None;
+    let joined = |from: usize| name[parts[from].0..parts[at + 1].0].strip_suffix('.');
+    let is_joined = at > 0 && joined(at - 1).is_some_and(|pair| words.joined.iter().any(|known| known == pair));
+    let prefix = name[..parts[if is_joined { at - 1 } else { at }].0].to_owned();
+    let layer = number(parts[at + 1].1);
+    let rest = &parts[at + 2..];
+    let whole = &name[rest[0].0..];
     // A word that is itself the sign for an expert leaves no sign to use.
-    if layer.is_some() && !rest.contains(&"*") {
-        let at = (1..rest.len().saturating_sub(1))
-            .find(|at| number(rest[*at]).is_some() && words.experts.iter().any(|word| word == rest[at - 1]));
-        if let Some(at) = at {
-            expert = number(rest[at]);
-            rest[at] = "*";
+    if rest.iter().any(|(_, word)| *word == "*") {
+        return Parsed { prefix, layer, rest: whole.to_owned(), expert: None };
+    }
+    let found = (1..rest.len().saturating_sub(1))
+        .find(|at| number(rest[*at].1).is_some() && words.experts.iter().any(|word| word == rest[at - 1].1));
+    match found {
+        None => Parsed { prefix, layer, rest: whole.to_owned(), expert: None },
+        Some(at) => {
+            let (start, word) = rest[at];
+            let rest = format!("{}*{}", &name[rest[0].0..start], &name[start + word.len()..]);
+            Parsed { prefix, layer, rest, expert: number(word) }
         }
     }
-    Parsed { prefix, layer, rest: rest.join("."), expert }
 }
 
 /// Stem and final word of a name: `self_attn.q_proj` and `weight`. The final word is empty where it is no usual one.

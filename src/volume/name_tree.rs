@@ -6,8 +6,6 @@
 
 use std::{borrow::Cow, collections::HashMap};
 
-use rayon::prelude::*;
-
 use crate::plan::{Plan, PlannedTensor, Problem};
 
 /// Longest file name that the kernel passes, in bytes.
@@ -146,16 +144,23 @@ impl NameTree {
     }
 
     fn of(growing: &Growing<'_>) -> Self {
-        let mut sorted: Vec<u32> = (1..number(growing.nodes.len())).collect();
-        let key = |at: &u32| (growing.node(*at).parent, &*growing.node(*at).name);
-        sorted.par_sort_unstable_by(|a, b| key(a).cmp(&key(b)));
         // Where each node's children begin among the sorted; they end where the next node's begin.
         let mut starts = vec![0; growing.nodes.len() + 1];
-        for at in &sorted {
-            starts[growing.node(*at).parent as usize + 1] += 1;
+        for node in &growing.nodes[1..] {
+            starts[node.parent as usize + 1] += 1;
         }
         for at in 1..starts.len() {
             starts[at] += starts[at - 1];
+        }
+        let mut next = starts.clone();
+        let mut sorted = vec![0; growing.nodes.len() - 1];
+        for (at, node) in (1..).zip(&growing.nodes[1..]) {
+            let place = &mut next[node.parent as usize];
+            sorted[*place] = at;
+            *place += 1;
+        }
+        for children in starts.windows(2) {
+            sorted[children[0]..children[1]].sort_by_key(|at| &growing.node(*at).name);
         }
         let mut tree = Self { nodes: vec![Node::directory(0)], names: String::new() };
         tree.lay(0, 0, growing, &sorted, &starts);
