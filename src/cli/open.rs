@@ -13,7 +13,6 @@ use crate::{
     plan::{
         Config, Plan,
         config::{MountKeys, ViewKeys},
-        report,
     },
     read::EngineOptions,
     source::FileId,
@@ -167,7 +166,6 @@ pub(super) fn volume(config: &mut Config) -> anyhow::Result<Volume> {
         engine: engine_options(&config.mount),
         direct: config.mount.direct_io.as_ref().map(Into::into).unwrap_or_default(),
         config_text: config.to_toml(),
-        plan_text: report::text(&checkpoint, plans.iter().map(|view| (view.name.as_str(), view.plan.as_ref()))),
     };
     Ok(Volume::new(checkpoint, plans, options)?)
 }

@@ -260,15 +260,11 @@ pub(super) struct Findings {
     pub(super) warning: Option<String>,
 }
 
-/// Compares a repository with its family's tables.
-pub(super) fn compare(
-    checkpoint: &Checkpoint,
-    family: &Family,
-    options: &ViewOptions,
-    problems: &mut Vec<Problem>,
-) -> Findings {
-    let Some(survey) = Survey::new(checkpoint, family) else { return Findings::default() };
-    let Ok(words) = Generic::load().map(|generic| generic.words) else { return Findings::default() };
+/// Compares a repository with its family's tables: what is to be told, and what is refused.
+pub(super) fn compare(checkpoint: &Checkpoint, family: &Family, options: &ViewOptions) -> (Findings, Vec<Problem>) {
+    let nothing = || (Findings::default(), Vec::new());
+    let Some(survey) = Survey::new(checkpoint, family) else { return nothing() };
+    let Ok(words) = Generic::load().map(|generic| generic.words) else { return nothing() };
     let expected = survey.expected();
     // A layer of which nothing is there is reported as such.
     let in_missing_layer = |parsed: &Parsed| parsed.layer.is_some_and(|layer| !survey.layers.contains(&layer));
@@ -291,11 +287,13 @@ pub(super) fn compare(
         lost.into_iter().partition(|name| doubt.is_some() || options.allow_missing.accepts(name));
     let (listed, misspelt): (Vec<&str>, Vec<&str>) =
         survey.unknown.iter().partition(|name| refused.is_empty() || options.allow_unmapped.accepts(name));
-    problems.extend(fold(refused, &[&strange]).into_iter().map(Problem::missing));
+    let mut problems: Vec<Problem> = fold(refused, &[&strange]).into_iter().map(Problem::missing).collect();
     problems.extend(fold(misspelt, &[&gone, &known]).into_iter().map(|group| Problem::UnexpectedTensor { group }));
     let warning = doubt.map_or_else(
         || survey.remark().filter(|_| !expected.is_empty()),
         |doubt| Some(format!("{} tensors of a complete model are missing; not refused, as {doubt}", allowed.len())),
     );
-    Findings { missing: fold(allowed, &[&strange]), unexpected: fold(listed, &[&gone, &known]), warning }
+    let findings =
+        Findings { missing: fold(allowed, &[&strange]), unexpected: fold(listed, &[&gone, &known]), warning };
+    (findings, problems)
 }

@@ -273,12 +273,19 @@ impl Plan {
         let family = family(checkpoint)?;
         let mut family_name = family.as_ref().map(|family| family.name.clone());
         let mut params = Vec::new();
-        let mut findings = expect::Findings::default();
-        if let (None, Some(family)) = (&file, &family) {
-            findings = expect::compare(whole, family, options, &mut problems);
-        }
+        // Each of the two goes through all tensors.
+        let compare = || match (&file, &family) {
+            (None, Some(family)) => expect::compare(whole, family, options),
+            _ => (expect::Findings::default(), Vec::new()),
+        };
+        let name = || match (&file, &options.layout) {
+            (None, Layout::Canonical) => Some(canonical_drafts(checkpoint, family.clone(), &values)),
+            _ => None,
+        };
+        let ((mut findings, found), canonical) = rayon::join(compare, name);
+        problems.extend(found);
         warnings.extend(findings.warning.take());
-        let drafts = match (&options.layout, &file) {
+        let drafts = match (canonical, &file) {
             (_, Some(file)) => {
                 family_name = Some(file.name().to_owned());
                 let (missing, unmapped) = (options.allow_missing.clone(), options.allow_unmapped.clone());
@@ -295,14 +302,13 @@ impl Plan {
                     resolved.drafts
                 })
             }
-            (Layout::Hf, None) => {
+            (Some(drafts), None) => {
+                missing_layers(whole, family.as_ref(), options, &mut problems, &mut warnings);
+                drafts
+            }
+            (None, None) => {
                 missing_layers(whole, family.as_ref(), options, &mut problems, &mut warnings);
                 hf_drafts(checkpoint, family, &values)
-            }
-            (Layout::Canonical | Layout::Embedded(_) | Layout::File(_), None) => {
-                missing_layers(whole, family.as_ref(), options, &mut problems, &mut warnings);
-                let generic = family::Generic::load().map_err(|error| family_problem(&error))?;
-                canonical::drafts(checkpoint, family, generic, &values)
             }
         };
         let mut drafts = drafts.unwrap_or_else(|found| {
@@ -614,6 +620,16 @@ fn family(checkpoint: &Checkpoint) -> Result<Option<Family>, PlanError> {
         }
     }
     Ok(None)
+}
+
+/// Tensors under canonical names.
+fn canonical_drafts(
+    checkpoint: &Checkpoint,
+    family: Option<Family>,
+    values: &Values<'_>,
+) -> Result<Vec<Draft>, Vec<Problem>> {
+    let generic = family::Generic::load().map_err(|error| family_problem(&error).problems)?;
+    canonical::drafts(checkpoint, family, generic, values)
 }
 
 /// Tensors under the repository's own names, with the roles that canonical names would have.

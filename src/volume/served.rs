@@ -27,7 +27,7 @@ use super::{
 use crate::{
     checkpoint::Checkpoint,
     image::{FileImage, distcp_name},
-    plan::{Allow, HfContent, HfFile, Plan, Problem},
+    plan::{Allow, HfContent, HfFile, Plan, Problem, report},
     read::{Engine, EngineOptions, OpenFile},
     source::FileId,
     tensor::View,
@@ -56,8 +56,6 @@ pub struct VolumeOptions {
     pub direct: Allow,
     /// The effective configuration, shown as `.ckfs/config.toml`.
     pub config_text: String,
-    /// What `ckfs plan` says, by view, shown as `.ckfs/plan.txt`.
-    pub plan_text: String,
 }
 
 /// Everything that keeps a volume from being made.
@@ -139,9 +137,16 @@ impl Volume {
         let mut problems = Vec::new();
         let mut root = Seedling::default();
         let mut made = Vec::new();
-        let mut plan_text = options.plan_text;
-        for view in views {
-            match ViewFiles::new(Arc::clone(&checkpoint), view.plan) {
+        // What `ckfs plan` says, shown as `.ckfs/plan.txt`, goes through all tensors too.
+        let (mut plan_text, files) = rayon::join(
+            || report::text(&checkpoint, views.iter().map(|view| (view.name.as_str(), view.plan.as_ref()))),
+            || {
+                let files_of = |view: &ViewPlan| ViewFiles::new(Arc::clone(&checkpoint), Arc::clone(&view.plan));
+                views.iter().map(files_of).collect::<Vec<_>>()
+            },
+        );
+        for (view, files) in views.iter().zip(files) {
+            match files {
                 Ok(files) => {
                     plan_text.push_str(&unavailable_text(&view.name, &files.unavailable()));
                     let index = u32::try_from(made.len()).unwrap_or(u32::MAX);

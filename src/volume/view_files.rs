@@ -133,9 +133,14 @@ impl ViewFiles {
     /// # Errors
     /// Names that cannot be laid out as a tree.
     pub(super) fn new(checkpoint: Arc<Checkpoint>, plan: Arc<Plan>) -> Result<Self, Vec<Problem>> {
-        let names = NameTree::new(&plan, "", |_| true)?;
-        let npy = NameTree::new(&plan, ".npy", |tensor| plan.is_bundled(tensor))?;
-        let arrays = ArrayTable::new(&plan);
+        let ((names, npy), arrays) = rayon::join(
+            || {
+                let bundled = |tensor: &PlannedTensor| plan.is_bundled(tensor);
+                rayon::join(|| NameTree::new(&plan, "", |_| true), || NameTree::new(&plan, ".npy", bundled))
+            },
+            || ArrayTable::new(&plan),
+        );
+        let (names, npy) = (names?, npy?);
         let slots = |count: usize| (0..count).map(|_| OnceLock::new()).collect();
         Ok(Self {
             names,
