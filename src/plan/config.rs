@@ -41,8 +41,8 @@ use std::{
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::{
-    Allow, CastRule, LayerRanges, Layout, LogicalRule, Mesh, Pattern, Rename, ShardRule, Sharding, Subset, Tied,
-    ViewOptions,
+    Allow, CastRule, LayerRanges, Layout, LogicalRule, Mesh, Pattern, PlanError, Rename, ShardRule, Sharding, Subset,
+    Tied, ViewOptions,
 };
 use crate::{source::SourceIo, tensor::DType};
 
@@ -70,6 +70,9 @@ pub enum ConfigError {
         /// What is wrong.
         reason: String,
     },
+    /// A layout file is not as it must be, or cannot be read; the problems name it.
+    #[error(transparent)]
+    Layout(#[from] PlanError),
 }
 
 /// A value that is written as a word in the file and on the command line.
@@ -808,8 +811,7 @@ impl ViewKeys {
     fn with_files(mut self, base: &Path) -> Result<Self, ConfigError> {
         if let Some(Word(LayoutChoice::File(file))) = &self.layout {
             let file = base.join(file);
-            let layout = Layout::find(&file.display().to_string());
-            let layout = layout.map_err(|error| ConfigError::Read { file, reason: error.to_string() })?;
+            let layout = Layout::find(&file.display().to_string())?;
             self.layout = Some(Word(LayoutChoice::Layout(layout)));
         }
         self.lora = self.lora.map(|dir| base.join(dir));

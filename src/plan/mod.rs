@@ -697,15 +697,14 @@ fn missing_layers(
         let number = |rest: &str| rest.split('.').next().and_then(|number| number.parse::<u64>().ok());
         let present: BTreeSet<u64> =
             checkpoint.tensors().filter_map(|(_, info)| number(info.name.strip_prefix(&stem)?)).collect();
-        for layer in (0..count).filter(|layer| !present.contains(layer)).take(MISSING_MAX) {
-            let problem = Problem::MissingLayer { family: name.clone(), layer, count };
-            let wanted = options.subset.layers.as_ref().is_none_or(|layers| !is_text || layers.contains(layer));
-            if !wanted {
-                continue;
-            }
-            let allow = options.allow_missing.accepts(&format!("{stem}{layer}."));
-            if allow || layer >= declared { warnings.push(problem.to_string()) } else { problems.push(problem) }
-        }
+        let wanted =
+            |layer: &u64| options.subset.layers.as_ref().is_none_or(|layers| !is_text || layers.contains(*layer));
+        let absent = (0..count).filter(|layer| !present.contains(layer)).take(MISSING_MAX).filter(wanted);
+        let accepted = |layer: &u64| *layer >= declared || options.allow_missing.accepts(&format!("{stem}{layer}."));
+        let (allowed, refused): (BTreeSet<u64>, BTreeSet<u64>) = absent.partition(accepted);
+        let problem = |layers| Problem::MissingLayers { family: name.clone(), layers, count };
+        warnings.extend(Some(allowed).filter(|layers| !layers.is_empty()).map(|layers| problem(layers).to_string()));
+        problems.extend(Some(refused).filter(|layers| !layers.is_empty()).map(problem));
     }
 }
 

@@ -58,7 +58,8 @@ pub(super) fn stars(name: &str) -> String {
     starred(name).0
 }
 
-fn ranges(numbers: &BTreeSet<u64>) -> String {
+/// Numbers as in `0-3,7`.
+pub(super) fn ranges(numbers: &BTreeSet<u64>) -> String {
     let numbers: Vec<u64> = numbers.iter().copied().collect();
     let words = numbers.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
         [first, .., last] => format!("{first}-{last}"),

@@ -26,6 +26,7 @@ pub const SELF_WORD: &str = "_self";
 const NUMBER_MAX: u64 = 1 << 32;
 
 /// The words of a name. They are short, so that looking at each byte is faster than searching.
+#[expect(clippy::manual_pattern_char_comparison, reason = "a char is searched for")]
 pub(super) fn words_of(name: &str) -> impl Iterator<Item = &str> {
     name.split(|letter| letter == '.')
 }

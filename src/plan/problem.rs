@@ -1,8 +1,8 @@
 //! What can be wrong with a plan. All problems are reported together, before anything is mounted.
 
-use std::fmt;
+use std::{collections::BTreeSet, fmt};
 
-use super::name_group::NameGroup;
+use super::name_group::{NameGroup, ranges};
 use crate::tensor::{Shape, TilingError, ViewError};
 
 /// One thing wrong with a plan.
@@ -73,13 +73,13 @@ pub enum Problem {
         /// The member.
         member: String,
     },
-    /// A layer lacks tensors that its neighbours have, or is not there at all.
-    #[error("layer {layer} of {family} is missing: expected layers 0..{count}")]
-    MissingLayer {
+    /// Layers of which nothing is there.
+    #[error("{}: expected {count} of {family}, numbered from 0", missing_layers(layers))]
+    MissingLayers {
         /// The family of layers, as in `model.layers`.
         family: String,
-        /// The layer.
-        layer: u64,
+        /// The layers.
+        layers: BTreeSet<u64>,
         /// Number of layers expected.
         count: u64,
     },
@@ -184,6 +184,11 @@ impl Problem {
     }
 }
 
+fn missing_layers(layers: &BTreeSet<u64>) -> String {
+    let (word, verb) = if layers.len() == 1 { ("layer", "is") } else { ("layers", "are") };
+    format!("{word} {} {verb} missing", ranges(layers))
+}
+
 fn needed_by(target: &str) -> String {
     if target.is_empty() { String::new() } else { format!(", needed for {target}") }
 }
@@ -213,7 +218,7 @@ impl PlanError {
         let of_names = |problem: &Problem| {
             matches!(
                 problem,
-                Problem::MissingTensor { .. } | Problem::UnexpectedTensor { .. } | Problem::MissingLayer { .. }
+                Problem::MissingTensor { .. } | Problem::UnexpectedTensor { .. } | Problem::MissingLayers { .. }
             )
         };
         self.problems.iter().any(of_names)

@@ -70,11 +70,11 @@ impl<'a> Growing<'a> {
     }
 
     /// The child of that name, made if it is not there.
-    fn child(&mut self, parent: u32, name: &Cow<'a, str>) -> u32 {
+    fn child(&mut self, parent: u32, name: Cow<'a, str>) -> u32 {
         let next = number(self.nodes.len());
         let at = *self.by_name.entry((parent, name.clone())).or_insert(next);
         if at == next {
-            self.nodes.push(GrowingNode::new(parent, name.clone()));
+            self.nodes.push(GrowingNode::new(parent, name));
             self.nodes[parent as usize].is_parent = true;
         }
         at
@@ -125,7 +125,7 @@ impl NameTree {
                     let first = plan.tensors[other as usize].name.clone();
                     problems.push(Problem::Collision { path: path.join("/"), first, second: tensor.name.clone() });
                 }
-                at = growing.child(at, component);
+                at = growing.child(at, component.clone());
                 before.push((component.clone(), at));
             }
             let node = &mut growing.nodes[at as usize];

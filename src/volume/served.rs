@@ -145,7 +145,7 @@ impl Volume {
                 views.iter().map(files_of).collect::<Vec<_>>()
             },
         );
-        for (view, files) in views.iter().zip(files) {
+        for (view, files) in views.into_iter().zip(files) {
             match files {
                 Ok(files) => {
                     plan_text.push_str(&unavailable_text(&view.name, &files.unavailable()));
