@@ -192,6 +192,7 @@ fn failures_exit_with_1_and_say_what_was_expected() {
         (&["plan", "model", "--mesh", "fsdp=4", "--even"], "does not split evenly in 4 parts"),
         (&["plan", "model", "--mesh", "fsdp=4", "--devices", "7"], "device 7: the mesh has 4 devices, numbered from 0"),
         (&["plan", "model", "--config", "absent.toml"], "absent.toml: No such file"),
+        (&["plan", "model", "--layout", "/absent.toml"], "error: /absent.toml: No such file"),
         (&["cat", "model", "dev0/layers/scanned/wx"], "dev0/layers/scanned has no \"wx\"; it has: wq"),
         (&["cat", "model", "dev0"], "dev0: is a directory; it has: embed, layers, lm_head"),
         (&["cat", "model", "dev0/embed", "--offset", "49"], "the file has 48 bytes"),

@@ -72,6 +72,22 @@ fn a_misspelt_name_is_one_missing_and_one_unexpected() {
 }
 
 #[test]
+fn layers_of_which_nothing_is_there_are_told_together() {
+    let (rows, mut config) = llama(&json!({}));
+    config["num_hidden_layers"] = json!(9);
+    let rows = without(&rows, "model.layers.1.*");
+    let error = |missing: &str| {
+        let options = ViewOptions { allow_missing: allow(missing), ..ViewOptions::default() };
+        build(&rows, &config, &options).unwrap_err().to_string()
+    };
+    assert_eq!(error("x"), "layers 1,3-8 are missing: expected 9 of model.layers, numbered from 0");
+    assert_eq!(error("/layers\\.[3-8]\\./"), "layer 1 is missing: expected 9 of model.layers, numbered from 0");
+    let options = ViewOptions { allow_missing: allow("model.layers.*"), ..ViewOptions::default() };
+    let plan = build(&rows, &config, &options).unwrap();
+    assert_eq!(plan.warnings, ["layers 1,3-8 are missing: expected 9 of model.layers, numbered from 0"]);
+}
+
+#[test]
 fn what_a_complete_model_has_must_be_there() {
     let head = |rows: &[Row]| [rows, &[row("lm_head.weight", DType::BF16, &[40, 16])]].concat();
     let (tied, config) = llama(&json!({}));

@@ -109,9 +109,11 @@ def test_missing_layers_are_refused(tmp_path):
     )
     for args in (("plan", repo.path), ("cat", repo.path, "full/embed")):
         done = run(*args, expect=1)
-        assert "2 problems" in done.err and "layer 1" in done.err and "layer 3" in done.err and not done.out
+        assert "layers 1,3 are missing: expected 4 of model.layers, numbered from 0" in done.err and not done.out
     view = run("plan", repo.path, "--json", "--allow-missing").json()["views"][0]
-    assert len(view["warnings"]) == 2
+    assert len(view["warnings"]) == 1
+    some = run("plan", repo.path, "--allow-missing=model.layers.3.*", expect=1)
+    assert "error: layer 1 is missing: expected 4 of model.layers" in some.err
     rows = {row["name"]: row for row in view["tensors"]}
     assert rows["layers.scanned.wq"]["layers"] == [0, 2] and rows["layers.scanned.mlp.surprise"]["layers"] == [0]
     mounting.subprocess.run(
