@@ -651,7 +651,7 @@ impl Engine {
             return;
         }
         let mut budget = self.options.tile_cache_bytes as u64 / 4;
-        // At first the next tile; in the long run one for each thread, and another to go on with.
+        // At first the next tile; in the long run one that each thread works on, and one that it can go on with.
         let tile_bytes = self.tile_bytes_at(file, end - 1);
         let least = RUNS_AHEAD_BYTES.max(tile_bytes).min(budget).max(TILE_BYTES_MIN);
         let most = tile_bytes.saturating_mul(2 * self.options.workers as u64).min(budget).max(least);

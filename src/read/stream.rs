@@ -10,7 +10,7 @@ use std::ops::RangeInclusive;
 const STREAMS: usize = 8;
 /// How far from the end of a stream a request may start and still belong to it, in bytes.
 const SLACK_BYTES: u64 = 4 << 20;
-/// How many times as far as it has come a stream is followed ahead: who reads a part of a file leaves little unused.
+/// How many times as far as it has come a stream is followed ahead. This bounds what is made in vain for who reads a part of a file.
 const AHEAD_OF_READ: u64 = 4;
 
 #[derive(Clone, Copy, Debug, Default)]
