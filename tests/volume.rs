@@ -8,7 +8,7 @@ use std::{collections::BTreeMap, fs, os::unix::fs::FileExt, sync::Arc};
 
 use ckfs::{
     plan::{Allow, Layout, Mesh, Pattern, ViewOptions},
-    read::{EngineOptions, Path, reference},
+    read::{EngineOptions, OpenFile, Path, WholeError, reference},
     tensor::DType,
     volume::{Access, FileSystem, Ino, NodeKind, Volume, VolumeOptions},
 };
@@ -317,7 +317,9 @@ fn a_file_that_was_closed_is_copied_for_the_kernel() {
             volume.release(ino, opened.handle);
             match opened.access {
                 Access::Passthrough(copy) => break copy,
-                Access::Cached | Access::Direct => assert!(started.elapsed().as_secs() < 60, "{path} is not copied"),
+                Access::Cached | Access::Direct | Access::Whole => {
+                    assert!(started.elapsed().as_secs() < 60, "{path} is not copied");
+                }
             }
             std::thread::sleep(std::time::Duration::from_millis(2));
         };
@@ -329,4 +331,97 @@ fn a_file_that_was_closed_is_copied_for_the_kernel() {
     assert_eq!(counters.copied_files.load(std::sync::atomic::Ordering::Relaxed), 4);
     assert_eq!(fs::read_dir(copies.path()).unwrap().count(), 0, "copies have no names");
     assert!(volume.materialize(std::path::Path::new("/proc")).is_err());
+}
+
+/// A llama whose larger files are made in several parts.
+fn large(dtype: DType) -> tempfile::TempDir {
+    let (hidden, inner, layers) = (512, 640, 4);
+    let mut rows = vec![
+        repo::row("model.embed_tokens.weight", dtype, &[1000, hidden]),
+        repo::row("lm_head.weight", dtype, &[1000, hidden]),
+        repo::row("model.norm.weight", dtype, &[hidden]),
+    ];
+    for layer in 0..layers {
+        for (name, extents) in [
+            ("self_attn.q_proj", vec![hidden, hidden]),
+            ("self_attn.k_proj", vec![hidden / 2, hidden]),
+            ("self_attn.v_proj", vec![hidden / 2, hidden]),
+            ("self_attn.o_proj", vec![hidden, hidden]),
+            ("mlp.gate_proj", vec![inner, hidden]),
+            ("mlp.up_proj", vec![inner, hidden]),
+            ("mlp.down_proj", vec![hidden, inner]),
+            ("input_layernorm", vec![hidden]),
+            ("post_attention_layernorm", vec![hidden]),
+        ] {
+            rows.push(repo::row(&format!("model.layers.{layer}.{name}.weight"), dtype, &extents));
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let config = serde_json::json!({"model_type": "llama", "num_hidden_layers": layers, "hidden_size": hidden,
+        "intermediate_size": inner, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128,
+        "vocab_size": 1000, "tie_word_embeddings": false});
+    repo::write_repo(dir.path(), &[&rows[..9], &rows[9..]], &config);
+    dir
+}
+
+/// Makes a file whole in a file on disk, and waits for it.
+fn made_whole(volume: &Volume, path: &str, ino: Ino) -> Result<Vec<u8>, WholeError> {
+    let file = Arc::new(OpenFile::new(path.to_owned(), volume.image(ino).unwrap().unwrap()));
+    let target = Arc::new(tempfile::tempfile().unwrap());
+    target.set_len(file.len_bytes()).unwrap();
+    let (done, outcome) = std::sync::mpsc::channel();
+    volume.engine().make_whole(&file, &target, move |result| done.send(result).unwrap());
+    outcome.recv_timeout(std::time::Duration::from_mins(1)).unwrap()?;
+    let mut bytes = vec![0; usize::try_from(file.len_bytes()).unwrap()];
+    target.read_exact_at(&mut bytes, 0).unwrap();
+    Ok(bytes)
+}
+
+#[test]
+fn files_made_whole_are_what_the_reference_says() {
+    for (source, layout, mesh, workers) in [
+        (DType::BF16, "maxtext", "fsdp=2,tensor=2", 3),
+        (DType::F32, "maxtext", "fsdp=2", 0),
+        (DType::F32, "canonical", "fsdp=3", 5),
+        (DType::BF16, "canonical", "tensor=2", 1),
+    ] {
+        let dir = large(source);
+        let layout = Layout::find(layout).unwrap();
+        let options = ViewOptions { layout, dtype: Some(DType::BF16), ..options(mesh) };
+        let engine = EngineOptions { tile_cache_bytes: 64 << 20, workers };
+        let checkpoint = repo::open(dir.path());
+        let volume = repo::volume(&checkpoint, &options, VolumeOptions { engine, ..VolumeOptions::default() });
+        let mut parts = 0;
+        for (path, ino) in listing(&volume) {
+            let Ok(Some(image)) = volume.image(ino) else { continue };
+            if !["full", "dev1", "npy/dev0", "orbax", "safetensors"].iter().any(|top| path.starts_with(top)) {
+                continue;
+            }
+            parts += image.len_bytes() >> 20;
+            let bytes = made_whole(&volume, &path, ino).unwrap();
+            let read = repo::read(&volume, ino, 0, bytes.len() + 1);
+            assert!(bytes == read, "{path} from {source} for {mesh}");
+            if volume.shard_view(ino).is_some() {
+                assert!(bytes == expected(&volume, ino), "{path} from {source} for {mesh}, by the reference");
+            }
+        }
+        assert!(parts > 20, "only {parts} MiB");
+    }
+}
+
+#[test]
+fn a_file_of_a_changed_source_is_not_made_whole() {
+    let dir = large(DType::F32);
+    let options = ViewOptions { dtype: Some(DType::BF16), ..options("fsdp=2") };
+    let volume = repo::volume(&repo::open(dir.path()), &options, VolumeOptions::default());
+    let ino = volume.resolve("full/embed").unwrap().ino;
+    assert!(made_whole(&volume, "full/embed", ino).is_ok());
+    let file = fs::OpenOptions::new().write(true).open(dir.path().join("model-00001-of-00002.safetensors")).unwrap();
+    file.set_len(4096).unwrap();
+    assert!(matches!(made_whole(&volume, "full/embed", ino), Err(WholeError::Read(_))));
+    let short = Arc::new(tempfile::tempfile().unwrap());
+    let (done, outcome) = std::sync::mpsc::channel();
+    let file = Arc::new(OpenFile::new("embed".into(), volume.image(ino).unwrap().unwrap()));
+    volume.engine().make_whole(&file, &short, move |result| done.send(result).unwrap());
+    assert!(matches!(outcome.recv().unwrap(), Err(WholeError::Memory(_))), "a target that is too short");
 }

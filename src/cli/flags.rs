@@ -9,8 +9,8 @@ use crate::{
     plan::{
         LayerRanges, Mesh, Pattern, Rename, Tied,
         config::{
-            AllowKey, ByteCount, Devices, LayoutChoice, MountKeys, ParamValue, RenameKeys, ShardChoice, THREADS_MAX,
-            ViewKeys, Word,
+            AllowKey, ByteCount, Devices, LayoutChoice, MadeWhole, MountKeys, ParamValue, RenameKeys, ShardChoice,
+            THREADS_MAX, ViewKeys, Word,
         },
     },
     source::SourceIo,
@@ -154,7 +154,7 @@ pub(super) struct EngineFlags {
     /// How source files are read: auto (mapped, except on network file systems), mmap or pread.
     #[arg(long, value_name = "auto|mmap|pread")]
     source_io: Option<Word<SourceIo>>,
-    /// Memory for transformed data, as in 512M; by default 1/24 of the memory, from 256 MiB to 4 GiB.
+    /// Memory for transformed data, as in 512M; by default 1/12 of the memory, from 256 MiB to 16 GiB.
     #[arg(long, value_name = "SIZE")]
     cache_bytes: Option<ByteCount>,
     /// Threads that serve requests, and as many that compute ahead; by default one per core, from 2 to 16.
@@ -175,6 +175,14 @@ pub(super) struct MountFlags {
     /// Never lets the kernel read byte-identical files by itself.
     #[arg(long)]
     no_passthrough: bool,
+    /// Which tensor files are made whole in memory when they are opened, for the kernel to read by itself.
+    ///
+    /// With `tensors`, the default, those of one tensor or a part of one: raw, npy/ and orbax/. With `all` also those of many, which
+    /// is right for loaders that read them from end to end and wrong for those that pick slices. Only files from 1 MiB to half
+    /// of the cache are; they are made by all threads at once, and given up a minute after they were closed. Needs root, as
+    /// passthrough does; otherwise, and where there is no room, files are made as they are read.
+    #[arg(long, value_name = "none|tensors|all")]
+    whole: Option<Word<MadeWhole>>,
     /// Reads of tensor files bypass the kernel's page cache: of all, or of those whose path matches, as in `orbax/*`.
     ///
     /// The first read of a file is then about twice as fast and takes no page cache; but each later one makes the bytes anew,
@@ -252,6 +260,7 @@ impl MountFlags {
             passthrough: self.no_passthrough.then_some(false),
             direct_io: allow(&self.direct_io),
             materialize: self.materialize.clone(),
+            whole: self.whole.clone(),
             grace_seconds: self.grace,
             drain_seconds: self.drain,
             ..MountKeys::default()

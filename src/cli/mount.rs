@@ -314,6 +314,12 @@ fn mount(mut config: Config, mountpoint: &Path, readiness: &mut Readiness) -> an
     if let Some(dir) = &config.mount.materialize {
         volume.materialize(dir).with_context(|| format!("{}: no place for copies", dir.display()))?;
     }
+    if config.mount.passthrough != Some(false) {
+        let which = config.mount.whole.as_ref().map(|word| word.0);
+        if let Err(error) = volume.make_whole(which.unwrap_or_default()) {
+            tracing::info!("files are not made whole: no file system in memory: {error}");
+        }
+    }
     let volume = Arc::new(volume);
     let name = volume.engine().checkpoint().label().to_owned();
     check_apart(volume.engine().checkpoint(), mountpoint)?;

@@ -10,6 +10,7 @@
 
 use std::{
     ffi::OsStr,
+    fs::File,
     io,
     ops::ControlFlow,
     os::unix::ffi::OsStrExt,
@@ -33,7 +34,7 @@ use nix::unistd::{getgid, getuid};
 use tracing::{error, info};
 
 use super::open_mode::{Mode, OpenModes, Wish};
-use crate::volume::{Access, Attr, FileSystem, FsError, Handle, Ino, NodeKind, Op};
+use crate::volume::{Access, Attr, FileSystem, FsError, Handle, Ino, NodeKind, Op, Opened};
 
 /// How long the kernel may keep what it was told: ten years, which it can express on every architecture.
 const FOREVER: Duration = Duration::from_hours(10 * 365 * 24);
@@ -75,10 +76,15 @@ pub(super) struct Adapter {
     fs: Arc<dyn FileSystem>,
     uid: u32,
     gid: u32,
-    modes: OpenModes<BackingId>,
-    passthrough: Passthrough,
+    opens: Arc<Opens>,
     /// Whether the kernel can do without opening directories.
     opens_directories_itself: bool,
+}
+
+/// How files are open. Shared with opens that are answered from other threads.
+struct Opens {
+    modes: OpenModes<BackingId>,
+    passthrough: Passthrough,
 }
 
 /// Whether the kernel may read backing files by itself.
@@ -126,6 +132,88 @@ refuse!(
 /// A reply not sent yet; taken out when it is.
 type Slot<R> = Option<R>;
 
+/// A request that was not answered yet. Dropped, it is answered with EIO.
+struct Pending<R: Refuse> {
+    fs: Arc<dyn FileSystem>,
+    op: Op,
+    ino: INodeNo,
+    start: Instant,
+    slot: Slot<R>,
+    failed: bool,
+}
+
+impl<R: Refuse> Pending<R> {
+    fn new(fs: &Arc<dyn FileSystem>, op: Op, ino: INodeNo, reply: R) -> Self {
+        fs.metrics().in_flight.fetch_add(1, Ordering::Relaxed);
+        Self { fs: Arc::clone(fs), op, ino, start: Instant::now(), slot: Some(reply), failed: false }
+    }
+
+    /// Does something that may answer: it takes the reply out of its slot to send it. Its error is answered here, and a panic
+    /// is EIO.
+    fn attempt<T>(&mut self, body: impl FnOnce(&mut Slot<R>) -> Result<T, FsError>) -> Option<T> {
+        let slot = &mut self.slot;
+        let result = catch_unwind(AssertUnwindSafe(|| body(slot))).unwrap_or_else(|panic| {
+            self.fs.metrics().panics.fetch_add(1, Ordering::Relaxed);
+            let (op, ino) = (self.op.name(), self.ino.0);
+            error!(op, ino, "request handler panicked: {}", panic_text(panic.as_ref()));
+            Err(FsError::Io)
+        });
+        result.inspect_err(|failure| self.refuse(failure.errno())).ok()
+    }
+
+    fn refuse(&mut self, errno: i32) {
+        self.failed = true;
+        if let Some(reply) = self.slot.take() {
+            reply.refuse(errno);
+        }
+    }
+}
+
+impl<R: Refuse> Drop for Pending<R> {
+    fn drop(&mut self) {
+        if self.slot.is_some() {
+            error!(op = self.op.name(), ino = self.ino.0, "request was left unanswered");
+            self.refuse(libc::EIO);
+        }
+        let metrics = self.fs.metrics();
+        metrics.in_flight.fetch_sub(1, Ordering::Relaxed);
+        metrics.record(self.op, self.start.elapsed(), self.failed);
+    }
+}
+
+impl Opens {
+    /// Whether the kernel may read a file by itself that nobody has open through the page cache.
+    fn may_pass(&self, ino: Ino) -> bool {
+        self.passthrough.enabled.load(Ordering::Relaxed) && self.modes.may_pass(ino)
+    }
+
+    fn answer(&self, fs: &dyn FileSystem, ino: Ino, opened: &Opened, reply: &mut Slot<ReplyOpen>) {
+        let Some(reply) = reply.take() else { return };
+        let (mode, failure) = match &opened.access {
+            Access::Direct => self.modes.open(ino, &Wish::Direct),
+            Access::Passthrough(file) if self.passthrough.enabled.load(Ordering::Relaxed) => {
+                self.modes.open(ino, &Wish::Passthrough(&|| reply.open_backing(file)))
+            }
+            Access::Cached | Access::Passthrough(_) | Access::Whole => self.modes.open(ino, &Wish::Cached),
+        };
+        if let Some(failure) = failure {
+            self.passthrough.note_refusal(&failure);
+        }
+        let handle = FileHandle(opened.handle.0);
+        // There is nothing to flush on close, so the kernel need not ask.
+        let flags = FopenFlags::FOPEN_NOFLUSH;
+        match mode {
+            Mode::Cached => reply.opened(handle, flags | FopenFlags::FOPEN_KEEP_CACHE),
+            Mode::Direct => reply.opened(handle, flags | FopenFlags::FOPEN_DIRECT_IO),
+            Mode::Passthrough(backing) => {
+                self.passthrough.granted.call_once(|| info!("kernel passthrough is on"));
+                fs.metrics().passthrough_opens.fetch_add(1, Ordering::Relaxed);
+                reply.opened_passthrough(handle, flags, &backing);
+            }
+        }
+    }
+}
+
 impl Adapter {
     /// Serves `fs`, with the caller's user and group as owner of everything.
     pub(super) fn new(fs: Arc<dyn FileSystem>, passthrough: bool) -> Self {
@@ -135,8 +223,7 @@ impl Adapter {
             fs,
             uid: getuid().as_raw(),
             gid: getgid().as_raw(),
-            modes: OpenModes::default(),
-            passthrough,
+            opens: Arc::new(Opens { modes: OpenModes::default(), passthrough }),
             opens_directories_itself: false,
         }
     }
@@ -150,25 +237,7 @@ impl Adapter {
         reply: R,
         body: impl FnOnce(&mut Slot<R>) -> Result<(), FsError>,
     ) {
-        let metrics = self.fs.metrics();
-        let start = Instant::now();
-        metrics.in_flight.fetch_add(1, Ordering::Relaxed);
-        let mut slot = Some(reply);
-        let result = catch_unwind(AssertUnwindSafe(|| body(&mut slot))).unwrap_or_else(|panic| {
-            metrics.panics.fetch_add(1, Ordering::Relaxed);
-            error!(op = op.name(), ino = ino.0, "request handler panicked: {}", panic_text(panic.as_ref()));
-            Err(FsError::Io)
-        });
-        match (slot, result) {
-            (None, _) => {}
-            (Some(reply), Err(failure)) => reply.refuse(failure.errno()),
-            (Some(reply), Ok(())) => {
-                error!(op = op.name(), ino = ino.0, "request was left unanswered");
-                reply.refuse(libc::EIO);
-            }
-        }
-        metrics.in_flight.fetch_sub(1, Ordering::Relaxed);
-        metrics.record(op, start.elapsed(), result.is_err());
+        Pending::new(&self.fs, op, ino, reply).attempt(body);
     }
 
     fn read_only<R: Refuse>(&self, ino: INodeNo, reply: R) {
@@ -200,32 +269,30 @@ impl Adapter {
         }
     }
 
-    fn open_file(&self, ino: Ino, reply: &mut Slot<ReplyOpen>) -> Result<(), FsError> {
-        let opened = self.fs.open(ino)?;
-        let Some(reply) = reply.take() else { return Ok(()) };
-        let (mode, failure) = match &opened.access {
-            Access::Direct => self.modes.open(ino, &Wish::Direct),
-            Access::Passthrough(file) if self.passthrough.enabled.load(Ordering::Relaxed) => {
-                self.modes.open(ino, &Wish::Passthrough(&|| reply.open_backing(file)))
+    fn open_file(&self, node: INodeNo, reply: ReplyOpen) {
+        let ino = ino(node);
+        let mut pending = Pending::new(&self.fs, Op::Open, node, reply);
+        let Some(mut opened) = pending.attempt(|_| self.fs.open(ino)) else { return };
+        let (fs, opens) = (Arc::clone(&self.fs), Arc::clone(&self.opens));
+        let makes = matches!(opened.access, Access::Whole) && opens.may_pass(ino);
+        let handle = opened.handle;
+        let mut answer = move |file: Option<Arc<File>>| {
+            if let Some(file) = file {
+                opened.access = Access::Passthrough(file);
             }
-            Access::Cached | Access::Passthrough(_) => self.modes.open(ino, &Wish::Cached),
+            pending.attempt(|reply| {
+                opens.answer(fs.as_ref(), ino, &opened, reply);
+                Ok(())
+            });
         };
-        if let Some(failure) = failure {
-            self.passthrough.note_refusal(&failure);
+        if !makes {
+            answer(None);
+        } else if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.fs.make_whole(ino, handle, Box::new(answer))))
+        {
+            // The request went with `answer`, which answers it.
+            self.fs.metrics().panics.fetch_add(1, Ordering::Relaxed);
+            error!(ino = node.0, "making a file whole panicked: {}", panic_text(panic.as_ref()));
         }
-        let handle = FileHandle(opened.handle.0);
-        // There is nothing to flush on close, so the kernel need not ask.
-        let flags = FopenFlags::FOPEN_NOFLUSH;
-        match mode {
-            Mode::Cached => reply.opened(handle, flags | FopenFlags::FOPEN_KEEP_CACHE),
-            Mode::Direct => reply.opened(handle, flags | FopenFlags::FOPEN_DIRECT_IO),
-            Mode::Passthrough(backing) => {
-                self.passthrough.granted.call_once(|| info!("kernel passthrough is on"));
-                self.fs.metrics().passthrough_opens.fetch_add(1, Ordering::Relaxed);
-                reply.opened_passthrough(handle, flags, &backing);
-            }
-        }
-        Ok(())
     }
 
     fn read_file(
@@ -349,14 +416,15 @@ impl fuser::Filesystem for Adapter {
             // One that is not offered would take the others with it, so they are added one by one.
             let _ = config.add_capabilities(flag);
         }
-        let wished = *self.passthrough.enabled.get_mut();
+        let passthrough = &self.opens.passthrough;
+        let wished = passthrough.enabled.load(Ordering::Relaxed);
         let offered = wished
             && config.add_capabilities(InitFlags::FUSE_PASSTHROUGH).is_ok()
             && config.set_max_stack_depth(1).is_ok();
         if wished && !offered {
-            self.passthrough.note_refusal(&io::Error::other("not offered by this kernel"));
+            passthrough.note_refusal(&io::Error::other("not offered by this kernel"));
         }
-        *self.passthrough.enabled.get_mut() = offered;
+        passthrough.enabled.store(offered, Ordering::Relaxed);
         self.opens_directories_itself = config.add_capabilities(InitFlags::FUSE_NO_OPENDIR_SUPPORT).is_ok();
         // Only zero is refused.
         let _ = config.set_max_background(BACKGROUND_MAX);
@@ -418,7 +486,7 @@ impl fuser::Filesystem for Adapter {
         if wants_to_write(flags) {
             return self.read_only(node, reply);
         }
-        self.handle(Op::Open, node, reply, |reply| self.open_file(ino(node), reply));
+        self.open_file(node, reply);
     }
 
     fn read(
@@ -449,7 +517,7 @@ impl fuser::Filesystem for Adapter {
         reply: ReplyEmpty,
     ) {
         self.handle(Op::Release, node, reply, |reply| {
-            self.modes.release(ino(node));
+            self.opens.modes.release(ino(node));
             self.fs.release(ino(node), Handle(handle.0));
             if let Some(reply) = reply.take() {
                 reply.ok();

@@ -85,6 +85,11 @@ impl<B> OpenModes<B> {
         (mode, failure)
     }
 
+    /// Whether an open of `ino` may be on a backing file now.
+    pub(super) fn may_pass(&self, ino: Ino) -> bool {
+        self.shard(ino).get(&ino).is_none_or(|entry| matches!(entry.mode, Mode::Passthrough(_)))
+    }
+
     /// Counts one handle of `ino` less; with the last one its backing file is given back.
     pub(super) fn release(&self, ino: Ino) {
         let mut shard = self.shard(ino);
@@ -113,13 +118,16 @@ mod tests {
     #[test]
     fn first_open_decides_until_the_last_release() {
         let modes = OpenModes::<u32>::default();
+        assert!(modes.may_pass(A));
         assert!(matches!(modes.open(A, &Wish::Cached).0, Mode::Cached));
+        assert!(!modes.may_pass(A) && modes.may_pass(SAME_LOCK));
         let register = || -> io::Result<u32> { panic!("must not be asked while open cached") };
         assert!(matches!(modes.open(A, &Wish::Passthrough(&register)).0, Mode::Cached));
         modes.release(A);
         modes.release(A);
         assert!(matches!(modes.open(A, &Wish::Passthrough(&|| Ok(7))).0, Mode::Passthrough(_)));
         assert!(matches!(modes.open(A, &Wish::Direct).0, Mode::Passthrough(_)));
+        assert!(modes.may_pass(A));
         assert!(matches!(modes.open(SAME_LOCK, &Wish::Direct).0, Mode::Direct));
     }
 

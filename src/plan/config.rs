@@ -212,6 +212,38 @@ impl AsWord for SourceIo {
     }
 }
 
+/// Which tensor files are made whole in memory when they are opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MadeWhole {
+    /// None.
+    None,
+    /// Those of one tensor or a part of one: raw, `npy/`, `orbax/`. Files of many are often read in parts only.
+    #[default]
+    Tensors,
+    /// Those of many tensors too.
+    All,
+}
+
+impl AsWord for MadeWhole {
+    fn from_word(text: &str) -> Result<Self, String> {
+        match text {
+            "none" => Ok(Self::None),
+            "tensors" => Ok(Self::Tensors),
+            "all" => Ok(Self::All),
+            _ => Err(format!("files made whole: expected none, tensors or all, found {text:?}")),
+        }
+    }
+
+    fn to_word(&self) -> String {
+        match self {
+            Self::None => "none",
+            Self::Tensors => "tensors",
+            Self::All => "all",
+        }
+        .to_owned()
+    }
+}
+
 /// How tensors are sharded where no rule matches, or a file that says so.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ShardChoice {
@@ -635,6 +667,9 @@ pub struct MountKeys {
     /// Directory for copies of tensor files, which the kernel then reads by itself.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub materialize: Option<PathBuf>,
+    /// Which tensor files are made whole in memory when they are opened.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub whole: Option<Word<MadeWhole>>,
     /// Tensor files, by path in the mount, that bypass the page cache.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub direct_io: Option<AllowKey>,
@@ -664,6 +699,7 @@ impl MountKeys {
             passthrough: self.passthrough.or(base.passthrough),
             direct_io: self.direct_io.or_else(|| base.direct_io.clone()),
             materialize: self.materialize.or_else(|| base.materialize.clone()),
+            whole: self.whole.or_else(|| base.whole.clone()),
             source_io: self.source_io.or_else(|| base.source_io.clone()),
             grace_seconds: self.grace_seconds.or(base.grace_seconds),
             drain_seconds: self.drain_seconds.or(base.drain_seconds),
@@ -990,13 +1026,14 @@ mod tests {
         ("source_rename", "[[source_rename]]\nmatch = '\"'\nto = ''"),
     ];
 
-    const EVERY_MOUNT_KEY: [(&str, &str); 11] = [
+    const EVERY_MOUNT_KEY: [(&str, &str); 12] = [
         ("allow_other", "allow_other = true"),
         ("threads", "threads = 3"),
         ("read_ahead_kb", "read_ahead_kb = 128"),
         ("cache_bytes", "cache_bytes = '1GiB'"),
         ("passthrough", "passthrough = false"),
         ("materialize", "materialize = 'copies'"),
+        ("whole", "whole = 'all'"),
         ("direct_io", "direct_io = ['full/*', '/npy/']"),
         ("source_io", "source_io = 'pread'"),
         ("grace_seconds", "grace_seconds = 0"),

@@ -40,6 +40,10 @@ pub struct Counters {
     pub copied_files: AtomicU64,
     /// Bytes of these.
     pub copied_bytes: AtomicU64,
+    /// Files made whole when they were opened.
+    pub whole_files: AtomicU64,
+    /// Bytes of these.
+    pub whole_bytes: AtomicU64,
     /// Reads that failed.
     pub failed_reads: AtomicU64,
 }

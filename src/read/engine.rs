@@ -22,7 +22,7 @@ use crate::{
     checkpoint::{Checkpoint, TensorInfo},
     image::{FileImage, Segment},
     source::{ByteSpan, FileId, Source},
-    tensor::{BlockScale, Decode, Gather, Origin, Piece, Tiling, fill, gather, gather::Loop},
+    tensor::{BlockScale, Decode, Gather, Origin, Piece, Stores, Tiling, fill, gather::Loop, gather_with},
 };
 
 /// Smallest tile, a huge page. Conversions of less than a megabyte at a time leave caches and vectors cold.
@@ -121,6 +121,19 @@ impl OpenFile {
     }
 }
 
+/// How bytes are made.
+#[derive(Clone, Copy, Debug)]
+struct How {
+    path: Path,
+    stores: Stores,
+}
+
+impl How {
+    const fn cached(path: Path) -> Self {
+        Self { path, stores: Stores::Cached }
+    }
+}
+
 /// Source files touched while bytes were made.
 type Touched = SmallVec<[FileId; 2]>;
 
@@ -133,9 +146,9 @@ fn touch(touched: &mut Touched, file: FileId) {
 /// Reads spans of virtual files. Shared by all threads.
 pub struct Engine {
     checkpoint: Arc<Checkpoint>,
-    cache: TileCache,
+    pub(super) cache: TileCache,
     buffers: BufferPool,
-    workers: Workers,
+    pub(super) workers: Workers,
     counters: Counters,
     options: EngineOptions,
 }
@@ -200,6 +213,11 @@ impl Engine {
     /// Bytes of transformed data held now.
     pub fn cached_bytes(&self) -> usize {
         self.cache.bytes()
+    }
+
+    /// Bytes of whole files held now.
+    pub fn reserved_bytes(&self) -> usize {
+        self.cache.reserved_bytes()
     }
 
     /// Drops what is kept of a file that will not be read again under this [`OpenFile`].
@@ -349,6 +367,49 @@ impl Engine {
         }
     }
 
+    /// Makes a span of one segment, neither with tiles of the cache nor for it.
+    pub(super) fn make_within(
+        &self,
+        file: &OpenFile,
+        segment: usize,
+        low: u64,
+        high: u64,
+        target: &mut [u8],
+    ) -> Result<(), ReadError> {
+        let prepared = match &file.image.segments()[segment] {
+            Segment::View(_) => self.prepare(file, segment)?,
+            Segment::Bytes(_) => {
+                return self.copy_within(file, segment, low, high, &mut |bytes| target.copy_from_slice(bytes));
+            }
+        };
+        let (tiling, unit) = (&prepared.tiling, prepared.tiling.unit_bytes());
+        let path = if prepared.grid.is_some() { Path::Tiles } else { Path::Runs };
+        if prepared.grid.is_none()
+            && let Some((source, start, _)) = self.single_run(tiling, low, high)
+        {
+            // Copied by the kernel, which finds the pages of a file faster than a map of it does.
+            self.source().read_into(source, start, target).map_err(|error| ReadError::Changed { error })?;
+            self.check_touched(&[source])?;
+            self.counters.fetch(path, high - low);
+        } else if low.is_multiple_of(unit) && high.is_multiple_of(unit) {
+            let mut touched = Touched::new();
+            let how = How { path, stores: Stores::Streamed };
+            self.fill_span(tiling, low / unit, high / unit, target, &mut touched, how)?;
+            self.check_touched(&touched)?;
+        } else {
+            return self.read_alone(tiling, low, high, path, &mut |bytes| target.copy_from_slice(bytes));
+        }
+        self.counters.serve(path, high - low);
+        Ok(())
+    }
+
+    /// Bytes of one row of a segment that transposes its source: what one element of each source row makes.
+    pub(super) fn transposed_row_bytes(&self, file: &OpenFile, segment: usize) -> Result<Option<u64>, ReadError> {
+        let Segment::View(_) = &file.image.segments()[segment] else { return Ok(None) };
+        let prepared = self.prepare(file, segment)?;
+        Ok(prepared.tiling.transposed_stride_units().map(|stride| stride * prepared.tiling.unit_bytes()))
+    }
+
     fn prepare(&self, file: &OpenFile, segment: usize) -> Result<Arc<Prepared>, ReadError> {
         let prepared = file.tilings[segment].get_or_init(|| {
             let Segment::View(view) = &file.image.segments()[segment] else { return Err(ReadError::Panicked) };
@@ -417,7 +478,7 @@ impl Engine {
         let (first, last) = (low / unit, high.div_ceil(unit));
         let mut buffer = self.buffers.take(usize::try_from((last - first) * unit).unwrap_or(0));
         let mut touched = Touched::new();
-        self.fill_span(tiling, first, last, &mut buffer, &mut touched, path)?;
+        self.fill_span(tiling, first, last, &mut buffer, &mut touched, How::cached(path))?;
         self.check_touched(&touched)?;
         let skip = usize::try_from(low - first * unit).unwrap_or(0);
         let len = usize::try_from(high - low).unwrap_or(0);
@@ -520,7 +581,7 @@ impl Engine {
         let (first, last) = grid.span(index, tiling.len_units());
         let mut bytes = self.buffers.take(usize::try_from((last - first) * tiling.unit_bytes()).unwrap_or(0));
         let mut files = Touched::new();
-        self.fill_span(tiling, first, last, &mut bytes, &mut files, Path::Tiles)?;
+        self.fill_span(tiling, first, last, &mut bytes, &mut files, How::cached(Path::Tiles))?;
         self.check_touched(&files)?;
         Ok(Tile { bytes, files, ahead: AtomicBool::new(false), served: AtomicU64::new(0) })
     }
@@ -533,7 +594,7 @@ impl Engine {
         last: u64,
         target: &mut [u8],
         touched: &mut Touched,
-        path: Path,
+        how: How,
     ) -> Result<(), ReadError> {
         let unit = tiling.unit_bytes();
         let mut result = Ok(());
@@ -545,7 +606,7 @@ impl Engine {
                 Origin::Fill { bytes } => {
                     fill(&bytes[..usize::try_from(unit).unwrap_or(8)], &piece.loops, piece.start - first, target);
                 }
-                Origin::Tensor { .. } => result = self.gather_piece(tiling, &piece, first, target, touched, path),
+                Origin::Tensor { .. } => result = self.gather_piece(tiling, &piece, first, target, touched, how),
             }
         });
         result
@@ -558,7 +619,7 @@ impl Engine {
         first: u64,
         target: &mut [u8],
         touched: &mut Touched,
-        path: Path,
+        how: How,
     ) -> Result<(), ReadError> {
         let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return Ok(()) };
         let decoder = &tiling.decoders()[decoder as usize];
@@ -572,19 +633,19 @@ impl Engine {
             target_offset: piece.start - first,
         };
         touch(touched, info.file);
-        self.counters.fetch(path, piece.units() * decoder.source_bytes);
+        self.counters.fetch(how.path, piece.units() * decoder.source_bytes);
         let scale = match &decoder.decode {
             Decode::Program(program) => program.block_scale(),
             Decode::Copy => None,
         };
         match scale {
-            None => self.gather_from(&info, &job, &[], target),
+            None => self.gather_from(&info, &job, &[], target, how.stores),
             Some(BlockScale { tensor, .. }) => {
                 let scale = self.checkpoint.tensor(*tensor);
                 touch(touched, scale.file);
                 let mut result = Ok(());
                 self.with_bytes(&scale, scale.span, &mut |bytes| {
-                    result = self.gather_from(&info, &job, bytes, target);
+                    result = self.gather_from(&info, &job, bytes, target, how.stores);
                 })?;
                 result
             }
@@ -599,6 +660,7 @@ impl Engine {
         job: &Gather<'_>,
         scale: &[u8],
         target: &mut [u8],
+        stores: Stores,
     ) -> Result<(), ReadError> {
         let hull: u64 = job.loops.iter().map(|l| (l.extent - 1) * l.source_stride).sum::<u64>() + 1;
         let window = ByteSpan::of_len(job.source_offset * job.source_bytes, hull * job.source_bytes);
@@ -608,7 +670,7 @@ impl Engine {
             // The pages between hold what other tiles need.
             self.source().will_return();
         }
-        let mut work = |bytes: &[u8]| gather(job, bytes, job.source_offset, scale, target);
+        let mut work = |bytes: &[u8]| gather_with(stores, job, bytes, job.source_offset, scale, target);
         if let Some(result) = self.source().with_map(info.file, span, &mut work) {
             return result.map_err(|error| ReadError::source(info, span, error));
         }
@@ -626,7 +688,7 @@ impl Engine {
                         target_offset: job.target_offset + turn * outer.target_stride,
                         ..*job
                     };
-                    self.gather_from(info, &turn, scale, target)
+                    self.gather_from(info, &turn, scale, target, stores)
                 })
             }
             _ => self.with_bytes(info, span, &mut work),

@@ -8,6 +8,8 @@
 //!   cache, computed ahead for sequential readers;
 //! * **identical** files are read as they are, by the kernel itself where it may.
 //!
+//! A file that somebody is about to read from end to end can also be made whole, by all threads at once.
+//!
 //! Whatever was read from a source counts only if the source is still what was pinned at mount; else the read fails. No
 //! lock is held while bytes are made, and no reader ever depends on another thread's being free.
 
@@ -17,10 +19,13 @@ mod engine;
 pub mod reference;
 mod stream;
 mod tile;
+mod whole;
 mod worker;
 
 pub use counters::{Counters, Path};
 pub use engine::{Engine, EngineOptions, OpenFile};
+pub use tile::Reservation;
+pub use whole::WholeError;
 
 use crate::{
     checkpoint::TensorInfo,

@@ -13,7 +13,7 @@ use std::{
     num::NonZeroUsize,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -82,6 +82,17 @@ impl Inner {
         let recent = self.tiles.iter().take_while(|(_, (_, used))| used.elapsed() < IN_USE);
         recent.map(|(_, (tile, _))| tile.bytes.len()).sum()
     }
+
+    /// Takes out the tiles least recently used until no more than `bytes` are held.
+    fn drop_until(&mut self, bytes: usize) -> Vec<Arc<Tile>> {
+        let mut dropped = Vec::new();
+        while self.bytes > bytes {
+            let Some((_, (old, _))) = self.tiles.pop_lru() else { break };
+            self.bytes -= old.bytes.len();
+            dropped.push(old);
+        }
+        dropped
+    }
 }
 
 /// Tiles, least recently used dropped first.
@@ -89,6 +100,21 @@ impl Inner {
 pub(super) struct TileCache {
     inner: Mutex<Inner>,
     bytes_max: usize,
+    /// Bytes of `bytes_max` that are not for tiles now.
+    reserved: Arc<AtomicUsize>,
+}
+
+/// Room of the cache that holds something else than tiles, until this is dropped.
+#[derive(Debug)]
+pub struct Reservation {
+    reserved: Arc<AtomicUsize>,
+    bytes: usize,
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.reserved.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
 }
 
 /// Ends a flight even if the computation panics, so that nobody waits forever.
@@ -115,7 +141,32 @@ impl TileCache {
         let remembered = || LruCache::new(REMEMBERED_MAX);
         let (tiles, handed_out, refused) = (LruCache::unbounded(), remembered(), remembered());
         let inner = Inner { tiles, flights: HashMap::new(), handed_out, refused, bytes: 0 };
-        Self { inner: Mutex::new(inner), bytes_max }
+        Self { inner: Mutex::new(inner), bytes_max, reserved: Arc::default() }
+    }
+
+    /// What is left for tiles.
+    fn tile_bytes_max(&self) -> usize {
+        self.bytes_max.saturating_sub(self.reserved.load(Ordering::Relaxed))
+    }
+
+    /// Most bytes that may be reserved at once: a quarter is always left for tiles.
+    pub(super) fn reservable_bytes(&self) -> usize {
+        self.bytes_max / 4 * 3
+    }
+
+    /// Takes room away from tiles, but not from those in use.
+    pub(super) fn reserve(&self, bytes: usize) -> Option<Reservation> {
+        let mut inner = self.lock();
+        // Reservations are only made under the lock, so what is found here can only shrink.
+        let reserved = self.reserved.load(Ordering::Relaxed).checked_add(bytes)?;
+        if reserved > self.reservable_bytes() || inner.bytes_in_use().checked_add(reserved)? > self.bytes_max {
+            return None;
+        }
+        self.reserved.fetch_add(bytes, Ordering::Relaxed);
+        let dropped = inner.drop_until(self.bytes_max - reserved);
+        drop(inner);
+        drop(dropped);
+        Some(Reservation { reserved: Arc::clone(&self.reserved), bytes })
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -133,9 +184,15 @@ impl TileCache {
         self.lock().bytes
     }
 
-    /// Bytes of tiles in use: those that lately were computed or asked for, and were not handed out whole since.
+    /// Bytes reserved now.
+    pub(super) fn reserved_bytes(&self) -> usize {
+        self.reserved.load(Ordering::Relaxed)
+    }
+
+    /// Bytes not to be had for more tiles: those of tiles that lately were computed or asked for, and were not handed out
+    /// whole since, and those reserved.
     pub(super) fn bytes_in_use(&self) -> usize {
-        self.lock().bytes_in_use()
+        self.lock().bytes_in_use() + self.reserved_bytes()
     }
 
     /// Whether a reader should have the whole tile computed, if it is not there: only if it can be kept without dropping one
@@ -146,7 +203,7 @@ impl TileCache {
             return true;
         }
         let lately = inner.refused.peek(key).is_some_and(|refused| refused.elapsed() < IN_USE);
-        let admitted = !lately && inner.bytes_in_use() as u64 + bytes <= self.bytes_max as u64;
+        let admitted = !lately && inner.bytes_in_use() as u64 + bytes <= self.tile_bytes_max() as u64;
         if admitted {
             inner.refused.pop(key);
         } else {
@@ -162,7 +219,7 @@ impl TileCache {
 
     /// Whether a tile that nobody waits for yet can be kept, and half of the room stays for others.
     pub(super) fn has_much_room(&self, bytes: u64) -> bool {
-        self.has_room(bytes.saturating_add(self.bytes_max as u64 / 2))
+        self.has_room(bytes.saturating_add(self.tile_bytes_max() as u64 / 2))
     }
 
     /// The tile `key`: from the cache, from a computation under way, or computed now by `compute`. `ahead` marks a
@@ -216,16 +273,9 @@ impl TileCache {
 
     fn keep(&self, key: TileKey, tile: &Arc<Tile>, counters: &Counters) {
         let len = tile.bytes.len();
-        if len > self.bytes_max {
-            return;
-        }
-        let mut dropped: Vec<Arc<Tile>> = Vec::new();
         let mut inner = self.lock();
-        while inner.bytes + len > self.bytes_max {
-            let Some((_, (old, _))) = inner.tiles.pop_lru() else { break };
-            inner.bytes -= old.bytes.len();
-            dropped.push(old);
-        }
+        let Some(others) = self.tile_bytes_max().checked_sub(len) else { return };
+        let dropped = inner.drop_until(others);
         inner.bytes += len;
         if let Some((old, _)) = inner.tiles.put(key, (Arc::clone(tile), Instant::now())) {
             inner.bytes -= old.bytes.len();
@@ -335,6 +385,28 @@ mod tests {
         cache.lock().tiles.get_mut(&key(1)).unwrap().1 -= IDLE;
         cache.drop_idle();
         assert!(!cache.has(&key(1)) && cache.lock().bytes == 0);
+    }
+
+    #[test]
+    fn room_is_reserved_only_where_no_tile_is_in_use() {
+        let (cache, pool, counters) = (TileCache::new(100), BufferPool::new(0), Counters::default());
+        for index in 0..2 {
+            cache.get(key(index), false, &counters, || Ok(tile(&pool, 40))).unwrap().unwrap();
+        }
+        assert!(cache.reserve(21).is_none() && cache.reserve(usize::MAX).is_none());
+        let few = cache.reserve(20).unwrap();
+        assert!(cache.bytes_in_use() == 100 && cache.reserve(1).is_none() && !cache.has_room(1));
+        cache.lock().tiles.get_mut(&key(0)).unwrap().1 -= IN_USE;
+        assert!(cache.reserve(41).is_none());
+        let more = cache.reserve(40).unwrap();
+        assert!(!cache.has(&key(0)) && cache.has(&key(1)) && cache.reserved_bytes() == 60);
+        cache.hand_out(&key(1));
+        assert!(cache.reserve(16).is_none(), "a quarter is for tiles");
+        assert!(cache.has_room(40) && !cache.has_room(41) && cache.has_much_room(20) && !cache.has_much_room(21));
+        cache.get(key(9), false, &counters, || Ok(tile(&pool, 41))).unwrap().unwrap();
+        assert!(!cache.has(&key(9)), "no room is left for it");
+        drop((few, more));
+        assert!(cache.reserved_bytes() == 0 && cache.has_room(100) && cache.reserve(75).is_some());
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! Threads that compute ahead of readers. Never needed for progress: a job that finds no room is dropped.
+//! Threads that compute: ahead of readers, where a job that finds no room is dropped and nobody misses it, and whole files
+//! for those who wait for them, which goes first.
 
 use std::{
     collections::VecDeque,
@@ -14,12 +15,20 @@ const QUEUE_MAX: usize = 64;
 type Job = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
+struct Jobs {
+    /// Somebody waits for these.
+    awaited: VecDeque<Job>,
+    ahead: VecDeque<Job>,
+    ended: bool,
+}
+
+#[derive(Default)]
 struct Queue {
-    jobs: Mutex<(VecDeque<Job>, bool)>,
+    jobs: Mutex<Jobs>,
     more: Condvar,
 }
 
-/// A fixed number of threads and a bounded queue.
+/// A fixed number of threads and their queue.
 pub(super) struct Workers {
     queue: Arc<Queue>,
     count: usize,
@@ -36,14 +45,28 @@ impl Workers {
         Self { count: started.count(), queue }
     }
 
-    /// Queues a job, unless the queue is full.
+    /// Threads there are.
+    pub(super) fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Queues a job, unless too many wait.
     pub(super) fn offer(&self, job: impl FnOnce() + Send + 'static) {
         let mut jobs = self.queue.jobs.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.count > 0 && jobs.0.len() < QUEUE_MAX {
-            jobs.0.push_back(Box::new(job));
+        if self.count > 0 && jobs.ahead.len() < QUEUE_MAX {
+            jobs.ahead.push_back(Box::new(job));
             drop(jobs);
             self.queue.more.notify_one();
         }
+    }
+
+    /// Queues a job before all that were only offered. Without threads it is done at once.
+    pub(super) fn submit(&self, job: impl FnOnce() + Send + 'static) {
+        if self.count == 0 {
+            return job();
+        }
+        self.queue.jobs.lock().unwrap_or_else(PoisonError::into_inner).awaited.push_back(Box::new(job));
+        self.queue.more.notify_one();
     }
 }
 
@@ -51,17 +74,17 @@ fn work(queue: &Queue) {
     loop {
         let mut jobs = queue.jobs.lock().unwrap_or_else(PoisonError::into_inner);
         let job = loop {
-            if jobs.1 {
+            if jobs.ended {
                 return;
             }
-            match jobs.0.pop_front() {
+            match jobs.awaited.pop_front().or_else(|| jobs.ahead.pop_front()) {
                 Some(job) => break job,
                 None => jobs = queue.more.wait(jobs).unwrap_or_else(PoisonError::into_inner),
             }
         };
         drop(jobs);
         if catch_unwind(AssertUnwindSafe(job)).is_err() {
-            tracing::error!("a computation ahead of a reader panicked; the reader will repeat it");
+            tracing::error!("a computation panicked; who needs its bytes will meet it again");
         }
     }
 }
@@ -69,7 +92,7 @@ fn work(queue: &Queue) {
 impl Drop for Workers {
     /// Tells the threads to end. They are not waited for: this may run on one of them.
     fn drop(&mut self) {
-        self.queue.jobs.lock().unwrap_or_else(PoisonError::into_inner).1 = true;
+        self.queue.jobs.lock().unwrap_or_else(PoisonError::into_inner).ended = true;
         self.queue.more.notify_all();
     }
 }

@@ -68,6 +68,22 @@ fn scale_at(block: &BlockScale, scale: &[u8], index: u64) -> u32 {
     float::widen_one(block.dtype, found)
 }
 
+/// A loop that does all of a program.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Direct {
+    Plain(row::Row),
+    With(row::RowWith, u32),
+}
+
+impl Direct {
+    pub(super) fn run(self, level: Level, source: &[u8], target: &mut [u8]) {
+        match self {
+            Self::Plain(row) => row(level, source, target),
+            Self::With(row, operand) => row(level, source, target, operand),
+        }
+    }
+}
+
 /// A program made ready for many rows.
 pub(super) struct Converter<'a> {
     program: &'a Program,
@@ -110,7 +126,7 @@ impl<'a> Converter<'a> {
             self.program.target
         );
         if let Some(direct) = self.direct() {
-            direct(self.level, source, target);
+            direct.run(self.level, source, target);
             return;
         }
         let mut element = first;
@@ -123,18 +139,24 @@ impl<'a> Converter<'a> {
     }
 
     /// The one loop that does it all, if there is one.
-    pub(super) fn direct(&self) -> Option<row::Row> {
+    pub(super) fn direct(&self) -> Option<Direct> {
         let (source, target) = (self.program.source, self.program.target);
-        if !self.program.steps.is_empty() {
-            return None;
-        }
-        if source == target {
-            return Some(row::copy);
-        }
-        match (source == DType::F32, target == DType::F32) {
-            (true, _) => Some(self.narrow),
-            (_, true) => Some(self.widen),
-            (false, false) => None,
+        match self.program.steps.as_slice() {
+            [] if source == target => Some(Direct::Plain(row::copy)),
+            [] if source == DType::F32 => Some(Direct::Plain(self.narrow)),
+            [] if target == DType::F32 => Some(Direct::Plain(self.widen)),
+            // The scale of query weights.
+            [Step::Multiply { factor, flush }] if (source, target) == (DType::BF16, DType::BF16) => {
+                let row = if *flush { row::multiply_flush_bf16 } else { row::multiply_bf16 };
+                Some(Direct::With(row, factor.to_bits()))
+            }
+            [Step::Round(DType::BF16), Step::Multiply { factor, flush }]
+                if (source, target) == (DType::F32, DType::BF16) =>
+            {
+                let row = if *flush { row::round_multiply_flush_bf16 } else { row::round_multiply_bf16 };
+                Some(Direct::With(row, factor.to_bits()))
+            }
+            _ => None,
         }
     }
 
@@ -220,6 +242,13 @@ mod tests {
             .clone()
             .flat_map(|source| floats.clone().map(move |target| Program { source, target, steps: Vec::new() }))
             .collect();
+        for flush in [false, true] {
+            let multiply = Step::Multiply { factor: 0.088_388_35, flush };
+            let (source, target) = (DType::BF16, DType::BF16);
+            programs.push(Program { source, target, steps: vec![multiply.clone()] });
+            let steps = vec![Step::Round(DType::BF16), multiply];
+            programs.push(Program { source: DType::F32, target, steps });
+        }
         for steps in [
             vec![block(DType::F32, 37, 5, 8)],
             vec![block(DType::BF16, 640, 2, 128), Step::Round(DType::BF16)],

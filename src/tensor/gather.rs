@@ -6,15 +6,17 @@
 //! 1. *Rows*: the innermost loop is contiguous on both sides: copy or convert row by row.
 //! 2. *Blocks*: the target's innermost loop strides through the source, and another loop takes smaller source steps: a
 //!    transpose. Walking either side in order would touch every cache line of the other many times, so blocks of at
-//!    most 64 by 128 bytes are read row by row into a scratch, converted there if need be, and transposed from it. The
-//!    run of target positions may be composed of several loops, as in a transposed matrix whose rows were permuted.
+//!    most 128 rows of 1024 bytes are read a few rows at a time, converted if need be, transposed into a scratch, and
+//!    written from it in whole cache lines. Few rows, because in a matrix whose rows are a power of two apart the same
+//!    part of many rows contends for the same few places of a processor's cache. The run of target positions may be composed of several loops, as in a transposed matrix whose
+//!    rows were permuted.
 //! 3. *Elements*: anything else, in target order.
 
 use smallvec::SmallVec;
 
-use super::convert::{Converter, STRETCH};
-use super::kernel::{Level, row::Row};
-use super::transpose::{Block, prefetch, transpose};
+use super::convert::{Converter, Direct, STRETCH};
+use super::kernel::Level;
+use super::transpose::{Lines, fence, prefetch, stream, transpose};
 use super::{Decode, Program};
 
 /// One loop of a strided copy. Strides are in elements; in units where the elements are narrower than a byte, the
@@ -48,12 +50,29 @@ pub struct Gather<'a> {
     pub target_offset: u64,
 }
 
-/// Rows of one block: 64 elements of 2 bytes are two cache lines of a target row.
-const BLOCK_ROWS: usize = 64;
+/// How target bytes are written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Stores {
+    /// Through the processor's caches: somebody reads them next.
+    #[default]
+    Cached,
+    /// Past them, where that is of use: the target is larger than they are.
+    Streamed,
+}
+
+/// Rows of one block: 128 elements of 2 bytes are four cache lines of a target row.
+const BLOCK_ROWS: usize = 128;
 /// Rows of a block that are converted together where that takes several loops.
 const ROWS_AT_ONCE: usize = 8;
+/// Rows of a block that are transposed together at most.
+const GROUP_ROWS_MAX: usize = 16;
 /// Bytes of a block's row in the target type.
-const BLOCK_ROW_BYTES: usize = 128;
+const BLOCK_ROW_BYTES: usize = 1024;
+/// Bytes between the lines of a block, a line of the processor's caches: an odd number of those from one to the next lets all
+/// lines be in the first-level cache at once.
+const LINE_GAP_BYTES: usize = 64;
+/// Bytes of a line of a block of 2-byte elements, which far the most have.
+const LINE_BYTES: usize = 2 * BLOCK_ROWS;
 /// Bytes of the widest element that is converted.
 const FLOAT_BYTES_MAX: usize = 8;
 /// Bytes of the widest run that is transposed as if it were one element.
@@ -79,10 +98,29 @@ type Axes = SmallVec<[Axis; 8]>;
 /// If the loops reach beyond `source` or `target`, or the element widths contradict the decoder: broken invariants of
 /// the tiling, which is checked before anything is read.
 pub fn gather(job: &Gather<'_>, source: &[u8], source_base: u64, scale: &[u8], target: &mut [u8]) {
-    gather_at(Level::detected(), job, source, source_base, scale, target);
+    gather_at(Level::detected(), job, source, source_base, scale, target, Stores::Cached);
 }
 
-fn gather_at(level: Level, job: &Gather<'_>, source: &[u8], source_base: u64, scale: &[u8], target: &mut [u8]) {
+/// As [`gather`], writing as `stores` says. What it wrote may then be handed to other threads in any way.
+///
+/// # Panics
+/// As [`gather`].
+pub fn gather_with(stores: Stores, job: &Gather<'_>, source: &[u8], source_base: u64, scale: &[u8], target: &mut [u8]) {
+    gather_at(Level::detected(), job, source, source_base, scale, target, stores);
+    if stores == Stores::Streamed {
+        fence();
+    }
+}
+
+fn gather_at(
+    level: Level,
+    job: &Gather<'_>,
+    source: &[u8],
+    source_base: u64,
+    scale: &[u8],
+    target: &mut [u8],
+    stores: Stores,
+) {
     let (source_bytes, target_bytes) = (bytes(job.source_bytes, 1), bytes(job.target_bytes, 1));
     let Some(skip) = job.source_offset.checked_sub(source_base) else {
         panic!("source element {} lies before the window at {source_base}", job.source_offset);
@@ -94,15 +132,15 @@ fn gather_at(level: Level, job: &Gather<'_>, source: &[u8], source_base: u64, sc
     match job.decode {
         Decode::Copy => {
             assert_eq!(source_bytes, target_bytes, "a copy keeps the width of elements");
-            copy(axes, source_bytes, place, source, target);
+            copy(axes, source_bytes, place, source, target, stores);
         }
         Decode::Program(program) => {
             let widths = (program.source.element_bytes(), program.target.element_bytes());
             assert_eq!(widths, (Some(job.source_bytes), Some(job.target_bytes)), "element widths of {program:?}");
             if program.source == program.target && program.steps.is_empty() {
-                copy(axes, source_bytes, place, source, target);
+                copy(axes, source_bytes, place, source, target, stores);
             } else {
-                Convert::new(program, level, source_base, scale).run(&axes, place, source, target);
+                Convert::new(program, level, source_base, scale).run(&axes, place, source, target, stores);
             }
         }
     }
@@ -199,7 +237,7 @@ fn each(axes: &[Axis], place: Place, visit: &mut impl FnMut(Place)) {
     }
 }
 
-fn copy(mut axes: Axes, element: usize, place: Place, source: &[u8], target: &mut [u8]) {
+fn copy(mut axes: Axes, element: usize, place: Place, source: &[u8], target: &mut [u8], stores: Stores) {
     let mut unit = element;
     // What is contiguous on both sides is one wider element, whatever it means.
     if let Some(axis) = axes.first()
@@ -212,11 +250,12 @@ fn copy(mut axes: Axes, element: usize, place: Place, source: &[u8], target: &mu
     if unit <= UNIT_BYTES_MAX
         && let Some(plan) = Blocks::plan(&axes, unit, unit)
     {
-        plan.run(place, source, target, &mut |offsets, stride, count, scratch| {
+        let read = |offsets: &[usize], stride: usize, count: usize, scratch: &mut [u8]| {
             for (index, from) in offsets.iter().enumerate() {
                 copy_line(unit, &source[*from..], stride, &mut scratch[index * count * unit..][..count * unit]);
             }
-        });
+        };
+        plan.run(place, source, target, stores, 1, (plan.columns.source != unit).then_some(read));
         return;
     }
     match axes.split_first() {
@@ -279,8 +318,6 @@ struct Blocks {
     unit: usize,
     /// Columns of one block.
     width: usize,
-    /// Rows of a block that are read together: few, so that looking ahead is spread evenly.
-    together: usize,
 }
 
 impl Blocks {
@@ -308,59 +345,90 @@ impl Blocks {
             }
         }
         let width = (BLOCK_ROW_BYTES / unit).max(1);
-        Some(Self { run, columns, outer, unit, width, together: 1 })
+        Some(Self { run, columns, outer, unit, width })
     }
 
-    /// Works all blocks. `read(offsets, stride, count, scratch)` fills `scratch` with one line per offset: `count` target
-    /// elements made of those at that source byte and every `stride` bytes on.
+    /// Works all blocks. `read(offsets, stride, count, scratch)` fills `scratch` with one line per offset, `together` of them
+    /// at most: `count` target elements made of those at that source byte and every `stride` bytes on. Without it the
+    /// source's lines are what is transposed.
     fn run(
         &self,
         place: Place,
         source: &[u8],
         target: &mut [u8],
-        read: &mut impl FnMut(&[usize], usize, usize, &mut [u8]),
+        stores: Stores,
+        together: usize,
+        mut read: Option<impl FnMut(&[usize], usize, usize, &mut [u8])>,
     ) {
-        let mut scratch = [0; BLOCK_ROWS * BLOCK_ROW_BYTES];
+        let width = self.width.min(self.columns.extent);
+        let pitch = BLOCK_ROWS * self.unit + LINE_GAP_BYTES;
+        let mut block = vec![0; pitch * width];
+        let mut scratch = vec![0; if read.is_some() { GROUP_ROWS_MAX * self.unit * width } else { 0 }];
+        // As many lines as fill registers of 16 bytes, and few, so that looking ahead is spread evenly.
+        let group = if self.unit == 1 { GROUP_ROWS_MAX } else { ROWS_AT_ONCE };
         let length: usize = self.run.iter().map(|axis| axis.extent).product();
         each(&self.outer, place, &mut |place| {
             let mut rows = RunRows::new(&self.run);
-            let (mut offsets, mut ahead) = ([0; BLOCK_ROWS], [0; BLOCK_ROWS]);
-            ahead.fill_with(|| place.source + rows.next());
-            let span = self.width.min(self.columns.extent) * self.columns.source;
+            let (mut offsets, mut next) = ([0; BLOCK_ROWS], [0; BLOCK_ROWS]);
+            next.fill_with(|| place.source + rows.next());
             for row in (0..length).step_by(BLOCK_ROWS) {
-                std::mem::swap(&mut offsets, &mut ahead);
-                ahead.fill_with(|| place.source + rows.next());
+                std::mem::swap(&mut offsets, &mut next);
+                next.fill_with(|| place.source + rows.next());
                 let offsets = &mut offsets[..BLOCK_ROWS.min(length - row)];
-                for column in (0..self.columns.extent).step_by(self.width) {
-                    let count = self.width.min(self.columns.extent - column);
-                    let pitch = count * self.unit;
-                    let lines = &mut scratch[..offsets.len() * pitch];
-                    // The rows of the next block are far apart, where processors do not look ahead by themselves. They
-                    // are asked for a few at a time, between the rows of this block.
-                    let mut done = 0;
-                    while done < offsets.len() {
-                        let end = offsets.len().min(done + self.together);
-                        for index in done..end {
-                            if column + count < self.columns.extent {
-                                prefetch(source, offsets[index] + count * self.columns.source, span);
-                            } else {
-                                prefetch(source, ahead[index], span);
-                            }
+                // Bytes of a line of the block: of the positions of the run that it holds.
+                let line = offsets.len() * self.unit;
+                for column in (0..self.columns.extent).step_by(width) {
+                    let count = width.min(self.columns.extent - column);
+                    let step = count * self.columns.source;
+                    for first in (0..offsets.len()).step_by(group) {
+                        let end = offsets.len().min(first + group);
+                        // The rows that follow, or the first ones of the next block, beside these or below.
+                        let mut ahead = [0; GROUP_ROWS_MAX];
+                        let ahead = &mut ahead[..end - first];
+                        for (index, offset) in (end..).zip(ahead.iter_mut()) {
+                            *offset = match offsets.get(index) {
+                                Some(offset) => *offset,
+                                None if column + count < self.columns.extent => offsets[index - offsets.len()] + step,
+                                None => next[index - offsets.len()],
+                            };
                         }
-                        read(&offsets[done..end], self.columns.source, count, &mut lines[done * pitch..end * pitch]);
-                        done = end;
+                        let (offsets, target) = (&offsets[first..end], &mut block[first * self.unit..]);
+                        let lines = Lines { source, offsets, unit: self.unit, columns: count, ahead };
+                        let Some(read) = &mut read else {
+                            transpose(lines, target, pitch);
+                            continue;
+                        };
+                        let made = count * self.unit;
+                        for (index, lines) in
+                            scratch.chunks_mut(together * made).enumerate().take(offsets.len().div_ceil(together))
+                        {
+                            let rows = index * together..offsets.len().min((index + 1) * together);
+                            for ahead in &ahead[rows.clone()] {
+                                prefetch(source, *ahead, step);
+                            }
+                            let offsets = &offsets[rows];
+                            read(offsets, self.columns.source, count, &mut lines[..offsets.len() * made]);
+                        }
+                        let starts: [usize; GROUP_ROWS_MAX] = std::array::from_fn(|index| index * made);
+                        let offsets = &starts[..offsets.len()];
+                        transpose(Lines { source: &scratch, offsets, ahead: &[], ..lines }, target, pitch);
                     }
-                    let block = Block {
-                        unit: self.unit,
-                        rows: offsets.len(),
-                        columns: count,
-                        source_pitch: pitch,
-                        target_pitch: self.columns.target,
-                    };
                     let corner = place.target + column * self.columns.target + row * self.unit;
-                    transpose(block, &scratch, &mut target[corner..]);
+                    for (index, made) in block.chunks_exact(pitch).take(count).enumerate() {
+                        let to = &mut target[corner + index * self.columns.target..][..line];
+                        match (
+                            stores,
+                            made.first_chunk::<LINE_BYTES>(),
+                            <&mut [u8; LINE_BYTES]>::try_from(&mut *to).ok(),
+                        ) {
+                            (Stores::Streamed, ..) => stream(&made[..line], to),
+                            // Far the most are of this length, which needs no call.
+                            (Stores::Cached, Some(made), Some(to)) => *to = *made,
+                            (Stores::Cached, ..) => to.copy_from_slice(&made[..line]),
+                        }
+                    }
                     for offset in &mut *offsets {
-                        *offset += count * self.columns.source;
+                        *offset += step;
                     }
                 }
             }
@@ -407,7 +475,7 @@ struct Convert<'a> {
     target_bytes: usize,
     level: Level,
     /// The one loop that converts, if one is enough.
-    direct: Option<Row>,
+    direct: Option<Direct>,
     collected: [u8; STRETCH * FLOAT_BYTES_MAX],
     converted: [u8; STRETCH * FLOAT_BYTES_MAX],
 }
@@ -431,16 +499,15 @@ impl<'a> Convert<'a> {
         }
     }
 
-    fn run(&mut self, axes: &[Axis], place: Place, source: &[u8], target: &mut [u8]) {
+    fn run(&mut self, axes: &[Axis], place: Place, source: &[u8], target: &mut [u8], stores: Stores) {
         let unit = self.target_bytes;
         if let Some(mut plan) = Blocks::plan(axes, self.source_bytes, unit) {
-            if self.direct.is_none() {
-                plan.width = plan.width.min(STRETCH / ROWS_AT_ONCE);
-                plan.together = ROWS_AT_ONCE;
-            }
-            plan.run(place, source, target, &mut |offsets, stride, count, scratch| {
+            let together = if self.direct.is_some() { 1 } else { ROWS_AT_ONCE };
+            plan.width = plan.width.min(STRETCH / together);
+            let read = |offsets: &[usize], stride: usize, count: usize, scratch: &mut [u8]| {
                 self.lines(source, offsets, stride, count, scratch);
-            });
+            };
+            plan.run(place, source, target, stores, together, Some(read));
             return;
         }
         match axes.split_first() {
@@ -462,7 +529,7 @@ impl<'a> Convert<'a> {
                 let line = &mut target[index * to..][..to];
                 match self.direct {
                     Some(direct) if stride == self.source_bytes => {
-                        direct(self.level, &source[*offset..][..from], line);
+                        direct.run(self.level, &source[*offset..][..from], line);
                     }
                     Some(_) | None => self.line(source, Place { source: *offset, target: 0 }, stride, count, line),
                 }

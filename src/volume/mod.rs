@@ -12,6 +12,7 @@ mod stats;
 mod tree;
 mod unavailable;
 mod view_files;
+mod whole_files;
 
 use std::{fs::File, ops::ControlFlow, sync::Arc, time::SystemTime};
 
@@ -78,7 +79,12 @@ pub enum Access {
     Direct,
     /// The file is byte-identical to this one: let the kernel read it, where it may; otherwise as `Cached`.
     Passthrough(Arc<File>),
+    /// Where the kernel may read files by itself, [`FileSystem::make_whole`] may have one for it; otherwise as `Cached`.
+    Whole,
 }
+
+/// What becomes of a file that was to be made whole: a file with its bytes, or nothing.
+pub type Whole = Box<dyn FnOnce(Option<Arc<File>>) + Send>;
 
 /// A file that has been opened.
 #[derive(Clone, Debug)]
@@ -203,6 +209,13 @@ pub trait FileSystem: Send + Sync + 'static {
         len: usize,
         reply: &mut dyn FnMut(&[u8]),
     ) -> Result<(), FsError>;
+
+    /// Makes all bytes of a file that was just opened, for the kernel to read by itself until it is closed. Calls `then`, at
+    /// once or from another thread; drops it if the file system ends before.
+    fn make_whole(&self, ino: Ino, handle: Handle, then: Whole) {
+        let _ = (ino, handle);
+        then(None);
+    }
 
     /// Closes a file.
     fn release(&self, ino: Ino, handle: Handle);

@@ -15,7 +15,7 @@ use std::{
 use lru::LruCache;
 
 use super::{
-    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, Opened, StatFs,
+    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, Opened, StatFs, Whole,
     arrays::{ArrayNode, ArrayTable},
     copies::Copies,
     name_tree::NameNode,
@@ -23,11 +23,12 @@ use super::{
     tree::{Block, BlockKind, Fixed, FixedKind, Flavor, Names, Place, Seedling, Tree},
     unavailable::unavailable_text,
     view_files::{Content, Made, ORBAX_ITEM, ViewFiles},
+    whole_files::{Pin, WholeFiles},
 };
 use crate::{
     checkpoint::Checkpoint,
     image::{FileImage, distcp_name},
-    plan::{Allow, HfContent, HfFile, Plan, Problem, report},
+    plan::{Allow, HfContent, HfFile, Plan, Problem, config::MadeWhole, report},
     read::{Engine, EngineOptions, OpenFile},
     source::FileId,
     tensor::View,
@@ -82,7 +83,7 @@ enum Open {
     Original(FileId),
     Bytes(Arc<[u8]>),
     Late(Arc<Late>),
-    Image(Arc<OpenFile>),
+    Image(Arc<OpenFile>, Pin),
 }
 
 /// A checkpoint's views as a file system. Immutable but for caches and counters.
@@ -101,6 +102,7 @@ pub struct Volume {
     remembered: Mutex<Remembered>,
     direct: Allow,
     copies: Option<Copies>,
+    whole: Option<(WholeFiles, MadeWhole)>,
     late: Mutex<HashMap<Ino, Weak<Late>>>,
 }
 
@@ -181,6 +183,7 @@ impl Volume {
             remembered: Mutex::new(Remembered { files: LruCache::unbounded(), segments: 0 }),
             direct: options.direct,
             copies: None,
+            whole: None,
             late: Mutex::default(),
         })
     }
@@ -192,6 +195,29 @@ impl Volume {
     pub fn materialize(&mut self, dir: &Path) -> io::Result<()> {
         self.copies = Some(Copies::new(dir.to_owned(), Arc::clone(&self.engine))?);
         Ok(())
+    }
+
+    /// From now on makes files whole in memory when they are opened, for the kernel to read by itself: those that are not too
+    /// large for the engine's cache.
+    ///
+    /// # Errors
+    /// The system gives us no file system in memory, as it does only to root.
+    pub fn make_whole(&mut self, which: MadeWhole) -> io::Result<()> {
+        self.whole = match which {
+            MadeWhole::None => None,
+            MadeWhole::Tensors | MadeWhole::All => Some((WholeFiles::new(&self.engine)?, which)),
+        };
+        Ok(())
+    }
+
+    /// Whether a file should be made whole when it is opened. One of several tensors is often read in parts only.
+    fn is_made_whole(&self, ino: Ino, file: &OpenFile) -> bool {
+        let Some((whole, which)) = &self.whole else { return false };
+        let chosen = match (which, self.tree.place(ino)) {
+            (MadeWhole::All, _) | (MadeWhole::Tensors, Some(Place::Named(..) | Place::Array(..))) => true,
+            (MadeWhole::Tensors, Some(Place::Fixed(_)) | None) | (MadeWhole::None, _) => false,
+        };
+        chosen && whole.accepts(file.len_bytes())
     }
 
     /// The engine that reads.
@@ -410,6 +436,9 @@ impl Volume {
     /// although no read passes here, and gives back memory of readers who are gone. To be called every few seconds.
     pub fn watch(&self) {
         self.engine.settle();
+        if let Some((whole, _)) = &self.whole {
+            whole.drop_idle();
+        }
         let files = self.lent_whole.lock().unwrap_or_else(PoisonError::into_inner).clone();
         for file in files {
             // The source logs and counts what changed.
@@ -426,7 +455,7 @@ impl Volume {
     fn check(&self, open: &Open) -> Result<(), FsError> {
         let checked = match open {
             Open::Original(file) => self.engine.check_original(*file),
-            Open::Image(file) => self.engine.check(file),
+            Open::Image(file, _) => self.engine.check(file),
             Open::Bytes(_) | Open::Late(_) => Ok(()),
         };
         // The source has logged what changed.
@@ -662,14 +691,14 @@ impl FileSystem for Volume {
 
     fn open(&self, ino: Ino) -> Result<Opened, FsError> {
         let open = if let Some(file) = self.remembered(ino) {
-            Open::Image(file)
+            Open::Image(file, Pin::default())
         } else if let Some(late) = self.late(ino) {
             Open::Late(late)
         } else {
             match self.content(ino)? {
                 Content::Original(file) => Open::Original(file),
                 Content::Bytes(bytes) => Open::Bytes(bytes),
-                Content::Image(image) => Open::Image(self.ready(ino, image)),
+                Content::Image(image) => Open::Image(self.ready(ino, image), Pin::default()),
             }
         };
         self.check(&open)?;
@@ -682,11 +711,12 @@ impl FileSystem for Volume {
                 backing.map_or(Access::Cached, Access::Passthrough)
             }
             Open::Bytes(_) if self.is_live(ino) => Access::Direct,
-            Open::Image(file) if self.direct.accepts(file.name()) => Access::Direct,
-            Open::Image(_) => {
-                let copy = self.copies.as_ref().and_then(|copies| copies.get(ino));
-                copy.map_or(Access::Cached, Access::Passthrough)
-            }
+            Open::Image(file, _) if self.direct.accepts(file.name()) => Access::Direct,
+            Open::Image(file, _) => match self.copies.as_ref().and_then(|copies| copies.get(ino)) {
+                Some(copy) => Access::Passthrough(copy),
+                None if self.is_made_whole(ino, file) => Access::Whole,
+                None => Access::Cached,
+            },
             Open::Bytes(_) | Open::Late(_) => Access::Cached,
         };
         let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
@@ -716,13 +746,21 @@ impl FileSystem for Volume {
                 late.get_or_init(|| self.made_late(ino)).as_deref().map(reply_part).map_err(|error| *error)
             }
             Open::Original(file) => self.engine.read_original(file, offset, len, reply).map_err(|_| FsError::Io),
-            Open::Image(file) => self.engine.read(&file, offset, len, reply).map_err(|_| FsError::Io),
+            Open::Image(file, _) => self.engine.read(&file, offset, len, reply).map_err(|_| FsError::Io),
+        }
+    }
+
+    fn make_whole(&self, ino: Ino, handle: Handle, then: Whole) {
+        let open = self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned();
+        match (&self.whole, open) {
+            (Some((whole, _)), Some(Open::Image(file, pin))) => whole.make(ino, &file, pin, then),
+            (_, _) => then(None),
         }
     }
 
     fn release(&self, ino: Ino, handle: Handle) {
         let open = self.open.write().unwrap_or_else(PoisonError::into_inner).remove(&handle.0);
-        if let (Some(copies), Some(Open::Image(file))) = (&self.copies, open)
+        if let (Some(copies), Some(Open::Image(file, _))) = (&self.copies, open)
             && !self.direct.accepts(file.name())
         {
             copies.want(ino, &file);

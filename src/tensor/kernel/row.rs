@@ -133,6 +133,90 @@ leveled! {
     }
 }
 
+/// Widening of the sources that arithmetic has loops of its own for.
+#[inline(always)]
+fn wide_bf16(bytes: [u8; 2]) -> u32 {
+    u32::from(u16::from_le_bytes(bytes)) << 16
+}
+
+#[inline(always)]
+fn thin_bf16(bits: u32) -> [u8; 2] {
+    let [low, high, _, _] = float::narrow_bf16(bits).to_le_bytes();
+    [low, high]
+}
+
+/// `f32` rounded to BF16, as `f32` again.
+#[inline(always)]
+fn rounded_bf16(bytes: [u8; 4]) -> u32 {
+    float::narrow_bf16(u32::from_le_bytes(bytes)) << 16
+}
+
+/// Exponent bits of an f32.
+const EXPONENT: u32 = 0x7f80_0000;
+/// Elements that are looked at together.
+const TOGETHER: usize = 32;
+
+/// Fills `target` with products by `factor` in BF16, flushing subnormals. What that takes is done only for elements that are
+/// not ordinary: a zero, or a finite number whose product is finite and far from subnormal.
+#[inline(always)]
+fn multiply_flush_to_bf16<const S: usize>(
+    source: &[u8],
+    target: &mut [u8],
+    factor: u32,
+    widen: impl Fn([u8; S]) -> u32,
+) {
+    let (source, target) = (source.as_chunks::<S>().0, target.as_chunks_mut::<2>().0);
+    let ((groups, rest), (group_targets, rest_target)) =
+        (source.as_chunks::<TOGETHER>(), target.as_chunks_mut::<TOGETHER>());
+    let exact = |bytes: [u8; S]| thin_bf16(float::multiply_flush(widen(bytes), factor));
+    let ordinary_factor = f32::from_bits(factor).is_normal();
+    for (from, to) in groups.iter().zip(group_targets) {
+        let (mut odd, mut any) = ([0; TOGETHER], 0);
+        for ((bytes, to), odd) in from.iter().zip(to.iter_mut()).zip(&mut odd) {
+            let value = widen(*bytes);
+            let product = (f32::from_bits(value) * f32::from_bits(factor)).to_bits();
+            *to = thin_bf16(product);
+            // Exponents from 2 to 254 are at least 2^-125 and finite.
+            let far = (product & EXPONENT).wrapping_sub(2 << 23) < 253 << 23;
+            let zero = u32::from(value << 1 == 0);
+            *odd = 1 ^ (zero | u32::from(far) & u32::from(value & EXPONENT != 0));
+            any |= *odd;
+        }
+        if any != 0 || !ordinary_factor {
+            for ((bytes, to), odd) in from.iter().zip(to).zip(odd) {
+                if odd != 0 || !ordinary_factor {
+                    *to = exact(*bytes);
+                }
+            }
+        }
+    }
+    for (bytes, to) in rest.iter().zip(rest_target) {
+        *to = exact(*bytes);
+    }
+}
+
+/// A loop over one row that also takes the f32 (bits) of an operation.
+pub(crate) type RowWith = fn(Level, &[u8], &mut [u8], u32);
+
+leveled! {
+    /// Products in BF16.
+    fn multiply_bf16(source: &[u8], target: &mut [u8], factor: u32) {
+        map(source, target, |bytes| thin_bf16(float::multiply(wide_bf16(bytes), factor)));
+    }
+    /// Products in BF16, flushing subnormals.
+    fn multiply_flush_bf16(source: &[u8], target: &mut [u8], factor: u32) {
+        multiply_flush_to_bf16(source, target, factor, wide_bf16);
+    }
+    /// Products in BF16 of f32 values that are first rounded to BF16.
+    fn round_multiply_bf16(source: &[u8], target: &mut [u8], factor: u32) {
+        map(source, target, |bytes| thin_bf16(float::multiply(rounded_bf16(bytes), factor)));
+    }
+    /// As [`round_multiply_bf16`], flushing subnormals.
+    fn round_multiply_flush_bf16(source: &[u8], target: &mut [u8], factor: u32) {
+        multiply_flush_to_bf16(source, target, factor, rounded_bf16);
+    }
+}
+
 /// The loop between equal types.
 pub(crate) fn copy(_: Level, source: &[u8], target: &mut [u8]) {
     target.copy_from_slice(source);
@@ -251,6 +335,42 @@ mod tests {
                         let expected = one(bits, operand.to_bits());
                         assert_eq!(u32::from_le_bytes(*result), expected, "{bits:#x} with {operand} at {level:?}");
                     }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn fused_loops_agree_with_single_elements() {
+        // All of BF16 in order, so that ordinary groups are met; then every 7919th, so that mixed ones are, zeros among them.
+        let order = (0..=u16::MAX).chain((0..=u16::MAX).map(|index| index.wrapping_mul(7919)));
+        let narrow: Vec<u8> = order.flat_map(|bits| if bits % 11 == 0 { 0 } else { bits }.to_le_bytes()).collect();
+        let wide = strata();
+        for operand in [0.088_388_346_f32, -3.0, 1e-38, -1e38, 1e-45, f32::INFINITY, f32::NAN, 0.0] {
+            let factor = operand.to_bits();
+            for (row, one) in [
+                (multiply_bf16 as RowWith, float::multiply as fn(u32, u32) -> u32),
+                (multiply_flush_bf16, float::multiply_flush),
+            ] {
+                let expected: Vec<[u8; 2]> =
+                    narrow.as_chunks().0.iter().map(|bytes| thin_bf16(one(wide_bf16(*bytes), factor))).collect();
+                for level in Level::available() {
+                    let mut computed = vec![0; narrow.len()];
+                    row(level, &narrow, &mut computed, factor);
+                    assert!(computed == expected.as_flattened(), "{operand} at {level:?}");
+                }
+            }
+            for (row, one) in [
+                (round_multiply_bf16 as RowWith, float::multiply as fn(u32, u32) -> u32),
+                (round_multiply_flush_bf16, float::multiply_flush),
+            ] {
+                let rounded = |bytes: &[u8; 4]| float::narrow_bf16(u32::from_le_bytes(*bytes)) << 16;
+                let expected: Vec<[u8; 2]> =
+                    wide.as_chunks().0.iter().map(|bytes| thin_bf16(one(rounded(bytes), factor))).collect();
+                for level in Level::available() {
+                    let mut computed = vec![0; wide.len() / 2];
+                    row(level, &wide, &mut computed, factor);
+                    assert!(computed == expected.as_flattened(), "{operand} at {level:?}");
                 }
             }
         }
