@@ -396,7 +396,7 @@ mod tests {
         assert!(cache.reserve(21).is_none() && cache.reserve(usize::MAX).is_none());
         let few = cache.reserve(20).unwrap();
         assert!(cache.bytes_in_use() == 100 && cache.reserve(1).is_none() && !cache.has_room(1));
-        cache.lock().tiles.get_mut(&key(0)).unwrap().1 -= IN_USE;
+        cache.lock().tiles.peek_mut(&key(0)).unwrap().1 -= IN_USE;
         assert!(cache.reserve(41).is_none());
         let more = cache.reserve(40).unwrap();
         assert!(!cache.has(&key(0)) && cache.has(&key(1)) && cache.reserved_bytes() == 60);

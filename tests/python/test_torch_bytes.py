@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def fetched(mounted: mounting.Mount) -> int:
 def read_ahead_bytes(mounted: mounting.Mount) -> int:
     """What the kernel reads around a page fault: what the mount asked for, or 128 KiB."""
     device = mounted.point.stat().st_dev
-    return 1024 * int(Path(f"/sys/class/bdi/{device >> 8 & 0xFFF}:{device & 0xFF}/read_ahead_kb").read_text())
+    return 1024 * int(Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb").read_text())
 
 
 def source_bytes(repo: repos.Repo, mesh: Mesh, device: int) -> int:
