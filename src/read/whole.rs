@@ -29,7 +29,7 @@ const TRANSPOSED_ELEMENTS_MIN: u64 = 64;
 /// the more of them it uses.
 const TRANSPOSED_ELEMENTS_MAX: u64 = 512;
 /// Parts for each thread at least, so that none is left with much while others are done.
-const PARTS_PER_THREAD: u64 = 4;
+const PARTS_PER_THREAD: u64 = 2;
 
 /// Why a file was not made whole.
 #[derive(Debug, thiserror::Error)]
