@@ -301,7 +301,7 @@ fn mounts_with_its_own_type_and_answers_all_questions() {
 
     let sizes = nix::sys::statvfs::statvfs(&bench.mnt()).unwrap();
     assert_eq!(sizes.blocks() * sizes.fragment_size(), (3 * DATA_BYTES as u64 + 1).next_multiple_of(4096));
-    assert_eq!((sizes.files(), sizes.blocks_available()), (MANY + 14, 0));
+    assert_eq!((sizes.files(), sizes.blocks_available()), (MANY + 18, 0));
 
     // Absent names are remembered, unless the kernel is short of memory or told to drop its caches.
     let before = bench.stat("lookup");
@@ -476,6 +476,38 @@ fn passthrough_gives_the_bytes_of_the_backing_file() {
     let pid = bench.start_with(&Config { passthrough: false, ..CONFIG });
     assert!(fs::read(bench.file("backed")).unwrap() == bytes);
     assert_eq!(bench.stat("passthrough"), 0);
+    bench.stop(pid);
+}
+
+#[test]
+fn an_open_waits_until_its_file_is_made_whole() {
+    let Some(mut bench) = bench() else { return };
+    fs::write(bench.base.path().join("backing"), data()).unwrap();
+    let pid = bench.start();
+    for (name, grants) in [("whole", 1), ("not-whole", 0)] {
+        let before = bench.stat("passthrough");
+        assert!(fs::read(bench.file(name)).unwrap() == data(), "{name}");
+        if bench.stat("passthrough") != 0 {
+            assert_eq!(bench.stat("passthrough") - before, grants, "{name}");
+        }
+    }
+    if bench.stat("passthrough") == 0 {
+        // Nothing is made whole for a kernel that would not read it.
+        assert!(fs::read(bench.file("whole-panics")).unwrap() == data());
+    } else {
+        for _ in 0..3 {
+            assert_eq!(errno(File::open(bench.file("whole-panics"))), libc::EIO);
+            assert_eq!(errno(File::open(bench.file("whole-forgets"))), libc::EIO);
+        }
+        assert_eq!(bench.stat("panics"), 3);
+    }
+    assert_eq!(threads_of(pid), 2);
+    assert!(fs::read(bench.file("data")).unwrap() == data());
+    bench.stop(pid);
+    let pid = bench.start_with(&Config { passthrough: false, ..CONFIG });
+    for name in ["whole", "whole-panics", "whole-forgets"] {
+        assert!(fs::read(bench.file(name)).unwrap() == data(), "{name}");
+    }
     bench.stop(pid);
 }
 

@@ -22,7 +22,7 @@ use rustix::{
 };
 
 use super::{Ino, Whole};
-use crate::read::{Engine, OpenFile, Reservation, WholeError, counters::add};
+use crate::read::{Engine, OpenFile, ReadError, Reservation, WholeError, counters::add};
 
 /// Smaller files are not worth a file of their own: a request or two of the kernel's read them.
 const BYTES_MIN: u64 = 1 << 20;
@@ -105,19 +105,17 @@ impl WholeFiles {
         };
         states.insert(ino, State::Making(vec![(pin, then)]));
         drop(states);
+        let landing = Landing { shared: Arc::clone(&self.shared), ino, file: Arc::clone(file), landed: false };
         let target = match self.shared.target(file.len_bytes()) {
             Ok(target) => Arc::new(target),
-            Err(error) => return self.shared.land(ino, file, Err(error.into())),
+            Err(error) => return landing.land(Err(error.into())),
         };
-        let (shared, made, whole) = (Arc::clone(&self.shared), Arc::clone(file), Arc::clone(&target));
-        let counting = Arc::clone(&engine);
+        let (whole, counting) = (Arc::clone(&target), Arc::clone(&engine));
         engine.make_whole(file, &target, move |result| {
-            let result = result.map(|()| {
-                add(&counting.counters().whole_files, 1);
-                add(&counting.counters().whole_bytes, made.len_bytes());
-                WholeFile { file: whole, _room: room }
-            });
-            shared.land(ino, &made, result);
+            let counters = counting.counters();
+            add(&counters.whole_files, u64::from(result.is_ok()));
+            add(&counters.whole_bytes, if result.is_ok() { landing.file.len_bytes() } else { 0 });
+            landing.land(result.map(|()| WholeFile { file: whole, _room: room }));
         });
     }
 
@@ -140,6 +138,29 @@ impl WholeFiles {
             State::Made(..) | State::Making(_) => true,
         });
         drop(states);
+    }
+}
+
+/// Ends the making of a file even if whoever makes it panics or ends, so that nobody waits forever.
+struct Landing {
+    shared: Arc<Shared>,
+    ino: Ino,
+    file: Arc<OpenFile>,
+    landed: bool,
+}
+
+impl Landing {
+    fn land(mut self, result: Result<WholeFile, WholeError>) {
+        self.landed = true;
+        self.shared.land(self.ino, &self.file, result);
+    }
+}
+
+impl Drop for Landing {
+    fn drop(&mut self) {
+        if !self.landed {
+            self.shared.land(self.ino, &self.file, Err(ReadError::Panicked.into()));
+        }
     }
 }
 

@@ -8,7 +8,9 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use ckfs::volume::{Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, Op, Opened, StatFs};
+use ckfs::volume::{
+    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, Op, Opened, StatFs, Whole,
+};
 
 /// Length of the well-behaved files.
 pub(crate) const DATA_BYTES: usize = 16 << 20;
@@ -42,10 +44,18 @@ pub(crate) enum Manner {
     Silent,
     /// Gives the counters.
     Stats,
+    /// Is made whole by another thread: the backing file.
+    Whole,
+    /// Cannot be made whole, and is good without.
+    NotWhole,
+    /// Panics when it is to be made whole.
+    WholePanics,
+    /// Forgets who waits for it to be made whole.
+    WholeForgets,
 }
 
 /// Name and manner of each file in the root, from inode 2 on.
-const FILES: [(&str, Manner); 11] = [
+const FILES: [(&str, Manner); 15] = [
     ("data", Manner::Good),
     ("direct", Manner::Direct),
     ("backed", Manner::Passthrough),
@@ -57,6 +67,10 @@ const FILES: [(&str, Manner); 11] = [
     ("silent", Manner::Silent),
     ("stats", Manner::Stats),
     ("tail", Manner::Good),
+    ("whole", Manner::Whole),
+    ("not-whole", Manner::NotWhole),
+    ("whole-panics", Manner::WholePanics),
+    ("whole-forgets", Manner::WholeForgets),
 ];
 
 const LINK: Ino = Ino(50);
@@ -179,6 +193,7 @@ impl FileSystem for Double {
         let access = match (Self::manner(ino), &self.backing) {
             (Some(Manner::Direct | Manner::Stats), _) => Access::Direct,
             (Some(Manner::Passthrough), Some(file)) => Access::Passthrough(Arc::clone(file)),
+            (Some(Manner::Whole | Manner::NotWhole | Manner::WholePanics | Manner::WholeForgets), _) => Access::Whole,
             _ => Access::Cached,
         };
         Ok(Opened { handle: Handle(ino.0), access })
@@ -205,7 +220,14 @@ impl FileSystem for Double {
         let start = usize::try_from(offset).unwrap().min(bytes.len());
         let bytes = &bytes[start..(start + len).min(bytes.len())];
         match manner {
-            Manner::Good | Manner::Direct | Manner::Passthrough | Manner::Stats => reply(bytes),
+            Manner::Good
+            | Manner::Direct
+            | Manner::Passthrough
+            | Manner::Stats
+            | Manner::Whole
+            | Manner::NotWhole
+            | Manner::WholePanics
+            | Manner::WholeForgets => reply(bytes),
             Manner::Slow => {
                 thread::sleep(Duration::from_millis(300));
                 reply(bytes);
@@ -222,6 +244,21 @@ impl FileSystem for Double {
         Ok(())
     }
 
+    fn make_whole(&self, ino: Ino, _handle: Handle, then: Whole) {
+        match Self::manner(ino) {
+            Some(Manner::Whole) => {
+                let backing = self.backing.clone();
+                thread::spawn(move || {
+                    thread::sleep(Duration::from_millis(50));
+                    then(backing);
+                });
+            }
+            Some(Manner::WholePanics) => panic!("make_whole panics"),
+            Some(Manner::WholeForgets) => drop(then),
+            _ => then(None),
+        }
+    }
+
     fn release(&self, _ino: Ino, _handle: Handle) {}
 
     fn xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError> {
@@ -233,7 +270,7 @@ impl FileSystem for Double {
     }
 
     fn stat_fs(&self) -> StatFs {
-        StatFs { total_bytes: 3 * DATA_BYTES as u64 + 1, nodes: MANY + 14 }
+        StatFs { total_bytes: 3 * DATA_BYTES as u64 + 1, nodes: MANY + 18 }
     }
 
     fn metrics(&self) -> &Metrics {
