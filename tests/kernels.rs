@@ -14,7 +14,8 @@
 )]
 
 use ckfs::tensor::{
-    BlockScale, DType, Decode, Gather, Loop, Program, Step, TensorId, convert_row, convert_scalar, fill, gather,
+    BlockScale, DType, Decode, Gather, Loop, Program, Step, Stores, TensorId, convert_row, convert_scalar, fill,
+    gather, gather_with,
 };
 use proptest::prelude::*;
 use sha2::{Digest, Sha256};
@@ -394,8 +395,15 @@ fn check_gather(job: &Job, decode: &Decode, from: usize, to: usize, scale: &[u8]
         source_offset: *source_offset,
         target_offset: *target_offset,
     };
+    // Past the caches too, from the start of a cache line on, where it may be whole lines that are written.
+    let mut streamed = vec![0; 64 + expected.len()];
+    let line = streamed.as_ptr().align_offset(64);
+    let streamed = &mut streamed[line..line + expected.len()];
+    streamed.copy_from_slice(&target[*shift..]);
+    gather_with(Stores::Streamed, &gathered, source, *window, scale, streamed);
     gather(&gathered, source, *window, scale, &mut target[*shift..]);
     prop_assert!(target[*shift..] == expected, "{job:?} {decode:?}, elements of {from} and {to} bytes");
+    prop_assert!(streamed == expected, "{job:?} {decode:?}, elements of {from} and {to} bytes, past the caches");
     Ok(())
 }
 
@@ -458,9 +466,12 @@ fn shapes_of_real_conversions() {
         ("rows cut", vec![step(33, 1, 1), step(50, 40, 77)]),
         ("stack on the last axis", vec![step(80, 3, 70), step(70, 240, 1)]),
         ("one element", vec![]),
+        ("several blocks and edges", vec![step(300, 1, 1100), step(1100, 300, 1)]),
+        ("whole blocks", vec![step(256, 1, 1030), step(1024, 256, 1)]),
     ];
     for (name, loops) in cases {
-        let job = Job { loops, source_offset: 3, target_offset: 2, window: 1, shift: 1 };
+        let target_offset = if name == "whole blocks" { 0 } else { 2 };
+        let job = Job { loops, source_offset: 3, target_offset, window: 1, shift: 1 };
         for unit in [1, 2, 3, 4, 8, 16] {
             check_gather(&job, &Decode::Copy, unit, unit, &[]).unwrap_or_else(|error| panic!("{name}: {error}"));
         }

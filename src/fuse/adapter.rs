@@ -290,6 +290,7 @@ impl Adapter {
         } else if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.fs.make_whole(ino, handle, Box::new(answer))))
         {
             // The request went with `answer`, which answers it.
+            self.fs.release(ino, handle);
             self.fs.metrics().panics.fetch_add(1, Ordering::Relaxed);
             error!(ino = node.0, "making a file whole panicked: {}", panic_text(panic.as_ref()));
         }
