@@ -89,7 +89,12 @@ impl Copies {
                         Copy::Failed
                     }
                 };
+                let made_bytes = if let Copy::Made(_) = &copy { file.len_bytes() } else { 0 };
+                let made = u64::from(matches!(copy, Copy::Made(_)));
                 worker.copies.lock().unwrap_or_else(PoisonError::into_inner).insert(ino, copy);
+                // Whoever sees it counted finds it there.
+                add(&engine.counters().copied_files, made);
+                add(&engine.counters().copied_bytes, made_bytes);
             }
         })?;
         Ok(Self { shared, wanted })
@@ -145,8 +150,6 @@ impl Shared {
         if found != len_bytes {
             return Err(failed(io::Error::other(format!("expected {len_bytes} bytes, found {found}"))));
         }
-        add(&engine.counters().copied_files, 1);
-        add(&engine.counters().copied_bytes, len_bytes);
         Ok(copy)
     }
 }
