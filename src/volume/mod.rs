@@ -83,8 +83,8 @@ pub enum Access {
     Whole,
 }
 
-/// What becomes of a file that was to be made whole: a file with its bytes, or nothing.
-pub type Whole = Box<dyn FnOnce(Option<Arc<File>>) + Send>;
+/// Is told what became of a file that was to be made whole: a file with its bytes, or nothing.
+pub type WhenWhole = Box<dyn FnOnce(Option<Arc<File>>) + Send>;
 
 /// A file that has been opened.
 #[derive(Clone, Debug)]
@@ -212,7 +212,7 @@ pub trait FileSystem: Send + Sync + 'static {
 
     /// Makes all bytes of a file that was just opened, for the kernel to read by itself until it is closed. Calls `then`, at
     /// once or from another thread; drops it if the file system ends before.
-    fn make_whole(&self, ino: Ino, handle: Handle, then: Whole) {
+    fn make_whole(&self, ino: Ino, handle: Handle, then: WhenWhole) {
         let _ = (ino, handle);
         then(None);
     }

@@ -15,7 +15,7 @@ use std::{
 use lru::LruCache;
 
 use super::{
-    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, Opened, StatFs, Whole,
+    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, Opened, StatFs, WhenWhole,
     arrays::{ArrayNode, ArrayTable},
     copies::Copies,
     name_tree::NameNode,
@@ -750,7 +750,7 @@ impl FileSystem for Volume {
         }
     }
 
-    fn make_whole(&self, ino: Ino, handle: Handle, then: Whole) {
+    fn make_whole(&self, ino: Ino, handle: Handle, then: WhenWhole) {
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned();
         match (&self.whole, open) {
             (Some((whole, _)), Some(Open::Image(file, pin))) => whole.make(ino, &file, pin, then),

@@ -21,7 +21,7 @@ use rustix::{
     mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount, fsopen},
 };
 
-use super::{Ino, Whole};
+use super::{Ino, WhenWhole};
 use crate::read::{Engine, OpenFile, ReadError, Reservation, WholeError, counters::add};
 
 /// Smaller files are not worth a file of their own: a request or two of the kernel's read them.
@@ -43,7 +43,7 @@ pub(super) type Pin = Arc<OnceLock<Arc<WholeFile>>>;
 
 enum State {
     /// Who waits for it.
-    Making(Vec<(Pin, Whole)>),
+    Making(Vec<(Pin, WhenWhole)>),
     /// And when it was last opened or seen open.
     Made(Arc<WholeFile>, Instant),
 }
@@ -85,7 +85,7 @@ impl WholeFiles {
     }
 
     /// Makes a file, or finds it made or under way. `pin` keeps it from then on.
-    pub(super) fn make(&self, ino: Ino, file: &Arc<OpenFile>, pin: Pin, then: Whole) {
+    pub(super) fn make(&self, ino: Ino, file: &Arc<OpenFile>, pin: Pin, then: WhenWhole) {
         let Some(engine) = self.engine.upgrade() else { return then(None) };
         let mut states = self.shared.lock();
         match states.get_mut(&ino) {
@@ -180,7 +180,7 @@ fn make_room(states: &mut HashMap<Ino, State>, engine: &Engine, bytes: u64) -> O
     }
 }
 
-fn keep(whole: &Arc<WholeFile>, pin: &Pin, then: Whole) {
+fn keep(whole: &Arc<WholeFile>, pin: &Pin, then: WhenWhole) {
     let _ = pin.set(Arc::clone(whole));
     then(Some(Arc::clone(&whole.file)));
 }

@@ -9,7 +9,7 @@ use std::{
 };
 
 use ckfs::volume::{
-    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, Op, Opened, StatFs, Whole,
+    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, Op, Opened, StatFs, WhenWhole,
 };
 
 /// Length of the well-behaved files.
@@ -244,7 +244,7 @@ impl FileSystem for Double {
         Ok(())
     }
 
-    fn make_whole(&self, ino: Ino, _handle: Handle, then: Whole) {
+    fn make_whole(&self, ino: Ino, _handle: Handle, then: WhenWhole) {
         match Self::manner(ino) {
             Some(Manner::Whole) => {
                 let backing = self.backing.clone();
