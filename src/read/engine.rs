@@ -22,7 +22,7 @@ use crate::{
     checkpoint::{Checkpoint, TensorInfo},
     image::{FileImage, Segment},
     source::{ByteSpan, FileId, Source},
-    tensor::{BlockScale, Decode, Gather, Origin, Piece, Stores, Tiling, fill, gather::Loop, gather_with},
+    tensor::{BlockScale, Decode, Gather, Origin, Piece, Stores, Tiling, Turn, fill, gather::Loop, gather_with},
 };
 
 /// Smallest tile, a huge page. Conversions of less than a megabyte at a time leave caches and vectors cold.
@@ -126,11 +126,12 @@ impl OpenFile {
 struct How {
     path: Path,
     stores: Stores,
+    turn: Turn,
 }
 
 impl How {
     const fn cached(path: Path) -> Self {
-        Self { path, stores: Stores::Cached }
+        Self { path, stores: Stores::Cached, turn: Turn { index: 0, of: 1 } }
     }
 }
 
@@ -375,6 +376,7 @@ impl Engine {
         low: u64,
         high: u64,
         target: &mut [u8],
+        turn: Turn,
     ) -> Result<(), ReadError> {
         let prepared = match &file.image.segments()[segment] {
             Segment::View(_) => self.prepare(file, segment)?,
@@ -393,7 +395,7 @@ impl Engine {
             self.counters.fetch(path, high - low);
         } else if low.is_multiple_of(unit) && high.is_multiple_of(unit) {
             let mut touched = Touched::new();
-            let how = How { path, stores: Stores::Streamed };
+            let how = How { path, stores: Stores::Streamed, turn };
             self.fill_span(tiling, low / unit, high / unit, target, &mut touched, how)?;
             self.check_touched(&touched)?;
         } else {
@@ -598,7 +600,7 @@ impl Engine {
     ) -> Result<(), ReadError> {
         let unit = tiling.unit_bytes();
         let mut result = Ok(());
-        tiling.cut(first, last, &mut |piece| {
+        tiling.cut_from(how.turn, first, last, &mut |piece| {
             if result.is_err() {
                 return;
             }

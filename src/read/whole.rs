@@ -19,6 +19,7 @@ use std::{
 use memmap2::{MmapOptions, MmapRaw};
 
 use super::{Engine, OpenFile, ReadError, Reservation};
+use crate::tensor::Turn;
 
 /// Least and most bytes of a part.
 const PART_BYTES_MIN: u64 = 1 << 20;
@@ -27,7 +28,7 @@ const PART_BYTES_MAX: u64 = 4 << 20;
 const TRANSPOSED_ELEMENTS_MIN: u64 = 64;
 /// And at most, where there are so many for all threads. Each part touches pages of all the rows again, which costs less
 /// the more of them it uses.
-const TRANSPOSED_ELEMENTS_MAX: u64 = 512;
+const TRANSPOSED_ELEMENTS_MAX: u64 = 1024;
 /// Parts for each thread at least, so that none is left with much while others are done.
 const PARTS_PER_THREAD: u64 = 2;
 
@@ -179,10 +180,10 @@ impl Engine {
     }
 
     /// Makes the bytes of a file from `start` on.
-    fn make_part(&self, file: &OpenFile, start: u64, mut target: &mut [u8]) -> Result<(), ReadError> {
+    fn make_part(&self, file: &OpenFile, start: u64, mut target: &mut [u8], turn: Turn) -> Result<(), ReadError> {
         for (segment, low, high) in file.image().spans(start, start + target.len() as u64) {
             let Some(part) = target.split_off_mut(..usize::try_from(high - low).unwrap_or(usize::MAX)) else { break };
-            self.make_within(file, segment, low, high, part)?;
+            self.make_within(file, segment, low, high, part, turn)?;
         }
         if target.is_empty() { Ok(()) } else { Err(ReadError::Panicked) }
     }
@@ -191,9 +192,13 @@ impl Engine {
 impl Making {
     /// Makes parts until none is left that nobody has begun.
     fn work(&self) {
-        while let Some((start, target)) = self.canvas.take(self.next.fetch_add(1, Ordering::Relaxed)) {
+        loop {
+            let index = self.next.fetch_add(1, Ordering::Relaxed);
+            let Some((start, target)) = self.canvas.take(index) else { break };
             if !self.failed.load(Ordering::Relaxed) {
-                let make = || self.engine.make_part(&self.file, start, target);
+                // Parts under way at one time are neighbours.
+                let turn = Turn { index, of: self.engine.workers.count() };
+                let make = || self.engine.make_part(&self.file, start, target, turn);
                 let made = catch_unwind(AssertUnwindSafe(make)).unwrap_or(Err(ReadError::Panicked));
                 if let Err(error) = made
                     && !self.failed.swap(true, Ordering::Relaxed)

@@ -64,10 +64,12 @@ pub enum Stores {
 const BLOCK_ROWS: usize = 128;
 /// Rows of a block that are converted together where that takes several loops.
 const ROWS_AT_ONCE: usize = 8;
+/// Elements of a row that are asked for ahead while as many are converted.
+const AHEAD_ELEMENTS: usize = 512;
 /// Rows of a block that are transposed together at most.
 const GROUP_ROWS_MAX: usize = 16;
 /// Bytes of a block's row in the target type.
-const BLOCK_ROW_BYTES: usize = 1024;
+const BLOCK_ROW_BYTES: usize = 512;
 /// Bytes between the lines of a block, a line of the processor's caches: an odd number of those from one to the next lets all
 /// lines be in the first-level cache at once.
 const LINE_GAP_BYTES: usize = 64;
@@ -132,13 +134,13 @@ fn gather_at(
     match job.decode {
         Decode::Copy => {
             assert_eq!(source_bytes, target_bytes, "a copy keeps the width of elements");
-            copy(axes, source_bytes, place, source, target, stores);
+            copy(level, axes, source_bytes, place, source, target, stores);
         }
         Decode::Program(program) => {
             let widths = (program.source.element_bytes(), program.target.element_bytes());
             assert_eq!(widths, (Some(job.source_bytes), Some(job.target_bytes)), "element widths of {program:?}");
             if program.source == program.target && program.steps.is_empty() {
-                copy(axes, source_bytes, place, source, target, stores);
+                copy(level, axes, source_bytes, place, source, target, stores);
             } else {
                 Convert::new(program, level, source_base, scale).run(&axes, place, source, target, stores);
             }
@@ -237,7 +239,7 @@ fn each(axes: &[Axis], place: Place, visit: &mut impl FnMut(Place)) {
     }
 }
 
-fn copy(mut axes: Axes, element: usize, place: Place, source: &[u8], target: &mut [u8], stores: Stores) {
+fn copy(level: Level, mut axes: Axes, element: usize, place: Place, source: &[u8], target: &mut [u8], stores: Stores) {
     let mut unit = element;
     // What is contiguous on both sides is one wider element, whatever it means.
     if let Some(axis) = axes.first()
@@ -255,7 +257,7 @@ fn copy(mut axes: Axes, element: usize, place: Place, source: &[u8], target: &mu
                 copy_line(unit, &source[*from..], stride, &mut scratch[index * count * unit..][..count * unit]);
             }
         };
-        plan.run(place, source, target, stores, 1, (plan.columns.source != unit).then_some(read));
+        plan.run(level, place, source, target, stores, 1, (plan.columns.source != unit).then_some(read));
         return;
     }
     match axes.split_first() {
@@ -353,6 +355,7 @@ impl Blocks {
     /// source's lines are what is transposed.
     fn run(
         &self,
+        level: Level,
         place: Place,
         source: &[u8],
         target: &mut [u8],
@@ -395,7 +398,7 @@ impl Blocks {
                         let (offsets, target) = (&offsets[first..end], &mut block[first * self.unit..]);
                         let lines = Lines { source, offsets, unit: self.unit, columns: count, ahead };
                         let Some(read) = &mut read else {
-                            transpose(lines, target, pitch);
+                            transpose(level, lines, target, pitch);
                             continue;
                         };
                         let made = count * self.unit;
@@ -403,6 +406,17 @@ impl Blocks {
                             scratch.chunks_mut(together * made).enumerate().take(offsets.len().div_ceil(together))
                         {
                             let rows = index * together..offsets.len().min((index + 1) * together);
+                            if let [offset] = offsets[rows.clone()] {
+                                // Asked for little by little: a processor has few requests under way.
+                                for start in (0..count).step_by(AHEAD_ELEMENTS) {
+                                    let part = AHEAD_ELEMENTS.min(count - start);
+                                    let skip = start * self.columns.source;
+                                    prefetch(source, ahead[rows.start] + skip, part * self.columns.source);
+                                    let lines = &mut lines[start * self.unit..][..part * self.unit];
+                                    read(&[offset + skip], self.columns.source, part, lines);
+                                }
+                                continue;
+                            }
                             for ahead in &ahead[rows.clone()] {
                                 prefetch(source, *ahead, step);
                             }
@@ -411,7 +425,7 @@ impl Blocks {
                         }
                         let starts: [usize; GROUP_ROWS_MAX] = std::array::from_fn(|index| index * made);
                         let offsets = &starts[..offsets.len()];
-                        transpose(Lines { source: &scratch, offsets, ahead: &[], ..lines }, target, pitch);
+                        transpose(level, Lines { source: &scratch, offsets, ahead: &[], ..lines }, target, pitch);
                     }
                     let corner = place.target + column * self.columns.target + row * self.unit;
                     for (index, made) in block.chunks_exact(pitch).take(count).enumerate() {
@@ -504,10 +518,11 @@ impl<'a> Convert<'a> {
         if let Some(mut plan) = Blocks::plan(axes, self.source_bytes, unit) {
             let together = if self.direct.is_some() { 1 } else { ROWS_AT_ONCE };
             plan.width = plan.width.min(STRETCH / together);
+            let level = self.level;
             let read = |offsets: &[usize], stride: usize, count: usize, scratch: &mut [u8]| {
                 self.lines(source, offsets, stride, count, scratch);
             };
-            plan.run(place, source, target, stores, together, Some(read));
+            plan.run(level, place, source, target, stores, together, Some(read));
             return;
         }
         match axes.split_first() {

@@ -82,6 +82,25 @@ pub struct Decoder {
     pub source_bytes: u64,
 }
 
+/// Which of several threads works on a tiling. Ranges of a transposed one are made of the same pages of the source: threads that
+/// begin at different pieces do not meet at one page at one time, where one would wait for the other.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Turn {
+    /// The thread, from 0 on.
+    pub index: usize,
+    /// Threads there are; as good as one if none.
+    pub of: usize,
+}
+
+impl Turn {
+    /// Where among `count` pieces this thread begins.
+    fn share_of(self, count: usize) -> usize {
+        let of = self.of.max(1);
+        // In this order nothing overflows: there are at most `PIECES_MAX` pieces.
+        count * (self.index % of) / of
+    }
+}
+
 /// Distance from the first to the last element of these loops, on the target side.
 pub(super) fn reach(loops: &[Loop]) -> u64 {
     loops.iter().map(|l| (l.extent - 1) * l.target_stride).sum()
@@ -260,9 +279,16 @@ impl Tiling {
 
     /// Calls `emit` with the parts of the pieces whose target lies in `low..high`, in no particular order.
     pub fn cut(&self, low: u64, high: u64, emit: &mut dyn FnMut(Piece)) {
+        self.cut_from(Turn::default(), low, high, emit);
+    }
+
+    /// As [`Tiling::cut`], in an order that depends on whose turn it is.
+    pub fn cut_from(&self, turn: Turn, low: u64, high: u64, emit: &mut dyn FnMut(Piece)) {
         let begin = self.reached.partition_point(|reached| *reached < low);
         let end = self.pieces.partition_point(|piece| piece.start < high);
-        for piece in self.pieces.get(begin..end).unwrap_or_default() {
+        let pieces = self.pieces.get(begin..end).unwrap_or_default();
+        let (last, first) = pieces.split_at(turn.share_of(pieces.len()));
+        for piece in first.iter().chain(last) {
             piece.cut(low, high, emit);
         }
     }

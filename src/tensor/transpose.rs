@@ -1,9 +1,12 @@
 //! Transposes of small blocks within the first-level cache.
 //!
 //! Element `c` of line `r` goes to `target[c * pitch + r]`. Elements of 1, 2, 4 and 8 bytes are transposed in registers on
-//! x86-64, whose baseline has the instructions; all others, and the edges of a block, one by one.
+//! x86-64, whose baseline has the instructions, in wider ones where there are; all others, and the edges of a block, one by
+//! one.
 #![allow(unsafe_code)]
 #![allow(clippy::inline_always, reason = "registers must stay registers")]
+
+use super::kernel::Level;
 
 /// Bytes of a line of the processor's caches.
 const CACHE_LINE_BYTES: usize = 64;
@@ -44,20 +47,24 @@ impl Lines<'_> {
 }
 
 /// Asks for the cache lines of `length` bytes from `start` on; what lies beyond the source is of no use, but does no harm.
-#[inline(always)]
 pub(super) fn prefetch(source: &[u8], start: usize, length: usize) {
+    for line in 0..length.div_ceil(CACHE_LINE_BYTES) {
+        prefetch_line(source, start + line * CACHE_LINE_BYTES);
+    }
+}
+
+/// Asks for the cache line at `start`.
+#[inline(always)]
+fn prefetch_line(source: &[u8], start: usize) {
     #[cfg(target_arch = "x86_64")]
-    for offset in (start..start + length).step_by(CACHE_LINE_BYTES) {
+    // SAFETY: a prefetch has no effect but on time, whatever the address.
+    #[allow(unused_unsafe, reason = "safe where the compiler knows SSE to be enabled")]
+    unsafe {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        let at = source.as_ptr().wrapping_add(offset);
-        // SAFETY: a prefetch has no effect but on time, whatever the address.
-        #[allow(unused_unsafe, reason = "safe where the compiler knows SSE to be enabled")]
-        unsafe {
-            _mm_prefetch::<_MM_HINT_T0>(at.cast());
-        }
+        _mm_prefetch::<_MM_HINT_T0>(source.as_ptr().wrapping_add(start).cast());
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = (source, start, length);
+    let _ = (source, start);
 }
 
 /// Copies `source` to `target` past the processor's caches, which soon forget that they held it; only whole cache lines go
@@ -92,9 +99,9 @@ pub(super) fn fence() {
 }
 
 /// Transposes `lines` to `target`, whose lines are `pitch` bytes apart.
-pub(super) fn transpose(lines: Lines<'_>, target: &mut [u8], pitch: usize) {
+pub(super) fn transpose(level: Level, lines: Lines<'_>, target: &mut [u8], pitch: usize) {
     lines.check(pitch, target.len());
-    let (rows, columns) = registers(lines, target, pitch);
+    let (rows, columns) = registers(level, lines, target, pitch);
     for (edge_rows, edge_columns) in [(rows..lines.offsets.len(), 0), (0..rows, columns)] {
         match lines.unit {
             1 => edge::<1>(lines, edge_rows, edge_columns, target, pitch),
@@ -124,6 +131,9 @@ fn edge<const UNIT: usize>(
     target: &mut [u8],
     pitch: usize,
 ) {
+    if rows.is_empty() {
+        return;
+    }
     for column in column_start..lines.columns {
         let line = &mut target[column * pitch..];
         for row in rows.clone() {
@@ -135,144 +145,137 @@ fn edge<const UNIT: usize>(
 
 /// Transposes as many lines and elements of them as fill registers, and says how many those were.
 #[cfg(not(target_arch = "x86_64"))]
-fn registers(_: Lines<'_>, _: &mut [u8], _: usize) -> (usize, usize) {
+fn registers(_: Level, _: Lines<'_>, _: &mut [u8], _: usize) -> (usize, usize) {
     (0, 0)
 }
 
 /// Transposes as many lines and elements of them as fill registers, and says how many those were.
 #[cfg(target_arch = "x86_64")]
-fn registers(lines: Lines<'_>, target: &mut [u8], pitch: usize) -> (usize, usize) {
+fn registers(level: Level, lines: Lines<'_>, target: &mut [u8], pitch: usize) -> (usize, usize) {
     lines.check(pitch, target.len());
-    // SAFETY: `SIDE * unit` is 16 in each case, and all lines and what they become lie in the slices by the check above.
+    // SAFETY: all lines and what they become lie in the slices by the check above. SSE2 is part of x86-64, and the level says
+    // whether there is AVX2.
     unsafe {
-        match lines.unit {
-            1 => squares::<16>(lines, target, pitch, |from, offsets, to| x86::square_1(from, offsets, to, pitch)),
-            2 => squares::<8>(lines, target, pitch, |from, offsets, to| x86::square_2(from, offsets, to, pitch)),
-            4 => squares::<4>(lines, target, pitch, |from, offsets, to| x86::square_4(from, offsets, to, pitch)),
-            8 => squares::<2>(lines, target, pitch, |from, offsets, to| x86::square_8(from, offsets, to, pitch)),
+        match (lines.unit, level.has_avx2()) {
+            (1, false) => x86::narrow_1(lines, target, pitch),
+            (2, false) => x86::narrow_2(lines, target, pitch),
+            (4, false) => x86::narrow_4(lines, target, pitch),
+            (8, false) => x86::narrow_8(lines, target, pitch),
+            (1, true) => x86::wide_1(lines, target, pitch),
+            (2, true) => x86::wide_2(lines, target, pitch),
+            (4, true) => x86::wide_4(lines, target, pitch),
+            (8, true) => x86::wide_8(lines, target, pitch),
             _ => (0, 0),
         }
     }
 }
 
-/// Does all whole squares of `SIDE` lines by 16 bytes, and says how many lines and elements those were.
-///
-/// # Safety
-/// `SIDE` elements are 16 bytes, and [`Lines::check`] has passed.
+/// Transposes in registers. Each function does all whole blocks of lines that fill its registers and says how many lines and
+/// elements of them those were. It asks of its caller that [`Lines::check`] has passed, and that the processor has its
+/// instructions.
 #[cfg(target_arch = "x86_64")]
-#[inline(always)]
-unsafe fn squares<const SIDE: usize>(
-    lines: Lines<'_>,
-    target: &mut [u8],
-    pitch: usize,
-    square: impl Fn(*const u8, &[usize; SIDE], *mut u8),
-) -> (usize, usize) {
-    let (groups, rest) = lines.offsets.as_chunks::<SIDE>();
-    let columns = lines.columns / SIDE * SIDE;
-    for (index, offsets) in groups.iter().enumerate() {
-        let row = index * SIDE;
-        let ahead = lines.ahead.get(row..lines.ahead.len().min(row + SIDE)).unwrap_or_default();
-        for column in (0..columns).step_by(SIDE) {
-            let at = column * lines.unit;
-            if at.is_multiple_of(CACHE_LINE_BYTES) {
-                for next in ahead {
-                    prefetch(lines.source, next + at, CACHE_LINE_BYTES);
-                }
-            }
-            let from = lines.source.as_ptr().wrapping_add(at);
-            let to = target.as_mut_ptr().wrapping_add(column * pitch + row * lines.unit);
-            // The square touches `SIDE` lines of 16 bytes at both ends: elements of the lines and what they become, as
-            // `column + SIDE` is at most `columns` and `row + SIDE` at most the number of lines.
-            square(from, offsets, to);
-        }
-    }
-    (lines.offsets.len() - rest.len(), columns)
-}
-
-/// Squares of 16-byte lines, with SSE2, which is part of x86-64. Each function asks of its caller that all lines of the
-/// square, 16 bytes at `from + offsets[i]` and at `to + i * pitch`, are valid
-/// and do not overlap.
-#[cfg(target_arch = "x86_64")]
+#[allow(unused_unsafe, reason = "these intrinsics are safe where the compiler knows their instructions to be enabled")]
 mod x86 {
     use std::arch::x86_64::{
-        __m128i, _mm_loadu_si128, _mm_storeu_si128, _mm_unpackhi_epi8, _mm_unpackhi_epi16, _mm_unpackhi_epi32,
+        __m128i, __m256i, _mm_loadu_si128, _mm_storeu_si128, _mm_unpackhi_epi8, _mm_unpackhi_epi16, _mm_unpackhi_epi32,
         _mm_unpackhi_epi64, _mm_unpacklo_epi8, _mm_unpacklo_epi16, _mm_unpacklo_epi32, _mm_unpacklo_epi64,
+        _mm256_castsi256_si128, _mm256_extracti128_si256, _mm256_loadu_si256, _mm256_unpackhi_epi8,
+        _mm256_unpackhi_epi16, _mm256_unpackhi_epi32, _mm256_unpackhi_epi64, _mm256_unpacklo_epi8,
+        _mm256_unpacklo_epi16, _mm256_unpacklo_epi32, _mm256_unpacklo_epi64,
     };
 
-    #[inline(always)]
-    unsafe fn load<const N: usize>(from: *const u8, offsets: &[usize; N]) -> [__m128i; N] {
-        // SAFETY: SSE2 is there; the lines are valid by the contract of the module.
-        std::array::from_fn(|index| unsafe { _mm_loadu_si128(from.wrapping_add(offsets[index]).cast()) })
+    use super::{CACHE_LINE_BYTES, Lines, prefetch_line};
+
+    /// Loads 16 bytes of each line.
+    macro_rules! load_16 {
+        ($from:expr) => {
+            _mm_loadu_si128($from.cast::<__m128i>())
+        };
     }
 
-    #[inline(always)]
-    unsafe fn store<const N: usize>(lines: [__m128i; N], to: *mut u8, pitch: usize) {
-        for (index, line) in lines.into_iter().enumerate() {
-            // SAFETY: as in `load`.
-            unsafe { _mm_storeu_si128(to.add(index * pitch).cast(), line) };
-        }
+    /// Loads 32 bytes of each line.
+    macro_rules! load_32 {
+        ($from:expr) => {
+            _mm256_loadu_si256($from.cast::<__m256i>())
+        };
     }
 
-    /// One perfect shuffle of the lines: line `i` is interleaved with line `i + N / 2`, giving lines `2 i` and
-    /// `2 i + 1`. As many of these as a line has bits of index transpose the square.
-    macro_rules! shuffle {
-        ($lines:ident, $count:literal, $low:ident, $high:ident) => {{
-            let mut next = $lines;
-            for index in 0..$count / 2 {
-                // SAFETY: SSE2 is part of x86-64.
-                unsafe {
-                    next[2 * index] = $low($lines[index], $lines[index + $count / 2]);
-                    next[2 * index + 1] = $high($lines[index], $lines[index + $count / 2]);
+    /// Stores one target line.
+    macro_rules! store_16 {
+        ($line:expr, $to:expr, $apart:expr) => {
+            _mm_storeu_si128($to.cast::<__m128i>(), $line)
+        };
+    }
+
+    /// Stores two target lines, `$apart` bytes apart.
+    macro_rules! store_32 {
+        ($line:expr, $to:expr, $apart:expr) => {
+            _mm_storeu_si128($to.cast::<__m128i>(), _mm256_castsi256_si128($line));
+            _mm_storeu_si128($to.add($apart).cast::<__m128i>(), _mm256_extracti128_si256::<1>($line));
+        };
+    }
+
+    /// Defines a function that does blocks of `$side` lines by `$parts` times as many elements.
+    ///
+    /// A round is a perfect shuffle of the lines: line `i` is interleaved with line `i + N / 2`, giving lines `2 i` and
+    /// `2 i + 1`. As many of these as a line has bits of index transpose a square. The halves of a wider register are
+    /// squares of their own.
+    macro_rules! define {
+        ($($(#[$meta:meta])* fn $name:ident($side:literal, $parts:literal, $rounds:literal, $load:ident, $store:ident, $low:ident, $high:ident);)*) => {$(
+            $(#[$meta])*
+            pub(super) unsafe fn $name(lines: Lines<'_>, target: &mut [u8], pitch: usize) -> (usize, usize) {
+                let (groups, rest) = lines.offsets.as_chunks::<$side>();
+                let width = $side * $parts;
+                let columns = lines.columns / width * width;
+                for (index, offsets) in groups.iter().enumerate() {
+                    let row = index * $side;
+                    let ahead = lines.ahead.get(row..lines.ahead.len().min(row + $side)).unwrap_or_default();
+                    for column in (0..columns).step_by(width) {
+                        let at = column * lines.unit;
+                        if at.is_multiple_of(CACHE_LINE_BYTES) {
+                            for next in ahead {
+                                prefetch_line(lines.source, next + at);
+                            }
+                        }
+                        let from = lines.source.as_ptr();
+                        let to = target.as_mut_ptr();
+                        // SAFETY: the block touches `width` elements of `$side` lines and what they become, as
+                        // `column + width` is at most `columns` and `row + $side` at most the number of lines; they lie in
+                        // the slices, and the instructions are there, both by the contract of the module.
+                        unsafe {
+                            let mut block: [_; $side] = std::array::from_fn(|line| $load!(from.add(offsets[line] + at)));
+                            for _ in 0..$rounds {
+                                let now = block;
+                                for line in 0..$side / 2 {
+                                    block[2 * line] = $low(now[line], now[line + $side / 2]);
+                                    block[2 * line + 1] = $high(now[line], now[line + $side / 2]);
+                                }
+                            }
+                            for (line, made) in block.into_iter().enumerate() {
+                                let to = to.add((column + line) * pitch + row * lines.unit);
+                                $store!(made, to, $side * pitch);
+                            }
+                        }
+                    }
                 }
+                (lines.offsets.len() - rest.len(), columns)
             }
-            next
-        }};
+        )*};
     }
 
-    #[allow(unused_unsafe, reason = "these intrinsics are safe where the compiler knows SSE2 to be enabled")]
-    #[inline(always)]
-    pub(super) unsafe fn square_1(from: *const u8, offsets: &[usize; 16], to: *mut u8, pitch: usize) {
-        // SAFETY: passed on.
-        let mut lines = unsafe { load::<16>(from, offsets) };
-        for _ in 0..4 {
-            lines = shuffle!(lines, 16, _mm_unpacklo_epi8, _mm_unpackhi_epi8);
-        }
-        // SAFETY: passed on.
-        unsafe { store(lines, to, pitch) };
-    }
-
-    #[allow(unused_unsafe, reason = "these intrinsics are safe where the compiler knows SSE2 to be enabled")]
-    #[inline(always)]
-    pub(super) unsafe fn square_2(from: *const u8, offsets: &[usize; 8], to: *mut u8, pitch: usize) {
-        // SAFETY: passed on.
-        let mut lines = unsafe { load::<8>(from, offsets) };
-        for _ in 0..3 {
-            lines = shuffle!(lines, 8, _mm_unpacklo_epi16, _mm_unpackhi_epi16);
-        }
-        // SAFETY: passed on.
-        unsafe { store(lines, to, pitch) };
-    }
-
-    #[allow(unused_unsafe, reason = "these intrinsics are safe where the compiler knows SSE2 to be enabled")]
-    #[inline(always)]
-    pub(super) unsafe fn square_4(from: *const u8, offsets: &[usize; 4], to: *mut u8, pitch: usize) {
-        // SAFETY: passed on.
-        let mut lines = unsafe { load::<4>(from, offsets) };
-        for _ in 0..2 {
-            lines = shuffle!(lines, 4, _mm_unpacklo_epi32, _mm_unpackhi_epi32);
-        }
-        // SAFETY: passed on.
-        unsafe { store(lines, to, pitch) };
-    }
-
-    #[allow(unused_unsafe, reason = "these intrinsics are safe where the compiler knows SSE2 to be enabled")]
-    #[inline(always)]
-    pub(super) unsafe fn square_8(from: *const u8, offsets: &[usize; 2], to: *mut u8, pitch: usize) {
-        // SAFETY: passed on.
-        let lines = unsafe { load::<2>(from, offsets) };
-        let lines = shuffle!(lines, 2, _mm_unpacklo_epi64, _mm_unpackhi_epi64);
-        // SAFETY: passed on.
-        unsafe { store(lines, to, pitch) };
+    define! {
+        fn narrow_1(16, 1, 4, load_16, store_16, _mm_unpacklo_epi8, _mm_unpackhi_epi8);
+        fn narrow_2(8, 1, 3, load_16, store_16, _mm_unpacklo_epi16, _mm_unpackhi_epi16);
+        fn narrow_4(4, 1, 2, load_16, store_16, _mm_unpacklo_epi32, _mm_unpackhi_epi32);
+        fn narrow_8(2, 1, 1, load_16, store_16, _mm_unpacklo_epi64, _mm_unpackhi_epi64);
+        #[target_feature(enable = "avx2")]
+        fn wide_1(16, 2, 4, load_32, store_32, _mm256_unpacklo_epi8, _mm256_unpackhi_epi8);
+        #[target_feature(enable = "avx2")]
+        fn wide_2(8, 2, 3, load_32, store_32, _mm256_unpacklo_epi16, _mm256_unpackhi_epi16);
+        #[target_feature(enable = "avx2")]
+        fn wide_4(4, 2, 2, load_32, store_32, _mm256_unpacklo_epi32, _mm256_unpackhi_epi32);
+        #[target_feature(enable = "avx2")]
+        fn wide_8(2, 2, 1, load_32, store_32, _mm256_unpacklo_epi64, _mm256_unpackhi_epi64);
     }
 }
 
@@ -290,22 +293,19 @@ mod tests {
                 let source: Vec<u8> = (0..rows * source_pitch)
                     .map(|byte: usize| ((byte * 7 + byte / 251) % 256).to_le_bytes()[0])
                     .collect();
-                let mut target = vec![0xee; columns * target_pitch];
                 let offsets: Vec<usize> = (0..rows).map(|row| row * source_pitch).collect();
-                transpose(
-                    Lines { source: &source, offsets: &offsets, unit, columns, ahead: &[] },
-                    &mut target,
-                    target_pitch,
-                );
-                for (column, line) in target.chunks(target_pitch).enumerate() {
-                    for (row, cell) in line[..rows * unit].chunks(unit).enumerate() {
-                        assert_eq!(
-                            cell,
-                            &source[row * source_pitch + column * unit..][..unit],
-                            "{unit} {rows} {columns}"
-                        );
+                for level in Level::available() {
+                    let mut target = vec![0xee; columns * target_pitch];
+                    let lines = Lines { source: &source, offsets: &offsets, unit, columns, ahead: &[] };
+                    transpose(level, lines, &mut target, target_pitch);
+                    for (column, line) in target.chunks(target_pitch).enumerate() {
+                        for (row, cell) in line[..rows * unit].chunks(unit).enumerate() {
+                            let expected = &source[row * source_pitch + column * unit..][..unit];
+                            assert_eq!(cell, expected, "{unit} {rows} {columns} at {level:?}");
+                        }
+                        let between = &line[rows * unit..];
+                        assert!(between.iter().all(|byte| *byte == 0xee), "{unit}: wrote between target rows");
                     }
-                    assert!(line[rows * unit..].iter().all(|byte| *byte == 0xee), "{unit}: wrote between target rows");
                 }
             }
         }
@@ -314,13 +314,15 @@ mod tests {
     #[test]
     #[should_panic(expected = "exceed 15 source or 16 target bytes")]
     fn short_sources_are_refused() {
-        transpose(Lines { source: &[0; 15], offsets: &[0, 8], unit: 4, columns: 2, ahead: &[] }, &mut [0; 16], 8);
+        let lines = Lines { source: &[0; 15], offsets: &[0, 8], unit: 4, columns: 2, ahead: &[] };
+        transpose(Level::PORTABLE, lines, &mut [0; 16], 8);
     }
 
     #[test]
     #[should_panic(expected = "exceed 16 source or 15 target bytes")]
     fn short_targets_are_refused() {
-        transpose(Lines { source: &[0; 16], offsets: &[8, 0], unit: 4, columns: 2, ahead: &[] }, &mut [0; 15], 8);
+        let lines = Lines { source: &[0; 16], offsets: &[8, 0], unit: 4, columns: 2, ahead: &[] };
+        transpose(Level::PORTABLE, lines, &mut [0; 15], 8);
     }
 
     #[test]

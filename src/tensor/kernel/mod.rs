@@ -35,6 +35,12 @@ impl Level {
         Self::PORTABLE
     }
 
+    /// Whether vectors of 32 bytes may be used. AVX-512 comes with AVX2.
+    #[cfg(target_arch = "x86_64")]
+    pub(in crate::tensor) fn has_avx2(self) -> bool {
+        matches!(self.0, Width::Avx2 | Width::Avx512)
+    }
+
     /// Every level of this processor, for tests that compare them.
     #[cfg(test)]
     pub(super) fn available() -> Vec<Self> {

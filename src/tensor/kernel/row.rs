@@ -145,19 +145,24 @@ fn thin_bf16(bits: u32) -> [u8; 2] {
     [low, high]
 }
 
+/// BF16 nearest to the f32 with these bits, if that is no NaN; of a NaN whose lower half is zero, a NaN.
+#[inline(always)]
+fn rounded_finite_bf16(bits: u32) -> u16 {
+    let [_, _, low, high] = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)).to_le_bytes();
+    u16::from_le_bytes([low, high])
+}
+
 /// `f32` rounded to BF16, as `f32` again.
 #[inline(always)]
 fn rounded_bf16(bytes: [u8; 4]) -> u32 {
     float::narrow_bf16(u32::from_le_bytes(bytes)) << 16
 }
 
-/// Exponent bits of an f32.
-const EXPONENT: u32 = 0x7f80_0000;
 /// Elements that are looked at together.
 const TOGETHER: usize = 32;
 
-/// Fills `target` with products by `factor` in BF16, flushing subnormals. What that takes is done only for elements that are
-/// not ordinary: a zero, or a finite number whose product is finite and far from subnormal.
+/// Fills `target` with products by `factor` in BF16, flushing subnormals. What that takes is done only for groups with a product
+/// that is not ordinary: neither a zero nor finite and far from subnormal. `widen` gives the lower half of a NaN zeros.
 #[inline(always)]
 fn multiply_flush_to_bf16<const S: usize>(
     source: &[u8],
@@ -169,24 +174,23 @@ fn multiply_flush_to_bf16<const S: usize>(
     let ((groups, rest), (group_targets, rest_target)) =
         (source.as_chunks::<TOGETHER>(), target.as_chunks_mut::<TOGETHER>());
     let exact = |bytes: [u8; S]| thin_bf16(float::multiply_flush(widen(bytes), factor));
-    let ordinary_factor = f32::from_bits(factor).is_normal();
+    // With such a factor the product of a subnormal is one too, or the zero that it is to become.
+    let ordinary_factor = f32::from_bits(factor).is_normal() && f32::from_bits(factor).abs() <= 1.0;
     for (from, to) in groups.iter().zip(group_targets) {
-        let (mut odd, mut any) = ([0; TOGETHER], 0);
-        for ((bytes, to), odd) in from.iter().zip(to.iter_mut()).zip(&mut odd) {
-            let value = widen(*bytes);
-            let product = (f32::from_bits(value) * f32::from_bits(factor)).to_bits();
-            *to = thin_bf16(product);
-            // Exponents from 2 to 254 are at least 2^-125 and finite.
-            let far = (product & EXPONENT).wrapping_sub(2 << 23) < 253 << 23;
-            let zero = u32::from(value << 1 == 0);
-            *odd = 1 ^ (zero | u32::from(far) & u32::from(value & EXPONENT != 0));
-            any |= *odd;
+        let mut products = [0; TOGETHER];
+        for (bytes, product) in from.iter().zip(&mut products) {
+            *product = rounded_finite_bf16((f32::from_bits(widen(*bytes)) * f32::from_bits(factor)).to_bits());
         }
-        if any != 0 || !ordinary_factor {
-            for ((bytes, to), odd) in from.iter().zip(to).zip(odd) {
-                if odd != 0 || !ordinary_factor {
-                    *to = exact(*bytes);
-                }
+        let mut odd = u16::from(!ordinary_factor);
+        for (product, to) in products.iter().zip(to.iter_mut()) {
+            let magnitude = product & 0x7fff;
+            // Exponents from 2 to 254 are at least 2^-125 and finite. What was rounded to a zero is to be one.
+            odd |= u16::from(magnitude != 0) & u16::from(magnitude.wrapping_sub(2 << 7) >= 253 << 7);
+            *to = product.to_le_bytes();
+        }
+        if odd != 0 {
+            for (bytes, to) in from.iter().zip(to) {
+                *to = exact(*bytes);
             }
         }
     }
