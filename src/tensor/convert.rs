@@ -5,6 +5,7 @@
 //! for everything faster.
 
 use super::kernel::{Level, row};
+use super::transpose::FusedKind;
 use super::{BlockScale, DType, Program, Step, float};
 
 /// Elements of one stretch: its f32 values take 2 KiB.
@@ -155,6 +156,25 @@ impl<'a> Converter<'a> {
             {
                 let row = if *flush { row::round_multiply_flush_bf16 } else { row::round_multiply_bf16 };
                 Some(Direct::With(row, factor.to_bits()))
+            }
+            _ => None,
+        }
+    }
+
+    /// The same as a loop that transposes can be given, if there is one: of what [`Converter::direct`] does, for ordinary
+    /// factors.
+    pub(super) fn fused(&self) -> Option<FusedKind> {
+        let (source, target) = (self.program.source, self.program.target);
+        let ordinary = |factor: f32| factor.is_normal() && factor.abs() <= 1.0;
+        match (source, target, self.program.steps.as_slice()) {
+            (DType::F32, DType::BF16, []) => Some(FusedKind::Round),
+            (DType::BF16, DType::BF16, [Step::Multiply { factor, .. }]) if ordinary(*factor) => {
+                Some(FusedKind::Multiply(*factor))
+            }
+            (DType::F32, DType::BF16, [Step::Round(DType::BF16), Step::Multiply { factor, .. }])
+                if ordinary(*factor) =>
+            {
+                Some(FusedKind::RoundMultiply(*factor))
             }
             _ => None,
         }

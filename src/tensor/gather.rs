@@ -6,9 +6,10 @@
 //! 1. *Rows*: the innermost loop is contiguous on both sides: copy or convert row by row.
 //! 2. *Blocks*: the target's innermost loop strides through the source, and another loop takes smaller source steps: a
 //!    transpose. Walking either side in order would touch every cache line of the other many times, so blocks of at
-//!    most 128 rows of 1024 bytes are read a few rows at a time, converted if need be, transposed into a scratch, and
-//!    written from it in whole cache lines. Few rows, because in a matrix whose rows are a power of two apart the same
-//!    part of many rows contends for the same few places of a processor's cache. The run of target positions may be composed of several loops, as in a transposed matrix whose
+//!    most 128 rows of 512 target bytes are read a few rows at a time, transposed into a scratch, and written from it in
+//!    whole cache lines. Conversions are done in registers on the way, or row by row before. Few rows, because in a
+//!    matrix whose rows are a power of two apart the same part of many rows contends for the same few places of a
+//!    processor's cache. The run of target positions may be composed of several loops, as in a transposed matrix whose
 //!    rows were permuted.
 //! 3. *Elements*: anything else, in target order.
 
@@ -16,7 +17,7 @@ use smallvec::SmallVec;
 
 use super::convert::{Converter, Direct, STRETCH};
 use super::kernel::Level;
-use super::transpose::{Lines, fence, prefetch, stream, transpose};
+use super::transpose::{Fused, FusedKind, Lines, fence, prefetch, stream, transpose};
 use super::{Decode, Program};
 
 /// One loop of a strided copy. Strides are in elements; in units where the elements are narrower than a byte, the
@@ -64,8 +65,6 @@ pub enum Stores {
 const BLOCK_ROWS: usize = 128;
 /// Rows of a block that are converted together where that takes several loops.
 const ROWS_AT_ONCE: usize = 8;
-/// Elements of a row that are asked for ahead while as many are converted.
-const AHEAD_ELEMENTS: usize = 512;
 /// Rows of a block that are transposed together at most.
 const GROUP_ROWS_MAX: usize = 16;
 /// Bytes of a block's row in the target type.
@@ -252,12 +251,14 @@ fn copy(level: Level, mut axes: Axes, element: usize, place: Place, source: &[u8
     if unit <= UNIT_BYTES_MAX
         && let Some(plan) = Blocks::plan(&axes, unit, unit)
     {
-        let read = |offsets: &[usize], stride: usize, count: usize, scratch: &mut [u8]| {
+        let mut read = |offsets: &[usize], stride: usize, count: usize, scratch: &mut [u8]| {
             for (index, from) in offsets.iter().enumerate() {
                 copy_line(unit, &source[*from..], stride, &mut scratch[index * count * unit..][..count * unit]);
             }
         };
-        plan.run(level, place, source, target, stores, 1, (plan.columns.source != unit).then_some(read));
+        let straight = plan.columns.source == unit;
+        let way = if straight { Way::Straight(None) } else { Way::Read { together: 1, read: &mut read } };
+        plan.run(level, place, source, target, stores, way);
         return;
     }
     match axes.split_first() {
@@ -309,6 +310,18 @@ fn copy_units<const UNIT: usize>(source: &[u8], from: usize, target: &mut [u8], 
     }
 }
 
+/// `read(offsets, stride, count, scratch)` fills `scratch` with one line per offset: `count` target elements made of those at
+/// that source byte and every `stride` bytes on.
+type Read<'a> = &'a mut dyn FnMut(&[usize], usize, usize, &mut [u8]);
+
+/// How the lines of a block come to be transposed.
+enum Way<'a> {
+    /// Straight from the source, converted in registers if at all.
+    Straight(Option<Fused<'a>>),
+    /// From a scratch that they were read to, as many together at most.
+    Read { together: usize, read: Read<'a> },
+}
+
 /// A nest that is worked in blocks: a run of target positions times columns that are near each other in the source.
 #[derive(Debug)]
 struct Blocks {
@@ -350,23 +363,13 @@ impl Blocks {
         Some(Self { run, columns, outer, unit, width })
     }
 
-    /// Works all blocks. `read(offsets, stride, count, scratch)` fills `scratch` with one line per offset, `together` of them
-    /// at most: `count` target elements made of those at that source byte and every `stride` bytes on. Without it the
-    /// source's lines are what is transposed.
-    fn run(
-        &self,
-        level: Level,
-        place: Place,
-        source: &[u8],
-        target: &mut [u8],
-        stores: Stores,
-        together: usize,
-        mut read: Option<impl FnMut(&[usize], usize, usize, &mut [u8])>,
-    ) {
+    /// Works all blocks.
+    fn run(&self, level: Level, place: Place, source: &[u8], target: &mut [u8], stores: Stores, mut way: Way<'_>) {
         let width = self.width.min(self.columns.extent);
         let pitch = BLOCK_ROWS * self.unit + LINE_GAP_BYTES;
         let mut block = vec![0; pitch * width];
-        let mut scratch = vec![0; if read.is_some() { GROUP_ROWS_MAX * self.unit * width } else { 0 }];
+        let reads = matches!(way, Way::Read { .. });
+        let mut scratch = vec![0; if reads { GROUP_ROWS_MAX * self.unit * width } else { 0 }];
         // As many lines as fill registers of 16 bytes, and few, so that looking ahead is spread evenly.
         let group = if self.unit == 1 { GROUP_ROWS_MAX } else { ROWS_AT_ONCE };
         let length: usize = self.run.iter().map(|axis| axis.extent).product();
@@ -396,27 +399,19 @@ impl Blocks {
                             };
                         }
                         let (offsets, target) = (&offsets[first..end], &mut block[first * self.unit..]);
-                        let lines = Lines { source, offsets, unit: self.unit, columns: count, ahead };
-                        let Some(read) = &mut read else {
-                            transpose(level, lines, target, pitch);
-                            continue;
+                        let lines = Lines { source, offsets, unit: self.unit, columns: count, fused: None, ahead };
+                        let (together, read) = match &mut way {
+                            Way::Straight(fused) => {
+                                transpose(level, Lines { fused: *fused, ..lines }, target, pitch);
+                                continue;
+                            }
+                            Way::Read { together, read } => (*together, read),
                         };
                         let made = count * self.unit;
                         for (index, lines) in
                             scratch.chunks_mut(together * made).enumerate().take(offsets.len().div_ceil(together))
                         {
                             let rows = index * together..offsets.len().min((index + 1) * together);
-                            if let [offset] = offsets[rows.clone()] {
-                                // Asked for little by little: a processor has few requests under way.
-                                for start in (0..count).step_by(AHEAD_ELEMENTS) {
-                                    let part = AHEAD_ELEMENTS.min(count - start);
-                                    let skip = start * self.columns.source;
-                                    prefetch(source, ahead[rows.start] + skip, part * self.columns.source);
-                                    let lines = &mut lines[start * self.unit..][..part * self.unit];
-                                    read(&[offset + skip], self.columns.source, part, lines);
-                                }
-                                continue;
-                            }
                             for ahead in &ahead[rows.clone()] {
                                 prefetch(source, *ahead, step);
                             }
@@ -490,6 +485,8 @@ struct Convert<'a> {
     level: Level,
     /// The one loop that converts, if one is enough.
     direct: Option<Direct>,
+    /// The same in registers, where the processor has those that it takes.
+    fused: Option<FusedKind>,
     collected: [u8; STRETCH * FLOAT_BYTES_MAX],
     converted: [u8; STRETCH * FLOAT_BYTES_MAX],
 }
@@ -497,7 +494,7 @@ struct Convert<'a> {
 impl<'a> Convert<'a> {
     fn new(program: &'a Program, level: Level, source_base: u64, scale: &'a [u8]) -> Self {
         let converter = Converter::new(program, level);
-        let direct = converter.direct();
+        let (direct, fused) = (converter.direct(), converter.fused());
         let source_bytes = super::convert::element_bytes(program.source);
         Self {
             converter,
@@ -507,6 +504,7 @@ impl<'a> Convert<'a> {
             source_shift: source_bytes.trailing_zeros(),
             level,
             direct,
+            fused: if level.fuses() { fused } else { None },
             target_bytes: super::convert::element_bytes(program.target),
             collected: [0; STRETCH * FLOAT_BYTES_MAX],
             converted: [0; STRETCH * FLOAT_BYTES_MAX],
@@ -516,13 +514,19 @@ impl<'a> Convert<'a> {
     fn run(&mut self, axes: &[Axis], place: Place, source: &[u8], target: &mut [u8], stores: Stores) {
         let unit = self.target_bytes;
         if let Some(mut plan) = Blocks::plan(axes, self.source_bytes, unit) {
-            let together = if self.direct.is_some() { 1 } else { ROWS_AT_ONCE };
+            let (level, together) = (self.level, if self.direct.is_some() { 1 } else { ROWS_AT_ONCE });
             plan.width = plan.width.min(STRETCH / together);
-            let level = self.level;
-            let read = |offsets: &[usize], stride: usize, count: usize, scratch: &mut [u8]| {
+            if let Some((kind, direct)) = self.fused.zip(self.direct)
+                && plan.columns.source == self.source_bytes
+            {
+                let exact = |source: &[u8], target: &mut [u8]| direct.run(level, source, target);
+                let way = Way::Straight(Some(Fused { kind, exact: &exact }));
+                return plan.run(level, place, source, target, stores, way);
+            }
+            let mut read = |offsets: &[usize], stride: usize, count: usize, scratch: &mut [u8]| {
                 self.lines(source, offsets, stride, count, scratch);
             };
-            plan.run(level, place, source, target, stores, together, Some(read));
+            plan.run(level, place, source, target, stores, Way::Read { together, read: &mut read });
             return;
         }
         match axes.split_first() {

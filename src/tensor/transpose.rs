@@ -10,6 +10,8 @@ use super::kernel::Level;
 
 /// Bytes of a line of the processor's caches.
 const CACHE_LINE_BYTES: usize = 64;
+/// Elements at the edge of a block that are converted together.
+const EDGE_ELEMENTS: usize = 64;
 
 /// Lines of a source that are transposed together.
 #[derive(Clone, Copy, Debug)]
@@ -17,19 +19,61 @@ pub(super) struct Lines<'a> {
     pub(super) source: &'a [u8],
     /// Where each line begins.
     pub(super) offsets: &'a [usize],
-    /// Bytes of one element.
+    /// Bytes of one target element.
     pub(super) unit: usize,
     /// Elements of each line, which become target lines.
     pub(super) columns: usize,
+    /// What is done to elements on the way; without it source and target elements are alike.
+    pub(super) fused: Option<Fused<'a>>,
     /// Where lines begin that will be wanted next: each part of them is asked for while the same part of these is worked on,
     /// as processors do not look so far ahead by themselves.
     pub(super) ahead: &'a [usize],
 }
 
+/// A conversion to BF16 that is done in registers.
+#[derive(Clone, Copy)]
+pub(super) struct Fused<'a> {
+    pub(super) kind: FusedKind,
+    /// The same conversion of any number of elements, for those that are not ordinary and for the edges of a block.
+    pub(super) exact: &'a dyn Fn(&[u8], &mut [u8]),
+}
+
+impl std::fmt::Debug for Fused<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.kind.fmt(f)
+    }
+}
+
+/// What conversion that is. Factors are normal numbers of at most 1, so that the product of a subnormal is one too, or zero.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum FusedKind {
+    /// BF16 values times a factor.
+    Multiply(f32),
+    /// F32 values, rounded.
+    Round,
+    /// F32 values, rounded, times a factor.
+    RoundMultiply(f32),
+}
+
+impl FusedKind {
+    fn source_unit(self) -> usize {
+        match self {
+            Self::Multiply(_) => 2,
+            Self::Round | Self::RoundMultiply(_) => 4,
+        }
+    }
+}
+
 impl Lines<'_> {
+    /// Bytes of one source element.
+    fn source_unit(&self) -> usize {
+        self.fused.map_or(self.unit, |fused| fused.kind.source_unit())
+    }
+
     /// Asserts that all lines lie in the source, and what they become in `length` bytes.
     fn check(&self, target_pitch: usize, length: usize) {
-        let line = self.columns.checked_mul(self.unit);
+        assert!(self.fused.is_none() || self.unit == 2, "elements of {} bytes are no BF16", self.unit);
+        let line = self.columns.checked_mul(self.source_unit());
         let end = |start: usize| start.checked_add(line?);
         let reach = self.columns.saturating_sub(1).checked_mul(target_pitch);
         let target_end = reach.and_then(|reach| reach.checked_add(self.offsets.len().checked_mul(self.unit)?));
@@ -40,7 +84,7 @@ impl Lines<'_> {
             "{} lines of {} elements of {} bytes exceed {} source or {length} target bytes",
             self.offsets.len(),
             self.columns,
-            self.unit,
+            self.source_unit(),
             self.source.len()
         );
     }
@@ -103,6 +147,10 @@ pub(super) fn transpose(level: Level, lines: Lines<'_>, target: &mut [u8], pitch
     lines.check(pitch, target.len());
     let (rows, columns) = registers(level, lines, target, pitch);
     for (edge_rows, edge_columns) in [(rows..lines.offsets.len(), 0), (0..rows, columns)] {
+        if let Some(fused) = lines.fused {
+            converted_edge(lines, fused, edge_rows, edge_columns, target, pitch);
+            continue;
+        }
         match lines.unit {
             1 => edge::<1>(lines, edge_rows, edge_columns, target, pitch),
             2 => edge::<2>(lines, edge_rows, edge_columns, target, pitch),
@@ -117,6 +165,29 @@ pub(super) fn transpose(level: Level, lines: Lines<'_>, target: &mut [u8], pitch
                         target[to..to + unit].copy_from_slice(&lines.source[from..from + unit]);
                     }
                 }
+            }
+        }
+    }
+}
+
+/// Converts and transposes some lines from element `column_start` on.
+fn converted_edge(
+    lines: Lines<'_>,
+    fused: Fused<'_>,
+    rows: std::ops::Range<usize>,
+    column_start: usize,
+    target: &mut [u8],
+    pitch: usize,
+) {
+    let width = fused.kind.source_unit();
+    let mut converted = [0; 2 * EDGE_ELEMENTS];
+    for row in rows {
+        for column in (column_start..lines.columns).step_by(EDGE_ELEMENTS) {
+            let count = EDGE_ELEMENTS.min(lines.columns - column);
+            let converted = &mut converted[..2 * count];
+            (fused.exact)(&lines.source[lines.offsets[row] + column * width..][..count * width], converted);
+            for (index, element) in converted.as_chunks::<2>().0.iter().enumerate() {
+                target[(column + index) * pitch + row * 2..][..2].copy_from_slice(element);
             }
         }
     }
@@ -156,6 +227,16 @@ fn registers(level: Level, lines: Lines<'_>, target: &mut [u8], pitch: usize) ->
     // SAFETY: all lines and what they become lie in the slices by the check above. SSE2 is part of x86-64, and the level says
     // whether there is AVX2.
     unsafe {
+        if let Some(fused) = lines.fused {
+            return match (fused.kind, level.has_avx2()) {
+                (FusedKind::Multiply(factor), true) => x86::fused::<2, true>(lines, fused.exact, factor, target, pitch),
+                (FusedKind::Round, true) => x86::fused::<4, false>(lines, fused.exact, 1.0, target, pitch),
+                (FusedKind::RoundMultiply(factor), true) => {
+                    x86::fused::<4, true>(lines, fused.exact, factor, target, pitch)
+                }
+                (_, false) => (0, 0),
+            };
+        }
         match (lines.unit, level.has_avx2()) {
             (1, false) => x86::narrow_1(lines, target, pitch),
             (2, false) => x86::narrow_2(lines, target, pitch),
@@ -177,11 +258,15 @@ fn registers(level: Level, lines: Lines<'_>, target: &mut [u8], pitch: usize) ->
 #[allow(unused_unsafe, reason = "these intrinsics are safe where the compiler knows their instructions to be enabled")]
 mod x86 {
     use std::arch::x86_64::{
-        __m128i, __m256i, _mm_loadu_si128, _mm_storeu_si128, _mm_unpackhi_epi8, _mm_unpackhi_epi16, _mm_unpackhi_epi32,
-        _mm_unpackhi_epi64, _mm_unpacklo_epi8, _mm_unpacklo_epi16, _mm_unpacklo_epi32, _mm_unpacklo_epi64,
-        _mm256_castsi256_si128, _mm256_extracti128_si256, _mm256_loadu_si256, _mm256_unpackhi_epi8,
-        _mm256_unpackhi_epi16, _mm256_unpackhi_epi32, _mm256_unpackhi_epi64, _mm256_unpacklo_epi8,
-        _mm256_unpacklo_epi16, _mm256_unpacklo_epi32, _mm256_unpacklo_epi64,
+        __m256i, _CMP_UNORD_Q, _mm_loadu_si128, _mm_storeu_si128, _mm_unpackhi_epi8, _mm_unpackhi_epi16,
+        _mm_unpackhi_epi32, _mm_unpackhi_epi64, _mm_unpacklo_epi8, _mm_unpacklo_epi16, _mm_unpacklo_epi32,
+        _mm_unpacklo_epi64, _mm256_add_epi32, _mm256_and_si256, _mm256_andnot_si256, _mm256_castps_si256,
+        _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cmpeq_epi16, _mm256_extracti128_si256,
+        _mm256_loadu_si256, _mm256_max_epu16, _mm256_mul_ps, _mm256_or_si256, _mm256_packus_epi32, _mm256_set_m128i,
+        _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setzero_si256, _mm256_srli_epi32,
+        _mm256_sub_epi16, _mm256_testz_si256, _mm256_unpackhi_epi8, _mm256_unpackhi_epi16, _mm256_unpackhi_epi32,
+        _mm256_unpackhi_epi64, _mm256_unpacklo_epi8, _mm256_unpacklo_epi16, _mm256_unpacklo_epi32,
+        _mm256_unpacklo_epi64,
     };
 
     use super::{CACHE_LINE_BYTES, Lines, prefetch_line};
@@ -189,29 +274,29 @@ mod x86 {
     /// Loads 16 bytes of each line.
     macro_rules! load_16 {
         ($from:expr) => {
-            _mm_loadu_si128($from.cast::<__m128i>())
+            _mm_loadu_si128($from.cast())
         };
     }
 
     /// Loads 32 bytes of each line.
     macro_rules! load_32 {
         ($from:expr) => {
-            _mm256_loadu_si256($from.cast::<__m256i>())
+            _mm256_loadu_si256($from.cast())
         };
     }
 
     /// Stores one target line.
     macro_rules! store_16 {
         ($line:expr, $to:expr, $apart:expr) => {
-            _mm_storeu_si128($to.cast::<__m128i>(), $line)
+            _mm_storeu_si128($to.cast(), $line)
         };
     }
 
     /// Stores two target lines, `$apart` bytes apart.
     macro_rules! store_32 {
         ($line:expr, $to:expr, $apart:expr) => {
-            _mm_storeu_si128($to.cast::<__m128i>(), _mm256_castsi256_si128($line));
-            _mm_storeu_si128($to.add($apart).cast::<__m128i>(), _mm256_extracti128_si256::<1>($line));
+            _mm_storeu_si128($to.cast(), _mm256_castsi256_si128($line));
+            _mm_storeu_si128($to.add($apart).cast(), _mm256_extracti128_si256::<1>($line));
         };
     }
 
@@ -277,10 +362,118 @@ mod x86 {
         #[target_feature(enable = "avx2")]
         fn wide_8(2, 2, 1, load_32, store_32, _mm256_unpacklo_epi64, _mm256_unpackhi_epi64);
     }
+
+    /// As `wide_2`, of elements of `SOURCE` bytes that are rounded to BF16, if they are wider, and then multiplied by `factor`
+    /// and rounded again, if `MULTIPLY` says so. Blocks that hold what is not ordinary are converted by `exact`.
+    #[target_feature(enable = "avx2")]
+    pub(super) unsafe fn fused<const SOURCE: usize, const MULTIPLY: bool>(
+        lines: Lines<'_>,
+        exact: &dyn Fn(&[u8], &mut [u8]),
+        factor: f32,
+        target: &mut [u8],
+        pitch: usize,
+    ) -> (usize, usize) {
+        let (groups, rest) = lines.offsets.as_chunks::<8>();
+        let columns = lines.columns / 16 * 16;
+        for (index, offsets) in groups.iter().enumerate() {
+            let row = index * 8;
+            let ahead = lines.ahead.get(row..lines.ahead.len().min(row + 8)).unwrap_or_default();
+            for column in (0..columns).step_by(16) {
+                let at = column * SOURCE;
+                if at.is_multiple_of(CACHE_LINE_BYTES) {
+                    for next in ahead {
+                        prefetch_line(lines.source, next + at);
+                    }
+                }
+                let from = lines.source.as_ptr();
+                let to = target.as_mut_ptr();
+                // SAFETY: as in `define`, with 16 elements of 8 lines.
+                unsafe {
+                    let (mut block, mut odd) = ([_mm256_setzero_si256(); 8], _mm256_setzero_si256());
+                    for (made, offset) in block.iter_mut().zip(offsets) {
+                        *made = bf16::<SOURCE, MULTIPLY>(from.add(offset + at), factor, &mut odd);
+                    }
+                    if _mm256_testz_si256(odd, odd) == 0 {
+                        for (made, offset) in block.iter_mut().zip(offsets) {
+                            let mut converted = [0; 32];
+                            exact(&lines.source[offset + at..][..16 * SOURCE], &mut converted);
+                            *made = _mm256_loadu_si256(converted.as_ptr().cast());
+                        }
+                    }
+                    for _ in 0..3 {
+                        let now = block;
+                        for line in 0..4 {
+                            block[2 * line] = _mm256_unpacklo_epi16(now[line], now[line + 4]);
+                            block[2 * line + 1] = _mm256_unpackhi_epi16(now[line], now[line + 4]);
+                        }
+                    }
+                    for (line, made) in block.into_iter().enumerate() {
+                        let to = to.add((column + line) * pitch + row * 2);
+                        store_32!(made, to, 8 * pitch);
+                    }
+                }
+            }
+        }
+        (lines.offsets.len() - rest.len(), columns)
+    }
+
+    /// Converts the 16 elements at `from`, and sets bits of `odd` if one of them is a NaN, or its product is neither zero nor
+    /// finite and far from subnormal.
+    #[target_feature(enable = "avx2")]
+    #[inline]
+    unsafe fn bf16<const SOURCE: usize, const MULTIPLY: bool>(
+        from: *const u8,
+        factor: f32,
+        odd: &mut __m256i,
+    ) -> __m256i {
+        // Each lane of 128 bits holds elements 0 to 3 of its 8 in the first of these, and 4 to 7 in the second.
+        // SAFETY: 16 elements of `SOURCE` bytes at `from` may be read, as the caller says.
+        let (mut low, mut high) = unsafe {
+            if SOURCE == 4 {
+                let four = |index: usize| _mm_loadu_si128(from.add(16 * index).cast());
+                (_mm256_set_m128i(four(2), four(0)), _mm256_set_m128i(four(3), four(1)))
+            } else {
+                let (all, zero) = (_mm256_loadu_si256(from.cast()), _mm256_setzero_si256());
+                (_mm256_unpacklo_epi16(zero, all), _mm256_unpackhi_epi16(zero, all))
+            }
+        };
+        // To nearest, ties to even, in the upper half; right for all but NaNs.
+        let round = |bits: __m256i| {
+            let even = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+            _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), even)
+        };
+        if SOURCE == 4 {
+            for bits in [low, high] {
+                let value = _mm256_castsi256_ps(bits);
+                let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(value, value));
+                *odd = _mm256_or_si256(*odd, nan);
+            }
+            (low, high) = (round(low), round(high));
+        }
+        if MULTIPLY {
+            let multiply = |bits: __m256i| {
+                let value =
+                    _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(0xffff_0000_u32.cast_signed())));
+                round(_mm256_castps_si256(_mm256_mul_ps(value, _mm256_set1_ps(factor))))
+            };
+            (low, high) = (multiply(low), multiply(high));
+        }
+        let made = _mm256_packus_epi32(_mm256_srli_epi32::<16>(low), _mm256_srli_epi32::<16>(high));
+        if MULTIPLY {
+            // Exponents from 2 to 254 are at least 2^-125 and finite.
+            let magnitude = _mm256_and_si256(made, _mm256_set1_epi16(0x7fff));
+            let above = _mm256_sub_epi16(magnitude, _mm256_set1_epi16(2 << 7));
+            let outside = _mm256_cmpeq_epi16(_mm256_max_epu16(above, _mm256_set1_epi16(253 << 7)), above);
+            let zero = _mm256_cmpeq_epi16(magnitude, _mm256_setzero_si256());
+            *odd = _mm256_or_si256(*odd, _mm256_andnot_si256(zero, outside));
+        }
+        made
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::{DType, Program, Step, convert_row, convert_scalar};
     use super::*;
 
     #[test]
@@ -296,7 +489,7 @@ mod tests {
                 let offsets: Vec<usize> = (0..rows).map(|row| row * source_pitch).collect();
                 for level in Level::available() {
                     let mut target = vec![0xee; columns * target_pitch];
-                    let lines = Lines { source: &source, offsets: &offsets, unit, columns, ahead: &[] };
+                    let lines = Lines { source: &source, offsets: &offsets, unit, columns, fused: None, ahead: &[] };
                     transpose(level, lines, &mut target, target_pitch);
                     for (column, line) in target.chunks(target_pitch).enumerate() {
                         for (row, cell) in line[..rows * unit].chunks(unit).enumerate() {
@@ -314,15 +507,73 @@ mod tests {
     #[test]
     #[should_panic(expected = "exceed 15 source or 16 target bytes")]
     fn short_sources_are_refused() {
-        let lines = Lines { source: &[0; 15], offsets: &[0, 8], unit: 4, columns: 2, ahead: &[] };
+        let lines = Lines { source: &[0; 15], offsets: &[0, 8], unit: 4, columns: 2, fused: None, ahead: &[] };
         transpose(Level::PORTABLE, lines, &mut [0; 16], 8);
     }
 
     #[test]
     #[should_panic(expected = "exceed 16 source or 15 target bytes")]
     fn short_targets_are_refused() {
-        let lines = Lines { source: &[0; 16], offsets: &[8, 0], unit: 4, columns: 2, ahead: &[] };
+        let lines = Lines { source: &[0; 16], offsets: &[8, 0], unit: 4, columns: 2, fused: None, ahead: &[] };
         transpose(Level::PORTABLE, lines, &mut [0; 15], 8);
+    }
+
+    /// A program that `kind` does, and what it makes of one element after another.
+    fn expected(kind: FusedKind, flush: bool, source: &[u8]) -> (Program, Vec<u8>) {
+        let multiply = |factor: f32| Step::Multiply { factor, flush };
+        let (source_type, steps) = match kind {
+            FusedKind::Multiply(factor) => (DType::BF16, vec![multiply(factor)]),
+            FusedKind::Round => (DType::F32, vec![]),
+            FusedKind::RoundMultiply(factor) => (DType::F32, vec![Step::Round(DType::BF16), multiply(factor)]),
+        };
+        let program = Program { source: source_type, target: DType::BF16, steps };
+        let width = kind.source_unit();
+        let mut made = vec![0; source.len() / width * 2];
+        for (element, made) in source.chunks(width).zip(made.chunks_mut(2)) {
+            convert_scalar(&program, &[], element, 0, made);
+        }
+        (program, made)
+    }
+
+    #[test]
+    fn fused_conversions_agree_with_single_elements() {
+        // Every BF16; and F32 values of every sign, exponent and upper mantissa at and around the boundaries of rounding, in
+        // an order in which blocks of ordinary values are met as well as mixed ones.
+        let narrow: Vec<u8> = (0..1_u32 << 16).flat_map(|index| index.to_le_bytes()[..2].to_vec()).collect();
+        let wide: Vec<u8> = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff]
+            .into_iter()
+            .flat_map(|low: u32| (0..1_u32 << 16).flat_map(move |high| (high << 16 | low).to_le_bytes()))
+            .collect();
+        let factors = [0.088_388_346_f32, -1.0, 0.5, -3e-20, f32::MIN_POSITIVE];
+        let kinds =
+            factors.into_iter().flat_map(|factor| [FusedKind::Multiply(factor), FusedKind::RoundMultiply(factor)]);
+        for kind in kinds.chain([FusedKind::Round]) {
+            for flush in [false, true] {
+                let width = kind.source_unit();
+                let source = if width == 2 { &narrow } else { &wide };
+                let (program, expected) = expected(kind, flush, source);
+                let exact = |source: &[u8], target: &mut [u8]| convert_row(&program, &[], source, 0, target);
+                let fused = Some(Fused { kind, exact: &exact });
+                // Neither the rows nor the columns of the last shape fill registers.
+                for (rows, columns) in [(source.len() / width / 256, 256), (source.len() / width / 1021, 1021)] {
+                    let offsets: Vec<usize> = (0..rows).map(|row| row * columns * width).collect();
+                    let pitch = rows * 2;
+                    for level in Level::available() {
+                        let mut target = vec![0xee; columns * pitch];
+                        let lines = Lines { source, offsets: &offsets, unit: 2, columns, fused, ahead: &offsets };
+                        transpose(level, lines, &mut target, pitch);
+                        for (column, line) in target.chunks(pitch).enumerate() {
+                            for (row, made) in line.chunks(2).enumerate() {
+                                let index = row * columns + column;
+                                let expected = &expected[2 * index..][..2];
+                                let from = &source[index * width..][..width];
+                                assert_eq!(made, expected, "{kind:?}, {flush}, {from:x?} at {level:?}");
+                            }
+                        }
+                    }
+                }
+            }
+        }
     }
 
     #[test]

@@ -41,6 +41,11 @@ impl Level {
         matches!(self.0, Width::Avx2 | Width::Avx512)
     }
 
+    /// Whether conversions are fused with transposes.
+    pub(in crate::tensor) fn fuses(self) -> bool {
+        self != Self::PORTABLE
+    }
+
     /// Every level of this processor, for tests that compare them.
     #[cfg(test)]
     pub(super) fn available() -> Vec<Self> {
