@@ -177,11 +177,12 @@ pub(super) struct MountFlags {
     no_passthrough: bool,
     /// Which tensor files are made whole in memory when they are opened, for the kernel to read by itself.
     ///
-    /// With `tensors`, the default, those of one tensor or a part of one: raw, npy/ and orbax/. With `all` also those of many, which
-    /// is right for loaders that read them from end to end and wrong for those that pick slices. Only files from 1 MiB to half
-    /// of the cache are; they are made by all threads at once, and given up a minute after they were closed. Needs root, as
-    /// passthrough does; otherwise, and where there is no room, files are made as they are read.
-    #[arg(long, value_name = "none|tensors|all")]
+    /// With `tensors` those of one tensor or a part of one: raw, npy/ and orbax/. With `auto`, the default, also those of many tensors,
+    /// unless their directory was just listed or another of its files was just opened and closed again: whoever did that looks
+    /// for headers, and the file that is opened once more is then made. With `all` those of many always. Only files from 1 MiB
+    /// to half of the cache are; they are made by all threads at once, and given up a minute after they were closed. Needs
+    /// root, as passthrough does; otherwise, and where there is no room, files are made as they are read.
+    #[arg(long, value_name = "none|tensors|auto|all")]
     whole: Option<Word<MadeWhole>>,
     /// Reads of tensor files bypass the kernel's page cache: of all, or of those whose path matches, as in `orbax/*`.
     ///

@@ -217,10 +217,12 @@ impl AsWord for SourceIo {
 pub enum MadeWhole {
     /// None.
     None,
-    /// Those of one tensor or a part of one: raw, `npy/`, `orbax/`. Files of many are often read in parts only.
-    #[default]
+    /// Those of one tensor or a part of one: raw, `npy/`, `orbax/`.
     Tensors,
-    /// Those of many tensors too.
+    /// Those, and files of many tensors but for who only goes through a directory for headers.
+    #[default]
+    Auto,
+    /// Every one.
     All,
 }
 
@@ -229,8 +231,9 @@ impl AsWord for MadeWhole {
         match text {
             "none" => Ok(Self::None),
             "tensors" => Ok(Self::Tensors),
+            "auto" => Ok(Self::Auto),
             "all" => Ok(Self::All),
-            _ => Err(format!("files made whole: expected none, tensors or all, found {text:?}")),
+            _ => Err(format!("files made whole: expected none, tensors, auto or all, found {text:?}")),
         }
     }
 
@@ -238,6 +241,7 @@ impl AsWord for MadeWhole {
         match self {
             Self::None => "none",
             Self::Tensors => "tensors",
+            Self::Auto => "auto",
             Self::All => "all",
         }
         .to_owned()

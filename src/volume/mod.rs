@@ -4,6 +4,7 @@
 
 mod arrays;
 mod copies;
+mod looks;
 mod manifest;
 pub mod metrics;
 mod name_tree;

@@ -9,7 +9,7 @@ use std::{
         Arc, Mutex, OnceLock, PoisonError, RwLock, Weak,
         atomic::{AtomicU64, Ordering},
     },
-    time::{SystemTime, UNIX_EPOCH},
+    time::{Instant, SystemTime, UNIX_EPOCH},
 };
 
 use lru::LruCache;
@@ -18,6 +18,7 @@ use super::{
     Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, Opened, StatFs, WhenWhole,
     arrays::{ArrayNode, ArrayTable},
     copies::Copies,
+    looks::Looks,
     name_tree::NameNode,
     stats,
     tree::{Block, BlockKind, Fixed, FixedKind, Flavor, Names, Place, Seedling, Tree},
@@ -103,6 +104,7 @@ pub struct Volume {
     direct: Allow,
     copies: Option<Copies>,
     whole: Option<(WholeFiles, MadeWhole)>,
+    looks: Looks,
     late: Mutex<HashMap<Ino, Weak<Late>>>,
 }
 
@@ -184,6 +186,7 @@ impl Volume {
             direct: options.direct,
             copies: None,
             whole: None,
+            looks: Looks::default(),
             late: Mutex::default(),
         })
     }
@@ -205,19 +208,29 @@ impl Volume {
     pub fn make_whole(&mut self, which: MadeWhole) -> io::Result<()> {
         self.whole = match which {
             MadeWhole::None => None,
-            MadeWhole::Tensors | MadeWhole::All => Some((WholeFiles::new(&self.engine)?, which)),
+            MadeWhole::Tensors | MadeWhole::Auto | MadeWhole::All => Some((WholeFiles::new(&self.engine)?, which)),
         };
         Ok(())
     }
 
-    /// Whether a file should be made whole when it is opened. One of several tensors is often read in parts only.
+    /// Whether a file should be made whole now that it is opened.
     fn is_made_whole(&self, ino: Ino, file: &OpenFile) -> bool {
         let Some((whole, which)) = &self.whole else { return false };
         let chosen = match (which, self.tree.place(ino)) {
-            (MadeWhole::All, _) | (MadeWhole::Tensors, Some(Place::Named(..) | Place::Array(..))) => true,
-            (MadeWhole::Tensors, Some(Place::Fixed(_)) | None) | (MadeWhole::None, _) => false,
+            (MadeWhole::None, _) | (_, None) | (MadeWhole::Tensors, Some(Place::Fixed(_))) => false,
+            (_, Some(Place::Named(..) | Place::Array(..))) | (MadeWhole::All, Some(Place::Fixed(_))) => true,
+            (MadeWhole::Auto, Some(Place::Fixed(fixed))) => {
+                self.looks.opened(fixed.parent, ino, Instant::now()) || whole.has(ino)
+            }
         };
         chosen && whole.accepts(file.len_bytes())
+    }
+
+    /// Notes that a file is closed that may be of many tensors.
+    fn note_closed(&self, ino: Ino, pin: &Pin) {
+        if let (Some((_, MadeWhole::Auto)), Some(Place::Fixed(fixed))) = (&self.whole, self.tree.place(ino)) {
+            self.looks.closed(fixed.parent, ino, pin.get().map(|(_, since)| since.elapsed()), Instant::now());
+        }
     }
 
     /// The engine that reads.
@@ -656,6 +669,7 @@ impl FileSystem for Volume {
                 }
             }
             Place::Fixed(Fixed { kind: FixedKind::Directory { entries, .. }, .. }) => {
+                self.looks.listed(dir, Instant::now());
                 for (name, ino) in entries.iter().skip(skip) {
                     if each(DirEntry { name: name.as_bytes(), ino: *ino, kind: self.kind(*ino) }).is_break() {
                         break;
@@ -760,7 +774,9 @@ impl FileSystem for Volume {
 
     fn release(&self, ino: Ino, handle: Handle) {
         let open = self.open.write().unwrap_or_else(PoisonError::into_inner).remove(&handle.0);
-        if let (Some(copies), Some(Open::Image(file, _))) = (&self.copies, open)
+        let Some(Open::Image(file, pin)) = open else { return };
+        self.note_closed(ino, &pin);
+        if let Some(copies) = &self.copies
             && !self.direct.accepts(file.name())
         {
             copies.want(ino, &file);

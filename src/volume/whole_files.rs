@@ -38,8 +38,8 @@ pub(super) struct WholeFile {
     _room: Reservation,
 }
 
-/// Keeps a whole file as long as a handle is open.
-pub(super) type Pin = Arc<OnceLock<Arc<WholeFile>>>;
+/// Keeps a whole file as long as a handle is open, and knows since when it could be read.
+pub(super) type Pin = Arc<OnceLock<(Arc<WholeFile>, Instant)>>;
 
 enum State {
     /// Who waits for it.
@@ -82,6 +82,11 @@ impl WholeFiles {
     pub(super) fn accepts(&self, len_bytes: u64) -> bool {
         let most = self.engine.upgrade().map_or(0, |engine| engine.reservable_bytes() as u64 / 3 * 2);
         (BYTES_MIN..=most).contains(&len_bytes)
+    }
+
+    /// Whether a file is made or under way.
+    pub(super) fn has(&self, ino: Ino) -> bool {
+        self.shared.lock().contains_key(&ino)
     }
 
     /// Makes a file, or finds it made or under way. `pin` keeps it from then on.
@@ -181,7 +186,7 @@ fn make_room(states: &mut HashMap<Ino, State>, engine: &Engine, bytes: u64) -> O
 }
 
 fn keep(whole: &Arc<WholeFile>, pin: &Pin, then: WhenWhole) {
-    let _ = pin.set(Arc::clone(whole));
+    let _ = pin.set((Arc::clone(whole), Instant::now()));
     then(Some(Arc::clone(&whole.file)));
 }
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Speed of PyTorch's loaders on a mount, as ratios to the same loads from plain files in the same run. Run by hand:
 
-    "$(tests/python/setup.sh)/bin/python" tests/bench/torch_load.py [--size 2] [--runs 5] [--only WORD] [--whole all] [--dir /var/tmp]
+    "$(tests/python/setup.sh)/bin/python" tests/bench/torch_load.py [--size 2] [--runs 5] [--only WORD] [--whole tensors] [--dir /var/tmp]
 
 A generated bf16 Llama repository of SIZE gigabytes is mounted with `--layout hf --mesh fsdp=4`, for every repetition anew.
 
@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--size", type=float, default=2.0, help="gigabytes of the generated repository")
     parser.add_argument("--runs", type=int, default=5, help="repetitions of each case")
     parser.add_argument("--only", default="", help="only cases whose name contains this word")
-    parser.add_argument("--whole", default="tensors", help="which files ckfs makes whole when they are opened")
+    parser.add_argument("--whole", default="auto", help="which files ckfs makes whole when they are opened")
     parser.add_argument("--dir", default="/var/tmp", help="where the repository and the mount point are made, and deleted again")
     run = parser.parse_args()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -1,0 +1,148 @@
+//! Who opens a file of many tensors: somebody who will read it, or somebody who goes through a directory for headers.
+//!
+//! Nothing in an open says which, but what went before it does. A loader opens the file it was told to load. A reader of
+//! distributed checkpoints first lists the directory, then opens each file for its header, and then opens those again that
+//! hold what it wants. To make a file whole for a look at its header would fetch what nobody reads; to be wrong either way
+//! costs time and nothing else.
+
+use std::{
+    collections::{HashMap, HashSet},
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use super::Ino;
+
+/// For how long a directory is thought to be gone through after the last sign of it.
+const LATELY: Duration = Duration::from_secs(2);
+/// Who closes a file sooner has looked at its header.
+const BRIEF: Duration = Duration::from_millis(50);
+
+/// What was seen of one directory.
+#[derive(Debug)]
+struct Look {
+    /// The last sign that it is gone through.
+    seen: Instant,
+    /// Files opened since the first one.
+    opened: HashSet<Ino>,
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    /// Directories that may be gone through now.
+    looks: HashMap<Ino, Look>,
+    /// How many times each file is open. Loaders open a file twice at once, to map it and to read its header.
+    open: HashMap<Ino, usize>,
+}
+
+/// What was seen of the directories that hold files of many tensors.
+#[derive(Debug, Default)]
+pub(super) struct Looks {
+    seen: Mutex<Seen>,
+}
+
+impl Looks {
+    /// Notes that a directory is listed.
+    pub(super) fn listed(&self, directory: Ino, now: Instant) {
+        self.seen().looks.insert(directory, Look { seen: now, opened: HashSet::new() });
+    }
+
+    /// Notes that a file is opened, and says whether it will be read: unless its directory is gone through, or if it is opened
+    /// again meanwhile.
+    pub(super) fn opened(&self, directory: Ino, file: Ino, now: Instant) -> bool {
+        let mut seen = self.seen();
+        let handles = seen.open.entry(file).or_default();
+        *handles += 1;
+        if *handles > 1 {
+            return false;
+        }
+        let Some(look) = seen.looks.get_mut(&directory) else { return true };
+        if now.saturating_duration_since(look.seen) > LATELY {
+            seen.looks.remove(&directory);
+            return true;
+        }
+        let again = !look.opened.insert(file);
+        if again {
+            // Whoever it is has what it looked for. Files that are opened from now on are looked at anew.
+            look.opened = HashSet::from([file]);
+        }
+        again
+    }
+
+    /// Notes that a file is closed. `open_for` is how long it was there to be read, if it was made whole.
+    pub(super) fn closed(&self, directory: Ino, file: Ino, open_for: Option<Duration>, now: Instant) {
+        let mut seen = self.seen();
+        // One whose opening was not asked about is read in some other way.
+        let Some(handles) = seen.open.get_mut(&file) else { return };
+        *handles -= 1;
+        if *handles > 0 {
+            return;
+        }
+        seen.open.remove(&file);
+        if open_for.is_some_and(|open_for| open_for > BRIEF) {
+            return;
+        }
+        let look = seen.looks.entry(directory).or_insert_with(|| Look { seen: now, opened: HashSet::new() });
+        look.seen = now;
+        look.opened.insert(file);
+    }
+
+    fn seen(&self) -> MutexGuard<'_, Seen> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DIRECTORY: Ino = Ino(9);
+    const FILES: [Ino; 4] = [Ino(10), Ino(11), Ino(12), Ino(13)];
+
+    #[test]
+    fn a_file_opened_by_its_name_is_read() {
+        let (looks, now) = (Looks::default(), Instant::now());
+        for file in FILES {
+            assert!(looks.opened(DIRECTORY, file, now), "ranks open their own at the same time");
+        }
+        for file in FILES {
+            looks.closed(DIRECTORY, file, Some(BRIEF * 2), now);
+            assert!(looks.opened(DIRECTORY, file, now), "one after another");
+        }
+    }
+
+    #[test]
+    fn who_lists_a_directory_looks_and_who_comes_back_reads() {
+        let (looks, now) = (Looks::default(), Instant::now());
+        for _ in 0..3 {
+            looks.listed(DIRECTORY, now);
+            for file in FILES {
+                for _ in 0..2 {
+                    assert!(!looks.opened(DIRECTORY, file, now), "open a second time while it is open");
+                }
+                for _ in 0..2 {
+                    looks.closed(DIRECTORY, file, None, now);
+                }
+            }
+            assert!(looks.opened(DIRECTORY, FILES[2], now));
+            looks.closed(DIRECTORY, FILES[2], Some(BRIEF * 2), now);
+        }
+        assert!(looks.opened(Ino(99), Ino(100), now), "another directory");
+        assert!(looks.opened(DIRECTORY, FILES[1], now + LATELY * 2), "that was long ago");
+    }
+
+    #[test]
+    fn who_looks_without_a_listing_is_found_out_by_the_first_file() {
+        let (looks, now) = (Looks::default(), Instant::now());
+        // What was read is still made, so that to find it read again is as well.
+        for (round, found) in [[true, false, false, false], [false, false, true, false]].into_iter().enumerate() {
+            for (index, file) in FILES.into_iter().enumerate() {
+                let read = looks.opened(DIRECTORY, file, now);
+                assert_eq!(read, found[index], "file {index} of round {round}");
+                looks.closed(DIRECTORY, file, read.then_some(BRIEF / 10), now);
+            }
+            assert!(looks.opened(DIRECTORY, FILES[2], now));
+            looks.closed(DIRECTORY, FILES[2], Some(BRIEF * 2), now);
+        }
+    }
+}
