@@ -14,9 +14,18 @@ use std::{
 use super::Ino;
 
 /// For how long a directory is thought to be gone through after the last sign of it.
-const LATELY: Duration = Duration::from_secs(2);
-/// Who closes a file sooner has looked at its header.
-const BRIEF: Duration = Duration::from_millis(50);
+const LATELY: Duration = Duration::from_secs(5);
+
+/// What was done with a file, as far as is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Use {
+    /// No more than its header can have been read.
+    Looked,
+    /// The tensors in it.
+    Read,
+    /// It was made whole and open long enough for either.
+    Unknown,
+}
 
 /// What was seen of one directory.
 #[derive(Debug)]
@@ -69,8 +78,8 @@ impl Looks {
         again
     }
 
-    /// Notes that a file is closed. `open_for` is how long it was there to be read, if it was made whole.
-    pub(super) fn closed(&self, directory: Ino, file: Ino, open_for: Option<Duration>, now: Instant) {
+    /// Notes that a file is closed.
+    pub(super) fn closed(&self, directory: Ino, file: Ino, used: Use, now: Instant) {
         let mut seen = self.seen();
         // One whose opening was not asked about is read in some other way.
         let Some(handles) = seen.open.get_mut(&file) else { return };
@@ -79,12 +88,17 @@ impl Looks {
             return;
         }
         seen.open.remove(&file);
-        if open_for.is_some_and(|open_for| open_for > BRIEF) {
-            return;
+        match used {
+            Use::Looked => {
+                let look = seen.looks.entry(directory).or_insert_with(|| Look { seen: now, opened: HashSet::new() });
+                look.seen = now;
+                look.opened.insert(file);
+            }
+            Use::Read => {
+                seen.looks.remove(&directory);
+            }
+            Use::Unknown => {}
         }
-        let look = seen.looks.entry(directory).or_insert_with(|| Look { seen: now, opened: HashSet::new() });
-        look.seen = now;
-        look.opened.insert(file);
     }
 
     fn seen(&self) -> MutexGuard<'_, Seen> {
@@ -106,7 +120,7 @@ mod tests {
             assert!(looks.opened(DIRECTORY, file, now), "ranks open their own at the same time");
         }
         for file in FILES {
-            looks.closed(DIRECTORY, file, Some(BRIEF * 2), now);
+            looks.closed(DIRECTORY, file, Use::Unknown, now);
             assert!(looks.opened(DIRECTORY, file, now), "one after another");
         }
     }
@@ -121,14 +135,24 @@ mod tests {
                     assert!(!looks.opened(DIRECTORY, file, now), "open a second time while it is open");
                 }
                 for _ in 0..2 {
-                    looks.closed(DIRECTORY, file, None, now);
+                    looks.closed(DIRECTORY, file, Use::Looked, now);
                 }
             }
             assert!(looks.opened(DIRECTORY, FILES[2], now));
-            looks.closed(DIRECTORY, FILES[2], Some(BRIEF * 2), now);
+            looks.closed(DIRECTORY, FILES[2], Use::Unknown, now);
         }
         assert!(looks.opened(Ino(99), Ino(100), now), "another directory");
         assert!(looks.opened(DIRECTORY, FILES[1], now + LATELY * 2), "that was long ago");
+    }
+
+    #[test]
+    fn who_lists_a_directory_and_reads_it_is_found_out_by_the_first_file() {
+        let (looks, now) = (Looks::default(), Instant::now());
+        looks.listed(DIRECTORY, now);
+        for (index, file) in FILES.into_iter().enumerate() {
+            assert_eq!(looks.opened(DIRECTORY, file, now), index > 0);
+            looks.closed(DIRECTORY, file, if index > 0 { Use::Unknown } else { Use::Read }, now);
+        }
     }
 
     #[test]
@@ -139,10 +163,10 @@ mod tests {
             for (index, file) in FILES.into_iter().enumerate() {
                 let read = looks.opened(DIRECTORY, file, now);
                 assert_eq!(read, found[index], "file {index} of round {round}");
-                looks.closed(DIRECTORY, file, read.then_some(BRIEF / 10), now);
+                looks.closed(DIRECTORY, file, Use::Looked, now);
             }
             assert!(looks.opened(DIRECTORY, FILES[2], now));
-            looks.closed(DIRECTORY, FILES[2], Some(BRIEF * 2), now);
+            looks.closed(DIRECTORY, FILES[2], Use::Unknown, now);
         }
     }
 }

@@ -227,9 +227,10 @@ impl Volume {
     }
 
     /// Notes that a file is closed that may be of many tensors.
-    fn note_closed(&self, ino: Ino, pin: &Pin) {
+    fn note_closed(&self, ino: Ino, file: &OpenFile, pin: &Pin) {
         if let (Some((_, MadeWhole::Auto)), Some(Place::Fixed(fixed))) = (&self.whole, self.tree.place(ino)) {
-            self.looks.closed(fixed.parent, ino, pin.get().map(|(_, since)| since.elapsed()), Instant::now());
+            let header_bytes = file.image().start_of(1.min(file.image().segments().len()));
+            self.looks.closed(fixed.parent, ino, pin.used(header_bytes), Instant::now());
         }
     }
 
@@ -760,7 +761,10 @@ impl FileSystem for Volume {
                 late.get_or_init(|| self.made_late(ino)).as_deref().map(reply_part).map_err(|error| *error)
             }
             Open::Original(file) => self.engine.read_original(file, offset, len, reply).map_err(|_| FsError::Io),
-            Open::Image(file, _) => self.engine.read(&file, offset, len, reply).map_err(|_| FsError::Io),
+            Open::Image(file, pin) => {
+                pin.note_read(len as u64);
+                self.engine.read(&file, offset, len, reply).map_err(|_| FsError::Io)
+            }
         }
     }
 
@@ -775,7 +779,7 @@ impl FileSystem for Volume {
     fn release(&self, ino: Ino, handle: Handle) {
         let open = self.open.write().unwrap_or_else(PoisonError::into_inner).remove(&handle.0);
         let Some(Open::Image(file, pin)) = open else { return };
-        self.note_closed(ino, &pin);
+        self.note_closed(ino, &file, &pin);
         if let Some(copies) = &self.copies
             && !self.direct.accepts(file.name())
         {

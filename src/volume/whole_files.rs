@@ -12,7 +12,10 @@ use std::{
     fs::File,
     io,
     os::fd::OwnedFd,
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak},
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -21,7 +24,7 @@ use rustix::{
     mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount, fsopen},
 };
 
-use super::{Ino, WhenWhole};
+use super::{Ino, WhenWhole, looks::Use};
 use crate::read::{Engine, OpenFile, ReadError, Reservation, WholeError, counters::add};
 
 /// Smaller files are not worth a file of their own: a request or two of the kernel's read them.
@@ -31,6 +34,11 @@ const HUGE_PAGE_BYTES: u64 = 2 << 20;
 /// How long a file is kept once it is closed.
 const IDLE: Duration = Duration::from_mins(1);
 
+/// Who closes a whole file sooner has looked at its header.
+const BRIEF: Duration = Duration::from_millis(50);
+/// The kernel reads so far beyond what it is asked for, at most.
+const AHEAD_BYTES: u64 = 8 << 20;
+
 /// A file whose bytes were all made.
 #[derive(Debug)]
 pub(super) struct WholeFile {
@@ -38,8 +46,33 @@ pub(super) struct WholeFile {
     _room: Reservation,
 }
 
-/// Keeps a whole file as long as a handle is open, and knows since when it could be read.
-pub(super) type Pin = Arc<OnceLock<(Arc<WholeFile>, Instant)>>;
+/// Keeps a whole file as long as a handle is open.
+pub(super) type Pin = Arc<Pinned>;
+
+/// What a handle has of a file.
+#[derive(Debug, Default)]
+pub(super) struct Pinned {
+    /// The whole file, and since when it could be read.
+    made: OnceLock<(Arc<WholeFile>, Instant)>,
+    /// Bytes that were read otherwise.
+    read_bytes: AtomicU64,
+}
+
+impl Pinned {
+    /// Counts bytes that were not read from a whole file.
+    pub(super) fn note_read(&self, bytes: u64) {
+        self.read_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// What was done with a file whose first `header_bytes` are not tensors.
+    pub(super) fn used(&self, header_bytes: u64) -> Use {
+        match self.made.get() {
+            Some((_, since)) if since.elapsed() > BRIEF => Use::Unknown,
+            None if self.read_bytes.load(Ordering::Relaxed) > header_bytes + AHEAD_BYTES => Use::Read,
+            Some(_) | None => Use::Looked,
+        }
+    }
+}
 
 enum State {
     /// Who waits for it.
@@ -186,7 +219,7 @@ fn make_room(states: &mut HashMap<Ino, State>, engine: &Engine, bytes: u64) -> O
 }
 
 fn keep(whole: &Arc<WholeFile>, pin: &Pin, then: WhenWhole) {
-    let _ = pin.set((Arc::clone(whole), Instant::now()));
+    let _ = pin.made.set((Arc::clone(whole), Instant::now()));
     then(Some(Arc::clone(&whole.file)));
 }
 

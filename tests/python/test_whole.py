@@ -7,6 +7,8 @@ import threading
 
 import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
 
 import repos
 from mounting import error_of, read, run, wait_until
@@ -42,26 +44,49 @@ def test_bytes_are_the_same_as_those_made_while_they_are_read(own, wide, options
     assert plain.stats()["whole_files"] == 0
 
 
-def test_only_files_of_one_tensor_are_by_default(own, wide):
-    mounted = own(wide.path)
-    tried = {
-        "full/layers/scanned/wq": 1,
-        "npy/dev0/layers/scanned/wq.npy": 1,
-        "orbax/0/items/layers.scanned.wq/0.0.0": 1,
-        "safetensors/dev0.safetensors": 0,
-        "dcp/__0_0.distcp": 0,
-        "full/final_norm": 0,
-        "full/layers/0/wq": 1,
-        "full/layers/0/wk": 1,
-    }
-    for name, made in tried.items():
+ONE_TENSOR = {
+    "full/layers/scanned/wq": 1,
+    "npy/dev0/layers/scanned/wq.npy": 1,
+    "orbax/0/items/layers.scanned.wq/0.0.0": 1,
+    "full/final_norm": 0,
+    "full/layers/0/wq": 1,
+    "full/layers/0/wk": 1,
+}
+MANY_TENSORS = ["safetensors/dev0.safetensors", "dcp/__0_0.distcp"]
+
+
+@pytest.mark.parametrize("which", [None, "tensors", "all", "none"])
+def test_which_files_are(own, wide, which):
+    mounted = own(wide.path, *(("--whole", which) if which else ()))
+    expected = {name: made * (which != "none") for name, made in ONE_TENSOR.items()}
+    expected |= {name: int(which in (None, "all")) for name in MANY_TENSORS}
+    for name, made in expected.items():
         before = mounted.stats()["whole_files"]
         with open(mounted / name, "rb") as file:
             file.read(1)
         assert mounted.stats()["whole_files"] - before == made, name
     # All of it was made although one byte was asked for, once.
-    assert mounted.stats()["whole_bytes"] == sum((mounted / name).stat().st_size for name, made in tried.items() if made)
+    assert mounted.stats()["whole_bytes"] == sum((mounted / name).stat().st_size for name, made in expected.items() if made)
     assert "whole" in run("mount", wide.path, mounted.point, "--whole", "some", expect=2).err
+
+
+def test_who_looks_for_headers_causes_nothing_to_be_made(own, wide):
+    """As `HuggingFaceStorageReader` does: list the directory, open every file for its header, then read what is wanted."""
+    mounted = own(wide.path, "--mesh", "fsdp=4")
+    directory = mounted / "safetensors"
+    for round in range(2):
+        files = sorted(file for file in directory.iterdir() if file.suffix == ".safetensors")
+        assert len(files) == 4
+        for file in files:
+            with safe_open(file, framework="np") as held:
+                assert len(held.keys()) > 10
+        assert mounted.stats()["whole_files"] == round
+        expected = {name: tensor.tobytes() for name, tensor in load_file(files[2]).items()}
+        assert mounted.stats()["whole_files"] == 1, "opened again, and found when it is once more"
+        fetched = sum(mounted.stats()["bytes_fetched"].values())
+        assert fetched < files[2].stat().st_size + 4 * (4 << 20), "headers, and what the kernel reads ahead of them"
+        assert {name: tensor.tobytes() for name, tensor in load_file(files[2]).items()} == expected
+        # The kernel may list the directory from memory the second time; what was made then is found all the same.
 
 
 def test_direct_reads_find_the_bytes(own, wide):
