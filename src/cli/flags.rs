@@ -154,7 +154,7 @@ pub(super) struct EngineFlags {
     /// How source files are read: auto (mapped, except on network file systems), mmap or pread.
     #[arg(long, value_name = "auto|mmap|pread")]
     source_io: Option<Word<SourceIo>>,
-    /// Memory for transformed data, as in 512M; by default 1/12 of the memory, from 256 MiB to 16 GiB.
+    /// Memory for transformed data, as in 512M; by default 1/8 of the memory, from 256 MiB to 16 GiB.
     #[arg(long, value_name = "SIZE")]
     cache_bytes: Option<ByteCount>,
     /// Threads that serve requests, and as many that compute ahead; by default one per core, from 2 to 16.
@@ -177,11 +177,11 @@ pub(super) struct MountFlags {
     no_passthrough: bool,
     /// Which tensor files are made whole in memory when they are opened, for the kernel to read by itself.
     ///
-    /// With `tensors` those of one tensor or a part of one: raw, npy/ and orbax/. With `auto`, the default, also those of many tensors,
-    /// unless their directory was just listed or another of its files was just opened and closed again: whoever did that looks
-    /// for headers, and the file that is opened once more is then made. With `all` those of many always. Only files from 1 MiB
-    /// to half of the cache are; they are made by all threads at once, and given up a minute after they were closed. Needs
-    /// root, as passthrough does; otherwise, and where there is no room, files are made as they are read.
+    /// With `tensors` those of one tensor or a part of one: raw, npy/ and orbax/. With `auto`, the default, also those of many
+    /// outside dcp/, unless their directory was just listed or another of its files was just opened and closed again: whoever
+    /// did that looks for headers, and the file that is opened once more is then made. With `all` every one. Only files from
+    /// 1 MiB to half of the cache are; they are made by all threads at once, and given up a minute after they were closed.
+    /// Needs root, as passthrough does; otherwise, and where there is no room, files are made as they are read.
     #[arg(long, value_name = "none|tensors|auto|all")]
     whole: Option<Word<MadeWhole>>,
     /// Reads of tensor files bypass the kernel's page cache: of all, or of those whose path matches, as in `orbax/*`.

@@ -21,7 +21,7 @@ use crate::{
 
 /// Least and most memory for transformed data by default, and its part of all memory.
 const CACHE_BYTES: (u64, u64) = (256 << 20, 16 << 30);
-const CACHE_PART_OF_MEMORY: u64 = 12;
+const CACHE_PART_OF_MEMORY: u64 = 8;
 
 /// The configuration that flags and a file amount to.
 ///

@@ -219,7 +219,7 @@ pub enum MadeWhole {
     None,
     /// Those of one tensor or a part of one: raw, `npy/`, `orbax/`.
     Tensors,
-    /// Those, and files of many tensors but for who only goes through a directory for headers.
+    /// Those, and files of many tensors but for who only goes through a directory for headers; not those of `dcp/`.
     #[default]
     Auto,
     /// Every one.

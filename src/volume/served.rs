@@ -220,7 +220,9 @@ impl Volume {
             (MadeWhole::None, _) | (_, None) | (MadeWhole::Tensors, Some(Place::Fixed(_))) => false,
             (_, Some(Place::Named(..) | Place::Array(..))) | (MadeWhole::All, Some(Place::Fixed(_))) => true,
             (MadeWhole::Auto, Some(Place::Fixed(fixed))) => {
-                self.looks.opened(fixed.parent, ino, Instant::now()) || whole.has(ino)
+                // Each rank reads its parts of several files of `dcp/`.
+                let in_parts = matches!(&fixed.kind, FixedKind::Made { made: Made::Distcp { .. }, .. });
+                !in_parts && (self.looks.opened(fixed.parent, ino, Instant::now()) || whole.has(ino))
             }
         };
         chosen && whole.accepts(file.len_bytes())

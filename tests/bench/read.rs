@@ -446,8 +446,8 @@ fn main() -> Result<()> {
             mount: &["--mesh", "fsdp=2"],
             goals: (0.38, 0.75),
         };
-        let whole =
-            Case { name: "contiguous shard, --whole all", mount: &["--mesh", "fsdp=2", "--whole", "all"], ..shard };
+        let pages =
+            Case { name: "contiguous shard, --whole none", mount: &["--mesh", "fsdp=2", "--whole", "none"], ..shard };
         let one_tensor = Case { name: "contiguous shard of one tensor", path: "dev1/layers/scanned/w_down", ..shard };
         let direct_io =
             Case { name: "contiguous shard, --direct-io", mount: &["--mesh", "fsdp=2", "--direct-io"], ..shard };
@@ -455,7 +455,7 @@ fn main() -> Result<()> {
         let materialize = ["--mesh", "fsdp=2", "--materialize", &copies];
         let copied =
             Case { name: "contiguous shard, --materialize", mount: &materialize, goals: (0.38, 0.95), ..shard };
-        for case in [untouched, shard, whole, one_tensor, direct_io, copied].iter().filter(|case| wants(case.name)) {
+        for case in [untouched, shard, pages, one_tensor, direct_io, copied].iter().filter(|case| wants(case.name)) {
             sequential(&mut report, &bf16, work, runs, case)?;
         }
         if wants("direct") {
@@ -475,12 +475,12 @@ fn main() -> Result<()> {
             mount: &["--mesh", "fsdp=2", "--dtype", "bf16"],
             goals: (0.27, 0.75),
         };
-        let whole = Case {
-            name: "f32 to bf16 (output bytes), --whole all",
-            mount: &["--mesh", "fsdp=2", "--dtype", "bf16", "--whole", "all"],
+        let pages = Case {
+            name: "f32 to bf16 (output bytes), --whole none",
+            mount: &["--mesh", "fsdp=2", "--dtype", "bf16", "--whole", "none"],
             ..case
         };
-        for case in [case, whole] {
+        for case in [case, pages] {
             sequential(&mut report, &f32s, work, runs, &case)?;
         }
         fs::remove_dir_all(&f32s)?;

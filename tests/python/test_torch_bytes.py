@@ -95,11 +95,11 @@ def everything(repo: repos.Repo) -> int:
 def test_four_ranks(own, wide, mesh):
     """FSDP2 in four processes, each with a mount of its own, as on four hosts.
 
-    From `safetensors/`, torch maps all files to look at their headers, and the kernel reads a little more of each than those.
-    Under tensor parallelism a rank also takes small tensors out of other ranks' files, with what the kernel reads around them.
+    From `safetensors/`, torch maps all files to look at their headers, and the kernel reads a little more of each than those; the
+    file that it then opens again is made whole. Under tensor parallelism a rank also takes small tensors out of other ranks' files, with what the kernel reads around them.
     """
     mounts, ways = [own(wide.path, "--mesh", mesh, "--layout", "hf") for _ in range(4)], ("dcp", "safetensors")
-    around = {"dcp": 0, "safetensors": 3 * read_ahead_bytes(mounts[0])}
+    around = {"dcp": 0, "safetensors": 4 * read_ahead_bytes(mounts[0])}
     for rank, rows in enumerate(torch_process.run([mounted.point for mounted in mounts], mesh, *ways)):
         assert [row["way"] for row in rows] == list(ways)
         for row in rows:
@@ -110,8 +110,10 @@ def test_four_ranks(own, wide, mesh):
 
 @pytest.mark.parametrize("mesh", ["dp_shard=4", "fsdp=2,tp=2"])
 def test_four_ranks_of_a_host(own, wide, mesh):
-    """On one mount together: each byte of the repository once."""
+    """On one mount together: each byte of the repository once, but for what the kernel reads around the headers of files that
+    are made whole later, and around small tensors of other ranks' files."""
     mounted, ways = own(wide.path, "--mesh", mesh, "--layout", "hf"), ("dcp", "safetensors")
+    around = {"dcp": 0, "safetensors": 4 * read_ahead_bytes(mounted) * (2 if "tp" in mesh else 1)}
     for rows in torch_process.run([mounted.point] * 4, mesh, *ways):
         assert [row["way"] for row in rows] == list(ways)
-        assert all(row["fetched"] <= MORE * everything(wide) for row in rows), rows
+        assert all(row["fetched"] <= MORE * everything(wide) + around[row["way"]] for row in rows), rows

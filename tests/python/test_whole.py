@@ -52,14 +52,18 @@ ONE_TENSOR = {
     "full/layers/0/wq": 1,
     "full/layers/0/wk": 1,
 }
-MANY_TENSORS = ["safetensors/dev0.safetensors", "dcp/__0_0.distcp"]
+MANY_TENSORS = {
+    "safetensors/dev0.safetensors": (None, "all"),
+    "pt/dev0.pt": (None, "all"),
+    "dcp/__0_0.distcp": ("all",),
+}
 
 
 @pytest.mark.parametrize("which", [None, "tensors", "all", "none"])
 def test_which_files_are(own, wide, which):
     mounted = own(wide.path, *(("--whole", which) if which else ()))
     expected = {name: made * (which != "none") for name, made in ONE_TENSOR.items()}
-    expected |= {name: int(which in (None, "all")) for name in MANY_TENSORS}
+    expected |= {name: int(which in by) for name, by in MANY_TENSORS.items()}
     for name, made in expected.items():
         before = mounted.stats()["whole_files"]
         with open(mounted / name, "rb") as file:
