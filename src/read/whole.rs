@@ -29,6 +29,8 @@ const TRANSPOSED_ELEMENTS_MIN: u64 = 64;
 /// And at most, where there are so many for all threads. Each part touches pages of all the rows again, which costs less
 /// the more of them it uses.
 const TRANSPOSED_ELEMENTS_MAX: u64 = 1024;
+/// Elements of two bytes in a cache line.
+const LINE_ELEMENTS: u64 = 32;
 /// Parts for each thread at least, so that none is left with much while others are done.
 const PARTS_PER_THREAD: u64 = 2;
 
@@ -165,8 +167,11 @@ impl Engine {
             let (start, end) = (file.image().start_of(segment), file.image().start_of(segment + 1));
             cut(start);
             let (first, step) = if let Some(row_bytes) = self.transposed_row_bytes(file, segment)? {
-                let rows = (share / row_bytes).clamp(TRANSPOSED_ELEMENTS_MIN, TRANSPOSED_ELEMENTS_MAX);
-                (start, rows * row_bytes)
+                let most = (share / row_bytes).clamp(TRANSPOSED_ELEMENTS_MIN, TRANSPOSED_ELEMENTS_MAX);
+                // As many and as large for each thread.
+                let rows = ((end - start) / row_bytes).max(1);
+                let parts = rows.div_ceil(most).next_multiple_of(threads);
+                (start, rows.div_ceil(parts).next_multiple_of(LINE_ELEMENTS) * row_bytes)
             } else {
                 let step = share.clamp(PART_BYTES_MIN, PART_BYTES_MAX).next_power_of_two();
                 (start.next_multiple_of(step), step)
