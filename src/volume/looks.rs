@@ -6,7 +6,7 @@
 //! costs time and nothing else.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::HashMap,
     sync::{Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
@@ -32,8 +32,16 @@ pub(super) enum Use {
 struct Look {
     /// The last sign that it is gone through.
     seen: Instant,
-    /// Files opened since the first one.
-    opened: HashSet<Ino>,
+    /// Files opened since, in order.
+    opened: Vec<Ino>,
+    /// Where among them the one is that was opened again last.
+    reached: Option<usize>,
+}
+
+impl Look {
+    fn new(seen: Instant) -> Self {
+        Self { seen, opened: Vec::new(), reached: None }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -53,7 +61,7 @@ pub(super) struct Looks {
 impl Looks {
     /// Notes that a directory is listed.
     pub(super) fn listed(&self, directory: Ino, now: Instant) {
-        self.seen().looks.insert(directory, Look { seen: now, opened: HashSet::new() });
+        self.seen().looks.insert(directory, Look::new(now));
     }
 
     /// Notes that a file is opened, and says whether it will be read: unless its directory is gone through, or if it is opened
@@ -70,12 +78,20 @@ impl Looks {
             seen.looks.remove(&directory);
             return true;
         }
-        let again = !look.opened.insert(file);
-        if again {
-            // Whoever it is has what it looked for. Files that are opened from now on are looked at anew.
-            look.opened = HashSet::from([file]);
+        match look.opened.iter().position(|opened| *opened == file) {
+            None => look.opened.push(file),
+            // Whoever it is knows the headers now, and what it wants it takes in order.
+            Some(position) if look.reached.is_none_or(|reached| position > reached) => {
+                look.reached = Some(position);
+                return true;
+            }
+            // Back to the beginning: it is gone through anew.
+            Some(_) => {
+                look.opened = vec![file];
+                look.reached = None;
+            }
         }
-        again
+        false
     }
 
     /// Notes that a file is closed.
@@ -90,9 +106,11 @@ impl Looks {
         seen.open.remove(&file);
         match used {
             Use::Looked => {
-                let look = seen.looks.entry(directory).or_insert_with(|| Look { seen: now, opened: HashSet::new() });
+                let look = seen.looks.entry(directory).or_insert_with(|| Look::new(now));
                 look.seen = now;
-                look.opened.insert(file);
+                if !look.opened.contains(&file) {
+                    look.opened.push(file);
+                }
             }
             Use::Read => {
                 seen.looks.remove(&directory);
@@ -125,21 +143,29 @@ mod tests {
         }
     }
 
+    /// Opens files in turn, closing each as `used` says, and says which of them will be read.
+    fn go_through(looks: &Looks, files: &[Ino], used: Use, now: Instant) -> Vec<bool> {
+        let visit = |file: &Ino| {
+            let read = looks.opened(DIRECTORY, *file, now);
+            assert!(!looks.opened(DIRECTORY, *file, now), "open a second time while it is open");
+            looks.closed(DIRECTORY, *file, used, now);
+            looks.closed(DIRECTORY, *file, used, now);
+            read
+        };
+        files.iter().map(visit).collect()
+    }
+
     #[test]
     fn who_lists_a_directory_looks_and_who_comes_back_reads() {
         let (looks, now) = (Looks::default(), Instant::now());
-        for _ in 0..3 {
-            looks.listed(DIRECTORY, now);
-            for file in FILES {
-                for _ in 0..2 {
-                    assert!(!looks.opened(DIRECTORY, file, now), "open a second time while it is open");
+        for wanted in [&FILES[2..3], &FILES[..], &FILES[..1], &FILES[1..3]] {
+            for listed in [true, false] {
+                if listed {
+                    looks.listed(DIRECTORY, now);
                 }
-                for _ in 0..2 {
-                    looks.closed(DIRECTORY, file, Use::Looked, now);
-                }
+                assert_eq!(go_through(&looks, &FILES, Use::Looked, now), [false; 4], "{wanted:?}, {listed}");
+                assert_eq!(go_through(&looks, wanted, Use::Unknown, now), vec![true; wanted.len()], "{wanted:?}");
             }
-            assert!(looks.opened(DIRECTORY, FILES[2], now));
-            looks.closed(DIRECTORY, FILES[2], Use::Unknown, now);
         }
         assert!(looks.opened(Ino(99), Ino(100), now), "another directory");
         assert!(looks.opened(DIRECTORY, FILES[1], now + LATELY * 2), "that was long ago");
@@ -158,15 +184,8 @@ mod tests {
     #[test]
     fn who_looks_without_a_listing_is_found_out_by_the_first_file() {
         let (looks, now) = (Looks::default(), Instant::now());
-        // What was read is still made, so that to find it read again is as well.
-        for (round, found) in [[true, false, false, false], [false, false, true, false]].into_iter().enumerate() {
-            for (index, file) in FILES.into_iter().enumerate() {
-                let read = looks.opened(DIRECTORY, file, now);
-                assert_eq!(read, found[index], "file {index} of round {round}");
-                looks.closed(DIRECTORY, file, Use::Looked, now);
-            }
-            assert!(looks.opened(DIRECTORY, FILES[2], now));
-            looks.closed(DIRECTORY, FILES[2], Use::Unknown, now);
-        }
+        assert_eq!(go_through(&looks, &FILES, Use::Looked, now), [true, false, false, false]);
+        assert_eq!(go_through(&looks, &FILES[2..3], Use::Unknown, now), [true]);
+        assert_eq!(go_through(&looks, &FILES, Use::Looked, now), [false; 4]);
     }
 }
