@@ -16,6 +16,9 @@ use super::Ino;
 /// For how long a directory is thought to be gone through after the last sign of it.
 const LATELY: Duration = Duration::from_secs(5);
 
+/// For how long the kernel is thought to keep what was read through its page cache.
+const KEPT: Duration = Duration::from_mins(1);
+
 /// What was done with a file, as far as is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Use {
@@ -50,6 +53,9 @@ struct Seen {
     looks: HashMap<Ino, Look>,
     /// How many times each file is open. Loaders open a file twice at once, to map it and to read its header.
     open: HashMap<Ino, usize>,
+    /// Files whose tensors were read through the page cache, and when they were closed. To make those whole would fetch them
+    /// a second time.
+    paged: HashMap<Ino, Instant>,
 }
 
 /// What was seen of the directories that hold files of many tensors.
@@ -71,6 +77,9 @@ impl Looks {
         let handles = seen.open.entry(file).or_default();
         *handles += 1;
         if *handles > 1 {
+            return false;
+        }
+        if seen.paged.get(&file).is_some_and(|closed| now.saturating_duration_since(*closed) < KEPT) {
             return false;
         }
         let Some(look) = seen.looks.get_mut(&directory) else { return true };
@@ -114,6 +123,7 @@ impl Looks {
             }
             Use::Read => {
                 seen.looks.remove(&directory);
+                seen.paged.insert(file, now);
             }
             Use::Unknown => {}
         }
@@ -179,6 +189,11 @@ mod tests {
             assert_eq!(looks.opened(DIRECTORY, file, now), index > 0);
             looks.closed(DIRECTORY, file, if index > 0 { Use::Unknown } else { Use::Read }, now);
         }
+        for (index, file) in FILES.into_iter().enumerate() {
+            assert_eq!(looks.opened(DIRECTORY, file, now), index > 0, "the first one is in the page cache");
+            looks.closed(DIRECTORY, file, Use::Unknown, now);
+        }
+        assert!(looks.opened(DIRECTORY, FILES[0], now + KEPT), "and may be gone from there");
     }
 
     #[test]
