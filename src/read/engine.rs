@@ -217,8 +217,13 @@ impl Engine {
     }
 
     /// Bytes of whole files held now.
-    pub fn reserved_bytes(&self) -> usize {
-        self.cache.reserved_bytes()
+    pub fn whole_bytes(&self) -> usize {
+        self.cache.reserved_bytes().saturating_sub(self.cache.spare_bytes())
+    }
+
+    /// Bytes of blank files held now.
+    pub fn blank_bytes(&self) -> usize {
+        self.cache.spare_bytes()
     }
 
     /// Drops what is kept of a file that will not be read again under this [`OpenFile`].

@@ -102,17 +102,23 @@ pub(super) struct TileCache {
     bytes_max: usize,
     /// Bytes of `bytes_max` that are not for tiles now.
     reserved: Arc<AtomicUsize>,
+    /// Of these, bytes that nothing is in yet.
+    spare: Arc<AtomicUsize>,
 }
 
 /// Room of the cache that holds something else than tiles, until this is dropped.
 #[derive(Debug)]
 pub struct Reservation {
     reserved: Arc<AtomicUsize>,
+    spare: Option<Arc<AtomicUsize>>,
     bytes: usize,
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
+        if let Some(spare) = &self.spare {
+            spare.fetch_sub(self.bytes, Ordering::Relaxed);
+        }
         self.reserved.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
@@ -141,7 +147,7 @@ impl TileCache {
         let remembered = || LruCache::new(REMEMBERED_MAX);
         let (tiles, handed_out, refused) = (LruCache::unbounded(), remembered(), remembered());
         let inner = Inner { tiles, flights: HashMap::new(), handed_out, refused, bytes: 0 };
-        Self { inner: Mutex::new(inner), bytes_max, reserved: Arc::default() }
+        Self { inner: Mutex::new(inner), bytes_max, reserved: Arc::default(), spare: Arc::default() }
     }
 
     /// What is left for tiles.
@@ -166,7 +172,20 @@ impl TileCache {
         let dropped = inner.drop_until(self.bytes_max - reserved);
         drop(inner);
         drop(dropped);
-        Some(Reservation { reserved: Arc::clone(&self.reserved), bytes })
+        Some(Reservation { reserved: Arc::clone(&self.reserved), spare: None, bytes })
+    }
+
+    /// Takes room that nothing else has, not even a tile that nobody uses.
+    pub(super) fn reserve_spare(&self, bytes: usize) -> Option<Reservation> {
+        let inner = self.lock();
+        let reserved = self.reserved.load(Ordering::Relaxed).checked_add(bytes)?;
+        if reserved > self.reservable_bytes() || inner.bytes.checked_add(reserved)? > self.bytes_max {
+            return None;
+        }
+        self.reserved.fetch_add(bytes, Ordering::Relaxed);
+        self.spare.fetch_add(bytes, Ordering::Relaxed);
+        drop(inner);
+        Some(Reservation { reserved: Arc::clone(&self.reserved), spare: Some(Arc::clone(&self.spare)), bytes })
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -187,6 +206,11 @@ impl TileCache {
     /// Bytes reserved now.
     pub(super) fn reserved_bytes(&self) -> usize {
         self.reserved.load(Ordering::Relaxed)
+    }
+
+    /// Of these, bytes reserved that nothing is in yet.
+    pub(super) fn spare_bytes(&self) -> usize {
+        self.spare.load(Ordering::Relaxed)
     }
 
     /// Bytes not to be had for more tiles: those of tiles that lately were computed or asked for, and were not handed out

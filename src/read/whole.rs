@@ -107,6 +107,11 @@ impl Engine {
         self.cache.reserve(bytes)
     }
 
+    /// Sets aside memory that nothing else has now.
+    pub fn reserve_spare(&self, bytes: usize) -> Option<Reservation> {
+        self.cache.reserve_spare(bytes)
+    }
+
     /// Most bytes that may be set aside at once.
     pub fn reservable_bytes(&self) -> usize {
         self.cache.reservable_bytes()

@@ -3,9 +3,11 @@
 //! [`FileSystem`] is the seam to the kernel: the `fuse` layer converts requests to these calls and knows nothing else.
 
 mod arrays;
+mod blanks;
 mod copies;
 mod looks;
 mod manifest;
+mod memory_files;
 pub mod metrics;
 mod name_tree;
 mod served;

@@ -208,7 +208,12 @@ impl Volume {
     pub fn make_whole(&mut self, which: MadeWhole) -> io::Result<()> {
         self.whole = match which {
             MadeWhole::None => None,
-            MadeWhole::Tensors | MadeWhole::Auto | MadeWhole::All => Some((WholeFiles::new(&self.engine)?, which)),
+            MadeWhole::Tensors | MadeWhole::Auto | MadeWhole::All => {
+                let plans: Vec<_> = self.views.iter().map(|view| Arc::clone(&view.plan)).collect();
+                let likely =
+                    move |tell: &mut dyn FnMut(u64, usize)| plans.iter().for_each(|plan| tell_sizes(plan, which, tell));
+                Some((WholeFiles::new(&self.engine, likely)?, which))
+            }
         };
         Ok(())
     }
@@ -483,6 +488,24 @@ fn array_kind(node: ArrayNode) -> NodeKind {
     match node {
         ArrayNode::Root | ArrayNode::Directory(_) => NodeKind::Directory,
         ArrayNode::Metadata(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) => NodeKind::File,
+    }
+}
+
+/// Tells sizes in bytes, and how many files may have each: of whole tensors, of a first device's shards, like which those of
+/// most others are, and, unless `which` leaves them out, of a device's file of all its tensors, header aside.
+fn tell_sizes(plan: &Plan, which: MadeWhole, tell: &mut dyn FnMut(u64, usize)) {
+    let mut all = 0;
+    for tensor in &plan.tensors {
+        let bytes_of = |elements| tensor.view.dtype().bytes_of(elements).unwrap_or(0);
+        tell(bytes_of(tensor.view.shape().elements()), 1);
+        if let Some(first) = plan.devices.first() {
+            let bytes = bytes_of(plan.region(tensor, *first).shape().elements());
+            tell(bytes, plan.devices.len());
+            all += bytes;
+        }
+    }
+    if which != MadeWhole::Tensors {
+        tell(all, plan.devices.len());
     }
 }
 

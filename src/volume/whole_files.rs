@@ -4,14 +4,11 @@
 //! handling four-kilobyte pages one by one. A file that will be read from end to end is therefore better made at once, by all
 //! threads, in a file of huge pages, which the kernel then reads at the speed of memory, memory maps included. Such a file
 //! takes room of the tile cache; it is kept a little longer than it is open, in case that it is opened again.
-//!
-//! The pages belong to a `tmpfs` of our own that is mounted nowhere: it ends with the process, and nobody else sees it.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     fs::File,
     io,
-    os::fd::OwnedFd,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
         atomic::{AtomicU64, Ordering},
@@ -19,18 +16,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::{
-    fs::{FallocateFlags, Mode, OFlags, fallocate, openat},
-    mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount, fsopen},
+use super::{
+    Ino, WhenWhole,
+    blanks::{Blanks, Busy},
+    looks::Use,
+    memory_files::{HUGE_PAGE_BYTES, MemoryFiles},
 };
-
-use super::{Ino, WhenWhole, looks::Use};
 use crate::read::{Engine, OpenFile, ReadError, Reservation, WholeError, counters::add};
 
 /// Smaller files are not worth a file of their own: a request or two of the kernel's read them.
 const BYTES_MIN: u64 = 1 << 20;
-/// Memory is taken in huge pages.
-const HUGE_PAGE_BYTES: u64 = 2 << 20;
 /// How long a file is kept once it is closed.
 const IDLE: Duration = Duration::from_mins(1);
 
@@ -84,11 +79,13 @@ enum State {
 /// The whole files of a volume.
 pub(super) struct WholeFiles {
     shared: Arc<Shared>,
+    memory: Arc<MemoryFiles>,
+    blanks: Blanks,
     engine: Weak<Engine>,
 }
 
+#[derive(Default)]
 struct Shared {
-    memory: OwnedFd,
     states: Mutex<HashMap<Ino, State>>,
 }
 
@@ -99,21 +96,32 @@ impl std::fmt::Debug for WholeFiles {
 }
 
 impl WholeFiles {
-    /// Whole files in memory, as far as the engine's cache allows.
+    /// Whole files in memory, as far as the engine's cache allows. `likely` goes through files that may be opened first and
+    /// tells how long they are and how many are alike.
     ///
     /// # Errors
     /// The system gives us no file system in memory, as it does only to root.
-    pub(super) fn new(engine: &Arc<Engine>) -> io::Result<Self> {
-        let memory = memory_files(engine.reservable_bytes() as u64)?;
-        let shared = Arc::new(Shared { memory, states: Mutex::default() });
-        // That unnamed files work there is found out now, not when the first one is opened.
-        shared.unnamed()?;
-        Ok(Self { shared, engine: Arc::downgrade(engine) })
+    pub(super) fn new(
+        engine: &Arc<Engine>,
+        likely: impl FnOnce(&mut dyn FnMut(u64, usize)) + Send + 'static,
+    ) -> io::Result<Self> {
+        let memory = Arc::new(MemoryFiles::new(engine.reservable_bytes() as u64)?);
+        let most = most_bytes(engine);
+        let blanks = Blanks::start(&memory, engine, move || {
+            let mut sizes = BTreeMap::new();
+            likely(&mut |bytes, count| {
+                if (BYTES_MIN..=most).contains(&bytes) {
+                    *sizes.entry(bytes).or_default() += count;
+                }
+            });
+            sizes.into_iter().collect()
+        })?;
+        Ok(Self { shared: Arc::default(), memory, blanks, engine: Arc::downgrade(engine) })
     }
 
     /// Whether a file of so many bytes is made whole: half of the cache at most, so that it does not take turns with others.
     pub(super) fn accepts(&self, len_bytes: u64) -> bool {
-        let most = self.engine.upgrade().map_or(0, |engine| engine.reservable_bytes() as u64 / 3 * 2);
+        let most = self.engine.upgrade().map_or(0, |engine| most_bytes(&engine));
         (BYTES_MIN..=most).contains(&len_bytes)
     }
 
@@ -136,15 +144,18 @@ impl WholeFiles {
             }
             None => {}
         }
+        // Its room becomes the file's.
+        let (blank, busy) = self.blanks.take(file.len_bytes());
         let room_bytes = file.len_bytes().next_multiple_of(HUGE_PAGE_BYTES);
-        let Some(room) = make_room(&mut states, &engine, room_bytes) else {
+        let Some(room) = self.make_room(&mut states, &engine, room_bytes) else {
             drop(states);
             return then(None);
         };
         states.insert(ino, State::Making(vec![(pin, then)]));
         drop(states);
-        let landing = Landing { shared: Arc::clone(&self.shared), ino, file: Arc::clone(file), landed: false };
-        let target = match self.shared.target(file.len_bytes()) {
+        let landing =
+            Landing { shared: Arc::clone(&self.shared), ino, file: Arc::clone(file), landed: false, _busy: busy };
+        let target = match blank.map_or_else(|| self.memory.unnamed(file.len_bytes()), Ok) {
             Ok(target) => Arc::new(target),
             Err(error) => return landing.land(Err(error.into())),
         };
@@ -155,6 +166,26 @@ impl WholeFiles {
             add(&counters.whole_bytes, if result.is_ok() { landing.file.len_bytes() } else { 0 });
             landing.land(result.map(|()| WholeFile { file: whole, _room: room }));
         });
+    }
+
+    /// Room for one more file. Blanks go for it, then what is closed, what was closed longest ago first.
+    fn make_room(&self, states: &mut HashMap<Ino, State>, engine: &Engine, bytes: u64) -> Option<Reservation> {
+        let bytes = usize::try_from(bytes).ok()?;
+        if let Some(room) = engine.reserve(bytes) {
+            return Some(room);
+        }
+        self.blanks.drop_all();
+        loop {
+            if let Some(room) = engine.reserve(bytes) {
+                return Some(room);
+            }
+            let closed = states.iter().filter_map(|(ino, state)| match state {
+                State::Made(whole, used) if Arc::strong_count(whole) == 1 => Some((*used, *ino)),
+                State::Made(..) | State::Making(_) => None,
+            });
+            let (_, oldest) = closed.min()?;
+            states.remove(&oldest);
+        }
     }
 
     /// Drops files that nobody has had open for a while.
@@ -185,6 +216,8 @@ struct Landing {
     ino: Ino,
     file: Arc<OpenFile>,
     landed: bool,
+    /// As long as it is being made.
+    _busy: Busy,
 }
 
 impl Landing {
@@ -202,20 +235,9 @@ impl Drop for Landing {
     }
 }
 
-/// Room for one more file: what is closed goes for it, what was closed longest ago first.
-fn make_room(states: &mut HashMap<Ino, State>, engine: &Engine, bytes: u64) -> Option<Reservation> {
-    let bytes = usize::try_from(bytes).ok()?;
-    loop {
-        if let Some(room) = engine.reserve(bytes) {
-            return Some(room);
-        }
-        let closed = states.iter().filter_map(|(ino, state)| match state {
-            State::Made(whole, used) if Arc::strong_count(whole) == 1 => Some((*used, *ino)),
-            State::Made(..) | State::Making(_) => None,
-        });
-        let (_, oldest) = closed.min()?;
-        states.remove(&oldest);
-    }
+/// Most bytes of a file: half of the cache.
+fn most_bytes(engine: &Engine) -> u64 {
+    engine.reservable_bytes() as u64 / 3 * 2
 }
 
 fn keep(whole: &Arc<WholeFile>, pin: &Pin, then: WhenWhole) {
@@ -226,18 +248,6 @@ fn keep(whole: &Arc<WholeFile>, pin: &Pin, then: WhenWhole) {
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, HashMap<Ino, State>> {
         self.states.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn unnamed(&self) -> io::Result<File> {
-        let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
-        Ok(openat(&self.memory, ".", flags, Mode::RUSR | Mode::WUSR)?.into())
-    }
-
-    /// A file with memory for so many bytes. There may be none, as files that were dropped may still be mapped.
-    fn target(&self, bytes: u64) -> io::Result<File> {
-        let file = self.unnamed()?;
-        fallocate(&file, FallocateFlags::empty(), 0, bytes)?;
-        Ok(file)
     }
 
     /// Hands the result to all who wait. Without a file they read through the page cache, and meet a failure there.
@@ -260,19 +270,4 @@ impl Shared {
             }
         }
     }
-}
-
-/// A file system in memory of at most so many bytes, in huge pages, that is mounted nowhere.
-fn memory_files(bytes: u64) -> io::Result<OwnedFd> {
-    let context = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
-    let set = |key: &str, value: &str| fsconfig_set_string(&context, key, value);
-    set("source", "ckfs")?;
-    set("mode", "0700")?;
-    set("size", &bytes.max(HUGE_PAGE_BYTES).to_string())?;
-    // Only a wish: kernels may be built without.
-    let _ = set("huge", "always");
-    fsconfig_create(&context)?;
-    let attributes =
-        MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOEXEC;
-    Ok(fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?)
 }

@@ -1,0 +1,67 @@
+//! Unnamed files in memory, of huge pages where the kernel has them.
+//!
+//! They belong to a `tmpfs` of our own that is mounted nowhere: it ends with the process, and nobody else sees it.
+
+use std::{fs::File, io, os::fd::OwnedFd};
+
+use rustix::{
+    fs::{FallocateFlags, Mode, OFlags, fallocate, openat},
+    mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount, fsopen},
+};
+
+/// Memory is taken in pages of so many bytes.
+pub(super) const HUGE_PAGE_BYTES: u64 = 2 << 20;
+
+/// A file system in memory.
+#[derive(Debug)]
+pub(super) struct MemoryFiles {
+    root: OwnedFd,
+}
+
+impl MemoryFiles {
+    /// A file system for at most so many bytes.
+    ///
+    /// # Errors
+    /// The system gives us none, as it does only to root, or it holds no unnamed files.
+    pub(super) fn new(bytes_max: u64) -> io::Result<Self> {
+        let context = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
+        let set = |key: &str, value: &str| fsconfig_set_string(&context, key, value);
+        set("source", "ckfs")?;
+        set("mode", "0700")?;
+        set("size", &bytes_max.max(HUGE_PAGE_BYTES).to_string())?;
+        // Only a wish: kernels may be built without.
+        let _ = set("huge", "always");
+        fsconfig_create(&context)?;
+        let attributes =
+            MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+        let files = Self { root: fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)? };
+        // That unnamed files work there is found out now, not when the first one is needed.
+        files.unnamed(0)?;
+        Ok(files)
+    }
+
+    /// A new file of so many bytes, all memory of which is set aside.
+    ///
+    /// # Errors
+    /// There may be no memory, as files that were dropped may still be mapped.
+    pub(super) fn unnamed(&self, bytes: u64) -> io::Result<File> {
+        let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
+        let file = File::from(openat(&self.root, ".", flags, Mode::RUSR | Mode::WUSR)?);
+        set_aside(&file, bytes)?;
+        Ok(file)
+    }
+}
+
+/// Makes a file so many bytes long, all memory of which is set aside.
+///
+/// # Errors
+/// There is no memory.
+pub(super) fn set_aside(file: &File, bytes: u64) -> io::Result<()> {
+    let len = file.metadata()?.len();
+    if bytes < len {
+        file.set_len(bytes)?;
+    } else if bytes > len {
+        fallocate(file, FallocateFlags::empty(), len, bytes - len)?;
+    }
+    Ok(())
+}
