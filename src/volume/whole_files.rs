@@ -32,7 +32,7 @@ const IDLE: Duration = Duration::from_mins(1);
 /// Who closes a whole file sooner has looked at its header.
 const BRIEF: Duration = Duration::from_millis(50);
 /// The kernel reads so far beyond what it is asked for, at most.
-const AHEAD_BYTES: u64 = 8 << 20;
+const AHEAD_BYTES: u64 = 2 << 20;
 
 /// A file whose bytes were all made.
 #[derive(Debug)]

@@ -113,9 +113,9 @@ def test_four_ranks(own, wide, mesh):
 def test_four_ranks_of_a_host(own, wide, mesh):
     """On one mount together: each byte of the repository once. From `safetensors/`, what of a file was read through the page cache
     before it is made whole is fetched twice: what the kernel reads around its header, and around the small tensors that other
-    ranks take out of it. This allows a header and 8 MiB of each file; nothing but chance keeps several ranks below that."""
+    ranks take out of it. This allows a header and 2 MiB of each file; nothing but chance keeps several ranks below that."""
     mounted, ways = own(wide.path, "--mesh", mesh, "--layout", "hf"), ("dcp", "safetensors")
-    around = {"dcp": 0, "safetensors": 4 * ((8 << 20) + 2 * read_ahead_bytes(mounted))}
+    around = {"dcp": 0, "safetensors": 4 * ((2 << 20) + 2 * read_ahead_bytes(mounted))}
     for rows in torch_process.run([mounted.point] * 4, mesh, *ways):
         assert [row["way"] for row in rows] == list(ways)
         assert all(row["fetched"] <= MORE * everything(wide) + around[row["way"]] for row in rows), rows
