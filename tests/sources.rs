@@ -11,7 +11,7 @@ use std::{
         Mutex,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
-    time::{Duration, UNIX_EPOCH},
+    time::{Duration, Instant, UNIX_EPOCH},
 };
 
 use ckfs::source::{
@@ -385,4 +385,39 @@ fn pages_to_return_to_stay_until_nobody_does() {
     assert_eq!(source.window_drops(), 1, "nothing left to drop");
     visit();
     assert!(source.window_drops() > LEN / NARROW / 2, "the window is narrow again");
+}
+
+/// How many pages of a mapped file the page cache has.
+#[allow(unsafe_code)]
+fn cached_pages(map: &memmap2::Mmap) -> usize {
+    let mut pages = vec![0; map.len().div_ceil(4096)];
+    // SAFETY: the range is mapped, and there is a byte for each page of it.
+    let told = unsafe { libc::mincore(map.as_ptr().cast_mut().cast(), map.len(), pages.as_mut_ptr()) };
+    assert_eq!(told, 0);
+    pages.iter().filter(|page| **page & 1 == 1).count()
+}
+
+#[test]
+fn what_will_be_needed_is_read_ahead_however_much_it_is() {
+    const LEN: usize = 24 << 20;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("weights");
+    fs::write(&path, vec![7; LEN]).unwrap();
+    let file = fs::File::open(&path).unwrap();
+    file.sync_all().unwrap();
+    nix::fcntl::posix_fadvise(&file, 0, 0, nix::fcntl::PosixFadviseAdvice::POSIX_FADV_DONTNEED).unwrap();
+    // SAFETY: nobody else knows the file.
+    #[allow(unsafe_code)]
+    let map = unsafe { memmap2::Mmap::map(&file) }.unwrap();
+    // A file system in memory keeps all of them whatever it is told.
+    let (before, all) = (cached_pages(&map), LEN / 4096);
+    assert!(before == 0 || before == all, "{before} of {all} pages dropped");
+    let source = LocalFiles::open(&[path], SourceIo::Auto).unwrap();
+    assert_eq!(cached_pages(&map), before);
+    source.will_need(FileId(0), span(0, LEN as u64));
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while cached_pages(&map) < all {
+        assert!(Instant::now() < deadline, "{} of {all} pages", cached_pages(&map));
+        std::thread::sleep(Duration::from_millis(10));
+    }
 }

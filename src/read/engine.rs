@@ -730,7 +730,7 @@ impl Engine {
             let Segment::View(_) = &file.image.segments()[segment] else { continue };
             let Ok(prepared) = self.prepare(file, segment) else { continue };
             let Some(grid) = prepared.grid else {
-                self.advise(&prepared.tiling, low, high);
+                self.advise(&prepared.tiling, low, high, RUNS_AHEAD_BYTES);
                 continue;
             };
             let unit = prepared.tiling.unit_bytes();
@@ -770,13 +770,31 @@ impl Engine {
         prepared.grid.map_or(0, |grid| grid.units * prepared.tiling.unit_bytes())
     }
 
-    /// Asks for the source pages of a span of runs.
-    fn advise(&self, tiling: &Tiling, low: u64, high: u64) {
+    /// Asks for the source pages that `start..end` of a file is made of. A transposed view's are asked for with its first byte, as
+    /// all of it is made of the same.
+    pub(super) fn ask(&self, file: &OpenFile, start: u64, end: u64) {
+        let most = self.options.tile_cache_bytes as u64;
+        for (segment, low, high) in file.image.spans(start, end) {
+            let Segment::View(_) = &file.image.segments()[segment] else { continue };
+            // A failure is met again by who makes these bytes.
+            let Ok(prepared) = self.prepare(file, segment) else { continue };
+            let tiling = &prepared.tiling;
+            if tiling.transposed_stride_units().is_none() {
+                self.advise(tiling, low, high, most);
+            } else if low == 0 {
+                self.advise(tiling, 0, tiling.len_bytes(), most);
+            }
+        }
+    }
+
+    /// Asks for the source pages of a span, somewhat more than `most` bytes of them.
+    fn advise(&self, tiling: &Tiling, low: u64, high: u64, most: u64) {
         let unit = tiling.unit_bytes();
         let mut asked = 0;
         tiling.cut(low / unit, high.div_ceil(unit), &mut |piece| {
-            if let (Origin::Tensor { tensor, offset, .. }, true) = (piece.origin, asked < RUNS_AHEAD_BYTES) {
+            if let (Origin::Tensor { tensor, offset, decoder }, true) = (piece.origin, asked < most) {
                 let info = self.checkpoint.tensor(tensor);
+                let unit = tiling.decoders()[decoder as usize].source_bytes;
                 let hull = ByteSpan::of_len(offset * unit, piece.source_hull_units() * unit);
                 if let Some(span) = hull.and_then(|hull| info.span.slice(hull)) {
                     asked += span.len();

@@ -12,7 +12,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
 };
 
@@ -33,6 +33,9 @@ const TRANSPOSED_ELEMENTS_MAX: u64 = 1024;
 const LINE_ELEMENTS: u64 = 32;
 /// Parts for each thread at least, so that none is left with much while others are done.
 const PARTS_PER_THREAD: u64 = 2;
+
+/// Source pages are asked for so many bytes of the file ahead.
+const AHEAD_BYTES: u64 = 32 << 20;
 
 /// Why a file was not made whole.
 #[derive(Debug, thiserror::Error)]
@@ -90,6 +93,8 @@ struct Making {
     file: Arc<OpenFile>,
     canvas: Canvas,
     next: AtomicUsize,
+    /// Up to where source pages were asked for.
+    asked: AtomicU64,
     left: AtomicUsize,
     failed: AtomicBool,
     outcome: Mutex<(Result<(), WholeError>, Option<Done>)>,
@@ -142,6 +147,7 @@ impl Engine {
                 file,
                 canvas,
                 next: AtomicUsize::new(0),
+                asked: AtomicU64::new(0),
                 left: AtomicUsize::new(parts),
                 failed: AtomicBool::new(false),
                 outcome: Mutex::new((Ok(()), Some(Box::new(done)))),
@@ -206,6 +212,7 @@ impl Making {
             let index = self.next.fetch_add(1, Ordering::Relaxed);
             let Some((start, target)) = self.canvas.take(index) else { break };
             if !self.failed.load(Ordering::Relaxed) {
+                self.ask_ahead(start);
                 // Parts under way at one time are neighbours.
                 let turn = Turn { index, of: self.engine.workers.count() };
                 let make = || self.engine.make_part(&self.file, start, target, turn);
@@ -219,6 +226,14 @@ impl Making {
             if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
                 self.finish();
             }
+        }
+    }
+
+    fn ask_ahead(&self, start: u64) {
+        let end = self.file.len_bytes().min(start + AHEAD_BYTES);
+        let asked = self.asked.fetch_max(end, Ordering::Relaxed);
+        if asked < end {
+            self.engine.ask(&self.file, asked, end);
         }
     }
 

@@ -26,7 +26,7 @@ use std::{
 
 use memmap2::MmapRaw;
 use nix::{
-    fcntl::PosixFadviseAdvice,
+    fcntl::{PosixFadviseAdvice, posix_fadvise},
     sys::{
         resource::{Resource, getrlimit, setrlimit},
         stat::{FileStat, fstat, stat},
@@ -34,6 +34,7 @@ use nix::{
     },
     unistd::{SysconfVar, sysconf},
 };
+use rustix::io::{ReadWriteFlags, preadv2};
 
 use super::{
     Aspect, ByteSpan, FileId, Source, SourceError,
@@ -50,6 +51,27 @@ pub enum SourceIo {
     Mmap,
     /// With `pread`.
     Pread,
+}
+
+/// The kernel takes no advice on more than its read-ahead at a time, which is seldom less than this.
+const ADVISED_BYTES: usize = 128 << 10;
+/// Where the first page of so many bytes is in the page cache, the others are thought to be.
+const SAMPLED_BYTES: usize = 2 << 20;
+
+/// Whether the page cache has the byte at `offset`; not, where the file system cannot tell.
+fn is_cached(file: &File, offset: u64) -> bool {
+    let mut byte = [0];
+    let mut buffers = [io::IoSliceMut::new(&mut byte)];
+    preadv2(file, &mut buffers, offset, ReadWriteFlags::NOWAIT).is_ok()
+}
+
+/// Starts reading `start..end` into the page cache. Advice may be refused; nothing depends on it.
+fn need(file: &File, start: u64, end: u64) {
+    for start in (start..end).step_by(ADVISED_BYTES) {
+        let len = (ADVISED_BYTES as u64).min(end - start);
+        let (Ok(start), Ok(len)) = (i64::try_from(start), i64::try_from(len)) else { return };
+        let _ = posix_fadvise(file, start, len, PosixFadviseAdvice::POSIX_FADV_WILLNEED);
+    }
 }
 
 /// File systems, by the magic number of `statfs`, on which a mapped page may fail for reasons other than truncation, or
@@ -489,11 +511,12 @@ impl Source for LocalFiles {
     }
 
     fn will_need(&self, file: FileId, span: ByteSpan) {
-        let pinned = self.pinned(file);
-        let (Ok(start), Ok(len)) = (i64::try_from(span.start()), i64::try_from(span.len())) else { return };
-        // Length 0 would mean the rest of the file. Advice may be refused; nothing depends on it.
-        if len > 0 {
-            let _ = nix::fcntl::posix_fadvise(&pinned.file, start, len, PosixFadviseAdvice::POSIX_FADV_WILLNEED);
+        let file = &self.pinned(file).file;
+        let end = span.start() + span.len();
+        for start in (span.start()..end).step_by(SAMPLED_BYTES) {
+            if !is_cached(file, start) {
+                need(file, start, end.min(start + SAMPLED_BYTES as u64));
+            }
         }
     }
 
