@@ -486,6 +486,8 @@ fn main() -> Result<()> {
         fs::remove_dir_all(&f32s)?;
     }
     if wants("maxtext") {
+        // 3 GB of either.
+        let (layers, hidden, inner) = (layers.min(8), 4096, 11008);
         let repo = work.join("bf16");
         write_llama(&repo, "BF16", layers, hidden, inner)?;
         maxtext(&mut report, &repo, work, runs, &[], 0.25)?;
