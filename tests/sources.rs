@@ -272,6 +272,10 @@ fn truncation_under_a_running_conversion_never_yields_wrong_bytes() {
                     }
                 });
             }
+            let deadline = Instant::now() + Duration::from_secs(10);
+            while good.load(Ordering::Relaxed) == 0 && Instant::now() < deadline {
+                std::thread::sleep(Duration::from_millis(1));
+            }
             std::thread::sleep(Duration::from_millis(20));
             file(&path).set_len(round * 10_000_001).unwrap();
             truncated.store(true, Ordering::SeqCst);

@@ -10,7 +10,7 @@ use std::{
 };
 
 use ckfs::tensor::{
-    DType, Decode, Element, Keep, Origin, PAGE_BYTES, Piece, Reads, Region, Runs, TensorId, Tiling, View, reads,
+    DType, Decode, Element, Keep, Loop, Origin, PAGE_BYTES, Piece, Reads, Region, Runs, TensorId, Tiling, View, reads,
 };
 use common::{
     decode_by_reference, execute, for_each_unit, reference_bytes, shape, source, tensor,
@@ -462,4 +462,31 @@ fn a_column_shard_reads_a_part_of_each_page() {
     // The same columns, transposed.
     let transposed = weights.reverse_axes().slice(0, 512, 768, 1).unwrap().lower().unwrap();
     assert_eq!(count(&[transposed], 0), (512, 4096));
+}
+
+#[test]
+fn source_hulls_leave_wide_gaps_out() {
+    let loops = |strides: &[(u64, u64)]| {
+        let step = |(extent, source_stride): &(u64, u64)| Loop {
+            extent: *extent,
+            target_stride: 1,
+            source_stride: *source_stride,
+        };
+        let origin = Origin::Tensor { tensor: TensorId(0), offset: 7, decoder: 0 };
+        Piece { start: 0, loops: strides.iter().map(step).collect(), origin }
+    };
+    let hulls = |strides: &[(u64, u64)], gap| {
+        let mut found = Vec::new();
+        loops(strides).source_hulls(gap, &mut |start, units| found.push((start, units)));
+        found
+    };
+    // Two experts of three rows of ten, of each row four.
+    let experts = [(3, 10), (2, 1000), (4, 1)];
+    assert_eq!(hulls(&experts, 1000), [(0, 1024)]);
+    assert_eq!(hulls(&experts, 976), [(0, 24), (1000, 24)], "976 units between two spans");
+    assert_eq!(hulls(&experts, 977), [(0, 1024)]);
+    assert_eq!(hulls(&experts, 6), [0, 10, 20, 1000, 1010, 1020].map(|start| (start, 4)));
+    assert_eq!(hulls(&[], 1), [(0, 1)]);
+    // A broadcast reads the same units again.
+    assert_eq!(hulls(&[(5, 0), (4, 1)], 0), [0, 1, 2, 3].map(|start| (start, 1)));
 }

@@ -426,6 +426,7 @@ impl fuser::Filesystem for Adapter {
             passthrough.note_refusal(&io::Error::other("not offered by this kernel"));
         }
         passthrough.enabled.store(offered, Ordering::Relaxed);
+        self.fs.started(offered);
         self.opens_directories_itself = config.add_capabilities(InitFlags::FUSE_NO_OPENDIR_SUPPORT).is_ok();
         // Only zero is refused.
         let _ = config.set_max_background(BACKGROUND_MAX);

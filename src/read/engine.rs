@@ -36,6 +36,8 @@ const TRANSPOSED_ELEMENTS_MIN: u64 = 256;
 const RUN_BYTES_MIN: u64 = 4096;
 /// How far ahead of a sequential reader source pages are asked for.
 const RUNS_AHEAD_BYTES: u64 = 8 << 20;
+/// Source bytes between two that are wanted, from which on they are not asked for in one. The kernel reads over smaller gaps anyway.
+const GAP_BYTES: u64 = 256 << 10;
 /// Bytes of unused buffers that are kept at least, a few for each thread; large tiles need more.
 const BUFFERS_BYTES_MIN: usize = 32 << 20;
 /// Source bytes that one piece may span where they must be read into memory first.
@@ -787,20 +789,21 @@ impl Engine {
         }
     }
 
-    /// Asks for the source pages of a span, somewhat more than `most` bytes of them.
+    /// Asks for the source pages of a span, at most so many bytes of them.
     fn advise(&self, tiling: &Tiling, low: u64, high: u64, most: u64) {
         let unit = tiling.unit_bytes();
-        let mut asked = 0;
+        let mut left = most;
         tiling.cut(low / unit, high.div_ceil(unit), &mut |piece| {
-            if let (Origin::Tensor { tensor, offset, decoder }, true) = (piece.origin, asked < most) {
-                let info = self.checkpoint.tensor(tensor);
-                let unit = tiling.decoders()[decoder as usize].source_bytes;
-                let hull = ByteSpan::of_len(offset * unit, piece.source_hull_units() * unit);
+            let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return };
+            let info = self.checkpoint.tensor(tensor);
+            let unit = tiling.decoders()[decoder as usize].source_bytes;
+            piece.source_hulls(GAP_BYTES / unit, &mut |start, units| {
+                let hull = ByteSpan::of_len((offset + start) * unit, left.min(units * unit));
                 if let Some(span) = hull.and_then(|hull| info.span.slice(hull)) {
-                    asked += span.len();
+                    left -= span.len();
                     self.source().will_need(info.file, span);
                 }
-            }
+            });
         });
     }
 }

@@ -15,7 +15,10 @@
 use std::{
     fs::{File, OpenOptions},
     io,
-    os::unix::fs::{FileExt, OpenOptionsExt},
+    os::{
+        fd::AsRawFd,
+        unix::fs::{FileExt, OpenOptionsExt},
+    },
     path::{Path, PathBuf},
     sync::{
         Arc, OnceLock,
@@ -34,7 +37,6 @@ use nix::{
     },
     unistd::{SysconfVar, sysconf},
 };
-use rustix::io::{ReadWriteFlags, preadv2};
 
 use super::{
     Aspect, ByteSpan, FileId, Source, SourceError,
@@ -55,14 +57,23 @@ pub enum SourceIo {
 
 /// The kernel takes no advice on more than its read-ahead at a time, which is seldom less than this.
 const ADVISED_BYTES: usize = 128 << 10;
-/// Where the first page of so many bytes is in the page cache, the others are thought to be.
+/// Whether the page cache has them is asked for so many bytes at a time.
 const SAMPLED_BYTES: usize = 2 << 20;
 
-/// Whether the page cache has the byte at `offset`; not, where the file system cannot tell.
-fn is_cached(file: &File, offset: u64) -> bool {
-    let mut byte = [0];
-    let mut buffers = [io::IoSliceMut::new(&mut byte)];
-    preadv2(file, &mut buffers, offset, ReadWriteFlags::NOWAIT).is_ok()
+/// Number of the system call `cachestat`, the same on all architectures.
+const CACHESTAT: libc::c_long = 451;
+
+/// Whether the page cache has all of `start..end`; not, where the kernel (before 6.5) or the file system cannot tell. To try to
+/// read without waiting would tell as well, but starts a read-ahead of its own.
+fn is_cached(file: &File, start: u64, end: u64) -> bool {
+    let range = [start, end - start];
+    // Pages that are cached, then four other numbers of pages.
+    let mut found = [0u64; 5];
+    // SAFETY: the kernel reads two numbers and writes five.
+    let told = unsafe { libc::syscall(CACHESTAT, file.as_raw_fd(), range.as_ptr(), found.as_mut_ptr(), 0) };
+    let page_bytes = sysconf(SysconfVar::PAGE_SIZE).ok().flatten().and_then(|bytes| u64::try_from(bytes).ok());
+    let page_bytes = page_bytes.unwrap_or(4096);
+    told == 0 && found[0] >= end.div_ceil(page_bytes) - start / page_bytes
 }
 
 /// Starts reading `start..end` into the page cache. Advice may be refused; nothing depends on it.
@@ -514,8 +525,9 @@ impl Source for LocalFiles {
         let file = &self.pinned(file).file;
         let end = span.start() + span.len();
         for start in (span.start()..end).step_by(SAMPLED_BYTES) {
-            if !is_cached(file, start) {
-                need(file, start, end.min(start + SAMPLED_BYTES as u64));
+            let end = end.min(start + SAMPLED_BYTES as u64);
+            if !is_cached(file, start, end) {
+                need(file, start, end);
             }
         }
     }

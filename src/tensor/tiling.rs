@@ -144,7 +144,30 @@ impl Piece {
 
     /// Source units from the first to one past the last that the piece reads, relative to its offset.
     pub fn source_hull_units(&self) -> u64 {
-        self.loops.iter().map(|l| (l.extent - 1) * l.source_stride).sum::<u64>() + 1
+        hull(&self.loops)
+    }
+
+    /// Emits spans that hold all source units that the piece reads, and where it leaves out `gap` of them or more, none of
+    /// those: the first unit, relative to its offset, and how many there are.
+    pub fn source_hulls(&self, gap: u64, emit: &mut dyn FnMut(u64, u64)) {
+        hulls(&self.loops, 0, gap, emit);
+    }
+}
+
+/// Source units from the first to one past the last that these loops read.
+fn hull(loops: &[Loop]) -> u64 {
+    loops.iter().map(|l| (l.extent - 1) * l.source_stride).sum::<u64>() + 1
+}
+
+fn hulls(loops: &[Loop], start: u64, gap: u64, emit: &mut dyn FnMut(u64, u64)) {
+    let Some(widest) = (0..loops.len()).max_by_key(|index| loops[*index].source_stride) else { return emit(start, 1) };
+    let mut rest = Loops::from_slice(loops);
+    let l = rest.remove(widest);
+    if l.source_stride < hull(&rest) + gap {
+        return emit(start, hull(loops));
+    }
+    for turn in 0..l.extent {
+        hulls(&rest, start + turn * l.source_stride, gap, emit);
     }
 }
 

@@ -8,9 +8,11 @@
 //! A blank is used once. The memory of a whole file that was dropped never becomes a blank: it may still be mapped.
 
 use std::{
+    cmp::Reverse,
     fs::File,
     io,
     os::unix::fs::FileExt,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak},
     thread,
     time::{Duration, Instant},
@@ -28,26 +30,27 @@ const IDLE: Duration = Duration::from_mins(1);
 /// Written over each page so that it is there. A file of huge pages is cleared by one page each time.
 static ZEROS: [u8; 2 << 20] = [0; 2 << 20];
 
-/// A file all memory of which is set aside, and cleared from the beginning as far as there was time.
+/// A file that is cleared from the beginning as far as there was time, and no longer than that.
 #[derive(Debug)]
 struct Blank {
     file: File,
+    /// How long it should become.
     bytes: u64,
     cleared_bytes: u64,
     _room: Reservation,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct State {
     /// Sizes in bytes that blanks should have, a size once for each, the most wanted first.
     wanted: Vec<u64>,
     ready: Vec<Blank>,
-    /// Whether a page of a blank that is not among these is being cleared.
+    /// Whether blanks that are not among these have memory: one that a page is added to, and some on their way out.
     clearing: bool,
     /// Files being made now.
     making: usize,
-    /// When the last one was begun.
-    used: Instant,
+    /// When the last one was begun; none are made ready if it is not known.
+    used: Option<Instant>,
     ended: bool,
 }
 
@@ -73,47 +76,37 @@ pub(super) struct Busy {
 }
 
 impl Blanks {
+    /// Blanks in `files` for at most a part of what may be reserved in `engine`. There are none until they are started.
+    pub(super) fn new(files: &Arc<MemoryFiles>, engine: &Arc<Engine>) -> Self {
+        let bytes_max = (engine.reservable_bytes() / PART) as u64;
+        let (files, engine) = (Arc::clone(files), Arc::downgrade(engine));
+        let (state, changed) = (Mutex::default(), Condvar::new());
+        Self { shared: Arc::new(Shared { files, engine, bytes_max, state, changed }) }
+    }
+
     /// Starts to make blanks. `sizes` tells in which sizes files may be wanted first, and how many of each.
     ///
     /// # Errors
     /// The system starts no thread.
-    pub(super) fn start(
-        files: &Arc<MemoryFiles>,
-        engine: &Arc<Engine>,
-        sizes: impl FnOnce() -> Vec<(u64, usize)> + Send + 'static,
-    ) -> io::Result<Self> {
-        let state = State {
-            wanted: Vec::new(),
-            ready: Vec::new(),
-            clearing: false,
-            making: 0,
-            used: Instant::now(),
-            ended: false,
-        };
-        let shared = Arc::new(Shared {
-            files: Arc::clone(files),
-            engine: Arc::downgrade(engine),
-            bytes_max: (engine.reservable_bytes() / PART) as u64,
-            state: Mutex::new(state),
-            changed: Condvar::new(),
-        });
-        let maker = Arc::clone(&shared);
+    pub(super) fn start(&self, sizes: impl FnOnce() -> Vec<(u64, usize)> + Send + 'static) -> io::Result<()> {
+        let maker = Arc::clone(&self.shared);
         // Not of a lower priority: who opens a file waits for a page that is being cleared.
         thread::Builder::new().name("ckfs-blank".to_owned()).spawn(move || {
-            let mut likely = rounds(sizes());
+            let mut wanted = rounds(sizes());
             let mut state = maker.lock();
-            likely.extend_from_slice(&state.wanted);
-            state.want(likely, maker.bytes_max);
+            wanted.extend_from_slice(&state.wanted);
+            state.want(wanted, maker.bytes_max);
+            state.used = Some(Instant::now());
             maker.make(state);
         })?;
-        Ok(Self { shared })
+        Ok(())
     }
 
-    /// Begins to make a file of so many bytes: a blank of about that size, if there is one.
+    /// Begins to make a file of so many bytes, in a blank of about that size if there is one. It is as long as it is cleared.
     pub(super) fn take(&self, bytes: u64) -> (Option<File>, Busy) {
         let mut state = self.shared.lock();
         state.making += 1;
-        state.used = Instant::now();
+        state.used = Some(Instant::now());
         // It comes back after this page.
         while state.clearing {
             state = self.shared.wait(state);
@@ -127,18 +120,19 @@ impl Blanks {
         let mut wanted = std::mem::take(&mut state.wanted);
         wanted.insert(0, bytes);
         state.want(wanted, self.shared.bytes_max);
-        let nearest = state.ready.iter().enumerate().min_by_key(|(_, blank)| blank.bytes.abs_diff(bytes));
+        let least = |blank: &Blank| (blank.bytes.abs_diff(bytes), Reverse(blank.cleared_bytes));
+        let nearest = state.ready.iter().enumerate().min_by_key(|(_, blank)| least(blank));
         // What is cut off is lost, so it should not be the greater part.
         let index = nearest.filter(|(_, blank)| blank.bytes / 2 <= bytes).map(|(index, _)| index);
         let blank = index.map(|index| state.ready.swap_remove(index));
         drop(state);
-        let file = blank.and_then(|blank| set_aside(&blank.file, bytes).is_ok().then_some(blank.file));
-        (file, Busy { shared: Arc::clone(&self.shared) })
+        (blank.map(|blank| blank.file), Busy { shared: Arc::clone(&self.shared) })
     }
 
-    /// Gives all blanks up: their memory is wanted for something else.
+    /// Gives all blanks up, as their memory is wanted for something else, until the next file is made.
     pub(super) fn drop_all(&self) {
         let mut state = self.shared.lock();
+        state.used = None;
         let ready = std::mem::take(&mut state.ready);
         drop(state);
         drop(ready);
@@ -216,12 +210,15 @@ enum Next {
 }
 
 impl Blank {
-    /// Clears one page more. The kernel clears what is left when it is written to.
+    /// Adds one page more.
     fn clear_page(&mut self) -> io::Result<()> {
         let left = usize::try_from(self.bytes - self.cleared_bytes).unwrap_or(usize::MAX);
         let page = &ZEROS[..left.min(ZEROS.len())];
+        let end = self.cleared_bytes + page.len() as u64;
+        // What is written to a hole may come in small pages.
+        set_aside(&self.file, end)?;
         self.file.write_all_at(page, self.cleared_bytes)?;
-        self.cleared_bytes += page.len() as u64;
+        self.cleared_bytes = end;
         Ok(())
     }
 }
@@ -238,48 +235,49 @@ impl Shared {
     /// Makes blanks, a page at a time, whenever no file is being made.
     fn make<'a>(&'a self, mut state: MutexGuard<'a, State>) {
         while !state.ended {
-            let left = IDLE.saturating_sub(state.used.elapsed());
+            let left = state.used.map_or(Duration::ZERO, |used| IDLE.saturating_sub(used.elapsed()));
             if state.making > 0 || (left.is_zero() && state.ready.is_empty()) {
                 state = self.wait(state);
                 continue;
             }
-            if left.is_zero() {
-                let idle = std::mem::take(&mut state.ready);
-                drop(state);
-                drop(idle);
-                state = self.lock();
+            let idle = left.is_zero();
+            let (next, unwanted) = if idle { (Next::Nothing, std::mem::take(&mut state.ready)) } else { state.next() };
+            let missing = if let Next::Missing(bytes) = next { Some(bytes) } else { None };
+            let works = missing.is_some() || !unwanted.is_empty() || matches!(next, Next::Clear(_));
+            if !works {
+                state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
                 continue;
             }
-            let (next, unwanted) = state.next();
-            state.clearing = !matches!(next, Next::Nothing);
+            state.clearing = true;
             drop(state);
-            // They make room for the next.
-            drop(unwanted);
-            let blank = match next {
-                Next::Clear(blank) => Some(blank),
-                Next::Missing(bytes) => self.blank(bytes),
-                Next::Nothing => None,
+            let work = || {
+                // They make room for the next.
+                drop(unwanted);
+                let mut blank = match next {
+                    Next::Clear(blank) => blank,
+                    Next::Missing(bytes) => self.blank(bytes)?,
+                    Next::Nothing => return None,
+                };
+                blank.clear_page().is_ok().then_some(blank)
             };
-            let cleared = blank.and_then(|mut blank| blank.clear_page().is_ok().then_some(blank));
+            let cleared = catch_unwind(AssertUnwindSafe(work)).unwrap_or(None);
             state = self.lock();
             state.clearing = false;
             self.changed.notify_all();
-            match cleared {
-                Some(blank) => state.ready.push(blank),
-                // Otherwise somebody has news.
-                None if state.making == 0 && !state.ended => {
-                    state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
-                }
-                None => {}
+            match (cleared, missing) {
+                (Some(blank), _) => state.ready.push(blank),
+                // There is no room for it. Smaller ones may find some.
+                (None, Some(bytes)) => state.wanted.retain(|wanted| *wanted != bytes),
+                (None, None) => {}
             }
         }
     }
 
-    /// A blank of this size that is not cleared yet, if nothing else needs the memory.
+    /// A blank of this size that nothing is in yet, if nothing else needs the memory.
     fn blank(&self, bytes: u64) -> Option<Blank> {
         let room_bytes = usize::try_from(bytes.next_multiple_of(HUGE_PAGE_BYTES)).ok()?;
         let room = self.engine.upgrade()?.reserve_spare(room_bytes)?;
-        let file = self.files.unnamed(bytes).ok()?;
+        let file = self.files.unnamed(0).ok()?;
         Some(Blank { file, bytes, cleared_bytes: 0, _room: room })
     }
 }
@@ -298,14 +296,7 @@ mod tests {
     #[test]
     fn what_does_not_fit_is_left_out() {
         const PAGE: u64 = HUGE_PAGE_BYTES;
-        let mut state = State {
-            wanted: Vec::new(),
-            ready: Vec::new(),
-            clearing: false,
-            making: 0,
-            used: Instant::now(),
-            ended: false,
-        };
+        let mut state = State::default();
         state.want(vec![PAGE + 1, 3 * PAGE, 1, PAGE], 4 * PAGE);
         assert_eq!(state.wanted, [PAGE + 1, 1, PAGE], "in whole pages");
         assert!(matches!(state.next(), (Next::Missing(bytes), unwanted) if bytes == PAGE + 1 && unwanted.is_empty()));

@@ -213,6 +213,11 @@ pub trait FileSystem: Send + Sync + 'static {
         reply: &mut dyn FnMut(&[u8]),
     ) -> Result<(), FsError>;
 
+    /// Told once, before any request, whether the kernel may read files by itself.
+    fn started(&self, passthrough: bool) {
+        let _ = passthrough;
+    }
+
     /// Makes all bytes of a file that was just opened, for the kernel to read by itself until it is closed. Calls `then`, at
     /// once or from another thread; drops it if the file system ends before.
     fn make_whole(&self, ino: Ino, handle: Handle, then: WhenWhole) {

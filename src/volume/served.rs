@@ -208,12 +208,7 @@ impl Volume {
     pub fn make_whole(&mut self, which: MadeWhole) -> io::Result<()> {
         self.whole = match which {
             MadeWhole::None => None,
-            MadeWhole::Tensors | MadeWhole::Auto | MadeWhole::All => {
-                let plans: Vec<_> = self.views.iter().map(|view| Arc::clone(&view.plan)).collect();
-                let likely =
-                    move |tell: &mut dyn FnMut(u64, usize)| plans.iter().for_each(|plan| tell_sizes(plan, which, tell));
-                Some((WholeFiles::new(&self.engine, likely)?, which))
-            }
+            MadeWhole::Tensors | MadeWhole::Auto | MadeWhole::All => Some((WholeFiles::new(&self.engine)?, which)),
         };
         Ok(())
     }
@@ -790,6 +785,13 @@ impl FileSystem for Volume {
                 pin.note_read(len as u64);
                 self.engine.read(&file, offset, len, reply).map_err(|_| FsError::Io)
             }
+        }
+    }
+
+    fn started(&self, passthrough: bool) {
+        if let (Some((whole, which)), true) = (&self.whole, passthrough) {
+            let (plans, which) = (self.views.iter().map(|view| Arc::clone(&view.plan)).collect::<Vec<_>>(), *which);
+            whole.expect(move |tell| plans.iter().for_each(|plan| tell_sizes(plan, which, tell)));
         }
     }
 

@@ -20,7 +20,7 @@ use super::{
     Ino, WhenWhole,
     blanks::{Blanks, Busy},
     looks::Use,
-    memory_files::{HUGE_PAGE_BYTES, MemoryFiles},
+    memory_files::{HUGE_PAGE_BYTES, MemoryFiles, set_aside},
 };
 use crate::read::{Engine, OpenFile, ReadError, Reservation, WholeError, counters::add};
 
@@ -31,7 +31,8 @@ const IDLE: Duration = Duration::from_mins(1);
 
 /// Who closes a whole file sooner has looked at its header.
 const BRIEF: Duration = Duration::from_millis(50);
-/// The kernel reads so far beyond what it is asked for, at most.
+/// The kernel reads so far beyond what it is asked for, at most, unless it was told to read ahead more. Then who looks at a
+/// header is taken for a reader, and the file is not made whole for a while.
 const AHEAD_BYTES: u64 = 2 << 20;
 
 /// A file whose bytes were all made.
@@ -96,18 +97,21 @@ impl std::fmt::Debug for WholeFiles {
 }
 
 impl WholeFiles {
-    /// Whole files in memory, as far as the engine's cache allows. `likely` goes through files that may be opened first and
-    /// tells how long they are and how many are alike.
+    /// Whole files in memory, as far as the engine's cache allows.
     ///
     /// # Errors
     /// The system gives us no file system in memory, as it does only to root.
-    pub(super) fn new(
-        engine: &Arc<Engine>,
-        likely: impl FnOnce(&mut dyn FnMut(u64, usize)) + Send + 'static,
-    ) -> io::Result<Self> {
+    pub(super) fn new(engine: &Arc<Engine>) -> io::Result<Self> {
         let memory = Arc::new(MemoryFiles::new(engine.reservable_bytes() as u64)?);
-        let most = most_bytes(engine);
-        let blanks = Blanks::start(&memory, engine, move || {
+        let blanks = Blanks::new(&memory, engine);
+        Ok(Self { shared: Arc::default(), memory, blanks, engine: Arc::downgrade(engine) })
+    }
+
+    /// Makes memory ready for files that will be opened. `likely` goes through some of them and tells how long they are and
+    /// how many are alike.
+    pub(super) fn expect(&self, likely: impl FnOnce(&mut dyn FnMut(u64, usize)) + Send + 'static) {
+        let Some(most) = self.engine.upgrade().map(|engine| most_bytes(&engine)) else { return };
+        let started = self.blanks.start(move || {
             let mut sizes = BTreeMap::new();
             likely(&mut |bytes, count| {
                 if (BYTES_MIN..=most).contains(&bytes) {
@@ -115,8 +119,10 @@ impl WholeFiles {
                 }
             });
             sizes.into_iter().collect()
-        })?;
-        Ok(Self { shared: Arc::default(), memory, blanks, engine: Arc::downgrade(engine) })
+        });
+        if let Err(error) = started {
+            tracing::info!("no memory is made ready for whole files: {error}");
+        }
     }
 
     /// Whether a file of so many bytes is made whole: half of the cache at most, so that it does not take turns with others.
@@ -155,8 +161,11 @@ impl WholeFiles {
         drop(states);
         let landing =
             Landing { shared: Arc::clone(&self.shared), ino, file: Arc::clone(file), landed: false, _busy: busy };
-        let target = match blank.map_or_else(|| self.memory.unnamed(file.len_bytes()), Ok) {
-            Ok(target) => Arc::new(target),
+        let target = match self.target(blank, file.len_bytes()) {
+            Ok((target, ready)) => {
+                add(&engine.counters().blank_files, u64::from(ready));
+                Arc::new(target)
+            }
             Err(error) => return landing.land(Err(error.into())),
         };
         let (whole, counting) = (Arc::clone(&target), Arc::clone(&engine));
@@ -166,6 +175,21 @@ impl WholeFiles {
             add(&counters.whole_bytes, if result.is_ok() { landing.file.len_bytes() } else { 0 });
             landing.land(result.map(|()| WholeFile { file: whole, _room: room }));
         });
+    }
+
+    /// A file with memory for so many bytes, the blank if it can be made as long, and whether it is the blank.
+    fn target(&self, blank: Option<File>, bytes: u64) -> io::Result<(File, bool)> {
+        if let Some(blank) = blank
+            && set_aside(&blank, bytes).is_ok()
+        {
+            return Ok((blank, true));
+        }
+        let file = self.memory.unnamed(bytes).or_else(|_| {
+            // Files that were dropped take memory as long as they are mapped.
+            self.blanks.drop_all();
+            self.memory.unnamed(bytes)
+        });
+        Ok((file?, false))
     }
 
     /// Room for one more file. Blanks go for it, then what is closed, what was closed longest ago first.

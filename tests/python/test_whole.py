@@ -64,6 +64,7 @@ def test_memory_made_ready_beforehand_holds_the_same_bytes(own, wide):
         stats = mounted.stats()
         assert stats["blank_bytes_held"] <= 256 * MIB and stats["blank_bytes_held"] + stats["whole_bytes_held"] <= 768 * MIB
     assert mounted.stats()["whole_files"] == len(lengths)
+    assert mounted.stats()["blank_files"] > len(lengths) // 2
     assert blank(plain) == 0
 
 
