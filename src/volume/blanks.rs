@@ -242,9 +242,12 @@ impl Shared {
             }
             let idle = left.is_zero();
             let (next, unwanted) = if idle { (Next::Nothing, std::mem::take(&mut state.ready)) } else { state.next() };
-            let missing = if let Next::Missing(bytes) = next { Some(bytes) } else { None };
-            let works = missing.is_some() || !unwanted.is_empty() || matches!(next, Next::Clear(_));
-            if !works {
+            let size = match &next {
+                Next::Missing(bytes) => Some(*bytes),
+                Next::Clear(blank) => Some(blank.bytes),
+                Next::Nothing => None,
+            };
+            if size.is_none() && unwanted.is_empty() {
                 state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
                 continue;
             }
@@ -264,11 +267,10 @@ impl Shared {
             state = self.lock();
             state.clearing = false;
             self.changed.notify_all();
-            match (cleared, missing) {
-                (Some(blank), _) => state.ready.push(blank),
-                // There is no room for it. Smaller ones may find some.
-                (None, Some(bytes)) => state.wanted.retain(|wanted| *wanted != bytes),
-                (None, None) => {}
+            match cleared {
+                Some(blank) => state.ready.push(blank),
+                // There is no room for it, or no memory. Others may find some.
+                None => state.wanted.retain(|wanted| Some(*wanted) != size),
             }
         }
     }
