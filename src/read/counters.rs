@@ -44,7 +44,7 @@ pub struct Counters {
     pub whole_files: AtomicU64,
     /// Bytes of these.
     pub whole_bytes: AtomicU64,
-    /// Of these files, those made in memory that was ready.
+    /// Of these files, those made in memory that was ready, if only in part.
     pub blank_files: AtomicU64,
     /// Reads that failed.
     pub failed_reads: AtomicU64,

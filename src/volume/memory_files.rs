@@ -65,3 +65,27 @@ pub(super) fn set_aside(file: &File, bytes: u64) -> io::Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use super::*;
+
+    #[test]
+    fn files_become_longer_and_shorter_and_what_was_cut_off_is_gone() {
+        const SIZES: [u64; 7] = [0, 5 << 20, (1 << 20) + 3, (3 << 20) + 1, 3, 3, 1 << 20];
+        let mut file = tempfile::tempfile().unwrap();
+        for (before, after) in SIZES.into_iter().zip(SIZES.into_iter().skip(1)) {
+            set_aside(&file, after).unwrap();
+            let mut bytes = Vec::new();
+            std::io::Seek::rewind(&mut file).unwrap();
+            file.read_to_end(&mut bytes).unwrap();
+            assert_eq!(bytes.len() as u64, after);
+            let kept = usize::try_from(before.min(after)).unwrap();
+            let (old, new) = bytes.split_at(kept);
+            assert!(old.iter().all(|byte| *byte == 7) && new.iter().all(|byte| *byte == 0), "{before} to {after}");
+            std::os::unix::fs::FileExt::write_all_at(&file, &vec![7; bytes.len()], 0).unwrap();
+        }
+    }
+}

@@ -489,14 +489,14 @@ fn array_kind(node: ArrayNode) -> NodeKind {
 /// Tells sizes in bytes, and how many files may have each: of whole tensors, of a first device's shards, like which those of
 /// most others are, and, unless `which` leaves them out, of a device's file of all its tensors, header aside.
 fn tell_sizes(plan: &Plan, which: MadeWhole, tell: &mut dyn FnMut(u64, usize)) {
-    let mut all = 0;
+    let mut all = 0_u64;
     for tensor in &plan.tensors {
         let bytes_of = |elements| tensor.view.dtype().bytes_of(elements).unwrap_or(0);
         tell(bytes_of(tensor.view.shape().elements()), 1);
         if let Some(first) = plan.devices.first() {
             let bytes = bytes_of(plan.region(tensor, *first).shape().elements());
             tell(bytes, plan.devices.len());
-            all += bytes;
+            all = all.saturating_add(bytes);
         }
     }
     if which != MadeWhole::Tensors {

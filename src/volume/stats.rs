@@ -42,7 +42,11 @@ fn named(counters: &Counters, metrics: &Metrics, engine: &Engine) -> Vec<(&'stat
         ("copied_bytes", "Bytes of copied tensor files.", get(&counters.copied_bytes)),
         ("whole_files", "Tensor files made whole in memory when they were opened.", get(&counters.whole_files)),
         ("whole_bytes", "Bytes of these.", get(&counters.whole_bytes)),
-        ("blank_files", "Of these files, those made in memory that was ready.", get(&counters.blank_files)),
+        (
+            "blank_files",
+            "Of these files, those made in memory that was ready, if only in part.",
+            get(&counters.blank_files),
+        ),
         ("whole_bytes_held", "Bytes of memory that they take now.", engine.whole_bytes() as u64),
         ("blank_bytes_held", "Bytes of memory made ready for more of them.", engine.blank_bytes() as u64),
         ("failed_reads", "Reads that failed.", get(&counters.failed_reads)),
