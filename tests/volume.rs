@@ -266,6 +266,31 @@ fn readers_in_turns_fetch_each_byte_once() {
     }
 }
 
+/// Who has bytes finds them in the counters: they are not added after the answer is on its way.
+#[test]
+fn bytes_are_counted_before_they_are_handed_out() {
+    let check = |volume: &Volume, path: &str, way: Path| {
+        let counters = volume.engine().counters();
+        let ino = volume.resolve(path).unwrap().ino;
+        let opened = volume.open(ino).unwrap();
+        let before = counters.served_bytes(way);
+        let mut told = None;
+        let mut reply = |bytes: &[u8]| told = Some((bytes.len() as u64, counters.served_bytes(way) - before));
+        volume.read(ino, opened.handle, 0, 64, &mut reply).unwrap();
+        assert_eq!(told, Some((64, 64)), "{path}: bytes, and how many of them were counted");
+    };
+    // Without a cache tiles are made for each read.
+    for cache_bytes in [0, 1 << 30] {
+        let (_dir, volume) = wide(cache_bytes);
+        check(&volume, "full/w0", Path::Tiles);
+        check(&volume, "safetensors/dev0.safetensors", Path::Made);
+    }
+    let dir = repo::llama(2, DType::BF16);
+    let volume = repo::volume(&repo::open(dir.path()), &options("fsdp=2"), VolumeOptions::default());
+    check(&volume, "dev0/embed", Path::Runs);
+    check(&volume, "hf/model-00001-of-00002.safetensors", Path::Identical);
+}
+
 /// However many files are opened meanwhile, one that is open keeps what was made for it.
 #[test]
 fn an_open_file_is_not_forgotten() {

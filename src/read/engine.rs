@@ -272,20 +272,22 @@ impl Engine {
         let lent = ByteSpan::new(start, end).filter(|_| len > 0).and_then(|span| source.lend(file, span));
         if let Some(bytes) = lent {
             add(&self.counters.lent, 1);
+            self.counters.fetch(path, len);
+            self.counters.serve(path, len);
             reply(bytes);
         } else {
             let mut buffer = self.buffers.take(usize::try_from(len).unwrap_or(0));
             source.read_into(file, start, &mut buffer).map_err(changed)?;
             source.check(file).map_err(changed)?;
+            self.counters.fetch(path, len);
+            self.counters.serve(path, len);
             reply(&buffer);
         }
-        self.counters.fetch(path, len);
-        self.counters.serve(path, len);
         Ok(())
     }
 
     /// Reads `len` bytes at `start`, fewer only at the end of the file, and hands them to `reply`: exactly once if the
-    /// result is `Ok`, never otherwise.
+    /// result is `Ok`, never otherwise. They are counted before, so that who has them finds them in the counters.
     ///
     /// # Errors
     /// [`ReadError`]; the first of a file is logged.
@@ -491,8 +493,8 @@ impl Engine {
         self.check_touched(&touched)?;
         let skip = usize::try_from(low - first * unit).unwrap_or(0);
         let len = usize::try_from(high - low).unwrap_or(0);
-        reply(&buffer[skip..skip + len]);
         self.counters.serve(path, high - low);
+        reply(&buffer[skip..skip + len]);
         Ok(())
     }
 
@@ -552,9 +554,9 @@ impl Engine {
         let tile = self.tile(file, segment, prepared, grid, index)?;
         let place = |byte: u64| usize::try_from(byte - start * unit).unwrap_or(0);
         let (from, to) = (place(low), place(high));
+        self.counters.serve(Path::Tiles, high - low);
         reply(&tile.bytes[from..to]);
         self.note_served(file, segment, index, &tile, to - from);
-        self.counters.serve(Path::Tiles, high - low);
         Ok(())
     }
 
