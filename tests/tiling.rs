@@ -10,7 +10,8 @@ use std::{
 };
 
 use ckfs::tensor::{
-    DType, Decode, Element, Keep, Loop, Origin, PAGE_BYTES, Piece, Reads, Region, Runs, TensorId, Tiling, View, reads,
+    DType, Decode, Element, Keep, Loop, Origin, PAGE_BYTES, Piece, Reads, Region, Runs, Share, TensorId, Tiling, View,
+    reads,
 };
 use common::{
     decode_by_reference, execute, for_each_unit, reference_bytes, shape, source, tensor,
@@ -88,6 +89,20 @@ fn check_cut(tiling: &Tiling, whole: &HashMap<u64, Origin>, low: u64, high: u64)
     }
 }
 
+/// Asserts that the shares of `low..high` have exactly the units in it, none twice.
+fn check_shares(tiling: &Tiling, of: u64, lines: u64, low: u64, high: u64) {
+    let mut whole = Vec::new();
+    tiling.cut(low, high, &mut |part| whole.push(part));
+    let mut parts = Vec::new();
+    for index in 0..of {
+        tiling.cut_share(Share { index, of, lines }, low, high, &mut |part| parts.push(part));
+    }
+    assert_eq!(units(&parts), units(&whole), "{of} shares of {lines} lines in {low}..{high} of {tiling:?}");
+    for part in &parts {
+        assert!(part.loops.iter().all(|l| l.extent > 1), "{part:?}");
+    }
+}
+
 /// Runs of each tensor that tilings read.
 fn runs(tilings: &[Tiling]) -> HashMap<TensorId, Vec<Runs>> {
     let mut found: HashMap<TensorId, Vec<Runs>> = HashMap::new();
@@ -140,6 +155,16 @@ proptest! {
     #[test]
     fn pieces_are_disjoint_covering_and_in_bounds(view in any_view()) {
         check(&view, &view.lower().unwrap());
+    }
+
+    #[test]
+    fn shares_are_disjoint_and_cover(view in any_view(), mut choices in choices()) {
+        let tiling = view.lower().unwrap();
+        let low = choices.below(tiling.len_units() + 1);
+        let high = low + choices.below(tiling.len_units() - low + 1);
+        for (low, high) in [(low, high), (0, tiling.len_units())] {
+            check_shares(&tiling, 1 + choices.below(9), 1 + choices.below(4), low, high);
+        }
     }
 
     #[test]
@@ -489,4 +514,36 @@ fn source_hulls_leave_wide_gaps_out() {
     assert_eq!(hulls(&[], 1), [(0, 1)]);
     // A broadcast reads the same units again.
     assert_eq!(hulls(&[(5, 0), (4, 1)], 0), [0, 1, 2, 3].map(|start| (start, 1)));
+}
+
+/// Shares of a stack of transposed matrices are as large as they can be, and each source line belongs to one of them.
+#[test]
+fn source_lines_are_shared_out_evenly() {
+    let matrix = |id| View::source(tensor(id, DType::BF16, &[600, 40])).reverse_axes();
+    let tiling = View::stack(1, &[matrix(0), matrix(1), matrix(2)]).unwrap().lower().unwrap();
+    let (len, row) = (tiling.len_units(), tiling.transposed_stride_units().unwrap());
+    assert_eq!((len, row), (40 * 3 * 600, 3 * 600));
+    for (of, lines, low, high) in [(4, 128, 0, len), (6, 128, 8 * row, 24 * row), (7, 1, 0, len), (3, 1000, 0, len)] {
+        check_shares(&tiling, of, lines, low, high);
+        let mut owners = HashMap::new();
+        let mut sizes = Vec::new();
+        for index in 0..of {
+            let mut size = 0;
+            tiling.cut_share(Share { index, of, lines }, low, high, &mut |part| {
+                size += part.units();
+                let Origin::Tensor { tensor, offset, .. } = part.origin else { panic!("{part:?}") };
+                for_each_unit(&part, &mut |_, from| {
+                    let owner = *owners.entry((tensor, (offset + from) / 40)).or_insert(index);
+                    assert_eq!(owner, index, "line {} of {tensor:?}", (offset + from) / 40);
+                });
+            });
+            sizes.push(size);
+        }
+        let columns = (high - low) / row;
+        let fair = (high - low) / of;
+        // A border moves by less than the lines that stay together, or than a matrix that has fewer.
+        let slack = columns * lines.min(600);
+        assert!(sizes.iter().all(|size| size.abs_diff(fair) <= slack), "{sizes:?}, of {fair} each");
+        assert!(sizes.iter().filter(|size| **size > 0).count() as u64 >= of.min(3), "{sizes:?}");
+    }
 }

@@ -22,7 +22,7 @@ use crate::{
     checkpoint::{Checkpoint, TensorInfo},
     image::{FileImage, Segment},
     source::{ByteSpan, FileId, Source},
-    tensor::{BlockScale, Decode, Gather, Origin, Piece, Stores, Tiling, Turn, fill, gather::Loop, gather_with},
+    tensor::{BlockScale, Decode, Gather, Origin, Piece, Share, Stores, Tiling, fill, gather::Loop, gather_with},
 };
 
 /// Smallest tile, a huge page. Conversions of less than a megabyte at a time leave caches and vectors cold.
@@ -128,12 +128,12 @@ impl OpenFile {
 struct How {
     path: Path,
     stores: Stores,
-    turn: Turn,
+    share: Share,
 }
 
 impl How {
     const fn cached(path: Path) -> Self {
-        Self { path, stores: Stores::Cached, turn: Turn { index: 0, of: 1 } }
+        Self { path, stores: Stores::Cached, share: Share::WHOLE }
     }
 }
 
@@ -385,7 +385,6 @@ impl Engine {
         low: u64,
         high: u64,
         target: &mut [u8],
-        turn: Turn,
     ) -> Result<(), ReadError> {
         let prepared = match &file.image.segments()[segment] {
             Segment::View(_) => self.prepare(file, segment)?,
@@ -404,13 +403,34 @@ impl Engine {
             self.counters.fetch(path, high - low);
         } else if low.is_multiple_of(unit) && high.is_multiple_of(unit) {
             let mut touched = Touched::new();
-            let how = How { path, stores: Stores::Streamed, turn };
+            let how = How { path, stores: Stores::Streamed, share: Share::WHOLE };
             self.fill_span(tiling, low / unit, high / unit, target, &mut touched, how)?;
             self.check_touched(&touched)?;
         } else {
             return self.read_alone(tiling, low, high, path, &mut |bytes| target.copy_from_slice(bytes));
         }
         self.counters.serve(path, high - low);
+        Ok(())
+    }
+
+    /// Makes a share of a span of a segment that transposes its source, which begins and ends between rows. The rest of the target
+    /// is left alone.
+    pub(super) fn make_share(
+        &self,
+        file: &OpenFile,
+        segment: usize,
+        low: u64,
+        high: u64,
+        target: &mut [u8],
+        share: Share,
+    ) -> Result<(), ReadError> {
+        let prepared = self.prepare(file, segment)?;
+        let (tiling, unit) = (&prepared.tiling, prepared.tiling.unit_bytes());
+        let mut touched = Touched::new();
+        let how = How { path: Path::Tiles, stores: Stores::Streamed, share };
+        let made = self.fill_span(tiling, low / unit, high / unit, target, &mut touched, how)?;
+        self.check_touched(&touched)?;
+        self.counters.serve(Path::Tiles, made * unit);
         Ok(())
     }
 
@@ -597,7 +617,7 @@ impl Engine {
         Ok(Tile { bytes, files, ahead: AtomicBool::new(false), served: AtomicU64::new(0) })
     }
 
-    /// Fills `target` with units `first..last` of a tiling.
+    /// Fills `target`, which is for units `first..last` of a tiling, with those that are asked for, and says how many they are.
     fn fill_span(
         &self,
         tiling: &Tiling,
@@ -606,13 +626,14 @@ impl Engine {
         target: &mut [u8],
         touched: &mut Touched,
         how: How,
-    ) -> Result<(), ReadError> {
+    ) -> Result<u64, ReadError> {
         let unit = tiling.unit_bytes();
-        let mut result = Ok(());
-        tiling.cut_from(how.turn, first, last, &mut |piece| {
+        let (mut made, mut result) = (0, Ok(()));
+        tiling.cut_share(how.share, first, last, &mut |piece| {
             if result.is_err() {
                 return;
             }
+            made += piece.units();
             match piece.origin {
                 Origin::Fill { bytes } => {
                     fill(&bytes[..usize::try_from(unit).unwrap_or(8)], &piece.loops, piece.start - first, target);
@@ -620,7 +641,7 @@ impl Engine {
                 Origin::Tensor { .. } => result = self.gather_piece(tiling, &piece, first, target, touched, how),
             }
         });
-        result
+        result.map(|()| made)
     }
 
     fn gather_piece(

@@ -1,14 +1,14 @@
 //! Files made whole, by all threads at once and in any order.
 //!
 //! A reader who will want everything need not be followed: the file is cut into parts, and each thread makes the next one that
-//! nobody has begun, straight into the mapped file that will hold it. Parts follow the rows of transposed views.
+//! nobody has begun, straight into the file that will hold it, which each maps for itself. Parts of a transposed view are cut
+//! both ways: into spans of its rows, and those into shares of the lines of the source.
 #![allow(unsafe_code)]
 
 use std::{
     fmt,
     fs::File,
     io,
-    os::fd::AsRawFd,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Mutex, PoisonError,
@@ -16,21 +16,22 @@ use std::{
     },
 };
 
-use memmap2::{MmapOptions, MmapRaw};
+use memmap2::{MmapMut, MmapOptions};
 
 use super::{Engine, OpenFile, ReadError, Reservation};
-use crate::tensor::Turn;
+use crate::tensor::Share;
 
 /// Least and most bytes of a part.
 const PART_BYTES_MIN: u64 = 1 << 20;
 const PART_BYTES_MAX: u64 = 4 << 20;
-/// Elements of each source row that a part of a transposed view takes at least: two cache lines of two-byte elements.
-const TRANSPOSED_ELEMENTS_MIN: u64 = 64;
-/// And at most, where there are so many for all threads. Each part touches pages of all the rows again, which costs less
-/// the more of them it uses.
-const TRANSPOSED_ELEMENTS_MAX: u64 = 1024;
+/// Most elements of each source line that are taken together. Each takes a page of the target, and the processor does not know
+/// many pages at once; but each such span visits all lines of the source again.
+const SPAN_ELEMENTS_MAX: u64 = 1024;
 /// Elements of two bytes in a cache line.
 const LINE_ELEMENTS: u64 = 32;
+/// Lines of the source that stay together: as many as are transposed at once, so that whole cache lines of the target are
+/// written.
+const SHARED_LINES: u64 = 128;
 /// Parts for each thread at least, so that none is left with much while others are done.
 const PARTS_PER_THREAD: u64 = 2;
 
@@ -48,40 +49,36 @@ pub enum WholeError {
     Memory(#[from] io::Error),
 }
 
-/// The mapped file that a whole file is made in, cut into parts that are each taken once.
+/// A part of a file, which one thread makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Part {
+    /// The bytes that it lies in.
+    start: u64,
+    end: u64,
+    /// The segment and the share of it, if others make the rest of these bytes.
+    shared: Option<(usize, Share)>,
+}
+
+/// The file that a whole file is made in, all memory of which is set aside.
 struct Canvas {
-    map: MmapRaw,
-    /// Where parts begin, and where the last one ends.
-    cuts: Vec<u64>,
-    taken: Vec<AtomicBool>,
+    target: Arc<File>,
+    len: usize,
 }
 
 impl Canvas {
-    /// Maps `target`, all memory of which is set aside, so that writing to it cannot fail.
-    fn new(target: &File, cuts: Vec<u64>) -> io::Result<Self> {
-        let len = cuts.last().and_then(|len| usize::try_from(*len).ok()).unwrap_or(0);
+    fn new(target: Arc<File>, len_bytes: u64) -> io::Result<Self> {
         let found = target.metadata()?.len();
-        if found < len as u64 {
-            return Err(io::Error::other(format!("expected a file of {len} bytes, found {found}")));
+        if found < len_bytes {
+            return Err(io::Error::other(format!("expected a file of {len_bytes} bytes, found {found}")));
         }
-        let map = MmapOptions::new().len(len).map_raw(target.as_raw_fd())?;
-        let taken = cuts.iter().skip(1).map(|_| AtomicBool::new(false)).collect();
-        Ok(Self { map, cuts, taken })
+        Ok(Self { target, len: usize::try_from(len_bytes).map_err(io::Error::other)? })
     }
 
-    /// Where part `index` begins, and its bytes, to whom asks first.
-    #[allow(clippy::mut_from_ref, reason = "parts do not overlap, and each is given away once")]
-    fn take(&self, index: usize) -> Option<(u64, &mut [u8])> {
-        let [start, end] = *self.cuts.windows(2).nth(index)? else { return None };
-        let place = |at: u64| usize::try_from(at).ok().filter(|at| *at <= self.map.len());
-        let (from, to) = (place(start)?, place(end)?);
-        if from > to || self.taken.get(index)?.swap(true, Ordering::Relaxed) {
-            return None;
-        }
-        // SAFETY: the bytes lie in the map, which is writable and lives as long as `self`. Cuts rise, so parts do not overlap,
-        // and each is given away once. The file is an unnamed one that nobody else writes to or shortens.
-        let bytes = unsafe { std::slice::from_raw_parts_mut(self.map.as_mut_ptr().add(from), to - from) };
-        Some((start, bytes))
+    /// A map of all of it, for one thread.
+    fn map(&self) -> io::Result<MmapMut> {
+        // SAFETY: the file is an unnamed one that nobody shortens, and all its memory is there. Others write to it meanwhile,
+        // through maps of their own, but parts have no byte in common, and no thread looks at bytes of a part that is not its.
+        unsafe { MmapOptions::new().len(self.len).map_mut(&*self.target) }
     }
 }
 
@@ -92,6 +89,7 @@ struct Making {
     engine: Arc<Engine>,
     file: Arc<OpenFile>,
     canvas: Canvas,
+    parts: Vec<Part>,
     next: AtomicUsize,
     /// Up to where source pages were asked for.
     asked: AtomicU64,
@@ -102,7 +100,7 @@ struct Making {
 
 impl fmt::Debug for Making {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} in {} parts", self.file.name(), self.canvas.taken.len())
+        write!(f, "{} in {} parts", self.file.name(), self.parts.len())
     }
 }
 
@@ -134,25 +132,30 @@ impl Engine {
         // Lowering the views of a file of many may take a while, which the caller need not wait for.
         self.workers.submit(move || {
             let threads = engine.workers.count().max(1);
-            let canvas = match engine.canvas(&file, &target, threads as u64) {
-                Ok(canvas) => canvas,
+            let begin = || {
+                let parts = engine.parts(&file, threads as u64)?;
+                Ok((Canvas::new(target, file.len_bytes())?, parts))
+            };
+            let (canvas, parts) = match begin() {
+                Ok(begun) => begun,
                 Err(error) => return done(Err(error)),
             };
-            let parts = canvas.taken.len();
-            if parts == 0 {
+            let count = parts.len();
+            if count == 0 {
                 return done(Ok(()));
             }
             let making = Arc::new(Making {
                 engine,
                 file,
                 canvas,
+                parts,
                 next: AtomicUsize::new(0),
                 asked: AtomicU64::new(0),
-                left: AtomicUsize::new(parts),
+                left: AtomicUsize::new(count),
                 failed: AtomicBool::new(false),
                 outcome: Mutex::new((Ok(()), Some(Box::new(done)))),
             });
-            for _ in 1..threads.min(parts) {
+            for _ in 1..threads.min(count) {
                 let helping = Arc::clone(&making);
                 making.engine.workers.submit(move || helping.work());
             }
@@ -160,46 +163,55 @@ impl Engine {
         });
     }
 
-    fn canvas(&self, file: &OpenFile, target: &File, threads: u64) -> Result<Canvas, WholeError> {
-        Ok(Canvas::new(target, self.parts(file, threads)?)?)
-    }
-
-    /// Where the parts of a file begin, and where the last one ends.
-    fn parts(&self, file: &OpenFile, threads: u64) -> Result<Vec<u64>, ReadError> {
+    /// The parts of a file.
+    fn parts(&self, file: &OpenFile, threads: u64) -> Result<Vec<Part>, ReadError> {
         let len_bytes = file.len_bytes();
-        let share = len_bytes / (threads * PARTS_PER_THREAD);
-        let mut cuts = vec![0];
-        let mut cut = |at: u64| {
-            if cuts.last().is_none_or(|last| at - last >= PART_BYTES_MIN / 2) {
-                cuts.push(at);
+        let most = len_bytes / (threads * PARTS_PER_THREAD);
+        let step = most.clamp(PART_BYTES_MIN, PART_BYTES_MAX).next_power_of_two();
+        let (mut parts, mut open) = (Vec::new(), 0);
+        let close = |parts: &mut Vec<Part>, open: &mut u64, end: u64, least: u64| {
+            if end - *open >= least {
+                parts.push(Part { start: *open, end, shared: None });
+                *open = end;
             }
         };
         for segment in 0..file.image().segments().len() {
             let (start, end) = (file.image().start_of(segment), file.image().start_of(segment + 1));
-            cut(start);
-            let (first, step) = if let Some(row_bytes) = self.transposed_row_bytes(file, segment)? {
-                let most = (share / row_bytes).clamp(TRANSPOSED_ELEMENTS_MIN, TRANSPOSED_ELEMENTS_MAX);
-                // As many and as large for each thread.
-                let rows = ((end - start) / row_bytes).max(1);
-                let parts = rows.div_ceil(most).next_multiple_of(threads);
-                (start, rows.div_ceil(parts).next_multiple_of(LINE_ELEMENTS) * row_bytes)
-            } else {
-                let step = share.clamp(PART_BYTES_MIN, PART_BYTES_MAX).next_power_of_two();
-                (start.next_multiple_of(step), step)
+            let row_bytes = self.transposed_row_bytes(file, segment)?;
+            let Some(row_bytes) = row_bytes.filter(|_| end - start >= PART_BYTES_MIN) else {
+                close(&mut parts, &mut open, start, PART_BYTES_MIN / 2);
+                for end in (start.next_multiple_of(step)..end).step_by(usize::try_from(step).unwrap_or(usize::MAX)) {
+                    close(&mut parts, &mut open, end, PART_BYTES_MIN / 2);
+                }
+                continue;
             };
-            (first..end).step_by(usize::try_from(step).unwrap_or(usize::MAX)).for_each(&mut cut);
+            close(&mut parts, &mut open, start, 1);
+            let rows = ((end - start) / row_bytes).max(1);
+            let spans = rows.div_ceil(SPAN_ELEMENTS_MAX);
+            let span_bytes = rows.div_ceil(spans).next_multiple_of(LINE_ELEMENTS) * row_bytes;
+            // As many for each thread, and large ones.
+            let wanted = (threads * PARTS_PER_THREAD).div_ceil(spans).next_multiple_of(threads);
+            let of = wanted.min(span_bytes.div_ceil(PART_BYTES_MIN)).max(1);
+            while open < end {
+                let (start, end) = (open, end.min(open + span_bytes));
+                let share = |index| Some((segment, Share { index, of, lines: SHARED_LINES }));
+                parts.extend((0..of).map(|index| Part { start, end, shared: share(index) }));
+                open = end;
+            }
         }
-        if cuts.last() < Some(&len_bytes) {
-            cuts.push(len_bytes);
-        }
-        Ok(cuts)
+        close(&mut parts, &mut open, len_bytes, 1);
+        Ok(parts)
     }
 
-    /// Makes the bytes of a file from `start` on.
-    fn make_part(&self, file: &OpenFile, start: u64, mut target: &mut [u8], turn: Turn) -> Result<(), ReadError> {
-        for (segment, low, high) in file.image().spans(start, start + target.len() as u64) {
-            let Some(part) = target.split_off_mut(..usize::try_from(high - low).unwrap_or(usize::MAX)) else { break };
-            self.make_within(file, segment, low, high, part, turn)?;
+    /// Makes a part of a file in its place in `target`.
+    fn make_part(&self, file: &OpenFile, part: Part, mut target: &mut [u8]) -> Result<(), ReadError> {
+        if let Some((segment, share)) = part.shared {
+            let start = file.image().start_of(segment);
+            return self.make_share(file, segment, part.start - start, part.end - start, target, share);
+        }
+        for (segment, low, high) in file.image().spans(part.start, part.end) {
+            let Some(place) = target.split_off_mut(..usize::try_from(high - low).unwrap_or(usize::MAX)) else { break };
+            self.make_within(file, segment, low, high, place)?;
         }
         if target.is_empty() { Ok(()) } else { Err(ReadError::Panicked) }
     }
@@ -208,25 +220,31 @@ impl Engine {
 impl Making {
     /// Makes parts until none is left that nobody has begun.
     fn work(&self) {
-        loop {
-            let index = self.next.fetch_add(1, Ordering::Relaxed);
-            let Some((start, target)) = self.canvas.take(index) else { break };
+        let mut map = None;
+        while let Some(part) = self.parts.get(self.next.fetch_add(1, Ordering::Relaxed)) {
             if !self.failed.load(Ordering::Relaxed) {
-                self.ask_ahead(start);
-                // Parts under way at one time are neighbours.
-                let turn = Turn { index, of: self.engine.workers.count() };
-                let make = || self.engine.make_part(&self.file, start, target, turn);
-                let made = catch_unwind(AssertUnwindSafe(make)).unwrap_or(Err(ReadError::Panicked));
-                if let Err(error) = made
+                self.ask_ahead(part.start);
+                let made = catch_unwind(AssertUnwindSafe(|| self.make(*part, &mut map)));
+                if let Err(error) = made.unwrap_or(Err(ReadError::Panicked.into()))
                     && !self.failed.swap(true, Ordering::Relaxed)
                 {
-                    self.outcome.lock().unwrap_or_else(PoisonError::into_inner).0 = Err(error.into());
+                    self.outcome.lock().unwrap_or_else(PoisonError::into_inner).0 = Err(error);
                 }
             }
             if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
                 self.finish();
             }
         }
+    }
+
+    fn make(&self, part: Part, map: &mut Option<MmapMut>) -> Result<(), WholeError> {
+        let map = match map {
+            Some(map) => map,
+            None => map.insert(self.canvas.map()?),
+        };
+        let place = |at: u64| usize::try_from(at).unwrap_or(usize::MAX);
+        let target = map.get_mut(place(part.start)..place(part.end)).ok_or(ReadError::Panicked)?;
+        Ok(self.engine.make_part(&self.file, part, target)?)
     }
 
     fn ask_ahead(&self, start: u64) {

@@ -57,8 +57,10 @@ pub enum SourceIo {
 
 /// The kernel takes no advice on more than its read-ahead at a time, which is seldom less than this.
 const ADVISED_BYTES: usize = 128 << 10;
-/// Whether the page cache has them is asked for so many bytes at a time.
+/// Whether the page cache has them is told by the first of so many bytes, and so many of those: pages come and go in runs, and to
+/// look at each takes longer than some readers wait for all that is made of it.
 const SAMPLED_BYTES: usize = 2 << 20;
+const SAMPLE_BYTES: u64 = 128 << 10;
 
 /// Number of the system call `cachestat`, the same on all architectures.
 const CACHESTAT: libc::c_long = 451;
@@ -526,7 +528,7 @@ impl Source for LocalFiles {
         let end = span.start() + span.len();
         for start in (span.start()..end).step_by(SAMPLED_BYTES) {
             let end = end.min(start + SAMPLED_BYTES as u64);
-            if !is_cached(file, start, end) {
+            if !is_cached(file, start, end.min(start + SAMPLE_BYTES)) {
                 need(file, start, end);
             }
         }

@@ -17,7 +17,7 @@ use smallvec::SmallVec;
 
 use super::convert::{Converter, Direct, STRETCH};
 use super::kernel::Level;
-use super::transpose::{Fused, FusedKind, Lines, fence, prefetch, stream, transpose};
+use super::transpose::{Fused, FusedKind, Lines, USUAL_PITCH, fence, prefetch, stream, transpose};
 use super::{Decode, Program};
 
 /// One loop of a strided copy. Strides are in elements; in units where the elements are narrower than a byte, the
@@ -74,6 +74,7 @@ const BLOCK_ROW_BYTES: usize = 512;
 const LINE_GAP_BYTES: usize = 64;
 /// Bytes of a line of a block of 2-byte elements, which far the most have.
 const LINE_BYTES: usize = 2 * BLOCK_ROWS;
+const _: () = assert!(LINE_BYTES + LINE_GAP_BYTES == USUAL_PITCH, "the pitch of most blocks");
 /// Bytes of the widest element that is converted.
 const FLOAT_BYTES_MAX: usize = 8;
 /// Bytes of the widest run that is transposed as if it were one element.
@@ -430,8 +431,9 @@ impl Blocks {
                             made.first_chunk::<LINE_BYTES>(),
                             <&mut [u8; LINE_BYTES]>::try_from(&mut *to).ok(),
                         ) {
+                            // Far the most are of this length, which needs no loop.
+                            (Stores::Streamed, Some(made), Some(to)) => stream(made, to),
                             (Stores::Streamed, ..) => stream(&made[..line], to),
-                            // Far the most are of this length, which needs no call.
                             (Stores::Cached, Some(made), Some(to)) => *to = *made,
                             (Stores::Cached, ..) => to.copy_from_slice(&made[..line]),
                         }

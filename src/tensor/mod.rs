@@ -32,5 +32,5 @@ pub use dtype::{DType, Unit};
 pub use gather::{Gather, Loop, Stores, fill, gather, gather_with};
 pub use pages::{PAGE_BYTES, Reads, Runs, reads};
 pub use shape::{PerAxis, RANK_MAX, Region, Shape, ShapeError};
-pub use tiling::{Decoder, Origin, PIECES_MAX, Piece, Tiling, TilingError, Turn};
+pub use tiling::{Decoder, Origin, PIECES_MAX, Piece, Share, Tiling, TilingError};
 pub use view::{Element, Keep, Op, SourceTensor, View, ViewError};

@@ -14,6 +14,8 @@
 //!
 //! A *unit* is one element, or for types narrower than a byte the smallest group of elements that fills whole bytes.
 
+use std::ops::Range;
+
 use smallvec::SmallVec;
 
 use super::{DType, Decode, TensorId, gather::Loop};
@@ -82,22 +84,28 @@ pub struct Decoder {
     pub source_bytes: u64,
 }
 
-/// Which of several threads works on a tiling. Ranges of a transposed one are made of the same pages of the source: threads that
-/// begin at different pieces do not meet at one page at one time, where one would wait for the other.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Turn {
-    /// The thread, from 0 on.
-    pub index: usize,
-    /// Threads there are; as good as one if none.
-    pub of: usize,
+/// One of several equal shares of the work on a span of a tiling. The borders lie between lines of the source, so that pages of
+/// the source are visited for one of the shares, whatever the order in the target.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Share {
+    /// Which share, from 0 on.
+    pub index: u64,
+    /// How many there are, at least 1.
+    pub of: u64,
+    /// Lines of the source that stay together, at least 1.
+    pub lines: u64,
 }
 
-impl Turn {
-    /// Where among `count` pieces this thread begins.
-    fn share_of(self, count: usize) -> usize {
-        let of = self.of.max(1);
-        // In this order nothing overflows: there are at most `PIECES_MAX` pieces.
-        count * (self.index % of) / of
+impl Share {
+    /// All of it.
+    pub const WHOLE: Self = Self { index: 0, of: 1, lines: 1 };
+
+    /// The units of `count` that are in this share, counted in any fixed order.
+    fn range(self, count: u64) -> Range<u64> {
+        // At most `count` again.
+        let of = u128::from(self.of.max(1));
+        let border = |index: u64| u64::try_from(u128::from(count) * u128::from(index) / of).unwrap_or(count);
+        border(self.index)..border(self.index + 1)
     }
 }
 
@@ -128,6 +136,35 @@ impl Piece {
             };
             emit(Self { start, loops, origin });
         });
+    }
+
+    /// The part of this piece that is in a share, with `units` those of the share, counted from the piece's first, line by line
+    /// of the source.
+    fn between(&self, units: &Range<u64>, lines: u64) -> Option<Self> {
+        let Some(widest) = (0..self.loops.len()).max_by_key(|index| self.loops[*index].source_stride) else {
+            return units.contains(&0).then(|| self.clone());
+        };
+        let l = self.loops[widest];
+        let step_units = self.units() / l.extent;
+        let others = self.loops.iter().enumerate().filter(|(index, _)| *index != widest);
+        let line_units = others.filter(|(_, l)| l.source_stride == 1).map(|(_, l)| l.extent).max().unwrap_or(1);
+        // Steps that stay together.
+        let group = (lines * line_units).div_ceil(step_units).max(1);
+        let step = |unit: u64| if unit < self.units() { unit / step_units / group * group } else { l.extent };
+        let (first, end) = (step(units.start), step(units.end));
+        if first >= end {
+            return None;
+        }
+        let mut part = self.clone();
+        part.start += first * l.target_stride;
+        if let Origin::Tensor { offset, .. } = &mut part.origin {
+            *offset += first * l.source_stride;
+        }
+        part.loops[widest].extent = end - first;
+        if end - first == 1 {
+            part.loops.remove(widest);
+        }
+        Some(part)
     }
 
     /// Units, from the first, that lie consecutively both in the target and in the source.
@@ -302,18 +339,28 @@ impl Tiling {
 
     /// Calls `emit` with the parts of the pieces whose target lies in `low..high`, in no particular order.
     pub fn cut(&self, low: u64, high: u64, emit: &mut dyn FnMut(Piece)) {
-        self.cut_from(Turn::default(), low, high, emit);
-    }
-
-    /// As [`Tiling::cut`], in an order that depends on whose turn it is.
-    pub fn cut_from(&self, turn: Turn, low: u64, high: u64, emit: &mut dyn FnMut(Piece)) {
         let begin = self.reached.partition_point(|reached| *reached < low);
         let end = self.pieces.partition_point(|piece| piece.start < high);
-        let pieces = self.pieces.get(begin..end).unwrap_or_default();
-        let (last, first) = pieces.split_at(turn.share_of(pieces.len()));
-        for piece in first.iter().chain(last) {
+        for piece in self.pieces.get(begin..end).unwrap_or_default() {
             piece.cut(low, high, emit);
         }
+    }
+
+    /// As [`Tiling::cut`], for a share of `low..high`. All shares together are the whole, and no two meet.
+    pub fn cut_share(&self, share: Share, low: u64, high: u64, emit: &mut dyn FnMut(Piece)) {
+        if share.of <= 1 {
+            return self.cut(low, high, emit);
+        }
+        let mut total = 0;
+        self.cut(low, high, &mut |piece| total += piece.units());
+        let (units, mut before) = (share.range(total), 0);
+        self.cut(low, high, &mut |piece| {
+            let units = units.start.saturating_sub(before)..units.end.saturating_sub(before);
+            before += piece.units();
+            if let Some(part) = piece.between(&units, share.lines) {
+                emit(part);
+            }
+        });
     }
 
     /// Whether every piece copies bytes as they are, in runs of at least `run_bytes_min` bytes (or whole pieces): such a

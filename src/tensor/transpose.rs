@@ -10,6 +10,8 @@ use super::kernel::Level;
 
 /// Bytes of a line of the processor's caches.
 const CACHE_LINE_BYTES: usize = 64;
+/// Bytes between target lines that nearly all have: where they are known beforehand, stores need no arithmetic.
+pub(super) const USUAL_PITCH: usize = 320;
 /// Elements at the edge of a block that are converted together.
 const EDGE_ELEMENTS: usize = 64;
 
@@ -113,6 +115,7 @@ fn prefetch_line(source: &[u8], start: usize) {
 
 /// Copies `source` to `target` past the processor's caches, which soon forget that they held it; only whole cache lines go
 /// that way. Others see it in order only after [`fence`].
+#[inline(always)]
 pub(super) fn stream(source: &[u8], target: &mut [u8]) {
     assert_eq!(source.len(), target.len(), "bytes to copy");
     #[cfg(target_arch = "x86_64")]
@@ -224,28 +227,48 @@ fn registers(_: Level, _: Lines<'_>, _: &mut [u8], _: usize) -> (usize, usize) {
 #[cfg(target_arch = "x86_64")]
 fn registers(level: Level, lines: Lines<'_>, target: &mut [u8], pitch: usize) -> (usize, usize) {
     lines.check(pitch, target.len());
-    // SAFETY: all lines and what they become lie in the slices by the check above. SSE2 is part of x86-64, and the level says
-    // whether there is AVX2.
+    // SAFETY: all lines and what they become lie in the slices by the check above.
+    unsafe {
+        if pitch == USUAL_PITCH {
+            registers_with::<USUAL_PITCH>(level, lines, target, pitch)
+        } else {
+            registers_with::<0>(level, lines, target, pitch)
+        }
+    }
+}
+
+/// As [`registers`], for lines that are `PITCH` bytes apart if that is not 0.
+#[cfg(target_arch = "x86_64")]
+unsafe fn registers_with<const PITCH: usize>(
+    level: Level,
+    lines: Lines<'_>,
+    target: &mut [u8],
+    pitch: usize,
+) -> (usize, usize) {
+    // SAFETY: the lines were checked. SSE2 is part of x86-64, and the level says whether there is AVX2.
     unsafe {
         if let Some(fused) = lines.fused {
+            let exact = fused.exact;
             return match (fused.kind, level.has_avx2()) {
-                (FusedKind::Multiply(factor), true) => x86::fused::<2, true>(lines, fused.exact, factor, target, pitch),
-                (FusedKind::Round, true) => x86::fused::<4, false>(lines, fused.exact, 1.0, target, pitch),
+                (FusedKind::Multiply(factor), true) => {
+                    x86::fused::<2, true, PITCH>(lines, exact, factor, target, pitch)
+                }
+                (FusedKind::Round, true) => x86::fused::<4, false, PITCH>(lines, exact, 1.0, target, pitch),
                 (FusedKind::RoundMultiply(factor), true) => {
-                    x86::fused::<4, true>(lines, fused.exact, factor, target, pitch)
+                    x86::fused::<4, true, PITCH>(lines, exact, factor, target, pitch)
                 }
                 (_, false) => (0, 0),
             };
         }
         match (lines.unit, level.has_avx2()) {
-            (1, false) => x86::narrow_1(lines, target, pitch),
-            (2, false) => x86::narrow_2(lines, target, pitch),
-            (4, false) => x86::narrow_4(lines, target, pitch),
-            (8, false) => x86::narrow_8(lines, target, pitch),
-            (1, true) => x86::wide_1(lines, target, pitch),
-            (2, true) => x86::wide_2(lines, target, pitch),
-            (4, true) => x86::wide_4(lines, target, pitch),
-            (8, true) => x86::wide_8(lines, target, pitch),
+            (1, false) => x86::narrow_1::<PITCH>(lines, target, pitch),
+            (2, false) => x86::narrow_2::<PITCH>(lines, target, pitch),
+            (4, false) => x86::narrow_4::<PITCH>(lines, target, pitch),
+            (8, false) => x86::narrow_8::<PITCH>(lines, target, pitch),
+            (1, true) => x86::wide_1::<PITCH>(lines, target, pitch),
+            (2, true) => x86::wide_2::<PITCH>(lines, target, pitch),
+            (4, true) => x86::wide_4::<PITCH>(lines, target, pitch),
+            (8, true) => x86::wide_8::<PITCH>(lines, target, pitch),
             _ => (0, 0),
         }
     }
@@ -260,13 +283,13 @@ mod x86 {
     use std::arch::x86_64::{
         __m256i, _CMP_UNORD_Q, _mm_loadu_si128, _mm_storeu_si128, _mm_unpackhi_epi8, _mm_unpackhi_epi16,
         _mm_unpackhi_epi32, _mm_unpackhi_epi64, _mm_unpacklo_epi8, _mm_unpacklo_epi16, _mm_unpacklo_epi32,
-        _mm_unpacklo_epi64, _mm256_add_epi32, _mm256_and_si256, _mm256_andnot_si256, _mm256_castps_si256,
-        _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cmpeq_epi16, _mm256_extracti128_si256,
-        _mm256_loadu_si256, _mm256_max_epu16, _mm256_mul_ps, _mm256_or_si256, _mm256_packus_epi32, _mm256_set_m128i,
-        _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setzero_si256, _mm256_srli_epi32,
-        _mm256_sub_epi16, _mm256_testz_si256, _mm256_unpackhi_epi8, _mm256_unpackhi_epi16, _mm256_unpackhi_epi32,
-        _mm256_unpackhi_epi64, _mm256_unpacklo_epi8, _mm256_unpacklo_epi16, _mm256_unpacklo_epi32,
-        _mm256_unpacklo_epi64,
+        _mm_unpacklo_epi64, _mm256_add_epi32, _mm256_and_si256, _mm256_blend_epi16, _mm256_castps_si256,
+        _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_extracti128_si256, _mm256_loadu_si256,
+        _mm256_max_epu16, _mm256_min_epu16, _mm256_mul_ps, _mm256_or_si256, _mm256_packus_epi32, _mm256_set_m128i,
+        _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setzero_si256, _mm256_slli_epi32,
+        _mm256_srli_epi32, _mm256_sub_epi16, _mm256_subs_epu16, _mm256_testz_si256, _mm256_unpackhi_epi8,
+        _mm256_unpackhi_epi16, _mm256_unpackhi_epi32, _mm256_unpackhi_epi64, _mm256_unpacklo_epi8,
+        _mm256_unpacklo_epi16, _mm256_unpacklo_epi32, _mm256_unpacklo_epi64,
     };
 
     use super::{CACHE_LINE_BYTES, Lines, prefetch_line};
@@ -308,16 +331,23 @@ mod x86 {
     macro_rules! define {
         ($($(#[$meta:meta])* fn $name:ident($side:literal, $parts:literal, $rounds:literal, $load:ident, $store:ident, $low:ident, $high:ident);)*) => {$(
             $(#[$meta])*
-            pub(super) unsafe fn $name(lines: Lines<'_>, target: &mut [u8], pitch: usize) -> (usize, usize) {
+            pub(super) unsafe fn $name<const PITCH: usize>(
+                lines: Lines<'_>,
+                target: &mut [u8],
+                pitch: usize,
+            ) -> (usize, usize) {
+                let pitch = if PITCH > 0 { PITCH } else { pitch };
                 let (groups, rest) = lines.offsets.as_chunks::<$side>();
+                let (ahead, _) = lines.ahead.as_chunks::<$side>();
                 let width = $side * $parts;
                 let columns = lines.columns / width * width;
                 for (index, offsets) in groups.iter().enumerate() {
                     let row = index * $side;
-                    let ahead = lines.ahead.get(row..lines.ahead.len().min(row + $side)).unwrap_or_default();
                     for column in (0..columns).step_by(width) {
                         let at = column * lines.unit;
-                        if at.is_multiple_of(CACHE_LINE_BYTES) {
+                        if at.is_multiple_of(CACHE_LINE_BYTES)
+                            && let Some(ahead) = ahead.get(index)
+                        {
                             for next in ahead {
                                 prefetch_line(lines.source, next + at);
                             }
@@ -366,21 +396,24 @@ mod x86 {
     /// As `wide_2`, of elements of `SOURCE` bytes that are rounded to BF16, if they are wider, and then multiplied by `factor`
     /// and rounded again, if `MULTIPLY` says so. Blocks that hold what is not ordinary are converted by `exact`.
     #[target_feature(enable = "avx2")]
-    pub(super) unsafe fn fused<const SOURCE: usize, const MULTIPLY: bool>(
+    pub(super) unsafe fn fused<const SOURCE: usize, const MULTIPLY: bool, const PITCH: usize>(
         lines: Lines<'_>,
         exact: &dyn Fn(&[u8], &mut [u8]),
         factor: f32,
         target: &mut [u8],
         pitch: usize,
     ) -> (usize, usize) {
+        let pitch = if PITCH > 0 { PITCH } else { pitch };
         let (groups, rest) = lines.offsets.as_chunks::<8>();
+        let (ahead, _) = lines.ahead.as_chunks::<8>();
         let columns = lines.columns / 16 * 16;
         for (index, offsets) in groups.iter().enumerate() {
             let row = index * 8;
-            let ahead = lines.ahead.get(row..lines.ahead.len().min(row + 8)).unwrap_or_default();
             for column in (0..columns).step_by(16) {
                 let at = column * SOURCE;
-                if at.is_multiple_of(CACHE_LINE_BYTES) {
+                if at.is_multiple_of(CACHE_LINE_BYTES)
+                    && let Some(ahead) = ahead.get(index)
+                {
                     for next in ahead {
                         prefetch_line(lines.source, next + at);
                     }
@@ -389,11 +422,11 @@ mod x86 {
                 let to = target.as_mut_ptr();
                 // SAFETY: as in `define`, with 16 elements of 8 lines.
                 unsafe {
-                    let (mut block, mut odd) = ([_mm256_setzero_si256(); 8], _mm256_setzero_si256());
+                    let (mut block, mut seen) = ([_mm256_setzero_si256(); 8], Seen::nothing());
                     for (made, offset) in block.iter_mut().zip(offsets) {
-                        *made = bf16::<SOURCE, MULTIPLY>(from.add(offset + at), factor, &mut odd);
+                        *made = bf16::<SOURCE, MULTIPLY>(from.add(offset + at), factor, &mut seen);
                     }
-                    if _mm256_testz_si256(odd, odd) == 0 {
+                    if seen.any_odd() {
                         for (made, offset) in block.iter_mut().zip(offsets) {
                             let mut converted = [0; 32];
                             exact(&lines.source[offset + at..][..16 * SOURCE], &mut converted);
@@ -417,55 +450,85 @@ mod x86 {
         (lines.offsets.len() - rest.len(), columns)
     }
 
-    /// Converts the 16 elements at `from`, and sets bits of `odd` if one of them is a NaN, or its product is neither zero nor
-    /// finite and far from subnormal.
+    /// What tells whether any of some elements is a NaN, or its product is neither zero nor finite and far from subnormal.
+    struct Seen {
+        /// Bits are set by NaNs.
+        nan: __m256i,
+        /// The greatest magnitudes of products, as integers.
+        greatest: __m256i,
+        /// The least magnitudes less one, so that zero is above all others.
+        least: __m256i,
+    }
+
+    impl Seen {
+        #[target_feature(enable = "avx2")]
+        #[inline]
+        fn nothing() -> Self {
+            let zero = _mm256_setzero_si256();
+            Self { nan: zero, greatest: zero, least: _mm256_set1_epi16(-1) }
+        }
+
+        #[target_feature(enable = "avx2")]
+        #[inline]
+        fn multiplied(&mut self, products: __m256i) {
+            let magnitude = _mm256_and_si256(products, _mm256_set1_epi16(0x7fff));
+            self.greatest = _mm256_max_epu16(self.greatest, magnitude);
+            self.least = _mm256_min_epu16(self.least, _mm256_sub_epi16(magnitude, _mm256_set1_epi16(1)));
+        }
+
+        #[target_feature(enable = "avx2")]
+        #[inline]
+        fn any_odd(&self) -> bool {
+            // Exponents from 2 to 254 are at least 2^-125 and finite.
+            let (finite, normal) = (_mm256_set1_epi16((255 << 7) - 1), _mm256_set1_epi16((2 << 7) - 1));
+            let large = _mm256_subs_epu16(self.greatest, finite);
+            let small = _mm256_subs_epu16(normal, self.least);
+            let odd = _mm256_or_si256(self.nan, _mm256_or_si256(large, small));
+            _mm256_testz_si256(odd, odd) == 0
+        }
+    }
+
+    /// Converts the 16 elements at `from`, and notes what they were.
     #[target_feature(enable = "avx2")]
     #[inline]
     unsafe fn bf16<const SOURCE: usize, const MULTIPLY: bool>(
         from: *const u8,
         factor: f32,
-        odd: &mut __m256i,
+        seen: &mut Seen,
     ) -> __m256i {
-        // Each lane of 128 bits holds elements 0 to 3 of its 8 in the first of these, and 4 to 7 in the second.
-        // SAFETY: 16 elements of `SOURCE` bytes at `from` may be read, as the caller says.
-        let (mut low, mut high) = unsafe {
-            if SOURCE == 4 {
-                let four = |index: usize| _mm_loadu_si128(from.add(16 * index).cast());
-                (_mm256_set_m128i(four(2), four(0)), _mm256_set_m128i(four(3), four(1)))
-            } else {
-                let (all, zero) = (_mm256_loadu_si256(from.cast()), _mm256_setzero_si256());
-                (_mm256_unpacklo_epi16(zero, all), _mm256_unpackhi_epi16(zero, all))
-            }
-        };
+        let upper = _mm256_set1_epi32(0xffff_0000_u32.cast_signed());
         // To nearest, ties to even, in the upper half; right for all but NaNs.
         let round = |bits: __m256i| {
             let even = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
             _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), even)
         };
-        if SOURCE == 4 {
-            for bits in [low, high] {
-                let value = _mm256_castsi256_ps(bits);
-                let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(value, value));
-                *odd = _mm256_or_si256(*odd, nan);
-            }
-            (low, high) = (round(low), round(high));
-        }
-        if MULTIPLY {
-            let multiply = |bits: __m256i| {
-                let value =
-                    _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(0xffff_0000_u32.cast_signed())));
-                round(_mm256_castps_si256(_mm256_mul_ps(value, _mm256_set1_ps(factor))))
+        let multiply = |bits: __m256i| {
+            round(_mm256_castps_si256(_mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(factor))))
+        };
+        let made = if SOURCE == 4 {
+            // Each lane of 128 bits holds elements 0 to 3 of its 8 in the first of these, and 4 to 7 in the second.
+            // SAFETY: 16 elements of 4 bytes at `from` may be read, as the caller says.
+            let (low, high) = unsafe {
+                let four = |index: usize| _mm_loadu_si128(from.add(16 * index).cast());
+                (_mm256_set_m128i(four(2), four(0)), _mm256_set_m128i(four(3), four(1)))
             };
-            (low, high) = (multiply(low), multiply(high));
-        }
-        let made = _mm256_packus_epi32(_mm256_srli_epi32::<16>(low), _mm256_srli_epi32::<16>(high));
+            let nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high));
+            seen.nan = _mm256_or_si256(seen.nan, _mm256_castps_si256(nan));
+            let (mut low, mut high) = (round(low), round(high));
+            if MULTIPLY {
+                let product = |bits: __m256i| multiply(_mm256_and_si256(bits, upper));
+                (low, high) = (product(low), product(high));
+            }
+            _mm256_packus_epi32(_mm256_srli_epi32::<16>(low), _mm256_srli_epi32::<16>(high))
+        } else {
+            // SAFETY: 16 elements of 2 bytes at `from` may be read, as the caller says.
+            let all = unsafe { _mm256_loadu_si256(from.cast()) };
+            // Every other element is the upper half of four bytes already.
+            let (even, odd) = (multiply(_mm256_slli_epi32::<16>(all)), multiply(_mm256_and_si256(all, upper)));
+            _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(even), odd)
+        };
         if MULTIPLY {
-            // Exponents from 2 to 254 are at least 2^-125 and finite.
-            let magnitude = _mm256_and_si256(made, _mm256_set1_epi16(0x7fff));
-            let above = _mm256_sub_epi16(magnitude, _mm256_set1_epi16(2 << 7));
-            let outside = _mm256_cmpeq_epi16(_mm256_max_epu16(above, _mm256_set1_epi16(253 << 7)), above);
-            let zero = _mm256_cmpeq_epi16(magnitude, _mm256_setzero_si256());
-            *odd = _mm256_or_si256(*odd, _mm256_andnot_si256(zero, outside));
+            seen.multiplied(made);
         }
         made
     }
