@@ -165,11 +165,16 @@ proptest! {
         tensors in tensors(),
         metadata in prop::collection::btree_map("\\PC{0,8}", "\\PC{0,8}", 0..4),
         alignment in prop::sample::select(vec![1, 8, 64, DATA_ALIGNMENT]),
+        start in prop::sample::select(vec![0, 100, 1000, 70_000]),
     ) {
         let pairs: Vec<_> = metadata.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
-        let written = write_header(entries(&tensors), &pairs, alignment).unwrap();
+        let mut written = write_header(entries(&tensors), &pairs, alignment).unwrap();
         prop_assert_eq!(written.bytes.len() as u64 % alignment, 0);
-        let mut bytes = written.bytes.clone();
+        written.reach(start);
+        let mut bytes = written.bytes;
+        let header_bytes = start.max(bytes.len() as u64);
+        bytes.resize(bytes.len() + usize::try_from(written.spaces).unwrap(), b' ');
+        prop_assert_eq!(bytes.len() as u64, header_bytes);
         bytes.resize(bytes.len() + usize::try_from(written.data_bytes).unwrap(), 0);
         let theirs = SafeTensors::deserialize(&bytes).unwrap();
         prop_assert_eq!(theirs.len(), tensors.len());
@@ -177,7 +182,7 @@ proptest! {
         let theirs_map = their_metadata.metadata().clone().unwrap_or_default();
         prop_assert_eq!(theirs_map.into_iter().collect::<std::collections::BTreeMap<_, _>>(), metadata);
         let ours = Header::parse_file(&bytes, bytes.len() as u64).unwrap();
-        let mut end = written.bytes.len() as u64;
+        let mut end = header_bytes;
         // Tensors without bytes may be listed in another order than written.
         for (name, dtype, shape) in &tensors {
             let view = theirs.tensor(name).unwrap();

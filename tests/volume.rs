@@ -134,6 +134,35 @@ fn safetensors_files_are_valid_and_hold_the_raw_files() {
     }
 }
 
+/// Who looks at a header causes the kernel to read a megabyte, of which little is to be fetched.
+#[test]
+fn data_of_large_files_begins_after_what_is_read_for_a_header() {
+    let dir = tempfile::tempdir().unwrap();
+    let rows = [repo::row("w", DType::F32, &[8192, 1024]), repo::row("v", DType::BF16, &[77])];
+    repo::write_repo(dir.path(), &[&rows], &serde_json::json!({}));
+    // Of 32 and of 11 MiB.
+    for (mesh, header_bytes) in [("", 768 << 10), ("fsdp=3", 4096)] {
+        let volume = repo::volume(&repo::open(dir.path()), &options(mesh), VolumeOptions::default());
+        let ino = volume.resolve("safetensors/dev0.safetensors").unwrap().ino;
+        let size = usize::try_from(volume.attr(ino).unwrap().size_bytes).unwrap();
+        let header = repo::read(&volume, ino, 0, header_bytes);
+        let json_bytes = u64::from_le_bytes(*header.first_chunk().unwrap());
+        assert_eq!(json_bytes, header_bytes as u64 - 8);
+        let counters = volume.engine().counters();
+        assert_eq!([Path::Runs, Path::Tiles].map(|path| counters.fetched_bytes(path)), [0, 0]);
+        let rest = repo::read(&volume, ino, header_bytes as u64, size);
+        let whole = [header, rest].concat();
+        assert_eq!(whole.len(), size);
+        let parsed = safetensors::SafeTensors::deserialize(&whole).unwrap();
+        for (name, tensor) in parsed.tensors() {
+            let raw = volume.resolve(&format!("dev0/{name}")).unwrap().ino;
+            assert!(tensor.data() == repo::read(&volume, raw, 0, size), "{name} for {mesh:?}");
+        }
+        assert!(repo::read(&volume, ino, 5, size) == whole[5..], "in one read");
+        assert!(made_whole(&volume, "safetensors/dev0.safetensors", ino).unwrap() == whole);
+    }
+}
+
 #[test]
 fn hf_is_the_repository_itself_unless_values_change() {
     let dir = repo::llama(2, DType::F32);

@@ -94,6 +94,7 @@ fn explain(volume: &Volume, node: &tree::Node) -> anyhow::Result<Value> {
         let start = image.start_of(index);
         segments.push(match segment {
             Segment::Bytes(bytes) => json!({ "start": start, "bytes": bytes.len(), "made": "header" }),
+            Segment::Spaces(count) => json!({ "start": start, "bytes": count, "made": "spaces" }),
             Segment::View(view) => {
                 let tiling = view.lower().map_err(|error| anyhow!("{}: {error}", node.path))?;
                 for (tensor, found) in tiling.pieces().iter().filter_map(|piece| Runs::of(&tiling, piece)) {
@@ -253,7 +254,7 @@ fn text(file: &Value, shown: usize) -> String {
 fn segment_text(text: &mut String, segment: &Value, shown: usize) {
     let (start, bytes) = (number(&segment["start"]), number(&segment["bytes"]));
     if segment["made"].is_string() {
-        let _ = writeln!(text, "\nbytes {start}..{}: header, made by ckfs", start + bytes);
+        let _ = writeln!(text, "\nbytes {start}..{}: {}, made by ckfs", start + bytes, word(&segment["made"]));
         return;
     }
     let (dtype, served) = (word(&segment["dtype"]), word(&segment["served"]));

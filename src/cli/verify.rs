@@ -313,6 +313,7 @@ impl Expected {
                         Segment::Bytes(made) => {
                             bytes.extend_from_slice(&made[usize::try_from(low)?..usize::try_from(high)?]);
                         }
+                        Segment::Spaces(_) => bytes.resize(bytes.len() + usize::try_from(high - low)?, b' '),
                         Segment::View(view) => bytes.extend(evaluator.evaluate(view, low..high)?),
                     }
                 }

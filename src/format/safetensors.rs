@@ -36,6 +36,14 @@ pub const RANK_MAX: usize = 8;
 /// Alignment of the data in written files, in bytes: a page, so that data can be mapped, lent and read directly.
 pub const DATA_ALIGNMENT: u64 = 4096;
 
+/// Where the data of large files begins at the earliest, in bytes. Who maps a file to see its header causes the kernel to read what
+/// `read_ahead_kb` says, by default 1 MiB of a mount, and as much again for who comes into the last quarter of that, to which
+/// spaces after the JSON count as well. So with the data here the least is read that nobody wants.
+pub const LARGE_DATA_START: u64 = 768 << 10;
+
+/// From so many bytes of data on a file is large.
+pub const LARGE_DATA_BYTES: u64 = 16 << 20;
+
 const METADATA: &str = "__metadata__";
 
 /// Problems of one header that are listed; a broken writer gets all its tensors wrong, and nobody reads 150 000 lines.
@@ -510,10 +518,23 @@ impl<'de> Deserialize<'de> for Draft {
 /// A header to be put before data.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WrittenHeader {
-    /// Length, JSON and padding: everything before the data.
+    /// Length, JSON and padding: everything before the data but `spaces`.
     pub bytes: Vec<u8>,
+    /// Further spaces that belong to the header: none, unless it was made longer.
+    pub spaces: u64,
     /// Bytes of all tensors together.
     pub data_bytes: u64,
+}
+
+impl WrittenHeader {
+    /// Makes the data begin at byte `start`, if the header is shorter than that and the format allows it.
+    pub fn reach(&mut self, start: u64) {
+        let json_bytes = start.saturating_sub(PREFIX_BYTES);
+        if (self.bytes.len() as u64) < start && json_bytes <= JSON_BYTES_MAX {
+            self.spaces = start - self.bytes.len() as u64;
+            self.bytes[..8].copy_from_slice(&json_bytes.to_le_bytes());
+        }
+    }
 }
 
 /// Makes the header of a file that holds these tensors one after the other, in the order given.
@@ -586,7 +607,7 @@ pub fn write_header<'a>(
         Ok(_) | Err(_) => problems.push(HeaderError::TooLong { found: json_bytes }),
     }
     bytes[..8].copy_from_slice(&json_bytes.to_le_bytes());
-    problems.finish(WrittenHeader { bytes, data_bytes: end })
+    problems.finish(WrittenHeader { bytes, spaces: 0, data_bytes: end })
 }
 
 fn push_string(bytes: &mut Vec<u8>, text: &str) {

@@ -31,6 +31,8 @@ use crate::{
 pub enum Segment {
     /// Literal bytes: headers, metadata.
     Bytes(Arc<[u8]>),
+    /// So many spaces, which text formats allow after what they say.
+    Spaces(u64),
     /// The elements of a view in row-major order, little-endian.
     View(View),
 }
@@ -99,6 +101,17 @@ impl FileImage {
     pub fn push_bytes(&mut self, bytes: Arc<[u8]>) {
         let len = bytes.len() as u64;
         self.push(Segment::Bytes(bytes), len);
+    }
+
+    /// Appends spaces.
+    pub fn push_spaces(&mut self, count: u64) {
+        self.push(Segment::Spaces(count), count);
+    }
+
+    /// Bytes before the first view.
+    pub fn header_bytes(&self) -> u64 {
+        let views = self.segments.iter().position(|segment| matches!(segment, Segment::View(_)));
+        views.map_or(self.len_bytes(), |first| self.start_of(first))
     }
 
     /// Appends the bytes of a view.

@@ -1,11 +1,12 @@
-//! Safetensors files: a header whose data starts on a page, then the tensors without holes.
+//! Safetensors files: a header whose data starts on a page, and in large files beyond what the kernel reads for the header, then the
+//! tensors without holes.
 //!
 //! The order given is kept. Writers that want natural alignment of every tensor sort by falling width first, as the
 //! format's own library does.
 
 use super::{FileImage, ImageError};
 use crate::{
-    format::safetensors::{DATA_ALIGNMENT, WrittenHeader, write_header},
+    format::safetensors::{DATA_ALIGNMENT, LARGE_DATA_BYTES, LARGE_DATA_START, WrittenHeader, write_header},
     tensor::{Region, View},
 };
 
@@ -20,7 +21,11 @@ pub struct Entry<'a> {
 
 fn header(entries: &[Entry<'_>], metadata: &[(&str, &str)]) -> Result<WrittenHeader, ImageError> {
     let tensors = entries.iter().map(|entry| (entry.name, entry.view.dtype(), entry.view.shape().extents()));
-    Ok(write_header(tensors, metadata, DATA_ALIGNMENT)?)
+    let mut header = write_header(tensors, metadata, DATA_ALIGNMENT)?;
+    if header.data_bytes >= LARGE_DATA_BYTES {
+        header.reach(LARGE_DATA_START);
+    }
+    Ok(header)
 }
 
 /// A safetensors file of these tensors, in this order.
@@ -31,6 +36,7 @@ pub fn safetensors(entries: Vec<Entry<'_>>, metadata: &[(&str, &str)]) -> Result
     let header = header(&entries, metadata)?;
     let mut image = FileImage::default();
     image.push_bytes(header.bytes.into());
+    image.push_spaces(header.spaces);
     for entry in entries {
         image.push_view(entry.name, entry.view)?;
     }
@@ -43,7 +49,7 @@ pub fn safetensors(entries: Vec<Entry<'_>>, metadata: &[(&str, &str)]) -> Result
 /// As [`safetensors()`].
 pub fn safetensors_len(entries: &[Entry<'_>], metadata: &[(&str, &str)]) -> Result<u64, ImageError> {
     let header = header(entries, metadata)?;
-    Ok(header.bytes.len() as u64 + header.data_bytes)
+    Ok(header.bytes.len() as u64 + header.spaces + header.data_bytes)
 }
 
 /// The metadata by which `torch.distributed.checkpoint` reads files of shards as parts of whole tensors: the place of each

@@ -370,6 +370,13 @@ impl Engine {
             reply(&bytes[from..to]);
             return Ok(());
         }
+        if let Segment::Spaces(_) = &file.image.segments()[segment] {
+            let mut buffer = self.buffers.take(usize::try_from(high - low).unwrap_or(0));
+            buffer.fill(b' ');
+            self.counters.serve(Path::Made, high - low);
+            reply(&buffer);
+            return Ok(());
+        }
         let prepared = self.prepare(file, segment)?;
         match prepared.grid {
             Some(grid) => self.read_tiles(file, segment, &prepared, grid, low, high, reply),
@@ -388,7 +395,7 @@ impl Engine {
     ) -> Result<(), ReadError> {
         let prepared = match &file.image.segments()[segment] {
             Segment::View(_) => self.prepare(file, segment)?,
-            Segment::Bytes(_) => {
+            Segment::Bytes(_) | Segment::Spaces(_) => {
                 return self.copy_within(file, segment, low, high, &mut |bytes| target.copy_from_slice(bytes));
             }
         };

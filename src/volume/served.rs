@@ -231,8 +231,7 @@ impl Volume {
     /// Notes that a file is closed that may be of many tensors.
     fn note_closed(&self, ino: Ino, file: &OpenFile, pin: &Pin) {
         if let (Some((_, MadeWhole::Auto)), Some(Place::Fixed(fixed))) = (&self.whole, self.tree.place(ino)) {
-            let header_bytes = file.image().start_of(1.min(file.image().segments().len()));
-            self.looks.closed(fixed.parent, ino, pin.used(header_bytes), Instant::now());
+            self.looks.closed(fixed.parent, ino, pin.used(file.image().header_bytes()), Instant::now());
         }
     }
 
