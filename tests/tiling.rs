@@ -539,6 +539,13 @@ fn source_lines_are_shared_out_evenly() {
             });
             sizes.push(size);
         }
+        // Runs of the target stay together.
+        for index in 0..of {
+            tiling.cut_share(Share { index, of, lines }, low, high, &mut |part| {
+                let run = part.loops.iter().find(|l| l.target_stride == 1).map_or(1, |l| l.extent);
+                assert!(run >= lines.min(600 % lines), "{run} units together in {part:?}");
+            });
+        }
         let columns = (high - low) / row;
         let fair = (high - low) / of;
         // A border moves by less than the lines that stay together, or than a matrix that has fewer.
@@ -546,4 +553,21 @@ fn source_lines_are_shared_out_evenly() {
         assert!(sizes.iter().all(|size| size.abs_diff(fair) <= slack), "{sizes:?}, of {fair} each");
         assert!(sizes.iter().filter(|size| **size > 0).count() as u64 >= of.min(3), "{sizes:?}");
     }
+}
+
+/// Where a short axis is innermost in the target and outermost in the source, another one is shared out.
+#[test]
+fn a_short_innermost_axis_is_not_shared_out() {
+    let tiling = View::source(tensor(0, DType::BF16, &[2, 512, 64])).reverse_axes().lower().unwrap();
+    let (len, mut sizes) = (tiling.len_units(), Vec::new());
+    check_shares(&tiling, 8, 128, 0, len);
+    for index in 0..8 {
+        let mut size = 0;
+        tiling.cut_share(Share { index, of: 8, lines: 128 }, 0, len, &mut |part| {
+            assert!(part.loops.iter().any(|l| (l.target_stride, l.extent) == (1, 2)), "{part:?}");
+            size += part.units();
+        });
+        sizes.push(size);
+    }
+    assert_eq!(sizes, [len / 8; 8]);
 }

@@ -77,7 +77,8 @@ impl Canvas {
     /// A map of all of it, for one thread.
     fn map(&self) -> io::Result<MmapMut> {
         // SAFETY: the file is an unnamed one that nobody shortens, and all its memory is there. Others write to it meanwhile,
-        // through maps of their own, but parts have no byte in common, and no thread looks at bytes of a part that is not its.
+        // through maps of their own. Each byte is written by one thread, and making a part reads none: the spans of two shares
+        // are the same bytes, of which each writes its own.
         unsafe { MmapOptions::new().len(self.len).map_mut(&*self.target) }
     }
 }
@@ -187,9 +188,10 @@ impl Engine {
             };
             close(&mut parts, &mut open, start, 1);
             let rows = ((end - start) / row_bytes).max(1);
-            let spans = rows.div_ceil(SPAN_ELEMENTS_MAX);
-            let span_bytes = rows.div_ceil(spans).next_multiple_of(LINE_ELEMENTS) * row_bytes;
-            // As many for each thread, and large ones.
+            let spans = rows.div_ceil(SPAN_ELEMENTS_MAX.max(PART_BYTES_MIN / row_bytes));
+            let span_rows = rows.div_ceil(spans).next_multiple_of(LINE_ELEMENTS).min(rows);
+            let span_bytes = span_rows * row_bytes;
+            // As many for each thread, unless they would be small.
             let wanted = (threads * PARTS_PER_THREAD).div_ceil(spans).next_multiple_of(threads);
             let of = wanted.min(span_bytes.div_ceil(PART_BYTES_MIN)).max(1);
             while open < end {

@@ -84,8 +84,8 @@ pub struct Decoder {
     pub source_bytes: u64,
 }
 
-/// One of several equal shares of the work on a span of a tiling. The borders lie between lines of the source, so that pages of
-/// the source are visited for one of the shares, whatever the order in the target.
+/// One of several shares of the work on a span of a tiling, about equal ones. The borders lie between lines of the source, where it
+/// has any, so that its pages are visited for one of the shares, and runs of the target stay as long as `lines`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
     /// Which share, from 0 on.
@@ -141,7 +141,12 @@ impl Piece {
     /// The part of this piece that is in a share, with `units` those of the share, counted from the piece's first, line by line
     /// of the source.
     fn between(&self, units: &Range<u64>, lines: u64) -> Option<Self> {
-        let Some(widest) = (0..self.loops.len()).max_by_key(|index| self.loops[*index].source_stride) else {
+        // To share out the run of the target would have two write to each of its cache lines; only where there is nothing else.
+        let order = |index: &usize| {
+            let l = self.loops[*index];
+            (l.source_stride > 1 && l.target_stride > 1, l.source_stride)
+        };
+        let Some(widest) = (0..self.loops.len()).max_by_key(order) else {
             return units.contains(&0).then(|| self.clone());
         };
         let l = self.loops[widest];
@@ -149,7 +154,8 @@ impl Piece {
         let others = self.loops.iter().enumerate().filter(|(index, _)| *index != widest);
         let line_units = others.filter(|(_, l)| l.source_stride == 1).map(|(_, l)| l.extent).max().unwrap_or(1);
         // Steps that stay together.
-        let group = (lines * line_units).div_ceil(step_units).max(1);
+        let run = if l.target_stride == 1 { lines } else { 1 };
+        let group = (lines * line_units).div_ceil(step_units).max(run);
         let step = |unit: u64| if unit < self.units() { unit / step_units / group * group } else { l.extent };
         let (first, end) = (step(units.start), step(units.end));
         if first >= end {
