@@ -1,5 +1,5 @@
-//! Safetensors files: a header whose data starts on a page, and in large files beyond what the kernel reads for the header, then the
-//! tensors without holes.
+//! Safetensors files: a header whose data starts on a page, and in large files beyond most of what the kernel reads for the header,
+//! then the tensors without holes.
 //!
 //! The order given is kept. Writers that want natural alignment of every tensor sort by falling width first, as the
 //! format's own library does.
