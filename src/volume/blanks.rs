@@ -3,7 +3,7 @@
 //! The kernel clears a page before it gives it away, and on a virtual machine the host may have to find one first. For a file
 //! that is made whole this takes from a third of the time to most of it, although it has nothing to do with what will be in
 //! the file. So files like those that will likely be made next are cleared beforehand, by one thread that pauses
-//! whenever a file is made, and dropped if none was needed for a while.
+//! while files are made and read, and dropped if none was needed for a while.
 //!
 //! A blank is used once. The memory of a whole file that was dropped never becomes a blank: it may still be mapped.
 
@@ -27,6 +27,9 @@ const PART: usize = 3;
 const COUNT_MAX: usize = 64;
 /// How long blanks are kept after the last file was made, or the mount.
 const IDLE: Duration = Duration::from_mins(1);
+/// For so long after the last sign of a reader none are made: he needs the processor and the memory now. The kernel reads whole
+/// files by itself, of which there is no sign between their opening and their closing.
+const QUIET: Duration = Duration::from_secs(1);
 /// Written over each page so that it is there. A file of huge pages is cleared by one page each time.
 static ZEROS: [u8; 2 << 20] = [0; 2 << 20];
 
@@ -51,6 +54,8 @@ struct State {
     making: usize,
     /// When the last one was begun; none are made ready if it is not known.
     used: Option<Instant>,
+    /// The last sign of a reader.
+    read: Option<Instant>,
     ended: bool,
 }
 
@@ -127,6 +132,11 @@ impl Blanks {
         let blank = index.map(|index| state.ready.swap_remove(index));
         drop(state);
         (blank.map(|blank| blank.file), Busy { shared: Arc::clone(&self.shared) })
+    }
+
+    /// Notes that somebody reads.
+    pub(super) fn note_read(&self) {
+        self.shared.lock().read = Some(Instant::now());
     }
 
     /// Gives all blanks up, as their memory is wanted for something else, until the next file is made.
@@ -232,7 +242,11 @@ impl Shared {
         self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes blanks, a page at a time, whenever no file is being made.
+    fn wait_for<'a>(&'a self, state: MutexGuard<'a, State>, most: Duration) -> MutexGuard<'a, State> {
+        self.changed.wait_timeout(state, most).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    /// Makes blanks, a page at a time, whenever no file is being made or read.
     fn make<'a>(&'a self, mut state: MutexGuard<'a, State>) {
         while !state.ended {
             let left = state.used.map_or(Duration::ZERO, |used| IDLE.saturating_sub(used.elapsed()));
@@ -241,6 +255,11 @@ impl Shared {
                 continue;
             }
             let idle = left.is_zero();
+            let until_quiet = state.read.map_or(Duration::ZERO, |read| QUIET.saturating_sub(read.elapsed()));
+            if !idle && !until_quiet.is_zero() {
+                state = self.wait_for(state, left.min(until_quiet));
+                continue;
+            }
             let (next, unwanted) = if idle { (Next::Nothing, std::mem::take(&mut state.ready)) } else { state.next() };
             let size = match &next {
                 Next::Missing(bytes) => Some(*bytes),
@@ -248,7 +267,7 @@ impl Shared {
                 Next::Nothing => None,
             };
             if size.is_none() && unwanted.is_empty() {
-                state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+                state = self.wait_for(state, left);
                 continue;
             }
             state.clearing = true;

@@ -228,6 +228,13 @@ impl Volume {
         chosen && whole.accepts(file.len_bytes())
     }
 
+    /// Notes that a file of tensors is opened, read or closed.
+    fn note_read(&self) {
+        if let Some((whole, _)) = &self.whole {
+            whole.note_read();
+        }
+    }
+
     /// Notes that a file is closed that may be of many tensors.
     fn note_closed(&self, ino: Ino, file: &OpenFile, pin: &Pin) {
         if let (Some((_, MadeWhole::Auto)), Some(Place::Fixed(fixed))) = (&self.whole, self.tree.place(ino)) {
@@ -736,6 +743,9 @@ impl FileSystem for Volume {
             }
         };
         self.check(&open)?;
+        if let Open::Image(..) = open {
+            self.note_read();
+        }
         let access = match &open {
             Open::Original(file) => {
                 let backing = self.engine.checkpoint().source().backing(*file);
@@ -781,6 +791,7 @@ impl FileSystem for Volume {
             }
             Open::Original(file) => self.engine.read_original(file, offset, len, reply).map_err(|_| FsError::Io),
             Open::Image(file, pin) => {
+                self.note_read();
                 pin.note_read(len as u64);
                 self.engine.read(&file, offset, len, reply).map_err(|_| FsError::Io)
             }
@@ -805,6 +816,7 @@ impl FileSystem for Volume {
     fn release(&self, ino: Ino, handle: Handle) {
         let open = self.open.write().unwrap_or_else(PoisonError::into_inner).remove(&handle.0);
         let Some(Open::Image(file, pin)) = open else { return };
+        self.note_read();
         self.note_closed(ino, &file, &pin);
         if let Some(copies) = &self.copies
             && !self.direct.accepts(file.name())

@@ -212,6 +212,11 @@ impl WholeFiles {
         }
     }
 
+    /// Notes that somebody reads a file, whole or not.
+    pub(super) fn note_read(&self) {
+        self.blanks.note_read();
+    }
+
     /// Drops files that nobody has had open for a while.
     pub(super) fn drop_idle(&self) {
         let mut dropped = Vec::new();

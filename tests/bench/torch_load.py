@@ -156,11 +156,13 @@ def measure(case: str, load: Load, plain: Path, shown: str, state: State, goals:
     """Rows for the first and the second load of one case."""
     seconds: dict[str, list[float]] = {"plain": [], "first": [], "second": []}
     counts: dict[str, dict[str, int]] = {}
+    total = sum(local_tensor(tensor).nbytes for tensor in state.values())
     load(plain, state)
     expected, repeat = values_of(state), range(run.runs)
     for turn in repeat:
         mounted = mounting.mount(run.repo, run.work / "mnt", "--layout", "hf", "--mesh", MESH, "--whole", run.whole)
         try:
+            time.sleep(run.pause)
             for which in ("first", "second"):
                 seconds["plain"].append(seconds_of(load, plain, state))
                 if turn == 0:
@@ -174,7 +176,6 @@ def measure(case: str, load: Load, plain: Path, shown: str, state: State, goals:
             mounting.run("umount", mounted.point)
         finally:
             mounting.detach(mounted.point)
-    total = sum(local_tensor(tensor).nbytes for tensor in state.values())
     rows = []
     for which, goal in zip(("first", "second"), goals):
         native, found = statistics.median(seconds["plain"]), statistics.median(seconds[which])
@@ -190,6 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", type=float, default=2.0, help="gigabytes of the generated repository")
     parser.add_argument("--runs", type=int, default=5, help="repetitions of each case")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds from each mount to its first load")
     parser.add_argument("--only", default="", help="only cases whose name contains this word")
     parser.add_argument("--whole", default="auto", help="which files ckfs makes whole when they are opened")
     parser.add_argument("--dir", default="/var/tmp", help="where the repository and the mount point are made, and deleted again")
