@@ -158,7 +158,7 @@ impl Engine {
             });
             for _ in 1..threads.min(count) {
                 let helping = Arc::clone(&making);
-                making.engine.workers.submit(move || helping.work());
+                making.engine.workers.submit_beside(move || helping.work());
             }
             making.work();
         });

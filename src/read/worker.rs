@@ -5,9 +5,11 @@ use std::{
     collections::VecDeque,
     fmt,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, Condvar, Mutex, PoisonError},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     thread,
 };
+
+use rustix::thread::{CpuSet, Pid, gettid, sched_getaffinity, sched_getcpu, sched_setaffinity};
 
 /// Jobs that may wait; more would be stale before they ran.
 const QUEUE_MAX: usize = 64;
@@ -19,13 +21,20 @@ struct Jobs {
     /// Somebody waits for these.
     awaited: VecDeque<Job>,
     ahead: VecDeque<Job>,
+    /// Threads without a job, the last one to become so last.
+    idle: Vec<Arc<Seat>>,
     ended: bool,
+}
+
+/// Where a thread waits for a job.
+struct Seat {
+    thread: Pid,
+    called: Condvar,
 }
 
 #[derive(Default)]
 struct Queue {
     jobs: Mutex<Jobs>,
-    more: Condvar,
 }
 
 /// A fixed number of threads and their queue.
@@ -52,11 +61,14 @@ impl Workers {
 
     /// Queues a job, unless too many wait.
     pub(super) fn offer(&self, job: impl FnOnce() + Send + 'static) {
-        let mut jobs = self.queue.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut jobs = self.queue.lock();
         if self.count > 0 && jobs.ahead.len() < QUEUE_MAX {
             jobs.ahead.push_back(Box::new(job));
+            let seat = jobs.idle.pop();
             drop(jobs);
-            self.queue.more.notify_one();
+            if let Some(seat) = seat {
+                seat.called.notify_one();
+            }
         }
     }
 
@@ -65,21 +77,71 @@ impl Workers {
         if self.count == 0 {
             return job();
         }
-        self.queue.jobs.lock().unwrap_or_else(PoisonError::into_inner).awaited.push_back(Box::new(job));
-        self.queue.more.notify_one();
+        if let Some(seat) = self.queue.add(Box::new(job)) {
+            seat.called.notify_one();
+        }
+    }
+
+    /// As [`Self::submit`], for a job that should run beside the caller, who goes on working.
+    pub(super) fn submit_beside(&self, job: impl FnOnce() + Send + 'static) {
+        if self.count == 0 {
+            return job();
+        }
+        if let Some(seat) = self.queue.add(Box::new(job)) {
+            seat.call_elsewhere();
+        }
+    }
+}
+
+impl Queue {
+    fn lock(&self) -> MutexGuard<'_, Jobs> {
+        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a job that is waited for; the thread to be called for it, if one is idle.
+    fn add(&self, job: Job) -> Option<Arc<Seat>> {
+        let mut jobs = self.lock();
+        jobs.awaited.push_back(job);
+        jobs.idle.pop()
+    }
+}
+
+impl Seat {
+    /// Wakes the thread on another processor than this one. The system may choose this one when it finds all busy, if only for
+    /// some microseconds, and takes some milliseconds to notice that another has become idle.
+    fn call_elsewhere(&self) {
+        let usual = sched_getaffinity(Some(self.thread)).ok();
+        let elsewhere = usual.and_then(|mut processors| {
+            let here = sched_getcpu();
+            if here < CpuSet::MAX_CPU {
+                processors.unset(here);
+            }
+            (processors.count() > 0).then_some(processors)
+        });
+        let moved = elsewhere.is_some_and(|elsewhere| sched_setaffinity(Some(self.thread), &elsewhere).is_ok());
+        self.called.notify_one();
+        // It was placed when it was woken, and may go anywhere from now on.
+        if let Some(usual) = usual.filter(|_| moved) {
+            let _ = sched_setaffinity(Some(self.thread), &usual);
+        }
     }
 }
 
 fn work(queue: &Queue) {
+    let seat = Arc::new(Seat { thread: gettid(), called: Condvar::new() });
     loop {
-        let mut jobs = queue.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut jobs = queue.lock();
         let job = loop {
             if jobs.ended {
                 return;
             }
-            match jobs.awaited.pop_front().or_else(|| jobs.ahead.pop_front()) {
-                Some(job) => break job,
-                None => jobs = queue.more.wait(jobs).unwrap_or_else(PoisonError::into_inner),
+            if let Some(job) = jobs.awaited.pop_front().or_else(|| jobs.ahead.pop_front()) {
+                break job;
+            }
+            jobs.idle.push(Arc::clone(&seat));
+            // Whoever calls takes the seat out.
+            while jobs.idle.iter().any(|idle| Arc::ptr_eq(idle, &seat)) {
+                jobs = seat.called.wait(jobs).unwrap_or_else(PoisonError::into_inner);
             }
         };
         drop(jobs);
@@ -92,13 +154,59 @@ fn work(queue: &Queue) {
 impl Drop for Workers {
     /// Tells the threads to end. They are not waited for: this may run on one of them.
     fn drop(&mut self) {
-        self.queue.jobs.lock().unwrap_or_else(PoisonError::into_inner).ended = true;
-        self.queue.more.notify_all();
+        let mut jobs = self.queue.lock();
+        jobs.ended = true;
+        for seat in jobs.idle.drain(..) {
+            seat.called.notify_one();
+        }
     }
 }
 
 impl fmt::Debug for Workers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} workers", self.count)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::mpsc, time::Duration};
+
+    use super::*;
+
+    #[test]
+    fn every_job_is_done_and_threads_may_go_anywhere_afterwards() {
+        let workers = Workers::new(3);
+        let (tell, told) = mpsc::channel();
+        for round in 0..200 {
+            let job = |kind: u32| {
+                let tell = tell.clone();
+                move || tell.send((kind, gettid())).unwrap()
+            };
+            workers.submit(job(0));
+            workers.submit_beside(job(1));
+            workers.offer(job(2));
+            let mut kinds = Vec::new();
+            for _ in 0..3 {
+                let (kind, thread) = told.recv_timeout(Duration::from_secs(30)).unwrap();
+                kinds.push(kind);
+                assert_eq!(sched_getaffinity(Some(thread)), sched_getaffinity(None), "{thread:?} in round {round}");
+            }
+            kinds.sort_unstable();
+            assert_eq!(kinds, [0, 1, 2]);
+        }
+    }
+
+    #[test]
+    fn a_panic_ends_no_thread_and_without_threads_jobs_are_done_at_once() {
+        for count in [0, 1] {
+            let workers = Workers::new(count);
+            let (tell, told) = mpsc::channel();
+            if count > 0 {
+                workers.submit(|| panic!("as a test"));
+            }
+            workers.submit(move || tell.send(()).unwrap());
+            told.recv_timeout(Duration::from_secs(30)).unwrap();
+        }
     }
 }
