@@ -17,7 +17,7 @@ use smallvec::SmallVec;
 
 use super::convert::{Converter, Direct, STRETCH};
 use super::kernel::Level;
-use super::transpose::{Fused, FusedKind, Lines, USUAL_PITCH, fence, prefetch, stream, transpose};
+use super::transpose::{BAND_LINES, Fused, FusedKind, Lines, USUAL_PITCH, fence, prefetch, stream, transpose};
 use super::{Decode, Program};
 
 /// One loop of a strided copy. Strides are in elements; in units where the elements are narrower than a byte, the
@@ -67,6 +67,8 @@ const BLOCK_ROWS: usize = 128;
 const ROWS_AT_ONCE: usize = 8;
 /// Rows of a block that are transposed together at most.
 const GROUP_ROWS_MAX: usize = 16;
+/// Source lines that are not longer in a block are short.
+const SHORT_LINE_BYTES: usize = 128;
 /// Bytes of a block's row in the target type.
 const BLOCK_ROW_BYTES: usize = 512;
 /// Bytes between the lines of a block, a line of the processor's caches: an odd number of those from one to the next lets all
@@ -371,8 +373,14 @@ impl Blocks {
         let mut block = vec![0; pitch * width];
         let reads = matches!(way, Way::Read { .. });
         let mut scratch = vec![0; if reads { GROUP_ROWS_MAX * self.unit * width } else { 0 }];
-        // As many lines as fill registers of 16 bytes, and few, so that looking ahead is spread evenly.
-        let group = if self.unit == 1 { GROUP_ROWS_MAX } else { ROWS_AT_ONCE };
+        // Few of short lines and of those that are read first, so that looking ahead is spread evenly, but as many as fill
+        // registers of 16 bytes.
+        let long = width * self.columns.source > SHORT_LINE_BYTES;
+        let group = match way {
+            Way::Straight(_) if long => BAND_LINES,
+            Way::Straight(_) | Way::Read { .. } if self.unit == 1 => GROUP_ROWS_MAX,
+            Way::Straight(_) | Way::Read { .. } => ROWS_AT_ONCE,
+        };
         let length: usize = self.run.iter().map(|axis| axis.extent).product();
         each(&self.outer, place, &mut |place| {
             let mut rows = RunRows::new(&self.run);
@@ -390,7 +398,7 @@ impl Blocks {
                     for first in (0..offsets.len()).step_by(group) {
                         let end = offsets.len().min(first + group);
                         // The rows that follow, or the first ones of the next block, beside these or below.
-                        let mut ahead = [0; GROUP_ROWS_MAX];
+                        let mut ahead = [0; BAND_LINES];
                         let ahead = &mut ahead[..end - first];
                         for (index, offset) in (end..).zip(ahead.iter_mut()) {
                             *offset = match offsets.get(index) {

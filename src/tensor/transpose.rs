@@ -12,6 +12,11 @@ use super::kernel::Level;
 const CACHE_LINE_BYTES: usize = 64;
 /// Bytes between target lines that nearly all have: where they are known beforehand, stores need no arithmetic.
 pub(super) const USUAL_PITCH: usize = 320;
+/// Lines that are transposed together, a cache line of each at a time: of elements of two bytes, as many as make whole cache
+/// lines.
+pub(super) const BAND_LINES: usize = 32;
+/// How far in each line to ask for what comes next.
+const LOOK_AHEAD_BYTES: usize = 2 * CACHE_LINE_BYTES;
 /// Elements at the edge of a block that are converted together.
 const EDGE_ELEMENTS: usize = 64;
 
@@ -70,6 +75,19 @@ impl Lines<'_> {
     /// Bytes of one source element.
     fn source_unit(&self) -> usize {
         self.fused.map_or(self.unit, |fused| fused.kind.source_unit())
+    }
+
+    /// Asks for what follows soon after byte `at` of some lines, or for the beginning of those that follow them.
+    #[inline(always)]
+    fn look_ahead<const LINES: usize>(&self, first: usize, at: usize) {
+        let line = self.columns * self.source_unit();
+        let next = at + LOOK_AHEAD_BYTES.min(line);
+        let (lines, skip) = if next < line { (self.offsets, next) } else { (self.ahead, next - line) };
+        if let Some(starts) = lines.get(first..).and_then(|lines| lines.first_chunk::<LINES>()) {
+            for start in starts {
+                prefetch_line(self.source, start + skip);
+            }
+        }
     }
 
     /// Asserts that all lines lie in the source, and what they become in `length` bytes.
@@ -251,11 +269,11 @@ unsafe fn registers_with<const PITCH: usize>(
             let exact = fused.exact;
             return match (fused.kind, level.has_avx2()) {
                 (FusedKind::Multiply(factor), true) => {
-                    x86::fused::<2, true, PITCH>(lines, exact, factor, target, pitch)
+                    x86::two_bytes::<2, true, PITCH>(lines, exact, factor, target, pitch)
                 }
-                (FusedKind::Round, true) => x86::fused::<4, false, PITCH>(lines, exact, 1.0, target, pitch),
+                (FusedKind::Round, true) => x86::two_bytes::<4, false, PITCH>(lines, exact, 1.0, target, pitch),
                 (FusedKind::RoundMultiply(factor), true) => {
-                    x86::fused::<4, true, PITCH>(lines, exact, factor, target, pitch)
+                    x86::two_bytes::<4, true, PITCH>(lines, exact, factor, target, pitch)
                 }
                 (_, false) => (0, 0),
             };
@@ -266,7 +284,7 @@ unsafe fn registers_with<const PITCH: usize>(
             (4, false) => x86::narrow_4::<PITCH>(lines, target, pitch),
             (8, false) => x86::narrow_8::<PITCH>(lines, target, pitch),
             (1, true) => x86::wide_1::<PITCH>(lines, target, pitch),
-            (2, true) => x86::wide_2::<PITCH>(lines, target, pitch),
+            (2, true) => x86::two_bytes::<2, false, PITCH>(lines, &|_, _| (), 1.0, target, pitch),
             (4, true) => x86::wide_4::<PITCH>(lines, target, pitch),
             (8, true) => x86::wide_8::<PITCH>(lines, target, pitch),
             _ => (0, 0),
@@ -283,16 +301,17 @@ mod x86 {
     use std::arch::x86_64::{
         __m256i, _CMP_UNORD_Q, _mm_loadu_si128, _mm_storeu_si128, _mm_unpackhi_epi8, _mm_unpackhi_epi16,
         _mm_unpackhi_epi32, _mm_unpackhi_epi64, _mm_unpacklo_epi8, _mm_unpacklo_epi16, _mm_unpacklo_epi32,
-        _mm_unpacklo_epi64, _mm256_add_epi32, _mm256_and_si256, _mm256_blend_epi16, _mm256_castps_si256,
-        _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_extracti128_si256, _mm256_loadu_si256,
-        _mm256_max_epu16, _mm256_min_epu16, _mm256_mul_ps, _mm256_or_si256, _mm256_packus_epi32, _mm256_set_m128i,
-        _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setzero_si256, _mm256_slli_epi32,
+        _mm_unpacklo_epi64, _mm256_add_epi16, _mm256_add_epi32, _mm256_adds_epu16, _mm256_and_si256,
+        _mm256_blend_epi16, _mm256_castps_si256, _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps,
+        _mm256_extracti128_si256, _mm256_loadu_si256, _mm256_max_epu16, _mm256_min_epu16, _mm256_mul_ps,
+        _mm256_or_si256, _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setzero_si256, _mm256_slli_epi32,
         _mm256_srli_epi32, _mm256_sub_epi16, _mm256_subs_epu16, _mm256_testz_si256, _mm256_unpackhi_epi8,
         _mm256_unpackhi_epi16, _mm256_unpackhi_epi32, _mm256_unpackhi_epi64, _mm256_unpacklo_epi8,
         _mm256_unpacklo_epi16, _mm256_unpacklo_epi32, _mm256_unpacklo_epi64,
     };
+    use std::array::from_fn;
 
-    use super::{CACHE_LINE_BYTES, Lines, prefetch_line};
+    use super::{BAND_LINES, CACHE_LINE_BYTES, Lines, prefetch_line};
 
     /// Loads 16 bytes of each line.
     macro_rules! load_16 {
@@ -358,7 +377,7 @@ mod x86 {
                         // `column + width` is at most `columns` and `row + $side` at most the number of lines; they lie in
                         // the slices, and the instructions are there, both by the contract of the module.
                         unsafe {
-                            let mut block: [_; $side] = std::array::from_fn(|line| $load!(from.add(offsets[line] + at)));
+                            let mut block: [_; $side] = from_fn(|line| $load!(from.add(offsets[line] + at)));
                             for _ in 0..$rounds {
                                 let now = block;
                                 for line in 0..$side / 2 {
@@ -386,17 +405,18 @@ mod x86 {
         #[target_feature(enable = "avx2")]
         fn wide_1(16, 2, 4, load_32, store_32, _mm256_unpacklo_epi8, _mm256_unpackhi_epi8);
         #[target_feature(enable = "avx2")]
-        fn wide_2(8, 2, 3, load_32, store_32, _mm256_unpacklo_epi16, _mm256_unpackhi_epi16);
-        #[target_feature(enable = "avx2")]
         fn wide_4(4, 2, 2, load_32, store_32, _mm256_unpacklo_epi32, _mm256_unpackhi_epi32);
         #[target_feature(enable = "avx2")]
         fn wide_8(2, 2, 1, load_32, store_32, _mm256_unpacklo_epi64, _mm256_unpackhi_epi64);
     }
 
-    /// As `wide_2`, of elements of `SOURCE` bytes that are rounded to BF16, if they are wider, and then multiplied by `factor`
-    /// and rounded again, if `MULTIPLY` says so. Blocks that hold what is not ordinary are converted by `exact`.
+    /// As those above, with 16 elements of 8 lines at a time, of elements of `SOURCE` bytes that become two: they are rounded to
+    /// BF16, if they are wider, and then multiplied by `factor` and rounded again, if `MULTIPLY` says so. Blocks that hold
+    /// what is not ordinary are converted by `exact`.
+    ///
+    /// A cache line of all lines of a band is done before the next, which makes whole cache lines of the target.
     #[target_feature(enable = "avx2")]
-    pub(super) unsafe fn fused<const SOURCE: usize, const MULTIPLY: bool, const PITCH: usize>(
+    pub(super) unsafe fn two_bytes<const SOURCE: usize, const MULTIPLY: bool, const PITCH: usize>(
         lines: Lines<'_>,
         exact: &dyn Fn(&[u8], &mut [u8]),
         factor: f32,
@@ -405,44 +425,50 @@ mod x86 {
     ) -> (usize, usize) {
         let pitch = if PITCH > 0 { PITCH } else { pitch };
         let (groups, rest) = lines.offsets.as_chunks::<8>();
-        let (ahead, _) = lines.ahead.as_chunks::<8>();
         let columns = lines.columns / 16 * 16;
-        for (index, offsets) in groups.iter().enumerate() {
-            let row = index * 8;
-            for column in (0..columns).step_by(16) {
-                let at = column * SOURCE;
-                if at.is_multiple_of(CACHE_LINE_BYTES)
-                    && let Some(ahead) = ahead.get(index)
-                {
-                    for next in ahead {
-                        prefetch_line(lines.source, next + at);
-                    }
-                }
-                let from = lines.source.as_ptr();
-                let to = target.as_mut_ptr();
-                // SAFETY: as in `define`, with 16 elements of 8 lines.
-                unsafe {
-                    let (mut block, mut seen) = ([_mm256_setzero_si256(); 8], Seen::nothing());
-                    for (made, offset) in block.iter_mut().zip(offsets) {
-                        *made = bf16::<SOURCE, MULTIPLY>(from.add(offset + at), factor, &mut seen);
-                    }
-                    if seen.any_odd() {
-                        for (made, offset) in block.iter_mut().zip(offsets) {
-                            let mut converted = [0; 32];
-                            exact(&lines.source[offset + at..][..16 * SOURCE], &mut converted);
-                            *made = _mm256_loadu_si256(converted.as_ptr().cast());
+        let step = CACHE_LINE_BYTES / SOURCE;
+        for (band, groups) in groups.chunks(BAND_LINES / 8).enumerate() {
+            for first in (0..columns).step_by(step) {
+                for (index, offsets) in groups.iter().enumerate() {
+                    let row = band * BAND_LINES + index * 8;
+                    lines.look_ahead::<8>(row, first * SOURCE);
+                    for column in (first..columns.min(first + step)).step_by(16) {
+                        let at = column * SOURCE;
+                        let from = lines.source.as_ptr();
+                        let to = target.as_mut_ptr();
+                        // SAFETY: as in `define`, with 16 elements of 8 lines.
+                        unsafe {
+                            let (mut block, mut seen) = ([_mm256_setzero_si256(); 8], Seen::nothing());
+                            for (made, offset) in block.iter_mut().zip(offsets) {
+                                *made = bf16::<SOURCE, MULTIPLY>(from.add(offset + at), factor, &mut seen);
+                            }
+                            if (SOURCE == 4 || MULTIPLY) && seen.any_odd() {
+                                for (made, offset) in block.iter_mut().zip(offsets) {
+                                    let mut converted = [0; 32];
+                                    exact(&lines.source[offset + at..][..16 * SOURCE], &mut converted);
+                                    if SOURCE == 4 {
+                                        let elements = converted.as_chunks::<2>().0;
+                                        let placed: [_; 16] = from_fn(|place| elements[place % 2 * 8 + place / 2]);
+                                        converted.copy_from_slice(placed.as_flattened());
+                                    }
+                                    *made = _mm256_loadu_si256(converted.as_ptr().cast());
+                                }
+                            }
+                            for _ in 0..3 {
+                                let now = block;
+                                for line in 0..4 {
+                                    block[2 * line] = _mm256_unpacklo_epi16(now[line], now[line + 4]);
+                                    block[2 * line + 1] = _mm256_unpackhi_epi16(now[line], now[line + 4]);
+                                }
+                            }
+                            for (place, made) in block.into_iter().enumerate() {
+                                // The place in the first half of a line, and how far the same in the second half is.
+                                let (line, apart) =
+                                    if SOURCE == 4 { (place % 2 * 8 + place / 2, 4) } else { (place, 8) };
+                                let to = to.add((column + line) * pitch + row * 2);
+                                store_32!(made, to, apart * pitch);
+                            }
                         }
-                    }
-                    for _ in 0..3 {
-                        let now = block;
-                        for line in 0..4 {
-                            block[2 * line] = _mm256_unpacklo_epi16(now[line], now[line + 4]);
-                            block[2 * line + 1] = _mm256_unpackhi_epi16(now[line], now[line + 4]);
-                        }
-                    }
-                    for (line, made) in block.into_iter().enumerate() {
-                        let to = to.add((column + line) * pitch + row * 2);
-                        store_32!(made, to, 8 * pitch);
                     }
                 }
             }
@@ -488,7 +514,8 @@ mod x86 {
         }
     }
 
-    /// Converts the 16 elements at `from`, and notes what they were.
+    /// Converts the 16 elements at `from`, and notes what they were. Of those of 4 bytes, the second eight are between the
+    /// first, as that saves instructions: element `8 i + j` is at place `2 j + i`.
     #[target_feature(enable = "avx2")]
     #[inline]
     unsafe fn bf16<const SOURCE: usize, const MULTIPLY: bool>(
@@ -505,28 +532,25 @@ mod x86 {
         let multiply = |bits: __m256i| {
             round(_mm256_castps_si256(_mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(factor))))
         };
-        let made = if SOURCE == 4 {
-            // Each lane of 128 bits holds elements 0 to 3 of its 8 in the first of these, and 4 to 7 in the second.
-            // SAFETY: 16 elements of 4 bytes at `from` may be read, as the caller says.
-            let (low, high) = unsafe {
-                let four = |index: usize| _mm_loadu_si128(from.add(16 * index).cast());
-                (_mm256_set_m128i(four(2), four(0)), _mm256_set_m128i(four(3), four(1)))
-            };
-            let nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high));
+        // SAFETY: 16 elements of `SOURCE` bytes at `from` may be read, as the caller says.
+        let eight = |index: usize| unsafe { _mm256_loadu_si256(from.add(32 * index).cast()) };
+        let mut made = eight(0);
+        if SOURCE == 4 {
+            let (first, second) = (made, eight(1));
+            let nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(_mm256_castsi256_ps(first), _mm256_castsi256_ps(second));
             seen.nan = _mm256_or_si256(seen.nan, _mm256_castps_si256(nan));
-            let (mut low, mut high) = (round(low), round(high));
-            if MULTIPLY {
-                let product = |bits: __m256i| multiply(_mm256_and_si256(bits, upper));
-                (low, high) = (product(low), product(high));
-            }
-            _mm256_packus_epi32(_mm256_srli_epi32::<16>(low), _mm256_srli_epi32::<16>(high))
-        } else {
-            // SAFETY: 16 elements of 2 bytes at `from` may be read, as the caller says.
-            let all = unsafe { _mm256_loadu_si256(from.cast()) };
+            let (one, half) = (_mm256_set1_epi16(1), _mm256_set1_epi16(i16::MIN));
+            let high = _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(first), second);
+            let low = _mm256_blend_epi16::<0b1010_1010>(first, _mm256_slli_epi32::<16>(second));
+            // One more where the lower half is more than a half, or just that beside an odd number.
+            let above = _mm256_subs_epu16(_mm256_adds_epu16(low, _mm256_and_si256(high, one)), half);
+            made = _mm256_add_epi16(high, _mm256_min_epu16(above, one));
+        }
+        if MULTIPLY {
             // Every other element is the upper half of four bytes already.
-            let (even, odd) = (multiply(_mm256_slli_epi32::<16>(all)), multiply(_mm256_and_si256(all, upper)));
-            _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(even), odd)
-        };
+            let (even, odd) = (multiply(_mm256_slli_epi32::<16>(made)), multiply(_mm256_and_si256(made, upper)));
+            made = _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(even), odd);
+        }
         if MULTIPLY {
             seen.multiplied(made);
         }
