@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Speed of PyTorch's loaders on a mount, as ratios to the same loads from plain files in the same run. Run by hand:
 
-    "$(tests/python/setup.sh)/bin/python" tests/bench/torch_load.py [--size 2] [--runs 5] [--only WORD] [--whole tensors] [--dir /var/tmp]
+    "$(tests/python/setup.sh)/bin/python" tests/bench/torch_load.py [--size 2] [--runs 5] [--pause 0] [--only WORD] [--whole tensors]
 
 A generated bf16 Llama repository of SIZE gigabytes is mounted with `--layout hf --mesh fsdp=4`, for every repetition anew.
 
@@ -12,10 +12,10 @@ A generated bf16 Llama repository of SIZE gigabytes is mounted with `--layout hf
   millisecond for each chunk, of which `safetensors/` and `dcp/` have four for each of the repository's.
 * `hf`: `safe_open` and every tensor copied, from the files of `hf/` against those of the repository.
 
-Plain and mounted loads alternate; a row gives medians of RUNS. "First" loads follow a mount: nothing of it is in the page cache,
-while the sources and the plain files are. "Second" loads follow them. The first repetition's values are compared. Below the
-table each row is a JSON line, with the bytes that the mount served and fetched from the sources in the last repetition. Needs
-three times SIZE of disk and four times of memory.
+Plain and mounted loads alternate; a row gives medians of RUNS. "First" loads follow a mount, by PAUSE seconds and a plain load,
+in which ckfs makes memory ready: nothing of it is in the page cache, while the sources and the plain files are. "Second" loads
+follow them. The first repetition's values are compared. Below the table each row is a JSON line, with the bytes that the mount
+served and fetched from the sources in the last repetition. Needs three times SIZE of disk and four times of memory.
 """
 
 from __future__ import annotations
