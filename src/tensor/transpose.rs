@@ -32,8 +32,8 @@ pub(super) struct Lines<'a> {
     pub(super) columns: usize,
     /// What is done to elements on the way; without it source and target elements are alike.
     pub(super) fused: Option<Fused<'a>>,
-    /// Where lines begin that will be wanted next: each part of them is asked for while the same part of these is worked on,
-    /// as processors do not look so far ahead by themselves.
+    /// Where lines begin that will be wanted next: they are asked for while these are worked on, as processors do not look so
+    /// far ahead by themselves.
     pub(super) ahead: &'a [usize],
 }
 

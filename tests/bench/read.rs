@@ -268,7 +268,14 @@ fn sequential(report: &mut Report, repo: &Path, work: &Path, runs: usize, case: 
 /// The transposed kernels of the layout `maxtext`, whole and as one of eight devices' shards.
 fn maxtext(report: &mut Report, repo: &Path, work: &Path, runs: usize, cast: &[&str], goal: f64) -> Result<()> {
     let from = if cast.is_empty() { "bf16" } else { "f32 to bf16" };
-    let all = ["self_attention/query", "self_attention/key", "self_attention/out", "mlp/wi_0", "mlp/wo"];
+    let all = [
+        "self_attention/query",
+        "self_attention/key",
+        "self_attention/value",
+        "self_attention/out",
+        "mlp/wi_0",
+        "mlp/wo",
+    ];
     let kernels = if runs > SHORT_RUNS { &all[..] } else { &["self_attention/query", "mlp/wo"] };
     let options = [&["--layout", "maxtext", "--mesh", "fsdp=4,tensor=2"], cast].concat();
     for kernel in kernels {
