@@ -21,9 +21,11 @@ use memmap2::{MmapMut, MmapOptions};
 use super::{Engine, OpenFile, ReadError, Reservation};
 use crate::tensor::Share;
 
-/// Least and most bytes of a part.
+/// Least and most bytes of a part that is written in order.
 const PART_BYTES_MIN: u64 = 1 << 20;
 const PART_BYTES_MAX: u64 = 4 << 20;
+/// Least bytes of a share of a transposed span. Smaller than other parts, as these take several times as long.
+const SHARE_BYTES_MIN: u64 = 512 << 10;
 /// Most elements of each source line that are taken together. Each takes a page of the target, and the processor does not know
 /// many pages at once; but each such span visits all lines of the source again.
 const SPAN_ELEMENTS_MAX: u64 = 1024;
@@ -34,6 +36,8 @@ const LINE_ELEMENTS: u64 = 32;
 const SHARED_LINES: u64 = 128;
 /// Parts for each thread at least, so that none is left with much while others are done.
 const PARTS_PER_THREAD: u64 = 2;
+/// As those of a transposed file, in which threads differ more in how long they take.
+const SHARES_PER_THREAD: u64 = 8;
 
 /// Source pages are asked for so many bytes of the file ahead.
 const AHEAD_BYTES: u64 = 32 << 20;
@@ -192,8 +196,8 @@ impl Engine {
             let span_rows = rows.div_ceil(spans).next_multiple_of(LINE_ELEMENTS).min(rows);
             let span_bytes = span_rows * row_bytes;
             // As many for each thread, unless they would be small.
-            let wanted = (threads * PARTS_PER_THREAD).div_ceil(spans).next_multiple_of(threads);
-            let of = wanted.min(span_bytes.div_ceil(PART_BYTES_MIN)).max(1);
+            let wanted = (threads * SHARES_PER_THREAD).div_ceil(spans).next_multiple_of(threads);
+            let of = wanted.min(span_bytes.div_ceil(SHARE_BYTES_MIN)).max(1);
             while open < end {
                 let (start, end) = (open, end.min(open + span_bytes));
                 let share = |index| Some((segment, Share { index, of, lines: SHARED_LINES }));

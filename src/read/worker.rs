@@ -11,6 +11,8 @@ use std::{
 
 use rustix::thread::{CpuSet, Pid, gettid, sched_getaffinity, sched_getcpu, sched_setaffinity};
 
+use crate::tensor::rehearse;
+
 /// Jobs that may wait; more would be stale before they ran.
 const QUEUE_MAX: usize = 64;
 
@@ -128,6 +130,7 @@ impl Seat {
 }
 
 fn work(queue: &Queue) {
+    rehearse();
     let seat = Arc::new(Seat { thread: gettid(), called: Condvar::new() });
     loop {
         let mut jobs = queue.lock();

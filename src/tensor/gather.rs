@@ -18,7 +18,7 @@ use smallvec::SmallVec;
 use super::convert::{Converter, Direct, STRETCH};
 use super::kernel::Level;
 use super::transpose::{BAND_LINES, Fused, FusedKind, Lines, USUAL_PITCH, fence, prefetch, stream, transpose};
-use super::{Decode, Program};
+use super::{DType, Decode, Program};
 
 /// One loop of a strided copy. Strides are in elements; in units where the elements are narrower than a byte, the
 /// caller having converted everything to units.
@@ -113,6 +113,30 @@ pub fn gather_with(stores: Stores, job: &Gather<'_>, source: &[u8], source_base:
     gather_at(Level::detected(), job, source, source_base, scale, target, stores);
     if stores == Stores::Streamed {
         fence();
+    }
+}
+
+/// Carries out small jobs of the kinds that need most, for a thread that will be waited for later: its stack, its scratch and
+/// the code are in memory then. On a virtual machine the host may take longer to find a page than a thread to fill it.
+pub fn rehearse() {
+    const COLUMNS: usize = BLOCK_ROW_BYTES / 2;
+    let rounded = Decode::Program(Program { source: DType::F32, target: DType::BF16, steps: Vec::new() });
+    for (decode, source_bytes) in [(Decode::Copy, 2), (rounded, 4)] {
+        let (rows, columns) = (BLOCK_ROWS as u64, COLUMNS as u64);
+        let loops = [
+            Loop { extent: columns, target_stride: rows, source_stride: 1 },
+            Loop { extent: rows, target_stride: 1, source_stride: columns },
+        ];
+        let job = Gather {
+            decode: &decode,
+            source_bytes,
+            target_bytes: 2,
+            loops: &loops,
+            source_offset: 0,
+            target_offset: 0,
+        };
+        let source = vec![0; BLOCK_ROWS * COLUMNS * bytes(source_bytes, 1)];
+        gather_with(Stores::Streamed, &job, &source, 0, &[], &mut vec![0; BLOCK_ROWS * BLOCK_ROW_BYTES]);
     }
 }
 

@@ -29,7 +29,7 @@ pub mod view;
 pub use convert::{convert_row, convert_scalar};
 pub use decode::{BlockScale, Decode, Program, Step, TensorId};
 pub use dtype::{DType, Unit};
-pub use gather::{Gather, Loop, Stores, fill, gather, gather_with};
+pub use gather::{Gather, Loop, Stores, fill, gather, gather_with, rehearse};
 pub use pages::{PAGE_BYTES, Reads, Runs, reads};
 pub use shape::{PerAxis, RANK_MAX, Region, Shape, ShapeError};
 pub use tiling::{Decoder, Origin, PIECES_MAX, Piece, Share, Tiling, TilingError};

@@ -112,8 +112,8 @@ impl Blanks {
         let mut state = self.shared.lock();
         state.making += 1;
         state.used = Some(Instant::now());
-        // It comes back after this page.
-        while state.clearing {
+        // The one that a page is added to comes back after it, which the host may take long for.
+        while state.clearing && !state.has_ready(bytes) {
             state = self.shared.wait(state);
         }
         // Where there was none of this size, more are wanted than there were.
@@ -183,6 +183,11 @@ impl State {
             fits
         });
         self.wanted = sizes;
+    }
+
+    /// Whether one of this size is cleared to its end.
+    fn has_ready(&self, bytes: u64) -> bool {
+        self.ready.iter().any(|blank| blank.bytes == bytes && blank.cleared_bytes == bytes)
     }
 
     /// Takes out the blank to be cleared next, and those that nobody wants. If there is none of a size that is wanted before

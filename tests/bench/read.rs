@@ -7,10 +7,12 @@
 
 //! Speed of reading through a mount, as ratios to native reads of the same bytes in the same run.
 //!
-//! `cargo bench --bench read [-- --short]` writes generated repositories to a temporary directory, mounts them with the
-//! release binary, and prints one row per case and one JSON line per case. Native and mounted reads alternate; a row gives
-//! medians. "First" reads come right after a mount, with nothing of the mount in the page cache, but with the source's
-//! pages there; "second" reads follow them. Needs `/dev/fuse`.
+//! `cargo bench --bench read [-- --short] [--only WORD] [--pause SECONDS] [--as-written]` writes generated repositories to a
+//! temporary directory, mounts them with the release binary, and prints one row per case and one JSON line per case. Native
+//! and mounted reads alternate; a row gives medians. "First" reads come some seconds after a mount, as those of a program
+//! that must start first, with nothing of the mount in the page cache, but with the source's pages there; "second" reads
+//! follow them. The source's pages are as a read from disk leaves them, unless they are to stay as they were written, in
+//! smaller units. Needs `/dev/fuse`.
 
 use std::{
     error::Error,
@@ -19,9 +21,10 @@ use std::{
     os::unix::fs::{FileExt, OpenOptionsExt},
     path::{Path, PathBuf},
     process::{Command, Stdio},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use serde_json::{Value, json};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -29,6 +32,19 @@ type Result<T> = std::result::Result<T, Box<dyn Error>>;
 const MIB: usize = 1 << 20;
 /// Repetitions of each case with `--short`.
 const SHORT_RUNS: usize = 3;
+
+/// How cases are measured.
+#[derive(Clone, Copy)]
+struct Pace {
+    runs: usize,
+    /// From each mount to its first read.
+    pause: Duration,
+}
+
+impl Pace {
+    /// Usual pause: less than a trainer takes to start.
+    const PAUSE: Duration = Duration::from_secs(5);
+}
 
 /// A mounted repository; unmounted when dropped.
 struct Mount {
@@ -235,11 +251,17 @@ struct Case<'a> {
     goals: (f64, f64),
 }
 
+/// Drops the pages of a repository's weights from the page cache, so that they come back as a read from disk brings them.
+fn drop_pages(repo: &Path) -> Result<()> {
+    let weights = File::open(repo.join("model.safetensors"))?;
+    Ok(posix_fadvise(&weights, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?)
+}
+
 /// First and second read of a file, each beside a native read of as many bytes.
-fn sequential(report: &mut Report, repo: &Path, work: &Path, runs: usize, case: &Case<'_>) -> Result<()> {
+fn sequential(report: &mut Report, repo: &Path, work: &Path, pace: Pace, case: &Case<'_>) -> Result<()> {
     let weights = repo.join("model.safetensors");
     let (mut native, mut first, mut second) = (Vec::new(), Vec::new(), Vec::new());
-    for _ in 0..runs {
+    for _ in 0..pace.runs {
         let mount = Mount::new(repo, &work.join("mnt"), case.mount)?;
         let path = mount.path(case.path);
         let bytes = fs::metadata(&path)?.len();
@@ -247,6 +269,7 @@ fn sequential(report: &mut Report, repo: &Path, work: &Path, runs: usize, case: 
         let available = fs::metadata(&weights)?.len();
         let span = bytes.min(available);
         read_part(&weights, 0, available)?;
+        std::thread::sleep(pace.pause);
         let gb = |seconds: f64, bytes: u64| bytes as f64 / seconds / 1e9;
         native.push(gb(read_part(&weights, available - span, span)?, span));
         warm_memory(usize::try_from(bytes)?)?;
@@ -266,7 +289,7 @@ fn sequential(report: &mut Report, repo: &Path, work: &Path, runs: usize, case: 
 }
 
 /// The transposed kernels of the layout `maxtext`, whole and as one of eight devices' shards.
-fn maxtext(report: &mut Report, repo: &Path, work: &Path, runs: usize, cast: &[&str], goal: f64) -> Result<()> {
+fn maxtext(report: &mut Report, repo: &Path, work: &Path, pace: Pace, cast: &[&str], goal: f64) -> Result<()> {
     let from = if cast.is_empty() { "bf16" } else { "f32 to bf16" };
     let all = [
         "self_attention/query",
@@ -276,14 +299,14 @@ fn maxtext(report: &mut Report, repo: &Path, work: &Path, runs: usize, cast: &[&
         "mlp/wi_0",
         "mlp/wo",
     ];
-    let kernels = if runs > SHORT_RUNS { &all[..] } else { &["self_attention/query", "mlp/wo"] };
+    let kernels = if pace.runs > SHORT_RUNS { &all[..] } else { &["self_attention/query", "mlp/wo"] };
     let options = [&["--layout", "maxtext", "--mesh", "fsdp=4,tensor=2"], cast].concat();
     for kernel in kernels {
         for part in ["full", "dev3"] {
             let name = format!("maxtext {kernel} {part}, {from}");
             let path = format!("{part}/params/decoder/layers/{kernel}/kernel");
             let case = Case { name: &name, path: &path, mount: &options, goals: (goal, 0.75) };
-            sequential(report, repo, work, runs, &case)?;
+            sequential(report, repo, work, pace, &case)?;
         }
     }
     Ok(())
@@ -435,17 +458,27 @@ fn huge(report: &mut Report, work: &Path, short: bool) -> Result<()> {
 }
 
 fn main() -> Result<()> {
-    let short = std::env::args().any(|arg| arg == "--short");
-    let only = std::env::args().skip_while(|arg| arg != "--only").nth(1);
+    let has = |flag: &str| std::env::args().any(|arg| arg == flag);
+    let value = |flag: &str| std::env::args().skip_while(|arg| arg != flag).nth(1);
+    let (short, only) = (has("--short"), value("--only"));
+    let pause = match value("--pause") {
+        Some(seconds) => Duration::try_from_secs_f64(seconds.parse()?)?,
+        None => Pace::PAUSE,
+    };
     let wants = |name: &str| only.as_ref().is_none_or(|only| name.contains(only.as_str()));
     let (layers, hidden, inner, runs) = if short { (8, 2048, 5632, SHORT_RUNS) } else { (16, 4096, 11008, 5) };
     let work = tempfile::tempdir_in(std::env::var_os("CKFS_BENCH_DIR").map_or_else(std::env::temp_dir, PathBuf::from))?;
     let work = work.path();
+    let pace = Pace { runs, pause };
+    let write = |dir: &Path, dtype, layers, hidden, inner| {
+        write_llama(dir, dtype, layers, hidden, inner)?;
+        if has("--as-written") { Ok(()) } else { drop_pages(dir) }
+    };
     let mut report = Report { rows: Vec::new() };
     println!("{:<52} {:>10} {:>10} {:<8} {:>6}", "case", "native", "mounted", "unit", "ratio");
     let bf16 = work.join("bf16");
     if ["untouched", "shard", "random", "direct"].iter().any(|name| wants(name)) {
-        write_llama(&bf16, "BF16", layers, hidden, inner)?;
+        write(&bf16, "BF16", layers, hidden, inner)?;
         let untouched = Case { name: "untouched file", path: "hf/model.safetensors", mount: &[], goals: (0.95, 0.95) };
         let shard = Case {
             name: "contiguous shard",
@@ -463,7 +496,7 @@ fn main() -> Result<()> {
         let copied =
             Case { name: "contiguous shard, --materialize", mount: &materialize, goals: (0.38, 0.95), ..shard };
         for case in [untouched, shard, pages, one_tensor, direct_io, copied].iter().filter(|case| wants(case.name)) {
-            sequential(&mut report, &bf16, work, runs, case)?;
+            sequential(&mut report, &bf16, work, pace, case)?;
         }
         if wants("direct") {
             direct(&mut report, &bf16, work, runs, "safetensors/dev1.safetensors")?;
@@ -475,7 +508,7 @@ fn main() -> Result<()> {
     }
     if wants("f32 to bf16") {
         let f32s = work.join("f32");
-        write_llama(&f32s, "F32", layers / 2, hidden, inner)?;
+        write(&f32s, "F32", layers / 2, hidden, inner)?;
         let case = Case {
             name: "f32 to bf16 (output bytes)",
             path: "safetensors/dev0.safetensors",
@@ -488,7 +521,7 @@ fn main() -> Result<()> {
             ..case
         };
         for case in [case, pages] {
-            sequential(&mut report, &f32s, work, runs, &case)?;
+            sequential(&mut report, &f32s, work, pace, &case)?;
         }
         fs::remove_dir_all(&f32s)?;
     }
@@ -496,12 +529,12 @@ fn main() -> Result<()> {
         // 3 GB of either.
         let (layers, hidden, inner) = (layers.min(8), 4096, 11008);
         let repo = work.join("bf16");
-        write_llama(&repo, "BF16", layers, hidden, inner)?;
-        maxtext(&mut report, &repo, work, runs, &[], 0.25)?;
+        write(&repo, "BF16", layers, hidden, inner)?;
+        maxtext(&mut report, &repo, work, pace, &[], 0.25)?;
         fs::remove_dir_all(&repo)?;
         let repo = work.join("f32");
-        write_llama(&repo, "F32", layers / 2, hidden, inner)?;
-        maxtext(&mut report, &repo, work, runs, &["--dtype", "bf16"], 0.2)?;
+        write(&repo, "F32", layers / 2, hidden, inner)?;
+        maxtext(&mut report, &repo, work, pace, &["--dtype", "bf16"], 0.2)?;
         fs::remove_dir_all(&repo)?;
     }
     if wants("listing") {
