@@ -36,7 +36,7 @@ const LINE_ELEMENTS: u64 = 32;
 const SHARED_LINES: u64 = 128;
 /// Parts for each thread at least, so that none is left with much while others are done.
 const PARTS_PER_THREAD: u64 = 2;
-/// As those of a transposed file, in which threads differ more in how long they take.
+/// Shares of a transposed view for each thread, unless they would be small: threads differ more in how long these take them.
 const SHARES_PER_THREAD: u64 = 8;
 
 /// Source pages are asked for so many bytes of the file ahead.
