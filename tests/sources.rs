@@ -391,6 +391,71 @@ fn pages_to_return_to_stay_until_nobody_does() {
     assert!(source.window_drops() > LEN / NARROW / 2, "the window is narrow again");
 }
 
+/// Bytes of a file that are mapped into this process and resident.
+fn mapped_bytes(path: &Path) -> u64 {
+    let maps = fs::read_to_string("/proc/self/smaps").unwrap();
+    let (mut of_file, mut bytes) = (false, 0);
+    for line in maps.lines() {
+        if let Some(rss) = line.strip_prefix("Rss:") {
+            let kib: u64 = rss.trim().trim_end_matches(" kB").parse().unwrap();
+            bytes += if of_file { kib << 10 } else { 0 };
+        } else if !line.split(' ').next().unwrap().ends_with(':') {
+            of_file = line.ends_with(path.to_str().unwrap());
+        }
+    }
+    bytes
+}
+
+#[test]
+fn cached_pages_are_mapped_before_they_are_touched_and_others_are_not_read() {
+    const LEN: usize = 24 << 20;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("weights");
+    fs::write(&path, vec![7; LEN]).unwrap();
+    let file = fs::File::open(&path).unwrap();
+    file.sync_all().unwrap();
+    let drop_pages = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_DONTNEED;
+    nix::fcntl::posix_fadvise(&file, 8 << 20, 8 << 20, drop_pages).unwrap();
+    // SAFETY: nobody else knows the file.
+    #[allow(unsafe_code)]
+    let map = unsafe { memmap2::Mmap::map(&file) }.unwrap();
+    let cached = cached_pages(&map);
+    drop(map);
+    let open = |wide| {
+        let paths = [path.clone()];
+        LocalFiles::open_with_window(&paths, SourceIo::Mmap, Window::new(0, wide)).unwrap()
+    };
+
+    let small = open(8 << 20);
+    assert!(!small.map_ahead(A, span(0, LEN as u64)), "there is no room");
+    assert_eq!(mapped_bytes(&path), 0);
+
+    let source = open(1 << 40);
+    assert!(source.map_ahead(A, span(5000, LEN as u64)));
+    assert!(source.map_ahead(A, span(0, LEN as u64 + 1)), "a span that is not there is left out");
+    // Kernels before 6.5 do not tell what is cached.
+    // SAFETY: without a file the call does nothing.
+    #[allow(unsafe_code)]
+    let told = unsafe { libc::syscall(451, -1, 0, 0, 0) };
+    if told < 0 && std::io::Error::last_os_error().raw_os_error() == Some(libc::ENOSYS) {
+        assert_eq!(mapped_bytes(&path), 0);
+        return;
+    }
+    let mapped = usize::try_from(mapped_bytes(&path)).unwrap() / 4096;
+    assert!((cached - 1..=cached).contains(&mapped), "{mapped} pages are mapped, {cached} were cached");
+    source.with_map(A, span(0, 1 << 20), &mut |bytes| assert!(bytes.iter().all(|byte| *byte == 7))).unwrap().unwrap();
+    source.settle();
+    assert_ne!(mapped_bytes(&path), 0, "somebody was here since");
+    source.settle();
+    assert_eq!(mapped_bytes(&path), 0);
+
+    file.set_len(20 << 20).unwrap_err();
+    fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(4 << 20).unwrap();
+    source.map_ahead(A, span(0, LEN as u64));
+    source.check(A).unwrap_err();
+    assert!(source.map_ahead(A, span(0, LEN as u64)), "a file that has changed is left alone");
+}
+
 /// How many pages of a mapped file the page cache has.
 #[allow(unsafe_code)]
 fn cached_pages(map: &memmap2::Mmap) -> usize {

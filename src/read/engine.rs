@@ -185,7 +185,7 @@ impl Engine {
         &self.checkpoint
     }
 
-    fn source(&self) -> &dyn Source {
+    pub(super) fn source(&self) -> &dyn Source {
         self.checkpoint.source().as_ref()
     }
 
@@ -231,6 +231,11 @@ impl Engine {
     /// Drops what is kept of a file that will not be read again under this [`OpenFile`].
     pub fn forget(&self, file: &OpenFile) {
         self.cache.forget_file(file.key);
+    }
+
+    /// Keeps source pages mapped for readers who will come, until some seconds after this was last called.
+    pub fn keep_maps(&self) {
+        self.source().will_return();
     }
 
     /// Gives back memory that was of use to readers who are gone. To be called every few seconds.
@@ -453,7 +458,7 @@ impl Engine {
             let Segment::View(view) = &file.image.segments()[segment] else { return Err(ReadError::Panicked) };
             let tiling = view.lower().map_err(|error| ReadError::Tiling { error })?;
             let start = file.image.start_of(segment);
-            let grid = (!tiling.is_run_copy(RUN_BYTES_MIN)).then(|| self.grid(&tiling, start));
+            let grid = is_made(&tiling).then(|| self.grid(&tiling, start));
             Ok(Arc::new(Prepared { tiling, grid }))
         });
         prepared.clone()
@@ -836,6 +841,11 @@ impl Engine {
             });
         });
     }
+}
+
+/// Whether bytes are made from source bytes in memory. Otherwise they are runs of them, which the kernel may copy.
+pub(super) fn is_made(tiling: &Tiling) -> bool {
+    !tiling.is_run_copy(RUN_BYTES_MIN)
 }
 
 fn tile_key(file: &OpenFile, segment: usize, index: u64) -> TileKey {

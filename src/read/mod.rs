@@ -16,6 +16,7 @@
 mod buffer;
 pub mod counters;
 mod engine;
+mod maps;
 pub mod reference;
 mod stream;
 mod tile;
@@ -24,6 +25,7 @@ mod worker;
 
 pub use counters::{Counters, Path};
 pub use engine::{Engine, EngineOptions, OpenFile};
+pub use maps::MapsAhead;
 pub use tile::Reservation;
 pub use whole::WholeError;
 

@@ -35,6 +35,9 @@ struct Slot {
     next: Option<&'static Slot>,
 }
 
+/// Resident pages that are let go of at a time: nothing else can be mapped meanwhile.
+const DROPPED_BYTES: usize = 256 << 20;
+
 /// Newest slot; the others follow by `next`.
 static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
 
@@ -125,6 +128,25 @@ impl GuardedMap {
     pub fn drop_resident(&self) {
         drop_resident(self.map.as_ptr(), self.map.len());
     }
+
+    /// Makes the pages of `start..end` resident, so that touching them costs no fault.
+    ///
+    /// # Errors
+    /// What the system says: it does not know how to (before Linux 5.14), or a page is gone, which is no fault here.
+    ///
+    /// # Panics
+    /// If the span leaves the mapping.
+    pub fn populate(&self, start: usize, end: usize) -> io::Result<()> {
+        assert!(start <= end && end <= self.map.len(), "span {start}..{end} of a mapping of {} bytes", self.map.len());
+        let start = start / page_bytes() * page_bytes();
+        // SAFETY: the pages lie in the mapping, which begins at a page and lives as long as `self`. The system reads them as a
+        // load would, except that it returns an error where that would be a signal.
+        let done = unsafe {
+            let from = self.map.as_ptr().add(start);
+            libc::madvise(from.cast_mut().cast(), end - start, libc::MADV_POPULATE_READ)
+        };
+        if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
 }
 
 impl Drop for GuardedMap {
@@ -137,10 +159,14 @@ impl Drop for GuardedMap {
 /// Lets go of the resident pages of a read-only shared file mapping. Contents are unaffected: the kernel only empties page
 /// table entries and fills them again on the next touch.
 pub(super) fn drop_resident(start: *const u8, len_bytes: usize) {
-    // SAFETY: `start..start + len_bytes` is a live file mapping of the caller's, shared and read-only, so that
-    // MADV_DONTNEED discards no data: concurrent readers of the range fault the same pages in again. Zero pages put there by
-    // the handler are anonymous; discarding them yields zero pages again. Failure leaves the pages where they are.
-    unsafe { libc::madvise(start.cast_mut().cast(), len_bytes, libc::MADV_DONTNEED) };
+    for at in (0..len_bytes).step_by(DROPPED_BYTES) {
+        let part = DROPPED_BYTES.min(len_bytes - at);
+        // SAFETY: `start..start + len_bytes` is a live file mapping of the caller's, shared and read-only, so that
+        // MADV_DONTNEED discards no data: concurrent readers of the range fault the same pages in again. Zero pages put there
+        // by the handler are anonymous; discarding them yields zero pages again. Failure leaves the pages where they are.
+        // Parts lie in the range and begin at a page, as the mapping does.
+        unsafe { libc::madvise(start.add(at).cast_mut().cast(), part, libc::MADV_DONTNEED) };
+    }
 }
 
 /// Size of a memory page.
@@ -293,6 +319,19 @@ mod tests {
         file.set_len(5_000).unwrap();
         assert_eq!(map.with(0, 100_000, &mut |bytes| total = sum(bytes)), Err(Faulted));
         assert_eq!(map.with(0, 10, &mut |_| panic!("not to be called")), Err(Faulted));
+    }
+
+    #[test]
+    fn populating_meets_a_lost_page_with_an_error_only() {
+        let file = file_of(100_000, 1);
+        let map = GuardedMap::new(&file, 100_000).unwrap();
+        map.populate(5_000, 100_000).unwrap();
+        file.set_len(5_000).unwrap();
+        assert!(map.populate(0, 100_000).is_err());
+        assert!(!map.has_faulted(), "nothing was read");
+        let mut total = 0;
+        assert_eq!(map.with(90_000, 100_000, &mut |bytes| total = sum(bytes)), Err(Faulted));
+        assert_eq!(total, 0, "{total} of lost pages");
     }
 
     #[test]

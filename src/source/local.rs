@@ -197,6 +197,9 @@ impl Window {
     /// A page fault in a file maps the cached pages around it too, aligned: `fault_around_bytes`, by default this many.
     const FAULT_AROUND_BYTES: u64 = 64 << 10;
 
+    /// The part of a wide window that may be mapped before anything is read: the rest is for what is not thought of.
+    const AHEAD_SHARE: u64 = 2;
+
     /// A window of `narrow_bytes`, and `wide_bytes` while pages are visited again and again.
     pub fn new(narrow_bytes: u64, wide_bytes: u64) -> Self {
         Self {
@@ -212,12 +215,16 @@ impl Window {
         if self.returning.load(Ordering::Relaxed) > 0 { self.wide_bytes } else { self.narrow_bytes }
     }
 
+    /// Whether so many bytes more may be mapped before they are read.
+    fn has_room_ahead(&self, bytes: u64) -> bool {
+        let most = self.wide_bytes / Self::AHEAD_SHARE;
+        resident_shared_bytes().is_some_and(|resident| resident.saturating_add(bytes) <= most)
+    }
+
     fn touch(&self, files: &[Pinned], file: &Pinned, span: ByteSpan) {
         let start = span.start() / Self::FAULT_AROUND_BYTES * Self::FAULT_AROUND_BYTES;
         let bytes = (span.end() - start).next_multiple_of(Self::FAULT_AROUND_BYTES);
-        if !file.touched.load(Ordering::Relaxed) {
-            file.touched.store(true, Ordering::Relaxed);
-        }
+        file.note_touched();
         let before = self.touched_bytes.fetch_add(bytes, Ordering::Relaxed);
         if before + bytes < self.size_bytes() {
             return;
@@ -427,6 +434,13 @@ impl Pinned {
         tracing::warn!("{}: cannot be mapped, will be read instead: {error}", self.path.display());
     }
 
+    fn note_touched(&self) {
+        // A store by every reader would move the cache line about.
+        if !self.touched.load(Ordering::Relaxed) {
+            self.touched.store(true, Ordering::Relaxed);
+        }
+    }
+
     fn drop_resident(&self) {
         if let Some(map) = self.to_lend.get().and_then(Option::as_ref) {
             guard::drop_resident(map.as_ptr(), map.len());
@@ -536,6 +550,29 @@ impl Source for LocalFiles {
 
     fn will_return(&self) {
         self.window.returning();
+    }
+
+    fn map_ahead(&self, file: FileId, span: ByteSpan) -> bool {
+        let pinned = self.pinned(file);
+        let Ok(span) = pinned.healthy().and_then(|()| pinned.bounded(span)) else { return true };
+        let Some(map) = pinned.to_read().filter(|_| pinned.mapped) else { return true };
+        if !self.window.has_room_ahead(span.len()) {
+            return false;
+        }
+        self.window.returning();
+        pinned.note_touched();
+        let place = |at: u64| usize::try_from(at).unwrap_or(usize::MAX);
+        let mut start = span.start();
+        while start < span.end() {
+            let end = (start + 1).next_multiple_of(SAMPLED_BYTES as u64).min(span.end());
+            // What is not cached would be read, which may be in vain and in the way of others. A failure says that the system
+            // cannot do it, or that a page is gone, which who reads it will be told.
+            if is_cached(&pinned.file, start, end) && map.populate(place(start), place(end)).is_err() {
+                return false;
+            }
+            start = end;
+        }
+        true
     }
 
     fn settle(&self) {

@@ -258,6 +258,13 @@ pub trait Source: fmt::Debug + Send + Sync {
     /// May do nothing.
     fn will_return(&self) {}
 
+    /// Makes ready what [`Source::with_map`] needs for a span, as far as its pages are in memory already, and says whether there is
+    /// room for more. What was made ready is kept as after [`Source::will_return`]. May do nothing.
+    fn map_ahead(&self, file: FileId, span: ByteSpan) -> bool {
+        let _ = (file, span);
+        false
+    }
+
     /// Lets go of what was kept for readers, where there were none of late. To be called every few seconds.
     fn settle(&self) {}
 

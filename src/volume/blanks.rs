@@ -89,11 +89,16 @@ impl Blanks {
         Self { shared: Arc::new(Shared { files, engine, bytes_max, state, changed }) }
     }
 
-    /// Starts to make blanks. `sizes` tells in which sizes files may be wanted first, and how many of each.
+    /// Starts to make blanks. `sizes` tells in which sizes files may be wanted first, and how many of each. What `first` does is
+    /// done before, in steps while nobody reads, until it says that there is no more.
     ///
     /// # Errors
     /// The system starts no thread.
-    pub(super) fn start(&self, sizes: impl FnOnce() -> Vec<(u64, usize)> + Send + 'static) -> io::Result<()> {
+    pub(super) fn start(
+        &self,
+        mut first: impl FnMut() -> bool + Send + 'static,
+        sizes: impl FnOnce() -> Vec<(u64, usize)> + Send + 'static,
+    ) -> io::Result<()> {
         let maker = Arc::clone(&self.shared);
         // Not of a lower priority: who opens a file waits for a page that is being cleared.
         thread::Builder::new().name("ckfs-blank".to_owned()).spawn(move || {
@@ -102,7 +107,7 @@ impl Blanks {
             wanted.extend_from_slice(&state.wanted);
             state.want(wanted, maker.bytes_max);
             state.used = Some(Instant::now());
-            maker.make(state);
+            maker.make(state, &mut first);
         })?;
         Ok(())
     }
@@ -132,6 +137,11 @@ impl Blanks {
         let blank = index.map(|index| state.ready.swap_remove(index));
         drop(state);
         (blank.map(|blank| blank.file), Busy { shared: Arc::clone(&self.shared) })
+    }
+
+    /// Whether readers are expected: a file was made of late, or could have been for the first time.
+    pub(super) fn expects(&self) -> bool {
+        self.shared.lock().used.is_some_and(|used| used.elapsed() < IDLE)
     }
 
     /// Notes that somebody reads.
@@ -252,7 +262,8 @@ impl Shared {
     }
 
     /// Makes blanks, a page at a time, whenever no file is being made or read.
-    fn make<'a>(&'a self, mut state: MutexGuard<'a, State>) {
+    fn make<'a>(&'a self, mut state: MutexGuard<'a, State>, first: &mut dyn FnMut() -> bool) {
+        let mut left_first = true;
         while !state.ended {
             let left = state.used.map_or(Duration::ZERO, |used| IDLE.saturating_sub(used.elapsed()));
             if state.making > 0 || (left.is_zero() && state.ready.is_empty()) {
@@ -263,6 +274,12 @@ impl Shared {
             let until_quiet = state.read.map_or(Duration::ZERO, |read| QUIET.saturating_sub(read.elapsed()));
             if !idle && !until_quiet.is_zero() {
                 state = self.wait_for(state, left.min(until_quiet));
+                continue;
+            }
+            if left_first && !idle {
+                drop(state);
+                left_first = catch_unwind(AssertUnwindSafe(&mut *first)).unwrap_or(false);
+                state = self.lock();
                 continue;
             }
             let (next, unwanted) = if idle { (Next::Nothing, std::mem::take(&mut state.ready)) } else { state.next() };

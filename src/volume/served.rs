@@ -30,7 +30,7 @@ use crate::{
     checkpoint::Checkpoint,
     image::{FileImage, distcp_name},
     plan::{Allow, HfContent, HfFile, Plan, Problem, config::MadeWhole, report},
-    read::{Engine, EngineOptions, OpenFile},
+    read::{Engine, EngineOptions, MapsAhead, OpenFile},
     source::FileId,
     tensor::View,
 };
@@ -457,10 +457,13 @@ impl Volume {
     /// Checks the source files that the kernel may be reading by itself, so that a change to one is logged and counted
     /// although no read passes here, and gives back memory of readers who are gone. To be called every few seconds.
     pub fn watch(&self) {
-        self.engine.settle();
         if let Some((whole, _)) = &self.whole {
             whole.drop_idle();
+            if whole.expects() {
+                self.engine.keep_maps();
+            }
         }
+        self.engine.settle();
         let files = self.lent_whole.lock().unwrap_or_else(PoisonError::into_inner).clone();
         for file in files {
             // The source logs and counts what changed.
@@ -801,7 +804,12 @@ impl FileSystem for Volume {
     fn started(&self, passthrough: bool) {
         if let (Some((whole, which)), true) = (&self.whole, passthrough) {
             let (plans, which) = (self.views.iter().map(|view| Arc::clone(&view.plan)).collect::<Vec<_>>(), *which);
-            whole.expect(move |tell| plans.iter().for_each(|plan| tell_sizes(plan, which, tell)));
+            let views = plans.clone().into_iter().flat_map(|plan| {
+                (0..plan.tensors.len())
+                    .filter_map(move |index| plan.tensors.get(index).map(|tensor| tensor.view.clone()))
+            });
+            let maps = MapsAhead::new(&self.engine, views);
+            whole.expect(maps, move |tell| plans.iter().for_each(|plan| tell_sizes(plan, which, tell)));
         }
     }
 

@@ -22,7 +22,7 @@ use super::{
     looks::Use,
     memory_files::{HUGE_PAGE_BYTES, MemoryFiles, set_aside},
 };
-use crate::read::{Engine, OpenFile, ReadError, Reservation, WholeError, counters::add};
+use crate::read::{Engine, MapsAhead, OpenFile, ReadError, Reservation, WholeError, counters::add};
 
 /// Smaller files are not worth a file of their own: a request or two of the kernel's read them.
 const BYTES_MIN: u64 = 1 << 20;
@@ -107,11 +107,11 @@ impl WholeFiles {
         Ok(Self { shared: Arc::default(), memory, blanks, engine: Arc::downgrade(engine) })
     }
 
-    /// Makes memory ready for files that will be opened. `likely` goes through some of them and tells how long they are and
-    /// how many are alike.
-    pub(super) fn expect(&self, likely: impl FnOnce(&mut dyn FnMut(u64, usize)) + Send + 'static) {
+    /// Makes memory ready for files that will be opened, and their sources' pages. `likely` goes through some of them and tells how
+    /// long they are and how many are alike.
+    pub(super) fn expect(&self, mut maps: MapsAhead, likely: impl FnOnce(&mut dyn FnMut(u64, usize)) + Send + 'static) {
         let Some(most) = self.engine.upgrade().map(|engine| most_bytes(&engine)) else { return };
-        let started = self.blanks.start(move || {
+        let sizes = move || {
             let mut sizes = BTreeMap::new();
             likely(&mut |bytes, count| {
                 if (BYTES_MIN..=most).contains(&bytes) {
@@ -119,8 +119,8 @@ impl WholeFiles {
                 }
             });
             sizes.into_iter().collect()
-        });
-        if let Err(error) = started {
+        };
+        if let Err(error) = self.blanks.start(move || maps.step(), sizes) {
             tracing::info!("no memory is made ready for whole files: {error}");
         }
     }
@@ -215,6 +215,11 @@ impl WholeFiles {
     /// Notes that somebody reads a file, whole or not.
     pub(super) fn note_read(&self) {
         self.blanks.note_read();
+    }
+
+    /// Whether readers are expected soon.
+    pub(super) fn expects(&self) -> bool {
+        self.blanks.expects()
     }
 
     /// Drops files that nobody has had open for a while.

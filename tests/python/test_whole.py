@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import repos
-from mounting import error_of, read, run, wait_until
+from mounting import daemon_pid, error_of, read, run, wait_until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the kernel takes files to read by itself from root only")
 
@@ -66,6 +66,33 @@ def test_memory_made_ready_beforehand_holds_the_same_bytes(own, wide):
     assert mounted.stats()["whole_files"] == len(lengths)
     assert mounted.stats()["blank_files"] > len(lengths) // 2
     assert blank(plain) == 0
+
+
+def mapped(mounted, repo) -> int:
+    """Bytes of weights that the daemon has mapped and resident."""
+    of_weights, total = False, 0
+    for line in open(f"/proc/{daemon_pid(mounted.point)}/smaps"):
+        if line.startswith("Rss:"):
+            total += of_weights * int(line.split()[1]) * 1024
+        elif not line.split()[0].endswith(":"):
+            of_weights = str(repo) in line and ".safetensors" in line
+    return total
+
+
+def test_sources_are_mapped_beforehand_where_bytes_are_made_of_them(own, wide):
+    for file in wide.path.glob("*.safetensors"):
+        file.read_bytes()
+    options = ("--mesh", "fsdp=2,tensor=2")
+    made = own(wide.path, *options, "--layout", "maxtext")
+    others = [own(wide.path, *options), own(wide.path, *options, "--layout", "maxtext", "--whole", "none")]
+    kernels = sum((made / "full" / name).stat().st_size for name in made.files("full") if name.endswith("kernel"))
+    assert kernels > MIB
+    wait_until(lambda: mapped(made, wide.path) >= kernels, what="mapped sources")
+    for other in others:
+        assert mapped(other, wide.path) < kernels // 2
+    assert not any(made.stats()["bytes_fetched"].values()), "nothing is read yet"
+    for name in made.files("dev1"):
+        assert read(made / "dev1" / name) == read(others[1] / "dev1" / name), name
 
 
 ONE_TENSOR = {
