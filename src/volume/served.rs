@@ -746,7 +746,7 @@ impl FileSystem for Volume {
             }
         };
         self.check(&open)?;
-        if let Open::Image(..) = open {
+        if let Open::Image(..) | Open::Original(_) = open {
             self.note_read();
         }
         let access = match &open {
@@ -792,7 +792,10 @@ impl FileSystem for Volume {
             Open::Late(late) => {
                 late.get_or_init(|| self.made_late(ino)).as_deref().map(reply_part).map_err(|error| *error)
             }
-            Open::Original(file) => self.engine.read_original(file, offset, len, reply).map_err(|_| FsError::Io),
+            Open::Original(file) => {
+                self.note_read();
+                self.engine.read_original(file, offset, len, reply).map_err(|_| FsError::Io)
+            }
             Open::Image(file, pin) => {
                 self.note_read();
                 pin.note_read(len as u64);
@@ -823,8 +826,10 @@ impl FileSystem for Volume {
 
     fn release(&self, ino: Ino, handle: Handle) {
         let open = self.open.write().unwrap_or_else(PoisonError::into_inner).remove(&handle.0);
+        if let Some(Open::Image(..) | Open::Original(_)) = open {
+            self.note_read();
+        }
         let Some(Open::Image(file, pin)) = open else { return };
-        self.note_read();
         self.note_closed(ino, &file, &pin);
         if let Some(copies) = &self.copies
             && !self.direct.accepts(file.name())
