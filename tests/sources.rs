@@ -391,6 +391,21 @@ fn pages_to_return_to_stay_until_nobody_does() {
     assert!(source.window_drops() > LEN / NARROW / 2, "the window is narrow again");
 }
 
+/// A file of `len` bytes, all 7, in a directory, and a map of it. `dropped_len` bytes from `dropped` on, all if 0, are dropped
+/// from the page cache, which a file system in memory does not do.
+fn written(dir: &Path, len: usize, dropped: i64, dropped_len: i64) -> (PathBuf, fs::File, memmap2::Mmap) {
+    let path = dir.join("weights");
+    fs::write(&path, vec![7; len]).unwrap();
+    let file = fs::File::open(&path).unwrap();
+    file.sync_all().unwrap();
+    let advice = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_DONTNEED;
+    nix::fcntl::posix_fadvise(&file, dropped, dropped_len, advice).unwrap();
+    // SAFETY: nobody else knows the file.
+    #[allow(unsafe_code)]
+    let map = unsafe { memmap2::Mmap::map(&file) }.unwrap();
+    (path, file, map)
+}
+
 /// Bytes of a file that are mapped into this process and resident.
 fn mapped_bytes(path: &Path) -> u64 {
     let maps = fs::read_to_string("/proc/self/smaps").unwrap();
@@ -410,15 +425,7 @@ fn mapped_bytes(path: &Path) -> u64 {
 fn cached_pages_are_mapped_before_they_are_touched_and_others_are_not_read() {
     const LEN: usize = 24 << 20;
     let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("weights");
-    fs::write(&path, vec![7; LEN]).unwrap();
-    let file = fs::File::open(&path).unwrap();
-    file.sync_all().unwrap();
-    let drop_pages = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_DONTNEED;
-    nix::fcntl::posix_fadvise(&file, 8 << 20, 8 << 20, drop_pages).unwrap();
-    // SAFETY: nobody else knows the file.
-    #[allow(unsafe_code)]
-    let map = unsafe { memmap2::Mmap::map(&file) }.unwrap();
+    let (path, file, map) = written(dir.path(), LEN, 8 << 20, 8 << 20);
     let cached = cached_pages(&map);
     drop(map);
     let open = |wide| {
@@ -470,14 +477,7 @@ fn cached_pages(map: &memmap2::Mmap) -> usize {
 fn what_will_be_needed_is_read_ahead_however_much_it_is() {
     const LEN: usize = 24 << 20;
     let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("weights");
-    fs::write(&path, vec![7; LEN]).unwrap();
-    let file = fs::File::open(&path).unwrap();
-    file.sync_all().unwrap();
-    nix::fcntl::posix_fadvise(&file, 0, 0, nix::fcntl::PosixFadviseAdvice::POSIX_FADV_DONTNEED).unwrap();
-    // SAFETY: nobody else knows the file.
-    #[allow(unsafe_code)]
-    let map = unsafe { memmap2::Mmap::map(&file) }.unwrap();
+    let (path, _, map) = written(dir.path(), LEN, 0, 0);
     // A file system in memory keeps all of them whatever it is told.
     let (before, all) = (cached_pages(&map), LEN / 4096);
     assert!(before == 0 || before == all, "{before} of {all} pages dropped");
