@@ -18,49 +18,134 @@ use crate::{
 
 /// Bytes that are looked after in one step: about a millisecond's work.
 const STEP_BYTES: u64 = 16 << 20;
+/// Views of fewer bytes are read in no time, and there may be very many of them.
+const VIEW_BYTES_MIN: u64 = 1 << 20;
 
 /// Maps the source pages of views, a step at a time.
+#[derive(Debug)]
 pub struct MapsAhead {
     engine: Weak<Engine>,
+    sources: MadeSources,
+}
+
+/// The tensors that large views are made of, each once, in parts.
+struct MadeSources {
     views: Box<dyn Iterator<Item = View> + Send>,
     seen: HashSet<TensorId>,
     /// What is left of the last view.
     left: VecDeque<(FileId, ByteSpan)>,
 }
 
-impl fmt::Debug for MapsAhead {
+/// What one step has found.
+#[derive(Debug, PartialEq, Eq)]
+enum Found {
+    Part(FileId, ByteSpan),
+    /// A view was looked at, of which the parts come next, if it has any.
+    View,
+    Nothing,
+}
+
+impl fmt::Debug for MadeSources {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MapsAhead").field("seen", &self.seen.len()).field("left", &self.left).finish_non_exhaustive()
+        f.debug_struct("MadeSources").field("seen", &self.seen.len()).field("left", &self.left).finish_non_exhaustive()
     }
 }
 
 impl MapsAhead {
     /// Of `views`, in this order.
     pub fn new(engine: &Arc<Engine>, views: impl Iterator<Item = View> + Send + 'static) -> Self {
-        let engine = Arc::downgrade(engine);
-        Self { engine, views: Box::new(views), seen: HashSet::new(), left: VecDeque::new() }
+        Self { engine: Arc::downgrade(engine), sources: MadeSources::new(views) }
     }
 
     /// Maps some more, and says whether anything may be left to do.
     pub fn step(&mut self) -> bool {
         let Some(engine) = self.engine.upgrade() else { return false };
+        let place = |tensor| {
+            let info = engine.checkpoint().tensor(tensor);
+            (info.file, info.span)
+        };
+        match self.sources.next(place) {
+            Found::Part(file, span) => engine.source().map_ahead(file, span),
+            Found::View => true,
+            Found::Nothing => false,
+        }
+    }
+}
+
+impl MadeSources {
+    fn new(views: impl Iterator<Item = View> + Send + 'static) -> Self {
+        Self { views: Box::new(views), seen: HashSet::new(), left: VecDeque::new() }
+    }
+
+    fn next(&mut self, place: impl Fn(TensorId) -> (FileId, ByteSpan)) -> Found {
         let Some((file, span)) = self.left.pop_front() else {
-            let Some(view) = self.views.next() else { return false };
+            let Some(view) = self.views.next() else { return Found::Nothing };
+            let large = view.bytes().is_some_and(|bytes| bytes >= VIEW_BYTES_MIN);
             // A view that cannot be lowered is refused to who opens it.
-            if view.lower().is_ok_and(|tiling| is_made(&tiling)) {
+            if large && view.as_source().is_none() && view.lower().is_ok_and(|tiling| is_made(&tiling)) {
                 view.for_each_source(&mut |tensor| {
                     if self.seen.insert(tensor.id) {
-                        let info = engine.checkpoint().tensor(tensor.id);
-                        self.left.push_back((info.file, info.span));
+                        self.left.push_back(place(tensor.id));
                     }
                 });
             }
-            return true;
+            return Found::View;
         };
-        let bytes = span.len().min(STEP_BYTES);
-        if let Some(rest) = ByteSpan::new(span.start() + bytes, span.end()).filter(|rest| !rest.is_empty()) {
+        let middle = span.start() + span.len().min(STEP_BYTES);
+        let (Some(part), Some(rest)) = (ByteSpan::new(span.start(), middle), ByteSpan::new(middle, span.end())) else {
+            return Found::View;
+        };
+        if !rest.is_empty() {
             self.left.push_front((file, rest));
         }
-        ByteSpan::of_len(span.start(), bytes).is_some_and(|step| engine.source().map_ahead(file, step))
+        Found::Part(file, part)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::{DType, Shape, SourceTensor};
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn only_what_large_views_are_made_of_is_found_once_and_in_parts() -> Result<(), Box<dyn std::error::Error>> {
+        let source = |id, rows: u64| -> Result<View, Box<dyn std::error::Error>> {
+            let shape = Shape::try_new(&[rows, 1024])?;
+            Ok(View::source(SourceTensor { id: TensorId(id), dtype: DType::BF16, shape }))
+        };
+        let views = [
+            source(0, 4096)?,                                       // copied as it is
+            View::stack(0, &[source(0, 4096)?, source(1, 4096)?])?, // copied in runs
+            source(2, 511)?.reverse_axes(),                         // made, but small
+            View::stack(1, &[source(3, 512)?.reverse_axes(), source(4, 512)?.reverse_axes()])?,
+            source(4, 512)?.cast(DType::F32)?, // seen before
+            source(5, 8192 + 1)?.cast(DType::F32)?,
+        ];
+        // Tensor `id` begins at byte `id` of file `id`.
+        let lengths = [0, 0, 0, MIB, MIB, (8192 + 1) * 2048];
+        let place = |tensor: TensorId| {
+            let start = u64::from(tensor.0);
+            let len = lengths.get(tensor.0 as usize).copied().unwrap_or(0);
+            (FileId(tensor.0), ByteSpan::of_len(start, len).expect("short"))
+        };
+        let mut sources = MadeSources::new(views.into_iter());
+        let mut parts = Vec::new();
+        let mut passed = 0;
+        loop {
+            match sources.next(place) {
+                Found::Part(file, span) => parts.push((file.0, span.start(), span.end())),
+                Found::View => passed += 1,
+                Found::Nothing => break,
+            }
+        }
+        assert_eq!(passed, 6);
+        assert_eq!(
+            parts,
+            [(3, 3, MIB + 3), (4, 4, MIB + 4), (5, 5, 5 + STEP_BYTES), (5, 5 + STEP_BYTES, 5 + STEP_BYTES + 2048)]
+        );
+        assert_eq!(sources.next(place), Found::Nothing);
+        Ok(())
     }
 }
