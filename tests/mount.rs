@@ -205,11 +205,13 @@ impl Bench {
         }
     }
 
-    /// Ends a daemon by a signal and expects that nothing was in its way.
+    /// Ends a daemon by a signal and expects that nothing was in its way for longer than a moment: a process that another
+    /// test starts has our open files until it becomes its program, also those that we close meanwhile.
     fn stop(&mut self, pid: Pid) {
         kill(pid, Signal::SIGTERM).unwrap();
         let code = self.end_of(pid);
-        assert_eq!(code, 0, "{}", self.log());
+        let freed = code == exit_code(Exit::Drained) && !self.log().contains("detaching");
+        assert!(code == exit_code(Exit::Unmounted) || freed, "{code}: {}", self.log());
         assert_eq!(self.mounts(), []);
     }
 }
