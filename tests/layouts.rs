@@ -874,6 +874,177 @@ fn vocabularies_of_published_models() {
     assert!(plan.params.contains(&("vocab_size".to_owned(), "256128".to_owned())));
 }
 
+/// A repository of these shapes, with nothing but zeros.
+fn hollow(config: &Value, shapes: &BTreeMap<String, (DType, Vec<u64>)>) -> (tempfile::TempDir, Arc<Checkpoint>) {
+    use std::io::Write as _;
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join("config.json"), config.to_string()).unwrap();
+    let list = shapes.iter().map(|(name, (dtype, shape))| (name.as_str(), *dtype, shape.as_slice()));
+    let header = write_header(list, &[("format", "pt")], DATA_ALIGNMENT).unwrap();
+    let mut file = std::fs::File::create(directory.path().join("model.safetensors")).unwrap();
+    file.write_all(&header.bytes).unwrap();
+    let bytes_of = |(dtype, shape): &(DType, Vec<u64>)| dtype.bytes_of(shape.iter().product()).unwrap();
+    file.set_len(header.bytes.len() as u64 + shapes.values().map(bytes_of).sum::<u64>()).unwrap();
+    let checkpoint = open(directory.path());
+    (directory, checkpoint)
+}
+
+fn config_of(family: &str) -> Value {
+    serde_json::from_slice(&std::fs::read(fixture(family).join("hf/config.json")).unwrap()).unwrap()
+}
+
+fn shapes_of(family: &str) -> BTreeMap<String, (DType, Vec<u64>)> {
+    let checkpoint = open(&fixture(family).join("hf"));
+    checkpoint.tensors().map(|(_, info)| (info.name.to_owned(), (info.dtype, info.shape.to_vec()))).collect()
+}
+
+const FAMILIES: [&str; 13] = [
+    "llama3.1",
+    "qwen2.5",
+    "qwen3",
+    "qwen3-moe",
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "mixtral",
+    "deepseek2",
+    "deepseek3",
+    "gpt-oss",
+    "qwen3-next",
+    "olmo3",
+];
+
+/// config.json tells the shapes: of the tensors that a checkpoint is made of, none may have another.
+#[test]
+fn tensors_of_other_shapes_than_the_configuration_says_are_refused() {
+    for (family, scanned) in FAMILIES.into_iter().flat_map(|family| [(family, true), (family, false)]) {
+        let (config, shapes) = (config_of(family), shapes_of(family));
+        let options = options(scanned, "", &Value::Null);
+        let (_directory, checkpoint) = hollow(&config, &shapes);
+        let plan = Plan::build(&checkpoint, &options).unwrap_or_else(|error| panic!("{family}: {error}"));
+        assert!(!plan.warnings.iter().any(|warning| warning.contains("vocab_size")), "{family}: {:?}", plan.warnings);
+        let mut used = std::collections::BTreeSet::new();
+        for tensor in &plan.tensors {
+            tensor.view.for_each_source(&mut |source| {
+                used.insert(checkpoint.tensor(source.id).name.to_owned());
+            });
+        }
+        assert!(used.len() > 20, "{family}");
+        // These layers are of every kind.
+        let numbers = |name: &str| name.split('.').filter_map(|word| word.parse::<u64>().ok()).collect::<Vec<_>>();
+        used.retain(|name| numbers(name).iter().all(|number| [0, 2, 5].contains(number)));
+        // Wider, with its axes the other way round, and with one axis more.
+        for name in &used {
+            let (dtype, shape) = &shapes[name];
+            let mut others: Vec<Vec<u64>> = (0..shape.len())
+                .map(|axis| shape.iter().enumerate().map(|(at, extent)| extent + u64::from(at == axis)).collect())
+                .collect();
+            others.push(shape.iter().rev().copied().collect());
+            if scanned {
+                others.push([&[1][..], shape].concat());
+            }
+            for other in others.into_iter().filter(|other| other != shape) {
+                let mut shapes = shapes.clone();
+                shapes.insert(name.clone(), (*dtype, other.clone()));
+                let (_directory, checkpoint) = hollow(&config, &shapes);
+                let found = Plan::build(&checkpoint, &options);
+                let what = format!("{family}, scanned {scanned}: {name} of {other:?}");
+                match found {
+                    // Rows of the embedding are cut or filled up, with a word of warning.
+                    Ok(plan) if name.contains("embed_tokens") && other[1..] == shape[1..] => {
+                        let said =
+                            format!("{name} has {} rows, but config.json's vocab_size is {}", other[0], shape[0]);
+                        let said = said.replace("language_model.model.", "model.language_model.");
+                        assert!(
+                            plan.warnings.iter().any(|warning| warning.contains(&said)),
+                            "{what}: {:?}",
+                            plan.warnings
+                        );
+                    }
+                    Ok(_) => panic!("{what}: accepted"),
+                    Err(error) => {
+                        let error = error.to_string();
+                        let told = error.contains("expected shape [") && error.contains("model.safetensors: ");
+                        assert!(told || error.contains("reshape"), "{what}: {error}");
+                        // The head has as many rows as the embedding.
+                        let of_head = format!("lm_head.weight: expected shape [{}, ", other[0]);
+                        let found = error.contains(&format!("found [{}", other[0])) || error.contains(&of_head);
+                        assert!(!told || found, "{what}: {error}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn shapes_are_told_once_for_all_layers() {
+    let (config, mut shapes) = (config_of("llama3.1"), shapes_of("llama3.1"));
+    for (name, (_, shape)) in &mut shapes {
+        if name.ends_with("o_proj.weight") {
+            shape.reverse();
+            shape[0] += 1;
+        }
+    }
+    shapes.insert("lm_head.weight".to_owned(), (DType::BF16, vec![150, 48]));
+    let (directory, checkpoint) = hollow(&config, &shapes);
+    for scanned in [true, false] {
+        let error = Plan::build(&checkpoint, &options(scanned, "", &Value::Null)).unwrap_err();
+        let file = directory.path().join("model.safetensors").canonicalize().unwrap();
+        let lines: Vec<String> = error.problems.iter().map(ToString::to_string).collect();
+        assert_eq!(lines.len(), 2, "{error}");
+        for (line, told) in lines.iter().zip([
+            format!("{}: lm_head.weight: expected shape [160, 48], found [150, 48]", file.display()),
+            format!(
+                "{}: model.layers.{{0-2}}.self_attn.o_proj.weight (3 tensors): expected shape [48, 48], found [49, 48]",
+                file.display()
+            ),
+        ]) {
+            assert!(line.starts_with("maxtext/llama.toml:") && line.ends_with(&told), "{line}\n{told}");
+        }
+    }
+    // What the configuration says nothing of is not compared.
+    let mut config = config_of("qwen3");
+    config.as_object_mut().unwrap().remove("intermediate_size");
+    let mut shapes = shapes_of("qwen3");
+    for (name, (_, shape)) in &mut shapes {
+        match name.rsplit('.').nth(1) {
+            Some("gate_proj" | "up_proj") => shape[0] += 3,
+            Some("down_proj") => shape[1] += 3,
+            _ => {}
+        }
+    }
+    let (_directory, checkpoint) = hollow(&config, &shapes);
+    Plan::build(&checkpoint, &options(true, "", &Value::Null)).unwrap();
+}
+
+/// What every model of a kind has is missed, though others of the family are without.
+#[test]
+fn biases_and_norms_that_a_model_must_have_are_missed() {
+    for (family, ends) in [
+        ("qwen2.5", &["q_proj.bias", "k_proj.bias", "v_proj.bias"][..]),
+        ("qwen3", &["q_norm.weight", "k_norm.weight"]),
+        ("qwen3-moe", &["q_norm.weight"]),
+        ("deepseek3", &["mlp.gate.e_score_correction_bias"]),
+    ] {
+        let (config, all) = (config_of(family), shapes_of(family));
+        let lost = |name: &str| ends.iter().any(|end| name.ends_with(end));
+        let gone: Vec<&String> = all.keys().filter(|name| lost(name)).collect();
+        assert!(gone.len() > 1, "{family}");
+        let last = (*gone.last().unwrap()).clone();
+        for scanned in [true, false] {
+            for of_all in [true, false] {
+                let keep = |name: &str| if of_all { !lost(name) } else { name != last };
+                let kept = all.iter().filter(|(name, _)| keep(name)).map(|(name, shape)| (name.clone(), shape.clone()));
+                let (_directory, checkpoint) = hollow(&config, &kept.collect());
+                let error = Plan::build(&checkpoint, &options(scanned, "", &Value::Null)).unwrap_err().to_string();
+                let told = error.contains("missing tensor") && ends.iter().any(|end| error.contains(end));
+                assert!(told, "{family}, scanned {scanned}: {error}");
+            }
+        }
+    }
+}
+
 // Families that only the converter's text tells of, and relatives of the others: names, shapes, and the formulas that differ.
 
 type Shapes = Vec<(String, Vec<u64>)>;

@@ -64,6 +64,15 @@ impl LogicalRules {
         spec
     }
 
+    /// The first mesh axis that a rule names twice, after the rule's logical axis. It cannot split one axis two times.
+    pub fn doubled(&self) -> Option<(&str, &str)> {
+        self.rules.iter().find_map(|rule| {
+            let mut names = rule.mesh.iter().enumerate();
+            let twice = names.find_map(|(at, name)| rule.mesh[..at].contains(name).then_some(name));
+            twice.map(|name| (rule.logical.as_str(), name.as_str()))
+        })
+    }
+
     /// Whether some rule uses a mesh axis.
     pub fn uses(&self, mesh_axis: &str) -> bool {
         self.rules.iter().any(|rule| rule.mesh.iter().any(|name| name == mesh_axis))
@@ -118,6 +127,15 @@ mod tests {
         assert_eq!(spec("fsdp=4,tensor=2", "mlp embed_attn"), r#"[null,"fsdp"]"#);
         // Without the rival the same name is split.
         assert_eq!(spec("fsdp=4,tensor=2", "gdn_head layers"), r#"["tensor",null]"#);
+    }
+
+    #[test]
+    fn an_axis_named_twice_is_found() {
+        let mut rules = LogicalRules::maxtext();
+        assert_eq!(rules.doubled(), None);
+        let mesh = ["fsdp", "tensor", "fsdp"].map(str::to_owned).to_vec();
+        rules.replace(&[LogicalRule { logical: "embed".into(), mesh }]);
+        assert_eq!(rules.doubled(), Some(("embed", "fsdp")));
     }
 
     #[test]

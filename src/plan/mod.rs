@@ -348,8 +348,13 @@ impl Plan {
                 problems.push(Problem::File { file: "shard".to_owned(), reason });
             }
         }
+        if let Some((logical, axis)) = logical_rules.as_ref().and_then(LogicalRules::doubled) {
+            let reason = format!("the rule for {logical:?} names the mesh axis {axis:?} twice");
+            problems.push(Problem::File { file: "logical rules".to_owned(), reason });
+        }
         unknown_axes(&options.mesh, options, logical_rules.as_ref(), &mut warnings);
         unused_patterns(checkpoint, options, &drafts, &mut warnings);
+        unused_logical_rules(options, logical_rules.is_some(), &drafts, &mut warnings);
         // What a layout does by itself to its own tensors is no wish for another hf/.
         let hf_values = Values::new(part, options.dtype, &options.casts);
         let hf = if let Some(reason) = &selected.no_hf {
@@ -398,6 +403,8 @@ impl Plan {
                     continue;
                 }
             };
+            let expert =
+                if shard::is_told(&draft, options.sharding, &options.shard_rules) { None } else { draft.roles.expert };
             let shape = draft.view.shape();
             // What the rules of logical axes are for, JAX, refuses uneven splits.
             let even = options.even || rules.is_some();
@@ -416,7 +423,7 @@ impl Plan {
                 name: draft.name,
                 view: draft.view,
                 spec: index,
-                expert: draft.roles.expert,
+                expert,
                 bundled: draft.bundled,
                 layers: draft.layers,
                 logical: draft.roles.logical,
@@ -782,10 +789,34 @@ fn unused_patterns(checkpoint: &Checkpoint, options: &ViewOptions, drafts: &[Dra
             warn("cast", &rule.pattern);
         }
     }
+    absent_axes("sharding", options.shard_rules.iter().flat_map(|rule| rule.spec.iter().flatten()), options, warnings);
+}
+
+/// Warns of mesh axes that rules name and the mesh does not have.
+fn absent_axes<'a>(
+    kind: &str,
+    named: impl Iterator<Item = &'a String>,
+    options: &ViewOptions,
+    warnings: &mut Vec<String>,
+) {
     // Without a mesh nothing is split anyway.
-    let named = options.shard_rules.iter().flat_map(|rule| rule.spec.iter().flatten());
     let absent: BTreeSet<&String> = named.filter(|axis| options.mesh.find(axis).is_none()).collect();
     for axis in absent.into_iter().filter(|_| !options.mesh.axes().is_empty()) {
-        warnings.push(format!("sharding rules name the mesh axis {axis:?}, which the mesh does not have"));
+        warnings.push(format!("{kind} rules name the mesh axis {axis:?}, which the mesh does not have"));
     }
+}
+
+/// Warns of the user's rules for logical axes that change nothing.
+fn unused_logical_rules(options: &ViewOptions, apply: bool, drafts: &[Draft], warnings: &mut Vec<String>) {
+    let rules = &options.logical_rules;
+    if !apply {
+        if !rules.is_empty() {
+            warnings.push("the logical rules change nothing: shards do not come from logical axes here".to_owned());
+        }
+        return;
+    }
+    for rule in rules.iter().filter(|rule| !drafts.iter().any(|draft| draft.roles.logical.contains(&rule.logical))) {
+        warnings.push(format!("logical rule: no tensor has an axis {:?}", rule.logical));
+    }
+    absent_axes("logical", rules.iter().flat_map(|rule| &rule.mesh), options, warnings);
 }

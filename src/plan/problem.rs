@@ -93,6 +93,20 @@ pub enum Problem {
         /// The rule that needs them, if one does.
         rule: RulePlace,
     },
+    /// Tensors are not of the shape that a layout's rule says they have.
+    #[error("{rule}{file}: {}: expected shape {expected}, found {found}", group.counted())]
+    SourceShape {
+        /// Their names in the repository.
+        group: NameGroup,
+        /// The file that holds the first of them.
+        file: String,
+        /// The rule.
+        rule: RulePlace,
+        /// What `config.json` makes of the rule's extents; `_` for one that it says nothing about.
+        expected: String,
+        /// The shape they have.
+        found: Shape,
+    },
     /// Tensors that no table of the family, or no rule of the layout, names.
     #[error("unexpected tensor {group}")]
     UnexpectedTensor {

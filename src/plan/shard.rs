@@ -76,6 +76,12 @@ fn auto(roles: &Roles, rank: usize, mesh: &Mesh) -> Spec {
     spec
 }
 
+/// Whether the user says all about a draft's shards: by a rule that matches, or that nothing is split. Then the tensor of a
+/// single expert is like any other, and not only on the devices that expert parallelism gives it to.
+pub(super) fn is_told(draft: &Draft, sharding: Sharding, rules: &[ShardRule]) -> bool {
+    sharding == Sharding::Replicate || rules.iter().any(|rule| rule.pattern.matches(&draft.name))
+}
+
 /// The spec of a draft.
 ///
 /// # Errors

@@ -74,7 +74,12 @@ impl ArrayTable {
             if !orbax_holds(dtype) {
                 return Err(format!("{}: the format can hold {dtype} only one element to a byte", tensor.name));
             }
-            arrays.push((plan.keys(tensor).join("."), index));
+            let name = plan.keys(tensor).join(".");
+            // Orbax's storage, TensorStore, takes it for a slash.
+            if name.contains('\\') {
+                return Err(format!("{}: the array's directory would have a name with a backslash", tensor.name));
+            }
+            arrays.push((name, index));
         }
         arrays.sort();
         // Whatever begins with a name and a dot follows it, after names that go on with a character before the dot.

@@ -364,6 +364,26 @@ impl Expr {
         Ok((Self { node: start, text: text.into() }, Self { node: stop, text: text.into() }))
     }
 
+    /// Reads expressions with commas between them, `None` for each `_`; an empty text has none.
+    ///
+    /// # Errors
+    /// [`SyntaxError`].
+    pub fn parse_list(text: &str) -> Result<Vec<Option<Self>>, SyntaxError> {
+        let mut parser = Parser { text, at: 0, depth: 0 };
+        let mut all = Vec::new();
+        while parser.end().is_err() {
+            if !all.is_empty() && !parser.take(",") {
+                return Err(parser.expected("a comma"));
+            }
+            all.push(if parser.keyword("_") {
+                None
+            } else {
+                Some(Self { node: parser.expression()?, text: text.into() })
+            });
+        }
+        Ok(all)
+    }
+
     /// The text it was read from.
     pub fn text(&self) -> &str {
         &self.text

@@ -73,7 +73,7 @@ impl<'a> Parser<'a> {
         if starts { &rest[..end] } else { "" }
     }
 
-    fn keyword(&mut self, word: &str) -> bool {
+    pub(super) fn keyword(&mut self, word: &str) -> bool {
         let found = self.peek_word() == word;
         if found {
             self.at += word.len();

@@ -41,6 +41,8 @@
 //!
 //! * `from` is the name of a source, called `x` in `view`, or a table of several: `from = { q = "…", k = "…" }`.
 //! * Names are templates: `{…}` holds an expression.
+//! * `shape = "heads * d, D"` gives the extents that the source must have, or a table does for several sources:
+//!   `shape = { q = "…", k = "…" }`. Another shape is refused. `_`, or an extent for which `config.json` lacks something, is not compared.
 //! * `stack` makes axes, outermost first. `axis` is the number of the new axis in the finished leaf; it may be an expression
 //!   over `rank` (that of what is stacked, without any stacked axes) and `outer` (how many stacks are further out), and is
 //!   the number of the stack where it is left out. Without `over`, all numbers that the repository has, from 0, are taken.
@@ -49,7 +51,8 @@
 //!   names expressions over those numbers for its leaves.
 //! * `when` is a condition, `optional = true` leaves a leaf out where the repository has none of its sources,
 //!   `dtype = "keep"` (or a type) holds for one leaf against the layout's.
-//! * `[[check]]` with `that` and `say` refuses a repository, or parameters, for which the condition does not hold.
+//! * `[[check]]` with `that` and `say` refuses a repository, or parameters, for which the condition does not hold; with
+//!   `warn = true` it only warns, unless the repository lacks what the condition needs.
 //! * `tp` and `experts` number the axes of a leaf, before stacking, that tensor and expert parallelism split under
 //!   `--shard auto`.
 //! * `logical = true` makes the logical rules the default way to shard, `rules = "maxtext"` begins them with MaxText's, and each
@@ -92,6 +95,9 @@ pub(super) struct Stack {
     pub line: usize,
 }
 
+/// Extents that a source must have, `None` for any.
+pub(super) type Extents = Vec<Option<Expr>>;
+
 pub(super) type Each = Vec<(Arc<str>, Placed<(Expr, Expr)>)>;
 
 #[derive(Clone, Debug)]
@@ -99,6 +105,8 @@ pub(super) struct Leaf {
     pub to: Placed<Template>,
     pub from: Vec<(Arc<str>, Template)>,
     pub from_line: usize,
+    /// Extents that sources must have, by the name of the source.
+    pub shape: Vec<(Arc<str>, Placed<Extents>)>,
     pub view: Option<Placed<Expr>>,
     pub axes: Option<Vec<String>>,
     pub stack: Vec<Stack>,
@@ -139,11 +147,12 @@ pub(super) enum Keep {
     As(DType),
 }
 
-/// A condition that must hold, and what to say if it does not.
+/// A condition that must hold, or should, and what to say if it does not.
 #[derive(Clone, Debug)]
 pub(super) struct Check {
     pub that: Placed<Expr>,
-    pub say: String,
+    pub say: Placed<Template>,
+    pub warn: bool,
 }
 
 /// A layout file, read and checked.

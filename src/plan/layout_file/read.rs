@@ -1,7 +1,10 @@
 //! Reading a layout file: what serde takes from the TOML, its expressions parsed, and every name checked, so that a slip is
 //! found without a repository that meets it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use serde::Deserialize;
 use toml::Spanned;
@@ -12,7 +15,7 @@ use super::{
         logical::{LogicalRule, LogicalRules},
         problem::{PlanError, Problem},
     },
-    Check, Each, Ignore, Keep, LayoutFile, Leaf, Place, Placed, Stack,
+    Check, Each, Extents, Ignore, Keep, LayoutFile, Leaf, Place, Placed, Stack,
 };
 use crate::tensor::DType;
 
@@ -71,7 +74,9 @@ struct RawAlias {
 #[serde(deny_unknown_fields)]
 struct RawCheck {
     that: Text,
-    say: String,
+    say: Text,
+    #[serde(default)]
+    warn: bool,
 }
 
 #[derive(Debug, Deserialize)]
@@ -86,6 +91,13 @@ struct RawIgnore {
 #[derive(Debug, Deserialize)]
 #[serde(untagged, expecting = "expected the name of a tensor, or a table of names")]
 enum RawFrom {
+    One(String),
+    Several(BTreeMap<String, String>),
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged, expecting = "expected the extents of a source, or a table of them by the names of sources")]
+enum RawShape {
     One(String),
     Several(BTreeMap<String, String>),
 }
@@ -119,6 +131,7 @@ struct RawStack {
 struct RawLeaf {
     to: Text,
     from: Option<Spanned<RawFrom>>,
+    shape: Option<Spanned<RawShape>>,
     view: Option<Text>,
     axes: Option<Text>,
     #[serde(default)]
@@ -248,6 +261,7 @@ impl Reader<'_> {
                 Err(error) => self.problem(from_line, format!("{text:?}: {error}")),
             }
         }
+        let shape = self.shapes(leaf.shape.as_ref(), &from);
         if leaf.view.is_none() && !matches!(leaf.from.as_ref().map(Spanned::get_ref), Some(RawFrom::One(_))) {
             self.problem(to.line, "without a single source there must be a view");
         }
@@ -255,6 +269,7 @@ impl Reader<'_> {
             to,
             from,
             from_line,
+            shape,
             view: leaf.view.as_ref().and_then(|view| self.expr(view)),
             axes: leaf.axes.as_ref().map(|axes| words(axes.get_ref())),
             stack: self.stacks(&leaf.stack),
@@ -265,6 +280,31 @@ impl Reader<'_> {
             tp: leaf.tp,
             experts: leaf.experts,
         })
+    }
+
+    fn shapes(
+        &mut self,
+        shape: Option<&Spanned<RawShape>>,
+        from: &[(Arc<str>, Template)],
+    ) -> Vec<(Arc<str>, Placed<Extents>)> {
+        let Some(shape) = shape else { return Vec::new() };
+        let line = self.line(shape.span().start);
+        let named: Vec<(&str, &str)> = match shape.get_ref() {
+            RawShape::One(extents) => vec![("x", extents)],
+            RawShape::Several(shapes) => shapes.iter().map(|(name, text)| (name.as_str(), text.as_str())).collect(),
+        };
+        let mut shapes = Vec::new();
+        for (name, text) in named {
+            let Some((name, _)) = from.iter().find(|(known, _)| **known == *name) else {
+                self.problem(line, format!("shape: there is no source {name:?}"));
+                continue;
+            };
+            match Expr::parse_list(text) {
+                Ok(it) => shapes.push((name.clone(), Placed { it, line })),
+                Err(error) => self.problem(line, format!("{text:?}: {error}")),
+            }
+        }
+        shapes
     }
 
     fn place(&mut self, place: &RawPlace, groups: &BTreeMap<String, Vec<Leaf>>) -> Place {
@@ -333,7 +373,9 @@ impl LayoutFile {
         let ignores = ignores.collect();
         let mut checks = Vec::new();
         for check in &raw.check {
-            checks.extend(reader.expr(&check.that).map(|that| Check { that, say: check.say.clone() }));
+            if let (Some(that), Some(say)) = (reader.expr(&check.that), reader.template(&check.say)) {
+                checks.push(Check { that, say, warn: check.warn });
+            }
         }
         let mut rules = LogicalRules::default();
         if let Some(base) = &raw.rules {
@@ -395,8 +437,9 @@ impl LayoutFile {
         for definition in self.params.values().chain(self.vars.values()) {
             check(definition.line, &[], &|visit| definition.it.for_each_name(visit));
         }
-        for Check { that, .. } in &self.checks {
+        for Check { that, say, .. } in &self.checks {
             check(that.line, &[], &|visit| that.it.for_each_name(visit));
+            check(say.line, &[], &|visit| say.it.for_each_name(visit));
         }
         for ignore in &self.ignores {
             let locals: Vec<&str> = ignore.each.iter().map(|(var, _)| var.as_ref()).collect();
@@ -444,6 +487,13 @@ impl LayoutFile {
             }
             if let Some(template) = &place.from {
                 check(template.line, &inner, &|visit| template.it.for_each_name(visit));
+            }
+            for (_, shape) in &leaf.shape {
+                shape
+                    .it
+                    .iter()
+                    .flatten()
+                    .for_each(|extent| check(shape.line, &inner, &|visit| extent.for_each_name(visit)));
             }
             leaf.from.iter().for_each(|(_, from)| check(leaf.from_line, &inner, &|visit| from.for_each_name(visit)));
             let sources: Vec<&str> = inner.iter().copied().chain(leaf.from.iter().map(|(name, _)| &**name)).collect();

@@ -21,7 +21,7 @@ use super::{
 };
 use crate::{
     checkpoint::Checkpoint,
-    tensor::{TensorId, View},
+    tensor::{Shape, TensorId, View},
 };
 
 /// Most numbers that one range may have.
@@ -71,6 +71,7 @@ impl LayoutFile {
             used: vec![false; checkpoint.table().id_end()],
             drafts: Vec::new(),
             lost: Vec::new(),
+            misshapen: Vec::new(),
             problems,
             warnings: Vec::new(),
         };
@@ -79,6 +80,7 @@ impl LayoutFile {
         }
         if resolver.problems.is_empty() {
             resolver.run();
+            resolver.report_shapes();
             resolver.compare();
         }
         let params = self.params.keys().map(|name| {
@@ -209,7 +211,7 @@ impl Names for Local<'_> {
 
 /// Why a leaf is not there.
 enum Failure {
-    /// A source is missing.
+    /// A source is missing, or has another shape than it should.
     Missing,
     /// It would be stacked over nothing.
     Empty,
@@ -230,6 +232,15 @@ struct Lost {
     allowed: bool,
 }
 
+/// A source of another shape than a rule says.
+struct Misshapen {
+    id: TensorId,
+    /// Line of the rule.
+    line: usize,
+    expected: String,
+    found: Shape,
+}
+
 struct Resolver<'a> {
     scope: &'a Scope<'a>,
     values: &'a Values<'a>,
@@ -237,6 +248,7 @@ struct Resolver<'a> {
     used: Vec<bool>,
     drafts: Vec<Draft>,
     lost: Vec<Lost>,
+    misshapen: Vec<Misshapen>,
     problems: Vec<Problem>,
     warnings: Vec<String>,
 }
@@ -252,6 +264,7 @@ struct Making<'a> {
     /// Numbers of the stacked axes in the finished leaf, once known.
     axes: Option<Vec<usize>>,
     missing: Vec<String>,
+    misshapen: Vec<Misshapen>,
     found: Vec<TensorId>,
 }
 
@@ -277,14 +290,20 @@ impl<'a> Resolver<'a> {
 
     fn check(&mut self) {
         for check in &self.scope.file.checks {
-            let holds = self.eval(&check.that, &[], |expr, names| Ok(Value::Bool(expr.eval(names)?.bool("check")?)));
-            if matches!(holds, Some(Value::Bool(false))) {
-                self.add(Problem::Layout {
-                    file: self.scope.file.label.clone(),
-                    line: check.that.line,
-                    target: String::new(),
-                    reason: check.say.clone(),
-                });
+            let local = Local { scope: self.scope, bound: &[] };
+            let said = check.that.it.eval(&local).and_then(|holds| holds.bool("check")).and_then(|holds| {
+                let say = || check.say.it.eval(&local);
+                if holds { Ok(None) } else { say().map(Some) }
+            });
+            match said {
+                Ok(Some(reason)) if check.warn => self.warnings.push(reason),
+                Ok(Some(reason)) => {
+                    let (file, line, target) = (self.scope.file.label.clone(), check.that.line, String::new());
+                    self.add(Problem::Layout { file, line, target, reason });
+                }
+                Ok(None) => {}
+                Err(error) if check.warn && is_absent(&error) => {}
+                Err(error) => self.add(self.scope.file.problem(check.that.line, "", &error)),
             }
         }
     }
@@ -370,14 +389,24 @@ impl<'a> Resolver<'a> {
             };
             let stacks = leaf.stack.iter().chain(place.map_or(&[][..], |place| &place.stack)).collect();
             let name = joined(&prefix, &name.to_string());
-            let mut making =
-                Making { leaf, place, name, bound, stacks, axes: None, missing: Vec::new(), found: Vec::new() };
+            let mut making = Making {
+                leaf,
+                place,
+                name,
+                bound,
+                stacks,
+                axes: None,
+                missing: vec![],
+                misshapen: vec![],
+                found: vec![],
+            };
             let view = self.level(&mut making, 0);
             self.finish(making, view);
         }
     }
 
-    fn finish(&mut self, making: Making<'_>, view: Result<View, Failure>) {
+    fn finish(&mut self, mut making: Making<'_>, view: Result<View, Failure>) {
+        self.misshapen.append(&mut making.misshapen);
         let Making { leaf, name, missing, found, .. } = &making;
         // A leaf that cannot be made has used what it found: it is the reason, not its other sources.
         for id in found {
@@ -439,7 +468,7 @@ impl<'a> Resolver<'a> {
                 Err(failure) => return Err(failure),
             }
         }
-        if !making.missing.is_empty() {
+        if !making.missing.is_empty() || !making.misshapen.is_empty() {
             return Err(Failure::Missing);
         }
         if empty || children.is_empty() {
@@ -511,7 +540,7 @@ impl<'a> Resolver<'a> {
     /// What is stacked: the view over one set of sources.
     fn slice(&self, making: &mut Making<'_>) -> Result<View, Failure> {
         let leaf = making.leaf;
-        let before = making.missing.len();
+        let before = making.missing.len() + making.misshapen.len();
         let mut sources = Vec::with_capacity(leaf.from.len());
         for (name, template) in &leaf.from {
             let source = self.source_name(making, template, &making.bound)?;
@@ -529,9 +558,11 @@ impl<'a> Resolver<'a> {
             if let (Some((scale, _)), Some(_)) = (self.values.scale_of(id), dtype) {
                 making.found.push(scale);
             }
-            sources.push((name.clone(), self.values.view(id, dtype).map_err(Failure::Source)?));
+            let view = self.values.view(id, dtype).map_err(Failure::Source)?;
+            making.misshapen.extend(self.misshapen(making, name, id, view.shape())?);
+            sources.push((name.clone(), view));
         }
-        if making.missing.len() > before {
+        if making.missing.len() + making.misshapen.len() > before {
             return Err(Failure::Missing);
         }
         let Some(view) = &leaf.view else { return sources.pop().map(|(_, view)| view).ok_or(Failure::Empty) };
@@ -540,6 +571,57 @@ impl<'a> Resolver<'a> {
         let value = view.it.eval(&Local { scope: self.scope, bound: &making.bound });
         making.bound.truncate(outside);
         value.and_then(|value| value.view("view").cloned()).map_err(|error| Failure::Rule(view.line, error))
+    }
+
+    /// What is wrong with the shape of a leaf's source, if its rule says one.
+    fn misshapen(
+        &self,
+        making: &Making<'_>,
+        name: &str,
+        id: TensorId,
+        found: &Shape,
+    ) -> Result<Option<Misshapen>, Failure> {
+        let Some((_, shape)) = making.leaf.shape.iter().find(|(of, _)| **of == *name) else { return Ok(None) };
+        let local = Local { scope: self.scope, bound: &making.bound };
+        let mut expected = Vec::with_capacity(shape.it.len());
+        for extent in &shape.it {
+            let Some(extent) = extent else {
+                expected.push(None);
+                continue;
+            };
+            match extent.eval(&local).and_then(|extent| extent.natural("shape")) {
+                Ok(extent) => expected.push(Some(extent)),
+                Err(error) if is_absent(&error) => expected.push(None),
+                Err(error) => return Err(Failure::Rule(shape.line, error)),
+            }
+        }
+        let same = |(expected, found): (&Option<u64>, &u64)| expected.is_none_or(|expected| expected == *found);
+        if expected.len() == found.rank() && expected.iter().zip(found.extents()).all(same) {
+            return Ok(None);
+        }
+        let words = expected.iter().map(|extent| extent.map_or_else(|| "_".to_owned(), |extent| extent.to_string()));
+        let expected = format!("[{}]", words.collect::<Vec<_>>().join(", "));
+        Ok(Some(Misshapen { id, line: shape.line, expected, found: found.clone() }))
+    }
+
+    /// Reports the sources that have another shape than their rules say, those alike together.
+    fn report_shapes(&mut self) {
+        let checkpoint = self.scope.checkpoint;
+        let mut alike: BTreeMap<(usize, String, String), Vec<Misshapen>> = BTreeMap::new();
+        for misshapen in std::mem::take(&mut self.misshapen) {
+            let key = (misshapen.line, misshapen.expected.clone(), misshapen.found.to_string());
+            alike.entry(key).or_default().push(misshapen);
+        }
+        for ((line, expected, _), alike) in alike {
+            let first = checkpoint.tensor(alike[0].id);
+            let file = checkpoint.source().path(first.file).display().to_string();
+            let names: BTreeSet<&str> = alike.iter().map(|misshapen| checkpoint.tensor(misshapen.id).name).collect();
+            for group in fold(names, &[]) {
+                let rule = RulePlace(Some((self.scope.file.label.clone(), line)));
+                let (file, expected, found) = (file.clone(), expected.clone(), alike[0].found.clone());
+                self.add(Problem::SourceShape { group, file, rule, expected, found });
+            }
+        }
     }
 
     /// Names that rules ignore.
