@@ -15,10 +15,10 @@ use std::{
 use ckfs::{
     checkpoint::{Checkpoint, OpenOptions},
     format::safetensors::{DATA_ALIGNMENT, write_header},
-    plan::{Layout, LayoutFile, Mesh, Plan, PlanError, ViewOptions},
+    plan::{Layout, LayoutFile, LogicalRule, Mesh, Pattern, Plan, PlanError, ShardRule, Sharding, ViewOptions},
     read::EngineOptions,
     tensor::{DType, Shape, SourceTensor, View},
-    volume::{FileSystem, ViewPlan, Volume, VolumeOptions},
+    volume::{FileSystem, ViewPlan, Volume, VolumeOptions, unavailable},
 };
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -1042,6 +1042,100 @@ fn biases_and_norms_that_a_model_must_have_are_missed() {
                 assert!(told, "{family}, scanned {scanned}: {error}");
             }
         }
+    }
+}
+
+/// The user's rules say all about the tensors that they match: of a single expert too every element is on some device.
+#[test]
+fn rules_for_single_experts_lose_nothing() {
+    let (config, shapes) = (config_of("mixtral"), shapes_of("mixtral"));
+    let (_directory, checkpoint) = hollow(&config, &shapes);
+    let name = "model.layers.0.block_sparse_moe.experts.0.w1.weight";
+    let plan = |mesh: &str, sharding, spec: &[&str]| {
+        let rule = |spec: &[&str]| ShardRule {
+            pattern: Pattern::parse("*experts.*.w1.weight").unwrap(),
+            spec: spec.iter().map(|axis| axis.split_whitespace().map(str::to_owned).collect()).collect(),
+        };
+        let shard_rules = if spec.is_empty() { Vec::new() } else { vec![rule(spec)] };
+        let mesh = Mesh::parse(mesh).unwrap();
+        let options = ViewOptions { layout: Layout::Hf, mesh, sharding, shard_rules, ..ViewOptions::default() };
+        Plan::build(&checkpoint, &options).unwrap()
+    };
+    for (mesh, sharding, spec, expected) in [
+        ("expert=2", Sharding::Auto, &[][..], &["[56, 48]", "[0, 48]"][..]),
+        ("expert=2", Sharding::Auto, &["", "expert"], &["[56, 24]", "[56, 24]"]),
+        ("fsdp=2,expert=2", Sharding::Auto, &["fsdp"], &["[28, 48]"; 4]),
+        ("expert=2", Sharding::Replicate, &[], &["[56, 48]"; 2]),
+    ] {
+        let plan = plan(mesh, sharding, spec);
+        let tensor = find(&plan, name);
+        let shards: Vec<String> =
+            (0..plan.mesh.devices()).map(|device| plan.shard_shape(tensor, device).to_string()).collect();
+        assert_eq!(shards, expected, "{mesh} {spec:?}");
+        let held: u64 = plan.distinct_regions(tensor).iter().map(|(_, region)| region.shape().elements()).sum();
+        assert_eq!(held, 56 * 48, "{mesh} {spec:?}");
+    }
+}
+
+#[test]
+fn logical_rules_that_cannot_be_meant_are_told() {
+    let (config, shapes) = (config_of("llama3.1"), shapes_of("llama3.1"));
+    let (_directory, checkpoint) = hollow(&config, &shapes);
+    let rule = |logical: &str, mesh: &[&str]| LogicalRule {
+        logical: logical.to_owned(),
+        mesh: mesh.iter().map(|axis| (*axis).to_owned()).collect(),
+    };
+    let build = |layout: &str, sharding, rules| {
+        let mesh = Mesh::parse("fsdp=2,tensor=2").unwrap();
+        let layout = Layout::find(layout).unwrap();
+        let options = ViewOptions { layout, mesh, sharding, logical_rules: rules, ..ViewOptions::default() };
+        Plan::build(&checkpoint, &options)
+    };
+    let error = build("maxtext", Sharding::Auto, vec![rule("embed", &["fsdp", "fsdp"])]).unwrap_err().to_string();
+    assert_eq!(error, "logical rules: the rule for \"embed\" names the mesh axis \"fsdp\" twice");
+    let plan = build("maxtext", Sharding::Auto, vec![rule("embbed", &["fsdp"]), rule("embed", &["tensr"])]).unwrap();
+    assert!(
+        plan.warnings.contains(&"logical rule: no tensor has an axis \"embbed\"".to_owned()),
+        "{:?}",
+        plan.warnings
+    );
+    let absent = "logical rules name the mesh axis \"tensr\", which the mesh does not have".to_owned();
+    assert!(plan.warnings.contains(&absent), "{:?}", plan.warnings);
+    for (layout, sharding) in [("canonical", Sharding::Auto), ("maxtext", Sharding::Replicate)] {
+        let plan = build(layout, sharding, vec![rule("embed", &["fsdp"])]).unwrap();
+        let idle = |warning: &String| warning.starts_with("the logical rules change nothing");
+        assert!(plan.warnings.iter().any(idle), "{layout}: {:?}", plan.warnings);
+    }
+    assert_eq!(build("maxtext", Sharding::Auto, vec![rule("embed", &["fsdp"])]).unwrap().warnings, [""; 0]);
+}
+
+/// Orbax's storage takes a backslash in a name for a slash.
+#[test]
+fn names_that_orbax_cannot_find_again_are_told() {
+    let shapes = [("back\\slash.x".to_owned(), (DType::F32, vec![3])), ("y".to_owned(), (DType::F32, vec![3]))];
+    let (_directory, checkpoint) = hollow(&serde_json::json!({}), &shapes.into());
+    let plan = Plan::build(&checkpoint, &ViewOptions::default()).unwrap();
+    let found = unavailable(&plan);
+    let [only] = found.as_slice() else { panic!("{found:?}") };
+    assert_eq!(only.format, "orbax");
+    assert!(
+        only.reason.contains("back\\slash.x: ") && only.reason.ends_with("a name with a backslash"),
+        "{}",
+        only.reason
+    );
+}
+
+/// Unless the user keeps floats as they are, MaxText's layouts cast them.
+#[test]
+fn floats_are_kept_where_the_user_says_so() {
+    let (config, mut shapes) = (config_of("llama3.1"), shapes_of("llama3.1"));
+    shapes.values_mut().for_each(|(dtype, _)| *dtype = DType::F32);
+    let (_directory, checkpoint) = hollow(&config, &shapes);
+    for (keep_dtype, expected) in [(false, DType::BF16), (true, DType::F32)] {
+        let options = ViewOptions { keep_dtype, ..options(true, "", &Value::Null) };
+        let plan = Plan::build(&checkpoint, &options).unwrap();
+        assert_eq!(plan.dtype, (!keep_dtype).then_some(expected));
+        assert!(plan.tensors.iter().all(|tensor| tensor.view.dtype() == expected));
     }
 }
 

@@ -54,7 +54,8 @@ pub(super) struct ViewFlags {
     /// Sets a parameter of the layout, such as `vocab_size=152064`. May be repeated.
     #[arg(long, value_name = "NAME=VALUE", value_parser = parameter)]
     set: Vec<(String, String)>,
-    /// Casts all floats to this type, such as bf16, f16 or f32; `keep` leaves them as they are.
+    /// Casts all floats to this type, such as bf16, f16 or f32; `keep` leaves them as they are. Where neither is said the
+    /// layout decides: those of MaxText cast to bf16, others keep.
     ///
     /// Rounding is to nearest, ties to even, bit for bit as torch and ml_dtypes do. Block-quantized fp8 weights are
     /// dequantized.

@@ -881,6 +881,7 @@ impl ViewKeys {
                 Some(Word(LayoutChoice::File(_))) | None => Layout::default(),
             },
             dtype: self.dtype.as_ref().and_then(|dtype| dtype.0),
+            keep_dtype: self.dtype.as_ref().is_some_and(|dtype| dtype.0.is_none()),
             casts: self
                 .cast
                 .iter()

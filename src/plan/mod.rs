@@ -129,8 +129,10 @@ pub struct ViewOptions {
     pub mesh: Mesh,
     /// Names and shapes.
     pub layout: Layout,
-    /// Dtype of all floats; `None` leaves them as they are.
+    /// Dtype of all floats; `None` leaves them as they are, or to the layout.
     pub dtype: Option<DType>,
+    /// Whether floats stay as they are where the layout has a dtype for them.
+    pub keep_dtype: bool,
     /// Dtypes by pattern; the first that matches wins over `dtype`.
     pub casts: Vec<CastRule>,
     /// How specs are chosen.
@@ -265,7 +267,8 @@ impl Plan {
             Layout::Embedded(embedded) => Some(embedded.choose(checkpoint, &mut set)?),
             Layout::File(file) => Some(file.clone()),
         };
-        let dtype = options.dtype.or_else(|| file.as_ref()?.dtype());
+        let of_layout = file.as_ref().filter(|_| !options.keep_dtype).and_then(|file| file.dtype());
+        let dtype = options.dtype.or(of_layout);
         let values = Values::new(checkpoint, dtype, &options.casts);
         if let Some(problem) = values.unsupported() {
             return Err(problem.into());
