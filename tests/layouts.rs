@@ -1129,7 +1129,9 @@ fn names_that_orbax_cannot_find_again_are_told() {
 #[test]
 fn floats_are_kept_where_the_user_says_so() {
     let (config, mut shapes) = (config_of("llama3.1"), shapes_of("llama3.1"));
-    shapes.values_mut().for_each(|(dtype, _)| *dtype = DType::F32);
+    for (dtype, _) in shapes.values_mut() {
+        *dtype = DType::F32;
+    }
     let (_directory, checkpoint) = hollow(&config, &shapes);
     for (keep_dtype, expected) in [(false, DType::BF16), (true, DType::F32)] {
         let options = ViewOptions { keep_dtype, ..options(true, "", &Value::Null) };
