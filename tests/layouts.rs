@@ -1109,6 +1109,19 @@ fn logical_rules_that_cannot_be_meant_are_told() {
     assert_eq!(build("maxtext", Sharding::Auto, vec![rule("embed", &["fsdp"])]).unwrap().warnings, [""; 0]);
 }
 
+#[test]
+fn every_axis_that_does_not_split_evenly_is_named() {
+    let options = options(true, "context=3,tensor=4", &Value::Null);
+    let error = Plan::build(&open(&fixture("deepseek2").join("hf")), &options).unwrap_err().to_string();
+    for told in [
+        "axis 0 of [20, 3, 6, 28] does not split evenly in 3 parts",
+        "axis 2 of [20, 3, 6, 28] does not split evenly in 4 parts",
+    ] {
+        let line = format!("params.decoder.moe_layers.self_attention.wkv_b.kernel: {told}");
+        assert!(error.contains(&line), "{line}\n{error}");
+    }
+}
+
 /// Orbax's storage takes a backslash in a name for a slash.
 #[test]
 fn names_that_orbax_cannot_find_again_are_told() {

@@ -245,6 +245,9 @@ pub enum UnmountError {
     },
 }
 
+/// How long a mount may be busy without a process that is seen to hold it.
+const UNSEEN_LIMIT: Duration = Duration::from_secs(1);
+
 /// Unmounts the ckfs mount at `mountpoint`, live or stale. Anything else there is refused.
 ///
 /// # Errors
@@ -262,12 +265,18 @@ pub fn unmount(mountpoint: &Path, options: UnmountOptions) -> Result<(), Unmount
     if !entry.is_ckfs() {
         return Err(UnmountError::NotCkfs { path, fs_type: entry.fs_type });
     }
-    let until = Instant::now() + options.wait;
+    let begun = Instant::now();
+    let until = begun + options.wait;
     loop {
         match unmount_once(&path, options.lazy) {
             Err(UnmountError::Busy { .. }) if Instant::now() < until => thread::sleep(Duration::from_millis(100)),
             Err(UnmountError::Busy { path, .. }) => {
-                return Err(UnmountError::Busy { holders: holders(&entry), path });
+                let holders = holders(&entry);
+                // Where nobody is seen, what was closed a moment ago may be on its way out.
+                if !holders.is_empty() || begun.elapsed() >= UNSEEN_LIMIT {
+                    return Err(UnmountError::Busy { holders, path });
+                }
+                thread::sleep(Duration::from_millis(100));
             }
             result => return result,
         }

@@ -411,7 +411,7 @@ impl Plan {
             let shape = draft.view.shape();
             // What the rules of logical axes are for, JAX, refuses uneven splits.
             let even = options.even || rules.is_some();
-            if let (true, Some((axis, _, parts))) = (even, spec.uneven(shape, &self.mesh)) {
+            for (axis, parts) in spec.uneven(shape, &self.mesh).filter(|_| even) {
                 problems.push(Problem::Uneven { name: draft.name.clone(), axis, shape: shape.clone(), parts });
             }
             let tiled = check_tiling(&draft.view, self.built_in());

@@ -73,11 +73,11 @@ impl Spec {
         Region::within(shape, &ranges).unwrap_or_else(|| shape.whole())
     }
 
-    /// The first axis whose extent the mesh does not divide, as `(axis, extent, parts)`.
-    pub fn uneven(&self, shape: &Shape, mesh: &Mesh) -> Option<(usize, u64, u64)> {
-        shape.extents().iter().enumerate().find_map(|(axis, extent)| {
+    /// The axes whose extents the mesh does not divide, as `(axis, parts)`.
+    pub fn uneven(&self, shape: &Shape, mesh: &Mesh) -> impl Iterator<Item = (usize, u64)> {
+        shape.extents().iter().enumerate().filter_map(|(axis, extent)| {
             let parts: u64 = self.mesh_axes(axis).map(|mesh_axis| mesh.axes()[mesh_axis].size).product();
-            (!extent.is_multiple_of(parts)).then_some((axis, *extent, parts))
+            (!extent.is_multiple_of(parts)).then_some((axis, parts))
         })
     }
 
@@ -127,7 +127,7 @@ mod tests {
             .map(|device| spec.region(&shape, &mesh, &mesh.coordinates(device)).ranges().next().unwrap())
             .collect();
         assert_eq!(rows, [0..3, 5..8, 3..5, 8..10]);
-        assert_eq!(spec.uneven(&shape, &mesh), Some((0, 10, 4)));
+        assert_eq!(spec.uneven(&shape, &mesh).collect::<Vec<_>>(), [(0, 4)]);
         assert_eq!(spec.to_json(1, &mesh).to_string(), r#"[["tensor","fsdp"]]"#);
     }
 }
