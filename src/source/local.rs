@@ -17,11 +17,11 @@ use std::{
     io,
     os::{
         fd::AsRawFd,
-        unix::fs::{FileExt, OpenOptionsExt},
+        unix::fs::{FileExt, MetadataExt, OpenOptionsExt},
     },
     path::{Path, PathBuf},
     sync::{
-        Arc, OnceLock,
+        Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering},
     },
     time::{Duration, SystemTime},
@@ -35,12 +35,14 @@ use nix::{
         stat::{FileStat, fstat, stat},
         statfs::fstatfs,
     },
-    unistd::{SysconfVar, sysconf},
+    unistd::{SysconfVar, geteuid, sysconf},
 };
+use smallvec::SmallVec;
 
 use super::{
     Aspect, ByteSpan, FileId, Source, SourceError,
     guard::{self, GuardedMap},
+    stall::{Fetches, Stall, Target, Waiting},
 };
 
 /// How local files are read.
@@ -54,6 +56,9 @@ pub enum SourceIo {
     /// With `pread`.
     Pread,
 }
+
+/// Bytes that are read in one call: each call that comes back is a sign that storage answers, if slowly.
+const READ_BYTES_MAX: usize = 8 << 20;
 
 /// The kernel takes no advice on more than its read-ahead at a time, which is seldom less than this.
 const ADVISED_BYTES: usize = 128 << 10;
@@ -110,6 +115,8 @@ pub struct LocalFiles {
     files: Vec<Pinned>,
     window: Window,
     poisoned: AtomicU64,
+    fetches: Arc<Fetches>,
+    stalls: Mutex<Vec<(FileId, Stall)>>,
 }
 
 #[derive(Debug)]
@@ -124,6 +131,10 @@ struct Pinned {
     /// Whether pages were touched since they were last dropped.
     touched: AtomicBool,
     poison: OnceLock<SourceError>,
+    /// Whether its storage does not answer.
+    stalled: AtomicBool,
+    /// Whether the kernel says of its mapped pages whether they are in memory; of others' files it does not.
+    tells_resident: bool,
 }
 
 /// What makes a file the one that was pinned.
@@ -284,8 +295,19 @@ impl LocalFiles {
     /// # Panics
     /// If there are more than `u32::MAX` paths.
     pub fn open(paths: &[PathBuf], io: SourceIo) -> Result<Self, SourceError> {
+        Self::open_noting(paths, io, Arc::default())
+    }
+
+    /// As [`LocalFiles::open`]; `fetches` notes what is waited for, from the opening on.
+    ///
+    /// # Errors
+    /// As [`LocalFiles::open`].
+    ///
+    /// # Panics
+    /// As [`LocalFiles::open`].
+    pub fn open_noting(paths: &[PathBuf], io: SourceIo, fetches: Arc<Fetches>) -> Result<Self, SourceError> {
         let wide_bytes = physical_memory_bytes().unwrap_or(0) / Window::WIDE_SHARE;
-        Self::open_with_window(paths, io, Window::new(Window::BYTES, wide_bytes))
+        Self::open_all(paths, io, Window::new(Window::BYTES, wide_bytes), fetches)
     }
 
     /// As [`LocalFiles::open`], with another bound on resident mapped memory.
@@ -296,10 +318,23 @@ impl LocalFiles {
     /// # Panics
     /// As [`LocalFiles::open`].
     pub fn open_with_window(paths: &[PathBuf], io: SourceIo, window: Window) -> Result<Self, SourceError> {
+        Self::open_all(paths, io, window, Arc::default())
+    }
+
+    fn open_all(
+        paths: &[PathBuf],
+        io: SourceIo,
+        window: Window,
+        fetches: Arc<Fetches>,
+    ) -> Result<Self, SourceError> {
         assert!(u32::try_from(paths.len()).is_ok(), "{} files", paths.len());
         raise_open_file_limit();
-        let files = paths.iter().map(|path| Pinned::open(path, io)).collect::<Result<_, _>>()?;
-        Ok(Self { files, window, poisoned: AtomicU64::new(0) })
+        let open = |path: &PathBuf| {
+            let _opening = fetches.begin_path(path, "open");
+            Pinned::open(path, io)
+        };
+        let files = paths.iter().map(open).collect::<Result<_, _>>()?;
+        Ok(Self { files, window, poisoned: AtomicU64::new(0), fetches, stalls: Mutex::default() })
     }
 
     /// Whether a file is read through a mapping rather than with `pread`.
@@ -338,11 +373,54 @@ impl LocalFiles {
         }
     }
 
+    /// Whether the file is still what was pinned, while the wait for the answer is noted.
+    fn compare_open(&self, pinned: &Pinned) -> Result<(), SourceError> {
+        self.compare(pinned, fstat(&pinned.file))
+    }
+
+    /// The file, unless it is poisoned or stalls.
+    fn usable(&self, file: FileId) -> Result<&Pinned, SourceError> {
+        let pinned = self.pinned(file);
+        pinned.healthy()?;
+        if pinned.stalled.load(Ordering::Relaxed) { Err(self.stalled(file)) } else { Ok(pinned) }
+    }
+
+    fn stalled(&self, file: FileId) -> SourceError {
+        let stalls = self.stalls.lock().unwrap_or_else(PoisonError::into_inner);
+        let what = stalls.iter().find(|(id, _)| *id == file).map(|(_, stall)| stall.what.clone());
+        SourceError::Stalled {
+            file: self.pinned(file).path.clone(),
+            what: what.unwrap_or_else(|| "read".to_owned()),
+            limit: self.fetches.limit(),
+        }
+    }
+
     fn compare(&self, pinned: &Pinned, found: nix::Result<FileStat>) -> Result<(), SourceError> {
         match pinned.difference(found)? {
             None => Ok(()),
             Some(changed) => Err(self.poison(pinned, changed)),
         }
+    }
+
+    /// Mapped bytes of a span that are in memory: who hands them to the kernel does not wait for storage, but in the rare case
+    /// that they leave memory at once.
+    fn lend_noted(&self, file: FileId, span: ByteSpan) -> Option<&[u8]> {
+        let pinned = self.usable(file).ok()?;
+        pinned.bounded(span).ok()?;
+        if span.is_empty() {
+            return Some(&[]);
+        }
+        let map = pinned.to_lend()?;
+        let start = usize::try_from(span.start()).ok()?;
+        self.window.touch(&self.files, pinned, span);
+        let len = super::memory_len(span);
+        if !(pinned.tells_resident && is_resident(map, start, start + len)) {
+            fill(map, start, start + len).ok()?;
+        }
+        // SAFETY: the span lies in the mapping, which is as long as the pinned file and lives as long as `self`. The trait's
+        // contract is that the slice is only passed to system calls, so that neither a missing page nor a change by
+        // another process is ever met by a load of this process.
+        Some(unsafe { std::slice::from_raw_parts(map.as_ptr().add(start), len) })
     }
 }
 
@@ -366,10 +444,14 @@ impl Pinned {
             SourceIo::Pread => false,
             SourceIo::Auto => fstatfs(&file).is_ok_and(|fs| !REMOTE_MAGIC.contains(&fs.filesystem_type().0)),
         };
+        let user = geteuid();
+        let tells_resident = user.is_root() || file.metadata().is_ok_and(|found| found.uid() == user.as_raw());
         Ok(Self {
             path,
             file: Arc::new(file),
             identity,
+            stalled: AtomicBool::new(false),
+            tells_resident,
             mapped,
             to_lend: OnceLock::new(),
             to_read: OnceLock::new(),
@@ -469,25 +551,27 @@ impl Source for LocalFiles {
     }
 
     fn check(&self, file: FileId) -> Result<(), SourceError> {
-        let pinned = self.pinned(file);
-        pinned.healthy()?;
-        self.compare(pinned, fstat(&pinned.file))
+        let pinned = self.usable(file)?;
+        let _checking = self.fetches.begin(Target::Check(file));
+        self.compare_open(pinned)
     }
 
     fn check_path(&self, file: FileId) -> Result<(), SourceError> {
-        self.check(file)?;
-        let pinned = self.pinned(file);
+        let pinned = self.usable(file)?;
+        let _checking = self.fetches.begin(Target::Check(file));
+        self.compare_open(pinned)?;
         self.compare(pinned, stat(&*pinned.path))
     }
 
     fn read_into(&self, file: FileId, start: u64, target: &mut [u8]) -> Result<(), SourceError> {
-        let pinned = self.pinned(file);
-        pinned.healthy()?;
+        let pinned = self.usable(file)?;
         let span = ByteSpan::of_len(start, target.len() as u64).unwrap_or(ByteSpan { start, end: u64::MAX });
         let mut at = pinned.bounded(span)?.start();
+        let fetching = self.fetches.begin(Target::Bytes(file, span));
         let mut rest = target;
         while !rest.is_empty() {
-            match pinned.file.read_at(rest, at) {
+            let len = rest.len().min(READ_BYTES_MAX);
+            match pinned.file.read_at(&mut rest[..len], at) {
                 Ok(0) => {
                     let found = at - start;
                     return Err(self.blame(pinned, SourceError::Short { file: pinned.path.clone(), span, found }));
@@ -495,6 +579,9 @@ impl Source for LocalFiles {
                 Ok(got) => {
                     rest = &mut rest[got..];
                     at += got as u64;
+                    if !rest.is_empty() {
+                        fetching.advance();
+                    }
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(pinned.io(format!("read bytes {span}"), error)),
@@ -504,18 +591,24 @@ impl Source for LocalFiles {
     }
 
     fn lend(&self, file: FileId, span: ByteSpan) -> Option<&[u8]> {
-        let pinned = self.pinned(file);
-        pinned.healthy().and_then(|()| pinned.bounded(span)).ok()?;
-        if span.is_empty() {
-            return Some(&[]);
+        let _fetching = self.fetches.begin(Target::Bytes(file, span));
+        self.lend_noted(file, span)
+    }
+
+    fn lend_to(&self, file: FileId, span: ByteSpan, reply: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>> {
+        let pinned = match self.usable(file) {
+            Ok(pinned) => pinned,
+            Err(error) => return Some(Err(error)),
+        };
+        if !pinned.mapped {
+            return None;
         }
-        let map = pinned.to_lend()?;
-        let start = usize::try_from(span.start()).ok()?;
-        self.window.touch(&self.files, pinned, span);
-        // SAFETY: the span lies in the mapping, which is as long as the pinned file and lives as long as `self`. The trait's
-        // contract is that the slice is only passed to system calls, so that neither a missing page nor a change by
-        // another process is ever met by a load of this process.
-        Some(unsafe { std::slice::from_raw_parts(map.as_ptr().add(start), super::memory_len(span)) })
+        let _fetching = self.fetches.begin(Target::Bytes(file, span));
+        if let Err(error) = self.compare_open(pinned) {
+            return Some(Err(error));
+        }
+        reply(self.lend_noted(file, span)?);
+        Some(self.compare_open(pinned))
     }
 
     fn with_map(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>> {
@@ -523,13 +616,14 @@ impl Source for LocalFiles {
         if !pinned.mapped {
             return None;
         }
-        if let Err(error) = pinned.healthy().and_then(|()| pinned.bounded(span)) {
+        if let Err(error) = self.usable(file).and_then(|pinned| pinned.bounded(span)) {
             return Some(Err(error));
         }
         if span.is_empty() {
             work(&[]);
             return Some(Ok(()));
         }
+        let _fetching = self.fetches.begin(Target::Bytes(file, span));
         let map = pinned.to_read()?;
         let start = usize::try_from(span.start()).ok()?;
         self.window.touch(&self.files, pinned, span);
@@ -538,7 +632,9 @@ impl Source for LocalFiles {
     }
 
     fn will_need(&self, file: FileId, span: ByteSpan) {
-        let file = &self.pinned(file).file;
+        let Ok(pinned) = self.usable(file) else { return };
+        let _fetching = self.fetches.begin(Target::Bytes(file, span));
+        let file = &pinned.file;
         let end = span.start() + span.len();
         for start in (span.start()..end).step_by(SAMPLED_BYTES) {
             let end = end.min(start + SAMPLED_BYTES as u64);
@@ -554,7 +650,8 @@ impl Source for LocalFiles {
 
     fn map_ahead(&self, file: FileId, span: ByteSpan) -> bool {
         let pinned = self.pinned(file);
-        let Ok(span) = pinned.healthy().and_then(|()| pinned.bounded(span)) else { return true };
+        let Ok(span) = self.usable(file).and_then(|pinned| pinned.bounded(span)) else { return true };
+        let _fetching = self.fetches.begin(Target::Bytes(file, span));
         let Some(map) = pinned.to_read().filter(|_| pinned.mapped) else { return true };
         if !self.window.has_room_ahead(span.len()) {
             return false;
@@ -580,13 +677,80 @@ impl Source for LocalFiles {
     }
 
     fn backing(&self, file: FileId) -> Option<Arc<File>> {
-        let pinned = self.pinned(file);
-        pinned.healthy().ok().map(|()| pinned.file.clone())
+        self.usable(file).ok().map(|pinned| pinned.file.clone())
     }
 
     fn poisoned(&self) -> u64 {
         self.poisoned.load(Ordering::Relaxed)
     }
+
+    fn is_poisoned(&self, file: FileId) -> bool {
+        self.pinned(file).poison.get().is_some()
+    }
+
+    fn stall_limit(&self) -> Duration {
+        self.fetches.limit()
+    }
+
+    fn note_stalls(&self) {
+        let mut found: Vec<(FileId, Stall)> = Vec::new();
+        for Waiting { target, since, .. } in self.fetches.stalled() {
+            let Some(id) = target.file().filter(|id| found.iter().all(|(known, _)| known != id)) else { continue };
+            let file = self.pinned(id).path.clone();
+            found.push((id, Stall { file, what: target.to_string(), since }));
+        }
+        let mut known = self.stalls.lock().unwrap_or_else(PoisonError::into_inner);
+        for (id, stall) in &found {
+            if !self.pinned(*id).stalled.swap(true, Ordering::Relaxed) {
+                let (file, seconds) = (stall.file.display(), stall.since.elapsed().as_secs_f32());
+                tracing::error!("{file}: stalled: {} got no answer for {seconds:.1} s; reads fail until it comes", stall.what);
+            }
+        }
+        for (id, stall) in known.iter().filter(|(id, _)| found.iter().all(|(still, _)| still != id)) {
+            self.pinned(*id).stalled.store(false, Ordering::Relaxed);
+            let seconds = stall.since.elapsed().as_secs_f32();
+            tracing::warn!("{}: answers again after {seconds:.1} s", stall.file.display());
+        }
+        *known = found;
+    }
+
+    fn stalls(&self) -> Vec<Stall> {
+        let stalls = self.stalls.lock().unwrap_or_else(PoisonError::into_inner);
+        stalls.iter().map(|(_, stall)| stall.clone()).collect()
+    }
+
+    fn is_stalled(&self, file: FileId) -> bool {
+        self.pinned(file).stalled.load(Ordering::Relaxed)
+    }
+
+    fn waiting(&self, least: Duration) -> Vec<Waiting> {
+        self.fetches.waiting(least)
+    }
+}
+
+/// Whether all mapped pages of `start..end` are in memory and filled, by what the kernel says of them.
+fn is_resident(map: &MmapRaw, start: usize, end: usize) -> bool {
+    let page_bytes = guard::page_bytes();
+    let first = start / page_bytes * page_bytes;
+    let mut pages: SmallVec<[u8; 260]> = SmallVec::from_elem(0, (end - first).div_ceil(page_bytes));
+    // SAFETY: the pages lie in the mapping, which begins at a page, and the kernel writes one byte for each of them.
+    let told = unsafe { libc::mincore(map.as_ptr().add(first).cast_mut().cast(), end - first, pages.as_mut_ptr()) };
+    told == 0 && pages.iter().all(|page| page & 1 == 1)
+}
+
+/// Reads mapped pages into memory where they are not. Where the kernel cannot (before Linux 5.14), who reads them does.
+///
+/// # Errors
+/// A page is gone, or storage failed.
+fn fill(map: &MmapRaw, start: usize, end: usize) -> io::Result<()> {
+    let first = start / guard::page_bytes() * guard::page_bytes();
+    // SAFETY: the pages lie in the mapping, which begins at a page. The kernel reads them as a load would, but returns an error
+    // where that would be a signal.
+    let done = unsafe {
+        libc::madvise(map.as_ptr().add(first).cast_mut().cast(), end - first, libc::MADV_POPULATE_READ)
+    };
+    let error = io::Error::last_os_error();
+    if done == 0 || error.raw_os_error() == Some(libc::EINVAL) { Ok(()) } else { Err(error) }
 }
 
 /// Memory of the machine.

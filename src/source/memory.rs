@@ -130,6 +130,10 @@ impl Source for MemoryFiles {
     fn poisoned(&self) -> u64 {
         self.poisoned.load(Ordering::Relaxed)
     }
+
+    fn is_poisoned(&self, file: FileId) -> bool {
+        self.file(file).poison.get().is_some()
+    }
 }
 
 /// What a [`Faulty`] source does once its calls are used up.
@@ -225,5 +229,9 @@ impl<S: Source> Source for Faulty<S> {
 
     fn poisoned(&self) -> u64 {
         self.inner.poisoned()
+    }
+
+    fn is_poisoned(&self, file: FileId) -> bool {
+        self.inner.is_poisoned(file)
     }
 }

@@ -8,16 +8,28 @@
 //! A file found different from what was pinned is *poisoned*: from then on everything about it is an error. It is never
 //! trusted again within this process, since nobody can say which bytes of it were seen before and which after the change.
 //!
+//! A file whose storage does not answer *stalls* ([`stall`]): everything about it is an error until what was asked of it
+//! comes, and then it is as good as before.
+//!
 //! What it deliberately does not do: list a repository, know tensors, merge neighbouring spans or cache. Those belong to
 //! the layers above.
 
 pub mod guard;
 pub mod local;
 pub mod memory;
+pub mod stall;
 
-use std::{fmt, fs::File, io, path::Path, sync::Arc, time::SystemTime};
+use std::{
+    fmt,
+    fs::File,
+    io,
+    path::Path,
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
 pub use local::{LocalFiles, SourceIo, Window};
+pub use stall::{Fetches, Stall, Waiting};
 
 /// A file of a source: index into the list of files that the source was made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -173,6 +185,16 @@ pub enum SourceError {
         #[source]
         error: Arc<io::Error>,
     },
+    /// The storage does not answer. Ends when it does.
+    #[error("{}: stalled: {what} got no answer within {} s; the file is read again once the storage answers", file.display(), limit.as_secs_f32())]
+    Stalled {
+        /// The file.
+        file: Arc<Path>,
+        /// What gets no answer: `read bytes 0..8`.
+        what: String,
+        /// The time limit.
+        limit: Duration,
+    },
     /// Only regular files can be pinned.
     #[error("{}: not a regular file", file.display())]
     NotRegular {
@@ -244,6 +266,19 @@ pub trait Source: fmt::Debug + Send + Sync {
     /// kernel turns it into an error of the system call. `None` if the file is not mapped, is poisoned or has no such span.
     fn lend(&self, file: FileId, span: ByteSpan) -> Option<&[u8]>;
 
+    /// Hands the mapped bytes of a span to `reply`, which treats them as those of [`Source::lend`], and makes sure that the file
+    /// was what was pinned before and after. `None`, without calling `reply`, if there is no such map; read it then.
+    ///
+    /// # Errors
+    /// As [`Source::check`]. If `reply` was called, what it passed on is not to be trusted.
+    fn lend_to(&self, file: FileId, span: ByteSpan, reply: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>> {
+        if let Err(error) = self.check(file) {
+            return Some(Err(error));
+        }
+        reply(self.lend(file, span)?);
+        Some(self.check(file))
+    }
+
     /// Runs `work` on the mapped bytes of a span, guarded against pages that are gone: where one is, `work` sees zeros and
     /// the result is an error. Calls may nest. `None`, without calling `work`, if the file is not mapped; read it then.
     ///
@@ -273,6 +308,35 @@ pub trait Source: fmt::Debug + Send + Sync {
 
     /// Number of files found poisoned so far.
     fn poisoned(&self) -> u64;
+
+    /// Whether a file was found poisoned. Does not look at it.
+    fn is_poisoned(&self, file: FileId) -> bool;
+
+    /// How long a file may give no answer before it stalls.
+    fn stall_limit(&self) -> Duration {
+        Fetches::LIMIT
+    }
+
+    /// Looks which files stall now. To be called several times within [`Source::stall_limit`]; the first sight of a stall and
+    /// its end are logged.
+    fn note_stalls(&self) {}
+
+    /// The files that stalled when [`Source::note_stalls`] last looked.
+    fn stalls(&self) -> Vec<Stall> {
+        Vec::new()
+    }
+
+    /// Whether a file is among them.
+    fn is_stalled(&self, file: FileId) -> bool {
+        let _ = file;
+        false
+    }
+
+    /// Fetches that got on with nothing for `least`, which is to be asked several times within it.
+    fn waiting(&self, least: Duration) -> Vec<Waiting> {
+        let _ = least;
+        Vec::new()
+    }
 }
 
 /// Length of a span as a length in memory.

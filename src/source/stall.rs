@@ -1,0 +1,311 @@
+//! Fetches in flight: which thread waits for which bytes of a source, since when, and whether it gets on.
+//!
+//! Nothing can call back a thread that waits in `pread`, in `fstat` or in a page fault for storage that does not answer. So
+//! every such wait is noted here before it begins and struck out after it, and another thread looks at what is noted. A
+//! fetch *stalls* if its thread has got on with nothing for a time limit: neither has the fetch ended, nor has the kernel
+//! counted a page fault or processor time for the thread. Storage that is merely slow, and a computation over mapped bytes
+//! that takes long, therefore never stall.
+//!
+//! A note costs two uncontended locks: each thread has a place of its own that it tries first.
+
+use std::{
+    cell::Cell,
+    fmt, fs,
+    path::Path,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use rustix::thread::gettid;
+
+use super::{ByteSpan, FileId};
+
+/// Fetches that can be noted at a time: more than there are threads. One beyond them goes unnoted.
+const PLACES: usize = 2048;
+
+/// A fetch that is younger is not asked about: it costs some microseconds.
+const PROBE_AGE: Duration = Duration::from_millis(20);
+
+/// What is waited for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// Bytes of a file.
+    Bytes(FileId, ByteSpan),
+    /// Whether a file is what it was.
+    Check(FileId),
+    /// A path, before there are files: what is done with it.
+    Path(Arc<Path>, &'static str),
+}
+
+impl Target {
+    /// The file, if it has a number.
+    pub const fn file(&self) -> Option<FileId> {
+        match self {
+            Self::Bytes(file, _) | Self::Check(file) => Some(*file),
+            Self::Path(..) => None,
+        }
+    }
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bytes(_, span) => write!(f, "read bytes {span}"),
+            Self::Check(_) => f.write_str("stat"),
+            Self::Path(_, action) => f.write_str(action),
+        }
+    }
+}
+
+/// A fetch that has got on with nothing for a while.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Waiting {
+    /// What it waits for.
+    pub target: Target,
+    /// The thread, by its system-wide number.
+    pub thread: i32,
+    /// When it began.
+    pub since: Instant,
+}
+
+/// A file that stalls.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stall {
+    /// The file.
+    pub file: Arc<Path>,
+    /// What is waited for, such as `read bytes 0..8`.
+    pub what: String,
+    /// Since when.
+    pub since: Instant,
+}
+
+struct Note {
+    target: Target,
+    thread: i32,
+    since: Instant,
+    /// What the kernel had counted for the thread when somebody last looked, and since when it is that.
+    seen: Option<(u64, Instant)>,
+}
+
+#[repr(align(64))]
+struct Place(Mutex<Option<Note>>);
+
+/// The fetches in flight of one source.
+pub struct Fetches {
+    places: Box<[Place]>,
+    limit: Duration,
+}
+
+impl fmt::Debug for Fetches {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Fetches").field("limit", &self.limit).finish_non_exhaustive()
+    }
+}
+
+impl Default for Fetches {
+    fn default() -> Self {
+        Self::new(Self::LIMIT)
+    }
+}
+
+/// A fetch in flight, until this is dropped.
+#[derive(Debug)]
+pub struct Fetching<'a> {
+    fetches: &'a Fetches,
+    place: Option<usize>,
+}
+
+thread_local! {
+    /// The place that this thread tries first, and its number.
+    static OWN: Cell<Option<(usize, i32)>> = const { Cell::new(None) };
+}
+
+fn own() -> (usize, i32) {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    OWN.get().unwrap_or_else(|| {
+        let own = (NEXT.fetch_add(1, Ordering::Relaxed), gettid().as_raw_nonzero().get());
+        OWN.set(Some(own));
+        own
+    })
+}
+
+impl Fetches {
+    /// The usual time limit.
+    pub const LIMIT: Duration = Duration::from_mins(1);
+
+    /// No fetches yet; one that gets on with nothing for `limit` stalls.
+    pub fn new(limit: Duration) -> Self {
+        Self { places: (0..PLACES).map(|_| Place(Mutex::new(None))).collect(), limit }
+    }
+
+    /// The time limit.
+    pub const fn limit(&self) -> Duration {
+        self.limit
+    }
+
+    /// Notes that this thread is about to wait for `target`.
+    pub fn begin(&self, target: Target) -> Fetching<'_> {
+        let (first, thread) = own();
+        let note = Note { target, thread, since: Instant::now(), seen: None };
+        for index in (0..PLACES).map(|step| (first + step) % PLACES) {
+            if let Ok(mut place) = self.places[index].0.try_lock()
+                && place.is_none()
+            {
+                *place = Some(note);
+                return Fetching { fetches: self, place: Some(index) };
+            }
+        }
+        Fetching { fetches: self, place: None }
+    }
+
+    /// As [`Fetches::begin`], for a path.
+    pub fn begin_path(&self, path: &Path, action: &'static str) -> Fetching<'_> {
+        self.begin(Target::Path(Arc::from(path), action))
+    }
+
+    /// Fetches that have got on with nothing for `least`. Progress is seen between two calls of this, so it is to be called
+    /// several times within `least`.
+    pub fn waiting(&self, least: Duration) -> Vec<Waiting> {
+        let mut found = Vec::new();
+        for index in 0..PLACES {
+            let mut place = self.lock(index);
+            let Some(note) = place.as_mut() else { continue };
+            if note.since.elapsed() < PROBE_AGE {
+                continue;
+            }
+            let counted = counted(note.thread);
+            match &note.seen {
+                Some((before, since)) if *before == counted => {
+                    if since.elapsed() >= least {
+                        let Note { target, thread, since, .. } = note;
+                        found.push(Waiting { target: target.clone(), thread: *thread, since: *since });
+                    }
+                }
+                Some(_) | None => note.seen = Some((counted, Instant::now())),
+            }
+        }
+        found
+    }
+
+    /// Fetches that stall: see [`Fetches::waiting`].
+    pub fn stalled(&self) -> Vec<Waiting> {
+        self.waiting(self.limit)
+    }
+
+    fn lock(&self, index: usize) -> MutexGuard<'_, Option<Note>> {
+        self.places[index].0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Fetching<'_> {
+    /// Notes that something came: the wait begins anew.
+    pub fn advance(&self) {
+        if let Some(place) = self.place
+            && let Some(note) = self.fetches.lock(place).as_mut()
+        {
+            note.seen = None;
+        }
+    }
+}
+
+impl Drop for Fetching<'_> {
+    fn drop(&mut self) {
+        if let Some(place) = self.place {
+            *self.fetches.lock(place) = None;
+        }
+    }
+}
+
+/// A number that grows whenever the thread has a page fault behind it or used the processor; 0 where the system does not tell.
+fn counted(thread: i32) -> u64 {
+    // Numbers of the fields in proc_pid_stat(5), less the three up to the state: minor faults, major faults, user time, system time.
+    const FIELDS: [usize; 4] = [7, 9, 11, 12];
+    let Ok(text) = fs::read_to_string(format!("/proc/self/task/{thread}/stat")) else { return 0 };
+    // The name, in parentheses, may hold anything.
+    let Some((_, rest)) = text.rsplit_once(')') else { return 0 };
+    let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
+    FIELDS.iter().filter_map(|field| fields.get(*field)?.parse::<u64>().ok()).fold(0, u64::wrapping_add)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::mpsc, thread};
+
+    use super::*;
+
+    const SHORT: Duration = Duration::from_millis(40);
+
+    fn bytes(start: u64) -> Target {
+        Target::Bytes(FileId(0), ByteSpan::of_len(start, 8).unwrap())
+    }
+
+    /// Looks until something waits, or for a second.
+    fn look(fetches: &Fetches) -> Vec<Waiting> {
+        let until = Instant::now() + Duration::from_secs(1);
+        loop {
+            let found = fetches.stalled();
+            if !found.is_empty() || Instant::now() > until {
+                return found;
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    #[test]
+    fn a_thread_that_waits_is_found_until_it_gets_on() {
+        let fetches = Arc::new(Fetches::new(SHORT));
+        let (go, wait) = mpsc::channel::<()>();
+        let (tell, told) = mpsc::channel();
+        let stuck = Arc::clone(&fetches);
+        let thread = thread::spawn(move || {
+            let outer = stuck.begin(Target::Check(FileId(7)));
+            drop(outer);
+            let fetching = stuck.begin(bytes(3));
+            tell.send(()).unwrap();
+            wait.recv().unwrap();
+            drop(fetching);
+        });
+        told.recv().unwrap();
+        assert_eq!(fetches.waiting(Duration::ZERO), [], "too young");
+        let found = look(&fetches);
+        assert_eq!(found.iter().map(|waiting| &waiting.target).collect::<Vec<_>>(), [&bytes(3)]);
+        assert_eq!(found[0].target.to_string(), "read bytes 3..11");
+        go.send(()).unwrap();
+        thread.join().unwrap();
+        assert_eq!(fetches.stalled(), []);
+    }
+
+    #[test]
+    fn a_thread_that_computes_does_not_stall() {
+        let fetches = Fetches::new(SHORT);
+        let done = std::sync::atomic::AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let _fetching = fetches.begin(bytes(0));
+                while !done.load(Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
+            });
+            // Processor time is counted in ticks of up to 10 ms, and this machine may be busy.
+            let found = (0..40).map(|_| {
+                thread::sleep(Duration::from_millis(10));
+                fetches.waiting(Duration::from_millis(300)).len()
+            });
+            let found = found.max();
+            done.store(true, Ordering::Relaxed);
+            assert_eq!(found, Some(0));
+        });
+    }
+
+    #[test]
+    fn fetches_nest_and_too_many_go_unnoted() {
+        let fetches = Fetches::new(SHORT);
+        let all: Vec<_> = (0..PLACES + 1).map(|start| fetches.begin(bytes(start as u64))).collect();
+        assert_eq!(all.iter().filter(|fetching| fetching.place.is_none()).count(), 1);
+        drop(all);
+        assert!((0..PLACES).all(|index| fetches.lock(index).is_none()));
+    }
+}
