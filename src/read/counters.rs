@@ -48,6 +48,8 @@ pub struct Counters {
     pub blank_files: AtomicU64,
     /// Reads that failed.
     pub failed_reads: AtomicU64,
+    /// Of these, reads and opens that failed because storage gave no answer in time.
+    pub stalled_reads: AtomicU64,
 }
 
 /// Adds to a counter.

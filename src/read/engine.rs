@@ -6,6 +6,7 @@ use std::{
         Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
+    time::Duration,
 };
 
 use smallvec::SmallVec;
@@ -40,6 +41,10 @@ const RUNS_AHEAD_BYTES: u64 = 8 << 20;
 const GAP_BYTES: u64 = 256 << 10;
 /// Bytes of unused buffers that are kept at least, a few for each thread; large tiles need more.
 const BUFFERS_BYTES_MIN: usize = 32 << 20;
+/// A thread that has waited so long for storage is replaced meanwhile.
+const SLOW: Duration = Duration::from_millis(500);
+/// Runs shorter than this are copied and checked before they are handed out: it costs less than to check them afterwards as well.
+const LENT_BYTES_MIN: u64 = 32 << 10;
 /// Source bytes that one piece may span where they must be read into memory first.
 const WINDOW_BYTES_MAX: u64 = 16 << 20;
 
@@ -67,6 +72,7 @@ pub struct OpenFile {
     tilings: Vec<OnceLock<Result<Arc<Prepared>, ReadError>>>,
     streams: Mutex<Streams>,
     failed: AtomicBool,
+    sources: OnceLock<Box<[FileId]>>,
 }
 
 /// A lowered view and how it is served.
@@ -104,7 +110,8 @@ impl OpenFile {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let tilings = image.segments().iter().map(|_| OnceLock::new()).collect();
         let key = NEXT.fetch_add(1, Ordering::Relaxed);
-        Self { key, name, image, tilings, streams: Mutex::default(), failed: AtomicBool::new(false) }
+        let (streams, failed, sources) = (Mutex::default(), AtomicBool::new(false), OnceLock::new());
+        Self { key, name, image, tilings, streams, failed, sources }
     }
 
     /// The name for messages.
@@ -194,15 +201,37 @@ impl Engine {
     /// # Errors
     /// [`ReadError::Changed`].
     pub fn check(&self, file: &OpenFile) -> Result<(), ReadError> {
-        let mut touched: std::collections::BTreeSet<FileId> = std::collections::BTreeSet::new();
-        for segment in file.image.segments() {
-            if let Segment::View(view) = segment {
-                view.for_each_source(&mut |tensor| {
-                    touched.insert(self.checkpoint.tensor(tensor.id).file);
-                });
+        self.sources_of(file).iter().try_for_each(|id| self.check_original(*id))
+    }
+
+    /// The source files that a file is made of.
+    pub fn sources_of<'a>(&self, file: &'a OpenFile) -> &'a [FileId] {
+        file.sources.get_or_init(|| {
+            let mut sources = std::collections::BTreeSet::new();
+            for segment in file.image.segments() {
+                if let Segment::View(view) = segment {
+                    view.for_each_source(&mut |tensor| {
+                        sources.insert(self.checkpoint.tensor(tensor.id).file);
+                    });
+                }
             }
-        }
-        touched.into_iter().try_for_each(|id| self.check_original(id))
+            sources.into_iter().collect()
+        })
+    }
+
+    /// The error of a file of which a source stalls.
+    fn stall(&self, file: &OpenFile) -> Option<ReadError> {
+        let stalled = self.sources_of(file).iter().find(|id| self.source().is_stalled(**id))?;
+        self.source().check(*stalled).err().map(|error| ReadError::Changed { error })
+    }
+
+    /// Looks which source files stall, and starts threads in place of those that wait for storage, so that others' files are
+    /// made meanwhile. To be called several times a second while there are readers.
+    pub fn note_stalls(&self) {
+        self.source().note_stalls();
+        let waiting = self.source().waiting(SLOW);
+        let threads: Vec<i32> = waiting.iter().map(|waiting| waiting.thread).collect();
+        self.workers.relieve(&threads);
     }
 
     /// Checks that a source file is what it was.
@@ -273,29 +302,40 @@ impl Engine {
         let source = self.source();
         let changed = |error| ReadError::Changed { error };
         let len = end - start;
-        source.check(file).map_err(changed)?;
-        let lent = ByteSpan::new(start, end).filter(|_| len > 0).and_then(|span| source.lend(file, span));
-        if let Some(bytes) = lent {
-            add(&self.counters.lent, 1);
+        let count = || {
             self.counters.fetch(path, len);
             self.counters.serve(path, len);
-            reply(bytes);
-        } else {
-            let mut buffer = self.buffers.take(usize::try_from(len).unwrap_or(0));
-            source.read_into(file, start, &mut buffer).map_err(changed)?;
-            source.check(file).map_err(changed)?;
-            self.counters.fetch(path, len);
-            self.counters.serve(path, len);
-            reply(&buffer);
+        };
+        let span = ByteSpan::new(start, end).filter(|_| len > 0);
+        let lent = span.filter(|_| len >= LENT_BYTES_MIN).and_then(|span| {
+            source.lend_to(file, span, &mut |bytes| {
+                add(&self.counters.lent, 1);
+                count();
+                reply(bytes);
+            })
+        });
+        if let Some(result) = lent {
+            return result.map_err(changed);
         }
+        let mut buffer = self.buffers.take(usize::try_from(len).unwrap_or(0));
+        let copied = span.filter(|_| len < LENT_BYTES_MIN);
+        match copied.and_then(|span| source.with_map(file, span, &mut |bytes| buffer.copy_from_slice(bytes))) {
+            Some(result) => result,
+            None => source.read_into(file, start, &mut buffer),
+        }
+        .map_err(changed)?;
+        source.check(file).map_err(changed)?;
+        count();
+        reply(&buffer);
         Ok(())
     }
 
-    /// Reads `len` bytes at `start`, fewer only at the end of the file, and hands them to `reply`: exactly once if the
-    /// result is `Ok`, never otherwise. They are counted before, so that who has them finds them in the counters.
+    /// Reads `len` bytes at `start`, fewer only at the end of the file, and hands them to `reply`, exactly once if the
+    /// result is `Ok`. They are counted before, so that who has them finds them in the counters.
     ///
     /// # Errors
-    /// [`ReadError`]; the first of a file is logged.
+    /// [`ReadError`]; the first of a file is logged. If `reply` was called all the same, a source changed just then, and the
+    /// bytes are not to be trusted.
     pub fn read(
         self: &Arc<Self>,
         file: &Arc<OpenFile>,
@@ -310,7 +350,10 @@ impl Engine {
         let result = self.read_span(file, start, end, reply);
         if let Err(error) = &result {
             add(&self.counters.failed_reads, 1);
-            if !file.failed.swap(true, Ordering::Relaxed) {
+            if error.is_stall() {
+                // The source has logged it, and the file will be good again.
+                add(&self.counters.stalled_reads, 1);
+            } else if !file.failed.swap(true, Ordering::Relaxed) {
                 tracing::error!(file = file.name, start, end, "read failed: {error}");
             }
         }
@@ -612,7 +655,7 @@ impl Engine {
     ) -> Result<Arc<Tile>, ReadError> {
         let key = tile_key(file, segment, index);
         let compute = || self.compute(&prepared.tiling, grid, index);
-        let Some(outcome) = self.cache.get(key, false, &self.counters, compute) else {
+        let Some(outcome) = self.cache.get(key, false, &self.counters, &|| self.stall(file), compute) else {
             return Err(ReadError::Panicked);
         };
         let tile = outcome?;
@@ -793,7 +836,7 @@ impl Engine {
                     }
                     let compute = || engine.compute(&prepared.tiling, grid, index);
                     // A failure here is not reported: the reader who needs the tile meets it again.
-                    drop(engine.cache.get(tile_key(&file, segment, index), true, &engine.counters, compute));
+                    drop(engine.cache.get(tile_key(&file, segment, index), true, &engine.counters, &|| None, compute));
                 });
             }
         }

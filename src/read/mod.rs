@@ -72,4 +72,12 @@ impl ReadError {
     fn source(info: &TensorInfo<'_>, span: ByteSpan, error: SourceError) -> Self {
         Self::Source { tensor: info.name.to_owned(), span, error }
     }
+
+    /// Whether storage gives no answer, so that a later read may succeed.
+    pub fn is_stall(&self) -> bool {
+        match self {
+            Self::Source { error, .. } | Self::Changed { error } => matches!(error, SourceError::Stalled { .. }),
+            Self::Tiling { .. } | Self::Panicked => false,
+        }
+    }
 }

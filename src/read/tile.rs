@@ -34,6 +34,9 @@ const IN_USE: Duration = Duration::from_secs(5);
 /// Tiles remembered as refused, and as handed out.
 const REMEMBERED_MAX: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
 
+/// Time between questions whether a computation is still worth waiting for.
+const GIVE_UP_PERIOD: Duration = Duration::from_millis(250);
+
 /// How long after its last use a tile is given up although there is room.
 const IDLE: Duration = Duration::from_mins(1);
 
@@ -248,11 +251,13 @@ impl TileCache {
 
     /// The tile `key`: from the cache, from a computation under way, or computed now by `compute`. `ahead` marks a
     /// computation that nobody asked for; it then returns at once if another is under way or the tile was just handed out.
+    /// Whoever waits for a computation asks `give_up` now and then whether to wait no longer, and why.
     pub(super) fn get(
         &self,
         key: TileKey,
         ahead: bool,
         counters: &Counters,
+        give_up: &dyn Fn() -> Option<ReadError>,
         compute: impl FnOnce() -> Result<Tile, ReadError>,
     ) -> Option<Outcome> {
         let flight = {
@@ -273,7 +278,7 @@ impl TileCache {
                     return None;
                 }
                 add(&counters.tile_waits, 1);
-                return Some(wait(&flight));
+                return Some(wait(&flight, give_up));
             }
             // Who reads ahead of a reader may come late.
             if ahead && inner.handed_out.peek(&key).is_some_and(|then| then.elapsed() < IN_USE) {
@@ -343,13 +348,21 @@ impl TileCache {
     }
 }
 
-fn wait(flight: &Flight) -> Outcome {
+fn wait(flight: &Flight, give_up: &dyn Fn() -> Option<ReadError>) -> Outcome {
     let mut outcome = flight.outcome.lock().unwrap_or_else(PoisonError::into_inner);
     loop {
         if let Some(outcome) = &*outcome {
             return outcome.clone();
         }
-        outcome = flight.done.wait(outcome).unwrap_or_else(PoisonError::into_inner);
+        let (found, waited) =
+            flight.done.wait_timeout(outcome, GIVE_UP_PERIOD).unwrap_or_else(PoisonError::into_inner);
+        outcome = found;
+        if waited.timed_out()
+            && outcome.is_none()
+            && let Some(error) = give_up()
+        {
+            return Err(error);
+        }
     }
 }
 
@@ -370,15 +383,15 @@ mod tests {
     fn the_limit_holds_and_the_least_used_goes_first() {
         let (cache, pool, counters) = (TileCache::new(100), BufferPool::new(0), Counters::default());
         for index in [0, 1, 0, 2] {
-            cache.get(key(index), false, &counters, || Ok(tile(&pool, 40))).unwrap().unwrap();
+            cache.get(key(index), false, &counters, &|| None, || Ok(tile(&pool, 40))).unwrap().unwrap();
         }
         assert!(cache.has(&key(0)) && !cache.has(&key(1)) && cache.has(&key(2)));
         assert_eq!(counters.tile_hits.load(Ordering::Relaxed), 1);
-        cache.get(key(9), false, &counters, || Ok(tile(&pool, 101))).unwrap().unwrap();
+        cache.get(key(9), false, &counters, &|| None, || Ok(tile(&pool, 101))).unwrap().unwrap();
         assert!(!cache.has(&key(9)), "a tile beyond the limit is not kept");
         cache.forget(&key(0));
         assert_eq!(cache.lock().bytes, 40);
-        let ahead = |index| cache.get(key(index), true, &counters, || Ok(tile(&pool, 40))).is_some();
+        let ahead = |index| cache.get(key(index), true, &counters, &|| None, || Ok(tile(&pool, 40))).is_some();
         assert!(ahead(0), "it may be wanted again");
         cache.hand_out(&key(0));
         assert!(!ahead(0) && !cache.has(&key(0)), "computed ahead too late");
@@ -392,7 +405,7 @@ mod tests {
     fn what_is_in_use_takes_room_until_it_is_forgotten() {
         let (cache, pool, counters) = (TileCache::new(100), BufferPool::new(0), Counters::default());
         for index in 0..2 {
-            cache.get(key(index), false, &counters, || Ok(tile(&pool, 40))).unwrap().unwrap();
+            cache.get(key(index), false, &counters, &|| None, || Ok(tile(&pool, 40))).unwrap().unwrap();
         }
         assert!(cache.bytes_in_use() == 80 && cache.has_room(20) && !cache.has_room(21));
         cache.forget(&key(0));
@@ -415,7 +428,7 @@ mod tests {
     fn room_is_reserved_only_where_no_tile_is_in_use() {
         let (cache, pool, counters) = (TileCache::new(100), BufferPool::new(0), Counters::default());
         for index in 0..2 {
-            cache.get(key(index), false, &counters, || Ok(tile(&pool, 40))).unwrap().unwrap();
+            cache.get(key(index), false, &counters, &|| None, || Ok(tile(&pool, 40))).unwrap().unwrap();
         }
         assert!(cache.reserve(21).is_none() && cache.reserve(usize::MAX).is_none());
         let few = cache.reserve(20).unwrap();
@@ -427,7 +440,7 @@ mod tests {
         cache.hand_out(&key(1));
         assert!(cache.reserve(16).is_none(), "a quarter is for tiles");
         assert!(cache.has_room(40) && !cache.has_room(41) && cache.has_much_room(20) && !cache.has_much_room(21));
-        cache.get(key(9), false, &counters, || Ok(tile(&pool, 41))).unwrap().unwrap();
+        cache.get(key(9), false, &counters, &|| None, || Ok(tile(&pool, 41))).unwrap().unwrap();
         assert!(!cache.has(&key(9)), "no room is left for it");
         drop((few, more));
         assert!(cache.reserved_bytes() == 0 && cache.has_room(100) && cache.reserve(75).is_some());
@@ -440,7 +453,7 @@ mod tests {
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
-                    let made = cache.get(key(0), false, &counters, || {
+                    let made = cache.get(key(0), false, &counters, &|| None, || {
                         computed.fetch_add(1, Ordering::SeqCst);
                         std::thread::sleep(std::time::Duration::from_millis(50));
                         Ok(tile(&pool, 10))
@@ -456,9 +469,9 @@ mod tests {
     fn a_panicking_computation_wakes_those_who_wait() {
         let (cache, pool, counters) = (TileCache::new(1000), BufferPool::new(0), Counters::default());
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            cache.get(key(0), false, &counters, || panic!("injected"))
+            cache.get(key(0), false, &counters, &|| None, || panic!("injected"))
         }));
         assert!(panicked.is_err());
-        assert!(cache.get(key(0), false, &counters, || Ok(tile(&pool, 10))).unwrap().is_ok());
+        assert!(cache.get(key(0), false, &counters, &|| None, || Ok(tile(&pool, 10))).unwrap().is_ok());
     }
 }

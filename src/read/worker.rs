@@ -16,6 +16,9 @@ use crate::tensor::rehearse;
 /// Jobs that may wait; more would be stale before they ran.
 const QUEUE_MAX: usize = 64;
 
+/// Most threads that stand in for those that wait for storage.
+const SPARES_MAX: usize = 64;
+
 type Job = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
@@ -25,6 +28,11 @@ struct Jobs {
     ahead: VecDeque<Job>,
     /// Threads without a job, the last one to become so last.
     idle: Vec<Arc<Seat>>,
+    /// All threads that run.
+    threads: Vec<Pid>,
+    /// Threads beside the usual number, and how many there should be.
+    spares: usize,
+    spares_wanted: usize,
     ended: bool,
 }
 
@@ -51,7 +59,7 @@ impl Workers {
         let queue = Arc::new(Queue::default());
         let started = (0..count).filter(|index| {
             let queue = Arc::clone(&queue);
-            thread::Builder::new().name(format!("ckfs-ahead-{index}")).spawn(move || work(&queue)).is_ok()
+            thread::Builder::new().name(format!("ckfs-ahead-{index}")).spawn(move || work(&queue, false)).is_ok()
         });
         Self { count: started.count(), queue }
     }
@@ -59,6 +67,27 @@ impl Workers {
     /// Threads there are.
     pub(super) fn count(&self) -> usize {
         self.count
+    }
+
+    /// Starts as many threads more as there are of these among `waiting`, which wait for storage that gives no answer, so that
+    /// there are always as many as usual that can work. Ends them when they are idle and wanted no more.
+    pub(super) fn relieve(&self, waiting: &[i32]) {
+        let mut jobs = self.queue.lock();
+        let stuck = jobs.threads.iter().filter(|thread| waiting.contains(&thread.as_raw_nonzero().get())).count();
+        jobs.spares_wanted = stuck.min(SPARES_MAX);
+        let missing = jobs.spares_wanted.saturating_sub(jobs.spares);
+        for _ in 0..missing {
+            let queue = Arc::clone(&self.queue);
+            if thread::Builder::new().name("ckfs-spare".to_owned()).spawn(move || work(&queue, true)).is_ok() {
+                jobs.spares += 1;
+            }
+        }
+        if jobs.spares > jobs.spares_wanted {
+            // Those that are idle look whether they are wanted.
+            for seat in std::mem::take(&mut jobs.idle) {
+                seat.called.notify_one();
+            }
+        }
     }
 
     /// Queues a job, unless too many wait.
@@ -129,27 +158,36 @@ impl Seat {
     }
 }
 
-fn work(queue: &Queue) {
+fn work(queue: &Queue, spare: bool) {
     rehearse();
     let seat = Arc::new(Seat { thread: gettid(), called: Condvar::new() });
-    loop {
-        let mut jobs = queue.lock();
-        let job = loop {
-            if jobs.ended {
-                return;
-            }
-            if let Some(job) = jobs.awaited.pop_front().or_else(|| jobs.ahead.pop_front()) {
-                break job;
-            }
-            jobs.idle.push(Arc::clone(&seat));
-            // Whoever calls takes the seat out.
-            while jobs.idle.iter().any(|idle| Arc::ptr_eq(idle, &seat)) {
-                jobs = seat.called.wait(jobs).unwrap_or_else(PoisonError::into_inner);
-            }
-        };
-        drop(jobs);
+    queue.lock().threads.push(seat.thread);
+    while let Some(job) = queue.next(&seat, spare) {
         if catch_unwind(AssertUnwindSafe(job)).is_err() {
             tracing::error!("a computation panicked; who needs its bytes will meet it again");
+        }
+    }
+}
+
+impl Queue {
+    /// The next job of a thread, which waits for it; none if the thread should end.
+    fn next(&self, seat: &Arc<Seat>, spare: bool) -> Option<Job> {
+        let mut jobs = self.lock();
+        loop {
+            let unwanted = spare && jobs.spares > jobs.spares_wanted;
+            if jobs.ended || unwanted {
+                jobs.spares -= usize::from(spare);
+                jobs.threads.retain(|thread| *thread != seat.thread);
+                return None;
+            }
+            if let Some(job) = jobs.awaited.pop_front().or_else(|| jobs.ahead.pop_front()) {
+                return Some(job);
+            }
+            jobs.idle.push(Arc::clone(seat));
+            // Whoever calls takes the seat out.
+            while jobs.idle.iter().any(|idle| Arc::ptr_eq(idle, seat)) {
+                jobs = seat.called.wait(jobs).unwrap_or_else(PoisonError::into_inner);
+            }
         }
     }
 }
@@ -198,6 +236,31 @@ mod tests {
             kinds.sort_unstable();
             assert_eq!(kinds, [0, 1, 2]);
         }
+    }
+
+    #[test]
+    fn a_thread_that_waits_for_storage_is_replaced_meanwhile() {
+        let workers = Workers::new(1);
+        let (tell, told) = mpsc::channel();
+        let (go, wait) = mpsc::channel::<()>();
+        let tell_thread = tell.clone();
+        workers.submit(move || {
+            tell_thread.send(gettid()).unwrap();
+            wait.recv().unwrap();
+        });
+        let stuck = told.recv_timeout(Duration::from_secs(30)).unwrap();
+        workers.submit(move || tell.send(gettid()).unwrap());
+        told.recv_timeout(Duration::from_millis(50)).unwrap_err();
+        workers.relieve(&[stuck.as_raw_nonzero().get(), 1]);
+        assert_ne!(told.recv_timeout(Duration::from_secs(30)).unwrap(), stuck);
+        assert_eq!(workers.queue.lock().spares, 1);
+        go.send(()).unwrap();
+        workers.relieve(&[]);
+        let until = std::time::Instant::now() + Duration::from_secs(30);
+        while workers.queue.lock().spares > 0 && std::time::Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(workers.queue.lock().threads, [stuck]);
     }
 
     #[test]

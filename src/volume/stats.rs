@@ -50,6 +50,11 @@ fn named(counters: &Counters, metrics: &Metrics, engine: &Engine) -> Vec<(&'stat
         ("whole_bytes_held", "Bytes of memory that they take now.", engine.whole_bytes() as u64),
         ("blank_bytes_held", "Bytes of memory made ready for more of them.", engine.blank_bytes() as u64),
         ("failed_reads", "Reads that failed.", get(&counters.failed_reads)),
+        (
+            "stalled_reads",
+            "Reads and opens that failed because their source gave no answer in time.",
+            get(&counters.stalled_reads),
+        ),
         ("poisoned_sources", "Source files found changed since mount.", engine.checkpoint().source().poisoned()),
         ("panics", "Requests whose handler panicked.", get(&metrics.panics)),
         ("passthrough_opens", "Opens that the kernel serves by itself.", get(&metrics.passthrough_opens)),
