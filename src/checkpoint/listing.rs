@@ -7,6 +7,7 @@ use std::{
 };
 
 use super::{FileRole, IgnoreReason};
+use crate::source::{Fetches, stall::Fetching};
 
 /// Most entries of a repository. Each becomes an open file.
 const ENTRIES_MAX: usize = 100_000;
@@ -23,14 +24,20 @@ pub(super) struct Listed {
 }
 
 /// All files under `root`, sorted by path. Symbolic links to files are followed: that is how the hub's cache is made.
-pub(super) fn list(root: &Path) -> io::Result<Vec<Listed>> {
+pub(super) fn list(root: &Path, fetches: &Fetches) -> io::Result<Vec<Listed>> {
     let mut found = Vec::new();
-    walk(root, "", 0, &mut found)?;
+    walk(root, "", 0, &fetches.begin_path(root, "list"), &mut found)?;
     found.sort_by(|left, right| left.path.cmp(&right.path));
     Ok(found)
 }
 
-fn walk(dir: &Path, prefix: &str, depth: usize, found: &mut Vec<Listed>) -> io::Result<()> {
+fn walk(
+    dir: &Path,
+    prefix: &str,
+    depth: usize,
+    listing: &Fetching<'_>,
+    found: &mut Vec<Listed>,
+) -> io::Result<()> {
     if depth > DEPTH_MAX || found.len() > ENTRIES_MAX {
         let message =
             format!("{}: more than {ENTRIES_MAX} files or {DEPTH_MAX} levels: not a model repository", dir.display());
@@ -38,6 +45,7 @@ fn walk(dir: &Path, prefix: &str, depth: usize, found: &mut Vec<Listed>) -> io::
     }
     let with_path = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", dir.display()));
     for entry in fs::read_dir(dir).map_err(with_path)? {
+        listing.advance();
         let entry = entry.map_err(with_path)?;
         let name = entry.file_name().into_string().map_err(|name| {
             io::Error::new(
@@ -59,7 +67,7 @@ fn walk(dir: &Path, prefix: &str, depth: usize, found: &mut Vec<Listed>) -> io::
             Some(meta) if meta.is_dir() && entry.path().join(".ckfs").is_dir() => {
                 found.push(ignored(IgnoreReason::Mount));
             }
-            Some(meta) if meta.is_dir() => walk(&entry.path(), &format!("{path}/"), depth + 1, found)?,
+            Some(meta) if meta.is_dir() => walk(&entry.path(), &format!("{path}/"), depth + 1, listing, found)?,
             Some(meta) if meta.is_file() => found.push(Listed { path, role: FileRole::Other, size_bytes: meta.len() }),
             Some(_) => found.push(ignored(IgnoreReason::Special)),
         }

@@ -24,7 +24,7 @@ use super::{
 };
 use crate::{
     format::safetensors::{Header, HeaderErrors},
-    source::{FileId, LocalFiles, Source, SourceError, SourceIo},
+    source::{Fetches, FileId, LocalFiles, Source, SourceError, SourceIo},
     tensor::DType,
 };
 
@@ -52,6 +52,8 @@ pub struct OpenOptions {
     pub adapters: Vec<PathBuf>,
     /// Directory of the hub cache; `None` takes it from the environment as the hub's client does.
     pub hub_cache: Option<PathBuf>,
+    /// Where every wait for storage is noted.
+    pub fetches: Arc<Fetches>,
 }
 
 /// Why a repository could not be opened.
@@ -351,13 +353,12 @@ impl Problems {
 }
 
 pub(super) fn open(source: &str, options: &OpenOptions) -> Result<Checkpoint, CheckpointError> {
+    let looking = options.fetches.begin_path(Path::new(source), "list");
     let located = locate(source, options.hub_cache.as_deref())?;
-    let adapters = read_adapters(&options.adapters)?;
-    if located.path.is_dir() {
-        open_directory(located, options.io, adapters)
-    } else {
-        open_file(located, options.io, adapters)
-    }
+    let adapters = read_adapters(&options.adapters, &options.fetches)?;
+    let is_directory = located.path.is_dir();
+    drop(looking);
+    if is_directory { open_directory(located, options, adapters) } else { open_file(located, options, adapters) }
 }
 
 /// Directories of adapters and their configurations.
@@ -370,7 +371,7 @@ fn weights_of(adapters: &Adapters) -> impl Iterator<Item = PathBuf> {
     adapters.iter().map(|(dir, _)| dir.join(ADAPTER_WEIGHTS))
 }
 
-fn read_adapters(dirs: &[PathBuf]) -> Result<Adapters, CheckpointError> {
+fn read_adapters(dirs: &[PathBuf], fetches: &Fetches) -> Result<Adapters, CheckpointError> {
     const CONFIG: &str = "adapter_config.json";
     let read = |dir: &PathBuf| {
         let problem = |message: String| CheckpointError::Problems {
@@ -378,7 +379,7 @@ fn read_adapters(dirs: &[PathBuf]) -> Result<Adapters, CheckpointError> {
             problems: vec![Problem::Json { file: CONFIG.to_owned(), message }],
             more: 0,
         };
-        let text = read_json(dir, CONFIG).map_err(problem)?;
+        let text = read_json(dir, CONFIG, fetches).map_err(problem)?;
         let config = json::parse(&text).map_err(|error| problem(error.to_string()))?;
         Ok((dir.clone(), config))
     };
@@ -386,18 +387,18 @@ fn read_adapters(dirs: &[PathBuf]) -> Result<Adapters, CheckpointError> {
 }
 
 /// A single file is a repository of one file, without configuration.
-fn open_file(located: Located, io: SourceIo, adapters: Adapters) -> Result<Checkpoint, CheckpointError> {
+fn open_file(located: Located, options: &OpenOptions, adapters: Adapters) -> Result<Checkpoint, CheckpointError> {
     let paths: Vec<PathBuf> = std::iter::once(located.path.clone()).chain(weights_of(&adapters)).collect();
-    let source = LocalFiles::open(&paths, io)?;
+    let source = LocalFiles::open_noting(&paths, options.io, Arc::clone(&options.fetches))?;
     let name = located.path.file_name().map_or_else(|| located.label.clone(), |name| name.display().to_string());
     let listed = Listed { path: name, role: FileRole::Weights, size_bytes: source.len_bytes(FileId(0)) };
     let plan = Selected { located, files: vec![listed], weights: vec![0], index: None, adapters };
-    plan.build(source, Problems::default())
+    plan.build(source, &options.fetches, Problems::default())
 }
 
-fn open_directory(located: Located, io: SourceIo, adapters: Adapters) -> Result<Checkpoint, CheckpointError> {
+fn open_directory(located: Located, options: &OpenOptions, adapters: Adapters) -> Result<Checkpoint, CheckpointError> {
     let root = located.path.clone();
-    let mut files = listing::list(&root).map_err(|error| CheckpointError::Listing { root: root.clone(), error })?;
+    let mut files = listing::list(&root, &options.fetches).map_err(|error| CheckpointError::Listing { root: root.clone(), error })?;
     let mut problems = Problems::default();
     find_unreadable(&files, &mut problems);
     let index_name = choose_index(&root, &files)?;
@@ -408,7 +409,7 @@ fn open_directory(located: Located, io: SourceIo, adapters: Adapters) -> Result<
     let (text, index);
     let index = match &index_name {
         Some(name) => {
-            text = read_json(&root, name).map_err(|message| unusable(name, message))?;
+            text = read_json(&root, name, &options.fetches).map_err(|message| unusable(name, message))?;
             index = Index::parse(&text).map_err(|error| unusable(name, error.to_string()))?;
             Some((name.as_str(), index))
         }
@@ -433,8 +434,8 @@ fn open_directory(located: Located, io: SourceIo, adapters: Adapters) -> Result<
     let paths: Vec<PathBuf> =
         weights.iter().chain(&others).map(|place| listing::absolute(&root, &files[*place].path)).collect();
     let paths: Vec<PathBuf> = paths.into_iter().chain(weights_of(&adapters)).collect();
-    let source = LocalFiles::open(&paths, io)?;
-    Selected { located, files, weights, index, adapters }.build(source, problems)
+    let source = LocalFiles::open_noting(&paths, options.io, Arc::clone(&options.fetches))?;
+    Selected { located, files, weights, index, adapters }.build(source, &options.fetches, problems)
 }
 
 impl IgnoreReason {
@@ -459,7 +460,12 @@ struct Selected<'a> {
 }
 
 impl Selected<'_> {
-    fn build(self, source: LocalFiles, mut problems: Problems) -> Result<Checkpoint, CheckpointError> {
+    fn build(
+        self,
+        source: LocalFiles,
+        fetches: &Fetches,
+        mut problems: Problems,
+    ) -> Result<Checkpoint, CheckpointError> {
         let ids = || (0..u32::try_from(self.weights.len()).unwrap_or(u32::MAX)).map(FileId);
         let read: Vec<_> = ids().collect::<Vec<_>>().into_par_iter().map(|id| read_header(&source, id)).collect();
         let mut headers = Vec::new();
@@ -509,7 +515,7 @@ impl Selected<'_> {
         let with_adapters =
             if adapters.is_empty() { None } else { TensorTable::new(headers.iter().map(|(id, header)| (*id, header))) };
         headers.truncate(base);
-        let config = self.config(&mut problems);
+        let config = self.config(fetches, &mut problems);
         let dialect = Dialect::of(&table, config.as_ref(), &mut problems);
         problems.refuse(&self.located.label)?;
         let file_metadata = headers.into_iter().map(|(id, header)| (id, header.into_metadata()));
@@ -561,9 +567,9 @@ impl Selected<'_> {
         self.files.iter().enumerate().map(file).collect()
     }
 
-    fn config(&self, problems: &mut Problems) -> Option<serde_json::Value> {
+    fn config(&self, fetches: &Fetches, problems: &mut Problems) -> Option<serde_json::Value> {
         self.files.iter().find(|file| file.path == CONFIG && file.role == FileRole::Other)?;
-        let value = read_json(&self.located.path, CONFIG).and_then(|text| {
+        let value = read_json(&self.located.path, CONFIG, fetches).and_then(|text| {
             let value = json::parse(&text).map_err(|error| error.to_string())?;
             if value.is_object() { Ok(value) } else { Err("expected an object".into()) }
         });
@@ -654,8 +660,9 @@ fn read_header(source: &LocalFiles, file: FileId) -> Result<Header, ReadHeader> 
 }
 
 /// The text of a JSON file, or why it cannot be had.
-fn read_json(root: &Path, name: &str) -> Result<Vec<u8>, String> {
+fn read_json(root: &Path, name: &str, fetches: &Fetches) -> Result<Vec<u8>, String> {
     let path = listing::absolute(root, name);
+    let _reading = fetches.begin_path(&path, "read");
     let len = fs::metadata(&path).map_err(|error| error.to_string())?.len();
     if len > JSON_FILE_BYTES_MAX {
         return Err(format!("expected at most {JSON_FILE_BYTES_MAX} bytes, found {len}"));

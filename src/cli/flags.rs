@@ -10,7 +10,7 @@ use crate::{
         LayerRanges, Mesh, Pattern, Rename, Tied,
         config::{
             AllowKey, ByteCount, Devices, LayoutChoice, MadeWhole, MountKeys, ParamValue, RenameKeys, ShardChoice,
-            THREADS_MAX, ViewKeys, Word,
+            THREADS_MAX, TimeLimit, ViewKeys, Word,
         },
     },
     source::SourceIo,
@@ -155,6 +155,12 @@ pub(super) struct EngineFlags {
     /// How source files are read: auto (mapped, except on network file systems), mmap or pread.
     #[arg(long, value_name = "auto|mmap|pread")]
     source_io: Option<Word<SourceIo>>,
+    /// How long a source may give no answer, as in 5s, 500ms or 2m; by default 60s.
+    ///
+    /// After that time whoever waits for bytes of that file gets an error (EIO in a mount), and so does whoever asks for them
+    /// next, until the storage answers again. Storage that is slow but gives bytes is waited for. Other files go on.
+    #[arg(long, value_name = "TIME")]
+    source_timeout: Option<TimeLimit>,
     /// Memory for transformed data, as in 512M; by default 1/8 of the memory, from 256 MiB to 16 GiB.
     #[arg(long, value_name = "SIZE")]
     cache_bytes: Option<ByteCount>,
@@ -246,6 +252,7 @@ impl EngineFlags {
     pub(super) fn keys(&self) -> MountKeys {
         MountKeys {
             source_io: self.source_io.clone(),
+            source_timeout: self.source_timeout,
             cache_bytes: self.cache_bytes,
             threads: self.threads.map(usize::from),
             ..MountKeys::default()

@@ -16,6 +16,7 @@ mod lent;
 mod mount;
 mod open;
 mod output;
+mod patience;
 mod plan;
 mod status;
 mod sums;

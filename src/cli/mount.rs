@@ -5,8 +5,13 @@
 
 use std::{
     ffi::OsString,
+    io::Write,
     path::{Path, PathBuf},
-    sync::{Arc, mpsc},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+        mpsc,
+    },
     thread,
     time::Duration,
 };
@@ -19,6 +24,7 @@ use super::{
     flags::{MountFlags, SourceFlags},
     open,
     output::{Usage, chain},
+    patience,
 };
 use crate::{
     checkpoint::Checkpoint,
@@ -292,16 +298,34 @@ fn mount_options(config: &Config, name: &str) -> MountOptions {
     }
 }
 
-/// Time between looks at source files that the kernel reads by itself.
+/// Time between looks at source files that are in use.
 const WATCH_PERIOD: Duration = Duration::from_secs(3);
 
-/// Watches the volume's sources from a thread of its own, as a look may hang with the file system it looks at. Ends when
+/// Threads that look at them at a time. One that waits for storage that gives no answer is left to wait; the others pass over
+/// the file that it waits for.
+const WATCHERS_MAX: usize = 8;
+
+/// Watches the volume's sources from threads of their own, as a look may hang with the file system it looks at. Ends when
 /// what is returned is dropped.
 fn watch(volume: Arc<Volume>) -> anyhow::Result<mpsc::Sender<()>> {
     let (stop, stopped) = mpsc::channel();
     let watching = thread::Builder::new().name("ckfs-watch".into()).spawn(move || {
+        let looking = Arc::new(AtomicUsize::new(0));
         while stopped.recv_timeout(WATCH_PERIOD) == Err(mpsc::RecvTimeoutError::Timeout) {
-            volume.watch();
+            volume.settle();
+            if looking.load(Ordering::Relaxed) >= WATCHERS_MAX {
+                continue;
+            }
+            let (volume, running) = (Arc::clone(&volume), Arc::clone(&looking));
+            let look = move || {
+                volume.look_at_sources();
+                running.fetch_sub(1, Ordering::Relaxed);
+            };
+            looking.fetch_add(1, Ordering::Relaxed);
+            if let Err(error) = thread::Builder::new().name("ckfs-look".into()).spawn(look) {
+                looking.fetch_sub(1, Ordering::Relaxed);
+                tracing::debug!("sources are not looked at now: {error}");
+            }
         }
     });
     watching.context("start a thread")?;
@@ -310,7 +334,18 @@ fn watch(volume: Arc<Volume>) -> anyhow::Result<mpsc::Sender<()>> {
 
 fn mount(mut config: Config, mountpoint: &Path, readiness: &mut Readiness) -> anyhow::Result<()> {
     readiness.status("reading headers");
-    let mut volume = interruptible(|| open::volume(&mut config))??;
+    let fetches = patience::fetches(&config);
+    let mut reporting = readiness.try_clone()?;
+    let patience = patience::watch(&fetches, move |message| {
+        if reporting.in_background() {
+            reporting.failed(message);
+        } else {
+            let _ = writeln!(std::io::stderr(), "ckfs: error: {message}");
+        }
+        std::process::exit(1);
+    });
+    let patience = patience.context("start a thread")?;
+    let mut volume = interruptible(|| open::volume_noting(&mut config, fetches))??;
     if let Some(dir) = &config.mount.materialize {
         volume.materialize(dir).with_context(|| format!("{}: no place for copies", dir.display()))?;
     }
@@ -323,6 +358,8 @@ fn mount(mut config: Config, mountpoint: &Path, readiness: &mut Readiness) -> an
     let volume = Arc::new(volume);
     let name = volume.engine().checkpoint().label().to_owned();
     check_apart(volume.engine().checkpoint(), mountpoint)?;
+    // From now on the mount looks after its requests.
+    drop(patience);
     let options = mount_options(&config, &name);
     let _watching = watch(Arc::clone(&volume))?;
     let mut ready = Ok(());

@@ -7,6 +7,7 @@ use anyhow::{Context, anyhow};
 use super::{
     flags::SourceFlags,
     output::{Usage, chain},
+    patience,
 };
 use crate::{
     checkpoint::{Checkpoint, OpenOptions},
@@ -15,7 +16,7 @@ use crate::{
         config::{MountKeys, ViewKeys},
     },
     read::EngineOptions,
-    source::FileId,
+    source::{Fetches, FileId},
     volume::{ViewPlan, Volume, VolumeOptions},
 };
 
@@ -71,6 +72,12 @@ pub(super) fn source_and<'a>(
 /// # Errors
 /// Everything wrong with the repository.
 pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>> {
+    let fetches = patience::fetches(config);
+    patience::end_on_stall(&fetches).context("start a thread")?;
+    checkpoint_noting(config, fetches)
+}
+
+fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Result<Arc<Checkpoint>> {
     let mut source = config.source.clone().ok_or_else(|| anyhow!("no source"))?;
     // A daemon leaves the working directory, and its files are looked at by path again.
     if Path::new(&source).exists() {
@@ -80,7 +87,7 @@ pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>>
     let mut adapters: Vec<_> = config.views.iter().filter_map(|view| view.keys.lora.clone()).collect();
     adapters.sort();
     adapters.dedup();
-    let checkpoint = Checkpoint::open(&source, &OpenOptions { io, adapters, ..OpenOptions::default() })?;
+    let checkpoint = Checkpoint::open(&source, &OpenOptions { io, adapters, fetches, ..OpenOptions::default() })?;
     config.source = Some(match checkpoint.revision() {
         // The label is the repository's name with a short revision.
         Some(revision) => {
@@ -154,6 +161,19 @@ pub(super) fn engine_options(keys: &MountKeys) -> EngineOptions {
 /// Everything wrong with repository or plans.
 pub(super) fn volume(config: &mut Config) -> anyhow::Result<Volume> {
     let checkpoint = checkpoint(config)?;
+    volume_of(checkpoint, config)
+}
+
+/// As [`volume`], for a caller that looks after `fetches`, where every wait for storage is noted.
+///
+/// # Errors
+/// As [`volume`].
+pub(super) fn volume_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Result<Volume> {
+    let checkpoint = checkpoint_noting(config, fetches)?;
+    volume_of(checkpoint, config)
+}
+
+fn volume_of(checkpoint: Arc<Checkpoint>, config: &Config) -> anyhow::Result<Volume> {
     let plans = plans(&checkpoint, config)?;
     for (name, warning) in plans.iter().flat_map(|view| view.plan.warnings.iter().map(|text| (&view.name, text))) {
         if name.is_empty() {

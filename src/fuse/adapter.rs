@@ -33,7 +33,12 @@ use fuser::{
 use nix::unistd::{getgid, getuid};
 use tracing::{error, info};
 
-use super::open_mode::{Mode, OpenModes, Wish};
+use super::{
+    lookout::Lookout,
+    open_mode::{Mode, OpenModes, Wish},
+    requests::{Requests, Ticket},
+    spare::{Overflow, Readers},
+};
 use crate::volume::{Access, Attr, FileSystem, FsError, Handle, Ino, NodeKind, Op, Opened};
 
 /// How long the kernel may keep what it was told: ten years, which it can express on every architecture.
@@ -76,9 +81,16 @@ pub(super) struct Adapter {
     fs: Arc<dyn FileSystem>,
     uid: u32,
     gid: u32,
-    opens: Arc<Opens>,
+    serving: Arc<Serving>,
+    lookout: Arc<Lookout>,
     /// Whether the kernel can do without opening directories.
     opens_directories_itself: bool,
+}
+
+/// What opens and reads need, in whichever thread they are handled.
+struct Serving {
+    fs: Arc<dyn FileSystem>,
+    opens: Arc<Opens>,
 }
 
 /// How files are open. Shared with opens that are answered from other threads.
@@ -130,7 +142,37 @@ refuse!(
 );
 
 /// A reply not sent yet; taken out when it is.
-type Slot<R> = Option<R>;
+enum Slot<R> {
+    /// Nobody else can send it.
+    Own(Option<R>),
+    /// It is sent by another thread if this takes too long.
+    Waiting(Ticket<R>),
+}
+
+impl<R> Slot<R> {
+    fn take(&mut self) -> Option<R> {
+        match self {
+            Self::Own(reply) => reply.take(),
+            Self::Waiting(ticket) => ticket.take(),
+        }
+    }
+
+    /// The reply, if nobody else can send it.
+    fn as_mut(&mut self) -> Option<&mut R> {
+        match self {
+            Self::Own(reply) => reply.as_mut(),
+            Self::Waiting(_) => None,
+        }
+    }
+
+    /// Whether another thread has sent it.
+    fn expired(&self) -> bool {
+        match self {
+            Self::Own(_) => false,
+            Self::Waiting(ticket) => ticket.expired(),
+        }
+    }
+}
 
 /// A request that was not answered yet. Dropped, it is answered with EIO.
 struct Pending<R: Refuse> {
@@ -140,12 +182,33 @@ struct Pending<R: Refuse> {
     start: Instant,
     slot: Slot<R>,
     failed: bool,
+    /// Whose thread handles it, if none of fuser's does.
+    aside: Option<Arc<Overflow>>,
 }
 
 impl<R: Refuse> Pending<R> {
     fn new(fs: &Arc<dyn FileSystem>, op: Op, ino: INodeNo, reply: R) -> Self {
+        Self::with_slot(fs, op, ino, Instant::now(), Slot::Own(Some(reply)))
+    }
+
+    /// One that another thread answers if this takes too long.
+    fn waiting(fs: &Arc<dyn FileSystem>, op: Op, node: INodeNo, requests: &Arc<Requests<R>>, reply: R) -> Self {
+        let start = Instant::now();
+        Self::with_slot(fs, op, node, start, Slot::Waiting(requests.add(ino(node), start, reply)))
+    }
+
+    fn with_slot(fs: &Arc<dyn FileSystem>, op: Op, ino: INodeNo, start: Instant, slot: Slot<R>) -> Self {
         fs.metrics().in_flight.fetch_add(1, Ordering::Relaxed);
-        Self { fs: Arc::clone(fs), op, ino, start: Instant::now(), slot: Some(reply), failed: false }
+        Self { fs: Arc::clone(fs), op, ino, start, slot, failed: false, aside: None }
+    }
+
+    /// Notes that a thread of the overflow handles it from now on.
+    fn set_aside(&mut self, overflow: &Arc<Overflow>) {
+        if let Slot::Waiting(ticket) = &self.slot
+            && ticket.set_aside()
+        {
+            self.aside = Some(Arc::clone(overflow));
+        }
     }
 
     /// Does something that may answer: it takes the reply out of its slot to send it. Its error is answered here, and a panic
@@ -171,9 +234,16 @@ impl<R: Refuse> Pending<R> {
 
 impl<R: Refuse> Drop for Pending<R> {
     fn drop(&mut self) {
-        if self.slot.is_some() {
+        if let Some(reply) = self.slot.take() {
             error!(op = self.op.name(), ino = self.ino.0, "request was left unanswered");
-            self.refuse(libc::EIO);
+            self.failed = true;
+            reply.refuse(libc::EIO);
+        } else if self.slot.expired() {
+            // Whoever answered it has counted it.
+            if let Some(overflow) = &self.aside {
+                overflow.find();
+            }
+            return;
         }
         let metrics = self.fs.metrics();
         metrics.in_flight.fetch_sub(1, Ordering::Relaxed);
@@ -187,8 +257,9 @@ impl Opens {
         self.passthrough.enabled.load(Ordering::Relaxed) && self.modes.may_pass(ino)
     }
 
+    /// Answers an open, unless another thread did: the kernel then knows of no handle.
     fn answer(&self, fs: &dyn FileSystem, ino: Ino, opened: &Opened, reply: &mut Slot<ReplyOpen>) {
-        let Some(reply) = reply.take() else { return };
+        let Some(reply) = reply.take() else { return fs.release(ino, opened.handle) };
         let (mode, failure) = match &opened.access {
             Access::Direct => self.modes.open(ino, &Wish::Direct),
             Access::Passthrough(file) if self.passthrough.enabled.load(Ordering::Relaxed) => {
@@ -215,17 +286,30 @@ impl Opens {
 }
 
 impl Adapter {
-    /// Serves `fs`, with the caller's user and group as owner of everything.
-    pub(super) fn new(fs: Arc<dyn FileSystem>, passthrough: bool) -> Self {
+    /// Serves `fs` by `threads` threads and a spare one, with the caller's user and group as owner of everything.
+    ///
+    /// # Errors
+    /// The system starts no thread to look after requests.
+    pub(super) fn new(fs: Arc<dyn FileSystem>, passthrough: bool, threads: usize) -> io::Result<Self> {
         let passthrough =
             Passthrough { enabled: AtomicBool::new(passthrough), granted: Once::new(), refused: Once::new() };
-        Self {
+        let opens = Arc::new(Opens { modes: OpenModes::default(), passthrough });
+        let lookout = Arc::new(Lookout {
+            fs: Arc::clone(&fs),
+            reads: Arc::default(),
+            opens: Arc::default(),
+            readers: Arc::new(Readers::new(threads)),
+            overflow: Arc::default(),
+        });
+        lookout.start()?;
+        Ok(Self {
+            serving: Arc::new(Serving { fs: Arc::clone(&fs), opens }),
             fs,
             uid: getuid().as_raw(),
             gid: getgid().as_raw(),
-            opens: Arc::new(Opens { modes: OpenModes::default(), passthrough }),
+            lookout,
             opens_directories_itself: false,
-        }
+        })
     }
 
     /// Handles one request: `body` takes the reply out of its slot to send it. What it leaves is answered here: its error,
@@ -238,6 +322,28 @@ impl Adapter {
         body: impl FnOnce(&mut Slot<R>) -> Result<(), FsError>,
     ) {
         Pending::new(&self.fs, op, ino, reply).attempt(body);
+        self.lookout.readers.rest();
+    }
+
+    /// Handles a request that may wait for storage: in this thread, or in one of the overflow if this is the last that reads
+    /// requests.
+    fn handle_waiting<R: Refuse + Send + 'static>(
+        &self,
+        mut pending: Pending<R>,
+        body: impl FnOnce(&Serving, Pending<R>) + Send + 'static,
+    ) {
+        let Lookout { readers, overflow, .. } = &*self.lookout;
+        if let Some(inside) = readers.enter() {
+            body(&self.serving, pending);
+            drop(inside);
+        } else {
+            let (serving, aside) = (Arc::clone(&self.serving), Arc::clone(overflow));
+            overflow.submit(move || {
+                pending.set_aside(&aside);
+                body(&serving, pending);
+            });
+        }
+        readers.rest();
     }
 
     fn read_only<R: Refuse>(&self, ino: INodeNo, reply: R) {
@@ -269,9 +375,44 @@ impl Adapter {
         }
     }
 
-    fn open_file(&self, node: INodeNo, reply: ReplyOpen) {
+    /// Lists `dir` from `offset`, with `.` and `..` before the entries that the file system knows. `add` gets each entry
+    /// with the offset of its successor and says whether the buffer is full.
+    fn list(
+        &self,
+        dir: Ino,
+        offset: u64,
+        mut add: impl FnMut(Ino, NodeKind, &[u8], u64) -> Result<bool, FsError>,
+    ) -> Result<(), FsError> {
+        // Entry numbers of the two names that the file system does not list.
+        const DOT: u64 = 0;
+        const DOT_DOT: u64 = 1;
+        const FIRST: u64 = 2;
+        if offset == DOT && add(dir, NodeKind::Directory, b".", DOT + 1)? {
+            return Ok(());
+        }
+        if offset <= DOT_DOT && add(self.fs.parent(dir)?, NodeKind::Directory, b"..", DOT_DOT + 1)? {
+            return Ok(());
+        }
+        let mut next = offset.max(FIRST);
+        let mut result = Ok(());
+        self.fs.read_dir(dir, next - FIRST, &mut |entry| {
+            next += 1;
+            match add(entry.ino, entry.kind, entry.name, next) {
+                Ok(false) => ControlFlow::Continue(()),
+                Ok(true) => ControlFlow::Break(()),
+                Err(failure) => {
+                    result = Err(failure);
+                    ControlFlow::Break(())
+                }
+            }
+        })?;
+        result
+    }
+}
+
+impl Serving {
+    fn open_file(&self, node: INodeNo, mut pending: Pending<ReplyOpen>) {
         let ino = ino(node);
-        let mut pending = Pending::new(&self.fs, Op::Open, node, reply);
         let Some(mut opened) = pending.attempt(|_| self.fs.open(ino)) else { return };
         let (fs, opens) = (Arc::clone(&self.fs), Arc::clone(&self.opens));
         let makes = matches!(opened.access, Access::Whole) && opens.may_pass(ino);
@@ -331,40 +472,6 @@ impl Adapter {
         error!(ino = ino.0, offset, "file system answered a read of {asked} bytes with {answered} bytes");
         Err(FsError::Io)
     }
-
-    /// Lists `dir` from `offset`, with `.` and `..` before the entries that the file system knows. `add` gets each entry
-    /// with the offset of its successor and says whether the buffer is full.
-    fn list(
-        &self,
-        dir: Ino,
-        offset: u64,
-        mut add: impl FnMut(Ino, NodeKind, &[u8], u64) -> Result<bool, FsError>,
-    ) -> Result<(), FsError> {
-        // Entry numbers of the two names that the file system does not list.
-        const DOT: u64 = 0;
-        const DOT_DOT: u64 = 1;
-        const FIRST: u64 = 2;
-        if offset == DOT && add(dir, NodeKind::Directory, b".", DOT + 1)? {
-            return Ok(());
-        }
-        if offset <= DOT_DOT && add(self.fs.parent(dir)?, NodeKind::Directory, b"..", DOT_DOT + 1)? {
-            return Ok(());
-        }
-        let mut next = offset.max(FIRST);
-        let mut result = Ok(());
-        self.fs.read_dir(dir, next - FIRST, &mut |entry| {
-            next += 1;
-            match add(entry.ino, entry.kind, entry.name, next) {
-                Ok(false) => ControlFlow::Continue(()),
-                Ok(true) => ControlFlow::Break(()),
-                Err(failure) => {
-                    result = Err(failure);
-                    ControlFlow::Break(())
-                }
-            }
-        })?;
-        result
-    }
 }
 
 impl Passthrough {
@@ -417,7 +524,7 @@ impl fuser::Filesystem for Adapter {
             // One that is not offered would take the others with it, so they are added one by one.
             let _ = config.add_capabilities(flag);
         }
-        let passthrough = &self.opens.passthrough;
+        let passthrough = &self.serving.opens.passthrough;
         let wished = passthrough.enabled.load(Ordering::Relaxed);
         let offered = wished
             && config.add_capabilities(InitFlags::FUSE_PASSTHROUGH).is_ok()
@@ -488,7 +595,8 @@ impl fuser::Filesystem for Adapter {
         if wants_to_write(flags) {
             return self.read_only(node, reply);
         }
-        self.open_file(node, reply);
+        let pending = Pending::waiting(&self.fs, Op::Open, node, &self.lookout.opens, reply);
+        self.handle_waiting(pending, move |serving, pending| serving.open_file(node, pending));
     }
 
     fn read(
@@ -502,9 +610,12 @@ impl fuser::Filesystem for Adapter {
         _lock_owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        self.handle(Op::Read, node, reply, |reply| {
-            let len = usize::try_from(size).map_err(|_| FsError::Invalid)?;
-            self.read_file(ino(node), Handle(handle.0), offset, len, reply)
+        let pending = Pending::waiting(&self.fs, Op::Read, node, &self.lookout.reads, reply);
+        self.handle_waiting(pending, move |serving, mut pending| {
+            pending.attempt(|reply| {
+                let len = usize::try_from(size).map_err(|_| FsError::Invalid)?;
+                serving.read_file(ino(node), Handle(handle.0), offset, len, reply)
+            });
         });
     }
 
@@ -519,7 +630,7 @@ impl fuser::Filesystem for Adapter {
         reply: ReplyEmpty,
     ) {
         self.handle(Op::Release, node, reply, |reply| {
-            self.opens.modes.release(ino(node));
+            self.serving.opens.modes.release(ino(node));
             self.fs.release(ino(node), Handle(handle.0));
             if let Some(reply) = reply.take() {
                 reply.ok();

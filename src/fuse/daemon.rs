@@ -220,6 +220,16 @@ impl Readiness {
         Ok(())
     }
 
+    /// A second one, for another thread that may have to report a failure; to be dropped before the mount is ready.
+    ///
+    /// # Errors
+    /// [`DaemonError::System`].
+    pub fn try_clone(&self) -> Result<Self, DaemonError> {
+        let clone = |file: &Option<File>| file.as_ref().map(File::try_clone).transpose();
+        let both = clone(&self.starter).and_then(|starter| Ok(Self { starter, log: clone(&self.log)? }));
+        both.map_err(|source| DaemonError::System { what: "copy a descriptor", source })
+    }
+
     /// Reports why the mount could not be made. In the foreground the caller prints the reason.
     pub fn failed(&mut self, reason: &str) {
         if let Some(mut starter) = self.starter.take() {

@@ -6,6 +6,8 @@
 //! | `mount` | how a mount comes to be and goes, as root and through `fusermount3` |
 //! | [`mountinfo`] | the kernel's table of mounts; unmounting from outside the daemon |
 //! | [`holder`] | which processes keep a mount busy |
+//! | `requests`, `lookout`, `spare` | requests that wait for storage: their end, and who reads others meanwhile |
+//! | `changes` | what the kernel keeps of files whose source has changed |
 //! | [`daemon`] | starting in the background, telling the starter and systemd |
 //! | [`helper`] | the arguments of `mount.ckfs`, as mount(8) passes them |
 //!
@@ -14,14 +16,18 @@
 //! id is not the expected one. Nothing here knows what a tensor is.
 
 mod adapter;
+mod changes;
 pub mod daemon;
 pub mod helper;
 pub mod holder;
+mod lookout;
 mod mount;
 mod mount_id;
 pub mod mountinfo;
 mod open_mode;
+mod requests;
 pub mod session;
+mod spare;
 
 pub use daemon::{DaemonError, Readiness, start_background};
 pub use helper::{HelperError, HelperRequest, parse_mount_helper};

@@ -35,6 +35,7 @@ use tracing::{error, info, warn};
 use super::{
     MountError,
     adapter::Adapter,
+    changes::Changes,
     daemon::notify_systemd,
     holder::{Holder, describe},
     mount::{Mounted, Standing, mount},
@@ -170,13 +171,15 @@ pub fn serve(
     let mut config = fuser::Config::default();
     let threads =
         options.threads.unwrap_or_else(|| thread::available_parallelism().map_or(2, usize::from).clamp(2, 16));
-    config.n_threads = Some(threads.max(1));
+    let threads = threads.max(1);
+    // The spare one usually rests.
+    config.n_threads = Some(threads + 1);
     // The kernel lets in whom the mount options say; fuser need not check a second time.
     let acl = SessionACL::All;
-    let adapter = Adapter::new(fs, options.passthrough);
-    let started = fuser::Session::from_fd(adapter, fd, acl, config)
+    let started = Adapter::new(Arc::clone(&fs), options.passthrough, threads)
+        .and_then(|adapter| fuser::Session::from_fd(adapter, fd, acl, config))
         .map_err(|source| MountError::Session { source })
-        .and_then(Running::start);
+        .and_then(|session| Running::start(session, &fs));
     let mut supervisor = match started {
         Ok(running) => Supervisor { mounted, running, signals, grace: options.grace, drain: options.drain },
         Err(error) => {
@@ -194,7 +197,9 @@ pub fn serve(
     }
     info!("mounted on {} with {threads} threads", supervisor.mounted.path().display());
     on_ready();
-    let exit = supervisor.run()?;
+    let exit = supervisor.run();
+    fs.on_change(None);
+    let exit = exit?;
     info!("{}: {exit:?}", supervisor.mounted.path().display());
     Ok(exit)
 }
@@ -223,20 +228,25 @@ fn detach(mounted: &Mounted) {
 /// The threads that handle requests.
 struct Running {
     thread: Option<JoinHandle<io::Result<()>>>,
+    changes: Changes,
     /// Hangs up when they are gone.
     ended: io::PipeReader,
 }
 
 impl Running {
-    fn start(session: fuser::Session<Adapter>) -> Result<Self, MountError> {
+    fn start(session: fuser::Session<Adapter>, fs: &Arc<dyn FileSystem>) -> Result<Self, MountError> {
         let failed = |source| MountError::System { what: "start a thread", source };
         let (ended, alive) = io::pipe().map_err(failed)?;
+        let changes = Changes::start(fs, session.notifier()).map_err(failed)?;
+        let ending = changes.clone();
         let thread = thread::Builder::new().name("ckfs-session".into()).spawn(move || {
             let result = session.run();
+            // It holds the session's descriptor.
+            ending.end();
             drop(alive);
             result
         });
-        Ok(Self { thread: Some(thread.map_err(failed)?), ended })
+        Ok(Self { thread: Some(thread.map_err(failed)?), changes, ended })
     }
 
     /// What the threads ended with. Waits for them.
@@ -273,6 +283,7 @@ impl Supervisor {
             Event::Signal(signal) => info!("{signal}: unmounting {}", self.mounted.path().display()),
             Event::Timeout => {}
         }
+        self.running.changes.end();
         notify_systemd(&[sd_notify::NotifyState::Stopping]);
         let Some(calm) = self.unmount_with_grace()? else { return Ok(self.cut_off()) };
         match self.wait(Some(Instant::now() + self.drain))? {

@@ -40,6 +40,7 @@ use std::{
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+pub use super::time_limit::TimeLimit;
 use super::{
     Allow, CastRule, LayerRanges, Layout, LogicalRule, Mesh, Pattern, PlanError, Rename, ShardRule, Sharding, Subset,
     Tied, ViewOptions,
@@ -680,6 +681,9 @@ pub struct MountKeys {
     /// How source files are read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub source_io: Option<Word<SourceIo>>,
+    /// How long a source may give no answer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub source_timeout: Option<TimeLimit>,
     /// How long to try to unmount while files are open, before detaching.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub grace_seconds: Option<u64>,
@@ -705,6 +709,7 @@ impl MountKeys {
             materialize: self.materialize.or_else(|| base.materialize.clone()),
             whole: self.whole.or_else(|| base.whole.clone()),
             source_io: self.source_io.or_else(|| base.source_io.clone()),
+            source_timeout: self.source_timeout.or(base.source_timeout),
             grace_seconds: self.grace_seconds.or(base.grace_seconds),
             drain_seconds: self.drain_seconds.or(base.drain_seconds),
             log_file: self.log_file.or_else(|| base.log_file.clone()),

@@ -30,6 +30,7 @@ pub mod report;
 mod select;
 pub mod shard;
 pub mod spec;
+mod time_limit;
 pub mod values;
 
 use std::{

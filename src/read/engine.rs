@@ -225,12 +225,17 @@ impl Engine {
         self.source().check(*stalled).err().map(|error| ReadError::Changed { error })
     }
 
+    /// Whether some thread has been waiting for storage for a while.
+    pub fn is_waiting(&self) -> bool {
+        !self.source().waiting(SLOW / 10).is_empty()
+    }
+
     /// Looks which source files stall, and starts threads in place of those that wait for storage, so that others' files are
     /// made meanwhile. To be called several times a second while there are readers.
     pub fn note_stalls(&self) {
-        self.source().note_stalls();
-        let waiting = self.source().waiting(SLOW);
-        let threads: Vec<i32> = waiting.iter().map(|waiting| waiting.thread).collect();
+        let waiting = self.source().note_stalls();
+        let slow = waiting.iter().filter(|waiting| waiting.quiet >= SLOW);
+        let threads: Vec<i32> = slow.map(|waiting| waiting.thread).collect();
         self.workers.relieve(&threads);
     }
 
@@ -288,7 +293,13 @@ impl Engine {
         let source = self.source();
         let end = start.saturating_add(len as u64).min(source.len_bytes(file));
         let start = start.min(end);
-        self.lend_or_read(file, start, end, Path::Identical, reply)
+        let result = self.lend_or_read(file, start, end, Path::Identical, reply);
+        result.inspect_err(|error| self.count_failure(error))
+    }
+
+    fn count_failure(&self, error: &ReadError) {
+        add(&self.counters.failed_reads, 1);
+        add(&self.counters.stalled_reads, u64::from(error.is_stall()));
     }
 
     fn lend_or_read(
@@ -349,11 +360,9 @@ impl Engine {
         self.look_ahead(file, start, end);
         let result = self.read_span(file, start, end, reply);
         if let Err(error) = &result {
-            add(&self.counters.failed_reads, 1);
-            if error.is_stall() {
-                // The source has logged it, and the file will be good again.
-                add(&self.counters.stalled_reads, 1);
-            } else if !file.failed.swap(true, Ordering::Relaxed) {
+            self.count_failure(error);
+            // A stall was logged by the source, and the file will be good again.
+            if !error.is_stall() && !file.failed.swap(true, Ordering::Relaxed) {
                 tracing::error!(file = file.name, start, end, "read failed: {error}");
             }
         }

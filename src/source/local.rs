@@ -333,7 +333,8 @@ impl LocalFiles {
             let _opening = fetches.begin_path(path, "open");
             Pinned::open(path, io)
         };
-        let files = paths.iter().map(open).collect::<Result<_, _>>()?;
+        let files: Vec<Pinned> = paths.iter().map(open).collect::<Result<_, _>>()?;
+        fetches.name_files(files.iter().map(|file| file.path.clone()));
         Ok(Self { files, window, poisoned: AtomicU64::new(0), fetches, stalls: Mutex::default() })
     }
 
@@ -692,12 +693,16 @@ impl Source for LocalFiles {
         self.fetches.limit()
     }
 
-    fn note_stalls(&self) {
+    fn note_stalls(&self) -> Vec<Waiting> {
         let mut found: Vec<(FileId, Stall)> = Vec::new();
-        for Waiting { target, since, .. } in self.fetches.stalled() {
+        let waiting = self.fetches.waiting(Duration::ZERO);
+        for Waiting { target, since, quiet, .. } in &waiting {
+            if *quiet < self.fetches.limit() {
+                continue;
+            }
             let Some(id) = target.file().filter(|id| found.iter().all(|(known, _)| known != id)) else { continue };
             let file = self.pinned(id).path.clone();
-            found.push((id, Stall { file, what: target.to_string(), since }));
+            found.push((id, Stall { file, what: target.to_string(), since: *since }));
         }
         let mut known = self.stalls.lock().unwrap_or_else(PoisonError::into_inner);
         for (id, stall) in &found {
@@ -712,6 +717,7 @@ impl Source for LocalFiles {
             tracing::warn!("{}: answers again after {seconds:.1} s", stall.file.display());
         }
         *known = found;
+        waiting
     }
 
     fn stalls(&self) -> Vec<Stall> {

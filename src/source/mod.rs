@@ -317,9 +317,11 @@ pub trait Source: fmt::Debug + Send + Sync {
         Fetches::LIMIT
     }
 
-    /// Looks which files stall now. To be called several times within [`Source::stall_limit`]; the first sight of a stall and
-    /// its end are logged.
-    fn note_stalls(&self) {}
+    /// Looks which files stall now, and returns all fetches that have got on with nothing since this was last called, stalled
+    /// or not. To be called several times within [`Source::stall_limit`]; the first sight of a stall and its end are logged.
+    fn note_stalls(&self) -> Vec<Waiting> {
+        Vec::new()
+    }
 
     /// The files that stalled when [`Source::note_stalls`] last looked.
     fn stalls(&self) -> Vec<Stall> {

@@ -13,7 +13,7 @@ use std::{
     fmt, fs,
     path::Path,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
@@ -24,7 +24,7 @@ use rustix::thread::gettid;
 use super::{ByteSpan, FileId};
 
 /// Fetches that can be noted at a time: more than there are threads. One beyond them goes unnoted.
-const PLACES: usize = 2048;
+const PLACES: usize = 1024;
 
 /// A fetch that is younger is not asked about: it costs some microseconds.
 const PROBE_AGE: Duration = Duration::from_millis(20);
@@ -69,6 +69,8 @@ pub struct Waiting {
     pub thread: i32,
     /// When it began.
     pub since: Instant,
+    /// For how long it has got on with nothing.
+    pub quiet: Duration,
 }
 
 /// A file that stalls.
@@ -97,6 +99,8 @@ struct Place(Mutex<Option<Note>>);
 pub struct Fetches {
     places: Box<[Place]>,
     limit: Duration,
+    /// Paths of the files that have numbers.
+    files: OnceLock<Vec<Arc<Path>>>,
 }
 
 impl fmt::Debug for Fetches {
@@ -138,7 +142,23 @@ impl Fetches {
 
     /// No fetches yet; one that gets on with nothing for `limit` stalls.
     pub fn new(limit: Duration) -> Self {
-        Self { places: (0..PLACES).map(|_| Place(Mutex::new(None))).collect(), limit }
+        Self { places: (0..PLACES).map(|_| Place(Mutex::new(None))).collect(), limit, files: OnceLock::new() }
+    }
+
+    /// Sets the paths of the files that have numbers.
+    pub(super) fn name_files(&self, files: impl Iterator<Item = Arc<Path>>) {
+        self.files.get_or_init(|| files.collect());
+    }
+
+    /// A message about a fetch that stalls.
+    pub fn describe(&self, waiting: &Waiting) -> String {
+        let path = match &waiting.target {
+            Target::Path(path, _) => Some(path),
+            Target::Bytes(file, _) | Target::Check(file) => self.files.get().and_then(|files| files.get(file.index())),
+        };
+        let path = path.map_or_else(|| "a source file".to_owned(), |path| path.display().to_string());
+        let (what, seconds) = (&waiting.target, waiting.since.elapsed().as_secs_f32());
+        format!("{path}: stalled: {what} got no answer for {seconds:.1} s; look at its storage, or allow more with --source-timeout")
     }
 
     /// The time limit.
@@ -179,9 +199,10 @@ impl Fetches {
             let counted = counted(note.thread);
             match &note.seen {
                 Some((before, since)) if *before == counted => {
-                    if since.elapsed() >= least {
+                    let quiet = since.elapsed();
+                    if quiet >= least {
                         let Note { target, thread, since, .. } = note;
-                        found.push(Waiting { target: target.clone(), thread: *thread, since: *since });
+                        found.push(Waiting { target: target.clone(), thread: *thread, since: *since, quiet });
                     }
                 }
                 Some(_) | None => note.seen = Some((counted, Instant::now())),

@@ -5,6 +5,7 @@
 mod arrays;
 mod blanks;
 mod copies;
+mod health;
 mod looks;
 mod manifest;
 mod memory_files;
@@ -17,7 +18,12 @@ mod unavailable;
 mod view_files;
 mod whole_files;
 
-use std::{fs::File, ops::ControlFlow, sync::Arc, time::SystemTime};
+use std::{
+    fs::File,
+    ops::ControlFlow,
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
 pub use metrics::{Metrics, Op};
 pub use served::{ViewPlan, Volume, VolumeError, VolumeOptions};
@@ -88,6 +94,9 @@ pub enum Access {
 
 /// Is told what became of a file that was to be made whole: a file with its bytes, or nothing.
 pub type WhenWhole = Box<dyn FnOnce(Option<Arc<File>>) + Send>;
+
+/// Is told that a source has changed. Returns at once.
+pub type OnChange = Box<dyn Fn() + Send + Sync>;
 
 /// A file that has been opened.
 #[derive(Clone, Debug)]
@@ -200,10 +209,11 @@ pub trait FileSystem: Send + Sync + 'static {
     fn open(&self, ino: Ino) -> Result<Opened, FsError>;
 
     /// Reads `len` bytes at `offset`, fewer only at the end of the file, and hands them to `reply`, which is called
-    /// exactly once if the result is `Ok` and never otherwise. The slice may lie in a mapped source file.
+    /// exactly once if the result is `Ok`. The slice may lie in a mapped source file.
     ///
     /// # Errors
-    /// [`FsError::Io`] if bytes could not be had or a source has changed.
+    /// [`FsError::Io`] if bytes could not be had or a source has changed. If `reply` was called all the same, the source
+    /// changed just then, and the bytes are not to be trusted.
     fn read(
         &self,
         ino: Ino,
@@ -245,4 +255,39 @@ pub trait FileSystem: Send + Sync + 'static {
 
     /// Where requests are counted.
     fn metrics(&self) -> &Metrics;
+
+    /// How long a request may wait for storage that gives no answer.
+    fn patience(&self) -> Duration {
+        Duration::from_mins(1)
+    }
+
+    /// Looks which sources give no answer. To be called several times within [`FileSystem::patience`], and several times a
+    /// second while there are requests.
+    fn note_stalls(&self) {}
+
+    /// Whether some thread has been waiting for storage for a while, be it slow or without an answer.
+    fn is_waiting(&self) -> bool {
+        false
+    }
+
+    /// Whether a file is made of a source that gives no answer.
+    fn is_stalled(&self, ino: Ino) -> bool {
+        let _ = ino;
+        false
+    }
+
+    /// Told that a request was answered with an error because of [`FileSystem::is_stalled`].
+    fn note_given_up(&self, ino: Ino) {
+        let _ = ino;
+    }
+
+    /// Sets who is told when a source has changed, if anybody is.
+    fn on_change(&self, told: Option<OnChange>) {
+        drop(told);
+    }
+
+    /// The files that were opened and are made of a source that has changed: what the kernel keeps of them is worthless.
+    fn changed_files(&self) -> Vec<Ino> {
+        Vec::new()
+    }
 }

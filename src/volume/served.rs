@@ -1,7 +1,7 @@
 //! The volume: a checkpoint's views as a file system.
 
 use std::{
-    collections::{BTreeSet, HashMap},
+    collections::HashMap,
     fmt, io,
     ops::ControlFlow,
     path::Path,
@@ -9,15 +9,16 @@ use std::{
         Arc, Mutex, OnceLock, PoisonError, RwLock, Weak,
         atomic::{AtomicU64, Ordering},
     },
-    time::{Instant, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use lru::LruCache;
 
 use super::{
-    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, Opened, StatFs, WhenWhole,
+    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, OnChange, Opened, StatFs, WhenWhole,
     arrays::{ArrayNode, ArrayTable},
     copies::Copies,
+    health::Health,
     looks::Looks,
     name_tree::NameNode,
     stats,
@@ -30,7 +31,7 @@ use crate::{
     checkpoint::Checkpoint,
     image::{FileImage, distcp_name},
     plan::{Allow, HfContent, HfFile, Plan, Problem, config::MadeWhole, report},
-    read::{Engine, EngineOptions, MapsAhead, OpenFile},
+    read::{Engine, EngineOptions, MapsAhead, OpenFile, ReadError},
     source::FileId,
     tensor::View,
 };
@@ -90,7 +91,7 @@ enum Open {
 /// A checkpoint's views as a file system. Immutable but for caches and counters.
 #[derive(Debug)]
 pub struct Volume {
-    engine: Arc<Engine>,
+    pub(super) engine: Arc<Engine>,
     views: Vec<ViewFiles>,
     tree: Tree,
     modified: SystemTime,
@@ -98,8 +99,7 @@ pub struct Volume {
     metrics: Metrics,
     next_handle: AtomicU64,
     open: RwLock<HashMap<u64, Open>>,
-    /// Source files that the kernel may be reading by itself.
-    lent_whole: Mutex<BTreeSet<FileId>>,
+    pub(super) health: Health,
     remembered: Mutex<Remembered>,
     direct: Allow,
     copies: Option<Copies>,
@@ -181,7 +181,7 @@ impl Volume {
             metrics: Metrics::default(),
             next_handle: AtomicU64::new(1),
             open: RwLock::default(),
-            lent_whole: Mutex::default(),
+            health: Health::default(),
             remembered: Mutex::new(Remembered { files: LruCache::unbounded(), segments: 0 }),
             direct: options.direct,
             copies: None,
@@ -384,6 +384,7 @@ impl Volume {
         }
         let segments = image.segments().len();
         let file = Arc::new(OpenFile::new(self.path_of(ino), image));
+        self.health.note_in_use(self.engine.sources_of(&file));
         remembered.segments += segments;
         remembered.files.put(ino, Arc::clone(&file));
         while let Some(old) = remembered.forget_one() {
@@ -454,9 +455,14 @@ impl Volume {
         entries.iter().find(|(_, ino)| *ino == child).map(|(name, _)| &**name)
     }
 
-    /// Checks the source files that the kernel may be reading by itself, so that a change to one is logged and counted
-    /// although no read passes here, and gives back memory of readers who are gone. To be called every few seconds.
+    /// Gives back memory of readers who are gone, and looks at sources. To be called every few seconds.
     pub fn watch(&self) {
+        self.settle();
+        self.look_at_sources();
+    }
+
+    /// Gives back memory of readers who are gone. To be called every few seconds; never waits for storage.
+    pub fn settle(&self) {
         if let Some((whole, _)) = &self.whole {
             whole.drop_idle();
             if whole.expects() {
@@ -464,11 +470,43 @@ impl Volume {
             }
         }
         self.engine.settle();
-        let files = self.lent_whole.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        for file in files {
-            // The source logs and counts what changed.
-            drop(self.engine.check_original(file));
+    }
+
+    /// The source files that a file is made of.
+    pub(super) fn sources_of(&self, ino: Ino) -> Vec<FileId> {
+        if let Some(file) = self.remembered(ino) {
+            return self.engine.sources_of(&file).to_vec();
         }
+        match self.content(ino) {
+            Ok(Content::Original(file)) => vec![file],
+            Ok(Content::Image(image)) => self.engine.sources_of(&OpenFile::new(String::new(), image)).to_vec(),
+            Ok(Content::Bytes(_)) | Err(_) => Vec::new(),
+        }
+    }
+
+    /// What a failed read or check is to the reader.
+    fn failure(&self) -> FsError {
+        self.tell_changes();
+        FsError::Io
+    }
+
+    /// A read of the engine. Bytes that went out just when their source changed may be in the kernel's cache now.
+    fn read_checked(
+        &self,
+        reply: &mut dyn FnMut(&[u8]),
+        read: impl FnOnce(&mut dyn FnMut(&[u8])) -> Result<(), ReadError>,
+    ) -> Result<(), FsError> {
+        let mut replied = false;
+        let result = read(&mut |bytes| {
+            replied = true;
+            reply(bytes);
+        });
+        result.map_err(|_| {
+            if replied {
+                self.tell_again();
+            }
+            self.failure()
+        })
     }
 
     /// Whether a file's content is taken anew at each open.
@@ -484,7 +522,12 @@ impl Volume {
             Open::Bytes(_) | Open::Late(_) => Ok(()),
         };
         // The source has logged what changed.
-        checked.map_err(|_| FsError::Io)
+        checked.map_err(|error| {
+            if error.is_stall() {
+                self.count_given_up();
+            }
+            self.failure()
+        })
     }
 }
 
@@ -748,13 +791,12 @@ impl FileSystem for Volume {
         self.check(&open)?;
         if let Open::Image(..) | Open::Original(_) = open {
             self.note_read();
+            self.health.note_opened(ino);
         }
         let access = match &open {
             Open::Original(file) => {
                 let backing = self.engine.checkpoint().source().backing(*file);
-                if backing.is_some() {
-                    self.lent_whole.lock().unwrap_or_else(PoisonError::into_inner).insert(*file);
-                }
+                self.health.note_in_use(&[*file]);
                 backing.map_or(Access::Cached, Access::Passthrough)
             }
             Open::Bytes(_) if self.is_live(ino) => Access::Direct,
@@ -794,12 +836,12 @@ impl FileSystem for Volume {
             }
             Open::Original(file) => {
                 self.note_read();
-                self.engine.read_original(file, offset, len, reply).map_err(|_| FsError::Io)
+                self.read_checked(reply, |reply| self.engine.read_original(file, offset, len, reply))
             }
             Open::Image(file, pin) => {
                 self.note_read();
                 pin.note_read(len as u64);
-                self.engine.read(&file, offset, len, reply).map_err(|_| FsError::Io)
+                self.read_checked(reply, |reply| self.engine.read(&file, offset, len, reply))
             }
         }
     }
@@ -867,5 +909,34 @@ impl FileSystem for Volume {
 
     fn metrics(&self) -> &Metrics {
         &self.metrics
+    }
+
+    fn patience(&self) -> Duration {
+        self.engine.checkpoint().source().stall_limit()
+    }
+
+    fn note_stalls(&self) {
+        self.engine.note_stalls();
+        self.tell_changes();
+    }
+
+    fn is_waiting(&self) -> bool {
+        self.engine.is_waiting()
+    }
+
+    fn is_stalled(&self, ino: Ino) -> bool {
+        self.waits_for_stalled(ino)
+    }
+
+    fn note_given_up(&self, _ino: Ino) {
+        self.count_given_up();
+    }
+
+    fn on_change(&self, told: Option<OnChange>) {
+        self.health.set_on_change(told);
+    }
+
+    fn changed_files(&self) -> Vec<Ino> {
+        self.files_of_poisoned()
     }
 }

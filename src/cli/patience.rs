@@ -1,0 +1,64 @@
+//! Commands do not wait for ever for storage that gives no answer.
+//!
+//! Nothing can call back a thread that waits for such storage, so another thread looks after it and ends the process. A mount
+//! that answers looks after its requests by itself and needs this only until then.
+
+use std::{
+    io::{self, Write},
+    sync::{Arc, mpsc},
+    thread,
+    time::Duration,
+};
+
+use crate::{plan::Config, source::Fetches};
+
+/// Looks within the time limit, and the longest time between two.
+const LOOKS: u32 = 8;
+const PERIOD_MAX: Duration = Duration::from_secs(1);
+
+/// Looks after fetches until it is dropped.
+#[derive(Debug)]
+pub(super) struct Patience {
+    _stop: mpsc::Sender<()>,
+}
+
+/// Where a command notes its fetches, with the time limit of its configuration.
+pub(super) fn fetches(config: &Config) -> Arc<Fetches> {
+    Arc::new(Fetches::new(config.mount.source_timeout.map_or(Fetches::LIMIT, |limit| limit.0)))
+}
+
+/// Calls `give_up` with a message when a fetch stalls, from another thread.
+///
+/// # Errors
+/// The system starts no thread.
+pub(super) fn watch(
+    fetches: &Arc<Fetches>,
+    give_up: impl FnOnce(&str) + Send + 'static,
+) -> io::Result<Patience> {
+    let (stop, stopped) = mpsc::channel::<()>();
+    let fetches = Arc::clone(fetches);
+    let period = (fetches.limit() / LOOKS).min(PERIOD_MAX);
+    thread::Builder::new().name("ckfs-patience".into()).spawn(move || {
+        while stopped.recv_timeout(period) == Err(mpsc::RecvTimeoutError::Timeout) {
+            if let Some(stalled) = fetches.stalled().first() {
+                return give_up(&fetches.describe(stalled));
+            }
+        }
+    })?;
+    Ok(Patience { _stop: stop })
+}
+
+/// Ends this process with an error when a fetch stalls.
+///
+/// # Errors
+/// As [`watch`].
+pub(super) fn end_on_stall(fetches: &Arc<Fetches>) -> io::Result<()> {
+    let patience = watch(fetches, |message| {
+        // Whoever reads our messages may be gone.
+        let _ = writeln!(io::stderr(), "ckfs: error: {message}");
+        std::process::exit(1);
+    })?;
+    // To the end of the process.
+    std::mem::forget(patience);
+    Ok(())
+}

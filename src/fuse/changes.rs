@@ -1,0 +1,67 @@
+//! Makes the kernel drop what it keeps of files whose source has changed.
+//!
+//! The kernel's call for that waits for each page that is being read, whose reader waits for a thread that answers requests.
+//! So it is made in a thread of its own that nothing waits for, and never by a thread that answers requests. Every request is
+//! answered in bounded time, or ended with the connection, so that the call ends too. When the session ends no further
+//! call is begun.
+
+use std::{
+    io,
+    sync::{Arc, Mutex, PoisonError, mpsc},
+    thread,
+};
+
+use fuser::{INodeNo, Notifier};
+
+use crate::volume::{FileSystem, Ino};
+
+/// The way to the kernel, until the session ends.
+#[derive(Clone, Debug)]
+pub(super) struct Changes {
+    notifier: Arc<Mutex<Option<Notifier>>>,
+}
+
+impl Changes {
+    /// Starts the thread, which is told of changes by `fs`.
+    ///
+    /// # Errors
+    /// The system starts no thread.
+    pub(super) fn start(fs: &Arc<dyn FileSystem>, notifier: Notifier) -> io::Result<Self> {
+        let changes = Self { notifier: Arc::new(Mutex::new(Some(notifier))) };
+        // One that waits is enough: the files are asked for when it is received.
+        let (tell, told) = mpsc::sync_channel::<()>(1);
+        let (working, files) = (changes.clone(), Arc::downgrade(fs));
+        thread::Builder::new().name("ckfs-changes".to_owned()).spawn(move || {
+            while told.recv().is_ok() {
+                let Some(fs) = files.upgrade() else { return };
+                let changed = fs.changed_files();
+                drop(fs);
+                if !working.drop_pages(&changed) {
+                    return;
+                }
+            }
+        })?;
+        fs.on_change(Some(Box::new(move || {
+            // Full: one waits. Without a receiver the session has ended.
+            let _ = tell.try_send(());
+        })));
+        Ok(changes)
+    }
+
+    /// Begins no further call. To be called when the session ends, which it would otherwise keep open.
+    pub(super) fn end(&self) {
+        self.notifier.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+
+    /// Drops the pages of files; whether the session goes on.
+    fn drop_pages(&self, files: &[Ino]) -> bool {
+        for ino in files {
+            let Some(notifier) = self.notifier.lock().unwrap_or_else(PoisonError::into_inner).clone() else { return false };
+            // From the first byte, and no length: to the end. The kernel may not know the file any more.
+            if let Err(error) = notifier.inval_inode(INodeNo(ino.0), 0, 0) {
+                tracing::debug!(ino = ino.0, "cannot drop cached pages: {error}");
+            }
+        }
+        true
+    }
+}

@@ -1,0 +1,105 @@
+//! The thread that looks after requests: answers those that wait for storage that gives no answer, and sees to it that
+//! somebody reads requests meanwhile.
+
+use std::{
+    io,
+    sync::{Arc, Weak, atomic::Ordering},
+    thread,
+    time::Duration,
+};
+
+use fuser::{Errno, ReplyData, ReplyOpen};
+
+use super::{
+    requests::{Expired, Requests},
+    spare::{Overflow, Readers},
+};
+use crate::volume::{FileSystem, Op};
+
+/// Time between looks while there are requests, and otherwise.
+const BUSY_PERIOD: Duration = Duration::from_millis(50);
+const IDLE_PERIOD: Duration = Duration::from_secs(1);
+/// Looks within the time that a request may wait, at least.
+const LOOKS: u32 = 8;
+
+/// What the thread looks after.
+pub(super) struct Lookout {
+    pub(super) fs: Arc<dyn FileSystem>,
+    pub(super) reads: Arc<Requests<ReplyData>>,
+    pub(super) opens: Arc<Requests<ReplyOpen>>,
+    pub(super) readers: Arc<Readers>,
+    pub(super) overflow: Arc<Overflow>,
+}
+
+/// A reply to a request that may wait.
+trait GiveUp {
+    const OP: Op;
+    fn give_up(self);
+}
+
+impl GiveUp for ReplyData {
+    const OP: Op = Op::Read;
+
+    fn give_up(self) {
+        self.error(Errno::EIO);
+    }
+}
+
+impl GiveUp for ReplyOpen {
+    const OP: Op = Op::Open;
+
+    fn give_up(self) {
+        self.error(Errno::EIO);
+    }
+}
+
+impl Lookout {
+    /// Starts the thread, which ends some time after the last other reference is gone.
+    ///
+    /// # Errors
+    /// The system starts no thread.
+    pub(super) fn start(self: &Arc<Self>) -> io::Result<()> {
+        let lookout = Arc::downgrade(self);
+        thread::Builder::new().name("ckfs-lookout".to_owned()).spawn(move || watch(&lookout)).map(drop)
+    }
+
+    /// Looks once, and says when to look again.
+    fn look(&self) -> Duration {
+        self.fs.note_stalls();
+        let patience = self.fs.patience();
+        self.expire(&self.reads, patience);
+        self.expire(&self.opens, patience);
+        let had_requests = self.readers.look(|| self.fs.is_waiting());
+        let busy = had_requests || self.reads.any() || self.opens.any();
+        let period = if busy { BUSY_PERIOD } else { IDLE_PERIOD };
+        period.min(patience / LOOKS).max(Duration::from_millis(1))
+    }
+
+    /// Answers the requests that have waited for `patience` and whose file's source gives no answer. Others go on waiting:
+    /// what takes long is being made.
+    fn expire<R: GiveUp>(&self, requests: &Requests<R>, patience: Duration) {
+        for ino in requests.late(patience) {
+            if !self.fs.is_stalled(ino) {
+                continue;
+            }
+            for Expired { ino, since, aside, reply } in requests.expire(ino, patience) {
+                if aside {
+                    self.overflow.lose();
+                }
+                reply.give_up();
+                self.fs.note_given_up(ino);
+                let metrics = self.fs.metrics();
+                metrics.in_flight.fetch_sub(1, Ordering::Relaxed);
+                metrics.record(R::OP, since.elapsed(), true);
+            }
+        }
+    }
+}
+
+fn watch(lookout: &Weak<Lookout>) {
+    while let Some(lookout) = lookout.upgrade() {
+        let period = lookout.look();
+        drop(lookout);
+        thread::sleep(period);
+    }
+}

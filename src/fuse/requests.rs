@@ -1,0 +1,208 @@
+//! Requests that wait for bytes, so that another thread can answer them when the bytes do not come.
+//!
+//! The reply of such a request lies here until it is sent. Whoever takes it out sends it: usually the thread that has the
+//! bytes; or, when their source gives no answer, the one that looks after requests, which answers with an error. The thread
+//! that comes back late then finds nothing here and throws its bytes away. This costs two uncontended locks a request, and
+//! no memory is taken or given back once there were as many requests at a time.
+
+use std::{
+    cell::Cell,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use crate::volume::Ino;
+
+/// Requests are spread over this many locks; each thread has one of its own, as far as there are that many.
+const SHARDS: usize = 32;
+
+thread_local! {
+    static SHARD: Cell<Option<usize>> = const { Cell::new(None) };
+}
+
+fn own_shard() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    SHARD.get().unwrap_or_else(|| {
+        let shard = NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS;
+        SHARD.set(Some(shard));
+        shard
+    })
+}
+
+#[derive(Debug)]
+struct Request<R> {
+    number: u64,
+    ino: Ino,
+    since: Instant,
+    /// Whether a thread of the overflow handles it.
+    aside: bool,
+    reply: R,
+}
+
+#[derive(Debug)]
+#[repr(align(64))]
+struct Shard<R> {
+    places: Vec<Option<Request<R>>>,
+    free: Vec<usize>,
+    next_number: u64,
+}
+
+/// The requests of one kind that were not answered yet.
+#[derive(Debug)]
+pub(super) struct Requests<R> {
+    shards: Box<[Mutex<Shard<R>>]>,
+}
+
+/// A request's place among them. Dropped, it takes the reply out.
+#[derive(Debug)]
+pub(super) struct Ticket<R> {
+    requests: Arc<Requests<R>>,
+    shard: usize,
+    place: usize,
+    number: u64,
+    taken: bool,
+}
+
+/// A request that was taken out because it waited for too long.
+#[derive(Debug)]
+pub(super) struct Expired<R> {
+    pub(super) ino: Ino,
+    pub(super) since: Instant,
+    pub(super) aside: bool,
+    pub(super) reply: R,
+}
+
+impl<R> Default for Requests<R> {
+    fn default() -> Self {
+        let shard = || Mutex::new(Shard { places: Vec::new(), free: Vec::new(), next_number: 0 });
+        Self { shards: (0..SHARDS).map(|_| shard()).collect() }
+    }
+}
+
+impl<R> Requests<R> {
+    /// Keeps the reply of a request for `ino` that came at `since`.
+    pub(super) fn add(self: &Arc<Self>, ino: Ino, since: Instant, reply: R) -> Ticket<R> {
+        let shard_index = own_shard();
+        let mut shard = self.shard(shard_index);
+        shard.next_number += 1;
+        let number = shard.next_number;
+        let request = Some(Request { number, ino, since, aside: false, reply });
+        let place = shard.free.pop();
+        let place = place.unwrap_or_else(|| {
+            shard.places.push(None);
+            shard.places.len() - 1
+        });
+        shard.places[place] = request;
+        drop(shard);
+        Ticket { requests: Arc::clone(self), shard: shard_index, place, number, taken: false }
+    }
+
+    /// Files with requests that have waited for `limit`, each once.
+    pub(super) fn late(&self, limit: Duration) -> Vec<Ino> {
+        let mut found = Vec::new();
+        for index in 0..SHARDS {
+            let shard = self.shard(index);
+            let late = shard.places.iter().flatten().filter(|request| request.since.elapsed() >= limit);
+            found.extend(late.map(|request| request.ino));
+        }
+        found.sort_unstable();
+        found.dedup();
+        found
+    }
+
+    /// Takes out the requests for `ino` that have waited for `limit`.
+    pub(super) fn expire(&self, ino: Ino, limit: Duration) -> Vec<Expired<R>> {
+        let mut expired = Vec::new();
+        for index in 0..SHARDS {
+            let mut shard = self.shard(index);
+            for place in 0..shard.places.len() {
+                let late = |request: &mut Request<R>| request.ino == ino && request.since.elapsed() >= limit;
+                if let Some(Request { ino, since, aside, reply, .. }) = shard.places[place].take_if(late) {
+                    shard.free.push(place);
+                    expired.push(Expired { ino, since, aside, reply });
+                }
+            }
+        }
+        expired
+    }
+
+    /// Whether any request waits.
+    pub(super) fn any(&self) -> bool {
+        (0..SHARDS).any(|index| self.shard(index).places.iter().any(Option::is_some))
+    }
+
+    fn shard(&self, index: usize) -> MutexGuard<'_, Shard<R>> {
+        self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<R> Ticket<R> {
+    /// The reply, to be sent; none if it was taken before.
+    pub(super) fn take(&mut self) -> Option<R> {
+        let mut shard = self.requests.shard(self.shard);
+        let place = shard.places.get_mut(self.place)?;
+        let request = place.take_if(|request| request.number == self.number)?;
+        shard.free.push(self.place);
+        self.taken = true;
+        Some(request.reply)
+    }
+
+    /// Notes that a thread of the overflow handles it. Whether it still waits.
+    pub(super) fn set_aside(&self) -> bool {
+        let mut shard = self.requests.shard(self.shard);
+        match shard.places.get_mut(self.place) {
+            Some(Some(request)) if request.number == self.number => {
+                request.aside = true;
+                true
+            }
+            Some(_) | None => false,
+        }
+    }
+
+    /// Whether somebody else answered it.
+    pub(super) fn expired(&self) -> bool {
+        let waits = || {
+            let shard = self.requests.shard(self.shard);
+            shard.places.get(self.place).is_some_and(|place| matches!(place, Some(request) if request.number == self.number))
+        };
+        !self.taken && !waits()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reply_is_taken_once_by_whoever_comes_first() {
+        let requests = Arc::new(Requests::default());
+        let now = Instant::now();
+        let mut first = requests.add(Ino(1), now, "first");
+        let mut second = requests.add(Ino(2), now, "second");
+        assert_eq!(requests.late(Duration::from_secs(3600)), []);
+        assert_eq!(requests.late(Duration::ZERO), [Ino(1), Ino(2)]);
+        assert!(second.set_aside() && requests.any());
+        let expired = requests.expire(Ino(2), Duration::ZERO);
+        assert_eq!(expired.iter().map(|found| (found.reply, found.aside)).collect::<Vec<_>>(), [("second", true)]);
+        assert!(second.expired() && second.take().is_none() && second.expired());
+        // The place has another tenant now.
+        let mut third = requests.add(Ino(2), now, "third");
+        assert!(second.take().is_none());
+        assert_eq!((first.take(), first.take(), first.expired()), (Some("first"), None, false));
+        assert_eq!((third.take(), third.expired()), (Some("third"), false));
+        assert!(requests.late(Duration::ZERO).is_empty() && !requests.any() && !third.set_aside());
+    }
+
+    #[test]
+    fn places_are_used_again() {
+        let requests = Arc::new(Requests::default());
+        for round in 0..100 {
+            let mut tickets: Vec<_> = (0..3).map(|_| requests.add(Ino(round), Instant::now(), round)).collect();
+            assert!(tickets.iter_mut().all(|ticket| ticket.take() == Some(round)));
+        }
+        assert_eq!(requests.shard(own_shard()).places.len(), 3);
+    }
+}
