@@ -31,13 +31,7 @@ pub(super) fn list(root: &Path, fetches: &Fetches) -> io::Result<Vec<Listed>> {
     Ok(found)
 }
 
-fn walk(
-    dir: &Path,
-    prefix: &str,
-    depth: usize,
-    listing: &Fetching<'_>,
-    found: &mut Vec<Listed>,
-) -> io::Result<()> {
+fn walk(dir: &Path, prefix: &str, depth: usize, listing: &Fetching<'_>, found: &mut Vec<Listed>) -> io::Result<()> {
     if depth > DEPTH_MAX || found.len() > ENTRIES_MAX {
         let message =
             format!("{}: more than {ENTRIES_MAX} files or {DEPTH_MAX} levels: not a model repository", dir.display());

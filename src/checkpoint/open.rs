@@ -398,7 +398,8 @@ fn open_file(located: Located, options: &OpenOptions, adapters: Adapters) -> Res
 
 fn open_directory(located: Located, options: &OpenOptions, adapters: Adapters) -> Result<Checkpoint, CheckpointError> {
     let root = located.path.clone();
-    let mut files = listing::list(&root, &options.fetches).map_err(|error| CheckpointError::Listing { root: root.clone(), error })?;
+    let mut files = listing::list(&root, &options.fetches)
+        .map_err(|error| CheckpointError::Listing { root: root.clone(), error })?;
     let mut problems = Problems::default();
     find_unreadable(&files, &mut problems);
     let index_name = choose_index(&root, &files)?;

@@ -31,10 +31,7 @@ pub(super) fn fetches(config: &Config) -> Arc<Fetches> {
 ///
 /// # Errors
 /// The system starts no thread.
-pub(super) fn watch(
-    fetches: &Arc<Fetches>,
-    give_up: impl FnOnce(&str) + Send + 'static,
-) -> io::Result<Patience> {
+pub(super) fn watch(fetches: &Arc<Fetches>, give_up: impl FnOnce(&str) + Send + 'static) -> io::Result<Patience> {
     let (stop, stopped) = mpsc::channel::<()>();
     let fetches = Arc::clone(fetches);
     let period = (fetches.limit() / LOOKS).min(PERIOD_MAX);

@@ -56,7 +56,9 @@ impl Changes {
     /// Drops the pages of files; whether the session goes on.
     fn drop_pages(&self, files: &[Ino]) -> bool {
         for ino in files {
-            let Some(notifier) = self.notifier.lock().unwrap_or_else(PoisonError::into_inner).clone() else { return false };
+            let Some(notifier) = self.notifier.lock().unwrap_or_else(PoisonError::into_inner).clone() else {
+                return false;
+            };
             // From the first byte, and no length: to the end. The kernel may not know the file any more.
             if let Err(error) = notifier.inval_inode(INodeNo(ino.0), 0, 0) {
                 tracing::debug!(ino = ino.0, "cannot drop cached pages: {error}");

@@ -166,7 +166,10 @@ impl<R> Ticket<R> {
     pub(super) fn expired(&self) -> bool {
         let waits = || {
             let shard = self.requests.shard(self.shard);
-            shard.places.get(self.place).is_some_and(|place| matches!(place, Some(request) if request.number == self.number))
+            shard
+                .places
+                .get(self.place)
+                .is_some_and(|place| matches!(place, Some(request) if request.number == self.number))
         };
         !self.taken && !waits()
     }

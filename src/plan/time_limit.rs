@@ -84,7 +84,9 @@ mod tests {
             assert_eq!((limit.0, limit.to_string().as_str()), (Duration::from_millis(ms), written));
             assert_eq!(written.parse(), Ok(limit));
         }
-        for wrong in ["", "s", "0", "0ms", "-1s", "1.5s", "5 parsecs", "9999h", "99999999999999999999", "18446744073709551615m"] {
+        for wrong in
+            ["", "s", "0", "0ms", "-1s", "1.5s", "5 parsecs", "9999h", "99999999999999999999", "18446744073709551615m"]
+        {
             let error = wrong.parse::<TimeLimit>().unwrap_err();
             assert!(error.starts_with("expected a time") && error.contains(wrong), "{error}");
         }

@@ -354,8 +354,7 @@ fn wait(flight: &Flight, give_up: &dyn Fn() -> Option<ReadError>) -> Outcome {
         if let Some(outcome) = &*outcome {
             return outcome.clone();
         }
-        let (found, waited) =
-            flight.done.wait_timeout(outcome, GIVE_UP_PERIOD).unwrap_or_else(PoisonError::into_inner);
+        let (found, waited) = flight.done.wait_timeout(outcome, GIVE_UP_PERIOD).unwrap_or_else(PoisonError::into_inner);
         outcome = found;
         if waited.timed_out()
             && outcome.is_none()

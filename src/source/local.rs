@@ -321,12 +321,7 @@ impl LocalFiles {
         Self::open_all(paths, io, window, Arc::default())
     }
 
-    fn open_all(
-        paths: &[PathBuf],
-        io: SourceIo,
-        window: Window,
-        fetches: Arc<Fetches>,
-    ) -> Result<Self, SourceError> {
+    fn open_all(paths: &[PathBuf], io: SourceIo, window: Window, fetches: Arc<Fetches>) -> Result<Self, SourceError> {
         assert!(u32::try_from(paths.len()).is_ok(), "{} files", paths.len());
         raise_open_file_limit();
         let open = |path: &PathBuf| {
@@ -708,7 +703,10 @@ impl Source for LocalFiles {
         for (id, stall) in &found {
             if !self.pinned(*id).stalled.swap(true, Ordering::Relaxed) {
                 let (file, seconds) = (stall.file.display(), stall.since.elapsed().as_secs_f32());
-                tracing::error!("{file}: stalled: {} got no answer for {seconds:.1} s; reads fail until it comes", stall.what);
+                tracing::error!(
+                    "{file}: stalled: {} got no answer for {seconds:.1} s; reads fail until it comes",
+                    stall.what
+                );
             }
         }
         for (id, stall) in known.iter().filter(|(id, _)| found.iter().all(|(still, _)| still != id)) {
@@ -752,9 +750,8 @@ fn fill(map: &MmapRaw, start: usize, end: usize) -> io::Result<()> {
     let first = start / guard::page_bytes() * guard::page_bytes();
     // SAFETY: the pages lie in the mapping, which begins at a page. The kernel reads them as a load would, but returns an error
     // where that would be a signal.
-    let done = unsafe {
-        libc::madvise(map.as_ptr().add(first).cast_mut().cast(), end - first, libc::MADV_POPULATE_READ)
-    };
+    let done =
+        unsafe { libc::madvise(map.as_ptr().add(first).cast_mut().cast(), end - first, libc::MADV_POPULATE_READ) };
     let error = io::Error::last_os_error();
     if done == 0 || error.raw_os_error() == Some(libc::EINVAL) { Ok(()) } else { Err(error) }
 }

@@ -2,9 +2,9 @@
 //!
 //! Nothing can call back a thread that waits in `pread`, in `fstat` or in a page fault for storage that does not answer. So
 //! every such wait is noted here before it begins and struck out after it, and another thread looks at what is noted. A
-//! fetch *stalls* if its thread has got on with nothing for a time limit: neither has the fetch ended, nor has the kernel
-//! counted a page fault or processor time for the thread. Storage that is merely slow, and a computation over mapped bytes
-//! that takes long, therefore never stall.
+//! fetch *stalls* if its thread has got on with nothing for a time limit: neither has the fetch ended, nor has the thread
+//! run at all. Storage that is slow wakes the thread with each page that comes, and a computation over mapped bytes runs, so
+//! that neither stalls.
 //!
 //! A note costs two uncontended locks: each thread has a place of its own that it tries first.
 
@@ -158,7 +158,9 @@ impl Fetches {
         };
         let path = path.map_or_else(|| "a source file".to_owned(), |path| path.display().to_string());
         let (what, seconds) = (&waiting.target, waiting.since.elapsed().as_secs_f32());
-        format!("{path}: stalled: {what} got no answer for {seconds:.1} s; look at its storage, or allow more with --source-timeout")
+        format!(
+            "{path}: stalled: {what} got no answer for {seconds:.1} s; look at its storage, or allow more with --source-timeout"
+        )
     }
 
     /// The time limit.
@@ -240,15 +242,26 @@ impl Drop for Fetching<'_> {
     }
 }
 
-/// A number that grows whenever the thread has a page fault behind it or used the processor; 0 where the system does not tell.
+/// A number that grows whenever the thread runs, if only to find that the next page has come; 0 where the system does not
+/// tell.
 fn counted(thread: i32) -> u64 {
+    // Nanoseconds on a processor come first, in kernels that keep count of them.
+    let times = fs::read_to_string(format!("/proc/self/task/{thread}/schedstat")).unwrap_or_default();
+    match times.split_ascii_whitespace().next().and_then(|time| time.parse().ok()) {
+        None | Some(0) => faults_and_ticks(thread).unwrap_or(0),
+        Some(time) => time,
+    }
+}
+
+/// The thread's page faults, and its processor time as it is counted everywhere.
+fn faults_and_ticks(thread: i32) -> Option<u64> {
     // Numbers of the fields in proc_pid_stat(5), less the three up to the state: minor faults, major faults, user time, system time.
     const FIELDS: [usize; 4] = [7, 9, 11, 12];
-    let Ok(text) = fs::read_to_string(format!("/proc/self/task/{thread}/stat")) else { return 0 };
+    let text = fs::read_to_string(format!("/proc/self/task/{thread}/stat")).ok()?;
     // The name, in parentheses, may hold anything.
-    let Some((_, rest)) = text.rsplit_once(')') else { return 0 };
+    let (_, rest) = text.rsplit_once(')')?;
     let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
-    FIELDS.iter().filter_map(|field| fields.get(*field)?.parse::<u64>().ok()).fold(0, u64::wrapping_add)
+    Some(FIELDS.iter().filter_map(|field| fields.get(*field)?.parse::<u64>().ok()).fold(0, u64::wrapping_add))
 }
 
 #[cfg(test)]
@@ -319,6 +332,18 @@ mod tests {
             done.store(true, Ordering::Relaxed);
             assert_eq!(found, Some(0));
         });
+    }
+
+    #[test]
+    fn both_ways_to_count_see_a_thread_run() {
+        let (_, thread) = own();
+        let run = |counted: &dyn Fn() -> u64| {
+            let (before, begun) = (counted(), Instant::now());
+            while counted() == before && begun.elapsed() < Duration::from_secs(10) {}
+            counted() > before
+        };
+        assert!(run(&|| counted(thread)) && run(&|| faults_and_ticks(thread).unwrap()));
+        assert_eq!((counted(-1), faults_and_ticks(-1)), (0, None));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 #![allow(clippy::cast_possible_truncation, reason = "test data is small, and noise may be cut")]
 #![allow(clippy::unwrap_used, clippy::missing_panics_doc, missing_docs, reason = "tests panic")]
 
+pub mod faulty;
 pub mod repo;
 pub mod views;
 

@@ -1,0 +1,333 @@
+//! Sources that fail, are slow, give no answer or change, under a real mount: who reads what depends on them gets an error in
+//! bounded time, all others go on, and the daemon can be ended.
+//!
+//! The source is a file system of the test's own ([`common::faulty`]); the mount is made by the program. Tests need root and
+//! `/dev/fuse`; without them they pass over, except in continuous integration (`CI=true`), where they fail.
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests too")]
+
+mod common;
+
+use std::{
+    fs::{self, File},
+    io,
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+    process::{Child, Command, Output, Stdio},
+    sync::mpsc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use ckfs::tensor::{DType, TensorId};
+use common::{
+    faulty::{Faulty, Manner, Pages, can_mount},
+    repo::{row, write_repo},
+    source_bytes,
+};
+use nix::{
+    mount::{MntFlags, umount2},
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::{Value, json};
+
+/// The files of the source, one tensor each.
+const A: &str = "model-00001-of-00003.safetensors";
+const B: &str = "model-00002-of-00003.safetensors";
+/// Bytes of a tensor: more than is read along with the header.
+const BYTES: usize = 4 << 20;
+/// Time for anything that should happen soon.
+const SOON: Duration = Duration::from_secs(60);
+
+fn expected(tensor: u32) -> Vec<u8> {
+    source_bytes(TensorId(tensor), 0..BYTES as u64)
+}
+
+fn source() -> Faulty {
+    source_kept_by(Pages::Kernel)
+}
+
+fn source_kept_by(pages: Pages) -> Faulty {
+    let dir = tempfile::tempdir().unwrap();
+    let file = |name| [row(name, DType::BF16, &[1024, 2048])];
+    let (a, b, c) = (file("alpha.weight"), file("beta.weight"), file("gamma.weight"));
+    write_repo(dir.path(), &[&a, &b, &c], &json!({"model_type": "none of those known"}));
+    Faulty::new(dir.path(), pages)
+}
+
+fn program() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ckfs"));
+    command.env_remove("CKFS_LOG");
+    command
+}
+
+/// A mount by the program, in the foreground. Dropped, it is ended at once.
+struct Mount {
+    child: Child,
+    base: tempfile::TempDir,
+}
+
+impl Mount {
+    fn new(source: &Path, flags: &[&str]) -> Self {
+        let base = tempfile::tempdir().unwrap();
+        let mnt = base.path().join("mnt");
+        fs::create_dir(&mnt).unwrap();
+        let log = File::create(base.path().join("log")).unwrap();
+        let mut command = program();
+        command.arg("mount").arg(source).arg(&mnt).args(["--foreground", "--grace", "1", "--drain", "1"]).args(flags);
+        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).spawn().unwrap();
+        let mut mount = Self { child, base };
+        until("the mount answers", || {
+            assert_eq!(mount.child.try_wait().unwrap(), None, "{}", mount.log());
+            mount.path(".ckfs/stats.json").exists()
+        });
+        mount
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.base.path().join("mnt").join(name)
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.base.path().join("log")).unwrap()
+    }
+
+    fn stat(&self, name: &str) -> u64 {
+        let stats: Value = serde_json::from_slice(&fs::read(self.path(".ckfs/stats.json")).unwrap()).unwrap();
+        stats[name].as_u64().unwrap_or_else(|| panic!("{name} in {stats}"))
+    }
+
+    /// Reads a span of a file in another thread.
+    fn read(&self, name: &str, start: u64, len: usize) -> mpsc::Receiver<io::Result<Vec<u8>>> {
+        let (tell, told) = mpsc::channel();
+        let path = self.path(name);
+        thread::spawn(move || {
+            let read = || {
+                let mut bytes = vec![0; len];
+                File::open(path)?.read_exact_at(&mut bytes, start)?;
+                Ok(bytes)
+            };
+            let _ = tell.send(read());
+        });
+        told
+    }
+
+    #[track_caller]
+    fn reads(&self, name: &str, tensor: u32) {
+        let result = self.read(name, 0, BYTES).recv_timeout(SOON);
+        let bytes = result.unwrap_or_else(|_| panic!("{name}: no answer\n{}", self.log()));
+        let bytes = bytes.unwrap_or_else(|error| panic!("{name}: {error}\n{}", self.log()));
+        assert!(bytes == expected(tensor), "{name}: other bytes");
+    }
+
+    #[track_caller]
+    fn fails(&self, reader: &mpsc::Receiver<io::Result<Vec<u8>>>) {
+        let result = reader.recv_timeout(SOON).unwrap_or_else(|_| panic!("no answer\n{}", self.log()));
+        assert_eq!(result.err().and_then(|error| error.raw_os_error()), Some(libc::EIO), "{}", self.log());
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        let _ = umount2(&self.base.path().join("mnt"), MntFlags::MNT_DETACH);
+        let _ = self.child.kill();
+        let until = Instant::now() + Duration::from_secs(5);
+        while Instant::now() < until && self.child.try_wait().is_ok_and(|ended| ended.is_none()) {
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+#[track_caller]
+fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let end = Instant::now() + SOON;
+    while !done() {
+        assert!(Instant::now() < end, "{what}: not within {SOON:?}");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Lets storage of one file give no answer, and reads it in many places.
+fn stall_one(flags: &[&str]) {
+    let source = source();
+    let mount = Mount::new(&source.path(), &[&["--source-timeout", "3s"], flags].concat());
+    source.set(A, Manner::Stalled);
+    let readers: Vec<_> = (0..24).map(|at| mount.read("full/alpha", at * 128 << 10, 64 << 10)).collect();
+    let also: Vec<_> = (0..4).map(|_| mount.read("safetensors/dev0.safetensors", 0, BYTES)).collect();
+    until("the source is asked", || source.asked(A) > 0);
+    // Neither these threads nor the daemon's may all be waiting for the one file.
+    mount.reads("full/beta", 1);
+    mount.reads("dev0/gamma", 2);
+    readers.iter().chain(&also).for_each(|reader| mount.fails(reader));
+    // Known by now: nobody waits.
+    mount.fails(&mount.read("full/alpha", 0, 10));
+    assert!(mount.stat("stalled_reads") >= 1 && mount.stat("failed_reads") >= 1, "{}", mount.log());
+    assert_eq!(mount.stat("poisoned_sources"), 0, "a stall is no change");
+    let told = mount.log().lines().filter(|line| line.contains(A) && line.contains("stalled: ")).count();
+    assert_eq!(told, 1, "{}", mount.log());
+
+    source.set(A, Manner::Good);
+    until("the file is good again", || mount.read("full/alpha", 0, 10).recv_timeout(SOON).unwrap().is_ok());
+    mount.reads("full/alpha", 0);
+    mount.reads("full/beta", 1);
+    assert!(mount.log().contains("answers again"), "{}", mount.log());
+    until("nothing is left", || mount.stat("in_flight") <= 2);
+}
+
+#[test]
+fn a_stalled_source_is_an_error_for_its_readers_and_nobody_else() {
+    if can_mount() {
+        stall_one(&[]);
+    }
+}
+
+#[test]
+fn one_thread_is_enough() {
+    if can_mount() {
+        stall_one(&["--threads", "1", "--whole", "none"]);
+    }
+}
+
+#[test]
+fn page_faults_that_get_no_answer_end_too() {
+    if can_mount() {
+        stall_one(&["--source-io", "mmap", "--whole", "none", "--direct-io"]);
+    }
+}
+
+#[test]
+fn tiles_that_are_made_of_a_stalled_source_end_too() {
+    if !can_mount() {
+        return;
+    }
+    let source = source();
+    let flags = ["--source-timeout", "2s", "--whole", "none", "--dtype", "f32", "--threads", "1"];
+    let mount = Mount::new(&source.path(), &flags);
+    source.set(A, Manner::Stalled);
+    let readers: Vec<_> = (0..8).map(|at| mount.read("full/alpha", at << 16, 1 << 16)).collect();
+    until("the source is asked", || source.asked(A) > 0);
+    let other = mount.read("full/beta", 0, 2 * BYTES).recv_timeout(SOON).unwrap().unwrap();
+    assert_eq!(other.len(), 2 * BYTES);
+    readers.iter().for_each(|reader| mount.fails(reader));
+    source.set(A, Manner::Good);
+    until("the file is good again", || mount.read("full/alpha", 0, 10).recv_timeout(SOON).unwrap().is_ok());
+}
+
+#[test]
+fn an_open_that_gets_no_answer_ends_too() {
+    if !can_mount() {
+        return;
+    }
+    let source = source();
+    let mount = Mount::new(&source.path(), &["--source-timeout", "2s", "--threads", "1"]);
+    source.set(A, Manner::Dead);
+    let readers: Vec<_> = (0..8).map(|_| mount.read("full/alpha", 0, 10)).collect();
+    mount.reads("full/beta", 1);
+    readers.iter().for_each(|reader| mount.fails(reader));
+    source.set(A, Manner::Good);
+    until("the file is good again", || mount.read("full/alpha", 0, 10).recv_timeout(SOON).unwrap().is_ok());
+    mount.reads("full/alpha", 0);
+}
+
+#[test]
+fn slow_storage_is_waited_for() {
+    if !can_mount() {
+        return;
+    }
+    let source = source();
+    let mount = Mount::new(&source.path(), &["--source-timeout", "2s"]);
+    // Each answer takes half of the time limit, all of them several times as long.
+    source.set(A, Manner::Slow(Duration::from_secs(1)));
+    let begun = Instant::now();
+    mount.reads("full/alpha", 0);
+    assert!(begun.elapsed() > Duration::from_secs(2), "this must be slow to show anything");
+    assert_eq!((mount.stat("stalled_reads"), mount.stat("failed_reads")), (0, 0), "{}", mount.log());
+}
+
+#[test]
+fn a_mount_ends_while_its_source_gives_no_answer() {
+    if !can_mount() {
+        return;
+    }
+    let source = source();
+    let mut mount = Mount::new(&source.path(), &["--source-timeout", "1h"]);
+    source.set(A, Manner::Stalled);
+    let readers: Vec<_> = (0..8).map(|at| mount.read("full/alpha", at << 20, 10)).collect();
+    until("the source is asked", || source.asked(A) > 0);
+    kill(Pid::from_raw(i32::try_from(mount.child.id()).unwrap()), Signal::SIGTERM).unwrap();
+    until("the daemon ends", || mount.child.try_wait().unwrap().is_some());
+    for reader in readers {
+        reader.recv_timeout(SOON).unwrap().unwrap_err();
+    }
+}
+
+#[test]
+fn commands_give_up_a_source_that_gives_no_answer() {
+    if !can_mount() {
+        return;
+    }
+    let source = source();
+    let path = source.path();
+    let base = tempfile::tempdir().unwrap();
+    let mnt = base.path().join("mnt");
+    fs::create_dir(&mnt).unwrap();
+    let run = |args: &[&str]| -> Output { program().args(args).arg("--source-timeout=500ms").output().unwrap() };
+    let refused = |output: &Output, file: &str| {
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        let told = said.lines().filter(|line| line.contains("ckfs: error: ") || line.contains("stalled: ")).count();
+        assert!(told >= 1 && said.contains(file) && said.contains("stalled: "), "{said}");
+    };
+    let name = path.to_str().unwrap();
+    // In the order in which they are read: what was read is in the kernel's cache.
+    for file in ["model.safetensors.index.json", A, "config.json"] {
+        source.set(file, Manner::Stalled);
+        refused(&run(&["plan", name]), file);
+        refused(&run(&["mount", name, mnt.to_str().unwrap()]), file);
+        refused(&run(&["mount", "-f", name, mnt.to_str().unwrap()]), file);
+        source.set(file, Manner::Failing);
+        source.set(file, Manner::Good);
+    }
+    // Headers are there now, the tensor is not.
+    assert_eq!(run(&["plan", name]).status.code(), Some(0));
+    source.set(B, Manner::Stalled);
+    refused(&run(&["cat", name, "full/beta"]), B);
+    refused(&run(&["sums", name]), B);
+}
+
+#[test]
+fn failures_are_errors_that_pass_and_changes_are_errors_that_stay() {
+    if !can_mount() {
+        return;
+    }
+    let source = source();
+    let mount = Mount::new(&source.path(), &["--whole", "none"]);
+    source.set(A, Manner::Failing);
+    mount.fails(&mount.read("full/alpha", 1 << 20, 1 << 20));
+    source.set(A, Manner::Good);
+    mount.reads("full/alpha", 0);
+    mount.reads("full/gamma", 2);
+    // Read before, so that the kernel has all pages of it.
+    mount.reads("full/alpha", 0);
+    source.touch(A);
+    until("the change is seen", || mount.stat("poisoned_sources") == 1);
+    until("pages are dropped", || mount.read("full/alpha", 0, BYTES).recv_timeout(SOON).unwrap().is_err());
+    source.truncate(B, BYTES / 2);
+    mount.fails(&mount.read("dev0/beta", 0, 10));
+    mount.reads("full/gamma", 2);
+}
+
+#[test]
+fn reads_that_end_early_are_errors_and_never_zeros() {
+    if !can_mount() {
+        return;
+    }
+    let source = source_kept_by(Pages::Nobody);
+    let mount = Mount::new(&source.path(), &["--whole", "none"]);
+    source.set(A, Manner::Short);
+    mount.fails(&mount.read("full/alpha", 1 << 20, 1 << 20));
+    source.set(A, Manner::Good);
+    assert_eq!(mount.stat("poisoned_sources"), 1, "{}", mount.log());
+    mount.fails(&mount.read("full/alpha", 0, 10));
+    mount.reads("full/gamma", 2);
+}
