@@ -2,7 +2,8 @@
 //!
 //! Every request is counted and timed, and a panic while it is handled is that request's EIO, never the end of a thread:
 //! fuser would lose the thread, or the whole mount. Read replies go out straight from the slice that the file system
-//! lends, without a copy in user space.
+//! lends, without a copy in user space. Opens and reads may wait for storage; another thread answers those that wait for too
+//! long ([`super::lookout`]), and others handle them if all threads of fuser wait ([`super::spare`]).
 //!
 //! The tree never changes, so the kernel may keep names, attributes, listings and data as long as it likes, absent names
 //! included. Requests that would change something get EROFS; the mount is read-only, so they only come after a remount.
@@ -66,7 +67,7 @@ const INIT_FLAGS: [InitFlags; 9] = [
     InitFlags::FUSE_PARALLEL_DIROPS,
     InitFlags::FUSE_DO_READDIRPLUS,
     InitFlags::FUSE_CACHE_SYMLINKS,
-    // The page cache of a file is dropped only if we say so, and we never do.
+    // The page cache of a file is dropped only if we say so: when a source of it has changed.
     InitFlags::FUSE_EXPLICIT_INVAL_DATA,
     // A client's O_DIRECT read is split into requests that run in parallel.
     InitFlags::FUSE_ASYNC_DIO,

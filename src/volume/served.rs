@@ -384,12 +384,13 @@ impl Volume {
         }
         let segments = image.segments().len();
         let file = Arc::new(OpenFile::new(self.path_of(ino), image));
-        self.health.note_in_use(self.engine.sources_of(&file));
         remembered.segments += segments;
         remembered.files.put(ino, Arc::clone(&file));
         while let Some(old) = remembered.forget_one() {
             self.engine.forget(&old);
         }
+        drop(remembered);
+        self.health.note_in_use(self.engine.sources_of(&file));
         file
     }
 
