@@ -37,7 +37,7 @@ const B: &str = "model-00002-of-00003.safetensors";
 /// Bytes of a tensor: more than is read along with the header.
 const BYTES: usize = 4 << 20;
 /// Time for anything that should happen soon.
-const SOON: Duration = Duration::from_secs(60);
+const SOON: Duration = Duration::from_mins(1);
 
 fn expected(tensor: u32) -> Vec<u8> {
     source_bytes(TensorId(tensor), 0..BYTES as u64)
@@ -152,13 +152,15 @@ fn stall_one(flags: &[&str]) {
     let source = source();
     let mount = Mount::new(&source.path(), &[&["--source-timeout", "3s"], flags].concat());
     source.set(A, Manner::Stalled);
-    let readers: Vec<_> = (0..24).map(|at| mount.read("full/alpha", at * 128 << 10, 64 << 10)).collect();
+    let readers: Vec<_> = (0..24).map(|at| mount.read("full/alpha", at << 17, 64 << 10)).collect();
     let also: Vec<_> = (0..4).map(|_| mount.read("safetensors/dev0.safetensors", 0, BYTES)).collect();
     until("the source is asked", || source.asked(A) > 0);
     // Neither these threads nor the daemon's may all be waiting for the one file.
     mount.reads("full/beta", 1);
     mount.reads("dev0/gamma", 2);
-    readers.iter().chain(&also).for_each(|reader| mount.fails(reader));
+    for reader in readers.iter().chain(&also) {
+        mount.fails(reader);
+    }
     // Known by now: nobody waits.
     mount.fails(&mount.read("full/alpha", 0, 10));
     assert!(mount.stat("stalled_reads") >= 1 && mount.stat("failed_reads") >= 1, "{}", mount.log());
@@ -208,7 +210,9 @@ fn tiles_that_are_made_of_a_stalled_source_end_too() {
     until("the source is asked", || source.asked(A) > 0);
     let other = mount.read("full/beta", 0, 2 * BYTES).recv_timeout(SOON).unwrap().unwrap();
     assert_eq!(other.len(), 2 * BYTES);
-    readers.iter().for_each(|reader| mount.fails(reader));
+    for reader in &readers {
+        mount.fails(reader);
+    }
     source.set(A, Manner::Good);
     until("the file is good again", || mount.read("full/alpha", 0, 10).recv_timeout(SOON).unwrap().is_ok());
 }
@@ -223,7 +227,9 @@ fn an_open_that_gets_no_answer_ends_too() {
     source.set(A, Manner::Dead);
     let readers: Vec<_> = (0..8).map(|_| mount.read("full/alpha", 0, 10)).collect();
     mount.reads("full/beta", 1);
-    readers.iter().for_each(|reader| mount.fails(reader));
+    for reader in &readers {
+        mount.fails(reader);
+    }
     source.set(A, Manner::Good);
     until("the file is good again", || mount.read("full/alpha", 0, 10).recv_timeout(SOON).unwrap().is_ok());
     mount.reads("full/alpha", 0);

@@ -185,7 +185,7 @@ mod tests {
         let now = Instant::now();
         let mut first = requests.add(Ino(1), now, "first");
         let mut second = requests.add(Ino(2), now, "second");
-        assert_eq!(requests.late(Duration::from_secs(3600)), []);
+        assert_eq!(requests.late(Duration::from_hours(1)), []);
         assert_eq!(requests.late(Duration::ZERO), [Ino(1), Ino(2)]);
         assert!(second.set_aside() && requests.any());
         let expired = requests.expire(Ino(2), Duration::ZERO);

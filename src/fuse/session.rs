@@ -181,7 +181,7 @@ pub fn serve(
         .map_err(|source| MountError::Session { source })
         .and_then(|session| Running::start(session, &fs));
     let mut supervisor = match started {
-        Ok(running) => Supervisor { mounted, running, signals, grace: options.grace, drain: options.drain },
+        Ok(running) => Supervisor { fs, mounted, running, signals, grace: options.grace, drain: options.drain },
         Err(error) => {
             detach(&mounted);
             return Err(error);
@@ -197,9 +197,7 @@ pub fn serve(
     }
     info!("mounted on {} with {threads} threads", supervisor.mounted.path().display());
     on_ready();
-    let exit = supervisor.run();
-    fs.on_change(None);
-    let exit = exit?;
+    let exit = supervisor.run()?;
     info!("{}: {exit:?}", supervisor.mounted.path().display());
     Ok(exit)
 }
@@ -269,11 +267,18 @@ enum Event {
 
 /// Watches over a mount until its end.
 struct Supervisor {
+    fs: Arc<dyn FileSystem>,
     mounted: Mounted,
     running: Running,
     signals: SignalFd,
     grace: Duration,
     drain: Duration,
+}
+
+impl Drop for Supervisor {
+    fn drop(&mut self) {
+        self.fs.on_change(None);
+    }
 }
 
 impl Supervisor {

@@ -349,7 +349,7 @@ mod tests {
     #[test]
     fn fetches_nest_and_too_many_go_unnoted() {
         let fetches = Fetches::new(SHORT);
-        let all: Vec<_> = (0..PLACES + 1).map(|start| fetches.begin(bytes(start as u64))).collect();
+        let all: Vec<_> = (0..=PLACES).map(|start| fetches.begin(bytes(start as u64))).collect();
         assert_eq!(all.iter().filter(|fetching| fetching.place.is_none()).count(), 1);
         drop(all);
         assert!((0..PLACES).all(|index| fetches.lock(index).is_none()));
