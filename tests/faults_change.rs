@@ -130,8 +130,8 @@ impl Reader {
             });
             read?;
             // Headers and what a cast makes are neither.
-            let new = buffer.iter().filter(|byte| **byte == NEW).count() > 4096;
-            let counter = if new { &self.seen.new } else { &self.seen.old };
+            let new: usize = buffer.iter().map(|byte| usize::from(*byte == NEW)).sum();
+            let counter = if new > 4096 { &self.seen.new } else { &self.seen.old };
             counter.fetch_add(1, Ordering::Relaxed);
         }
         Ok(())

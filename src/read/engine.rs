@@ -43,8 +43,6 @@ const GAP_BYTES: u64 = 256 << 10;
 const BUFFERS_BYTES_MIN: usize = 32 << 20;
 /// A thread that has waited so long for storage is replaced meanwhile.
 const SLOW: Duration = Duration::from_millis(500);
-/// Runs up to this are copied and checked before they are handed out: it costs less than to check them afterwards as well.
-const COPIED_BYTES_MAX: usize = 4 << 10;
 /// Source bytes that one piece may span where they must be read into memory first.
 const WINDOW_BYTES_MAX: u64 = 16 << 20;
 
@@ -318,23 +316,15 @@ impl Engine {
             self.counters.serve(path, len);
         };
         let span = ByteSpan::new(start, end).filter(|_| len > 0);
-        let mut copied = [0; COPIED_BYTES_MAX];
-        if let (Some(span), Some(copied)) = (span, usize::try_from(len).ok().and_then(|len| copied.get_mut(..len))) {
-            if let Some(result) = source.with_map(file, span, &mut |bytes| copied.copy_from_slice(bytes)) {
-                result.and_then(|()| source.check(file)).map_err(changed)?;
-                count();
-                reply(copied);
-                return Ok(());
-            }
-        } else if let Some(span) = span {
-            let lent = source.lend_to(file, span, &mut |bytes| {
+        let lent = span.and_then(|span| {
+            source.lend_to(file, span, &mut |bytes| {
                 add(&self.counters.lent, 1);
                 count();
                 reply(bytes);
-            });
-            if let Some(result) = lent {
-                return result.map_err(changed);
-            }
+            })
+        });
+        if let Some(result) = lent {
+            return result.map_err(changed);
         }
         let mut buffer = self.buffers.take(usize::try_from(len).unwrap_or(0));
         source.read_into(file, start, &mut buffer).map_err(changed)?;
