@@ -33,6 +33,7 @@ use ckfs::fuse::{
     DaemonError, Exit, FS_TYPE, MountEntry, MountOptions, Readiness, UnmountError, UnmountOptions, block_signals,
     ckfs_mounts, serve, start_background, unmount,
 };
+use ckfs::host::{Log, Target};
 use memmap2::Mmap;
 use mount_double::{DATA_BYTES, Double, MANY, byte_at, data};
 use nix::{
@@ -79,8 +80,10 @@ fn serving_process() {
         panic!("{config}");
     };
     let base = Path::new(base);
-    let mut readiness = Readiness::new(Some(&base.join("log"))).unwrap();
-    tracing_subscriber::fmt().with_ansi(false).with_writer(io::stderr).init();
+    block_signals().unwrap();
+    let log = Log::start(Target::stderr());
+    let mut readiness = Readiness::new(&log, Some(&base.join("log")), &base.join("mnt")).unwrap();
+    tracing_subscriber::fmt().with_ansi(false).without_time().with_writer(log.clone()).init();
     let options = MountOptions {
         name: "double of a repo".into(),
         threads: Some(threads.parse().unwrap()),
@@ -90,7 +93,8 @@ fn serving_process() {
         ..MountOptions::default()
     };
     let fs = Arc::new(Double::new(File::open(base.join("backing")).ok()));
-    let result = serve(fs, &base.join("mnt"), &options, || readiness.ready("serving").unwrap());
+    let result = serve(fs, &base.join("mnt"), &options, &log, || readiness.ready("serving").unwrap());
+    log.finish();
     match result {
         Ok(exit) => process::exit(exit_code(exit)),
         Err(error) => {
@@ -171,8 +175,8 @@ impl Bench {
 
     fn try_start(&mut self, config: &Config) -> Result<Pid, DaemonError> {
         let args = self.args(config);
-        let start = || start_background(&env::current_exe().unwrap(), &args, Duration::from_secs(30));
-        let pid = Pid::from_raw(i32::try_from(with_signals_blocked(start)?).unwrap());
+        let start = || start_background(&env::current_exe().unwrap(), &args, &self.mnt(), Duration::from_secs(30));
+        let pid = Pid::from_raw(i32::try_from(with_signals_blocked(start)?.pid).unwrap());
         self.daemons.push(pid);
         Ok(pid)
     }
@@ -608,7 +612,7 @@ fn a_slow_read_does_not_hold_up_others() {
 #[test]
 fn each_ending_signal_unmounts() {
     let Some(mut bench) = bench() else { return };
-    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
+    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGQUIT] {
         let pid = bench.start();
         kill(pid, signal).unwrap();
         assert_eq!((bench.end_of(pid), bench.mounts()), (0, vec![]), "{signal}");
