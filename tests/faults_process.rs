@@ -144,12 +144,6 @@ impl Bench {
         }
     }
 
-    /// The default log file.
-    fn default_log(&self) -> String {
-        let mut logs = fs::read_dir(self.path("state/ckfs")).unwrap().map(|entry| entry.unwrap().path());
-        fs::read_to_string(logs.next().unwrap()).unwrap()
-    }
-
     fn unmount(&self) {
         let output = self.program().arg("umount").arg(self.mnt()).output().unwrap();
         assert!(output.status.success(), "{}", text(&output));
@@ -318,16 +312,29 @@ fn a_pipe_that_nobody_reads_blocks_nothing() {
 }
 
 #[test]
-fn failures_that_repeat_are_one_line_and_a_count() {
+fn a_source_that_changes_is_one_line_however_often_it_is_read() {
     let Some(bench) = bench() else { return };
-    let output = bench.mount().output().unwrap();
-    assert!(output.status.success(), "{}", text(&output));
+    let log = bench.path("log");
+    assert!(bench.mount().arg("-q").arg("--log-file").arg(&log).status().unwrap().success());
     bench.fail_reads(100);
     bench.unmount();
-    let has_ended = || bench.default_log().contains("repeated");
-    until("the count is written", has_ended);
-    let log = bench.default_log();
-    assert!(log.contains("changed since it was opened") && log.lines().count() < 12, "{log}");
+    let is_logged = || fs::read_to_string(&log).unwrap().contains("changed since it was opened");
+    until("it is logged", is_logged);
+    let text = fs::read_to_string(&log).unwrap();
+    assert_eq!(text.matches("changed since it was opened").count(), 1, "{text}");
+    assert!(text.lines().count() < 8, "{text}");
+}
+
+#[test]
+fn what_the_fuse_library_logs_reaches_the_log() {
+    let Some(bench) = bench() else { return };
+    let log = bench.path("log");
+    let mut command = bench.mount();
+    assert!(command.arg("-q").arg("--log-file").arg(&log).env("CKFS_LOG", "fuser=debug").status().unwrap().success());
+    bench.lives();
+    let has_line = || fs::read_to_string(&log).unwrap().contains(" DEBUG fuser::");
+    until("a line is there", has_line);
+    bench.unmount();
 }
 
 #[test]
@@ -392,8 +399,15 @@ fn a_daemon_logs_to_the_system_where_it_has_a_log() {
     let told = fs::read_to_string(bench.path("told")).unwrap();
     assert!(told.contains("its log goes to the system log (/dev/log), as ckfs["), "{told}");
     // No syslog: the journal.
-    let line = log_of_system(&bench, "newrun/systemd/journal/socket", &format!("rm newdev/log; {dev}; mount --bind newrun /run"));
-    assert!(line.starts_with("PRIORITY=6\n") && line.contains("\nMESSAGE=ckfs::fuse::session: statistics of "), "{line}");
+    let line = log_of_system(
+        &bench,
+        "newrun/systemd/journal/socket",
+        &format!("rm newdev/log; {dev}; mount --bind newrun /run"),
+    );
+    assert!(
+        line.starts_with("PRIORITY=6\n") && line.contains("\nMESSAGE=ckfs::fuse::session: statistics of "),
+        "{line}"
+    );
     let told = fs::read_to_string(bench.path("told")).unwrap();
     assert!(told.contains("its log goes to the journal: journalctl _PID="), "{told}");
 }
@@ -413,7 +427,10 @@ fn a_limit_of_file_size_leaves_all_bytes_readable() {
         for _ in 0..3 {
             bench.lives();
         }
-        assert_eq!(fs::read(bench.mnt().join("hf/model.safetensors")).unwrap(), fs::read(bench.path("model/model.safetensors")).unwrap());
+        assert_eq!(
+            fs::read(bench.mnt().join("hf/model.safetensors")).unwrap(),
+            fs::read(bench.path("model/model.safetensors")).unwrap()
+        );
         kill(bench.daemon(), Signal::SIGUSR1).unwrap();
         bench.lives();
         bench.unmount();
@@ -551,9 +568,11 @@ const HARMLESS: [i32; 12] = [
     40,
 ];
 
-fn send(pid: Pid, signal: i32) {
-    // SAFETY: sends a signal to a process that this test started.
-    assert_eq!(unsafe { libc::kill(pid.as_raw(), signal) }, 0);
+fn send_harmless(pid: Pid) {
+    for signal in HARMLESS {
+        // SAFETY: sends a signal to a process that this test started.
+        assert_eq!(unsafe { libc::kill(pid.as_raw(), signal) }, 0);
+    }
 }
 
 #[test]
@@ -561,11 +580,11 @@ fn harmless_signals_are_harmless_while_serving() {
     let Some(mut bench) = bench() else { return };
     assert!(bench.mount().status().unwrap().success());
     let daemon = bench.daemon();
-    HARMLESS.into_iter().for_each(|signal| send(daemon, signal));
+    send_harmless(daemon);
     bench.lives();
     bench.unmount();
     let daemon = bench.foreground(&[], Stdio::null());
-    HARMLESS.into_iter().for_each(|signal| send(daemon, signal));
+    send_harmless(daemon);
     bench.lives();
     assert_eq!(bench.end(Signal::SIGQUIT), 0);
     assert_eq!(bench.mounts(), 0);
@@ -574,29 +593,36 @@ fn harmless_signals_are_harmless_while_serving() {
 #[test]
 fn harmless_signals_are_harmless_during_start() {
     let Some(mut bench) = bench() else { return };
-    // Reading the source waits for a writer until the signals were sent: a FIFO as configuration of the model.
-    let config = bench.path("model/config.json");
-    nix::unistd::mkfifo(&config, nix::sys::stat::Mode::S_IRWXU).unwrap();
-    let child = bench.mount().arg("--foreground").stderr(Stdio::piped()).spawn().unwrap();
+    // What the daemon tells systemd before it mounts waits for room in this socket.
+    let path = bench.path("notify");
+    let socket = UnixDatagram::bind(&path).unwrap();
+    let filler = UnixDatagram::unbound().unwrap();
+    filler.set_nonblocking(true).unwrap();
+    while filler.send_to(b"full", &path).is_ok() {}
+    let mut command = bench.mount();
+    let child = command.arg("--foreground").env("NOTIFY_SOCKET", &path).stderr(Stdio::piped()).spawn().unwrap();
     let pid = pid_of(&child);
     bench.children.push(child);
-    let handles_signals = || {
-        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-        let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:\t")).unwrap_or("0");
-        u64::from_str_radix(ignored, 16).unwrap_or(0) & (1 << (libc::SIGUSR2 - 1)) != 0
+    let has_set_up_signals = || {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        let blocked = status.lines().find_map(|line| line.strip_prefix("SigBlk:\t")).unwrap();
+        u64::from_str_radix(blocked, 16).unwrap() & (1 << (libc::SIGUSR1 - 1)) != 0
     };
-    until("the daemon has set up its signals", handles_signals);
-    HARMLESS.into_iter().for_each(|signal| send(pid, signal));
-    thread::sleep(Duration::from_millis(50));
-    let child = bench.children.last_mut().unwrap();
-    assert!(child.try_wait().unwrap().is_none(), "it was ended");
-    kill(pid, Signal::SIGTERM).unwrap();
-    let mut child = bench.children.pop().unwrap();
-    child.wait().unwrap();
+    until("the daemon has set up its signals", has_set_up_signals);
+    send_harmless(pid);
+    thread::sleep(Duration::from_millis(20));
+    assert_eq!((bench.children[0].try_wait().unwrap(), bench.mounts()), (None, 0));
+    socket.set_nonblocking(true).unwrap();
+    until("the mount answers", || {
+        while socket.recv(&mut [0; 100]).is_ok() {}
+        bench.mnt().join("dev0").is_dir()
+    });
+    bench.lives();
+    let mut stderr = bench.children[0].stderr.take().unwrap();
+    assert_eq!(bench.end(Signal::SIGTERM), 0);
     let mut told = String::new();
-    child.stderr.take().unwrap().read_to_string(&mut told).unwrap();
-    assert!(!told.contains("panicked"), "{told}");
-    assert_eq!(bench.mounts(), 0);
+    stderr.read_to_string(&mut told).unwrap();
+    assert!(told.contains("statistics of"), "SIGUSR1 was kept until the mount was there: {told}");
 }
 
 #[test]
@@ -613,7 +639,9 @@ fn sighup_opens_the_log_file_anew_and_sigusr1_writes_statistics() {
         };
         bench.lives();
         kill(daemon, Signal::SIGUSR1).unwrap();
-        until("statistics are written", || fs::read_to_string(&log).unwrap().contains(" INFO ckfs::fuse::session: statistics of "));
+        until("statistics are written", || {
+            fs::read_to_string(&log).unwrap().contains(" INFO ckfs::fuse::session: statistics of ")
+        });
         let line = fs::read_to_string(&log).unwrap();
         assert!(line.contains(" requests, ") && line.contains(" 0 panics, "), "{line}");
         fs::rename(&log, &old).unwrap();

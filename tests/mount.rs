@@ -82,6 +82,7 @@ fn serving_process() {
     let base = Path::new(base);
     block_signals().unwrap();
     let log = Log::start(Target::stderr());
+    log.take_panics();
     let mut readiness = Readiness::new(&log, Some(&base.join("log")), &base.join("mnt")).unwrap();
     tracing_subscriber::fmt().with_ansi(false).without_time().with_writer(log.clone()).init();
     let options = MountOptions {
@@ -617,6 +618,27 @@ fn each_ending_signal_unmounts() {
         kill(pid, signal).unwrap();
         assert_eq!((bench.end_of(pid), bench.mounts()), (0, vec![]), "{signal}");
     }
+}
+
+#[test]
+fn failures_that_repeat_are_one_line_and_a_count() {
+    let Some(mut bench) = bench() else { return };
+    let pid = bench.start();
+    for name in ["silent", "panicking"] {
+        for _ in 0..50 {
+            let file = File::open(bench.file(name)).unwrap();
+            assert_eq!(errno(file.read_exact_at(&mut [0; 10], 0)), libc::EIO);
+        }
+    }
+    bench.stop(pid);
+    let log = bench.log();
+    // Once as it happens, once in the count.
+    let unanswered = "ERROR ckfs::fuse::adapter: request was left unanswered";
+    assert_eq!((log.matches(unanswered).count(), log.contains(" times in ")), (2, true), "{log}");
+    assert_eq!(log.matches("request handler panicked").count(), 2, "{log}");
+    // The hook's line names thread and place, the adapter's the request.
+    let hook = log.lines().find(|line| line.contains(" ERROR ckfs::panic: thread fuser-")).unwrap();
+    assert!(hook.contains(" panicked at tests/mount_double/mod.rs:") && hook.ends_with(": read panics"), "{hook}");
 }
 
 #[test]

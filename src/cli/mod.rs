@@ -72,7 +72,7 @@ struct LogFlags {
     #[arg(short, long, global = true, conflicts_with = "verbose")]
     quiet: bool,
     /// Appends the log to this file instead of standard error. A daemon in the background logs by default to the system's
-    /// log, else to a file below $XDG_STATE_HOME/ckfs.
+    /// log, else to a file of its own: see `ckfs mount --help`.
     #[arg(long, global = true, value_name = "FILE")]
     log_file: Option<std::path::PathBuf>,
 }
@@ -141,10 +141,7 @@ fn run_args(log: &Log) -> anyhow::Result<ExitCode> {
     let called = args.first().map(Path::new).and_then(Path::file_name).and_then(|name| name.to_str());
     let args = match called {
         // A daemon is given the arguments of `ckfs mount`, whatever its program is called.
-        Some("mount.ckfs" | "mount.fuse.ckfs") if !mount::is_daemon() => match mount::helper_arguments(&args[1..]) {
-            Ok(args) => args,
-            Err(error) => return Err(error),
-        },
+        Some("mount.ckfs" | "mount.fuse.ckfs") if !mount::is_daemon() => mount::helper_arguments(&args[1..])?,
         _ if args.is_empty() => vec!["ckfs".into()],
         _ => args,
     };

@@ -23,7 +23,8 @@ use super::{
 use crate::{
     checkpoint::Checkpoint,
     fuse::{
-        MountOptions, Readiness, Started, block_signals, daemon, interruptible, parse_mount_helper, serve, start_background,
+        MountOptions, Readiness, Started, block_signals, daemon, interruptible, parse_mount_helper, serve,
+        start_background,
     },
     host::{self, Log},
     plan::{Config, config::MountKeys},
@@ -56,7 +57,17 @@ What is in the mount:
   dcp/                          a torch.distributed.checkpoint
   hf/                           the repository as it is, casts applied
   mesh/fsdp=0,.../              links to the devices
-  .ckfs/                        manifest, plan, configuration, statistics")]
+  .ckfs/                        manifest, plan, configuration, statistics
+
+Signals to the daemon, also while it starts:
+  TERM, INT, QUIT  unmounts; files that are open are waited for (--grace, --drain); a second one cuts them off
+  HUP              opens the log file anew, as after it was rotated
+  USR1             writes one line of statistics to the log
+  others           those that can be ignored are: USR2, PIPE, ALRM, VTALRM, PROF, IO, PWR, XCPU, XFSZ, real-time signals
+
+The log of a daemon in the background goes to --log-file, else to the system's log (/dev/log, or the journal), else to
+$XDG_STATE_HOME/ckfs/ (~/.local/state/ckfs/), one file per mountpoint of at most 4 MiB and the one before it. Without HOME there
+is no such place, and the log goes nowhere. After mounting, one line on standard error says which it is; -q omits it.")]
 pub(super) struct Mount {
     /// A directory, a .safetensors file, or org/name[@revision] in the local cache.
     source: Option<String>,
@@ -217,6 +228,8 @@ impl Mount {
         let (source, path) = (config.source.unwrap_or_default(), mountpoint.display());
         tracing::info!("{source} is mounted on {path} by process {pid}");
         if !log.quiet {
+            // In the order in which it happened.
+            sink.flush(host::log::FLUSH_LIMIT);
             host::tell(&format!("ckfs: mounted on {path}; its log goes to {place}\n"));
         }
         Ok(())

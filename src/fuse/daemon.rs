@@ -153,7 +153,11 @@ fn start_child(program: &Path, args: &[OsString], timeout: Duration) -> Result<S
     }
     let status = reap(&mut child).map_err(spawn)?;
     let reason = report.trim().to_owned();
-    Err(if reason.is_empty() { DaemonError::Died { status, limits: limits::hint() } } else { DaemonError::Failed { reason } })
+    Err(if reason.is_empty() {
+        DaemonError::Died { status, limits: limits::hint() }
+    } else {
+        DaemonError::Failed { reason }
+    })
 }
 
 fn is_ready(report: &str) -> bool {
@@ -227,9 +231,8 @@ impl Readiness {
     pub fn new(log: &Log, log_file: Option<&Path>, mountpoint: &Path) -> Result<Self, DaemonError> {
         let starter = starter_pipe().map_err(system("pipe to the starter"))?;
         let mut readiness = Self { starter, log: log.clone(), file: None, mountpoint: mountpoint.to_owned() };
-        let opened = log_file.map(|path| {
-            Target::file(path).map_err(|source| DaemonError::LogFile { path: path.to_owned(), source })
-        });
+        let opened = log_file
+            .map(|path| Target::file(path).map_err(|source| DaemonError::LogFile { path: path.to_owned(), source }));
         match opened.transpose() {
             Ok(file) => readiness.file = file,
             Err(error) => {

@@ -77,8 +77,9 @@ impl Line {
     }
 }
 
-/// What the writer thread is to do.
+/// What is to be done, and by whom.
 #[derive(Debug, Default)]
+#[expect(clippy::struct_excessive_bools, reason = "each is asked for on its own")]
 struct State {
     queue: VecDeque<Line>,
     queue_bytes: usize,
@@ -87,9 +88,10 @@ struct State {
     repeats: Repeats,
     target: Option<Target>,
     reopen: bool,
+    /// The process ends: a default log file is removed if nothing is in it.
+    tidy: bool,
     /// The writer thread is at work on what it took.
     writing: bool,
-    ended: bool,
     has_thread: bool,
 }
 
@@ -166,7 +168,10 @@ impl Log {
     /// Sums up what was counted and waits until all is written, at most [`FLUSH_LIMIT`].
     pub fn finish(&self) {
         let summaries = lock(&self.shared.state).repeats.all(Instant::now());
-        summaries.iter().for_each(|summary| self.shared.push(Line::summary(Level::WARN, summary)));
+        for summary in &summaries {
+            self.shared.push(Line::summary(Level::WARN, summary));
+        }
+        self.shared.ask(|state| state.tidy = true);
         self.flush(FLUSH_LIMIT);
     }
 
@@ -197,7 +202,7 @@ impl Log {
 
 impl State {
     fn has_work(&self) -> bool {
-        !self.queue.is_empty() || self.target.is_some() || self.reopen || self.overflowed > 0
+        !self.queue.is_empty() || self.target.is_some() || self.reopen || self.tidy || self.overflowed > 0
     }
 }
 
@@ -260,7 +265,7 @@ impl Shared {
             while !state.has_work() {
                 state.writing = false;
                 self.done.notify_all();
-                if state.ended {
+                if !state.has_thread {
                     return;
                 }
                 let now = Instant::now();
@@ -290,12 +295,14 @@ impl Shared {
         let overflowed = std::mem::take(&mut state.overflowed);
         let target = state.target.take();
         let reopen = std::mem::take(&mut state.reopen);
+        let tidy = std::mem::take(&mut state.tidy);
         drop(state);
         if let Some(target) = target {
             output.switch(target);
         }
         if reopen && let Err(error) = output.target.reopen() {
-            let line = Line::own(Level::ERROR, format_args!("the log file is not opened anew, the old one is kept: {error}"));
+            let line =
+                Line::own(Level::ERROR, format_args!("the log file is not opened anew, the old one is kept: {error}"));
             output.write(&line, &|| true);
         }
         if overflowed > 0 {
@@ -305,7 +312,7 @@ impl Shared {
         // Another target, or the end, frees a writer from one that takes nothing.
         let go_on = || {
             let state = lock(&self.state);
-            state.target.is_none() && state.has_thread && !state.ended
+            state.target.is_none() && state.has_thread
         };
         for line in lines {
             if let Some(target) = lock(&self.state).target.take() {
@@ -314,6 +321,9 @@ impl Shared {
             output.write(&line, &go_on);
         }
         output.write_losses(&go_on);
+        if tidy {
+            output.target.remove_if_empty();
+        }
     }
 }
 
@@ -480,7 +490,6 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let (log, path) = log_at(&directory);
         let mut state = lock(&log.shared.state);
-        state.ended = true;
         state.has_thread = false;
         drop(state);
         log.shared.called.notify_all();

@@ -109,7 +109,9 @@ fn hash_without(line: &str, keep_names: bool) -> u64 {
         if is_name {
             word.hash(&mut hasher);
         } else {
-            word.split(|c: char| c.is_ascii_digit()).filter(|part| !part.is_empty()).for_each(|part| part.hash(&mut hasher));
+            word.split(|c: char| c.is_ascii_digit())
+                .filter(|part| !part.is_empty())
+                .for_each(|part| part.hash(&mut hasher));
         }
     }
     hasher.finish()
@@ -123,7 +125,8 @@ mod tests {
     fn equal_lines_are_counted_and_summed_up() {
         let mut repeats = Repeats::default();
         let start = Instant::now();
-        let line = |at: u32| format!("ERROR ckfs: read failed: gone file=\"layers/3/wq\" start={at} end={}", at * 7 + 10);
+        let line =
+            |at: u32| format!("ERROR ckfs: read failed: gone file=\"layers/3/wq\" start={at} end={}", at * 7 + 10);
         assert_eq!(repeats.note(&line(0), start), (true, None));
         for at in 1..=132 {
             assert_eq!(repeats.note(&line(at), start), (false, None));

@@ -117,6 +117,18 @@ impl Target {
         Ok(true)
     }
 
+    /// Removes a log file of the default place that nothing was written to, so that they do not pile up.
+    pub(super) fn remove_if_empty(&self) {
+        if let Self::File(log) = self
+            && log.bytes_max.is_some()
+            && log.file.metadata().is_ok_and(|found| found.len() == 0)
+            // A daemon that ends slowly must not take the file of its successor on the same mountpoint away.
+            && log.file.try_lock().is_ok()
+        {
+            let _ = fs::remove_file(&log.path);
+        }
+    }
+
     /// Opens a file anew by its path, as after it was renamed.
     ///
     /// # Errors
@@ -160,7 +172,12 @@ impl LogFile {
         if bytes_max.is_some() {
             options.mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_NOCTTY);
         }
-        Ok(Self { path: path.to_owned(), file: options.open(path)?, bytes_max, holds_stderr: false })
+        let file = options.open(path)?;
+        if bytes_max.is_some() {
+            // Says that it is in use; some file systems have no locks.
+            let _ = file.try_lock_shared();
+        }
+        Ok(Self { path: path.to_owned(), file, bytes_max, holds_stderr: false })
     }
 
     fn reopen(&mut self) -> io::Result<()> {
@@ -231,7 +248,8 @@ fn file_name(mountpoint: &Path) -> String {
     let mut name = String::new();
     let mut is_exact = path.len() <= NAME_BYTES_MAX && !path.is_empty();
     for &byte in path.iter().take(NAME_BYTES_MAX) {
-        let plain = byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'@' | b'+') || (byte == b'.' && !name.is_empty());
+        let plain =
+            byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'@' | b'+') || (byte == b'.' && !name.is_empty());
         is_exact &= plain || byte == b'/';
         name.push(if plain { char::from(byte) } else { '-' });
     }
@@ -239,9 +257,9 @@ fn file_name(mountpoint: &Path) -> String {
         return format!("{name}.log");
     }
     // FNV-1a: the same in every version of this program.
-    let mark = path.iter().fold(0xcbf2_9ce4_8422_2325_u64, |hash, &byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
-    });
+    let mark = path
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3));
     format!("{name}-{mark:016x}.log")
 }
 
@@ -269,9 +287,27 @@ mod tests {
         for n in 0..10 {
             log.write(format!("{n:039}\n").as_bytes(), &|| true).unwrap();
         }
-        let (now, before) = (fs::read_to_string(&path).unwrap(), fs::read_to_string(directory.path().join("log.1")).unwrap());
+        let (now, before) =
+            (fs::read_to_string(&path).unwrap(), fs::read_to_string(directory.path().join("log.1")).unwrap());
         assert_eq!((now.len(), before.len()), (80, 80));
         assert!(now.ends_with("9\n") && before.ends_with("7\n"));
+    }
+
+    #[test]
+    fn an_empty_default_file_is_removed_unless_it_is_in_use() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("log");
+        let open = || Target::File(LogFile::open(&path, Some(100)).unwrap());
+        let (first, second) = (open(), open());
+        first.remove_if_empty();
+        assert!(path.exists());
+        drop(second);
+        first.remove_if_empty();
+        assert!(!path.exists());
+        let mut written = open();
+        written.write(Level::INFO, "now", "text", &|| true).unwrap();
+        written.remove_if_empty();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "now text\n");
     }
 
     #[test]
