@@ -159,6 +159,11 @@ impl Bench {
         fs::read_to_string(self.base.path().join("log")).unwrap_or_default()
     }
 
+    /// Waits for a line: it is written after the request was answered.
+    fn logs(&self, text: &str) {
+        until(&format!("{text:?} is logged"), || self.log().contains(text));
+    }
+
     fn start(&mut self) -> Pid {
         self.start_with(&CONFIG)
     }
@@ -571,7 +576,7 @@ fn a_panic_is_an_error_of_its_request_only() {
     assert!(bench.stat("panics") > 10, "{}", bench.stat("panics"));
     assert_eq!(threads_of(pid), 2);
     assert!(fs::read(bench.file("data")).unwrap() == data());
-    assert!(bench.log().contains("request handler panicked: read panics"), "{}", bench.log());
+    bench.logs("request handler panicked: read panics");
     bench.stop(pid);
 }
 
@@ -587,8 +592,8 @@ fn failures_are_errors_and_never_zeros() {
         let mut aligned = memmap2::MmapMut::map_anon(8192).unwrap();
         assert_eq!(errno(direct.read_at(&mut aligned, 0)), libc::EIO, "{name} with O_DIRECT");
     }
-    assert!(bench.log().contains("answered a read of"), "{}", bench.log());
-    assert!(bench.log().contains("left unanswered"), "{}", bench.log());
+    bench.logs("answered a read of");
+    bench.logs("left unanswered");
     bench.stop(pid);
 }
 

@@ -60,14 +60,15 @@ What is in the mount:
   .ckfs/                        manifest, plan, configuration, statistics
 
 Signals to the daemon, also while it starts:
-  TERM, INT, QUIT  unmounts; files that are open are waited for (--grace, --drain); a second one cuts them off
+  TERM, INT, QUIT  unmount, waiting for open files (--grace, --drain); a second one cuts them off
   HUP              opens the log file anew, as after it was rotated
   USR1             writes one line of statistics to the log
-  others           those that can be ignored are: USR2, PIPE, ALRM, VTALRM, PROF, IO, PWR, XCPU, XFSZ, real-time signals
+  others           are ignored if they can be, such as USR2, PIPE, ALRM, IO, XCPU and XFSZ
 
-The log of a daemon in the background goes to --log-file, else to the system's log (/dev/log, or the journal), else to
-$XDG_STATE_HOME/ckfs/ (~/.local/state/ckfs/), one file per mountpoint of at most 4 MiB and the one before it. Without HOME there
-is no such place, and the log goes nowhere. After mounting, one line on standard error says which it is; -q omits it.")]
+The log of a daemon in the background goes to --log-file, else to the system's log (/dev/log, or the \
+journal), else to $XDG_STATE_HOME/ckfs/ (~/.local/state/ckfs/): one file per mountpoint of at most 4 MiB, \
+and the one before it. Without HOME there is no such place, and the log goes nowhere. After mounting, one \
+line on standard error says which it is; -q omits it.")]
 pub(super) struct Mount {
     /// A directory, a .safetensors file, or org/name[@revision] in the local cache.
     source: Option<String>,
@@ -230,7 +231,7 @@ impl Mount {
         if !log.quiet {
             // In the order in which it happened.
             sink.flush(host::log::FLUSH_LIMIT);
-            host::tell(&format!("ckfs: mounted on {path}; its log goes to {place}\n"));
+            host::tell(&format!("ckfs: mounted on {path}; its log goes {place}\n"));
         }
         Ok(())
     }

@@ -109,7 +109,7 @@ fn system(what: &'static str) -> impl Fn(Errno) -> DaemonError {
 pub struct Started {
     /// Its process id.
     pub pid: u32,
-    /// Where its log goes, for people.
+    /// Where its log goes, for people: `to` some place, or `nowhere` and why.
     pub log: String,
 }
 

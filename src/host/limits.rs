@@ -9,29 +9,25 @@ use std::{
 
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 
-/// Limits that can keep a mount from starting: the unit in words, bytes or things in one unit, and how a shell sets it.
-const ROWS: [(Resource, &str, u64, &str, &str); 7] = [
-    (Resource::RLIMIT_AS, "address space", 1 << 10, " KiB", "ulimit -v"),
-    (Resource::RLIMIT_DATA, "data", 1 << 10, " KiB", "ulimit -d"),
-    (Resource::RLIMIT_NOFILE, "open files", 1, "", "ulimit -n"),
-    (Resource::RLIMIT_NPROC, "processes and threads of the user", 1, "", "ulimit -u"),
-    (Resource::RLIMIT_STACK, "stack", 1 << 10, " KiB", "ulimit -s"),
-    (Resource::RLIMIT_MEMLOCK, "locked memory", 1 << 10, " KiB", "ulimit -l"),
-    (Resource::RLIMIT_FSIZE, "file size", 1 << 10, " KiB", "ulimit -f"),
+/// Limits that can keep a mount from starting: name, unit of a shell's `ulimit`, its words, and the value below which the limit
+/// is suspected, which is less than usual systems have.
+const ROWS: [(Resource, &str, u64, &str, u64); 5] = [
+    (Resource::RLIMIT_AS, "address space", 1 << 10, " KiB (ulimit -v)", 8 << 30),
+    (Resource::RLIMIT_DATA, "data", 1 << 10, " KiB (ulimit -d)", 8 << 30),
+    (Resource::RLIMIT_NOFILE, "open files", 1, " (ulimit -n)", 1024),
+    (Resource::RLIMIT_NPROC, "processes and threads of the user", 1, " (ulimit -u)", 1024),
+    (Resource::RLIMIT_STACK, "stack", 1 << 10, " KiB (ulimit -s)", 1 << 20),
 ];
-
-/// Values below which a limit is suspected, in the order of [`ROWS`]; usual systems are above.
-const SUSPECT_BELOW: [u64; 7] = [8 << 30, 8 << 30, 1024, 1024, 1 << 20, 0, 0];
 
 /// The limits of this process that are low enough to be the reason of a failed start, as in `address space 300000 KiB
 /// (ulimit -v)`; empty if there are none.
 pub fn suspects() -> String {
     let mut found = Vec::new();
-    for ((resource, name, unit, suffix, shell), below) in ROWS.into_iter().zip(SUSPECT_BELOW) {
+    for (resource, name, unit, words, below) in ROWS {
         if let Ok((soft, _)) = getrlimit(resource)
             && soft < below
         {
-            found.push(format!("{name} {}{suffix} ({shell})", soft / unit));
+            found.push(format!("{name} {}{words}", soft / unit));
         }
     }
     found.join(", ")

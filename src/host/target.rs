@@ -96,12 +96,12 @@ impl Target {
         }
     }
 
-    /// For people: where to look.
+    /// For people, after "its log goes": to what, or nowhere and why.
     pub fn description(&self) -> String {
         match self {
-            Self::Stderr { .. } => "standard error".to_owned(),
-            Self::File(log) => log.path.display().to_string(),
-            Self::System(log) => log.description(),
+            Self::Stderr { .. } => "to standard error".to_owned(),
+            Self::File(log) => format!("to {}", log.path.display()),
+            Self::System(log) => format!("to {}", log.description()),
             Self::Nowhere(reason) => format!("nowhere: {reason}; --log-file FILE keeps it"),
         }
     }
