@@ -17,6 +17,7 @@
 //! | [`image`] | how a virtual file is laid out: segments with cumulative ends |
 //! | [`read`] | byte-range engine: span to pieces to bytes; tile cache; prefetch |
 //! | [`volume`] | the file system without FUSE |
+//! | [`host`] | this machine and process: log, signals, limits; uses no other layer |
 //! | [`fuse`] | the only user of fuser: mount, convert, reply, unmount |
 //! | [`cli`] | the only user of clap, anyhow and standard output |
 
@@ -24,6 +25,7 @@ pub mod checkpoint;
 pub mod cli;
 pub mod format;
 pub mod fuse;
+pub mod host;
 pub mod image;
 pub mod plan;
 pub mod read;

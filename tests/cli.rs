@@ -622,7 +622,7 @@ fn a_mount_lives_from_mount_to_umount() {
     }
     let fixture = Fixture::new();
     fs::create_dir(fixture.path("mnt")).unwrap();
-    let ran = fixture.run(&["mount", "model", "mnt", "--mesh", "fsdp=2", "-o", "dtype=keep"]).ok();
+    let ran = fixture.run(&["mount", "model", "mnt", "--mesh", "fsdp=2", "-o", "dtype=keep", "-q"]).ok();
     let mounted = Mounted(&fixture);
     assert_eq!((ran.text().as_str(), ran.err.as_str()), ("", ""));
     assert_eq!(fs::read(fixture.path("mnt/dev1/layers/scanned/wq")).unwrap(), stacked(3, 6));

@@ -33,6 +33,7 @@ use ckfs::fuse::{
     DaemonError, Exit, FS_TYPE, MountEntry, MountOptions, Readiness, UnmountError, UnmountOptions, block_signals,
     ckfs_mounts, serve, start_background, unmount,
 };
+use ckfs::host::{Log, Target};
 use memmap2::Mmap;
 use mount_double::{DATA_BYTES, Double, MANY, byte_at, data};
 use nix::{
@@ -79,8 +80,11 @@ fn serving_process() {
         panic!("{config}");
     };
     let base = Path::new(base);
-    let mut readiness = Readiness::new(Some(&base.join("log"))).unwrap();
-    tracing_subscriber::fmt().with_ansi(false).with_writer(io::stderr).init();
+    block_signals().unwrap();
+    let log = Log::start(Target::stderr());
+    log.take_panics();
+    let mut readiness = Readiness::new(&log, Some(&base.join("log")), &base.join("mnt")).unwrap();
+    tracing_subscriber::fmt().with_ansi(false).without_time().with_writer(log.clone()).init();
     let options = MountOptions {
         name: "double of a repo".into(),
         threads: Some(threads.parse().unwrap()),
@@ -90,7 +94,8 @@ fn serving_process() {
         ..MountOptions::default()
     };
     let fs = Arc::new(Double::new(File::open(base.join("backing")).ok()));
-    let result = serve(fs, &base.join("mnt"), &options, || readiness.ready("serving").unwrap());
+    let result = serve(fs, &base.join("mnt"), &options, &log, || readiness.ready("serving").unwrap());
+    log.finish();
     match result {
         Ok(exit) => process::exit(exit_code(exit)),
         Err(error) => {
@@ -154,6 +159,11 @@ impl Bench {
         fs::read_to_string(self.base.path().join("log")).unwrap_or_default()
     }
 
+    /// Waits for a line: it is written after the request was answered.
+    fn logs(&self, text: &str) {
+        until(&format!("{text:?} is logged"), || self.log().contains(text));
+    }
+
     fn start(&mut self) -> Pid {
         self.start_with(&CONFIG)
     }
@@ -171,8 +181,8 @@ impl Bench {
 
     fn try_start(&mut self, config: &Config) -> Result<Pid, DaemonError> {
         let args = self.args(config);
-        let start = || start_background(&env::current_exe().unwrap(), &args, Duration::from_secs(30));
-        let pid = Pid::from_raw(i32::try_from(with_signals_blocked(start)?).unwrap());
+        let start = || start_background(&env::current_exe().unwrap(), &args, &self.mnt(), Duration::from_secs(30));
+        let pid = Pid::from_raw(i32::try_from(with_signals_blocked(start)?.pid).unwrap());
         self.daemons.push(pid);
         Ok(pid)
     }
@@ -566,7 +576,7 @@ fn a_panic_is_an_error_of_its_request_only() {
     assert!(bench.stat("panics") > 10, "{}", bench.stat("panics"));
     assert_eq!(threads_of(pid), 2);
     assert!(fs::read(bench.file("data")).unwrap() == data());
-    assert!(bench.log().contains("request handler panicked: read panics"), "{}", bench.log());
+    bench.logs("request handler panicked: read panics");
     bench.stop(pid);
 }
 
@@ -582,8 +592,8 @@ fn failures_are_errors_and_never_zeros() {
         let mut aligned = memmap2::MmapMut::map_anon(8192).unwrap();
         assert_eq!(errno(direct.read_at(&mut aligned, 0)), libc::EIO, "{name} with O_DIRECT");
     }
-    assert!(bench.log().contains("answered a read of"), "{}", bench.log());
-    assert!(bench.log().contains("left unanswered"), "{}", bench.log());
+    bench.logs("answered a read of");
+    bench.logs("left unanswered");
     bench.stop(pid);
 }
 
@@ -608,11 +618,32 @@ fn a_slow_read_does_not_hold_up_others() {
 #[test]
 fn each_ending_signal_unmounts() {
     let Some(mut bench) = bench() else { return };
-    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
+    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGQUIT] {
         let pid = bench.start();
         kill(pid, signal).unwrap();
         assert_eq!((bench.end_of(pid), bench.mounts()), (0, vec![]), "{signal}");
     }
+}
+
+#[test]
+fn failures_that_repeat_are_one_line_and_a_count() {
+    let Some(mut bench) = bench() else { return };
+    let pid = bench.start();
+    for name in ["silent", "panicking"] {
+        for _ in 0..50 {
+            let file = File::open(bench.file(name)).unwrap();
+            assert_eq!(errno(file.read_exact_at(&mut [0; 10], 0)), libc::EIO);
+        }
+    }
+    bench.stop(pid);
+    let log = bench.log();
+    // Once as it happens, once in the count.
+    let unanswered = "ERROR ckfs::fuse::adapter: request was left unanswered";
+    assert_eq!((log.matches(unanswered).count(), log.contains(" times in ")), (2, true), "{log}");
+    assert_eq!(log.matches("request handler panicked").count(), 2, "{log}");
+    // The hook's line names thread and place, the adapter's the request.
+    let hook = log.lines().find(|line| line.contains(" ERROR ckfs::panic: thread fuser-")).unwrap();
+    assert!(hook.contains(" panicked at tests/mount_double/mod.rs:") && hook.ends_with(": read panics"), "{hook}");
 }
 
 #[test]

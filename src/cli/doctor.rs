@@ -167,7 +167,7 @@ fn try_mount() -> anyhow::Result<bool> {
     file.push(1);
     fs::write(model.join("model.safetensors"), &file).with_context(|| model.display().to_string())?;
     let args = ["--quiet", "mount", &model.display().to_string(), &mountpoint.display().to_string()];
-    mount::start(&args.map(Into::into), TRY_LIMIT)?;
+    mount::start(&args.map(Into::into), &mountpoint, TRY_LIMIT)?;
     cleanup.mounted = true;
     let read = fs::read(mountpoint.join("hf/model.safetensors")).context("hf/model.safetensors")?;
     ensure!(read == file, "other bytes came back than those of the source");
@@ -290,7 +290,10 @@ fn hub_cache() -> Check {
 fn mounts() -> Check {
     let asking: Vec<_> = ckfs_mounts()
         .into_iter()
-        .map(|entry| thread::spawn(move || (probe(&entry.mountpoint).health, entry.mountpoint)))
+        .filter_map(|entry| {
+            let asking = move || (probe(&entry.mountpoint).health, entry.mountpoint);
+            thread::Builder::new().name("ckfs-probe".into()).spawn(asking).ok()
+        })
         .collect();
     let answers: Vec<(Health, PathBuf)> = asking.into_iter().filter_map(|thread| thread.join().ok()).collect();
     let dead: Vec<String> = answers

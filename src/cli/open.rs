@@ -1,8 +1,8 @@
 //! What was typed, given meaning: configuration, checkpoint, plans, volume.
 
-use std::{fs, path::Path, sync::Arc, thread};
+use std::{error::Error, fs, path::Path, sync::Arc, thread};
 
-use anyhow::{Context, anyhow};
+use anyhow::{Context, anyhow, bail};
 
 use super::{
     flags::SourceFlags,
@@ -10,6 +10,7 @@ use super::{
 };
 use crate::{
     checkpoint::{Checkpoint, OpenOptions},
+    host::limits,
     plan::{
         Config, Plan,
         config::{MountKeys, ViewKeys},
@@ -66,11 +67,32 @@ pub(super) fn source_and<'a>(
     }
 }
 
+/// Starts the threads by which plans are made, or one where there may not be as many. Left to themselves they would start when
+/// they are first needed, and panic if the system refused them.
+fn start_pool() -> anyhow::Result<()> {
+    let startable = limits::startable_threads(cores(), 0);
+    let mut pool = rayon::ThreadPoolBuilder::new().thread_name(|index| format!("ckfs-plan-{index}"));
+    if let Some(refusal) = startable.refusal {
+        if startable.threads == 0 {
+            bail!("start a thread: {refusal}{}", limits::hint());
+        }
+        // The mount needs the others.
+        pool = pool.num_threads(1);
+    }
+    match pool.build_global() {
+        Ok(()) => Ok(()),
+        // It was built before.
+        Err(error) if error.source().is_none() => Ok(()),
+        Err(error) => Err(error).with_context(|| format!("start threads{}", limits::hint())),
+    }
+}
+
 /// Opens the checkpoint, and makes the configuration's source independent of the working directory.
 ///
 /// # Errors
 /// Everything wrong with the repository.
 pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>> {
+    start_pool()?;
     let mut source = config.source.clone().ok_or_else(|| anyhow!("no source"))?;
     // A daemon leaves the working directory, and its files are looked at by path again.
     if Path::new(&source).exists() {

@@ -31,6 +31,18 @@ impl fmt::Display for Closed {
     }
 }
 
+/// The command failed, and somebody else says why.
+#[derive(Debug)]
+pub(super) struct Told;
+
+impl std::error::Error for Told {}
+
+impl fmt::Display for Told {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the starter was told")
+    }
+}
+
 /// An error with its causes, each said once: many messages hold their cause's already.
 pub(super) fn chain(error: &anyhow::Error) -> String {
     let mut text = String::new();

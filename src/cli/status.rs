@@ -188,7 +188,7 @@ impl Status {
         if self.json {
             output::print_json(&json!({ "mounts": mounts }))?;
         } else if mounts.is_empty() {
-            eprintln!("ckfs: nothing is mounted");
+            crate::host::tell("ckfs: nothing is mounted\n");
         } else {
             output::print(&mounts.iter().map(text).collect::<Vec<_>>().join("\n"))?;
         }

@@ -297,7 +297,7 @@ impl LocalFiles {
     /// As [`LocalFiles::open`].
     pub fn open_with_window(paths: &[PathBuf], io: SourceIo, window: Window) -> Result<Self, SourceError> {
         assert!(u32::try_from(paths.len()).is_ok(), "{} files", paths.len());
-        raise_open_file_limit();
+        check_open_file_limit(paths.len())?;
         let files = paths.iter().map(|path| Pinned::open(path, io)).collect::<Result<_, _>>()?;
         Ok(Self { files, window, poisoned: AtomicU64::new(0) })
     }
@@ -595,12 +595,19 @@ fn physical_memory_bytes() -> Option<u64> {
     u64::try_from(pages).ok()?.checked_mul(u64::try_from(page_bytes).ok()?)
 }
 
-/// Every source file stays open, and a repository may have hundreds: lifts the soft limit to the hard one.
-fn raise_open_file_limit() {
-    if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
-        && soft < hard
-        && let Err(errno) = setrlimit(Resource::RLIMIT_NOFILE, hard, hard)
-    {
-        tracing::debug!("cannot raise the limit of open files from {soft} to {hard}: {errno}");
+/// Descriptors that a mount needs besides those of its source files, with some to spare.
+const OTHER_DESCRIPTORS: u64 = 48;
+
+/// Every source file stays open, and a repository may have hundreds: lifts the soft limit to the hard one, and refuses more
+/// files than there may be.
+fn check_open_file_limit(files: usize) -> Result<(), SourceError> {
+    let Ok((mut limit, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else { return Ok(()) };
+    if limit < hard {
+        match setrlimit(Resource::RLIMIT_NOFILE, hard, hard) {
+            Ok(()) => limit = hard,
+            Err(errno) => tracing::debug!("cannot raise the limit of open files from {limit} to {hard}: {errno}"),
+        }
     }
+    let needed = files as u64 + OTHER_DESCRIPTORS;
+    if limit < needed { Err(SourceError::FileLimit { files, needed, limit }) } else { Ok(()) }
 }

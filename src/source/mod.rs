@@ -173,6 +173,19 @@ pub enum SourceError {
         #[source]
         error: Arc<io::Error>,
     },
+    /// The limit of this process is too low for files that all stay open.
+    #[error(
+        "{files} source files stay open: expected a limit of {needed} open files or more, found {limit}; raise it (ulimit -n \
+         {needed}, or LimitNOFILE={needed} of a systemd unit)"
+    )]
+    FileLimit {
+        /// Source files.
+        files: usize,
+        /// Descriptors that are needed with them.
+        needed: u64,
+        /// Descriptors that there may be.
+        limit: u64,
+    },
     /// Only regular files can be pinned.
     #[error("{}: not a regular file", file.display())]
     NotRegular {
