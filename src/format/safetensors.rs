@@ -522,8 +522,20 @@ pub struct WrittenHeader {
     pub bytes: Vec<u8>,
     /// Further spaces that belong to the header: none, unless it was made longer.
     pub spaces: u64,
+    /// Length and JSON without padding.
+    pub unpadded_bytes: u64,
     /// Bytes of all tensors together.
     pub data_bytes: u64,
+}
+
+/// Length of a header with its padding to a multiple of `alignment`.
+///
+/// # Errors
+/// [`HeaderError::TooLong`].
+pub fn padded_bytes(unpadded_bytes: u64, alignment: u64) -> Result<u64, HeaderError> {
+    let padded = unpadded_bytes.next_multiple_of(alignment);
+    let found = padded - PREFIX_BYTES;
+    if found > JSON_BYTES_MAX { Err(HeaderError::TooLong { found }) } else { Ok(padded) }
 }
 
 impl WrittenHeader {
@@ -600,14 +612,15 @@ pub fn write_header<'a>(
     for pair in names.windows(2).filter(|pair| pair[0] == pair[1]) {
         problems.push(HeaderError::DuplicateTensor { tensor: pair[0].to_owned() });
     }
-    let padded = (bytes.len() as u64).next_multiple_of(alignment);
-    let json_bytes = padded - PREFIX_BYTES;
-    match usize::try_from(padded) {
-        Ok(len) if json_bytes <= JSON_BYTES_MAX => bytes.resize(len, b' '),
-        Ok(_) | Err(_) => problems.push(HeaderError::TooLong { found: json_bytes }),
+    let unpadded_bytes = bytes.len() as u64;
+    match padded_bytes(unpadded_bytes, alignment) {
+        Ok(padded) => {
+            bytes.resize(usize::try_from(padded).expect("the format's limit fits memory"), b' ');
+            bytes[..8].copy_from_slice(&(padded - PREFIX_BYTES).to_le_bytes());
+        }
+        Err(problem) => problems.push(problem),
     }
-    bytes[..8].copy_from_slice(&json_bytes.to_le_bytes());
-    problems.finish(WrittenHeader { bytes, spaces: 0, data_bytes: end })
+    problems.finish(WrittenHeader { bytes, spaces: 0, unpadded_bytes, data_bytes: end })
 }
 
 fn push_string(bytes: &mut Vec<u8>, text: &str) {

@@ -165,11 +165,6 @@ impl ArrayTable {
         self.rows[array].tensor
     }
 
-    /// Keys of all arrays.
-    pub(super) fn keys(&self) -> impl Iterator<Item = Vec<String>> + '_ {
-        (0..self.rows.len()).map(|array| self.name(array).split('.').map(str::to_owned).collect())
-    }
-
     /// The child of a directory.
     pub(super) fn child(&self, plan: &Plan, parent: ArrayNode, name: &[u8]) -> Option<ArrayNode> {
         match parent {
