@@ -27,7 +27,7 @@ pub fn described(dtype: DType, shape: &[u64]) -> (&'static str, Vec<u64>) {
     if unit.elements > 1 {
         match shape.last_mut() {
             Some(last) if last.is_multiple_of(unit.elements) => *last = *last / unit.elements * unit.bytes,
-            Some(_) | None => shape = vec![dtype.bytes_of(shape.iter().product()).unwrap_or(0)],
+            Some(_) | None => shape = vec![dtype.bytes_of(shape.iter().product()).expect("arrays are whole bytes")],
         }
     }
     (descr(dtype), shape)

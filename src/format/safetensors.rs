@@ -424,6 +424,7 @@ impl Draft {
             end,
             name: (name_start, name_end),
             extents,
+            // Rows that are wrong in one of these are listed above, and `check` refuses the header for them.
             rank: rank.unwrap_or(0),
             dtype: dtype.unwrap_or(DType::U8),
         });

@@ -38,7 +38,7 @@ impl ChunkGrid {
         // The format has no chunks without elements.
         let mut chunk: PerAxis =
             shape.extents().iter().zip(parts).map(|(extent, parts)| extent.div_ceil(*parts).max(1)).collect();
-        let element = dtype.element_bytes().unwrap_or(1);
+        let element = dtype.element_bytes().expect("types that the format cannot hold were refused");
         for axis in 0..chunk.len() {
             let bytes = chunk.iter().product::<u64>() * element;
             if bytes <= bytes_max {
@@ -63,7 +63,7 @@ impl ChunkGrid {
 
     /// Bytes of every chunk file.
     pub fn chunk_bytes(&self) -> u64 {
-        self.chunk.iter().product::<u64>() * self.dtype.element_bytes().unwrap_or(0)
+        self.chunk.iter().product::<u64>() * self.dtype.element_bytes().expect("types that the format cannot hold were refused")
     }
 
     /// Elements of a chunk along each axis.

@@ -83,8 +83,11 @@ impl SafetensorsLength {
 
 /// More bytes than a tensor of this name and rank takes in a header's JSON, metadata for shards included.
 pub fn safetensors_row_bytes_max(name: &str, rank: usize) -> u64 {
-    // In metadata, a string inside a string, a character takes at most 12 bytes; elsewhere 6. A number has 20 digits.
-    18 * name.len() as u64 + 42 * rank as u64 + 200
+    // The name stands there twice, the second time as a string inside a string. A character that is escaped takes at most 6
+    // and 12 bytes. A number has 20 digits.
+    let plain = name.bytes().all(|byte| (0x20..0x7f).contains(&byte) && byte != b'"' && byte != b'\\');
+    let names = if plain { 2 * name.len() } else { 18 * name.len() };
+    names as u64 + 42 * rank as u64 + 200
 }
 
 /// Where a shard of a tensor of these extents is said to be.

@@ -240,7 +240,7 @@ mod tests {
         let shorter = [rules.as_slice(), &[Rename::parse("w+=>w").unwrap()]].concat();
         assert_eq!(apply_to_path(&shorter, "a.0.w", false).as_deref(), Ok("a.1.w"));
         // Short words, but one file name where the layout is flat.
-        let dotted = [Rename::parse("^=>aaaaaaaaa.").unwrap()].repeat(30);
+        let dotted: Vec<Rename> = (0..30).map(|_| Rename::parse("^=>aaaaaaaaa.").unwrap()).collect();
         assert!(apply_to_path(&dotted, "w", false).is_ok());
         assert!(apply_to_path(&dotted, "w", true).unwrap_err().to_string().contains("a file name of 301 bytes, at most 255"));
         // A name that no rule changes is no matter of the rules.

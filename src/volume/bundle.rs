@@ -20,6 +20,9 @@ use crate::{
 /// Metadata that transformers demands of every file.
 pub(super) const FORMAT_PT: &[(&str, &str)] = &[("format", "pt")];
 
+/// Why lengths are there.
+const CHECKED: &str = "headers were checked when the volume was made";
+
 /// The shard of a tensor on a device.
 pub(super) fn shard(plan: &Plan, tensor: &PlannedTensor, device: u64) -> View {
     tensor.view.region(&plan.region(tensor, device)).expect("a region of the view's own shape")
@@ -29,8 +32,8 @@ pub(super) fn shard(plan: &Plan, tensor: &PlannedTensor, device: u64) -> View {
 #[derive(Debug, Default)]
 struct OfClass {
     /// For the class's first device: the length, and the bytes in its header that say where shards are.
-    safetensors: OnceLock<(SafetensorsLength, u64)>,
-    sharded_state: OnceLock<u64>,
+    safetensors: OnceLock<Result<(SafetensorsLength, u64), ImageError>>,
+    sharded_state: OnceLock<Result<u64, ImageError>>,
     pt: OnceLock<u64>,
 }
 
@@ -71,11 +74,10 @@ impl Bundles {
         if self.plan.bundle().map(row).sum::<u64>() < image::SAFETENSORS_HEADER_BYTES_MAX {
             return Ok(());
         }
-        for device in self.plan.devices.iter().copied() {
-            self.safetensors_length(device)?.file_bytes()?;
-            SafetensorsLength::new(&self.entries(device), FORMAT_PT)?.file_bytes()?;
-        }
-        Ok(())
+        self.plan.devices.iter().try_for_each(|device| {
+            self.safetensors_bytes(*device)?;
+            self.sharded_state_bytes(*device).map(drop)
+        })
     }
 
     fn firsts(&self) -> impl Iterator<Item = &PlannedTensor> {
@@ -134,26 +136,30 @@ impl Bundles {
         self.kinds.iter().map(of_kind).sum()
     }
 
-    fn safetensors_length(&self, device: u64) -> Result<SafetensorsLength, ImageError> {
-        SafetensorsLength::new(&self.entries(device), &borrowed(&self.metadata(device)))
+    fn safetensors_bytes(&self, device: u64) -> Result<u64, ImageError> {
+        let (class, first) = self.class(device);
+        let of_first = class.safetensors.get_or_init(|| {
+            let length = SafetensorsLength::new(&self.entries(first), &borrowed(&self.metadata(first)))?;
+            Ok((length, self.place_bytes(first)))
+        });
+        let (length, old) = of_first.as_ref().map_err(Clone::clone)?;
+        length.with(*old, self.place_bytes(device)).file_bytes()
+    }
+
+    fn sharded_state_bytes(&self, device: u64) -> Result<u64, ImageError> {
+        let (class, first) = self.class(device);
+        let length = || SafetensorsLength::new(&self.entries(first), FORMAT_PT)?.file_bytes();
+        class.sharded_state.get_or_init(length).clone()
     }
 
     /// Length of a device's safetensors file.
     pub(super) fn safetensors_len(&self, device: u64) -> u64 {
-        let (class, first) = self.class(device);
-        let (length, old) = class.safetensors.get_or_init(|| {
-            let length = self.safetensors_length(first).expect("headers were checked when the volume was made");
-            (length, self.place_bytes(first))
-        });
-        let length = length.with(*old, self.place_bytes(device)).file_bytes();
-        length.expect("headers were checked when the volume was made")
+        self.safetensors_bytes(device).expect(CHECKED)
     }
 
     /// Length of a rank's file.
     pub(super) fn sharded_state_len(&self, device: u64) -> u64 {
-        let (class, first) = self.class(device);
-        let length = || SafetensorsLength::new(&self.entries(first), FORMAT_PT)?.file_bytes();
-        *class.sharded_state.get_or_init(|| length().expect("headers were checked when the volume was made"))
+        self.sharded_state_bytes(device).expect(CHECKED)
     }
 
     /// Length of a device's `.pt` file.

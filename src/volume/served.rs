@@ -32,7 +32,7 @@ use crate::{
     plan::{Allow, HfContent, HfFile, Plan, Problem, config::MadeWhole, report},
     read::{Engine, EngineOptions, MapsAhead, OpenFile},
     source::FileId,
-    tensor::View,
+    tensor::{View, to_usize},
 };
 
 /// Segments of closed files that are remembered with their tilings and tiles.
@@ -147,7 +147,7 @@ impl Volume {
             match files {
                 Ok(files) => {
                     plan_text.push_str(&unavailable_text(&view.name, &files.unavailable()));
-                    let index = u32::try_from(made.len()).unwrap_or(u32::MAX);
+                    let index = u32::try_from(made.len()).expect("fewer than 2^32 views");
                     let directory = if view.name.is_empty() { Some(&mut root) } else { root.directory(&view.name) };
                     if let Some(directory) = directory {
                         plant_view(directory, index, &files, &mut problems);
@@ -341,7 +341,7 @@ impl Volume {
         let node_kind = table.node(node);
         let kind = array_kind(node_kind);
         let links = match node_kind {
-            ArrayNode::Root => 2 + u32::try_from(table.arrays()).unwrap_or(u32::MAX - 2),
+            ArrayNode::Root => 2 + u32::try_from(table.arrays()).expect("fewer tensors than 2^32 - 2"),
             ArrayNode::Directory(_) => 2,
             ArrayNode::Metadata(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) => 1,
         };
@@ -474,7 +474,7 @@ fn array_kind(node: ArrayNode) -> NodeKind {
 fn tell_sizes(plan: &Plan, which: MadeWhole, tell: &mut dyn FnMut(u64, usize)) {
     let mut all = 0_u64;
     for tensor in &plan.tensors {
-        let bytes_of = |elements| tensor.view.dtype().bytes_of(elements).unwrap_or(0);
+        let bytes_of = |elements| tensor.view.dtype().bytes_of(elements).expect("a plan's shards are whole bytes");
         tell(bytes_of(tensor.view.shape().elements()), 1);
         if let Some(first) = plan.devices.first() {
             let bytes = bytes_of(plan.region(tensor, *first).shape().elements());
@@ -648,7 +648,7 @@ impl FileSystem for Volume {
         from: u64,
         each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>,
     ) -> Result<(), FsError> {
-        let skip = usize::try_from(from).unwrap_or(usize::MAX);
+        let skip = to_usize(from);
         match self.tree.place(dir).ok_or(FsError::NotFound)? {
             Place::Array(block, node) => {
                 let (view, table) = self.arrays(block)?;
@@ -758,7 +758,7 @@ impl FileSystem for Volume {
         reply: &mut dyn FnMut(&[u8]),
     ) -> Result<(), FsError> {
         let mut reply_part = |bytes: &[u8]| {
-            let start = usize::try_from(offset).unwrap_or(usize::MAX).min(bytes.len());
+            let start = to_usize(offset).min(bytes.len());
             reply(&bytes[start..start.saturating_add(len).min(bytes.len())]);
         };
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned();
