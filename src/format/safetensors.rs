@@ -584,7 +584,7 @@ pub fn write_header<'a>(
     let mut names = Vec::new();
     let mut end = 0_u64;
     for (name, dtype, shape) in tensors {
-        if name == METADATA {
+        if is_reserved(name) {
             problems.push(HeaderError::ReservedName { tensor: name.to_owned() });
         }
         if shape.len() > RANK_MAX {
@@ -624,6 +624,43 @@ pub fn write_header<'a>(
     problems.finish(WrittenHeader { bytes, spaces: 0, unpadded_bytes, data_bytes: end })
 }
 
+/// Length and JSON of a header without padding, from the bytes of its metadata and of its tensors' rows, each with the comma
+/// after it.
+pub fn unpadded_bytes(metadata_bytes: u64, rows_bytes: u64) -> u64 {
+    // Braces around, and no comma after the last.
+    PREFIX_BYTES + 2 + (metadata_bytes + rows_bytes).saturating_sub(1)
+}
+
+/// Bytes that metadata takes in the JSON of a header.
+pub fn metadata_bytes(metadata: &[(&str, &str)]) -> u64 {
+    let members: u64 = metadata.iter().map(|(key, value)| string_bytes(key) + string_bytes(value) + 2).sum();
+    // A colon and braces, a comma after them, and none after the last member.
+    if metadata.is_empty() { 0 } else { string_bytes(METADATA) + 4 + members - 1 }
+}
+
+/// Whether a tensor cannot have this name.
+pub fn is_reserved(name: &str) -> bool {
+    name == METADATA
+}
+
+/// Bytes that a tensor takes in the JSON of a header besides the digits of its extents and offsets: its name, its type, and
+/// the comma after it.
+pub fn tensor_row_bytes(name: &str, dtype: DType, rank: usize) -> u64 {
+    let commas = rank.saturating_sub(1);
+    string_bytes(name) + (r#",:{"dtype":"","shape":[],"data_offsets":[,]}"#.len() + dtype.code().len() + commas) as u64
+}
+
+/// Decimal digits of a number.
+pub fn digits(number: u64) -> u64 {
+    u64::from(number.checked_ilog10().unwrap_or(0)) + 1
+}
+
+fn string_bytes(text: &str) -> u64 {
+    let mut bytes = Vec::new();
+    push_string(&mut bytes, text);
+    bytes.len() as u64
+}
+
 fn push_string(bytes: &mut Vec<u8>, text: &str) {
     let plain = |byte: u8| byte >= 0x20 && byte != b'"' && byte != b'\\';
     if text.bytes().all(plain) {
@@ -653,5 +690,34 @@ fn push_numbers(bytes: &mut Vec<u8>, numbers: &[u64]) {
             }
         }
         bytes.extend_from_slice(&digits[first..]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_are_as_long_as_counted() {
+        let tensors: [(&str, DType, &[u64]); 4] = [
+            ("a", DType::F32, &[]),
+            ("it's \"b\"\n", DType::BF16, &[3, 1000]),
+            ("\u{e9}", DType::F8E4M3, &[0, 9]),
+            ("d", DType::I64, &[99_999]),
+        ];
+        for metadata in [&[][..], &[("format", "pt")], &[("format", "pt"), ("k\"", "{\"a\": 1}")]] {
+            for count in 0..=tensors.len() {
+                let (mut rows, mut end) = (0, 0);
+                for (name, dtype, shape) in &tensors[..count] {
+                    let start = end;
+                    end += tensor_bytes(*dtype, shape).unwrap();
+                    let numbers = shape.iter().chain([&start, &end]).map(|number| digits(*number)).sum::<u64>();
+                    rows += tensor_row_bytes(name, *dtype, shape.len()) + numbers;
+                }
+                let header = write_header(tensors[..count].iter().copied(), metadata, 8).unwrap();
+                let counted = unpadded_bytes(metadata_bytes(metadata), rows);
+                assert_eq!((counted, end), (header.unpadded_bytes, header.data_bytes), "{metadata:?}, {count}");
+            }
+        }
     }
 }

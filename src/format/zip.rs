@@ -17,10 +17,27 @@ const PADDING_ID: u16 = u16::from_le_bytes(*b"FB");
 /// Identifier of the 64-bit extension's extra field.
 const WIDE_ID: u16 = 1;
 
+/// The checksums of single bytes.
+const CRC_OF_BYTE: [u32; 256] = {
+    let mut table = [0; 256];
+    let mut byte = 0;
+    while byte < 256 {
+        let (mut crc, mut bit): (u32, u8) = (byte, 0);
+        while bit < 8 {
+            crc = (crc >> 1) ^ (0xedb8_8320 & (crc & 1).wrapping_neg());
+            bit += 1;
+        }
+        table[byte as usize] = crc;
+        byte += 1;
+    }
+    table
+};
+
 /// The checksum that zip has, of bytes that are known.
 pub fn crc32(bytes: &[u8]) -> u32 {
-    !bytes.iter().fold(!0, |crc, byte| {
-        (0..8).fold(crc ^ u32::from(*byte), |crc, _| (crc >> 1) ^ (0xedb8_8320 & (crc & 1).wrapping_neg()))
+    !bytes.iter().fold(!0_u32, |crc, byte| {
+        let [low, ..] = crc.to_le_bytes();
+        (crc >> 8) ^ CRC_OF_BYTE[usize::from(low ^ byte)]
     })
 }
 

@@ -14,11 +14,12 @@ mod torch;
 use std::sync::Arc;
 
 pub use npy::{npy, npy_len};
-pub use orbax::{CHUNK_BYTES_MAX, OrbaxTree, ChunkGrid, OrbaxPlace, ZARRAY, orbax_checkpoint, orbax_holds};
+pub use orbax::{CHUNK_BYTES_MAX, ChunkGrid, OrbaxPlace, OrbaxTree, ZARRAY, orbax_checkpoint, orbax_holds};
 pub use raw::raw;
 pub use rows::{RowFile, Rows, starts};
 pub use safetensors::{
-    Entry, SAFETENSORS_HEADER_BYTES_MAX, SafetensorsLength, safetensors, safetensors_row_bytes_max, saved_offsets, sharding_metadata,
+    Entry, SafetensorsLength, check_name, digits, metadata_bytes, safetensors, saved_offsets, sharding_metadata,
+    tensor_row_bytes,
 };
 pub use torch::{
     DcpSegment, DcpWriter, MEGATRON_METADATA, Segments, common_pt, distcp, distcp_name, pt, pt_len, torch_holds,

@@ -25,6 +25,6 @@ pub fn npy(name: &str, view: View) -> Result<FileImage, ImageError> {
 
 /// Length of the file that [`npy()`] lays out for elements of this type and shape.
 pub fn npy_len(dtype: DType, shape: &Shape) -> u64 {
-    npy::header(dtype, shape.extents(), ALIGNMENT).len() as u64 
+    npy::header(dtype, shape.extents(), ALIGNMENT).len() as u64
         + dtype.bytes_of(shape.elements()).expect("a plan's shards are whole bytes")
 }

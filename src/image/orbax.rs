@@ -63,7 +63,8 @@ impl ChunkGrid {
 
     /// Bytes of every chunk file.
     pub fn chunk_bytes(&self) -> u64 {
-        self.chunk.iter().product::<u64>() * self.dtype.element_bytes().expect("types that the format cannot hold were refused")
+        self.chunk.iter().product::<u64>()
+            * self.dtype.element_bytes().expect("types that the format cannot hold were refused")
     }
 
     /// Elements of a chunk along each axis.

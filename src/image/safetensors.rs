@@ -7,12 +7,13 @@
 use super::{FileImage, ImageError};
 use crate::{
     format::safetensors::{
-        DATA_ALIGNMENT, HeaderErrors, LARGE_DATA_BYTES, LARGE_DATA_START, WrittenHeader, padded_bytes, write_header,
+        DATA_ALIGNMENT, HeaderError, HeaderErrors, LARGE_DATA_BYTES, LARGE_DATA_START, WrittenHeader, is_reserved,
+        padded_bytes, unpadded_bytes, write_header,
     },
     tensor::{PerAxis, Region, View},
 };
 
-pub use crate::format::safetensors::JSON_BYTES_MAX as SAFETENSORS_HEADER_BYTES_MAX;
+pub use crate::format::safetensors::{digits, metadata_bytes, tensor_row_bytes};
 
 /// A tensor of a safetensors file.
 #[derive(Clone, Debug)]
@@ -64,10 +65,10 @@ impl SafetensorsLength {
         Ok(Self { unpadded_bytes: header.unpadded_bytes, data_bytes: header.data_bytes })
     }
 
-    /// The same with `old` bytes of the header's JSON replaced by `new` ones.
-    #[must_use]
-    pub fn with(self, old: u64, new: u64) -> Self {
-        Self { unpadded_bytes: self.unpadded_bytes - old + new, ..self }
+    /// That of a file whose metadata takes [`metadata_bytes`], whose tensors have rows of `rows_bytes`
+    /// ([`tensor_row_bytes`] and the [`digits`] of extents and offsets), and elements of `data_bytes`.
+    pub fn counted(metadata_bytes: u64, rows_bytes: u64, data_bytes: u64) -> Self {
+        Self { unpadded_bytes: unpadded_bytes(metadata_bytes, rows_bytes), data_bytes }
     }
 
     /// Length of the file.
@@ -81,13 +82,13 @@ impl SafetensorsLength {
     }
 }
 
-/// More bytes than a tensor of this name and rank takes in a header's JSON, metadata for shards included.
-pub fn safetensors_row_bytes_max(name: &str, rank: usize) -> u64 {
-    // The name stands there twice, the second time as a string inside a string. A character that is escaped takes at most 6
-    // and 12 bytes. A number has 20 digits.
-    let plain = name.bytes().all(|byte| (0x20..0x7f).contains(&byte) && byte != b'"' && byte != b'\\');
-    let names = if plain { 2 * name.len() } else { 18 * name.len() };
-    names as u64 + 42 * rank as u64 + 200
+/// Checks that a file can have a tensor of this name.
+///
+/// # Errors
+/// [`ImageError::Header`].
+pub fn check_name(name: &str) -> Result<(), ImageError> {
+    let reserved = || HeaderError::ReservedName { tensor: name.to_owned() };
+    if is_reserved(name) { Err(HeaderErrors::from(reserved()).into()) } else { Ok(()) }
 }
 
 /// Where a shard of a tensor of these extents is said to be.

@@ -64,11 +64,16 @@ fn pickled(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> io::Result<Vec<u8>> 
     Ok(bytes)
 }
 
-/// Lays out an archive and hands its parts over in order.
-fn archive(pickle: &[u8], tensors: &[(DType, &Shape)], each: &mut dyn FnMut(Part)) {
+/// Lays out an archive and hands its parts over in order. `checksum` gives those of literal bytes.
+fn archive(pickle: &[u8], tensors: &[(DType, &Shape)], checksum: fn(&[u8]) -> u32, each: &mut dyn FnMut(Part)) {
     let mut zip = ZipWriter::default();
     for (name, bytes) in [("data.pkl", pickle), ("byteorder", b"little".as_slice())] {
-        each(Part::Bytes(zip.entry(&format!("{}/{name}", torch::ROOT), bytes.len() as u64, crc32(bytes), ALIGNMENT)));
+        each(Part::Bytes(zip.entry(
+            &format!("{}/{name}", torch::ROOT),
+            bytes.len() as u64,
+            checksum(bytes),
+            ALIGNMENT,
+        )));
         each(Part::Bytes(bytes.to_vec()));
     }
     for (number, (dtype, shape)) in tensors.iter().enumerate() {
@@ -77,7 +82,12 @@ fn archive(pickle: &[u8], tensors: &[(DType, &Shape)], each: &mut dyn FnMut(Part
         each(Part::Data(number));
     }
     let version = b"3\n".as_slice();
-    each(Part::Bytes(zip.entry(&format!("{}/version", torch::ROOT), version.len() as u64, crc32(version), ALIGNMENT)));
+    each(Part::Bytes(zip.entry(
+        &format!("{}/version", torch::ROOT),
+        version.len() as u64,
+        checksum(version),
+        ALIGNMENT,
+    )));
     each(Part::Bytes([version, &zip.finish()].concat()));
 }
 
@@ -92,7 +102,8 @@ fn infallible(pickle: io::Result<Vec<u8>>) -> Vec<u8> {
 
 fn archive_len(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> u64 {
     let mut len = 0;
-    archive(&infallible(pickled(root, tensors)), tensors, &mut |part| {
+    // Checksums are as long whatever they are.
+    archive(&infallible(pickled(root, tensors)), tensors, |_| 0, &mut |part| {
         len += match part {
             Part::Bytes(bytes) => bytes.len() as u64,
             Part::Data(number) => data_bytes(tensors[number].0, tensors[number].1),
@@ -111,7 +122,7 @@ fn push_archive(image: &mut FileImage, root: &Root<'_>, entries: &[Entry<'_>]) -
     let mut result = Ok(());
     // Neighbouring literal parts become one segment.
     let mut literal = Vec::new();
-    archive(&infallible(pickled(root, &tensors)), &tensors, &mut |part| match part {
+    archive(&infallible(pickled(root, &tensors)), &tensors, crc32, &mut |part| match part {
         Part::Bytes(bytes) => literal.extend(bytes),
         Part::Data(number) => {
             image.push_bytes(std::mem::take(&mut literal).into());
@@ -161,7 +172,7 @@ pub fn common_pt() -> Vec<u8> {
         io::Result::Ok(bytes)
     };
     let mut file = Vec::new();
-    archive(&infallible(pickle()), &[], &mut |part| {
+    archive(&infallible(pickle()), &[], crc32, &mut |part| {
         if let Part::Bytes(bytes) = part {
             file.extend(bytes);
         }

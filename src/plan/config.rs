@@ -41,8 +41,8 @@ use std::{
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::{
-    Allow, CastRule, DEVICES_LISTED_MAX, LayerRanges, Layout, LogicalRule, Mesh, Pattern, PlanError, Rename, ShardRule, Sharding, Subset,
-    Tied, ViewOptions,
+    Allow, CastRule, DEVICES_LISTED_MAX, LayerRanges, Layout, LogicalRule, Mesh, Pattern, PlanError, Rename, ShardRule,
+    Sharding, Subset, Tied, ViewOptions,
 };
 use crate::{source::SourceIo, tensor::DType};
 

@@ -465,9 +465,9 @@ impl Plan {
         {
             return Ok(());
         }
-        self.devices.iter().try_for_each(|device| {
-            view.region(&region(device)).map_or(Ok(()), |shard| shard.lower().map(drop))
-        })
+        self.devices
+            .iter()
+            .try_for_each(|device| view.region(&region(device)).map_or(Ok(()), |shard| shard.lower().map(drop)))
     }
 
     /// Whether views are of the few simple shapes that the program itself makes.

@@ -177,9 +177,8 @@ pub fn apply_to_path(rules: &[Rename], name: &str, flat: bool) -> Result<String,
         return Ok(new);
     }
     // A rule may make a word longer and a later one shorter: the one after which it is never short again is to blame.
-    let is_long_after = |count: &usize| {
-        apply(&rules[..*count], name).is_ok_and(|name| longest(&name) > COMPONENT_BYTES_MAX)
-    };
+    let is_long_after =
+        |count: &usize| apply(&rules[..*count], name).is_ok_and(|name| longest(&name) > COMPONENT_BYTES_MAX);
     let to_blame = (1..=rules.len()).rev().take_while(is_long_after).last().unwrap_or(rules.len());
     Err(too_long(name, &rules[to_blame - 1], "file name", longest(&new), COMPONENT_BYTES_MAX))
 }
@@ -242,7 +241,12 @@ mod tests {
         // Short words, but one file name where the layout is flat.
         let dotted: Vec<Rename> = (0..30).map(|_| Rename::parse("^=>aaaaaaaaa.").unwrap()).collect();
         assert!(apply_to_path(&dotted, "w", false).is_ok());
-        assert!(apply_to_path(&dotted, "w", true).unwrap_err().to_string().contains("a file name of 301 bytes, at most 255"));
+        assert!(
+            apply_to_path(&dotted, "w", true)
+                .unwrap_err()
+                .to_string()
+                .contains("a file name of 301 bytes, at most 255")
+        );
         // A name that no rule changes is no matter of the rules.
         assert!(apply_to_path(&rules[..1], &"a".repeat(300), false).is_ok());
     }

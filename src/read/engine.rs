@@ -22,7 +22,9 @@ use crate::{
     checkpoint::{Checkpoint, TensorInfo},
     image::{FileImage, Segment},
     source::{ByteSpan, FileId, Source},
-    tensor::{BlockScale, Decode, Gather, Origin, Piece, Share, Stores, Tiling, fill, gather::Loop, gather_with, to_usize},
+    tensor::{
+        BlockScale, Decode, Gather, Origin, Piece, Share, Stores, Tiling, fill, gather::Loop, gather_with, to_usize,
+    },
 };
 
 /// Smallest tile, a huge page. Conversions of less than a megabyte at a time leave caches and vectors cold.

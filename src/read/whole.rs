@@ -253,7 +253,9 @@ impl Making {
             None => map.insert(self.canvas.map()?),
         };
         let place = |at: u64| to_usize(at);
-        let target = map.get_mut(place(part.start)..place(part.end)).ok_or(ReadError::Internal { what: "a part lies outside its file" })?;
+        let target = map
+            .get_mut(place(part.start)..place(part.end))
+            .ok_or(ReadError::Internal { what: "a part lies outside its file" })?;
         Ok(self.engine.make_part(&self.file, part, target)?)
     }
 

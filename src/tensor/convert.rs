@@ -5,8 +5,8 @@
 //! for everything faster.
 
 use super::kernel::{Level, row};
-use super::transpose::FusedKind;
 use super::shape::to_usize;
+use super::transpose::FusedKind;
 use super::{BlockScale, DType, Program, Step, float};
 
 /// Elements of one stretch: its f32 values take 2 KiB.

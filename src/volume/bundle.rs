@@ -14,7 +14,7 @@ use super::{shard_class::ShardClasses, unavailable};
 use crate::{
     image::{self, Entry, FileImage, ImageError, Rows, SafetensorsLength, starts},
     plan::{Kinds, Plan, PlannedTensor},
-    tensor::View,
+    tensor::{DType, View},
 };
 
 /// Metadata that transformers demands of every file.
@@ -31,16 +31,28 @@ pub(super) fn shard(plan: &Plan, tensor: &PlannedTensor, device: u64) -> View {
 /// Lengths of the files of a class of devices, each counted when it is first asked for.
 #[derive(Debug, Default)]
 struct OfClass {
-    /// For the class's first device: the length, and the bytes in its header that say where shards are.
-    safetensors: OnceLock<Result<(SafetensorsLength, u64), ImageError>>,
-    sharded_state: OnceLock<Result<u64, ImageError>>,
+    /// Bytes of the rows of all tensors in a header, and of the tensors.
+    counted: OnceLock<(u64, u64)>,
     pt: OnceLock<u64>,
+}
+
+/// A tensor in the order of a device's safetensors file.
+#[derive(Clone, Copy, Debug)]
+struct Row {
+    dtype: DType,
+    /// Place of its kind among those bundled.
+    kind: u32,
+    /// Bytes of its row in a header besides digits.
+    bytes: u64,
 }
 
 #[derive(Debug)]
 struct Lengths {
     classes: ShardClasses,
     of_class: Vec<OfClass>,
+    rows: Vec<Row>,
+    /// Bytes of a device's metadata besides the digits of the places of shards.
+    metadata_bytes: u64,
 }
 
 /// The bundles of a plan's devices.
@@ -49,19 +61,24 @@ pub(super) struct Bundles {
     plan: Arc<Plan>,
     /// A bundled tensor of each kind, and how many there are of the kind.
     kinds: Vec<(usize, u64)>,
+    /// By kind, its place among those.
+    place_of: BTreeMap<usize, u32>,
+    /// The kinds of all tensors.
+    all: Arc<Kinds>,
     /// Whether headers say where shards are in their tensors.
     places: bool,
     lengths: OnceLock<Lengths>,
 }
 
 impl Bundles {
-    pub(super) fn new(plan: Arc<Plan>, kinds: &Kinds) -> Self {
+    pub(super) fn new(plan: Arc<Plan>, all: Arc<Kinds>) -> Self {
         let mut bundled: BTreeMap<usize, (usize, u64)> = BTreeMap::new();
         for (index, _) in plan.tensors.iter().enumerate().filter(|(_, tensor)| plan.is_bundled(tensor)) {
-            bundled.entry(kinds.of(index)).or_insert((index, 0)).1 += 1;
+            bundled.entry(all.of(index)).or_insert((index, 0)).1 += 1;
         }
         let places = unavailable::safetensors(&plan).is_ok();
-        Self { kinds: bundled.into_values().collect(), places, plan, lengths: OnceLock::new() }
+        let place_of = bundled.keys().copied().zip(0..).collect();
+        Self { kinds: bundled.into_values().collect(), place_of, all, places, plan, lengths: OnceLock::new() }
     }
 
     /// Checks that every safetensors file has a header that the format allows.
@@ -69,29 +86,69 @@ impl Bundles {
     /// # Errors
     /// What is wrong with the first that has not.
     pub(super) fn check(&self) -> Result<(), ImageError> {
-        let row = |tensor: &PlannedTensor| image::safetensors_row_bytes_max(&tensor.name, tensor.view.shape().rank());
-        // Only of very many tensors the header has to be laid out to know.
-        if self.plan.bundle().map(row).sum::<u64>() < image::SAFETENSORS_HEADER_BYTES_MAX {
+        self.plan.bundle().try_for_each(|tensor| image::check_name(&tensor.name))?;
+        // More than any device's header takes: names stand there twice, the second time escaped once more.
+        let most = |tensor: &PlannedTensor| {
+            let rank = tensor.view.shape().rank();
+            3 * image::tensor_row_bytes(&tensor.name, tensor.view.dtype(), rank) + 41 * rank as u64 + 100
+        };
+        let bytes: u64 = self.plan.bundle().map(most).sum();
+        if SafetensorsLength::counted(0, bytes, 0).file_bytes().is_ok() {
             return Ok(());
         }
-        self.plan.devices.iter().try_for_each(|device| {
-            self.safetensors_bytes(*device)?;
-            self.sharded_state_bytes(*device).map(drop)
-        })
+        self.plan.devices.iter().try_for_each(|device| self.safetensors_bytes(*device).map(drop))
     }
 
     fn firsts(&self) -> impl Iterator<Item = &PlannedTensor> {
         self.kinds.iter().map(|(first, _)| &self.plan.tensors[*first])
     }
 
-    /// The class of a listed device, and its first device.
-    fn class(&self, device: u64) -> (&OfClass, u64) {
-        let lengths = self.lengths.get_or_init(|| {
+    fn lengths(&self) -> &Lengths {
+        self.lengths.get_or_init(|| {
             let region = |tensor: &PlannedTensor, device| Some(self.plan.region(tensor, device));
             let classes = ShardClasses::new(&self.plan.devices, self.firsts(), region);
             let of_class = classes.first().iter().map(|_| OfClass::default()).collect();
-            Lengths { classes, of_class }
+            let bundled = self.plan.tensors.iter().enumerate().filter(|(_, tensor)| self.plan.is_bundled(tensor));
+            let mut rows: Vec<Row> = bundled
+                .map(|(index, tensor)| {
+                    let (dtype, rank) = (tensor.view.dtype(), tensor.view.shape().rank());
+                    let bytes = image::tensor_row_bytes(&tensor.name, dtype, rank);
+                    Row { dtype, kind: self.place_of[&self.all.of(index)], bytes }
+                })
+                .collect();
+            rows.sort_by_key(|row| Reverse(row.dtype.bits()));
+            let first = classes.first().first().copied();
+            let metadata_bytes = first
+                .map_or(0, |first| image::metadata_bytes(&borrowed(&self.metadata(first))) - self.place_bytes(first));
+            Lengths { classes, of_class, rows, metadata_bytes }
+        })
+    }
+
+    /// Bytes of the metadata and of the rows in a device's header, and of its tensors.
+    fn counted(&self, device: u64) -> (u64, u64, u64) {
+        let (class, first) = self.class(device);
+        let (rows, data) = class.counted.get_or_init(|| {
+            // By kind, digits of a shard's extents, and its elements.
+            let shards: Vec<(u64, u64)> = self
+                .firsts()
+                .map(|tensor| {
+                    let region = self.plan.region(tensor, first);
+                    let extents = region.shape().extents();
+                    (extents.iter().map(|extent| image::digits(*extent)).sum(), region.shape().elements())
+                })
+                .collect();
+            self.lengths().rows.iter().fold((0, 0), |(bytes, start), row| {
+                let (digits, elements) = shards[row.kind as usize];
+                let end = start + row.dtype.bytes_of(elements).expect("a plan's shards are whole bytes");
+                (bytes + row.bytes + digits + image::digits(start) + image::digits(end), end)
+            })
         });
+        (self.lengths().metadata_bytes + self.place_bytes(device), *rows, *data)
+    }
+
+    /// The class of a listed device, and its first device.
+    fn class(&self, device: u64) -> (&OfClass, u64) {
+        let lengths = self.lengths();
         let place = self.plan.devices.binary_search(&device).expect("bundles are of listed devices");
         let class = lengths.classes.of(place);
         (&lengths.of_class[class], lengths.classes.first()[class])
@@ -127,29 +184,21 @@ impl Bundles {
         if !self.places {
             return 0;
         }
-        let digits = |number: &u64| u64::from(number.checked_ilog10().unwrap_or(0)) + 1;
         let of_kind = |(first, count): &(usize, u64)| {
             let tensor = &self.plan.tensors[*first];
             let region = self.plan.region(tensor, device);
-            count * image::saved_offsets(tensor.view.shape().extents(), &region).iter().map(digits).sum::<u64>()
+            count
+                * image::saved_offsets(tensor.view.shape().extents(), &region)
+                    .iter()
+                    .map(|at| image::digits(*at))
+                    .sum::<u64>()
         };
         self.kinds.iter().map(of_kind).sum()
     }
 
     fn safetensors_bytes(&self, device: u64) -> Result<u64, ImageError> {
-        let (class, first) = self.class(device);
-        let of_first = class.safetensors.get_or_init(|| {
-            let length = SafetensorsLength::new(&self.entries(first), &borrowed(&self.metadata(first)))?;
-            Ok((length, self.place_bytes(first)))
-        });
-        let (length, old) = of_first.as_ref().map_err(Clone::clone)?;
-        length.with(*old, self.place_bytes(device)).file_bytes()
-    }
-
-    fn sharded_state_bytes(&self, device: u64) -> Result<u64, ImageError> {
-        let (class, first) = self.class(device);
-        let length = || SafetensorsLength::new(&self.entries(first), FORMAT_PT)?.file_bytes();
-        class.sharded_state.get_or_init(length).clone()
+        let (metadata, rows, data) = self.counted(device);
+        SafetensorsLength::counted(metadata, rows, data).file_bytes()
     }
 
     /// Length of a device's safetensors file.
@@ -159,7 +208,9 @@ impl Bundles {
 
     /// Length of a rank's file.
     pub(super) fn sharded_state_len(&self, device: u64) -> u64 {
-        self.sharded_state_bytes(device).expect(CHECKED)
+        let (_, rows, data) = self.counted(device);
+        // Its metadata is a part of that of the device's other file.
+        SafetensorsLength::counted(image::metadata_bytes(FORMAT_PT), rows, data).file_bytes().expect(CHECKED)
     }
 
     /// Length of a device's `.pt` file.
@@ -184,12 +235,12 @@ impl Bundles {
     }
 
     /// By kind, the first listed device that holds tensors whole; `None` if one of the kinds is whole on none.
-    pub(super) fn whole_on(&self, kinds: &Kinds) -> Option<BTreeMap<usize, u64>> {
+    pub(super) fn whole_on(&self) -> Option<BTreeMap<usize, u64>> {
         let whole_on = |(first, _): &(usize, u64)| {
             let tensor = &self.plan.tensors[*first];
             let whole = tensor.view.shape().whole();
             let mut devices = self.plan.devices.iter().copied();
-            Some((kinds.of(*first), devices.find(|device| self.plan.region(tensor, *device) == whole)?))
+            Some((self.all.of(*first), devices.find(|device| self.plan.region(tensor, *device) == whole)?))
         };
         self.kinds.iter().map(whole_on).collect()
     }

@@ -89,7 +89,9 @@ pub(super) fn fits(plan: &Plan, kinds: &Kinds) -> Result<(), String> {
     let remedy = "use a smaller mesh";
     let files = plan.bundle().map(|tensor| plan.holder_count(tensor)).max().unwrap_or(0);
     if files > FILES_MAX {
-        return Err(format!("{files} devices hold shards, a file for each; at most {FILES_MAX} files are possible: {remedy}"));
+        return Err(format!(
+            "{files} devices hold shards, a file for each; at most {FILES_MAX} files are possible: {remedy}"
+        ));
     }
     let chunks = plan.bundle().map(|tensor| plan.holder_count(tensor)).fold(0, u64::saturating_add);
     if chunks > CHUNKS_MAX {
@@ -137,7 +139,8 @@ impl DcpMetadata {
         let tensors: Vec<usize> = (0..plan.tensors.len()).filter(bundled).collect();
         let holders = plan.first_holders();
         let dtypes = plan.bundle().map(|tensor| tensor.view.dtype());
-        let writer = DcpWriter::new(narrow(holders.len() as u64), dtypes).expect("types that torch has not were refused");
+        let writer =
+            DcpWriter::new(narrow(holders.len() as u64), dtypes).expect("types that torch has not were refused");
         let mut used = vec![false; kinds.len()];
         tensors.iter().for_each(|tensor| used[kinds.of(*tensor)] = true);
         let firsts = || (0..kinds.len()).map(|kind| &plan.tensors[kinds.first(kind)]);
@@ -161,7 +164,8 @@ impl DcpMetadata {
             kinds,
         };
         let blocks = used.iter().enumerate();
-        metadata.blocks = blocks.map(|(kind, used)| if *used { metadata.kind_blocks(kind) } else { Vec::new() }).collect();
+        metadata.blocks =
+            blocks.map(|(kind, used)| if *used { metadata.kind_blocks(kind) } else { Vec::new() }).collect();
         metadata.ends = metadata.all_ends();
         let file_blocks = (0..=metadata.file_blocks()).map(|block| {
             let mut bytes = Vec::new();

@@ -59,8 +59,18 @@ fn put_numbers(out: &mut Vec<u8>, numbers: &[u64]) {
 
 impl Manifest {
     pub(super) fn new(checkpoint: Arc<Checkpoint>, plan: Arc<Plan>, kinds: Arc<Kinds>) -> Self {
-        let (mut manifest, mut bytes) =
-            (Self { checkpoint, plan, kinds, starts: Vec::new(), devices: Vec::new(), before: Vec::new(), regions: Vec::new() }, Vec::new());
+        let (mut manifest, mut bytes) = (
+            Self {
+                checkpoint,
+                plan,
+                kinds,
+                starts: Vec::new(),
+                devices: Vec::new(),
+                before: Vec::new(),
+                regions: Vec::new(),
+            },
+            Vec::new(),
+        );
         let mut count = |write: &dyn Fn(&mut Vec<u8>)| {
             bytes.clear();
             write(&mut bytes);

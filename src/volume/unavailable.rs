@@ -43,13 +43,8 @@ pub(super) fn collect(
     dcp: Option<String>,
     orbax: Option<String>,
 ) -> Vec<Unavailable> {
-    let rows = [
-        ("safetensors", safetensors),
-        ("pt", torch),
-        ("dcp", dcp),
-        ("orbax", orbax),
-        ("hf", plan.no_hf.clone()),
-    ];
+    let rows =
+        [("safetensors", safetensors), ("pt", torch), ("dcp", dcp), ("orbax", orbax), ("hf", plan.no_hf.clone())];
     rows.into_iter().filter_map(|(format, reason)| Some(Unavailable { format, reason: reason? })).collect()
 }
 

@@ -126,7 +126,7 @@ impl ViewFiles {
         );
         let (names, npy) = (names?, npy?);
         let kinds = Arc::new(Kinds::new(&plan));
-        let bundles = Bundles::new(Arc::clone(&plan), &kinds);
+        let bundles = Bundles::new(Arc::clone(&plan), Arc::clone(&kinds));
         let mut problems = Vec::new();
         if let Err(error) = bundles.check() {
             problems.push(Problem::File { file: "safetensors".to_owned(), reason: error.to_string() });
@@ -150,7 +150,7 @@ impl ViewFiles {
             torch,
             safetensors: unavailable::safetensors(&plan),
             checkpoint,
-            whole_on: bundles.whole_on(&kinds),
+            whole_on: bundles.whole_on(),
             bundles,
             kinds,
             dcp_metadata: OnceLock::new(),
@@ -334,7 +334,8 @@ impl ViewFiles {
 
     fn safetensors_index(&self) -> &Arc<RowFile> {
         self.index.get_or_init(|| {
-            let whole_on = self.whole_on.as_ref().expect("there is an index only where each tensor is whole in some file");
+            let whole_on =
+                self.whole_on.as_ref().expect("there is an index only where each tensor is whole in some file");
             let index = SafetensorsIndex::new(Arc::clone(&self.plan), &self.kinds, whole_on);
             Arc::new(RowFile::new(index))
         })
