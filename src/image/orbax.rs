@@ -34,6 +34,9 @@ impl ChunkGrid {
     ///
     /// A chunk has `ceil(extent / parts)` elements along an axis. Where that does not divide the extent the last chunk is
     /// padded with zeros, and there may be fewer chunks than parts.
+    ///
+    /// # Panics
+    /// If the format cannot hold the type: see [`orbax_holds`].
     pub fn new(dtype: DType, shape: &Shape, parts: &[u64], bytes_max: u64) -> Self {
         // The format has no chunks without elements.
         let mut chunk: PerAxis =
@@ -62,6 +65,9 @@ impl ChunkGrid {
     }
 
     /// Bytes of every chunk file.
+    ///
+    /// # Panics
+    /// Never: the type has been refused where the format cannot hold it.
     pub fn chunk_bytes(&self) -> u64 {
         self.chunk.iter().product::<u64>()
             * self.dtype.element_bytes().expect("types that the format cannot hold were refused")

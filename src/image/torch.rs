@@ -219,6 +219,9 @@ impl Segments {
 ///
 /// # Errors
 /// [`ImageError::Unsupported`].
+///
+/// # Panics
+/// If an element type has no whole bytes: see [`torch_holds`].
 pub fn distcp<'a>(entries: impl Iterator<Item = Entry<'a>>) -> Result<FileImage, ImageError> {
     let mut image = FileImage::default();
     let mut segments = Segments::new(1);

@@ -376,6 +376,9 @@ impl View {
     }
 
     /// All axes in reverse order, numpy's `x.T`.
+    ///
+    /// # Panics
+    /// Never: each axis is named once.
     #[must_use]
     pub fn reverse_axes(&self) -> Self {
         let axes: Vec<usize> = (0..self.shape().rank()).rev().collect();
