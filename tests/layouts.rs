@@ -1072,7 +1072,7 @@ fn rules_for_single_experts_lose_nothing() {
         let shards: Vec<String> =
             (0..plan.mesh.devices()).map(|device| plan.shard_shape(tensor, device).to_string()).collect();
         assert_eq!(shards, expected, "{mesh} {spec:?}");
-        let held: u64 = plan.distinct_regions(tensor).iter().map(|(_, region)| region.shape().elements()).sum();
+        let held: u64 = plan.distinct_regions(tensor).map(|(_, region)| region.shape().elements()).sum();
         assert_eq!(held, 56 * 48, "{mesh} {spec:?}");
     }
 }

@@ -70,7 +70,7 @@ pub(super) struct ViewFlags {
     /// mesh axis, or a list of mesh axes; and `shard = "auto"` or `"none"` for names that no rule matches.
     #[arg(long, value_name = "auto|none|maxtext|FILE.toml")]
     shard: Option<Word<ShardChoice>>,
-    /// Lists only these devices, as in 0-3,8. dcp/ and orbax/ are whole all the same.
+    /// Lists only these devices, as in 0-3,8; at most 65536. dcp/ and orbax/ are whole all the same.
     #[arg(long, value_name = "LIST")]
     devices: Option<Word<Devices>>,
     /// Puts layers one by one, not stacked, into files that bundle tensors.

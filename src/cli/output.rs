@@ -70,9 +70,11 @@ pub(super) fn print(text: &str) -> anyhow::Result<()> {
     written(out.write_all(text.as_bytes()).and_then(|()| out.flush()))
 }
 
-/// Prints a JSON document.
-pub(super) fn print_json(value: &serde_json::Value) -> anyhow::Result<()> {
-    print(&format!("{value:#}\n"))
+/// Prints a JSON document, which is made as it is written.
+pub(super) fn print_json(value: &impl serde::Serialize) -> anyhow::Result<()> {
+    let mut out = io::BufWriter::new(io::stdout().lock());
+    let written_all = serde_json::to_writer_pretty(&mut out, value).map_err(io::Error::from);
+    written(written_all.and_then(|()| out.write_all(b"\n")).and_then(|()| out.flush()))
 }
 
 /// Writes bytes that may lie in a mapped file to standard output, by system calls only: the kernel reports a page that is

@@ -2,12 +2,12 @@
 
 use clap::Args;
 
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 use super::{flags::SourceFlags, open, output};
 use crate::{
-    plan::report,
-    volume::{Unavailable, unavailable, unavailable_text},
+    plan::report::{self, Report, ViewReport},
+    volume::{Unavailable, ViewPlan, unavailable, unavailable_text},
 };
 
 /// Shows what would be mounted, without mounting.
@@ -39,15 +39,16 @@ impl Plan {
         let mut config = open::source_config(self.source.as_deref(), &self.flags)?;
         let checkpoint = open::checkpoint(&mut config)?;
         let plans = open::plans(&checkpoint, &config)?;
-        let views = plans.iter().map(|view| (view.name.as_str(), view.plan.as_ref()));
         if self.json {
-            let mut json = report::json(&checkpoint, views);
-            for (number, view) in plans.iter().enumerate() {
-                let row = |shown: &Unavailable| json!({"format": shown.format, "reason": shown.reason});
-                json["views"][number]["unavailable"] = unavailable(&view.plan).iter().map(row).collect();
-            }
-            output::print_json(&json)
+            let row = |shown: &Unavailable| json!({"format": shown.format, "reason": shown.reason});
+            let more = |view: &ViewPlan| {
+                let missing: Value = unavailable(&view.plan).iter().map(row).collect();
+                Map::from_iter([("unavailable".to_owned(), missing)])
+            };
+            let views = plans.iter().map(|of| ViewReport { name: &of.name, plan: &of.plan, more: more(of) });
+            output::print_json(&Report::new(&checkpoint, views.collect()))
         } else {
+            let views = plans.iter().map(|view| (view.name.as_str(), view.plan.as_ref()));
             let mut text = report::text(&checkpoint, views);
             for view in &plans {
                 text.push_str(&unavailable_text(&view.name, &unavailable(&view.plan)));

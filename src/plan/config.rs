@@ -41,13 +41,10 @@ use std::{
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::{
-    Allow, CastRule, LayerRanges, Layout, LogicalRule, Mesh, Pattern, PlanError, Rename, ShardRule, Sharding, Subset,
-    Tied, ViewOptions,
+    Allow, CastRule, DEVICES_LISTED_MAX, LayerRanges, Layout, LogicalRule, Mesh, Pattern, PlanError, Rename, ShardRule,
+    Sharding, Subset, Tied, ViewOptions,
 };
 use crate::{source::SourceIo, tensor::DType};
-
-/// Most devices that a list may name.
-const DEVICES_LISTED_MAX: usize = 1 << 20;
 
 /// Why a configuration is of no use.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -299,8 +296,8 @@ impl AsWord for Devices {
             if first > last {
                 return Err(malformed(part));
             }
-            if (last - first) >= DEVICES_LISTED_MAX as u64 || devices.len() >= DEVICES_LISTED_MAX {
-                return Err(format!("devices: more than {DEVICES_LISTED_MAX} in {text:?}"));
+            if last - first >= DEVICES_LISTED_MAX - (devices.len() as u64).min(DEVICES_LISTED_MAX) {
+                return Err(format!("devices: expected at most {DEVICES_LISTED_MAX}, found more in {text:?}"));
             }
             devices.extend(first..=last);
         }

@@ -70,7 +70,7 @@ pub(super) fn plan(
         }
         match values.view(id, dtype) {
             Ok(view) => {
-                let name = rename::apply(renames, info.name);
+                let name = rename::apply(renames, info.name).map_err(|problem| vec![problem])?;
                 changed |= view.as_source().is_none() || name != original.tensor(id).name;
                 shown.push((id, name, view));
             }
@@ -79,7 +79,8 @@ pub(super) fn plan(
     }
     if let Some((head, embedding)) = head {
         let found = checkpoint.find(&embedding).and_then(|id| shown.iter().find(|(other, ..)| *other == id)).cloned();
-        shown.extend(found.map(|(id, _, view)| (id, rename::apply(renames, &head), view)));
+        let name = rename::apply(renames, &head).map_err(|problem| vec![problem])?;
+        shown.extend(found.map(|(id, _, view)| (id, name, view)));
     }
     shown.retain(|(id, ..)| !dropped_scales.contains(id));
     let mut names: HashMap<&str, TensorId> = HashMap::with_capacity(shown.len());

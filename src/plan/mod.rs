@@ -15,6 +15,7 @@ mod expect;
 pub mod expr;
 pub mod family;
 pub mod hf;
+pub mod kind;
 pub mod layout_file;
 pub mod layouts;
 pub mod logical;
@@ -34,7 +35,7 @@ pub mod values;
 
 use std::{
     borrow::Cow,
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -44,10 +45,11 @@ pub use config::{Config, ConfigError};
 pub use draft::{Bundled, Draft, Roles};
 pub use family::Family;
 pub use hf::{HfContent, HfFile};
+pub use kind::Kinds;
 pub use layout_file::LayoutFile;
 pub use layouts::Embedded;
 pub use logical::{LogicalRule, LogicalRules};
-pub use mesh::{Mesh, MeshAxis, MeshError};
+pub use mesh::{DEVICES_LISTED_MAX, Mesh, MeshAxis, MeshError};
 pub use name_group::NameGroup;
 pub use naming::{SELF_WORD, component};
 pub use pattern::{Pattern, PatternError};
@@ -338,7 +340,8 @@ impl Plan {
             let allowed = (&options.allow_missing, &options.allow_unmapped);
             lora::rename(&mut drafts, adapter, own, allowed, &mut problems, &mut warnings);
         }
-        names::rename(&mut drafts, &options.renames, &mut problems);
+        let flat = file.as_ref().is_some_and(|file| file.flat()) || options.layout == Layout::Hf;
+        names::rename(&mut drafts, &options.renames, flat, &mut problems);
         let logical_rules = logical_rules(options, file.as_deref());
         if file.is_none() {
             let name = options.layout.name();
@@ -377,7 +380,7 @@ impl Plan {
             family: family_name,
             params,
             logical_rules,
-            flat: file.as_ref().is_some_and(|file| file.flat()) || options.layout == Layout::Hf,
+            flat,
             sharded_state: file.as_ref().is_some_and(|file| file.sharded_state()),
             devices: devices(options, &mut problems),
             specs: Vec::new(),
@@ -449,10 +452,22 @@ impl Plan {
         if view.dtype().unit().elements == 1 || spec.is_replicated() {
             return Ok(());
         }
-        self.devices.iter().try_for_each(|device| {
-            let region = spec.region(view.shape(), &self.mesh, &self.mesh.coordinates(*device));
-            view.region(&region).map_or(Ok(()), |shard| shard.lower().map(drop))
-        })
+        // Where rows of a plain tensor and of each shard begin and end with a byte, nothing is cut.
+        let unit = view.dtype().unit().elements;
+        let aligned = |region: &Region| {
+            let last = |numbers: &[u64]| numbers.last().is_some_and(|number| number.is_multiple_of(unit));
+            last(region.origin()) && last(region.shape().extents())
+        };
+        let region = |device: &u64| spec.region(view.shape(), &self.mesh, &self.mesh.coordinates(*device));
+        if view.as_source().is_some()
+            && aligned(&view.shape().whole())
+            && self.devices.iter().all(|device| aligned(&region(device)))
+        {
+            return Ok(());
+        }
+        self.devices
+            .iter()
+            .try_for_each(|device| view.region(&region(device)).map_or(Ok(()), |shard| shard.lower().map(drop)))
     }
 
     /// Whether views are of the few simple shapes that the program itself makes.
@@ -515,29 +530,44 @@ impl Plan {
         held.then(|| self.region(tensor, device)).filter(|region| !region.shape().is_empty())
     }
 
-    /// The distinct regions of a tensor that have elements, each with the first device that holds it: together they are the
-    /// tensor, and no two overlap.
-    pub fn distinct_regions(&self, tensor: &PlannedTensor) -> Vec<(u64, Region)> {
-        let axes = self.mesh.axes();
-        let mut devices = vec![0];
-        for (index, axis) in axes.iter().enumerate() {
-            let positions = if self.distributes(tensor, index) { axis.size } else { 1 };
-            devices = devices.iter().flat_map(|device| (0..positions).map(move |at| device * axis.size + at)).collect();
+    /// Number of the devices that are, by their place in the mesh, the first to hold a region of a tensor.
+    pub fn holder_count(&self, tensor: &PlannedTensor) -> u64 {
+        let axes = self.mesh.axes().iter().enumerate().filter(|(index, _)| self.distributes(tensor, *index));
+        axes.map(|(_, axis)| axis.size).product()
+    }
+
+    /// The device of number `number` among those, ascending.
+    pub fn holder(&self, tensor: &PlannedTensor, number: u64) -> u64 {
+        let (mut rest, mut device, mut stride) = (number, 0, 1);
+        for (index, axis) in self.mesh.axes().iter().enumerate().rev() {
+            if self.distributes(tensor, index) {
+                device += rest % axis.size * stride;
+                rest /= axis.size;
+            }
+            stride *= axis.size;
         }
-        devices.into_iter().filter_map(|device| Some((device, self.own_region(tensor, device)?))).collect()
+        device
+    }
+
+    /// The distinct regions of a tensor that have elements, each with the first device that holds it, by which they are
+    /// ordered: together they are the tensor, and no two overlap.
+    pub fn distinct_regions(&self, tensor: &PlannedTensor) -> impl Iterator<Item = (u64, Region)> {
+        let holders = (0..self.holder_count(tensor)).map(|number| self.holder(tensor, number));
+        holders.filter_map(|device| Some((device, self.own_region(tensor, device)?)))
     }
 
     /// Devices of the whole mesh that are, by their place in it, the first to hold some bundled tensor's region; ascending.
+    /// At most as many as the mesh has.
     pub fn first_holders(&self) -> Vec<u64> {
         // Few tensors differ in what matters here.
-        let mut seen = std::collections::HashSet::new();
-        let kinds: Vec<_> =
-            self.bundle().filter(|tensor| seen.insert((tensor.spec, tensor.expert.is_some()))).collect();
-        let is_first = |device: &u64| {
-            let coordinates = self.mesh.coordinates(*device);
-            kinds.iter().any(|kind| self.is_first(kind, &coordinates))
-        };
-        (0..self.mesh.devices()).filter(is_first).collect()
+        let mut seen = HashSet::new();
+        let mut holders = Vec::new();
+        for tensor in self.bundle().filter(|tensor| seen.insert((tensor.spec, tensor.expert.is_some()))) {
+            holders.extend((0..self.holder_count(tensor)).map(|number| self.holder(tensor, number)));
+            holders.sort_unstable();
+            holders.dedup();
+        }
+        holders
     }
 
     /// The ranks of an engine whose processes differ in nothing but their shards, each with the listed device that stands for
@@ -562,16 +592,17 @@ impl Plan {
 
     /// Whether the listed devices hold all of every bundled tensor between them.
     pub fn lists_whole(&self) -> bool {
+        if self.devices.len() as u64 == self.mesh.devices() {
+            return true;
+        }
         // Many tensors differ in nothing that matters here.
-        let mut seen = std::collections::HashSet::new();
-        let all_listed = self.devices.len() as u64 == self.mesh.devices();
+        let mut seen = HashSet::new();
         let mut kinds = self.bundle().filter(|tensor| seen.insert((tensor.spec, tensor.view.shape(), tensor.expert)));
-        all_listed
-            || kinds.all(|tensor| {
-                let listed =
-                    |region: &Region| self.devices.iter().any(|device| self.region(tensor, *device) == *region);
-                self.distinct_regions(tensor).iter().all(|(_, region)| listed(region))
-            })
+        // Regions that differ do not overlap: together they are the tensor if they have as many elements.
+        kinds.all(|tensor| {
+            let regions: HashSet<Region> = self.devices.iter().map(|device| self.region(tensor, *device)).collect();
+            regions.iter().map(|region| region.shape().elements()).sum::<u64>() == tensor.view.shape().elements()
+        })
     }
 
     /// Whether bundles hold layers stacked: for layouts from files what their parameter `scan` says, or whether a tensor has
@@ -650,6 +681,11 @@ fn hf_drafts(checkpoint: &Checkpoint, family: Option<Family>, values: &Values<'_
 
 fn devices(options: &ViewOptions, problems: &mut Vec<Problem>) -> Vec<u64> {
     let devices = options.mesh.devices();
+    let count = options.devices.as_ref().map_or(devices, |listed| listed.len() as u64);
+    if count > DEVICES_LISTED_MAX {
+        problems.push(Problem::Devices { mesh: options.mesh.to_string(), count });
+        return Vec::new();
+    }
     let Some(listed) = &options.devices else { return (0..devices).collect() };
     let mut listed = listed.clone();
     listed.sort_unstable();

@@ -67,14 +67,18 @@ pub(super) fn keep(drafts: &mut Vec<Draft>, selected: &Selected, problems: &mut 
     });
 }
 
-/// Renames, and refuses two of one name.
-pub(super) fn rename(drafts: &mut [Draft], rules: &[Rename], problems: &mut Vec<Problem>) {
+/// Renames, and refuses two of one name, and the first that is too long. With `flat` a name is one path component.
+pub(super) fn rename(drafts: &mut [Draft], rules: &[Rename], flat: bool, problems: &mut Vec<Problem>) {
     if rules.is_empty() {
         return;
     }
     let mut olds: HashMap<String, String> = HashMap::with_capacity(drafts.len());
     for draft in drafts {
-        let new = rename::apply(rules, &draft.name);
+        let new = match rename::apply_to_path(rules, &draft.name, flat) {
+            Ok(new) => new,
+            // The same rule makes most names too long.
+            Err(problem) => return problems.push(problem),
+        };
         let old = std::mem::replace(&mut draft.name, new.clone());
         if new.is_empty() {
             let reason = format!("{old} would have no name");

@@ -2,7 +2,10 @@
 
 use std::{collections::BTreeSet, fmt};
 
-use super::name_group::{NameGroup, ranges};
+use super::{
+    mesh::DEVICES_LISTED_MAX,
+    name_group::{NameGroup, ranges},
+};
 use crate::tensor::{Shape, TilingError, ViewError};
 
 /// One thing wrong with a plan.
@@ -150,6 +153,31 @@ pub enum Problem {
         device: u64,
         /// Number of devices.
         devices: u64,
+    },
+    /// More devices than a mount lists.
+    #[error(
+        "mesh {mesh}: {count} devices are to be listed, at most {DEVICES_LISTED_MAX} can be; list this host's own, for \
+         example with --devices 8-15"
+    )]
+    Devices {
+        /// The mesh.
+        mesh: String,
+        /// Number of devices.
+        count: u64,
+    },
+    /// A rename makes a name that no file can have.
+    #[error("{name}: rename {rule:?} makes a {what} of {bytes} bytes, at most {max} are possible")]
+    Rename {
+        /// The name before all renames.
+        name: String,
+        /// The rule's expression.
+        rule: String,
+        /// What is too long.
+        what: &'static str,
+        /// Its bytes, as far as they were counted.
+        bytes: usize,
+        /// Most bytes.
+        max: usize,
     },
     /// A rule of a layout does not fit the repository.
     #[error("{file}:{line}: {}{reason}", for_leaf(target))]

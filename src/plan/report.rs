@@ -1,10 +1,11 @@
 //! What a plan says of itself: as text for `ckfs plan` and `.ckfs/plan.txt`, and as JSON.
 
 use std::{
-    collections::{BTreeMap, HashMap, HashSet},
+    collections::{BTreeMap, HashMap},
     fmt::Write,
 };
 
+use serde::{Serialize, Serializer, ser::SerializeMap};
 use serde_json::{Map, Value, json};
 
 use super::{
@@ -353,8 +354,8 @@ fn amplification_json(checkpoint: &Checkpoint, plan: &Plan) -> Value {
     })
 }
 
-/// One view as JSON.
-pub fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
+/// One view as JSON, without its tensors.
+fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
     let axes: Vec<Value> = axis_effects(plan)
         .into_iter()
         .map(|axis| json!({"name": axis.name, "size": axis.size, "tensors_split": axis.tensors, "bytes_split": axis.bytes}))
@@ -364,35 +365,6 @@ pub fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
         .iter()
         .zip(bytes_per_device(plan))
         .map(|(device, bytes)| json!({"device": device, "coordinates": plan.mesh.coordinates(*device), "bytes": bytes}))
-        .collect();
-    let bundled: HashSet<&str> = plan.bundle().map(|tensor| tensor.name.as_str()).collect();
-    let tensors: Vec<Value> = plan
-        .tensors
-        .iter()
-        .map(|tensor| {
-            let view = &tensor.view;
-            let mut sources = Vec::new();
-            view.for_each_source(&mut |source| sources.push(source.id));
-            sources.dedup();
-            let names: Vec<&str> = sources.iter().map(|id| checkpoint.tensor(*id).name).collect();
-            let mut row = json!({
-                "name": tensor.name,
-                "path": plan.path(tensor).join("/"),
-                "dtype": view.dtype().code(),
-                "shape": view.shape().extents(),
-                "bytes": view.bytes(),
-                "spec": plan.spec(tensor).to_json(view.shape().rank(), &plan.mesh),
-                "bundled": bundled.contains(tensor.name.as_str()),
-                "sources": names,
-            });
-            if !tensor.logical.is_empty() {
-                row["logical"] = json!(tensor.logical);
-            }
-            if let Some(layers) = &tensor.layers {
-                row["layers"] = json!(&layers[..]);
-            }
-            row
-        })
         .collect();
     json!({
         "name": name,
@@ -408,8 +380,98 @@ pub fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
         "missing": names(&plan.missing),
         "unexpected": names(&plan.unexpected),
         "warnings": plan.warnings,
-        "tensors": tensors,
     })
+}
+
+/// A tensor of a view as JSON.
+fn tensor_json(checkpoint: &Checkpoint, plan: &Plan, tensor: &PlannedTensor) -> Value {
+    let view = &tensor.view;
+    let mut sources = Vec::new();
+    view.for_each_source(&mut |source| sources.push(source.id));
+    sources.dedup();
+    let names: Vec<&str> = sources.iter().map(|id| checkpoint.tensor(*id).name).collect();
+    let mut row = json!({
+        "name": tensor.name,
+        "path": plan.path(tensor).join("/"),
+        "dtype": view.dtype().code(),
+        "shape": view.shape().extents(),
+        "bytes": view.bytes(),
+        "spec": plan.spec(tensor).to_json(view.shape().rank(), &plan.mesh),
+        "bundled": plan.is_bundled(tensor),
+        "sources": names,
+    });
+    if !tensor.logical.is_empty() {
+        row["logical"] = json!(tensor.logical);
+    }
+    if let Some(layers) = &tensor.layers {
+        row["layers"] = json!(&layers[..]);
+    }
+    row
+}
+
+/// A view of a report: its tensors are made while they are written, since there may be very many.
+#[derive(Debug)]
+pub struct ViewReport<'a> {
+    /// Name of the view; empty for the only one.
+    pub name: &'a str,
+    /// The view.
+    pub plan: &'a Plan,
+    /// Members that follow the tensors.
+    pub more: Map<String, Value>,
+}
+
+/// A whole report, to be written as JSON.
+#[derive(Debug)]
+pub struct Report<'a> {
+    checkpoint: &'a Checkpoint,
+    views: Vec<ViewReport<'a>>,
+}
+
+impl<'a> Report<'a> {
+    /// A report of these views.
+    pub fn new(checkpoint: &'a Checkpoint, views: Vec<ViewReport<'a>>) -> Self {
+        Self { checkpoint, views }
+    }
+}
+
+/// A part of a report that is written as it is made.
+struct Written<F>(F);
+
+impl<V: Serialize, I: Iterator<Item = V>, F: Fn() -> I> Serialize for Written<F> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq((self.0)())
+    }
+}
+
+/// A view and the checkpoint that it is of.
+struct OfCheckpoint<'a>(&'a Checkpoint, &'a ViewReport<'a>);
+
+impl Serialize for OfCheckpoint<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Self(checkpoint, ViewReport { name, plan, more }) = self;
+        let mut map = serializer.serialize_map(None)?;
+        for (key, value) in view_json(checkpoint, name, plan).as_object().into_iter().flatten() {
+            map.serialize_entry(key, value)?;
+        }
+        let rows = || plan.tensors.iter().map(|tensor| tensor_json(checkpoint, plan, tensor));
+        map.serialize_entry("tensors", &Written(rows))?;
+        for (key, value) in more {
+            map.serialize_entry(key, value)?;
+        }
+        map.end()
+    }
+}
+
+impl Serialize for Report<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        for (key, value) in source_json(self.checkpoint).as_object().into_iter().flatten() {
+            map.serialize_entry(key, value)?;
+        }
+        let views = || self.views.iter().map(|view| OfCheckpoint(self.checkpoint, view));
+        map.serialize_entry("views", &Written(views))?;
+        map.end()
+    }
 }
 
 fn experts_json(experts: Experts) -> Value {
@@ -451,8 +513,8 @@ fn quantization_json(quantization: &Quantization) -> Value {
     row
 }
 
-/// The whole report as JSON.
-pub fn json<'a>(checkpoint: &Checkpoint, views: impl IntoIterator<Item = (&'a str, &'a Plan)>) -> Value {
+/// What is said of the source, as JSON.
+fn source_json(checkpoint: &Checkpoint) -> Value {
     let dialect = checkpoint.dialect();
     let dtypes: BTreeMap<&str, Value> = dialect
         .dtypes
@@ -500,7 +562,6 @@ pub fn json<'a>(checkpoint: &Checkpoint, views: impl IntoIterator<Item = (&'a st
             "bytes": dialect.bytes(),
         },
         "files": files,
-        "views": views.into_iter().map(|(name, plan)| view_json(checkpoint, name, plan)).collect::<Vec<_>>(),
     })
 }
 

@@ -178,7 +178,11 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
     let whole = if subset.source_renames.is_empty() {
         None
     } else {
-        let renamed = checkpoint.derived(None, None, |_, info| Some(rename::apply(&subset.source_renames, info.name)));
+        for (_, info) in checkpoint.tensors() {
+            rename::apply(&subset.source_renames, info.name)?;
+        }
+        let new = |name: &str| rename::apply(&subset.source_renames, name).expect("each name was checked just above");
+        let renamed = checkpoint.derived(None, None, |_, info| Some(new(info.name)));
         let renamed = renamed.map_err(|reasons| refused(reasons, "source_rename"))?;
         if scale_pairs(checkpoint) != scale_pairs(&renamed) {
             let reason = "takes the names of scales away from those of their quantized weights".to_owned();

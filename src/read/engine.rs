@@ -22,7 +22,9 @@ use crate::{
     checkpoint::{Checkpoint, TensorInfo},
     image::{FileImage, Segment},
     source::{ByteSpan, FileId, Source},
-    tensor::{BlockScale, Decode, Gather, Origin, Piece, Share, Stores, Tiling, fill, gather::Loop, gather_with},
+    tensor::{
+        BlockScale, Decode, Gather, Origin, Piece, Share, Stores, Tiling, fill, gather::Loop, gather_with, to_usize,
+    },
 };
 
 /// Smallest tile, a huge page. Conversions of less than a megabyte at a time leave caches and vectors cold.
@@ -281,7 +283,7 @@ impl Engine {
             self.counters.serve(path, len);
             reply(bytes);
         } else {
-            let mut buffer = self.buffers.take(usize::try_from(len).unwrap_or(0));
+            let mut buffer = self.buffers.take(to_usize(len));
             source.read_into(file, start, &mut buffer).map_err(changed)?;
             source.check(file).map_err(changed)?;
             self.counters.fetch(path, len);
@@ -326,7 +328,7 @@ impl Engine {
         if spans.next().is_none() {
             return self.read_within(file, segment, low, high, reply);
         }
-        let mut buffer = self.buffers.take(usize::try_from(end - start).unwrap_or(0));
+        let mut buffer = self.buffers.take(to_usize(end - start));
         let mut at = 0;
         for (segment, low, high) in file.image.spans(start, end) {
             let mut part = |bytes: &[u8]| {
@@ -370,13 +372,13 @@ impl Engine {
         reply: &mut dyn FnMut(&[u8]),
     ) -> Result<(), ReadError> {
         if let Segment::Bytes(bytes) = &file.image.segments()[segment] {
-            let (from, to) = (usize::try_from(low).unwrap_or(0), usize::try_from(high).unwrap_or(0));
+            let (from, to) = (to_usize(low), to_usize(high));
             self.counters.serve(Path::Made, high - low);
             reply(&bytes[from..to]);
             return Ok(());
         }
         if let Segment::Spaces(_) = &file.image.segments()[segment] {
-            let mut buffer = self.buffers.take(usize::try_from(high - low).unwrap_or(0));
+            let mut buffer = self.buffers.take(to_usize(high - low));
             buffer.fill(b' ');
             self.counters.serve(Path::Made, high - low);
             reply(&buffer);
@@ -455,7 +457,9 @@ impl Engine {
 
     fn prepare(&self, file: &OpenFile, segment: usize) -> Result<Arc<Prepared>, ReadError> {
         let prepared = file.tilings[segment].get_or_init(|| {
-            let Segment::View(view) = &file.image.segments()[segment] else { return Err(ReadError::Panicked) };
+            let Segment::View(view) = &file.image.segments()[segment] else {
+                return Err(ReadError::Internal { what: "only a view is lowered" });
+            };
             let tiling = view.lower().map_err(|error| ReadError::Tiling { error })?;
             let start = file.image.start_of(segment);
             let grid = is_made(&tiling).then(|| self.grid(&tiling, start));
@@ -519,12 +523,12 @@ impl Engine {
     ) -> Result<(), ReadError> {
         let unit = tiling.unit_bytes();
         let (first, last) = (low / unit, high.div_ceil(unit));
-        let mut buffer = self.buffers.take(usize::try_from((last - first) * unit).unwrap_or(0));
+        let mut buffer = self.buffers.take(to_usize((last - first) * unit));
         let mut touched = Touched::new();
         self.fill_span(tiling, first, last, &mut buffer, &mut touched, How::cached(path))?;
         self.check_touched(&touched)?;
-        let skip = usize::try_from(low - first * unit).unwrap_or(0);
-        let len = usize::try_from(high - low).unwrap_or(0);
+        let skip = to_usize(low - first * unit);
+        let len = to_usize(high - low);
         self.counters.serve(path, high - low);
         reply(&buffer[skip..skip + len]);
         Ok(())
@@ -550,7 +554,7 @@ impl Engine {
         if first == last {
             return self.read_tile(file, segment, prepared, grid, first, low, high, reply);
         }
-        let mut buffer = self.buffers.take(usize::try_from(high - low).unwrap_or(0));
+        let mut buffer = self.buffers.take(to_usize(high - low));
         let mut at = 0;
         for index in first..=last {
             let (start, end) = grid.span(index, prepared.tiling.len_units());
@@ -584,7 +588,7 @@ impl Engine {
             return self.read_alone(&prepared.tiling, low, high, Path::Tiles, reply);
         }
         let tile = self.tile(file, segment, prepared, grid, index)?;
-        let place = |byte: u64| usize::try_from(byte - start * unit).unwrap_or(0);
+        let place = |byte: u64| to_usize(byte - start * unit);
         let (from, to) = (place(low), place(high));
         self.counters.serve(Path::Tiles, high - low);
         reply(&tile.bytes[from..to]);
@@ -613,7 +617,7 @@ impl Engine {
         let key = tile_key(file, segment, index);
         let compute = || self.compute(&prepared.tiling, grid, index);
         let Some(outcome) = self.cache.get(key, false, &self.counters, compute) else {
-            return Err(ReadError::Panicked);
+            return Err(ReadError::Internal { what: "a tile that is needed now was passed over" });
         };
         let tile = outcome?;
         self.check_touched(&tile.files).inspect_err(|_| self.cache.forget(&key))?;
@@ -622,7 +626,7 @@ impl Engine {
 
     fn compute(&self, tiling: &Tiling, grid: Grid, index: u64) -> Result<Tile, ReadError> {
         let (first, last) = grid.span(index, tiling.len_units());
-        let mut bytes = self.buffers.take(usize::try_from((last - first) * tiling.unit_bytes()).unwrap_or(0));
+        let mut bytes = self.buffers.take(to_usize((last - first) * tiling.unit_bytes()));
         let mut files = Touched::new();
         self.fill_span(tiling, first, last, &mut bytes, &mut files, How::cached(Path::Tiles))?;
         self.check_touched(&files)?;
@@ -648,7 +652,7 @@ impl Engine {
             made += piece.units();
             match piece.origin {
                 Origin::Fill { bytes } => {
-                    fill(&bytes[..usize::try_from(unit).unwrap_or(8)], &piece.loops, piece.start - first, target);
+                    fill(&bytes[..to_usize(unit)], &piece.loops, piece.start - first, target);
                 }
                 Origin::Tensor { .. } => result = self.gather_piece(tiling, &piece, first, target, touched, how),
             }
@@ -708,7 +712,9 @@ impl Engine {
     ) -> Result<(), ReadError> {
         let hull: u64 = job.loops.iter().map(|l| (l.extent - 1) * l.source_stride).sum::<u64>() + 1;
         let window = ByteSpan::of_len(job.source_offset * job.source_bytes, hull * job.source_bytes);
-        let Some(span) = window.and_then(|window| info.span.slice(window)) else { return Err(ReadError::Panicked) };
+        let Some(span) = window.and_then(|window| info.span.slice(window)) else {
+            return Err(ReadError::Internal { what: "a piece leaves its tensor" });
+        };
         let used: u64 = job.loops.iter().map(|l| l.extent).product::<u64>() * job.source_bytes;
         if 2 * used < span.len() {
             // The pages between hold what other tiles need.
@@ -745,7 +751,7 @@ impl Engine {
         if let Some(result) = self.source().with_map(info.file, span, work) {
             return result.map_err(failed);
         }
-        let mut buffer = self.buffers.take(usize::try_from(span.len()).unwrap_or(0));
+        let mut buffer = self.buffers.take(to_usize(span.len()));
         self.source().read_into(info.file, span.start(), &mut buffer).map_err(failed)?;
         work(&buffer);
         Ok(())
@@ -849,5 +855,5 @@ pub(super) fn is_made(tiling: &Tiling) -> bool {
 }
 
 fn tile_key(file: &OpenFile, segment: usize, index: u64) -> TileKey {
-    TileKey { file: file.key, segment: u32::try_from(segment).unwrap_or(u32::MAX), index }
+    TileKey { file: file.key, segment: u32::try_from(segment).expect("a file has fewer than 2^32 segments"), index }
 }

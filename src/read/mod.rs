@@ -66,6 +66,12 @@ pub enum ReadError {
     /// The computation panicked: an error in this program, logged where it happened.
     #[error("the computation of these bytes panicked")]
     Panicked,
+    /// What cannot be is: an error in this program.
+    #[error("internal error: {what}")]
+    Internal {
+        /// What should hold and does not.
+        what: &'static str,
+    },
 }
 
 impl ReadError {

@@ -142,7 +142,7 @@ impl Identity {
         Self {
             device: stat.st_dev,
             inode: stat.st_ino,
-            size_bytes: u64::try_from(stat.st_size).unwrap_or(0),
+            size_bytes: u64::try_from(stat.st_size).expect("the kernel gives no negative size"),
             modified_ns: ns(stat.st_mtime, stat.st_mtime_nsec),
             status_changed_ns: ns(stat.st_ctime, stat.st_ctime_nsec),
         }

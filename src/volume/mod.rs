@@ -4,13 +4,16 @@
 
 mod arrays;
 mod blanks;
+mod bundle;
 mod copies;
+mod dcp_rows;
 mod looks;
 mod manifest;
 mod memory_files;
 pub mod metrics;
 mod name_tree;
 mod served;
+mod shard_class;
 mod stats;
 mod tree;
 mod unavailable;

@@ -6,7 +6,7 @@ use std::{
     ops::ControlFlow,
     path::Path,
     sync::{
-        Arc, Mutex, OnceLock, PoisonError, RwLock, Weak,
+        Arc, Mutex, PoisonError, RwLock,
         atomic::{AtomicU64, Ordering},
     },
     time::{Instant, SystemTime, UNIX_EPOCH},
@@ -23,16 +23,16 @@ use super::{
     stats,
     tree::{Block, BlockKind, Fixed, FixedKind, Flavor, Names, Place, Seedling, Tree},
     unavailable::unavailable_text,
-    view_files::{Content, Made, ORBAX_ITEM, ViewFiles},
+    view_files::{Content, Made, ORBAX_ITEM, ViewFiles, file_ids},
     whole_files::{Pin, WholeFiles},
 };
 use crate::{
     checkpoint::Checkpoint,
-    image::{FileImage, distcp_name},
+    image::{FileImage, RowFile, distcp_name},
     plan::{Allow, HfContent, HfFile, Plan, Problem, config::MadeWhole, report},
     read::{Engine, EngineOptions, MapsAhead, OpenFile},
     source::FileId,
-    tensor::View,
+    tensor::{View, to_usize},
 };
 
 /// Segments of closed files that are remembered with their tilings and tiles.
@@ -75,15 +75,11 @@ impl fmt::Display for VolumeError {
     }
 }
 
-/// Bytes that are made when they are first asked for, and shared by all who have the file open. Where the kernel kept them
-/// since an earlier open, it never asks.
-type Late = OnceLock<Result<Arc<[u8]>, FsError>>;
-
 #[derive(Clone, Debug)]
 enum Open {
     Original(FileId),
     Bytes(Arc<[u8]>),
-    Late(Arc<Late>),
+    Rows(Arc<RowFile>),
     Image(Arc<OpenFile>, Pin),
 }
 
@@ -105,7 +101,6 @@ pub struct Volume {
     copies: Option<Copies>,
     whole: Option<(WholeFiles, MadeWhole)>,
     looks: Looks,
-    late: Mutex<HashMap<Ino, Weak<Late>>>,
 }
 
 /// Files made ready, open or lately closed: reopening finds tilings and tiles again.
@@ -135,9 +130,8 @@ impl Volume {
     /// Names that cannot be laid out as a tree.
     pub fn new(checkpoint: Arc<Checkpoint>, views: Vec<ViewPlan>, options: VolumeOptions) -> Result<Self, VolumeError> {
         let source = checkpoint.source();
-        let files = || (0..source.file_count()).map(|file| FileId(u32::try_from(file).unwrap_or(u32::MAX)));
-        let modified = files().map(|file| source.modified(file)).max().unwrap_or(UNIX_EPOCH);
-        let total_bytes = files().map(|file| source.len_bytes(file)).sum();
+        let modified = file_ids(&checkpoint).map(|file| source.modified(file)).max().unwrap_or(UNIX_EPOCH);
+        let total_bytes = file_ids(&checkpoint).map(|file| source.len_bytes(file)).sum();
         let mut problems = Vec::new();
         let mut root = Seedling::default();
         let mut made = Vec::new();
@@ -153,7 +147,7 @@ impl Volume {
             match files {
                 Ok(files) => {
                     plan_text.push_str(&unavailable_text(&view.name, &files.unavailable()));
-                    let index = u32::try_from(made.len()).unwrap_or(u32::MAX);
+                    let index = u32::try_from(made.len()).expect("fewer than 2^32 views");
                     let directory = if view.name.is_empty() { Some(&mut root) } else { root.directory(&view.name) };
                     if let Some(directory) = directory {
                         plant_view(directory, index, &files, &mut problems);
@@ -187,7 +181,6 @@ impl Volume {
             copies: None,
             whole: None,
             looks: Looks::default(),
-            late: Mutex::default(),
         })
     }
 
@@ -273,7 +266,7 @@ impl Volume {
     pub fn image(&self, ino: Ino) -> Result<Option<FileImage>, FsError> {
         match self.content(ino)? {
             Content::Image(image) => Ok(Some(image)),
-            Content::Original(_) | Content::Bytes(_) => Ok(None),
+            Content::Original(_) | Content::Bytes(_) | Content::Rows(_) => Ok(None),
         }
     }
 
@@ -284,7 +277,7 @@ impl Volume {
         };
         match self.views[*view as usize].made(*made) {
             Ok(Content::Original(file)) => Some(file),
-            Ok(Content::Bytes(_) | Content::Image(_)) | Err(_) => None,
+            Ok(Content::Bytes(_) | Content::Rows(_) | Content::Image(_)) | Err(_) => None,
         }
     }
 
@@ -338,7 +331,7 @@ impl Volume {
     }
 
     /// The view and the arrays of a block, which is there only if the view has arrays.
-    fn arrays(&self, block: Block) -> Result<(&ViewFiles, &ArrayTable), FsError> {
+    fn arrays(&self, block: Block) -> Result<(&ViewFiles, &Arc<ArrayTable>), FsError> {
         let view = &self.views[block.view as usize];
         view.arrays().map(|table| (view, table)).map_err(|_| FsError::NotFound)
     }
@@ -348,7 +341,7 @@ impl Volume {
         let node_kind = table.node(node);
         let kind = array_kind(node_kind);
         let links = match node_kind {
-            ArrayNode::Root => 2 + u32::try_from(table.arrays()).unwrap_or(u32::MAX - 2),
+            ArrayNode::Root => 2 + u32::try_from(table.arrays()).expect("fewer tensors than 2^32 - 2"),
             ArrayNode::Directory(_) => 2,
             ArrayNode::Metadata(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) => 1,
         };
@@ -395,25 +388,6 @@ impl Volume {
     fn remembered(&self, ino: Ino) -> Option<Arc<OpenFile>> {
         let mut remembered = self.remembered.lock().unwrap_or_else(PoisonError::into_inner);
         remembered.files.get(&ino).map(Arc::clone)
-    }
-
-    /// The bytes of a file that is made late, as others have it open.
-    fn late(&self, ino: Ino) -> Option<Arc<Late>> {
-        let Place::Fixed(Fixed { kind: FixedKind::Made { made, .. }, .. }) = self.tree.place(ino)? else { return None };
-        if !made.is_long() {
-            return None;
-        }
-        let mut late = self.late.lock().unwrap_or_else(PoisonError::into_inner);
-        let shared = late.get(&ino).and_then(Weak::upgrade).unwrap_or_default();
-        late.insert(ino, Arc::downgrade(&shared));
-        Some(shared)
-    }
-
-    fn made_late(&self, ino: Ino) -> Result<Arc<[u8]>, FsError> {
-        match self.content(ino)? {
-            Content::Bytes(bytes) => Ok(bytes),
-            Content::Original(_) | Content::Image(_) => Err(FsError::Io),
-        }
     }
 
     /// The path of a node, for messages.
@@ -481,7 +455,7 @@ impl Volume {
         let checked = match open {
             Open::Original(file) => self.engine.check_original(*file),
             Open::Image(file, _) => self.engine.check(file),
-            Open::Bytes(_) | Open::Late(_) => Ok(()),
+            Open::Bytes(_) | Open::Rows(_) => Ok(()),
         };
         // The source has logged what changed.
         checked.map_err(|_| FsError::Io)
@@ -500,7 +474,7 @@ fn array_kind(node: ArrayNode) -> NodeKind {
 fn tell_sizes(plan: &Plan, which: MadeWhole, tell: &mut dyn FnMut(u64, usize)) {
     let mut all = 0_u64;
     for tensor in &plan.tensors {
-        let bytes_of = |elements| tensor.view.dtype().bytes_of(elements).unwrap_or(0);
+        let bytes_of = |elements| tensor.view.dtype().bytes_of(elements).expect("a plan's shards are whole bytes");
         tell(bytes_of(tensor.view.shape().elements()), 1);
         if let Some(first) = plan.devices.first() {
             let bytes = bytes_of(plan.region(tensor, *first).shape().elements());
@@ -612,13 +586,18 @@ fn plant_torch(directory: &mut Seedling, index: u32, files: &ViewFiles) {
         plant_unavailable(directory, "dcp", reason);
         return;
     }
+    if let Err(reason) = files.dcp() {
+        plant_unavailable(directory, "dcp", reason);
+    }
     let made = |made| FixedKind::Made { view: index, made };
     if let Some(archives) = directory.directory("pt") {
         for device in &files.plan.devices {
             archives.file(&format!("dev{device}.pt"), made(Made::Pt { device: *device }));
         }
     }
-    if let Some(dcp) = directory.directory("dcp") {
+    if files.dcp().is_ok()
+        && let Some(dcp) = directory.directory("dcp")
+    {
         for device in files.plan.first_holders() {
             dcp.file(&distcp_name(device), made(Made::Distcp { device }));
         }
@@ -669,7 +648,7 @@ impl FileSystem for Volume {
         from: u64,
         each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>,
     ) -> Result<(), FsError> {
-        let skip = usize::try_from(from).unwrap_or(usize::MAX);
+        let skip = to_usize(from);
         match self.tree.place(dir).ok_or(FsError::NotFound)? {
             Place::Array(block, node) => {
                 let (view, table) = self.arrays(block)?;
@@ -736,12 +715,11 @@ impl FileSystem for Volume {
     fn open(&self, ino: Ino) -> Result<Opened, FsError> {
         let open = if let Some(file) = self.remembered(ino) {
             Open::Image(file, Pin::default())
-        } else if let Some(late) = self.late(ino) {
-            Open::Late(late)
         } else {
             match self.content(ino)? {
                 Content::Original(file) => Open::Original(file),
                 Content::Bytes(bytes) => Open::Bytes(bytes),
+                Content::Rows(rows) => Open::Rows(rows),
                 Content::Image(image) => Open::Image(self.ready(ino, image), Pin::default()),
             }
         };
@@ -764,7 +742,7 @@ impl FileSystem for Volume {
                 None if self.is_made_whole(ino, file) => Access::Whole,
                 None => Access::Cached,
             },
-            Open::Bytes(_) | Open::Late(_) => Access::Cached,
+            Open::Bytes(_) | Open::Rows(_) => Access::Cached,
         };
         let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
         self.open.write().unwrap_or_else(PoisonError::into_inner).insert(handle, open);
@@ -773,14 +751,14 @@ impl FileSystem for Volume {
 
     fn read(
         &self,
-        ino: Ino,
+        _ino: Ino,
         handle: Handle,
         offset: u64,
         len: usize,
         reply: &mut dyn FnMut(&[u8]),
     ) -> Result<(), FsError> {
         let mut reply_part = |bytes: &[u8]| {
-            let start = usize::try_from(offset).unwrap_or(usize::MAX).min(bytes.len());
+            let start = to_usize(offset).min(bytes.len());
             reply(&bytes[start..start.saturating_add(len).min(bytes.len())]);
         };
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned();
@@ -789,8 +767,9 @@ impl FileSystem for Volume {
                 reply_part(&bytes);
                 Ok(())
             }
-            Open::Late(late) => {
-                late.get_or_init(|| self.made_late(ino)).as_deref().map(reply_part).map_err(|error| *error)
+            Open::Rows(rows) => {
+                reply(&rows.read(offset, len));
+                Ok(())
             }
             Open::Original(file) => {
                 self.note_read();

@@ -185,7 +185,7 @@ impl Tree {
         let block = self.blocks[..self.blocks.partition_point(|block| block.first <= ino.0)].last()?;
         let node = ino.0 - block.first;
         (node < block.len).then(|| match block.kind {
-            BlockKind::Names(names) => Place::Named(*block, names, u32::try_from(node).unwrap_or(u32::MAX)),
+            BlockKind::Names(names) => Place::Named(*block, names, number(node)),
             BlockKind::Arrays => Place::Array(*block, node),
         })
     }
@@ -194,4 +194,9 @@ impl Tree {
     pub(super) fn len(&self) -> u64 {
         self.fixed.len() as u64 + self.blocks.iter().map(|block| block.len).sum::<u64>()
     }
+}
+
+/// Number of a node in a tree of names.
+fn number(node: u64) -> u32 {
+    u32::try_from(node).expect("a tree of names has fewer than 2^32 nodes")
 }

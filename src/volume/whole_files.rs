@@ -264,7 +264,11 @@ impl Landing {
 impl Drop for Landing {
     fn drop(&mut self) {
         if !self.landed {
-            self.shared.land(self.ino, &self.file, Err(ReadError::Panicked.into()));
+            self.shared.land(
+                self.ino,
+                &self.file,
+                Err(ReadError::Internal { what: "the file was given up before it was whole" }.into()),
+            );
         }
     }
 }
