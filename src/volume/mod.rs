@@ -5,6 +5,8 @@
 mod arrays;
 mod blanks;
 mod copies;
+mod exposition;
+pub mod health;
 mod looks;
 mod manifest;
 mod memory_files;
@@ -19,6 +21,7 @@ mod whole_files;
 
 use std::{fs::File, ops::ControlFlow, sync::Arc, time::SystemTime};
 
+pub use health::{Health, HealthProblem, ProblemKind};
 pub use metrics::{Metrics, Op};
 pub use served::{ViewPlan, Volume, VolumeError, VolumeOptions};
 pub use unavailable::{Unavailable, unavailable, unavailable_text};

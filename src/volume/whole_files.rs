@@ -195,11 +195,13 @@ impl WholeFiles {
     /// Room for one more file. Blanks go for it, then what is closed, what was closed longest ago first.
     fn make_room(&self, states: &mut HashMap<Ino, State>, engine: &Engine, bytes: u64) -> Option<Reservation> {
         let bytes = usize::try_from(bytes).ok()?;
+        self.measure(engine);
         if let Some(room) = engine.reserve(bytes) {
             return Some(room);
         }
         self.blanks.drop_all();
         loop {
+            self.measure(engine);
             if let Some(room) = engine.reserve(bytes) {
                 return Some(room);
             }
@@ -210,6 +212,18 @@ impl WholeFiles {
             let (_, oldest) = closed.min()?;
             states.remove(&oldest);
         }
+    }
+
+    /// Memory of all these files, mapped or not.
+    pub(super) fn used_bytes(&self) -> u64 {
+        self.memory.used_bytes()
+    }
+
+    /// Finds out how much memory dropped files take because programs still map them: what is used beyond what is reserved.
+    fn measure(&self, engine: &Engine) {
+        let reserved = engine.whole_bytes() + engine.blank_bytes();
+        let used = usize::try_from(self.memory.used_bytes()).unwrap_or(usize::MAX);
+        engine.set_dropped_bytes(used.saturating_sub(reserved));
     }
 
     /// Notes that somebody reads a file, whole or not.
@@ -241,6 +255,10 @@ impl WholeFiles {
             State::Made(..) | State::Making(_) => true,
         });
         drop(states);
+        drop(dropped);
+        if let Some(engine) = self.engine.upgrade() {
+            self.measure(&engine);
+        }
     }
 }
 
