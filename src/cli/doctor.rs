@@ -244,7 +244,12 @@ fn machine() -> Vec<Check> {
         human_bytes(budget.cache_bytes),
         human_bytes(budget.total_bytes())
     );
-    checks.push(check("memory", state, found, "files larger than half of the cache are not materialized; more memory is faster"));
+    checks.push(check(
+        "memory",
+        state,
+        found,
+        "files larger than half of the cache are not materialized; more memory is faster",
+    ));
     checks
 }
 
@@ -303,7 +308,12 @@ fn mounts() -> Check {
         let note = if private == 0 { String::new() } else { format!(", {private} of other users") };
         return check("mounts", State::Ok, format!("{} healthy{note}", answers.len() - private), "");
     }
-    check("mounts", State::Warn, dead.join(", "), "ckfs status MNT says what is wrong; ckfs umount --stale --lazy MNT removes a mount whose daemon is gone")
+    check(
+        "mounts",
+        State::Warn,
+        dead.join(", "),
+        "ckfs status MNT says what is wrong; ckfs umount --stale --lazy MNT removes a mount whose daemon is gone",
+    )
 }
 
 impl Doctor {

@@ -156,7 +156,8 @@ fn problems_text(stats: &Value) -> String {
     let mut text = String::new();
     let word = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     for problem in stats["problems"].as_array().into_iter().flatten() {
-        let (kind, file, times) = (word(&problem["kind"]), word(&problem["file"]), problem["count"].as_u64().unwrap_or(0));
+        let (kind, file, times) =
+            (word(&problem["kind"]), word(&problem["file"]), problem["count"].as_u64().unwrap_or(0));
         let (first, last) = (word(&problem["first"]), word(&problem["last"]));
         let ended = problem["ended"].as_str().map_or_else(String::new, |ended| format!(", ended {ended}"));
         // Writing to a string cannot fail.
@@ -293,7 +294,8 @@ impl Status {
         // What others keep to themselves is no failure, unless it was asked for.
         let count = |wanted: &dyn Fn(Health) -> bool| probes.iter().filter(|(probe, _)| wanted(probe.health)).count();
         let private = |health| health == Health::Private && self.mountpoint.is_some();
-        let dead = count(&|health| matches!(health, Health::Stale | Health::Stuck | Health::Failing) || private(health));
+        let dead =
+            count(&|health| matches!(health, Health::Stale | Health::Stuck | Health::Failing) || private(health));
         let degraded = count(&|health| health == Health::Degraded);
         let mounts = |count: usize| if count == 1 { "1 mount".to_owned() } else { format!("{count} mounts") };
         match (dead, degraded) {

@@ -83,7 +83,8 @@ impl Budget {
 
     /// All parts together, in bytes.
     pub fn total_bytes(&self) -> u64 {
-        let parts = [self.spare_buffer_bytes, self.thread_buffers_bytes(), self.mapped_bytes.max(self.mapped_again_bytes)];
+        let parts =
+            [self.spare_buffer_bytes, self.thread_buffers_bytes(), self.mapped_bytes.max(self.mapped_again_bytes)];
         parts.into_iter().fold(self.cache_bytes, u64::saturating_add)
     }
 
@@ -108,7 +109,8 @@ mod tests {
 
     #[test]
     fn no_part_exceeds_a_quarter_and_all_fit() {
-        for limit in [32 * MIB, 64 * MIB, 100 * MIB, 256 * MIB, 512 * MIB, GIB, 4 * GIB, 24 * GIB, 64 * GIB, 2048 * GIB] {
+        for limit in [32 * MIB, 64 * MIB, 100 * MIB, 256 * MIB, 512 * MIB, GIB, 4 * GIB, 24 * GIB, 64 * GIB, 2048 * GIB]
+        {
             for cores in [1, 2, 8, 64] {
                 let budget = budget(limit, cores, None);
                 let parts = [
@@ -119,7 +121,10 @@ mod tests {
                     budget.mapped_again_bytes,
                 ];
                 assert!(parts.iter().all(|part| *part <= limit / 4), "{budget:?}");
-                assert!(budget.total_bytes() <= limit / 16 * 15 && budget.cache_bytes_that_fit().is_none(), "{budget:?}");
+                assert!(
+                    budget.total_bytes() <= limit / 16 * 15 && budget.cache_bytes_that_fit().is_none(),
+                    "{budget:?}"
+                );
             }
         }
     }

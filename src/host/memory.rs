@@ -205,8 +205,7 @@ fn steps_below<'a>(group: &'a str, root: &'a str) -> Option<Vec<&'a str>> {
 
 /// The least of the machine's memory and the limits in `files`, which `read` gives the text of.
 fn least(machine_bytes: Option<u64>, files: &[LimitFile], read: impl Fn(&Path) -> Option<String>) -> Limit {
-    let (bytes, origin) =
-        machine_bytes.map_or((ASSUMED_BYTES, Origin::Assumed), |bytes| (bytes, Origin::Machine));
+    let (bytes, origin) = machine_bytes.map_or((ASSUMED_BYTES, Origin::Assumed), |bytes| (bytes, Origin::Machine));
     let mut limit = Limit { bytes, origin };
     for file in files {
         let found = read(file.path()).and_then(|text| file.limit_bytes(&text));
@@ -255,11 +254,7 @@ pub struct Resident {
 pub fn resident() -> Resident {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let bytes = |name| kilobytes(&status, name).unwrap_or(0);
-    Resident {
-        anonymous_bytes: bytes("RssAnon:"),
-        file_bytes: bytes("RssFile:"),
-        shared_bytes: bytes("RssShmem:"),
-    }
+    Resident { anonymous_bytes: bytes("RssAnon:"), file_bytes: bytes("RssFile:"), shared_bytes: bytes("RssShmem:") }
 }
 
 #[cfg(test)]

@@ -553,7 +553,10 @@ mod tests {
         let (cache, counters) = (TileCache::new(100), Counters::default());
         cache.set_dropped_bytes(60);
         assert!(cache.reserve(16).is_none() && cache.reserve_spare(16).is_none() && cache.reserve(15).is_some());
-        assert!(ask(&cache, &counters, 0, 41, Ask::Wanted).is_none() && ask(&cache, &counters, 1, 40, Ask::Wanted).is_some());
+        assert!(
+            ask(&cache, &counters, 0, 41, Ask::Wanted).is_none()
+                && ask(&cache, &counters, 1, 40, Ask::Wanted).is_some()
+        );
         cache.set_dropped_bytes(0);
         assert!(cache.reserve(60).is_some());
     }

@@ -9,8 +9,8 @@ use std::{
 
 use prometheus_client::{
     collector::Collector,
-    encoding::{DescriptorEncoder, EncodeMetric, MetricEncoder, NoLabelSet, text::encode},
-    metrics::{MetricType, counter::ConstCounter, gauge::ConstGauge, info::Info},
+    encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet, text::encode},
+    metrics::{MetricType, info::Info},
     registry::{Registry, Unit},
 };
 
@@ -63,7 +63,13 @@ impl Snapshot {
         let mut add = |name, is_bytes, kind, help, samples: Vec<Sample>| {
             families.push(Family { name, is_bytes, kind, help, samples });
         };
-        add("degraded", false, Kind::Gauge, "1 while something is wrong with the mount, else 0", vec![(None, degraded)]);
+        add(
+            "degraded",
+            false,
+            Kind::Gauge,
+            "1 while something is wrong with the mount, else 0",
+            vec![(None, degraded)],
+        );
         for row in from.rows() {
             if let Some(name) = row.family {
                 add(name, row.is_bytes, row.kind, row.help, vec![(None, row.value)]);
@@ -126,10 +132,10 @@ fn latency(op: Op, row: &OpMetrics) -> Latency {
     Latency { op: op.name(), seconds, count, buckets }
 }
 
-fn encode_number(encoder: MetricEncoder<'_>, kind: Kind, value: u64) -> fmt::Result {
+fn encode_number(encoder: &mut MetricEncoder<'_>, kind: Kind, value: u64) -> fmt::Result {
     match kind {
-        Kind::Counter => ConstCounter::new(value).encode(encoder),
-        Kind::Gauge => ConstGauge::new(value).encode(encoder),
+        Kind::Counter => encoder.encode_counter::<NoLabelSet, u64, u64>(&value, None),
+        Kind::Gauge => encoder.encode_gauge(&value),
     }
 }
 
@@ -144,8 +150,10 @@ impl Collector for Snapshot {
             let help = format!("{}.", family.help);
             let mut encoder = encoder.encode_descriptor(family.name, &help, unit.as_ref(), kind)?;
             for (label, value) in &family.samples {
-                let labels: Vec<_> = label.iter().copied().collect();
-                encode_number(encoder.encode_family(&labels)?, family.kind, *value)?;
+                match label {
+                    Some(label) => encode_number(&mut encoder.encode_family(&[*label])?, family.kind, *value)?,
+                    None => encode_number(&mut encoder, family.kind, *value)?,
+                }
             }
         }
         let (name, help) = ("latency", "Time from request to answer.");

@@ -174,7 +174,8 @@ impl Health {
         for (path, Poison { error, since }) in poisoned {
             poisoned_files.push(path.display().to_string());
             let file = bounded(&path.display().to_string());
-            let known = problems.iter_mut().find(|known| known.kind == ProblemKind::SourceChanged && known.file == file);
+            let known =
+                problems.iter_mut().find(|known| known.kind == ProblemKind::SourceChanged && known.file == file);
             if let Some(known) = known {
                 known.first = since.min(known.first);
                 continue;
@@ -334,7 +335,10 @@ mod tests {
         while found.leave_one_out() {}
         assert!(found.is_degraded() && found.to_json("")["problems"] == json!([]));
         let alone = json_of(&Health::default(), &poisoned[..1]);
-        assert_eq!((&alone["problems"][0]["first"], &alone["health"]), (&json!("1970-01-01T00:00:01Z"), &json!("degraded")));
+        assert_eq!(
+            (&alone["problems"][0]["first"], &alone["health"]),
+            (&json!("1970-01-01T00:00:01Z"), &json!("degraded"))
+        );
         assert_eq!(alone["last_error"]["file"], "/s/0");
     }
 

@@ -106,12 +106,10 @@ impl Sources<'_> {
         let (counters, engine, metrics) = (self.counters(), self.engine, self.metrics);
         let row = |key, family, is_bytes, kind, help, value| Row { key, family, is_bytes, kind, help, value };
         let count = |key, help, counter: &AtomicU64| row(key, Some(key), false, Kind::Counter, help, get(counter));
-        let named = |key, family, help, counter: &AtomicU64| {
-            row(key, Some(family), false, Kind::Counter, help, get(counter))
-        };
-        let bytes = |key, family, help, counter: &AtomicU64| {
-            row(key, Some(family), true, Kind::Counter, help, get(counter))
-        };
+        let named =
+            |key, family, help, counter: &AtomicU64| row(key, Some(family), false, Kind::Counter, help, get(counter));
+        let bytes =
+            |key, family, help, counter: &AtomicU64| row(key, Some(family), true, Kind::Counter, help, get(counter));
         let held = |key, help, value: usize| row(key, None, true, Kind::Gauge, help, value as u64);
         let now = |key, family, help, value| row(key, Some(family), false, Kind::Gauge, help, value);
         vec![
@@ -126,7 +124,12 @@ impl Sources<'_> {
             count("prefetch_hits", "Tiles computed ahead that a reader then asked for", &counters.prefetch_hits),
             count("copied_files", "Files copied to the directory of --materialize", &counters.copied_files),
             bytes("copied_bytes", "copied", "Bytes of copied files", &counters.copied_bytes),
-            named("whole_files", "materialized_files", "Files materialized in memory when opened", &counters.whole_files),
+            named(
+                "whole_files",
+                "materialized_files",
+                "Files materialized in memory when opened",
+                &counters.whole_files,
+            ),
             bytes("whole_bytes", "materialized", "Bytes of files materialized in memory", &counters.whole_bytes),
             named(
                 "blank_files",
