@@ -213,13 +213,15 @@ fn memory_text(memory: &Value) -> String {
     }
     let _ = writeln!(
         text,
-        "  held    tiles {}, materialized {}, pre-zeroed {}, dropped but mapped {}, spare buffers {}, thread buffers {}",
+        "  held    tiles {}, materialized {}, pre-zeroed {}, dropped but mapped {}, spare buffers {}, thread buffers {}, \
+         mapped pages {}",
         bytes(&held["tiles_bytes"]),
         bytes(&held["materialized_bytes"]),
         bytes(&held["prezeroed_bytes"]),
         bytes(&held["dropped_bytes"]),
         bytes(&held["spare_buffers_bytes"]),
         bytes(&held["thread_buffers_bytes"]),
+        bytes(&held["mapped_bytes"]),
     );
     let shared = memory["shared_bytes"].as_u64();
     let shared = shared.map_or_else(String::new, |bytes| format!("; files in memory {}", human_bytes(bytes)));
@@ -301,7 +303,7 @@ impl Status {
         match (dead, degraded) {
             (0, 0) => Ok(()),
             (0, count) => Err(anyhow!("{} degraded: what to do is above", mounts(count))),
-            (count, 0) if count == 1 => Err(anyhow!("1 mount does not answer")),
+            (1, 0) => Err(anyhow!("1 mount does not answer")),
             (count, 0) => Err(anyhow!("{count} mounts do not answer")),
             (dead, degraded) => Err(anyhow!("{} without an answer, {} degraded", mounts(dead), mounts(degraded))),
         }

@@ -1,4 +1,4 @@
-//! `.ckfs/metrics` in the OpenMetrics text format, which Prometheus reads.
+//! `.ckfs/metrics` in the text format of `OpenMetrics`, which Prometheus reads.
 //!
 //! The format ends with `# EOF` and allows no blank lines, so the file is padded within the help text of its first family.
 

@@ -59,8 +59,9 @@ pub(super) struct Row {
     pub(super) value: u64,
 }
 
-/// Memory that is held now, by what it is for: the label in the metrics, the key in `stats.json`, bytes.
-pub(super) fn held(engine: &Engine) -> [(&'static str, &'static str, u64); 6] {
+/// Memory that is held now, by what it is for: the label in the metrics, the key in `stats.json`, bytes. Mapped pages are those
+/// of all files, the program's own included.
+pub(super) fn held(engine: &Engine) -> [(&'static str, &'static str, u64); 7] {
     [
         ("tiles", "tiles_bytes", engine.cached_bytes() as u64),
         ("materialized", "materialized_bytes", engine.whole_bytes() as u64),
@@ -68,6 +69,7 @@ pub(super) fn held(engine: &Engine) -> [(&'static str, &'static str, u64); 6] {
         ("dropped", "dropped_bytes", engine.dropped_bytes() as u64),
         ("spare_buffers", "spare_buffers_bytes", engine.spare_buffer_bytes() as u64),
         ("thread_buffers", "thread_buffers_bytes", engine.thread_buffer_bytes() as u64),
+        ("mapped", "mapped_bytes", memory::resident().file_bytes),
     ]
 }
 
