@@ -1,6 +1,6 @@
 //! A daemon in a control group with little memory is not killed, and every byte is right.
 //!
-//! A control group kills whoever exceeds it, and a killed daemon takes the mount with it. The budget must hold with defaults,
+//! The kernel kills a process whose control group exceeds its limit, and a killed daemon takes the mount with it. The budget must hold with defaults,
 //! with materialized files, with programs that keep maps of files that were dropped, and with page cache all around.
 //!
 //! The tests need root, `/dev/fuse` and a hierarchy of control groups in which they may make a group that limits memory. Where

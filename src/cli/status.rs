@@ -29,7 +29,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 /// A mount is healthy; degraded: it answers, but a source file changed or does not answer, a read or an open failed because of
 /// a source, or a request panicked (each is listed with file, cause, times and what to do, until the mount is made anew;
 /// a source that answers again is well again); stale: its daemon is gone; stuck: it does not answer in time; failing: it
-/// answers with an error; or private: another user's, who does not share it.
+/// answers with an error; or private: the mount of another user, not shared.
 ///
 /// Exit code 1 if a mount shown is none of healthy and private, or if MNT is given and is private or no ckfs mount.
 #[derive(Debug, Args)]

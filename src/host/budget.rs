@@ -10,6 +10,9 @@
 //! | thread buffers | what each thread works in beside tiles: replies, and source bytes where a source is not mapped | at most 64 MiB a thread, 1/4 for all |
 //! | mapped pages | pages of sources in the process's maps; the page cache has them anyway | 160 MiB or 1/4; 1/4 while transposed tiles visit the same pages again |
 //!
+//! Mapped pages may reach twice their part for a moment: the process counts what it touches and drops the pages of a whole part at
+//! once. The kernel can take these pages back at any time.
+//!
 //! What is not in the budget: the program itself and the table of tensors (some 0.5 kB a tensor), and page cache that is not
 //! mapped, which the kernel takes back by itself.
 
@@ -54,7 +57,7 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// The budget of a process with this limit on so many cores. `cache_bytes` and `threads` are what the user chose, if
+    /// The budget of a process with this limit on `cores` cores. `cache_bytes` and `threads` are what the user chose, if
     /// anything.
     pub fn new(limit: Limit, cores: usize, cache_bytes: Option<u64>, threads: Option<usize>) -> Self {
         let part_max = limit.bytes / PART_MAX;

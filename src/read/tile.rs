@@ -304,7 +304,7 @@ impl TileCache {
     }
 
     /// The tile `key`, whose bytes take `bytes` of memory: from the cache, from a computation under way, or computed now by
-    /// `compute`. Nothing, if it would have to be computed and there is no room: other tiles are in use. Whoever was refused is
+    /// `compute`. Nothing, if it would have to be computed and there is no room: other tiles are in use. A refused reader is
     /// refused for as long as a tile stays in use: part of it was served meanwhile. What is asked for ahead is refused too if
     /// another computes it, or if all of it was handed out just now.
     pub(super) fn get(

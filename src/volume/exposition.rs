@@ -17,7 +17,7 @@ use prometheus_client::{
 use super::{
     health::ProblemKind,
     metrics::{LATENCY_BOUNDS_US, Op, OpMetrics},
-    stats::{self, Kind, PATHS, Sources},
+    stats::{self, Kind, PATHS, Reported},
 };
 use crate::host::memory;
 
@@ -57,7 +57,7 @@ struct Snapshot {
 }
 
 impl Snapshot {
-    fn new(from: &Sources<'_>) -> Self {
+    fn new(from: &Reported<'_>) -> Self {
         let mut families = Vec::new();
         let degraded = u64::from(from.health().is_degraded());
         let mut add = |name, is_bytes, kind, help, samples: Vec<Sample>| {
@@ -100,7 +100,7 @@ impl Snapshot {
 }
 
 /// Adds limit, budget and use of memory.
-fn add_memory(from: &Sources<'_>, add: &mut dyn FnMut(&'static str, bool, Kind, &'static str, Vec<Sample>)) {
+fn add_memory(from: &Reported<'_>, add: &mut dyn FnMut(&'static str, bool, Kind, &'static str, Vec<Sample>)) {
     let mut gauge = |name, help, samples| add(name, true, Kind::Gauge, help, samples);
     let parts = |rows: &[(&'static str, &str, u64)]| -> Vec<Sample> {
         rows.iter().map(|(part, _, bytes)| (Some(("part", *part)), *bytes)).collect()
@@ -181,7 +181,7 @@ fn text(snapshot: &Arc<Snapshot>, padding: usize) -> Result<String, fmt::Error> 
 ///
 /// # Errors
 /// None: a string takes any text.
-pub(super) fn metrics(from: &Sources<'_>) -> Result<Vec<u8>, fmt::Error> {
+pub(super) fn metrics(from: &Reported<'_>) -> Result<Vec<u8>, fmt::Error> {
     let snapshot = Arc::new(Snapshot::new(from));
     let bare = text(&snapshot, 0)?;
     text(&snapshot, METRICS_BYTES.saturating_sub(bare.len())).map(String::into_bytes)

@@ -6,7 +6,7 @@
 //! long as there is room, and no longer makes the mount degraded.
 //!
 //! The list is bounded; problems that find no room are counted. Source files that changed are all named all the same, since
-//! the source itself remembers them (see [`Health::report`]).
+//! the source itself remembers them.
 
 use std::{
     path::Path,

@@ -260,8 +260,8 @@ impl Volume {
     }
 
     /// What the statistics are made of.
-    fn reported(&self) -> stats::Sources<'_> {
-        stats::Sources {
+    fn reported(&self) -> stats::Reported<'_> {
+        stats::Reported {
             metrics: &self.metrics,
             engine: &self.engine,
             budget: self.budget.as_ref(),
@@ -270,7 +270,7 @@ impl Volume {
         }
     }
 
-    /// What is wrong with the mount, to be noted by whoever finds it.
+    /// What is wrong with the mount. The code that finds a problem notes it here.
     pub fn health(&self) -> &Health {
         &self.metrics.health
     }

@@ -27,7 +27,7 @@ pub(super) const PATHS: [(Path, &str); 4] =
 
 /// Everything that is reported.
 #[derive(Debug)]
-pub(super) struct Sources<'a> {
+pub(super) struct Reported<'a> {
     pub(super) metrics: &'a Metrics,
     pub(super) engine: &'a Engine,
     pub(super) budget: Option<&'a Budget>,
@@ -87,7 +87,7 @@ fn get(counter: &AtomicU64) -> u64 {
     counter.load(Ordering::Relaxed)
 }
 
-impl Sources<'_> {
+impl Reported<'_> {
     pub(super) fn counters(&self) -> &Counters {
         self.engine.counters()
     }
