@@ -9,6 +9,7 @@
 //!
 //! | layer | holds |
 //! | --- | --- |
+//! | [`host`] | this machine: memory and its limits; beside the others, uses none of them |
 //! | [`tensor`] | dtype, shape, region, view, tiling, decoder, kernels; pure |
 //! | [`source`] | where bytes come from |
 //! | [`mod@format`] | headers of container formats, bytes to description and back; pure |

@@ -13,6 +13,7 @@ use std::{
 
 /// Each layer with those it may use.
 const MAY_USE: [(&str, &[&str]); 11] = [
+    ("host", &[]),
     ("tensor", &[]),
     ("source", &[]),
     ("format", &["tensor"]),
@@ -21,10 +22,9 @@ const MAY_USE: [(&str, &[&str]); 11] = [
     ("plan", &["tensor", "source", "checkpoint"]),
     ("image", &["tensor", "format"]),
     ("read", &["tensor", "source", "checkpoint", "image"]),
-    ("volume", &["tensor", "source", "checkpoint", "plan", "image", "read"]),
-    ("host", &[]),
-    ("fuse", &["volume", "host"]),
-    ("cli", &["tensor", "source", "format", "checkpoint", "plan", "image", "read", "volume", "host", "fuse"]),
+    ("volume", &["host", "tensor", "source", "checkpoint", "plan", "image", "read"]),
+    ("fuse", &["host", "volume"]),
+    ("cli", &["host", "tensor", "source", "format", "checkpoint", "plan", "image", "read", "volume", "fuse"]),
 ];
 
 /// Crates, and the macros of standard output, with the one layer that may use them.

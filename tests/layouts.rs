@@ -50,7 +50,7 @@ fn options(scanned: bool, mesh: &str, facts: &Value) -> ViewOptions {
 
 fn volume(checkpoint: &Arc<Checkpoint>, plan: Plan, tile_cache_bytes: usize) -> Volume {
     let views = vec![ViewPlan { name: String::new(), plan: Arc::new(plan) }];
-    let engine = EngineOptions { tile_cache_bytes, workers: 1 };
+    let engine = EngineOptions { tile_cache_bytes, workers: 1, ..EngineOptions::default() };
     Volume::new(Arc::clone(checkpoint), views, VolumeOptions { engine, ..VolumeOptions::default() }).unwrap()
 }
 

@@ -236,15 +236,20 @@ fn machine() -> Vec<Check> {
     let cores = open::cores();
     let level = simd_level();
     let mut checks = vec![check("cores", State::Ok, format!("{cores}, vectors {level}"), "")];
-    let cache = open::engine_options(&crate::plan::config::MountKeys::default()).tile_cache_bytes as u64;
-    checks.push(match open::memory_bytes() {
-        Some(bytes) => {
-            let state = if bytes < 1 << 30 { State::Warn } else { State::Ok };
-            let found = format!("{}; cache for transformed data {}", human_bytes(bytes), human_bytes(cache));
-            check("memory", state, found, "give --cache-bytes a smaller size if memory is short")
-        }
-        None => check("memory", State::Warn, "unknown: /proc/meminfo cannot be read", "mount /proc"),
-    });
+    let budget = open::budget(&crate::plan::config::MountKeys::default());
+    let (limit, origin) = (human_bytes(budget.limit.bytes), &budget.limit.origin);
+    let state = if budget.limit.bytes < 1 << 30 { State::Warn } else { State::Ok };
+    let found = format!(
+        "{limit} ({origin}); by default {} for transformed data, {} with buffers and mapped pages",
+        human_bytes(budget.cache_bytes),
+        human_bytes(budget.total_bytes())
+    );
+    checks.push(check(
+        "memory",
+        state,
+        found,
+        "files larger than half of the cache are not materialized; more memory is faster",
+    ));
     checks
 }
 
@@ -298,15 +303,20 @@ fn mounts() -> Check {
     let answers: Vec<(Health, PathBuf)> = asking.into_iter().filter_map(|thread| thread.join().ok()).collect();
     let dead: Vec<String> = answers
         .iter()
-        .filter(|(health, _)| !matches!(health, Health::Live | Health::Private))
+        .filter(|(health, _)| !matches!(health, Health::Healthy | Health::Private))
         .map(|(health, path)| format!("{} is {}", path.display(), health.name()))
         .collect();
     if dead.is_empty() {
         let private = answers.iter().filter(|(health, _)| *health == Health::Private).count();
         let note = if private == 0 { String::new() } else { format!(", {private} of other users") };
-        return check("mounts", State::Ok, format!("{} live{note}", answers.len() - private), "");
+        return check("mounts", State::Ok, format!("{} healthy{note}", answers.len() - private), "");
     }
-    check("mounts", State::Warn, dead.join(", "), "ckfs umount --stale --lazy MNT removes a mount whose daemon is gone")
+    check(
+        "mounts",
+        State::Warn,
+        dead.join(", "),
+        "ckfs status MNT says what is wrong; ckfs umount --stale --lazy MNT removes a mount whose daemon is gone",
+    )
 }
 
 impl Doctor {

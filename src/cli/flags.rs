@@ -155,10 +155,14 @@ pub(super) struct EngineFlags {
     /// How source files are read: auto (mapped, except on network file systems), mmap or pread.
     #[arg(long, value_name = "auto|mmap|pread")]
     source_io: Option<Word<SourceIo>>,
-    /// Memory for transformed data, as in 512M; by default 1/8 of the memory, from 256 MiB to 16 GiB.
+    /// Memory for transformed data, as in 512M; by default 1/8 of the memory, at least 256 MiB or 1/4 of it, at most 16 GiB.
+    ///
+    /// The memory is that of the machine, or the least limit of the control groups that ckfs runs in (containers, systemd's
+    /// MemoryMax=). Materialized files count too. A size for which the memory is too small is obeyed, with a warning.
     #[arg(long, value_name = "SIZE")]
     cache_bytes: Option<ByteCount>,
-    /// Threads that serve requests, and as many that compute ahead; by default one per core, from 2 to 16.
+    /// Threads that serve requests, and as many that compute ahead; by default one per core, from 2 to 16, at most one per
+    /// 32 MiB of memory.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(THREADS_MAX)))]
     threads: Option<u16>,
 }

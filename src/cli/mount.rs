@@ -305,7 +305,7 @@ fn mount_options(config: &Config, name: &str) -> MountOptions {
     MountOptions {
         name: name.to_owned(),
         allow_other: keys.allow_other.unwrap_or(defaults.allow_other),
-        threads: keys.threads,
+        threads: Some(open::budget(keys).threads),
         read_ahead_kib: keys.read_ahead_kb.or(defaults.read_ahead_kib),
         passthrough: keys.passthrough.unwrap_or(defaults.passthrough),
         grace: keys.grace_seconds.map_or(defaults.grace, Duration::from_secs),

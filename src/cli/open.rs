@@ -1,6 +1,6 @@
 //! What was typed, given meaning: configuration, checkpoint, plans, volume.
 
-use std::{error::Error, fs, path::Path, sync::Arc, thread};
+use std::{error::Error, path::Path, sync::Arc, thread};
 
 use anyhow::{Context, anyhow, bail};
 
@@ -10,19 +10,16 @@ use super::{
 };
 use crate::{
     checkpoint::{Checkpoint, OpenOptions},
-    host::limits,
+    host::{budget::Budget, limits, memory},
     plan::{
         Config, Plan,
         config::{MountKeys, ViewKeys},
+        report::human_bytes,
     },
     read::EngineOptions,
     source::FileId,
     volume::{ViewPlan, Volume, VolumeOptions},
 };
-
-/// Least and most memory for transformed data by default, and its part of all memory.
-const CACHE_BYTES: (u64, u64) = (256 << 20, 16 << 30);
-const CACHE_PART_OF_MEMORY: u64 = 8;
 
 /// The configuration that flags and a file amount to.
 ///
@@ -145,28 +142,54 @@ pub(super) fn plans(checkpoint: &Checkpoint, config: &Config) -> anyhow::Result<
     if failures.is_empty() { Ok(plans) } else { Err(anyhow!("{}", failures.join("\n"))) }
 }
 
-/// Memory of this machine, or what its control group may use if that is less.
-pub(super) fn memory_bytes() -> Option<u64> {
-    let info = fs::read_to_string("/proc/meminfo").ok()?;
-    let total = info.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix("kB"))?;
-    let total = total.trim().parse::<u64>().ok()?.saturating_mul(1024);
-    let limit = fs::read_to_string("/sys/fs/cgroup/memory.max").ok().and_then(|text| text.trim().parse().ok());
-    Some(limit.map_or(total, |limit: u64| limit.min(total)))
-}
-
 /// Cores that this process may use.
 pub(super) fn cores() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
 
+/// What memory is for in this process.
+pub(super) fn budget(keys: &MountKeys) -> Budget {
+    Budget::new(memory::limit(), cores(), keys.cache_bytes.map(|bytes| bytes.0), keys.threads)
+}
+
 /// Limits of the engine.
-pub(super) fn engine_options(keys: &MountKeys) -> EngineOptions {
-    let (least, most) = CACHE_BYTES;
-    let by_default = || (memory_bytes().unwrap_or(0) / CACHE_PART_OF_MEMORY).clamp(least, most);
-    let bytes = keys.cache_bytes.map_or_else(by_default, |bytes| bytes.0);
+fn engine_options(budget: &Budget) -> EngineOptions {
+    let bytes = |bytes| usize::try_from(bytes).unwrap_or(usize::MAX);
     EngineOptions {
-        tile_cache_bytes: usize::try_from(bytes).unwrap_or(usize::MAX),
-        workers: keys.threads.unwrap_or_else(|| cores().clamp(2, 16)),
+        tile_cache_bytes: bytes(budget.cache_bytes),
+        spare_buffer_bytes: bytes(budget.spare_buffer_bytes),
+        thread_buffer_bytes: bytes(budget.thread_buffer_bytes),
+        workers: budget.threads,
+    }
+}
+
+/// Warns of a cache that the user chose larger than memory allows.
+fn warn_of_large_cache(budget: &Budget) {
+    if let Some(fits) = budget.cache_bytes_that_fit() {
+        let (cache, all) = (human_bytes(budget.cache_bytes), human_bytes(budget.total_bytes()));
+        let (limit, origin) = (human_bytes(budget.limit.bytes), &budget.limit.origin);
+        tracing::warn!(
+            "--cache-bytes {cache}: with buffers and mapped pages ckfs may take {all}, more than the limit of {limit} ({origin}), \
+             and may be killed; at most {} fit",
+            human_bytes(fits)
+        );
+    }
+}
+
+/// The command that mounts anew what is mounted.
+fn remount_command(config: &Config) -> Option<String> {
+    let mountpoint = quoted(&config.mountpoint.as_ref()?.display().to_string());
+    let source = quoted(config.source.as_ref()?);
+    Some(format!("ckfs umount {mountpoint} && ckfs mount {source} {mountpoint}, with the options in .ckfs/config.toml"))
+}
+
+/// A word as the shell takes it.
+fn quoted(word: &str) -> String {
+    let plain = |c: char| c.is_alphanumeric() || "/._-+@%:,=".contains(c);
+    if !word.is_empty() && word.chars().all(plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', "'\\''"))
     }
 }
 
@@ -184,10 +207,15 @@ pub(super) fn volume(config: &mut Config) -> anyhow::Result<Volume> {
             tracing::warn!("view {name}: {warning}");
         }
     }
+    let budget = budget(&config.mount);
+    checkpoint.source().bound_mapped(budget.mapped_bytes, budget.mapped_again_bytes);
+    warn_of_large_cache(&budget);
     let options = VolumeOptions {
-        engine: engine_options(&config.mount),
+        engine: engine_options(&budget),
         direct: config.mount.direct_io.as_ref().map(Into::into).unwrap_or_default(),
         config_text: config.to_toml(),
+        budget: Some(budget),
+        remount: remount_command(config).unwrap_or_default(),
     };
     Ok(Volume::new(checkpoint, plans, options)?)
 }

@@ -153,9 +153,9 @@ impl<R: Refuse> Pending<R> {
     fn attempt<T>(&mut self, body: impl FnOnce(&mut Slot<R>) -> Result<T, FsError>) -> Option<T> {
         let slot = &mut self.slot;
         let result = catch_unwind(AssertUnwindSafe(|| body(slot))).unwrap_or_else(|panic| {
-            self.fs.metrics().panics.fetch_add(1, Ordering::Relaxed);
-            let (op, ino) = (self.op.name(), self.ino.0);
-            error!(op, ino, "request handler panicked: {}", panic_text(panic.as_ref()));
+            let (op, ino, cause) = (self.op.name(), self.ino.0, panic_text(panic.as_ref()));
+            self.fs.metrics().note_panic(&format!("{op} of inode {ino}"), cause);
+            error!(op, ino, "request handler panicked: {cause}");
             Err(FsError::Io)
         });
         result.inspect_err(|failure| self.refuse(failure.errno())).ok()
@@ -291,8 +291,9 @@ impl Adapter {
         {
             // The request went with `answer`, which answers it.
             self.fs.release(ino, handle);
-            self.fs.metrics().panics.fetch_add(1, Ordering::Relaxed);
-            error!(ino = node.0, "making a file whole panicked: {}", panic_text(panic.as_ref()));
+            let cause = panic_text(panic.as_ref());
+            self.fs.metrics().note_panic(&format!("open of inode {}", node.0), cause);
+            error!(ino = node.0, "making a file whole panicked: {cause}");
         }
     }
 

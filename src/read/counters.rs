@@ -48,6 +48,8 @@ pub struct Counters {
     pub blank_files: AtomicU64,
     /// Reads that failed.
     pub failed_reads: AtomicU64,
+    /// Opens that failed because of a source.
+    pub failed_opens: AtomicU64,
 }
 
 /// Adds to a counter.

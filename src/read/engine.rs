@@ -15,7 +15,7 @@ use super::{
     buffer::BufferPool,
     counters::{Counters, Path, add},
     stream::Streams,
-    tile::{Tile, TileCache, TileKey},
+    tile::{Ask, Tile, TileCache, TileKey, TileRoom},
     worker::Workers,
 };
 use crate::{
@@ -40,23 +40,26 @@ const RUN_BYTES_MIN: u64 = 4096;
 const RUNS_AHEAD_BYTES: u64 = 8 << 20;
 /// Source bytes between two that are wanted, from which on they are not asked for in one. The kernel reads over smaller gaps anyway.
 const GAP_BYTES: u64 = 256 << 10;
-/// Bytes of unused buffers that are kept at least, a few for each thread; large tiles need more.
-const BUFFERS_BYTES_MIN: usize = 32 << 20;
-/// Source bytes that one piece may span where they must be read into memory first.
-const WINDOW_BYTES_MAX: u64 = 16 << 20;
+/// Where source bytes must be read into memory first, one piece may span this part of a thread's buffers, and more where most of
+/// the span is used.
+const WINDOW_PART: u64 = 4;
 
 /// Limits of the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EngineOptions {
-    /// Bytes of transformed data kept.
+    /// Bytes of transformed data: of tiles, those being computed included, and of materialized and pre-zeroed files.
     pub tile_cache_bytes: usize,
+    /// Bytes of unused buffers that are kept.
+    pub spare_buffer_bytes: usize,
+    /// Bytes of source data that a thread may read into memory of its own at once.
+    pub thread_buffer_bytes: usize,
     /// Threads that compute ahead of sequential readers.
     pub workers: usize,
 }
 
 impl Default for EngineOptions {
     fn default() -> Self {
-        Self { tile_cache_bytes: 256 << 20, workers: 2 }
+        Self { tile_cache_bytes: 256 << 20, spare_buffer_bytes: 64 << 20, thread_buffer_bytes: 64 << 20, workers: 2 }
     }
 }
 
@@ -170,7 +173,7 @@ impl Engine {
         Self {
             checkpoint,
             cache: TileCache::new(options.tile_cache_bytes),
-            buffers: BufferPool::new((options.tile_cache_bytes / 4).max(BUFFERS_BYTES_MIN)),
+            buffers: BufferPool::new(options.spare_buffer_bytes),
             workers: Workers::new(options.workers),
             counters: Counters::default(),
             options,
@@ -215,7 +218,7 @@ impl Engine {
         self.source().check_path(file).map_err(|error| ReadError::Changed { error })
     }
 
-    /// Bytes of transformed data held now.
+    /// Bytes of tiles held now, those being computed included.
     pub fn cached_bytes(&self) -> usize {
         self.cache.bytes()
     }
@@ -228,6 +231,26 @@ impl Engine {
     /// Bytes of blank files held now.
     pub fn blank_bytes(&self) -> usize {
         self.cache.spare_bytes()
+    }
+
+    /// Bytes of unused buffers held now.
+    pub fn spare_buffer_bytes(&self) -> usize {
+        self.buffers.kept_bytes()
+    }
+
+    /// Bytes of buffers in use now, beside those that tiles are in.
+    pub fn thread_buffer_bytes(&self) -> usize {
+        self.buffers.taken_bytes().saturating_sub(self.cache.bytes())
+    }
+
+    /// Bytes of memory that dropped files take now because programs still map them.
+    pub fn dropped_bytes(&self) -> usize {
+        self.cache.dropped_bytes()
+    }
+
+    /// Notes how much memory dropped files take: there is that much less for others.
+    pub fn set_dropped_bytes(&self, bytes: usize) {
+        self.cache.set_dropped_bytes(bytes);
     }
 
     /// Drops what is kept of a file that will not be read again under this [`OpenFile`].
@@ -261,7 +284,9 @@ impl Engine {
         let source = self.source();
         let end = start.saturating_add(len as u64).min(source.len_bytes(file));
         let start = start.min(end);
-        self.lend_or_read(file, start, end, Path::Identical, reply)
+        let result = self.lend_or_read(file, start, end, Path::Identical, reply);
+        add(&self.counters.failed_reads, u64::from(result.is_err()));
+        result
     }
 
     fn lend_or_read(
@@ -583,11 +608,16 @@ impl Engine {
     ) -> Result<(), ReadError> {
         let unit = prepared.tiling.unit_bytes();
         let (start, end) = grid.span(index, prepared.tiling.len_units());
-        if !self.cache.admits(&tile_key(file, segment, index), (end - start) * unit) {
+        let key = tile_key(file, segment, index);
+        let bytes = usize::try_from((end - start) * unit).unwrap_or(usize::MAX);
+        let compute = |room| self.compute(&prepared.tiling, grid, index, room);
+        let Some(outcome) = self.cache.get(key, Ask::Wanted, bytes, &self.counters, compute) else {
             add(&self.counters.tile_bypasses, 1);
             return self.read_alone(&prepared.tiling, low, high, Path::Tiles, reply);
-        }
-        let tile = self.tile(file, segment, prepared, grid, index)?;
+        };
+        let tile = outcome?;
+        // It may have been made long ago.
+        self.check_touched(&tile.files).inspect_err(|_| self.cache.forget(&key))?;
         let place = |byte: u64| to_usize(byte - start * unit);
         let (from, to) = (place(low), place(high));
         self.counters.serve(Path::Tiles, high - low);
@@ -605,32 +635,14 @@ impl Engine {
         }
     }
 
-    /// The tile, from the cache or computed; its sources are checked in either case.
-    fn tile(
-        &self,
-        file: &OpenFile,
-        segment: usize,
-        prepared: &Prepared,
-        grid: Grid,
-        index: u64,
-    ) -> Result<Arc<Tile>, ReadError> {
-        let key = tile_key(file, segment, index);
-        let compute = || self.compute(&prepared.tiling, grid, index);
-        let Some(outcome) = self.cache.get(key, false, &self.counters, compute) else {
-            return Err(ReadError::Internal { what: "a tile that is needed now was passed over" });
-        };
-        let tile = outcome?;
-        self.check_touched(&tile.files).inspect_err(|_| self.cache.forget(&key))?;
-        Ok(tile)
-    }
-
-    fn compute(&self, tiling: &Tiling, grid: Grid, index: u64) -> Result<Tile, ReadError> {
+    fn compute(&self, tiling: &Tiling, grid: Grid, index: u64, mut room: TileRoom) -> Result<Tile, ReadError> {
         let (first, last) = grid.span(index, tiling.len_units());
         let mut bytes = self.buffers.take(to_usize((last - first) * tiling.unit_bytes()));
+        room.resize(bytes.memory_bytes());
         let mut files = Touched::new();
         self.fill_span(tiling, first, last, &mut bytes, &mut files, How::cached(Path::Tiles))?;
         self.check_touched(&files)?;
-        Ok(Tile { bytes, files, ahead: AtomicBool::new(false), served: AtomicU64::new(0) })
+        Ok(Tile { bytes, room, files, ahead: AtomicBool::new(false), served: AtomicU64::new(0) })
     }
 
     /// Fills `target`, which is for units `first..last` of a tiling, with those that are asked for, and says how many they are.
@@ -725,7 +737,8 @@ impl Engine {
             return result.map_err(|error| ReadError::source(info, span, error));
         }
         // A window is worth reading whole if it is small, or mostly used and not too large.
-        let few_bytes = (4 * used).clamp(WINDOW_BYTES_MAX, 4 * WINDOW_BYTES_MAX);
+        let most_bytes = self.options.thread_buffer_bytes as u64;
+        let few_bytes = (4 * used).clamp(most_bytes / WINDOW_PART, most_bytes);
         let outer = job.loops.iter().enumerate().max_by_key(|(_, l)| l.source_stride);
         match outer {
             Some((at, outer)) if outer.extent > 1 && span.len() > few_bytes => {
@@ -797,9 +810,10 @@ impl Engine {
                     if !awaited || !fits {
                         return;
                     }
-                    let compute = || engine.compute(&prepared.tiling, grid, index);
+                    let compute = |room| engine.compute(&prepared.tiling, grid, index, room);
+                    let (key, bytes) = (tile_key(&file, segment, index), usize::try_from(high - low));
                     // A failure here is not reported: the reader who needs the tile meets it again.
-                    drop(engine.cache.get(tile_key(&file, segment, index), true, &engine.counters, compute));
+                    drop(engine.cache.get(key, Ask::Ahead, bytes.unwrap_or(usize::MAX), &engine.counters, compute));
                 });
             }
         }

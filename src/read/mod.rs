@@ -75,6 +75,14 @@ pub enum ReadError {
 }
 
 impl ReadError {
+    /// What a source said, if it is the cause.
+    pub fn source_error(&self) -> Option<&SourceError> {
+        match self {
+            Self::Source { error, .. } | Self::Changed { error } => Some(error),
+            Self::Tiling { .. } | Self::Panicked | Self::Internal { .. } => None,
+        }
+    }
+
     fn source(info: &TensorInfo<'_>, span: ByteSpan, error: SourceError) -> Self {
         Self::Source { tensor: info.name.to_owned(), span, error }
     }

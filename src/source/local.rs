@@ -39,7 +39,7 @@ use nix::{
 };
 
 use super::{
-    Aspect, ByteSpan, FileId, Source, SourceError,
+    Aspect, ByteSpan, FileId, Poison, Source, SourceError,
     guard::{self, GuardedMap},
 };
 
@@ -123,7 +123,7 @@ struct Pinned {
     to_read: OnceLock<Option<GuardedMap>>,
     /// Whether pages were touched since they were last dropped.
     touched: AtomicBool,
-    poison: OnceLock<SourceError>,
+    poison: OnceLock<Poison>,
 }
 
 /// What makes a file the one that was pinned.
@@ -178,8 +178,8 @@ impl Identity {
 /// time costs several times the transposing itself. Hence the window is wider while such tiles are made.
 #[derive(Debug)]
 pub struct Window {
-    narrow_bytes: u64,
-    wide_bytes: u64,
+    narrow_bytes: AtomicU64,
+    wide_bytes: AtomicU64,
     touched_bytes: AtomicU64,
     drops: AtomicU64,
     /// What [`Window::returning`] sets and [`Window::settle`] counts down: above 0 the window is wide.
@@ -187,7 +187,7 @@ pub struct Window {
 }
 
 impl Window {
-    /// Usual size of the window.
+    /// Usual size of the window, where nobody sets another.
     pub const BYTES: u64 = 160 << 20;
 
     /// Size of the window while pages are visited again and again, as a share of the machine's memory. Its pages are the page
@@ -203,8 +203,8 @@ impl Window {
     /// A window of `narrow_bytes`, and `wide_bytes` while pages are visited again and again.
     pub fn new(narrow_bytes: u64, wide_bytes: u64) -> Self {
         Self {
-            narrow_bytes,
-            wide_bytes: wide_bytes.max(narrow_bytes),
+            narrow_bytes: AtomicU64::new(narrow_bytes),
+            wide_bytes: AtomicU64::new(wide_bytes.max(narrow_bytes)),
             touched_bytes: AtomicU64::new(0),
             drops: AtomicU64::new(0),
             returning: AtomicU8::new(0),
@@ -212,12 +212,13 @@ impl Window {
     }
 
     fn size_bytes(&self) -> u64 {
-        if self.returning.load(Ordering::Relaxed) > 0 { self.wide_bytes } else { self.narrow_bytes }
+        let wide = self.returning.load(Ordering::Relaxed) > 0;
+        if wide { &self.wide_bytes } else { &self.narrow_bytes }.load(Ordering::Relaxed)
     }
 
     /// Whether so many bytes more may be mapped before they are read.
     fn has_room_ahead(&self, bytes: u64) -> bool {
-        let most = self.wide_bytes / Self::AHEAD_SHARE;
+        let most = self.wide_bytes.load(Ordering::Relaxed) / Self::AHEAD_SHARE;
         resident_shared_bytes().is_some_and(|resident| resident.saturating_add(bytes) <= most)
     }
 
@@ -321,13 +322,13 @@ impl LocalFiles {
         let mut first = false;
         let kept = pinned.poison.get_or_init(|| {
             first = true;
-            error
+            Poison { error, since: SystemTime::now() }
         });
         if first {
             self.poisoned.fetch_add(1, Ordering::Relaxed);
-            tracing::error!("{kept}; every read that needs this file fails from now on");
+            tracing::error!("{}; every read that needs this file fails from now on", kept.error);
         }
-        kept.clone()
+        kept.error.clone()
     }
 
     /// The poison of a file that misbehaved: what `fstat` has to say about it, or else `otherwise`.
@@ -398,7 +399,7 @@ impl Pinned {
     }
 
     fn healthy(&self) -> Result<(), SourceError> {
-        self.poison.get().map_or(Ok(()), |error| Err(error.clone()))
+        self.poison.get().map_or(Ok(()), |poison| Err(poison.error.clone()))
     }
 
     /// The span, if it is inside the file.
@@ -586,6 +587,15 @@ impl Source for LocalFiles {
 
     fn poisoned(&self) -> u64 {
         self.poisoned.load(Ordering::Relaxed)
+    }
+
+    fn poison(&self, file: FileId) -> Option<Poison> {
+        self.pinned(file).poison.get().cloned()
+    }
+
+    fn bound_mapped(&self, usual_bytes: u64, again_bytes: u64) {
+        self.window.narrow_bytes.store(usual_bytes, Ordering::Relaxed);
+        self.window.wide_bytes.store(again_bytes.max(usual_bytes), Ordering::Relaxed);
     }
 }
 

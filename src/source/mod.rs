@@ -194,6 +194,25 @@ pub enum SourceError {
     },
 }
 
+impl SourceError {
+    /// The file that nothing is read of any more because of this error, if it is of that kind.
+    pub fn poisoned_file(&self) -> Option<&Path> {
+        match self {
+            Self::Changed { file, .. } | Self::Fault { file, .. } | Self::Short { file, .. } => Some(file),
+            Self::OutOfBounds { .. } | Self::Io { .. } | Self::FileLimit { .. } | Self::NotRegular { .. } => None,
+        }
+    }
+}
+
+/// Why and since when nothing is read of a file any more.
+#[derive(Clone, Debug)]
+pub struct Poison {
+    /// What was found.
+    pub error: SourceError,
+    /// When it was found.
+    pub since: SystemTime,
+}
+
 /// Where the bytes of a checkpoint come from: a fixed list of pinned files. Blocking; called from many threads.
 ///
 /// Every method that takes a [`FileId`] panics if the source has no such file: ids come from the source's maker, so that a
@@ -286,6 +305,15 @@ pub trait Source: fmt::Debug + Send + Sync {
 
     /// Number of files found poisoned so far.
     fn poisoned(&self) -> u64;
+
+    /// What poisoned a file, if it is poisoned.
+    fn poison(&self, file: FileId) -> Option<Poison>;
+
+    /// Sets how many bytes of mapped pages may stay resident: usually, and while the same pages are visited again and again.
+    /// May do nothing.
+    fn bound_mapped(&self, usual_bytes: u64, again_bytes: u64) {
+        let _ = (usual_bytes, again_bytes);
+    }
 }
 
 /// Length of a span as a length in memory.

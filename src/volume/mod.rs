@@ -7,6 +7,8 @@ mod blanks;
 mod bundle;
 mod copies;
 mod dcp_rows;
+mod exposition;
+pub mod health;
 mod looks;
 mod manifest;
 mod memory_files;
@@ -22,6 +24,7 @@ mod whole_files;
 
 use std::{fs::File, ops::ControlFlow, sync::Arc, time::SystemTime};
 
+pub use health::{Health, HealthProblem, ProblemKind};
 pub use metrics::{Metrics, Op};
 pub use served::{ViewPlan, Volume, VolumeError, VolumeOptions};
 pub use unavailable::{Unavailable, unavailable, unavailable_text};

@@ -15,9 +15,11 @@ use std::{
 use lru::LruCache;
 
 use super::{
-    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, Opened, StatFs, WhenWhole,
+    Access, Attr, DirEntry, FileSystem, FsError, Handle, Health, Ino, Metrics, NodeKind, Opened, ProblemKind, StatFs,
+    WhenWhole,
     arrays::{ArrayNode, ArrayTable},
     copies::Copies,
+    exposition::{self, METRICS_BYTES},
     looks::Looks,
     name_tree::NameNode,
     stats,
@@ -28,10 +30,11 @@ use super::{
 };
 use crate::{
     checkpoint::Checkpoint,
+    host::budget::Budget,
     image::{FileImage, RowFile, distcp_name},
     plan::{Allow, HfContent, HfFile, Plan, Problem, config::MadeWhole, report},
-    read::{Engine, EngineOptions, MapsAhead, OpenFile},
-    source::FileId,
+    read::{Engine, EngineOptions, MapsAhead, OpenFile, ReadError, counters::add},
+    source::{FileId, SourceError},
     tensor::{View, to_usize},
 };
 
@@ -39,6 +42,9 @@ use crate::{
 const REMEMBERED_SEGMENTS_MAX: usize = 200_000;
 /// Closed files that are remembered. The tiling of one view may take some megabytes.
 const REMEMBERED_FILES_MAX: usize = 64;
+
+/// How to mount anew, in general.
+const REMOUNT: &str = "ckfs umount MNT && ckfs mount SOURCE MNT, with the options in .ckfs/config.toml";
 
 /// A plan and where it is shown.
 #[derive(Clone, Debug)]
@@ -58,6 +64,10 @@ pub struct VolumeOptions {
     pub direct: Allow,
     /// The effective configuration, shown as `.ckfs/config.toml`.
     pub config_text: String,
+    /// What memory is for, shown in the statistics.
+    pub budget: Option<Budget>,
+    /// The command that mounts anew, told where something is wrong; empty for the general form.
+    pub remount: String,
 }
 
 /// Everything that keeps a volume from being made.
@@ -101,6 +111,9 @@ pub struct Volume {
     copies: Option<Copies>,
     whole: Option<(WholeFiles, MadeWhole)>,
     looks: Looks,
+    budget: Option<Budget>,
+    remount: String,
+    stats_bytes: usize,
 }
 
 /// Files made ready, open or lately closed: reopening finds tilings and tiles again.
@@ -166,7 +179,11 @@ impl Volume {
         if !problems.is_empty() {
             return Err(VolumeError { problems });
         }
+        let remount = Some(options.remount).filter(|command| !command.is_empty());
         Ok(Self {
+            stats_bytes: stats::stats_bytes(checkpoint.source().as_ref()),
+            budget: options.budget,
+            remount: remount.unwrap_or_else(|| REMOUNT.to_owned()),
             engine: Arc::new(Engine::new(checkpoint, options.engine)),
             views: made,
             tree: root.plant(),
@@ -235,6 +252,38 @@ impl Volume {
         }
     }
 
+    /// What the statistics are made of.
+    fn reported(&self) -> stats::Reported<'_> {
+        stats::Reported {
+            metrics: &self.metrics,
+            engine: &self.engine,
+            budget: self.budget.as_ref(),
+            shared_bytes: self.whole.as_ref().map(|(whole, _)| whole.used_bytes()),
+            remount: &self.remount,
+        }
+    }
+
+    /// What is wrong with the mount. The code that finds a problem notes it here.
+    pub fn health(&self) -> &Health {
+        &self.metrics.health
+    }
+
+    /// Notes that an open or a read of a file failed.
+    fn note_failure(&self, kind: ProblemKind, ino: Ino, error: &ReadError) {
+        match error.source_error().and_then(SourceError::poisoned_file) {
+            Some(source) => {
+                let (source, cause) = (source.display().to_string(), error.to_string());
+                self.health().note(ProblemKind::SourceChanged, &source, &cause);
+            }
+            None => self.health().note(kind, &self.path_of(ino), &error.to_string()),
+        }
+    }
+
+    fn failed_read(&self, ino: Ino, error: &ReadError) -> FsError {
+        self.note_failure(ProblemKind::FailedRead, ino, error);
+        FsError::Io
+    }
+
     /// The engine that reads.
     pub fn engine(&self) -> &Arc<Engine> {
         &self.engine
@@ -299,12 +348,16 @@ impl Volume {
                 FixedKind::Symlink(_) => return Err(FsError::Invalid),
                 FixedKind::Made { view, made } => self.views[*view as usize].made(*made),
                 FixedKind::Text(text) => Ok(Content::Bytes(Arc::clone(text))),
-                FixedKind::Stats => Ok(Content::Bytes(stats::stats(&self.metrics, &self.engine).into())),
-                FixedKind::Metrics => Ok(Content::Bytes(stats::metrics(&self.metrics, &self.engine).into())),
+                FixedKind::Stats => Ok(Content::Bytes(self.reported().stats(self.stats_bytes).into())),
+                FixedKind::Metrics => {
+                    let text = exposition::metrics(&self.reported()).map_err(|_| FsError::Io)?;
+                    Ok(Content::Bytes(text.into()))
+                }
             },
         };
         content.map_err(|error| {
             tracing::error!(ino = ino.0, "cannot lay out a file: {error}");
+            self.health().note(ProblemKind::FailedOpen, &self.path_of(ino), &error.to_string());
             FsError::Io
         })
     }
@@ -314,8 +367,8 @@ impl Volume {
             FixedKind::Directory { subdirectories, .. } => (NodeKind::Directory, 0, 2 + subdirectories),
             FixedKind::Symlink(target) => (NodeKind::Symlink, target.len() as u64, 1),
             FixedKind::Text(text) => (NodeKind::File, text.len() as u64, 1),
-            FixedKind::Stats => (NodeKind::File, stats::STATS_BYTES as u64, 1),
-            FixedKind::Metrics => (NodeKind::File, stats::METRICS_BYTES as u64, 1),
+            FixedKind::Stats => (NodeKind::File, self.stats_bytes as u64, 1),
+            FixedKind::Metrics => (NodeKind::File, METRICS_BYTES as u64, 1),
             FixedKind::Made { view, made } => (NodeKind::File, self.views[*view as usize].made_len(*made), 1),
         };
         Attr { ino, kind, size_bytes, links, modified: self.modified }
@@ -445,20 +498,61 @@ impl Volume {
         }
     }
 
+    /// Opens a file whose sources are what they were.
+    fn open_checked(&self, ino: Ino) -> Result<Opened, FsError> {
+        let open = if let Some(file) = self.remembered(ino) {
+            Open::Image(file, Pin::default())
+        } else {
+            match self.content(ino)? {
+                Content::Original(file) => Open::Original(file),
+                Content::Bytes(bytes) => Open::Bytes(bytes),
+                Content::Rows(rows) => Open::Rows(rows),
+                Content::Image(image) => Open::Image(self.ready(ino, image), Pin::default()),
+            }
+        };
+        self.check(ino, &open)?;
+        if let Open::Image(..) | Open::Original(_) = open {
+            self.note_read();
+        }
+        let access = match &open {
+            Open::Original(file) => {
+                let backing = self.engine.checkpoint().source().backing(*file);
+                if backing.is_some() {
+                    self.lent_whole.lock().unwrap_or_else(PoisonError::into_inner).insert(*file);
+                }
+                backing.map_or(Access::Cached, Access::Passthrough)
+            }
+            Open::Bytes(_) if self.is_live(ino) => Access::Direct,
+            Open::Image(file, _) if self.direct.accepts(file.name()) => Access::Direct,
+            Open::Image(file, _) => match self.copies.as_ref().and_then(|copies| copies.get(ino)) {
+                Some(copy) => Access::Passthrough(copy),
+                None if self.is_made_whole(ino, file) => Access::Whole,
+                None => Access::Cached,
+            },
+            Open::Bytes(_) | Open::Rows(_) => Access::Cached,
+        };
+        let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
+        self.open.write().unwrap_or_else(PoisonError::into_inner).insert(handle, open);
+        Ok(Opened { handle: Handle(handle), access })
+    }
+
     /// Whether a file's content is taken anew at each open.
     fn is_live(&self, ino: Ino) -> bool {
         let place = self.tree.place(ino);
         matches!(place, Some(Place::Fixed(Fixed { kind: FixedKind::Stats | FixedKind::Metrics, .. })))
     }
 
-    fn check(&self, open: &Open) -> Result<(), FsError> {
+    fn check(&self, ino: Ino, open: &Open) -> Result<(), FsError> {
         let checked = match open {
             Open::Original(file) => self.engine.check_original(*file),
             Open::Image(file, _) => self.engine.check(file),
             Open::Bytes(_) | Open::Rows(_) => Ok(()),
         };
         // The source has logged what changed.
-        checked.map_err(|_| FsError::Io)
+        checked.map_err(|error| {
+            self.note_failure(ProblemKind::FailedOpen, ino, &error);
+            FsError::Io
+        })
     }
 }
 
@@ -713,45 +807,14 @@ impl FileSystem for Volume {
     }
 
     fn open(&self, ino: Ino) -> Result<Opened, FsError> {
-        let open = if let Some(file) = self.remembered(ino) {
-            Open::Image(file, Pin::default())
-        } else {
-            match self.content(ino)? {
-                Content::Original(file) => Open::Original(file),
-                Content::Bytes(bytes) => Open::Bytes(bytes),
-                Content::Rows(rows) => Open::Rows(rows),
-                Content::Image(image) => Open::Image(self.ready(ino, image), Pin::default()),
-            }
-        };
-        self.check(&open)?;
-        if let Open::Image(..) | Open::Original(_) = open {
-            self.note_read();
-        }
-        let access = match &open {
-            Open::Original(file) => {
-                let backing = self.engine.checkpoint().source().backing(*file);
-                if backing.is_some() {
-                    self.lent_whole.lock().unwrap_or_else(PoisonError::into_inner).insert(*file);
-                }
-                backing.map_or(Access::Cached, Access::Passthrough)
-            }
-            Open::Bytes(_) if self.is_live(ino) => Access::Direct,
-            Open::Image(file, _) if self.direct.accepts(file.name()) => Access::Direct,
-            Open::Image(file, _) => match self.copies.as_ref().and_then(|copies| copies.get(ino)) {
-                Some(copy) => Access::Passthrough(copy),
-                None if self.is_made_whole(ino, file) => Access::Whole,
-                None => Access::Cached,
-            },
-            Open::Bytes(_) | Open::Rows(_) => Access::Cached,
-        };
-        let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
-        self.open.write().unwrap_or_else(PoisonError::into_inner).insert(handle, open);
-        Ok(Opened { handle: Handle(handle), access })
+        self.open_checked(ino).inspect_err(|error| {
+            add(&self.engine.counters().failed_opens, u64::from(*error == FsError::Io));
+        })
     }
 
     fn read(
         &self,
-        _ino: Ino,
+        ino: Ino,
         handle: Handle,
         offset: u64,
         len: usize,
@@ -773,12 +836,14 @@ impl FileSystem for Volume {
             }
             Open::Original(file) => {
                 self.note_read();
-                self.engine.read_original(file, offset, len, reply).map_err(|_| FsError::Io)
+                let result = self.engine.read_original(file, offset, len, reply);
+                result.map_err(|error| self.failed_read(ino, &error))
             }
             Open::Image(file, pin) => {
                 self.note_read();
                 pin.note_read(len as u64);
-                self.engine.read(&file, offset, len, reply).map_err(|_| FsError::Io)
+                let result = self.engine.read(&file, offset, len, reply);
+                result.map_err(|error| self.failed_read(ino, &error))
             }
         }
     }
