@@ -620,8 +620,12 @@ fn harmless_signals_are_harmless_during_start() {
     bench.children.push(child);
     let has_set_up_signals = || {
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-        let blocked = status.lines().find_map(|line| line.strip_prefix("SigBlk:\t")).unwrap();
-        u64::from_str_radix(blocked, 16).unwrap() & (1 << (libc::SIGUSR1 - 1)) != 0
+        let has = |set: &str, signal: i32| {
+            let mask = status.lines().find_map(|line| line.strip_prefix(set)).unwrap();
+            u64::from_str_radix(mask.trim(), 16).unwrap() & (1 << (signal - 1)) != 0
+        };
+        // All are blocked for a moment before, while the thread of the log is started.
+        has("SigIgn:", libc::SIGUSR2) && has("SigBlk:", libc::SIGUSR1)
     };
     until("the daemon has set up its signals", has_set_up_signals);
     send_harmless(pid);

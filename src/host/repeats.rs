@@ -3,7 +3,7 @@
 //! The first of several equal lines is written, the others are counted, and after a while one line says how many there
 //! were. Two lines are alike if level, target and text are the same but for digits: offsets and sizes differ from one
 //! failed read to the next. A number in a name counts (`layers/3/wq`), so that each file that fails is named, up to
-//! [`NAMES_MAX`] of them.
+//! `NAMES_MAX` of them.
 
 use std::{
     collections::HashMap,
