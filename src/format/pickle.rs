@@ -205,7 +205,9 @@ pub fn push_wide_int(out: &mut Vec<u8>, number: u64) {
 /// Appends the push of a tuple of numbers.
 pub fn push_ints(out: &mut Vec<u8>, numbers: &[u64]) {
     out.push(b'(');
-    numbers.iter().for_each(|number| push_int(out, *number));
+    for number in numbers {
+        push_int(out, *number);
+    }
     out.push(b't');
 }
 

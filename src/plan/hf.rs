@@ -48,6 +48,7 @@ pub enum HfContent {
 ///
 /// # Errors
 /// Every problem with a tensor's values or name.
+#[expect(clippy::too_many_lines, reason = "the steps of a plan, one after the other")]
 pub(super) fn plan(
     original: &Checkpoint,
     values: &Values<'_>,
@@ -63,6 +64,7 @@ pub(super) fn plan(
     if !changed && !values.converts() && renames.is_empty() && std::ptr::eq(checkpoint, original) {
         return Ok(originals(original).map(|(_, path, id)| original_file(path, id)).collect());
     }
+    let renamed = |name: &str| rename::apply(renames, name).map_err(|problem| vec![problem]);
     for (id, info) in checkpoint.tensors() {
         let dtype = values.dtype_of(&[info.name]);
         if let (Some((scale, _)), Some(_)) = (values.scale_of(id), dtype) {
@@ -70,7 +72,7 @@ pub(super) fn plan(
         }
         match values.view(id, dtype) {
             Ok(view) => {
-                let name = rename::apply(renames, info.name).map_err(|problem| vec![problem])?;
+                let name = renamed(info.name)?;
                 changed |= view.as_source().is_none() || name != original.tensor(id).name;
                 shown.push((id, name, view));
             }
@@ -79,7 +81,7 @@ pub(super) fn plan(
     }
     if let Some((head, embedding)) = head {
         let found = checkpoint.find(&embedding).and_then(|id| shown.iter().find(|(other, ..)| *other == id)).cloned();
-        let name = rename::apply(renames, &head).map_err(|problem| vec![problem])?;
+        let name = renamed(&head)?;
         shown.extend(found.map(|(id, _, view)| (id, name, view)));
     }
     shown.retain(|(id, ..)| !dropped_scales.contains(id));

@@ -142,7 +142,9 @@ impl DcpMetadata {
         let writer =
             DcpWriter::new(narrow(holders.len() as u64), dtypes).expect("types that torch has not were refused");
         let mut used = vec![false; kinds.len()];
-        tensors.iter().for_each(|tensor| used[kinds.of(*tensor)] = true);
+        for tensor in &tensors {
+            used[kinds.of(*tensor)] = true;
+        }
         let firsts = || (0..kinds.len()).map(|kind| &plan.tensors[kinds.first(kind)]);
         let used_firsts = firsts().zip(&used).filter(|(_, used)| **used).map(|(first, _)| first);
         let classes = ShardClasses::new(&holders, used_firsts, |tensor, device| plan.own_region(tensor, device));

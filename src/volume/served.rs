@@ -141,6 +141,9 @@ impl Volume {
     ///
     /// # Errors
     /// Names that cannot be laid out as a tree.
+    ///
+    /// # Panics
+    /// Never: there are fewer than 2^32 views.
     pub fn new(checkpoint: Arc<Checkpoint>, views: Vec<ViewPlan>, options: VolumeOptions) -> Result<Self, VolumeError> {
         let source = checkpoint.source();
         let modified = file_ids(&checkpoint).map(|file| source.modified(file)).max().unwrap_or(UNIX_EPOCH);
