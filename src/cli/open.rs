@@ -16,7 +16,7 @@ use crate::{
     },
     read::EngineOptions,
     source::FileId,
-    volume::{ViewPlan, Volume, VolumeOptions},
+    volume::{Overrides, ViewPlan, Volume, VolumeOptions},
 };
 
 /// Least and most memory for transformed data by default, and its part of all memory.
@@ -77,10 +77,11 @@ pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>>
         source = std::path::absolute(&source).with_context(|| source.clone())?.display().to_string();
     }
     let io = config.mount.source_io.as_ref().map(|io| io.0).unwrap_or_default();
+    let follow_symlinks = config.mount.follow_symlinks.unwrap_or(false);
     let mut adapters: Vec<_> = config.views.iter().filter_map(|view| view.keys.lora.clone()).collect();
     adapters.sort();
     adapters.dedup();
-    let checkpoint = Checkpoint::open(&source, &OpenOptions { io, adapters, ..OpenOptions::default() })?;
+    let checkpoint = Checkpoint::open(&source, &OpenOptions { io, adapters, follow_symlinks, ..OpenOptions::default() })?;
     config.source = Some(match checkpoint.revision() {
         // The label is the repository's name with a short revision.
         Some(revision) => {
@@ -89,6 +90,9 @@ pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>>
         }
         None => source,
     });
+    for warning in checkpoint.warnings() {
+        tracing::warn!("{warning}");
+    }
     for file in checkpoint.suspicious_files() {
         tracing::warn!("{}: left out: safetensors that the index does not name", file.path);
     }
@@ -148,6 +152,17 @@ pub(super) fn engine_options(keys: &MountKeys) -> EngineOptions {
     }
 }
 
+/// What the configuration says of owners and permission bits, as far as it means something: files are read, and directories
+/// listed and passed.
+pub(super) fn overrides(keys: &MountKeys) -> Overrides {
+    Overrides {
+        file_mode: keys.file_mode.as_ref().map(|mode| mode.0.0 & 0o444),
+        dir_mode: keys.dir_mode.as_ref().map(|mode| mode.0.0 & 0o555),
+        uid: keys.uid,
+        gid: keys.gid,
+    }
+}
+
 /// Everything, ready to be read.
 ///
 /// # Errors
@@ -166,6 +181,7 @@ pub(super) fn volume(config: &mut Config) -> anyhow::Result<Volume> {
         engine: engine_options(&config.mount),
         direct: config.mount.direct_io.as_ref().map(Into::into).unwrap_or_default(),
         config_text: config.to_toml(),
+        overrides: overrides(&config.mount),
     };
     Ok(Volume::new(checkpoint, plans, options)?)
 }

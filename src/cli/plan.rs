@@ -7,7 +7,7 @@ use serde_json::json;
 use super::{flags::SourceFlags, open, output};
 use crate::{
     plan::report,
-    volume::{Unavailable, unavailable, unavailable_text},
+    volume::{Mounter, Readers, Unavailable, readers, readers_text, unavailable, unavailable_text},
 };
 
 /// Shows what would be mounted, without mounting.
@@ -39,6 +39,7 @@ impl Plan {
         let mut config = open::source_config(self.source.as_deref(), &self.flags)?;
         let checkpoint = open::checkpoint(&mut config)?;
         let plans = open::plans(&checkpoint, &config)?;
+        let readers = readers(&checkpoint, &Mounter::of_this_process(), &open::overrides(&config.mount));
         let views = plans.iter().map(|view| (view.name.as_str(), view.plan.as_ref()));
         if self.json {
             let mut json = report::json(&checkpoint, views);
@@ -46,12 +47,21 @@ impl Plan {
                 let row = |shown: &Unavailable| json!({"format": shown.format, "reason": shown.reason});
                 json["views"][number]["unavailable"] = unavailable(&view.plan).iter().map(row).collect();
             }
+            let row = |readers: &Readers| {
+                let permission = readers.permission;
+                json!({
+                    "uid": permission.uid, "gid": permission.gid, "mode": format!("{:04o}", permission.mode),
+                    "files": readers.files, "example": readers.example,
+                })
+            };
+            json["readers"] = readers.iter().map(row).collect();
             output::print_json(&json)
         } else {
             let mut text = report::text(&checkpoint, views);
             for view in &plans {
                 text.push_str(&unavailable_text(&view.name, &unavailable(&view.plan)));
             }
+            text.push_str(&readers_text(&readers));
             output::print(&text)
         }
     }

@@ -10,6 +10,7 @@ mod manifest;
 mod memory_files;
 pub mod metrics;
 mod name_tree;
+mod permissions;
 mod served;
 mod stats;
 mod tree;
@@ -20,7 +21,9 @@ mod whole_files;
 use std::{fs::File, ops::ControlFlow, sync::Arc, time::SystemTime};
 
 pub use metrics::{Metrics, Op};
+pub use permissions::{Readers, readers, readers_of, readers_text};
 pub use served::{ViewPlan, Volume, VolumeError, VolumeOptions};
+pub use crate::source::permission::{Mounter, Overrides, Permission};
 pub use unavailable::{Unavailable, unavailable, unavailable_text};
 
 /// Index of a node in the tree; 1 is the root, as the kernel has it.
@@ -56,6 +59,8 @@ pub struct Attr {
     pub links: u32,
     /// Modification time: the newest source's.
     pub modified: SystemTime,
+    /// Owner, group and permission bits.
+    pub permission: Permission,
 }
 
 /// One entry of a directory listing.
@@ -123,6 +128,9 @@ pub enum FsError {
     /// The call makes no sense for this node.
     #[error("invalid argument")]
     Invalid,
+    /// A file name is longer than any can be.
+    #[error("file name too long")]
+    NameTooLong,
     /// Bytes did not come, or their source changed. Already logged.
     #[error("input/output error")]
     Io,
@@ -139,6 +147,7 @@ impl FsError {
             Self::NoAttribute => libc::ENODATA,
             Self::Unsupported => libc::EOPNOTSUPP,
             Self::Invalid => libc::EINVAL,
+            Self::NameTooLong => libc::ENAMETOOLONG,
             Self::Io => libc::EIO,
         }
     }
