@@ -557,9 +557,8 @@ fn nothing_can_be_changed() {
             assert_eq!(found, libc::EROFS, "{what}");
         }
     };
-    let unnamed = |bench: &Bench| {
-        errno(File::options().read(true).write(true).custom_flags(libc::O_TMPFILE).open(bench.mnt()))
-    };
+    let unnamed =
+        |bench: &Bench| errno(File::options().read(true).write(true).custom_flags(libc::O_TMPFILE).open(bench.mnt()));
     attempts(&bench);
     assert_eq!(unnamed(&bench), libc::EROFS);
     assert_eq!(bench.stat("refused"), 0, "the kernel refuses by itself");
@@ -574,7 +573,10 @@ fn nothing_can_be_changed() {
     let file = File::open(bench.file("data")).unwrap();
     for (what, found) in [
         ("fallocate", errno(rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, 1).map_err(io::Error::from))),
-        ("copy_file_range", errno(rustix::fs::copy_file_range(&file, None, &file, Some(&mut 4096), 1).map_err(io::Error::from))),
+        (
+            "copy_file_range",
+            errno(rustix::fs::copy_file_range(&file, None, &file, Some(&mut 4096), 1).map_err(io::Error::from)),
+        ),
         ("write", errno(file.write_at(b"x", 0))),
     ] {
         assert_eq!(found, libc::EBADF, "{what}");
@@ -606,7 +608,9 @@ fn set_times(path: &Path) -> io::Result<()> {
 fn long_names_are_told_from_absent_ones() {
     let Some(mut bench) = bench() else { return };
     let pid = bench.start();
-    for (len, expected) in [(255, libc::ENOENT), (256, libc::ENAMETOOLONG), (1000, libc::ENAMETOOLONG), (2000, libc::ENAMETOOLONG)] {
+    for (len, expected) in
+        [(255, libc::ENOENT), (256, libc::ENAMETOOLONG), (1000, libc::ENAMETOOLONG), (2000, libc::ENAMETOOLONG)]
+    {
         let name = "x".repeat(len);
         assert_eq!(errno(fs::metadata(bench.file(&name))), expected, "{len} bytes");
         assert_eq!(errno(fs::metadata(bench.file("many").join(&name))), expected, "{len} bytes in a directory");

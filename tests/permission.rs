@@ -196,7 +196,10 @@ impl Fixture {
             for (file, sources) in MADE_OF {
                 let may = sources.iter().all(|source| read(user, &self.path("model").join(source)).is_ok());
                 let found = self.reads(user, file);
-                assert!(found == may || (!exact && !found && user != ROOT), "{case}: {user:?} {file}: {found}, expected {may}");
+                assert!(
+                    found == may || (!exact && !found && user != ROOT),
+                    "{case}: {user:?} {file}: {found}, expected {may}"
+                );
             }
             let may_list = list(user, &self.path("model")).is_ok();
             assert_eq!(list(user, &self.path("mnt")).is_ok(), may_list, "{case}: {user:?} lists the root");
@@ -253,6 +256,18 @@ fn files_of_other_permissions_are_told_apart() {
     fixture.set("model/config.json", ALICE, ML, 0o640);
     fixture.set("model/model-00002-of-00002.safetensors", BOB, ML, 0o640);
     fixture.compare("four kinds of files", true);
+    // A directory in the repository says who lists it and reaches what is in it.
+    fs::create_dir(fixture.path("model/sub")).unwrap();
+    fs::write(fixture.path("model/sub/notes.txt"), "x").unwrap();
+    fixture.set("model/sub", ALICE, ML, 0o750);
+    fixture.mount(&[]);
+    for user in USERS {
+        let may = list(user, &fixture.path("model/sub")).is_ok();
+        assert_eq!(list(user, &fixture.path("mnt/hf/sub")).is_ok(), may, "{user:?} lists hf/sub");
+        assert_eq!(fixture.reads(user, "hf/sub/notes.txt"), may, "{user:?} reads hf/sub/notes.txt");
+    }
+    fixture.unmount();
+    fs::remove_dir_all(fixture.path("model/sub")).unwrap();
     // What is made of both may be read by neither, but that one is in the other's group.
     fixture.set("model/model-00001-of-00002.safetensors", ALICE, ALICE, 0o600);
     fixture.compare("two owners", false);
@@ -282,7 +297,14 @@ fn an_access_list_leaves_the_owner_only() {
         [tag.to_le_bytes(), bits.to_le_bytes(), [id[0], id[1]], [id[2], id[3]]].concat()
     };
     let none = u32::MAX;
-    let list = [2_u32.to_le_bytes().to_vec(), entry(1, 6, none), entry(2, 0, BOB), entry(4, 4, none), entry(16, 4, none), entry(32, 4, none)];
+    let list = [
+        2_u32.to_le_bytes().to_vec(),
+        entry(1, 6, none),
+        entry(2, 0, BOB),
+        entry(4, 4, none),
+        entry(16, 4, none),
+        entry(32, 4, none),
+    ];
     let shard = fixture.path("model").join(SHARDS[0].0);
     let set = rustix::fs::setxattr(&shard, "system.posix_acl_access", &list.concat(), rustix::fs::XattrFlags::empty());
     if set == Err(rustix::io::Errno::OPNOTSUPP) {
@@ -337,7 +359,11 @@ fn flags_say_otherwise() {
         (vec!["--file-mode", "0644", "--dir-mode", "0755"], (ALICE, ALICE, 0o444), (0, 0, 0o555)),
         (vec!["--uid", &uid], (BOB, ALICE, 0o400), (BOB, 0, 0o555)),
         (vec!["--gid", &gid], (ALICE, ML, 0o440), (0, ML, 0o555)),
-        (vec!["--uid", &uid, "--gid", &gid, "--file-mode", "0o440", "--dir-mode", "550"], (BOB, ML, 0o440), (BOB, ML, 0o550)),
+        (
+            vec!["--uid", &uid, "--gid", &gid, "--file-mode", "0o440", "--dir-mode", "550"],
+            (BOB, ML, 0o440),
+            (BOB, ML, 0o550),
+        ),
         (vec!["-o", &both], (BOB, ML, 0o444), (BOB, ML, 0o555)),
     ];
     for (args, file, root) in rows {
@@ -349,8 +375,11 @@ fn flags_say_otherwise() {
         assert_eq!(fixture.permission(".ckfs/config.toml").0, 0, "{args:?}");
         fixture.unmount();
     }
-    fs::write(fixture.path("c.toml"), "source = 'model'\nmountpoint = 'mnt'\n[mount]\nallow_other = true\nfile_mode = '0440'\n")
-        .unwrap();
+    fs::write(
+        fixture.path("c.toml"),
+        "source = 'model'\nmountpoint = 'mnt'\n[mount]\nallow_other = true\nfile_mode = '0440'\n",
+    )
+    .unwrap();
     assert!(fixture.run(&["mount", "--config", "c.toml"]).status.success());
     assert_eq!(fixture.permission("full/embed"), (ALICE, ALICE, 0o440));
     let shown = fs::read_to_string(fixture.path("mnt/.ckfs/config.toml")).unwrap();
@@ -402,21 +431,25 @@ fn a_user_without_privileges_reads_what_it_mounted() {
     }
     let fixture = Fixture::new();
     fixture.set_files(0, ML, 0o640);
-    fixture.set("mnt", BOB, BOB, 0o755);
+    // fusermount3 wants a user with a name.
+    let nobody = nix::unistd::User::from_name("nobody").unwrap().unwrap().uid.as_raw();
+    fixture.set("mnt", nobody, nobody, 0o755);
+    fs::create_dir(fixture.path("dev")).unwrap();
     fs::copy(env!("CARGO_BIN_EXE_ckfs"), fixture.path("ckfs")).unwrap();
     fixture.set("ckfs", 0, 0, 0o755);
-    let run = |args: &[&str]| {
-        let mut command = Command::new(fixture.path("ckfs"));
-        command.args(args).current_dir(fixture.directory.path()).uid(BOB).gid(ML).env("HOME", "/").output().unwrap()
-    };
-    // Not /dev/fuse, which the program opens by itself, but a missing set-user-id bit is for an administrator to mend.
-    let output = run(&["mount", "model", "mnt"]);
+    // A device that all may open, as on most hosts, seen by these processes only.
+    let outer = "mount -t tmpfs none dev; mknod dev/fuse c 10 229; chmod 666 dev/fuse; mount --bind dev/fuse /dev/fuse; \
+                 exec setpriv --reuid \"$1\" --regid \"$2\" --clear-groups sh -ec \"$3\"";
+    let inner = "./ckfs mount model mnt; trap './ckfs umount mnt' EXIT; cat mnt/full/embed mnt/hf/tokenizer.json \
+                 mnt/.ckfs/manifest.json mnt/dev0/layers/scanned/wq >/dev/null; ls mnt/full/layers; stat -c %u:%g:%a mnt/full/embed";
+    let output = Command::new("unshare")
+        .args(["--mount", "--propagation", "private", "sh", "-ec", outer, "sh"])
+        .args([&nobody.to_string(), &ML.to_string(), inner])
+        .current_dir(fixture.directory.path())
+        .output()
+        .unwrap();
     assert!(output.status.success(), "{}", text(&output.stderr));
-    for name in ["full/embed", "hf/tokenizer.json", ".ckfs/manifest.json", "dev0/layers/scanned/wq"] {
-        assert!(fixture.reads((BOB, ML), name), "{name}");
-    }
-    assert!(list((BOB, ML), &fixture.path("mnt/full")).is_ok());
-    assert!(run(&["umount", "mnt"]).status.success());
+    assert_eq!(text(&output.stdout), format!("0\n1\nscanned\n{nobody}:{ML}:440\n"));
 }
 
 #[test]
@@ -484,9 +517,7 @@ fn links_out_of_the_repository_are_left_out() {
     let shown: Vec<&str> = shown.lines().collect();
     assert_eq!(
         shown,
-        [
-            "absolute.json", "config.json", SHARDS[0].0, SHARDS[1].0, "model.safetensors.index.json", "same.json",
-        ]
+        ["absolute.json", "config.json", SHARDS[0].0, SHARDS[1].0, "model.safetensors.index.json", "same.json",]
     );
     fixture.unmount();
     // Where they are wanted they are no more readable than what they lead to.

@@ -104,6 +104,16 @@ pub enum CheckpointError {
         /// What the system said.
         error: io::Error,
     },
+    /// A revision in the cache that is a symbolic link out of it.
+    #[error(
+        "{}: a symbolic link out of the repository's directory in the cache; give the directory that it leads to, or \
+         --follow-symlinks",
+        snapshot.display()
+    )]
+    LeavesCache {
+        /// The revision's directory.
+        snapshot: PathBuf,
+    },
     /// No safetensors to use.
     #[error("{}: no *.safetensors here{}", root.display(), elsewhere(subdirectories))]
     NoWeights {
@@ -465,6 +475,9 @@ fn open_directory(
     let path = located.path.clone();
     let listing = |error| CheckpointError::Listing { root: path.clone(), error };
     let root = Arc::new(Beneath::open(&located.path).map_err(listing)?);
+    if located.revision.is_some() && !root.is_in_hub_cache() && !options.follow_symlinks {
+        return Err(CheckpointError::LeavesCache { snapshot: located.path });
+    }
     let Listing { mut files, directories } = listing::list(&root).map_err(listing)?;
     let mut warnings = Vec::new();
     if !options.follow_symlinks {
@@ -486,7 +499,8 @@ fn open_directory(
     let (text, index);
     let index = match &index_name {
         Some(name) => {
-            text = text_of(name)?.unwrap_or_else(|| Err("not there".into())).map_err(|message| unusable(name, message))?;
+            text =
+                text_of(name)?.unwrap_or_else(|| Err("not there".into())).map_err(|message| unusable(name, message))?;
             index = Index::parse(&text).map_err(|error| unusable(name, error.to_string()))?;
             Some((name.as_str(), index))
         }
@@ -507,8 +521,9 @@ fn open_directory(
     }
     let mut weights: Vec<usize> = (0..files.len()).filter(|place| files[*place].role == FileRole::Weights).collect();
     weights.sort_by(|left, right| natural(&files[*left].path, &files[*right].path));
-    let others: Vec<usize> =
-        (0..files.len()).filter(|place| files[*place].role != FileRole::Weights && files[*place].role.is_readable()).collect();
+    let others: Vec<usize> = (0..files.len())
+        .filter(|place| files[*place].role != FileRole::Weights && files[*place].role.is_readable())
+        .collect();
     let mut opened = Vec::with_capacity(weights.len() + others.len());
     for place in weights.iter().chain(&others) {
         opened.extend(files[*place].take(&root)?);

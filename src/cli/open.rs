@@ -81,7 +81,8 @@ pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>>
     let mut adapters: Vec<_> = config.views.iter().filter_map(|view| view.keys.lora.clone()).collect();
     adapters.sort();
     adapters.dedup();
-    let checkpoint = Checkpoint::open(&source, &OpenOptions { io, adapters, follow_symlinks, ..OpenOptions::default() })?;
+    let checkpoint =
+        Checkpoint::open(&source, &OpenOptions { io, adapters, follow_symlinks, ..OpenOptions::default() })?;
     config.source = Some(match checkpoint.revision() {
         // The label is the repository's name with a short revision.
         Some(revision) => {

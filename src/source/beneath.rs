@@ -26,7 +26,12 @@ use rustix::{
     io::Errno,
 };
 
-use super::{SourceError, local::raise_open_file_limit, permission::{DirectoryGates, Gates}, survey::Survey};
+use super::{
+    SourceError,
+    local::raise_open_file_limit,
+    permission::{DirectoryGates, Gates},
+    survey::Survey,
+};
 
 /// Flags of a descriptor that only names a file.
 const NAMING: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
@@ -95,17 +100,19 @@ impl Beneath {
         raise_open_file_limit();
         let fd = openat(CWD, named, NAMING | OFlags::DIRECTORY, Mode::empty())?;
         let real = location(fd.as_fd(), named)?;
-        let mut above = real.ancestors().skip(1);
-        let snapshots = above.next().filter(|dir| dir.file_name() == Some(OsStr::new("snapshots")));
-        let hub = snapshots.and_then(Path::parent).filter(|dir| {
-            dir.file_name().is_some_and(|name| name.as_bytes().starts_with(HUB_PREFIX.as_bytes()))
-        });
-        let (root, root_fd) = match hub {
-            Some(root) => (root.to_owned(), openat(CWD, root, NAMING | OFlags::DIRECTORY | OFlags::NOFOLLOW, Mode::empty())?),
-            None => (real.clone(), fd),
-        };
+        // The directory of the cache may itself be a link to another disk.
+        let (root, root_fd) =
+            match [std::path::absolute(named)?, real.clone()].iter().find_map(|path| hub_root(path, &real)) {
+                Some(hub) => hub,
+                None => (real.clone(), fd),
+            };
         let below = real.strip_prefix(&root).unwrap_or(Path::new("")).to_owned();
         Ok(Self { named: named.to_owned(), real, root, root_fd, below, survey: Survey::default() })
+    }
+
+    /// Whether it is a revision in the Hub's cache.
+    pub fn is_in_hub_cache(&self) -> bool {
+        self.root != self.real
     }
 
     /// The directory, as the user named it.
@@ -220,6 +227,16 @@ impl Opened {
     pub fn file(&self) -> &File {
         &self.file
     }
+}
+
+/// The directory in the Hub's cache that `path`, a revision whose path without links is `real`, belongs to by its name.
+fn hub_root(path: &Path, real: &Path) -> Option<(PathBuf, OwnedFd)> {
+    let snapshots = path.parent().filter(|dir| dir.file_name() == Some(OsStr::new("snapshots")))?;
+    let hub = snapshots.parent()?;
+    hub.file_name().filter(|name| name.as_bytes().starts_with(HUB_PREFIX.as_bytes()))?;
+    let fd = openat(CWD, hub, NAMING | OFlags::DIRECTORY, Mode::empty()).ok()?;
+    let root = location(fd.as_fd(), hub).ok()?;
+    (real != root && real.starts_with(&root)).then_some((root, fd))
 }
 
 fn metadata(fd: &OwnedFd) -> io::Result<Metadata> {
@@ -387,7 +404,9 @@ mod tests {
         ];
         for (path, expected) in rows {
             let expected = expected.map(|path| dir.path().join("repo").join(path).canonicalize().unwrap());
-            for (name, found) in [("call", resolve(root.as_fd(), path.as_ref())), ("walk", walk(root.as_fd(), path.as_ref()))] {
+            for (name, found) in
+                [("call", resolve(root.as_fd(), path.as_ref())), ("walk", walk(root.as_fd(), path.as_ref()))]
+            {
                 let found = found.map(|fd| location(fd.as_fd(), Path::new("")).unwrap());
                 assert_eq!(found, expected, "{path} by {name}");
             }
@@ -438,9 +457,19 @@ mod tests {
         symlink("../def/own", snapshot.join("sibling")).unwrap();
         symlink("../../../other", snapshot.join("other")).unwrap();
         let root = Beneath::open(&snapshot).unwrap();
-        for (name, inside) in [("blob", true), ("own", true), ("ref", false), ("sibling", false), ("other", false)] {
-            assert_eq!(root.find(name).unwrap().is_inside(), inside, "{name}");
-        }
+        let check = |root: &Beneath| {
+            assert!(root.is_in_hub_cache());
+            for (name, inside) in [("blob", true), ("own", true), ("ref", false), ("sibling", false)] {
+                assert_eq!(root.find(name).unwrap().is_inside(), inside, "{name}");
+            }
+        };
+        check(&root);
+        assert!(!root.find("other").unwrap().is_inside());
+        // Also where the cache is on another disk.
+        fs::create_dir(real.join("cache")).unwrap();
+        fs::rename(&repo, real.join("moved")).unwrap();
+        symlink("../moved", real.join("cache/models--org--name")).unwrap();
+        check(&Beneath::open(&real.join("cache/models--org--name/snapshots/abc")).unwrap());
     }
 
     #[test]

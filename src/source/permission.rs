@@ -41,7 +41,8 @@ impl Gate {
 
     /// A gate of this mode that must grant `wanted`, bits of one class.
     pub const fn new(uid: u32, gid: u32, mode: u32, wanted: u32) -> Self {
-        let [user, group, other] = [mode >> 6 & wanted == wanted, mode >> 3 & wanted == wanted, mode & wanted == wanted];
+        let [user, group, other] =
+            [mode >> 6 & wanted == wanted, mode >> 3 & wanted == wanted, mode & wanted == wanted];
         Self { uid, gid, user, group, other }
     }
 
@@ -319,14 +320,29 @@ mod tests {
             ("below a group's directory", vec![file(ALICE, 0, 0o644, &[(0, ML, 0o750)])], &ROOT, (0, ML, 0o440)),
             ("two groups", vec![file(ALICE, ML, 0o640, &[(ALICE, WEB, 0o750)])], &ROOT, (ALICE, ML, 0o400)),
             ("two owners", vec![file(ALICE, 0, 0o600, &[]), file(BOB, 0, 0o600, &[])], &ROOT, (0, 0, 0o400)),
-            ("two owners of a group", vec![file(ALICE, ML, 0o640, &[]), file(BOB, ML, 0o640, &[])], &ROOT, (0, ML, 0o440)),
-            ("one private, one public", vec![file(0, 0, 0o644, &[]), file(BOB, ML, 0o600, &[])], &ROOT, (BOB, 0, 0o400)),
+            (
+                "two owners of a group",
+                vec![file(ALICE, ML, 0o640, &[]), file(BOB, ML, 0o640, &[])],
+                &ROOT,
+                (0, ML, 0o440),
+            ),
+            (
+                "one private, one public",
+                vec![file(0, 0, 0o644, &[]), file(BOB, ML, 0o600, &[])],
+                &ROOT,
+                (BOB, 0, 0o400),
+            ),
             // A member of ml may be alice, whom the file refuses.
             ("refused to its owner", vec![file(ALICE, ML, 0o040, &[])], &ROOT, (ALICE, ML, 0o040)),
             ("refused to its group", vec![file(ALICE, ML, 0o604, &[])], &ROOT, (ALICE, ML, 0o404)),
-            ("only others, two groups", vec![file(ALICE, ML, 0o604, &[]), file(ALICE, WEB, 0o604, &[])], &ROOT, (ALICE, ML, 0o400)),
+            (
+                "only others, two groups",
+                vec![file(ALICE, ML, 0o604, &[]), file(ALICE, WEB, 0o604, &[])],
+                &ROOT,
+                (ALICE, ML, 0o400),
+            ),
             ("mounted by a member", vec![file(0, ML, 0o640, &[])], &bob_in_ml, (BOB, ML, 0o440)),
-            ("mounted by another", vec![file(0, 0, 0o644, &[(ALICE, ML, 0o711)])], &bob_in_ml, (0, 0, 0o444)),
+            ("mounted by another", vec![file(0, 0, 0o644, &[(ALICE, ML, 0o711)])], &bob_in_ml, (BOB, 0, 0o444)),
             (
                 "read through an access list",
                 vec![Gates::new(ALICE, ML, [Gate::new(ALICE, ML, 0o660, 4).with_access_list()])],

@@ -20,10 +20,10 @@ mod whole_files;
 
 use std::{fs::File, ops::ControlFlow, sync::Arc, time::SystemTime};
 
+pub use crate::source::permission::{Mounter, Overrides, Permission};
 pub use metrics::{Metrics, Op};
 pub use permissions::{Readers, readers, readers_of, readers_text};
 pub use served::{ViewPlan, Volume, VolumeError, VolumeOptions};
-pub use crate::source::permission::{Mounter, Overrides, Permission};
 pub use unavailable::{Unavailable, unavailable, unavailable_text};
 
 /// Index of a node in the tree; 1 is the root, as the kernel has it.

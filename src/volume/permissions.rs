@@ -20,10 +20,7 @@ use std::{
 
 use nix::unistd::{Gid, Group, Uid, User};
 
-use super::{
-    Ino, Mounter, Overrides, Permission,
-    tree::Tree,
-};
+use super::{Ino, Mounter, Overrides, Permission, tree::Tree};
 use crate::{
     checkpoint::Checkpoint,
     plan::{HfContent, Plan},
@@ -59,9 +56,12 @@ impl Subject {
     const fn is_directory(self) -> bool {
         match self {
             Self::Names { .. } | Self::Directory(_) | Self::Own { is_directory: true } => true,
-            Self::Tensor { .. } | Self::Tensors { .. } | Self::Hf { .. } | Self::Everything | Self::Own { .. } | Self::Link => {
-                false
-            }
+            Self::Tensor { .. }
+            | Self::Tensors { .. }
+            | Self::Hf { .. }
+            | Self::Everything
+            | Self::Own { .. }
+            | Self::Link => false,
         }
     }
 }
@@ -156,7 +156,8 @@ impl Permissions {
         overrides: Overrides,
     ) -> Self {
         let classes = Classes::new(checkpoint);
-        let mut of_tensors: HashSet<u32> = checkpoint.adapters().iter().map(|adapter| classes.of(adapter.file)).collect();
+        let mut of_tensors: HashSet<u32> =
+            checkpoint.adapters().iter().map(|adapter| classes.of(adapter.file)).collect();
         let weights = checkpoint.files().iter().filter(|file| file.role == crate::checkpoint::FileRole::Weights);
         of_tensors.extend(weights.filter_map(|file| Some(classes.of(file.file?))));
         let weights = of_tensors.iter().copied().next().filter(|_| of_tensors.len() == 1);
@@ -194,7 +195,8 @@ impl Permissions {
             repository,
             directories,
         };
-        permissions.uniform = permissions.weights.map(|class| permissions.file(&permissions.classes.gates[class as usize]));
+        permissions.uniform =
+            permissions.weights.map(|class| permissions.file(&permissions.classes.gates[class as usize]));
         permissions.plain_directory = permissions.directory(&permissions.repository);
         permissions.own = [false, true].map(|is_directory| {
             let (uid, gid) = (permissions.mounter.uid, permissions.mounter.gid);
@@ -258,7 +260,11 @@ impl Permissions {
             Subject::Names { view } => self.names_gates(&self.views[view as usize]),
             Subject::Directory(ino) => self.directories.get(&ino).unwrap_or(&self.repository).clone(),
             Subject::Own { is_directory: true } => DirectoryGates { list: gates.clone(), pass: gates.clone() },
-            Subject::Tensor { .. } | Subject::Tensors { .. } | Subject::Hf { .. } | Subject::Everything | Subject::Own { .. } => {
+            Subject::Tensor { .. }
+            | Subject::Tensors { .. }
+            | Subject::Hf { .. }
+            | Subject::Everything
+            | Subject::Own { .. } => {
                 let grants = [Grant { gates: &gates, bits: READ }];
                 return permission::mode(&grants, uid, gid, &self.mounter) | 0o400;
             }
@@ -314,12 +320,14 @@ impl Permissions {
         let mut classes: HashSet<u32> = original.map(|file| self.classes.of(file)).into_iter().collect();
         match &file.content {
             HfContent::Original(file) => return self.classes.gates[self.classes.of(*file) as usize].clone(),
-            HfContent::Weights { tensors, .. } => tensors.iter().for_each(|(_, view)| self.add_classes(view, &mut classes)),
+            HfContent::Weights { tensors, .. } => {
+                tensors.iter().for_each(|(_, view)| self.add_classes(view, &mut classes))
+            }
             // The configuration is rewritten from itself. An index names tensors.
             HfContent::Text(_) if original.is_some() && !file.path.ends_with(".index.json") => {}
-            HfContent::Text(_) => classes.extend(
-                self.checkpoint.tensors().map(|(_, tensor)| self.classes.of(tensor.file)),
-            ),
+            HfContent::Text(_) => {
+                classes.extend(self.checkpoint.tensors().map(|(_, tensor)| self.classes.of(tensor.file)))
+            }
         }
         self.gates_of(classes)
     }

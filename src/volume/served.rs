@@ -15,8 +15,8 @@ use std::{
 use lru::LruCache;
 
 use super::{
-    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, Mounter, NodeKind, Opened, Overrides,
-    StatFs, WhenWhole,
+    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, Mounter, NodeKind, Opened, Overrides, StatFs,
+    WhenWhole,
     arrays::{ArrayNode, ArrayTable},
     copies::Copies,
     looks::Looks,
