@@ -5,7 +5,7 @@
 //!
 //! The tests need root and `/dev/fuse`; without them they pass over, except in continuous integration (`CI=true`), where they
 //! fail.
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests too")]
+#![allow(clippy::unwrap_used, clippy::print_stderr, reason = "helpers of tests are tests too")]
 
 use std::{
     env, fs,
@@ -43,7 +43,7 @@ fn can_run() -> bool {
         return true;
     };
     assert!(env::var("CI").as_deref() != Ok("true"), "cannot test without {missing}");
-    println!("skipped: no {missing}");
+    eprintln!("skipped: no {missing}");
     false
 }
 
@@ -221,14 +221,18 @@ impl Drop for Fixture {
     }
 }
 
+/// A name; owner, group and mode of the directory, and of the files in it.
+type Case = (&'static str, (u32, u32, u32), (u32, u32, u32));
+
+/// Flags; owner, group and mode of files, and of the root.
+type Flagged<'a> = (Vec<&'a str>, (u32, u32, u32), (u32, u32, u32));
+
 #[test]
 fn users_read_what_they_can_read_of_the_sources() {
     if !can_run() {
         return;
     }
-    // Owner, group and mode of the directory, and of the files in it.
-    type Row = (&'static str, (u32, u32, u32), (u32, u32, u32));
-    let rows: [Row; 8] = [
+    let rows: [Case; 8] = [
         ("public", (0, 0, 0o755), (0, 0, 0o644)),
         ("private files", (ALICE, ALICE, 0o755), (ALICE, ALICE, 0o600)),
         ("private directory", (ALICE, ALICE, 0o700), (ALICE, ALICE, 0o644)),
@@ -308,7 +312,7 @@ fn an_access_list_leaves_the_owner_only() {
     let shard = fixture.path("model").join(SHARDS[0].0);
     let set = rustix::fs::setxattr(&shard, "system.posix_acl_access", &list.concat(), rustix::fs::XattrFlags::empty());
     if set == Err(rustix::io::Errno::OPNOTSUPP) {
-        println!("skipped: no access lists in {}", shard.display());
+        eprintln!("skipped: no access lists in {}", shard.display());
         return;
     }
     set.unwrap();
@@ -353,9 +357,8 @@ fn flags_say_otherwise() {
     let fixture = Fixture::new();
     fixture.set_files(ALICE, ALICE, 0o600);
     let (uid, gid) = (BOB.to_string(), ML.to_string());
-    type Row<'a> = (Vec<&'a str>, (u32, u32, u32), (u32, u32, u32));
     let both = format!("file_mode=0444,dir_mode=755,uid={uid},gid={gid}");
-    let rows: [Row<'_>; 5] = [
+    let rows: [Flagged<'_>; 5] = [
         (vec!["--file-mode", "0644", "--dir-mode", "0755"], (ALICE, ALICE, 0o444), (0, 0, 0o555)),
         (vec!["--uid", &uid], (BOB, ALICE, 0o400), (BOB, 0, 0o555)),
         (vec!["--gid", &gid], (ALICE, ML, 0o440), (0, ML, 0o555)),
@@ -426,7 +429,7 @@ fn a_user_without_privileges_reads_what_it_mounted() {
     }
     if Command::new("fusermount3").arg("--version").output().is_err() {
         assert!(env::var("CI").as_deref() != Ok("true"), "cannot test without fusermount3");
-        println!("skipped: no fusermount3");
+        eprintln!("skipped: no fusermount3");
         return;
     }
     let fixture = Fixture::new();

@@ -43,7 +43,7 @@ impl Listed {
     pub(super) fn open(&mut self, root: &Arc<Beneath>) -> Result<Option<&Opened>, SourceError> {
         self.state = match std::mem::replace(&mut self.state, State::Nothing) {
             State::Found(found) => State::Opened(found.open(Some(root))?),
-            state => state,
+            state @ (State::Opened(_) | State::Nothing) => state,
         };
         Ok(match &self.state {
             State::Opened(opened) => Some(opened),

@@ -401,8 +401,8 @@ fn read_adapter(dir: &Path, follow: bool) -> Result<AdapterFiles, CheckpointErro
     let found = root.find(CONFIG).map_err(|error| problem(error.to_string()))?;
     if !found.is_inside() && !follow {
         return Err(problem(format!(
-            "symbolic link to {:?}, outside the adapter's directory; --follow-symlinks reads it",
-            found.real()
+            "symbolic link to {}, outside the adapter's directory; --follow-symlinks reads it",
+            quoted(found.real())
         )));
     }
     let opened = found.open(Some(&root)).map_err(|error| problem(error.to_string()))?;
@@ -443,11 +443,17 @@ fn open_file(located: Located, io: SourceIo, adapters: Vec<AdapterFiles>) -> Res
     selected.build(vec![opened], io, Problems::default())
 }
 
-/// What to do about a link that leaves the repository.
+/// A path for a message, in which characters that a terminal would obey are escaped.
+fn quoted(path: &Path) -> String {
+    format!("{:?}", path.to_string_lossy())
+}
+
+/// What to do about weights that a link takes from elsewhere.
 fn warn_of_weights(path: &str, target: &Path) -> String {
     format!(
-        "{path:?}: symbolic link to {target:?}, outside the repository: its tensors are shown to those that may read the target; \
-         --follow-symlinks accepts such links"
+        "{path:?}: symbolic link to {}, outside the repository: its tensors are shown to those that may read the target; \
+         --follow-symlinks accepts such links",
+        quoted(target)
     )
 }
 
@@ -458,8 +464,9 @@ fn leave_out_links(files: &mut [Listed], warnings: &mut Vec<String>, left_out: i
         let decides = file.path == CONFIG || (at_top(&file.path) && file.path.ends_with(INDEX_SUFFIX));
         let as_if = if decides { ", as if it were not there" } else { "" };
         warnings.push(format!(
-            "{:?}: left out{as_if}: symbolic link to {target:?}, outside the repository; --follow-symlinks reads it",
-            file.path
+            "{:?}: left out{as_if}: symbolic link to {}, outside the repository; --follow-symlinks reads it",
+            file.path,
+            quoted(&target)
         ));
         file.role = FileRole::Ignored(IgnoreReason::LeavesRepository);
         file.state = State::Nothing;

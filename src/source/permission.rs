@@ -67,7 +67,7 @@ pub struct Gates {
     /// Its group.
     pub gid: u32,
     /// Sorted, each once, without those that admit everybody.
-    gates: Arc<[Gate]>,
+    list: Arc<[Gate]>,
 }
 
 impl Gates {
@@ -76,7 +76,7 @@ impl Gates {
         let mut gates: Vec<Gate> = gates.into_iter().filter(|gate| !gate.is_open()).collect();
         gates.sort_unstable();
         gates.dedup();
-        Self { uid, gid, gates: gates.into() }
+        Self { uid, gid, list: gates.into() }
     }
 
     /// Nothing in the way of anybody.
@@ -86,18 +86,18 @@ impl Gates {
 
     /// The gates that admit somebody and not everybody.
     pub fn iter(&self) -> impl Iterator<Item = &Gate> {
-        self.gates.iter()
+        self.list.iter()
     }
 
     /// The gates of several files, with the owner and group of the first; `None` of no files.
     pub fn all<'a>(files: impl IntoIterator<Item = &'a Self>) -> Option<Self> {
         let mut files = files.into_iter();
         let first = files.next()?;
-        let mut rest = files.filter(|file| file.gates != first.gates).peekable();
+        let mut rest = files.filter(|file| file.list != first.list).peekable();
         if rest.peek().is_none() {
             return Some(first.clone());
         }
-        let gates: Vec<Gate> = first.gates.iter().chain(rest.flat_map(|file| file.gates.iter())).copied().collect();
+        let gates: Vec<Gate> = first.list.iter().chain(rest.flat_map(|file| file.list.iter())).copied().collect();
         Some(Self::new(first.uid, first.gid, gates))
     }
 }
@@ -307,10 +307,12 @@ mod tests {
         Gates::new(uid, gid, above.chain([Gate::new(uid, gid, mode, 4)]))
     }
 
+    /// A name, the sources, the mounting user, and what comes of it.
+    type Row<'a> = (&'a str, Vec<Gates>, &'a Mounter, (u32, u32, u16));
+
     #[test]
     fn owner_group_and_bits_follow_the_sources() {
         let bob_in_ml = user(BOB, &[ML]);
-        type Row<'a> = (&'a str, Vec<Gates>, &'a Mounter, (u32, u32, u16));
         let rows: [Row<'_>; 16] = [
             ("public", vec![file(ALICE, ML, 0o644, &[(0, 0, 0o755)])], &ROOT, (ALICE, ML, 0o444)),
             ("of one user", vec![file(ALICE, ML, 0o600, &[(0, 0, 0o755)])], &ROOT, (ALICE, ML, 0o400)),

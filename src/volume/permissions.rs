@@ -140,10 +140,11 @@ fn open_gates() -> Gates {
 
 /// The gates before the repository's directory. A single file has none of its own.
 fn repository_gates(checkpoint: &Checkpoint, classes: &Classes) -> DirectoryGates {
-    checkpoint.directories().first().map(|(_, gates)| gates.clone()).unwrap_or_else(|| {
-        let gates = classes.gates.first().cloned().unwrap_or_else(open_gates);
-        DirectoryGates { list: gates.clone(), pass: gates }
-    })
+    if let Some((_, gates)) = checkpoint.directories().first() {
+        return gates.clone();
+    }
+    let gates = classes.gates.first().cloned().unwrap_or_else(open_gates);
+    DirectoryGates { list: gates.clone(), pass: gates }
 }
 
 impl Permissions {
@@ -321,12 +322,14 @@ impl Permissions {
         match &file.content {
             HfContent::Original(file) => return self.classes.gates[self.classes.of(*file) as usize].clone(),
             HfContent::Weights { tensors, .. } => {
-                tensors.iter().for_each(|(_, view)| self.add_classes(view, &mut classes))
+                for (_, view) in tensors {
+                    self.add_classes(view, &mut classes);
+                }
             }
             // The configuration is rewritten from itself. An index names tensors.
             HfContent::Text(_) if original.is_some() && !file.path.ends_with(".index.json") => {}
             HfContent::Text(_) => {
-                classes.extend(self.checkpoint.tensors().map(|(_, tensor)| self.classes.of(tensor.file)))
+                classes.extend(self.checkpoint.tensors().map(|(_, tensor)| self.classes.of(tensor.file)));
             }
         }
         self.gates_of(classes)
