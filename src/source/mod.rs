@@ -8,6 +8,9 @@
 //! A file found different from what was pinned is *poisoned*: from then on everything about it is an error. It is never
 //! trusted again within this process, since nobody can say which bytes of it were seen before and which after the change.
 //!
+//! Files of a repository are opened beneath its directory ([`Beneath`]), so that no link makes a part of it of what lies
+//! elsewhere. Whom a file's permissions admit is asked when it is opened, once ([`permission`]).
+//!
 //! What it deliberately does not do: list a repository, know tensors, merge neighbouring spans or cache. Those belong to
 //! the layers above.
 

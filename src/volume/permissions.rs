@@ -26,7 +26,7 @@ use crate::{
     plan::{HfContent, Plan},
     source::{
         FileId,
-        permission::{self, DirectoryGates, Gates, Grant, PASS, READ},
+        permission::{self, DirectoryGates, Gate, Gates, Grant, PASS, READ},
     },
     tensor::View,
 };
@@ -50,20 +50,6 @@ pub(super) enum Subject {
     Own { is_directory: bool },
     /// A symbolic link, which all may follow.
     Link,
-}
-
-impl Subject {
-    const fn is_directory(self) -> bool {
-        match self {
-            Self::Names { .. } | Self::Directory(_) | Self::Own { is_directory: true } => true,
-            Self::Tensor { .. }
-            | Self::Tensors { .. }
-            | Self::Hf { .. }
-            | Self::Everything
-            | Self::Own { .. }
-            | Self::Link => false,
-        }
-    }
 }
 
 /// Classes of source files, and the class of each file.
@@ -133,9 +119,9 @@ pub(super) struct Permissions {
     own: [Permission; 2],
 }
 
-/// No file, or no directory, is there to say otherwise.
-fn open_gates() -> Gates {
-    Gates::open(0, 0)
+/// Where there is no file to say otherwise.
+fn closed() -> Gates {
+    Gates::new(0, 0, [Gate::CLOSED])
 }
 
 /// The gates before the repository's directory. A single file has none of its own.
@@ -143,7 +129,7 @@ fn repository_gates(checkpoint: &Checkpoint, classes: &Classes) -> DirectoryGate
     if let Some((_, gates)) = checkpoint.directories().first() {
         return gates.clone();
     }
-    let gates = classes.gates.first().cloned().unwrap_or_else(open_gates);
+    let gates = classes.gates.first().cloned().unwrap_or_else(closed);
     DirectoryGates { list: gates.clone(), pass: gates }
 }
 
@@ -184,7 +170,7 @@ impl Permissions {
         let nothing = Permission { uid: 0, gid: 0, mode: 0 };
         let mut permissions = Self {
             checkpoint: Arc::clone(checkpoint),
-            everything: Gates::all(&classes.gates).unwrap_or_else(open_gates),
+            everything: Gates::all(&classes.gates).unwrap_or_else(closed),
             views: views.iter().map(of_view).collect(),
             uniform: None,
             plain_directory: nothing,
@@ -249,31 +235,27 @@ impl Permissions {
 
     /// The bits that a node may have under this owner, who is given them in any case, and this group.
     pub(super) fn mode(&self, subject: Subject, uid: u32, gid: u32) -> u16 {
-        let gates = match subject {
-            Subject::Tensor { view, tensor } => self.tensor_gates(&self.views[view as usize], tensor as usize),
-            Subject::Tensors { view } => self.view_gates(&self.views[view as usize]).clone(),
-            Subject::Hf { view, file } => self.hf_gates(&self.views[view as usize], file),
-            Subject::Everything | Subject::Own { .. } => self.everything.clone(),
-            Subject::Link => return 0o777,
-            Subject::Names { .. } | Subject::Directory(_) => open_gates(),
+        let file = |gates: &Gates| permission::mode(&[Grant { gates, bits: READ }], uid, gid, &self.mounter) | 0o400;
+        let directory = |list: &Gates, pass: &Gates| {
+            let grants = [Grant { gates: list, bits: READ }, Grant { gates: pass, bits: PASS }];
+            permission::mode(&grants, uid, gid, &self.mounter) | 0o500
         };
-        let directory = match subject {
-            Subject::Names { view } => self.names_gates(&self.views[view as usize]),
-            Subject::Directory(ino) => self.directories.get(&ino).unwrap_or(&self.repository).clone(),
-            Subject::Own { is_directory: true } => DirectoryGates { list: gates.clone(), pass: gates.clone() },
-            Subject::Tensor { .. }
-            | Subject::Tensors { .. }
-            | Subject::Hf { .. }
-            | Subject::Everything
-            | Subject::Own { .. } => {
-                let grants = [Grant { gates: &gates, bits: READ }];
-                return permission::mode(&grants, uid, gid, &self.mounter) | 0o400;
+        match subject {
+            Subject::Tensor { view, tensor } => file(&self.tensor_gates(&self.views[view as usize], tensor as usize)),
+            Subject::Tensors { view } => file(self.view_gates(&self.views[view as usize])),
+            Subject::Hf { view, file: number } => file(&self.hf_gates(&self.views[view as usize], number)),
+            Subject::Everything | Subject::Own { is_directory: false } => file(&self.everything),
+            Subject::Own { is_directory: true } => directory(&self.everything, &self.everything),
+            Subject::Names { view } => {
+                let gates = self.names_gates(&self.views[view as usize]);
+                directory(&gates.list, &gates.pass)
             }
-            Subject::Link => return 0o777,
-        };
-        debug_assert!(subject.is_directory(), "{subject:?}");
-        let grants = [Grant { gates: &directory.list, bits: READ }, Grant { gates: &directory.pass, bits: PASS }];
-        permission::mode(&grants, uid, gid, &self.mounter) | 0o500
+            Subject::Directory(ino) => {
+                let gates = self.directories.get(&ino).unwrap_or(&self.repository);
+                directory(&gates.list, &gates.pass)
+            }
+            Subject::Link => 0o777,
+        }
     }
 
     /// Adds the classes of the files that a view reads.
