@@ -40,10 +40,12 @@ use nix::{
     mount::{MntFlags, MsFlags, umount2},
     sys::{
         signal::{SigSet, Signal, kill},
+        stat::Mode,
         wait::{WaitPidFlag, WaitStatus, waitpid},
     },
     unistd::{Pid, getegid, geteuid},
 };
+use rustix::fs::{AtFlags, CWD, FallocateFlags, RenameFlags, XattrFlags};
 
 /// Time for anything that should happen soon.
 const SOON: Duration = Duration::from_secs(15);
@@ -547,17 +549,83 @@ fn nothing_can_be_changed() {
             ("symlink", errno(std::os::unix::fs::symlink("data", &new))),
             ("chmod", errno(fs::set_permissions(&data, fs::metadata(&data).unwrap().permissions()))),
             ("chown", errno(std::os::unix::fs::chown(&data, Some(1), None))),
+            ("truncate by path", errno(nix::unistd::truncate(&data, 0).map_err(io::Error::from))),
+            ("mkfifo", errno(nix::unistd::mkfifo(&new, Mode::S_IRUSR).map_err(io::Error::from))),
+            ("times", errno(set_times(&data))),
+            ("set an attribute", errno(set_xattr(&data, "user.ckfs.new", b"1"))),
+            ("set an attribute that is there", errno(set_xattr(&data, "user.ckfs.dtype", b"F32"))),
+            ("empty an attribute", errno(set_xattr(&data, "user.ckfs.dtype", b""))),
+            ("set an attribute of a directory", errno(set_xattr(&bench.mnt(), "user.new", b"1"))),
+            ("set an access list", errno(set_xattr(&data, "system.posix_acl_access", &[2, 0, 0, 0]))),
+            ("remove an attribute", errno(remove_xattr(&data, "user.ckfs.dtype"))),
+            ("remove an attribute that is not there", errno(remove_xattr(&data, "user.absent"))),
+            ("exchange files", errno(rename_with(&data, &bench.file("direct"), RenameFlags::EXCHANGE))),
+            ("exchange a file and a directory", errno(rename_with(&data, &bench.file("many"), RenameFlags::EXCHANGE))),
+            ("rename to a new name", errno(rename_with(&data, &new, RenameFlags::NOREPLACE))),
+            ("rename and leave a whiteout", errno(rename_with(&data, &new, RenameFlags::WHITEOUT))),
         ] {
             assert_eq!(found, libc::EROFS, "{what}");
         }
     };
+    let unnamed =
+        |bench: &Bench| errno(File::options().read(true).write(true).custom_flags(libc::O_TMPFILE).open(bench.mnt()));
     attempts(&bench);
+    assert_eq!(unnamed(&bench), libc::EROFS);
     assert_eq!(bench.stat("refused"), 0, "the kernel refuses by itself");
     // An administrator may lift the kernel's refusal, but not ours.
     let none = None::<&str>;
     nix::mount::mount(none, &bench.mnt(), none, MsFlags::MS_REMOUNT, none).unwrap();
     attempts(&bench);
-    assert!(bench.stat("refused") >= 13);
+    assert!(bench.stat("refused") >= 26);
+    // A request that fuser does not know, which the kernel takes for an operation that is not supported.
+    assert_eq!(unnamed(&bench), libc::EOPNOTSUPP);
+    // What changes an open file needs one that is open for writing, which there is none of.
+    let file = File::open(bench.file("data")).unwrap();
+    for (what, found) in [
+        ("fallocate", errno(rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, 1).map_err(io::Error::from))),
+        (
+            "copy_file_range",
+            errno(rustix::fs::copy_file_range(&file, None, &file, Some(&mut 4096), 1).map_err(io::Error::from)),
+        ),
+        ("write", errno(file.write_at(b"x", 0))),
+    ] {
+        assert_eq!(found, libc::EBADF, "{what}");
+    }
+    assert_eq!(errno(file.set_len(0)), libc::EINVAL);
+    drop(file);
+    bench.stop(pid);
+}
+
+fn set_xattr(path: &Path, name: &str, value: &[u8]) -> io::Result<()> {
+    Ok(rustix::fs::setxattr(path, name, value, XattrFlags::empty())?)
+}
+
+fn remove_xattr(path: &Path, name: &str) -> io::Result<()> {
+    Ok(rustix::fs::removexattr(path, name)?)
+}
+
+fn rename_with(from: &Path, to: &Path, flags: RenameFlags) -> io::Result<()> {
+    Ok(rustix::fs::renameat_with(CWD, from, CWD, to, flags)?)
+}
+
+fn set_times(path: &Path) -> io::Result<()> {
+    let time = rustix::fs::Timespec { tv_sec: 1, tv_nsec: 0 };
+    let times = rustix::fs::Timestamps { last_access: time, last_modification: time };
+    Ok(rustix::fs::utimensat(CWD, path, &times, AtFlags::empty())?)
+}
+
+#[test]
+fn long_names_are_told_from_absent_ones() {
+    let Some(mut bench) = bench() else { return };
+    let pid = bench.start();
+    for (len, expected) in
+        [(255, libc::ENOENT), (256, libc::ENAMETOOLONG), (1000, libc::ENAMETOOLONG), (2000, libc::ENAMETOOLONG)]
+    {
+        let name = "x".repeat(len);
+        assert_eq!(errno(fs::metadata(bench.file(&name))), expected, "{len} bytes");
+        assert_eq!(errno(fs::metadata(bench.file("many").join(&name))), expected, "{len} bytes in a directory");
+        assert_eq!(errno(File::open(bench.file(&name))), expected, "{len} bytes to open");
+    }
     bench.stop(pid);
 }
 

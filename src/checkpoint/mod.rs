@@ -31,7 +31,7 @@ pub use quantization::{BlockFp8, Granularity, Quantization};
 pub use table::{TensorInfo, TensorTable};
 
 use crate::{
-    source::{FileId, Source},
+    source::{FileId, Source, permission::DirectoryGates},
     tensor::TensorId,
 };
 
@@ -59,6 +59,8 @@ pub enum IgnoreReason {
     Subdirectory,
     /// A symbolic link that leads nowhere.
     DanglingLink,
+    /// A symbolic link out of the repository.
+    LeavesRepository,
     /// A symbolic link to a directory.
     LinkedDirectory,
     /// Not a regular file.
@@ -77,6 +79,7 @@ impl fmt::Display for IgnoreReason {
             Self::OtherSet => "not of the set of weights that is used",
             Self::Subdirectory => "weights in a subdirectory that the index does not name",
             Self::DanglingLink => "symbolic link to nothing",
+            Self::LeavesRepository => "symbolic link that leaves the repository",
             Self::LinkedDirectory => "symbolic link to a directory",
             Self::Special => "not a regular file",
             Self::Mount => "directory that ckfs made",
@@ -125,6 +128,9 @@ pub struct Checkpoint {
     adapters: Vec<Adapter>,
     /// The table with the tensors of adapters, if there are any.
     with_adapters: Option<TensorTable>,
+    /// Directories of the repository with the gates before them, its own, called "", first.
+    directories: Vec<(String, DirectoryGates)>,
+    warnings: Vec<String>,
 }
 
 impl Checkpoint {
@@ -184,12 +190,30 @@ impl Checkpoint {
             dialect,
             adapters: self.adapters.clone(),
             with_adapters: None,
+            directories: self.directories.clone(),
+            warnings: self.warnings.clone(),
         })
+    }
+
+    /// All adapters.
+    pub fn adapters(&self) -> &[Adapter] {
+        &self.adapters
     }
 
     /// The adapter in a directory that was named when the checkpoint was opened.
     pub fn adapter(&self, dir: &Path) -> Option<&Adapter> {
         self.adapters.iter().find(|adapter| adapter.dir == dir)
+    }
+
+    /// What is worth a warning about the files that were chosen.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    /// The directories of the repository that have files, relative to it, with whom their permissions admit. The first is its own,
+    /// called "". None where the checkpoint is a single file.
+    pub fn directories(&self) -> &[(String, DirectoryGates)] {
+        &self.directories
     }
 
     /// Where bytes come from. All readable files of the repository are pinned in it.

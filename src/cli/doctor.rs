@@ -20,7 +20,13 @@ use super::{
     mount, open, output,
     status::{Health, probe},
 };
-use crate::{format::safetensors::write_header, fuse::ckfs_mounts, plan::report::human_bytes, tensor::DType};
+use crate::{
+    format::safetensors::write_header,
+    fuse::{MountEntry, ckfs_mounts},
+    plan::report::human_bytes,
+    tensor::DType,
+    volume::readers_of,
+};
 
 /// How long a mount that is tried may take.
 const TRY_LIMIT: Duration = Duration::from_secs(20);
@@ -292,22 +298,45 @@ fn hub_cache() -> Check {
     }
 }
 
-fn mounts() -> Check {
+fn mounts() -> Vec<Check> {
     let asking: Vec<_> = ckfs_mounts()
         .into_iter()
         .filter_map(|entry| {
-            let asking = move || (probe(&entry.mountpoint).health, entry.mountpoint);
+            let asking = move || {
+                let health = probe(&entry.mountpoint).health;
+                let answers = matches!(health, Health::Healthy | Health::Degraded);
+                let readers = answers.then(|| readers(&entry));
+                (health, entry.mountpoint, readers)
+            };
             thread::Builder::new().name("ckfs-probe".into()).spawn(asking).ok()
         })
         .collect();
-    let answers: Vec<(Health, PathBuf)> = asking.into_iter().filter_map(|thread| thread.join().ok()).collect();
+    let answers: Vec<_> = asking.into_iter().filter_map(|thread| thread.join().ok()).collect();
     let dead: Vec<String> = answers
         .iter()
-        .filter(|(health, _)| !matches!(health, Health::Healthy | Health::Private))
-        .map(|(health, path)| format!("{} is {}", path.display(), health.name()))
+        .filter(|(health, ..)| !matches!(health, Health::Healthy | Health::Private))
+        .map(|(health, path, _)| format!("{} is {}", path.display(), health.name()))
         .collect();
+    let readers = answers.iter().filter_map(|(_, path, readers)| {
+        Some(check("who reads", State::Ok, format!("{}: {}", path.display(), readers.as_deref()?), ""))
+    });
+    std::iter::once(mounts_check(&answers, &dead)).chain(readers).collect()
+}
+
+/// Who may read what a live mount shows.
+fn readers(entry: &MountEntry) -> String {
+    if !entry.allows_other() {
+        return "only the user that mounted it, as it has no allow_other".to_owned();
+    }
+    // The mount has just answered.
+    let plan = fs::read_to_string(entry.mountpoint.join(".ckfs/plan.txt")).unwrap_or_default();
+    let found = readers_of(&plan);
+    if found.is_empty() { "not known: .ckfs/plan.txt does not say".to_owned() } else { found.join("; ") }
+}
+
+fn mounts_check(answers: &[(Health, PathBuf, Option<String>)], dead: &[String]) -> Check {
     if dead.is_empty() {
-        let private = answers.iter().filter(|(health, _)| *health == Health::Private).count();
+        let private = answers.iter().filter(|(health, ..)| *health == Health::Private).count();
         let note = if private == 0 { String::new() } else { format!(", {private} of other users") };
         return check("mounts", State::Ok, format!("{} healthy{note}", answers.len() - private), "");
     }
@@ -329,7 +358,8 @@ impl Doctor {
         let lent = tried.and_then(Result::ok);
         checks.extend([passthrough(lent), request_size(), read_ahead()]);
         checks.extend(machine());
-        checks.extend([hub_cache(), mounts()]);
+        checks.push(hub_cache());
+        checks.extend(mounts());
         if self.json {
             let rows: Vec<Value> = checks
                 .iter()

@@ -9,8 +9,8 @@ use crate::{
     plan::{
         LayerRanges, Mesh, Pattern, Rename, Tied,
         config::{
-            AllowKey, ByteCount, Devices, LayoutChoice, MadeWhole, MountKeys, ParamValue, RenameKeys, ShardChoice,
-            THREADS_MAX, ViewKeys, Word,
+            AllowKey, ByteCount, Devices, LayoutChoice, MadeWhole, MountKeys, ParamValue, PermissionBits, RenameKeys,
+            ShardChoice, THREADS_MAX, ViewKeys, Word,
         },
     },
     source::SourceIo,
@@ -155,6 +155,12 @@ pub(super) struct EngineFlags {
     /// How source files are read: auto (mapped, except on network file systems), mmap or pread.
     #[arg(long, value_name = "auto|mmap|pread")]
     source_io: Option<Word<SourceIo>>,
+    /// Reads files to which symbolic links lead out of the repository.
+    ///
+    /// Without it weights are read all the same, with a warning, but config.json, the tokenizer and all other files are left
+    /// out. In the Hugging Face cache the repository's own blobs/ belong to it.
+    #[arg(long)]
+    follow_symlinks: bool,
     /// Memory for transformed data, as in 512M; by default 1/8 of the memory, at least 256 MiB or 1/4 of it, at most 16 GiB.
     ///
     /// The memory is that of the machine, or the least limit of the control groups that ckfs runs in (containers, systemd's
@@ -171,9 +177,26 @@ pub(super) struct EngineFlags {
 #[derive(Clone, Debug, Default, Args)]
 #[command(next_help_heading = "Mount")]
 pub(super) struct MountFlags {
-    /// Lets all users read; others than root need `user_allow_other` in /etc/fuse.conf.
+    /// Lets all users in; others than root need `user_allow_other` in /etc/fuse.conf.
+    ///
+    /// Each file can then be read by those that can read the source files that it is made of, and by nobody else: permission bits,
+    /// owner and group of the sources and of the directories above them carry over. `ckfs plan` says who that is.
     #[arg(long)]
     allow_other: bool,
+    /// Permission bits of all files, in octal as in 0440, in place of what the sources allow.
+    ///
+    /// Only the bits to read count: the mount cannot be written to, and no file is a program.
+    #[arg(long, value_name = "MODE")]
+    file_mode: Option<Word<PermissionBits>>,
+    /// Permission bits of all directories, as in 0550, in place of what the sources allow; bits to write do not count.
+    #[arg(long, value_name = "MODE")]
+    dir_mode: Option<Word<PermissionBits>>,
+    /// Owner of all files, who may then read them; .ckfs/ stays with the user that mounts.
+    #[arg(long, value_name = "UID", value_parser = clap::value_parser!(u32).range(..i64::from(u32::MAX)))]
+    uid: Option<u32>,
+    /// Group of all files, whose members may then read them; .ckfs/ stays with the user that mounts.
+    #[arg(long, value_name = "GID", value_parser = clap::value_parser!(u32).range(..i64::from(u32::MAX)))]
+    gid: Option<u32>,
     /// The kernel's read-ahead in KiB.
     #[arg(long, value_name = "KIB")]
     read_ahead: Option<u32>,
@@ -250,6 +273,7 @@ impl EngineFlags {
     pub(super) fn keys(&self) -> MountKeys {
         MountKeys {
             source_io: self.source_io.clone(),
+            follow_symlinks: self.follow_symlinks.then_some(true),
             cache_bytes: self.cache_bytes,
             threads: self.threads.map(usize::from),
             ..MountKeys::default()
@@ -262,6 +286,10 @@ impl MountFlags {
     pub(super) fn keys(&self) -> MountKeys {
         MountKeys {
             allow_other: self.allow_other.then_some(true),
+            file_mode: self.file_mode.clone(),
+            dir_mode: self.dir_mode.clone(),
+            uid: self.uid,
+            gid: self.gid,
             read_ahead_kb: self.read_ahead,
             passthrough: self.no_passthrough.then_some(false),
             direct_io: allow(&self.direct_io),

@@ -18,7 +18,7 @@ use crate::{
     },
     read::EngineOptions,
     source::FileId,
-    volume::{ViewPlan, Volume, VolumeOptions},
+    volume::{Overrides, ViewPlan, Volume, VolumeOptions},
 };
 
 /// The configuration that flags and a file amount to.
@@ -96,10 +96,12 @@ pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>>
         source = std::path::absolute(&source).with_context(|| source.clone())?.display().to_string();
     }
     let io = config.mount.source_io.as_ref().map(|io| io.0).unwrap_or_default();
+    let follow_symlinks = config.mount.follow_symlinks.unwrap_or(false);
     let mut adapters: Vec<_> = config.views.iter().filter_map(|view| view.keys.lora.clone()).collect();
     adapters.sort();
     adapters.dedup();
-    let checkpoint = Checkpoint::open(&source, &OpenOptions { io, adapters, ..OpenOptions::default() })?;
+    let checkpoint =
+        Checkpoint::open(&source, &OpenOptions { io, adapters, follow_symlinks, ..OpenOptions::default() })?;
     config.source = Some(match checkpoint.revision() {
         // The label is the repository's name with a short revision.
         Some(revision) => {
@@ -108,6 +110,9 @@ pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>>
         }
         None => source,
     });
+    for warning in checkpoint.warnings() {
+        tracing::warn!("{warning}");
+    }
     for file in checkpoint.suspicious_files() {
         tracing::warn!("{}: left out: safetensors that the index does not name", file.path);
     }
@@ -193,6 +198,17 @@ fn quoted(word: &str) -> String {
     }
 }
 
+/// What the configuration says of owners and permission bits, as far as it means something: files are read, and directories
+/// listed and passed.
+pub(super) fn overrides(keys: &MountKeys) -> Overrides {
+    Overrides {
+        file_mode: keys.file_mode.as_ref().map(|mode| mode.0.0 & 0o444),
+        dir_mode: keys.dir_mode.as_ref().map(|mode| mode.0.0 & 0o555),
+        uid: keys.uid,
+        gid: keys.gid,
+    }
+}
+
 /// Everything, ready to be read.
 ///
 /// # Errors
@@ -216,6 +232,7 @@ pub(super) fn volume(config: &mut Config) -> anyhow::Result<Volume> {
         config_text: config.to_toml(),
         budget: Some(budget),
         remount: remount_command(config).unwrap_or_default(),
+        overrides: overrides(&config.mount),
     };
     Ok(Volume::new(checkpoint, plans, options)?)
 }

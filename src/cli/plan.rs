@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use super::{flags::SourceFlags, open, output};
 use crate::{
     plan::report::{self, Report, ViewReport},
-    volume::{Unavailable, ViewPlan, unavailable, unavailable_text},
+    volume::{Mounter, Readers, Unavailable, ViewPlan, readers, readers_text, unavailable, unavailable_text},
 };
 
 /// Shows what would be mounted, without mounting.
@@ -39,6 +39,7 @@ impl Plan {
         let mut config = open::source_config(self.source.as_deref(), &self.flags)?;
         let checkpoint = open::checkpoint(&mut config)?;
         let plans = open::plans(&checkpoint, &config)?;
+        let readers = readers(&checkpoint, &Mounter::of_this_process(), &open::overrides(&config.mount));
         if self.json {
             let row = |shown: &Unavailable| json!({"format": shown.format, "reason": shown.reason});
             let more = |view: &ViewPlan| {
@@ -46,13 +47,22 @@ impl Plan {
                 Map::from_iter([("unavailable".to_owned(), missing)])
             };
             let views = plans.iter().map(|of| ViewReport { name: &of.name, plan: &of.plan, more: more(of) });
-            output::print_json(&Report::new(&checkpoint, views.collect()))
+            let row = |readers: &Readers| {
+                let permission = readers.permission;
+                json!({
+                    "uid": permission.uid, "gid": permission.gid, "mode": format!("{:04o}", permission.mode),
+                    "files": readers.files, "example": readers.example,
+                })
+            };
+            let more = Map::from_iter([("readers".to_owned(), readers.iter().map(row).collect())]);
+            output::print_json(&Report::new(&checkpoint, views.collect(), more))
         } else {
             let views = plans.iter().map(|view| (view.name.as_str(), view.plan.as_ref()));
             let mut text = report::text(&checkpoint, views);
             for view in &plans {
                 text.push_str(&unavailable_text(&view.name, &unavailable(&view.plan)));
             }
+            text.push_str(&readers_text(&readers));
             output::print(&text)
         }
     }

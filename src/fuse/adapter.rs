@@ -30,11 +30,10 @@ use fuser::{
     ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLock, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite,
     ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
-use nix::unistd::{getgid, getuid};
 use tracing::{error, info};
 
 use super::open_mode::{Mode, OpenModes, Wish};
-use crate::volume::{Access, Attr, FileSystem, FsError, Handle, Ino, NodeKind, Op, Opened};
+use crate::volume::{Access, Attr, FileSystem, FsError, Handle, Ino, NodeKind, Op, Opened, Permission};
 
 /// How long the kernel may keep what it was told: ten years, which it can express on every architecture.
 const FOREVER: Duration = Duration::from_hours(10 * 365 * 24);
@@ -44,6 +43,10 @@ const GENERATION: Generation = Generation(0);
 
 /// `st_blksize`: programs that buffer by it (Python does) then read in the largest single request.
 const PREFERRED_READ_BYTES: u32 = 1 << 20;
+
+/// Longest file name in bytes, as on nearly all file systems, and as `statfs` says it.
+const NAME_BYTES_MAX: usize = 255;
+const NAME_MAX: u32 = 255;
 
 /// Unit of `statfs`. Small, because some programs multiply by the wrong one of its two block sizes.
 const STATFS_BLOCK_BYTES: u32 = 4096;
@@ -74,8 +77,6 @@ const INIT_FLAGS: [InitFlags; 9] = [
 /// Serves a [`FileSystem`] to the kernel.
 pub(super) struct Adapter {
     fs: Arc<dyn FileSystem>,
-    uid: u32,
-    gid: u32,
     opens: Arc<Opens>,
     /// Whether the kernel can do without opening directories.
     opens_directories_itself: bool,
@@ -215,14 +216,12 @@ impl Opens {
 }
 
 impl Adapter {
-    /// Serves `fs`, with the caller's user and group as owner of everything.
+    /// Serves `fs`.
     pub(super) fn new(fs: Arc<dyn FileSystem>, passthrough: bool) -> Self {
         let passthrough =
             Passthrough { enabled: AtomicBool::new(passthrough), granted: Once::new(), refused: Once::new() };
         Self {
             fs,
-            uid: getuid().as_raw(),
-            gid: getgid().as_raw(),
             opens: Arc::new(Opens { modes: OpenModes::default(), passthrough }),
             opens_directories_itself: false,
         }
@@ -244,12 +243,7 @@ impl Adapter {
         self.handle(Op::Refused, ino, reply, |_| Err(FsError::ReadOnly));
     }
 
-    fn attr(&self, attr: &Attr) -> FileAttr {
-        let perm = match attr.kind {
-            NodeKind::Directory => 0o555,
-            NodeKind::File => 0o444,
-            NodeKind::Symlink => 0o777,
-        };
+    fn attr(attr: &Attr) -> FileAttr {
         FileAttr {
             ino: INodeNo(attr.ino.0),
             size: attr.size_bytes,
@@ -259,10 +253,10 @@ impl Adapter {
             ctime: attr.modified,
             crtime: attr.modified,
             kind: file_type(attr.kind),
-            perm,
+            perm: attr.permission.mode,
             nlink: attr.links,
-            uid: self.uid,
-            gid: self.gid,
+            uid: attr.permission.uid,
+            gid: attr.permission.gid,
             rdev: 0,
             blksize: PREFERRED_READ_BYTES,
             flags: 0,
@@ -437,11 +431,15 @@ impl fuser::Filesystem for Adapter {
 
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         self.handle(Op::Lookup, parent, reply, |reply| {
+            // The kernel asks for names of up to 1024 bytes.
+            if name.len() > NAME_BYTES_MAX {
+                return Err(FsError::NameTooLong);
+            }
             let found = self.fs.lookup(ino(parent), name.as_bytes());
             match &found {
                 Ok(attr) => {
                     if let Some(reply) = reply.take() {
-                        reply.entry(&FOREVER, &self.attr(attr), GENERATION);
+                        reply.entry(&FOREVER, &Self::attr(attr), GENERATION);
                     }
                 }
                 // Inode 0 says that the name is absent and, other than ENOENT, lets the kernel remember that.
@@ -453,8 +451,9 @@ impl fuser::Filesystem for Adapter {
                             size_bytes: 0,
                             links: 0,
                             modified: SystemTime::UNIX_EPOCH,
+                            permission: Permission { uid: 0, gid: 0, mode: 0 },
                         };
-                        reply.entry(&FOREVER, &self.attr(&absent), GENERATION);
+                        reply.entry(&FOREVER, &Self::attr(&absent), GENERATION);
                     }
                 }
                 Err(_) => {}
@@ -467,7 +466,7 @@ impl fuser::Filesystem for Adapter {
 
     fn getattr(&self, _request: &Request, node: INodeNo, _handle: Option<FileHandle>, reply: ReplyAttr) {
         self.handle(Op::GetAttr, node, reply, |reply| {
-            let attr = self.attr(&self.fs.attr(ino(node))?);
+            let attr = Self::attr(&self.fs.attr(ino(node))?);
             if let Some(reply) = reply.take() {
                 reply.attr(&FOREVER, &attr);
             }
@@ -574,7 +573,7 @@ impl fuser::Filesystem for Adapter {
         self.handle(Op::ReadDirPlus, node, reply, |slot| {
             let Some(reply) = slot.as_mut() else { return Ok(()) };
             self.list(ino(node), offset, |entry, _, name, next| {
-                let attr = self.attr(&self.fs.attr(entry)?);
+                let attr = Self::attr(&self.fs.attr(entry)?);
                 Ok(reply.add(INodeNo(entry.0), next, OsStr::from_bytes(name), &FOREVER, &attr, GENERATION))
             })?;
             if let Some(reply) = slot.take() {
@@ -589,7 +588,7 @@ impl fuser::Filesystem for Adapter {
             let sizes = self.fs.stat_fs();
             let blocks = sizes.total_bytes.div_ceil(u64::from(STATFS_BLOCK_BYTES));
             if let Some(reply) = reply.take() {
-                reply.statfs(blocks, 0, 0, sizes.nodes, 0, STATFS_BLOCK_BYTES, 255, STATFS_BLOCK_BYTES);
+                reply.statfs(blocks, 0, 0, sizes.nodes, 0, STATFS_BLOCK_BYTES, NAME_MAX, STATFS_BLOCK_BYTES);
             }
             Ok(())
         });

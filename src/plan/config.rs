@@ -281,6 +281,22 @@ impl AsWord for ShardChoice {
     }
 }
 
+/// Permission bits in octal digits: `0440`. Bits to write mean nothing on a mount that cannot be written to, and are kept here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PermissionBits(pub u16);
+
+impl AsWord for PermissionBits {
+    fn from_word(text: &str) -> Result<Self, String> {
+        let digits = text.strip_prefix("0o").unwrap_or(text);
+        let bits = u16::from_str_radix(digits, 8).ok().filter(|bits| *bits <= 0o777 && !digits.starts_with('+'));
+        bits.map(Self).ok_or_else(|| format!("mode: expected octal digits from 0 to 0777 such as 0440, found {text:?}"))
+    }
+
+    fn to_word(&self) -> String {
+        format!("{:04o}", self.0)
+    }
+}
+
 /// A list of devices, ascending: `0-3,8`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Devices(pub Vec<u64>);
@@ -653,6 +669,21 @@ pub struct MountKeys {
     /// Lets all users read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub allow_other: Option<bool>,
+    /// Permission bits of files, in place of what the sources allow.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub file_mode: Option<Word<PermissionBits>>,
+    /// Permission bits of directories, likewise.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dir_mode: Option<Word<PermissionBits>>,
+    /// Owner of files and directories.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub uid: Option<u32>,
+    /// Group of files and directories.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gid: Option<u32>,
+    /// Whether symbolic links may lead out of the repository.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub follow_symlinks: Option<bool>,
     /// Threads that serve requests, at most [`THREADS_MAX`].
     #[serde(default, deserialize_with = "thread_count", skip_serializing_if = "Option::is_none")]
     pub threads: Option<usize>,
@@ -694,6 +725,11 @@ impl MountKeys {
     pub fn over(self, base: &Self) -> Self {
         Self {
             allow_other: self.allow_other.or(base.allow_other),
+            file_mode: self.file_mode.or_else(|| base.file_mode.clone()),
+            dir_mode: self.dir_mode.or_else(|| base.dir_mode.clone()),
+            uid: self.uid.or(base.uid),
+            gid: self.gid.or(base.gid),
+            follow_symlinks: self.follow_symlinks.or(base.follow_symlinks),
             threads: self.threads.or(base.threads),
             read_ahead_kb: self.read_ahead_kb.or(base.read_ahead_kb),
             cache_bytes: self.cache_bytes.or(base.cache_bytes),
@@ -1028,8 +1064,13 @@ mod tests {
         ("source_rename", "[[source_rename]]\nmatch = '\"'\nto = ''"),
     ];
 
-    const EVERY_MOUNT_KEY: [(&str, &str); 12] = [
+    const EVERY_MOUNT_KEY: [(&str, &str); 17] = [
         ("allow_other", "allow_other = true"),
+        ("file_mode", "file_mode = '0440'"),
+        ("dir_mode", "dir_mode = '0750'"),
+        ("uid", "uid = 1000"),
+        ("gid", "gid = 0"),
+        ("follow_symlinks", "follow_symlinks = true"),
         ("threads", "threads = 3"),
         ("read_ahead_kb", "read_ahead_kb = 128"),
         ("cache_bytes", "cache_bytes = '1GiB'"),
@@ -1098,6 +1139,8 @@ mod tests {
             ("[[cast]]\nmatch = \"a\"", "x.toml:1: missing field `dtype`"),
             ("[[shard_rules]]\nmatch = \"a\"\nspec = [1]", "x.toml:3: expected for each axis"),
             ("[mount]\ncache_bytes = \"1X\"", "x.toml:2: expected a number of bytes such as"),
+            ("[mount]\nfile_mode = '0448'", "x.toml:2: mode: expected octal digits from 0 to 0777 such as 0440"),
+            ("[mount]\ndir_mode = '7777'", "x.toml:2: mode: expected octal digits"),
             ("[mount]\nthread = 1", "x.toml:2: unknown field `thread`"),
             ("[mount]\nthreads = 20000", "x.toml:2: threads: expected 1 to 512, found 20000"),
             ("[view.a]\nsource = \"x\"", "x.toml:2: unknown field `source`"),

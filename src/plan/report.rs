@@ -425,12 +425,13 @@ pub struct ViewReport<'a> {
 pub struct Report<'a> {
     checkpoint: &'a Checkpoint,
     views: Vec<ViewReport<'a>>,
+    more: serde_json::Map<String, Value>,
 }
 
 impl<'a> Report<'a> {
-    /// A report of these views.
-    pub fn new(checkpoint: &'a Checkpoint, views: Vec<ViewReport<'a>>) -> Self {
-        Self { checkpoint, views }
+    /// A report of these views, and what else is to be said of all of them.
+    pub fn new(checkpoint: &'a Checkpoint, views: Vec<ViewReport<'a>>, more: serde_json::Map<String, Value>) -> Self {
+        Self { checkpoint, views, more }
     }
 }
 
@@ -470,6 +471,9 @@ impl Serialize for Report<'_> {
         }
         let views = || self.views.iter().map(|view| OfCheckpoint(self.checkpoint, view));
         map.serialize_entry("views", &Written(views))?;
+        for (key, value) in &self.more {
+            map.serialize_entry(key, value)?;
+        }
         map.end()
     }
 }

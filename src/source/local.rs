@@ -13,12 +13,9 @@
 #![allow(unsafe_code)]
 
 use std::{
-    fs::{File, OpenOptions},
+    fs::File,
     io,
-    os::{
-        fd::AsRawFd,
-        unix::fs::{FileExt, OpenOptionsExt},
-    },
+    os::{fd::AsRawFd, unix::fs::FileExt},
     path::{Path, PathBuf},
     sync::{
         Arc, OnceLock,
@@ -39,8 +36,10 @@ use nix::{
 };
 
 use super::{
-    Aspect, ByteSpan, FileId, Poison, Source, SourceError,
+    Aspect, ByteSpan, FileId, Found, Opened, Poison, Source, SourceError,
+    beneath::Again,
     guard::{self, GuardedMap},
+    permission::Gates,
 };
 
 /// How local files are read.
@@ -117,6 +116,8 @@ struct Pinned {
     path: Arc<Path>,
     file: Arc<File>,
     identity: Identity,
+    gates: Gates,
+    again: Again,
     mapped: bool,
     /// `None` inside where mapping failed; the file is read with `pread` then.
     to_lend: OnceLock<Option<MmapRaw>>,
@@ -277,7 +278,7 @@ fn resident_shared_bytes() -> Option<u64> {
 }
 
 impl LocalFiles {
-    /// Opens and pins files; their ids are their places in `paths`.
+    /// Opens and pins files, wherever their paths lead; their ids are their places in `paths`.
     ///
     /// # Errors
     /// The first file that cannot be opened or is not a regular file.
@@ -285,8 +286,7 @@ impl LocalFiles {
     /// # Panics
     /// If there are more than `u32::MAX` paths.
     pub fn open(paths: &[PathBuf], io: SourceIo) -> Result<Self, SourceError> {
-        let wide_bytes = physical_memory_bytes().unwrap_or(0) / Window::WIDE_SHARE;
-        Self::open_with_window(paths, io, Window::new(Window::BYTES, wide_bytes))
+        Self::open_with_window(paths, io, Self::default_window())
     }
 
     /// As [`LocalFiles::open`], with another bound on resident mapped memory.
@@ -297,10 +297,38 @@ impl LocalFiles {
     /// # Panics
     /// As [`LocalFiles::open`].
     pub fn open_with_window(paths: &[PathBuf], io: SourceIo, window: Window) -> Result<Self, SourceError> {
-        assert!(u32::try_from(paths.len()).is_ok(), "{} files", paths.len());
         check_open_file_limit(paths.len())?;
-        let files = paths.iter().map(|path| Pinned::open(path, io)).collect::<Result<_, _>>()?;
+        let open = |path: &PathBuf| {
+            let failed = |error| SourceError::Io {
+                file: Arc::from(path.as_path()),
+                action: "open".into(),
+                error: Arc::new(error),
+            };
+            Found::named(path).map_err(failed)?.open(None)
+        };
+        Self::pin_with_window(paths.iter().map(open).collect::<Result<_, _>>()?, io, window)
+    }
+
+    /// Pins files that are open; their ids are their places in `files`.
+    ///
+    /// # Errors
+    /// The first file whose attributes cannot be had, or more files than may be open.
+    ///
+    /// # Panics
+    /// If there are more than `u32::MAX` files.
+    pub fn pin(files: Vec<Opened>, io: SourceIo) -> Result<Self, SourceError> {
+        Self::pin_with_window(files, io, Self::default_window())
+    }
+
+    fn pin_with_window(files: Vec<Opened>, io: SourceIo, window: Window) -> Result<Self, SourceError> {
+        assert!(u32::try_from(files.len()).is_ok(), "{} files", files.len());
+        let files = files.into_iter().map(|file| Pinned::new(file, io)).collect::<Result<_, _>>()?;
         Ok(Self { files, window, poisoned: AtomicU64::new(0) })
+    }
+
+    fn default_window() -> Window {
+        let wide_bytes = physical_memory_bytes().unwrap_or(0) / Window::WIDE_SHARE;
+        Window::new(Window::BYTES, wide_bytes)
     }
 
     /// Whether a file is read through a mapping rather than with `pread`.
@@ -348,19 +376,9 @@ impl LocalFiles {
 }
 
 impl Pinned {
-    fn open(path: &Path, io: SourceIo) -> Result<Self, SourceError> {
-        let path: Arc<Path> = Arc::from(path);
-        let failed = |error| SourceError::Io { file: path.clone(), action: "open".into(), error: Arc::new(error) };
-        let open = |flags| OpenOptions::new().read(true).custom_flags(flags | libc::O_NOCTTY).open(&path);
-        // Opening a FIFO would wait for a writer. Who holds a lease on a regular file, as file servers do, is waited for.
-        let file = match open(libc::O_NONBLOCK) {
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => open(0),
-            other => other,
-        };
-        let file = file.map_err(failed)?;
-        if !file.metadata().map_err(failed)?.is_file() {
-            return Err(SourceError::NotRegular { file: path });
-        }
+    fn new(opened: Opened, io: SourceIo) -> Result<Self, SourceError> {
+        let Opened { path, file, gates, again } = opened;
+        let failed = |error| SourceError::Io { file: path.clone(), action: "stat".into(), error: Arc::new(error) };
         let identity = Identity::of(&fstat(&file).map_err(|errno| failed(errno.into()))?);
         let mapped = match io {
             SourceIo::Mmap => true,
@@ -371,6 +389,8 @@ impl Pinned {
             path,
             file: Arc::new(file),
             identity,
+            gates,
+            again,
             mapped,
             to_lend: OnceLock::new(),
             to_read: OnceLock::new(),
@@ -469,6 +489,10 @@ impl Source for LocalFiles {
         self.pinned(file).identity.modified()
     }
 
+    fn gates(&self, file: FileId) -> Gates {
+        self.pinned(file).gates.clone()
+    }
+
     fn check(&self, file: FileId) -> Result<(), SourceError> {
         let pinned = self.pinned(file);
         pinned.healthy()?;
@@ -478,7 +502,12 @@ impl Source for LocalFiles {
     fn check_path(&self, file: FileId) -> Result<(), SourceError> {
         self.check(file)?;
         let pinned = self.pinned(file);
-        self.compare(pinned, stat(&*pinned.path))
+        let found = match &pinned.again {
+            Again::Named => stat(&*pinned.path),
+            // Not by the path as a whole: a link that was put there since may lead anywhere, also into our own mount.
+            Again::Beneath(root, below) => root.find_again(below),
+        };
+        self.compare(pinned, found)
     }
 
     fn read_into(&self, file: FileId, start: u64, target: &mut [u8]) -> Result<(), SourceError> {
@@ -608,16 +637,27 @@ fn physical_memory_bytes() -> Option<u64> {
 /// Descriptors that a mount needs besides those of its source files, with some to spare.
 const OTHER_DESCRIPTORS: u64 = 48;
 
-/// Every source file stays open, and a repository may have hundreds: lifts the soft limit to the hard one, and refuses more
-/// files than there may be.
-fn check_open_file_limit(files: usize) -> Result<(), SourceError> {
-    let Ok((mut limit, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else { return Ok(()) };
-    if limit < hard {
-        match setrlimit(Resource::RLIMIT_NOFILE, hard, hard) {
-            Ok(()) => limit = hard,
-            Err(errno) => tracing::debug!("cannot raise the limit of open files from {limit} to {hard}: {errno}"),
+/// Every source file stays open, and a repository may have hundreds: lifts the soft limit to the hard one. What the limit is then.
+pub(super) fn raise_open_file_limit() -> Option<u64> {
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).ok()?;
+    if soft >= hard {
+        return Some(soft);
+    }
+    match setrlimit(Resource::RLIMIT_NOFILE, hard, hard) {
+        Ok(()) => Some(hard),
+        Err(errno) => {
+            tracing::debug!("cannot raise the limit of open files from {soft} to {hard}: {errno}");
+            Some(soft)
         }
     }
+}
+
+/// Refuses more source files than may be open at once. To be called before they are opened.
+///
+/// # Errors
+/// [`SourceError::FileLimit`].
+pub fn check_open_file_limit(files: usize) -> Result<(), SourceError> {
+    let Some(limit) = raise_open_file_limit() else { return Ok(()) };
     let needed = files as u64 + OTHER_DESCRIPTORS;
     if limit < needed { Err(SourceError::FileLimit { files, needed, limit }) } else { Ok(()) }
 }

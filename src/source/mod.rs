@@ -8,16 +8,25 @@
 //! A file found different from what was pinned is *poisoned*: from then on everything about it is an error. It is never
 //! trusted again within this process, since nobody can say which bytes of it were seen before and which after the change.
 //!
+//! Files of a repository are opened beneath its directory ([`Beneath`]), so that no link makes a part of it of what lies
+//! elsewhere. Whom a file's permissions admit is asked when it is opened, once ([`permission`]).
+//!
 //! What it deliberately does not do: list a repository, know tensors, merge neighbouring spans or cache. Those belong to
 //! the layers above.
 
+mod beneath;
 pub mod guard;
 pub mod local;
 pub mod memory;
+pub mod permission;
+mod survey;
 
 use std::{fmt, fs::File, io, path::Path, sync::Arc, time::SystemTime};
 
+pub use beneath::{Beneath, Found, Opened};
 pub use local::{LocalFiles, SourceIo, Window};
+
+use permission::Gates;
 
 /// A file of a source: index into the list of files that the source was made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -232,6 +241,12 @@ pub trait Source: fmt::Debug + Send + Sync {
 
     /// Pinned modification time of a file.
     fn modified(&self, file: FileId) -> SystemTime;
+
+    /// Whom the file's permissions, and those of the directories above it, admitted when it was opened.
+    fn gates(&self, file: FileId) -> Gates {
+        let _ = file;
+        Gates::open(0, 0)
+    }
 
     /// Whether the file is still what was pinned; cheap enough (0.2 us) to be called after every read.
     ///

@@ -14,6 +14,7 @@ mod manifest;
 mod memory_files;
 pub mod metrics;
 mod name_tree;
+mod permissions;
 mod served;
 mod shard_class;
 mod stats;
@@ -24,8 +25,10 @@ mod whole_files;
 
 use std::{fs::File, ops::ControlFlow, sync::Arc, time::SystemTime};
 
+pub use crate::source::permission::{Mounter, Overrides, Permission};
 pub use health::{Health, HealthProblem, ProblemKind};
 pub use metrics::{Metrics, Op};
+pub use permissions::{Readers, readers, readers_of, readers_text};
 pub use served::{ViewPlan, Volume, VolumeError, VolumeOptions};
 pub use unavailable::{Unavailable, unavailable, unavailable_text};
 
@@ -62,6 +65,8 @@ pub struct Attr {
     pub links: u32,
     /// Modification time: the newest source's.
     pub modified: SystemTime,
+    /// Owner, group and permission bits.
+    pub permission: Permission,
 }
 
 /// One entry of a directory listing.
@@ -129,6 +134,9 @@ pub enum FsError {
     /// The call makes no sense for this node.
     #[error("invalid argument")]
     Invalid,
+    /// A file name is longer than any can be.
+    #[error("file name too long")]
+    NameTooLong,
     /// Bytes did not come, or their source changed. Already logged.
     #[error("input/output error")]
     Io,
@@ -145,6 +153,7 @@ impl FsError {
             Self::NoAttribute => libc::ENODATA,
             Self::Unsupported => libc::EOPNOTSUPP,
             Self::Invalid => libc::EINVAL,
+            Self::NameTooLong => libc::ENAMETOOLONG,
             Self::Io => libc::EIO,
         }
     }

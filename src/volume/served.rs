@@ -15,15 +15,17 @@ use std::{
 use lru::LruCache;
 
 use super::{
-    Access, Attr, DirEntry, FileSystem, FsError, Handle, Health, Ino, Metrics, NodeKind, Opened, ProblemKind, StatFs,
+    Access, Attr, DirEntry, FileSystem, FsError, Handle, Health, Ino, Metrics, Mounter, NodeKind, Opened, Overrides,
+    ProblemKind, StatFs,
     WhenWhole,
     arrays::{ArrayNode, ArrayTable},
     copies::Copies,
     exposition::{self, METRICS_BYTES},
     looks::Looks,
     name_tree::NameNode,
+    permissions::{Permissions, Subject, readers, readers_text},
     stats,
-    tree::{Block, BlockKind, Fixed, FixedKind, Flavor, Names, Place, Seedling, Tree},
+    tree::{Block, BlockKind, Fixed, FixedKind, Flavor, Names, OWN, Place, Seedling, Tree},
     unavailable::unavailable_text,
     view_files::{Content, Made, ORBAX_ITEM, ViewFiles, file_ids},
     whole_files::{Pin, WholeFiles},
@@ -68,6 +70,8 @@ pub struct VolumeOptions {
     pub budget: Option<Budget>,
     /// The command that mounts anew, told where something is wrong; empty for the general form.
     pub remount: String,
+    /// What is said of owners and permission bits, in place of what the sources allow.
+    pub overrides: Overrides,
 }
 
 /// Everything that keeps a volume from being made.
@@ -114,6 +118,7 @@ pub struct Volume {
     budget: Option<Budget>,
     remount: String,
     stats_bytes: usize,
+    permissions: Permissions,
 }
 
 /// Files made ready, open or lately closed: reopening finds tilings and tiles again.
@@ -159,6 +164,8 @@ impl Volume {
                 views.iter().map(files_of).collect::<Vec<_>>()
             },
         );
+        let places: Vec<(String, Arc<Plan>)> =
+            views.iter().map(|view| (view.name.clone(), Arc::clone(&view.plan))).collect();
         for (view, files) in views.into_iter().zip(files) {
             match files {
                 Ok(files) => {
@@ -173,7 +180,9 @@ impl Volume {
                 Err(found) => problems.extend(found),
             }
         }
-        if let Some(directory) = root.directory(".ckfs") {
+        let mounter = Mounter::of_this_process();
+        plan_text.push_str(&readers_text(&readers(&checkpoint, &mounter, &options.overrides)));
+        if let Some(directory) = root.directory(OWN) {
             directory.file("stats.json", FixedKind::Stats);
             directory.file("metrics", FixedKind::Metrics);
             directory.file("config.toml", FixedKind::Text(options.config_text.into_bytes().into()));
@@ -183,13 +192,15 @@ impl Volume {
             return Err(VolumeError { problems });
         }
         let remount = Some(options.remount).filter(|command| !command.is_empty());
+        let tree = root.plant();
+        let permissions = Permissions::new(&checkpoint, &places, &tree, mounter, options.overrides);
         Ok(Self {
             stats_bytes: stats::stats_bytes(checkpoint.source().as_ref()),
             budget: options.budget,
             remount: remount.unwrap_or_else(|| REMOUNT.to_owned()),
             engine: Arc::new(Engine::new(checkpoint, options.engine)),
             views: made,
-            tree: root.plant(),
+            tree,
             modified,
             total_bytes,
             metrics: Metrics::default(),
@@ -201,6 +212,7 @@ impl Volume {
             copies: None,
             whole: None,
             looks: Looks::default(),
+            permissions,
         })
     }
 
@@ -374,16 +386,70 @@ impl Volume {
             FixedKind::Metrics => (NodeKind::File, METRICS_BYTES as u64, 1),
             FixedKind::Made { view, made } => (NodeKind::File, self.views[*view as usize].made_len(*made), 1),
         };
-        Attr { ino, kind, size_bytes, links, modified: self.modified }
+        let permission = self.permissions.of(Self::fixed_subject(ino, fixed));
+        Attr { ino, kind, size_bytes, links, modified: self.modified, permission }
+    }
+
+    fn fixed_subject(ino: Ino, fixed: &Fixed) -> Subject {
+        let is_directory = matches!(fixed.kind, FixedKind::Directory { .. });
+        if fixed.is_own {
+            return Subject::Own { is_directory };
+        }
+        match fixed.kind {
+            FixedKind::Directory { .. } => Subject::Directory(ino),
+            FixedKind::Made { view, made: Made::Hf(file) } => Subject::Hf { view, file },
+            FixedKind::Made { view, .. } => Subject::Tensors { view },
+            FixedKind::Text(_) | FixedKind::Stats | FixedKind::Metrics => Subject::Everything,
+            FixedKind::Symlink(_) => Subject::Link,
+        }
+    }
+
+    fn array_subject(block: Block, table: &ArrayTable, node: ArrayNode) -> Subject {
+        let view = block.view;
+        match node {
+            ArrayNode::Root | ArrayNode::Directory(_) => Subject::Names { view },
+            ArrayNode::Metadata(_) => Subject::Tensors { view },
+            ArrayNode::Description(array) | ArrayNode::Chunk(array, _) => {
+                Subject::Tensor { view, tensor: table.tensor(array) }
+            }
+        }
+    }
+
+    fn named_subject(block: Block, node: NameNode) -> Subject {
+        let view = block.view;
+        match node {
+            NameNode::Directory(_) => Subject::Names { view },
+            NameNode::Tensor(tensor) => Subject::Tensor { view, tensor },
+        }
+    }
+
+    /// The permission bits that a copy of a node may have under another owner and group: those that the sources allow, and all
+    /// that the owner needs. For nodes without attributes, none.
+    pub fn copy_mode(&self, ino: Ino, uid: u32, gid: u32) -> u16 {
+        let subject = match self.tree.place(ino) {
+            Some(Place::Fixed(fixed)) => Self::fixed_subject(ino, fixed),
+            Some(Place::Named(block, names, node)) => {
+                Self::named_subject(block, self.views[block.view as usize].tree(names.flavor).node(node))
+            }
+            Some(Place::Array(block, node)) => match self.arrays(block) {
+                Ok((_, table)) => Self::array_subject(block, table, table.node(node)),
+                Err(_) => return 0,
+            },
+            None => return 0,
+        };
+        self.permissions.mode(subject, uid, gid)
     }
 
     fn named_attr(&self, block: Block, names: Names, node: u32) -> Attr {
         let view = &self.views[block.view as usize];
-        let (kind, size_bytes, links) = match view.tree(names.flavor).node(node) {
+        let node_kind = view.tree(names.flavor).node(node);
+        let (kind, size_bytes, links) = match node_kind {
             NameNode::Directory(subdirectories) => (NodeKind::Directory, 0, 2 + subdirectories),
             NameNode::Tensor(tensor) => (NodeKind::File, view.tensor_len(tensor, names), 1),
         };
-        Attr { ino: Ino(block.first + u64::from(node)), kind, size_bytes, links, modified: self.modified }
+        let permission = self.permissions.of(Self::named_subject(block, node_kind));
+        let ino = Ino(block.first + u64::from(node));
+        Attr { ino, kind, size_bytes, links, modified: self.modified, permission }
     }
 
     /// The view and the arrays of a block, which is there only if the view has arrays.
@@ -402,7 +468,8 @@ impl Volume {
             ArrayNode::Metadata(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) => 1,
         };
         let size_bytes = view.array_len(table, node_kind);
-        Ok(Attr { ino: Ino(block.first + node), kind, size_bytes, links, modified: self.modified })
+        let permission = self.permissions.of(Self::array_subject(block, table, node_kind));
+        Ok(Attr { ino: Ino(block.first + node), kind, size_bytes, links, modified: self.modified, permission })
     }
 
     fn kind(&self, ino: Ino) -> NodeKind {
@@ -651,7 +718,7 @@ fn plant_view(directory: &mut Seedling, index: u32, files: &ViewFiles, problems:
     if plan.sharded_state {
         plant_sharded_state(directory, index, plan);
     }
-    if let Some(own) = directory.directory(".ckfs") {
+    if let Some(own) = directory.directory(OWN) {
         own.file("manifest.json", made(Made::Manifest));
     }
 }
