@@ -15,8 +15,10 @@ pub mod json;
 mod listing;
 mod locate;
 mod open;
+mod printable;
 pub mod quantization;
 mod table;
+mod tied;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -27,6 +29,7 @@ use std::{
 
 pub use dialect::{Dialect, Experts, LayerFamily, Qkv};
 pub use open::{CheckpointError, OpenOptions, Problem};
+pub use printable::{printable, printable_lines};
 pub use quantization::{BlockFp8, Granularity, Quantization};
 pub use table::{TensorInfo, TensorTable};
 
@@ -125,6 +128,7 @@ pub struct Checkpoint {
     adapters: Vec<Adapter>,
     /// The table with the tensors of adapters, if there are any.
     with_adapters: Option<TensorTable>,
+    warnings: Vec<String>,
 }
 
 impl Checkpoint {
@@ -184,6 +188,7 @@ impl Checkpoint {
             dialect,
             adapters: self.adapters.clone(),
             with_adapters: None,
+            warnings: self.warnings.clone(),
         })
     }
 
@@ -260,6 +265,17 @@ impl Checkpoint {
     /// How the repository names, fuses and quantizes.
     pub fn dialect(&self) -> &Dialect {
         &self.dialect
+    }
+
+    /// The embedding that an output head would be which is not stored, those aside of which `is_outside` says that they belong
+    /// to another model.
+    pub fn embedding(&self, is_outside: &dyn Fn(&str) -> bool) -> Option<&str> {
+        tied::embedding(&self.table, is_outside)
+    }
+
+    /// Things worth knowing about the repository that are no errors.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
     }
 
     /// Files left out although nothing says that they are copies: worth a warning.

@@ -92,6 +92,9 @@ pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>>
     for file in checkpoint.suspicious_files() {
         tracing::warn!("{}: left out: safetensors that the index does not name", file.path);
     }
+    for warning in checkpoint.warnings() {
+        tracing::warn!("{warning}");
+    }
     Ok(Arc::new(checkpoint))
 }
 

@@ -16,6 +16,7 @@ use rayon::prelude::*;
 use super::{
     draft::{Bundled, Draft, Roles},
     family::{Family, Generic, Role},
+    names,
     naming::{self, Parsed, SELF_WORD},
     problem::Problem,
     values::Values,
@@ -44,7 +45,6 @@ struct Named {
     part: Option<(usize, u64, u64)>,
     tp: Option<usize>,
     experts: Option<usize>,
-    is_embedding: bool,
 }
 
 /// What tensors of all layers and experts have in common: prefix, rest, and whether there is a layer and an expert.
@@ -116,7 +116,7 @@ pub(super) fn drafts(
     }
     let names = settle_collisions(checkpoint, &mut named);
     let mut drafts = build(&named, names, values, checkpoint, &mut problems);
-    if let Some(alias) = tied_head(checkpoint, namer.family.as_ref(), &named, &drafts) {
+    if let Some(alias) = tied_head(checkpoint, &named, &drafts) {
         drafts.push(alias);
     }
     if problems.is_empty() { Ok(drafts) } else { Err(problems) }
@@ -218,7 +218,6 @@ impl Namer<'_> {
             part: None,
             tp: None,
             experts: None,
-            is_embedding: false,
         };
         if let Some((prefix, role, suffix)) = self.role(parsed, name) {
             let splits = !role.split.is_empty() && matches!(suffix, "" | "weight" | "bias");
@@ -233,7 +232,6 @@ impl Namer<'_> {
                     return self.split(&role, suffix, name, shape, &out, named);
                 }
                 let short = role.short.unwrap_or_default();
-                out.is_embedding = parsed.layer.is_none() && short == "embed" && suffix == "weight";
                 out.rest = match suffix {
                     "" | "weight" => short,
                     "bias" => role.bias.unwrap_or_else(|| format!("{short}_bias")),
@@ -255,7 +253,6 @@ impl Namer<'_> {
             out.prefix = self.out_prefix(&parsed.prefix);
             rest.clone_into(&mut out.rest);
         } else {
-            out.is_embedding = suffix == "weight" && stem.ends_with("embed_tokens");
             out.rest = self.out_prefix(rest);
         }
         named.push(out);
@@ -497,14 +494,13 @@ fn scan(name: &str, mut members: Vec<Member>, drafts: &mut [Draft]) -> Result<Op
 }
 
 /// The output head, where it is the embedding and the repository does not store it again.
-fn tied_head(checkpoint: &Checkpoint, family: Option<&Family>, named: &[Named], drafts: &[Draft]) -> Option<Draft> {
-    let dialect = checkpoint.dialect();
-    let tied = dialect.tied_declared.unwrap_or_else(|| family.is_some_and(|family| family.tied_default));
-    if !tied || dialect.has_lm_head {
-        return None;
-    }
-    let embedding = named.iter().find(|n| n.is_embedding)?.unscanned();
+fn tied_head(checkpoint: &Checkpoint, named: &[Named], drafts: &[Draft]) -> Option<Draft> {
+    let (head, embedding) = names::tied_head(checkpoint)?;
+    let id = checkpoint.find(&embedding)?;
+    let embedding = named.iter().find(|n| n.id == id)?.unscanned();
     let draft = drafts.iter().find(|draft| draft.name == embedding)?;
+    let head = head.strip_suffix(".weight").unwrap_or(&head);
     let prefix = embedding.strip_suffix("embed").or_else(|| embedding.strip_suffix("embed_tokens")).unwrap_or_default();
-    Some(Draft { name: format!("{prefix}lm_head"), bundled: Bundled::NEVER, ..draft.clone() })
+    let taken = drafts.iter().any(|draft| draft.name.strip_prefix(prefix).is_some_and(|rest| rest == head));
+    (!taken).then(|| Draft { name: format!("{prefix}{head}"), bundled: Bundled::NEVER, ..draft.clone() })
 }

@@ -133,6 +133,7 @@ impl<'a> Survey<'a> {
             Quantization::Int4Packed { .. }
             | Quantization::Nvfp4
             | Quantization::CompressedTensors { .. }
+            | Quantization::Mlx { .. }
             | Quantization::Unknown { .. } => false,
         }
     }
@@ -221,10 +222,9 @@ impl<'a> Survey<'a> {
     fn settle_ends(&self, names: &mut Vec<String>) {
         let dialect = self.checkpoint.dialect();
         let embedding = format!("{}embed_tokens.weight", self.prefix);
-        let tied = dialect.tied_declared.unwrap_or(self.family.tied_default);
         if dialect.has_lm_head {
             // Of tied weights some programs keep the head.
-            if tied {
+            if dialect.tied {
                 names.retain(|name| *name != embedding);
             }
             return;

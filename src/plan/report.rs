@@ -443,6 +443,7 @@ fn quantization_json(quantization: &Quantization) -> Value {
         Quantization::Int4Packed { group } => json!({"scheme": "int4_packed", "group": group}),
         Quantization::Nvfp4 => json!({"scheme": "nvfp4"}),
         Quantization::CompressedTensors { format } => json!({"scheme": "compressed_tensors", "format": format}),
+        Quantization::Mlx { bits, group, mode } => json!({"scheme": "mlx", "bits": bits, "group": group, "mode": mode}),
         Quantization::Unknown { method } => json!({"scheme": "unknown", "method": method}),
     };
     // Whether a dtype can be asked for.

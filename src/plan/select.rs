@@ -280,6 +280,7 @@ fn scale_pairs(checkpoint: &Checkpoint) -> Vec<(TensorId, TensorId)> {
         | Quantization::Int4Packed { .. }
         | Quantization::Nvfp4
         | Quantization::CompressedTensors { .. }
+        | Quantization::Mlx { .. }
         | Quantization::Unknown { .. } => Vec::new(),
     }
 }
