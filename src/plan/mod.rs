@@ -355,7 +355,7 @@ impl Plan {
             let reason = format!("the rule for {logical:?} names the mesh axis {axis:?} twice");
             problems.push(Problem::File { file: "logical rules".to_owned(), reason });
         }
-        unknown_axes(&options.mesh, options, logical_rules.as_ref(), &mut warnings);
+        unknown_axes(&options.mesh, options, logical_rules.as_ref(), &mut problems, &mut warnings);
         unused_patterns(checkpoint, options, &drafts, &mut warnings);
         unused_logical_rules(options, logical_rules.is_some(), &drafts, &mut warnings);
         // What a layout does by itself to its own tensors is no wish for another hf/.
@@ -762,7 +762,20 @@ fn logical_rules(options: &ViewOptions, file: Option<&LayoutFile>) -> Option<Log
     })
 }
 
-fn unknown_axes(mesh: &Mesh, options: &ViewOptions, rules: Option<&LogicalRules>, warnings: &mut Vec<String>) {
+/// Finds mesh axes that split nothing. One whose name is nearly that of another which splits is misspelt.
+fn unknown_axes(
+    mesh: &Mesh,
+    options: &ViewOptions,
+    rules: Option<&LogicalRules>,
+    problems: &mut Vec<Problem>,
+    warnings: &mut Vec<String>,
+) {
+    let of_rules = options.shard_rules.iter().flat_map(|rule| rule.spec.iter().flatten());
+    let mut known: BTreeSet<&str> = of_rules.map(String::as_str).collect();
+    match rules {
+        Some(rules) => known.extend(rules.mesh_axes()),
+        None => known.extend(shard::KNOWN_AXES.iter().flat_map(|(names, _)| *names)),
+    }
     for axis in mesh.axes() {
         let mut in_rules = options.shard_rules.iter().flat_map(|rule| rule.spec.iter().flatten());
         let unknown = match (options.sharding, rules) {
@@ -770,7 +783,14 @@ fn unknown_axes(mesh: &Mesh, options: &ViewOptions, rules: Option<&LogicalRules>
             (Sharding::Auto, None) => axis_use(&axis.name) == AxisUse::Unknown,
             (Sharding::Logical | Sharding::Replicate, None) => false,
         };
-        if unknown && axis.size > 1 && !in_rules.any(|name| *name == axis.name) {
+        if !unknown || axis.size == 1 || in_rules.any(|name| *name == axis.name) {
+            continue;
+        }
+        let near = known.iter().find(|known| name_group::is_misspelt(&axis.name, known));
+        if let Some(near) = near.filter(|near| mesh.find(near).is_none()) {
+            let (axis, near) = (axis.name.clone(), (*near).to_owned());
+            problems.push(Problem::MeshAxis { axis, near });
+        } else {
             warnings.push(format!("mesh axis {:?} splits nothing: every tensor is replicated along it", axis.name));
         }
     }

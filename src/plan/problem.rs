@@ -3,7 +3,10 @@
 use std::{collections::BTreeSet, fmt};
 
 use super::name_group::{NameGroup, ranges};
-use crate::tensor::{Shape, TilingError, ViewError};
+use crate::{
+    checkpoint::printable,
+    tensor::{Shape, TilingError, ViewError},
+};
 
 /// One thing wrong with a plan.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -143,6 +146,14 @@ pub enum Problem {
         /// The pattern.
         pattern: String,
     },
+    /// A mesh axis that no rule knows, under a name nearly that of one.
+    #[error("mesh axis {axis:?}: no rule splits by it; did you mean {near:?}?")]
+    MeshAxis {
+        /// The axis.
+        axis: String,
+        /// The name of one that is known.
+        near: String,
+    },
     /// A device that the mesh does not have.
     #[error("device {device}: the mesh has {devices} devices, numbered from 0")]
     Device {
@@ -244,11 +255,11 @@ impl fmt::Display for PlanError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const SHOWN: usize = 100;
         if let [only] = self.problems.as_slice() {
-            return only.fmt(f);
+            return f.write_str(&printable(&only.to_string()));
         }
         write!(f, "{} problems:", self.problems.len())?;
         for problem in self.problems.iter().take(SHOWN) {
-            write!(f, "\n  {problem}")?;
+            write!(f, "\n  {}", printable(&problem.to_string()))?;
         }
         if self.problems.len() > SHOWN {
             write!(f, "\n  … and {} more", self.problems.len() - SHOWN)?;

@@ -54,6 +54,12 @@ impl LayerRanges {
         self.0.iter().any(|range| range.contains(&layer))
     }
 
+    /// The first range, as typed, that names layers beyond the last of `count`.
+    fn beyond(&self, count: u64) -> Option<String> {
+        let out = |range: &&Range<u64>| range.start >= count || (range.end != u64::MAX && range.end > count);
+        self.0.iter().find(out).map(|range| Self(vec![range.clone()]).text())
+    }
+
     /// As [`LayerRanges::parse`] reads it.
     pub fn text(&self) -> String {
         let word = |range: &Range<u64>| {
@@ -86,7 +92,7 @@ pub struct Subset {
 impl Subset {
     /// Whether a tensor that is not there would be shown if it were.
     pub(super) fn wants(&self, name: &str) -> bool {
-        let words = Generic::load().map(|generic| generic.words).unwrap_or_default();
+        let words = Generic::load().expect("the file is in the program, and a test reads it").words;
         let layer = naming::parse(name, &words).layer;
         let any = |patterns: &[Pattern]| patterns.iter().any(|pattern| pattern.matches(name));
         let layers = self.layers.as_ref().zip(layer);
@@ -231,6 +237,18 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
     if subset.layers.is_some() && text.is_none() {
         return Err(refused(vec!["the repository has no layers of a text model".to_owned()], "layers"));
     }
+    if let (Some(layers), Some(prefix)) = (&subset.layers, &text) {
+        let last = base.tensors().filter_map(|(_, info)| {
+            let parsed = naming::parse(info.name, &words);
+            parsed.layer.filter(|_| parsed.prefix == *prefix)
+        });
+        let count = last.max().map_or(0, |last| last.saturating_add(1)).max(declared.unwrap_or(0));
+        if let Some(range) = layers.beyond(count) {
+            let last = count.saturating_sub(1);
+            let reason = format!("{range}: there are {count} layers, 0 to {last}: expected ranges in 0..{count}");
+            return Err(refused(vec![reason], "layers"));
+        }
+    }
     if fate.iter().all(Option::is_none) {
         return Err(refused(vec!["no tensor is left".to_owned()], "include, exclude, layers"));
     }
@@ -357,7 +375,7 @@ fn cut_layers(
     let layers: Vec<u64> = layers.iter().copied().filter(|layer| *layer < declared).collect();
     let prefix = layers.iter().copied().eq(0..layers.len() as u64);
     if !prefix && !renumber {
-        let first = layers.first().copied().unwrap_or(0);
+        let first = layers.first().expect("no layers at all are the first ones");
         return Err(format!(
             "config.json cannot say which layers there are (the first is {first}): expected layers from 0 on, or renumbered"
         ));
