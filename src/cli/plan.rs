@@ -39,6 +39,8 @@ impl Plan {
         let mut config = open::source_config(self.source.as_deref(), &self.flags)?;
         let checkpoint = open::checkpoint(&mut config)?;
         let plans = open::plans(&checkpoint, &config)?;
+        // What cannot be mounted is found by laying it out as a mount does.
+        open::lay_out(&checkpoint, &plans, &config)?;
         let views = plans.iter().map(|view| (view.name.as_str(), view.plan.as_ref()));
         if self.json {
             let mut json = report::json(&checkpoint, views);

@@ -19,6 +19,7 @@ use super::{
     names,
     naming::{self, Parsed, SELF_WORD},
     problem::Problem,
+    select,
     values::Values,
 };
 use crate::{
@@ -114,8 +115,14 @@ pub(super) fn drafts(
         named.extend(part);
         problems.extend(found);
     }
+    let predicting = select::predicting(checkpoint, namer.family.as_ref());
+    let is_predictor = |parsed: &Parsed| {
+        predicting.as_ref().is_some_and(|(prefix, first)| parsed.prefix == *prefix && parsed.layer >= Some(*first))
+    };
+    let all = tensors.iter().zip(&parsed);
+    let predictors = all.filter(|(_, parsed)| is_predictor(parsed)).map(|((id, _), _)| *id).collect();
     let names = settle_collisions(checkpoint, &mut named);
-    let mut drafts = build(&named, names, values, checkpoint, &mut problems);
+    let mut drafts = build(&named, names, values, &predictors, &mut problems);
     if let Some(alias) = tied_head(checkpoint, &named, &drafts) {
         drafts.push(alias);
     }
@@ -231,7 +238,7 @@ impl Namer<'_> {
                 if splits {
                     return self.split(&role, suffix, name, shape, &out, named);
                 }
-                let short = role.short.unwrap_or_default();
+                let short = role.short.expect("a role that does not split has a short name here");
                 out.rest = match suffix {
                     "" | "weight" => short,
                     "bias" => role.bias.unwrap_or_else(|| format!("{short}_bias")),
@@ -284,7 +291,8 @@ impl Namer<'_> {
         };
         let parts: Option<Vec<u64>> = shares.iter().map(|share| part(*share)).collect();
         let Some(parts) = parts.filter(|_| axis < shape.len()) else {
-            let shape = crate::tensor::Shape::try_new(shape).unwrap_or_default();
+            let shape = crate::tensor::Shape::try_new(shape);
+            let shape = shape.map_err(|error| Problem::View { name: name.to_owned(), error: error.into() })?;
             return Err(Problem::Split { name: name.to_owned(), axis, shape, shares });
         };
         let mut start = 0;
@@ -360,14 +368,16 @@ struct Member {
     at: usize,
 }
 
-/// Drafts of what has names, of which `names` are the unscanned ones, and of its stacks.
+/// Drafts of what has names, of which `names` are the unscanned ones, and of its stacks, which are without the tensors of
+/// `predictors`.
 fn build(
     named: &[Named],
     names: Vec<String>,
     values: &Values<'_>,
-    checkpoint: &Checkpoint,
+    predictors: &HashSet<TensorId>,
     problems: &mut Vec<Problem>,
 ) -> Vec<Draft> {
+    let checkpoint = values.checkpoint();
     let dtypes: Vec<Option<DType>> = named
         .par_iter()
         .zip(&names)
@@ -409,7 +419,7 @@ fn build(
                 continue;
             }
         };
-        if let Some(layer) = n.layer {
+        if let Some(layer) = n.layer.filter(|_| !predictors.contains(&n.id)) {
             let member = Member { layer, expert: n.expert, view: view.clone(), at: drafts.len() };
             groups.entry((&n.prefix, &n.rest)).or_default().push(member);
         }

@@ -16,6 +16,7 @@ use super::{
     ViewOptions,
     expr::{EvalError, Expr, Names, Value},
     family::{Expectation, Family, Generic, Words},
+    holes::{self, Hole},
     name_group::{NameGroup, fold, stars},
     naming::{self, Parsed},
     problem::Problem,
@@ -256,6 +257,8 @@ impl<'a> Survey<'a> {
 pub(super) struct Findings {
     pub(super) missing: Vec<NameGroup>,
     pub(super) unexpected: Vec<NameGroup>,
+    /// Differences between layers that nothing explains.
+    pub(super) holes: Vec<Hole>,
     /// What is worth a warning.
     pub(super) warning: Option<String>,
 }
@@ -282,18 +285,38 @@ pub(super) fn compare(checkpoint: &Checkpoint, family: &Family, options: &ViewOp
     let of_use = expected.iter().filter(|_| !survey.unknown.is_empty());
     let mut known: BTreeSet<String> = of_use.map(|name| stars(name)).collect();
     known.extend(family.stems().map(|stem| format!("{}{stem}", survey.prefix)));
-    let doubt = if lost.is_empty() { None } else { survey.doubt() };
+    // What is expected and missing is told already.
+    let mut holes = holes(checkpoint, Some(family), options);
+    holes.retain(|hole| lost.binary_search(&hole.example.as_str()).is_err());
+    let doubt = if lost.is_empty() && holes.is_empty() { None } else { survey.doubt() };
+    let is_sure = doubt.is_none() && checkpoint.dialect().quantization == Quantization::None;
+    let (holes, differing): (Vec<Hole>, Vec<Hole>) = holes.into_iter().partition(|hole| {
+        !is_sure || !hole.of_text || options.allow_missing.accepts(&hole.example)
+    });
     let (allowed, refused): (Vec<&str>, Vec<&str>) =
         lost.into_iter().partition(|name| doubt.is_some() || options.allow_missing.accepts(name));
     let (listed, misspelt): (Vec<&str>, Vec<&str>) =
         survey.unknown.iter().partition(|name| refused.is_empty() || options.allow_unmapped.accepts(name));
     let mut problems: Vec<Problem> = fold(refused, &[&strange]).into_iter().map(Problem::missing).collect();
     problems.extend(fold(misspelt, &[&gone, &known]).into_iter().map(|group| Problem::UnexpectedTensor { group }));
-    let warning = doubt.map_or_else(
+    problems.extend(differing.into_iter().map(|hole| Problem::Hole { hole }));
+    let warning = doubt.filter(|_| !allowed.is_empty()).map_or_else(
         || survey.remark().filter(|_| !expected.is_empty()),
         |doubt| Some(format!("{} tensors of a complete model are missing; not refused, as {doubt}", allowed.len())),
     );
     let findings =
-        Findings { missing: fold(allowed, &[&strange]), unexpected: fold(listed, &[&gone, &known]), warning };
+        Findings { missing: fold(allowed, &[&strange]), unexpected: fold(listed, &[&gone, &known]), holes, warning };
     (findings, problems)
+}
+
+/// What is told of a repository of no known family.
+pub(super) fn survey(checkpoint: &Checkpoint, options: &ViewOptions) -> Findings {
+    Findings { holes: holes(checkpoint, None, options), ..Findings::default() }
+}
+
+/// Differences between layers that nothing explains, as far as they are wanted.
+fn holes(checkpoint: &Checkpoint, family: Option<&Family>, options: &ViewOptions) -> Vec<Hole> {
+    let mut holes = holes::find(checkpoint, family);
+    holes.retain(|hole| options.subset.wants(&hole.example));
+    holes
 }

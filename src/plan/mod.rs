@@ -15,6 +15,7 @@ mod expect;
 pub mod expr;
 pub mod family;
 pub mod hf;
+pub mod holes;
 pub mod layout_file;
 pub mod layouts;
 pub mod logical;
@@ -23,6 +24,7 @@ pub mod mesh;
 mod name_group;
 mod names;
 mod naming;
+mod packed;
 pub mod pattern;
 pub mod problem;
 pub mod rename;
@@ -44,6 +46,7 @@ pub use config::{Config, ConfigError};
 pub use draft::{Bundled, Draft, Roles};
 pub use family::Family;
 pub use hf::{HfContent, HfFile};
+pub use holes::Hole;
 pub use layout_file::LayoutFile;
 pub use layouts::Embedded;
 pub use logical::{LogicalRule, LogicalRules};
@@ -231,6 +234,10 @@ pub struct Plan {
     pub missing: Vec<NameGroup>,
     /// The repository's names that the tables of its family do not have.
     pub unexpected: Vec<NameGroup>,
+    /// Differences between layers that nothing explains, as far as they are not refused.
+    pub holes: Vec<Hole>,
+    /// The repository's names that the layout, or a flag, leaves out.
+    pub left_out: Vec<NameGroup>,
     /// Things worth knowing that are no errors.
     pub warnings: Vec<String>,
     /// Why there is no `hf/`, if there is none.
@@ -276,9 +283,11 @@ impl Plan {
         let family = family(checkpoint)?;
         let mut family_name = family.as_ref().map(|family| family.name.clone());
         let mut params = Vec::new();
+        let mut left_out = selected.left_out(original);
         // Each of the two goes through all tensors.
         let compare = || match (&file, &family) {
             (None, Some(family)) => expect::compare(whole, family, options),
+            (None, None) => (expect::survey(whole, options), Vec::new()),
             _ => (expect::Findings::default(), Vec::new()),
         };
         let name = || match (&file, &options.layout) {
@@ -302,6 +311,7 @@ impl Plan {
                         ));
                     }
                     warnings.extend(resolved.warnings);
+                    left_out.extend(resolved.left_out);
                     resolved.drafts
                 })
             }
@@ -329,7 +339,7 @@ impl Plan {
         }
         names::keep(&mut drafts, &selected, &mut problems);
         if let Some(adapter) = adapter {
-            let first = u32::try_from(original.table().id_end()).unwrap_or(u32::MAX);
+            let first = u32::try_from(original.table().id_end()).expect("ids of tensors have 32 bits");
             let own = |draft: &Draft| {
                 let mut own = false;
                 draft.view.for_each_source(&mut |source| own |= source.id.0 >= first);
@@ -358,6 +368,10 @@ impl Plan {
         unknown_axes(&options.mesh, options, logical_rules.as_ref(), &mut problems, &mut warnings);
         unused_patterns(checkpoint, options, &drafts, &mut warnings);
         unused_logical_rules(options, logical_rules.is_some(), &drafts, &mut warnings);
+        if logical_rules.is_none() {
+            let is_told = |draft: &Draft| shard::is_told(draft, options.sharding, &options.shard_rules);
+            warnings.extend(packed::keep_together(&mut drafts, &values, &options.mesh, &is_told));
+        }
         // What a layout does by itself to its own tensors is no wish for another hf/.
         let hf_values = Values::new(part, options.dtype, &options.casts);
         let hf = if let Some(reason) = &selected.no_hf {
@@ -387,6 +401,8 @@ impl Plan {
             chunk_bytes_max: options.chunk_bytes_max,
             missing: findings.missing,
             unexpected: findings.unexpected,
+            holes: findings.holes,
+            left_out,
             warnings,
             no_hf: selected.no_hf,
         };
@@ -420,7 +436,7 @@ impl Plan {
             }
             let index = *known.entry(spec.clone()).or_insert_with(|| {
                 self.specs.push(spec);
-                u32::try_from(self.specs.len() - 1).unwrap_or(u32::MAX)
+                u32::try_from(self.specs.len() - 1).expect("there are no more specs than tensors")
             });
             self.tensors.push(PlannedTensor {
                 name: draft.name,
@@ -432,8 +448,9 @@ impl Plan {
                 logical: draft.roles.logical,
             });
         }
-        let bytes = self.tensors.iter().map(|tensor| tensor.view.bytes().unwrap_or(0)).fold(0, u64::saturating_add);
-        if bytes > BYTES_MAX {
+        // A size that does not fit 64 bits has been a problem above.
+        let sizes = self.tensors.iter().map(|tensor| tensor.view.bytes().unwrap_or(u64::MAX));
+        if sizes.fold(0, u64::saturating_add) > BYTES_MAX {
             let reason = format!("all tensors together have more than {BYTES_MAX} bytes");
             problems.push(Problem::File { file: format!("layout {}", self.layout.name()), reason });
         }

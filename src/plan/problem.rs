@@ -2,7 +2,10 @@
 
 use std::{collections::BTreeSet, fmt};
 
-use super::name_group::{NameGroup, ranges};
+use super::{
+    holes::Hole,
+    name_group::{NameGroup, ranges},
+};
 use crate::{
     checkpoint::printable,
     tensor::{Shape, TilingError, ViewError},
@@ -95,6 +98,12 @@ pub enum Problem {
         for_target: String,
         /// The rule that needs them, if one does.
         rule: RulePlace,
+    },
+    /// Some layers lack a tensor that their neighbours have, or have it in another shape.
+    #[error("{hole}; config.json does not say why")]
+    Hole {
+        /// Tensor and layers.
+        hole: Hole,
     },
     /// Tensors are not of the shape that a layout's rule says they have.
     #[error("{rule}{file}: {}: expected shape {expected}, found {found}", group.counted())]
@@ -243,7 +252,10 @@ impl PlanError {
         let of_names = |problem: &Problem| {
             matches!(
                 problem,
-                Problem::MissingTensor { .. } | Problem::UnexpectedTensor { .. } | Problem::MissingLayers { .. }
+                Problem::MissingTensor { .. }
+                    | Problem::UnexpectedTensor { .. }
+                    | Problem::MissingLayers { .. }
+                    | Problem::Hole { .. }
             )
         };
         self.problems.iter().any(of_names)

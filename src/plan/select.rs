@@ -4,12 +4,16 @@
 //! says so. That configuration also serves `hf/`, if it can tell the truth: a part that no configuration describes has no
 //! `hf/`, for a reason that is kept.
 
-use std::{collections::BTreeMap, ops::Range};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ops::Range,
+};
 
 use serde_json::{Map, Value, json};
 
 use super::{
     family::{Family, Generic},
+    name_group::{NameGroup, fold},
     naming,
     pattern::Pattern,
     problem::{PlanError, Problem},
@@ -117,6 +121,16 @@ pub(super) struct Selected {
     pub(super) target_exclude: Vec<Pattern>,
 }
 
+impl Selected {
+    /// Names of the repository that are not wanted.
+    pub(super) fn left_out(&self, original: &Checkpoint) -> Vec<NameGroup> {
+        let Some(part) = &self.part else { return Vec::new() };
+        let kept: BTreeSet<TensorId> = part.tensors().map(|(id, _)| id).collect();
+        let names = original.tensors().filter(|(id, _)| !kept.contains(id)).map(|(_, info)| info.name);
+        fold(names, &[])
+    }
+}
+
 /// Words of names that belong to towers for images, video and sound.
 const TOWERS: [&str; 19] = [
     "vision_tower",
@@ -147,7 +161,25 @@ pub(super) fn is_tower(name: &str) -> bool {
 
 /// Whether a name belongs to a predictor of further tokens that stands beside the layers.
 pub(super) fn is_predictor(name: &str) -> bool {
-    name.split('.').take(3).any(|word| matches!(word, "mtp" | "nextn" | "mtp_layers"))
+    name.split('.').take(3).any(|word| PREDICTORS.contains(&word))
+}
+
+/// Words of names that belong to a predictor of further tokens.
+const PREDICTORS: [&str; 3] = ["mtp", "nextn", "mtp_layers"];
+
+/// What a name is a part of: `visual.*`, `mtp.*`, or some layers, as in `model.layers.{4-7}.*`; or else the name. Numbers may be
+/// folded.
+pub(super) fn root(name: &str) -> String {
+    let is_number = |word: &str| word.starts_with(|c: char| c == '{' || c.is_ascii_digit());
+    let mut end = 0;
+    for (at, word) in name.split('.').enumerate() {
+        end += word.len() + usize::from(at > 0);
+        let is_part = at < 3 && (TOWERS.contains(&word) || PREDICTORS.contains(&word));
+        if (is_part || is_number(word)) && end < name.len() {
+            return format!("{}.*", &name[..end]);
+        }
+    }
+    name.to_owned()
 }
 
 /// Members of a configuration with one entry per layer.
@@ -315,6 +347,29 @@ pub(super) fn text_prefix(checkpoint: &Checkpoint, family: Option<&Family>) -> O
         }
     }
     counts.into_iter().max_by_key(|(_, count)| *count).map(|(prefix, _)| prefix)
+}
+
+/// Words of the tensors of a layer that predicts further tokens.
+const PREDICTOR_WORDS: [&str; 6] = ["eh_proj", "enorm", "hnorm", "shared_head", "nextn", "mtp"];
+
+/// The prefix of the text model's layers, and the first of those after the last configured one, which predict further tokens
+/// (multi-token prediction) and are no part of the stack.
+pub(super) fn predicting(checkpoint: &Checkpoint, family: Option<&Family>) -> Option<(String, u64)> {
+    let words = Generic::load().ok()?.words;
+    let prefix = text_prefix(checkpoint, family)?;
+    let first = checkpoint.dialect().declared_layers?;
+    let config = checkpoint.config()?;
+    // There the number may be that of another stack.
+    if config.get("is_encoder_decoder").and_then(Value::as_bool) == Some(true) {
+        return None;
+    }
+    let is_known = family.is_some() || MTP_COUNTS.iter().any(|key| super::config_number(checkpoint, key) > Some(0));
+    let beyond = |name: &str| {
+        let parsed = naming::parse(name, &words);
+        parsed.prefix == prefix && parsed.layer.is_some_and(|layer| layer >= first)
+    };
+    let predicts = |name: &str| is_known || name.split('.').any(|word| PREDICTOR_WORDS.contains(&word));
+    checkpoint.tensors().any(|(_, info)| predicts(info.name) && beyond(info.name)).then_some((prefix, first))
 }
 
 fn renumbered(name: &str, layer: u64, number: u64) -> String {
