@@ -11,7 +11,7 @@ use strsim::levenshtein;
 
 use super::{
     family::{Family, Generic},
-    name_group::{NameGroup, fold, ranges},
+    name_group::{NameGroup, fold, ranges, stars},
     naming, select,
 };
 use crate::{
@@ -153,21 +153,23 @@ impl Stem<'_> {
         pattern: &[bool],
         shapes: Option<(Shape, Shape)>,
     ) -> Vec<Hole> {
-        let names: BTreeMap<String, &str> = rests.map(|rest| (format!("{}*.{rest}", self.stem), rest)).collect();
         let of = |is: bool| -> BTreeSet<u64> {
             layers.iter().zip(pattern).filter(|(_, present)| **present == is).map(|(layer, _)| *layer).collect()
         };
         let (present, absent) = (of(true), of(false));
-        let hole = |group: NameGroup| {
-            // The first of the group serves for patterns of names: all of it differ in numbers only.
-            let first = names.iter().find(|(name, _)| fold([name.as_str()], &[])[0].name == group.name || group.count > 1);
-            let rest = first.map_or("", |(_, rest)| *rest);
-            let layer = absent.first().copied().unwrap_or_default();
-            let example = format!("{}{layer}.{rest}", self.stem);
+        let mut alike: BTreeMap<String, Vec<&str>> = BTreeMap::new();
+        for rest in rests {
+            alike.entry(stars(rest)).or_default().push(rest);
+        }
+        let hole = |mut rests: Vec<&str>| {
+            rests.sort_unstable();
+            let mut group = fold(rests.iter().copied(), &[]).pop()?;
+            group.name = format!("{}*.{}", self.stem, group.name);
+            let example = format!("{}{}.{}", self.stem, absent.first()?, rests.first()?);
             let (present, absent, shapes) = (present.clone(), absent.clone(), shapes.clone());
-            Hole { group, present, absent, shapes, example, of_text: self.of_text }
+            Some(Hole { group, present, absent, shapes, example, of_text: self.of_text })
         };
-        fold(names.keys().map(String::as_str), &[]).into_iter().map(hole).collect()
+        alike.into_values().filter_map(hole).collect()
     }
 
     /// Whether layers lack what this pattern says others have, and nothing in the pattern or `config.json` says why.

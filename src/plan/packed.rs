@@ -2,7 +2,7 @@
 //! parts that do not fit each other: under tensor parallelism such tensors are whole on every device, unless a part of the
 //! weight and a part of its scales are known to be of the same rows and columns.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 use super::{
     AxisUse, Mesh, axis_use,
@@ -152,7 +152,7 @@ pub(super) fn keep_together(
         }
     }
     let names = whole.iter().map(|id| checkpoint.tensor(*id).name);
-    let modules = names.map(|name| name.split(".weight").next().unwrap_or(name).rsplit_once('.').map_or(name, |_| name));
+    let modules: BTreeSet<&str> = names.map(module_of).collect();
     let groups = fold(modules, &[]);
     if groups.is_empty() {
         return None;
@@ -166,6 +166,12 @@ pub(super) fn keep_together(
         checkpoint.dialect().quantization,
         listed.join(", ")
     ))
+}
+
+/// The module of a tensor's name.
+fn module_of(name: &str) -> &str {
+    let before_weight = name.find(".weight").map(|at| &name[..at]);
+    before_weight.or_else(|| name.rsplit_once('.').map(|(module, _)| module)).unwrap_or(name)
 }
 
 fn sources(draft: &Draft) -> Vec<TensorId> {
