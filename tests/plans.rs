@@ -9,7 +9,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use ckfs::{
     plan::{
-        Allow, LayerRanges, Layout, Mesh, Pattern, Plan, PlanError, ShardRule, Sharding, Subset, Tied, ViewOptions, report,
+        Allow, LayerRanges, Layout, Mesh, Pattern, Plan, PlanError, ShardRule, Sharding, Subset, Tied, ViewOptions,
+        report,
     },
     tensor::DType,
 };
@@ -156,7 +157,8 @@ fn layers_of_multi_token_prediction_are_not_stacked() {
     ] {
         config["model_type"] = json!(model_type);
         let plan = build(&rows, &config, &ViewOptions { allow_missing: Allow::All, ..ViewOptions::default() }).unwrap();
-        let tensor = |name: &str| plan.tensors.iter().find(|tensor| tensor.name == name).unwrap_or_else(|| panic!("{name}"));
+        let tensor =
+            |name: &str| plan.tensors.iter().find(|tensor| tensor.name == name).unwrap_or_else(|| panic!("{name}"));
         assert_eq!(tensor(stack).layers.as_deref(), Some(&[0, 1, 2][..]));
         assert!(plan.is_bundled(tensor(single)) && !plan.is_bundled(tensor(&single.replace('3', "2"))));
         assert!(!plan.is_bundled(tensor(other)));
@@ -194,17 +196,25 @@ fn misspelt_mesh_axes_are_refused() {
     };
     let refused = |mesh: &str, options| with(mesh, options).unwrap_err().to_string();
     let near = |axis: &str, near: &str| format!("mesh axis {axis:?}: no rule splits by it; did you mean {near:?}?");
-    for (mesh, axis, known) in [("fdsp=4", "fdsp", "fsdp"), ("data=2,tenor=2", "tenor", "tensor"), ("experts=2", "experts", "expert")] {
+    for (mesh, axis, known) in
+        [("fdsp=4", "fdsp", "fsdp"), ("data=2,tenor=2", "tenor", "tensor"), ("experts=2", "experts", "expert")]
+    {
         assert_eq!(refused(mesh, ViewOptions::default()), near(axis, known));
     }
-    for (mesh, options) in [("fdsp=1", ViewOptions::default()), ("fdsp=4", ViewOptions { sharding: Sharding::Replicate, ..ViewOptions::default() })] {
+    for (mesh, options) in [
+        ("fdsp=1", ViewOptions::default()),
+        ("fdsp=4", ViewOptions { sharding: Sharding::Replicate, ..ViewOptions::default() }),
+    ] {
         assert_eq!(with(mesh, options).unwrap().warnings, [""; 0], "{mesh}");
     }
     for mesh in ["stage=2", "pp=2", "cp=2", "fsdp=2,fsdp2=2"] {
         let plan = with(mesh, ViewOptions::default()).unwrap();
         assert!(plan.warnings.iter().any(|warning| warning.contains("splits nothing")), "{mesh}: {:?}", plan.warnings);
     }
-    let own = ShardRule { pattern: Pattern::parse("layers.scanned.wq").unwrap(), spec: vec![vec![], vec!["fdsp".to_owned()]] };
+    let own = ShardRule {
+        pattern: Pattern::parse("layers.scanned.wq").unwrap(),
+        spec: vec![vec![], vec!["fdsp".to_owned()]],
+    };
     with("fdsp=4", ViewOptions { shard_rules: vec![own], ..ViewOptions::default() }).unwrap();
 }
 
@@ -231,11 +241,9 @@ fn module(name: &str, scheme: &str) -> Vec<Row> {
             ("g_idx", DType::I32, &[128]),
             ("bias", DType::F16, &[64]),
         ],
-        "awq" => &[
-            ("qweight", DType::I32, &[128, 8]),
-            ("qzeros", DType::I32, &[4, 8]),
-            ("scales", DType::F16, &[4, 64]),
-        ],
+        "awq" => {
+            &[("qweight", DType::I32, &[128, 8]), ("qzeros", DType::I32, &[4, 8]), ("scales", DType::F16, &[4, 64])]
+        }
         "pack-quantized" => &[
             ("weight_packed", DType::I32, &[64, 16]),
             ("weight_scale", W, &[64, 4]),
@@ -274,7 +282,8 @@ fn quantized(scheme: &str) -> (Vec<Row>, Value) {
 /// Specs by name, of what is split.
 fn specs(plan: &Plan) -> BTreeMap<String, String> {
     let spec = |tensor| plan.spec(tensor).to_json(tensor.view.shape().rank(), &plan.mesh).to_string();
-    let rows = plan.tensors.iter().filter(|tensor| plan.is_bundled(tensor)).map(|tensor| (tensor.name.clone(), spec(tensor)));
+    let rows =
+        plan.tensors.iter().filter(|tensor| plan.is_bundled(tensor)).map(|tensor| (tensor.name.clone(), spec(tensor)));
     rows.filter(|(_, spec)| spec.contains("tensor")).collect()
 }
 
@@ -284,7 +293,8 @@ fn packed_weights_stay_with_their_scales() {
         let (rows, config) = quantized(scheme);
         for layout in [Layout::Canonical, Layout::Hf] {
             let mesh = Mesh::parse("fsdp=2,tensor=2").unwrap();
-            let plan = build(&rows, &config, &ViewOptions { mesh, layout: layout.clone(), ..ViewOptions::default() }).unwrap();
+            let plan =
+                build(&rows, &config, &ViewOptions { mesh, layout: layout.clone(), ..ViewOptions::default() }).unwrap();
             let split: Vec<String> = specs(&plan).into_keys().collect();
             assert_eq!(split, [if layout == Layout::Hf { "model.embed_tokens.weight" } else { "embed" }], "{scheme}");
             let told = plan.warnings.iter().find(|warning| warning.contains("are whole on every device"));
@@ -302,20 +312,37 @@ fn packed_weights_stay_with_their_scales() {
 fn weights_of_eight_bits_are_split_where_their_scales_fit() {
     let rows: &[(&str, &str, &[(&str, &str)])] = &[
         // Blocks of 32 x 32 in 64 x 128, rows in two parts and columns in two.
-        ("block", "tensor=2", &[
-            ("wq", r#"[null,"tensor",null]"#), ("wq_scale_inv", r#"[null,"tensor",null]"#),
-            ("w_down", r#"[null,null,"tensor"]"#), ("w_down_scale_inv", r#"[null,null,"tensor"]"#),
-        ]),
+        (
+            "block",
+            "tensor=2",
+            &[
+                ("wq", r#"[null,"tensor",null]"#),
+                ("wq_scale_inv", r#"[null,"tensor",null]"#),
+                ("w_down", r#"[null,null,"tensor"]"#),
+                ("w_down_scale_inv", r#"[null,null,"tensor"]"#),
+            ],
+        ),
         // Four parts of 16 rows would cut blocks.
-        ("block", "tensor=4", &[("w_down", r#"[null,null,"tensor"]"#), ("w_down_scale_inv", r#"[null,null,"tensor"]"#)]),
-        ("channel", "tensor=4", &[
-            ("wq", r#"[null,"tensor",null]"#), ("wq_scale", r#"[null,"tensor",null]"#), ("w_down", r#"[null,null,"tensor"]"#),
-        ]),
+        (
+            "block",
+            "tensor=4",
+            &[("w_down", r#"[null,null,"tensor"]"#), ("w_down_scale_inv", r#"[null,null,"tensor"]"#)],
+        ),
+        (
+            "channel",
+            "tensor=4",
+            &[
+                ("wq", r#"[null,"tensor",null]"#),
+                ("wq_scale", r#"[null,"tensor",null]"#),
+                ("w_down", r#"[null,null,"tensor"]"#),
+            ],
+        ),
         ("tensor", "tensor=4", &[("wq", r#"[null,"tensor",null]"#), ("w_down", r#"[null,null,"tensor"]"#)]),
     ];
     for (scheme, mesh, expected) in rows {
         let (rows, config) = quantized(scheme);
-        let plan = build(&rows, &config, &ViewOptions { mesh: Mesh::parse(mesh).unwrap(), ..ViewOptions::default() }).unwrap();
+        let plan =
+            build(&rows, &config, &ViewOptions { mesh: Mesh::parse(mesh).unwrap(), ..ViewOptions::default() }).unwrap();
         let mut found = specs(&plan);
         found.remove("embed");
         let expected: BTreeMap<String, String> =
@@ -336,7 +363,8 @@ fn mlx_weights_are_named_and_not_cast() {
     let error = build(&rows, &config, &ViewOptions { dtype: Some(DType::F32), ..ViewOptions::default() }).unwrap_err();
     assert!(error.to_string().contains("quantized as mlx affine of 4 bits, groups of 64"), "{error}");
     // The same words without packed weights are no quantization.
-    let plain = build(&repo::llama_rows(2, W), &config, &ViewOptions { dtype: Some(DType::F32), ..ViewOptions::default() });
+    let plain =
+        build(&repo::llama_rows(2, W), &config, &ViewOptions { dtype: Some(DType::F32), ..ViewOptions::default() });
     plain.unwrap();
 }
 
@@ -356,7 +384,9 @@ fn tied_heads_follow_transformers_defaults() {
         let with = |config: &Value, layout: &Layout| {
             let missing = Allow::All;
             let (layout, tied) = (layout.clone(), Tied::Alias);
-            let plan = build(&rows, config, &ViewOptions { layout, tied, allow_missing: missing, ..ViewOptions::default() }).unwrap();
+            let plan =
+                build(&rows, config, &ViewOptions { layout, tied, allow_missing: missing, ..ViewOptions::default() })
+                    .unwrap();
             let heads = plan.tensors.iter().filter(|tensor| tensor.name.contains("lm_head"));
             heads.map(|tensor| tensor.name.clone()).collect::<Vec<_>>()
         };
@@ -402,8 +432,13 @@ fn maxtext_models_that_rotate_halves_are_told() {
         let warned = |rope: Option<&str>| {
             let set = rope.map(|rope| ("rope".to_owned(), rope.to_owned())).into_iter().collect();
             let layout = Layout::find("maxtext").unwrap();
-            let options =
-                ViewOptions { layout, set, allow_missing: Allow::All, allow_unmapped: Allow::All, ..ViewOptions::default() };
+            let options = ViewOptions {
+                layout,
+                set,
+                allow_missing: Allow::All,
+                allow_unmapped: Allow::All,
+                ..ViewOptions::default()
+            };
             let plan = build(&tensors, &config, &options).unwrap_or_else(|error| panic!("{error}"));
             plan.warnings.into_iter().find(|warning| warning.contains("rotates halves"))
         };
@@ -440,8 +475,7 @@ fn plans_list_what_is_left_out() {
     let subset = Subset { text_only: true, no_mtp: true, ..Subset::default() };
     let options = ViewOptions { subset, ..ViewOptions::default() };
     let text = text(&rows, &repo::llama_config(3), &options);
-    for expected in
-        ["left out    3 tensors of the repository:", " model.visual.* (2 tensors)\n", " mtp.* (1 tensor)\n"]
+    for expected in ["left out    3 tensors of the repository:", " model.visual.* (2 tensors)\n", " mtp.* (1 tensor)\n"]
     {
         assert!(text.contains(expected), "{expected}: {text}");
     }

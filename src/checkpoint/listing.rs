@@ -47,7 +47,11 @@ fn walk(dir: &Path, prefix: &str, depth: usize, found: &mut Vec<Listed>) -> io::
         })?;
         let path = format!("{prefix}{name}");
         let own = entry.file_type().map_err(with_path)?;
-        let target = if own.is_symlink() { fs::metadata(entry.path()).ok() } else { entry.metadata().ok() };
+        let target = match if own.is_symlink() { fs::metadata(entry.path()) } else { entry.metadata() } {
+            Ok(meta) => Some(meta),
+            Err(error) if own.is_symlink() && leads_nowhere(&error) => None,
+            Err(error) => return Err(io::Error::new(error.kind(), format!("{}: {error}", entry.path().display()))),
+        };
         let ignored = |reason| Listed { path: path.clone(), role: FileRole::Ignored(reason), size_bytes: 0 };
         match target {
             None => found.push(ignored(IgnoreReason::DanglingLink)),
@@ -65,6 +69,12 @@ fn walk(dir: &Path, prefix: &str, depth: usize, found: &mut Vec<Listed>) -> io::
         }
     }
     Ok(())
+}
+
+/// Whether following a symbolic link failed since nothing that can be seen is at its end.
+fn leads_nowhere(error: &io::Error) -> bool {
+    use io::ErrorKind::{NotADirectory, NotFound, PermissionDenied};
+    matches!(error.kind(), NotFound | NotADirectory | PermissionDenied) || error.raw_os_error() == Some(libc::ELOOP)
 }
 
 /// The absolute path of a listed file.

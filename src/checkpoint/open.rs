@@ -392,8 +392,7 @@ fn open_file(located: Located, io: SourceIo, adapters: Adapters) -> Result<Check
     let source = LocalFiles::open(&paths, io)?;
     let name = located.path.file_name().map_or_else(|| located.label.clone(), |name| name.display().to_string());
     let listed = Listed { path: name, role: FileRole::Weights, size_bytes: source.len_bytes(FileId(0)) };
-    let plan =
-        Selected { located, files: vec![listed], weights: vec![0], index: None, adapters, warnings: Vec::new() };
+    let plan = Selected { located, files: vec![listed], weights: vec![0], index: None, adapters, warnings: Vec::new() };
     plan.build(source, Problems::default())
 }
 

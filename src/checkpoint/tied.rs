@@ -17,8 +17,9 @@ struct Rules {
     embeddings: Vec<String>,
 }
 
-static RULES: LazyLock<Rules> =
-    LazyLock::new(|| toml::from_str(include_str!("tied.toml")).expect("the file is in the program, and a test reads it"));
+static RULES: LazyLock<Rules> = LazyLock::new(|| {
+    toml::from_str(include_str!("tied.toml")).expect("the file is in the program, and a test reads it")
+});
 
 /// What the configuration and the model's type say of the output head.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -95,14 +96,23 @@ mod tests {
             (json!({"model_type": "t5", "tie_word_embeddings": false}), None, true),
             (json!({"model_type": "t5", "architectures": ["T5EncoderModel"]}), None, false),
             // The outer configuration decides, or the type.
-            (json!({"model_type": "gemma3", "tie_word_embeddings": false, "text_config": {"tie_word_embeddings": true}}),
-             Some(false), false),
-            (json!({"model_type": "gemma3", "tie_word_embeddings": true, "text_config": {"tie_word_embeddings": false}}),
-             Some(true), true),
+            (
+                json!({"model_type": "gemma3", "tie_word_embeddings": false, "text_config": {"tie_word_embeddings": true}}),
+                Some(false),
+                false,
+            ),
+            (
+                json!({"model_type": "gemma3", "tie_word_embeddings": true, "text_config": {"tie_word_embeddings": false}}),
+                Some(true),
+                true,
+            ),
             (json!({"model_type": "gemma3", "text_config": {"tie_word_embeddings": false}}), None, true),
             // Here the inner one may tie what the outer one does not.
-            (json!({"model_type": "qwen2_vl", "tie_word_embeddings": false, "text_config": {"tie_word_embeddings": true}}),
-             Some(true), true),
+            (
+                json!({"model_type": "qwen2_vl", "tie_word_embeddings": false, "text_config": {"tie_word_embeddings": true}}),
+                Some(true),
+                true,
+            ),
             (json!({"model_type": "llava", "text_config": {"model_type": "llama"}}), None, false),
             (json!({"model_type": "other", "text_config": {"model_type": "gemma2"}}), None, true),
             (json!({"model_type": "other", "text_config": {"tie_word_embeddings": true}}), Some(true), true),

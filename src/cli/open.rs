@@ -178,7 +178,7 @@ pub(super) fn lay_out(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: 
         engine: engine_options(&config.mount),
         // Without a word nothing bypasses the page cache.
         direct: config.mount.direct_io.as_ref().map(Into::into).unwrap_or_default(),
-        config_text: config.to_toml(),
+        config_text: config.to_toml()?,
     };
     Ok(Volume::new(Arc::clone(checkpoint), plans.to_vec(), options)?)
 }
@@ -190,7 +190,9 @@ pub(super) fn lay_out(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: 
 pub(super) fn check_sources(volume: &Volume) -> anyhow::Result<()> {
     let checkpoint = volume.engine().checkpoint();
     let number = |file: usize| u32::try_from(file).expect("files were numbered by 32 bits when they were opened");
-    (0..checkpoint.source().file_count()).map(|file| FileId(number(file))).try_for_each(|file| Ok(checkpoint.source().check(file)?))
+    (0..checkpoint.source().file_count())
+        .map(|file| FileId(number(file)))
+        .try_for_each(|file| Ok(checkpoint.source().check(file)?))
 }
 
 /// Logs an error with its causes.

@@ -65,7 +65,8 @@ fn member<'a>(checkpoint: &'a Checkpoint, path: &[String]) -> Option<&'a Json> {
 }
 
 fn evaluate(expression: &str, checkpoint: &Checkpoint, layer: Option<u64>) -> Option<Value> {
-    Expr::parse(expression).ok()?.eval(&Condition { checkpoint, layer }).ok()
+    let expression = Expr::parse(expression).expect("the families' files are in the program, and a test parses these");
+    expression.eval(&Condition { checkpoint, layer }).ok()
 }
 
 /// Whether an expectation holds for a layer. One that cannot be told does not.
@@ -97,7 +98,7 @@ struct Survey<'a> {
 impl<'a> Survey<'a> {
     fn new(checkpoint: &'a Checkpoint, family: &'a Family) -> Option<Self> {
         let prefix = select::text_prefix(checkpoint, Some(family))?;
-        let words = Generic::load().ok()?.words;
+        let words = Generic::load().expect("the file is in the program, and a test reads it").words;
         let (layers, stems, unknown) = (BTreeSet::new(), BTreeSet::new(), Vec::new());
         let mut survey = Self { checkpoint, family, prefix, layers, stems, unknown };
         let names: Vec<&str> = checkpoint.tensors().map(|(_, info)| info.name).collect();
@@ -267,7 +268,7 @@ pub(super) struct Findings {
 pub(super) fn compare(checkpoint: &Checkpoint, family: &Family, options: &ViewOptions) -> (Findings, Vec<Problem>) {
     let nothing = || (Findings::default(), Vec::new());
     let Some(survey) = Survey::new(checkpoint, family) else { return nothing() };
-    let Ok(words) = Generic::load().map(|generic| generic.words) else { return nothing() };
+    let words = Generic::load().expect("the file is in the program, and a test reads it").words;
     let expected = survey.expected();
     // A layer of which nothing is there is reported as such.
     let in_missing_layer = |parsed: &Parsed| parsed.layer.is_some_and(|layer| !survey.layers.contains(&layer));
@@ -290,9 +291,8 @@ pub(super) fn compare(checkpoint: &Checkpoint, family: &Family, options: &ViewOp
     holes.retain(|hole| lost.binary_search(&hole.example.as_str()).is_err());
     let doubt = if lost.is_empty() && holes.is_empty() { None } else { survey.doubt() };
     let is_sure = doubt.is_none() && checkpoint.dialect().quantization == Quantization::None;
-    let (holes, differing): (Vec<Hole>, Vec<Hole>) = holes.into_iter().partition(|hole| {
-        !is_sure || !hole.of_text || options.allow_missing.accepts(&hole.example)
-    });
+    let (holes, differing): (Vec<Hole>, Vec<Hole>) =
+        holes.into_iter().partition(|hole| !is_sure || !hole.of_text || options.allow_missing.accepts(&hole.example));
     let (allowed, refused): (Vec<&str>, Vec<&str>) =
         lost.into_iter().partition(|name| doubt.is_some() || options.allow_missing.accepts(name));
     let (listed, misspelt): (Vec<&str>, Vec<&str>) =

@@ -38,9 +38,8 @@ pub struct Hole {
 
 impl std::fmt::Display for Hole {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let layers = |layers: &BTreeSet<u64>| {
-            format!("layer{} {}", if layers.len() == 1 { "" } else { "s" }, ranges(layers))
-        };
+        let layers =
+            |layers: &BTreeSet<u64>| format!("layer{} {}", if layers.len() == 1 { "" } else { "s" }, ranges(layers));
         let (present, absent) = (layers(&self.present), layers(&self.absent));
         let (one, several) = (self.absent.len() == 1, self.present.len() > 1);
         let have = if several { "have" } else { "has" };
@@ -133,7 +132,8 @@ impl Stem<'_> {
             let rests = rests.iter().filter(|rest| differs && !replaced(&all, pattern, rest, &patterns));
             holes.extend(self.folded(rests.copied(), &all, pattern, None));
         }
-        let shaped = kinds.iter().filter(|_| compare_shapes).filter_map(|(rest, members)| self.misshapen(rest, members));
+        let shaped =
+            kinds.iter().filter(|_| compare_shapes).filter_map(|(rest, members)| self.misshapen(rest, members));
         let mut alike: BTreeMap<_, Vec<&str>> = BTreeMap::new();
         for (rest, layers, pattern, usual, other) in shaped {
             alike.entry((layers, pattern, usual.extents().to_vec(), other.extents().to_vec())).or_default().push(rest);
@@ -189,11 +189,7 @@ impl Stem<'_> {
 
     /// A tensor with another shape in some layers.
     #[expect(clippy::type_complexity, reason = "taken apart at once")]
-    fn misshapen<'r>(
-        &self,
-        rest: &'r str,
-        members: &Members,
-    ) -> Option<(&'r str, Vec<u64>, Vec<bool>, Shape, Shape)> {
+    fn misshapen<'r>(&self, rest: &'r str, members: &Members) -> Option<(&'r str, Vec<u64>, Vec<bool>, Shape, Shape)> {
         let shape = |id: TensorId| self.checkpoint.tensor(id).shape;
         let first = shape(members.first()?.1);
         if members.iter().all(|(_, id)| shape(*id) == first) {

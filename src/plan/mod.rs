@@ -251,6 +251,13 @@ pub(crate) fn config_number(checkpoint: &Checkpoint, member: &str) -> Option<u64
     nested.and_then(|nested| nested.get(member)).or_else(|| config.get(member))?.as_u64()
 }
 
+impl PlannedTensor {
+    /// Bytes of the whole tensor.
+    pub fn bytes(&self) -> u64 {
+        self.view.bytes().expect("sizes were added up when the plan was made")
+    }
+}
+
 impl Plan {
     /// Resolves what the user wants against a checkpoint.
     ///
@@ -468,7 +475,8 @@ impl Plan {
         }
         self.devices.iter().try_for_each(|device| {
             let region = spec.region(view.shape(), &self.mesh, &self.mesh.coordinates(*device));
-            view.region(&region).map_or(Ok(()), |shard| shard.lower().map(drop))
+            let shard = view.region(&region).expect("a spec makes regions inside the shape");
+            shard.lower().map(drop)
         })
     }
 
@@ -496,7 +504,7 @@ impl Plan {
         }
         let mut ranges: Vec<_> = region.ranges().collect();
         ranges[0].end = ranges[0].start;
-        Region::within(shape, &ranges).unwrap_or(region)
+        Region::within(shape, &ranges).expect("an empty range inside a region lies inside the shape")
     }
 
     /// Whether the expert axis gives a tensor to the device at these coordinates; true of all but tensors of one expert.

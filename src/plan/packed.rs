@@ -4,12 +4,7 @@
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
-use super::{
-    AxisUse, Mesh, axis_use,
-    draft::Draft,
-    name_group::fold,
-    values::Values,
-};
+use super::{AxisUse, Mesh, axis_use, draft::Draft, name_group::fold, values::Values};
 use crate::{
     checkpoint::{Checkpoint, Quantization},
     tensor::{DType, TensorId},
@@ -20,8 +15,20 @@ const MATRICES: [&str; 5] = ["weight", "qweight", "weight_packed", "W_q", "_weig
 
 /// What stands beside a packed matrix in its module.
 const COMPANIONS: [&str; 14] = [
-    "qzeros", "scales", "biases", "scale", "zero", "meta", "g_idx", "SCB", "weight_format", "input_scale", "_weight_scale",
-    "_weight_zero_point", "weight_bias", "zeros",
+    "qzeros",
+    "scales",
+    "biases",
+    "scale",
+    "zero",
+    "meta",
+    "g_idx",
+    "SCB",
+    "weight_format",
+    "input_scale",
+    "_weight_scale",
+    "_weight_zero_point",
+    "weight_bias",
+    "zeros",
 ];
 
 /// What follows the name of a packed tensor in the names of its companions, where it is no module.
@@ -51,9 +58,8 @@ struct Packed {
 impl Packed {
     fn of(checkpoint: &Checkpoint, values: &Values<'_>) -> Self {
         let mut packed = Self::default();
-        let dequantized = |id: TensorId| {
-            values.scale_of(id).is_some() && values.dtype_of(&[checkpoint.tensor(id).name]).is_some()
-        };
+        let dequantized =
+            |id: TensorId| values.scale_of(id).is_some() && values.dtype_of(&[checkpoint.tensor(id).name]).is_some();
         let table = checkpoint.table();
         for (id, info) in checkpoint.tensors().filter(|(_, info)| !is_plain(info.dtype)) {
             if dequantized(id) {
@@ -158,7 +164,8 @@ pub(super) fn keep_together(
         return None;
     }
     let listed: Vec<&str> = groups.iter().take(LISTED).map(|group| group.name.as_str()).collect();
-    let more = if groups.len() > LISTED { format!(" and {} more groups", groups.len() - LISTED) } else { String::new() };
+    let more =
+        if groups.len() > LISTED { format!(" and {} more groups", groups.len() - LISTED) } else { String::new() };
     Some(format!(
         "{} tensors of quantized weights ({}) are whole on every device, since parts of packed codes and of their scales need \
          not fit each other: {}{more}",

@@ -134,7 +134,7 @@ fn groups(plan: &Plan) -> Vec<Group<'_>> {
             groups.len() - 1
         });
         groups[place].count += 1;
-        groups[place].bytes += tensor.view.bytes().unwrap_or(0);
+        groups[place].bytes += tensor.bytes();
     }
     groups
 }
@@ -150,7 +150,8 @@ fn bytes_per_device(plan: &Plan) -> Vec<u64> {
     }
     let shard = |tensor: &PlannedTensor, device| {
         let elements = plan.region(tensor, device).shape().elements();
-        u64::try_from(u128::from(elements) * u128::from(tensor.view.dtype().bits()) / 8).unwrap_or(u64::MAX)
+        u64::try_from(u128::from(elements) * u128::from(tensor.view.dtype().bits()) / 8)
+            .expect("a part has no more bytes than the tensor, whose size was checked")
     };
     let of_device = |device: &u64| kinds.values().map(|(tensor, count)| shard(tensor, *device) * count).sum();
     plan.devices.iter().map(of_device).collect()
@@ -176,7 +177,7 @@ fn axis_effects(plan: &Plan) -> Vec<AxisEffect> {
             name: axis.name.clone(),
             size: axis.size,
             tensors: split.len() as u64,
-            bytes: split.iter().map(|tensor| tensor.view.bytes().unwrap_or(0)).sum(),
+            bytes: split.iter().map(|tensor| tensor.bytes()).sum(),
         }
     })
     .collect()
@@ -288,7 +289,7 @@ pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
         // Writing to a string cannot fail.
         let _ = writeln!(text, "{key:<10}  {}", printable(value));
     };
-    let total: u64 = plan.bundle().map(|tensor| tensor.view.bytes().unwrap_or(0)).sum();
+    let total: u64 = plan.bundle().map(PlannedTensor::bytes).sum();
     let count = plan.bundle().count();
     let family = plan.family.as_deref().map_or_else(|| "family not known".to_owned(), |name| format!("family {name}"));
     // Whether layers are stacked is a matter of the layout's own rules, where it has any.
@@ -361,7 +362,13 @@ pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
             let view = &group.first.view;
             let spec = plan.spec(group.first).to_json(view.shape().rank(), &plan.mesh).to_string();
             let spec = spec.replace("null", "-").replace('"', "");
-            [printable(&group.name).into_owned(), group.count.to_string(), view.dtype().to_string(), view.shape().to_string(), spec]
+            [
+                printable(&group.name).into_owned(),
+                group.count.to_string(),
+                view.dtype().to_string(),
+                view.shape().to_string(),
+                spec,
+            ]
         }))
         .collect();
     rows(&mut text, &table);
@@ -469,7 +476,7 @@ pub fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
         "unscanned": plan.unscanned,
         "mesh": {"axes": axes, "devices": plan.mesh.devices()},
         "devices": devices,
-        "bytes": plan.bundle().map(|tensor| tensor.view.bytes().unwrap_or(0)).sum::<u64>(),
+        "bytes": plan.bundle().map(PlannedTensor::bytes).sum::<u64>(),
         "amplification": amplification_json(checkpoint, plan),
         "missing": names(&plan.missing),
         "unexpected": names(&plan.unexpected),

@@ -337,7 +337,7 @@ fn scale_pairs(checkpoint: &Checkpoint) -> Vec<(TensorId, TensorId)> {
 
 /// The prefix of the text model's layers.
 pub(super) fn text_prefix(checkpoint: &Checkpoint, family: Option<&Family>) -> Option<String> {
-    let words = Generic::load().ok()?.words;
+    let words = Generic::load().expect("the file is in the program, and a test reads it").words;
     let mut counts: BTreeMap<String, u64> = BTreeMap::new();
     for (_, info) in checkpoint.tensors() {
         let parsed = naming::parse(info.name, &words);
@@ -355,7 +355,7 @@ const PREDICTOR_WORDS: [&str; 6] = ["eh_proj", "enorm", "hnorm", "shared_head", 
 /// The prefix of the text model's layers, and the first of those after the last configured one, which predict further tokens
 /// (multi-token prediction) and are no part of the stack.
 pub(super) fn predicting(checkpoint: &Checkpoint, family: Option<&Family>) -> Option<(String, u64)> {
-    let words = Generic::load().ok()?.words;
+    let words = Generic::load().expect("the file is in the program, and a test reads it").words;
     let prefix = text_prefix(checkpoint, family)?;
     let first = checkpoint.dialect().declared_layers?;
     let config = checkpoint.config()?;

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use super::arrays::ArrayTable;
-use crate::{image, plan::Plan};
+use crate::{checkpoint::printable, image, plan::Plan};
 
 /// A directory that is not there, is empty, or has a part only.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -61,7 +61,7 @@ pub fn unavailable_text(view: &str, found: &[Unavailable]) -> String {
     for Unavailable { format, reason } in found {
         let what = if *format == "safetensors" { "partial" } else { "not there" };
         // Writing to a string cannot fail.
-        let _ = writeln!(text, "{what:<10}  {parent}{format}/: {reason}");
+        let _ = writeln!(text, "{what:<10}  {parent}{format}/: {}", printable(reason));
     }
     text
 }

@@ -89,7 +89,7 @@ pub(super) const FUNCTIONS: &[(&str, Function, usize, usize)] = &[
 /// The axis that a number stands for, counted from the end if negative.
 fn axis(name: &'static str, value: &Value, rank: usize) -> Result<usize, EvalError> {
     let number = value.int(name)?;
-    let from_end = if number < 0 { i64::try_from(rank).unwrap_or(i64::MAX) + number } else { number };
+    let from_end = if number < 0 { i64::try_from(rank).expect("views have few axes") + number } else { number };
     usize::try_from(from_end).map_err(|_| value.kind(name, "an axis"))
 }
 

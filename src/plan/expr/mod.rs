@@ -455,7 +455,7 @@ impl Template {
             match node.eval(names)? {
                 value @ (Value::Absent(_) | Value::View(_)) => return Err(value.kind("template", "a number or a text")),
                 value @ (Value::Int(_) | Value::Float(_) | Value::Bool(_) | Value::Text(_)) => {
-                    write!(text, "{value}").unwrap_or_default();
+                    write!(text, "{value}").expect("a string takes all that is written");
                 }
             }
         }

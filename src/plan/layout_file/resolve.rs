@@ -732,7 +732,7 @@ impl Making<'_> {
 }
 
 fn int(number: u64) -> Value {
-    Value::Int(i64::try_from(number).unwrap_or(i64::MAX))
+    Value::Int(i64::try_from(number).expect("numbers of loops come from expressions, which have 63 bits"))
 }
 
 fn joined(prefix: &str, name: &str) -> String {
