@@ -19,6 +19,9 @@ use serde_json::{Value, json};
 
 const W: DType = DType::BF16;
 
+/// Names with what belongs to each.
+type Pairs = &'static [(&'static str, &'static str)];
+
 fn build(rows: &[Row], config: &Value, options: &ViewOptions) -> Result<Plan, PlanError> {
     let dir = tempfile::tempdir().unwrap();
     repo::write_repo(dir.path(), &[rows], config);
@@ -58,7 +61,7 @@ fn layers(kinds: &[(&str, &str)]) -> Vec<Row> {
 
 #[test]
 fn holes_of_an_unknown_family_are_listed() {
-    let rows: &[(&[(&str, &str)], &[&str])] = &[
+    let rows: &[(Pairs, &[&str])] = &[
         (&[("a", "xxx"), ("b", "x.x")], &["net.blocks.*.b.weight: layers 0,2 have it, layer 1 lacks it"]),
         (
             &[("a", "xxxxxxxxx"), ("b", "x.xx.xxxx")],
@@ -310,7 +313,7 @@ fn packed_weights_stay_with_their_scales() {
 
 #[test]
 fn weights_of_eight_bits_are_split_where_their_scales_fit() {
-    let rows: &[(&str, &str, &[(&str, &str)])] = &[
+    let rows: &[(&str, &str, Pairs)] = &[
         // Blocks of 32 x 32 in 64 x 128, rows in two parts and columns in two.
         (
             "block",

@@ -137,6 +137,9 @@ impl TensorTable {
     }
 
     /// All tensors, in order of id.
+    ///
+    /// # Panics
+    /// Never: numbers of rows fit 32 bits.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (TensorId, TensorInfo<'_>)> {
         let number = |at: usize| u32::try_from(at).expect("row numbers fit 32 bits: checked when the table was made");
         (0..self.len()).map(move |at| {

@@ -98,9 +98,7 @@ pub(super) fn plan(
     if !changed {
         return Ok(originals(original).map(|(_, path, id)| original_file(path, id)).collect());
     }
-    let bytes =
-        |view: &View| view.bytes().expect("sources have at most 2^58 bytes, and a cast makes at most 16 times as many");
-    let total: u64 = shown.iter().map(|(_, _, view)| bytes(view)).sum();
+    let total = total_bytes(&shown);
     let mut by_file: Vec<Vec<(TensorId, String, View)>> = vec![Vec::new(); original.source().file_count()];
     for (id, name, view) in shown {
         by_file[original.tensor(id).file.index()].push((id, name, view));
@@ -156,6 +154,12 @@ pub(super) fn plan(
         files.push(HfFile { path: path.to_owned(), content });
     }
     if problems.is_empty() { Ok(files) } else { Err(problems) }
+}
+
+/// Bytes of all these tensors.
+fn total_bytes(shown: &[(TensorId, String, View)]) -> u64 {
+    const FITS: &str = "sources have at most 2^58 bytes, and a cast makes at most 16 times as many";
+    shown.iter().map(|(_, _, view)| view.bytes().expect(FITS)).sum()
 }
 
 /// The files that `hf/` has at most.

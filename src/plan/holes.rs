@@ -85,7 +85,9 @@ pub(super) fn find(checkpoint: &Checkpoint, family: Option<&Family>) -> Vec<Hole
     let lists = Lists::of(checkpoint);
     let mut found: Vec<Hole> = stems
         .into_iter()
-        .flat_map(|((stem, of_text), kinds)| Stem { checkpoint, stem, of_text, lists: &lists }.holes(kinds, !quantized))
+        .flat_map(|((stem, of_text), kinds)| {
+            Stem { checkpoint, before: stem, of_text, lists: &lists }.holes(&kinds, !quantized)
+        })
         .collect();
     found.sort_by(|a, b| a.group.name.cmp(&b.group.name));
     found
@@ -107,13 +109,13 @@ fn kind(rest: &str, quantized: bool) -> Option<String> {
 struct Stem<'a> {
     checkpoint: &'a Checkpoint,
     /// What stands before the layer's number.
-    stem: &'a str,
+    before: &'a str,
     of_text: bool,
     lists: &'a Lists,
 }
 
 impl Stem<'_> {
-    fn holes(&self, kinds: HashMap<String, Members>, compare_shapes: bool) -> Vec<Hole> {
+    fn holes(&self, kinds: &HashMap<String, Members>, compare_shapes: bool) -> Vec<Hole> {
         let all: BTreeSet<u64> = kinds.values().flatten().map(|(layer, _)| *layer).collect();
         let all: Vec<u64> = all.into_iter().collect();
         // Fewer have nothing in between.
@@ -121,7 +123,7 @@ impl Stem<'_> {
             return Vec::new();
         }
         let mut patterns: BTreeMap<Vec<bool>, Vec<&str>> = BTreeMap::new();
-        for (rest, members) in &kinds {
+        for (rest, members) in kinds {
             let layers: BTreeSet<u64> = members.iter().map(|(layer, _)| *layer).collect();
             let pattern = all.iter().map(|layer| layers.contains(layer)).collect();
             patterns.entry(pattern).or_default().push(rest);
@@ -140,7 +142,7 @@ impl Stem<'_> {
         }
         for ((layers, pattern, usual, other), rests) in alike {
             let shapes = Shape::try_new(&usual).ok().zip(Shape::try_new(&other).ok());
-            holes.extend(self.folded(rests.into_iter(), &layers, &pattern, shapes));
+            holes.extend(self.folded(rests.into_iter(), &layers, &pattern, shapes.as_ref()));
         }
         holes
     }
@@ -151,7 +153,7 @@ impl Stem<'_> {
         rests: impl Iterator<Item = &'r str>,
         layers: &[u64],
         pattern: &[bool],
-        shapes: Option<(Shape, Shape)>,
+        shapes: Option<&(Shape, Shape)>,
     ) -> Vec<Hole> {
         let of = |is: bool| -> BTreeSet<u64> {
             layers.iter().zip(pattern).filter(|(_, present)| **present == is).map(|(layer, _)| *layer).collect()
@@ -164,9 +166,9 @@ impl Stem<'_> {
         let hole = |mut rests: Vec<&str>| {
             rests.sort_unstable();
             let mut group = fold(rests.iter().copied(), &[]).pop()?;
-            group.name = format!("{}*.{}", self.stem, group.name);
-            let example = format!("{}{}.{}", self.stem, absent.first()?, rests.first()?);
-            let (present, absent, shapes) = (present.clone(), absent.clone(), shapes.clone());
+            group.name = format!("{}*.{}", self.before, group.name);
+            let example = format!("{}{}.{}", self.before, absent.first()?, rests.first()?);
+            let (present, absent, shapes) = (present.clone(), absent.clone(), shapes.cloned());
             Some(Hole { group, present, absent, shapes, example, of_text: self.of_text })
         };
         alike.into_values().filter_map(hole).collect()

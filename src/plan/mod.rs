@@ -253,6 +253,9 @@ pub(crate) fn config_number(checkpoint: &Checkpoint, member: &str) -> Option<u64
 
 impl PlannedTensor {
     /// Bytes of the whole tensor.
+    ///
+    /// # Panics
+    /// Never for a tensor of a plan that was built.
     pub fn bytes(&self) -> u64 {
         self.view.bytes().expect("sizes were added up when the plan was made")
     }
@@ -263,6 +266,9 @@ impl Plan {
     ///
     /// # Errors
     /// Everything wrong with the plan, at once.
+    ///
+    /// # Panics
+    /// Never: the numbers of tensors that a checkpoint has fit 32 bits.
     #[expect(clippy::too_many_lines, reason = "the steps of a plan, one after the other")]
     pub fn build(checkpoint: &Checkpoint, options: &ViewOptions) -> Result<Self, PlanError> {
         let mut problems = Vec::new();
@@ -495,6 +501,9 @@ impl Plan {
 
     /// The region of a tensor that a device holds. A tensor of a single expert is held whole, or as its spec says, by the
     /// devices that the expert axis gives it to, and is empty on the others.
+    ///
+    /// # Panics
+    /// Never for a tensor of this plan.
     pub fn region(&self, tensor: &PlannedTensor, device: u64) -> Region {
         let coordinates = self.mesh.coordinates(device);
         let shape = tensor.view.shape();

@@ -12,7 +12,7 @@ use std::{
 use serde_json::{Map, Value, json};
 
 use super::{
-    family::{Family, Generic},
+    family::{Family, Generic, Words},
     name_group::{NameGroup, fold},
     naming,
     pattern::Pattern,
@@ -269,17 +269,8 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
     if subset.layers.is_some() && text.is_none() {
         return Err(refused(vec!["the repository has no layers of a text model".to_owned()], "layers"));
     }
-    if let (Some(layers), Some(prefix)) = (&subset.layers, &text) {
-        let last = base.tensors().filter_map(|(_, info)| {
-            let parsed = naming::parse(info.name, &words);
-            parsed.layer.filter(|_| parsed.prefix == *prefix)
-        });
-        let count = last.max().map_or(0, |last| last.saturating_add(1)).max(declared.unwrap_or(0));
-        if let Some(range) = layers.beyond(count) {
-            let last = count.saturating_sub(1);
-            let reason = format!("{range}: there are {count} layers, 0 to {last}: expected ranges in 0..{count}");
-            return Err(refused(vec![reason], "layers"));
-        }
+    if let Some(reason) = beyond_the_last(base, subset, text.as_deref(), &words) {
+        return Err(refused(vec![reason], "layers"));
     }
     if fate.iter().all(Option::is_none) {
         return Err(refused(vec!["no tensor is left".to_owned()], "include, exclude, layers"));
@@ -318,6 +309,20 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
     selected.part = Some(part.map_err(|reasons| refused(reasons, "layers"))?);
     selected.whole = whole;
     Ok(selected)
+}
+
+/// Why the layers that are wanted cannot be had, if some are beyond the last.
+fn beyond_the_last(base: &Checkpoint, subset: &Subset, prefix: Option<&str>, words: &Words) -> Option<String> {
+    let (layers, prefix) = (subset.layers.as_ref()?, prefix?);
+    let found = base.tensors().filter_map(|(_, info)| {
+        let parsed = naming::parse(info.name, words);
+        parsed.layer.filter(|_| parsed.prefix == prefix)
+    });
+    let found = found.max().map_or(0, |last| last.saturating_add(1));
+    let count = found.max(base.dialect().declared_layers.unwrap_or(0));
+    let range = layers.beyond(count)?;
+    let last = count.saturating_sub(1);
+    Some(format!("{range}: there are {count} layers, 0 to {last}: expected ranges in 0..{count}"))
 }
 
 /// Quantized weights and their scales.
