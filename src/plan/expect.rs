@@ -291,8 +291,9 @@ pub(super) fn compare(checkpoint: &Checkpoint, family: &Family, options: &ViewOp
     holes.retain(|hole| lost.binary_search(&hole.example.as_str()).is_err());
     let doubt = if lost.is_empty() && holes.is_empty() { None } else { survey.doubt() };
     let is_sure = doubt.is_none() && checkpoint.dialect().quantization == Quantization::None;
-    let (holes, differing): (Vec<Hole>, Vec<Hole>) =
-        holes.into_iter().partition(|hole| !is_sure || !hole.of_text || options.allow_missing.accepts(&hole.example));
+    let (holes, differing): (Vec<Hole>, Vec<Hole>) = holes.into_iter().partition(|hole| {
+        !is_sure || !hole.of_text || is_buffer(&hole.example) || options.allow_missing.accepts(&hole.example)
+    });
     let (allowed, refused): (Vec<&str>, Vec<&str>) =
         lost.into_iter().partition(|name| doubt.is_some() || options.allow_missing.accepts(name));
     let (listed, misspelt): (Vec<&str>, Vec<&str>) =
@@ -307,6 +308,11 @@ pub(super) fn compare(checkpoint: &Checkpoint, family: &Family, options: &ViewOp
     let findings =
         Findings { missing: fold(allowed, &[&strange]), unexpected: fold(listed, &[&gone, &known]), holes, warning };
     (findings, problems)
+}
+
+/// Whether a tensor can be computed from `config.json`: some programs store it in the layers that they have touched.
+fn is_buffer(name: &str) -> bool {
+    name.ends_with(".inv_freq")
 }
 
 /// What is told of a repository of no known family.
