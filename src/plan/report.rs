@@ -254,7 +254,7 @@ fn chunks_text(plan: &Plan) -> String {
         .map(|index| format!("{}={}", plan.mesh.axes()[index].name, plan.mesh.axes()[index].size))
         .collect();
     if axes.is_empty() {
-        return "orbax/ and dcp/ hold each tensor in one: a trainer that shards reads more than its own; mount with its --mesh"
+        return "orbax/ and dcp/ hold each tensor in one chunk: a trainer that shards reads more than its own part; mount with its --mesh"
             .to_owned();
     }
     format!(
