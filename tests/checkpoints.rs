@@ -178,6 +178,34 @@ fn repositories_without_an_index() {
     }
 }
 
+/// As transformers takes them: the single file is looked for before the index.
+#[test]
+fn a_single_file_goes_before_an_index() {
+    let shards = [("model-00001-of-00002.safetensors", "a"), ("model-00002-of-00002.safetensors", "b")];
+    let repo = Repo::new()
+        .weights("model.safetensors", &[("single", W, &[1])])
+        .weights(shards[0].0, &[("a", W, &[2])])
+        .weights(shards[1].0, &[("b", W, &[2])])
+        .weights("other.safetensors", &[("c", W, &[2])])
+        .index(&shards.map(|(file, tensor)| (tensor, file)));
+    let checkpoint = repo.open();
+    assert_eq!(names(&checkpoint), ["single"]);
+    let [warning] = checkpoint.warnings() else { panic!("{:?}", checkpoint.warnings()) };
+    assert!(warning.contains("tensors come from model.safetensors, as in transformers"), "{warning}");
+    // Both stay in the repository; what neither names does not.
+    for (file, _) in shards {
+        assert_eq!(role(&checkpoint, file), FileRole::Other);
+    }
+    assert_eq!(role(&checkpoint, "model.safetensors.index.json"), FileRole::Other);
+    assert_eq!(role(&checkpoint, "other.safetensors"), FileRole::Ignored(IgnoreReason::OtherSet));
+    // Shards that are gone are not needed.
+    fs::remove_file(repo.path(shards[0].0)).unwrap();
+    assert_eq!(names(&repo.open()), ["single"]);
+    // An index of the single file says the same as the file.
+    let repo = Repo::new().weights("model.safetensors", &[("a", W, &[1])]).index(&[("a", "model.safetensors")]);
+    assert_eq!((names(&repo.open()), repo.open().warnings().len()), (vec!["a"], 0));
+}
+
 #[test]
 fn other_indexes() {
     let index = json!({"weight_map": {"a": "m.safetensors"}}).to_string();

@@ -15,8 +15,10 @@ pub mod json;
 mod listing;
 mod locate;
 mod open;
+mod printable;
 pub mod quantization;
 mod table;
+mod tied;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -27,6 +29,7 @@ use std::{
 
 pub use dialect::{Dialect, Experts, LayerFamily, Qkv};
 pub use open::{CheckpointError, OpenOptions, Problem};
+pub use printable::{printable, printable_lines};
 pub use quantization::{BlockFp8, Granularity, Quantization};
 pub use table::{TensorInfo, TensorTable};
 
@@ -286,6 +289,11 @@ impl Checkpoint {
         &self.dialect
     }
 
+    /// The embedding that an output head would be which is not stored, those aside of which `is_outside` says that they belong
+    /// to another model.
+    pub fn embedding(&self, is_outside: &dyn Fn(&str) -> bool) -> Option<&str> {
+        tied::embedding(&self.table, is_outside)
+    }
     /// Files left out although nothing says that they are copies: worth a warning.
     pub fn suspicious_files(&self) -> impl Iterator<Item = &RepoFile> {
         self.files.iter().filter(|file| file.role == FileRole::Ignored(IgnoreReason::NotInIndex))

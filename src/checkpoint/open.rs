@@ -21,11 +21,12 @@ use super::{
     json,
     listing::{self, Listed, Listing, State},
     locate::{Located, locate},
+    printable::printable,
     table::TensorTable,
 };
 use crate::{
     format::safetensors::{Header, HeaderErrors},
-    source::{Beneath, FileId, Found, LocalFiles, Opened, Source, SourceError, SourceIo, permission::DirectoryGates},
+    source::{Beneath, FileId, Found, LocalFiles, Opened, Source, SourceError, SourceIo, permission::DirectoryGates, local::check_open_file_limit},
     tensor::DType,
 };
 
@@ -324,11 +325,11 @@ fn list_problems(problems: &[Problem], more: usize) -> String {
         fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
             let (problems, more) = (self.0, self.1);
             if let ([only], 0) = (problems, more) {
-                return only.fmt(f);
+                return f.write_str(&printable(&only.to_string()));
             }
             write!(f, "{} problems", problems.len() + more)?;
             for problem in problems.iter().take(SHOWN) {
-                write!(f, "\n  {problem}")?;
+                write!(f, "\n  {}", printable(&problem.to_string()))?;
             }
             match problems.len().saturating_sub(SHOWN) + more {
                 0 => Ok(()),
@@ -513,8 +514,16 @@ fn open_directory(
         }
         None => None,
     };
+    let mut single = false;
+    let index = index.filter(|(name, index)| {
+        let warning = choose_single(name, index, &mut files);
+        single = warning.is_some();
+        warnings.extend(warning);
+        !single
+    });
     match &index {
         Some((name, index)) => choose_indexed(name, index, &mut files, &mut problems),
+        None if single => {}
         None => match choose_unindexed(&located.path, &mut files, &mut problems) {
             Err(error) if problems.is_empty() => return Err(error),
             // What is there and cannot be read is why nothing else is.
@@ -531,6 +540,7 @@ fn open_directory(
     let others: Vec<usize> = (0..files.len())
         .filter(|place| files[*place].role != FileRole::Weights && files[*place].role.is_readable())
         .collect();
+    check_open_file_limit(weights.len() + others.len() + adapters.len())?;
     let mut opened = Vec::with_capacity(weights.len() + others.len());
     for place in weights.iter().chain(&others) {
         opened.extend(files[*place].take(&root)?);
@@ -590,13 +600,13 @@ impl Selected<'_> {
     ) -> Result<Checkpoint, CheckpointError> {
         let mut adapters = Vec::with_capacity(self.adapters.len());
         for AdapterFiles { dir, config, weights, warning } in std::mem::take(&mut self.adapters) {
-            let file = FileId(u32::try_from(opened.len()).unwrap_or(u32::MAX));
+            let file = FileId(number(opened.len()));
             opened.push(weights);
             adapters.push(Adapter { dir, file, config });
             self.warnings.extend(warning);
         }
         let source = LocalFiles::pin(opened, io)?;
-        let ids = || (0..u32::try_from(self.weights.len()).unwrap_or(u32::MAX)).map(FileId);
+        let ids = || (0..number(self.weights.len())).map(FileId);
         let read: Vec<_> = ids().collect::<Vec<_>>().into_par_iter().map(|id| read_header(&source, id)).collect();
         let mut headers = Vec::new();
         let mut broken = BTreeSet::new();
@@ -614,7 +624,7 @@ impl Selected<'_> {
                 }
             }
         }
-        let files = (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()).map(FileId);
+        let files = (0..number(source.file_count())).map(FileId);
         if files.map(|file| source.len_bytes(file)).fold(0, u64::saturating_add) > BYTES_MAX {
             problems.push(Problem::TooManyBytes);
         }
@@ -635,8 +645,15 @@ impl Selected<'_> {
                 Err(ReadHeader::Source(error)) => problems.push(Problem::Unreadable { file: name(), error }),
             }
         }
-        let with_adapters =
-            if adapters.is_empty() { None } else { TensorTable::new(headers.iter().map(|(id, header)| (*id, header))) };
+        let with_adapters = if adapters.is_empty() {
+            None
+        } else {
+            let all = TensorTable::new(headers.iter().map(|(id, header)| (*id, header)));
+            if all.is_none() {
+                problems.push(Problem::TooLarge);
+            }
+            all
+        };
         headers.truncate(base);
         let config = self.config(&mut problems);
         let dialect = Dialect::of(&table, config.as_ref(), &mut problems);
@@ -669,7 +686,7 @@ impl Selected<'_> {
 
     fn repo_files(&self, source: &LocalFiles) -> Vec<RepoFile> {
         let by_weight: HashMap<usize, u32> = self.weights.iter().copied().zip(0..).collect();
-        let mut next_other = u32::try_from(self.weights.len()).unwrap_or(u32::MAX);
+        let mut next_other = number(self.weights.len());
         let file = |(place, listed): (usize, &Listed)| {
             let id = by_weight.get(&place).copied().or_else(|| {
                 listed.role.is_readable().then(|| {
@@ -752,7 +769,8 @@ impl Selected<'_> {
                 (Some(_), Some(_)) | (None, None) => {}
             }
             // Repetitions on either side have been, or are here, reported as such; they must not confuse the walk.
-            let name = entry.map(|entry| entry.0).or(tensor.map(|tensor| tensor.name)).unwrap_or_default();
+            let name = entry.map(|entry| entry.0).or(tensor.map(|tensor| tensor.name));
+            let name = name.expect("the walk has ended where neither side has a name");
             while named.next_if(|next| next.0 == name && entry.is_some()).is_some() {
                 let (index, tensor) = (index_name.to_owned(), name.to_owned());
                 problems.push(Problem::RepeatedInIndex { index, tensor });
@@ -760,6 +778,11 @@ impl Selected<'_> {
             while tensors.next_if(|next| next.name == name && tensor.is_some()).is_some() {}
         }
     }
+}
+
+/// A number of files, or of one.
+fn number(files: usize) -> u32 {
+    u32::try_from(files).expect("a listing has at most some 100 000 files, and each adapter adds one that is open")
 }
 
 enum ReadHeader {
@@ -851,6 +874,46 @@ fn find_unreadable(files: &[Listed], problems: &mut Problems) {
     }
 }
 
+/// The file that transformers takes before it looks for an index.
+const SINGLE: &str = "model.safetensors";
+
+/// Chooses `model.safetensors` where an index names other files, as transformers does, and says so. The files of the index stay
+/// in the repository as files like any other. An index that is refused by itself decides nothing.
+fn choose_single(name: &str, index: &Index<'_>, files: &mut [Listed]) -> Option<String> {
+    let is_there = |file: &Listed| file.path == SINGLE && file.role == FileRole::Other;
+    let named: BTreeSet<&str> = index.files.iter().map(String::as_str).filter(|path| *path != SINGLE).collect();
+    let usable = |path: &&str| {
+        let ignored = |file: &Listed| file.path == **path && file.role != FileRole::Other;
+        stays_inside(path) && is_safetensors(path) && !files.iter().any(ignored)
+    };
+    if named.is_empty() || index.tensors.is_empty() || !files.iter().any(is_there) || !named.iter().all(usable) {
+        return None;
+    }
+    for file in files.iter_mut().filter(|file| file.role == FileRole::Other && is_safetensors(&file.path)) {
+        if file.path == SINGLE {
+            file.role = FileRole::Weights;
+        } else if !named.contains(file.path.as_str()) {
+            file.role = FileRole::Ignored(beside(&file.path, IgnoreReason::OtherSet));
+        }
+    }
+    let count = named.len();
+    Some(format!(
+        "{SINGLE} and {name} are both there: tensors come from {SINGLE}, as in transformers; hf/ keeps the {count} files that \
+         the index names as they are; remove what is not meant"
+    ))
+}
+
+/// Why safetensors that are not used are left out; `otherwise` where their path does not say it.
+fn beside(path: &str, otherwise: IgnoreReason) -> IgnoreReason {
+    if !at_top(path) {
+        IgnoreReason::Subdirectory
+    } else if is_second_copy(path) {
+        IgnoreReason::SecondCopy
+    } else {
+        otherwise
+    }
+}
+
 /// With an index, its files are the weights and no others.
 fn choose_indexed(name: &str, index: &Index<'_>, files: &mut [Listed], problems: &mut Problems) {
     let mut counts = vec![0; index.files.len()];
@@ -876,13 +939,7 @@ fn choose_indexed(name: &str, index: &Index<'_>, files: &mut [Listed], problems:
         }
     }
     for file in files.iter_mut().filter(|file| file.role == FileRole::Other && is_safetensors(&file.path)) {
-        file.role = FileRole::Ignored(if !at_top(&file.path) {
-            IgnoreReason::Subdirectory
-        } else if is_second_copy(&file.path) {
-            IgnoreReason::SecondCopy
-        } else {
-            IgnoreReason::NotInIndex
-        });
+        file.role = FileRole::Ignored(beside(&file.path, IgnoreReason::NotInIndex));
     }
 }
 
@@ -915,6 +972,7 @@ fn choose_unindexed(root: &Path, files: &mut [Listed], problems: &mut Problems) 
         };
     }
     for ((stem, total), found) in sets {
+        // A total beyond 64 bits is more than there can be.
         let expected = total.parse().unwrap_or(u64::MAX);
         if found < expected {
             problems.push(Problem::IncompleteSet { stem, total, expected, found });

@@ -270,7 +270,9 @@ fn check_mountpoint(path: &Path) -> anyhow::Result<()> {
 fn check_apart(checkpoint: &Checkpoint, mountpoint: &Path) -> anyhow::Result<()> {
     let Ok(covered) = std::fs::canonicalize(mountpoint) else { return Ok(()) };
     let source = checkpoint.source();
-    for id in (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()).map(FileId) {
+    let number =
+        |file: usize| FileId(u32::try_from(file).expect("files were numbered by 32 bits when they were opened"));
+    for id in (0..source.file_count()).map(number) {
         let path = source.path(id);
         let real = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         if path.starts_with(mountpoint) || path.starts_with(&covered) || real.starts_with(&covered) {

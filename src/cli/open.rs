@@ -9,7 +9,7 @@ use super::{
     output::{Usage, chain},
 };
 use crate::{
-    checkpoint::{Checkpoint, OpenOptions},
+    checkpoint::{Checkpoint, OpenOptions, printable},
     host::{budget::Budget, limits, memory},
     plan::{
         Config, Plan,
@@ -110,11 +110,11 @@ pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>>
         }
         None => source,
     });
-    for warning in checkpoint.warnings() {
-        tracing::warn!("{warning}");
-    }
     for file in checkpoint.suspicious_files() {
-        tracing::warn!("{}: left out: safetensors that the index does not name", file.path);
+        tracing::warn!("{}: left out: safetensors that the index does not name", printable(&file.path));
+    }
+    for warning in checkpoint.warnings() {
+        tracing::warn!("{}", printable(warning));
     }
     Ok(Arc::new(checkpoint))
 }
@@ -217,24 +217,34 @@ pub(super) fn volume(config: &mut Config) -> anyhow::Result<Volume> {
     let checkpoint = checkpoint(config)?;
     let plans = plans(&checkpoint, config)?;
     for (name, warning) in plans.iter().flat_map(|view| view.plan.warnings.iter().map(|text| (&view.name, text))) {
+        let warning = printable(warning);
         if name.is_empty() {
             tracing::warn!("{warning}");
         } else {
             tracing::warn!("view {name}: {warning}");
         }
     }
+    lay_out(&checkpoint, &plans, config)
+}
+
+/// The volume of these plans.
+///
+/// # Errors
+/// Everything that keeps the plans from being mounted.
+pub(super) fn lay_out(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: &Config) -> anyhow::Result<Volume> {
     let budget = budget(&config.mount);
     checkpoint.source().bound_mapped(budget.mapped_bytes, budget.mapped_again_bytes);
     warn_of_large_cache(&budget);
     let options = VolumeOptions {
         engine: engine_options(&budget),
+        // Without a word nothing bypasses the page cache.
         direct: config.mount.direct_io.as_ref().map(Into::into).unwrap_or_default(),
-        config_text: config.to_toml(),
+        config_text: config.to_toml()?,
         budget: Some(budget),
         remount: remount_command(config).unwrap_or_default(),
         overrides: overrides(&config.mount),
     };
-    Ok(Volume::new(checkpoint, plans, options)?)
+    Ok(Volume::new(Arc::clone(checkpoint), plans.to_vec(), options)?)
 }
 
 /// Fails if a source file is no longer what it was when it was opened.
@@ -243,8 +253,10 @@ pub(super) fn volume(config: &mut Config) -> anyhow::Result<Volume> {
 /// The first file that changed.
 pub(super) fn check_sources(volume: &Volume) -> anyhow::Result<()> {
     let checkpoint = volume.engine().checkpoint();
-    let files = (0..checkpoint.source().file_count()).filter_map(|file| u32::try_from(file).ok());
-    files.map(FileId).try_for_each(|file| Ok(checkpoint.source().check(file)?))
+    let number = |file: usize| u32::try_from(file).expect("files were numbered by 32 bits when they were opened");
+    (0..checkpoint.source().file_count())
+        .map(|file| FileId(number(file)))
+        .try_for_each(|file| Ok(checkpoint.source().check(file)?))
 }
 
 /// Logs an error with its causes.

@@ -7,6 +7,8 @@ use std::{
 
 use anyhow::Context;
 
+use crate::checkpoint::printable_lines;
+
 /// The command was used wrongly; exit code 2.
 #[derive(Debug)]
 pub(super) struct Usage(pub(super) String);
@@ -43,7 +45,7 @@ impl fmt::Display for Told {
     }
 }
 
-/// An error with its causes, each said once: many messages hold their cause's already.
+/// An error with its causes, each said once: many messages hold their cause's already. Names in it are shown escaped.
 pub(super) fn chain(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain() {
@@ -54,7 +56,7 @@ pub(super) fn chain(error: &anyhow::Error) -> String {
             text = format!("{text}: {cause}");
         }
     }
-    text
+    printable_lines(&text).into_owned()
 }
 
 fn written(result: io::Result<()>) -> anyhow::Result<()> {

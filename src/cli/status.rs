@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 
 use super::output;
 use crate::{
+    checkpoint::printable_lines,
     fuse::{MountEntry, ckfs_mounts},
     plan::{Config, report::human_bytes},
 };
@@ -291,7 +292,7 @@ impl Status {
         } else if mounts.is_empty() {
             crate::host::tell("ckfs: nothing is mounted\n");
         } else {
-            output::print(&mounts.iter().map(text).collect::<Vec<_>>().join("\n"))?;
+            output::print(&printable_lines(&mounts.iter().map(text).collect::<Vec<_>>().join("\n")))?;
         }
         // What others keep to themselves is no failure, unless it was asked for.
         let count = |wanted: &dyn Fn(Health) -> bool| probes.iter().filter(|(probe, _)| wanted(probe.health)).count();

@@ -67,6 +67,12 @@ pub enum ConfigError {
         /// What is wrong.
         reason: String,
     },
+    /// The configuration cannot be written as TOML.
+    #[error("the configuration cannot be written as TOML: {reason}")]
+    Unwritable {
+        /// What stands in the way.
+        reason: String,
+    },
     /// A layout file is not as it must be, or cannot be read; the problems name it.
     #[error(transparent)]
     Layout(#[from] PlanError),
@@ -850,8 +856,11 @@ impl Config {
         Ok(())
     }
 
-    /// The configuration as a text that reads back as the same.
-    pub fn to_toml(&self) -> String {
+    /// The configuration as a text that reads back as the same; without the mountpoint if that is no text.
+    ///
+    /// # Errors
+    /// [`ConfigError::Unwritable`] if a path is no text, or a number is beyond those of TOML.
+    pub fn to_toml(&self) -> Result<String, ConfigError> {
         #[derive(Serialize)]
         struct Effective<'a> {
             #[serde(skip_serializing_if = "Option::is_none")]
@@ -869,13 +878,12 @@ impl Config {
         let named = self.views.iter().filter(|view| !view.name.is_empty());
         let effective = Effective {
             source: self.source.as_deref(),
-            mountpoint: self.mountpoint.as_deref(),
+            mountpoint: self.mountpoint.as_deref().filter(|path| path.to_str().is_some()),
             top: unnamed.map(|view| &view.keys),
             view: named.map(|view| (view.name.as_str(), &view.keys)).collect(),
             mount: Some(&self.mount).filter(|keys| **keys != MountKeys::default()),
         };
-        // Only values that TOML has are in these structures.
-        toml::to_string(&effective).unwrap_or_default()
+        toml::to_string(&effective).map_err(|error| ConfigError::Unwritable { reason: error.to_string() })
     }
 }
 
@@ -1022,7 +1030,7 @@ mod tests {
         ];
         for text in texts {
             let config = parse(text).unwrap();
-            let written = config.to_toml();
+            let written = config.to_toml().unwrap();
             assert_eq!(parse(&written).unwrap(), config, "{written}");
         }
     }
@@ -1099,7 +1107,7 @@ mod tests {
 
         let same = |text: &str| {
             let config = parse(text).unwrap_or_else(|error| panic!("{text}: {error}"));
-            let written = config.to_toml();
+            let written = config.to_toml().unwrap();
             let again = parse(&written).unwrap_or_else(|error| panic!("{written}: {error}"));
             assert_eq!(again, config, "{written}");
             // What a plan is built from has no equality; this shows all of it.
@@ -1176,7 +1184,7 @@ mod tests {
         let config = load("shard = \"rules.toml\"").unwrap();
         assert_eq!(config.views[0].keys.shard, Some(Word(ShardChoice::None)));
         assert_eq!(config.views[0].keys.shard_rules.len(), 1);
-        assert_eq!(load(&config.to_toml()).unwrap(), config);
+        assert_eq!(load(&config.to_toml().unwrap()).unwrap(), config);
         fs::write(directory.path().join("rules.toml"), "shard = \"other.toml\"").unwrap();
         assert!(load("shard = \"rules.toml\"").unwrap_err().to_string().contains("rules.toml:1: shard: expected auto"));
         assert!(load("shard = \"absent.toml\"").unwrap_err().to_string().contains("absent.toml: No such file"));

@@ -15,6 +15,7 @@ mod expect;
 pub mod expr;
 pub mod family;
 pub mod hf;
+pub mod holes;
 pub mod kind;
 pub mod layout_file;
 pub mod layouts;
@@ -24,6 +25,7 @@ pub mod mesh;
 mod name_group;
 mod names;
 mod naming;
+mod packed;
 pub mod pattern;
 pub mod problem;
 pub mod rename;
@@ -45,6 +47,7 @@ pub use config::{Config, ConfigError};
 pub use draft::{Bundled, Draft, Roles};
 pub use family::Family;
 pub use hf::{HfContent, HfFile};
+pub use holes::Hole;
 pub use kind::Kinds;
 pub use layout_file::LayoutFile;
 pub use layouts::Embedded;
@@ -233,6 +236,10 @@ pub struct Plan {
     pub missing: Vec<NameGroup>,
     /// The repository's names that the tables of its family do not have.
     pub unexpected: Vec<NameGroup>,
+    /// Differences between layers that nothing explains, as far as they are not refused.
+    pub holes: Vec<Hole>,
+    /// The repository's names that the layout, or a flag, leaves out.
+    pub left_out: Vec<NameGroup>,
     /// Things worth knowing that are no errors.
     pub warnings: Vec<String>,
     /// Why there is no `hf/`, if there is none.
@@ -246,11 +253,24 @@ pub(crate) fn config_number(checkpoint: &Checkpoint, member: &str) -> Option<u64
     nested.and_then(|nested| nested.get(member)).or_else(|| config.get(member))?.as_u64()
 }
 
+impl PlannedTensor {
+    /// Bytes of the whole tensor.
+    ///
+    /// # Panics
+    /// Never for a tensor of a plan that was built.
+    pub fn bytes(&self) -> u64 {
+        self.view.bytes().expect("sizes were added up when the plan was made")
+    }
+}
+
 impl Plan {
     /// Resolves what the user wants against a checkpoint.
     ///
     /// # Errors
     /// Everything wrong with the plan, at once.
+    ///
+    /// # Panics
+    /// Never: the numbers of tensors that a checkpoint has fit 32 bits.
     #[expect(clippy::too_many_lines, reason = "the steps of a plan, one after the other")]
     pub fn build(checkpoint: &Checkpoint, options: &ViewOptions) -> Result<Self, PlanError> {
         let mut problems = Vec::new();
@@ -278,9 +298,11 @@ impl Plan {
         let family = family(checkpoint)?;
         let mut family_name = family.as_ref().map(|family| family.name.clone());
         let mut params = Vec::new();
+        let mut left_out = selected.left_out(original);
         // Each of the two goes through all tensors.
         let compare = || match (&file, &family) {
             (None, Some(family)) => expect::compare(whole, family, options),
+            (None, None) => (expect::survey(whole, options), Vec::new()),
             _ => (expect::Findings::default(), Vec::new()),
         };
         let name = || match (&file, &options.layout) {
@@ -304,6 +326,7 @@ impl Plan {
                         ));
                     }
                     warnings.extend(resolved.warnings);
+                    left_out.extend(resolved.left_out);
                     resolved.drafts
                 })
             }
@@ -331,7 +354,7 @@ impl Plan {
         }
         names::keep(&mut drafts, &selected, &mut problems);
         if let Some(adapter) = adapter {
-            let first = u32::try_from(original.table().id_end()).unwrap_or(u32::MAX);
+            let first = u32::try_from(original.table().id_end()).expect("ids of tensors have 32 bits");
             let own = |draft: &Draft| {
                 let mut own = false;
                 draft.view.for_each_source(&mut |source| own |= source.id.0 >= first);
@@ -358,9 +381,13 @@ impl Plan {
             let reason = format!("the rule for {logical:?} names the mesh axis {axis:?} twice");
             problems.push(Problem::File { file: "logical rules".to_owned(), reason });
         }
-        unknown_axes(&options.mesh, options, logical_rules.as_ref(), &mut warnings);
+        unknown_axes(&options.mesh, options, logical_rules.as_ref(), &mut problems, &mut warnings);
         unused_patterns(checkpoint, options, &drafts, &mut warnings);
         unused_logical_rules(options, logical_rules.is_some(), &drafts, &mut warnings);
+        if logical_rules.is_none() {
+            let is_told = |draft: &Draft| shard::is_told(draft, options.sharding, &options.shard_rules);
+            warnings.extend(packed::keep_together(&mut drafts, &values, &options.mesh, &is_told));
+        }
         // What a layout does by itself to its own tensors is no wish for another hf/.
         let hf_values = Values::new(part, options.dtype, &options.casts);
         let hf = if let Some(reason) = &selected.no_hf {
@@ -390,6 +417,8 @@ impl Plan {
             chunk_bytes_max: options.chunk_bytes_max,
             missing: findings.missing,
             unexpected: findings.unexpected,
+            holes: findings.holes,
+            left_out,
             warnings,
             no_hf: selected.no_hf,
         };
@@ -423,7 +452,7 @@ impl Plan {
             }
             let index = *known.entry(spec.clone()).or_insert_with(|| {
                 self.specs.push(spec);
-                u32::try_from(self.specs.len() - 1).unwrap_or(u32::MAX)
+                u32::try_from(self.specs.len() - 1).expect("there are no more specs than tensors")
             });
             self.tensors.push(PlannedTensor {
                 name: draft.name,
@@ -435,8 +464,9 @@ impl Plan {
                 logical: draft.roles.logical,
             });
         }
-        let bytes = self.tensors.iter().map(|tensor| tensor.view.bytes().unwrap_or(0)).fold(0, u64::saturating_add);
-        if bytes > BYTES_MAX {
+        // A size that does not fit 64 bits has been a problem above.
+        let sizes = self.tensors.iter().map(|tensor| tensor.view.bytes().unwrap_or(u64::MAX));
+        if sizes.fold(0, u64::saturating_add) > BYTES_MAX {
             let reason = format!("all tensors together have more than {BYTES_MAX} bytes");
             problems.push(Problem::File { file: format!("layout {}", self.layout.name()), reason });
         }
@@ -465,9 +495,10 @@ impl Plan {
         {
             return Ok(());
         }
-        self.devices
-            .iter()
-            .try_for_each(|device| view.region(&region(device)).map_or(Ok(()), |shard| shard.lower().map(drop)))
+        self.devices.iter().try_for_each(|device| {
+            let shard = view.region(&region(device)).expect("a spec makes regions inside the shape");
+            shard.lower().map(drop)
+        })
     }
 
     /// Whether views are of the few simple shapes that the program itself makes.
@@ -485,6 +516,9 @@ impl Plan {
 
     /// The region of a tensor that a device holds. A tensor of a single expert is held whole, or as its spec says, by the
     /// devices that the expert axis gives it to, and is empty on the others.
+    ///
+    /// # Panics
+    /// Never for a tensor of this plan.
     pub fn region(&self, tensor: &PlannedTensor, device: u64) -> Region {
         let coordinates = self.mesh.coordinates(device);
         let shape = tensor.view.shape();
@@ -494,7 +528,7 @@ impl Plan {
         }
         let mut ranges: Vec<_> = region.ranges().collect();
         ranges[0].end = ranges[0].start;
-        Region::within(shape, &ranges).unwrap_or(region)
+        Region::within(shape, &ranges).expect("an empty range inside a region lies inside the shape")
     }
 
     /// Whether the expert axis gives a tensor to the device at these coordinates; true of all but tensors of one expert.
@@ -798,7 +832,20 @@ fn logical_rules(options: &ViewOptions, file: Option<&LayoutFile>) -> Option<Log
     })
 }
 
-fn unknown_axes(mesh: &Mesh, options: &ViewOptions, rules: Option<&LogicalRules>, warnings: &mut Vec<String>) {
+/// Finds mesh axes that split nothing. One whose name is nearly that of another which splits is misspelt.
+fn unknown_axes(
+    mesh: &Mesh,
+    options: &ViewOptions,
+    rules: Option<&LogicalRules>,
+    problems: &mut Vec<Problem>,
+    warnings: &mut Vec<String>,
+) {
+    let of_rules = options.shard_rules.iter().flat_map(|rule| rule.spec.iter().flatten());
+    let mut known: BTreeSet<&str> = of_rules.map(String::as_str).collect();
+    match rules {
+        Some(rules) => known.extend(rules.mesh_axes()),
+        None => known.extend(shard::KNOWN_AXES.iter().flat_map(|(names, _)| *names)),
+    }
     for axis in mesh.axes() {
         let mut in_rules = options.shard_rules.iter().flat_map(|rule| rule.spec.iter().flatten());
         let unknown = match (options.sharding, rules) {
@@ -806,7 +853,14 @@ fn unknown_axes(mesh: &Mesh, options: &ViewOptions, rules: Option<&LogicalRules>
             (Sharding::Auto, None) => axis_use(&axis.name) == AxisUse::Unknown,
             (Sharding::Logical | Sharding::Replicate, None) => false,
         };
-        if unknown && axis.size > 1 && !in_rules.any(|name| *name == axis.name) {
+        if !unknown || axis.size == 1 || in_rules.any(|name| *name == axis.name) {
+            continue;
+        }
+        let near = known.iter().find(|known| name_group::is_misspelt(&axis.name, known));
+        if let Some(near) = near.filter(|near| mesh.find(near).is_none()) {
+            let (axis, near) = (axis.name.clone(), (*near).to_owned());
+            problems.push(Problem::MeshAxis { axis, near });
+        } else {
             warnings.push(format!("mesh axis {:?} splits nothing: every tensor is replicated along it", axis.name));
         }
     }

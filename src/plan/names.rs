@@ -15,15 +15,10 @@ use crate::checkpoint::Checkpoint;
 /// The name of an output head that is the embedding of this name, and is not stored.
 pub(super) fn tied_head(checkpoint: &Checkpoint) -> Option<(String, String)> {
     let dialect = checkpoint.dialect();
-    let by_default = || super::family(checkpoint).ok().flatten().is_some_and(|family| family.tied_default);
-    if dialect.has_lm_head || !dialect.tied_declared.unwrap_or_else(by_default) {
+    if dialect.has_lm_head || !dialect.tied {
         return None;
     }
-    // Of several, the text model's: the one with the shortest name.
-    let embeddings = checkpoint.tensors().map(|(_, info)| info.name).filter(|name| {
-        *name == "embed_tokens.weight" || (name.ends_with(".embed_tokens.weight") && !super::select::is_tower(name))
-    });
-    let embedding = embeddings.min_by_key(|name| name.len())?.to_owned();
+    let embedding = checkpoint.embedding(&|name| super::select::is_tower(name))?.to_owned();
     Some(("lm_head.weight".to_owned(), embedding))
 }
 

@@ -3,10 +3,14 @@
 use std::{collections::BTreeSet, fmt};
 
 use super::{
+    holes::Hole,
     mesh::DEVICES_LISTED_MAX,
     name_group::{NameGroup, ranges},
 };
-use crate::tensor::{Shape, TilingError, ViewError};
+use crate::{
+    checkpoint::printable,
+    tensor::{Shape, TilingError, ViewError},
+};
 
 /// One thing wrong with a plan.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -96,6 +100,12 @@ pub enum Problem {
         /// The rule that needs them, if one does.
         rule: RulePlace,
     },
+    /// Some layers lack a tensor that their neighbours have, or have it in another shape.
+    #[error("{hole}; config.json does not say why")]
+    Hole {
+        /// Tensor and layers.
+        hole: Hole,
+    },
     /// Tensors are not of the shape that a layout's rule says they have.
     #[error("{rule}{file}: {}: expected shape {expected}, found {found}", group.counted())]
     SourceShape {
@@ -145,6 +155,14 @@ pub enum Problem {
         rule: &'static str,
         /// The pattern.
         pattern: String,
+    },
+    /// A mesh axis that no rule knows, under a name nearly that of one.
+    #[error("mesh axis {axis:?}: no rule splits by it; did you mean {near:?}?")]
+    MeshAxis {
+        /// The axis.
+        axis: String,
+        /// The name of one that is known.
+        near: String,
     },
     /// A device that the mesh does not have.
     #[error("device {device}: the mesh has {devices} devices, numbered from 0")]
@@ -260,7 +278,10 @@ impl PlanError {
         let of_names = |problem: &Problem| {
             matches!(
                 problem,
-                Problem::MissingTensor { .. } | Problem::UnexpectedTensor { .. } | Problem::MissingLayers { .. }
+                Problem::MissingTensor { .. }
+                    | Problem::UnexpectedTensor { .. }
+                    | Problem::MissingLayers { .. }
+                    | Problem::Hole { .. }
             )
         };
         self.problems.iter().any(of_names)
@@ -272,11 +293,11 @@ impl fmt::Display for PlanError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const SHOWN: usize = 100;
         if let [only] = self.problems.as_slice() {
-            return only.fmt(f);
+            return f.write_str(&printable(&only.to_string()));
         }
         write!(f, "{} problems:", self.problems.len())?;
         for problem in self.problems.iter().take(SHOWN) {
-            write!(f, "\n  {problem}")?;
+            write!(f, "\n  {}", printable(&problem.to_string()))?;
         }
         if self.problems.len() > SHOWN {
             write!(f, "\n  … and {} more", self.problems.len() - SHOWN)?;

@@ -65,7 +65,7 @@ impl Rename {
         let regex = Regex::new(pattern).map_err(|error| format!("rename {pattern:?}: {error}"))?;
         let replacement = replacement(to);
         for group in replacement.split("${").skip(1) {
-            let name = group.split('}').next().unwrap_or_default();
+            let name = group.split_once('}').map_or(group, |(name, _)| name);
             let known = match name.parse::<usize>() {
                 Ok(number) => number < regex.captures_len(),
                 Err(_) => regex.capture_names().flatten().any(|known| known == name),

@@ -19,7 +19,7 @@ use super::{
     worker::Workers,
 };
 use crate::{
-    checkpoint::{Checkpoint, TensorInfo},
+    checkpoint::{Checkpoint, TensorInfo, printable},
     image::{FileImage, Segment},
     source::{ByteSpan, FileId, Source},
     tensor::{
@@ -338,6 +338,7 @@ impl Engine {
         if let Err(error) = &result {
             add(&self.counters.failed_reads, 1);
             if !file.failed.swap(true, Ordering::Relaxed) {
+                let error = printable(&error.to_string()).into_owned();
                 tracing::error!(file = file.name, start, end, "read failed: {error}");
             }
         }

@@ -31,7 +31,7 @@ use super::{
     whole_files::{Pin, WholeFiles},
 };
 use crate::{
-    checkpoint::Checkpoint,
+    checkpoint::{Checkpoint, printable},
     host::budget::Budget,
     image::{FileImage, RowFile, distcp_name},
     plan::{Allow, HfContent, HfFile, Plan, Problem, config::MadeWhole, report},
@@ -656,6 +656,7 @@ const UNAVAILABLE: &str = "UNAVAILABLE.txt";
 
 /// Plants the directory of a format that cannot hold the view: it says why, and no loader takes it for a checkpoint.
 fn plant_unavailable(directory: &mut Seedling, format: &str, reason: &str) {
+    let reason = printable(reason);
     tracing::warn!("{format}/ is not available: {reason}");
     let text = format!("{format}/ is not available for this view: {reason}\n");
     if let Some(empty) = directory.directory(format) {

@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use super::{arrays::ArrayTable, dcp_rows};
 use crate::{
+    checkpoint::printable,
     image,
     plan::{Kinds, Plan},
 };
@@ -62,7 +63,7 @@ pub fn unavailable_text(view: &str, found: &[Unavailable]) -> String {
     for Unavailable { format, reason } in found {
         let what = if *format == "safetensors" { "partial" } else { "not there" };
         // Writing to a string cannot fail.
-        let _ = writeln!(text, "{what:<10}  {parent}{format}/: {reason}");
+        let _ = writeln!(text, "{what:<10}  {parent}{format}/: {}", printable(reason));
     }
     text
 }
