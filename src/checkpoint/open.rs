@@ -26,7 +26,10 @@ use super::{
 };
 use crate::{
     format::safetensors::{Header, HeaderErrors},
-    source::{Beneath, FileId, Found, LocalFiles, Opened, Source, SourceError, SourceIo, permission::DirectoryGates, local::check_open_file_limit},
+    source::{
+        Beneath, FileId, Found, LocalFiles, Opened, Source, SourceError, SourceIo, local::check_open_file_limit,
+        permission::DirectoryGates,
+    },
     tensor::DType,
 };
 

@@ -16,8 +16,7 @@ use lru::LruCache;
 
 use super::{
     Access, Attr, DirEntry, FileSystem, FsError, Handle, Health, Ino, Metrics, Mounter, NodeKind, Opened, Overrides,
-    ProblemKind, StatFs,
-    WhenWhole,
+    ProblemKind, StatFs, WhenWhole,
     arrays::{ArrayNode, ArrayTable},
     copies::Copies,
     exposition::{self, METRICS_BYTES},
