@@ -71,7 +71,7 @@ def check_raw(mount: Path, tensors: dict[str, np.ndarray]) -> tuple[int, int, li
         for device in range(DEVICES):
             file = mount / f"dev{device}" / row["path"]
             expected = np.ascontiguousarray(shard(whole, int(scanned), device))
-            found = np.fromfile(file, np.uint8)
+            found = np.frombuffer(file.read_bytes(), np.uint8)
             if not np.array_equal(found, expected.reshape(-1).view(np.uint8)):
                 wrong.append(f"{file}: differs from numpy")
             files, total = files + 1, total + found.size
@@ -86,7 +86,7 @@ def check_bundles(mount: Path) -> tuple[int, list[str]]:
     count, wrong = 0, []
     for device in range(DEVICES):
         for name, array in load_file(mount / f"safetensors/dev{device}.safetensors").items():
-            raw = np.fromfile(mount / f"dev{device}" / name.replace(".", "/"), array.dtype)
+            raw = np.frombuffer((mount / f"dev{device}" / name.replace(".", "/")).read_bytes(), array.dtype)
             count += 1
             if array.tobytes() != raw.tobytes():
                 wrong.append(f"dev{device}.safetensors: {name} differs from the raw file")

@@ -9,6 +9,7 @@
 //!
 //! | layer | holds |
 //! | --- | --- |
+//! | [`host`] | this machine: memory and its limits; beside the others, uses none of them |
 //! | [`tensor`] | dtype, shape, region, view, tiling, decoder, kernels; pure |
 //! | [`source`] | where bytes come from |
 //! | [`mod@format`] | headers of container formats, bytes to description and back; pure |
@@ -17,6 +18,7 @@
 //! | [`image`] | how a virtual file is laid out: segments with cumulative ends |
 //! | [`read`] | byte-range engine: span to pieces to bytes; tile cache; prefetch |
 //! | [`volume`] | the file system without FUSE |
+//! | [`host`] | this machine and process: log, signals, limits; uses no other layer |
 //! | [`fuse`] | the only user of fuser: mount, convert, reply, unmount |
 //! | [`cli`] | the only user of clap, anyhow and standard output |
 
@@ -24,6 +26,7 @@ pub mod checkpoint;
 pub mod cli;
 pub mod format;
 pub mod fuse;
+pub mod host;
 pub mod image;
 pub mod plan;
 pub mod read;

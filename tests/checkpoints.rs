@@ -178,6 +178,34 @@ fn repositories_without_an_index() {
     }
 }
 
+/// As transformers takes them: the single file is looked for before the index.
+#[test]
+fn a_single_file_goes_before_an_index() {
+    let shards = [("model-00001-of-00002.safetensors", "a"), ("model-00002-of-00002.safetensors", "b")];
+    let repo = Repo::new()
+        .weights("model.safetensors", &[("single", W, &[1])])
+        .weights(shards[0].0, &[("a", W, &[2])])
+        .weights(shards[1].0, &[("b", W, &[2])])
+        .weights("other.safetensors", &[("c", W, &[2])])
+        .index(&shards.map(|(file, tensor)| (tensor, file)));
+    let checkpoint = repo.open();
+    assert_eq!(names(&checkpoint), ["single"]);
+    let [warning] = checkpoint.warnings() else { panic!("{:?}", checkpoint.warnings()) };
+    assert!(warning.contains("tensors come from model.safetensors, as in transformers"), "{warning}");
+    // Both stay in the repository; what neither names does not.
+    for (file, _) in shards {
+        assert_eq!(role(&checkpoint, file), FileRole::Other);
+    }
+    assert_eq!(role(&checkpoint, "model.safetensors.index.json"), FileRole::Other);
+    assert_eq!(role(&checkpoint, "other.safetensors"), FileRole::Ignored(IgnoreReason::OtherSet));
+    // Shards that are gone are not needed.
+    fs::remove_file(repo.path(shards[0].0)).unwrap();
+    assert_eq!(names(&repo.open()), ["single"]);
+    // An index of the single file says the same as the file.
+    let repo = Repo::new().weights("model.safetensors", &[("a", W, &[1])]).index(&[("a", "model.safetensors")]);
+    assert_eq!((names(&repo.open()), repo.open().warnings().len()), (vec!["a"], 0));
+}
+
 #[test]
 fn other_indexes() {
     let index = json!({"weight_map": {"a": "m.safetensors"}}).to_string();
@@ -301,6 +329,146 @@ fn refused_repositories() {
     let empty = Repo::new().text("unet/readme", "").weights("unet/model.safetensors", &[]);
     let error = empty.try_open().unwrap_err().to_string();
     assert!(error.contains("no *.safetensors here; open one of the subdirectories that have some: unet"), "{error}");
+}
+
+/// What is opened of a repository, and the warnings about it, by default and where links may lead out.
+fn with_links(repo: &Repo) -> [(Checkpoint, Vec<String>); 2] {
+    [false, true].map(|follow_symlinks| {
+        let options = OpenOptions { follow_symlinks, ..OpenOptions::default() };
+        let checkpoint = Checkpoint::open(repo.0.path().to_str().unwrap(), &options).unwrap();
+        let warnings = checkpoint.warnings().to_vec();
+        (checkpoint, warnings)
+    })
+}
+
+#[test]
+fn links_that_leave_the_repository() {
+    let outside = Repo::new()
+        .weights("weights", &[("a", W, &[1])])
+        .weights("unused", &[("z", W, &[1])])
+        .text("config", r#"{"model_type": "llama"}"#)
+        .text("index", r#"{"weight_map": {"a": "one.safetensors"}}"#);
+    let repo =
+        Repo::new().weights("two.safetensors", &[("b", W, &[1])]).text("sub/inside.json", "{}").text("sub/deep/x", "");
+    for (target, name) in [
+        (outside.path("weights"), "one.safetensors"),
+        (outside.path("unused"), "sub/other.safetensors"),
+        (outside.path("config"), "config.json"),
+        (outside.path("index"), "model.safetensors.index.json"),
+        (outside.path("config"), "sub/deep/tokenizer.json"),
+        (PathBuf::from("sub/inside.json"), "inside.json"),
+        (repo.path("sub/inside.json"), "absolute.json"),
+        (PathBuf::from("/dev/zero"), "device"),
+        (outside.0.path().to_owned(), "directory"),
+    ] {
+        symlink(target, repo.path(name)).unwrap();
+    }
+    let [(checkpoint, warnings), (followed, no_warnings)] = with_links(&repo);
+    // Without the index all weights are taken.
+    assert_eq!(names(&checkpoint), ["a", "b"]);
+    assert!(checkpoint.config().is_none() && checkpoint.index_metadata().is_none());
+    let left_out = IgnoreReason::LeavesRepository;
+    for (path, expected) in [
+        ("one.safetensors", FileRole::Weights),
+        ("sub/other.safetensors", FileRole::Ignored(left_out)),
+        ("config.json", FileRole::Ignored(left_out)),
+        ("model.safetensors.index.json", FileRole::Ignored(left_out)),
+        ("sub/deep/tokenizer.json", FileRole::Ignored(left_out)),
+        ("inside.json", FileRole::Other),
+        ("absolute.json", FileRole::Other),
+        ("device", FileRole::Ignored(IgnoreReason::Special)),
+        ("directory", FileRole::Ignored(IgnoreReason::LinkedDirectory)),
+    ] {
+        assert_eq!(role(&checkpoint, path), expected, "{path}");
+    }
+    assert_eq!(warnings.len(), 5, "{warnings:#?}");
+    for (name, target, what) in [
+        ("config.json", "config", "left out, as if it were not there"),
+        ("model.safetensors.index.json", "index", "left out, as if it were not there"),
+        ("sub/deep/tokenizer.json", "config", "left out: symbolic link to"),
+        ("sub/other.safetensors", "unused", "left out: symbolic link to"),
+        ("one.safetensors", "weights", "those that may read the target"),
+    ] {
+        let target = outside.path(target).canonicalize().unwrap();
+        let told = |text: &String| {
+            text.starts_with(&format!("{name:?}: ")) && text.contains(&format!("{target:?}")) && text.contains(what)
+        };
+        assert!(warnings.iter().any(told), "{name}: {warnings:#?}");
+    }
+    assert_eq!(no_warnings, [""; 0]);
+    assert_eq!(names(&followed), ["a"]);
+    assert_eq!(followed.config().unwrap()["model_type"], "llama");
+    assert_eq!(role(&followed, "sub/deep/tokenizer.json"), FileRole::Other);
+    assert_eq!(role(&followed, "device"), FileRole::Ignored(IgnoreReason::Special));
+}
+
+#[test]
+fn links_of_adapters() {
+    let outside = Repo::new()
+        .text("config", r#"{"peft_type": "LORA"}"#)
+        .weights("weights", &[("base_model.model.a.lora_A.weight", W, &[1])]);
+    let repo = Repo::new().weights("model.safetensors", &[("a.weight", W, &[1])]);
+    let adapter = Repo::new().text("adapter_config.json", r#"{"peft_type": "LORA"}"#);
+    symlink(outside.path("weights"), adapter.path("adapter_model.safetensors")).unwrap();
+    let open = |follow_symlinks| {
+        let adapters = vec![adapter.0.path().to_owned()];
+        let options = OpenOptions { adapters, follow_symlinks, ..OpenOptions::default() };
+        Checkpoint::open(repo.0.path().to_str().unwrap(), &options)
+    };
+    let warnings = open(false).unwrap().warnings().to_vec();
+    assert!(warnings.len() == 1 && warnings[0].contains("adapter_model.safetensors"), "{warnings:?}");
+    assert!(open(true).unwrap().warnings().is_empty());
+    fs::remove_file(adapter.path("adapter_config.json")).unwrap();
+    symlink(outside.path("config"), adapter.path("adapter_config.json")).unwrap();
+    let error = open(false).unwrap_err().to_string();
+    assert!(error.contains("adapter_config.json: symbolic link to") && error.contains("--follow-symlinks"), "{error}");
+    assert!(open(true).is_ok());
+}
+
+#[test]
+fn the_hub_cache_lends_its_own_blobs_only() {
+    let cache = tempfile::tempdir().unwrap();
+    let commit = "aaaa1111bbbb2222cccc3333dddd4444eeee5555";
+    let repo = cache.path().join("models--org--name");
+    let other = cache.path().join("models--org--other");
+    let snapshot = repo.join("snapshots").join(commit);
+    fs::create_dir_all(&snapshot).unwrap();
+    write_weights(&repo.join("blobs/1"), &[("a", W, &[1])]);
+    for (path, target) in
+        [(repo.join("blobs/2"), "own"), (repo.join("refs/main"), commit), (other.join("blobs/3"), "other")]
+    {
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, target).unwrap();
+    }
+    for (target, name) in [
+        ("../../blobs/1", "model.safetensors"),
+        ("../../blobs/2", "README.md"),
+        ("../../refs/main", "ref"),
+        ("../../../models--org--other/blobs/3", "other"),
+    ] {
+        symlink(target, snapshot.join(name)).unwrap();
+    }
+    let options = OpenOptions { hub_cache: Some(cache.path().to_path_buf()), ..OpenOptions::default() };
+    let by_path = OpenOptions::default();
+    for (source, options) in [("org/name", &options), (snapshot.to_str().unwrap(), &by_path)] {
+        let checkpoint = Checkpoint::open(source, options).unwrap();
+        assert_eq!(names(&checkpoint), ["a"]);
+        for (path, expected) in [
+            ("model.safetensors", FileRole::Weights),
+            ("README.md", FileRole::Other),
+            ("ref", FileRole::Ignored(IgnoreReason::LeavesRepository)),
+            ("other", FileRole::Ignored(IgnoreReason::LeavesRepository)),
+        ] {
+            assert_eq!(role(&checkpoint, path), expected, "{path} of {source}");
+        }
+        assert_eq!(checkpoint.warnings().len(), 2, "{:?}", checkpoint.warnings());
+    }
+    // A revision that is elsewhere was not named by the user.
+    let elsewhere = cache.path().join("elsewhere");
+    fs::rename(&snapshot, &elsewhere).unwrap();
+    symlink(&elsewhere, &snapshot).unwrap();
+    let error = Checkpoint::open("org/name", &options).unwrap_err().to_string();
+    assert!(error.contains("a symbolic link out of the repository's directory in the cache"), "{error}");
 }
 
 #[test]

@@ -622,7 +622,7 @@ fn a_mount_lives_from_mount_to_umount() {
     }
     let fixture = Fixture::new();
     fs::create_dir(fixture.path("mnt")).unwrap();
-    let ran = fixture.run(&["mount", "model", "mnt", "--mesh", "fsdp=2", "-o", "dtype=keep"]).ok();
+    let ran = fixture.run(&["mount", "model", "mnt", "--mesh", "fsdp=2", "-o", "dtype=keep", "-q"]).ok();
     let mounted = Mounted(&fixture);
     assert_eq!((ran.text().as_str(), ran.err.as_str()), ("", ""));
     assert_eq!(fs::read(fixture.path("mnt/dev1/layers/scanned/wq")).unwrap(), stacked(3, 6));
@@ -630,14 +630,14 @@ fn a_mount_lives_from_mount_to_umount() {
 
     let json = fixture.run(&["status", "mnt", "--json"]).ok().json();
     let mount = &json["mounts"][0];
-    assert_eq!((&mount["health"], &mount["views"][0]["mesh"]), (&json!("live"), &json!("fsdp=2")));
+    assert_eq!((&mount["health"], &mount["views"][0]["mesh"]), (&json!("healthy"), &json!("fsdp=2")));
     let process = fs::read_to_string(format!("/proc/{}/comm", mount["pid"])).unwrap();
     assert!(process.starts_with("ckfs"), "{process}");
     assert_eq!(mount["source"], json!(fixture.path("model").canonicalize().unwrap().display().to_string()));
     assert!(mount["stats"]["ops"]["read"]["count"].as_u64().unwrap() > 0);
     let text = fixture.run(&["status", "mnt"]).ok().text();
     assert!(
-        text.contains(&format!("health  live, process {}", mount["pid"])) && text.contains("mesh fsdp=2"),
+        text.contains(&format!("health  healthy, process {}", mount["pid"])) && text.contains("mesh fsdp=2"),
         "{text}"
     );
 

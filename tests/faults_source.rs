@@ -120,6 +120,16 @@ impl Mount {
         assert!(bytes == expected(tensor), "{name}: other bytes");
     }
 
+    /// What `ckfs status` says, and its exit code.
+    fn status(&self) -> (Option<i32>, String) {
+        let output = program().arg("status").arg(self.base.path().join("mnt")).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stdout).unwrap())
+    }
+
+    fn metrics(&self) -> String {
+        fs::read_to_string(self.path(".ckfs/metrics")).unwrap()
+    }
+
     #[track_caller]
     fn fails(&self, reader: &mpsc::Receiver<io::Result<Vec<u8>>>) {
         let result = reader.recv_timeout(SOON).unwrap_or_else(|_| panic!("no answer\n{}", self.log()));
@@ -163,16 +173,26 @@ fn stall_one(flags: &[&str]) {
     }
     // Known by now: nobody waits.
     mount.fails(&mount.read("full/alpha", 0, 10));
-    assert!(mount.stat("stalled_reads") >= 1 && mount.stat("failed_reads") >= 1, "{}", mount.log());
+    let failed = mount.stat("failed_reads") + mount.stat("failed_opens");
+    assert!(mount.stat("stalled_reads") >= 1 && failed >= 1, "{}", mount.log());
     assert_eq!(mount.stat("poisoned_sources"), 0, "a stall is no change");
     let told = mount.log().lines().filter(|line| line.contains(A) && line.contains("stalled: ")).count();
     assert_eq!(told, 1, "{}", mount.log());
+    let (code, said) = mount.status();
+    assert!(code == Some(1) && said.contains("degraded") && said.contains("source stalled"), "{said}");
+    assert!(said.contains(A) && said.contains("got no answer for"), "{said}");
+    assert!(mount.metrics().contains("ckfs_stalled_sources 1\n"), "{}", mount.metrics());
+    let counted = mount.metrics().lines().find_map(|line| line.strip_prefix("ckfs_stalled_reads_total ")?.parse().ok());
+    assert!(counted >= Some(1_u64), "{}", mount.metrics());
 
     source.set(A, Manner::Good);
     until("the file is good again", || mount.read("full/alpha", 0, 10).recv_timeout(SOON).unwrap().is_ok());
     mount.reads("full/alpha", 0);
     mount.reads("full/beta", 1);
     assert!(mount.log().contains("answers again"), "{}", mount.log());
+    let (code, said) = mount.status();
+    assert!(code == Some(0) && said.contains("healthy"), "{said}");
+    assert!(mount.metrics().contains("ckfs_stalled_sources 0\n"), "{}", mount.metrics());
     until("nothing is left", || mount.stat("in_flight") <= 2);
 }
 
@@ -286,7 +306,7 @@ fn commands_give_up_a_source_that_gives_no_answer() {
     };
     let name = path.to_str().unwrap();
     // In the order in which they are read: what was read is in the kernel's cache.
-    for file in ["model.safetensors.index.json", A, "config.json"] {
+    for file in ["config.json", "model.safetensors.index.json", A] {
         source.set(file, Manner::Stalled);
         refused(&run(&["plan", name]), file);
         refused(&run(&["mount", name, mnt.to_str().unwrap()]), file);

@@ -507,6 +507,12 @@ fn unpickle(bytes: &[u8]) -> Pickled {
             b'K' => stack.push(Pickled::Int(u64::from(take(1)[0]))),
             b'M' => stack.push(Pickled::Int(u16_at(take(2), 0) as u64)),
             b'J' => stack.push(Pickled::Int(u32_at(take(4), 0) as u64)),
+            0x8a => {
+                let len = usize::from(take(1)[0]);
+                let digits = take(len).iter().rev();
+                stack.push(Pickled::Int(digits.fold(0, |number, byte| number << 8 | u64::from(*byte))));
+            }
+            b'0' => drop(stack.pop()),
             b'X' => {
                 let len = u32_at(take(4), 0);
                 stack.push(Pickled::Text(String::from_utf8(take(len).to_vec()).unwrap()));

@@ -12,7 +12,8 @@ use std::{
 };
 
 /// Each layer with those it may use.
-const MAY_USE: [(&str, &[&str]); 10] = [
+const MAY_USE: [(&str, &[&str]); 11] = [
+    ("host", &[]),
     ("tensor", &[]),
     ("source", &[]),
     ("format", &["tensor"]),
@@ -21,9 +22,9 @@ const MAY_USE: [(&str, &[&str]); 10] = [
     ("plan", &["tensor", "source", "checkpoint"]),
     ("image", &["tensor", "format"]),
     ("read", &["tensor", "source", "checkpoint", "image"]),
-    ("volume", &["tensor", "source", "checkpoint", "plan", "image", "read"]),
-    ("fuse", &["volume"]),
-    ("cli", &["tensor", "source", "format", "checkpoint", "plan", "image", "read", "volume", "fuse"]),
+    ("volume", &["host", "tensor", "source", "checkpoint", "plan", "image", "read"]),
+    ("fuse", &["host", "volume"]),
+    ("cli", &["host", "tensor", "source", "format", "checkpoint", "plan", "image", "read", "volume", "fuse"]),
 ];
 
 /// Crates, and the macros of standard output, with the one layer that may use them.
@@ -31,9 +32,11 @@ const ONLY_IN: [(&str, &str); 5] =
     [("fuser", "fuse"), ("clap", "cli"), ("anyhow", "cli"), ("println!", "cli"), ("print!", "cli")];
 
 /// Every file that may hold `unsafe`, relative to `src`. A new one is a decision, not an accident.
-const UNSAFE_FILES: [&str; 7] = [
+const UNSAFE_FILES: [&str; 9] = [
     "fuse/mount.rs",
     "fuse/mount_id.rs",
+    "host/limits.rs",
+    "host/signal.rs",
     "read/whole.rs",
     "source/guard.rs",
     "source/local.rs",

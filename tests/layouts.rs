@@ -50,7 +50,7 @@ fn options(scanned: bool, mesh: &str, facts: &Value) -> ViewOptions {
 
 fn volume(checkpoint: &Arc<Checkpoint>, plan: Plan, tile_cache_bytes: usize) -> Volume {
     let views = vec![ViewPlan { name: String::new(), plan: Arc::new(plan) }];
-    let engine = EngineOptions { tile_cache_bytes, workers: 1 };
+    let engine = EngineOptions { tile_cache_bytes, workers: 1, ..EngineOptions::default() };
     Volume::new(Arc::clone(checkpoint), views, VolumeOptions { engine, ..VolumeOptions::default() }).unwrap()
 }
 
@@ -1072,7 +1072,7 @@ fn rules_for_single_experts_lose_nothing() {
         let shards: Vec<String> =
             (0..plan.mesh.devices()).map(|device| plan.shard_shape(tensor, device).to_string()).collect();
         assert_eq!(shards, expected, "{mesh} {spec:?}");
-        let held: u64 = plan.distinct_regions(tensor).iter().map(|(_, region)| region.shape().elements()).sum();
+        let held: u64 = plan.distinct_regions(tensor).map(|(_, region)| region.shape().elements()).sum();
         assert_eq!(held, 56 * 48, "{mesh} {spec:?}");
     }
 }

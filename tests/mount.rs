@@ -33,16 +33,19 @@ use ckfs::fuse::{
     DaemonError, Exit, FS_TYPE, MountEntry, MountOptions, Readiness, UnmountError, UnmountOptions, block_signals,
     ckfs_mounts, serve, start_background, unmount,
 };
+use ckfs::host::{Log, Target};
 use memmap2::Mmap;
 use mount_double::{DATA_BYTES, Double, MANY, byte_at, data};
 use nix::{
     mount::{MntFlags, MsFlags, umount2},
     sys::{
         signal::{SigSet, Signal, kill},
+        stat::Mode,
         wait::{WaitPidFlag, WaitStatus, waitpid},
     },
     unistd::{Pid, getegid, geteuid},
 };
+use rustix::fs::{AtFlags, CWD, FallocateFlags, RenameFlags, XattrFlags};
 
 /// Time for anything that should happen soon.
 const SOON: Duration = Duration::from_secs(15);
@@ -79,8 +82,11 @@ fn serving_process() {
         panic!("{config}");
     };
     let base = Path::new(base);
-    let mut readiness = Readiness::new(Some(&base.join("log"))).unwrap();
-    tracing_subscriber::fmt().with_ansi(false).with_writer(io::stderr).init();
+    block_signals().unwrap();
+    let log = Log::start(Target::stderr());
+    log.take_panics();
+    let mut readiness = Readiness::new(&log, Some(&base.join("log")), &base.join("mnt")).unwrap();
+    tracing_subscriber::fmt().with_ansi(false).without_time().with_writer(log.clone()).init();
     let options = MountOptions {
         name: "double of a repo".into(),
         threads: Some(threads.parse().unwrap()),
@@ -90,7 +96,8 @@ fn serving_process() {
         ..MountOptions::default()
     };
     let fs = Arc::new(Double::new(File::open(base.join("backing")).ok()));
-    let result = serve(fs, &base.join("mnt"), &options, || readiness.ready("serving").unwrap());
+    let result = serve(fs, &base.join("mnt"), &options, &log, || readiness.ready("serving").unwrap());
+    log.finish();
     match result {
         Ok(exit) => process::exit(exit_code(exit)),
         Err(error) => {
@@ -154,6 +161,11 @@ impl Bench {
         fs::read_to_string(self.base.path().join("log")).unwrap_or_default()
     }
 
+    /// Waits for a line: it is written after the request was answered.
+    fn logs(&self, text: &str) {
+        until(&format!("{text:?} is logged"), || self.log().contains(text));
+    }
+
     fn start(&mut self) -> Pid {
         self.start_with(&CONFIG)
     }
@@ -171,8 +183,8 @@ impl Bench {
 
     fn try_start(&mut self, config: &Config) -> Result<Pid, DaemonError> {
         let args = self.args(config);
-        let start = || start_background(&env::current_exe().unwrap(), &args, Duration::from_secs(30));
-        let pid = Pid::from_raw(i32::try_from(with_signals_blocked(start)?).unwrap());
+        let start = || start_background(&env::current_exe().unwrap(), &args, &self.mnt(), Duration::from_secs(30));
+        let pid = Pid::from_raw(i32::try_from(with_signals_blocked(start)?.pid).unwrap());
         self.daemons.push(pid);
         Ok(pid)
     }
@@ -540,17 +552,83 @@ fn nothing_can_be_changed() {
             ("symlink", errno(std::os::unix::fs::symlink("data", &new))),
             ("chmod", errno(fs::set_permissions(&data, fs::metadata(&data).unwrap().permissions()))),
             ("chown", errno(std::os::unix::fs::chown(&data, Some(1), None))),
+            ("truncate by path", errno(nix::unistd::truncate(&data, 0).map_err(io::Error::from))),
+            ("mkfifo", errno(nix::unistd::mkfifo(&new, Mode::S_IRUSR).map_err(io::Error::from))),
+            ("times", errno(set_times(&data))),
+            ("set an attribute", errno(set_xattr(&data, "user.ckfs.new", b"1"))),
+            ("set an attribute that is there", errno(set_xattr(&data, "user.ckfs.dtype", b"F32"))),
+            ("empty an attribute", errno(set_xattr(&data, "user.ckfs.dtype", b""))),
+            ("set an attribute of a directory", errno(set_xattr(&bench.mnt(), "user.new", b"1"))),
+            ("set an access list", errno(set_xattr(&data, "system.posix_acl_access", &[2, 0, 0, 0]))),
+            ("remove an attribute", errno(remove_xattr(&data, "user.ckfs.dtype"))),
+            ("remove an attribute that is not there", errno(remove_xattr(&data, "user.absent"))),
+            ("exchange files", errno(rename_with(&data, &bench.file("direct"), RenameFlags::EXCHANGE))),
+            ("exchange a file and a directory", errno(rename_with(&data, &bench.file("many"), RenameFlags::EXCHANGE))),
+            ("rename to a new name", errno(rename_with(&data, &new, RenameFlags::NOREPLACE))),
+            ("rename and leave a whiteout", errno(rename_with(&data, &new, RenameFlags::WHITEOUT))),
         ] {
             assert_eq!(found, libc::EROFS, "{what}");
         }
     };
+    let unnamed =
+        |bench: &Bench| errno(File::options().read(true).write(true).custom_flags(libc::O_TMPFILE).open(bench.mnt()));
     attempts(&bench);
+    assert_eq!(unnamed(&bench), libc::EROFS);
     assert_eq!(bench.stat("refused"), 0, "the kernel refuses by itself");
     // An administrator may lift the kernel's refusal, but not ours.
     let none = None::<&str>;
     nix::mount::mount(none, &bench.mnt(), none, MsFlags::MS_REMOUNT, none).unwrap();
     attempts(&bench);
-    assert!(bench.stat("refused") >= 13);
+    assert!(bench.stat("refused") >= 26);
+    // A request that fuser does not know, which the kernel takes for an operation that is not supported.
+    assert_eq!(unnamed(&bench), libc::EOPNOTSUPP);
+    // What changes an open file needs one that is open for writing, which there is none of.
+    let file = File::open(bench.file("data")).unwrap();
+    for (what, found) in [
+        ("fallocate", errno(rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, 1).map_err(io::Error::from))),
+        (
+            "copy_file_range",
+            errno(rustix::fs::copy_file_range(&file, None, &file, Some(&mut 4096), 1).map_err(io::Error::from)),
+        ),
+        ("write", errno(file.write_at(b"x", 0))),
+    ] {
+        assert_eq!(found, libc::EBADF, "{what}");
+    }
+    assert_eq!(errno(file.set_len(0)), libc::EINVAL);
+    drop(file);
+    bench.stop(pid);
+}
+
+fn set_xattr(path: &Path, name: &str, value: &[u8]) -> io::Result<()> {
+    Ok(rustix::fs::setxattr(path, name, value, XattrFlags::empty())?)
+}
+
+fn remove_xattr(path: &Path, name: &str) -> io::Result<()> {
+    Ok(rustix::fs::removexattr(path, name)?)
+}
+
+fn rename_with(from: &Path, to: &Path, flags: RenameFlags) -> io::Result<()> {
+    Ok(rustix::fs::renameat_with(CWD, from, CWD, to, flags)?)
+}
+
+fn set_times(path: &Path) -> io::Result<()> {
+    let time = rustix::fs::Timespec { tv_sec: 1, tv_nsec: 0 };
+    let times = rustix::fs::Timestamps { last_access: time, last_modification: time };
+    Ok(rustix::fs::utimensat(CWD, path, &times, AtFlags::empty())?)
+}
+
+#[test]
+fn long_names_are_told_from_absent_ones() {
+    let Some(mut bench) = bench() else { return };
+    let pid = bench.start();
+    for (len, expected) in
+        [(255, libc::ENOENT), (256, libc::ENAMETOOLONG), (1000, libc::ENAMETOOLONG), (2000, libc::ENAMETOOLONG)]
+    {
+        let name = "x".repeat(len);
+        assert_eq!(errno(fs::metadata(bench.file(&name))), expected, "{len} bytes");
+        assert_eq!(errno(fs::metadata(bench.file("many").join(&name))), expected, "{len} bytes in a directory");
+        assert_eq!(errno(File::open(bench.file(&name))), expected, "{len} bytes to open");
+    }
     bench.stop(pid);
 }
 
@@ -569,7 +647,7 @@ fn a_panic_is_an_error_of_its_request_only() {
     assert!(bench.stat("panics") > 10, "{}", bench.stat("panics"));
     assert_eq!(threads_of(pid), 2 + SPARE_THREADS);
     assert!(fs::read(bench.file("data")).unwrap() == data());
-    assert!(bench.log().contains("request handler panicked: read panics"), "{}", bench.log());
+    bench.logs("request handler panicked: read panics");
     bench.stop(pid);
 }
 
@@ -585,8 +663,8 @@ fn failures_are_errors_and_never_zeros() {
         let mut aligned = memmap2::MmapMut::map_anon(8192).unwrap();
         assert_eq!(errno(direct.read_at(&mut aligned, 0)), libc::EIO, "{name} with O_DIRECT");
     }
-    assert!(bench.log().contains("answered a read of"), "{}", bench.log());
-    assert!(bench.log().contains("left unanswered"), "{}", bench.log());
+    bench.logs("answered a read of");
+    bench.logs("left unanswered");
     bench.stop(pid);
 }
 
@@ -611,11 +689,32 @@ fn a_slow_read_does_not_hold_up_others() {
 #[test]
 fn each_ending_signal_unmounts() {
     let Some(mut bench) = bench() else { return };
-    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
+    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGQUIT] {
         let pid = bench.start();
         kill(pid, signal).unwrap();
         assert_eq!((bench.end_of(pid), bench.mounts()), (0, vec![]), "{signal}");
     }
+}
+
+#[test]
+fn failures_that_repeat_are_one_line_and_a_count() {
+    let Some(mut bench) = bench() else { return };
+    let pid = bench.start();
+    for name in ["silent", "panicking"] {
+        for _ in 0..50 {
+            let file = File::open(bench.file(name)).unwrap();
+            assert_eq!(errno(file.read_exact_at(&mut [0; 10], 0)), libc::EIO);
+        }
+    }
+    bench.stop(pid);
+    let log = bench.log();
+    // Once as it happens, once in the count.
+    let unanswered = "ERROR ckfs::fuse::adapter: request was left unanswered";
+    assert_eq!((log.matches(unanswered).count(), log.contains(" times in ")), (2, true), "{log}");
+    assert_eq!(log.matches("request handler panicked").count(), 2, "{log}");
+    // The hook's line names thread and place, the adapter's the request.
+    let hook = log.lines().find(|line| line.contains(" ERROR ckfs::panic: thread fuser-")).unwrap();
+    assert!(hook.contains(" panicked at tests/mount_double/mod.rs:") && hook.ends_with(": read panics"), "{hook}");
 }
 
 #[test]

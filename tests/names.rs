@@ -89,6 +89,39 @@ fn every_tensor_is_shown_under_a_name_of_its_own() {
     assert_eq!(both["layers/scanned/experts/up"], both["layers/0/experts/up"]);
 }
 
+/// What `ckfs plan` accepts, a mount accepts, and the other way round.
+#[test]
+fn plan_and_mount_accept_the_same_names() {
+    let (long, longest) = ("n".repeat(300), "n".repeat(255));
+    let npy = "n".repeat(252);
+    let deep = vec!["ab"; 2_000].join(".");
+    let rows: &[(&[&str], bool)] = &[
+        (&["a", "a.b"], true),
+        (&["a/b", "a%2Fb", "a.b"], true),
+        (&["line\nend\u{1b}[2J"], true),
+        (&[".", ".."], true),
+        (&[&long], false),
+        (&[&format!("model.layers.0.{long}.weight")], false),
+        (&[&longest], false),
+        (&[&npy], false),
+        (&[&npy[..251]], true),
+        (&[&deep], false),
+    ];
+    for (names, expected) in rows {
+        let rows: Vec<Row> = names.iter().map(|name| row(name, DType::BF16, &[2, 4])).collect();
+        let mounts = volume(&rows, &json!({})).map(drop);
+        let dir = repo(&rows, &json!({}));
+        for layout in ["canonical", "hf"] {
+            let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_ckfs"));
+            let ran = command.arg("plan").arg(dir.path()).args(["--layout", layout]).output().unwrap();
+            let error = String::from_utf8(ran.stderr).unwrap();
+            assert_eq!(ran.status.success(), *expected, "{layout} {names:?}: {error}");
+            assert!(!error.contains('\u{1b}') && !String::from_utf8(ran.stdout).unwrap().contains('\u{1b}'));
+        }
+        assert_eq!(mounts.is_ok(), *expected, "{names:?}: {mounts:?}");
+    }
+}
+
 #[test]
 fn tensors_of_most_axes_stay_single() {
     let extents = [1, 1, 1, 1, 1, 1, 2, 4];

@@ -248,7 +248,7 @@ proptest! {
         }
         let checkpoint = DIR.with(|dir| repo::open(dir.path()));
         let options = ViewOptions { dtype, ..options(mesh) };
-        let engine = EngineOptions { tile_cache_bytes: cache, workers };
+        let engine = EngineOptions { tile_cache_bytes: cache, workers, ..EngineOptions::default() };
         let volume = repo::volume(&checkpoint, &options, VolumeOptions { engine, ..VolumeOptions::default() });
         for path in ["dev1/layers/scanned/wo", "dev0/layers/scanned/w_gate", "safetensors/dev2.safetensors"] {
             let ino = volume.resolve(path).unwrap().ino;
@@ -268,7 +268,7 @@ fn wide(cache_bytes: usize) -> (tempfile::TempDir, Volume) {
     let rows: Vec<_> = (0..12).map(|number| repo::row(&format!("w{number}"), DType::F32, &[192, 256])).collect();
     repo::write_repo(dir.path(), &[&rows], &serde_json::json!({}));
     let options = ViewOptions { dtype: Some(DType::BF16), ..options("fsdp=4") };
-    let engine = EngineOptions { tile_cache_bytes: cache_bytes, workers: 0 };
+    let engine = EngineOptions { tile_cache_bytes: cache_bytes, workers: 0, ..EngineOptions::default() };
     let volume = repo::volume(&repo::open(dir.path()), &options, VolumeOptions { engine, ..VolumeOptions::default() });
     (dir, volume)
 }
@@ -442,7 +442,7 @@ fn files_made_whole_are_what_the_reference_says() {
         let dir = large(source);
         let layout = Layout::find(layout).unwrap();
         let options = ViewOptions { layout, dtype: Some(DType::BF16), ..options(mesh) };
-        let engine = EngineOptions { tile_cache_bytes: 64 << 20, workers };
+        let engine = EngineOptions { tile_cache_bytes: 64 << 20, workers, ..EngineOptions::default() };
         let checkpoint = repo::open(dir.path());
         let volume = repo::volume(&checkpoint, &options, VolumeOptions { engine, ..VolumeOptions::default() });
         let mut parts = 0;

@@ -9,8 +9,10 @@ use serde_json::Value;
 
 use super::{
     open::{Problem, Problems},
+    printable::printable,
     quantization::Quantization,
     table::{TensorInfo, TensorTable},
+    tied::Tie,
 };
 use crate::tensor::DType;
 
@@ -83,8 +85,10 @@ pub struct Dialect {
     pub experts: Experts,
     /// How query, key and value are kept.
     pub qkv: Qkv,
-    /// `tie_word_embeddings` of `config.json`.
+    /// `tie_word_embeddings` of `config.json`, as far as transformers listens to it.
     pub tied_declared: Option<bool>,
+    /// Whether the output head is the embedding: by `config.json`, or else by the model's type.
+    pub tied: bool,
     /// Whether there is a tensor for the output head (`…lm_head.weight`, `head.weight`, `output.weight`, ...).
     pub has_lm_head: bool,
     /// How weights are quantized.
@@ -115,6 +119,8 @@ impl Dialect {
         let string = |value: Option<&Value>| value.and_then(Value::as_str).map(str::to_owned);
         let architectures = config.and_then(|config| config["architectures"].as_array()).into_iter().flatten();
         let quantization = ["quantization_config", "compression_config"].iter().find_map(|key| lookup(key));
+        // MLX's own word.
+        let quantization = quantization.or_else(|| lookup("quantization").filter(|value| value.is_object()));
         let mut survey = Survey::default();
         for (_, tensor) in table.iter() {
             survey.add(&tensor);
@@ -125,6 +131,8 @@ impl Dialect {
             let message = format!("{key}: expected at most {LAYERS_MAX}, found {found}");
             problems.push(Problem::Json { file: "config.json".to_owned(), message });
         }
+        let architectures: Vec<String> = architectures.filter_map(|name| name.as_str().map(str::to_owned)).collect();
+        let tie = Tie::of(config, text, &architectures);
         let families = survey.families();
         let mtp_layers = families.first().zip(declared_layers).map_or_else(Vec::new, |((_, layers), declared)| {
             layers.iter().copied().filter(|layer| *layer >= declared).collect()
@@ -133,7 +141,7 @@ impl Dialect {
             model_type: string(config.and_then(|config| config.get("model_type"))),
             text_model_type: string(text.and_then(|text| text.get("model_type"))),
             text_config: text_config.map(|key| (*key).to_owned()),
-            architectures: architectures.filter_map(|name| name.as_str().map(str::to_owned)).collect(),
+            architectures,
             dtypes: survey.dtypes(),
             families: families.into_iter().map(|(family, _)| family).collect(),
             declared_layers,
@@ -141,7 +149,8 @@ impl Dialect {
             mtp_named: survey.mtp_named,
             experts: survey.experts,
             qkv: survey.qkv(),
-            tied_declared: lookup("tie_word_embeddings").and_then(Value::as_bool),
+            tied_declared: tie.declared,
+            tied: tie.tied,
             has_lm_head: survey.has_lm_head,
             quantization: Quantization::detect(table, quantization, problems),
         }
@@ -188,7 +197,7 @@ impl Dialect {
         lines.push(format!("query, key, value: {}", self.qkv));
         lines.push(format!("embeddings: {}", self.embeddings()));
         lines.push(format!("quantization: {}", self.quantization));
-        let lines: Vec<String> = lines.iter().map(|line| printable(line)).collect();
+        let lines: Vec<_> = lines.iter().map(|line| printable(line)).collect();
         lines.join("\n")
     }
 
@@ -200,6 +209,7 @@ impl Dialect {
 
     const fn embeddings(&self) -> &'static str {
         match (self.tied_declared, self.has_lm_head) {
+            (None, false) if self.tied => "tied, as its model type is",
             (Some(true), true) => "declared tied, yet lm_head is there",
             (Some(true), false) => "tied",
             (Some(false) | None, true) => "lm_head of its own",
@@ -226,19 +236,6 @@ impl fmt::Display for Dialect {
         write!(line, ", {}", self.quantization)?;
         f.write_str(&printable(&line))
     }
-}
-
-/// Escapes what a repository may have put into its words to move a terminal's cursor.
-fn printable(text: &str) -> String {
-    let mut safe = String::with_capacity(text.len());
-    for character in text.chars() {
-        if character.is_control() {
-            safe.extend(character.escape_default());
-        } else {
-            safe.push(character);
-        }
-    }
-    safe
 }
 
 impl fmt::Display for Experts {

@@ -22,9 +22,11 @@ pub fn parse(text: &[u8]) -> Result<Value, serde_json::Error> {
 }
 
 /// Writes a text, one member a line.
+///
+/// # Panics
+/// Never: a value has nothing that cannot be written.
 pub fn pretty(value: &Value) -> Vec<u8> {
-    // A value in memory can be written.
-    let mut text = serde_json::to_string_pretty(value).unwrap_or_default();
+    let mut text = serde_json::to_string_pretty(value).expect("keys are texts, and a text takes all that is written");
     if text.contains(SIGN) {
         text = WORDS.iter().fold(text, |text, word| text.replace(&format!("\"{SIGN}{word}\""), word));
     }

@@ -15,8 +15,10 @@ pub mod json;
 mod listing;
 mod locate;
 mod open;
+mod printable;
 pub mod quantization;
 mod table;
+mod tied;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -27,11 +29,12 @@ use std::{
 
 pub use dialect::{Dialect, Experts, LayerFamily, Qkv};
 pub use open::{CheckpointError, OpenOptions, Problem};
+pub use printable::{printable, printable_lines};
 pub use quantization::{BlockFp8, Granularity, Quantization};
 pub use table::{TensorInfo, TensorTable};
 
 use crate::{
-    source::{FileId, Source},
+    source::{FileId, Source, permission::DirectoryGates},
     tensor::TensorId,
 };
 
@@ -59,6 +62,8 @@ pub enum IgnoreReason {
     Subdirectory,
     /// A symbolic link that leads nowhere.
     DanglingLink,
+    /// A symbolic link out of the repository.
+    LeavesRepository,
     /// A symbolic link to a directory.
     LinkedDirectory,
     /// Not a regular file.
@@ -77,6 +82,7 @@ impl fmt::Display for IgnoreReason {
             Self::OtherSet => "not of the set of weights that is used",
             Self::Subdirectory => "weights in a subdirectory that the index does not name",
             Self::DanglingLink => "symbolic link to nothing",
+            Self::LeavesRepository => "symbolic link that leaves the repository",
             Self::LinkedDirectory => "symbolic link to a directory",
             Self::Special => "not a regular file",
             Self::Mount => "directory that ckfs made",
@@ -125,6 +131,9 @@ pub struct Checkpoint {
     adapters: Vec<Adapter>,
     /// The table with the tensors of adapters, if there are any.
     with_adapters: Option<TensorTable>,
+    /// Directories of the repository with the gates before them, its own, called "", first.
+    directories: Vec<(String, DirectoryGates)>,
+    warnings: Vec<String>,
 }
 
 impl Checkpoint {
@@ -184,12 +193,30 @@ impl Checkpoint {
             dialect,
             adapters: self.adapters.clone(),
             with_adapters: None,
+            directories: self.directories.clone(),
+            warnings: self.warnings.clone(),
         })
+    }
+
+    /// All adapters.
+    pub fn adapters(&self) -> &[Adapter] {
+        &self.adapters
     }
 
     /// The adapter in a directory that was named when the checkpoint was opened.
     pub fn adapter(&self, dir: &Path) -> Option<&Adapter> {
         self.adapters.iter().find(|adapter| adapter.dir == dir)
+    }
+
+    /// What is worth a warning about the files that were chosen.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    /// The directories of the repository that have files, relative to it, with whom their permissions admit. The first is its own,
+    /// called "". None where the checkpoint is a single file.
+    pub fn directories(&self) -> &[(String, DirectoryGates)] {
+        &self.directories
     }
 
     /// Where bytes come from. All readable files of the repository are pinned in it.
@@ -262,6 +289,11 @@ impl Checkpoint {
         &self.dialect
     }
 
+    /// The embedding that an output head would be which is not stored, those aside of which `is_outside` says that they belong
+    /// to another model.
+    pub fn embedding(&self, is_outside: &dyn Fn(&str) -> bool) -> Option<&str> {
+        tied::embedding(&self.table, is_outside)
+    }
     /// Files left out although nothing says that they are copies: worth a warning.
     pub fn suspicious_files(&self) -> impl Iterator<Item = &RepoFile> {
         self.files.iter().filter(|file| file.role == FileRole::Ignored(IgnoreReason::NotInIndex))

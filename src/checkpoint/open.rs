@@ -3,7 +3,8 @@
 use std::{
     cmp::Ordering,
     collections::{BTreeMap, BTreeSet, HashMap},
-    fmt, fs, io,
+    fmt,
+    io::{self, Read},
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -18,13 +19,17 @@ use super::{
     dialect::Dialect,
     index::{Index, stays_inside},
     json,
-    listing::{self, Listed},
+    listing::{self, Listed, Listing, State},
     locate::{Located, locate},
+    printable::printable,
     table::TensorTable,
 };
 use crate::{
     format::safetensors::{Header, HeaderErrors},
-    source::{Fetches, FileId, LocalFiles, Source, SourceError, SourceIo},
+    source::{
+        Beneath, Fetches, FileId, Found, LocalFiles, Opened, Source, SourceError, SourceIo,
+        local::check_open_file_limit, permission::DirectoryGates,
+    },
     tensor::DType,
 };
 
@@ -52,6 +57,8 @@ pub struct OpenOptions {
     pub adapters: Vec<PathBuf>,
     /// Directory of the hub cache; `None` takes it from the environment as the hub's client does.
     pub hub_cache: Option<PathBuf>,
+    /// Accepts symbolic links that lead out of the repository.
+    pub follow_symlinks: bool,
     /// Where every wait for storage is noted.
     pub fetches: Arc<Fetches>,
 }
@@ -102,6 +109,16 @@ pub enum CheckpointError {
         root: PathBuf,
         /// What the system said.
         error: io::Error,
+    },
+    /// A revision in the cache that is a symbolic link out of it.
+    #[error(
+        "{}: a symbolic link out of the repository's directory in the cache; give the directory that it leads to, or \
+         --follow-symlinks",
+        snapshot.display()
+    )]
+    LeavesCache {
+        /// The revision's directory.
+        snapshot: PathBuf,
     },
     /// No safetensors to use.
     #[error("{}: no *.safetensors here{}", root.display(), elsewhere(subdirectories))]
@@ -313,11 +330,11 @@ fn list_problems(problems: &[Problem], more: usize) -> String {
         fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
             let (problems, more) = (self.0, self.1);
             if let ([only], 0) = (problems, more) {
-                return only.fmt(f);
+                return f.write_str(&printable(&only.to_string()));
             }
             write!(f, "{} problems", problems.len() + more)?;
             for problem in problems.iter().take(SHOWN) {
-                write!(f, "\n  {problem}")?;
+                write!(f, "\n  {}", printable(&problem.to_string()))?;
             }
             match problems.len().saturating_sub(SHOWN) + more {
                 0 => Ok(()),
@@ -355,88 +372,209 @@ impl Problems {
 pub(super) fn open(source: &str, options: &OpenOptions) -> Result<Checkpoint, CheckpointError> {
     let looking = options.fetches.begin_path(Path::new(source), "list");
     let located = locate(source, options.hub_cache.as_deref())?;
-    let adapters = read_adapters(&options.adapters, &options.fetches)?;
     let is_directory = located.path.is_dir();
     drop(looking);
+    let adapters = read_adapters(options)?;
     if is_directory { open_directory(located, options, adapters) } else { open_file(located, options, adapters) }
 }
 
-/// Directories of adapters and their configurations.
-type Adapters = Vec<(PathBuf, serde_json::Value)>;
+/// An adapter's directory, its configuration and its weights.
+#[derive(Debug)]
+struct AdapterFiles {
+    dir: PathBuf,
+    config: serde_json::Value,
+    weights: Opened,
+    warning: Option<String>,
+}
 
 /// Name of an adapter's weights.
 const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 
-fn weights_of(adapters: &Adapters) -> impl Iterator<Item = PathBuf> {
-    adapters.iter().map(|(dir, _)| dir.join(ADAPTER_WEIGHTS))
+fn read_adapters(options: &OpenOptions) -> Result<Vec<AdapterFiles>, CheckpointError> {
+    options.adapters.iter().map(|dir| read_adapter(dir, options)).collect()
 }
 
-fn read_adapters(dirs: &[PathBuf], fetches: &Fetches) -> Result<Adapters, CheckpointError> {
+fn read_adapter(dir: &Path, options: &OpenOptions) -> Result<AdapterFiles, CheckpointError> {
     const CONFIG: &str = "adapter_config.json";
-    let read = |dir: &PathBuf| {
-        let problem = |message: String| CheckpointError::Problems {
-            label: dir.display().to_string(),
-            problems: vec![Problem::Json { file: CONFIG.to_owned(), message }],
-            more: 0,
-        };
-        let text = read_json(dir, CONFIG, fetches).map_err(problem)?;
-        let config = json::parse(&text).map_err(|error| problem(error.to_string()))?;
-        Ok((dir.clone(), config))
+    let problem = |message: String| CheckpointError::Problems {
+        label: dir.display().to_string(),
+        problems: vec![Problem::Json { file: CONFIG.to_owned(), message }],
+        more: 0,
     };
-    dirs.iter().map(read).collect()
+    let follow = options.follow_symlinks;
+    let opening = options.fetches.begin_path(dir, "open");
+    let root = Beneath::open(dir).map_err(|error| problem(error.to_string()))?;
+    let root = Arc::new(root);
+    let found = root.find(CONFIG).map_err(|error| problem(error.to_string()))?;
+    if !found.is_inside() && !follow {
+        return Err(problem(format!(
+            "symbolic link to {}, outside the adapter's directory; --follow-symlinks reads it",
+            quoted(found.real())
+        )));
+    }
+    let opened = found.open(Some(&root)).map_err(|error| problem(error.to_string()))?;
+    drop(opening);
+    let text = read_json(&opened, &options.fetches).map_err(problem)?;
+    let config = json::parse(&text).map_err(|error| problem(error.to_string()))?;
+    let weights = dir.join(ADAPTER_WEIGHTS);
+    let opening = options.fetches.begin_path(&weights, "open");
+    let found = root.find(ADAPTER_WEIGHTS).map_err(|error| SourceError::Io {
+        file: Arc::from(weights.as_path()),
+        action: "open".into(),
+        error: Arc::new(error),
+    })?;
+    let outside = (!found.is_inside() && !follow).then(|| found.real().to_owned());
+    let warning = outside.map(|target| warn_of_weights(&weights.display().to_string(), &target));
+    let weights = found.open(Some(&root))?;
+    drop(opening);
+    Ok(AdapterFiles { dir: dir.to_owned(), config, weights, warning })
 }
 
 /// A single file is a repository of one file, without configuration.
-fn open_file(located: Located, options: &OpenOptions, adapters: Adapters) -> Result<Checkpoint, CheckpointError> {
-    let paths: Vec<PathBuf> = std::iter::once(located.path.clone()).chain(weights_of(&adapters)).collect();
-    let source = LocalFiles::open_noting(&paths, options.io, Arc::clone(&options.fetches))?;
+fn open_file(
+    located: Located,
+    options: &OpenOptions,
+    adapters: Vec<AdapterFiles>,
+) -> Result<Checkpoint, CheckpointError> {
+    let failed = |error| SourceError::Io {
+        file: Arc::from(located.path.as_path()),
+        action: "open".into(),
+        error: Arc::new(error),
+    };
+    let opening = options.fetches.begin_path(&located.path, "open");
+    let opened = Found::named(&located.path).map_err(failed)?.open(None)?;
     let name = located.path.file_name().map_or_else(|| located.label.clone(), |name| name.display().to_string());
-    let listed = Listed { path: name, role: FileRole::Weights, size_bytes: source.len_bytes(FileId(0)) };
-    let plan = Selected { located, files: vec![listed], weights: vec![0], index: None, adapters };
-    plan.build(source, &options.fetches, Problems::default())
+    let size_bytes = opened.file().metadata().map_or(0, |metadata| metadata.len());
+    drop(opening);
+    let listed = Listed { path: name, role: FileRole::Weights, size_bytes, state: State::Nothing };
+    let selected = Selected {
+        located,
+        files: vec![listed],
+        weights: vec![0],
+        index: None,
+        config_text: None,
+        adapters,
+        directories: Vec::new(),
+        warnings: Vec::new(),
+    };
+    selected.build(vec![opened], options, Problems::default())
 }
 
-fn open_directory(located: Located, options: &OpenOptions, adapters: Adapters) -> Result<Checkpoint, CheckpointError> {
-    let root = located.path.clone();
-    let mut files = listing::list(&root, &options.fetches)
-        .map_err(|error| CheckpointError::Listing { root: root.clone(), error })?;
+/// A path for a message, in which characters that a terminal would obey are escaped.
+fn quoted(path: &Path) -> String {
+    format!("{:?}", path.to_string_lossy())
+}
+
+/// What to do about weights that a link takes from elsewhere.
+fn warn_of_weights(path: &str, target: &Path) -> String {
+    format!(
+        "{path:?}: symbolic link to {}, outside the repository: its tensors are shown to those that may read the target; \
+         --follow-symlinks accepts such links",
+        quoted(target)
+    )
+}
+
+/// Leaves out the files that links take from elsewhere, but for weights: those are told from others by what is in them.
+fn leave_out_links(files: &mut [Listed], warnings: &mut Vec<String>, left_out: impl Fn(&Listed) -> bool) {
+    for file in files {
+        let Some(target) = file.outside().map(Path::to_owned).filter(|_| left_out(file)) else { continue };
+        let decides = file.path == CONFIG || (at_top(&file.path) && file.path.ends_with(INDEX_SUFFIX));
+        let as_if = if decides { ", as if it were not there" } else { "" };
+        warnings.push(format!(
+            "{:?}: left out{as_if}: symbolic link to {}, outside the repository; --follow-symlinks reads it",
+            file.path,
+            quoted(&target)
+        ));
+        file.role = FileRole::Ignored(IgnoreReason::LeavesRepository);
+        file.state = State::Nothing;
+        file.size_bytes = 0;
+    }
+}
+
+fn open_directory(
+    located: Located,
+    options: &OpenOptions,
+    adapters: Vec<AdapterFiles>,
+) -> Result<Checkpoint, CheckpointError> {
+    let path = located.path.clone();
+    let listing = |error| CheckpointError::Listing { root: path.clone(), error };
+    let opening = options.fetches.begin_path(&located.path, "open");
+    let root = Arc::new(Beneath::open(&located.path).map_err(listing)?);
+    drop(opening);
+    if located.revision.is_some() && !root.is_in_hub_cache() && !options.follow_symlinks {
+        return Err(CheckpointError::LeavesCache { snapshot: located.path });
+    }
+    let Listing { mut files, directories } = listing::list(&root, &options.fetches).map_err(listing)?;
+    let mut warnings = Vec::new();
+    if !options.follow_symlinks {
+        leave_out_links(&mut files, &mut warnings, |file| !is_safetensors(&file.path));
+    }
     let mut problems = Problems::default();
     find_unreadable(&files, &mut problems);
-    let index_name = choose_index(&root, &files)?;
+    let index_name = choose_index(&located.path, &files)?;
     let unusable = |file: &str, message: String| {
         let problem = Problem::Json { file: file.to_owned(), message };
         CheckpointError::Problems { label: located.label.clone(), problems: vec![problem], more: 0 }
     };
+    let mut text_of = |name: &str| -> Result<Option<Result<Vec<u8>, String>>, SourceError> {
+        let listed = files.iter_mut().find(|file| file.path == name && file.role == FileRole::Other);
+        let Some(listed) = listed else { return Ok(None) };
+        Ok(listed.open(&root, &options.fetches)?.map(|opened| read_json(opened, &options.fetches)))
+    };
+    let config_text = text_of(CONFIG)?;
     let (text, index);
     let index = match &index_name {
         Some(name) => {
-            text = read_json(&root, name, &options.fetches).map_err(|message| unusable(name, message))?;
+            text =
+                text_of(name)?.unwrap_or_else(|| Err("not there".into())).map_err(|message| unusable(name, message))?;
             index = Index::parse(&text).map_err(|error| unusable(name, error.to_string()))?;
             Some((name.as_str(), index))
         }
         None => None,
     };
+    let mut single = false;
+    let index = index.filter(|(name, index)| {
+        let warning = choose_single(name, index, &mut files);
+        single = warning.is_some();
+        warnings.extend(warning);
+        !single
+    });
     match &index {
         Some((name, index)) => choose_indexed(name, index, &mut files, &mut problems),
-        None => match choose_unindexed(&root, &mut files, &mut problems) {
+        None if single => {}
+        None => match choose_unindexed(&located.path, &mut files, &mut problems) {
             Err(error) if problems.is_empty() => return Err(error),
             // What is there and cannot be read is why nothing else is.
             Ok(()) | Err(_) => {}
         },
     }
+    if !options.follow_symlinks {
+        leave_out_links(&mut files, &mut warnings, |file| file.role != FileRole::Weights);
+        let linked = files.iter().filter_map(|file| Some(warn_of_weights(&file.path, file.outside()?)));
+        warnings.extend(linked.collect::<Vec<_>>());
+    }
     let mut weights: Vec<usize> = (0..files.len()).filter(|place| files[*place].role == FileRole::Weights).collect();
     weights.sort_by(|left, right| natural(&files[*left].path, &files[*right].path));
-    let readable = |place: &usize| match files[*place].role {
-        FileRole::Weights => false,
-        FileRole::Other => true,
-        FileRole::Ignored(reason) => reason.is_readable(),
-    };
-    let others: Vec<usize> = (0..files.len()).filter(readable).collect();
-    let paths: Vec<PathBuf> =
-        weights.iter().chain(&others).map(|place| listing::absolute(&root, &files[*place].path)).collect();
-    let paths: Vec<PathBuf> = paths.into_iter().chain(weights_of(&adapters)).collect();
-    let source = LocalFiles::open_noting(&paths, options.io, Arc::clone(&options.fetches))?;
-    Selected { located, files, weights, index, adapters }.build(source, &options.fetches, problems)
+    let others: Vec<usize> = (0..files.len())
+        .filter(|place| files[*place].role != FileRole::Weights && files[*place].role.is_readable())
+        .collect();
+    check_open_file_limit(weights.len() + others.len() + adapters.len())?;
+    let mut opened = Vec::with_capacity(weights.len() + others.len());
+    for place in weights.iter().chain(&others) {
+        opened.extend(files[*place].take(&root, &options.fetches)?);
+    }
+    let selected = Selected { located, files, weights, index, config_text, adapters, directories, warnings };
+    selected.build(opened, options, problems)
+}
+
+impl FileRole {
+    /// Whether the file is a regular one that is opened.
+    const fn is_readable(&self) -> bool {
+        match self {
+            Self::Weights | Self::Other => true,
+            Self::Ignored(reason) => reason.is_readable(),
+        }
+    }
 }
 
 impl IgnoreReason {
@@ -444,7 +582,12 @@ impl IgnoreReason {
     const fn is_readable(self) -> bool {
         match self {
             Self::NotInIndex | Self::SecondCopy | Self::OtherSet | Self::Subdirectory => true,
-            Self::DanglingLink | Self::LinkedDirectory | Self::Special | Self::Mount | Self::Bookkeeping => false,
+            Self::DanglingLink
+            | Self::LeavesRepository
+            | Self::LinkedDirectory
+            | Self::Special
+            | Self::Mount
+            | Self::Bookkeeping => false,
         }
     }
 }
@@ -456,18 +599,32 @@ struct Selected<'a> {
     /// Places in `files`, in the order of their ids.
     weights: Vec<usize>,
     index: Option<(&'a str, Index<'a>)>,
-    /// The last files of the source.
-    adapters: Adapters,
+    /// The text of `config.json`, or why it cannot be had; `None` without one.
+    config_text: Option<Result<Vec<u8>, String>>,
+    /// Their weights are the last files of the source.
+    adapters: Vec<AdapterFiles>,
+    /// Directories with the gates before them.
+    directories: Vec<(String, DirectoryGates)>,
+    warnings: Vec<String>,
 }
 
 impl Selected<'_> {
+    /// `opened` are the files of the repository in the order of their ids.
     fn build(
-        self,
-        source: LocalFiles,
-        fetches: &Fetches,
+        mut self,
+        mut opened: Vec<Opened>,
+        options: &OpenOptions,
         mut problems: Problems,
     ) -> Result<Checkpoint, CheckpointError> {
-        let ids = || (0..u32::try_from(self.weights.len()).unwrap_or(u32::MAX)).map(FileId);
+        let mut adapters = Vec::with_capacity(self.adapters.len());
+        for AdapterFiles { dir, config, weights, warning } in std::mem::take(&mut self.adapters) {
+            let file = FileId(number(opened.len()));
+            opened.push(weights);
+            adapters.push(Adapter { dir, file, config });
+            self.warnings.extend(warning);
+        }
+        let source = LocalFiles::pin(opened, options.io, Arc::clone(&options.fetches))?;
+        let ids = || (0..number(self.weights.len())).map(FileId);
         let read: Vec<_> = ids().collect::<Vec<_>>().into_par_iter().map(|id| read_header(&source, id)).collect();
         let mut headers = Vec::new();
         let mut broken = BTreeSet::new();
@@ -485,7 +642,7 @@ impl Selected<'_> {
                 }
             }
         }
-        let files = (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()).map(FileId);
+        let files = (0..number(source.file_count())).map(FileId);
         if files.map(|file| source.len_bytes(file)).fold(0, u64::saturating_add) > BYTES_MAX {
             problems.push(Problem::TooManyBytes);
         }
@@ -497,26 +654,26 @@ impl Selected<'_> {
         if let Some((name, index)) = &self.index {
             self.compare_with_index(name, index, &table, &broken, &mut problems);
         }
-        let mut adapters = Vec::with_capacity(self.adapters.len());
-        let first = source.file_count() - self.adapters.len();
         let base = headers.len();
-        for (at, (dir, config)) in (first..).zip(&self.adapters) {
-            let file = FileId(u32::try_from(at).unwrap_or(u32::MAX));
-            match read_header(&source, file) {
-                Ok(header) => headers.push((file, header)),
-                Err(ReadHeader::Header(errors)) => {
-                    problems.push(Problem::Header { file: dir.join(ADAPTER_WEIGHTS).display().to_string(), errors });
-                }
-                Err(ReadHeader::Source(error)) => {
-                    problems.push(Problem::Unreadable { file: dir.join(ADAPTER_WEIGHTS).display().to_string(), error });
-                }
+        for Adapter { dir, file, .. } in &adapters {
+            let name = || dir.join(ADAPTER_WEIGHTS).display().to_string();
+            match read_header(&source, *file) {
+                Ok(header) => headers.push((*file, header)),
+                Err(ReadHeader::Header(errors)) => problems.push(Problem::Header { file: name(), errors }),
+                Err(ReadHeader::Source(error)) => problems.push(Problem::Unreadable { file: name(), error }),
             }
-            adapters.push(Adapter { dir: dir.clone(), file, config: config.clone() });
         }
-        let with_adapters =
-            if adapters.is_empty() { None } else { TensorTable::new(headers.iter().map(|(id, header)| (*id, header))) };
+        let with_adapters = if adapters.is_empty() {
+            None
+        } else {
+            let all = TensorTable::new(headers.iter().map(|(id, header)| (*id, header)));
+            if all.is_none() {
+                problems.push(Problem::TooLarge);
+            }
+            all
+        };
         headers.truncate(base);
-        let config = self.config(fetches, &mut problems);
+        let config = self.config(&mut problems);
         let dialect = Dialect::of(&table, config.as_ref(), &mut problems);
         problems.refuse(&self.located.label)?;
         let file_metadata = headers.into_iter().map(|(id, header)| (id, header.into_metadata()));
@@ -536,6 +693,8 @@ impl Selected<'_> {
             dialect,
             adapters,
             with_adapters,
+            directories: self.directories,
+            warnings: self.warnings,
         })
     }
 
@@ -545,14 +704,10 @@ impl Selected<'_> {
 
     fn repo_files(&self, source: &LocalFiles) -> Vec<RepoFile> {
         let by_weight: HashMap<usize, u32> = self.weights.iter().copied().zip(0..).collect();
-        let mut next_other = u32::try_from(self.weights.len()).unwrap_or(u32::MAX);
+        let mut next_other = number(self.weights.len());
         let file = |(place, listed): (usize, &Listed)| {
-            let readable = match listed.role {
-                FileRole::Weights | FileRole::Other => true,
-                FileRole::Ignored(reason) => reason.is_readable(),
-            };
             let id = by_weight.get(&place).copied().or_else(|| {
-                readable.then(|| {
+                listed.role.is_readable().then(|| {
                     next_other += 1;
                     next_other - 1
                 })
@@ -568,10 +723,9 @@ impl Selected<'_> {
         self.files.iter().enumerate().map(file).collect()
     }
 
-    fn config(&self, fetches: &Fetches, problems: &mut Problems) -> Option<serde_json::Value> {
-        self.files.iter().find(|file| file.path == CONFIG && file.role == FileRole::Other)?;
-        let value = read_json(&self.located.path, CONFIG, fetches).and_then(|text| {
-            let value = json::parse(&text).map_err(|error| error.to_string())?;
+    fn config(&self, problems: &mut Problems) -> Option<serde_json::Value> {
+        let value = self.config_text.as_ref()?.as_ref().map_err(Clone::clone).and_then(|text| {
+            let value = json::parse(text).map_err(|error| error.to_string())?;
             if value.is_object() { Ok(value) } else { Err("expected an object".into()) }
         });
         value.map_err(|message| problems.push(Problem::Json { file: CONFIG.into(), message })).ok()
@@ -633,7 +787,8 @@ impl Selected<'_> {
                 (Some(_), Some(_)) | (None, None) => {}
             }
             // Repetitions on either side have been, or are here, reported as such; they must not confuse the walk.
-            let name = entry.map(|entry| entry.0).or(tensor.map(|tensor| tensor.name)).unwrap_or_default();
+            let name = entry.map(|entry| entry.0).or(tensor.map(|tensor| tensor.name));
+            let name = name.expect("the walk has ended where neither side has a name");
             while named.next_if(|next| next.0 == name && entry.is_some()).is_some() {
                 let (index, tensor) = (index_name.to_owned(), name.to_owned());
                 problems.push(Problem::RepeatedInIndex { index, tensor });
@@ -641,6 +796,11 @@ impl Selected<'_> {
             while tensors.next_if(|next| next.name == name && tensor.is_some()).is_some() {}
         }
     }
+}
+
+/// A number of files, or of one.
+fn number(files: usize) -> u32 {
+    u32::try_from(files).expect("a listing has at most some 100 000 files, and each adapter adds one that is open")
 }
 
 enum ReadHeader {
@@ -661,14 +821,17 @@ fn read_header(source: &LocalFiles, file: FileId) -> Result<Header, ReadHeader> 
 }
 
 /// The text of a JSON file, or why it cannot be had.
-fn read_json(root: &Path, name: &str, fetches: &Fetches) -> Result<Vec<u8>, String> {
-    let path = listing::absolute(root, name);
-    let _reading = fetches.begin_path(&path, "read");
-    let len = fs::metadata(&path).map_err(|error| error.to_string())?.len();
+fn read_json(opened: &Opened, fetches: &Fetches) -> Result<Vec<u8>, String> {
+    let _reading = fetches.begin_path(opened.path(), "read");
+    let too_long = |len: u64| format!("expected at most {JSON_FILE_BYTES_MAX} bytes, found {len}");
+    let len = opened.file().metadata().map_err(|error| error.to_string())?.len();
     if len > JSON_FILE_BYTES_MAX {
-        return Err(format!("expected at most {JSON_FILE_BYTES_MAX} bytes, found {len}"));
+        return Err(too_long(len));
     }
-    fs::read(&path).map_err(|error| error.to_string())
+    let mut text = Vec::new();
+    let mut file = opened.file().take(JSON_FILE_BYTES_MAX + 1);
+    file.read_to_end(&mut text).map_err(|error| error.to_string())?;
+    if text.len() as u64 > JSON_FILE_BYTES_MAX { Err(too_long(text.len() as u64)) } else { Ok(text) }
 }
 
 fn is_safetensors(path: &str) -> bool {
@@ -717,12 +880,56 @@ fn find_unreadable(files: &[Listed], problems: &mut Problems) {
     let indexed = files.iter().any(|file| at_top(&file.path) && file.path.ends_with(INDEX_SUFFIX));
     for file in files.iter().filter(|file| at_top(&file.path)) {
         let FileRole::Ignored(reason) = file.role else { continue };
+        // These are as if they were not there, which a warning says.
+        if reason == IgnoreReason::LeavesRepository {
+            continue;
+        }
         let name = file.path.as_str();
         // An index says by itself which weights it needs.
         let weights = is_safetensors(name) && !is_second_copy(name) && !indexed;
         if weights || name == CONFIG || (name.ends_with(INDEX_SUFFIX) && !is_second_copy(name)) {
             problems.push(Problem::NoFile { file: name.to_owned(), found: reason });
         }
+    }
+}
+
+/// The file that transformers takes before it looks for an index.
+const SINGLE: &str = "model.safetensors";
+
+/// Chooses `model.safetensors` where an index names other files, as transformers does, and says so. The files of the index stay
+/// in the repository as files like any other. An index that is refused by itself decides nothing.
+fn choose_single(name: &str, index: &Index<'_>, files: &mut [Listed]) -> Option<String> {
+    let is_there = |file: &Listed| file.path == SINGLE && file.role == FileRole::Other;
+    let named: BTreeSet<&str> = index.files.iter().map(String::as_str).filter(|path| *path != SINGLE).collect();
+    let usable = |path: &&str| {
+        let ignored = |file: &Listed| file.path == **path && file.role != FileRole::Other;
+        stays_inside(path) && is_safetensors(path) && !files.iter().any(ignored)
+    };
+    if named.is_empty() || index.tensors.is_empty() || !files.iter().any(is_there) || !named.iter().all(usable) {
+        return None;
+    }
+    for file in files.iter_mut().filter(|file| file.role == FileRole::Other && is_safetensors(&file.path)) {
+        if file.path == SINGLE {
+            file.role = FileRole::Weights;
+        } else if !named.contains(file.path.as_str()) {
+            file.role = FileRole::Ignored(beside(&file.path, IgnoreReason::OtherSet));
+        }
+    }
+    let count = named.len();
+    Some(format!(
+        "{SINGLE} and {name} are both there: tensors come from {SINGLE}, as in transformers; hf/ keeps the {count} files that \
+         the index names as they are; remove what is not meant"
+    ))
+}
+
+/// Why safetensors that are not used are left out; `otherwise` where their path does not say it.
+fn beside(path: &str, otherwise: IgnoreReason) -> IgnoreReason {
+    if !at_top(path) {
+        IgnoreReason::Subdirectory
+    } else if is_second_copy(path) {
+        IgnoreReason::SecondCopy
+    } else {
+        otherwise
     }
 }
 
@@ -751,13 +958,7 @@ fn choose_indexed(name: &str, index: &Index<'_>, files: &mut [Listed], problems:
         }
     }
     for file in files.iter_mut().filter(|file| file.role == FileRole::Other && is_safetensors(&file.path)) {
-        file.role = FileRole::Ignored(if !at_top(&file.path) {
-            IgnoreReason::Subdirectory
-        } else if is_second_copy(&file.path) {
-            IgnoreReason::SecondCopy
-        } else {
-            IgnoreReason::NotInIndex
-        });
+        file.role = FileRole::Ignored(beside(&file.path, IgnoreReason::NotInIndex));
     }
 }
 
@@ -790,6 +991,7 @@ fn choose_unindexed(root: &Path, files: &mut [Listed], problems: &mut Problems) 
         };
     }
     for ((stem, total), found) in sets {
+        // A total beyond 64 bits is more than there can be.
         let expected = total.parse().unwrap_or(u64::MAX);
         if found < expected {
             problems.push(Problem::IncompleteSet { stem, total, expected, found });

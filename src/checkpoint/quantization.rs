@@ -37,6 +37,15 @@ pub enum Quantization {
         /// Its name there, such as `int-quantized`.
         format: String,
     },
+    /// Integers or small floats packed into 32-bit words beside `scales` and `biases`, as MLX writes them.
+    Mlx {
+        /// Bits of an element, where the configuration says it.
+        bits: Option<u64>,
+        /// Elements of a row that share a scale, where the configuration says it.
+        group: Option<u64>,
+        /// How elements are coded, such as `affine` or `mxfp4`.
+        mode: String,
+    },
     /// Something else.
     Unknown {
         /// What is known of it.
@@ -104,6 +113,10 @@ impl fmt::Display for Quantization {
             Self::Int4Packed { group: None } => f.write_str("int4 packed"),
             Self::Nvfp4 => f.write_str("nvfp4"),
             Self::CompressedTensors { format } => write!(f, "compressed-tensors {format}"),
+            Self::Mlx { bits, group, mode } => {
+                let number = |number: &Option<u64>| number.map_or_else(|| "?".to_owned(), |number| number.to_string());
+                write!(f, "mlx {mode} of {} bits, groups of {}", number(bits), number(group))
+            }
             Self::Unknown { method } => write!(f, "quantized by a method not known here: {method}"),
         }
     }
@@ -123,6 +136,8 @@ struct Evidence {
     packed_words: bool,
     packed_bytes: bool,
     global_scales: bool,
+    /// A `.weight` of 32-bit words has `.scales` beside it.
+    mlx_words: bool,
 }
 
 /// What `quantization_config` says.
@@ -135,6 +150,10 @@ struct Configured<'a> {
     bits: Option<u64>,
     group: Option<u64>,
     block: Option<(u64, u64)>,
+    /// Bits, group size and mode outside any group, where MLX has them.
+    own_bits: Option<u64>,
+    own_group: Option<u64>,
+    mode: Option<&'a str>,
 }
 
 impl Quantization {
@@ -156,6 +175,11 @@ impl Quantization {
 impl Evidence {
     fn meets(&self, configured: &Configured<'_>) -> Quantization {
         let unknown = |method: &str| Quantization::Unknown { method: method.to_owned() };
+        if self.mlx_words && configured.method.is_none_or(|method| method == "mlx") {
+            let (bits, group) = (configured.own_bits, configured.own_group);
+            let mode = configured.mode.unwrap_or("affine").to_owned();
+            return Quantization::Mlx { bits, group, mode };
+        }
         match (configured.method, configured.format) {
             (Some("compressed-tensors"), Some("pack-quantized")) if self.packed_words && configured.bits == Some(4) => {
                 Quantization::Int4Packed { group: configured.group }
@@ -219,6 +243,10 @@ impl Evidence {
                 found.packed_bytes |= tensor.dtype == DType::U8;
             } else if name.ends_with("weight_global_scale") || name.ends_with("weight_scale_2") {
                 found.global_scales = true;
+            } else if tensor.dtype == DType::U32
+                && let Some(module) = name.strip_suffix(".weight")
+            {
+                found.mlx_words |= table.find(&format!("{module}.scales")).is_some();
             }
         }
         found
@@ -256,6 +284,9 @@ impl<'a> Configured<'a> {
             bits: of_weights("num_bits").and_then(Value::as_u64),
             group: of_weights("group_size").and_then(Value::as_u64),
             block: parsed,
+            own_bits: config.get("bits").and_then(Value::as_u64),
+            own_group: config.get("group_size").and_then(Value::as_u64),
+            mode: text(config.get("mode")),
         }
     }
 }

@@ -137,10 +137,13 @@ impl TensorTable {
     }
 
     /// All tensors, in order of id.
+    ///
+    /// # Panics
+    /// Never: numbers of rows fit 32 bits.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (TensorId, TensorInfo<'_>)> {
-        // Row numbers fit 32 bits, which was checked when the table was made.
-        (0..self.len()).map(|at| {
-            let row = self.shown.as_ref().map_or_else(|| u32::try_from(at).unwrap_or(u32::MAX), |shown| shown[at]);
+        let number = |at: usize| u32::try_from(at).expect("row numbers fit 32 bits: checked when the table was made");
+        (0..self.len()).map(move |at| {
+            let row = self.shown.as_ref().map_or_else(|| number(at), |shown| shown[at]);
             (TensorId(row), self.tensor(TensorId(row)))
         })
     }

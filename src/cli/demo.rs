@@ -119,7 +119,7 @@ impl Demo {
             bail!("{problem}");
         }
         let args = ["mount", &model.display().to_string(), &mountpoint.display().to_string(), "--mesh", MESH];
-        mount::start(&args.map(Into::into), Duration::from_mins(1))?;
+        mount::start(&args.map(Into::into), &mountpoint, Duration::from_mins(1))?;
         cleanup.mounted = true;
         output::print(&format!("2. ckfs mount {} {} --mesh {MESH}\n", model.display(), mountpoint.display()))?;
         let mut text = String::new();

@@ -20,7 +20,13 @@ use super::{
     mount, open, output,
     status::{Health, probe},
 };
-use crate::{format::safetensors::write_header, fuse::ckfs_mounts, plan::report::human_bytes, tensor::DType};
+use crate::{
+    format::safetensors::write_header,
+    fuse::{MountEntry, ckfs_mounts},
+    plan::report::human_bytes,
+    tensor::DType,
+    volume::readers_of,
+};
 
 /// How long a mount that is tried may take.
 const TRY_LIMIT: Duration = Duration::from_secs(20);
@@ -167,7 +173,7 @@ fn try_mount() -> anyhow::Result<bool> {
     file.push(1);
     fs::write(model.join("model.safetensors"), &file).with_context(|| model.display().to_string())?;
     let args = ["--quiet", "mount", &model.display().to_string(), &mountpoint.display().to_string()];
-    mount::start(&args.map(Into::into), TRY_LIMIT)?;
+    mount::start(&args.map(Into::into), &mountpoint, TRY_LIMIT)?;
     cleanup.mounted = true;
     let read = fs::read(mountpoint.join("hf/model.safetensors")).context("hf/model.safetensors")?;
     ensure!(read == file, "other bytes came back than those of the source");
@@ -236,15 +242,20 @@ fn machine() -> Vec<Check> {
     let cores = open::cores();
     let level = simd_level();
     let mut checks = vec![check("cores", State::Ok, format!("{cores}, vectors {level}"), "")];
-    let cache = open::engine_options(&crate::plan::config::MountKeys::default()).tile_cache_bytes as u64;
-    checks.push(match open::memory_bytes() {
-        Some(bytes) => {
-            let state = if bytes < 1 << 30 { State::Warn } else { State::Ok };
-            let found = format!("{}; cache for transformed data {}", human_bytes(bytes), human_bytes(cache));
-            check("memory", state, found, "give --cache-bytes a smaller size if memory is short")
-        }
-        None => check("memory", State::Warn, "unknown: /proc/meminfo cannot be read", "mount /proc"),
-    });
+    let budget = open::budget(&crate::plan::config::MountKeys::default());
+    let (limit, origin) = (human_bytes(budget.limit.bytes), &budget.limit.origin);
+    let state = if budget.limit.bytes < 1 << 30 { State::Warn } else { State::Ok };
+    let found = format!(
+        "{limit} ({origin}); by default {} for transformed data, {} with buffers and mapped pages",
+        human_bytes(budget.cache_bytes),
+        human_bytes(budget.total_bytes())
+    );
+    checks.push(check(
+        "memory",
+        state,
+        found,
+        "files larger than half of the cache are not materialized; more memory is faster",
+    ));
     checks
 }
 
@@ -287,23 +298,54 @@ fn hub_cache() -> Check {
     }
 }
 
-fn mounts() -> Check {
+fn mounts() -> Vec<Check> {
     let asking: Vec<_> = ckfs_mounts()
         .into_iter()
-        .map(|entry| thread::spawn(move || (probe(&entry.mountpoint).health, entry.mountpoint)))
+        .filter_map(|entry| {
+            let asking = move || {
+                let health = probe(&entry.mountpoint).health;
+                let answers = matches!(health, Health::Healthy | Health::Degraded);
+                let readers = answers.then(|| readers(&entry));
+                (health, entry.mountpoint, readers)
+            };
+            thread::Builder::new().name("ckfs-probe".into()).spawn(asking).ok()
+        })
         .collect();
-    let answers: Vec<(Health, PathBuf)> = asking.into_iter().filter_map(|thread| thread.join().ok()).collect();
+    let answers: Vec<_> = asking.into_iter().filter_map(|thread| thread.join().ok()).collect();
     let dead: Vec<String> = answers
         .iter()
-        .filter(|(health, _)| !matches!(health, Health::Live | Health::Private))
-        .map(|(health, path)| format!("{} is {}", path.display(), health.name()))
+        .filter(|(health, ..)| !matches!(health, Health::Healthy | Health::Private))
+        .map(|(health, path, _)| format!("{} is {}", path.display(), health.name()))
         .collect();
-    if dead.is_empty() {
-        let private = answers.iter().filter(|(health, _)| *health == Health::Private).count();
-        let note = if private == 0 { String::new() } else { format!(", {private} of other users") };
-        return check("mounts", State::Ok, format!("{} live{note}", answers.len() - private), "");
+    let readers = answers.iter().filter_map(|(_, path, readers)| {
+        Some(check("who reads", State::Ok, format!("{}: {}", path.display(), readers.as_deref()?), ""))
+    });
+    std::iter::once(mounts_check(&answers, &dead)).chain(readers).collect()
+}
+
+/// Who may read what a live mount shows.
+fn readers(entry: &MountEntry) -> String {
+    if !entry.allows_other() {
+        return "only the user that mounted it, as it has no allow_other".to_owned();
     }
-    check("mounts", State::Warn, dead.join(", "), "ckfs umount --stale --lazy MNT removes a mount whose daemon is gone")
+    // The mount has just answered.
+    let plan = fs::read_to_string(entry.mountpoint.join(".ckfs/plan.txt")).unwrap_or_default();
+    let found = readers_of(&plan);
+    if found.is_empty() { "not known: .ckfs/plan.txt does not say".to_owned() } else { found.join("; ") }
+}
+
+fn mounts_check(answers: &[(Health, PathBuf, Option<String>)], dead: &[String]) -> Check {
+    if dead.is_empty() {
+        let private = answers.iter().filter(|(health, ..)| *health == Health::Private).count();
+        let note = if private == 0 { String::new() } else { format!(", {private} of other users") };
+        return check("mounts", State::Ok, format!("{} healthy{note}", answers.len() - private), "");
+    }
+    check(
+        "mounts",
+        State::Warn,
+        dead.join(", "),
+        "ckfs status MNT says what is wrong; ckfs umount --stale --lazy MNT removes a mount whose daemon is gone",
+    )
 }
 
 impl Doctor {
@@ -316,7 +358,8 @@ impl Doctor {
         let lent = tried.and_then(Result::ok);
         checks.extend([passthrough(lent), request_size(), read_ahead()]);
         checks.extend(machine());
-        checks.extend([hub_cache(), mounts()]);
+        checks.push(hub_cache());
+        checks.extend(mounts());
         if self.json {
             let rows: Vec<Value> = checks
                 .iter()

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use super::{flags::SourceFlags, open, output, tree};
 use crate::{
-    checkpoint::Checkpoint,
+    checkpoint::{Checkpoint, printable_lines},
     image::Segment,
     plan::report::{human_bytes, reads_text},
     tensor::{Decode, Op, Origin, PAGE_BYTES, Piece, Reads, Runs, Step, TensorId, Tiling, View, reads},
@@ -65,7 +65,7 @@ impl Explain {
         if self.json {
             return output::print_json(&file);
         }
-        output::print(&text(&file, if self.all { usize::MAX } else { SHOWN }))
+        output::print(&printable_lines(&text(&file, if self.all { usize::MAX } else { SHOWN })))
     }
 }
 
@@ -319,5 +319,5 @@ fn word(value: &Value) -> String {
 }
 
 fn number(value: &Value) -> u64 {
-    value.as_u64().unwrap_or(0)
+    value.as_u64().expect("numbers of segments and pieces are made above")
 }

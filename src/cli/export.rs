@@ -3,7 +3,10 @@
 use std::{
     fs::{self, File},
     io::Write,
-    os::unix::{ffi::OsStringExt, fs::symlink},
+    os::unix::{
+        ffi::OsStringExt,
+        fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt, symlink},
+    },
     path::{Path, PathBuf},
 };
 
@@ -14,7 +17,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use super::{LogFlags, flags::SourceFlags, open, tree};
 use crate::{
     plan::report::human_bytes,
-    volume::{FileSystem, NodeKind, Volume},
+    volume::{FileSystem, Ino, NodeKind, Volume},
 };
 
 /// Bytes read at once.
@@ -24,6 +27,8 @@ const CHUNK_BYTES: usize = 8 << 20;
 ///
 /// What the same flags would mount becomes real files: all of it, or what --only names. Every file is written under another
 /// name, synced, and renamed when complete, so that no file is there in part.
+///
+/// A file can be read by those that can read the source files that it is made of, and by nobody else, whatever the umask.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
@@ -93,7 +98,7 @@ impl Export {
         }
         let files = nodes.iter().filter(|node| node.attr.kind == NodeKind::File);
         let total = files.map(|node| node.attr.size_bytes).fold(0, u64::saturating_add);
-        fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
+        create_target(&volume, &directory).with_context(|| directory.display().to_string())?;
         check_room(&directory, total)?;
         let bar = bar(total, log);
         for node in &nodes {
@@ -142,10 +147,10 @@ fn write_node(volume: &Volume, node: &tree::Node, directory: &Path, bar: &Progre
     let target = directory.join(&node.path);
     let context = || target.display().to_string();
     if node.attr.kind == NodeKind::Directory {
-        return fs::create_dir_all(&target).with_context(context);
+        return create_directories(volume, &node.path, directory).with_context(context);
     }
-    let parent = target.parent().unwrap_or(directory);
-    fs::create_dir_all(parent).with_context(context)?;
+    let parent = node.path.rsplit_once('/').map_or("", |(parent, _)| parent);
+    create_directories(volume, parent, directory).with_context(context)?;
     let mut partial = target.clone().into_os_string();
     partial.push(".part");
     let partial = PathBuf::from(partial);
@@ -166,9 +171,68 @@ fn write_node(volume: &Volume, node: &tree::Node, directory: &Path, bar: &Progre
     fs::rename(&partial, &target).with_context(context)
 }
 
+/// Bits of the group.
+const GROUP: u32 = 0o070;
+
+/// Makes the directory that everything is written to, and those above it, as far as they are not there.
+fn create_target(volume: &Volume, target: &Path) -> std::io::Result<()> {
+    if let Some(parent) = target.parent() {
+        fs::create_dir_all(parent)?;
+    }
+    create_directory(volume, Ino::ROOT, target)
+}
+
+/// Makes the directory at a path of the mount, and those above it, as far as they are not there.
+fn create_directories(volume: &Volume, path: &str, directory: &Path) -> std::io::Result<()> {
+    if directory.join(path).is_dir() {
+        return Ok(());
+    }
+    let ends = path.char_indices().filter(|(_, c)| *c == '/').map(|(at, _)| at).chain([path.len()]);
+    for end in ends {
+        let path = &path[..end];
+        let ino = volume.resolve(path).map_err(std::io::Error::other)?.ino;
+        create_directory(volume, ino, &directory.join(path))?;
+    }
+    Ok(())
+}
+
+/// Makes a directory that no more users may list than the mount's, if it is not there yet.
+fn create_directory(volume: &Volume, ino: Ino, target: &Path) -> std::io::Result<()> {
+    let mode = |gid| u32::from(volume.copy_mode(ino, nix::unistd::geteuid().as_raw(), gid)) | 0o700;
+    let gid = nix::unistd::getegid().as_raw();
+    match fs::DirBuilder::new().mode(mode(gid)).create(target) {
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && target.is_dir() => return Ok(()),
+        other => other?,
+    }
+    let made = fs::metadata(target)?;
+    if made.gid() == gid {
+        return Ok(());
+    }
+    // The directory above gives its group to what is made in it.
+    let narrower = made.mode() & (!GROUP | mode(made.gid()));
+    fs::set_permissions(target, fs::Permissions::from_mode(narrower & 0o7777))
+}
+
+/// Makes a file that no more users may read than the mount's.
+fn create_file(volume: &Volume, node: &tree::Node, target: &Path) -> std::io::Result<File> {
+    let mode = |gid| u32::from(volume.copy_mode(node.attr.ino, nix::unistd::geteuid().as_raw(), gid)) | 0o600;
+    let gid = nix::unistd::getegid().as_raw();
+    // What an earlier export left may be readable by others.
+    match fs::remove_file(target) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+        Ok(()) | Err(_) => {}
+    }
+    let file = File::options().write(true).create_new(true).mode(mode(gid)).open(target)?;
+    let made = file.metadata()?;
+    if made.gid() != gid {
+        file.set_permissions(fs::Permissions::from_mode(made.mode() & 0o777 & (!GROUP | mode(made.gid()))))?;
+    }
+    Ok(file)
+}
+
 fn write_file(volume: &Volume, node: &tree::Node, partial: &Path, bar: &ProgressBar) -> anyhow::Result<()> {
     let context = || partial.display().to_string();
-    let mut file = File::create(partial).with_context(context)?;
+    let mut file = create_file(volume, node, partial).with_context(context)?;
     let open = tree::OpenNode::open(volume, node)?;
     tree::stream(&open, &node.path, (0, node.attr.size_bytes), CHUNK_BYTES, &mut |bytes| {
         // By system calls, not through a buffer: the bytes may be lent.

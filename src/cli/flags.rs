@@ -9,8 +9,8 @@ use crate::{
     plan::{
         LayerRanges, Mesh, Pattern, Rename, Tied,
         config::{
-            AllowKey, ByteCount, Devices, LayoutChoice, MadeWhole, MountKeys, ParamValue, RenameKeys, ShardChoice,
-            THREADS_MAX, TimeLimit, ViewKeys, Word,
+            AllowKey, ByteCount, Devices, LayoutChoice, MadeWhole, MountKeys, ParamValue, PermissionBits, RenameKeys,
+            ShardChoice, THREADS_MAX, TimeLimit, ViewKeys, Word,
         },
     },
     source::SourceIo,
@@ -70,7 +70,7 @@ pub(super) struct ViewFlags {
     /// mesh axis, or a list of mesh axes; and `shard = "auto"` or `"none"` for names that no rule matches.
     #[arg(long, value_name = "auto|none|maxtext|FILE.toml")]
     shard: Option<Word<ShardChoice>>,
-    /// Lists only these devices, as in 0-3,8. dcp/ and orbax/ are whole all the same.
+    /// Lists only these devices, as in 0-3,8; at most 65536. dcp/ and orbax/ are whole all the same.
     #[arg(long, value_name = "LIST")]
     devices: Option<Word<Devices>>,
     /// Puts layers one by one, not stacked, into files that bundle tensors.
@@ -161,10 +161,20 @@ pub(super) struct EngineFlags {
     /// next, until the storage answers again. Storage that is slow but gives bytes is waited for. Other files go on.
     #[arg(long, value_name = "TIME")]
     source_timeout: Option<TimeLimit>,
-    /// Memory for transformed data, as in 512M; by default 1/8 of the memory, from 256 MiB to 16 GiB.
+    /// Reads files to which symbolic links lead out of the repository.
+    ///
+    /// Without it weights are read all the same, with a warning, but config.json, the tokenizer and all other files are left
+    /// out. In the Hugging Face cache the repository's own blobs/ belong to it.
+    #[arg(long)]
+    follow_symlinks: bool,
+    /// Memory for transformed data, as in 512M; by default 1/8 of the memory, at least 256 MiB or 1/4 of it, at most 16 GiB.
+    ///
+    /// The memory is that of the machine, or the least limit of the control groups that ckfs runs in (containers, systemd's
+    /// MemoryMax=). Materialized files count too. A size for which the memory is too small is obeyed, with a warning.
     #[arg(long, value_name = "SIZE")]
     cache_bytes: Option<ByteCount>,
-    /// Threads that serve requests, and as many that compute ahead; by default one per core, from 2 to 16.
+    /// Threads that serve requests, and as many that compute ahead; by default one per core, from 2 to 16, at most one per
+    /// 32 MiB of memory.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(THREADS_MAX)))]
     threads: Option<u16>,
 }
@@ -173,9 +183,26 @@ pub(super) struct EngineFlags {
 #[derive(Clone, Debug, Default, Args)]
 #[command(next_help_heading = "Mount")]
 pub(super) struct MountFlags {
-    /// Lets all users read; others than root need `user_allow_other` in /etc/fuse.conf.
+    /// Lets all users in; others than root need `user_allow_other` in /etc/fuse.conf.
+    ///
+    /// Each file can then be read by those that can read the source files that it is made of, and by nobody else: permission bits,
+    /// owner and group of the sources and of the directories above them carry over. `ckfs plan` says who that is.
     #[arg(long)]
     allow_other: bool,
+    /// Permission bits of all files, in octal as in 0440, in place of what the sources allow.
+    ///
+    /// Only the bits to read count: the mount cannot be written to, and no file is a program.
+    #[arg(long, value_name = "MODE")]
+    file_mode: Option<Word<PermissionBits>>,
+    /// Permission bits of all directories, as in 0550, in place of what the sources allow; bits to write do not count.
+    #[arg(long, value_name = "MODE")]
+    dir_mode: Option<Word<PermissionBits>>,
+    /// Owner of all files, who may then read them; .ckfs/ stays with the user that mounts.
+    #[arg(long, value_name = "UID", value_parser = clap::value_parser!(u32).range(..i64::from(u32::MAX)))]
+    uid: Option<u32>,
+    /// Group of all files, whose members may then read them; .ckfs/ stays with the user that mounts.
+    #[arg(long, value_name = "GID", value_parser = clap::value_parser!(u32).range(..i64::from(u32::MAX)))]
+    gid: Option<u32>,
     /// The kernel's read-ahead in KiB.
     #[arg(long, value_name = "KIB")]
     read_ahead: Option<u32>,
@@ -253,6 +280,7 @@ impl EngineFlags {
         MountKeys {
             source_io: self.source_io.clone(),
             source_timeout: self.source_timeout,
+            follow_symlinks: self.follow_symlinks.then_some(true),
             cache_bytes: self.cache_bytes,
             threads: self.threads.map(usize::from),
             ..MountKeys::default()
@@ -265,6 +293,10 @@ impl MountFlags {
     pub(super) fn keys(&self) -> MountKeys {
         MountKeys {
             allow_other: self.allow_other.then_some(true),
+            file_mode: self.file_mode.clone(),
+            dir_mode: self.dir_mode.clone(),
+            uid: self.uid,
+            gid: self.gid,
             read_ahead_kb: self.read_ahead,
             passthrough: self.no_passthrough.then_some(false),
             direct_io: allow(&self.direct_io),

@@ -4,8 +4,6 @@
 //! checkpoint, plans, volume), `output` (how things are printed), `tree` (walks over a volume).
 //!
 //! Exit codes: 0 done, 1 failed, 2 used wrongly. Standard output carries data only; everything else goes to standard error.
-#![allow(clippy::print_stdout, clippy::print_stderr, reason = "this is where the program speaks")]
-
 mod cat;
 mod demo;
 mod doctor;
@@ -24,13 +22,14 @@ mod tree;
 mod umount;
 mod verify;
 
-use std::{ffi::OsString, fs::File, io::IsTerminal, path::Path, process::ExitCode, sync::Mutex};
+use std::{ffi::OsString, path::Path, process::ExitCode, thread};
 
 use anyhow::Context;
 use clap::{Parser, Subcommand, error::ErrorKind};
 use tracing_subscriber::EnvFilter;
 
-use output::{Closed, Usage};
+use crate::host::{self, Log, Target, limits, signal};
+use output::{Closed, Told, Usage};
 
 /// Mounts Hugging Face safetensors repositories as virtual, sharded views.
 ///
@@ -52,6 +51,7 @@ Environment:
   CKFS_LOG       what is logged, as in `info`, `ckfs::read=debug`; wins over -v and -q
   HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME
                  where the Hugging Face cache is, as its own client has it
+  XDG_STATE_HOME where a daemon logs, below ckfs/, on a host without a system log; by default ~/.local/state
 
 Exit codes:
   0  done    1  failed    2  used wrongly")]
@@ -72,7 +72,8 @@ struct LogFlags {
     /// Logs errors only, and shows no progress.
     #[arg(short, long, global = true, conflicts_with = "verbose")]
     quiet: bool,
-    /// Appends the log to this file instead of standard error.
+    /// Appends the log to this file instead of standard error. A daemon in the background logs by default to the system's
+    /// log, else to a file of its own: see `ckfs mount --help`.
     #[arg(long, global = true, value_name = "FILE")]
     log_file: Option<std::path::PathBuf>,
 }
@@ -92,22 +93,62 @@ enum Command {
     Demo(demo::Demo),
 }
 
+/// Below this the main thread's stack is too small for the command line.
+const STACK_BYTES_MIN: u64 = 2 << 20;
+
+/// The stack of the thread that stands in for it.
+const STACK_BYTES: usize = 8 << 20;
+
+/// Writes what is left of the log when it goes, also when the thread panics.
+struct Finish(Log);
+
+impl Drop for Finish {
+    fn drop(&mut self) {
+        self.0.finish();
+    }
+}
+
 /// Runs the program on the arguments of this process.
 pub fn main() -> ExitCode {
+    signal::ignore_write_failures();
+    limits::save_address_space();
+    if mount::is_daemon() {
+        // From the first moment, so that no signal meets a thread that does not expect it.
+        signal::ignore_harmless();
+        let _ = signal::block();
+    }
+    if limits::stack_bytes().is_some_and(|bytes| bytes < STACK_BYTES_MIN)
+        && let Ok(thread) = thread::Builder::new().name("main".into()).stack_size(STACK_BYTES).spawn(run_program)
+    {
+        // Signals are for that thread.
+        return signal::with_all_blocked(|| thread.join()).unwrap_or(ExitCode::from(101));
+    }
+    run_program()
+}
+
+fn run_program() -> ExitCode {
+    let finish = Finish(Log::start(Target::stderr()));
+    finish.0.take_panics();
+    let code = run_args(&finish.0);
+    // What is logged comes before the message of an error.
+    code.unwrap_or_else(|error| {
+        finish.0.flush(host::log::FLUSH_LIMIT);
+        told(&error)
+    })
+}
+
+fn run_args(log: &Log) -> anyhow::Result<ExitCode> {
     let args: Vec<OsString> = std::env::args_os().collect();
     let called = args.first().map(Path::new).and_then(Path::file_name).and_then(|name| name.to_str());
     let args = match called {
         // A daemon is given the arguments of `ckfs mount`, whatever its program is called.
-        Some("mount.ckfs" | "mount.fuse.ckfs") if !mount::is_daemon() => match mount::helper_arguments(&args[1..]) {
-            Ok(args) => args,
-            Err(error) => return finish(Err(error)),
-        },
+        Some("mount.ckfs" | "mount.fuse.ckfs") if !mount::is_daemon() => mount::helper_arguments(&args[1..])?,
         _ if args.is_empty() => vec!["ckfs".into()],
         _ => args,
     };
     match Cli::try_parse_from(&args) {
-        Ok(cli) => finish(run(cli, &args[1..])),
-        Err(error) => finish_parsing(&error),
+        Ok(cli) => run(cli, log, &args[1..]).map(|()| ExitCode::SUCCESS),
+        Err(error) => Ok(finish_parsing(&error)),
     }
 }
 
@@ -118,18 +159,18 @@ fn finish_parsing(error: &clap::Error) -> ExitCode {
         // Whoever reads our output may have seen enough.
         let _ = error.print();
     } else {
-        eprint!("ckfs: {}", error.render());
+        host::tell(&format!("ckfs: {}", error.render()));
     }
     if error.use_stderr() { ExitCode::from(2) } else { ExitCode::SUCCESS }
 }
 
-fn run(cli: Cli, args: &[OsString]) -> anyhow::Result<()> {
+fn run(cli: Cli, sink: &Log, args: &[OsString]) -> anyhow::Result<()> {
     let Cli { log, command } = cli;
     // The log file of a mount is opened by its daemon.
     let log_file = log.log_file.as_deref().filter(|_| !matches!(command, Command::Mount(_)));
-    start_log(&log, log_file)?;
+    start_log(&log, sink, log_file)?;
     match command {
-        Command::Mount(command) => command.run(&log, args),
+        Command::Mount(command) => command.run(&log, sink, args),
         Command::Umount(command) => command.run(),
         Command::Status(command) => command.run(),
         Command::Plan(command) => command.run(),
@@ -143,7 +184,7 @@ fn run(cli: Cli, args: &[OsString]) -> anyhow::Result<()> {
     }
 }
 
-fn start_log(flags: &LogFlags, file: Option<&Path>) -> anyhow::Result<()> {
+fn start_log(flags: &LogFlags, sink: &Log, file: Option<&Path>) -> anyhow::Result<()> {
     let level = match (flags.quiet, flags.verbose) {
         (true, _) => "error",
         (false, 0) => "warn",
@@ -157,32 +198,28 @@ fn start_log(flags: &LogFlags, file: Option<&Path>) -> anyhow::Result<()> {
         }
         _ => EnvFilter::new(level),
     };
-    let log = tracing_subscriber::fmt().with_env_filter(filter);
-    match file {
-        None => log.with_writer(std::io::stderr).with_ansi(std::io::stderr().is_terminal()).init(),
-        Some(path) => {
-            let file = File::options().append(true).create(true).open(path);
-            let file = file.with_context(|| format!("log file {}", path.display()))?;
-            log.with_writer(Mutex::new(file)).with_ansi(false).init();
-        }
+    if let Some(path) = file {
+        sink.switch(Target::file(path).with_context(|| format!("log file {}", path.display()))?);
     }
+    // Time and colours are the sink's, which knows where the lines go. It never fails, so nothing need be said of failures.
+    let log = tracing_subscriber::fmt().with_env_filter(filter).without_time().with_ansi(false);
+    log.log_internal_errors(false).with_writer(sink.clone()).init();
     Ok(())
 }
 
 /// Prints why a command failed, and says so by the exit code.
-fn finish(result: anyhow::Result<()>) -> ExitCode {
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
+fn told(error: &anyhow::Error) -> ExitCode {
+    if error.is::<Closed>() {
         // Whoever reads our output has seen enough.
-        Err(error) if error.is::<Closed>() => ExitCode::SUCCESS,
-        Err(error) if error.is::<Usage>() => {
-            eprintln!("ckfs: error: {}\n\nFor more information, try '--help'.", output::chain(&error));
-            ExitCode::from(2)
-        }
-        Err(error) => {
-            eprintln!("ckfs: error: {}", output::chain(&error));
-            ExitCode::FAILURE
-        }
+        ExitCode::SUCCESS
+    } else if error.is::<Told>() {
+        ExitCode::FAILURE
+    } else if error.is::<Usage>() {
+        host::tell(&format!("ckfs: error: {}\n\nFor more information, try '--help'.\n", output::chain(error)));
+        ExitCode::from(2)
+    } else {
+        host::tell(&format!("ckfs: error: {}\n", output::chain(error)));
+        ExitCode::FAILURE
     }
 }
 

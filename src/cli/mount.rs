@@ -5,7 +5,6 @@
 
 use std::{
     ffi::OsString,
-    io::Write,
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -23,14 +22,16 @@ use super::{
     LogFlags,
     flags::{MountFlags, SourceFlags},
     open,
-    output::{Usage, chain},
+    output::{Told, Usage, chain},
     patience,
 };
 use crate::{
     checkpoint::Checkpoint,
     fuse::{
-        MountOptions, Readiness, block_signals, daemon, interruptible, parse_mount_helper, serve, start_background,
+        MountOptions, Readiness, Started, block_signals, daemon, interruptible, parse_mount_helper, serve,
+        start_background,
     },
+    host::{self, Log},
     plan::{Config, config::MountKeys},
     source::FileId,
     volume::Volume,
@@ -61,7 +62,18 @@ What is in the mount:
   dcp/                          a torch.distributed.checkpoint
   hf/                           the repository as it is, casts applied
   mesh/fsdp=0,.../              links to the devices
-  .ckfs/                        manifest, plan, configuration, statistics")]
+  .ckfs/                        manifest, plan, configuration, statistics
+
+Signals to the daemon, also while it starts:
+  TERM, INT, QUIT  unmount, waiting for open files (--grace, --drain); a second one cuts them off
+  HUP              opens the log file anew, as after it was rotated
+  USR1             writes one line of statistics to the log
+  others           are ignored if they can be, such as USR2, PIPE, ALRM, IO, XCPU and XFSZ
+
+The log of a daemon in the background goes to --log-file, else to the system's log (/dev/log, or the \
+journal), else to $XDG_STATE_HOME/ckfs/ (~/.local/state/ckfs/): one file per mountpoint of at most 4 MiB, \
+and the one before it. Without HOME there is no such place, and the log goes nowhere. After mounting, one \
+line on standard error says which it is; -q omits it.")]
 pub(super) struct Mount {
     /// A directory, a .safetensors file, or org/name[@revision] in the local cache.
     source: Option<String>,
@@ -210,27 +222,33 @@ impl Mount {
     }
 
     /// Mounts; `args` are those of this process, with which it runs itself once more as the daemon.
-    pub(super) fn run(&self, log: &LogFlags, args: &[OsString]) -> anyhow::Result<()> {
+    pub(super) fn run(&self, log: &LogFlags, sink: &Log, args: &[OsString]) -> anyhow::Result<()> {
         let config = self.config(log);
         if self.foreground || is_daemon() {
-            return serve_here(config);
+            return serve_here(config, sink);
         }
         let (config, mountpoint) = config?;
         check_mountpoint(&mountpoint)?;
         let timeout = self.option_flags()?.timeout.unwrap_or(self.timeout);
-        let pid = start(args, Duration::from_secs(timeout))?;
-        tracing::info!("{} is mounted on {} by process {pid}", config.source.unwrap_or_default(), mountpoint.display());
+        let Started { pid, log: place } = start(args, &mountpoint, Duration::from_secs(timeout))?;
+        let (source, path) = (config.source.unwrap_or_default(), mountpoint.display());
+        tracing::info!("{source} is mounted on {path} by process {pid}");
+        if !log.quiet {
+            // In the order in which it happened.
+            sink.flush(host::log::FLUSH_LIMIT);
+            host::tell(&format!("ckfs: mounted on {path}; its log goes {place}\n"));
+        }
         Ok(())
     }
 }
 
-/// Starts a daemon with the arguments of `ckfs mount` and waits until the mount answers; its process id.
+/// Starts a daemon with the arguments of `ckfs mount`, which name `mountpoint`, and waits until the mount answers.
 ///
 /// # Errors
 /// Why it did not start, in its own words.
-pub(super) fn start(args: &[OsString], timeout: Duration) -> anyhow::Result<u32> {
+pub(super) fn start(args: &[OsString], mountpoint: &Path, timeout: Duration) -> anyhow::Result<Started> {
     let program = std::env::current_exe().context("path of this program")?;
-    Ok(start_background(&program, args, timeout)?)
+    Ok(start_background(&program, args, mountpoint, timeout)?)
 }
 
 /// Whether this process was started by [`start`].
@@ -257,7 +275,9 @@ fn check_mountpoint(path: &Path) -> anyhow::Result<()> {
 fn check_apart(checkpoint: &Checkpoint, mountpoint: &Path) -> anyhow::Result<()> {
     let Ok(covered) = std::fs::canonicalize(mountpoint) else { return Ok(()) };
     let source = checkpoint.source();
-    for id in (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()).map(FileId) {
+    let number =
+        |file: usize| FileId(u32::try_from(file).expect("files were numbered by 32 bits when they were opened"));
+    for id in (0..source.file_count()).map(number) {
         let path = source.path(id);
         let real = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         if path.starts_with(mountpoint) || path.starts_with(&covered) || real.starts_with(&covered) {
@@ -268,17 +288,19 @@ fn check_apart(checkpoint: &Checkpoint, mountpoint: &Path) -> anyhow::Result<()>
 }
 
 /// Mounts and serves in this process, telling whoever waits for it.
-fn serve_here(config: anyhow::Result<(Config, PathBuf)>) -> anyhow::Result<()> {
+fn serve_here(config: anyhow::Result<(Config, PathBuf)>, log: &Log) -> anyhow::Result<()> {
     block_signals()?;
-    let log_file = config.as_ref().ok().and_then(|(config, _)| config.mount.log_file.clone());
-    let mut readiness = Readiness::new(log_file.as_deref())?;
-    let result = config.and_then(|(config, mountpoint)| mount(config, &mountpoint, &mut readiness));
+    let given = config.as_ref().ok();
+    let log_file = given.and_then(|(config, _)| config.mount.log_file.clone());
+    let mountpoint = given.map(|(_, mountpoint)| mountpoint.clone()).unwrap_or_default();
+    let mut readiness = Readiness::new(log, log_file.as_deref(), &mountpoint)?;
+    let result = config.and_then(|(config, mountpoint)| mount(config, &mountpoint, log, &mut readiness));
     if let Err(error) = &result {
         let starter_waits = readiness.in_background();
+        log.flush(host::log::FLUSH_LIMIT);
         readiness.failed(&chain(error));
         if starter_waits {
-            // The starter prints it.
-            std::process::exit(1);
+            return Err(Told.into());
         }
     }
     result
@@ -290,7 +312,7 @@ fn mount_options(config: &Config, name: &str) -> MountOptions {
     MountOptions {
         name: name.to_owned(),
         allow_other: keys.allow_other.unwrap_or(defaults.allow_other),
-        threads: keys.threads,
+        threads: Some(open::budget(keys).threads),
         read_ahead_kib: keys.read_ahead_kb.or(defaults.read_ahead_kib),
         passthrough: keys.passthrough.unwrap_or(defaults.passthrough),
         grace: keys.grace_seconds.map_or(defaults.grace, Duration::from_secs),
@@ -332,16 +354,16 @@ fn watch(volume: Arc<Volume>) -> anyhow::Result<mpsc::Sender<()>> {
     Ok(stop)
 }
 
-fn mount(mut config: Config, mountpoint: &Path, readiness: &mut Readiness) -> anyhow::Result<()> {
+fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readiness) -> anyhow::Result<()> {
     readiness.status("reading headers");
     let fetches = patience::fetches(&config);
-    let mut reporting = readiness.try_clone()?;
+    let (mut reporting, logged) = (readiness.try_clone()?, log.clone());
     let patience = patience::watch(&fetches, move |message| {
-        if reporting.in_background() {
-            reporting.failed(message);
-        } else {
-            let _ = writeln!(std::io::stderr(), "ckfs: error: {message}");
+        logged.finish();
+        if !reporting.in_background() {
+            host::tell(&format!("ckfs: error: {message}\n"));
         }
+        reporting.failed(message);
         std::process::exit(1);
     });
     let patience = patience.context("start a thread")?;
@@ -363,7 +385,7 @@ fn mount(mut config: Config, mountpoint: &Path, readiness: &mut Readiness) -> an
     let options = mount_options(&config, &name);
     let _watching = watch(Arc::clone(&volume))?;
     let mut ready = Ok(());
-    let exit = serve(volume, mountpoint, &options, || {
+    let exit = serve(volume, mountpoint, &options, log, || {
         ready = readiness.ready(&format!("serving {name} on {}", mountpoint.display()));
     })?;
     ready?;

@@ -1,8 +1,8 @@
 //! What was typed, given meaning: configuration, checkpoint, plans, volume.
 
-use std::{fs, path::Path, sync::Arc, thread};
+use std::{error::Error, path::Path, sync::Arc, thread};
 
-use anyhow::{Context, anyhow};
+use anyhow::{Context, anyhow, bail};
 
 use super::{
     flags::SourceFlags,
@@ -10,19 +10,17 @@ use super::{
     patience,
 };
 use crate::{
-    checkpoint::{Checkpoint, OpenOptions},
+    checkpoint::{Checkpoint, OpenOptions, printable},
+    host::{budget::Budget, limits, memory},
     plan::{
         Config, Plan,
         config::{MountKeys, ViewKeys},
+        report::human_bytes,
     },
     read::EngineOptions,
     source::{Fetches, FileId},
-    volume::{ViewPlan, Volume, VolumeOptions},
+    volume::{Overrides, ViewPlan, Volume, VolumeOptions},
 };
-
-/// Least and most memory for transformed data by default, and its part of all memory.
-const CACHE_BYTES: (u64, u64) = (256 << 20, 16 << 30);
-const CACHE_PART_OF_MEMORY: u64 = 8;
 
 /// The configuration that flags and a file amount to.
 ///
@@ -67,6 +65,26 @@ pub(super) fn source_and<'a>(
     }
 }
 
+/// Starts the threads by which plans are made, or one where there may not be as many. Left to themselves they would start when
+/// they are first needed, and panic if the system refused them.
+fn start_pool() -> anyhow::Result<()> {
+    let startable = limits::startable_threads(cores(), 0);
+    let mut pool = rayon::ThreadPoolBuilder::new().thread_name(|index| format!("ckfs-plan-{index}"));
+    if let Some(refusal) = startable.refusal {
+        if startable.threads == 0 {
+            bail!("start a thread: {refusal}{}", limits::hint());
+        }
+        // The mount needs the others.
+        pool = pool.num_threads(1);
+    }
+    match pool.build_global() {
+        Ok(()) => Ok(()),
+        // It was built before.
+        Err(error) if error.source().is_none() => Ok(()),
+        Err(error) => Err(error).with_context(|| format!("start threads{}", limits::hint())),
+    }
+}
+
 /// Opens the checkpoint, and makes the configuration's source independent of the working directory.
 ///
 /// # Errors
@@ -78,16 +96,19 @@ pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>>
 }
 
 fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Result<Arc<Checkpoint>> {
+    start_pool()?;
     let mut source = config.source.clone().ok_or_else(|| anyhow!("no source"))?;
     // A daemon leaves the working directory, and its files are looked at by path again.
     if Path::new(&source).exists() {
         source = std::path::absolute(&source).with_context(|| source.clone())?.display().to_string();
     }
     let io = config.mount.source_io.as_ref().map(|io| io.0).unwrap_or_default();
+    let follow_symlinks = config.mount.follow_symlinks.unwrap_or(false);
     let mut adapters: Vec<_> = config.views.iter().filter_map(|view| view.keys.lora.clone()).collect();
     adapters.sort();
     adapters.dedup();
-    let checkpoint = Checkpoint::open(&source, &OpenOptions { io, adapters, fetches, ..OpenOptions::default() })?;
+    let options = OpenOptions { io, adapters, follow_symlinks, fetches, ..OpenOptions::default() };
+    let checkpoint = Checkpoint::open(&source, &options)?;
     config.source = Some(match checkpoint.revision() {
         // The label is the repository's name with a short revision.
         Some(revision) => {
@@ -97,7 +118,10 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         None => source,
     });
     for file in checkpoint.suspicious_files() {
-        tracing::warn!("{}: left out: safetensors that the index does not name", file.path);
+        tracing::warn!("{}: left out: safetensors that the index does not name", printable(&file.path));
+    }
+    for warning in checkpoint.warnings() {
+        tracing::warn!("{}", printable(warning));
     }
     Ok(Arc::new(checkpoint))
 }
@@ -130,28 +154,65 @@ pub(super) fn plans(checkpoint: &Checkpoint, config: &Config) -> anyhow::Result<
     if failures.is_empty() { Ok(plans) } else { Err(anyhow!("{}", failures.join("\n"))) }
 }
 
-/// Memory of this machine, or what its control group may use if that is less.
-pub(super) fn memory_bytes() -> Option<u64> {
-    let info = fs::read_to_string("/proc/meminfo").ok()?;
-    let total = info.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix("kB"))?;
-    let total = total.trim().parse::<u64>().ok()?.saturating_mul(1024);
-    let limit = fs::read_to_string("/sys/fs/cgroup/memory.max").ok().and_then(|text| text.trim().parse().ok());
-    Some(limit.map_or(total, |limit: u64| limit.min(total)))
-}
-
 /// Cores that this process may use.
 pub(super) fn cores() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
 
+/// What memory is for in this process.
+pub(super) fn budget(keys: &MountKeys) -> Budget {
+    Budget::new(memory::limit(), cores(), keys.cache_bytes.map(|bytes| bytes.0), keys.threads)
+}
+
 /// Limits of the engine.
-pub(super) fn engine_options(keys: &MountKeys) -> EngineOptions {
-    let (least, most) = CACHE_BYTES;
-    let by_default = || (memory_bytes().unwrap_or(0) / CACHE_PART_OF_MEMORY).clamp(least, most);
-    let bytes = keys.cache_bytes.map_or_else(by_default, |bytes| bytes.0);
+fn engine_options(budget: &Budget) -> EngineOptions {
+    let bytes = |bytes| usize::try_from(bytes).unwrap_or(usize::MAX);
     EngineOptions {
-        tile_cache_bytes: usize::try_from(bytes).unwrap_or(usize::MAX),
-        workers: keys.threads.unwrap_or_else(|| cores().clamp(2, 16)),
+        tile_cache_bytes: bytes(budget.cache_bytes),
+        spare_buffer_bytes: bytes(budget.spare_buffer_bytes),
+        thread_buffer_bytes: bytes(budget.thread_buffer_bytes),
+        workers: budget.threads,
+    }
+}
+
+/// Warns of a cache that the user chose larger than memory allows.
+fn warn_of_large_cache(budget: &Budget) {
+    if let Some(fits) = budget.cache_bytes_that_fit() {
+        let (cache, all) = (human_bytes(budget.cache_bytes), human_bytes(budget.total_bytes()));
+        let (limit, origin) = (human_bytes(budget.limit.bytes), &budget.limit.origin);
+        tracing::warn!(
+            "--cache-bytes {cache}: with buffers and mapped pages ckfs may take {all}, more than the limit of {limit} ({origin}), \
+             and may be killed; at most {} fit",
+            human_bytes(fits)
+        );
+    }
+}
+
+/// The command that mounts anew what is mounted.
+fn remount_command(config: &Config) -> Option<String> {
+    let mountpoint = quoted(&config.mountpoint.as_ref()?.display().to_string());
+    let source = quoted(config.source.as_ref()?);
+    Some(format!("ckfs umount {mountpoint} && ckfs mount {source} {mountpoint}, with the options in .ckfs/config.toml"))
+}
+
+/// A word as the shell takes it.
+fn quoted(word: &str) -> String {
+    let plain = |c: char| c.is_alphanumeric() || "/._-+@%:,=".contains(c);
+    if !word.is_empty() && word.chars().all(plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', "'\\''"))
+    }
+}
+
+/// What the configuration says of owners and permission bits, as far as it means something: files are read, and directories
+/// listed and passed.
+pub(super) fn overrides(keys: &MountKeys) -> Overrides {
+    Overrides {
+        file_mode: keys.file_mode.as_ref().map(|mode| mode.0.0 & 0o444),
+        dir_mode: keys.dir_mode.as_ref().map(|mode| mode.0.0 & 0o555),
+        uid: keys.uid,
+        gid: keys.gid,
     }
 }
 
@@ -176,18 +237,34 @@ pub(super) fn volume_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyho
 fn volume_of(checkpoint: Arc<Checkpoint>, config: &Config) -> anyhow::Result<Volume> {
     let plans = plans(&checkpoint, config)?;
     for (name, warning) in plans.iter().flat_map(|view| view.plan.warnings.iter().map(|text| (&view.name, text))) {
+        let warning = printable(warning);
         if name.is_empty() {
             tracing::warn!("{warning}");
         } else {
             tracing::warn!("view {name}: {warning}");
         }
     }
+    lay_out(&checkpoint, &plans, config)
+}
+
+/// The volume of these plans.
+///
+/// # Errors
+/// Everything that keeps the plans from being mounted.
+pub(super) fn lay_out(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: &Config) -> anyhow::Result<Volume> {
+    let budget = budget(&config.mount);
+    checkpoint.source().bound_mapped(budget.mapped_bytes, budget.mapped_again_bytes);
+    warn_of_large_cache(&budget);
     let options = VolumeOptions {
-        engine: engine_options(&config.mount),
+        engine: engine_options(&budget),
+        // Without a word nothing bypasses the page cache.
         direct: config.mount.direct_io.as_ref().map(Into::into).unwrap_or_default(),
-        config_text: config.to_toml(),
+        config_text: config.to_toml()?,
+        budget: Some(budget),
+        remount: remount_command(config).unwrap_or_default(),
+        overrides: overrides(&config.mount),
     };
-    Ok(Volume::new(checkpoint, plans, options)?)
+    Ok(Volume::new(Arc::clone(checkpoint), plans.to_vec(), options)?)
 }
 
 /// Fails if a source file is no longer what it was when it was opened.
@@ -196,8 +273,10 @@ fn volume_of(checkpoint: Arc<Checkpoint>, config: &Config) -> anyhow::Result<Vol
 /// The first file that changed.
 pub(super) fn check_sources(volume: &Volume) -> anyhow::Result<()> {
     let checkpoint = volume.engine().checkpoint();
-    let files = (0..checkpoint.source().file_count()).filter_map(|file| u32::try_from(file).ok());
-    files.map(FileId).try_for_each(|file| Ok(checkpoint.source().check(file)?))
+    let number = |file: usize| u32::try_from(file).expect("files were numbered by 32 bits when they were opened");
+    (0..checkpoint.source().file_count())
+        .map(|file| FileId(number(file)))
+        .try_for_each(|file| Ok(checkpoint.source().check(file)?))
 }
 
 /// Logs an error with its causes.

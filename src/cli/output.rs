@@ -7,6 +7,8 @@ use std::{
 
 use anyhow::Context;
 
+use crate::checkpoint::printable_lines;
+
 /// The command was used wrongly; exit code 2.
 #[derive(Debug)]
 pub(super) struct Usage(pub(super) String);
@@ -31,7 +33,19 @@ impl fmt::Display for Closed {
     }
 }
 
-/// An error with its causes, each said once: many messages hold their cause's already.
+/// The command failed, and somebody else says why.
+#[derive(Debug)]
+pub(super) struct Told;
+
+impl std::error::Error for Told {}
+
+impl fmt::Display for Told {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the starter was told")
+    }
+}
+
+/// An error with its causes, each said once: many messages hold their cause's already. Names in it are shown escaped.
 pub(super) fn chain(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain() {
@@ -42,7 +56,7 @@ pub(super) fn chain(error: &anyhow::Error) -> String {
             text = format!("{text}: {cause}");
         }
     }
-    text
+    printable_lines(&text).into_owned()
 }
 
 fn written(result: io::Result<()>) -> anyhow::Result<()> {
@@ -58,9 +72,11 @@ pub(super) fn print(text: &str) -> anyhow::Result<()> {
     written(out.write_all(text.as_bytes()).and_then(|()| out.flush()))
 }
 
-/// Prints a JSON document.
-pub(super) fn print_json(value: &serde_json::Value) -> anyhow::Result<()> {
-    print(&format!("{value:#}\n"))
+/// Prints a JSON document, which is made as it is written.
+pub(super) fn print_json(value: &impl serde::Serialize) -> anyhow::Result<()> {
+    let mut out = io::BufWriter::new(io::stdout().lock());
+    let written_all = serde_json::to_writer_pretty(&mut out, value).map_err(io::Error::from);
+    written(written_all.and_then(|()| out.write_all(b"\n")).and_then(|()| out.flush()))
 }
 
 /// Writes bytes that may lie in a mapped file to standard output, by system calls only: the kernel reports a page that is

@@ -4,13 +4,13 @@
 //! that answers looks after its requests by itself and needs this only until then.
 
 use std::{
-    io::{self, Write},
+    io,
     sync::{Arc, mpsc},
     thread,
     time::Duration,
 };
 
-use crate::{plan::Config, source::Fetches};
+use crate::{host, plan::Config, source::Fetches};
 
 /// Looks within the time limit, and the longest time between two.
 const LOOKS: u32 = 8;
@@ -51,8 +51,7 @@ pub(super) fn watch(fetches: &Arc<Fetches>, give_up: impl FnOnce(&str) + Send + 
 /// As [`watch`].
 pub(super) fn end_on_stall(fetches: &Arc<Fetches>) -> io::Result<()> {
     let patience = watch(fetches, |message| {
-        // Whoever reads our messages may be gone.
-        let _ = writeln!(io::stderr(), "ckfs: error: {message}");
+        host::tell(&format!("ckfs: error: {message}\n"));
         std::process::exit(1);
     })?;
     // To the end of the process.

@@ -2,19 +2,26 @@
 
 use clap::Args;
 
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
-use super::{flags::SourceFlags, open, output};
+use super::{flags::SourceFlags, open, output, tree};
 use crate::{
-    plan::report,
-    volume::{Unavailable, unavailable, unavailable_text},
+    plan::report::{Report, ViewReport},
+    volume::{Mounter, Readers, Unavailable, ViewPlan, readers, unavailable},
 };
+
+/// The text that a mount has of its plan.
+const PLAN: &str = ".ckfs/plan.txt";
+
+/// Bytes of it read at once.
+const CHUNK_BYTES: usize = 1 << 20;
 
 /// Shows what would be mounted, without mounting.
 ///
 /// Prints how the repository names, fuses and quantizes its tensors, the files that are left out, what each mesh axis splits,
 /// bytes per device, every group of tensors with shape, dtype and spec, and the directories that a mount would not have, with
-/// the reasons. Shards cut on an inner axis use only a part of each 4 KiB page of the sources that they touch; where that makes
+/// the reasons. It lists differences between layers that nothing in config.json explains, what the layout leaves out, and which
+/// trainers read only their own chunks of orbax/ and dcp/. Shards cut on an inner axis use only a part of each 4 KiB page of the sources that they touch; where that makes
 /// a difference, "over-read" says how many times the bytes needed those pages hold, for the devices and for all listed ones
 /// together. Everything wrong with the repository or the flags is an error here as it is for `mount`, all of it at once.
 #[derive(Debug, Args)]
@@ -39,20 +46,36 @@ impl Plan {
         let mut config = open::source_config(self.source.as_deref(), &self.flags)?;
         let checkpoint = open::checkpoint(&mut config)?;
         let plans = open::plans(&checkpoint, &config)?;
-        let views = plans.iter().map(|view| (view.name.as_str(), view.plan.as_ref()));
+        // What cannot be mounted is found by laying it out as a mount does.
+        let volume = open::lay_out(&checkpoint, &plans, &config)?;
         if self.json {
-            let mut json = report::json(&checkpoint, views);
-            for (number, view) in plans.iter().enumerate() {
-                let row = |shown: &Unavailable| json!({"format": shown.format, "reason": shown.reason});
-                json["views"][number]["unavailable"] = unavailable(&view.plan).iter().map(row).collect();
-            }
-            output::print_json(&json)
+            let row = |shown: &Unavailable| json!({"format": shown.format, "reason": shown.reason});
+            let more = |view: &ViewPlan| {
+                let missing: Value = unavailable(&view.plan).iter().map(row).collect();
+                Map::from_iter([("unavailable".to_owned(), missing)])
+            };
+            let views = plans.iter().map(|of| ViewReport { name: &of.name, plan: &of.plan, more: more(of) });
+            let row = |readers: &Readers| {
+                let permission = readers.permission;
+                json!({
+                    "uid": permission.uid, "gid": permission.gid, "mode": format!("{:04o}", permission.mode),
+                    "files": readers.files, "example": readers.example,
+                })
+            };
+            let readers = readers(&checkpoint, &Mounter::of_this_process(), &open::overrides(&config.mount));
+            let more = Map::from_iter([("readers".to_owned(), readers.iter().map(row).collect())]);
+            output::print_json(&Report::new(&checkpoint, views.collect(), more))
         } else {
-            let mut text = report::text(&checkpoint, views);
-            for view in &plans {
-                text.push_str(&unavailable_text(&view.name, &unavailable(&view.plan)));
-            }
-            output::print(&text)
+            // The mount shows the same text.
+            let node = tree::find(&volume, PLAN)?;
+            let file = tree::OpenNode::open(&volume, &node)?;
+            let mut text = Vec::new();
+            let mut add = |bytes: &[u8]| {
+                text.extend_from_slice(bytes);
+                Ok(())
+            };
+            tree::stream(&file, PLAN, (0, node.attr.size_bytes), CHUNK_BYTES, &mut add)?;
+            output::print(&String::from_utf8_lossy(&text))
         }
     }
 }

@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 
 use super::output;
 use crate::{
+    checkpoint::printable_lines,
     fuse::{MountEntry, ckfs_mounts},
     plan::{Config, report::human_bytes},
 };
@@ -24,14 +25,20 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 
 /// Shows what is mounted, and how it does.
 ///
-/// For each ckfs mount: source, mountpoint, whether it answers, its process, the views, and its counters. Fails if MNT is
-/// given and is no ckfs mount, or if a mount shown does not answer. A mount that another user does not share is private.
+/// For each ckfs mount: source, mountpoint, health, process, views, counters, and the memory that it holds and may hold.
+///
+/// A mount is healthy; degraded: it answers, but a source file changed or does not answer, a read or an open failed because of
+/// a source, or a request panicked (each is listed with file, cause, times and what to do, until the mount is made anew;
+/// a source that answers again is well again); stale: its daemon is gone; stuck: it does not answer in time; failing: it
+/// answers with an error; or private: the mount of another user, not shared.
+///
+/// Exit code 1 if a mount shown is none of healthy and private, or if MNT is given and is private or no ckfs mount.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
   ckfs status
   ckfs status /mnt/llama
-  ckfs status --json | jq '.mounts[] | select(.health != \"live\")'")]
+  ckfs status --json | jq '.mounts[] | select(.health != \"healthy\")'")]
 pub(super) struct Status {
     /// Only the mount there.
     #[arg(value_name = "MNT")]
@@ -41,11 +48,13 @@ pub(super) struct Status {
     json: bool,
 }
 
-/// Whether a mount answers.
+/// Whether a mount answers, and whether all is well with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Health {
-    /// It does.
-    Live,
+    /// It does, and nothing is wrong with it.
+    Healthy,
+    /// It does, and says what is wrong with it.
+    Degraded,
     /// Its daemon is gone.
     Stale,
     /// It does not answer in time.
@@ -60,7 +69,8 @@ impl Health {
     /// As printed.
     pub(super) const fn name(self) -> &'static str {
         match self {
-            Self::Live => "live",
+            Self::Healthy => "healthy",
+            Self::Degraded => "degraded",
             Self::Stale => "stale",
             Self::Stuck => "stuck",
             Self::Failing => "failing",
@@ -93,11 +103,14 @@ pub(super) fn probe(mountpoint: &Path) -> Probe {
         Some(Err(error)) if is_gone(&error) => dead(Health::Stale),
         Some(Err(error)) if error.kind() == io::ErrorKind::PermissionDenied => dead(Health::Private),
         Some(Err(_)) => dead(Health::Failing),
-        Some(Ok((stats, config))) => Probe {
-            health: Health::Live,
-            stats: serde_json::from_str(&stats).unwrap_or_default(),
-            config: Config::parse(&config, Path::new("config.toml"), Path::new("/")).ok(),
-        },
+        Some(Ok((stats, config))) => {
+            let stats: Value = serde_json::from_str(&stats).unwrap_or_default();
+            Probe {
+                health: if stats["health"] == "degraded" { Health::Degraded } else { Health::Healthy },
+                stats,
+                config: Config::parse(&config, Path::new("config.toml"), Path::new("/")).ok(),
+            }
+        }
     }
 }
 
@@ -129,12 +142,98 @@ fn describe(entry: &MountEntry, probe: &Probe) -> Value {
         "health": probe.health.name(),
         "pid": probe.stats["pid"],
         "views": views(probe.config.as_ref()),
+        "problems": probe.stats["problems"],
+        "last_error": probe.stats["last_error"],
         "stats": probe.stats,
     })
 }
 
 fn sum(value: &Value) -> u64 {
     value.as_object().into_iter().flatten().filter_map(|(_, bytes)| bytes.as_u64()).sum()
+}
+
+/// What is wrong with a mount, in lines of its own.
+fn problems_text(stats: &Value) -> String {
+    let mut text = String::new();
+    let word = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    for problem in stats["problems"].as_array().into_iter().flatten() {
+        let (kind, file, times) =
+            (word(&problem["kind"]), word(&problem["file"]), problem["count"].as_u64().unwrap_or(0));
+        let (first, last) = (word(&problem["first"]), word(&problem["last"]));
+        let ended = problem["ended"].as_str().map_or_else(String::new, |ended| format!(", ended {ended}"));
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "          {kind}: {file}");
+        let _ = writeln!(text, "            cause  {}", word(&problem["cause"]));
+        let _ = writeln!(text, "            seen   {times} times, first {first}, last {last}{ended}");
+        if ended.is_empty() {
+            let _ = writeln!(text, "            do     {}", word(&problem["remedy"]));
+        }
+    }
+    let named = stats["problems"].as_array().into_iter().flatten().map(|problem| word(&problem["file"]));
+    let named: Vec<String> = named.collect();
+    for file in stats["poisoned_files"].as_array().into_iter().flatten().map(word) {
+        if !named.contains(&file) {
+            let _ = writeln!(text, "          source changed: {file}");
+        }
+    }
+    match stats["problems_left_out"].as_u64() {
+        None | Some(0) => {}
+        Some(count) => {
+            let _ = writeln!(text, "          {count} more problems, not all shown here");
+        }
+    }
+    let last = &stats["last_error"];
+    if last.is_object() {
+        let (time, kind, file) = (word(&last["time"]), word(&last["kind"]), word(&last["file"]));
+        let _ = writeln!(text, "  last    error at {time}: {kind}: {file}");
+    }
+    text
+}
+
+/// The memory that a mount holds and may hold.
+fn memory_text(memory: &Value) -> String {
+    let bytes = |value: &Value| human_bytes(value.as_u64().unwrap_or(0));
+    let (held, budget, process) = (&memory["held"], &memory["budget"], &memory["process"]);
+    if !held.is_object() {
+        return String::new();
+    }
+    let mut text = String::new();
+    if budget.is_object() {
+        let origin = memory["limit_origin"].as_str().unwrap_or_default();
+        // Writing to a string cannot fail.
+        let _ = writeln!(
+            text,
+            "  memory  limit {} ({origin}); budget {}: cache {}, spare buffers {}, thread buffers {}, mapped pages {}",
+            bytes(&memory["limit_bytes"]),
+            bytes(&budget["total_bytes"]),
+            bytes(&budget["cache_bytes"]),
+            bytes(&budget["spare_buffers_bytes"]),
+            bytes(&budget["thread_buffers_bytes"]),
+            bytes(&budget["mapped_bytes"]),
+        );
+    }
+    let _ = writeln!(
+        text,
+        "  held    tiles {}, materialized {}, pre-zeroed {}, dropped but mapped {}, spare buffers {}, thread buffers {}, \
+         mapped pages {}",
+        bytes(&held["tiles_bytes"]),
+        bytes(&held["materialized_bytes"]),
+        bytes(&held["prezeroed_bytes"]),
+        bytes(&held["dropped_bytes"]),
+        bytes(&held["spare_buffers_bytes"]),
+        bytes(&held["thread_buffers_bytes"]),
+        bytes(&held["mapped_bytes"]),
+    );
+    let shared = memory["shared_bytes"].as_u64();
+    let shared = shared.map_or_else(String::new, |bytes| format!("; files in memory {}", human_bytes(bytes)));
+    let _ = writeln!(
+        text,
+        "  process anonymous {}, mapped files {}, mapped shared memory {}{shared}",
+        bytes(&process["rss_anon_bytes"]),
+        bytes(&process["rss_file_bytes"]),
+        bytes(&process["rss_shmem_bytes"]),
+    );
+    text
 }
 
 fn text(mount: &Value) -> String {
@@ -146,6 +245,7 @@ fn text(mount: &Value) -> String {
     let _ = writeln!(text, "  source  {source}");
     let process = mount["pid"].as_u64().map_or_else(String::new, |pid| format!(", process {pid}"));
     let _ = writeln!(text, "  health  {}{process}", word(&mount["health"]));
+    text.push_str(&problems_text(&mount["stats"]));
     for view in mount["views"].as_array().into_iter().flatten() {
         let (name, mesh) = (word(&view["name"]), word(&view["mesh"]));
         let name = if name.is_empty() { String::new() } else { format!("{name}: ") };
@@ -161,13 +261,15 @@ fn text(mount: &Value) -> String {
         let reads = stats["ops"]["read"]["count"].as_u64().unwrap_or(0);
         let _ = writeln!(
             text,
-            "  reads   {reads}, {} failed; {} tiles made, {} found; {} panics; {} sources changed",
+            "  reads   {reads}, {} failed; {} opens failed; {} tiles made, {} found; {} panics; {} sources changed",
             count("failed_reads"),
+            count("failed_opens"),
             count("tile_misses"),
             count("tile_hits"),
             count("panics"),
             count("poisoned_sources"),
         );
+        text.push_str(&memory_text(&stats["memory"]));
     }
     text
 }
@@ -188,16 +290,23 @@ impl Status {
         if self.json {
             output::print_json(&json!({ "mounts": mounts }))?;
         } else if mounts.is_empty() {
-            eprintln!("ckfs: nothing is mounted");
+            crate::host::tell("ckfs: nothing is mounted\n");
         } else {
-            output::print(&mounts.iter().map(text).collect::<Vec<_>>().join("\n"))?;
+            output::print(&printable_lines(&mounts.iter().map(text).collect::<Vec<_>>().join("\n")))?;
         }
         // What others keep to themselves is no failure, unless it was asked for.
-        let dead = |health| health != Health::Live && (health != Health::Private || self.mountpoint.is_some());
-        match probes.iter().filter(|(probe, _)| dead(probe.health)).count() {
-            0 => Ok(()),
-            1 => Err(anyhow!("1 mount does not answer")),
-            count => Err(anyhow!("{count} mounts do not answer")),
+        let count = |wanted: &dyn Fn(Health) -> bool| probes.iter().filter(|(probe, _)| wanted(probe.health)).count();
+        let private = |health| health == Health::Private && self.mountpoint.is_some();
+        let dead =
+            count(&|health| matches!(health, Health::Stale | Health::Stuck | Health::Failing) || private(health));
+        let degraded = count(&|health| health == Health::Degraded);
+        let mounts = |count: usize| if count == 1 { "1 mount".to_owned() } else { format!("{count} mounts") };
+        match (dead, degraded) {
+            (0, 0) => Ok(()),
+            (0, count) => Err(anyhow!("{} degraded: what to do is above", mounts(count))),
+            (1, 0) => Err(anyhow!("1 mount does not answer")),
+            (count, 0) => Err(anyhow!("{count} mounts do not answer")),
+            (dead, degraded) => Err(anyhow!("{} without an answer, {} degraded", mounts(dead), mounts(degraded))),
         }
     }
 }

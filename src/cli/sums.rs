@@ -19,7 +19,7 @@ use sha2::{Digest, Sha256};
 
 use super::{LogFlags, export::bar, flags::SourceFlags, lent::Copier, open, output, tree};
 use crate::{
-    checkpoint::{Checkpoint, FileRole},
+    checkpoint::{Checkpoint, FileRole, printable_lines},
     plan::Config,
     source::FileId,
     volume::{NodeKind, Volume},
@@ -119,7 +119,7 @@ pub(super) fn check(
     if wanted.views != found.views {
         tracing::warn!("views differ: expected {}, found {}", wanted.views.join("; "), found.views.join("; "));
     }
-    output::print(&(differences.join("\n") + "\n"))?;
+    output::print(&(printable_lines(&differences.join("\n")).into_owned() + "\n"))?;
     let plural = if differences.len() == 1 { "" } else { "s" };
     Err(anyhow!("{} difference{plural} from {}", differences.len(), file.display()))
 }

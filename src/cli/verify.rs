@@ -10,7 +10,7 @@ use std::{
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
     sync::{
-        Mutex, PoisonError,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -26,6 +26,7 @@ use crate::{
     image::{FileImage, Segment},
     plan::{Config, config::ByteCount, report::human_bytes},
     read::reference::Evaluator,
+    source::FileId,
     tensor::TensorId,
     volume::{NodeKind, Volume},
 };
@@ -236,7 +237,8 @@ fn verify_file(
     let checkpoint = volume.engine().checkpoint();
     let size = node.attr.size_bytes;
     let expected = if let Some(original) = volume.original(node.attr.ino) {
-        Expected::File(File::open(checkpoint.source().path(original))?)
+        // The file that was opened, not what its path leads to now.
+        Expected::File(backing(checkpoint, original)?)
     } else if let Some(image) = volume.image(node.attr.ino)? {
         Expected::Image(image)
     } else {
@@ -266,7 +268,7 @@ fn verify_file(
             return Ok(());
         }
     }
-    let files = SourceFiles::new(checkpoint);
+    let files = SourceFiles { checkpoint };
     let mut evaluator = Evaluator::new(|tensor, span| Ok(files.read(tensor, span)?));
     for (start, end) in spans(&node.path, &expected, size, extent)? {
         let len = usize::try_from(end - start).context("span")?;
@@ -295,7 +297,7 @@ fn verify_file(
 
 /// What a file must hold.
 enum Expected {
-    File(File),
+    File(Arc<File>),
     Image(FileImage),
 }
 
@@ -323,33 +325,23 @@ impl Expected {
     }
 }
 
-/// Source files by path, for reading with `pread`.
-struct SourceFiles<'a> {
-    checkpoint: &'a Checkpoint,
-    open: Mutex<Vec<(PathBuf, File)>>,
+/// A source file as it was opened, not what its path leads to now.
+fn backing(checkpoint: &Checkpoint, file: FileId) -> std::io::Result<Arc<File>> {
+    let source = checkpoint.source();
+    let changed = || std::io::Error::other(format!("{}: changed since it was opened", source.path(file).display()));
+    source.backing(file).ok_or_else(changed)
 }
 
-/// Source files kept open by one verifier.
-const OPEN_FILES_MAX: usize = 16;
+/// Source files, for reading with `pread`.
+struct SourceFiles<'a> {
+    checkpoint: &'a Checkpoint,
+}
 
-impl<'a> SourceFiles<'a> {
-    fn new(checkpoint: &'a Checkpoint) -> Self {
-        Self { checkpoint, open: Mutex::default() }
-    }
-
+impl SourceFiles<'_> {
     fn read(&self, tensor: TensorId, span: std::ops::Range<u64>) -> std::io::Result<Vec<u8>> {
         let info = self.checkpoint.tensor(tensor);
-        let path = self.checkpoint.source().path(info.file);
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        if !open.iter().any(|(known, _)| known == path) {
-            if open.len() >= OPEN_FILES_MAX {
-                open.remove(0);
-            }
-            open.push((path.to_owned(), File::open(path)?));
-        }
         let mut bytes = vec![0; usize::try_from(span.end - span.start).map_err(std::io::Error::other)?];
-        let (_, file) = open.iter().find(|(known, _)| known == path).ok_or(std::io::ErrorKind::NotFound)?;
-        file.read_exact_at(&mut bytes, info.span.start() + span.start)?;
+        backing(self.checkpoint, info.file)?.read_exact_at(&mut bytes, info.span.start() + span.start)?;
         Ok(bytes)
     }
 }

@@ -21,13 +21,16 @@ const PREFIX_BYTES: usize = 10;
 ///
 /// Types narrower than a byte, which numpy cannot pack, become `uint8` with the last axis counting bytes, or a single axis of
 /// bytes where rows do not fill whole bytes.
+///
+/// # Panics
+/// If the elements do not fill whole bytes.
 pub fn described(dtype: DType, shape: &[u64]) -> (&'static str, Vec<u64>) {
     let unit = dtype.unit();
     let mut shape = shape.to_vec();
     if unit.elements > 1 {
         match shape.last_mut() {
             Some(last) if last.is_multiple_of(unit.elements) => *last = *last / unit.elements * unit.bytes,
-            Some(_) | None => shape = vec![dtype.bytes_of(shape.iter().product()).unwrap_or(0)],
+            Some(_) | None => shape = vec![dtype.bytes_of(shape.iter().product()).expect("arrays are whole bytes")],
         }
     }
     (descr(dtype), shape)
@@ -59,7 +62,7 @@ const fn descr(dtype: DType) -> &'static str {
 /// default refuses dictionaries of more than 10 000 bytes.
 ///
 /// # Panics
-/// If `alignment` is 0 or more than 32 KiB.
+/// If `alignment` is 0 or more than 32 KiB, or the elements do not fill whole bytes.
 pub fn header(dtype: DType, shape: &[u64], alignment: usize) -> Vec<u8> {
     assert!((1..=1 << 15).contains(&alignment), "alignment {alignment}");
     let (descr, shape) = described(dtype, shape);

@@ -4,8 +4,6 @@
 //! directory and holds what the saver wanted to say. Leaves are said to be numpy arrays, since such leaves can be restored
 //! both with and without a target: as sharded arrays where the target says so, as numpy arrays otherwise.
 
-use std::io::{self, Write};
-
 use serde_json::json;
 
 /// The handler of trees of arrays.
@@ -29,28 +27,22 @@ fn quoted(text: &str) -> String {
     shown
 }
 
-/// Writes `_METADATA` for leaves with these keys, stored as arrays of zarr version 2.
-///
-/// # Errors
-/// What `out` fails with.
-pub fn write_tree_metadata(leaves: impl Iterator<Item = Vec<String>>, out: &mut dyn Write) -> io::Result<()> {
-    out.write_all(b"{\"tree_metadata\":{")?;
-    for (number, keys) in leaves.enumerate() {
-        if number > 0 {
-            out.write_all(b",")?;
-        }
-        let shown: Vec<String> = keys.iter().map(|key| quoted(key)).collect();
-        let comma = if shown.len() == 1 { "," } else { "" };
-        let path = json!(format!("({}{comma})", shown.join(", ")));
-        // 2 stands for the key of a dictionary.
-        let keys: serde_json::Value = keys.into_iter().map(|key| json!({"key": key, "key_type": 2})).collect();
-        let leaf =
-            json!({"key_metadata": keys, "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": false}});
-        write!(out, "{path}:{leaf}")?;
-    }
-    out.write_all(
-        b"},\"use_ocdbt\":false,\"use_zarr3\":false,\"store_array_data_equal_to_fill_value\":true,\"custom_metadata\":null}",
-    )
+/// What stands before the leaves in `_METADATA`; a comma stands between two leaves.
+pub const TREE_BEGIN: &str = "{\"tree_metadata\":{";
+
+/// What stands after the leaves in `_METADATA`.
+pub const TREE_END: &str = "},\"use_ocdbt\":false,\"use_zarr3\":false,\"store_array_data_equal_to_fill_value\":true,\
+                            \"custom_metadata\":null}";
+
+/// A leaf of `_METADATA` with these keys, stored as an array of zarr version 2.
+pub fn tree_leaf<'a>(keys: impl Iterator<Item = &'a str> + Clone) -> String {
+    let shown: Vec<String> = keys.clone().map(quoted).collect();
+    let comma = if shown.len() == 1 { "," } else { "" };
+    let path = json!(format!("({}{comma})", shown.join(", ")));
+    // 2 stands for the key of a dictionary.
+    let keys: serde_json::Value = keys.map(|key| json!({"key": key, "key_type": 2})).collect();
+    let leaf = json!({"key_metadata": keys, "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": false}});
+    format!("{path}:{leaf}")
 }
 
 /// Where a `_CHECKPOINT_METADATA` lies.
@@ -96,10 +88,9 @@ mod tests {
 
     #[test]
     fn metadata_is_json_with_the_keys() {
-        let mut text = Vec::new();
-        let leaves = [vec!["a".to_owned(), "b".to_owned()], vec!["c".to_owned()]];
-        write_tree_metadata(leaves.into_iter(), &mut text).unwrap();
-        let value: serde_json::Value = serde_json::from_slice(&text).unwrap();
+        let leaves = [&["a", "b"][..], &["c"]].map(|keys| tree_leaf(keys.iter().copied()));
+        let text = [TREE_BEGIN, &leaves.join(","), TREE_END].concat();
+        let value: serde_json::Value = serde_json::from_str(&text).unwrap();
         let tree = value["tree_metadata"].as_object().unwrap();
         assert_eq!(tree.keys().collect::<Vec<_>>(), ["('a', 'b')", "('c',)"]);
         assert_eq!(tree["('a', 'b')"]["key_metadata"][1], json!({"key": "b", "key_type": 2}));

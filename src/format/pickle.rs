@@ -2,6 +2,9 @@
 //!
 //! The pickle machine has a stack: each call here pushes a value or folds the topmost ones into one. Globals and words given
 //! to [`Pickle::word`] are memoized, so that they are written once.
+//!
+//! A pickle of very many rows is written in parts that do not depend on their place: its words are memoized first of all
+//! ([`Pickle::remember`]), and rows are put together from parts with [`push_int`], [`push_wide_int`] and [`push_get`].
 
 use std::{
     collections::HashMap,
@@ -59,7 +62,27 @@ impl<'a> Pickle<'a> {
         set_item b's' "Puts key and value, on top, into the dictionary below.";
         append b'a' "Puts the value on top into the list below.";
         persistent b'Q' "Replaces the value on top by the object that it names to the reader.";
+        pop b'0' "Drops the value on top.";
         stop b'.' "Ends the pickle: its value is on top.";
+    }
+
+    /// Goes on with a pickle whose memo holds these words already.
+    pub fn resume(out: &'a mut dyn Write, memo: Memo) -> Self {
+        Self { out, memo: memo.0 }
+    }
+
+    /// Memoizes the word or global that `push` pushes, and pushes nothing.
+    ///
+    /// # Errors
+    /// What the output fails with.
+    pub fn remember(&mut self, push: impl FnOnce(&mut Self) -> io::Result<()>) -> io::Result<()> {
+        push(self)?;
+        self.pop()
+    }
+
+    /// What is memoized by now.
+    pub fn memo(&self) -> Memo {
+        Memo(self.memo.clone())
     }
 
     /// Gets a memoized value, or lets `push` push it and memoizes that.
@@ -69,7 +92,7 @@ impl<'a> Pickle<'a> {
             return self.slot((b'h', b'j'), slot);
         }
         push(self)?;
-        let slot = u32::try_from(self.memo.len()).unwrap_or(u32::MAX);
+        let slot = u32::try_from(self.memo.len()).expect("a pickle has a few dozen words");
         self.memo.insert(key.to_owned(), slot);
         self.slot((b'q', b'r'), slot)
     }
@@ -116,21 +139,9 @@ impl<'a> Pickle<'a> {
     /// # Errors
     /// What the output fails with.
     pub fn int(&mut self, number: u64) -> io::Result<()> {
-        if let Ok(number) = u8::try_from(number) {
-            return self.out.write_all(&[b'K', number]);
-        }
-        if let Ok(number) = u16::try_from(number) {
-            self.out.write_all(b"M")?;
-            return self.out.write_all(&number.to_le_bytes());
-        }
-        if let Ok(number) = i32::try_from(number) {
-            self.out.write_all(b"J")?;
-            return self.out.write_all(&number.to_le_bytes());
-        }
-        // A signed number of 9 bytes, so that the topmost bit is never a sign.
-        self.out.write_all(&[0x8a, 9])?;
-        self.out.write_all(&number.to_le_bytes())?;
-        self.out.write_all(&[0])
+        let mut bytes = Vec::new();
+        push_int(&mut bytes, number);
+        self.out.write_all(&bytes)
     }
 
     /// Pushes a tuple of numbers.
@@ -152,6 +163,79 @@ impl<'a> Pickle<'a> {
         self.empty_tuple()?;
         self.new_object()
     }
+}
+
+/// The words and globals that a pickle has memoized.
+#[derive(Clone, Debug, Default)]
+pub struct Memo(HashMap<String, u32>);
+
+impl Memo {
+    /// Number of memoized values: the first slot that is free.
+    ///
+    /// # Panics
+    /// Never: a pickle has a few dozen words.
+    pub fn next_slot(&self) -> u32 {
+        u32::try_from(self.0.len()).expect("a pickle has a few dozen words")
+    }
+}
+
+/// Appends the push of a number, in as few bytes as it takes.
+pub fn push_int(out: &mut Vec<u8>, number: u64) {
+    if let Ok(number) = u8::try_from(number) {
+        out.extend([b'K', number]);
+    } else if let Ok(number) = u16::try_from(number) {
+        out.push(b'M');
+        out.extend(number.to_le_bytes());
+    } else if let Ok(number) = i32::try_from(number) {
+        out.push(b'J');
+        out.extend(number.to_le_bytes());
+    } else {
+        push_wide_int(out, number);
+    }
+}
+
+/// Appends the push of a number in 11 bytes, whatever it is.
+pub fn push_wide_int(out: &mut Vec<u8>, number: u64) {
+    // A signed number of 9 bytes, so that the topmost bit is never a sign.
+    out.extend([0x8a, 9]);
+    out.extend(number.to_le_bytes());
+    out.push(0);
+}
+
+/// Appends the push of a tuple of numbers.
+pub fn push_ints(out: &mut Vec<u8>, numbers: &[u64]) {
+    out.push(b'(');
+    for number in numbers {
+        push_int(out, *number);
+    }
+    out.push(b't');
+}
+
+/// Appends the push of a string.
+///
+/// # Panics
+/// If it has 4 GiB.
+pub fn push_text(out: &mut Vec<u8>, text: &str) {
+    out.push(b'X');
+    out.extend(u32::try_from(text.len()).expect("names have less than 4 GiB").to_le_bytes());
+    out.extend(text.as_bytes());
+}
+
+/// Appends the memoization of the value on top, in 5 bytes whatever the slot.
+pub fn push_put(out: &mut Vec<u8>, slot: u32) {
+    out.push(b'r');
+    out.extend(slot.to_le_bytes());
+}
+
+/// Appends the push of a memoized value, in 5 bytes whatever the slot.
+pub fn push_get(out: &mut Vec<u8>, slot: u32) {
+    out.push(b'j');
+    out.extend(slot.to_le_bytes());
+}
+
+/// Appends the drop of the value on top.
+pub fn push_pop(out: &mut Vec<u8>) {
+    out.push(b'0');
 }
 
 #[cfg(test)]

@@ -424,6 +424,7 @@ impl Draft {
             end,
             name: (name_start, name_end),
             extents,
+            // Rows that are wrong in one of these are listed above, and `check` refuses the header for them.
             rank: rank.unwrap_or(0),
             dtype: dtype.unwrap_or(DType::U8),
         });
@@ -522,8 +523,20 @@ pub struct WrittenHeader {
     pub bytes: Vec<u8>,
     /// Further spaces that belong to the header: none, unless it was made longer.
     pub spaces: u64,
+    /// Length and JSON without padding.
+    pub unpadded_bytes: u64,
     /// Bytes of all tensors together.
     pub data_bytes: u64,
+}
+
+/// Length of a header with its padding to a multiple of `alignment`.
+///
+/// # Errors
+/// [`HeaderError::TooLong`].
+pub fn padded_bytes(unpadded_bytes: u64, alignment: u64) -> Result<u64, HeaderError> {
+    let padded = unpadded_bytes.next_multiple_of(alignment);
+    let found = padded - PREFIX_BYTES;
+    if found > JSON_BYTES_MAX { Err(HeaderError::TooLong { found }) } else { Ok(padded) }
 }
 
 impl WrittenHeader {
@@ -571,7 +584,7 @@ pub fn write_header<'a>(
     let mut names = Vec::new();
     let mut end = 0_u64;
     for (name, dtype, shape) in tensors {
-        if name == METADATA {
+        if is_reserved(name) {
             problems.push(HeaderError::ReservedName { tensor: name.to_owned() });
         }
         if shape.len() > RANK_MAX {
@@ -600,14 +613,52 @@ pub fn write_header<'a>(
     for pair in names.windows(2).filter(|pair| pair[0] == pair[1]) {
         problems.push(HeaderError::DuplicateTensor { tensor: pair[0].to_owned() });
     }
-    let padded = (bytes.len() as u64).next_multiple_of(alignment);
-    let json_bytes = padded - PREFIX_BYTES;
-    match usize::try_from(padded) {
-        Ok(len) if json_bytes <= JSON_BYTES_MAX => bytes.resize(len, b' '),
-        Ok(_) | Err(_) => problems.push(HeaderError::TooLong { found: json_bytes }),
+    let unpadded_bytes = bytes.len() as u64;
+    match padded_bytes(unpadded_bytes, alignment) {
+        Ok(padded) => {
+            bytes.resize(usize::try_from(padded).expect("the format's limit fits memory"), b' ');
+            bytes[..8].copy_from_slice(&(padded - PREFIX_BYTES).to_le_bytes());
+        }
+        Err(problem) => problems.push(problem),
     }
-    bytes[..8].copy_from_slice(&json_bytes.to_le_bytes());
-    problems.finish(WrittenHeader { bytes, spaces: 0, data_bytes: end })
+    problems.finish(WrittenHeader { bytes, spaces: 0, unpadded_bytes, data_bytes: end })
+}
+
+/// Length and JSON of a header without padding, from the bytes of its metadata and of its tensors' rows, each with the comma
+/// after it.
+pub fn unpadded_bytes(metadata_bytes: u64, rows_bytes: u64) -> u64 {
+    // Braces around, and no comma after the last.
+    PREFIX_BYTES + 2 + (metadata_bytes + rows_bytes).saturating_sub(1)
+}
+
+/// Bytes that metadata takes in the JSON of a header.
+pub fn metadata_bytes(metadata: &[(&str, &str)]) -> u64 {
+    let members: u64 = metadata.iter().map(|(key, value)| string_bytes(key) + string_bytes(value) + 2).sum();
+    // A colon and braces, a comma after them, and none after the last member.
+    if metadata.is_empty() { 0 } else { string_bytes(METADATA) + 4 + members - 1 }
+}
+
+/// Whether a tensor cannot have this name.
+pub fn is_reserved(name: &str) -> bool {
+    name == METADATA
+}
+
+/// Bytes that a tensor takes in the JSON of a header besides the digits of its extents and offsets: its name, its type, and
+/// the comma after it.
+pub fn tensor_row_bytes(name: &str, dtype: DType, rank: usize) -> u64 {
+    let commas = rank.saturating_sub(1);
+    string_bytes(name) + (r#",:{"dtype":"","shape":[],"data_offsets":[,]}"#.len() + dtype.code().len() + commas) as u64
+}
+
+/// Decimal digits of a number.
+pub fn digits(number: u64) -> u64 {
+    u64::from(number.checked_ilog10().unwrap_or(0)) + 1
+}
+
+fn string_bytes(text: &str) -> u64 {
+    let mut bytes = Vec::new();
+    push_string(&mut bytes, text);
+    bytes.len() as u64
 }
 
 fn push_string(bytes: &mut Vec<u8>, text: &str) {
@@ -639,5 +690,34 @@ fn push_numbers(bytes: &mut Vec<u8>, numbers: &[u64]) {
             }
         }
         bytes.extend_from_slice(&digits[first..]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_are_as_long_as_counted() {
+        let tensors: [(&str, DType, &[u64]); 4] = [
+            ("a", DType::F32, &[]),
+            ("it's \"b\"\n", DType::BF16, &[3, 1000]),
+            ("\u{e9}", DType::F8E4M3, &[0, 9]),
+            ("d", DType::I64, &[99_999]),
+        ];
+        for metadata in [&[][..], &[("format", "pt")], &[("format", "pt"), ("k\"", "{\"a\": 1}")]] {
+            for count in 0..=tensors.len() {
+                let (mut rows, mut end) = (0, 0);
+                for (name, dtype, shape) in &tensors[..count] {
+                    let start = end;
+                    end += tensor_bytes(*dtype, shape).unwrap();
+                    let numbers = shape.iter().chain([&start, &end]).map(|number| digits(*number)).sum::<u64>();
+                    rows += tensor_row_bytes(name, *dtype, shape.len()) + numbers;
+                }
+                let header = write_header(tensors[..count].iter().copied(), metadata, 8).unwrap();
+                let counted = unpadded_bytes(metadata_bytes(metadata), rows);
+                assert_eq!((counted, end), (header.unpadded_bytes, header.data_bytes), "{metadata:?}, {count}");
+            }
+        }
     }
 }

@@ -68,8 +68,9 @@ const fn storage(dtype: DType) -> Option<&'static str> {
 /// Pushes a contiguous tensor whose elements are storage number `number`.
 ///
 /// # Errors
-/// What the output fails with.
+/// What the output fails with, or a type that torch has not.
 pub fn tensor(pickle: &mut Pickle<'_>, number: usize, dtype: DType, shape: &Shape) -> io::Result<()> {
+    let unsupported = || io::Error::other(format!("torch has no type {dtype}"));
     let typed = storage(dtype);
     let rebuild = if typed.is_some() { "_rebuild_tensor_v2" } else { "_rebuild_tensor_v3" };
     pickle.global("torch._utils", rebuild)?;
@@ -82,7 +83,7 @@ pub fn tensor(pickle: &mut Pickle<'_>, number: usize, dtype: DType, shape: &Shap
         elements
     } else {
         pickle.global("torch.storage", "UntypedStorage")?;
-        dtype.bytes_of(elements).unwrap_or(0)
+        dtype.bytes_of(elements).ok_or_else(unsupported)?
     };
     pickle.text(&number.to_string())?;
     pickle.word("cpu")?;
@@ -98,7 +99,7 @@ pub fn tensor(pickle: &mut Pickle<'_>, number: usize, dtype: DType, shape: &Shap
     pickle.empty_tuple()?;
     pickle.call()?;
     if typed.is_none() {
-        pickle.global("torch", dtype_name(dtype).unwrap_or("uint8"))?;
+        pickle.global("torch", dtype_name(dtype).ok_or_else(unsupported)?)?;
     }
     pickle.tuple()?;
     pickle.call()

@@ -17,10 +17,27 @@ const PADDING_ID: u16 = u16::from_le_bytes(*b"FB");
 /// Identifier of the 64-bit extension's extra field.
 const WIDE_ID: u16 = 1;
 
+/// The checksums of single bytes.
+const CRC_OF_BYTE: [u32; 256] = {
+    let mut table = [0; 256];
+    let mut byte = 0;
+    while byte < 256 {
+        let (mut crc, mut bit): (u32, u8) = (byte, 0);
+        while bit < 8 {
+            crc = (crc >> 1) ^ (0xedb8_8320 & (crc & 1).wrapping_neg());
+            bit += 1;
+        }
+        table[byte as usize] = crc;
+        byte += 1;
+    }
+    table
+};
+
 /// The checksum that zip has, of bytes that are known.
 pub fn crc32(bytes: &[u8]) -> u32 {
-    !bytes.iter().fold(!0, |crc, byte| {
-        (0..8).fold(crc ^ u32::from(*byte), |crc, _| (crc >> 1) ^ (0xedb8_8320 & (crc & 1).wrapping_neg()))
+    !bytes.iter().fold(!0_u32, |crc, byte| {
+        let [low, ..] = crc.to_le_bytes();
+        (crc >> 8) ^ CRC_OF_BYTE[usize::from(low ^ byte)]
     })
 }
 
@@ -43,7 +60,13 @@ fn narrow(number: u64) -> u32 {
     u32::try_from(number).ok().filter(|_| number <= NARROW_MAX).unwrap_or(u32::MAX)
 }
 
+/// A number that a field of 16 bits holds.
 fn short(number: usize) -> u16 {
+    u16::try_from(number).expect("names were checked, and padding is at most 32 KiB")
+}
+
+/// The number of entries, or the mark of the 64-bit extension.
+fn narrow_count(number: usize) -> u16 {
     u16::try_from(number).unwrap_or(u16::MAX)
 }
 
@@ -81,7 +104,8 @@ impl ZipWriter {
         let start = self.at + 30 + u64::from(name_len) + extra.len() as u64;
         if !start.is_multiple_of(alignment) {
             // The field itself takes 4 bytes.
-            let padding = usize::try_from((start + 4).next_multiple_of(alignment) - start - 4).unwrap_or(0);
+            let padding = (start + 4).next_multiple_of(alignment) - start - 4;
+            let padding = usize::try_from(padding).expect("less than the alignment");
             put16(&mut extra, &[PADDING_ID, short(padding)]);
             extra.resize(extra.len() + padding, b'Z');
         }
@@ -136,7 +160,7 @@ impl ZipWriter {
             put32(&mut bytes, &[1]);
         }
         bytes.extend(b"PK\x05\x06");
-        put16(&mut bytes, &[0, 0, short(count), short(count)]);
+        put16(&mut bytes, &[0, 0, narrow_count(count), narrow_count(count)]);
         put32(&mut bytes, &[narrow(len), narrow(start)]);
         put16(&mut bytes, &[0]);
         bytes

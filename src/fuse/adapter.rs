@@ -31,7 +31,6 @@ use fuser::{
     ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLock, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite,
     ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
-use nix::unistd::{getgid, getuid};
 use tracing::{error, info};
 
 use super::{
@@ -40,7 +39,7 @@ use super::{
     requests::{Requests, Ticket},
     spare::{Overflow, Readers},
 };
-use crate::volume::{Access, Attr, FileSystem, FsError, Handle, Ino, NodeKind, Op, Opened};
+use crate::volume::{Access, Attr, FileSystem, FsError, Handle, Ino, NodeKind, Op, Opened, Permission};
 
 /// How long the kernel may keep what it was told: ten years, which it can express on every architecture.
 const FOREVER: Duration = Duration::from_hours(10 * 365 * 24);
@@ -50,6 +49,10 @@ const GENERATION: Generation = Generation(0);
 
 /// `st_blksize`: programs that buffer by it (Python does) then read in the largest single request.
 const PREFERRED_READ_BYTES: u32 = 1 << 20;
+
+/// Longest file name in bytes, as on nearly all file systems, and as `statfs` says it.
+const NAME_BYTES_MAX: usize = 255;
+const NAME_MAX: u32 = 255;
 
 /// Unit of `statfs`. Small, because some programs multiply by the wrong one of its two block sizes.
 const STATFS_BLOCK_BYTES: u32 = 4096;
@@ -80,8 +83,6 @@ const INIT_FLAGS: [InitFlags; 9] = [
 /// Serves a [`FileSystem`] to the kernel.
 pub(super) struct Adapter {
     fs: Arc<dyn FileSystem>,
-    uid: u32,
-    gid: u32,
     serving: Arc<Serving>,
     lookout: Arc<Lookout>,
     /// Whether the kernel can do without opening directories.
@@ -217,9 +218,9 @@ impl<R: Refuse> Pending<R> {
     fn attempt<T>(&mut self, body: impl FnOnce(&mut Slot<R>) -> Result<T, FsError>) -> Option<T> {
         let slot = &mut self.slot;
         let result = catch_unwind(AssertUnwindSafe(|| body(slot))).unwrap_or_else(|panic| {
-            self.fs.metrics().panics.fetch_add(1, Ordering::Relaxed);
-            let (op, ino) = (self.op.name(), self.ino.0);
-            error!(op, ino, "request handler panicked: {}", panic_text(panic.as_ref()));
+            let (op, ino, cause) = (self.op.name(), self.ino.0, panic_text(panic.as_ref()));
+            self.fs.metrics().note_panic(&format!("{op} of inode {ino}"), cause);
+            error!(op, ino, "request handler panicked: {cause}");
             Err(FsError::Io)
         });
         result.inspect_err(|failure| self.refuse(failure.errno())).ok()
@@ -287,7 +288,7 @@ impl Opens {
 }
 
 impl Adapter {
-    /// Serves `fs` by `threads` threads and a spare one, with the caller's user and group as owner of everything.
+    /// Serves `fs` by `threads` threads and a spare one.
     ///
     /// # Errors
     /// The system starts no thread to look after requests.
@@ -306,8 +307,6 @@ impl Adapter {
         Ok(Self {
             serving: Arc::new(Serving { fs: Arc::clone(&fs), opens }),
             fs,
-            uid: getuid().as_raw(),
-            gid: getgid().as_raw(),
             lookout,
             opens_directories_itself: false,
         })
@@ -351,12 +350,7 @@ impl Adapter {
         self.handle(Op::Refused, ino, reply, |_| Err(FsError::ReadOnly));
     }
 
-    fn attr(&self, attr: &Attr) -> FileAttr {
-        let perm = match attr.kind {
-            NodeKind::Directory => 0o555,
-            NodeKind::File => 0o444,
-            NodeKind::Symlink => 0o777,
-        };
+    fn attr(attr: &Attr) -> FileAttr {
         FileAttr {
             ino: INodeNo(attr.ino.0),
             size: attr.size_bytes,
@@ -366,10 +360,10 @@ impl Adapter {
             ctime: attr.modified,
             crtime: attr.modified,
             kind: file_type(attr.kind),
-            perm,
+            perm: attr.permission.mode,
             nlink: attr.links,
-            uid: self.uid,
-            gid: self.gid,
+            uid: attr.permission.uid,
+            gid: attr.permission.gid,
             rdev: 0,
             blksize: PREFERRED_READ_BYTES,
             flags: 0,
@@ -433,8 +427,9 @@ impl Serving {
         {
             // The request went with `answer`, which answers it.
             self.fs.release(ino, handle);
-            self.fs.metrics().panics.fetch_add(1, Ordering::Relaxed);
-            error!(ino = node.0, "making a file whole panicked: {}", panic_text(panic.as_ref()));
+            let cause = panic_text(panic.as_ref());
+            self.fs.metrics().note_panic(&format!("open of inode {}", node.0), cause);
+            error!(ino = node.0, "making a file whole panicked: {cause}");
         }
     }
 
@@ -544,11 +539,15 @@ impl fuser::Filesystem for Adapter {
 
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         self.handle(Op::Lookup, parent, reply, |reply| {
+            // The kernel asks for names of up to 1024 bytes.
+            if name.len() > NAME_BYTES_MAX {
+                return Err(FsError::NameTooLong);
+            }
             let found = self.fs.lookup(ino(parent), name.as_bytes());
             match &found {
                 Ok(attr) => {
                     if let Some(reply) = reply.take() {
-                        reply.entry(&FOREVER, &self.attr(attr), GENERATION);
+                        reply.entry(&FOREVER, &Self::attr(attr), GENERATION);
                     }
                 }
                 // Inode 0 says that the name is absent and, other than ENOENT, lets the kernel remember that.
@@ -560,8 +559,9 @@ impl fuser::Filesystem for Adapter {
                             size_bytes: 0,
                             links: 0,
                             modified: SystemTime::UNIX_EPOCH,
+                            permission: Permission { uid: 0, gid: 0, mode: 0 },
                         };
-                        reply.entry(&FOREVER, &self.attr(&absent), GENERATION);
+                        reply.entry(&FOREVER, &Self::attr(&absent), GENERATION);
                     }
                 }
                 Err(_) => {}
@@ -574,7 +574,7 @@ impl fuser::Filesystem for Adapter {
 
     fn getattr(&self, _request: &Request, node: INodeNo, _handle: Option<FileHandle>, reply: ReplyAttr) {
         self.handle(Op::GetAttr, node, reply, |reply| {
-            let attr = self.attr(&self.fs.attr(ino(node))?);
+            let attr = Self::attr(&self.fs.attr(ino(node))?);
             if let Some(reply) = reply.take() {
                 reply.attr(&FOREVER, &attr);
             }
@@ -685,7 +685,7 @@ impl fuser::Filesystem for Adapter {
         self.handle(Op::ReadDirPlus, node, reply, |slot| {
             let Some(reply) = slot.as_mut() else { return Ok(()) };
             self.list(ino(node), offset, |entry, _, name, next| {
-                let attr = self.attr(&self.fs.attr(entry)?);
+                let attr = Self::attr(&self.fs.attr(entry)?);
                 Ok(reply.add(INodeNo(entry.0), next, OsStr::from_bytes(name), &FOREVER, &attr, GENERATION))
             })?;
             if let Some(reply) = slot.take() {
@@ -700,7 +700,7 @@ impl fuser::Filesystem for Adapter {
             let sizes = self.fs.stat_fs();
             let blocks = sizes.total_bytes.div_ceil(u64::from(STATFS_BLOCK_BYTES));
             if let Some(reply) = reply.take() {
-                reply.statfs(blocks, 0, 0, sizes.nodes, 0, STATFS_BLOCK_BYTES, 255, STATFS_BLOCK_BYTES);
+                reply.statfs(blocks, 0, 0, sizes.nodes, 0, STATFS_BLOCK_BYTES, NAME_MAX, STATFS_BLOCK_BYTES);
             }
             Ok(())
         });

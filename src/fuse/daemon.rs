@@ -6,7 +6,8 @@
 //! needs no care about threads. The child reports through [`Readiness`] exactly once, ready or failed with its reason, and
 //! the starter returns only then. Until it is ready the child keeps the starter's standard error, session and process group
 //! (an automount daemon knows its mount helpers by the group) and is asked to end when the starter dies; when ready it
-//! cuts all ties: new session, working directory `/`, standard streams to `/dev/null` or the log file.
+//! cuts all ties: new session, working directory `/`, standard streams to `/dev/null` or the log file. A child that ends
+//! without being ready may leave its mount behind, dead; the starter removes it.
 
 use std::{
     env,
@@ -34,11 +35,15 @@ use nix::{
 use sd_notify::NotifyState;
 use tracing::{debug, warn};
 
+use super::mountinfo::{UnmountOptions, unmount};
+use crate::host::{Log, Target, limits, log::FLUSH_LIMIT};
+
 /// Environment variable with the process id of the starter; for anyone but its children it means nothing.
 pub const STARTER_VARIABLE: &str = "CKFS_STARTER_PID";
 
-/// What the child writes when it is ready. Anything else is the reason why it is not.
-const READY: &[u8] = b"ready\n";
+/// How the line begins that the child writes when it is ready; after it comes where the log goes. Anything else is the reason
+/// why it is not.
+const READY: &str = "ready ";
 
 /// More than this is not read of a reason.
 const REASON_BYTES_MAX: u64 = 64 << 10;
@@ -64,10 +69,12 @@ pub enum DaemonError {
         reason: String,
     },
     /// It ended without a report.
-    #[error("the daemon ended before it was ready: {status}")]
+    #[error("the daemon ended before it was ready: {status}{limits}")]
     Died {
         /// How.
         status: ExitStatus,
+        /// Limits that may be the reason, as the end of a message.
+        limits: String,
     },
     /// It did not report in time and was ended.
     #[error("the daemon was not ready within {} s", limit.as_secs())]
@@ -97,11 +104,36 @@ fn system(what: &'static str) -> impl Fn(Errno) -> DaemonError {
     move |errno| DaemonError::System { what, source: errno.into() }
 }
 
-/// Runs `program` in the background and waits until it is ready. Its process id.
+/// A daemon that is ready.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Started {
+    /// Its process id.
+    pub pid: u32,
+    /// Where its log goes, for people: `to` some place, or `nowhere` and why.
+    pub log: String,
+}
+
+/// Runs `program` in the background and waits until it is ready.
 ///
 /// # Errors
-/// [`DaemonError`]; the child is gone then, with its reason as [`DaemonError::Failed`] if it gave one.
-pub fn start_background(program: &Path, args: &[OsString], timeout: Duration) -> Result<u32, DaemonError> {
+/// [`DaemonError`]; the child is gone then, with its reason as [`DaemonError::Failed`] if it gave one, and if it left a dead
+/// mount of ours on `mountpoint`, that is removed.
+pub fn start_background(
+    program: &Path,
+    args: &[OsString],
+    mountpoint: &Path,
+    timeout: Duration,
+) -> Result<Started, DaemonError> {
+    start_child(program, args, timeout).inspect_err(|_| {
+        // Never a live mount, never something else.
+        let options = UnmountOptions { lazy: true, stale_only: true, ..UnmountOptions::default() };
+        if let Err(error) = unmount(mountpoint, options) {
+            debug!("nothing to clean up: {error}");
+        }
+    })
+}
+
+fn start_child(program: &Path, args: &[OsString], timeout: Duration) -> Result<Started, DaemonError> {
     let spawn = |source| DaemonError::Spawn { program: program.to_owned(), source };
     let (reader, writer) = io::pipe().map_err(spawn)?;
     let child = Command::new(program)
@@ -115,12 +147,21 @@ pub fn start_background(program: &Path, args: &[OsString], timeout: Duration) ->
         end(&mut child);
         return Err(DaemonError::TimedOut { limit: timeout });
     };
-    if report == READY {
-        return Ok(child.id());
+    let report = String::from_utf8_lossy(&report).into_owned();
+    if is_ready(&report) {
+        return Ok(Started { pid: child.id(), log: report[READY.len()..].trim().to_owned() });
     }
-    let status = child.wait().map_err(spawn)?;
-    let reason = String::from_utf8_lossy(report.trim_ascii()).into_owned();
-    Err(if reason.is_empty() { DaemonError::Died { status } } else { DaemonError::Failed { reason } })
+    let status = reap(&mut child).map_err(spawn)?;
+    let reason = report.trim().to_owned();
+    Err(if reason.is_empty() {
+        DaemonError::Died { status, limits: limits::hint() }
+    } else {
+        DaemonError::Failed { reason }
+    })
+}
+
+fn is_ready(report: &str) -> bool {
+    report.starts_with(READY) && report.ends_with('\n')
 }
 
 /// Reads until the child has reported or is gone; `None` if that takes too long.
@@ -140,7 +181,8 @@ fn read_report(mut reader: io::PipeReader, timeout: Duration) -> io::Result<Opti
         let mut chunk = [0; 4096];
         let len = reader.read(&mut chunk)?;
         report.extend_from_slice(&chunk[..len]);
-        if len == 0 || report == READY || report.len() as u64 > REASON_BYTES_MAX {
+        let is_ready = is_ready(&String::from_utf8_lossy(&report));
+        if len == 0 || is_ready || report.len() as u64 > REASON_BYTES_MAX {
             return Ok(Some(report));
         }
     }
@@ -151,41 +193,48 @@ fn end(child: &mut Child) {
     if let Ok(pid) = i32::try_from(child.id()) {
         let _ = kill(Pid::from_raw(pid), Signal::SIGTERM);
     }
+    let _ = reap(child);
+}
+
+/// Waits for a child that is about to end, and ends it by force if it does not.
+fn reap(child: &mut Child) -> io::Result<ExitStatus> {
     let until = Instant::now() + CLEANUP_LIMIT;
     while Instant::now() < until {
-        match child.try_wait() {
-            Ok(None) => thread::sleep(Duration::from_millis(50)),
-            Ok(Some(_)) | Err(_) => return,
+        if let Some(status) = child.try_wait()? {
+            return Ok(status);
         }
+        thread::sleep(Duration::from_millis(10));
     }
-    let _ = child.kill();
-    let _ = child.wait();
+    child.kill()?;
+    child.wait()
 }
 
 /// The daemon's side: reports to the starter, if there is one, and to systemd, if it listens.
 #[derive(Debug)]
 pub struct Readiness {
     starter: Option<File>,
-    log: Option<File>,
+    log: Log,
+    /// The log file that the user named, until it is in use.
+    file: Option<Target>,
+    mountpoint: PathBuf,
 }
 
 impl Readiness {
-    /// Finds out who waits for a report. With a `log_file`, standard error goes there at once when in the foreground, and
-    /// when ready in the background; the file is created and appended to.
+    /// Finds out who waits for a report. With a `log_file`, `log` and standard error go there at once when in the foreground,
+    /// and when ready in the background; the file is created and appended to. Without one, `log` goes to the system's log
+    /// when ready in the background, or to a file of this `mountpoint`: [`Target::of_daemon`].
     ///
-    /// To be called once, before the first thread is started.
+    /// To be called once.
     ///
     /// # Errors
     /// [`DaemonError::LogFile`] or [`DaemonError::System`].
-    pub fn new(log_file: Option<&Path>) -> Result<Self, DaemonError> {
+    pub fn new(log: &Log, log_file: Option<&Path>, mountpoint: &Path) -> Result<Self, DaemonError> {
         let starter = starter_pipe().map_err(system("pipe to the starter"))?;
-        let mut readiness = Self { starter, log: None };
-        let opened = log_file.map(|path| {
-            let file = File::options().append(true).create(true).open(path);
-            file.map_err(|source| DaemonError::LogFile { path: path.to_owned(), source })
-        });
+        let mut readiness = Self { starter, log: log.clone(), file: None, mountpoint: mountpoint.to_owned() };
+        let opened = log_file
+            .map(|path| Target::file(path).map_err(|source| DaemonError::LogFile { path: path.to_owned(), source }));
         match opened.transpose() {
-            Ok(log) => readiness.log = log,
+            Ok(file) => readiness.file = file,
             Err(error) => {
                 readiness.failed(&error.to_string());
                 return Err(error);
@@ -193,8 +242,9 @@ impl Readiness {
         }
         if readiness.starter.is_some() {
             set_pdeathsig(Signal::SIGTERM).map_err(system("prctl"))?;
-        } else if let Some(log) = &readiness.log {
-            dup2_stderr(log).map_err(system("redirect to the log file"))?;
+        } else if let Some(mut file) = readiness.file.take() {
+            file.take_stderr().map_err(system("redirect to the log file"))?;
+            readiness.log.switch(file);
         }
         Ok(readiness)
     }
@@ -210,9 +260,11 @@ impl Readiness {
     /// [`DaemonError::System`]; the starter then sees this process end without a report.
     pub fn ready(&mut self, status: &str) -> Result<(), DaemonError> {
         if let Some(mut starter) = self.starter.take() {
-            self.cut_ties()?;
+            // What was said so far is for the starter's user.
+            self.log.flush(FLUSH_LIMIT);
+            let place = self.cut_ties()?;
             // A starter that is gone needs no report; the signal of its death is on its way.
-            if let Err(error) = starter.write_all(READY) {
+            if let Err(error) = starter.write_all(format!("{READY}{}\n", place.replace('\n', " ")).as_bytes()) {
                 debug!("the starter is gone: {error}");
             }
         }
@@ -220,14 +272,15 @@ impl Readiness {
         Ok(())
     }
 
-    /// A second one, for another thread that may have to report a failure; to be dropped before the mount is ready.
+    /// A second one, for another thread that may have to report a failure, and for nothing else; to be dropped before the
+    /// mount is ready.
     ///
     /// # Errors
     /// [`DaemonError::System`].
     pub fn try_clone(&self) -> Result<Self, DaemonError> {
-        let clone = |file: &Option<File>| file.as_ref().map(File::try_clone).transpose();
-        let both = clone(&self.starter).and_then(|starter| Ok(Self { starter, log: clone(&self.log)? }));
-        both.map_err(|source| DaemonError::System { what: "copy a descriptor", source })
+        let starter = self.starter.as_ref().map(File::try_clone).transpose();
+        let starter = starter.map_err(|source| DaemonError::System { what: "copy a descriptor", source })?;
+        Ok(Self { starter, log: self.log.clone(), file: None, mountpoint: self.mountpoint.clone() })
     }
 
     /// Reports why the mount could not be made. In the foreground the caller prints the reason.
@@ -243,7 +296,8 @@ impl Readiness {
         notify_systemd(&[NotifyState::Status(status)]);
     }
 
-    fn cut_ties(&self) -> Result<(), DaemonError> {
+    /// Where the log goes from now on.
+    fn cut_ties(&mut self) -> Result<String, DaemonError> {
         // The starter ends as soon as it has the report, and that is not to end this process.
         set_pdeathsig(None).map_err(system("prctl"))?;
         match setsid() {
@@ -257,7 +311,13 @@ impl Readiness {
         let redirect = system("redirect standard streams");
         dup2_stdin(&null).map_err(&redirect)?;
         dup2_stdout(&null).map_err(&redirect)?;
-        dup2_stderr(self.log.as_ref().unwrap_or(&null)).map_err(&redirect)
+        let mut target = self.file.take().unwrap_or_else(|| Target::of_daemon(&self.mountpoint));
+        if !target.take_stderr().map_err(&redirect)? {
+            dup2_stderr(&null).map_err(&redirect)?;
+        }
+        let place = target.description();
+        self.log.switch(target);
+        Ok(place)
     }
 }
 
@@ -290,16 +350,18 @@ pub(super) fn notify_systemd(states: &[NotifyState<'_>]) {
 mod tests {
     use super::*;
 
-    fn start(script: &str, timeout: Duration) -> Result<u32, DaemonError> {
-        start_background(Path::new("/bin/sh"), &["-c".into(), script.into()], timeout)
+    fn start(script: &str, timeout: Duration) -> Result<Started, DaemonError> {
+        start_background(Path::new("/bin/sh"), &["-c".into(), script.into()], Path::new("/no/mountpoint"), timeout)
     }
 
     const LONG: Duration = Duration::from_secs(20);
 
     #[test]
     fn a_ready_child_is_left_alone() {
-        let script = "echo ready >&0; exec sleep 30 <&-";
-        let pid = i32::try_from(start(script, LONG).unwrap()).unwrap();
+        let script = "echo ready in a file >&0; exec sleep 30 <&-";
+        let started = start(script, LONG).unwrap();
+        assert_eq!(started.log, "in a file");
+        let pid = i32::try_from(started.pid).unwrap();
         assert!(kill(Pid::from_raw(pid), None).is_ok());
         kill(Pid::from_raw(pid), Signal::SIGKILL).unwrap();
         nix::sys::wait::waitpid(Pid::from_raw(pid), None).unwrap();
@@ -316,7 +378,8 @@ mod tests {
     #[test]
     fn a_silent_end_is_told_with_its_status() {
         let error = start("exit 3", LONG).unwrap_err();
-        assert_eq!(error.to_string(), "the daemon ended before it was ready: exit status: 3");
+        let text = error.to_string();
+        assert!(text.starts_with("the daemon ended before it was ready: exit status: 3"), "{text}");
         assert!(matches!(start("kill -9 $$", LONG), Err(DaemonError::Died { .. })));
     }
 
@@ -330,7 +393,7 @@ mod tests {
 
     #[test]
     fn a_program_that_is_missing_is_named() {
-        let error = start_background(Path::new("/no/such/program"), &[], LONG).unwrap_err();
+        let error = start_background(Path::new("/no/such/program"), &[], Path::new("/no"), LONG).unwrap_err();
         assert!(error.to_string().starts_with("/no/such/program: "), "{error}");
     }
 }

@@ -87,7 +87,7 @@ impl Lookout {
                     self.overflow.lose();
                 }
                 reply.give_up();
-                self.fs.note_given_up(ino);
+                self.fs.note_given_up(R::OP, ino);
                 let metrics = self.fs.metrics();
                 metrics.in_flight.fetch_sub(1, Ordering::Relaxed);
                 metrics.record(R::OP, since.elapsed(), true);

@@ -29,7 +29,7 @@ mod requests;
 pub mod session;
 mod spare;
 
-pub use daemon::{DaemonError, Readiness, start_background};
+pub use daemon::{DaemonError, Readiness, Started, start_background};
 pub use helper::{HelperError, HelperRequest, parse_mount_helper};
 pub use mount::MountError;
 pub use mountinfo::{MountEntry, UnmountError, UnmountOptions, ckfs_mounts, unmount};

@@ -65,12 +65,19 @@ pub struct MountEntry {
     pub fs_type: String,
     /// What is mounted, for ckfs `ckfs:<name>`.
     pub source: OsString,
+    /// Options of the file system, comma-separated.
+    pub fs_options: String,
 }
 
 impl MountEntry {
     /// Whether this is a mount of ours.
     pub fn is_ckfs(&self) -> bool {
         self.fs_type == FS_TYPE
+    }
+
+    /// Whether a FUSE mount lets in other users than the one that mounted it.
+    pub fn allows_other(&self) -> bool {
+        self.fs_options.split(',').any(|option| option == "allow_other")
     }
 }
 
@@ -107,7 +114,8 @@ fn parse_line(line: &[u8]) -> Option<MountEntry> {
     fields.find(|field| *field == b"-")?;
     let fs_type = String::from_utf8_lossy(&unescape(fields.next()?)).into_owned();
     let source = OsString::from_vec(unescape(fields.next()?));
-    Some(MountEntry { id, parent, device, mountpoint, options, fs_type, source })
+    let fs_options = String::from_utf8_lossy(fields.next().unwrap_or_default()).into_owned();
+    Some(MountEntry { id, parent, device, mountpoint, options, fs_type, source, fs_options })
 }
 
 /// Turns `\040` and its like back into bytes.
@@ -348,10 +356,14 @@ mod tests {
                 options: "rw".into(),
                 fs_type: "fuse.ckfs".into(),
                 source: "ckfs:o/m@1".into(),
+                fs_options: "ro,user_id=0".into(),
             }
         );
         assert!(entries[1].is_ckfs() && !entries[0].is_ckfs());
         assert_eq!(entries[2].source, "tm\tp");
+        assert!(!entries[1].allows_other());
+        let other = parse(b"1 2 0:3 / /x rw - fuse.ckfs ckfs:x ro,user_id=0,allow_other\n");
+        assert!(other[0].allows_other());
     }
 
     #[test]

@@ -8,15 +8,18 @@
 //!   unmounted outside ends, and nothing is unmounted again
 //! ```
 //!
+//! Other signals end nothing: see [`crate::host::signal`].
+//!
 //! Requests are handled on threads of fuser; the thread that called [`serve`] only waits for signals and the end. Signals
 //! are taken from a descriptor, never in a signal handler, so they must be blocked in every thread: see
 //! [`block_signals`].
 
 use std::{
+    fs::File,
     io,
     os::fd::AsFd,
     path::Path,
-    sync::{Arc, mpsc},
+    sync::{Arc, atomic::Ordering, mpsc},
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
@@ -30,7 +33,7 @@ use nix::{
         signalfd::{SfdFlags, SignalFd},
     },
 };
-use tracing::{error, info, warn};
+use tracing::{Level, error, info, warn};
 
 use super::{
     MountError,
@@ -41,7 +44,13 @@ use super::{
     mount::{Mounted, Standing, mount},
     mountinfo::{UnmountError, is_stale},
 };
-use crate::volume::FileSystem;
+use crate::{
+    host::{
+        Log, limits,
+        signal::{self, ENDING, REOPEN, STATISTICS},
+    },
+    volume::{FileSystem, Op},
+};
 
 /// How to mount and serve.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -103,10 +112,8 @@ impl Exit {
     }
 }
 
-/// The signals that end a mount.
-const ENDING: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
-
-/// Blocks the signals that [`serve`] waits for, in this thread and those it will start.
+/// Blocks the signals that [`serve`] waits for, in this thread and those it will start, and ignores those that mean nothing to
+/// a mount.
 ///
 /// To be called before the first thread is started: a signal goes to any thread that does not block it, and would end the
 /// process there.
@@ -114,8 +121,8 @@ const ENDING: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
 /// # Errors
 /// [`MountError::System`].
 pub fn block_signals() -> Result<(), MountError> {
-    let blocked = ENDING.into_iter().collect::<SigSet>().thread_block();
-    blocked.map_err(|errno| MountError::System { what: "block signals", source: errno.into() })
+    signal::ignore_harmless();
+    signal::block().map_err(|errno| MountError::System { what: "block signals", source: errno.into() })
 }
 
 /// Does `work` while the blocked signals, by a thread that lets them through, end the process as if they were not blocked:
@@ -151,7 +158,44 @@ const HOLDERS_LIMIT: Duration = Duration::from_secs(2);
 /// How long threads may take to end after an abort, before they are left behind.
 const ABORT_LIMIT: Duration = Duration::from_secs(2);
 
-/// Mounts `fs` on `mountpoint` and serves it until it is unmounted; `on_ready` is called once it answers.
+/// Bytes of the buffer into which each thread of fuser reads requests.
+const REQUEST_BUFFER_BYTES: usize = (16 << 20) + 4096;
+
+/// Threads of a mount besides those that handle requests: a spare one, the session's, one that looks after requests, one that
+/// tells the kernel of changes, and one that asks the mount or looks for holders.
+const OTHER_THREADS: usize = 5;
+
+/// Memory that must be left when the mount is made: its first requests need some.
+const SPARE_BYTES: usize = 64 << 20;
+
+/// Descriptors kept for the end: unmounting opens files, also when readers have used up all there are.
+const SPARE_DESCRIPTORS: usize = 8;
+
+/// How many threads handle requests: those asked for, or fewer if the limits of this process allow no more. Found out before
+/// the mount is made, since a thread that fails to start later would leave it half alive.
+fn startable(wanted: usize) -> Result<usize, MountError> {
+    let what = "start the threads of the mount";
+    let refused = |source: io::Error| {
+        let source = io::Error::new(source.kind(), format!("{source}{}", limits::hint()));
+        MountError::System { what, source }
+    };
+    let mut spare: Vec<u8> = Vec::new();
+    spare.try_reserve_exact(SPARE_BYTES).map_err(|_| refused(io::ErrorKind::OutOfMemory.into()))?;
+    let found = limits::startable_threads(wanted + OTHER_THREADS, REQUEST_BUFFER_BYTES);
+    drop(spare);
+    let threads = found.threads.saturating_sub(OTHER_THREADS);
+    match found.refusal {
+        Some(refusal) if threads == 0 => Err(refused(refusal)),
+        Some(refusal) => {
+            warn!("{threads} of {wanted} threads handle requests: {refusal}{}", limits::hint());
+            Ok(threads)
+        }
+        None => Ok(wanted),
+    }
+}
+
+/// Mounts `fs` on `mountpoint` and serves it until it is unmounted; `on_ready` is called once it answers. What signals ask of
+/// the log goes to `log`.
 ///
 /// Signals: [`block_signals`]. They stay blocked afterwards.
 ///
@@ -161,17 +205,22 @@ pub fn serve(
     fs: Arc<dyn FileSystem>,
     mountpoint: &Path,
     options: &MountOptions,
+    log: &Log,
     on_ready: impl FnOnce(),
 ) -> Result<Exit, MountError> {
     block_signals()?;
-    let signals = SignalFd::with_flags(&ENDING.into_iter().collect(), SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
+    let signals = SignalFd::with_flags(&signal::handled(), SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
         .map_err(|errno| MountError::System { what: "signalfd", source: errno.into() })?;
+    let spare = (0..SPARE_DESCRIPTORS).map(|_| File::open("/dev/null")).collect::<io::Result<Vec<_>>>();
+    let spare = spare.map_err(|source| {
+        let source = io::Error::new(source.kind(), format!("{source}{}", limits::hint()));
+        MountError::System { what: "open files", source }
+    })?;
+    let wanted = options.threads.unwrap_or_else(|| thread::available_parallelism().map_or(2, usize::from).clamp(2, 16));
+    let threads = startable(wanted.max(1))?;
     let (fd, mounted) = mount(mountpoint, options)?;
 
     let mut config = fuser::Config::default();
-    let threads =
-        options.threads.unwrap_or_else(|| thread::available_parallelism().map_or(2, usize::from).clamp(2, 16));
-    let threads = threads.max(1);
     // The spare one usually rests.
     config.n_threads = Some(threads + 1);
     // The kernel lets in whom the mount options say; fuser need not check a second time.
@@ -181,13 +230,17 @@ pub fn serve(
         .map_err(|source| MountError::Session { source })
         .and_then(|session| Running::start(session, &fs));
     let mut supervisor = match started {
-        Ok(running) => Supervisor { fs, mounted, running, signals, grace: options.grace, drain: options.drain },
+        Ok(running) => {
+            let (grace, drain, since) = (options.grace, options.drain, Instant::now());
+            Supervisor { mounted, running, signals, spare, grace, drain, fs, log: log.clone(), since }
+        }
         Err(error) => {
             detach(&mounted);
             return Err(error);
         }
     };
-    if let Err(error) = answers(supervisor.mounted.path()) {
+    let healthy = answers(supervisor.mounted.path()).and_then(|()| supervisor.running.check());
+    if let Err(error) = healthy {
         detach(&supervisor.mounted);
         supervisor.abort();
         return Err(error);
@@ -247,6 +300,16 @@ impl Running {
         Ok(Self { thread: Some(thread.map_err(failed)?), changes, ended })
     }
 
+    /// Fails if the threads are gone already, as when one of them did not start.
+    fn check(&mut self) -> Result<(), MountError> {
+        let mut fds = [PollFd::new(self.ended.as_fd(), PollFlags::POLLIN)];
+        if !matches!(poll(&mut fds, PollTimeout::ZERO), Ok(1..)) {
+            return Ok(());
+        }
+        let ended = || io::Error::other("its threads ended");
+        Err(MountError::Session { source: self.result().err().unwrap_or_else(ended) })
+    }
+
     /// What the threads ended with. Waits for them.
     fn result(&mut self) -> io::Result<()> {
         let Some(thread) = self.thread.take() else { return Ok(()) };
@@ -267,12 +330,17 @@ enum Event {
 
 /// Watches over a mount until its end.
 struct Supervisor {
-    fs: Arc<dyn FileSystem>,
     mounted: Mounted,
     running: Running,
     signals: SignalFd,
+    /// Given up when the mount ends.
+    spare: Vec<File>,
     grace: Duration,
     drain: Duration,
+    fs: Arc<dyn FileSystem>,
+    log: Log,
+    /// When it began to serve.
+    since: Instant,
 }
 
 impl Drop for Supervisor {
@@ -283,7 +351,9 @@ impl Drop for Supervisor {
 
 impl Supervisor {
     fn run(&mut self) -> Result<Exit, MountError> {
-        match self.wait(None)? {
+        let event = self.wait(None)?;
+        self.spare.clear();
+        match event {
             Event::Ended => return self.ended_by_itself(),
             Event::Signal(signal) => info!("{signal}: unmounting {}", self.mounted.path().display()),
             Event::Timeout => {}
@@ -359,7 +429,8 @@ impl Supervisor {
         // After an abort from outside the mount is still there, but dead.
         // One that is alive is a successor's, whatever the numbers say.
         let dead = match self.mounted.standing() {
-            Standing::Attached => is_stale(self.mounted.path()),
+            // After an error some threads may still answer, but the process ends.
+            Standing::Attached => result.is_err() || is_stale(self.mounted.path()),
             Standing::Covered => true,
             Standing::Gone => false,
         };
@@ -399,7 +470,27 @@ impl Supervisor {
         }
     }
 
-    /// Waits for a signal or the end of the threads, until `deadline`.
+    /// One line of statistics.
+    fn statistics(&self) -> String {
+        let metrics = self.fs.metrics();
+        let count = |op: Op| metrics.op(op).count.load(Ordering::Relaxed);
+        let all = |which: &dyn Fn(Op) -> u64| Op::ALL.iter().map(|op| which(*op)).sum::<u64>();
+        format!(
+            "statistics of {}: up {} s, {} requests, {} opens, {} reads, {} errors, {} panics, {} in flight, {} opens passed to \
+             the kernel",
+            self.mounted.path().display(),
+            self.since.elapsed().as_secs(),
+            all(&count),
+            count(Op::Open),
+            count(Op::Read),
+            all(&|op| metrics.op(op).errors.load(Ordering::Relaxed)),
+            metrics.panics.load(Ordering::Relaxed),
+            metrics.in_flight.load(Ordering::Relaxed),
+            metrics.passthrough_opens.load(Ordering::Relaxed),
+        )
+    }
+
+    /// Waits for a signal to end or the end of the threads, until `deadline`; does what other signals ask for.
     fn wait(&self, deadline: Option<Instant>) -> Result<Event, MountError> {
         let failed = |errno: Errno| MountError::System { what: "wait for signals", source: errno.into() };
         loop {
@@ -421,7 +512,16 @@ impl Supervisor {
             }
             if let Some(info) = self.signals.read_signal().map_err(failed)? {
                 let signal = i32::try_from(info.ssi_signo).ok().and_then(|number| Signal::try_from(number).ok());
-                return Ok(Event::Signal(signal.unwrap_or(Signal::SIGTERM)));
+                match signal {
+                    Some(signal) if signal == REOPEN => {
+                        self.log.reopen();
+                        info!("{signal}: the log file is opened anew");
+                    }
+                    Some(signal) if signal == STATISTICS => {
+                        self.log.write(Level::INFO, module_path!(), self.statistics());
+                    }
+                    signal => return Ok(Event::Signal(signal.unwrap_or(Signal::SIGTERM))),
+                }
             }
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 return Ok(Event::Timeout);
@@ -439,7 +539,7 @@ mod tests {
         block_signals().unwrap();
         let blocked = || {
             let mask = SigSet::thread_get_mask().unwrap();
-            ENDING.into_iter().all(|signal| mask.contains(signal))
+            ENDING.into_iter().chain([REOPEN, STATISTICS]).all(|signal| mask.contains(signal))
         };
         let found = interruptible(|| (blocked(), thread::spawn(blocked).join().unwrap())).unwrap();
         assert_eq!((found, blocked()), ((true, true), true));

@@ -7,18 +7,22 @@
 mod npy;
 mod orbax;
 mod raw;
+mod rows;
 mod safetensors;
 mod torch;
 
 use std::sync::Arc;
 
 pub use npy::{npy, npy_len};
-pub use orbax::{CHUNK_BYTES_MAX, ChunkGrid, OrbaxPlace, ZARRAY, orbax_checkpoint, orbax_holds, orbax_tree};
+pub use orbax::{CHUNK_BYTES_MAX, ChunkGrid, OrbaxPlace, OrbaxTree, ZARRAY, orbax_checkpoint, orbax_holds};
 pub use raw::raw;
-pub use safetensors::{Entry, safetensors, safetensors_len, sharding_metadata};
+pub use rows::{RowFile, Rows, starts};
+pub use safetensors::{
+    Entry, SafetensorsLength, check_name, digits, metadata_bytes, safetensors, saved_offsets, sharding_metadata,
+    tensor_row_bytes,
+};
 pub use torch::{
-    Chunked, MEGATRON_METADATA, Segments, common_pt, dcp_metadata, dcp_metadata_len, distcp, distcp_name, pt, pt_len,
-    torch_holds,
+    DcpSegment, DcpWriter, MEGATRON_METADATA, Segments, common_pt, distcp, distcp_name, pt, pt_len, torch_holds,
 };
 
 use crate::{

@@ -17,13 +17,18 @@ const ALIGNMENT: usize = 4096;
 /// # Errors
 /// [`ImageError::PartialByte`].
 pub fn npy(name: &str, view: View) -> Result<FileImage, ImageError> {
-    let mut image = FileImage::default();
-    image.push_bytes(npy::header(view.dtype(), view.shape().extents(), ALIGNMENT).into());
+    let mut elements = FileImage::default();
+    elements.push_view(name, view.clone())?;
+    let mut image = FileImage::of_bytes(npy::header(view.dtype(), view.shape().extents(), ALIGNMENT));
     image.push_view(name, view)?;
     Ok(image)
 }
 
 /// Length of the file that [`npy()`] lays out for elements of this type and shape.
+///
+/// # Panics
+/// If the elements do not fill whole bytes.
 pub fn npy_len(dtype: DType, shape: &Shape) -> u64 {
-    npy::header(dtype, shape.extents(), ALIGNMENT).len() as u64 + dtype.bytes_of(shape.elements()).unwrap_or(0)
+    npy::header(dtype, shape.extents(), ALIGNMENT).len() as u64
+        + dtype.bytes_of(shape.elements()).expect("a plan's shards are whole bytes")
 }

@@ -3,9 +3,10 @@
 //! Readers take whole chunks: where the chunk grid is the device grid, each device's bytes are read once and nothing else
 //! is. All sizes follow from the grid by arithmetic; a chunk's file is laid out when it is opened.
 
-use std::io::{self, Write};
-
-use super::{FileImage, ImageError};
+use super::{
+    FileImage, ImageError,
+    rows::{Rows, starts},
+};
 pub use crate::format::{orbax::Place as OrbaxPlace, zarr::ZARRAY};
 use crate::{
     format::{orbax, zarr},
@@ -33,11 +34,14 @@ impl ChunkGrid {
     ///
     /// A chunk has `ceil(extent / parts)` elements along an axis. Where that does not divide the extent the last chunk is
     /// padded with zeros, and there may be fewer chunks than parts.
+    ///
+    /// # Panics
+    /// If the format cannot hold the type: see [`orbax_holds`].
     pub fn new(dtype: DType, shape: &Shape, parts: &[u64], bytes_max: u64) -> Self {
         // The format has no chunks without elements.
         let mut chunk: PerAxis =
             shape.extents().iter().zip(parts).map(|(extent, parts)| extent.div_ceil(*parts).max(1)).collect();
-        let element = dtype.element_bytes().unwrap_or(1);
+        let element = dtype.element_bytes().expect("types that the format cannot hold were refused");
         for axis in 0..chunk.len() {
             let bytes = chunk.iter().product::<u64>() * element;
             if bytes <= bytes_max {
@@ -61,8 +65,12 @@ impl ChunkGrid {
     }
 
     /// Bytes of every chunk file.
+    ///
+    /// # Panics
+    /// Never: the type has been refused where the format cannot hold it.
     pub fn chunk_bytes(&self) -> u64 {
-        self.chunk.iter().product::<u64>() * self.dtype.element_bytes().unwrap_or(0)
+        self.chunk.iter().product::<u64>()
+            * self.dtype.element_bytes().expect("types that the format cannot hold were refused")
     }
 
     /// Elements of a chunk along each axis.
@@ -138,12 +146,61 @@ pub fn orbax_holds(dtype: DType) -> bool {
     zarr::code(dtype).is_some()
 }
 
-/// Writes `_METADATA` for arrays with these keys.
-///
-/// # Errors
-/// What `out` fails with.
-pub fn orbax_tree(leaves: impl Iterator<Item = Vec<String>>, out: &mut dyn Write) -> io::Result<()> {
-    orbax::write_tree_metadata(leaves, out)
+/// `_METADATA` for arrays whose keys are the words of their names, a group of rows for each.
+pub struct OrbaxTree<N> {
+    /// The name of an array, by number.
+    name: N,
+    starts: Vec<u64>,
+}
+
+impl<N> std::fmt::Debug for OrbaxTree<N> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("OrbaxTree").field("groups", &self.starts.len()).finish_non_exhaustive()
+    }
+}
+
+impl<N: Fn(usize) -> String + Send + Sync> OrbaxTree<N> {
+    /// For `arrays` arrays; `name` gives their names.
+    pub fn new(arrays: usize, name: N) -> Self {
+        let mut tree = Self { name, starts: Vec::new() };
+        let mut bytes = Vec::new();
+        let lengths = (0..arrays + 2).map(|group| {
+            bytes.clear();
+            tree.group(group, arrays, &mut bytes);
+            bytes.len() as u64
+        });
+        let starts = starts(lengths);
+        tree.starts = starts;
+        tree
+    }
+
+    fn group(&self, group: usize, arrays: usize, out: &mut Vec<u8>) {
+        match group {
+            0 => out.extend(orbax::TREE_BEGIN.as_bytes()),
+            _ if group == arrays + 1 => out.extend(orbax::TREE_END.as_bytes()),
+            _ => {
+                if group > 1 {
+                    out.push(b',');
+                }
+                out.extend(orbax::tree_leaf((self.name)(group - 1).split('.')).as_bytes());
+            }
+        }
+    }
+}
+
+impl<N: Fn(usize) -> String + Send + Sync> Rows for OrbaxTree<N> {
+    fn starts(&self) -> &[u64] {
+        &self.starts
+    }
+
+    fn block_ends(&self, group: usize) -> Vec<u64> {
+        vec![self.starts[group + 1] - self.starts[group]]
+    }
+
+    fn write(&self, group: usize, _block: usize, out: &mut Vec<u8>) {
+        // The starts are those of the arrays, of what stands before and after them, and the length.
+        self.group(group, self.starts.len() - 3, out);
+    }
 }
 
 /// A `_CHECKPOINT_METADATA`; see [`orbax::checkpoint_metadata`].
@@ -154,9 +211,23 @@ pub fn orbax_checkpoint(place: OrbaxPlace, scan_layers: bool, nanoseconds: u64) 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::image::RowFile;
 
     fn grid(shape: &[u64], parts: &[u64], bytes_max: u64) -> ChunkGrid {
         ChunkGrid::new(DType::BF16, &Shape::try_new(shape).unwrap(), parts, bytes_max)
+    }
+
+    #[test]
+    fn the_tree_is_generated_in_parts() {
+        for names in [&[][..], &["a.b"], &["a.b", "c", "it's.\"d\""]] {
+            let file = RowFile::new(OrbaxTree::new(names.len(), |array| names[array].to_owned()));
+            let leaves: Vec<String> = names.iter().map(|name| orbax::tree_leaf(name.split('.'))).collect();
+            let whole = [orbax::TREE_BEGIN, &leaves.join(","), orbax::TREE_END].concat().into_bytes();
+            assert_eq!(file.len_bytes(), whole.len() as u64);
+            for start in 0..whole.len() {
+                assert_eq!(file.read(start as u64, 50), &whole[start..whole.len().min(start + 50)]);
+            }
+        }
     }
 
     #[test]

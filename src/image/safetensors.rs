@@ -6,9 +6,14 @@
 
 use super::{FileImage, ImageError};
 use crate::{
-    format::safetensors::{DATA_ALIGNMENT, LARGE_DATA_BYTES, LARGE_DATA_START, WrittenHeader, write_header},
-    tensor::{Region, View},
+    format::safetensors::{
+        DATA_ALIGNMENT, HeaderError, HeaderErrors, LARGE_DATA_BYTES, LARGE_DATA_START, WrittenHeader, is_reserved,
+        padded_bytes, unpadded_bytes, write_header,
+    },
+    tensor::{PerAxis, Region, View},
 };
+
+pub use crate::format::safetensors::{digits, metadata_bytes, tensor_row_bytes};
 
 /// A tensor of a safetensors file.
 #[derive(Clone, Debug)]
@@ -43,30 +48,69 @@ pub fn safetensors(entries: Vec<Entry<'_>>, metadata: &[(&str, &str)]) -> Result
     Ok(image)
 }
 
-/// Length of the file that [`safetensors()`] would lay out.
+/// What the length of a safetensors file follows from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SafetensorsLength {
+    unpadded_bytes: u64,
+    data_bytes: u64,
+}
+
+impl SafetensorsLength {
+    /// That of the file that [`safetensors()`] would lay out.
+    ///
+    /// # Errors
+    /// As [`safetensors()`].
+    pub fn new(entries: &[Entry<'_>], metadata: &[(&str, &str)]) -> Result<Self, ImageError> {
+        let header = header(entries, metadata)?;
+        Ok(Self { unpadded_bytes: header.unpadded_bytes, data_bytes: header.data_bytes })
+    }
+
+    /// That of a file whose metadata takes [`metadata_bytes`], whose tensors have rows of `rows_bytes`
+    /// ([`tensor_row_bytes`] and the [`digits`] of extents and offsets), and elements of `data_bytes`.
+    pub fn counted(metadata_bytes: u64, rows_bytes: u64, data_bytes: u64) -> Self {
+        Self { unpadded_bytes: unpadded_bytes(metadata_bytes, rows_bytes), data_bytes }
+    }
+
+    /// Length of the file.
+    ///
+    /// # Errors
+    /// [`ImageError::Header`] if the header exceeds the format's limit.
+    pub fn file_bytes(self) -> Result<u64, ImageError> {
+        let header = padded_bytes(self.unpadded_bytes, DATA_ALIGNMENT).map_err(HeaderErrors::from)?;
+        let reached = if self.data_bytes >= LARGE_DATA_BYTES { header.max(LARGE_DATA_START) } else { header };
+        Ok(reached + self.data_bytes)
+    }
+}
+
+/// Checks that a file can have a tensor of this name.
 ///
 /// # Errors
-/// As [`safetensors()`].
-pub fn safetensors_len(entries: &[Entry<'_>], metadata: &[(&str, &str)]) -> Result<u64, ImageError> {
-    let header = header(entries, metadata)?;
-    Ok(header.bytes.len() as u64 + header.spaces + header.data_bytes)
+/// [`ImageError::Header`].
+pub fn check_name(name: &str) -> Result<(), ImageError> {
+    let reserved = || HeaderError::ReservedName { tensor: name.to_owned() };
+    if is_reserved(name) { Err(HeaderErrors::from(reserved()).into()) } else { Ok(()) }
+}
+
+/// Where a shard of a tensor of these extents is said to be.
+///
+/// The reader knows a shard by the offsets alone, so a shard without elements must not have those of another: it is said to
+/// be at the end of the axis along which it is empty.
+pub fn saved_offsets(whole: &[u64], region: &Region) -> PerAxis {
+    let mut offsets: PerAxis = region.origin().iter().copied().collect();
+    if let Some(axis) = region.shape().extents().iter().position(|extent| *extent == 0) {
+        offsets[axis] = whole[axis];
+    }
+    offsets
 }
 
 /// The metadata by which `torch.distributed.checkpoint` reads files of shards as parts of whole tensors: the place of each
 /// shard in its tensor of these extents.
-///
-/// The reader knows a shard by the offsets alone, so a shard without elements must not have those of another: it is said to
-/// be at the end of the axis along which it is empty.
 pub fn sharding_metadata<'a>(
     shards: impl Iterator<Item = (&'a str, &'a [u64], Region)>,
 ) -> [(&'static str, String); 2] {
     let info: serde_json::Map<_, _> = shards
         .map(|(name, whole, region)| {
-            let mut offsets = region.origin().to_vec();
-            if let Some(axis) = region.shape().extents().iter().position(|extent| *extent == 0) {
-                offsets[axis] = whole[axis];
-            }
-            (name.to_owned(), serde_json::json!({"saved_offsets": offsets}))
+            (name.to_owned(), serde_json::json!({"saved_offsets": saved_offsets(whole, &region).as_slice()}))
         })
         .collect();
     [("DCP_VERSION", "1.0".to_owned()), ("DCP_SHARDING_INFO", serde_json::Value::Object(info).to_string())]

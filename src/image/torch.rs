@@ -3,20 +3,17 @@
 //! Both are made of the archives that `torch.save` writes, laid out without reading any data: see [`crate::format::torch`]
 //! and [`crate::format::zip`].
 
-use std::{
-    collections::HashMap,
-    io::{self, Write},
-};
+use std::{collections::HashMap, io};
 
 use super::{FileImage, ImageError, safetensors::Entry};
+pub use crate::format::dcp::{Segment as DcpSegment, Writer as DcpWriter};
 use crate::{
     format::{
-        dcp,
         pickle::Pickle,
         torch,
         zip::{ZipWriter, crc32},
     },
-    tensor::{DType, Region, Shape},
+    tensor::{DType, Shape},
 };
 
 /// Alignment of storages, as torch aligns them.
@@ -28,21 +25,6 @@ const LARGE_BYTES: u64 = 1 << 20;
 
 fn alignment(data_bytes: u64) -> u64 {
     if data_bytes < LARGE_BYTES { ALIGNMENT } else { PAGE }
-}
-
-/// Counts bytes and drops them.
-#[derive(Default)]
-struct Length(u64);
-
-impl Write for Length {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0 += bytes.len() as u64;
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
 }
 
 /// A part of an archive.
@@ -82,34 +64,49 @@ fn pickled(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> io::Result<Vec<u8>> 
     Ok(bytes)
 }
 
-/// Lays out an archive and hands its parts over in order.
-fn archive(pickle: &[u8], tensors: &[(DType, &Shape)], each: &mut dyn FnMut(Part)) {
+/// Lays out an archive and hands its parts over in order. `checksum` gives those of literal bytes.
+fn archive(pickle: &[u8], tensors: &[(DType, &Shape)], checksum: fn(&[u8]) -> u32, each: &mut dyn FnMut(Part)) {
     let mut zip = ZipWriter::default();
     for (name, bytes) in [("data.pkl", pickle), ("byteorder", b"little".as_slice())] {
-        each(Part::Bytes(zip.entry(&format!("{}/{name}", torch::ROOT), bytes.len() as u64, crc32(bytes), ALIGNMENT)));
+        each(Part::Bytes(zip.entry(
+            &format!("{}/{name}", torch::ROOT),
+            bytes.len() as u64,
+            checksum(bytes),
+            ALIGNMENT,
+        )));
         each(Part::Bytes(bytes.to_vec()));
     }
     for (number, (dtype, shape)) in tensors.iter().enumerate() {
-        let len = dtype.bytes_of(shape.elements()).unwrap_or(0);
+        let len = data_bytes(*dtype, shape);
         each(Part::Bytes(zip.entry(&format!("{}/data/{number}", torch::ROOT), len, 0, alignment(len))));
         each(Part::Data(number));
     }
     let version = b"3\n".as_slice();
-    each(Part::Bytes(zip.entry(&format!("{}/version", torch::ROOT), version.len() as u64, crc32(version), ALIGNMENT)));
+    each(Part::Bytes(zip.entry(
+        &format!("{}/version", torch::ROOT),
+        version.len() as u64,
+        checksum(version),
+        ALIGNMENT,
+    )));
     each(Part::Bytes([version, &zip.finish()].concat()));
 }
 
-/// The pickle, which fails only for names of 4 GiB, far beyond what any plan holds.
+/// Bytes of a tensor's elements.
+fn data_bytes(dtype: DType, shape: &Shape) -> u64 {
+    dtype.bytes_of(shape.elements()).expect("a type of torch has whole bytes, and a plan's tensors fit 64 bits")
+}
+
 fn infallible(pickle: io::Result<Vec<u8>>) -> Vec<u8> {
-    pickle.unwrap_or_default()
+    pickle.expect("memory takes all bytes, no name has 4 GiB, and types that torch has not were refused")
 }
 
 fn archive_len(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> u64 {
     let mut len = 0;
-    archive(&infallible(pickled(root, tensors)), tensors, &mut |part| {
+    // Checksums are as long whatever they are.
+    archive(&infallible(pickled(root, tensors)), tensors, |_| 0, &mut |part| {
         len += match part {
             Part::Bytes(bytes) => bytes.len() as u64,
-            Part::Data(number) => tensors[number].0.bytes_of(tensors[number].1.elements()).unwrap_or(0),
+            Part::Data(number) => data_bytes(tensors[number].0, tensors[number].1),
         };
     });
     len
@@ -125,7 +122,7 @@ fn push_archive(image: &mut FileImage, root: &Root<'_>, entries: &[Entry<'_>]) -
     let mut result = Ok(());
     // Neighbouring literal parts become one segment.
     let mut literal = Vec::new();
-    archive(&infallible(pickled(root, &tensors)), &tensors, &mut |part| match part {
+    archive(&infallible(pickled(root, &tensors)), &tensors, crc32, &mut |part| match part {
         Part::Bytes(bytes) => literal.extend(bytes),
         Part::Data(number) => {
             image.push_bytes(std::mem::take(&mut literal).into());
@@ -175,7 +172,7 @@ pub fn common_pt() -> Vec<u8> {
         io::Result::Ok(bytes)
     };
     let mut file = Vec::new();
-    archive(&infallible(pickle()), &[], &mut |part| {
+    archive(&infallible(pickle()), &[], crc32, &mut |part| {
         if let Part::Bytes(bytes) = part {
             file.extend(bytes);
         }
@@ -183,7 +180,7 @@ pub fn common_pt() -> Vec<u8> {
     file
 }
 
-/// Where the segments of the files of a `torch.distributed.checkpoint` directory are.
+/// Where the segments of files of a `torch.distributed.checkpoint` directory are: in each file one after the other.
 #[derive(Clone, Debug)]
 pub struct Segments {
     ends: Vec<u64>,
@@ -193,22 +190,28 @@ pub struct Segments {
 
 impl Segments {
     /// So many files without segments.
-    pub fn new(files: u64) -> Self {
-        Self { ends: vec![0; usize::try_from(files).unwrap_or(0)], lens: HashMap::new() }
+    pub fn new(files: usize) -> Self {
+        Self { ends: vec![0; files], lens: HashMap::new() }
+    }
+
+    /// Goes on after segments that end there, by file.
+    pub fn go_on(&mut self, ends: &[u64]) {
+        self.ends.clear();
+        self.ends.extend_from_slice(ends);
     }
 
     /// Adds the segment of a chunk of this type and shape to a file: its first byte and its length.
     pub fn add(&mut self, file: usize, dtype: DType, shape: &Shape) -> (u64, u64) {
-        let start = self.ends[file].next_multiple_of(alignment(dtype.bytes_of(shape.elements()).unwrap_or(0)));
+        let start = self.ends[file].next_multiple_of(alignment(data_bytes(dtype, shape)));
         let len = || archive_len(&Root::Tensor, &[(dtype, shape)]);
         let len = *self.lens.entry((dtype, shape.clone())).or_insert_with(len);
         self.ends[file] = start + len;
         (start, len)
     }
 
-    /// Length of a file.
-    pub fn len_bytes(&self, file: usize) -> u64 {
-        self.ends[file]
+    /// Lengths of the files.
+    pub fn ends(&self) -> &[u64] {
+        &self.ends
     }
 }
 
@@ -216,69 +219,25 @@ impl Segments {
 ///
 /// # Errors
 /// [`ImageError::Unsupported`].
+///
+/// # Panics
+/// If an element type has no whole bytes: see [`torch_holds`].
 pub fn distcp<'a>(entries: impl Iterator<Item = Entry<'a>>) -> Result<FileImage, ImageError> {
     let mut image = FileImage::default();
     let mut segments = Segments::new(1);
     for entry in entries {
-        let gap = segments.len_bytes(0);
+        let end = segments.ends()[0];
         let (start, _) = segments.add(0, entry.view.dtype(), entry.view.shape());
-        image.push_bytes(vec![0; usize::try_from(start - gap).unwrap_or(0)].into());
+        let gap = usize::try_from(start - end).expect("less than a page");
+        image.push_bytes(vec![0; gap].into());
         push_archive(&mut image, &Root::Tensor, &[entry])?;
     }
     Ok(image)
 }
 
-/// A tensor of a `torch.distributed.checkpoint` directory.
-#[derive(Clone, Debug)]
-pub struct Chunked<'a> {
-    /// Its name.
-    pub name: &'a str,
-    /// Element type.
-    pub dtype: DType,
-    /// Shape of the whole.
-    pub shape: &'a Shape,
-    /// Number of each chunk's file, and its region; none is empty, no two overlap.
-    pub chunks: Vec<(u64, Region)>,
-}
-
 /// Name of the file of number `file` in a `torch.distributed.checkpoint` directory.
 pub fn distcp_name(file: u64) -> String {
     format!("__{file}_0.distcp")
-}
-
-/// Writes the `.metadata` of files in which every chunk's segment follows those of the tensors before.
-///
-/// # Errors
-/// What `out` fails with.
-pub fn dcp_metadata<'a>(
-    tensors: impl Iterator<Item = Chunked<'a>> + Clone,
-    files: u64,
-    out: &mut dyn Write,
-) -> io::Result<()> {
-    let mut pickle = Pickle::new(out)?;
-    dcp::begin(&mut pickle)?;
-    for tensor in tensors.clone() {
-        let chunks = tensor.chunks.into_iter().map(|(_, region)| region);
-        dcp::tensor(&mut pickle, tensor.name, tensor.dtype, tensor.shape, chunks)?;
-    }
-    dcp::begin_segments(&mut pickle)?;
-    let mut segments = Segments::new(files);
-    for tensor in tensors {
-        for ((file, region), index) in tensor.chunks.iter().zip(0..) {
-            let (offset, len) = segments.add(usize::try_from(*file).unwrap_or(0), tensor.dtype, region.shape());
-            let name = distcp_name(*file);
-            dcp::segment(&mut pickle, tensor.name, region, index, dcp::Segment { file: &name, offset, len })?;
-        }
-    }
-    dcp::end(&mut pickle)
-}
-
-/// Length of what [`dcp_metadata`] writes.
-pub fn dcp_metadata_len<'a>(tensors: impl Iterator<Item = Chunked<'a>> + Clone, files: u64) -> u64 {
-    let mut len = Length::default();
-    // Counting cannot fail.
-    let _ = dcp_metadata(tensors, files, &mut len);
-    len.0
 }
 
 /// The file that tells Megatron-Core how the directory is to be read.

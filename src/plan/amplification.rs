@@ -61,7 +61,7 @@ type Kind<'a> = (u32, Option<(u64, u64)>, &'a Shape);
 
 /// Numbers of things that fewer tensors or devices have than 32 bits count.
 fn number(of: usize) -> u32 {
-    u32::try_from(of).unwrap_or(u32::MAX)
+    u32::try_from(of).expect("fewer than there are tensors or devices")
 }
 
 /// Listed devices that hold the same of every tensor are one class.

@@ -16,8 +16,10 @@ use rayon::prelude::*;
 use super::{
     draft::{Bundled, Draft, Roles},
     family::{Family, Generic, Role},
+    names,
     naming::{self, Parsed, SELF_WORD},
     problem::Problem,
+    select,
     values::Values,
 };
 use crate::{
@@ -44,7 +46,6 @@ struct Named {
     part: Option<(usize, u64, u64)>,
     tp: Option<usize>,
     experts: Option<usize>,
-    is_embedding: bool,
 }
 
 /// What tensors of all layers and experts have in common: prefix, rest, and whether there is a layer and an expert.
@@ -114,9 +115,15 @@ pub(super) fn drafts(
         named.extend(part);
         problems.extend(found);
     }
+    let predicting = select::predicting(checkpoint, namer.family.as_ref());
+    let is_predictor = |parsed: &Parsed| {
+        predicting.as_ref().is_some_and(|(prefix, first)| parsed.prefix == *prefix && parsed.layer >= Some(*first))
+    };
+    let all = tensors.iter().zip(&parsed);
+    let predictors = all.filter(|(_, parsed)| is_predictor(parsed)).map(|((id, _), _)| *id).collect();
     let names = settle_collisions(checkpoint, &mut named);
-    let mut drafts = build(&named, names, values, checkpoint, &mut problems);
-    if let Some(alias) = tied_head(checkpoint, namer.family.as_ref(), &named, &drafts) {
+    let mut drafts = build(&named, names, values, &predictors, &mut problems);
+    if let Some(alias) = tied_head(checkpoint, &named, &drafts) {
         drafts.push(alias);
     }
     if problems.is_empty() { Ok(drafts) } else { Err(problems) }
@@ -218,7 +225,6 @@ impl Namer<'_> {
             part: None,
             tp: None,
             experts: None,
-            is_embedding: false,
         };
         if let Some((prefix, role, suffix)) = self.role(parsed, name) {
             let splits = !role.split.is_empty() && matches!(suffix, "" | "weight" | "bias");
@@ -232,8 +238,7 @@ impl Namer<'_> {
                 if splits {
                     return self.split(&role, suffix, name, shape, &out, named);
                 }
-                let short = role.short.unwrap_or_default();
-                out.is_embedding = parsed.layer.is_none() && short == "embed" && suffix == "weight";
+                let short = role.short.expect("a role that does not split has a short name here");
                 out.rest = match suffix {
                     "" | "weight" => short,
                     "bias" => role.bias.unwrap_or_else(|| format!("{short}_bias")),
@@ -255,7 +260,6 @@ impl Namer<'_> {
             out.prefix = self.out_prefix(&parsed.prefix);
             rest.clone_into(&mut out.rest);
         } else {
-            out.is_embedding = suffix == "weight" && stem.ends_with("embed_tokens");
             out.rest = self.out_prefix(rest);
         }
         named.push(out);
@@ -287,7 +291,8 @@ impl Namer<'_> {
         };
         let parts: Option<Vec<u64>> = shares.iter().map(|share| part(*share)).collect();
         let Some(parts) = parts.filter(|_| axis < shape.len()) else {
-            let shape = crate::tensor::Shape::try_new(shape).unwrap_or_default();
+            let shape = crate::tensor::Shape::try_new(shape);
+            let shape = shape.map_err(|error| Problem::View { name: name.to_owned(), error: error.into() })?;
             return Err(Problem::Split { name: name.to_owned(), axis, shape, shares });
         };
         let mut start = 0;
@@ -363,14 +368,16 @@ struct Member {
     at: usize,
 }
 
-/// Drafts of what has names, of which `names` are the unscanned ones, and of its stacks.
+/// Drafts of what has names, of which `names` are the unscanned ones, and of its stacks, which are without the tensors of
+/// `predictors`.
 fn build(
     named: &[Named],
     names: Vec<String>,
     values: &Values<'_>,
-    checkpoint: &Checkpoint,
+    predictors: &HashSet<TensorId>,
     problems: &mut Vec<Problem>,
 ) -> Vec<Draft> {
+    let checkpoint = values.checkpoint();
     let dtypes: Vec<Option<DType>> = named
         .par_iter()
         .zip(&names)
@@ -412,7 +419,7 @@ fn build(
                 continue;
             }
         };
-        if let Some(layer) = n.layer {
+        if let Some(layer) = n.layer.filter(|_| !predictors.contains(&n.id)) {
             let member = Member { layer, expert: n.expert, view: view.clone(), at: drafts.len() };
             groups.entry((&n.prefix, &n.rest)).or_default().push(member);
         }
@@ -497,14 +504,13 @@ fn scan(name: &str, mut members: Vec<Member>, drafts: &mut [Draft]) -> Result<Op
 }
 
 /// The output head, where it is the embedding and the repository does not store it again.
-fn tied_head(checkpoint: &Checkpoint, family: Option<&Family>, named: &[Named], drafts: &[Draft]) -> Option<Draft> {
-    let dialect = checkpoint.dialect();
-    let tied = dialect.tied_declared.unwrap_or_else(|| family.is_some_and(|family| family.tied_default));
-    if !tied || dialect.has_lm_head {
-        return None;
-    }
-    let embedding = named.iter().find(|n| n.is_embedding)?.unscanned();
+fn tied_head(checkpoint: &Checkpoint, named: &[Named], drafts: &[Draft]) -> Option<Draft> {
+    let (head, embedding) = names::tied_head(checkpoint)?;
+    let id = checkpoint.find(&embedding)?;
+    let embedding = named.iter().find(|n| n.id == id)?.unscanned();
     let draft = drafts.iter().find(|draft| draft.name == embedding)?;
+    let head = head.strip_suffix(".weight").unwrap_or(&head);
     let prefix = embedding.strip_suffix("embed").or_else(|| embedding.strip_suffix("embed_tokens")).unwrap_or_default();
-    Some(Draft { name: format!("{prefix}lm_head"), bundled: Bundled::NEVER, ..draft.clone() })
+    let taken = drafts.iter().any(|draft| draft.name.strip_prefix(prefix).is_some_and(|rest| rest == head));
+    (!taken).then(|| Draft { name: format!("{prefix}{head}"), bundled: Bundled::NEVER, ..draft.clone() })
 }

@@ -42,13 +42,10 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 pub use super::time_limit::TimeLimit;
 use super::{
-    Allow, CastRule, LayerRanges, Layout, LogicalRule, Mesh, Pattern, PlanError, Rename, ShardRule, Sharding, Subset,
-    Tied, ViewOptions,
+    Allow, CastRule, DEVICES_LISTED_MAX, LayerRanges, Layout, LogicalRule, Mesh, Pattern, PlanError, Rename, ShardRule,
+    Sharding, Subset, Tied, ViewOptions,
 };
 use crate::{source::SourceIo, tensor::DType};
-
-/// Most devices that a list may name.
-const DEVICES_LISTED_MAX: usize = 1 << 20;
 
 /// Why a configuration is of no use.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -69,6 +66,12 @@ pub enum ConfigError {
         /// Line, from 1.
         line: usize,
         /// What is wrong.
+        reason: String,
+    },
+    /// The configuration cannot be written as TOML.
+    #[error("the configuration cannot be written as TOML: {reason}")]
+    Unwritable {
+        /// What stands in the way.
         reason: String,
     },
     /// A layout file is not as it must be, or cannot be read; the problems name it.
@@ -285,6 +288,22 @@ impl AsWord for ShardChoice {
     }
 }
 
+/// Permission bits in octal digits: `0440`. Bits to write mean nothing on a mount that cannot be written to, and are kept here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PermissionBits(pub u16);
+
+impl AsWord for PermissionBits {
+    fn from_word(text: &str) -> Result<Self, String> {
+        let digits = text.strip_prefix("0o").unwrap_or(text);
+        let bits = u16::from_str_radix(digits, 8).ok().filter(|bits| *bits <= 0o777 && !digits.starts_with('+'));
+        bits.map(Self).ok_or_else(|| format!("mode: expected octal digits from 0 to 0777 such as 0440, found {text:?}"))
+    }
+
+    fn to_word(&self) -> String {
+        format!("{:04o}", self.0)
+    }
+}
+
 /// A list of devices, ascending: `0-3,8`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Devices(pub Vec<u64>);
@@ -300,8 +319,8 @@ impl AsWord for Devices {
             if first > last {
                 return Err(malformed(part));
             }
-            if (last - first) >= DEVICES_LISTED_MAX as u64 || devices.len() >= DEVICES_LISTED_MAX {
-                return Err(format!("devices: more than {DEVICES_LISTED_MAX} in {text:?}"));
+            if last - first >= DEVICES_LISTED_MAX - (devices.len() as u64).min(DEVICES_LISTED_MAX) {
+                return Err(format!("devices: expected at most {DEVICES_LISTED_MAX}, found more in {text:?}"));
             }
             devices.extend(first..=last);
         }
@@ -657,6 +676,21 @@ pub struct MountKeys {
     /// Lets all users read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub allow_other: Option<bool>,
+    /// Permission bits of files, in place of what the sources allow.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub file_mode: Option<Word<PermissionBits>>,
+    /// Permission bits of directories, likewise.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dir_mode: Option<Word<PermissionBits>>,
+    /// Owner of files and directories.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub uid: Option<u32>,
+    /// Group of files and directories.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gid: Option<u32>,
+    /// Whether symbolic links may lead out of the repository.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub follow_symlinks: Option<bool>,
     /// Threads that serve requests, at most [`THREADS_MAX`].
     #[serde(default, deserialize_with = "thread_count", skip_serializing_if = "Option::is_none")]
     pub threads: Option<usize>,
@@ -701,6 +735,11 @@ impl MountKeys {
     pub fn over(self, base: &Self) -> Self {
         Self {
             allow_other: self.allow_other.or(base.allow_other),
+            file_mode: self.file_mode.or_else(|| base.file_mode.clone()),
+            dir_mode: self.dir_mode.or_else(|| base.dir_mode.clone()),
+            uid: self.uid.or(base.uid),
+            gid: self.gid.or(base.gid),
+            follow_symlinks: self.follow_symlinks.or(base.follow_symlinks),
             threads: self.threads.or(base.threads),
             read_ahead_kb: self.read_ahead_kb.or(base.read_ahead_kb),
             cache_bytes: self.cache_bytes.or(base.cache_bytes),
@@ -822,8 +861,11 @@ impl Config {
         Ok(())
     }
 
-    /// The configuration as a text that reads back as the same.
-    pub fn to_toml(&self) -> String {
+    /// The configuration as a text that reads back as the same; without the mountpoint if that is no text.
+    ///
+    /// # Errors
+    /// [`ConfigError::Unwritable`] if a path is no text, or a number is beyond those of TOML.
+    pub fn to_toml(&self) -> Result<String, ConfigError> {
         #[derive(Serialize)]
         struct Effective<'a> {
             #[serde(skip_serializing_if = "Option::is_none")]
@@ -841,13 +883,12 @@ impl Config {
         let named = self.views.iter().filter(|view| !view.name.is_empty());
         let effective = Effective {
             source: self.source.as_deref(),
-            mountpoint: self.mountpoint.as_deref(),
+            mountpoint: self.mountpoint.as_deref().filter(|path| path.to_str().is_some()),
             top: unnamed.map(|view| &view.keys),
             view: named.map(|view| (view.name.as_str(), &view.keys)).collect(),
             mount: Some(&self.mount).filter(|keys| **keys != MountKeys::default()),
         };
-        // Only values that TOML has are in these structures.
-        toml::to_string(&effective).unwrap_or_default()
+        toml::to_string(&effective).map_err(|error| ConfigError::Unwritable { reason: error.to_string() })
     }
 }
 
@@ -994,7 +1035,7 @@ mod tests {
         ];
         for text in texts {
             let config = parse(text).unwrap();
-            let written = config.to_toml();
+            let written = config.to_toml().unwrap();
             assert_eq!(parse(&written).unwrap(), config, "{written}");
         }
     }
@@ -1036,8 +1077,13 @@ mod tests {
         ("source_rename", "[[source_rename]]\nmatch = '\"'\nto = ''"),
     ];
 
-    const EVERY_MOUNT_KEY: [(&str, &str); 12] = [
+    const EVERY_MOUNT_KEY: [(&str, &str); 17] = [
         ("allow_other", "allow_other = true"),
+        ("file_mode", "file_mode = '0440'"),
+        ("dir_mode", "dir_mode = '0750'"),
+        ("uid", "uid = 1000"),
+        ("gid", "gid = 0"),
+        ("follow_symlinks", "follow_symlinks = true"),
         ("threads", "threads = 3"),
         ("read_ahead_kb", "read_ahead_kb = 128"),
         ("cache_bytes", "cache_bytes = '1GiB'"),
@@ -1066,7 +1112,7 @@ mod tests {
 
         let same = |text: &str| {
             let config = parse(text).unwrap_or_else(|error| panic!("{text}: {error}"));
-            let written = config.to_toml();
+            let written = config.to_toml().unwrap();
             let again = parse(&written).unwrap_or_else(|error| panic!("{written}: {error}"));
             assert_eq!(again, config, "{written}");
             // What a plan is built from has no equality; this shows all of it.
@@ -1106,6 +1152,8 @@ mod tests {
             ("[[cast]]\nmatch = \"a\"", "x.toml:1: missing field `dtype`"),
             ("[[shard_rules]]\nmatch = \"a\"\nspec = [1]", "x.toml:3: expected for each axis"),
             ("[mount]\ncache_bytes = \"1X\"", "x.toml:2: expected a number of bytes such as"),
+            ("[mount]\nfile_mode = '0448'", "x.toml:2: mode: expected octal digits from 0 to 0777 such as 0440"),
+            ("[mount]\ndir_mode = '7777'", "x.toml:2: mode: expected octal digits"),
             ("[mount]\nthread = 1", "x.toml:2: unknown field `thread`"),
             ("[mount]\nthreads = 20000", "x.toml:2: threads: expected 1 to 512, found 20000"),
             ("[view.a]\nsource = \"x\"", "x.toml:2: unknown field `source`"),
@@ -1141,7 +1189,7 @@ mod tests {
         let config = load("shard = \"rules.toml\"").unwrap();
         assert_eq!(config.views[0].keys.shard, Some(Word(ShardChoice::None)));
         assert_eq!(config.views[0].keys.shard_rules.len(), 1);
-        assert_eq!(load(&config.to_toml()).unwrap(), config);
+        assert_eq!(load(&config.to_toml().unwrap()).unwrap(), config);
         fs::write(directory.path().join("rules.toml"), "shard = \"other.toml\"").unwrap();
         assert!(load("shard = \"rules.toml\"").unwrap_err().to_string().contains("rules.toml:1: shard: expected auto"));
         assert!(load("shard = \"absent.toml\"").unwrap_err().to_string().contains("absent.toml: No such file"));

@@ -16,6 +16,7 @@ use super::{
     ViewOptions,
     expr::{EvalError, Expr, Names, Value},
     family::{Expectation, Family, Generic, Words},
+    holes::{self, Hole},
     name_group::{NameGroup, fold, stars},
     naming::{self, Parsed},
     problem::Problem,
@@ -64,7 +65,8 @@ fn member<'a>(checkpoint: &'a Checkpoint, path: &[String]) -> Option<&'a Json> {
 }
 
 fn evaluate(expression: &str, checkpoint: &Checkpoint, layer: Option<u64>) -> Option<Value> {
-    Expr::parse(expression).ok()?.eval(&Condition { checkpoint, layer }).ok()
+    let expression = Expr::parse(expression).expect("the families' files are in the program, and a test parses these");
+    expression.eval(&Condition { checkpoint, layer }).ok()
 }
 
 /// Whether an expectation holds for a layer. One that cannot be told does not.
@@ -96,7 +98,7 @@ struct Survey<'a> {
 impl<'a> Survey<'a> {
     fn new(checkpoint: &'a Checkpoint, family: &'a Family) -> Option<Self> {
         let prefix = select::text_prefix(checkpoint, Some(family))?;
-        let words = Generic::load().ok()?.words;
+        let words = Generic::load().expect("the file is in the program, and a test reads it").words;
         let (layers, stems, unknown) = (BTreeSet::new(), BTreeSet::new(), Vec::new());
         let mut survey = Self { checkpoint, family, prefix, layers, stems, unknown };
         let names: Vec<&str> = checkpoint.tensors().map(|(_, info)| info.name).collect();
@@ -133,6 +135,7 @@ impl<'a> Survey<'a> {
             Quantization::Int4Packed { .. }
             | Quantization::Nvfp4
             | Quantization::CompressedTensors { .. }
+            | Quantization::Mlx { .. }
             | Quantization::Unknown { .. } => false,
         }
     }
@@ -221,10 +224,9 @@ impl<'a> Survey<'a> {
     fn settle_ends(&self, names: &mut Vec<String>) {
         let dialect = self.checkpoint.dialect();
         let embedding = format!("{}embed_tokens.weight", self.prefix);
-        let tied = dialect.tied_declared.unwrap_or(self.family.tied_default);
         if dialect.has_lm_head {
             // Of tied weights some programs keep the head.
-            if tied {
+            if dialect.tied {
                 names.retain(|name| *name != embedding);
             }
             return;
@@ -256,6 +258,8 @@ impl<'a> Survey<'a> {
 pub(super) struct Findings {
     pub(super) missing: Vec<NameGroup>,
     pub(super) unexpected: Vec<NameGroup>,
+    /// Differences between layers that nothing explains.
+    pub(super) holes: Vec<Hole>,
     /// What is worth a warning.
     pub(super) warning: Option<String>,
 }
@@ -264,7 +268,7 @@ pub(super) struct Findings {
 pub(super) fn compare(checkpoint: &Checkpoint, family: &Family, options: &ViewOptions) -> (Findings, Vec<Problem>) {
     let nothing = || (Findings::default(), Vec::new());
     let Some(survey) = Survey::new(checkpoint, family) else { return nothing() };
-    let Ok(words) = Generic::load().map(|generic| generic.words) else { return nothing() };
+    let words = Generic::load().expect("the file is in the program, and a test reads it").words;
     let expected = survey.expected();
     // A layer of which nothing is there is reported as such.
     let in_missing_layer = |parsed: &Parsed| parsed.layer.is_some_and(|layer| !survey.layers.contains(&layer));
@@ -282,18 +286,43 @@ pub(super) fn compare(checkpoint: &Checkpoint, family: &Family, options: &ViewOp
     let of_use = expected.iter().filter(|_| !survey.unknown.is_empty());
     let mut known: BTreeSet<String> = of_use.map(|name| stars(name)).collect();
     known.extend(family.stems().map(|stem| format!("{}{stem}", survey.prefix)));
-    let doubt = if lost.is_empty() { None } else { survey.doubt() };
+    // What is expected and missing is told already.
+    let mut holes = holes(checkpoint, Some(family), options);
+    holes.retain(|hole| lost.binary_search(&hole.example.as_str()).is_err());
+    let doubt = if lost.is_empty() && holes.is_empty() { None } else { survey.doubt() };
+    let is_sure = doubt.is_none() && checkpoint.dialect().quantization == Quantization::None;
+    let (holes, differing): (Vec<Hole>, Vec<Hole>) = holes.into_iter().partition(|hole| {
+        !is_sure || !hole.of_text || is_buffer(&hole.example) || options.allow_missing.accepts(&hole.example)
+    });
     let (allowed, refused): (Vec<&str>, Vec<&str>) =
         lost.into_iter().partition(|name| doubt.is_some() || options.allow_missing.accepts(name));
     let (listed, misspelt): (Vec<&str>, Vec<&str>) =
         survey.unknown.iter().partition(|name| refused.is_empty() || options.allow_unmapped.accepts(name));
     let mut problems: Vec<Problem> = fold(refused, &[&strange]).into_iter().map(Problem::missing).collect();
     problems.extend(fold(misspelt, &[&gone, &known]).into_iter().map(|group| Problem::UnexpectedTensor { group }));
-    let warning = doubt.map_or_else(
+    problems.extend(differing.into_iter().map(|hole| Problem::Hole { hole }));
+    let warning = doubt.filter(|_| !allowed.is_empty()).map_or_else(
         || survey.remark().filter(|_| !expected.is_empty()),
         |doubt| Some(format!("{} tensors of a complete model are missing; not refused, as {doubt}", allowed.len())),
     );
     let findings =
-        Findings { missing: fold(allowed, &[&strange]), unexpected: fold(listed, &[&gone, &known]), warning };
+        Findings { missing: fold(allowed, &[&strange]), unexpected: fold(listed, &[&gone, &known]), holes, warning };
     (findings, problems)
+}
+
+/// Whether a tensor can be computed from `config.json`: some programs store it in the layers that they have touched.
+fn is_buffer(name: &str) -> bool {
+    name.ends_with(".inv_freq")
+}
+
+/// What is told of a repository of no known family.
+pub(super) fn survey(checkpoint: &Checkpoint, options: &ViewOptions) -> Findings {
+    Findings { holes: holes(checkpoint, None, options), ..Findings::default() }
+}
+
+/// Differences between layers that nothing explains, as far as they are wanted.
+fn holes(checkpoint: &Checkpoint, family: Option<&Family>, options: &ViewOptions) -> Vec<Hole> {
+    let mut holes = holes::find(checkpoint, family);
+    holes.retain(|hole| options.subset.wants(&hole.example));
+    holes
 }

@@ -88,7 +88,6 @@ struct FamilyFile {
     prefixes: Option<Vec<String>>,
     #[serde(default)]
     dropped_prefixes: Vec<String>,
-    tied_default: Option<bool>,
     layers: Option<String>,
     #[serde(default)]
     classes: Vec<String>,
@@ -119,8 +118,6 @@ pub struct Family {
     pub prefixes: Vec<String>,
     /// Prefixes that are left out of names, besides `model.`.
     pub dropped_prefixes: Vec<String>,
-    /// Whether the output head is the embedding where `config.json` does not say.
-    pub tied_default: bool,
     /// What stands before the number of a layer of the text model.
     pub layers: String,
     /// How the classes of its models begin in transformers; not inherited.
@@ -175,7 +172,6 @@ fn load(name: &str) -> Result<Family, FamilyError> {
             name: String::new(),
             prefixes: Vec::new(),
             dropped_prefixes: Vec::new(),
-            tied_default: false,
             layers: "layers".to_owned(),
             classes: Vec::new(),
             own_code: false,
@@ -189,7 +185,6 @@ fn load(name: &str) -> Result<Family, FamilyError> {
     family.name = file.name;
     family.prefixes = file.prefixes.unwrap_or(family.prefixes);
     family.dropped_prefixes.extend(file.dropped_prefixes);
-    family.tied_default = file.tied_default.unwrap_or(family.tied_default);
     family.layers = file.layers.unwrap_or(family.layers);
     family.classes = file.classes;
     family.own_code = file.own_code;

@@ -48,6 +48,7 @@ pub enum HfContent {
 ///
 /// # Errors
 /// Every problem with a tensor's values or name.
+#[expect(clippy::too_many_lines, reason = "the steps of a plan, one after the other")]
 pub(super) fn plan(
     original: &Checkpoint,
     values: &Values<'_>,
@@ -63,6 +64,7 @@ pub(super) fn plan(
     if !changed && !values.converts() && renames.is_empty() && std::ptr::eq(checkpoint, original) {
         return Ok(originals(original).map(|(_, path, id)| original_file(path, id)).collect());
     }
+    let renamed = |name: &str| rename::apply(renames, name).map_err(|problem| vec![problem]);
     for (id, info) in checkpoint.tensors() {
         let dtype = values.dtype_of(&[info.name]);
         if let (Some((scale, _)), Some(_)) = (values.scale_of(id), dtype) {
@@ -70,7 +72,7 @@ pub(super) fn plan(
         }
         match values.view(id, dtype) {
             Ok(view) => {
-                let name = rename::apply(renames, info.name);
+                let name = renamed(info.name)?;
                 changed |= view.as_source().is_none() || name != original.tensor(id).name;
                 shown.push((id, name, view));
             }
@@ -79,7 +81,8 @@ pub(super) fn plan(
     }
     if let Some((head, embedding)) = head {
         let found = checkpoint.find(&embedding).and_then(|id| shown.iter().find(|(other, ..)| *other == id)).cloned();
-        shown.extend(found.map(|(id, _, view)| (id, rename::apply(renames, &head), view)));
+        let name = renamed(&head)?;
+        shown.extend(found.map(|(id, _, view)| (id, name, view)));
     }
     shown.retain(|(id, ..)| !dropped_scales.contains(id));
     let mut names: HashMap<&str, TensorId> = HashMap::with_capacity(shown.len());
@@ -98,7 +101,7 @@ pub(super) fn plan(
     if !changed {
         return Ok(originals(original).map(|(_, path, id)| original_file(path, id)).collect());
     }
-    let total: u64 = shown.iter().map(|(_, _, view)| view.bytes().unwrap_or(0)).sum();
+    let total = total_bytes(&shown);
     let mut by_file: Vec<Vec<(TensorId, String, View)>> = vec![Vec::new(); original.source().file_count()];
     for (id, name, view) in shown {
         by_file[original.tensor(id).file.index()].push((id, name, view));
@@ -156,6 +159,12 @@ pub(super) fn plan(
     if problems.is_empty() { Ok(files) } else { Err(problems) }
 }
 
+/// Bytes of all these tensors.
+fn total_bytes(shown: &[(TensorId, String, View)]) -> u64 {
+    const FITS: &str = "sources have at most 2^58 bytes, and a cast makes at most 16 times as many";
+    shown.iter().map(|(_, _, view)| view.bytes().expect(FITS)).sum()
+}
+
 /// The files that `hf/` has at most.
 fn originals(checkpoint: &Checkpoint) -> impl Iterator<Item = (&FileRole, &str, FileId)> {
     let files = checkpoint.files().iter();
@@ -211,6 +220,9 @@ fn torch_name(dtype: DType) -> Option<&'static str> {
     dtype.is_float().then(|| dtype.name())
 }
 
+/// Longest index that is rewritten, in bytes.
+const INDEX_BYTES_MAX: u64 = 256 << 20;
+
 /// The index with the tensors that there are now, in the order of the original and its size as it now is.
 fn index(
     checkpoint: &Checkpoint,
@@ -220,7 +232,11 @@ fn index(
     total: u64,
 ) -> Result<Option<Vec<u8>>, Problem> {
     let problem = |reason: String| Problem::Hf { path: path.to_owned(), reason };
-    let mut bytes = vec![0; usize::try_from(checkpoint.source().len_bytes(file)).unwrap_or(0)];
+    let len = checkpoint.source().len_bytes(file);
+    if len > INDEX_BYTES_MAX {
+        return Err(problem(format!("expected at most {INDEX_BYTES_MAX} bytes, found {len}")));
+    }
+    let mut bytes = vec![0; usize::try_from(len).expect("a few hundred megabytes")];
     checkpoint.source().read_into(file, 0, &mut bytes).map_err(|error| problem(error.to_string()))?;
     let mut index = json::parse(&bytes).map_err(|error| problem(error.to_string()))?;
     let Some(map) = index.get_mut("weight_map").and_then(Value::as_object_mut) else { return Ok(None) };

@@ -73,6 +73,11 @@ impl LogicalRules {
         })
     }
 
+    /// Names of all mesh axes that rules use.
+    pub fn mesh_axes(&self) -> impl Iterator<Item = &str> {
+        self.rules.iter().flat_map(|rule| &rule.mesh).map(String::as_str)
+    }
+
     /// Whether some rule uses a mesh axis.
     pub fn uses(&self, mesh_axis: &str) -> bool {
         self.rules.iter().any(|rule| rule.mesh.iter().any(|name| name == mesh_axis))

@@ -52,8 +52,9 @@ fn words(value: &Value) -> Vec<String> {
     }
 }
 
-fn whole(pattern: &str) -> Option<Regex> {
-    Regex::new(&format!("^(?:{pattern})$")).ok()
+fn matching(member: &str, pattern: &str) -> Result<Regex, String> {
+    let regex = Regex::new(&format!("^(?:{pattern})$"));
+    regex.map_err(|_| format!("{member}: expected a regular expression, found {pattern:?}"))
 }
 
 /// Whether a module is `name`, or ends with it as a word.
@@ -85,8 +86,8 @@ impl Lora {
         }
         let targets = match &config["target_modules"] {
             Value::String(word) if word == "all-linear" => Targets::Stored,
-            Value::String(pattern) => whole(pattern).map_or_else(
-                || {
+            Value::String(pattern) => matching("target_modules", pattern).map_or_else(
+                |_| {
                     let what = "is taken to target the modules it has matrices for";
                     warnings
                         .push(format!("lora: target_modules {pattern:?} cannot be evaluated here: the adapter {what}"));
@@ -102,19 +103,28 @@ impl Lora {
         let exclude = &config["exclude_modules"];
         let layers = match &config["layers_to_transform"] {
             Value::Number(number) => number.as_u64().map(|number| vec![number]),
-            Value::Array(list) if !list.is_empty() => Some(list.iter().filter_map(Value::as_u64).collect()),
+            Value::Array(list) if !list.is_empty() => {
+                let numbers = list.iter().map(|layer| {
+                    layer.as_u64().ok_or_else(|| format!("layers_to_transform: expected numbers, found {layer}"))
+                });
+                Some(numbers.collect::<Result<_, _>>()?)
+            }
             Value::Null | Value::Array(_) | Value::Bool(_) | Value::String(_) | Value::Object(_) => None,
         };
         let patterns = words(&config["layers_pattern"]);
         let layer_numbers = if patterns.is_empty() {
             Regex::new(r"^.*?\.[^.]*\.(\d+)\.").into_iter().collect()
         } else {
-            patterns.iter().filter_map(|word| Regex::new(&format!(r"^(?:|.*?\.)(?:{word})\.(\d+)\.")).ok()).collect()
+            let of_layers = |word: &String| {
+                let regex = Regex::new(&format!(r"^(?:|.*?\.)(?:{word})\.(\d+)\."));
+                regex.map_err(|_| format!("layers_pattern: expected regular expressions, found {word:?}"))
+            };
+            patterns.iter().map(of_layers).collect::<Result<_, _>>()?
         };
         Ok(Self {
             targets,
             exclude: if exclude.is_string() { Vec::new() } else { words(exclude) },
-            exclude_matching: exclude.as_str().and_then(whole),
+            exclude_matching: exclude.as_str().map(|pattern| matching("exclude_modules", pattern)).transpose()?,
             to_save: words(&config["modules_to_save"]),
             layers,
             layer_numbers,

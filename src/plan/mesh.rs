@@ -7,6 +7,9 @@ use std::{fmt, num::IntErrorKind};
 /// Most devices a mesh may have.
 pub const DEVICES_MAX: u64 = 1 << 20;
 
+/// Most devices that a view lists. Each takes about 1 KiB of memory, and a row in every directory.
+pub const DEVICES_LISTED_MAX: u64 = 1 << 16;
+
 /// Longest text of a device's coordinates, in bytes: the name of its link under `mesh/`.
 const LINK_BYTES_MAX: usize = 255;
 

@@ -15,6 +15,8 @@ mod expect;
 pub mod expr;
 pub mod family;
 pub mod hf;
+pub mod holes;
+pub mod kind;
 pub mod layout_file;
 pub mod layouts;
 pub mod logical;
@@ -23,6 +25,7 @@ pub mod mesh;
 mod name_group;
 mod names;
 mod naming;
+mod packed;
 pub mod pattern;
 pub mod problem;
 pub mod rename;
@@ -35,7 +38,7 @@ pub mod values;
 
 use std::{
     borrow::Cow,
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -45,10 +48,12 @@ pub use config::{Config, ConfigError};
 pub use draft::{Bundled, Draft, Roles};
 pub use family::Family;
 pub use hf::{HfContent, HfFile};
+pub use holes::Hole;
+pub use kind::Kinds;
 pub use layout_file::LayoutFile;
 pub use layouts::Embedded;
 pub use logical::{LogicalRule, LogicalRules};
-pub use mesh::{Mesh, MeshAxis, MeshError};
+pub use mesh::{DEVICES_LISTED_MAX, Mesh, MeshAxis, MeshError};
 pub use name_group::NameGroup;
 pub use naming::{SELF_WORD, component};
 pub use pattern::{Pattern, PatternError};
@@ -232,6 +237,10 @@ pub struct Plan {
     pub missing: Vec<NameGroup>,
     /// The repository's names that the tables of its family do not have.
     pub unexpected: Vec<NameGroup>,
+    /// Differences between layers that nothing explains, as far as they are not refused.
+    pub holes: Vec<Hole>,
+    /// The repository's names that the layout, or a flag, leaves out.
+    pub left_out: Vec<NameGroup>,
     /// Things worth knowing that are no errors.
     pub warnings: Vec<String>,
     /// Why there is no `hf/`, if there is none.
@@ -245,11 +254,24 @@ pub(crate) fn config_number(checkpoint: &Checkpoint, member: &str) -> Option<u64
     nested.and_then(|nested| nested.get(member)).or_else(|| config.get(member))?.as_u64()
 }
 
+impl PlannedTensor {
+    /// Bytes of the whole tensor.
+    ///
+    /// # Panics
+    /// Never for a tensor of a plan that was built.
+    pub fn bytes(&self) -> u64 {
+        self.view.bytes().expect("sizes were added up when the plan was made")
+    }
+}
+
 impl Plan {
     /// Resolves what the user wants against a checkpoint.
     ///
     /// # Errors
     /// Everything wrong with the plan, at once.
+    ///
+    /// # Panics
+    /// Never: the numbers of tensors that a checkpoint has fit 32 bits.
     #[expect(clippy::too_many_lines, reason = "the steps of a plan, one after the other")]
     pub fn build(checkpoint: &Checkpoint, options: &ViewOptions) -> Result<Self, PlanError> {
         let mut problems = Vec::new();
@@ -277,9 +299,11 @@ impl Plan {
         let family = family(checkpoint)?;
         let mut family_name = family.as_ref().map(|family| family.name.clone());
         let mut params = Vec::new();
+        let mut left_out = selected.left_out(original);
         // Each of the two goes through all tensors.
         let compare = || match (&file, &family) {
             (None, Some(family)) => expect::compare(whole, family, options),
+            (None, None) => (expect::survey(whole, options), Vec::new()),
             _ => (expect::Findings::default(), Vec::new()),
         };
         let name = || match (&file, &options.layout) {
@@ -303,6 +327,7 @@ impl Plan {
                         ));
                     }
                     warnings.extend(resolved.warnings);
+                    left_out.extend(resolved.left_out);
                     resolved.drafts
                 })
             }
@@ -330,7 +355,7 @@ impl Plan {
         }
         names::keep(&mut drafts, &selected, &mut problems);
         if let Some(adapter) = adapter {
-            let first = u32::try_from(original.table().id_end()).unwrap_or(u32::MAX);
+            let first = u32::try_from(original.table().id_end()).expect("ids of tensors have 32 bits");
             let own = |draft: &Draft| {
                 let mut own = false;
                 draft.view.for_each_source(&mut |source| own |= source.id.0 >= first);
@@ -339,7 +364,8 @@ impl Plan {
             let allowed = (&options.allow_missing, &options.allow_unmapped);
             lora::rename(&mut drafts, adapter, own, allowed, &mut problems, &mut warnings);
         }
-        names::rename(&mut drafts, &options.renames, &mut problems);
+        let flat = file.as_ref().is_some_and(|file| file.flat()) || options.layout == Layout::Hf;
+        names::rename(&mut drafts, &options.renames, flat, &mut problems);
         let logical_rules = logical_rules(options, file.as_deref());
         if file.is_none() {
             let name = options.layout.name();
@@ -356,9 +382,13 @@ impl Plan {
             let reason = format!("the rule for {logical:?} names the mesh axis {axis:?} twice");
             problems.push(Problem::File { file: "logical rules".to_owned(), reason });
         }
-        unknown_axes(&options.mesh, options, logical_rules.as_ref(), &mut warnings);
+        unknown_axes(&options.mesh, options, logical_rules.as_ref(), &mut problems, &mut warnings);
         unused_patterns(checkpoint, options, &drafts, &mut warnings);
         unused_logical_rules(options, logical_rules.is_some(), &drafts, &mut warnings);
+        if logical_rules.is_none() {
+            let is_told = |draft: &Draft| shard::is_told(draft, options.sharding, &options.shard_rules);
+            warnings.extend(packed::keep_together(&mut drafts, &values, &options.mesh, &is_told));
+        }
         // What a layout does by itself to its own tensors is no wish for another hf/.
         let hf_values = Values::new(part, options.dtype, &options.casts);
         let hf = if let Some(reason) = &selected.no_hf {
@@ -378,7 +408,7 @@ impl Plan {
             family: family_name,
             params,
             logical_rules,
-            flat: file.as_ref().is_some_and(|file| file.flat()) || options.layout == Layout::Hf,
+            flat,
             sharded_state: file.as_ref().is_some_and(|file| file.sharded_state()),
             devices: devices(options, &mut problems),
             specs: Vec::new(),
@@ -388,6 +418,8 @@ impl Plan {
             chunk_bytes_max: options.chunk_bytes_max,
             missing: findings.missing,
             unexpected: findings.unexpected,
+            holes: findings.holes,
+            left_out,
             warnings,
             no_hf: selected.no_hf,
         };
@@ -421,7 +453,7 @@ impl Plan {
             }
             let index = *known.entry(spec.clone()).or_insert_with(|| {
                 self.specs.push(spec);
-                u32::try_from(self.specs.len() - 1).unwrap_or(u32::MAX)
+                u32::try_from(self.specs.len() - 1).expect("there are no more specs than tensors")
             });
             self.tensors.push(PlannedTensor {
                 name: draft.name,
@@ -433,8 +465,9 @@ impl Plan {
                 logical: draft.roles.logical,
             });
         }
-        let bytes = self.tensors.iter().map(|tensor| tensor.view.bytes().unwrap_or(0)).fold(0, u64::saturating_add);
-        if bytes > BYTES_MAX {
+        // A size that does not fit 64 bits has been a problem above.
+        let sizes = self.tensors.iter().map(|tensor| tensor.view.bytes().unwrap_or(u64::MAX));
+        if sizes.fold(0, u64::saturating_add) > BYTES_MAX {
             let reason = format!("all tensors together have more than {BYTES_MAX} bytes");
             problems.push(Problem::File { file: format!("layout {}", self.layout.name()), reason });
         }
@@ -450,9 +483,22 @@ impl Plan {
         if view.dtype().unit().elements == 1 || spec.is_replicated() {
             return Ok(());
         }
+        // Where rows of a plain tensor and of each shard begin and end with a byte, nothing is cut.
+        let unit = view.dtype().unit().elements;
+        let aligned = |region: &Region| {
+            let last = |numbers: &[u64]| numbers.last().is_some_and(|number| number.is_multiple_of(unit));
+            last(region.origin()) && last(region.shape().extents())
+        };
+        let region = |device: &u64| spec.region(view.shape(), &self.mesh, &self.mesh.coordinates(*device));
+        if view.as_source().is_some()
+            && aligned(&view.shape().whole())
+            && self.devices.iter().all(|device| aligned(&region(device)))
+        {
+            return Ok(());
+        }
         self.devices.iter().try_for_each(|device| {
-            let region = spec.region(view.shape(), &self.mesh, &self.mesh.coordinates(*device));
-            view.region(&region).map_or(Ok(()), |shard| shard.lower().map(drop))
+            let shard = view.region(&region(device)).expect("a spec makes regions inside the shape");
+            shard.lower().map(drop)
         })
     }
 
@@ -471,6 +517,9 @@ impl Plan {
 
     /// The region of a tensor that a device holds. A tensor of a single expert is held whole, or as its spec says, by the
     /// devices that the expert axis gives it to, and is empty on the others.
+    ///
+    /// # Panics
+    /// Never for a tensor of this plan.
     pub fn region(&self, tensor: &PlannedTensor, device: u64) -> Region {
         let coordinates = self.mesh.coordinates(device);
         let shape = tensor.view.shape();
@@ -480,7 +529,7 @@ impl Plan {
         }
         let mut ranges: Vec<_> = region.ranges().collect();
         ranges[0].end = ranges[0].start;
-        Region::within(shape, &ranges).unwrap_or(region)
+        Region::within(shape, &ranges).expect("an empty range inside a region lies inside the shape")
     }
 
     /// Whether the expert axis gives a tensor to the device at these coordinates; true of all but tensors of one expert.
@@ -516,29 +565,44 @@ impl Plan {
         held.then(|| self.region(tensor, device)).filter(|region| !region.shape().is_empty())
     }
 
-    /// The distinct regions of a tensor that have elements, each with the first device that holds it: together they are the
-    /// tensor, and no two overlap.
-    pub fn distinct_regions(&self, tensor: &PlannedTensor) -> Vec<(u64, Region)> {
-        let axes = self.mesh.axes();
-        let mut devices = vec![0];
-        for (index, axis) in axes.iter().enumerate() {
-            let positions = if self.distributes(tensor, index) { axis.size } else { 1 };
-            devices = devices.iter().flat_map(|device| (0..positions).map(move |at| device * axis.size + at)).collect();
+    /// Number of the devices that are, by their place in the mesh, the first to hold a region of a tensor.
+    pub fn holder_count(&self, tensor: &PlannedTensor) -> u64 {
+        let axes = self.mesh.axes().iter().enumerate().filter(|(index, _)| self.distributes(tensor, *index));
+        axes.map(|(_, axis)| axis.size).product()
+    }
+
+    /// The device of number `number` among those, ascending.
+    pub fn holder(&self, tensor: &PlannedTensor, number: u64) -> u64 {
+        let (mut rest, mut device, mut stride) = (number, 0, 1);
+        for (index, axis) in self.mesh.axes().iter().enumerate().rev() {
+            if self.distributes(tensor, index) {
+                device += rest % axis.size * stride;
+                rest /= axis.size;
+            }
+            stride *= axis.size;
         }
-        devices.into_iter().filter_map(|device| Some((device, self.own_region(tensor, device)?))).collect()
+        device
+    }
+
+    /// The distinct regions of a tensor that have elements, each with the first device that holds it, by which they are
+    /// ordered: together they are the tensor, and no two overlap.
+    pub fn distinct_regions(&self, tensor: &PlannedTensor) -> impl Iterator<Item = (u64, Region)> {
+        let holders = (0..self.holder_count(tensor)).map(|number| self.holder(tensor, number));
+        holders.filter_map(|device| Some((device, self.own_region(tensor, device)?)))
     }
 
     /// Devices of the whole mesh that are, by their place in it, the first to hold some bundled tensor's region; ascending.
+    /// At most as many as the mesh has.
     pub fn first_holders(&self) -> Vec<u64> {
         // Few tensors differ in what matters here.
-        let mut seen = std::collections::HashSet::new();
-        let kinds: Vec<_> =
-            self.bundle().filter(|tensor| seen.insert((tensor.spec, tensor.expert.is_some()))).collect();
-        let is_first = |device: &u64| {
-            let coordinates = self.mesh.coordinates(*device);
-            kinds.iter().any(|kind| self.is_first(kind, &coordinates))
-        };
-        (0..self.mesh.devices()).filter(is_first).collect()
+        let mut seen = HashSet::new();
+        let mut holders = Vec::new();
+        for tensor in self.bundle().filter(|tensor| seen.insert((tensor.spec, tensor.expert.is_some()))) {
+            holders.extend((0..self.holder_count(tensor)).map(|number| self.holder(tensor, number)));
+            holders.sort_unstable();
+            holders.dedup();
+        }
+        holders
     }
 
     /// The ranks of an engine whose processes differ in nothing but their shards, each with the listed device that stands for
@@ -563,16 +627,17 @@ impl Plan {
 
     /// Whether the listed devices hold all of every bundled tensor between them.
     pub fn lists_whole(&self) -> bool {
+        if self.devices.len() as u64 == self.mesh.devices() {
+            return true;
+        }
         // Many tensors differ in nothing that matters here.
-        let mut seen = std::collections::HashSet::new();
-        let all_listed = self.devices.len() as u64 == self.mesh.devices();
+        let mut seen = HashSet::new();
         let mut kinds = self.bundle().filter(|tensor| seen.insert((tensor.spec, tensor.view.shape(), tensor.expert)));
-        all_listed
-            || kinds.all(|tensor| {
-                let listed =
-                    |region: &Region| self.devices.iter().any(|device| self.region(tensor, *device) == *region);
-                self.distinct_regions(tensor).iter().all(|(_, region)| listed(region))
-            })
+        // Regions that differ do not overlap: together they are the tensor if they have as many elements.
+        kinds.all(|tensor| {
+            let regions: HashSet<Region> = self.devices.iter().map(|device| self.region(tensor, *device)).collect();
+            regions.iter().map(|region| region.shape().elements()).sum::<u64>() == tensor.view.shape().elements()
+        })
     }
 
     /// Whether bundles hold layers stacked: for layouts from files what their parameter `scan` says, or whether a tensor has
@@ -651,6 +716,11 @@ fn hf_drafts(checkpoint: &Checkpoint, family: Option<Family>, values: &Values<'_
 
 fn devices(options: &ViewOptions, problems: &mut Vec<Problem>) -> Vec<u64> {
     let devices = options.mesh.devices();
+    let count = options.devices.as_ref().map_or(devices, |listed| listed.len() as u64);
+    if count > DEVICES_LISTED_MAX {
+        problems.push(Problem::Devices { mesh: options.mesh.to_string(), count });
+        return Vec::new();
+    }
     let Some(listed) = &options.devices else { return (0..devices).collect() };
     let mut listed = listed.clone();
     listed.sort_unstable();
@@ -763,7 +833,20 @@ fn logical_rules(options: &ViewOptions, file: Option<&LayoutFile>) -> Option<Log
     })
 }
 
-fn unknown_axes(mesh: &Mesh, options: &ViewOptions, rules: Option<&LogicalRules>, warnings: &mut Vec<String>) {
+/// Finds mesh axes that split nothing. One whose name is nearly that of another which splits is misspelt.
+fn unknown_axes(
+    mesh: &Mesh,
+    options: &ViewOptions,
+    rules: Option<&LogicalRules>,
+    problems: &mut Vec<Problem>,
+    warnings: &mut Vec<String>,
+) {
+    let of_rules = options.shard_rules.iter().flat_map(|rule| rule.spec.iter().flatten());
+    let mut known: BTreeSet<&str> = of_rules.map(String::as_str).collect();
+    match rules {
+        Some(rules) => known.extend(rules.mesh_axes()),
+        None => known.extend(shard::KNOWN_AXES.iter().flat_map(|(names, _)| *names)),
+    }
     for axis in mesh.axes() {
         let mut in_rules = options.shard_rules.iter().flat_map(|rule| rule.spec.iter().flatten());
         let unknown = match (options.sharding, rules) {
@@ -771,7 +854,14 @@ fn unknown_axes(mesh: &Mesh, options: &ViewOptions, rules: Option<&LogicalRules>
             (Sharding::Auto, None) => axis_use(&axis.name) == AxisUse::Unknown,
             (Sharding::Logical | Sharding::Replicate, None) => false,
         };
-        if unknown && axis.size > 1 && !in_rules.any(|name| *name == axis.name) {
+        if !unknown || axis.size == 1 || in_rules.any(|name| *name == axis.name) {
+            continue;
+        }
+        let near = known.iter().find(|known| name_group::is_misspelt(&axis.name, known));
+        if let Some(near) = near.filter(|near| mesh.find(near).is_none()) {
+            let (axis, near) = (axis.name.clone(), (*near).to_owned());
+            problems.push(Problem::MeshAxis { axis, near });
+        } else {
             warnings.push(format!("mesh axis {:?} splits nothing: every tensor is replicated along it", axis.name));
         }
     }

@@ -15,15 +15,10 @@ use crate::checkpoint::Checkpoint;
 /// The name of an output head that is the embedding of this name, and is not stored.
 pub(super) fn tied_head(checkpoint: &Checkpoint) -> Option<(String, String)> {
     let dialect = checkpoint.dialect();
-    let by_default = || super::family(checkpoint).ok().flatten().is_some_and(|family| family.tied_default);
-    if dialect.has_lm_head || !dialect.tied_declared.unwrap_or_else(by_default) {
+    if dialect.has_lm_head || !dialect.tied {
         return None;
     }
-    // Of several, the text model's: the one with the shortest name.
-    let embeddings = checkpoint.tensors().map(|(_, info)| info.name).filter(|name| {
-        *name == "embed_tokens.weight" || (name.ends_with(".embed_tokens.weight") && !super::select::is_tower(name))
-    });
-    let embedding = embeddings.min_by_key(|name| name.len())?.to_owned();
+    let embedding = checkpoint.embedding(&|name| super::select::is_tower(name))?.to_owned();
     Some(("lm_head.weight".to_owned(), embedding))
 }
 
@@ -67,14 +62,18 @@ pub(super) fn keep(drafts: &mut Vec<Draft>, selected: &Selected, problems: &mut 
     });
 }
 
-/// Renames, and refuses two of one name.
-pub(super) fn rename(drafts: &mut [Draft], rules: &[Rename], problems: &mut Vec<Problem>) {
+/// Renames, and refuses two of one name, and the first that is too long. With `flat` a name is one path component.
+pub(super) fn rename(drafts: &mut [Draft], rules: &[Rename], flat: bool, problems: &mut Vec<Problem>) {
     if rules.is_empty() {
         return;
     }
     let mut olds: HashMap<String, String> = HashMap::with_capacity(drafts.len());
     for draft in drafts {
-        let new = rename::apply(rules, &draft.name);
+        let new = match rename::apply_to_path(rules, &draft.name, flat) {
+            Ok(new) => new,
+            // The same rule makes most names too long.
+            Err(problem) => return problems.push(problem),
+        };
         let old = std::mem::replace(&mut draft.name, new.clone());
         if new.is_empty() {
             let reason = format!("{old} would have no name");

@@ -2,8 +2,15 @@
 
 use std::{collections::BTreeSet, fmt};
 
-use super::name_group::{NameGroup, ranges};
-use crate::tensor::{Shape, TilingError, ViewError};
+use super::{
+    holes::Hole,
+    mesh::DEVICES_LISTED_MAX,
+    name_group::{NameGroup, ranges},
+};
+use crate::{
+    checkpoint::printable,
+    tensor::{Shape, TilingError, ViewError},
+};
 
 /// One thing wrong with a plan.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -93,6 +100,12 @@ pub enum Problem {
         /// The rule that needs them, if one does.
         rule: RulePlace,
     },
+    /// Some layers lack a tensor that their neighbours have, or have it in another shape.
+    #[error("{hole}; config.json does not say why")]
+    Hole {
+        /// Tensor and layers.
+        hole: Hole,
+    },
     /// Tensors are not of the shape that a layout's rule says they have.
     #[error("{rule}{file}: {}: expected shape {expected}, found {found}", group.counted())]
     SourceShape {
@@ -143,6 +156,14 @@ pub enum Problem {
         /// The pattern.
         pattern: String,
     },
+    /// A mesh axis that no rule knows, under a name nearly that of one.
+    #[error("mesh axis {axis:?}: no rule splits by it; did you mean {near:?}?")]
+    MeshAxis {
+        /// The axis.
+        axis: String,
+        /// The name of one that is known.
+        near: String,
+    },
     /// A device that the mesh does not have.
     #[error("device {device}: the mesh has {devices} devices, numbered from 0")]
     Device {
@@ -150,6 +171,31 @@ pub enum Problem {
         device: u64,
         /// Number of devices.
         devices: u64,
+    },
+    /// More devices than a mount lists.
+    #[error(
+        "mesh {mesh}: {count} devices are to be listed, at most {DEVICES_LISTED_MAX} can be; list this host's own, for \
+         example with --devices 8-15"
+    )]
+    Devices {
+        /// The mesh.
+        mesh: String,
+        /// Number of devices.
+        count: u64,
+    },
+    /// A rename makes a name that no file can have.
+    #[error("{name}: rename {rule:?} makes a {what} of {bytes} bytes, at most {max} are possible")]
+    Rename {
+        /// The name before all renames.
+        name: String,
+        /// The rule's expression.
+        rule: String,
+        /// What is too long.
+        what: &'static str,
+        /// Its bytes, as far as they were counted.
+        bytes: usize,
+        /// Most bytes.
+        max: usize,
     },
     /// A rule of a layout does not fit the repository.
     #[error("{file}:{line}: {}{reason}", for_leaf(target))]
@@ -232,7 +278,10 @@ impl PlanError {
         let of_names = |problem: &Problem| {
             matches!(
                 problem,
-                Problem::MissingTensor { .. } | Problem::UnexpectedTensor { .. } | Problem::MissingLayers { .. }
+                Problem::MissingTensor { .. }
+                    | Problem::UnexpectedTensor { .. }
+                    | Problem::MissingLayers { .. }
+                    | Problem::Hole { .. }
             )
         };
         self.problems.iter().any(of_names)
@@ -244,11 +293,11 @@ impl fmt::Display for PlanError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const SHOWN: usize = 100;
         if let [only] = self.problems.as_slice() {
-            return only.fmt(f);
+            return f.write_str(&printable(&only.to_string()));
         }
         write!(f, "{} problems:", self.problems.len())?;
         for problem in self.problems.iter().take(SHOWN) {
-            write!(f, "\n  {problem}")?;
+            write!(f, "\n  {}", printable(&problem.to_string()))?;
         }
         if self.problems.len() > SHOWN {
             write!(f, "\n  … and {} more", self.problems.len() - SHOWN)?;

@@ -7,6 +7,8 @@ use std::borrow::Cow;
 
 use regex::Regex;
 
+use super::{naming::component, problem::Problem};
+
 /// One rule.
 #[derive(Clone, Debug)]
 pub struct Rename {
@@ -54,10 +56,16 @@ impl Rename {
     /// # Errors
     /// What is wrong with the expression, or the number of a group that it does not have.
     pub fn new(pattern: &str, to: &str) -> Result<Self, String> {
+        if to.len() > REPLACEMENT_BYTES_MAX {
+            let found = to.len();
+            return Err(format!(
+                "rename {pattern:?}: expected a replacement of at most {REPLACEMENT_BYTES_MAX} bytes, found {found}"
+            ));
+        }
         let regex = Regex::new(pattern).map_err(|error| format!("rename {pattern:?}: {error}"))?;
         let replacement = replacement(to);
         for group in replacement.split("${").skip(1) {
-            let name = group.split('}').next().unwrap_or_default();
+            let name = group.split_once('}').map_or(group, |(name, _)| name);
             let known = match name.parse::<usize>() {
                 Ok(number) => number < regex.captures_len(),
                 Err(_) => regex.capture_names().flatten().any(|known| known == name),
@@ -108,15 +116,75 @@ impl Rename {
     }
 }
 
-/// A name after all rules.
-pub fn apply(rules: &[Rename], name: &str) -> String {
-    let mut name = Cow::Borrowed(name);
-    for rule in rules {
-        if let Cow::Owned(new) = rule.regex.replace_all(&name, rule.replacement.as_str()) {
-            name = Cow::Owned(new);
+/// Longest name that a rule may make, in bytes: the longest path that the kernel takes.
+pub const NAME_BYTES_MAX: usize = 4096;
+
+/// Longest replacement, in bytes. With the limit on names it bounds what the replacement of one match takes.
+const REPLACEMENT_BYTES_MAX: usize = NAME_BYTES_MAX;
+
+/// Longest path component, in bytes.
+const COMPONENT_BYTES_MAX: usize = 255;
+
+/// One rule applied to all its matches in a name; `None` if there are none. Ends with the first match by which the name
+/// is too long, and gives its bytes.
+fn applied(rule: &Rename, name: &str) -> Result<Option<String>, usize> {
+    let mut matches = rule.regex.captures_iter(name).peekable();
+    if matches.peek().is_none() {
+        return Ok(None);
+    }
+    let (mut new, mut end) = (String::new(), 0);
+    for captures in matches {
+        let Some(whole) = captures.get(0) else { continue };
+        new.push_str(&name[end..whole.start()]);
+        captures.expand(&rule.replacement, &mut new);
+        end = whole.end();
+        if new.len() > NAME_BYTES_MAX {
+            return Err(new.len());
         }
     }
-    name.into_owned()
+    new.push_str(&name[end..]);
+    if new.len() > NAME_BYTES_MAX { Err(new.len()) } else { Ok(Some(new)) }
+}
+
+/// A name after all rules.
+///
+/// # Errors
+/// [`Problem::Rename`] of the first rule that makes it longer than [`NAME_BYTES_MAX`]; rules after it are not applied.
+pub fn apply(rules: &[Rename], name: &str) -> Result<String, Problem> {
+    let mut shown = Cow::Borrowed(name);
+    for rule in rules {
+        match applied(rule, &shown) {
+            Ok(None) => {}
+            Ok(Some(new)) => shown = Cow::Owned(new),
+            Err(bytes) => return Err(too_long(name, rule, "name", bytes, NAME_BYTES_MAX)),
+        }
+    }
+    Ok(shown.into_owned())
+}
+
+/// A name after all rules, that becomes a file's. With `flat` it is one path component, else there is one for each of its
+/// words.
+///
+/// # Errors
+/// As [`apply`]; [`Problem::Rename`] also if the rules leave a component longer than the kernel takes, of the rule that did.
+pub fn apply_to_path(rules: &[Rename], name: &str, flat: bool) -> Result<String, Problem> {
+    let longest = |name: &str| {
+        let words = name.split('.').map(|word| component(word).len());
+        if flat { component(name).len() } else { words.max().unwrap_or(0) }
+    };
+    let new = apply(rules, name)?;
+    if longest(&new) <= COMPONENT_BYTES_MAX || new == name {
+        return Ok(new);
+    }
+    // A rule may make a word longer and a later one shorter: the one after which it is never short again is to blame.
+    let is_long_after =
+        |count: &usize| apply(&rules[..*count], name).is_ok_and(|name| longest(&name) > COMPONENT_BYTES_MAX);
+    let to_blame = (1..=rules.len()).rev().take_while(is_long_after).last().unwrap_or(rules.len());
+    Err(too_long(name, &rules[to_blame - 1], "file name", longest(&new), COMPONENT_BYTES_MAX))
+}
+
+fn too_long(name: &str, rule: &Rename, what: &'static str, bytes: usize, max: usize) -> Problem {
+    Problem::Rename { name: name.to_owned(), rule: rule.pattern.clone(), what, bytes, max }
 }
 
 #[cfg(test)]
@@ -136,10 +204,10 @@ mod tests {
         ];
         for (rules, name, expected) in rows {
             let rules: Vec<Rename> = rules.iter().map(|rule| Rename::parse(rule).unwrap()).collect();
-            assert_eq!(apply(&rules, name), *expected, "{rules:?}");
+            assert_eq!(apply(&rules, name).as_deref(), Ok(*expected), "{rules:?}");
         }
-        assert_eq!(apply(&[Rename::strip_prefix("m."), Rename::add_prefix("$1.")], "m.a"), "$1.a");
-        assert_eq!(apply(&[Rename::strip_prefix("m.")], "mxa"), "mxa", "a dot is a dot");
+        assert_eq!(apply(&[Rename::strip_prefix("m."), Rename::add_prefix("$1.")], "m.a").unwrap(), "$1.a");
+        assert_eq!(apply(&[Rename::strip_prefix("m.")], "mxa").unwrap(), "mxa", "a dot is a dot");
     }
 
     #[test]
@@ -148,5 +216,38 @@ mod tests {
             let error = Rename::parse(text).unwrap_err();
             assert!(error.contains(expected), "{error}");
         }
+    }
+    #[test]
+    fn names_that_grow_without_end_are_refused_by_the_rule() {
+        let double = || Rename::parse("(.+)=>$1$1").unwrap();
+        let rules: Vec<Rename> = (0..40).map(|_| double()).collect();
+        let error = apply(&rules, "layers.0.w").unwrap_err().to_string();
+        let expected = "layers.0.w: rename \"(.+)\" makes a name of 5120 bytes, at most 4096 are possible";
+        assert_eq!(error, expected);
+        // One rule with many matches ends at the match that is too many.
+        let rule = Rename::new("a", &"b".repeat(4096)).unwrap();
+        let Err(Problem::Rename { bytes: 8192, .. }) = apply(&[rule], &"a".repeat(4000)) else { panic!("not refused") };
+        assert!(Rename::new("a", &"b".repeat(4097)).unwrap_err().contains("at most 4096 bytes, found 4097"));
+    }
+
+    #[test]
+    fn long_components_are_refused_by_the_rule_that_made_them() {
+        let rules = ["x=>y", "w=>wwwwwwwwww", "w=>wwwwwwwwww", "w=>wwwwwwwwww", "0=>1"];
+        let rules: Vec<Rename> = rules.iter().map(|rule| Rename::parse(rule).unwrap()).collect();
+        let Err(Problem::Rename { rule, bytes, .. }) = apply_to_path(&rules, "a.0.w", false) else { panic!() };
+        assert_eq!((rule.as_str(), bytes), ("w", 1000));
+        let shorter = [rules.as_slice(), &[Rename::parse("w+=>w").unwrap()]].concat();
+        assert_eq!(apply_to_path(&shorter, "a.0.w", false).as_deref(), Ok("a.1.w"));
+        // Short words, but one file name where the layout is flat.
+        let dotted: Vec<Rename> = (0..30).map(|_| Rename::parse("^=>aaaaaaaaa.").unwrap()).collect();
+        assert!(apply_to_path(&dotted, "w", false).is_ok());
+        assert!(
+            apply_to_path(&dotted, "w", true)
+                .unwrap_err()
+                .to_string()
+                .contains("a file name of 301 bytes, at most 255")
+        );
+        // A name that no rule changes is no matter of the rules.
+        assert!(apply_to_path(&rules[..1], &"a".repeat(300), false).is_ok());
     }
 }

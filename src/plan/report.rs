@@ -1,18 +1,19 @@
 //! What a plan says of itself: as text for `ckfs plan` and `.ckfs/plan.txt`, and as JSON.
 
 use std::{
-    collections::{BTreeMap, HashMap, HashSet},
+    collections::{BTreeMap, HashMap},
     fmt::Write,
 };
 
+use serde::{Serialize, Serializer, ser::SerializeMap};
 use serde_json::{Map, Value, json};
 
 use super::{
-    AxisUse, HfContent, Layout, NameGroup, Plan, PlannedTensor, Spec, amplification::Amplification, axis_use,
-    naming::group_name,
+    AxisUse, HfContent, Hole, Layout, NameGroup, Plan, PlannedTensor, Spec, amplification::Amplification, axis_use,
+    naming::group_name, select,
 };
 use crate::{
-    checkpoint::{Checkpoint, Experts, FileRole, Granularity, Quantization},
+    checkpoint::{Checkpoint, Experts, FileRole, Granularity, Quantization, printable},
     tensor::{DType, PAGE_BYTES, Reads, Shape},
 };
 
@@ -134,7 +135,7 @@ fn groups(plan: &Plan) -> Vec<Group<'_>> {
             groups.len() - 1
         });
         groups[place].count += 1;
-        groups[place].bytes += tensor.view.bytes().unwrap_or(0);
+        groups[place].bytes += tensor.bytes();
     }
     groups
 }
@@ -150,7 +151,8 @@ fn bytes_per_device(plan: &Plan) -> Vec<u64> {
     }
     let shard = |tensor: &PlannedTensor, device| {
         let elements = plan.region(tensor, device).shape().elements();
-        u64::try_from(u128::from(elements) * u128::from(tensor.view.dtype().bits()) / 8).unwrap_or(u64::MAX)
+        u64::try_from(u128::from(elements) * u128::from(tensor.view.dtype().bits()) / 8)
+            .expect("a part has no more bytes than the tensor, whose size was checked")
     };
     let of_device = |device: &u64| kinds.values().map(|(tensor, count)| shard(tensor, *device) * count).sum();
     plan.devices.iter().map(of_device).collect()
@@ -176,7 +178,7 @@ fn axis_effects(plan: &Plan) -> Vec<AxisEffect> {
             name: axis.name.clone(),
             size: axis.size,
             tensors: split.len() as u64,
-            bytes: split.iter().map(|tensor| tensor.view.bytes().unwrap_or(0)).sum(),
+            bytes: split.iter().map(|tensor| tensor.bytes()).sum(),
         }
     })
     .collect()
@@ -197,7 +199,7 @@ pub fn source_text(checkpoint: &Checkpoint) -> String {
     let mut text = String::new();
     let mut line = |key: &str, value: &str| {
         // Writing to a string cannot fail.
-        let _ = writeln!(text, "{key:<10}  {value}");
+        let _ = writeln!(text, "{key:<10}  {}", printable(value));
     };
     line("source", checkpoint.label());
     line("files in", &checkpoint.root().display().to_string());
@@ -222,6 +224,9 @@ pub fn source_text(checkpoint: &Checkpoint) -> String {
     if ignored.len() > FILES_SHOWN {
         line("", &format!("and {} more", ignored.len() - FILES_SHOWN));
     }
+    for warning in checkpoint.warnings() {
+        line("warning", warning);
+    }
     text
 }
 
@@ -238,13 +243,54 @@ fn rows(text: &mut String, table: &[[String; 5]]) {
     }
 }
 
+/// Which trainers read nothing but their own chunks of the formats of chunks.
+fn chunks_text(plan: &Plan) -> String {
+    let splits = |index: usize| {
+        let axis = &plan.mesh.axes()[index];
+        let by_expert = axis_use(&axis.name) == AxisUse::Expert;
+        plan.bundle().any(|tensor| plan.spec(tensor).uses(index) || (by_expert && tensor.expert.is_some()))
+    };
+    let axes: Vec<String> = (0..plan.mesh.axes().len())
+        .filter(|index| plan.mesh.axes()[*index].size > 1 && splits(*index))
+        .map(|index| format!("{}={}", plan.mesh.axes()[index].name, plan.mesh.axes()[index].size))
+        .collect();
+    if axes.is_empty() {
+        return "orbax/ and dcp/ hold each tensor in one chunk: a trainer that shards reads more than its own part; mount with its --mesh"
+            .to_owned();
+    }
+    format!(
+        "of orbax/ and dcp/: a trainer with mesh {} or coarser (sizes that divide these) reads only its own chunks, others more",
+        axes.join(",")
+    )
+}
+
+/// What the layout and flags leave out, by tower or layers, or else by name.
+fn left_out_text(plan: &Plan, line: &mut dyn FnMut(&str, &str)) {
+    let mut roots: BTreeMap<String, u64> = BTreeMap::new();
+    for group in &plan.left_out {
+        *roots.entry(select::root(&group.name)).or_default() += group.count;
+    }
+    let total: u64 = roots.values().sum();
+    if total == 0 {
+        return;
+    }
+    line("left out", &format!("{total} tensors of the repository:"));
+    for (root, count) in roots.iter().take(NAMES_SHOWN) {
+        line("", &format!("{root} ({count} tensor{})", if *count == 1 { "" } else { "s" }));
+    }
+    if roots.len() > NAMES_SHOWN {
+        line("", &format!("and {} more", roots.len() - NAMES_SHOWN));
+    }
+}
+
 /// One view, without what is the same for all views of a source.
 pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
     let mut text = String::new();
     let mut line = |key: &str, value: &str| {
-        let _ = writeln!(text, "{key:<10}  {value}");
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "{key:<10}  {}", printable(value));
     };
-    let total: u64 = plan.bundle().map(|tensor| tensor.view.bytes().unwrap_or(0)).sum();
+    let total: u64 = plan.bundle().map(PlannedTensor::bytes).sum();
     let count = plan.bundle().count();
     let family = plan.family.as_deref().map_or_else(|| "family not known".to_owned(), |name| format!("family {name}"));
     // Whether layers are stacked is a matter of the layout's own rules, where it has any.
@@ -287,6 +333,7 @@ pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
     for (index, over_read) in over_read_text(checkpoint, plan).iter().enumerate() {
         line(if index == 0 { "over-read" } else { "" }, over_read);
     }
+    line("chunks", &chunks_text(plan));
     let converted = plan.hf.iter().filter(|file| !matches!(file.content, HfContent::Original(_))).count();
     line("hf/", &format!("{} files, {converted} of them rewritten", plan.hf.len()));
     for group in plan.missing.iter().take(NAMES_SHOWN) {
@@ -298,6 +345,13 @@ pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
     if plan.unexpected.len() > NAMES_SHOWN {
         line("", &format!("and {} more", plan.unexpected.len() - NAMES_SHOWN));
     }
+    for hole in plan.holes.iter().take(NAMES_SHOWN) {
+        line("layers", &hole.to_string());
+    }
+    if plan.holes.len() > NAMES_SHOWN {
+        line("", &format!("and {} more differences between layers", plan.holes.len() - NAMES_SHOWN));
+    }
+    left_out_text(plan, &mut line);
     for warning in &plan.warnings {
         line("warning", warning);
     }
@@ -309,7 +363,13 @@ pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
             let view = &group.first.view;
             let spec = plan.spec(group.first).to_json(view.shape().rank(), &plan.mesh).to_string();
             let spec = spec.replace("null", "-").replace('"', "");
-            [group.name.clone(), group.count.to_string(), view.dtype().to_string(), view.shape().to_string(), spec]
+            [
+                printable(&group.name).into_owned(),
+                group.count.to_string(),
+                view.dtype().to_string(),
+                view.shape().to_string(),
+                spec,
+            ]
         }))
         .collect();
     rows(&mut text, &table);
@@ -325,7 +385,7 @@ pub fn text<'a>(checkpoint: &Checkpoint, views: impl IntoIterator<Item = (&'a st
     for (name, plan) in views {
         text.push('\n');
         if !name.is_empty() {
-            let _ = writeln!(text, "{:<10}  {name}", "view");
+            let _ = writeln!(text, "{:<10}  {}", "view", printable(name));
         }
         text.push_str(&view_text(checkpoint, plan));
     }
@@ -335,6 +395,20 @@ pub fn text<'a>(checkpoint: &Checkpoint, views: impl IntoIterator<Item = (&'a st
 fn names(groups: &[NameGroup]) -> Vec<Value> {
     let row = |group: &NameGroup| json!({"name": group.name, "count": group.count, "nearest": group.nearest});
     groups.iter().map(row).collect()
+}
+
+fn holes_json(holes: &[Hole]) -> Value {
+    let row = |hole: &Hole| {
+        json!({
+            "name": hole.group.name,
+            "count": hole.group.count,
+            "layers_with": hole.present,
+            "layers_without": hole.absent,
+            "shape": hole.shapes.as_ref().map(|(usual, _)| usual.extents()),
+            "other_shape": hole.shapes.as_ref().map(|(_, other)| other.extents()),
+        })
+    };
+    holes.iter().map(row).collect()
 }
 
 fn amplification_json(checkpoint: &Checkpoint, plan: &Plan) -> Value {
@@ -353,8 +427,8 @@ fn amplification_json(checkpoint: &Checkpoint, plan: &Plan) -> Value {
     })
 }
 
-/// One view as JSON.
-pub fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
+/// One view as JSON, without its tensors.
+fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
     let axes: Vec<Value> = axis_effects(plan)
         .into_iter()
         .map(|axis| json!({"name": axis.name, "size": axis.size, "tensors_split": axis.tensors, "bytes_split": axis.bytes}))
@@ -365,35 +439,6 @@ pub fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
         .zip(bytes_per_device(plan))
         .map(|(device, bytes)| json!({"device": device, "coordinates": plan.mesh.coordinates(*device), "bytes": bytes}))
         .collect();
-    let bundled: HashSet<&str> = plan.bundle().map(|tensor| tensor.name.as_str()).collect();
-    let tensors: Vec<Value> = plan
-        .tensors
-        .iter()
-        .map(|tensor| {
-            let view = &tensor.view;
-            let mut sources = Vec::new();
-            view.for_each_source(&mut |source| sources.push(source.id));
-            sources.dedup();
-            let names: Vec<&str> = sources.iter().map(|id| checkpoint.tensor(*id).name).collect();
-            let mut row = json!({
-                "name": tensor.name,
-                "path": plan.path(tensor).join("/"),
-                "dtype": view.dtype().code(),
-                "shape": view.shape().extents(),
-                "bytes": view.bytes(),
-                "spec": plan.spec(tensor).to_json(view.shape().rank(), &plan.mesh),
-                "bundled": bundled.contains(tensor.name.as_str()),
-                "sources": names,
-            });
-            if !tensor.logical.is_empty() {
-                row["logical"] = json!(tensor.logical);
-            }
-            if let Some(layers) = &tensor.layers {
-                row["layers"] = json!(&layers[..]);
-            }
-            row
-        })
-        .collect();
     json!({
         "name": name,
         "layout": plan.layout.name(),
@@ -403,13 +448,109 @@ pub fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
         "unscanned": plan.unscanned,
         "mesh": {"axes": axes, "devices": plan.mesh.devices()},
         "devices": devices,
-        "bytes": plan.bundle().map(|tensor| tensor.view.bytes().unwrap_or(0)).sum::<u64>(),
+        "bytes": plan.bundle().map(PlannedTensor::bytes).sum::<u64>(),
         "amplification": amplification_json(checkpoint, plan),
         "missing": names(&plan.missing),
         "unexpected": names(&plan.unexpected),
+        "holes": holes_json(&plan.holes),
+        "left_out": names(&plan.left_out),
         "warnings": plan.warnings,
-        "tensors": tensors,
     })
+}
+
+/// A tensor of a view as JSON.
+fn tensor_json(checkpoint: &Checkpoint, plan: &Plan, tensor: &PlannedTensor) -> Value {
+    let view = &tensor.view;
+    let mut sources = Vec::new();
+    view.for_each_source(&mut |source| sources.push(source.id));
+    sources.dedup();
+    let names: Vec<&str> = sources.iter().map(|id| checkpoint.tensor(*id).name).collect();
+    let mut row = json!({
+        "name": tensor.name,
+        "path": plan.path(tensor).join("/"),
+        "dtype": view.dtype().code(),
+        "shape": view.shape().extents(),
+        "bytes": view.bytes(),
+        "spec": plan.spec(tensor).to_json(view.shape().rank(), &plan.mesh),
+        "bundled": plan.is_bundled(tensor),
+        "sources": names,
+    });
+    if !tensor.logical.is_empty() {
+        row["logical"] = json!(tensor.logical);
+    }
+    if let Some(layers) = &tensor.layers {
+        row["layers"] = json!(&layers[..]);
+    }
+    row
+}
+
+/// A view of a report: its tensors are made while they are written, since there may be very many.
+#[derive(Debug)]
+pub struct ViewReport<'a> {
+    /// Name of the view; empty for the only one.
+    pub name: &'a str,
+    /// The view.
+    pub plan: &'a Plan,
+    /// Members that follow the tensors.
+    pub more: Map<String, Value>,
+}
+
+/// A whole report, to be written as JSON.
+#[derive(Debug)]
+pub struct Report<'a> {
+    checkpoint: &'a Checkpoint,
+    views: Vec<ViewReport<'a>>,
+    more: serde_json::Map<String, Value>,
+}
+
+impl<'a> Report<'a> {
+    /// A report of these views, and what else is to be said of all of them.
+    pub fn new(checkpoint: &'a Checkpoint, views: Vec<ViewReport<'a>>, more: serde_json::Map<String, Value>) -> Self {
+        Self { checkpoint, views, more }
+    }
+}
+
+/// A part of a report that is written as it is made.
+struct Written<F>(F);
+
+impl<V: Serialize, I: Iterator<Item = V>, F: Fn() -> I> Serialize for Written<F> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq((self.0)())
+    }
+}
+
+/// A view and the checkpoint that it is of.
+struct OfCheckpoint<'a>(&'a Checkpoint, &'a ViewReport<'a>);
+
+impl Serialize for OfCheckpoint<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Self(checkpoint, ViewReport { name, plan, more }) = self;
+        let mut map = serializer.serialize_map(None)?;
+        for (key, value) in view_json(checkpoint, name, plan).as_object().into_iter().flatten() {
+            map.serialize_entry(key, value)?;
+        }
+        let rows = || plan.tensors.iter().map(|tensor| tensor_json(checkpoint, plan, tensor));
+        map.serialize_entry("tensors", &Written(rows))?;
+        for (key, value) in more {
+            map.serialize_entry(key, value)?;
+        }
+        map.end()
+    }
+}
+
+impl Serialize for Report<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        for (key, value) in source_json(self.checkpoint).as_object().into_iter().flatten() {
+            map.serialize_entry(key, value)?;
+        }
+        let views = || self.views.iter().map(|view| OfCheckpoint(self.checkpoint, view));
+        map.serialize_entry("views", &Written(views))?;
+        for (key, value) in &self.more {
+            map.serialize_entry(key, value)?;
+        }
+        map.end()
+    }
 }
 
 fn experts_json(experts: Experts) -> Value {
@@ -443,6 +584,7 @@ fn quantization_json(quantization: &Quantization) -> Value {
         Quantization::Int4Packed { group } => json!({"scheme": "int4_packed", "group": group}),
         Quantization::Nvfp4 => json!({"scheme": "nvfp4"}),
         Quantization::CompressedTensors { format } => json!({"scheme": "compressed_tensors", "format": format}),
+        Quantization::Mlx { bits, group, mode } => json!({"scheme": "mlx", "bits": bits, "group": group, "mode": mode}),
         Quantization::Unknown { method } => json!({"scheme": "unknown", "method": method}),
     };
     // Whether a dtype can be asked for.
@@ -451,8 +593,8 @@ fn quantization_json(quantization: &Quantization) -> Value {
     row
 }
 
-/// The whole report as JSON.
-pub fn json<'a>(checkpoint: &Checkpoint, views: impl IntoIterator<Item = (&'a str, &'a Plan)>) -> Value {
+/// What is said of the source, as JSON.
+fn source_json(checkpoint: &Checkpoint) -> Value {
     let dialect = checkpoint.dialect();
     let dtypes: BTreeMap<&str, Value> = dialect
         .dtypes
@@ -500,7 +642,7 @@ pub fn json<'a>(checkpoint: &Checkpoint, views: impl IntoIterator<Item = (&'a st
             "bytes": dialect.bytes(),
         },
         "files": files,
-        "views": views.into_iter().map(|(name, plan)| view_json(checkpoint, name, plan)).collect::<Vec<_>>(),
+        "warnings": checkpoint.warnings(),
     })
 }
 

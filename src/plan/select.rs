@@ -4,12 +4,16 @@
 //! says so. That configuration also serves `hf/`, if it can tell the truth: a part that no configuration describes has no
 //! `hf/`, for a reason that is kept.
 
-use std::{collections::BTreeMap, ops::Range};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ops::Range,
+};
 
 use serde_json::{Map, Value, json};
 
 use super::{
-    family::{Family, Generic},
+    family::{Family, Generic, Words},
+    name_group::{NameGroup, fold},
     naming,
     pattern::Pattern,
     problem::{PlanError, Problem},
@@ -54,6 +58,12 @@ impl LayerRanges {
         self.0.iter().any(|range| range.contains(&layer))
     }
 
+    /// The first range, as typed, that names layers beyond the last of `count`.
+    fn beyond(&self, count: u64) -> Option<String> {
+        let out = |range: &&Range<u64>| range.start >= count || (range.end != u64::MAX && range.end > count);
+        self.0.iter().find(out).map(|range| Self(vec![range.clone()]).text())
+    }
+
     /// As [`LayerRanges::parse`] reads it.
     pub fn text(&self) -> String {
         let word = |range: &Range<u64>| {
@@ -86,7 +96,7 @@ pub struct Subset {
 impl Subset {
     /// Whether a tensor that is not there would be shown if it were.
     pub(super) fn wants(&self, name: &str) -> bool {
-        let words = Generic::load().map(|generic| generic.words).unwrap_or_default();
+        let words = Generic::load().expect("the file is in the program, and a test reads it").words;
         let layer = naming::parse(name, &words).layer;
         let any = |patterns: &[Pattern]| patterns.iter().any(|pattern| pattern.matches(name));
         let layers = self.layers.as_ref().zip(layer);
@@ -109,6 +119,16 @@ pub(super) struct Selected {
     pub(super) target_include: Vec<Pattern>,
     /// Patterns over names in the mount.
     pub(super) target_exclude: Vec<Pattern>,
+}
+
+impl Selected {
+    /// Names of the repository that are not wanted.
+    pub(super) fn left_out(&self, original: &Checkpoint) -> Vec<NameGroup> {
+        let Some(part) = &self.part else { return Vec::new() };
+        let kept: BTreeSet<TensorId> = part.tensors().map(|(id, _)| id).collect();
+        let names = original.tensors().filter(|(id, _)| !kept.contains(id)).map(|(_, info)| info.name);
+        fold(names, &[])
+    }
 }
 
 /// Words of names that belong to towers for images, video and sound.
@@ -141,7 +161,25 @@ pub(super) fn is_tower(name: &str) -> bool {
 
 /// Whether a name belongs to a predictor of further tokens that stands beside the layers.
 pub(super) fn is_predictor(name: &str) -> bool {
-    name.split('.').take(3).any(|word| matches!(word, "mtp" | "nextn" | "mtp_layers"))
+    name.split('.').take(3).any(|word| PREDICTORS.contains(&word))
+}
+
+/// Words of names that belong to a predictor of further tokens.
+const PREDICTORS: [&str; 3] = ["mtp", "nextn", "mtp_layers"];
+
+/// What a name is a part of: `visual.*`, `mtp.*`, or some layers, as in `model.layers.{4-7}.*`; or else the name. Numbers may be
+/// folded.
+pub(super) fn root(name: &str) -> String {
+    let is_number = |word: &str| word.starts_with(|c: char| c == '{' || c.is_ascii_digit());
+    let mut end = 0;
+    for (at, word) in name.split('.').enumerate() {
+        end += word.len() + usize::from(at > 0);
+        let is_part = at < 3 && (TOWERS.contains(&word) || PREDICTORS.contains(&word));
+        if (is_part || is_number(word)) && end < name.len() {
+            return format!("{}.*", &name[..end]);
+        }
+    }
+    name.to_owned()
 }
 
 /// Members of a configuration with one entry per layer.
@@ -178,7 +216,11 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
     let whole = if subset.source_renames.is_empty() {
         None
     } else {
-        let renamed = checkpoint.derived(None, None, |_, info| Some(rename::apply(&subset.source_renames, info.name)));
+        for (_, info) in checkpoint.tensors() {
+            rename::apply(&subset.source_renames, info.name)?;
+        }
+        let new = |name: &str| rename::apply(&subset.source_renames, name).expect("each name was checked just above");
+        let renamed = checkpoint.derived(None, None, |_, info| Some(new(info.name)));
         let renamed = renamed.map_err(|reasons| refused(reasons, "source_rename"))?;
         if scale_pairs(checkpoint) != scale_pairs(&renamed) {
             let reason = "takes the names of scales away from those of their quantized weights".to_owned();
@@ -231,6 +273,9 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
     if subset.layers.is_some() && text.is_none() {
         return Err(refused(vec!["the repository has no layers of a text model".to_owned()], "layers"));
     }
+    if let Some(reason) = beyond_the_last(base, subset, text.as_deref(), &words) {
+        return Err(refused(vec![reason], "layers"));
+    }
     if fate.iter().all(Option::is_none) {
         return Err(refused(vec!["no tensor is left".to_owned()], "include, exclude, layers"));
     }
@@ -270,6 +315,20 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
     Ok(selected)
 }
 
+/// Why the layers that are wanted cannot be had, if some are beyond the last.
+fn beyond_the_last(base: &Checkpoint, subset: &Subset, prefix: Option<&str>, words: &Words) -> Option<String> {
+    let (layers, prefix) = (subset.layers.as_ref()?, prefix?);
+    let found = base.tensors().filter_map(|(_, info)| {
+        let parsed = naming::parse(info.name, words);
+        parsed.layer.filter(|_| parsed.prefix == prefix)
+    });
+    let found = found.max().map_or(0, |last| last.saturating_add(1));
+    let count = found.max(base.dialect().declared_layers.unwrap_or(0));
+    let range = layers.beyond(count)?;
+    let last = count.saturating_sub(1);
+    Some(format!("{range}: there are {count} layers, 0 to {last}: expected ranges in 0..{count}"))
+}
+
 /// Quantized weights and their scales.
 fn scale_pairs(checkpoint: &Checkpoint) -> Vec<(TensorId, TensorId)> {
     match &checkpoint.dialect().quantization {
@@ -280,13 +339,14 @@ fn scale_pairs(checkpoint: &Checkpoint) -> Vec<(TensorId, TensorId)> {
         | Quantization::Int4Packed { .. }
         | Quantization::Nvfp4
         | Quantization::CompressedTensors { .. }
+        | Quantization::Mlx { .. }
         | Quantization::Unknown { .. } => Vec::new(),
     }
 }
 
 /// The prefix of the text model's layers.
 pub(super) fn text_prefix(checkpoint: &Checkpoint, family: Option<&Family>) -> Option<String> {
-    let words = Generic::load().ok()?.words;
+    let words = Generic::load().expect("the file is in the program, and a test reads it").words;
     let mut counts: BTreeMap<String, u64> = BTreeMap::new();
     for (_, info) in checkpoint.tensors() {
         let parsed = naming::parse(info.name, &words);
@@ -296,6 +356,29 @@ pub(super) fn text_prefix(checkpoint: &Checkpoint, family: Option<&Family>) -> O
         }
     }
     counts.into_iter().max_by_key(|(_, count)| *count).map(|(prefix, _)| prefix)
+}
+
+/// Words of the tensors of a layer that predicts further tokens.
+const PREDICTOR_WORDS: [&str; 6] = ["eh_proj", "enorm", "hnorm", "shared_head", "nextn", "mtp"];
+
+/// The prefix of the text model's layers, and the first of those after the last configured one, which predict further tokens
+/// (multi-token prediction) and are no part of the stack.
+pub(super) fn predicting(checkpoint: &Checkpoint, family: Option<&Family>) -> Option<(String, u64)> {
+    let words = Generic::load().expect("the file is in the program, and a test reads it").words;
+    let prefix = text_prefix(checkpoint, family)?;
+    let first = checkpoint.dialect().declared_layers?;
+    let config = checkpoint.config()?;
+    // There the number may be that of another stack.
+    if config.get("is_encoder_decoder").and_then(Value::as_bool) == Some(true) {
+        return None;
+    }
+    let is_known = family.is_some() || MTP_COUNTS.iter().any(|key| super::config_number(checkpoint, key) > Some(0));
+    let beyond = |name: &str| {
+        let parsed = naming::parse(name, &words);
+        parsed.prefix == prefix && parsed.layer.is_some_and(|layer| layer >= first)
+    };
+    let predicts = |name: &str| is_known || name.split('.').any(|word| PREDICTOR_WORDS.contains(&word));
+    checkpoint.tensors().any(|(_, info)| predicts(info.name) && beyond(info.name)).then_some((prefix, first))
 }
 
 fn renumbered(name: &str, layer: u64, number: u64) -> String {
@@ -356,7 +439,7 @@ fn cut_layers(
     let layers: Vec<u64> = layers.iter().copied().filter(|layer| *layer < declared).collect();
     let prefix = layers.iter().copied().eq(0..layers.len() as u64);
     if !prefix && !renumber {
-        let first = layers.first().copied().unwrap_or(0);
+        let first = layers.first().expect("no layers at all are the first ones");
         return Err(format!(
             "config.json cannot say which layers there are (the first is {first}): expected layers from 0 on, or renumbered"
         ));

@@ -48,14 +48,16 @@ pub enum AxisUse {
 
 /// What a mesh axis of this name does under [`Sharding::Auto`].
 pub fn axis_use(name: &str) -> AxisUse {
-    match name {
-        "expert" | "ep" => AxisUse::Expert,
-        "tensor" | "tp" => AxisUse::Tensor,
-        "fsdp" | "dp_shard" => AxisUse::FullyShard,
-        "data" | "replica" | "dp_replicate" | "dp" => AxisUse::Replicate,
-        _ => AxisUse::Unknown,
-    }
+    KNOWN_AXES.iter().find(|(names, _)| names.contains(&name)).map_or(AxisUse::Unknown, |(_, axis_use)| *axis_use)
 }
+
+/// Names of mesh axes that say what the axis does.
+pub(super) const KNOWN_AXES: [(&[&str], AxisUse); 4] = [
+    (&["expert", "ep"], AxisUse::Expert),
+    (&["tensor", "tp"], AxisUse::Tensor),
+    (&["fsdp", "dp_shard"], AxisUse::FullyShard),
+    (&["data", "replica", "dp_replicate", "dp"], AxisUse::Replicate),
+];
 
 fn auto(roles: &Roles, rank: usize, mesh: &Mesh) -> Spec {
     let mut spec = Spec::replicated();

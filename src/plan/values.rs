@@ -67,6 +67,7 @@ impl<'a> Values<'a> {
             | Quantization::Int4Packed { .. }
             | Quantization::Nvfp4
             | Quantization::CompressedTensors { .. }
+            | Quantization::Mlx { .. }
             | Quantization::Unknown { .. } => None,
         }
     }
@@ -109,6 +110,7 @@ impl<'a> Values<'a> {
             | Quantization::Int4Packed { .. }
             | Quantization::Nvfp4
             | Quantization::CompressedTensors { .. }
+            | Quantization::Mlx { .. }
             | Quantization::Unknown { .. } => false,
         }
     }
@@ -126,6 +128,7 @@ impl<'a> Values<'a> {
             Quantization::Int4Packed { .. } => "int4 pack-quantized".to_owned(),
             Quantization::Nvfp4 => "nvfp4".to_owned(),
             Quantization::CompressedTensors { format } => format!("compressed-tensors {format}"),
+            quantization @ Quantization::Mlx { .. } => quantization.to_string(),
             Quantization::Unknown { method } => method.clone(),
         };
         Some(Problem::Quantization { scheme })

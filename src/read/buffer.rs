@@ -6,14 +6,17 @@
 use std::{
     fmt,
     ops::{Deref, DerefMut},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
 };
 
 use memmap2::{Advice, MmapMut};
 
 /// Buffers from half of this on are mapped, in multiples of it.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
-/// Smaller buffers are allocated in multiples of this, so that nearby sizes recycle.
+/// Smaller buffers are allocated in multiples of this, so that nearby sizes recycle; those smaller than this as they are.
 const STEP_BYTES: usize = 64 << 10;
 
 enum Memory {
@@ -30,7 +33,8 @@ impl Memory {
             let _ = map.advise(Advice::HugePage);
             return Self::Mapped(map);
         }
-        Self::Allocated(vec![0; len.next_multiple_of(STEP_BYTES)].into_boxed_slice())
+        let rounded = if len < STEP_BYTES { len } else { len.next_multiple_of(STEP_BYTES) };
+        Self::Allocated(vec![0; rounded].into_boxed_slice())
     }
 
     fn bytes(&self) -> &[u8] {
@@ -60,6 +64,8 @@ struct Kept {
 #[derive(Clone)]
 pub(super) struct BufferPool {
     kept: Arc<Mutex<Kept>>,
+    /// Bytes of buffers that were taken and are not back.
+    taken_bytes: Arc<AtomicUsize>,
     kept_bytes_max: usize,
 }
 
@@ -73,7 +79,17 @@ pub(super) struct Buffer {
 impl BufferPool {
     /// A pool that keeps at most `kept_bytes_max` bytes of unused buffers.
     pub(super) fn new(kept_bytes_max: usize) -> Self {
-        Self { kept: Arc::default(), kept_bytes_max }
+        Self { kept: Arc::default(), taken_bytes: Arc::default(), kept_bytes_max }
+    }
+
+    /// Bytes of unused buffers.
+    pub(super) fn kept_bytes(&self) -> usize {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner).bytes
+    }
+
+    /// Bytes of buffers in use, tiles included.
+    pub(super) fn taken_bytes(&self) -> usize {
+        self.taken_bytes.load(Ordering::Relaxed)
     }
 
     /// Frees the unused buffers if none was taken since the last call.
@@ -96,13 +112,23 @@ impl BufferPool {
         let memory = kept.memory.iter().rposition(fits).map(|at| kept.memory.remove(at));
         kept.bytes -= memory.as_ref().map_or(0, |memory| memory.bytes().len());
         drop(kept);
-        Buffer { memory: Some(memory.unwrap_or_else(|| Memory::new(len))), len, pool: self.clone() }
+        let memory = memory.unwrap_or_else(|| Memory::new(len));
+        self.taken_bytes.fetch_add(memory.bytes().len(), Ordering::Relaxed);
+        Buffer { memory: Some(memory), len, pool: self.clone() }
+    }
+}
+
+impl Buffer {
+    /// Bytes of memory that it takes, which may be more than it has.
+    pub(super) fn memory_bytes(&self) -> usize {
+        self.memory.as_ref().map_or(0, |memory| memory.bytes().len())
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
         let Some(memory) = self.memory.take() else { return };
+        self.pool.taken_bytes.fetch_sub(memory.bytes().len(), Ordering::Relaxed);
         let mut kept = self.pool.kept.lock().unwrap_or_else(PoisonError::into_inner);
         if kept.bytes + memory.bytes().len() <= self.pool.kept_bytes_max {
             kept.bytes += memory.bytes().len();
@@ -168,5 +194,11 @@ mod tests {
         pool.settle();
         assert_eq!(kept_bytes(), 0);
         assert_eq!(pool.take(1 << 20).len(), 1 << 20);
+        let pool = BufferPool::new(0);
+        for (len, memory_bytes) in [(40, 40), (70 << 10, 128 << 10), ((1 << 20) + 1, 2 << 20)] {
+            let held = pool.take(len);
+            assert_eq!((held.memory_bytes(), pool.taken_bytes()), (memory_bytes, memory_bytes));
+        }
+        assert_eq!((pool.taken_bytes(), pool.kept_bytes()), (0, 0));
     }
 }

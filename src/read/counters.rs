@@ -48,7 +48,9 @@ pub struct Counters {
     pub blank_files: AtomicU64,
     /// Reads that failed.
     pub failed_reads: AtomicU64,
-    /// Of these, reads and opens that failed because storage gave no answer in time.
+    /// Opens that failed because of a source.
+    pub failed_opens: AtomicU64,
+    /// Of both, those that failed because storage gave no answer in time.
     pub stalled_reads: AtomicU64,
 }
 

@@ -16,14 +16,16 @@ use super::{
     buffer::BufferPool,
     counters::{Counters, Path, add},
     stream::Streams,
-    tile::{Tile, TileCache, TileKey},
+    tile::{Ask, Tile, TileCache, TileKey, TileRoom},
     worker::Workers,
 };
 use crate::{
-    checkpoint::{Checkpoint, TensorInfo},
+    checkpoint::{Checkpoint, TensorInfo, printable},
     image::{FileImage, Segment},
     source::{ByteSpan, FileId, Source},
-    tensor::{BlockScale, Decode, Gather, Origin, Piece, Share, Stores, Tiling, fill, gather::Loop, gather_with},
+    tensor::{
+        BlockScale, Decode, Gather, Origin, Piece, Share, Stores, Tiling, fill, gather::Loop, gather_with, to_usize,
+    },
 };
 
 /// Smallest tile, a huge page. Conversions of less than a megabyte at a time leave caches and vectors cold.
@@ -39,25 +41,28 @@ const RUN_BYTES_MIN: u64 = 4096;
 const RUNS_AHEAD_BYTES: u64 = 8 << 20;
 /// Source bytes between two that are wanted, from which on they are not asked for in one. The kernel reads over smaller gaps anyway.
 const GAP_BYTES: u64 = 256 << 10;
-/// Bytes of unused buffers that are kept at least, a few for each thread; large tiles need more.
-const BUFFERS_BYTES_MIN: usize = 32 << 20;
 /// A thread that has waited so long for storage is replaced meanwhile.
 const SLOW: Duration = Duration::from_millis(500);
-/// Source bytes that one piece may span where they must be read into memory first.
-const WINDOW_BYTES_MAX: u64 = 16 << 20;
+/// Where source bytes must be read into memory first, one piece may span this part of a thread's buffers, and more where most of
+/// the span is used.
+const WINDOW_PART: u64 = 4;
 
 /// Limits of the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EngineOptions {
-    /// Bytes of transformed data kept.
+    /// Bytes of transformed data: of tiles, those being computed included, and of materialized and pre-zeroed files.
     pub tile_cache_bytes: usize,
+    /// Bytes of unused buffers that are kept.
+    pub spare_buffer_bytes: usize,
+    /// Bytes of source data that a thread may read into memory of its own at once.
+    pub thread_buffer_bytes: usize,
     /// Threads that compute ahead of sequential readers.
     pub workers: usize,
 }
 
 impl Default for EngineOptions {
     fn default() -> Self {
-        Self { tile_cache_bytes: 256 << 20, workers: 2 }
+        Self { tile_cache_bytes: 256 << 20, spare_buffer_bytes: 64 << 20, thread_buffer_bytes: 64 << 20, workers: 2 }
     }
 }
 
@@ -173,7 +178,7 @@ impl Engine {
         Self {
             checkpoint,
             cache: TileCache::new(options.tile_cache_bytes),
-            buffers: BufferPool::new((options.tile_cache_bytes / 4).max(BUFFERS_BYTES_MIN)),
+            buffers: BufferPool::new(options.spare_buffer_bytes),
             workers: Workers::new(options.workers),
             counters: Counters::default(),
             options,
@@ -245,7 +250,7 @@ impl Engine {
         self.source().check_path(file).map_err(|error| ReadError::Changed { error })
     }
 
-    /// Bytes of transformed data held now.
+    /// Bytes of tiles held now, those being computed included.
     pub fn cached_bytes(&self) -> usize {
         self.cache.bytes()
     }
@@ -258,6 +263,26 @@ impl Engine {
     /// Bytes of blank files held now.
     pub fn blank_bytes(&self) -> usize {
         self.cache.spare_bytes()
+    }
+
+    /// Bytes of unused buffers held now.
+    pub fn spare_buffer_bytes(&self) -> usize {
+        self.buffers.kept_bytes()
+    }
+
+    /// Bytes of buffers in use now, beside those that tiles are in.
+    pub fn thread_buffer_bytes(&self) -> usize {
+        self.buffers.taken_bytes().saturating_sub(self.cache.bytes())
+    }
+
+    /// Bytes of memory that dropped files take now because programs still map them.
+    pub fn dropped_bytes(&self) -> usize {
+        self.cache.dropped_bytes()
+    }
+
+    /// Notes how much memory dropped files take: there is that much less for others.
+    pub fn set_dropped_bytes(&self, bytes: usize) {
+        self.cache.set_dropped_bytes(bytes);
     }
 
     /// Drops what is kept of a file that will not be read again under this [`OpenFile`].
@@ -326,7 +351,7 @@ impl Engine {
         if let Some(result) = lent {
             return result.map_err(changed);
         }
-        let mut buffer = self.buffers.take(usize::try_from(len).unwrap_or(0));
+        let mut buffer = self.buffers.take(to_usize(len));
         source.read_into(file, start, &mut buffer).map_err(changed)?;
         source.check(file).map_err(changed)?;
         count();
@@ -356,6 +381,7 @@ impl Engine {
             self.count_failure(error);
             // A stall was logged by the source, and the file will be good again.
             if !error.is_stall() && !file.failed.swap(true, Ordering::Relaxed) {
+                let error = printable(&error.to_string()).into_owned();
                 tracing::error!(file = file.name, start, end, "read failed: {error}");
             }
         }
@@ -371,7 +397,7 @@ impl Engine {
         if spans.next().is_none() {
             return self.read_within(file, segment, low, high, reply);
         }
-        let mut buffer = self.buffers.take(usize::try_from(end - start).unwrap_or(0));
+        let mut buffer = self.buffers.take(to_usize(end - start));
         let mut at = 0;
         for (segment, low, high) in file.image.spans(start, end) {
             let mut part = |bytes: &[u8]| {
@@ -415,13 +441,13 @@ impl Engine {
         reply: &mut dyn FnMut(&[u8]),
     ) -> Result<(), ReadError> {
         if let Segment::Bytes(bytes) = &file.image.segments()[segment] {
-            let (from, to) = (usize::try_from(low).unwrap_or(0), usize::try_from(high).unwrap_or(0));
+            let (from, to) = (to_usize(low), to_usize(high));
             self.counters.serve(Path::Made, high - low);
             reply(&bytes[from..to]);
             return Ok(());
         }
         if let Segment::Spaces(_) = &file.image.segments()[segment] {
-            let mut buffer = self.buffers.take(usize::try_from(high - low).unwrap_or(0));
+            let mut buffer = self.buffers.take(to_usize(high - low));
             buffer.fill(b' ');
             self.counters.serve(Path::Made, high - low);
             reply(&buffer);
@@ -500,7 +526,9 @@ impl Engine {
 
     fn prepare(&self, file: &OpenFile, segment: usize) -> Result<Arc<Prepared>, ReadError> {
         let prepared = file.tilings[segment].get_or_init(|| {
-            let Segment::View(view) = &file.image.segments()[segment] else { return Err(ReadError::Panicked) };
+            let Segment::View(view) = &file.image.segments()[segment] else {
+                return Err(ReadError::Internal { what: "only a view is lowered" });
+            };
             let tiling = view.lower().map_err(|error| ReadError::Tiling { error })?;
             let start = file.image.start_of(segment);
             let grid = is_made(&tiling).then(|| self.grid(&tiling, start));
@@ -564,12 +592,12 @@ impl Engine {
     ) -> Result<(), ReadError> {
         let unit = tiling.unit_bytes();
         let (first, last) = (low / unit, high.div_ceil(unit));
-        let mut buffer = self.buffers.take(usize::try_from((last - first) * unit).unwrap_or(0));
+        let mut buffer = self.buffers.take(to_usize((last - first) * unit));
         let mut touched = Touched::new();
         self.fill_span(tiling, first, last, &mut buffer, &mut touched, How::cached(path))?;
         self.check_touched(&touched)?;
-        let skip = usize::try_from(low - first * unit).unwrap_or(0);
-        let len = usize::try_from(high - low).unwrap_or(0);
+        let skip = to_usize(low - first * unit);
+        let len = to_usize(high - low);
         self.counters.serve(path, high - low);
         reply(&buffer[skip..skip + len]);
         Ok(())
@@ -595,7 +623,7 @@ impl Engine {
         if first == last {
             return self.read_tile(file, segment, prepared, grid, first, low, high, reply);
         }
-        let mut buffer = self.buffers.take(usize::try_from(high - low).unwrap_or(0));
+        let mut buffer = self.buffers.take(to_usize(high - low));
         let mut at = 0;
         for index in first..=last {
             let (start, end) = grid.span(index, prepared.tiling.len_units());
@@ -624,12 +652,18 @@ impl Engine {
     ) -> Result<(), ReadError> {
         let unit = prepared.tiling.unit_bytes();
         let (start, end) = grid.span(index, prepared.tiling.len_units());
-        if !self.cache.admits(&tile_key(file, segment, index), (end - start) * unit) {
+        let key = tile_key(file, segment, index);
+        let bytes = usize::try_from((end - start) * unit).unwrap_or(usize::MAX);
+        let compute = |room| self.compute(&prepared.tiling, grid, index, room);
+        let give_up = || self.stall(file);
+        let Some(outcome) = self.cache.get(key, Ask::Wanted, bytes, &self.counters, &give_up, compute) else {
             add(&self.counters.tile_bypasses, 1);
             return self.read_alone(&prepared.tiling, low, high, Path::Tiles, reply);
-        }
-        let tile = self.tile(file, segment, prepared, grid, index)?;
-        let place = |byte: u64| usize::try_from(byte - start * unit).unwrap_or(0);
+        };
+        let tile = outcome?;
+        // It may have been made long ago.
+        self.check_touched(&tile.files).inspect_err(|_| self.cache.forget(&key))?;
+        let place = |byte: u64| to_usize(byte - start * unit);
         let (from, to) = (place(low), place(high));
         self.counters.serve(Path::Tiles, high - low);
         reply(&tile.bytes[from..to]);
@@ -646,32 +680,14 @@ impl Engine {
         }
     }
 
-    /// The tile, from the cache or computed; its sources are checked in either case.
-    fn tile(
-        &self,
-        file: &OpenFile,
-        segment: usize,
-        prepared: &Prepared,
-        grid: Grid,
-        index: u64,
-    ) -> Result<Arc<Tile>, ReadError> {
-        let key = tile_key(file, segment, index);
-        let compute = || self.compute(&prepared.tiling, grid, index);
-        let Some(outcome) = self.cache.get(key, false, &self.counters, &|| self.stall(file), compute) else {
-            return Err(ReadError::Panicked);
-        };
-        let tile = outcome?;
-        self.check_touched(&tile.files).inspect_err(|_| self.cache.forget(&key))?;
-        Ok(tile)
-    }
-
-    fn compute(&self, tiling: &Tiling, grid: Grid, index: u64) -> Result<Tile, ReadError> {
+    fn compute(&self, tiling: &Tiling, grid: Grid, index: u64, mut room: TileRoom) -> Result<Tile, ReadError> {
         let (first, last) = grid.span(index, tiling.len_units());
-        let mut bytes = self.buffers.take(usize::try_from((last - first) * tiling.unit_bytes()).unwrap_or(0));
+        let mut bytes = self.buffers.take(to_usize((last - first) * tiling.unit_bytes()));
+        room.resize(bytes.memory_bytes());
         let mut files = Touched::new();
         self.fill_span(tiling, first, last, &mut bytes, &mut files, How::cached(Path::Tiles))?;
         self.check_touched(&files)?;
-        Ok(Tile { bytes, files, ahead: AtomicBool::new(false), served: AtomicU64::new(0) })
+        Ok(Tile { bytes, room, files, ahead: AtomicBool::new(false), served: AtomicU64::new(0) })
     }
 
     /// Fills `target`, which is for units `first..last` of a tiling, with those that are asked for, and says how many they are.
@@ -693,7 +709,7 @@ impl Engine {
             made += piece.units();
             match piece.origin {
                 Origin::Fill { bytes } => {
-                    fill(&bytes[..usize::try_from(unit).unwrap_or(8)], &piece.loops, piece.start - first, target);
+                    fill(&bytes[..to_usize(unit)], &piece.loops, piece.start - first, target);
                 }
                 Origin::Tensor { .. } => result = self.gather_piece(tiling, &piece, first, target, touched, how),
             }
@@ -753,7 +769,9 @@ impl Engine {
     ) -> Result<(), ReadError> {
         let hull: u64 = job.loops.iter().map(|l| (l.extent - 1) * l.source_stride).sum::<u64>() + 1;
         let window = ByteSpan::of_len(job.source_offset * job.source_bytes, hull * job.source_bytes);
-        let Some(span) = window.and_then(|window| info.span.slice(window)) else { return Err(ReadError::Panicked) };
+        let Some(span) = window.and_then(|window| info.span.slice(window)) else {
+            return Err(ReadError::Internal { what: "a piece leaves its tensor" });
+        };
         let used: u64 = job.loops.iter().map(|l| l.extent).product::<u64>() * job.source_bytes;
         if 2 * used < span.len() {
             // The pages between hold what other tiles need.
@@ -764,7 +782,8 @@ impl Engine {
             return result.map_err(|error| ReadError::source(info, span, error));
         }
         // A window is worth reading whole if it is small, or mostly used and not too large.
-        let few_bytes = (4 * used).clamp(WINDOW_BYTES_MAX, 4 * WINDOW_BYTES_MAX);
+        let most_bytes = self.options.thread_buffer_bytes as u64;
+        let few_bytes = (4 * used).clamp(most_bytes / WINDOW_PART, most_bytes);
         let outer = job.loops.iter().enumerate().max_by_key(|(_, l)| l.source_stride);
         match outer {
             Some((at, outer)) if outer.extent > 1 && span.len() > few_bytes => {
@@ -790,7 +809,7 @@ impl Engine {
         if let Some(result) = self.source().with_map(info.file, span, work) {
             return result.map_err(failed);
         }
-        let mut buffer = self.buffers.take(usize::try_from(span.len()).unwrap_or(0));
+        let mut buffer = self.buffers.take(to_usize(span.len()));
         self.source().read_into(info.file, span.start(), &mut buffer).map_err(failed)?;
         work(&buffer);
         Ok(())
@@ -836,9 +855,11 @@ impl Engine {
                     if !awaited || !fits {
                         return;
                     }
-                    let compute = || engine.compute(&prepared.tiling, grid, index);
+                    let compute = |room| engine.compute(&prepared.tiling, grid, index, room);
+                    let (key, bytes) = (tile_key(&file, segment, index), usize::try_from(high - low));
                     // A failure here is not reported: the reader who needs the tile meets it again.
-                    drop(engine.cache.get(tile_key(&file, segment, index), true, &engine.counters, &|| None, compute));
+                    let bytes = bytes.unwrap_or(usize::MAX);
+                    drop(engine.cache.get(key, Ask::Ahead, bytes, &engine.counters, &|| None, compute));
                 });
             }
         }
@@ -894,5 +915,5 @@ pub(super) fn is_made(tiling: &Tiling) -> bool {
 }
 
 fn tile_key(file: &OpenFile, segment: usize, index: u64) -> TileKey {
-    TileKey { file: file.key, segment: u32::try_from(segment).unwrap_or(u32::MAX), index }
+    TileKey { file: file.key, segment: u32::try_from(segment).expect("a file has fewer than 2^32 segments"), index }
 }

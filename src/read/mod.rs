@@ -66,9 +66,23 @@ pub enum ReadError {
     /// The computation panicked: an error in this program, logged where it happened.
     #[error("the computation of these bytes panicked")]
     Panicked,
+    /// What cannot be is: an error in this program.
+    #[error("internal error: {what}")]
+    Internal {
+        /// What should hold and does not.
+        what: &'static str,
+    },
 }
 
 impl ReadError {
+    /// What a source said, if it is the cause.
+    pub fn source_error(&self) -> Option<&SourceError> {
+        match self {
+            Self::Source { error, .. } | Self::Changed { error } => Some(error),
+            Self::Tiling { .. } | Self::Panicked | Self::Internal { .. } => None,
+        }
+    }
+
     fn source(info: &TensorInfo<'_>, span: ByteSpan, error: SourceError) -> Self {
         Self::Source { tensor: info.name.to_owned(), span, error }
     }
@@ -77,7 +91,7 @@ impl ReadError {
     pub fn is_stall(&self) -> bool {
         match self {
             Self::Source { error, .. } | Self::Changed { error } => matches!(error, SourceError::Stalled { .. }),
-            Self::Tiling { .. } | Self::Panicked => false,
+            Self::Tiling { .. } | Self::Panicked | Self::Internal { .. } => false,
         }
     }
 }

@@ -24,7 +24,7 @@ use half::{bf16, f16};
 use lru::LruCache;
 use smallvec::SmallVec;
 
-use crate::tensor::{DType, Op, Shape, SourceTensor, TensorId, View};
+use crate::tensor::{DType, Op, Shape, SourceTensor, TensorId, View, to_usize};
 
 /// Bytes fetched at once.
 const BLOCK_BYTES: u64 = 64 << 10;
@@ -159,7 +159,7 @@ impl<'a> Evaluator<'a> {
         let end = if span.is_empty() { first } else { (span.end * 8).div_ceil(width) };
         // Bits that a narrow first element has in the byte before the span, or a wide one in several: dropped.
         let mut early_bits = span.start * 8 - first * width;
-        let wanted = usize::try_from(span.end - span.start).unwrap_or(usize::MAX);
+        let wanted = to_usize(span.end - span.start);
         let mut bytes = Vec::new();
         let (mut pending, mut pending_bits) = (0u128, 0);
         for number in first..end {

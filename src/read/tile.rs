@@ -7,6 +7,9 @@
 //! Many readers at once, each in the middle of its own tile, may want more than the limit. Dropping the least recently used
 //! tile then drops the one wanted next, and everything is computed again and again. Hence whoever plans tiles or computes
 //! ahead asks first how much is in use, and a reader who finds no room for a tile computes only what it asked for.
+//!
+//! The limit holds for the memory of tiles from before they are computed until the last reader lets go of them: each has its
+//! [`TileRoom`] all that time.
 
 use std::{
     collections::HashMap,
@@ -48,10 +51,48 @@ pub(super) struct TileKey {
     pub(super) index: u64,
 }
 
+/// Memory of one tile, which counts against the limit until this is dropped.
+#[derive(Debug)]
+pub(super) struct TileRoom {
+    held: Arc<AtomicUsize>,
+    bytes: usize,
+}
+
+impl TileRoom {
+    fn new(held: &Arc<AtomicUsize>, bytes: usize) -> Self {
+        held.fetch_add(bytes, Ordering::Relaxed);
+        Self { held: Arc::clone(held), bytes }
+    }
+
+    /// Sets how many bytes it really is.
+    pub(super) fn resize(&mut self, bytes: usize) {
+        self.held.fetch_add(bytes, Ordering::Relaxed);
+        self.held.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.bytes = bytes;
+    }
+}
+
+impl Drop for TileRoom {
+    fn drop(&mut self) {
+        self.held.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+/// Why a tile is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ask {
+    /// A reader wants part of it.
+    Wanted,
+    /// Somebody may want it next.
+    Ahead,
+}
+
 /// Computed bytes.
 #[derive(Debug)]
 pub(super) struct Tile {
     pub(super) bytes: Buffer,
+    /// Its memory.
+    pub(super) room: TileRoom,
     /// Source files that the bytes were made from.
     pub(super) files: SmallVec<[FileId; 2]>,
     /// Whether it was computed ahead and nobody has asked for it yet.
@@ -77,13 +118,14 @@ struct Inner {
     handed_out: LruCache<TileKey, Instant>,
     /// Tiles that were not computed for want of room, and when somebody last wanted them.
     refused: LruCache<TileKey, Instant>,
+    /// Memory of the tiles in `tiles`.
     bytes: usize,
 }
 
 impl Inner {
     fn bytes_in_use(&self) -> usize {
         let recent = self.tiles.iter().take_while(|(_, (_, used))| used.elapsed() < IN_USE);
-        recent.map(|(_, (tile, _))| tile.bytes.len()).sum()
+        recent.map(|(_, (tile, _))| tile.room.bytes).sum()
     }
 
     /// Takes out the tiles least recently used until no more than `bytes` are held.
@@ -91,7 +133,7 @@ impl Inner {
         let mut dropped = Vec::new();
         while self.bytes > bytes {
             let Some((_, (old, _))) = self.tiles.pop_lru() else { break };
-            self.bytes -= old.bytes.len();
+            self.bytes -= old.room.bytes;
             dropped.push(old);
         }
         dropped
@@ -103,6 +145,10 @@ impl Inner {
 pub(super) struct TileCache {
     inner: Mutex<Inner>,
     bytes_max: usize,
+    /// Memory of all tiles: those here, those being computed, and those that readers still hold.
+    held: Arc<AtomicUsize>,
+    /// Memory of files that were dropped and that programs still map. It is nobody's reservation.
+    dropped: AtomicUsize,
     /// Bytes of `bytes_max` that are not for tiles now.
     reserved: Arc<AtomicUsize>,
     /// Of these, bytes that nothing is in yet.
@@ -144,18 +190,45 @@ impl Drop for Landing<'_> {
 }
 
 impl TileCache {
-    /// A cache of at most `bytes_max` bytes, not counting tiles that readers still hold.
+    /// A cache of at most `bytes_max` bytes.
     pub(super) fn new(bytes_max: usize) -> Self {
         // The limit is in bytes; the map's own limit must never bind.
         let remembered = || LruCache::new(REMEMBERED_MAX);
         let (tiles, handed_out, refused) = (LruCache::unbounded(), remembered(), remembered());
         let inner = Inner { tiles, flights: HashMap::new(), handed_out, refused, bytes: 0 };
-        Self { inner: Mutex::new(inner), bytes_max, reserved: Arc::default(), spare: Arc::default() }
+        Self {
+            inner: Mutex::new(inner),
+            bytes_max,
+            held: Arc::default(),
+            dropped: AtomicUsize::new(0),
+            reserved: Arc::default(),
+            spare: Arc::default(),
+        }
     }
 
     /// What is left for tiles.
     fn tile_bytes_max(&self) -> usize {
-        self.bytes_max.saturating_sub(self.reserved.load(Ordering::Relaxed))
+        self.bytes_max.saturating_sub(self.reserved_bytes() + self.dropped_bytes())
+    }
+
+    /// Memory of tiles that are not here: those being computed, and those that only readers still hold.
+    fn loose_bytes(&self, inner: &Inner) -> usize {
+        self.held.load(Ordering::Relaxed).saturating_sub(inner.bytes)
+    }
+
+    /// Memory of tiles that cannot be had for others.
+    fn tile_bytes_in_use(&self, inner: &Inner) -> usize {
+        inner.bytes_in_use() + self.loose_bytes(inner)
+    }
+
+    /// Notes how much memory dropped files take that programs still map.
+    pub(super) fn set_dropped_bytes(&self, bytes: usize) {
+        self.dropped.store(bytes, Ordering::Relaxed);
+    }
+
+    /// As noted.
+    pub(super) fn dropped_bytes(&self) -> usize {
+        self.dropped.load(Ordering::Relaxed)
     }
 
     /// Most bytes that may be reserved at once: a quarter is always left for tiles.
@@ -167,12 +240,13 @@ impl TileCache {
     pub(super) fn reserve(&self, bytes: usize) -> Option<Reservation> {
         let mut inner = self.lock();
         // Reservations are only made under the lock, so what is found here can only shrink.
-        let reserved = self.reserved.load(Ordering::Relaxed).checked_add(bytes)?;
-        if reserved > self.reservable_bytes() || inner.bytes_in_use().checked_add(reserved)? > self.bytes_max {
+        let taken = (self.reserved_bytes() + self.dropped_bytes()).checked_add(bytes)?;
+        if taken > self.reservable_bytes() || self.tile_bytes_in_use(&inner).checked_add(taken)? > self.bytes_max {
             return None;
         }
         self.reserved.fetch_add(bytes, Ordering::Relaxed);
-        let dropped = inner.drop_until(self.bytes_max - reserved);
+        let others = (self.bytes_max - taken).saturating_sub(self.loose_bytes(&inner));
+        let dropped = inner.drop_until(others);
         drop(inner);
         drop(dropped);
         Some(Reservation { reserved: Arc::clone(&self.reserved), spare: None, bytes })
@@ -181,8 +255,8 @@ impl TileCache {
     /// Takes room that nothing else has, not even a tile that nobody uses.
     pub(super) fn reserve_spare(&self, bytes: usize) -> Option<Reservation> {
         let inner = self.lock();
-        let reserved = self.reserved.load(Ordering::Relaxed).checked_add(bytes)?;
-        if reserved > self.reservable_bytes() || inner.bytes.checked_add(reserved)? > self.bytes_max {
+        let taken = (self.reserved_bytes() + self.dropped_bytes()).checked_add(bytes)?;
+        if taken > self.reservable_bytes() || self.held.load(Ordering::Relaxed).checked_add(taken)? > self.bytes_max {
             return None;
         }
         self.reserved.fetch_add(bytes, Ordering::Relaxed);
@@ -201,9 +275,9 @@ impl TileCache {
         inner.tiles.contains(key) || inner.flights.contains_key(key)
     }
 
-    /// Bytes of tiles held.
+    /// Memory of all tiles, those being computed included.
     pub(super) fn bytes(&self) -> usize {
-        self.lock().bytes
+        self.held.load(Ordering::Relaxed)
     }
 
     /// Bytes reserved now.
@@ -219,24 +293,7 @@ impl TileCache {
     /// Bytes not to be had for more tiles: those of tiles that lately were computed or asked for, and were not handed out
     /// whole since, and those reserved.
     pub(super) fn bytes_in_use(&self) -> usize {
-        self.lock().bytes_in_use() + self.reserved_bytes()
-    }
-
-    /// Whether a reader should have the whole tile computed, if it is not there: only if it can be kept without dropping one
-    /// that is in use. Who was refused is refused for as long as a tile stays in use: part of it was served meanwhile.
-    pub(super) fn admits(&self, key: &TileKey, bytes: u64) -> bool {
-        let mut inner = self.lock();
-        if inner.tiles.contains(key) || inner.flights.contains_key(key) {
-            return true;
-        }
-        let lately = inner.refused.peek(key).is_some_and(|refused| refused.elapsed() < IN_USE);
-        let admitted = !lately && inner.bytes_in_use() as u64 + bytes <= self.tile_bytes_max() as u64;
-        if admitted {
-            inner.refused.pop(key);
-        } else {
-            inner.refused.put(*key, Instant::now());
-        }
-        admitted
+        self.tile_bytes_in_use(&self.lock()) + self.reserved_bytes() + self.dropped_bytes()
     }
 
     /// Whether a tile can be kept without dropping one that is in use.
@@ -249,18 +306,22 @@ impl TileCache {
         self.has_room(bytes.saturating_add(self.tile_bytes_max() as u64 / 2))
     }
 
-    /// The tile `key`: from the cache, from a computation under way, or computed now by `compute`. `ahead` marks a
-    /// computation that nobody asked for; it then returns at once if another is under way or the tile was just handed out.
+    /// The tile `key`, whose bytes take `bytes` of memory: from the cache, from a computation under way, or computed now by
+    /// `compute`. Nothing, if it would have to be computed and there is no room: other tiles are in use. A refused reader is
+    /// refused for as long as a tile stays in use: part of it was served meanwhile. What is asked for ahead is refused too if
+    /// another computes it, or if all of it was handed out just now.
     /// Whoever waits for a computation asks `give_up` now and then whether to wait no longer, and why.
     pub(super) fn get(
         &self,
         key: TileKey,
-        ahead: bool,
+        ask: Ask,
+        bytes: usize,
         counters: &Counters,
         give_up: &dyn Fn() -> Option<ReadError>,
-        compute: impl FnOnce() -> Result<Tile, ReadError>,
+        compute: impl FnOnce(TileRoom) -> Result<Tile, ReadError>,
     ) -> Option<Outcome> {
-        let flight = {
+        let ahead = ask == Ask::Ahead;
+        let (flight, room, dropped) = {
             let mut inner = self.lock();
             if let Some((tile, used)) = inner.tiles.get_mut(&key) {
                 *used = Instant::now();
@@ -280,17 +341,32 @@ impl TileCache {
                 add(&counters.tile_waits, 1);
                 return Some(wait(&flight, give_up));
             }
-            // Who reads ahead of a reader may come late.
+            // A job for a reader to come may run late.
             if ahead && inner.handed_out.peek(&key).is_some_and(|then| then.elapsed() < IN_USE) {
                 return None;
             }
+            let fits = self.tile_bytes_in_use(&inner).saturating_add(bytes) <= self.tile_bytes_max();
+            let lately = inner.refused.peek(&key).is_some_and(|refused| refused.elapsed() < IN_USE);
+            if !fits || !ahead && lately {
+                if !ahead {
+                    inner.refused.put(key, Instant::now());
+                }
+                return None;
+            }
+            inner.refused.pop(&key);
+            let room = TileRoom::new(&self.held, bytes);
+            let others = self.tile_bytes_max().saturating_sub(self.loose_bytes(&inner));
+            let dropped = inner.drop_until(others);
             let flight = Arc::new(Flight::default());
             inner.flights.insert(key, Arc::clone(&flight));
-            flight
+            (flight, room, dropped)
         };
+        add(&counters.tile_evictions, dropped.len() as u64);
+        // Their buffers are there for this one.
+        drop(dropped);
         add(if ahead { &counters.prefetched } else { &counters.tile_misses }, 1);
         let mut landing = Landing { cache: self, key, flight, outcome: None };
-        let outcome = compute().map(Arc::new);
+        let outcome = compute(room).map(Arc::new);
         if let Ok(tile) = &outcome {
             tile.ahead.store(ahead, Ordering::Relaxed);
             self.keep(key, tile, counters);
@@ -301,14 +377,13 @@ impl TileCache {
     }
 
     fn keep(&self, key: TileKey, tile: &Arc<Tile>, counters: &Counters) {
-        let len = tile.bytes.len();
         let mut inner = self.lock();
-        let Some(others) = self.tile_bytes_max().checked_sub(len) else { return };
-        let dropped = inner.drop_until(others);
-        inner.bytes += len;
+        inner.bytes += tile.room.bytes;
         if let Some((old, _)) = inner.tiles.put(key, (Arc::clone(tile), Instant::now())) {
-            inner.bytes -= old.bytes.len();
+            inner.bytes -= old.room.bytes;
         }
+        let most = self.tile_bytes_max().saturating_sub(self.loose_bytes(&inner));
+        let dropped = inner.drop_until(most);
         drop(inner);
         add(&counters.tile_evictions, dropped.len() as u64);
     }
@@ -319,7 +394,7 @@ impl TileCache {
         let keys: Vec<TileKey> = inner.tiles.iter().map(|(key, _)| *key).filter(|key| key.file == file).collect();
         for key in keys {
             if let Some((tile, _)) = inner.tiles.pop(&key) {
-                inner.bytes -= tile.bytes.len();
+                inner.bytes -= tile.room.bytes;
             }
         }
     }
@@ -329,7 +404,7 @@ impl TileCache {
         let mut inner = self.lock();
         while inner.tiles.peek_lru().is_some_and(|(_, (_, used))| used.elapsed() > IDLE) {
             let Some((_, (tile, _))) = inner.tiles.pop_lru() else { break };
-            inner.bytes -= tile.bytes.len();
+            inner.bytes -= tile.room.bytes;
         }
     }
 
@@ -343,7 +418,7 @@ impl TileCache {
     pub(super) fn forget(&self, key: &TileKey) {
         let mut inner = self.lock();
         if let Some((tile, _)) = inner.tiles.pop(key) {
-            inner.bytes -= tile.bytes.len();
+            inner.bytes -= tile.room.bytes;
         }
     }
 }
@@ -369,9 +444,20 @@ fn wait(flight: &Flight, give_up: &dyn Fn() -> Option<ReadError>) -> Outcome {
 mod tests {
     use super::{super::buffer::BufferPool, *};
 
-    fn tile(pool: &BufferPool, len: usize) -> Tile {
+    fn tile(pool: &BufferPool, room: TileRoom, len: usize) -> Tile {
         let (ahead, served) = (AtomicBool::new(false), AtomicU64::new(0));
-        Tile { bytes: pool.take(len), files: SmallVec::new(), ahead, served }
+        Tile { bytes: pool.take(len), room, files: SmallVec::new(), ahead, served }
+    }
+
+    /// Asks for a tile, and makes it if there is room.
+    fn ask(cache: &TileCache, counters: &Counters, index: u64, len: usize, ask: Ask) -> Option<Arc<Tile>> {
+        let pool = BufferPool::new(0);
+        cache.get(key(index), ask, len, counters, &|| None, |room| Ok(tile(&pool, room, len))).map(Result::unwrap)
+    }
+
+    /// Makes it look as if the tile had not been used in a while.
+    fn age(cache: &TileCache, index: u64) {
+        cache.lock().tiles.peek_mut(&key(index)).unwrap().1 -= IN_USE;
     }
 
     fn key(index: u64) -> TileKey {
@@ -380,69 +466,111 @@ mod tests {
 
     #[test]
     fn the_limit_holds_and_the_least_used_goes_first() {
-        let (cache, pool, counters) = (TileCache::new(100), BufferPool::new(0), Counters::default());
-        for index in [0, 1, 0, 2] {
-            cache.get(key(index), false, &counters, &|| None, || Ok(tile(&pool, 40))).unwrap().unwrap();
+        let (cache, counters) = (TileCache::new(100), Counters::default());
+        for index in [0, 1, 0] {
+            ask(&cache, &counters, index, 40, Ask::Wanted).unwrap();
         }
+        age(&cache, 1);
+        ask(&cache, &counters, 2, 40, Ask::Wanted).unwrap();
         assert!(cache.has(&key(0)) && !cache.has(&key(1)) && cache.has(&key(2)));
         assert_eq!(counters.tile_hits.load(Ordering::Relaxed), 1);
-        cache.get(key(9), false, &counters, &|| None, || Ok(tile(&pool, 101))).unwrap().unwrap();
-        assert!(!cache.has(&key(9)), "a tile beyond the limit is not kept");
+        assert!(ask(&cache, &counters, 9, 101, Ask::Wanted).is_none(), "a tile beyond the limit is not made");
         cache.forget(&key(0));
-        assert_eq!(cache.lock().bytes, 40);
-        let ahead = |index| cache.get(key(index), true, &counters, &|| None, || Ok(tile(&pool, 40))).is_some();
+        assert_eq!(cache.bytes(), 40);
+        let ahead = |index| ask(&cache, &counters, index, 40, Ask::Ahead).is_some();
         assert!(ahead(0), "it may be wanted again");
         cache.hand_out(&key(0));
         assert!(!ahead(0) && !cache.has(&key(0)), "computed ahead too late");
         cache.forget_file(2);
         assert!(cache.has(&key(2)));
         cache.forget_file(1);
-        assert!(!cache.has(&key(2)) && cache.lock().bytes == 0);
+        assert!(!cache.has(&key(2)) && cache.bytes() == 0 && cache.lock().bytes == 0);
     }
 
     #[test]
     fn what_is_in_use_takes_room_until_it_is_forgotten() {
-        let (cache, pool, counters) = (TileCache::new(100), BufferPool::new(0), Counters::default());
+        let (cache, counters) = (TileCache::new(100), Counters::default());
         for index in 0..2 {
-            cache.get(key(index), false, &counters, &|| None, || Ok(tile(&pool, 40))).unwrap().unwrap();
+            ask(&cache, &counters, index, 40, Ask::Wanted).unwrap();
         }
         assert!(cache.bytes_in_use() == 80 && cache.has_room(20) && !cache.has_room(21));
         cache.forget(&key(0));
         assert!(cache.bytes_in_use() == 40 && cache.has_room(60));
         assert!(cache.has_much_room(10) && !cache.has_much_room(11));
-        assert!(cache.admits(&key(1), 1000) && cache.admits(&key(2), 60) && !cache.admits(&key(3), 61));
-        assert!(!cache.admits(&key(3), 10), "part of it was served already");
-        cache.lock().tiles.get_mut(&key(1)).unwrap().1 -= IN_USE;
+        let made = |index, len| ask(&cache, &counters, index, len, Ask::Wanted).is_some();
+        assert!(made(1, 1000), "it is there");
+        assert!(!made(3, 61) && made(2, 60));
+        cache.forget(&key(2));
+        assert!(!made(3, 10), "part of it was served already");
+        age(&cache, 1);
         *cache.lock().refused.get_mut(&key(3)).unwrap() -= IN_USE;
-        assert!(cache.admits(&key(3), 100));
+        assert!(made(3, 100) && !cache.has(&key(1)));
+        age(&cache, 3);
         assert!(cache.bytes_in_use() == 0 && cache.has_room(100));
         cache.drop_idle();
-        assert!(cache.has(&key(1)), "kept while it may still be wanted");
-        cache.lock().tiles.get_mut(&key(1)).unwrap().1 -= IDLE;
+        assert!(cache.has(&key(3)), "kept while it may still be wanted");
+        cache.lock().tiles.get_mut(&key(3)).unwrap().1 -= IDLE;
         cache.drop_idle();
-        assert!(!cache.has(&key(1)) && cache.lock().bytes == 0);
+        assert!(!cache.has(&key(3)) && cache.bytes() == 0);
+    }
+
+    #[test]
+    fn tiles_count_while_they_are_computed_and_while_a_reader_holds_them() {
+        let (cache, pool, counters) = (TileCache::new(100), BufferPool::new(0), Counters::default());
+        let compute = |room: TileRoom| {
+            assert_eq!((cache.bytes(), cache.bytes_in_use()), (60, 60));
+            assert!(ask(&cache, &counters, 1, 41, Ask::Wanted).is_none() && cache.reserve(41).is_none());
+            assert!(cache.reserve_spare(41).is_none());
+            drop(room);
+            Err(ReadError::Panicked)
+        };
+        assert!(cache.get(key(0), Ask::Wanted, 60, &counters, &|| None, compute).unwrap().is_err());
+        assert_eq!(cache.bytes(), 0);
+        let reader = ask(&cache, &counters, 2, 60, Ask::Wanted).unwrap();
+        cache.hand_out(&key(2));
+        assert!(!cache.has(&key(2)) && cache.bytes() == 60 && cache.reserve(41).is_none());
+        drop(reader);
+        assert_eq!(cache.bytes(), 0);
+        let larger = |mut room: TileRoom| {
+            room.resize(70);
+            Ok(tile(&pool, room, 60))
+        };
+        drop(cache.get(key(3), Ask::Wanted, 60, &counters, &|| None, larger));
+        assert_eq!((cache.bytes(), cache.lock().bytes), (70, 70), "as much memory as it takes");
     }
 
     #[test]
     fn room_is_reserved_only_where_no_tile_is_in_use() {
-        let (cache, pool, counters) = (TileCache::new(100), BufferPool::new(0), Counters::default());
+        let (cache, counters) = (TileCache::new(100), Counters::default());
         for index in 0..2 {
-            cache.get(key(index), false, &counters, &|| None, || Ok(tile(&pool, 40))).unwrap().unwrap();
+            ask(&cache, &counters, index, 40, Ask::Wanted).unwrap();
         }
         assert!(cache.reserve(21).is_none() && cache.reserve(usize::MAX).is_none());
         let few = cache.reserve(20).unwrap();
         assert!(cache.bytes_in_use() == 100 && cache.reserve(1).is_none() && !cache.has_room(1));
-        cache.lock().tiles.peek_mut(&key(0)).unwrap().1 -= IN_USE;
+        age(&cache, 0);
         assert!(cache.reserve(41).is_none());
         let more = cache.reserve(40).unwrap();
         assert!(!cache.has(&key(0)) && cache.has(&key(1)) && cache.reserved_bytes() == 60);
         cache.hand_out(&key(1));
         assert!(cache.reserve(16).is_none(), "a quarter is for tiles");
         assert!(cache.has_room(40) && !cache.has_room(41) && cache.has_much_room(20) && !cache.has_much_room(21));
-        cache.get(key(9), false, &counters, &|| None, || Ok(tile(&pool, 41))).unwrap().unwrap();
-        assert!(!cache.has(&key(9)), "no room is left for it");
+        assert!(ask(&cache, &counters, 9, 41, Ask::Wanted).is_none(), "no room is left for it");
         drop((few, more));
         assert!(cache.reserved_bytes() == 0 && cache.has_room(100) && cache.reserve(75).is_some());
+    }
+
+    #[test]
+    fn files_that_were_dropped_and_are_mapped_still_take_room() {
+        let (cache, counters) = (TileCache::new(100), Counters::default());
+        cache.set_dropped_bytes(60);
+        assert!(cache.reserve(16).is_none() && cache.reserve_spare(16).is_none() && cache.reserve(15).is_some());
+        assert!(
+            ask(&cache, &counters, 0, 41, Ask::Wanted).is_none()
+                && ask(&cache, &counters, 1, 40, Ask::Wanted).is_some()
+        );
+        cache.set_dropped_bytes(0);
+        assert!(cache.reserve(60).is_some());
     }
 
     #[test]
@@ -452,10 +580,10 @@ mod tests {
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
-                    let made = cache.get(key(0), false, &counters, &|| None, || {
+                    let made = cache.get(key(0), Ask::Wanted, 10, &counters, &|| None, |room| {
                         computed.fetch_add(1, Ordering::SeqCst);
                         std::thread::sleep(std::time::Duration::from_millis(50));
-                        Ok(tile(&pool, 10))
+                        Ok(tile(&pool, room, 10))
                     });
                     assert_eq!(made.unwrap().unwrap().bytes.len(), 10);
                 });
@@ -468,9 +596,12 @@ mod tests {
     fn a_panicking_computation_wakes_those_who_wait() {
         let (cache, pool, counters) = (TileCache::new(1000), BufferPool::new(0), Counters::default());
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            cache.get(key(0), false, &counters, &|| None, || panic!("injected"))
+            cache.get(key(0), Ask::Wanted, 10, &counters, &|| None, |_| panic!("injected"))
         }));
         assert!(panicked.is_err());
-        assert!(cache.get(key(0), false, &counters, &|| None, || Ok(tile(&pool, 10))).unwrap().is_ok());
+        assert_eq!(cache.bytes(), 0);
+        assert!(
+            cache.get(key(0), Ask::Wanted, 10, &counters, &|| None, |room| Ok(tile(&pool, room, 10))).unwrap().is_ok()
+        );
     }
 }

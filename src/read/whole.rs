@@ -19,7 +19,7 @@ use std::{
 use memmap2::{MmapMut, MmapOptions};
 
 use super::{Engine, OpenFile, ReadError, Reservation};
-use crate::tensor::Share;
+use crate::tensor::{Share, to_usize};
 
 /// Least and most bytes of a part that is written in order.
 const PART_BYTES_MIN: u64 = 1 << 20;
@@ -185,7 +185,7 @@ impl Engine {
             let row_bytes = self.transposed_row_bytes(file, segment)?;
             let Some(row_bytes) = row_bytes.filter(|_| end - start >= PART_BYTES_MIN) else {
                 close(&mut parts, &mut open, start, PART_BYTES_MIN / 2);
-                for end in (start.next_multiple_of(step)..end).step_by(usize::try_from(step).unwrap_or(usize::MAX)) {
+                for end in (start.next_multiple_of(step)..end).step_by(to_usize(step)) {
                     close(&mut parts, &mut open, end, PART_BYTES_MIN / 2);
                 }
                 continue;
@@ -216,10 +216,14 @@ impl Engine {
             return self.make_share(file, segment, part.start - start, part.end - start, target, share);
         }
         for (segment, low, high) in file.image().spans(part.start, part.end) {
-            let Some(place) = target.split_off_mut(..usize::try_from(high - low).unwrap_or(usize::MAX)) else { break };
+            let Some(place) = target.split_off_mut(..to_usize(high - low)) else { break };
             self.make_within(file, segment, low, high, place)?;
         }
-        if target.is_empty() { Ok(()) } else { Err(ReadError::Panicked) }
+        if target.is_empty() {
+            Ok(())
+        } else {
+            Err(ReadError::Internal { what: "the segments of a part do not fill it" })
+        }
     }
 }
 
@@ -248,8 +252,10 @@ impl Making {
             Some(map) => map,
             None => map.insert(self.canvas.map()?),
         };
-        let place = |at: u64| usize::try_from(at).unwrap_or(usize::MAX);
-        let target = map.get_mut(place(part.start)..place(part.end)).ok_or(ReadError::Panicked)?;
+        let place = |at: u64| to_usize(at);
+        let target = map
+            .get_mut(place(part.start)..place(part.end))
+            .ok_or(ReadError::Internal { what: "a part lies outside its file" })?;
         Ok(self.engine.make_part(&self.file, part, target)?)
     }
 

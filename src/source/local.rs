@@ -13,11 +13,11 @@
 #![allow(unsafe_code)]
 
 use std::{
-    fs::{File, OpenOptions},
+    fs::File,
     io,
     os::{
         fd::AsRawFd,
-        unix::fs::{FileExt, MetadataExt, OpenOptionsExt},
+        unix::fs::{FileExt, MetadataExt},
     },
     path::{Path, PathBuf},
     sync::{
@@ -40,8 +40,10 @@ use nix::{
 use smallvec::SmallVec;
 
 use super::{
-    Aspect, ByteSpan, FileId, Source, SourceError,
+    Aspect, ByteSpan, FileId, Found, Opened, Poison, Source, SourceError,
+    beneath::Again,
     guard::{self, GuardedMap},
+    permission::Gates,
     stall::{Fetches, Stall, Target, Waiting},
 };
 
@@ -124,13 +126,15 @@ struct Pinned {
     path: Arc<Path>,
     file: Arc<File>,
     identity: Identity,
+    gates: Gates,
+    again: Again,
     mapped: bool,
     /// `None` inside where mapping failed; the file is read with `pread` then.
     to_lend: OnceLock<Option<MmapRaw>>,
     to_read: OnceLock<Option<GuardedMap>>,
     /// Whether pages were touched since they were last dropped.
     touched: AtomicBool,
-    poison: OnceLock<SourceError>,
+    poison: OnceLock<Poison>,
     /// Whether its storage does not answer.
     stalled: AtomicBool,
     /// Whether the kernel says of its mapped pages whether they are in memory; of others' files it does not.
@@ -153,7 +157,7 @@ impl Identity {
         Self {
             device: stat.st_dev,
             inode: stat.st_ino,
-            size_bytes: u64::try_from(stat.st_size).unwrap_or(0),
+            size_bytes: u64::try_from(stat.st_size).expect("the kernel gives no negative size"),
             modified_ns: ns(stat.st_mtime, stat.st_mtime_nsec),
             status_changed_ns: ns(stat.st_ctime, stat.st_ctime_nsec),
         }
@@ -189,8 +193,8 @@ impl Identity {
 /// time costs several times the transposing itself. Hence the window is wider while such tiles are made.
 #[derive(Debug)]
 pub struct Window {
-    narrow_bytes: u64,
-    wide_bytes: u64,
+    narrow_bytes: AtomicU64,
+    wide_bytes: AtomicU64,
     touched_bytes: AtomicU64,
     drops: AtomicU64,
     /// What [`Window::returning`] sets and [`Window::settle`] counts down: above 0 the window is wide.
@@ -198,7 +202,7 @@ pub struct Window {
 }
 
 impl Window {
-    /// Usual size of the window.
+    /// Usual size of the window, where nobody sets another.
     pub const BYTES: u64 = 160 << 20;
 
     /// Size of the window while pages are visited again and again, as a share of the machine's memory. Its pages are the page
@@ -214,8 +218,8 @@ impl Window {
     /// A window of `narrow_bytes`, and `wide_bytes` while pages are visited again and again.
     pub fn new(narrow_bytes: u64, wide_bytes: u64) -> Self {
         Self {
-            narrow_bytes,
-            wide_bytes: wide_bytes.max(narrow_bytes),
+            narrow_bytes: AtomicU64::new(narrow_bytes),
+            wide_bytes: AtomicU64::new(wide_bytes.max(narrow_bytes)),
             touched_bytes: AtomicU64::new(0),
             drops: AtomicU64::new(0),
             returning: AtomicU8::new(0),
@@ -223,12 +227,13 @@ impl Window {
     }
 
     fn size_bytes(&self) -> u64 {
-        if self.returning.load(Ordering::Relaxed) > 0 { self.wide_bytes } else { self.narrow_bytes }
+        let wide = self.returning.load(Ordering::Relaxed) > 0;
+        if wide { &self.wide_bytes } else { &self.narrow_bytes }.load(Ordering::Relaxed)
     }
 
     /// Whether so many bytes more may be mapped before they are read.
     fn has_room_ahead(&self, bytes: u64) -> bool {
-        let most = self.wide_bytes / Self::AHEAD_SHARE;
+        let most = self.wide_bytes.load(Ordering::Relaxed) / Self::AHEAD_SHARE;
         resident_shared_bytes().is_some_and(|resident| resident.saturating_add(bytes) <= most)
     }
 
@@ -287,7 +292,7 @@ fn resident_shared_bytes() -> Option<u64> {
 }
 
 impl LocalFiles {
-    /// Opens and pins files; their ids are their places in `paths`.
+    /// Opens and pins files, wherever their paths lead; their ids are their places in `paths`.
     ///
     /// # Errors
     /// The first file that cannot be opened or is not a regular file.
@@ -295,19 +300,7 @@ impl LocalFiles {
     /// # Panics
     /// If there are more than `u32::MAX` paths.
     pub fn open(paths: &[PathBuf], io: SourceIo) -> Result<Self, SourceError> {
-        Self::open_noting(paths, io, Arc::default())
-    }
-
-    /// As [`LocalFiles::open`]; `fetches` notes what is waited for, from the opening on.
-    ///
-    /// # Errors
-    /// As [`LocalFiles::open`].
-    ///
-    /// # Panics
-    /// As [`LocalFiles::open`].
-    pub fn open_noting(paths: &[PathBuf], io: SourceIo, fetches: Arc<Fetches>) -> Result<Self, SourceError> {
-        let wide_bytes = physical_memory_bytes().unwrap_or(0) / Window::WIDE_SHARE;
-        Self::open_all(paths, io, Window::new(Window::BYTES, wide_bytes), fetches)
+        Self::open_with_window(paths, io, Self::default_window())
     }
 
     /// As [`LocalFiles::open`], with another bound on resident mapped memory.
@@ -318,19 +311,49 @@ impl LocalFiles {
     /// # Panics
     /// As [`LocalFiles::open`].
     pub fn open_with_window(paths: &[PathBuf], io: SourceIo, window: Window) -> Result<Self, SourceError> {
-        Self::open_all(paths, io, window, Arc::default())
+        check_open_file_limit(paths.len())?;
+        let open = |path: &PathBuf| {
+            let failed = |error| SourceError::Io {
+                file: Arc::from(path.as_path()),
+                action: "open".into(),
+                error: Arc::new(error),
+            };
+            Found::named(path).map_err(failed)?.open(None)
+        };
+        let files = paths.iter().map(open).collect::<Result<_, _>>()?;
+        Self::pin_with_window(files, io, window, Arc::default())
     }
 
-    fn open_all(paths: &[PathBuf], io: SourceIo, window: Window, fetches: Arc<Fetches>) -> Result<Self, SourceError> {
-        assert!(u32::try_from(paths.len()).is_ok(), "{} files", paths.len());
-        raise_open_file_limit();
-        let open = |path: &PathBuf| {
-            let _opening = fetches.begin_path(path, "open");
-            Pinned::open(path, io)
+    /// Pins files that are open; their ids are their places in `files`. `fetches` notes what is waited for from now on.
+    ///
+    /// # Errors
+    /// The first file whose attributes cannot be had.
+    ///
+    /// # Panics
+    /// If there are more than `u32::MAX` files.
+    pub fn pin(files: Vec<Opened>, io: SourceIo, fetches: Arc<Fetches>) -> Result<Self, SourceError> {
+        Self::pin_with_window(files, io, Self::default_window(), fetches)
+    }
+
+    fn pin_with_window(
+        files: Vec<Opened>,
+        io: SourceIo,
+        window: Window,
+        fetches: Arc<Fetches>,
+    ) -> Result<Self, SourceError> {
+        assert!(u32::try_from(files.len()).is_ok(), "{} files", files.len());
+        let pin = |file: Opened| {
+            let _pinning = fetches.begin_path(&file.path, "stat");
+            Pinned::new(file, io)
         };
-        let files: Vec<Pinned> = paths.iter().map(open).collect::<Result<_, _>>()?;
+        let files: Vec<Pinned> = files.into_iter().map(pin).collect::<Result<_, _>>()?;
         fetches.name_files(files.iter().map(|file| file.path.clone()));
         Ok(Self { files, window, poisoned: AtomicU64::new(0), fetches, stalls: Mutex::default() })
+    }
+
+    fn default_window() -> Window {
+        let wide_bytes = physical_memory_bytes().unwrap_or(0) / Window::WIDE_SHARE;
+        Window::new(Window::BYTES, wide_bytes)
     }
 
     /// Whether a file is read through a mapping rather than with `pread`.
@@ -352,13 +375,13 @@ impl LocalFiles {
         let mut first = false;
         let kept = pinned.poison.get_or_init(|| {
             first = true;
-            error
+            Poison { error, since: SystemTime::now() }
         });
         if first {
             self.poisoned.fetch_add(1, Ordering::Relaxed);
-            tracing::error!("{kept}; every read that needs this file fails from now on");
+            tracing::error!("{}; every read that needs this file fails from now on", kept.error);
         }
-        kept.clone()
+        kept.error.clone()
     }
 
     /// The poison of a file that misbehaved: what `fstat` has to say about it, or else `otherwise`.
@@ -421,19 +444,9 @@ impl LocalFiles {
 }
 
 impl Pinned {
-    fn open(path: &Path, io: SourceIo) -> Result<Self, SourceError> {
-        let path: Arc<Path> = Arc::from(path);
-        let failed = |error| SourceError::Io { file: path.clone(), action: "open".into(), error: Arc::new(error) };
-        let open = |flags| OpenOptions::new().read(true).custom_flags(flags | libc::O_NOCTTY).open(&path);
-        // Opening a FIFO would wait for a writer. Who holds a lease on a regular file, as file servers do, is waited for.
-        let file = match open(libc::O_NONBLOCK) {
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => open(0),
-            other => other,
-        };
-        let file = file.map_err(failed)?;
-        if !file.metadata().map_err(failed)?.is_file() {
-            return Err(SourceError::NotRegular { file: path });
-        }
+    fn new(opened: Opened, io: SourceIo) -> Result<Self, SourceError> {
+        let Opened { path, file, gates, again } = opened;
+        let failed = |error| SourceError::Io { file: path.clone(), action: "stat".into(), error: Arc::new(error) };
         let identity = Identity::of(&fstat(&file).map_err(|errno| failed(errno.into()))?);
         let mapped = match io {
             SourceIo::Mmap => true,
@@ -446,6 +459,8 @@ impl Pinned {
             path,
             file: Arc::new(file),
             identity,
+            gates,
+            again,
             stalled: AtomicBool::new(false),
             tells_resident,
             mapped,
@@ -476,7 +491,7 @@ impl Pinned {
     }
 
     fn healthy(&self) -> Result<(), SourceError> {
-        self.poison.get().map_or(Ok(()), |error| Err(error.clone()))
+        self.poison.get().map_or(Ok(()), |poison| Err(poison.error.clone()))
     }
 
     /// The span, if it is inside the file.
@@ -546,6 +561,10 @@ impl Source for LocalFiles {
         self.pinned(file).identity.modified()
     }
 
+    fn gates(&self, file: FileId) -> Gates {
+        self.pinned(file).gates.clone()
+    }
+
     fn check(&self, file: FileId) -> Result<(), SourceError> {
         let pinned = self.usable(file)?;
         let _checking = self.fetches.begin(Target::Check(file));
@@ -556,7 +575,12 @@ impl Source for LocalFiles {
         let pinned = self.usable(file)?;
         let _checking = self.fetches.begin(Target::Check(file));
         self.compare_open(pinned)?;
-        self.compare(pinned, stat(&*pinned.path))
+        let found = match &pinned.again {
+            Again::Named => stat(&*pinned.path),
+            // Not by the path as a whole: a link that was put there since may lead anywhere, also into our own mount.
+            Again::Beneath(root, below) => root.find_again(below),
+        };
+        self.compare(pinned, found)
     }
 
     fn read_into(&self, file: FileId, start: u64, target: &mut [u8]) -> Result<(), SourceError> {
@@ -684,8 +708,13 @@ impl Source for LocalFiles {
         self.poisoned.load(Ordering::Relaxed)
     }
 
-    fn is_poisoned(&self, file: FileId) -> bool {
-        self.pinned(file).poison.get().is_some()
+    fn poison(&self, file: FileId) -> Option<Poison> {
+        self.pinned(file).poison.get().cloned()
+    }
+
+    fn bound_mapped(&self, usual_bytes: u64, again_bytes: u64) {
+        self.window.narrow_bytes.store(usual_bytes, Ordering::Relaxed);
+        self.window.wide_bytes.store(again_bytes.max(usual_bytes), Ordering::Relaxed);
     }
 
     fn stall_limit(&self) -> Duration {
@@ -766,12 +795,30 @@ fn physical_memory_bytes() -> Option<u64> {
     u64::try_from(pages).ok()?.checked_mul(u64::try_from(page_bytes).ok()?)
 }
 
-/// Every source file stays open, and a repository may have hundreds: lifts the soft limit to the hard one.
-fn raise_open_file_limit() {
-    if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
-        && soft < hard
-        && let Err(errno) = setrlimit(Resource::RLIMIT_NOFILE, hard, hard)
-    {
-        tracing::debug!("cannot raise the limit of open files from {soft} to {hard}: {errno}");
+/// Descriptors that a mount needs besides those of its source files, with some to spare.
+const OTHER_DESCRIPTORS: u64 = 48;
+
+/// Every source file stays open, and a repository may have hundreds: lifts the soft limit to the hard one. What the limit is then.
+pub(super) fn raise_open_file_limit() -> Option<u64> {
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).ok()?;
+    if soft >= hard {
+        return Some(soft);
     }
+    match setrlimit(Resource::RLIMIT_NOFILE, hard, hard) {
+        Ok(()) => Some(hard),
+        Err(errno) => {
+            tracing::debug!("cannot raise the limit of open files from {soft} to {hard}: {errno}");
+            Some(soft)
+        }
+    }
+}
+
+/// Refuses more source files than may be open at once. To be called before they are opened.
+///
+/// # Errors
+/// [`SourceError::FileLimit`].
+pub fn check_open_file_limit(files: usize) -> Result<(), SourceError> {
+    let Some(limit) = raise_open_file_limit() else { return Ok(()) };
+    let needed = files as u64 + OTHER_DESCRIPTORS;
+    if limit < needed { Err(SourceError::FileLimit { files, needed, limit }) } else { Ok(()) }
 }

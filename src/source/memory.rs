@@ -11,7 +11,7 @@ use std::{
     time::SystemTime,
 };
 
-use super::{Aspect, ByteSpan, FileId, Source, SourceError};
+use super::{Aspect, ByteSpan, FileId, Poison, Source, SourceError};
 
 /// Files in memory.
 #[derive(Debug, Default)]
@@ -25,7 +25,7 @@ struct MemoryFile {
     path: Arc<Path>,
     bytes: Vec<u8>,
     version: AtomicU64,
-    poison: OnceLock<SourceError>,
+    poison: OnceLock<Poison>,
 }
 
 impl MemoryFiles {
@@ -52,7 +52,7 @@ impl MemoryFiles {
 
 impl MemoryFile {
     fn healthy(&self) -> Result<(), SourceError> {
-        self.poison.get().map_or(Ok(()), |error| Err(error.clone()))
+        self.poison.get().map_or(Ok(()), |poison| Err(poison.error.clone()))
     }
 
     fn bytes(&self, span: ByteSpan) -> Result<&[u8], SourceError> {
@@ -97,7 +97,7 @@ impl Source for MemoryFiles {
             expected: 0,
             found: i128::from(version),
         };
-        if file.poison.set(error.clone()).is_ok() {
+        if file.poison.set(Poison { error: error.clone(), since: SystemTime::now() }).is_ok() {
             self.poisoned.fetch_add(1, Ordering::Relaxed);
             tracing::error!("{error}; every read that needs this file fails from now on");
         }
@@ -131,8 +131,8 @@ impl Source for MemoryFiles {
         self.poisoned.load(Ordering::Relaxed)
     }
 
-    fn is_poisoned(&self, file: FileId) -> bool {
-        self.file(file).poison.get().is_some()
+    fn poison(&self, file: FileId) -> Option<Poison> {
+        self.file(file).poison.get().cloned()
     }
 }
 
@@ -231,7 +231,7 @@ impl<S: Source> Source for Faulty<S> {
         self.inner.poisoned()
     }
 
-    fn is_poisoned(&self, file: FileId) -> bool {
-        self.inner.is_poisoned(file)
+    fn poison(&self, file: FileId) -> Option<Poison> {
+        self.inner.poison(file)
     }
 }

@@ -11,13 +11,19 @@
 //! A file whose storage does not answer *stalls* ([`stall`]): everything about it is an error until what was asked of it
 //! comes, and then it is as good as before.
 //!
+//! Files of a repository are opened beneath its directory ([`Beneath`]), so that no link makes a part of it of what lies
+//! elsewhere. Whom a file's permissions admit is asked when it is opened, once ([`permission`]).
+//!
 //! What it deliberately does not do: list a repository, know tensors, merge neighbouring spans or cache. Those belong to
 //! the layers above.
 
+mod beneath;
 pub mod guard;
 pub mod local;
 pub mod memory;
+pub mod permission;
 pub mod stall;
+mod survey;
 
 use std::{
     fmt,
@@ -28,8 +34,11 @@ use std::{
     time::{Duration, SystemTime},
 };
 
+pub use beneath::{Beneath, Found, Opened};
 pub use local::{LocalFiles, SourceIo, Window};
 pub use stall::{Fetches, Stall, Waiting};
+
+use permission::Gates;
 
 /// A file of a source: index into the list of files that the source was made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -195,12 +204,48 @@ pub enum SourceError {
         /// The time limit.
         limit: Duration,
     },
+    /// The limit of this process is too low for files that all stay open.
+    #[error(
+        "{files} source files stay open: expected a limit of {needed} open files or more, found {limit}; raise it (ulimit -n \
+         {needed}, or LimitNOFILE={needed} of a systemd unit)"
+    )]
+    FileLimit {
+        /// Source files.
+        files: usize,
+        /// Descriptors that are needed with them.
+        needed: u64,
+        /// Descriptors that there may be.
+        limit: u64,
+    },
     /// Only regular files can be pinned.
     #[error("{}: not a regular file", file.display())]
     NotRegular {
         /// The file.
         file: Arc<Path>,
     },
+}
+
+impl SourceError {
+    /// The file that nothing is read of any more because of this error, if it is of that kind.
+    pub fn poisoned_file(&self) -> Option<&Path> {
+        match self {
+            Self::Changed { file, .. } | Self::Fault { file, .. } | Self::Short { file, .. } => Some(file),
+            Self::OutOfBounds { .. }
+            | Self::Io { .. }
+            | Self::Stalled { .. }
+            | Self::FileLimit { .. }
+            | Self::NotRegular { .. } => None,
+        }
+    }
+}
+
+/// Why and since when nothing is read of a file any more.
+#[derive(Clone, Debug)]
+pub struct Poison {
+    /// What was found.
+    pub error: SourceError,
+    /// When it was found.
+    pub since: SystemTime,
 }
 
 /// Where the bytes of a checkpoint come from: a fixed list of pinned files. Blocking; called from many threads.
@@ -222,6 +267,12 @@ pub trait Source: fmt::Debug + Send + Sync {
 
     /// Pinned modification time of a file.
     fn modified(&self, file: FileId) -> SystemTime;
+
+    /// Whom the file's permissions, and those of the directories above it, admitted when it was opened.
+    fn gates(&self, file: FileId) -> Gates {
+        let _ = file;
+        Gates::open(0, 0)
+    }
 
     /// Whether the file is still what was pinned; cheap enough (0.2 us) to be called after every read.
     ///
@@ -309,8 +360,19 @@ pub trait Source: fmt::Debug + Send + Sync {
     /// Number of files found poisoned so far.
     fn poisoned(&self) -> u64;
 
+    /// What poisoned a file, if it is poisoned. Does not look at it.
+    fn poison(&self, file: FileId) -> Option<Poison>;
+
     /// Whether a file was found poisoned. Does not look at it.
-    fn is_poisoned(&self, file: FileId) -> bool;
+    fn is_poisoned(&self, file: FileId) -> bool {
+        self.poison(file).is_some()
+    }
+
+    /// Sets how many bytes of mapped pages may stay resident: usually, and while the same pages are visited again and again.
+    /// May do nothing.
+    fn bound_mapped(&self, usual_bytes: u64, again_bytes: u64) {
+        let _ = (usual_bytes, again_bytes);
+    }
 
     /// How long a file may give no answer before it stalls.
     fn stall_limit(&self) -> Duration {

@@ -5,6 +5,7 @@
 //! for everything faster.
 
 use super::kernel::{Level, row};
+use super::shape::to_usize;
 use super::transpose::FusedKind;
 use super::{BlockScale, DType, Program, Step, float};
 
@@ -227,7 +228,7 @@ fn scale_line(level: Level, block: &BlockScale, scale: &[u8], line: &mut [[u8; 4
         let ahead = (block.block_columns - within).min(block.columns - column);
         let index = row / block.block_rows * scale_columns + block_column;
         let alike = if stride == 1 { ahead } else { ahead.div_ceil(stride.max(1)) };
-        let alike = usize::try_from(alike).unwrap_or(usize::MAX).min(line.len());
+        let alike = to_usize(alike).min(line.len());
         let (now, later) = line.split_at_mut(alike);
         row::multiply(level, now.as_flattened_mut(), scale_at(block, scale, index));
         element = element.wrapping_add(stride.wrapping_mul(alike as u64));

@@ -11,7 +11,7 @@ use super::{
     DType, Decode, Program, Shape, Step, TensorId,
     convert::convert_scalar,
     gather::Loop,
-    shape::PerAxis,
+    shape::{PerAxis, to_usize},
     tiling::{Decoder, Loops, Origin, PIECES_MAX, Piece, Tiling, TilingError, cut, normalize, reach},
     view::{Element, Op, View, block_scale},
 };
@@ -94,7 +94,7 @@ impl Lowering {
             self.chains.push(chain);
             self.chains.len() - 1
         });
-        u32::try_from(index).unwrap_or(u32::MAX)
+        u32::try_from(index).expect("a tiling has fewer pieces, and so chains, than 2^32")
     }
 
     /// Appends steps to the decoder of each part.
@@ -257,7 +257,7 @@ fn fill_bytes(decode: &Decode, element: &Element) -> [u8; 8] {
     match decode {
         Decode::Copy => bytes[..element.unit_bytes().len()].copy_from_slice(element.unit_bytes()),
         Decode::Program(program) => {
-            let width = usize::try_from(program.target.unit().bytes).unwrap_or(8);
+            let width = to_usize(program.target.unit().bytes);
             convert_scalar(program, &[], element.unit_bytes(), 0, &mut bytes[..width]);
         }
     }

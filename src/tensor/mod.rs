@@ -31,6 +31,6 @@ pub use decode::{BlockScale, Decode, Program, Step, TensorId};
 pub use dtype::{DType, Unit};
 pub use gather::{Gather, Loop, Stores, fill, gather, gather_with, rehearse};
 pub use pages::{PAGE_BYTES, Reads, Runs, reads};
-pub use shape::{PerAxis, RANK_MAX, Region, Shape, ShapeError};
+pub use shape::{PerAxis, RANK_MAX, Region, Shape, ShapeError, to_usize};
 pub use tiling::{Decoder, Origin, PIECES_MAX, Piece, Share, Tiling, TilingError};
 pub use view::{Element, Keep, Op, SourceTensor, View, ViewError};

@@ -99,6 +99,15 @@ impl fmt::Display for Shape {
     }
 }
 
+/// A number of bytes or elements, as memory counts them.
+///
+/// # Panics
+/// Never: the program is built for machines of 64 bits only.
+pub fn to_usize(number: u64) -> usize {
+    const { assert!(usize::BITS == 64, "offsets in files are offsets in memory") };
+    usize::try_from(number).expect("usize has 64 bits")
+}
+
 /// A box of elements: an origin and an extent along each axis. May be empty.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Region {

@@ -104,7 +104,9 @@ impl Share {
     fn range(self, count: u64) -> Range<u64> {
         // At most `count` again.
         let of = u128::from(self.of.max(1));
-        let border = |index: u64| u64::try_from(u128::from(count) * u128::from(index) / of).unwrap_or(count);
+        let border = |index: u64| {
+            u64::try_from(u128::from(count) * u128::from(index) / of).expect("a share ends with the count")
+        };
         border(self.index)..border(self.index + 1)
     }
 }

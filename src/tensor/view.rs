@@ -13,7 +13,7 @@ use super::{
     DType, Region, Shape, ShapeError, TensorId,
     decode::BlockScale,
     lower,
-    shape::PerAxis,
+    shape::{PerAxis, to_usize},
     tiling::{Tiling, TilingError},
 };
 
@@ -159,7 +159,7 @@ impl Element {
 
     /// Little-endian bytes of one unit of this element's type (see [`DType::unit`]).
     pub fn unit_bytes(&self) -> &[u8] {
-        let bytes = usize::try_from(self.dtype.unit().bytes).unwrap_or(8);
+        let bytes = to_usize(self.dtype.unit().bytes);
         &self.bytes[..bytes]
     }
 }
@@ -376,10 +376,13 @@ impl View {
     }
 
     /// All axes in reverse order, numpy's `x.T`.
+    ///
+    /// # Panics
+    /// Never: each axis is named once.
     #[must_use]
     pub fn reverse_axes(&self) -> Self {
         let axes: Vec<usize> = (0..self.shape().rank()).rev().collect();
-        self.transpose(&axes).unwrap_or_else(|_| self.clone())
+        self.transpose(&axes).expect("each axis is named once")
     }
 
     /// The same elements in row-major order under another shape.

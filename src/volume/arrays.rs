@@ -7,6 +7,7 @@
 use crate::{
     image::{CHUNK_BYTES_MAX, ChunkGrid, ZARRAY, orbax_holds},
     plan::{Plan, PlannedTensor, SELF_WORD},
+    tensor::to_usize,
 };
 
 use super::name_tree::NAME_BYTES_MAX;
@@ -52,7 +53,7 @@ pub(super) struct ArrayTable {
 }
 
 fn number(n: usize) -> u32 {
-    u32::try_from(n).unwrap_or(u32::MAX)
+    u32::try_from(n).expect("fewer than 2^32 arrays and bytes of names")
 }
 
 /// Cuts a tensor into chunks.
@@ -94,6 +95,10 @@ impl ArrayTable {
             arrays[at].0.push_str(SELF_WORD);
         }
         arrays.sort();
+        let names_bytes: usize = arrays.iter().map(|(name, _)| name.len()).sum();
+        if u32::try_from(names_bytes).is_err() {
+            return Err(format!("the names have {names_bytes} bytes together, fewer than 2^32 are possible"));
+        }
         let mut table = Self { rows: Vec::with_capacity(arrays.len()), names: String::new(), len: FIRST_ARRAY };
         for (name, index) in &arrays {
             let tensor = &plan.tensors[*index];
@@ -133,7 +138,7 @@ impl ArrayTable {
             return ArrayNode::Root;
         }
         if at < FIRST_ARRAY {
-            return ArrayNode::Metadata(usize::try_from(at - 1).unwrap_or(0));
+            return ArrayNode::Metadata(to_usize(at - 1));
         }
         let array = self.rows.partition_point(|row| row.first <= at) - 1;
         match at - self.rows[array].first {
@@ -163,11 +168,6 @@ impl ArrayTable {
     /// The tensor that an array shows, by its number in the plan.
     pub(super) fn tensor(&self, array: usize) -> u32 {
         self.rows[array].tensor
-    }
-
-    /// Keys of all arrays.
-    pub(super) fn keys(&self) -> impl Iterator<Item = Vec<String>> + '_ {
-        (0..self.rows.len()).map(|array| self.name(array).split('.').map(str::to_owned).collect())
     }
 
     /// The child of a directory.
@@ -225,7 +225,7 @@ impl ArrayTable {
             ArrayNode::Root => {
                 let metadata = METADATA_FILES.iter().enumerate().map(|(file, name)| (*name, ArrayNode::Metadata(file)));
                 let arrays = (0..self.rows.len()).map(|array| (self.name(array), ArrayNode::Directory(array)));
-                let skip = usize::try_from(from).unwrap_or(usize::MAX);
+                let skip = to_usize(from);
                 metadata.chain(arrays).skip(skip).all(|(name, node)| each(name, node));
             }
             ArrayNode::Directory(array) => {

@@ -19,7 +19,10 @@ use std::{
 };
 
 use super::memory_files::{HUGE_PAGE_BYTES, MemoryFiles, set_aside};
-use crate::read::{Engine, Reservation};
+use crate::{
+    read::{Engine, Reservation},
+    tensor::to_usize,
+};
 
 /// Of the memory that whole files may take, blanks take this part.
 const PART: usize = 3;
@@ -237,7 +240,7 @@ enum Next {
 impl Blank {
     /// Adds one page more.
     fn clear_page(&mut self) -> io::Result<()> {
-        let left = usize::try_from(self.bytes - self.cleared_bytes).unwrap_or(usize::MAX);
+        let left = to_usize(self.bytes - self.cleared_bytes);
         let page = &ZEROS[..left.min(ZEROS.len())];
         let end = self.cleared_bytes + page.len() as u64;
         // What is written to a hole may come in small pages.

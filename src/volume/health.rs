@@ -1,144 +1,387 @@
-//! What the volume knows of the health of its sources: which of them are in use, which files were opened, what stalls.
+//! What is wrong with a mount: a short list of distinct problems, each with cause, remedy, times and count.
 //!
-//! A source that changes takes the files made of it along. The kernel may keep pages of those, read before the change or
-//! while it went on, so whoever serves the volume is told ([`FileSystem::on_change`](super::FileSystem::on_change)) and
-//! asks which files to drop ([`FileSystem::changed_files`](super::FileSystem::changed_files)). Only files that were opened
-//! can have pages there.
+//! A mount is *degraded* while a problem is open, and healthy otherwise. A changed source, a failed read, a failed open and a
+//! panic stay open until the mount ends: a file that could not be read is not known to be well again. A problem that can
+//! end, such as a source that does not answer, is closed by [`Health::clear`] and then is history: it stays in the list, as
+//! long as there is room, and no longer makes the mount degraded.
+//!
+//! The list is bounded; problems that find no room are counted, and those that can end are no longer once they did. Source
+//! files that changed are all named all the same, since the source itself remembers them.
 
 use std::{
-    collections::{BTreeSet, HashMap},
-    fmt,
-    sync::{
-        Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, Ordering},
-    },
+    collections::BTreeSet,
+    path::Path,
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{SystemTime, UNIX_EPOCH},
 };
 
-use super::{Ino, OnChange, Volume};
-use crate::{
-    read::counters::add,
-    source::{FileId, Stall},
-};
+use serde_json::{Value, json};
 
-/// See the module's documentation.
-#[derive(Default)]
-pub(super) struct Health {
-    /// Inodes that were opened: bits of words of 64.
-    opened: Mutex<HashMap<u64, u64>>,
-    /// Sources of files that were opened.
-    in_use: Mutex<BTreeSet<FileId>>,
-    /// Sources that somebody looks at now, who may wait for long.
-    looked_at: Mutex<BTreeSet<FileId>>,
-    /// Poisoned sources that were told of.
-    told: AtomicU64,
-    on_change: Mutex<Option<OnChange>>,
+use crate::source::Poison;
+
+/// Problems that are remembered.
+const PROBLEMS_MAX: usize = 16;
+/// Longest name or cause that is remembered, in bytes; the middle of a longer one is left out.
+const TEXT_BYTES_MAX: usize = 2048;
+
+/// What kind of thing went wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ProblemKind {
+    /// A source file is no longer what was mounted.
+    SourceChanged,
+    /// A source file does not answer. Can end.
+    SourceStalled,
+    /// A read failed for another reason.
+    FailedRead,
+    /// An open failed for another reason.
+    FailedOpen,
+    /// A request's handler panicked.
+    Panic,
 }
 
-impl fmt::Debug for Health {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Health").field("in_use", &self.in_use).field("told", &self.told).finish_non_exhaustive()
+impl ProblemKind {
+    /// Every kind.
+    pub const ALL: [Self; 5] =
+        [Self::SourceChanged, Self::SourceStalled, Self::FailedRead, Self::FailedOpen, Self::Panic];
+
+    /// As shown to people.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::SourceChanged => "source changed",
+            Self::SourceStalled => "source stalled",
+            Self::FailedRead => "failed read",
+            Self::FailedOpen => "failed open",
+            Self::Panic => "panic",
+        }
+    }
+
+    /// What to do, given the command that mounts anew.
+    fn remedy(self, remount: &str) -> String {
+        match self {
+            Self::SourceChanged => format!("mount the files as they are now: {remount}"),
+            Self::SourceStalled => {
+                "check that the storage of the source answers (disk, network, server): reads go on by themselves once it does"
+                    .to_owned()
+            }
+            Self::FailedRead | Self::FailedOpen => {
+                format!("check the storage of the source and the daemon's log; then mount anew: {remount}")
+            }
+            Self::Panic => format!("an error in ckfs: please report it with the daemon's log; then mount anew: {remount}"),
+        }
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+/// One problem.
+#[derive(Clone, Debug)]
+pub struct HealthProblem {
+    /// Its kind.
+    pub kind: ProblemKind,
+    /// The file: a source file for what a source did, else a file of the mount.
+    pub file: String,
+    /// What was found last.
+    pub cause: String,
+    /// When it was met first.
+    pub first: SystemTime,
+    /// When it was met last.
+    pub last: SystemTime,
+    /// How often it was met.
+    pub count: u64,
+    /// When it ended, if it did.
+    pub ended: Option<SystemTime>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    problems: Vec<HealthProblem>,
+    /// Problems for which there was no room.
+    left_out: u64,
+    /// Of these, open ones that can end, by their files: no more than there are source files.
+    stalls_left_out: BTreeSet<String>,
+    /// The problem met last.
+    last: Option<HealthProblem>,
+}
+
+/// The problems of a mount. Shared by all threads.
+#[derive(Debug, Default)]
+pub struct Health {
+    inner: Mutex<Inner>,
+}
+
+/// All problems as of now.
+#[derive(Debug)]
+pub(super) struct HealthReport {
+    problems: Vec<HealthProblem>,
+    left_out: u64,
+    last: Option<HealthProblem>,
+    /// Paths of all source files that changed.
+    poisoned_files: Vec<String>,
 }
 
 impl Health {
-    /// Notes that a file was opened.
-    pub(super) fn note_opened(&self, ino: Ino) {
-        *lock(&self.opened).entry(ino.0 / 64).or_default() |= 1 << (ino.0 % 64);
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes that sources are read from now on.
-    pub(super) fn note_in_use(&self, files: &[FileId]) {
-        lock(&self.in_use).extend(files);
-    }
-
-    /// Sets who is told of changes.
-    pub(super) fn set_on_change(&self, told: Option<OnChange>) {
-        *lock(&self.on_change) = told;
-    }
-
-    fn opened(&self) -> Vec<Ino> {
-        let opened = lock(&self.opened);
-        let bits = |(word, bits): (&u64, &u64)| {
-            let (word, bits) = (*word, *bits);
-            (0..64).filter(move |bit| bits >> bit & 1 == 1).map(move |bit| Ino(word * 64 + bit))
+    /// Notes a problem with a file. The same kind of problem with the same file is one problem, met once more.
+    pub fn note(&self, kind: ProblemKind, file: &str, cause: &str) {
+        let (now, mut inner) = (SystemTime::now(), self.lock());
+        let (file, cause) = (bounded(file), bounded(cause));
+        let known = inner.problems.iter().position(|problem| problem.kind == kind && problem.file == file);
+        let problem = match known.and_then(|index| inner.problems.get_mut(index)) {
+            Some(problem) => {
+                (problem.cause, problem.last, problem.ended) = (cause, now, None);
+                problem.count += 1;
+                problem.clone()
+            }
+            None => HealthProblem { kind, file, cause, first: now, last: now, count: 1, ended: None },
         };
-        opened.iter().flat_map(bits).collect()
+        inner.last = Some(problem.clone());
+        if known.is_some() {
+            return;
+        }
+        if inner.problems.len() == PROBLEMS_MAX {
+            // History gives way.
+            let ended = inner.problems.iter().position(|problem| problem.ended.is_some());
+            let Some(ended) = ended else {
+                if kind != ProblemKind::SourceStalled || inner.stalls_left_out.insert(problem.file) {
+                    inner.left_out += 1;
+                }
+                return;
+            };
+            inner.problems.remove(ended);
+        }
+        inner.problems.push(problem);
+    }
+
+    /// Closes a problem that has ended.
+    pub fn clear(&self, kind: ProblemKind, file: &str) {
+        let file = bounded(file);
+        let mut inner = self.lock();
+        if kind == ProblemKind::SourceStalled && inner.stalls_left_out.remove(&file) {
+            inner.left_out -= 1;
+        }
+        let open = inner.problems.iter_mut().find(|problem| problem.kind == kind && problem.file == file);
+        if let Some(problem) = open {
+            problem.ended.get_or_insert_with(SystemTime::now);
+        }
+    }
+
+    /// Source files that do not answer now.
+    pub fn stalled_sources(&self) -> u64 {
+        let inner = self.lock();
+        let is_stalled =
+            |problem: &&HealthProblem| problem.kind == ProblemKind::SourceStalled && problem.ended.is_none();
+        (inner.problems.iter().filter(is_stalled).count() + inner.stalls_left_out.len()) as u64
+    }
+
+    /// All problems, with those of source files that are poisoned.
+    pub(super) fn report<'a>(&self, poisoned: impl Iterator<Item = (&'a Path, Poison)>) -> HealthReport {
+        let inner = self.lock();
+        let (mut problems, mut left_out) = (inner.problems.clone(), inner.left_out);
+        let mut last = inner.last.clone();
+        drop(inner);
+        let mut poisoned_files = Vec::new();
+        for (path, Poison { error, since }) in poisoned {
+            poisoned_files.push(path.display().to_string());
+            let file = bounded(&path.display().to_string());
+            let known =
+                problems.iter_mut().find(|known| known.kind == ProblemKind::SourceChanged && known.file == file);
+            if let Some(known) = known {
+                known.first = since.min(known.first);
+                continue;
+            }
+            let (kind, cause) = (ProblemKind::SourceChanged, bounded(&error.to_string()));
+            let problem = HealthProblem { kind, file, cause, first: since, last: since, count: 1, ended: None };
+            if last.as_ref().is_none_or(|last| last.last < since) {
+                last = Some(problem.clone());
+            }
+            if problems.len() < PROBLEMS_MAX {
+                problems.push(problem);
+            } else {
+                left_out += 1;
+            }
+        }
+        HealthReport { problems, left_out, last, poisoned_files }
     }
 }
 
-impl Volume {
-    /// The sources that give no answer now, and since when.
-    pub fn stalled(&self) -> Vec<Stall> {
-        self.engine.checkpoint().source().stalls()
+impl HealthReport {
+    /// Whether something is wrong now.
+    pub(super) fn is_degraded(&self) -> bool {
+        self.left_out > 0
+            || !self.poisoned_files.is_empty()
+            || self.problems.iter().any(|problem| problem.ended.is_none())
     }
 
-    /// Looks whether the sources of files that were opened are what they were, so that a change to one is logged, counted
-    /// and told although no read passes here. To be called every few seconds; may wait for storage that gives no answer,
-    /// and other calls then pass over what this one waits for.
-    pub fn look_at_sources(&self) {
-        let files = lock(&self.health.in_use).clone();
-        for file in files {
-            if lock(&self.health.looked_at).insert(file) {
-                // The source logs and counts what changed.
-                drop(self.engine.check_original(file));
-                lock(&self.health.looked_at).remove(&file);
-            }
-        }
-        self.tell_changes();
+    /// Leaves the last problem out and counts it; whether there was one.
+    pub(super) fn leave_one_out(&mut self) -> bool {
+        let left = self.problems.pop().is_some();
+        self.left_out += u64::from(left);
+        left
     }
 
-    /// Tells of sources found poisoned since this was last called.
-    pub(super) fn tell_changes(&self) {
-        let found = self.engine.checkpoint().source().poisoned();
-        if self.health.told.fetch_max(found, Ordering::Relaxed) < found {
-            self.tell_again();
-        }
+    /// As members of `stats.json`, given the command that mounts anew.
+    pub(super) fn to_json(&self, remount: &str) -> Value {
+        let row = |problem: &HealthProblem| {
+            json!({
+                "kind": problem.kind.name(),
+                "file": problem.file,
+                "cause": problem.cause,
+                "remedy": problem.kind.remedy(remount),
+                "first": utc(problem.first),
+                "last": utc(problem.last),
+                "ended": problem.ended.map(utc),
+                "count": problem.count,
+            })
+        };
+        let last = self.last.as_ref().map(|problem| {
+            json!({
+                "time": utc(problem.last),
+                "kind": problem.kind.name(),
+                "file": problem.file,
+                "cause": problem.cause,
+            })
+        });
+        json!({
+            "health": if self.is_degraded() { "degraded" } else { "healthy" },
+            "problems": self.problems.iter().map(row).collect::<Vec<_>>(),
+            "problems_left_out": self.left_out,
+            "poisoned_files": self.poisoned_files,
+            "last_error": last,
+        })
     }
+}
 
-    /// Tells of a change that was seen after bytes went out.
-    pub(super) fn tell_again(&self) {
-        if let Some(told) = &*lock(&self.health.on_change) {
-            told();
-        }
+/// The text, without its middle if it is too long.
+fn bounded(text: &str) -> String {
+    if text.len() <= TEXT_BYTES_MAX {
+        return text.to_owned();
     }
+    let half = TEXT_BYTES_MAX / 2 - 4;
+    let (head, tail) = (text.floor_char_boundary(half), text.ceil_char_boundary(text.len() - half));
+    format!("{} ... {}", &text[..head], &text[tail..])
+}
 
-    /// Files that were opened and are made of a poisoned source.
-    pub(super) fn files_of_poisoned(&self) -> Vec<Ino> {
-        let source = self.engine.checkpoint().source();
-        let lost = |ino: &Ino| self.sources_of(*ino).iter().any(|file| source.is_poisoned(*file));
-        self.health.opened().into_iter().filter(lost).collect()
-    }
-
-    /// Whether a source of a file gives no answer.
-    pub(super) fn waits_for_stalled(&self, ino: Ino) -> bool {
-        let source = self.engine.checkpoint().source();
-        !source.stalls().is_empty() && self.sources_of(ino).iter().any(|file| source.is_stalled(*file))
-    }
-
-    /// Counts a request that was given up.
-    pub(super) fn count_given_up(&self) {
-        let counters = self.engine.counters();
-        add(&counters.failed_reads, 1);
-        add(&counters.stalled_reads, 1);
-    }
+/// A time as RFC 3339 has it, in whole seconds UTC: `2026-11-23T09:50:00Z`.
+pub(super) fn utc(time: SystemTime) -> String {
+    let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let (days, of_day) = (seconds / 86_400, seconds % 86_400);
+    // Days since 0000-03-01; an era is 400 years, a year begins in March, so that a leap day is a year's last.
+    let days = days + 719_468;
+    let (era, of_era) = (days / 146_097, days % 146_097);
+    let year = (of_era - of_era / 1_460 + of_era / 36_524 - of_era / 146_096) / 365;
+    let of_year = of_era - (365 * year + year / 4 - year / 100);
+    let month = (5 * of_year + 2) / 153;
+    let day = of_year - (153 * month + 2) / 5 + 1;
+    let (year, month) = (era * 400 + year + u64::from(month >= 10), if month < 10 { month + 3 } else { month - 9 });
+    let (hour, minute, second) = (of_day / 3_600, of_day / 60 % 60, of_day % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
 }
 
 #[cfg(test)]
 mod tests {
+    use std::{path::PathBuf, sync::Arc, time::Duration};
+
     use super::*;
+    use crate::source::{Aspect, SourceError};
+
+    fn json_of(health: &Health, poisoned: &[(PathBuf, Poison)]) -> Value {
+        let poisoned = poisoned.iter().map(|(path, poison)| (path.as_path(), poison.clone()));
+        health.report(poisoned).to_json("ckfs mount s /m")
+    }
 
     #[test]
-    fn opened_files_are_remembered_once() {
+    fn a_problem_is_one_however_often_it_is_met() {
         let health = Health::default();
-        for ino in [1, 64, 63, 1, 1 << 40] {
-            health.note_opened(Ino(ino));
+        assert_eq!(json_of(&health, &[])["health"], "healthy");
+        health.note(ProblemKind::FailedRead, "dev0/wq", "first");
+        health.note(ProblemKind::FailedRead, "dev0/wq", "second");
+        health.note(ProblemKind::FailedOpen, "dev0/wq", "third");
+        let found = json_of(&health, &[]);
+        assert_eq!(found["health"], "degraded");
+        let rows = found["problems"].as_array().unwrap();
+        assert_eq!((rows.len(), &rows[0]["count"], &rows[0]["cause"]), (2, &json!(2), &json!("second")));
+        assert!(rows[0]["remedy"].as_str().unwrap().contains("ckfs mount s /m"));
+        assert_eq!(found["last_error"]["cause"], "third");
+    }
+
+    #[test]
+    fn what_has_ended_is_history() {
+        let health = Health::default();
+        health.note(ProblemKind::SourceStalled, "/s/a", "no answer in 60 s");
+        assert_eq!(health.stalled_sources(), 1);
+        health.clear(ProblemKind::SourceStalled, "/s/other");
+        assert_eq!(json_of(&health, &[])["health"], "degraded");
+        health.clear(ProblemKind::SourceStalled, "/s/a");
+        let found = json_of(&health, &[]);
+        assert_eq!((&found["health"], found["problems"][0]["ended"].is_string()), (&json!("healthy"), true));
+        assert_eq!(health.stalled_sources(), 0);
+        health.note(ProblemKind::SourceStalled, "/s/a", "again");
+        let found = json_of(&health, &[]);
+        assert_eq!((&found["health"], &found["problems"][0]["count"]), (&json!("degraded"), &json!(2)));
+    }
+
+    #[test]
+    fn the_list_is_bounded_and_all_changed_sources_are_named() {
+        let health = Health::default();
+        health.note(ProblemKind::SourceStalled, "/s/ended", "x");
+        health.clear(ProblemKind::SourceStalled, "/s/ended");
+        for number in 0..PROBLEMS_MAX + 3 {
+            health.note(ProblemKind::FailedRead, &format!("dev0/{number}"), &"x".repeat(100_000));
         }
-        let mut opened: Vec<u64> = health.opened().into_iter().map(|ino| ino.0).collect();
-        opened.sort_unstable();
-        assert_eq!(opened, [1, 63, 64, 1 << 40]);
+        let since = UNIX_EPOCH + Duration::from_secs(1);
+        let poison = |number: usize| {
+            let file: Arc<Path> = Arc::from(PathBuf::from(format!("/s/{number}")));
+            let error = SourceError::Changed { file: file.clone(), aspect: Aspect::Size, expected: 1, found: 2 };
+            (file.to_path_buf(), Poison { error, since })
+        };
+        let poisoned: Vec<_> = (0..40).map(poison).collect();
+        let mut found = health.report(poisoned.iter().map(|(path, poison)| (path.as_path(), poison.clone())));
+        let json = found.to_json("");
+        assert_eq!(json["problems"].as_array().map(Vec::len), Some(PROBLEMS_MAX));
+        assert_eq!(json["problems_left_out"], 3 + 40);
+        assert_eq!(json["poisoned_files"].as_array().map(Vec::len), Some(40));
+        assert!(json.to_string().len() < 64 << 10);
+        while found.leave_one_out() {}
+        assert!(found.is_degraded() && found.to_json("")["problems"] == json!([]));
+        let alone = json_of(&Health::default(), &poisoned[..1]);
+        assert_eq!(
+            (&alone["problems"][0]["first"], &alone["health"]),
+            (&json!("1970-01-01T00:00:01Z"), &json!("degraded"))
+        );
+        assert_eq!(alone["last_error"]["file"], "/s/0");
+    }
+
+    #[test]
+    fn stalls_that_found_no_room_end_too() {
+        let (health, names) = (Health::default(), (0..PROBLEMS_MAX + 4).map(|number| format!("/s/{number}")));
+        let names: Vec<String> = names.collect();
+        for name in names.iter().chain(&names) {
+            health.note(ProblemKind::SourceStalled, name, "no answer");
+        }
+        assert_eq!((health.stalled_sources(), &json_of(&health, &[])["problems_left_out"]), (20, &json!(4)));
+        for name in &names {
+            health.clear(ProblemKind::SourceStalled, name);
+        }
+        let found = json_of(&health, &[]);
+        assert_eq!(
+            (health.stalled_sources(), &found["health"], &found["problems_left_out"]),
+            (0, &json!("healthy"), &json!(0))
+        );
+    }
+
+    #[test]
+    fn times_are_dates() {
+        let rows = [
+            (0, "1970-01-01T00:00:00Z"),
+            (951_782_400 + 86_399, "2000-02-29T23:59:59Z"),
+            (1_700_000_000, "2023-11-14T22:13:20Z"),
+            (4_107_542_400, "2100-03-01T00:00:00Z"),
+            (1_735_689_600, "2025-01-01T00:00:00Z"),
+        ];
+        for (seconds, expected) in rows {
+            assert_eq!(utc(UNIX_EPOCH + Duration::from_secs(seconds)), expected);
+        }
+        assert_eq!(bounded(&"é".repeat(2000)).len(), 2 * (TEXT_BYTES_MAX / 2 - 4) + 5);
     }
 }

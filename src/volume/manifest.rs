@@ -1,79 +1,227 @@
 //! `.ckfs/manifest.json`: what the mount shows, for programs.
 //!
-//! Written as a stream, so that its length can be known without holding it: with many devices it is large.
+//! It has a row for each tensor and each device, gigabytes for a large model on many devices, and is therefore generated as
+//! it is read: the regions of tensors of one kind are the same text, so that their lengths are counted once for each kind.
 
-use std::io::{self, Write};
+use std::{io::Write, sync::Arc};
 
 use serde_json::json;
 
 use crate::{
     checkpoint::Checkpoint,
-    plan::{Plan, PlannedTensor},
-    tensor::Region,
+    image::{Rows, starts},
+    plan::{Kinds, Plan, PlannedTensor},
+    tensor::TensorId,
 };
 
-/// The region of a device: where it begins and its extents.
-fn region_json(device: u64, region: &Region) -> serde_json::Value {
-    json!({"device": device, "offset": region.origin(), "shape": region.shape().extents()})
-}
+/// Devices of one block of rows.
+const BLOCK_DEVICES: usize = 256;
+
+/// Groups before those of the tensors: the start, and the devices.
+const BEFORE_TENSORS: usize = 2;
 
 /// Names in the repository of the tensors that a view reads, each once, in order.
 pub(super) fn source_names<'a>(checkpoint: &'a Checkpoint, tensor: &PlannedTensor) -> Vec<&'a str> {
-    let mut ids = Vec::new();
+    let mut ids: Vec<TensorId> = Vec::new();
     tensor.view.for_each_source(&mut |source| ids.push(source.id));
     let mut seen = std::collections::HashSet::new();
     ids.into_iter().filter(|id| seen.insert(*id)).map(|id| checkpoint.tensor(id).name).collect()
 }
 
-/// Writes the manifest of a plan.
-///
-/// # Errors
-/// What `out` fails with.
-pub(super) fn write(checkpoint: &Checkpoint, plan: &Plan, out: &mut dyn Write) -> io::Result<()> {
-    let mesh: serde_json::Map<_, _> =
-        plan.mesh.axes().iter().map(|axis| (axis.name.clone(), axis.size.into())).collect();
-    let devices: Vec<_> = plan
-        .devices
-        .iter()
-        .map(|device| {
-            let names = plan.mesh.axes().iter().map(|axis| axis.name.clone());
+/// The manifest of a plan.
+#[derive(Debug)]
+pub(super) struct Manifest {
+    checkpoint: Arc<Checkpoint>,
+    plan: Arc<Plan>,
+    kinds: Arc<Kinds>,
+    starts: Vec<u64>,
+    /// Ends of the blocks of devices.
+    devices: Vec<u64>,
+    /// By tensor, bytes before its regions.
+    before: Vec<u64>,
+    /// By kind, ends of the blocks of regions, counted from the first region.
+    regions: Vec<Vec<u64>>,
+}
+
+/// Appends a JSON value.
+fn put(out: &mut Vec<u8>, value: &impl serde::Serialize) {
+    serde_json::to_writer(out, value).expect("text and numbers can be written to memory");
+}
+
+/// Appends a list of numbers.
+fn put_numbers(out: &mut Vec<u8>, numbers: &[u64]) {
+    for (place, number) in numbers.iter().enumerate() {
+        let before = if place == 0 { "[" } else { "," };
+        write!(out, "{before}{number}").expect("memory takes all bytes");
+    }
+    out.extend(if numbers.is_empty() { b"[]".as_slice() } else { b"]" });
+}
+
+impl Manifest {
+    pub(super) fn new(checkpoint: Arc<Checkpoint>, plan: Arc<Plan>, kinds: Arc<Kinds>) -> Self {
+        let (mut manifest, mut bytes) = (
+            Self {
+                checkpoint,
+                plan,
+                kinds,
+                starts: Vec::new(),
+                devices: Vec::new(),
+                before: Vec::new(),
+                regions: Vec::new(),
+            },
+            Vec::new(),
+        );
+        let mut count = |write: &dyn Fn(&mut Vec<u8>)| {
+            bytes.clear();
+            write(&mut bytes);
+            bytes.len() as u64
+        };
+        let head = count(&|out| manifest.head(out));
+        let blocks = manifest.device_blocks();
+        let devices: Vec<u64> = (0..=blocks).map(|block| count(&|out| manifest.device_block(block, out))).collect();
+        let regions = (0..manifest.kinds.len()).map(|kind| {
+            let first = &manifest.plan.tensors[manifest.kinds.first(kind)];
+            starts((0..blocks).map(|block| count(&|out| manifest.region_block(first, block, out)))).split_off(1)
+        });
+        let regions: Vec<Vec<u64>> = regions.collect();
+        let tensors = 0..manifest.plan.tensors.len();
+        let before: Vec<u64> = tensors.clone().map(|tensor| count(&|out| manifest.before(tensor, out))).collect();
+        let lengths = tensors.map(|tensor| {
+            let regions = regions[manifest.kinds.of(tensor)].last().copied().unwrap_or(0);
+            before[tensor] + regions + count(&|out| manifest.after(tensor, out))
+        });
+        let lengths: Vec<u64> = lengths.collect();
+        let tail = count(&Self::tail);
+        let all = [head, devices.iter().sum()].into_iter().chain(lengths).chain([tail]);
+        manifest.starts = starts(all);
+        manifest.devices = starts(devices.into_iter()).split_off(1);
+        (manifest.before, manifest.regions) = (before, regions);
+        manifest
+    }
+
+    fn device_blocks(&self) -> usize {
+        self.plan.devices.len().div_ceil(BLOCK_DEVICES)
+    }
+
+    /// Numbers of the devices of a block, each with its place in the list.
+    fn block(&self, block: usize) -> impl Iterator<Item = (usize, u64)> {
+        let places = block * BLOCK_DEVICES..self.plan.devices.len().min((block + 1) * BLOCK_DEVICES);
+        places.map(|place| (place, self.plan.devices[place]))
+    }
+
+    fn head(&self, out: &mut Vec<u8>) {
+        let plan = &self.plan;
+        let mesh: serde_json::Map<_, _> =
+            plan.mesh.axes().iter().map(|axis| (axis.name.clone(), axis.size.into())).collect();
+        let head = json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "source": self.checkpoint.label(),
+            "layout": plan.layout.name(),
+            "family": plan.family,
+            "dtype": plan.dtype.map(crate::tensor::DType::code),
+            "mesh": mesh,
+        });
+        put(out, &head);
+        assert_eq!(out.pop(), Some(b'}'), "an object ends with a brace");
+        out.extend(b",\"devices\":[");
+    }
+
+    /// A block of devices; after the last, what stands before the tensors.
+    fn device_block(&self, block: usize, out: &mut Vec<u8>) {
+        if block == self.device_blocks() {
+            return out.extend(b"],\n\"tensors\": [");
+        }
+        for (place, device) in self.block(block) {
+            if place > 0 {
+                out.push(b',');
+            }
+            let names = self.plan.mesh.axes().iter().map(|axis| axis.name.clone());
             let at: serde_json::Map<_, _> =
-                names.zip(plan.mesh.coordinates(*device).into_iter().map(serde_json::Value::from)).collect();
-            json!({"device": device, "coordinates": at})
-        })
-        .collect();
-    let head = json!({
-        "version": env!("CARGO_PKG_VERSION"),
-        "source": checkpoint.label(),
-        "layout": plan.layout.name(),
-        "family": plan.family,
-        "dtype": plan.dtype.map(crate::tensor::DType::code),
-        "mesh": mesh,
-        "devices": devices,
-    });
-    let head = head.to_string();
-    out.write_all(head.strip_suffix('}').unwrap_or(&head).as_bytes())?;
-    out.write_all(b",\n\"tensors\": [")?;
-    let bundled: std::collections::HashSet<&str> = plan.bundle().map(|tensor| tensor.name.as_str()).collect();
-    for (index, tensor) in plan.tensors.iter().enumerate() {
-        out.write_all(if index == 0 { b"\n" } else { b",\n" })?;
+                names.zip(self.plan.mesh.coordinates(device).into_iter().map(serde_json::Value::from)).collect();
+            put(out, &json!({"device": device, "coordinates": at}));
+        }
+    }
+
+    /// A tensor's row before its regions.
+    fn before(&self, tensor: usize, out: &mut Vec<u8>) {
+        out.extend(if tensor == 0 { b"\n".as_slice() } else { b",\n" });
+        let plan = &self.plan;
+        let tensor = &plan.tensors[tensor];
         let shape = tensor.view.shape();
-        let regions: Vec<_> =
-            plan.devices.iter().map(|device| region_json(*device, &plan.region(tensor, *device))).collect();
-        let mut row = json!({
+        let row = json!({
             "name": tensor.name,
             "path": plan.path(tensor).join("/"),
             "dtype": tensor.view.dtype().code(),
             "shape": shape.extents(),
             "spec": plan.spec(tensor).to_json(shape.rank(), &plan.mesh),
-            "bundled": bundled.contains(tensor.name.as_str()),
-            "sources": source_names(checkpoint, tensor),
-            "regions": regions,
+            "bundled": plan.is_bundled(tensor),
         });
-        if let Some(layers) = &tensor.layers {
-            row["layers"] = json!(&layers[..]);
-        }
-        serde_json::to_writer(&mut *out, &row)?;
+        put(out, &row);
+        assert_eq!(out.pop(), Some(b'}'), "an object ends with a brace");
+        out.extend(b",\"sources\":");
+        put(out, &source_names(&self.checkpoint, tensor));
+        out.extend(b",\"regions\":[");
     }
-    out.write_all(b"\n]}\n")
+
+    /// What devices of a block hold of a tensor: where the region begins and its extents.
+    fn region_block(&self, tensor: &PlannedTensor, block: usize, out: &mut Vec<u8>) {
+        for (place, device) in self.block(block) {
+            let region = self.plan.region(tensor, device);
+            let comma = if place == 0 { "" } else { "," };
+            write!(out, "{comma}{{\"device\":{device},\"offset\":").expect("memory takes all bytes");
+            put_numbers(out, region.origin());
+            out.extend(b",\"shape\":");
+            put_numbers(out, region.shape().extents());
+            out.push(b'}');
+        }
+    }
+
+    /// A tensor's row after its regions.
+    fn after(&self, tensor: usize, out: &mut Vec<u8>) {
+        out.push(b']');
+        if let Some(layers) = &self.plan.tensors[tensor].layers {
+            out.extend(b",\"layers\":");
+            put_numbers(out, layers);
+        }
+        out.push(b'}');
+    }
+
+    fn tail(out: &mut Vec<u8>) {
+        out.extend(b"\n]}\n");
+    }
+
+    /// The tensor of a group, if it is one's.
+    fn tensor(&self, group: usize) -> Option<usize> {
+        group.checked_sub(BEFORE_TENSORS).filter(|tensor| *tensor < self.plan.tensors.len())
+    }
+}
+
+impl Rows for Manifest {
+    fn starts(&self) -> &[u64] {
+        &self.starts
+    }
+
+    fn block_ends(&self, group: usize) -> Vec<u64> {
+        let len = self.starts[group + 1] - self.starts[group];
+        match self.tensor(group) {
+            None if group == 1 => self.devices.clone(),
+            None => vec![len],
+            Some(tensor) => {
+                let before = self.before[tensor];
+                let regions = self.regions[self.kinds.of(tensor)].iter().map(|end| before + end);
+                std::iter::once(before).chain(regions).chain([len]).collect()
+            }
+        }
+    }
+
+    fn write(&self, group: usize, block: usize, out: &mut Vec<u8>) {
+        match self.tensor(group) {
+            None if group == 0 => self.head(out),
+            None if group == 1 => self.device_block(block, out),
+            None => Self::tail(out),
+            Some(tensor) if block == 0 => self.before(tensor, out),
+            Some(tensor) if block > self.device_blocks() => self.after(tensor, out),
+            Some(tensor) => self.region_block(&self.plan.tensors[tensor], block - 1, out),
+        }
+    }
 }

@@ -5,7 +5,7 @@
 use std::{fs::File, io, os::fd::OwnedFd};
 
 use rustix::{
-    fs::{FallocateFlags, Mode, OFlags, fallocate, openat},
+    fs::{FallocateFlags, Mode, OFlags, StatVfs, fallocate, fstatvfs, openat},
     mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount, fsopen},
 };
 
@@ -38,6 +38,12 @@ impl MemoryFiles {
         // That unnamed files work there is found out now, not when the first one is needed.
         files.unnamed(0)?;
         Ok(files)
+    }
+
+    /// Memory that all files take, those included that were dropped and that programs still map.
+    pub(super) fn used_bytes(&self) -> u64 {
+        let used = |stat: StatVfs| stat.f_blocks.saturating_sub(stat.f_bfree).saturating_mul(stat.f_frsize);
+        fstatvfs(&self.root).map_or(0, used)
     }
 
     /// A new file of so many bytes, all memory of which is set aside.

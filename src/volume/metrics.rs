@@ -5,6 +5,8 @@ use std::{
     time::Duration,
 };
 
+use super::health::{Health, ProblemKind};
+
 macro_rules! ops {
     ($($variant:ident $name:literal,)*) => {
         /// A kind of request.
@@ -58,7 +60,7 @@ pub struct OpMetrics {
     pub buckets: [AtomicU64; LATENCY_BOUNDS_US.len() + 1],
 }
 
-/// Counters of the mount's requests.
+/// Counters of the mount's requests, and what went wrong.
 #[derive(Debug, Default)]
 pub struct Metrics {
     ops: [OpMetrics; Op::ALL.len()],
@@ -68,12 +70,20 @@ pub struct Metrics {
     pub passthrough_opens: AtomicU64,
     /// Requests being handled now.
     pub in_flight: AtomicU64,
+    /// What went wrong.
+    pub health: Health,
 }
 
 impl Metrics {
     /// Counts of one kind of request.
     pub fn op(&self, op: Op) -> &OpMetrics {
         &self.ops[op as usize]
+    }
+
+    /// Counts a panic of a request's handler, which said `cause`.
+    pub fn note_panic(&self, request: &str, cause: &str) {
+        self.panics.fetch_add(1, Ordering::Relaxed);
+        self.health.note(ProblemKind::Panic, request, cause);
     }
 
     /// Counts one answered request.

@@ -4,18 +4,24 @@
 
 mod arrays;
 mod blanks;
+mod bundle;
 mod copies;
-mod health;
+mod dcp_rows;
+mod exposition;
+pub mod health;
 mod looks;
 mod manifest;
 mod memory_files;
 pub mod metrics;
 mod name_tree;
+mod permissions;
 mod served;
+mod shard_class;
 mod stats;
 mod tree;
 mod unavailable;
 mod view_files;
+mod watched;
 mod whole_files;
 
 use std::{
@@ -25,7 +31,10 @@ use std::{
     time::{Duration, SystemTime},
 };
 
+pub use crate::source::permission::{Mounter, Overrides, Permission};
+pub use health::{Health, HealthProblem, ProblemKind};
 pub use metrics::{Metrics, Op};
+pub use permissions::{Readers, readers, readers_of, readers_text};
 pub use served::{ViewPlan, Volume, VolumeError, VolumeOptions};
 pub use unavailable::{Unavailable, unavailable, unavailable_text};
 
@@ -62,6 +71,8 @@ pub struct Attr {
     pub links: u32,
     /// Modification time: the newest source's.
     pub modified: SystemTime,
+    /// Owner, group and permission bits.
+    pub permission: Permission,
 }
 
 /// One entry of a directory listing.
@@ -132,6 +143,9 @@ pub enum FsError {
     /// The call makes no sense for this node.
     #[error("invalid argument")]
     Invalid,
+    /// A file name is longer than any can be.
+    #[error("file name too long")]
+    NameTooLong,
     /// Bytes did not come, or their source changed. Already logged.
     #[error("input/output error")]
     Io,
@@ -148,6 +162,7 @@ impl FsError {
             Self::NoAttribute => libc::ENODATA,
             Self::Unsupported => libc::EOPNOTSUPP,
             Self::Invalid => libc::EINVAL,
+            Self::NameTooLong => libc::ENAMETOOLONG,
             Self::Io => libc::EIO,
         }
     }
@@ -276,9 +291,9 @@ pub trait FileSystem: Send + Sync + 'static {
         false
     }
 
-    /// Told that a request was answered with an error because of [`FileSystem::is_stalled`].
-    fn note_given_up(&self, ino: Ino) {
-        let _ = ino;
+    /// Told that an open or a read was answered with an error because of [`FileSystem::is_stalled`].
+    fn note_given_up(&self, op: Op, ino: Ino) {
+        let _ = (op, ino);
     }
 
     /// Sets who is told when a source has changed, if anybody is.

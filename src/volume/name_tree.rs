@@ -88,7 +88,7 @@ impl<'a> GrowingNode<'a> {
 }
 
 fn number(n: usize) -> u32 {
-    u32::try_from(n).unwrap_or(u32::MAX)
+    u32::try_from(n).expect("a tree of fewer than 2^32 nodes and bytes of names")
 }
 
 impl NameTree {
@@ -101,6 +101,7 @@ impl NameTree {
         let mut growing = Growing::new();
         // Tensors are sorted by name, so that most are in the directory of the one before.
         let mut before: Vec<(Cow<'_, str>, u32)> = Vec::new();
+        let mut names_bytes = 0;
         for (index, tensor) in plan.tensors.iter().enumerate().filter(|(_, tensor)| shown(tensor)) {
             let mut path = plan.path(tensor);
             if let Some(last) = path.last_mut().filter(|_| !suffix.is_empty()) {
@@ -112,6 +113,12 @@ impl NameTree {
                 let reason = format!("the path has {path_bytes} bytes, at most {PATH_BYTES_MAX} are possible");
                 problems.push(Problem::File { file: format!("{start}…"), reason });
                 continue;
+            }
+            names_bytes += path_bytes;
+            if u32::try_from(names_bytes).is_err() {
+                let reason = "all names together have more bytes than the 2^32 that are possible".to_owned();
+                problems.push(Problem::File { file: "names".to_owned(), reason });
+                break;
             }
             let told = problems.len();
             let shared = before.iter().zip(&path).take_while(|((name, _), component)| name == *component).count();

@@ -6,7 +6,7 @@ use std::{
     ops::ControlFlow,
     path::Path,
     sync::{
-        Arc, Mutex, OnceLock, PoisonError, RwLock, Weak,
+        Arc, Mutex, PoisonError, RwLock,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
@@ -15,31 +15,38 @@ use std::{
 use lru::LruCache;
 
 use super::{
-    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, OnChange, Opened, StatFs, WhenWhole,
+    Access, Attr, DirEntry, FileSystem, FsError, Handle, Health, Ino, Metrics, Mounter, NodeKind, OnChange, Op, Opened,
+    Overrides, ProblemKind, StatFs, WhenWhole,
     arrays::{ArrayNode, ArrayTable},
     copies::Copies,
-    health::Health,
+    exposition::{self, METRICS_BYTES},
     looks::Looks,
     name_tree::NameNode,
+    permissions::{Permissions, Subject, readers, readers_text},
     stats,
-    tree::{Block, BlockKind, Fixed, FixedKind, Flavor, Names, Place, Seedling, Tree},
+    tree::{Block, BlockKind, Fixed, FixedKind, Flavor, Names, OWN, Place, Seedling, Tree},
     unavailable::unavailable_text,
-    view_files::{Content, Made, ORBAX_ITEM, ViewFiles},
+    view_files::{Content, Made, ORBAX_ITEM, ViewFiles, file_ids},
+    watched::Watched,
     whole_files::{Pin, WholeFiles},
 };
 use crate::{
-    checkpoint::Checkpoint,
-    image::{FileImage, distcp_name},
+    checkpoint::{Checkpoint, printable},
+    host::budget::Budget,
+    image::{FileImage, RowFile, distcp_name},
     plan::{Allow, HfContent, HfFile, Plan, Problem, config::MadeWhole, report},
-    read::{Engine, EngineOptions, MapsAhead, OpenFile, ReadError},
-    source::FileId,
-    tensor::View,
+    read::{Engine, EngineOptions, MapsAhead, OpenFile, ReadError, counters::add},
+    source::{FileId, SourceError},
+    tensor::{View, to_usize},
 };
 
 /// Segments of closed files that are remembered with their tilings and tiles.
 const REMEMBERED_SEGMENTS_MAX: usize = 200_000;
 /// Closed files that are remembered. The tiling of one view may take some megabytes.
 const REMEMBERED_FILES_MAX: usize = 64;
+
+/// How to mount anew, in general.
+const REMOUNT: &str = "ckfs umount MNT && ckfs mount SOURCE MNT, with the options in .ckfs/config.toml";
 
 /// A plan and where it is shown.
 #[derive(Clone, Debug)]
@@ -59,6 +66,12 @@ pub struct VolumeOptions {
     pub direct: Allow,
     /// The effective configuration, shown as `.ckfs/config.toml`.
     pub config_text: String,
+    /// What memory is for, shown in the statistics.
+    pub budget: Option<Budget>,
+    /// The command that mounts anew, told where something is wrong; empty for the general form.
+    pub remount: String,
+    /// What is said of owners and permission bits, in place of what the sources allow.
+    pub overrides: Overrides,
 }
 
 /// Everything that keeps a volume from being made.
@@ -76,15 +89,11 @@ impl fmt::Display for VolumeError {
     }
 }
 
-/// Bytes that are made when they are first asked for, and shared by all who have the file open. Where the kernel kept them
-/// since an earlier open, it never asks.
-type Late = OnceLock<Result<Arc<[u8]>, FsError>>;
-
 #[derive(Clone, Debug)]
 enum Open {
     Original(FileId),
     Bytes(Arc<[u8]>),
-    Late(Arc<Late>),
+    Rows(Arc<RowFile>),
     Image(Arc<OpenFile>, Pin),
 }
 
@@ -99,13 +108,16 @@ pub struct Volume {
     metrics: Metrics,
     next_handle: AtomicU64,
     open: RwLock<HashMap<u64, Open>>,
-    pub(super) health: Health,
+    pub(super) watched: Watched,
     remembered: Mutex<Remembered>,
     direct: Allow,
     copies: Option<Copies>,
     whole: Option<(WholeFiles, MadeWhole)>,
     looks: Looks,
-    late: Mutex<HashMap<Ino, Weak<Late>>>,
+    budget: Option<Budget>,
+    remount: String,
+    stats_bytes: usize,
+    permissions: Permissions,
 }
 
 /// Files made ready, open or lately closed: reopening finds tilings and tiles again.
@@ -133,11 +145,13 @@ impl Volume {
     ///
     /// # Errors
     /// Names that cannot be laid out as a tree.
+    ///
+    /// # Panics
+    /// Never: there are fewer than 2^32 views.
     pub fn new(checkpoint: Arc<Checkpoint>, views: Vec<ViewPlan>, options: VolumeOptions) -> Result<Self, VolumeError> {
         let source = checkpoint.source();
-        let files = || (0..source.file_count()).map(|file| FileId(u32::try_from(file).unwrap_or(u32::MAX)));
-        let modified = files().map(|file| source.modified(file)).max().unwrap_or(UNIX_EPOCH);
-        let total_bytes = files().map(|file| source.len_bytes(file)).sum();
+        let modified = file_ids(&checkpoint).map(|file| source.modified(file)).max().unwrap_or(UNIX_EPOCH);
+        let total_bytes = file_ids(&checkpoint).map(|file| source.len_bytes(file)).sum();
         let mut problems = Vec::new();
         let mut root = Seedling::default();
         let mut made = Vec::new();
@@ -149,11 +163,13 @@ impl Volume {
                 views.iter().map(files_of).collect::<Vec<_>>()
             },
         );
+        let places: Vec<(String, Arc<Plan>)> =
+            views.iter().map(|view| (view.name.clone(), Arc::clone(&view.plan))).collect();
         for (view, files) in views.into_iter().zip(files) {
             match files {
                 Ok(files) => {
                     plan_text.push_str(&unavailable_text(&view.name, &files.unavailable()));
-                    let index = u32::try_from(made.len()).unwrap_or(u32::MAX);
+                    let index = u32::try_from(made.len()).expect("fewer than 2^32 views");
                     let directory = if view.name.is_empty() { Some(&mut root) } else { root.directory(&view.name) };
                     if let Some(directory) = directory {
                         plant_view(directory, index, &files, &mut problems);
@@ -163,7 +179,9 @@ impl Volume {
                 Err(found) => problems.extend(found),
             }
         }
-        if let Some(directory) = root.directory(".ckfs") {
+        let mounter = Mounter::of_this_process();
+        plan_text.push_str(&readers_text(&readers(&checkpoint, &mounter, &options.overrides)));
+        if let Some(directory) = root.directory(OWN) {
             directory.file("stats.json", FixedKind::Stats);
             directory.file("metrics", FixedKind::Metrics);
             directory.file("config.toml", FixedKind::Text(options.config_text.into_bytes().into()));
@@ -172,22 +190,28 @@ impl Volume {
         if !problems.is_empty() {
             return Err(VolumeError { problems });
         }
+        let remount = Some(options.remount).filter(|command| !command.is_empty());
+        let tree = root.plant();
+        let permissions = Permissions::new(&checkpoint, &places, &tree, mounter, options.overrides);
         Ok(Self {
+            stats_bytes: stats::stats_bytes(checkpoint.source().as_ref()),
+            budget: options.budget,
+            remount: remount.unwrap_or_else(|| REMOUNT.to_owned()),
             engine: Arc::new(Engine::new(checkpoint, options.engine)),
             views: made,
-            tree: root.plant(),
+            tree,
             modified,
             total_bytes,
             metrics: Metrics::default(),
             next_handle: AtomicU64::new(1),
             open: RwLock::default(),
-            health: Health::default(),
+            watched: Watched::default(),
             remembered: Mutex::new(Remembered { files: LruCache::unbounded(), segments: 0 }),
             direct: options.direct,
             copies: None,
             whole: None,
             looks: Looks::default(),
-            late: Mutex::default(),
+            permissions,
         })
     }
 
@@ -242,6 +266,36 @@ impl Volume {
         }
     }
 
+    /// What the statistics are made of.
+    fn reported(&self) -> stats::Reported<'_> {
+        stats::Reported {
+            metrics: &self.metrics,
+            engine: &self.engine,
+            budget: self.budget.as_ref(),
+            shared_bytes: self.whole.as_ref().map(|(whole, _)| whole.used_bytes()),
+            remount: &self.remount,
+        }
+    }
+
+    /// What is wrong with the mount. The code that finds a problem notes it here.
+    pub fn health(&self) -> &Health {
+        &self.metrics.health
+    }
+
+    /// Notes that an open or a read of a file failed. A stall is noted by itself, as long as it lasts.
+    fn note_failure(&self, kind: ProblemKind, ino: Ino, error: &ReadError) {
+        if error.is_stall() {
+            return;
+        }
+        match error.source_error().and_then(SourceError::poisoned_file) {
+            Some(source) => {
+                let (source, cause) = (source.display().to_string(), error.to_string());
+                self.health().note(ProblemKind::SourceChanged, &source, &cause);
+            }
+            None => self.health().note(kind, &self.path_of(ino), &error.to_string()),
+        }
+    }
+
     /// The engine that reads.
     pub fn engine(&self) -> &Arc<Engine> {
         &self.engine
@@ -273,7 +327,7 @@ impl Volume {
     pub fn image(&self, ino: Ino) -> Result<Option<FileImage>, FsError> {
         match self.content(ino)? {
             Content::Image(image) => Ok(Some(image)),
-            Content::Original(_) | Content::Bytes(_) => Ok(None),
+            Content::Original(_) | Content::Bytes(_) | Content::Rows(_) => Ok(None),
         }
     }
 
@@ -284,7 +338,7 @@ impl Volume {
         };
         match self.views[*view as usize].made(*made) {
             Ok(Content::Original(file)) => Some(file),
-            Ok(Content::Bytes(_) | Content::Image(_)) | Err(_) => None,
+            Ok(Content::Bytes(_) | Content::Rows(_) | Content::Image(_)) | Err(_) => None,
         }
     }
 
@@ -306,12 +360,16 @@ impl Volume {
                 FixedKind::Symlink(_) => return Err(FsError::Invalid),
                 FixedKind::Made { view, made } => self.views[*view as usize].made(*made),
                 FixedKind::Text(text) => Ok(Content::Bytes(Arc::clone(text))),
-                FixedKind::Stats => Ok(Content::Bytes(stats::stats(&self.metrics, &self.engine).into())),
-                FixedKind::Metrics => Ok(Content::Bytes(stats::metrics(&self.metrics, &self.engine).into())),
+                FixedKind::Stats => Ok(Content::Bytes(self.reported().stats(self.stats_bytes).into())),
+                FixedKind::Metrics => {
+                    let text = exposition::metrics(&self.reported()).map_err(|_| FsError::Io)?;
+                    Ok(Content::Bytes(text.into()))
+                }
             },
         };
         content.map_err(|error| {
             tracing::error!(ino = ino.0, "cannot lay out a file: {error}");
+            self.health().note(ProblemKind::FailedOpen, &self.path_of(ino), &error.to_string());
             FsError::Io
         })
     }
@@ -321,24 +379,78 @@ impl Volume {
             FixedKind::Directory { subdirectories, .. } => (NodeKind::Directory, 0, 2 + subdirectories),
             FixedKind::Symlink(target) => (NodeKind::Symlink, target.len() as u64, 1),
             FixedKind::Text(text) => (NodeKind::File, text.len() as u64, 1),
-            FixedKind::Stats => (NodeKind::File, stats::STATS_BYTES as u64, 1),
-            FixedKind::Metrics => (NodeKind::File, stats::METRICS_BYTES as u64, 1),
+            FixedKind::Stats => (NodeKind::File, self.stats_bytes as u64, 1),
+            FixedKind::Metrics => (NodeKind::File, METRICS_BYTES as u64, 1),
             FixedKind::Made { view, made } => (NodeKind::File, self.views[*view as usize].made_len(*made), 1),
         };
-        Attr { ino, kind, size_bytes, links, modified: self.modified }
+        let permission = self.permissions.of(Self::fixed_subject(ino, fixed));
+        Attr { ino, kind, size_bytes, links, modified: self.modified, permission }
+    }
+
+    fn fixed_subject(ino: Ino, fixed: &Fixed) -> Subject {
+        let is_directory = matches!(fixed.kind, FixedKind::Directory { .. });
+        if fixed.is_own {
+            return Subject::Own { is_directory };
+        }
+        match fixed.kind {
+            FixedKind::Directory { .. } => Subject::Directory(ino),
+            FixedKind::Made { view, made: Made::Hf(file) } => Subject::Hf { view, file },
+            FixedKind::Made { view, .. } => Subject::Tensors { view },
+            FixedKind::Text(_) | FixedKind::Stats | FixedKind::Metrics => Subject::Everything,
+            FixedKind::Symlink(_) => Subject::Link,
+        }
+    }
+
+    fn array_subject(block: Block, table: &ArrayTable, node: ArrayNode) -> Subject {
+        let view = block.view;
+        match node {
+            ArrayNode::Root | ArrayNode::Directory(_) => Subject::Names { view },
+            ArrayNode::Metadata(_) => Subject::Tensors { view },
+            ArrayNode::Description(array) | ArrayNode::Chunk(array, _) => {
+                Subject::Tensor { view, tensor: table.tensor(array) }
+            }
+        }
+    }
+
+    fn named_subject(block: Block, node: NameNode) -> Subject {
+        let view = block.view;
+        match node {
+            NameNode::Directory(_) => Subject::Names { view },
+            NameNode::Tensor(tensor) => Subject::Tensor { view, tensor },
+        }
+    }
+
+    /// The permission bits that a copy of a node may have under another owner and group: those that the sources allow, and all
+    /// that the owner needs. For nodes without attributes, none.
+    pub fn copy_mode(&self, ino: Ino, uid: u32, gid: u32) -> u16 {
+        let subject = match self.tree.place(ino) {
+            Some(Place::Fixed(fixed)) => Self::fixed_subject(ino, fixed),
+            Some(Place::Named(block, names, node)) => {
+                Self::named_subject(block, self.views[block.view as usize].tree(names.flavor).node(node))
+            }
+            Some(Place::Array(block, node)) => match self.arrays(block) {
+                Ok((_, table)) => Self::array_subject(block, table, table.node(node)),
+                Err(_) => return 0,
+            },
+            None => return 0,
+        };
+        self.permissions.mode(subject, uid, gid)
     }
 
     fn named_attr(&self, block: Block, names: Names, node: u32) -> Attr {
         let view = &self.views[block.view as usize];
-        let (kind, size_bytes, links) = match view.tree(names.flavor).node(node) {
+        let node_kind = view.tree(names.flavor).node(node);
+        let (kind, size_bytes, links) = match node_kind {
             NameNode::Directory(subdirectories) => (NodeKind::Directory, 0, 2 + subdirectories),
             NameNode::Tensor(tensor) => (NodeKind::File, view.tensor_len(tensor, names), 1),
         };
-        Attr { ino: Ino(block.first + u64::from(node)), kind, size_bytes, links, modified: self.modified }
+        let permission = self.permissions.of(Self::named_subject(block, node_kind));
+        let ino = Ino(block.first + u64::from(node));
+        Attr { ino, kind, size_bytes, links, modified: self.modified, permission }
     }
 
     /// The view and the arrays of a block, which is there only if the view has arrays.
-    fn arrays(&self, block: Block) -> Result<(&ViewFiles, &ArrayTable), FsError> {
+    fn arrays(&self, block: Block) -> Result<(&ViewFiles, &Arc<ArrayTable>), FsError> {
         let view = &self.views[block.view as usize];
         view.arrays().map(|table| (view, table)).map_err(|_| FsError::NotFound)
     }
@@ -348,12 +460,13 @@ impl Volume {
         let node_kind = table.node(node);
         let kind = array_kind(node_kind);
         let links = match node_kind {
-            ArrayNode::Root => 2 + u32::try_from(table.arrays()).unwrap_or(u32::MAX - 2),
+            ArrayNode::Root => 2 + u32::try_from(table.arrays()).expect("fewer tensors than 2^32 - 2"),
             ArrayNode::Directory(_) => 2,
             ArrayNode::Metadata(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) => 1,
         };
         let size_bytes = view.array_len(table, node_kind);
-        Ok(Attr { ino: Ino(block.first + node), kind, size_bytes, links, modified: self.modified })
+        let permission = self.permissions.of(Self::array_subject(block, table, node_kind));
+        Ok(Attr { ino: Ino(block.first + node), kind, size_bytes, links, modified: self.modified, permission })
     }
 
     fn kind(&self, ino: Ino) -> NodeKind {
@@ -390,32 +503,13 @@ impl Volume {
             self.engine.forget(&old);
         }
         drop(remembered);
-        self.health.note_in_use(self.engine.sources_of(&file));
+        self.watched.note_in_use(self.engine.sources_of(&file));
         file
     }
 
     fn remembered(&self, ino: Ino) -> Option<Arc<OpenFile>> {
         let mut remembered = self.remembered.lock().unwrap_or_else(PoisonError::into_inner);
         remembered.files.get(&ino).map(Arc::clone)
-    }
-
-    /// The bytes of a file that is made late, as others have it open.
-    fn late(&self, ino: Ino) -> Option<Arc<Late>> {
-        let Place::Fixed(Fixed { kind: FixedKind::Made { made, .. }, .. }) = self.tree.place(ino)? else { return None };
-        if !made.is_long() {
-            return None;
-        }
-        let mut late = self.late.lock().unwrap_or_else(PoisonError::into_inner);
-        let shared = late.get(&ino).and_then(Weak::upgrade).unwrap_or_default();
-        late.insert(ino, Arc::downgrade(&shared));
-        Some(shared)
-    }
-
-    fn made_late(&self, ino: Ino) -> Result<Arc<[u8]>, FsError> {
-        match self.content(ino)? {
-            Content::Bytes(bytes) => Ok(bytes),
-            Content::Original(_) | Content::Image(_) => Err(FsError::Io),
-        }
     }
 
     /// The path of a node, for messages.
@@ -481,7 +575,7 @@ impl Volume {
         match self.content(ino) {
             Ok(Content::Original(file)) => vec![file],
             Ok(Content::Image(image)) => self.engine.sources_of(&OpenFile::new(String::new(), image)).to_vec(),
-            Ok(Content::Bytes(_)) | Err(_) => Vec::new(),
+            Ok(Content::Bytes(_) | Content::Rows(_)) | Err(_) => Vec::new(),
         }
     }
 
@@ -494,6 +588,7 @@ impl Volume {
     /// A read of the engine. Bytes that went out just when their source changed may be in the kernel's cache now.
     fn read_checked(
         &self,
+        ino: Ino,
         reply: &mut dyn FnMut(&[u8]),
         read: impl FnOnce(&mut dyn FnMut(&[u8])) -> Result<(), ReadError>,
     ) -> Result<(), FsError> {
@@ -502,12 +597,50 @@ impl Volume {
             replied = true;
             reply(bytes);
         });
-        result.map_err(|_| {
+        result.map_err(|error| {
             if replied {
                 self.tell_again();
             }
+            self.note_failure(ProblemKind::FailedRead, ino, &error);
             self.failure()
         })
+    }
+
+    /// Opens a file whose sources are what they were.
+    fn open_checked(&self, ino: Ino) -> Result<Opened, FsError> {
+        let open = if let Some(file) = self.remembered(ino) {
+            Open::Image(file, Pin::default())
+        } else {
+            match self.content(ino)? {
+                Content::Original(file) => Open::Original(file),
+                Content::Bytes(bytes) => Open::Bytes(bytes),
+                Content::Rows(rows) => Open::Rows(rows),
+                Content::Image(image) => Open::Image(self.ready(ino, image), Pin::default()),
+            }
+        };
+        self.check(ino, &open)?;
+        if let Open::Image(..) | Open::Original(_) = open {
+            self.note_read();
+            self.watched.note_opened(ino);
+        }
+        let access = match &open {
+            Open::Original(file) => {
+                let backing = self.engine.checkpoint().source().backing(*file);
+                self.watched.note_in_use(&[*file]);
+                backing.map_or(Access::Cached, Access::Passthrough)
+            }
+            Open::Bytes(_) if self.is_live(ino) => Access::Direct,
+            Open::Image(file, _) if self.direct.accepts(file.name()) => Access::Direct,
+            Open::Image(file, _) => match self.copies.as_ref().and_then(|copies| copies.get(ino)) {
+                Some(copy) => Access::Passthrough(copy),
+                None if self.is_made_whole(ino, file) => Access::Whole,
+                None => Access::Cached,
+            },
+            Open::Bytes(_) | Open::Rows(_) => Access::Cached,
+        };
+        let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
+        self.open.write().unwrap_or_else(PoisonError::into_inner).insert(handle, open);
+        Ok(Opened { handle: Handle(handle), access })
     }
 
     /// Whether a file's content is taken anew at each open.
@@ -516,17 +649,18 @@ impl Volume {
         matches!(place, Some(Place::Fixed(Fixed { kind: FixedKind::Stats | FixedKind::Metrics, .. })))
     }
 
-    fn check(&self, open: &Open) -> Result<(), FsError> {
+    fn check(&self, ino: Ino, open: &Open) -> Result<(), FsError> {
         let checked = match open {
             Open::Original(file) => self.engine.check_original(*file),
             Open::Image(file, _) => self.engine.check(file),
-            Open::Bytes(_) | Open::Late(_) => Ok(()),
+            Open::Bytes(_) | Open::Rows(_) => Ok(()),
         };
         // The source has logged what changed.
         checked.map_err(|error| {
             if error.is_stall() {
-                self.count_given_up();
+                add(&self.engine.counters().stalled_reads, 1);
             }
+            self.note_failure(ProblemKind::FailedOpen, ino, &error);
             self.failure()
         })
     }
@@ -544,7 +678,7 @@ fn array_kind(node: ArrayNode) -> NodeKind {
 fn tell_sizes(plan: &Plan, which: MadeWhole, tell: &mut dyn FnMut(u64, usize)) {
     let mut all = 0_u64;
     for tensor in &plan.tensors {
-        let bytes_of = |elements| tensor.view.dtype().bytes_of(elements).unwrap_or(0);
+        let bytes_of = |elements| tensor.view.dtype().bytes_of(elements).expect("a plan's shards are whole bytes");
         tell(bytes_of(tensor.view.shape().elements()), 1);
         if let Some(first) = plan.devices.first() {
             let bytes = bytes_of(plan.region(tensor, *first).shape().elements());
@@ -562,6 +696,7 @@ const UNAVAILABLE: &str = "UNAVAILABLE.txt";
 
 /// Plants the directory of a format that cannot hold the view: it says why, and no loader takes it for a checkpoint.
 fn plant_unavailable(directory: &mut Seedling, format: &str, reason: &str) {
+    let reason = printable(reason);
     tracing::warn!("{format}/ is not available: {reason}");
     let text = format!("{format}/ is not available for this view: {reason}\n");
     if let Some(empty) = directory.directory(format) {
@@ -624,7 +759,7 @@ fn plant_view(directory: &mut Seedling, index: u32, files: &ViewFiles, problems:
     if plan.sharded_state {
         plant_sharded_state(directory, index, plan);
     }
-    if let Some(own) = directory.directory(".ckfs") {
+    if let Some(own) = directory.directory(OWN) {
         own.file("manifest.json", made(Made::Manifest));
     }
 }
@@ -656,13 +791,18 @@ fn plant_torch(directory: &mut Seedling, index: u32, files: &ViewFiles) {
         plant_unavailable(directory, "dcp", reason);
         return;
     }
+    if let Err(reason) = files.dcp() {
+        plant_unavailable(directory, "dcp", reason);
+    }
     let made = |made| FixedKind::Made { view: index, made };
     if let Some(archives) = directory.directory("pt") {
         for device in &files.plan.devices {
             archives.file(&format!("dev{device}.pt"), made(Made::Pt { device: *device }));
         }
     }
-    if let Some(dcp) = directory.directory("dcp") {
+    if files.dcp().is_ok()
+        && let Some(dcp) = directory.directory("dcp")
+    {
         for device in files.plan.first_holders() {
             dcp.file(&distcp_name(device), made(Made::Distcp { device }));
         }
@@ -713,7 +853,7 @@ impl FileSystem for Volume {
         from: u64,
         each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>,
     ) -> Result<(), FsError> {
-        let skip = usize::try_from(from).unwrap_or(usize::MAX);
+        let skip = to_usize(from);
         match self.tree.place(dir).ok_or(FsError::NotFound)? {
             Place::Array(block, node) => {
                 let (view, table) = self.arrays(block)?;
@@ -778,40 +918,9 @@ impl FileSystem for Volume {
     }
 
     fn open(&self, ino: Ino) -> Result<Opened, FsError> {
-        let open = if let Some(file) = self.remembered(ino) {
-            Open::Image(file, Pin::default())
-        } else if let Some(late) = self.late(ino) {
-            Open::Late(late)
-        } else {
-            match self.content(ino)? {
-                Content::Original(file) => Open::Original(file),
-                Content::Bytes(bytes) => Open::Bytes(bytes),
-                Content::Image(image) => Open::Image(self.ready(ino, image), Pin::default()),
-            }
-        };
-        self.check(&open)?;
-        if let Open::Image(..) | Open::Original(_) = open {
-            self.note_read();
-            self.health.note_opened(ino);
-        }
-        let access = match &open {
-            Open::Original(file) => {
-                let backing = self.engine.checkpoint().source().backing(*file);
-                self.health.note_in_use(&[*file]);
-                backing.map_or(Access::Cached, Access::Passthrough)
-            }
-            Open::Bytes(_) if self.is_live(ino) => Access::Direct,
-            Open::Image(file, _) if self.direct.accepts(file.name()) => Access::Direct,
-            Open::Image(file, _) => match self.copies.as_ref().and_then(|copies| copies.get(ino)) {
-                Some(copy) => Access::Passthrough(copy),
-                None if self.is_made_whole(ino, file) => Access::Whole,
-                None => Access::Cached,
-            },
-            Open::Bytes(_) | Open::Late(_) => Access::Cached,
-        };
-        let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
-        self.open.write().unwrap_or_else(PoisonError::into_inner).insert(handle, open);
-        Ok(Opened { handle: Handle(handle), access })
+        self.open_checked(ino).inspect_err(|error| {
+            add(&self.engine.counters().failed_opens, u64::from(*error == FsError::Io));
+        })
     }
 
     fn read(
@@ -823,7 +932,7 @@ impl FileSystem for Volume {
         reply: &mut dyn FnMut(&[u8]),
     ) -> Result<(), FsError> {
         let mut reply_part = |bytes: &[u8]| {
-            let start = usize::try_from(offset).unwrap_or(usize::MAX).min(bytes.len());
+            let start = to_usize(offset).min(bytes.len());
             reply(&bytes[start..start.saturating_add(len).min(bytes.len())]);
         };
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned();
@@ -832,17 +941,18 @@ impl FileSystem for Volume {
                 reply_part(&bytes);
                 Ok(())
             }
-            Open::Late(late) => {
-                late.get_or_init(|| self.made_late(ino)).as_deref().map(reply_part).map_err(|error| *error)
+            Open::Rows(rows) => {
+                reply(&rows.read(offset, len));
+                Ok(())
             }
             Open::Original(file) => {
                 self.note_read();
-                self.read_checked(reply, |reply| self.engine.read_original(file, offset, len, reply))
+                self.read_checked(ino, reply, |reply| self.engine.read_original(file, offset, len, reply))
             }
             Open::Image(file, pin) => {
                 self.note_read();
                 pin.note_read(len as u64);
-                self.read_checked(reply, |reply| self.engine.read(&file, offset, len, reply))
+                self.read_checked(ino, reply, |reply| self.engine.read(&file, offset, len, reply))
             }
         }
     }
@@ -918,6 +1028,7 @@ impl FileSystem for Volume {
 
     fn note_stalls(&self) {
         self.engine.note_stalls();
+        self.report_stalls();
         self.tell_changes();
     }
 
@@ -929,12 +1040,12 @@ impl FileSystem for Volume {
         self.waits_for_stalled(ino)
     }
 
-    fn note_given_up(&self, _ino: Ino) {
-        self.count_given_up();
+    fn note_given_up(&self, op: Op, _ino: Ino) {
+        self.count_given_up(op);
     }
 
     fn on_change(&self, told: Option<OnChange>) {
-        self.health.set_on_change(told);
+        self.watched.set_on_change(told);
     }
 
     fn changed_files(&self) -> Vec<Ino> {

@@ -1,21 +1,248 @@
 //! `.ckfs/stats.json` and `.ckfs/metrics`.
 //!
-//! Both are taken anew at each open and padded to a fixed length (with white space, which JSON and Prometheus' text format
-//! ignore), so that their size is exact although their content changes.
+//! Both are taken anew at each open and padded to a length that is fixed at mount, so that their size is exact although their
+//! content changes: JSON with white space at its end, the metrics with blanks within a line of help (see
+//! [`super::exposition`]).
 
-use std::{fmt::Write, sync::atomic::Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
-use super::metrics::{LATENCY_BOUNDS_US, Metrics, Op};
-use crate::read::{Counters, Engine, Path};
+use super::{
+    health::HealthReport,
+    metrics::{LATENCY_BOUNDS_US, Metrics, Op},
+};
+use crate::{
+    host::{budget::Budget, memory},
+    read::{Counters, Engine, Path},
+    source::{FileId, Source},
+};
 
-/// Length of `stats.json`.
-pub(super) const STATS_BYTES: usize = 32 << 10;
-/// Length of `metrics`.
-pub(super) const METRICS_BYTES: usize = 64 << 10;
+/// Length of `stats.json`, names of changed sources aside.
+const STATS_BYTES: usize = 64 << 10;
 
-const PATHS: [(Path, &str); 4] = [(Path::Identical, "a"), (Path::Runs, "b"), (Path::Tiles, "c"), (Path::Made, "made")];
+/// The ways in which bytes are served, in words.
+pub(super) const PATHS: [(Path, &str); 4] =
+    [(Path::Identical, "identical"), (Path::Runs, "runs"), (Path::Tiles, "tiles"), (Path::Made, "generated")];
+
+/// Everything that is reported.
+#[derive(Debug)]
+pub(super) struct Reported<'a> {
+    pub(super) metrics: &'a Metrics,
+    pub(super) engine: &'a Engine,
+    pub(super) budget: Option<&'a Budget>,
+    /// Memory of all files in memory, if there are such.
+    pub(super) shared_bytes: Option<u64>,
+    /// The command that mounts anew.
+    pub(super) remount: &'a str,
+}
+
+/// How a value behaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// It only grows.
+    Counter,
+    /// It is as of now.
+    Gauge,
+}
+
+/// A number with its names.
+#[derive(Debug)]
+pub(super) struct Row {
+    /// Name in `stats.json`.
+    pub(super) key: &'static str,
+    /// Name in the metrics, without prefix, unit and suffix; `None` if the metrics have it with a label.
+    pub(super) family: Option<&'static str>,
+    pub(super) is_bytes: bool,
+    pub(super) kind: Kind,
+    pub(super) help: &'static str,
+    pub(super) value: u64,
+}
+
+/// Memory that is held now, by what it is for: the label in the metrics, the key in `stats.json`, bytes. Mapped pages are those
+/// of all files, the program's own included.
+pub(super) fn held(engine: &Engine) -> [(&'static str, &'static str, u64); 7] {
+    [
+        ("tiles", "tiles_bytes", engine.cached_bytes() as u64),
+        ("materialized", "materialized_bytes", engine.whole_bytes() as u64),
+        ("prezeroed", "prezeroed_bytes", engine.blank_bytes() as u64),
+        ("dropped", "dropped_bytes", engine.dropped_bytes() as u64),
+        ("spare_buffers", "spare_buffers_bytes", engine.spare_buffer_bytes() as u64),
+        ("thread_buffers", "thread_buffers_bytes", engine.thread_buffer_bytes() as u64),
+        ("mapped", "mapped_bytes", memory::resident().file_bytes),
+    ]
+}
+
+/// The parts of a budget, as [`held`] has them.
+pub(super) fn parts(budget: &Budget) -> [(&'static str, &'static str, u64); 4] {
+    [
+        ("cache", "cache_bytes", budget.cache_bytes),
+        ("spare_buffers", "spare_buffers_bytes", budget.spare_buffer_bytes),
+        ("thread_buffers", "thread_buffers_bytes", budget.thread_buffers_bytes()),
+        ("mapped", "mapped_bytes", budget.mapped_bytes.max(budget.mapped_again_bytes)),
+    ]
+}
+
+fn get(counter: &AtomicU64) -> u64 {
+    counter.load(Ordering::Relaxed)
+}
+
+impl Reported<'_> {
+    pub(super) fn counters(&self) -> &Counters {
+        self.engine.counters()
+    }
+
+    pub(super) fn source(&self) -> &dyn Source {
+        self.engine.checkpoint().source().as_ref()
+    }
+
+    /// What is wrong.
+    pub(super) fn health(&self) -> HealthReport {
+        let source = self.source();
+        let files = (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()).map(FileId);
+        self.metrics.health.report(files.filter_map(|file| Some((source.path(file), source.poison(file)?))))
+    }
+
+    /// The numbers by name, with a line of explanation each.
+    pub(super) fn rows(&self) -> Vec<Row> {
+        let (counters, engine, metrics) = (self.counters(), self.engine, self.metrics);
+        let row = |key, family, is_bytes, kind, help, value| Row { key, family, is_bytes, kind, help, value };
+        let count = |key, help, counter: &AtomicU64| row(key, Some(key), false, Kind::Counter, help, get(counter));
+        let named =
+            |key, family, help, counter: &AtomicU64| row(key, Some(family), false, Kind::Counter, help, get(counter));
+        let bytes =
+            |key, family, help, counter: &AtomicU64| row(key, Some(family), true, Kind::Counter, help, get(counter));
+        let held = |key, help, value: usize| row(key, None, true, Kind::Gauge, help, value as u64);
+        let now = |key, family, help, value| row(key, Some(family), false, Kind::Gauge, help, value);
+        vec![
+            count("lent_reads", "Reads answered from mapped source bytes without a copy", &counters.lent),
+            count("tile_hits", "Tiles found in the cache", &counters.tile_hits),
+            count("tile_misses", "Tiles computed on demand", &counters.tile_misses),
+            count("tile_waits", "Reads that waited for a tile another was computing", &counters.tile_waits),
+            count("tile_evictions", "Tiles dropped to stay within the limit", &counters.tile_evictions),
+            count("tile_bypasses", "Reads computed alone because tiles in use left no room", &counters.tile_bypasses),
+            held("tile_bytes", "Bytes of tiles held now", engine.cached_bytes()),
+            count("prefetched_tiles", "Tiles computed ahead of a sequential reader", &counters.prefetched),
+            count("prefetch_hits", "Tiles computed ahead that a reader then asked for", &counters.prefetch_hits),
+            count("copied_files", "Files copied to the directory of --materialize", &counters.copied_files),
+            bytes("copied_bytes", "copied", "Bytes of copied files", &counters.copied_bytes),
+            named(
+                "whole_files",
+                "materialized_files",
+                "Files materialized in memory when opened",
+                &counters.whole_files,
+            ),
+            bytes("whole_bytes", "materialized", "Bytes of files materialized in memory", &counters.whole_bytes),
+            named(
+                "blank_files",
+                "prezeroed_files_used",
+                "Files materialized in memory that was zeroed before",
+                &counters.blank_files,
+            ),
+            held("whole_bytes_held", "Bytes of materialized files held now", engine.whole_bytes()),
+            held("blank_bytes_held", "Bytes of pre-zeroed files held now", engine.blank_bytes()),
+            count("failed_reads", "Reads that failed", &counters.failed_reads),
+            count("failed_opens", "Opens that failed because of a source", &counters.failed_opens),
+            count(
+                "stalled_reads",
+                "Reads and opens that failed because their source gave no answer in time",
+                &counters.stalled_reads,
+            ),
+            now(
+                "poisoned_sources",
+                "poisoned_sources",
+                "Source files found changed since mount; reads of them fail",
+                self.source().poisoned(),
+            ),
+            count("panics", "Requests whose handler panicked", &metrics.panics),
+            count("passthrough_opens", "Opens that the kernel serves by itself", &metrics.passthrough_opens),
+            now("in_flight", "in_flight_requests", "Requests being handled now", get(&metrics.in_flight)),
+        ]
+    }
+
+    fn memory(&self) -> Value {
+        let members = |rows: &[(&str, &str, u64)]| -> Map<String, Value> {
+            rows.iter().map(|(_, key, bytes)| ((*key).to_owned(), Value::from(*bytes))).collect()
+        };
+        let resident = memory::resident();
+        let mut all = json!({
+            "held": members(&held(self.engine)),
+            "shared_bytes": self.shared_bytes,
+            "process": {
+                "rss_anon_bytes": resident.anonymous_bytes,
+                "rss_file_bytes": resident.file_bytes,
+                "rss_shmem_bytes": resident.shared_bytes,
+            },
+        });
+        if let Some(budget) = self.budget {
+            all["limit_bytes"] = budget.limit.bytes.into();
+            all["limit_origin"] = budget.limit.origin.to_string().into();
+            let mut parts = members(&parts(budget));
+            parts.insert("total_bytes".to_owned(), budget.total_bytes().into());
+            all["budget"] = parts.into();
+        }
+        all
+    }
+
+    fn ops(&self) -> Map<String, Value> {
+        let row = |op: &Op| {
+            let row = self.metrics.op(*op);
+            let value = json!({
+                "count": get(&row.count),
+                "errors": get(&row.errors),
+                "total_ns": get(&row.total_ns),
+                "latency": row.buckets.iter().map(get).collect::<Vec<u64>>(),
+            });
+            (op.name().to_owned(), value)
+        };
+        Op::ALL.iter().map(row).collect()
+    }
+
+    /// The statistics as JSON, padded to `len` bytes.
+    pub(super) fn stats(&self, len: usize) -> Vec<u8> {
+        let mut health = self.health();
+        loop {
+            let text = self.stats_text(&health);
+            // What is left out is counted.
+            if text.len() < len || !health.leave_one_out() {
+                return padded(text, len);
+            }
+        }
+    }
+
+    fn stats_text(&self, health: &HealthReport) -> String {
+        let by_path = |bytes: &dyn Fn(Path) -> u64| -> Map<String, Value> {
+            PATHS.iter().map(|(path, name)| ((*name).to_owned(), Value::from(bytes(*path)))).collect()
+        };
+        let mut all = Map::new();
+        all.insert("version".to_owned(), env!("CARGO_PKG_VERSION").into());
+        all.insert("pid".to_owned(), std::process::id().into());
+        if let Value::Object(members) = health.to_json(self.remount) {
+            all.extend(members);
+        }
+        let counters = self.counters();
+        let members = json!({
+            "bytes_served": by_path(&|path| counters.served_bytes(path)),
+            "bytes_fetched": by_path(&|path| counters.fetched_bytes(path)),
+            "memory": self.memory(),
+            "latency_bounds_us": LATENCY_BOUNDS_US,
+            "ops": self.ops(),
+        });
+        if let Value::Object(members) = members {
+            all.extend(members);
+        }
+        all.extend(self.rows().into_iter().map(|row| (row.key.to_owned(), Value::from(row.value))));
+        serde_json::to_string_pretty(&all).unwrap_or_default()
+    }
+}
+
+/// Length of `stats.json` of a volume: with room for the names of all its sources.
+pub(super) fn stats_bytes(source: &dyn Source) -> usize {
+    let files = (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()).map(FileId);
+    let name = |file| Value::from(source.path(file).display().to_string()).to_string();
+    // Each is a line with blanks before and a comma after.
+    STATS_BYTES + files.map(|file| name(file).len() + 8).sum::<usize>()
+}
 
 fn padded(mut text: String, len: usize) -> Vec<u8> {
     // One line of blanks: readers by line see it as one empty line.
@@ -23,132 +250,4 @@ fn padded(mut text: String, len: usize) -> Vec<u8> {
     text.extend(std::iter::repeat_n(' ', fill));
     text.push('\n');
     text.into_bytes()
-}
-
-/// The counters by name, with a line of explanation each.
-fn named(counters: &Counters, metrics: &Metrics, engine: &Engine) -> Vec<(&'static str, &'static str, u64)> {
-    let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
-    vec![
-        ("lent_reads", "Reads answered from mapped source bytes without a copy.", get(&counters.lent)),
-        ("tile_hits", "Tiles found in the cache.", get(&counters.tile_hits)),
-        ("tile_misses", "Tiles computed on demand.", get(&counters.tile_misses)),
-        ("tile_waits", "Reads that waited for a tile another was computing.", get(&counters.tile_waits)),
-        ("tile_evictions", "Tiles dropped to stay within the limit.", get(&counters.tile_evictions)),
-        ("tile_bypasses", "Reads computed alone, as tiles in use left no room.", get(&counters.tile_bypasses)),
-        ("tile_bytes", "Bytes of tiles held now.", engine.cached_bytes() as u64),
-        ("prefetched_tiles", "Tiles computed ahead of a sequential reader.", get(&counters.prefetched)),
-        ("prefetch_hits", "Of these, tiles then asked for.", get(&counters.prefetch_hits)),
-        ("copied_files", "Tensor files copied for the kernel to read by itself.", get(&counters.copied_files)),
-        ("copied_bytes", "Bytes of copied tensor files.", get(&counters.copied_bytes)),
-        ("whole_files", "Tensor files made whole in memory when they were opened.", get(&counters.whole_files)),
-        ("whole_bytes", "Bytes of these.", get(&counters.whole_bytes)),
-        (
-            "blank_files",
-            "Of these files, those made in memory that was ready, if only in part.",
-            get(&counters.blank_files),
-        ),
-        ("whole_bytes_held", "Bytes of memory that they take now.", engine.whole_bytes() as u64),
-        ("blank_bytes_held", "Bytes of memory made ready for more of them.", engine.blank_bytes() as u64),
-        ("failed_reads", "Reads that failed.", get(&counters.failed_reads)),
-        (
-            "stalled_reads",
-            "Reads and opens that failed because their source gave no answer in time.",
-            get(&counters.stalled_reads),
-        ),
-        ("poisoned_sources", "Source files found changed since mount.", engine.checkpoint().source().poisoned()),
-        ("panics", "Requests whose handler panicked.", get(&metrics.panics)),
-        ("passthrough_opens", "Opens that the kernel serves by itself.", get(&metrics.passthrough_opens)),
-        ("in_flight", "Requests being handled now.", get(&metrics.in_flight)),
-    ]
-}
-
-/// The statistics as JSON, padded.
-pub(super) fn stats(metrics: &Metrics, engine: &Engine) -> Vec<u8> {
-    let counters = engine.counters();
-    let ops: serde_json::Map<String, Value> = Op::ALL
-        .iter()
-        .map(|op| {
-            let row = metrics.op(*op);
-            let buckets: Vec<u64> = row.buckets.iter().map(|bucket| bucket.load(Ordering::Relaxed)).collect();
-            let value = json!({
-                "count": row.count.load(Ordering::Relaxed),
-                "errors": row.errors.load(Ordering::Relaxed),
-                "total_ns": row.total_ns.load(Ordering::Relaxed),
-                "latency": buckets,
-            });
-            (op.name().to_owned(), value)
-        })
-        .collect();
-    let by_path = |bytes: &dyn Fn(Path) -> u64| -> Value {
-        PATHS
-            .iter()
-            .map(|(path, name)| ((*name).to_owned(), Value::from(bytes(*path))))
-            .collect::<serde_json::Map<_, _>>()
-            .into()
-    };
-    let mut all = json!({
-        "version": env!("CARGO_PKG_VERSION"),
-        "pid": std::process::id(),
-        "bytes_served": by_path(&|path| counters.served_bytes(path)),
-        "bytes_fetched": by_path(&|path| counters.fetched_bytes(path)),
-        "latency_bounds_us": LATENCY_BOUNDS_US,
-        "ops": ops,
-    });
-    for (name, _, value) in named(counters, metrics, engine) {
-        all[name] = value.into();
-    }
-    padded(serde_json::to_string_pretty(&all).unwrap_or_default(), STATS_BYTES)
-}
-
-/// The statistics in Prometheus' text format, padded.
-pub(super) fn metrics(metrics: &Metrics, engine: &Engine) -> Vec<u8> {
-    let counters = engine.counters();
-    let mut text = String::new();
-    for (name, help, value) in named(counters, metrics, engine) {
-        let gauge = matches!(name, "tile_bytes" | "in_flight" | "poisoned_sources");
-        let (kind, suffix) = if gauge { ("gauge", "") } else { ("counter", "_total") };
-        // Writing to a string cannot fail.
-        let _ = writeln!(
-            text,
-            "# HELP ckfs_{name}{suffix} {help}\n# TYPE ckfs_{name}{suffix} {kind}\nckfs_{name}{suffix} {value}"
-        );
-    }
-    let rows: [(&str, &dyn Fn(Path) -> u64); 2] =
-        [("served", &|path| counters.served_bytes(path)), ("fetched", &|path| counters.fetched_bytes(path))];
-    for (what, bytes) in rows {
-        let _ = writeln!(text, "# TYPE ckfs_bytes_{what}_total counter");
-        for (path, name) in PATHS {
-            let _ = writeln!(text, "ckfs_bytes_{what}_total{{path=\"{name}\"}} {}", bytes(path));
-        }
-    }
-    let rows: [(&str, &dyn Fn(Op) -> u64); 2] = [
-        ("ops", &|op| metrics.op(op).count.load(Ordering::Relaxed)),
-        ("errors", &|op| metrics.op(op).errors.load(Ordering::Relaxed)),
-    ];
-    for (what, count) in rows {
-        let _ = writeln!(text, "# TYPE ckfs_{what}_total counter");
-        for op in Op::ALL {
-            let _ = writeln!(text, "ckfs_{what}_total{{op=\"{}\"}} {}", op.name(), count(*op));
-        }
-    }
-    let _ = writeln!(text, "# TYPE ckfs_latency_seconds histogram");
-    for op in Op::ALL {
-        let (row, name) = (metrics.op(*op), op.name());
-        let mut seen = 0;
-        for (bound, bucket) in LATENCY_BOUNDS_US.iter().map(Some).chain([None]).zip(&row.buckets) {
-            seen += bucket.load(Ordering::Relaxed);
-            let bound =
-                bound.map_or_else(|| "+Inf".to_owned(), |us| format!("{}.{:06}", us / 1_000_000, us % 1_000_000));
-            let _ = writeln!(text, "ckfs_latency_seconds_bucket{{op=\"{name}\",le=\"{bound}\"}} {seen}");
-        }
-        let ns = row.total_ns.load(Ordering::Relaxed);
-        let _ = writeln!(
-            text,
-            "ckfs_latency_seconds_sum{{op=\"{name}\"}} {}.{:09}",
-            ns / 1_000_000_000,
-            ns % 1_000_000_000
-        );
-        let _ = writeln!(text, "ckfs_latency_seconds_count{{op=\"{name}\"}} {seen}");
-    }
-    padded(text, METRICS_BYTES)
 }

@@ -8,10 +8,15 @@ use std::collections::BTreeMap;
 
 use super::{Ino, view_files::Made};
 
+/// Name of the directories that tell of the mount itself.
+pub(super) const OWN: &str = ".ckfs";
+
 /// A fixed node.
 #[derive(Debug)]
 pub(super) struct Fixed {
     pub(super) parent: Ino,
+    /// Whether it is `.ckfs/`, or in it.
+    pub(super) is_own: bool,
     pub(super) kind: FixedKind,
 }
 
@@ -142,25 +147,25 @@ impl Seedling {
     pub(super) fn plant(self) -> Tree {
         let mut tree = Tree { fixed: Vec::new(), blocks: Vec::new() };
         let mut next_block = Ino::ROOT.0 + self.fixed_count();
-        tree.plant(self, Ino::ROOT, &mut next_block);
+        tree.plant(self, Ino::ROOT, false, &mut next_block);
         tree
     }
 }
 
 impl Tree {
-    fn plant(&mut self, seedling: Seedling, parent: Ino, next_block: &mut u64) -> Ino {
+    fn plant(&mut self, seedling: Seedling, parent: Ino, is_own: bool, next_block: &mut u64) -> Ino {
         let at = self.fixed.len();
         let ino = Ino(Ino::ROOT.0 + at as u64);
         let empty = FixedKind::Directory { entries: Vec::new(), subdirectories: 0 };
-        self.fixed.push(Fixed { parent, kind: empty });
+        self.fixed.push(Fixed { parent, is_own, kind: empty });
         let mut listed = Vec::with_capacity(seedling.entries.len());
         let mut directories = 0;
         for (name, seed) in seedling.entries {
             directories += u32::from(!matches!(seed, Seed::File(_)));
             let child = match seed {
-                Seed::Directory(directory) => self.plant(directory, ino, next_block),
+                Seed::Directory(directory) => self.plant(directory, ino, is_own || name == OWN, next_block),
                 Seed::File(kind) => {
-                    self.fixed.push(Fixed { parent: ino, kind });
+                    self.fixed.push(Fixed { parent: ino, is_own, kind });
                     Ino(Ino::ROOT.0 + self.fixed.len() as u64 - 1)
                 }
                 Seed::Block { view, kind, len } => {
@@ -185,8 +190,19 @@ impl Tree {
         let block = self.blocks[..self.blocks.partition_point(|block| block.first <= ino.0)].last()?;
         let node = ino.0 - block.first;
         (node < block.len).then(|| match block.kind {
-            BlockKind::Names(names) => Place::Named(*block, names, u32::try_from(node).unwrap_or(u32::MAX)),
+            BlockKind::Names(names) => Place::Named(*block, names, number(node)),
             BlockKind::Arrays => Place::Array(*block, node),
+        })
+    }
+
+    /// The fixed directory at a path of names, from the root.
+    pub(super) fn directory<'a>(&self, path: impl IntoIterator<Item = &'a str>) -> Option<Ino> {
+        path.into_iter().try_fold(Ino::ROOT, |at, name| {
+            let Place::Fixed(Fixed { kind: FixedKind::Directory { entries, .. }, .. }) = self.place(at)? else {
+                return None;
+            };
+            let found = entries.binary_search_by(|(entry, _)| (**entry).cmp(name)).ok()?;
+            Some(entries[found].1)
         })
     }
 
@@ -194,4 +210,9 @@ impl Tree {
     pub(super) fn len(&self) -> u64 {
         self.fixed.len() as u64 + self.blocks.iter().map(|block| block.len).sum::<u64>()
     }
+}
+
+/// Number of a node in a tree of names.
+fn number(node: u64) -> u32 {
+    u32::try_from(node).expect("a tree of names has fewer than 2^32 nodes")
 }

@@ -2,8 +2,12 @@
 
 use std::fmt::Write;
 
-use super::arrays::ArrayTable;
-use crate::{image, plan::Plan};
+use super::{arrays::ArrayTable, dcp_rows};
+use crate::{
+    checkpoint::printable,
+    image,
+    plan::{Kinds, Plan},
+};
 
 /// A directory that is not there, is empty, or has a part only.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -37,21 +41,19 @@ pub(super) fn collect(
     plan: &Plan,
     safetensors: Option<String>,
     torch: Option<String>,
+    dcp: Option<String>,
     orbax: Option<String>,
 ) -> Vec<Unavailable> {
-    let rows = [
-        ("safetensors", safetensors),
-        ("pt", torch.clone()),
-        ("dcp", torch),
-        ("orbax", orbax),
-        ("hf", plan.no_hf.clone()),
-    ];
+    let rows =
+        [("safetensors", safetensors), ("pt", torch), ("dcp", dcp), ("orbax", orbax), ("hf", plan.no_hf.clone())];
     rows.into_iter().filter_map(|(format, reason)| Some(Unavailable { format, reason: reason? })).collect()
 }
 
 /// All directories of a view that are not as they are elsewhere.
 pub fn unavailable(plan: &Plan) -> Vec<Unavailable> {
-    collect(plan, safetensors(plan).err(), torch(plan).err(), ArrayTable::new(plan).err())
+    let torch = torch(plan);
+    let dcp = torch.clone().and_then(|()| dcp_rows::fits(plan, &Kinds::new(plan)));
+    collect(plan, safetensors(plan).err(), torch.err(), dcp.err(), ArrayTable::new(plan).err())
 }
 
 /// The same for a reader, a line each.
@@ -61,7 +63,7 @@ pub fn unavailable_text(view: &str, found: &[Unavailable]) -> String {
     for Unavailable { format, reason } in found {
         let what = if *format == "safetensors" { "partial" } else { "not there" };
         // Writing to a string cannot fail.
-        let _ = writeln!(text, "{what:<10}  {parent}{format}/: {reason}");
+        let _ = writeln!(text, "{what:<10}  {parent}{format}/: {}", printable(reason));
     }
     text
 }

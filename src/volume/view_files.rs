@@ -1,7 +1,7 @@
 //! The files of one view: where they are in the tree, how long they are, what is in them.
 
 use std::{
-    io::{self, Write},
+    collections::BTreeMap,
     sync::{Arc, OnceLock},
     time::UNIX_EPOCH,
 };
@@ -10,15 +10,17 @@ use serde_json::json;
 
 use super::{
     arrays::{self, ArrayNode, ArrayTable},
-    manifest,
+    bundle::{self, Bundles, SafetensorsIndex, borrowed},
+    dcp_rows::{self, DcpMetadata},
+    manifest::{self, Manifest},
     name_tree::NameTree,
     tree::{Flavor, Names},
     unavailable::{self, Unavailable},
 };
 use crate::{
     checkpoint::Checkpoint,
-    image::{self, Chunked, Entry, FileImage, ImageError, OrbaxPlace, Segments},
-    plan::{HfContent, Plan, PlannedTensor, Problem, Spec},
+    image::{self, Entry, FileImage, ImageError, OrbaxPlace, OrbaxTree, RowFile, SafetensorsLength},
+    plan::{HfContent, Kinds, Plan, PlannedTensor, Problem, Spec},
     source::FileId,
     tensor::{Region, View},
 };
@@ -65,13 +67,6 @@ pub(super) enum Made {
     Manifest,
 }
 
-impl Made {
-    /// Whether it is literal bytes, as many as there are tensors or more.
-    pub(super) fn is_long(self) -> bool {
-        matches!(self, Self::DcpMetadata | Self::Manifest)
-    }
-}
-
 /// What is in a file.
 #[derive(Debug)]
 pub(super) enum Content {
@@ -79,6 +74,8 @@ pub(super) enum Content {
     Original(FileId),
     /// Literal bytes.
     Bytes(Arc<[u8]>),
+    /// Rows that are generated as they are read.
+    Rows(Arc<RowFile>),
     /// Tensors.
     Image(FileImage),
 }
@@ -95,36 +92,23 @@ pub(super) struct ViewFiles {
     pub(super) plan: Arc<Plan>,
     names: NameTree,
     npy: NameTree,
-    arrays: Result<ArrayTable, String>,
+    arrays: Result<Arc<ArrayTable>, String>,
     /// Why there are no files of torch, if there are none.
     torch: Result<(), String>,
+    /// Why there is no directory of `torch.distributed.checkpoint`, if there is none.
+    dcp: Result<(), String>,
     /// Why the files of safetensors are not all of the tensors, if they are not.
     safetensors: Result<(), String>,
     checkpoint: Arc<Checkpoint>,
-    safetensors_len: Vec<OnceLock<u64>>,
-    sharded_state_len: Vec<OnceLock<u64>>,
-    pt_len: Vec<OnceLock<u64>>,
-    distcp_len: Vec<OnceLock<u64>>,
-    dcp_metadata_len: OnceLock<u64>,
-    orbax_tree_len: OnceLock<u64>,
-    index: OnceLock<Arc<[u8]>>,
-    hf_len: Vec<OnceLock<u64>>,
-    manifest_len: OnceLock<u64>,
-}
-
-/// Counts bytes and drops them.
-#[derive(Default)]
-struct Length(u64);
-
-impl Write for Length {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0 += bytes.len() as u64;
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
+    kinds: Arc<Kinds>,
+    bundles: Bundles,
+    /// By kind, the device whose file has tensors whole, if each is whole in some file.
+    whole_on: Option<BTreeMap<usize, u64>>,
+    dcp_metadata: OnceLock<(Arc<DcpMetadata>, Arc<RowFile>)>,
+    orbax_tree: OnceLock<Arc<RowFile>>,
+    index: OnceLock<Arc<RowFile>>,
+    manifest: OnceLock<Arc<RowFile>>,
+    hf_len: Vec<u64>,
 }
 
 impl ViewFiles {
@@ -141,25 +125,52 @@ impl ViewFiles {
             || ArrayTable::new(&plan),
         );
         let (names, npy) = (names?, npy?);
-        let slots = |count: usize| (0..count).map(|_| OnceLock::new()).collect();
+        let kinds = Arc::new(Kinds::new(&plan));
+        let bundles = Bundles::new(Arc::clone(&plan), Arc::clone(&kinds));
+        let mut problems = Vec::new();
+        if let Err(error) = bundles.check() {
+            problems.push(Problem::File { file: "safetensors".to_owned(), reason: error.to_string() });
+        }
+        let hf_len = plan.hf.iter().map(|file| {
+            Self::hf_len(&checkpoint, &file.content).unwrap_or_else(|error| {
+                problems.push(Problem::Hf { path: file.path.clone(), reason: error.to_string() });
+                0
+            })
+        });
+        let hf_len = hf_len.collect();
+        if !problems.is_empty() {
+            return Err(problems);
+        }
+        let torch = unavailable::torch(&plan);
         Ok(Self {
             names,
             npy,
-            arrays,
-            torch: unavailable::torch(&plan),
+            arrays: arrays.map(Arc::new),
+            dcp: torch.clone().and_then(|()| dcp_rows::fits(&plan, &kinds)),
+            torch,
             safetensors: unavailable::safetensors(&plan),
             checkpoint,
-            safetensors_len: slots(plan.devices.len()),
-            sharded_state_len: slots(plan.devices.len()),
-            pt_len: slots(plan.devices.len()),
-            distcp_len: slots(usize::try_from(plan.mesh.devices()).unwrap_or(0)),
-            dcp_metadata_len: OnceLock::new(),
-            orbax_tree_len: OnceLock::new(),
+            whole_on: bundles.whole_on(),
+            bundles,
+            kinds,
+            dcp_metadata: OnceLock::new(),
+            orbax_tree: OnceLock::new(),
             index: OnceLock::new(),
-            hf_len: slots(plan.hf.len()),
-            manifest_len: OnceLock::new(),
+            manifest: OnceLock::new(),
+            hf_len,
             plan,
         })
+    }
+
+    /// Length of a file of `hf/`.
+    fn hf_len(checkpoint: &Checkpoint, content: &HfContent) -> Result<u64, ImageError> {
+        match content {
+            HfContent::Original(file) => Ok(checkpoint.source().len_bytes(*file)),
+            HfContent::Text(text) => Ok(text.len() as u64),
+            HfContent::Weights { tensors, metadata } => {
+                SafetensorsLength::new(&Self::hf_entries(tensors), &borrowed(metadata))?.file_bytes()
+            }
+        }
     }
 
     /// The names that a directory of tensors shows.
@@ -171,7 +182,7 @@ impl ViewFiles {
     }
 
     /// The arrays of the Orbax checkpoint, or why there is none.
-    pub(super) fn arrays(&self) -> Result<&ArrayTable, &str> {
+    pub(super) fn arrays(&self) -> Result<&Arc<ArrayTable>, &str> {
         self.arrays.as_ref().map_err(String::as_str)
     }
 
@@ -180,10 +191,17 @@ impl ViewFiles {
         self.torch.as_ref().copied().map_err(String::as_str)
     }
 
+    /// Why there is no directory of `torch.distributed.checkpoint`, if there is none.
+    pub(super) fn dcp(&self) -> Result<(), &str> {
+        self.dcp.as_ref().copied().map_err(String::as_str)
+    }
+
     /// What the view does not have, and why.
     pub(super) fn unavailable(&self) -> Vec<Unavailable> {
         let orbax = self.arrays.as_ref().err().cloned();
-        unavailable::collect(&self.plan, self.safetensors.clone().err(), self.torch.clone().err(), orbax)
+        let (safetensors, torch, dcp) = (&self.safetensors, &self.torch, &self.dcp);
+        let reason = |found: &Result<(), String>| found.clone().err();
+        unavailable::collect(&self.plan, reason(safetensors), reason(torch), reason(dcp), orbax)
     }
 
     /// The region of a tensor that `device` holds; all of it without a device.
@@ -196,10 +214,7 @@ impl ViewFiles {
         let tensor = &self.plan.tensors[tensor as usize];
         match device {
             None => tensor.view.clone(),
-            // The region was taken from the view's own shape.
-            Some(device) => {
-                tensor.view.region(&self.plan.region(tensor, device)).unwrap_or_else(|_| tensor.view.clone())
-            }
+            Some(device) => bundle::shard(&self.plan, tensor, device),
         }
     }
 
@@ -208,7 +223,7 @@ impl ViewFiles {
         let tensor = &self.plan.tensors[tensor as usize];
         let (dtype, region) = (tensor.view.dtype(), self.region(tensor, names.device));
         match names.flavor {
-            Flavor::Raw => dtype.bytes_of(region.shape().elements()).unwrap_or(0),
+            Flavor::Raw => dtype.bytes_of(region.shape().elements()).expect("a plan's shards are whole bytes"),
             Flavor::Npy => image::npy_len(dtype, region.shape()),
         }
     }
@@ -224,36 +239,27 @@ impl ViewFiles {
     }
 
     /// Length of a file among the arrays; 0 for directories.
-    pub(super) fn array_len(&self, table: &ArrayTable, node: ArrayNode) -> u64 {
+    pub(super) fn array_len(&self, table: &Arc<ArrayTable>, node: ArrayNode) -> u64 {
         let tensor = |array| &self.plan.tensors[table.tensor(array) as usize];
         match node {
             ArrayNode::Root | ArrayNode::Directory(_) => 0,
             ArrayNode::Metadata(0) => self.orbax_checkpoint(OrbaxPlace::Item).len() as u64,
-            ArrayNode::Metadata(_) => *self.orbax_tree_len.get_or_init(|| {
-                let mut length = Length::default();
-                // Counting cannot fail.
-                let _ = image::orbax_tree(table.keys(), &mut length);
-                length.0
-            }),
+            ArrayNode::Metadata(_) => self.orbax_tree(table).len_bytes(),
             ArrayNode::Description(array) => {
                 let text = arrays::grid(&self.plan, tensor(array)).zarray(&tensor(array).name);
-                text.map_or(0, |text| text.len() as u64)
+                text.expect("a table has arrays of types that the format holds").len() as u64
             }
             ArrayNode::Chunk(array, _) => arrays::grid(&self.plan, tensor(array)).chunk_bytes(),
         }
     }
 
     /// Contents of a file among the arrays; nothing for directories.
-    pub(super) fn array(&self, table: &ArrayTable, node: ArrayNode) -> Result<Option<Content>, ImageError> {
+    pub(super) fn array(&self, table: &Arc<ArrayTable>, node: ArrayNode) -> Result<Option<Content>, ImageError> {
         let tensor = |array| &self.plan.tensors[table.tensor(array) as usize];
         Ok(Some(match node {
             ArrayNode::Root | ArrayNode::Directory(_) => return Ok(None),
             ArrayNode::Metadata(0) => Content::text(self.orbax_checkpoint(OrbaxPlace::Item)),
-            ArrayNode::Metadata(_) => {
-                let mut text = Vec::new();
-                let _ = image::orbax_tree(table.keys(), &mut text);
-                Content::Bytes(text.into())
-            }
+            ArrayNode::Metadata(_) => Content::Rows(Arc::clone(self.orbax_tree(table))),
             ArrayNode::Description(array) => {
                 Content::text(arrays::grid(&self.plan, tensor(array)).zarray(&tensor(array).name)?)
             }
@@ -265,13 +271,20 @@ impl ViewFiles {
         }))
     }
 
+    fn orbax_tree(&self, table: &Arc<ArrayTable>) -> &Arc<RowFile> {
+        self.orbax_tree.get_or_init(|| {
+            let (arrays, table) = (table.arrays(), Arc::clone(table));
+            Arc::new(RowFile::new(OrbaxTree::new(arrays, move |array| table.name(array).to_owned())))
+        })
+    }
+
     /// A `_CHECKPOINT_METADATA`; the checkpoint was made when the newest source file was.
     fn orbax_checkpoint(&self, place: OrbaxPlace) -> String {
         let source = self.checkpoint.source();
-        let files =
-            (0..source.file_count()).filter_map(|file| Some(source.modified(FileId(u32::try_from(file).ok()?))));
-        let newest = files.max().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
-        let nanoseconds = newest.and_then(|time| u64::try_from(time.as_nanos()).ok()).unwrap_or(0);
+        let newest = file_ids(&self.checkpoint).map(|file| source.modified(file)).max().unwrap_or(UNIX_EPOCH);
+        // Files from before 1970 and from after 2554 are said to be of 1970.
+        let since = newest.duration_since(UNIX_EPOCH).unwrap_or_default();
+        let nanoseconds = u64::try_from(since.as_nanos()).unwrap_or(0);
         image::orbax_checkpoint(place, self.plan.is_scanned(), nanoseconds)
     }
 
@@ -313,55 +326,33 @@ impl ViewFiles {
         Some(value.into_bytes())
     }
 
-    fn safetensors_entries(&self, device: u64) -> Vec<Entry<'_>> {
-        let shard = |tensor: &PlannedTensor| {
-            let region = self.plan.region(tensor, device);
-            tensor.view.region(&region).unwrap_or_else(|_| tensor.view.clone())
-        };
-        let mut entries: Vec<_> =
-            self.plan.bundle().map(|tensor| Entry { name: tensor.name.as_str(), view: shard(tensor) }).collect();
-        // Widest first keeps every tensor aligned to its element; names keep their order within a width.
-        entries.sort_by_key(|entry| std::cmp::Reverse(entry.view.dtype().bits()));
-        entries
-    }
-
-    /// Metadata of a device's file: what transformers demands, and where the shards are in their tensors. Where the files do
-    /// not have all of these, a reader of the places would fill what there is and leave the rest as it was: without them it
-    /// finds tensors of other shapes, and refuses.
-    fn safetensors_metadata(&self, device: u64) -> Vec<(&'static str, String)> {
-        if self.safetensors.is_err() {
-            return FORMAT_PT.iter().map(|(key, value)| (*key, (*value).to_owned())).collect();
-        }
-        let shards = self
-            .plan
-            .bundle()
-            .map(|tensor| (tensor.name.as_str(), tensor.view.shape().extents(), self.plan.region(tensor, device)));
-        let format = FORMAT_PT.iter().map(|(key, value)| (*key, (*value).to_owned()));
-        format.chain(image::sharding_metadata(shards)).collect()
-    }
-
-    /// The first listed device that holds all of a tensor.
-    fn whole_on(&self, tensor: &PlannedTensor) -> Option<u64> {
-        let whole = tensor.view.shape().whole();
-        self.plan.devices.iter().copied().find(|device| self.plan.region(tensor, *device) == whole)
-    }
-
     /// Whether an index of the devices' files would be true: each tensor is whole in some file. An index has no words for
     /// parts of tensors, and one that named a shard would have it taken for the tensor.
     pub(super) fn has_safetensors_index(&self) -> bool {
-        self.plan.bundle().all(|tensor| self.whole_on(tensor).is_some())
+        self.whole_on.is_some()
     }
 
-    fn safetensors_index(&self) -> &Arc<[u8]> {
+    fn safetensors_index(&self) -> &Arc<RowFile> {
         self.index.get_or_init(|| {
-            let mut files = serde_json::Map::new();
-            let mut total_bytes = 0;
-            for tensor in self.plan.bundle() {
-                let Some(device) = self.whole_on(tensor) else { continue };
-                files.insert(tensor.name.clone(), format!("dev{device}.safetensors").into());
-                total_bytes += tensor.view.bytes().unwrap_or(0);
-            }
-            json!({"metadata": {"total_size": total_bytes}, "weight_map": files}).to_string().into_bytes().into()
+            let whole_on =
+                self.whole_on.as_ref().expect("there is an index only where each tensor is whole in some file");
+            let index = SafetensorsIndex::new(Arc::clone(&self.plan), &self.kinds, whole_on);
+            Arc::new(RowFile::new(index))
+        })
+    }
+
+    fn manifest(&self) -> &Arc<RowFile> {
+        self.manifest.get_or_init(|| {
+            let (checkpoint, plan) = (Arc::clone(&self.checkpoint), Arc::clone(&self.plan));
+            Arc::new(RowFile::new(Manifest::new(checkpoint, plan, Arc::clone(&self.kinds))))
+        })
+    }
+
+    fn dcp_metadata(&self) -> &(Arc<DcpMetadata>, Arc<RowFile>) {
+        self.dcp_metadata.get_or_init(|| {
+            let metadata = Arc::new(DcpMetadata::new(Arc::clone(&self.plan), Arc::clone(&self.kinds)));
+            let file = Arc::new(RowFile::new(Arc::clone(&metadata)));
+            (metadata, file)
         })
     }
 
@@ -369,17 +360,8 @@ impl ViewFiles {
     fn distcp_entries(&self, device: u64) -> impl Iterator<Item = Entry<'_>> {
         self.plan.bundle().filter_map(move |tensor| {
             let region = self.plan.own_region(tensor, device)?;
-            let view = tensor.view.region(&region).unwrap_or_else(|_| tensor.view.clone());
+            let view = tensor.view.region(&region).expect("a region of the view's own shape");
             Some(Entry { name: tensor.name.as_str(), view })
-        })
-    }
-
-    fn dcp_tensors(&self) -> impl Iterator<Item = Chunked<'_>> + Clone {
-        self.plan.bundle().map(|tensor| Chunked {
-            name: &tensor.name,
-            dtype: tensor.view.dtype(),
-            shape: tensor.view.shape(),
-            chunks: self.plan.distinct_regions(tensor),
         })
     }
 
@@ -389,57 +371,18 @@ impl ViewFiles {
 
     /// Length of a made file.
     pub(super) fn made_len(&self, made: Made) -> u64 {
-        let slot = |device| self.plan.devices.binary_search(&device).ok();
         match made {
-            Made::Safetensors { device } => {
-                let len = || {
-                    let metadata = self.safetensors_metadata(device);
-                    image::safetensors_len(&self.safetensors_entries(device), &borrowed(&metadata)).unwrap_or(0)
-                };
-                slot(device).map_or(0, |slot| *self.safetensors_len[slot].get_or_init(len))
-            }
-            Made::ShardedState { device } => {
-                let len = || image::safetensors_len(&self.safetensors_entries(device), FORMAT_PT).unwrap_or(0);
-                slot(device).map_or(0, |slot| *self.sharded_state_len[slot].get_or_init(len))
-            }
-            Made::SafetensorsIndex => self.safetensors_index().len() as u64,
-            Made::Pt { device } => {
-                let len = || image::pt_len(&self.safetensors_entries(device));
-                slot(device).map_or(0, |slot| *self.pt_len[slot].get_or_init(len))
-            }
-            Made::Distcp { device } => {
-                let len = || {
-                    let mut segments = Segments::new(1);
-                    for tensor in self.plan.bundle() {
-                        if let Some(region) = self.plan.own_region(tensor, device) {
-                            segments.add(0, tensor.view.dtype(), region.shape());
-                        }
-                    }
-                    segments.len_bytes(0)
-                };
-                let slot = usize::try_from(device).ok().and_then(|slot| self.distcp_len.get(slot));
-                slot.map_or(0, |slot| *slot.get_or_init(len))
-            }
-            Made::DcpMetadata => {
-                let len = || image::dcp_metadata_len(self.dcp_tensors(), self.plan.mesh.devices());
-                *self.dcp_metadata_len.get_or_init(len)
-            }
+            Made::Safetensors { device } => self.bundles.safetensors_len(device),
+            Made::ShardedState { device } => self.bundles.sharded_state_len(device),
+            Made::SafetensorsIndex => self.safetensors_index().len_bytes(),
+            Made::Pt { device } => self.bundles.pt_len(device),
+            Made::Distcp { device } => self.dcp_metadata().0.file_bytes(device),
+            Made::DcpMetadata => self.dcp_metadata().1.len_bytes(),
             Made::MegatronMetadata => image::MEGATRON_METADATA.len() as u64,
             Made::MegatronCommon => image::common_pt().len() as u64,
             Made::OrbaxStep => self.orbax_checkpoint(ORBAX_STEP).len() as u64,
-            Made::Hf(index) => match &self.plan.hf[index].content {
-                HfContent::Original(file) => self.checkpoint.source().len_bytes(*file),
-                HfContent::Text(text) => text.len() as u64,
-                HfContent::Weights { tensors, metadata } => *self.hf_len[index].get_or_init(|| {
-                    image::safetensors_len(&Self::hf_entries(tensors), &borrowed(metadata)).unwrap_or(0)
-                }),
-            },
-            Made::Manifest => *self.manifest_len.get_or_init(|| {
-                let mut length = Length::default();
-                // Counting cannot fail.
-                let _ = manifest::write(&self.checkpoint, &self.plan, &mut length);
-                length.0
-            }),
+            Made::Hf(index) => self.hf_len[index],
+            Made::Manifest => self.manifest().len_bytes(),
         }
     }
 
@@ -449,21 +392,12 @@ impl ViewFiles {
     /// [`ImageError`], which planning has excluded.
     pub(super) fn made(&self, made: Made) -> Result<Content, ImageError> {
         match made {
-            Made::Safetensors { device } => {
-                let metadata = self.safetensors_metadata(device);
-                image::safetensors(self.safetensors_entries(device), &borrowed(&metadata)).map(Content::Image)
-            }
-            Made::ShardedState { device } => {
-                image::safetensors(self.safetensors_entries(device), FORMAT_PT).map(Content::Image)
-            }
-            Made::SafetensorsIndex => Ok(Content::Bytes(Arc::clone(self.safetensors_index()))),
-            Made::Pt { device } => image::pt(&self.safetensors_entries(device)).map(Content::Image),
+            Made::Safetensors { device } => self.bundles.safetensors(device).map(Content::Image),
+            Made::ShardedState { device } => self.bundles.sharded_state(device).map(Content::Image),
+            Made::SafetensorsIndex => Ok(Content::Rows(Arc::clone(self.safetensors_index()))),
+            Made::Pt { device } => self.bundles.pt(device).map(Content::Image),
             Made::Distcp { device } => image::distcp(self.distcp_entries(device)).map(Content::Image),
-            Made::DcpMetadata => {
-                let mut bytes = Vec::new();
-                let _ = image::dcp_metadata(self.dcp_tensors(), self.plan.mesh.devices(), &mut bytes);
-                Ok(Content::Bytes(bytes.into()))
-            }
+            Made::DcpMetadata => Ok(Content::Rows(Arc::clone(&self.dcp_metadata().1))),
             Made::MegatronMetadata => Ok(Content::text(image::MEGATRON_METADATA.to_owned())),
             Made::MegatronCommon => Ok(Content::Bytes(image::common_pt().into())),
             Made::OrbaxStep => Ok(Content::text(self.orbax_checkpoint(ORBAX_STEP))),
@@ -474,23 +408,18 @@ impl ViewFiles {
                     image::safetensors(Self::hf_entries(tensors), &borrowed(metadata)).map(Content::Image)
                 }
             },
-            Made::Manifest => {
-                let mut text = Vec::new();
-                let _ = manifest::write(&self.checkpoint, &self.plan, &mut text);
-                Ok(Content::Bytes(text.into()))
-            }
+            Made::Manifest => Ok(Content::Rows(Arc::clone(self.manifest()))),
         }
     }
 }
 
-/// Metadata that transformers demands of every file.
-const FORMAT_PT: &[(&str, &str)] = &[("format", "pt")];
+/// All files of the source.
+pub(super) fn file_ids(checkpoint: &Checkpoint) -> impl Iterator<Item = FileId> {
+    (0..checkpoint.source().file_count())
+        .map(|file| FileId(u32::try_from(file).expect("a checkpoint has fewer than 2^32 files")))
+}
 
 /// The only item of a step of the Orbax checkpoint.
 pub(super) const ORBAX_ITEM: &str = "items";
 
 const ORBAX_STEP: OrbaxPlace = OrbaxPlace::Step { item: ORBAX_ITEM };
-
-fn borrowed<K: AsRef<str>>(metadata: &[(K, String)]) -> Vec<(&str, &str)> {
-    metadata.iter().map(|(key, value)| (key.as_ref(), value.as_str())).collect()
-}

@@ -9,6 +9,7 @@ use std::{
     collections::{BTreeMap, HashMap},
     fs::File,
     io,
+    os::unix::fs::MetadataExt,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
         atomic::{AtomicU64, Ordering},
@@ -151,9 +152,10 @@ impl WholeFiles {
             None => {}
         }
         // Its room becomes the file's.
+        self.measure(&engine, None);
         let (blank, busy) = self.blanks.take(file.len_bytes());
         let room_bytes = file.len_bytes().next_multiple_of(HUGE_PAGE_BYTES);
-        let Some(room) = self.make_room(&mut states, &engine, room_bytes) else {
+        let Some(room) = self.make_room(&mut states, &engine, room_bytes, blank.as_ref()) else {
             drop(states);
             return then(None);
         };
@@ -193,13 +195,21 @@ impl WholeFiles {
     }
 
     /// Room for one more file. Blanks go for it, then what is closed, what was closed longest ago first.
-    fn make_room(&self, states: &mut HashMap<Ino, State>, engine: &Engine, bytes: u64) -> Option<Reservation> {
+    /// The `blank` is the new file's memory already, and nobody's reservation.
+    fn make_room(
+        &self,
+        states: &mut HashMap<Ino, State>,
+        engine: &Engine,
+        bytes: u64,
+        blank: Option<&File>,
+    ) -> Option<Reservation> {
         let bytes = usize::try_from(bytes).ok()?;
         if let Some(room) = engine.reserve(bytes) {
             return Some(room);
         }
         self.blanks.drop_all();
         loop {
+            self.measure(engine, blank);
             if let Some(room) = engine.reserve(bytes) {
                 return Some(room);
             }
@@ -210,6 +220,19 @@ impl WholeFiles {
             let (_, oldest) = closed.min()?;
             states.remove(&oldest);
         }
+    }
+
+    /// Memory of all these files, mapped or not.
+    pub(super) fn used_bytes(&self) -> u64 {
+        self.memory.used_bytes()
+    }
+
+    /// Finds out how much memory dropped files take because programs still map them: what is used beyond what is reserved, and
+    /// beyond `blank`. To be called with the states locked, so that nothing is between its memory and its reservation.
+    fn measure(&self, engine: &Engine, blank: Option<&File>) {
+        let blank_bytes = blank.and_then(|blank| blank.metadata().ok()).map_or(0, |found| found.blocks() * 512);
+        let used = usize::try_from(self.memory.used_bytes().saturating_sub(blank_bytes)).unwrap_or(usize::MAX);
+        engine.set_dropped_bytes(used.saturating_sub(engine.whole_bytes() + engine.blank_bytes()));
     }
 
     /// Notes that somebody reads a file, whole or not.
@@ -240,6 +263,10 @@ impl WholeFiles {
             }
             State::Made(..) | State::Making(_) => true,
         });
+        drop(dropped);
+        if let Some(engine) = self.engine.upgrade() {
+            self.measure(&engine, None);
+        }
         drop(states);
     }
 }
@@ -264,7 +291,11 @@ impl Landing {
 impl Drop for Landing {
     fn drop(&mut self) {
         if !self.landed {
-            self.shared.land(self.ino, &self.file, Err(ReadError::Panicked.into()));
+            self.shared.land(
+                self.ino,
+                &self.file,
+                Err(ReadError::Internal { what: "the file was given up before it was whole" }.into()),
+            );
         }
     }
 }

@@ -9,8 +9,10 @@ use std::{
 };
 
 use ckfs::volume::{
-    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, Op, Opened, StatFs, WhenWhole,
+    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, Op, Opened, Permission, StatFs,
+    WhenWhole,
 };
+use nix::unistd::{getegid, geteuid};
 
 /// Length of the well-behaved files.
 pub(crate) const DATA_BYTES: usize = 16 << 20;
@@ -151,7 +153,9 @@ impl FileSystem for Double {
             },
         };
         let modified = SystemTime::UNIX_EPOCH + Duration::from_secs(1_700_000_000);
-        Ok(Attr { ino, kind, size_bytes, links, modified })
+        let mode = if kind == NodeKind::Directory { 0o555 } else { 0o444 };
+        let permission = Permission { uid: geteuid().as_raw(), gid: getegid().as_raw(), mode };
+        Ok(Attr { ino, kind, size_bytes, links, modified, permission })
     }
 
     fn read_dir(

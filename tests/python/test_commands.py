@@ -206,7 +206,7 @@ def test_status(own, repo):
     # Other mounts of this host are none of our business: one of them may be dead, which is exit code 1.
     rows = {row["mountpoint"]: row for row in run("status", "--json", expect=None).json()["mounts"]}
     row = rows[str(mounted.point)]
-    assert (row["source"], row["health"]) == (str(repo("llama").path), "live")
+    assert (row["source"], row["health"]) == (str(repo("llama").path), "healthy")
     assert row["views"] == [{"name": "", "mesh": "fsdp=4", "layout": "canonical", "dtype": "F32"}]
     assert row["stats"]["panics"] == 0
     assert str(mounted.point) in run("status", expect=None).out

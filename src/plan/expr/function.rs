@@ -23,6 +23,7 @@ pub(super) enum Function {
     F32,
     Bf16,
     Exists,
+    Given,
     ShapeOf,
     Count,
     View(ViewFunction),
@@ -61,6 +62,7 @@ pub(super) const FUNCTIONS: &[(&str, Function, usize, usize)] = &[
     ("f32", Function::F32, 1, 1),
     ("bf16", Function::Bf16, 1, 1),
     ("exists", Function::Exists, 1, 1),
+    ("given", Function::Given, 1, 1),
     ("shape", Function::ShapeOf, 2, 2),
     ("count", Function::Count, 1, 1),
     ("transpose", Function::View(ViewFunction::Transpose), 1, 1),
@@ -87,7 +89,7 @@ pub(super) const FUNCTIONS: &[(&str, Function, usize, usize)] = &[
 /// The axis that a number stands for, counted from the end if negative.
 fn axis(name: &'static str, value: &Value, rank: usize) -> Result<usize, EvalError> {
     let number = value.int(name)?;
-    let from_end = if number < 0 { i64::try_from(rank).unwrap_or(i64::MAX) + number } else { number };
+    let from_end = if number < 0 { i64::try_from(rank).expect("views have few axes") + number } else { number };
     usize::try_from(from_end).map_err(|_| value.kind(name, "an axis"))
 }
 
@@ -143,6 +145,7 @@ impl Function {
             #[allow(clippy::cast_possible_truncation, reason = "rounding is what is asked for, by way of f32")]
             Self::Bf16 => Ok(Value::Float(bf16::from_f32(values[0].float(name)? as f32).to_f64())),
             Self::Exists => Ok(Value::Bool(names.shape(values[0].text(name)?).is_some())),
+            Self::Given => Ok(Value::Bool(names.given(values[0].text(name)?))),
             Self::ShapeOf => {
                 let tensor = values[0].text(name)?;
                 let Some(shape) = names.shape(tensor) else {

@@ -14,7 +14,7 @@
 //! `/` of whole numbers gives a whole number where it comes out even and a fraction elsewhere; `//` rounds down. Where
 //! a whole number is needed a fraction is an error. Functions of numbers are `min max sqrt ceil floor f32 bf16`, the last two
 //! rounding to that type. `exists('name')`, `shape('name', axis)` and `count('a.*.b')` ask about the repository's tensors; the
-//! last is one more than the highest number that stands for the star.
+//! last is one more than the highest number that stands for the star. `given('name')` tells whether the user has set a parameter.
 //!
 //! | function of views | result |
 //! | --- | --- |
@@ -307,6 +307,10 @@ pub trait Names {
     fn shape(&self, tensor: &str) -> Option<Vec<u64>>;
     /// One more than the highest number that stands for the star in a tensor's name, 0 if there is none.
     fn count(&self, pattern: &str) -> u64;
+    /// Whether the user has set a parameter.
+    fn given(&self, _parameter: &str) -> bool {
+        false
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -451,7 +455,7 @@ impl Template {
             match node.eval(names)? {
                 value @ (Value::Absent(_) | Value::View(_)) => return Err(value.kind("template", "a number or a text")),
                 value @ (Value::Int(_) | Value::Float(_) | Value::Bool(_) | Value::Text(_)) => {
-                    write!(text, "{value}").unwrap_or_default();
+                    write!(text, "{value}").expect("a string takes all that is written");
                 }
             }
         }
@@ -614,6 +618,7 @@ mod tests {
             ("ceil(n / 5) + floor(pi)", "6"),
             ("exists('t.{n}')", "true"),
             ("exists('t.13')", "false"),
+            ("given('vocab_size')", "false"),
             ("shape('t.{n}', -1)", "4"),
             ("shape('t.13', 0) ?? 7", "7"),
             ("count('e.*.w')", "10"),

@@ -75,6 +75,7 @@ use super::{
     draft::Draft,
     expr::{Expr, Template},
     logical::LogicalRules,
+    name_group::NameGroup,
     problem::{PlanError, Problem},
 };
 use crate::tensor::DType;
@@ -197,6 +198,8 @@ pub struct Resolved {
     pub params: Vec<(String, String)>,
     /// Whether the result has been compared with that of the program that the layout imitates, as far as the file says.
     pub verified: bool,
+    /// Names that rules leave out on purpose.
+    pub left_out: Vec<NameGroup>,
     /// Things worth knowing that are no errors.
     pub warnings: Vec<String>,
 }

@@ -12,7 +12,7 @@ use super::{
         draft::{Bundled, Draft, Roles},
         expr::{EvalError, Expr, Names, Template, Value},
         mesh::Mesh,
-        name_group::{fold, stars},
+        name_group::{NameGroup, fold, stars},
         pattern::Pattern,
         problem::{Problem, RulePlace},
         values::Values,
@@ -73,6 +73,7 @@ impl LayoutFile {
             lost: Vec::new(),
             misshapen: Vec::new(),
             problems,
+            left_out: Vec::new(),
             warnings: Vec::new(),
         };
         if resolver.problems.is_empty() {
@@ -93,8 +94,8 @@ impl LayoutFile {
                 resolver.eval(verified, &[], |expr, names| Ok(Value::Bool(expr.eval(names)?.bool("verified")?)));
             matches!(value, Some(Value::Bool(true)))
         });
-        let Resolver { drafts, problems, warnings, .. } = resolver;
-        if problems.is_empty() { Ok(Resolved { drafts, params, verified, warnings }) } else { Err(problems) }
+        let Resolver { drafts, problems, left_out, warnings, .. } = resolver;
+        if problems.is_empty() { Ok(Resolved { drafts, params, verified, left_out, warnings }) } else { Err(problems) }
     }
 
     fn problem(&self, line: usize, target: &str, error: &EvalError) -> Problem {
@@ -207,6 +208,10 @@ impl Names for Local<'_> {
     fn count(&self, pattern: &str) -> u64 {
         self.scope.count(pattern)
     }
+
+    fn given(&self, parameter: &str) -> bool {
+        self.scope.set.contains_key(parameter)
+    }
 }
 
 /// Why a leaf is not there.
@@ -250,6 +255,7 @@ struct Resolver<'a> {
     lost: Vec<Lost>,
     misshapen: Vec<Misshapen>,
     problems: Vec<Problem>,
+    left_out: Vec<NameGroup>,
     warnings: Vec<String>,
 }
 
@@ -503,7 +509,7 @@ impl<'a> Resolver<'a> {
             }
             making.axes = Some(axes);
         }
-        let axes = making.axes.as_deref().unwrap_or_default();
+        let axes = making.axes.as_deref().expect("set above");
         Ok(axes[level] - axes[..level].iter().filter(|outer| **outer < axes[level]).count())
     }
 
@@ -512,7 +518,8 @@ impl<'a> Resolver<'a> {
         let mut bound = making.bound.clone();
         bound.push((stack.var.clone(), Value::Text("*".into())));
         // Stacks further in have no number yet: any will do, and layers and experts start at 0 or the range says so.
-        let at = making.stacks.iter().position(|other| std::ptr::eq(*other, stack)).unwrap_or(0);
+        let at = making.stacks.iter().position(|other| std::ptr::eq(*other, stack));
+        let at = at.expect("the stack is one of those being made");
         for inner in &making.stacks[at + 1..] {
             let first = inner.over.as_ref().map_or(Ok(0), |over| self.range(over, &bound).map(|range| range.start));
             let first = first.map_err(|error| Failure::Rule(inner.line, error))?;
@@ -652,8 +659,10 @@ impl<'a> Resolver<'a> {
         let ignored = self.ignored();
         let (used, unused): (Vec<_>, Vec<_>) =
             self.scope.checkpoint.tensors().partition(|(id, _)| self.used[id.0 as usize]);
-        let mut unused: Vec<&str> = unused.into_iter().map(|(_, info)| info.name).collect();
-        unused.retain(|name| !ignored.iter().any(|pattern| pattern.matches(name)));
+        let is_ignored = |name: &&str| ignored.iter().any(|pattern| pattern.matches(name));
+        let (ignored, unused): (Vec<&str>, Vec<&str>) =
+            unused.into_iter().map(|(_, info)| info.name).partition(is_ignored);
+        self.left_out = fold(ignored, &[]);
         let strange: BTreeSet<String> = unused.iter().map(|name| stars(name)).collect();
         let lost = std::mem::take(&mut self.lost);
         let mut by_rule: BTreeMap<(bool, usize, String), Vec<&Lost>> = BTreeMap::new();
@@ -723,7 +732,7 @@ impl Making<'_> {
 }
 
 fn int(number: u64) -> Value {
-    Value::Int(i64::try_from(number).unwrap_or(i64::MAX))
+    Value::Int(i64::try_from(number).expect("numbers of loops come from expressions, which have 63 bits"))
 }
 
 fn joined(prefix: &str, name: &str) -> String {

@@ -1,0 +1,55 @@
+//! Names as messages show them. A repository may put characters into its names that move a terminal's cursor or turn the
+//! direction of a line.
+
+use std::borrow::Cow;
+
+/// Characters that turn the direction of text.
+const fn turns(character: char) -> bool {
+    matches!(character, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+fn is_hidden(character: char) -> bool {
+    character.is_control() || turns(character) || matches!(character, '\u{2028}' | '\u{2029}')
+}
+
+/// The text on one line, with what a terminal would obey or hide written as `\n`, `\t` or `\u{1b}`.
+pub fn printable(text: &str) -> Cow<'_, str> {
+    if !text.contains(is_hidden) {
+        return text.into();
+    }
+    let mut safe = String::with_capacity(text.len() + 16);
+    for character in text.chars() {
+        if is_hidden(character) {
+            safe.extend(character.escape_default());
+        } else {
+            safe.push(character);
+        }
+    }
+    safe.into()
+}
+
+/// As [`printable`], with the ends of lines as they are.
+pub fn printable_lines(text: &str) -> Cow<'_, str> {
+    if !text.contains(|character| character != '\n' && is_hidden(character)) {
+        return text.into();
+    }
+    text.split('\n').map(printable).collect::<Vec<_>>().join("\n").into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_terminal_obeys_is_escaped() {
+        for (text, expected) in [
+            ("model.layers.0.größe", "model.layers.0.größe"),
+            ("a\nb\tc\r", "a\\nb\\tc\\r"),
+            ("\u{1b}[2J\u{9b}\u{7f}", "\\u{1b}[2J\\u{9b}\\u{7f}"),
+            ("x\u{202e}y", "x\\u{202e}y"),
+        ] {
+            assert_eq!(printable(text), expected);
+        }
+        assert_eq!(printable_lines("a\n\tb"), "a\n\\tb");
+    }
+}

@@ -1,0 +1,132 @@
+//! Whether an output head is the embedding, as transformers decides it: by `config.json`, and where that says nothing by the
+//! model's type. The types are data, in `tied.toml`.
+
+use std::sync::LazyLock;
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::table::TensorTable;
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Rules {
+    by_default: Vec<String>,
+    always: Vec<String>,
+    by_text: Vec<String>,
+    embeddings: Vec<String>,
+}
+
+static RULES: LazyLock<Rules> = LazyLock::new(|| {
+    toml::from_str(include_str!("tied.toml")).expect("the file is in the program, and a test reads it")
+});
+
+/// What the configuration and the model's type say of the output head.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Tie {
+    /// What `config.json` says, as far as transformers listens to it.
+    pub(super) declared: Option<bool>,
+    /// What holds in the end.
+    pub(super) tied: bool,
+}
+
+/// Words in the names of classes that have an output head.
+const HEADED: [&str; 3] = ["LMHead", "ForCausalLM", "ForConditionalGeneration"];
+
+fn word(config: &Value) -> Option<bool> {
+    // The second is LFM2's.
+    ["tie_word_embeddings", "tie_embedding"].iter().find_map(|key| config.get(key)?.as_bool())
+}
+
+impl Tie {
+    /// `text` is the nested configuration of the text model, where there is one.
+    pub(super) fn of(config: Option<&Value>, text: Option<&Value>, architectures: &[String]) -> Self {
+        let Some(config) = config else { return Self::default() };
+        let model_type = |config: &Value| config.get("model_type").and_then(Value::as_str).unwrap_or("").to_owned();
+        let outer = model_type(config);
+        let is_in = |list: &[String], name: &str| list.iter().any(|known| known == name);
+        let has_head = architectures.is_empty()
+            || architectures.iter().any(|class| HEADED.iter().any(|word| class.contains(word)));
+        let by_default = |name: &str| has_head && is_in(&RULES.by_default, name);
+        if is_in(&RULES.always, &outer) {
+            let tied = has_head;
+            return Self { declared: word(config).filter(|_| !tied), tied };
+        }
+        let (declared, default) = match text {
+            None => (word(config), by_default(&outer)),
+            Some(text) if is_in(&RULES.by_text, &outer) => {
+                let words = [word(config), word(text)];
+                let declared = words.iter().flatten().copied().reduce(|any, word| any || word);
+                (declared, by_default(&outer))
+            }
+            Some(_) if is_in(&RULES.by_default, &outer) => (word(config), by_default(&outer)),
+            // Of a whole that is not in the lists either configuration may speak; the whole's head is the whole's matter.
+            Some(text) => (word(config).or_else(|| word(text)), by_default(&model_type(text))),
+        };
+        Self { declared, tied: declared.unwrap_or(default) }
+    }
+}
+
+/// The name of the embedding that an output head would be: of several, the one with the shortest name.
+pub(super) fn embedding<'a>(table: &'a TensorTable, is_outside: &dyn Fn(&str) -> bool) -> Option<&'a str> {
+    let is_named = |name: &str| {
+        RULES.embeddings.iter().any(|known| {
+            name.strip_suffix(known.as_str()).is_some_and(|before| before.is_empty() || before.ends_with('.'))
+        })
+    };
+    let names = table.iter().map(|(_, info)| info.name).filter(|name| is_named(name) && !is_outside(name));
+    names.min_by_key(|name| name.len())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn ties_are_those_of_transformers() {
+        let rows = [
+            (json!({"model_type": "llama"}), None, false),
+            (json!({"model_type": "llama", "tie_word_embeddings": true}), Some(true), true),
+            (json!({"model_type": "gpt2"}), None, true),
+            (json!({"model_type": "gpt2", "architectures": ["GPT2Model"]}), None, false),
+            (json!({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}), None, true),
+            (json!({"model_type": "falcon", "tie_word_embeddings": false}), Some(false), false),
+            (json!({"model_type": "t5", "tie_word_embeddings": false}), None, true),
+            (json!({"model_type": "t5", "architectures": ["T5EncoderModel"]}), None, false),
+            // The outer configuration decides, or the type.
+            (
+                json!({"model_type": "gemma3", "tie_word_embeddings": false, "text_config": {"tie_word_embeddings": true}}),
+                Some(false),
+                false,
+            ),
+            (
+                json!({"model_type": "gemma3", "tie_word_embeddings": true, "text_config": {"tie_word_embeddings": false}}),
+                Some(true),
+                true,
+            ),
+            (json!({"model_type": "gemma3", "text_config": {"tie_word_embeddings": false}}), None, true),
+            // Here the inner one may tie what the outer one does not.
+            (
+                json!({"model_type": "qwen2_vl", "tie_word_embeddings": false, "text_config": {"tie_word_embeddings": true}}),
+                Some(true),
+                true,
+            ),
+            (json!({"model_type": "llava", "text_config": {"model_type": "llama"}}), None, false),
+            (json!({"model_type": "other", "text_config": {"model_type": "gemma2"}}), None, true),
+            (json!({"model_type": "other", "text_config": {"tie_word_embeddings": true}}), Some(true), true),
+        ];
+        for (config, declared, tied) in rows {
+            let classes: Vec<String> = config["architectures"]
+                .as_array()
+                .into_iter()
+                .flatten()
+                .map(|class| class.as_str().unwrap().to_owned())
+                .collect();
+            let found = Tie::of(Some(&config), config.get("text_config"), &classes);
+            assert_eq!(found, Tie { declared, tied }, "{config}");
+        }
+        assert_eq!(Tie::of(None, None, &[]), Tie::default());
+    }
+}

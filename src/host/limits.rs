@@ -1,0 +1,114 @@
+#![allow(unsafe_code)]
+//! The limits that the system sets to this process.
+
+use std::{
+    io,
+    sync::mpsc,
+    thread::{self, JoinHandle},
+};
+
+use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
+
+/// Limits that can keep a mount from starting: name, unit of a shell's `ulimit`, its words, and the value below which the limit
+/// is suspected, which is less than usual systems have.
+const ROWS: [(Resource, &str, u64, &str, u64); 5] = [
+    (Resource::RLIMIT_AS, "address space", 1 << 10, " KiB (ulimit -v)", 8 << 30),
+    (Resource::RLIMIT_DATA, "data", 1 << 10, " KiB (ulimit -d)", 8 << 30),
+    (Resource::RLIMIT_NOFILE, "open files", 1, " (ulimit -n)", 1024),
+    (Resource::RLIMIT_NPROC, "processes and threads of the user", 1, " (ulimit -u)", 1024),
+    (Resource::RLIMIT_STACK, "stack", 1 << 10, " KiB (ulimit -s)", 1 << 20),
+];
+
+/// The limits of this process that are low enough to be the reason of a failed start, as in `address space 300000 KiB
+/// (ulimit -v)`; empty if there are none.
+pub fn suspects() -> String {
+    let mut found = Vec::new();
+    for (resource, name, unit, words, below) in ROWS {
+        if let Ok((soft, _)) = getrlimit(resource)
+            && soft < below
+        {
+            found.push(format!("{name} {}{words}", soft / unit));
+        }
+    }
+    found.join(", ")
+}
+
+/// Bytes that the stack of the main thread may take; `None` if there is no limit or it is not known.
+pub fn stack_bytes() -> Option<u64> {
+    let (soft, _) = getrlimit(Resource::RLIMIT_STACK).ok()?;
+    (soft != RLIM_INFINITY).then_some(soft)
+}
+
+/// Where address space is limited, lets all threads share one allocator: glibc would set 64 MiB of addresses aside for each.
+pub fn save_address_space() {
+    #[cfg(target_env = "gnu")]
+    if getrlimit(Resource::RLIMIT_AS).is_ok_and(|(soft, _)| soft != RLIM_INFINITY) {
+        // SAFETY: sets a number inside the allocator, under its own lock; a refusal changes nothing.
+        unsafe { nix::libc::mallopt(nix::libc::M_ARENA_MAX, 1) };
+    }
+}
+
+/// [`suspects`] as the end of a message: empty, or with words before it.
+pub fn hint() -> String {
+    let suspects = suspects();
+    if suspects.is_empty() { suspects } else { format!("; low limits of this process: {suspects}") }
+}
+
+/// Threads that could be started, and why no more.
+#[derive(Debug)]
+pub struct Startable {
+    /// How many of those asked for.
+    pub threads: usize,
+    /// What kept the next one from starting.
+    pub refusal: Option<io::Error>,
+}
+
+/// How many of `wanted` threads this process may have besides those it has, each with a buffer of `buffer_bytes`. They are
+/// started, all at a time, and ended: code that panics where a thread does not start is told beforehand.
+pub fn startable_threads(wanted: usize, buffer_bytes: usize) -> Startable {
+    let mut holds: Vec<(mpsc::Sender<()>, JoinHandle<()>)> = Vec::with_capacity(wanted);
+    let mut refusal = None;
+    for _ in 0..wanted {
+        let (hold, held) = mpsc::channel::<()>();
+        let (tell, told) = mpsc::channel();
+        let started = thread::Builder::new().name("ckfs-probe".into()).spawn(move || {
+            let mut buffer: Vec<u8> = Vec::new();
+            let _ = tell.send(buffer.try_reserve_exact(buffer_bytes).is_ok());
+            let _ = held.recv();
+        });
+        match started {
+            Ok(thread) => {
+                let has_memory = told.recv().unwrap_or(false);
+                holds.push((hold, thread));
+                if !has_memory {
+                    refusal = Some(io::ErrorKind::OutOfMemory.into());
+                    break;
+                }
+            }
+            Err(error) => {
+                refusal = Some(error);
+                break;
+            }
+        }
+    }
+    let no_memory = refusal.as_ref().is_some_and(|error| error.kind() == io::ErrorKind::OutOfMemory);
+    let threads = holds.len() - usize::from(no_memory && !holds.is_empty());
+    for (hold, thread) in holds {
+        drop(hold);
+        let _ = thread.join();
+    }
+    Startable { threads, refusal }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_are_counted_with_their_buffers() {
+        let all = startable_threads(3, 1 << 20);
+        assert!(all.threads == 3 && all.refusal.is_none(), "{all:?}");
+        let none = startable_threads(3, usize::MAX / 2);
+        assert_eq!((none.threads, none.refusal.unwrap().kind()), (0, io::ErrorKind::OutOfMemory));
+    }
+}

@@ -1,0 +1,319 @@
+//! Where log lines are written.
+
+use std::{
+    env, fs,
+    io::{self, IsTerminal},
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::{
+            ffi::OsStrExt,
+            fs::{DirBuilderExt, OpenOptionsExt},
+        },
+    },
+    path::{Path, PathBuf},
+};
+
+use nix::{
+    errno::Errno,
+    libc,
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    unistd::{dup2_stderr, write},
+};
+use tracing::Level;
+
+use super::system_log::SystemLog;
+
+/// A log file of the default place grows to this size; then it is renamed to `.1`, in place of the one before it.
+const FILE_BYTES_MAX: u64 = 4 << 20;
+
+/// Longest name of a default log file, in bytes, without its ending and its mark.
+const NAME_BYTES_MAX: usize = 160;
+
+/// What a pipe takes at once if it takes anything.
+const CHUNK_BYTES: usize = 4096;
+
+/// How often a write that waits for room asks whether it should go on waiting.
+const PATIENCE_MS: u16 = 100;
+
+/// Where lines go.
+#[derive(Debug)]
+pub enum Target {
+    /// Standard error.
+    Stderr {
+        /// Whether it is a terminal, which shows colours.
+        colored: bool,
+    },
+    /// A file that is appended to.
+    File(LogFile),
+    /// The system's log.
+    System(SystemLog),
+    /// Nowhere, for this reason.
+    Nowhere(String),
+}
+
+/// A log file.
+#[derive(Debug)]
+pub struct LogFile {
+    path: PathBuf,
+    file: fs::File,
+    /// Size at which it is renamed; a file that the user named grows.
+    bytes_max: Option<u64>,
+    /// Whether standard error goes to it as well.
+    holds_stderr: bool,
+}
+
+impl Target {
+    /// Standard error, with colours on a terminal.
+    pub fn stderr() -> Self {
+        Self::Stderr { colored: io::stderr().is_terminal() }
+    }
+
+    /// The file at `path`, created if need be.
+    ///
+    /// # Errors
+    /// It cannot be opened.
+    pub fn file(path: &Path) -> io::Result<Self> {
+        Ok(Self::File(LogFile::open(path, None)?))
+    }
+
+    /// Where a daemon that serves `mountpoint` logs if nobody says where: the system's log, else a file of its own below
+    /// `$XDG_STATE_HOME/ckfs`, else nowhere.
+    pub fn of_daemon(mountpoint: &Path) -> Self {
+        if let Some(log) = SystemLog::find() {
+            return Self::System(log);
+        }
+        let absolute = |name: &str| env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+        let state = absolute("XDG_STATE_HOME").or_else(|| Some(absolute("HOME")?.join(".local/state")));
+        let Some(state) = state else {
+            return Self::Nowhere("there is no system log, and neither XDG_STATE_HOME nor HOME is set".to_owned());
+        };
+        let directory = state.join("ckfs");
+        let path = directory.join(file_name(mountpoint));
+        let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(&directory);
+        match made.and_then(|()| LogFile::open(&path, Some(FILE_BYTES_MAX))) {
+            Ok(file) => Self::File(file),
+            Err(error) => Self::Nowhere(format!("{}: {error}", path.display())),
+        }
+    }
+
+    /// For people, after "its log goes": to what, or nowhere and why.
+    pub fn description(&self) -> String {
+        match self {
+            Self::Stderr { .. } => "to standard error".to_owned(),
+            Self::File(log) => format!("to {}", log.path.display()),
+            Self::System(log) => format!("to {}", log.description()),
+            Self::Nowhere(reason) => format!("nowhere: {reason}; --log-file FILE keeps it"),
+        }
+    }
+
+    /// Lets standard error go to the same file, for what the runtime writes when it aborts; `false` where there is none.
+    ///
+    /// # Errors
+    /// The system refuses.
+    pub fn take_stderr(&mut self) -> nix::Result<bool> {
+        let Self::File(log) = self else { return Ok(false) };
+        dup2_stderr(&log.file)?;
+        log.holds_stderr = true;
+        Ok(true)
+    }
+
+    /// Removes a log file of the default place that nothing was written to, so that they do not pile up.
+    pub(super) fn remove_if_empty(&self) {
+        if let Self::File(log) = self
+            && log.bytes_max.is_some()
+            && log.file.metadata().is_ok_and(|found| found.len() == 0)
+            // A daemon that ends slowly must not take the file of its successor on the same mountpoint away.
+            && log.file.try_lock().is_ok()
+        {
+            let _ = fs::remove_file(&log.path);
+        }
+    }
+
+    /// Opens a file anew by its path, as after it was renamed.
+    ///
+    /// # Errors
+    /// It cannot be opened; the old one is kept.
+    pub(super) fn reopen(&mut self) -> io::Result<()> {
+        match self {
+            Self::File(log) => log.reopen(),
+            Self::Stderr { .. } | Self::System(_) | Self::Nowhere(_) => Ok(()),
+        }
+    }
+
+    /// Writes one line. Where a pipe or terminal has no room, waits for it while `go_on` says so.
+    pub(super) fn write(&mut self, level: Level, time: &str, text: &str, go_on: &dyn Fn() -> bool) -> Result<(), Lost> {
+        match self {
+            Self::Stderr { colored } => {
+                let line = if *colored { color(level, time, text) } else { format!("{time} {text}\n") };
+                write_all(io::stderr().as_fd(), line.as_bytes(), go_on)
+            }
+            Self::File(log) => log.write(format!("{time} {text}\n").as_bytes(), go_on),
+            Self::System(log) => {
+                let text = text.trim_start().split_once(' ').map_or(text, |(_, text)| text);
+                log.write(level, text).map_err(|error| Lost { error, in_part: false })
+            }
+            Self::Nowhere(_) => Ok(()),
+        }
+    }
+}
+
+/// A line that was not written.
+#[derive(Debug)]
+pub(super) struct Lost {
+    pub(super) error: io::Error,
+    /// Some of its bytes were.
+    pub(super) in_part: bool,
+}
+
+impl LogFile {
+    fn open(path: &Path, bytes_max: Option<u64>) -> io::Result<Self> {
+        let mut options = fs::File::options();
+        options.append(true).create(true).custom_flags(libc::O_NOCTTY);
+        if bytes_max.is_some() {
+            options.mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_NOCTTY);
+        }
+        let file = options.open(path)?;
+        if bytes_max.is_some() {
+            // Says that it is in use; some file systems have no locks.
+            let _ = file.try_lock_shared();
+        }
+        Ok(Self { path: path.to_owned(), file, bytes_max, holds_stderr: false })
+    }
+
+    fn reopen(&mut self) -> io::Result<()> {
+        let anew = Self::open(&self.path, self.bytes_max)?;
+        self.file = anew.file;
+        if self.holds_stderr {
+            dup2_stderr(&self.file)?;
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, line: &[u8], go_on: &dyn Fn() -> bool) -> Result<(), Lost> {
+        if let Some(most) = self.bytes_max
+            && self.file.metadata().is_ok_and(|found| found.len() + line.len() as u64 > most)
+        {
+            let mut old = self.path.clone().into_os_string();
+            old.push(".1");
+            fs::rename(&self.path, old).and_then(|()| self.reopen()).map_err(|error| Lost { error, in_part: false })?;
+        }
+        write_all(self.file.as_fd(), line, go_on)
+    }
+}
+
+/// Writes all of `line`, in parts that a pipe takes without blocking.
+fn write_all(fd: BorrowedFd<'_>, line: &[u8], go_on: &dyn Fn() -> bool) -> Result<(), Lost> {
+    let mut rest = line;
+    while !rest.is_empty() {
+        let lost = |error: io::Error| Lost { error, in_part: rest.len() < line.len() };
+        let mut fds = [PollFd::new(fd, PollFlags::POLLOUT)];
+        let patience = if go_on() { PollTimeout::from(PATIENCE_MS) } else { PollTimeout::ZERO };
+        match poll(&mut fds, patience) {
+            Ok(0) | Err(Errno::EINTR) if go_on() => continue,
+            Ok(0) => return Err(lost(io::ErrorKind::TimedOut.into())),
+            // What is wrong with the descriptor the write tells.
+            Ok(_) | Err(_) => {}
+        }
+        match write(fd, &rest[..rest.len().min(CHUNK_BYTES)]) {
+            Ok(0) => return Err(lost(io::ErrorKind::WriteZero.into())),
+            Ok(written) => rest = &rest[written..],
+            Err(Errno::EINTR | Errno::EAGAIN) if go_on() => {}
+            Err(errno) => return Err(lost(errno.into())),
+        }
+    }
+    Ok(())
+}
+
+/// A line for a terminal: the time faint, the level in its colour.
+fn color(level: Level, time: &str, text: &str) -> String {
+    let code = if level == Level::ERROR {
+        31
+    } else if level == Level::WARN {
+        33
+    } else if level == Level::INFO {
+        32
+    } else if level == Level::DEBUG {
+        34
+    } else {
+        35
+    };
+    let (head, rest) = text.split_at_checked(5).unwrap_or((text, ""));
+    format!("\x1b[2m{time}\x1b[0m \x1b[{code}m{head}\x1b[0m{rest}\n")
+}
+
+/// Name of the default log file of a mount: its path with dashes, and a mark where that is ambiguous.
+fn file_name(mountpoint: &Path) -> String {
+    let path = mountpoint.as_os_str().as_bytes();
+    let path = path.strip_prefix(b"/").unwrap_or(path);
+    let mut name = String::new();
+    let mut is_exact = path.len() <= NAME_BYTES_MAX && !path.is_empty();
+    for &byte in path.iter().take(NAME_BYTES_MAX) {
+        let plain =
+            byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'@' | b'+') || (byte == b'.' && !name.is_empty());
+        is_exact &= plain || byte == b'/';
+        name.push(if plain { char::from(byte) } else { '-' });
+    }
+    if is_exact {
+        return format!("{name}.log");
+    }
+    // FNV-1a: the same in every version of this program.
+    let mark = path
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3));
+    format!("{name}-{mark:016x}.log")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mountpoints_have_files_of_their_own() {
+        assert_eq!(file_name(Path::new("/mnt/llama")), "mnt-llama.log");
+        let names: std::collections::BTreeSet<_> =
+            ["/mnt/llama", "/mnt-llama", "/mnt/ll\u{e4}ma", "/mnt/l\nama", "/", "/.a", "/..", "/mnt_llama"]
+                .map(|path| file_name(Path::new(path)))
+                .into();
+        assert_eq!(names.len(), 8, "{names:?}");
+        assert!(names.iter().all(|name| name.is_ascii() && !name.starts_with('.') && !name.contains(['/', '\n'])));
+        assert!(file_name(Path::new(&format!("/{}", "x".repeat(4000)))).len() < 200);
+    }
+
+    #[test]
+    fn a_default_file_is_renamed_when_it_is_large() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("log");
+        let mut log = LogFile::open(&path, Some(100)).unwrap();
+        for n in 0..10 {
+            log.write(format!("{n:039}\n").as_bytes(), &|| true).unwrap();
+        }
+        let (now, before) =
+            (fs::read_to_string(&path).unwrap(), fs::read_to_string(directory.path().join("log.1")).unwrap());
+        assert_eq!((now.len(), before.len()), (80, 80));
+        assert!(now.ends_with("9\n") && before.ends_with("7\n"));
+    }
+
+    #[test]
+    fn an_empty_default_file_is_removed_unless_it_is_in_use() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("log");
+        let open = || Target::File(LogFile::open(&path, Some(100)).unwrap());
+        let (first, second) = (open(), open());
+        first.remove_if_empty();
+        assert!(path.exists());
+        drop(second);
+        first.remove_if_empty();
+        assert!(!path.exists());
+        let mut written = open();
+        written.write(Level::INFO, "now", "text", &|| true).unwrap();
+        written.remove_if_empty();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "now text\n");
+    }
+
+    #[test]
+    fn a_pipe_that_nobody_reads_is_given_up() {
+        let (_reader, writer) = io::pipe().unwrap();
+        let filled = (0..1000).find(|_| write_all(writer.as_fd(), &[b'x'; 1000], &|| false).is_err());
+        assert!(filled.is_some(), "a megabyte in a pipe");
+    }
+}

@@ -1,0 +1,491 @@
+//! Opens the files of a repository so that none is read that lies elsewhere.
+//!
+//! A repository may come from anywhere, and this process may have more rights than its author: a symbolic link to a secret must
+//! not be read as a part of the repository. Paths are resolved as by `openat2` with `RESOLVE_BENEATH`; where the kernel or a
+//! sandbox does not have it, component by component with the same answers.
+//!
+//! A file is found once, as a descriptor that cannot be read from. What it is and where it lies is asked of this descriptor,
+//! and reading opens the same descriptor again. Between the two nothing can be put in its place.
+
+use std::{
+    collections::VecDeque,
+    ffi::{OsStr, OsString},
+    fs::{self, File, Metadata, OpenOptions},
+    io,
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+        unix::{ffi::OsStrExt, fs::MetadataExt, fs::OpenOptionsExt},
+    },
+    path::{Component, Path, PathBuf},
+    sync::Arc,
+};
+
+use nix::sys::stat::FileStat;
+use rustix::{
+    fs::{CWD, FileType, Mode, OFlags, ResolveFlags, fstat, openat, openat2, readlinkat},
+    io::Errno,
+};
+
+use super::{
+    SourceError,
+    local::raise_open_file_limit,
+    permission::{DirectoryGates, Gates},
+    survey::Survey,
+};
+
+/// Flags of a descriptor that only names a file.
+const NAMING: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
+
+/// Symbolic links followed on the way to one file, as by the kernel.
+const LINKS_MAX: usize = 40;
+
+/// How often a resolution is tried that something else was in the way of.
+const TRIES_MAX: usize = 8;
+
+/// A directory of the Hub's cache that holds a repository: its revisions and what they link to.
+const HUB_PREFIX: &str = "models--";
+
+/// The directory that a repository's files must lie in.
+#[derive(Debug)]
+pub struct Beneath {
+    /// As the user named it.
+    named: PathBuf,
+    /// The repository's own directory, without links.
+    real: PathBuf,
+    /// Where links may lead to: the repository, or all of it in the Hub's cache. Without links.
+    root: PathBuf,
+    root_fd: OwnedFd,
+    /// The repository below `root`; empty outside the Hub's cache.
+    below: PathBuf,
+    survey: Survey,
+}
+
+/// A file, directory or other thing that was found.
+#[derive(Debug)]
+pub struct Found {
+    /// By which it was found.
+    path: PathBuf,
+    /// Without links.
+    real: PathBuf,
+    fd: OwnedFd,
+    meta: Metadata,
+    /// By which it is found again, below the directory of a [`Beneath`].
+    below: Option<PathBuf>,
+}
+
+/// An open regular file, the gates before it, and how to find it again.
+#[derive(Debug)]
+pub struct Opened {
+    pub(super) path: Arc<Path>,
+    pub(super) file: File,
+    pub(super) gates: Gates,
+    pub(super) again: Again,
+}
+
+/// How a file is found again, to see whether its name still leads to it.
+#[derive(Clone, Debug)]
+pub(super) enum Again {
+    /// By a path that may lead anywhere.
+    Named,
+    /// Below a directory.
+    Beneath(Arc<Beneath>, PathBuf),
+}
+
+impl Beneath {
+    /// The directory of a repository, which the user may name through links.
+    ///
+    /// # Errors
+    /// It cannot be opened, or is no directory.
+    pub fn open(named: &Path) -> io::Result<Self> {
+        raise_open_file_limit();
+        let fd = openat(CWD, named, NAMING | OFlags::DIRECTORY, Mode::empty())?;
+        let real = location(fd.as_fd(), named)?;
+        // The directory of the cache may itself be a link to another disk.
+        let (root, root_fd) =
+            match [std::path::absolute(named)?, real.clone()].iter().find_map(|path| hub_root(path, &real)) {
+                Some(hub) => hub,
+                None => (real.clone(), fd),
+            };
+        let below = real.strip_prefix(&root).unwrap_or(Path::new("")).to_owned();
+        Ok(Self { named: named.to_owned(), real, root, root_fd, below, survey: Survey::default() })
+    }
+
+    /// Whether it is a revision in the Hub's cache.
+    pub fn is_in_hub_cache(&self) -> bool {
+        self.root != self.real
+    }
+
+    /// The directory, as the user named it.
+    pub fn path(&self) -> &Path {
+        &self.named
+    }
+
+    /// The gates before a directory of the repository; "" is the repository's own.
+    pub fn directory_gates(&self, directory: &str) -> DirectoryGates {
+        self.survey.directory(&self.real.join(directory))
+    }
+
+    /// Finds what `path`, relative to the repository, leads to; [`Found::is_inside`] says whether it is a part of it.
+    ///
+    /// # Errors
+    /// Nothing is there, or it cannot be reached.
+    pub fn find(&self, path: &str) -> io::Result<Found> {
+        let named = self.named.join(path);
+        let below = self.below.join(path);
+        match resolve(self.root_fd.as_fd(), &below) {
+            Ok(fd) => return self.found(named, below, fd),
+            Err(Errno::XDEV) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        let fd = openat(&self.root_fd, &below, NAMING, Mode::empty())?;
+        let real = location(fd.as_fd(), &named)?;
+        // An absolute link is taken for what it is if it leads back here.
+        if let Ok(back) = real.strip_prefix(&self.root)
+            && let Ok(fd) = resolve(self.root_fd.as_fd(), back)
+        {
+            return self.found(named, back.to_owned(), fd);
+        }
+        Found::new(named, real, fd, None)
+    }
+
+    fn found(&self, named: PathBuf, below: PathBuf, fd: OwnedFd) -> io::Result<Found> {
+        let real = location(fd.as_fd(), &named)?;
+        // In the Hub's cache only this revision and what revisions link to.
+        let counts = real.starts_with(&self.real) || real.starts_with(self.root.join("blobs"));
+        Found::new(named, real, fd, counts.then_some(below))
+    }
+
+    /// What is found now in place of a file that was found before.
+    ///
+    /// # Errors
+    /// Nothing is there, or it cannot be reached, or it is elsewhere.
+    pub(super) fn find_again(&self, below: &Path) -> nix::Result<FileStat> {
+        let errno = |errno: Errno| nix::errno::Errno::from_raw(errno.raw_os_error());
+        // The repository may have been put in the place of the one that was opened.
+        let root = openat(CWD, &self.root, NAMING | OFlags::DIRECTORY, Mode::empty()).map_err(errno)?;
+        nix::sys::stat::fstat(resolve(root.as_fd(), below).map_err(errno)?)
+    }
+}
+
+impl Found {
+    /// Finds a file that the user named, wherever its path leads.
+    ///
+    /// # Errors
+    /// Nothing is there, or it cannot be reached.
+    pub fn named(path: &Path) -> io::Result<Self> {
+        let fd = openat(CWD, path, NAMING, Mode::empty())?;
+        let real = location(fd.as_fd(), path)?;
+        Self::new(path.to_owned(), real, fd, None)
+    }
+
+    fn new(path: PathBuf, real: PathBuf, fd: OwnedFd, below: Option<PathBuf>) -> io::Result<Self> {
+        let meta = metadata(&fd)?;
+        Ok(Self { path, real, fd, meta, below })
+    }
+
+    /// Whether it is a part of the repository.
+    pub fn is_inside(&self) -> bool {
+        self.below.is_some()
+    }
+
+    /// Its path without links.
+    pub fn real(&self) -> &Path {
+        &self.real
+    }
+
+    /// What it is and how long.
+    pub fn metadata(&self) -> &Metadata {
+        &self.meta
+    }
+
+    /// Opens it for reading.
+    ///
+    /// # Errors
+    /// [`SourceError::NotRegular`] if it is no regular file, without having opened it; [`SourceError::Io`].
+    pub fn open(self, root: Option<&Arc<Beneath>>) -> Result<Opened, SourceError> {
+        let path: Arc<Path> = Arc::from(self.path);
+        if !self.meta.is_file() {
+            return Err(SourceError::NotRegular { file: path });
+        }
+        let file = reopen(&self.fd, &self.real, &self.meta).map_err(|error| SourceError::Io {
+            file: path.clone(),
+            action: "open".into(),
+            error: Arc::new(error),
+        })?;
+        let survey = |survey: &Survey| survey.file(&file, &self.real);
+        let gates = root.map_or_else(|| survey(&Survey::default()), |root| survey(&root.survey));
+        let again = match (root, self.below) {
+            (Some(root), Some(below)) => Again::Beneath(Arc::clone(root), below),
+            (_, _) => Again::Named,
+        };
+        Ok(Opened { path, file, gates, again })
+    }
+}
+
+impl Opened {
+    /// The path by which it was found.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The open file.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+}
+
+/// The directory in the Hub's cache that `path`, a revision whose path without links is `real`, belongs to by its name.
+fn hub_root(path: &Path, real: &Path) -> Option<(PathBuf, OwnedFd)> {
+    let snapshots = path.parent().filter(|dir| dir.file_name() == Some(OsStr::new("snapshots")))?;
+    let hub = snapshots.parent()?;
+    hub.file_name().filter(|name| name.as_bytes().starts_with(HUB_PREFIX.as_bytes()))?;
+    let fd = openat(CWD, hub, NAMING | OFlags::DIRECTORY, Mode::empty()).ok()?;
+    let root = location(fd.as_fd(), hub).ok()?;
+    (real != root && real.starts_with(&root)).then_some((root, fd))
+}
+
+fn metadata(fd: &OwnedFd) -> io::Result<Metadata> {
+    File::from(fd.try_clone()?).metadata()
+}
+
+/// The path of a descriptor without links; where `/proc` is not mounted, what its name leads to now.
+fn location(fd: BorrowedFd<'_>, named: &Path) -> io::Result<PathBuf> {
+    let real = match fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())) {
+        Ok(real) => real,
+        Err(_) => fs::canonicalize(named)?,
+    };
+    if real.is_absolute() { Ok(real) } else { Err(io::Error::other(format!("{} lies outside of /", real.display()))) }
+}
+
+/// Opens for reading what a descriptor names, without asking for its path again. Where `/proc` is not mounted, by its path, if
+/// that still is the same file.
+fn reopen(fd: &OwnedFd, real: &Path, meta: &Metadata) -> io::Result<File> {
+    let open = |path: &Path, flags: i32| OpenOptions::new().read(true).custom_flags(flags | libc::O_NOCTTY).open(path);
+    // A process that holds a lease on the file, as a file server does, is waited for.
+    let patient = |path: &Path, flags: i32| match open(path, flags | libc::O_NONBLOCK) {
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => open(path, flags),
+        other => other,
+    };
+    let file = match patient(Path::new(&format!("/proc/self/fd/{}", fd.as_raw_fd())), 0) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => patient(real, libc::O_NOFOLLOW)?,
+        other => other?,
+    };
+    let opened = file.metadata()?;
+    let same = opened.is_file() && (opened.dev(), opened.ino()) == (meta.dev(), meta.ino());
+    if same { Ok(file) } else { Err(io::Error::other("another file was put in its place while it was opened")) }
+}
+
+/// What `path` leads to below `root`: [`Errno::XDEV`] if it leaves it.
+fn resolve(root: BorrowedFd<'_>, path: &Path) -> Result<OwnedFd, Errno> {
+    let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
+    for _ in 0..TRIES_MAX {
+        match openat2(root, path, NAMING, Mode::empty(), ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS) {
+            // Something was renamed meanwhile.
+            Err(Errno::AGAIN | Errno::INTR) => {}
+            // Before Linux 5.6, or in a sandbox that does not know the call.
+            Err(Errno::NOSYS | Errno::PERM) => break,
+            other => return other,
+        }
+    }
+    walk(root, path)
+}
+
+/// As [`resolve`], component by component. What lies above is never asked for: `..` goes back to the directory from which a
+/// component was entered.
+fn walk(root: BorrowedFd<'_>, path: &Path) -> Result<OwnedFd, Errno> {
+    let mut entered: Vec<(OwnedFd, bool)> = Vec::new();
+    let mut pending: VecDeque<OsString> = VecDeque::new();
+    prepend(&mut pending, path)?;
+    let mut links = 0;
+    while let Some(name) = pending.pop_front() {
+        if name == ".." {
+            match entered.pop() {
+                Some((_, true)) => continue,
+                Some((_, false)) => return Err(Errno::NOTDIR),
+                None => return Err(Errno::XDEV),
+            }
+        }
+        let at = entered.last().map_or(root, |(fd, _)| fd.as_fd());
+        let fd = openat(at, &name, NAMING | OFlags::NOFOLLOW, Mode::empty())?;
+        let kind = FileType::from_raw_mode(fstat(&fd)?.st_mode);
+        if kind.is_symlink() {
+            links += 1;
+            if links > LINKS_MAX {
+                return Err(Errno::LOOP);
+            }
+            let target = readlinkat(&fd, "", Vec::new())?;
+            prepend(&mut pending, Path::new(OsStr::from_bytes(target.as_bytes())))?;
+        } else {
+            entered.push((fd, kind.is_dir()));
+        }
+    }
+    match entered.pop() {
+        Some((fd, _)) => Ok(fd),
+        None => openat(root, ".", NAMING | OFlags::DIRECTORY, Mode::empty()),
+    }
+}
+
+/// Puts the components of a path before those that are pending.
+fn prepend(pending: &mut VecDeque<OsString>, path: &Path) -> Result<(), Errno> {
+    let ends_in_slash = path.as_os_str().as_bytes().ends_with(b"/");
+    let mut names = Vec::new();
+    for component in path.components() {
+        match component {
+            Component::Normal(name) => names.push(name.to_owned()),
+            Component::ParentDir => names.push("..".into()),
+            Component::CurDir => {}
+            Component::RootDir | Component::Prefix(_) => return Err(Errno::XDEV),
+        }
+    }
+    // A file with a slash behind it is no directory.
+    if ends_in_slash {
+        names.push(".".into());
+    }
+    for name in names.into_iter().rev() {
+        pending.push_front(name);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    fn tree() -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        let repo = dir.path().join("repo");
+        fs::create_dir_all(repo.join("sub/deep")).unwrap();
+        fs::write(dir.path().join("secret"), "s").unwrap();
+        fs::write(repo.join("file"), "f").unwrap();
+        fs::write(repo.join("sub/file"), "g").unwrap();
+        let link = |target: &str, name: &str| symlink(target, repo.join(name)).unwrap();
+        for (target, name) in [
+            ("file", "inside"),
+            ("../file", "sub/up"),
+            ("sub/deep/../../file", "around"),
+            ("../repo/file", "out-and-back"),
+            ("../secret", "out"),
+            ("/etc/passwd", "absolute"),
+            ("loop", "loop"),
+            ("nowhere", "dangling"),
+            ("inside", "twice"),
+            ("..", "above"),
+            ("sub", "directory"),
+            (".", "itself"),
+            ("file/", "slash"),
+        ] {
+            link(target, name);
+        }
+        dir
+    }
+
+    #[test]
+    fn paths_lead_to_the_same_with_and_without_the_system_call() {
+        let dir = tree();
+        let root = openat(CWD, dir.path().join("repo"), NAMING, Mode::empty()).unwrap();
+        let rows: [(&str, Result<&str, Errno>); 20] = [
+            ("file", Ok("file")),
+            ("inside", Ok("file")),
+            ("twice", Ok("file")),
+            ("sub/up", Ok("file")),
+            ("around", Ok("file")),
+            ("directory/file", Ok("sub/file")),
+            ("directory", Ok("sub")),
+            ("itself", Ok("")),
+            ("itself/sub/..", Ok("")),
+            ("out", Err(Errno::XDEV)),
+            ("out-and-back", Err(Errno::XDEV)),
+            ("absolute", Err(Errno::XDEV)),
+            ("above", Err(Errno::XDEV)),
+            ("above/secret", Err(Errno::XDEV)),
+            ("..", Err(Errno::XDEV)),
+            ("loop", Err(Errno::LOOP)),
+            ("dangling", Err(Errno::NOENT)),
+            ("file/x", Err(Errno::NOTDIR)),
+            ("file/../file", Err(Errno::NOTDIR)),
+            ("slash", Err(Errno::NOTDIR)),
+        ];
+        for (path, expected) in rows {
+            let expected = expected.map(|path| dir.path().join("repo").join(path).canonicalize().unwrap());
+            for (name, found) in
+                [("call", resolve(root.as_fd(), path.as_ref())), ("walk", walk(root.as_fd(), path.as_ref()))]
+            {
+                let found = found.map(|fd| location(fd.as_fd(), Path::new("")).unwrap());
+                assert_eq!(found, expected, "{path} by {name}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_leaves_is_told_from_what_stays() {
+        let dir = tree();
+        let real = dir.path().canonicalize().unwrap();
+        let repo = real.join("repo");
+        symlink(repo.join("sub/file"), repo.join("absolute-inside")).unwrap();
+        symlink(&repo, real.join("named")).unwrap();
+        let root = Beneath::open(&real.join("named")).unwrap();
+        for (path, inside, to) in [
+            ("file", true, repo.join("file")),
+            ("absolute-inside", true, repo.join("sub/file")),
+            ("out-and-back", true, repo.join("file")),
+            ("out", false, real.join("secret")),
+        ] {
+            let found = root.find(path).unwrap();
+            assert_eq!((found.is_inside(), found.real()), (inside, &*to), "{path}");
+        }
+        assert!(root.find("dangling").is_err() && root.find("loop").is_err());
+        // Found and then replaced: what was found is opened.
+        let found = root.find("inside").unwrap();
+        fs::remove_file(repo.join("inside")).unwrap();
+        symlink("../secret", repo.join("inside")).unwrap();
+        let opened = found.open(None).unwrap();
+        assert_eq!(io::read_to_string(&opened.file).unwrap(), "f");
+    }
+
+    #[test]
+    fn in_the_cache_of_the_hub_blobs_count_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let real = dir.path().canonicalize().unwrap();
+        let repo = real.join("models--org--name");
+        let snapshot = repo.join("snapshots/abc");
+        for new in ["blobs", "refs", "snapshots/abc", "snapshots/def"] {
+            fs::create_dir_all(repo.join(new)).unwrap();
+        }
+        for new in ["blobs/1", "refs/main", "snapshots/def/own", "snapshots/abc/own"] {
+            fs::write(repo.join(new), new).unwrap();
+        }
+        fs::write(real.join("other"), "").unwrap();
+        symlink("../../blobs/1", snapshot.join("blob")).unwrap();
+        symlink("../../refs/main", snapshot.join("ref")).unwrap();
+        symlink("../def/own", snapshot.join("sibling")).unwrap();
+        symlink("../../../other", snapshot.join("other")).unwrap();
+        let root = Beneath::open(&snapshot).unwrap();
+        let check = |root: &Beneath| {
+            assert!(root.is_in_hub_cache());
+            for (name, inside) in [("blob", true), ("own", true), ("ref", false), ("sibling", false)] {
+                assert_eq!(root.find(name).unwrap().is_inside(), inside, "{name}");
+            }
+        };
+        check(&root);
+        assert!(!root.find("other").unwrap().is_inside());
+        // Also where the cache is on another disk.
+        fs::create_dir(real.join("cache")).unwrap();
+        fs::rename(&repo, real.join("moved")).unwrap();
+        symlink("../moved", real.join("cache/models--org--name")).unwrap();
+        check(&Beneath::open(&real.join("cache/models--org--name/snapshots/abc")).unwrap());
+    }
+
+    #[test]
+    fn pipes_and_devices_are_not_opened() {
+        let dir = tempfile::tempdir().unwrap();
+        nix::unistd::mkfifo(&dir.path().join("pipe"), nix::sys::stat::Mode::S_IRUSR).unwrap();
+        symlink("/dev/zero", dir.path().join("device")).unwrap();
+        let root = Arc::new(Beneath::open(dir.path()).unwrap());
+        for name in ["pipe", "device"] {
+            let found = root.find(name).unwrap();
+            assert!(matches!(found.open(Some(&root)), Err(SourceError::NotRegular { .. })), "{name}");
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! Asks the system what [`super::permission`] must know: who owns the files and directories on the way to a source, and who
+//! runs this process.
+
+use std::{
+    collections::{HashMap, HashSet},
+    fs::{self, File},
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    sync::{Mutex, PoisonError},
+};
+
+use nix::unistd::{getegid, geteuid, getgroups};
+
+use super::permission::{DirectoryGates, Gate, Gates, Mounter, UNKNOWN};
+
+/// Extended attribute that holds the access control list of a file.
+const ACCESS_LIST: &str = "system.posix_acl_access";
+
+/// To read a file.
+const READ: u32 = 4;
+/// To pass a directory.
+const PASS: u32 = 1;
+
+/// Gates found so far: files of a repository have the directories above them in common.
+#[derive(Debug, Default)]
+pub(super) struct Survey {
+    directories: Mutex<HashMap<PathBuf, Gate>>,
+    known: Mutex<HashSet<Gates>>,
+    unmapped: Unmapped,
+}
+
+/// The numbers that stand for users and groups without a number in this user namespace.
+#[derive(Debug)]
+struct Unmapped {
+    uid: Option<u32>,
+    gid: Option<u32>,
+}
+
+impl Default for Unmapped {
+    fn default() -> Self {
+        let number = |file: &str| fs::read_to_string(file).ok()?.trim().parse().ok();
+        // All users have numbers where the one range maps all.
+        let complete = |file: &str| {
+            let map = fs::read_to_string(file).unwrap_or_default();
+            map.split_ascii_whitespace().eq(["0", "0", "4294967295"])
+        };
+        let of = |map: &str, overflow: &str| if complete(map) { None } else { number(overflow).or(Some(65534)) };
+        Self {
+            uid: of("/proc/self/uid_map", "/proc/sys/kernel/overflowuid"),
+            gid: of("/proc/self/gid_map", "/proc/sys/kernel/overflowgid"),
+        }
+    }
+}
+
+impl Survey {
+    /// The gates before an open file whose path, without links, is `real`.
+    pub(super) fn file(&self, file: &File, real: &Path) -> Gates {
+        let listed = has_access_list(rustix::fs::fgetxattr(file, ACCESS_LIST, &mut [0_u8; 0]));
+        let own = file.metadata().map_or(Gate::CLOSED, |meta| self.gate(&meta, READ, listed));
+        self.behind(own, real)
+    }
+
+    /// The gates before a directory whose path, without links, is `real`.
+    pub(super) fn directory(&self, real: &Path) -> DirectoryGates {
+        let gates = |wanted| self.behind(self.directory_gate(real, wanted), real);
+        DirectoryGates { list: gates(READ | PASS), pass: gates(PASS) }
+    }
+
+    fn behind(&self, own: Gate, real: &Path) -> Gates {
+        let above = real.ancestors().skip(1).map(|above| self.passed(above));
+        let found = Gates::new(own.uid, own.gid, above.chain([own]));
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(same) = known.get(&found) {
+            return same.clone();
+        }
+        known.insert(found.clone());
+        found
+    }
+
+    /// The gate that a directory above a source is.
+    fn passed(&self, directory: &Path) -> Gate {
+        let mut directories = self.directories.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(gate) = directories.get(directory) {
+            return *gate;
+        }
+        let gate = self.directory_gate(directory, PASS);
+        directories.insert(directory.to_owned(), gate);
+        gate
+    }
+
+    /// What cannot be looked at admits nobody.
+    fn directory_gate(&self, directory: &Path, wanted: u32) -> Gate {
+        let listed = has_access_list(rustix::fs::lgetxattr(directory, ACCESS_LIST, &mut [0_u8; 0]));
+        fs::symlink_metadata(directory).map_or(Gate::CLOSED, |meta| self.gate(&meta, wanted, listed))
+    }
+
+    fn gate(&self, meta: &fs::Metadata, wanted: u32, has_access_list: bool) -> Gate {
+        let uid = if self.unmapped.uid == Some(meta.uid()) { UNKNOWN } else { meta.uid() };
+        let gid = if self.unmapped.gid == Some(meta.gid()) { UNKNOWN } else { meta.gid() };
+        let gate = Gate::new(uid, gid, meta.mode(), wanted);
+        if has_access_list { gate.with_access_list() } else { gate }
+    }
+}
+
+/// Whether the answer to a question for an access control list says that there is one. A failure for other reasons than that
+/// there is none, or that there are no such attributes, may hide one.
+fn has_access_list(answer: rustix::io::Result<usize>) -> bool {
+    use rustix::io::Errno;
+    !matches!(answer, Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::NOSYS))
+}
+
+/// Numbers of the capabilities that let a process through gates.
+const GATE_CAPABILITIES: [u32; 2] = [1, 2];
+
+impl Mounter {
+    /// The user of this process.
+    pub fn of_this_process() -> Self {
+        let groups = getgroups().unwrap_or_default().into_iter().chain([getegid()]);
+        let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let set = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("CapEff:")?.trim(), 16).ok());
+        Self {
+            uid: geteuid().as_raw(),
+            gid: getegid().as_raw(),
+            groups: groups.map(nix::unistd::Gid::as_raw).collect(),
+            // Where nobody says, root has them.
+            privileged: set.map_or(geteuid().is_root(), |set| GATE_CAPABILITIES.iter().any(|bit| set >> bit & 1 == 1)),
+        }
+    }
+}

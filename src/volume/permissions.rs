@@ -1,0 +1,415 @@
+//! Owners and permission bits of the mount's nodes: nobody reads through a mount what the sources keep from them.
+//!
+//! | node | may be read by those that may read |
+//! | --- | --- |
+//! | a tensor's file | every source file that holds a part of the tensor |
+//! | a file of many tensors, or that tells names and shapes | every source file of the view's tensors |
+//! | a file of `hf/` | that file of the repository; where it is rewritten, the source files of its tensors too |
+//! | a directory of tensor names | the repository's directory and all of these source files; it is passed as the repository's is |
+//! | other directories | the repository's directory, or below `hf/` that directory of the repository |
+//! | `.ckfs/` and what is in it | everything; it belongs to the mounting user |
+//!
+//! Source files behind the same gates are one class, and most repositories have one, so that all tensors have the same
+//! attributes. Where there are several, those of a tensor are found when they are first asked for.
+
+use std::{
+    collections::{HashMap, HashSet},
+    fmt::Write,
+    sync::{Arc, OnceLock},
+};
+
+use nix::unistd::{Gid, Group, Uid, User};
+
+use super::{Ino, Mounter, Overrides, Permission, tree::Tree};
+use crate::{
+    checkpoint::Checkpoint,
+    plan::{HfContent, Plan},
+    source::{
+        FileId,
+        permission::{self, DirectoryGates, Gate, Gates, Grant, PASS, READ},
+    },
+    tensor::View,
+};
+
+/// What a node is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Subject {
+    /// One tensor.
+    Tensor { view: u32, tensor: u32 },
+    /// All tensors of a view, or their names and shapes.
+    Tensors { view: u32 },
+    /// A directory of names of tensors.
+    Names { view: u32 },
+    /// A file of `hf/`.
+    Hf { view: u32, file: usize },
+    /// A directory that tells nothing of tensors.
+    Directory(Ino),
+    /// Something of all source files.
+    Everything,
+    /// What ckfs tells of itself.
+    Own { is_directory: bool },
+    /// A symbolic link, which all may follow.
+    Link,
+}
+
+/// Classes of source files, and the class of each file.
+#[derive(Debug)]
+struct Classes {
+    gates: Vec<Gates>,
+    of_file: Vec<u32>,
+}
+
+impl Classes {
+    fn new(checkpoint: &Checkpoint) -> Self {
+        let source = checkpoint.source();
+        let mut numbers: HashMap<Gates, u32> = HashMap::new();
+        let mut classes = Self { gates: Vec::new(), of_file: Vec::new() };
+        for file in (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()) {
+            let gates = source.gates(FileId(file));
+            let next = u32::try_from(classes.gates.len()).expect("no more classes than files");
+            let number = *numbers.entry(gates.clone()).or_insert(next);
+            if number == next {
+                classes.gates.push(gates);
+            }
+            classes.of_file.push(number);
+        }
+        classes
+    }
+
+    fn of(&self, file: FileId) -> u32 {
+        self.of_file[file.index()]
+    }
+
+    /// The gates of all these classes.
+    fn all(&self, classes: impl IntoIterator<Item = u32>) -> Option<Gates> {
+        Gates::all(classes.into_iter().map(|class| &self.gates[class as usize]))
+    }
+}
+
+/// What is known of one view.
+#[derive(Debug)]
+struct OfView {
+    plan: Arc<Plan>,
+    /// Of all its tensors.
+    gates: OnceLock<Gates>,
+    file: OnceLock<Permission>,
+    directory: OnceLock<Permission>,
+    /// By tensor; empty if all are of one class.
+    tensors: Box<[OnceLock<Permission>]>,
+    hf: Box<[OnceLock<Permission>]>,
+}
+
+/// Owners and permission bits of all nodes.
+#[derive(Debug)]
+pub(super) struct Permissions {
+    checkpoint: Arc<Checkpoint>,
+    mounter: Mounter,
+    overrides: Overrides,
+    classes: Classes,
+    /// Of the files that hold tensors, if it is one.
+    weights: Option<u32>,
+    repository: DirectoryGates,
+    everything: Gates,
+    /// Of directories that the repository's own does not speak for.
+    directories: HashMap<Ino, DirectoryGates>,
+    views: Vec<OfView>,
+    /// Of a file of one class, if there is only that.
+    uniform: Option<Permission>,
+    plain_directory: Permission,
+    own: [Permission; 2],
+}
+
+/// Where there is no file to say otherwise.
+fn closed() -> Gates {
+    Gates::new(0, 0, [Gate::CLOSED])
+}
+
+/// The gates before the repository's directory. A single file has none of its own.
+fn repository_gates(checkpoint: &Checkpoint, classes: &Classes) -> DirectoryGates {
+    if let Some((_, gates)) = checkpoint.directories().first() {
+        return gates.clone();
+    }
+    let gates = classes.gates.first().cloned().unwrap_or_else(closed);
+    DirectoryGates { list: gates.clone(), pass: gates }
+}
+
+impl Permissions {
+    /// The permissions of a tree of these views, each with its directory.
+    pub(super) fn new(
+        checkpoint: &Arc<Checkpoint>,
+        views: &[(String, Arc<Plan>)],
+        tree: &Tree,
+        mounter: Mounter,
+        overrides: Overrides,
+    ) -> Self {
+        let classes = Classes::new(checkpoint);
+        let mut of_tensors: HashSet<u32> =
+            checkpoint.adapters().iter().map(|adapter| classes.of(adapter.file)).collect();
+        let weights = checkpoint.files().iter().filter(|file| file.role == crate::checkpoint::FileRole::Weights);
+        of_tensors.extend(weights.filter_map(|file| Some(classes.of(file.file?))));
+        let weights = of_tensors.iter().copied().next().filter(|_| of_tensors.len() == 1);
+        let mut directories = HashMap::new();
+        for (view, _) in views {
+            let above = [view.as_str(), "hf"].into_iter().filter(|name| !name.is_empty());
+            for (path, gates) in checkpoint.directories().iter().skip(1) {
+                if let Some(ino) = tree.directory(above.clone().chain(path.split('/'))) {
+                    directories.insert(ino, gates.clone());
+                }
+            }
+        }
+        let slots = |count: usize| (0..count).map(|_| OnceLock::new()).collect();
+        let of_view = |(_, plan): &(String, Arc<Plan>)| OfView {
+            plan: Arc::clone(plan),
+            gates: OnceLock::new(),
+            file: OnceLock::new(),
+            directory: OnceLock::new(),
+            tensors: slots(if weights.is_some() { 0 } else { plan.tensors.len() }),
+            hf: slots(plan.hf.len()),
+        };
+        let repository = repository_gates(checkpoint, &classes);
+        let nothing = Permission { uid: 0, gid: 0, mode: 0 };
+        let mut permissions = Self {
+            checkpoint: Arc::clone(checkpoint),
+            everything: Gates::all(&classes.gates).unwrap_or_else(closed),
+            views: views.iter().map(of_view).collect(),
+            uniform: None,
+            plain_directory: nothing,
+            own: [nothing; 2],
+            mounter,
+            overrides,
+            classes,
+            weights,
+            repository,
+            directories,
+        };
+        permissions.uniform =
+            permissions.weights.map(|class| permissions.file(&permissions.classes.gates[class as usize]));
+        permissions.plain_directory = permissions.directory(&permissions.repository);
+        permissions.own = [false, true].map(|is_directory| {
+            let (uid, gid) = (permissions.mounter.uid, permissions.mounter.gid);
+            let mode = permissions.mode(Subject::Own { is_directory }, uid, gid);
+            let said = if is_directory { permissions.overrides.dir_mode } else { permissions.overrides.file_mode };
+            Permission { uid, gid, mode: said.unwrap_or(mode) }
+        });
+        permissions
+    }
+
+    fn file(&self, gates: &Gates) -> Permission {
+        let found = gates.permission(&self.mounter, &self.overrides);
+        Permission { mode: self.overrides.file_mode.unwrap_or(found.mode), ..found }
+    }
+
+    fn directory(&self, gates: &DirectoryGates) -> Permission {
+        let grants = [Grant { gates: &gates.list, bits: READ }, Grant { gates: &gates.pass, bits: PASS }];
+        let found = permission::permission(&grants, &self.mounter, &self.overrides);
+        Permission { mode: self.overrides.dir_mode.unwrap_or(found.mode), ..found }
+    }
+
+    /// Owner, group and bits of a node.
+    pub(super) fn of(&self, subject: Subject) -> Permission {
+        match subject {
+            Subject::Tensor { view, tensor } => self.uniform.unwrap_or_else(|| {
+                let view = &self.views[view as usize];
+                *view.tensors[tensor as usize].get_or_init(|| self.file(&self.tensor_gates(view, tensor as usize)))
+            }),
+            Subject::Tensors { view } => self.uniform.unwrap_or_else(|| {
+                let view = &self.views[view as usize];
+                *view.file.get_or_init(|| self.file(self.view_gates(view)))
+            }),
+            Subject::Names { view } => {
+                let view = &self.views[view as usize];
+                *view.directory.get_or_init(|| self.directory(&self.names_gates(view)))
+            }
+            Subject::Hf { view, file } => {
+                let view = &self.views[view as usize];
+                *view.hf[file].get_or_init(|| self.file(&self.hf_gates(view, file)))
+            }
+            Subject::Directory(ino) => {
+                self.directories.get(&ino).map_or(self.plain_directory, |gates| self.directory(gates))
+            }
+            Subject::Everything => self.file(&self.everything),
+            Subject::Own { is_directory } => self.own[usize::from(is_directory)],
+            Subject::Link => Permission { mode: 0o777, ..self.plain_directory },
+        }
+    }
+
+    /// The bits that a node may have under this owner, who is given them in any case, and this group.
+    pub(super) fn mode(&self, subject: Subject, uid: u32, gid: u32) -> u16 {
+        let file = |gates: &Gates| permission::mode(&[Grant { gates, bits: READ }], uid, gid, &self.mounter) | 0o400;
+        let directory = |list: &Gates, pass: &Gates| {
+            let grants = [Grant { gates: list, bits: READ }, Grant { gates: pass, bits: PASS }];
+            permission::mode(&grants, uid, gid, &self.mounter) | 0o500
+        };
+        match subject {
+            Subject::Tensor { view, tensor } => file(&self.tensor_gates(&self.views[view as usize], tensor as usize)),
+            Subject::Tensors { view } => file(self.view_gates(&self.views[view as usize])),
+            Subject::Hf { view, file: number } => file(&self.hf_gates(&self.views[view as usize], number)),
+            Subject::Everything | Subject::Own { is_directory: false } => file(&self.everything),
+            Subject::Own { is_directory: true } => directory(&self.everything, &self.everything),
+            Subject::Names { view } => {
+                let gates = self.names_gates(&self.views[view as usize]);
+                directory(&gates.list, &gates.pass)
+            }
+            Subject::Directory(ino) => {
+                let gates = self.directories.get(&ino).unwrap_or(&self.repository);
+                directory(&gates.list, &gates.pass)
+            }
+            Subject::Link => 0o777,
+        }
+    }
+
+    /// Adds the classes of the files that a view reads.
+    fn add_classes(&self, view: &View, classes: &mut HashSet<u32>) {
+        view.for_each_source(&mut |tensor| {
+            classes.insert(self.classes.of(self.checkpoint.tensor(tensor.id).file));
+        });
+    }
+
+    /// The gates of classes; where there are none nothing was read.
+    fn gates_of(&self, classes: HashSet<u32>) -> Gates {
+        let mut classes: Vec<u32> = classes.into_iter().collect();
+        classes.sort_unstable();
+        self.classes.all(classes).unwrap_or_else(|| self.repository.list.clone())
+    }
+
+    fn tensor_gates(&self, view: &OfView, tensor: usize) -> Gates {
+        let mut classes: HashSet<u32> = self.weights.into_iter().collect();
+        if classes.is_empty() {
+            self.add_classes(&view.plan.tensors[tensor].view, &mut classes);
+        }
+        self.gates_of(classes)
+    }
+
+    fn view_gates<'a>(&self, view: &'a OfView) -> &'a Gates {
+        view.gates.get_or_init(|| {
+            let mut classes: HashSet<u32> = self.weights.into_iter().collect();
+            if classes.is_empty() {
+                view.plan.tensors.iter().for_each(|tensor| self.add_classes(&tensor.view, &mut classes));
+            }
+            self.gates_of(classes)
+        })
+    }
+
+    fn names_gates(&self, view: &OfView) -> DirectoryGates {
+        let DirectoryGates { list, pass } = &self.repository;
+        let list = Gates::all([list, self.view_gates(view)]).unwrap_or_else(|| list.clone());
+        DirectoryGates { list, pass: pass.clone() }
+    }
+
+    fn hf_gates(&self, view: &OfView, file: usize) -> Gates {
+        let file = &view.plan.hf[file];
+        let repository = self.checkpoint.files();
+        let original = repository.iter().find(|original| original.path == file.path).and_then(|original| original.file);
+        let mut classes: HashSet<u32> = original.map(|file| self.classes.of(file)).into_iter().collect();
+        match &file.content {
+            HfContent::Original(file) => return self.classes.gates[self.classes.of(*file) as usize].clone(),
+            HfContent::Weights { tensors, .. } => {
+                for (_, view) in tensors {
+                    self.add_classes(view, &mut classes);
+                }
+            }
+            // The configuration is rewritten from itself. An index names tensors.
+            HfContent::Text(_) if original.is_some() && !file.path.ends_with(".index.json") => {}
+            HfContent::Text(_) => {
+                classes.extend(self.checkpoint.tensors().map(|(_, tensor)| self.classes.of(tensor.file)));
+            }
+        }
+        self.gates_of(classes)
+    }
+}
+
+/// Who may read a part of the mount where all users may use it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Readers {
+    /// Of files that are made of these.
+    pub permission: Permission,
+    /// Number of source files of which this is true.
+    pub files: usize,
+    /// One of them.
+    pub example: String,
+}
+
+/// Who may read what is made of the source files, the most common case first. What is made of several may be read by those
+/// that may read them all.
+pub fn readers(checkpoint: &Checkpoint, mounter: &Mounter, overrides: &Overrides) -> Vec<Readers> {
+    let source = checkpoint.source();
+    let mut found: Vec<Readers> = Vec::new();
+    let mut known: HashMap<Gates, usize> = HashMap::new();
+    for file in (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()).map(FileId) {
+        let gates = source.gates(file);
+        let place = *known.entry(gates).or_insert_with_key(|gates| {
+            let permission = gates.permission(mounter, overrides);
+            let permission = Permission { mode: overrides.file_mode.unwrap_or(permission.mode), ..permission };
+            found.iter().position(|readers| readers.permission == permission).unwrap_or_else(|| {
+                let example = source.path(file);
+                let example = example.strip_prefix(checkpoint.root()).unwrap_or(example).display().to_string();
+                found.push(Readers { permission, files: 0, example });
+                found.len() - 1
+            })
+        });
+        found[place].files += 1;
+    }
+    found.sort_by_key(|readers| std::cmp::Reverse(readers.files));
+    found
+}
+
+/// Names of those that these permissions let read.
+fn names(permission: Permission) -> String {
+    let Permission { uid, gid, mode } = permission;
+    let user = || {
+        let name = User::from_uid(Uid::from_raw(uid)).ok().flatten().map(|user| user.name);
+        name.unwrap_or_else(|| format!("user {uid}"))
+    };
+    let group = || {
+        let name = Group::from_gid(Gid::from_raw(gid)).ok().flatten().map(|group| group.name);
+        format!("group {}", name.unwrap_or_else(|| gid.to_string()))
+    };
+    let may = |shift: u16| mode >> shift & READ == READ;
+    let names = match (may(6), may(3), may(0)) {
+        (true, true, true) => "everybody".to_owned(),
+        (true, true, false) => format!("{}, {}", user(), group()),
+        (false, true, false) => format!("{} but for {}", group(), user()),
+        (false | true, false, false) if uid == 0 || !may(6) => "root only".to_owned(),
+        (_, false, false) => user(),
+        (_, true, true) => format!("everybody but for {}", user()),
+        (_, false, true) => format!("everybody but for {}", group()),
+    };
+    format!("{names} ({mode:04o})")
+}
+
+/// Begins the lines of [`readers_text`].
+const KEY: &str = "readable by";
+
+/// What the lines of [`readers_text`] say, found again in a text that has them.
+pub fn readers_of(text: &str) -> Vec<&str> {
+    let lines = text.lines().skip_while(|line| !line.starts_with(KEY));
+    let own = lines.enumerate().take_while(|(number, line)| *number == 0 || line.starts_with(&" ".repeat(KEY.len())));
+    own.filter_map(|(_, line)| Some(line.get(KEY.len()..)?.trim())).collect()
+}
+
+/// Classes that are shown.
+const READERS_SHOWN: usize = 8;
+
+/// The same for a reader, in as few lines as there are cases.
+pub fn readers_text(found: &[Readers]) -> String {
+    let mut text = String::new();
+    // Writing to a string cannot fail.
+    match found {
+        [] => {}
+        [only] => {
+            let _ = writeln!(text, "{KEY}  {}", names(only.permission));
+        }
+        several => {
+            for (number, Readers { permission, files, example }) in several.iter().take(READERS_SHOWN).enumerate() {
+                let key = if number == 0 { KEY } else { "" };
+                let files = if *files == 1 { String::new() } else { format!(" and {} more", files - 1) };
+                let _ = writeln!(text, "{key:<11}  {}: {example:?}{files}", names(*permission));
+            }
+            if several.len() > READERS_SHOWN {
+                let _ = writeln!(text, "{:<11}  and {} more", "", several.len() - READERS_SHOWN);
+            }
+            let _ = writeln!(text, "{:<11}  what is made of several: those that may read all of them", "");
+        }
+    }
+    text
+}

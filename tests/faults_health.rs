@@ -1,0 +1,245 @@
+//! A mount that cannot read its sources says so: in `ckfs status`, in `.ckfs/stats.json` and in `.ckfs/metrics`.
+//!
+//! A monitor that believes a broken mount to be healthy lets a training job run into it. Tests that mount need `/dev/fuse`;
+//! without it they pass over, except in continuous integration (`CI=true`), where they fail.
+#![allow(clippy::unwrap_used, reason = "a test fails where it panics")]
+
+mod common;
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+    time::{Duration, Instant},
+};
+
+use ckfs::{
+    plan::ViewOptions,
+    tensor::DType,
+    volume::{FileSystem, ProblemKind, Volume, VolumeOptions},
+};
+use common::repo;
+use serde_json::{Value, json};
+
+/// Whether mounting can be tried.
+fn can_mount() -> bool {
+    let can = fs::File::options().read(true).write(true).open("/dev/fuse").is_ok();
+    assert!(can || std::env::var("CI").as_deref() != Ok("true"), "CI needs /dev/fuse");
+    can
+}
+
+fn stats(volume: &Volume) -> Value {
+    let attr = volume.resolve(".ckfs/stats.json").unwrap();
+    let bytes = repo::read(volume, attr.ino, 0, 1 << 24);
+    assert_eq!(bytes.len() as u64, attr.size_bytes, "the size is exact, whatever is in it");
+    serde_json::from_slice(&bytes).unwrap()
+}
+
+fn metrics(volume: &Volume) -> String {
+    let attr = volume.resolve(".ckfs/metrics").unwrap();
+    let bytes = repo::read(volume, attr.ino, 0, 1 << 24);
+    assert_eq!(bytes.len() as u64, attr.size_bytes);
+    String::from_utf8(bytes).unwrap()
+}
+
+/// The value of a metric.
+fn metric(text: &str, name: &str) -> u64 {
+    let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    line.unwrap_or_else(|| panic!("no {name} in {text}")).parse().unwrap()
+}
+
+/// Sets a file's times to now, as `touch` does.
+fn touch(path: &Path) {
+    fs::File::options().write(true).open(path).unwrap().set_modified(std::time::SystemTime::now()).unwrap();
+}
+
+fn weights(dir: &Path, number: usize) -> PathBuf {
+    dir.join(format!("model-0000{number}-of-00002.safetensors"))
+}
+
+#[test]
+fn what_a_volume_met_is_in_its_statistics() {
+    let dir = repo::llama(2, DType::F32);
+    let options = VolumeOptions { remount: "ckfs mount s /m".to_owned(), ..VolumeOptions::default() };
+    let volume = repo::volume(&repo::open(dir.path()), &ViewOptions::default(), options);
+    assert_eq!((&stats(&volume)["health"], &stats(&volume)["last_error"]), (&json!("healthy"), &Value::Null));
+    assert_eq!(metric(&metrics(&volume), "ckfs_degraded"), 0);
+
+    // Gone for the moment: an open fails, and nobody knows yet whether the file has changed.
+    let aside = dir.path().with_extension("aside");
+    fs::rename(dir.path(), &aside).unwrap();
+    let late = volume.resolve("full/layers/1/w_down").unwrap().ino;
+    assert!(volume.open(late).is_err());
+    fs::rename(&aside, dir.path()).unwrap();
+    assert!(volume.open(late).is_ok(), "the file itself is what it was");
+    let found = stats(&volume);
+    let problem = &found["problems"][0];
+    assert_eq!((&problem["kind"], &problem["file"]), (&json!("failed open"), &json!("full/layers/1/w_down")));
+    assert!(problem["cause"].as_str().unwrap().contains("cannot stat"), "{problem}");
+    assert_eq!(
+        (&found["failed_opens"], &found["health"], &problem["count"]),
+        (&json!(1), &json!("degraded"), &json!(1))
+    );
+
+    // Changed while open: reads fail.
+    let embed = volume.resolve("full/embed").unwrap().ino;
+    let open = volume.open(embed).unwrap();
+    touch(&weights(dir.path(), 1));
+    for _ in 0..3 {
+        assert!(volume.read(embed, open.handle, 0, 100, &mut |_| ()).is_err());
+    }
+    volume.release(embed, open.handle);
+    volume.metrics().note_panic("read of inode 5", "index out of bounds");
+    let found = stats(&volume);
+    let rows = found["problems"].as_array().unwrap();
+    assert_eq!((rows.len(), &found["failed_reads"], &found["panics"]), (3, &json!(3), &json!(1)));
+    assert_eq!((&rows[1]["kind"], &rows[1]["count"]), (&json!("source changed"), &json!(3)));
+    assert_eq!(rows[1]["file"], json!(weights(dir.path(), 1).display().to_string()));
+    assert!(rows.iter().all(|row| row["remedy"].as_str().unwrap().contains("ckfs mount s /m")), "{rows:?}");
+    assert_eq!((&rows[2]["kind"], &found["last_error"]["kind"]), (&json!("panic"), &json!("panic")));
+    let text = metrics(&volume);
+    let value = |name| metric(&text, name);
+    assert_eq!((value("ckfs_degraded"), value("ckfs_poisoned_sources"), value("ckfs_panics_total")), (1, 1, 1));
+    assert_eq!((value("ckfs_failed_reads_total"), value("ckfs_failed_opens_total")), (3, 1));
+}
+
+#[test]
+fn a_source_that_stalls_is_a_problem_until_it_answers() {
+    let dir = repo::llama(1, DType::F32);
+    let volume = repo::volume(&repo::open(dir.path()), &ViewOptions::default(), VolumeOptions::default());
+    let file = weights(dir.path(), 1).display().to_string();
+    volume.health().note(ProblemKind::SourceStalled, &file, "no answer in 60 s");
+    assert_eq!((&stats(&volume)["health"], metric(&metrics(&volume), "ckfs_stalled_sources")), (&json!("degraded"), 1));
+    volume.health().clear(ProblemKind::SourceStalled, &file);
+    let found = stats(&volume);
+    assert_eq!((&found["health"], metric(&metrics(&volume), "ckfs_stalled_sources")), (&json!("healthy"), 0));
+    assert!(found["problems"][0]["ended"].is_string(), "{found}");
+}
+
+#[test]
+fn sizes_stay_exact_however_much_goes_wrong() {
+    let dir = repo::llama(1, DType::F32);
+    let volume = repo::volume(&repo::open(dir.path()), &ViewOptions::default(), VolumeOptions::default());
+    for number in 0..100 {
+        let name = format!("{number}/{}", "\u{1}".repeat(4000));
+        volume.health().note(ProblemKind::FailedRead, &name, &"\u{2}".repeat(100_000));
+    }
+    (1..3).for_each(|number| touch(&weights(dir.path(), number)));
+    assert!(volume.open(volume.resolve("full/embed").unwrap().ino).is_err());
+    let found = stats(&volume);
+    let listed = found["problems"].as_array().unwrap().len() as u64;
+    assert!(listed < 16 && listed + found["problems_left_out"].as_u64().unwrap() >= 100, "{listed}");
+    assert_eq!(found["poisoned_files"], json!([weights(dir.path(), 1).display().to_string()]), "changes that were met");
+    assert!(metrics(&volume).ends_with("# EOF\n"));
+}
+
+struct Mounted {
+    dir: tempfile::TempDir,
+    mountpoint: PathBuf,
+}
+
+struct Ran {
+    code: i32,
+    out: String,
+    err: String,
+}
+
+fn ckfs(args: &[&str]) -> Ran {
+    let Output { status, stdout, stderr } = Command::new(env!("CARGO_BIN_EXE_ckfs")).args(args).output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    Ran { code: status.code().unwrap_or(-1), out: text(stdout), err: text(stderr) }
+}
+
+impl Mounted {
+    fn new(more: &[&str]) -> Self {
+        let (dir, at) = (repo::llama(2, DType::F32), tempfile::tempdir().unwrap());
+        let mountpoint = at.keep();
+        let mounted = Self { dir, mountpoint };
+        let source = mounted.dir.path().display().to_string();
+        let ran = ckfs(&[&["mount", &source, mounted.at()], more].concat());
+        assert_eq!(ran.code, 0, "{}", ran.err);
+        mounted
+    }
+
+    fn at(&self) -> &str {
+        self.mountpoint.to_str().unwrap()
+    }
+
+    fn status(&self, code: i32) -> Value {
+        let ran = ckfs(&["status", self.at(), "--json"]);
+        assert_eq!(ran.code, code, "{}\n{}", ran.err, ran.out);
+        serde_json::from_str::<Value>(&ran.out).unwrap()["mounts"][0].clone()
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let ran = ckfs(&["umount", "--lazy", self.at()]);
+        assert!(std::thread::panicking() || ran.code == 0, "{}", ran.err);
+        let _ = fs::remove_dir(&self.mountpoint);
+    }
+}
+
+#[test]
+fn a_mount_whose_sources_changed_is_degraded() {
+    if !can_mount() {
+        return;
+    }
+    let mounted = Mounted::new(&[]);
+    let read = |name: &str| fs::read(mounted.mountpoint.join(name));
+    read("full/embed").unwrap();
+    let before = mounted.status(0);
+    assert_eq!((&before["health"], &before["problems"]), (&json!("healthy"), &json!([])));
+    (1..3).for_each(|number| touch(&weights(mounted.dir.path(), number)));
+    for name in ["full/layers/0/wq", "full/layers/1/w_down"] {
+        assert_eq!(read(name).unwrap_err().raw_os_error(), Some(libc::EIO));
+    }
+    let after = mounted.status(1);
+    assert_eq!(after["health"], "degraded");
+    let problems = after["problems"].as_array().unwrap();
+    let mut files: Vec<&str> = problems.iter().map(|problem| problem["file"].as_str().unwrap()).collect();
+    files.sort_unstable();
+    let expected: Vec<String> =
+        (1..3).map(|number| weights(mounted.dir.path(), number).display().to_string()).collect();
+    assert_eq!(files, expected);
+    let (source, at) = (mounted.dir.path().display(), mounted.at());
+    for problem in problems {
+        let remedy = problem["remedy"].as_str().unwrap();
+        assert!(remedy.contains(&format!("ckfs umount {at} && ckfs mount {source} {at}")), "{remedy}");
+        assert!(problem["cause"].as_str().unwrap().contains("modification time"), "{problem}");
+        assert!(problem["first"].as_str() <= problem["last"].as_str());
+    }
+    assert_eq!(after["last_error"]["file"], json!(expected[1]));
+    assert_eq!((&after["stats"]["failed_opens"], &after["stats"]["poisoned_sources"]), (&json!(2), &json!(2)));
+
+    let ran = ckfs(&["status", mounted.at()]);
+    assert_eq!(ran.code, 1);
+    assert!(ran.err.contains("1 mount degraded"), "{}", ran.err);
+    let times = after["last_error"]["time"].as_str().unwrap();
+    for part in ["health  degraded", &expected[0], &expected[1], "modification time", "ckfs umount", times] {
+        assert!(ran.out.contains(part), "{part}: {}", ran.out);
+    }
+    let doctor = ckfs(&["doctor"]);
+    assert!(doctor.out.contains(&format!("{at} is degraded")), "{}", doctor.out);
+    let text = fs::read_to_string(mounted.mountpoint.join(".ckfs/metrics")).unwrap();
+    assert_eq!((metric(&text, "ckfs_degraded"), metric(&text, "ckfs_failed_opens_total")), (1, 2));
+}
+
+/// The kernel reads an identical file by itself, or from its page cache: nobody asks, and the change is met all the same.
+#[test]
+fn a_change_that_no_read_meets_is_noticed() {
+    if !can_mount() {
+        return;
+    }
+    let mounted = Mounted::new(&[]);
+    fs::read(mounted.mountpoint.join("hf/model-00001-of-00002.safetensors")).unwrap();
+    touch(&weights(mounted.dir.path(), 1));
+    let begin = Instant::now();
+    while ckfs(&["status", mounted.at()]).code == 0 {
+        assert!(begin.elapsed() < Duration::from_secs(30), "not noticed");
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    let found = mounted.status(1);
+    assert_eq!(found["problems"][0]["kind"], "source changed");
+    assert_eq!(found["stats"]["failed_reads"], 0);
+}

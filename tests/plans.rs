@@ -1,0 +1,501 @@
+//! What a plan finds out about a repository before anything is mounted: differences between layers, layers that are not there,
+//! misspelt mesh axes, weights that belong to their scales, and what a layout leaves out.
+
+#![allow(clippy::unwrap_used, reason = "a test fails where it panics")]
+
+mod common;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use ckfs::{
+    plan::{
+        Allow, LayerRanges, Layout, Mesh, Pattern, Plan, PlanError, ShardRule, Sharding, Subset, Tied, ViewOptions,
+        report,
+    },
+    tensor::DType,
+};
+use common::repo::{self, Row, row};
+use serde_json::{Value, json};
+
+const W: DType = DType::BF16;
+
+/// Names with what belongs to each.
+type Pairs = &'static [(&'static str, &'static str)];
+
+fn build(rows: &[Row], config: &Value, options: &ViewOptions) -> Result<Plan, PlanError> {
+    let dir = tempfile::tempdir().unwrap();
+    repo::write_repo(dir.path(), &[rows], config);
+    Plan::build(&repo::open(dir.path()), options)
+}
+
+fn plan(rows: &[Row], config: &Value) -> Plan {
+    build(rows, config, &ViewOptions::default()).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn text(rows: &[Row], config: &Value, options: &ViewOptions) -> String {
+    let dir = tempfile::tempdir().unwrap();
+    repo::write_repo(dir.path(), &[rows], config);
+    let checkpoint = repo::open(dir.path());
+    report::view_text(&checkpoint, &Plan::build(&checkpoint, options).unwrap_or_else(|error| panic!("{error}")))
+}
+
+fn holes(plan: &Plan) -> Vec<String> {
+    plan.holes.iter().map(ToString::to_string).collect()
+}
+
+/// Layers of a model of no known family: `x` has the tensor in the usual shape, `o` in another, `.` lacks it.
+fn layers(kinds: &[(&str, &str)]) -> Vec<Row> {
+    let mut rows = Vec::new();
+    for (name, layers) in kinds {
+        for (layer, letter) in layers.bytes().enumerate() {
+            let name = format!("net.blocks.{layer}.{name}.weight");
+            match letter {
+                b'x' => rows.push(row(&name, W, &[4, 4])),
+                b'o' => rows.push(row(&name, W, &[2, 4])),
+                _ => {}
+            }
+        }
+    }
+    rows
+}
+
+#[test]
+fn holes_of_an_unknown_family_are_listed() {
+    let rows: &[(Pairs, &[&str])] = &[
+        (&[("a", "xxx"), ("b", "x.x")], &["net.blocks.*.b.weight: layers 0,2 have it, layer 1 lacks it"]),
+        (
+            &[("a", "xxxxxxxxx"), ("b", "x.xx.xxxx")],
+            &["net.blocks.*.b.weight: layers 0,2-3,5-8 have it, layers 1,4 lack it"],
+        ),
+        (&[("a", "xxx"), ("b", "xox")], &["net.blocks.*.b.weight: layers 0,2 have shape [4, 4], layer 1 has [2, 4]"]),
+        // Several experts alike are one line.
+        (
+            &[("a", "xxxx"), ("experts.0.up", "x.xx"), ("experts.1.up", "x.xx")],
+            &["net.blocks.*.experts.{0-1}.up.weight (2 tensors): layers 0,2-3 have it, layer 1 lacks it"],
+        ),
+        // A misspelt name in two layers is no other kind of layer.
+        (
+            &[("a_proj", "xxxxxx"), ("b_proj", "x..xxx"), ("b_porj", ".xx...")],
+            &["net.blocks.*.b_proj.weight: layers 0,3-5 have it, layers 1-2 lack it"],
+        ),
+        // Runs at either end, patterns that repeat, and additions to a few layers.
+        (&[("a", "xxxxxx"), ("b", "..xxxx"), ("c", "xx....")], &[]),
+        (&[("a", "xxxxxxxx"), ("b", "xxx.xxx."), ("c", "...x...x")], &[]),
+        (&[("a", "xxxxxxxx"), ("b", "xxxoxxxo")], &[]),
+        (&[("a", "xxxxxxxx"), ("b", "..x..x..")], &[]),
+        // Another kind of layer, without a pattern.
+        (&[("norm", "xxxxxxxxx"), ("attention", "xx.xxxx.x"), ("convolution", "..x....x.")], &[]),
+    ];
+    for (kinds, expected) in rows {
+        assert_eq!(holes(&plan(&layers(kinds), &json!({"model_type": "unheard_of"}))), *expected, "{kinds:?}");
+    }
+}
+
+#[test]
+fn the_configuration_explains_differences() {
+    let kinds = [("a", "xxxxxx"), ("b", "xx.xxx"), ("c", "xxoxxx")];
+    let config = |members: Value| {
+        let mut config = json!({"model_type": "unheard_of", "num_hidden_layers": 6});
+        config.as_object_mut().unwrap().extend(members.as_object().unwrap().clone());
+        config
+    };
+    assert_eq!(holes(&plan(&layers(&kinds), &config(json!({})))).len(), 2);
+    for members in [
+        json!({"layer_types": ["s", "s", "f", "s", "s", "s"]}),
+        json!({"full_attention_layers": [2]}),
+        json!({"attention": {"full": [3]}}),
+        json!({"hybrid_override_pattern": "MM*MMM"}),
+    ] {
+        assert_eq!(holes(&plan(&layers(&kinds), &config(members.clone()))), [""; 0], "{members}");
+    }
+    let other = json!({"layer_types": ["s", "f", "s", "s", "s", "s"]});
+    assert_eq!(holes(&plan(&layers(&kinds), &config(other))).len(), 2);
+}
+
+#[test]
+fn holes_of_a_known_family_are_refused() {
+    let config = repo::llama_config(4);
+    let extra = |layers: &[u64]| {
+        let mut rows = repo::llama_rows(4, W);
+        rows.extend(layers.iter().map(|l| row(&format!("model.layers.{l}.self_attn.gate.weight"), W, &[4])));
+        rows
+    };
+    assert!(plan(&extra(&[0, 1, 2, 3]), &config).holes.is_empty());
+    let hole = "model.layers.*.self_attn.gate.weight: layers 0,2-3 have it, layer 1 lacks it";
+    for layout in [Layout::Canonical, Layout::Hf] {
+        let options = ViewOptions { layout, ..ViewOptions::default() };
+        let error = build(&extra(&[0, 2, 3]), &config, &options).unwrap_err();
+        assert_eq!(error.to_string(), format!("{hole}; config.json does not say why"));
+        let allowed = Allow::Matching(vec![Pattern::parse("*.1.self_attn.gate.weight").unwrap()]);
+        let plan = build(&extra(&[0, 2, 3]), &config, &ViewOptions { allow_missing: allowed, ..options }).unwrap();
+        assert_eq!(holes(&plan), [hole]);
+    }
+    let mut rows = repo::llama_rows(4, W);
+    let wrong = rows.iter_mut().find(|(name, ..)| name == "model.layers.2.mlp.up_proj.weight").unwrap();
+    wrong.2 = vec![35, 16];
+    let error = build(&rows, &config, &ViewOptions::default()).unwrap_err().to_string();
+    assert!(error.contains("layers 0-1,3 have shape [36, 16], layer 2 has [35, 16]"), "{error}");
+    // Other layers are wanted.
+    let subset = Subset { layers: Some(LayerRanges::parse("0..2").unwrap()), ..Subset::default() };
+    build(&rows, &config, &ViewOptions { subset, ..ViewOptions::default() }).unwrap();
+    // What is expected of every layer is told once.
+    rows.retain(|(name, ..)| !name.starts_with("model.layers.2.mlp.up_proj"));
+    let error = build(&rows, &config, &ViewOptions::default()).unwrap_err().to_string();
+    assert_eq!(error.lines().count(), 1, "{error}");
+    // Code of its own may do anything.
+    let mut own = config.clone();
+    own["auto_map"] = json!({"AutoModel": "m.M"});
+    assert_eq!(holes(&plan(&extra(&[0, 2, 3]), &own)), [hole]);
+}
+
+#[test]
+fn layers_of_multi_token_prediction_are_not_stacked() {
+    let mut rows = repo::llama_rows(4, W);
+    let mut config = repo::llama_config(3);
+    rows.push(row("model.layers.3.eh_proj.weight", W, &[16, 32]));
+    rows.push(row("mtp.layers.0.self_attn.q_proj.weight", W, &[24, 16]));
+    for (model_type, stack, single, other) in [
+        ("deepseek_v3", "layers.scanned.w_up", "layers.3.w_up", "mtp.layers.0.self_attn.q_proj"),
+        ("unheard_of", "layers.scanned.mlp.up_proj", "layers.3.mlp.up_proj", "mtp.layers.0.self_attn.q_proj"),
+    ] {
+        config["model_type"] = json!(model_type);
+        let plan = build(&rows, &config, &ViewOptions { allow_missing: Allow::All, ..ViewOptions::default() }).unwrap();
+        let tensor =
+            |name: &str| plan.tensors.iter().find(|tensor| tensor.name == name).unwrap_or_else(|| panic!("{name}"));
+        assert_eq!(tensor(stack).layers.as_deref(), Some(&[0, 1, 2][..]));
+        assert!(plan.is_bundled(tensor(single)) && !plan.is_bundled(tensor(&single.replace('3', "2"))));
+        assert!(!plan.is_bundled(tensor(other)));
+    }
+    // A decoder may have more layers than the encoder that the number is of.
+    config["is_encoder_decoder"] = json!(true);
+    let plan = plan(&rows, &config);
+    let stack = plan.tensors.iter().find(|tensor| tensor.name == "layers.scanned.mlp.up_proj").unwrap();
+    assert_eq!(stack.layers.as_deref(), Some(&[0, 1, 2, 3][..]));
+}
+
+#[test]
+fn ranges_of_layers_beyond_the_last_are_refused() {
+    let dir = repo::llama(4, W);
+    let checkpoint = repo::open(dir.path());
+    let part = |layers: &str| {
+        let subset = Subset { layers: Some(LayerRanges::parse(layers).unwrap()), ..Subset::default() };
+        Plan::build(&checkpoint, &ViewOptions { subset, ..ViewOptions::default() }).map(drop).map_err(|e| e.to_string())
+    };
+    for good in ["0..4", "2..", "3", "..2,3.."] {
+        assert_eq!(part(good), Ok(()), "{good}");
+    }
+    for (bad, said) in [("7..9", "7..9"), ("0..9", "0..9"), ("0..2,4", "4..5"), ("4..", "4.."), ("2..,9", "9..10")] {
+        let expected = format!("layers: {said}: there are 4 layers, 0 to 3: expected ranges in 0..4");
+        assert_eq!(part(bad), Err(expected), "{bad}");
+    }
+}
+
+#[test]
+fn misspelt_mesh_axes_are_refused() {
+    let rows = repo::llama_rows(2, W);
+    let with = |mesh: &str, options: ViewOptions| {
+        let mesh = Mesh::parse(mesh).unwrap();
+        build(&rows, &repo::llama_config(2), &ViewOptions { mesh, ..options })
+    };
+    let refused = |mesh: &str, options| with(mesh, options).unwrap_err().to_string();
+    let near = |axis: &str, near: &str| format!("mesh axis {axis:?}: no rule splits by it; did you mean {near:?}?");
+    for (mesh, axis, known) in
+        [("fdsp=4", "fdsp", "fsdp"), ("data=2,tenor=2", "tenor", "tensor"), ("experts=2", "experts", "expert")]
+    {
+        assert_eq!(refused(mesh, ViewOptions::default()), near(axis, known));
+    }
+    for (mesh, options) in [
+        ("fdsp=1", ViewOptions::default()),
+        ("fdsp=4", ViewOptions { sharding: Sharding::Replicate, ..ViewOptions::default() }),
+    ] {
+        assert_eq!(with(mesh, options).unwrap().warnings, [""; 0], "{mesh}");
+    }
+    for mesh in ["stage=2", "pp=2", "cp=2", "fsdp=2,fsdp2=2"] {
+        let plan = with(mesh, ViewOptions::default()).unwrap();
+        assert!(plan.warnings.iter().any(|warning| warning.contains("splits nothing")), "{mesh}: {:?}", plan.warnings);
+    }
+    let own = ShardRule {
+        pattern: Pattern::parse("layers.scanned.wq").unwrap(),
+        spec: vec![vec![], vec!["fdsp".to_owned()]],
+    };
+    with("fdsp=4", ViewOptions { shard_rules: vec![own], ..ViewOptions::default() }).unwrap();
+}
+
+/// The tensors of one quantized matrix of 64 x 128 and of what stands beside it, as each program writes them.
+fn module(name: &str, scheme: &str) -> Vec<Row> {
+    let rows: &[(&str, DType, &[u64])] = match scheme {
+        "bitsandbytes" => &[
+            ("weight", DType::U8, &[4096, 1]),
+            ("weight.absmax", DType::F32, &[128]),
+            ("weight.quant_map", DType::F32, &[16]),
+            ("weight.quant_state.bitsandbytes__nf4", DType::U8, &[80]),
+        ],
+        "int8" => &[("weight", DType::I8, &[64, 128]), ("SCB", DType::F32, &[64]), ("weight_format", DType::U8, &[])],
+        "nvfp4" => &[
+            ("weight", DType::U8, &[64, 64]),
+            ("weight_scale", DType::F8E4M3, &[64, 8]),
+            ("weight_scale_2", DType::F32, &[]),
+            ("input_scale", DType::F32, &[]),
+        ],
+        "gptq" => &[
+            ("qweight", DType::I32, &[16, 64]),
+            ("qzeros", DType::I32, &[4, 8]),
+            ("scales", DType::F16, &[4, 64]),
+            ("g_idx", DType::I32, &[128]),
+            ("bias", DType::F16, &[64]),
+        ],
+        "awq" => {
+            &[("qweight", DType::I32, &[128, 8]), ("qzeros", DType::I32, &[4, 8]), ("scales", DType::F16, &[4, 64])]
+        }
+        "pack-quantized" => &[
+            ("weight_packed", DType::I32, &[64, 16]),
+            ("weight_scale", W, &[64, 4]),
+            ("weight_shape", DType::I32, &[2]),
+        ],
+        "mlx" => &[("weight", DType::U32, &[64, 16]), ("scales", W, &[64, 2]), ("biases", W, &[64, 2])],
+        "block" => &[("weight", DType::F8E4M3, &[64, 128]), ("weight_scale_inv", DType::F32, &[2, 4])],
+        "channel" => &[("weight", DType::F8E4M3, &[64, 128]), ("weight_scale", W, &[64, 1])],
+        "tensor" => &[("weight", DType::F8E4M3, &[64, 128]), ("weight_scale", W, &[])],
+        _ => panic!("{scheme}"),
+    };
+    rows.iter().map(|(word, dtype, extents)| row(&format!("{name}.{word}"), *dtype, extents)).collect()
+}
+
+fn quantized(scheme: &str) -> (Vec<Row>, Value) {
+    let mut rows = vec![row("model.embed_tokens.weight", W, &[64, 128]), row("model.norm.weight", W, &[128])];
+    for layer in 0..2 {
+        for word in ["self_attn.q_proj", "mlp.down_proj"] {
+            rows.extend(module(&format!("model.layers.{layer}.{word}"), scheme));
+        }
+    }
+    let method = match scheme {
+        "mlx" => return (rows, json!({"model_type": "stablelm", "quantization": {"group_size": 64, "bits": 4}})),
+        "block" => json!({"quant_method": "fp8", "weight_block_size": [32, 32]}),
+        "channel" | "tensor" => json!({"quant_method": "compressed-tensors", "format": "float-quantized",
+            "config_groups": {"g": {"weights": {"strategy": scheme, "num_bits": 8}}}}),
+        "pack-quantized" => json!({"quant_method": "compressed-tensors", "format": scheme,
+            "config_groups": {"g": {"weights": {"strategy": "group", "num_bits": 4, "group_size": 32}}}}),
+        "nvfp4" => json!({"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+        "int8" => json!({"quant_method": "bitsandbytes"}),
+        other => json!({"quant_method": other}),
+    };
+    (rows, json!({"model_type": "stablelm", "quantization_config": method}))
+}
+
+/// Specs by name, of what is split.
+fn specs(plan: &Plan) -> BTreeMap<String, String> {
+    let spec = |tensor| plan.spec(tensor).to_json(tensor.view.shape().rank(), &plan.mesh).to_string();
+    let rows =
+        plan.tensors.iter().filter(|tensor| plan.is_bundled(tensor)).map(|tensor| (tensor.name.clone(), spec(tensor)));
+    rows.filter(|(_, spec)| spec.contains("tensor")).collect()
+}
+
+#[test]
+fn packed_weights_stay_with_their_scales() {
+    for scheme in ["bitsandbytes", "int8", "nvfp4", "gptq", "awq", "pack-quantized", "mlx"] {
+        let (rows, config) = quantized(scheme);
+        for layout in [Layout::Canonical, Layout::Hf] {
+            let mesh = Mesh::parse("fsdp=2,tensor=2").unwrap();
+            let plan =
+                build(&rows, &config, &ViewOptions { mesh, layout: layout.clone(), ..ViewOptions::default() }).unwrap();
+            let split: Vec<String> = specs(&plan).into_keys().collect();
+            assert_eq!(split, [if layout == Layout::Hf { "model.embed_tokens.weight" } else { "embed" }], "{scheme}");
+            let told = plan.warnings.iter().find(|warning| warning.contains("are whole on every device"));
+            let told = told.unwrap_or_else(|| panic!("{scheme}: {:?}", plan.warnings));
+            assert!(told.contains("model.layers.{0-1}.self_attn.q_proj"), "{told}");
+        }
+        // Without tensor parallelism there is nothing to tell; and what the user says holds.
+        let mesh = Mesh::parse("fsdp=2").unwrap();
+        let plan = build(&rows, &config, &ViewOptions { mesh, ..ViewOptions::default() }).unwrap();
+        assert_eq!(plan.warnings, [""; 0], "{scheme}");
+    }
+}
+
+#[test]
+fn weights_of_eight_bits_are_split_where_their_scales_fit() {
+    let rows: &[(&str, &str, Pairs)] = &[
+        // Blocks of 32 x 32 in 64 x 128, rows in two parts and columns in two.
+        (
+            "block",
+            "tensor=2",
+            &[
+                ("wq", r#"[null,"tensor",null]"#),
+                ("wq_scale_inv", r#"[null,"tensor",null]"#),
+                ("w_down", r#"[null,null,"tensor"]"#),
+                ("w_down_scale_inv", r#"[null,null,"tensor"]"#),
+            ],
+        ),
+        // Four parts of 16 rows would cut blocks.
+        (
+            "block",
+            "tensor=4",
+            &[("w_down", r#"[null,null,"tensor"]"#), ("w_down_scale_inv", r#"[null,null,"tensor"]"#)],
+        ),
+        (
+            "channel",
+            "tensor=4",
+            &[
+                ("wq", r#"[null,"tensor",null]"#),
+                ("wq_scale", r#"[null,"tensor",null]"#),
+                ("w_down", r#"[null,null,"tensor"]"#),
+            ],
+        ),
+        ("tensor", "tensor=4", &[("wq", r#"[null,"tensor",null]"#), ("w_down", r#"[null,null,"tensor"]"#)]),
+    ];
+    for (scheme, mesh, expected) in rows {
+        let (rows, config) = quantized(scheme);
+        let plan =
+            build(&rows, &config, &ViewOptions { mesh: Mesh::parse(mesh).unwrap(), ..ViewOptions::default() }).unwrap();
+        let mut found = specs(&plan);
+        found.remove("embed");
+        let expected: BTreeMap<String, String> =
+            expected.iter().map(|(name, spec)| (format!("layers.scanned.{name}"), (*spec).to_owned())).collect();
+        assert_eq!(found, expected, "{scheme} {mesh}");
+    }
+    // Dequantized, each matrix is like any other.
+    let (rows, config) = quantized("block");
+    let options = ViewOptions { mesh: Mesh::parse("tensor=4").unwrap(), dtype: Some(W), ..ViewOptions::default() };
+    let plan = build(&rows, &config, &options).unwrap();
+    assert_eq!(specs(&plan)["layers.scanned.wq"], r#"[null,"tensor",null]"#);
+    assert_eq!(plan.warnings, [""; 0]);
+}
+
+#[test]
+fn mlx_weights_are_named_and_not_cast() {
+    let (rows, config) = quantized("mlx");
+    let error = build(&rows, &config, &ViewOptions { dtype: Some(DType::F32), ..ViewOptions::default() }).unwrap_err();
+    assert!(error.to_string().contains("quantized as mlx affine of 4 bits, groups of 64"), "{error}");
+    // The same words without packed weights are no quantization.
+    let plain =
+        build(&repo::llama_rows(2, W), &config, &ViewOptions { dtype: Some(DType::F32), ..ViewOptions::default() });
+    plain.unwrap();
+}
+
+#[test]
+fn tied_heads_follow_transformers_defaults() {
+    let matrix = |name: &str| row(name, W, &[8, 4]);
+    let cases = [
+        ("gpt2", "transformer.wte.weight", "transformer.h.0.ln_1.weight"),
+        ("gpt2", "wte.weight", "h.0.ln_1.weight"),
+        ("falcon", "transformer.word_embeddings.weight", "transformer.h.0.ln_attn.weight"),
+        ("t5", "shared.weight", "encoder.block.0.layer.0.layer_norm.weight"),
+        ("opt", "model.decoder.embed_tokens.weight", "model.decoder.layers.0.fc1.weight"),
+        ("gemma2", "model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"),
+    ];
+    for (model_type, embedding, other) in cases {
+        let rows = [matrix(embedding), row(other, W, &[4])];
+        let with = |config: &Value, layout: &Layout| {
+            let missing = Allow::All;
+            let (layout, tied) = (layout.clone(), Tied::Alias);
+            let plan =
+                build(&rows, config, &ViewOptions { layout, tied, allow_missing: missing, ..ViewOptions::default() })
+                    .unwrap();
+            let heads = plan.tensors.iter().filter(|tensor| tensor.name.contains("lm_head"));
+            heads.map(|tensor| tensor.name.clone()).collect::<Vec<_>>()
+        };
+        let config = json!({"model_type": model_type});
+        assert_eq!(with(&config, &Layout::Hf), ["lm_head.weight"], "{model_type}");
+        assert_eq!(with(&config, &Layout::Canonical).len(), 1, "{model_type}");
+        let none = json!({"model_type": model_type, "architectures": ["SomethingForSequenceClassification"]});
+        assert_eq!(with(&none, &Layout::Hf), [""; 0], "{model_type}");
+        let untied = json!({"model_type": model_type, "tie_word_embeddings": false});
+        assert_eq!(with(&untied, &Layout::Hf).len(), usize::from(model_type == "t5"), "{model_type}");
+    }
+    let rows = [matrix("bert.embeddings.word_embeddings.weight")];
+    let options = ViewOptions { tied: Tied::Alias, allow_missing: Allow::All, ..ViewOptions::default() };
+    let plan = build(&rows, &json!({"model_type": "bert"}), &options).unwrap();
+    assert!(!plan.tensors.iter().any(|tensor| tensor.name.contains("lm_head")));
+}
+
+/// A Llama whose configuration is that of a published one; its tensors are not there.
+fn sized(layers: u64, width: u64, vocabulary: u64, scaled: bool) -> (Vec<Row>, Value) {
+    let rows = vec![row("model.norm.weight", W, &[width])];
+    let mut config = json!({"model_type": "llama", "vocab_size": vocabulary, "num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 4 * width});
+    if scaled {
+        config["rope_scaling"] = json!({"rope_type": "llama3", "factor": 8.0});
+    }
+    (rows, config)
+}
+
+#[test]
+fn maxtext_models_that_rotate_halves_are_told() {
+    let rows = [
+        (80, 8192, 128_256, true, Some("llama3.3-70b")),
+        (32, 4096, 128_256, true, None),
+        (32, 4096, 128_256, false, Some("llama3-8b")),
+        (32, 4096, 32_000, false, Some("llama2-7b")),
+        (40, 5120, 32_000, false, Some("llama2-13b")),
+        (80, 8192, 32_000, false, Some("llama2-70b")),
+        (126, 16_384, 128_256, false, Some("llama3-405b")),
+        (16, 2048, 128_256, true, None),
+    ];
+    for (layers, width, vocabulary, scaled, expected) in rows {
+        let (tensors, config) = sized(layers, width, vocabulary, scaled);
+        let warned = |rope: Option<&str>| {
+            let set = rope.map(|rope| ("rope".to_owned(), rope.to_owned())).into_iter().collect();
+            let layout = Layout::find("maxtext").unwrap();
+            let options = ViewOptions {
+                layout,
+                set,
+                allow_missing: Allow::All,
+                allow_unmapped: Allow::All,
+                ..ViewOptions::default()
+            };
+            let plan = build(&tensors, &config, &options).unwrap_or_else(|error| panic!("{error}"));
+            plan.warnings.into_iter().find(|warning| warning.contains("rotates halves"))
+        };
+        let found = warned(None);
+        assert_eq!(found.is_some(), expected.is_some(), "{expected:?}: {found:?}");
+        if let (Some(found), Some(expected)) = (found, expected) {
+            assert!(found.starts_with(&format!("MaxText's model {expected} rotates halves")), "{found}");
+        }
+        assert_eq!((warned(Some("halves")), warned(Some("interleaved"))), (None, None));
+    }
+}
+
+#[test]
+fn plans_tell_which_trainers_read_only_their_own_chunks() {
+    let (rows, config) = (repo::llama_rows(2, W), repo::llama_config(2));
+    for (mesh, expected) in [
+        ("fsdp=2,tensor=2", "a trainer with mesh fsdp=2,tensor=2 or coarser"),
+        ("fsdp=4,data=2", "a trainer with mesh fsdp=4 or coarser"),
+        ("fsdp=1", "a trainer that shards reads more than its own"),
+        ("", "a trainer that shards reads more than its own"),
+    ] {
+        let text = text(&rows, &config, &ViewOptions { mesh: Mesh::parse(mesh).unwrap(), ..ViewOptions::default() });
+        let lines: Vec<&str> = text.lines().filter(|line| line.starts_with("chunks ")).collect();
+        assert!(lines.len() == 1 && lines[0].contains(expected), "{mesh}: {lines:?}");
+    }
+}
+
+#[test]
+fn plans_list_what_is_left_out() {
+    let mut rows = repo::llama_rows(3, W);
+    rows.push(row("model.visual.blocks.0.attn.qkv.weight", W, &[4, 4]));
+    rows.push(row("model.visual.blocks.1.attn.qkv.weight", W, &[4, 4]));
+    rows.push(row("mtp.fc.weight", W, &[4, 4]));
+    let subset = Subset { text_only: true, no_mtp: true, ..Subset::default() };
+    let options = ViewOptions { subset, ..ViewOptions::default() };
+    let text = text(&rows, &repo::llama_config(3), &options);
+    for expected in ["left out    3 tensors of the repository:", " model.visual.* (2 tensors)\n", " mtp.* (1 tensor)\n"]
+    {
+        assert!(text.contains(expected), "{expected}: {text}");
+    }
+    let plan = build(&rows, &repo::llama_config(3), &options).unwrap();
+    let names: BTreeSet<&str> = plan.left_out.iter().map(|group| group.name.as_str()).collect();
+    assert_eq!(names, ["model.visual.blocks.{0-1}.attn.qkv.weight", "mtp.fc.weight"].into());
+}
+
+#[test]
+fn names_are_shown_escaped() {
+    let odd = "model.layers.0.odd\u{1b}[2J\nname\u{202e}.weight";
+    let mut rows = repo::llama_rows(1, W);
+    rows.push(row(odd, W, &[4]));
+    let text = text(&rows, &repo::llama_config(1), &ViewOptions::default());
+    assert!(text.contains("odd\\u{1b}[2J\\nname\\u{202e}"), "{text}");
+    assert!(!text.contains(['\u{1b}', '\u{202e}']));
+    let even = ViewOptions { even: true, mesh: Mesh::parse("fsdp=3").unwrap(), ..ViewOptions::default() };
+    let error = build(&rows, &repo::llama_config(1), &even).unwrap_err().to_string();
+    assert!(error.contains("odd\\u{1b}[2J\\nname\\u{202e}") && !error.contains('\u{1b}'), "{error}");
+}
