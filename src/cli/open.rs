@@ -222,7 +222,7 @@ pub(super) fn overrides(keys: &MountKeys) -> Overrides {
 /// Everything wrong with repository or plans.
 pub(super) fn volume(config: &mut Config) -> anyhow::Result<Volume> {
     let checkpoint = checkpoint(config)?;
-    volume_of(checkpoint, config)
+    volume_of(&checkpoint, config)
 }
 
 /// As [`volume`], for a caller that looks after `fetches`, where every wait for storage is noted.
@@ -231,11 +231,11 @@ pub(super) fn volume(config: &mut Config) -> anyhow::Result<Volume> {
 /// As [`volume`].
 pub(super) fn volume_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Result<Volume> {
     let checkpoint = checkpoint_noting(config, fetches)?;
-    volume_of(checkpoint, config)
+    volume_of(&checkpoint, config)
 }
 
-fn volume_of(checkpoint: Arc<Checkpoint>, config: &Config) -> anyhow::Result<Volume> {
-    let plans = plans(&checkpoint, config)?;
+fn volume_of(checkpoint: &Arc<Checkpoint>, config: &Config) -> anyhow::Result<Volume> {
+    let plans = plans(checkpoint, config)?;
     for (name, warning) in plans.iter().flat_map(|view| view.plan.warnings.iter().map(|text| (&view.name, text))) {
         let warning = printable(warning);
         if name.is_empty() {
@@ -244,7 +244,7 @@ fn volume_of(checkpoint: Arc<Checkpoint>, config: &Config) -> anyhow::Result<Vol
             tracing::warn!("view {name}: {warning}");
         }
     }
-    lay_out(&checkpoint, &plans, config)
+    lay_out(checkpoint, &plans, config)
 }
 
 /// The volume of these plans.

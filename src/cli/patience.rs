@@ -10,7 +10,11 @@ use std::{
     time::Duration,
 };
 
-use crate::{host, plan::Config, source::Fetches};
+use crate::{
+    host::{self, limits},
+    plan::Config,
+    source::Fetches,
+};
 
 /// Looks within the time limit, and the longest time between two.
 const LOOKS: u32 = 8;
@@ -35,13 +39,14 @@ pub(super) fn watch(fetches: &Arc<Fetches>, give_up: impl FnOnce(&str) + Send + 
     let (stop, stopped) = mpsc::channel::<()>();
     let fetches = Arc::clone(fetches);
     let period = (fetches.limit() / LOOKS).min(PERIOD_MAX);
-    thread::Builder::new().name("ckfs-patience".into()).spawn(move || {
+    let started = thread::Builder::new().name("ckfs-patience".into()).spawn(move || {
         while stopped.recv_timeout(period) == Err(mpsc::RecvTimeoutError::Timeout) {
             if let Some(stalled) = fetches.stalled().first() {
                 return give_up(&fetches.describe(stalled));
             }
         }
-    })?;
+    });
+    started.map_err(|error| io::Error::new(error.kind(), format!("{error}{}", limits::hint())))?;
     Ok(Patience { _stop: stop })
 }
 

@@ -290,7 +290,21 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
         };
         names.insert(id, name);
     }
-    // A scale goes with its weight, whatever patterns say: without it the weight's bytes mean nothing.
+    keep_scales(base, &mut names);
+    let layers: Vec<u64> = kept.keys().copied().collect();
+    let (config, no_hf) = configuration(base, subset, &layers, dropped_mtp, family);
+    selected.no_hf = no_hf.or_else(|| {
+        let reason = "its config.json describes the whole model, of which a pattern leaves out a part";
+        cut_by_pattern.then(|| reason.to_owned())
+    });
+    let part = base.derived(config, None, |id, _| names.get(&id).cloned());
+    selected.part = Some(part.map_err(|reasons| refused(reasons, "layers"))?);
+    selected.whole = whole;
+    Ok(selected)
+}
+
+/// Keeps a scale if its weight is kept, whatever patterns say: without it the weight's bytes mean nothing.
+fn keep_scales(base: &Checkpoint, names: &mut BTreeMap<TensorId, String>) {
     let scales: Vec<(TensorId, TensorId)> = scale_pairs(base);
     for (weight, scale) in scales {
         match names.get(&weight).cloned() {
@@ -303,16 +317,6 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
             }
         }
     }
-    let layers: Vec<u64> = kept.keys().copied().collect();
-    let (config, no_hf) = configuration(base, subset, &layers, dropped_mtp, family);
-    selected.no_hf = no_hf.or_else(|| {
-        let reason = "its config.json describes the whole model, of which a pattern leaves out a part";
-        cut_by_pattern.then(|| reason.to_owned())
-    });
-    let part = base.derived(config, None, |id, _| names.get(&id).cloned());
-    selected.part = Some(part.map_err(|reasons| refused(reasons, "layers"))?);
-    selected.whole = whole;
-    Ok(selected)
 }
 
 /// Why the layers that are wanted cannot be had, if some are beyond the last.
