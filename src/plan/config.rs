@@ -1077,7 +1077,7 @@ mod tests {
         ("source_rename", "[[source_rename]]\nmatch = '\"'\nto = ''"),
     ];
 
-    const EVERY_MOUNT_KEY: [(&str, &str); 17] = [
+    const EVERY_MOUNT_KEY: [(&str, &str); 18] = [
         ("allow_other", "allow_other = true"),
         ("file_mode", "file_mode = '0440'"),
         ("dir_mode", "dir_mode = '0750'"),
@@ -1092,6 +1092,7 @@ mod tests {
         ("whole", "whole = 'all'"),
         ("direct_io", "direct_io = ['full/*', '/npy/']"),
         ("source_io", "source_io = 'pread'"),
+        ("source_timeout", "source_timeout = '5s'"),
         ("grace_seconds", "grace_seconds = 0"),
         ("drain_seconds", "drain_seconds = 4"),
         ("log_file", "log_file = 'log'"),
