@@ -14,6 +14,7 @@
 //! | [`source`] | where bytes come from |
 //! | [`mod@format`] | headers of container formats, bytes to description and back; pure |
 //! | [`checkpoint`] | what is in a repo: tensor table, index, `config.json`, dialect |
+//! | [`config`] | what the user typed, in whatever form: one table of settings, parsed, not yet meant |
 //! | [`plan`] | what the user wants, as data: layouts, families, mesh, sharding, names |
 //! | [`image`] | how a virtual file is laid out: segments with cumulative ends |
 //! | [`read`] | byte-range engine: span to pieces to bytes; tile cache; prefetch |
@@ -24,6 +25,7 @@
 
 pub mod checkpoint;
 pub mod cli;
+pub mod config;
 pub mod format;
 pub mod fuse;
 pub mod host;

@@ -12,19 +12,20 @@ use std::{
 };
 
 /// Each layer with those it may use.
-const MAY_USE: [(&str, &[&str]); 11] = [
+const MAY_USE: [(&str, &[&str]); 12] = [
     ("host", &[]),
     ("tensor", &[]),
     ("source", &[]),
     ("format", &["tensor"]),
     ("checkpoint", &["tensor", "source", "format"]),
+    ("config", &["tensor", "source"]),
     // The checkpoint's table names files by the source's ids.
-    ("plan", &["tensor", "source", "checkpoint"]),
+    ("plan", &["tensor", "source", "checkpoint", "config"]),
     ("image", &["tensor", "format"]),
     ("read", &["tensor", "source", "checkpoint", "image"]),
-    ("volume", &["host", "tensor", "source", "checkpoint", "plan", "image", "read"]),
+    ("volume", &["host", "tensor", "source", "checkpoint", "config", "plan", "image", "read"]),
     ("fuse", &["host", "volume"]),
-    ("cli", &["host", "tensor", "source", "format", "checkpoint", "plan", "image", "read", "volume", "fuse"]),
+    ("cli", &["host", "tensor", "source", "format", "checkpoint", "config", "plan", "image", "read", "volume", "fuse"]),
 ];
 
 /// Crates, and the macros of standard output, with the one layer that may use them.

@@ -13,7 +13,9 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use super::{
-    LogFlags, doctor, mount, output,
+    LogFlags, doctor,
+    flags::LoggingFlags,
+    mount, output,
     verify::{Extent, verify_mount},
 };
 use crate::{
@@ -126,7 +128,7 @@ impl Demo {
         digest(&mountpoint, 1, &mut text)?;
         output::print(&format!("{text}\n"))?;
         output::print(&shard_text(&mountpoint)?)?;
-        let log = LogFlags { verbose: 0, quiet: true, log_file: None };
+        let log = LogFlags { verbose: 0, quiet: true, file: LoggingFlags::default() };
         let findings = verify_mount(&mountpoint, &[], Extent::Sample(16 << 10), &log)?;
         findings.verdict()?;
         output::print(&format!("4. ckfs verify {}: {}, no difference\n\n", mountpoint.display(), findings.summary()))?;

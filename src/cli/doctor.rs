@@ -242,7 +242,7 @@ fn machine() -> Vec<Check> {
     let cores = open::cores();
     let level = simd_level();
     let mut checks = vec![check("cores", State::Ok, format!("{cores}, vectors {level}"), "")];
-    let budget = open::budget(&crate::plan::config::MountKeys::default());
+    let budget = open::budget(&crate::config::MountSettings::default());
     let (limit, origin) = (human_bytes(budget.limit.bytes), &budget.limit.origin);
     let state = if budget.limit.bytes < 1 << 30 { State::Warn } else { State::Ok };
     let found = format!(

@@ -72,10 +72,8 @@ struct LogFlags {
     /// Logs errors only, and shows no progress.
     #[arg(short, long, global = true, conflicts_with = "verbose")]
     quiet: bool,
-    /// Appends the log to this file instead of standard error. A daemon in the background logs by default to the system's
-    /// log, else to a file of its own: see `ckfs mount --help`.
-    #[arg(long, global = true, value_name = "FILE")]
-    log_file: Option<std::path::PathBuf>,
+    #[command(flatten)]
+    file: flags::LoggingFlags,
 }
 
 #[derive(Debug, Subcommand)]
@@ -167,7 +165,7 @@ fn finish_parsing(error: &clap::Error) -> ExitCode {
 fn run(cli: Cli, sink: &Log, args: &[OsString]) -> anyhow::Result<()> {
     let Cli { log, command } = cli;
     // The log file of a mount is opened by its daemon.
-    let log_file = log.log_file.as_deref().filter(|_| !matches!(command, Command::Mount(_)));
+    let log_file = log.file.settings.mount.log_file.as_deref().filter(|_| !matches!(command, Command::Mount(_)));
     start_log(&log, sink, log_file)?;
     match command {
         Command::Mount(command) => command.run(&log, sink, args),

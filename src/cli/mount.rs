@@ -16,23 +16,23 @@ use std::{
 };
 
 use anyhow::{Context, bail};
-use clap::{Arg, Args, CommandFactory, Parser};
+use clap::Args;
 
 use super::{
     LogFlags,
-    flags::{MountFlags, SourceFlags},
+    flags::{ServingFlags, SourceFlags},
     open,
     output::{Told, Usage, chain},
     patience,
 };
 use crate::{
     checkpoint::Checkpoint,
+    config::{Config, MountSettings, Settings, Takers, options},
     fuse::{
         MountOptions, Readiness, Started, block_signals, daemon, interruptible, parse_mount_helper, serve,
         start_background,
     },
     host::{self, Log},
-    plan::{Config, config::MountKeys},
     source::FileId,
     volume::Volume,
 };
@@ -83,57 +83,13 @@ pub(super) struct Mount {
     /// Stays in the foreground, and tells systemd when ready.
     #[arg(long, short = 'f', help_heading = "Mount")]
     foreground: bool,
-    /// How long the daemon may take to be ready.
-    #[arg(long, value_name = "SECONDS", default_value_t = 300, help_heading = "Mount")]
-    timeout: u64,
     /// Flags in the manner of mount(8): names with underscores, commas between them; `\,` for a comma in a value.
     #[arg(short = 'o', value_name = "NAME[=VALUE],...", help_heading = "Mount")]
     options: Vec<String>,
     #[command(flatten)]
     flags: SourceFlags,
     #[command(flatten)]
-    serving: MountFlags,
-}
-
-/// The flags that `-o` may name.
-#[derive(Debug, Parser)]
-#[command(no_binary_name = true)]
-struct OptionFlags {
-    #[command(flatten)]
-    flags: SourceFlags,
-    #[command(flatten)]
-    serving: MountFlags,
-    #[arg(long)]
-    log_file: Option<PathBuf>,
-    #[arg(long)]
-    timeout: Option<u64>,
-}
-
-/// An option of mount(8) as a flag: what clap knows of the flag says whether there is a value.
-fn flag_of(name: &str, value: Option<&str>) -> Result<String, Usage> {
-    let command = OptionFlags::command();
-    let mut known = command.get_arguments().filter_map(|flag| Some((flag.get_long()?.replace('-', "_"), flag)));
-    let Some((_, flag)) = known.find(|(known, _)| known == name) else {
-        let known = command.get_arguments().filter_map(Arg::get_long);
-        let known: Vec<String> = known.map(|flag| flag.replace('-', "_")).collect();
-        return Err(Usage(format!("unknown option {name:?}; there are: {}", known.join(", "))));
-    };
-    let takes_value = flag.get_action().takes_values();
-    let needs_value = takes_value && flag.get_num_args().is_none_or(|count| count.min_values() > 0);
-    let flag = name.replace('_', "-");
-    match value {
-        Some(value) if takes_value => Ok(format!("--{flag}={value}")),
-        Some(value) => Err(Usage(format!("option {name}: expected no value, found {value:?}"))),
-        None if needs_value => Err(Usage(format!("option {name}: expected {name}=VALUE"))),
-        None => Ok(format!("--{flag}")),
-    }
-}
-
-/// Whether an option says nothing of what is to be seen, but how it is served.
-fn concerns_serving(name: &str) -> bool {
-    let serving = MountFlags::augment_args(clap::Command::new("serving"));
-    let is_flag = |flag: &Arg| flag.get_long().is_some_and(|flag| flag.replace('-', "_") == name);
-    serving.get_arguments().any(is_flag) || matches!(name, "log_file" | "timeout")
+    serving: ServingFlags,
 }
 
 /// The arguments of `ckfs mount` for those that mount(8) gave to `mount.ckfs`.
@@ -151,8 +107,11 @@ pub(super) fn helper_arguments(args: &[OsString]) -> anyhow::Result<Vec<OsString
     if request.fake {
         // Nothing is to be mounted: plan says whether it could be.
         let mut args: Vec<OsString> = vec!["ckfs".into(), "plan".into()];
-        for (name, value) in request.options.iter().filter(|(name, _)| !concerns_serving(name)) {
-            args.push(flag_of(name, value.as_deref())?.into());
+        for (name, value) in &request.options {
+            // What says how to serve says nothing of what is to be seen.
+            if options::setting_of(name, value.as_deref()).map_err(Usage)?.group.takers() == Takers::Readers {
+                args.push(options::flag_of(name, value.as_deref()).map_err(Usage)?.into());
+            }
         }
         args.extend(["--".into(), request.source]);
         return Ok(args);
@@ -162,10 +121,10 @@ pub(super) fn helper_arguments(args: &[OsString]) -> anyhow::Result<Vec<OsString
         args.push("-v".into());
     }
     for (name, value) in &request.options {
-        match flag_of(name, value.as_deref()) {
+        match options::flag_of(name, value.as_deref()) {
             Ok(flag) => args.push(flag.into()),
             Err(_) if request.sloppy => {}
-            Err(error) => return Err(error.into()),
+            Err(error) => return Err(Usage(error).into()),
         }
     }
     args.extend(["--".into(), request.source, request.mountpoint.into()]);
@@ -173,37 +132,21 @@ pub(super) fn helper_arguments(args: &[OsString]) -> anyhow::Result<Vec<OsString
 }
 
 impl Mount {
-    /// Flags given by `-o`.
-    fn option_flags(&self) -> anyhow::Result<OptionFlags> {
+    /// What `-o` says.
+    fn options(&self) -> anyhow::Result<Settings> {
         let mut args: Vec<OsString> = vec!["source".into(), "mountpoint".into()];
         for list in &self.options {
             args.extend(["-o".into(), list.into()]);
         }
         let request = parse_mount_helper(&args).map_err(|error| Usage(format!("-o: {error}")))?;
-        let flags = request.options.iter().map(|(name, value)| flag_of(name, value.as_deref()));
-        let flags = flags.collect::<Result<Vec<_>, _>>()?;
-        OptionFlags::try_parse_from(flags).map_err(|error| {
-            let text = error.to_string();
-            let first = text.lines().next().unwrap_or_default();
-            Usage(format!("-o: {}", first.trim_start_matches("error: "))).into()
-        })
+        let options = request.options.iter().map(|(name, value)| (name.as_str(), value.as_deref()));
+        Ok(options::parse(options).map_err(|reason| Usage(format!("-o: {reason}")))?)
     }
 
     /// The configuration: flags before `-o` before the file.
     fn config(&self, log: &LogFlags) -> anyhow::Result<(Config, PathBuf)> {
-        let options = self.option_flags()?;
-        let file = self.flags.view.config.as_deref().or(options.flags.view.config.as_deref());
-        let keys = self.flags.view.keys().over(&options.flags.view.keys());
-        let mount = MountKeys {
-            log_file: log.log_file.clone().or_else(|| options.log_file.clone()),
-            ..self.serving.keys().over(&self.flags.engine.keys())
-        };
-        let mut mount = mount.over(&options.serving.keys()).over(&options.flags.engine.keys());
-        // The daemon leaves the working directory.
-        for path in [&mut mount.log_file, &mut mount.materialize].into_iter().flatten() {
-            *path = std::path::absolute(&*path).with_context(|| path.display().to_string())?;
-        }
-        let mut config = open::config(file, &keys, &mount)?;
+        let lines = [&self.flags.settings, &self.serving.settings, &log.file.settings, &self.options()?];
+        let mut config = open::config(&lines)?;
         // With a file that names the source, a single argument is the mountpoint.
         let (source, mountpoint) = match (&self.source, &self.mountpoint) {
             (Some(only), None) if config.source.is_some() => (None, Some(PathBuf::from(only))),
@@ -229,7 +172,7 @@ impl Mount {
         }
         let (config, mountpoint) = config?;
         check_mountpoint(&mountpoint)?;
-        let timeout = self.option_flags()?.timeout.unwrap_or(self.timeout);
+        let timeout = config.start_seconds.unwrap_or_default();
         let Started { pid, log: place } = start(args, &mountpoint, Duration::from_secs(timeout))?;
         let (source, path) = (config.source.unwrap_or_default(), mountpoint.display());
         tracing::info!("{source} is mounted on {path} by process {pid}");
@@ -306,17 +249,16 @@ fn serve_here(config: anyhow::Result<(Config, PathBuf)>, log: &Log) -> anyhow::R
     result
 }
 
-fn mount_options(config: &Config, name: &str) -> MountOptions {
-    let keys = &config.mount;
+fn mount_options(settings: &MountSettings, name: &str) -> MountOptions {
     let defaults = MountOptions::default();
     MountOptions {
         name: name.to_owned(),
-        allow_other: keys.allow_other.unwrap_or(defaults.allow_other),
-        threads: Some(open::budget(keys).threads),
-        read_ahead_kib: keys.read_ahead_kb.or(defaults.read_ahead_kib),
-        passthrough: keys.passthrough.unwrap_or(defaults.passthrough),
-        grace: keys.grace_seconds.map_or(defaults.grace, Duration::from_secs),
-        drain: keys.drain_seconds.map_or(defaults.drain, Duration::from_secs),
+        allow_other: settings.allow_other.unwrap_or(defaults.allow_other),
+        threads: Some(open::budget(settings).threads),
+        read_ahead_kib: settings.read_ahead_kb.or(defaults.read_ahead_kib),
+        passthrough: settings.passthrough.unwrap_or(defaults.passthrough),
+        grace: settings.grace_seconds.map_or(defaults.grace, Duration::from_secs),
+        drain: settings.drain_seconds.map_or(defaults.drain, Duration::from_secs),
     }
 }
 
@@ -371,18 +313,17 @@ fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readi
     if let Some(dir) = &config.mount.materialize {
         volume.materialize(dir).with_context(|| format!("{}: no place for copies", dir.display()))?;
     }
-    if config.mount.passthrough != Some(false) {
-        let which = config.mount.whole.as_ref().map(|word| word.0);
-        if let Err(error) = volume.make_whole(which.unwrap_or_default()) {
-            tracing::info!("files are not made whole: no file system in memory: {error}");
-        }
+    if config.mount.passthrough != Some(false)
+        && let Err(error) = volume.make_whole(config.mount.whole.unwrap_or_default())
+    {
+        tracing::info!("files are not made whole: no file system in memory: {error}");
     }
     let volume = Arc::new(volume);
     let name = volume.engine().checkpoint().label().to_owned();
     check_apart(volume.engine().checkpoint(), mountpoint)?;
     // From now on the mount looks after its requests.
     drop(patience);
-    let options = mount_options(&config, &name);
+    let options = mount_options(&config.mount, &name);
     let _watching = watch(Arc::clone(&volume))?;
     let mut ready = Ok(());
     let exit = serve(volume, mountpoint, &options, log, || {
@@ -397,6 +338,8 @@ fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readi
 
 #[cfg(test)]
 mod tests {
+    use clap::{Arg, CommandFactory};
+
     use super::*;
 
     fn helper(args: &[&str]) -> Result<String, String> {
@@ -438,18 +381,17 @@ mod tests {
         let mut program = super::super::Cli::command();
         program.build();
         let mount = program.find_subcommand("mount").unwrap();
-        let mut seen = 0;
-        for flag in mount.get_arguments().filter_map(Arg::get_long) {
-            let name = flag.replace('-', "_");
-            let known = [Some("?"), None].map(|value| flag_of(&name, value));
-            assert_eq!(known.iter().all(Result::is_err), NO_OPTIONS.contains(&flag), "{flag}");
-            // What is made of it is a flag of that name, however wrong its value may be.
-            for flag in known.into_iter().flatten() {
-                let error = OptionFlags::try_parse_from([&flag]).err().map(|error| error.kind());
-                assert_ne!(error, Some(clap::error::ErrorKind::UnknownArgument), "{flag}");
-                seen += 1;
-            }
+        let flags: Vec<String> =
+            mount.get_arguments().filter_map(Arg::get_long).map(|flag| flag.replace('-', "_")).collect();
+        for flag in &flags {
+            let known = [Some("?"), None].map(|value| options::setting_of(flag, value));
+            assert_eq!(known.iter().all(Result::is_err), NO_OPTIONS.contains(&flag.as_str()), "{flag}");
         }
-        assert!(seen > 30, "{seen}");
+        let error = options::setting_of("?", None).unwrap_err();
+        let (_, options) = error.split_once("there are: ").unwrap();
+        for option in options.split(", ") {
+            assert!(flags.contains(&option.to_owned()), "{option} is no flag");
+        }
+        assert!(options.split(", ").count() > 30, "{options}");
     }
 }

@@ -11,25 +11,25 @@ use super::{
 };
 use crate::{
     checkpoint::{Checkpoint, OpenOptions, printable},
+    config::{Config, MountSettings, OwnerId, Settings, ThreadCount},
     host::{budget::Budget, limits, memory},
-    plan::{
-        Config, Plan,
-        config::{MountKeys, ViewKeys},
-        report::human_bytes,
-    },
+    plan::{Plan, ViewOptions, report::human_bytes},
     read::EngineOptions,
     source::{Fetches, FileId},
     volume::{Overrides, ViewPlan, Volume, VolumeOptions},
 };
 
-/// The configuration that flags and a file amount to.
+/// The configuration that command lines, the first of which wins, and a file amount to.
 ///
 /// # Errors
 /// A file that cannot be read or is malformed.
-pub(super) fn config(file: Option<&Path>, keys: &ViewKeys, mount: &MountKeys) -> anyhow::Result<Config> {
-    let mut config = file.map(Config::load).transpose()?.unwrap_or_default();
+pub(super) fn config(lines: &[&Settings]) -> anyhow::Result<Config> {
     let base = std::env::current_dir().context("working directory")?;
-    config.overlay(keys, mount, &base)?;
+    let config = Config::gather(lines, &base)?;
+    // A malformed layout file is an error of the configuration, whatever there is to be said of the source.
+    for view in &config.views {
+        ViewOptions::new(&view.settings)?;
+    }
     Ok(config)
 }
 
@@ -38,7 +38,7 @@ pub(super) fn config(file: Option<&Path>, keys: &ViewKeys, mount: &MountKeys) ->
 /// # Errors
 /// As [`config`], and a usage error if there is no source.
 pub(super) fn source_config(source: Option<&str>, flags: &SourceFlags) -> anyhow::Result<Config> {
-    let mut config = config(flags.view.config.as_deref(), &flags.view.keys(), &flags.engine.keys())?;
+    let mut config = config(&[&flags.settings])?;
     if let Some(source) = source {
         config.source = Some(source.to_owned());
     }
@@ -60,7 +60,7 @@ pub(super) fn source_and<'a>(
 ) -> anyhow::Result<(Option<&'a str>, &'a str)> {
     match second {
         Some(second) => Ok((Some(first), second)),
-        None if flags.view.config.is_some() => Ok((None, first)),
+        None if flags.settings.config.is_some() => Ok((None, first)),
         None => Err(Usage(format!("expected SOURCE and {what}, found {first:?} only")).into()),
     }
 }
@@ -102,9 +102,9 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
     if Path::new(&source).exists() {
         source = std::path::absolute(&source).with_context(|| source.clone())?.display().to_string();
     }
-    let io = config.mount.source_io.as_ref().map(|io| io.0).unwrap_or_default();
+    let io = config.mount.source_io.unwrap_or_default();
     let follow_symlinks = config.mount.follow_symlinks.unwrap_or(false);
-    let mut adapters: Vec<_> = config.views.iter().filter_map(|view| view.keys.lora.clone()).collect();
+    let mut adapters: Vec<_> = config.views.iter().filter_map(|view| view.settings.lora.clone()).collect();
     adapters.sort();
     adapters.dedup();
     let options = OpenOptions { io, adapters, follow_symlinks, fetches, ..OpenOptions::default() };
@@ -139,7 +139,7 @@ pub(super) fn plans(checkpoint: &Checkpoint, config: &Config) -> anyhow::Result<
     let mut plans = Vec::new();
     let mut of_names = false;
     for view in &config.views {
-        match Plan::build(checkpoint, &view.keys.options()) {
+        match ViewOptions::new(&view.settings).and_then(|options| Plan::build(checkpoint, &options)) {
             Ok(plan) => plans.push(ViewPlan { name: view.name.clone(), plan: Arc::new(plan) }),
             Err(error) => {
                 of_names |= error.concerns_names();
@@ -160,8 +160,9 @@ pub(super) fn cores() -> usize {
 }
 
 /// What memory is for in this process.
-pub(super) fn budget(keys: &MountKeys) -> Budget {
-    Budget::new(memory::limit(), cores(), keys.cache_bytes.map(|bytes| bytes.0), keys.threads)
+pub(super) fn budget(settings: &MountSettings) -> Budget {
+    let (cache_bytes, threads) = (settings.cache_bytes, settings.threads);
+    Budget::new(memory::limit(), cores(), cache_bytes.map(|bytes| bytes.0), threads.map(ThreadCount::count))
 }
 
 /// Limits of the engine.
@@ -207,12 +208,12 @@ fn quoted(word: &str) -> String {
 
 /// What the configuration says of owners and permission bits, as far as it means something: files are read, and directories
 /// listed and passed.
-pub(super) fn overrides(keys: &MountKeys) -> Overrides {
+pub(super) fn overrides(settings: &MountSettings) -> Overrides {
     Overrides {
-        file_mode: keys.file_mode.as_ref().map(|mode| mode.0.0 & 0o444),
-        dir_mode: keys.dir_mode.as_ref().map(|mode| mode.0.0 & 0o555),
-        uid: keys.uid,
-        gid: keys.gid,
+        file_mode: settings.file_mode.map(|mode| mode.0 & 0o444),
+        dir_mode: settings.dir_mode.map(|mode| mode.0 & 0o555),
+        uid: settings.uid.map(OwnerId::number),
+        gid: settings.gid.map(OwnerId::number),
     }
 }
 
@@ -258,7 +259,7 @@ pub(super) fn lay_out(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: 
     let options = VolumeOptions {
         engine: engine_options(&budget),
         // Without a word nothing bypasses the page cache.
-        direct: config.mount.direct_io.as_ref().map(Into::into).unwrap_or_default(),
+        direct: config.mount.direct_io.clone().unwrap_or_default(),
         config_text: config.to_toml()?,
         budget: Some(budget),
         remount: remount_command(config).unwrap_or_default(),

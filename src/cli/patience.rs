@@ -11,8 +11,8 @@ use std::{
 };
 
 use crate::{
+    config::Config,
     host::{self, limits},
-    plan::Config,
     source::Fetches,
 };
 

@@ -16,8 +16,9 @@ use serde_json::{Value, json};
 use super::output;
 use crate::{
     checkpoint::printable_lines,
+    config::Config,
     fuse::{MountEntry, ckfs_mounts},
-    plan::{Config, report::human_bytes},
+    plan::{ViewOptions, report::human_bytes},
 };
 
 /// How long a mount may take to answer.
@@ -108,7 +109,7 @@ pub(super) fn probe(mountpoint: &Path) -> Probe {
             Probe {
                 health: if stats["health"] == "degraded" { Health::Degraded } else { Health::Healthy },
                 stats,
-                config: Config::parse(&config, Path::new("config.toml"), Path::new("/")).ok(),
+                config: Config::of_text(&config, Path::new("config.toml"), Path::new("/")).ok(),
             }
         }
     }
@@ -121,14 +122,14 @@ fn is_gone(error: &io::Error) -> bool {
 fn views(config: Option<&Config>) -> Vec<Value> {
     let views = config.into_iter().flat_map(|config| &config.views);
     views
-        .map(|view| {
-            let options = view.keys.options();
-            json!({
+        .filter_map(|view| {
+            let options = ViewOptions::new(&view.settings).ok()?;
+            Some(json!({
                 "name": view.name,
                 "mesh": options.mesh.to_string(),
                 "layout": options.layout.name(),
                 "dtype": options.dtype.map(crate::tensor::DType::code),
-            })
+            }))
         })
         .collect()
 }

@@ -20,7 +20,8 @@ use sha2::{Digest, Sha256};
 use super::{LogFlags, export::bar, flags::SourceFlags, lent::Copier, open, output, tree};
 use crate::{
     checkpoint::{Checkpoint, FileRole, printable_lines},
-    plan::Config,
+    config::Config,
+    plan::ViewOptions,
     source::FileId,
     volume::{NodeKind, Volume},
 };
@@ -139,7 +140,7 @@ fn compare(what: &str, wanted: &BTreeMap<String, String>, found: &BTreeMap<Strin
 fn list(target: Option<&str>, only: &[String], flags: &SourceFlags, log: &LogFlags) -> anyhow::Result<List> {
     let mount = target.map(Path::new).filter(|path| path.join(".ckfs/config.toml").is_file());
     let mut config = match mount {
-        Some(mount) if flags.view.config.is_some() => {
+        Some(mount) if flags.settings.config.is_some() => {
             bail!("{}: is a mount, which says by itself how it was made; --config is for sources", mount.display())
         }
         Some(mount) => Config::load(&mount.join(".ckfs/config.toml"))?,
@@ -187,15 +188,15 @@ fn list(target: Option<&str>, only: &[String], flags: &SourceFlags, log: &LogFla
     open::check_sources(&volume)?;
     bar.finish_and_clear();
     let views = config.views.iter().map(|view| {
-        let options = view.keys.options();
+        let options = ViewOptions::new(&view.settings)?;
         let dtype = options.dtype.map_or("keep", crate::tensor::DType::name);
         let name = if view.name.is_empty() { String::new() } else { format!("{} ", view.name) };
-        format!("{name}mesh={} layout={} dtype={dtype}", options.mesh, options.layout.name())
+        Ok(format!("{name}mesh={} layout={} dtype={dtype}", options.mesh, options.layout.name()))
     });
     Ok(List {
         revision: checkpoint.revision().map(str::to_owned),
         only: only.to_vec(),
-        views: views.collect(),
+        views: views.collect::<anyhow::Result<_>>()?,
         sources: read.iter().map(|(path, file)| ((*path).to_owned(), sources[file].clone())).collect(),
         files,
     })

@@ -6,8 +6,8 @@ use clap::Args;
 
 use super::output::Usage;
 use crate::{
+    config::Config,
     fuse::{UnmountOptions, unmount},
-    plan::Config,
 };
 
 /// Unmounts a ckfs mount, live or stale.

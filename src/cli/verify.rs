@@ -23,8 +23,9 @@ use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use super::{LogFlags, export::bar, flags::SourceFlags, lent::Copier, open, output, sums, tree};
 use crate::{
     checkpoint::Checkpoint,
+    config::{ByteCount, Config},
     image::{FileImage, Segment},
-    plan::{Config, config::ByteCount, report::human_bytes},
+    plan::report::human_bytes,
     read::reference::Evaluator,
     source::FileId,
     tensor::TensorId,
@@ -141,7 +142,7 @@ impl Verify {
         let extent = if self.full { Extent::Full } else { Extent::Sample(self.sample.0) };
         let mount = self.target.as_deref().map(Path::new).filter(|path| path.join(".ckfs/config.toml").is_file());
         let findings = if let Some(mount) = mount {
-            if self.flags.view.config.is_some() {
+            if self.flags.settings.config.is_some() {
                 bail!("{}: is a mount, which says by itself how it was made; --config is for sources", mount.display());
             }
             verify_mount(mount, &self.only, extent, log)?

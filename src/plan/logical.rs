@@ -8,16 +8,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{mesh::Mesh, spec::Spec};
-
-/// Which mesh axes split a logical axis, the first outermost.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
-#[serde(deny_unknown_fields)]
-pub struct LogicalRule {
-    /// The logical axis.
-    pub logical: String,
-    /// Names of mesh axes; none leaves the axis whole and keeps later rules from it.
-    pub mesh: Vec<String>,
-}
+pub use crate::config::LogicalRule;
 
 /// Rules, in the order in which they are tried.
 #[derive(Clone, Debug, PartialEq, Eq, Default, Deserialize, Serialize)]

@@ -6,10 +6,8 @@
 //!
 //! What it deliberately does not do: lay out files (that is `image`) or know about the mount's tree (that is `volume`).
 
-mod allow;
 pub mod amplification;
 mod canonical;
-pub mod config;
 pub mod draft;
 mod expect;
 pub mod expr;
@@ -21,30 +19,26 @@ pub mod layout_file;
 pub mod layouts;
 pub mod logical;
 mod lora;
-pub mod mesh;
 mod name_group;
 mod names;
 mod naming;
+mod options;
 mod packed;
-pub mod pattern;
 pub mod problem;
 pub mod rename;
 pub mod report;
 mod select;
 pub mod shard;
 pub mod spec;
-mod time_limit;
 pub mod values;
 
 use std::{
     borrow::Cow,
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::Arc,
 };
 
-pub use allow::Allow;
-pub use config::{Config, ConfigError};
 pub use draft::{Bundled, Draft, Roles};
 pub use family::Family;
 pub use hf::{HfContent, HfFile};
@@ -52,18 +46,18 @@ pub use holes::Hole;
 pub use kind::Kinds;
 pub use layout_file::LayoutFile;
 pub use layouts::Embedded;
-pub use logical::{LogicalRule, LogicalRules};
-pub use mesh::{DEVICES_LISTED_MAX, Mesh, MeshAxis, MeshError};
+pub use logical::LogicalRules;
 pub use name_group::NameGroup;
 pub use naming::{SELF_WORD, component};
-pub use pattern::{Pattern, PatternError};
 pub use problem::{PlanError, Problem};
-pub use rename::Rename;
-pub use select::{LayerRanges, Subset};
-pub use shard::{AxisUse, ShardRule, Sharding, axis_use};
+pub use select::Subset;
+pub use shard::{AxisUse, Sharding, axis_use};
 pub use spec::Spec;
-pub use values::CastRule;
 
+pub use crate::config::{
+    Allow, CastRule, DEVICES_LISTED_MAX, LayerRanges, LogicalRule, Mesh, MeshAxis, MeshError, Pattern, PatternError,
+    Rename, ShardRule, Tied, mesh, pattern,
+};
 use crate::{
     checkpoint::{Adapter, Checkpoint},
     tensor::{DType, PIECES_MAX, Region, Shape, TensorId, TilingError, View},
@@ -102,28 +96,6 @@ impl Layout {
         match self {
             Self::Embedded(embedded) if embedded.name.starts_with("maxtext") => Some("params"),
             Self::Canonical | Self::Hf | Self::Embedded(_) | Self::File(_) => None,
-        }
-    }
-
-    /// The layout that a word of the user's names: one in the program, or else a file `*.toml`.
-    ///
-    /// # Errors
-    /// What is wrong with the file, or the list of names if it is none.
-    pub fn find(word: &str) -> Result<Self, PlanError> {
-        match word {
-            "canonical" => Ok(Self::Canonical),
-            "hf" => Ok(Self::Hf),
-            _ => {
-                if let Some(embedded) = Embedded::find(word) {
-                    return Ok(Self::Embedded(embedded));
-                }
-                if Path::new(word).extension().is_some_and(|extension| extension == "toml") {
-                    return LayoutFile::open(Path::new(word)).map(|file| Self::File(Arc::new(file)));
-                }
-                let names: Vec<&str> = Embedded::names().collect();
-                let reason = format!("expected canonical, hf, {} or a file *.toml", names.join(", "));
-                Err(Problem::File { file: format!("layout {word:?}"), reason }.into())
-            }
         }
     }
 }
@@ -169,18 +141,6 @@ pub struct ViewOptions {
     pub tied: Tied,
     /// Directory of a LoRA adapter, one of those that the checkpoint was opened with.
     pub lora: Option<PathBuf>,
-}
-
-/// How an output head that is the embedding is shown.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Tied {
-    /// As an alias in the raw tree of the layout canonical; bundles and `hf/` hold each weight once.
-    #[default]
-    Auto,
-    /// As a tensor of its own everywhere, in bundles and in `hf/` too.
-    Alias,
-    /// Not at all, unless the repository stores it.
-    Absent,
 }
 
 /// A named, sharded view.

@@ -4,10 +4,10 @@ use super::{
     draft::{Draft, Roles},
     logical::LogicalRules,
     mesh::Mesh,
-    pattern::Pattern,
     problem::Problem,
     spec::Spec,
 };
+use crate::config::ShardRule;
 
 /// How specs are chosen where no rule of the user's matches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -19,16 +19,6 @@ pub enum Sharding {
     Logical,
     /// Nothing is split: every device holds everything.
     Replicate,
-}
-
-/// The spec of the tensors that match a pattern.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ShardRule {
-    /// Matched against the name in the mount.
-    pub pattern: Pattern,
-    /// Per tensor axis, names of the mesh axes that split it, the first outermost. Missing axes are not split. A name
-    /// that the mesh does not have is passed over, so that one set of rules serves several meshes.
-    pub spec: Vec<Vec<String>>,
 }
 
 /// What a mesh axis does under [`Sharding::Auto`].

@@ -1,20 +1,12 @@
 //! What becomes of a source tensor's values: passed through, cast or dequantized, by `--dtype` and the rules of the
 //! configuration file.
 
-use super::{pattern::Pattern, problem::Problem};
+use super::problem::Problem;
 use crate::{
     checkpoint::{Checkpoint, Quantization},
+    config::CastRule,
     tensor::{DType, Shape, SourceTensor, TensorId, View},
 };
-
-/// The dtype of the tensors that match a pattern.
-#[derive(Clone, Debug, PartialEq)]
-pub struct CastRule {
-    /// Matched against the name in the repository and the names in the mount.
-    pub pattern: Pattern,
-    /// The dtype; `None` passes the tensor through.
-    pub dtype: Option<DType>,
-}
 
 /// Decides and builds the values of source tensors.
 #[derive(Debug)]

@@ -32,9 +32,10 @@ use super::{
 };
 use crate::{
     checkpoint::{Checkpoint, printable},
+    config::MadeWhole,
     host::budget::Budget,
     image::{FileImage, RowFile, distcp_name},
-    plan::{Allow, HfContent, HfFile, Plan, Problem, config::MadeWhole, report},
+    plan::{Allow, HfContent, HfFile, Plan, Problem, report},
     read::{Engine, EngineOptions, MapsAhead, OpenFile, ReadError, counters::add},
     source::{FileId, SourceError},
     tensor::{View, to_usize},

@@ -69,14 +69,13 @@
 mod read;
 mod resolve;
 
-use std::{collections::BTreeMap, path::Path, sync::Arc};
+use std::{collections::BTreeMap, sync::Arc};
 
 use super::{
     draft::Draft,
     expr::{Expr, Template},
     logical::LogicalRules,
     name_group::NameGroup,
-    problem::{PlanError, Problem},
 };
 use crate::tensor::DType;
 
@@ -214,17 +213,6 @@ pub struct Allowed {
 }
 
 impl LayoutFile {
-    /// Reads a layout from a file.
-    ///
-    /// # Errors
-    /// Everything wrong with it, naming file and line.
-    pub fn open(path: &Path) -> Result<Self, PlanError> {
-        let label = path.display().to_string();
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| Problem::File { file: label.clone(), reason: error.to_string() })?;
-        Self::parse(&label, &text)
-    }
-
     /// Its name.
     pub fn name(&self) -> &str {
         &self.name

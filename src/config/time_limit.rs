@@ -2,7 +2,9 @@
 
 use std::{fmt, str::FromStr, time::Duration};
 
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::Deserialize;
+
+use super::value::{Fault, Toml, Value, deserialize};
 
 /// Longest limit: a year. Longer ones are typing errors.
 const LONGEST: Duration = Duration::from_hours(365 * 24);
@@ -44,25 +46,28 @@ impl fmt::Display for TimeLimit {
     }
 }
 
-impl<'de> Deserialize<'de> for TimeLimit {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+impl Value for TimeLimit {
+    fn from_word(text: &str) -> Result<Self, String> {
+        text.parse()
+    }
+
+    fn to_toml(&self) -> Result<toml::Value, String> {
+        Ok(self.to_string().into())
+    }
+
+    fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
         #[derive(Deserialize)]
         #[serde(untagged, expecting = "expected a number of seconds, or a time such as \"5s\", \"500ms\" or \"2m\"")]
         enum Either {
             Seconds(u64),
             Text(String),
         }
-        let text = match Either::deserialize(deserializer)? {
+        let at = value.span();
+        let text = match deserialize(value)? {
             Either::Seconds(seconds) => seconds.to_string(),
             Either::Text(text) => text,
         };
-        text.parse().map_err(serde::de::Error::custom)
-    }
-}
-
-impl Serialize for TimeLimit {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
+        text.parse().map_err(|reason| Fault { at, reason })
     }
 }
 

@@ -1,0 +1,282 @@
+//! The configuration file: settings as TOML, for one view or several. Reading and writing of its text; no I/O.
+//!
+//! ```toml
+//! source = "/data/models/llama"        # a path (relative to this file), or org/name[@revision]
+//! mountpoint = "/mnt/llama"
+//! dtype = "bf16"                       # keys of a view; tables of views inherit them
+//!
+//! [[cast]]                             # the first rule that matches a name wins over `dtype`
+//! match = "*norm*"
+//! dtype = "keep"
+//!
+//! [[shard_rules]]                      # the first rule that matches wins over `shard`
+//! match = "layers.scanned.wq"
+//! spec = ["-", ["tensor", "fsdp"]]     # per axis: "-", a mesh axis, or several, the first outermost
+//!
+//! [[rename]]                           # regular expressions over the names shown, all in order; `$1` is a group
+//! match = "^layers\\."
+//! to = "decoder.layers."
+//!
+//! [view.train]                         # under MNT/train/
+//! mesh = "fsdp=4,tensor=2"
+//!
+//! [view.rollout]
+//! mesh = "tensor=4"
+//! layout = "hf"
+//!
+//! [mount]
+//! allow_other = true
+//! ```
+//!
+//! Unknown keys and malformed values are errors that name file and line.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Serialize, Serializer, ser::SerializeMap};
+use toml::{Spanned, de::DeTable};
+
+use super::{
+    Config,
+    setting::{Home, Setting},
+    settings::{Settings, ViewSettings},
+    table::SETTINGS,
+    value::{Fault, Toml, deserialize},
+};
+
+/// Why a configuration is of no use.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("{}: {reason}", file.display())]
+    Read {
+        /// The file.
+        file: PathBuf,
+        /// What the system said.
+        reason: String,
+    },
+    /// The text is not as it must be.
+    #[error("{}:{line}: {reason}", file.display())]
+    Text {
+        /// The file.
+        file: PathBuf,
+        /// Line, from 1.
+        line: usize,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The configuration cannot be written as TOML.
+    #[error("the configuration cannot be written as TOML: {reason}")]
+    Unwritable {
+        /// What stands in the way.
+        reason: String,
+    },
+}
+
+/// What a file says.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct FileSettings {
+    /// Outside the tables of views.
+    pub top: Settings,
+    /// The tables of views, by name.
+    pub views: Vec<(String, Settings)>,
+}
+
+impl FileSettings {
+    /// Reads a text; `file` is its name for messages.
+    ///
+    /// # Errors
+    /// The first fault, with its line.
+    pub fn parse(text: &str, file: &Path) -> Result<Self, ConfigError> {
+        Self::read(text).map_err(|fault| fault.error(text, file))
+    }
+
+    fn read(text: &str) -> Result<Self, Fault> {
+        let mut found = Self::default();
+        for (key, value) in document(text)? {
+            match key.get_ref().as_str() {
+                "mount" => read_table(value, &[Home::Mount], &[], &mut found.top)?,
+                "view" => {
+                    for (name, value) in entries(value)? {
+                        found.views.push((view_name(name)?, Settings::default()));
+                        if let Some((_, settings)) = found.views.last_mut() {
+                            read_table(value, &[Home::View], &[], settings)?;
+                        }
+                    }
+                }
+                _ => read_key(&key, value, &[Home::Top, Home::View], &["mount", "view"], &mut found.top)?,
+            }
+        }
+        found.views.sort_by(|(left, _), (right, _)| left.cmp(right));
+        Ok(found)
+    }
+}
+
+/// A file of sharding rules, as `--shard FILE` takes: two of the settings, which are read into `view`.
+///
+/// # Errors
+/// The first fault, with its line.
+pub(super) fn parse_shard_rules(text: &str, file: &Path) -> Result<ViewSettings, ConfigError> {
+    use super::ShardChoice;
+    let read = || {
+        let mut settings = Settings::default();
+        for (key, value) in document(text)? {
+            let row = SETTINGS
+                .iter()
+                .find(|row| ["shard", "shard_rules"].contains(&&*row.toml_key()) && row.toml_key() == *key.get_ref());
+            let at = value.span();
+            let row = row.ok_or_else(|| unknown(&key, ["shard", "shard_rules"].map(str::to_owned).to_vec()))?;
+            (row.field.read)(&mut settings, value)?;
+            if matches!(settings.view.shard, Some(ShardChoice::File(_))) {
+                let reason = "shard: expected auto or none in a file of rules, found a file".to_owned();
+                return Err(Fault { at, reason });
+            }
+        }
+        Ok(settings.view)
+    };
+    read().map_err(|fault: Fault| fault.error(text, file))
+}
+
+impl Fault {
+    fn error(self, text: &str, file: &Path) -> ConfigError {
+        let before = text.get(..self.at.start.min(text.len())).unwrap_or_default();
+        let line = 1 + before.matches('\n').count();
+        ConfigError::Text { file: file.to_owned(), line, reason: self.reason.replace('\n', "; ") }
+    }
+}
+
+type Entries<'a> = Vec<(Spanned<String>, Toml<'a>)>;
+
+/// The entries of a table in the order of the text.
+fn in_order(table: DeTable<'_>) -> Entries<'_> {
+    let owned = |key: Spanned<std::borrow::Cow<'_, str>>| {
+        let at = key.span();
+        Spanned::new(at, key.into_inner().into_owned())
+    };
+    let mut entries: Entries<'_> = table.into_iter().map(|(key, value)| (owned(key), value)).collect();
+    entries.sort_by_key(|(key, _)| key.span().start);
+    entries
+}
+
+fn document(text: &str) -> Result<Entries<'_>, Fault> {
+    let table = DeTable::parse(text)
+        .map_err(|error| Fault { at: error.span().unwrap_or(0..0), reason: error.message().to_owned() })?;
+    Ok(in_order(table.into_inner()))
+}
+
+fn entries(value: Toml<'_>) -> Result<Entries<'_>, Fault> {
+    if !value.get_ref().is_table() {
+        // Serde says what is there instead.
+        return deserialize::<toml::Table>(value).map(|_| Vec::new());
+    }
+    let toml::de::DeValue::Table(table) = value.into_inner() else { return Ok(Vec::new()) };
+    Ok(in_order(table))
+}
+
+fn read_table(value: Toml<'_>, homes: &[Home], tables: &[&str], settings: &mut Settings) -> Result<(), Fault> {
+    entries(value)?.into_iter().try_for_each(|(key, value)| read_key(&key, value, homes, tables, settings))
+}
+
+/// Reads one key that stands in one of `homes`, beside which there may be `tables`.
+fn read_key(
+    key: &Spanned<String>,
+    value: Toml<'_>,
+    homes: &[Home],
+    tables: &[&str],
+    settings: &mut Settings,
+) -> Result<(), Fault> {
+    let known = || SETTINGS.iter().filter(|row| homes.contains(&row.home));
+    let Some(row) = known().find(|row| row.toml_key() == *key.get_ref()) else {
+        let names = known().map(Setting::toml_key).chain(tables.iter().map(|name| (*name).to_owned()));
+        return Err(unknown(key, names.collect()));
+    };
+    (row.field.read)(settings, value)
+}
+
+fn unknown(key: &Spanned<String>, names: Vec<String>) -> Fault {
+    let found = key.get_ref();
+    let near = super::nearest(found, names.iter().map(String::as_str));
+    let near = near.map_or_else(String::new, |near| format!(", the nearest name is `{near}`"));
+    let names: Vec<String> = names.into_iter().map(|name| format!("`{name}`")).collect();
+    Fault { at: key.span(), reason: format!("unknown field `{found}`{near}, expected one of {}", names.join(", ")) }
+}
+
+fn view_name(name: Spanned<String>) -> Result<String, Fault> {
+    let valid = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
+    let at = name.span();
+    let name = name.into_inner();
+    if name.is_empty() || name.starts_with('.') || name.len() > 255 || !name.chars().all(valid) {
+        let reason = format!("view {name:?}: expected a name of letters, digits, _, - and ., not starting with .");
+        return Err(Fault { at, reason });
+    }
+    Ok(name)
+}
+
+/// Keys and values, in the order of the table.
+struct Rows(Vec<(String, toml::Value)>);
+
+impl Rows {
+    fn new(settings: &Settings, homes: &[Home]) -> Result<Self, ConfigError> {
+        let mut rows = Vec::new();
+        for row in SETTINGS.iter().filter(|row| homes.contains(&row.home)) {
+            let written = (row.field.write)(settings)
+                .map_err(|reason| ConfigError::Unwritable { reason: format!("{}: {reason}", row.toml_key()) })?;
+            rows.extend(written.map(|value| (row.toml_key(), value)));
+        }
+        Ok(Self(rows))
+    }
+}
+
+impl Serialize for Rows {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(key, value)| (key, value)))
+    }
+}
+
+struct Document {
+    top: Rows,
+    views: Vec<(String, Rows)>,
+    mount: Rows,
+}
+
+impl Serialize for Document {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        struct Views<'a>(&'a [(String, Rows)]);
+        impl Serialize for Views<'_> {
+            fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                serializer.collect_map(self.0.iter().map(|(name, rows)| (name, rows)))
+            }
+        }
+        let mut map = serializer.serialize_map(None)?;
+        for (key, value) in &self.top.0 {
+            map.serialize_entry(key, value)?;
+        }
+        if !self.views.is_empty() {
+            map.serialize_entry("view", &Views(&self.views))?;
+        }
+        if !self.mount.0.is_empty() {
+            map.serialize_entry("mount", &self.mount)?;
+        }
+        map.end()
+    }
+}
+
+/// A configuration as a text that reads back as the same: every view in full. A mountpoint that is no text is left out.
+///
+/// # Errors
+/// [`ConfigError::Unwritable`].
+pub(super) fn write(config: &Config) -> Result<String, ConfigError> {
+    let mut top = config.top();
+    top.mountpoint = top.mountpoint.filter(|path| path.to_str().is_some());
+    let mut views = Vec::new();
+    for view in &config.views {
+        if view.name.is_empty() {
+            top.view = view.settings.clone();
+        } else {
+            let settings = Settings { view: view.settings.clone(), ..Settings::default() };
+            views.push((view.name.clone(), Rows::new(&settings, &[Home::View])?));
+        }
+    }
+    let mount = Rows::new(&top, &[Home::Mount])?;
+    let document = Document { top: Rows::new(&top, &[Home::Top, Home::View])?, views, mount };
+    toml::to_string(&document).map_err(|error| ConfigError::Unwritable { reason: error.to_string() })
+}

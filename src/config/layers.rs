@@ -1,0 +1,91 @@
+//! Numbers of layers, as `--layers` takes them.
+
+use std::ops::Range;
+
+use super::value::Value;
+
+/// Numbers of layers, as half-open ranges: `0..8,24..32`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayerRanges(Vec<Range<u64>>);
+
+impl LayerRanges {
+    /// Reads `0..8`, `..8`, `24..`, `5`, or several of these with commas.
+    ///
+    /// # Errors
+    /// What was expected.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let malformed = |part: &str| format!("layers: expected ranges such as 0..8 or 0..4,28.., found {part:?}");
+        let number = |word: &str, part: &str| word.trim().parse::<u64>().map_err(|_| malformed(part));
+        let mut ranges = Vec::new();
+        for part in text.split(',').map(str::trim) {
+            let range = match part.split_once("..") {
+                None => {
+                    let only = number(part, part)?;
+                    only..only.saturating_add(1)
+                }
+                Some((start, stop)) => {
+                    let start = if start.is_empty() { 0 } else { number(start, part)? };
+                    start..if stop.is_empty() { u64::MAX } else { number(stop, part)? }
+                }
+            };
+            if range.is_empty() {
+                return Err(malformed(part));
+            }
+            ranges.push(range);
+        }
+        Ok(Self(ranges))
+    }
+
+    /// Whether a layer is among them.
+    pub fn contains(&self, layer: u64) -> bool {
+        self.0.iter().any(|range| range.contains(&layer))
+    }
+
+    /// The first range, as typed, that names layers beyond the last of `count`.
+    pub fn beyond(&self, count: u64) -> Option<String> {
+        let out = |range: &&Range<u64>| range.start >= count || (range.end != u64::MAX && range.end > count);
+        self.0.iter().find(out).map(|range| Self(vec![range.clone()]).text())
+    }
+
+    /// As [`LayerRanges::parse`] reads it.
+    pub fn text(&self) -> String {
+        let word = |range: &Range<u64>| {
+            let stop = if range.end == u64::MAX { String::new() } else { range.end.to_string() };
+            format!("{}..{stop}", range.start)
+        };
+        self.0.iter().map(word).collect::<Vec<_>>().join(",")
+    }
+}
+
+impl Value for LayerRanges {
+    fn from_word(text: &str) -> Result<Self, String> {
+        Self::parse(text)
+    }
+
+    fn to_toml(&self) -> Result<toml::Value, String> {
+        Ok(self.text().into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_of_layers() {
+        for (text, inside, outside) in [
+            ("0..8", [0, 7], [8, 9]),
+            ("..2,30..", [1, 99], [2, 29]),
+            ("5", [5, 5], [4, 6]),
+            ("1..3, 7", [2, 7], [3, 0]),
+        ] {
+            let ranges = LayerRanges::parse(text).unwrap();
+            assert!(inside.iter().all(|layer| ranges.contains(*layer)), "{text}");
+            assert!(!outside.iter().any(|layer| ranges.contains(*layer)), "{text}");
+            assert_eq!(LayerRanges::parse(&ranges.text()), Ok(ranges));
+        }
+        for text in ["", "a", "3..3", "4..2", "1-3", "0..8,"] {
+            assert!(LayerRanges::parse(text).is_err(), "{text:?}");
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! Files: where what was typed names one, it is read here, and nowhere else in this layer.
+
+use std::{fs, path::Path};
+
+use super::{
+    Config, ConfigError, FileSettings, LayoutChoice, Settings, ShardChoice, ViewSettings, file::parse_shard_rules,
+};
+
+/// The text of a file.
+///
+/// # Errors
+/// [`ConfigError::Read`].
+fn read_text(file: &Path) -> Result<String, ConfigError> {
+    fs::read_to_string(file).map_err(|error| ConfigError::Read { file: file.to_owned(), reason: error.to_string() })
+}
+
+impl Config {
+    /// Reads a configuration file, and the files that it names.
+    ///
+    /// # Errors
+    /// [`ConfigError`], naming the line.
+    pub fn load(file: &Path) -> Result<Self, ConfigError> {
+        let base = std::path::absolute(file)
+            .map_err(|error| ConfigError::Read { file: file.to_owned(), reason: error.to_string() })?;
+        Self::of_text(&read_text(file)?, file, base.parent().unwrap_or(Path::new("/")))
+    }
+
+    /// Reads a configuration from a text, and the files that it names; `file` is its name for messages and relative paths
+    /// begin at `base`.
+    ///
+    /// # Errors
+    /// [`ConfigError`].
+    pub fn of_text(text: &str, file: &Path, base: &Path) -> Result<Self, ConfigError> {
+        let mut settings = FileSettings::parse(text, file)?;
+        // A name of the hub's cache stays one, unless there is a directory of that name beside the file.
+        if let Some(source) = &mut settings.top.source {
+            let path = base.join(&*source);
+            if path.exists() {
+                *source = path.display().to_string();
+            }
+        }
+        take_in(&mut settings.top, base)?;
+        for (_, view) in &mut settings.views {
+            take_in(view, base)?;
+        }
+        Ok(Self::of_file(settings))
+    }
+
+    /// What command lines and a file amount to. The file is the one that the first of `lines` names; what these say wins over
+    /// it, the first of them first.
+    ///
+    /// # Errors
+    /// [`ConfigError`] if a file cannot be read or is malformed.
+    pub fn gather(lines: &[&Settings], base: &Path) -> Result<Self, ConfigError> {
+        let mut said = Settings::default();
+        for line in lines {
+            said.over(line);
+        }
+        let mut config = said.config.as_deref().map(Self::load).transpose()?.unwrap_or_default();
+        take_in(&mut said, base)?;
+        config.overlay(said);
+        Ok(config)
+    }
+}
+
+impl LayoutChoice {
+    /// Reads the layout's file, if it is one.
+    ///
+    /// # Errors
+    /// [`ConfigError::Read`].
+    pub fn take_in(&mut self) -> Result<(), ConfigError> {
+        if let Self::File { path, text } = self {
+            *text = read_text(path)?.into();
+        }
+        Ok(())
+    }
+}
+
+/// Reads the files that settings name; relative paths begin at `base`.
+fn take_in(settings: &mut Settings, base: &Path) -> Result<(), ConfigError> {
+    settings.rebase(base);
+    let ViewSettings { layout, shard, shard_rules, .. } = &mut settings.view;
+    if let Some(layout) = layout {
+        layout.take_in()?;
+    }
+    if let Some(ShardChoice::File(file)) = shard {
+        let rules = parse_shard_rules(&read_text(file)?, file)?;
+        *shard = Some(rules.shard.unwrap_or(ShardChoice::Auto));
+        shard_rules.extend(rules.shard_rules);
+    }
+    Ok(())
+}

@@ -1,0 +1,169 @@
+//! What the user typed, in whatever form: flags, options of mount(8), a TOML file. Parsed, not yet meant.
+//!
+//! One table, [`SETTINGS`], has a row for each setting: its name, its group, what follows the flag, its help, and the field of
+//! [`Settings`] that holds what was typed. Everything else follows from the row:
+//!
+//! | form | made from the row by |
+//! | --- | --- |
+//! | flags, their help and errors | `cli::flags` |
+//! | keys of files, their errors with file and line, `.ckfs/config.toml` | [`file`](FileSettings) |
+//! | options of `-o` and of `mount.ckfs` | [`options`] |
+//! | what wins: flags, then `-o`, then the file's table of a view, then its top | [`Settings::over`], [`Config::gather`] |
+//! | paths that begin where they were written | [`Settings::rebase`] |
+//!
+//! To add a setting, add a field to [`settings`](Settings) and a row to `table.rs`; then use the field. The type of the field
+//! says how a word or a TOML value is read and written ([`value`]); a new kind of value is one `impl` there or in `words.rs`,
+//! and a closed list of words is a [`value::Choice`].
+//!
+//! Parsing does no I/O: `load.rs` alone reads the files that settings name. What a layout file means, whether a mesh suits a
+//! checkpoint, how much memory there is: that is left to the layers above.
+
+mod allow;
+mod file;
+mod layers;
+mod load;
+pub mod mesh;
+pub mod options;
+pub mod pattern;
+pub mod rename;
+mod rules;
+mod setting;
+mod settings;
+mod table;
+#[cfg(test)]
+mod tests;
+mod time_limit;
+pub mod value;
+mod words;
+
+use std::path::{Path, PathBuf};
+
+pub use allow::Allow;
+pub use file::{ConfigError, FileSettings};
+pub use layers::LayerRanges;
+pub use mesh::{DEVICES_LISTED_MAX, Mesh, MeshAxis, MeshError};
+pub use pattern::{Pattern, PatternError};
+pub use rename::Rename;
+pub use rules::{CastRule, LogicalRule, ShardRule};
+pub use setting::{Access, Group, Home, Setting, Takers, Takes};
+pub use settings::{MountSettings, Settings, ViewSettings};
+pub use table::{KEYS, SETTINGS};
+#[cfg(test)]
+pub(crate) use tests::EVERY_VIEW_KEY;
+pub use time_limit::TimeLimit;
+pub use words::{
+    ByteCount, Devices, DtypeChoice, LAYOUTS, LayoutChoice, MadeWhole, OwnerId, ParamValue, PermissionBits,
+    ShardChoice, THREADS_MAX, ThreadCount, Tied,
+};
+
+/// One view of the configuration.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ViewConfig {
+    /// Name of its directory; empty for the only view, at the root of the mount.
+    pub name: String,
+    /// Its settings, those of the top included.
+    pub settings: ViewSettings,
+}
+
+/// A configuration, with everything inherited and all files it refers to taken in.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Config {
+    /// What to mount: an absolute path, or `org/name[@revision]`.
+    pub source: Option<String>,
+    /// Where; absolute.
+    pub mountpoint: Option<PathBuf>,
+    /// The views, at least one; only a single one may be without a name.
+    pub views: Vec<ViewConfig>,
+    /// How to mount.
+    pub mount: MountSettings,
+    /// Seconds that a daemon may take to be ready.
+    pub start_seconds: Option<u64>,
+}
+
+impl Default for Config {
+    /// One view at the root, nothing said.
+    fn default() -> Self {
+        Self::of_file(FileSettings::default())
+    }
+}
+
+impl Config {
+    /// What a file amounts to: each view with what stands above it.
+    pub fn of_file(file: FileSettings) -> Self {
+        let FileSettings { mut top, views } = file;
+        top.over(&Settings::by_default());
+        let inherit = |(name, mut own): (String, Settings)| {
+            own.over(&top);
+            ViewConfig { name, settings: own.view }
+        };
+        let mut views: Vec<ViewConfig> = views.into_iter().map(inherit).collect();
+        if views.is_empty() {
+            views.push(ViewConfig { name: String::new(), settings: top.view });
+        }
+        let Settings { source, mountpoint, mount, start_seconds, .. } = top;
+        Self { source, mountpoint, views, mount, start_seconds }
+    }
+
+    /// Lets what was said elsewhere win over this, in every view.
+    pub fn overlay(&mut self, said: Settings) {
+        for view in &mut self.views {
+            let mut settings = said.clone();
+            settings.over(&Settings { view: std::mem::take(&mut view.settings), ..Settings::default() });
+            view.settings = settings.view;
+        }
+        let mut top = said;
+        top.over(&self.top());
+        let Settings { source, mountpoint, mount, start_seconds, .. } = top;
+        *self = Self { source, mountpoint, views: std::mem::take(&mut self.views), mount, start_seconds };
+    }
+
+    /// What holds for all views.
+    fn top(&self) -> Settings {
+        let Self { source, mountpoint, views: _, mount, start_seconds } = self.clone();
+        Settings { source, mountpoint, mount, start_seconds, ..Settings::default() }
+    }
+
+    /// The configuration as a text that reads back as the same; without the mountpoint if that is no text.
+    ///
+    /// # Errors
+    /// [`ConfigError::Unwritable`] if a path is no text, or a number is beyond those of TOML.
+    pub fn to_toml(&self) -> Result<String, ConfigError> {
+        file::write(self)
+    }
+}
+
+impl Settings {
+    /// Takes from `base` what is not said here. Where several may be said, those of `base` come after.
+    pub fn over(&mut self, base: &Self) {
+        for row in SETTINGS {
+            (row.field.over)(self, base);
+        }
+    }
+
+    /// What holds where nothing is said, as far as the table says it.
+    fn by_default() -> Self {
+        let mut settings = Self::default();
+        for row in SETTINGS {
+            let taken = row.default.map_or(Ok(()), |word| (row.field.add)(&mut settings, word.as_ref()));
+            taken.expect("defaults in the table are well-formed, which a test shows");
+        }
+        settings
+    }
+
+    /// Lets relative paths begin at `base`.
+    pub fn rebase(&mut self, base: &Path) {
+        for row in SETTINGS {
+            (row.field.rebase)(self, base);
+        }
+    }
+}
+
+/// Shortest text that is taken for the beginning of a name.
+const BEGINNING_BYTES_MIN: usize = 3;
+
+/// The name that begins with what was typed, or else the most similar one if it differs in less than half of its characters.
+fn nearest<'a>(found: &str, names: impl Iterator<Item = &'a str> + Clone) -> Option<&'a str> {
+    let begun = names.clone().find(|name| found.len() >= BEGINNING_BYTES_MIN && name.starts_with(found));
+    let (distance, name) = names.map(|name| (strsim::damerau_levenshtein(found, name), name)).min()?;
+    begun.or_else(|| (distance * 2 < name.len()).then_some(name))
+}

@@ -1,0 +1,60 @@
+//! Options of mount(8), `-o NAME=VALUE`: flags with underscores for dashes.
+
+use super::{
+    setting::{Setting, Takes},
+    settings::Settings,
+    table::SETTINGS,
+};
+
+/// The setting that an option names, and the word that it stands for.
+fn find<'a>(name: &str, value: Option<&'a str>) -> Result<(&'static Setting, &'a str), String> {
+    let known = || SETTINGS.iter().filter(|row| row.is_flag);
+    let Some(row) = known().find(|row| row.option() == name) else {
+        let names: Vec<String> = known().map(Setting::option).collect();
+        let near = super::nearest(name, names.iter().map(String::as_str));
+        let near = near.map_or_else(String::new, |near| format!(", the nearest is {near}"));
+        return Err(format!("unknown option {name:?}{near}; there are: {}", names.join(", ")));
+    };
+    match (row.takes, value) {
+        (Takes::Value(_) | Takes::Perhaps(..), Some(value)) => Ok((row, value)),
+        (Takes::Nothing(word) | Takes::Perhaps(_, word), None) => Ok((row, word)),
+        (Takes::Nothing(_), Some(value)) => Err(format!("option {name}: expected no value, found {value:?}")),
+        (Takes::Value(_), None) => Err(format!("option {name}: expected {name}=VALUE")),
+    }
+}
+
+/// The setting that an option names.
+///
+/// # Errors
+/// The names that there are, or that a value is missing or too many.
+pub fn setting_of(name: &str, value: Option<&str>) -> Result<&'static Setting, String> {
+    find(name, value).map(|(row, _)| row)
+}
+
+/// An option as a flag.
+///
+/// # Errors
+/// As [`setting_of`].
+pub fn flag_of(name: &str, value: Option<&str>) -> Result<String, String> {
+    let (row, _) = find(name, value)?;
+    Ok(value.map_or_else(|| format!("--{}", row.name), |value| format!("--{}={value}", row.name)))
+}
+
+/// What options say.
+///
+/// # Errors
+/// The first that is unknown, malformed, or given twice and may not be.
+pub fn parse<'a>(options: impl IntoIterator<Item = (&'a str, Option<&'a str>)>) -> Result<Settings, String> {
+    let mut settings = Settings::default();
+    let mut seen: Vec<&str> = Vec::new();
+    for (name, value) in options {
+        let (row, word) = find(name, value)?;
+        if !row.repeats() && seen.contains(&row.name) {
+            return Err(format!("the argument '{}' cannot be used multiple times", row.usage()));
+        }
+        seen.push(row.name);
+        (row.field.add)(&mut settings, word.as_ref())
+            .map_err(|reason| format!("invalid value '{word}' for '{}': {reason}", row.usage()))?;
+    }
+    Ok(settings)
+}

@@ -1,0 +1,157 @@
+//! Rules by pattern, which only a file can say: tables with `match` and what holds for the names that match.
+
+use serde::{Deserialize, Deserializer, Serialize, de::Error};
+
+use super::{
+    pattern::Pattern,
+    rename::Rename,
+    value::{Fault, Shape, Toml, Value, array, deserialize},
+    words::DtypeChoice,
+};
+use crate::tensor::DType;
+
+/// The dtype of the tensors that match a pattern.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CastRule {
+    /// Matched against the name in the repository and the names in the mount.
+    #[serde(rename = "match")]
+    pub pattern: Pattern,
+    /// The dtype; `None` passes the tensor through.
+    #[serde(deserialize_with = "dtype")]
+    pub dtype: Option<DType>,
+}
+
+fn dtype<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<DType>, D::Error> {
+    DtypeChoice::from_word(&String::deserialize(deserializer)?).map(DtypeChoice::dtype).map_err(D::Error::custom)
+}
+
+/// The spec of the tensors that match a pattern.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ShardRule {
+    /// Matched against the name in the mount.
+    #[serde(rename = "match")]
+    pub pattern: Pattern,
+    /// Per tensor axis, names of the mesh axes that split it, the first outermost. Missing axes are not split. A name
+    /// that the mesh does not have is passed over, so that one set of rules serves several meshes.
+    #[serde(deserialize_with = "spec")]
+    pub spec: Vec<Vec<String>>,
+}
+
+/// What splits one axis of a tensor, as written.
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "expected for each axis \"-\", a mesh axis, or a list of mesh axes")]
+enum AxisWord {
+    /// One mesh axis; `-` or nothing for none.
+    One(String),
+    /// Several, the first outermost.
+    Several(Vec<String>),
+}
+
+fn spec<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Vec<String>>, D::Error> {
+    let names = |word| match word {
+        AxisWord::One(name) if name.is_empty() || name == "-" => Vec::new(),
+        AxisWord::One(name) => vec![name],
+        AxisWord::Several(names) => names,
+    };
+    Ok(Vec::<AxisWord>::deserialize(deserializer)?.into_iter().map(names).collect())
+}
+
+/// Which mesh axes split a logical axis, the first outermost.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct LogicalRule {
+    /// The logical axis.
+    pub logical: String,
+    /// Names of mesh axes; none leaves the axis whole and keeps later rules from it.
+    pub mesh: Vec<String>,
+}
+
+fn table<const N: usize>(rows: [(&str, toml::Value); N]) -> toml::Value {
+    toml::Value::Table(rows.into_iter().map(|(key, value)| (key.to_owned(), value)).collect())
+}
+
+/// Rules have no form on the command line, apart from renames.
+fn no_word<T>() -> Result<T, String> {
+    Err("expected a table in a file".to_owned())
+}
+
+impl Value for CastRule {
+    const SEVERAL: Shape = Shape::Rules;
+
+    fn from_word(_: &str) -> Result<Self, String> {
+        no_word()
+    }
+
+    fn to_toml(&self) -> Result<toml::Value, String> {
+        Ok(table([("match", self.pattern.text().into()), ("dtype", DtypeChoice::of(self.dtype).to_toml()?)]))
+    }
+
+    fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
+        deserialize(value)
+    }
+}
+
+impl Value for ShardRule {
+    const SEVERAL: Shape = Shape::Rules;
+
+    fn from_word(_: &str) -> Result<Self, String> {
+        no_word()
+    }
+
+    fn to_toml(&self) -> Result<toml::Value, String> {
+        let axis = |names: &Vec<String>| match &names[..] {
+            [] => Ok("-".into()),
+            [name] => name.to_toml(),
+            names => array(names),
+        };
+        let spec = self.spec.iter().map(axis).collect::<Result<_, _>>()?;
+        Ok(table([("match", self.pattern.text().into()), ("spec", toml::Value::Array(spec))]))
+    }
+
+    fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
+        deserialize(value)
+    }
+}
+
+impl Value for LogicalRule {
+    const SEVERAL: Shape = Shape::Rules;
+
+    fn from_word(_: &str) -> Result<Self, String> {
+        no_word()
+    }
+
+    fn to_toml(&self) -> Result<toml::Value, String> {
+        Ok(table([("logical", self.logical.as_str().into()), ("mesh", array(&self.mesh)?)]))
+    }
+
+    fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
+        deserialize(value)
+    }
+}
+
+impl Value for Rename {
+    const SEVERAL: Shape = Shape::Rules;
+
+    fn from_word(text: &str) -> Result<Self, String> {
+        Self::parse(text)
+    }
+
+    fn to_toml(&self) -> Result<toml::Value, String> {
+        Ok(table([("match", self.pattern().into()), ("to", self.to().into())]))
+    }
+
+    fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
+        #[derive(Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct Keys {
+            #[serde(rename = "match")]
+            pattern: String,
+            to: String,
+        }
+        let at = value.span();
+        let keys: Keys = deserialize(value)?;
+        Self::new(&keys.pattern, &keys.to).map_err(|reason| Fault { at, reason })
+    }
+}

@@ -1,0 +1,423 @@
+//! The table of settings. The order of rows is that of the help and of files that the program writes.
+
+use std::sync::LazyLock;
+
+use super::{
+    setting::{
+        Access,
+        Group::{Logging, Mount, Place, Reading, View},
+        Home, Setting,
+        Takes::{Nothing, Perhaps, Value},
+    },
+    settings::Settings,
+    value::{Field, Shape},
+};
+
+/// The shape of a field that a function reaches.
+const fn shape_of<F: Field>(_: fn(&Settings) -> &F) -> Shape {
+    F::SHAPE
+}
+
+/// How a field is reached.
+macro_rules! at {
+    ($($field:ident).+) => {
+        Access {
+            shape: shape_of(|settings| &settings.$($field).+),
+            add: |settings, text| settings.$($field).+.add(text),
+            read: |settings, value| settings.$($field).+.read(value),
+            write: |settings| settings.$($field).+.write(),
+            over: |settings, base| settings.$($field).+.over(&base.$($field).+),
+            rebase: |settings, base| settings.$($field).+.rebase(base),
+        }
+    };
+}
+
+/// Stands for nothing where a setting has no flag.
+const NO_FLAG: super::setting::Takes = Value("");
+
+/// Every setting.
+pub static SETTINGS: &[Setting] = &[
+    // Positional arguments on the command line.
+    Setting::new(Place, "source", NO_FLAG, at!(source), "").file_only(),
+    Setting::new(Place, "mountpoint", NO_FLAG, at!(mountpoint), "").file_only(),
+    Setting::new(View, "mesh", Value("AXIS=N,..."), at!(view.mesh), "The devices: named axes with sizes.").more(
+        "Device d is the row-major number of its coordinates, the last axis fastest. Under `--shard auto` the name of an \
+         axis says what it does: fsdp and dp_shard split axis 0 of the unstacked tensor, as torch.chunk does; tensor and \
+         tp split by row or column, by the tensor's role; expert and ep split the experts; data, dp, replica and \
+         dp_replicate replicate.",
+    ),
+    Setting::new(
+        View,
+        "layout",
+        Value("NAME|FILE.toml"),
+        at!(view.layout),
+        "How tensors are named and shaped: canonical (default), hf, maxtext, maxtext-unscanned, vllm, or a file.",
+    )
+    .more(
+        "canonical stacks layers on a new first axis (layers/scanned/wq) and shows them one by one too (layers/0/wq); hf \
+         keeps the repository's own names; maxtext and maxtext-unscanned give exactly what MaxText's converter makes; \
+         vllm gives the fused tensors of vLLM's ranks, and sharded_state/ to load them from. A file describes a layout \
+         of your own.",
+    ),
+    Setting::new(
+        View,
+        "set",
+        Value("NAME=VALUE"),
+        at!(view.set),
+        "Sets a parameter of the layout, such as `vocab_size=152064`. May be repeated.",
+    ),
+    Setting::new(
+        View,
+        "dtype",
+        Value("TYPE"),
+        at!(view.dtype),
+        "Casts all floats to this type, such as bf16, f16 or f32; `keep` leaves them as they are. Where neither is said \
+         the layout decides: those of MaxText cast to bf16, others keep.",
+    )
+    .more(
+        "Rounding is to nearest, ties to even, bit for bit as torch and ml_dtypes do. Block-quantized fp8 weights are \
+         dequantized.",
+    ),
+    Setting::new(View, "cast", NO_FLAG, at!(view.cast), "").file_only(),
+    Setting::new(
+        View,
+        "shard",
+        Value("auto|none|maxtext|FILE.toml"),
+        at!(view.shard),
+        "How tensors are split over the mesh: auto (default), none, maxtext, or a file of rules.",
+    )
+    .more(
+        "auto goes by the name of the mesh axis and the role of the tensor, and in the layouts of MaxText by its logical \
+         axes, which `maxtext` asks for explicitly.\n\n\
+         The file holds tables `[[shard_rules]]` with `match`, a pattern over names in the mount, and `spec`, per axis \
+         \"-\", a mesh axis, or a list of mesh axes; and `shard = \"auto\"` or `\"none\"` for names that no rule matches.",
+    ),
+    Setting::new(View, "shard-rules", NO_FLAG, at!(view.shard_rules), "").file_only(),
+    Setting::new(View, "logical-rules", NO_FLAG, at!(view.logical_rules), "").file_only(),
+    Setting::new(
+        View,
+        "devices",
+        Value("LIST"),
+        at!(view.devices),
+        "Lists only these devices, as in 0-3,8; at most 65536. dcp/ and orbax/ are whole all the same.",
+    ),
+    Setting::new(
+        View,
+        "unscanned",
+        Nothing("true"),
+        at!(view.unscanned),
+        "Puts layers one by one, not stacked, into files that bundle tensors.",
+    ),
+    Setting::new(View, "even", Nothing("true"), at!(view.even), "Refuses splits that are not even."),
+    Setting::new(
+        View,
+        "allow-missing",
+        Perhaps("PATTERN", "*"),
+        at!(view.allow_missing),
+        "Accepts a checkpoint that lacks layers or tensors: any, or those that match the pattern. May be repeated.",
+    )
+    .more(
+        "Layouts of rules leave out what would be made of them.\n\n\
+         In patterns `*` is any text and `?` one character; between slashes is a regular expression: '/rotary/'.",
+    ),
+    Setting::new(
+        View,
+        "allow-unmapped",
+        Perhaps("PATTERN", "*"),
+        at!(view.allow_unmapped),
+        "Accepts tensors that no rule of the layout names, any or those that match the pattern; they are left out.",
+    )
+    .more(
+        "canonical and hf show tensors of any name, but report those that their family does not know together with what \
+         is missing, for one is probably the other misspelt. This takes them out of that report.",
+    ),
+    Setting::new(
+        View,
+        "rename",
+        Value("REGEX=>REPLACEMENT"),
+        at!(view.rename),
+        "Renames what is shown, in any layout and in hf/: all matches of a regular expression, `$1` being its first group.",
+    )
+    .more(
+        "May be repeated; each rule takes the names that those before it made. Two tensors of one name are refused.",
+    ),
+    Setting::new(
+        View,
+        "strip-prefix",
+        Value("PREFIX"),
+        at!(view.strip_prefix),
+        "Drops a prefix from names, before other renames.",
+    ),
+    Setting::new(
+        View,
+        "add-prefix",
+        Value("PREFIX"),
+        at!(view.add_prefix),
+        "Puts a prefix before names, after other renames.",
+    ),
+    Setting::new(
+        View,
+        "source-rename",
+        Value("REGEX=>REPLACEMENT"),
+        at!(view.source_rename),
+        "Renames the repository's tensors before the layout sees them, as for a fine-tune with other prefixes.",
+    ),
+    Setting::new(
+        View,
+        "tied",
+        Value("auto|alias|absent"),
+        at!(view.tied),
+        "An output head that is the embedding: auto (default), alias or absent.",
+    )
+    .more(
+        "auto shows it among the raw files of the layout canonical and holds each weight once in files that bundle \
+         tensors; alias has it everywhere, in hf/ too; absent has it nowhere that the repository does not store it. \
+         Layouts of rules (maxtext, vllm, files) say themselves whether they show it, and refuse the flag.",
+    ),
+    Setting::new(
+        View,
+        "lora",
+        Value("ADAPTER_DIR"),
+        at!(view.lora),
+        "Shows the names that a PEFT model has with this LoRA adapter, and the adapter's own tensors; with `--layout hf`.",
+    ),
+    Setting::new(
+        View,
+        "include",
+        Value("PATTERN"),
+        at!(view.include),
+        "Shows only tensors that match a pattern, by their names in the repository or else in the mount. May be repeated.",
+    ),
+    Setting::new(
+        View,
+        "exclude",
+        Value("PATTERN"),
+        at!(view.exclude),
+        "Leaves out tensors that match a pattern. May be repeated.",
+    ),
+    Setting::new(
+        View,
+        "layers",
+        Value("RANGES"),
+        at!(view.layers),
+        "Shows only these layers of the text model, as in 0..8 or 0..4,28.. (half open). config.json in hf/ follows.",
+    ),
+    Setting::new(
+        View,
+        "renumber",
+        Nothing("true"),
+        at!(view.renumber),
+        "Numbers the layers that `--layers` leaves from 0.",
+    ),
+    Setting::new(View, "no-mtp", Nothing("true"), at!(view.no_mtp), "Leaves out layers of multi-token prediction."),
+    Setting::new(View, "text-only", Nothing("true"), at!(view.text_only), "Leaves out towers for images and sound."),
+    Setting::new(
+        View,
+        "chunk-bytes",
+        Value("SIZE"),
+        at!(view.chunk_bytes),
+        "Largest chunk file under orbax/, as in 256M; by default 1 GiB. Larger shards are several chunks.",
+    ),
+    Setting::new(
+        View,
+        "config",
+        Value("FILE"),
+        at!(config),
+        "Reads flags from a TOML file; flags given as well win.",
+    )
+    .more(
+        "Keys are the flags' names with underscores: {keys}; and tables `[view.NAME]` for several views of the source, \
+         each under MNT/NAME/. Paths are relative to the file.",
+    )
+    .flag_only(),
+    Setting::new(
+        Reading,
+        "source-io",
+        Value("auto|mmap|pread"),
+        at!(mount.source_io),
+        "How source files are read: auto (mapped, except on network file systems), mmap or pread.",
+    ),
+    Setting::new(
+        Reading,
+        "source-timeout",
+        Value("TIME"),
+        at!(mount.source_timeout),
+        "How long a source may give no answer, as in 5s, 500ms or 2m; by default 60s.",
+    )
+    .more(
+        "After that time whoever waits for bytes of that file gets an error (EIO in a mount), and so does whoever asks for \
+         them next, until the storage answers again. Storage that is slow but gives bytes is waited for. Other files go on.",
+    ),
+    Setting::new(
+        Reading,
+        "follow-symlinks",
+        Nothing("true"),
+        at!(mount.follow_symlinks),
+        "Reads files to which symbolic links lead out of the repository.",
+    )
+    .more(
+        "Without it weights are read all the same, with a warning, but config.json, the tokenizer and all other files are \
+         left out. In the Hugging Face cache the repository's own blobs/ belong to it.",
+    ),
+    Setting::new(
+        Reading,
+        "cache-bytes",
+        Value("SIZE"),
+        at!(mount.cache_bytes),
+        "Memory for transformed data, as in 512M; by default 1/8 of the memory, at least 256 MiB or 1/4 of it, at most \
+         16 GiB.",
+    )
+    .more(
+        "The memory is that of the machine, or the least limit of the control groups that ckfs runs in (containers, \
+         systemd's MemoryMax=). Materialized files count too. A size for which the memory is too small is obeyed, with a \
+         warning.",
+    ),
+    Setting::new(
+        Reading,
+        "threads",
+        Value("N"),
+        at!(mount.threads),
+        "Threads that serve requests, and as many that compute ahead; by default one per core, from 2 to 16, at most \
+         one per 32 MiB of memory.",
+    ),
+    Setting::new(
+        Mount,
+        "timeout",
+        Value("SECONDS"),
+        at!(start_seconds),
+        "How long the daemon may take to be ready.",
+    )
+    .default("300")
+    .flag_only(),
+    Setting::new(
+        Mount,
+        "allow-other",
+        Nothing("true"),
+        at!(mount.allow_other),
+        "Lets all users in; others than root need `user_allow_other` in /etc/fuse.conf.",
+    )
+    .more(
+        "Each file can then be read by those that can read the source files that it is made of, and by nobody else: \
+         permission bits, owner and group of the sources and of the directories above them carry over. `ckfs plan` says \
+         who that is.",
+    ),
+    Setting::new(
+        Mount,
+        "file-mode",
+        Value("MODE"),
+        at!(mount.file_mode),
+        "Permission bits of all files, in octal as in 0440, in place of what the sources allow.",
+    )
+    .more("Only the bits to read count: the mount cannot be written to, and no file is a program."),
+    Setting::new(
+        Mount,
+        "dir-mode",
+        Value("MODE"),
+        at!(mount.dir_mode),
+        "Permission bits of all directories, as in 0550, in place of what the sources allow; bits to write do not count.",
+    ),
+    Setting::new(
+        Mount,
+        "uid",
+        Value("UID"),
+        at!(mount.uid),
+        "Owner of all files, who may then read them; .ckfs/ stays with the user that mounts.",
+    ),
+    Setting::new(
+        Mount,
+        "gid",
+        Value("GID"),
+        at!(mount.gid),
+        "Group of all files, whose members may then read them; .ckfs/ stays with the user that mounts.",
+    ),
+    Setting::new(Mount, "read-ahead", Value("KIB"), at!(mount.read_ahead_kb), "The kernel's read-ahead in KiB.")
+        .key("read_ahead_kb"),
+    Setting::new(
+        Mount,
+        "no-passthrough",
+        Nothing("false"),
+        at!(mount.passthrough),
+        "Never lets the kernel read byte-identical files by itself.",
+    )
+    .key("passthrough"),
+    Setting::new(
+        Mount,
+        "whole",
+        Value("none|tensors|auto|all"),
+        at!(mount.whole),
+        "Which tensor files are made whole in memory when they are opened, for the kernel to read by itself.",
+    )
+    .more(
+        "With `tensors` those of one tensor or a part of one: raw, npy/ and orbax/. With `auto`, the default, also those \
+         of many outside dcp/, unless their directory was just listed or another of its files was just opened and closed \
+         again: whoever did that looks for headers, and the file that is opened once more is then made. With `all` every \
+         one. Only files from 1 MiB to half of the cache are; they are made by all threads at once, and given up a minute \
+         after they were closed. Needs root, as passthrough does; otherwise, and where there is no room, files are made \
+         as they are read.",
+    ),
+    Setting::new(
+        Mount,
+        "direct-io",
+        Perhaps("PATTERN", "*"),
+        at!(mount.direct_io),
+        "Reads of tensor files bypass the kernel's page cache: of all, or of those whose path matches, as in `orbax/*`.",
+    )
+    .more(
+        "The first read of a file is then about twice as fast and takes no page cache; but each later one makes the bytes \
+         anew, small reads cost a request each, and each mmap of a file drops the pages of those who have mapped it. For \
+         loaders that read each file once from end to end.",
+    ),
+    Setting::new(
+        Mount,
+        "materialize",
+        Value("DIR"),
+        at!(mount.materialize),
+        "Copies each tensor file that was opened to an unnamed file in this directory, for the kernel to read by itself.",
+    )
+    .more(
+        "Once a file was closed and its copy is made, in the background, opening it again gives the copy: its reads and \
+         memory maps are as fast as those of any file there. Needs the space (a 20th of the file system is left free) \
+         and, as passthrough does, root. Copies end with the mount; they are made by reading the whole file once more.",
+    ),
+    Setting::new(
+        Mount,
+        "grace",
+        Value("SECONDS"),
+        at!(mount.grace_seconds),
+        "How long to try to unmount while files are open, before detaching.",
+    )
+    .key("grace_seconds"),
+    Setting::new(
+        Mount,
+        "drain",
+        Value("SECONDS"),
+        at!(mount.drain_seconds),
+        "How long to serve open files after detaching.",
+    )
+    .key("drain_seconds"),
+    Setting::new(
+        Logging,
+        "log-file",
+        Value("FILE"),
+        at!(mount.log_file),
+        "Appends the log to this file instead of standard error. A daemon in the background logs by default to the \
+         system's log, else to a file of its own: see `ckfs mount --help`.",
+    ),
+];
+
+/// The keys of a file in words, for the help.
+pub static KEYS: LazyLock<String> = LazyLock::new(|| {
+    let of = |shape: Shape| {
+        let rows = SETTINGS.iter().filter(|row| matches!(row.home, Home::Top | Home::View));
+        rows.filter(move |row| row.field.shape == shape).map(Setting::toml_key).collect::<Vec<_>>()
+    };
+    let tables = |shape| of(shape).into_iter().map(|key| format!("`[[{key}]]`")).collect::<Vec<_>>().join(", ");
+    format!(
+        "{}, {} (a boolean or patterns), {} (lists); rules {}, where a rename has `match` and `to`; tables {} and `[mount]`",
+        of(Shape::Word).join(", "),
+        of(Shape::Allow).join(" and "),
+        of(Shape::List).join(" and "),
+        tables(Shape::Rules),
+        of(Shape::Table).into_iter().map(|key| format!("`[{key}]`")).collect::<Vec<_>>().join(", "),
+    )
+});

@@ -1,0 +1,419 @@
+//! The values that users write as one word, each with its own spelling.
+
+use std::{
+    path::{Path, PathBuf},
+    str::FromStr,
+    sync::Arc,
+};
+
+use serde::Deserialize;
+
+use super::{
+    DEVICES_LISTED_MAX, Mesh,
+    value::{Choice, Fault, Shape, Toml, Value, deserialize, integer, rebased},
+};
+use crate::{source::SourceIo, tensor::DType};
+
+/// Most threads that serve requests.
+pub const THREADS_MAX: u16 = 512;
+
+/// Names of the layouts in the program.
+pub const LAYOUTS: [&str; 5] = ["canonical", "hf", "maxtext", "maxtext-unscanned", "vllm"];
+
+fn is_toml(text: &str) -> bool {
+    Path::new(text).extension().is_some_and(|extension| extension == "toml")
+}
+
+impl Value for Mesh {
+    fn from_word(text: &str) -> Result<Self, String> {
+        Self::parse(text).map_err(|error| error.to_string())
+    }
+
+    fn to_toml(&self) -> Result<toml::Value, String> {
+        Ok(self.to_string().into())
+    }
+}
+
+/// A layout of the program, or a file of the user's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LayoutChoice {
+    /// One of [`LAYOUTS`].
+    Named(&'static str),
+    /// A file of rules.
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What it holds; empty until the file has been read.
+        text: Arc<str>,
+    },
+}
+
+impl LayoutChoice {
+    /// What a layout may be.
+    pub fn expected() -> String {
+        format!("expected {} or a file *.toml", LAYOUTS.join(", "))
+    }
+}
+
+impl Value for LayoutChoice {
+    fn from_word(text: &str) -> Result<Self, String> {
+        if is_toml(text) {
+            return Ok(Self::File { path: text.into(), text: "".into() });
+        }
+        let name = LAYOUTS.into_iter().find(|name| *name == text);
+        name.map(Self::Named).ok_or_else(|| format!("layout {text:?}: {}", Self::expected()))
+    }
+
+    fn to_toml(&self) -> Result<toml::Value, String> {
+        match self {
+            Self::Named(name) => Ok((*name).into()),
+            Self::File { path, .. } => path.to_toml(),
+        }
+    }
+
+    fn rebase(&mut self, base: &Path) {
+        if let Self::File { path, .. } = self {
+            *path = rebased(path, base);
+        }
+    }
+}
+
+/// A dtype asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DtypeChoice {
+    /// Elements stay as they are.
+    Keep,
+    /// Floats are cast.
+    Cast(DType),
+}
+
+impl DtypeChoice {
+    /// The choice that a rule's dtype is.
+    pub fn of(dtype: Option<DType>) -> Self {
+        dtype.map_or(Self::Keep, Self::Cast)
+    }
+
+    /// What floats are cast to.
+    pub fn dtype(self) -> Option<DType> {
+        match self {
+            Self::Keep => None,
+            Self::Cast(dtype) => Some(dtype),
+        }
+    }
+}
+
+impl Value for DtypeChoice {
+    fn from_word(text: &str) -> Result<Self, String> {
+        if text == "keep" {
+            return Ok(Self::Keep);
+        }
+        let dtype = DType::from_user(text).filter(|dtype| dtype.is_float());
+        dtype
+            .map(Self::Cast)
+            .ok_or_else(|| format!("dtype: expected keep or a float type such as bf16, found {text:?}"))
+    }
+
+    fn to_toml(&self) -> Result<toml::Value, String> {
+        Ok(self.dtype().map_or("keep", DType::name).into())
+    }
+}
+
+impl Choice for SourceIo {
+    const WHAT: &'static str = "source I/O";
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("auto", Self::Auto), ("mmap", Self::Mmap), ("pread", Self::Pread)];
+}
+
+/// Which tensor files are made whole in memory when they are opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MadeWhole {
+    /// None.
+    None,
+    /// Those of one tensor or a part of one: raw, `npy/`, `orbax/`.
+    Tensors,
+    /// Those, and files of many tensors but for who only goes through a directory for headers; not those of `dcp/`.
+    #[default]
+    Auto,
+    /// Every one.
+    All,
+}
+
+impl Choice for MadeWhole {
+    const WHAT: &'static str = "files made whole";
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("none", Self::None), ("tensors", Self::Tensors), ("auto", Self::Auto), ("all", Self::All)];
+}
+
+/// How an output head that is the embedding is shown.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Tied {
+    /// As an alias in the raw tree of the layout canonical; bundles and `hf/` hold each weight once.
+    #[default]
+    Auto,
+    /// As a tensor of its own everywhere, in bundles and in `hf/` too.
+    Alias,
+    /// Not at all, unless the repository stores it.
+    Absent,
+}
+
+impl Choice for Tied {
+    const WHAT: &'static str = "tied";
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("auto", Self::Auto), ("alias", Self::Alias), ("absent", Self::Absent)];
+}
+
+/// How tensors are sharded where no rule matches, or a file that says so.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ShardChoice {
+    /// By the layout's logical axes, or by the names of mesh axes and the roles of tensors.
+    Auto,
+    /// By logical axes, with MaxText's rules where the layout has none.
+    Logical,
+    /// Not at all.
+    None,
+    /// By the rules in a file, and by its `shard` key where none matches; until the file has been read.
+    File(PathBuf),
+}
+
+impl Value for ShardChoice {
+    fn from_word(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "none" => Ok(Self::None),
+            "maxtext" => Ok(Self::Logical),
+            file if is_toml(file) => Ok(Self::File(file.into())),
+            _ => Err(format!("shard: expected auto, none, maxtext or a file *.toml, found {text:?}")),
+        }
+    }
+
+    fn to_toml(&self) -> Result<toml::Value, String> {
+        match self {
+            Self::Auto => Ok("auto".into()),
+            Self::None => Ok("none".into()),
+            Self::Logical => Ok("maxtext".into()),
+            Self::File(path) => path.to_toml(),
+        }
+    }
+
+    fn rebase(&mut self, base: &Path) {
+        if let Self::File(path) = self {
+            *path = rebased(path, base);
+        }
+    }
+}
+
+/// Permission bits in octal digits: `0440`. Bits to write mean nothing on a mount that cannot be written to, and are kept here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PermissionBits(pub u16);
+
+impl Value for PermissionBits {
+    fn from_word(text: &str) -> Result<Self, String> {
+        let digits = text.strip_prefix("0o").unwrap_or(text);
+        let bits = u16::from_str_radix(digits, 8).ok().filter(|bits| *bits <= 0o777 && !digits.starts_with('+'));
+        bits.map(Self).ok_or_else(|| format!("mode: expected octal digits from 0 to 0777 such as 0440, found {text:?}"))
+    }
+
+    fn to_toml(&self) -> Result<toml::Value, String> {
+        Ok(format!("{:04o}", self.0).into())
+    }
+}
+
+/// The number of a user or group. The last number of 32 bits is none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OwnerId(u32);
+
+impl OwnerId {
+    /// The number.
+    pub fn number(self) -> u32 {
+        self.0
+    }
+
+    fn try_new(number: u64) -> Result<Self, String> {
+        let id = u32::try_from(number).ok().filter(|id| *id < u32::MAX).map(Self);
+        id.ok_or_else(|| format!("expected the number of a user or group, 0 to {}, found {number}", u32::MAX - 1))
+    }
+}
+
+impl Value for OwnerId {
+    fn from_word(text: &str) -> Result<Self, String> {
+        Self::try_new(u64::from_word(text)?)
+    }
+
+    fn to_toml(&self) -> Result<toml::Value, String> {
+        self.0.to_toml()
+    }
+
+    fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
+        let at = value.span();
+        Self::try_new(deserialize(value)?).map_err(|reason| Fault { at, reason })
+    }
+}
+
+/// A list of devices, ascending: `0-3,8`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Devices(pub Vec<u64>);
+
+impl Devices {
+    /// As [`Value::from_word`] reads it.
+    pub fn text(&self) -> String {
+        let mut words: Vec<String> = Vec::new();
+        let mut rest = self.0.as_slice();
+        while let Some(first) = rest.first() {
+            let run = rest.iter().zip(*first..).take_while(|(device, expected)| *device == expected).count();
+            let last = rest[run - 1];
+            words.push(if run == 1 { first.to_string() } else { format!("{first}-{last}") });
+            rest = &rest[run..];
+        }
+        words.join(",")
+    }
+}
+
+impl Value for Devices {
+    fn from_word(text: &str) -> Result<Self, String> {
+        let malformed = |part: &str| format!("devices: expected numbers and ranges such as 0-3,8, found {part:?}");
+        let mut devices = Vec::new();
+        for part in text.split(',').map(str::trim) {
+            let (first, last) = part.split_once('-').unwrap_or((part, part));
+            let number = |text: &str| text.trim().parse::<u64>().map_err(|_| malformed(part));
+            let (first, last) = (number(first)?, number(last)?);
+            if first > last {
+                return Err(malformed(part));
+            }
+            if last - first >= DEVICES_LISTED_MAX - (devices.len() as u64).min(DEVICES_LISTED_MAX) {
+                return Err(format!("devices: expected at most {DEVICES_LISTED_MAX}, found more in {text:?}"));
+            }
+            devices.extend(first..=last);
+        }
+        devices.sort_unstable();
+        devices.dedup();
+        Ok(Self(devices))
+    }
+
+    fn to_toml(&self) -> Result<toml::Value, String> {
+        Ok(self.text().into())
+    }
+}
+
+/// A number of bytes: `67108864`, `64M`, `1GiB`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ByteCount(pub u64);
+
+impl FromStr for ByteCount {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let malformed = || format!("expected a number of bytes such as 67108864, 64M or 1GiB, found {text:?}");
+        let lower = text.trim().to_ascii_lowercase();
+        let digits = lower.find(|c: char| !c.is_ascii_digit()).unwrap_or(lower.len());
+        let shift = match lower[digits..].trim() {
+            "" | "b" => 0,
+            "k" | "kb" | "kib" => 10,
+            "m" | "mb" | "mib" => 20,
+            "g" | "gb" | "gib" => 30,
+            "t" | "tb" | "tib" => 40,
+            _ => return Err(malformed()),
+        };
+        let number: u64 = lower[..digits].parse().map_err(|_| malformed())?;
+        number.checked_mul(1 << shift).map(Self).ok_or_else(malformed)
+    }
+}
+
+impl Value for ByteCount {
+    fn from_word(text: &str) -> Result<Self, String> {
+        text.parse()
+    }
+
+    fn to_toml(&self) -> Result<toml::Value, String> {
+        integer(self.0)
+    }
+
+    fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
+        #[derive(Deserialize)]
+        #[serde(untagged, expecting = "expected a number of bytes such as 67108864 or \"64M\"")]
+        enum Either {
+            Number(u64),
+            Text(String),
+        }
+        let at = value.span();
+        match deserialize(value)? {
+            Either::Number(number) => Ok(Self(number)),
+            Either::Text(text) => text.parse().map_err(|reason| Fault { at, reason }),
+        }
+    }
+}
+
+/// A number of threads, from 1 to [`THREADS_MAX`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ThreadCount(u16);
+
+impl ThreadCount {
+    /// The number.
+    pub fn count(self) -> usize {
+        usize::from(self.0)
+    }
+
+    fn try_new(count: u64) -> Option<Self> {
+        u16::try_from(count).ok().filter(|count| (1..=THREADS_MAX).contains(count)).map(Self)
+    }
+}
+
+impl Value for ThreadCount {
+    fn from_word(text: &str) -> Result<Self, String> {
+        let count = text.parse().ok().and_then(Self::try_new);
+        count.ok_or_else(|| format!("threads: expected 1 to {THREADS_MAX}, found {text}"))
+    }
+
+    fn to_toml(&self) -> Result<toml::Value, String> {
+        Ok(i64::from(self.0).into())
+    }
+
+    fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
+        let at = value.span();
+        let found: u64 = deserialize(value)?;
+        Self::try_new(found)
+            .ok_or_else(|| Fault { at, reason: format!("threads: expected 1 to {THREADS_MAX}, found {found}") })
+    }
+}
+
+/// A value of a layout's parameter: a text, or a number or boolean as TOML writes it.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(untagged, expecting = "expected a text, a number or a boolean")]
+pub enum ParamValue {
+    /// A boolean.
+    Bool(bool),
+    /// A whole number.
+    Integer(i64),
+    /// Another number.
+    Float(f64),
+    /// A text.
+    Text(String),
+}
+
+impl ParamValue {
+    /// As `--set` takes it.
+    pub fn text(&self) -> String {
+        match self {
+            Self::Bool(value) => value.to_string(),
+            Self::Integer(value) => value.to_string(),
+            Self::Float(value) => value.to_string(),
+            Self::Text(value) => value.clone(),
+        }
+    }
+}
+
+impl Value for ParamValue {
+    const SEVERAL: Shape = Shape::Table;
+
+    fn from_word(text: &str) -> Result<Self, String> {
+        Ok(Self::Text(text.to_owned()))
+    }
+
+    fn to_toml(&self) -> Result<toml::Value, String> {
+        Ok(match self {
+            Self::Bool(value) => (*value).into(),
+            Self::Integer(value) => (*value).into(),
+            Self::Float(value) => (*value).into(),
+            Self::Text(value) => value.as_str().into(),
+        })
+    }
+}

@@ -1,0 +1,115 @@
+//! What settings mean: the options of a plan.
+
+use std::sync::Arc;
+
+use super::{Allow, Embedded, Layout, LayoutFile, PlanError, Problem, Rename, Sharding, Subset, Tied, ViewOptions};
+use crate::config::{ConfigError, DtypeChoice, LayoutChoice, ShardChoice, ViewSettings, value::Value};
+
+impl Layout {
+    /// The layout that a word of the user's names: one in the program, or else a file `*.toml`, which is read.
+    ///
+    /// # Errors
+    /// What is wrong with the file, or the list of names if it is none.
+    pub fn find(word: &str) -> Result<Self, PlanError> {
+        let Ok(mut choice) = LayoutChoice::from_word(word) else { return Err(unknown_layout(word)) };
+        if let Err(error) = choice.take_in() {
+            let reason = if let ConfigError::Read { reason, .. } = error { reason } else { error.to_string() };
+            return Err(Problem::File { file: word.to_owned(), reason }.into());
+        }
+        Self::of(&choice)
+    }
+
+    /// The layout that was chosen; a file's text has been taken in.
+    ///
+    /// # Errors
+    /// What is wrong with the file.
+    pub fn of(choice: &LayoutChoice) -> Result<Self, PlanError> {
+        match choice {
+            LayoutChoice::Named("canonical") => Ok(Self::Canonical),
+            LayoutChoice::Named("hf") => Ok(Self::Hf),
+            LayoutChoice::Named(name) => Embedded::find(name).map(Self::Embedded).ok_or_else(|| unknown_layout(name)),
+            LayoutChoice::File { path, text } => {
+                LayoutFile::parse(&path.display().to_string(), text).map(|file| Self::File(Arc::new(file)))
+            }
+        }
+    }
+}
+
+fn unknown_layout(word: &str) -> PlanError {
+    Problem::File { file: format!("layout {word:?}"), reason: LayoutChoice::expected() }.into()
+}
+
+impl ViewOptions {
+    /// What settings mean, the files that they name having been taken in.
+    ///
+    /// # Errors
+    /// Everything wrong with a layout file.
+    pub fn new(settings: &ViewSettings) -> Result<Self, PlanError> {
+        let allow = |allow: &Option<Allow>| allow.clone().unwrap_or_default();
+        Ok(Self {
+            mesh: settings.mesh.clone().unwrap_or_default(),
+            layout: settings.layout.as_ref().map(Layout::of).transpose()?.unwrap_or_default(),
+            dtype: settings.dtype.and_then(DtypeChoice::dtype),
+            keep_dtype: settings.dtype == Some(DtypeChoice::Keep),
+            casts: settings.cast.clone(),
+            sharding: match settings.shard {
+                Some(ShardChoice::None) => Sharding::Replicate,
+                Some(ShardChoice::Logical) => Sharding::Logical,
+                // A file's own choice has taken its place.
+                Some(ShardChoice::Auto | ShardChoice::File(_)) | None => Sharding::Auto,
+            },
+            shard_rules: settings.shard_rules.clone(),
+            unscanned: settings.unscanned.unwrap_or(false),
+            even: settings.even.unwrap_or(false),
+            devices: settings.devices.as_ref().map(|devices| devices.0.clone()),
+            allow_missing: allow(&settings.allow_missing),
+            allow_unmapped: allow(&settings.allow_unmapped),
+            subset: Subset {
+                source_renames: settings.source_rename.clone(),
+                include: settings.include.clone(),
+                exclude: settings.exclude.clone(),
+                layers: settings.layers.clone(),
+                renumber: settings.renumber.unwrap_or(false),
+                no_mtp: settings.no_mtp.unwrap_or(false),
+                text_only: settings.text_only.unwrap_or(false),
+            },
+            renames: (settings.strip_prefix.iter().map(|prefix| Rename::strip_prefix(prefix)))
+                .chain(settings.rename.iter().cloned())
+                .chain(settings.add_prefix.iter().map(|prefix| Rename::add_prefix(prefix)))
+                .collect(),
+            tied: settings.tied.unwrap_or(Tied::Auto),
+            lora: settings.lora.clone(),
+            set: settings.set.iter().map(|(name, value)| (name.clone(), value.text())).collect(),
+            logical_rules: settings.logical_rules.clone(),
+            chunk_bytes_max: settings.chunk_bytes.map(|bytes| bytes.0),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::config::{Config, EVERY_VIEW_KEY, LAYOUTS};
+
+    #[test]
+    fn every_layout_that_settings_know_is_in_the_program() {
+        let named = LAYOUTS.map(|name| Layout::of(&LayoutChoice::Named(name)).unwrap().name().to_owned());
+        assert_eq!(named, LAYOUTS);
+        let embedded: Vec<&str> = LAYOUTS.into_iter().filter(|name| !["canonical", "hf"].contains(name)).collect();
+        assert_eq!(embedded, Embedded::names().collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn every_setting_of_a_view_means_something() {
+        let settings = |text: &str| {
+            let config = Config::of_text(text, Path::new("x.toml"), Path::new("/base")).unwrap();
+            // Options have no equality; this shows all of them.
+            format!("{:?}", ViewOptions::new(&config.views[0].settings).unwrap())
+        };
+        for (key, text) in EVERY_VIEW_KEY {
+            assert_ne!(settings(text), settings(""), "{key} means nothing");
+        }
+    }
+}
