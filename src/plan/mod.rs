@@ -7,6 +7,7 @@
 //! What it deliberately does not do: lay out files (that is `image`) or know about the mount's tree (that is `volume`).
 
 pub mod amplification;
+mod build;
 mod canonical;
 pub mod draft;
 mod expect;
@@ -30,6 +31,7 @@ pub mod report;
 mod select;
 pub mod shard;
 pub mod spec;
+mod unused;
 pub mod values;
 
 use std::{
@@ -59,11 +61,10 @@ pub use crate::config::{
     Rename, ShardRule, Tied, mesh, pattern,
 };
 use crate::{
-    checkpoint::{Adapter, Checkpoint},
-    tensor::{DType, PIECES_MAX, Region, Shape, TensorId, TilingError, View},
+    checkpoint::Checkpoint,
+    tensor::{DType, PIECES_MAX, Region, Shape, TilingError, View},
 };
 use rayon::slice::ParallelSliceMut;
-use values::Values;
 
 /// How tensors are named and shaped.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
@@ -229,163 +230,8 @@ impl Plan {
     ///
     /// # Errors
     /// Everything wrong with the plan, at once.
-    ///
-    /// # Panics
-    /// Never: the numbers of tensors that a checkpoint has fit 32 bits.
-    #[expect(clippy::too_many_lines, reason = "the steps of a plan, one after the other")]
     pub fn build(checkpoint: &Checkpoint, options: &ViewOptions) -> Result<Self, PlanError> {
-        let mut problems = Vec::new();
-        let mut warnings = Vec::new();
-        let original = checkpoint;
-        let selected = select::select(checkpoint, &options.subset, family(checkpoint)?.as_ref())?;
-        let whole = selected.whole.as_ref().unwrap_or(checkpoint);
-        let checkpoint = selected.part.as_ref().unwrap_or(whole);
-        let part = checkpoint;
-        let adapter = adapter(original, options)?;
-        let adapted = adapter.map(|adapter| with_adapter(original, part, adapter)).transpose()?;
-        let checkpoint = adapted.as_ref().unwrap_or(part);
-        let mut set = options.set.clone();
-        let file = match &options.layout {
-            Layout::Canonical | Layout::Hf => None,
-            Layout::Embedded(embedded) => Some(embedded.choose(checkpoint, &mut set)?),
-            Layout::File(file) => Some(file.clone()),
-        };
-        let of_layout = file.as_ref().filter(|_| !options.keep_dtype).and_then(|file| file.dtype());
-        let dtype = options.dtype.or(of_layout);
-        let values = Values::new(checkpoint, dtype, &options.casts);
-        if let Some(problem) = values.unsupported() {
-            return Err(problem.into());
-        }
-        let family = family(checkpoint)?;
-        let mut family_name = family.as_ref().map(|family| family.name.clone());
-        let mut params = Vec::new();
-        let mut left_out = selected.left_out(original);
-        // Each of the two goes through all tensors.
-        let compare = || match (&file, &family) {
-            (None, Some(family)) => expect::compare(whole, family, options),
-            (None, None) => (expect::survey(whole, options), Vec::new()),
-            _ => (expect::Findings::default(), Vec::new()),
-        };
-        let name = || match (&file, &options.layout) {
-            (None, Layout::Canonical) => Some(canonical_drafts(checkpoint, family.clone(), &values)),
-            _ => None,
-        };
-        let ((mut findings, found), canonical) = rayon::join(compare, name);
-        problems.extend(found);
-        warnings.extend(findings.warning.take());
-        let drafts = match (canonical, &file) {
-            (_, Some(file)) => {
-                family_name = Some(file.name().to_owned());
-                let (missing, unmapped) = (options.allow_missing.clone(), options.allow_unmapped.clone());
-                let allowed = layout_file::Allowed { missing, unmapped };
-                file.resolve(checkpoint, &values, &options.mesh, &set, allowed).map(|resolved| {
-                    params = resolved.params;
-                    if !resolved.verified {
-                        let name = file.name();
-                        warnings.push(format!(
-                            "layout {name} has not been compared here with the program that it imitates"
-                        ));
-                    }
-                    warnings.extend(resolved.warnings);
-                    left_out.extend(resolved.left_out);
-                    resolved.drafts
-                })
-            }
-            (Some(drafts), None) => {
-                missing_layers(whole, family.as_ref(), options, &mut problems, &mut warnings);
-                drafts
-            }
-            (None, None) => {
-                missing_layers(whole, family.as_ref(), options, &mut problems, &mut warnings);
-                hf_drafts(checkpoint, family, &values)
-            }
-        };
-        let mut drafts = drafts.unwrap_or_else(|found| {
-            problems.extend(found);
-            Vec::new()
-        });
-        if file.is_none() {
-            names::tie(&mut drafts, checkpoint, options, &mut warnings);
-        } else if options.tied != Tied::Auto {
-            let reason = format!(
-                "the rules of layout {} say whether a tied output head is shown: expected auto",
-                options.layout.name()
-            );
-            problems.push(Problem::File { file: "tied".to_owned(), reason });
-        }
-        names::keep(&mut drafts, &selected, &mut problems);
-        if let Some(adapter) = adapter {
-            let first = u32::try_from(original.table().id_end()).expect("ids of tensors have 32 bits");
-            let own = |draft: &Draft| {
-                let mut own = false;
-                draft.view.for_each_source(&mut |source| own |= source.id.0 >= first);
-                own
-            };
-            let allowed = (&options.allow_missing, &options.allow_unmapped);
-            lora::rename(&mut drafts, adapter, own, allowed, &mut problems, &mut warnings);
-        }
-        let flat = file.as_ref().is_some_and(|file| file.flat()) || options.layout == Layout::Hf;
-        names::rename(&mut drafts, &options.renames, flat, &mut problems);
-        let logical_rules = logical_rules(options, file.as_deref());
-        if file.is_none() {
-            let name = options.layout.name();
-            if !options.set.is_empty() {
-                let reason = format!("the layout {name} has no parameters");
-                problems.push(Problem::File { file: "set".to_owned(), reason });
-            }
-            if logical_rules.is_some() {
-                let reason = format!("the layout {name} names no logical axes");
-                problems.push(Problem::File { file: "shard".to_owned(), reason });
-            }
-        }
-        if let Some((logical, axis)) = logical_rules.as_ref().and_then(LogicalRules::doubled) {
-            let reason = format!("the rule for {logical:?} names the mesh axis {axis:?} twice");
-            problems.push(Problem::File { file: "logical rules".to_owned(), reason });
-        }
-        unknown_axes(&options.mesh, options, logical_rules.as_ref(), &mut problems, &mut warnings);
-        unused_patterns(checkpoint, options, &drafts, &mut warnings);
-        unused_logical_rules(options, logical_rules.is_some(), &drafts, &mut warnings);
-        if logical_rules.is_none() {
-            let is_told = |draft: &Draft| shard::is_told(draft, options.sharding, &options.shard_rules);
-            warnings.extend(packed::keep_together(&mut drafts, &values, &options.mesh, &is_told));
-        }
-        // What a layout does by itself to its own tensors is no wish for another hf/.
-        let hf_values = Values::new(part, options.dtype, &options.casts);
-        let hf = if let Some(reason) = &selected.no_hf {
-            warnings.push(format!("hf/ is left out: {reason}"));
-            Vec::new()
-        } else {
-            let tie = options.tied == Tied::Alias;
-            hf::plan(original, &hf_values, &options.renames, tie).unwrap_or_else(|found| {
-                problems.extend(found);
-                Vec::new()
-            })
-        };
-        let mut plan = Self {
-            mesh: options.mesh.clone(),
-            layout: options.layout.clone(),
-            dtype,
-            family: family_name,
-            params,
-            logical_rules,
-            flat,
-            sharded_state: file.as_ref().is_some_and(|file| file.sharded_state()),
-            devices: devices(options, &mut problems),
-            specs: Vec::new(),
-            tensors: Vec::with_capacity(drafts.len()),
-            hf,
-            unscanned: options.unscanned,
-            chunk_bytes_max: options.chunk_bytes_max,
-            missing: findings.missing,
-            unexpected: findings.unexpected,
-            holes: findings.holes,
-            left_out,
-            warnings,
-            no_hf: selected.no_hf,
-        };
-        plan.add(drafts, options, &mut problems);
-        problems.dedup();
-        if problems.is_empty() { Ok(plan) } else { Err(PlanError { problems }) }
+        build::build(checkpoint, options)
     }
 
     fn add(&mut self, drafts: Vec<Draft>, options: &ViewOptions, problems: &mut Vec<Problem>) {
@@ -658,22 +504,6 @@ fn family(checkpoint: &Checkpoint) -> Result<Option<Family>, PlanError> {
     Ok(None)
 }
 
-/// Tensors under canonical names.
-fn canonical_drafts(
-    checkpoint: &Checkpoint,
-    family: Option<Family>,
-    values: &Values<'_>,
-) -> Result<Vec<Draft>, Vec<Problem>> {
-    let generic = family::Generic::load().map_err(|error| family_problem(&error).problems)?;
-    canonical::drafts(checkpoint, family, generic, values)
-}
-
-/// Tensors under the repository's own names, with the roles that canonical names would have.
-fn hf_drafts(checkpoint: &Checkpoint, family: Option<Family>, values: &Values<'_>) -> Result<Vec<Draft>, Vec<Problem>> {
-    let generic = family::Generic::load().map_err(|error| family_problem(&error).problems)?;
-    canonical::hf_drafts(checkpoint, family, generic, values)
-}
-
 fn devices(options: &ViewOptions, problems: &mut Vec<Problem>) -> Vec<u64> {
     let devices = options.mesh.devices();
     let count = options.devices.as_ref().map_or(devices, |listed| listed.len() as u64);
@@ -747,130 +577,4 @@ fn missing_layers(
         warnings.extend(Some(allowed).filter(|layers| !layers.is_empty()).map(|layers| problem(layers).to_string()));
         problems.extend(Some(refused).filter(|layers| !layers.is_empty()).map(problem));
     }
-}
-
-/// The adapter that the user wants, if it has a meaning.
-fn adapter<'a>(checkpoint: &'a Checkpoint, options: &ViewOptions) -> Result<Option<&'a Adapter>, PlanError> {
-    let Some(dir) = &options.lora else { return Ok(None) };
-    let problem = |reason: String| PlanError::from(Problem::File { file: format!("lora {}", dir.display()), reason });
-    if options.layout != Layout::Hf {
-        let layout = options.layout.name();
-        return Err(problem(format!(
-            "the names of a model with an adapter are those of the layout hf, not of {layout}"
-        )));
-    }
-    checkpoint.adapter(dir).map(Some).ok_or_else(|| problem("the source was opened without this adapter".to_owned()))
-}
-
-/// A part of a checkpoint, and the tensors of an adapter under their own names.
-fn with_adapter(original: &Checkpoint, part: &Checkpoint, adapter: &Adapter) -> Result<Checkpoint, PlanError> {
-    let names: HashMap<TensorId, &str> = part.tensors().map(|(id, info)| (id, info.name)).collect();
-    let adapted = original.derived(part.config().cloned(), Some(adapter.file), |id, info| {
-        if info.file == adapter.file {
-            Some(info.name.to_owned())
-        } else {
-            names.get(&id).map(|name| (*name).to_owned())
-        }
-    });
-    adapted.map_err(|reasons| {
-        let file = format!("lora {}", adapter.dir.display());
-        PlanError { problems: reasons.into_iter().map(|reason| Problem::File { file: file.clone(), reason }).collect() }
-    })
-}
-
-/// The rules for logical axes, where specs come from those.
-fn logical_rules(options: &ViewOptions, file: Option<&LayoutFile>) -> Option<LogicalRules> {
-    let wanted = match options.sharding {
-        Sharding::Auto => file.is_some_and(LayoutFile::shards_logically),
-        Sharding::Logical => true,
-        Sharding::Replicate => false,
-    };
-    wanted.then(|| {
-        let own = file.map(LayoutFile::rules).filter(|rules| !rules.rules.is_empty());
-        let mut rules = own.cloned().unwrap_or_else(LogicalRules::maxtext);
-        rules.replace(&options.logical_rules);
-        rules
-    })
-}
-
-/// Finds mesh axes that split nothing. One whose name is nearly that of another which splits is misspelt.
-fn unknown_axes(
-    mesh: &Mesh,
-    options: &ViewOptions,
-    rules: Option<&LogicalRules>,
-    problems: &mut Vec<Problem>,
-    warnings: &mut Vec<String>,
-) {
-    let of_rules = options.shard_rules.iter().flat_map(|rule| rule.spec.iter().flatten());
-    let mut known: BTreeSet<&str> = of_rules.map(String::as_str).collect();
-    match rules {
-        Some(rules) => known.extend(rules.mesh_axes()),
-        None => known.extend(shard::KNOWN_AXES.iter().flat_map(|(names, _)| *names)),
-    }
-    for axis in mesh.axes() {
-        let mut in_rules = options.shard_rules.iter().flat_map(|rule| rule.spec.iter().flatten());
-        let unknown = match (options.sharding, rules) {
-            (_, Some(rules)) => !rules.uses(&axis.name) && axis_use(&axis.name) != AxisUse::Replicate,
-            (Sharding::Auto, None) => axis_use(&axis.name) == AxisUse::Unknown,
-            (Sharding::Logical | Sharding::Replicate, None) => false,
-        };
-        if !unknown || axis.size == 1 || in_rules.any(|name| *name == axis.name) {
-            continue;
-        }
-        let near = known.iter().find(|known| name_group::is_misspelt(&axis.name, known));
-        if let Some(near) = near.filter(|near| mesh.find(near).is_none()) {
-            let (axis, near) = (axis.name.clone(), (*near).to_owned());
-            problems.push(Problem::MeshAxis { axis, near });
-        } else {
-            warnings.push(format!("mesh axis {:?} splits nothing: every tensor is replicated along it", axis.name));
-        }
-    }
-}
-
-fn unused_patterns(checkpoint: &Checkpoint, options: &ViewOptions, drafts: &[Draft], warnings: &mut Vec<String>) {
-    let mut warn = |rule, pattern: &Pattern| {
-        warnings.push(Problem::UnusedPattern { rule, pattern: pattern.text().to_owned() }.to_string());
-    };
-    for rule in &options.shard_rules {
-        if !drafts.iter().any(|draft| rule.pattern.matches(&draft.name)) {
-            warn("shard", &rule.pattern);
-        }
-    }
-    for rule in &options.casts {
-        let hit = drafts.iter().any(|draft| rule.pattern.matches(&draft.name))
-            || checkpoint.tensors().any(|(_, info)| rule.pattern.matches(info.name));
-        if !hit {
-            warn("cast", &rule.pattern);
-        }
-    }
-    absent_axes("sharding", options.shard_rules.iter().flat_map(|rule| rule.spec.iter().flatten()), options, warnings);
-}
-
-/// Warns of mesh axes that rules name and the mesh does not have.
-fn absent_axes<'a>(
-    kind: &str,
-    named: impl Iterator<Item = &'a String>,
-    options: &ViewOptions,
-    warnings: &mut Vec<String>,
-) {
-    // Without a mesh nothing is split anyway.
-    let absent: BTreeSet<&String> = named.filter(|axis| options.mesh.find(axis).is_none()).collect();
-    for axis in absent.into_iter().filter(|_| !options.mesh.axes().is_empty()) {
-        warnings.push(format!("{kind} rules name the mesh axis {axis:?}, which the mesh does not have"));
-    }
-}
-
-/// Warns of the user's rules for logical axes that change nothing.
-fn unused_logical_rules(options: &ViewOptions, apply: bool, drafts: &[Draft], warnings: &mut Vec<String>) {
-    let rules = &options.logical_rules;
-    if !apply {
-        if !rules.is_empty() {
-            warnings.push("the logical rules change nothing: shards do not come from logical axes here".to_owned());
-        }
-        return;
-    }
-    for rule in rules.iter().filter(|rule| !drafts.iter().any(|draft| draft.roles.logical.contains(&rule.logical))) {
-        warnings.push(format!("logical rule: no tensor has an axis {:?}", rule.logical));
-    }
-    absent_axes("logical", rules.iter().flat_map(|rule| &rule.mesh), options, warnings);
 }

@@ -1,0 +1,379 @@
+//! Building a plan, in stages. Each makes one value from those of the stages before it:
+//!
+//! | stage | value |
+//! | --- | --- |
+//! | `select` | [`Wanted`]: the tensors of the repository that are wanted, and those of an adapter |
+//! | `choose` | [`Chosen`]: the layout's file, the dtype, the family |
+//! | `draft` | [`Drafted`]: a view for each tensor that the layout makes, and what it told on the way |
+//! | `name` | the drafts that are shown, under the names that they have in the mount |
+//! | `split` | [`LogicalRules`], where specs come from those |
+//! | `repository` | the files of `hf/` |
+//! | `assemble` | the [`Plan`], each tensor with its spec |
+//!
+//! What is wrong is collected on the way, so that all problems are reported together. A stage whose value the later ones cannot
+//! do without ends the plan by itself.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+};
+
+use super::{
+    Draft, Family, HfFile, Layout, LayoutFile, LogicalRules, NameGroup, Plan, PlanError, Problem, Sharding, Tied,
+    ViewOptions, canonical,
+    expect::{self, Findings},
+    family, family_problem, hf, layout_file, lora, names, packed,
+    select::{self, Selected},
+    shard, unused,
+    values::Values,
+};
+use crate::{
+    checkpoint::{Adapter, Checkpoint},
+    tensor::{DType, TensorId},
+};
+
+/// The options of a plan, and what has been found so far.
+struct Builder<'a> {
+    original: &'a Checkpoint,
+    options: &'a ViewOptions,
+    problems: Vec<Problem>,
+    warnings: Vec<String>,
+}
+
+/// The tensors that are wanted.
+struct Wanted<'a> {
+    original: &'a Checkpoint,
+    selected: Selected,
+    adapter: Option<&'a Adapter>,
+    adapted: Option<Checkpoint>,
+}
+
+impl Wanted<'_> {
+    /// All tensors, under the names that source renames give.
+    fn whole(&self) -> &Checkpoint {
+        self.selected.whole.as_ref().unwrap_or(self.original)
+    }
+
+    /// Those of them that are wanted.
+    fn part(&self) -> &Checkpoint {
+        self.selected.part.as_ref().unwrap_or_else(|| self.whole())
+    }
+
+    /// Those, and those of the adapter: what the layout sees.
+    fn seen(&self) -> &Checkpoint {
+        self.adapted.as_ref().unwrap_or_else(|| self.part())
+    }
+}
+
+/// How tensors are to be named and shaped.
+struct Chosen {
+    /// The rules, for a layout of rules.
+    file: Option<Arc<LayoutFile>>,
+    /// Its parameters, as set.
+    set: BTreeMap<String, String>,
+    /// Dtype of all floats.
+    dtype: Option<DType>,
+    family: Option<Family>,
+    /// Whether a name is one path component.
+    flat: bool,
+}
+
+/// What a layout makes.
+struct Drafted {
+    drafts: Vec<Draft>,
+    /// Name of the model family whose tables or rules were used.
+    family: Option<String>,
+    /// Parameters of the layout, with their values.
+    params: Vec<(String, String)>,
+    findings: Findings,
+    left_out: Vec<NameGroup>,
+}
+
+/// Resolves what the user wants against a checkpoint.
+///
+/// # Errors
+/// Everything wrong with the plan, at once.
+pub(super) fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError> {
+    let mut builder = Builder { original, options, problems: Vec::new(), warnings: Vec::new() };
+    let wanted = builder.select()?;
+    let chosen = builder.choose(&wanted)?;
+    let values = Values::new(wanted.seen(), chosen.dtype, &options.casts);
+    if let Some(problem) = values.unsupported() {
+        return Err(problem.into());
+    }
+    let mut drafted = builder.draft(&wanted, &chosen, &values);
+    let drafts = std::mem::take(&mut drafted.drafts);
+    let drafts = builder.name(drafts, &wanted, &chosen);
+    let rules = builder.split(&drafts, &wanted, &chosen);
+    let drafts = builder.keep_together(drafts, rules.is_some(), &values);
+    let hf = builder.repository(&wanted);
+    builder.assemble(&wanted, &chosen, drafted, drafts, (rules, hf))
+}
+
+impl<'a> Builder<'a> {
+    fn problem(&mut self, file: &str, reason: String) {
+        self.problems.push(Problem::File { file: file.to_owned(), reason });
+    }
+
+    /// A value, or its default if there are problems instead.
+    fn or_default<T: Default>(&mut self, found: Result<T, Vec<Problem>>) -> T {
+        found.unwrap_or_else(|problems| {
+            self.problems.extend(problems);
+            T::default()
+        })
+    }
+
+    fn select(&self) -> Result<Wanted<'a>, PlanError> {
+        let (original, options) = (self.original, self.options);
+        let selected = select::select(original, &options.subset, family(original)?.as_ref())?;
+        let adapter = adapter(original, options)?;
+        let mut wanted = Wanted { original, selected, adapter, adapted: None };
+        wanted.adapted = adapter.map(|adapter| with_adapter(original, wanted.part(), adapter)).transpose()?;
+        Ok(wanted)
+    }
+
+    fn choose(&self, wanted: &Wanted<'_>) -> Result<Chosen, PlanError> {
+        let options = self.options;
+        let mut set = options.set.clone();
+        let file = match &options.layout {
+            Layout::Canonical | Layout::Hf => None,
+            Layout::Embedded(embedded) => Some(embedded.choose(wanted.seen(), &mut set)?),
+            Layout::File(file) => Some(file.clone()),
+        };
+        let of_layout = file.as_ref().filter(|_| !options.keep_dtype).and_then(|file| file.dtype());
+        let flat = file.as_ref().is_some_and(|file| file.flat()) || options.layout == Layout::Hf;
+        Ok(Chosen { file, set, dtype: options.dtype.or(of_layout), family: family(wanted.seen())?, flat })
+    }
+
+    fn draft(&mut self, wanted: &Wanted<'_>, chosen: &Chosen, values: &Values<'_>) -> Drafted {
+        let left_out = wanted.selected.left_out(self.original);
+        let mut drafted = match &chosen.file {
+            Some(file) => self.draft_by_rules(file, wanted, chosen, values),
+            None => self.draft_by_tables(wanted, chosen, values),
+        };
+        drafted.left_out.splice(0..0, left_out);
+        drafted
+    }
+
+    /// By a layout of rules.
+    fn draft_by_rules(
+        &mut self,
+        file: &LayoutFile,
+        wanted: &Wanted<'_>,
+        chosen: &Chosen,
+        values: &Values<'_>,
+    ) -> Drafted {
+        let options = self.options;
+        let (missing, unmapped) = (options.allow_missing.clone(), options.allow_unmapped.clone());
+        let allowed = layout_file::Allowed { missing, unmapped };
+        let family = Some(file.name().to_owned());
+        let nothing = Drafted {
+            drafts: Vec::new(),
+            family,
+            params: Vec::new(),
+            findings: Findings::default(),
+            left_out: Vec::new(),
+        };
+        let resolved = match file.resolve(wanted.seen(), values, &options.mesh, &chosen.set, allowed) {
+            Ok(resolved) => resolved,
+            Err(problems) => {
+                self.problems.extend(problems);
+                return nothing;
+            }
+        };
+        if !resolved.verified {
+            let name = file.name();
+            self.warnings.push(format!("layout {name} has not been compared here with the program that it imitates"));
+        }
+        self.warnings.extend(resolved.warnings);
+        Drafted { drafts: resolved.drafts, params: resolved.params, left_out: resolved.left_out, ..nothing }
+    }
+
+    /// By the tables of the model's family, or by the repository's own names.
+    fn draft_by_tables(&mut self, wanted: &Wanted<'_>, chosen: &Chosen, values: &Values<'_>) -> Drafted {
+        let (whole, family, options) = (wanted.whole(), chosen.family.as_ref(), self.options);
+        let is_canonical = options.layout == Layout::Canonical;
+        // Each of the two goes through all tensors.
+        let compare = || match family {
+            Some(family) => expect::compare(whole, family, options),
+            None => (expect::survey(whole, options), Vec::new()),
+        };
+        let canonical = || is_canonical.then(|| canonical_drafts(wanted.seen(), family.cloned(), values));
+        let ((mut findings, problems), canonical) = rayon::join(compare, canonical);
+        self.problems.extend(problems);
+        self.warnings.extend(findings.warning.take());
+        super::missing_layers(whole, family, options, &mut self.problems, &mut self.warnings);
+        let drafts = canonical.unwrap_or_else(|| hf_drafts(wanted.seen(), family.cloned(), values));
+        let drafts = self.or_default(drafts);
+        let family = family.map(|family| family.name.clone());
+        Drafted { drafts, family, params: Vec::new(), findings, left_out: Vec::new() }
+    }
+
+    /// Chooses what is shown, and renames it.
+    fn name(&mut self, mut drafts: Vec<Draft>, wanted: &Wanted<'_>, chosen: &Chosen) -> Vec<Draft> {
+        let options = self.options;
+        if chosen.file.is_none() {
+            names::tie(&mut drafts, wanted.seen(), options, &mut self.warnings);
+        } else if options.tied != Tied::Auto {
+            let name = options.layout.name();
+            let reason = format!("the rules of layout {name} say whether a tied output head is shown: expected auto");
+            self.problem("tied", reason);
+        }
+        names::keep(&mut drafts, &wanted.selected, &mut self.problems);
+        if let Some(adapter) = wanted.adapter {
+            let first = u32::try_from(self.original.table().id_end()).expect("ids of tensors have 32 bits");
+            let own = |draft: &Draft| {
+                let mut own = false;
+                draft.view.for_each_source(&mut |source| own |= source.id.0 >= first);
+                own
+            };
+            let allowed = (&options.allow_missing, &options.allow_unmapped);
+            lora::rename(&mut drafts, adapter, own, allowed, &mut self.problems, &mut self.warnings);
+        }
+        names::rename(&mut drafts, &options.renames, chosen.flat, &mut self.problems);
+        drafts
+    }
+
+    /// The rules by which logical axes are split, if they are; and what is said of rules that split nothing.
+    fn split(&mut self, drafts: &[Draft], wanted: &Wanted<'_>, chosen: &Chosen) -> Option<LogicalRules> {
+        let options = self.options;
+        let rules = logical_rules(options, chosen.file.as_deref());
+        if chosen.file.is_none() {
+            let name = options.layout.name();
+            if !options.set.is_empty() {
+                self.problem("set", format!("the layout {name} has no parameters"));
+            }
+            if rules.is_some() {
+                self.problem("shard", format!("the layout {name} names no logical axes"));
+            }
+        }
+        if let Some((logical, axis)) = rules.as_ref().and_then(LogicalRules::doubled) {
+            self.problem("logical rules", format!("the rule for {logical:?} names the mesh axis {axis:?} twice"));
+        }
+        let (problems, warnings) = (&mut self.problems, &mut self.warnings);
+        unused::mesh_axes(options, rules.as_ref(), problems, warnings);
+        unused::patterns(wanted.seen(), options, drafts, warnings);
+        unused::logical_rules(options, rules.is_some(), drafts, warnings);
+        rules
+    }
+
+    /// Leaves tensors whole of which several are packed into one, where a split would cut across them.
+    fn keep_together(&mut self, mut drafts: Vec<Draft>, by_rules: bool, values: &Values<'_>) -> Vec<Draft> {
+        let options = self.options;
+        if !by_rules {
+            let is_told = |draft: &Draft| shard::is_told(draft, options.sharding, &options.shard_rules);
+            self.warnings.extend(packed::keep_together(&mut drafts, values, &options.mesh, &is_told));
+        }
+        drafts
+    }
+
+    /// The files of `hf/`.
+    fn repository(&mut self, wanted: &Wanted<'_>) -> Vec<HfFile> {
+        if let Some(reason) = &wanted.selected.no_hf {
+            self.warnings.push(format!("hf/ is left out: {reason}"));
+            return Vec::new();
+        }
+        let options = self.options;
+        // What a layout does by itself to its own tensors is no wish for another hf/.
+        let values = Values::new(wanted.part(), options.dtype, &options.casts);
+        let files = hf::plan(self.original, &values, &options.renames, options.tied == Tied::Alias);
+        self.or_default(files)
+    }
+
+    /// Gives each tensor its spec.
+    fn assemble(
+        mut self,
+        wanted: &Wanted<'_>,
+        chosen: &Chosen,
+        drafted: Drafted,
+        drafts: Vec<Draft>,
+        (logical_rules, hf): (Option<LogicalRules>, Vec<HfFile>),
+    ) -> Result<Plan, PlanError> {
+        let options = self.options;
+        let mut plan = Plan {
+            mesh: options.mesh.clone(),
+            layout: options.layout.clone(),
+            dtype: chosen.dtype,
+            family: drafted.family,
+            params: drafted.params,
+            logical_rules,
+            flat: chosen.flat,
+            sharded_state: chosen.file.as_ref().is_some_and(|file| file.sharded_state()),
+            devices: super::devices(options, &mut self.problems),
+            specs: Vec::new(),
+            tensors: Vec::with_capacity(drafts.len()),
+            hf,
+            unscanned: options.unscanned,
+            chunk_bytes_max: options.chunk_bytes_max,
+            missing: drafted.findings.missing,
+            unexpected: drafted.findings.unexpected,
+            holes: drafted.findings.holes,
+            left_out: drafted.left_out,
+            warnings: self.warnings,
+            no_hf: wanted.selected.no_hf.clone(),
+        };
+        plan.add(drafts, options, &mut self.problems);
+        self.problems.dedup();
+        if self.problems.is_empty() { Ok(plan) } else { Err(PlanError { problems: self.problems }) }
+    }
+}
+
+/// Tensors under canonical names.
+fn canonical_drafts(
+    checkpoint: &Checkpoint,
+    family: Option<Family>,
+    values: &Values<'_>,
+) -> Result<Vec<Draft>, Vec<Problem>> {
+    let generic = family::Generic::load().map_err(|error| family_problem(&error).problems)?;
+    canonical::drafts(checkpoint, family, generic, values)
+}
+
+/// Tensors under the repository's own names, with the roles that canonical names would have.
+fn hf_drafts(checkpoint: &Checkpoint, family: Option<Family>, values: &Values<'_>) -> Result<Vec<Draft>, Vec<Problem>> {
+    let generic = family::Generic::load().map_err(|error| family_problem(&error).problems)?;
+    canonical::hf_drafts(checkpoint, family, generic, values)
+}
+
+/// The adapter that the user wants, if it has a meaning.
+fn adapter<'a>(checkpoint: &'a Checkpoint, options: &ViewOptions) -> Result<Option<&'a Adapter>, PlanError> {
+    let Some(dir) = &options.lora else { return Ok(None) };
+    let problem = |reason: String| PlanError::from(Problem::File { file: format!("lora {}", dir.display()), reason });
+    if options.layout != Layout::Hf {
+        let layout = options.layout.name();
+        return Err(problem(format!(
+            "the names of a model with an adapter are those of the layout hf, not of {layout}"
+        )));
+    }
+    checkpoint.adapter(dir).map(Some).ok_or_else(|| problem("the source was opened without this adapter".to_owned()))
+}
+
+/// A part of a checkpoint, and the tensors of an adapter under their own names.
+fn with_adapter(original: &Checkpoint, part: &Checkpoint, adapter: &Adapter) -> Result<Checkpoint, PlanError> {
+    let names: HashMap<TensorId, &str> = part.tensors().map(|(id, info)| (id, info.name)).collect();
+    let adapted = original.derived(part.config().cloned(), Some(adapter.file), |id, info| {
+        if info.file == adapter.file {
+            Some(info.name.to_owned())
+        } else {
+            names.get(&id).map(|name| (*name).to_owned())
+        }
+    });
+    adapted.map_err(|reasons| {
+        let file = format!("lora {}", adapter.dir.display());
+        PlanError { problems: reasons.into_iter().map(|reason| Problem::File { file: file.clone(), reason }).collect() }
+    })
+}
+
+/// The rules for logical axes, where specs come from those.
+fn logical_rules(options: &ViewOptions, file: Option<&LayoutFile>) -> Option<LogicalRules> {
+    let wanted = match options.sharding {
+        Sharding::Auto => file.is_some_and(LayoutFile::shards_logically),
+        Sharding::Logical => true,
+        Sharding::Replicate => false,
+    };
+    wanted.then(|| {
+        let own = file.map(LayoutFile::rules).filter(|rules| !rules.rules.is_empty());
+        let mut rules = own.cloned().unwrap_or_else(LogicalRules::maxtext);
+        rules.replace(&options.logical_rules);
+        rules
+    })
+}
