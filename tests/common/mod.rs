@@ -1,6 +1,10 @@
 //! What several test programs share: made-up tensors, a naive executor of tilings, and random views.
 #![allow(dead_code, unreachable_pub, reason = "each test program uses a part of this")]
-#![allow(clippy::cast_possible_truncation, reason = "test data is small, and noise may be cut")]
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    reason = "test data is small, and noise may be cut"
+)]
 #![allow(clippy::unwrap_used, clippy::missing_panics_doc, missing_docs, reason = "tests panic")]
 
 pub mod faulty;
