@@ -19,7 +19,7 @@ fn reads_of(checkpoint: &Checkpoint, plan: &Plan, devices: &[u64], tensors: &[&P
     for device in devices {
         for tensor in tensors {
             let tiling = tensor.view.region(&plan.region(tensor, *device)).unwrap().lower().unwrap();
-            for (source, found) in tiling.pieces().iter().filter_map(|piece| Runs::of(&tiling, piece)) {
+            for (source, found) in tiling.pieces().iter().flat_map(|piece| Runs::of(&tiling, piece)) {
                 runs.entry(source).or_default().push(found);
             }
         }

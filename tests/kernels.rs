@@ -14,8 +14,8 @@
 )]
 
 use ckfs::tensor::{
-    BlockScale, DType, Decode, Gather, Loop, Program, Step, Stores, TensorId, convert_row, convert_scalar, fill,
-    gather, gather_with,
+    DType, Decode, Field, Gather, Load, Loop, Operand, Operation, Program, Shape, SourceTensor, Step, Stores, TensorId,
+    Value, Window, block_index, convert_row, convert_scalar, decode_scalar, fill, gather, gather_with,
 };
 use proptest::prelude::*;
 use sha2::{Digest, Sha256};
@@ -98,7 +98,7 @@ fn width(dtype: DType) -> usize {
 }
 
 fn cast(source: DType, target: DType) -> Program {
-    Program { source, target, steps: Vec::new() }
+    Program { load: Load::Element(source), target, steps: Vec::new() }
 }
 
 /// The inputs of the digests: all patterns of the types of 8 and 16 bits; of F32 and F64 the lists that
@@ -139,7 +139,7 @@ fn casts_have_the_digests_of_numpy_and_ml_dtypes() {
         let input = patterns(source);
         for (_, target, expected) in CAST_DIGESTS.iter().filter(|row| row.0 == source) {
             let mut output = vec![0; input.len() / width(source) * width(*target)];
-            convert_row(&cast(source, *target), &[], &input, 0, &mut output);
+            convert_row(&cast(source, *target), &input, &mut output);
             let digest: String = Sha256::digest(&output).iter().map(|byte| format!("{byte:02x}")).collect();
             if digest != *expected {
                 wrong.push(format!("{source} to {target}"));
@@ -155,7 +155,7 @@ fn equal_types_keep_every_bit() {
         let mut input = patterns(dtype);
         input.truncate(1 << 20);
         let mut output = vec![0; input.len()];
-        convert_row(&cast(dtype, dtype), &[], &input, 0, &mut output);
+        convert_row(&cast(dtype, dtype), &input, &mut output);
         assert!(input == output, "{dtype}");
     }
 }
@@ -241,7 +241,7 @@ proptest! {
             for dtype in FLOATS.into_iter().filter(|dtype| width(*dtype) <= 2) {
                 let mut out = [0; 4];
                 let bytes = &mut out[..width(dtype)];
-                convert_scalar(&cast(DType::F32, dtype), &[], &bits.to_le_bytes(), 0, bytes);
+                convert_scalar(&cast(DType::F32, dtype), &bits.to_le_bytes(), bytes);
                 let got = u32::from_le_bytes(out);
                 prop_assert_eq!(got, nearest(dtype, wanted), "{:e} = {:#x} to {}", wanted, bits, dtype);
             }
@@ -254,7 +254,7 @@ fn widening_is_exact() {
     for dtype in FLOATS.into_iter().filter(|dtype| width(*dtype) <= 2) {
         for bits in 0..1_u32 << (8 * width(dtype)) {
             let mut out = [0; 8];
-            convert_scalar(&cast(dtype, DType::F64), &[], &bits.to_le_bytes()[..width(dtype)], 0, &mut out);
+            convert_scalar(&cast(dtype, DType::F64), &bits.to_le_bytes()[..width(dtype)], &mut out);
             let (got, expected) = (f64::from_le_bytes(out), value(dtype, bits));
             assert!(
                 got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan(),
@@ -264,6 +264,23 @@ fn widening_is_exact() {
     }
 }
 
+/// Codes and scales, type and number of elements, as a decoder of a matrix with scales in blocks.
+fn scaled(
+    codes: (DType, u64),
+    scales: (DType, u64),
+    (rows, columns): (u64, u64),
+    block: (u64, u64),
+    target: DType,
+    steps: Vec<Step>,
+) -> Decode {
+    let tensor =
+        |id, (dtype, elements)| SourceTensor { id: TensorId(id), dtype, shape: Shape::try_new(&[elements]).unwrap() };
+    let index = block_index(rows, columns, block);
+    let scale = Operand { tensor: tensor(1, scales), field: Field::Float(scales.0), index };
+    let value = Value::of(Operand::elements(tensor(0, codes))).then(Operation::Multiply, scale);
+    Decode::Program(Program { load: Load::Value(value.into()), target, steps })
+}
+
 #[test]
 fn block_scales_follow_the_formula_with_partial_blocks() {
     // 7 rows of 11 in blocks of 3 by 4: a 3 by 3 scale grid whose last row and column are partial.
@@ -271,10 +288,11 @@ fn block_scales_follow_the_formula_with_partial_blocks() {
     let scale: Vec<f32> = (1..=9_u8).map(|value| f32::from(value) * 0.37).collect();
     let scale_bytes: Vec<u8> = scale.iter().flat_map(|value| value.to_le_bytes()).collect();
     let quantized: Vec<u8> = (0..rows * columns).map(|index| (index * 3) as u8).collect();
-    let block = BlockScale { tensor: TensorId(0), dtype: DType::F32, columns: 11, block_rows: 3, block_columns: 4 };
-    let program = Program { source: DType::F8E4M3, target: DType::F32, steps: vec![Step::Scale(block)] };
+    let decode = scaled((DType::F8E4M3, 77), (DType::F32, 9), (7, 11), (3, 4), DType::F32, Vec::new());
     let mut target = vec![0; rows * columns * 4];
-    convert_row(&program, &scale_bytes, &quantized, 0, &mut target);
+    let loops = [Loop { extent: 77, target_stride: 1, source_stride: 1 }];
+    let job = Gather { decode: &decode, target_bytes: 4, loops: &loops, source_offset: 0, target_offset: 0 };
+    gather(&job, &[Window::whole(&quantized), Window::whole(&scale_bytes)], &mut target);
     for row in 0..rows {
         for column in 0..columns {
             let index = row * columns + column;
@@ -288,16 +306,16 @@ fn block_scales_follow_the_formula_with_partial_blocks() {
 #[test]
 fn steps_round_where_they_say() {
     let run = |steps: Vec<Step>, input: f32| {
-        let program = Program { source: DType::F32, target: DType::F32, steps };
+        let program = Program { load: Load::Element(DType::F32), target: DType::F32, steps };
         let mut out = [0; 4];
-        convert_scalar(&program, &[], &input.to_le_bytes(), 0, &mut out);
+        convert_scalar(&program, &input.to_le_bytes(), &mut out);
         f32::from_le_bytes(out)
     };
-    assert_eq!(run(vec![Step::Round(DType::BF16), Step::Add(1.0)], 1.005), 2.007_812_5);
-    assert_eq!(run(vec![Step::Add(1.0), Step::Round(DType::BF16)], 1.005), 2.0);
-    assert_eq!(run(vec![Step::Multiply { factor: 0.5, flush: false }], 1e-45), 0.0);
-    assert_eq!(run(vec![Step::Multiply { factor: 2.0, flush: false }], 1e-45), 2.8e-45);
-    assert_eq!(run(vec![Step::Multiply { factor: 2.0, flush: true }], -1e-45).to_bits(), (-0.0_f32).to_bits());
+    assert_eq!(run(vec![Step::Round(DType::BF16), Step::add(1.0)], 1.005), 2.007_812_5);
+    assert_eq!(run(vec![Step::add(1.0), Step::Round(DType::BF16)], 1.005), 2.0);
+    assert_eq!(run(vec![Step::multiply(0.5, false)], 1e-45), 0.0);
+    assert_eq!(run(vec![Step::multiply(2.0, false)], 1e-45), 2.8e-45);
+    assert_eq!(run(vec![Step::multiply(2.0, true)], -1e-45).to_bits(), (-0.0_f32).to_bits());
 }
 
 /// A job whose loops are disjoint in the target, with slices that just hold what it reaches.
@@ -370,7 +388,7 @@ fn noise(length: usize, seed: u64) -> Vec<u8> {
         .collect()
 }
 
-fn check_gather(job: &Job, decode: &Decode, from: usize, to: usize, scale: &[u8]) -> Result<(), TestCaseError> {
+fn check_gather(job: &Job, decode: &Decode, from: usize, to: usize, scale: Option<&[u8]>) -> Result<(), TestCaseError> {
     let skip = (job.source_offset - job.window) as usize;
     let source = noise(job.shift + (skip + reach(&job.loops, |step| step.source_stride)) * from, 7);
     let source = &source[job.shift..];
@@ -378,30 +396,21 @@ fn check_gather(job: &Job, decode: &Decode, from: usize, to: usize, scale: &[u8]
     let mut expected = noise(target_elements * to, 9);
     let mut target = vec![0; job.shift];
     target.extend_from_slice(&expected);
+    let mut windows = vec![Window { bytes: source, start: job.window * from as u64 }];
+    windows.extend(scale.map(Window::whole));
     positions(&job.loops, job.target_offset, job.source_offset, &mut |at, element| {
-        let input = &source[(element - job.window) as usize * from..][..from];
-        let output = &mut expected[at * to..][..to];
-        match decode {
-            Decode::Copy => output.copy_from_slice(input),
-            Decode::Program(program) => convert_scalar(program, scale, input, element, output),
-        }
+        decode_scalar(decode, &windows, element, &mut expected[at * to..][..to]);
     });
-    let Job { loops, source_offset, target_offset, window, shift } = job;
-    let gathered = Gather {
-        decode,
-        source_bytes: from as u64,
-        target_bytes: to as u64,
-        loops,
-        source_offset: *source_offset,
-        target_offset: *target_offset,
-    };
+    let Job { loops, source_offset, target_offset, shift, .. } = job;
+    let gathered =
+        Gather { decode, target_bytes: to as u64, loops, source_offset: *source_offset, target_offset: *target_offset };
     // Past the caches too, from the start of a cache line on, where it may be whole lines that are written.
     let mut streamed = vec![0; 64 + expected.len()];
     let line = streamed.as_ptr().align_offset(64);
     let streamed = &mut streamed[line..line + expected.len()];
     streamed.copy_from_slice(&target[*shift..]);
-    gather_with(Stores::Streamed, &gathered, source, *window, scale, streamed);
-    gather(&gathered, source, *window, scale, &mut target[*shift..]);
+    gather_with(Stores::Streamed, &gathered, &windows, streamed);
+    gather(&gathered, &windows, &mut target[*shift..]);
     prop_assert!(target[*shift..] == expected, "{job:?} {decode:?}, elements of {from} and {to} bytes");
     prop_assert!(streamed == expected, "{job:?} {decode:?}, elements of {from} and {to} bytes, past the caches");
     Ok(())
@@ -412,7 +421,7 @@ proptest! {
 
     #[test]
     fn copies_agree_with_the_element_loop(job in jobs(), unit in prop::sample::select(vec![1_usize, 2, 3, 4, 8])) {
-        check_gather(&job, &Decode::Copy, unit, unit, &[])?;
+        check_gather(&job, &Decode::Copy, unit, unit, None)?;
     }
 
     #[test]
@@ -420,18 +429,22 @@ proptest! {
         job in jobs(),
         source in prop::sample::select(FLOATS.to_vec()),
         target in prop::sample::select(FLOATS.to_vec()),
-        scaled in any::<bool>(),
+        is_scaled in any::<bool>(),
         columns in 1_u64..200,
         block in (1_u64..40, 1_u64..40),
         scale_dtype in prop::sample::select(vec![DType::F32, DType::BF16, DType::F16, DType::F8E8M0, DType::F8E4M3]),
     ) {
-        let last = job.source_offset + reach(&job.loops, |step| step.source_stride) as u64;
-        let (block_rows, block_columns) = block;
-        let grid = BlockScale { tensor: TensorId(0), dtype: scale_dtype, columns, block_rows, block_columns };
-        let scale = noise(((last / columns / block_rows + 1) * grid.scale_columns()) as usize * width(scale_dtype), 3);
-        let steps = if scaled { vec![Step::Scale(grid), Step::Round(DType::BF16)] } else { Vec::new() };
-        let decode = Decode::Program(Program { source, target, steps });
-        check_gather(&job, &decode, width(source), width(target), &scale)?;
+        let elements = job.source_offset + reach(&job.loops, |step| step.source_stride) as u64;
+        if !is_scaled {
+            return check_gather(&job, &Decode::Program(cast(source, target)), width(source), width(target), None);
+        }
+        let rows = elements.div_ceil(columns);
+        let scales = rows.div_ceil(block.0) * columns.div_ceil(block.1);
+        let scale = noise(scales as usize * width(scale_dtype), 3);
+        let steps = vec![Step::Round(DType::BF16)];
+        let codes = (source, rows * columns);
+        let decode = scaled(codes, (scale_dtype, scales), (rows, columns), block, target, steps);
+        check_gather(&job, &decode, width(source), width(target), Some(&scale))?;
     }
 
     #[test]
@@ -473,12 +486,12 @@ fn shapes_of_real_conversions() {
         let target_offset = if name == "whole blocks" { 0 } else { 2 };
         let job = Job { loops, source_offset: 3, target_offset, window: 1, shift: 1 };
         for unit in [1, 2, 3, 4, 8, 16] {
-            check_gather(&job, &Decode::Copy, unit, unit, &[]).unwrap_or_else(|error| panic!("{name}: {error}"));
+            check_gather(&job, &Decode::Copy, unit, unit, None).unwrap_or_else(|error| panic!("{name}: {error}"));
         }
         for source in FLOATS {
             for target in FLOATS {
                 let decode = Decode::Program(cast(source, target));
-                check_gather(&job, &decode, width(source), width(target), &[])
+                check_gather(&job, &decode, width(source), width(target), None)
                     .unwrap_or_else(|error| panic!("{name}: {error}"));
             }
         }
@@ -486,9 +499,8 @@ fn shapes_of_real_conversions() {
 }
 
 fn copy_of(loops: &[Loop], source_offset: u64, source_base: u64, source: usize, target: usize) {
-    let job =
-        Gather { decode: &Decode::Copy, source_bytes: 2, target_bytes: 2, loops, source_offset, target_offset: 0 };
-    gather(&job, &vec![0; source], source_base, &[], &mut vec![0; target]);
+    let job = Gather { decode: &Decode::Copy, target_bytes: 2, loops, source_offset, target_offset: 0 };
+    gather(&job, &[Window { bytes: &vec![0; source], start: 2 * source_base }], &mut vec![0; target]);
 }
 
 #[test]
@@ -504,7 +516,7 @@ fn reaching_past_the_target_is_refused() {
 }
 
 #[test]
-#[should_panic(expected = "source element 4 lies before the window at 5")]
+#[should_panic(expected = "source element 4 of 2 bytes lies before the window at byte 10")]
 fn reaching_before_the_window_is_refused() {
     copy_of(&[], 4, 5, 20, 8);
 }

@@ -33,7 +33,7 @@ const ONLY_IN: [(&str, &str); 5] =
     [("fuser", "fuse"), ("clap", "cli"), ("anyhow", "cli"), ("println!", "cli"), ("print!", "cli")];
 
 /// Every file that may hold `unsafe`, relative to `src`. A new one is a decision, not an accident.
-const UNSAFE_FILES: [&str; 9] = [
+const UNSAFE_FILES: [&str; 10] = [
     "fuse/mount.rs",
     "fuse/mount_id.rs",
     "host/limits.rs",
@@ -42,6 +42,7 @@ const UNSAFE_FILES: [&str; 9] = [
     "source/guard.rs",
     "source/local.rs",
     "tensor/kernel/row.rs",
+    "tensor/kernel/unpack.rs",
     "tensor/transpose.rs",
 ];
 
@@ -337,7 +338,8 @@ fn the_reference_uses_only_the_expression() {
     let sources = sources();
     let reference = sources.iter().find(|file| file.name == "read/reference.rs").expect("read/reference.rs");
     let tokens = tokens(&reference.code);
-    let checked = ["lower", "tiling", "gather", "convert", "kernel", "transpose", "Tiling", "Program", "BlockScale"];
+    let checked =
+        ["lower", "tiling", "gather", "convert", "kernel", "transpose", "value", "span", "Tiling", "Program", "Window"];
     for name in checked {
         let is_type = name.starts_with(char::is_uppercase);
         let used = (0..tokens.len()).any(|at| tokens[at] == name && (is_type || tokens.get(at + 1) == Some(&"::")));

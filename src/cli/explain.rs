@@ -14,7 +14,10 @@ use crate::{
     checkpoint::{Checkpoint, printable_lines},
     image::Segment,
     plan::report::{human_bytes, reads_text},
-    tensor::{Decode, Op, Origin, PAGE_BYTES, Piece, Reads, Runs, Step, TensorId, Tiling, View, reads},
+    tensor::{
+        Decode, Field, Load, Op, Operation, Origin, PAGE_BYTES, Piece, Reads, Runs, Step, TensorId, Term, Tiling,
+        Value as DecodedValue, View, reads,
+    },
     volume::{FileSystem, NodeKind, Volume},
 };
 
@@ -97,7 +100,7 @@ fn explain(volume: &Volume, node: &tree::Node) -> anyhow::Result<Value> {
             Segment::Spaces(count) => json!({ "start": start, "bytes": count, "made": "spaces" }),
             Segment::View(view) => {
                 let tiling = view.lower().map_err(|error| anyhow!("{}: {error}", node.path))?;
-                for (tensor, found) in tiling.pieces().iter().filter_map(|piece| Runs::of(&tiling, piece)) {
+                for (tensor, found) in tiling.pieces().iter().flat_map(|piece| Runs::of(&tiling, piece)) {
                     runs.entry(tensor).or_default().push(found);
                 }
                 json!({
@@ -139,13 +142,19 @@ fn describe(checkpoint: &Checkpoint, tiling: &Tiling, piece: &Piece) -> Value {
         Origin::Tensor { tensor, offset, decoder } => {
             let info = checkpoint.tensor(*tensor);
             let decoder = &tiling.decoders()[*decoder as usize];
-            let start = info.span.start() + offset * decoder.source_bytes;
             row["tensor"] = json!(info.name);
             row["file"] = json!(checkpoint.source().path(info.file).display().to_string());
-            row["file_start"] = json!(start);
-            row["file_end"] = json!(start + piece.source_hull_units() * decoder.source_bytes);
+            let (start, end) = if let Some(bytes) = decoder.source_bytes(unit) {
+                (offset * bytes, (offset + piece.source_hull_units()) * bytes)
+            } else {
+                let runs = Runs::of(tiling, piece);
+                let ends = runs.iter().map(|(_, runs)| (runs.start(), runs.end()));
+                ends.fold((u64::MAX, 0), |(start, end), (first, last)| (start.min(first), end.max(last)))
+            };
+            row["file_start"] = json!(info.span.start() + start);
+            row["file_end"] = json!(info.span.start() + end);
             row["run_bytes"] = json!(piece.contiguous_units() * unit);
-            row["decoder"] = json!(decode(checkpoint, &decoder.decode));
+            row["decoder"] = json!(decode(checkpoint, decoder));
         }
     }
     row
@@ -153,24 +162,62 @@ fn describe(checkpoint: &Checkpoint, tiling: &Tiling, piece: &Piece) -> Value {
 
 fn decode(checkpoint: &Checkpoint, decode: &Decode) -> String {
     let Decode::Program(program) = decode else { return "copy".to_owned() };
-    let mut words = vec![program.source.to_string(), "f32".to_owned()];
-    for step in &program.steps {
-        words.push(match step {
-            Step::Round(dtype) => format!("round to {dtype}"),
-            Step::Multiply { factor, flush } => {
-                format!("times {factor:e}{}", if *flush { ", subnormals flushed" } else { "" })
-            }
-            Step::Add(addend) => format!("plus {addend:e}"),
-            Step::Scale(scale) => format!(
-                "times {} by blocks of {}x{}",
-                checkpoint.tensor(scale.tensor).name,
-                scale.block_rows,
-                scale.block_columns
-            ),
-        });
-    }
+    let mut words = match &program.load {
+        Load::Element(dtype) => vec![dtype.to_string(), "f32".to_owned()],
+        Load::Value(value) => {
+            let mut words = vec![field(&value.load.field), "f32".to_owned()];
+            words.extend(value.steps.iter().map(|step| step_word(checkpoint, step)));
+            words
+        }
+    };
+    words.extend(program.steps.iter().map(|step| step_word(checkpoint, step)));
     words.push(format!("round to {}", program.target));
     words.join(" -> ")
+}
+
+fn field(field: &Field) -> String {
+    match field {
+        Field::Float(dtype) => dtype.to_string(),
+        Field::Integer(bits) => format!("{} bits", bits.width),
+        Field::Table(bits, _) => format!("{} bits through a table", bits.width),
+    }
+}
+
+fn step_word(checkpoint: &Checkpoint, step: &Step) -> String {
+    let Step::Compute(operation, term) = step else {
+        let Step::Round(dtype) = step else { return String::new() };
+        return format!("round to {dtype}");
+    };
+    let word = match operation {
+        Operation::Multiply | Operation::MultiplyFlush => "times",
+        Operation::Divide => "divided by",
+        Operation::Add => "plus",
+        Operation::Subtract => "minus",
+    };
+    let flushed = if *operation == Operation::MultiplyFlush { ", subnormals flushed" } else { "" };
+    format!("{word} {}{flushed}", term_word(checkpoint, term))
+}
+
+fn term_word(checkpoint: &Checkpoint, term: &Term) -> String {
+    match term {
+        Term::Constant(constant) => format!("{constant:e}"),
+        Term::Value(value) => {
+            let mut words = value_word(checkpoint, value);
+            if !value.steps.is_empty() {
+                let steps: Vec<String> = value.steps.iter().map(|step| step_word(checkpoint, step)).collect();
+                words = format!("({words} {})", steps.join(" "));
+            }
+            words
+        }
+    }
+}
+
+/// The tensor that a value begins with, and how many elements share one of its own.
+fn value_word(checkpoint: &Checkpoint, value: &DecodedValue) -> String {
+    let operand = &value.load;
+    let groups: Vec<String> = operand.index.digits().iter().map(|digit| digit.group.to_string()).collect();
+    let name = checkpoint.tensor(operand.tensor.id).name;
+    if groups.is_empty() { name.to_owned() } else { format!("{name} by blocks of {}", groups.join("x")) }
 }
 
 /// The expression as nested JSON: an operator with its arguments, and its operands under `of`.
@@ -204,14 +251,11 @@ fn expression(checkpoint: &Checkpoint, view: &View) -> Value {
         Op::Add { of: operand, addend } => {
             json!({"op": "add", "addend": addend, "dtype": view.dtype().code(), "shape": shape, "of": of(operand)})
         }
-        Op::Dequantize { weights, scales, block_rows, block_columns } => json!({
-            "op": "dequantize",
-            "weights": checkpoint.tensor(weights.id).name,
-            "scales": checkpoint.tensor(scales.id).name,
-            "block": [block_rows, block_columns],
-            "dtype": view.dtype().code(),
-            "shape": shape,
-        }),
+        Op::Quantized(value) => {
+            let mut tensors = Vec::new();
+            value.for_each_operand(&mut |operand| tensors.push(json!(checkpoint.tensor(operand.tensor.id).name)));
+            json!({"op": "decode", "tensors": tensors, "dtype": view.dtype().code(), "shape": shape})
+        }
     }
 }
 

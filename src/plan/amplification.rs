@@ -203,7 +203,7 @@ impl Walk {
             | Op::Reshape { .. }
             | Op::Concat { .. }
             | Op::Pad { .. }
-            | Op::Dequantize { .. } => self.leaf(view, place, holding, group),
+            | Op::Quantized(_) => self.leaf(view, place, holding, group),
         }
     }
 
@@ -334,7 +334,7 @@ fn share(view: &View, place: &Place, holding: &Holding, sources: &HashMap<Tensor
         // What has no tiling was refused when the plan was made.
         let tiling = view.region(&region).ok()?.lower().ok()?;
         let mut runs = vec![Vec::new(); sources.len()];
-        for (source, found) in tiling.pieces().iter().filter_map(|piece| Runs::of(&tiling, piece)) {
+        for (source, found) in tiling.pieces().iter().flat_map(|piece| Runs::of(&tiling, piece)) {
             runs[*sources.get(&source)? as usize].push(found);
         }
         parts.push(runs);
@@ -375,10 +375,21 @@ impl Expression {
         self.words.extend([tensor.dtype as u64, u64::from(ordinal)]);
     }
 
-    /// Element operators are left out: they move nothing. So are the scales of a dequantization.
+    /// Element operators are left out: they move nothing. So are scales and the like.
     fn add(&mut self, view: &View) {
         match view.op() {
-            Op::Source(tensor) | Op::Dequantize { weights: tensor, .. } => self.add_source(tensor),
+            Op::Source(tensor) => self.add_source(tensor),
+            Op::Quantized(value) => {
+                // Where the codes are; what is done to them moves nothing.
+                let operand = &value.load;
+                self.add_source(&operand.tensor);
+                self.add_numbers(9, view.shape().extents());
+                self.add_numbers(10, &[operand.field.bits(), operand.field.index_bits()]);
+                for digit in operand.index.digits() {
+                    self.add_numbers(11, &[digit.divisor, digit.modulus, digit.group, digit.turn, digit.stride]);
+                    self.add_numbers(12, digit.table.iter().flat_map(|table| table.iter()));
+                }
+            }
             Op::Fill(_) => self.add_numbers(1, view.shape().extents()),
             Op::Slice { of, axis, start, stop, step } => {
                 self.add_numbers(2, &[*axis as u64, *start, *stop, *step]);

@@ -24,7 +24,7 @@ use crate::{
     image::{FileImage, Segment},
     source::{ByteSpan, FileId, Source},
     tensor::{
-        BlockScale, Decode, Gather, Origin, Piece, Share, Stores, Tiling, fill, gather::Loop, gather_with, to_usize,
+        Decode, Gather, Origin, Piece, Share, Stores, Tiling, Window, fill, gather::Loop, gather_with, needs, to_usize,
     },
 };
 
@@ -135,9 +135,9 @@ impl OpenFile {
 
 /// How bytes are made.
 #[derive(Clone, Copy, Debug)]
-struct How {
-    path: Path,
-    stores: Stores,
+pub(super) struct How {
+    pub(super) path: Path,
+    pub(super) stores: Stores,
     share: Share,
 }
 
@@ -148,9 +148,9 @@ impl How {
 }
 
 /// Source files touched while bytes were made.
-type Touched = SmallVec<[FileId; 2]>;
+pub(super) type Touched = SmallVec<[FileId; 2]>;
 
-fn touch(touched: &mut Touched, file: FileId) {
+pub(super) fn touch(touched: &mut Touched, file: FileId) {
     if !touched.contains(&file) {
         touched.push(file);
     }
@@ -158,11 +158,11 @@ fn touch(touched: &mut Touched, file: FileId) {
 
 /// Reads spans of virtual files. Shared by all threads.
 pub struct Engine {
-    checkpoint: Arc<Checkpoint>,
+    pub(super) checkpoint: Arc<Checkpoint>,
     pub(super) cache: TileCache,
-    buffers: BufferPool,
+    pub(super) buffers: BufferPool,
     pub(super) workers: Workers,
-    counters: Counters,
+    pub(super) counters: Counters,
     options: EngineOptions,
 }
 
@@ -572,7 +572,7 @@ impl Engine {
         });
         let [piece] = cuts.as_slice() else { return None };
         let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return None };
-        let copied = tiling.decoders()[decoder as usize].decode == Decode::Copy;
+        let copied = tiling.decoders()[decoder as usize] == Decode::Copy;
         if !copied || piece.contiguous_units() != last - first {
             return None;
         }
@@ -727,63 +727,51 @@ impl Engine {
         how: How,
     ) -> Result<(), ReadError> {
         let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return Ok(()) };
-        let decoder = &tiling.decoders()[decoder as usize];
-        let info = self.checkpoint.tensor(tensor);
+        let decode = &tiling.decoders()[decoder as usize];
+        let unit = tiling.unit_bytes();
         let job = Gather {
-            decode: &decoder.decode,
-            source_bytes: decoder.source_bytes,
-            target_bytes: tiling.unit_bytes(),
+            decode,
+            target_bytes: unit,
             loops: &piece.loops,
             source_offset: offset,
             target_offset: piece.start - first,
         };
-        touch(touched, info.file);
-        self.counters.fetch(how.path, piece.units() * decoder.source_bytes);
-        let scale = match &decoder.decode {
-            Decode::Program(program) => program.block_scale(),
-            Decode::Copy => None,
-        };
-        match scale {
-            None => self.gather_from(&info, &job, &[], target, how.stores),
-            Some(BlockScale { tensor, .. }) => {
-                let scale = self.checkpoint.tensor(*tensor);
-                touch(touched, scale.file);
-                let mut result = Ok(());
-                self.with_bytes(&scale, scale.span, &mut |bytes| {
-                    result = self.gather_from(&info, &job, bytes, target, how.stores);
-                })?;
-                result
-            }
+        if let Some(value) = decode.value() {
+            return self.gather_value(value, &job, target, touched, how);
         }
+        let info = self.checkpoint.tensor(tensor);
+        touch(touched, info.file);
+        let source_bytes = decode.source_bytes(unit).expect("what decodes no value reads elements");
+        self.counters.fetch(how.path, piece.units() * source_bytes);
+        self.gather_from(&info, &job, source_bytes, target, how.stores)
     }
 
-    /// Carries out a job over the source bytes it spans. Where they are not mapped and span much more than memory should
-    /// hold, the loop with the largest source steps is done turn by turn.
+    /// Carries out a job over the source bytes it spans, elements of `source_bytes`. Where they are not mapped and span much more
+    /// than memory should hold, the loop with the largest source steps is done turn by turn.
     fn gather_from(
         &self,
         info: &TensorInfo<'_>,
         job: &Gather<'_>,
-        scale: &[u8],
+        source_bytes: u64,
         target: &mut [u8],
         stores: Stores,
     ) -> Result<(), ReadError> {
         let hull: u64 = job.loops.iter().map(|l| (l.extent - 1) * l.source_stride).sum::<u64>() + 1;
-        let window = ByteSpan::of_len(job.source_offset * job.source_bytes, hull * job.source_bytes);
+        let start = job.source_offset * source_bytes;
+        let window = ByteSpan::of_len(start, hull * source_bytes);
         let Some(span) = window.and_then(|window| info.span.slice(window)) else {
             return Err(ReadError::Internal { what: "a piece leaves its tensor" });
         };
-        let used: u64 = job.loops.iter().map(|l| l.extent).product::<u64>() * job.source_bytes;
+        let used: u64 = job.loops.iter().map(|l| l.extent).product::<u64>() * source_bytes;
         if 2 * used < span.len() {
             // The pages between hold what other tiles need.
             self.source().will_return();
         }
-        let mut work = |bytes: &[u8]| gather_with(stores, job, bytes, job.source_offset, scale, target);
+        let mut work = |bytes: &[u8]| gather_with(stores, job, &[Window { bytes, start }], target);
         if let Some(result) = self.source().with_map(info.file, span, &mut work) {
             return result.map_err(|error| ReadError::source(info, span, error));
         }
-        // A window is worth reading whole if it is small, or mostly used and not too large.
-        let most_bytes = self.options.thread_buffer_bytes as u64;
-        let few_bytes = (4 * used).clamp(most_bytes / WINDOW_PART, most_bytes);
+        let few_bytes = self.few_bytes(used);
         let outer = job.loops.iter().enumerate().max_by_key(|(_, l)| l.source_stride);
         match outer {
             Some((at, outer)) if outer.extent > 1 && span.len() > few_bytes => {
@@ -796,23 +784,23 @@ impl Engine {
                         target_offset: job.target_offset + turn * outer.target_stride,
                         ..*job
                     };
-                    self.gather_from(info, &turn, scale, target, stores)
+                    self.gather_from(info, &turn, source_bytes, target, stores)
                 })
             }
-            _ => self.with_bytes(info, span, &mut work),
+            _ => {
+                let mut buffer = self.buffers.take(to_usize(span.len()));
+                let read = self.source().read_into(info.file, span.start(), &mut buffer);
+                read.map_err(|error| ReadError::source(info, span, error))?;
+                work(&buffer);
+                Ok(())
+            }
         }
     }
 
-    /// Runs `work` over bytes of a tensor, mapped or read.
-    fn with_bytes(&self, info: &TensorInfo<'_>, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Result<(), ReadError> {
-        let failed = |error| ReadError::source(info, span, error);
-        if let Some(result) = self.source().with_map(info.file, span, work) {
-            return result.map_err(failed);
-        }
-        let mut buffer = self.buffers.take(to_usize(span.len()));
-        self.source().read_into(info.file, span.start(), &mut buffer).map_err(failed)?;
-        work(&buffer);
-        Ok(())
+    /// Bytes that are worth reading into memory at once where so many of them are used: few, or mostly used and not too many.
+    pub(super) fn few_bytes(&self, used: u64) -> u64 {
+        let most_bytes = self.options.thread_buffer_bytes as u64;
+        (4 * used).clamp(most_bytes / WINDOW_PART, most_bytes)
     }
 
     /// Starts on what a sequential reader will want next.
@@ -896,8 +884,24 @@ impl Engine {
         let mut left = most;
         tiling.cut(low / unit, high.div_ceil(unit), &mut |piece| {
             let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return };
+            let decode = &tiling.decoders()[decoder as usize];
+            if let Some(value) = decode.value() {
+                for need in needs(value, offset, &piece.loops) {
+                    let info = self.checkpoint.tensor(need.operand.tensor.id);
+                    for runs in &need.runs {
+                        runs.for_each_span(GAP_BYTES, &mut |start, len| {
+                            let hull = ByteSpan::of_len(start, left.min(len));
+                            if let Some(span) = hull.and_then(|hull| info.span.slice(hull)) {
+                                left -= span.len();
+                                self.source().will_need(info.file, span);
+                            }
+                        });
+                    }
+                }
+                return;
+            }
             let info = self.checkpoint.tensor(tensor);
-            let unit = tiling.decoders()[decoder as usize].source_bytes;
+            let unit = decode.source_bytes(unit).expect("what decodes no value reads elements");
             piece.source_hulls(GAP_BYTES / unit, &mut |start, units| {
                 let hull = ByteSpan::of_len((offset + start) * unit, left.min(units * unit));
                 if let Some(span) = hull.and_then(|hull| info.span.slice(hull)) {

@@ -17,6 +17,7 @@ mod buffer;
 pub mod counters;
 mod engine;
 mod maps;
+mod operand;
 pub mod reference;
 mod stream;
 mod tile;

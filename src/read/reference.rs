@@ -1,7 +1,7 @@
 //! The reference evaluator: bytes of a view by the book, one element at a time.
 //!
 //! It asks the expression itself where each element comes from, operator by operator, and computes values with plain
-//! arithmetic: 8-bit floats by formula and search, 16-bit floats through the `half` crate. It shares no code with
+//! arithmetic: 8-bit floats by formula and search, 16-bit floats through the `half` crate, packed codes bit by bit. It shares no code with
 //! lowering, tilings and kernels, so that an error in one is not in the other; `ckfs verify` and the tests compare the
 //! two. Hundreds of nanoseconds per element are fine here, a shortcut is not.
 //!
@@ -24,7 +24,9 @@ use half::{bf16, f16};
 use lru::LruCache;
 use smallvec::SmallVec;
 
-use crate::tensor::{DType, Op, Shape, SourceTensor, TensorId, View, to_usize};
+use crate::tensor::{
+    BitOrder, DType, Field, Op, Operand, Operation, Shape, SourceTensor, Step, TensorId, Term, Value, View, to_usize,
+};
 
 /// Bytes fetched at once.
 const BLOCK_BYTES: u64 = 64 << 10;
@@ -234,14 +236,72 @@ impl<'a> Evaluator<'a> {
                 Ok(round(view.dtype(), multiply(self.value(of, index)?, factor.to_bits(), *flush)))
             }
             Op::Add { of, addend } => Ok(round(view.dtype(), add(self.value(of, index)?, addend.to_bits()))),
-            Op::Dequantize { weights, scales, block_rows, block_columns } => {
-                let quantized = self.tensor_element(weights, ravel(index, &weights.shape))?;
-                let block = [index[0] / block_rows, index[1] / block_columns];
-                let scale = self.tensor_element(scales, ravel(&block, &scales.shape))?;
-                let product = multiply(widen(weights.dtype, quantized), widen(scales.dtype, scale), false);
-                Ok(round(view.dtype(), product))
+            Op::Quantized(value) => {
+                let bits = self.decoded(value, ravel(index, view.shape()))?;
+                Ok(round(view.dtype(), bits))
             }
         }
+    }
+
+    /// Element `number` of a quantized tensor, as f32 bits: what is loaded, then one operation after the other, each with its
+    /// own rounding.
+    fn decoded(&mut self, value: &Value, number: u64) -> Result<u32, ReferenceError> {
+        let mut result = self.stored(&value.load, number)?;
+        for step in &value.steps {
+            result = match step {
+                Step::Round(dtype) => widen(*dtype, round(*dtype, result)),
+                Step::Compute(operation, term) => {
+                    let right = match term {
+                        Term::Constant(constant) => constant.to_bits(),
+                        Term::Value(value) => self.decoded(value, number)?,
+                    };
+                    match operation {
+                        Operation::Multiply => multiply(result, right, false),
+                        Operation::MultiplyFlush => multiply(result, right, true),
+                        Operation::Divide => divide(result, right),
+                        Operation::Add => add(result, right),
+                        Operation::Subtract => subtract(result, right),
+                    }
+                }
+            };
+        }
+        Ok(result)
+    }
+
+    /// What an operand has stored for element `number`, as f32 bits.
+    fn stored(&mut self, operand: &Operand, number: u64) -> Result<u32, ReferenceError> {
+        let mut index = 0;
+        for digit in operand.index.digits() {
+            let position = number / digit.divisor % digit.modulus;
+            let mut place = position / digit.group % digit.turn;
+            if let Some(table) = &digit.table {
+                place = table[usize::try_from(place).expect("views check tables")];
+            }
+            index += place * digit.stride;
+        }
+        let bits = match &operand.field {
+            Field::Float(dtype) => {
+                let stored = SourceTensor { dtype: *dtype, ..operand.tensor.clone() };
+                return Ok(widen(*dtype, self.element_of(&stored, stored_bytes(&operand.tensor), index)?));
+            }
+            Field::Integer(bits) | Field::Table(bits, _) => bits,
+        };
+        // Bit by bit.
+        let mut code = 0;
+        for place in 0..u64::from(bits.width) {
+            let at = index + place;
+            let byte = self.tensor_byte(operand.tensor.id, stored_bytes(&operand.tensor), at / 8)?;
+            code = match bits.order {
+                BitOrder::LowFirst => code | u32::from(byte >> (at % 8) & 1) << place,
+                BitOrder::HighFirst => code << 1 | u32::from(byte >> (7 - at % 8) & 1),
+            };
+        }
+        if let Field::Table(_, table) = &operand.field {
+            return Ok(table[usize::try_from(code).expect("views check tables")]);
+        }
+        let negative = bits.signed && code >> (bits.width - 1) == 1;
+        let number = f64::from(code) - if negative { 2f64.powi(bits.width.cast_signed()) } else { 0.0 };
+        Ok(narrow(number).to_bits())
     }
 
     /// One element, as f32 bits.
@@ -251,8 +311,12 @@ impl<'a> Evaluator<'a> {
 
     /// The bits of one element of a source tensor.
     fn tensor_element(&mut self, tensor: &SourceTensor, number: u64) -> Result<u64, ReferenceError> {
+        self.element_of(tensor, stored_bytes(tensor), number)
+    }
+
+    /// The same of a tensor of `len_bytes`, whatever its shape says.
+    fn element_of(&mut self, tensor: &SourceTensor, len_bytes: u64, number: u64) -> Result<u64, ReferenceError> {
         let width = tensor.dtype.bits();
-        let len_bytes = (tensor.shape.elements() * width).div_ceil(8);
         let bytes = number * width / 8..((number + 1) * width).div_ceil(8);
         let mut bits = 0u128;
         for (place, at) in bytes.enumerate() {
@@ -278,6 +342,11 @@ impl<'a> Evaluator<'a> {
         self.blocks.put((tensor, block), bytes);
         Ok(byte)
     }
+}
+
+/// Bytes of a tensor.
+fn stored_bytes(tensor: &SourceTensor) -> u64 {
+    (tensor.shape.elements() * tensor.dtype.bits()).div_ceil(8)
 }
 
 fn low_bits(bits: u64, width: u64) -> u64 {
@@ -473,6 +542,16 @@ pub fn multiply(left: u32, right: u32, flush: bool) -> u32 {
         let scaled = narrow(f64::from(a) * f64::from(b) * 2f64.powi(64));
         if scaled.abs() < 2f32.powi(64 - 126) { 0f32.copysign(scaled) } else { a * b }
     })
+}
+
+/// F32 bits of a quotient.
+pub fn divide(left: u32, right: u32) -> u32 {
+    arithmetic(left, right, |a, b| a / b)
+}
+
+/// F32 bits of a difference.
+pub fn subtract(left: u32, right: u32) -> u32 {
+    arithmetic(left, right, |a, b| a - b)
 }
 
 /// F32 bits of a sum.

@@ -1,54 +1,66 @@
-//! Conversion of rows of elements: widen to f32, apply the steps of a [`Program`], round to the target.
+//! Conversion of rows of stored floats: widen to f32, apply the steps of a [`Program`], round to the target. Programs here
+//! begin with an element and have constant operands only; those of quantized tensors are in `value.rs`.
 //!
 //! What a value becomes is said in `float.rs`. Rows are cut into stretches that stay in the first-level cache while the
 //! steps pass over them one after another. [`convert_scalar`] does the same one element at a time and is the reference
 //! for everything faster.
 
 use super::kernel::{Level, row};
-use super::shape::to_usize;
 use super::transpose::FusedKind;
-use super::{BlockScale, DType, Program, Step, float};
+use super::{DType, Load, Operation, Program, Step, Term, float};
 
 /// Elements of one stretch: its f32 values take 2 KiB.
 pub(super) const STRETCH: usize = 512;
 
-/// Converts the consecutive elements in `source`, the first of which is element `first` of its tensor, to `target`.
-///
-/// `scale` is the whole scale tensor of a program that dequantizes, else empty. A program without steps whose types are
-/// equal copies bits.
+/// Converts the consecutive elements in `source` to `target`. A program without steps whose types are equal copies bits.
 ///
 /// # Panics
-/// If the program's types are not floats that convert, or `source` and `target` do not hold the same number of whole
-/// elements, or `scale` ends before a block that is needed: the caller has checked all three before anything is read.
-pub fn convert_row(program: &Program, scale: &[u8], source: &[u8], first: u64, target: &mut [u8]) {
-    Converter::new(program, Level::detected()).row(scale, source, first, 1, target);
+/// If the program's types are not floats that convert, or it decodes a quantized tensor, or `source` and `target` do not
+/// hold the same number of whole elements: the caller has checked all before anything is read.
+pub fn convert_row(program: &Program, source: &[u8], target: &mut [u8]) {
+    Converter::new(program, Level::detected()).row(source, target);
 }
 
-/// Converts the one element in `source`, which is element `element` of its tensor, to `target`.
+/// Converts the one element in `source` to `target`.
 ///
 /// # Panics
 /// As [`convert_row`].
-pub fn convert_scalar(program: &Program, scale: &[u8], source: &[u8], element: u64, target: &mut [u8]) {
-    if program.source == program.target && program.steps.is_empty() {
+pub fn convert_scalar(program: &Program, source: &[u8], target: &mut [u8]) {
+    let dtype = element(program);
+    if dtype == program.target && program.steps.is_empty() {
         target.copy_from_slice(source);
         return;
     }
-    let mut value = float::widen_one(program.source, source);
-    for step in &program.steps {
-        value = match step {
-            Step::Round(dtype) => {
-                let mut rounded = [0; 8];
-                let rounded = &mut rounded[..element_bytes(*dtype)];
-                float::narrow_one(*dtype, value, rounded);
-                float::widen_one(*dtype, rounded)
-            }
-            Step::Multiply { factor, flush: false } => float::multiply(value, factor.to_bits()),
-            Step::Multiply { factor, flush: true } => float::multiply_flush(value, factor.to_bits()),
-            Step::Add(summand) => float::add(value, summand.to_bits()),
-            Step::Scale(block) => float::multiply(value, scale_at(block, scale, block.scale_of(element))),
-        };
-    }
+    let value = apply_constants(&program.steps, float::widen_one(dtype, source));
     float::narrow_one(program.target, value, target);
+}
+
+/// A value after steps that have constant operands.
+///
+/// # Panics
+/// If one of them has another operand.
+pub(super) fn apply_constants(steps: &[Step], value: u32) -> u32 {
+    steps.iter().fold(value, |value, step| match step {
+        Step::Round(dtype) => round(*dtype, value),
+        Step::Compute(operation, Term::Constant(constant)) => row::one(*operation)(value, constant.to_bits()),
+        Step::Compute(_, Term::Value(value)) => panic!("{value:?} is not constant"),
+    })
+}
+
+/// A value rounded to a float type and widened again.
+pub(super) fn round(dtype: DType, value: u32) -> u32 {
+    let mut rounded = [0; 8];
+    let rounded = &mut rounded[..element_bytes(dtype)];
+    float::narrow_one(dtype, value, rounded);
+    float::widen_one(dtype, rounded)
+}
+
+/// Type of the elements that a program begins with.
+fn element(program: &Program) -> DType {
+    match &program.load {
+        Load::Element(dtype) => *dtype,
+        Load::Value(value) => panic!("{value:?} is no element of one tensor"),
+    }
 }
 
 /// Bytes of one element of a float type.
@@ -57,17 +69,6 @@ pub(super) fn element_bytes(dtype: DType) -> usize {
         Some(Ok(bytes)) => bytes,
         Some(Err(_)) | None => panic!("{dtype} is not a float that converts"),
     }
-}
-
-/// Element `index` of the scale tensor, as f32 bits.
-fn scale_at(block: &BlockScale, scale: &[u8], index: u64) -> u32 {
-    let bytes = element_bytes(block.dtype);
-    let start = usize::try_from(index).ok().and_then(|index| index.checked_mul(bytes));
-    let found = start.and_then(|start| scale.get(start..)?.get(..bytes));
-    let Some(found) = found else {
-        panic!("scale {index}, of type {}, is beyond the {} bytes of its tensor", block.dtype, scale.len());
-    };
-    float::widen_one(block.dtype, found)
 }
 
 /// A loop that does all of a program.
@@ -89,6 +90,7 @@ impl Direct {
 /// A program made ready for many rows.
 pub(super) struct Converter<'a> {
     program: &'a Program,
+    source: DType,
     level: Level,
     widen: row::Row,
     narrow: row::Row,
@@ -100,12 +102,13 @@ pub(super) struct Converter<'a> {
 
 impl<'a> Converter<'a> {
     pub(super) fn new(program: &'a Program, level: Level) -> Self {
-        let (source, target) = (program.source, program.target);
+        let (source, target) = (element(program), program.target);
         let (Some(widen), Some(narrow)) = (row::widen(source), row::narrow(target)) else {
             panic!("a program converts floats, not {source} to {target}");
         };
         Self {
             program,
+            source,
             level,
             widen,
             narrow,
@@ -116,14 +119,14 @@ impl<'a> Converter<'a> {
         }
     }
 
-    /// Converts the elements in `source`, which are elements `first`, `first + stride`, ... of the tensor.
-    pub(super) fn row(&mut self, scale: &[u8], source: &[u8], first: u64, stride: u64, target: &mut [u8]) {
+    /// Converts the elements in `source` to as many in `target`.
+    pub(super) fn row(&mut self, source: &[u8], target: &mut [u8]) {
         let (count, rest) = (source.len() / self.source_bytes, source.len() % self.source_bytes);
         assert!(
             rest == 0 && target.len() == count * self.target_bytes,
             "{} bytes of {} do not fill {} bytes of {}",
             source.len(),
-            self.program.source,
+            self.source,
             target.len(),
             self.program.target
         );
@@ -131,31 +134,41 @@ impl<'a> Converter<'a> {
             direct.run(self.level, source, target);
             return;
         }
-        let mut element = first;
         let stretches = source.chunks(STRETCH * self.source_bytes).zip(target.chunks_mut(STRETCH * self.target_bytes));
         for (source, target) in stretches {
-            self.lines(scale, source, &[element], stride, target);
-            let count = (source.len() / self.source_bytes) as u64;
-            element = element.wrapping_add(stride.wrapping_mul(count));
+            self.stretch(source, target);
         }
+    }
+
+    /// Bytes of one source element.
+    pub(super) fn source_bytes(&self) -> usize {
+        self.source_bytes
     }
 
     /// The one loop that does it all, if there is one.
     pub(super) fn direct(&self) -> Option<Direct> {
-        let (source, target) = (self.program.source, self.program.target);
+        let (source, target) = (self.source, self.program.target);
         match self.program.steps.as_slice() {
             [] if source == target => Some(Direct::Plain(row::copy)),
             [] if source == DType::F32 => Some(Direct::Plain(self.narrow)),
             [] if target == DType::F32 => Some(Direct::Plain(self.widen)),
             // The scale of query weights.
-            [Step::Multiply { factor, flush }] if (source, target) == (DType::BF16, DType::BF16) => {
-                let row = if *flush { row::multiply_flush_bf16 } else { row::multiply_bf16 };
+            [Step::Compute(operation, Term::Constant(factor))] if (source, target) == (DType::BF16, DType::BF16) => {
+                let row = match operation {
+                    Operation::Multiply => row::multiply_bf16,
+                    Operation::MultiplyFlush => row::multiply_flush_bf16,
+                    Operation::Divide | Operation::Add | Operation::Subtract => return None,
+                };
                 Some(Direct::With(row, factor.to_bits()))
             }
-            [Step::Round(DType::BF16), Step::Multiply { factor, flush }]
+            [Step::Round(DType::BF16), Step::Compute(operation, Term::Constant(factor))]
                 if (source, target) == (DType::F32, DType::BF16) =>
             {
-                let row = if *flush { row::round_multiply_flush_bf16 } else { row::round_multiply_bf16 };
+                let row = match operation {
+                    Operation::Multiply => row::round_multiply_bf16,
+                    Operation::MultiplyFlush => row::round_multiply_flush_bf16,
+                    Operation::Divide | Operation::Add | Operation::Subtract => return None,
+                };
                 Some(Direct::With(row, factor.to_bits()))
             }
             _ => None,
@@ -165,15 +178,21 @@ impl<'a> Converter<'a> {
     /// The same as a loop that transposes can be given, if there is one: of what [`Converter::direct`] does, for ordinary
     /// factors.
     pub(super) fn fused(&self) -> Option<FusedKind> {
-        let (source, target) = (self.program.source, self.program.target);
-        let ordinary = |factor: f32| factor.is_normal() && factor.abs() <= 1.0;
+        let (source, target) = (self.source, self.program.target);
+        let ordinary = |operation: Operation, factor: f32| {
+            matches!(operation, Operation::Multiply | Operation::MultiplyFlush)
+                && factor.is_normal()
+                && factor.abs() <= 1.0
+        };
         match (source, target, self.program.steps.as_slice()) {
             (DType::F32, DType::BF16, []) => Some(FusedKind::Round),
-            (DType::BF16, DType::BF16, [Step::Multiply { factor, .. }]) if ordinary(*factor) => {
+            (DType::BF16, DType::BF16, [Step::Compute(operation, Term::Constant(factor))])
+                if ordinary(*operation, *factor) =>
+            {
                 Some(FusedKind::Multiply(*factor))
             }
-            (DType::F32, DType::BF16, [Step::Round(DType::BF16), Step::Multiply { factor, .. }])
-                if ordinary(*factor) =>
+            (DType::F32, DType::BF16, [Step::Round(DType::BF16), Step::Compute(operation, Term::Constant(factor))])
+                if ordinary(*operation, *factor) =>
             {
                 Some(FusedKind::RoundMultiply(*factor))
             }
@@ -181,64 +200,49 @@ impl<'a> Converter<'a> {
         }
     }
 
-    /// Converts several lines of equal length, [`STRETCH`] elements together at most, that follow each other in
-    /// `source` and `target`. Line `i` holds elements `firsts[i]`, `firsts[i] + stride`, ... of the tensor.
-    pub(super) fn lines(&mut self, scale: &[u8], source: &[u8], firsts: &[u64], stride: u64, target: &mut [u8]) {
+    /// Converts [`STRETCH`] elements at most.
+    pub(super) fn stretch(&mut self, source: &[u8], target: &mut [u8]) {
         let count = source.len() / self.source_bytes;
         let values = &mut self.values[..count];
         (self.widen)(self.level, source, values.as_flattened_mut());
         for step in &self.program.steps {
-            match step {
-                Step::Round(DType::F32) => {}
-                Step::Round(dtype) => {
-                    let (Some(narrow), Some(widen)) = (row::narrow(*dtype), row::widen(*dtype)) else {
-                        panic!("a step rounds to a float, not to {dtype}");
-                    };
-                    let rounded = &mut self.rounded[..count * element_bytes(*dtype)];
-                    narrow(self.level, values.as_flattened(), rounded);
-                    widen(self.level, rounded, values.as_flattened_mut());
-                }
-                Step::Multiply { factor, flush: false } => {
-                    row::multiply(self.level, values.as_flattened_mut(), factor.to_bits());
-                }
-                Step::Multiply { factor, flush: true } => {
-                    row::multiply_flush(self.level, values.as_flattened_mut(), factor.to_bits());
-                }
-                Step::Add(summand) => row::add(self.level, values.as_flattened_mut(), summand.to_bits()),
-                Step::Scale(block) => {
-                    let length = (count / firsts.len()).max(1);
-                    for (line, first) in values.chunks_exact_mut(length).zip(firsts) {
-                        scale_line(self.level, block, scale, line, *first, stride);
-                    }
-                }
-            }
+            constant_step(self.level, step, values, &mut self.rounded);
         }
         (self.narrow)(self.level, values.as_flattened(), target);
     }
 }
 
-/// Multiplies each value by its scale; neighbours that share one are multiplied together.
-fn scale_line(level: Level, block: &BlockScale, scale: &[u8], line: &mut [[u8; 4]], first: u64, stride: u64) {
-    let (mut line, mut element) = (line, first);
-    let scale_columns = block.scale_columns();
-    while !line.is_empty() {
-        // As `BlockScale::scale_of`, with three divisions in all.
-        let (row, column) = (element / block.columns, element % block.columns);
-        let (block_column, within) = (column / block.block_columns, column % block.block_columns);
-        let ahead = (block.block_columns - within).min(block.columns - column);
-        let index = row / block.block_rows * scale_columns + block_column;
-        let alike = if stride == 1 { ahead } else { ahead.div_ceil(stride.max(1)) };
-        let alike = to_usize(alike).min(line.len());
-        let (now, later) = line.split_at_mut(alike);
-        row::multiply(level, now.as_flattened_mut(), scale_at(block, scale, index));
-        element = element.wrapping_add(stride.wrapping_mul(alike as u64));
-        line = later;
+/// Applies a step with a constant operand to values. `rounded` has room for 8 bytes of each.
+///
+/// # Panics
+/// If the step has another operand, or rounds to what is no float.
+pub(super) fn constant_step(level: Level, step: &Step, values: &mut [[u8; 4]], rounded: &mut [u8]) {
+    match step {
+        Step::Round(DType::F32) => {}
+        Step::Round(dtype) => {
+            let (Some(narrow), Some(widen)) = (row::narrow(*dtype), row::widen(*dtype)) else {
+                panic!("a step rounds to a float, not to {dtype}");
+            };
+            let rounded = &mut rounded[..values.len() * element_bytes(*dtype)];
+            narrow(level, values.as_flattened(), rounded);
+            widen(level, rounded, values.as_flattened_mut());
+        }
+        Step::Compute(operation, Term::Constant(constant)) => {
+            let count = values.len();
+            row::runs(*operation, false)(
+                level,
+                values.as_flattened_mut(),
+                &constant.to_bits().to_le_bytes(),
+                count,
+                count,
+            );
+        }
+        Step::Compute(_, Term::Value(value)) => panic!("{value:?} is not constant"),
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::TensorId;
     use super::*;
 
     fn noise(length: usize) -> Vec<u8> {
@@ -255,37 +259,22 @@ mod tests {
     }
 
     fn programs() -> Vec<Program> {
-        let block = |dtype, columns, block_rows, block_columns| {
-            Step::Scale(BlockScale { tensor: TensorId(1), dtype, columns, block_rows, block_columns })
-        };
+        let program = |source, target, steps| Program { load: Load::Element(source), target, steps };
         let floats = DType::ALL.iter().copied().filter(|dtype| dtype.is_float());
         let mut programs: Vec<Program> = floats
             .clone()
-            .flat_map(|source| floats.clone().map(move |target| Program { source, target, steps: Vec::new() }))
+            .flat_map(|source| floats.clone().map(move |target| program(source, target, Vec::new())))
             .collect();
         for flush in [false, true] {
-            let multiply = Step::Multiply { factor: 0.088_388_35, flush };
-            let (source, target) = (DType::BF16, DType::BF16);
-            programs.push(Program { source, target, steps: vec![multiply.clone()] });
-            let steps = vec![Step::Round(DType::BF16), multiply];
-            programs.push(Program { source: DType::F32, target, steps });
+            let multiply = Step::multiply(0.088_388_35, flush);
+            programs.push(program(DType::BF16, DType::BF16, vec![multiply.clone()]));
+            programs.push(program(DType::F32, DType::BF16, vec![Step::Round(DType::BF16), multiply]));
         }
         for steps in [
-            vec![block(DType::F32, 37, 5, 8)],
-            vec![block(DType::BF16, 640, 2, 128), Step::Round(DType::BF16)],
-            vec![block(DType::F8E8M0, 7, 3, 64)],
-            vec![block(DType::F16, 1, 1, 1)],
-            vec![
-                Step::Round(DType::BF16),
-                Step::Multiply { factor: 0.088_388_35, flush: true },
-                Step::Round(DType::F16),
-                Step::Add(1.0),
-            ],
-            vec![
-                Step::Multiply { factor: -1e-30, flush: false },
-                Step::Round(DType::F8E5M2Fnuz),
-                Step::Round(DType::F64),
-            ],
+            vec![Step::Compute(Operation::Divide, Term::Constant(3.0)), Step::Round(DType::BF16)],
+            vec![Step::Compute(Operation::Subtract, Term::Constant(1e-3))],
+            vec![Step::Round(DType::BF16), Step::multiply(0.088_388_35, true), Step::Round(DType::F16), Step::add(1.0)],
+            vec![Step::multiply(-1e-30, false), Step::Round(DType::F8E5M2Fnuz), Step::Round(DType::F64)],
         ] {
             for (source, target) in [
                 (DType::F8E4M3, DType::BF16),
@@ -293,7 +282,7 @@ mod tests {
                 (DType::F64, DType::F64),
                 (DType::BF16, DType::F32),
             ] {
-                programs.push(Program { source, target, steps: steps.clone() });
+                programs.push(program(source, target, steps.clone()));
             }
         }
         programs
@@ -301,29 +290,20 @@ mod tests {
 
     #[test]
     fn rows_agree_with_the_scalar_reference() {
-        let (raw, scale) = (noise(9000 * 8), noise(40_000));
+        let raw = noise(9000 * 8);
         for program in programs() {
-            let (from, to) = (element_bytes(program.source), element_bytes(program.target));
-            for (count, first, stride, shift) in [
-                (1, 0, 1, 0),
-                (7, 3, 1, 1),
-                (64, 500, 1, 3),
-                (1025, 77, 1, 2),
-                (130, 13, 9, 0),
-                (3, 999, 40, 1),
-                (0, 5, 1, 0),
-            ] {
+            let (from, to) = (element_bytes(element(&program)), element_bytes(program.target));
+            for (count, shift) in [(1, 0), (7, 1), (64, 3), (1025, 2), (130, 0), (3, 1), (0, 0)] {
                 let source = &raw[shift..shift + count * from];
                 let mut expected = vec![0; count * to];
                 for index in 0..count {
-                    let element = first + stride * index as u64;
                     let target = &mut expected[index * to..][..to];
-                    convert_scalar(&program, &scale, &source[index * from..][..from], element, target);
+                    convert_scalar(&program, &source[index * from..][..from], target);
                 }
                 for level in Level::available() {
                     let mut target = vec![0xa5; count * to + shift];
-                    Converter::new(&program, level).row(&scale, source, first, stride, &mut target[shift..]);
-                    assert!(target[shift..] == expected, "{program:?}, {count} from {first} by {stride} at {level:?}");
+                    Converter::new(&program, level).row(source, &mut target[shift..]);
+                    assert!(target[shift..] == expected, "{program:?}, {count} at {level:?}");
                 }
             }
         }
@@ -332,14 +312,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "a program converts floats, not U8 to F32")]
     fn integers_are_refused() {
-        convert_row(&Program { source: DType::U8, target: DType::F32, steps: Vec::new() }, &[], &[1], 0, &mut [0; 4]);
-    }
-
-    #[test]
-    #[should_panic(expected = "scale 1, of type F32, is beyond the 4 bytes of its tensor")]
-    fn short_scales_are_refused() {
-        let block = BlockScale { tensor: TensorId(0), dtype: DType::F32, columns: 16, block_rows: 8, block_columns: 8 };
-        let program = Program { source: DType::F8E4M3, target: DType::F32, steps: vec![Step::Scale(block)] };
-        convert_scalar(&program, &[0; 4], &[1], 9, &mut [0; 4]);
+        let program = Program { load: Load::Element(DType::U8), target: DType::F32, steps: Vec::new() };
+        convert_row(&program, &[1], &mut [0; 4]);
     }
 }

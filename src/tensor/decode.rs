@@ -1,15 +1,34 @@
 //! What happens to one element on its way from source bytes to target bytes.
 //!
-//! A decoder is either a plain copy or a *program*: the source value is widened to f32 (exactly, except from f64, which
-//! is rounded once as torch does), the steps are applied in order in f32, and the result is rounded once to the target
-//! type. Rounding is to nearest, ties to even, everywhere. Layout operators never enter here: they commute with decoding
-//! and become the boxes of a tiling.
+//! A decoder is either a plain copy or a *program*: a value is loaded as f32 (exactly, except from f64, which is rounded
+//! once as torch does), the steps are applied in order in f32, and the result is rounded once to the target type. Rounding
+//! is to nearest, ties to even, everywhere; a product and a sum are two roundings, never one. Layout operators never enter
+//! here: they commute with decoding and become the boxes of a tiling.
+//!
+//! A plain tensor is loaded element by element. A quantized one is a [`Value`]: codes, and with them scales, zero points
+//! or biases, each an [`Operand`] with its own tensor and its own [`IndexMap`] from the logical element `n` (its row-major
+//! number) to a place in that tensor.
 
-use super::DType;
+use std::sync::{Arc, LazyLock};
+
+use smallvec::SmallVec;
+
+use super::{DType, Shape, shape::to_usize};
 
 /// Row of a checkpoint's tensor table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TensorId(pub u32);
+
+/// A named array of the checkpoint, as views refer to it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SourceTensor {
+    /// Its row in the tensor table.
+    pub id: TensorId,
+    /// Element type.
+    pub dtype: DType,
+    /// Shape.
+    pub shape: Shape,
+}
 
 /// How source elements become target elements.
 #[derive(Clone, Debug, PartialEq)]
@@ -20,15 +39,392 @@ pub enum Decode {
     Program(Program),
 }
 
-/// A conversion of one element: widen to f32, apply the steps, round to the target.
+impl Decode {
+    /// Bytes of one source element that becomes a target element of `target_bytes`, or `None` where sources are not whole
+    /// elements of one tensor.
+    pub fn source_bytes(&self, target_bytes: u64) -> Option<u64> {
+        match self {
+            Self::Copy => Some(target_bytes),
+            Self::Program(Program { load: Load::Element(dtype), .. }) => dtype.element_bytes(),
+            Self::Program(Program { load: Load::Value(_), .. }) => None,
+        }
+    }
+
+    /// The stored value of a quantized tensor, if that is what is decoded.
+    pub fn value(&self) -> Option<&Arc<Value>> {
+        match self {
+            Self::Program(Program { load: Load::Value(value), .. }) => Some(value),
+            Self::Program(Program { load: Load::Element(_), .. }) | Self::Copy => None,
+        }
+    }
+}
+
+/// A conversion of one element: load as f32, apply the steps, round to the target.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Program {
-    /// Type of the elements read; a float type.
-    pub source: DType,
+    /// What is loaded.
+    pub load: Load,
+    /// Arithmetic between the two, in order. Empty for a plain cast. The operands of these steps are constants.
+    pub steps: Vec<Step>,
     /// Type of the elements written; a float type.
     pub target: DType,
-    /// Arithmetic between the two, in order. Empty for a plain cast.
+}
+
+/// What a program begins with.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Load {
+    /// Element `n` of the tensor that a piece names; of a float type.
+    Element(DType),
+    /// Element `n` of a quantized tensor.
+    Value(Arc<Value>),
+}
+
+/// An f32 computed from stored elements: one is loaded, and the steps are applied in order.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Value {
+    /// What is loaded.
+    pub load: Operand,
+    /// Arithmetic on it, in order.
     pub steps: Vec<Step>,
+}
+
+/// A stored tensor as a decoder reads it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Operand {
+    /// The tensor.
+    pub tensor: SourceTensor,
+    /// What one stored element is. It need not be the tensor's dtype: packed codes are stored as integers of any width.
+    pub field: Field,
+    /// Where the element is that belongs to logical element `n`.
+    pub index: IndexMap,
+}
+
+/// How a stored element is read as an f32.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Field {
+    /// A float of this type, or the bare exponent `F8_E8M0`. The index counts elements.
+    Float(DType),
+    /// An integer of some bits. The index counts bits.
+    Integer(Bits),
+    /// The f32 with these bits, looked up by a code of some bits, which is taken as unsigned. The index counts bits.
+    Table(Bits, Arc<[u32]>),
+}
+
+/// An integer of at most 16 bits in a stream of bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bits {
+    /// Its width.
+    pub width: u32,
+    /// Whether it is in two's complement.
+    pub signed: bool,
+    /// Which bit of a byte is the first.
+    pub order: BitOrder,
+}
+
+/// Which bits of a byte come first in a stream of bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BitOrder {
+    /// The lowest. Fields may cross bytes: theirs is the little-endian number.
+    LowFirst,
+    /// The highest. A field lies within one byte.
+    HighFirst,
+}
+
+/// Widest integer field. All of its values are f32 numbers.
+pub const FIELD_BITS_MAX: u32 = 16;
+
+impl Bits {
+    /// An unsigned field, low bits first.
+    pub const fn unsigned(width: u32) -> Self {
+        Self { width, signed: false, order: BitOrder::LowFirst }
+    }
+}
+
+impl Field {
+    /// Fields of 4 bits, low first, that hold the float `E2M1` of the OCP: a sign, two bits of exponent, one of mantissa.
+    pub fn e2m1() -> Self {
+        static TABLE: LazyLock<Arc<[u32]>> = LazyLock::new(|| {
+            let magnitudes = [0.0_f32, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+            magnitudes.iter().copied().chain(magnitudes.iter().map(|magnitude| -magnitude)).map(f32::to_bits).collect()
+        });
+        Self::Table(Bits::unsigned(4), Arc::clone(&TABLE))
+    }
+
+    /// Zero points stored one too small in fields of `width` bits, low first: the sum wraps within the field.
+    pub fn one_more(width: u32) -> Self {
+        let count = 1_u16 << width.min(FIELD_BITS_MAX - 1);
+        let table = (0..count).map(|code| f32::from((code + 1) % count).to_bits());
+        Self::Table(Bits::unsigned(width), table.collect())
+    }
+
+    /// Bits of a stored element.
+    pub fn bits(&self) -> u64 {
+        match self {
+            Self::Float(dtype) => dtype.bits(),
+            Self::Integer(bits) | Self::Table(bits, _) => u64::from(bits.width),
+        }
+    }
+
+    /// Bits from one index to the next.
+    pub fn index_bits(&self) -> u64 {
+        match self {
+            Self::Float(dtype) => dtype.bits(),
+            Self::Integer(_) | Self::Table(..) => 1,
+        }
+    }
+}
+
+/// One summand of an index. The coordinate of `n` on an axis is `x = n / divisor % modulus`; the digit is
+/// `y = x / group % turn`; the summand is `stride` times `y`, or times entry `y` of a table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Digit {
+    /// Elements from one position on the axis to the next.
+    pub divisor: u64,
+    /// Extent of the axis.
+    pub modulus: u64,
+    /// Positions that have the same digit.
+    pub group: u64,
+    /// Digits until they begin anew.
+    pub turn: u64,
+    /// What one more of the digit adds to the index.
+    pub stride: u64,
+    /// What digits are replaced by, as the groups of act-order are.
+    pub table: Option<Arc<[u64]>>,
+}
+
+impl Digit {
+    /// The position on an axis of a row-major shape, times `stride`.
+    pub fn axis(shape: &[u64], axis: usize, stride: u64) -> Self {
+        let divisor = shape.get(axis + 1..).unwrap_or_default().iter().product::<u64>().max(1);
+        let modulus = shape.get(axis).copied().unwrap_or(1).max(1);
+        Self { divisor, modulus, group: 1, turn: u64::MAX, stride, table: None }
+    }
+
+    /// The same for every `group` neighbours on the axis.
+    #[must_use]
+    pub fn grouped(self, group: u64) -> Self {
+        Self { group, ..self }
+    }
+
+    /// Beginning anew after `turn` digits.
+    #[must_use]
+    pub fn turning(self, turn: u64) -> Self {
+        Self { turn, ..self }
+    }
+
+    /// Replaced by what a table holds.
+    #[must_use]
+    pub fn through(self, table: Arc<[u64]>) -> Self {
+        Self { table: Some(table), ..self }
+    }
+
+    /// Elements from the start of the axis to where it starts again.
+    pub fn period(&self) -> u64 {
+        self.divisor.saturating_mul(self.modulus)
+    }
+
+    /// Number of different digits.
+    pub fn count(&self) -> u64 {
+        self.modulus.div_ceil(self.group).min(self.turn)
+    }
+
+    /// The digit of element `n`.
+    pub fn of(&self, n: u64) -> u64 {
+        n / self.divisor % self.modulus / self.group % self.turn
+    }
+
+    /// What digit `y` adds to the index.
+    ///
+    /// # Panics
+    /// If a table lacks the digit: views check that it does not.
+    pub fn summand(&self, y: u64) -> u64 {
+        let y = self.table.as_ref().map_or(y, |table| table[to_usize(y)]);
+        y * self.stride
+    }
+
+    /// The greatest summand, or `None` if it overflows or a table lacks a digit.
+    fn last(&self) -> Option<u64> {
+        let count = self.count();
+        let greatest = match &self.table {
+            None => count - 1,
+            Some(table) => *table.get(..usize::try_from(count).ok()?)?.iter().max()?,
+        };
+        greatest.checked_mul(self.stride)
+    }
+}
+
+/// From a logical element to the index of a stored one: a sum of digits. Without digits it is always 0.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IndexMap(Arc<[Digit]>);
+
+/// Why an operand cannot be read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum OperandError {
+    /// A digit divides by zero, or its table is too short.
+    #[error("digit {0} of its index divides by zero, overflows or has a table that is too short")]
+    Digit(usize),
+    /// Axes of an index do not nest.
+    #[error("the axes of its index do not nest: one begins every {0} elements, another every {1}")]
+    Axes(u64, u64),
+    /// A field is too wide or too narrow, or crosses bytes, or has a table that is too short.
+    #[error(
+        "fields of {width} bits with a table of {table:?} entries: at most 16 bits are read, high first only of 1, 2, 4 or 8, tables have an entry for each code"
+    )]
+    Field {
+        /// Bits of a field.
+        width: u64,
+        /// Entries of its table.
+        table: Option<usize>,
+    },
+    /// Values of a type that has none in f32.
+    #[error("{0} values are not converted")]
+    NotFloat(DType),
+    /// The index leaves the tensor.
+    #[error("reads {needed_bits} bits of a tensor {dtype} {shape}, which has {found_bits}")]
+    OutOfBounds {
+        /// Bits from the tensor's first to the last that may be read.
+        needed_bits: u64,
+        /// Bits of the tensor.
+        found_bits: u64,
+        /// Type of the tensor.
+        dtype: DType,
+        /// Its shape.
+        shape: Shape,
+    },
+}
+
+impl IndexMap {
+    /// The sum of these digits.
+    pub fn new(digits: &[Digit]) -> Self {
+        Self(digits.into())
+    }
+
+    /// The digits.
+    pub fn digits(&self) -> &[Digit] {
+        &self.0
+    }
+
+    /// The index that belongs to element `n`.
+    ///
+    /// # Panics
+    /// If a table lacks a digit: views check that none does.
+    pub fn at(&self, n: u64) -> u64 {
+        self.0.iter().map(|digit| digit.summand(digit.of(n))).sum()
+    }
+
+    /// Where axes of the digits begin anew, and their positions, in elements: each divides the one before.
+    pub(super) fn borders(&self) -> impl Iterator<Item = u64> {
+        let mut borders: SmallVec<[u64; 8]> =
+            self.0.iter().flat_map(|digit| [digit.period(), digit.divisor]).filter(|border| *border > 1).collect();
+        borders.sort_unstable_by(|a, b| b.cmp(a));
+        borders.dedup();
+        borders.into_iter()
+    }
+
+    /// The greatest index.
+    fn last(&self) -> Result<u64, OperandError> {
+        let mut sum = 0u64;
+        for (at, digit) in self.0.iter().enumerate() {
+            let positive = [digit.divisor, digit.modulus, digit.group, digit.turn].iter().all(|number| *number > 0);
+            let last = if positive { digit.last() } else { None };
+            sum = last.and_then(|last| sum.checked_add(last)).ok_or(OperandError::Digit(at))?;
+        }
+        let mut borders = self.borders();
+        let mut outer = borders.next();
+        while let (Some(coarse), Some(fine)) = (outer, borders.next()) {
+            if !coarse.is_multiple_of(fine) {
+                return Err(OperandError::Axes(coarse, fine));
+            }
+            outer = Some(fine);
+        }
+        Ok(sum)
+    }
+}
+
+impl Operand {
+    /// The elements of a tensor as they are.
+    pub fn elements(tensor: SourceTensor) -> Self {
+        let index = IndexMap::new(&[Digit::axis(&[tensor.shape.elements()], 0, 1)]);
+        Self { field: Field::Float(tensor.dtype), tensor, index }
+    }
+
+    /// Bits of the tensor.
+    fn tensor_bits(&self) -> u64 {
+        self.tensor.shape.elements() * self.tensor.dtype.bits()
+    }
+
+    /// Checks that every element has a place in the tensor.
+    fn check(&self) -> Result<(), OperandError> {
+        let (bits, table) = match &self.field {
+            Field::Float(dtype) if dtype.is_float() || *dtype == DType::F8E8M0 => (None, None),
+            Field::Float(dtype) => return Err(OperandError::NotFloat(*dtype)),
+            Field::Integer(bits) => (Some(bits), None),
+            Field::Table(bits, table) => (Some(bits), Some(table.len())),
+        };
+        if let Some(bits) = bits {
+            let whole = bits.order == BitOrder::LowFirst || matches!(bits.width, 1 | 2 | 4 | 8);
+            let known = (1..=FIELD_BITS_MAX).contains(&bits.width) && whole;
+            if !known || table.is_some_and(|entries| entries < 1 << bits.width) {
+                return Err(OperandError::Field { width: u64::from(bits.width), table });
+            }
+            // A field that is high first must not cross bytes: all it adds up from are multiples of its width.
+            let crosses = bits.order == BitOrder::HighFirst
+                && self.index.digits().iter().any(|digit| !digit.stride.is_multiple_of(u64::from(bits.width)));
+            if crosses {
+                return Err(OperandError::Field { width: u64::from(bits.width), table });
+            }
+        }
+        let last = self.index.last()?;
+        let needed = last.checked_mul(self.field.index_bits()).and_then(|bits| bits.checked_add(self.field.bits()));
+        let needed_bits = needed.unwrap_or(u64::MAX);
+        if needed_bits > self.tensor_bits() {
+            return Err(OperandError::OutOfBounds {
+                needed_bits,
+                found_bits: self.tensor_bits(),
+                dtype: self.tensor.dtype,
+                shape: self.tensor.shape.clone(),
+            });
+        }
+        Ok(())
+    }
+}
+
+impl Value {
+    /// A stored element as it is.
+    pub fn of(load: Operand) -> Self {
+        Self { load, steps: Vec::new() }
+    }
+
+    /// This value, and then that done to it.
+    #[must_use]
+    pub fn then(mut self, operation: Operation, by: impl Into<Term>) -> Self {
+        self.steps.push(Step::Compute(operation, by.into()));
+        self
+    }
+
+    /// Calls `visit` with each operand, the first being what is loaded, in the order in which windows are given to kernels.
+    pub fn for_each_operand<'a>(&'a self, visit: &mut dyn FnMut(&'a Operand)) {
+        visit(&self.load);
+        for step in &self.steps {
+            if let Step::Compute(_, Term::Value(value)) = step {
+                value.for_each_operand(visit);
+            }
+        }
+    }
+
+    /// Checks that every operand can be read for every logical element.
+    ///
+    /// # Errors
+    /// [`OperandError`] of the first operand that cannot, and its tensor.
+    pub fn check(&self) -> Result<(), (TensorId, OperandError)> {
+        let of_this = |error| (self.load.tensor.id, error);
+        self.load.check().map_err(of_this)?;
+        self.steps.iter().try_for_each(|step| match step {
+            Step::Round(dtype) if !dtype.is_float() => Err(of_this(OperandError::NotFloat(*dtype))),
+            Step::Compute(_, Term::Value(value)) => value.check(),
+            Step::Round(_) | Step::Compute(_, Term::Constant(_)) => Ok(()),
+        })
+    }
 }
 
 /// One arithmetic step on an f32 value.
@@ -36,59 +432,71 @@ pub struct Program {
 pub enum Step {
     /// Round to this float type and widen again.
     Round(DType),
-    /// Multiply by a constant, in f32. With `flush`, subnormal operands and products become zero of the same sign, as
-    /// XLA computes on CPUs.
-    Multiply {
-        /// The constant.
-        factor: f32,
-        /// Whether subnormals are flushed.
-        flush: bool,
-    },
-    /// Add a constant, in f32.
-    Add(f32),
-    /// Multiply by the element of a second source tensor that belongs to this element's block.
-    Scale(BlockScale),
+    /// The value on the left, a term on the right, one operation in f32 between them.
+    Compute(Operation, Term),
 }
 
-/// Block scales of a two-dimensional quantized tensor: element `[i, j]` is multiplied, in f32, by
-/// `scale[i / block_rows, j / block_columns]`.
+/// Arithmetic in f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// The product.
+    Multiply,
+    /// The product, with subnormal operands and products replaced by zero of the same sign, as XLA computes on CPUs.
+    MultiplyFlush,
+    /// The quotient.
+    Divide,
+    /// The sum.
+    Add,
+    /// The difference.
+    Subtract,
+}
+
+/// What stands on the right of an operation.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Term {
+    /// A constant.
+    Constant(f32),
+    /// What belongs to the same logical element in other tensors.
+    Value(Box<Value>),
+}
+
+impl From<f32> for Term {
+    fn from(constant: f32) -> Self {
+        Self::Constant(constant)
+    }
+}
+
+impl From<Value> for Term {
+    fn from(value: Value) -> Self {
+        Self::Value(Box::new(value))
+    }
+}
+
+impl From<Operand> for Term {
+    fn from(operand: Operand) -> Self {
+        Value::of(operand).into()
+    }
+}
+
+impl Step {
+    /// The product with a constant.
+    pub const fn multiply(factor: f32, flush: bool) -> Self {
+        let operation = if flush { Operation::MultiplyFlush } else { Operation::Multiply };
+        Self::Compute(operation, Term::Constant(factor))
+    }
+
+    /// The sum with a constant.
+    pub const fn add(addend: f32) -> Self {
+        Self::Compute(Operation::Add, Term::Constant(addend))
+    }
+}
+
+/// The index of the scale of each element of a matrix in blocks: element `[i, j]` has scale
+/// `[i / block.0, j / block.1]`; the last block of either axis may be partial.
 ///
-/// The scale tensor has shape `[ceil(rows / block_rows), ceil(columns / block_columns)]`; the last block of either axis
-/// may be partial. The formula is that of DeepSeek's `weight_dequant` (`inference/kernel.py` of its repositories); the
-/// block comes from `quantization_config.weight_block_size`, never from dividing the shapes.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct BlockScale {
-    /// The scale tensor.
-    pub tensor: TensorId,
-    /// Its element type; a float type.
-    pub dtype: DType,
-    /// Row length of the quantized tensor, in elements: locates element `n` at `[n / columns, n % columns]`.
-    pub columns: u64,
-    /// Rows of one block.
-    pub block_rows: u64,
-    /// Columns of one block.
-    pub block_columns: u64,
-}
-
-impl BlockScale {
-    /// Row length of the scale tensor, in elements.
-    pub const fn scale_columns(&self) -> u64 {
-        self.columns.div_ceil(self.block_columns)
-    }
-
-    /// Element of the scale tensor that scales element `element` of the quantized tensor, both row-major.
-    pub const fn scale_of(&self, element: u64) -> u64 {
-        let (row, column) = (element / self.columns, element % self.columns);
-        (row / self.block_rows) * self.scale_columns() + column / self.block_columns
-    }
-}
-
-impl Program {
-    /// The block scale among the steps, if the program dequantizes.
-    pub fn block_scale(&self) -> Option<&BlockScale> {
-        self.steps.iter().find_map(|step| match step {
-            Step::Scale(scale) => Some(scale),
-            Step::Round(_) | Step::Multiply { .. } | Step::Add(_) => None,
-        })
-    }
+/// The formula is that of DeepSeek's `weight_dequant` (`inference/kernel.py` of its repositories); the block comes from
+/// `quantization_config.weight_block_size`, never from dividing the shapes.
+pub fn block_index(rows: u64, columns: u64, block: (u64, u64)) -> IndexMap {
+    let (shape, width) = ([rows, columns], columns.div_ceil(block.1));
+    IndexMap::new(&[Digit::axis(&shape, 0, width).grouped(block.0), Digit::axis(&shape, 1, 1).grouped(block.1)])
 }

@@ -194,6 +194,18 @@ pub(super) fn multiply_flush(left: u32, right: u32) -> u32 {
     select(exact.abs() < f64::from_bits(0x380f_ffff_f000_0000), product & F32_SIGN, product)
 }
 
+/// Quotient of two f32, as bits.
+#[inline(always)]
+pub(super) fn divide(left: u32, right: u32) -> u32 {
+    settle(left, right, (f32::from_bits(left) / f32::from_bits(right)).to_bits())
+}
+
+/// Difference of two f32, as bits.
+#[inline(always)]
+pub(super) fn subtract(left: u32, right: u32) -> u32 {
+    settle(left, right, (f32::from_bits(left) - f32::from_bits(right)).to_bits())
+}
+
 /// Sum of two f32, as bits.
 #[inline(always)]
 pub(super) fn add(left: u32, right: u32) -> u32 {

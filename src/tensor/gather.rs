@@ -15,10 +15,11 @@
 
 use smallvec::SmallVec;
 
-use super::convert::{Converter, Direct, STRETCH};
+use super::convert::{Converter, Direct, STRETCH, element_bytes};
 use super::kernel::Level;
+use super::stretch::{self, Values};
 use super::transpose::{BAND_LINES, Fused, FusedKind, Lines, USUAL_PITCH, fence, prefetch, stream, transpose};
-use super::{DType, Decode, Program};
+use super::{DType, Decode, Load, Program, Window};
 
 /// One loop of a strided copy. Strides are in elements; in units where the elements are narrower than a byte, the
 /// caller having converted everything to units.
@@ -39,13 +40,11 @@ pub struct Loop {
 pub struct Gather<'a> {
     /// How a source element becomes a target element.
     pub decode: &'a Decode,
-    /// Bytes of one source element.
-    pub source_bytes: u64,
     /// Bytes of one target element.
     pub target_bytes: u64,
     /// The loops, in any order.
     pub loops: &'a [Loop],
-    /// Source element at loop position zero.
+    /// Source element at loop position zero; of a quantized tensor, the number of that logical element.
     pub source_offset: u64,
     /// Target element at loop position zero.
     pub target_offset: u64,
@@ -94,23 +93,23 @@ type Axes = SmallVec<[Axis; 8]>;
 
 /// Carries out `job`.
 ///
-/// `source` are the bytes of a window of the source tensor that begins at its element `source_base`, so that a fetched
-/// part serves as well as a whole mapped tensor. `scale` are the bytes of the whole scale tensor of a program that
-/// dequantizes, else empty. Target bytes that no loop position reaches are left alone.
+/// Each of `windows` holds bytes of one operand's tensor, in the order of [`super::Value::for_each_operand`], so that a
+/// fetched part serves as well as a whole mapped tensor; a plain copy or conversion has one. Target bytes that no loop
+/// position reaches are left alone.
 ///
 /// # Panics
-/// If the loops reach beyond `source` or `target`, or the element widths contradict the decoder: broken invariants of
+/// If the loops reach beyond a window or `target`, or the element widths contradict the decoder: broken invariants of
 /// the tiling, which is checked before anything is read.
-pub fn gather(job: &Gather<'_>, source: &[u8], source_base: u64, scale: &[u8], target: &mut [u8]) {
-    gather_at(Level::detected(), job, source, source_base, scale, target, Stores::Cached);
+pub fn gather(job: &Gather<'_>, windows: &[Window<'_>], target: &mut [u8]) {
+    gather_at(Level::detected(), job, windows, target, Stores::Cached);
 }
 
 /// As [`gather`], writing as `stores` says. What it wrote may then be handed to other threads in any way.
 ///
 /// # Panics
 /// As [`gather`].
-pub fn gather_with(stores: Stores, job: &Gather<'_>, source: &[u8], source_base: u64, scale: &[u8], target: &mut [u8]) {
-    gather_at(Level::detected(), job, source, source_base, scale, target, stores);
+pub fn gather_with(stores: Stores, job: &Gather<'_>, windows: &[Window<'_>], target: &mut [u8]) {
+    gather_at(Level::detected(), job, windows, target, stores);
     if stores == Stores::Streamed {
         fence();
     }
@@ -120,57 +119,57 @@ pub fn gather_with(stores: Stores, job: &Gather<'_>, source: &[u8], source_base:
 /// the code are in memory then. On a virtual machine the host may take longer to find a page than a thread to fill it.
 pub fn rehearse() {
     const COLUMNS: usize = BLOCK_ROW_BYTES / 2;
-    let rounded = Decode::Program(Program { source: DType::F32, target: DType::BF16, steps: Vec::new() });
+    let rounded = Decode::Program(Program { load: Load::Element(DType::F32), target: DType::BF16, steps: Vec::new() });
     for (decode, source_bytes) in [(Decode::Copy, 2), (rounded, 4)] {
         let (rows, columns) = (BLOCK_ROWS as u64, COLUMNS as u64);
         let loops = [
             Loop { extent: columns, target_stride: rows, source_stride: 1 },
             Loop { extent: rows, target_stride: 1, source_stride: columns },
         ];
-        let job = Gather {
-            decode: &decode,
-            source_bytes,
-            target_bytes: 2,
-            loops: &loops,
-            source_offset: 0,
-            target_offset: 0,
-        };
-        let source = vec![0; BLOCK_ROWS * COLUMNS * bytes(source_bytes, 1)];
-        gather_with(Stores::Streamed, &job, &source, 0, &[], &mut vec![0; BLOCK_ROWS * BLOCK_ROW_BYTES]);
+        let job = Gather { decode: &decode, target_bytes: 2, loops: &loops, source_offset: 0, target_offset: 0 };
+        let source = vec![0; BLOCK_ROWS * COLUMNS * source_bytes];
+        gather_with(Stores::Streamed, &job, &[Window::whole(&source)], &mut vec![0; BLOCK_ROWS * BLOCK_ROW_BYTES]);
     }
 }
 
-fn gather_at(
-    level: Level,
-    job: &Gather<'_>,
-    source: &[u8],
-    source_base: u64,
-    scale: &[u8],
-    target: &mut [u8],
-    stores: Stores,
-) {
-    let (source_bytes, target_bytes) = (bytes(job.source_bytes, 1), bytes(job.target_bytes, 1));
-    let Some(skip) = job.source_offset.checked_sub(source_base) else {
-        panic!("source element {} lies before the window at {source_base}", job.source_offset);
+fn gather_at(level: Level, job: &Gather<'_>, windows: &[Window<'_>], target: &mut [u8], stores: Stores) {
+    let target_bytes = bytes(job.target_bytes, 1);
+    if let Decode::Program(program) = job.decode
+        && let Load::Value(value) = &program.load
+    {
+        assert_eq!(program.target.element_bytes(), Some(job.target_bytes), "element width of {program:?}");
+        // Logical elements take the place of source bytes.
+        let axes = canonical(job.loops, 1, target_bytes);
+        let place = Place { source: bytes(job.source_offset, 1), target: bytes(job.target_offset, target_bytes) };
+        let reached = axes.iter().map(|axis| (axis.extent, axis.target));
+        check_reach("target", place.target, reached, target_bytes, target.len());
+        let values = Values::new(program, value, level, windows);
+        return Decoded { values }.run(level, &axes, place, target, stores);
+    }
+    let [Window { bytes: source, start }] = *windows else { panic!("{} windows of one tensor", windows.len()) };
+    let source_bytes = match job.decode {
+        Decode::Copy => target_bytes,
+        Decode::Program(Program { load: Load::Element(dtype), target, .. }) => {
+            assert_eq!(target.element_bytes(), Some(job.target_bytes), "element width of {:?}", job.decode);
+            element_bytes(*dtype)
+        }
+        Decode::Program(Program { load: Load::Value(value), .. }) => panic!("{value:?} was done above"),
+    };
+    let Some(skip) = bytes(job.source_offset, source_bytes).checked_sub(bytes(start, 1)) else {
+        panic!("source element {} of {source_bytes} bytes lies before the window at byte {start}", job.source_offset);
     };
     let axes = canonical(job.loops, source_bytes, target_bytes);
-    let place = Place { source: bytes(skip, source_bytes), target: bytes(job.target_offset, target_bytes) };
+    let place = Place { source: skip, target: bytes(job.target_offset, target_bytes) };
     check_reach("source", place.source, axes.iter().map(|axis| (axis.extent, axis.source)), source_bytes, source.len());
     check_reach("target", place.target, axes.iter().map(|axis| (axis.extent, axis.target)), target_bytes, target.len());
     match job.decode {
-        Decode::Copy => {
-            assert_eq!(source_bytes, target_bytes, "a copy keeps the width of elements");
+        Decode::Copy => copy(level, axes, source_bytes, place, source, target, stores),
+        Decode::Program(Program { load: Load::Element(dtype), target: to, steps })
+            if dtype == to && steps.is_empty() =>
+        {
             copy(level, axes, source_bytes, place, source, target, stores);
         }
-        Decode::Program(program) => {
-            let widths = (program.source.element_bytes(), program.target.element_bytes());
-            assert_eq!(widths, (Some(job.source_bytes), Some(job.target_bytes)), "element widths of {program:?}");
-            if program.source == program.target && program.steps.is_empty() {
-                copy(level, axes, source_bytes, place, source, target, stores);
-            } else {
-                Convert::new(program, level, source_base, scale).run(&axes, place, source, target, stores);
-            }
-        }
+        Decode::Program(program) => Convert::new(program, level).run(&axes, place, source, target, stores),
     }
 }
 
@@ -283,8 +282,10 @@ fn copy(level: Level, mut axes: Axes, element: usize, place: Place, source: &[u8
                 copy_line(unit, &source[*from..], stride, &mut scratch[index * count * unit..][..count * unit]);
             }
         };
+        let ahead = |start: usize, length: usize| prefetch(source, start, length);
         let straight = plan.columns.source == unit;
-        let way = if straight { Way::Straight(None) } else { Way::Read { together: 1, read: &mut read } };
+        let way =
+            if straight { Way::Straight(None) } else { Way::Read { together: 1, read: &mut read, ahead: &ahead } };
         plan.run(level, place, source, target, stores, way);
         return;
     }
@@ -345,8 +346,8 @@ type Read<'a> = &'a mut dyn FnMut(&[usize], usize, usize, &mut [u8]);
 enum Way<'a> {
     /// Straight from the source, converted in registers if at all.
     Straight(Option<Fused<'a>>),
-    /// From a scratch that they were read to, as many together at most.
-    Read { together: usize, read: Read<'a> },
+    /// From a scratch that they were read to, as many together at most. `ahead` asks for what some bytes of a line need.
+    Read { together: usize, read: Read<'a>, ahead: &'a dyn Fn(usize, usize) },
 }
 
 /// A nest that is worked in blocks: a run of target positions times columns that are near each other in the source.
@@ -433,12 +434,12 @@ impl Blocks {
                         }
                         let (offsets, target) = (&offsets[first..end], &mut block[first * self.unit..]);
                         let lines = Lines { source, offsets, unit: self.unit, columns: count, fused: None, ahead };
-                        let (together, read) = match &mut way {
+                        let (together, read, will_need) = match &mut way {
                             Way::Straight(fused) => {
                                 transpose(level, Lines { fused: *fused, ..lines }, target, pitch);
                                 continue;
                             }
-                            Way::Read { together, read } => (*together, read),
+                            Way::Read { together, read, ahead } => (*together, read, ahead),
                         };
                         let made = count * self.unit;
                         for (index, lines) in
@@ -446,7 +447,7 @@ impl Blocks {
                         {
                             let rows = index * together..offsets.len().min((index + 1) * together);
                             for ahead in &ahead[rows.clone()] {
-                                prefetch(source, *ahead, step);
+                                will_need(*ahead, step);
                             }
                             let offsets = &offsets[rows];
                             read(offsets, self.columns.source, count, &mut lines[..offsets.len() * made]);
@@ -510,11 +511,7 @@ impl<'a> RunRows<'a> {
 /// A gather that converts.
 struct Convert<'a> {
     converter: Converter<'a>,
-    scale: &'a [u8],
-    source_base: u64,
     source_bytes: usize,
-    /// `source_bytes` is two to this power, as all float widths are.
-    source_shift: u32,
     target_bytes: usize,
     level: Level,
     /// The one loop that converts, if one is enough.
@@ -526,20 +523,16 @@ struct Convert<'a> {
 }
 
 impl<'a> Convert<'a> {
-    fn new(program: &'a Program, level: Level, source_base: u64, scale: &'a [u8]) -> Self {
+    fn new(program: &'a Program, level: Level) -> Self {
         let converter = Converter::new(program, level);
         let (direct, fused) = (converter.direct(), converter.fused());
-        let source_bytes = super::convert::element_bytes(program.source);
         Self {
+            source_bytes: converter.source_bytes(),
             converter,
-            scale,
-            source_base,
-            source_bytes,
-            source_shift: source_bytes.trailing_zeros(),
             level,
             direct,
             fused: if level.fuses() { fused } else { None },
-            target_bytes: super::convert::element_bytes(program.target),
+            target_bytes: element_bytes(program.target),
             collected: [0; STRETCH * FLOAT_BYTES_MAX],
             converted: [0; STRETCH * FLOAT_BYTES_MAX],
         }
@@ -560,7 +553,8 @@ impl<'a> Convert<'a> {
             let mut read = |offsets: &[usize], stride: usize, count: usize, scratch: &mut [u8]| {
                 self.lines(source, offsets, stride, count, scratch);
             };
-            plan.run(level, place, source, target, stores, Way::Read { together, read: &mut read });
+            let ahead = |start: usize, length: usize| prefetch(source, start, length);
+            plan.run(level, place, source, target, stores, Way::Read { together, read: &mut read, ahead: &ahead });
             return;
         }
         match axes.split_first() {
@@ -589,22 +583,18 @@ impl<'a> Convert<'a> {
             }
             return;
         }
-        let mut firsts = [0; ROWS_AT_ONCE];
         for (index, offset) in offsets.iter().enumerate() {
-            firsts[index] = self.source_base + (offset >> self.source_shift) as u64;
             copy_line(self.source_bytes, &source[*offset..], stride, &mut self.collected[index * from..][..from]);
         }
-        let (collected, firsts) = (&self.collected[..offsets.len() * from], &firsts[..offsets.len()]);
-        self.converter.lines(self.scale, collected, firsts, (stride >> self.source_shift) as u64, target);
+        self.converter.stretch(&self.collected[..offsets.len() * from], target);
     }
 
     /// Converts `count` elements, `stride` source bytes apart, to the contiguous `target`.
     fn line(&mut self, source: &[u8], place: Place, stride: usize, count: usize, target: &mut [u8]) {
         let width = self.source_bytes;
-        let element = |byte: usize| self.source_base + (byte >> self.source_shift) as u64;
         if stride == width || count == 1 {
             let source = &source[place.source..place.source + count * width];
-            self.converter.row(self.scale, source, element(place.source), 1, target);
+            self.converter.row(source, target);
             return;
         }
         let mut from = place.source;
@@ -612,7 +602,7 @@ impl<'a> Convert<'a> {
             let count = part.len() / self.target_bytes;
             let collected = &mut self.collected[..count * width];
             copy_elements(width, &source[from..], stride, collected, width, count);
-            self.converter.row(self.scale, collected, element(from), (stride >> self.source_shift) as u64, part);
+            self.converter.row(collected, part);
             // The last step may lead past the source; nothing is read there.
             from = (from + count * stride).min(source.len());
         }
@@ -627,6 +617,53 @@ impl<'a> Convert<'a> {
             let part = place.step(inner, start);
             self.line(source, part, inner.source, count, &mut converted[..count * unit]);
             copy_elements(unit, &converted, unit, &mut target[part.target..], inner.target, count);
+        }
+    }
+}
+
+/// A gather that decodes. Where others have source bytes it has logical elements.
+struct Decoded<'a> {
+    values: Values<'a>,
+}
+
+impl Decoded<'_> {
+    fn run(&mut self, level: Level, axes: &[Axis], place: Place, target: &mut [u8], stores: Stores) {
+        let unit = self.values.target_bytes();
+        if let Some(mut plan) = Blocks::plan(axes, 1, unit) {
+            plan.width = plan.width.min(stretch::STRETCH);
+            let codes = self.values.codes();
+            let ahead = |first: usize, length: usize| {
+                let (bytes, span) = codes.bytes_of(first as u64, length as u64);
+                prefetch(bytes, span.start, span.len().min(BLOCK_ROW_BYTES * 4));
+            };
+            let mut read = |offsets: &[usize], stride: usize, count: usize, scratch: &mut [u8]| {
+                for (offset, line) in offsets.iter().zip(scratch.chunks_exact_mut(count * unit)) {
+                    self.values.line(*offset as u64, stride as u64, line);
+                }
+            };
+            let way = Way::Read { together: ROWS_AT_ONCE, read: &mut read, ahead: &ahead };
+            plan.run(level, place, &[], target, stores, way);
+            return;
+        }
+        match axes.split_first() {
+            Some((inner, outer)) if inner.target == unit => each(outer, place, &mut |place| {
+                let target = &mut target[place.target..place.target + inner.extent * unit];
+                self.values.line(place.source as u64, inner.source as u64, target);
+            }),
+            Some((inner, outer)) => each(outer, place, &mut |place| self.scatter(*inner, place, target)),
+            None => self.values.line(place.source as u64, 1, &mut target[place.target..place.target + unit]),
+        }
+    }
+
+    /// Decodes one loop whose target elements are apart.
+    fn scatter(&mut self, inner: Axis, place: Place, target: &mut [u8]) {
+        let unit = self.values.target_bytes();
+        let mut decoded = [0; STRETCH * FLOAT_BYTES_MAX];
+        for start in (0..inner.extent).step_by(STRETCH) {
+            let count = STRETCH.min(inner.extent - start);
+            let part = place.step(inner, start);
+            self.values.line(part.source as u64, inner.source as u64, &mut decoded[..count * unit]);
+            copy_elements(unit, &decoded, unit, &mut target[part.target..], inner.target, count);
         }
     }
 }

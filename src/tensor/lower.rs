@@ -5,15 +5,17 @@
 //! may have several loops (finer ones nested in coarser). Only reshape has to work: it re-cuts loops at the borders of
 //! the new axes. Element operators append to the parts' decoder and move nothing.
 
+use std::sync::Arc;
+
 use smallvec::{SmallVec, smallvec};
 
 use super::{
-    DType, Decode, Program, Shape, Step, TensorId,
+    DType, Decode, Load, Program, Shape, Step, TensorId,
     convert::convert_scalar,
     gather::Loop,
     shape::{PerAxis, to_usize},
-    tiling::{Decoder, Loops, Origin, PIECES_MAX, Piece, Tiling, TilingError, cut, normalize, reach},
-    view::{Element, Op, View, block_scale},
+    tiling::{Loops, Origin, PIECES_MAX, Piece, Tiling, TilingError, cut, normalize, reach},
+    view::{Element, Op, View},
 };
 
 /// A loop on one axis; its target stride is in elements of that axis.
@@ -47,10 +49,10 @@ struct Part {
     chain: u32,
 }
 
-/// The decoder of a part so far: from `source` through `steps`, after which the value is exact in `dtype`.
+/// The decoder of a part so far: what is loaded, then `steps`, after which the value is exact in `dtype`.
 #[derive(Clone, Debug, PartialEq)]
 struct Chain {
-    source: DType,
+    load: Load,
     steps: Vec<Step>,
     dtype: DType,
 }
@@ -117,17 +119,21 @@ impl Lowering {
     fn parts(&mut self, view: &View) -> Result<Vec<Part>, TilingError> {
         let mut parts = match view.op() {
             Op::Source(tensor) => {
-                let chain = self.chain(Chain { source: tensor.dtype, steps: Vec::new(), dtype: tensor.dtype });
+                let chain =
+                    self.chain(Chain { load: Load::Element(tensor.dtype), steps: Vec::new(), dtype: tensor.dtype });
                 whole(&tensor.shape, Base::Tensor { tensor: tensor.id, offset: 0 }, chain)
             }
-            Op::Dequantize { weights, scales, block_rows, block_columns } => {
-                let scale = block_scale(weights, scales, (*block_rows, *block_columns));
-                let steps = vec![Step::Scale(scale), Step::Round(view.dtype())];
-                let chain = self.chain(Chain { source: weights.dtype, steps, dtype: view.dtype() });
-                whole(&weights.shape, Base::Tensor { tensor: weights.id, offset: 0 }, chain)
+            Op::Quantized(value) => {
+                let load = Load::Value(Arc::clone(value));
+                let chain = self.chain(Chain { load, steps: Vec::new(), dtype: view.dtype() });
+                whole(view.shape(), Base::Tensor { tensor: value.load.tensor.id, offset: 0 }, chain)
             }
             Op::Fill(element) => {
-                let chain = self.chain(Chain { source: element.dtype(), steps: Vec::new(), dtype: element.dtype() });
+                let chain = self.chain(Chain {
+                    load: Load::Element(element.dtype()),
+                    steps: Vec::new(),
+                    dtype: element.dtype(),
+                });
                 whole(view.shape(), Base::Fill(*element), chain)
             }
             Op::Slice { of, axis, start, stop, step } => slice(&self.parts(of)?, *axis, *start, *stop, *step)?,
@@ -141,11 +147,8 @@ impl Lowering {
                 self.extend_chains(&mut parts, view.dtype(), &[Step::Round(view.dtype())]);
                 parts
             }
-            Op::Multiply { of, factor, flush } => {
-                let multiply = Step::Multiply { factor: *factor, flush: *flush };
-                self.arithmetic(of, view.dtype(), multiply)?
-            }
-            Op::Add { of, addend } => self.arithmetic(of, view.dtype(), Step::Add(*addend))?,
+            Op::Multiply { of, factor, flush } => self.arithmetic(of, view.dtype(), Step::multiply(*factor, *flush))?,
+            Op::Add { of, addend } => self.arithmetic(of, view.dtype(), Step::add(*addend))?,
         };
         if view.shape().is_empty() {
             parts.clear();
@@ -193,7 +196,7 @@ impl Lowering {
             part.origin[axis] += before;
         }
         let zero = Element::zero(view.dtype());
-        let chain = self.chain(Chain { source: view.dtype(), steps: Vec::new(), dtype: view.dtype() });
+        let chain = self.chain(Chain { load: Load::Element(view.dtype()), steps: Vec::new(), dtype: view.dtype() });
         let inner = of.shape().extents()[axis];
         for (at, extent) in [(0, before), (before + inner, after)] {
             let mut extents = PerAxis::from_slice(view.shape().extents());
@@ -214,11 +217,16 @@ impl Lowering {
         if !shape.elements().is_multiple_of(unit.elements) {
             return Err(split());
         }
-        let decoders: Vec<Decoder> = self
-            .chains
-            .iter()
-            .map(|chain| Decoder { decode: decode(chain), source_bytes: chain.source.unit().bytes })
-            .collect();
+        // Chains that only led to others are left out.
+        let mut numbers = vec![u32::MAX; self.chains.len()];
+        let mut decoders: Vec<Decode> = Vec::new();
+        for part in &parts {
+            let number = &mut numbers[part.chain as usize];
+            if *number == u32::MAX {
+                *number = u32::try_from(decoders.len()).expect("a tiling has fewer pieces, and so decoders, than 2^32");
+                decoders.push(decode(&self.chains[part.chain as usize]));
+            }
+        }
         let strides = shape.strides();
         let mut pieces = Vec::with_capacity(parts.len());
         for part in parts {
@@ -227,11 +235,10 @@ impl Lowering {
             if unit.elements > 1 {
                 base = to_units(unit.elements, &mut start, &mut loops, base).ok_or_else(split)?;
             }
+            let decoder = numbers[part.chain as usize];
             let origin = match base {
-                Base::Tensor { tensor, offset } => Origin::Tensor { tensor, offset, decoder: part.chain },
-                Base::Fill(element) => {
-                    Origin::Fill { bytes: fill_bytes(&decoders[part.chain as usize].decode, &element) }
-                }
+                Base::Tensor { tensor, offset } => Origin::Tensor { tensor, offset, decoder },
+                Base::Fill(element) => Origin::Fill { bytes: fill_bytes(&decoders[decoder as usize], &element) },
             };
             pieces.push(Piece { start, loops, origin });
         }
@@ -241,7 +248,7 @@ impl Lowering {
 
 /// The decoder of a finished chain. The last rounding is the encoding itself.
 fn decode(chain: &Chain) -> Decode {
-    if chain.steps.is_empty() {
+    if chain.steps.is_empty() && matches!(chain.load, Load::Element(_)) {
         return Decode::Copy;
     }
     let mut steps = chain.steps.clone();
@@ -249,7 +256,7 @@ fn decode(chain: &Chain) -> Decode {
         steps.pop();
     }
     // A cast to the type it came from, through others, still rounds and still settles NaNs: `steps` is then not empty.
-    Decode::Program(Program { source: chain.source, target: chain.dtype, steps })
+    Decode::Program(Program { load: chain.load.clone(), target: chain.dtype, steps })
 }
 
 fn fill_bytes(decode: &Decode, element: &Element) -> [u8; 8] {
@@ -258,7 +265,7 @@ fn fill_bytes(decode: &Decode, element: &Element) -> [u8; 8] {
         Decode::Copy => bytes[..element.unit_bytes().len()].copy_from_slice(element.unit_bytes()),
         Decode::Program(program) => {
             let width = to_usize(program.target.unit().bytes);
-            convert_scalar(program, &[], element.unit_bytes(), 0, &mut bytes[..width]);
+            convert_scalar(program, element.unit_bytes(), &mut bytes[..width]);
         }
     }
     bytes
@@ -371,6 +378,30 @@ fn reshape(parts: &[Part], from: &Shape, to: &Shape) -> Result<Vec<Part>, Tiling
         assign(start, &loops, &to_strides, 0, empty, &mut reshaped)?;
     }
     Ok(reshaped)
+}
+
+/// What is done with the first element and the loops of a part, each with its axis.
+pub(super) type EachPart<'a> = &'a mut dyn FnMut(u64, &[(usize, Loop)]);
+
+/// Cuts loops over the elements `start + i0*t0 + …` so that each moves on one axis of a mixed radix: `borders` are the
+/// strides of its axes, by falling stride, the last being 1. Emits the first element and the loops with their axes. Says
+/// whether that took no more parts than a tiling may have.
+pub(super) fn split_at_borders(start: u64, loops: &[Loop], borders: &[u64], emit: EachPart<'_>) -> bool {
+    let element = Element::zero(DType::U8);
+    let origin = smallvec![0; borders.len()];
+    let whole = Part { origin, loops: SmallVec::new(), base: Base::Fill(element), chain: 0 };
+    let mut parts = Vec::new();
+    let fits = assign(start, loops, borders, 0, whole, &mut parts).is_ok();
+    for part in parts {
+        let first = part.origin.iter().zip(borders).map(|(origin, border)| origin * border).sum();
+        let loops: SmallVec<[(usize, Loop); 4]> = part
+            .loops
+            .iter()
+            .map(|l| (l.axis, Loop { target_stride: l.step.target_stride * borders[l.axis], ..l.step }))
+            .collect();
+        emit(first, &loops);
+    }
+    fits
 }
 
 /// Gives each loop of a linear set to an axis, from `axis` inwards, cutting loops where they cross the border of a turn

@@ -16,21 +16,30 @@
 pub mod convert;
 pub mod decode;
 pub mod dtype;
+mod field;
 mod float;
 pub mod gather;
 mod kernel;
 mod lower;
 pub mod pages;
 pub mod shape;
+pub mod span;
+mod stretch;
 pub mod tiling;
 mod transpose;
+pub mod value;
 pub mod view;
 
 pub use convert::{convert_row, convert_scalar};
-pub use decode::{BlockScale, Decode, Program, Step, TensorId};
+pub use decode::{
+    BitOrder, Bits, Decode, Digit, Field, IndexMap, Load, Operand, OperandError, Operation, Program, SourceTensor,
+    Step, TensorId, Term, Value, block_index,
+};
 pub use dtype::{DType, Unit};
 pub use gather::{Gather, Loop, Stores, fill, gather, gather_with, rehearse};
 pub use pages::{PAGE_BYTES, Reads, Runs, reads};
 pub use shape::{PerAxis, RANK_MAX, Region, Shape, ShapeError, to_usize};
-pub use tiling::{Decoder, Origin, PIECES_MAX, Piece, Share, Tiling, TilingError};
-pub use view::{Element, Keep, Op, SourceTensor, View, ViewError};
+pub use span::{Need, needs};
+pub use tiling::{Origin, PIECES_MAX, Piece, Share, Tiling, TilingError};
+pub use value::{Window, decode_scalar};
+pub use view::{Element, Keep, Op, View, ViewError};

@@ -6,9 +6,9 @@
 
 use std::ops::{AddAssign, Range};
 
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 
-use super::{Origin, Piece, TensorId, Tiling, lower::gcd};
+use super::{Origin, Piece, TensorId, Tiling, lower::gcd, span::operand_runs};
 
 /// Bytes of a page.
 pub const PAGE_BYTES: u64 = 4096;
@@ -53,10 +53,18 @@ impl AddAssign for Reads {
 }
 
 impl Runs {
-    /// What a piece reads, and of which tensor; `None` if it is filled with a constant. Scales of quantized blocks are not counted.
-    pub fn of(tiling: &Tiling, piece: &Piece) -> Option<(TensorId, Self)> {
-        let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return None };
-        let unit = tiling.decoders()[decoder as usize].source_bytes;
+    /// What a piece reads, and of which tensor: nothing if it is filled with a constant; of a quantized tensor its codes only,
+    /// which may be several sets of runs.
+    ///
+    /// # Panics
+    /// Never: what decodes no value reads elements of whole bytes.
+    pub fn of(tiling: &Tiling, piece: &Piece) -> SmallVec<[(TensorId, Self); 1]> {
+        let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return SmallVec::new() };
+        let decode = &tiling.decoders()[decoder as usize];
+        if let Some(value) = decode.value() {
+            return operand_runs(&value.load, offset, &piece.loops).into_iter().map(|runs| (tensor, runs)).collect();
+        }
+        let unit = decode.source_bytes(tiling.unit_bytes()).expect("what decodes no value reads elements");
         let mut loops: SmallVec<[(u64, u64); 3]> =
             piece.loops.iter().map(|l| (l.extent, l.source_stride * unit)).collect();
         loops.sort_unstable_by_key(|(_, stride)| *stride);
@@ -71,11 +79,37 @@ impl Runs {
             }
         }
         nest.reverse();
-        Some((tensor, Self { start: offset * unit, loops: nest, run_bytes }))
+        smallvec![(tensor, Self::new(offset * unit, nest, run_bytes))]
+    }
+
+    /// Runs of `run_bytes`, the first at byte `start`, with the extent and stride of each loop over them, by falling stride.
+    pub(super) fn new(start: u64, loops: SmallVec<[(u64, u64); 3]>, run_bytes: u64) -> Self {
+        Self { start, loops, run_bytes }
+    }
+
+    /// First byte.
+    pub fn start(&self) -> u64 {
+        self.start
+    }
+
+    /// Bytes in all runs.
+    pub fn bytes(&self) -> u64 {
+        self.loops.iter().map(|(extent, _)| extent).product::<u64>() * self.run_bytes
+    }
+
+    /// Emits start and length of spans of bytes that hold all runs, and where there are `gap` bytes or more between those, none
+    /// of them.
+    pub fn for_each_span(&self, gap: u64, emit: &mut dyn FnMut(u64, u64)) {
+        let Some((extent, stride)) = self.loops.first().copied() else { return emit(self.start, self.run_bytes) };
+        let turn = self.turn(0);
+        if stride < turn.end() - turn.start + gap {
+            return emit(self.start, self.end() - self.start);
+        }
+        (0..extent).for_each(|index| self.turn(index).for_each_span(gap, emit));
     }
 
     /// One past the last byte.
-    fn end(&self) -> u64 {
+    pub fn end(&self) -> u64 {
         self.start + self.loops.iter().map(|(extent, stride)| (extent - 1) * stride).sum::<u64>() + self.run_bytes
     }
 

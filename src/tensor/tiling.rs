@@ -52,7 +52,8 @@ pub enum Origin {
     Tensor {
         /// Which.
         tensor: TensorId,
-        /// Source unit of the piece's first element.
+        /// Source unit of the piece's first element; of a quantized tensor, whose first operand `tensor` is, the number of
+        /// that logical element.
         offset: u64,
         /// Index into [`Tiling::decoders`].
         decoder: u32,
@@ -73,15 +74,6 @@ pub struct Piece {
     pub loops: Loops,
     /// Where the elements come from.
     pub origin: Origin,
-}
-
-/// How the elements of a tiling's pieces are decoded.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Decoder {
-    /// The conversion.
-    pub decode: Decode,
-    /// Bytes of one source unit.
-    pub source_bytes: u64,
 }
 
 /// One of several shares of the work on a span of a tiling, about equal ones. The borders lie between lines of the source, where it
@@ -286,11 +278,11 @@ pub struct Tiling {
     /// `reached[i]` is the greatest last unit among pieces `0..=i`, so that the pieces that touch a range are found by
     /// bisection.
     reached: Vec<u64>,
-    decoders: Vec<Decoder>,
+    decoders: Vec<Decode>,
 }
 
 impl Tiling {
-    pub(super) fn new(len_units: u64, unit_bytes: u64, mut pieces: Vec<Piece>, decoders: Vec<Decoder>) -> Self {
+    pub(super) fn new(len_units: u64, unit_bytes: u64, mut pieces: Vec<Piece>, decoders: Vec<Decode>) -> Self {
         pieces.sort_by_key(|piece| piece.start);
         let mut greatest = 0;
         let reached = pieces
@@ -341,7 +333,7 @@ impl Tiling {
     }
 
     /// The decoders that pieces refer to.
-    pub fn decoders(&self) -> &[Decoder] {
+    pub fn decoders(&self) -> &[Decode] {
         &self.decoders
     }
 
@@ -377,7 +369,7 @@ impl Tiling {
         self.pieces.iter().all(|piece| match piece.origin {
             Origin::Tensor { decoder, .. } => {
                 let run = piece.contiguous_units();
-                self.decoders[decoder as usize].decode == Decode::Copy
+                self.decoders[decoder as usize] == Decode::Copy
                     && (run * self.unit_bytes >= run_bytes_min || run == piece.units())
             }
             Origin::Fill { .. } => true,

@@ -560,7 +560,7 @@ mod x86 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{DType, Program, Step, convert_row, convert_scalar};
+    use super::super::{DType, Load, Program, Step, convert_row, convert_scalar};
     use super::*;
 
     #[test]
@@ -607,17 +607,17 @@ mod tests {
 
     /// A program that `kind` does, and what it makes of one element after another.
     fn expected(kind: FusedKind, flush: bool, source: &[u8]) -> (Program, Vec<u8>) {
-        let multiply = |factor: f32| Step::Multiply { factor, flush };
+        let multiply = |factor: f32| Step::multiply(factor, flush);
         let (source_type, steps) = match kind {
             FusedKind::Multiply(factor) => (DType::BF16, vec![multiply(factor)]),
             FusedKind::Round => (DType::F32, vec![]),
             FusedKind::RoundMultiply(factor) => (DType::F32, vec![Step::Round(DType::BF16), multiply(factor)]),
         };
-        let program = Program { source: source_type, target: DType::BF16, steps };
+        let program = Program { load: Load::Element(source_type), target: DType::BF16, steps };
         let width = kind.source_unit();
         let mut made = vec![0; source.len() / width * 2];
         for (element, made) in source.chunks(width).zip(made.chunks_mut(2)) {
-            convert_scalar(&program, &[], element, 0, made);
+            convert_scalar(&program, element, made);
         }
         (program, made)
     }
@@ -639,7 +639,7 @@ mod tests {
                 let width = kind.source_unit();
                 let source = if width == 2 { &narrow } else { &wide };
                 let (program, expected) = expected(kind, flush, source);
-                let exact = |source: &[u8], target: &mut [u8]| convert_row(&program, &[], source, 0, target);
+                let exact = |source: &[u8], target: &mut [u8]| convert_row(&program, source, target);
                 let fused = Some(Fused { kind, exact: &exact });
                 // Neither the rows nor the columns of the last shape fill registers.
                 for (rows, columns) in [(source.len() / width / 256, 256), (source.len() / width / 1021, 1021)] {

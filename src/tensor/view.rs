@@ -4,14 +4,15 @@
 //! a view that exists is well-formed; building one touches no data. [`View::lower`] turns it into a [`Tiling`].
 //!
 //! Layout operators (slice, transpose, reshape, stack, concat, pad) say where elements go; element operators (cast,
-//! multiply, add, dequantize) say what their values become. The two kinds commute, which is what makes the normal form
+//! multiply, add) say what their values become. A leaf is a constant, a tensor as it is stored, or one whose elements
+//! are decoded from stored codes, scales and the like ([`View::quantized`]). The two kinds commute, which is what makes the normal form
 //! possible.
 
 use std::{fmt, sync::Arc};
 
 use super::{
-    DType, Region, Shape, ShapeError, TensorId,
-    decode::BlockScale,
+    DType, Region, Shape, ShapeError, SourceTensor, TensorId,
+    decode::{Field, Operand, OperandError, Operation, Value, block_index},
     lower,
     shape::{PerAxis, to_usize},
     tiling::{Tiling, TilingError},
@@ -107,20 +108,19 @@ pub enum ViewError {
         /// Shape they have.
         found: Shape,
     },
+    /// A stored tensor does not hold what a quantized one needs.
+    #[error("decode: tensor #{} does not fit a value of shape {shape}: {error}", tensor.0)]
+    Operand {
+        /// The stored tensor.
+        tensor: TensorId,
+        /// Shape of the decoded tensor.
+        shape: Shape,
+        /// What does not fit.
+        error: OperandError,
+    },
     /// The shape that would result is too large.
     #[error(transparent)]
     Shape(#[from] ShapeError),
-}
-
-/// A named array of the checkpoint, as views refer to it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SourceTensor {
-    /// Its row in the tensor table.
-    pub id: TensorId,
-    /// Element type.
-    pub dtype: DType,
-    /// Shape.
-    pub shape: Shape,
 }
 
 /// One constant element.
@@ -180,7 +180,7 @@ struct Node {
 /// The operator at the root of a view, with its operands.
 #[derive(Clone, Debug)]
 pub enum Op {
-    /// A tensor of the checkpoint.
+    /// A tensor of the checkpoint, stored element by element.
     Source(SourceTensor),
     /// A constant everywhere.
     Fill(Element),
@@ -255,17 +255,8 @@ pub enum Op {
         /// The constant.
         addend: f32,
     },
-    /// Quantized values times the scales of their blocks: the product in f32, then rounded to the result's type.
-    Dequantize {
-        /// The quantized tensor.
-        weights: SourceTensor,
-        /// The scales, one per block.
-        scales: SourceTensor,
-        /// Rows of a block.
-        block_rows: u64,
-        /// Columns of a block.
-        block_columns: u64,
-    },
+    /// A tensor whose elements are computed from stored ones, in f32.
+    Quantized(Arc<Value>),
 }
 
 /// Type of the result of arithmetic.
@@ -285,6 +276,18 @@ impl View {
     /// A tensor of the checkpoint, as it is.
     pub fn source(tensor: SourceTensor) -> Self {
         Self::new(tensor.shape.clone(), tensor.dtype, Op::Source(tensor))
+    }
+
+    /// A tensor of `shape` that is stored quantized: element `n` of its row-major order is `value` at `n`, in f32.
+    ///
+    /// # Errors
+    /// [`ViewError::Operand`] if a stored tensor is too small for its index, or cannot be read as its field says.
+    pub fn quantized(shape: Shape, value: impl Into<Arc<Value>>) -> Result<Self, ViewError> {
+        let value = value.into();
+        if !shape.is_empty() {
+            value.check().map_err(|(tensor, error)| ViewError::Operand { tensor, shape: shape.clone(), error })?;
+        }
+        Ok(Self::new(shape, DType::F32, Op::Quantized(value)))
     }
 
     /// `shape` filled with one value.
@@ -509,7 +512,7 @@ impl View {
         Ok(Self::new(self.shape().clone(), dtype, Op::Add { of: self.clone(), addend }))
     }
 
-    /// A quantized matrix times its block scales (see [`BlockScale`]), rounded once to `dtype`.
+    /// A quantized matrix times its block scales (see [`block_index`]), the product in f32, rounded once to `dtype`.
     ///
     /// # Errors
     /// [`ViewError::Scales`] unless `weights` is a matrix and `scales` has one element per block;
@@ -542,7 +545,10 @@ impl View {
             });
         }
         let shape = weights.shape.clone();
-        Ok(Self::new(shape, dtype, Op::Dequantize { weights, scales, block_rows, block_columns }))
+        let index = block_index(shape.extents()[0], shape.extents()[1], block);
+        let scale = Operand { field: Field::Float(scales.dtype), tensor: scales, index };
+        let codes = Operand::elements(weights);
+        Self::quantized(shape, Value::of(codes).then(Operation::Multiply, scale))?.cast(dtype)
     }
 
     /// Lowers this view to its normal form.
@@ -566,10 +572,7 @@ impl View {
             | Op::Multiply { of, .. }
             | Op::Add { of, .. } => of.for_each_source(visit),
             Op::Stack { of, .. } | Op::Concat { of, .. } => of.iter().for_each(|view| view.for_each_source(visit)),
-            Op::Dequantize { weights, scales, .. } => {
-                visit(weights);
-                visit(scales);
-            }
+            Op::Quantized(value) => value.for_each_operand(&mut |operand| visit(&operand.tensor)),
         }
     }
 
@@ -615,24 +618,15 @@ impl fmt::Display for View {
                 write!(f, "multiply({of}, {factor:?}{})", if *flush { ", flush" } else { "" })
             }
             Op::Add { of, addend } => write!(f, "add({of}, {addend:?})"),
-            Op::Dequantize { weights, scales, block_rows, block_columns } => write!(
-                f,
-                "dequantize(#{}, #{}, {block_rows}x{block_columns}, {})",
-                weights.id.0,
-                scales.id.0,
-                self.dtype()
-            ),
+            Op::Quantized(value) => {
+                write!(f, "decode({}", self.shape())?;
+                let mut result = Ok(());
+                value.for_each_operand(&mut |operand| {
+                    result = result.and_then(|()| write!(f, ", #{}", operand.tensor.id.0));
+                });
+                result?;
+                f.write_str(")")
+            }
         }
-    }
-}
-
-/// The block scale that a dequantization's decoder looks up.
-pub(super) fn block_scale(weights: &SourceTensor, scales: &SourceTensor, block: (u64, u64)) -> BlockScale {
-    BlockScale {
-        tensor: scales.id,
-        dtype: scales.dtype,
-        columns: weights.shape.extents()[1].max(1),
-        block_rows: block.0,
-        block_columns: block.1,
     }
 }

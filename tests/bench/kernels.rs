@@ -15,7 +15,10 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use ckfs::tensor::{BlockScale, DType, Decode, Gather, Loop, Program, Step, TensorId, convert_row, gather};
+use ckfs::tensor::{
+    BitOrder, Bits, DType, Decode, Digit, Field, Gather, IndexMap, Load, Loop, Operand, Operation, Program, Shape,
+    SourceTensor, Step, TensorId, Value, Window, block_index, convert_row, gather,
+};
 
 const TIME_PER_CASE: Duration = Duration::from_millis(120);
 
@@ -54,9 +57,9 @@ fn weights(dtype: DType, elements: usize) -> Vec<u8> {
         let value = (f64::from(state) / f64::from(u32::MAX) - 0.5) as f32 * 0.2;
         wide.extend_from_slice(&value.to_le_bytes());
     }
-    let program = Program { source: DType::F32, target: dtype, steps: Vec::new() };
+    let program = Program { load: Load::Element(DType::F32), target: dtype, steps: Vec::new() };
     let mut bytes = vec![0; elements * width(dtype)];
-    convert_row(&program, &[], &wide, 0, &mut bytes);
+    convert_row(&program, &wide, &mut bytes);
     bytes
 }
 
@@ -82,32 +85,173 @@ fn casts(report: &Report) {
     ];
     for (source, target) in floats {
         let bytes = weights(source, 16 << 20);
-        let program = Program { source, target, steps: Vec::new() };
-        row_case(report, &format!("cast {source} to {target}"), &program, &bytes, &[]);
+        let program = Program { load: Load::Element(source), target, steps: Vec::new() };
+        row_case(report, &format!("cast {source} to {target}"), &program, source, &bytes);
     }
     let bytes = weights(DType::BF16, 16 << 20);
-    let steps = vec![Step::Multiply { factor: 0.088_388_35, flush: true }];
-    let program = Program { source: DType::BF16, target: DType::BF16, steps };
-    row_case(report, "multiply BF16, flushing", &program, &bytes, &[]);
-    let bytes = weights(DType::F8E4M3, 16 << 20);
-    for dtype in [DType::F32, DType::BF16] {
-        let scale = weights(dtype, 32 * 32);
-        let block = BlockScale { tensor: TensorId(0), dtype, columns: 4096, block_rows: 128, block_columns: 128 };
-        let program = Program { source: DType::F8E4M3, target: DType::BF16, steps: vec![Step::Scale(block)] };
-        row_case(report, &format!("dequantize F8_E4M3 by {dtype} to BF16"), &program, &bytes, &scale);
-    }
+    let steps = vec![Step::multiply(0.088_388_35, true)];
+    let program = Program { load: Load::Element(DType::BF16), target: DType::BF16, steps };
+    row_case(report, "multiply BF16, flushing", &program, DType::BF16, &bytes);
 }
 
-fn row_case(report: &Report, name: &str, program: &Program, source: &[u8], scale: &[u8]) {
-    let (from, to) = (width(program.source), width(program.target));
+fn row_case(report: &Report, name: &str, program: &Program, dtype: DType, source: &[u8]) {
+    let (from, to) = (width(dtype), width(program.target));
     let band = 256 << 10;
     let mut target = vec![0; band * to];
     report.case(name, source.len(), source.len() / from * to, || {
-        for (index, part) in source.chunks_exact(band * from).enumerate() {
-            convert_row(program, scale, part, (index * band) as u64, &mut target);
+        for part in source.chunks_exact(band * from) {
+            convert_row(program, part, &mut target);
             black_box(&target);
         }
     });
+}
+
+/// Rows and columns of the quantized matrices.
+const QUANTIZED: [u64; 2] = [4096, 4096];
+
+/// Made-up bytes of a tensor of some elements.
+fn stored(id: u32, dtype: DType, elements: u64) -> (SourceTensor, Vec<u8>) {
+    let shape = Shape::try_new(&[elements]).unwrap_or_default();
+    let bytes = dtype.bytes_of(elements).unwrap_or(0);
+    let data: Vec<u8> = (0..bytes).map(|at| (at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u8).collect();
+    // Scales near 1, as they are.
+    let data = if dtype == DType::F8E8M0 { (0..bytes).map(|at| 110 + (at * 7 % 17) as u8).collect() } else { data };
+    let data = if dtype.is_float() { weights(dtype, usize::try_from(elements).unwrap_or(0)) } else { data };
+    (SourceTensor { id: TensorId(id), dtype, shape }, data)
+}
+
+/// A quantized matrix of [`QUANTIZED`] elements `[in, out]` or `[out, in]`: its value, and the bytes of its operands.
+struct Scheme {
+    name: &'static str,
+    value: Value,
+    data: Vec<Vec<u8>>,
+    /// Whether what is wanted is the transpose of what is stored.
+    transposed: bool,
+}
+
+fn groups(scale: SourceTensor, field: Field, group: u64) -> Operand {
+    Operand { tensor: scale, field, index: block_index(QUANTIZED[0], QUANTIZED[1], (1, group)) }
+}
+
+fn codes(tensor: SourceTensor, field: Field) -> Operand {
+    let stride = field.bits();
+    Operand { tensor, field, index: IndexMap::new(&[Digit::axis(&[QUANTIZED[0] * QUANTIZED[1]], 0, stride)]) }
+}
+
+fn by_rows() -> Vec<Scheme> {
+    let [rows, columns] = QUANTIZED;
+    let count = rows * columns;
+    let int4 = Field::Integer(Bits::unsigned(4));
+    let mut schemes = Vec::new();
+    let mut add = |name, value, data: Vec<Vec<u8>>| schemes.push(Scheme { name, value, data, transposed: false });
+    let (packed, packed_bytes) = stored(0, DType::U8, count / 2);
+    let (fp8, fp8_bytes) = stored(0, DType::F8E4M3, count);
+    let (e8m0, e8m0_bytes) = stored(1, DType::F8E8M0, count / 32);
+    let (e4m3, e4m3_bytes) = stored(1, DType::F8E4M3, count / 16);
+    let (global, global_bytes) = stored(2, DType::F32, 1);
+    let (bf16, bf16_bytes) = stored(1, DType::BF16, count / 32);
+    let (zero, zero_bytes) = stored(2, DType::BF16, count / 32);
+    let (blocks, blocks_bytes) = stored(1, DType::F32, count / 128 / 128);
+    let (flat, flat_bytes) = stored(1, DType::F32, count / 64);
+    let e2m1 = || Value::of(codes(packed.clone(), Field::e2m1()));
+    let mxfp4 = e2m1().then(Operation::Multiply, groups(e8m0, Field::Float(DType::F8E8M0), 32));
+    add("MXFP4", mxfp4, vec![packed_bytes.clone(), e8m0_bytes]);
+    let global = Operand { tensor: global, field: Field::Float(DType::F32), index: IndexMap::new(&[]) };
+    let scale = Value::of(groups(e4m3, Field::Float(DType::F8E4M3), 16)).then(Operation::Divide, global);
+    add("NVFP4", e2m1().then(Operation::Multiply, scale), vec![packed_bytes.clone(), e4m3_bytes, global_bytes]);
+    let scale = || groups(bf16.clone(), Field::Float(DType::BF16), 32);
+    let int = || Value::of(codes(packed.clone(), int4.clone()));
+    let int4_value = int().then(Operation::Subtract, 8.0).then(Operation::Multiply, scale());
+    add("INT4", int4_value, vec![packed_bytes.clone(), bf16_bytes.clone()]);
+    let bias = groups(zero, Field::Float(DType::BF16), 32);
+    let mlx = int().then(Operation::Multiply, scale()).then(Operation::Add, bias);
+    add("MLX 4-bit", mlx, vec![packed_bytes.clone(), bf16_bytes.clone(), zero_bytes]);
+    let index = block_index(rows, columns, (128, 128));
+    let blocks = Operand { tensor: blocks, field: Field::Float(DType::F32), index };
+    let fp8 = Value::of(Operand::elements(fp8)).then(Operation::Multiply, blocks);
+    add("F8_E4M3 by F32 blocks", fp8, vec![fp8_bytes, blocks_bytes]);
+    let table = (0..16_u16).map(|code| (f32::from(code) / 7.5 - 1.0).to_bits()).collect();
+    let high_first = Bits { width: 4, signed: false, order: BitOrder::HighFirst };
+    let index = IndexMap::new(&[Digit::axis(&[count], 0, 1).grouped(64)]);
+    let flat = Operand { tensor: flat, field: Field::Float(DType::F32), index };
+    let nf4 = Value::of(codes(packed, Field::Table(high_first, table))).then(Operation::Multiply, flat);
+    add("NF4", nf4, vec![packed_bytes, flat_bytes]);
+    schemes
+}
+
+fn by_columns() -> Vec<Scheme> {
+    let [rows, columns] = QUANTIZED;
+    let (shape, group) = ([rows, columns], 128);
+    let int4 = Field::Integer(Bits::unsigned(4));
+    let (words, words_bytes) = stored(0, DType::I32, rows * columns / 8);
+    let (zeros, zeros_bytes) = stored(1, DType::I32, rows / group * columns / 8);
+    let (scales, scales_bytes) = stored(2, DType::F16, rows / group * columns);
+    let interleaved = |row_bits: u64, group: u64| {
+        let column = |stride| Digit::axis(&shape, 1, stride);
+        IndexMap::new(&[
+            Digit::axis(&shape, 0, row_bits).grouped(group),
+            column(32).grouped(8),
+            column(16).turning(2),
+            column(4).grouped(2).turning(4),
+        ])
+    };
+    let scale = || {
+        let index = IndexMap::new(&[Digit::axis(&shape, 0, columns).grouped(group), Digit::axis(&shape, 1, 1)]);
+        Operand { tensor: scales.clone(), field: Field::Float(DType::F16), index }
+    };
+    let value = |codes: IndexMap, zero: IndexMap, zero_field: Field| {
+        let zero = Operand { tensor: zeros.clone(), field: zero_field, index: zero };
+        Value::of(Operand { tensor: words.clone(), field: int4.clone(), index: codes })
+            .then(Operation::Subtract, zero)
+            .then(Operation::Multiply, scale())
+    };
+    let awq = value(interleaved(columns * 4, 1), interleaved(columns * 4, group), int4.clone());
+    let gptq = value(
+        IndexMap::new(&[
+            Digit::axis(&shape, 0, columns * 32).grouped(8),
+            Digit::axis(&shape, 0, 4).turning(8),
+            Digit::axis(&shape, 1, 32),
+        ]),
+        IndexMap::new(&[Digit::axis(&shape, 0, columns * 4).grouped(group), Digit::axis(&shape, 1, 4)]),
+        Field::one_more(4),
+    );
+    let data = vec![words_bytes, zeros_bytes, scales_bytes];
+    let scheme = |name, value, transposed| Scheme { name, value, data: data.clone(), transposed };
+    vec![
+        scheme("AWQ", awq.clone(), false),
+        scheme("GPTQ", gptq.clone(), false),
+        scheme("AWQ transposed", awq, true),
+        scheme("GPTQ transposed", gptq, true),
+    ]
+}
+
+/// Quantized matrices to BF16, in bands of half a megabyte as casts are.
+fn quantized(report: &Report) {
+    let [rows, columns] = QUANTIZED;
+    for Scheme { name, value, data, transposed } in by_rows().into_iter().chain(by_columns()) {
+        let decode =
+            Decode::Program(Program { load: Load::Value(value.into()), target: DType::BF16, steps: Vec::new() });
+        let windows: Vec<Window<'_>> = data.iter().map(|bytes| Window::whole(bytes)).collect();
+        // A tile takes 256 values or more from each row that it transposes.
+        let band = if transposed { 256 } else { (256 << 10) / rows };
+        let mut target = vec![0; usize::try_from(2 * band * rows).unwrap_or(0)];
+        let read = data.iter().map(Vec::len).sum();
+        report.case(&format!("decode {name} to BF16"), read, usize::try_from(2 * rows * columns).unwrap_or(0), || {
+            for first in (0..rows).step_by(usize::try_from(band).unwrap_or(1)) {
+                let (loops, offset) = if transposed {
+                    let inner = Loop { extent: rows, target_stride: 1, source_stride: columns };
+                    ([inner, Loop { extent: band, target_stride: rows, source_stride: 1 }], first)
+                } else {
+                    let inner = Loop { extent: columns, target_stride: 1, source_stride: 1 };
+                    ([inner, Loop { extent: band, target_stride: columns, source_stride: columns }], first * columns)
+                };
+                let job =
+                    Gather { decode: &decode, target_bytes: 2, loops: &loops, source_offset: offset, target_offset: 0 };
+                gather(&job, &windows, &mut target);
+                black_box(&target);
+            }
+        });
+    }
 }
 
 /// Transposes of a square matrix in bands of 1 MiB.
@@ -122,7 +266,7 @@ fn transposes(report: &Report) {
         let name = format!("transpose {unit}-byte {side}x{side}, 1 MiB bands");
         report.case(&name, source.len(), source.len(), || {
             for band in (0..side).step_by(rows) {
-                transpose(&decode, &source, unit, unit, side, side, band, rows, &mut target);
+                transpose(&decode, &source, unit, side, side, band, rows, &mut target);
             }
         });
         if unit == 2 || unit == 4 {
@@ -143,15 +287,21 @@ fn transposes(report: &Report) {
     for (source, target) in [(DType::F32, DType::BF16), (DType::BF16, DType::F32), (DType::F8E4M3, DType::BF16)] {
         let side: usize = 8192;
         let bytes = weights(source, side * side / 2);
-        let steps = if source == DType::F8E4M3 {
-            let (columns, block_rows, block_columns) = (side as u64, 128, 128);
-            vec![Step::Scale(BlockScale { tensor: TensorId(0), dtype: DType::F32, columns, block_rows, block_columns })]
-        } else {
-            Vec::new()
-        };
         let scale = weights(DType::F32, 64 * 64);
         let (from, to) = (width(source), width(target));
-        let decode = Decode::Program(Program { source, target, steps });
+        let mut windows = vec![Window::whole(&bytes)];
+        let load = if source == DType::F8E4M3 {
+            windows.push(Window::whole(&scale));
+            let tensor = |id, dtype, elements| stored(id, dtype, elements).0;
+            let columns = side as u64;
+            let index = block_index(columns / 2, columns, (128, 128));
+            let scale = Operand { tensor: tensor(1, DType::F32, 64 * 32), field: Field::Float(DType::F32), index };
+            let codes = Operand::elements(tensor(0, source, columns * columns / 2));
+            Load::Value(Value::of(codes).then(Operation::Multiply, scale).into())
+        } else {
+            Load::Element(source)
+        };
+        let decode = Decode::Program(Program { load, target, steps: Vec::new() });
         let height = side / 2;
         let rows = (1 << 20) / (height * to);
         let mut out = vec![0; rows * height * to];
@@ -159,7 +309,6 @@ fn transposes(report: &Report) {
             for band in (0..side).step_by(rows) {
                 let job = Gather {
                     decode: &decode,
-                    source_bytes: from as u64,
                     target_bytes: to as u64,
                     loops: &[
                         Loop { extent: height as u64, target_stride: 1, source_stride: side as u64 },
@@ -168,7 +317,7 @@ fn transposes(report: &Report) {
                     source_offset: band as u64,
                     target_offset: 0,
                 };
-                gather(&job, &bytes, 0, &scale, &mut out);
+                gather(&job, &windows, &mut out);
                 black_box(&out);
             }
         });
@@ -180,7 +329,6 @@ fn transposes(report: &Report) {
 fn transpose(
     decode: &Decode,
     source: &[u8],
-    from: usize,
     to: usize,
     height: usize,
     columns: usize,
@@ -190,7 +338,6 @@ fn transpose(
 ) {
     let job = Gather {
         decode,
-        source_bytes: from as u64,
         target_bytes: to as u64,
         loops: &[
             Loop { extent: height as u64, target_stride: 1, source_stride: columns as u64 },
@@ -199,7 +346,7 @@ fn transpose(
         source_offset: band as u64,
         target_offset: 0,
     };
-    gather(&job, source, 0, &[], target);
+    gather(&job, &[Window::whole(source)], target);
     black_box(&*target);
 }
 
@@ -213,7 +360,7 @@ fn stacks(report: &Report) {
             let decode = if source == target {
                 Decode::Copy
             } else {
-                Decode::Program(Program { source, target, steps: Vec::new() })
+                Decode::Program(Program { load: Load::Element(source), target, steps: Vec::new() })
             };
             for ni in [16, 32, 64] {
                 let mut tile = vec![0; ni * layers * outputs * to];
@@ -227,7 +374,6 @@ fn stacks(report: &Report) {
                             let pitch = (layers * outputs) as u64;
                             let job = Gather {
                                 decode: &decode,
-                                source_bytes: from as u64,
                                 target_bytes: to as u64,
                                 loops: &[
                                     Loop { extent: outputs as u64, target_stride: 1, source_stride: inputs as u64 },
@@ -236,7 +382,7 @@ fn stacks(report: &Report) {
                                 source_offset: *first as u64,
                                 target_offset: (layer * outputs) as u64,
                             };
-                            gather(&job, matrix, 0, &[], &mut tile);
+                            gather(&job, &[Window::whole(matrix)], &mut tile);
                         }
                         black_box(&tile);
                     }
@@ -251,6 +397,7 @@ fn main() {
     let report = Report { filter };
     println!("{:<58} {:>8} {:>8}", "one core, GB/s", "read", "written");
     casts(&report);
+    quantized(&report);
     transposes(&report);
     stacks(&report);
 }

@@ -1,6 +1,10 @@
 //! What several test programs share: made-up tensors, a naive executor of tilings, and random views.
 #![allow(dead_code, unreachable_pub, reason = "each test program uses a part of this")]
-#![allow(clippy::cast_possible_truncation, reason = "test data is small, and noise may be cut")]
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    reason = "test data is small, and noise may be cut"
+)]
 #![allow(clippy::unwrap_used, clippy::missing_panics_doc, missing_docs, reason = "tests panic")]
 
 pub mod faulty;
@@ -12,8 +16,8 @@ use std::{collections::HashMap, ops::Range};
 use ckfs::{
     read::reference::{self, evaluate},
     tensor::{
-        DType, Decode, Decoder, Gather, Origin, Piece, Program, Shape, SourceTensor, Step, TensorId, Tiling, View,
-        fill, gather,
+        BitOrder, DType, Decode, Field, Gather, Load, Need, Operand, Operation, Origin, Piece, Shape, SourceTensor,
+        Step, TensorId, Term, Tiling, Value, View, Window, decode_scalar, fill, gather, needs,
     },
 };
 
@@ -71,21 +75,68 @@ pub fn decode_by_reference(
         target.copy_from_slice(&read(tensor, unit * bytes..(unit + 1) * bytes));
         return;
     };
-    let element = |tensor, dtype: DType, number: u64| {
-        let bytes = dtype.element_bytes().unwrap();
-        let raw = read(tensor, number * bytes..(number + 1) * bytes);
-        reference::widen(dtype, raw.iter().rev().fold(0, |bits, byte| bits << 8 | u64::from(*byte)))
+    let loaded = match &program.load {
+        Load::Element(dtype) => element(read, tensor, *dtype, unit),
+        Load::Value(value) => value_by_reference(value, read, unit),
     };
-    let value = program.steps.iter().fold(element(tensor, program.source, unit), |value, step| match step {
-        Step::Round(dtype) => reference::widen(*dtype, reference::round(*dtype, value)),
-        Step::Multiply { factor, flush } => reference::multiply(value, factor.to_bits(), *flush),
-        Step::Add(addend) => reference::add(value, addend.to_bits()),
-        Step::Scale(block) => {
-            reference::multiply(value, element(block.tensor, block.dtype, block.scale_of(unit)), false)
-        }
-    });
+    let value = after_steps(&program.steps, loaded, read, unit);
     let bits = reference::round(program.target, value).to_le_bytes();
     target.copy_from_slice(&bits[..target.len()]);
+}
+
+type Read<'a> = &'a dyn Fn(TensorId, Range<u64>) -> Vec<u8>;
+
+fn element(read: Read<'_>, tensor: TensorId, dtype: DType, number: u64) -> u32 {
+    let bytes = dtype.element_bytes().unwrap();
+    let raw = read(tensor, number * bytes..(number + 1) * bytes);
+    reference::widen(dtype, raw.iter().rev().fold(0, |bits, byte| bits << 8 | u64::from(*byte)))
+}
+
+fn value_by_reference(value: &Value, read: Read<'_>, number: u64) -> u32 {
+    after_steps(&value.steps, operand_by_reference(&value.load, read, number), read, number)
+}
+
+fn after_steps(steps: &[Step], loaded: u32, read: Read<'_>, number: u64) -> u32 {
+    steps.iter().fold(loaded, |left, step| {
+        let Step::Compute(operation, term) = step else {
+            let Step::Round(dtype) = step else { unreachable!() };
+            return reference::widen(*dtype, reference::round(*dtype, left));
+        };
+        let right = match term {
+            Term::Constant(constant) => constant.to_bits(),
+            Term::Value(value) => value_by_reference(value, read, number),
+        };
+        match operation {
+            Operation::Multiply => reference::multiply(left, right, false),
+            Operation::MultiplyFlush => reference::multiply(left, right, true),
+            Operation::Divide => reference::divide(left, right),
+            Operation::Add => reference::add(left, right),
+            Operation::Subtract => reference::subtract(left, right),
+        }
+    })
+}
+
+fn operand_by_reference(operand: &Operand, read: Read<'_>, number: u64) -> u32 {
+    let (id, index) = (operand.tensor.id, operand.index.at(number));
+    let (bits, table) = match &operand.field {
+        Field::Float(dtype) => return element(read, id, *dtype, index),
+        Field::Integer(bits) => (bits, None),
+        Field::Table(bits, table) => (bits, Some(table)),
+    };
+    let bit = |at: u64| {
+        let byte = read(id, at / 8..at / 8 + 1)[0];
+        let place = if bits.order == BitOrder::LowFirst { at % 8 } else { 7 - at % 8 };
+        u32::from(byte >> place & 1)
+    };
+    let code = (0..bits.width).fold(0, |code, place| match bits.order {
+        BitOrder::LowFirst => code | bit(index + u64::from(place)) << place,
+        BitOrder::HighFirst => code << 1 | bit(index + u64::from(place)),
+    });
+    match table {
+        Some(table) => table[code as usize],
+        None if bits.signed && code >= 1 << (bits.width - 1) => (code as f32 - (1u32 << bits.width) as f32).to_bits(),
+        None => (code as f32).to_bits(),
+    }
 }
 
 /// Decodes with the scalar conversion that the kernels are checked against.
@@ -96,17 +147,18 @@ pub fn decode_by_conversion(
     unit: u64,
     target: &mut [u8],
 ) {
-    let Decode::Program(program) = decode else {
-        return decode_by_reference(decode, read, tensor, unit, target);
-    };
-    let Program { source, .. } = program;
-    let bytes = source.element_bytes().unwrap();
-    let scale = program.block_scale().map_or(Vec::new(), |block| {
-        let bytes = block.dtype.element_bytes().unwrap();
-        read(block.tensor, 0..(block.scale_of(unit) + 1) * bytes)
-    });
+    if let Some(value) = decode.value() {
+        // What the element needs, and no more.
+        let needs = needs(value, unit, &[]);
+        let bytes: Vec<Vec<u8>> =
+            needs.iter().map(|need| read(need.operand.tensor.id, need.start()..need.end())).collect();
+        let windows: Vec<Window<'_>> =
+            needs.iter().zip(&bytes).map(|(need, bytes)| Window { bytes, start: need.start() }).collect();
+        return decode_scalar(decode, &windows, unit, target);
+    }
+    let bytes = decode.source_bytes(target.len() as u64).unwrap();
     let raw = read(tensor, unit * bytes..(unit + 1) * bytes);
-    ckfs::tensor::convert::convert_scalar(program, &scale, &raw, unit, target);
+    decode_scalar(decode, &[Window { bytes: &raw, start: unit * bytes }], unit, target);
 }
 
 /// Calls `visit` with the target unit and the source unit (relative to the origin's offset) of each unit of a piece.
@@ -133,13 +185,18 @@ pub fn for_each_unit(piece: &Piece, visit: &mut dyn FnMut(u64, u64)) {
 
 /// Carries out a tiling unit by unit. Panics if pieces overlap, leave a hole, or read outside the tensors of `view`.
 pub fn execute(view: &View, tiling: &Tiling, decode: DecodeUnit) -> Vec<u8> {
+    execute_from(view, tiling, decode, &source_bytes)
+}
+
+/// The same with tensors as `bytes` has them.
+pub fn execute_from(view: &View, tiling: &Tiling, decode: DecodeUnit, bytes: Read<'_>) -> Vec<u8> {
     let mut lengths = HashMap::new();
     view.for_each_source(&mut |tensor| {
         lengths.insert(tensor.id, tensor.dtype.bytes_of(tensor.shape.elements()).unwrap());
     });
     let read = |tensor, span: Range<u64>| {
         assert!(span.end <= lengths[&tensor], "{span:?} of {tensor:?}, which has {} bytes", lengths[&tensor]);
-        source_bytes(tensor, span)
+        bytes(tensor, span)
     };
     let width = tiling.unit_bytes() as usize;
     let mut target = vec![0; tiling.len_bytes() as usize];
@@ -151,7 +208,7 @@ pub fn execute(view: &View, tiling: &Tiling, decode: DecodeUnit) -> Vec<u8> {
             let unit = &mut target[at * width..(at + 1) * width];
             match piece.origin {
                 Origin::Tensor { tensor, offset, decoder } => {
-                    decode(&tiling.decoders()[decoder as usize].decode, &read, tensor, offset + from, unit);
+                    decode(&tiling.decoders()[decoder as usize], &read, tensor, offset + from, unit);
                 }
                 Origin::Fill { bytes } => unit.copy_from_slice(&bytes[..width]),
             }
@@ -173,6 +230,11 @@ pub fn gathered_bytes(view: &View, tiling: &Tiling, stretch_units: u64) -> Vec<u
         let len = tensor.dtype.bytes_of(tensor.shape.elements()).unwrap();
         tensors.entry(tensor.id).or_insert_with(|| source_bytes(tensor.id, 0..len));
     });
+    gathered_from(tiling, stretch_units, &tensors)
+}
+
+/// The same with these tensors.
+pub fn gathered_from(tiling: &Tiling, stretch_units: u64, tensors: &HashMap<TensorId, Vec<u8>>) -> Vec<u8> {
     let width = tiling.unit_bytes();
     let mut target = vec![0; tiling.len_bytes() as usize];
     let mut low = 0;
@@ -181,28 +243,43 @@ pub fn gathered_bytes(view: &View, tiling: &Tiling, stretch_units: u64) -> Vec<u
         let stretch = &mut target[(low * width) as usize..(high * width) as usize];
         tiling.cut(low, high, &mut |piece| match piece.origin {
             Origin::Tensor { tensor, offset, decoder } => {
-                let Decoder { decode, source_bytes } = &tiling.decoders()[decoder as usize];
-                let scale = match decode {
-                    Decode::Copy => None,
-                    Decode::Program(program) => program.block_scale(),
-                };
-                // Of the source, only the window that the piece may read.
-                let window =
-                    (offset * source_bytes) as usize..((offset + piece.source_hull_units()) * source_bytes) as usize;
+                let decode = &tiling.decoders()[decoder as usize];
                 let job = Gather {
                     decode,
-                    source_bytes: *source_bytes,
                     target_bytes: width,
                     loops: &piece.loops,
                     source_offset: offset,
                     target_offset: piece.start - low,
                 };
-                let scale = scale.map_or([].as_slice(), |scale| &tensors[&scale.tensor]);
-                gather(&job, &tensors[&tensor][window], offset, scale, stretch);
+                // Of the sources, only the windows that the piece may read, and of those only what it needs.
+                if let Some(value) = decode.value() {
+                    let needs = needs(value, offset, &piece.loops);
+                    let bytes: Vec<Vec<u8>> = needs.iter().map(|need| needed(need, tensors)).collect();
+                    let windows: Vec<Window<'_>> =
+                        needs.iter().zip(&bytes).map(|(need, bytes)| Window { bytes, start: need.start() }).collect();
+                    return gather(&job, &windows, stretch);
+                }
+                let bytes = decode.source_bytes(width).unwrap();
+                let (start, end) = (offset * bytes, (offset + piece.source_hull_units()) * bytes);
+                let window = Window { bytes: &tensors[&tensor][start as usize..end as usize], start };
+                gather(&job, &[window], stretch);
             }
             Origin::Fill { bytes } => fill(&bytes[..width as usize], &piece.loops, piece.start - low, stretch),
         });
         low = high;
     }
     target
+}
+
+/// The window of an operand, with noise where nothing is needed.
+fn needed(need: &Need<'_>, tensors: &HashMap<TensorId, Vec<u8>>) -> Vec<u8> {
+    let mut window = vec![0xa7; (need.end() - need.start()) as usize];
+    for runs in &need.runs {
+        runs.for_each_span(0, &mut |start, len| {
+            let from = (start - need.start()) as usize..(start - need.start() + len) as usize;
+            let bytes = &tensors[&need.operand.tensor.id][start as usize..(start + len) as usize];
+            window[from].copy_from_slice(bytes);
+        });
+    }
+    window
 }

@@ -6,7 +6,10 @@
 
 use std::{fmt, ops::Deref};
 
-use ckfs::tensor::{DType, Element, Keep, Shape, SourceTensor, TensorId, View};
+use ckfs::tensor::{
+    BitOrder, Bits, DType, Digit, Element, Field, IndexMap, Keep, Operand, Operation, Shape, SourceTensor, Step,
+    TensorId, Value, View,
+};
 use proptest::prelude::*;
 
 /// Most elements of a drawn shape.
@@ -119,7 +122,7 @@ impl Choices {
     /// A view of that shape and dtype, at most `depth` operators high. Layout operators touch only the axes before the
     /// last `kept` ones.
     pub fn view(&mut self, extents: &[u64], dtype: DType, depth: u32, kept: usize) -> View {
-        let choice = if depth == 0 { 0 } else { self.below(18) };
+        let choice = if depth == 0 { 0 } else { self.below(20) };
         let deeper = depth.saturating_sub(1);
         let free = extents.len() - kept;
         let some_axis = free > 0;
@@ -186,6 +189,7 @@ impl Choices {
                 }
             }
             16 if dtype.is_float() && extents.len() == 2 => self.dequantized(extents, dtype),
+            18 | 19 if dtype.is_float() => self.quantized(extents).cast(dtype).unwrap(),
             _ => {
                 let mut inner = self.regrouped(&extents[..free]);
                 inner.extend_from_slice(&extents[free..]);
@@ -228,6 +232,142 @@ impl Choices {
         let grid = [extents[0].div_ceil(block.0), extents[1].div_ceil(block.1)];
         let (weights, scales) = (self.tensor(quantized, extents), self.tensor(scale, &grid));
         View::dequantize(weights, scales, block, dtype).unwrap()
+    }
+
+    /// A tensor decoded from random operands.
+    pub fn quantized(&mut self, extents: &[u64]) -> View {
+        let value = self.value(extents, 2);
+        View::quantized(Shape::try_new(extents).unwrap(), value).unwrap()
+    }
+
+    fn value(&mut self, extents: &[u64], depth: u32) -> Value {
+        let mut value = Value::of(self.operand(extents));
+        for _ in 0..self.below(4) {
+            let operation = self.of(&[
+                Operation::Multiply,
+                Operation::Subtract,
+                Operation::Divide,
+                Operation::Add,
+                Operation::MultiplyFlush,
+            ]);
+            value = match self.below(4) {
+                0 => value.then(operation, self.constant()),
+                1 => {
+                    value.steps.push(Step::Round(self.of(&[DType::BF16, DType::F16, DType::F8E4M3])));
+                    value
+                }
+                _ if depth > 0 => {
+                    let by = self.value(extents, depth - 1);
+                    value.then(operation, by)
+                }
+                _ => value,
+            };
+        }
+        value
+    }
+
+    fn field(&mut self) -> Field {
+        let order = self.of(&[BitOrder::LowFirst, BitOrder::LowFirst, BitOrder::HighFirst]);
+        let width = match order {
+            BitOrder::LowFirst => self.of(&[4, 8, 4, 2, 3, 1, 5, 6, 7, 16, 11]),
+            BitOrder::HighFirst => self.of(&[4, 8, 2, 1]),
+        };
+        let bits = Bits { width, signed: self.below(3) == 1, order };
+        match self.below(4) {
+            0 => Field::Integer(bits),
+            1 if width <= 8 => {
+                let mut bit = 0x9e37_79b9u32;
+                let table = (0..1 << width).map(|_| {
+                    bit = bit.rotate_left(7).wrapping_mul(0x85eb_ca6b) ^ width;
+                    bit
+                });
+                Field::Table(bits, table.collect())
+            }
+            1 => Field::e2m1(),
+            _ => Field::Float(self.of(&[DType::F32, DType::BF16, DType::F8E8M0, DType::F8E4M3, DType::F16])),
+        }
+    }
+
+    /// A tensor packed along the axes in some order, each with all positions, groups, words of shuffled fields, or a table.
+    fn operand(&mut self, extents: &[u64]) -> Operand {
+        let field = self.field();
+        let elements: u64 = extents.iter().product();
+        let unit = field.bits() / field.index_bits();
+        let mut stride = unit;
+        let mut digits = Vec::new();
+        if self.below(4) == 1 && elements > 0 {
+            let group = self.of(&[1, 1, 2, 4, 3, 32]);
+            digits.push(Digit::axis(&[elements], 0, stride).grouped(group));
+            stride *= elements.div_ceil(group);
+        } else {
+            let mut axes = self.permutation(extents.len());
+            axes.reverse();
+            for axis in axes {
+                let (extent, digit) = (extents[axis].max(1), Digit::axis(extents, axis, stride));
+                match self.below(6) {
+                    1 => {
+                        let group = self.below(4) + 1;
+                        digits.push(digit.grouped(group));
+                        stride *= extent.div_ceil(group);
+                    }
+                    2 => {
+                        let (fine, coarse) = (self.of(&[2, 4, 3]), self.of(&[4, 2, 1]));
+                        let word = fine * coarse;
+                        digits.push(Digit { stride: stride * coarse, ..digit.clone() }.turning(fine));
+                        digits.push(digit.clone().grouped(fine).turning(coarse));
+                        digits.push(Digit { stride: stride * word, ..digit }.grouped(word));
+                        stride *= extent.div_ceil(word) * word;
+                    }
+                    3 => {
+                        let count = self.below(5) + 1;
+                        let table: Vec<u64> = (0..extent).map(|_| self.below(count)).collect();
+                        digits.push(digit.through(table.into()));
+                        stride *= count;
+                    }
+                    4 => {}
+                    _ => {
+                        digits.push(digit);
+                        stride *= extent;
+                    }
+                }
+                if self.below(4) == 1 && axis == extents.len() - 1 {
+                    // Rows of whole words.
+                    stride = stride.next_multiple_of(32 * unit);
+                }
+            }
+        }
+        let bits = stride * field.index_bits();
+        let tensor = match &field {
+            Field::Float(dtype) => self.tensor(*dtype, &[stride]),
+            Field::Integer(_) | Field::Table(..) => self.tensor(DType::U8, &[bits.div_ceil(8)]),
+        };
+        Operand { tensor, field, index: IndexMap::new(&digits) }
+    }
+
+    /// A larger quantized matrix under some layout operators.
+    pub fn quantized_view(&mut self) -> View {
+        let extents = [self.of(&[3, 1, 8, 9, 20]), self.of(&[64, 96, 100, 37, 1040, 2048, 7])];
+        let dtype = self.of(&[DType::BF16, DType::F32, DType::F16, DType::F8E4M3]);
+        let mut view = self.quantized(&extents).cast(dtype).unwrap();
+        for _ in 0..self.below(4) {
+            let extents = view.shape().extents().to_vec();
+            let axis = self.index(extents.len());
+            view = match self.below(6) {
+                0 => view.reverse_axes(),
+                1 | 2 => {
+                    let start = self.below(extents[axis]);
+                    let stop = start + 1 + self.below(extents[axis] - start);
+                    view.slice(axis, start, stop, self.of(&[1, 1, 2, 3])).unwrap()
+                }
+                3 => view.pad(axis, self.below(3), self.below(3)).unwrap(),
+                4 => {
+                    let shape = Shape::try_new(&self.regrouped(&extents)).unwrap();
+                    view.reshape(&shape).unwrap()
+                }
+                _ => View::concat(axis, &[view.clone(), view]).unwrap(),
+            };
+        }
+        view
     }
 
     /// A view of a random shape and dtype. For types narrower than a byte the last axis holds whole bytes, and with

@@ -3,6 +3,7 @@
 //! Rust neither contracts nor reorders floating-point arithmetic.
 
 pub(super) mod row;
+pub(super) mod unpack;
 
 /// How wide the vectors may be. A value other than portable exists only on a processor that has the instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

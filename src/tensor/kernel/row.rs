@@ -4,9 +4,11 @@
 #![allow(unsafe_code)]
 #![allow(clippy::inline_always, reason = "these must be compiled into the loops of each instruction set")]
 
+use std::hint::black_box;
+
 use super::super::float::{self, Format};
 use super::{Level, Width};
-use crate::tensor::DType;
+use crate::tensor::{DType, Operation};
 
 /// A loop over one row: reads all of its first argument and fills all of its second, element by element.
 pub(crate) type Row = fn(Level, &[u8], &mut [u8]);
@@ -112,24 +114,172 @@ leveled! {
     fn narrow_f8e4m3_fnuz(source: &[u8], target: &mut [u8]) {
         narrow_bytes(float::F8E4M3_FNUZ, source, target);
     }
+}
 
-    /// Multiplies f32 values by the f32 `factor` (bits) in place.
-    fn multiply(values: &mut [u8], factor: u32) {
-        for value in values.as_chunks_mut::<4>().0 {
-            *value = float::multiply(u32::from_le_bytes(*value), factor).to_le_bytes();
+/// Applies an operation between runs of f32 values and one operand each: `head` values with the first, then `period` with each
+/// of the others.
+#[inline(always)]
+fn each_run(values: &mut [u8], operands: &[u8], head: usize, period: usize, operation: impl Fn(u32, u32) -> u32) {
+    let (values, operands) = (values.as_chunks_mut::<4>().0, operands.as_chunks::<4>().0);
+    let Some((first, others)) = operands.split_first() else { return };
+    let (head, rest) = values.split_at_mut(head.min(values.len()));
+    let one = |run: &mut [[u8; 4]], operand: &[u8; 4]| {
+        let operand = u32::from_le_bytes(*operand);
+        for value in run {
+            *value = operation(u32::from_le_bytes(*value), operand).to_le_bytes();
         }
+    };
+    one(head, first);
+    // The usual groups in loops of a known length.
+    match period {
+        16 => runs_of::<16>(rest, others, one),
+        32 => runs_of::<32>(rest, others, one),
+        64 => runs_of::<64>(rest, others, one),
+        _ => rest.chunks_mut(period.max(1)).zip(others).for_each(|(run, operand)| one(run, operand)),
     }
-    /// As [`multiply`], flushing subnormals.
-    fn multiply_flush(values: &mut [u8], factor: u32) {
-        for value in values.as_chunks_mut::<4>().0 {
-            *value = float::multiply_flush(u32::from_le_bytes(*value), factor).to_le_bytes();
-        }
+}
+
+#[inline(always)]
+fn runs_of<const PERIOD: usize>(values: &mut [[u8; 4]], operands: &[[u8; 4]], one: impl Fn(&mut [[u8; 4]], &[u8; 4])) {
+    let (runs, rest) = values.as_chunks_mut::<PERIOD>();
+    for (run, operand) in runs.iter_mut().zip(operands) {
+        // Else compilers take one value of each of many runs at a time, which is slow.
+        one(run, black_box(operand));
     }
-    /// Adds the f32 `summand` (bits) to f32 values in place.
-    fn add(values: &mut [u8], summand: u32) {
-        for value in values.as_chunks_mut::<4>().0 {
-            *value = float::add(u32::from_le_bytes(*value), summand).to_le_bytes();
+    if let Some(operand) = operands.get(runs.len()) {
+        one(rest, operand);
+    }
+}
+
+/// An operation of finite numbers. It gives no NaN, so that nothing has to be settled.
+#[inline(always)]
+fn finite(operation: impl Fn(f32, f32) -> f32) -> impl Fn(u32, u32) -> u32 {
+    move |left, right| operation(f32::from_bits(left), f32::from_bits(right)).to_bits()
+}
+
+/// Applies an operation between f32 values and as many operands.
+#[inline(always)]
+fn each_pair(values: &mut [u8], operands: &[u8], operation: impl Fn(u32, u32) -> u32) {
+    for (value, operand) in values.as_chunks_mut::<4>().0.iter_mut().zip(operands.as_chunks::<4>().0) {
+        *value = operation(u32::from_le_bytes(*value), u32::from_le_bytes(*operand)).to_le_bytes();
+    }
+}
+
+leveled! {
+    fn multiply_runs(values: &mut [u8], operands: &[u8], head: usize, period: usize) {
+        each_run(values, operands, head, period, float::multiply);
+    }
+    fn multiply_flush_runs(values: &mut [u8], operands: &[u8], head: usize, period: usize) {
+        each_run(values, operands, head, period, float::multiply_flush);
+    }
+    fn divide_runs(values: &mut [u8], operands: &[u8], head: usize, period: usize) {
+        each_run(values, operands, head, period, float::divide);
+    }
+    fn add_runs(values: &mut [u8], operands: &[u8], head: usize, period: usize) {
+        each_run(values, operands, head, period, float::add);
+    }
+    fn subtract_runs(values: &mut [u8], operands: &[u8], head: usize, period: usize) {
+        each_run(values, operands, head, period, float::subtract);
+    }
+    fn multiply_pairs(values: &mut [u8], operands: &[u8]) {
+        each_pair(values, operands, float::multiply);
+    }
+    fn multiply_flush_pairs(values: &mut [u8], operands: &[u8]) {
+        each_pair(values, operands, float::multiply_flush);
+    }
+    fn divide_pairs(values: &mut [u8], operands: &[u8]) {
+        each_pair(values, operands, float::divide);
+    }
+    fn add_pairs(values: &mut [u8], operands: &[u8]) {
+        each_pair(values, operands, float::add);
+    }
+    fn subtract_pairs(values: &mut [u8], operands: &[u8]) {
+        each_pair(values, operands, float::subtract);
+    }
+    fn multiply_finite_runs(values: &mut [u8], operands: &[u8], head: usize, period: usize) {
+        each_run(values, operands, head, period, finite(|a, b| a * b));
+    }
+    fn add_finite_runs(values: &mut [u8], operands: &[u8], head: usize, period: usize) {
+        each_run(values, operands, head, period, finite(|a, b| a + b));
+    }
+    fn subtract_finite_runs(values: &mut [u8], operands: &[u8], head: usize, period: usize) {
+        each_run(values, operands, head, period, finite(|a, b| a - b));
+    }
+    fn multiply_finite_pairs(values: &mut [u8], operands: &[u8]) {
+        each_pair(values, operands, finite(|a, b| a * b));
+    }
+    fn add_finite_pairs(values: &mut [u8], operands: &[u8]) {
+        each_pair(values, operands, finite(|a, b| a + b));
+    }
+    fn subtract_finite_pairs(values: &mut [u8], operands: &[u8]) {
+        each_pair(values, operands, finite(|a, b| a - b));
+    }
+    /// Sets `found` to something other than 0 if a value is infinite or no number.
+    fn find_infinite(values: &[u8], found: &mut u32) {
+        let mut any = 0;
+        for value in values.as_chunks::<4>().0 {
+            any |= u32::from(u32::from_le_bytes(*value) & float::F32_INFINITY == float::F32_INFINITY);
         }
+        *found |= any;
+    }
+    /// Values of bare exponents.
+    fn widen_f8e8m0(source: &[u8], target: &mut [u8]) {
+        map(source, target, |[byte]: [u8; 1]| float::widen_e8m0(byte).to_le_bytes());
+    }
+    /// Values of unsigned bytes.
+    fn widen_u8(source: &[u8], target: &mut [u8]) {
+        map(source, target, |[byte]: [u8; 1]| f32::from(byte).to_le_bytes());
+    }
+    /// Values of signed bytes.
+    fn widen_i8(source: &[u8], target: &mut [u8]) {
+        map(source, target, |[byte]: [u8; 1]| f32::from(byte.cast_signed()).to_le_bytes());
+    }
+}
+
+/// Whether all values are finite.
+pub(crate) fn are_finite(level: Level, values: &[[u8; 4]]) -> bool {
+    let mut found = 0;
+    find_infinite(level, values.as_flattened(), &mut found);
+    found == 0
+}
+
+/// The loop of an operation between values and as many operands. With `finite`, all of both are.
+pub(crate) fn pairs(operation: Operation, finite: bool) -> fn(Level, &mut [u8], &[u8]) {
+    match operation {
+        Operation::Multiply if finite => multiply_finite_pairs,
+        Operation::Add if finite => add_finite_pairs,
+        Operation::Subtract if finite => subtract_finite_pairs,
+        Operation::Multiply => multiply_pairs,
+        Operation::MultiplyFlush => multiply_flush_pairs,
+        Operation::Divide => divide_pairs,
+        Operation::Add => add_pairs,
+        Operation::Subtract => subtract_pairs,
+    }
+}
+
+/// The loop of an operation between runs of values and one operand each: the first run may be of another length. With `finite`,
+/// all of both are.
+pub(crate) fn runs(operation: Operation, finite: bool) -> fn(Level, &mut [u8], &[u8], usize, usize) {
+    match operation {
+        Operation::Multiply if finite => multiply_finite_runs,
+        Operation::Add if finite => add_finite_runs,
+        Operation::Subtract if finite => subtract_finite_runs,
+        Operation::Multiply => multiply_runs,
+        Operation::MultiplyFlush => multiply_flush_runs,
+        Operation::Divide => divide_runs,
+        Operation::Add => add_runs,
+        Operation::Subtract => subtract_runs,
+    }
+}
+
+/// The operation between two values.
+pub(crate) fn one(operation: Operation) -> fn(u32, u32) -> u32 {
+    match operation {
+        Operation::Multiply => float::multiply,
+        Operation::MultiplyFlush => float::multiply_flush,
+        Operation::Divide => float::divide,
+        Operation::Add => float::add,
+        Operation::Subtract => float::subtract,
     }
 }
 
@@ -325,21 +475,71 @@ mod tests {
 
     #[test]
     fn arithmetic_agrees_at_every_level() {
-        type Operation = (fn(Level, &mut [u8], u32), fn(u32, u32) -> u32);
-        let operations: [Operation; 3] =
-            [(multiply, float::multiply), (multiply_flush, float::multiply_flush), (add, float::add)];
         let values = strata();
-        for operand in [0.088_388_346_f32, -3.0, 1e-38, 1e-45, f32::INFINITY, f32::NAN, 0.0] {
-            for (row, one) in operations {
-                for level in Level::available() {
-                    let mut computed = values.clone();
-                    row(level, &mut computed, operand.to_bits());
-                    for (value, result) in values.as_chunks::<4>().0.iter().zip(computed.as_chunks::<4>().0) {
-                        let bits = u32::from_le_bytes(*value);
-                        let expected = one(bits, operand.to_bits());
-                        assert_eq!(u32::from_le_bytes(*result), expected, "{bits:#x} with {operand} at {level:?}");
-                    }
+        let operands = [0.088_388_346_f32, -3.0, 1e-38, 1e-45, f32::INFINITY, f32::NAN, 0.0].map(f32::to_bits);
+        let all: Vec<u8> = operands.iter().flat_map(|operand| operand.to_le_bytes()).collect();
+        let (head, period) = (5, 11);
+        for operation in
+            [Operation::Multiply, Operation::MultiplyFlush, Operation::Divide, Operation::Add, Operation::Subtract]
+        {
+            let check = |computed: &[u8], operand_of: &dyn Fn(usize) -> u32, level: Level| {
+                let pairs = values.as_chunks::<4>().0.iter().zip(computed.as_chunks::<4>().0);
+                for (at, (value, result)) in pairs.enumerate() {
+                    let (left, right) = (u32::from_le_bytes(*value), operand_of(at));
+                    let expected = one(operation)(left, right);
+                    assert_eq!(
+                        u32::from_le_bytes(*result),
+                        expected,
+                        "{left:#x} {operation:?} {right:#x} at {level:?}"
+                    );
                 }
+            };
+            for level in Level::available() {
+                for operand in operands {
+                    let (mut computed, count) = (values.clone(), values.len() / 4);
+                    runs(operation, false)(level, &mut computed, &operand.to_le_bytes(), count, count);
+                    check(&computed, &|_| operand, level);
+                }
+                let mut computed = values[..4 * (head + 6 * period)].to_vec();
+                runs(operation, false)(level, &mut computed, &all, head, period);
+                let run = |at: usize| if at < head { 0 } else { 1 + (at - head) / period };
+                check(&computed, &|at| operands[run(at)], level);
+                let mut computed = values.clone();
+                let cycled: Vec<u8> = all.iter().copied().cycle().take(values.len()).collect();
+                pairs(operation, false)(level, &mut computed, &cycled);
+                check(&computed, &|at| operands[at % operands.len()], level);
+            }
+        }
+    }
+
+    /// Of finite numbers the loops that settle no NaN give the same.
+    #[test]
+    fn finite_numbers_need_no_settling() {
+        let numbers = |seed: u32| -> Vec<u8> {
+            let bits = (0..3000_u32).map(|at| at.wrapping_mul(0x9e37_79b9).rotate_left(seed));
+            bits.filter(|bits| f32::from_bits(*bits).is_finite()).take(2048).flat_map(u32::to_le_bytes).collect()
+        };
+        let (values, operands) = (numbers(3), numbers(17));
+        assert!(are_finite(Level::PORTABLE, values.as_chunks().0));
+        for operation in [Operation::Multiply, Operation::Add, Operation::Subtract] {
+            for level in Level::available() {
+                for (head, period) in [(5, 16), (32, 32), (1, 64), (7, 9)] {
+                    let (mut exact, mut made) = (values.clone(), values.clone());
+                    runs(operation, false)(level, &mut exact, &operands, head, period);
+                    runs(operation, true)(level, &mut made, &operands, head, period);
+                    assert!(exact == made, "{operation:?} in runs of {period} at {level:?}");
+                }
+                let (mut exact, mut made) = (values.clone(), values.clone());
+                pairs(operation, false)(level, &mut exact, &operands);
+                pairs(operation, true)(level, &mut made, &operands);
+                assert!(exact == made, "{operation:?} at {level:?}");
+            }
+        }
+        for odd in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -f32::NAN] {
+            let mut values = values.clone();
+            values[4004..4008].copy_from_slice(&odd.to_le_bytes());
+            for level in Level::available() {
+                assert!(!are_finite(level, values.as_chunks().0), "{odd} at {level:?}");
             }
         }
     }

@@ -1,0 +1,297 @@
+//! Reads the stored elements of an operand, many at a time.
+//!
+//! A line of logical elements is cut where the operand's index stops advancing evenly, and each part is read in one loop:
+//! codes side by side, a column of words, the same element again and again.
+
+use super::{
+    BitOrder, Bits, DType, Digit, Field, Step, Term, Window,
+    convert::{apply_constants, element_bytes},
+    float,
+    kernel::{Level, row, unpack},
+    shape::to_usize,
+    value::{code, integer},
+};
+
+/// Codes with this many bits are looked up in a table that has all that follows from them alone.
+const TABLE_BITS: u32 = 4;
+/// Codes of one word.
+const WORD_CODES: usize = 8;
+/// Elements that are collected before they are widened.
+const COLLECTED: usize = 64;
+/// Magnitudes up to which sums and products of codes are followed.
+pub(super) const BOUND_MAX: f32 = 1e30;
+
+/// `a / b`, quick for the divisors of most digits.
+#[inline]
+pub(super) const fn over(a: u64, b: u64) -> u64 {
+    if b == 1 { a } else { a / b }
+}
+
+/// `a % b`, quick for what is small already.
+#[inline]
+pub(super) const fn within(a: u64, b: u64) -> u64 {
+    if a < b { a } else { a % b }
+}
+
+/// `a / b`, rounded up, quick for most strides.
+#[inline]
+pub(super) const fn over_up(a: u64, b: u64) -> u64 {
+    if b == 1 { a } else { a.div_ceil(b) }
+}
+
+/// How a stored element is read.
+#[derive(Clone, Debug)]
+pub(super) enum Reader<'a> {
+    Float {
+        bytes: usize,
+        widen: row::Row,
+        dtype: DType,
+    },
+    Integer(Bits),
+    Table(Bits, &'a [u32]),
+    /// Codes of four bits with all that follows from them alone.
+    Nibble(Bits, Box<unpack::Table>),
+}
+
+impl Reader<'_> {
+    /// The greatest magnitude of what is read, if it is all finite whatever is stored.
+    pub(super) fn bound(&self) -> Option<f32> {
+        let greatest = |table: &[u32]| {
+            let magnitudes = table.iter().map(|bits| f32::from_bits(*bits).abs());
+            let greatest = magnitudes.fold(0.0, |most: f32, one| if one <= most { most } else { one });
+            let all_known = table.iter().all(|bits| f32::from_bits(*bits).is_finite());
+            (all_known && greatest <= BOUND_MAX).then_some(greatest)
+        };
+        match self {
+            Self::Float { .. } => None,
+            Self::Integer(_) => Some(65536.0),
+            Self::Table(_, table) => greatest(table),
+            Self::Nibble(_, table) => greatest(table.as_slice()),
+        }
+    }
+
+    fn one(&self, window: Window<'_>, index: u64) -> u32 {
+        match self {
+            Self::Float { bytes, dtype, .. } => float::widen_one(*dtype, &window.from(index * *bytes as u64)[..*bytes]),
+            Self::Integer(bits) => integer(*bits, code(*bits, window, index)),
+            Self::Table(bits, table) => table[code(*bits, window, index) as usize],
+            Self::Nibble(bits, table) => table[code(*bits, window, index) as usize],
+        }
+    }
+}
+
+/// Digits of which eight neighbours share a word of codes in some order, as in AWQ.
+#[derive(Clone, Debug)]
+struct Words {
+    shifts: unpack::Shifts,
+    /// The digits that find the word, in bits.
+    word: Vec<Digit>,
+}
+
+/// An operand made ready for many elements.
+#[derive(Clone, Debug)]
+pub(super) struct Fields<'a> {
+    pub(super) reader: Reader<'a>,
+    pub(super) window: Window<'a>,
+    pub(super) digits: &'a [Digit],
+    words: Option<Words>,
+}
+
+impl<'a> Fields<'a> {
+    /// The elements of a field and an index, and how many of the steps that follow are done with reading them.
+    pub(super) fn new(field: &'a Field, digits: &'a [Digit], steps: &[Step], window: Window<'a>) -> (Self, usize) {
+        let (reader, folded) = reader(field, steps);
+        let words = if let Reader::Nibble(bits, _) = &reader { words(*bits, digits) } else { None };
+        (Self { reader, window, digits, words }, folded)
+    }
+
+    /// Loads the stored elements for elements `n`, `n + stride`, …
+    pub(super) fn load(&self, level: Level, n: u64, stride: u64, values: &mut [[u8; 4]]) {
+        let mut done = 0;
+        while done < values.len() {
+            let (at, left) = (n + stride * done as u64, values.len() - done);
+            if stride == 1
+                && let Some(words) = &self.words
+            {
+                let place = usize::from((at % WORD_CODES as u64).to_le_bytes()[0]);
+                let to_word = (WORD_CODES - place) % WORD_CODES;
+                if to_word == 0 && left >= WORD_CODES {
+                    done += self.load_words(level, words, at, &mut values[done..]);
+                } else {
+                    let count = if to_word == 0 { left } else { to_word.min(left) };
+                    for (value, at) in values[done..done + count].iter_mut().zip(at..) {
+                        let index = self.digits.iter().map(|digit| digit.summand(digit.of(at))).sum();
+                        *value = self.reader.one(self.window, index).to_le_bytes();
+                    }
+                    done += count;
+                }
+                continue;
+            }
+            let (index, step, count) = uniform(self.digits, at, stride, left);
+            read(level, &self.reader, self.window, index, step, &mut values[done..done + count]);
+            done += count;
+        }
+    }
+
+    /// Loads whole words of codes, and says how many codes that were.
+    fn load_words(&self, level: Level, words: &Words, n: u64, values: &mut [[u8; 4]]) -> usize {
+        let Reader::Nibble(_, table) = &self.reader else { return 0 };
+        let (index, step, count) = uniform(&words.word, n, WORD_CODES as u64, values.len() / WORD_CODES);
+        let count = if step == 32 { count } else { 1 };
+        let bytes = &self.window.from(index / 8)[..4 * count];
+        unpack::words(level, bytes, &words.shifts, table, &mut values[..WORD_CODES * count]);
+        WORD_CODES * count
+    }
+}
+
+/// How stored elements are read, and how many of the steps that follow are done with it.
+fn reader<'a>(field: &'a Field, steps: &[Step]) -> (Reader<'a>, usize) {
+    match field {
+        Field::Float(dtype) => {
+            let Some(widen) = row::widen(*dtype).or((*dtype == DType::F8E8M0).then_some(row::widen_f8e8m0)) else {
+                panic!("{dtype} values are not converted");
+            };
+            (Reader::Float { bytes: element_bytes(*dtype), widen, dtype: *dtype }, 0)
+        }
+        Field::Integer(bits) | Field::Table(bits, _) if bits.width == TABLE_BITS => {
+            let constant = |step: &&Step| !matches!(step, Step::Compute(_, Term::Value(_)));
+            let folded = steps.iter().take_while(constant).count();
+            let table = std::array::from_fn(|code| {
+                let value = match field {
+                    Field::Table(_, table) => table[code],
+                    Field::Integer(_) | Field::Float(_) => integer(*bits, u32::from(code.to_le_bytes()[0])),
+                };
+                apply_constants(&steps[..folded], value)
+            });
+            (Reader::Nibble(*bits, Box::new(table)), folded)
+        }
+        Field::Integer(bits) => (Reader::Integer(*bits), 0),
+        Field::Table(bits, table) => (Reader::Table(*bits, table), 0),
+    }
+}
+
+/// The order of codes in words, if eight neighbours always share one and they are not simply side by side.
+fn words(bits: Bits, digits: &[Digit]) -> Option<Words> {
+    let codes = WORD_CODES as u64;
+    let (within, word): (Vec<Digit>, Vec<Digit>) = digits
+        .iter()
+        .cloned()
+        .partition(|digit| digit.divisor == 1 && digit.turn < codes && (digit.group * digit.turn) <= codes);
+    let aligned = |digit: &Digit| digit.period().is_multiple_of(codes);
+    let cycles = |digit: &Digit| codes.is_multiple_of(digit.group * digit.turn) && digit.table.is_none();
+    let steady = |digit: &Digit| (digit.divisor * digit.group).is_multiple_of(codes);
+    let fits = !within.is_empty()
+        && bits.order == BitOrder::LowFirst
+        && within.iter().all(|digit| cycles(digit) && aligned(digit))
+        && word.iter().all(|digit| steady(digit) && aligned(digit) && digit.stride.is_multiple_of(32));
+    if !fits {
+        return None;
+    }
+    let shift = |code: usize| within.iter().map(|digit| digit.summand(digit.of(code as u64))).sum::<u64>();
+    let shifts: Option<Vec<u32>> =
+        (0..WORD_CODES).map(|code| u32::try_from(shift(code)).ok().filter(|shift| *shift <= 28)).collect();
+    Some(Words { shifts: shifts?.try_into().ok()?, word })
+}
+
+/// The index of element `n`, what each of the next `count` or fewer elements `stride` apart adds to it, and how many those are.
+fn uniform(digits: &[Digit], n: u64, stride: u64, count: usize) -> (u64, u64, usize) {
+    let (mut index, mut step, mut valid) = (0, 0, count as u64);
+    for digit in digits {
+        let from = within(n, digit.period());
+        let x = over(from, digit.divisor);
+        let block = digit.divisor * digit.group;
+        let y = within(over(x, digit.group), digit.turn);
+        index += digit.summand(y);
+        if digit.count() <= 1 {
+            continue;
+        }
+        valid = valid.min(over_up(digit.period() - from, stride));
+        if stride < block || !(block == 1 || stride.is_multiple_of(block)) {
+            valid = valid.min(over_up(block - within(from, block), stride));
+        } else {
+            let turns = over(stride, block);
+            let most = if digit.table.is_some() { 1 } else { over_up(digit.turn - y, turns) };
+            valid = valid.min(most);
+            step += turns * digit.stride;
+        }
+    }
+    (index, step, to_usize(valid))
+}
+
+/// Reads stored elements at `index`, `index + step`, …
+fn read(level: Level, reader: &Reader<'_>, window: Window<'_>, index: u64, step: u64, values: &mut [[u8; 4]]) {
+    if step == 0 || values.len() == 1 {
+        values.fill(reader.one(window, index).to_le_bytes());
+        return;
+    }
+    match reader {
+        Reader::Float { bytes, widen, .. } => {
+            let source = window.from(index * *bytes as u64);
+            if step == 1 {
+                return widen(level, &source[..values.len() * bytes], values.as_flattened_mut());
+            }
+            let apart = to_usize(step) * bytes;
+            let mut collected = [0; 8 * COLLECTED];
+            for (part, values) in values.chunks_mut(COLLECTED).enumerate() {
+                let collected = &mut collected[..values.len() * bytes];
+                for (at, element) in collected.chunks_exact_mut(*bytes).enumerate() {
+                    element.copy_from_slice(&source[(part * COLLECTED + at) * apart..][..*bytes]);
+                }
+                widen(level, collected, values.as_flattened_mut());
+            }
+        }
+        Reader::Integer(bits) if bits.width == 8 && step == 8 => {
+            let widen = if bits.signed { row::widen_i8 } else { row::widen_u8 };
+            widen(level, &window.from(index / 8)[..values.len()], values.as_flattened_mut());
+        }
+        Reader::Integer(bits) if bits.width == 8 && step.is_multiple_of(8) => {
+            let source = window.from(index / 8);
+            let apart = to_usize(step / 8);
+            let mut collected = [0; COLLECTED];
+            for (part, values) in values.chunks_mut(COLLECTED).enumerate() {
+                let collected = &mut collected[..values.len()];
+                for (at, element) in collected.iter_mut().enumerate() {
+                    *element = source[(part * COLLECTED + at) * apart];
+                }
+                let widen = if bits.signed { row::widen_i8 } else { row::widen_u8 };
+                widen(level, collected, values.as_flattened_mut());
+            }
+        }
+        Reader::Nibble(bits, table) if step == 4 => nibbles(level, *bits, table, window, index, values),
+        Reader::Nibble(bits, table) if step == 32 && bits.order == BitOrder::LowFirst => {
+            // The last word may end beyond the window: only the byte with its code is known to be there.
+            let (last, others) = values.split_last_mut().map_or((None, [].as_mut_slice()), |(a, b)| (Some(a), b));
+            let words = window.from(index / 8).as_chunks::<4>().0;
+            let shift = u32::from((index % 8).to_le_bytes()[0]);
+            unpack::column(level, &words[..others.len()], shift, table, others);
+            if let Some(last) = last {
+                *last = reader.one(window, index + step * others.len() as u64).to_le_bytes();
+            }
+        }
+        Reader::Integer(_) | Reader::Table(..) | Reader::Nibble(..) => {
+            let mut at = index;
+            for value in values {
+                *value = reader.one(window, at).to_le_bytes();
+                at += step;
+            }
+        }
+    }
+}
+
+/// Reads codes of four bits that lie side by side.
+fn nibbles(level: Level, bits: Bits, table: &unpack::Table, window: Window<'_>, index: u64, values: &mut [[u8; 4]]) {
+    let one = |at: usize| table[code(bits, window, index + 4 * at as u64) as usize].to_le_bytes();
+    let head = usize::from(!index.is_multiple_of(8));
+    let whole = (values.len() - head) / WORD_CODES * WORD_CODES;
+    if head == 1 {
+        values[0] = one(0);
+    }
+    if whole > 0 {
+        let shifts = if bits.order == BitOrder::LowFirst { unpack::LOW_FIRST } else { unpack::HIGH_FIRST };
+        let bytes = &window.from(index.div_ceil(8))[..whole / 2];
+        unpack::words(level, bytes, &shifts, table, &mut values[head..head + whole]);
+    }
+    for (at, value) in values.iter_mut().enumerate().skip(head + whole) {
+        *value = one(at);
+    }
+}

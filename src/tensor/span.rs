@@ -1,0 +1,191 @@
+//! Which bytes of an operand's tensor some logical elements need.
+//!
+//! The elements of a piece are loops over `n`. They are cut where an axis of the operand's index begins anew; then a loop
+//! either moves the index by the same amount at every step, or belongs to a digit whose values are found from where it
+//! starts and ends. All digits together are loops over the index again, and those are runs of bytes. What comes out holds
+//! all that is needed; it is more than that only within a group whose digits share a word, and where a view takes every
+//! second element of such.
+
+use smallvec::SmallVec;
+
+use super::{
+    Digit, Operand, Value,
+    gather::Loop,
+    lower::split_at_borders,
+    pages::Runs,
+    shape::to_usize,
+    tiling::{Loops, normalize, reach},
+};
+
+/// What a piece needs of one operand.
+#[derive(Clone, Debug)]
+pub struct Need<'a> {
+    /// The operand.
+    pub operand: &'a Operand,
+    /// Its bytes, from the first of its tensor. Not empty.
+    pub runs: Vec<Runs>,
+}
+
+impl Need<'_> {
+    /// First byte.
+    ///
+    /// # Panics
+    /// Never: there are runs.
+    pub fn start(&self) -> u64 {
+        self.runs.iter().map(Runs::start).min().expect("what a piece needs is not empty")
+    }
+
+    /// One past the last byte.
+    ///
+    /// # Panics
+    /// Never: there are runs.
+    pub fn end(&self) -> u64 {
+        self.runs.iter().map(Runs::end).max().expect("what a piece needs is not empty")
+    }
+
+    /// Bytes that are needed.
+    pub fn bytes(&self) -> u64 {
+        self.runs.iter().map(Runs::bytes).sum::<u64>().min(self.end() - self.start())
+    }
+}
+
+/// What the elements at `offset` and these loops need of each operand of `value`, in the order of
+/// [`Value::for_each_operand`].
+pub fn needs<'a>(value: &'a Value, offset: u64, loops: &[Loop]) -> SmallVec<[Need<'a>; 4]> {
+    let mut needs = SmallVec::new();
+    value.for_each_operand(&mut |operand| needs.push(Need { operand, runs: operand_runs(operand, offset, loops) }));
+    needs
+}
+
+/// The bytes of `operand` that the elements at `offset` and these loops (their source strides) need.
+pub fn operand_runs(operand: &Operand, offset: u64, loops: &[Loop]) -> Vec<Runs> {
+    let mut elements: Loops = loops.iter().map(|l| Loop { target_stride: l.source_stride, ..*l }).collect();
+    elements.retain(|l| l.source_stride > 0);
+    normalize(&mut elements);
+    let mut borders: SmallVec<[u64; 8]> = operand.index.borders().collect();
+    borders.push(1);
+    let mut runs = Vec::new();
+    for_each_nest(offset, &elements, &mut |start, nest| {
+        let mut parts = Vec::new();
+        let fits = split_at_borders(start, nest, &borders, &mut |first, part| {
+            index_runs(operand, &borders, first, part, &mut parts);
+        });
+        if fits {
+            runs.append(&mut parts);
+        } else {
+            runs.push(Runs::new(0, SmallVec::new(), whole_bytes(operand)));
+        }
+    });
+    runs.sort_unstable();
+    runs.dedup();
+    runs
+}
+
+fn whole_bytes(operand: &Operand) -> u64 {
+    (operand.tensor.shape.elements() * operand.tensor.dtype.bits()).div_ceil(8)
+}
+
+/// Emits parts of the loops, sorted by falling stride, of which each exceeds the reach of the finer ones.
+fn for_each_nest(start: u64, loops: &[Loop], emit: &mut dyn FnMut(u64, &[Loop])) {
+    let nested = (0..loops.len()).all(|at| loops[at].target_stride > reach(&loops[at + 1..]));
+    match loops.split_first() {
+        Some((top, rest)) if !nested => {
+            (0..top.extent).for_each(|turn| for_each_nest(start + turn * top.target_stride, rest, emit));
+        }
+        Some(_) | None => emit(start, loops),
+    }
+}
+
+/// The runs of loops that each move on one axis.
+fn index_runs(operand: &Operand, borders: &[u64], first: u64, loops: &[(usize, Loop)], found: &mut Vec<Runs>) {
+    let digits = operand.index.digits();
+    let moves = |digit: &Digit, axis: usize| digit.divisor <= borders[axis] && borders[axis] < digit.period();
+    // Loops over the index, and those over elements that make it uneven.
+    let mut even: SmallVec<[(u64, u64); 8]> = SmallVec::new();
+    let mut uneven: SmallVec<[(usize, Loop); 4]> = SmallVec::new();
+    for (axis, l) in loops {
+        let delta = digits.iter().filter(|digit| moves(digit, *axis)).try_fold(0, |sum, digit| {
+            let step = l.target_stride / digit.divisor;
+            let whole = digit.table.is_none() && step.is_multiple_of(digit.group);
+            let turns = digit.turn < digit.modulus.div_ceil(digit.group);
+            match step / digit.group {
+                y if whole && !turns => Some(sum + y * digit.stride),
+                y if whole && y.is_multiple_of(digit.turn) => Some(sum),
+                _ => None,
+            }
+        });
+        match delta {
+            Some(delta) => even.push((l.extent, delta)),
+            None => uneven.push((*axis, *l)),
+        }
+    }
+    // One set of loops, or several where a table has gaps.
+    let mut sets = vec![(0, even)];
+    for digit in digits {
+        let x = first / digit.divisor % digit.modulus;
+        let along = uneven.iter().filter(|(axis, _)| moves(digit, *axis));
+        let reach: u64 = along.map(|(_, l)| (l.extent - 1) * l.target_stride / digit.divisor).sum();
+        let ranges = digit_ranges(digit, x / digit.group, (x + reach) / digit.group);
+        sets = sets
+            .iter()
+            .flat_map(|(start, loops)| {
+                ranges.iter().map(move |(value, count)| {
+                    let mut loops = loops.clone();
+                    loops.push((*count, digit.stride));
+                    (start + value * digit.stride, loops)
+                })
+            })
+            .collect();
+    }
+    let unit = operand.field.index_bits();
+    for (start, loops) in sets {
+        found.push(byte_runs(start * unit, loops.iter().map(|(n, stride)| (*n, stride * unit)), operand.field.bits()));
+    }
+}
+
+/// Ranges of values, start and count, that a digit has while it counts from `low` to `high`.
+fn digit_ranges(digit: &Digit, low: u64, high: u64) -> SmallVec<[(u64, u64); 1]> {
+    let count = high - low + 1;
+    let (low, count) = match low % digit.turn {
+        start if start.checked_add(count).is_some_and(|end| end <= digit.turn) => (start, count),
+        _ => (0, digit.turn),
+    };
+    let Some(table) = &digit.table else { return SmallVec::from_slice(&[(low, count)]) };
+    let mut values = table[to_usize(low)..to_usize(low + count)].to_vec();
+    values.sort_unstable();
+    values.dedup();
+    let mut ranges: SmallVec<[(u64, u64); 1]> = SmallVec::new();
+    for value in values {
+        match ranges.last_mut() {
+            Some((start, count)) if *start + *count == value => *count += 1,
+            _ => ranges.push((value, 1)),
+        }
+    }
+    ranges
+}
+
+/// Loops over fields of `width` bits as runs of bytes.
+fn byte_runs(start: u64, loops: impl Iterator<Item = (u64, u64)>, width: u64) -> Runs {
+    let mut loops: SmallVec<[(u64, u64); 8]> = loops.filter(|(extent, stride)| *extent > 1 && *stride > 0).collect();
+    loops.sort_unstable_by_key(|(_, stride)| *stride);
+    let mut run = width;
+    let mut nest: SmallVec<[(u64, u64); 3]> = SmallVec::new();
+    for (extent, stride) in loops {
+        let hull = nest.iter().map(|(extent, stride)| (extent - 1) * stride).sum::<u64>() + run;
+        if stride < hull || !stride.is_multiple_of(8) {
+            // Not apart, or not the same bits of its bytes at each turn.
+            nest.clear();
+            run = hull + (extent - 1) * stride;
+        } else if nest.is_empty() && stride == run {
+            run *= extent;
+        } else {
+            match nest.last_mut() {
+                Some((inner, step)) if stride == *inner * *step => *inner *= extent,
+                _ => nest.push((extent, stride)),
+            }
+        }
+    }
+    nest.reverse();
+    let bytes = nest.iter().map(|(extent, stride)| (*extent, stride / 8)).collect();
+    Runs::new(start / 8, bytes, (start % 8 + run).div_ceil(8))
+}

@@ -1,0 +1,359 @@
+//! Values of quantized tensors, a stretch of logical elements at a time.
+//!
+//! A value is a tree: what is loaded, and steps, of which some have values of their own on the right. Those often stay the
+//! same over a group of elements: then they are computed once for each group, and the step is done group by group. Rows
+//! that have the same groups keep them from one to the next.
+
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use super::{
+    Digit, Operand, Operation, Program, Step, Term, Value, Window,
+    convert::{constant_step, element_bytes},
+    field::{BOUND_MAX, Fields, Reader, over, over_up, within},
+    kernel::{Level, row},
+    shape::to_usize,
+    value::next,
+};
+
+/// Elements of one stretch: its f32 values take 4 KiB.
+pub(super) const STRETCH: usize = 1024;
+
+/// Where a value may change: at multiples of `block` from where its axis begins, which it does every `around` elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Change {
+    block: u64,
+    around: u64,
+}
+
+#[derive(Clone, Debug)]
+enum NodeStep<'a> {
+    Constant(&'a Step),
+    /// An operation with another value, and whether the left side is finite whatever is stored.
+    Value(Operation, Box<Node<'a>>, bool),
+}
+
+/// A value made ready for many elements.
+#[derive(Clone, Debug)]
+struct Node<'a> {
+    fields: Fields<'a>,
+    steps: Vec<NodeStep<'a>>,
+    /// Where it, or what its steps combine it with, may change.
+    changes: SmallVec<[Change; 4]>,
+    /// What its values cannot exceed, if they are finite whatever is stored.
+    bound: Option<f32>,
+    /// Its values where it stands on the right of a step, and which elements they belong to.
+    scratch: Vec<[u8; 4]>,
+    last: Option<Last>,
+}
+
+/// A line whose values are kept, and how they repeat.
+#[derive(Clone, Debug)]
+struct Last {
+    line: Line,
+    alike: Alike,
+    /// For each change, where the line begins on its axis, and the block that holds all of the line, empty if there is none.
+    places: SmallVec<[(u64, std::ops::Range<u64>); 4]>,
+    /// How far the line was from the one before, and the changes for which that is no distance.
+    distance: u64,
+    in_step: u64,
+}
+
+/// Elements `n`, `n + stride`, …
+#[derive(Clone, Copy, Debug)]
+struct Line {
+    n: u64,
+    stride: u64,
+    count: usize,
+}
+
+/// What a result of finite numbers cannot exceed.
+fn bound_after(operation: Operation, left: Option<f32>, right: Option<f32>) -> Option<f32> {
+    let (left, right) = (left?, right?);
+    let bound = match operation {
+        Operation::Multiply | Operation::MultiplyFlush => left * right,
+        Operation::Add | Operation::Subtract => left + right,
+        Operation::Divide => return None,
+    };
+    (bound <= BOUND_MAX).then_some(bound)
+}
+
+/// Consecutive runs of elements for which a value is the same: the first has `head` elements, each other one `period`.
+#[derive(Clone, Copy, Debug)]
+struct Alike {
+    valid: usize,
+    head: usize,
+    period: usize,
+    /// Whether there are runs at all.
+    even: bool,
+}
+
+impl Alike {
+    /// How many runs there are.
+    const fn runs(&self) -> usize {
+        if self.head == self.period {
+            self.valid.div_ceil(self.period)
+        } else {
+            1 + (self.valid - self.head).div_ceil(self.period)
+        }
+    }
+}
+
+impl<'a> Node<'a> {
+    fn new(value: &'a Value, windows: &mut impl Iterator<Item = &'a Window<'a>>) -> Self {
+        let Value { load: Operand { field, index, .. }, steps } = value;
+        let window = next(windows);
+        let digits = index.digits();
+        let (fields, folded) = Fields::new(field, digits, steps, window);
+        let mut changes: SmallVec<[Change; 4]> = digits
+            .iter()
+            .filter(|digit| digit.count() > 1)
+            .map(|digit| Change { block: digit.divisor * digit.group, around: digit.period() })
+            .collect();
+        let mut bound = fields.reader.bound();
+        let steps: Vec<NodeStep<'a>> = steps[folded..]
+            .iter()
+            .map(|step| match step {
+                Step::Compute(operation, Term::Value(value)) => {
+                    let node = Self::new(value, windows);
+                    changes.extend_from_slice(&node.changes);
+                    let is_finite = bound.is_some();
+                    bound = bound_after(*operation, bound, node.bound);
+                    let node = Self { scratch: vec![[0; 4]; STRETCH], ..node };
+                    NodeStep::Value(*operation, Box::new(node), is_finite)
+                }
+                Step::Compute(operation, Term::Constant(constant)) => {
+                    bound = bound_after(*operation, bound, constant.is_finite().then_some(constant.abs()));
+                    NodeStep::Constant(step)
+                }
+                Step::Round(_) => {
+                    bound = None;
+                    NodeStep::Constant(step)
+                }
+            })
+            .collect();
+        changes.sort_unstable_by_key(|change| (change.block, change.around));
+        changes.dedup();
+        Self { fields, steps, changes, bound, scratch: Vec::new(), last: None }
+    }
+
+    /// The values of elements `n`, `n + stride`, …
+    fn values(&mut self, level: Level, n: u64, stride: u64, values: &mut [[u8; 4]], rounded: &mut [u8]) {
+        self.fields.load(level, n, stride, values);
+        for step in &mut self.steps {
+            match step {
+                NodeStep::Constant(step) => constant_step(level, step, values, rounded),
+                NodeStep::Value(operation, node, is_finite) => {
+                    let is_finite = *is_finite || row::are_finite(level, values);
+                    node.combine(
+                        level,
+                        Line { n, stride, count: values.len() },
+                        *operation,
+                        is_finite,
+                        values,
+                        rounded,
+                    );
+                }
+            }
+        }
+    }
+
+    /// Applies an operation between `values`, which are those of `line` and known to be finite or not, and those of this node.
+    fn combine(
+        &mut self,
+        level: Level,
+        line: Line,
+        operation: Operation,
+        is_finite: bool,
+        values: &mut [[u8; 4]],
+        rounded: &mut [u8],
+    ) {
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let (stride, mut done) = (line.stride, 0);
+        while done < values.len() {
+            let now = Line { n: line.n + stride * done as u64, stride, count: values.len() - done };
+            let alike = if self.repeats(now) {
+                self.last.as_ref().map_or_else(|| self.alike(now), |last| last.alike)
+            } else {
+                let alike = self.alike(now);
+                self.fill(level, now, alike, &mut scratch, rounded);
+                self.last = (alike.valid == now.count).then(|| self.kept(now, alike));
+                alike
+            };
+            let Alike { valid, head, period, even } = alike;
+            let part = values[done..done + valid].as_flattened_mut();
+            let operands = &scratch[..if even { alike.runs() } else { valid }];
+            let is_finite = is_finite && (self.bound.is_some() || row::are_finite(level, operands));
+            if even {
+                row::runs(operation, is_finite)(level, part, operands.as_flattened(), head, period);
+            } else {
+                row::pairs(operation, is_finite)(level, part, operands.as_flattened());
+            }
+            done += valid;
+        }
+        self.scratch = scratch;
+    }
+
+    /// Computes one value of each run of a line, or all of its values if there are no runs.
+    fn fill(&mut self, level: Level, line: Line, alike: Alike, scratch: &mut [[u8; 4]], rounded: &mut [u8]) {
+        let Line { n, stride, .. } = line;
+        let Alike { valid, head, period, even } = alike;
+        if !even {
+            return self.values(level, n, stride, &mut scratch[..valid], rounded);
+        }
+        // A first run that is shorter than the others is not in step with them.
+        let apart = usize::from(head < period);
+        let (first, others) = scratch[..alike.runs()].split_at_mut(apart);
+        if apart == 1 {
+            self.values(level, n, stride, first, rounded);
+        }
+        if !others.is_empty() {
+            self.values(level, n + stride * (head * apart) as u64, stride * period as u64, others, rounded);
+        }
+    }
+
+    /// What is remembered of a line.
+    fn kept(&self, line: Line, alike: Alike) -> Last {
+        let reach = line.stride * line.count.saturating_sub(1) as u64;
+        let place = |change: &Change| {
+            let from = within(line.n, change.around);
+            let start = from - within(from, change.block);
+            let end = (start + change.block).min(change.around);
+            (from, if from + reach < end { start..end } else { 0..0 })
+        };
+        let places = self.changes.iter().map(place).collect();
+        Last { line, alike, places, distance: 0, in_step: u64::MAX }
+    }
+
+    /// Whether a line has the values that are kept, as rows of one group have: on each axis it begins at the same place as the
+    /// last one, or both lie within one block.
+    fn repeats(&mut self, now: Line) -> bool {
+        let Some(last) = &mut self.last else { return false };
+        let known = (last.line.stride, last.line.count) == (now.stride, now.count) && self.changes.len() <= 64;
+        let Some(distance) = now.n.checked_sub(last.line.n).filter(|_| known) else { return false };
+        if distance != last.distance {
+            last.distance = distance;
+            let steps = self.changes.iter().map(|change| u64::from(distance.is_multiple_of(change.around)));
+            last.in_step = steps.enumerate().fold(0, |all, (at, step)| all | step << at);
+        }
+        let reach = now.stride * now.count.saturating_sub(1) as u64;
+        for (at, (from, block)) in last.places.iter_mut().enumerate() {
+            if last.in_step >> at & 1 == 0 {
+                *from += distance;
+                if !(block.contains(from) && *from + reach < block.end) {
+                    self.last = None;
+                    return false;
+                }
+            }
+        }
+        last.line = now;
+        true
+    }
+
+    /// How the values of a line repeat, as far as that is even.
+    fn alike(&self, line: Line) -> Alike {
+        let Line { n, stride, count } = line;
+        let mut valid = count as u64;
+        let mut changes: SmallVec<[(u64, u64); 8]> = SmallVec::new();
+        for change in &self.changes {
+            let from = within(n, change.around);
+            valid = valid.min(over_up(change.around - from, stride));
+            changes.push((over_up(change.block - within(from, change.block), stride), change.block));
+        }
+        // What does not change so soon does not matter.
+        changes.retain(|(head, _)| *head < valid);
+        let few = |elements: u64| usize::try_from(elements).map_or(count, |elements| elements.min(count));
+        let valid_few = few(valid);
+        let Some((head, block)) = changes.first().copied() else {
+            return Alike { valid: valid_few, head: valid_few, period: valid_few, even: true };
+        };
+        let period = over(block, stride).max(1);
+        let even = period > 1
+            && (stride == 1 || block.is_multiple_of(stride))
+            && changes[1..].iter().all(|(other, longer)| {
+                longer.is_multiple_of(block) && other.checked_sub(head).is_some_and(|gap| gap.is_multiple_of(period))
+            });
+        let period = to_usize(period);
+        Alike { valid: valid_few, head: few(head), period, even }
+    }
+}
+
+/// Where the first operand of a value is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Codes<'a> {
+    window: Window<'a>,
+    digits: &'a [Digit],
+    index_bits: u64,
+}
+
+impl<'a> Codes<'a> {
+    /// About the bytes of `count` elements from `n` on: bytes, and which of them, possibly beyond their end.
+    pub(super) fn bytes_of(&self, n: u64, count: u64) -> (&'a [u8], std::ops::Range<usize>) {
+        let byte = |n: u64| {
+            let index: u64 = self.digits.iter().map(|digit| digit.of(n) * digit.stride).sum();
+            to_usize((index * self.index_bits / 8).saturating_sub(self.window.start))
+        };
+        (self.window.bytes, byte(n)..byte(n + count.saturating_sub(1)) + 1)
+    }
+}
+
+/// A program that begins with a value, made ready for many elements.
+pub(super) struct Values<'a> {
+    level: Level,
+    node: Node<'a>,
+    narrow: row::Row,
+    target_bytes: usize,
+    wide: Box<[[u8; 4]]>,
+    rounded: Box<[u8]>,
+}
+
+impl<'a> Values<'a> {
+    pub(super) fn new(program: &'a Program, value: &'a Arc<Value>, level: Level, windows: &'a [Window<'a>]) -> Self {
+        let mut node = Node::new(value, &mut windows.iter());
+        node.steps.extend(program.steps.iter().map(NodeStep::Constant));
+        let Some(narrow) = row::narrow(program.target) else {
+            panic!("a program makes floats, not {}", program.target);
+        };
+        Self {
+            level,
+            node,
+            narrow,
+            target_bytes: element_bytes(program.target),
+            wide: vec![[0; 4]; STRETCH].into(),
+            rounded: vec![0; 8 * STRETCH].into(),
+        }
+    }
+
+    /// Where the codes are.
+    pub(super) fn codes(&self) -> Codes<'a> {
+        let index_bits = match &self.node.fields.reader {
+            Reader::Float { bytes, .. } => 8 * *bytes as u64,
+            Reader::Integer(_) | Reader::Table(..) | Reader::Nibble(..) => 1,
+        };
+        Codes { window: self.node.fields.window, digits: self.node.fields.digits, index_bits }
+    }
+
+    /// Bytes of a target element.
+    pub(super) fn target_bytes(&self) -> usize {
+        self.target_bytes
+    }
+
+    /// Decodes elements `n`, `n + stride`, … to the contiguous `target`.
+    pub(super) fn line(&mut self, n: u64, stride: u64, target: &mut [u8]) {
+        let mut at = n;
+        if stride == 0 && target.len() > self.target_bytes {
+            let (first, others) = target.split_at_mut(self.target_bytes);
+            self.line(n, 1, first);
+            others.chunks_exact_mut(self.target_bytes).for_each(|element| element.copy_from_slice(first));
+            return;
+        }
+        let stride = stride.max(1);
+        for part in target.chunks_mut(STRETCH * self.target_bytes) {
+            let values = &mut self.wide[..part.len() / self.target_bytes];
+            self.node.values(self.level, at, stride, values, &mut self.rounded);
+            (self.narrow)(self.level, values.as_flattened(), part);
+            at += stride * values.len() as u64;
+        }
+    }
+}
