@@ -172,13 +172,10 @@ impl Walk<'_> {
 
     fn items(&mut self, items: &[(Id, Id)]) -> Result<(), TorchError> {
         items.iter().try_for_each(|(key, value)| {
-            let key = match self.pickle.value(*key) {
-                Value::Text(text) => text.to_string(),
-                Value::Int(number) => number.to_string(),
-                // Keys of other kinds name nothing in a state dictionary.
-                _ => return Ok(()),
-            };
-            self.below(key, *value)
+            let number = || self.pickle.natural(*key).map(|number| number.to_string());
+            // Keys of other kinds name nothing in a state dictionary.
+            let key = self.pickle.text(*key).map(str::to_owned).or_else(number);
+            key.map_or(Ok(()), |key| self.below(key, *value))
         })
     }
 
@@ -298,24 +295,16 @@ X\x03\x00\x00\x00arrq(]q)h\x06((h\x07h\x08X\x01\x00\x00\x003q*h\x0aK\x01tq+QK\x0
     #[test]
     fn tensors_are_found_wherever_they_are() {
         let found = read(SAVED).unwrap();
-        let rows: Vec<_> = found
-            .iter()
-            .map(|t| {
-                (
-                    t.name.as_str(),
-                    t.dtype,
-                    t.shape.as_slice(),
-                    t.strides.as_slice(),
-                    t.storage.as_str(),
-                    t.storage_bytes,
-                )
-            })
-            .collect();
-        let expected: [(&str, DType, &[u64], &[u64], &str, u64); 4] = [
-            ("model.w", DType::F32, &[2, 3], &[3, 1], "0", 24),
-            ("model.v", DType::F32, &[2, 4], &[1, 2], "1", 32),
-            ("model.f8", DType::F8E4M3, &[3], &[1], "2", 3),
-            ("arr.0", DType::F32, &[1], &[1], "3", 4),
+        let row = |tensor: &TorchTensor| {
+            let TorchTensor { name, dtype, shape, strides, storage, storage_bytes, .. } = tensor;
+            format!("{name} {} {shape:?} {strides:?} in {storage} of {storage_bytes}", dtype.code())
+        };
+        let rows: Vec<String> = found.iter().map(row).collect();
+        let expected = [
+            "model.w F32 [2, 3] [3, 1] in 0 of 24",
+            "model.v F32 [2, 4] [1, 2] in 1 of 32",
+            "model.f8 F8_E4M3 [3] [1] in 2 of 3",
+            "arr.0 F32 [1] [1] in 3 of 4",
         ];
         assert_eq!(rows, expected);
     }

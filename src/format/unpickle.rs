@@ -558,8 +558,9 @@ impl<'a> Machine<'a> {
         let pairs = if in_pairs { self.pairs(&added)? } else { Vec::new() };
         let target = &mut self.values[target.0 as usize];
         match (target, opcode) {
-            (Value::List(elements), op::APPEND | op::APPENDS) => elements.extend(added),
-            (Value::Set(elements), op::ADDITEMS) => elements.extend(added),
+            (Value::List(elements), op::APPEND | op::APPENDS) | (Value::Set(elements), op::ADDITEMS) => {
+                elements.extend(added);
+            }
             (Value::Dict(items), op::SETITEM | op::SETITEMS) => items.extend(pairs),
             (Value::Object(object), op::SETITEM | op::SETITEMS) => object.items.extend(pairs),
             (Value::Object(object), _) => object.elements.extend(added),
@@ -588,16 +589,15 @@ impl<'a> Machine<'a> {
             op::BUILD => {
                 let state = self.pop()?;
                 let (at, target) = (self.opcode_at, self.top()?);
-                match &mut self.values[target.0 as usize] {
-                    Value::Object(object) => object.state = Some(state),
-                    other => {
-                        return Err(PickleError::Operand {
-                            at,
-                            expected: "an object below its state",
-                            found: other.kind(),
-                        });
-                    }
-                }
+                let target = &mut self.values[target.0 as usize];
+                let Value::Object(object) = target else {
+                    return Err(PickleError::Operand {
+                        at,
+                        expected: "an object below its state",
+                        found: target.kind(),
+                    });
+                };
+                object.state = Some(state);
                 Ok(())
             }
             _ => {
@@ -666,10 +666,11 @@ impl<'a> Machine<'a> {
 
     fn pop_text(&mut self) -> Result<String, PickleError> {
         let id = self.pop()?;
-        match &self.values[id.0 as usize] {
-            Value::Text(text) => Ok(text.to_string()),
-            other => Err(PickleError::Operand { at: self.opcode_at, expected: "a str", found: other.kind() }),
-        }
+        let value = &self.values[id.0 as usize];
+        let Value::Text(text) = value else {
+            return Err(PickleError::Operand { at: self.opcode_at, expected: "a str", found: value.kind() });
+        };
+        Ok(text.to_string())
     }
 
     /// Takes what lies above the last mark, and the mark.

@@ -145,7 +145,7 @@ pub fn find_directory(tail: &[u8], file_bytes: u64) -> Result<Directory, ZipErro
     if let Some(wide) = wide_end(tail, at, file_bytes).filter(|_| is_wide) {
         (entries, len, start) = wide?;
     }
-    let end = start.checked_add(len).unwrap_or(u64::MAX);
+    let end = start.saturating_add(len);
     if end > file_bytes - (tail.len() - at) as u64 {
         return Err(ZipError::Outside { start, end, len_bytes: file_bytes });
     }
@@ -246,7 +246,7 @@ impl ZipEntry {
         };
         let start = self.header_start.checked_add(LOCAL_BYTES + u64::from(name) + u64::from(extra));
         let start = start.ok_or(damaged)?;
-        let end = start.checked_add(self.len_bytes).unwrap_or(u64::MAX);
+        let end = start.saturating_add(self.len_bytes);
         if end <= file_bytes { Ok(start) } else { Err(ZipError::Outside { start, end, len_bytes: file_bytes }) }
     }
 }
