@@ -9,5 +9,8 @@ pub mod orbax;
 pub mod pickle;
 pub mod safetensors;
 pub mod torch;
+pub mod torch_state;
+pub mod unpickle;
+pub mod unzip;
 pub mod zarr;
 pub mod zip;
