@@ -8,6 +8,7 @@
     clippy::cast_possible_truncation,
     clippy::cast_precision_loss,
     clippy::cast_possible_wrap,
+    clippy::wildcard_enum_match_arm,
     reason = "tests panic, and sizes are small"
 )]
 
@@ -27,12 +28,14 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 
 type Tensors = HashMap<TensorId, Vec<u8>>;
+/// An element of a quantized tensor, by number.
+type Formula = Box<dyn Fn(&Tensors, usize) -> f32>;
 
 /// A quantized tensor with its bytes and the formula of its elements.
 struct Case {
     view: View,
     tensors: Tensors,
-    formula: Box<dyn Fn(&Tensors, usize) -> f32>,
+    formula: Formula,
 }
 
 fn noise(id: u32, length: usize) -> Vec<u8> {

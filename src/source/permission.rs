@@ -8,7 +8,7 @@
 //! Groups have unknown members and users have unknown groups, so each rule assumes the worst: a member of the chosen group may
 //! also own any gate and be a member of any gate's group.
 //!
-//! Nothing here asks the system; [`super::survey`] does.
+//! Nothing here asks the system; the module `survey` does.
 
 use std::sync::Arc;
 
