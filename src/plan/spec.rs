@@ -56,6 +56,9 @@ impl Spec {
     }
 
     /// The region of a tensor of `shape` that the device at `coordinates` holds.
+    ///
+    /// # Panics
+    /// If `coordinates` are not those of a device of `mesh`.
     pub fn region(&self, shape: &Shape, mesh: &Mesh, coordinates: &[u64]) -> Region {
         let ranges: SmallVec<[std::ops::Range<u64>; 4]> = shape
             .extents()
@@ -70,7 +73,7 @@ impl Spec {
                 start..stop
             })
             .collect();
-        Region::within(shape, &ranges).unwrap_or_else(|| shape.whole())
+        Region::within(shape, &ranges).expect("a chunk of an extent lies within it, and there is one for each axis")
     }
 
     /// The axes whose extents the mesh does not divide, as `(axis, parts)`.
