@@ -124,9 +124,12 @@ fn reads_one_by_one(tilings: &[Tiling], tensor: TensorId, place: &Range<u64>, pa
             let decode = &tiling.decoders()[decoder as usize];
             let codes = decode.value().map(|value| value.load.field.bits() / 8);
             let width = codes.or(decode.source_bytes(tiling.unit_bytes())).unwrap();
+            // A value may have more elements than the tensor that it is loaded from, which then come again.
+            let elements = decode.value().map_or(u64::MAX, |value| value.load.tensor.shape.elements());
             if from == tensor {
                 for_each_unit(piece, &mut |_, unit| {
-                    needed.extend((offset + unit) * width..(offset + unit + 1) * width);
+                    let unit = (offset + unit) % elements;
+                    needed.extend(unit * width..(unit + 1) * width);
                 });
             }
         }
