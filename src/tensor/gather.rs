@@ -637,9 +637,8 @@ impl Decoded<'_> {
                 prefetch(bytes, span.start, span.len().min(BLOCK_ROW_BYTES * 4));
             };
             let mut read = |offsets: &[usize], stride: usize, count: usize, scratch: &mut [u8]| {
-                for (offset, line) in offsets.iter().zip(scratch.chunks_exact_mut(count * unit)) {
-                    self.values.line(*offset as u64, stride as u64, line);
-                }
+                let firsts: SmallVec<[u64; GROUP_ROWS_MAX]> = offsets.iter().map(|offset| *offset as u64).collect();
+                self.values.lines(&firsts, stride as u64, count, scratch);
             };
             let way = Way::Read { together: ROWS_AT_ONCE, read: &mut read, ahead: &ahead };
             plan.run(level, place, &[], target, stores, way);

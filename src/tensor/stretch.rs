@@ -138,22 +138,20 @@ impl<'a> Node<'a> {
         Self { fields, steps, changes, bound, scratch: Vec::new(), last: None }
     }
 
-    /// The values of elements `n`, `n + stride`, …
-    fn values(&mut self, level: Level, n: u64, stride: u64, values: &mut [[u8; 4]], rounded: &mut [u8]) {
-        self.fields.load(level, n, stride, values);
+    /// The values of some lines of equal length, each with elements `n`, `n + stride`, …
+    fn values(&mut self, level: Level, firsts: &[u64], stride: u64, values: &mut [[u8; 4]], rounded: &mut [u8]) {
+        let count = values.len() / firsts.len();
+        for (n, line) in firsts.iter().zip(values.chunks_exact_mut(count)) {
+            self.fields.load(level, *n, stride, line);
+        }
         for step in &mut self.steps {
             match step {
                 NodeStep::Constant(step) => constant_step(level, step, values, rounded),
                 NodeStep::Value(operation, node, is_finite) => {
                     let is_finite = *is_finite || row::are_finite(level, values);
-                    node.combine(
-                        level,
-                        Line { n, stride, count: values.len() },
-                        *operation,
-                        is_finite,
-                        values,
-                        rounded,
-                    );
+                    for (n, values) in firsts.iter().zip(values.chunks_exact_mut(count)) {
+                        node.combine(level, Line { n: *n, stride, count }, *operation, is_finite, values, rounded);
+                    }
                 }
             }
         }
@@ -200,16 +198,17 @@ impl<'a> Node<'a> {
         let Line { n, stride, .. } = line;
         let Alike { valid, head, period, even } = alike;
         if !even {
-            return self.values(level, n, stride, &mut scratch[..valid], rounded);
+            return self.values(level, &[n], stride, &mut scratch[..valid], rounded);
         }
         // A first run that is shorter than the others is not in step with them.
         let apart = usize::from(head < period);
         let (first, others) = scratch[..alike.runs()].split_at_mut(apart);
         if apart == 1 {
-            self.values(level, n, stride, first, rounded);
+            self.values(level, &[n], stride, first, rounded);
         }
         if !others.is_empty() {
-            self.values(level, n + stride * (head * apart) as u64, stride * period as u64, others, rounded);
+            let next = n + stride * (head * apart) as u64;
+            self.values(level, &[next], stride * period as u64, others, rounded);
         }
     }
 
@@ -351,9 +350,24 @@ impl<'a> Values<'a> {
         let stride = stride.max(1);
         for part in target.chunks_mut(STRETCH * self.target_bytes) {
             let values = &mut self.wide[..part.len() / self.target_bytes];
-            self.node.values(self.level, at, stride, values, &mut self.rounded);
+            self.node.values(self.level, &[at], stride, values, &mut self.rounded);
             (self.narrow)(self.level, values.as_flattened(), part);
             at += stride * values.len() as u64;
+        }
+    }
+
+    /// Decodes lines of `count` elements each, `n`, `n + stride`, …, one after the other to `target`.
+    pub(super) fn lines(&mut self, firsts: &[u64], stride: u64, count: usize, target: &mut [u8]) {
+        let together = STRETCH / count.max(1);
+        if together <= 1 || stride == 0 {
+            let lines = target.chunks_exact_mut(count * self.target_bytes);
+            return firsts.iter().zip(lines).for_each(|(n, line)| self.line(*n, stride, line));
+        }
+        let targets = target.chunks_mut(together * count * self.target_bytes);
+        for (firsts, target) in firsts.chunks(together).zip(targets) {
+            let values = &mut self.wide[..firsts.len() * count];
+            self.node.values(self.level, firsts, stride, values, &mut self.rounded);
+            (self.narrow)(self.level, values.as_flattened(), target);
         }
     }
 }
