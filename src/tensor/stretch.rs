@@ -11,14 +11,18 @@ use smallvec::SmallVec;
 use super::{
     Digit, Operand, Operation, Program, Step, Term, Value, Window,
     convert::{constant_step, element_bytes},
-    field::{BOUND_MAX, Fields, Reader, over, over_up, within},
+    decode::{over, over_up, within},
+    field::{BOUND_MAX, Fields, Reader},
     kernel::{Level, row},
     shape::to_usize,
+    transpose::prefetch,
     value::next,
 };
 
 /// Elements of one stretch: its f32 values take 4 KiB.
 pub(super) const STRETCH: usize = 1024;
+/// Bytes that are asked for ahead of a line at most.
+const AHEAD_BYTES_MAX: usize = 2048;
 
 /// Where a value may change: at multiples of `block` from where its axis begins, which it does every `around` elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -286,14 +290,16 @@ pub(super) struct Codes<'a> {
     index_bits: u64,
 }
 
-impl<'a> Codes<'a> {
-    /// About the bytes of `count` elements from `n` on: bytes, and which of them, possibly beyond their end.
-    pub(super) fn bytes_of(&self, n: u64, count: u64) -> (&'a [u8], std::ops::Range<usize>) {
+impl Codes<'_> {
+    /// Asks for about the bytes of `count` elements from `first` on.
+    pub(super) fn prefetch(&self, first: usize, count: usize) {
         let byte = |n: u64| {
             let index: u64 = self.digits.iter().map(|digit| digit.of(n) * digit.stride).sum();
             to_usize((index * self.index_bits / 8).saturating_sub(self.window.start))
         };
-        (self.window.bytes, byte(n)..byte(n + count.saturating_sub(1)) + 1)
+        let (first, count) = (first as u64, count.saturating_sub(1) as u64);
+        let (start, last) = (byte(first), byte(first + count));
+        prefetch(self.window.bytes, start, (last.saturating_sub(start) + 1).min(AHEAD_BYTES_MAX));
     }
 }
 
