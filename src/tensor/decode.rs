@@ -174,6 +174,24 @@ impl Field {
     }
 }
 
+/// `a / b`, quick for the divisors of most digits.
+#[inline]
+pub(super) const fn over(a: u64, b: u64) -> u64 {
+    if b == 1 { a } else { a / b }
+}
+
+/// `a % b`, quick for what is small already.
+#[inline]
+pub(super) const fn within(a: u64, b: u64) -> u64 {
+    if a < b { a } else { a % b }
+}
+
+/// `a / b`, rounded up, quick for most strides.
+#[inline]
+pub(super) const fn over_up(a: u64, b: u64) -> u64 {
+    if b == 1 { a } else { a.div_ceil(b) }
+}
+
 /// One summand of an index. The coordinate of `n` on an axis is `x = n / divisor % modulus`; the digit is
 /// `y = x / group % turn`; the summand is `stride` times `y`, or times entry `y` of a table.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -230,7 +248,7 @@ impl Digit {
 
     /// The digit of element `n`.
     pub fn of(&self, n: u64) -> u64 {
-        n / self.divisor % self.modulus / self.group % self.turn
+        within(over(within(over(n, self.divisor), self.modulus), self.group), self.turn)
     }
 
     /// What digit `y` adds to the index.

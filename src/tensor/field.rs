@@ -6,6 +6,7 @@
 use super::{
     BitOrder, Bits, DType, Digit, Field, Step, Term, Window,
     convert::{apply_constants, element_bytes},
+    decode::{over, over_up, within},
     float,
     kernel::{Level, row, unpack},
     shape::to_usize,
@@ -20,24 +21,6 @@ const WORD_CODES: usize = 8;
 const COLLECTED: usize = 64;
 /// Magnitudes up to which sums and products of codes are followed.
 pub(super) const BOUND_MAX: f32 = 1e30;
-
-/// `a / b`, quick for the divisors of most digits.
-#[inline]
-pub(super) const fn over(a: u64, b: u64) -> u64 {
-    if b == 1 { a } else { a / b }
-}
-
-/// `a % b`, quick for what is small already.
-#[inline]
-pub(super) const fn within(a: u64, b: u64) -> u64 {
-    if a < b { a } else { a % b }
-}
-
-/// `a / b`, rounded up, quick for most strides.
-#[inline]
-pub(super) const fn over_up(a: u64, b: u64) -> u64 {
-    if b == 1 { a } else { a.div_ceil(b) }
-}
 
 /// How a stored element is read.
 #[derive(Clone, Debug)]

@@ -17,7 +17,7 @@ use smallvec::SmallVec;
 
 use super::convert::{Converter, Direct, STRETCH, element_bytes};
 use super::kernel::Level;
-use super::stretch::{self, Values};
+use super::stretch::{self, Codes, Values};
 use super::transpose::{BAND_LINES, Fused, FusedKind, Lines, USUAL_PITCH, fence, prefetch, stream, transpose};
 use super::{DType, Decode, Load, Program, Window};
 
@@ -282,10 +282,8 @@ fn copy(level: Level, mut axes: Axes, element: usize, place: Place, source: &[u8
                 copy_line(unit, &source[*from..], stride, &mut scratch[index * count * unit..][..count * unit]);
             }
         };
-        let ahead = |start: usize, length: usize| prefetch(source, start, length);
         let straight = plan.columns.source == unit;
-        let way =
-            if straight { Way::Straight(None) } else { Way::Read { together: 1, read: &mut read, ahead: &ahead } };
+        let way = if straight { Way::Straight(None) } else { Way::Read { together: 1, read: &mut read, codes: None } };
         plan.run(level, place, source, target, stores, way);
         return;
     }
@@ -346,8 +344,9 @@ type Read<'a> = &'a mut dyn FnMut(&[usize], usize, usize, &mut [u8]);
 enum Way<'a> {
     /// Straight from the source, converted in registers if at all.
     Straight(Option<Fused<'a>>),
-    /// From a scratch that they were read to, as many together at most. `ahead` asks for what some bytes of a line need.
-    Read { together: usize, read: Read<'a>, ahead: &'a dyn Fn(usize, usize) },
+    /// From a scratch that they were read to, as many together at most. Where lines are not of the source's bytes, they are
+    /// of the elements of `codes`.
+    Read { together: usize, read: Read<'a>, codes: Option<Codes<'a>> },
 }
 
 /// A nest that is worked in blocks: a run of target positions times columns that are near each other in the source.
@@ -434,12 +433,12 @@ impl Blocks {
                         }
                         let (offsets, target) = (&offsets[first..end], &mut block[first * self.unit..]);
                         let lines = Lines { source, offsets, unit: self.unit, columns: count, fused: None, ahead };
-                        let (together, read, will_need) = match &mut way {
+                        let (together, read, codes) = match &mut way {
                             Way::Straight(fused) => {
                                 transpose(level, Lines { fused: *fused, ..lines }, target, pitch);
                                 continue;
                             }
-                            Way::Read { together, read, ahead } => (*together, read, ahead),
+                            Way::Read { together, read, codes } => (*together, read, *codes),
                         };
                         let made = count * self.unit;
                         for (index, lines) in
@@ -447,7 +446,10 @@ impl Blocks {
                         {
                             let rows = index * together..offsets.len().min((index + 1) * together);
                             for ahead in &ahead[rows.clone()] {
-                                will_need(*ahead, step);
+                                match codes {
+                                    None => prefetch(source, *ahead, step),
+                                    Some(codes) => codes.prefetch(*ahead, step),
+                                }
                             }
                             let offsets = &offsets[rows];
                             read(offsets, self.columns.source, count, &mut lines[..offsets.len() * made]);
@@ -553,8 +555,7 @@ impl<'a> Convert<'a> {
             let mut read = |offsets: &[usize], stride: usize, count: usize, scratch: &mut [u8]| {
                 self.lines(source, offsets, stride, count, scratch);
             };
-            let ahead = |start: usize, length: usize| prefetch(source, start, length);
-            plan.run(level, place, source, target, stores, Way::Read { together, read: &mut read, ahead: &ahead });
+            plan.run(level, place, source, target, stores, Way::Read { together, read: &mut read, codes: None });
             return;
         }
         match axes.split_first() {
@@ -631,17 +632,12 @@ impl Decoded<'_> {
         let unit = self.values.target_bytes();
         if let Some(mut plan) = Blocks::plan(axes, 1, unit) {
             plan.width = plan.width.min(stretch::STRETCH);
-            let codes = self.values.codes();
-            let ahead = |first: usize, length: usize| {
-                let (bytes, span) = codes.bytes_of(first as u64, length as u64);
-                prefetch(bytes, span.start, span.len().min(BLOCK_ROW_BYTES * 4));
-            };
+            let codes = Some(self.values.codes());
             let mut read = |offsets: &[usize], stride: usize, count: usize, scratch: &mut [u8]| {
-                for (offset, line) in offsets.iter().zip(scratch.chunks_exact_mut(count * unit)) {
-                    self.values.line(*offset as u64, stride as u64, line);
-                }
+                let firsts: SmallVec<[u64; GROUP_ROWS_MAX]> = offsets.iter().map(|offset| *offset as u64).collect();
+                self.values.lines(&firsts, stride as u64, count, scratch);
             };
-            let way = Way::Read { together: ROWS_AT_ONCE, read: &mut read, ahead: &ahead };
+            let way = Way::Read { together: ROWS_AT_ONCE, read: &mut read, codes };
             plan.run(level, place, &[], target, stores, way);
             return;
         }

@@ -11,14 +11,18 @@ use smallvec::SmallVec;
 use super::{
     Digit, Operand, Operation, Program, Step, Term, Value, Window,
     convert::{constant_step, element_bytes},
-    field::{BOUND_MAX, Fields, Reader, over, over_up, within},
+    decode::{over, over_up, within},
+    field::{BOUND_MAX, Fields, Reader},
     kernel::{Level, row},
     shape::to_usize,
+    transpose::prefetch,
     value::next,
 };
 
 /// Elements of one stretch: its f32 values take 4 KiB.
 pub(super) const STRETCH: usize = 1024;
+/// Bytes that are asked for ahead of a line at most.
+const AHEAD_BYTES_MAX: usize = 2048;
 
 /// Where a value may change: at multiples of `block` from where its axis begins, which it does every `around` elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -138,22 +142,20 @@ impl<'a> Node<'a> {
         Self { fields, steps, changes, bound, scratch: Vec::new(), last: None }
     }
 
-    /// The values of elements `n`, `n + stride`, …
-    fn values(&mut self, level: Level, n: u64, stride: u64, values: &mut [[u8; 4]], rounded: &mut [u8]) {
-        self.fields.load(level, n, stride, values);
+    /// The values of some lines of equal length, each with elements `n`, `n + stride`, …
+    fn values(&mut self, level: Level, firsts: &[u64], stride: u64, values: &mut [[u8; 4]], rounded: &mut [u8]) {
+        let count = values.len() / firsts.len();
+        for (n, line) in firsts.iter().zip(values.chunks_exact_mut(count)) {
+            self.fields.load(level, *n, stride, line);
+        }
         for step in &mut self.steps {
             match step {
                 NodeStep::Constant(step) => constant_step(level, step, values, rounded),
                 NodeStep::Value(operation, node, is_finite) => {
                     let is_finite = *is_finite || row::are_finite(level, values);
-                    node.combine(
-                        level,
-                        Line { n, stride, count: values.len() },
-                        *operation,
-                        is_finite,
-                        values,
-                        rounded,
-                    );
+                    for (n, values) in firsts.iter().zip(values.chunks_exact_mut(count)) {
+                        node.combine(level, Line { n: *n, stride, count }, *operation, is_finite, values, rounded);
+                    }
                 }
             }
         }
@@ -200,16 +202,17 @@ impl<'a> Node<'a> {
         let Line { n, stride, .. } = line;
         let Alike { valid, head, period, even } = alike;
         if !even {
-            return self.values(level, n, stride, &mut scratch[..valid], rounded);
+            return self.values(level, &[n], stride, &mut scratch[..valid], rounded);
         }
         // A first run that is shorter than the others is not in step with them.
         let apart = usize::from(head < period);
         let (first, others) = scratch[..alike.runs()].split_at_mut(apart);
         if apart == 1 {
-            self.values(level, n, stride, first, rounded);
+            self.values(level, &[n], stride, first, rounded);
         }
         if !others.is_empty() {
-            self.values(level, n + stride * (head * apart) as u64, stride * period as u64, others, rounded);
+            let next = n + stride * (head * apart) as u64;
+            self.values(level, &[next], stride * period as u64, others, rounded);
         }
     }
 
@@ -287,14 +290,16 @@ pub(super) struct Codes<'a> {
     index_bits: u64,
 }
 
-impl<'a> Codes<'a> {
-    /// About the bytes of `count` elements from `n` on: bytes, and which of them, possibly beyond their end.
-    pub(super) fn bytes_of(&self, n: u64, count: u64) -> (&'a [u8], std::ops::Range<usize>) {
+impl Codes<'_> {
+    /// Asks for about the bytes of `count` elements from `first` on.
+    pub(super) fn prefetch(&self, first: usize, count: usize) {
         let byte = |n: u64| {
             let index: u64 = self.digits.iter().map(|digit| digit.of(n) * digit.stride).sum();
             to_usize((index * self.index_bits / 8).saturating_sub(self.window.start))
         };
-        (self.window.bytes, byte(n)..byte(n + count.saturating_sub(1)) + 1)
+        let (first, count) = (first as u64, count.saturating_sub(1) as u64);
+        let (start, last) = (byte(first), byte(first + count));
+        prefetch(self.window.bytes, start, (last.saturating_sub(start) + 1).min(AHEAD_BYTES_MAX));
     }
 }
 
@@ -351,9 +356,24 @@ impl<'a> Values<'a> {
         let stride = stride.max(1);
         for part in target.chunks_mut(STRETCH * self.target_bytes) {
             let values = &mut self.wide[..part.len() / self.target_bytes];
-            self.node.values(self.level, at, stride, values, &mut self.rounded);
+            self.node.values(self.level, &[at], stride, values, &mut self.rounded);
             (self.narrow)(self.level, values.as_flattened(), part);
             at += stride * values.len() as u64;
+        }
+    }
+
+    /// Decodes lines of `count` elements each, `n`, `n + stride`, …, one after the other to `target`.
+    pub(super) fn lines(&mut self, firsts: &[u64], stride: u64, count: usize, target: &mut [u8]) {
+        let together = STRETCH / count.max(1);
+        if together <= 1 || stride == 0 {
+            let lines = target.chunks_exact_mut(count * self.target_bytes);
+            return firsts.iter().zip(lines).for_each(|(n, line)| self.line(*n, stride, line));
+        }
+        let targets = target.chunks_mut(together * count * self.target_bytes);
+        for (firsts, target) in firsts.chunks(together).zip(targets) {
+            let values = &mut self.wide[..firsts.len() * count];
+            self.node.values(self.level, firsts, stride, values, &mut self.rounded);
+            (self.narrow)(self.level, values.as_flattened(), target);
         }
     }
 }
