@@ -131,7 +131,7 @@ pub enum MadeWhole {
     None,
     /// Those of one tensor or a part of one: raw, `npy/`, `orbax/`.
     Tensors,
-    /// Those, and files of many tensors but for who only goes through a directory for headers; not those of `dcp/`.
+    /// Those, and files of many tensors, unless a program opens them one after another for their headers only; never those of `dcp/`.
     #[default]
     Auto,
     /// Every one.

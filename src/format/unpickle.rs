@@ -249,39 +249,25 @@ impl Unpickled {
 
     /// The elements of a tuple or a list.
     pub fn sequence(&self, id: Id) -> Option<&[Id]> {
-        match self.value(id) {
-            Value::Tuple(elements) => Some(elements),
-            Value::List(elements) => Some(elements),
-            Value::None
-            | Value::Bool(_)
-            | Value::Int(_)
-            | Value::Float(_)
-            | Value::Text(_)
-            | Value::Bytes(_)
-            | Value::Dict(_)
-            | Value::Set(_)
-            | Value::Global(_)
-            | Value::Object(_)
-            | Value::Persistent(_) => None,
+        let value = self.value(id);
+        if let Value::Tuple(elements) = value {
+            Some(elements)
+        } else if let Value::List(elements) = value {
+            Some(elements)
+        } else {
+            None
         }
     }
 
     /// The items of a dictionary, or of an object that items were set on, as on an `OrderedDict`.
     pub fn items(&self, id: Id) -> Option<&[(Id, Id)]> {
-        match self.value(id) {
-            Value::Dict(items) => Some(items),
-            Value::Object(object) => Some(&object.items),
-            Value::None
-            | Value::Bool(_)
-            | Value::Int(_)
-            | Value::Float(_)
-            | Value::Text(_)
-            | Value::Bytes(_)
-            | Value::Tuple(_)
-            | Value::List(_)
-            | Value::Set(_)
-            | Value::Global(_)
-            | Value::Persistent(_) => None,
+        let value = self.value(id);
+        if let Value::Dict(items) = value {
+            Some(items)
+        } else if let Value::Object(object) = value {
+            Some(&object.items)
+        } else {
+            None
         }
     }
 

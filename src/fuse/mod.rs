@@ -6,7 +6,7 @@
 //! | `mount` | how a mount comes to be and goes, as root and through `fusermount3` |
 //! | [`mountinfo`] | the kernel's table of mounts; unmounting from outside the daemon |
 //! | [`holder`] | which processes keep a mount busy |
-//! | `requests`, `lookout`, `spare` | requests that wait for storage: their end, and who reads others meanwhile |
+//! | `requests`, `lookout`, `spare` | requests that wait for storage: when they end, and the threads that serve the others meanwhile |
 //! | `changes` | what the kernel keeps of files whose source has changed |
 //! | [`daemon`] | starting in the background, telling the starter and systemd |
 //! | [`helper`] | the arguments of `mount.ckfs`, as mount(8) passes them |

@@ -101,7 +101,7 @@ impl<B> OpenModes<B> {
     }
 
     fn shard(&self, ino: Ino) -> MutexGuard<'_, HashMap<Ino, Entry<B>>> {
-        let index = usize::try_from(ino.0 % LOCKS as u64).unwrap_or(0);
+        let index = usize::try_from(ino.0 % LOCKS as u64).expect("less than the number of locks");
         self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -248,7 +248,7 @@ impl Shared {
         let alone = !state.has_thread;
         drop(state);
         if alone {
-            // Whoever is writing will find it, or it waits for the next line.
+            // The thread that is writing finds it, or it waits for the next line.
             if let Ok(mut output) = self.output.try_lock() {
                 self.turn(&mut output);
             }

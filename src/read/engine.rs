@@ -23,9 +23,7 @@ use crate::{
     checkpoint::{Checkpoint, TensorInfo, printable},
     image::{FileImage, Segment},
     source::{ByteSpan, FileId, Source},
-    tensor::{
-        Decode, Gather, Origin, Piece, Share, Stores, Tiling, Window, fill, gather::Loop, gather_with, needs, to_usize,
-    },
+    tensor::{Decode, Gather, Origin, Piece, Share, Stores, Tiling, Window, fill, gather_with, needs, to_usize},
 };
 
 /// Smallest tile, a huge page. Conversions of less than a megabyte at a time leave caches and vectors cold.
@@ -360,7 +358,7 @@ impl Engine {
     }
 
     /// Reads `len` bytes at `start`, fewer only at the end of the file, and hands them to `reply`, exactly once if the
-    /// result is `Ok`. They are counted before, so that who has them finds them in the counters.
+    /// result is `Ok`. They are counted before that: a reader that has the bytes finds them in the counters.
     ///
     /// # Errors
     /// [`ReadError`]; the first of a file is logged. If `reply` was called all the same, a source changed just then, and the
@@ -772,32 +770,21 @@ impl Engine {
             return result.map_err(|error| ReadError::source(info, span, error));
         }
         let few_bytes = self.few_bytes(used);
-        let outer = job.loops.iter().enumerate().max_by_key(|(_, l)| l.source_stride);
-        match outer {
-            Some((at, outer)) if outer.extent > 1 && span.len() > few_bytes => {
-                let inner: SmallVec<[Loop; 4]> =
-                    job.loops.iter().enumerate().filter(|(index, _)| *index != at).map(|(_, l)| *l).collect();
-                (0..outer.extent).try_for_each(|turn| {
-                    let turn = Gather {
-                        loops: &inner,
-                        source_offset: job.source_offset + turn * outer.source_stride,
-                        target_offset: job.target_offset + turn * outer.target_stride,
-                        ..*job
-                    };
-                    self.gather_from(info, &turn, source_bytes, target, stores)
-                })
-            }
-            _ => {
-                let mut buffer = self.buffers.take(to_usize(span.len()));
-                let read = self.source().read_into(info.file, span.start(), &mut buffer);
-                read.map_err(|error| ReadError::source(info, span, error))?;
-                work(&buffer);
-                Ok(())
+        if span.len() > few_bytes {
+            let turn = &mut |turn: &Gather<'_>| self.gather_from(info, turn, source_bytes, target, stores);
+            if let Some(done) = job.in_turns(turn) {
+                return done;
             }
         }
+        let mut buffer = self.buffers.take(to_usize(span.len()));
+        let read = self.source().read_into(info.file, span.start(), &mut buffer);
+        read.map_err(|error| ReadError::source(info, span, error))?;
+        gather_with(stores, job, &[Window { bytes: &buffer, start }], target);
+        Ok(())
     }
 
-    /// Bytes that are worth reading into memory at once where so many of them are used: few, or mostly used and not too many.
+    /// The longest span, in bytes, that is read into memory at once where `used` bytes of it are needed: a short one in any case, a
+    /// longer one if a quarter of it is needed, and none beyond a thread's buffer.
     pub(super) fn few_bytes(&self, used: u64) -> u64 {
         let most_bytes = self.options.thread_buffer_bytes as u64;
         (4 * used).clamp(most_bytes / WINDOW_PART, most_bytes)
@@ -867,7 +854,7 @@ impl Engine {
         let most = self.options.tile_cache_bytes as u64;
         for (segment, low, high) in file.image.spans(start, end) {
             let Segment::View(_) = &file.image.segments()[segment] else { continue };
-            // A failure is met again by who makes these bytes.
+            // The thread that makes these bytes meets a failure again.
             let Ok(prepared) = self.prepare(file, segment) else { continue };
             let tiling = &prepared.tiling;
             if tiling.transposed_stride_units().is_none() {

@@ -9,7 +9,7 @@ use super::{
 use crate::{
     checkpoint::TensorInfo,
     source::ByteSpan,
-    tensor::{Gather, Need, Value, Window, gather::Loop, gather_with, needs, to_usize},
+    tensor::{Gather, Need, Value, Window, gather_with, needs, to_usize},
 };
 
 /// Bytes between two that are needed, from which on they are not read in one: the kernel reads whole pages anyway.
@@ -38,21 +38,8 @@ impl Engine {
             return Ok(());
         }
         // Too much to be in memory at once.
-        let outer = job.loops.iter().enumerate().max_by_key(|(_, l)| l.source_stride);
-        let Some((at, outer)) = outer else {
-            return Err(ReadError::Internal { what: "an element is too large to be read" });
-        };
-        let inner: SmallVec<[Loop; 4]> =
-            job.loops.iter().enumerate().filter(|(index, _)| *index != at).map(|(_, l)| *l).collect();
-        (0..outer.extent).try_for_each(|turn| {
-            let turn = Gather {
-                loops: &inner,
-                source_offset: job.source_offset + turn * outer.source_stride,
-                target_offset: job.target_offset + turn * outer.target_stride,
-                ..*job
-            };
-            self.gather_value(value, &turn, target, touched, how)
-        })
+        let done = job.in_turns(&mut |turn| self.gather_value(value, turn, target, touched, how));
+        done.unwrap_or(Err(ReadError::Internal { what: "an element is too large to be read" }))
     }
 
     /// Runs `work` over `windows` and those of all other operands, mapped or read. Says whether it did: not where more than

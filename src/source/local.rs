@@ -775,7 +775,7 @@ fn is_resident(map: &MmapRaw, start: usize, end: usize) -> bool {
     told == 0 && pages.iter().all(|page| page & 1 == 1)
 }
 
-/// Reads mapped pages into memory where they are not. Where the kernel cannot (before Linux 5.14), who reads them does.
+/// Reads mapped pages into memory where they are not. Where the kernel cannot (before Linux 5.14), the first access does.
 ///
 /// # Errors
 /// A page is gone, or storage failed.

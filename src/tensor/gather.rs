@@ -50,6 +50,28 @@ pub struct Gather<'a> {
     pub target_offset: u64,
 }
 
+impl Gather<'_> {
+    /// Carries out the job turn by turn of the loop with the largest source steps, until one fails. `None`, without doing
+    /// anything, if the job is of one element.
+    ///
+    /// # Errors
+    /// The first that `each` gives.
+    pub fn in_turns<E>(&self, each: &mut dyn FnMut(&Gather<'_>) -> Result<(), E>) -> Option<Result<(), E>> {
+        let loops = self.loops.iter().enumerate().filter(|(_, l)| l.extent > 1);
+        let (at, outer) = loops.max_by_key(|(_, l)| l.source_stride)?;
+        let others = self.loops.iter().enumerate().filter(|(index, _)| *index != at);
+        let inner: SmallVec<[Loop; 4]> = others.map(|(_, l)| *l).collect();
+        Some((0..outer.extent).try_for_each(|turn| {
+            each(&Gather {
+                loops: &inner,
+                source_offset: self.source_offset + turn * outer.source_stride,
+                target_offset: self.target_offset + turn * outer.target_stride,
+                ..*self
+            })
+        }))
+    }
+}
+
 /// How target bytes are written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Stores {

@@ -296,7 +296,7 @@ pub trait FileSystem: Send + Sync + 'static {
         let _ = (op, ino);
     }
 
-    /// Sets who is told when a source has changed, if anybody is.
+    /// Sets the function that is called when a source has changed; `None` for no call.
     fn on_change(&self, told: Option<OnChange>) {
         drop(told);
     }

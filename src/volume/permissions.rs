@@ -233,7 +233,7 @@ impl Permissions {
         }
     }
 
-    /// The bits that a node may have under this owner, who is given them in any case, and this group.
+    /// The permission bits that a node may have under this owner and group. The owner may always read.
     pub(super) fn mode(&self, subject: Subject, uid: u32, gid: u32) -> u16 {
         let file = |gates: &Gates| permission::mode(&[Grant { gates, bits: READ }], uid, gid, &self.mounter) | 0o400;
         let directory = |list: &Gates, pass: &Gates| {

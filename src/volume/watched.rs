@@ -57,7 +57,7 @@ impl Watched {
         lock(&self.in_use).extend(files);
     }
 
-    /// Sets who is told of changes.
+    /// Sets the function that is called when a source has changed; `None` for no call.
     pub(super) fn set_on_change(&self, told: Option<OnChange>) {
         *lock(&self.on_change) = told;
     }
