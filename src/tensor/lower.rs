@@ -62,11 +62,16 @@ struct Lowering {
     chains: Vec<Chain>,
 }
 
-/// Lowers `view`.
-pub(super) fn lower(view: &View) -> Result<Tiling, TilingError> {
-    let mut lowering = Lowering::default();
-    let parts = lowering.parts(view)?;
-    lowering.finish(view.shape(), view.dtype(), parts)
+impl View {
+    /// Lowers this view to its normal form.
+    ///
+    /// # Errors
+    /// [`TilingError`] if it needs more pieces than the limit, or cuts a byte of a packed type.
+    pub fn lower(&self) -> Result<Tiling, TilingError> {
+        let mut lowering = Lowering::default();
+        let parts = lowering.parts(self)?;
+        lowering.finish(self.shape(), self.dtype(), parts)
+    }
 }
 
 fn limit(parts: &[Part]) -> Result<(), TilingError> {

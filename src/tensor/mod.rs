@@ -22,6 +22,7 @@ pub mod gather;
 mod kernel;
 mod lower;
 pub mod pages;
+mod piece_runs;
 pub mod shape;
 pub mod span;
 mod stretch;

@@ -6,9 +6,9 @@
 
 use std::ops::{AddAssign, Range};
 
-use smallvec::{SmallVec, smallvec};
+use smallvec::SmallVec;
 
-use super::{Origin, Piece, TensorId, Tiling, lower::gcd, span::operand_runs};
+use super::lower::gcd;
 
 /// Bytes of a page.
 pub const PAGE_BYTES: u64 = 4096;
@@ -53,35 +53,6 @@ impl AddAssign for Reads {
 }
 
 impl Runs {
-    /// What a piece reads, and of which tensor: nothing if it is filled with a constant; of a quantized tensor its codes only,
-    /// which may be several sets of runs.
-    ///
-    /// # Panics
-    /// Never: what decodes no value reads elements of whole bytes.
-    pub fn of(tiling: &Tiling, piece: &Piece) -> SmallVec<[(TensorId, Self); 1]> {
-        let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return SmallVec::new() };
-        let decode = &tiling.decoders()[decoder as usize];
-        if let Some(value) = decode.value() {
-            return operand_runs(&value.load, offset, &piece.loops).into_iter().map(|runs| (tensor, runs)).collect();
-        }
-        let unit = decode.source_bytes(tiling.unit_bytes()).expect("what decodes no value reads elements");
-        let mut loops: SmallVec<[(u64, u64); 3]> =
-            piece.loops.iter().map(|l| (l.extent, l.source_stride * unit)).collect();
-        loops.sort_unstable_by_key(|(_, stride)| *stride);
-        // By rising stride: those that continue a run first, then each that continues the loop inside it.
-        let mut run_bytes = unit;
-        let mut nest: SmallVec<[(u64, u64); 3]> = SmallVec::new();
-        for (extent, stride) in loops {
-            match nest.last_mut() {
-                None if stride == run_bytes => run_bytes *= extent,
-                Some((inner, step)) if stride == *inner * *step => *inner *= extent,
-                _ => nest.push((extent, stride)),
-            }
-        }
-        nest.reverse();
-        smallvec![(tensor, Self::new(offset * unit, nest, run_bytes))]
-    }
-
     /// Runs of `run_bytes`, the first at byte `start`, with the extent and stride of each loop over them, by falling stride.
     pub(super) fn new(start: u64, loops: SmallVec<[(u64, u64); 3]>, run_bytes: u64) -> Self {
         Self { start, loops, run_bytes }

@@ -1,7 +1,8 @@
 //! Views: expressions over a checkpoint's tensors.
 //!
 //! A view is an immutable tree. Each constructor checks its operands and fixes the shape and the dtype of the result, so
-//! a view that exists is well-formed; building one touches no data. [`View::lower`] turns it into a [`Tiling`].
+//! a view that exists is well-formed; building one touches no data. [`View::lower`] turns it into a
+//! [`Tiling`](super::Tiling).
 //!
 //! Layout operators (slice, transpose, reshape, stack, concat, pad) say where elements go; element operators (cast,
 //! multiply, add) say what their values become. A leaf is a constant, a tensor as it is stored, or one whose elements
@@ -13,9 +14,7 @@ use std::{fmt, sync::Arc};
 use super::{
     DType, Region, Shape, ShapeError, SourceTensor, TensorId,
     decode::{Field, Operand, OperandError, Operation, Value, block_index},
-    lower,
     shape::{PerAxis, to_usize},
-    tiling::{Tiling, TilingError},
 };
 
 /// Why operands do not form a view.
@@ -549,14 +548,6 @@ impl View {
         let scale = Operand { field: Field::Float(scales.dtype), tensor: scales, index };
         let codes = Operand::elements(weights);
         Self::quantized(shape, Value::of(codes).then(Operation::Multiply, scale))?.cast(dtype)
-    }
-
-    /// Lowers this view to its normal form.
-    ///
-    /// # Errors
-    /// [`TilingError`] if it needs more pieces than the limit, or cuts a byte of a packed type.
-    pub fn lower(&self) -> Result<Tiling, TilingError> {
-        lower::lower(self)
     }
 
     /// Calls `visit` for each tensor of the checkpoint that this view reads, in order, with repeats.
