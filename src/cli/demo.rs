@@ -13,17 +13,13 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use super::{
-    LogFlags, doctor,
-    flags::LoggingFlags,
+    cleanup::Cleanup,
+    doctor,
+    flags::{LogFlags, LoggingFlags},
     mount, output,
     verify::{Extent, verify_mount},
 };
-use crate::{
-    format::safetensors::write_header,
-    fuse::{UnmountOptions, unmount},
-    plan::report::human_bytes,
-    tensor::DType,
-};
+use crate::{format::safetensors::write_header, plan::report::human_bytes, tensor::DType};
 
 const LAYERS: u64 = 4;
 const HIDDEN: u64 = 256;
@@ -52,38 +48,6 @@ pub(super) struct Demo {
     /// Where to write: a directory that is empty or not there yet; by default a temporary one.
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-}
-
-/// Removes a directory with a checkpoint in `model/` and a mount on `mnt/`, unless it is to be kept.
-pub(super) struct Cleanup {
-    pub(super) directory: PathBuf,
-    pub(super) mounted: bool,
-    pub(super) keep: bool,
-}
-
-impl Cleanup {
-    pub(super) fn run(&mut self) -> anyhow::Result<()> {
-        if self.mounted && !self.keep {
-            let options = UnmountOptions { wait: Duration::from_secs(5), ..UnmountOptions::default() };
-            unmount(&self.directory.join("mnt"), options)?;
-            self.mounted = false;
-        }
-        if !self.keep && self.directory.exists() {
-            // Never into a mount: only once nothing is mounted there.
-            fs::remove_dir(self.directory.join("mnt")).context("mnt")?;
-            fs::remove_dir_all(self.directory.join("model")).context("model")?;
-            fs::remove_dir(&self.directory).with_context(|| self.directory.display().to_string())?;
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Cleanup {
-    fn drop(&mut self) {
-        if let Err(error) = self.run() {
-            super::open::warn("cleaning up", &error);
-        }
-    }
 }
 
 impl Demo {

@@ -16,7 +16,7 @@ use nix::unistd::geteuid;
 use serde_json::{Value, json};
 
 use super::{
-    demo::Cleanup,
+    cleanup::Cleanup,
     mount, open, output,
     status::{Health, probe},
 };

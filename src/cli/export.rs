@@ -14,7 +14,10 @@ use anyhow::{Context, bail};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::{LogFlags, flags::SourceFlags, open, tree};
+use super::{
+    flags::{LogFlags, SourceFlags},
+    open, tree,
+};
 use crate::{
     plan::report::human_bytes,
     volume::{FileSystem, Ino, NodeKind, Volume},

@@ -127,3 +127,17 @@ flags! {
     /// Where the log goes.
     LoggingFlags, Takers::All
 }
+
+/// How much is logged, and where to.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Logging")]
+pub(super) struct LogFlags {
+    /// Logs more: -v information, -vv details, -vvv everything.
+    #[arg(short, long, action = ArgAction::Count, global = true)]
+    pub(super) verbose: u8,
+    /// Logs errors only, and shows no progress.
+    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    pub(super) quiet: bool,
+    #[command(flatten)]
+    pub(super) file: LoggingFlags,
+}

@@ -5,6 +5,7 @@
 //!
 //! Exit codes: 0 done, 1 failed, 2 used wrongly. Standard output carries data only; everything else goes to standard error.
 mod cat;
+mod cleanup;
 mod demo;
 mod doctor;
 mod explain;
@@ -29,6 +30,7 @@ use clap::{Parser, Subcommand, error::ErrorKind};
 use tracing_subscriber::EnvFilter;
 
 use crate::host::{self, Log, Target, limits, signal};
+use flags::LogFlags;
 use output::{Closed, Told, Usage};
 
 /// Mounts Hugging Face safetensors repositories as virtual, sharded views.
@@ -60,20 +62,6 @@ struct Cli {
     log: LogFlags,
     #[command(subcommand)]
     command: Command,
-}
-
-/// How much is logged, and where to.
-#[derive(Clone, Debug, clap::Args)]
-#[command(next_help_heading = "Logging")]
-struct LogFlags {
-    /// Logs more: -v information, -vv details, -vvv everything.
-    #[arg(short, long, action = clap::ArgAction::Count, global = true)]
-    verbose: u8,
-    /// Logs errors only, and shows no progress.
-    #[arg(short, long, global = true, conflicts_with = "verbose")]
-    quiet: bool,
-    #[command(flatten)]
-    file: flags::LoggingFlags,
 }
 
 #[derive(Debug, Subcommand)]

@@ -19,8 +19,7 @@ use anyhow::{Context, bail};
 use clap::Args;
 
 use super::{
-    LogFlags,
-    flags::{ServingFlags, SourceFlags},
+    flags::{LogFlags, ServingFlags, SourceFlags},
     open,
     output::{Told, Usage, chain},
     patience,

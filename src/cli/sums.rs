@@ -17,7 +17,12 @@ use indicatif::ProgressBar;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use sha2::{Digest, Sha256};
 
-use super::{LogFlags, export::bar, flags::SourceFlags, lent::Copier, open, output, tree};
+use super::{
+    export::bar,
+    flags::{LogFlags, SourceFlags},
+    lent::Copier,
+    open, output, tree,
+};
 use crate::{
     checkpoint::{Checkpoint, FileRole, printable_lines},
     config::Config,

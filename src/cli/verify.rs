@@ -20,7 +20,12 @@ use clap::Args;
 use indicatif::ProgressBar;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
-use super::{LogFlags, export::bar, flags::SourceFlags, lent::Copier, open, output, sums, tree};
+use super::{
+    export::bar,
+    flags::{LogFlags, SourceFlags},
+    lent::Copier,
+    open, output, sums, tree,
+};
 use crate::{
     checkpoint::Checkpoint,
     config::{ByteCount, Config},

@@ -35,7 +35,7 @@ use nix::{
 use sd_notify::NotifyState;
 use tracing::{debug, warn};
 
-use super::mountinfo::{UnmountOptions, unmount};
+use super::unmount::{UnmountOptions, unmount};
 use crate::host::{Log, Target, limits, log::FLUSH_LIMIT};
 
 /// Environment variable with the process id of the starter; for anyone but its children it means nothing.

@@ -4,7 +4,8 @@
 //! | --- | --- |
 //! | [`session`] | [`serve`]: mount, threads, signals, draining, the end |
 //! | `mount` | how a mount comes to be and goes, as root and through `fusermount3` |
-//! | [`mountinfo`] | the kernel's table of mounts; unmounting from outside the daemon |
+//! | [`mountinfo`] | the kernel's table of mounts |
+//! | `unmount` | unmounting from outside the daemon |
 //! | [`holder`] | which processes keep a mount busy |
 //! | `requests`, `lookout`, `spare` | requests that wait for storage: when they end, and the threads that serve the others meanwhile |
 //! | `changes` | what the kernel keeps of files whose source has changed |
@@ -25,15 +26,19 @@ mod mount;
 mod mount_id;
 pub mod mountinfo;
 mod open_mode;
+mod options;
 mod requests;
 pub mod session;
 mod spare;
+mod unmount;
 
 pub use daemon::{DaemonError, Readiness, Started, start_background};
 pub use helper::{HelperError, HelperRequest, parse_mount_helper};
 pub use mount::MountError;
-pub use mountinfo::{MountEntry, UnmountError, UnmountOptions, ckfs_mounts, unmount};
-pub use session::{Exit, MountOptions, block_signals, interruptible, serve};
+pub use mountinfo::{MountEntry, ckfs_mounts};
+pub use options::MountOptions;
+pub use session::{Exit, block_signals, interruptible, serve};
+pub use unmount::{UnmountError, UnmountOptions, unmount};
 
 /// Type of our mounts in the kernel's table.
 pub const FS_TYPE: &str = "fuse.ckfs";

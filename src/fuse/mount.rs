@@ -28,7 +28,8 @@ use super::{
     FS_TYPE, MountOptions,
     holder::{Holder, holders},
     mount_id::unique_mount_id,
-    mountinfo::{Device, MountEntry, UnmountError, is_stale, locate, mount_at, mounts, unmount_once},
+    mountinfo::{Device, MountEntry, is_stale, locate, mount_at, mounts},
+    unmount::{UnmountError, unmount_once},
 };
 
 /// Why a mount did not come to be, or did not go on.

@@ -36,13 +36,14 @@ use nix::{
 use tracing::{Level, error, info, warn};
 
 use super::{
-    MountError,
+    MountError, MountOptions,
     adapter::Adapter,
     changes::Changes,
     daemon::notify_systemd,
     holder::{Holder, describe},
     mount::{Mounted, Standing, mount},
-    mountinfo::{UnmountError, is_stale},
+    mountinfo::is_stale,
+    unmount::UnmountError,
 };
 use crate::{
     host::{
@@ -51,43 +52,6 @@ use crate::{
     },
     volume::{FileSystem, Op},
 };
-
-/// How to mount and serve.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MountOptions {
-    /// Name of what is mounted; the table of mounts shows `ckfs:<name>`.
-    pub name: String,
-    /// Lets all users read, not only the one who mounts.
-    pub allow_other: bool,
-    /// Threads that handle requests; by default one per core, from 2 to 16.
-    pub threads: Option<usize>,
-    /// The kernel's read-ahead in KiB, where it may be set; `None` leaves it alone.
-    pub read_ahead_kib: Option<u32>,
-    /// Lets the kernel read byte-identical files by itself, where it may.
-    pub passthrough: bool,
-    /// How long to try to unmount while files are open, before detaching.
-    pub grace: Duration,
-    /// How long to go on serving files that are open after detaching, before aborting.
-    pub drain: Duration,
-}
-
-impl Default for MountOptions {
-    fn default() -> Self {
-        Self {
-            name: String::new(),
-            allow_other: false,
-            threads: None,
-            read_ahead_kib: Some(READ_AHEAD_KIB),
-            passthrough: true,
-            grace: Duration::from_secs(5),
-            drain: Duration::from_secs(20),
-        }
-    }
-}
-
-/// Default read-ahead: one of the largest requests. Readers in sequence gain a fifth over the kernel's 128 KiB and nothing
-/// more from 4 MiB, while a fault on a scattered page of a mapped file waits for all of the read-ahead.
-const READ_AHEAD_KIB: u32 = 1024;
 
 /// How the mount ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

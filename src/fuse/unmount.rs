@@ -1,0 +1,182 @@
+//! Unmounting by mount id.
+//!
+//! A path alone does not name a mount: mounts stack, and the topmost may not be a ckfs mount. So [`unmount`] first asks for the
+//! id of the mount that the path leads to, and refuses every mount but one of ckfs.
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    errno::Errno,
+    mount::{MntFlags, umount2},
+    unistd::geteuid,
+};
+
+use super::{
+    FS_TYPE,
+    holder::{Holder, describe, holders},
+    mountinfo::{is_stale, locate, mount_at},
+};
+
+/// How to unmount.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct UnmountOptions {
+    /// Detach at once, even if files are open; those stay readable until they are closed.
+    pub lazy: bool,
+    /// Touch the mount only if its daemon is gone; a live one is left alone, without an error. For cleaning up.
+    pub stale_only: bool,
+    /// How long to go on trying while files are open.
+    pub wait: Duration,
+}
+
+/// Why a mount was not removed.
+#[derive(Debug, thiserror::Error)]
+pub enum UnmountError {
+    /// The path cannot be looked at.
+    #[error("{}: {source}", path.display())]
+    Path {
+        /// The path as given.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Nothing is mounted there.
+    #[error("{}: not mounted", path.display())]
+    NotMounted {
+        /// The path without symlinks.
+        path: PathBuf,
+    },
+    /// What is mounted there is not ours.
+    #[error("{}: expected a mount of type {FS_TYPE}, found {fs_type}", path.display())]
+    NotCkfs {
+        /// The path without symlinks.
+        path: PathBuf,
+        /// Type of the mount.
+        fs_type: String,
+    },
+    /// Files are open, or a process has its working directory there.
+    #[error("{}: busy: {}", path.display(), describe(holders))]
+    Busy {
+        /// The path without symlinks.
+        path: PathBuf,
+        /// Who holds it, as far as can be seen.
+        holders: Vec<Holder>,
+    },
+    /// No program to unmount with, which anyone but root needs.
+    #[error("{}: only root can unmount without fusermount3, and that was not found; install fuse3", path.display())]
+    NoFusermount {
+        /// The path without symlinks.
+        path: PathBuf,
+    },
+    /// `fusermount3` refused.
+    #[error("{}: fusermount3: {message}", path.display())]
+    Fusermount {
+        /// The path without symlinks.
+        path: PathBuf,
+        /// What it said.
+        message: String,
+    },
+    /// The kernel refused.
+    #[error("{}: unmount: {errno}", path.display())]
+    Kernel {
+        /// The path without symlinks.
+        path: PathBuf,
+        /// Why.
+        errno: Errno,
+    },
+}
+
+/// How long a mount may be busy without a process that is seen to hold it.
+const UNSEEN_LIMIT: Duration = Duration::from_secs(1);
+
+/// Unmounts the ckfs mount at `mountpoint`, live or stale. Anything else there is refused.
+///
+/// # Errors
+/// See [`UnmountError`].
+pub fn unmount(mountpoint: &Path, options: UnmountOptions) -> Result<(), UnmountError> {
+    let in_path = |source| UnmountError::Path { path: mountpoint.to_owned(), source };
+    let location = locate(mountpoint).map_err(in_path)?;
+    let path = location.path.clone();
+    let Some(entry) = mount_at(&location).map_err(in_path)? else {
+        return if options.stale_only { Ok(()) } else { Err(UnmountError::NotMounted { path }) };
+    };
+    if options.stale_only && !(entry.is_ckfs() && is_stale(&path)) {
+        return Ok(());
+    }
+    if !entry.is_ckfs() {
+        return Err(UnmountError::NotCkfs { path, fs_type: entry.fs_type });
+    }
+    let begun = Instant::now();
+    let until = begun + options.wait;
+    loop {
+        match unmount_once(&path, options.lazy) {
+            Err(UnmountError::Busy { .. }) if Instant::now() < until => thread::sleep(Duration::from_millis(100)),
+            Err(UnmountError::Busy { path, .. }) => {
+                let holders = holders(&entry);
+                // Where nobody is seen, what was closed a moment ago may be on its way out.
+                if !holders.is_empty() || begun.elapsed() >= UNSEEN_LIMIT {
+                    return Err(UnmountError::Busy { holders, path });
+                }
+                thread::sleep(Duration::from_millis(100));
+            }
+            result => return result,
+        }
+    }
+}
+
+/// Asks for one unmount of what `path` leads to. The caller has made sure that this is the right mount.
+///
+/// [`UnmountError::Busy`] comes without holders: looking for them takes long.
+pub(super) fn unmount_once(path: &Path, lazy: bool) -> Result<(), UnmountError> {
+    let flags = if lazy { MntFlags::MNT_DETACH } else { MntFlags::empty() };
+    match umount2(path, flags | MntFlags::UMOUNT_NOFOLLOW) {
+        Ok(()) => Ok(()),
+        Err(Errno::EBUSY) => Err(UnmountError::Busy { path: path.to_owned(), holders: Vec::new() }),
+        // Only the setuid program may unmount for users.
+        Err(Errno::EPERM) if !geteuid().is_root() => unmount_by_helper(path, lazy),
+        Err(errno) => Err(UnmountError::Kernel { path: path.to_owned(), errno }),
+    }
+}
+
+fn unmount_by_helper(path: &Path, lazy: bool) -> Result<(), UnmountError> {
+    let mut command = Command::new("fusermount3");
+    command.arg("-u").args(lazy.then_some("-z")).arg("--").arg(path);
+    let output = command.stdin(Stdio::null()).output().map_err(|error| {
+        let path = path.to_owned();
+        if error.kind() == io::ErrorKind::NotFound {
+            UnmountError::NoFusermount { path }
+        } else {
+            UnmountError::Fusermount { path, message: error.to_string() }
+        }
+    })?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let message = String::from_utf8_lossy(output.stderr.trim_ascii()).into_owned();
+    if message.to_ascii_lowercase().contains("busy") {
+        return Err(UnmountError::Busy { path: path.to_owned(), holders: Vec::new() });
+    }
+    Err(UnmountError::Fusermount { path: path.to_owned(), message })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refuses_what_is_no_mount_of_ours() {
+        let directory = tempfile::tempdir().unwrap();
+        let options = UnmountOptions::default();
+        assert!(matches!(unmount(directory.path(), options), Err(UnmountError::NotMounted { .. })));
+        assert!(matches!(unmount(&directory.path().join("no"), options), Err(UnmountError::Path { .. })));
+        assert!(matches!(unmount(Path::new("/proc"), options), Err(UnmountError::NotCkfs { .. })));
+        let stale_only = UnmountOptions { stale_only: true, ..options };
+        assert!(unmount(Path::new("/proc"), stale_only).is_ok());
+        assert!(unmount(directory.path(), stale_only).is_ok());
+    }
+}
