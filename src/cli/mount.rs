@@ -28,7 +28,7 @@ use crate::{
     checkpoint::Checkpoint,
     config::{Config, MountSettings, Settings, Takers, options},
     fuse::{
-        MountOptions, Readiness, Started, block_signals, daemon, interruptible, parse_mount_helper, serve,
+        MountOptions, Readiness, STARTER_VARIABLE, Started, block_signals, interruptible, parse_mount_helper, serve,
         start_background,
     },
     host::{self, Log},
@@ -195,7 +195,7 @@ pub(super) fn start(args: &[OsString], mountpoint: &Path, timeout: Duration) -> 
 
 /// Whether this process was started by [`start`].
 pub(super) fn is_daemon() -> bool {
-    let starter = std::env::var(daemon::STARTER_VARIABLE).ok().and_then(|pid| pid.parse::<i32>().ok());
+    let starter = std::env::var(STARTER_VARIABLE).ok().and_then(|pid| pid.parse::<i32>().ok());
     starter == Some(nix::unistd::getppid().as_raw())
 }
 

@@ -3,7 +3,7 @@
 //! Every request is counted and timed, and a panic while it is handled is that request's EIO, never the end of a thread:
 //! fuser would lose the thread, or the whole mount. Read replies go out straight from the slice that the file system
 //! lends, without a copy in user space. Opens and reads may wait for storage; another thread answers those that wait for too
-//! long ([`super::lookout`]), and others handle them if all threads of fuser wait ([`super::spare`]).
+//! long, and others handle them if all threads of fuser wait ([`super::requests`]).
 //!
 //! The tree never changes, so the kernel may keep names, attributes, listings and data as long as it likes, absent names
 //! included. Requests that would change something get EROFS; the mount is read-only, so they only come after a remount.
@@ -34,10 +34,8 @@ use fuser::{
 use tracing::{error, info};
 
 use super::{
-    lookout::Lookout,
     open_mode::{Mode, OpenModes, Wish},
-    requests::{Requests, Ticket},
-    spare::{Overflow, Readers},
+    requests::{Lookout, Overflow, Readers, Requests, Ticket},
 };
 use crate::volume::{Access, Attr, FileSystem, FsError, Handle, Ino, NodeKind, Op, Opened, Permission};
 

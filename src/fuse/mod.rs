@@ -2,43 +2,28 @@
 //!
 //! | module | holds |
 //! | --- | --- |
-//! | [`session`] | [`serve`]: mount, threads, signals, draining, the end |
-//! | `mount` | how a mount comes to be and goes, as root and through `fusermount3` |
-//! | [`mountinfo`] | the kernel's table of mounts |
-//! | `unmount` | unmounting from outside the daemon |
-//! | [`holder`] | which processes keep a mount busy |
-//! | `requests`, `lookout`, `spare` | requests that wait for storage: when they end, and the threads that serve the others meanwhile |
-//! | `changes` | what the kernel keeps of files whose source has changed |
-//! | [`daemon`] | starting in the background, telling the starter and systemd |
-//! | [`helper`] | the arguments of `mount.ckfs`, as mount(8) passes them |
+//! | `session` | [`serve`]: mount, threads, signals, draining, the end; what the kernel keeps of files whose source has changed |
+//! | `mounts` | how a mount is made and removed, as root and through `fusermount3`; the kernel's table of mounts; which processes keep a mount busy |
+//! | `adapter`, `open_mode` | requests of fuser as calls of the file system, and their replies; how the kernel opens a file |
+//! | `requests` | requests that wait for storage: when they end, and the threads that serve the others meanwhile |
+//! | `daemon` | starting in the background, telling the starter and systemd; the arguments of `mount.ckfs`, as mount(8) passes them |
 //!
 //! Mounting and unmounting are ours, not fuser's: its own unmount can remove a mount that is not its own, gives up when
 //! files are open, and hides the type `fuse.ckfs`. A mount is known here by its mount id, and nothing is unmounted whose
 //! id is not the expected one. Nothing here knows what a tensor is.
 
 mod adapter;
-mod changes;
-pub mod daemon;
-pub mod helper;
-pub mod holder;
-mod lookout;
-mod mount;
-mod mount_id;
-pub mod mountinfo;
+mod daemon;
+mod mounts;
 mod open_mode;
-mod options;
 mod requests;
-pub mod session;
-mod spare;
-mod unmount;
+mod session;
 
-pub use daemon::{DaemonError, Readiness, Started, start_background};
-pub use helper::{HelperError, HelperRequest, parse_mount_helper};
-pub use mount::MountError;
-pub use mountinfo::{MountEntry, ckfs_mounts};
-pub use options::MountOptions;
+pub use daemon::{
+    DaemonError, HelperError, HelperRequest, Readiness, STARTER_VARIABLE, Started, parse_mount_helper, start_background,
+};
+pub use mounts::{
+    Device, FS_TYPE, Hold, Holder, MountEntry, MountError, MountOptions, UnmountError, UnmountOptions, ckfs_mounts,
+    unmount,
+};
 pub use session::{Exit, block_signals, interruptible, serve};
-pub use unmount::{UnmountError, UnmountOptions, unmount};
-
-/// Type of our mounts in the kernel's table.
-pub const FS_TYPE: &str = "fuse.ckfs";

@@ -76,7 +76,7 @@ impl MountEntry {
 ///
 /// # Errors
 /// The table cannot be read, as when `/proc` is not mounted.
-pub fn mounts() -> io::Result<Vec<MountEntry>> {
+pub(super) fn mounts() -> io::Result<Vec<MountEntry>> {
     Ok(parse(&fs::read("/proc/self/mountinfo")?))
 }
 
@@ -163,7 +163,7 @@ pub(super) fn mount_at(location: &Location) -> io::Result<Option<MountEntry>> {
 const STALE_CHECK_LIMIT: Duration = Duration::from_secs(5);
 
 /// Whether the mount at `path` has lost its daemon. A mount that does not answer in time is not stale but stuck.
-pub(super) fn is_stale(path: &Path) -> bool {
+pub(in crate::fuse) fn is_stale(path: &Path) -> bool {
     let (answer, answered) = mpsc::channel();
     let path = path.to_owned();
     let asking = thread::Builder::new().name("ckfs-stale".into()).spawn(move || {

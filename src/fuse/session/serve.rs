@@ -35,17 +35,13 @@ use nix::{
 };
 use tracing::{Level, error, info, warn};
 
-use super::{
-    MountError, MountOptions,
-    adapter::Adapter,
-    changes::Changes,
-    daemon::notify_systemd,
-    holder::{Holder, describe},
-    mount::{Mounted, Standing, mount},
-    mountinfo::is_stale,
-    unmount::UnmountError,
-};
+use super::changes::Changes;
 use crate::{
+    fuse::{
+        adapter::Adapter,
+        daemon::notify_systemd,
+        mounts::{Holder, MountError, MountOptions, Mounted, Standing, UnmountError, describe, is_stale, mount},
+    },
     host::{
         Log, limits,
         signal::{self, ENDING, REOPEN, STATISTICS},
@@ -112,6 +108,9 @@ pub fn interruptible<T>(work: impl FnOnce() -> T) -> Result<T, MountError> {
 
 /// How long the mount may take to answer its first questions.
 const SELF_CHECK_LIMIT: Duration = Duration::from_secs(10);
+
+/// What statistics are logged under, wherever in the session they are written: users search the log for it.
+const LOG_TARGET: &str = "ckfs::fuse::session";
 
 /// Time between attempts to unmount.
 const RETRY_PERIOD: Duration = Duration::from_millis(100);
@@ -482,7 +481,7 @@ impl Supervisor {
                         info!("{signal}: the log file is opened anew");
                     }
                     Some(signal) if signal == STATISTICS => {
-                        self.log.write(Level::INFO, module_path!(), self.statistics());
+                        self.log.write(Level::INFO, LOG_TARGET, self.statistics());
                     }
                     signal => return Ok(Event::Signal(signal.unwrap_or(Signal::SIGTERM))),
                 }

@@ -35,7 +35,7 @@ use nix::{
 use sd_notify::NotifyState;
 use tracing::{debug, warn};
 
-use super::unmount::{UnmountOptions, unmount};
+use crate::fuse::mounts::{UnmountOptions, unmount};
 use crate::host::{Log, Target, limits, log::FLUSH_LIMIT};
 
 /// Environment variable with the process id of the starter; for anyone but its children it means nothing.
@@ -340,7 +340,7 @@ fn starter_pipe() -> nix::Result<Option<File>> {
 }
 
 /// Tells systemd, if it started this process as a service of `Type=notify`.
-pub(super) fn notify_systemd(states: &[NotifyState<'_>]) {
+pub(in crate::fuse) fn notify_systemd(states: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(states) {
         warn!("systemd was not notified: {error}");
     }

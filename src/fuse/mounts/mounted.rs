@@ -25,10 +25,11 @@ use nix::{
 use tracing::{info, warn};
 
 use super::{
-    FS_TYPE, MountOptions,
+    FS_TYPE,
     holder::{Holder, holders},
     mount_id::unique_mount_id,
     mountinfo::{Device, MountEntry, is_stale, locate, mount_at, mounts},
+    options::MountOptions,
     unmount::{UnmountError, unmount_once},
 };
 
@@ -125,7 +126,7 @@ pub enum MountError {
 
 /// A mount of ours.
 #[derive(Debug)]
-pub(super) struct Mounted {
+pub(in crate::fuse) struct Mounted {
     /// As it was when the mount was made.
     entry: MountEntry,
     /// What tells it from a later mount with the same numbers, where the kernel knows that.
@@ -134,7 +135,7 @@ pub(super) struct Mounted {
 
 /// What became of a mount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Standing {
+pub(in crate::fuse) enum Standing {
     /// The path leads to it.
     Attached,
     /// It exists but something else lies above it.
@@ -144,7 +145,7 @@ pub(super) enum Standing {
 }
 
 /// Makes a mount on `mountpoint`; the descriptor is the connection to the kernel.
-pub(super) fn mount(mountpoint: &Path, options: &MountOptions) -> Result<(OwnedFd, Mounted), MountError> {
+pub(in crate::fuse) fn mount(mountpoint: &Path, options: &MountOptions) -> Result<(OwnedFd, Mounted), MountError> {
     let path = prepare(mountpoint)?;
     let source = format!("ckfs:{}", sanitize(&options.name));
     let fd = if geteuid().is_root() {
@@ -294,12 +295,12 @@ fn receive_descriptor(socket: &UnixStream) -> nix::Result<Option<OwnedFd>> {
 
 impl Mounted {
     /// Where it was mounted.
-    pub(super) fn path(&self) -> &Path {
+    pub(in crate::fuse) fn path(&self) -> &Path {
         &self.entry.mountpoint
     }
 
     /// What became of it. Unreadable tables count as attached, so that unmounting is at least tried.
-    pub(super) fn standing(&self) -> Standing {
+    pub(in crate::fuse) fn standing(&self) -> Standing {
         let Ok(entry) = self.current() else { return Standing::Attached };
         let Some(entry) = entry else { return Standing::Gone };
         match locate(&entry.mountpoint) {
@@ -312,7 +313,7 @@ impl Mounted {
     }
 
     /// Unmounts, if the path still leads to this mount; what happened to it otherwise.
-    pub(super) fn unmount(&self, lazy: bool) -> Result<Standing, UnmountError> {
+    pub(in crate::fuse) fn unmount(&self, lazy: bool) -> Result<Standing, UnmountError> {
         match self.standing() {
             Standing::Attached => {
                 // Should someone have moved it, it is unmounted where it is now.
@@ -324,13 +325,13 @@ impl Mounted {
     }
 
     /// A search for who keeps it busy.
-    pub(super) fn holders(&self) -> impl FnOnce() -> Vec<Holder> + Send + use<> {
+    pub(in crate::fuse) fn holders(&self) -> impl FnOnce() -> Vec<Holder> + Send + use<> {
         let entry = self.entry.clone();
         move || holders(&entry)
     }
 
     /// Raises the kernel's read-ahead for this mount, which only root may.
-    pub(super) fn set_read_ahead(&self, kib: u32) {
+    pub(in crate::fuse) fn set_read_ahead(&self, kib: u32) {
         let file = format!("/sys/class/bdi/{}/read_ahead_kb", self.entry.device);
         match fs::write(&file, kib.to_string()) {
             Ok(()) => info!("read-ahead is {kib} KiB"),
@@ -339,7 +340,7 @@ impl Mounted {
     }
 
     /// Ends the connection to the kernel: all requests fail from now on.
-    pub(super) fn abort(&self) {
+    pub(in crate::fuse) fn abort(&self) {
         const CONNECTIONS: &str = "/sys/fs/fuse/connections";
         let Device { minor, .. } = self.entry.device;
         let file = format!("{CONNECTIONS}/{minor}/abort");

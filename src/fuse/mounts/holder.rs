@@ -45,7 +45,7 @@ impl fmt::Display for Holder {
 const HOLDERS_MAX: usize = 32;
 
 /// Finds who keeps `mount` busy.
-pub fn holders(mount: &MountEntry) -> Vec<Holder> {
+pub(super) fn holders(mount: &MountEntry) -> Vec<Holder> {
     let Ok(processes) = fs::read_dir("/proc") else { return Vec::new() };
     let pids = processes.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     pids.filter_map(|pid| {
@@ -59,7 +59,7 @@ pub fn holders(mount: &MountEntry) -> Vec<Holder> {
 }
 
 /// The holders in one line.
-pub(super) fn describe(holders: &[Holder]) -> String {
+pub(in crate::fuse) fn describe(holders: &[Holder]) -> String {
     if holders.is_empty() {
         return "held by a process that cannot be seen".to_owned();
     }
@@ -92,7 +92,7 @@ fn hold_of(process: &Path, mount: &MountEntry) -> Option<Hold> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fuse::mountinfo::{locate, mounts};
+    use crate::fuse::mounts::mountinfo::{Device, locate, mounts};
 
     #[test]
     fn finds_this_process_and_what_it_holds() {
@@ -106,7 +106,7 @@ mod tests {
         let elsewhere = MountEntry {
             id: u64::MAX,
             mountpoint: "/nowhere".into(),
-            device: crate::fuse::mountinfo::Device { major: 0, minor: 0xfff_ffff },
+            device: Device { major: 0, minor: 0xfff_ffff },
             ..mount
         };
         assert_eq!(hold_of(process, &elsewhere), None);

@@ -11,8 +11,8 @@ use std::{
 use fuser::{Errno, ReplyData, ReplyOpen};
 
 use super::{
-    requests::{Expired, Requests},
     spare::{Overflow, Readers},
+    table::{Expired, Requests},
 };
 use crate::volume::{FileSystem, Op};
 
@@ -23,12 +23,12 @@ const IDLE_PERIOD: Duration = Duration::from_secs(1);
 const LOOKS: u32 = 8;
 
 /// What the thread looks after.
-pub(super) struct Lookout {
-    pub(super) fs: Arc<dyn FileSystem>,
-    pub(super) reads: Arc<Requests<ReplyData>>,
-    pub(super) opens: Arc<Requests<ReplyOpen>>,
-    pub(super) readers: Arc<Readers>,
-    pub(super) overflow: Arc<Overflow>,
+pub(in crate::fuse) struct Lookout {
+    pub(in crate::fuse) fs: Arc<dyn FileSystem>,
+    pub(in crate::fuse) reads: Arc<Requests<ReplyData>>,
+    pub(in crate::fuse) opens: Arc<Requests<ReplyOpen>>,
+    pub(in crate::fuse) readers: Arc<Readers>,
+    pub(in crate::fuse) overflow: Arc<Overflow>,
 }
 
 /// A reply to a request that may wait.
@@ -58,7 +58,7 @@ impl Lookout {
     ///
     /// # Errors
     /// The system starts no thread.
-    pub(super) fn start(self: &Arc<Self>) -> io::Result<()> {
+    pub(in crate::fuse) fn start(self: &Arc<Self>) -> io::Result<()> {
         let lookout = Arc::downgrade(self);
         thread::Builder::new().name("ckfs-lookout".to_owned()).spawn(move || watch(&lookout)).map(drop)
     }

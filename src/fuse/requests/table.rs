@@ -52,13 +52,13 @@ struct Shard<R> {
 
 /// The requests of one kind that were not answered yet.
 #[derive(Debug)]
-pub(super) struct Requests<R> {
+pub(in crate::fuse) struct Requests<R> {
     shards: Box<[Mutex<Shard<R>>]>,
 }
 
 /// A request's place among them. Dropped, it takes the reply out.
 #[derive(Debug)]
-pub(super) struct Ticket<R> {
+pub(in crate::fuse) struct Ticket<R> {
     requests: Arc<Requests<R>>,
     shard: usize,
     place: usize,
@@ -68,11 +68,11 @@ pub(super) struct Ticket<R> {
 
 /// A request that was taken out because it waited for too long.
 #[derive(Debug)]
-pub(super) struct Expired<R> {
-    pub(super) ino: Ino,
-    pub(super) since: Instant,
-    pub(super) aside: bool,
-    pub(super) reply: R,
+pub(in crate::fuse) struct Expired<R> {
+    pub(in crate::fuse) ino: Ino,
+    pub(in crate::fuse) since: Instant,
+    pub(in crate::fuse) aside: bool,
+    pub(in crate::fuse) reply: R,
 }
 
 impl<R> Default for Requests<R> {
@@ -84,7 +84,7 @@ impl<R> Default for Requests<R> {
 
 impl<R> Requests<R> {
     /// Keeps the reply of a request for `ino` that came at `since`.
-    pub(super) fn add(self: &Arc<Self>, ino: Ino, since: Instant, reply: R) -> Ticket<R> {
+    pub(in crate::fuse) fn add(self: &Arc<Self>, ino: Ino, since: Instant, reply: R) -> Ticket<R> {
         let shard_index = own_shard();
         let mut shard = self.shard(shard_index);
         shard.next_number += 1;
@@ -101,7 +101,7 @@ impl<R> Requests<R> {
     }
 
     /// Files with requests that have waited for `limit`, each once.
-    pub(super) fn late(&self, limit: Duration) -> Vec<Ino> {
+    pub(in crate::fuse) fn late(&self, limit: Duration) -> Vec<Ino> {
         let mut found = Vec::new();
         for index in 0..SHARDS {
             let shard = self.shard(index);
@@ -114,7 +114,7 @@ impl<R> Requests<R> {
     }
 
     /// Takes out the requests for `ino` that have waited for `limit`.
-    pub(super) fn expire(&self, ino: Ino, limit: Duration) -> Vec<Expired<R>> {
+    pub(in crate::fuse) fn expire(&self, ino: Ino, limit: Duration) -> Vec<Expired<R>> {
         let mut expired = Vec::new();
         for index in 0..SHARDS {
             let mut shard = self.shard(index);
@@ -130,7 +130,7 @@ impl<R> Requests<R> {
     }
 
     /// Whether any request waits.
-    pub(super) fn any(&self) -> bool {
+    pub(in crate::fuse) fn any(&self) -> bool {
         (0..SHARDS).any(|index| self.shard(index).places.iter().any(Option::is_some))
     }
 
@@ -141,7 +141,7 @@ impl<R> Requests<R> {
 
 impl<R> Ticket<R> {
     /// The reply, to be sent; none if it was taken before.
-    pub(super) fn take(&mut self) -> Option<R> {
+    pub(in crate::fuse) fn take(&mut self) -> Option<R> {
         let mut shard = self.requests.shard(self.shard);
         let place = shard.places.get_mut(self.place)?;
         let request = place.take_if(|request| request.number == self.number)?;
@@ -151,7 +151,7 @@ impl<R> Ticket<R> {
     }
 
     /// Notes that a thread of the overflow handles it. Whether it still waits.
-    pub(super) fn set_aside(&self) -> bool {
+    pub(in crate::fuse) fn set_aside(&self) -> bool {
         let mut shard = self.requests.shard(self.shard);
         match shard.places.get_mut(self.place) {
             Some(Some(request)) if request.number == self.number => {
@@ -163,7 +163,7 @@ impl<R> Ticket<R> {
     }
 
     /// Whether somebody else answered it.
-    pub(super) fn expired(&self) -> bool {
+    pub(in crate::fuse) fn expired(&self) -> bool {
         let waits = || {
             let shard = self.requests.shard(self.shard);
             shard

@@ -1,0 +1,8 @@
+//! The program as a daemon: how it is started, in the background or by mount(8), and how it reports that it is ready.
+
+mod background;
+mod helper;
+
+pub(super) use background::notify_systemd;
+pub use background::{DaemonError, Readiness, STARTER_VARIABLE, Started, start_background};
+pub use helper::{HelperError, HelperRequest, parse_mount_helper};
