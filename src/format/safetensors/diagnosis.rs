@@ -1,0 +1,117 @@
+//! Everything that is wrong with a header, by tensor.
+//!
+//! This runs only for headers that are not accepted at once: those that are refused, and those with members that the format
+//! does not know.
+
+use std::borrow::Cow;
+
+use safetensors::{
+    Dtype,
+    tensor::{Metadata, TensorInfo},
+};
+use serde::Deserialize;
+use smallvec::SmallVec;
+
+use super::{
+    RANK_MAX,
+    error::{HeaderError, HeaderErrors, Problems},
+    members::{Members, dtype_of, repeated},
+    tensor_bytes,
+};
+
+/// A tensor's description with any dtype, any number of axes and any further members.
+#[derive(Deserialize)]
+struct Loose<'a> {
+    #[serde(borrow)]
+    dtype: Code<'a>,
+    shape: SmallVec<[u64; RANK_MAX]>,
+    data_offsets: [u64; 2],
+}
+
+/// The crate takes all that serde takes for an enum, a map of one member included.
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "expected the code of a dtype")]
+enum Code<'a> {
+    Known(Dtype),
+    Unknown(#[serde(borrow)] Cow<'a, str>),
+}
+
+/// Lists what is wrong with a header of this text whose data is `data_bytes` long; its members if nothing is.
+///
+/// # Errors
+/// All problems. Where the text is not JSON of the right form, that is the only one.
+pub(super) fn examine(text: &str, data_bytes: u64) -> Result<Members<TensorInfo>, HeaderErrors> {
+    let failed = |error: serde_json::Error| HeaderError::Json { message: error.to_string() };
+    let Members { metadata, tensors } = serde_json::from_str::<Members<Loose<'_>>>(text).map_err(failed)?;
+    let mut problems = Problems::default();
+    for name in repeated(&tensors) {
+        problems.push(HeaderError::DuplicateTensor { tensor: name.to_owned() });
+    }
+    for (name, tensor) in &tensors {
+        check_tensor(name, tensor, &mut problems);
+    }
+    check_order(&tensors, data_bytes, &mut problems);
+    problems.finish(())?;
+    // Own code finds nothing wrong. What it skipped, the crate has not: only its verdict counts.
+    serde_json::from_str::<Metadata>(text).map_err(failed)?;
+    let info = |tensor: Loose<'_>| {
+        let Code::Known(dtype) = tensor.dtype else { return None };
+        let narrow = |value: u64| usize::try_from(value).ok();
+        let shape = tensor.shape.iter().map(|extent| narrow(*extent)).collect::<Option<Vec<usize>>>()?;
+        Some(TensorInfo {
+            dtype,
+            shape,
+            data_offsets: (narrow(tensor.data_offsets[0])?, narrow(tensor.data_offsets[1])?),
+        })
+    };
+    let tensors = tensors.into_iter().map(|(name, tensor)| Some((name, info(tensor)?))).collect::<Option<_>>();
+    let tensors = tensors.ok_or(HeaderError::Overflow { what: "a number" })?;
+    Ok(Members { metadata, tensors })
+}
+
+/// The dtype, the rank and the size of one tensor.
+fn check_tensor(name: &str, tensor: &Loose<'_>, problems: &mut Problems) {
+    let name = || name.to_owned();
+    let rank = tensor.shape.len();
+    if rank > RANK_MAX {
+        problems.push(HeaderError::Rank { tensor: name(), found: rank });
+    }
+    let dtype = match &tensor.dtype {
+        Code::Known(dtype) => dtype_of(*dtype).ok_or_else(|| dtype.to_string()),
+        Code::Unknown(code) => Err(code.clone().into_owned()),
+    };
+    let dtype = match dtype {
+        Ok(dtype) => dtype,
+        Err(found) => return problems.push(HeaderError::UnknownDType { tensor: name(), found }),
+    };
+    if rank > RANK_MAX {
+        return;
+    }
+    let [start, end] = tensor.data_offsets;
+    match tensor_bytes(dtype, &tensor.shape) {
+        None => problems.push(HeaderError::Size { tensor: name(), dtype, shape: tensor.shape.to_vec() }),
+        Some(expected) if end.checked_sub(start) != Some(expected) => {
+            let (tensor, shape) = (name(), tensor.shape.to_vec());
+            problems.push(HeaderError::Bytes { tensor, dtype, shape, expected, start, end });
+        }
+        Some(_) => {}
+    }
+}
+
+/// Whether tensors follow each other without hole or overlap, to the end of the file.
+fn check_order(tensors: &[(String, Loose<'_>)], data_bytes: u64, problems: &mut Problems) {
+    let mut spans: Vec<([u64; 2], &str)> =
+        tensors.iter().map(|(name, tensor)| (tensor.data_offsets, name.as_str())).collect();
+    // By both ends, so that tensors without elements stand before the tensor that starts at the same place.
+    spans.sort_by_key(|span| span.0);
+    let mut end = 0;
+    for ([start, stop], name) in spans {
+        if start != end {
+            problems.push(HeaderError::NotContiguous { tensor: name.to_owned(), expected: end, found: start });
+        }
+        end = stop;
+    }
+    if end != data_bytes {
+        problems.push(HeaderError::End { expected: end, found: data_bytes });
+    }
+}

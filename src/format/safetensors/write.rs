@@ -1,0 +1,209 @@
+//! Headers to be put before data.
+
+use super::{
+    JSON_BYTES_MAX, METADATA, PREFIX_BYTES, RANK_MAX,
+    error::{HeaderError, HeaderErrors, Problems},
+    is_reserved, tensor_bytes,
+};
+use crate::tensor::DType;
+
+/// A header to be put before data.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WrittenHeader {
+    /// Length, JSON and padding: everything before the data but `spaces`.
+    pub bytes: Vec<u8>,
+    /// Further spaces that belong to the header: none, unless it was made longer.
+    pub spaces: u64,
+    /// Length and JSON without padding.
+    pub unpadded_bytes: u64,
+    /// Bytes of all tensors together.
+    pub data_bytes: u64,
+}
+
+/// Length of a header with its padding to a multiple of `alignment`.
+///
+/// # Errors
+/// [`HeaderError::TooLong`].
+pub fn padded_bytes(unpadded_bytes: u64, alignment: u64) -> Result<u64, HeaderError> {
+    let padded = unpadded_bytes.next_multiple_of(alignment);
+    let found = padded - PREFIX_BYTES;
+    if found > JSON_BYTES_MAX { Err(HeaderError::TooLong { found }) } else { Ok(padded) }
+}
+
+impl WrittenHeader {
+    /// Makes the data begin at byte `start`, if the header is shorter than that and the format allows it.
+    pub fn reach(&mut self, start: u64) {
+        let json_bytes = start.saturating_sub(PREFIX_BYTES);
+        if (self.bytes.len() as u64) < start && json_bytes <= JSON_BYTES_MAX {
+            self.spaces = start - self.bytes.len() as u64;
+            self.bytes[..8].copy_from_slice(&json_bytes.to_le_bytes());
+        }
+    }
+}
+
+/// Makes the header of a file that holds these tensors one after the other, in the order given.
+///
+/// The data starts at a multiple of `alignment` bytes, by spaces after the JSON. Names may be anything but repeated; an
+/// empty `metadata` leaves the member out.
+///
+/// # Errors
+/// A repeated or reserved name, a tensor that is not whole bytes, or a header beyond the format's limit.
+///
+/// # Panics
+/// If `alignment` is 0.
+pub fn write_header<'a>(
+    tensors: impl IntoIterator<Item = (&'a str, DType, &'a [u64])>,
+    metadata: &[(&str, &str)],
+    alignment: u64,
+) -> Result<WrittenHeader, HeaderErrors> {
+    assert!(alignment > 0, "alignment is a number of bytes");
+    let mut problems = Problems::default();
+    let mut bytes = vec![0; 8];
+    bytes.push(b'{');
+    if !metadata.is_empty() {
+        push_string(&mut bytes, METADATA);
+        bytes.extend_from_slice(b":{");
+        for (key, value) in metadata {
+            push_string(&mut bytes, key);
+            bytes.push(b':');
+            push_string(&mut bytes, value);
+            bytes.push(b',');
+        }
+        bytes.pop();
+        bytes.extend_from_slice(b"},");
+    }
+    let mut names = Vec::new();
+    let mut end = 0_u64;
+    for (name, dtype, shape) in tensors {
+        if is_reserved(name) {
+            problems.push(HeaderError::ReservedName { tensor: name.to_owned() });
+        }
+        if shape.len() > RANK_MAX {
+            problems.push(HeaderError::Rank { tensor: name.to_owned(), found: shape.len() });
+        }
+        let start = end;
+        match tensor_bytes(dtype, shape).and_then(|bytes| start.checked_add(bytes)) {
+            Some(next) => end = next,
+            None => problems.push(HeaderError::Size { tensor: name.to_owned(), dtype, shape: shape.to_vec() }),
+        }
+        names.push(name);
+        push_string(&mut bytes, name);
+        bytes.extend_from_slice(b":{\"dtype\":\"");
+        bytes.extend_from_slice(dtype.code().as_bytes());
+        bytes.extend_from_slice(b"\",\"shape\":[");
+        push_numbers(&mut bytes, shape);
+        bytes.extend_from_slice(b"],\"data_offsets\":[");
+        push_numbers(&mut bytes, &[start, end]);
+        bytes.extend_from_slice(b"]},");
+    }
+    if bytes.last() == Some(&b',') {
+        bytes.pop();
+    }
+    bytes.push(b'}');
+    names.sort_unstable();
+    for pair in names.windows(2).filter(|pair| pair[0] == pair[1]) {
+        problems.push(HeaderError::DuplicateTensor { tensor: pair[0].to_owned() });
+    }
+    let unpadded_bytes = bytes.len() as u64;
+    match padded_bytes(unpadded_bytes, alignment) {
+        Ok(padded) => {
+            bytes.resize(usize::try_from(padded).expect("the format's limit fits memory"), b' ');
+            bytes[..8].copy_from_slice(&(padded - PREFIX_BYTES).to_le_bytes());
+        }
+        Err(problem) => problems.push(problem),
+    }
+    problems.finish(WrittenHeader { bytes, spaces: 0, unpadded_bytes, data_bytes: end })
+}
+
+/// Length and JSON of a header without padding, from the bytes of its metadata and of its tensors' rows, each with the comma
+/// after it.
+pub fn unpadded_bytes(metadata_bytes: u64, rows_bytes: u64) -> u64 {
+    // Braces around, and no comma after the last.
+    PREFIX_BYTES + 2 + (metadata_bytes + rows_bytes).saturating_sub(1)
+}
+
+/// Bytes that metadata takes in the JSON of a header.
+pub fn metadata_bytes(metadata: &[(&str, &str)]) -> u64 {
+    let members: u64 = metadata.iter().map(|(key, value)| string_bytes(key) + string_bytes(value) + 2).sum();
+    // A colon and braces, a comma after them, and none after the last member.
+    if metadata.is_empty() { 0 } else { string_bytes(METADATA) + 4 + members - 1 }
+}
+
+/// Bytes that a tensor takes in the JSON of a header besides the digits of its extents and offsets: its name, its type, and
+/// the comma after it.
+pub fn tensor_row_bytes(name: &str, dtype: DType, rank: usize) -> u64 {
+    let commas = rank.saturating_sub(1);
+    string_bytes(name) + (r#",:{"dtype":"","shape":[],"data_offsets":[,]}"#.len() + dtype.code().len() + commas) as u64
+}
+
+/// Decimal digits of a number.
+pub fn digits(number: u64) -> u64 {
+    u64::from(number.checked_ilog10().unwrap_or(0)) + 1
+}
+
+fn string_bytes(text: &str) -> u64 {
+    let mut bytes = Vec::new();
+    push_string(&mut bytes, text);
+    bytes.len() as u64
+}
+
+fn push_string(bytes: &mut Vec<u8>, text: &str) {
+    let plain = |byte: u8| byte >= 0x20 && byte != b'"' && byte != b'\\';
+    if text.bytes().all(plain) {
+        bytes.push(b'"');
+        bytes.extend_from_slice(text.as_bytes());
+        bytes.push(b'"');
+    } else {
+        serde_json::to_writer(bytes, text).expect("a string can be written to memory");
+    }
+}
+
+/// Decimal numbers with commas between them.
+fn push_numbers(bytes: &mut Vec<u8>, numbers: &[u64]) {
+    for (place, number) in numbers.iter().enumerate() {
+        if place > 0 {
+            bytes.push(b',');
+        }
+        let mut digits = [0; 20];
+        let mut rest = *number;
+        let mut first = digits.len();
+        loop {
+            first -= 1;
+            digits[first] = b'0' + (rest % 10).to_le_bytes()[0];
+            rest /= 10;
+            if rest == 0 {
+                break;
+            }
+        }
+        bytes.extend_from_slice(&digits[first..]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_are_as_long_as_counted() {
+        let tensors: [(&str, DType, &[u64]); 4] = [
+            ("a", DType::F32, &[]),
+            ("it's \"b\"\n", DType::BF16, &[3, 1000]),
+            ("\u{e9}", DType::F8E4M3, &[0, 9]),
+            ("d", DType::I64, &[99_999]),
+        ];
+        for metadata in [&[][..], &[("format", "pt")], &[("format", "pt"), ("k\"", "{\"a\": 1}")]] {
+            for count in 0..=tensors.len() {
+                let (mut rows, mut end) = (0, 0);
+                for (name, dtype, shape) in &tensors[..count] {
+                    let start = end;
+                    end += tensor_bytes(*dtype, shape).unwrap();
+                    let numbers = shape.iter().chain([&start, &end]).map(|number| digits(*number)).sum::<u64>();
+                    rows += tensor_row_bytes(name, *dtype, shape.len()) + numbers;
+                }
+                let header = write_header(tensors[..count].iter().copied(), metadata, 8).unwrap();
+                let counted = unpadded_bytes(metadata_bytes(metadata), rows);
+                assert_eq!((counted, end), (header.unpadded_bytes, header.data_bytes), "{metadata:?}, {count}");
+            }
+        }
+    }
+}
