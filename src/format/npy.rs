@@ -11,6 +11,8 @@
 //! `ml_dtypes`: as opaque bytes of their width, `<V2` and `|V1`. Such a file opens everywhere, `array.view(dtype)` makes it
 //! what it is, and a program that forgets to is stopped by its first arithmetic, where integers of the same width would
 //! silently be taken for numbers.
+//!
+//! Own code, because `npyz` (0.9) writes a header only together with its elements and brings 25 crates to read a dictionary.
 
 use crate::tensor::DType;
 

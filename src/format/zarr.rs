@@ -6,6 +6,9 @@
 //!
 //! Version 2 and not 3, because it has complex numbers and because all files of an array lie in one directory; Orbax and
 //! TensorStore read either.
+//!
+//! Own code, because a description is one small JSON object: `zarrs_metadata` (0.7) knows every codec and chunk grid of versions
+//! 2 and 3, but neither Orbax's choice among them nor the size of a chunk's file.
 
 use std::fmt::Write as _;
 

@@ -3,6 +3,9 @@
 //! An archive is laid out before the data is known: [`ZipWriter::entry`] gives the bytes before an entry's data,
 //! [`ZipWriter::finish`] those after the last. Sizes are exact, with the 64-bit extension where a number needs it. The
 //! checksum of data that is known only when it is read is left 0, which torch accepts.
+//!
+//! Own code, because the `zip` crate (9.8) writes through the data: it needs every byte of an entry before it can say where the
+//! next one begins. It also pads no entry as torch does.
 
 /// Largest number that a field of 32 bits holds; the next one is the mark of the 64-bit extension.
 const NARROW_MAX: u64 = 0xffff_fffe;
@@ -17,29 +20,8 @@ const PADDING_ID: u16 = u16::from_le_bytes(*b"FB");
 /// Identifier of the 64-bit extension's extra field.
 const WIDE_ID: u16 = 1;
 
-/// The checksums of single bytes.
-const CRC_OF_BYTE: [u32; 256] = {
-    let mut table = [0; 256];
-    let mut byte = 0;
-    while byte < 256 {
-        let (mut crc, mut bit): (u32, u8) = (byte, 0);
-        while bit < 8 {
-            crc = (crc >> 1) ^ (0xedb8_8320 & (crc & 1).wrapping_neg());
-            bit += 1;
-        }
-        table[byte as usize] = crc;
-        byte += 1;
-    }
-    table
-};
-
 /// The checksum that zip has, of bytes that are known.
-pub fn crc32(bytes: &[u8]) -> u32 {
-    !bytes.iter().fold(!0_u32, |crc, byte| {
-        let [low, ..] = crc.to_le_bytes();
-        (crc >> 8) ^ CRC_OF_BYTE[usize::from(low ^ byte)]
-    })
-}
+pub use crc32fast::hash as crc32;
 
 #[derive(Debug)]
 struct Entry {

@@ -9,6 +9,9 @@
 //! soon as writing works again. Errors and warnings that repeat are counted too: see [`super::repeats`].
 //!
 //! Without the writer thread, which a system at its limits may refuse, lines are written where they arise.
+//!
+//! Own code, because `tracing-appender` (0.2) does not count lines whose writing failed, panics when the system starts no thread,
+//! and cannot be given another target.
 
 use std::{
     collections::VecDeque,

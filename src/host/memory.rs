@@ -8,6 +8,9 @@
 //!
 //! Finding the files is a pure function of the two texts, [`limit_files`]. Swap is not counted: a limit that is kept only with
 //! swap is not kept.
+//!
+//! Own code, because `cgroups-rs` (0.5) is made to create and manage groups below `/sys/fs/cgroup`. It does not look for limits of
+//! the groups above the process's own.
 
 use std::{
     fmt, fs,

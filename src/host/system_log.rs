@@ -1,6 +1,9 @@
 //! The system's log: syslog by `/dev/log`, else the journal by its own socket.
 //!
 //! Both take one datagram a line. The socket never blocks; what the log does not take in time counts as lost.
+//!
+//! Own code, because the sockets of `syslog` (7.0) and `tracing-journald` (0.3) block while the log is slow. The second knows the
+//! journal only, and discards errors without a count.
 
 use std::{
     io,

@@ -3,6 +3,9 @@
 //! A path alone does not name a mount: mounts stack, and the topmost may not be a ckfs mount. A mount is known by its id.
 //! No function here sends a request to the file system that it looks at, so all work on a mount whose daemon is dead or stuck.
 //! The one exception, `is_stale`, asks in another thread and with a time limit.
+//!
+//! Own code, because `procfs` (0.18) leaves `\040` in mount points as it is and refuses the whole table for one path that is
+//! not UTF-8 or one line that it does not know.
 
 use std::{
     ffi::OsString,
