@@ -105,7 +105,7 @@ fn sources() -> Vec<SourceFile> {
     paths.into_iter().map(file).collect()
 }
 
-/// Replaces comments, strings and character literals by blanks; keeps lines.
+/// Replaces comments, strings and character literals by spaces; keeps lines.
 fn code_only(text: &str) -> String {
     let chars: Vec<char> = text.chars().collect();
     let mut code = String::with_capacity(text.len());
@@ -167,7 +167,7 @@ fn raw_string(chars: &[char], at: usize) -> Option<usize> {
     (chars.get(at + 1 + hashes) == Some(&'"')).then_some(hashes)
 }
 
-/// Identifiers, `::` and other punctuation, without blanks.
+/// Identifiers, `::` and other punctuation, without white space.
 fn tokens(code: &str) -> Vec<&str> {
     let mut tokens = Vec::new();
     let mut rest = code.trim_start();

@@ -297,9 +297,9 @@ pub static SETTINGS: &[Setting] = &[
         "Lets all users in; others than root need `user_allow_other` in /etc/fuse.conf.",
     )
     .more(
-        "Each file can then be read by those that can read the source files that it is made of, and by nobody else: \
-         permission bits, owner and group of the sources and of the directories above them carry over. `ckfs plan` says \
-         who that is.",
+        "A user can then read a file exactly if that user can read the source files that it is made of: \
+         permission bits, owner and group of the sources and of the directories above them carry over. `ckfs plan` lists \
+         those users.",
     ),
     Setting::new(
         Mount,

@@ -8,9 +8,9 @@
 //! | `requests` | requests that wait for storage: when they end, and the threads that serve the others meanwhile |
 //! | `daemon` | starting in the background, telling the starter and systemd; the arguments of `mount.ckfs`, as mount(8) passes them |
 //!
-//! Mounting and unmounting are ours, not fuser's: its own unmount can remove a mount that is not its own, gives up when
-//! files are open, and hides the type `fuse.ckfs`. A mount is known here by its mount id, and nothing is unmounted whose
-//! id is not the expected one. Nothing here knows what a tensor is.
+//! ckfs mounts and unmounts by itself. fuser's unmount can remove a mount that is not its own, gives up when
+//! files are open, and hides the type `fuse.ckfs`. Here a mount is known by its mount id, and only the mount with
+//! the expected id is unmounted. Nothing here knows what a tensor is.
 
 mod adapter;
 mod daemon;
@@ -23,7 +23,7 @@ pub use daemon::{
     DaemonError, HelperError, HelperRequest, Readiness, STARTER_VARIABLE, Started, parse_mount_helper, start_background,
 };
 pub use mounts::{
-    Device, FS_TYPE, Hold, Holder, MountEntry, MountError, MountOptions, UnmountError, UnmountOptions, ckfs_mounts,
+    Device, FS_TYPE, Hold, MountEntry, MountError, MountOptions, MountUser, UnmountError, UnmountOptions, ckfs_mounts,
     unmount,
 };
 pub use session::{Exit, block_signals, interruptible, serve};

@@ -98,7 +98,7 @@ struct State {
     has_thread: bool,
 }
 
-/// What writes. Held by the writer thread, or by whoever writes without one.
+/// The part that writes. Held by the writer thread, or by a thread that writes a line by itself.
 #[derive(Debug)]
 struct Output {
     target: Target,

@@ -51,7 +51,7 @@ pub fn block() -> nix::Result<()> {
     handled().thread_block()
 }
 
-/// Lets a write that a limit forbids, or that nobody reads, fail with an error instead of ending the process.
+/// Lets a write fail with an error, instead of ending the process, if a limit forbids it or no process reads it.
 pub fn ignore_write_failures() {
     BY_WRITES.into_iter().for_each(ignore);
 }

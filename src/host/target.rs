@@ -76,7 +76,7 @@ impl Target {
         Ok(Self::File(LogFile::open(path, None)?))
     }
 
-    /// Where a daemon that serves `mountpoint` logs if nobody says where: the system's log, else a file of its own below
+    /// Where a daemon that serves `mountpoint` logs if the user does not say: the system's log, else a file of its own below
     /// `$XDG_STATE_HOME/ckfs`, else nowhere.
     pub fn of_daemon(mountpoint: &Path) -> Self {
         if let Some(log) = SystemLog::find() {

@@ -38,7 +38,7 @@ impl Reads {
         self.paged_bytes - self.needed_bytes
     }
 
-    /// So many times the same.
+    /// `count` times these bytes.
     #[must_use]
     pub const fn times(self, count: u64) -> Self {
         Self { needed_bytes: self.needed_bytes * count, paged_bytes: self.paged_bytes * count }

@@ -5,7 +5,7 @@ use std::fmt;
 use super::{JSON_BYTES_MAX, PREFIX_BYTES, RANK_MAX};
 use crate::tensor::DType;
 
-/// Problems of one header that are listed; a broken writer gets all its tensors wrong, and nobody reads 150 000 lines.
+/// Most problems of one header that are listed. A broken writer gets all its tensors wrong, and no reader wants 150 000 lines.
 const PROBLEMS_MAX: usize = 20;
 
 /// What is wrong with a header.

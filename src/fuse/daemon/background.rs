@@ -1,13 +1,14 @@
 //! Starting in the background, and telling the starter and systemd how it went.
 //!
-//! The starter runs the program once more, with `--foreground` or whatever its arguments say, and gives it the writing end
-//! of a pipe as standard input, the one descriptor that a child gets without others inheriting it too. That it is
-//! started this way the child sees from the environment variable [`STARTER_VARIABLE`]. Running anew instead of forking
-//! needs no care about threads. The child reports through [`Readiness`] exactly once, ready or failed with its reason, and
-//! the starter returns only then. Until it is ready the child keeps the starter's standard error, session and process group
-//! (an automount daemon knows its mount helpers by the group) and is asked to end when the starter dies; when ready it
-//! cuts all ties: new session, working directory `/`, standard streams to `/dev/null` or the log file. A child that ends
-//! without being ready may leave its mount behind, dead; the starter removes it.
+//! The starter runs the program again. It gives the child the writing end of a pipe as standard input: the one descriptor that
+//! a child gets without other children inheriting it. The environment variable [`STARTER_VARIABLE`] tells the child that it was
+//! started this way. A new program, unlike a fork, needs no care about threads.
+//!
+//! The child reports through [`Readiness`] exactly once: ready, or failed with its reason. The starter returns only then.
+//! Until it is ready, the child keeps the starter's standard error, session and process group, since an automount daemon knows
+//! its mount helpers by the group. If the starter dies, the child is asked to end. When it is ready, the child cuts all
+//! ties: new session, working directory `/`, standard streams to `/dev/null` or the log file. A child that ends
+//! before it is ready may leave a dead mount behind, which the starter removes.
 
 use std::{
     env,
@@ -38,17 +39,16 @@ use tracing::{debug, warn};
 use crate::fuse::mounts::{UnmountOptions, unmount};
 use crate::host::{Log, Target, limits, log::FLUSH_LIMIT};
 
-/// Environment variable with the process id of the starter; for anyone but its children it means nothing.
+/// Environment variable with the process id of the starter. It means nothing to a process that is not the starter's child.
 pub const STARTER_VARIABLE: &str = "CKFS_STARTER_PID";
 
-/// How the line begins that the child writes when it is ready; after it comes where the log goes. Anything else is the reason
-/// why it is not.
+/// First word of the child's report when it is ready; the target of the log follows. Any other report is the reason of a failure.
 const READY: &str = "ready ";
 
-/// More than this is not read of a reason.
+/// Most bytes that are read of a reason.
 const REASON_BYTES_MAX: u64 = 64 << 10;
 
-/// How long a child that took too long may take to clean up.
+/// Time that a child has to clean up after it was not ready in time.
 const CLEANUP_LIMIT: Duration = Duration::from_secs(5);
 
 /// Why the daemon is not running.
@@ -62,21 +62,21 @@ pub enum DaemonError {
         /// Why.
         source: io::Error,
     },
-    /// It reported why it could not start.
+    /// The child reported a failure.
     #[error("{reason}")]
     Failed {
-        /// As it said.
+        /// As the child reported it.
         reason: String,
     },
-    /// It ended without a report.
+    /// The child ended without a report.
     #[error("the daemon ended before it was ready: {status}{limits}")]
     Died {
-        /// How.
+        /// Its exit status.
         status: ExitStatus,
-        /// Limits that may be the reason, as the end of a message.
+        /// Limits that may be the reason, as words that end a message.
         limits: String,
     },
-    /// It did not report in time and was ended.
+    /// The child did not report in time, so the starter ended it.
     #[error("the daemon was not ready within {} s", limit.as_secs())]
     TimedOut {
         /// The time it had.
@@ -90,7 +90,7 @@ pub enum DaemonError {
         /// Why.
         source: io::Error,
     },
-    /// The ties to the starter cannot be cut, or the pipe to it is none.
+    /// A system call failed while the child cut its ties to the starter, or standard input is no pipe.
     #[error("{what}: {source}")]
     System {
         /// What was tried.
@@ -109,15 +109,15 @@ fn system(what: &'static str) -> impl Fn(Errno) -> DaemonError {
 pub struct Started {
     /// Its process id.
     pub pid: u32,
-    /// Where its log goes, for people: `to` some place, or `nowhere` and why.
+    /// Target of its log, in words for people: `to` a place, or `nowhere` and the reason.
     pub log: String,
 }
 
 /// Runs `program` in the background and waits until it is ready.
 ///
 /// # Errors
-/// [`DaemonError`]; the child is gone then, with its reason as [`DaemonError::Failed`] if it gave one, and if it left a dead
-/// mount of ours on `mountpoint`, that is removed.
+/// [`DaemonError`]. The child has ended then; a reason that it gave is in [`DaemonError::Failed`]. A dead ckfs mount that it left
+/// on `mountpoint` is removed.
 pub fn start_background(
     program: &Path,
     args: &[OsString],
@@ -125,7 +125,7 @@ pub fn start_background(
     timeout: Duration,
 ) -> Result<Started, DaemonError> {
     start_child(program, args, timeout).inspect_err(|_| {
-        // Never a live mount, never something else.
+        // Only a stale ckfs mount is removed.
         let options = UnmountOptions { lazy: true, stale_only: true, ..UnmountOptions::default() };
         if let Err(error) = unmount(mountpoint, options) {
             debug!("nothing to clean up: {error}");
@@ -164,7 +164,7 @@ fn is_ready(report: &str) -> bool {
     report.starts_with(READY) && report.ends_with('\n')
 }
 
-/// Reads until the child has reported or is gone; `None` if that takes too long.
+/// Reads until the child has reported or has ended; `None` after `timeout`.
 fn read_report(mut reader: io::PipeReader, timeout: Duration) -> io::Result<Option<Vec<u8>>> {
     let deadline = Instant::now() + timeout;
     let mut report = Vec::new();
@@ -220,11 +220,11 @@ pub struct Readiness {
 }
 
 impl Readiness {
-    /// Finds out who waits for a report. With a `log_file`, `log` and standard error go there at once when in the foreground,
-    /// and when ready in the background; the file is created and appended to. Without one, `log` goes to the system's log
-    /// when ready in the background, or to a file of this `mountpoint`: [`Target::of_daemon`].
+    /// Finds out whether a starter or systemd waits for a report. Must be called once only.
     ///
-    /// To be called once.
+    /// With a `log_file`, `log` and standard error are written there: at once in the foreground, when ready in the background.
+    /// The file is created, or appended to. Without one, a daemon in the background logs to [`Target::of_daemon`] when it is
+    /// ready.
     ///
     /// # Errors
     /// [`DaemonError::LogFile`] or [`DaemonError::System`].
@@ -249,7 +249,7 @@ impl Readiness {
         Ok(readiness)
     }
 
-    /// Whether a starter waits, which means that this process is to go on in the background.
+    /// Whether a starter waits, so that this process goes on in the background.
     pub const fn in_background(&self) -> bool {
         self.starter.is_some()
     }
@@ -260,7 +260,7 @@ impl Readiness {
     /// [`DaemonError::System`]; the starter then sees this process end without a report.
     pub fn ready(&mut self, status: &str) -> Result<(), DaemonError> {
         if let Some(mut starter) = self.starter.take() {
-            // What was said so far is for the starter's user.
+            // Lines so far are for the starter's user.
             self.log.flush(FLUSH_LIMIT);
             let place = self.cut_ties()?;
             // A starter that is gone needs no report; the signal of its death is on its way.
@@ -272,8 +272,7 @@ impl Readiness {
         Ok(())
     }
 
-    /// A second one, for another thread that may have to report a failure, and for nothing else; to be dropped before the
-    /// mount is ready.
+    /// A copy for another thread, which may only report a failure with it. Must be dropped before the mount is ready.
     ///
     /// # Errors
     /// [`DaemonError::System`].
@@ -296,12 +295,12 @@ impl Readiness {
         notify_systemd(&[NotifyState::Status(status)]);
     }
 
-    /// Where the log goes from now on.
+    /// Cuts the ties to the starter. Returns the target of the log from now on, in words.
     fn cut_ties(&mut self) -> Result<String, DaemonError> {
-        // The starter ends as soon as it has the report, and that is not to end this process.
+        // The starter ends as soon as it has the report; this process must outlive it.
         set_pdeathsig(None).map_err(system("prctl"))?;
         match setsid() {
-            // The leader of a group has no starter in the same group.
+            // EPERM: this process already leads a group, so the starter is in another.
             Ok(_) | Err(Errno::EPERM) => {}
             Err(errno) => return Err(system("setsid")(errno)),
         }

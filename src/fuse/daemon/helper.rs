@@ -180,11 +180,11 @@ fn unescape(tail: &str) -> Option<(char, usize)> {
     }
 }
 
-/// Options that mean something to others, or that always hold here.
+/// Options for other programs, and options that always hold here.
 const CONSUMED: [&str; 29] = [
     "defaults",
     "ro",
-    // What mount(8) says when nobody asked for either; the mount is read-only all the same.
+    // mount(8) passes `rw` when the user asked for neither; the mount is read-only all the same.
     "rw",
     "nosuid",
     "nodev",

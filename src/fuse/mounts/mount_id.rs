@@ -1,12 +1,12 @@
 #![allow(unsafe_code)]
 //! The number of a mount that is never given to another.
 //!
-//! Mount ids and device numbers of the table of mounts are used again at once: a mount made right after ours was removed
+//! Mount ids and device numbers of the table of mounts are used again at once: a mount made right after another was removed
 //! often has both. Since Linux 6.8 there is a second id that is unique for as long as the system is up.
 
 use std::{ffi::CString, mem::MaybeUninit, os::unix::ffi::OsStrExt, path::Path};
 
-/// The unique id of the topmost mount at `path`; `None` if the kernel has none or the path cannot be looked at.
+/// The unique id of the topmost mount at `path`; `None` if the kernel has none or the path cannot be examined.
 ///
 /// The file system is not asked: attributes that the kernel has are good enough, as none are used.
 pub(super) fn unique_mount_id(path: &Path) -> Option<u64> {

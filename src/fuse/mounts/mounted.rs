@@ -1,9 +1,9 @@
 #![allow(unsafe_code)]
-//! How a mount comes to be and goes.
+//! How a mount is made and removed.
 //!
-//! Root mounts by mount(2), which lets the type be `fuse.ckfs`; others ask the setuid program `fusermount3`, which hands
-//! the descriptor of `/dev/fuse` over a socket. Either way the mount is known by its id from then on, and nothing is
-//! unmounted unless the path still leads to that id.
+//! Root mounts by mount(2), which lets the type be `fuse.ckfs`. Other users ask the setuid program `fusermount3`, which sends
+//! the descriptor of `/dev/fuse` over a socket. In both cases the mount is known by its id from then on. It is
+//! unmounted only if the path still leads to that id.
 
 use std::{
     fs::{self, File},
@@ -26,14 +26,14 @@ use tracing::{info, warn};
 
 use super::{
     FS_TYPE,
-    holder::{Holder, holders},
     mount_id::unique_mount_id,
+    mount_user::{MountUser, mount_users},
     mountinfo::{Device, MountEntry, is_stale, locate, mount_at, mounts},
     options::MountOptions,
     unmount::{UnmountError, unmount_once},
 };
 
-/// Why a mount did not come to be, or did not go on.
+/// Why a mount was not made, or did not go on.
 #[derive(Debug, thiserror::Error)]
 pub enum MountError {
     /// The kernel has no FUSE, or this container does not see it.
@@ -45,7 +45,7 @@ pub enum MountError {
         /// Why.
         source: io::Error,
     },
-    /// The directory to mount on cannot be looked at.
+    /// The directory to mount on cannot be examined.
     #[error("mountpoint {}: {source}", path.display())]
     Path {
         /// The path as given.
@@ -59,23 +59,23 @@ pub enum MountError {
         /// The path as given.
         path: PathBuf,
     },
-    /// One can only mount on a directory.
+    /// The mountpoint is not a directory.
     #[error("mountpoint {}: not a directory", path.display())]
     NotDirectory {
         /// The path as given.
         path: PathBuf,
     },
-    /// Something is mounted there and alive.
+    /// A live mount is there already.
     #[error("mountpoint {}: already mounted: {source_name} (type {fs_type}); unmount it first", path.display())]
     Occupied {
         /// The path without symlinks.
         path: PathBuf,
-        /// Type of what is mounted.
+        /// File system type of that mount.
         fs_type: String,
         /// Its source.
         source_name: String,
     },
-    /// A mount that lost its daemon lies there and cannot be removed.
+    /// A mount without its daemon is there and cannot be removed.
     #[error("mountpoint {}: cannot remove the stale mount: {source}", path.display())]
     Stale {
         /// The path without symlinks.
@@ -83,13 +83,13 @@ pub enum MountError {
         /// Why.
         source: UnmountError,
     },
-    /// Anyone but root needs the program.
+    /// Users other than root need the program `fusermount3`.
     #[error("only root can mount without fusermount3, and that was not found; install fuse3")]
     NoFusermount,
     /// `fusermount3` refused.
     #[error("fusermount3: {message}")]
     Fusermount {
-        /// What it said.
+        /// Its message.
         message: String,
     },
     /// The kernel refused.
@@ -124,21 +124,21 @@ pub enum MountError {
     },
 }
 
-/// A mount of ours.
+/// A mount that this process made.
 #[derive(Debug)]
 pub(in crate::fuse) struct Mounted {
     /// As it was when the mount was made.
     entry: MountEntry,
-    /// What tells it from a later mount with the same numbers, where the kernel knows that.
+    /// Number that no later mount gets, where the kernel has one.
     unique_id: Option<u64>,
 }
 
-/// What became of a mount.
+/// State of a mount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::fuse) enum Standing {
+pub(in crate::fuse) enum MountState {
     /// The path leads to it.
     Attached,
-    /// It exists but something else lies above it.
+    /// It exists, but another mount lies above it.
     Covered,
     /// It is no longer in the table of mounts.
     Gone,
@@ -163,13 +163,13 @@ pub(in crate::fuse) fn mount(mountpoint: &Path, options: &MountOptions) -> Resul
             let unique_id = unique_mount_id(&entry.mountpoint);
             Ok((fd, Mounted { entry, unique_id }))
         }
-        // Closing the descriptor leaves a stale mount if ours is beneath, which the next start removes.
+        // Closing the descriptor leaves a stale mount beneath, which the next start removes.
         Ok(_) => Err(MountError::Path { path, source: io::Error::other("covered by another mount while mounting") }),
         Err(source) => Err(MountError::Path { path, source }),
     }
 }
 
-/// More stale mounts than this do not lie on each other by accident.
+/// Most stale mounts that are removed from one mountpoint.
 const STALE_MAX: usize = 16;
 
 /// Checks that `mountpoint` can be mounted on, and removes stale mounts of ours from it. The path without symlinks.
@@ -185,7 +185,7 @@ fn prepare(mountpoint: &Path) -> Result<PathBuf, MountError> {
     for _ in 0..STALE_MAX {
         let location = locate(mountpoint).map_err(in_path)?;
         let Some(entry) = mount_at(&location).map_err(in_path)? else { break };
-        // An automount point waits for us to cover it.
+        // An automount point expects to be covered.
         if entry.fs_type == "autofs" {
             return Ok(location.path);
         }
@@ -207,7 +207,7 @@ fn prepare(mountpoint: &Path) -> Result<PathBuf, MountError> {
     Ok(path)
 }
 
-/// What may stand in the source column without escapes.
+/// `name` with only those characters that the source column shows without escapes.
 fn sanitize(name: &str) -> String {
     let plain = |c: char| if c.is_ascii_alphanumeric() || "._-@:/+".contains(c) { c } else { '_' };
     name.chars().take(200).map(plain).collect()
@@ -246,7 +246,7 @@ fn mount_by_helper(path: &Path, source: &str, options: &MountOptions) -> Result<
     let child = Command::new("fusermount3")
         .args(["-o", &arguments, "--"])
         .arg(path)
-        // The socket is its standard input, so that no other descriptor need be inherited.
+        // The socket is its standard input, so that the child inherits no other descriptor.
         .env("_FUSE_COMMFD", "0")
         .stdin(OwnedFd::from(theirs))
         .stdout(Stdio::null())
@@ -286,7 +286,7 @@ fn receive_descriptor(socket: &UnixStream) -> nix::Result<Option<OwnedFd>> {
     for control in message.cmsgs()? {
         if let ControlMessageOwned::ScmRights(received) = control {
             // SAFETY: the kernel has just installed these descriptors for this process in this call, so they are open and
-            // nobody else knows them; each is wrapped once.
+            // no other code owns them; each is wrapped once.
             descriptors.extend(received.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
         }
     }
@@ -299,35 +299,39 @@ impl Mounted {
         &self.entry.mountpoint
     }
 
-    /// What became of it. Unreadable tables count as attached, so that unmounting is at least tried.
-    pub(in crate::fuse) fn standing(&self) -> Standing {
-        let Ok(entry) = self.current() else { return Standing::Attached };
-        let Some(entry) = entry else { return Standing::Gone };
+    /// Its state now. If the table cannot be read it counts as attached, so that unmounting is tried.
+    pub(in crate::fuse) fn state(&self) -> MountState {
+        let Ok(entry) = self.current() else { return MountState::Attached };
+        let Some(entry) = entry else { return MountState::Gone };
         match locate(&entry.mountpoint) {
             Ok(location) if location.mount_id == self.entry.id => {
                 // A later mount may have been given the same numbers.
-                if unique_mount_id(&entry.mountpoint) == self.unique_id { Standing::Attached } else { Standing::Gone }
+                if unique_mount_id(&entry.mountpoint) == self.unique_id {
+                    MountState::Attached
+                } else {
+                    MountState::Gone
+                }
             }
-            Ok(_) | Err(_) => Standing::Covered,
+            Ok(_) | Err(_) => MountState::Covered,
         }
     }
 
-    /// Unmounts, if the path still leads to this mount; what happened to it otherwise.
-    pub(in crate::fuse) fn unmount(&self, lazy: bool) -> Result<Standing, UnmountError> {
-        match self.standing() {
-            Standing::Attached => {
-                // Should someone have moved it, it is unmounted where it is now.
+    /// Unmounts, if the path still leads to this mount. Returns the state that it found.
+    pub(in crate::fuse) fn unmount(&self, lazy: bool) -> Result<MountState, UnmountError> {
+        match self.state() {
+            MountState::Attached => {
+                // A mount that was moved is unmounted where it is now.
                 let moved = self.current().ok().flatten().map(|entry| entry.mountpoint);
-                unmount_once(moved.as_deref().unwrap_or(self.path()), lazy).map(|()| Standing::Gone)
+                unmount_once(moved.as_deref().unwrap_or(self.path()), lazy).map(|()| MountState::Gone)
             }
-            standing @ (Standing::Covered | Standing::Gone) => Ok(standing),
+            state @ (MountState::Covered | MountState::Gone) => Ok(state),
         }
     }
 
-    /// A search for who keeps it busy.
-    pub(in crate::fuse) fn holders(&self) -> impl FnOnce() -> Vec<Holder> + Send + use<> {
+    /// A search for the processes that use the mount.
+    pub(in crate::fuse) fn users(&self) -> impl FnOnce() -> Vec<MountUser> + Send + use<> {
         let entry = self.entry.clone();
-        move || holders(&entry)
+        move || mount_users(&entry)
     }
 
     /// Raises the kernel's read-ahead for this mount, which only root may.
@@ -344,7 +348,7 @@ impl Mounted {
         const CONNECTIONS: &str = "/sys/fs/fuse/connections";
         let Device { minor, .. } = self.entry.device;
         let file = format!("{CONNECTIONS}/{minor}/abort");
-        // Where nobody has mounted the control files, root does so for the moment.
+        // If the control files are not mounted, root mounts them for the moment.
         let flags = MsFlags::MS_NODEV | MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC;
         let mounted = !Path::new(&file).exists()
             && nix::mount::mount(Some("fusectl"), CONNECTIONS, Some("fusectl"), flags, None::<&str>).is_ok();
@@ -357,7 +361,7 @@ impl Mounted {
         }
     }
 
-    /// Its line in the table of mounts, as far as numbers, type and source tell.
+    /// Its line in the table of mounts: the line with the same numbers, type and source.
     fn current(&self) -> io::Result<Option<MountEntry>> {
         let key = |entry: &MountEntry| (entry.id, entry.device, entry.fs_type.clone(), entry.source.clone());
         Ok(mounts()?.into_iter().find(|entry| key(entry) == key(&self.entry)))

@@ -64,7 +64,7 @@ pub struct MountEntry {
 }
 
 impl MountEntry {
-    /// Whether this is a mount of ours.
+    /// Whether this is a mount of ckfs.
     pub fn is_ckfs(&self) -> bool {
         self.fs_type == FS_TYPE
     }
@@ -162,7 +162,7 @@ pub(super) fn mount_at(location: &Location) -> io::Result<Option<MountEntry>> {
     Ok(entry.filter(|entry| entry.mountpoint == location.path))
 }
 
-/// How long a mount may take to say that it is alive.
+/// Time that a mount has to answer.
 const STALE_CHECK_LIMIT: Duration = Duration::from_secs(5);
 
 /// Whether the mount at `path` has lost its daemon. A mount that does not answer in time is not stale but stuck.

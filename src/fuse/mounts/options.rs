@@ -7,7 +7,7 @@ use std::time::Duration;
 pub struct MountOptions {
     /// Name of what is mounted; the table of mounts shows `ckfs:<name>`.
     pub name: String,
-    /// Lets all users read, not only the one who mounts.
+    /// Lets all users read, not only the user of this process.
     pub allow_other: bool,
     /// Threads that handle requests; by default one per core, from 2 to 16.
     pub threads: Option<usize>,
@@ -15,9 +15,9 @@ pub struct MountOptions {
     pub read_ahead_kib: Option<u32>,
     /// Lets the kernel read byte-identical files by itself, where it may.
     pub passthrough: bool,
-    /// How long to try to unmount while files are open, before detaching.
+    /// How long to try to unmount while files are open, before the mount is detached.
     pub grace: Duration,
-    /// How long to go on serving files that are open after detaching, before aborting.
+    /// How long to serve files that are still open after the mount was detached, before the connection is aborted.
     pub drain: Duration,
 }
 

@@ -19,7 +19,7 @@ use nix::{
 
 use super::{
     FS_TYPE,
-    holder::{Holder, describe, holders},
+    mount_user::{MountUser, describe, mount_users},
     mountinfo::{is_stale, locate, mount_at},
 };
 
@@ -37,7 +37,7 @@ pub struct UnmountOptions {
 /// Why a mount was not removed.
 #[derive(Debug, thiserror::Error)]
 pub enum UnmountError {
-    /// The path cannot be looked at.
+    /// The path cannot be examined.
     #[error("{}: {source}", path.display())]
     Path {
         /// The path as given.
@@ -51,7 +51,7 @@ pub enum UnmountError {
         /// The path without symlinks.
         path: PathBuf,
     },
-    /// What is mounted there is not ours.
+    /// Another file system is mounted there.
     #[error("{}: expected a mount of type {FS_TYPE}, found {fs_type}", path.display())]
     NotCkfs {
         /// The path without symlinks.
@@ -64,10 +64,10 @@ pub enum UnmountError {
     Busy {
         /// The path without symlinks.
         path: PathBuf,
-        /// Who holds it, as far as can be seen.
-        holders: Vec<Holder>,
+        /// The processes that use it, as far as this process can see.
+        holders: Vec<MountUser>,
     },
-    /// No program to unmount with, which anyone but root needs.
+    /// The program `fusermount3`, which users other than root need, was not found.
     #[error("{}: only root can unmount without fusermount3, and that was not found; install fuse3", path.display())]
     NoFusermount {
         /// The path without symlinks.
@@ -78,7 +78,7 @@ pub enum UnmountError {
     Fusermount {
         /// The path without symlinks.
         path: PathBuf,
-        /// What it said.
+        /// Its message.
         message: String,
     },
     /// The kernel refused.
@@ -91,7 +91,7 @@ pub enum UnmountError {
     },
 }
 
-/// How long a mount may be busy without a process that is seen to hold it.
+/// How long a mount may be busy while no process is seen that uses it.
 const UNSEEN_LIMIT: Duration = Duration::from_secs(1);
 
 /// Unmounts the ckfs mount at `mountpoint`, live or stale. Anything else there is refused.
@@ -117,8 +117,8 @@ pub fn unmount(mountpoint: &Path, options: UnmountOptions) -> Result<(), Unmount
         match unmount_once(&path, options.lazy) {
             Err(UnmountError::Busy { .. }) if Instant::now() < until => thread::sleep(Duration::from_millis(100)),
             Err(UnmountError::Busy { path, .. }) => {
-                let holders = holders(&entry);
-                // Where nobody is seen, what was closed a moment ago may be on its way out.
+                let holders = mount_users(&entry);
+                // If no process is seen, a file that was closed a moment ago may still be on its way out.
                 if !holders.is_empty() || begun.elapsed() >= UNSEEN_LIMIT {
                     return Err(UnmountError::Busy { holders, path });
                 }
@@ -131,7 +131,7 @@ pub fn unmount(mountpoint: &Path, options: UnmountOptions) -> Result<(), Unmount
 
 /// Asks for one unmount of what `path` leads to. The caller has made sure that this is the right mount.
 ///
-/// [`UnmountError::Busy`] comes without holders: looking for them takes long.
+/// [`UnmountError::Busy`] comes without processes: the search for them takes long.
 pub(super) fn unmount_once(path: &Path, lazy: bool) -> Result<(), UnmountError> {
     let flags = if lazy { MntFlags::MNT_DETACH } else { MntFlags::empty() };
     match umount2(path, flags | MntFlags::UMOUNT_NOFOLLOW) {

@@ -1,5 +1,5 @@
-//! The thread that looks after requests: answers those that wait for storage that gives no answer, and sees to it that
-//! somebody reads requests meanwhile.
+//! The thread that watches requests. It answers requests whose storage gives no answer, and it makes sure that a thread
+//! reads requests meanwhile.
 
 use std::{
     io,
@@ -16,13 +16,13 @@ use super::{
 };
 use crate::volume::{FileSystem, Op};
 
-/// Time between looks while there are requests, and otherwise.
+/// Time between two turns while there are requests, and otherwise.
 const BUSY_PERIOD: Duration = Duration::from_millis(50);
 const IDLE_PERIOD: Duration = Duration::from_secs(1);
-/// Looks within the time that a request may wait, at least.
+/// Least number of turns within the time that a request may wait.
 const LOOKS: u32 = 8;
 
-/// What the thread looks after.
+/// What the thread watches.
 pub(in crate::fuse) struct Lookout {
     pub(in crate::fuse) fs: Arc<dyn FileSystem>,
     pub(in crate::fuse) reads: Arc<Requests<ReplyData>>,
@@ -63,7 +63,7 @@ impl Lookout {
         thread::Builder::new().name("ckfs-lookout".to_owned()).spawn(move || watch(&lookout)).map(drop)
     }
 
-    /// Looks once, and says when to look again.
+    /// One turn. Returns the time until the next.
     fn look(&self) -> Duration {
         self.fs.note_stalls();
         let patience = self.fs.patience();
@@ -75,8 +75,8 @@ impl Lookout {
         period.min(patience / LOOKS).max(Duration::from_millis(1))
     }
 
-    /// Answers the requests that have waited for `patience` and whose file's source gives no answer. Others go on waiting:
-    /// what takes long is being made.
+    /// Answers the requests that have waited for `patience` and whose file's source gives no answer. Other requests go on
+    /// waiting: their bytes are being computed.
     fn expire<R: GiveUp>(&self, requests: &Requests<R>, patience: Duration) {
         for ino in requests.late(patience) {
             if !self.fs.is_stalled(ino) {

@@ -1,13 +1,13 @@
 //! Threads in place of those that wait for storage.
 //!
-//! A thread of fuser reads a request from the kernel, handles it, and reads the next. Once all of them wait for storage that
-//! gives no answer, nobody reads requests any more, and the whole mount hangs with one file. So there is one thread more
-//! than asked for. Usually it rests, as a thread too many costs small reads some percent: the kernel then wakes another
-//! thread for each. It is called when all others have been inside requests for a while and somebody waits for storage. It
-//! then reads requests and hands those that may wait to the [`Overflow`], never handling one itself, until a thread comes
-//! back. Whichever thread ends a request next then rests in its place.
+//! A thread of fuser reads a request from the kernel, handles it, and reads the next. If all threads wait for storage that
+//! gives no answer, no thread reads requests, and the whole mount hangs with one file. So there is one thread more than asked
+//! for. Usually this thread rests: with one thread too many, small reads lose a few percent, since the kernel wakes another
+//! thread for each. The spare thread is called when all others have been inside requests for a while and one waits for
+//! storage. It then reads requests and passes those that may wait to the [`Overflow`], until another thread comes back. The
+//! thread that ends a request next rests in its place.
 //!
-//! The thread that rests cannot see that the mount has ended. A thread that reads can: it ends, and its end is told here.
+//! A thread that rests cannot see that the mount has ended. A thread that reads sees it, ends, and reports it here.
 
 use std::{
     cell::RefCell,
@@ -26,7 +26,7 @@ struct Resting {
     /// Threads that have handled a request and were not seen to end.
     known: usize,
     rests: bool,
-    /// Whether nobody should rest.
+    /// Whether no thread should rest.
     called: bool,
     ended: bool,
 }
@@ -40,9 +40,9 @@ pub(in crate::fuse) struct Readers {
     inside: AtomicUsize,
     /// Such requests that ended.
     passed: AtomicU64,
-    /// What `passed` was when somebody last looked.
+    /// Value of `passed` at the last turn of the watching thread.
     seen_passed: AtomicU64,
-    /// Whether all is as it should be: one rests, or none should.
+    /// Whether the number of resting threads is right: one rests, or none should.
     settled: AtomicBool,
     resting: Mutex<Resting>,
     changed: Condvar,

@@ -1,9 +1,9 @@
 //! Requests that wait for bytes, so that another thread can answer them when the bytes do not come.
 //!
-//! The reply of such a request lies here until it is sent. Whoever takes it out sends it: usually the thread that has the
-//! bytes; or, when their source gives no answer, the one that looks after requests, which answers with an error. The thread
-//! that comes back late then finds nothing here and throws its bytes away. This costs two uncontended locks a request, and
-//! no memory is taken or given back once there were as many requests at a time.
+//! The reply of such a request lies here until it is sent. The thread that takes it out sends it. Usually that is the thread
+//! with the bytes. If their source gives no answer, the thread that watches requests takes the reply and answers with an error;
+//! a thread that comes back late finds no reply and drops its bytes. This costs two uncontended locks a request. No
+//! memory is allocated or freed once the table had as many requests at a time.
 
 use std::{
     cell::Cell,
@@ -162,7 +162,7 @@ impl<R> Ticket<R> {
         }
     }
 
-    /// Whether somebody else answered it.
+    /// Whether another thread answered it.
     pub(in crate::fuse) fn expired(&self) -> bool {
         let waits = || {
             let shard = self.requests.shard(self.shard);
@@ -191,7 +191,7 @@ mod tests {
         let expired = requests.expire(Ino(2), Duration::ZERO);
         assert_eq!(expired.iter().map(|found| (found.reply, found.aside)).collect::<Vec<_>>(), [("second", true)]);
         assert!(second.expired() && second.take().is_none() && second.expired());
-        // The place has another tenant now.
+        // Another request has the place now.
         let mut third = requests.add(Ino(2), now, "third");
         assert!(second.take().is_none());
         assert_eq!((first.take(), first.take(), first.expired()), (Some("first"), None, false));

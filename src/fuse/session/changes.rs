@@ -1,8 +1,8 @@
 //! Makes the kernel drop what it keeps of files whose source has changed.
 //!
-//! The kernel's call for that waits for each page that is being read, whose reader waits for a thread that answers requests.
-//! So it is made in a thread of its own that nothing waits for, and never by a thread that answers requests. Every request is
-//! answered in bounded time, or ended with the connection, so that the call ends too. When the session ends no further
+//! The kernel's call for this waits for each page that is being read, and the reader of that page waits for a thread that answers
+//! requests. So the call is made in a thread of its own, for which no other thread waits. It ends, since every request is
+//! answered in bounded time or ended with the connection. When the session ends no further
 //! call is begun.
 
 use std::{
@@ -22,7 +22,7 @@ pub(super) struct Changes {
 }
 
 impl Changes {
-    /// Starts the thread, which is told of changes by `fs`.
+    /// Starts the thread, to which `fs` reports changes.
     ///
     /// # Errors
     /// The system starts no thread.

@@ -40,7 +40,7 @@ use crate::{
     fuse::{
         adapter::Adapter,
         daemon::notify_systemd,
-        mounts::{Holder, MountError, MountOptions, Mounted, Standing, UnmountError, describe, is_stale, mount},
+        mounts::{MountError, MountOptions, MountState, MountUser, Mounted, UnmountError, describe, is_stale, mount},
     },
     host::{
         Log, limits,
@@ -52,18 +52,18 @@ use crate::{
 /// How the mount ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// A signal came and the mount was removed while nobody used it.
+    /// A signal came, and no process used the mount when it was removed.
     Unmounted,
     /// A signal came while files were open; they were served until the last was closed.
     Drained,
-    /// Somebody else unmounted.
+    /// Another process unmounted it.
     UnmountedOutside,
     /// Open files were cut off: at a second signal, or at the end of the drain period.
     Aborted,
 }
 
 impl Exit {
-    /// Whether nobody's reads were cut off.
+    /// Whether no read was cut off.
     pub const fn is_clean(self) -> bool {
         match self {
             Self::Unmounted | Self::Drained | Self::UnmountedOutside => true,
@@ -72,11 +72,11 @@ impl Exit {
     }
 }
 
-/// Blocks the signals that [`serve`] waits for, in this thread and those it will start, and ignores those that mean nothing to
-/// a mount.
+/// Blocks the signals that [`serve`] waits for, in this thread and the threads that it starts. Ignores the signals that mean
+/// nothing to a mount.
 ///
-/// To be called before the first thread is started: a signal goes to any thread that does not block it, and would end the
-/// process there.
+/// Must be called before the first thread is started. The kernel delivers a signal to any thread that does not block it, and
+/// that would end the process.
 ///
 /// # Errors
 /// [`MountError::System`].
@@ -85,11 +85,11 @@ pub fn block_signals() -> Result<(), MountError> {
     signal::block().map_err(|errno| MountError::System { what: "block signals", source: errno.into() })
 }
 
-/// Does `work` while the blocked signals, by a thread that lets them through, end the process as if they were not blocked:
-/// for what takes long before anything is mounted. Threads that `work` starts block them still.
+/// Does `work` while one extra thread lets the blocked signals through, so that they end the process. For long work
+/// before the mount is made. Threads that `work` starts still block the signals.
 ///
 /// # Errors
-/// [`MountError::System`] without that thread; nothing is done then.
+/// [`MountError::System`] if that thread cannot be started; `work` is not done then.
 pub fn interruptible<T>(work: impl FnOnce() -> T) -> Result<T, MountError> {
     thread::scope(|scope| {
         let (done, ended) = mpsc::channel::<()>();
@@ -100,42 +100,42 @@ pub fn interruptible<T>(work: impl FnOnce() -> T) -> Result<T, MountError> {
         });
         waiting.map_err(|source| MountError::System { what: "start a thread", source })?;
         let result = work();
-        // The scope waits for the thread, so that from here on signals stay pending again.
+        // The scope waits for the thread: signals stay pending again after it.
         drop(done);
         Ok(result)
     })
 }
 
-/// How long the mount may take to answer its first questions.
+/// Time that the mount has to answer the self-check.
 const SELF_CHECK_LIMIT: Duration = Duration::from_secs(10);
 
-/// What statistics are logged under, wherever in the session they are written: users search the log for it.
+/// Log target of the statistics. Users search for it, so it does not follow the module's name.
 const LOG_TARGET: &str = "ckfs::fuse::session";
 
 /// Time between attempts to unmount.
 const RETRY_PERIOD: Duration = Duration::from_millis(100);
 
 /// How long to look for processes that keep the mount busy.
-const HOLDERS_LIMIT: Duration = Duration::from_secs(2);
+const USERS_LIMIT: Duration = Duration::from_secs(2);
 
-/// How long threads may take to end after an abort, before they are left behind.
+/// Time that threads have to end after an abort, before the process ends without them.
 const ABORT_LIMIT: Duration = Duration::from_secs(2);
 
 /// Bytes of the buffer into which each thread of fuser reads requests.
 const REQUEST_BUFFER_BYTES: usize = (16 << 20) + 4096;
 
-/// Threads of a mount besides those that handle requests: a spare one, the session's, one that looks after requests, one that
-/// tells the kernel of changes, and one that asks the mount or looks for holders.
+/// Threads of a mount besides those that handle requests: the spare one, the session's, the one that watches requests, the one
+/// that reports changes to the kernel, and one for the self-check or the search for processes that use the mount.
 const OTHER_THREADS: usize = 5;
 
 /// Memory that must be left when the mount is made: its first requests need some.
 const SPARE_BYTES: usize = 64 << 20;
 
-/// Descriptors kept for the end: unmounting opens files, also when readers have used up all there are.
+/// Descriptors kept for the end: unmounting opens files, and readers may have used up all others.
 const SPARE_DESCRIPTORS: usize = 8;
 
-/// How many threads handle requests: those asked for, or fewer if the limits of this process allow no more. Found out before
-/// the mount is made, since a thread that fails to start later would leave it half alive.
+/// Number of threads that handle requests: `wanted`, or fewer if the limits of this process allow no more. Decided before
+/// the mount is made, since a thread that fails to start later would leave the mount half alive.
 fn startable(wanted: usize) -> Result<usize, MountError> {
     let what = "start the threads of the mount";
     let refused = |source: io::Error| {
@@ -157,10 +157,10 @@ fn startable(wanted: usize) -> Result<usize, MountError> {
     }
 }
 
-/// Mounts `fs` on `mountpoint` and serves it until it is unmounted; `on_ready` is called once it answers. What signals ask of
-/// the log goes to `log`.
+/// Mounts `fs` on `mountpoint` and serves it until it is unmounted. Calls `on_ready` once the mount answers. Signals that
+/// concern the log act on `log`.
 ///
-/// Signals: [`block_signals`]. They stay blocked afterwards.
+/// Blocks signals as [`block_signals`] does; they stay blocked afterwards.
 ///
 /// # Errors
 /// [`MountError`]; nothing is left mounted then.
@@ -184,9 +184,9 @@ pub fn serve(
     let (fd, mounted) = mount(mountpoint, options)?;
 
     let mut config = fuser::Config::default();
-    // The spare one usually rests.
+    // One more than handles requests: the spare thread usually rests.
     config.n_threads = Some(threads + 1);
-    // The kernel lets in whom the mount options say; fuser need not check a second time.
+    // The kernel enforces the mount options; fuser need not check a second time.
     let acl = SessionACL::All;
     let started = Adapter::new(Arc::clone(&fs), options.passthrough, threads)
         .and_then(|adapter| fuser::Session::from_fd(adapter, fd, acl, config))
@@ -218,7 +218,7 @@ pub fn serve(
     Ok(exit)
 }
 
-/// Asks the mount for its sizes and its root, in another thread since nobody knows whether it will answer.
+/// Asks the mount for its sizes and its root. In another thread, since the mount may never answer.
 fn answers(mountpoint: &Path) -> Result<(), MountError> {
     let path = mountpoint.to_owned();
     let (answer, answered) = mpsc::channel();
@@ -243,7 +243,7 @@ fn detach(mounted: &Mounted) {
 struct Running {
     thread: Option<JoinHandle<io::Result<()>>>,
     changes: Changes,
-    /// Hangs up when they are gone.
+    /// Reports a hang-up when all threads have ended.
     ended: io::PipeReader,
 }
 
@@ -255,7 +255,7 @@ impl Running {
         let ending = changes.clone();
         let thread = thread::Builder::new().name("ckfs-session".into()).spawn(move || {
             let result = session.run();
-            // It holds the session's descriptor.
+            // The notifier holds the session's descriptor.
             ending.end();
             drop(alive);
             result
@@ -343,11 +343,11 @@ impl Supervisor {
         let mut told = false;
         loop {
             match self.mounted.unmount(false) {
-                Ok(Standing::Covered) => {
+                Ok(MountState::Covered) => {
                     warn!("{}: covered by another mount, left in place", self.mounted.path().display());
                     return Ok(Some(false));
                 }
-                Ok(Standing::Attached | Standing::Gone) => return Ok(Some(!told)),
+                Ok(MountState::Attached | MountState::Gone) => return Ok(Some(!told)),
                 Err(UnmountError::Busy { .. }) => {}
                 Err(error) => {
                     error!("{error}");
@@ -357,9 +357,9 @@ impl Supervisor {
             }
             if !told {
                 told = true;
-                let holders = describe(&self.holders());
-                warn!("{} is busy, {holders}; waiting {} s", self.mounted.path().display(), self.grace.as_secs());
-                notify_systemd(&[sd_notify::NotifyState::Status(&format!("busy, {holders}"))]);
+                let users = describe(&self.users());
+                warn!("{} is busy, {users}; waiting {} s", self.mounted.path().display(), self.grace.as_secs());
+                notify_systemd(&[sd_notify::NotifyState::Status(&format!("busy, {users}"))]);
             }
             let now = Instant::now();
             if now >= until {
@@ -375,15 +375,15 @@ impl Supervisor {
         }
     }
 
-    /// Who keeps the mount busy. Looked for in another thread, as reading another process's maps can wait for its page
-    /// faults, and so for us.
-    fn holders(&self) -> Vec<Holder> {
+    /// The processes that use the mount. Searched for in another thread: reading another process's maps can wait for its page
+    /// faults, and so for this mount.
+    fn users(&self) -> Vec<MountUser> {
         let (answer, answered) = mpsc::channel();
-        let search = self.mounted.holders();
-        let searching = thread::Builder::new().name("ckfs-holders".into()).spawn(move || {
+        let search = self.mounted.users();
+        let searching = thread::Builder::new().name("ckfs-users".into()).spawn(move || {
             let _ = answer.send(search());
         });
-        searching.ok().and_then(|_| answered.recv_timeout(HOLDERS_LIMIT).ok()).unwrap_or_default()
+        searching.ok().and_then(|_| answered.recv_timeout(USERS_LIMIT).ok()).unwrap_or_default()
     }
 
     /// The connection ended without a signal.
@@ -391,11 +391,11 @@ impl Supervisor {
         let result = self.running.result();
         // After an abort from outside the mount is still there, but dead.
         // One that is alive is a successor's, whatever the numbers say.
-        let dead = match self.mounted.standing() {
+        let dead = match self.mounted.state() {
             // After an error some threads may still answer, but the process ends.
-            Standing::Attached => result.is_err() || is_stale(self.mounted.path()),
-            Standing::Covered => true,
-            Standing::Gone => false,
+            MountState::Attached => result.is_err() || is_stale(self.mounted.path()),
+            MountState::Covered => true,
+            MountState::Gone => false,
         };
         if dead {
             detach(&self.mounted);

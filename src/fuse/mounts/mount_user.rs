@@ -1,7 +1,7 @@
-//! Which processes keep a mount busy.
+//! The processes that use a mount, and so keep it busy.
 //!
-//! Best effort: processes of other users are not visible to everyone, and the kernel itself may hold a mount (as the
-//! backing of a loop device or of another mount). Nothing here touches the mount's files: open files are known by the
+//! Best effort: a user does not see all processes of other users, and the kernel itself may use a mount, as for a loop device or
+//! another mount. No function here touches the mount's files. Open files are known by the
 //! mount id in `fdinfo`, mapped ones by their device, working directories by path.
 
 use std::{fmt, fs, path::Path};
@@ -10,16 +10,16 @@ use super::mountinfo::{MountEntry, is_below, mount_id_of};
 
 /// A process that keeps a mount busy.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Holder {
+pub struct MountUser {
     /// Process id.
     pub pid: u32,
     /// Name of its program, cut to 15 bytes by the kernel.
     pub name: String,
-    /// What it holds.
+    /// How it uses the mount.
     pub hold: Hold,
 }
 
-/// What a process holds; the first found of several.
+/// How a process uses a mount; the first way that was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hold {
     /// An open file or directory.
@@ -30,7 +30,7 @@ pub enum Hold {
     Directory,
 }
 
-impl fmt::Display for Holder {
+impl fmt::Display for MountUser {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let what = match self.hold {
             Hold::Open => "open file",
@@ -41,29 +41,29 @@ impl fmt::Display for Holder {
     }
 }
 
-/// At most this many holders are listed; a training host may have hundreds.
-const HOLDERS_MAX: usize = 32;
+/// Most processes that are listed; a training host may have hundreds.
+const USERS_MAX: usize = 32;
 
-/// Finds who keeps `mount` busy.
-pub(super) fn holders(mount: &MountEntry) -> Vec<Holder> {
+/// Finds the processes that use `mount`.
+pub(super) fn mount_users(mount: &MountEntry) -> Vec<MountUser> {
     let Ok(processes) = fs::read_dir("/proc") else { return Vec::new() };
     let pids = processes.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     pids.filter_map(|pid| {
         let process = Path::new("/proc").join(pid.to_string());
         let hold = hold_of(&process, mount)?;
         let name = fs::read_to_string(process.join("comm")).unwrap_or_default().trim_end().to_owned();
-        Some(Holder { pid, name, hold })
+        Some(MountUser { pid, name, hold })
     })
-    .take(HOLDERS_MAX)
+    .take(USERS_MAX)
     .collect()
 }
 
-/// The holders in one line.
-pub(in crate::fuse) fn describe(holders: &[Holder]) -> String {
-    if holders.is_empty() {
+/// The processes in one line.
+pub(in crate::fuse) fn describe(users: &[MountUser]) -> String {
+    if users.is_empty() {
         return "held by a process that cannot be seen".to_owned();
     }
-    let names: Vec<String> = holders.iter().map(ToString::to_string).collect();
+    let names: Vec<String> = users.iter().map(ToString::to_string).collect();
     format!("held by {}", names.join(", "))
 }
 
@@ -117,7 +117,7 @@ mod tests {
     #[test]
     fn describes_in_one_line() {
         assert_eq!(describe(&[]), "held by a process that cannot be seen");
-        let holder = Holder { pid: 7, name: "cat".into(), hold: Hold::Mapped };
-        assert_eq!(describe(&[holder.clone(), holder]), "held by cat (pid 7, mapped file), cat (pid 7, mapped file)");
+        let user = MountUser { pid: 7, name: "cat".into(), hold: Hold::Mapped };
+        assert_eq!(describe(&[user.clone(), user]), "held by cat (pid 7, mapped file), cat (pid 7, mapped file)");
     }
 }
