@@ -48,7 +48,7 @@ const KEPT_MAX: usize = 16;
 type Key = (usize, usize);
 
 /// Starts of groups, from the groups' lengths.
-pub fn starts(lengths: impl Iterator<Item = u64>) -> Vec<u64> {
+pub(super) fn starts(lengths: impl Iterator<Item = u64>) -> Vec<u64> {
     let ends = lengths.scan(0, |end, length| {
         *end += length;
         Some(*end)

@@ -2,33 +2,26 @@
 //!
 //! [`FileSystem`] is the seam to the kernel: the `fuse` layer converts requests to these calls and knows nothing else.
 
-mod arrays;
 mod blanks;
-mod bundle;
 mod copies;
-mod dcp_rows;
 mod exposition;
 mod file_system;
 pub mod health;
 mod looks;
-mod manifest;
 mod memory_files;
 pub mod metrics;
-mod name_tree;
 mod nodes;
 mod open_files;
 mod opening;
 mod permissions;
 mod served;
-mod shard_class;
 mod stats;
 mod tree;
-mod unavailable;
-mod view_files;
-mod view_tree;
 mod watched;
+mod watching;
 mod whole_files;
 
+pub use crate::image::{Unavailable, unavailable, unavailable_text};
 pub use crate::source::permission::{Mounter, Overrides, Permission};
 pub use file_system::{
     Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, OnChange, Opened, StatFs, WhenWhole,
@@ -37,4 +30,3 @@ pub use health::{Health, HealthProblem, ProblemKind};
 pub use metrics::{Metrics, Op};
 pub use permissions::{Readers, readers, readers_of, readers_text};
 pub use served::{ViewPlan, Volume, VolumeError, VolumeOptions};
-pub use unavailable::{Unavailable, unavailable, unavailable_text};

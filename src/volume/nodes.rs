@@ -1,19 +1,18 @@
 //! The nodes of a volume: names, attributes and contents.
 
-use std::{ops::ControlFlow, sync::Arc, time::Instant};
+use std::{ops::ControlFlow, time::Instant};
 
 use super::{
-    Attr, DirEntry, FileSystem, FsError, Ino, NodeKind, ProblemKind, Volume,
-    arrays::{ArrayNode, ArrayTable},
     exposition::{self, METRICS_BYTES},
-    name_tree::NameNode,
+    file_system::{Attr, DirEntry, FileSystem, FsError, Ino, NodeKind},
+    health::ProblemKind,
     permissions::Subject,
-    tree::{Block, Fixed, FixedKind, Flavor, Names, Place},
-    view_files::{Content, Made, ViewFiles},
+    served::Volume,
+    tree::{Block, Fixed, FixedKind, Live, NodeRef},
 };
 use crate::{
-    image::FileImage,
-    source::FileId,
+    image::{Content, FileImage, SubtreeNode},
+    source::{FileId, permission::Permission},
     tensor::{View, to_usize},
 };
 
@@ -28,13 +27,11 @@ impl Volume {
             .try_fold(self.attr(Ino::ROOT)?, |attr, component| self.lookup(attr.ino, component.as_bytes()))
     }
 
-    /// The name and view behind a raw tensor file: a device's shard, or the whole tensor under `full/`.
+    /// The name and view behind a file of nothing but a tensor's elements: a device's shard, or the whole tensor.
     pub fn shard_view(&self, ino: Ino) -> Option<(&str, View)> {
-        let Place::Named(block, names, node) = self.tree.place(ino)? else { return None };
-        let view = &self.views[block.view as usize];
-        let NameNode::Tensor(tensor) = view.tree(names.flavor).node(node) else { return None };
-        let shard = || (view.plan.tensors[tensor as usize].name.as_str(), view.shard(tensor, names.device));
-        (names.flavor == Flavor::Raw).then(shard)
+        let NodeRef::InSubtree(block, node) = self.tree.node(ino)? else { return None };
+        let (tensor, view) = block.subtree.shard(node)?;
+        Some((self.views[block.view as usize].tensors[tensor as usize].name.as_str(), view))
     }
 
     /// The layout of a file that holds tensors; `None` for other nodes.
@@ -50,35 +47,25 @@ impl Volume {
 
     /// The source file that a file is identical to, if it is one.
     pub fn original(&self, ino: Ino) -> Option<FileId> {
-        let Place::Fixed(Fixed { kind: FixedKind::Made { view, made }, .. }) = self.tree.place(ino)? else {
-            return None;
-        };
-        match self.views[*view as usize].made(*made) {
+        let NodeRef::Fixed(Fixed { kind: FixedKind::File(node), .. }) = self.tree.node(ino)? else { return None };
+        match node.file.open() {
             Ok(Content::Original(file)) => Some(file),
             Ok(Content::Bytes(_) | Content::Rows(_) | Content::Image(_)) | Err(_) => None,
         }
     }
 
     pub(super) fn content(&self, ino: Ino) -> Result<Content, FsError> {
-        let content = match self.tree.place(ino).ok_or(FsError::NotFound)? {
-            Place::Named(block, names, node) => {
-                let view = &self.views[block.view as usize];
-                let NameNode::Tensor(tensor) = view.tree(names.flavor).node(node) else {
-                    return Err(FsError::IsDirectory);
-                };
-                view.tensor(tensor, names).map(Content::Image)
-            }
-            Place::Array(block, node) => {
-                let (view, table) = self.arrays(block)?;
-                view.array(table, table.node(node)).transpose().ok_or(FsError::IsDirectory)?
-            }
-            Place::Fixed(fixed) => match &fixed.kind {
+        let content = match self.tree.node(ino).ok_or(FsError::NotFound)? {
+            NodeRef::InSubtree(block, node) => match block.subtree.node(node) {
+                SubtreeNode::Directory(_) => return Err(FsError::IsDirectory),
+                SubtreeNode::File => block.subtree.content(node),
+            },
+            NodeRef::Fixed(fixed) => match &fixed.kind {
                 FixedKind::Directory { .. } => return Err(FsError::IsDirectory),
                 FixedKind::Symlink(_) => return Err(FsError::Invalid),
-                FixedKind::Made { view, made } => self.views[*view as usize].made(*made),
-                FixedKind::Text(text) => Ok(Content::Bytes(Arc::clone(text))),
-                FixedKind::Stats => Ok(Content::Bytes(self.reported().stats(self.stats_bytes).into())),
-                FixedKind::Metrics => {
+                FixedKind::File(node) => node.file.open(),
+                FixedKind::Live(Live::Stats) => Ok(Content::Bytes(self.reported().stats(self.stats_bytes).into())),
+                FixedKind::Live(Live::Metrics) => {
                     let text = exposition::metrics(&self.reported()).map_err(|_| FsError::Io)?;
                     Ok(Content::Bytes(text.into()))
                 }
@@ -95,13 +82,20 @@ impl Volume {
         let (kind, size_bytes, links) = match &fixed.kind {
             FixedKind::Directory { subdirectories, .. } => (NodeKind::Directory, 0, 2 + subdirectories),
             FixedKind::Symlink(target) => (NodeKind::Symlink, target.len() as u64, 1),
-            FixedKind::Text(text) => (NodeKind::File, text.len() as u64, 1),
-            FixedKind::Stats => (NodeKind::File, self.stats_bytes as u64, 1),
-            FixedKind::Metrics => (NodeKind::File, METRICS_BYTES as u64, 1),
-            FixedKind::Made { view, made } => (NodeKind::File, self.views[*view as usize].made_len(*made), 1),
+            FixedKind::File(node) => (NodeKind::File, node.file.len_bytes(), 1),
+            FixedKind::Live(Live::Stats) => (NodeKind::File, self.stats_bytes as u64, 1),
+            FixedKind::Live(Live::Metrics) => (NodeKind::File, METRICS_BYTES as u64, 1),
         };
-        let permission = self.permissions.of(Self::fixed_subject(ino, fixed));
+        let permission = self.fixed_permission(ino, fixed);
         Attr { ino, kind, size_bytes, links, modified: self.modified, permission }
+    }
+
+    fn fixed_permission(&self, ino: Ino, fixed: &Fixed) -> Permission {
+        let find = || self.permissions.of(&Self::fixed_subject(ino, fixed));
+        match &fixed.kind {
+            FixedKind::File(node) => *node.permission.get_or_init(find),
+            FixedKind::Directory { .. } | FixedKind::Live(_) | FixedKind::Symlink(_) => find(),
+        }
     }
 
     fn fixed_subject(ino: Ino, fixed: &Fixed) -> Subject {
@@ -109,98 +103,63 @@ impl Volume {
         if fixed.is_own {
             return Subject::Own { is_directory };
         }
-        match fixed.kind {
+        match &fixed.kind {
             FixedKind::Directory { .. } => Subject::Directory(ino),
-            FixedKind::Made { view, made: Made::Hf(file) } => Subject::Hf { view, file },
-            FixedKind::Made { view, .. } => Subject::Tensors { view },
-            FixedKind::Text(_) | FixedKind::Stats | FixedKind::Metrics => Subject::Everything,
+            FixedKind::File(node) => Subject::File { view: node.view, made_of: node.file.made_of() },
+            FixedKind::Live(_) => Subject::Own { is_directory: false },
             FixedKind::Symlink(_) => Subject::Link,
         }
     }
 
-    fn array_subject(block: Block, table: &ArrayTable, node: ArrayNode) -> Subject {
+    fn subtree_subject(block: &Block, node: u64) -> Subject {
         let view = block.view;
-        match node {
-            ArrayNode::Root | ArrayNode::Directory(_) => Subject::Names { view },
-            ArrayNode::Metadata(_) => Subject::Tensors { view },
-            ArrayNode::Description(array) | ArrayNode::Chunk(array, _) => {
-                Subject::Tensor { view, tensor: table.tensor(array) }
-            }
-        }
-    }
-
-    fn named_subject(block: Block, node: NameNode) -> Subject {
-        let view = block.view;
-        match node {
-            NameNode::Directory(_) => Subject::Names { view },
-            NameNode::Tensor(tensor) => Subject::Tensor { view, tensor },
+        match block.subtree.node(node) {
+            SubtreeNode::Directory(_) => Subject::Names { view },
+            SubtreeNode::File => Subject::File { view, made_of: block.subtree.made_of(node) },
         }
     }
 
     /// The permission bits that a copy of a node may have under another owner and group: those that the sources allow, and all
     /// that the owner needs. For nodes without attributes, none.
     pub fn copy_mode(&self, ino: Ino, uid: u32, gid: u32) -> u16 {
-        let subject = match self.tree.place(ino) {
-            Some(Place::Fixed(fixed)) => Self::fixed_subject(ino, fixed),
-            Some(Place::Named(block, names, node)) => {
-                Self::named_subject(block, self.views[block.view as usize].tree(names.flavor).node(node))
-            }
-            Some(Place::Array(block, node)) => match self.arrays(block) {
-                Ok((_, table)) => Self::array_subject(block, table, table.node(node)),
-                Err(_) => return 0,
-            },
+        let subject = match self.tree.node(ino) {
+            Some(NodeRef::Fixed(fixed)) => Self::fixed_subject(ino, fixed),
+            Some(NodeRef::InSubtree(block, node)) => Self::subtree_subject(block, node),
             None => return 0,
         };
-        self.permissions.mode(subject, uid, gid)
+        self.permissions.mode(&subject, uid, gid)
     }
 
-    fn named_attr(&self, block: Block, names: Names, node: u32) -> Attr {
-        let view = &self.views[block.view as usize];
-        let node_kind = view.tree(names.flavor).node(node);
-        let (kind, size_bytes, links) = match node_kind {
-            NameNode::Directory(subdirectories) => (NodeKind::Directory, 0, 2 + subdirectories),
-            NameNode::Tensor(tensor) => (NodeKind::File, view.tensor_len(tensor, names), 1),
+    fn subtree_attr(&self, block: &Block, node: u64) -> Result<Attr, FsError> {
+        let ino = Ino(block.first + node);
+        let (kind, size_bytes, links) = match block.subtree.node(node) {
+            SubtreeNode::Directory(subdirectories) => (NodeKind::Directory, 0, 2 + subdirectories),
+            SubtreeNode::File => {
+                let len_bytes = block.subtree.len_bytes(node).map_err(|error| {
+                    tracing::error!(ino = ino.0, "cannot lay out a file: {error}");
+                    FsError::Io
+                })?;
+                (NodeKind::File, len_bytes, 1)
+            }
         };
-        let permission = self.permissions.of(Self::named_subject(block, node_kind));
-        let ino = Ino(block.first + u64::from(node));
-        Attr { ino, kind, size_bytes, links, modified: self.modified, permission }
+        let permission = self.permissions.of(&Self::subtree_subject(block, node));
+        Ok(Attr { ino, kind, size_bytes, links, modified: self.modified, permission })
     }
 
-    /// The view and the arrays of a block, which is there only if the view has arrays.
-    fn arrays(&self, block: Block) -> Result<(&ViewFiles, &Arc<ArrayTable>), FsError> {
-        let view = &self.views[block.view as usize];
-        view.arrays().map(|table| (view, table)).map_err(|_| FsError::NotFound)
-    }
-
-    fn array_attr(&self, block: Block, node: u64) -> Result<Attr, FsError> {
-        let (view, table) = self.arrays(block)?;
-        let node_kind = table.node(node);
-        let kind = array_kind(node_kind);
-        let links = match node_kind {
-            ArrayNode::Root => 2 + u32::try_from(table.arrays()).expect("fewer tensors than 2^32 - 2"),
-            ArrayNode::Directory(_) => 2,
-            ArrayNode::Metadata(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) => 1,
-        };
-        let size_bytes = view.array_len(table, node_kind);
-        let permission = self.permissions.of(Self::array_subject(block, table, node_kind));
-        Ok(Attr { ino: Ino(block.first + node), kind, size_bytes, links, modified: self.modified, permission })
+    fn subtree_kind(block: &Block, node: u64) -> NodeKind {
+        match block.subtree.node(node) {
+            SubtreeNode::Directory(_) => NodeKind::Directory,
+            SubtreeNode::File => NodeKind::File,
+        }
     }
 
     fn kind(&self, ino: Ino) -> NodeKind {
-        match self.tree.place(ino) {
-            Some(Place::Named(block, names, node)) => {
-                match self.views[block.view as usize].tree(names.flavor).node(node) {
-                    NameNode::Directory(_) => NodeKind::Directory,
-                    NameNode::Tensor(_) => NodeKind::File,
-                }
-            }
-            Some(Place::Array(block, node)) => {
-                self.arrays(block).map_or(NodeKind::File, |(_, table)| array_kind(table.node(node)))
-            }
-            Some(Place::Fixed(fixed)) => match fixed.kind {
+        match self.tree.node(ino) {
+            Some(NodeRef::InSubtree(block, node)) => Self::subtree_kind(block, node),
+            Some(NodeRef::Fixed(fixed)) => match fixed.kind {
                 FixedKind::Directory { .. } => NodeKind::Directory,
                 FixedKind::Symlink(_) => NodeKind::Symlink,
-                FixedKind::Made { .. } | FixedKind::Text(_) | FixedKind::Stats | FixedKind::Metrics => NodeKind::File,
+                FixedKind::File(_) | FixedKind::Live(_) => NodeKind::File,
             },
             None => NodeKind::File,
         }
@@ -211,70 +170,50 @@ impl Volume {
         let mut names: Vec<String> = Vec::new();
         let mut at = ino;
         while at != Ino::ROOT {
-            match self.tree.place(at) {
-                Some(Place::Named(block, shown, node)) if node != 0 => {
-                    let tree = self.views[block.view as usize].tree(shown.flavor);
-                    names.push(tree.name(node).to_owned());
-                    at = Ino(block.first + u64::from(tree.parent(node)));
+            let parent = match self.tree.node(at) {
+                Some(NodeRef::InSubtree(block, node)) if node != 0 => {
+                    names.push(block.subtree.name(node).into_owned());
+                    at = Ino(block.first + block.subtree.parent(node));
+                    continue;
                 }
-                Some(Place::Array(block, node)) if node != 0 => {
-                    let Ok((view, table)) = self.arrays(block) else { break };
-                    names.push(table.node_name(&view.plan, table.node(node)));
-                    at = Ino(block.first + table.number(ArrayTable::parent(table.node(node))));
-                }
-                Some(place) => {
-                    let parent = match place {
-                        Place::Named(block, ..) | Place::Array(block, _) => block.parent,
-                        Place::Fixed(fixed) => fixed.parent,
-                    };
-                    names.push(self.entry_name(parent, at).unwrap_or("?").to_owned());
-                    at = parent;
-                }
+                Some(NodeRef::InSubtree(block, _)) => block.parent,
+                Some(NodeRef::Fixed(fixed)) => fixed.parent,
                 None => break,
-            }
+            };
+            names.push(self.entry_name(parent, at).unwrap_or("?").to_owned());
+            at = parent;
         }
         names.reverse();
         names.join("/")
     }
 
     fn entry_name(&self, parent: Ino, child: Ino) -> Option<&str> {
-        let Place::Fixed(Fixed { kind: FixedKind::Directory { entries, .. }, .. }) = self.tree.place(parent)? else {
+        let NodeRef::Fixed(Fixed { kind: FixedKind::Directory { entries, .. }, .. }) = self.tree.node(parent)? else {
             return None;
         };
         entries.iter().find(|(_, ino)| *ino == child).map(|(name, _)| &**name)
     }
 
     pub(super) fn find(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError> {
-        match self.tree.place(parent).ok_or(FsError::NotFound)? {
-            Place::Named(block, names, node) => {
-                let tree = self.views[block.view as usize].tree(names.flavor);
-                if let NameNode::Tensor(_) = tree.node(node) {
+        match self.tree.node(parent).ok_or(FsError::NotFound)? {
+            NodeRef::InSubtree(block, node) => {
+                if Self::subtree_kind(block, node) != NodeKind::Directory {
                     return Err(FsError::NotDirectory);
                 }
-                tree.child(node, name).map(|child| self.named_attr(block, names, child)).ok_or(FsError::NotFound)
+                self.subtree_attr(block, block.subtree.child(node, name).ok_or(FsError::NotFound)?)
             }
-            Place::Array(block, node) => {
-                let (view, table) = self.arrays(block)?;
-                let node = table.node(node);
-                if array_kind(node) != NodeKind::Directory {
-                    return Err(FsError::NotDirectory);
-                }
-                let child = table.child(&view.plan, node, name).ok_or(FsError::NotFound)?;
-                self.array_attr(block, table.number(child))
-            }
-            Place::Fixed(Fixed { kind: FixedKind::Directory { entries, .. }, .. }) => {
+            NodeRef::Fixed(Fixed { kind: FixedKind::Directory { entries, .. }, .. }) => {
                 let found = entries.binary_search_by(|(entry, _)| entry.as_bytes().cmp(name));
                 self.attr(entries[found.map_err(|_| FsError::NotFound)?].1)
             }
-            Place::Fixed(_) => Err(FsError::NotDirectory),
+            NodeRef::Fixed(_) => Err(FsError::NotDirectory),
         }
     }
 
     pub(super) fn node_attr(&self, ino: Ino) -> Result<Attr, FsError> {
-        match self.tree.place(ino).ok_or(FsError::NotFound)? {
-            Place::Fixed(fixed) => Ok(self.fixed_attr(ino, fixed)),
-            Place::Named(block, names, node) => Ok(self.named_attr(block, names, node)),
-            Place::Array(block, node) => self.array_attr(block, node),
+        match self.tree.node(ino).ok_or(FsError::NotFound)? {
+            NodeRef::Fixed(fixed) => Ok(self.fixed_attr(ino, fixed)),
+            NodeRef::InSubtree(block, node) => self.subtree_attr(block, node),
         }
     }
 
@@ -284,67 +223,41 @@ impl Volume {
         from: u64,
         each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>,
     ) -> Result<(), FsError> {
-        let skip = to_usize(from);
-        match self.tree.place(dir).ok_or(FsError::NotFound)? {
-            Place::Array(block, node) => {
-                let (view, table) = self.arrays(block)?;
-                let node = table.node(node);
-                if array_kind(node) != NodeKind::Directory {
+        match self.tree.node(dir).ok_or(FsError::NotFound)? {
+            NodeRef::InSubtree(block, node) => {
+                if Self::subtree_kind(block, node) != NodeKind::Directory {
                     return Err(FsError::NotDirectory);
                 }
-                table.list(&view.plan, node, from, &mut |name, child| {
-                    let ino = Ino(block.first + table.number(child));
-                    each(DirEntry { name: name.as_bytes(), ino, kind: array_kind(child) }).is_continue()
+                block.subtree.list(node, from, &mut |name, child| {
+                    let (ino, kind) = (Ino(block.first + child), Self::subtree_kind(block, child));
+                    each(DirEntry { name: name.as_bytes(), ino, kind }).is_continue()
                 });
             }
-            Place::Named(block, names, node) => {
-                let tree = self.views[block.view as usize].tree(names.flavor);
-                if let NameNode::Tensor(_) = tree.node(node) {
-                    return Err(FsError::NotDirectory);
-                }
-                for child in tree.children(node).skip(skip) {
-                    let kind = match tree.node(child) {
-                        NameNode::Directory(_) => NodeKind::Directory,
-                        NameNode::Tensor(_) => NodeKind::File,
-                    };
-                    let ino = Ino(block.first + u64::from(child));
-                    if each(DirEntry { name: tree.name(child).as_bytes(), ino, kind }).is_break() {
-                        break;
-                    }
-                }
-            }
-            Place::Fixed(Fixed { kind: FixedKind::Directory { entries, .. }, .. }) => {
+            NodeRef::Fixed(Fixed { kind: FixedKind::Directory { entries, .. }, .. }) => {
                 self.looks.listed(dir, Instant::now());
-                for (name, ino) in entries.iter().skip(skip) {
+                for (name, ino) in entries.iter().skip(to_usize(from)) {
                     if each(DirEntry { name: name.as_bytes(), ino: *ino, kind: self.kind(*ino) }).is_break() {
                         break;
                     }
                 }
             }
-            Place::Fixed(_) => return Err(FsError::NotDirectory),
+            NodeRef::Fixed(_) => return Err(FsError::NotDirectory),
         }
         Ok(())
     }
 
     pub(super) fn parent_of(&self, ino: Ino) -> Result<Ino, FsError> {
-        match self.tree.place(ino).ok_or(FsError::NotFound)? {
-            Place::Named(block, _, 0) | Place::Array(block, 0) => Ok(block.parent),
-            Place::Named(block, names, node) => {
-                let tree = self.views[block.view as usize].tree(names.flavor);
-                Ok(Ino(block.first + u64::from(tree.parent(node))))
-            }
-            Place::Array(block, node) => {
-                let (_, table) = self.arrays(block)?;
-                Ok(Ino(block.first + table.number(ArrayTable::parent(table.node(node)))))
-            }
-            Place::Fixed(fixed) => Ok(fixed.parent),
+        match self.tree.node(ino).ok_or(FsError::NotFound)? {
+            NodeRef::InSubtree(block, 0) => Ok(block.parent),
+            NodeRef::InSubtree(block, node) => Ok(Ino(block.first + block.subtree.parent(node))),
+            NodeRef::Fixed(fixed) => Ok(fixed.parent),
         }
     }
 
     pub(super) fn link_target(&self, ino: Ino) -> Result<Vec<u8>, FsError> {
-        match self.tree.place(ino).ok_or(FsError::NotFound)? {
-            Place::Fixed(Fixed { kind: FixedKind::Symlink(target), .. }) => Ok(target.as_bytes().to_vec()),
-            Place::Fixed(_) | Place::Named(..) | Place::Array(..) => Err(FsError::Invalid),
+        match self.tree.node(ino).ok_or(FsError::NotFound)? {
+            NodeRef::Fixed(Fixed { kind: FixedKind::Symlink(target), .. }) => Ok(target.as_bytes().to_vec()),
+            NodeRef::Fixed(_) | NodeRef::InSubtree(..) => Err(FsError::Invalid),
         }
     }
 
@@ -352,29 +265,18 @@ impl Volume {
         if !name.starts_with(b"user.") {
             return Err(FsError::Unsupported);
         }
-        let Place::Named(block, names, node) = self.tree.place(ino).ok_or(FsError::NotFound)? else {
-            return Err(FsError::NoAttribute);
+        let value = match self.tree.node(ino).ok_or(FsError::NotFound)? {
+            NodeRef::InSubtree(block, node) => block.subtree.xattr(node, name),
+            NodeRef::Fixed(_) => None,
         };
-        let view = &self.views[block.view as usize];
-        let NameNode::Tensor(tensor) = view.tree(names.flavor).node(node) else { return Err(FsError::NoAttribute) };
-        view.xattr(tensor, names.device, name).ok_or(FsError::NoAttribute)
+        value.ok_or(FsError::NoAttribute)
     }
 
     pub(super) fn node_xattr_names(&self, ino: Ino) -> Result<Vec<Vec<u8>>, FsError> {
-        match self.tree.place(ino).ok_or(FsError::NotFound)? {
-            Place::Named(block, names, node) => {
-                let node = self.views[block.view as usize].tree(names.flavor).node(node);
-                let shown: &[&str] = if matches!(node, NameNode::Tensor(_)) { &ViewFiles::XATTRS } else { &[] };
-                Ok(shown.iter().map(|name| name.as_bytes().to_vec()).collect())
-            }
-            Place::Array(..) | Place::Fixed(_) => Ok(Vec::new()),
-        }
-    }
-}
-
-fn array_kind(node: ArrayNode) -> NodeKind {
-    match node {
-        ArrayNode::Root | ArrayNode::Directory(_) => NodeKind::Directory,
-        ArrayNode::Metadata(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) => NodeKind::File,
+        let shown = match self.tree.node(ino).ok_or(FsError::NotFound)? {
+            NodeRef::InSubtree(block, node) => block.subtree.xattr_names(node),
+            NodeRef::Fixed(_) => &[],
+        };
+        Ok(shown.iter().map(|name| name.as_bytes().to_vec()).collect())
     }
 }

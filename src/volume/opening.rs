@@ -8,16 +8,17 @@ use std::{
 };
 
 use super::{
-    Access, FsError, Handle, Ino, Opened, ProblemKind, Volume, WhenWhole,
     copies::Copies,
+    file_system::{Access, FsError, Handle, Ino, Opened, WhenWhole},
+    health::ProblemKind,
     open_files::Open,
-    tree::{Fixed, FixedKind, Place},
-    view_files::{Content, Made},
+    served::Volume,
+    tree::{Fixed, FixedKind, NodeRef},
     whole_files::{Pin, WholeFiles},
 };
 use crate::{
     config::MadeWhole,
-    image::FileImage,
+    image::{Content, FileImage},
     plan::Plan,
     read::counters::add,
     read::{MapsAhead, OpenFile, ReadError},
@@ -51,12 +52,11 @@ impl Volume {
     /// Whether a file should be made whole now that it is opened.
     fn is_made_whole(&self, ino: Ino, file: &OpenFile) -> bool {
         let Some((whole, which)) = &self.whole else { return false };
-        let chosen = match (which, self.tree.place(ino)) {
-            (MadeWhole::None, _) | (_, None) | (MadeWhole::Tensors, Some(Place::Fixed(_))) => false,
-            (_, Some(Place::Named(..) | Place::Array(..))) | (MadeWhole::All, Some(Place::Fixed(_))) => true,
-            (MadeWhole::Auto, Some(Place::Fixed(fixed))) => {
-                // Each rank reads its parts of several files of `dcp/`.
-                let in_parts = matches!(&fixed.kind, FixedKind::Made { made: Made::Distcp { .. }, .. });
+        let chosen = match (which, self.tree.node(ino)) {
+            (MadeWhole::None, _) | (_, None) | (MadeWhole::Tensors, Some(NodeRef::Fixed(_))) => false,
+            (_, Some(NodeRef::InSubtree(..))) | (MadeWhole::All, Some(NodeRef::Fixed(_))) => true,
+            (MadeWhole::Auto, Some(NodeRef::Fixed(fixed))) => {
+                let in_parts = matches!(&fixed.kind, FixedKind::File(node) if node.file.is_read_in_parts());
                 !in_parts && (self.looks.opened(fixed.parent, ino, Instant::now()) || whole.has(ino))
             }
         };
@@ -72,7 +72,7 @@ impl Volume {
 
     /// Notes that a file is closed that may be of many tensors.
     fn note_closed(&self, ino: Ino, file: &OpenFile, pin: &Pin) {
-        if let (Some((_, MadeWhole::Auto)), Some(Place::Fixed(fixed))) = (&self.whole, self.tree.place(ino)) {
+        if let (Some((_, MadeWhole::Auto)), Some(NodeRef::Fixed(fixed))) = (&self.whole, self.tree.node(ino)) {
             self.looks.closed(fixed.parent, ino, pin.used(file.image().header_bytes()), Instant::now());
         }
     }
@@ -209,8 +209,7 @@ impl Volume {
 
     /// Whether a file's content is taken anew at each open.
     fn is_live(&self, ino: Ino) -> bool {
-        let place = self.tree.place(ino);
-        matches!(place, Some(Place::Fixed(Fixed { kind: FixedKind::Stats | FixedKind::Metrics, .. })))
+        matches!(self.tree.node(ino), Some(NodeRef::Fixed(Fixed { kind: FixedKind::Live(_), .. })))
     }
 
     fn check(&self, ino: Ino, open: &Open) -> Result<(), FsError> {
@@ -265,7 +264,7 @@ impl Volume {
 
     pub(super) fn start(&self, passthrough: bool) {
         if let (Some((whole, which)), true) = (&self.whole, passthrough) {
-            let (plans, which) = (self.views.iter().map(|view| Arc::clone(&view.plan)).collect::<Vec<_>>(), *which);
+            let (plans, which) = (self.views.clone(), *which);
             let views = plans.clone().into_iter().flat_map(|plan| {
                 (0..plan.tensors.len())
                     .filter_map(move |index| plan.tensors.get(index).map(|tensor| tensor.view.clone()))

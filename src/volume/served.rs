@@ -11,17 +11,15 @@ use std::{
 use lru::LruCache;
 
 use super::{
-    Attr, DirEntry, FileSystem, FsError, Handle, Health, Ino, Metrics, Mounter, OnChange, Op, Opened, Overrides,
-    StatFs, WhenWhole,
     copies::Copies,
+    file_system::{Attr, DirEntry, FileSystem, FsError, Handle, Ino, OnChange, Opened, StatFs, WhenWhole},
+    health::Health,
     looks::Looks,
+    metrics::{Metrics, Op},
     open_files::{Open, Remembered},
     permissions::{Permissions, readers, readers_text},
     stats,
-    tree::{FixedKind, OWN, Seedling, Tree},
-    unavailable::unavailable_text,
-    view_files::{ViewFiles, file_ids},
-    view_tree::plant_view,
+    tree::{Live, Tree, TreeBuilder},
     watched::Watched,
     whole_files::WholeFiles,
 };
@@ -29,8 +27,10 @@ use crate::{
     checkpoint::Checkpoint,
     config::MadeWhole,
     host::budget::Budget,
+    image::{self, FormatInput, MadeOf, OWN, Text, file_ids, unavailable_text},
     plan::{Allow, Plan, Problem, report},
     read::{Engine, EngineOptions, counters::add},
+    source::permission::{Mounter, Overrides},
 };
 
 /// How to mount anew, in general.
@@ -81,7 +81,7 @@ impl fmt::Display for VolumeError {
 #[derive(Debug)]
 pub struct Volume {
     pub(super) engine: Arc<Engine>,
-    pub(super) views: Vec<ViewFiles>,
+    pub(super) views: Vec<Arc<Plan>>,
     pub(super) tree: Tree,
     pub(super) modified: SystemTime,
     pub(super) total_bytes: u64,
@@ -112,29 +112,24 @@ impl Volume {
         let source = checkpoint.source();
         let modified = file_ids(&checkpoint).map(|file| source.modified(file)).max().unwrap_or(UNIX_EPOCH);
         let total_bytes = file_ids(&checkpoint).map(|file| source.len_bytes(file)).sum();
-        let mut problems = Vec::new();
-        let mut root = Seedling::default();
-        let mut made = Vec::new();
         // What `ckfs plan` says, shown as `.ckfs/plan.txt`, goes through all tensors too.
-        let (mut plan_text, files) = rayon::join(
+        let (mut plan_text, shown) = rayon::join(
             || report::text(&checkpoint, views.iter().map(|view| (view.name.as_str(), view.plan.as_ref()))),
             || {
-                let files_of = |view: &ViewPlan| ViewFiles::new(Arc::clone(&checkpoint), Arc::clone(&view.plan));
-                views.iter().map(files_of).collect::<Vec<_>>()
+                let input = |view: &ViewPlan| FormatInput::new(Arc::clone(&checkpoint), Arc::clone(&view.plan));
+                views.iter().map(|view| image::show(&Arc::new(input(view)))).collect::<Vec<_>>()
             },
         );
-        let places: Vec<(String, Arc<Plan>)> =
-            views.iter().map(|view| (view.name.clone(), Arc::clone(&view.plan))).collect();
-        for (view, files) in views.into_iter().zip(files) {
-            match files {
-                Ok(files) => {
-                    plan_text.push_str(&unavailable_text(&view.name, &files.unavailable()));
-                    let index = u32::try_from(made.len()).expect("fewer than 2^32 views");
+        let mut problems = Vec::new();
+        let mut root = TreeBuilder::default();
+        for (number, (view, shown)) in (0..).zip(views.iter().zip(shown)) {
+            match shown {
+                Ok((shown, lacking)) => {
+                    plan_text.push_str(&unavailable_text(&view.name, &lacking));
                     let directory = if view.name.is_empty() { Some(&mut root) } else { root.directory(&view.name) };
-                    if let Some(directory) = directory {
-                        plant_view(directory, index, &files, &mut problems);
-                    }
-                    made.push(files);
+                    let added = directory.map_or_else(|| Err(view.name.clone()), |at| at.add(number, shown));
+                    let taken = "the name is taken by another view".to_owned();
+                    problems.extend(added.err().map(|file| Problem::File { file, reason: taken }));
                 }
                 Err(found) => problems.extend(found),
             }
@@ -142,23 +137,25 @@ impl Volume {
         let mounter = Mounter::of_this_process();
         plan_text.push_str(&readers_text(&readers(&checkpoint, &mounter, &options.overrides)));
         if let Some(directory) = root.directory(OWN) {
-            directory.file("stats.json", FixedKind::Stats);
-            directory.file("metrics", FixedKind::Metrics);
-            directory.file("config.toml", FixedKind::Text(options.config_text.into_bytes().into()));
-            directory.file("plan.txt", FixedKind::Text(plan_text.into_bytes().into()));
+            let text = |text: String| Text::new(text.into_bytes(), MadeOf::Everything);
+            directory.live("stats.json", Live::Stats);
+            directory.live("metrics", Live::Metrics);
+            directory.file("config.toml", text(options.config_text));
+            directory.file("plan.txt", text(plan_text));
         }
         if !problems.is_empty() {
             return Err(VolumeError { problems });
         }
+        let views: Vec<Arc<Plan>> = views.into_iter().map(|view| view.plan).collect();
         let remount = Some(options.remount).filter(|command| !command.is_empty());
-        let tree = root.plant();
-        let permissions = Permissions::new(&checkpoint, &places, &tree, mounter, options.overrides);
+        let tree = root.build();
+        let permissions = Permissions::new(&checkpoint, &views, &tree, mounter, options.overrides);
         Ok(Self {
             stats_bytes: stats::stats_bytes(checkpoint.source().as_ref()),
             budget: options.budget,
             remount: remount.unwrap_or_else(|| REMOUNT.to_owned()),
             engine: Arc::new(Engine::new(checkpoint, options.engine)),
-            views: made,
+            views,
             tree,
             modified,
             total_bytes,

@@ -10,9 +10,13 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use super::shard_class::ShardClasses;
+use super::{
+    dcp_segments::{Segments, distcp_name},
+    rows::{Rows, starts},
+    shard_class::ShardClasses,
+};
 use crate::{
-    image::{DcpSegment, DcpWriter, Rows, Segments, distcp_name, starts},
+    format::dcp::{Segment as DcpSegment, Writer as DcpWriter},
     plan::{Kinds, Plan, PlannedTensor},
     tensor::{Region, Shape},
 };

@@ -1,18 +1,19 @@
-//! Files of torch: `.pt` archives, and directories of `torch.distributed.checkpoint`.
-//!
-//! Both are made of the archives that `torch.save` writes, laid out without reading any data: see [`crate::format::torch`]
-//! and [`crate::format::zip`].
+//! The archives that `torch.save` writes, laid out without reading any data: see [`crate::format::torch`] and
+//! [`crate::format::zip`].
 
-use std::{collections::HashMap, io};
+use std::io;
 
-use super::{FileImage, ImageError, safetensors::Entry};
-pub use crate::format::dcp::{Segment as DcpSegment, Writer as DcpWriter};
+use super::{
+    file_image::{FileImage, ImageError},
+    safetensors_layout::Entry,
+};
 use crate::{
     format::{
         pickle::Pickle,
         torch,
         zip::{ZipWriter, crc32},
     },
+    plan::Plan,
     tensor::{DType, Shape},
 };
 
@@ -23,7 +24,7 @@ const PAGE: u64 = 4096;
 /// Storages of this size are large.
 const LARGE_BYTES: u64 = 1 << 20;
 
-fn alignment(data_bytes: u64) -> u64 {
+pub(super) fn alignment(data_bytes: u64) -> u64 {
     if data_bytes < LARGE_BYTES { ALIGNMENT } else { PAGE }
 }
 
@@ -35,7 +36,7 @@ enum Part {
 }
 
 /// What an archive's pickle is.
-enum Root<'a> {
+pub(super) enum Root<'a> {
     /// The only tensor.
     Tensor,
     /// A dictionary of all tensors by name.
@@ -92,7 +93,7 @@ fn archive(pickle: &[u8], tensors: &[(DType, &Shape)], checksum: fn(&[u8]) -> u3
 }
 
 /// Bytes of a tensor's elements.
-fn data_bytes(dtype: DType, shape: &Shape) -> u64 {
+pub(super) fn data_bytes(dtype: DType, shape: &Shape) -> u64 {
     dtype.bytes_of(shape.elements()).expect("a type of torch has whole bytes, and a plan's tensors fit 64 bits")
 }
 
@@ -100,7 +101,8 @@ fn infallible(pickle: io::Result<Vec<u8>>) -> Vec<u8> {
     pickle.expect("memory takes all bytes, no name has 4 GiB, and types that torch has not were refused")
 }
 
-fn archive_len(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> u64 {
+/// Length of the archive that [`push_archive`] lays out.
+pub(super) fn archive_len(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> u64 {
     let mut len = 0;
     // Checksums are as long whatever they are.
     archive(&infallible(pickled(root, tensors)), tensors, |_| 0, &mut |part| {
@@ -112,7 +114,11 @@ fn archive_len(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> u64 {
     len
 }
 
-fn push_archive(image: &mut FileImage, root: &Root<'_>, entries: &[Entry<'_>]) -> Result<(), ImageError> {
+/// Appends an archive of these tensors.
+///
+/// # Errors
+/// [`ImageError::Unsupported`].
+pub(super) fn push_archive(image: &mut FileImage, root: &Root<'_>, entries: &[Entry<'_>]) -> Result<(), ImageError> {
     for Entry { name, view } in entries {
         if torch::dtype_name(view.dtype()).is_none() {
             return Err(ImageError::Unsupported { name: (*name).to_owned(), dtype: view.dtype(), format: "torch" });
@@ -137,30 +143,12 @@ fn push_archive(image: &mut FileImage, root: &Root<'_>, entries: &[Entry<'_>]) -
 }
 
 /// Whether torch has a type.
-pub fn torch_holds(dtype: DType) -> bool {
+pub(super) fn torch_holds(dtype: DType) -> bool {
     torch::dtype_name(dtype).is_some()
 }
 
-/// A `.pt` file: a dictionary of these tensors by name.
-///
-/// # Errors
-/// [`ImageError::Unsupported`].
-pub fn pt(entries: &[Entry<'_>]) -> Result<FileImage, ImageError> {
-    let names: Vec<_> = entries.iter().map(|entry| entry.name).collect();
-    let mut image = FileImage::default();
-    push_archive(&mut image, &Root::Dictionary(&names), entries)?;
-    Ok(image)
-}
-
-/// Length of the file that [`pt`] lays out.
-pub fn pt_len(entries: &[Entry<'_>]) -> u64 {
-    let names: Vec<_> = entries.iter().map(|entry| entry.name).collect();
-    let tensors: Vec<_> = entries.iter().map(|entry| (entry.view.dtype(), entry.view.shape())).collect();
-    archive_len(&Root::Dictionary(&names), &tensors)
-}
-
 /// A `.pt` file of the dictionary `{"iteration": 0}`: what training frameworks keep beside the tensors.
-pub fn common_pt() -> Vec<u8> {
+pub(super) fn common_pt() -> Vec<u8> {
     let pickle = || {
         let mut bytes = Vec::new();
         let mut pickle = Pickle::new(&mut bytes)?;
@@ -180,66 +168,11 @@ pub fn common_pt() -> Vec<u8> {
     file
 }
 
-/// Where the segments of files of a `torch.distributed.checkpoint` directory are: in each file one after the other.
-#[derive(Clone, Debug)]
-pub struct Segments {
-    ends: Vec<u64>,
-    /// Lengths of segments. A model has many chunks, but of few shapes.
-    lens: HashMap<(DType, Shape), u64>,
-}
-
-impl Segments {
-    /// So many files without segments.
-    pub fn new(files: usize) -> Self {
-        Self { ends: vec![0; files], lens: HashMap::new() }
-    }
-
-    /// Goes on after segments that end there, by file.
-    pub fn go_on(&mut self, ends: &[u64]) {
-        self.ends.clear();
-        self.ends.extend_from_slice(ends);
-    }
-
-    /// Adds the segment of a chunk of this type and shape to a file: its first byte and its length.
-    pub fn add(&mut self, file: usize, dtype: DType, shape: &Shape) -> (u64, u64) {
-        let start = self.ends[file].next_multiple_of(alignment(data_bytes(dtype, shape)));
-        let len = || archive_len(&Root::Tensor, &[(dtype, shape)]);
-        let len = *self.lens.entry((dtype, shape.clone())).or_insert_with(len);
-        self.ends[file] = start + len;
-        (start, len)
-    }
-
-    /// Lengths of the files.
-    pub fn ends(&self) -> &[u64] {
-        &self.ends
-    }
-}
-
-/// A file of chunks, one segment each.
+/// Why there are no files of torch, if there are none.
 ///
 /// # Errors
-/// [`ImageError::Unsupported`].
-///
-/// # Panics
-/// If an element type has no whole bytes: see [`torch_holds`].
-pub fn distcp<'a>(entries: impl Iterator<Item = Entry<'a>>) -> Result<FileImage, ImageError> {
-    let mut image = FileImage::default();
-    let mut segments = Segments::new(1);
-    for entry in entries {
-        let end = segments.ends()[0];
-        let (start, _) = segments.add(0, entry.view.dtype(), entry.view.shape());
-        let gap = usize::try_from(start - end).expect("less than a page");
-        image.push_bytes(vec![0; gap].into());
-        push_archive(&mut image, &Root::Tensor, &[entry])?;
-    }
-    Ok(image)
+/// The first tensor of a type that torch has not.
+pub(super) fn fits(plan: &Plan) -> Result<(), String> {
+    let foreign = plan.bundle().find(|tensor| !torch_holds(tensor.view.dtype()));
+    foreign.map_or(Ok(()), |tensor| Err(format!("{}: torch has no type {}", tensor.name, tensor.view.dtype())))
 }
-
-/// Name of the file of number `file` in a `torch.distributed.checkpoint` directory.
-pub fn distcp_name(file: u64) -> String {
-    format!("__{file}_0.distcp")
-}
-
-/// The file that tells Megatron-Core how the directory is to be read.
-pub const MEGATRON_METADATA: &str = "{\"sharded_backend\": \"torch_dist\", \"sharded_backend_version\": 1, \
-                                     \"common_backend\": \"torch\", \"common_backend_version\": 1}";
