@@ -26,7 +26,7 @@ const FIRST_ARRAY: u64 = 1 + METADATA_FILES.len() as u64;
 const BEFORE_CHUNKS: u64 = 2;
 
 #[derive(Clone, Copy, Debug)]
-struct Row {
+struct ArrayRow {
     name_start: u32,
     name_len: u32,
     tensor: u32,
@@ -51,7 +51,7 @@ pub(super) enum ArrayNode {
 /// The arrays, sorted by name.
 #[derive(Debug)]
 pub(super) struct ArrayTable {
-    rows: Vec<Row>,
+    rows: Vec<ArrayRow>,
     names: String,
     len: u64,
 }
@@ -119,7 +119,8 @@ impl ArrayTable {
                 return Err(format!("{}: another tensor has the keys {name}", tensor.name));
             }
             table.names.push_str(name);
-            let row = Row { name_start: start, name_len: number(name.len()), tensor: number(*index), first: table.len };
+            let row =
+                ArrayRow { name_start: start, name_len: number(name.len()), tensor: number(*index), first: table.len };
             table.rows.push(row);
             table.len += BEFORE_CHUNKS + grid(plan, tensor).count();
         }
@@ -132,7 +133,7 @@ impl ArrayTable {
         let mut table = Self { rows: Vec::new(), names: String::new(), len: FIRST_ARRAY };
         for name in names {
             let (name_start, name_len) = (number(table.names.len()), number(name.len()));
-            table.rows.push(Row { name_start, name_len, tensor: 0, first: table.len });
+            table.rows.push(ArrayRow { name_start, name_len, tensor: 0, first: table.len });
             table.names.push_str(name);
             table.len += BEFORE_CHUNKS;
         }

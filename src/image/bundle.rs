@@ -13,8 +13,8 @@ use std::{
 use super::{
     file_image::{FileImage, ImageError},
     safetensors_layout::{
-        Entry, SafetensorsLength, check_name, digits, metadata_bytes, safetensors, saved_offsets, sharding_metadata,
-        tensor_row_bytes,
+        NamedView, SafetensorsLength, check_name, digits, metadata_bytes, safetensors, saved_offsets,
+        sharding_metadata, tensor_row_bytes,
     },
     shard_class::ShardClasses,
 };
@@ -39,19 +39,19 @@ type OfClass = OnceLock<(u64, u64)>;
 
 /// A tensor in the order of a device's safetensors file.
 #[derive(Clone, Copy, Debug)]
-struct Row {
+struct HeaderRow {
     dtype: DType,
-    /// Place of its kind among those bundled.
+    /// Index of its kind among those bundled.
     kind: u32,
     /// Bytes of its row in a header besides digits.
     bytes: u64,
 }
 
 #[derive(Debug)]
-struct Lengths {
+struct BundleLengths {
     classes: ShardClasses,
     of_class: Vec<OfClass>,
-    rows: Vec<Row>,
+    rows: Vec<HeaderRow>,
     /// Bytes of a device's metadata besides the digits of the places of shards.
     metadata_bytes: u64,
 }
@@ -62,13 +62,13 @@ pub(super) struct Bundle {
     plan: Arc<Plan>,
     /// A bundled tensor of each kind, and how many there are of the kind.
     kinds: Vec<(usize, u64)>,
-    /// By kind, its place among those.
+    /// By kind, its index among those.
     place_of: BTreeMap<usize, u32>,
     /// The kinds of all tensors.
     all: Arc<Kinds>,
     /// Whether headers say where shards are in their tensors.
     places: bool,
-    lengths: OnceLock<Lengths>,
+    lengths: OnceLock<BundleLengths>,
 }
 
 impl Bundle {
@@ -104,24 +104,24 @@ impl Bundle {
         self.kinds.iter().map(|(first, _)| &self.plan.tensors[*first])
     }
 
-    fn lengths(&self) -> &Lengths {
+    fn lengths(&self) -> &BundleLengths {
         self.lengths.get_or_init(|| {
             let region = |tensor: &PlannedTensor, device| Some(self.plan.region(tensor, device));
             let classes = ShardClasses::new(&self.plan.devices, self.firsts(), region);
             let of_class = classes.first().iter().map(|_| OfClass::default()).collect();
             let bundled = self.plan.tensors.iter().enumerate().filter(|(_, tensor)| self.plan.is_bundled(tensor));
-            let mut rows: Vec<Row> = bundled
+            let mut rows: Vec<HeaderRow> = bundled
                 .map(|(index, tensor)| {
                     let (dtype, rank) = (tensor.view.dtype(), tensor.view.shape().rank());
                     let bytes = tensor_row_bytes(&tensor.name, dtype, rank);
-                    Row { dtype, kind: self.place_of[&self.all.of(index)], bytes }
+                    HeaderRow { dtype, kind: self.place_of[&self.all.of(index)], bytes }
                 })
                 .collect();
             rows.sort_by_key(|row| Reverse(row.dtype.bits()));
             let first = classes.first().first().copied();
             let metadata_bytes =
                 first.map_or(0, |first| metadata_bytes(&borrowed(&self.metadata(first))) - self.place_bytes(first));
-            Lengths { classes, of_class, rows, metadata_bytes }
+            BundleLengths { classes, of_class, rows, metadata_bytes }
         })
     }
 
@@ -161,10 +161,10 @@ impl Bundle {
     }
 
     /// Shards of a device in the order of its safetensors file.
-    pub(super) fn entries(&self, device: u64) -> Vec<Entry<'_>> {
+    pub(super) fn entries(&self, device: u64) -> Vec<NamedView<'_>> {
         let tensors = self.plan.bundle();
         let mut entries: Vec<_> =
-            tensors.map(|tensor| Entry { name: &tensor.name, view: shard(&self.plan, tensor, device) }).collect();
+            tensors.map(|tensor| NamedView { name: &tensor.name, view: shard(&self.plan, tensor, device) }).collect();
         // Widest first keeps every tensor aligned to its element; names keep their order within a width.
         entries.sort_by_key(|entry| Reverse(entry.view.dtype().bits()));
         entries

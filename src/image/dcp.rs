@@ -8,8 +8,8 @@ use super::{
     file_image::ImageError,
     input::FormatInput,
     lazy_rows::LazyRows,
-    output::{Content, Directory, Lack, MadeOf, OutputFormat, Shown, Text, Unavailable, VirtualFile},
-    safetensors_layout::Entry,
+    output::{Content, Directory, Lack, MadeOf, OutputFormat, Shown, TextFile, Unavailable, VirtualFile},
+    safetensors_layout::NamedView,
     torch_archive::{self, common_pt},
 };
 use crate::plan::{Kinds, Plan, Problem};
@@ -43,14 +43,14 @@ impl OutputFormat for Dcp {
         if let Some(found) = Self::lacking(&input.plan, || Arc::clone(input.kinds())) {
             return Ok(Shown { directory: Directory::default(), unavailable: Some(found) });
         }
-        let files = Arc::new(Files { input: Arc::clone(input), metadata: OnceLock::new() });
+        let files = Arc::new(DcpFiles { input: Arc::clone(input), metadata: OnceLock::new() });
         let directory = Directory::with(self.name(), |directory| {
             for device in input.plan.first_holders() {
-                directory.file(&distcp_name(device), HolderFile { files: Arc::clone(&files), device });
+                directory.file(&distcp_name(device), DistcpFile { files: Arc::clone(&files), device });
             }
             directory.file(".metadata", LazyRows::new(move || Arc::clone(files.metadata())));
-            directory.file("metadata.json", Text::new(MEGATRON_METADATA.as_bytes(), MadeOf::Tensors));
-            directory.file("common.pt", Text::new(common_pt(), MadeOf::Tensors));
+            directory.file("metadata.json", TextFile::new(MEGATRON_METADATA.as_bytes(), MadeOf::Tensors));
+            directory.file("common.pt", TextFile::new(common_pt(), MadeOf::Tensors));
         });
         Ok(directory.into())
     }
@@ -58,12 +58,12 @@ impl OutputFormat for Dcp {
 
 /// What all files share: where each segment is.
 #[derive(Debug)]
-struct Files {
+struct DcpFiles {
     input: Arc<FormatInput>,
     metadata: OnceLock<Arc<DcpMetadata>>,
 }
 
-impl Files {
+impl DcpFiles {
     fn metadata(&self) -> &Arc<DcpMetadata> {
         let new = || DcpMetadata::new(Arc::clone(&self.input.plan), Arc::clone(self.input.kinds()));
         self.metadata.get_or_init(|| Arc::new(new()))
@@ -72,12 +72,12 @@ impl Files {
 
 /// The chunks that a device is the first to hold.
 #[derive(Debug)]
-struct HolderFile {
-    files: Arc<Files>,
+struct DistcpFile {
+    files: Arc<DcpFiles>,
     device: u64,
 }
 
-impl VirtualFile for HolderFile {
+impl VirtualFile for DistcpFile {
     fn len_bytes(&self) -> u64 {
         self.files.metadata().file_bytes(self.device)
     }
@@ -87,7 +87,7 @@ impl VirtualFile for HolderFile {
         let chunks = plan.bundle().filter_map(|tensor| {
             let region = plan.own_region(tensor, self.device)?;
             let view = tensor.view.region(&region).expect("a region of the view's own shape");
-            Some(Entry { name: tensor.name.as_str(), view })
+            Some(NamedView { name: tensor.name.as_str(), view })
         });
         distcp(chunks).map(Content::Image)
     }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::{
     file_image::{FileImage, ImageError},
-    safetensors_layout::Entry,
+    safetensors_layout::NamedView,
     torch_archive::{Root, alignment, archive_len, data_bytes, push_archive},
 };
 use crate::tensor::{DType, Shape};
@@ -51,7 +51,7 @@ impl Segments {
 ///
 /// # Panics
 /// If an element type has no whole bytes: see [`super::torch_archive::torch_holds`].
-pub(super) fn distcp<'a>(entries: impl Iterator<Item = Entry<'a>>) -> Result<FileImage, ImageError> {
+pub(super) fn distcp<'a>(entries: impl Iterator<Item = NamedView<'a>>) -> Result<FileImage, ImageError> {
     let mut image = FileImage::default();
     let mut segments = Segments::new(1);
     for entry in entries {

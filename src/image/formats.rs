@@ -11,9 +11,9 @@ use super::{
     manifest::ManifestFormat,
     npy::Npy,
     orbax::Orbax,
-    output::{Directory, Lack, MadeOf, OutputFormat, Text, Unavailable},
+    output::{Directory, Lack, MadeOf, OutputFormat, TextFile, Unavailable},
     pt::Pt,
-    raw::Raw,
+    raw::RawFormat,
     safetensors::Safetensors,
     sharded_state::ShardedState,
 };
@@ -24,7 +24,7 @@ use crate::{
 
 /// All output formats, in the order in which they are told of.
 pub const FORMATS: [&dyn OutputFormat; 9] =
-    [&Raw, &Npy, &Safetensors, &Pt, &Dcp, &Orbax, &Hf, &ShardedState, &ManifestFormat];
+    [&RawFormat, &Npy, &Safetensors, &Pt, &Dcp, &Orbax, &Hf, &ShardedState, &ManifestFormat];
 
 /// Name of the file that says why a format's directory is otherwise empty.
 const UNAVAILABLE: &str = "UNAVAILABLE.txt";
@@ -66,7 +66,7 @@ fn explain(directory: &mut Directory, Unavailable { format, lack, reason }: &Una
     tracing::warn!("{format}/ is not available: {reason}");
     let text = format!("{format}/ is not available for this view: {reason}\n");
     if let Some(empty) = directory.directory(format) {
-        empty.file(UNAVAILABLE, Text::new(text.into_bytes(), MadeOf::Everything));
+        empty.file(UNAVAILABLE, TextFile::new(text.into_bytes(), MadeOf::Everything));
     }
 }
 

@@ -6,7 +6,9 @@ use super::{
     bundle::borrowed,
     file_image::ImageError,
     input::FormatInput,
-    output::{Content, Directory, Entry, Lack, MadeOf, OutputFormat, Shown, Text, Unavailable, VirtualFile},
+    output::{
+        Content, Directory, DirectoryEntry, Lack, MadeOf, OutputFormat, Shown, TextFile, Unavailable, VirtualFile,
+    },
     safetensors_layout::{self, safetensors},
 };
 use crate::{
@@ -68,23 +70,23 @@ fn mirrored<'a>(root: &'a mut Directory, path: &str) -> Option<&'a mut Directory
 ///
 /// # Errors
 /// The tensors cannot be laid out in a file.
-pub(super) fn file(input: &Arc<FormatInput>, number: usize) -> Result<Entry, Problem> {
+pub(super) fn file(input: &Arc<FormatInput>, number: usize) -> Result<DirectoryEntry, Problem> {
     let HfFile { path, content } = &input.plan.hf[number];
     let original = original(&input.checkpoint, path);
     let made_of = |views, all_tensors| MadeOf::Repository { file: original, views, all_tensors };
-    Ok(Entry::File(match content {
+    Ok(DirectoryEntry::File(match content {
         HfContent::Original(file) => {
-            Arc::new(Original { file: *file, len_bytes: input.checkpoint.source().len_bytes(*file) })
+            Arc::new(OriginalFile { file: *file, len_bytes: input.checkpoint.source().len_bytes(*file) })
         }
         // The configuration is rewritten from itself. An index names tensors.
         HfContent::Text(text) => {
             let names_tensors = original.is_none() || path.ends_with(".index.json");
-            Arc::new(Text::new(text.as_slice(), made_of(Vec::new(), names_tensors)))
+            Arc::new(TextFile::new(text.as_slice(), made_of(Vec::new(), names_tensors)))
         }
         HfContent::Weights { tensors, metadata } => {
             let laid_out = lay_out(tensors, metadata);
             let image = laid_out.map_err(|error| Problem::Hf { path: path.clone(), reason: error.to_string() })?;
-            Arc::new(Weights { input: Arc::clone(input), number, original, len_bytes: image.len_bytes() })
+            Arc::new(WeightsFile { input: Arc::clone(input), number, original, len_bytes: image.len_bytes() })
         }
     }))
 }
@@ -95,18 +97,18 @@ fn original(checkpoint: &Checkpoint, path: &str) -> Option<FileId> {
 }
 
 fn lay_out(tensors: &[(String, View)], metadata: &[(String, String)]) -> Result<super::FileImage, ImageError> {
-    let entries = tensors.iter().map(|(name, view)| safetensors_layout::Entry { name, view: view.clone() });
+    let entries = tensors.iter().map(|(name, view)| safetensors_layout::NamedView { name, view: view.clone() });
     safetensors(entries.collect(), &borrowed(metadata))
 }
 
 /// A file of the repository as it is.
 #[derive(Debug)]
-struct Original {
+struct OriginalFile {
     file: FileId,
     len_bytes: u64,
 }
 
-impl VirtualFile for Original {
+impl VirtualFile for OriginalFile {
     fn len_bytes(&self) -> u64 {
         self.len_bytes
     }
@@ -122,7 +124,7 @@ impl VirtualFile for Original {
 
 /// A weight file with other tensors than the repository's.
 #[derive(Debug)]
-struct Weights {
+struct WeightsFile {
     input: Arc<FormatInput>,
     number: usize,
     original: Option<FileId>,
@@ -133,7 +135,7 @@ struct Weights {
 /// Names and views, and the metadata of the header.
 type Planned<'a> = (&'a [(String, View)], &'a [(String, String)]);
 
-impl Weights {
+impl WeightsFile {
     fn planned(&self) -> Planned<'_> {
         match &self.input.plan.hf[self.number].content {
             HfContent::Weights { tensors, metadata } => (tensors, metadata),
@@ -142,7 +144,7 @@ impl Weights {
     }
 }
 
-impl VirtualFile for Weights {
+impl VirtualFile for WeightsFile {
     fn len_bytes(&self) -> u64 {
         self.len_bytes
     }

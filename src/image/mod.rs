@@ -42,8 +42,8 @@ pub use file_image::{FileImage, ImageError, Segment};
 pub use formats::{FORMATS, show, unavailable, unavailable_text};
 pub use input::{FormatInput, file_ids};
 pub use output::{
-    Content, Directory, Entry, Lack, MadeOf, OWN, OutputFormat, Shown, Subtree, SubtreeNode, Text, Unavailable,
-    VirtualFile,
+    Content, Directory, DirectoryEntry, Lack, MadeOf, OWN, OutputFormat, Shown, Subtree, SubtreeNode, TextFile,
+    Unavailable, VirtualFile,
 };
 pub use raw::raw;
 pub use rows::RowFile;

@@ -13,7 +13,7 @@ use super::{
     array_table::{ArrayNode, ArrayTable, grid},
     file_image::ImageError,
     input::FormatInput,
-    output::{Content, Directory, Lack, MadeOf, OutputFormat, Shown, Subtree, SubtreeNode, Text, Unavailable},
+    output::{Content, Directory, Lack, MadeOf, OutputFormat, Shown, Subtree, SubtreeNode, TextFile, Unavailable},
     rows::{RowFile, Rows, starts},
 };
 use crate::{
@@ -55,7 +55,7 @@ impl OutputFormat for Orbax {
         let step: Arc<[u8]> = metadata(Place::Step { item: ITEM });
         let directory = Directory::with(self.name(), |directory| {
             if let Some(directory) = directory.directory("0") {
-                directory.file("_CHECKPOINT_METADATA", Text::new(step, MadeOf::Tensors));
+                directory.file("_CHECKPOINT_METADATA", TextFile::new(step, MadeOf::Tensors));
                 directory.subtree(ITEM, arrays);
             }
         });
@@ -133,7 +133,7 @@ impl Subtree for Arrays {
             ArrayNode::Root | ArrayNode::Directory(_) => unreachable!("only files have contents"),
             ArrayNode::Metadata(0) => Content::Bytes(Arc::clone(&self.item)),
             ArrayNode::Metadata(_) => Content::Rows(Arc::clone(
-                self.tree.get_or_init(|| Arc::new(RowFile::new(Tree::new(Arc::clone(&self.table))))),
+                self.tree.get_or_init(|| Arc::new(RowFile::new(TreeMetadata::new(Arc::clone(&self.table))))),
             )),
             ArrayNode::Description(array) => {
                 Content::Bytes(grid(array).zarray(&self.tensor(array).name)?.into_bytes().into())
@@ -148,12 +148,12 @@ impl Subtree for Arrays {
 
 /// `_METADATA` for arrays whose keys are the words of their names, a group of rows for each.
 #[derive(Debug)]
-struct Tree {
+struct TreeMetadata {
     table: Arc<ArrayTable>,
     starts: Vec<u64>,
 }
 
-impl Tree {
+impl TreeMetadata {
     fn new(table: Arc<ArrayTable>) -> Self {
         let arrays = table.arrays();
         let mut tree = Self { table, starts: Vec::new() };
@@ -168,7 +168,7 @@ impl Tree {
     }
 }
 
-impl Rows for Tree {
+impl Rows for TreeMetadata {
     fn starts(&self) -> &[u64] {
         &self.starts
     }
@@ -199,7 +199,7 @@ mod tests {
     #[test]
     fn the_tree_is_generated_in_parts() {
         for names in [&[][..], &["a.b"], &["a.b", "c", "it's.\"d\""]] {
-            let file = RowFile::new(Tree::new(Arc::new(ArrayTable::of_names(names))));
+            let file = RowFile::new(TreeMetadata::new(Arc::new(ArrayTable::of_names(names))));
             let leaves: Vec<String> = names.iter().map(|name| orbax::tree_leaf(name.split('.'))).collect();
             let whole = [orbax::TREE_BEGIN, &leaves.join(","), orbax::TREE_END].concat().into_bytes();
             assert_eq!(file.len_bytes(), whole.len() as u64);

@@ -152,19 +152,19 @@ pub trait VirtualFile: fmt::Debug + Send + Sync {
 
 /// A file of literal bytes.
 #[derive(Debug)]
-pub struct Text {
+pub struct TextFile {
     bytes: Arc<[u8]>,
     made_of: MadeOf,
 }
 
-impl Text {
+impl TextFile {
     /// A file of these bytes.
     pub fn new(bytes: impl Into<Arc<[u8]>>, made_of: MadeOf) -> Self {
         Self { bytes: bytes.into(), made_of }
     }
 }
 
-impl VirtualFile for Text {
+impl VirtualFile for TextFile {
     fn len_bytes(&self) -> u64 {
         self.bytes.len() as u64
     }
@@ -253,7 +253,7 @@ pub trait Subtree: fmt::Debug + Send + Sync {
 
 /// What a directory lists.
 #[derive(Debug)]
-pub enum Entry {
+pub enum DirectoryEntry {
     /// A directory.
     Directory(Directory),
     /// A file.
@@ -268,7 +268,7 @@ pub enum Entry {
 #[derive(Debug, Default)]
 pub struct Directory {
     /// By name.
-    pub entries: BTreeMap<String, Entry>,
+    pub entries: BTreeMap<String, DirectoryEntry>,
     /// Path of the repository's directory that it mirrors: it is listed and passed by those who may do so there.
     pub mirrors: Option<String>,
 }
@@ -276,14 +276,14 @@ pub struct Directory {
 impl Directory {
     /// The directory `name`, added if need be; `None` if the name is taken by something else.
     pub fn directory(&mut self, name: &str) -> Option<&mut Self> {
-        match self.entries.entry(name.to_owned()).or_insert_with(|| Entry::Directory(Self::default())) {
-            Entry::Directory(directory) => Some(directory),
-            Entry::File(_) | Entry::Link(_) | Entry::Subtree(_) => None,
+        match self.entries.entry(name.to_owned()).or_insert_with(|| DirectoryEntry::Directory(Self::default())) {
+            DirectoryEntry::Directory(directory) => Some(directory),
+            DirectoryEntry::File(_) | DirectoryEntry::Link(_) | DirectoryEntry::Subtree(_) => None,
         }
     }
 
     /// Adds an entry; false if the name is taken.
-    pub fn add(&mut self, name: &str, entry: Entry) -> bool {
+    pub fn add(&mut self, name: &str, entry: DirectoryEntry) -> bool {
         let is_free = !self.entries.contains_key(name);
         if is_free {
             self.entries.insert(name.to_owned(), entry);
@@ -293,19 +293,19 @@ impl Directory {
 
     /// Adds a file; false if the name is taken.
     pub fn file(&mut self, name: &str, file: impl VirtualFile + 'static) -> bool {
-        self.add(name, Entry::File(Arc::new(file)))
+        self.add(name, DirectoryEntry::File(Arc::new(file)))
     }
 
     /// Adds a subtree; false if the name is taken.
     pub fn subtree(&mut self, name: &str, subtree: impl Subtree + 'static) -> bool {
-        self.add(name, Entry::Subtree(Arc::new(subtree)))
+        self.add(name, DirectoryEntry::Subtree(Arc::new(subtree)))
     }
 
     /// A directory with the only entry `name`, which is a directory that `fill` fills.
     pub fn with(name: &str, fill: impl FnOnce(&mut Self)) -> Self {
         let mut inner = Self::default();
         fill(&mut inner);
-        Self { entries: BTreeMap::from([(name.to_owned(), Entry::Directory(inner))]), mirrors: None }
+        Self { entries: BTreeMap::from([(name.to_owned(), DirectoryEntry::Directory(inner))]), mirrors: None }
     }
 
     /// Takes in the entries of `other`, directories of the same name together.
@@ -315,12 +315,51 @@ impl Directory {
     pub fn merge(&mut self, other: Self) -> Result<(), String> {
         self.mirrors = self.mirrors.take().or(other.mirrors);
         other.entries.into_iter().try_for_each(|(name, entry)| match (self.entries.get_mut(&name), entry) {
-            (Some(Entry::Directory(known)), Entry::Directory(directory)) => known.merge(directory),
+            (Some(DirectoryEntry::Directory(known)), DirectoryEntry::Directory(directory)) => known.merge(directory),
             (Some(_), _) => Err(name),
             (None, entry) => {
                 self.entries.insert(name, entry);
                 Ok(())
             }
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug)]
+    struct Told(u64);
+
+    impl VirtualFile for Told {
+        fn len_bytes(&self) -> u64 {
+            self.0
+        }
+
+        fn content(&self) -> Result<Content, ImageError> {
+            Ok(Content::Image(FileImage::of_bytes([7; 5])))
+        }
+    }
+
+    #[test]
+    fn a_layout_of_another_length_than_was_told_is_refused() {
+        for told in [0, 4, 6] {
+            assert_eq!(Told(told).open().unwrap_err(), ImageError::Length { expected: told, found: 5 });
+        }
+        assert_eq!(Told(5).open().unwrap().len_bytes(), Some(5));
+    }
+
+    #[test]
+    fn directories_of_one_name_are_merged_and_files_are_not() {
+        let text = || TextFile::new([1; 3], MadeOf::Tensors);
+        let of = |inner: &str| Directory::with("a", |a| assert!(a.file(inner, text())));
+        let mut all = of("x");
+        assert_eq!(all.merge(of("y")), Ok(()));
+        assert_eq!(all.merge(of("y")), Err("y".to_owned()));
+        let Some(DirectoryEntry::Directory(a)) = all.entries.get("a") else { panic!("a directory") };
+        assert_eq!(a.entries.keys().collect::<Vec<_>>(), ["x", "y"]);
+        assert!(!all.file("a", text()), "a name is taken once");
+        assert!(all.directory("b").is_some_and(|b| b.directory("c").is_some()));
     }
 }

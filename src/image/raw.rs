@@ -7,14 +7,14 @@ use super::{
     file_image::{FileImage, ImageError},
     input::FormatInput,
     name_tree::NameTree,
-    output::{Directory, Entry, OutputFormat, Shown},
+    output::{Directory, DirectoryEntry, OutputFormat, Shown},
     tensor_files::{Encoding, TensorFiles},
 };
 use crate::{plan::Problem, tensor::View};
 
 /// See the module's documentation.
 #[derive(Debug)]
-pub(super) struct Raw;
+pub(super) struct RawFormat;
 
 /// A file of a view's elements in row-major order, little-endian.
 ///
@@ -26,7 +26,7 @@ pub fn raw(name: &str, view: View) -> Result<FileImage, ImageError> {
     Ok(image)
 }
 
-impl OutputFormat for Raw {
+impl OutputFormat for RawFormat {
     fn name(&self) -> &'static str {
         "raw"
     }
@@ -46,7 +46,7 @@ impl OutputFormat for Raw {
         {
             for device in &plan.devices {
                 let target = format!("../dev{device}").into_boxed_str();
-                mesh.add(&plan.mesh.path(*device).join(","), Entry::Link(target));
+                mesh.add(&plan.mesh.path(*device).join(","), DirectoryEntry::Link(target));
             }
         }
         Ok(directory.into())

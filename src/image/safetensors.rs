@@ -41,7 +41,7 @@ impl OutputFormat for Safetensors {
             .map_err(|error| vec![Problem::File { file: self.name().to_owned(), reason: error.to_string() }])?;
         let directory = Directory::with(self.name(), |directory| {
             for device in &input.plan.devices {
-                let file = DeviceFile { bundle: Arc::clone(bundle), device: *device };
+                let file = SafetensorsFile { bundle: Arc::clone(bundle), device: *device };
                 directory.file(&format!("dev{device}.safetensors"), file);
             }
             // An index has no words for parts of tensors, and one that named a shard would have it taken for the tensor.
@@ -57,12 +57,12 @@ impl OutputFormat for Safetensors {
 
 /// The shards of a device.
 #[derive(Debug)]
-struct DeviceFile {
+struct SafetensorsFile {
     bundle: Arc<Bundle>,
     device: u64,
 }
 
-impl VirtualFile for DeviceFile {
+impl VirtualFile for SafetensorsFile {
     fn len_bytes(&self) -> u64 {
         self.bundle.safetensors_len(self.device)
     }

@@ -17,7 +17,7 @@ pub(super) use crate::format::safetensors::{digits, metadata_bytes, tensor_row_b
 
 /// A tensor of a safetensors file.
 #[derive(Clone, Debug)]
-pub(super) struct Entry<'a> {
+pub(super) struct NamedView<'a> {
     /// Its name.
     pub(super) name: &'a str,
     /// Its elements.
@@ -28,7 +28,7 @@ pub(super) struct Entry<'a> {
 ///
 /// # Errors
 /// [`ImageError::PartialByte`], or [`ImageError::Header`] if names repeat or the header exceeds the format's limit.
-pub(super) fn safetensors(entries: Vec<Entry<'_>>, metadata: &[(&str, &str)]) -> Result<FileImage, ImageError> {
+pub(super) fn safetensors(entries: Vec<NamedView<'_>>, metadata: &[(&str, &str)]) -> Result<FileImage, ImageError> {
     let tensors = entries.iter().map(|entry| (entry.name, entry.view.dtype(), entry.view.shape().extents()));
     let mut header = write_header(tensors, metadata, DATA_ALIGNMENT)?;
     if header.data_bytes >= LARGE_DATA_BYTES {

@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     plan::{PlannedTensor, Spec},
-    tensor::{Region, View},
+    tensor::{Element, Region, View},
 };
 
 /// Longest value of an extended attribute that the kernel passes, in bytes.
@@ -36,7 +36,7 @@ const XATTRS: [&str; 6] = [
 /// How a tensor's file wraps its elements.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Encoding {
-    /// Lays out the file of a view with this name.
+    /// Lays out the file of a view with this name. Its length depends on the view's type and shape alone.
     pub(super) lay_out: fn(&str, View) -> Result<FileImage, ImageError>,
     /// Whether the elements are all that the file has.
     pub(super) is_plain: bool,
@@ -116,6 +116,14 @@ impl Subtree for TensorFiles {
         let tensor = self.tensor(at).expect("only files have contents");
         let tensor = &self.input.plan.tensors[tensor as usize];
         (self.encoding.lay_out)(&tensor.name, self.view(tensor)).map(Content::Image)
+    }
+
+    /// That of the layout of zeros of the same type and shape: to cut the view takes longer than all the rest.
+    fn len_bytes(&self, at: u64) -> Result<u64, ImageError> {
+        let tensor = self.tensor(at).expect("only files have lengths");
+        let tensor = &self.input.plan.tensors[tensor as usize];
+        let zeros = View::fill(self.region(tensor).shape().clone(), Element::zero(tensor.view.dtype()));
+        Ok((self.encoding.lay_out)(&tensor.name, zeros)?.len_bytes())
     }
 
     fn xattr_names(&self, at: u64) -> &'static [&'static str] {

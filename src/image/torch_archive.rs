@@ -5,7 +5,7 @@ use std::io;
 
 use super::{
     file_image::{FileImage, ImageError},
-    safetensors_layout::Entry,
+    safetensors_layout::NamedView,
 };
 use crate::{
     format::{
@@ -29,7 +29,7 @@ pub(super) fn alignment(data_bytes: u64) -> u64 {
 }
 
 /// A part of an archive.
-enum Part {
+enum ArchivePart {
     Bytes(Vec<u8>),
     /// The elements of the tensor of this number.
     Data(usize),
@@ -66,30 +66,30 @@ fn pickled(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> io::Result<Vec<u8>> 
 }
 
 /// Lays out an archive and hands its parts over in order. `checksum` gives those of literal bytes.
-fn archive(pickle: &[u8], tensors: &[(DType, &Shape)], checksum: fn(&[u8]) -> u32, each: &mut dyn FnMut(Part)) {
+fn archive(pickle: &[u8], tensors: &[(DType, &Shape)], checksum: fn(&[u8]) -> u32, each: &mut dyn FnMut(ArchivePart)) {
     let mut zip = ZipWriter::default();
     for (name, bytes) in [("data.pkl", pickle), ("byteorder", b"little".as_slice())] {
-        each(Part::Bytes(zip.entry(
+        each(ArchivePart::Bytes(zip.entry(
             &format!("{}/{name}", torch::ROOT),
             bytes.len() as u64,
             checksum(bytes),
             ALIGNMENT,
         )));
-        each(Part::Bytes(bytes.to_vec()));
+        each(ArchivePart::Bytes(bytes.to_vec()));
     }
     for (number, (dtype, shape)) in tensors.iter().enumerate() {
         let len = data_bytes(*dtype, shape);
-        each(Part::Bytes(zip.entry(&format!("{}/data/{number}", torch::ROOT), len, 0, alignment(len))));
-        each(Part::Data(number));
+        each(ArchivePart::Bytes(zip.entry(&format!("{}/data/{number}", torch::ROOT), len, 0, alignment(len))));
+        each(ArchivePart::Data(number));
     }
     let version = b"3\n".as_slice();
-    each(Part::Bytes(zip.entry(
+    each(ArchivePart::Bytes(zip.entry(
         &format!("{}/version", torch::ROOT),
         version.len() as u64,
         checksum(version),
         ALIGNMENT,
     )));
-    each(Part::Bytes([version, &zip.finish()].concat()));
+    each(ArchivePart::Bytes([version, &zip.finish()].concat()));
 }
 
 /// Bytes of a tensor's elements.
@@ -107,8 +107,8 @@ pub(super) fn archive_len(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> u64 {
     // Checksums are as long whatever they are.
     archive(&infallible(pickled(root, tensors)), tensors, |_| 0, &mut |part| {
         len += match part {
-            Part::Bytes(bytes) => bytes.len() as u64,
-            Part::Data(number) => data_bytes(tensors[number].0, tensors[number].1),
+            ArchivePart::Bytes(bytes) => bytes.len() as u64,
+            ArchivePart::Data(number) => data_bytes(tensors[number].0, tensors[number].1),
         };
     });
     len
@@ -118,8 +118,12 @@ pub(super) fn archive_len(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> u64 {
 ///
 /// # Errors
 /// [`ImageError::Unsupported`].
-pub(super) fn push_archive(image: &mut FileImage, root: &Root<'_>, entries: &[Entry<'_>]) -> Result<(), ImageError> {
-    for Entry { name, view } in entries {
+pub(super) fn push_archive(
+    image: &mut FileImage,
+    root: &Root<'_>,
+    entries: &[NamedView<'_>],
+) -> Result<(), ImageError> {
+    for NamedView { name, view } in entries {
         if torch::dtype_name(view.dtype()).is_none() {
             return Err(ImageError::Unsupported { name: (*name).to_owned(), dtype: view.dtype(), format: "torch" });
         }
@@ -129,8 +133,8 @@ pub(super) fn push_archive(image: &mut FileImage, root: &Root<'_>, entries: &[En
     // Neighbouring literal parts become one segment.
     let mut literal = Vec::new();
     archive(&infallible(pickled(root, &tensors)), &tensors, crc32, &mut |part| match part {
-        Part::Bytes(bytes) => literal.extend(bytes),
-        Part::Data(number) => {
+        ArchivePart::Bytes(bytes) => literal.extend(bytes),
+        ArchivePart::Data(number) => {
             image.push_bytes(std::mem::take(&mut literal).into());
             let entry = &entries[number];
             if let Err(error) = image.push_view(entry.name, entry.view.clone()) {
@@ -161,7 +165,7 @@ pub(super) fn common_pt() -> Vec<u8> {
     };
     let mut file = Vec::new();
     archive(&infallible(pickle()), &[], crc32, &mut |part| {
-        if let Part::Bytes(bytes) = part {
+        if let ArchivePart::Bytes(bytes) = part {
             file.extend(bytes);
         }
     });

@@ -8,7 +8,7 @@ use super::{
     health::ProblemKind,
     permissions::Subject,
     served::Volume,
-    tree::{Block, Fixed, FixedKind, Live, NodeRef},
+    tree::{Block, FixedKind, FixedNode, Live, NodeRef},
 };
 use crate::{
     image::{Content, FileImage, SubtreeNode},
@@ -47,7 +47,7 @@ impl Volume {
 
     /// The source file that a file is identical to, if it is one.
     pub fn original(&self, ino: Ino) -> Option<FileId> {
-        let NodeRef::Fixed(Fixed { kind: FixedKind::File(node), .. }) = self.tree.node(ino)? else { return None };
+        let NodeRef::Fixed(FixedNode { kind: FixedKind::File(node), .. }) = self.tree.node(ino)? else { return None };
         match node.file.open() {
             Ok(Content::Original(file)) => Some(file),
             Ok(Content::Bytes(_) | Content::Rows(_) | Content::Image(_)) | Err(_) => None,
@@ -78,7 +78,7 @@ impl Volume {
         })
     }
 
-    fn fixed_attr(&self, ino: Ino, fixed: &Fixed) -> Attr {
+    fn fixed_attr(&self, ino: Ino, fixed: &FixedNode) -> Attr {
         let (kind, size_bytes, links) = match &fixed.kind {
             FixedKind::Directory { subdirectories, .. } => (NodeKind::Directory, 0, 2 + subdirectories),
             FixedKind::Symlink(target) => (NodeKind::Symlink, target.len() as u64, 1),
@@ -90,7 +90,7 @@ impl Volume {
         Attr { ino, kind, size_bytes, links, modified: self.modified, permission }
     }
 
-    fn fixed_permission(&self, ino: Ino, fixed: &Fixed) -> Permission {
+    fn fixed_permission(&self, ino: Ino, fixed: &FixedNode) -> Permission {
         let find = || self.permissions.of(&Self::fixed_subject(ino, fixed));
         match &fixed.kind {
             FixedKind::File(node) => *node.permission.get_or_init(find),
@@ -98,7 +98,7 @@ impl Volume {
         }
     }
 
-    fn fixed_subject(ino: Ino, fixed: &Fixed) -> Subject {
+    fn fixed_subject(ino: Ino, fixed: &FixedNode) -> Subject {
         let is_directory = matches!(fixed.kind, FixedKind::Directory { .. });
         if fixed.is_own {
             return Subject::Own { is_directory };
@@ -188,7 +188,8 @@ impl Volume {
     }
 
     fn entry_name(&self, parent: Ino, child: Ino) -> Option<&str> {
-        let NodeRef::Fixed(Fixed { kind: FixedKind::Directory { entries, .. }, .. }) = self.tree.node(parent)? else {
+        let NodeRef::Fixed(FixedNode { kind: FixedKind::Directory { entries, .. }, .. }) = self.tree.node(parent)?
+        else {
             return None;
         };
         entries.iter().find(|(_, ino)| *ino == child).map(|(name, _)| &**name)
@@ -202,7 +203,7 @@ impl Volume {
                 }
                 self.subtree_attr(block, block.subtree.child(node, name).ok_or(FsError::NotFound)?)
             }
-            NodeRef::Fixed(Fixed { kind: FixedKind::Directory { entries, .. }, .. }) => {
+            NodeRef::Fixed(FixedNode { kind: FixedKind::Directory { entries, .. }, .. }) => {
                 let found = entries.binary_search_by(|(entry, _)| entry.as_bytes().cmp(name));
                 self.attr(entries[found.map_err(|_| FsError::NotFound)?].1)
             }
@@ -233,7 +234,7 @@ impl Volume {
                     each(DirEntry { name: name.as_bytes(), ino, kind }).is_continue()
                 });
             }
-            NodeRef::Fixed(Fixed { kind: FixedKind::Directory { entries, .. }, .. }) => {
+            NodeRef::Fixed(FixedNode { kind: FixedKind::Directory { entries, .. }, .. }) => {
                 self.looks.listed(dir, Instant::now());
                 for (name, ino) in entries.iter().skip(to_usize(from)) {
                     if each(DirEntry { name: name.as_bytes(), ino: *ino, kind: self.kind(*ino) }).is_break() {
@@ -256,7 +257,7 @@ impl Volume {
 
     pub(super) fn link_target(&self, ino: Ino) -> Result<Vec<u8>, FsError> {
         match self.tree.node(ino).ok_or(FsError::NotFound)? {
-            NodeRef::Fixed(Fixed { kind: FixedKind::Symlink(target), .. }) => Ok(target.as_bytes().to_vec()),
+            NodeRef::Fixed(FixedNode { kind: FixedKind::Symlink(target), .. }) => Ok(target.as_bytes().to_vec()),
             NodeRef::Fixed(_) | NodeRef::InSubtree(..) => Err(FsError::Invalid),
         }
     }

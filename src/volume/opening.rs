@@ -13,7 +13,7 @@ use super::{
     health::ProblemKind,
     open_files::Open,
     served::Volume,
-    tree::{Fixed, FixedKind, NodeRef},
+    tree::{FixedKind, FixedNode, NodeRef},
     whole_files::{Pin, WholeFiles},
 };
 use crate::{
@@ -209,7 +209,7 @@ impl Volume {
 
     /// Whether a file's content is taken anew at each open.
     fn is_live(&self, ino: Ino) -> bool {
-        matches!(self.tree.node(ino), Some(NodeRef::Fixed(Fixed { kind: FixedKind::Live(_), .. })))
+        matches!(self.tree.node(ino), Some(NodeRef::Fixed(FixedNode { kind: FixedKind::Live(_), .. })))
     }
 
     fn check(&self, ino: Ino, open: &Open) -> Result<(), FsError> {

@@ -49,12 +49,12 @@ pub(super) enum Subject {
 
 /// Classes of source files, and the class of each file.
 #[derive(Debug)]
-struct Classes {
+struct GateClasses {
     gates: Vec<Gates>,
     of_file: Vec<u32>,
 }
 
-impl Classes {
+impl GateClasses {
     fn new(checkpoint: &Checkpoint) -> Self {
         let source = checkpoint.source();
         let mut numbers: HashMap<Gates, u32> = HashMap::new();
@@ -99,7 +99,7 @@ pub(super) struct Permissions {
     checkpoint: Arc<Checkpoint>,
     mounter: Mounter,
     overrides: Overrides,
-    classes: Classes,
+    classes: GateClasses,
     /// Of the files that hold tensors, if it is one.
     weights: Option<u32>,
     repository: DirectoryGates,
@@ -119,7 +119,7 @@ fn closed() -> Gates {
 }
 
 /// The gates before the repository's directory. A single file has none of its own.
-fn repository_gates(checkpoint: &Checkpoint, classes: &Classes) -> DirectoryGates {
+fn repository_gates(checkpoint: &Checkpoint, classes: &GateClasses) -> DirectoryGates {
     if let Some((_, gates)) = checkpoint.directories().first() {
         return gates.clone();
     }
@@ -136,7 +136,7 @@ impl Permissions {
         mounter: Mounter,
         overrides: Overrides,
     ) -> Self {
-        let classes = Classes::new(checkpoint);
+        let classes = GateClasses::new(checkpoint);
         let mut of_tensors: HashSet<u32> =
             checkpoint.adapters().iter().map(|adapter| classes.of(adapter.file)).collect();
         let weights = checkpoint.files().iter().filter(|file| file.role == crate::checkpoint::FileRole::Weights);

@@ -27,7 +27,7 @@ use crate::{
     checkpoint::Checkpoint,
     config::MadeWhole,
     host::budget::Budget,
-    image::{self, FormatInput, MadeOf, OWN, Text, file_ids, unavailable_text},
+    image::{self, FormatInput, MadeOf, OWN, TextFile, file_ids, unavailable_text},
     plan::{Allow, Plan, Problem, report},
     read::{Engine, EngineOptions, counters::add},
     source::permission::{Mounter, Overrides},
@@ -137,7 +137,7 @@ impl Volume {
         let mounter = Mounter::of_this_process();
         plan_text.push_str(&readers_text(&readers(&checkpoint, &mounter, &options.overrides)));
         if let Some(directory) = root.directory(OWN) {
-            let text = |text: String| Text::new(text.into_bytes(), MadeOf::Everything);
+            let text = |text: String| TextFile::new(text.into_bytes(), MadeOf::Everything);
             directory.live("stats.json", Live::Stats);
             directory.live("metrics", Live::Metrics);
             directory.file("config.toml", text(options.config_text));

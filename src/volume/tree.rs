@@ -10,13 +10,13 @@ use std::{
 
 use super::file_system::Ino;
 use crate::{
-    image::{Directory, Entry, OWN, Subtree, VirtualFile},
+    image::{Directory, DirectoryEntry, OWN, Subtree, VirtualFile},
     source::permission::Permission,
 };
 
 /// A fixed node.
 #[derive(Debug)]
-pub(super) struct Fixed {
+pub(super) struct FixedNode {
     pub(super) parent: Ino,
     /// Whether it is the mount's own directory, or in it.
     pub(super) is_own: bool,
@@ -74,7 +74,7 @@ pub(super) struct Block {
 /// What a number stands for.
 #[derive(Debug)]
 pub(super) enum NodeRef<'a> {
-    Fixed(&'a Fixed),
+    Fixed(&'a FixedNode),
     /// A node of a subtree, by its number there.
     InSubtree(&'a Block, u64),
 }
@@ -82,7 +82,7 @@ pub(super) enum NodeRef<'a> {
 /// The tree.
 #[derive(Debug)]
 pub(super) struct Tree {
-    fixed: Vec<Fixed>,
+    fixed: Vec<FixedNode>,
     blocks: Vec<Block>,
     /// Directories that mirror one of the repository, and its path there.
     mirrors: Vec<(Ino, String)>,
@@ -130,15 +130,17 @@ impl TreeBuilder {
         self.mirrors = self.mirrors.take().or(shown.mirrors);
         shown.entries.into_iter().try_for_each(|(name, entry)| {
             let child = match entry {
-                Entry::Directory(directory) => {
+                DirectoryEntry::Directory(directory) => {
                     return match self.directory(&name) {
                         Some(known) => known.add(view, directory),
                         None => Err(name),
                     };
                 }
-                Entry::File(file) => Child::File(FixedKind::File(FileNode { view, file, permission: OnceLock::new() })),
-                Entry::Link(target) => Child::File(FixedKind::Symlink(target)),
-                Entry::Subtree(subtree) => Child::Subtree { view, subtree },
+                DirectoryEntry::File(file) => {
+                    Child::File(FixedKind::File(FileNode { view, file, permission: OnceLock::new() }))
+                }
+                DirectoryEntry::Link(target) => Child::File(FixedKind::Symlink(target)),
+                DirectoryEntry::Subtree(subtree) => Child::Subtree { view, subtree },
             };
             if self.entries.contains_key(&name) {
                 return Err(name);
@@ -171,7 +173,7 @@ impl Tree {
         let at = self.fixed.len();
         let ino = Ino(Ino::ROOT.0 + at as u64);
         let empty = FixedKind::Directory { entries: Vec::new(), subdirectories: 0 };
-        self.fixed.push(Fixed { parent, is_own, kind: empty });
+        self.fixed.push(FixedNode { parent, is_own, kind: empty });
         self.mirrors.extend(builder.mirrors.map(|path| (ino, path)));
         let mut listed = Vec::with_capacity(builder.entries.len());
         let mut directories = 0;
@@ -180,7 +182,7 @@ impl Tree {
             let child = match child {
                 Child::Directory(directory) => self.build(directory, ino, is_own || name == OWN, next_block),
                 Child::File(kind) => {
-                    self.fixed.push(Fixed { parent: ino, is_own, kind });
+                    self.fixed.push(FixedNode { parent: ino, is_own, kind });
                     Ino(Ino::ROOT.0 + self.fixed.len() as u64 - 1)
                 }
                 Child::Subtree { view, subtree } => {
