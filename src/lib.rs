@@ -16,7 +16,7 @@
 //! | [`checkpoint`] | what is in a repo: tensor table, index, `config.json`, dialect |
 //! | [`config`] | what the user typed, in whatever form: one table of settings, parsed, not yet meant |
 //! | [`plan`] | what the user wants, as data: layouts, families, mesh, sharding, names |
-//! | [`image`] | how a virtual file is laid out: segments with cumulative ends |
+//! | [`image`] | how a virtual file is laid out: one output format a file, all behind one trait |
 //! | [`read`] | byte-range engine: span to pieces to bytes; tile cache; prefetch |
 //! | [`volume`] | the file system without FUSE |
 //! | [`fuse`] | the only user of fuser: mount, convert, reply, unmount |

@@ -5,7 +5,7 @@
 
 mod common;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use ckfs::{
     plan::{Layout, Mesh, Pattern, ShardRule, ViewOptions},
@@ -686,4 +686,28 @@ fn thousands_of_arrays_for_a_thousand_devices_cost_little() {
     assert_eq!(chunk.size_bytes, 4);
     let raw = volume.resolve("dev1023/w1999").unwrap();
     assert_eq!(repo::read(&volume, chunk.ino, 0, 100), repo::read(&volume, raw.ino, 0, 100));
+}
+
+/// A format is one file of the layer below and a line in its list only while nothing above it knows it by name.
+#[test]
+fn the_volume_names_no_format() {
+    let names: Vec<&str> = ckfs::image::FORMATS.iter().map(|format| format.name()).collect();
+    assert_eq!(names.len(), names.iter().collect::<BTreeSet<_>>().len(), "{names:?}");
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/volume");
+    let mut found = Vec::new();
+    let mut seen = 0;
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let text = std::fs::read_to_string(&path).unwrap();
+        let code = text.lines().map(str::trim_start).filter(|line| !line.starts_with("//"));
+        for line in code {
+            seen += 1;
+            let mut words = line.split(|letter: char| !letter.is_alphanumeric() && letter != '_');
+            if words.any(|word| names.iter().any(|name| name.eq_ignore_ascii_case(word))) {
+                found.push(format!("{}: {line}", path.display()));
+            }
+        }
+    }
+    assert!(seen > 1000, "the code was read: {seen} lines");
+    assert!(found.is_empty(), "{found:#?}");
 }

@@ -21,7 +21,7 @@ const MAY_USE: [(&str, &[&str]); 12] = [
     ("config", &["tensor", "source"]),
     // The checkpoint's table names files by the source's ids.
     ("plan", &["tensor", "source", "checkpoint", "config"]),
-    ("image", &["tensor", "format"]),
+    ("image", &["tensor", "source", "format", "checkpoint", "plan"]),
     ("read", &["tensor", "source", "checkpoint", "image"]),
     ("volume", &["host", "tensor", "source", "checkpoint", "config", "plan", "image", "read"]),
     ("fuse", &["host", "volume"]),

@@ -1,179 +1,49 @@
-//! How a virtual file is laid out: segments with cumulative ends.
+//! How a virtual file is laid out: one output format a file, all behind one trait.
 //!
-//! A file is a list of segments, each some literal bytes or the bytes of one view; a read finds the segments that its span
-//! touches by bisection. One file of this layer per format says how that format's files are made. Views are not lowered
-//! here and nothing is read.
+//! An [`OutputFormat`] is given a view of the checkpoint ([`FormatInput`]) and answers with directories and files
+//! ([`Shown`]). A file ([`VirtualFile`]) knows its length and lays out its [`Content`] when it is opened; a directory of very
+//! many files is a [`Subtree`], whose nodes are found by arithmetic. Whoever shows them needs no other word of a format: to
+//! add one, write its file here and its line in [`FORMATS`].
+//!
+//! A [`FileImage`] is a list of segments, each some literal bytes or the bytes of one view; a read finds the segments that
+//! its span touches by bisection. Views are not lowered here and nothing is read.
+//!
+//! A length is that of the layout itself wherever the layout is cheap. A header of tens of thousands of rows is not: lengths
+//! of such files are counted from what differs between devices, and [`VirtualFile::open`] refuses a file whose layout has
+//! another length than the one that was told.
 
+mod array_table;
+mod bundle;
+mod chunk_grid;
+mod dcp;
+mod dcp_rows;
+mod dcp_segments;
+mod file_image;
+mod formats;
+mod hf;
+mod input;
+mod lazy_rows;
+mod manifest;
+mod name_tree;
 mod npy;
 mod orbax;
+mod output;
+mod pt;
 mod raw;
 mod rows;
 mod safetensors;
-mod torch;
+mod safetensors_layout;
+mod shard_class;
+mod sharded_state;
+mod tensor_files;
+mod torch_archive;
 
-use std::sync::Arc;
-
-pub use npy::{npy, npy_len};
-pub use orbax::{CHUNK_BYTES_MAX, ChunkGrid, OrbaxPlace, OrbaxTree, ZARRAY, orbax_checkpoint, orbax_holds};
+pub use file_image::{FileImage, ImageError, Segment};
+pub use formats::{FORMATS, show, unavailable, unavailable_text};
+pub use input::{FormatInput, file_ids};
+pub use output::{
+    Content, Directory, DirectoryEntry, Lack, MadeOf, OWN, OutputFormat, Shown, Subtree, SubtreeNode, TextFile,
+    Unavailable, VirtualFile,
+};
 pub use raw::raw;
-pub use rows::{RowFile, Rows, starts};
-pub use safetensors::{
-    Entry, SafetensorsLength, check_name, digits, metadata_bytes, safetensors, saved_offsets, sharding_metadata,
-    tensor_row_bytes,
-};
-pub use torch::{
-    DcpSegment, DcpWriter, MEGATRON_METADATA, Segments, common_pt, distcp, distcp_name, pt, pt_len, torch_holds,
-};
-
-use crate::{
-    format::safetensors::HeaderErrors,
-    tensor::{DType, View, ViewError},
-};
-
-/// A stretch of a file.
-#[derive(Clone, Debug)]
-pub enum Segment {
-    /// Literal bytes: headers, metadata.
-    Bytes(Arc<[u8]>),
-    /// So many spaces, which text formats allow after what they say.
-    Spaces(u64),
-    /// The elements of a view in row-major order, little-endian.
-    View(View),
-}
-
-/// Why a file cannot be laid out.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ImageError {
-    /// A view's elements do not fill whole bytes.
-    #[error("{name}: {elements} elements of {bits} bits do not fill whole bytes")]
-    PartialByte {
-        /// The tensor.
-        name: String,
-        /// Its elements.
-        elements: u64,
-        /// Bits of one element.
-        bits: u64,
-    },
-    /// The format has no such element type.
-    #[error("{name}: {format} cannot hold {dtype}")]
-    Unsupported {
-        /// The tensor.
-        name: String,
-        /// Its element type.
-        dtype: DType,
-        /// The format.
-        format: &'static str,
-    },
-    /// A part of a view cannot be taken.
-    #[error("{name}: {error}")]
-    View {
-        /// The tensor.
-        name: String,
-        /// What is wrong.
-        #[source]
-        error: ViewError,
-    },
-    /// The tensors cannot be described in the format's header.
-    #[error(transparent)]
-    Header(#[from] HeaderErrors),
-}
-
-/// The layout of one virtual file.
-#[derive(Clone, Debug, Default)]
-pub struct FileImage {
-    segments: Vec<Segment>,
-    /// `ends[i]` is the byte after segment `i`; strictly increasing.
-    ends: Vec<u64>,
-}
-
-impl FileImage {
-    /// A file of these bytes.
-    pub fn of_bytes(bytes: impl Into<Arc<[u8]>>) -> Self {
-        let mut image = Self::default();
-        image.push_bytes(bytes.into());
-        image
-    }
-
-    fn push(&mut self, segment: Segment, len_bytes: u64) {
-        if len_bytes > 0 {
-            self.ends.push(self.len_bytes() + len_bytes);
-            self.segments.push(segment);
-        }
-    }
-
-    /// Appends literal bytes.
-    pub fn push_bytes(&mut self, bytes: Arc<[u8]>) {
-        let len = bytes.len() as u64;
-        self.push(Segment::Bytes(bytes), len);
-    }
-
-    /// Appends spaces.
-    pub fn push_spaces(&mut self, count: u64) {
-        self.push(Segment::Spaces(count), count);
-    }
-
-    /// Bytes before the first view.
-    pub fn header_bytes(&self) -> u64 {
-        let views = self.segments.iter().position(|segment| matches!(segment, Segment::View(_)));
-        views.map_or(self.len_bytes(), |first| self.start_of(first))
-    }
-
-    /// Appends the bytes of a view.
-    ///
-    /// # Errors
-    /// [`ImageError::PartialByte`] if they are no whole number of bytes.
-    pub fn push_view(&mut self, name: &str, view: View) -> Result<(), ImageError> {
-        let len = view.bytes().ok_or_else(|| ImageError::PartialByte {
-            name: name.to_owned(),
-            elements: view.shape().elements(),
-            bits: view.dtype().bits(),
-        })?;
-        self.push(Segment::View(view), len);
-        Ok(())
-    }
-
-    /// Length of the file.
-    pub fn len_bytes(&self) -> u64 {
-        self.ends.last().copied().unwrap_or(0)
-    }
-
-    /// The segments, in order; none is empty.
-    pub fn segments(&self) -> &[Segment] {
-        &self.segments
-    }
-
-    /// First byte of a segment.
-    pub fn start_of(&self, segment: usize) -> u64 {
-        if segment == 0 { 0 } else { self.ends[segment - 1] }
-    }
-
-    /// Calls `each` with the parts of segments that `start..end` touches, in order: the segment's number and the span
-    /// within it.
-    pub fn spans(&self, start: u64, end: u64) -> impl Iterator<Item = (usize, u64, u64)> + '_ {
-        let first = self.ends.partition_point(|segment_end| *segment_end <= start);
-        (first..self.segments.len()).map_while(move |segment| {
-            let (low, high) = (self.start_of(segment), self.ends[segment]);
-            (low < end).then(|| (segment, start.max(low) - low, end.min(high) - low))
-        })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn spans_are_found_by_bisection() {
-        let mut image = FileImage::default();
-        for len in [3, 0, 5, 1] {
-            image.push_bytes(vec![0; len].into());
-        }
-        let spans = |start, end| image.spans(start, end).collect::<Vec<_>>();
-        assert_eq!(image.len_bytes(), 9);
-        assert_eq!(spans(0, 9), [(0, 0, 3), (1, 0, 5), (2, 0, 1)]);
-        assert_eq!(spans(2, 4), [(0, 2, 3), (1, 0, 1)]);
-        assert_eq!(spans(3, 8), [(1, 0, 5)]);
-        assert_eq!(spans(8, 9), [(2, 0, 1)]);
-        assert!(spans(9, 9).is_empty());
-    }
-}
+pub use rows::RowFile;

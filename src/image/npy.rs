@@ -1,34 +1,57 @@
-//! `.npy` files: a header whose elements start on a page, then the elements.
+//! `npy/`: `.npy` files, a header whose elements start on a page, then the elements.
 //!
 //! numpy asks for a multiple of 64 only. A page keeps the elements that one request of the kernel covers inside one tile of
 //! a transformed view, and lets a mapped array begin where a device can take it without a copy.
 
-use super::{FileImage, ImageError};
+use std::sync::Arc;
+
+use super::{
+    file_image::{FileImage, ImageError},
+    input::FormatInput,
+    name_tree::NameTree,
+    output::{Directory, OutputFormat, Shown},
+    tensor_files::{Encoding, TensorFiles},
+};
 use crate::{
     format::npy,
-    tensor::{DType, Shape, View},
+    plan::{PlannedTensor, Problem},
+    tensor::View,
 };
 
 /// Where the elements start.
 const ALIGNMENT: usize = 4096;
 
-/// A `.npy` file of a view's elements.
-///
-/// # Errors
-/// [`ImageError::PartialByte`].
-pub fn npy(name: &str, view: View) -> Result<FileImage, ImageError> {
-    let mut elements = FileImage::default();
-    elements.push_view(name, view.clone())?;
+/// See the module's documentation.
+#[derive(Debug)]
+pub(super) struct Npy;
+
+fn lay_out(name: &str, view: View) -> Result<FileImage, ImageError> {
     let mut image = FileImage::of_bytes(npy::header(view.dtype(), view.shape().extents(), ALIGNMENT));
     image.push_view(name, view)?;
     Ok(image)
 }
 
-/// Length of the file that [`npy()`] lays out for elements of this type and shape.
-///
-/// # Panics
-/// If the elements do not fill whole bytes.
-pub fn npy_len(dtype: DType, shape: &Shape) -> u64 {
-    npy::header(dtype, shape.extents(), ALIGNMENT).len() as u64
-        + dtype.bytes_of(shape.elements()).expect("a plan's shards are whole bytes")
+impl OutputFormat for Npy {
+    fn name(&self) -> &'static str {
+        "npy"
+    }
+
+    fn show(&self, input: &Arc<FormatInput>) -> Result<Shown, Vec<Problem>> {
+        let plan = &input.plan;
+        let bundled = |tensor: &PlannedTensor| plan.is_bundled(tensor);
+        let names = NameTree::new(plan, ".npy", bundled).map_err(|problems| {
+            // Names that raw files cannot have either are told of once, there.
+            if NameTree::new(plan, "", |_| true).is_err() { Vec::new() } else { problems }
+        });
+        let names = Arc::new(names?);
+        let encoding = Encoding { lay_out, is_plain: false };
+        let shown = Directory::with(self.name(), |directory| {
+            for device in &plan.devices {
+                let (input, names) = (Arc::clone(input), Arc::clone(&names));
+                let files = TensorFiles { input, names, device: Some(*device), encoding };
+                directory.subtree(&format!("dev{device}"), files);
+            }
+        });
+        Ok(shown.into())
+    }
 }

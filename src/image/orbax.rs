@@ -1,194 +1,174 @@
-//! Orbax checkpoints: arrays of zarr version 2, uncompressed, whose chunks are the devices' shards.
+//! `orbax/`: an Orbax checkpoint, arrays of zarr version 2, uncompressed, whose chunks are the devices' shards.
 //!
 //! Readers take whole chunks: where the chunk grid is the device grid, each device's bytes are read once and nothing else
-//! is. All sizes follow from the grid by arithmetic; a chunk's file is laid out when it is opened.
+//! is.
+
+use std::{
+    borrow::Cow,
+    sync::{Arc, OnceLock},
+    time::UNIX_EPOCH,
+};
 
 use super::{
-    FileImage, ImageError,
-    rows::{Rows, starts},
+    array_table::{ArrayNode, ArrayTable, grid},
+    file_image::ImageError,
+    input::FormatInput,
+    output::{Content, Directory, Lack, MadeOf, OutputFormat, Shown, Subtree, SubtreeNode, TextFile, Unavailable},
+    rows::{RowFile, Rows, starts},
 };
-pub use crate::format::{orbax::Place as OrbaxPlace, zarr::ZARRAY};
 use crate::{
-    format::{orbax, zarr},
-    tensor::{DType, PerAxis, Region, Shape, View},
+    format::orbax::{self, Place},
+    plan::{Plan, PlannedTensor, Problem},
 };
 
-/// Largest chunk file where the user names no limit, in bytes.
-pub const CHUNK_BYTES_MAX: u64 = 1 << 30;
+/// The only item of a step.
+const ITEM: &str = "items";
 
-/// Parts into which a chunk is cut, beyond those needed, for the sake of chunks that divide a shard.
-const EXTRA_PARTS_MAX: u64 = 8;
+/// See the module's documentation.
+#[derive(Debug)]
+pub(super) struct Orbax;
 
-/// How an array is cut into chunks.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ChunkGrid {
-    dtype: DType,
-    shape: Shape,
-    chunk: PerAxis,
-    grid: PerAxis,
-}
-
-impl ChunkGrid {
-    /// The chunks of an array that devices split in `parts` along each axis. Chunks larger than `bytes_max` are cut further,
-    /// along the first axis that has room.
-    ///
-    /// A chunk has `ceil(extent / parts)` elements along an axis. Where that does not divide the extent the last chunk is
-    /// padded with zeros, and there may be fewer chunks than parts.
-    ///
-    /// # Panics
-    /// If the format cannot hold the type: see [`orbax_holds`].
-    pub fn new(dtype: DType, shape: &Shape, parts: &[u64], bytes_max: u64) -> Self {
-        // The format has no chunks without elements.
-        let mut chunk: PerAxis =
-            shape.extents().iter().zip(parts).map(|(extent, parts)| extent.div_ceil(*parts).max(1)).collect();
-        let element = dtype.element_bytes().expect("types that the format cannot hold were refused");
-        for axis in 0..chunk.len() {
-            let bytes = chunk.iter().product::<u64>() * element;
-            if bytes <= bytes_max {
-                break;
-            }
-            let slab = bytes / chunk[axis];
-            let needed = chunk[axis].div_ceil((bytes_max / slab).max(1));
-            // Of a split axis a shard should be whole chunks; of an axis that nobody splits any cut will do.
-            let divides = |pieces: &u64| chunk[axis].is_multiple_of(*pieces);
-            let range = needed..=chunk[axis].min(needed.saturating_mul(EXTRA_PARTS_MAX));
-            let pieces = if parts[axis] > 1 { range.into_iter().find(divides).unwrap_or(needed) } else { needed };
-            chunk[axis] = chunk[axis].div_ceil(pieces);
-        }
-        let grid = shape.extents().iter().zip(&chunk).map(|(extent, chunk)| extent.div_ceil(*chunk)).collect();
-        Self { dtype, shape: shape.clone(), chunk, grid }
-    }
-
-    /// Number of chunks.
-    pub fn count(&self) -> u64 {
-        self.grid.iter().product()
-    }
-
-    /// Bytes of every chunk file.
-    ///
-    /// # Panics
-    /// Never: the type has been refused where the format cannot hold it.
-    pub fn chunk_bytes(&self) -> u64 {
-        self.chunk.iter().product::<u64>()
-            * self.dtype.element_bytes().expect("types that the format cannot hold were refused")
-    }
-
-    /// Elements of a chunk along each axis.
-    pub fn chunk(&self) -> &[u64] {
-        &self.chunk
-    }
-
-    /// The chunk's number along each axis.
-    fn numbers(&self, index: u64) -> PerAxis {
-        let mut rest = index;
-        let mut numbers = PerAxis::from_elem(0, self.grid.len());
-        for (number, extent) in numbers.iter_mut().zip(&self.grid).rev() {
-            *number = rest % extent;
-            rest /= extent;
-        }
-        numbers
-    }
-
-    /// File name of a chunk.
-    pub fn name(&self, index: u64) -> String {
-        zarr::chunk_name(&self.numbers(index))
-    }
-
-    /// The chunk with this file name.
-    pub fn find(&self, name: &[u8]) -> Option<u64> {
-        let numbers = zarr::chunk_numbers(name, self.grid.len())?;
-        let inside = numbers.iter().zip(&self.grid).all(|(number, extent)| number < extent);
-        let number = || numbers.iter().zip(&self.grid).fold(0, |index, (number, extent)| index * extent + number);
-        inside.then(number)
-    }
-
-    /// Contents of the array's `.zarray`.
-    ///
-    /// # Errors
-    /// [`ImageError::Unsupported`].
-    pub fn zarray(&self, name: &str) -> Result<String, ImageError> {
-        let text = zarr::zarray(self.dtype, self.shape.extents(), &self.chunk);
-        text.ok_or_else(|| ImageError::Unsupported { name: name.to_owned(), dtype: self.dtype, format: "orbax" })
-    }
-
-    /// A chunk's file: the elements of `view`, the whole array, with zeros beyond its edge.
-    ///
-    /// # Errors
-    /// [`ImageError::PartialByte`].
-    ///
-    /// # Panics
-    /// If this is not the view's grid or the chunk is not in it.
-    pub fn chunk_image(&self, name: &str, view: &View, index: u64) -> Result<FileImage, ImageError> {
-        let failed = |error| ImageError::View { name: name.to_owned(), error };
-        let numbers = self.numbers(index);
-        let ranges: Vec<_> = numbers
-            .iter()
-            .zip(&self.chunk)
-            .zip(self.shape.extents())
-            .map(|((number, chunk), extent)| number * chunk..((number + 1) * chunk).min(*extent))
-            .collect();
-        let region = Region::within(view.shape(), &ranges).expect("a chunk of the view's own grid");
-        let mut shard = view.region(&region).map_err(failed)?;
-        for (axis, chunk) in self.chunk.iter().enumerate() {
-            let held = shard.shape().extents()[axis];
-            if held < *chunk {
-                shard = shard.pad(axis, 0, chunk - held).map_err(failed)?;
-            }
-        }
-        let mut image = FileImage::default();
-        image.push_view(name, shard)?;
-        Ok(image)
+impl Orbax {
+    fn lacking(reason: String) -> Unavailable {
+        Unavailable { format: Orbax.name(), lack: Lack::Empty, reason }
     }
 }
 
-/// Whether the format can hold a type.
-pub fn orbax_holds(dtype: DType) -> bool {
-    zarr::code(dtype).is_some()
+impl OutputFormat for Orbax {
+    fn name(&self) -> &'static str {
+        "orbax"
+    }
+
+    fn unavailable(&self, plan: &Plan) -> Option<Unavailable> {
+        ArrayTable::new(plan).err().map(Self::lacking)
+    }
+
+    fn show(&self, input: &Arc<FormatInput>) -> Result<Shown, Vec<Problem>> {
+        let table = match ArrayTable::new(&input.plan) {
+            Ok(table) => Arc::new(table),
+            Err(reason) => {
+                return Ok(Shown { directory: Directory::default(), unavailable: Some(Self::lacking(reason)) });
+            }
+        };
+        let metadata = |place| Arc::from(checkpoint_metadata(input, place).into_bytes());
+        let arrays = Arrays { input: Arc::clone(input), table, item: metadata(Place::Item), tree: OnceLock::new() };
+        let step: Arc<[u8]> = metadata(Place::Step { item: ITEM });
+        let directory = Directory::with(self.name(), |directory| {
+            if let Some(directory) = directory.directory("0") {
+                directory.file("_CHECKPOINT_METADATA", TextFile::new(step, MadeOf::Tensors));
+                directory.subtree(ITEM, arrays);
+            }
+        });
+        Ok(directory.into())
+    }
+}
+
+/// A `_CHECKPOINT_METADATA`; the checkpoint was made when the newest source file was.
+fn checkpoint_metadata(input: &FormatInput, place: Place) -> String {
+    // Files from before 1970 and from after 2554 are said to be of 1970.
+    let since = input.modified().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let nanoseconds = u64::try_from(since.as_nanos()).unwrap_or(0);
+    orbax::checkpoint_metadata(place, input.plan.is_scanned(), nanoseconds)
+}
+
+/// The arrays of a step.
+#[derive(Debug)]
+struct Arrays {
+    input: Arc<FormatInput>,
+    table: Arc<ArrayTable>,
+    /// Their `_CHECKPOINT_METADATA`.
+    item: Arc<[u8]>,
+    tree: OnceLock<Arc<RowFile>>,
+}
+
+impl Arrays {
+    fn tensor(&self, array: usize) -> &PlannedTensor {
+        &self.input.plan.tensors[self.table.tensor(array) as usize]
+    }
+}
+
+impl Subtree for Arrays {
+    fn nodes(&self) -> u64 {
+        self.table.len()
+    }
+
+    fn node(&self, at: u64) -> SubtreeNode {
+        match self.table.node(at) {
+            ArrayNode::Root => {
+                SubtreeNode::Directory(u32::try_from(self.table.arrays()).expect("fewer tensors than 2^32"))
+            }
+            ArrayNode::Directory(_) => SubtreeNode::Directory(0),
+            ArrayNode::Metadata(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) => SubtreeNode::File,
+        }
+    }
+
+    fn name(&self, at: u64) -> Cow<'_, str> {
+        self.table.node_name(&self.input.plan, self.table.node(at))
+    }
+
+    fn parent(&self, at: u64) -> u64 {
+        self.table.number(ArrayTable::parent(self.table.node(at)))
+    }
+
+    fn child(&self, at: u64, name: &[u8]) -> Option<u64> {
+        let child = self.table.child(&self.input.plan, self.table.node(at), name)?;
+        Some(self.table.number(child))
+    }
+
+    fn list(&self, at: u64, from: u64, each: &mut dyn FnMut(&str, u64) -> bool) {
+        let mut numbered = |name: &str, child| each(name, self.table.number(child));
+        self.table.list(&self.input.plan, self.table.node(at), from, &mut numbered);
+    }
+
+    fn made_of(&self, at: u64) -> MadeOf {
+        match self.table.node(at) {
+            ArrayNode::Root | ArrayNode::Directory(_) | ArrayNode::Metadata(_) => MadeOf::Tensors,
+            ArrayNode::Description(array) | ArrayNode::Chunk(array, _) => MadeOf::Tensor(self.table.tensor(array)),
+        }
+    }
+
+    fn content(&self, at: u64) -> Result<Content, ImageError> {
+        let grid = |array| grid(&self.input.plan, self.tensor(array));
+        Ok(match self.table.node(at) {
+            ArrayNode::Root | ArrayNode::Directory(_) => unreachable!("only files have contents"),
+            ArrayNode::Metadata(0) => Content::Bytes(Arc::clone(&self.item)),
+            ArrayNode::Metadata(_) => Content::Rows(Arc::clone(
+                self.tree.get_or_init(|| Arc::new(RowFile::new(TreeMetadata::new(Arc::clone(&self.table))))),
+            )),
+            ArrayNode::Description(array) => {
+                Content::Bytes(grid(array).zarray(&self.tensor(array).name)?.into_bytes().into())
+            }
+            ArrayNode::Chunk(array, chunk) => {
+                let tensor = self.tensor(array);
+                Content::Image(grid(array).chunk_image(&tensor.name, &tensor.view, chunk)?)
+            }
+        })
+    }
 }
 
 /// `_METADATA` for arrays whose keys are the words of their names, a group of rows for each.
-pub struct OrbaxTree<N> {
-    /// The name of an array, by number.
-    name: N,
+#[derive(Debug)]
+struct TreeMetadata {
+    table: Arc<ArrayTable>,
     starts: Vec<u64>,
 }
 
-impl<N> std::fmt::Debug for OrbaxTree<N> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("OrbaxTree").field("groups", &self.starts.len()).finish_non_exhaustive()
-    }
-}
-
-impl<N: Fn(usize) -> String + Send + Sync> OrbaxTree<N> {
-    /// For `arrays` arrays; `name` gives their names.
-    pub fn new(arrays: usize, name: N) -> Self {
-        let mut tree = Self { name, starts: Vec::new() };
+impl TreeMetadata {
+    fn new(table: Arc<ArrayTable>) -> Self {
+        let arrays = table.arrays();
+        let mut tree = Self { table, starts: Vec::new() };
         let mut bytes = Vec::new();
         let lengths = (0..arrays + 2).map(|group| {
             bytes.clear();
-            tree.group(group, arrays, &mut bytes);
+            tree.write(group, 0, &mut bytes);
             bytes.len() as u64
         });
-        let starts = starts(lengths);
-        tree.starts = starts;
+        tree.starts = starts(lengths);
         tree
-    }
-
-    fn group(&self, group: usize, arrays: usize, out: &mut Vec<u8>) {
-        match group {
-            0 => out.extend(orbax::TREE_BEGIN.as_bytes()),
-            _ if group == arrays + 1 => out.extend(orbax::TREE_END.as_bytes()),
-            _ => {
-                if group > 1 {
-                    out.push(b',');
-                }
-                out.extend(orbax::tree_leaf((self.name)(group - 1).split('.')).as_bytes());
-            }
-        }
     }
 }
 
-impl<N: Fn(usize) -> String + Send + Sync> Rows for OrbaxTree<N> {
+impl Rows for TreeMetadata {
     fn starts(&self) -> &[u64] {
         &self.starts
     }
@@ -198,29 +178,28 @@ impl<N: Fn(usize) -> String + Send + Sync> Rows for OrbaxTree<N> {
     }
 
     fn write(&self, group: usize, _block: usize, out: &mut Vec<u8>) {
-        // The starts are those of the arrays, of what stands before and after them, and the length.
-        self.group(group, self.starts.len() - 3, out);
+        match group {
+            0 => out.extend(orbax::TREE_BEGIN.as_bytes()),
+            _ if group == self.table.arrays() + 1 => out.extend(orbax::TREE_END.as_bytes()),
+            _ => {
+                if group > 1 {
+                    out.push(b',');
+                }
+                out.extend(orbax::tree_leaf(self.table.name(group - 1).split('.')).as_bytes());
+            }
+        }
     }
-}
-
-/// A `_CHECKPOINT_METADATA`; see [`orbax::checkpoint_metadata`].
-pub fn orbax_checkpoint(place: OrbaxPlace, scan_layers: bool, nanoseconds: u64) -> String {
-    orbax::checkpoint_metadata(place, scan_layers, nanoseconds)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::image::RowFile;
-
-    fn grid(shape: &[u64], parts: &[u64], bytes_max: u64) -> ChunkGrid {
-        ChunkGrid::new(DType::BF16, &Shape::try_new(shape).unwrap(), parts, bytes_max)
-    }
+    use crate::image::rows::RowFile;
 
     #[test]
     fn the_tree_is_generated_in_parts() {
         for names in [&[][..], &["a.b"], &["a.b", "c", "it's.\"d\""]] {
-            let file = RowFile::new(OrbaxTree::new(names.len(), |array| names[array].to_owned()));
+            let file = RowFile::new(TreeMetadata::new(Arc::new(ArrayTable::of_names(names))));
             let leaves: Vec<String> = names.iter().map(|name| orbax::tree_leaf(name.split('.'))).collect();
             let whole = [orbax::TREE_BEGIN, &leaves.join(","), orbax::TREE_END].concat().into_bytes();
             assert_eq!(file.len_bytes(), whole.len() as u64);
@@ -228,48 +207,5 @@ mod tests {
                 assert_eq!(file.read(start as u64, 50), &whole[start..whole.len().min(start + 50)]);
             }
         }
-    }
-
-    #[test]
-    fn chunks_are_shards() {
-        // shape, parts, limit in bytes: chunk, number of chunks
-        type Case<'a> = (&'a [u64], &'a [u64], u64, &'a [u64], u64);
-        let cases: [Case<'_>; 13] = [
-            (&[], &[], 1 << 30, &[], 1),
-            (&[8, 6], &[4, 2], 1 << 30, &[2, 3], 8),
-            (&[7, 6], &[4, 1], 1 << 30, &[2, 6], 4),
-            (&[6], &[4], 1 << 30, &[2], 3),
-            (&[2], &[4], 1 << 30, &[1], 2),
-            (&[0, 5], &[2, 1], 1 << 30, &[1, 5], 0),
-            // Nobody splits axis 0: any cut will do.
-            (&[10, 4], &[1, 1], 24, &[3, 4], 4),
-            // A shard of 12 rows at most 5 rows at a time: three times four.
-            (&[24, 4], &[2, 1], 40, &[4, 4], 6),
-            // A shard of 7 rows divides by 7 only, which is within eight times the three needed.
-            (&[14, 4], &[2, 1], 24, &[1, 4], 14),
-            // 101 rows: 101 pieces are too many for the 4 needed.
-            (&[202, 4], &[2, 1], 26 * 8, &[26, 4], 8),
-            // One row is too large: the next axis is cut too.
-            (&[2, 8], &[1, 1], 8, &[1, 4], 4),
-            (&[1, 2, 8], &[1, 1, 4], 2, &[1, 1, 1], 16),
-            (&[3, 8], &[1, 1], 1, &[1, 1], 24),
-        ];
-        for (shape, parts, bytes_max, chunk, count) in cases {
-            let grid = grid(shape, parts, bytes_max);
-            assert_eq!((grid.chunk(), grid.count()), (chunk, count), "{shape:?} in {parts:?} below {bytes_max}");
-            for index in 0..count {
-                assert_eq!(grid.find(grid.name(index).as_bytes()), Some(index));
-            }
-        }
-    }
-
-    #[test]
-    fn chunks_beyond_the_grid_are_not_found() {
-        let two = grid(&[4, 4], &[2, 2], 1 << 30);
-        assert_eq!(two.find(b"1.1"), Some(3));
-        for name in ["2.0", "0.2", "0", "0.0.0", ".zarray"] {
-            assert_eq!(two.find(name.as_bytes()), None, "{name}");
-        }
-        assert_eq!(grid(&[0], &[1], 1 << 30).find(b"0"), None);
     }
 }

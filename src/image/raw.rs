@@ -1,7 +1,20 @@
-//! Raw files: nothing but a view's elements.
+//! Raw files: nothing but a view's elements. `full/` has the whole tensors, `dev{d}/` a device's shards, and `mesh/` links to
+//! the latter by coordinates.
 
-use super::{FileImage, ImageError};
-use crate::tensor::View;
+use std::sync::Arc;
+
+use super::{
+    file_image::{FileImage, ImageError},
+    input::FormatInput,
+    name_tree::NameTree,
+    output::{Directory, DirectoryEntry, OutputFormat, Shown},
+    tensor_files::{Encoding, TensorFiles},
+};
+use crate::{plan::Problem, tensor::View};
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(super) struct RawFormat;
 
 /// A file of a view's elements in row-major order, little-endian.
 ///
@@ -11,4 +24,31 @@ pub fn raw(name: &str, view: View) -> Result<FileImage, ImageError> {
     let mut image = FileImage::default();
     image.push_view(name, view)?;
     Ok(image)
+}
+
+impl OutputFormat for RawFormat {
+    fn name(&self) -> &'static str {
+        "raw"
+    }
+
+    fn show(&self, input: &Arc<FormatInput>) -> Result<Shown, Vec<Problem>> {
+        let plan = &input.plan;
+        let names = Arc::new(NameTree::new(plan, "", |_| true)?);
+        let encoding = Encoding { lay_out: raw, is_plain: true };
+        let files = |device| TensorFiles { input: Arc::clone(input), names: Arc::clone(&names), device, encoding };
+        let mut directory = Directory::default();
+        directory.subtree("full", files(None));
+        for device in &plan.devices {
+            directory.subtree(&format!("dev{device}"), files(Some(*device)));
+        }
+        if !plan.mesh.axes().is_empty()
+            && let Some(mesh) = directory.directory("mesh")
+        {
+            for device in &plan.devices {
+                let target = format!("../dev{device}").into_boxed_str();
+                mesh.add(&plan.mesh.path(*device).join(","), DirectoryEntry::Link(target));
+            }
+        }
+        Ok(directory.into())
+    }
 }

@@ -45,10 +45,10 @@ const KEPT_BYTES_MAX: u64 = 4 << 20;
 /// Blocks that a file keeps.
 const KEPT_MAX: usize = 16;
 
-type Key = (usize, usize);
+type BlockKey = (usize, usize);
 
 /// Starts of groups, from the groups' lengths.
-pub fn starts(lengths: impl Iterator<Item = u64>) -> Vec<u64> {
+pub(super) fn starts(lengths: impl Iterator<Item = u64>) -> Vec<u64> {
     let ends = lengths.scan(0, |end, length| {
         *end += length;
         Some(*end)
@@ -61,7 +61,7 @@ pub fn starts(lengths: impl Iterator<Item = u64>) -> Vec<u64> {
 pub struct RowFile {
     rows: Box<dyn Rows>,
     /// Blocks that reads took a part of, the last one first.
-    kept: Mutex<VecDeque<(Key, Arc<[u8]>)>>,
+    kept: Mutex<VecDeque<(BlockKey, Arc<[u8]>)>>,
 }
 
 impl RowFile {
@@ -104,7 +104,7 @@ impl RowFile {
     }
 
     /// Appends the bytes `wanted` of a block, which has the bytes `whole` of the file.
-    fn take(&self, key: Key, whole: std::ops::Range<u64>, wanted: std::ops::Range<u64>, bytes: &mut Vec<u8>) {
+    fn take(&self, key: BlockKey, whole: std::ops::Range<u64>, wanted: std::ops::Range<u64>, bytes: &mut Vec<u8>) {
         let place = |at: u64| usize::try_from(at - whole.start).expect("a block fits memory");
         let part = place(wanted.start)..place(wanted.end);
         if let Some(kept) = self.kept(key) {
@@ -124,12 +124,12 @@ impl RowFile {
         self.keep(key, block.into());
     }
 
-    fn kept(&self, key: Key) -> Option<Arc<[u8]>> {
+    fn kept(&self, key: BlockKey) -> Option<Arc<[u8]>> {
         let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         kept.iter().find(|(known, _)| *known == key).map(|(_, bytes)| Arc::clone(bytes))
     }
 
-    fn keep(&self, key: Key, bytes: Arc<[u8]>) {
+    fn keep(&self, key: BlockKey, bytes: Arc<[u8]>) {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         kept.push_front((key, bytes));
         let ends = starts(kept.iter().take(KEPT_MAX).map(|(_, bytes)| bytes.len() as u64));

@@ -1,117 +1,124 @@
-//! Safetensors files: a header whose data starts on a page, and in large files beyond most of what the kernel reads for the header,
-//! then the tensors without holes.
-//!
-//! The order given is kept. Writers that want natural alignment of every tensor sort by falling width first, as the
-//! format's own library does.
+//! `safetensors/`: all shards of a device as one safetensors file, and an index where it would be true.
 
-use super::{FileImage, ImageError};
-use crate::{
-    format::safetensors::{
-        DATA_ALIGNMENT, HeaderError, HeaderErrors, LARGE_DATA_BYTES, LARGE_DATA_START, WrittenHeader, is_reserved,
-        padded_bytes, unpadded_bytes, write_header,
-    },
-    tensor::{PerAxis, Region, View},
+use std::{collections::BTreeMap, sync::Arc};
+
+use super::{
+    bundle::Bundle,
+    file_image::ImageError,
+    input::FormatInput,
+    lazy_rows::LazyRows,
+    output::{Content, Directory, Lack, OutputFormat, Shown, Unavailable, VirtualFile},
+    rows::{Rows, starts},
 };
+use crate::plan::{Kinds, Plan, PlannedTensor, Problem};
 
-pub use crate::format::safetensors::{digits, metadata_bytes, tensor_row_bytes};
+/// See the module's documentation.
+#[derive(Debug)]
+pub(super) struct Safetensors;
 
-/// A tensor of a safetensors file.
-#[derive(Clone, Debug)]
-pub struct Entry<'a> {
-    /// Its name.
-    pub name: &'a str,
-    /// Its elements.
-    pub view: View,
-}
-
-fn header(entries: &[Entry<'_>], metadata: &[(&str, &str)]) -> Result<WrittenHeader, ImageError> {
-    let tensors = entries.iter().map(|entry| (entry.name, entry.view.dtype(), entry.view.shape().extents()));
-    let mut header = write_header(tensors, metadata, DATA_ALIGNMENT)?;
-    if header.data_bytes >= LARGE_DATA_BYTES {
-        header.reach(LARGE_DATA_START);
-    }
-    Ok(header)
-}
-
-/// A safetensors file of these tensors, in this order.
-///
-/// # Errors
-/// [`ImageError::PartialByte`], or [`ImageError::Header`] if names repeat or the header exceeds the format's limit.
-pub fn safetensors(entries: Vec<Entry<'_>>, metadata: &[(&str, &str)]) -> Result<FileImage, ImageError> {
-    let header = header(&entries, metadata)?;
-    let mut image = FileImage::default();
-    image.push_bytes(header.bytes.into());
-    image.push_spaces(header.spaces);
-    for entry in entries {
-        image.push_view(entry.name, entry.view)?;
-    }
-    Ok(image)
-}
-
-/// What the length of a safetensors file follows from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SafetensorsLength {
-    unpadded_bytes: u64,
-    data_bytes: u64,
-}
-
-impl SafetensorsLength {
-    /// That of the file that [`safetensors()`] would lay out.
-    ///
-    /// # Errors
-    /// As [`safetensors()`].
-    pub fn new(entries: &[Entry<'_>], metadata: &[(&str, &str)]) -> Result<Self, ImageError> {
-        let header = header(entries, metadata)?;
-        Ok(Self { unpadded_bytes: header.unpadded_bytes, data_bytes: header.data_bytes })
+impl OutputFormat for Safetensors {
+    fn name(&self) -> &'static str {
+        "safetensors"
     }
 
-    /// That of a file whose metadata takes [`metadata_bytes`], whose tensors have rows of `rows_bytes`
-    /// ([`tensor_row_bytes`] and the [`digits`] of extents and offsets), and elements of `data_bytes`.
-    pub fn counted(metadata_bytes: u64, rows_bytes: u64, data_bytes: u64) -> Self {
-        Self { unpadded_bytes: unpadded_bytes(metadata_bytes, rows_bytes), data_bytes }
+    /// The files are of the listed devices only.
+    fn unavailable(&self, plan: &Plan) -> Option<Unavailable> {
+        if plan.lists_whole() {
+            return None;
+        }
+        let (listed, all) = (plan.devices.len(), plan.mesh.devices());
+        let reason = format!(
+            "only {listed} of {all} devices are listed, and they do not hold every tensor whole: the files have no \
+             DCP_SHARDING_INFO, so that a reader of the whole directory refuses it and leaves no gaps"
+        );
+        Some(Unavailable { format: self.name(), lack: Lack::Part, reason })
     }
 
-    /// Length of the file.
-    ///
-    /// # Errors
-    /// [`ImageError::Header`] if the header exceeds the format's limit.
-    pub fn file_bytes(self) -> Result<u64, ImageError> {
-        let header = padded_bytes(self.unpadded_bytes, DATA_ALIGNMENT).map_err(HeaderErrors::from)?;
-        let reached = if self.data_bytes >= LARGE_DATA_BYTES { header.max(LARGE_DATA_START) } else { header };
-        Ok(reached + self.data_bytes)
+    fn show(&self, input: &Arc<FormatInput>) -> Result<Shown, Vec<Problem>> {
+        let bundle = input.bundle();
+        bundle
+            .check()
+            .map_err(|error| vec![Problem::File { file: self.name().to_owned(), reason: error.to_string() }])?;
+        let directory = Directory::with(self.name(), |directory| {
+            for device in &input.plan.devices {
+                let file = SafetensorsFile { bundle: Arc::clone(bundle), device: *device };
+                directory.file(&format!("dev{device}.safetensors"), file);
+            }
+            // An index has no words for parts of tensors, and one that named a shard would have it taken for the tensor.
+            if let Some(whole_on) = bundle.whole_on() {
+                let input = Arc::clone(input);
+                let index = move || SafetensorsIndex::new(Arc::clone(&input.plan), input.kinds(), &whole_on);
+                directory.file("model.safetensors.index.json", LazyRows::new(index));
+            }
+        });
+        Ok(Shown { directory, unavailable: self.unavailable(&input.plan) })
     }
 }
 
-/// Checks that a file can have a tensor of this name.
-///
-/// # Errors
-/// [`ImageError::Header`].
-pub fn check_name(name: &str) -> Result<(), ImageError> {
-    let reserved = || HeaderError::ReservedName { tensor: name.to_owned() };
-    if is_reserved(name) { Err(HeaderErrors::from(reserved()).into()) } else { Ok(()) }
+/// The shards of a device.
+#[derive(Debug)]
+struct SafetensorsFile {
+    bundle: Arc<Bundle>,
+    device: u64,
 }
 
-/// Where a shard of a tensor of these extents is said to be.
-///
-/// The reader knows a shard by the offsets alone, so a shard without elements must not have those of another: it is said to
-/// be at the end of the axis along which it is empty.
-pub fn saved_offsets(whole: &[u64], region: &Region) -> PerAxis {
-    let mut offsets: PerAxis = region.origin().iter().copied().collect();
-    if let Some(axis) = region.shape().extents().iter().position(|extent| *extent == 0) {
-        offsets[axis] = whole[axis];
+impl VirtualFile for SafetensorsFile {
+    fn len_bytes(&self) -> u64 {
+        self.bundle.safetensors_len(self.device)
     }
-    offsets
+
+    fn content(&self) -> Result<Content, ImageError> {
+        self.bundle.safetensors(self.device).map(Content::Image)
+    }
 }
 
-/// The metadata by which `torch.distributed.checkpoint` reads files of shards as parts of whole tensors: the place of each
-/// shard in its tensor of these extents.
-pub fn sharding_metadata<'a>(
-    shards: impl Iterator<Item = (&'a str, &'a [u64], Region)>,
-) -> [(&'static str, String); 2] {
-    let info: serde_json::Map<_, _> = shards
-        .map(|(name, whole, region)| {
-            (name.to_owned(), serde_json::json!({"saved_offsets": saved_offsets(whole, &region).as_slice()}))
-        })
-        .collect();
-    [("DCP_VERSION", "1.0".to_owned()), ("DCP_SHARDING_INFO", serde_json::Value::Object(info).to_string())]
+/// `safetensors/model.safetensors.index.json`: a group of rows for each bundled tensor.
+#[derive(Debug)]
+struct SafetensorsIndex {
+    plan: Arc<Plan>,
+    /// Numbers of the bundled tensors, and the device whose file has each whole.
+    tensors: Vec<(u32, u64)>,
+    starts: Vec<u64>,
+}
+
+impl SafetensorsIndex {
+    /// `whole_on` gives the device for each kind.
+    fn new(plan: Arc<Plan>, kinds: &Kinds, whole_on: &BTreeMap<usize, u64>) -> Self {
+        let bundled = plan.tensors.iter().enumerate().filter(|(_, tensor)| plan.is_bundled(tensor));
+        let row = |(index, _)| {
+            let number = u32::try_from(index).expect("a table of tensors has fewer than 2^32 rows");
+            (number, whole_on[&kinds.of(index)])
+        };
+        let tensors = bundled.map(row).collect();
+        let mut index = Self { plan, tensors, starts: Vec::new() };
+        let lengths = (0..index.tensors.len() + 2).map(|group| {
+            let mut bytes = Vec::new();
+            index.write(group, 0, &mut bytes);
+            bytes.len() as u64
+        });
+        index.starts = starts(lengths);
+        index
+    }
+}
+
+impl Rows for SafetensorsIndex {
+    fn starts(&self) -> &[u64] {
+        &self.starts
+    }
+
+    fn block_ends(&self, group: usize) -> Vec<u64> {
+        vec![self.starts[group + 1] - self.starts[group]]
+    }
+
+    fn write(&self, group: usize, _block: usize, out: &mut Vec<u8>) {
+        let Some(number) = group.checked_sub(1) else {
+            let bytes = |tensor: &PlannedTensor| tensor.view.bytes().expect("a plan's tensors are whole bytes");
+            let total = self.plan.bundle().map(bytes).sum::<u64>();
+            return out.extend(format!("{{\"metadata\":{{\"total_size\":{total}}},\"weight_map\":{{").into_bytes());
+        };
+        let Some((tensor, device)) = self.tensors.get(number) else { return out.extend(b"}}") };
+        let comma = if number == 0 { "" } else { "," };
+        let name = serde_json::Value::from(self.plan.tensors[*tensor as usize].name.as_str());
+        out.extend(format!("{comma}{name}:\"dev{device}.safetensors\"").into_bytes());
+    }
 }

@@ -2,307 +2,31 @@
 //!
 //! [`FileSystem`] is the seam to the kernel: the `fuse` layer converts requests to these calls and knows nothing else.
 
-mod arrays;
 mod blanks;
-mod bundle;
 mod copies;
-mod dcp_rows;
 mod exposition;
+mod file_system;
 pub mod health;
 mod looks;
-mod manifest;
 mod memory_files;
 pub mod metrics;
-mod name_tree;
+mod nodes;
+mod open_files;
+mod opening;
 mod permissions;
 mod served;
-mod shard_class;
 mod stats;
 mod tree;
-mod unavailable;
-mod view_files;
 mod watched;
+mod watching;
 mod whole_files;
 
-use std::{
-    fs::File,
-    ops::ControlFlow,
-    sync::Arc,
-    time::{Duration, SystemTime},
-};
-
+pub use crate::image::{Unavailable, unavailable, unavailable_text};
 pub use crate::source::permission::{Mounter, Overrides, Permission};
+pub use file_system::{
+    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, OnChange, Opened, StatFs, WhenWhole,
+};
 pub use health::{Health, HealthProblem, ProblemKind};
 pub use metrics::{Metrics, Op};
 pub use permissions::{Readers, readers, readers_of, readers_text};
 pub use served::{ViewPlan, Volume, VolumeError, VolumeOptions};
-pub use unavailable::{Unavailable, unavailable, unavailable_text};
-
-/// Index of a node in the tree; 1 is the root, as the kernel has it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Ino(pub u64);
-
-impl Ino {
-    /// The root directory.
-    pub const ROOT: Self = Self(1);
-}
-
-/// What a node is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum NodeKind {
-    /// A directory.
-    Directory,
-    /// A regular file.
-    File,
-    /// A symbolic link.
-    Symlink,
-}
-
-/// Attributes of a node. Nothing here changes after mount.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Attr {
-    /// The node.
-    pub ino: Ino,
-    /// What it is.
-    pub kind: NodeKind,
-    /// Exact size in bytes; for a symlink the length of its target, for a directory 0.
-    pub size_bytes: u64,
-    /// Links: 2 plus the number of subdirectories for a directory, else 1.
-    pub links: u32,
-    /// Modification time: the newest source's.
-    pub modified: SystemTime,
-    /// Owner, group and permission bits.
-    pub permission: Permission,
-}
-
-/// One entry of a directory listing.
-#[derive(Clone, Copy, Debug)]
-pub struct DirEntry<'a> {
-    /// File name, one path component.
-    pub name: &'a [u8],
-    /// The node.
-    pub ino: Ino,
-    /// What it is.
-    pub kind: NodeKind,
-}
-
-/// An open file, as named in later reads.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Handle(pub u64);
-
-/// How the kernel should treat an open file.
-#[derive(Clone, Debug)]
-pub enum Access {
-    /// Through the page cache, which is kept from one open to the next: the bytes never change.
-    Cached,
-    /// Every read comes to us; nothing is cached by the kernel.
-    Direct,
-    /// The file is byte-identical to this one: let the kernel read it, where it may; otherwise as `Cached`.
-    Passthrough(Arc<File>),
-    /// Where the kernel may read files by itself, [`FileSystem::make_whole`] may have one for it; otherwise as `Cached`.
-    Whole,
-}
-
-/// Is told what became of a file that was to be made whole: a file with its bytes, or nothing.
-pub type WhenWhole = Box<dyn FnOnce(Option<Arc<File>>) + Send>;
-
-/// Is told that a source has changed. Returns at once.
-pub type OnChange = Box<dyn Fn() + Send + Sync>;
-
-/// A file that has been opened.
-#[derive(Clone, Debug)]
-pub struct Opened {
-    /// Names it in later calls.
-    pub handle: Handle,
-    /// How to treat it.
-    pub access: Access,
-}
-
-/// Why a call failed; what the caller is told is in [`FsError::errno`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum FsError {
-    /// No node has that name or number.
-    #[error("no such file or directory")]
-    NotFound,
-    /// A directory was needed.
-    #[error("not a directory")]
-    NotDirectory,
-    /// A file was needed.
-    #[error("is a directory")]
-    IsDirectory,
-    /// The file system is read-only.
-    #[error("read-only file system")]
-    ReadOnly,
-    /// The node has no such extended attribute.
-    #[error("no such attribute")]
-    NoAttribute,
-    /// Attributes of that kind are not kept at all. `ls -l` asks every file for a security label and an access list, at
-    /// two requests each, until it is told this once.
-    #[error("operation not supported")]
-    Unsupported,
-    /// The call makes no sense for this node.
-    #[error("invalid argument")]
-    Invalid,
-    /// A file name is longer than any can be.
-    #[error("file name too long")]
-    NameTooLong,
-    /// Bytes did not come, or their source changed. Already logged.
-    #[error("input/output error")]
-    Io,
-}
-
-impl FsError {
-    /// The errno for the caller.
-    pub const fn errno(self) -> i32 {
-        match self {
-            Self::NotFound => libc::ENOENT,
-            Self::NotDirectory => libc::ENOTDIR,
-            Self::IsDirectory => libc::EISDIR,
-            Self::ReadOnly => libc::EROFS,
-            Self::NoAttribute => libc::ENODATA,
-            Self::Unsupported => libc::EOPNOTSUPP,
-            Self::Invalid => libc::EINVAL,
-            Self::NameTooLong => libc::ENAMETOOLONG,
-            Self::Io => libc::EIO,
-        }
-    }
-}
-
-/// Sizes for `statfs`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StatFs {
-    /// Bytes of all source files.
-    pub total_bytes: u64,
-    /// Nodes in the tree.
-    pub nodes: u64,
-}
-
-/// An immutable tree of files, as the kernel asks for it. Called from many threads at once.
-///
-/// The seam exists so that the mount can be tested with file systems that misbehave.
-pub trait FileSystem: Send + Sync + 'static {
-    /// The child of `parent` called `name`.
-    ///
-    /// # Errors
-    /// [`FsError::NotFound`] or [`FsError::NotDirectory`].
-    fn lookup(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError>;
-
-    /// Attributes of a node.
-    ///
-    /// # Errors
-    /// [`FsError::NotFound`].
-    fn attr(&self, ino: Ino) -> Result<Attr, FsError>;
-
-    /// Lists a directory (without `.` and `..`), starting with entry number `from`, until `each` breaks. Entry numbers
-    /// count from 0 in a fixed order.
-    ///
-    /// # Errors
-    /// [`FsError::NotFound`] or [`FsError::NotDirectory`].
-    fn read_dir(
-        &self,
-        dir: Ino,
-        from: u64,
-        each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>,
-    ) -> Result<(), FsError>;
-
-    /// The parent of a directory; the root's is the root.
-    ///
-    /// # Errors
-    /// [`FsError::NotFound`].
-    fn parent(&self, ino: Ino) -> Result<Ino, FsError>;
-
-    /// Target of a symlink.
-    ///
-    /// # Errors
-    /// [`FsError::NotFound`], or [`FsError::Invalid`] if the node is no symlink.
-    fn read_link(&self, ino: Ino) -> Result<Vec<u8>, FsError>;
-
-    /// Opens a file for reading.
-    ///
-    /// # Errors
-    /// [`FsError::IsDirectory`], or [`FsError::Io`] if a source of the file has changed.
-    fn open(&self, ino: Ino) -> Result<Opened, FsError>;
-
-    /// Reads `len` bytes at `offset`, fewer only at the end of the file, and hands them to `reply`, which is called
-    /// exactly once if the result is `Ok`. The slice may lie in a mapped source file.
-    ///
-    /// # Errors
-    /// [`FsError::Io`] if bytes could not be had or a source has changed. If `reply` was called all the same, the source
-    /// changed just then, and the bytes are not to be trusted.
-    fn read(
-        &self,
-        ino: Ino,
-        handle: Handle,
-        offset: u64,
-        len: usize,
-        reply: &mut dyn FnMut(&[u8]),
-    ) -> Result<(), FsError>;
-
-    /// Told once, before any request, whether the kernel may read files by itself.
-    fn started(&self, passthrough: bool) {
-        let _ = passthrough;
-    }
-
-    /// Makes all bytes of a file that was just opened, for the kernel to read by itself until it is closed. Calls `then`, at
-    /// once or from another thread; drops it if the file system ends before.
-    fn make_whole(&self, ino: Ino, handle: Handle, then: WhenWhole) {
-        let _ = (ino, handle);
-        then(None);
-    }
-
-    /// Closes a file.
-    fn release(&self, ino: Ino, handle: Handle);
-
-    /// Value of an extended attribute.
-    ///
-    /// # Errors
-    /// [`FsError::NoAttribute`], or [`FsError::Unsupported`] outside the namespace `user.`.
-    fn xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError>;
-
-    /// Names of a node's extended attributes.
-    ///
-    /// # Errors
-    /// [`FsError::NotFound`].
-    fn xattr_names(&self, ino: Ino) -> Result<Vec<Vec<u8>>, FsError>;
-
-    /// Sizes of the whole.
-    fn stat_fs(&self) -> StatFs;
-
-    /// Where requests are counted.
-    fn metrics(&self) -> &Metrics;
-
-    /// How long a request may wait for storage that gives no answer.
-    fn patience(&self) -> Duration {
-        Duration::from_mins(1)
-    }
-
-    /// Looks which sources give no answer. To be called several times within [`FileSystem::patience`], and several times a
-    /// second while there are requests.
-    fn note_stalls(&self) {}
-
-    /// Whether some thread has been waiting for storage for a while, be it slow or without an answer.
-    fn is_waiting(&self) -> bool {
-        false
-    }
-
-    /// Whether a file is made of a source that gives no answer.
-    fn is_stalled(&self, ino: Ino) -> bool {
-        let _ = ino;
-        false
-    }
-
-    /// Told that an open or a read was answered with an error because of [`FileSystem::is_stalled`].
-    fn note_given_up(&self, op: Op, ino: Ino) {
-        let _ = (op, ino);
-    }
-
-    /// Sets the function that is called when a source has changed; `None` for no call.
-    fn on_change(&self, told: Option<OnChange>) {
-        drop(told);
-    }
-
-    /// The files that were opened and are made of a source that has changed: what the kernel keeps of them is worthless.
-    fn changed_files(&self) -> Vec<Ino> {
-        Vec::new()
-    }
-}

@@ -4,9 +4,9 @@
 //! | --- | --- |
 //! | a tensor's file | every source file that holds a part of the tensor |
 //! | a file of many tensors, or that tells names and shapes | every source file of the view's tensors |
-//! | a file of `hf/` | that file of the repository; where it is rewritten, the source files of its tensors too |
+//! | a part of the repository | that file of it; where it is rewritten, the source files of its tensors too |
 //! | a directory of tensor names | the repository's directory and all of these source files; it is passed as the repository's is |
-//! | other directories | the repository's directory, or below `hf/` that directory of the repository |
+//! | other directories | the repository's directory, or that directory of the repository which they mirror |
 //! | `.ckfs/` and what is in it | everything; it belongs to the mounting user |
 //!
 //! Source files behind the same gates are one class, and most repositories have one, so that all tensors have the same
@@ -20,32 +20,27 @@ use std::{
 
 use nix::unistd::{Gid, Group, Uid, User};
 
-use super::{Ino, Mounter, Overrides, Permission, tree::Tree};
+use super::{file_system::Ino, tree::Tree};
 use crate::{
     checkpoint::Checkpoint,
-    plan::{HfContent, Plan},
+    image::MadeOf,
+    plan::Plan,
     source::{
         FileId,
-        permission::{self, DirectoryGates, Gate, Gates, Grant, PASS, READ},
+        permission::{self, DirectoryGates, Gate, Gates, Grant, Mounter, Overrides, PASS, Permission, READ},
     },
     tensor::View,
 };
 
-/// What a node is made of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Whom a node's permissions come from.
+#[derive(Clone, Debug)]
 pub(super) enum Subject {
-    /// One tensor.
-    Tensor { view: u32, tensor: u32 },
-    /// All tensors of a view, or their names and shapes.
-    Tensors { view: u32 },
+    /// A file of a view.
+    File { view: u32, made_of: MadeOf },
     /// A directory of names of tensors.
     Names { view: u32 },
-    /// A file of `hf/`.
-    Hf { view: u32, file: usize },
     /// A directory that tells nothing of tensors.
     Directory(Ino),
-    /// Something of all source files.
-    Everything,
     /// What ckfs tells of itself.
     Own { is_directory: bool },
     /// A symbolic link, which all may follow.
@@ -54,12 +49,12 @@ pub(super) enum Subject {
 
 /// Classes of source files, and the class of each file.
 #[derive(Debug)]
-struct Classes {
+struct GateClasses {
     gates: Vec<Gates>,
     of_file: Vec<u32>,
 }
 
-impl Classes {
+impl GateClasses {
     fn new(checkpoint: &Checkpoint) -> Self {
         let source = checkpoint.source();
         let mut numbers: HashMap<Gates, u32> = HashMap::new();
@@ -96,7 +91,6 @@ struct OfView {
     directory: OnceLock<Permission>,
     /// By tensor; empty if all are of one class.
     tensors: Box<[OnceLock<Permission>]>,
-    hf: Box<[OnceLock<Permission>]>,
 }
 
 /// Owners and permission bits of all nodes.
@@ -105,7 +99,7 @@ pub(super) struct Permissions {
     checkpoint: Arc<Checkpoint>,
     mounter: Mounter,
     overrides: Overrides,
-    classes: Classes,
+    classes: GateClasses,
     /// Of the files that hold tensors, if it is one.
     weights: Option<u32>,
     repository: DirectoryGates,
@@ -125,7 +119,7 @@ fn closed() -> Gates {
 }
 
 /// The gates before the repository's directory. A single file has none of its own.
-fn repository_gates(checkpoint: &Checkpoint, classes: &Classes) -> DirectoryGates {
+fn repository_gates(checkpoint: &Checkpoint, classes: &GateClasses) -> DirectoryGates {
     if let Some((_, gates)) = checkpoint.directories().first() {
         return gates.clone();
     }
@@ -134,37 +128,32 @@ fn repository_gates(checkpoint: &Checkpoint, classes: &Classes) -> DirectoryGate
 }
 
 impl Permissions {
-    /// The permissions of a tree of these views, each with its directory.
+    /// The permissions of a tree of these views.
     pub(super) fn new(
         checkpoint: &Arc<Checkpoint>,
-        views: &[(String, Arc<Plan>)],
+        views: &[Arc<Plan>],
         tree: &Tree,
         mounter: Mounter,
         overrides: Overrides,
     ) -> Self {
-        let classes = Classes::new(checkpoint);
+        let classes = GateClasses::new(checkpoint);
         let mut of_tensors: HashSet<u32> =
             checkpoint.adapters().iter().map(|adapter| classes.of(adapter.file)).collect();
         let weights = checkpoint.files().iter().filter(|file| file.role == crate::checkpoint::FileRole::Weights);
         of_tensors.extend(weights.filter_map(|file| Some(classes.of(file.file?))));
         let weights = of_tensors.iter().copied().next().filter(|_| of_tensors.len() == 1);
-        let mut directories = HashMap::new();
-        for (view, _) in views {
-            let above = [view.as_str(), "hf"].into_iter().filter(|name| !name.is_empty());
-            for (path, gates) in checkpoint.directories().iter().skip(1) {
-                if let Some(ino) = tree.directory(above.clone().chain(path.split('/'))) {
-                    directories.insert(ino, gates.clone());
-                }
-            }
-        }
+        let known: HashMap<&str, &DirectoryGates> =
+            checkpoint.directories().iter().skip(1).map(|(path, gates)| (path.as_str(), gates)).collect();
+        let mirrors = tree.mirrors().iter();
+        let directories =
+            mirrors.filter_map(|(ino, path)| Some((*ino, (*known.get(path.as_str())?).clone()))).collect();
         let slots = |count: usize| (0..count).map(|_| OnceLock::new()).collect();
-        let of_view = |(_, plan): &(String, Arc<Plan>)| OfView {
+        let of_view = |plan: &Arc<Plan>| OfView {
             plan: Arc::clone(plan),
             gates: OnceLock::new(),
             file: OnceLock::new(),
             directory: OnceLock::new(),
             tensors: slots(if weights.is_some() { 0 } else { plan.tensors.len() }),
-            hf: slots(plan.hf.len()),
         };
         let repository = repository_gates(checkpoint, &classes);
         let nothing = Permission { uid: 0, gid: 0, mode: 0 };
@@ -187,7 +176,7 @@ impl Permissions {
         permissions.plain_directory = permissions.directory(&permissions.repository);
         permissions.own = [false, true].map(|is_directory| {
             let (uid, gid) = (permissions.mounter.uid, permissions.mounter.gid);
-            let mode = permissions.mode(Subject::Own { is_directory }, uid, gid);
+            let mode = permissions.mode(&Subject::Own { is_directory }, uid, gid);
             let said = if is_directory { permissions.overrides.dir_mode } else { permissions.overrides.file_mode };
             Permission { uid, gid, mode: said.unwrap_or(mode) }
         });
@@ -206,52 +195,64 @@ impl Permissions {
     }
 
     /// Owner, group and bits of a node.
-    pub(super) fn of(&self, subject: Subject) -> Permission {
+    pub(super) fn of(&self, subject: &Subject) -> Permission {
         match subject {
-            Subject::Tensor { view, tensor } => self.uniform.unwrap_or_else(|| {
-                let view = &self.views[view as usize];
-                *view.tensors[tensor as usize].get_or_init(|| self.file(&self.tensor_gates(view, tensor as usize)))
-            }),
-            Subject::Tensors { view } => self.uniform.unwrap_or_else(|| {
-                let view = &self.views[view as usize];
-                *view.file.get_or_init(|| self.file(self.view_gates(view)))
-            }),
+            Subject::File { view, made_of } => self.of_file(&self.views[*view as usize], made_of),
             Subject::Names { view } => {
-                let view = &self.views[view as usize];
+                let view = &self.views[*view as usize];
                 *view.directory.get_or_init(|| self.directory(&self.names_gates(view)))
             }
-            Subject::Hf { view, file } => {
-                let view = &self.views[view as usize];
-                *view.hf[file].get_or_init(|| self.file(&self.hf_gates(view, file)))
-            }
             Subject::Directory(ino) => {
-                self.directories.get(&ino).map_or(self.plain_directory, |gates| self.directory(gates))
+                self.directories.get(ino).map_or(self.plain_directory, |gates| self.directory(gates))
             }
-            Subject::Everything => self.file(&self.everything),
-            Subject::Own { is_directory } => self.own[usize::from(is_directory)],
+            Subject::Own { is_directory } => self.own[usize::from(*is_directory)],
             Subject::Link => Permission { mode: 0o777, ..self.plain_directory },
         }
     }
 
+    fn of_file(&self, view: &OfView, made_of: &MadeOf) -> Permission {
+        match made_of {
+            MadeOf::Tensor(tensor) => self.uniform.unwrap_or_else(|| {
+                let find = || self.file(&self.tensor_gates(view, *tensor as usize));
+                *view.tensors[*tensor as usize].get_or_init(find)
+            }),
+            MadeOf::Tensors => {
+                self.uniform.unwrap_or_else(|| *view.file.get_or_init(|| self.file(self.view_gates(view))))
+            }
+            MadeOf::Repository { file, views, all_tensors } => {
+                self.file(&self.repository_file_gates(*file, views, *all_tensors))
+            }
+            MadeOf::Everything => self.file(&self.everything),
+        }
+    }
+
     /// The permission bits that a node may have under this owner and group. The owner may always read.
-    pub(super) fn mode(&self, subject: Subject, uid: u32, gid: u32) -> u16 {
+    pub(super) fn mode(&self, subject: &Subject, uid: u32, gid: u32) -> u16 {
         let file = |gates: &Gates| permission::mode(&[Grant { gates, bits: READ }], uid, gid, &self.mounter) | 0o400;
         let directory = |list: &Gates, pass: &Gates| {
             let grants = [Grant { gates: list, bits: READ }, Grant { gates: pass, bits: PASS }];
             permission::mode(&grants, uid, gid, &self.mounter) | 0o500
         };
         match subject {
-            Subject::Tensor { view, tensor } => file(&self.tensor_gates(&self.views[view as usize], tensor as usize)),
-            Subject::Tensors { view } => file(self.view_gates(&self.views[view as usize])),
-            Subject::Hf { view, file: number } => file(&self.hf_gates(&self.views[view as usize], number)),
-            Subject::Everything | Subject::Own { is_directory: false } => file(&self.everything),
+            Subject::File { view, made_of } => {
+                let view = &self.views[*view as usize];
+                match made_of {
+                    MadeOf::Tensor(tensor) => file(&self.tensor_gates(view, *tensor as usize)),
+                    MadeOf::Tensors => file(self.view_gates(view)),
+                    MadeOf::Repository { file: original, views, all_tensors } => {
+                        file(&self.repository_file_gates(*original, views, *all_tensors))
+                    }
+                    MadeOf::Everything => file(&self.everything),
+                }
+            }
+            Subject::Own { is_directory: false } => file(&self.everything),
             Subject::Own { is_directory: true } => directory(&self.everything, &self.everything),
             Subject::Names { view } => {
-                let gates = self.names_gates(&self.views[view as usize]);
+                let gates = self.names_gates(&self.views[*view as usize]);
                 directory(&gates.list, &gates.pass)
             }
             Subject::Directory(ino) => {
-                let gates = self.directories.get(&ino).unwrap_or(&self.repository);
+                let gates = self.directories.get(ino).unwrap_or(&self.repository);
                 directory(&gates.list, &gates.pass)
             }
             Subject::Link => 0o777,
@@ -296,23 +297,14 @@ impl Permissions {
         DirectoryGates { list, pass: pass.clone() }
     }
 
-    fn hf_gates(&self, view: &OfView, file: usize) -> Gates {
-        let file = &view.plan.hf[file];
-        let repository = self.checkpoint.files();
-        let original = repository.iter().find(|original| original.path == file.path).and_then(|original| original.file);
-        let mut classes: HashSet<u32> = original.map(|file| self.classes.of(file)).into_iter().collect();
-        match &file.content {
-            HfContent::Original(file) => return self.classes.gates[self.classes.of(*file) as usize].clone(),
-            HfContent::Weights { tensors, .. } => {
-                for (_, view) in tensors {
-                    self.add_classes(view, &mut classes);
-                }
-            }
-            // The configuration is rewritten from itself. An index names tensors.
-            HfContent::Text(_) if original.is_some() && !file.path.ends_with(".index.json") => {}
-            HfContent::Text(_) => {
-                classes.extend(self.checkpoint.tensors().map(|(_, tensor)| self.classes.of(tensor.file)));
-            }
+    /// The gates of a file made of one of the repository's files, of views, and of the names of all tensors.
+    fn repository_file_gates(&self, file: Option<FileId>, views: &[View], all_tensors: bool) -> Gates {
+        let mut classes: HashSet<u32> = file.map(|file| self.classes.of(file)).into_iter().collect();
+        for view in views {
+            self.add_classes(view, &mut classes);
+        }
+        if all_tensors {
+            classes.extend(self.checkpoint.tensors().map(|(_, tensor)| self.classes.of(tensor.file)));
         }
         self.gates_of(classes)
     }

@@ -1,21 +1,24 @@
-//! The mount's tree: fixed nodes, and one block of numbers per directory of tensors.
+//! The mount's tree: fixed nodes, and one block of numbers per subtree.
 //!
-//! Inode numbers are dense: fixed nodes first (root, `hf/`, `safetensors/`, links, …), then for each directory that shows a
-//! view's names a block as long as the view's [`NameTree`](super::name_tree::NameTree), and for each directory of arrays one as
-//! long as its [`ArrayTable`](super::arrays::ArrayTable). A thousand devices cost a thousand blocks, each one row of a table.
+//! Inode numbers are dense: first the fixed nodes (root, directories, files, links), then for each directory that a format
+//! shows as a [`Subtree`] a block as long as it has nodes. A thousand devices cost a thousand blocks, each one row of a table.
 
-use std::collections::BTreeMap;
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, OnceLock},
+};
 
-use super::{Ino, view_files::Made};
-
-/// Name of the directories that tell of the mount itself.
-pub(super) const OWN: &str = ".ckfs";
+use super::file_system::Ino;
+use crate::{
+    image::{Directory, DirectoryEntry, OWN, Subtree, VirtualFile},
+    source::permission::Permission,
+};
 
 /// A fixed node.
 #[derive(Debug)]
-pub(super) struct Fixed {
+pub(super) struct FixedNode {
     pub(super) parent: Ino,
-    /// Whether it is `.ckfs/`, or in it.
+    /// Whether it is the mount's own directory, or in it.
     pub(super) is_own: bool,
     pub(super) kind: FixedKind,
 }
@@ -25,153 +28,167 @@ pub(super) struct Fixed {
 pub(super) enum FixedKind {
     /// A directory; its entries sorted by name.
     Directory {
-        /// Name, number, and whether it is a directory or a link.
+        /// Names and numbers.
         entries: Vec<(Box<str>, Ino)>,
         /// Subdirectories among the entries.
         subdirectories: u32,
     },
-    /// A file of a view.
-    Made {
-        /// The view.
-        view: u32,
-        /// Which file.
-        made: Made,
-    },
-    /// A text fixed at mount.
-    Text(std::sync::Arc<[u8]>),
-    /// `.ckfs/stats.json`.
-    Stats,
-    /// `.ckfs/metrics`.
-    Metrics,
+    /// A file of a view, or of the mount.
+    File(FileNode),
+    /// A file whose content is taken anew at each open.
+    Live(Live),
     /// A symbolic link.
     Symlink(Box<str>),
 }
 
+/// A file.
+#[derive(Debug)]
+pub(super) struct FileNode {
+    /// Number of the view that it is of; 0 for the mount's own.
+    pub(super) view: u32,
+    pub(super) file: Arc<dyn VirtualFile>,
+    /// Found when first asked for.
+    pub(super) permission: OnceLock<Permission>,
+}
+
+/// A file of the mount whose content changes, though not its length.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Live {
+    /// `.ckfs/stats.json`.
+    Stats,
+    /// `.ckfs/metrics`.
+    Metrics,
+}
+
 /// A directory whose nodes are found by arithmetic.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(super) struct Block {
     pub(super) first: u64,
     pub(super) len: u64,
     pub(super) parent: Ino,
+    /// Number of the view that it is of.
     pub(super) view: u32,
-    pub(super) kind: BlockKind,
-}
-
-/// What a block shows.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum BlockKind {
-    /// Tensors as files by name.
-    Names(Names),
-    /// Arrays as directories of chunks: `orbax/0/items`.
-    Arrays,
-}
-
-/// A directory of tensors: the whole ones, or the shards of a device.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Names {
-    pub(super) device: Option<u64>,
-    pub(super) flavor: Flavor,
-}
-
-/// How a directory of tensors wraps them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Flavor {
-    /// Nothing but the elements.
-    Raw,
-    /// As `.npy` files.
-    Npy,
+    pub(super) subtree: Arc<dyn Subtree>,
 }
 
 /// What a number stands for.
 #[derive(Debug)]
-pub(super) enum Place<'a> {
-    Fixed(&'a Fixed),
-    /// A node of a view's names, in a block.
-    Named(Block, Names, u32),
-    /// A node of a view's arrays, in a block.
-    Array(Block, u64),
+pub(super) enum NodeRef<'a> {
+    Fixed(&'a FixedNode),
+    /// A node of a subtree, by its number there.
+    InSubtree(&'a Block, u64),
 }
 
 /// The tree.
 #[derive(Debug)]
 pub(super) struct Tree {
-    fixed: Vec<Fixed>,
+    fixed: Vec<FixedNode>,
     blocks: Vec<Block>,
+    /// Directories that mirror one of the repository, and its path there.
+    mirrors: Vec<(Ino, String)>,
 }
 
-/// A tree being planted: directories by path, before numbers are given.
+/// A tree under construction: directories by path, before numbers are given.
 #[derive(Debug, Default)]
-pub(super) struct Seedling {
-    entries: BTreeMap<String, Seed>,
+pub(super) struct TreeBuilder {
+    entries: BTreeMap<String, Child>,
+    mirrors: Option<String>,
 }
 
 #[derive(Debug)]
-enum Seed {
-    Directory(Seedling),
+enum Child {
+    Directory(TreeBuilder),
     File(FixedKind),
-    Block { view: u32, kind: BlockKind, len: u64 },
+    Subtree { view: u32, subtree: Arc<dyn Subtree> },
 }
 
-impl Seedling {
-    /// The directory `name`, made if need be; `None` if there is a file of that name.
+impl TreeBuilder {
+    /// The directory `name`, added if need be; `None` if the name is taken by something else.
     pub(super) fn directory(&mut self, name: &str) -> Option<&mut Self> {
-        match self.entries.entry(name.to_owned()).or_insert_with(|| Seed::Directory(Self::default())) {
-            Seed::Directory(directory) => Some(directory),
-            Seed::File(_) | Seed::Block { .. } => None,
+        match self.entries.entry(name.to_owned()).or_insert_with(|| Child::Directory(Self::default())) {
+            Child::Directory(directory) => Some(directory),
+            Child::File(_) | Child::Subtree { .. } => None,
         }
     }
 
-    /// Adds a file or link; false if the name is taken.
-    pub(super) fn file(&mut self, name: &str, kind: FixedKind) -> bool {
-        if self.entries.contains_key(name) {
-            return false;
-        }
-        self.entries.insert(name.to_owned(), Seed::File(kind)).is_none()
+    /// Adds a file of the mount's own.
+    pub(super) fn file(&mut self, name: &str, file: impl VirtualFile + 'static) {
+        let file = FileNode { view: 0, file: Arc::new(file), permission: OnceLock::new() };
+        self.entries.insert(name.to_owned(), Child::File(FixedKind::File(file)));
     }
 
-    /// Adds a block of `len` nodes.
-    pub(super) fn block(&mut self, name: &str, view: u32, kind: BlockKind, len: u64) {
-        self.entries.insert(name.to_owned(), Seed::Block { view, kind, len });
+    /// Adds a file whose content is taken anew at each open.
+    pub(super) fn live(&mut self, name: &str, live: Live) {
+        self.entries.insert(name.to_owned(), Child::File(FixedKind::Live(live)));
+    }
+
+    /// Adds what is shown of the view of this number, directories of the same name together.
+    ///
+    /// # Errors
+    /// The name of an entry that is there already.
+    pub(super) fn add(&mut self, view: u32, shown: Directory) -> Result<(), String> {
+        self.mirrors = self.mirrors.take().or(shown.mirrors);
+        shown.entries.into_iter().try_for_each(|(name, entry)| {
+            let child = match entry {
+                DirectoryEntry::Directory(directory) => {
+                    return match self.directory(&name) {
+                        Some(known) => known.add(view, directory),
+                        None => Err(name),
+                    };
+                }
+                DirectoryEntry::File(file) => {
+                    Child::File(FixedKind::File(FileNode { view, file, permission: OnceLock::new() }))
+                }
+                DirectoryEntry::Link(target) => Child::File(FixedKind::Symlink(target)),
+                DirectoryEntry::Subtree(subtree) => Child::Subtree { view, subtree },
+            };
+            if self.entries.contains_key(&name) {
+                return Err(name);
+            }
+            self.entries.insert(name, child);
+            Ok(())
+        })
     }
 
     fn fixed_count(&self) -> u64 {
-        let count = |seed: &Seed| match seed {
-            Seed::Directory(directory) => directory.fixed_count(),
-            Seed::File(_) => 1,
-            Seed::Block { .. } => 0,
+        let count = |child: &Child| match child {
+            Child::Directory(directory) => directory.fixed_count(),
+            Child::File(_) => 1,
+            Child::Subtree { .. } => 0,
         };
         1 + self.entries.values().map(count).sum::<u64>()
     }
 
     /// Gives every node its number.
-    pub(super) fn plant(self) -> Tree {
-        let mut tree = Tree { fixed: Vec::new(), blocks: Vec::new() };
+    pub(super) fn build(self) -> Tree {
+        let mut tree = Tree { fixed: Vec::new(), blocks: Vec::new(), mirrors: Vec::new() };
         let mut next_block = Ino::ROOT.0 + self.fixed_count();
-        tree.plant(self, Ino::ROOT, false, &mut next_block);
+        tree.build(self, Ino::ROOT, false, &mut next_block);
         tree
     }
 }
 
 impl Tree {
-    fn plant(&mut self, seedling: Seedling, parent: Ino, is_own: bool, next_block: &mut u64) -> Ino {
+    fn build(&mut self, builder: TreeBuilder, parent: Ino, is_own: bool, next_block: &mut u64) -> Ino {
         let at = self.fixed.len();
         let ino = Ino(Ino::ROOT.0 + at as u64);
         let empty = FixedKind::Directory { entries: Vec::new(), subdirectories: 0 };
-        self.fixed.push(Fixed { parent, is_own, kind: empty });
-        let mut listed = Vec::with_capacity(seedling.entries.len());
+        self.fixed.push(FixedNode { parent, is_own, kind: empty });
+        self.mirrors.extend(builder.mirrors.map(|path| (ino, path)));
+        let mut listed = Vec::with_capacity(builder.entries.len());
         let mut directories = 0;
-        for (name, seed) in seedling.entries {
-            directories += u32::from(!matches!(seed, Seed::File(_)));
-            let child = match seed {
-                Seed::Directory(directory) => self.plant(directory, ino, is_own || name == OWN, next_block),
-                Seed::File(kind) => {
-                    self.fixed.push(Fixed { parent: ino, is_own, kind });
+        for (name, child) in builder.entries {
+            directories += u32::from(!matches!(child, Child::File(_)));
+            let child = match child {
+                Child::Directory(directory) => self.build(directory, ino, is_own || name == OWN, next_block),
+                Child::File(kind) => {
+                    self.fixed.push(FixedNode { parent: ino, is_own, kind });
                     Ino(Ino::ROOT.0 + self.fixed.len() as u64 - 1)
                 }
-                Seed::Block { view, kind, len } => {
-                    let first = *next_block;
+                Child::Subtree { view, subtree } => {
+                    let (first, len) = (*next_block, subtree.nodes());
                     *next_block += len;
-                    self.blocks.push(Block { first, len, parent: ino, view, kind });
+                    self.blocks.push(Block { first, len, parent: ino, view, subtree });
                     Ino(first)
                 }
             };
@@ -182,37 +199,23 @@ impl Tree {
     }
 
     /// What a number stands for.
-    pub(super) fn place(&self, ino: Ino) -> Option<Place<'_>> {
+    pub(super) fn node(&self, ino: Ino) -> Option<NodeRef<'_>> {
         let at = ino.0.checked_sub(Ino::ROOT.0)?;
         if let Some(fixed) = usize::try_from(at).ok().and_then(|at| self.fixed.get(at)) {
-            return Some(Place::Fixed(fixed));
+            return Some(NodeRef::Fixed(fixed));
         }
         let block = self.blocks[..self.blocks.partition_point(|block| block.first <= ino.0)].last()?;
         let node = ino.0 - block.first;
-        (node < block.len).then(|| match block.kind {
-            BlockKind::Names(names) => Place::Named(*block, names, number(node)),
-            BlockKind::Arrays => Place::Array(*block, node),
-        })
+        (node < block.len).then_some(NodeRef::InSubtree(block, node))
     }
 
-    /// The fixed directory at a path of names, from the root.
-    pub(super) fn directory<'a>(&self, path: impl IntoIterator<Item = &'a str>) -> Option<Ino> {
-        path.into_iter().try_fold(Ino::ROOT, |at, name| {
-            let Place::Fixed(Fixed { kind: FixedKind::Directory { entries, .. }, .. }) = self.place(at)? else {
-                return None;
-            };
-            let found = entries.binary_search_by(|(entry, _)| (**entry).cmp(name)).ok()?;
-            Some(entries[found].1)
-        })
+    /// Directories that mirror one of the repository, and its path there.
+    pub(super) fn mirrors(&self) -> &[(Ino, String)] {
+        &self.mirrors
     }
 
     /// Number of nodes.
     pub(super) fn len(&self) -> u64 {
         self.fixed.len() as u64 + self.blocks.iter().map(|block| block.len).sum::<u64>()
     }
-}
-
-/// Number of a node in a tree of names.
-fn number(node: u64) -> u32 {
-    u32::try_from(node).expect("a tree of names has fewer than 2^32 nodes")
 }

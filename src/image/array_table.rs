@@ -4,15 +4,19 @@
 //! Nodes are numbered so: the directory of all arrays, its two metadata files, then for each array its directory, its
 //! description and its chunks in row-major order of the grid.
 
+use std::borrow::Cow;
+
+use super::{
+    chunk_grid::{CHUNK_BYTES_MAX, ChunkGrid, holds},
+    name_tree::NAME_BYTES_MAX,
+};
 use crate::{
-    image::{CHUNK_BYTES_MAX, ChunkGrid, ZARRAY, orbax_holds},
+    format::zarr::ZARRAY,
     plan::{Plan, PlannedTensor, SELF_WORD},
     tensor::to_usize,
 };
 
-use super::name_tree::NAME_BYTES_MAX;
-
-/// The metadata files, sorted by name.
+/// Names of the metadata files, sorted.
 pub(super) const METADATA_FILES: [&str; 2] = ["_CHECKPOINT_METADATA", "_METADATA"];
 
 /// Number of the first array's directory.
@@ -22,7 +26,7 @@ const FIRST_ARRAY: u64 = 1 + METADATA_FILES.len() as u64;
 const BEFORE_CHUNKS: u64 = 2;
 
 #[derive(Clone, Copy, Debug)]
-struct Row {
+struct ArrayRow {
     name_start: u32,
     name_len: u32,
     tensor: u32,
@@ -47,7 +51,7 @@ pub(super) enum ArrayNode {
 /// The arrays, sorted by name.
 #[derive(Debug)]
 pub(super) struct ArrayTable {
-    rows: Vec<Row>,
+    rows: Vec<ArrayRow>,
     names: String,
     len: u64,
 }
@@ -72,7 +76,7 @@ impl ArrayTable {
         let mut arrays = Vec::new();
         for (index, tensor) in plan.tensors.iter().enumerate().filter(|(_, tensor)| plan.is_bundled(tensor)) {
             let dtype = tensor.view.dtype();
-            if !orbax_holds(dtype) {
+            if !holds(dtype) {
                 return Err(format!("{}: the format can hold {dtype} only one element to a byte", tensor.name));
             }
             let name = plan.keys(tensor).join(".");
@@ -115,11 +119,25 @@ impl ArrayTable {
                 return Err(format!("{}: another tensor has the keys {name}", tensor.name));
             }
             table.names.push_str(name);
-            let row = Row { name_start: start, name_len: number(name.len()), tensor: number(*index), first: table.len };
+            let row =
+                ArrayRow { name_start: start, name_len: number(name.len()), tensor: number(*index), first: table.len };
             table.rows.push(row);
             table.len += BEFORE_CHUNKS + grid(plan, tensor).count();
         }
         Ok(table)
+    }
+
+    /// Arrays of these names, of no tensors.
+    #[cfg(test)]
+    pub(super) fn of_names(names: &[&str]) -> Self {
+        let mut table = Self { rows: Vec::new(), names: String::new(), len: FIRST_ARRAY };
+        for name in names {
+            let (name_start, name_len) = (number(table.names.len()), number(name.len()));
+            table.rows.push(ArrayRow { name_start, name_len, tensor: 0, first: table.len });
+            table.names.push_str(name);
+            table.len += BEFORE_CHUNKS;
+        }
+        table
     }
 
     /// Number of nodes.
@@ -203,13 +221,13 @@ impl ArrayTable {
     }
 
     /// A node's name; the root's is given by its own parent.
-    pub(super) fn node_name(&self, plan: &Plan, node: ArrayNode) -> String {
+    pub(super) fn node_name(&self, plan: &Plan, node: ArrayNode) -> Cow<'_, str> {
         match node {
-            ArrayNode::Root => String::new(),
-            ArrayNode::Metadata(file) => METADATA_FILES[file].to_owned(),
-            ArrayNode::Directory(array) => self.name(array).to_owned(),
-            ArrayNode::Description(_) => ZARRAY.to_owned(),
-            ArrayNode::Chunk(array, chunk) => grid(plan, &plan.tensors[self.tensor(array) as usize]).name(chunk),
+            ArrayNode::Root => "".into(),
+            ArrayNode::Metadata(file) => METADATA_FILES[file].into(),
+            ArrayNode::Directory(array) => self.name(array).into(),
+            ArrayNode::Description(_) => ZARRAY.into(),
+            ArrayNode::Chunk(array, chunk) => grid(plan, &plan.tensors[self.tensor(array) as usize]).name(chunk).into(),
         }
     }
 

@@ -7,10 +7,15 @@ use std::{io::Write, sync::Arc};
 
 use serde_json::json;
 
+use super::{
+    input::FormatInput,
+    lazy_rows::LazyRows,
+    output::{Directory, OWN, OutputFormat, Shown},
+    rows::{Rows, starts},
+};
 use crate::{
     checkpoint::Checkpoint,
-    image::{Rows, starts},
-    plan::{Kinds, Plan, PlannedTensor},
+    plan::{Kinds, Plan, PlannedTensor, Problem},
     tensor::TensorId,
 };
 
@@ -28,9 +33,31 @@ pub(super) fn source_names<'a>(checkpoint: &'a Checkpoint, tensor: &PlannedTenso
     ids.into_iter().filter(|id| seen.insert(*id)).map(|id| checkpoint.tensor(id).name).collect()
 }
 
+/// See the module's documentation.
+#[derive(Debug)]
+pub(super) struct ManifestFormat;
+
+impl OutputFormat for ManifestFormat {
+    fn name(&self) -> &'static str {
+        "manifest"
+    }
+
+    fn show(&self, input: &Arc<FormatInput>) -> Result<Shown, Vec<Problem>> {
+        let input = Arc::clone(input);
+        let manifest = move || {
+            let (checkpoint, plan) = (Arc::clone(&input.checkpoint), Arc::clone(&input.plan));
+            Manifest::new(checkpoint, plan, Arc::clone(input.kinds()))
+        };
+        let directory = Directory::with(OWN, |own| {
+            own.file("manifest.json", LazyRows::new(manifest));
+        });
+        Ok(directory.into())
+    }
+}
+
 /// The manifest of a plan.
 #[derive(Debug)]
-pub(super) struct Manifest {
+struct Manifest {
     checkpoint: Arc<Checkpoint>,
     plan: Arc<Plan>,
     kinds: Arc<Kinds>,
@@ -58,7 +85,7 @@ fn put_numbers(out: &mut Vec<u8>, numbers: &[u64]) {
 }
 
 impl Manifest {
-    pub(super) fn new(checkpoint: Arc<Checkpoint>, plan: Arc<Plan>, kinds: Arc<Kinds>) -> Self {
+    fn new(checkpoint: Arc<Checkpoint>, plan: Arc<Plan>, kinds: Arc<Kinds>) -> Self {
         let (mut manifest, mut bytes) = (
             Self {
                 checkpoint,

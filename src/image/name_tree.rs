@@ -15,7 +15,7 @@ pub(super) const NAME_BYTES_MAX: usize = 255;
 const PATH_BYTES_MAX: usize = 4096 - 512;
 
 #[derive(Clone, Copy, Debug)]
-struct Node {
+struct NameRow {
     name_start: u32,
     name_len: u32,
     parent: u32,
@@ -41,7 +41,7 @@ pub(super) enum NameNode {
 /// An immutable tree of names.
 #[derive(Debug)]
 pub(super) struct NameTree {
-    nodes: Vec<Node>,
+    nodes: Vec<NameRow>,
     names: String,
 }
 
@@ -169,7 +169,7 @@ impl NameTree {
         for children in starts.windows(2) {
             sorted[children[0]..children[1]].sort_by_key(|at| &growing.node(*at).name);
         }
-        let mut tree = Self { nodes: vec![Node::directory(0)], names: String::new() };
+        let mut tree = Self { nodes: vec![NameRow::directory(0)], names: String::new() };
         tree.lay(0, 0, growing, &sorted, &starts);
         tree
     }
@@ -179,7 +179,7 @@ impl NameTree {
         let children = &sorted[starts[from as usize]..starts[from as usize + 1]];
         let first = number(self.nodes.len());
         for child in children.iter().map(|at| growing.node(*at)) {
-            let mut node = Node::directory(to);
+            let mut node = NameRow::directory(to);
             (node.name_start, node.name_len) = (number(self.names.len()), number(child.name.len()));
             if let Some(tensor) = child.tensor {
                 (node.first, node.children) = (tensor, IS_FILE);
@@ -241,7 +241,7 @@ impl NameTree {
     }
 }
 
-impl Node {
+impl NameRow {
     fn directory(parent: u32) -> Self {
         Self { name_start: 0, name_len: 0, parent, first: 0, children: 0, subdirectories: 0 }
     }

@@ -10,9 +10,13 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use super::shard_class::ShardClasses;
+use super::{
+    dcp_segments::{Segments, distcp_name},
+    rows::{Rows, starts},
+    shard_class::ShardClasses,
+};
 use crate::{
-    image::{DcpSegment, DcpWriter, Rows, Segments, distcp_name, starts},
+    format::dcp::{Segment as DcpSegment, Writer as DcpWriter},
     plan::{Kinds, Plan, PlannedTensor},
     tensor::{Region, Shape},
 };
@@ -37,7 +41,7 @@ const BEFORE_TENSORS: usize = 2;
 
 /// Chunks of a kind that devices of one block hold.
 #[derive(Clone, Copy, Debug)]
-struct Block {
+struct ChunkBlock {
     /// Number of the first chunk.
     first: u64,
     /// Where their rows end, counted from the first row of the tensor's chunks.
@@ -58,7 +62,7 @@ pub(super) struct DcpMetadata {
     writer: DcpWriter,
     starts: Vec<u64>,
     /// By kind; empty for kinds of which no tensor is bundled.
-    blocks: Vec<Vec<Block>>,
+    blocks: Vec<Vec<ChunkBlock>>,
     classes: ShardClasses,
     /// Distinct shapes of chunks.
     shapes: Vec<Shape>,
@@ -183,7 +187,7 @@ impl DcpMetadata {
         &self.plan.tensors[self.tensors[number]]
     }
 
-    fn blocks(&self, number: usize) -> &[Block] {
+    fn blocks(&self, number: usize) -> &[ChunkBlock] {
         &self.blocks[self.kinds.of(self.tensors[number])]
     }
 
@@ -195,7 +199,7 @@ impl DcpMetadata {
         numbers.map(device).filter_map(chunk).collect::<Vec<_>>().into_iter()
     }
 
-    fn kind_blocks(&self, kind: usize) -> Vec<Block> {
+    fn kind_blocks(&self, kind: usize) -> Vec<ChunkBlock> {
         let first = &self.plan.tensors[self.kinds.first(kind)];
         let mut bytes = Vec::new();
         let (mut next, mut chunks_end, mut segments_end) = (0, 0, 0);
@@ -212,7 +216,7 @@ impl DcpMetadata {
                 segments_end += bytes.len() as u64;
                 next += 1;
             }
-            Block { first: first_chunk, chunks_end, segments_end }
+            ChunkBlock { first: first_chunk, chunks_end, segments_end }
         };
         (0..count).map(block).collect()
     }
@@ -327,15 +331,15 @@ impl DcpMetadata {
         }
     }
 
-    fn group(&self, group: usize) -> Group {
+    fn group(&self, group: usize) -> RowGroup {
         let count = self.tensors.len();
         match group.checked_sub(BEFORE_TENSORS) {
-            None if group == 0 => Group::Head,
-            None => Group::Files,
-            Some(number) if number < count => Group::Tensor(number),
-            Some(number) if number == count => Group::BeginSegments,
-            Some(number) if number <= 2 * count => Group::Segments(number - count - 1),
-            Some(_) => Group::End,
+            None if group == 0 => RowGroup::Head,
+            None => RowGroup::Files,
+            Some(number) if number < count => RowGroup::Tensor(number),
+            Some(number) if number == count => RowGroup::BeginSegments,
+            Some(number) if number <= 2 * count => RowGroup::Segments(number - count - 1),
+            Some(_) => RowGroup::End,
         }
     }
 }
@@ -345,7 +349,7 @@ fn usize_of(number: u64) -> usize {
 }
 
 /// What a group of rows is.
-enum Group {
+enum RowGroup {
     Head,
     Files,
     /// A bundled tensor and its chunks.
@@ -364,29 +368,29 @@ impl Rows for DcpMetadata {
     fn block_ends(&self, group: usize) -> Vec<u64> {
         let len = self.starts[group + 1] - self.starts[group];
         match self.group(group) {
-            Group::Head | Group::BeginSegments | Group::End => vec![len],
-            Group::Files => self.files.clone(),
-            Group::Tensor(number) => {
+            RowGroup::Head | RowGroup::BeginSegments | RowGroup::End => vec![len],
+            RowGroup::Files => self.files.clone(),
+            RowGroup::Tensor(number) => {
                 let mut description = Vec::new();
                 self.description(number, &mut description);
                 let before = description.len() as u64;
                 let chunks = self.blocks(number).iter().map(|block| before + block.chunks_end);
                 std::iter::once(before).chain(chunks).chain([len]).collect()
             }
-            Group::Segments(number) => self.blocks(number).iter().map(|block| block.segments_end).collect(),
+            RowGroup::Segments(number) => self.blocks(number).iter().map(|block| block.segments_end).collect(),
         }
     }
 
     fn write(&self, group: usize, block: usize, out: &mut Vec<u8>) {
         match self.group(group) {
-            Group::Head => self.writer.head(out),
-            Group::Files => self.file_block(block as u64, out),
-            Group::Tensor(number) if block == 0 => self.description(number, out),
-            Group::Tensor(number) if block > self.blocks(number).len() => self.writer.end_tensor(out),
-            Group::Tensor(number) => self.chunk_block(number, block - 1, out),
-            Group::BeginSegments => self.writer.begin_segments(out),
-            Group::Segments(number) => self.segment_block(number, block, out),
-            Group::End => self.writer.end(out),
+            RowGroup::Head => self.writer.head(out),
+            RowGroup::Files => self.file_block(block as u64, out),
+            RowGroup::Tensor(number) if block == 0 => self.description(number, out),
+            RowGroup::Tensor(number) if block > self.blocks(number).len() => self.writer.end_tensor(out),
+            RowGroup::Tensor(number) => self.chunk_block(number, block - 1, out),
+            RowGroup::BeginSegments => self.writer.begin_segments(out),
+            RowGroup::Segments(number) => self.segment_block(number, block, out),
+            RowGroup::End => self.writer.end(out),
         }
     }
 }

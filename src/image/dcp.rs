@@ -1,0 +1,99 @@
+//! `dcp/`: a directory of `torch.distributed.checkpoint`, complete whatever devices are listed: any process may read any of it.
+
+use std::sync::{Arc, OnceLock};
+
+use super::{
+    dcp_rows::{self, DcpMetadata},
+    dcp_segments::{distcp, distcp_name},
+    file_image::ImageError,
+    input::FormatInput,
+    lazy_rows::LazyRows,
+    output::{Content, Directory, Lack, MadeOf, OutputFormat, Shown, TextFile, Unavailable, VirtualFile},
+    safetensors_layout::NamedView,
+    torch_archive::{self, common_pt},
+};
+use crate::plan::{Kinds, Plan, Problem};
+
+/// The file that tells Megatron-Core how the directory is to be read.
+const MEGATRON_METADATA: &str = "{\"sharded_backend\": \"torch_dist\", \"sharded_backend_version\": 1, \
+                                     \"common_backend\": \"torch\", \"common_backend_version\": 1}";
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(super) struct Dcp;
+
+impl Dcp {
+    /// What is lacking, by the kinds of the plan's tensors.
+    fn lacking(plan: &Plan, kinds: impl FnOnce() -> Arc<Kinds>) -> Option<Unavailable> {
+        let fits = torch_archive::fits(plan).and_then(|()| dcp_rows::fits(plan, &kinds()));
+        Some(Unavailable { format: Dcp.name(), lack: Lack::Empty, reason: fits.err()? })
+    }
+}
+
+impl OutputFormat for Dcp {
+    fn name(&self) -> &'static str {
+        "dcp"
+    }
+
+    fn unavailable(&self, plan: &Plan) -> Option<Unavailable> {
+        Self::lacking(plan, || Arc::new(Kinds::new(plan)))
+    }
+
+    fn show(&self, input: &Arc<FormatInput>) -> Result<Shown, Vec<Problem>> {
+        if let Some(found) = Self::lacking(&input.plan, || Arc::clone(input.kinds())) {
+            return Ok(Shown { directory: Directory::default(), unavailable: Some(found) });
+        }
+        let files = Arc::new(DcpFiles { input: Arc::clone(input), metadata: OnceLock::new() });
+        let directory = Directory::with(self.name(), |directory| {
+            for device in input.plan.first_holders() {
+                directory.file(&distcp_name(device), DistcpFile { files: Arc::clone(&files), device });
+            }
+            directory.file(".metadata", LazyRows::new(move || Arc::clone(files.metadata())));
+            directory.file("metadata.json", TextFile::new(MEGATRON_METADATA.as_bytes(), MadeOf::Tensors));
+            directory.file("common.pt", TextFile::new(common_pt(), MadeOf::Tensors));
+        });
+        Ok(directory.into())
+    }
+}
+
+/// What all files share: where each segment is.
+#[derive(Debug)]
+struct DcpFiles {
+    input: Arc<FormatInput>,
+    metadata: OnceLock<Arc<DcpMetadata>>,
+}
+
+impl DcpFiles {
+    fn metadata(&self) -> &Arc<DcpMetadata> {
+        let new = || DcpMetadata::new(Arc::clone(&self.input.plan), Arc::clone(self.input.kinds()));
+        self.metadata.get_or_init(|| Arc::new(new()))
+    }
+}
+
+/// The chunks that a device is the first to hold.
+#[derive(Debug)]
+struct DistcpFile {
+    files: Arc<DcpFiles>,
+    device: u64,
+}
+
+impl VirtualFile for DistcpFile {
+    fn len_bytes(&self) -> u64 {
+        self.files.metadata().file_bytes(self.device)
+    }
+
+    fn content(&self) -> Result<Content, ImageError> {
+        let plan = &self.files.input.plan;
+        let chunks = plan.bundle().filter_map(|tensor| {
+            let region = plan.own_region(tensor, self.device)?;
+            let view = tensor.view.region(&region).expect("a region of the view's own shape");
+            Some(NamedView { name: tensor.name.as_str(), view })
+        });
+        distcp(chunks).map(Content::Image)
+    }
+
+    /// Each rank reads its parts of several files.
+    fn is_read_in_parts(&self) -> bool {
+        true
+    }
+}

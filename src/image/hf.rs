@@ -1,0 +1,161 @@
+//! `hf/`: the repository itself, its files as they are or with other tensors under a new header.
+
+use std::sync::Arc;
+
+use super::{
+    bundle::borrowed,
+    file_image::ImageError,
+    input::FormatInput,
+    output::{
+        Content, Directory, DirectoryEntry, Lack, MadeOf, OutputFormat, Shown, TextFile, Unavailable, VirtualFile,
+    },
+    safetensors_layout::{self, safetensors},
+};
+use crate::{
+    checkpoint::Checkpoint,
+    plan::{HfContent, HfFile, Plan, Problem},
+    source::FileId,
+    tensor::View,
+};
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(super) struct Hf;
+
+impl OutputFormat for Hf {
+    fn name(&self) -> &'static str {
+        "hf"
+    }
+
+    fn unavailable(&self, plan: &Plan) -> Option<Unavailable> {
+        let reason = plan.no_hf.clone()?;
+        Some(Unavailable { format: self.name(), lack: Lack::Absent, reason })
+    }
+
+    fn show(&self, input: &Arc<FormatInput>) -> Result<Shown, Vec<Problem>> {
+        let mut problems = Vec::new();
+        let mut directory = Directory::default();
+        for (number, HfFile { path, .. }) in input.plan.hf.iter().enumerate() {
+            let added = file(input, number).and_then(|file| {
+                let reason = || "the name is taken by another file".to_owned();
+                let (parents, name) = path.rsplit_once('/').unwrap_or(("", path));
+                let parent = directory.directory(self.name()).and_then(|root| mirrored(root, parents));
+                let is_added = parent.is_some_and(|parent| parent.add(name, file));
+                if is_added { Ok(()) } else { Err(Problem::Hf { path: path.clone(), reason: reason() }) }
+            });
+            problems.extend(added.err());
+        }
+        if !problems.is_empty() {
+            return Err(problems);
+        }
+        Ok(Shown { directory, unavailable: self.unavailable(&input.plan) })
+    }
+}
+
+/// The directory at a path of the repository, added if need be.
+fn mirrored<'a>(root: &'a mut Directory, path: &str) -> Option<&'a mut Directory> {
+    let mut above = String::new();
+    path.split('/').filter(|name| !name.is_empty()).try_fold(root, |parent, name| {
+        if !above.is_empty() {
+            above.push('/');
+        }
+        above.push_str(name);
+        let directory = parent.directory(name)?;
+        directory.mirrors = Some(above.clone());
+        Some(directory)
+    })
+}
+
+/// The planned file of this number.
+///
+/// # Errors
+/// The tensors cannot be laid out in a file.
+pub(super) fn file(input: &Arc<FormatInput>, number: usize) -> Result<DirectoryEntry, Problem> {
+    let HfFile { path, content } = &input.plan.hf[number];
+    let original = original(&input.checkpoint, path);
+    let made_of = |views, all_tensors| MadeOf::Repository { file: original, views, all_tensors };
+    Ok(DirectoryEntry::File(match content {
+        HfContent::Original(file) => {
+            Arc::new(OriginalFile { file: *file, len_bytes: input.checkpoint.source().len_bytes(*file) })
+        }
+        // The configuration is rewritten from itself. An index names tensors.
+        HfContent::Text(text) => {
+            let names_tensors = original.is_none() || path.ends_with(".index.json");
+            Arc::new(TextFile::new(text.as_slice(), made_of(Vec::new(), names_tensors)))
+        }
+        HfContent::Weights { tensors, metadata } => {
+            let laid_out = lay_out(tensors, metadata);
+            let image = laid_out.map_err(|error| Problem::Hf { path: path.clone(), reason: error.to_string() })?;
+            Arc::new(WeightsFile { input: Arc::clone(input), number, original, len_bytes: image.len_bytes() })
+        }
+    }))
+}
+
+/// The repository's own file of a path.
+fn original(checkpoint: &Checkpoint, path: &str) -> Option<FileId> {
+    checkpoint.files().iter().find(|file| file.path == path).and_then(|file| file.file)
+}
+
+fn lay_out(tensors: &[(String, View)], metadata: &[(String, String)]) -> Result<super::FileImage, ImageError> {
+    let entries = tensors.iter().map(|(name, view)| safetensors_layout::NamedView { name, view: view.clone() });
+    safetensors(entries.collect(), &borrowed(metadata))
+}
+
+/// A file of the repository as it is.
+#[derive(Debug)]
+struct OriginalFile {
+    file: FileId,
+    len_bytes: u64,
+}
+
+impl VirtualFile for OriginalFile {
+    fn len_bytes(&self) -> u64 {
+        self.len_bytes
+    }
+
+    fn content(&self) -> Result<Content, ImageError> {
+        Ok(Content::Original(self.file))
+    }
+
+    fn made_of(&self) -> MadeOf {
+        MadeOf::Repository { file: Some(self.file), views: Vec::new(), all_tensors: false }
+    }
+}
+
+/// A weight file with other tensors than the repository's.
+#[derive(Debug)]
+struct WeightsFile {
+    input: Arc<FormatInput>,
+    number: usize,
+    original: Option<FileId>,
+    /// Of the layout, which is not kept: it has a row for each tensor.
+    len_bytes: u64,
+}
+
+/// Names and views, and the metadata of the header.
+type Planned<'a> = (&'a [(String, View)], &'a [(String, String)]);
+
+impl WeightsFile {
+    fn planned(&self) -> Planned<'_> {
+        match &self.input.plan.hf[self.number].content {
+            HfContent::Weights { tensors, metadata } => (tensors, metadata),
+            HfContent::Original(_) | HfContent::Text(_) => (&[], &[]),
+        }
+    }
+}
+
+impl VirtualFile for WeightsFile {
+    fn len_bytes(&self) -> u64 {
+        self.len_bytes
+    }
+
+    fn content(&self) -> Result<Content, ImageError> {
+        let (tensors, metadata) = self.planned();
+        lay_out(tensors, metadata).map(Content::Image)
+    }
+
+    fn made_of(&self) -> MadeOf {
+        let views = self.planned().0.iter().map(|(_, view)| view.clone()).collect();
+        MadeOf::Repository { file: self.original, views, all_tensors: false }
+    }
+}

@@ -1,0 +1,56 @@
+//! What formats are made from: a view of a checkpoint, and what several formats need to know of it.
+
+use std::{
+    sync::{Arc, OnceLock},
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use super::bundle::Bundle;
+use crate::{
+    checkpoint::Checkpoint,
+    plan::{Kinds, Plan},
+    source::FileId,
+};
+
+/// A view of a checkpoint. What several formats need is found when it is first asked for.
+#[derive(Debug)]
+pub struct FormatInput {
+    /// The repository.
+    pub checkpoint: Arc<Checkpoint>,
+    /// The view.
+    pub plan: Arc<Plan>,
+    kinds: OnceLock<Arc<Kinds>>,
+    bundle: OnceLock<Arc<Bundle>>,
+}
+
+impl FormatInput {
+    /// A view of a checkpoint.
+    pub fn new(checkpoint: Arc<Checkpoint>, plan: Arc<Plan>) -> Self {
+        Self { checkpoint, plan, kinds: OnceLock::new(), bundle: OnceLock::new() }
+    }
+
+    /// The kinds of the plan's tensors.
+    pub(super) fn kinds(&self) -> &Arc<Kinds> {
+        self.kinds.get_or_init(|| Arc::new(Kinds::new(&self.plan)))
+    }
+
+    /// The shards that files of many tensors hold.
+    pub(super) fn bundle(&self) -> &Arc<Bundle> {
+        self.bundle.get_or_init(|| Arc::new(Bundle::new(Arc::clone(&self.plan), Arc::clone(self.kinds()))))
+    }
+
+    /// When the newest source file was modified.
+    pub(super) fn modified(&self) -> SystemTime {
+        let source = self.checkpoint.source();
+        file_ids(&self.checkpoint).map(|file| source.modified(file)).max().unwrap_or(UNIX_EPOCH)
+    }
+}
+
+/// All files of the source.
+///
+/// # Panics
+/// If there are 2^32 files, which opening a checkpoint excludes.
+pub fn file_ids(checkpoint: &Checkpoint) -> impl Iterator<Item = FileId> {
+    (0..checkpoint.source().file_count())
+        .map(|file| FileId(u32::try_from(file).expect("a checkpoint has fewer than 2^32 files")))
+}

@@ -1,0 +1,365 @@
+//! What an output format gives to the file system that shows it: directories, files, and subtrees found by arithmetic.
+
+use std::{borrow::Cow, collections::BTreeMap, fmt, sync::Arc};
+
+use super::{
+    file_image::{FileImage, ImageError},
+    input::FormatInput,
+    rows::RowFile,
+};
+use crate::{
+    plan::{Plan, Problem},
+    source::FileId,
+    tensor::View,
+};
+
+/// Name of the directories that tell of the mount itself.
+pub const OWN: &str = ".ckfs";
+
+/// An output format: how the tensors of a view are named and wrapped.
+pub trait OutputFormat: fmt::Debug + Send + Sync {
+    /// Its name in messages, which is that of its directory where it has one.
+    fn name(&self) -> &'static str;
+
+    /// What the format lacks of a plan's view; `None` if it shows all of it. [`OutputFormat::show`] says the same.
+    fn unavailable(&self, plan: &Plan) -> Option<Unavailable> {
+        let _ = plan;
+        None
+    }
+
+    /// The directories and files of a view, relative to the view's own directory.
+    ///
+    /// # Errors
+    /// Everything that keeps the view from being mounted.
+    fn show(&self, input: &Arc<FormatInput>) -> Result<Shown, Vec<Problem>>;
+}
+
+/// What a format shows of a view.
+#[derive(Debug, Default)]
+pub struct Shown {
+    /// Its directories and files.
+    pub directory: Directory,
+    /// What is not among them, and why.
+    pub unavailable: Option<Unavailable>,
+}
+
+impl From<Directory> for Shown {
+    fn from(directory: Directory) -> Self {
+        Self { directory, unavailable: None }
+    }
+}
+
+/// What a format lacks of a view.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lack {
+    /// Its directory is not there.
+    Absent,
+    /// Its directory says why it is otherwise empty.
+    Empty,
+    /// A part of the files.
+    Part,
+}
+
+/// A format that does not show a view as it shows others.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unavailable {
+    /// The format, which is the directory's name.
+    pub format: &'static str,
+    /// What is lacking.
+    pub lack: Lack,
+    /// Why.
+    pub reason: String,
+}
+
+/// What is in a file.
+#[derive(Debug)]
+pub enum Content {
+    /// A source file as it is.
+    Original(FileId),
+    /// Literal bytes.
+    Bytes(Arc<[u8]>),
+    /// Rows that are generated as they are read.
+    Rows(Arc<RowFile>),
+    /// Tensors.
+    Image(FileImage),
+}
+
+impl Content {
+    /// Length in bytes; `None` for a source file, whose length its source knows.
+    pub fn len_bytes(&self) -> Option<u64> {
+        match self {
+            Self::Original(_) => None,
+            Self::Bytes(bytes) => Some(bytes.len() as u64),
+            Self::Rows(rows) => Some(rows.len_bytes()),
+            Self::Image(image) => Some(image.len_bytes()),
+        }
+    }
+}
+
+/// What a file is made of: whoever may read all of this may read the file.
+#[derive(Clone, Debug)]
+pub enum MadeOf {
+    /// One tensor of the view, by number.
+    Tensor(u32),
+    /// All tensors of the view, or their names and shapes.
+    Tensors,
+    /// A part of the repository.
+    Repository {
+        /// A source file.
+        file: Option<FileId>,
+        /// Views whose sources are read.
+        views: Vec<View>,
+        /// Whether it tells names of all tensors of the repository.
+        all_tensors: bool,
+    },
+    /// All source files.
+    Everything,
+}
+
+/// A file that a format shows. Nothing of it changes after mount.
+pub trait VirtualFile: fmt::Debug + Send + Sync {
+    /// Length in bytes.
+    fn len_bytes(&self) -> u64;
+
+    /// Lays the file out. To be called by [`VirtualFile::open`].
+    ///
+    /// # Errors
+    /// [`ImageError`], which planning has excluded.
+    fn content(&self) -> Result<Content, ImageError>;
+
+    /// What the file is made of.
+    fn made_of(&self) -> MadeOf {
+        MadeOf::Tensors
+    }
+
+    /// Whether each of several readers takes a part of the file, as of other such files, and none takes all of it.
+    fn is_read_in_parts(&self) -> bool {
+        false
+    }
+
+    /// What is in the file, of the length that was told.
+    ///
+    /// # Errors
+    /// As [`VirtualFile::content`], and [`ImageError::Length`] if the layout has another length.
+    fn open(&self) -> Result<Content, ImageError> {
+        let (content, expected) = (self.content()?, self.len_bytes());
+        match content.len_bytes() {
+            Some(found) if found != expected => Err(ImageError::Length { expected, found }),
+            Some(_) | None => Ok(content),
+        }
+    }
+}
+
+/// A file of literal bytes.
+#[derive(Debug)]
+pub struct TextFile {
+    bytes: Arc<[u8]>,
+    made_of: MadeOf,
+}
+
+impl TextFile {
+    /// A file of these bytes.
+    pub fn new(bytes: impl Into<Arc<[u8]>>, made_of: MadeOf) -> Self {
+        Self { bytes: bytes.into(), made_of }
+    }
+}
+
+impl VirtualFile for TextFile {
+    fn len_bytes(&self) -> u64 {
+        self.bytes.len() as u64
+    }
+
+    fn content(&self) -> Result<Content, ImageError> {
+        Ok(Content::Bytes(Arc::clone(&self.bytes)))
+    }
+
+    fn made_of(&self) -> MadeOf {
+        self.made_of.clone()
+    }
+}
+
+/// What a node of a subtree is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SubtreeNode {
+    /// A directory, with its number of subdirectories.
+    Directory(u32),
+    /// A file.
+    File,
+}
+
+/// A directory whose nodes are found by arithmetic: none of them is a row of a table. Nodes are numbered from 0, which is the
+/// directory itself; calls are only made with numbers below [`Subtree::nodes`].
+pub trait Subtree: fmt::Debug + Send + Sync {
+    /// Number of nodes.
+    fn nodes(&self) -> u64;
+
+    /// What a node is.
+    fn node(&self, at: u64) -> SubtreeNode;
+
+    /// A node's name; that of node 0 is given by its parent.
+    fn name(&self, at: u64) -> Cow<'_, str>;
+
+    /// A node's parent; that of node 0 is node 0.
+    fn parent(&self, at: u64) -> u64;
+
+    /// The child of a directory with this name; `None` too for a file.
+    fn child(&self, at: u64, name: &[u8]) -> Option<u64>;
+
+    /// Calls `each` with names and numbers of a directory's children, in a fixed order from entry number `from` on, until it
+    /// answers false.
+    fn list(&self, at: u64, from: u64, each: &mut dyn FnMut(&str, u64) -> bool);
+
+    /// What a file is made of.
+    fn made_of(&self, at: u64) -> MadeOf;
+
+    /// Lays a file out.
+    ///
+    /// # Errors
+    /// [`ImageError`], which planning has excluded.
+    ///
+    /// # Panics
+    /// If the node is a directory.
+    fn content(&self, at: u64) -> Result<Content, ImageError>;
+
+    /// Length of a file in bytes: that of its content.
+    ///
+    /// # Errors
+    /// As [`Subtree::content`].
+    ///
+    /// # Panics
+    /// If the node is a directory.
+    fn len_bytes(&self, at: u64) -> Result<u64, ImageError> {
+        Ok(self.content(at)?.len_bytes().expect("subtrees have no source files"))
+    }
+
+    /// Names of a node's extended attributes.
+    fn xattr_names(&self, at: u64) -> &'static [&'static str] {
+        let _ = at;
+        &[]
+    }
+
+    /// Value of an extended attribute.
+    fn xattr(&self, at: u64, name: &[u8]) -> Option<Vec<u8>> {
+        let _ = (at, name);
+        None
+    }
+
+    /// The tensor, by number, and its part, that a file holds and nothing else.
+    fn shard(&self, at: u64) -> Option<(u32, View)> {
+        let _ = at;
+        None
+    }
+}
+
+/// What a directory lists.
+#[derive(Debug)]
+pub enum DirectoryEntry {
+    /// A directory.
+    Directory(Directory),
+    /// A file.
+    File(Arc<dyn VirtualFile>),
+    /// A symbolic link, and its target.
+    Link(Box<str>),
+    /// A directory whose nodes are found by arithmetic.
+    Subtree(Arc<dyn Subtree>),
+}
+
+/// A directory.
+#[derive(Debug, Default)]
+pub struct Directory {
+    /// By name.
+    pub entries: BTreeMap<String, DirectoryEntry>,
+    /// Path of the repository's directory that it mirrors: it is listed and passed by those who may do so there.
+    pub mirrors: Option<String>,
+}
+
+impl Directory {
+    /// The directory `name`, added if need be; `None` if the name is taken by something else.
+    pub fn directory(&mut self, name: &str) -> Option<&mut Self> {
+        match self.entries.entry(name.to_owned()).or_insert_with(|| DirectoryEntry::Directory(Self::default())) {
+            DirectoryEntry::Directory(directory) => Some(directory),
+            DirectoryEntry::File(_) | DirectoryEntry::Link(_) | DirectoryEntry::Subtree(_) => None,
+        }
+    }
+
+    /// Adds an entry; false if the name is taken.
+    pub fn add(&mut self, name: &str, entry: DirectoryEntry) -> bool {
+        let is_free = !self.entries.contains_key(name);
+        if is_free {
+            self.entries.insert(name.to_owned(), entry);
+        }
+        is_free
+    }
+
+    /// Adds a file; false if the name is taken.
+    pub fn file(&mut self, name: &str, file: impl VirtualFile + 'static) -> bool {
+        self.add(name, DirectoryEntry::File(Arc::new(file)))
+    }
+
+    /// Adds a subtree; false if the name is taken.
+    pub fn subtree(&mut self, name: &str, subtree: impl Subtree + 'static) -> bool {
+        self.add(name, DirectoryEntry::Subtree(Arc::new(subtree)))
+    }
+
+    /// A directory with the only entry `name`, which is a directory that `fill` fills.
+    pub fn with(name: &str, fill: impl FnOnce(&mut Self)) -> Self {
+        let mut inner = Self::default();
+        fill(&mut inner);
+        Self { entries: BTreeMap::from([(name.to_owned(), DirectoryEntry::Directory(inner))]), mirrors: None }
+    }
+
+    /// Takes in the entries of `other`, directories of the same name together.
+    ///
+    /// # Errors
+    /// The name of an entry that both have.
+    pub fn merge(&mut self, other: Self) -> Result<(), String> {
+        self.mirrors = self.mirrors.take().or(other.mirrors);
+        other.entries.into_iter().try_for_each(|(name, entry)| match (self.entries.get_mut(&name), entry) {
+            (Some(DirectoryEntry::Directory(known)), DirectoryEntry::Directory(directory)) => known.merge(directory),
+            (Some(_), _) => Err(name),
+            (None, entry) => {
+                self.entries.insert(name, entry);
+                Ok(())
+            }
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug)]
+    struct Told(u64);
+
+    impl VirtualFile for Told {
+        fn len_bytes(&self) -> u64 {
+            self.0
+        }
+
+        fn content(&self) -> Result<Content, ImageError> {
+            Ok(Content::Image(FileImage::of_bytes([7; 5])))
+        }
+    }
+
+    #[test]
+    fn a_layout_of_another_length_than_was_told_is_refused() {
+        for told in [0, 4, 6] {
+            assert_eq!(Told(told).open().unwrap_err(), ImageError::Length { expected: told, found: 5 });
+        }
+        assert_eq!(Told(5).open().unwrap().len_bytes(), Some(5));
+    }
+
+    #[test]
+    fn directories_of_one_name_are_merged_and_files_are_not() {
+        let text = || TextFile::new([1; 3], MadeOf::Tensors);
+        let of = |inner: &str| Directory::with("a", |a| assert!(a.file(inner, text())));
+        let mut all = of("x");
+        assert_eq!(all.merge(of("y")), Ok(()));
+        assert_eq!(all.merge(of("y")), Err("y".to_owned()));
+        let Some(DirectoryEntry::Directory(a)) = all.entries.get("a") else { panic!("a directory") };
+        assert_eq!(a.entries.keys().collect::<Vec<_>>(), ["x", "y"]);
+        assert!(!all.file("a", text()), "a name is taken once");
+        assert!(all.directory("b").is_some_and(|b| b.directory("c").is_some()));
+    }
+}

@@ -1,0 +1,103 @@
+//! The layout of a safetensors file: a header whose data starts on a page, and in large files beyond most of what the kernel reads for the header,
+//! then the tensors without holes.
+//!
+//! The order given is kept. Writers that want natural alignment of every tensor sort by falling width first, as the
+//! format's own library does.
+
+use super::file_image::{FileImage, ImageError};
+use crate::{
+    format::safetensors::{
+        DATA_ALIGNMENT, HeaderError, HeaderErrors, LARGE_DATA_BYTES, LARGE_DATA_START, is_reserved, padded_bytes,
+        unpadded_bytes, write_header,
+    },
+    tensor::{PerAxis, Region, View},
+};
+
+pub(super) use crate::format::safetensors::{digits, metadata_bytes, tensor_row_bytes};
+
+/// A tensor of a safetensors file.
+#[derive(Clone, Debug)]
+pub(super) struct NamedView<'a> {
+    /// Its name.
+    pub(super) name: &'a str,
+    /// Its elements.
+    pub(super) view: View,
+}
+
+/// A safetensors file of these tensors, in this order.
+///
+/// # Errors
+/// [`ImageError::PartialByte`], or [`ImageError::Header`] if names repeat or the header exceeds the format's limit.
+pub(super) fn safetensors(entries: Vec<NamedView<'_>>, metadata: &[(&str, &str)]) -> Result<FileImage, ImageError> {
+    let tensors = entries.iter().map(|entry| (entry.name, entry.view.dtype(), entry.view.shape().extents()));
+    let mut header = write_header(tensors, metadata, DATA_ALIGNMENT)?;
+    if header.data_bytes >= LARGE_DATA_BYTES {
+        header.reach(LARGE_DATA_START);
+    }
+    let mut image = FileImage::default();
+    image.push_bytes(header.bytes.into());
+    image.push_spaces(header.spaces);
+    for entry in entries {
+        image.push_view(entry.name, entry.view)?;
+    }
+    Ok(image)
+}
+
+/// What the length of the file that [`safetensors()`] lays out follows from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct SafetensorsLength {
+    unpadded_bytes: u64,
+    data_bytes: u64,
+}
+
+impl SafetensorsLength {
+    /// That of a file whose metadata takes [`metadata_bytes`], whose tensors have rows of `rows_bytes`
+    /// ([`tensor_row_bytes`] and the [`digits`] of extents and offsets), and elements of `data_bytes`.
+    pub(super) fn counted(metadata_bytes: u64, rows_bytes: u64, data_bytes: u64) -> Self {
+        Self { unpadded_bytes: unpadded_bytes(metadata_bytes, rows_bytes), data_bytes }
+    }
+
+    /// Length of the file.
+    ///
+    /// # Errors
+    /// [`ImageError::Header`] if the header exceeds the format's limit.
+    pub(super) fn file_bytes(self) -> Result<u64, ImageError> {
+        let header = padded_bytes(self.unpadded_bytes, DATA_ALIGNMENT).map_err(HeaderErrors::from)?;
+        let reached = if self.data_bytes >= LARGE_DATA_BYTES { header.max(LARGE_DATA_START) } else { header };
+        Ok(reached + self.data_bytes)
+    }
+}
+
+/// Checks that a file can have a tensor of this name.
+///
+/// # Errors
+/// [`ImageError::Header`].
+pub(super) fn check_name(name: &str) -> Result<(), ImageError> {
+    let reserved = || HeaderError::ReservedName { tensor: name.to_owned() };
+    if is_reserved(name) { Err(HeaderErrors::from(reserved()).into()) } else { Ok(()) }
+}
+
+/// Where a shard of a tensor of these extents is said to be.
+///
+/// The reader knows a shard by the offsets alone, so a shard without elements must not have those of another: it is said to
+/// be at the end of the axis along which it is empty.
+pub(super) fn saved_offsets(whole: &[u64], region: &Region) -> PerAxis {
+    let mut offsets: PerAxis = region.origin().iter().copied().collect();
+    if let Some(axis) = region.shape().extents().iter().position(|extent| *extent == 0) {
+        offsets[axis] = whole[axis];
+    }
+    offsets
+}
+
+/// The metadata by which `torch.distributed.checkpoint` reads files of shards as parts of whole tensors: the place of each
+/// shard in its tensor of these extents.
+pub(super) fn sharding_metadata<'a>(
+    shards: impl Iterator<Item = (&'a str, &'a [u64], Region)>,
+) -> [(&'static str, String); 2] {
+    let info: serde_json::Map<_, _> = shards
+        .map(|(name, whole, region)| {
+            (name.to_owned(), serde_json::json!({"saved_offsets": saved_offsets(whole, &region).as_slice()}))
+        })
+        .collect();
+    [("DCP_VERSION", "1.0".to_owned()), ("DCP_SHARDING_INFO", serde_json::Value::Object(info).to_string())]
+}

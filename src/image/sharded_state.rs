@@ -1,0 +1,68 @@
+//! `sharded_state/`: the shards of each rank of a serving engine, and beside them what the engine reads from the same directory
+//! to know the model and its tokenizer.
+
+use std::sync::Arc;
+
+use super::{
+    bundle::Bundle,
+    file_image::ImageError,
+    hf,
+    input::FormatInput,
+    output::{Content, Directory, OutputFormat, Shown, VirtualFile},
+};
+use crate::plan::{HfContent, HfFile, Problem};
+
+/// Endings of files that hold weights or say where weights are.
+const WEIGHT_ENDINGS: [&str; 8] = [".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"];
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(super) struct ShardedState;
+
+impl OutputFormat for ShardedState {
+    fn name(&self) -> &'static str {
+        "sharded_state"
+    }
+
+    fn show(&self, input: &Arc<FormatInput>) -> Result<Shown, Vec<Problem>> {
+        let plan = &input.plan;
+        if !plan.sharded_state {
+            return Ok(Shown::default());
+        }
+        let is_beside = |file: &HfFile| !file.path.contains('/') && !is_weights(file);
+        let repository = plan.hf.iter().enumerate().filter(|(_, file)| is_beside(file));
+        let repository = repository.map(|(number, file)| Ok((file, hf::file(input, number)?)));
+        let repository: Vec<_> = repository.collect::<Result<_, Problem>>().map_err(|problem| vec![problem])?;
+        let directory = Directory::with(self.name(), |directory| {
+            for (rank, device) in plan.ranks() {
+                let file = RankFile { bundle: Arc::clone(input.bundle()), device };
+                directory.file(&format!("model-rank-{rank}-part-0.safetensors"), file);
+            }
+            for (file, entry) in repository {
+                directory.add(&file.path, entry);
+            }
+        });
+        Ok(directory.into())
+    }
+}
+
+fn is_weights(file: &HfFile) -> bool {
+    matches!(file.content, HfContent::Weights { .. }) || WEIGHT_ENDINGS.iter().any(|ending| file.path.ends_with(ending))
+}
+
+/// The shards of a rank, for which a device stands.
+#[derive(Debug)]
+struct RankFile {
+    bundle: Arc<Bundle>,
+    device: u64,
+}
+
+impl VirtualFile for RankFile {
+    fn len_bytes(&self) -> u64 {
+        self.bundle.sharded_state_len(self.device)
+    }
+
+    fn content(&self) -> Result<Content, ImageError> {
+        self.bundle.sharded_state(self.device).map(Content::Image)
+    }
+}

@@ -1,0 +1,182 @@
+//! The archives that `torch.save` writes, laid out without reading any data: see [`crate::format::torch`] and
+//! [`crate::format::zip`].
+
+use std::io;
+
+use super::{
+    file_image::{FileImage, ImageError},
+    safetensors_layout::NamedView,
+};
+use crate::{
+    format::{
+        pickle::Pickle,
+        torch,
+        zip::{ZipWriter, crc32},
+    },
+    plan::Plan,
+    tensor::{DType, Shape},
+};
+
+/// Alignment of storages, as torch aligns them.
+const ALIGNMENT: u64 = 64;
+/// Alignment of large storages: a page.
+const PAGE: u64 = 4096;
+/// Storages of this size are large.
+const LARGE_BYTES: u64 = 1 << 20;
+
+pub(super) fn alignment(data_bytes: u64) -> u64 {
+    if data_bytes < LARGE_BYTES { ALIGNMENT } else { PAGE }
+}
+
+/// A part of an archive.
+enum ArchivePart {
+    Bytes(Vec<u8>),
+    /// The elements of the tensor of this number.
+    Data(usize),
+}
+
+/// What an archive's pickle is.
+pub(super) enum Root<'a> {
+    /// The only tensor.
+    Tensor,
+    /// A dictionary of all tensors by name.
+    Dictionary(&'a [&'a str]),
+}
+
+fn pickled(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let mut pickle = Pickle::new(&mut bytes)?;
+    match root {
+        Root::Tensor => {
+            for (dtype, shape) in tensors {
+                torch::tensor(&mut pickle, 0, *dtype, shape)?;
+            }
+        }
+        Root::Dictionary(names) => {
+            pickle.empty_dict()?;
+            for (number, (name, (dtype, shape))) in names.iter().zip(tensors).enumerate() {
+                pickle.text(name)?;
+                torch::tensor(&mut pickle, number, *dtype, shape)?;
+                pickle.set_item()?;
+            }
+        }
+    }
+    pickle.stop()?;
+    Ok(bytes)
+}
+
+/// Lays out an archive and hands its parts over in order. `checksum` gives those of literal bytes.
+fn archive(pickle: &[u8], tensors: &[(DType, &Shape)], checksum: fn(&[u8]) -> u32, each: &mut dyn FnMut(ArchivePart)) {
+    let mut zip = ZipWriter::default();
+    for (name, bytes) in [("data.pkl", pickle), ("byteorder", b"little".as_slice())] {
+        each(ArchivePart::Bytes(zip.entry(
+            &format!("{}/{name}", torch::ROOT),
+            bytes.len() as u64,
+            checksum(bytes),
+            ALIGNMENT,
+        )));
+        each(ArchivePart::Bytes(bytes.to_vec()));
+    }
+    for (number, (dtype, shape)) in tensors.iter().enumerate() {
+        let len = data_bytes(*dtype, shape);
+        each(ArchivePart::Bytes(zip.entry(&format!("{}/data/{number}", torch::ROOT), len, 0, alignment(len))));
+        each(ArchivePart::Data(number));
+    }
+    let version = b"3\n".as_slice();
+    each(ArchivePart::Bytes(zip.entry(
+        &format!("{}/version", torch::ROOT),
+        version.len() as u64,
+        checksum(version),
+        ALIGNMENT,
+    )));
+    each(ArchivePart::Bytes([version, &zip.finish()].concat()));
+}
+
+/// Bytes of a tensor's elements.
+pub(super) fn data_bytes(dtype: DType, shape: &Shape) -> u64 {
+    dtype.bytes_of(shape.elements()).expect("a type of torch has whole bytes, and a plan's tensors fit 64 bits")
+}
+
+fn infallible(pickle: io::Result<Vec<u8>>) -> Vec<u8> {
+    pickle.expect("memory takes all bytes, no name has 4 GiB, and types that torch has not were refused")
+}
+
+/// Length of the archive that [`push_archive`] lays out.
+pub(super) fn archive_len(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> u64 {
+    let mut len = 0;
+    // Checksums are as long whatever they are.
+    archive(&infallible(pickled(root, tensors)), tensors, |_| 0, &mut |part| {
+        len += match part {
+            ArchivePart::Bytes(bytes) => bytes.len() as u64,
+            ArchivePart::Data(number) => data_bytes(tensors[number].0, tensors[number].1),
+        };
+    });
+    len
+}
+
+/// Appends an archive of these tensors.
+///
+/// # Errors
+/// [`ImageError::Unsupported`].
+pub(super) fn push_archive(
+    image: &mut FileImage,
+    root: &Root<'_>,
+    entries: &[NamedView<'_>],
+) -> Result<(), ImageError> {
+    for NamedView { name, view } in entries {
+        if torch::dtype_name(view.dtype()).is_none() {
+            return Err(ImageError::Unsupported { name: (*name).to_owned(), dtype: view.dtype(), format: "torch" });
+        }
+    }
+    let tensors: Vec<_> = entries.iter().map(|entry| (entry.view.dtype(), entry.view.shape())).collect();
+    let mut result = Ok(());
+    // Neighbouring literal parts become one segment.
+    let mut literal = Vec::new();
+    archive(&infallible(pickled(root, &tensors)), &tensors, crc32, &mut |part| match part {
+        ArchivePart::Bytes(bytes) => literal.extend(bytes),
+        ArchivePart::Data(number) => {
+            image.push_bytes(std::mem::take(&mut literal).into());
+            let entry = &entries[number];
+            if let Err(error) = image.push_view(entry.name, entry.view.clone()) {
+                result = Err(error);
+            }
+        }
+    });
+    image.push_bytes(literal.into());
+    result
+}
+
+/// Whether torch has a type.
+pub(super) fn torch_holds(dtype: DType) -> bool {
+    torch::dtype_name(dtype).is_some()
+}
+
+/// A `.pt` file of the dictionary `{"iteration": 0}`: what training frameworks keep beside the tensors.
+pub(super) fn common_pt() -> Vec<u8> {
+    let pickle = || {
+        let mut bytes = Vec::new();
+        let mut pickle = Pickle::new(&mut bytes)?;
+        pickle.empty_dict()?;
+        pickle.text("iteration")?;
+        pickle.int(0)?;
+        pickle.set_item()?;
+        pickle.stop()?;
+        io::Result::Ok(bytes)
+    };
+    let mut file = Vec::new();
+    archive(&infallible(pickle()), &[], crc32, &mut |part| {
+        if let ArchivePart::Bytes(bytes) = part {
+            file.extend(bytes);
+        }
+    });
+    file
+}
+
+/// Why there are no files of torch, if there are none.
+///
+/// # Errors
+/// The first tensor of a type that torch has not.
+pub(super) fn fits(plan: &Plan) -> Result<(), String> {
+    let foreign = plan.bundle().find(|tensor| !torch_holds(tensor.view.dtype()));
+    foreign.map_or(Ok(()), |tensor| Err(format!("{}: torch has no type {}", tensor.name, tensor.view.dtype())))
+}

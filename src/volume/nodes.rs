@@ -1,0 +1,283 @@
+//! The nodes of a volume: names, attributes and contents.
+
+use std::{ops::ControlFlow, time::Instant};
+
+use super::{
+    exposition::{self, METRICS_BYTES},
+    file_system::{Attr, DirEntry, FileSystem, FsError, Ino, NodeKind},
+    health::ProblemKind,
+    permissions::Subject,
+    served::Volume,
+    tree::{Block, FixedKind, FixedNode, Live, NodeRef},
+};
+use crate::{
+    image::{Content, FileImage, SubtreeNode},
+    source::{FileId, permission::Permission},
+    tensor::{View, to_usize},
+};
+
+impl Volume {
+    /// The node at a path relative to the root, such as `dev3/layers/scanned/wq`. Links are not followed.
+    ///
+    /// # Errors
+    /// [`FsError::NotFound`] or [`FsError::NotDirectory`].
+    pub fn resolve(&self, path: &str) -> Result<Attr, FsError> {
+        path.split('/')
+            .filter(|component| !component.is_empty() && *component != ".")
+            .try_fold(self.attr(Ino::ROOT)?, |attr, component| self.lookup(attr.ino, component.as_bytes()))
+    }
+
+    /// The name and view behind a file of nothing but a tensor's elements: a device's shard, or the whole tensor.
+    pub fn shard_view(&self, ino: Ino) -> Option<(&str, View)> {
+        let NodeRef::InSubtree(block, node) = self.tree.node(ino)? else { return None };
+        let (tensor, view) = block.subtree.shard(node)?;
+        Some((self.views[block.view as usize].tensors[tensor as usize].name.as_str(), view))
+    }
+
+    /// The layout of a file that holds tensors; `None` for other nodes.
+    ///
+    /// # Errors
+    /// [`FsError::Io`] if the file cannot be laid out.
+    pub fn image(&self, ino: Ino) -> Result<Option<FileImage>, FsError> {
+        match self.content(ino)? {
+            Content::Image(image) => Ok(Some(image)),
+            Content::Original(_) | Content::Bytes(_) | Content::Rows(_) => Ok(None),
+        }
+    }
+
+    /// The source file that a file is identical to, if it is one.
+    pub fn original(&self, ino: Ino) -> Option<FileId> {
+        let NodeRef::Fixed(FixedNode { kind: FixedKind::File(node), .. }) = self.tree.node(ino)? else { return None };
+        match node.file.open() {
+            Ok(Content::Original(file)) => Some(file),
+            Ok(Content::Bytes(_) | Content::Rows(_) | Content::Image(_)) | Err(_) => None,
+        }
+    }
+
+    pub(super) fn content(&self, ino: Ino) -> Result<Content, FsError> {
+        let content = match self.tree.node(ino).ok_or(FsError::NotFound)? {
+            NodeRef::InSubtree(block, node) => match block.subtree.node(node) {
+                SubtreeNode::Directory(_) => return Err(FsError::IsDirectory),
+                SubtreeNode::File => block.subtree.content(node),
+            },
+            NodeRef::Fixed(fixed) => match &fixed.kind {
+                FixedKind::Directory { .. } => return Err(FsError::IsDirectory),
+                FixedKind::Symlink(_) => return Err(FsError::Invalid),
+                FixedKind::File(node) => node.file.open(),
+                FixedKind::Live(Live::Stats) => Ok(Content::Bytes(self.reported().stats(self.stats_bytes).into())),
+                FixedKind::Live(Live::Metrics) => {
+                    let text = exposition::metrics(&self.reported()).map_err(|_| FsError::Io)?;
+                    Ok(Content::Bytes(text.into()))
+                }
+            },
+        };
+        content.map_err(|error| {
+            tracing::error!(ino = ino.0, "cannot lay out a file: {error}");
+            self.health().note(ProblemKind::FailedOpen, &self.path_of(ino), &error.to_string());
+            FsError::Io
+        })
+    }
+
+    fn fixed_attr(&self, ino: Ino, fixed: &FixedNode) -> Attr {
+        let (kind, size_bytes, links) = match &fixed.kind {
+            FixedKind::Directory { subdirectories, .. } => (NodeKind::Directory, 0, 2 + subdirectories),
+            FixedKind::Symlink(target) => (NodeKind::Symlink, target.len() as u64, 1),
+            FixedKind::File(node) => (NodeKind::File, node.file.len_bytes(), 1),
+            FixedKind::Live(Live::Stats) => (NodeKind::File, self.stats_bytes as u64, 1),
+            FixedKind::Live(Live::Metrics) => (NodeKind::File, METRICS_BYTES as u64, 1),
+        };
+        let permission = self.fixed_permission(ino, fixed);
+        Attr { ino, kind, size_bytes, links, modified: self.modified, permission }
+    }
+
+    fn fixed_permission(&self, ino: Ino, fixed: &FixedNode) -> Permission {
+        let find = || self.permissions.of(&Self::fixed_subject(ino, fixed));
+        match &fixed.kind {
+            FixedKind::File(node) => *node.permission.get_or_init(find),
+            FixedKind::Directory { .. } | FixedKind::Live(_) | FixedKind::Symlink(_) => find(),
+        }
+    }
+
+    fn fixed_subject(ino: Ino, fixed: &FixedNode) -> Subject {
+        let is_directory = matches!(fixed.kind, FixedKind::Directory { .. });
+        if fixed.is_own {
+            return Subject::Own { is_directory };
+        }
+        match &fixed.kind {
+            FixedKind::Directory { .. } => Subject::Directory(ino),
+            FixedKind::File(node) => Subject::File { view: node.view, made_of: node.file.made_of() },
+            FixedKind::Live(_) => Subject::Own { is_directory: false },
+            FixedKind::Symlink(_) => Subject::Link,
+        }
+    }
+
+    fn subtree_subject(block: &Block, node: u64) -> Subject {
+        let view = block.view;
+        match block.subtree.node(node) {
+            SubtreeNode::Directory(_) => Subject::Names { view },
+            SubtreeNode::File => Subject::File { view, made_of: block.subtree.made_of(node) },
+        }
+    }
+
+    /// The permission bits that a copy of a node may have under another owner and group: those that the sources allow, and all
+    /// that the owner needs. For nodes without attributes, none.
+    pub fn copy_mode(&self, ino: Ino, uid: u32, gid: u32) -> u16 {
+        let subject = match self.tree.node(ino) {
+            Some(NodeRef::Fixed(fixed)) => Self::fixed_subject(ino, fixed),
+            Some(NodeRef::InSubtree(block, node)) => Self::subtree_subject(block, node),
+            None => return 0,
+        };
+        self.permissions.mode(&subject, uid, gid)
+    }
+
+    fn subtree_attr(&self, block: &Block, node: u64) -> Result<Attr, FsError> {
+        let ino = Ino(block.first + node);
+        let (kind, size_bytes, links) = match block.subtree.node(node) {
+            SubtreeNode::Directory(subdirectories) => (NodeKind::Directory, 0, 2 + subdirectories),
+            SubtreeNode::File => {
+                let len_bytes = block.subtree.len_bytes(node).map_err(|error| {
+                    tracing::error!(ino = ino.0, "cannot lay out a file: {error}");
+                    FsError::Io
+                })?;
+                (NodeKind::File, len_bytes, 1)
+            }
+        };
+        let permission = self.permissions.of(&Self::subtree_subject(block, node));
+        Ok(Attr { ino, kind, size_bytes, links, modified: self.modified, permission })
+    }
+
+    fn subtree_kind(block: &Block, node: u64) -> NodeKind {
+        match block.subtree.node(node) {
+            SubtreeNode::Directory(_) => NodeKind::Directory,
+            SubtreeNode::File => NodeKind::File,
+        }
+    }
+
+    fn kind(&self, ino: Ino) -> NodeKind {
+        match self.tree.node(ino) {
+            Some(NodeRef::InSubtree(block, node)) => Self::subtree_kind(block, node),
+            Some(NodeRef::Fixed(fixed)) => match fixed.kind {
+                FixedKind::Directory { .. } => NodeKind::Directory,
+                FixedKind::Symlink(_) => NodeKind::Symlink,
+                FixedKind::File(_) | FixedKind::Live(_) => NodeKind::File,
+            },
+            None => NodeKind::File,
+        }
+    }
+
+    /// The path of a node, for messages.
+    pub(super) fn path_of(&self, ino: Ino) -> String {
+        let mut names: Vec<String> = Vec::new();
+        let mut at = ino;
+        while at != Ino::ROOT {
+            let parent = match self.tree.node(at) {
+                Some(NodeRef::InSubtree(block, node)) if node != 0 => {
+                    names.push(block.subtree.name(node).into_owned());
+                    at = Ino(block.first + block.subtree.parent(node));
+                    continue;
+                }
+                Some(NodeRef::InSubtree(block, _)) => block.parent,
+                Some(NodeRef::Fixed(fixed)) => fixed.parent,
+                None => break,
+            };
+            names.push(self.entry_name(parent, at).unwrap_or("?").to_owned());
+            at = parent;
+        }
+        names.reverse();
+        names.join("/")
+    }
+
+    fn entry_name(&self, parent: Ino, child: Ino) -> Option<&str> {
+        let NodeRef::Fixed(FixedNode { kind: FixedKind::Directory { entries, .. }, .. }) = self.tree.node(parent)?
+        else {
+            return None;
+        };
+        entries.iter().find(|(_, ino)| *ino == child).map(|(name, _)| &**name)
+    }
+
+    pub(super) fn find(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError> {
+        match self.tree.node(parent).ok_or(FsError::NotFound)? {
+            NodeRef::InSubtree(block, node) => {
+                if Self::subtree_kind(block, node) != NodeKind::Directory {
+                    return Err(FsError::NotDirectory);
+                }
+                self.subtree_attr(block, block.subtree.child(node, name).ok_or(FsError::NotFound)?)
+            }
+            NodeRef::Fixed(FixedNode { kind: FixedKind::Directory { entries, .. }, .. }) => {
+                let found = entries.binary_search_by(|(entry, _)| entry.as_bytes().cmp(name));
+                self.attr(entries[found.map_err(|_| FsError::NotFound)?].1)
+            }
+            NodeRef::Fixed(_) => Err(FsError::NotDirectory),
+        }
+    }
+
+    pub(super) fn node_attr(&self, ino: Ino) -> Result<Attr, FsError> {
+        match self.tree.node(ino).ok_or(FsError::NotFound)? {
+            NodeRef::Fixed(fixed) => Ok(self.fixed_attr(ino, fixed)),
+            NodeRef::InSubtree(block, node) => self.subtree_attr(block, node),
+        }
+    }
+
+    pub(super) fn list(
+        &self,
+        dir: Ino,
+        from: u64,
+        each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>,
+    ) -> Result<(), FsError> {
+        match self.tree.node(dir).ok_or(FsError::NotFound)? {
+            NodeRef::InSubtree(block, node) => {
+                if Self::subtree_kind(block, node) != NodeKind::Directory {
+                    return Err(FsError::NotDirectory);
+                }
+                block.subtree.list(node, from, &mut |name, child| {
+                    let (ino, kind) = (Ino(block.first + child), Self::subtree_kind(block, child));
+                    each(DirEntry { name: name.as_bytes(), ino, kind }).is_continue()
+                });
+            }
+            NodeRef::Fixed(FixedNode { kind: FixedKind::Directory { entries, .. }, .. }) => {
+                self.looks.listed(dir, Instant::now());
+                for (name, ino) in entries.iter().skip(to_usize(from)) {
+                    if each(DirEntry { name: name.as_bytes(), ino: *ino, kind: self.kind(*ino) }).is_break() {
+                        break;
+                    }
+                }
+            }
+            NodeRef::Fixed(_) => return Err(FsError::NotDirectory),
+        }
+        Ok(())
+    }
+
+    pub(super) fn parent_of(&self, ino: Ino) -> Result<Ino, FsError> {
+        match self.tree.node(ino).ok_or(FsError::NotFound)? {
+            NodeRef::InSubtree(block, 0) => Ok(block.parent),
+            NodeRef::InSubtree(block, node) => Ok(Ino(block.first + block.subtree.parent(node))),
+            NodeRef::Fixed(fixed) => Ok(fixed.parent),
+        }
+    }
+
+    pub(super) fn link_target(&self, ino: Ino) -> Result<Vec<u8>, FsError> {
+        match self.tree.node(ino).ok_or(FsError::NotFound)? {
+            NodeRef::Fixed(FixedNode { kind: FixedKind::Symlink(target), .. }) => Ok(target.as_bytes().to_vec()),
+            NodeRef::Fixed(_) | NodeRef::InSubtree(..) => Err(FsError::Invalid),
+        }
+    }
+
+    pub(super) fn node_xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError> {
+        if !name.starts_with(b"user.") {
+            return Err(FsError::Unsupported);
+        }
+        let value = match self.tree.node(ino).ok_or(FsError::NotFound)? {
+            NodeRef::InSubtree(block, node) => block.subtree.xattr(node, name),
+            NodeRef::Fixed(_) => None,
+        };
+        value.ok_or(FsError::NoAttribute)
+    }
+
+    pub(super) fn node_xattr_names(&self, ino: Ino) -> Result<Vec<Vec<u8>>, FsError> {
+        let shown = match self.tree.node(ino).ok_or(FsError::NotFound)? {
+            NodeRef::InSubtree(block, node) => block.subtree.xattr_names(node),
+            NodeRef::Fixed(_) => &[],
+        };
+        Ok(shown.iter().map(|name| name.as_bytes().to_vec()).collect())
+    }
+}
