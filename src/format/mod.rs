@@ -4,7 +4,10 @@
 //! right is refused rather than guessed at.
 
 pub mod dcp;
+#[cfg(test)]
+mod hexadecimal;
 pub mod npy;
+pub mod ocdbt;
 pub mod orbax;
 pub mod pickle;
 pub mod safetensors;
