@@ -16,4 +16,5 @@ pub mod torch_state;
 pub mod unpickle;
 pub mod unzip;
 pub mod zarr;
+pub mod zarr_read;
 pub mod zip;
