@@ -274,7 +274,7 @@ impl TorchTensor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::unpickle::{Limits, PickleError};
+    use crate::format::unpickle::{self, Limits, PickleError};
 
     /// Pickle of `{"model": OrderedDict(w=Parameter(ones(2, 3)), v=ones(4, 2).t(), f8=zeros(3, float8_e4m3fn)), "step": 3,
     /// "arr": [ones(1)]}` as torch 2.15 writes it.
@@ -288,7 +288,7 @@ X\x03\x00\x00\x00arrq(]q)h\x06((h\x07h\x08X\x01\x00\x00\x003q*h\x0aK\x01tq+QK\x0
 
     fn read(bytes: &[u8]) -> Result<Vec<TorchTensor>, String> {
         let pickle =
-            Unpickled::read(bytes, Limits::default(), &is_allowed).map_err(|error: PickleError| error.to_string())?;
+            unpickle::read(bytes, Limits::default(), &is_allowed).map_err(|error: PickleError| error.to_string())?;
         tensors(&pickle).map_err(|error| error.to_string())
     }
 
