@@ -119,7 +119,10 @@ mod tests {
             decompress(&packed, Block::Node),
             Err(OcdbtError::Limit { what: "decoded bytes", limit: DECODED_BYTES_MAX, .. })
         ));
-        assert!(matches!(decompress(&packed[..packed.len() - 1], Block::Node), Err(OcdbtError::Zstd { .. } | OcdbtError::Limit { .. })));
+        assert!(matches!(
+            decompress(&packed[..packed.len() - 1], Block::Node),
+            Err(OcdbtError::Zstd { .. } | OcdbtError::Limit { .. })
+        ));
         let trailing = [zstd::encode_all(&b"x"[..], 1).unwrap(), vec![7; 9]].concat();
         assert!(matches!(decompress(&trailing, Block::Node), Err(OcdbtError::Zstd { .. })));
     }

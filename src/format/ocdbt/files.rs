@@ -102,9 +102,7 @@ impl FileTable {
             return Err(cursor.wrong("place in a file", "an end of at most 63 bits", found));
         }
         match &self.0[id] {
-            Ok((path, base)) => {
-                Ok(Location { path: Arc::clone(path), base: Arc::clone(base), offset, len_bytes })
-            }
+            Ok((path, base)) => Ok(Location { path: Arc::clone(path), base: Arc::clone(base), offset, len_bytes }),
             Err(path) => Err(OcdbtError::Path { block: cursor.block, path: path.clone() }),
         }
     }

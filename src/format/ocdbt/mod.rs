@@ -28,7 +28,9 @@ mod walk;
 pub use envelope::DECODED_BYTES_MAX;
 pub use error::{Block, OcdbtError};
 pub use files::Location;
-pub use manifest::{Config, MANIFEST, Manifest, Version, VersionNode, VersionRange, numbered_generation, numbered_name};
+pub use manifest::{
+    Config, MANIFEST, Manifest, Version, VersionNode, VersionRange, numbered_generation, numbered_name,
+};
 pub use node::{KEY_BYTES_MAX, NodeRef, Value};
 pub use walk::{Entry, KeyRange, NODES_MAX, Walk};
 

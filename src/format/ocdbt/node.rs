@@ -120,12 +120,7 @@ impl<'a> Node<'a> {
     }
 
     /// Reads the keys. Gives, for an interior node, how much of each key its child does not repeat.
-    fn read_keys(
-        &mut self,
-        cursor: &mut Cursor<'_>,
-        rows: usize,
-        is_interior: bool,
-    ) -> Result<Vec<usize>, OcdbtError> {
+    fn read_keys(&mut self, cursor: &mut Cursor<'_>, rows: usize, is_interior: bool) -> Result<Vec<usize>, OcdbtError> {
         let mut shared = vec![0];
         shared.extend(cursor.lengths(rows - 1, "key prefix length", KEY_BYTES_MAX)?);
         let suffixes = cursor.lengths(rows, "key suffix length", KEY_BYTES_MAX)?;
@@ -136,7 +131,11 @@ impl<'a> Node<'a> {
             let before = self.span(row.checked_sub(1));
             let kept = prefix.len() + shared;
             if row > 0 && kept > before.len() {
-                return Err(cursor.wrong("key prefix length", format!("at most {}", before.len() - prefix.len()), shared));
+                return Err(cursor.wrong(
+                    "key prefix length",
+                    format!("at most {}", before.len() - prefix.len()),
+                    shared,
+                ));
             }
             let len = kept + suffix;
             if len > usize::from(KEY_BYTES_MAX) {
@@ -154,11 +153,19 @@ impl<'a> Node<'a> {
             self.keys.extend_from_slice(cursor.take(suffix, "keys")?);
             self.ends.push(self.keys.len());
             if row > 0 && self.keys[start..] <= self.keys[before] {
-                return Err(cursor.wrong("order of keys", "increasing keys", format!("key {row} not above the one before")));
+                return Err(cursor.wrong(
+                    "order of keys",
+                    "increasing keys",
+                    format!("key {row} not above the one before"),
+                ));
             }
             if let Some(subtree) = prefix_lens.get_mut(row) {
                 if prefix.len() + *subtree > len {
-                    return Err(cursor.wrong("subtree prefix length", format!("at most {}", len - prefix.len()), *subtree));
+                    return Err(cursor.wrong(
+                        "subtree prefix length",
+                        format!("at most {}", len - prefix.len()),
+                        *subtree,
+                    ));
                 }
                 *subtree += prefix.len();
             }
@@ -252,11 +259,7 @@ impl<'a> Node<'a> {
     }
 }
 
-fn read_children(
-    cursor: &mut Cursor<'_>,
-    files: &FileTable,
-    prefix_lens: Vec<usize>,
-) -> Result<Entries, OcdbtError> {
+fn read_children(cursor: &mut Cursor<'_>, files: &FileTable, prefix_lens: Vec<usize>) -> Result<Entries, OcdbtError> {
     let rows = prefix_lens.len();
     let ids = files.ids(cursor, rows)?;
     let offsets = cursor.column(rows, "node offset", u64::MAX)?;

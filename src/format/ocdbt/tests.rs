@@ -159,7 +159,13 @@ fn a_numbered_manifest_must_be_the_one_that_is_named() {
     other.config.uuid[0] ^= 1;
     assert!(matches!(other.parse_numbered(bytes, generation), Err(OcdbtError::Value { what: "database", .. })));
     assert!(matches!(named.parse_numbered(&files[MANIFEST], 1), Err(OcdbtError::Value { what: "kind", .. })));
-    for name in ["manifest.ocdbt", "manifest.0000000000000000", "manifest.000000000000000A", "manifest.0000000000000001x", "manifest.1"] {
+    for name in [
+        "manifest.ocdbt",
+        "manifest.0000000000000000",
+        "manifest.000000000000000A",
+        "manifest.0000000000000001x",
+        "manifest.1",
+    ] {
         assert_eq!(numbered_generation(name), None, "{name}");
     }
     assert_eq!(numbered_generation(&numbered_name(0xabc)), Some(0xabc));
@@ -178,7 +184,11 @@ fn every_flipped_byte_of_manifest_and_nodes_is_noticed() {
                 match catch_unwind(AssertUnwindSafe(|| read(&files, vec![KeyRange::all()]))) {
                     Ok(Err(_)) => noticed += 1,
                     Ok(Ok((found, _))) => {
-                        assert_eq!(found.keys().collect::<Vec<_>>(), content.keys().collect::<Vec<_>>(), "{path} {place}");
+                        assert_eq!(
+                            found.keys().collect::<Vec<_>>(),
+                            content.keys().collect::<Vec<_>>(),
+                            "{path} {place}"
+                        );
                     }
                     Err(_) => panic!("{name} {path}: panics when byte {place} is flipped"),
                 }
@@ -232,12 +242,24 @@ fn bodies_with_right_checksums_and_wrong_content_are_refused() {
         (b"\x00\x00\x09\x01", 0, "ends within its number of entries"),
         (b"\x00\x00\x02\x03\x02\x01abc\x01\x01\x00\x00xy", 0, "key prefix length: expected at most 2, found 3"),
         (b"\x00\x00\x02\x01\x02\x01aba\x01\x01\x00\x00xy", 0, "order of keys"),
-        (b"\x00\x00\x02\x01\x02\x01abc\x01\x01\x00\x02xy", 0, "value kind: expected 0 (inline) or 1 (elsewhere), found 2"),
+        (
+            b"\x00\x00\x02\x01\x02\x01abc\x01\x01\x00\x02xy",
+            0,
+            "value kind: expected 0 (inline) or 1 (elsewhere), found 2",
+        ),
         (b"\x00\x00\x02\x01\x02\x01abc\x01\x01\x00\x01xy", 0, "file number: expected less than 0, found 120"),
         (b"\x00\x00\x02\x01\x02\x01abc\x01\x01\x00\x00xyz", 0, "expected to end, found 1 more bytes"),
         (b"\x00\x00\x02\x01\x02\x01abc\x01\x02\x00\x00xy", 0, "ends within its inline values"),
-        (b"\x00\x01\x04\x00../x\x01\x01k\x01\x01\x00\x00", 0, "expected a path of a file inside the database, found \"../x\""),
-        (b"\x01\x01\x03\x00d/x\x01\x01\x02k\x00\x00\x01\x01\x01\x01", 1, "subtree prefix length: expected at most 1, found 2"),
+        (
+            b"\x00\x01\x04\x00../x\x01\x01k\x01\x01\x00\x00",
+            0,
+            "expected a path of a file inside the database, found \"../x\"",
+        ),
+        (
+            b"\x01\x01\x03\x00d/x\x01\x01\x02k\x00\x00\x01\x01\x01\x01",
+            1,
+            "subtree prefix length: expected at most 1, found 2",
+        ),
     ];
     for (body, height, expected) in rows {
         let error = read_node(body, height).unwrap_err().to_string();

@@ -154,10 +154,21 @@ mod tests {
 
     #[test]
     fn ranges_are_merged_and_searched() {
-        let ranges = vec![KeyRange::prefix(b"b/"), KeyRange::exact(b"d"), KeyRange::prefix(b"b/x"), KeyRange::exact(b"a")];
+        let ranges =
+            vec![KeyRange::prefix(b"b/"), KeyRange::exact(b"d"), KeyRange::prefix(b"b/x"), KeyRange::exact(b"a")];
         let walk = walk(ranges);
         assert_eq!(walk.ranges.len(), 3);
-        for (key, held) in [("a", true), ("a0", false), ("b", false), ("b/", true), ("b/zz", true), ("b0", false), ("d", true), ("d\0", false), ("e", false)] {
+        for (key, held) in [
+            ("a", true),
+            ("a0", false),
+            ("b", false),
+            ("b/", true),
+            ("b/zz", true),
+            ("b0", false),
+            ("d", true),
+            ("d\0", false),
+            ("e", false),
+        ] {
             assert_eq!(walk.holds(key.as_bytes()), held, "{key}");
         }
         assert!(walk.is_wanted(b"a0", Some(b"b0")));

@@ -97,10 +97,7 @@ fn names_that_are_not_listed_are_refused_by_name() {
         [&b"\x80\x02cposix\nsystem\nX\x02\x00\x00\x00ls\x85R."[..], b"\x80\x04\x8c\x05posix\x8c\x06system\x93."]
     {
         let error = read(bytes).unwrap_err();
-        assert!(
-            matches!(&error, PickleError::Forbidden { name, .. } if name.to_string() == "posix.system"),
-            "{error}"
-        );
+        assert!(matches!(&error, PickleError::Forbidden { name, .. } if name.to_string() == "posix.system"), "{error}");
     }
     let error = read(b"\x80\x02ca\x1b[1m\nb\n.").unwrap_err().to_string();
     assert!(!error.contains('\x1b'), "{error}");

@@ -174,7 +174,11 @@ impl Codecs {
                 None => return Err(wrong(MEMBER, "\"bytes\" before a codec of bytes", name)),
                 // An index at the end of a shard could not be found, and no range of it read.
                 Some(ArrayBytes::Shard(_)) => {
-                    return Err(MetadataError::Unsupported { what: "a codec after sharding_indexed,", found: name, advice: "" });
+                    return Err(MetadataError::Unsupported {
+                        what: "a codec after sharding_indexed,",
+                        found: name,
+                        advice: "",
+                    });
                 }
                 Some(ArrayBytes::Elements { .. }) => packings.push(packing),
             }

@@ -142,10 +142,13 @@ fn unpack(packings: &[Packing], stored: &[u8], target: &mut [u8]) -> Result<(), 
             (Packing::Crc32c, Cow::Borrowed(bytes)) => Cow::Borrowed(check_crc(bytes, "chunk")?),
             (Packing::Crc32c, Cow::Owned(bytes)) => Cow::Owned(check_crc(&bytes, "chunk")?.to_vec()),
             (Packing::Zstd, bytes) => {
-                let decoder = zstd::stream::read::Decoder::with_buffer(&*bytes).map_err(|error| failed("zstd", &error))?;
+                let decoder =
+                    zstd::stream::read::Decoder::with_buffer(&*bytes).map_err(|error| failed("zstd", &error))?;
                 Cow::Owned(read_to_end("zstd", decoder, limit)?)
             }
-            (Packing::Gzip, bytes) => Cow::Owned(read_to_end("gzip", flate2::read::MultiGzDecoder::new(&*bytes), limit)?),
+            (Packing::Gzip, bytes) => {
+                Cow::Owned(read_to_end("gzip", flate2::read::MultiGzDecoder::new(&*bytes), limit)?)
+            }
         };
     }
     match first {

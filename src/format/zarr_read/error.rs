@@ -71,7 +71,9 @@ pub enum ChunkError {
         message: String,
     },
     /// The index of a shard points outside the shard.
-    #[error("zarr shard: inner chunk {chunk}: {len_bytes} bytes at {offset} are not in the data of the shard, bytes {data_start}..{data_end}")]
+    #[error(
+        "zarr shard: inner chunk {chunk}: {len_bytes} bytes at {offset} are not in the data of the shard, bytes {data_start}..{data_end}"
+    )]
     Outside {
         /// Number of the inner chunk, in row-major order.
         chunk: usize,

@@ -81,7 +81,8 @@ impl Array {
         let Keys { separator, has_head } = self.keys;
         let words = if has_head { key.strip_prefix('c')?.strip_prefix(separator)? } else { key };
         let number = |word: &str| {
-            let is_canonical = word.bytes().all(|byte| byte.is_ascii_digit()) && (word == "0" || !word.starts_with('0'));
+            let is_canonical =
+                word.bytes().all(|byte| byte.is_ascii_digit()) && (word == "0" || !word.starts_with('0'));
             is_canonical.then(|| word.parse().ok()).flatten()
         };
         let numbers: PerAxis = words.split(separator).map(number).collect::<Option<_>>()?;

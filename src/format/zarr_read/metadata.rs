@@ -93,7 +93,11 @@ impl Array {
             return Err(wrong("zarr_format", 2, zarr_format));
         }
         if filters.as_array().map_or(!filters.is_null(), |all| !all.is_empty()) {
-            return Err(MetadataError::Unsupported { what: "filters", found: shortened(&filters.to_string()), advice: "" });
+            return Err(MetadataError::Unsupported {
+                what: "filters",
+                found: shortened(&filters.to_string()),
+                advice: "",
+            });
         }
         let (dtype, is_big_endian) = value::dtype_v2(&dtype)?;
         let (shape, chunk) = shapes(&shape, &chunks, dtype, "chunks")?;
@@ -122,7 +126,11 @@ impl Array {
         }
         let may_be_passed_over = |value: &Value| value.get("must_understand") == Some(&Value::Bool(false));
         if let Some((name, _)) = found.others.iter().find(|(_, value)| !may_be_passed_over(value)) {
-            return Err(MetadataError::Unsupported { what: "member", found: format!("{:?}", shortened(name)), advice: "" });
+            return Err(MetadataError::Unsupported {
+                what: "member",
+                found: format!("{:?}", shortened(name)),
+                advice: "",
+            });
         }
         if let Some(transformer) = found.storage_transformers.first() {
             let found = shortened(&transformer.to_string());
@@ -163,12 +171,7 @@ pub(super) fn bytes_of(shape: &[u64], dtype: DType) -> Option<u64> {
 }
 
 /// The shapes of an array and of its chunks, checked against each other.
-fn shapes(
-    shape: &[u64],
-    chunk: &[u64],
-    dtype: DType,
-    member: &'static str,
-) -> Result<(Shape, PerAxis), MetadataError> {
+fn shapes(shape: &[u64], chunk: &[u64], dtype: DType, member: &'static str) -> Result<(Shape, PerAxis), MetadataError> {
     if shape.len() > RANK_MAX {
         return Err(wrong("shape", format!("at most {RANK_MAX} axes"), shape.len()));
     }

@@ -22,8 +22,8 @@ mod metadata;
 mod value;
 
 pub use codec::{ArrayBytes, Codecs, Packing, Sharding};
-pub use error::{MetadataError, ChunkError};
-pub use metadata::{Array, METADATA_BYTES_MAX, ZARRAY, ZARR_JSON};
+pub use error::{ChunkError, MetadataError};
+pub use metadata::{Array, METADATA_BYTES_MAX, ZARR_JSON, ZARRAY};
 
 #[cfg(test)]
 mod tests;

@@ -92,7 +92,8 @@ fn what_is_not_supported_is_refused_by_name() {
     };
     let blosc = "zarr: codec \"blosc\" is not supported: Orbax never writes it; write the checkpoint with zstd, or without compression";
     assert_eq!(refusal("2 blosc"), blosc);
-    let int4 = "zarr: element type \"int4\" is not supported: it is stored one element to a byte, and no safetensors type is";
+    let int4 =
+        "zarr: element type \"int4\" is not supported: it is stored one element to a byte, and no safetensors type is";
     assert_eq!(refusal("2 int4"), int4);
 }
 
@@ -124,7 +125,9 @@ fn plain_chunks_have_strides_and_others_have_none() {
 
 #[test]
 fn inner_chunks_of_shards_are_found_and_decoded() {
-    for name in ["3 shards as Orbax", "3 shards plain", "3 shards index at start", "3 shards big index", "3 shards with holes"] {
+    for name in
+        ["3 shards as Orbax", "3 shards plain", "3 shards index at start", "3 shards big index", "3 shards with holes"]
+    {
         let Case { zarr, metadata, chunks, .. } = case(name);
         let array = parse(zarr, &metadata).unwrap();
         let sharding = array.sharding().unwrap();
@@ -173,7 +176,10 @@ fn damaged_chunks_are_errors_or_other_bytes() {
         for len in 0..stored.len() {
             assert!(decoded(&array, Some(&stored[..len])).is_err(), "{name}: cut to {len}");
         }
-        assert!(decoded(&array, Some(&[&stored[..], &[0]].concat())).is_err(), "{name}: one more byte");
+        // What no index refers to is allowed in a shard, if the index is not sought from the end.
+        if name != "3 shards index at start" {
+            assert!(decoded(&array, Some(&[&stored[..], &[0]].concat())).is_err(), "{name}: one more byte");
+        }
         let is_covered = ["3 crc32c", "3 zstd of gzip and crc32c", "2 gzip", "3 gzip"].contains(&name.as_str());
         for place in 0..stored.len() {
             for bit in 0..8 {
@@ -261,7 +267,11 @@ fn descriptions_are_refused_by_what_is_wrong() {
         ("shape", json!([1, 1, 1, 1, 1, 1, 1, 1, 1]), "at most 8 axes"),
         ("chunk_grid", json!({"name": "rectilinear"}), "chunk grid \"rectilinear\" is not supported"),
         ("chunk_grid", json!({"name": "regular", "configuration": {"chunk_shape": [0, 3]}}), "extents of at least 1"),
-        ("chunk_grid", json!({"name": "regular", "configuration": {"chunk_shape": [1_u64 << 40, 3]}}), "chunks of at most"),
+        (
+            "chunk_grid",
+            json!({"name": "regular", "configuration": {"chunk_shape": [1_u64 << 40, 3]}}),
+            "chunks of at most",
+        ),
         ("chunk_key_encoding", json!({"name": "default", "configuration": {"separator": "-"}}), "separator"),
         ("chunk_key_encoding", json!({"name": "suffix"}), "chunk key encoding \"suffix\" is not supported"),
         ("fill_value", json!(40000), "fill_value: expected an element of int16, found 40000"),
@@ -271,10 +281,18 @@ fn descriptions_are_refused_by_what_is_wrong() {
         ("codecs", json!([{"name": "zstd"}, little]), "expected \"bytes\" before a codec of bytes, found zstd"),
         ("codecs", json!([little, {"name": "blosc"}]), "codec \"blosc\" is not supported: Orbax never writes it"),
         ("codecs", json!([little, {"name": "zstd", "configuration": {"window": 3}}]), "expected settings among"),
-        ("codecs", json!([{"name": "transpose", "configuration": {"order": [0, 0]}}, little]), "each of the 2 axes once"),
+        (
+            "codecs",
+            json!([{"name": "transpose", "configuration": {"order": [0, 0]}}, little]),
+            "each of the 2 axes once",
+        ),
         ("codecs", shard(json!([2, 2]), json!([little])), "extents that divide those of the shard, [2, 3]"),
         ("codecs", shard(json!([2, 3]), json!([little, {"name": "gzip"}])), "index of shards with codecs"),
-        ("codecs", json!([shard(json!([2, 3]), json!([little]))[0], {"name": "gzip"}]), "a codec after sharding_indexed, gzip is not supported"),
+        (
+            "codecs",
+            json!([shard(json!([2, 3]), json!([little]))[0], {"name": "gzip"}]),
+            "a codec after sharding_indexed, gzip is not supported",
+        ),
     ];
     for (member, value, expected) in rows {
         let error = with(member, value.clone()).unwrap_err().to_string();
@@ -292,7 +310,8 @@ fn descriptions_are_refused_by_what_is_wrong() {
 fn names_of_chunks_have_one_spelling() {
     let array = parse(3, &case("3 transposed").metadata).unwrap();
     assert_eq!((array.key(&[1, 0, 0]).as_str(), array.grid().as_slice()), ("c/1/0/0", &[2, 2, 1][..]));
-    for name in ["1/0/0", "c/1/0", "c/1/0/0/0", "c/01/0/0", "c/2/0/0", "c/1//0", "c/1/0/0/", "c.1.0.0", "c/+1/0/0", ""] {
+    for name in ["1/0/0", "c/1/0", "c/1/0/0/0", "c/01/0/0", "c/2/0/0", "c/1//0", "c/1/0/0/", "c.1.0.0", "c/+1/0/0", ""]
+    {
         assert_eq!(array.numbers(name), None, "{name}");
     }
     let key = |name: &str, numbers: &[u64]| {

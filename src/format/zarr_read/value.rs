@@ -54,10 +54,13 @@ pub(super) fn fill(found: &Value, dtype: DType) -> Result<ElementBytes, Metadata
         return Ok(ElementBytes::from_elem(0, len));
     }
     let bytes = match dtype {
-        DType::Bool => found.as_bool().or_else(|| match found.as_u64() {
-            Some(number @ 0..=1) => Some(number == 1),
-            Some(_) | None => None,
-        }).map(|truth| ElementBytes::from_slice(&[u8::from(truth)])),
+        DType::Bool => found
+            .as_bool()
+            .or_else(|| match found.as_u64() {
+                Some(number @ 0..=1) => Some(number == 1),
+                Some(_) | None => None,
+            })
+            .map(|truth| ElementBytes::from_slice(&[u8::from(truth)])),
         DType::C64 => complex(found),
         DType::U8 | DType::U16 | DType::U32 | DType::U64 | DType::I8 | DType::I16 | DType::I32 | DType::I64 => {
             integer(found, dtype, len)
@@ -134,7 +137,15 @@ mod tests {
 
     #[test]
     fn types_are_named_as_each_version_names_them() {
-        let rows = [("<f4", DType::F32, false), (">f4", DType::F32, true), ("|b1", DType::Bool, false), ("<b1", DType::Bool, false), (">i1", DType::I8, true), ("bfloat16", DType::BF16, false), ("float8_e4m3fn", DType::F8E4M3, false)];
+        let rows = [
+            ("<f4", DType::F32, false),
+            (">f4", DType::F32, true),
+            ("|b1", DType::Bool, false),
+            ("<b1", DType::Bool, false),
+            (">i1", DType::I8, true),
+            ("bfloat16", DType::BF16, false),
+            ("float8_e4m3fn", DType::F8E4M3, false),
+        ];
         for (code, dtype, is_big_endian) in rows {
             assert_eq!(dtype_v2(&json!(code)), Ok((dtype, is_big_endian)), "{code}");
         }
@@ -167,7 +178,19 @@ mod tests {
         for (value, dtype, bytes) in rows {
             assert_eq!(fill(&value, dtype).map(|bytes| bytes.to_vec()), Ok(bytes), "{value} {dtype}");
         }
-        let refused = [(json!(256), DType::U8), (json!(-1), DType::U32), (json!(1.5), DType::I32), (json!(2), DType::Bool), (json!(1), DType::F8E4M3), (json!(-0.0), DType::F8E4M3Fnuz), (json!("0x+1"), DType::F16), (json!("0x123"), DType::F16), (json!("nan"), DType::F32), (json!([1]), DType::C64), (json!({}), DType::F32)];
+        let refused = [
+            (json!(256), DType::U8),
+            (json!(-1), DType::U32),
+            (json!(1.5), DType::I32),
+            (json!(2), DType::Bool),
+            (json!(1), DType::F8E4M3),
+            (json!(-0.0), DType::F8E4M3Fnuz),
+            (json!("0x+1"), DType::F16),
+            (json!("0x123"), DType::F16),
+            (json!("nan"), DType::F32),
+            (json!([1]), DType::C64),
+            (json!({}), DType::F32),
+        ];
         for (value, dtype) in refused {
             assert!(fill(&value, dtype).is_err(), "{value} {dtype}");
         }
