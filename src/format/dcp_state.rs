@@ -252,12 +252,11 @@ impl DcpState {
                 let ends = ends.ok_or_else(|| malformed(&what(), "offsets that 64 bits can count", "more"))?;
                 let segment = Segment { file, offset: tensor.start, len: tensor.end - tensor.start };
                 let chunk = DcpChunk { offsets, sizes, segment };
-                match numbers.get(&name) {
-                    Some(number) => state.tensors[*number].extend(tensor.dtype, &ends, chunk)?,
-                    None => {
-                        numbers.insert(name.clone(), state.tensors.len());
-                        state.tensors.push(DcpTensor { name, dtype: tensor.dtype, shape: ends, chunks: vec![chunk] });
-                    }
+                if let Some(number) = numbers.get(&name) {
+                    state.tensors[*number].extend(tensor.dtype, &ends, chunk)?;
+                } else {
+                    numbers.insert(name.clone(), state.tensors.len());
+                    state.tensors.push(DcpTensor { name, dtype: tensor.dtype, shape: ends, chunks: vec![chunk] });
                 }
             }
         }
@@ -538,7 +537,9 @@ mod tests {
         writer.file(0, path, &mut bytes);
         writer.begin(&mut bytes);
         writer.tensor(0, "t", DType::BF16, &shape, &mut bytes);
-        chunks.iter().for_each(|chunk| writer.chunk(&region(chunk), &mut bytes));
+        for chunk in chunks {
+            writer.chunk(&region(chunk), &mut bytes);
+        }
         writer.end_tensor(&mut bytes);
         writer.begin_segments(&mut bytes);
         for (number, chunk) in stored.iter().enumerate() {

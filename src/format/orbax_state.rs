@@ -661,9 +661,9 @@ mod tests {
             parse_sharding(file.as_bytes()).map(|mut all| all.remove(0).1)
         };
         let mesh = |spec: Value| json!({"sharding_type": "NamedSharding", "shape": [2, 4], "axis_names": ["x", "y"], "partition_spec": spec});
-        let spec = |spec: Value| match parse(mesh(spec)).unwrap() {
-            SavedSharding::Mesh { spec, .. } => spec,
-            other => panic!("{other:?}"),
+        let spec = |spec: Value| {
+            let SavedSharding::Mesh { spec, .. } = parse(mesh(spec)).unwrap() else { panic!("a mesh") };
+            spec
         };
         assert_eq!(spec(json!([null, ["x", "y"]])), [vec![], vec!["x".to_owned(), "y".to_owned()]]);
         assert_eq!(spec(json!([])), Vec::<Vec<String>>::new());

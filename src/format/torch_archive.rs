@@ -28,6 +28,9 @@ use crate::tensor::to_usize;
 /// Bytes at the start and at the end that are asked for first. An archive of one tensor has its pickle and its directory there.
 const PROBE_BYTES: u64 = 4 << 10;
 
+/// Bytes of a local header's extra fields that are asked for first: torch pads data to multiples of 64 bytes with them.
+const EXTRA_PROBE_BYTES: u64 = 128;
+
 /// Longest pickle, in bytes.
 const PICKLE_BYTES_MAX: u64 = 1 << 30;
 
@@ -114,6 +117,9 @@ pub struct SavedTensor {
 
 impl SavedTensor {
     /// The bytes of the archive that the tensor uses, from its first element to its last.
+    ///
+    /// # Panics
+    /// Never for what [`TorchArchive`] gives: such a tensor is inside its storage.
     pub fn span(&self) -> Range<u64> {
         let TorchTensor { dtype, offset, .. } = &self.tensor;
         let end = self.tensor.end_bytes().expect("a tensor is inside its storage");
@@ -287,8 +293,7 @@ impl TorchArchive {
     /// Where the data of an entry begins, whose local header was given. All of the data is before the next entry.
     fn data_start(&self, listing: &Listing, number: usize) -> Result<u64, ArchiveError> {
         let (entry, region) = (&listing.entries[number], listing.region(number));
-        let header = region.start..region.end.min(region.start + LOCAL_BYTES);
-        let local = self.bytes(&header).expect("the local header was asked for");
+        let local = self.bytes(&self.local_header(listing, number)).expect("the local header was asked for");
         let start = entry.data_start(local, self.len_bytes)?;
         let room = region.end.saturating_sub(start);
         if start <= region.end && entry.len_bytes <= room {
@@ -296,6 +301,15 @@ impl TorchArchive {
         } else {
             Err(ArchiveError::Length { entry: entry.name.clone(), expected: room, found: entry.len_bytes })
         }
+    }
+
+    /// The local header of an entry with its name and extra fields, as far as its length is known.
+    fn local_header(&self, listing: &Listing, number: usize) -> Range<u64> {
+        let region = listing.region(number);
+        let first = LOCAL_BYTES + listing.entries[number].name.len() as u64 + EXTRA_PROBE_BYTES;
+        let first = region.start..region.end.min(region.start + first);
+        let len = self.bytes(&first).and_then(unzip::local_header_bytes).unwrap_or(0);
+        region.start..region.end.min(first.end.max(region.start + len))
     }
 
     fn find_storages(
@@ -309,11 +323,7 @@ impl TorchArchive {
         for key in keys {
             numbers.insert(key.to_owned(), listing.find(&format!("{root}data/{key}"))?);
         }
-        let header = |number: &usize| {
-            let region = listing.region(*number);
-            region.start..region.end.min(region.start + LOCAL_BYTES)
-        };
-        let mut missing = self.missing(numbers.values().map(header));
+        let mut missing = self.missing(numbers.values().map(|number| self.local_header(&listing, *number)));
         if !missing.is_empty() {
             missing.sort_unstable_by_key(|span| span.start);
             return Ok((Stage::Storages(listing, tensors), missing));

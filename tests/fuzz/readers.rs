@@ -124,7 +124,7 @@ fn check_array(random: &mut Random, array: &Array) {
     }
     if let Some(strides) = array.codecs.plain(array.dtype, &array.chunk) {
         let last: u64 = strides.iter().zip(&array.chunk).map(|(stride, extent)| stride * (extent - 1)).sum();
-        assert_eq!(last + 1, array.chunk.iter().product());
+        assert_eq!(last + 1, array.chunk.iter().product::<u64>());
     }
     if array.chunk_bytes() <= 1 << 16 {
         let mut stored: Vec<u8> = (0..random.below(300)).map(|_| random.next().to_le_bytes()[0]).collect();

@@ -134,7 +134,7 @@ impl Manifest {
             return wrong("kind", "versions".to_owned(), "a numbered manifest without".to_owned());
         }
         if numbered.config.uuid != self.config.uuid {
-            return wrong("database", hex(&self.config.uuid), hex(&numbered.config.uuid));
+            return wrong("database", hex(self.config.uuid), hex(numbered.config.uuid));
         }
         match numbered.latest().map(|version| version.generation) {
             Some(found) if found == generation => Ok(numbered),
@@ -148,8 +148,11 @@ impl Manifest {
     }
 }
 
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+/// All digits, the first byte first.
+fn hex(uuid: [u8; 16]) -> String {
+    let mut reversed = uuid;
+    reversed.reverse();
+    format!("{:032x}", u128::from_le_bytes(reversed))
 }
 
 impl Config {

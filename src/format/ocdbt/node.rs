@@ -196,7 +196,8 @@ impl<'a> Node<'a> {
         if let Some(found) = kinds.iter().find(|kind| **kind > 1) {
             return Err(cursor.wrong("value kind", "0 (inline) or 1 (elsewhere)", found));
         }
-        let elsewhere = kinds.iter().filter(|kind| **kind == 1).count();
+        // Each kind is 0 or 1.
+        let elsewhere = kinds.iter().map(|kind| usize::from(*kind)).sum();
         let ids = files.ids(cursor, elsewhere)?;
         let offsets = cursor.column(elsewhere, "value offset", u64::MAX)?;
         let mut places = ids.into_iter().zip(offsets);

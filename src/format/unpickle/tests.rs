@@ -1,4 +1,4 @@
-//! Pickles as CPython and torch write them, and damaged ones.
+//! Pickles as Python and torch write them, and damaged ones.
 
 use super::{machine, *};
 

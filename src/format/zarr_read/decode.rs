@@ -120,11 +120,8 @@ impl Codecs {
 
 /// Reverses the bytes of each number.
 fn swap(dtype: DType, bytes: &mut [u8]) {
-    let number_bytes = match dtype {
-        // Two numbers.
-        DType::C64 => 4,
-        _ => to_usize(dtype.element_bytes().unwrap_or(1)),
-    };
+    // A complex element is two numbers.
+    let number_bytes = if dtype == DType::C64 { 4 } else { to_usize(dtype.element_bytes().unwrap_or(1)) };
     bytes.chunks_exact_mut(number_bytes).for_each(<[u8]>::reverse);
 }
 
@@ -242,13 +239,13 @@ impl Sharding {
         check_length("index of a shard", to_usize(at.end - at.start), index.len())?;
         let numbers = if self.index_has_checksum { check_crc(index, "index of a shard")? } else { index };
         let (data_start, data_end) = if self.index_is_first { (at.end, shard_bytes) } else { (0, at.start) };
-        let (entries, _) = numbers.as_chunks::<{ INDEX_ENTRY_BYTES as usize }>();
-        let number = |bytes: &[u8]| {
-            let number = u64::from_le_bytes(*bytes.first_chunk().expect("an entry is two numbers of 8 bytes"));
+        let (entries, _) = numbers.as_chunks::<8>().0.as_chunks::<2>();
+        let number = |bytes| {
+            let number = u64::from_le_bytes(bytes);
             if self.index_is_big_endian { number.swap_bytes() } else { number }
         };
-        let span = |(chunk, entry): (usize, &[u8; INDEX_ENTRY_BYTES as usize])| {
-            let (offset, len_bytes) = (number(&entry[..8]), number(&entry[8..]));
+        let span = |(chunk, entry): (usize, &[[u8; 8]; 2])| {
+            let (offset, len_bytes) = (number(entry[0]), number(entry[1]));
             if (offset, len_bytes) == (MISSING, MISSING) {
                 return Ok(None);
             }
@@ -270,15 +267,9 @@ impl Sharding {
         let shard_bytes = stored.len() as u64;
         let place = |span: &Range<u64>| to_usize(span.start)..to_usize(span.end);
         let spans = self.inner_spans(&stored[place(&self.index_span(shard_bytes)?)], shard_bytes)?;
-        if let [only] = spans.as_slice() {
-            // As Orbax writes: the inner chunk is the shard.
-            return match only {
-                Some(span) => self.codecs.decode(dtype, fill_element, shard, &stored[place(span)], target),
-                None => {
-                    fill(target, fill_element);
-                    Ok(())
-                }
-            };
+        // As Orbax writes: the inner chunk is the shard.
+        if let [Some(only)] = spans.as_slice() {
+            return self.codecs.decode(dtype, fill_element, shard, &stored[place(only)], target);
         }
         let element_bytes = fill_element.len();
         let strides = row_major(shard, element_bytes);

@@ -152,6 +152,9 @@ impl Array {
     }
 
     /// Bytes of a decoded chunk.
+    ///
+    /// # Panics
+    /// Never for an array that was parsed: its chunks have at most 1 TiB.
     pub fn chunk_bytes(&self) -> u64 {
         bytes_of(&self.chunk, self.dtype).expect("checked when the description was read")
     }
@@ -188,10 +191,8 @@ fn shapes(shape: &[u64], chunk: &[u64], dtype: DType, member: &'static str) -> R
 
 fn compressor_v2(compressor: &Value) -> Result<Vec<Packing>, MetadataError> {
     let Value::Object(settings) = compressor else {
-        return match compressor {
-            Value::Null => Ok(Vec::new()),
-            _ => Err(wrong("compressor", "null or a compressor", compressor)),
-        };
+        let wrong = wrong("compressor", "null or a compressor", compressor);
+        return if compressor.is_null() { Ok(Vec::new()) } else { Err(wrong) };
     };
     let packing = match settings.get("id").and_then(Value::as_str) {
         Some("zstd") => Packing::Zstd,

@@ -91,29 +91,47 @@ fn integer(found: &Value, dtype: DType, len: usize) -> Option<ElementBytes> {
 
 /// A number, the word for one that JSON has not, or all bits as `0x…`.
 fn float(found: &Value, dtype: DType, len: usize) -> Option<ElementBytes> {
-    let number = match found {
-        Value::String(word) => match word.as_str() {
-            "NaN" => f64::NAN,
-            "Infinity" => f64::INFINITY,
-            "-Infinity" => f64::NEG_INFINITY,
-            _ => {
-                let digits = word.strip_prefix("0x").filter(|digits| digits.len() == 2 * len)?;
-                let is_hex = digits.bytes().all(|digit| digit.is_ascii_hexdigit());
-                let bits = u64::from_str_radix(digits, 16).ok().filter(|_| is_hex)?;
-                return Some(ElementBytes::from_slice(&bits.to_le_bytes()[..len]));
-            }
-        },
-        _ => found.as_f64()?,
+    let number = match found.as_str() {
+        None => found.as_f64()?,
+        Some("NaN") => f64::NAN,
+        Some("Infinity") => f64::INFINITY,
+        Some("-Infinity") => f64::NEG_INFINITY,
+        Some(word) => {
+            let digits = word.strip_prefix("0x").filter(|digits| digits.len() == 2 * len)?;
+            let is_hex = digits.bytes().all(|digit| digit.is_ascii_hexdigit());
+            let bits = u64::from_str_radix(digits, 16).ok().filter(|_| is_hex)?;
+            return Some(ElementBytes::from_slice(&bits.to_le_bytes()[..len]));
+        }
     };
-    Some(match dtype {
+    let bytes = match dtype {
         DType::F64 => ElementBytes::from_slice(&number.to_le_bytes()),
         DType::F32 => ElementBytes::from_slice(&narrow(number).to_le_bytes()),
         DType::F16 => ElementBytes::from_slice(&f16::from_f64(number).to_le_bytes()),
         DType::BF16 => ElementBytes::from_slice(&bf16::from_f64(number).to_le_bytes()),
-        // Other floats have one byte. Zero is all that Orbax fills them with, and is zero in each of them.
-        _ if number == 0.0 && number.is_sign_positive() => ElementBytes::from_elem(0, len),
-        _ => return None,
-    })
+        DType::Bool
+        | DType::F4
+        | DType::F6E2M3
+        | DType::F6E3M2
+        | DType::U8
+        | DType::I8
+        | DType::F8E5M2
+        | DType::F8E4M3
+        | DType::F8E8M0
+        | DType::F8E4M3Fnuz
+        | DType::F8E5M2Fnuz
+        | DType::I16
+        | DType::U16
+        | DType::I32
+        | DType::U32
+        | DType::C64
+        | DType::I64
+        | DType::U64 => {
+            // Zero is all that Orbax fills floats of 8 bits with. Its bits are zero, but for the type that has no zero.
+            let is_zero = number == 0.0 && number.is_sign_positive() && dtype != DType::F8E8M0;
+            return is_zero.then(|| ElementBytes::from_elem(0, len));
+        }
+    };
+    Some(bytes)
 }
 
 /// The nearest float of 32 bits.
@@ -184,6 +202,7 @@ mod tests {
             (json!(1.5), DType::I32),
             (json!(2), DType::Bool),
             (json!(1), DType::F8E4M3),
+            (json!(0), DType::F8E8M0),
             (json!(-0.0), DType::F8E4M3Fnuz),
             (json!("0x+1"), DType::F16),
             (json!("0x123"), DType::F16),
