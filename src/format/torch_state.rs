@@ -216,16 +216,24 @@ impl Walk<'_> {
             return Err(malformed("storage, offset, sizes and strides"));
         };
         let (class, storage, count) = self.storage(*storage).ok_or(malformed("a storage"))?;
-        let (dtype, element_of_count) = match STORAGES.iter().find(|(known, _)| *known == class) {
-            Some((_, dtype)) if rebuild == "_rebuild_tensor_v2" => (*dtype, dtype.element_bytes().unwrap_or(1)),
+        let typed = STORAGES.iter().find(|(known, _)| *known == class);
+        let (dtype, element_of_count, metadata) = match (rebuild, typed) {
+            ("_rebuild_tensor_v2", Some((_, dtype))) => (*dtype, dtype.element_bytes().unwrap_or(1), args.get(6)),
             // Without a class of its own, the type is an argument and the storage counts bytes.
-            Some(_) | None => {
+            ("_rebuild_tensor_v3", None) => {
                 let named = args.get(6).ok_or(malformed("a dtype"))?;
                 let Value::Global(name) = self.pickle.value(*named) else { return Err(malformed("a dtype")) };
                 let unsupported = || TorchError::Unsupported { name: self.name(), found: name.to_string() };
-                (dtype_of(&name.name).ok_or_else(unsupported)?, 1)
+                (dtype_of(&name.name).ok_or_else(unsupported)?, 1, args.get(7))
             }
+            _ => return Err(malformed("a typed storage, or bytes and a dtype")),
         };
+        // Conjugated and negated tensors have other values than their bytes say.
+        let is_plain =
+            |id: &Id| *self.pickle.value(*id) == Value::None || self.pickle.items(*id).is_some_and(<[_]>::is_empty);
+        if !metadata.is_none_or(is_plain) {
+            return Err(TorchError::Unsupported { name: self.name(), found: "a tensor with metadata".to_owned() });
+        }
         let numbers = |id: Id| self.numbers(id).ok_or(malformed("sizes and strides of whole numbers"));
         let (shape, strides) = (numbers(*sizes)?, numbers(*strides)?);
         if shape.len() != strides.len() {
@@ -250,7 +258,10 @@ impl Walk<'_> {
     fn numbers(&self, id: Id) -> Option<Vec<u64>> {
         let elements = match self.pickle.call(id) {
             // `torch.Size` of a tuple.
-            Some((_, args, _)) => self.pickle.sequence(*args.first()?)?,
+            Some((name, args, _)) if name.module == "torch" && name.name == "Size" => {
+                self.pickle.sequence(*args.first()?)?
+            }
+            Some(_) => return None,
             None => self.pickle.sequence(id)?,
         };
         elements.iter().map(|element| self.pickle.natural(*element)).collect()
@@ -274,7 +285,7 @@ impl TorchTensor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::unpickle::{Limits, PickleError};
+    use crate::format::unpickle::{self, Limits, PickleError};
 
     /// Pickle of `{"model": OrderedDict(w=Parameter(ones(2, 3)), v=ones(4, 2).t(), f8=zeros(3, float8_e4m3fn)), "step": 3,
     /// "arr": [ones(1)]}` as torch 2.15 writes it.
@@ -288,7 +299,7 @@ X\x03\x00\x00\x00arrq(]q)h\x06((h\x07h\x08X\x01\x00\x00\x003q*h\x0aK\x01tq+QK\x0
 
     fn read(bytes: &[u8]) -> Result<Vec<TorchTensor>, String> {
         let pickle =
-            Unpickled::read(bytes, Limits::default(), &is_allowed).map_err(|error: PickleError| error.to_string())?;
+            unpickle::read(bytes, Limits::default(), &is_allowed).map_err(|error: PickleError| error.to_string())?;
         tensors(&pickle).map_err(|error| error.to_string())
     }
 
@@ -315,6 +326,16 @@ X\x03\x00\x00\x00arrq(]q)h\x06((h\x07h\x08X\x01\x00\x00\x003q*h\x0aK\x01tq+QK\x0
         let count = bytes.windows(4).position(|window| window == b"K\x06tq").unwrap();
         bytes[count + 1] = 5;
         assert_eq!(read(&bytes).unwrap_err(), "tensor \"model.w\": expected a tensor inside its storage");
+    }
+
+    #[test]
+    fn a_conjugated_tensor_is_refused() {
+        // The last tensor gets a seventh argument: {"conj": True}.
+        let tail = SAVED.windows(8).rposition(|window| window.starts_with(b"tq/Rq0")).unwrap();
+        let mut bytes = SAVED[..tail].to_vec();
+        bytes.extend(b"}X\x04\x00\x00\x00conj\x88s");
+        bytes.extend(&SAVED[tail..]);
+        assert_eq!(read(&bytes).unwrap_err(), "tensor \"arr.0\": a tensor with metadata is not supported");
     }
 
     #[test]

@@ -10,6 +10,8 @@
 //! is, [`parse_directory`] lists it, and [`ZipEntry::data_start`] finds an entry's data from its local header, whose length only the header
 //! itself tells. Compressed and encrypted entries are listed and refused when their data is asked for.
 
+use crate::tensor::to_usize;
+
 /// Bytes at the end of a file in which [`find_directory`] looks: the end record with the longest comment that it may have, and
 /// the 64-bit records before it.
 pub const TAIL_BYTES: u64 = 22 + 0xffff + 20 + 56;
@@ -226,8 +228,20 @@ fn wide_fields(mut extra: &[u8]) -> Option<impl Iterator<Item = u64>> {
     Some(numbers.iter().map(|number| u64::from_le_bytes(*number)))
 }
 
+/// Bytes of a local header with its name and extra fields, given at least the first [`LOCAL_BYTES`] of them; `None` if it is
+/// no local header.
+pub fn local_header_bytes(local: &[u8]) -> Option<u64> {
+    let record = Record(local);
+    (record.u32(0)? == LOCAL_MARK).then_some(())?;
+    Some(LOCAL_BYTES + u64::from(record.u16(26)?) + u64::from(record.u16(28)?))
+}
+
 impl ZipEntry {
-    /// Where the data is in a file of `file_bytes` bytes, given the [`LOCAL_BYTES`] bytes at [`ZipEntry::header_start`].
+    /// Where the data is in a file of `file_bytes` bytes. `local` is the local header at [`ZipEntry::header_start`], with its name
+    /// and extra fields; more may follow.
+    ///
+    /// Only the local header says where the data begins, and has no checksum. So its name must be that of the directory, and its
+    /// extra fields must fill their room: a damaged length is noticed.
     ///
     /// # Errors
     /// [`ZipError::NotStored`], [`ZipError::Damaged`] or [`ZipError::Outside`].
@@ -239,13 +253,14 @@ impl ZipEntry {
         if self.method != STORED {
             return refused(format!("compressed by method {}", self.method));
         }
-        let record = Record(local);
         let damaged = ZipError::Damaged { what: "a local header" };
-        let (Some(LOCAL_MARK), Some(name), Some(extra)) = (record.u32(0), record.u16(26), record.u16(28)) else {
-            return Err(damaged);
-        };
-        let start = self.header_start.checked_add(LOCAL_BYTES + u64::from(name) + u64::from(extra));
-        let start = start.ok_or(damaged)?;
+        let names = local.get(to_usize(LOCAL_BYTES)..).and_then(|rest| {
+            let (name, rest) = rest.split_at_checked(usize::from(Record(local).u16(26)?))?;
+            Some((name, rest.get(..usize::from(Record(local).u16(28)?))?))
+        });
+        let (Some(len), Some((name, extra))) = (local_header_bytes(local), names) else { return Err(damaged) };
+        let start = self.header_start.checked_add(len).filter(|_| name == self.name.as_bytes());
+        let start = start.filter(|_| wide_fields(extra).is_some()).ok_or(damaged)?;
         let end = start.saturating_add(self.len_bytes);
         if end <= file_bytes { Ok(start) } else { Err(ZipError::Outside { start, end, len_bytes: file_bytes }) }
     }
@@ -323,6 +338,19 @@ mod tests {
     fn what_is_no_archive_is_refused() {
         assert_eq!(list(b""), Err(ZipError::NoEnd { searched: 0 }));
         assert_eq!(list(&[7; 100]), Err(ZipError::NoEnd { searched: 100 }));
+    }
+
+    #[test]
+    fn a_damaged_length_of_a_local_header_is_noticed() {
+        let whole = archive(&[("a/data.pkl", b"pickle"), ("a/data/0", b"12345")]);
+        let entry = whole.windows(8).position(|window| window == b"a/data/0").unwrap() - 30;
+        for place in 26..30 {
+            for bit in 0..8 {
+                let mut bytes = whole.clone();
+                bytes[entry + place] ^= 1 << bit;
+                assert_eq!(list(&bytes), Err(ZipError::Damaged { what: "a local header" }), "byte {place} bit {bit}");
+            }
+        }
     }
 
     #[test]

@@ -10,6 +10,8 @@
     reason = "a test fails by panicking, and tells its seed"
 )]
 
+mod readers;
+
 use std::{
     fs,
     panic::{AssertUnwindSafe, catch_unwind},

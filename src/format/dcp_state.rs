@@ -1,0 +1,608 @@
+//! A reader of `torch.distributed.checkpoint` directories: which tensors there are, and where their chunks are.
+//!
+//! There are two kinds. The classic one has a `.metadata` file, the pickle of a `Metadata` object, and `.distcp` files; each
+//! chunk is a segment of such a file and is an archive of `torch.save`, which [`super::torch_archive`] reads. The other has
+//! safetensors files alone: each tensor of each file is a chunk, and the file's `__metadata__` says where in the whole tensor.
+//!
+//! No code of the pickle runs, and only the classes that torch itself writes are read. The chunks of a tensor are those that
+//! the metadata has; whether they cover it is for the caller to see.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use serde::Deserialize;
+
+use super::{
+    dcp::Segment,
+    safetensors::Header,
+    torch_state::dtype_of,
+    unpickle::{self, Id, Limits, PickleError, Unpickled, Value},
+};
+use crate::tensor::{DType, RANK_MAX};
+
+/// Name of the description of the classic kind.
+pub const METADATA: &str = ".metadata";
+
+/// Member of a safetensors file's `__metadata__` that says where its tensors are in the whole ones.
+pub const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
+
+const CLASSES: &str = "torch.distributed.checkpoint.metadata";
+const FILESYSTEM: &str = "torch.distributed.checkpoint.filesystem";
+
+/// Why a directory is refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DcpError {
+    /// The metadata is damaged, or holds what is not on the list.
+    #[error(transparent)]
+    Pickle(#[from] PickleError),
+    /// The metadata is not what torch writes.
+    #[error("{what}: expected {expected}, found {found}")]
+    Malformed {
+        /// Where in the metadata.
+        what: String,
+        /// What should be there.
+        expected: &'static str,
+        /// What is there.
+        found: String,
+    },
+    /// A tensor that is described twice.
+    #[error("tensor {name:?} is described twice")]
+    Duplicate {
+        /// Its name.
+        name: String,
+    },
+    /// A type or layout that has no place here.
+    #[error("tensor {name:?}: {found} is not supported")]
+    Unsupported {
+        /// Its name.
+        name: String,
+        /// The type, layout or transformation.
+        found: String,
+    },
+    /// A chunk that is not inside its tensor.
+    #[error("tensor {name:?}: a chunk of shape {sizes:?} at {offsets:?} is outside shape {shape:?}")]
+    Outside {
+        /// Its name.
+        name: String,
+        /// Its shape.
+        shape: Vec<u64>,
+        /// The chunk's first element.
+        offsets: Vec<u64>,
+        /// The chunk's shape.
+        sizes: Vec<u64>,
+    },
+    /// A chunk that is in no file.
+    #[error("tensor {name:?}: the chunk at {offsets:?} is in no file")]
+    NoData {
+        /// Its name.
+        name: String,
+        /// The chunk's first element.
+        offsets: Vec<u64>,
+    },
+    /// A segment of a file that belongs to nothing.
+    #[error("{name:?}: {surplus} stored segments belong to no chunk")]
+    Surplus {
+        /// Name of the first.
+        name: String,
+        /// How many there are.
+        surplus: usize,
+    },
+    /// A file outside the directory.
+    #[error("file {path:?}: expected a path inside the checkpoint")]
+    Path {
+        /// As stored.
+        path: String,
+    },
+    /// Two files say different things of a tensor.
+    #[error("tensor {name:?}: {first} in one file, {second} in another")]
+    Conflict {
+        /// Its name.
+        name: String,
+        /// Type and rank in the first.
+        first: String,
+        /// Type and rank in the other.
+        second: String,
+    },
+}
+
+/// A box of a tensor and where it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DcpChunk {
+    /// First element along each axis.
+    pub offsets: Vec<u64>,
+    /// Extent along each axis.
+    pub sizes: Vec<u64>,
+    /// Where it is: an archive in the classic kind, the elements in row-major order in the other.
+    pub segment: Segment,
+}
+
+/// A tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DcpTensor {
+    /// Its full name, with dots.
+    pub name: String,
+    /// Type of its elements.
+    pub dtype: DType,
+    /// Extents in elements.
+    pub shape: Vec<u64>,
+    /// Its chunks, in the order of the metadata.
+    pub chunks: Vec<DcpChunk>,
+}
+
+/// What is no tensor: a pickled object of any kind, which is not read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DcpObject {
+    /// Its full name, with dots.
+    pub name: String,
+    /// Where it is.
+    pub segment: Segment,
+}
+
+/// A directory.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DcpState {
+    /// The files, relative to the directory; a [`Segment`] has a number of these.
+    pub files: Vec<String>,
+    /// The tensors, in the order of the metadata.
+    pub tensors: Vec<DcpTensor>,
+    /// What is no tensor.
+    pub objects: Vec<DcpObject>,
+    /// The keys on the way to a name, where the saver's state was nested. Keys may have dots. Numbers are places in lists.
+    pub paths: Vec<(String, Vec<String>)>,
+}
+
+/// Whether the metadata may name a class or function.
+fn is_allowed(module: &str, name: &str) -> bool {
+    match module {
+        CLASSES => matches!(
+            name,
+            "Metadata"
+                | "TensorStorageMetadata"
+                | "BytesStorageMetadata"
+                | "ChunkStorageMetadata"
+                | "TensorProperties"
+                | "MetadataIndex"
+                | "StorageMeta"
+                | "_MEM_FORMAT_ENCODING"
+        ),
+        FILESYSTEM => name == "_StorageInfo",
+        "torch" => name == "Size" || dtype_of(name).is_some(),
+        "torch.serialization" => name == "_get_layout",
+        "collections" => name == "OrderedDict",
+        // Where the checkpoint was written; nothing is done with it.
+        "pathlib" | "pathlib._local" => {
+            matches!(name, "PosixPath" | "WindowsPath" | "PurePosixPath" | "PureWindowsPath")
+        }
+        _ => false,
+    }
+}
+
+/// Place of a chunk in the whole: none for what is no tensor.
+type Offsets = Option<Vec<u64>>;
+
+struct Reader<'a> {
+    pickle: &'a Unpickled,
+    files: Vec<String>,
+    file_numbers: HashMap<&'a str, u32>,
+    /// By full name and offsets.
+    segments: HashMap<(&'a str, Offsets), Segment>,
+}
+
+impl DcpState {
+    /// Reads a [`METADATA`] file.
+    ///
+    /// # Errors
+    /// [`DcpError`], the first fault that is met.
+    pub fn parse(bytes: &[u8]) -> Result<Self, DcpError> {
+        let pickle = unpickle::read(bytes, Limits::default(), &is_allowed)?;
+        let mut reader =
+            Reader { pickle: &pickle, files: Vec::new(), file_numbers: HashMap::new(), segments: HashMap::new() };
+        let root = reader.state(pickle.root(), CLASSES, "Metadata", "metadata")?;
+        reader.read_segments(reader.member(root, "storage_data", "metadata")?)?;
+        let mut state = Self::default();
+        let described = reader.items(reader.member(root, "state_dict_metadata", "metadata")?, "state_dict_metadata")?;
+        let mut names = HashSet::with_capacity(described.len());
+        for (name, description) in described {
+            let name = reader.text(*name, "name of a tensor")?;
+            if !names.insert(name) {
+                return Err(DcpError::Duplicate { name: name.to_owned() });
+            }
+            if reader.is_class(*description, "BytesStorageMetadata") {
+                let segment = reader.segments.remove(&(name, None));
+                let segment = segment.ok_or_else(|| DcpError::NoData { name: name.to_owned(), offsets: Vec::new() })?;
+                state.objects.push(DcpObject { name: name.to_owned(), segment });
+            } else {
+                state.tensors.push(reader.tensor(name, *description)?);
+            }
+        }
+        if let Some((name, _)) = reader.segments.keys().min() {
+            return Err(DcpError::Surplus { name: (*name).to_owned(), surplus: reader.segments.len() });
+        }
+        state.paths = reader.paths(pickle.item(root, "planner_data"));
+        state.files = reader.files;
+        Ok(state)
+    }
+
+    /// The directory of these safetensors files, each with its path relative to the directory. A file that does not say where
+    /// its tensors are holds whole ones.
+    ///
+    /// # Errors
+    /// [`DcpError`], the first fault that is met.
+    pub fn of_safetensors<'a>(files: impl IntoIterator<Item = (&'a str, &'a Header)>) -> Result<Self, DcpError> {
+        let mut state = Self::default();
+        let mut numbers: HashMap<String, usize> = HashMap::new();
+        for (number, (path, header)) in files.into_iter().enumerate() {
+            let file = u32::try_from(number).map_err(|_| malformed("number of files", "32 bits", number))?;
+            state.files.push(check_path(path)?.to_owned());
+            let offsets = saved_offsets(header)?;
+            for tensor in header.tensors() {
+                let zeros = || vec![0; tensor.shape.len()];
+                let offsets = match &offsets {
+                    None => zeros(),
+                    Some(offsets) => offsets.get(tensor.name).cloned().ok_or_else(|| {
+                        malformed(&format!("{path}: {SHARDING_INFO}"), "each tensor of the file", "another")
+                    })?,
+                };
+                let (name, sizes) = (tensor.name.to_owned(), tensor.shape.to_vec());
+                let what = || format!("tensor {name:?}: saved_offsets");
+                if offsets.len() != sizes.len() {
+                    return Err(malformed(&what(), "as many offsets as axes", offsets.len()));
+                }
+                let ends = offsets.iter().zip(&sizes).map(|(offset, size)| offset.checked_add(*size));
+                let ends = ends.collect::<Option<Vec<u64>>>();
+                let ends = ends.ok_or_else(|| malformed(&what(), "offsets that 64 bits can count", "more"))?;
+                let segment = Segment { file, offset: tensor.start, len: tensor.end - tensor.start };
+                let chunk = DcpChunk { offsets, sizes, segment };
+                if let Some(number) = numbers.get(&name) {
+                    state.tensors[*number].extend(tensor.dtype, &ends, chunk)?;
+                } else {
+                    numbers.insert(name.clone(), state.tensors.len());
+                    state.tensors.push(DcpTensor { name, dtype: tensor.dtype, shape: ends, chunks: vec![chunk] });
+                }
+            }
+        }
+        Ok(state)
+    }
+}
+
+impl DcpTensor {
+    /// Adds a chunk of another file, which ends here.
+    fn extend(&mut self, dtype: DType, ends: &[u64], chunk: DcpChunk) -> Result<(), DcpError> {
+        if (dtype, ends.len()) != (self.dtype, self.shape.len()) {
+            let show = |dtype: DType, rank: usize| format!("{dtype} of {rank} axes");
+            let (first, second) = (show(self.dtype, self.shape.len()), show(dtype, ends.len()));
+            return Err(DcpError::Conflict { name: self.name.clone(), first, second });
+        }
+        self.shape.iter_mut().zip(ends).for_each(|(extent, end)| *extent = (*extent).max(*end));
+        self.chunks.push(chunk);
+        Ok(())
+    }
+}
+
+fn malformed(what: &str, expected: &'static str, found: impl std::fmt::Display) -> DcpError {
+    DcpError::Malformed { what: what.to_owned(), expected, found: found.to_string() }
+}
+
+fn check_path(path: &str) -> Result<&str, DcpError> {
+    let is_inside = !path.contains(['\0', '\\']) && path.split('/').all(|part| !matches!(part, "" | "." | ".."));
+    if is_inside { Ok(path) } else { Err(DcpError::Path { path: path.to_owned() }) }
+}
+
+/// Where each tensor of a file is in the whole, if the file says so.
+fn saved_offsets(header: &Header) -> Result<Option<BTreeMap<String, Vec<u64>>>, DcpError> {
+    #[derive(Deserialize)]
+    struct Saved {
+        saved_offsets: Vec<u64>,
+    }
+    let Some((_, text)) = header.metadata().iter().find(|(key, _)| key == SHARDING_INFO) else { return Ok(None) };
+    let saved: BTreeMap<String, Saved> =
+        serde_json::from_str(text).map_err(|error| malformed(SHARDING_INFO, "offsets by name", error))?;
+    Ok(Some(saved.into_iter().map(|(name, saved)| (name, saved.saved_offsets)).collect()))
+}
+
+impl<'a> Reader<'a> {
+    fn wrong(&self, id: Id, what: &str, expected: &'static str) -> DcpError {
+        malformed(what, expected, self.pickle.value(id).kind())
+    }
+
+    fn is_class(&self, id: Id, class: &str) -> bool {
+        self.pickle.call(id).is_some_and(|(name, _, _)| name.module == CLASSES && name.name == class)
+    }
+
+    /// The state of an object of this class.
+    fn state(&self, id: Id, module: &str, class: &'static str, what: &str) -> Result<Id, DcpError> {
+        let call = self.pickle.call(id).filter(|(name, _, _)| name.module == module && name.name == class);
+        call.and_then(|(_, _, object)| object.state).ok_or_else(|| self.wrong(id, what, class))
+    }
+
+    fn member(&self, state: Id, name: &'static str, what: &str) -> Result<Id, DcpError> {
+        self.pickle.item(state, name).ok_or_else(|| malformed(what, name, "none"))
+    }
+
+    fn items(&self, id: Id, what: &str) -> Result<&'a [(Id, Id)], DcpError> {
+        self.pickle.items(id).ok_or_else(|| self.wrong(id, what, "a dict"))
+    }
+
+    fn text(&self, id: Id, what: &str) -> Result<&'a str, DcpError> {
+        self.pickle.text(id).ok_or_else(|| self.wrong(id, what, "a str"))
+    }
+
+    fn natural(&self, id: Id, what: &str) -> Result<u64, DcpError> {
+        self.pickle.natural(id).ok_or_else(|| self.wrong(id, what, "a whole number of 64 bits"))
+    }
+
+    /// The numbers of a `torch.Size`, or of a list that stands for one.
+    fn size(&self, id: Id, what: &str) -> Result<Vec<u64>, DcpError> {
+        let numbers = match self.pickle.call(id) {
+            Some((name, [numbers], _)) if name.module == "torch" && name.name == "Size" => *numbers,
+            Some(_) | None => id,
+        };
+        let numbers = self.pickle.sequence(numbers).ok_or_else(|| self.wrong(id, what, "a torch.Size"))?;
+        if numbers.len() > RANK_MAX {
+            return Err(malformed(what, "at most 8 axes", numbers.len()));
+        }
+        numbers.iter().map(|number| self.natural(*number, what)).collect()
+    }
+
+    /// Reads where everything is.
+    fn read_segments(&mut self, storage_data: Id) -> Result<(), DcpError> {
+        for (index, info) in self.items(storage_data, "storage_data")? {
+            let index = self.state(*index, CLASSES, "MetadataIndex", "key of storage_data")?;
+            let name = self.text(self.member(index, "fqn", "MetadataIndex")?, "fqn")?;
+            let what = format!("storage_data of {name:?}");
+            let offsets = self.pickle.item(index, "offset").filter(|id| *self.pickle.value(*id) != Value::None);
+            let offsets = offsets.map(|id| self.size(id, &what)).transpose()?;
+            let info = self.state(*info, FILESYSTEM, "_StorageInfo", &what)?;
+            let is_none =
+                |id: Id| *self.pickle.value(id) == Value::None || self.pickle.sequence(id).is_some_and(<[_]>::is_empty);
+            if !self.pickle.item(info, "transform_descriptors").is_none_or(is_none) {
+                let found = "a transformed segment (compressed or encrypted by an extension)".to_owned();
+                return Err(DcpError::Unsupported { name: name.to_owned(), found });
+            }
+            let path = self.text(self.member(info, "relative_path", &what)?, &what)?;
+            let file = self.file(path)?;
+            let offset = self.natural(self.member(info, "offset", &what)?, &what)?;
+            let len = self.natural(self.member(info, "length", &what)?, &what)?;
+            if offset.checked_add(len).is_none() {
+                return Err(malformed(&what, "an end that fits 64 bits", format!("{len} bytes at {offset}")));
+            }
+            if self.segments.insert((name, offsets), Segment { file, offset, len }).is_some() {
+                return Err(DcpError::Duplicate { name: name.to_owned() });
+            }
+        }
+        Ok(())
+    }
+
+    /// The number of a file.
+    fn file(&mut self, path: &'a str) -> Result<u32, DcpError> {
+        if let Some(number) = self.file_numbers.get(path) {
+            return Ok(*number);
+        }
+        let number = u32::try_from(self.files.len()).map_err(|_| malformed("files", "32 bits", self.files.len()))?;
+        self.files.push(check_path(path)?.to_owned());
+        self.file_numbers.insert(path, number);
+        Ok(number)
+    }
+
+    fn tensor(&mut self, name: &'a str, description: Id) -> Result<DcpTensor, DcpError> {
+        let what = format!("tensor {name:?}");
+        let state = self.state(description, CLASSES, "TensorStorageMetadata", &what)?;
+        let dtype = self.dtype(name, self.member(state, "properties", &what)?)?;
+        let shape = self.size(self.member(state, "size", &what)?, &what)?;
+        let listed = self.member(state, "chunks", &what)?;
+        let listed = self.pickle.sequence(listed).ok_or_else(|| self.wrong(listed, &what, "a list of chunks"))?;
+        let mut chunks = Vec::with_capacity(listed.len());
+        for chunk in listed {
+            let state = self.state(*chunk, CLASSES, "ChunkStorageMetadata", &what)?;
+            let offsets = self.size(self.member(state, "offsets", &what)?, &what)?;
+            let sizes = self.size(self.member(state, "sizes", &what)?, &what)?;
+            let ends = offsets.iter().zip(&sizes).map(|(offset, size)| offset.checked_add(*size));
+            let fits = ends.zip(&shape).all(|(end, extent)| end.is_some_and(|end| end <= *extent));
+            if !fits || offsets.len() != shape.len() || sizes.len() != shape.len() {
+                return Err(DcpError::Outside { name: name.to_owned(), shape, offsets, sizes });
+            }
+            match self.segments.remove(&(name, Some(offsets.clone()))) {
+                Some(segment) => chunks.push(DcpChunk { offsets, sizes, segment }),
+                None => return Err(DcpError::NoData { name: name.to_owned(), offsets }),
+            }
+        }
+        Ok(DcpTensor { name: name.to_owned(), dtype, shape, chunks })
+    }
+
+    /// The type of elements, from a `TensorProperties`.
+    fn dtype(&self, name: &str, properties: Id) -> Result<DType, DcpError> {
+        let what = format!("tensor {name:?}: properties");
+        let state = self.state(properties, CLASSES, "TensorProperties", &what)?;
+        let members = self.pickle.sequence(state).ok_or_else(|| self.wrong(state, &what, "a tuple"))?;
+        let [dtype, layout, ..] = members else { return Err(malformed(&what, "type and layout", members.len())) };
+        let unsupported = |found: String| DcpError::Unsupported { name: name.to_owned(), found };
+        let layout = match self.pickle.call(*layout) {
+            Some((_, [word], _)) => self.text(*word, &what)?,
+            Some(_) | None => return Err(self.wrong(*layout, &what, "a layout")),
+        };
+        if layout != "torch.strided" {
+            return Err(unsupported(format!("layout {layout:?}")));
+        }
+        let Value::Global(global) = self.pickle.value(*dtype) else {
+            return Err(self.wrong(*dtype, &what, "a dtype"));
+        };
+        dtype_of(&global.name).filter(|_| global.module == "torch").ok_or_else(|| unsupported(global.to_string()))
+    }
+
+    /// The keys on the way to each name, if the planner has written them. What else a planner may have written is passed over.
+    fn paths(&self, planner_data: Option<Id>) -> Vec<(String, Vec<String>)> {
+        let items = planner_data.and_then(|id| self.pickle.items(id)).unwrap_or_default();
+        let key = |id: &Id| {
+            let number = || self.pickle.natural(*id).map(|number| number.to_string());
+            self.pickle.text(*id).map(str::to_owned).or_else(number)
+        };
+        let path = |(name, path): &(Id, Id)| {
+            let keys = self.pickle.sequence(*path)?.iter().map(key).collect::<Option<_>>()?;
+            Some((self.pickle.text(*name)?.to_owned(), keys))
+        };
+        items.iter().filter_map(path).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::{
+        format::{dcp::Writer, hexadecimal::bytes_of, torch_archive::TorchArchive},
+        tensor::{Region, Shape, to_usize},
+    };
+
+    fn directory(name: &str) -> BTreeMap<String, Vec<u8>> {
+        let text = include_str!("../../tests/fixtures/formats/torch.json");
+        let fixtures: serde_json::Value = serde_json::from_str(text).unwrap();
+        let files = fixtures[name].as_object().unwrap();
+        files.iter().map(|(path, hex)| (path.clone(), bytes_of(hex.as_str().unwrap()))).collect()
+    }
+
+    fn segment<'a>(files: &'a BTreeMap<String, Vec<u8>>, state: &DcpState, segment: &Segment) -> &'a [u8] {
+        let Segment { file, offset, len } = *segment;
+        &files[&state.files[file as usize]][to_usize(offset)..to_usize(offset + len)]
+    }
+
+    #[test]
+    fn a_checkpoint_of_two_processes_is_read() {
+        let files = directory("dcp");
+        let state = DcpState::parse(&files[METADATA]).unwrap();
+        let rows: Vec<_> = state.tensors.iter().map(|t| (t.name.as_str(), t.dtype, t.shape.as_slice())).collect();
+        let expected: [(&str, DType, &[u64]); 3] =
+            [("model.w", DType::F32, &[5, 3]), ("model.b", DType::BF16, &[4]), ("optim.lr", DType::F32, &[])];
+        assert_eq!(rows, expected);
+        assert_eq!(state.objects.iter().map(|o| o.name.as_str()).collect::<Vec<_>>(), ["optim.step", "optim.names"]);
+        assert!(state.paths.contains(&("model.w".to_owned(), vec!["model".to_owned(), "w".to_owned()])));
+        let mut found = Vec::new();
+        for chunk in &state.tensors[0].chunks {
+            let bytes = segment(&files, &state, &chunk.segment);
+            let mut archive = TorchArchive::new(bytes.len() as u64);
+            archive.supply(vec![bytes.to_vec()]).unwrap();
+            let saved = archive.into_tensors().expect("two KiB are one request").remove(0);
+            assert_eq!((&saved.tensor.shape, saved.tensor.dtype), (&chunk.sizes, DType::F32));
+            assert_eq!((saved.tensor.name.as_str(), saved.tensor.strides.as_slice()), ("", &[3, 1][..]));
+            let span = saved.span();
+            found.extend_from_slice(&bytes[to_usize(span.start)..to_usize(span.end)]);
+        }
+        let expected: Vec<u8> = (0..15_u8).flat_map(|n| f32::from(n).to_le_bytes()).collect();
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn a_checkpoint_of_safetensors_files_is_read() {
+        let files = directory("safetensors");
+        let headers: Vec<(&str, Header)> = files
+            .iter()
+            .map(|(path, bytes)| (path.as_str(), Header::parse_file(bytes, bytes.len() as u64).unwrap()))
+            .collect();
+        let state = DcpState::of_safetensors(headers.iter().map(|(path, header)| (*path, header))).unwrap();
+        let rows: Vec<_> =
+            state.tensors.iter().map(|t| (t.name.as_str(), t.shape.as_slice(), t.chunks.len())).collect();
+        let expected: [(&str, &[u64], usize); 2] = [("w", &[5, 3], 2), ("b", &[4], 1)];
+        assert_eq!(rows, expected);
+        assert_eq!(state.tensors[0].chunks[1].offsets, [3, 0]);
+        let found: Vec<u8> =
+            state.tensors[0].chunks.iter().flat_map(|chunk| segment(&files, &state, &chunk.segment).to_vec()).collect();
+        assert_eq!(found, (0..15_u8).flat_map(|n| f32::from(n).to_le_bytes()).collect::<Vec<u8>>());
+        // A plain file holds whole tensors; twice the same tensor is two chunks of it.
+        let plain = crate::format::safetensors::write_header([("w", DType::F32, &[5, 3][..])], &[], 8).unwrap();
+        let plain = Header::parse_file(&plain.bytes, plain.bytes.len() as u64 + 60).unwrap();
+        let state = DcpState::of_safetensors([("a", &plain), ("b", &plain)]).unwrap();
+        assert_eq!((state.tensors[0].shape.as_slice(), state.tensors[0].chunks.len()), (&[5, 3][..], 2));
+        let other = crate::format::safetensors::write_header([("w", DType::F16, &[5, 3][..])], &[], 8).unwrap();
+        let other = Header::parse_file(&other.bytes, other.bytes.len() as u64 + 30).unwrap();
+        let error = DcpState::of_safetensors([("a", &plain), ("b", &other)]).unwrap_err().to_string();
+        assert_eq!(error, "tensor \"w\": F32 of 2 axes in one file, F16 of 2 axes in another");
+        assert!(matches!(DcpState::of_safetensors([("../a", &plain)]), Err(DcpError::Path { .. })));
+        for info in
+            ["{}", "[]", "{\"w\":{\"saved_offsets\":[0]}}", "{\"w\":{\"saved_offsets\":[18446744073709551615,0]}}"]
+        {
+            let entries = [("w", DType::F32, &[5, 3][..])];
+            let file = crate::format::safetensors::write_header(entries, &[(SHARDING_INFO, info)], 8).unwrap();
+            let header = Header::parse_file(&file.bytes, file.bytes.len() as u64 + 60).unwrap();
+            assert!(matches!(DcpState::of_safetensors([("a", &header)]), Err(DcpError::Malformed { .. })), "{info}");
+        }
+    }
+
+    /// Metadata as this crate writes it, of one tensor with these chunks, of which `stored` are in a file.
+    fn written(chunks: &[[(u64, u64); 2]], stored: &[[(u64, u64); 2]], path: &str) -> Vec<u8> {
+        let writer = Writer::new(1, [DType::BF16]).unwrap();
+        let shape = Shape::try_new(&[4, 6]).unwrap();
+        let whole = Shape::try_new(&[40, 60]).unwrap();
+        let region = |chunk: &[(u64, u64); 2]| Region::within(&whole, &chunk.map(|(start, end)| start..end)).unwrap();
+        let mut bytes = Vec::new();
+        writer.head(&mut bytes);
+        writer.file(0, path, &mut bytes);
+        writer.begin(&mut bytes);
+        writer.tensor(0, "t", DType::BF16, &shape, &mut bytes);
+        for chunk in chunks {
+            writer.chunk(&region(chunk), &mut bytes);
+        }
+        writer.end_tensor(&mut bytes);
+        writer.begin_segments(&mut bytes);
+        for (number, chunk) in stored.iter().enumerate() {
+            let segment = Segment { file: 0, offset: 100 * number as u64, len: 100 };
+            writer.segment(0, &region(chunk), number as u64, segment, &mut bytes);
+        }
+        writer.end(&mut bytes);
+        bytes
+    }
+
+    const LEFT: [(u64, u64); 2] = [(0, 4), (0, 3)];
+    const RIGHT: [(u64, u64); 2] = [(0, 4), (3, 6)];
+
+    #[test]
+    fn what_this_crate_writes_is_read() {
+        let state = DcpState::parse(&written(&[LEFT, RIGHT], &[LEFT, RIGHT], "__0_0.distcp")).unwrap();
+        assert_eq!(state.files, ["__0_0.distcp"]);
+        let [tensor] = state.tensors.as_slice() else { panic!("{state:?}") };
+        assert_eq!((tensor.name.as_str(), tensor.dtype, tensor.shape.as_slice()), ("t", DType::BF16, &[4, 6][..]));
+        assert_eq!(tensor.chunks[1].offsets, [0, 3]);
+        assert_eq!(tensor.chunks[1].segment, Segment { file: 0, offset: 100, len: 100 });
+    }
+
+    #[test]
+    fn chunks_and_segments_must_agree() {
+        let error = |chunks: &[_], stored: &[_], path: &str| {
+            DcpState::parse(&written(chunks, stored, path)).unwrap_err().to_string()
+        };
+        assert_eq!(error(&[LEFT, RIGHT], &[LEFT], "f"), "tensor \"t\": the chunk at [0, 3] is in no file");
+        assert_eq!(error(&[LEFT], &[LEFT, RIGHT], "f"), "\"t\": 1 stored segments belong to no chunk");
+        assert_eq!(error(&[LEFT], &[LEFT, LEFT], "f"), "tensor \"t\" is described twice");
+        let outside = [(0, 4), (3, 7)];
+        let expected = "tensor \"t\": a chunk of shape [4, 4] at [0, 3] is outside shape [4, 6]";
+        assert_eq!(error(&[LEFT, outside], &[LEFT, outside], "f"), expected);
+        for path in ["/f", "../f", "a/../f", "", "a//f"] {
+            assert!(error(&[LEFT], &[LEFT], path).contains("expected a path inside the checkpoint"), "{path}");
+        }
+    }
+
+    #[test]
+    fn other_classes_are_refused_by_name() {
+        let whole = written(&[LEFT], &[LEFT], "f");
+        let text = b"ctorch.serialization\n_get_layout";
+        let at = whole.windows(text.len()).position(|window| window == text).unwrap();
+        let bytes = [&whole[..at], b"cposix\nsystem", &whole[at + text.len()..]].concat();
+        let error = DcpState::parse(&bytes).unwrap_err().to_string();
+        assert!(error.contains("posix.system is not on the list"), "{error}");
+        for (module, name) in [("torch", "load"), ("builtins", "eval"), (CLASSES, "os"), ("pathlib", "Path")] {
+            assert!(!is_allowed(module, name), "{module}.{name}");
+        }
+    }
+
+    #[test]
+    fn damaged_metadata_never_panics() {
+        for whole in [written(&[LEFT, RIGHT], &[LEFT, RIGHT], "f"), directory("dcp").remove(METADATA).unwrap()] {
+            for at in 0..whole.len() {
+                assert!(DcpState::parse(&whole[..at]).is_err(), "cut to {at}");
+                for byte in [0, 1, b'.', b'h', b't', b'R', b'(', b'N', 0x80, 0x94, 0xff, whole[at] ^ 1] {
+                    let mut bytes = whole.clone();
+                    bytes[at] = byte;
+                    drop(DcpState::parse(&bytes));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! Reading the body of a block from its start to its end.
+
+use super::error::{Block, OcdbtError};
+
+/// A place in a body.
+#[derive(Debug)]
+pub(super) struct Cursor<'a> {
+    rest: &'a [u8],
+    pub(super) block: Block,
+}
+
+impl<'a> Cursor<'a> {
+    pub(super) fn new(body: &'a [u8], block: Block) -> Self {
+        Self { rest: body, block }
+    }
+
+    /// Bytes that are left.
+    pub(super) fn left(&self) -> usize {
+        self.rest.len()
+    }
+
+    pub(super) fn take(&mut self, len: usize, what: &'static str) -> Result<&'a [u8], OcdbtError> {
+        let (taken, rest) = self.rest.split_at_checked(len).ok_or(OcdbtError::Truncated { block: self.block, what })?;
+        self.rest = rest;
+        Ok(taken)
+    }
+
+    pub(super) fn array<const N: usize>(&mut self, what: &'static str) -> Result<[u8; N], OcdbtError> {
+        let (taken, rest) = self.rest.split_first_chunk().ok_or(OcdbtError::Truncated { block: self.block, what })?;
+        self.rest = rest;
+        Ok(*taken)
+    }
+
+    pub(super) fn byte(&mut self, what: &'static str) -> Result<u8, OcdbtError> {
+        self.array::<1>(what).map(|[byte]| byte)
+    }
+
+    /// A number in groups of seven bits, the lowest first. It has one spelling only, without zeros at its end.
+    pub(super) fn varint(&mut self, what: &'static str) -> Result<u64, OcdbtError> {
+        let mut number = 0;
+        for shift in (0..64).step_by(7) {
+            let byte = self.byte(what)?;
+            let group = u64::from(byte & 0x7f);
+            let fits = shift < 63 || group <= 1;
+            if !fits || (byte == 0 && shift > 0) {
+                break;
+            }
+            number |= group << shift;
+            if byte & 0x80 == 0 {
+                return Ok(number);
+            }
+        }
+        Err(OcdbtError::Varint { block: self.block, what })
+    }
+
+    /// A number of at most `limit`.
+    pub(super) fn bounded(&mut self, what: &'static str, limit: u64) -> Result<u64, OcdbtError> {
+        let found = self.varint(what)?;
+        if found <= limit { Ok(found) } else { Err(OcdbtError::Limit { block: self.block, what, limit, found }) }
+    }
+
+    /// The number of rows that follow, each of which takes a byte at least: no more than `limit`, and no more than there are
+    /// bytes, so that room for them may be reserved.
+    pub(super) fn count(&mut self, what: &'static str, limit: u64) -> Result<usize, OcdbtError> {
+        let found = self.bounded(what, limit)?;
+        let rows = usize::try_from(found).ok().filter(|rows| *rows <= self.left());
+        rows.ok_or(OcdbtError::Truncated { block: self.block, what })
+    }
+
+    /// A column of `rows` numbers of at most `limit`.
+    pub(super) fn column(&mut self, rows: usize, what: &'static str, limit: u64) -> Result<Vec<u64>, OcdbtError> {
+        (0..rows).map(|_| self.bounded(what, limit)).collect()
+    }
+
+    /// Lengths that fit memory, as they are at most 65 535.
+    pub(super) fn lengths(&mut self, rows: usize, what: &'static str, limit: u16) -> Result<Vec<usize>, OcdbtError> {
+        let length = |_| self.bounded(what, limit.into()).map(crate::tensor::to_usize);
+        (0..rows).map(length).collect()
+    }
+
+    pub(super) fn end(&self) -> Result<(), OcdbtError> {
+        let found = self.rest.len();
+        if found == 0 { Ok(()) } else { Err(OcdbtError::Trailing { block: self.block, found }) }
+    }
+
+    pub(super) fn wrong(
+        &self,
+        what: &'static str,
+        expected: impl std::fmt::Display,
+        found: impl std::fmt::Display,
+    ) -> OcdbtError {
+        OcdbtError::Value { block: self.block, what, expected: expected.to_string(), found: found.to_string() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_have_one_spelling_of_at_most_64_bits() {
+        let read = |bytes: &[u8]| {
+            let mut cursor = Cursor::new(bytes, Block::Node);
+            let number = cursor.varint("number")?;
+            cursor.end()?;
+            Ok::<u64, OcdbtError>(number)
+        };
+        let rows: [(&[u8], u64); 5] = [
+            (&[0], 0),
+            (&[0x7f], 127),
+            (&[0x80, 1], 128),
+            (&[0xff, 0xff, 0xff, 0xff, 0x0f], u64::from(u32::MAX)),
+            (&[0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1], u64::MAX),
+        ];
+        for (bytes, number) in rows {
+            assert_eq!(read(bytes), Ok(number));
+        }
+        let varint = Err(OcdbtError::Varint { block: Block::Node, what: "number" });
+        assert_eq!(read(&[0x80, 0]), varint);
+        assert_eq!(read(&[0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 2]), varint);
+        assert_eq!(read(&[0xff; 11]), varint);
+        assert_eq!(read(&[0x80]), Err(OcdbtError::Truncated { block: Block::Node, what: "number" }));
+        assert_eq!(read(&[1, 1]), Err(OcdbtError::Trailing { block: Block::Node, found: 1 }));
+    }
+}

@@ -1,0 +1,416 @@
+//! The machine that carries out the instructions of a pickle.
+
+use std::collections::HashMap;
+
+use super::{
+    error::PickleError,
+    op,
+    value::{Id, Name, Object, Unpickled, Value},
+};
+
+/// Bounds on what one pickle may ask for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Most values. A value takes some 40 bytes besides its text.
+    pub values_max: u32,
+    /// Most bytes of text and byte strings together.
+    pub text_bytes_max: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { values_max: 64 << 20, text_bytes_max: 1 << 30 }
+    }
+}
+
+/// Reads the pickle that `bytes` begin with. `allowed` is the closed list: it is asked for each class and function that the
+/// pickle names, with module and name.
+///
+/// # Errors
+/// [`PickleError`], the first that is met.
+pub fn read(bytes: &[u8], limits: Limits, allowed: &dyn Fn(&str, &str) -> bool) -> Result<Unpickled, PickleError> {
+    Machine {
+        bytes,
+        at: 0,
+        opcode_at: 0,
+        limits,
+        allowed,
+        values: Vec::new(),
+        text_bytes: 0,
+        stack: Vec::new(),
+        marks: Vec::new(),
+        memo: HashMap::new(),
+    }
+    .run()
+}
+
+struct Machine<'a> {
+    bytes: &'a [u8],
+    at: usize,
+    /// Where the present instruction begins.
+    opcode_at: usize,
+    limits: Limits,
+    allowed: &'a dyn Fn(&str, &str) -> bool,
+    values: Vec<Value>,
+    text_bytes: u64,
+    stack: Vec<Id>,
+    /// Lengths of the stack where marks were set.
+    marks: Vec<usize>,
+    memo: HashMap<u32, Id>,
+}
+
+/// Newest protocol that is read.
+const PROTOCOL_MAX: u8 = 5;
+
+impl<'a> Machine<'a> {
+    fn run(mut self) -> Result<Unpickled, PickleError> {
+        loop {
+            self.opcode_at = self.at;
+            let opcode = self.byte()?;
+            if opcode == op::STOP {
+                let root = self.pop()?;
+                return Ok(Unpickled::new(self.values, root, self.at));
+            }
+            self.step(opcode)?;
+        }
+    }
+
+    /// Carries out one instruction.
+    fn step(&mut self, opcode: u8) -> Result<(), PickleError> {
+        match opcode {
+            op::PROTO => match self.byte()? {
+                found if found > PROTOCOL_MAX => Err(PickleError::Protocol { found }),
+                _ => Ok(()),
+            },
+            // The length of what follows, of use to readers of streams only.
+            op::FRAME => self.take(8).map(drop),
+            op::MARK => {
+                self.marks.push(self.stack.len());
+                self.bounded(self.marks.len() as u64, u64::from(self.limits.values_max), "marks")
+            }
+            op::POP => match self.marks.last() {
+                // A mark counts as the topmost value.
+                Some(mark) if *mark == self.stack.len() => {
+                    self.marks.pop();
+                    Ok(())
+                }
+                Some(_) | None => self.pop().map(drop),
+            },
+            op::POP_MARK => self.above_mark().map(drop),
+            op::DUP => {
+                let top = self.top()?;
+                self.push_id(top)
+            }
+            op::BINPUT | op::LONG_BINPUT | op::MEMOIZE | op::BINGET | op::LONG_BINGET => self.memo(opcode),
+            op::NONE
+            | op::NEWTRUE
+            | op::NEWFALSE
+            | op::BININT
+            | op::BININT1
+            | op::BININT2
+            | op::LONG1
+            | op::LONG4
+            | op::BINFLOAT => self.number(opcode),
+            op::BINSTRING
+            | op::SHORT_BINSTRING
+            | op::BINUNICODE
+            | op::SHORT_BINUNICODE
+            | op::BINUNICODE8
+            | op::BINBYTES
+            | op::SHORT_BINBYTES
+            | op::BINBYTES8
+            | op::BYTEARRAY8 => self.text(opcode),
+            op::EMPTY_TUPLE
+            | op::TUPLE1
+            | op::TUPLE2
+            | op::TUPLE3
+            | op::TUPLE
+            | op::EMPTY_LIST
+            | op::LIST
+            | op::EMPTY_DICT
+            | op::DICT
+            | op::EMPTY_SET
+            | op::FROZENSET => self.container(opcode),
+            op::APPEND | op::APPENDS | op::ADDITEMS | op::SETITEM | op::SETITEMS => self.fill(opcode),
+            op::GLOBAL | op::STACK_GLOBAL | op::REDUCE | op::NEWOBJ | op::BUILD | op::BINPERSID => self.object(opcode),
+            _ => Err(PickleError::Opcode { at: self.opcode_at, opcode }),
+        }
+    }
+
+    fn memo(&mut self, opcode: u8) -> Result<(), PickleError> {
+        let number = match opcode {
+            op::BINPUT | op::BINGET => u32::from(self.byte()?),
+            op::LONG_BINPUT | op::LONG_BINGET => self.u32()?,
+            // Python numbers by how many there are.
+            _ => u32::try_from(self.memo.len()).map_err(|_| self.limit("stored values", u64::from(u32::MAX)))?,
+        };
+        if matches!(opcode, op::BINGET | op::LONG_BINGET) {
+            let found = self.memo.get(&number).copied();
+            return self.push_id(found.ok_or(PickleError::Memo { at: self.opcode_at, number })?);
+        }
+        let top = self.top()?;
+        self.memo.insert(number, top);
+        self.bounded(self.memo.len() as u64, u64::from(self.limits.values_max), "stored values")
+    }
+
+    fn number(&mut self, opcode: u8) -> Result<(), PickleError> {
+        let value = match opcode {
+            op::NONE => Value::None,
+            op::NEWTRUE => Value::Bool(true),
+            op::NEWFALSE => Value::Bool(false),
+            op::BININT => Value::Int(i32::from_le_bytes(self.array()?).into()),
+            op::BININT1 => Value::Int(self.byte()?.into()),
+            op::BININT2 => Value::Int(u16::from_le_bytes(self.array()?).into()),
+            op::BINFLOAT => {
+                // The only number in this order of bytes.
+                let mut bytes: [u8; 8] = self.array()?;
+                bytes.reverse();
+                Value::Float(f64::from_le_bytes(bytes))
+            }
+            _ => {
+                let len = if opcode == op::LONG1 { usize::from(self.byte()?) } else { self.len32()? };
+                let at = self.opcode_at;
+                let bytes = self.take(len)?;
+                let negative = bytes.last().is_some_and(|top| top & 0x80 != 0);
+                let mut wide = [if negative { 0xff } else { 0 }; 16];
+                wide.get_mut(..len).ok_or(PickleError::Integer { at, bytes: len })?.copy_from_slice(bytes);
+                Value::Int(i128::from_le_bytes(wide))
+            }
+        };
+        self.push(value)
+    }
+
+    fn text(&mut self, opcode: u8) -> Result<(), PickleError> {
+        let len = match opcode {
+            op::SHORT_BINSTRING | op::SHORT_BINUNICODE | op::SHORT_BINBYTES => usize::from(self.byte()?),
+            op::BINSTRING | op::BINUNICODE | op::BINBYTES => self.len32()?,
+            _ => {
+                let len = u64::from_le_bytes(self.array()?);
+                // More than memory can hold is more than the input has.
+                usize::try_from(len).map_err(|_| PickleError::Truncated { at: self.bytes.len() })?
+            }
+        };
+        let at = self.opcode_at;
+        let bytes = self.take(len)?;
+        self.text_bytes += len as u64;
+        self.bounded(self.text_bytes, self.limits.text_bytes_max, "bytes of text")?;
+        let is_text = matches!(
+            opcode,
+            op::BINSTRING | op::SHORT_BINSTRING | op::BINUNICODE | op::SHORT_BINUNICODE | op::BINUNICODE8
+        );
+        self.push(if is_text {
+            Value::Text(std::str::from_utf8(bytes).map_err(|_| PickleError::Utf8 { at })?.into())
+        } else {
+            Value::Bytes(bytes.into())
+        })
+    }
+
+    fn container(&mut self, opcode: u8) -> Result<(), PickleError> {
+        let value = match opcode {
+            op::EMPTY_TUPLE => Value::Tuple(Box::default()),
+            op::TUPLE1 => Value::Tuple([self.pop()?].into()),
+            op::TUPLE2 | op::TUPLE3 => {
+                let mut elements = Vec::new();
+                for _ in op::TUPLE1..=opcode {
+                    elements.push(self.pop()?);
+                }
+                elements.reverse();
+                Value::Tuple(elements.into())
+            }
+            op::TUPLE => Value::Tuple(self.above_mark()?.into()),
+            op::EMPTY_LIST => Value::List(Vec::new()),
+            op::LIST => Value::List(self.above_mark()?),
+            op::EMPTY_DICT => Value::Dict(Vec::new()),
+            op::DICT => {
+                let flat = self.above_mark()?;
+                Value::Dict(self.pairs(&flat)?)
+            }
+            op::EMPTY_SET => Value::Set(Vec::new()),
+            _ => Value::Set(self.above_mark()?),
+        };
+        self.push(value)
+    }
+
+    /// Puts what is on the stack into the container below.
+    fn fill(&mut self, opcode: u8) -> Result<(), PickleError> {
+        let added = match opcode {
+            op::APPEND => vec![self.pop()?],
+            op::SETITEM => {
+                let value = self.pop()?;
+                vec![self.pop()?, value]
+            }
+            _ => self.above_mark()?,
+        };
+        let at = self.opcode_at;
+        let target = self.top()?;
+        let in_pairs = matches!(opcode, op::SETITEM | op::SETITEMS);
+        let pairs = if in_pairs { self.pairs(&added)? } else { Vec::new() };
+        let target = &mut self.values[target.0 as usize];
+        match (target, opcode) {
+            (Value::List(elements), op::APPEND | op::APPENDS) | (Value::Set(elements), op::ADDITEMS) => {
+                elements.extend(added);
+            }
+            (Value::Dict(items), op::SETITEM | op::SETITEMS) => items.extend(pairs),
+            (Value::Object(object), op::SETITEM | op::SETITEMS) => object.items.extend(pairs),
+            (Value::Object(object), _) => object.elements.extend(added),
+            (other, _) => {
+                let expected = if in_pairs { "a dict below the items" } else { "a list or set below the elements" };
+                return Err(PickleError::Operand { at, expected, found: other.kind() });
+            }
+        }
+        Ok(())
+    }
+
+    fn object(&mut self, opcode: u8) -> Result<(), PickleError> {
+        match opcode {
+            op::GLOBAL => {
+                let (module, name) = (self.line()?, self.line()?);
+                self.global(module.to_owned(), name.to_owned())
+            }
+            op::STACK_GLOBAL => {
+                let (name, module) = (self.pop_text()?, self.pop_text()?);
+                self.global(module, name)
+            }
+            op::BINPERSID => {
+                let id = self.pop()?;
+                self.push(Value::Persistent(id))
+            }
+            op::BUILD => {
+                let state = self.pop()?;
+                let (at, target) = (self.opcode_at, self.top()?);
+                let target = &mut self.values[target.0 as usize];
+                let Value::Object(object) = target else {
+                    return Err(PickleError::Operand {
+                        at,
+                        expected: "an object below its state",
+                        found: target.kind(),
+                    });
+                };
+                object.state = Some(state);
+                Ok(())
+            }
+            _ => {
+                let (args, callee) = (self.pop()?, self.pop()?);
+                let at = self.opcode_at;
+                for (id, expected) in [(callee, "a class or function to call"), (args, "a tuple of arguments")] {
+                    let found = &self.values[id.0 as usize];
+                    let fits =
+                        if id == callee { matches!(found, Value::Global(_)) } else { matches!(found, Value::Tuple(_)) };
+                    if !fits {
+                        return Err(PickleError::Operand { at, expected, found: found.kind() });
+                    }
+                }
+                let object = Object { callee, args, state: None, elements: Vec::new(), items: Vec::new() };
+                self.push(Value::Object(Box::new(object)))
+            }
+        }
+    }
+
+    fn global(&mut self, module: String, name: String) -> Result<(), PickleError> {
+        let name = Name { module, name };
+        if !(self.allowed)(&name.module, &name.name) {
+            return Err(PickleError::Forbidden { at: self.opcode_at, name });
+        }
+        self.text_bytes += (name.module.len() + name.name.len()) as u64;
+        self.bounded(self.text_bytes, self.limits.text_bytes_max, "bytes of text")?;
+        self.push(Value::Global(name))
+    }
+
+    fn pairs(&self, flat: &[Id]) -> Result<Vec<(Id, Id)>, PickleError> {
+        let (pairs, rest) = flat.as_chunks::<2>();
+        if rest.is_empty() {
+            Ok(pairs.iter().map(|[key, value]| (*key, *value)).collect())
+        } else {
+            let (expected, found) = ("as many values as keys", "an odd number of both");
+            Err(PickleError::Operand { at: self.opcode_at, expected, found })
+        }
+    }
+
+    fn push(&mut self, value: Value) -> Result<(), PickleError> {
+        let limit = || self.limit("values", u64::from(self.limits.values_max));
+        let id = u32::try_from(self.values.len()).ok().filter(|id| *id < self.limits.values_max).ok_or_else(limit)?;
+        self.values.push(value);
+        self.push_id(Id(id))
+    }
+
+    /// The stack holds references, of which one value may have many.
+    fn push_id(&mut self, id: Id) -> Result<(), PickleError> {
+        self.stack.push(id);
+        self.bounded(self.stack.len() as u64, u64::from(self.limits.values_max), "values on the stack")
+    }
+
+    /// The topmost value above the last mark.
+    fn top(&self) -> Result<Id, PickleError> {
+        let floor = self.marks.last().copied().unwrap_or(0);
+        let found = if self.marks.is_empty() { "an empty stack" } else { "a mark" };
+        let missing = PickleError::Operand { at: self.opcode_at, expected: "a value on the stack", found };
+        self.stack.get(floor..).and_then(|above| above.last().copied()).ok_or(missing)
+    }
+
+    fn pop(&mut self) -> Result<Id, PickleError> {
+        let top = self.top()?;
+        self.stack.pop();
+        Ok(top)
+    }
+
+    fn pop_text(&mut self) -> Result<String, PickleError> {
+        let id = self.pop()?;
+        let value = &self.values[id.0 as usize];
+        let Value::Text(text) = value else {
+            return Err(PickleError::Operand { at: self.opcode_at, expected: "a str", found: value.kind() });
+        };
+        Ok(text.to_string())
+    }
+
+    /// Takes what lies above the last mark, and the mark.
+    fn above_mark(&mut self) -> Result<Vec<Id>, PickleError> {
+        let found = "none";
+        let mark = self.marks.pop().ok_or(PickleError::Operand { at: self.opcode_at, expected: "a mark", found })?;
+        Ok(self.stack.split_off(mark))
+    }
+
+    fn byte(&mut self) -> Result<u8, PickleError> {
+        self.array::<1>().map(|[byte]| byte)
+    }
+
+    fn u32(&mut self) -> Result<u32, PickleError> {
+        Ok(u32::from_le_bytes(self.array()?))
+    }
+
+    fn len32(&mut self) -> Result<usize, PickleError> {
+        // Of 32 bits, so that it fits memory.
+        usize::try_from(self.u32()?).map_err(|_| PickleError::Truncated { at: self.bytes.len() })
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], PickleError> {
+        let rest = self.bytes.get(self.at..).and_then(<[u8]>::first_chunk::<N>);
+        let bytes = *rest.ok_or(PickleError::Truncated { at: self.bytes.len() })?;
+        self.at += N;
+        Ok(bytes)
+    }
+
+    fn take(&mut self, len: usize) -> Result<&'a [u8], PickleError> {
+        let end = self.at.checked_add(len);
+        let taken = end.and_then(|end| self.bytes.get(self.at..end));
+        let taken = taken.ok_or(PickleError::Truncated { at: self.bytes.len() })?;
+        self.at += len;
+        Ok(taken)
+    }
+
+    /// Text up to the end of its line.
+    fn line(&mut self) -> Result<&'a str, PickleError> {
+        let rest = self.bytes.get(self.at..).unwrap_or_default();
+        let len = rest.iter().position(|byte| *byte == b'\n').ok_or(PickleError::Truncated { at: self.bytes.len() })?;
+        let line = self.take(len)?;
+        self.at += 1;
+        std::str::from_utf8(line).map_err(|_| PickleError::Utf8 { at: self.opcode_at })
+    }
+
+    fn limit(&self, what: &'static str, limit: u64) -> PickleError {
+        PickleError::Limit { at: self.opcode_at, what, limit }
+    }
+
+    fn bounded(&self, found: u64, limit: u64, what: &'static str) -> Result<(), PickleError> {
+        if found <= limit { Ok(()) } else { Err(self.limit(what, limit)) }
+    }
+}

@@ -1,0 +1,166 @@
+//! The values of a pickle.
+
+/// A value's place in the table of its pickle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Id(pub(super) u32);
+
+/// The name of a class or function: its module and its qualified name.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Name {
+    /// As in `torch._utils`.
+    pub module: String,
+    /// As in `_rebuild_tensor_v2`.
+    pub name: String,
+}
+
+impl std::fmt::Display for Name {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}.{}", self.module.escape_debug(), self.name.escape_debug())
+    }
+}
+
+/// What a call would give, and what was done to it afterwards.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Object {
+    /// What would be called: a [`Value::Global`] in every pickle that this machine accepts.
+    pub callee: Id,
+    /// A [`Value::Tuple`].
+    pub args: Id,
+    /// What `__setstate__` would be given.
+    pub state: Option<Id>,
+    /// Elements appended, as to a list.
+    pub elements: Vec<Id>,
+    /// Keys and values set, as in a dictionary.
+    pub items: Vec<(Id, Id)>,
+}
+
+/// One value of a pickle.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Value {
+    /// `None`.
+    None,
+    /// `True` or `False`.
+    Bool(bool),
+    /// An integer of at most 128 bits.
+    Int(i128),
+    /// A float.
+    Float(f64),
+    /// A string.
+    Text(Box<str>),
+    /// `bytes` or `bytearray`.
+    Bytes(Box<[u8]>),
+    /// A tuple.
+    Tuple(Box<[Id]>),
+    /// A list.
+    List(Vec<Id>),
+    /// A dictionary, its items in the order in which they were set. A key that was set twice is there twice; the later counts.
+    Dict(Vec<(Id, Id)>),
+    /// A set or frozen set.
+    Set(Vec<Id>),
+    /// A class or function of the closed list.
+    Global(Name),
+    /// What a call would give.
+    Object(Box<Object>),
+    /// What the program that loads the pickle would supply for this value.
+    Persistent(Id),
+}
+
+impl Value {
+    /// What the value is, for messages.
+    pub const fn kind(&self) -> &'static str {
+        match self {
+            Self::None => "None",
+            Self::Bool(_) => "a bool",
+            Self::Int(_) => "an int",
+            Self::Float(_) => "a float",
+            Self::Text(_) => "a str",
+            Self::Bytes(_) => "bytes",
+            Self::Tuple(_) => "a tuple",
+            Self::List(_) => "a list",
+            Self::Dict(_) => "a dict",
+            Self::Set(_) => "a set",
+            Self::Global(_) => "a class or function",
+            Self::Object(_) => "an object",
+            Self::Persistent(_) => "a persistent object",
+        }
+    }
+}
+
+/// A pickle that was read.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Unpickled {
+    values: Vec<Value>,
+    root: Id,
+    /// Bytes of the input up to the end of the last instruction.
+    len: usize,
+}
+
+impl Unpickled {
+    /// What a machine has made.
+    pub(super) fn new(values: Vec<Value>, root: Id, len: usize) -> Self {
+        Self { values, root, len }
+    }
+
+    /// The value that the pickle is of.
+    pub fn root(&self) -> Id {
+        self.root
+    }
+
+    /// A value.
+    pub fn value(&self, id: Id) -> &Value {
+        // Ids are made by the machine that made the table, which never shrinks.
+        &self.values[id.0 as usize]
+    }
+
+    /// Bytes of the input that were read.
+    pub fn len_bytes(&self) -> usize {
+        self.len
+    }
+
+    /// The text of a string.
+    pub fn text(&self, id: Id) -> Option<&str> {
+        if let Value::Text(text) = self.value(id) { Some(text) } else { None }
+    }
+
+    /// An integer that is not negative, of at most 64 bits.
+    pub fn natural(&self, id: Id) -> Option<u64> {
+        if let Value::Int(number) = self.value(id) { u64::try_from(*number).ok() } else { None }
+    }
+
+    /// The elements of a tuple or a list.
+    pub fn sequence(&self, id: Id) -> Option<&[Id]> {
+        let value = self.value(id);
+        if let Value::Tuple(elements) = value {
+            Some(elements)
+        } else if let Value::List(elements) = value {
+            Some(elements)
+        } else {
+            None
+        }
+    }
+
+    /// The items of a dictionary, or of an object that items were set on, as on an `OrderedDict`.
+    pub fn items(&self, id: Id) -> Option<&[(Id, Id)]> {
+        let value = self.value(id);
+        if let Value::Dict(items) = value {
+            Some(items)
+        } else if let Value::Object(object) = value {
+            Some(&object.items)
+        } else {
+            None
+        }
+    }
+
+    /// The value under a text key; the last that was set counts.
+    pub fn item(&self, id: Id, key: &str) -> Option<Id> {
+        let items = self.items(id)?;
+        items.iter().rev().find(|(found, _)| self.text(*found) == Some(key)).map(|(_, value)| *value)
+    }
+
+    /// What is called and with which arguments, if the value is what a call of a listed function would give.
+    pub fn call(&self, id: Id) -> Option<(&Name, &[Id], &Object)> {
+        let Value::Object(object) = self.value(id) else { return None };
+        let Value::Global(name) = self.value(object.callee) else { return None };
+        Some((name, self.sequence(object.args)?, object))
+    }
+}
