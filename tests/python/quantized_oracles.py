@@ -157,6 +157,13 @@ def modelopt_nvfp4(parts: Parts, out: int, inner: int, code: str) -> np.ndarray:
     return numpy_of(tensor.dequantize(torch_kind(code), block_sizes={-1: 16}, **scales))
 
 
+def transformers_gpt_oss(parts: Parts, out: int, inner: int, code: str) -> np.ndarray:
+    from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
+
+    found = _convert_moe_packed_tensors(torch_of(parts["blocks"]), torch_of(parts["scales"]), dtype=torch_kind(code))
+    return numpy_of(found).reshape(-1, out).T
+
+
 def autoawq(group: int) -> Callable:
     """Of the type of the scales. The package does not import without its dependencies; this file of it does."""
 
@@ -244,6 +251,8 @@ class Oracle:
 CT, HF = "compressed-tensors", "transformers"
 BNB_NOTE = "the generic kernel; the AVX-512 one reads the wrong absmax where columns are no multiple of the blocksize"
 ORACLES: dict[str, tuple[Oracle, ...]] = {
+    # Here experts are drawn one below the other, and `in` counts those of all.
+    "gpt-oss-mxfp4": (Oracle(HF, transformers_gpt_oss, ("F32", "BF16", "F16"), (1024, 4 * 1056)),),
     "pack-int4-group": (Oracle(CT, compressed_tensors("pack-quantized", "group", 4, "int", 32)),),
     "pack-int4-group-f16": (Oracle(CT, compressed_tensors("pack-quantized", "group", 4, "int", 32), ("F32", "F16")),),
     "pack-int4-group-zeros": (Oracle(CT, compressed_tensors("pack-quantized", "group", 4, "int", 32)),),
@@ -294,15 +303,6 @@ ORACLES: dict[str, tuple[Oracle, ...]] = {
 }  # fmt: skip
 
 
-def gpt_oss(code: str) -> tuple[dict, np.ndarray, np.ndarray]:
-    """Inputs, the reference's result, and transformers' result for gpt-oss, whose experts are in one tensor."""
-    from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
-
-    blocks, scales = formats.draw_blocks(Noise("oracle/gpt-oss", "sound"), 4, 1024, 1056)
-    theirs = _convert_moe_packed_tensors(torch_of(blocks), torch_of(scales), dtype=torch_kind(code))
-    return {"blocks": blocks, "scales": scales}, rounded(formats.decode_blocks(blocks, scales), code), numpy_of(theirs)
-
-
 def digest(*arrays: bytes | np.ndarray) -> str:
     found = hashlib.sha256()
     for array in arrays:
@@ -315,7 +315,17 @@ def inputs_digest(parts: Parts) -> str:
 
 
 def drawn(scheme: str, oracle: Oracle) -> Parts:
-    return formats.SCHEMES[scheme].draw(Noise(f"oracle/{scheme}", "sound"), *oracle.size)
+    noise, (out, inner) = Noise(f"oracle/{scheme}", "sound"), oracle.size
+    if scheme == "gpt-oss-mxfp4":
+        return dict(zip(("blocks", "scales"), formats.draw_blocks(noise, 4, out, inner // 4)))
+    return formats.SCHEMES[scheme].draw(noise, out, inner)
+
+
+def decoded(scheme: str, oracle: Oracle, parts: Parts) -> np.ndarray:
+    """What the numpy reference makes of it, as float32."""
+    if scheme == "gpt-oss-mxfp4":
+        return formats.decode_blocks(parts["blocks"], parts["scales"]).reshape(-1, oracle.size[0]).T
+    return formats.SCHEMES[scheme].decode(parts, *oracle.size)
 
 
 def bits_of(values: np.ndarray, oracle: Oracle) -> np.ndarray:
@@ -328,7 +338,7 @@ def compare(scheme: str) -> list[dict]:
     rows = []
     for oracle in ORACLES[scheme]:
         parts = drawn(scheme, oracle)
-        ours = formats.SCHEMES[scheme].decode(parts, *oracle.size)
+        ours = decoded(scheme, oracle, parts)
         for code in oracle.codes:
             mine = bits_of(rounded(ours, code), oracle)
             theirs = bits_of(oracle.run(parts, *oracle.size, code), oracle)
@@ -340,7 +350,7 @@ def compare(scheme: str) -> list[dict]:
 
 
 def main() -> None:
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    record = json.loads(RECORD.read_text()) if RECORD.exists() and sys.argv[1:] else {}
     for scheme in sys.argv[1:] or [*ORACLES]:
         record[scheme] = compare(scheme)
         for row in record[scheme]:

@@ -65,7 +65,7 @@ class Sizes:
 
 
 # Rows of no multiple of 32, nor of 8, nor of 2.
-ODD = Sizes(91, 151, 3, 1, 30)
+ODD = Sizes(93, 151, 3, 1, 30)
 BLOCKS = Sizes(200, 300, 5, 1, 40)
 UNQUANTIZED = "model.layers.1.self_attn.o_proj"
 WORDS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -490,7 +490,7 @@ BUILDERS: dict[str, Callable[[Path, str], Quantized]] = {
     "gptq-8-v1-act": simple("gptq-8-v1-act", gptq(8, 32, "gptq", True), code="F16"),
     "gptq-8-v2": simple("gptq-8-v2", gptq(8, 32, "gptq_v2"), code="F16"),
     "bnb-nf4": simple("bnb-nf4", bnb(4), sizes=ODD),
-    "bnb-nf4-nested": simple("bnb-nf4-nested", bnb(4, nested=True), sizes=Sizes(160, 289, 5, 3, 32)),
+    "bnb-nf4-nested": simple("bnb-nf4-nested", bnb(4, nested=True), sizes=Sizes(162, 289, 6, 3, 32)),
     "bnb-fp4": simple("bnb-fp4", bnb(4, "fp4"), sizes=ODD, code="F16"),
     "bnb-fp4-nested": simple("bnb-fp4-nested", bnb(4, "fp4", True), sizes=ODD, code="F32"),
     "bnb-int8": simple("bnb-int8", bnb(8), sizes=ODD),
