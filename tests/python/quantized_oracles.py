@@ -3,9 +3,10 @@
     python quantized_oracles.py [scheme ...]      compares, prints, and writes what it found to quantized_oracles.json
 
 needs, beside requirements.txt, without their dependencies: nvidia-modelopt 0.47.0 (with requests, omegaconf,
-antlr4-python3-runtime 4.9.3, nvidia-ml-py, pulp), autoawq 0.2.9, gptqmodel 7.7.0 (with logbar, device-smi, tokenicer, dill,
-datasets, pyarrow, pandas, xxhash, multiprocess, defuser), all on the CPU. Those are too heavy for every run, or have no
-wheel: the test compares the digests of their inputs and results, which this program wrote, with its own.
+antlr4-python3-runtime 4.9.3, nvidia-ml-py, pulp), autoawq 0.2.9 and gptqmodel 7.7.0, installed without build isolation and with
+BUILD_CUDA_EXT=0 (with a new setuptools, logbar, device-smi, tokenicer, dill, datasets, pyarrow, pandas, xxhash, multiprocess,
+random_word, maturin, defuser, PyPcre, pillow), all on the CPU. They have no wheel, or bring too many others, for every run: the
+test compares the digests of inputs and results that this program wrote with its own.
 
 Each comparison has at least four million elements, all codes, and scales of 0, -0, subnormal, negative and up to 2^±127;
 scales of NaN and infinity are left out, since the libraries do not agree on them.
