@@ -274,12 +274,17 @@ def decode_mx(codes: str, name: str, parts: Parts, out: int, inner: int) -> np.n
     return q * spread(float32(parts[name]), (1, 32), (out, inner))
 
 
+# One scale of a tensor in some ten thousand makes the order of operations show in bf16: of (code, scale of a group) some pair
+# then gives another value. These were searched for: q * (s / g) against q * (s * (1 / g)) and (q * s) / g, and
+# q * (s * t) against (q * s) * t and q * (s / (1 / t)).
+TELLING_DIVISORS = [5847.07763671875, 28024.30078125, 21900.638671875, 23055.01171875]
+TELLING_FACTORS = [2.752031468844507e-05, 4.5091681386111304e-05, 2.9775834264000878e-05]
+
+
 def draw_nvfp4(noise: Noise, out: int, inner: int) -> Parts:
     parts = draw_fp4(noise, out, inner, codes=("weight_packed", "U8"), name="weight_scale", group=16, scale="F8_E4M3")
     # Large, as the library writes it: 2688 / the largest absolute weight.
-    divisor = np.float32(1000 + noise.below(50_000, 1)[0] * 0.37)
-    if noise.kind == "calm":
-        divisor = np.float32(173.7)
+    divisor = np.float32(173.7 if noise.kind == "calm" else TELLING_DIVISORS[noise.below(len(TELLING_DIVISORS), 1)[0]])
     parts["weight_global_scale"] = Tensor.of("F32", np.array([divisor]))
     return parts | {"input_global_scale": Tensor.of("F32", np.array([448.0]))}
 
@@ -293,7 +298,7 @@ def decode_nvfp4(parts: Parts, out: int, inner: int) -> np.ndarray:
 
 def draw_modelopt_nvfp4(noise: Noise, out: int, inner: int) -> Parts:
     parts = draw_fp4(noise, out, inner, codes=("weight", "U8"), name="weight_scale", group=16, scale="F8_E4M3")
-    factor = np.float32(0.0057 if noise.kind == "calm" else 1 / (1000 + noise.below(50_000, 1)[0] * 0.37))
+    factor = np.float32(0.0057 if noise.kind == "calm" else TELLING_FACTORS[noise.below(len(TELLING_FACTORS), 1)[0]])
     scalars = {"weight_scale_2": factor, "input_scale": np.float32(0.25)}
     return parts | {word: Tensor.of("F32", np.array(value)) for word, value in scalars.items()}
 
@@ -569,7 +574,8 @@ SCHEMES = {
         bnb4("bnb-fp4-nested", "fp4", 64, True, "F32"),
         Scheme("bnb-int8", draw_bnb8, decode_bnb8, dropped=("weight_format",)),
         # MLX
-        mlx("mlx-affine-2", 2, 32), mlx("mlx-affine-4", 4, 32), mlx("mlx-affine-4-f16", 4, 64, scale="F16"), mlx("mlx-affine-8", 8, 32),
+        mlx("mlx-affine-2", 2, 32), mlx("mlx-affine-4", 4, 32), mlx("mlx-affine-4-f16", 4, 64, scale="F16"),
+        mlx("mlx-affine-4-f32", 4, 32, scale="F32"), mlx("mlx-affine-8", 8, 32),
         mlx("mlx-mxfp4", 4, 32, "mxfp4"), mlx("mlx-mxfp8", 8, 32, "mxfp8"), mlx("mlx-nvfp4", 4, 16, "nvfp4"),
         # torchao
         Scheme("torchao-float8", draw_torchao_float8, decode_torchao_float8, "_weight_qdata"),

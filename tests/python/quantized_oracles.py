@@ -295,6 +295,7 @@ ORACLES: dict[str, tuple[Oracle, ...]] = {
     "mlx-affine-2": (Oracle(HF, transformers_mlx(2, 32), ("BF16",)), Oracle("mlx", mlx(2, 32, "affine"), ("F32",))),
     "mlx-affine-4": (Oracle(HF, transformers_mlx(4, 32), ("BF16",)), Oracle("mlx", mlx(4, 32, "affine"), ("F32",))),
     "mlx-affine-4-f16": (Oracle(HF, transformers_mlx(4, 64), ("F16",), (2048, 2112)), Oracle("mlx", mlx(4, 64, "affine"), ("F32",), (2048, 2112))),
+    "mlx-affine-4-f32": (Oracle(HF, transformers_mlx(4, 32), ("F32",)), Oracle("mlx", mlx(4, 32, "affine"), ("F32",))),
     "mlx-affine-8": (Oracle(HF, transformers_mlx(8, 32), ("BF16",)), Oracle("mlx", mlx(8, 32, "affine"), ("F32",))),
     "mlx-mxfp4": (Oracle("mlx", mlx(4, 32, "mxfp4"), ("BF16",)),),
     "mlx-mxfp8": (Oracle("mlx", mlx(8, 32, "mxfp8"), ("BF16",)),),

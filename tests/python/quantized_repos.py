@@ -502,6 +502,7 @@ BUILDERS: dict[str, Callable[[Path, str], Quantized]] = {
     "mlx-affine-4-f16": lambda path, kind: mlx_llama(
         path, kind, "mlx-affine-4-f16", mlx(4, 64), sizes=Sizes(128, 192, 4, 2, 32), code="F16"
     ),
+    "mlx-affine-4-f32": lambda path, kind: mlx_llama(path, kind, "mlx-affine-4-f32", mlx(4, 32), code="F32"),
     "mlx-affine-8": lambda path, kind: mlx_llama(path, kind, "mlx-affine-8", mlx(8, 32)),
     "mlx-mxfp4": lambda path, kind: mlx_llama(path, kind, "mlx-mxfp4", mlx(4, 32, "mxfp4")),
     "mlx-mxfp8": lambda path, kind: mlx_llama(path, kind, "mlx-mxfp8", mlx(8, 32, "mxfp8")),

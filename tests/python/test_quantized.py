@@ -142,12 +142,18 @@ WRONG_ORDERS = {
     "modelopt-nvfp4": lambda parts, out, inner: grouped(parts, "weight_scale", lambda s: s, out, inner) * formats.float32(parts["weight_scale_2"]),
     "bnb-int8": lambda parts, out, inner: parts["weight"].array() * (formats.float32(parts["SCB"]) * np.float32(7.874015718698502e-3))[:, None],
     "bnb-nf4-nested": lambda parts, out, inner: fused(parts, out, inner),
+    "mlx-affine-4-f32": lambda parts, out, inner: fused_affine(parts, out, inner),
 }
 
 
 def grouped(parts, name, scale, out, inner):
     codes = next(parts[word] for word in ("weight_packed", "weight") if word in parts)
     return formats.E2M1[formats.fields(formats.raw(codes), 4)] * formats.spread(scale(formats.float32(parts[name])), (1, 16), (out, inner))
+
+
+def fused_affine(parts, out, inner):
+    scale, bias = (formats.spread(formats.float32(parts[word]), (1, 32), (out, inner)).astype(np.float64) for word in ("scales", "biases"))
+    return (formats.fields(formats.raw(parts["weight"]), 4) * scale + bias).astype(np.float32)
 
 
 def fused(parts, out, inner):
@@ -162,12 +168,16 @@ def fused(parts, out, inner):
 
 @pytest.mark.parametrize("scheme", WRONG_ORDERS)
 def test_the_small_repositories_would_show_another_order_of_operations(scheme):
-    """As float32, in which every mount is compared: in bf16 it would show in a few of a million elements."""
-    parts = formats.SCHEMES[scheme].draw(formats.Noise(f"order/{scheme}", "calm"), 96, 96)
+    """As float32, in which every mount is compared; NVFP4, whose scales are chosen for it, as bf16 too."""
+    noise = formats.Noise(f"order/{scheme}", "sound" if "nvfp4" in scheme else "calm")
+    parts = formats.SCHEMES[scheme].draw(noise, 96, 96)
     with np.errstate(all="ignore"):
         wrong = WRONG_ORDERS[scheme](parts, 96, 96)
     right = formats.SCHEMES[scheme].decode(parts, 96, 96)
     assert np.count_nonzero(formats.canonical_bits(wrong) != formats.canonical_bits(right)) > 96
+    if "nvfp4" in scheme:
+        wrong, right = (formats.canonical_bits(formats.rounded(values, "BF16")) for values in (wrong, right))
+        assert np.count_nonzero(wrong != right) > 0
 
 
 def test_every_scheme_has_an_oracle_but_those_without_one_on_a_cpu():
