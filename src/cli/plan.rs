@@ -63,7 +63,10 @@ impl Plan {
                 })
             };
             let readers = readers(&checkpoint, &Mounter::of_this_process(), &open::overrides(&config.mount));
-            let more = Map::from_iter([("readers".to_owned(), readers.iter().map(row).collect())]);
+            let more = Map::from_iter([
+                ("materialized".to_owned(), volume.policy().to_json()),
+                ("readers".to_owned(), readers.iter().map(row).collect()),
+            ]);
             output::print_json(&Report::new(&checkpoint, views.collect(), more))
         } else {
             // The mount shows the same text.

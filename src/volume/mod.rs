@@ -3,16 +3,13 @@
 //! [`FileSystem`] is the seam to the kernel: the `fuse` layer converts requests to these calls and knows nothing else.
 
 mod arrays;
-mod blanks;
 mod bundle;
-mod copies;
 mod dcp_rows;
 mod exposition;
 mod file_system;
 pub mod health;
-mod looks;
 mod manifest;
-mod memory_files;
+mod materialize;
 pub mod metrics;
 mod name_tree;
 mod nodes;
@@ -27,13 +24,13 @@ mod unavailable;
 mod view_files;
 mod view_tree;
 mod watched;
-mod whole_files;
 
 pub use crate::source::permission::{Mounter, Overrides, Permission};
 pub use file_system::{
-    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, OnChange, Opened, StatFs, WhenWhole,
+    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, OnChange, Opened, StatFs, WhenMaterialized,
 };
 pub use health::{Health, HealthProblem, ProblemKind};
+pub use materialize::{BundleSizes, Policy};
 pub use metrics::{Metrics, Op};
 pub use permissions::{Readers, readers, readers_of, readers_text};
 pub use served::{ViewPlan, Volume, VolumeError, VolumeOptions};

@@ -1,6 +1,6 @@
 //! The nodes of a volume: names, attributes and contents.
 
-use std::{ops::ControlFlow, sync::Arc, time::Instant};
+use std::{ops::ControlFlow, sync::Arc};
 
 use super::{
     Attr, DirEntry, FileSystem, FsError, Ino, NodeKind, ProblemKind, Volume,
@@ -314,7 +314,6 @@ impl Volume {
                 }
             }
             Place::Fixed(Fixed { kind: FixedKind::Directory { entries, .. }, .. }) => {
-                self.looks.listed(dir, Instant::now());
                 for (name, ino) in entries.iter().skip(skip) {
                     if each(DirEntry { name: name.as_bytes(), ino: *ino, kind: self.kind(*ino) }).is_break() {
                         break;

@@ -12,9 +12,8 @@ use lru::LruCache;
 
 use super::{
     Attr, DirEntry, FileSystem, FsError, Handle, Health, Ino, Metrics, Mounter, OnChange, Op, Opened, Overrides,
-    StatFs, WhenWhole,
-    copies::Copies,
-    looks::Looks,
+    StatFs, WhenMaterialized,
+    materialize::{BundleSizes, Materializer, Policy},
     open_files::{Open, Remembered},
     permissions::{Permissions, readers, readers_text},
     stats,
@@ -23,11 +22,10 @@ use super::{
     view_files::{ViewFiles, file_ids},
     view_tree::plant_view,
     watched::Watched,
-    whole_files::WholeFiles,
 };
 use crate::{
     checkpoint::Checkpoint,
-    config::MadeWhole,
+    config::Materialize,
     host::budget::Budget,
     plan::{Allow, Plan, Problem, report},
     read::{Engine, EngineOptions, counters::add},
@@ -60,6 +58,8 @@ pub struct VolumeOptions {
     pub remount: String,
     /// What is said of owners and permission bits, in place of what the sources allow.
     pub overrides: Overrides,
+    /// Which tensor files are materialized, once [`Volume::enable_materialization`] is called.
+    pub materialize: Materialize,
 }
 
 /// Everything that keeps a volume from being made.
@@ -91,9 +91,8 @@ pub struct Volume {
     pub(super) watched: Watched,
     pub(super) remembered: Mutex<Remembered>,
     pub(super) direct: Allow,
-    pub(super) copies: Option<Copies>,
-    pub(super) whole: Option<(WholeFiles, MadeWhole)>,
-    pub(super) looks: Looks,
+    pub(super) policy: Policy,
+    pub(super) materializer: Option<Materializer>,
     pub(super) budget: Option<Budget>,
     pub(super) remount: String,
     pub(super) stats_bytes: usize,
@@ -115,6 +114,7 @@ impl Volume {
         let mut problems = Vec::new();
         let mut root = Seedling::default();
         let mut made = Vec::new();
+        let mut bundles = BundleSizes::default();
         // What `ckfs plan` says, shown as `.ckfs/plan.txt`, goes through all tensors too.
         let (mut plan_text, files) = rayon::join(
             || report::text(&checkpoint, views.iter().map(|view| (view.name.as_str(), view.plan.as_ref()))),
@@ -129,6 +129,7 @@ impl Volume {
             match files {
                 Ok(files) => {
                     plan_text.push_str(&unavailable_text(&view.name, &files.unavailable()));
+                    files.add_bundles(&mut bundles);
                     let index = u32::try_from(made.len()).expect("fewer than 2^32 views");
                     let directory = if view.name.is_empty() { Some(&mut root) } else { root.directory(&view.name) };
                     if let Some(directory) = directory {
@@ -139,6 +140,9 @@ impl Volume {
                 Err(found) => problems.extend(found),
             }
         }
+        let engine = Arc::new(Engine::new(Arc::clone(&checkpoint), options.engine));
+        let policy = Policy::new(options.materialize, engine.reservable_bytes() as u64, bundles);
+        plan_text.push_str(&policy.text());
         let mounter = Mounter::of_this_process();
         plan_text.push_str(&readers_text(&readers(&checkpoint, &mounter, &options.overrides)));
         if let Some(directory) = root.directory(OWN) {
@@ -157,7 +161,7 @@ impl Volume {
             stats_bytes: stats::stats_bytes(checkpoint.source().as_ref()),
             budget: options.budget,
             remount: remount.unwrap_or_else(|| REMOUNT.to_owned()),
-            engine: Arc::new(Engine::new(checkpoint, options.engine)),
+            engine,
             views: made,
             tree,
             modified,
@@ -168,9 +172,8 @@ impl Volume {
             watched: Watched::default(),
             remembered: Mutex::new(Remembered { files: LruCache::unbounded(), segments: 0 }),
             direct: options.direct,
-            copies: None,
-            whole: None,
-            looks: Looks::default(),
+            policy,
+            materializer: None,
             permissions,
         })
     }
@@ -181,7 +184,7 @@ impl Volume {
             metrics: &self.metrics,
             engine: &self.engine,
             budget: self.budget.as_ref(),
-            shared_bytes: self.whole.as_ref().map(|(whole, _)| whole.used_bytes()),
+            shared_bytes: self.materializer.as_ref().and_then(Materializer::used_bytes),
             remount: &self.remount,
         }
     }
@@ -189,6 +192,11 @@ impl Volume {
     /// What is wrong with the mount. The code that finds a problem notes it here.
     pub fn health(&self) -> &Health {
         &self.metrics.health
+    }
+
+    /// Which files are materialized.
+    pub fn policy(&self) -> &Policy {
+        &self.policy
     }
 
     /// The engine that reads.
@@ -224,7 +232,13 @@ impl FileSystem for Volume {
     }
 
     fn open(&self, ino: Ino) -> Result<Opened, FsError> {
-        self.open_checked(ino).inspect_err(|error| {
+        self.open_checked(ino, true).inspect_err(|error| {
+            add(&self.engine.counters().failed_opens, u64::from(*error == FsError::Io));
+        })
+    }
+
+    fn open_uncached(&self, ino: Ino) -> Result<Opened, FsError> {
+        self.open_checked(ino, false).inspect_err(|error| {
             add(&self.engine.counters().failed_opens, u64::from(*error == FsError::Io));
         })
     }
@@ -244,8 +258,8 @@ impl FileSystem for Volume {
         self.start(passthrough);
     }
 
-    fn make_whole(&self, ino: Ino, handle: Handle, then: WhenWhole) {
-        self.make_open_whole(ino, handle, then);
+    fn materialize(&self, _ino: Ino, handle: Handle, then: WhenMaterialized) {
+        self.materialize_open(handle, then);
     }
 
     fn release(&self, ino: Ino, handle: Handle) {

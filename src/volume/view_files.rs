@@ -13,6 +13,7 @@ use super::{
     bundle::{self, Bundles, SafetensorsIndex, borrowed},
     dcp_rows::{self, DcpMetadata},
     manifest::{self, Manifest},
+    materialize::BundleSizes,
     name_tree::NameTree,
     tree::{Flavor, Names},
     unavailable::{self, Unavailable},
@@ -20,7 +21,7 @@ use super::{
 use crate::{
     checkpoint::Checkpoint,
     image::{self, Entry, FileImage, ImageError, OrbaxPlace, OrbaxTree, RowFile, SafetensorsLength},
-    plan::{HfContent, Kinds, Plan, PlannedTensor, Problem, Spec},
+    plan::{HfContent, Kinds, Plan, PlannedTensor, Problem, Spec, report::bytes_per_device},
     source::FileId,
     tensor::{Region, View},
 };
@@ -160,6 +161,14 @@ impl ViewFiles {
             hf_len,
             plan,
         })
+    }
+
+    /// Adds the bundles that the view lists: files of all tensors of a device.
+    pub(super) fn add_bundles(&self, bundles: &mut BundleSizes) {
+        let formats = 1 + usize::from(self.torch.is_ok());
+        for bytes in bytes_per_device(&self.plan) {
+            (0..formats).for_each(|_| bundles.add(bytes));
+        }
     }
 
     /// Length of a file of `hf/`.
