@@ -276,7 +276,7 @@ fn watch(volume: Arc<Volume>) -> anyhow::Result<mpsc::Sender<()>> {
     let watching = thread::Builder::new().name("ckfs-watch".into()).spawn(move || {
         let looking = Arc::new(AtomicUsize::new(0));
         while stopped.recv_timeout(WATCH_PERIOD) == Err(mpsc::RecvTimeoutError::Timeout) {
-            volume.settle();
+            volume.trim();
             if looking.load(Ordering::Relaxed) >= WATCHERS_MAX {
                 continue;
             }

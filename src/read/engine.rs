@@ -294,7 +294,7 @@ impl Engine {
     }
 
     /// Gives back memory that was of use to readers who are gone. To be called every few seconds.
-    pub fn settle(&self) {
+    pub fn trim(&self) {
         self.cache.drop_idle();
         self.buffers.settle();
         self.source().settle();

@@ -30,7 +30,7 @@ use rustix::fs::{FallocateFlags, fallocate};
 
 use super::{Engine, OpenFile, ReadError, Reservation, counters::add};
 use crate::{
-    source::FileId,
+    source::SourceError,
     tensor::{Share, to_usize},
 };
 
@@ -154,12 +154,6 @@ impl Engine {
         self.cache.reservable_bytes()
     }
 
-    /// Checks that the open sources of a file are what they were.
-    fn check_sources(&self, file: &OpenFile) -> Result<(), ReadError> {
-        let check = |id: &FileId| self.source().check(*id).map_err(|error| ReadError::Changed { error });
-        self.sources_of(file).iter().try_for_each(check)
-    }
-
     /// The pieces of a file: in order of their begin, together all of it. Those of one transposed span have the same begin and
     /// end.
     fn pieces(&self, file: &OpenFile, threads: u64, sliced: bool) -> Result<Box<[Piece]>, ReadError> {
@@ -185,7 +179,7 @@ impl Engine {
                     if at >= end {
                         break;
                     }
-                    close(&mut pieces, &mut open, at, PIECE_BYTES_MIN / 2);
+                    close(&mut pieces, &mut open, at, if is_end { 1 } else { PIECE_BYTES_MIN / 2 });
                 }
                 continue;
             };
@@ -290,43 +284,43 @@ impl Materializing {
     }
 
     /// Hands the bytes `start..end`, which end within the file, to `reply`, once they are made: pieces that nobody has taken are
-    /// made by this thread. `None`, without calling `reply`, if they cannot be had here: something failed, which a reader
-    /// meets again where it reads otherwise, or the target is on a disk.
-    ///
-    /// # Errors
-    /// A source has changed or gives no answer.
-    pub fn read(&self, start: u64, end: u64, reply: &mut dyn FnMut(&[u8])) -> Option<Result<(), ReadError>> {
-        let Target::Memory(_) = self.target else { return None };
-        let pieces = self.pieces().ok()?;
+    /// made by this thread. False, without a call of `reply`, if they cannot be had here: something failed, or a source has
+    /// changed or gives no answer, which a reader meets where it reads otherwise; or the target is on a disk.
+    pub fn read(&self, start: u64, end: u64, reply: &mut dyn FnMut(&[u8])) -> bool {
+        let Target::Memory(_) = self.target else { return false };
+        let Ok(pieces) = self.pieces() else { return false };
         let mut map = None;
-        for index in touched(pieces, start, end) {
-            if let Err(error) = self.have(index, pieces, &mut map)? {
-                return Some(Err(error));
-            }
+        if !touched(pieces, start, end).all(|index| self.have(index, pieces, &mut map)) {
+            return false;
         }
         drop(map);
         // A piece may have been made long ago.
-        if let Err(error) = self.engine.check_sources(&self.file) {
-            return Some(Err(error));
+        if self.check_sources().is_err() {
+            return false;
         }
-        let view = self.view.get_or_init(|| self.view().ok()).as_ref()?;
+        let Some(view) = self.view.get_or_init(|| self.view().ok()) else { return false };
         let (from, len) = (to_usize(start), to_usize(end - start));
         assert!(from + len <= view.len(), "bytes {start}..{end} end within {} bytes", view.len());
         // SAFETY: the bytes are inside the map, which lives as long as `self`, and their memory is there and stays: the file has no
         // name, and nobody shortens it. All pieces that they lie in are made, and a piece that is made is never written again.
         reply(unsafe { std::slice::from_raw_parts(view.as_ptr().add(from), len) });
-        Some(Ok(()))
+        true
     }
 
-    /// Waits until a piece is made, or makes it. `None` if it cannot be had.
-    fn have(&self, index: usize, pieces: &[Piece], map: &mut Option<MmapMut>) -> Option<Result<(), ReadError>> {
+    /// Checks that the open sources of the file are what they were.
+    fn check_sources(&self) -> Result<(), SourceError> {
+        self.engine.sources_of(&self.file).iter().try_for_each(|id| self.engine.source().check(*id))
+    }
+
+    /// Waits until a piece is made, or makes it. Whether it is there.
+    fn have(&self, index: usize, pieces: &[Piece], map: &mut Option<MmapMut>) -> bool {
         let mut progress = self.lock();
         loop {
             if self.failed.load(Ordering::Relaxed) {
-                return None;
+                return false;
             }
-            match progress.stages.get(index)? {
-                Stage::Made => return Some(Ok(())),
+            match progress.stages[index] {
+                Stage::Made => return true,
                 Stage::Free => {
                     progress.stages[index] = Stage::Taken;
                     drop(progress);
@@ -337,10 +331,8 @@ impl Materializing {
                     let waited = self.changed.wait_timeout(progress, GIVE_UP_PERIOD);
                     let (found, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
                     progress = found;
-                    if timeout.timed_out()
-                        && let Some(error) = self.engine.stall(&self.file)
-                    {
-                        return Some(Err(error));
+                    if timeout.timed_out() && self.engine.stall(&self.file).is_some() {
+                        return false;
                     }
                 }
             }

@@ -3,12 +3,13 @@
 //!
 //! | word | what it does | to delete it |
 //! | --- | --- | --- |
-//! | `zero` | keeps pre-zeroed buffers in memory for files that will be materialized | `volume/materialize/prezeroed.rs`; `Memory::prezeroed` and its uses in `volume/materialize/memory.rs`; `Engine::{reserve_spare, prezeroed_bytes}`, `TileCache::{reserve_spare, spare, spare_bytes}`; the rows `prezeroed*` of `volume/stats.rs`, `Counters::prezeroed_files`, `cli/status.rs` |
+//! | `zero` | keeps pre-zeroed buffers in memory for files that will be materialized | `volume/materialize/prezeroed.rs`; `Memory::{prezeroed, pause}` and their uses in `volume/materialize/`; `Engine::{reserve_spare, prezeroed_bytes}`, `TileCache::{reserve_spare, spare, spare_bytes}`; the rows `prezeroed*` of `volume/stats.rs`, `Counters::prezeroed_files`, `cli/status.rs` |
 //! | `prefault` | maps cached source pages before they are read | `read/prefault.rs`; `Source::map_ahead`; `Engine::keep_maps` and its call in `volume/opening.rs` |
-//! | `threads` | lets each worker carry out small jobs when it starts | `tensor::rehearse` and its call in `read/worker.rs` |
+//! | `threads` | lets each worker carry out small jobs when it starts | `tensor::warm_up` and its call in `read/worker.rs` |
 //! | `wake` | wakes helping workers on another processor | `Seat::call_elsewhere` and `Workers::submit_beside` in `read/worker.rs`: `submit` takes its place |
 //!
-//! `zero` and `prefault` share one thread ([`Prezeroed`](crate::volume)): without `zero`, the thread does the prefault alone.
+//! `zero` and `prefault` share the thread of `volume/materialize/prezeroed.rs`: without `zero` it does the prefault alone. Whichever of
+//! the two stays keeps it, and if both go, so do the thread, `Materializer::expect` and `tell_sizes` in `volume/opening.rs`.
 
 use std::sync::LazyLock;
 

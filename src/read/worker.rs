@@ -12,7 +12,7 @@ use std::{
 use rustix::thread::{CpuSet, Pid, gettid, sched_getaffinity, sched_getcpu, sched_setaffinity};
 
 use super::warm::Warm;
-use crate::tensor::rehearse;
+use crate::tensor::warm_up;
 
 /// Jobs that may wait; more would be stale before they ran.
 const QUEUE_MAX: usize = 64;
@@ -165,7 +165,7 @@ impl Seat {
 
 fn work(queue: &Queue, spare: bool) {
     if Warm::chosen().threads {
-        rehearse();
+        warm_up();
     }
     let seat = Arc::new(Seat { thread: gettid(), called: Condvar::new() });
     queue.lock().threads.push(seat.thread);

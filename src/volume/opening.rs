@@ -99,19 +99,19 @@ impl Volume {
 
     /// Gives back memory of readers who are gone, and looks at sources. To be called every few seconds.
     pub fn watch(&self) {
-        self.settle();
+        self.trim();
         self.look_at_sources();
     }
 
     /// Gives back memory of readers who are gone. To be called every few seconds; never waits for storage.
-    pub fn settle(&self) {
+    pub fn trim(&self) {
         if let Some(materializer) = &self.materializer {
             materializer.drop_idle();
             if Warm::chosen().prefault && materializer.expects() {
                 self.engine.keep_maps();
             }
         }
-        self.engine.settle();
+        self.engine.trim();
     }
 
     /// The source files that a file is made of.
@@ -242,8 +242,10 @@ impl Volume {
                 self.note_read();
                 self.read_checked(ino, reply, |reply| {
                     let made = self.materializer.as_ref().zip(entry);
-                    let found = made.and_then(|(made, entry)| made.read(&entry, &file, offset, len, reply));
-                    found.unwrap_or_else(|| self.engine.read(&file, offset, len, reply))
+                    if made.is_some_and(|(made, entry)| made.read(&entry, &file, offset, len, reply)) {
+                        return Ok(());
+                    }
+                    self.engine.read(&file, offset, len, reply)
                 })
             }
         }

@@ -56,7 +56,7 @@ pub(super) use self::{
 use super::{Ino, WhenMaterialized};
 use crate::{
     image::Segment,
-    read::{Engine, Materializing, OpenFile, Prefault, ReadError, Target},
+    read::{Engine, Materializing, OpenFile, Prefault, Target},
 };
 
 /// How long an open waits for its file.
@@ -193,7 +193,7 @@ impl Materializer {
         }
     }
 
-    /// Hands bytes of a file to `reply`, from the pieces that were made, or are made for this read. `None`, without calling
+    /// Hands bytes of a file to `reply`, from the pieces that were made, or are made for this read. False, without a call of
     /// `reply`, if the read is to be answered as without materialization.
     pub(super) fn read(
         &self,
@@ -202,11 +202,11 @@ impl Materializer {
         start: u64,
         len: usize,
         reply: &mut dyn FnMut(&[u8]),
-    ) -> Option<Result<(), ReadError>> {
+    ) -> bool {
         let end = start.saturating_add(len as u64).min(file.len_bytes());
         let wanted = tensor_bytes(file, start, end);
         if wanted == 0 {
-            return None;
+            return false;
         }
         if entry.when == When::Read && !entry.is_begun() {
             let asked = entry.note_asked(wanted);
@@ -226,7 +226,7 @@ impl Materializer {
                 self.make_all(entry, file, begun);
             }
         }
-        entry.pieces()?.read(start, end, reply)
+        entry.pieces().is_some_and(|pieces| pieces.read(start, end, reply))
     }
 
     /// Notes that a file is closed.

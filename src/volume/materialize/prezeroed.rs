@@ -23,7 +23,7 @@ use crate::{
     tensor::to_usize,
 };
 
-/// Of the memory that whole files may take, buffers take this part.
+/// Of the memory that materialized files may take, buffers take this part.
 const PART: usize = 3;
 /// Most buffers at a time: each is an open file.
 const COUNT_MAX: usize = 64;
@@ -70,7 +70,7 @@ struct Shared {
     changed: Condvar,
 }
 
-/// Blank files of the sizes that are likely wanted next.
+/// Pre-zeroed buffers of the sizes that are likely wanted next.
 #[derive(Debug)]
 pub(super) struct Prezeroed {
     shared: Arc<Shared>,
@@ -83,7 +83,7 @@ pub(super) struct Busy {
 }
 
 impl Prezeroed {
-    /// Prezeroed in `files` for at most a part of what may be reserved in `engine`. There are none until they are started.
+    /// Buffers in `files` for at most a part of what may be reserved in `engine`. There are none until they are started.
     pub(super) fn new(files: &Arc<MemoryFiles>, engine: &Arc<Engine>) -> Self {
         // Without a byte for buffers the thread only does what is to be done first.
         let bytes_max = if Warm::chosen().zero { (engine.reservable_bytes() / PART) as u64 } else { 0 };
