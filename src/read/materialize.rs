@@ -286,6 +286,9 @@ impl Materializing {
     /// Hands the bytes `start..end`, which end within the file, to `reply`, once they are made: pieces that nobody has taken are
     /// made by this thread. False, without a call of `reply`, if they cannot be had here: something failed, or a source has
     /// changed or gives no answer, which a reader meets where it reads otherwise; or the target is on a disk.
+    ///
+    /// # Panics
+    /// If `end` is beyond the end of the file.
     pub fn read(&self, start: u64, end: u64, reply: &mut dyn FnMut(&[u8])) -> bool {
         let Target::Memory(_) = self.target else { return false };
         let Ok(pieces) = self.pieces() else { return false };

@@ -15,6 +15,7 @@ use std::sync::LazyLock;
 
 /// Which warmers are on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a switch of its own")]
 pub struct Warm {
     /// Pre-zeroed buffers.
     pub zero: bool,

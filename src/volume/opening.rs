@@ -38,7 +38,13 @@ impl Volume {
             Place::Fixed(Fixed { kind: FixedKind::Made { made, .. }, .. }) => match made {
                 Made::Safetensors { .. } | Made::Pt { .. } => FileClass::Bundle,
                 // Each rank reads its parts of several files of `dcp/`.
-                _ => FileClass::Mixed,
+                Made::Distcp { .. } | Made::ShardedState { .. } | Made::Hf(_) => FileClass::Mixed,
+                Made::SafetensorsIndex
+                | Made::DcpMetadata
+                | Made::MegatronMetadata
+                | Made::MegatronCommon
+                | Made::OrbaxStep
+                | Made::Manifest => return None,
             },
             Place::Fixed(_) => return None,
         };
@@ -266,7 +272,9 @@ impl Volume {
                     tell(bytes, count);
                 }
             };
-            plans.iter().for_each(|plan| tell_sizes(plan, &mut tell));
+            for plan in plans {
+                tell_sizes(&plan, &mut tell);
+            }
         });
     }
 

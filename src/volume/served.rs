@@ -140,11 +140,12 @@ impl Volume {
                 Err(found) => problems.extend(found),
             }
         }
-        let engine = Arc::new(Engine::new(Arc::clone(&checkpoint), options.engine));
+        let engine = Arc::new(Engine::new(checkpoint, options.engine));
+        let checkpoint = engine.checkpoint();
         let policy = Policy::new(options.materialize, engine.reservable_bytes() as u64, bundles);
         plan_text.push_str(&policy.text());
         let mounter = Mounter::of_this_process();
-        plan_text.push_str(&readers_text(&readers(&checkpoint, &mounter, &options.overrides)));
+        plan_text.push_str(&readers_text(&readers(checkpoint, &mounter, &options.overrides)));
         if let Some(directory) = root.directory(OWN) {
             directory.file("stats.json", FixedKind::Stats);
             directory.file("metrics", FixedKind::Metrics);
@@ -156,7 +157,7 @@ impl Volume {
         }
         let remount = Some(options.remount).filter(|command| !command.is_empty());
         let tree = root.plant();
-        let permissions = Permissions::new(&checkpoint, &places, &tree, mounter, options.overrides);
+        let permissions = Permissions::new(checkpoint, &places, &tree, mounter, options.overrides);
         Ok(Self {
             stats_bytes: stats::stats_bytes(checkpoint.source().as_ref()),
             budget: options.budget,

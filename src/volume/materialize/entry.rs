@@ -131,7 +131,9 @@ impl Entry {
             State::Making(making) => mem::take(&mut making.waiting),
             State::Absent | State::Made(_) | State::Failed => Vec::new(),
         };
-        waiting.into_iter().for_each(|then| then(None));
+        for then in waiting {
+            then(None);
+        }
     }
 
     /// Gives all up: the mount ends.
@@ -139,7 +141,9 @@ impl Entry {
         let state = mem::replace(&mut *self.lock(), State::Failed);
         if let State::Making(making) = state {
             making.pieces.abandon();
-            making.waiting.into_iter().for_each(|then| then(None));
+            for then in making.waiting {
+                then(None);
+            }
         }
     }
 
@@ -173,7 +177,9 @@ impl Entry {
         if file.is_some() {
             pieces.count();
         }
-        waiting.into_iter().for_each(|then| then(file.clone()));
+        for then in waiting {
+            then(file.clone());
+        }
     }
 }
 

@@ -94,7 +94,9 @@ impl std::fmt::Debug for Materializer {
 impl Drop for Materializer {
     fn drop(&mut self) {
         let entries = std::mem::take(&mut *lock(&self.entries));
-        entries.into_values().for_each(|entry| entry.abandon());
+        for entry in entries.into_values() {
+            entry.abandon();
+        }
     }
 }
 

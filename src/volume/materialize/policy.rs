@@ -171,7 +171,9 @@ mod tests {
 
     fn policy(wanted: Materialize, bundle_bytes: &[u64]) -> Policy {
         let mut bundles = BundleSizes::default();
-        bundle_bytes.iter().for_each(|bytes| bundles.add(*bytes));
+        for bytes in bundle_bytes {
+            bundles.add(*bytes);
+        }
         Policy::new(wanted, 96 * MIB, bundles)
     }
 
