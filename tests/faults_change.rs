@@ -250,12 +250,12 @@ fn round() -> (u64, u64) {
     let copies = base.path().join("copies");
     fs::create_dir(&copies).unwrap();
     let mount = |name, flags: &[&str]| Mount::new(base.path(), name, flags);
-    let plain = mount("plain", &["--whole", "none"]);
-    let without = mount("without", &["--whole", "none", "--no-passthrough"]);
-    let direct = mount("direct", &["--whole", "none", "--direct-io"]);
-    let tiles = mount("tiles", &["--whole", "none", "--dtype", "f32"]);
-    let whole = mount("whole", &["--whole", "tensors"]);
-    let copied = mount("copied", &["--whole", "none", "--materialize", copies.to_str().unwrap()]);
+    let plain = mount("plain", &["--materialize", "none"]);
+    let without = mount("without", &["--materialize", "none", "--no-passthrough"]);
+    let direct = mount("direct", &["--materialize", "none", "--direct-io"]);
+    let tiles = mount("tiles", &["--materialize", "none", "--dtype", "f32"]);
+    let whole = mount("memory", &["--materialize", "memory"]);
+    let copied = mount("copied", &["--materialize", copies.to_str().unwrap()]);
 
     let hf = format!("hf/{FILE}");
     let readers = [
@@ -269,15 +269,15 @@ fn round() -> (u64, u64) {
         Reader::new(&tiles, "tiles, reopened", "full/beta", 0, true),
     ];
     let passed = Reader::new(&plain, "passthrough", &hf, 0, false);
-    let made = Reader::new(&whole, "made whole", "full/alpha", 0, false);
-    let copy = Reader::new(&copied, "copied", "full/alpha", 0, false);
+    let made = Reader::new(&whole, "materialized", "full/alpha", 0, false);
+    let copy = Reader::new(&copied, "materialized on disk", "full/alpha", 0, false);
     let mut buffer = MmapMut::map_anon(READ_BYTES).unwrap();
     let (passed_file, made_file) = (passed.open().unwrap(), made.open().unwrap());
     passed.pass(&passed_file, &mut buffer).unwrap();
     made.pass(&made_file, &mut buffer).unwrap();
     drop(Reader::open(&made).unwrap());
     Reader::pass(&copy, &copy.open().unwrap(), &mut buffer).unwrap();
-    until("a copy is made", || copied.stat("copied_files") == 1);
+    until("a file is materialized", || copied.stat("materialized_files") == 1);
     let copy_file = copy.open().unwrap();
     copy.pass(&copy_file, &mut buffer).unwrap();
     let maps = [&plain, &without].map(|mount| Process::new(&mount.path("full/beta"), "map"));

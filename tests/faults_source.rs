@@ -206,14 +206,14 @@ fn a_stalled_source_is_an_error_for_its_readers_and_nobody_else() {
 #[test]
 fn one_thread_is_enough() {
     if can_mount() {
-        stall_one(&["--threads", "1", "--whole", "none"]);
+        stall_one(&["--threads", "1", "--materialize", "none"]);
     }
 }
 
 #[test]
 fn page_faults_that_get_no_answer_end_too() {
     if can_mount() {
-        stall_one(&["--source-io", "mmap", "--whole", "none", "--direct-io"]);
+        stall_one(&["--source-io", "mmap", "--materialize", "none", "--direct-io"]);
     }
 }
 
@@ -223,7 +223,7 @@ fn tiles_that_are_made_of_a_stalled_source_end_too() {
         return;
     }
     let source = source();
-    let flags = ["--source-timeout", "2s", "--whole", "none", "--dtype", "f32", "--threads", "1"];
+    let flags = ["--source-timeout", "2s", "--materialize", "none", "--dtype", "f32", "--threads", "1"];
     let mount = Mount::new(&source.path(), &flags);
     source.set(A, Manner::Stalled);
     let readers: Vec<_> = (0..8).map(|at| mount.read("full/alpha", at << 16, 1 << 16)).collect();
@@ -327,7 +327,7 @@ fn failures_are_errors_that_pass_and_changes_are_errors_that_stay() {
         return;
     }
     let source = source();
-    let mount = Mount::new(&source.path(), &["--whole", "none"]);
+    let mount = Mount::new(&source.path(), &["--materialize", "none"]);
     source.set(A, Manner::Failing);
     mount.fails(&mount.read("full/alpha", 1 << 20, 1 << 20));
     source.set(A, Manner::Good);
@@ -349,7 +349,7 @@ fn reads_that_end_early_are_errors_and_never_zeros() {
         return;
     }
     let source = source_kept_by(Pages::Nobody);
-    let mount = Mount::new(&source.path(), &["--whole", "none"]);
+    let mount = Mount::new(&source.path(), &["--materialize", "none"]);
     source.set(A, Manner::Short);
     mount.fails(&mount.read("full/alpha", 1 << 20, 1 << 20));
     source.set(A, Manner::Good);

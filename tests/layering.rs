@@ -38,7 +38,7 @@ const UNSAFE_FILES: [&str; 10] = [
     "fuse/mounts/mounted.rs",
     "host/limits.rs",
     "host/signal.rs",
-    "read/whole.rs",
+    "read/materialize.rs",
     "source/guard.rs",
     "source/local.rs",
     "tensor/kernel/row.rs",

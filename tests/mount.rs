@@ -497,11 +497,11 @@ fn passthrough_gives_the_bytes_of_the_backing_file() {
 }
 
 #[test]
-fn an_open_waits_until_its_file_is_made_whole() {
+fn an_open_waits_until_its_file_is_materialized() {
     let Some(mut bench) = bench() else { return };
     fs::write(bench.base.path().join("backing"), data()).unwrap();
     let pid = bench.start();
-    for (name, grants) in [("whole", 1), ("not-whole", 0)] {
+    for (name, grants) in [("materialized", 1), ("not-materialized", 0)] {
         let before = bench.stat("passthrough");
         assert!(fs::read(bench.file(name)).unwrap() == data(), "{name}");
         if bench.stat("passthrough") != 0 {
@@ -509,12 +509,12 @@ fn an_open_waits_until_its_file_is_made_whole() {
         }
     }
     if bench.stat("passthrough") == 0 {
-        // Nothing is made whole for a kernel that would not read it.
-        assert!(fs::read(bench.file("whole-panics")).unwrap() == data());
+        // Nothing is materialized for a kernel that would not read it.
+        assert!(fs::read(bench.file("materialize-panics")).unwrap() == data());
     } else {
         for _ in 0..3 {
-            assert_eq!(errno(File::open(bench.file("whole-panics"))), libc::EIO);
-            assert_eq!(errno(File::open(bench.file("whole-forgets"))), libc::EIO);
+            assert_eq!(errno(File::open(bench.file("materialize-panics"))), libc::EIO);
+            assert_eq!(errno(File::open(bench.file("materialize-forgets"))), libc::EIO);
         }
         // A panic is counted after the reply that it caused.
         until("three panics are counted", || bench.stat("panics") == 3);
@@ -523,7 +523,7 @@ fn an_open_waits_until_its_file_is_made_whole() {
     assert!(fs::read(bench.file("data")).unwrap() == data());
     bench.stop(pid);
     let pid = bench.start_with(&Config { passthrough: false, ..CONFIG });
-    for name in ["whole", "whole-panics", "whole-forgets"] {
+    for name in ["materialized", "materialize-panics", "materialize-forgets"] {
         assert!(fs::read(bench.file(name)).unwrap() == data(), "{name}");
     }
     bench.stop(pid);

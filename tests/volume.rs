@@ -7,8 +7,10 @@ mod common;
 use std::{collections::BTreeMap, fs, os::unix::fs::FileExt, sync::Arc};
 
 use ckfs::{
+    config::Materialize,
+    image::Segment,
     plan::{Allow, Layout, Mesh, Pattern, ViewOptions},
-    read::{EngineOptions, OpenFile, Path, WholeError, reference},
+    read::{EngineOptions, MaterializeError, Materializing, OpenFile, Path, Target, reference},
     tensor::DType,
     volume::{Access, FileSystem, Ino, NodeKind, Volume, VolumeOptions},
 };
@@ -159,7 +161,7 @@ fn data_of_large_files_begins_after_what_is_read_for_a_header() {
             assert!(tensor.data() == repo::read(&volume, raw, 0, size), "{name} for {mesh:?}");
         }
         assert!(repo::read(&volume, ino, 5, size) == whole[5..], "in one read");
-        assert!(made_whole(&volume, "safetensors/dev0.safetensors", ino).unwrap() == whole);
+        assert!(materialized(&volume, "safetensors/dev0.safetensors", ino).unwrap() == whole);
     }
 }
 
@@ -358,10 +360,20 @@ fn tensor_files_are_read_directly_where_asked() {
 }
 
 #[test]
-fn a_file_that_was_closed_is_copied_for_the_kernel() {
-    let (_dir, mut volume) = wide(1 << 20);
+fn a_file_that_was_closed_is_materialized_on_disk() {
+    let dir = tempfile::tempdir().unwrap();
+    let rows: Vec<_> = (0..12).map(|number| repo::row(&format!("w{number}"), DType::F32, &[192, 256])).collect();
+    repo::write_repo(dir.path(), &[&rows], &serde_json::json!({}));
+    let options = ViewOptions { dtype: Some(DType::BF16), ..options("fsdp=4") };
+    let checkpoint = repo::open(dir.path());
     let copies = tempfile::tempdir().unwrap();
-    volume.materialize(copies.path()).unwrap();
+    let in_directory = |directory: &std::path::Path| {
+        let materialize = Materialize::Dir(directory.to_owned());
+        let mut volume = repo::volume(&checkpoint, &options, VolumeOptions { materialize, ..VolumeOptions::default() });
+        volume.enable_materialization().map(|()| volume)
+    };
+    let volume = in_directory(copies.path()).unwrap();
+    volume.started(true);
     for path in ["full/w1", "safetensors/dev2.safetensors", "npy/dev3/w11.npy", "dev1/w0"] {
         let ino = volume.resolve(path).unwrap().ino;
         let bytes = repo::read(&volume, ino, 0, 1 << 24);
@@ -371,8 +383,8 @@ fn a_file_that_was_closed_is_copied_for_the_kernel() {
             volume.release(ino, opened.handle);
             match opened.access {
                 Access::Passthrough(copy) => break copy,
-                Access::Cached | Access::Direct | Access::Whole => {
-                    assert!(started.elapsed().as_secs() < 60, "{path} is not copied");
+                Access::Cached | Access::Direct | Access::Materialize => {
+                    assert!(started.elapsed().as_secs() < 60, "{path} is not materialized");
                 }
             }
             std::thread::sleep(std::time::Duration::from_millis(2));
@@ -380,11 +392,26 @@ fn a_file_that_was_closed_is_copied_for_the_kernel() {
         let mut copied = vec![0; bytes.len() + 1];
         assert_eq!(copy.read_at(&mut copied, 0).unwrap(), bytes.len());
         assert_eq!(copied[..bytes.len()], bytes, "{path}");
+        let uncached = volume.open_uncached(ino).unwrap();
+        assert!(matches!(uncached.access, Access::Passthrough(_)), "{path}: O_DIRECT finds what is there");
     }
     let counters = volume.engine().counters();
-    assert_eq!(counters.copied_files.load(std::sync::atomic::Ordering::Relaxed), 4);
-    assert_eq!(fs::read_dir(copies.path()).unwrap().count(), 0, "copies have no names");
-    assert!(volume.materialize(std::path::Path::new("/proc")).is_err());
+    // A file is counted just after it is there.
+    let started = std::time::Instant::now();
+    while counters.materialized_files.load(std::sync::atomic::Ordering::Relaxed) < 4 {
+        assert!(started.elapsed().as_secs() < 60);
+        std::thread::sleep(std::time::Duration::from_millis(2));
+    }
+    assert_eq!(fs::read_dir(copies.path()).unwrap().count(), 0, "the files have no names");
+    let uncached = volume.resolve("full/w0").unwrap().ino;
+    for _ in 0..20 {
+        let opened = volume.open_uncached(uncached).unwrap();
+        volume.release(uncached, opened.handle);
+        assert!(matches!(opened.access, Access::Cached));
+        std::thread::sleep(std::time::Duration::from_millis(2));
+    }
+    assert_eq!(counters.materialized_files.load(std::sync::atomic::Ordering::Relaxed), 4, "O_DIRECT starts nothing");
+    assert!(in_directory(std::path::Path::new("/proc")).is_err());
 }
 
 /// A llama whose larger files are made in several parts.
@@ -418,13 +445,20 @@ fn large(dtype: DType) -> tempfile::TempDir {
     dir
 }
 
-/// Makes a file whole in a file on disk, and waits for it.
-fn made_whole(volume: &Volume, path: &str, ino: Ino) -> Result<Vec<u8>, WholeError> {
+/// A file of a volume that is about to be materialized in a file on disk, which is taken for one in memory.
+fn materializing(volume: &Volume, path: &str, ino: Ino) -> (Arc<OpenFile>, Arc<fs::File>, Arc<Materializing>) {
     let file = Arc::new(OpenFile::new(path.to_owned(), volume.image(ino).unwrap().unwrap()));
     let target = Arc::new(tempfile::tempfile().unwrap());
     target.set_len(file.len_bytes()).unwrap();
+    let pieces = Materializing::new(volume.engine(), &file, Target::Memory(Arc::clone(&target))).unwrap();
+    (file, target, Arc::new(pieces))
+}
+
+/// Materializes a file, and waits for it.
+fn materialized(volume: &Volume, path: &str, ino: Ino) -> Result<Vec<u8>, MaterializeError> {
+    let (file, target, pieces) = materializing(volume, path, ino);
     let (done, outcome) = std::sync::mpsc::channel();
-    volume.engine().make_whole(&file, &target, move |result| done.send(result).unwrap());
+    pieces.make_all(move |result| done.send(result).unwrap());
     outcome.recv_timeout(std::time::Duration::from_mins(1)).unwrap()?;
     let mut bytes = vec![0; usize::try_from(file.len_bytes()).unwrap()];
     target.read_exact_at(&mut bytes, 0).unwrap();
@@ -432,7 +466,7 @@ fn made_whole(volume: &Volume, path: &str, ino: Ino) -> Result<Vec<u8>, WholeErr
 }
 
 #[test]
-fn files_made_whole_are_what_the_reference_says() {
+fn materialized_files_are_what_the_reference_says() {
     for (source, layout, mesh, workers) in [
         (DType::BF16, "maxtext", "fsdp=2,tensor=2", 3),
         (DType::F32, "maxtext", "fsdp=2", 0),
@@ -452,7 +486,7 @@ fn files_made_whole_are_what_the_reference_says() {
                 continue;
             }
             parts += image.len_bytes() >> 20;
-            let bytes = made_whole(&volume, &path, ino).unwrap();
+            let bytes = materialized(&volume, &path, ino).unwrap();
             let read = repo::read(&volume, ino, 0, bytes.len() + 1);
             assert!(bytes == read, "{path} from {source} for {mesh}");
             if volume.shard_view(ino).is_some() {
@@ -464,18 +498,113 @@ fn files_made_whole_are_what_the_reference_says() {
 }
 
 #[test]
-fn a_file_of_a_changed_source_is_not_made_whole() {
+fn a_file_of_a_changed_source_is_not_materialized() {
     let dir = large(DType::F32);
     let options = ViewOptions { dtype: Some(DType::BF16), ..options("fsdp=2") };
     let volume = repo::volume(&repo::open(dir.path()), &options, VolumeOptions::default());
     let ino = volume.resolve("full/embed").unwrap().ino;
-    assert!(made_whole(&volume, "full/embed", ino).is_ok());
+    assert!(materialized(&volume, "full/embed", ino).is_ok());
     let file = fs::OpenOptions::new().write(true).open(dir.path().join("model-00001-of-00002.safetensors")).unwrap();
     file.set_len(4096).unwrap();
-    assert!(matches!(made_whole(&volume, "full/embed", ino), Err(WholeError::Read(_))));
-    let short = Arc::new(tempfile::tempfile().unwrap());
-    let (done, outcome) = std::sync::mpsc::channel();
+    assert!(matches!(materialized(&volume, "full/embed", ino), Err(MaterializeError::Read(_))));
+    let short = Target::Memory(Arc::new(tempfile::tempfile().unwrap()));
     let file = Arc::new(OpenFile::new("embed".into(), volume.image(ino).unwrap().unwrap()));
-    volume.engine().make_whole(&file, &short, move |result| done.send(result).unwrap());
-    assert!(matches!(outcome.recv().unwrap(), Err(WholeError::Memory(_))), "a target that is too short");
+    assert!(Materializing::new(volume.engine(), &file, short).is_err(), "a target that is too short");
+    // What is on a disk is written, so that a full one is an error.
+    let full = Target::Disk(Arc::new(fs::OpenOptions::new().read(true).write(true).open("/dev/full").unwrap()));
+    let dir = large(DType::F32);
+    let other = repo::volume(&repo::open(dir.path()), &options, VolumeOptions::default());
+    let ino = other.resolve("full/embed").unwrap().ino;
+    let file = Arc::new(OpenFile::new("embed".into(), other.image(ino).unwrap().unwrap()));
+    let pieces = Materializing::new(other.engine(), &file, full).unwrap();
+    assert!(matches!(pieces.make_here(), Err(MaterializeError::Room(_))));
+}
+
+/// Readers that come while a file is materialized get its bytes, wait for no more than these, and nothing is fetched twice.
+#[test]
+fn readers_of_a_file_that_is_being_materialized_share_its_pieces() {
+    for (layout, path, workers) in [
+        ("canonical", "safetensors/dev0.safetensors", 2),
+        ("canonical", "safetensors/dev0.safetensors", 0),
+        ("maxtext", "safetensors/dev1.safetensors", 3),
+        ("canonical", "pt/dev1.pt", 2),
+    ] {
+        let dir = large(DType::F32);
+        let options =
+            ViewOptions { layout: Layout::find(layout).unwrap(), dtype: Some(DType::BF16), ..options("fsdp=2") };
+        let engine = EngineOptions { workers, ..EngineOptions::default() };
+        let checkpoint = repo::open(dir.path());
+        let new = || repo::volume(&checkpoint, &options, VolumeOptions { engine, ..VolumeOptions::default() });
+        let (plain, volume) = (new(), new());
+        let ino = volume.resolve(path).unwrap().ino;
+        let expected = repo::read(&plain, ino, 0, 1 << 28);
+        let (file, target, pieces) = materializing(&volume, path, ino);
+        let counters = volume.engine().counters();
+        let fetched = || [Path::Tiles, Path::Runs].map(|path| counters.fetched_bytes(path)).iter().sum::<u64>();
+        let read = |start: u64, end: u64| {
+            let mut found = Vec::new();
+            assert!(pieces.read(start, end, &mut |bytes| found.extend_from_slice(bytes)), "{path} {start}..{end}");
+            assert!(
+                found == expected[usize::try_from(start).unwrap()..usize::try_from(end).unwrap()],
+                "{path} {start}..{end}"
+            );
+        };
+        let len = file.len_bytes();
+        assert!(len > 6 << 20);
+        // Of a file of which only the ends are read, nothing else is made.
+        read(len - 1000, len);
+        read(0, 1 << 20);
+        if layout == "canonical" {
+            assert!(fetched() <= 2 * (3 << 20), "{path}: {} bytes for both ends", fetched());
+        }
+        let (done, outcome) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            for first in 0..3_u64 {
+                let read = &read;
+                scope.spawn(move || {
+                    let starts = (0..len).step_by(300_000).collect::<Vec<_>>();
+                    for start in starts.iter().rev().skip(usize::try_from(first).unwrap()).step_by(3) {
+                        read(*start, (start + 400_000).min(len));
+                    }
+                });
+            }
+            pieces.make_all(move |result| done.send(result).unwrap());
+        });
+        outcome.recv_timeout(std::time::Duration::from_mins(1)).unwrap().unwrap();
+        let mut made = vec![0; expected.len()];
+        target.read_exact_at(&mut made, 0).unwrap();
+        assert!(made == expected, "{path}");
+        read(5, len - 3);
+        let source: u64 = file
+            .image()
+            .segments()
+            .iter()
+            .map(|segment| match segment {
+                Segment::View(view) => view.shape().elements() * 4,
+                Segment::Bytes(_) | Segment::Spaces(_) => 0,
+            })
+            .sum();
+        assert_eq!(fetched(), source, "{path}: each byte once");
+    }
+}
+
+/// A failure while pieces are made is met where the reader reads otherwise, and is told once to whoever asked for all of it.
+#[test]
+fn a_reader_meets_a_failure_of_a_piece_elsewhere() {
+    let dir = large(DType::F32);
+    let options = ViewOptions { dtype: Some(DType::BF16), ..options("fsdp=2") };
+    let volume = repo::volume(&repo::open(dir.path()), &options, VolumeOptions::default());
+    let path = "safetensors/dev0.safetensors";
+    let ino = volume.resolve(path).unwrap().ino;
+    let (file, _target, pieces) = materializing(&volume, path, ino);
+    assert!(pieces.read(0, 1 << 20, &mut |_| {}));
+    for shard in ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"] {
+        fs::OpenOptions::new().write(true).open(dir.path().join(shard)).unwrap().set_len(4096).unwrap();
+    }
+    assert!(!pieces.read(0, 1 << 20, &mut |_| panic!("changed bytes")), "made before the change");
+    assert!(!pieces.read(2 << 20, 3 << 20, &mut |_| panic!("changed bytes")));
+    let (done, outcome) = std::sync::mpsc::channel();
+    pieces.make_all(move |result| done.send(result).unwrap());
+    assert!(outcome.recv_timeout(std::time::Duration::from_mins(1)).unwrap().is_err());
+    assert!(volume.engine().read(&file, 2 << 20, 100, &mut |_| panic!("changed bytes")).is_err());
 }

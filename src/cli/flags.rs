@@ -9,7 +9,7 @@ use clap::{
     parser::ValueSource,
 };
 
-use crate::config::{KEYS, SETTINGS, Setting, Settings, Takers, Takes};
+use crate::config::{FORMER, KEYS, SETTINGS, Setting, Settings, Takers, Takes, former};
 
 /// Checks a word by the setting that it is for, and leaves it as it is.
 #[derive(Clone, Debug)]
@@ -55,6 +55,26 @@ fn flag(setting: &'static Setting) -> Arg {
     setting.default.map_or(arg.clone(), |word| arg.default_value(word))
 }
 
+/// Refuses a flag of a former version with what says the same now.
+#[derive(Clone, Debug)]
+struct Former(&'static str);
+
+impl TypedValueParser for Former {
+    type Value = OsString;
+
+    fn parse_ref(&self, command: &Command, arg: Option<&Arg>, word: &OsStr) -> Result<OsString, clap::Error> {
+        let reason = former(self.0).unwrap_or_default();
+        let refuse = move |_: &str| Err::<OsString, String>(reason.clone());
+        refuse.parse_ref(command, arg, word)
+    }
+}
+
+/// The flags of former versions, which `mount` took.
+fn former_flags(takers: Takers) -> impl Iterator<Item = Arg> {
+    let flag = |name| Arg::new(name).long(name).hide(true).num_args(0..=1).default_missing_value("");
+    FORMER.iter().filter(move |_| takers == Takers::Mount).map(move |(name, _)| flag(*name).value_parser(Former(name)))
+}
+
 /// The settings that some commands take as flags.
 fn taken_by(takers: Takers) -> impl Iterator<Item = &'static Setting> {
     SETTINGS.iter().filter(move |setting| setting.is_flag && setting.group.takers() == takers)
@@ -92,7 +112,7 @@ macro_rules! flags {
 
         impl Args for $name {
             fn augment_args(command: Command) -> Command {
-                command.args(taken_by($takers).map(flag))
+                command.args(taken_by($takers).map(flag)).args(former_flags($takers))
             }
 
             fn augment_args_for_update(command: Command) -> Command {

@@ -275,7 +275,7 @@ fn watch(volume: Arc<Volume>) -> anyhow::Result<mpsc::Sender<()>> {
     let watching = thread::Builder::new().name("ckfs-watch".into()).spawn(move || {
         let looking = Arc::new(AtomicUsize::new(0));
         while stopped.recv_timeout(WATCH_PERIOD) == Err(mpsc::RecvTimeoutError::Timeout) {
-            volume.settle();
+            volume.trim();
             if looking.load(Ordering::Relaxed) >= WATCHERS_MAX {
                 continue;
             }
@@ -309,13 +309,15 @@ fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readi
     });
     let patience = patience.context("start a thread")?;
     let mut volume = interruptible(|| open::volume_noting(&mut config, fetches))??;
-    if let Some(dir) = &config.mount.materialize {
-        volume.materialize(dir).with_context(|| format!("{}: no place for copies", dir.display()))?;
-    }
-    if config.mount.passthrough != Some(false)
-        && let Err(error) = volume.make_whole(config.mount.whole.unwrap_or_default())
-    {
-        tracing::info!("files are not made whole: no file system in memory: {error}");
+    let directory = volume.policy().directory().cloned();
+    let enabled = volume.enable_materialization();
+    match directory {
+        Some(dir) => enabled.with_context(|| format!("{}: no place for materialized files", dir.display()))?,
+        None => {
+            if let Err(error) = enabled {
+                tracing::info!("no file is materialized: no file system in memory: {error}");
+            }
+        }
     }
     let volume = Arc::new(volume);
     let name = volume.engine().checkpoint().label().to_owned();
@@ -380,8 +382,12 @@ mod tests {
         let mut program = super::super::Cli::command();
         program.build();
         let mount = program.find_subcommand("mount").unwrap();
-        let flags: Vec<String> =
-            mount.get_arguments().filter_map(Arg::get_long).map(|flag| flag.replace('-', "_")).collect();
+        let flags: Vec<String> = mount
+            .get_arguments()
+            .filter(|arg| !arg.is_hide_set())
+            .filter_map(Arg::get_long)
+            .map(|flag| flag.replace('-', "_"))
+            .collect();
         for flag in &flags {
             let known = [Some("?"), None].map(|value| options::setting_of(flag, value));
             assert_eq!(known.iter().all(Result::is_err), NO_OPTIONS.contains(&flag.as_str()), "{flag}");

@@ -264,6 +264,7 @@ pub(super) fn lay_out(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: 
         budget: Some(budget),
         remount: remount_command(config).unwrap_or_default(),
         overrides: overrides(&config.mount),
+        materialize: config.mount.materialize.clone().unwrap_or_default(),
     };
     Ok(Volume::new(Arc::clone(checkpoint), plans.to_vec(), options)?)
 }

@@ -19,7 +19,7 @@ const CHUNK_BYTES: usize = 1 << 20;
 /// Shows what would be mounted, without mounting.
 ///
 /// Prints how the repository names, fuses and quantizes its tensors, the files that are left out, what each mesh axis splits,
-/// bytes per device, every group of tensors with shape, dtype and spec, and the directories that a mount would not have, with
+/// bytes per device, every group of tensors with shape, dtype and spec, which files are materialized, and the directories that a mount would not have, with
 /// the reasons. It lists differences between layers that nothing in config.json explains, what the layout leaves out, and which
 /// trainers read only their own chunks of orbax/ and dcp/. Shards cut on an inner axis use only a part of each 4 KiB page of the sources that they touch; where that makes
 /// a difference, "over-read" says how many times the bytes needed those pages hold, for the devices and for all listed ones
@@ -63,7 +63,10 @@ impl Plan {
                 })
             };
             let readers = readers(&checkpoint, &Mounter::of_this_process(), &open::overrides(&config.mount));
-            let more = Map::from_iter([("readers".to_owned(), readers.iter().map(row).collect())]);
+            let more = Map::from_iter([
+                ("materialized".to_owned(), volume.policy().to_json()),
+                ("readers".to_owned(), readers.iter().map(row).collect()),
+            ]);
             output::print_json(&Report::new(&checkpoint, views.collect(), more))
         } else {
             // The mount shows the same text.

@@ -194,6 +194,9 @@ fn read_key(
 
 fn unknown(key: &Spanned<String>, names: Vec<String>) -> Fault {
     let found = key.get_ref();
+    if let Some(now) = super::former(found) {
+        return Fault { at: key.span(), reason: format!("unknown field `{found}`: {now}") };
+    }
     let near = super::nearest(found, names.iter().map(String::as_str));
     let near = near.map_or_else(String::new, |near| format!(", the nearest name is `{near}`"));
     let names: Vec<String> = names.into_iter().map(|name| format!("`{name}`")).collect();

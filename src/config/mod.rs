@@ -47,12 +47,12 @@ pub use rename::Rename;
 pub use rules::{CastRule, LogicalRule, ShardRule};
 pub use setting::{Access, Group, Home, Setting, Takers, Takes};
 pub use settings::{MountSettings, Settings, ViewSettings};
-pub use table::{KEYS, SETTINGS};
+pub use table::{FORMER, KEYS, SETTINGS, former};
 #[cfg(test)]
 pub(crate) use tests::EVERY_VIEW_KEY;
 pub use time_limit::TimeLimit;
 pub use words::{
-    ByteCount, Devices, DtypeChoice, LAYOUTS, LayoutChoice, MadeWhole, OwnerId, ParamValue, PermissionBits,
+    ByteCount, Devices, DtypeChoice, LAYOUTS, LayoutChoice, Materialize, OwnerId, ParamValue, PermissionBits,
     ShardChoice, THREADS_MAX, ThreadCount, Tied,
 };
 

@@ -3,13 +3,16 @@
 use super::{
     setting::{Setting, Takes},
     settings::Settings,
-    table::SETTINGS,
+    table::{SETTINGS, former},
 };
 
 /// The setting that an option names, and the word that it stands for.
 fn find<'a>(name: &str, value: Option<&'a str>) -> Result<(&'static Setting, &'a str), String> {
     let known = || SETTINGS.iter().filter(|row| row.is_flag);
     let Some(row) = known().find(|row| row.option() == name) else {
+        if let Some(now) = former(name) {
+            return Err(format!("option {now}"));
+        }
         let names: Vec<String> = known().map(Setting::option).collect();
         let near = super::nearest(name, names.iter().map(String::as_str));
         let near = near.map_or_else(String::new, |near| format!(", the nearest is {near}"));

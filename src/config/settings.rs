@@ -3,8 +3,8 @@
 use std::{collections::BTreeMap, path::PathBuf};
 
 use super::{
-    Allow, ByteCount, CastRule, Devices, DtypeChoice, LayerRanges, LayoutChoice, LogicalRule, MadeWhole, Mesh, OwnerId,
-    ParamValue, Pattern, PermissionBits, Rename, ShardChoice, ShardRule, ThreadCount, Tied, TimeLimit,
+    Allow, ByteCount, CastRule, Devices, DtypeChoice, LayerRanges, LayoutChoice, LogicalRule, Materialize, Mesh,
+    OwnerId, ParamValue, Pattern, PermissionBits, Rename, ShardChoice, ShardRule, ThreadCount, Tied, TimeLimit,
 };
 use crate::source::SourceIo;
 
@@ -109,12 +109,10 @@ pub struct MountSettings {
     pub read_ahead_kb: Option<u32>,
     /// Lets the kernel read byte-identical files by itself.
     pub passthrough: Option<bool>,
-    /// Which tensor files are made whole in memory when they are opened.
-    pub whole: Option<MadeWhole>,
     /// Tensor files, by path in the mount, that bypass the page cache.
     pub direct_io: Option<Allow>,
-    /// Directory for copies of tensor files, which the kernel then reads by itself.
-    pub materialize: Option<PathBuf>,
+    /// Which tensor files are materialized, and where.
+    pub materialize: Option<Materialize>,
     /// How long to try to unmount while files are open, before detaching.
     pub grace_seconds: Option<u64>,
     /// How long to serve open files after detaching.

@@ -261,6 +261,22 @@ pub static SETTINGS: &[Setting] = &[
     ),
     Setting::new(
         Reading,
+        "materialize",
+        Value("auto|memory|none|DIR"),
+        at!(mount.materialize),
+        "Which tensor files a mount materializes: makes once, all of each, for the kernel to read by itself.",
+    )
+    .more(
+        "`auto`, the default: in memory, files of one tensor from 1 MiB to half of the cache, when they are opened; and \
+         bundles (safetensors/, pt/) if all that the mount lists fit three quarters of the cache together, in pieces as \
+         their tensors are read, so that a program that reads only headers causes next to nothing. Never dcp/, of which \
+         each rank reads its parts. `memory`: every file from 1 MiB to half of the cache. `none`: no file. A directory: \
+         every tensor file, to an unnamed file there, after it was closed; a 20th of the file system stays free. `ckfs \
+         plan` shows what that comes to. Needs root, as passthrough does. Where there is no room, and for an open with \
+         O_DIRECT, files are made as they are read. Files in memory are given up a minute after they were closed.",
+    ),
+    Setting::new(
+        Reading,
         "cache-bytes",
         Value("SIZE"),
         at!(mount.cache_bytes),
@@ -342,21 +358,6 @@ pub static SETTINGS: &[Setting] = &[
     .key("passthrough"),
     Setting::new(
         Mount,
-        "whole",
-        Value("none|tensors|auto|all"),
-        at!(mount.whole),
-        "Which tensor files are made whole in memory when they are opened, for the kernel to read by itself.",
-    )
-    .more(
-        "With `tensors` those of one tensor or a part of one: raw, npy/ and orbax/. With `auto`, the default, also those \
-         of many outside dcp/, unless their directory was just listed or another of its files was just opened and closed \
-         again: whoever did that looks for headers, and the file that is opened once more is then made. With `all` every \
-         one. Only files from 1 MiB to half of the cache are; they are made by all threads at once, and given up a minute \
-         after they were closed. Needs root, as passthrough does; otherwise, and where there is no room, files are made \
-         as they are read.",
-    ),
-    Setting::new(
-        Mount,
         "direct-io",
         Perhaps("PATTERN", "*"),
         at!(mount.direct_io),
@@ -366,18 +367,6 @@ pub static SETTINGS: &[Setting] = &[
         "The first read of a file is then about twice as fast and takes no page cache; but each later one makes the bytes \
          anew, small reads cost a request each, and each mmap of a file drops the pages of those who have mapped it. For \
          loaders that read each file once from end to end.",
-    ),
-    Setting::new(
-        Mount,
-        "materialize",
-        Value("DIR"),
-        at!(mount.materialize),
-        "Copies each tensor file that was opened to an unnamed file in this directory, for the kernel to read by itself.",
-    )
-    .more(
-        "Once a file was closed and its copy is made, in the background, opening it again gives the copy: its reads and \
-         memory maps are as fast as those of any file there. Needs the space (a 20th of the file system is left free) \
-         and, as passthrough does, root. Copies end with the mount; they are made by reading the whole file once more.",
     ),
     Setting::new(
         Mount,
@@ -404,6 +393,18 @@ pub static SETTINGS: &[Setting] = &[
          system's log, else to a file of its own: see `ckfs mount --help`.",
     ),
 ];
+
+/// Settings of former versions: name, and what says the same now. Such a flag, option or key is refused with that.
+pub const FORMER: &[(&str, &str)] = &[(
+    "whole",
+    "is now `materialize`: `auto` for `auto` and `tensors`, `memory` for `all`, `none` for `none`, or a directory",
+)];
+
+/// What is said of a name of a former version, with underscores for dashes or without.
+pub fn former(name: &str) -> Option<String> {
+    let (_, now) = FORMER.iter().find(|(former, _)| former.replace('-', "_") == name.replace('-', "_"))?;
+    Some(format!("`{name}` {now}"))
+}
 
 /// The keys of a file in words, for the help.
 pub static KEYS: LazyLock<String> = LazyLock::new(|| {

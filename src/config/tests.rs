@@ -112,7 +112,6 @@ const EVERY_MOUNT_KEY: &[(&str, &str)] = &[
     ("cache_bytes", "cache_bytes = '1GiB'"),
     ("passthrough", "passthrough = false"),
     ("materialize", "materialize = 'copies'"),
-    ("whole", "whole = 'all'"),
     ("direct_io", "direct_io = ['full/*', '/npy/']"),
     ("source_io", "source_io = 'pread'"),
     ("grace_seconds", "grace_seconds = 0"),
@@ -159,7 +158,7 @@ fn every_key_is_written_and_reads_back_as_the_same() {
 fn what_toml_does_not_have_is_refused() {
     use std::os::unix::ffi::OsStringExt;
     let odd = PathBuf::from(std::ffi::OsString::from_vec(b"/a\xff".to_vec()));
-    let mount = MountSettings { materialize: Some(odd.clone()), ..MountSettings::default() };
+    let mount = MountSettings { materialize: Some(Materialize::Dir(odd.clone())), ..MountSettings::default() };
     let error = Config { mount, ..Config::default() }.to_toml().unwrap_err().to_string();
     assert_eq!(error, "the configuration cannot be written as TOML: materialize: /a\u{FFFD} is not UTF-8");
     let mount = MountSettings { grace_seconds: Some(1 << 63), ..MountSettings::default() };
@@ -196,6 +195,34 @@ fn errors_name_file_and_line() {
         let found = parse(text).unwrap_err().to_string();
         assert!(found.starts_with(expected), "{text:?}: {found}");
     }
+}
+
+#[test]
+fn a_former_setting_is_refused_with_what_says_the_same_now() {
+    let file = parse("[mount]\nwhole = 'all'").unwrap_err().to_string();
+    assert!(file.starts_with("x.toml:2: unknown field `whole`: `whole` is now `materialize`: "), "{file}");
+    let option = options::parse([("whole", Some("all"))]).unwrap_err();
+    assert!(option.starts_with("option `whole` is now `materialize`: "), "{option}");
+    for name in FORMER.iter().map(|(name, _)| *name) {
+        assert!(SETTINGS.iter().all(|row| row.name != name && row.toml_key() != name), "{name} is a setting again");
+    }
+}
+
+#[test]
+fn what_is_materialized_is_a_word_or_a_directory() {
+    let found = |word: &str| Materialize::from_word(word);
+    assert_eq!(found("auto"), Ok(Materialize::Auto));
+    assert_eq!(found("memory"), Ok(Materialize::Memory));
+    assert_eq!(found("none"), Ok(Materialize::None));
+    for path in ["/var/tmp", "copies", "./all"] {
+        assert_eq!(found(path), Ok(Materialize::Dir(path.into())));
+    }
+    // Words of a former setting, and what a hurried reader of the help types, are no directories.
+    for word in ["all", "tensors", "whole", "dir", ""] {
+        assert!(found(word).unwrap_err().contains("expected auto, memory, none or a directory"), "{word}");
+    }
+    let written = parse("[mount]\nmaterialize = 'copies'").unwrap();
+    assert_eq!(written.mount.materialize, Some(Materialize::Dir("/base/copies".into())));
 }
 
 #[test]

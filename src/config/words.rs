@@ -1,6 +1,7 @@
 //! The values that users write as one word, each with its own spelling.
 
 use std::{
+    ffi::OsStr,
     path::{Path, PathBuf},
     str::FromStr,
     sync::Arc,
@@ -124,24 +125,53 @@ impl Choice for SourceIo {
         &[("auto", Self::Auto), ("mmap", Self::Mmap), ("pread", Self::Pread)];
 }
 
-/// Which tensor files are made whole in memory when they are opened.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum MadeWhole {
+/// Which tensor files are materialized, and where: made once, all of each, for the kernel to read by itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Materialize {
     /// None.
     None,
-    /// Those of one tensor or a part of one: raw, `npy/`, `orbax/`.
-    Tensors,
-    /// Those, and files of many tensors, unless a program opens them one after another for their headers only; never those of `dcp/`.
+    /// In memory: files of one tensor, and bundles if all of them fit together.
     #[default]
     Auto,
-    /// Every one.
-    All,
+    /// In memory: every file that fits.
+    Memory,
+    /// On a disk, in this directory: every file, after it was closed.
+    Dir(PathBuf),
 }
 
-impl Choice for MadeWhole {
-    const WHAT: &'static str = "files made whole";
-    const WORDS: &'static [(&'static str, Self)] =
-        &[("none", Self::None), ("tensors", Self::Tensors), ("auto", Self::Auto), ("all", Self::All)];
+impl Value for Materialize {
+    fn from_word(text: &str) -> Result<Self, String> {
+        Self::from_os(OsStr::new(text))
+    }
+
+    fn from_os(text: &OsStr) -> Result<Self, String> {
+        match text.to_str() {
+            Some("none") => Ok(Self::None),
+            Some("auto") => Ok(Self::Auto),
+            Some("memory") => Ok(Self::Memory),
+            Some("") => Err("materialize: expected auto, memory, none or a directory, found nothing".to_owned()),
+            // A directory of such a name is written with a slash.
+            Some(word @ ("all" | "tensors" | "whole" | "dir")) => {
+                Err(format!("materialize: expected auto, memory, none or a directory such as ./{word}, found {word:?}"))
+            }
+            Some(_) | None => Ok(Self::Dir(text.into())),
+        }
+    }
+
+    fn to_toml(&self) -> Result<toml::Value, String> {
+        match self {
+            Self::None => Ok("none".into()),
+            Self::Auto => Ok("auto".into()),
+            Self::Memory => Ok("memory".into()),
+            Self::Dir(dir) => dir.to_toml(),
+        }
+    }
+
+    fn rebase(&mut self, base: &Path) {
+        if let Self::Dir(dir) = self {
+            *dir = rebased(dir, base);
+        }
+    }
 }
 
 /// How an output head that is the embedding is shown.

@@ -265,7 +265,7 @@ impl Opens {
             Access::Passthrough(file) if self.passthrough.enabled.load(Ordering::Relaxed) => {
                 self.modes.open(ino, &Wish::Passthrough(&|| reply.open_backing(file)))
             }
-            Access::Cached | Access::Passthrough(_) | Access::Whole => self.modes.open(ino, &Wish::Cached),
+            Access::Cached | Access::Passthrough(_) | Access::Materialize => self.modes.open(ino, &Wish::Cached),
         };
         if let Some(failure) = failure {
             self.passthrough.note_refusal(&failure);
@@ -404,11 +404,12 @@ impl Adapter {
 }
 
 impl Serving {
-    fn open_file(&self, node: INodeNo, mut pending: Pending<ReplyOpen>) {
+    fn open_file(&self, node: INodeNo, is_direct: bool, mut pending: Pending<ReplyOpen>) {
         let ino = ino(node);
-        let Some(mut opened) = pending.attempt(|_| self.fs.open(ino)) else { return };
+        let open = |_: &mut Slot<ReplyOpen>| if is_direct { self.fs.open_uncached(ino) } else { self.fs.open(ino) };
+        let Some(mut opened) = pending.attempt(open) else { return };
         let (fs, opens) = (Arc::clone(&self.fs), Arc::clone(&self.opens));
-        let makes = matches!(opened.access, Access::Whole) && opens.may_pass(ino);
+        let materializes = matches!(opened.access, Access::Materialize) && opens.may_pass(ino);
         let handle = opened.handle;
         let mut answer = move |file: Option<Arc<File>>| {
             if let Some(file) = file {
@@ -419,15 +420,15 @@ impl Serving {
                 Ok(())
             });
         };
-        if !makes {
+        if !materializes {
             answer(None);
-        } else if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.fs.make_whole(ino, handle, Box::new(answer))))
+        } else if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.fs.materialize(ino, handle, Box::new(answer))))
         {
             // The request went with `answer`, which answers it.
             self.fs.release(ino, handle);
             let cause = panic_text(panic.as_ref());
             self.fs.metrics().note_panic(&format!("open of inode {}", node.0), cause);
-            error!(ino = node.0, "making a file whole panicked: {cause}");
+            error!(ino = node.0, "materializing a file panicked: {cause}");
         }
     }
 
@@ -594,8 +595,9 @@ impl fuser::Filesystem for Adapter {
         if wants_to_write(flags) {
             return self.read_only(node, reply);
         }
+        let is_direct = flags.0 & libc::O_DIRECT != 0;
         let pending = Pending::waiting(&self.fs, Op::Open, node, &self.lookout.opens, reply);
-        self.handle_waiting(pending, move |serving, pending| serving.open_file(node, pending));
+        self.handle_waiting(pending, move |serving, pending| serving.open_file(node, is_direct, pending));
     }
 
     fn read(

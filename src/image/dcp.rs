@@ -91,9 +91,4 @@ impl VirtualFile for DistcpFile {
         });
         distcp(chunks).map(Content::Image)
     }
-
-    /// Each rank reads its parts of several files.
-    fn is_read_in_parts(&self) -> bool {
-        true
-    }
 }

@@ -132,8 +132,8 @@ pub trait VirtualFile: fmt::Debug + Send + Sync {
         MadeOf::Tensors
     }
 
-    /// Whether each of several readers takes a part of the file, as of other such files, and none takes all of it.
-    fn is_read_in_parts(&self) -> bool {
+    /// Whether the file holds all tensors of a device, which a reader takes as a whole.
+    fn is_bundle(&self) -> bool {
         false
     }
 
@@ -299,6 +299,16 @@ impl Directory {
     /// Adds a subtree; false if the name is taken.
     pub fn subtree(&mut self, name: &str, subtree: impl Subtree + 'static) -> bool {
         self.add(name, DirectoryEntry::Subtree(Arc::new(subtree)))
+    }
+
+    /// Number of files, here and below, that hold all tensors of a device.
+    pub fn bundles(&self) -> usize {
+        let count = |entry: &DirectoryEntry| match entry {
+            DirectoryEntry::Directory(directory) => directory.bundles(),
+            DirectoryEntry::File(file) => usize::from(file.is_bundle()),
+            DirectoryEntry::Link(_) | DirectoryEntry::Subtree(_) => 0,
+        };
+        self.entries.values().map(count).sum()
     }
 
     /// A directory with the only entry `name`, which is a directory that `fill` fills.

@@ -81,4 +81,8 @@ impl VirtualFile for PtFile {
     fn content(&self) -> Result<Content, ImageError> {
         lay_out(&self.input.bundle().entries(self.device)).map(Content::Image)
     }
+
+    fn is_bundle(&self) -> bool {
+        true
+    }
 }

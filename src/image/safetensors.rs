@@ -70,6 +70,10 @@ impl VirtualFile for SafetensorsFile {
     fn content(&self) -> Result<Content, ImageError> {
         self.bundle.safetensors(self.device).map(Content::Image)
     }
+
+    fn is_bundle(&self) -> bool {
+        true
+    }
 }
 
 /// `safetensors/model.safetensors.index.json`: a group of rows for each bundled tensor.

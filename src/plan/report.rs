@@ -141,7 +141,10 @@ fn groups(plan: &Plan) -> Vec<Group<'_>> {
 }
 
 /// Bytes of bundled tensors that each listed device holds.
-fn bytes_per_device(plan: &Plan) -> Vec<u64> {
+///
+/// # Panics
+/// Never: a part has no more bytes than its tensor, whose size was checked.
+pub fn bytes_per_device(plan: &Plan) -> Vec<u64> {
     // Most tensors share all of this with many others.
     type Kind<'a> = (&'a Spec, &'a Shape, DType, Option<(u64, u64)>);
     let mut kinds: HashMap<Kind<'_>, (&PlannedTensor, u64)> = HashMap::new();

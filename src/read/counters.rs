@@ -36,16 +36,12 @@ pub struct Counters {
     pub prefetched: AtomicU64,
     /// Of these, tiles that were then asked for.
     pub prefetch_hits: AtomicU64,
-    /// Tensor files copied for the kernel to read by itself.
-    pub copied_files: AtomicU64,
+    /// Tensor files materialized, in memory or on a disk.
+    pub materialized_files: AtomicU64,
     /// Bytes of these.
-    pub copied_bytes: AtomicU64,
-    /// Files made whole when they were opened.
-    pub whole_files: AtomicU64,
-    /// Bytes of these.
-    pub whole_bytes: AtomicU64,
-    /// Of these files, those made in memory that was ready, if only in part.
-    pub blank_files: AtomicU64,
+    pub materialized_bytes: AtomicU64,
+    /// Of these files, those that took a pre-zeroed buffer, if only one that was zeroed in part.
+    pub prezeroed_files: AtomicU64,
     /// Reads that failed.
     pub failed_reads: AtomicU64,
     /// Opens that failed because of a source.

@@ -221,7 +221,7 @@ impl Engine {
     }
 
     /// The error of a file of which a source stalls.
-    fn stall(&self, file: &OpenFile) -> Option<ReadError> {
+    pub(super) fn stall(&self, file: &OpenFile) -> Option<ReadError> {
         let stalled = self.sources_of(file).iter().find(|id| self.source().is_stalled(**id))?;
         self.source().check(*stalled).err().map(|error| ReadError::Changed { error })
     }
@@ -253,13 +253,13 @@ impl Engine {
         self.cache.bytes()
     }
 
-    /// Bytes of whole files held now.
-    pub fn whole_bytes(&self) -> usize {
+    /// Bytes of materialized files held now.
+    pub fn materialized_bytes(&self) -> usize {
         self.cache.reserved_bytes().saturating_sub(self.cache.spare_bytes())
     }
 
-    /// Bytes of blank files held now.
-    pub fn blank_bytes(&self) -> usize {
+    /// Bytes of pre-zeroed buffers held now.
+    pub fn prezeroed_bytes(&self) -> usize {
         self.cache.spare_bytes()
     }
 
@@ -294,7 +294,7 @@ impl Engine {
     }
 
     /// Gives back memory that was of use to readers who are gone. To be called every few seconds.
-    pub fn settle(&self) {
+    pub fn trim(&self) {
         self.cache.drop_idle();
         self.buffers.settle();
         self.source().settle();

@@ -8,7 +8,8 @@
 //!   cache, computed ahead for sequential readers;
 //! * **identical** files are read as they are, by the kernel itself where it may.
 //!
-//! A file that somebody is about to read from end to end can also be made whole, by all threads at once.
+//! A file may also be materialized: made once, in pieces, by all threads, into a file that the kernel reads by itself
+//! ([`Materializing`]).
 //!
 //! Whatever was read from a source counts only if the source is still what was pinned at mount; else the read fails. No
 //! lock is held while bytes are made, and no reader ever depends on another thread's being free.
@@ -16,19 +17,20 @@
 mod buffer;
 pub mod counters;
 mod engine;
-mod maps;
+mod materialize;
 mod operand;
+mod prefault;
 pub mod reference;
 mod stream;
 mod tile;
-mod whole;
+pub mod warm;
 mod worker;
 
 pub use counters::{Counters, Path};
 pub use engine::{Engine, EngineOptions, OpenFile};
-pub use maps::MapsAhead;
+pub use materialize::{MaterializeError, Materializing, Target};
+pub use prefault::Prefault;
 pub use tile::Reservation;
-pub use whole::WholeError;
 
 use crate::{
     checkpoint::TensorInfo,

@@ -1,5 +1,5 @@
-//! Threads that compute: ahead of readers, where a job that finds no room is dropped and nobody misses it, and whole files
-//! for those who wait for them, which goes first.
+//! Threads that compute: ahead of readers, where a job that finds no room is dropped and nobody misses it, and pieces of
+//! materialized files, which go first.
 
 use std::{
     collections::VecDeque,
@@ -11,7 +11,8 @@ use std::{
 
 use rustix::thread::{CpuSet, Pid, gettid, sched_getaffinity, sched_getcpu, sched_setaffinity};
 
-use crate::tensor::rehearse;
+use super::warm::Warm;
+use crate::tensor::warm_up;
 
 /// Jobs that may wait; more would be stale before they ran.
 const QUEUE_MAX: usize = 64;
@@ -119,7 +120,11 @@ impl Workers {
             return job();
         }
         if let Some(seat) = self.queue.add(Box::new(job)) {
-            seat.call_elsewhere();
+            if Warm::chosen().wake {
+                seat.call_elsewhere();
+            } else {
+                seat.called.notify_one();
+            }
         }
     }
 }
@@ -159,7 +164,9 @@ impl Seat {
 }
 
 fn work(queue: &Queue, spare: bool) {
-    rehearse();
+    if Warm::chosen().threads {
+        warm_up();
+    }
     let seat = Arc::new(Seat { thread: gettid(), called: Condvar::new() });
     queue.lock().threads.push(seat.thread);
     while let Some(job) = queue.next(&seat, spare) {

@@ -139,7 +139,7 @@ pub fn gather_with(stores: Stores, job: &Gather<'_>, windows: &[Window<'_>], tar
 
 /// Carries out small jobs of the kinds that need most, for a thread that will be waited for later: its stack, its scratch and
 /// the code are in memory then. On a virtual machine the host may take longer to find a page than a thread to fill it.
-pub fn rehearse() {
+pub fn warm_up() {
     const COLUMNS: usize = BLOCK_ROW_BYTES / 2;
     let rounded = Decode::Program(Program { load: Load::Element(DType::F32), target: DType::BF16, steps: Vec::new() });
     for (decode, source_bytes) in [(Decode::Copy, 2), (rounded, 4)] {

@@ -37,7 +37,7 @@ pub use decode::{
     Step, TensorId, Term, Value, block_index,
 };
 pub use dtype::{DType, Unit};
-pub use gather::{Gather, Loop, Stores, fill, gather, gather_with, rehearse};
+pub use gather::{Gather, Loop, Stores, fill, gather, gather_with, warm_up};
 pub use pages::{PAGE_BYTES, Reads, Runs, reads};
 pub use shape::{PerAxis, RANK_MAX, Region, Shape, ShapeError, to_usize};
 pub use span::{Need, needs};

@@ -71,12 +71,12 @@ pub enum Access {
     Direct,
     /// The file is byte-identical to this one: let the kernel read it, where it may; otherwise as `Cached`.
     Passthrough(Arc<File>),
-    /// Where the kernel may read files by itself, [`FileSystem::make_whole`] may have one for it; otherwise as `Cached`.
-    Whole,
+    /// Where the kernel may read files by itself, [`FileSystem::materialize`] may have one for it; otherwise as `Cached`.
+    Materialize,
 }
 
-/// Is told what became of a file that was to be made whole: a file with its bytes, or nothing.
-pub type WhenWhole = Box<dyn FnOnce(Option<Arc<File>>) + Send>;
+/// Is told what became of a file that was to be materialized: a file with its bytes, or nothing.
+pub type WhenMaterialized = Box<dyn FnOnce(Option<Arc<File>>) + Send>;
 
 /// Is told that a source has changed. Returns at once.
 pub type OnChange = Box<dyn Fn() + Send + Sync>;
@@ -195,6 +195,14 @@ pub trait FileSystem: Send + Sync + 'static {
     /// [`FsError::IsDirectory`], or [`FsError::Io`] if a source of the file has changed.
     fn open(&self, ino: Ino) -> Result<Opened, FsError>;
 
+    /// As [`FileSystem::open`], for a program that asks for no cache (`O_DIRECT`): nothing is materialized for it.
+    ///
+    /// # Errors
+    /// As [`FileSystem::open`].
+    fn open_uncached(&self, ino: Ino) -> Result<Opened, FsError> {
+        self.open(ino)
+    }
+
     /// Reads `len` bytes at `offset`, fewer only at the end of the file, and hands them to `reply`, which is called
     /// exactly once if the result is `Ok`. The slice may lie in a mapped source file.
     ///
@@ -215,9 +223,9 @@ pub trait FileSystem: Send + Sync + 'static {
         let _ = passthrough;
     }
 
-    /// Makes all bytes of a file that was just opened, for the kernel to read by itself until it is closed. Calls `then`, at
-    /// once or from another thread; drops it if the file system ends before.
-    fn make_whole(&self, ino: Ino, handle: Handle, then: WhenWhole) {
+    /// Materializes a file that was just opened, for the kernel to read by itself until it is closed. Calls `then`, at once or from
+    /// another thread; drops it if the file system ends before.
+    fn materialize(&self, ino: Ino, handle: Handle, then: WhenMaterialized) {
         let _ = (ino, handle);
         then(None);
     }

@@ -2,13 +2,10 @@
 //!
 //! [`FileSystem`] is the seam to the kernel: the `fuse` layer converts requests to these calls and knows nothing else.
 
-mod blanks;
-mod copies;
 mod exposition;
 mod file_system;
 pub mod health;
-mod looks;
-mod memory_files;
+mod materialize;
 pub mod metrics;
 mod nodes;
 mod open_files;
@@ -19,14 +16,14 @@ mod stats;
 mod tree;
 mod watched;
 mod watching;
-mod whole_files;
 
 pub use crate::image::{Unavailable, unavailable, unavailable_text};
 pub use crate::source::permission::{Mounter, Overrides, Permission};
 pub use file_system::{
-    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, OnChange, Opened, StatFs, WhenWhole,
+    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, OnChange, Opened, StatFs, WhenMaterialized,
 };
 pub use health::{Health, HealthProblem, ProblemKind};
+pub use materialize::{BundleSizes, Policy};
 pub use metrics::{Metrics, Op};
 pub use permissions::{Readers, readers, readers_of, readers_text};
 pub use served::{ViewPlan, Volume, VolumeError, VolumeOptions};

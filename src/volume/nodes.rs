@@ -1,6 +1,6 @@
 //! The nodes of a volume: names, attributes and contents.
 
-use std::{ops::ControlFlow, time::Instant};
+use std::{ops::ControlFlow};
 
 use super::{
     exposition::{self, METRICS_BYTES},
@@ -235,7 +235,6 @@ impl Volume {
                 });
             }
             NodeRef::Fixed(FixedNode { kind: FixedKind::Directory { entries, .. }, .. }) => {
-                self.looks.listed(dir, Instant::now());
                 for (name, ino) in entries.iter().skip(to_usize(from)) {
                     if each(DirEntry { name: name.as_bytes(), ino: *ino, kind: self.kind(*ino) }).is_break() {
                         break;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use lru::LruCache;
 
-use super::{Ino, whole_files::Pin};
+use super::{Ino, materialize::Entry};
 use crate::{image::RowFile, read::OpenFile, source::FileId};
 
 /// Segments of closed files that are remembered with their tilings and tiles.
@@ -18,7 +18,8 @@ pub(super) enum Open {
     Original(FileId),
     Bytes(Arc<[u8]>),
     Rows(Arc<RowFile>),
-    Image(Arc<OpenFile>, Pin),
+    /// Tensors, and what keeps the file if it is materialized at some time.
+    Image(Arc<OpenFile>, Option<Arc<Entry>>),
 }
 
 /// Files made ready, open or lately closed: reopening finds tilings and tiles again.

@@ -2,78 +2,59 @@
 
 use std::{
     io,
-    path::Path,
     sync::{Arc, PoisonError, atomic::Ordering},
-    time::Instant,
 };
 
 use super::{
-    copies::Copies,
-    file_system::{Access, FsError, Handle, Ino, Opened, WhenWhole},
+    file_system::{Access, FsError, Handle, Ino, Opened, WhenMaterialized},
     health::ProblemKind,
+    materialize::{Entry, FileClass, Materializer, When},
     open_files::Open,
     served::Volume,
     tree::{FixedKind, FixedNode, NodeRef},
-    whole_files::{Pin, WholeFiles},
 };
 use crate::{
-    config::MadeWhole,
     image::{Content, FileImage},
     plan::Plan,
     read::counters::add,
-    read::{MapsAhead, OpenFile, ReadError},
+    read::{OpenFile, Prefault, ReadError, warm::Warm},
     source::{FileId, SourceError},
     tensor::to_usize,
 };
 
 impl Volume {
-    /// From now on copies each tensor file that was opened into the directory `dir`, for the kernel to read by itself.
+    /// From now on materializes the files that the policy wants, once the kernel may read files by itself.
     ///
     /// # Errors
-    /// The directory cannot hold unnamed files.
-    pub fn materialize(&mut self, dir: &Path) -> io::Result<()> {
-        self.copies = Some(Copies::new(dir.to_owned(), Arc::clone(&self.engine))?);
+    /// The system gives us no file system in memory, as it does only to root; or the directory cannot hold unnamed files.
+    pub fn enable_materialization(&mut self) -> io::Result<()> {
+        self.materializer = Materializer::new(&self.policy, &self.engine)?;
         Ok(())
     }
 
-    /// From now on makes files whole in memory when they are opened, for the kernel to read by itself: those that are not too
-    /// large for the engine's cache.
-    ///
-    /// # Errors
-    /// The system gives us no file system in memory, as it does only to root.
-    pub fn make_whole(&mut self, which: MadeWhole) -> io::Result<()> {
-        self.whole = match which {
-            MadeWhole::None => None,
-            MadeWhole::Tensors | MadeWhole::Auto | MadeWhole::All => Some((WholeFiles::new(&self.engine)?, which)),
+    /// When a file of tensors is materialized, if it is.
+    fn when_materialized(&self, ino: Ino, file: &OpenFile) -> Option<When> {
+        let class = match self.tree.node(ino)? {
+            NodeRef::InSubtree(..) => FileClass::Tensor,
+            NodeRef::Fixed(FixedNode { kind: FixedKind::File(node), .. }) if node.file.is_bundle() => FileClass::Bundle,
+            NodeRef::Fixed(FixedNode { kind: FixedKind::File(_), .. }) => FileClass::Mixed,
+            NodeRef::Fixed(_) => return None,
         };
-        Ok(())
+        self.policy.when(class, file.len_bytes())
     }
 
-    /// Whether a file should be made whole now that it is opened.
-    fn is_made_whole(&self, ino: Ino, file: &OpenFile) -> bool {
-        let Some((whole, which)) = &self.whole else { return false };
-        let chosen = match (which, self.tree.node(ino)) {
-            (MadeWhole::None, _) | (_, None) | (MadeWhole::Tensors, Some(NodeRef::Fixed(_))) => false,
-            (_, Some(NodeRef::InSubtree(..))) | (MadeWhole::All, Some(NodeRef::Fixed(_))) => true,
-            (MadeWhole::Auto, Some(NodeRef::Fixed(fixed))) => {
-                let in_parts = matches!(&fixed.kind, FixedKind::File(node) if node.file.is_read_in_parts());
-                !in_parts && (self.looks.opened(fixed.parent, ino, Instant::now()) || whole.has(ino))
-            }
-        };
-        chosen && whole.accepts(file.len_bytes())
+    /// What keeps a file that is being opened, if it is materialized at some time. An open that `may_begin` nothing finds a
+    /// file only if it is there.
+    fn hold(&self, ino: Ino, file: &OpenFile, may_begin: bool) -> Option<Arc<Entry>> {
+        let materializer = self.materializer.as_ref().filter(|_| !self.direct.accepts(file.name()))?;
+        let when = self.when_materialized(ino, file)?;
+        if may_begin { materializer.hold(ino, when) } else { materializer.hold_made(ino) }
     }
 
     /// Notes that a file of tensors is opened, read or closed.
     fn note_read(&self) {
-        if let Some((whole, _)) = &self.whole {
-            whole.note_read();
-        }
-    }
-
-    /// Notes that a file is closed that may be of many tensors.
-    fn note_closed(&self, ino: Ino, file: &OpenFile, pin: &Pin) {
-        if let (Some((_, MadeWhole::Auto)), Some(NodeRef::Fixed(fixed))) = (&self.whole, self.tree.node(ino)) {
-            self.looks.closed(fixed.parent, ino, pin.used(file.image().header_bytes()), Instant::now());
+        if let Some(materializer) = &self.materializer {
+            materializer.note_read();
         }
     }
 
@@ -116,19 +97,19 @@ impl Volume {
 
     /// Gives back memory of readers who are gone, and looks at sources. To be called every few seconds.
     pub fn watch(&self) {
-        self.settle();
+        self.trim();
         self.look_at_sources();
     }
 
     /// Gives back memory of readers who are gone. To be called every few seconds; never waits for storage.
-    pub fn settle(&self) {
-        if let Some((whole, _)) = &self.whole {
-            whole.drop_idle();
-            if whole.expects() {
+    pub fn trim(&self) {
+        if let Some(materializer) = &self.materializer {
+            materializer.drop_idle();
+            if Warm::chosen().prefault && materializer.expects() {
                 self.engine.keep_maps();
             }
         }
-        self.engine.settle();
+        self.engine.trim();
     }
 
     /// The source files that a file is made of.
@@ -170,16 +151,20 @@ impl Volume {
         })
     }
 
-    /// Opens a file whose sources are what they were.
-    pub(super) fn open_checked(&self, ino: Ino) -> Result<Opened, FsError> {
+    /// Opens a file whose sources are what they were. Nothing is materialized because of an open that `may_begin` nothing.
+    pub(super) fn open_checked(&self, ino: Ino, may_begin: bool) -> Result<Opened, FsError> {
+        let image = |file: Arc<OpenFile>| {
+            let entry = self.hold(ino, &file, may_begin);
+            Open::Image(file, entry)
+        };
         let open = if let Some(file) = self.remembered(ino) {
-            Open::Image(file, Pin::default())
+            image(file)
         } else {
             match self.content(ino)? {
                 Content::Original(file) => Open::Original(file),
                 Content::Bytes(bytes) => Open::Bytes(bytes),
                 Content::Rows(rows) => Open::Rows(rows),
-                Content::Image(image) => Open::Image(self.ready(ino, image), Pin::default()),
+                Content::Image(made) => image(self.ready(ino, made)),
             }
         };
         self.check(ino, &open)?;
@@ -195,12 +180,8 @@ impl Volume {
             }
             Open::Bytes(_) if self.is_live(ino) => Access::Direct,
             Open::Image(file, _) if self.direct.accepts(file.name()) => Access::Direct,
-            Open::Image(file, _) => match self.copies.as_ref().and_then(|copies| copies.get(ino)) {
-                Some(copy) => Access::Passthrough(copy),
-                None if self.is_made_whole(ino, file) => Access::Whole,
-                None => Access::Cached,
-            },
-            Open::Bytes(_) | Open::Rows(_) => Access::Cached,
+            Open::Image(_, Some(entry)) => entry.access(),
+            Open::Image(_, None) | Open::Bytes(_) | Open::Rows(_) => Access::Cached,
         };
         let handle = self.next_handle.fetch_add(1, Ordering::Relaxed);
         self.open.write().unwrap_or_else(PoisonError::into_inner).insert(handle, open);
@@ -254,63 +235,71 @@ impl Volume {
                 self.note_read();
                 self.read_checked(ino, reply, |reply| self.engine.read_original(file, offset, len, reply))
             }
-            Open::Image(file, pin) => {
+            Open::Image(file, entry) => {
                 self.note_read();
-                pin.note_read(len as u64);
-                self.read_checked(ino, reply, |reply| self.engine.read(&file, offset, len, reply))
+                self.read_checked(ino, reply, |reply| {
+                    let made = self.materializer.as_ref().zip(entry);
+                    if made.is_some_and(|(made, entry)| made.read(&entry, &file, offset, len, reply)) {
+                        return Ok(());
+                    }
+                    self.engine.read(&file, offset, len, reply)
+                })
             }
         }
     }
 
     pub(super) fn start(&self, passthrough: bool) {
-        if let (Some((whole, which)), true) = (&self.whole, passthrough) {
-            let (plans, which) = (self.views.clone(), *which);
-            let views = plans.clone().into_iter().flat_map(|plan| {
-                (0..plan.tensors.len())
-                    .filter_map(move |index| plan.tensors.get(index).map(|tensor| tensor.view.clone()))
-            });
-            let maps = MapsAhead::new(&self.engine, views);
-            whole.expect(maps, move |tell| plans.iter().for_each(|plan| tell_sizes(plan, which, tell)));
-        }
+        let Some(materializer) = self.materializer.as_ref().filter(|_| passthrough) else { return };
+        materializer.start();
+        let plans = self.views.clone();
+        let views = plans.clone().into_iter().flat_map(|plan| {
+            (0..plan.tensors.len()).filter_map(move |index| plan.tensors.get(index).map(|tensor| tensor.view.clone()))
+        });
+        let prefault = Warm::chosen().prefault.then(|| Prefault::new(&self.engine, views));
+        let policy = self.policy.clone();
+        materializer.expect(prefault, move |tell| {
+            let mut tell = |class, bytes, count| {
+                if policy.when(class, bytes).is_some() {
+                    tell(bytes, count);
+                }
+            };
+            for plan in plans {
+                tell_sizes(&plan, &mut tell);
+            }
+        });
     }
 
-    pub(super) fn make_open_whole(&self, ino: Ino, handle: Handle, then: WhenWhole) {
+    pub(super) fn materialize_open(&self, handle: Handle, then: WhenMaterialized) {
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned();
-        match (&self.whole, open) {
-            (Some((whole, _)), Some(Open::Image(file, pin))) => whole.make(ino, &file, pin, then),
+        match (&self.materializer, open) {
+            (Some(materializer), Some(Open::Image(file, Some(entry)))) => materializer.materialize(&entry, &file, then),
             (_, _) => then(None),
         }
     }
 
-    pub(super) fn close(&self, ino: Ino, handle: Handle) {
+    pub(super) fn close(&self, _ino: Ino, handle: Handle) {
         let open = self.open.write().unwrap_or_else(PoisonError::into_inner).remove(&handle.0);
         if let Some(Open::Image(..) | Open::Original(_)) = open {
             self.note_read();
         }
-        let Some(Open::Image(file, pin)) = open else { return };
-        self.note_closed(ino, &file, &pin);
-        if let Some(copies) = &self.copies
-            && !self.direct.accepts(file.name())
-        {
-            copies.want(ino, &file);
+        if let (Some(materializer), Some(Open::Image(file, Some(entry)))) = (&self.materializer, open) {
+            materializer.close(&entry, &file);
         }
     }
 }
 
-/// Tells sizes in bytes, and how many files may have each: of whole tensors, of a first device's shards, like which those of
-/// most others are, and, unless `which` leaves them out, of a device's file of all its tensors, header aside.
-fn tell_sizes(plan: &Plan, which: MadeWhole, tell: &mut dyn FnMut(u64, usize)) {
+/// Tells classes and sizes in bytes of files, and how many files may have each: of whole tensors, of a first device's shards,
+/// like which those of most others are, and of a device's file of all its tensors, header aside.
+fn tell_sizes(plan: &Plan, tell: &mut dyn FnMut(FileClass, u64, usize)) {
     let mut all = 0_u64;
     for tensor in &plan.tensors {
         let bytes_of = |elements| tensor.view.dtype().bytes_of(elements).expect("a plan's shards are whole bytes");
-        tell(bytes_of(tensor.view.shape().elements()), 1);
+        tell(FileClass::Tensor, bytes_of(tensor.view.shape().elements()), 1);
         if let Some(first) = plan.devices.first() {
             let bytes = bytes_of(plan.region(tensor, *first).shape().elements());
-            tell(bytes, plan.devices.len());
+            tell(FileClass::Tensor, bytes, plan.devices.len());
             all = all.saturating_add(bytes);
         }
     }
-    if which != MadeWhole::Tensors {
-        tell(all, plan.devices.len());
-    }
+    tell(FileClass::Bundle, all, plan.devices.len());
 }

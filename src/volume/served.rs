@@ -11,23 +11,21 @@ use std::{
 use lru::LruCache;
 
 use super::{
-    copies::Copies,
-    file_system::{Attr, DirEntry, FileSystem, FsError, Handle, Ino, OnChange, Opened, StatFs, WhenWhole},
+    file_system::{Attr, DirEntry, FileSystem, FsError, Handle, Ino, OnChange, Opened, StatFs, WhenMaterialized},
     health::Health,
-    looks::Looks,
+    materialize::{BundleSizes, Materializer, Policy},
     metrics::{Metrics, Op},
     open_files::{Open, Remembered},
     permissions::{Permissions, readers, readers_text},
     stats,
     tree::{Live, Tree, TreeBuilder},
     watched::Watched,
-    whole_files::WholeFiles,
 };
 use crate::{
     checkpoint::Checkpoint,
-    config::MadeWhole,
+    config::Materialize,
     host::budget::Budget,
-    image::{self, FormatInput, MadeOf, OWN, TextFile, file_ids, unavailable_text},
+    image::{self, Directory, FormatInput, MadeOf, OWN, TextFile, file_ids, unavailable_text},
     plan::{Allow, Plan, Problem, report},
     read::{Engine, EngineOptions, counters::add},
     source::permission::{Mounter, Overrides},
@@ -60,6 +58,8 @@ pub struct VolumeOptions {
     pub remount: String,
     /// What is said of owners and permission bits, in place of what the sources allow.
     pub overrides: Overrides,
+    /// Which tensor files are materialized, once [`Volume::enable_materialization`] is called.
+    pub materialize: Materialize,
 }
 
 /// Everything that keeps a volume from being made.
@@ -91,9 +91,8 @@ pub struct Volume {
     pub(super) watched: Watched,
     pub(super) remembered: Mutex<Remembered>,
     pub(super) direct: Allow,
-    pub(super) copies: Option<Copies>,
-    pub(super) whole: Option<(WholeFiles, MadeWhole)>,
-    pub(super) looks: Looks,
+    pub(super) policy: Policy,
+    pub(super) materializer: Option<Materializer>,
     pub(super) budget: Option<Budget>,
     pub(super) remount: String,
     pub(super) stats_bytes: usize,
@@ -122,10 +121,12 @@ impl Volume {
         );
         let mut problems = Vec::new();
         let mut root = TreeBuilder::default();
+        let mut bundles = BundleSizes::default();
         for (number, (view, shown)) in (0..).zip(views.iter().zip(shown)) {
             match shown {
                 Ok((shown, lacking)) => {
                     plan_text.push_str(&unavailable_text(&view.name, &lacking));
+                    add_bundles(&mut bundles, &view.plan, &shown);
                     let directory = if view.name.is_empty() { Some(&mut root) } else { root.directory(&view.name) };
                     let added = directory.map_or_else(|| Err(view.name.clone()), |at| at.add(number, shown));
                     let taken = "the name is taken by another view".to_owned();
@@ -134,8 +135,12 @@ impl Volume {
                 Err(found) => problems.extend(found),
             }
         }
+        let engine = Arc::new(Engine::new(checkpoint, options.engine));
+        let checkpoint = engine.checkpoint();
+        let policy = Policy::new(options.materialize, engine.reservable_bytes() as u64, bundles);
+        plan_text.push_str(&policy.text());
         let mounter = Mounter::of_this_process();
-        plan_text.push_str(&readers_text(&readers(&checkpoint, &mounter, &options.overrides)));
+        plan_text.push_str(&readers_text(&readers(checkpoint, &mounter, &options.overrides)));
         if let Some(directory) = root.directory(OWN) {
             let text = |text: String| TextFile::new(text.into_bytes(), MadeOf::Everything);
             directory.live("stats.json", Live::Stats);
@@ -149,12 +154,12 @@ impl Volume {
         let views: Vec<Arc<Plan>> = views.into_iter().map(|view| view.plan).collect();
         let remount = Some(options.remount).filter(|command| !command.is_empty());
         let tree = root.build();
-        let permissions = Permissions::new(&checkpoint, &views, &tree, mounter, options.overrides);
+        let permissions = Permissions::new(checkpoint, &views, &tree, mounter, options.overrides);
         Ok(Self {
             stats_bytes: stats::stats_bytes(checkpoint.source().as_ref()),
             budget: options.budget,
             remount: remount.unwrap_or_else(|| REMOUNT.to_owned()),
-            engine: Arc::new(Engine::new(checkpoint, options.engine)),
+            engine,
             views,
             tree,
             modified,
@@ -165,9 +170,8 @@ impl Volume {
             watched: Watched::default(),
             remembered: Mutex::new(Remembered { files: LruCache::unbounded(), segments: 0 }),
             direct: options.direct,
-            copies: None,
-            whole: None,
-            looks: Looks::default(),
+            policy,
+            materializer: None,
             permissions,
         })
     }
@@ -178,7 +182,7 @@ impl Volume {
             metrics: &self.metrics,
             engine: &self.engine,
             budget: self.budget.as_ref(),
-            shared_bytes: self.whole.as_ref().map(|(whole, _)| whole.used_bytes()),
+            shared_bytes: self.materializer.as_ref().and_then(Materializer::used_bytes),
             remount: &self.remount,
         }
     }
@@ -188,9 +192,22 @@ impl Volume {
         &self.metrics.health
     }
 
+    /// Which files are materialized.
+    pub fn policy(&self) -> &Policy {
+        &self.policy
+    }
+
     /// The engine that reads.
     pub fn engine(&self) -> &Arc<Engine> {
         &self.engine
+    }
+}
+
+/// Adds the files of a view that hold all tensors of a device.
+fn add_bundles(bundles: &mut BundleSizes, plan: &Plan, shown: &Directory) {
+    let formats = shown.bundles() / plan.devices.len().max(1);
+    for bytes in report::bytes_per_device(plan) {
+        (0..formats).for_each(|_| bundles.add(bytes));
     }
 }
 
@@ -221,7 +238,13 @@ impl FileSystem for Volume {
     }
 
     fn open(&self, ino: Ino) -> Result<Opened, FsError> {
-        self.open_checked(ino).inspect_err(|error| {
+        self.open_checked(ino, true).inspect_err(|error| {
+            add(&self.engine.counters().failed_opens, u64::from(*error == FsError::Io));
+        })
+    }
+
+    fn open_uncached(&self, ino: Ino) -> Result<Opened, FsError> {
+        self.open_checked(ino, false).inspect_err(|error| {
             add(&self.engine.counters().failed_opens, u64::from(*error == FsError::Io));
         })
     }
@@ -241,8 +264,8 @@ impl FileSystem for Volume {
         self.start(passthrough);
     }
 
-    fn make_whole(&self, ino: Ino, handle: Handle, then: WhenWhole) {
-        self.make_open_whole(ino, handle, then);
+    fn materialize(&self, _ino: Ino, handle: Handle, then: WhenMaterialized) {
+        self.materialize_open(handle, then);
     }
 
     fn release(&self, ino: Ino, handle: Handle) {

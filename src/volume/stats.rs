@@ -64,8 +64,8 @@ pub(super) struct Row {
 pub(super) fn held(engine: &Engine) -> [(&'static str, &'static str, u64); 7] {
     [
         ("tiles", "tiles_bytes", engine.cached_bytes() as u64),
-        ("materialized", "materialized_bytes", engine.whole_bytes() as u64),
-        ("prezeroed", "prezeroed_bytes", engine.blank_bytes() as u64),
+        ("materialized", "materialized_bytes", engine.materialized_bytes() as u64),
+        ("prezeroed", "prezeroed_bytes", engine.prezeroed_bytes() as u64),
         ("dropped", "dropped_bytes", engine.dropped_bytes() as u64),
         ("spare_buffers", "spare_buffers_bytes", engine.spare_buffer_bytes() as u64),
         ("thread_buffers", "thread_buffers_bytes", engine.thread_buffer_bytes() as u64),
@@ -108,8 +108,6 @@ impl Reported<'_> {
         let (counters, engine, metrics) = (self.counters(), self.engine, self.metrics);
         let row = |key, family, is_bytes, kind, help, value| Row { key, family, is_bytes, kind, help, value };
         let count = |key, help, counter: &AtomicU64| row(key, Some(key), false, Kind::Counter, help, get(counter));
-        let named =
-            |key, family, help, counter: &AtomicU64| row(key, Some(family), false, Kind::Counter, help, get(counter));
         let bytes =
             |key, family, help, counter: &AtomicU64| row(key, Some(family), true, Kind::Counter, help, get(counter));
         let held = |key, help, value: usize| row(key, None, true, Kind::Gauge, help, value as u64);
@@ -124,23 +122,19 @@ impl Reported<'_> {
             held("tile_bytes", "Bytes of tiles held now", engine.cached_bytes()),
             count("prefetched_tiles", "Tiles computed ahead of a sequential reader", &counters.prefetched),
             count("prefetch_hits", "Tiles computed ahead that a reader then asked for", &counters.prefetch_hits),
-            count("copied_files", "Files copied to the directory of --materialize", &counters.copied_files),
-            bytes("copied_bytes", "copied", "Bytes of copied files", &counters.copied_bytes),
-            named(
-                "whole_files",
-                "materialized_files",
-                "Files materialized in memory when opened",
-                &counters.whole_files,
-            ),
-            bytes("whole_bytes", "materialized", "Bytes of files materialized in memory", &counters.whole_bytes),
-            named(
-                "blank_files",
+            count("materialized_files", "Files materialized, in memory or on a disk", &counters.materialized_files),
+            bytes("materialized_bytes", "materialized", "Bytes of materialized files", &counters.materialized_bytes),
+            count(
                 "prezeroed_files_used",
                 "Files materialized in memory that was zeroed before",
-                &counters.blank_files,
+                &counters.prezeroed_files,
             ),
-            held("whole_bytes_held", "Bytes of materialized files held now", engine.whole_bytes()),
-            held("blank_bytes_held", "Bytes of pre-zeroed files held now", engine.blank_bytes()),
+            held(
+                "materialized_bytes_held",
+                "Bytes of materialized files in memory held now",
+                engine.materialized_bytes(),
+            ),
+            held("prezeroed_bytes_held", "Bytes of pre-zeroed buffers held now", engine.prezeroed_bytes()),
             count("failed_reads", "Reads that failed", &counters.failed_reads),
             count("failed_opens", "Opens that failed because of a source", &counters.failed_opens),
             count(

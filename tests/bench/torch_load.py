@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Speed of PyTorch's loaders on a mount, as ratios to the same loads from plain files in the same run. Run by hand:
 
-    "$(tests/python/setup.sh)/bin/python" tests/bench/torch_load.py [--size 2] [--runs 5] [--pause 0] [--only WORD] [--whole tensors]
+    "$(tests/python/setup.sh)/bin/python" tests/bench/torch_load.py [--size 2] [--runs 5] [--pause 0] [--only WORD] [--materialize memory]
 
 A generated bf16 Llama repository of SIZE gigabytes is mounted with `--layout hf --mesh fsdp=4`, for every repetition anew.
 
@@ -160,7 +160,7 @@ def measure(case: str, load: Load, plain: Path, shown: str, state: State, goals:
     load(plain, state)
     expected, repeat = values_of(state), range(run.runs)
     for turn in repeat:
-        mounted = mounting.mount(run.repo, run.work / "mnt", "--layout", "hf", "--mesh", MESH, "--whole", run.whole)
+        mounted = mounting.mount(run.repo, run.work / "mnt", "--layout", "hf", "--mesh", MESH, "--materialize", run.materialize)
         try:
             time.sleep(run.pause)
             for which in ("first", "second"):
@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="repetitions of each case")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds from each mount to its first load")
     parser.add_argument("--only", default="", help="only cases whose name contains this word")
-    parser.add_argument("--whole", default="auto", help="which files ckfs makes whole when they are opened")
+    parser.add_argument("--materialize", default="auto", help="which files ckfs materializes")
     parser.add_argument("--dir", default="/var/tmp", help="where the repository and the mount point are made, and deleted again")
     run = parser.parse_args()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -209,7 +209,7 @@ def main() -> None:
 def measure_all(run: argparse.Namespace) -> None:
     run.repo, own = run.work / "repo", run.work / f"dev{DEVICE}.safetensors"
     total = llama.write(run.repo, size_of(run.size))
-    mounted = mounting.mount(run.repo, run.work / "mnt", "--layout", "hf", "--mesh", MESH, "--whole", run.whole)
+    mounted = mounting.mount(run.repo, run.work / "mnt", "--layout", "hf", "--mesh", MESH, "--materialize", run.materialize)
     shutil.copyfile(mounted / f"safetensors/{own.name}", own)
     mounting.run("umount", mounted.point)
     read_through(run.repo)

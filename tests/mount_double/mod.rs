@@ -10,7 +10,7 @@ use std::{
 
 use ckfs::volume::{
     Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, Op, Opened, Permission, StatFs,
-    WhenWhole,
+    WhenMaterialized,
 };
 use nix::unistd::{getegid, geteuid};
 
@@ -46,14 +46,14 @@ pub(crate) enum Manner {
     Silent,
     /// Gives the counters.
     Stats,
-    /// Is made whole by another thread: the backing file.
-    Whole,
-    /// Cannot be made whole, and is good without.
-    NotWhole,
-    /// Panics when it is to be made whole.
-    WholePanics,
-    /// Forgets who waits for it to be made whole.
-    WholeForgets,
+    /// Is materialized by another thread: the backing file.
+    Materialized,
+    /// Cannot be materialized, and is good without.
+    NotMaterialized,
+    /// Panics when it is to be materialized.
+    MaterializePanics,
+    /// Forgets the open that waits until it is materialized.
+    MaterializeForgets,
 }
 
 /// Name and manner of each file in the root, from inode 2 on.
@@ -69,10 +69,10 @@ const FILES: [(&str, Manner); 15] = [
     ("silent", Manner::Silent),
     ("stats", Manner::Stats),
     ("tail", Manner::Good),
-    ("whole", Manner::Whole),
-    ("not-whole", Manner::NotWhole),
-    ("whole-panics", Manner::WholePanics),
-    ("whole-forgets", Manner::WholeForgets),
+    ("materialized", Manner::Materialized),
+    ("not-materialized", Manner::NotMaterialized),
+    ("materialize-panics", Manner::MaterializePanics),
+    ("materialize-forgets", Manner::MaterializeForgets),
 ];
 
 const LINK: Ino = Ino(50);
@@ -197,7 +197,15 @@ impl FileSystem for Double {
         let access = match (Self::manner(ino), &self.backing) {
             (Some(Manner::Direct | Manner::Stats), _) => Access::Direct,
             (Some(Manner::Passthrough), Some(file)) => Access::Passthrough(Arc::clone(file)),
-            (Some(Manner::Whole | Manner::NotWhole | Manner::WholePanics | Manner::WholeForgets), _) => Access::Whole,
+            (
+                Some(
+                    Manner::Materialized
+                    | Manner::NotMaterialized
+                    | Manner::MaterializePanics
+                    | Manner::MaterializeForgets,
+                ),
+                _,
+            ) => Access::Materialize,
             _ => Access::Cached,
         };
         Ok(Opened { handle: Handle(ino.0), access })
@@ -228,10 +236,10 @@ impl FileSystem for Double {
             | Manner::Direct
             | Manner::Passthrough
             | Manner::Stats
-            | Manner::Whole
-            | Manner::NotWhole
-            | Manner::WholePanics
-            | Manner::WholeForgets => reply(bytes),
+            | Manner::Materialized
+            | Manner::NotMaterialized
+            | Manner::MaterializePanics
+            | Manner::MaterializeForgets => reply(bytes),
             Manner::Slow => {
                 thread::sleep(Duration::from_millis(300));
                 reply(bytes);
@@ -248,17 +256,17 @@ impl FileSystem for Double {
         Ok(())
     }
 
-    fn make_whole(&self, ino: Ino, _handle: Handle, then: WhenWhole) {
+    fn materialize(&self, ino: Ino, _handle: Handle, then: WhenMaterialized) {
         match Self::manner(ino) {
-            Some(Manner::Whole) => {
+            Some(Manner::Materialized) => {
                 let backing = self.backing.clone();
                 thread::spawn(move || {
                     thread::sleep(Duration::from_millis(50));
                     then(backing);
                 });
             }
-            Some(Manner::WholePanics) => panic!("make_whole panics"),
-            Some(Manner::WholeForgets) => drop(then),
+            Some(Manner::MaterializePanics) => panic!("materialize panics"),
+            Some(Manner::MaterializeForgets) => drop(then),
             _ => then(None),
         }
     }

@@ -180,7 +180,7 @@ def test_damage_that_no_read_meets_is_noticed(own, two_files):
 
 def test_mapped_reader_gets_sigbus_not_zeros(own, two_files):
     """A client that maps a file whose source is gone dies by SIGBUS, as with any file system; the daemon does not."""
-    mounted = own(two_files.path, "--dtype", "bf16", "--whole", "none")
+    mounted = own(two_files.path, "--dtype", "bf16", "--materialize", "none")
     target = mounted / "full/layers/3/a"
     script = (
         "import mmap, sys\n"

@@ -96,7 +96,7 @@ def test_four_ranks(own, wide, mesh):
     """FSDP2 in four processes, each with a mount of its own, as on four hosts.
 
     From `safetensors/`, torch maps all files to look at their headers, and the kernel reads a megabyte of each, a quarter of it
-    tensors; the file that it then opens again is made whole. Under tensor parallelism a rank also takes small tensors out of
+    tensors; the file whose tensors it reads is materialized. Under tensor parallelism a rank also takes small tensors out of
     other ranks' files, with what the kernel reads around them.
     """
     mounts, ways = [own(wide.path, "--mesh", mesh, "--layout", "hf") for _ in range(4)], ("dcp", "safetensors")
@@ -111,9 +111,8 @@ def test_four_ranks(own, wide, mesh):
 
 @pytest.mark.parametrize("mesh", ["dp_shard=4", "fsdp=2,tp=2"])
 def test_four_ranks_of_a_host(own, wide, mesh):
-    """On one mount together: each byte of the repository once. From `safetensors/`, what of a file was read through the page cache
-    before it is made whole is fetched twice: what the kernel reads around its header, and around the small tensors that other
-    ranks take out of it. This allows a header and 2 MiB of each file; nothing but chance keeps several ranks below that."""
+    """On one mount together: each byte of the repository once. From `safetensors/`, files are made in pieces that all ranks share,
+    so that what the kernel reads around a header or a small tensor is not fetched again."""
     mounted, ways = own(wide.path, "--mesh", mesh, "--layout", "hf"), ("dcp", "safetensors")
     around = {"dcp": 0, "safetensors": 4 * ((2 << 20) + 2 * read_ahead_bytes(mounted))}
     for rows in torch_process.run([mounted.point] * 4, mesh, *ways):

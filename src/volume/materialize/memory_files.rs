@@ -9,7 +9,7 @@ use rustix::{
     mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount, fsopen},
 };
 
-/// Memory is taken in pages of so many bytes.
+/// Memory is taken in pages of this many bytes.
 pub(super) const HUGE_PAGE_BYTES: u64 = 2 << 20;
 
 /// A file system in memory.

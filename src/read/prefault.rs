@@ -23,13 +23,13 @@ const VIEW_BYTES_MIN: u64 = 1 << 20;
 
 /// Maps the source pages of views, a step at a time.
 #[derive(Debug)]
-pub struct MapsAhead {
+pub struct Prefault {
     engine: Weak<Engine>,
-    sources: MadeSources,
+    sources: PrefaultSources,
 }
 
 /// The tensors that large views are made of, each once, in parts.
-struct MadeSources {
+struct PrefaultSources {
     views: Box<dyn Iterator<Item = View> + Send>,
     seen: HashSet<TensorId>,
     /// What is left of the last view.
@@ -45,16 +45,19 @@ enum Found {
     Nothing,
 }
 
-impl fmt::Debug for MadeSources {
+impl fmt::Debug for PrefaultSources {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MadeSources").field("seen", &self.seen.len()).field("left", &self.left).finish_non_exhaustive()
+        f.debug_struct("PrefaultSources")
+            .field("seen", &self.seen.len())
+            .field("left", &self.left)
+            .finish_non_exhaustive()
     }
 }
 
-impl MapsAhead {
+impl Prefault {
     /// Of `views`, in this order.
     pub fn new(engine: &Arc<Engine>, views: impl Iterator<Item = View> + Send + 'static) -> Self {
-        Self { engine: Arc::downgrade(engine), sources: MadeSources::new(views) }
+        Self { engine: Arc::downgrade(engine), sources: PrefaultSources::new(views) }
     }
 
     /// Maps some more, and says whether anything may be left to do.
@@ -72,7 +75,7 @@ impl MapsAhead {
     }
 }
 
-impl MadeSources {
+impl PrefaultSources {
     fn new(views: impl Iterator<Item = View> + Send + 'static) -> Self {
         Self { views: Box::new(views), seen: HashSet::new(), left: VecDeque::new() }
     }
@@ -130,7 +133,7 @@ mod tests {
             let len = lengths.get(tensor.0 as usize).copied().unwrap_or(0);
             (FileId(tensor.0), ByteSpan::of_len(start, len).expect("short"))
         };
-        let mut sources = MadeSources::new(views.into_iter());
+        let mut sources = PrefaultSources::new(views.into_iter());
         let mut parts = Vec::new();
         let mut passed = 0;
         loop {

@@ -1,11 +1,10 @@
-//! Blank files in memory, made ready while nobody waits.
+//! Pre-zeroed buffers: files in memory that are zeroed while nobody waits.
 //!
-//! The kernel clears a page before it gives it away, and on a virtual machine the host may have to find one first. For a file
-//! that is made whole this takes from a third of the time to most of it, although it has nothing to do with what will be in
-//! the file. So files like those that will likely be made next are cleared beforehand, by one thread that pauses
-//! while files are made and read, and dropped if none was needed for a while.
+//! The kernel zeroes a page before it gives it away, and on a virtual machine the host may have to find one first. For a file
+//! that is materialized this takes from a third of the time to most of it. So one thread zeroes files of the sizes that are
+//! likely wanted next, pauses while files are made and read, and drops them if none was needed for a while.
 //!
-//! A blank is used once. The memory of a whole file that was dropped never becomes a blank: it may still be mapped.
+//! A buffer is used once. The memory of a materialized file that was dropped never becomes one: it may still be mapped.
 
 use std::{
     cmp::Reverse,
@@ -20,39 +19,39 @@ use std::{
 
 use super::memory_files::{HUGE_PAGE_BYTES, MemoryFiles, set_aside};
 use crate::{
-    read::{Engine, Reservation},
+    read::{Engine, Reservation, warm::Warm},
     tensor::to_usize,
 };
 
-/// Of the memory that whole files may take, blanks take this part.
+/// Of the memory that materialized files may take, buffers take this part.
 const PART: usize = 3;
-/// Most blanks at a time: each is an open file.
+/// Most buffers at a time: each is an open file.
 const COUNT_MAX: usize = 64;
-/// How long blanks are kept after the last file was made, or the mount.
+/// How long buffers are kept after the last file was made, or the mount.
 const IDLE: Duration = Duration::from_mins(1);
 /// For so long after the last sign of a reader none are made: he needs the processor and the memory now. The kernel reads whole
 /// files by itself, of which there is no sign between their opening and their closing.
 const QUIET: Duration = Duration::from_secs(1);
-/// Written over each page so that it is there. A file of huge pages is cleared by one page each time.
+/// Written over each page so that it is there. A file of huge pages is zeroed by one page each time.
 static ZEROS: [u8; 2 << 20] = [0; 2 << 20];
 
-/// A file that is cleared from the beginning as far as there was time, and no longer than that.
+/// A file that is zeroed from the beginning as far as there was time, and no longer than that.
 #[derive(Debug)]
-struct Blank {
+struct Buffer {
     file: File,
     /// How long it should become.
     bytes: u64,
-    cleared_bytes: u64,
+    zeroed_bytes: u64,
     _room: Reservation,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// Sizes in bytes that blanks should have, a size once for each, the most wanted first.
+    /// Sizes in bytes that buffers should have, a size once for each, the most wanted first.
     wanted: Vec<u64>,
-    ready: Vec<Blank>,
-    /// Whether blanks that are not among these have memory: one that a page is added to, and some on their way out.
-    clearing: bool,
+    ready: Vec<Buffer>,
+    /// Whether buffers that are not among these have memory: one that a page is added to, and some on their way out.
+    zeroing: bool,
     /// Files being made now.
     making: usize,
     /// When the last one was begun; none are made ready if it is not known.
@@ -71,28 +70,29 @@ struct Shared {
     changed: Condvar,
 }
 
-/// Blank files of the sizes that are likely wanted next.
+/// Pre-zeroed buffers of the sizes that are likely wanted next.
 #[derive(Debug)]
-pub(super) struct Blanks {
+pub(super) struct Prezeroed {
     shared: Arc<Shared>,
 }
 
-/// While there is one, no blanks are made.
+/// While there is one, no buffers are made.
 #[derive(Debug)]
 pub(super) struct Busy {
     shared: Arc<Shared>,
 }
 
-impl Blanks {
-    /// Blanks in `files` for at most a part of what may be reserved in `engine`. There are none until they are started.
+impl Prezeroed {
+    /// Buffers in `files` for at most a part of what may be reserved in `engine`. There are none until they are started.
     pub(super) fn new(files: &Arc<MemoryFiles>, engine: &Arc<Engine>) -> Self {
-        let bytes_max = (engine.reservable_bytes() / PART) as u64;
+        // Without a byte for buffers the thread only does what is to be done first.
+        let bytes_max = if Warm::chosen().zero { (engine.reservable_bytes() / PART) as u64 } else { 0 };
         let (files, engine) = (Arc::clone(files), Arc::downgrade(engine));
         let (state, changed) = (Mutex::default(), Condvar::new());
         Self { shared: Arc::new(Shared { files, engine, bytes_max, state, changed }) }
     }
 
-    /// Starts to make blanks. `sizes` tells in which sizes files may be wanted first, and how many of each. What `first` does is
+    /// Starts to make buffers. `sizes` tells in which sizes files may be wanted first, and how many of each. What `first` does is
     /// done before, in steps while nobody reads, until it says that there is no more.
     ///
     /// # Errors
@@ -103,8 +103,8 @@ impl Blanks {
         sizes: impl FnOnce() -> Vec<(u64, usize)> + Send + 'static,
     ) -> io::Result<()> {
         let maker = Arc::clone(&self.shared);
-        // Not of a lower priority: who opens a file waits for a page that is being cleared.
-        thread::Builder::new().name("ckfs-blank".to_owned()).spawn(move || {
+        // Not of a lower priority: who opens a file waits for a page that is being zeroed.
+        thread::Builder::new().name("ckfs-prezero".to_owned()).spawn(move || {
             let mut wanted = rounds(sizes());
             let mut state = maker.lock();
             wanted.extend_from_slice(&state.wanted);
@@ -115,17 +115,22 @@ impl Blanks {
         Ok(())
     }
 
-    /// Begins to make a file of so many bytes, in a blank of about that size if there is one. It is as long as it is cleared.
-    pub(super) fn take(&self, bytes: u64) -> (Option<File>, Busy) {
+    /// Notes that a file is being made, until the result is dropped.
+    pub(super) fn pause(&self) -> Busy {
+        self.shared.lock().making += 1;
+        Busy { shared: Arc::clone(&self.shared) }
+    }
+
+    /// A buffer for a file of `bytes` bytes, if there is one of about that size. It is as long as it is zeroed.
+    pub(super) fn take(&self, bytes: u64) -> Option<File> {
         let mut state = self.shared.lock();
-        state.making += 1;
         state.used = Some(Instant::now());
         // The one that a page is added to comes back after it, which the host may take long for.
-        while state.clearing && !state.has_ready(bytes) {
+        while state.zeroing && !state.has_ready(bytes) {
             state = self.shared.wait(state);
         }
         // Where there was none of this size, more are wanted than there were.
-        if state.ready.iter().any(|blank| blank.bytes == bytes)
+        if state.ready.iter().any(|buffer| buffer.bytes == bytes)
             && let Some(index) = state.wanted.iter().position(|wanted| *wanted == bytes)
         {
             state.wanted.remove(index);
@@ -133,13 +138,13 @@ impl Blanks {
         let mut wanted = std::mem::take(&mut state.wanted);
         wanted.insert(0, bytes);
         state.want(wanted, self.shared.bytes_max);
-        let least = |blank: &Blank| (blank.bytes.abs_diff(bytes), Reverse(blank.cleared_bytes));
-        let nearest = state.ready.iter().enumerate().min_by_key(|(_, blank)| least(blank));
+        let least = |buffer: &Buffer| (buffer.bytes.abs_diff(bytes), Reverse(buffer.zeroed_bytes));
+        let nearest = state.ready.iter().enumerate().min_by_key(|(_, buffer)| least(buffer));
         // What is cut off is lost, so it should not be the greater part.
-        let index = nearest.filter(|(_, blank)| blank.bytes / 2 <= bytes).map(|(index, _)| index);
-        let blank = index.map(|index| state.ready.swap_remove(index));
+        let index = nearest.filter(|(_, buffer)| buffer.bytes / 2 <= bytes).map(|(index, _)| index);
+        let buffer = index.map(|index| state.ready.swap_remove(index));
         drop(state);
-        (blank.map(|blank| blank.file), Busy { shared: Arc::clone(&self.shared) })
+        buffer.map(|buffer| buffer.file)
     }
 
     /// Whether readers are expected: a file was made of late, or could have been for the first time.
@@ -152,7 +157,7 @@ impl Blanks {
         self.shared.lock().read = Some(Instant::now());
     }
 
-    /// Gives all blanks up, as their memory is wanted for something else, until the next file is made.
+    /// Gives all buffers up, as their memory is wanted for something else, until the next file is made.
     pub(super) fn drop_all(&self) {
         let mut state = self.shared.lock();
         state.used = None;
@@ -162,7 +167,7 @@ impl Blanks {
     }
 }
 
-impl Drop for Blanks {
+impl Drop for Prezeroed {
     fn drop(&mut self) {
         self.shared.lock().ended = true;
         self.shared.changed.notify_all();
@@ -198,24 +203,24 @@ impl State {
         self.wanted = sizes;
     }
 
-    /// Whether one of this size is cleared to its end.
+    /// Whether one of this size is zeroed to its end.
     fn has_ready(&self, bytes: u64) -> bool {
-        self.ready.iter().any(|blank| blank.bytes == bytes && blank.cleared_bytes == bytes)
+        self.ready.iter().any(|buffer| buffer.bytes == bytes && buffer.zeroed_bytes == bytes)
     }
 
-    /// Takes out the blank to be cleared next, and those that nobody wants. If there is none of a size that is wanted before
-    /// the blank's, it is that size.
-    fn next(&mut self) -> (Next, Vec<Blank>) {
+    /// Takes out the buffer to be zeroed next, and those that nobody wants. If there is none of a size that is wanted before
+    /// the buffer's, it is that size.
+    fn next(&mut self) -> (Next, Vec<Buffer>) {
         let mut unwanted = std::mem::take(&mut self.ready);
         let mut next = Next::Nothing;
         for bytes in &self.wanted {
-            match unwanted.iter().position(|blank| blank.bytes == *bytes) {
+            match unwanted.iter().position(|buffer| buffer.bytes == *bytes) {
                 Some(index) => {
-                    let blank = unwanted.swap_remove(index);
-                    if matches!(next, Next::Nothing) && blank.cleared_bytes < blank.bytes {
-                        next = Next::Clear(blank);
+                    let buffer = unwanted.swap_remove(index);
+                    if matches!(next, Next::Nothing) && buffer.zeroed_bytes < buffer.bytes {
+                        next = Next::Zero(buffer);
                     } else {
-                        self.ready.push(blank);
+                        self.ready.push(buffer);
                     }
                 }
                 None if matches!(next, Next::Nothing) => next = Next::Missing(*bytes),
@@ -226,27 +231,27 @@ impl State {
     }
 }
 
-/// What to do for blanks.
+/// What to do for buffers.
 #[derive(Debug)]
 enum Next {
     /// One of this size is wanted.
     Missing(u64),
-    /// This one is not cleared to its end.
-    Clear(Blank),
+    /// This one is not zeroed to its end.
+    Zero(Buffer),
     /// There are enough.
     Nothing,
 }
 
-impl Blank {
+impl Buffer {
     /// Adds one page more.
-    fn clear_page(&mut self) -> io::Result<()> {
-        let left = to_usize(self.bytes - self.cleared_bytes);
+    fn zero_page(&mut self) -> io::Result<()> {
+        let left = to_usize(self.bytes - self.zeroed_bytes);
         let page = &ZEROS[..left.min(ZEROS.len())];
-        let end = self.cleared_bytes + page.len() as u64;
+        let end = self.zeroed_bytes + page.len() as u64;
         // What is written to a hole may come in small pages.
         set_aside(&self.file, end)?;
-        self.file.write_all_at(page, self.cleared_bytes)?;
-        self.cleared_bytes = end;
+        self.file.write_all_at(page, self.zeroed_bytes)?;
+        self.zeroed_bytes = end;
         Ok(())
     }
 }
@@ -264,7 +269,7 @@ impl Shared {
         self.changed.wait_timeout(state, most).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Makes blanks, a page at a time, whenever no file is being made or read.
+    /// Makes buffers, a page at a time, whenever no file is being made or read.
     fn make<'a>(&'a self, mut state: MutexGuard<'a, State>, first: &mut dyn FnMut() -> bool) {
         let mut left_first = true;
         while !state.ended {
@@ -288,43 +293,43 @@ impl Shared {
             let (next, unwanted) = if idle { (Next::Nothing, std::mem::take(&mut state.ready)) } else { state.next() };
             let size = match &next {
                 Next::Missing(bytes) => Some(*bytes),
-                Next::Clear(blank) => Some(blank.bytes),
+                Next::Zero(buffer) => Some(buffer.bytes),
                 Next::Nothing => None,
             };
             if size.is_none() && unwanted.is_empty() {
                 state = self.wait_for(state, left);
                 continue;
             }
-            state.clearing = true;
+            state.zeroing = true;
             drop(state);
             let work = || {
                 // They make room for the next.
                 drop(unwanted);
-                let mut blank = match next {
-                    Next::Clear(blank) => blank,
-                    Next::Missing(bytes) => self.blank(bytes)?,
+                let mut buffer = match next {
+                    Next::Zero(buffer) => buffer,
+                    Next::Missing(bytes) => self.buffer(bytes)?,
                     Next::Nothing => return None,
                 };
-                blank.clear_page().is_ok().then_some(blank)
+                buffer.zero_page().is_ok().then_some(buffer)
             };
-            let cleared = catch_unwind(AssertUnwindSafe(work)).unwrap_or(None);
+            let zeroed = catch_unwind(AssertUnwindSafe(work)).unwrap_or(None);
             state = self.lock();
-            state.clearing = false;
+            state.zeroing = false;
             self.changed.notify_all();
-            match cleared {
-                Some(blank) => state.ready.push(blank),
+            match zeroed {
+                Some(buffer) => state.ready.push(buffer),
                 // There is no room for it, or no memory. Others may find some.
                 None => state.wanted.retain(|wanted| Some(*wanted) != size),
             }
         }
     }
 
-    /// A blank of this size that nothing is in yet, if nothing else needs the memory.
-    fn blank(&self, bytes: u64) -> Option<Blank> {
+    /// A buffer of this size that nothing is in yet, if nothing else needs the memory.
+    fn buffer(&self, bytes: u64) -> Option<Buffer> {
         let room_bytes = usize::try_from(bytes.next_multiple_of(HUGE_PAGE_BYTES)).ok()?;
         let room = self.engine.upgrade()?.reserve_spare(room_bytes)?;
         let file = self.files.unnamed(0).ok()?;
-        Some(Blank { file, bytes, cleared_bytes: 0, _room: room })
+        Some(Buffer { file, bytes, zeroed_bytes: 0, _room: room })
     }
 }
 

@@ -1,0 +1,526 @@
+//! One file materialized: all of its bytes are made once, in pieces, into another file that the kernel then reads by itself.
+//!
+//! The file is cut into pieces. A piece is made by the first thread that takes it: a worker, which takes the next one that
+//! nobody has taken, or a reader, which takes those that it wants and waits only for them. So each byte is fetched and
+//! decoded once, whether a reader was faster or the workers were, and a reader never waits for the whole file. In memory a
+//! piece is made straight into the target, which each thread maps for itself; pieces of a transposed view are cut both ways,
+//! into spans of its rows and those into work slices of the lines of the source. On a disk a piece is made in a buffer and
+//! written: a write to a full disk is an error, where a store to a mapped file would be a signal.
+//!
+//! Pieces at both ends of the file are small: a program that reads only the header, or the directory of an archive at the
+//! end, has not much else made.
+#![allow(unsafe_code)]
+
+use std::{
+    fmt,
+    fs::File,
+    io,
+    ops::Range,
+    os::unix::fs::FileExt,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use memmap2::{MmapMut, MmapOptions, MmapRaw};
+use rustix::fs::{FallocateFlags, fallocate};
+
+use super::{Engine, OpenFile, ReadError, Reservation, counters::add};
+use crate::{
+    source::SourceError,
+    tensor::{Share, to_usize},
+};
+
+/// Least and most bytes of a piece that is written in order.
+const PIECE_BYTES_MIN: u64 = 1 << 20;
+const PIECE_BYTES_MAX: u64 = 4 << 20;
+/// Bytes at the begin of a file, and at its end, that are cut into the smallest pieces.
+const HEAD_BYTES: u64 = 4 << 20;
+const TAIL_BYTES: u64 = 1 << 20;
+/// Least bytes of a work slice of a transposed span. Smaller than other pieces, as these take several times as long.
+const SLICE_BYTES_MIN: u64 = 512 << 10;
+/// Most elements of each source line that are taken together. Each takes a page of the target, and the processor does not know
+/// many pages at once; but each such span visits all lines of the source again.
+const SPAN_ELEMENTS_MAX: u64 = 1024;
+/// Elements of two bytes in a cache line.
+const LINE_ELEMENTS: u64 = 32;
+/// Lines of the source that stay together: as many as are transposed at once, so that whole cache lines of the target are
+/// written.
+const SLICED_LINES: u64 = 128;
+/// Pieces for each thread at least, so that none is left with much while others are done.
+const PIECES_PER_THREAD: u64 = 2;
+/// Work slices of a transposed view for each thread, unless they would be small: threads differ more in how long these take them.
+const SLICES_PER_THREAD: u64 = 8;
+/// Memory is taken in multiples of this many bytes: a huge page.
+const MEMORY_STEP_BYTES: u64 = 2 << 20;
+/// How far ahead of the next piece source pages are asked for, in bytes of the file.
+const AHEAD_BYTES: u64 = 32 << 20;
+/// Time between questions whether a piece that another thread makes is still worth waiting for.
+const GIVE_UP_PERIOD: Duration = Duration::from_millis(250);
+
+/// Why a file was not materialized.
+#[derive(Debug, thiserror::Error)]
+pub enum MaterializeError {
+    /// Its bytes could not be made.
+    #[error("{0}")]
+    Read(#[from] ReadError),
+    /// There is no memory, or no place on the disk, for them.
+    #[error("{0}")]
+    Room(#[from] io::Error),
+}
+
+/// The file that receives the bytes.
+#[derive(Clone, Debug)]
+pub enum Target {
+    /// A file in memory, at least as long as the materialized one. Its memory is taken piece by piece, unless it was set aside.
+    Memory(Arc<File>),
+    /// An empty file on a disk.
+    Disk(Arc<File>),
+}
+
+/// A piece of a file, which one thread makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Piece {
+    /// The bytes that it lies in.
+    start: u64,
+    end: u64,
+    /// The segment and the slice of its work, if others make the rest of these bytes.
+    sliced: Option<(usize, Share)>,
+}
+
+/// What became of a piece.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    Free,
+    Taken,
+    Made,
+}
+
+type Done = Box<dyn FnOnce(Result<(), MaterializeError>) + Send>;
+
+/// How far it is.
+#[derive(Default)]
+struct Progress {
+    /// Of each piece; empty until the file was cut.
+    stages: Vec<Stage>,
+    /// No piece before this one is free.
+    next: usize,
+    /// Pieces that are not made.
+    left: usize,
+    /// What failed first.
+    error: Option<MaterializeError>,
+    /// Is told the end, once all of the file was asked for.
+    done: Option<Done>,
+}
+
+/// A file that is being materialized, or was.
+pub struct Materializing {
+    engine: Arc<Engine>,
+    file: Arc<OpenFile>,
+    target: Target,
+    /// The file's pieces, by their begin.
+    pieces: OnceLock<Result<Box<[Piece]>, ReadError>>,
+    /// Another map of the target, which what was made is read from.
+    view: OnceLock<Option<MmapRaw>>,
+    /// Up to where source pages were asked for.
+    asked: AtomicU64,
+    failed: AtomicBool,
+    progress: Mutex<Progress>,
+    changed: Condvar,
+}
+
+impl fmt::Debug for Materializing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} in {:?}", self.file.name(), self.target)
+    }
+}
+
+impl Engine {
+    /// Sets aside memory of the tile cache for something else, if tiles in use leave as much.
+    pub fn reserve(&self, bytes: usize) -> Option<Reservation> {
+        self.cache.reserve(bytes)
+    }
+
+    /// Sets aside memory that nothing else has now.
+    pub fn reserve_spare(&self, bytes: usize) -> Option<Reservation> {
+        self.cache.reserve_spare(bytes)
+    }
+
+    /// Most bytes that may be set aside at once.
+    pub fn reservable_bytes(&self) -> usize {
+        self.cache.reservable_bytes()
+    }
+
+    /// The pieces of a file: in order of their begin, together all of it. Those of one transposed span have the same begin and
+    /// end.
+    fn pieces(&self, file: &OpenFile, threads: u64, sliced: bool) -> Result<Box<[Piece]>, ReadError> {
+        let len_bytes = file.len_bytes();
+        let most = (len_bytes / (threads * PIECES_PER_THREAD)).clamp(PIECE_BYTES_MIN, PIECE_BYTES_MAX);
+        let step = most.next_power_of_two();
+        let (mut pieces, mut open) = (Vec::new(), 0);
+        let close = |pieces: &mut Vec<Piece>, open: &mut u64, end: u64, least: u64| {
+            if end - *open >= least {
+                pieces.push(Piece { start: *open, end, sliced: None });
+                *open = end;
+            }
+        };
+        for segment in 0..file.image().segments().len() {
+            let (start, end) = (file.image().start_of(segment), file.image().start_of(segment + 1));
+            let row_bytes = if sliced { self.transposed_row_bytes(file, segment)? } else { None };
+            let Some(row_bytes) = row_bytes.filter(|_| end - start >= PIECE_BYTES_MIN) else {
+                close(&mut pieces, &mut open, start, PIECE_BYTES_MIN / 2);
+                let mut at = start;
+                loop {
+                    let is_end = at < HEAD_BYTES || at + TAIL_BYTES >= len_bytes;
+                    at = (at + 1).next_multiple_of(if is_end { PIECE_BYTES_MIN } else { step });
+                    if at >= end {
+                        break;
+                    }
+                    close(&mut pieces, &mut open, at, if is_end { 1 } else { PIECE_BYTES_MIN / 2 });
+                }
+                continue;
+            };
+            close(&mut pieces, &mut open, start, 1);
+            let rows = ((end - start) / row_bytes).max(1);
+            let spans = rows.div_ceil(SPAN_ELEMENTS_MAX.max(PIECE_BYTES_MIN / row_bytes));
+            let span_rows = rows.div_ceil(spans).next_multiple_of(LINE_ELEMENTS).min(rows);
+            let span_bytes = span_rows * row_bytes;
+            // As many for each thread, unless they would be small.
+            let wanted = (threads * SLICES_PER_THREAD).div_ceil(spans).next_multiple_of(threads);
+            let of = wanted.min(span_bytes.div_ceil(SLICE_BYTES_MIN)).max(1);
+            while open < end {
+                let (start, end) = (open, end.min(open + span_bytes));
+                let slice = |index| Some((segment, Share { index, of, lines: SLICED_LINES }));
+                pieces.extend((0..of).map(|index| Piece { start, end, sliced: slice(index) }));
+                open = end;
+            }
+        }
+        close(&mut pieces, &mut open, len_bytes, 1);
+        Ok(pieces.into_boxed_slice())
+    }
+
+    /// Makes a piece of a file in its place in `target`.
+    fn make_piece(&self, file: &OpenFile, piece: Piece, mut target: &mut [u8]) -> Result<(), ReadError> {
+        if let Some((segment, slice)) = piece.sliced {
+            let start = file.image().start_of(segment);
+            return self.make_share(file, segment, piece.start - start, piece.end - start, target, slice);
+        }
+        for (segment, low, high) in file.image().spans(piece.start, piece.end) {
+            let Some(place) = target.split_off_mut(..to_usize(high - low)) else { break };
+            self.make_within(file, segment, low, high, place)?;
+        }
+        if target.is_empty() {
+            Ok(())
+        } else {
+            Err(ReadError::Internal { what: "the segments of a piece do not fill it" })
+        }
+    }
+}
+
+impl Materializing {
+    /// Prepares to materialize a file in `target`; nothing is made yet.
+    ///
+    /// # Errors
+    /// A target in memory that is shorter than the file.
+    pub fn new(engine: &Arc<Engine>, file: &Arc<OpenFile>, target: Target) -> io::Result<Self> {
+        if let Target::Memory(memory) = &target {
+            let (expected, found) = (file.len_bytes(), memory.metadata()?.len());
+            if found < expected {
+                return Err(io::Error::other(format!("expected a file of {expected} bytes, found {found}")));
+            }
+        }
+        Ok(Self {
+            engine: Arc::clone(engine),
+            file: Arc::clone(file),
+            target,
+            pieces: OnceLock::new(),
+            view: OnceLock::new(),
+            asked: AtomicU64::new(0),
+            failed: AtomicBool::new(false),
+            progress: Mutex::default(),
+            changed: Condvar::new(),
+        })
+    }
+
+    /// Has all threads of the engine make what is left; one of them then calls `done`. `done` is dropped if the engine ends
+    /// before.
+    pub fn make_all(self: &Arc<Self>, done: impl FnOnce(Result<(), MaterializeError>) + Send + 'static) {
+        self.lock().done = Some(Box::new(done));
+        let first = Arc::clone(self);
+        // Lowering the views of a file of many may take a while, which the caller need not wait for.
+        self.engine.workers.submit(move || {
+            let helpers = first.pieces().map_or(0, <[Piece]>::len).min(first.threads()).saturating_sub(1);
+            for _ in 0..helpers {
+                let helping = Arc::clone(&first);
+                first.engine.workers.submit_beside(move || helping.work());
+            }
+            first.work();
+        });
+    }
+
+    /// Makes what is left in this thread, and returns how it ended.
+    ///
+    /// # Errors
+    /// [`MaterializeError`]; the target then holds anything.
+    pub fn make_here(&self) -> Result<(), MaterializeError> {
+        let (tell, told) = std::sync::mpsc::channel();
+        self.lock().done = Some(Box::new(move |result| drop(tell.send(result))));
+        self.work();
+        told.recv().unwrap_or(Err(ReadError::Internal { what: "another thread still makes a piece" }.into()))
+    }
+
+    /// Counts the file as materialized.
+    pub fn count(&self) {
+        add(&self.engine.counters.materialized_files, 1);
+        add(&self.engine.counters.materialized_bytes, self.file.len_bytes());
+    }
+
+    /// Has the threads stop soon: nobody wants the file any more.
+    pub fn abandon(&self) {
+        self.fail(ReadError::Internal { what: "the file was abandoned before it was materialized" }.into());
+    }
+
+    /// Hands the bytes `start..end`, which end within the file, to `reply`, once they are made: pieces that nobody has taken are
+    /// made by this thread. False, without a call of `reply`, if they cannot be had here: something failed, or a source has
+    /// changed or gives no answer, which a reader meets where it reads otherwise; or the target is on a disk.
+    ///
+    /// # Panics
+    /// If `end` is beyond the end of the file.
+    pub fn read(&self, start: u64, end: u64, reply: &mut dyn FnMut(&[u8])) -> bool {
+        let Target::Memory(_) = self.target else { return false };
+        let Ok(pieces) = self.pieces() else { return false };
+        let mut map = None;
+        if !touched(pieces, start, end).all(|index| self.have(index, pieces, &mut map)) {
+            return false;
+        }
+        drop(map);
+        // A piece may have been made long ago.
+        if self.check_sources().is_err() {
+            return false;
+        }
+        let Some(view) = self.view.get_or_init(|| self.view().ok()) else { return false };
+        let (from, len) = (to_usize(start), to_usize(end - start));
+        assert!(from + len <= view.len(), "bytes {start}..{end} end within {} bytes", view.len());
+        // SAFETY: the bytes are inside the map, which lives as long as `self`, and their memory is there and stays: the file has no
+        // name, and nobody shortens it. All pieces that they lie in are made, and a piece that is made is never written again.
+        reply(unsafe { std::slice::from_raw_parts(view.as_ptr().add(from), len) });
+        true
+    }
+
+    /// Checks that the open sources of the file are what they were.
+    fn check_sources(&self) -> Result<(), SourceError> {
+        self.engine.sources_of(&self.file).iter().try_for_each(|id| self.engine.source().check(*id))
+    }
+
+    /// Waits until a piece is made, or makes it. Whether it is there.
+    fn have(&self, index: usize, pieces: &[Piece], map: &mut Option<MmapMut>) -> bool {
+        let mut progress = self.lock();
+        loop {
+            if self.failed.load(Ordering::Relaxed) {
+                return false;
+            }
+            match progress.stages[index] {
+                Stage::Made => return true,
+                Stage::Free => {
+                    progress.stages[index] = Stage::Taken;
+                    drop(progress);
+                    self.make(index, pieces[index], map);
+                    progress = self.lock();
+                }
+                Stage::Taken => {
+                    let waited = self.changed.wait_timeout(progress, GIVE_UP_PERIOD);
+                    let (found, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+                    progress = found;
+                    if timeout.timed_out() && self.engine.stall(&self.file).is_some() {
+                        return false;
+                    }
+                }
+            }
+        }
+    }
+
+    fn threads(&self) -> usize {
+        self.engine.workers.count().max(1)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn pieces(&self) -> Result<&[Piece], ReadError> {
+        let cut = self.pieces.get_or_init(|| {
+            let sliced = matches!(self.target, Target::Memory(_));
+            let pieces = self.engine.pieces(&self.file, self.threads() as u64, sliced)?;
+            let mut progress = self.lock();
+            progress.stages = vec![Stage::Free; pieces.len()];
+            progress.left = pieces.len();
+            Ok(pieces)
+        });
+        cut.as_deref().map_err(Clone::clone)
+    }
+
+    /// Makes pieces until none is left that nobody has taken.
+    fn work(&self) {
+        let pieces = match self.pieces() {
+            Ok(pieces) => pieces,
+            Err(error) => return self.fail(error.into()),
+        };
+        let mut map = None;
+        while let Some(index) = self.take_next() {
+            self.ask_ahead(pieces[index].start);
+            self.make(index, pieces[index], &mut map);
+        }
+        self.finish_if_made();
+    }
+
+    fn take_next(&self) -> Option<usize> {
+        let mut progress = self.lock();
+        if self.failed.load(Ordering::Relaxed) {
+            return None;
+        }
+        let next = progress.next;
+        let found = progress.stages.iter().skip(next).position(|stage| *stage == Stage::Free)? + next;
+        progress.next = found + 1;
+        progress.stages[found] = Stage::Taken;
+        Some(found)
+    }
+
+    /// Makes a piece that this thread has taken.
+    fn make(&self, index: usize, piece: Piece, map: &mut Option<MmapMut>) {
+        let made = catch_unwind(AssertUnwindSafe(|| self.try_make(piece, map)));
+        if let Err(error) = made.unwrap_or(Err(ReadError::Panicked.into())) {
+            return self.fail(error);
+        }
+        let mut progress = self.lock();
+        progress.stages[index] = Stage::Made;
+        progress.left -= 1;
+        drop(progress);
+        self.changed.notify_all();
+        self.finish_if_made();
+    }
+
+    fn try_make(&self, piece: Piece, map: &mut Option<MmapMut>) -> Result<(), MaterializeError> {
+        match &self.target {
+            Target::Memory(memory) => {
+                // A store to a page for which there is no memory would be a signal.
+                let low = piece.start / MEMORY_STEP_BYTES * MEMORY_STEP_BYTES;
+                let high = piece.end.next_multiple_of(MEMORY_STEP_BYTES).min(self.file.len_bytes());
+                fallocate(&**memory, FallocateFlags::empty(), low, high - low).map_err(io::Error::from)?;
+                let map = match map {
+                    Some(map) => map,
+                    None => map.insert(self.map(memory)?),
+                };
+                let place = map.get_mut(place_of(piece));
+                let target = place.ok_or(ReadError::Internal { what: "a piece lies outside its file" })?;
+                Ok(self.engine.make_piece(&self.file, piece, target)?)
+            }
+            Target::Disk(disk) => {
+                let mut buffer = self.engine.buffers.take(to_usize(piece.end - piece.start));
+                self.engine.make_piece(&self.file, piece, &mut buffer)?;
+                Ok(disk.write_all_at(&buffer, piece.start)?)
+            }
+        }
+    }
+
+    /// A map of all of the target, for one thread to write to.
+    fn map(&self, memory: &File) -> io::Result<MmapMut> {
+        let len = usize::try_from(self.file.len_bytes()).map_err(io::Error::other)?;
+        // SAFETY: the file is an unnamed one that nobody shortens, and the memory of a piece is there before it is written to.
+        // Others write to it meanwhile, through maps of their own. Each byte is written by one thread, and making a piece reads none:
+        // the spans of two work slices are the same bytes, of which each writes its own.
+        unsafe { MmapOptions::new().len(len).map_mut(memory) }
+    }
+
+    /// A map of all of the target, for readers of what was made.
+    fn view(&self) -> io::Result<MmapRaw> {
+        let Target::Memory(memory) = &self.target else { return Err(io::ErrorKind::Unsupported.into()) };
+        let len = usize::try_from(self.file.len_bytes()).map_err(io::Error::other)?;
+        MmapOptions::new().len(len).map_raw_read_only(&**memory)
+    }
+
+    fn ask_ahead(&self, start: u64) {
+        let end = self.file.len_bytes().min(start + AHEAD_BYTES);
+        let asked = self.asked.fetch_max(end, Ordering::Relaxed);
+        if asked < end {
+            self.engine.ask(&self.file, asked.max(start), end);
+        }
+    }
+
+    /// Notes the first failure and tells all who wait.
+    fn fail(&self, error: MaterializeError) {
+        let mut progress = self.lock();
+        self.failed.store(true, Ordering::Relaxed);
+        let error = progress.error.take().unwrap_or(error);
+        let done = progress.done.take();
+        // Whoever asks for all of it later is told too.
+        if done.is_none() {
+            progress.error = Some(error);
+            drop(progress);
+            self.changed.notify_all();
+            return;
+        }
+        drop(progress);
+        self.changed.notify_all();
+        if let Some(done) = done {
+            done(Err(error));
+        }
+    }
+
+    /// Tells the end, if all is made and all was asked for.
+    fn finish_if_made(&self) {
+        let mut progress = self.lock();
+        let failed = self.failed.load(Ordering::Relaxed);
+        if !failed && progress.left > 0 {
+            return;
+        }
+        let Some(done) = progress.done.take() else { return };
+        let error = progress.error.take();
+        drop(progress);
+        done(match error {
+            Some(error) => Err(error),
+            None if failed => {
+                Err(ReadError::Internal { what: "the file failed before all of it was asked for" }.into())
+            }
+            // A piece may have been made long before the last one.
+            None => self.engine.check(&self.file).map_err(MaterializeError::from),
+        });
+    }
+}
+
+fn place_of(piece: Piece) -> Range<usize> {
+    to_usize(piece.start)..to_usize(piece.end)
+}
+
+/// The pieces that `start..end` touches.
+fn touched(pieces: &[Piece], start: u64, end: u64) -> Range<usize> {
+    let first = pieces.partition_point(|piece| piece.end <= start);
+    let last = pieces.partition_point(|piece| piece.start < end);
+    first..last.max(first)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_span_touches_all_slices_of_the_pieces_that_it_lies_in() {
+        let slice = |index| Some((0, Share { index, of: 2, lines: 1 }));
+        let pieces: Vec<Piece> = [(0, 4, None), (4, 8, slice(0)), (4, 8, slice(1)), (8, 9, None)]
+            .map(|(start, end, sliced)| Piece { start, end, sliced })
+            .into();
+        for ((start, end), expected) in [
+            ((0, 1), 0..1),
+            ((0, 4), 0..1),
+            ((3, 5), 0..3),
+            ((5, 6), 1..3),
+            ((7, 9), 1..4),
+            ((8, 9), 3..4),
+            ((9, 9), 4..4),
+        ] {
+            assert_eq!(touched(&pieces, start, end), expected, "{start}..{end}");
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! Materialized files in a directory: unnamed, so that no process finds them again, and their space is free once this one ends.
+
+use std::{
+    fs::{File, OpenOptions},
+    io,
+    os::unix::fs::OpenOptionsExt,
+    path::PathBuf,
+    sync::{Arc, mpsc},
+    thread,
+};
+
+use nix::sys::statvfs::statvfs;
+
+use super::entry::{CompletionGuard, Entry, Making, State};
+use crate::read::{Engine, MaterializeError, Materializing, OpenFile, Target};
+
+/// The part of a file system that is left free: one of this many.
+const KEPT_FREE: u64 = 20;
+
+/// A directory for files.
+#[derive(Debug)]
+pub(super) struct Disk {
+    directory: PathBuf,
+}
+
+impl Disk {
+    /// Files in a directory.
+    ///
+    /// # Errors
+    /// It cannot hold unnamed files.
+    pub(super) fn new(directory: PathBuf) -> io::Result<Self> {
+        let disk = Self { directory };
+        disk.unnamed()?;
+        Ok(disk)
+    }
+
+    /// Starts the thread that makes the files that it is sent, one at a time. It ends when all senders are gone.
+    ///
+    /// # Errors
+    /// The system starts no thread.
+    pub(super) fn start(self, engine: Arc<Engine>) -> io::Result<mpsc::Sender<(Arc<Entry>, Arc<OpenFile>)>> {
+        let (closed, queue) = mpsc::channel::<(Arc<Entry>, Arc<OpenFile>)>();
+        thread::Builder::new().name("ckfs-to-disk".to_owned()).spawn(move || {
+            for (entry, file) in queue {
+                self.make(&engine, &entry, &file);
+            }
+        })?;
+        Ok(closed)
+    }
+
+    fn make(&self, engine: &Arc<Engine>, entry: &Arc<Entry>, file: &Arc<OpenFile>) {
+        let guard = CompletionGuard::new(entry, file, None);
+        let begun = self.target(file.len_bytes()).and_then(|target| {
+            let target = Arc::new(target);
+            let pieces = Arc::new(Materializing::new(engine, file, Target::Disk(Arc::clone(&target)))?);
+            let making =
+                Making { pieces: Arc::clone(&pieces), target, room: None, is_begun: true, waiting: Vec::new() };
+            let mut state = entry.lock();
+            match &*state {
+                State::Absent => *state = State::Making(making),
+                // The mount has ended.
+                State::Making(_) | State::Made(_) | State::Failed => return Ok(None),
+            }
+            Ok(Some(pieces))
+        });
+        match begun {
+            Ok(Some(pieces)) => guard.end(pieces.make_here()),
+            Ok(None) => guard.end(Ok(())),
+            Err(error) => {
+                *entry.lock() = State::Failed;
+                tracing::warn!(file = file.name(), "not materialized: {error}");
+                guard.end(Err(MaterializeError::Room(error)));
+            }
+        }
+    }
+
+    /// An empty file, where there is room for one of `len_bytes` bytes.
+    fn target(&self, len_bytes: u64) -> io::Result<File> {
+        let failed = |error: &dyn std::fmt::Display| io::Error::other(format!("{}: {error}", self.directory.display()));
+        let space = statvfs(&self.directory).map_err(|errno| failed(&errno))?;
+        let (free_bytes, all_bytes) =
+            (space.blocks_available() * space.fragment_size(), space.blocks() * space.fragment_size());
+        if free_bytes.saturating_sub(all_bytes / KEPT_FREE) < len_bytes {
+            let kept = format!("{free_bytes} bytes are free, of which a {KEPT_FREE}th of the file system is kept");
+            return Err(failed(&format!("{kept}; expected {len_bytes}")));
+        }
+        self.unnamed().map_err(|error| failed(&error))
+    }
+
+    fn unnamed(&self) -> io::Result<File> {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).custom_flags(libc::O_TMPFILE).mode(0o600).open(&self.directory)
+    }
+}

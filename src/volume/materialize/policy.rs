@@ -1,0 +1,216 @@
+//! Which files are materialized: decided once, at mount, from what was asked for, sizes, and the budget.
+
+use std::{fmt::Write, path::PathBuf};
+
+use serde_json::{Value, json};
+
+use super::memory_files::HUGE_PAGE_BYTES;
+use crate::{config::Materialize, plan::report::human_bytes};
+
+/// Smaller files are not worth a file of their own: a request or two of the kernel's read them.
+const BYTES_MIN: u64 = 1 << 20;
+
+/// What a file holds, as far as materialization goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::volume) enum FileClass {
+    /// One tensor, or a part of one.
+    Tensor,
+    /// All tensors of a device.
+    Bundle,
+    /// Several tensors, of which a reader may want a few only.
+    Mixed,
+}
+
+/// When a file is materialized.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::volume) enum When {
+    /// When it is opened. The open waits, so that the kernel reads all of it by itself.
+    Opened,
+    /// In pieces as its tensors are read, and all of it once some of them were.
+    Read,
+    /// After it was closed.
+    Closed,
+}
+
+/// The bundles that a mount lists.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BundleSizes {
+    /// How many.
+    pub files: u64,
+    /// Memory for all of them, in bytes.
+    pub bytes: u64,
+}
+
+impl BundleSizes {
+    /// Adds a bundle of tensors of this many bytes.
+    pub fn add(&mut self, bytes: u64) {
+        self.files += 1;
+        self.bytes = self.bytes.saturating_add(bytes.saturating_add(1).next_multiple_of(HUGE_PAGE_BYTES));
+    }
+}
+
+/// Which files are materialized, and where.
+#[derive(Clone, Debug)]
+pub struct Policy {
+    wanted: Materialize,
+    /// Most bytes of all files in memory, and of one.
+    budget_bytes: u64,
+    file_bytes_max: u64,
+    bundles: BundleSizes,
+}
+
+impl Policy {
+    /// What follows from a setting where files may take `budget_bytes` of memory together.
+    pub fn new(wanted: Materialize, budget_bytes: u64, bundles: BundleSizes) -> Self {
+        // Half of the cache, of which the budget is three quarters: so that a file does not take turns with others.
+        Self { wanted, budget_bytes, file_bytes_max: budget_bytes / 3 * 2, bundles }
+    }
+
+    /// The directory of files on a disk, if they are there.
+    pub fn directory(&self) -> Option<&PathBuf> {
+        match &self.wanted {
+            Materialize::Dir(directory) => Some(directory),
+            Materialize::None | Materialize::Auto | Materialize::Memory => None,
+        }
+    }
+
+    /// Whether files are materialized in memory.
+    pub fn in_memory(&self) -> bool {
+        matches!(self.wanted, Materialize::Auto | Materialize::Memory)
+    }
+
+    /// Whether all bundles fit the budget together.
+    pub fn bundles_fit(&self) -> bool {
+        self.bundles.bytes <= self.budget_bytes
+    }
+
+    /// When a file of `len_bytes` bytes is materialized, if it is.
+    pub(in crate::volume) fn when(&self, class: FileClass, len_bytes: u64) -> Option<When> {
+        let fits = (BYTES_MIN..=self.file_bytes_max).contains(&len_bytes);
+        match (&self.wanted, class) {
+            (Materialize::None, _) | (Materialize::Auto, FileClass::Mixed) => None,
+            (Materialize::Dir(_), _) => Some(When::Closed),
+            (Materialize::Auto | Materialize::Memory, FileClass::Tensor) => fits.then_some(When::Opened),
+            (Materialize::Auto, FileClass::Bundle) => {
+                (self.bundles_fit() && len_bytes >= BYTES_MIN).then_some(When::Read)
+            }
+            (Materialize::Memory, FileClass::Bundle | FileClass::Mixed) => fits.then_some(When::Read),
+        }
+    }
+
+    /// What is materialized, in a line of the plan.
+    pub fn text(&self) -> String {
+        let (least, most, budget) =
+            (human_bytes(BYTES_MIN), human_bytes(self.file_bytes_max), human_bytes(self.budget_bytes));
+        let mut text = String::new();
+        // Writing to a string cannot fail.
+        let _ = match &self.wanted {
+            Materialize::None => writeln!(text, "in memory   no file is materialized (--materialize none)"),
+            Materialize::Dir(directory) => writeln!(
+                text,
+                "on disk     every tensor file, in {} after it was closed (--materialize)",
+                crate::checkpoint::printable(&directory.display().to_string())
+            ),
+            Materialize::Memory => writeln!(
+                text,
+                "in memory   every tensor file from {least} to {most}, {budget} at a time (--materialize memory)"
+            ),
+            Materialize::Auto => {
+                let BundleSizes { files, bytes } = self.bundles;
+                let bundles = if self.bundles_fit() {
+                    format!("{files} bundles of {} together once they are read", human_bytes(bytes))
+                } else {
+                    // A quarter of the cache is left for tiles.
+                    let needed = human_bytes(bytes.saturating_add(bytes / 3));
+                    format!("no bundle, as {files} of {} do not fit (--cache-bytes {needed})", human_bytes(bytes))
+                };
+                writeln!(
+                    text,
+                    "in memory   files of one tensor from {least} to {most} when opened, {bundles}; {budget} at a time"
+                )
+            }
+        };
+        text
+    }
+
+    /// The same as JSON.
+    pub fn to_json(&self) -> Value {
+        let (where_, what) = match &self.wanted {
+            Materialize::None => ("nowhere", "none"),
+            Materialize::Auto => ("memory", "auto"),
+            Materialize::Memory => ("memory", "memory"),
+            Materialize::Dir(_) => ("disk", "all"),
+        };
+        let tensors = match self.when(FileClass::Tensor, BYTES_MIN) {
+            Some(_) if self.in_memory() => json!({"min_bytes": BYTES_MIN, "max_bytes": self.file_bytes_max}),
+            Some(_) => json!({"min_bytes": 0, "max_bytes": null}),
+            None => Value::Null,
+        };
+        json!({
+            "choice": what,
+            "place": where_,
+            "directory": self.directory().map(|directory| directory.display().to_string()),
+            "budget_bytes": self.budget_bytes,
+            "files_of_one_tensor": tensors,
+            "bundles": {
+                "files": self.bundles.files,
+                "bytes": self.bundles.bytes,
+                "fit": self.bundles_fit(),
+                "materialized": self.when(FileClass::Bundle, BYTES_MIN).is_some(),
+            },
+            "mixed": self.when(FileClass::Mixed, BYTES_MIN).is_some(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn policy(wanted: Materialize, bundle_bytes: &[u64]) -> Policy {
+        let mut bundles = BundleSizes::default();
+        for bytes in bundle_bytes {
+            bundles.add(*bytes);
+        }
+        Policy::new(wanted, 96 * MIB, bundles)
+    }
+
+    #[test]
+    fn what_is_materialized_follows_from_class_size_and_budget() {
+        use FileClass::{Bundle, Mixed, Tensor};
+        let (few, many) = (vec![47 * MIB; 2], vec![48 * MIB; 2]);
+        assert_eq!(policy(Materialize::Auto, &few).bundles, BundleSizes { files: 2, bytes: 96 * MIB });
+        let rows = [
+            (Materialize::Auto, &few, Tensor, MIB, Some(When::Opened)),
+            (Materialize::Auto, &few, Tensor, 64 * MIB, Some(When::Opened)),
+            (Materialize::Auto, &few, Tensor, MIB - 1, None),
+            (Materialize::Auto, &few, Tensor, 64 * MIB + 1, None),
+            (Materialize::Auto, &few, Bundle, 47 * MIB, Some(When::Read)),
+            (Materialize::Auto, &few, Bundle, MIB - 1, None),
+            (Materialize::Auto, &many, Bundle, 48 * MIB, None),
+            (Materialize::Auto, &many, Tensor, MIB, Some(When::Opened)),
+            (Materialize::Auto, &few, Mixed, 2 * MIB, None),
+            (Materialize::Memory, &many, Bundle, 48 * MIB, Some(When::Read)),
+            (Materialize::Memory, &many, Mixed, 2 * MIB, Some(When::Read)),
+            (Materialize::Memory, &many, Mixed, 65 * MIB, None),
+            (Materialize::Memory, &few, Tensor, MIB, Some(When::Opened)),
+            (Materialize::None, &few, Tensor, MIB, None),
+            (Materialize::Dir("/d".into()), &many, Mixed, 1, Some(When::Closed)),
+        ];
+        for (wanted, bundles, class, len, expected) in rows {
+            assert_eq!(policy(wanted.clone(), bundles).when(class, len), expected, "{wanted:?} {class:?} {len}");
+        }
+    }
+
+    #[test]
+    fn the_plan_says_what_does_not_fit_and_how_much_would() {
+        let text = policy(Materialize::Auto, &[48 * MIB, 48 * MIB]).text();
+        assert!(text.contains("no bundle, as 2 of 100 MiB do not fit (--cache-bytes 133 MiB)"), "{text}");
+        let text = policy(Materialize::Auto, &[]).text();
+        assert!(text.contains("files of one tensor from 1.0 MiB to 64.0 MiB when opened"), "{text}");
+        assert_eq!(policy(Materialize::None, &[]).to_json()["files_of_one_tensor"], Value::Null);
+        assert_eq!(policy(Materialize::Dir("/d".into()), &[]).to_json()["place"], "disk");
+    }
+}

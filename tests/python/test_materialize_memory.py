@@ -1,0 +1,338 @@
+"""Files materialized in memory: those of one tensor when they are opened, bundles as their tensors are read."""
+
+import errno
+import mmap
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+import repos
+from mounting import daemon_pid, error_of, read, run, wait_until
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the kernel takes files to read by itself from root only")
+
+MIB = 1 << 20
+KERNELS = "params/decoder/layers"
+
+
+def held(mounted) -> int:
+    return mounted.stats()["materialized_bytes_held"]
+
+
+@pytest.mark.parametrize("options", [(), ("--dtype", "f32"), ("--layout", "maxtext"), ("--layout", "maxtext-unscanned")])
+def test_bytes_are_the_same_as_those_made_while_they_are_read(own, wide, options):
+    options = ("--mesh", "fsdp=2,tensor=2", *options)
+    plain, mounted = own(wide.path, *options, "--materialize", "none"), own(wide.path, *options, "--materialize", "memory")
+    under = ["full", "dev1", "npy/dev2", "orbax", "safetensors", "pt", "dcp"]
+    names = [f"{top}/{name}" for top in under for name in plain.files(top)]
+    large = [name for name in names if (plain / name).stat().st_size >= MIB]
+    assert len(large) > 20
+    for count, name in enumerate(large, 1):
+        assert read(mounted / name) == read(plain / name), name
+        # A file of many tensors is made beside its reader, and counted a moment later.
+        wait_until(lambda count=count: mounted.stats()["materialized_files"] == count, what=name)
+    before = mounted.stats()
+    for name in large[:5] + [name for name in large if name.startswith(("safetensors/", "pt/"))]:
+        assert read(mounted / name) == read(plain / name), name
+        mapped = np.memmap(mounted / name, "u1", mode="r")
+        assert np.array_equal(mapped, np.frombuffer(read(plain / name), "u1")), name
+    after = mounted.stats()
+    assert after["materialized_files"] <= before["materialized_files"] + 20
+    assert after["passthrough_opens"] >= before["passthrough_opens"] + 10
+    assert plain.stats()["materialized_files"] == 0
+
+
+def prezeroed(mounted) -> int:
+    return mounted.stats()["prezeroed_bytes_held"]
+
+
+def wait_for_buffers(mounted):
+    """Waits until there are some and no more come: they are begun one after another."""
+    last, since = 0, time.monotonic()
+
+    def settled():
+        nonlocal last, since
+        if prezeroed(mounted) != last:
+            last, since = prezeroed(mounted), time.monotonic()
+        return last > 0 and time.monotonic() - since > 3
+
+    wait_until(settled, seconds=30, what="pre-zeroed buffers")
+
+
+def test_memory_made_ready_beforehand_holds_the_same_bytes(own, wide):
+    options = ("--mesh", "fsdp=2,tensor=2", "--layout", "maxtext")
+    plain = own(wide.path, *options, "--materialize", "none")
+    mounted = own(wide.path, *options, "--materialize", "memory", "--cache-bytes", "1G")
+    # Sizes told beforehand, some of them read twice, longer ones by a header, and others.
+    under = ["dev1", "dev2", "npy/dev1", "full", "orbax", "safetensors"]
+    names = [f"{top}/{name}" for top in under for name in plain.files(top)]
+    lengths = {name: (plain / name).stat().st_size for name in names if (plain / name).stat().st_size >= MIB}
+    assert len(lengths) > 20 and any(length % (2 * MIB) for length in lengths.values())
+    assert sum(lengths.values()) < 512 * MIB, "so that what is closed leaves room"
+    # Nothing is made ready beside readers, so that how many find something depends on the time, but not for the first of each size.
+    wait_for_buffers(mounted)
+    firsts = {length: name for name, length in reversed(lengths.items())}
+    for name in dict.fromkeys([*firsts.values(), *lengths]):
+        assert read(mounted / name) == read(plain / name), name
+        stats = mounted.stats()
+        assert stats["prezeroed_bytes_held"] <= 256 * MIB and stats["prezeroed_bytes_held"] + stats["materialized_bytes_held"] <= 768 * MIB
+        if stats["materialized_files"] <= len(firsts):
+            assert stats["prezeroed_files_used"] == stats["materialized_files"], name
+    assert stats["materialized_files"] == len(lengths)
+    # More are made once it is quiet.
+    wait_for_buffers(mounted)
+    name = "dev3/params/decoder/layers/mlp/wo/kernel"
+    assert read(mounted / name) == read(plain / name)
+    assert mounted.stats()["prezeroed_files_used"] == stats["prezeroed_files_used"] + 1
+    assert prezeroed(plain) == 0
+
+
+def mapped(mounted, repo) -> int:
+    """Bytes of weights that the daemon has mapped and resident."""
+    of_weights, total = False, 0
+    for line in open(f"/proc/{daemon_pid(mounted.point)}/smaps"):
+        if line.startswith("Rss:"):
+            total += of_weights * int(line.split()[1]) * 1024
+        elif not line.split()[0].endswith(":"):
+            of_weights = str(repo) in line and ".safetensors" in line
+    return total
+
+
+def test_sources_are_mapped_beforehand_where_bytes_are_made_of_them(own, wide):
+    for file in wide.path.glob("*.safetensors"):
+        file.read_bytes()
+    options = ("--mesh", "fsdp=2,tensor=2")
+    made = own(wide.path, *options, "--layout", "maxtext")
+    others = [own(wide.path, *options), own(wide.path, *options, "--layout", "maxtext", "--materialize", "none")]
+    kernels = sum((made / "full" / name).stat().st_size for name in made.files("full") if name.endswith("kernel"))
+    assert kernels > MIB
+    wait_until(lambda: mapped(made, wide.path) >= kernels, what="mapped sources")
+    for other in others:
+        assert mapped(other, wide.path) < kernels // 2
+    assert not any(made.stats()["bytes_fetched"].values()), "nothing is read yet"
+    for name in made.files("dev1"):
+        assert read(made / "dev1" / name) == read(others[1] / "dev1" / name), name
+
+
+ONE_TENSOR = {
+    "full/layers/scanned/wq": 1,
+    "npy/dev0/layers/scanned/wq.npy": 1,
+    "orbax/0/items/layers.scanned.wq/0.0.0": 1,
+    "full/final_norm": 0,
+    "full/layers/0/wq": 1,
+    "full/layers/0/wk": 1,
+}
+MANY_TENSORS = {
+    "safetensors/dev0.safetensors": ("auto", "memory"),
+    "pt/dev0.pt": ("auto", "memory"),
+    "dcp/__0_0.distcp": ("memory",),
+}
+
+
+@pytest.mark.parametrize("which", [None, "memory", "none"])
+def test_which_files_are(own, wide, which):
+    mounted = own(wide.path, *(("--materialize", which) if which else ()))
+    for name, made in ONE_TENSOR.items():
+        before = mounted.stats()["materialized_files"]
+        with open(mounted / name, "rb") as file:
+            file.read(1)
+        assert mounted.stats()["materialized_files"] - before == made * (which != "none"), name
+    for name, by in MANY_TENSORS.items():
+        before = mounted.stats()["materialized_files"]
+        with open(mounted / name, "rb") as file:
+            file.read(1)
+            time.sleep(0.2)
+            assert mounted.stats()["materialized_files"] == before, "its header was read"
+            file.seek(8 * MIB)
+            file.read(4 * MIB)
+        if (which or "auto") in by:
+            wait_until(lambda before=before: mounted.stats()["materialized_files"] == before + 1, what=name)
+        else:
+            time.sleep(0.2)
+            assert mounted.stats()["materialized_files"] == before, name
+
+
+@pytest.mark.parametrize("cache,fits", [("330M", True), ("100M", False)])
+def test_the_plan_says_which_files_and_the_mount_agrees(own, wide, cache, fits):
+    """Two bundles of 79 MB fit three quarters of 330 MiB and not those of 100 MiB."""
+    options = ("--cache-bytes", cache, "--dtype", "keep")
+    found = run("plan", wide.path, *options, "--json").json()["materialized"]
+    assert found["place"] == "memory" and found["choice"] == "auto"
+    assert found["bundles"]["files"] == 2 and found["bundles"]["fit"] == found["bundles"]["materialized"] == fits
+    assert found["files_of_one_tensor"]["min_bytes"] == MIB and not found["mixed"]
+    text = run("plan", wide.path, *options).out
+    assert ("2 bundles of" in text) == fits and ("no bundle, as 2 of" in text) == (not fits)
+    mounted = own(wide.path, *options)
+    assert read(mounted / ".ckfs/plan.txt").decode() == text
+    read(mounted / "safetensors/dev0.safetensors")
+    if fits:
+        wait_until(lambda: mounted.stats()["materialized_files"] == 1, what="the bundle")
+    else:
+        time.sleep(0.3)
+        assert mounted.stats()["materialized_files"] == 0
+    assert run("plan", wide.path, "--materialize", "none", "--json").json()["materialized"]["place"] == "nowhere"
+
+
+def fetched(mounted) -> int:
+    return sum(mounted.stats()["bytes_fetched"].values())
+
+
+def test_readers_of_headers_cause_next_to_nothing_to_be_made(own, wide):
+    """As `HuggingFaceStorageReader` does: list the directory, open every file for its header, then read what is wanted."""
+    mounted = own(wide.path, "--mesh", "fsdp=4")
+    directory = mounted / "safetensors"
+    ahead = 4 * MIB  # what the kernel reads ahead of a header, and the pieces that this touches
+    for round in range(2):
+        files = sorted(file for file in directory.iterdir() if file.suffix == ".safetensors")
+        assert len(files) == 4
+        for _ in range(3):
+            for file in files:
+                with safe_open(file, framework="np") as held:
+                    assert len(held.keys()) > 10
+        assert mounted.stats()["materialized_files"] == round
+        assert fetched(mounted) <= round * files[2].stat().st_size + len(files) * ahead
+        expected = {name: tensor.tobytes() for name, tensor in load_file(files[2]).items()}
+        wait_until(lambda: mounted.stats()["materialized_files"] == 1, what="the file whose tensors were read")
+        assert fetched(mounted) <= files[2].stat().st_size + len(files) * ahead
+        before = mounted.stats()
+        assert {name: tensor.tobytes() for name, tensor in load_file(files[2]).items()} == expected
+        assert mounted.stats()["passthrough_opens"] > before["passthrough_opens"], "the kernel reads it by itself"
+
+
+def test_an_open_with_o_direct_causes_nothing_to_be_made(own, wide):
+    mounted = own(wide.path, "--mesh", "fsdp=2", "--dtype", "f32")
+    for name in ("full/layers/scanned/wq", "npy/dev0/layers/scanned/wq.npy", "safetensors/dev0.safetensors"):
+        expected = read(own(wide.path, "--mesh", "fsdp=2", "--dtype", "f32", "--materialize", "none") / name)
+        descriptor = os.open(mounted / name, os.O_RDONLY | os.O_DIRECT)
+        try:
+            found = mmap.mmap(-1, len(expected))
+            assert os.preadv(descriptor, [found], 0) == len(expected) and found[:] == expected
+        finally:
+            os.close(descriptor)
+        time.sleep(0.2)
+        stats = mounted.stats()
+        assert stats["materialized_files"] == 0 and stats["materialized_bytes_held"] == 0, name
+    # One that is there already is used.
+    assert read(mounted / "full/layers/scanned/wq") is not None
+    before = mounted.stats()["passthrough_opens"]
+    os.close(os.open(mounted / "full/layers/scanned/wq", os.O_RDONLY | os.O_DIRECT))
+    assert mounted.stats()["passthrough_opens"] == before + 1
+
+
+def test_many_readers_of_a_bundle_fetch_each_byte_once(own, wide):
+    options = ("--mesh", "fsdp=2", "--dtype", "f32")
+    plain, mounted = own(wide.path, *options, "--materialize", "none"), own(wide.path, *options)
+    name, wrong = "safetensors/dev1.safetensors", []
+    expected = read(plain / name)
+
+    def reader(number: int) -> None:
+        with open(mounted / name, "rb", buffering=0) as file:
+            starts = range(0, len(expected), 700_001)
+            for start in list(starts)[number::4] + list(starts)[::-4]:
+                file.seek(start)
+                if file.read(300_000) != expected[start : start + 300_000]:
+                    wrong.append(start)
+
+    threads = [threading.Thread(target=reader, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "a reader waits forever"
+    assert wrong == []
+    assert read(mounted / name) == expected
+    assert fetched(mounted) == fetched(plain)
+
+
+def test_direct_reads_find_the_bytes(own, wide):
+    name = f"dev1/{KERNELS}/mlp/wi_0/kernel"
+    options = ("--mesh", "fsdp=2", "--layout", "maxtext")
+    expected = read(own(wide.path, *options, "--materialize", "none") / name)
+    mounted = own(wide.path, *options)
+    descriptor = os.open(mounted / name, os.O_RDONLY | os.O_DIRECT)
+    try:
+        found = mmap.mmap(-1, len(expected))
+        assert os.preadv(descriptor, [found], 0) == len(expected) and found[:] == expected
+        assert os.preadv(descriptor, [memoryview(found)[:4096]], len(expected) & -4096) == len(expected) % 4096
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("cache", ["0", "1M", "8M", "24M"])
+def test_without_room_files_are_made_as_they_are_read(own, wide, cache):
+    options = ("--layout", "maxtext", "--mesh", "fsdp=2")
+    plain, mounted = own(wide.path, *options, "--materialize", "none"), own(wide.path, *options, "--cache-bytes", cache)
+    names = [f"dev{device}/{KERNELS}/{leaf}/kernel" for device in range(2) for leaf in ("mlp/wi_0", "mlp/wo", "self_attention/out")]
+    opened = [open(mounted / name, "rb") for name in names]
+    try:
+        for file, name in zip(opened, names, strict=True):
+            assert file.read() == read(plain / name), name
+        stats = mounted.stats()
+        assert stats["materialized_bytes_held"] + stats["prezeroed_bytes_held"] <= int(cache.rstrip("M")) * MIB * 3 // 4
+        assert (stats["materialized_files"] > 0) == (cache in ("8M", "24M"))
+    finally:
+        for file in opened:
+            file.close()
+    for name in names:
+        assert read(mounted / name) == read(plain / name), "opened again, in whatever way there is room for"
+
+
+def test_many_opens_at_once_wait_for_one(own, wide):
+    options = ("--layout", "maxtext", "--mesh", "fsdp=4,tensor=2")
+    plain, mounted = own(wide.path, *options, "--materialize", "none"), own(wide.path, *options, "--threads", "2")
+    names = [f"full/{KERNELS}/{leaf}/kernel" for leaf in ("mlp/wi_0", "mlp/wi_1", "mlp/wo", "self_attention/query")]
+    expected, wrong = {name: read(plain / name) for name in names}, []
+
+    def reader(name: str) -> None:
+        for _ in range(3):
+            if read(mounted / name) != expected[name]:
+                wrong.append(name)
+
+    threads = [threading.Thread(target=reader, args=(name,)) for name in names * 6]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "a reader waits forever"
+    assert wrong == []
+    stats = mounted.stats()
+    assert stats["materialized_files"] == len(names)
+    assert sum(stats["bytes_fetched"].values()) == sum(map(len, expected.values())), "each byte once"
+    assert stats["in_flight"] <= 1 and stats["panics"] == 0
+
+
+def test_what_is_mapped_outlives_its_room(own, wide):
+    """A file is given up for others once it is closed; who has mapped it keeps its pages."""
+    options = ("--layout", "maxtext", "--cache-bytes", "48M")
+    plain, mounted = own(wide.path, *options, "--materialize", "none"), own(wide.path, *options)
+    names = [f"full/{KERNELS}/mlp/{leaf}/kernel" for leaf in ("wi_0", "wi_1", "wo")]
+    maps = [np.memmap(mounted / name, "u1", mode="r") for name in names]
+    maps += [np.memmap(mounted / name, "u1", mode="r") for name in names]
+    for mapped, name in zip(maps, names * 2, strict=True):
+        assert np.array_equal(mapped, np.frombuffer(read(plain / name), "u1")), name
+    assert held(mounted) <= 36 * MIB
+
+
+def test_a_changed_source_is_never_shown_as_it_is_now(own, fresh, tmp_path):
+    source = repos.wide(tmp_path / "source").path
+    mounted, plain = own(source, "--layout", "maxtext"), own(source, "--layout", "maxtext", "--materialize", "none")
+    name, other = f"full/{KERNELS}/mlp/wi_0/kernel", f"full/{KERNELS}/mlp/wo/kernel"
+    expected = read(plain / name)
+    with open(mounted / name, "rb") as file:
+        for shard in source.glob("*.safetensors"):
+            os.truncate(shard, 100_000)
+        assert file.read() == expected, "made before the change"
+    assert error_of(open, mounted / name) == errno.EIO
+    assert error_of(read, mounted / other) == errno.EIO
+    wait_until(lambda: mounted.stats()["poisoned_sources"] > 0, what="the change is noticed")
+
+
+def test_without_passthrough_nothing_is(own, wide):
+    mounted = own(wide.path, "--no-passthrough")
+    assert len(read(mounted / "full/embed")) == (mounted / "full/embed").stat().st_size
+    assert mounted.stats()["materialized_files"] == 0 and mounted.stats()["passthrough_opens"] == 0
