@@ -36,6 +36,7 @@ use tracing::{error, info};
 use super::{
     lookout::Lookout,
     open_mode::{Mode, OpenModes, Wish},
+    reply_data,
     requests::{Requests, Ticket},
     spare::{Overflow, Readers},
 };
@@ -447,7 +448,7 @@ impl Serving {
             if verdict.is_ok()
                 && let Some(reply) = reply.take()
             {
-                reply.data(bytes);
+                reply_data::send(reply, bytes);
             }
         })?;
         verdict

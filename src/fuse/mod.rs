@@ -25,6 +25,7 @@ mod mount;
 mod mount_id;
 pub mod mountinfo;
 mod open_mode;
+mod reply_data;
 mod requests;
 pub mod session;
 mod spare;

@@ -22,7 +22,7 @@ use super::{
 use crate::{
     checkpoint::{Checkpoint, TensorInfo, printable},
     image::{FileImage, Segment},
-    source::{ByteSpan, FileId, Source},
+    source::{ByteSpan, FileId, Served, Source},
     tensor::{Decode, Gather, Origin, Piece, Share, Stores, Tiling, Window, fill, gather_with, needs, to_usize},
 };
 
@@ -222,19 +222,19 @@ impl Engine {
 
     /// The error of a file of which a source stalls.
     fn stall(&self, file: &OpenFile) -> Option<ReadError> {
-        let stalled = self.sources_of(file).iter().find(|id| self.source().is_stalled(**id))?;
+        let stalled = self.sources_of(file).iter().find(|id| self.source().health().is_stalled(**id))?;
         self.source().check(*stalled).err().map(|error| ReadError::Changed { error })
     }
 
     /// Whether some thread has been waiting for storage for a while.
     pub fn is_waiting(&self) -> bool {
-        !self.source().waiting(SLOW / 10).is_empty()
+        !self.source().health().waiting(SLOW / 10).is_empty()
     }
 
     /// Looks which source files stall, and starts threads in place of those that wait for storage, so that others' files are
     /// made meanwhile. To be called several times a second while there are readers.
     pub fn note_stalls(&self) {
-        let waiting = self.source().note_stalls();
+        let waiting = self.source().health().note_stalls();
         let slow = waiting.iter().filter(|waiting| waiting.quiet >= SLOW);
         let threads: Vec<i32> = slow.map(|waiting| waiting.thread).collect();
         self.workers.relieve(&threads);
@@ -290,14 +290,18 @@ impl Engine {
 
     /// Keeps source pages mapped for readers who will come, until some seconds after this was last called.
     pub fn keep_maps(&self) {
-        self.source().will_return();
+        if let Some(maps) = self.source().maps() {
+            maps.will_return();
+        }
     }
 
     /// Gives back memory that was of use to readers who are gone. To be called every few seconds.
     pub fn settle(&self) {
         self.cache.drop_idle();
         self.buffers.settle();
-        self.source().settle();
+        if let Some(maps) = self.source().maps() {
+            maps.settle();
+        }
     }
 
     /// Reads a source file as it is, up to its pinned end.
@@ -309,7 +313,7 @@ impl Engine {
         file: FileId,
         start: u64,
         len: usize,
-        reply: &mut dyn FnMut(&[u8]),
+        reply: &mut dyn FnMut(Served<'_>),
     ) -> Result<(), ReadError> {
         let source = self.source();
         let end = start.saturating_add(len as u64).min(source.len_bytes(file));
@@ -329,7 +333,7 @@ impl Engine {
         start: u64,
         end: u64,
         path: Path,
-        reply: &mut dyn FnMut(&[u8]),
+        reply: &mut dyn FnMut(Served<'_>),
     ) -> Result<(), ReadError> {
         let source = self.source();
         let changed = |error| ReadError::Changed { error };
@@ -339,11 +343,11 @@ impl Engine {
             self.counters.serve(path, len);
         };
         let span = ByteSpan::new(start, end).filter(|_| len > 0);
-        let lent = span.and_then(|span| {
-            source.lend_to(file, span, &mut |bytes| {
+        let lent = span.zip(source.maps()).and_then(|(span, maps)| {
+            maps.lend(file, span, &mut |bytes| {
                 add(&self.counters.lent, 1);
                 count();
-                reply(bytes);
+                reply(Served::Kernel(bytes));
             })
         });
         if let Some(result) = lent {
@@ -353,7 +357,7 @@ impl Engine {
         source.read_into(file, start, &mut buffer).map_err(changed)?;
         source.check(file).map_err(changed)?;
         count();
-        reply(&buffer);
+        reply(Served::Memory(&buffer));
         Ok(())
     }
 
@@ -368,7 +372,7 @@ impl Engine {
         file: &Arc<OpenFile>,
         start: u64,
         len: usize,
-        reply: &mut dyn FnMut(&[u8]),
+        reply: &mut dyn FnMut(Served<'_>),
     ) -> Result<(), ReadError> {
         let end = start.saturating_add(len as u64).min(file.len_bytes());
         let start = start.min(end);
@@ -386,10 +390,16 @@ impl Engine {
         result
     }
 
-    fn read_span(&self, file: &OpenFile, start: u64, end: u64, reply: &mut dyn FnMut(&[u8])) -> Result<(), ReadError> {
+    fn read_span(
+        &self,
+        file: &OpenFile,
+        start: u64,
+        end: u64,
+        reply: &mut dyn FnMut(Served<'_>),
+    ) -> Result<(), ReadError> {
         let mut spans = file.image.spans(start, end);
         let Some((segment, low, high)) = spans.next() else {
-            reply(&[]);
+            reply(Served::Memory(&[]));
             return Ok(());
         };
         if spans.next().is_none() {
@@ -405,7 +415,7 @@ impl Engine {
             // What is lent may only be handed to the kernel, so parts are copied by guarded ways.
             self.copy_within(file, segment, low, high, &mut part)?;
         }
-        reply(&buffer);
+        reply(Served::Memory(&buffer));
         Ok(())
     }
 
@@ -416,7 +426,7 @@ impl Engine {
         segment: usize,
         low: u64,
         high: u64,
-        reply: &mut dyn FnMut(&[u8]),
+        reply: &mut dyn FnMut(Served<'_>),
     ) -> Result<(), ReadError> {
         if let Segment::View(_) = &file.image.segments()[segment] {
             let prepared = self.prepare(file, segment)?;
@@ -426,7 +436,7 @@ impl Engine {
                 return self.lend_or_read(source, start, end, Path::Runs, reply);
             }
         }
-        self.copy_within(file, segment, low, high, reply)
+        self.copy_within(file, segment, low, high, &mut |bytes| reply(Served::Memory(bytes)))
     }
 
     /// Reads a span of one segment into memory of our own.
@@ -763,10 +773,10 @@ impl Engine {
         let used: u64 = job.loops.iter().map(|l| l.extent).product::<u64>() * source_bytes;
         if 2 * used < span.len() {
             // The pages between hold what other tiles need.
-            self.source().will_return();
+            self.source().maps().inspect(|maps| maps.will_return());
         }
         let mut work = |bytes: &[u8]| gather_with(stores, job, &[Window { bytes, start }], target);
-        if let Some(result) = self.source().with_map(info.file, span, &mut work) {
+        if let Some(result) = self.source().maps().and_then(|maps| maps.with(info.file, span, &mut work)) {
             return result.map_err(|error| ReadError::source(info, span, error));
         }
         let few_bytes = self.few_bytes(used);
@@ -865,6 +875,12 @@ impl Engine {
         }
     }
 
+    fn will_need(&self, file: FileId, span: ByteSpan) {
+        if let Some(maps) = self.source().maps() {
+            maps.will_need(file, span);
+        }
+    }
+
     /// Asks for the source pages of a span, at most so many bytes of them.
     fn advise(&self, tiling: &Tiling, low: u64, high: u64, most: u64) {
         let unit = tiling.unit_bytes();
@@ -880,7 +896,7 @@ impl Engine {
                             let hull = ByteSpan::of_len(start, left.min(len));
                             if let Some(span) = hull.and_then(|hull| info.span.slice(hull)) {
                                 left -= span.len();
-                                self.source().will_need(info.file, span);
+                                self.will_need(info.file, span);
                             }
                         });
                     }
@@ -893,7 +909,7 @@ impl Engine {
                 let hull = ByteSpan::of_len((offset + start) * unit, left.min(units * unit));
                 if let Some(span) = hull.and_then(|hull| info.span.slice(hull)) {
                     left -= span.len();
-                    self.source().will_need(info.file, span);
+                    self.will_need(info.file, span);
                 }
             });
         });

@@ -65,7 +65,7 @@ impl MapsAhead {
             (info.file, info.span)
         };
         match self.sources.next(place) {
-            Found::Part(file, span) => engine.source().map_ahead(file, span),
+            Found::Part(file, span) => engine.source().maps().is_some_and(|maps| maps.map_ahead(file, span)),
             Found::View => true,
             Found::Nothing => false,
         }

@@ -62,7 +62,7 @@ impl Engine {
         };
         if 2 * need.bytes() < span.len() {
             // The pages between hold what other tiles need.
-            self.source().will_return();
+            self.source().maps().inspect(|maps| maps.will_return());
         }
         let with = |bytes: &[u8], most: u64, work: &mut dyn FnMut(&[Window<'_>])| {
             let mut all: SmallVec<[Window<'_>; 4]> = windows.iter().copied().collect();
@@ -70,7 +70,8 @@ impl Engine {
             self.with_windows(others, most, &all, work)
         };
         let mut result = Ok(false);
-        let mapped = self.source().with_map(info.file, span, &mut |bytes| result = with(bytes, most, work));
+        let maps = self.source().maps();
+        let mapped = maps.and_then(|maps| maps.with(info.file, span, &mut |bytes| result = with(bytes, most, work)));
         if let Some(mapped) = mapped {
             mapped.map_err(|error| ReadError::source(&info, span, error))?;
             return result;

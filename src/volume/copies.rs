@@ -9,7 +9,7 @@ use std::{
     collections::HashMap,
     fs::{File, OpenOptions},
     io,
-    os::unix::fs::{FileExt, OpenOptionsExt},
+    os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     sync::{
         Arc, Mutex, PoisonError,
@@ -22,7 +22,10 @@ use std::{
 use nix::sys::statvfs::statvfs;
 
 use super::Ino;
-use crate::read::{Engine, OpenFile, ReadError, counters::add};
+use crate::{
+    read::{Engine, OpenFile, ReadError, counters::add},
+    source::Served,
+};
 
 /// Bytes made at a time.
 const STEP_BYTES: usize = 4 << 20;
@@ -140,8 +143,7 @@ impl Shared {
                 return Err(CopyError::Ended);
             }
             let mut written = Ok(());
-            // What is lent goes to the system as it is.
-            let write = &mut |bytes: &[u8]| written = copy.write_all_at(bytes, start);
+            let write = &mut |bytes: Served<'_>| written = bytes.write_all_at(&copy, start);
             engine.read(file, start, STEP_BYTES, write).map_err(CopyError::Read)?;
             written.map_err(failed)?;
         }

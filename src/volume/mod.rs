@@ -31,6 +31,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
+pub use crate::source::Served;
 pub use crate::source::permission::{Mounter, Overrides, Permission};
 pub use health::{Health, HealthProblem, ProblemKind};
 pub use metrics::{Metrics, Op};
@@ -224,7 +225,7 @@ pub trait FileSystem: Send + Sync + 'static {
     fn open(&self, ino: Ino) -> Result<Opened, FsError>;
 
     /// Reads `len` bytes at `offset`, fewer only at the end of the file, and hands them to `reply`, which is called
-    /// exactly once if the result is `Ok`. The slice may lie in a mapped source file.
+    /// exactly once if the result is `Ok`.
     ///
     /// # Errors
     /// [`FsError::Io`] if bytes could not be had or a source has changed. If `reply` was called all the same, the source
@@ -235,7 +236,7 @@ pub trait FileSystem: Send + Sync + 'static {
         handle: Handle,
         offset: u64,
         len: usize,
-        reply: &mut dyn FnMut(&[u8]),
+        reply: &mut dyn FnMut(Served<'_>),
     ) -> Result<(), FsError>;
 
     /// Told once, before any request, whether the kernel may read files by itself.

@@ -37,7 +37,7 @@ use crate::{
     image::{FileImage, RowFile, distcp_name},
     plan::{Allow, HfContent, HfFile, Plan, Problem, report},
     read::{Engine, EngineOptions, MapsAhead, OpenFile, ReadError, counters::add},
-    source::{FileId, SourceError},
+    source::{FileId, Served, SourceError},
     tensor::{View, to_usize},
 };
 
@@ -151,7 +151,7 @@ impl Volume {
     /// Never: there are fewer than 2^32 views.
     pub fn new(checkpoint: Arc<Checkpoint>, views: Vec<ViewPlan>, options: VolumeOptions) -> Result<Self, VolumeError> {
         let source = checkpoint.source();
-        let modified = file_ids(&checkpoint).map(|file| source.modified(file)).max().unwrap_or(UNIX_EPOCH);
+        let modified = file_ids(&checkpoint).map(|file| source.pin(file).modified).max().unwrap_or(UNIX_EPOCH);
         let total_bytes = file_ids(&checkpoint).map(|file| source.len_bytes(file)).sum();
         let mut problems = Vec::new();
         let mut root = Seedling::default();
@@ -590,8 +590,8 @@ impl Volume {
     fn read_checked(
         &self,
         ino: Ino,
-        reply: &mut dyn FnMut(&[u8]),
-        read: impl FnOnce(&mut dyn FnMut(&[u8])) -> Result<(), ReadError>,
+        reply: &mut dyn FnMut(Served<'_>),
+        read: impl FnOnce(&mut dyn FnMut(Served<'_>)) -> Result<(), ReadError>,
     ) -> Result<(), FsError> {
         let mut replied = false;
         let result = read(&mut |bytes| {
@@ -930,11 +930,11 @@ impl FileSystem for Volume {
         handle: Handle,
         offset: u64,
         len: usize,
-        reply: &mut dyn FnMut(&[u8]),
+        reply: &mut dyn FnMut(Served<'_>),
     ) -> Result<(), FsError> {
         let mut reply_part = |bytes: &[u8]| {
             let start = to_usize(offset).min(bytes.len());
-            reply(&bytes[start..start.saturating_add(len).min(bytes.len())]);
+            reply(Served::Memory(&bytes[start..start.saturating_add(len).min(bytes.len())]));
         };
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned();
         match open.ok_or(FsError::Invalid)? {
@@ -943,7 +943,7 @@ impl FileSystem for Volume {
                 Ok(())
             }
             Open::Rows(rows) => {
-                reply(&rows.read(offset, len));
+                reply(Served::Memory(&rows.read(offset, len)));
                 Ok(())
             }
             Open::Original(file) => {
@@ -1024,7 +1024,7 @@ impl FileSystem for Volume {
     }
 
     fn patience(&self) -> Duration {
-        self.engine.checkpoint().source().stall_limit()
+        self.engine.checkpoint().source().health().stall_limit()
     }
 
     fn note_stalls(&self) {

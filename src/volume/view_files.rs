@@ -281,7 +281,7 @@ impl ViewFiles {
     /// A `_CHECKPOINT_METADATA`; the checkpoint was made when the newest source file was.
     fn orbax_checkpoint(&self, place: OrbaxPlace) -> String {
         let source = self.checkpoint.source();
-        let newest = file_ids(&self.checkpoint).map(|file| source.modified(file)).max().unwrap_or(UNIX_EPOCH);
+        let newest = file_ids(&self.checkpoint).map(|file| source.pin(file).modified).max().unwrap_or(UNIX_EPOCH);
         // Files from before 1970 and from after 2554 are said to be of 1970.
         let since = newest.duration_since(UNIX_EPOCH).unwrap_or_default();
         let nanoseconds = u64::try_from(since.as_nanos()).unwrap_or(0);
