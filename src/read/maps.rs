@@ -10,7 +10,7 @@ use std::{
     sync::{Arc, Weak},
 };
 
-use super::{Engine, engine::is_made};
+use super::{Engine, open_file::is_made};
 use crate::{
     source::{ByteSpan, FileId},
     tensor::{TensorId, View},

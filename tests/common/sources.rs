@@ -115,8 +115,8 @@ pub struct Fetched {
 
 /// A wrapper that counts what is fetched, and lets a number of calls pass and then misbehaves for good.
 #[derive(Debug)]
-pub struct Watched<S> {
-    inner: S,
+pub struct Watched {
+    inner: Arc<dyn Source>,
     fault: Fault,
     calls_left: AtomicU64,
     calls: AtomicU64,
@@ -124,15 +124,22 @@ pub struct Watched<S> {
     bytes: AtomicU64,
 }
 
-impl<S: Source> Watched<S> {
+impl Watched {
     /// Lets `calls` of [`Source::fetch`], [`Maps::with`] and [`Maps::lend`] pass.
-    pub fn failing(inner: S, fault: Fault, calls: u64) -> Self {
+    pub fn failing(inner: impl Source + 'static, fault: Fault, calls: u64) -> Self {
         let zero = || AtomicU64::new(0);
-        Self { inner, fault, calls_left: AtomicU64::new(calls), calls: zero(), spans: zero(), bytes: zero() }
+        Self {
+            inner: Arc::new(inner),
+            fault,
+            calls_left: AtomicU64::new(calls),
+            calls: zero(),
+            spans: zero(),
+            bytes: zero(),
+        }
     }
 
     /// Only counts.
-    pub fn new(inner: S) -> Self {
+    pub fn new(inner: impl Source + 'static) -> Self {
         Self::failing(inner, Fault::Io, u64::MAX)
     }
 
@@ -158,7 +165,7 @@ impl<S: Source> Watched<S> {
     }
 }
 
-impl<S: Source> Source for Watched<S> {
+impl Source for Watched {
     fn file_count(&self) -> usize {
         self.inner.file_count()
     }
@@ -202,7 +209,7 @@ impl<S: Source> Source for Watched<S> {
     }
 }
 
-impl<S: Source> Maps for Watched<S> {
+impl Maps for Watched {
     fn is_mapped(&self, file: FileId) -> bool {
         self.inner_maps().is_mapped(file)
     }
