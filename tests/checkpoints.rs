@@ -139,8 +139,9 @@ fn an_indexed_repository() {
     assert_eq!(suspicious, ["mtp.safetensors"]);
     let readme = checkpoint.files().iter().find(|file| file.path == "docs/README.md").unwrap();
     assert_eq!(readme.size_bytes, 5);
-    let span = ckfs::source::ByteSpan::new(0, 5).unwrap();
-    assert_eq!(checkpoint.source().read_spans(readme.file.unwrap(), &[span]).unwrap(), [b"hello"]);
+    let mut text = [0; 5];
+    checkpoint.source().read_into(readme.file.unwrap(), 0, &mut text).unwrap();
+    assert_eq!(&text, b"hello");
 }
 
 #[test]

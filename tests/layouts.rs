@@ -62,7 +62,7 @@ fn read(volume: &Volume, path: &str, step: usize) -> Vec<u8> {
     while (bytes.len() as u64) < attr.size_bytes {
         let before = bytes.len();
         volume
-            .read(attr.ino, opened.handle, before as u64, step, &mut |part| bytes.extend_from_slice(part))
+            .read(attr.ino, opened.handle, before as u64, step, &mut |part| bytes.extend(part.to_vec().unwrap()))
             .unwrap_or_else(|error| panic!("{path}: {error}"));
         assert!(bytes.len() > before, "{path} ends at {before} of {}", attr.size_bytes);
     }

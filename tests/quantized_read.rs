@@ -75,7 +75,7 @@ fn served(checkpoint: &Arc<Checkpoint>, view: &View, options: EngineOptions, pie
     let (len, mut bytes) = (file.len_bytes(), Vec::new());
     while (bytes.len() as u64) < len {
         let start = bytes.len() as u64;
-        engine.read(&file, start, piece, &mut |part| bytes.extend_from_slice(part)).unwrap();
+        engine.read(&file, start, piece, &mut |part| bytes.extend(part.to_vec().unwrap())).unwrap();
     }
     (bytes, engine.counters().fetched_bytes(Path::Tiles))
 }

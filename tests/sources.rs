@@ -2,9 +2,10 @@
 //! only local files can suffer: truncation, replacement and edits, also while they are being read by many threads.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod common;
+
 use std::{
     fs,
-    io::Write,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
     sync::{
@@ -15,9 +16,9 @@ use std::{
 };
 
 use ckfs::source::{
-    Aspect, ByteSpan, FileId, LocalFiles, Source, SourceError, SourceIo, Window,
-    memory::{Fault, Faulty, MemoryFiles},
+    Aspect, ByteSpan, FetchPart, FileId, LocalFiles, Maps, Served, Source, SourceError, SourceIo, Window,
 };
+use common::sources::{Fault, Fetched, MemoryFiles, Watched};
 use tempfile::TempDir;
 
 const A: FileId = FileId(0);
@@ -51,46 +52,63 @@ fn local(io: SourceIo) -> (TempDir, LocalFiles) {
     (dir, source)
 }
 
+/// Fetches spans in one call, a buffer each.
+fn fetch(source: &dyn Source, file: FileId, spans: &[ByteSpan]) -> Result<Vec<Vec<u8>>, SourceError> {
+    let mut found: Vec<Vec<u8>> = spans.iter().map(|span| vec![7; usize::try_from(span.len()).unwrap()]).collect();
+    let parts = spans.iter().zip(&mut found).map(|(span, target)| FetchPart { start: span.start(), target });
+    source.fetch(file, &mut parts.collect::<Vec<_>>())?;
+    Ok(found)
+}
+
+/// The bytes that are lent for a span, copied by the kernel.
+fn lent(source: &dyn Source, file: FileId, span: ByteSpan) -> Option<Result<Vec<u8>, SourceError>> {
+    let mut found = None;
+    let result = source.maps()?.lend(file, span, &mut |bytes| found = Some(Served::Kernel(bytes).to_vec().unwrap()))?;
+    Some(result.map(|()| found.unwrap()))
+}
+
 /// The contract, on a source that holds [`contents`].
 fn conforms(source: &dyn Source) {
     assert_eq!(source.file_count(), 3);
     for (id, (name, bytes)) in (0..).map(FileId).zip(contents()) {
         assert!(source.path(id).ends_with(name));
         assert_eq!(source.len_bytes(id), bytes.len() as u64);
-        assert!(source.modified(id) >= UNIX_EPOCH);
+        assert!(source.pin(id).modified >= UNIX_EPOCH);
         source.check(id).unwrap();
         source.check_path(id).unwrap();
         let len = bytes.len() as u64;
         let good =
             [(0, len), (0, 0), (len, len), (len / 3, len / 2), (len.saturating_sub(1), len)].map(|(s, e)| span(s, e));
-        let got = source.read_spans(id, &good).unwrap();
+        let got = fetch(source, id, &good).unwrap();
         for (span, got) in good.iter().zip(got) {
             let expected = &bytes[usize::try_from(span.start()).unwrap()..usize::try_from(span.end()).unwrap()];
             assert_eq!(got, expected, "{name} {span}");
             let mut target = vec![7; expected.len()];
             source.read_into(id, span.start(), &mut target).unwrap();
             assert_eq!(target, expected);
-            source.will_need(id, *span);
-            if let Some(lent) = source.lend(id, *span) {
-                assert_eq!(lent, expected, "the file is whole, so that loading from it is safe");
+            if let Some(lent) = lent(source, id, *span) {
+                assert_eq!(lent.unwrap(), expected);
             }
             let mut seen = None;
-            if let Some(result) = source.with_map(id, *span, &mut |mapped| seen = Some(mapped.to_vec())) {
+            let maps = source.maps().inspect(|maps| maps.will_need(id, *span));
+            if let Some(result) = maps.and_then(|maps| maps.with(id, *span, &mut |bytes| seen = Some(bytes.to_vec()))) {
+                assert!(source.maps_of(id).is_some());
                 result.unwrap();
                 assert_eq!(seen.as_deref(), Some(expected));
             } else {
-                assert_eq!(seen, None);
+                assert!(source.maps_of(id).is_none() && seen.is_none());
             }
         }
         for bad in [span(0, len + 1), span(len + 1, len + 1), span(u64::MAX - 1, u64::MAX), span(len, u64::MAX)] {
             if bad.len() < 1 << 20 {
-                let error = source.read_spans(id, &[bad]).unwrap_err();
+                let error = fetch(source, id, &[span(0, 0), bad]).unwrap_err();
                 assert!(matches!(error, SourceError::OutOfBounds { .. }), "{error}");
                 assert!(error.to_string().contains(name), "{error}");
             }
-            assert!(source.lend(id, bad).is_none());
+            assert!(lent(source, id, bad).is_none());
             let mut called = false;
-            if let Some(result) = source.with_map(id, bad, &mut |_| called = true) {
+            let maps = source.maps();
+            if let Some(result) = maps.and_then(|maps| maps.with(id, bad, &mut |_| called = true)) {
                 assert!(matches!(result, Err(SourceError::OutOfBounds { .. })));
             }
             assert!(!called);
@@ -102,17 +120,18 @@ fn conforms(source: &dyn Source) {
         }
     }
     nested(source);
-    assert_eq!(source.poisoned(), 0);
+    assert_eq!(source.health().poisoned(), 0);
 }
 
 fn nested(source: &dyn Source) {
+    let Some(maps) = source.maps_of(A) else { return };
     let (a, b) = (span(10, 20), span(4_000, 4_097));
     let mut total = 0;
-    source.with_map(A, a, &mut |left| {
-        let inner = source.with_map(B, b, &mut |right| total = left.len() + right.len());
-        inner.unwrap().unwrap();
+    let outer = maps.with(A, a, &mut |left| {
+        maps.with(B, b, &mut |right| total = left.len() + right.len()).unwrap().unwrap();
     });
-    assert!(total == 107 || source.with_map(A, a, &mut |_| ()).is_none());
+    outer.unwrap().unwrap();
+    assert_eq!(total, 107);
 }
 
 #[test]
@@ -123,26 +142,28 @@ fn every_source_conforms() {
         conforms(&source);
     }
     conforms(&MemoryFiles::new(contents()));
-    conforms(&Faulty::new(MemoryFiles::new(contents()), Fault::Io, u64::MAX));
-    conforms(&Faulty::new(local(SourceIo::Mmap).1, Fault::Changed, u64::MAX));
+    conforms(&Watched::new(MemoryFiles::new(contents())));
+    conforms(&Watched::failing(local(SourceIo::Mmap).1, Fault::Changed, u64::MAX));
 }
 
 #[test]
 fn a_faulty_source_fails_after_its_calls() {
-    let source = Faulty::new(MemoryFiles::new(contents()), Fault::Io, 2);
-    source.read_spans(A, &[span(0, 1), span(1, 2)]).unwrap();
-    assert!(matches!(source.read_spans(A, &[span(0, 1)]), Err(SourceError::Io { .. })));
-    assert!(matches!(source.with_map(A, span(0, 1), &mut |_| ()), Some(Err(SourceError::Io { .. }))));
-    assert!(source.lend(A, span(0, 1)).is_none());
-    let source = Faulty::new(MemoryFiles::new(contents()), Fault::Changed, 1);
+    let source = Watched::failing(local(SourceIo::Mmap).1, Fault::Io, 2);
+    fetch(&source, A, &[span(0, 1), span(1, 2)]).unwrap();
+    fetch(&source, A, &[span(0, 1)]).unwrap();
+    assert_eq!(source.fetched(), Fetched { calls: 2, spans: 3, bytes: 3 });
+    assert!(matches!(fetch(&source, A, &[span(0, 1)]), Err(SourceError::Io { .. })));
+    assert!(matches!(source.with(A, span(0, 1), &mut |_| ()), Some(Err(SourceError::Io { .. }))));
+    assert!(matches!(lent(&source, A, span(0, 1)), Some(Err(SourceError::Io { .. }))));
+    let source = Watched::failing(MemoryFiles::new(contents()), Fault::Changed, 1);
     source.check(A).unwrap();
-    source.read_spans(A, &[span(0, 1)]).unwrap();
+    fetch(&source, A, &[span(0, 1)]).unwrap();
     assert!(matches!(source.check(A), Err(SourceError::Changed { aspect: Aspect::Version, .. })));
     let source = MemoryFiles::new(contents());
     source.touch(A);
     assert!(source.check(A).is_err() && source.check(B).is_ok());
-    assert!(source.read_spans(A, &[span(0, 1)]).is_err(), "poison is sticky");
-    assert_eq!(source.poisoned(), 1);
+    assert!(fetch(&source, A, &[span(0, 1)]).is_err(), "poison is sticky");
+    assert_eq!(source.health().poisoned(), 1);
 }
 
 /// What is done to `a.bin`, and what is then reported.
@@ -181,7 +202,7 @@ fn damage_is_noticed_sticks_and_stays_with_its_file() {
     for io in [SourceIo::Mmap, SourceIo::Pread] {
         for (what, damage, aspect) in DAMAGES {
             let (dir, source) = local(io);
-            source.read_spans(A, &[span(0, 300_000)]).unwrap();
+            fetch(&source, A, &[span(0, 300_000)]).unwrap();
             std::thread::sleep(Duration::from_millis(20));
             damage(&dir.path().join("a.bin"));
             let error = source.check(A).unwrap_err();
@@ -190,13 +211,13 @@ fn damage_is_noticed_sticks_and_stays_with_its_file() {
                 "{what}: {error}"
             );
             assert!(error.to_string().contains("a.bin") && error.to_string().contains("expected"), "{error}");
-            assert_eq!(source.read_spans(A, &[span(0, 1)]).unwrap_err().to_string(), error.to_string());
-            assert!(source.lend(A, span(0, 1)).is_none() && source.backing(A).is_none());
-            assert!(source.with_map(A, span(0, 1), &mut |_| panic!("poisoned")).is_none_or(|result| result.is_err()));
+            assert_eq!(fetch(&source, A, &[span(0, 1)]).unwrap_err().to_string(), error.to_string());
+            assert!(lent(&source, A, span(0, 1)).is_none_or(|lent| lent.is_err()) && source.backing(A).is_none());
+            assert!(source.with(A, span(0, 1), &mut |_| panic!("poisoned")).is_none_or(|result| result.is_err()));
             assert!(source.check(A).is_err() && source.check_path(A).is_err());
             source.check(B).unwrap();
             source.check(EMPTY).unwrap();
-            assert_eq!(source.poisoned(), 1, "counted once");
+            assert_eq!(source.health().poisoned(), 1, "counted once");
         }
     }
 }
@@ -213,7 +234,7 @@ fn a_removed_file_is_noticed() {
 fn a_short_read_is_an_error_even_without_a_check() {
     let (dir, source) = local(SourceIo::Pread);
     file(&dir.path().join("a.bin")).set_len(100).unwrap();
-    let error = source.read_spans(A, &[span(50, 200)]).unwrap_err();
+    let error = fetch(&source, A, &[span(50, 200)]).unwrap_err();
     assert!(
         matches!(error, SourceError::Changed { aspect: Aspect::Size, expected: 300_000, found: 100, .. }),
         "{error}"
@@ -253,9 +274,9 @@ fn truncation_under_a_running_conversion_never_yields_wrong_bytes() {
                         let start = (step * 7 + thread * 13) % (LEN / TILE) * TILE;
                         let was_truncated = truncated.load(Ordering::SeqCst);
                         let (mut sum, mut others) = (0_u64, 0_u64);
-                        let result = source.with_map(A, span(start, start + TILE), &mut |bytes| {
+                        let result = source.with(A, span(start, start + TILE), &mut |bytes| {
                             sum = bytes.iter().map(|byte| u64::from(*byte)).sum();
-                            let inner = source.with_map(B, span(0, 1 << 12), &mut |scale| {
+                            let inner = source.with(B, span(0, 1 << 12), &mut |scale| {
                                 others = scale.iter().map(|byte| u64::from(*byte)).sum();
                             });
                             inner.unwrap().unwrap();
@@ -282,9 +303,9 @@ fn truncation_under_a_running_conversion_never_yields_wrong_bytes() {
         });
         assert!(good.load(Ordering::Relaxed) > 0);
         assert_eq!(refused.load(Ordering::Relaxed), 8);
-        assert_eq!(source.poisoned(), 1);
+        assert_eq!(source.health().poisoned(), 1);
         source.check(B).unwrap();
-        assert!(source.lend(A, span(0, 1)).is_none());
+        assert!(lent(&source, A, span(0, 1)).unwrap().is_err());
     }
 }
 
@@ -292,11 +313,14 @@ fn truncation_under_a_running_conversion_never_yields_wrong_bytes() {
 #[test]
 fn lending_a_truncated_file_to_the_kernel_is_an_errno() {
     let (dir, source) = local(SourceIo::Mmap);
-    let lent = source.lend(A, span(8_192, 300_000)).unwrap();
-    file(&dir.path().join("a.bin")).set_len(0).unwrap();
-    let (_reader, mut pipe) = std::io::pipe().unwrap();
-    let error = pipe.write(lent).unwrap_err();
-    assert_eq!(error.raw_os_error(), Some(libc::EFAULT));
+    let mut written = Ok(());
+    let checked = source.lend(A, span(8_192, 300_000), &mut |bytes| {
+        file(&dir.path().join("a.bin")).set_len(0).unwrap();
+        let (_reader, pipe) = std::io::pipe().unwrap();
+        written = bytes.write_to(&pipe);
+    });
+    assert_eq!(written.unwrap_err().raw_os_error(), Some(libc::EFAULT));
+    assert!(matches!(checked, Some(Err(SourceError::Changed { aspect: Aspect::Size, .. }))));
 }
 
 fn resident_file_bytes() -> u64 {
@@ -322,22 +346,19 @@ fn resident_mapped_memory_is_bounded() {
         for thread in 0..2_u64 {
             let (source, most) = (&source, &most);
             scope.spawn(move || {
-                let mut null = fs::OpenOptions::new().write(true).open("/dev/null").unwrap();
-                let (reader, mut writer) = std::io::pipe().unwrap();
                 for tile in (thread..LEN / TILE).step_by(2) {
                     let span = span(tile * TILE, (tile + 1) * TILE);
                     let mut sum = 0_u64;
                     let work = &mut |bytes: &[u8]| sum = bytes.iter().map(|byte| u64::from(*byte)).sum();
-                    source.with_map(A, span, work).unwrap().unwrap();
+                    source.with(A, span, work).unwrap().unwrap();
                     assert_eq!(sum, 3 * TILE);
                     // The kernel's reading through the other mapping counts as well.
-                    let lent = source.lend(A, span).unwrap();
-                    null.write_all(lent).unwrap();
-                    for chunk in lent.chunks(1 << 16) {
-                        writer.write_all(chunk).unwrap();
-                        let mut back = vec![0; chunk.len()];
-                        std::io::Read::read_exact(&mut &reader, &mut back).unwrap();
-                    }
+                    source
+                        .lend(A, span, &mut |bytes| {
+                            assert_eq!(Served::Kernel(bytes).to_vec().unwrap().len(), 1 << 20);
+                        })
+                        .unwrap()
+                        .unwrap();
                     let mut most = most.lock().unwrap();
                     *most = resident_file_bytes().saturating_sub(before).max(*most);
                 }
@@ -359,7 +380,7 @@ fn a_small_working_set_stays_resident() {
     let source = LocalFiles::open_with_window(&[path], SourceIo::Mmap, Window::new(1 << 30, 0)).unwrap();
     for step in 0..100_000_u64 {
         let start = step * 4096 % (1 << 20);
-        source.with_map(A, span(start, start + 4096), &mut |_| ()).unwrap().unwrap();
+        source.with(A, span(start, start + 4096), &mut |_| ()).unwrap().unwrap();
     }
     assert_eq!(source.window_drops(), 0);
 }
@@ -375,7 +396,7 @@ fn pages_to_return_to_stay_until_nobody_does() {
     let source = LocalFiles::open_with_window(&[path], SourceIo::Mmap, Window::new(NARROW, 1 << 40)).unwrap();
     let visit = || {
         for start in (0..LEN).step_by(1 << 16) {
-            source.with_map(A, span(start, start + (1 << 16)), &mut |_| ()).unwrap().unwrap();
+            source.with(A, span(start, start + (1 << 16)), &mut |_| ()).unwrap().unwrap();
         }
     };
     source.will_return();
@@ -450,7 +471,7 @@ fn cached_pages_are_mapped_before_they_are_touched_and_others_are_not_read() {
     }
     let mapped = usize::try_from(mapped_bytes(&path)).unwrap() / 4096;
     assert!((cached - 1..=cached).contains(&mapped), "{mapped} pages are mapped, {cached} were cached");
-    source.with_map(A, span(0, 1 << 20), &mut |bytes| assert!(bytes.iter().all(|byte| *byte == 7))).unwrap().unwrap();
+    source.with(A, span(0, 1 << 20), &mut |bytes| assert!(bytes.iter().all(|byte| *byte == 7))).unwrap().unwrap();
     source.settle();
     assert_ne!(mapped_bytes(&path), 0, "somebody was here since");
     source.settle();

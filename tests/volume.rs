@@ -12,7 +12,7 @@ use ckfs::{
     plan::{Allow, Layout, Mesh, Pattern, ViewOptions},
     read::{EngineOptions, MaterializeError, Materializing, OpenFile, Path, Target, reference},
     tensor::DType,
-    volume::{Access, FileSystem, Ino, NodeKind, Volume, VolumeOptions},
+    volume::{Access, FileSystem, Ino, NodeKind, Served, Volume, VolumeOptions},
 };
 use common::repo;
 use proptest::prelude::*;
@@ -197,7 +197,7 @@ fn long_texts_are_the_same_for_every_handle() {
         let size = usize::try_from(attr.size_bytes).unwrap();
         let read = |handle, offset, len| {
             let mut found = Vec::new();
-            volume.read(attr.ino, handle, offset, len, &mut |part| found = part.to_vec()).unwrap();
+            volume.read(attr.ino, handle, offset, len, &mut |part| found = part.to_vec().unwrap()).unwrap();
             found
         };
         let [a, b] = [(); 2].map(|()| volume.open(attr.ino).unwrap().handle);
@@ -285,7 +285,9 @@ fn readers_in_turns_fetch_each_byte_once() {
         let mut contents = vec![Vec::new(); files.len()];
         for start in (0..96 << 10).step_by(8 << 10) {
             for ((ino, handle), content) in files.iter().zip(&handles).zip(&mut contents) {
-                volume.read(*ino, *handle, start, 8 << 10, &mut |bytes| content.extend_from_slice(bytes)).unwrap();
+                volume
+                    .read(*ino, *handle, start, 8 << 10, &mut |bytes| content.extend(bytes.to_vec().unwrap()))
+                    .unwrap();
             }
         }
         for (ino, content) in files.iter().zip(&contents) {
@@ -306,7 +308,7 @@ fn bytes_are_counted_before_they_are_handed_out() {
         let opened = volume.open(ino).unwrap();
         let before = counters.served_bytes(way);
         let mut told = None;
-        let mut reply = |bytes: &[u8]| told = Some((bytes.len() as u64, counters.served_bytes(way) - before));
+        let mut reply = |bytes: Served<'_>| told = Some((bytes.len() as u64, counters.served_bytes(way) - before));
         volume.read(ino, opened.handle, 0, 64, &mut reply).unwrap();
         assert_eq!(told, Some((64, 64)), "{path}: bytes, and how many of them were counted");
     };
@@ -329,7 +331,7 @@ fn an_open_file_is_not_forgotten() {
     let first = volume.resolve("full/w0").unwrap().ino;
     let handle = volume.open(first).unwrap().handle;
     let mut half = Vec::new();
-    volume.read(first, handle, 0, 48 << 10, &mut |bytes| half.extend_from_slice(bytes)).unwrap();
+    volume.read(first, handle, 0, 48 << 10, &mut |bytes| half.extend(bytes.to_vec().unwrap())).unwrap();
     for path in listing(&volume).values() {
         for _ in 0..8 {
             let opened = volume.open(*path).unwrap();

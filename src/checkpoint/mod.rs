@@ -224,6 +224,18 @@ impl Checkpoint {
         &self.source
     }
 
+    /// The same checkpoint with its bytes had in another way: by a wrapper of its source, say.
+    ///
+    /// # Panics
+    /// If `wrap` gives a source of another number of files.
+    #[must_use]
+    pub fn with_source(mut self, wrap: impl FnOnce(Arc<dyn Source>) -> Arc<dyn Source>) -> Self {
+        let files = self.source.file_count();
+        self.source = wrap(self.source);
+        assert_eq!(self.source.file_count(), files, "files of the other source");
+        self
+    }
+
     /// Directory of the repository, or the file where the checkpoint is a single file.
     pub fn root(&self) -> &Path {
         &self.root

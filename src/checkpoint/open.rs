@@ -643,7 +643,7 @@ impl Selected<'_> {
             }
         }
         let files = (0..number(source.file_count())).map(FileId);
-        if files.map(|file| source.len_bytes(file)).fold(0, u64::saturating_add) > BYTES_MAX {
+        if files.map(|file| source.pin(file).len_bytes).fold(0, u64::saturating_add) > BYTES_MAX {
             problems.push(Problem::TooManyBytes);
         }
         let table = TensorTable::new(headers.iter().map(|(id, header)| (*id, header))).unwrap_or_else(|| {
@@ -702,7 +702,7 @@ impl Selected<'_> {
         &self.files[self.weights[id.index()]].path
     }
 
-    fn repo_files(&self, source: &LocalFiles) -> Vec<RepoFile> {
+    fn repo_files(&self, source: &dyn Source) -> Vec<RepoFile> {
         let by_weight: HashMap<usize, u32> = self.weights.iter().copied().zip(0..).collect();
         let mut next_other = number(self.weights.len());
         let file = |(place, listed): (usize, &Listed)| {
@@ -808,7 +808,7 @@ enum ReadHeader {
     Header(HeaderErrors),
 }
 
-fn read_header(source: &LocalFiles, file: FileId) -> Result<Header, ReadHeader> {
+fn read_header(source: &dyn Source, file: FileId) -> Result<Header, ReadHeader> {
     let file_bytes = source.len_bytes(file);
     let mut prefix = [0; 8];
     if file_bytes >= 8 {

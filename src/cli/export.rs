@@ -2,7 +2,6 @@
 
 use std::{
     fs::{self, File},
-    io::Write,
     os::unix::{
         ffi::OsStringExt,
         fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt, symlink},
@@ -235,11 +234,10 @@ fn create_file(volume: &Volume, node: &tree::Node, target: &Path) -> std::io::Re
 
 fn write_file(volume: &Volume, node: &tree::Node, partial: &Path, bar: &ProgressBar) -> anyhow::Result<()> {
     let context = || partial.display().to_string();
-    let mut file = create_file(volume, node, partial).with_context(context)?;
+    let file = create_file(volume, node, partial).with_context(context)?;
     let open = tree::OpenNode::open(volume, node)?;
     tree::stream(&open, &node.path, (0, node.attr.size_bytes), CHUNK_BYTES, &mut |bytes| {
-        // By system calls, not through a buffer: the bytes may be lent.
-        file.write_all(bytes).with_context(context)?;
+        bytes.write_to(&file).with_context(context)?;
         bar.inc(bytes.len() as u64);
         Ok(())
     })?;

@@ -1,11 +1,13 @@
 //! Copies of bytes that may lie in a mapped source file.
 //!
-//! What a volume's reads hand out may be lent memory, which must not be loaded from: a page that is gone would end the
-//! process. The kernel copies it instead, through a file in memory, and reports such a page as an error.
+//! What a volume's reads hand out may be for the kernel only. The kernel copies it then, through a file in memory that is
+//! kept from one copy to the next.
 
 use std::{fs::File, io, os::unix::fs::FileExt};
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
+
+use crate::source::Served;
 
 /// Copies by way of the kernel.
 #[derive(Debug)]
@@ -26,8 +28,11 @@ impl Copier {
     ///
     /// # Errors
     /// A page of them is gone.
-    pub(super) fn copy(&self, bytes: &[u8]) -> io::Result<Vec<u8>> {
-        self.file.write_all_at(bytes, 0)?;
+    pub(super) fn copy(&self, bytes: Served<'_>) -> io::Result<Vec<u8>> {
+        if let Served::Memory(bytes) = bytes {
+            return Ok(bytes.to_vec());
+        }
+        bytes.write_all_at(&self.file, 0)?;
         let mut copy = vec![0; bytes.len()];
         self.file.read_exact_at(&mut copy, 0)?;
         Ok(copy)

@@ -254,7 +254,9 @@ fn volume_of(checkpoint: &Arc<Checkpoint>, config: &Config) -> anyhow::Result<Vo
 /// Everything that keeps the plans from being mounted.
 pub(super) fn lay_out(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: &Config) -> anyhow::Result<Volume> {
     let budget = budget(&config.mount);
-    checkpoint.source().bound_mapped(budget.mapped_bytes, budget.mapped_again_bytes);
+    if let Some(maps) = checkpoint.source().maps() {
+        maps.bound(budget.mapped_bytes, budget.mapped_again_bytes);
+    }
     warn_of_large_cache(&budget);
     let options = VolumeOptions {
         engine: engine_options(&budget),

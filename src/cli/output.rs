@@ -7,7 +7,7 @@ use std::{
 
 use anyhow::Context;
 
-use crate::checkpoint::printable_lines;
+use crate::{checkpoint::printable_lines, source::Served};
 
 /// The command was used wrongly; exit code 2.
 #[derive(Debug)]
@@ -79,16 +79,7 @@ pub(super) fn print_json(value: &impl serde::Serialize) -> anyhow::Result<()> {
     written(written_all.and_then(|()| out.write_all(b"\n")).and_then(|()| out.flush()))
 }
 
-/// Writes bytes that may lie in a mapped file to standard output, by system calls only: the kernel reports a page that is
-/// gone, while a copy in this process would end it.
-pub(super) fn write_lent(mut bytes: &[u8]) -> anyhow::Result<()> {
-    let out = io::stdout();
-    while !bytes.is_empty() {
-        match nix::unistd::write(&out, bytes) {
-            Ok(len) => bytes = &bytes[len..],
-            Err(nix::errno::Errno::EINTR) => {}
-            Err(errno) => return written(Err(errno.into())),
-        }
-    }
-    Ok(())
+/// Writes what a read handed out to standard output.
+pub(super) fn write_lent(bytes: Served<'_>) -> anyhow::Result<()> {
+    written(bytes.write_to(&io::stdout()))
 }

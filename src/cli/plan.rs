@@ -7,6 +7,7 @@ use serde_json::{Map, Value, json};
 use super::{flags::SourceFlags, open, output, tree};
 use crate::{
     plan::report::{Report, ViewReport},
+    source::Served,
     volume::{Mounter, Readers, Unavailable, ViewPlan, readers, unavailable},
 };
 
@@ -73,8 +74,8 @@ impl Plan {
             let node = tree::find(&volume, PLAN)?;
             let file = tree::OpenNode::open(&volume, &node)?;
             let mut text = Vec::new();
-            let mut add = |bytes: &[u8]| {
-                text.extend_from_slice(bytes);
+            let mut add = |bytes: Served<'_>| {
+                text.extend(bytes.to_vec()?);
                 Ok(())
             };
             tree::stream(&file, PLAN, (0, node.attr.size_bytes), CHUNK_BYTES, &mut add)?;

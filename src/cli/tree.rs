@@ -6,6 +6,7 @@ use anyhow::{Context, anyhow};
 
 use crate::{
     plan::{Pattern, PatternError},
+    source::Served,
     volume::{Attr, FileSystem, FsError, Ino, NodeKind, Volume},
 };
 
@@ -130,11 +131,11 @@ impl<'a> OpenNode<'a> {
         Ok(Self { volume, ino: node.attr.ino, handle: opened.handle })
     }
 
-    /// Reads as [`FileSystem::read`] does. The slice may be lent: see [`super::lent`].
+    /// Reads as [`FileSystem::read`] does.
     ///
     /// # Errors
     /// The bytes did not come.
-    pub(super) fn read(&self, offset: u64, len: usize, reply: &mut dyn FnMut(&[u8])) -> Result<(), FsError> {
+    pub(super) fn read(&self, offset: u64, len: usize, reply: &mut dyn FnMut(Served<'_>)) -> Result<(), FsError> {
         self.volume.read(self.ino, self.handle, offset, len, reply)
     }
 }
@@ -154,7 +155,7 @@ pub(super) fn stream(
     path: &str,
     (start, end): (u64, u64),
     chunk_bytes: usize,
-    sink: &mut dyn FnMut(&[u8]) -> anyhow::Result<()>,
+    sink: &mut dyn FnMut(Served<'_>) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
     let mut at = start;
     while at < end {

@@ -35,6 +35,7 @@ use tracing::{error, info};
 
 use super::{
     open_mode::{Mode, OpenModes, Wish},
+    reply_data,
     requests::{Lookout, Overflow, Readers, Requests, Ticket},
 };
 use crate::volume::{Access, Attr, FileSystem, FsError, Handle, Ino, NodeKind, Op, Opened, Permission};
@@ -446,7 +447,7 @@ impl Serving {
             if verdict.is_ok()
                 && let Some(reply) = reply.take()
             {
-                reply.data(bytes);
+                reply_data::send(reply, bytes);
             }
         })?;
         verdict

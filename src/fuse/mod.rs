@@ -16,6 +16,7 @@ mod adapter;
 mod daemon;
 mod mounts;
 mod open_mode;
+mod reply_data;
 mod requests;
 mod session;
 

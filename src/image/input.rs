@@ -42,7 +42,7 @@ impl FormatInput {
     /// When the newest source file was modified.
     pub(super) fn modified(&self) -> SystemTime {
         let source = self.checkpoint.source();
-        file_ids(&self.checkpoint).map(|file| source.modified(file)).max().unwrap_or(UNIX_EPOCH)
+        file_ids(&self.checkpoint).map(|file| source.pin(file).modified).max().unwrap_or(UNIX_EPOCH)
     }
 }
 

@@ -1,6 +1,16 @@
 //! The byte-range engine: from a span of a virtual file to bytes.
 //!
-//! A span is cut into the pieces of the views it touches, and each piece is carried out in one of these ways:
+//! Four stages, of which the first two and the last are pure:
+//!
+//! ```text
+//! runs       a span of a view        ->  jobs, and the bytes of which tensors they need
+//! schedule   jobs                    ->  batches: spans of files, and where they lie in memory
+//! fetch      a batch                 ->  its bytes. The only stage that waits
+//! scatter    jobs and their bytes    ->  bytes of the view: gathered, decoded, converted
+//! ```
+//!
+//! A file that is mapped needs no schedule: fetching is handing out windows of its map. `fill` puts the stages together. What it
+//! makes is served in one of these ways:
 //!
 //! * **runs**: source bytes that need no conversion are lent straight from the mapped file, or gathered where a request
 //!   crosses from one run to the next;
@@ -11,24 +21,39 @@
 //! A file may also be materialized: made once, in pieces, by all threads, into a file that the kernel reads by itself
 //! ([`Materializing`]).
 //!
+//! # What a source without maps costs
+//!
+//! A sequential reader fetches each source byte that it needs once. Between two spans that are no further apart than
+//! [`crate::source::Source::gap_bytes`] the bytes in between are fetched too. A transposed view is one tile, and is fetched in whole
+//! source rows, if it fits half of the cache; else it is made in bands of a quarter of the cache, of which each fetches its part of
+//! every source row: with a request for each row, or, where the parts lie within the gap, all rows again for each band.
+//!
 //! Whatever was read from a source counts only if the source is still what was pinned at mount; else the read fails. No
 //! lock is held while bytes are made, and no reader ever depends on another thread's being free.
 
+mod ahead;
 mod buffer;
 pub mod counters;
 mod engine;
+mod fetch;
+mod fill;
 mod materialize;
-mod operand;
+mod open_file;
 mod prefault;
+mod reader;
 pub mod reference;
+mod runs;
+mod scatter;
+mod schedule;
 mod stream;
 mod tile;
 pub mod warm;
 mod worker;
 
 pub use counters::{Counters, Path};
-pub use engine::{Engine, EngineOptions, OpenFile};
+pub use engine::{Engine, EngineOptions};
 pub use materialize::{MaterializeError, Materializing, Target};
+pub use open_file::OpenFile;
 pub use prefault::Prefault;
 pub use tile::Reservation;
 

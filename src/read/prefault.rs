@@ -10,7 +10,7 @@ use std::{
     sync::{Arc, Weak},
 };
 
-use super::{Engine, engine::is_made};
+use super::{Engine, open_file::is_made};
 use crate::{
     source::{ByteSpan, FileId},
     tensor::{TensorId, View},
@@ -68,7 +68,7 @@ impl Prefault {
             (info.file, info.span)
         };
         match self.sources.next(place) {
-            Found::Part(file, span) => engine.source().map_ahead(file, span),
+            Found::Part(file, span) => engine.source().maps().is_some_and(|maps| maps.map_ahead(file, span)),
             Found::View => true,
             Found::Nothing => false,
         }

@@ -1,9 +1,9 @@
 //! Where the bytes of a checkpoint come from.
 //!
 //! A source is a fixed list of files, each pinned when the source was made: its length and identity are those of that
-//! moment for good. The seam, [`Source`], is narrow: a file gives spans of bytes, exactly or as an error. A local file
-//! also lends its memory mapping, so that contiguous reads are answered without a copy ([`Source::lend`]) and conversions
-//! read without one ([`Source::with_map`]).
+//! moment for good. The seam, [`Source`], is narrow: a file gives spans of bytes, exactly or as an error. A source whose files
+//! are mapped says so ([`Source::maps`]): then contiguous reads are answered without a copy ([`Maps::lend`]) and conversions
+//! read without one ([`Maps::with`]).
 //!
 //! A file found different from what was pinned is *poisoned*: from then on everything about it is an error. It is never
 //! trusted again within this process, since nobody can say which bytes of it were seen before and which after the change.
@@ -18,9 +18,9 @@
 //! the layers above.
 
 mod beneath;
-pub mod guard;
+mod health;
+mod kernel_bytes;
 pub mod local;
-pub mod memory;
 pub mod permission;
 pub mod stall;
 mod survey;
@@ -35,6 +35,8 @@ use std::{
 };
 
 pub use beneath::{Beneath, Found, Opened};
+pub use health::Health;
+pub use kernel_bytes::{KernelBytes, Served};
 pub use local::{LocalFiles, SourceIo, Window};
 pub use stall::{Fetches, Stall, Waiting};
 
@@ -248,6 +250,35 @@ pub struct Poison {
     pub since: SystemTime,
 }
 
+/// What is known of a file from the moment it was pinned, for good.
+#[derive(Clone, Debug)]
+pub struct Pin {
+    /// Path under which it was opened, for messages.
+    pub path: Arc<Path>,
+    /// Length in bytes.
+    pub len_bytes: u64,
+    /// Modification time.
+    pub modified: SystemTime,
+    /// Whom the file's permissions, and those of the directories above it, admitted when it was opened.
+    pub gates: Gates,
+}
+
+/// Bytes to be fetched, and where to.
+#[derive(Debug)]
+pub struct FetchPart<'a> {
+    /// First byte in the file.
+    pub start: u64,
+    /// Filled with the bytes from there on, as many as it holds.
+    pub target: &'a mut [u8],
+}
+
+impl FetchPart<'_> {
+    /// The bytes of the file, or `None` if their end overflows, so that no file has them.
+    pub fn span(&self) -> Option<ByteSpan> {
+        ByteSpan::of_len(self.start, self.target.len() as u64)
+    }
+}
+
 /// Where the bytes of a checkpoint come from: a fixed list of pinned files. Blocking; called from many threads.
 ///
 /// Every method that takes a [`FileId`] panics if the source has no such file: ids come from the source's maker, so that a
@@ -259,20 +290,8 @@ pub trait Source: fmt::Debug + Send + Sync {
     /// Number of files; their ids count from 0.
     fn file_count(&self) -> usize;
 
-    /// Pinned length of a file in bytes.
-    fn len_bytes(&self, file: FileId) -> u64;
-
-    /// Path under which a file was opened, for messages.
-    fn path(&self, file: FileId) -> &Path;
-
-    /// Pinned modification time of a file.
-    fn modified(&self, file: FileId) -> SystemTime;
-
-    /// Whom the file's permissions, and those of the directories above it, admitted when it was opened.
-    fn gates(&self, file: FileId) -> Gates {
-        let _ = file;
-        Gates::open(0, 0)
-    }
+    /// What was pinned of a file.
+    fn pin(&self, file: FileId) -> &Pin;
 
     /// Whether the file is still what was pinned; cheap enough (0.2 us) to be called after every read.
     ///
@@ -290,116 +309,96 @@ pub trait Source: fmt::Debug + Send + Sync {
         self.check(file)
     }
 
-    /// Fills `target` with the bytes from `start` on.
+    /// Fills all parts, in any order and, where that helps, at the same time. The only call that waits for bytes.
     ///
     /// # Errors
-    /// [`SourceError::OutOfBounds`], [`SourceError::Io`], or the error that poisoned the file. `target` then holds anything.
-    fn read_into(&self, file: FileId, start: u64, target: &mut [u8]) -> Result<(), SourceError>;
+    /// [`SourceError::OutOfBounds`], [`SourceError::Io`], or the error that poisoned the file. Parts then hold anything.
+    fn fetch(&self, file: FileId, parts: &mut [FetchPart<'_>]) -> Result<(), SourceError>;
 
-    /// One buffer per span, in order, each exactly as long as its span.
-    ///
-    /// # Errors
-    /// As [`Source::read_into`].
-    fn read_spans(&self, file: FileId, spans: &[ByteSpan]) -> Result<Vec<Vec<u8>>, SourceError> {
-        spans
-            .iter()
-            .map(|span| {
-                let mut bytes = vec![0; memory_len(*span)];
-                self.read_into(file, span.start(), &mut bytes)?;
-                Ok(bytes)
-            })
-            .collect()
+    /// Bytes between two spans up to which they are fetched as one, because that costs less than another request.
+    fn gap_bytes(&self) -> u64 {
+        local::GAP_BYTES
     }
 
-    /// Mapped bytes of a span, to be handed to the kernel and to nothing else.
-    ///
-    /// The memory must not be loaded from in user space: a page that is gone would kill the process with SIGBUS, while the
-    /// kernel turns it into an error of the system call. `None` if the file is not mapped, is poisoned or has no such span.
-    fn lend(&self, file: FileId, span: ByteSpan) -> Option<&[u8]>;
+    /// Which files are poisoned or stall.
+    fn health(&self) -> &Health;
 
-    /// Hands the mapped bytes of a span to `reply`, which treats them as those of [`Source::lend`], and makes sure that the file
-    /// was what was pinned before and after. `None`, without calling `reply`, if there is no such map; read it then.
-    ///
-    /// # Errors
-    /// As [`Source::check`]. If `reply` was called, what it passed on is not to be trusted.
-    fn lend_to(&self, file: FileId, span: ByteSpan, reply: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>> {
-        if let Err(error) = self.check(file) {
-            return Some(Err(error));
-        }
-        reply(self.lend(file, span)?);
-        Some(self.check(file))
+    /// The maps of its files, if it has any.
+    fn maps(&self) -> Option<&dyn Maps> {
+        None
     }
+
+    /// The open file, for the kernel to read from by itself. `None` if there is none or it is poisoned.
+    fn backing(&self, file: FileId) -> Option<Arc<File>> {
+        let _ = file;
+        None
+    }
+}
+
+/// Files of a source that lie in this process's address space: a fast way to fetch, and advice about their pages.
+pub trait Maps {
+    /// Whether a file is mapped. Of one that is not, the methods below do nothing, but for the advice to read.
+    fn is_mapped(&self, file: FileId) -> bool;
 
     /// Runs `work` on the mapped bytes of a span, guarded against pages that are gone: where one is, `work` sees zeros and
-    /// the result is an error. Calls may nest. `None`, without calling `work`, if the file is not mapped; read it then.
+    /// the result is an error. Calls may nest. `None`, without calling `work`, if the file is not mapped; fetch it then.
     ///
     /// # Errors
     /// [`SourceError::OutOfBounds`], or the error that poisoned the file. What `work` made is then worthless.
-    fn with_map(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>>;
+    fn with(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>>;
+
+    /// Hands the mapped bytes of a span to `reply`, and makes sure that the file was what was pinned before and after. `None`,
+    /// without calling `reply`, if there is no such map or no such span; fetch it then.
+    ///
+    /// # Errors
+    /// As [`Source::check`]. If `reply` was called, what it passed on is not to be trusted.
+    fn lend(
+        &self,
+        file: FileId,
+        span: ByteSpan,
+        reply: &mut dyn FnMut(KernelBytes<'_>),
+    ) -> Option<Result<(), SourceError>>;
 
     /// Advises that a span will be read soon. Never fails, may do nothing.
     fn will_need(&self, file: FileId, span: ByteSpan);
 
     /// Advises that mapped pages visited from now on will be visited again soon, as by the next of many transposed tiles.
-    /// May do nothing.
-    fn will_return(&self) {}
+    fn will_return(&self);
 
-    /// Makes ready what [`Source::with_map`] needs for a span, as far as its pages are in memory already, and says whether there is
-    /// room for more. What was made ready is kept as after [`Source::will_return`]. May do nothing.
-    fn map_ahead(&self, file: FileId, span: ByteSpan) -> bool {
-        let _ = (file, span);
-        false
-    }
+    /// Makes ready what [`Maps::with`] needs for a span, as far as its pages are in memory already, and says whether there is
+    /// room for more. What was made ready is kept as after [`Maps::will_return`].
+    fn map_ahead(&self, file: FileId, span: ByteSpan) -> bool;
 
     /// Lets go of what was kept for readers, where there were none of late. To be called every few seconds.
-    fn settle(&self) {}
-
-    /// The open file, for the kernel to read from by itself. `None` if there is none or it is poisoned.
-    fn backing(&self, file: FileId) -> Option<Arc<File>>;
-
-    /// Number of files found poisoned so far.
-    fn poisoned(&self) -> u64;
-
-    /// What poisoned a file, if it is poisoned. Does not look at it.
-    fn poison(&self, file: FileId) -> Option<Poison>;
-
-    /// Whether a file was found poisoned. Does not look at it.
-    fn is_poisoned(&self, file: FileId) -> bool {
-        self.poison(file).is_some()
-    }
+    fn settle(&self);
 
     /// Sets how many bytes of mapped pages may stay resident: usually, and while the same pages are visited again and again.
-    /// May do nothing.
-    fn bound_mapped(&self, usual_bytes: u64, again_bytes: u64) {
-        let _ = (usual_bytes, again_bytes);
+    fn bound(&self, usual_bytes: u64, again_bytes: u64);
+}
+
+/// What follows from the above, for every source alike.
+impl dyn Source + '_ {
+    /// Pinned length of a file in bytes.
+    pub fn len_bytes(&self, file: FileId) -> u64 {
+        self.pin(file).len_bytes
     }
 
-    /// How long a file may give no answer before it stalls.
-    fn stall_limit(&self) -> Duration {
-        Fetches::LIMIT
+    /// Path under which a file was opened, for messages.
+    pub fn path(&self, file: FileId) -> &Path {
+        &self.pin(file).path
     }
 
-    /// Looks which files stall now, and returns all fetches that have got on with nothing since this was last called, stalled
-    /// or not. To be called several times within [`Source::stall_limit`]; the first sight of a stall and its end are logged.
-    fn note_stalls(&self) -> Vec<Waiting> {
-        Vec::new()
+    /// Fills `target` with the bytes from `start` on.
+    ///
+    /// # Errors
+    /// As [`Source::fetch`].
+    pub fn read_into(&self, file: FileId, start: u64, target: &mut [u8]) -> Result<(), SourceError> {
+        self.fetch(file, &mut [FetchPart { start, target }])
     }
 
-    /// The files that stalled when [`Source::note_stalls`] last looked.
-    fn stalls(&self) -> Vec<Stall> {
-        Vec::new()
-    }
-
-    /// Whether a file is among them.
-    fn is_stalled(&self, file: FileId) -> bool {
-        let _ = file;
-        false
-    }
-
-    /// Fetches that got on with nothing for `least`, which is to be asked several times within it.
-    fn waiting(&self, least: Duration) -> Vec<Waiting> {
-        let _ = least;
-        Vec::new()
+    /// The maps, if this file is mapped.
+    pub fn maps_of(&self, file: FileId) -> Option<&dyn Maps> {
+        self.maps().filter(|maps| maps.is_mapped(file))
     }
 }
 

@@ -24,6 +24,9 @@ use super::{DType, Decode, TensorId, gather::Loop};
 /// transposed) have some 25 000; a million would mean that the algebra failed to find the structure.
 pub const PIECES_MAX: usize = 1 << 20;
 
+/// Steps of a loop that stay together when a piece is cut: as many lines as are transposed at once.
+const LINES: u64 = 128;
+
 /// Loops of a piece, by falling target stride.
 pub type Loops = SmallVec<[Loop; 4]>;
 
@@ -165,6 +168,28 @@ impl Piece {
             part.loops.remove(widest);
         }
         Some(part)
+    }
+
+    /// Two parts of this piece, cut between steps of the loop that takes the largest steps through the source, so that each part
+    /// needs a shorter extent of it. Target runs stay whole lines where they are long. `None` if the piece is one unit.
+    pub fn halves(&self) -> Option<(Self, Self)> {
+        let widest = (0..self.loops.len()).max_by_key(|index| self.loops[*index].source_stride)?;
+        let l = self.loops[widest];
+        let middle = l.extent.div_ceil(2);
+        let middle = if l.extent >= 2 * LINES { middle.next_multiple_of(LINES) } else { middle };
+        let part = |first: u64, end: u64| {
+            let mut part = self.clone();
+            part.start += first * l.target_stride;
+            if let Origin::Tensor { offset, .. } = &mut part.origin {
+                *offset += first * l.source_stride;
+            }
+            part.loops[widest].extent = end - first;
+            if end - first == 1 {
+                part.loops.remove(widest);
+            }
+            part
+        };
+        Some((part(0, middle), part(middle, l.extent)))
     }
 
     /// Units, from the first, that lie consecutively both in the target and in the source.

@@ -8,7 +8,7 @@ use std::{
 };
 
 use super::metrics::{Metrics, Op};
-use crate::source::permission::Permission;
+use crate::source::{Served, permission::Permission};
 
 /// Index of a node in the tree; 1 is the root, as the kernel has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -204,7 +204,7 @@ pub trait FileSystem: Send + Sync + 'static {
     }
 
     /// Reads `len` bytes at `offset`, fewer only at the end of the file, and hands them to `reply`, which is called
-    /// exactly once if the result is `Ok`. The slice may lie in a mapped source file.
+    /// exactly once if the result is `Ok`.
     ///
     /// # Errors
     /// [`FsError::Io`] if bytes could not be had or a source has changed. If `reply` was called all the same, the source
@@ -215,7 +215,7 @@ pub trait FileSystem: Send + Sync + 'static {
         handle: Handle,
         offset: u64,
         len: usize,
-        reply: &mut dyn FnMut(&[u8]),
+        reply: &mut dyn FnMut(Served<'_>),
     ) -> Result<(), FsError>;
 
     /// Told once, before any request, whether the kernel may read files by itself.

@@ -18,6 +18,7 @@ mod watched;
 mod watching;
 
 pub use crate::image::{Unavailable, unavailable, unavailable_text};
+pub use crate::source::Served;
 pub use crate::source::permission::{Mounter, Overrides, Permission};
 pub use file_system::{
     Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, OnChange, Opened, StatFs, WhenMaterialized,

@@ -1,6 +1,6 @@
 //! The nodes of a volume: names, attributes and contents.
 
-use std::{ops::ControlFlow};
+use std::ops::ControlFlow;
 
 use super::{
     exposition::{self, METRICS_BYTES},

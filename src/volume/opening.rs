@@ -18,7 +18,7 @@ use crate::{
     plan::Plan,
     read::counters::add,
     read::{OpenFile, Prefault, ReadError, warm::Warm},
-    source::{FileId, SourceError},
+    source::{FileId, Served, SourceError},
     tensor::to_usize,
 };
 
@@ -134,8 +134,8 @@ impl Volume {
     fn read_checked(
         &self,
         ino: Ino,
-        reply: &mut dyn FnMut(&[u8]),
-        read: impl FnOnce(&mut dyn FnMut(&[u8])) -> Result<(), ReadError>,
+        reply: &mut dyn FnMut(Served<'_>),
+        read: impl FnOnce(&mut dyn FnMut(Served<'_>)) -> Result<(), ReadError>,
     ) -> Result<(), FsError> {
         let mut replied = false;
         let result = read(&mut |bytes| {
@@ -215,11 +215,11 @@ impl Volume {
         handle: Handle,
         offset: u64,
         len: usize,
-        reply: &mut dyn FnMut(&[u8]),
+        reply: &mut dyn FnMut(Served<'_>),
     ) -> Result<(), FsError> {
         let mut reply_part = |bytes: &[u8]| {
             let start = to_usize(offset).min(bytes.len());
-            reply(&bytes[start..start.saturating_add(len).min(bytes.len())]);
+            reply(Served::Memory(&bytes[start..start.saturating_add(len).min(bytes.len())]));
         };
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned();
         match open.ok_or(FsError::Invalid)? {
@@ -228,7 +228,7 @@ impl Volume {
                 Ok(())
             }
             Open::Rows(rows) => {
-                reply(&rows.read(offset, len));
+                reply(Served::Memory(&rows.read(offset, len)));
                 Ok(())
             }
             Open::Original(file) => {
@@ -239,7 +239,9 @@ impl Volume {
                 self.note_read();
                 self.read_checked(ino, reply, |reply| {
                     let made = self.materializer.as_ref().zip(entry);
-                    if made.is_some_and(|(made, entry)| made.read(&entry, &file, offset, len, reply)) {
+                    if made.is_some_and(|(made, entry)| {
+                        made.read(&entry, &file, offset, len, &mut |bytes| reply(Served::Memory(bytes)))
+                    }) {
                         return Ok(());
                     }
                     self.engine.read(&file, offset, len, reply)

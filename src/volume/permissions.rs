@@ -60,7 +60,7 @@ impl GateClasses {
         let mut numbers: HashMap<Gates, u32> = HashMap::new();
         let mut classes = Self { gates: Vec::new(), of_file: Vec::new() };
         for file in (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()) {
-            let gates = source.gates(FileId(file));
+            let gates = source.pin(FileId(file)).gates.clone();
             let next = u32::try_from(classes.gates.len()).expect("no more classes than files");
             let number = *numbers.entry(gates.clone()).or_insert(next);
             if number == next {
@@ -328,7 +328,7 @@ pub fn readers(checkpoint: &Checkpoint, mounter: &Mounter, overrides: &Overrides
     let mut found: Vec<Readers> = Vec::new();
     let mut known: HashMap<Gates, usize> = HashMap::new();
     for file in (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()).map(FileId) {
-        let gates = source.gates(file);
+        let gates = source.pin(file).gates.clone();
         let place = *known.entry(gates).or_insert_with_key(|gates| {
             let permission = gates.permission(mounter, overrides);
             let permission = Permission { mode: overrides.file_mode.unwrap_or(permission.mode), ..permission };

@@ -28,7 +28,10 @@ use crate::{
     image::{self, Directory, FormatInput, MadeOf, OWN, TextFile, file_ids, unavailable_text},
     plan::{Allow, Plan, Problem, report},
     read::{Engine, EngineOptions, counters::add},
-    source::permission::{Mounter, Overrides},
+    source::{
+        Served,
+        permission::{Mounter, Overrides},
+    },
 };
 
 /// How to mount anew, in general.
@@ -109,7 +112,7 @@ impl Volume {
     /// Never: there are fewer than 2^32 views.
     pub fn new(checkpoint: Arc<Checkpoint>, views: Vec<ViewPlan>, options: VolumeOptions) -> Result<Self, VolumeError> {
         let source = checkpoint.source();
-        let modified = file_ids(&checkpoint).map(|file| source.modified(file)).max().unwrap_or(UNIX_EPOCH);
+        let modified = file_ids(&checkpoint).map(|file| source.pin(file).modified).max().unwrap_or(UNIX_EPOCH);
         let total_bytes = file_ids(&checkpoint).map(|file| source.len_bytes(file)).sum();
         // What `ckfs plan` says, shown as `.ckfs/plan.txt`, goes through all tensors too.
         let (mut plan_text, shown) = rayon::join(
@@ -255,7 +258,7 @@ impl FileSystem for Volume {
         handle: Handle,
         offset: u64,
         len: usize,
-        reply: &mut dyn FnMut(&[u8]),
+        reply: &mut dyn FnMut(Served<'_>),
     ) -> Result<(), FsError> {
         self.read_open(ino, handle, offset, len, reply)
     }
@@ -289,7 +292,7 @@ impl FileSystem for Volume {
     }
 
     fn patience(&self) -> Duration {
-        self.engine.checkpoint().source().stall_limit()
+        self.engine.checkpoint().source().health().stall_limit()
     }
 
     fn note_stalls(&self) {

@@ -100,7 +100,7 @@ impl Reported<'_> {
     pub(super) fn health(&self) -> HealthReport {
         let source = self.source();
         let files = (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()).map(FileId);
-        self.metrics.health.report(files.filter_map(|file| Some((source.path(file), source.poison(file)?))))
+        self.metrics.health.report(files.filter_map(|file| Some((source.path(file), source.health().poison(file)?))))
     }
 
     /// The numbers by name, with a line of explanation each.
@@ -146,7 +146,7 @@ impl Reported<'_> {
                 "poisoned_sources",
                 "poisoned_sources",
                 "Source files found changed since mount; reads of them fail",
-                self.source().poisoned(),
+                self.source().health().poisoned(),
             ),
             count("panics", "Requests whose handler panicked", &metrics.panics),
             count("passthrough_opens", "Opens that the kernel serves by itself", &metrics.passthrough_opens),

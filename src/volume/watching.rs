@@ -13,7 +13,7 @@ use crate::{read::counters::add, source::Stall};
 impl Volume {
     /// The sources that give no answer now, and since when.
     pub fn stalled(&self) -> Vec<Stall> {
-        self.engine.checkpoint().source().stalls()
+        self.engine.checkpoint().source().health().stalls()
     }
 
     /// Looks whether the sources of files that were opened are what they were, so that a change to one is logged, counted
@@ -33,7 +33,7 @@ impl Volume {
 
     /// Tells of sources found poisoned since this was last called.
     pub(super) fn tell_changes(&self) {
-        let found = self.engine.checkpoint().source().poisoned();
+        let found = self.engine.checkpoint().source().health().poisoned();
         if self.watched.told.fetch_max(found, Ordering::Relaxed) < found {
             self.tell_again();
         }
@@ -49,14 +49,15 @@ impl Volume {
     /// Files that were opened and are made of a poisoned source.
     pub(super) fn files_of_poisoned(&self) -> Vec<Ino> {
         let source = self.engine.checkpoint().source();
-        let lost = |ino: &Ino| self.sources_of(*ino).iter().any(|file| source.is_poisoned(*file));
+        let lost = |ino: &Ino| self.sources_of(*ino).iter().any(|file| source.health().is_poisoned(*file));
         self.watched.opened().into_iter().filter(lost).collect()
     }
 
     /// Whether a source of a file gives no answer.
     pub(super) fn waits_for_stalled(&self, ino: Ino) -> bool {
         let source = self.engine.checkpoint().source();
-        !source.stalls().is_empty() && self.sources_of(ino).iter().any(|file| source.is_stalled(*file))
+        !source.health().stalls().is_empty()
+            && self.sources_of(ino).iter().any(|file| source.health().is_stalled(*file))
     }
 
     /// Reports stalls that began or ended since this was last called.

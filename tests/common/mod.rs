@@ -9,6 +9,7 @@
 
 pub mod faulty;
 pub mod repo;
+pub mod sources;
 pub mod views;
 
 use std::{collections::HashMap, ops::Range};

@@ -114,7 +114,9 @@ pub fn files(volume: &dyn FileSystem, dir: Ino, path: &str, found: &mut Vec<(Str
 pub fn read(volume: &dyn FileSystem, ino: Ino, start: u64, len: usize) -> Vec<u8> {
     let opened = volume.open(ino).unwrap();
     let mut bytes = None;
-    volume.read(ino, opened.handle, start, len, &mut |part| assert!(bytes.replace(part.to_vec()).is_none())).unwrap();
+    volume
+        .read(ino, opened.handle, start, len, &mut |part| assert!(bytes.replace(part.to_vec().unwrap()).is_none()))
+        .unwrap();
     volume.release(ino, opened.handle);
     bytes.expect("a read that succeeds replies")
 }

@@ -9,8 +9,8 @@ use std::{
 };
 
 use ckfs::volume::{
-    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, Op, Opened, Permission, StatFs,
-    WhenMaterialized,
+    Access, Attr, DirEntry, FileSystem, FsError, Handle, Ino, Metrics, NodeKind, Op, Opened, Permission, Served,
+    StatFs, WhenMaterialized,
 };
 use nix::unistd::{getegid, geteuid};
 
@@ -217,7 +217,7 @@ impl FileSystem for Double {
         _handle: Handle,
         offset: u64,
         len: usize,
-        reply: &mut dyn FnMut(&[u8]),
+        reply: &mut dyn FnMut(Served<'_>),
     ) -> Result<(), FsError> {
         let manner = Self::manner(ino).ok_or(FsError::NotFound)?;
         let mut stats;
@@ -239,18 +239,18 @@ impl FileSystem for Double {
             | Manner::Materialized
             | Manner::NotMaterialized
             | Manner::MaterializePanics
-            | Manner::MaterializeForgets => reply(bytes),
+            | Manner::MaterializeForgets => reply(Served::Memory(bytes)),
             Manner::Slow => {
                 thread::sleep(Duration::from_millis(300));
-                reply(bytes);
+                reply(Served::Memory(bytes));
             }
             Manner::Failing => return Err(FsError::Io),
             Manner::Panicking => panic!("read panics"),
             Manner::PanickingLate => {
-                reply(bytes);
+                reply(Served::Memory(bytes));
                 panic!("read panics after the reply");
             }
-            Manner::Short => reply(&bytes[..bytes.len() / 2]),
+            Manner::Short => reply(Served::Memory(&bytes[..bytes.len() / 2])),
             Manner::Silent => {}
         }
         Ok(())

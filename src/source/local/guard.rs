@@ -379,7 +379,7 @@ mod tests {
     /// Runs this test binary again with only `name`, which then plays the child.
     fn child(name: &str) -> std::process::ExitStatus {
         Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", &format!("source::guard::tests::{name}"), "--nocapture"])
+            .args(["--exact", &format!("source::local::guard::tests::{name}"), "--nocapture"])
             .env(CHILD, "1")
             .output()
             .unwrap()

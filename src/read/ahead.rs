@@ -1,0 +1,136 @@
+//! What sequential readers will want next: tiles are computed, and source pages asked for, before they are.
+
+use std::sync::{Arc, PoisonError};
+
+use super::{
+    Engine,
+    open_file::{OpenFile, TILE_BYTES_MIN},
+    tile::Ask,
+};
+use crate::{
+    image::Segment,
+    source::{ByteSpan, FileId},
+    tensor::{Origin, Tiling, needs},
+};
+
+/// How far ahead of a sequential reader source pages are asked for.
+const RUNS_AHEAD_BYTES: u64 = 8 << 20;
+/// Source bytes between two that are wanted, from which on they are not asked for in one. The kernel reads over smaller gaps anyway.
+const GAP_BYTES: u64 = 256 << 10;
+
+impl Engine {
+    /// Starts on what a sequential reader will want next.
+    pub(super) fn look_ahead(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
+        if start == end {
+            return;
+        }
+        let mut budget = self.options().tile_cache_bytes as u64 / 4;
+        // At first the next tile; in the long run one that each thread works on, and one that it can go on with.
+        let tile_bytes = self.tile_bytes_at(file, end - 1);
+        let least = RUNS_AHEAD_BYTES.max(tile_bytes).min(budget).max(TILE_BYTES_MIN);
+        let most = tile_bytes.saturating_mul(2 * self.options().workers as u64).min(budget).max(least);
+        let noted = file.streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, least..=most);
+        let Some((from, to)) = noted else { return };
+        for (segment, low, high) in file.image.spans(from, to.min(file.len_bytes()).max(from)) {
+            let Segment::View(_) = &file.image.segments()[segment] else { continue };
+            let Ok(prepared) = self.prepare(file, segment) else { continue };
+            let Some(grid) = prepared.grid else {
+                self.advise(&prepared.tiling, low, high, RUNS_AHEAD_BYTES);
+                continue;
+            };
+            let unit = prepared.tiling.unit_bytes();
+            let tile_bytes = grid.units * unit;
+            for index in grid.index(low / unit)..=grid.index((high - 1) / unit) {
+                if tile_bytes > budget || self.cache.has(&file.tile_key(segment, index)) {
+                    continue;
+                }
+                budget -= tile_bytes;
+                let (engine, file, prepared) = (Arc::downgrade(self), Arc::clone(file), Arc::clone(&prepared));
+                let (first, last) = grid.span(index, prepared.tiling.len_units());
+                let start = file.image.start_of(segment);
+                let (low, high) = (start + first * unit, start + last * unit);
+                let is_next = low <= end + tile_bytes;
+                self.workers.offer(move || {
+                    let Some(engine) = engine.upgrade() else { return };
+                    // The reader may have come past while this waited, and a tile in use is worth more than one ahead.
+                    let awaited = file.streams.lock().unwrap_or_else(PoisonError::into_inner).awaits(low, high);
+                    let cache = &engine.cache;
+                    let fits = if is_next { cache.has_room(high - low) } else { cache.has_much_room(high - low) };
+                    if !awaited || !fits {
+                        return;
+                    }
+                    let compute = |room| engine.compute(&prepared.tiling, (first, last), room);
+                    let (key, bytes) = (file.tile_key(segment, index), usize::try_from(high - low));
+                    // A failure here is not reported: the reader who needs the tile meets it again.
+                    let bytes = bytes.unwrap_or(usize::MAX);
+                    drop(engine.cache.get(key, Ask::Ahead, bytes, &engine.counters, &|| None, compute));
+                });
+            }
+        }
+    }
+
+    /// Bytes of the tile that holds a byte of a file; 0 where none does.
+    fn tile_bytes_at(&self, file: &OpenFile, at: u64) -> u64 {
+        let Some((segment, ..)) = file.image.spans(at, at + 1).next() else { return 0 };
+        let Segment::View(_) = &file.image.segments()[segment] else { return 0 };
+        let Ok(prepared) = self.prepare(file, segment) else { return 0 };
+        prepared.grid.map_or(0, |grid| grid.units * prepared.tiling.unit_bytes())
+    }
+
+    /// Asks for the source pages that `start..end` of a file is made of. A transposed view's are asked for with its first byte, as
+    /// all of it is made of the same.
+    pub(super) fn ask(&self, file: &OpenFile, start: u64, end: u64) {
+        let most = self.options().tile_cache_bytes as u64;
+        for (segment, low, high) in file.image.spans(start, end) {
+            let Segment::View(_) = &file.image.segments()[segment] else { continue };
+            // The thread that makes these bytes meets a failure again.
+            let Ok(prepared) = self.prepare(file, segment) else { continue };
+            let tiling = &prepared.tiling;
+            if tiling.transposed_stride_units().is_none() {
+                self.advise(tiling, low, high, most);
+            } else if low == 0 {
+                self.advise(tiling, 0, tiling.len_bytes(), most);
+            }
+        }
+    }
+
+    fn will_need(&self, file: FileId, span: ByteSpan) {
+        if let Some(maps) = self.source().maps() {
+            maps.will_need(file, span);
+        }
+    }
+
+    /// Asks for the source pages of a span, at most so many bytes of them.
+    fn advise(&self, tiling: &Tiling, low: u64, high: u64, most: u64) {
+        let unit = tiling.unit_bytes();
+        let mut left = most;
+        tiling.cut(low / unit, high.div_ceil(unit), &mut |piece| {
+            let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return };
+            let decode = &tiling.decoders()[decoder as usize];
+            if let Some(value) = decode.value() {
+                for need in needs(value, offset, &piece.loops) {
+                    let info = self.checkpoint.tensor(need.operand.tensor.id);
+                    for runs in &need.runs {
+                        runs.for_each_span(GAP_BYTES, &mut |start, len| {
+                            let hull = ByteSpan::of_len(start, left.min(len));
+                            if let Some(span) = hull.and_then(|hull| info.span.slice(hull)) {
+                                left -= span.len();
+                                self.will_need(info.file, span);
+                            }
+                        });
+                    }
+                }
+                return;
+            }
+            let info = self.checkpoint.tensor(tensor);
+            let unit = decode.source_bytes(unit).expect("what decodes no value reads elements");
+            piece.source_hulls(GAP_BYTES / unit, &mut |start, units| {
+                let hull = ByteSpan::of_len((offset + start) * unit, left.min(units * unit));
+                if let Some(span) = hull.and_then(|hull| info.span.slice(hull)) {
+                    left -= span.len();
+                    self.will_need(info.file, span);
+                }
+            });
+        });
+    }
+}

@@ -1,0 +1,94 @@
+//! Stage 3: the only one that waits. Bytes of a batch come into memory, or, where files are mapped, windows of the maps do as
+//! well without a copy.
+
+use smallvec::SmallVec;
+
+use super::{
+    ReadError,
+    buffer::{Buffer, BufferPool},
+    runs::Wanted,
+    schedule::{Batch, Fetch},
+};
+use crate::{
+    checkpoint::Checkpoint,
+    source::{ByteSpan, FetchPart, Maps},
+    tensor::{Window, to_usize},
+};
+
+/// Fetches the bytes of a batch, each call with all spans of one file.
+///
+/// # Errors
+/// [`ReadError::Source`] with what a source said.
+pub(super) fn fetch(checkpoint: &Checkpoint, buffers: &BufferPool, batch: &Batch<'_>) -> Result<Buffer, ReadError> {
+    let mut memory = buffers.take(to_usize(batch.len_bytes));
+    let mut rest: &mut [u8] = &mut memory;
+    let mut at = 0;
+    let mut parts: Vec<(Fetch, FetchPart<'_>)> = Vec::with_capacity(batch.fetches.len());
+    for fetch in &batch.fetches {
+        let skipped = rest.split_off_mut(..to_usize(fetch.at - at));
+        let target = rest.split_off_mut(..to_usize(fetch.span.len()));
+        let (Some(_), Some(target)) = (skipped, target) else {
+            return Err(ReadError::Internal { what: "a fetch leaves the memory of its batch" });
+        };
+        at = fetch.at + fetch.span.len();
+        parts.push((*fetch, FetchPart { start: fetch.span.start(), target }));
+    }
+    // Operands of one step may lie in several files.
+    parts.sort_by_key(|(fetch, _)| fetch.file);
+    let mut parts = parts.into_iter().peekable();
+    while let Some((first, part)) = parts.next() {
+        let mut of_file = vec![part];
+        let mut others = false;
+        while let Some((fetch, part)) = parts.next_if(|(fetch, _)| fetch.file == first.file) {
+            others |= fetch.tensor != first.tensor;
+            of_file.push(part);
+        }
+        checkpoint.source().fetch(first.file, &mut of_file).map_err(|error| {
+            let name = checkpoint.tensor(first.tensor).name;
+            let tensor = if others { format!("{name} and others") } else { name.to_owned() };
+            ReadError::Source { tensor, span: first.span, error }
+        })?;
+    }
+    Ok(memory)
+}
+
+/// Whether all tensors that a job needs lie in mapped files.
+pub(super) fn are_mapped(checkpoint: &Checkpoint, wanted: &[Wanted]) -> bool {
+    wanted.iter().all(|wanted| checkpoint.source().maps_of(checkpoint.tensor(wanted.tensor).file).is_some())
+}
+
+/// Runs `work` over windows of the maps.
+///
+/// # Errors
+/// [`ReadError::Source`] with what a source said. What `work` made is then worthless.
+pub(super) fn through_maps(
+    checkpoint: &Checkpoint,
+    maps: &dyn Maps,
+    wanted: &[Wanted],
+    windows: &[Window<'_>],
+    work: &mut dyn FnMut(&[Window<'_>]),
+) -> Result<(), ReadError> {
+    let Some((first, others)) = wanted.split_first() else {
+        work(windows);
+        return Ok(());
+    };
+    let info = checkpoint.tensor(first.tensor);
+    let Some(span) = ByteSpan::new(first.start, first.end).and_then(|span| info.span.slice(span)) else {
+        return Err(ReadError::Internal { what: "a piece leaves its tensor" });
+    };
+    if 2 * first.used_bytes < span.len() {
+        // The pages between hold what other tiles need.
+        maps.will_return();
+    }
+    let mut result = Ok(());
+    let mapped = maps.with(info.file, span, &mut |bytes| {
+        let mut all: SmallVec<[Window<'_>; 4]> = SmallVec::from_slice(windows);
+        all.push(Window { bytes, start: first.start });
+        result = through_maps(checkpoint, maps, others, &all, work);
+    });
+    match mapped {
+        None => Err(ReadError::Internal { what: "a mapped file is not mapped" }),
+        Some(Err(error)) => Err(ReadError::source(&info, span, error)),
+        Some(Ok(())) => result,
+    }
+}

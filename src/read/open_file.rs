@@ -1,0 +1,180 @@
+//! Virtual files made ready for reading: what is known of each, and the tiles of its views.
+
+use std::sync::{
+    Arc, Mutex, OnceLock,
+    atomic::{AtomicBool, AtomicU64, Ordering},
+};
+
+use super::{ReadError, stream::Streams, tile::TileKey};
+use crate::{image::FileImage, source::FileId, tensor::Tiling};
+
+/// Smallest tile, a huge page. Conversions of less than a megabyte at a time leave caches and vectors cold.
+pub(super) const TILE_BYTES_MIN: u64 = 2 << 20;
+/// Largest tile, where the cache allows it: an eighth of it, and a quarter of what other tiles in use leave.
+const TILE_BYTES_MAX: u64 = 32 << 20;
+/// Tiles of views over files that are not mapped, where the cache allows it: what is fetched for one is then a megabyte or more,
+/// also of types that are a fraction as wide as the view's.
+const FETCHED_TILE_BYTES: u64 = 8 << 20;
+/// Source elements that a tile takes, where it can, from each row that it transposes. A few cache lines would do for the
+/// processor's caches; but each tile also touches pages of all the rows again, which costs less the larger the tile is.
+const TRANSPOSED_ELEMENTS_MIN: u64 = 256;
+/// Runs shorter than this are gathered in tiles rather than anew at each request.
+const RUN_BYTES_MIN: u64 = 4096;
+
+/// A virtual file made ready for reading: its image, and the tilings of its views once they are needed.
+#[derive(Debug)]
+pub struct OpenFile {
+    pub(super) key: u64,
+    pub(super) name: String,
+    pub(super) image: FileImage,
+    pub(super) tilings: Vec<OnceLock<Result<Arc<Prepared>, ReadError>>>,
+    pub(super) streams: Mutex<Streams>,
+    pub(super) failed: AtomicBool,
+    pub(super) sources: OnceLock<Box<[FileId]>>,
+}
+
+/// A lowered view and how it is served.
+#[derive(Debug)]
+pub(super) struct Prepared {
+    pub(super) tiling: Tiling,
+    /// The tiles; `None` where runs of source bytes are served as they are.
+    pub(super) grid: Option<Grid>,
+    /// Whether all its sources are mapped.
+    pub(super) mapped: bool,
+}
+
+/// How a target is cut into tiles: tile `i` is units `i * units - shift ..`, the first and the last cut short by the
+/// target.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Grid {
+    pub(super) units: u64,
+    shift: u64,
+}
+
+/// Memory that tiles may take.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Room {
+    /// All of it, in bytes.
+    pub(super) cache_bytes: u64,
+    /// What tiles in use leave of it now, in bytes.
+    pub(super) free_bytes: u64,
+}
+
+impl Grid {
+    /// The tiles of a view that begins at byte `start` of its file: a megabyte or more each, and where the tiling
+    /// transposes, enough that each source row gives a cache line or more, as far as the cache allows. Otherwise tiles end
+    /// at multiples of their size in the file, as the kernel's requests do.
+    ///
+    /// Of a transposed view whose sources are not mapped, each tile fetches a part of every source row, with a request for each
+    /// row unless the part is all of it. So the view is one tile if it fits half of the room; then each source byte is
+    /// fetched once, in order. Otherwise tiles are as large as a quarter of the room: no byte is fetched twice unless rows
+    /// lie closer than [`crate::source::Source::gap_bytes`], in which case each tile fetches all of them.
+    pub(super) fn new(tiling: &Tiling, start: u64, room: Room, mapped: bool) -> Self {
+        let unit = tiling.unit_bytes();
+        let Room { cache_bytes, free_bytes } = room;
+        let Some(stride) = tiling.transposed_stride_units() else {
+            let bytes =
+                if mapped { TILE_BYTES_MIN } else { FETCHED_TILE_BYTES.min(cache_bytes / 8).max(TILE_BYTES_MIN) };
+            let units = (bytes / unit).max(1);
+            let shift = if start.is_multiple_of(unit) { start / unit % units } else { 0 };
+            return Self { units, shift };
+        };
+        if !mapped && tiling.len_bytes() <= (cache_bytes / 2).min(free_bytes / 2) {
+            return Self { units: tiling.len_units().max(1), shift: 0 };
+        }
+        let row_bytes = stride * unit;
+        // A restore opens a hundred files at once and reads them in turns: their tiles should all fit.
+        let part = if mapped { TILE_BYTES_MAX.min(cache_bytes / 8) } else { cache_bytes / 4 };
+        let bytes_max = part.min(free_bytes / 4).max(TILE_BYTES_MIN);
+        let mut rows = TRANSPOSED_ELEMENTS_MIN.max(TILE_BYTES_MIN / row_bytes.max(1));
+        if !mapped {
+            rows = rows.max(bytes_max / row_bytes.max(1));
+        }
+        while rows > 1 && rows * row_bytes > bytes_max {
+            rows /= 2;
+        }
+        let units = if rows * row_bytes > bytes_max { (bytes_max / unit).max(1) } else { rows * stride };
+        Self { units, shift: 0 }
+    }
+
+    /// The tile that holds a unit.
+    pub(super) fn index(self, unit: u64) -> u64 {
+        (unit + self.shift) / self.units
+    }
+
+    /// Units of a tile.
+    pub(super) fn span(self, index: u64, len_units: u64) -> (u64, u64) {
+        let first = (index * self.units).saturating_sub(self.shift);
+        (first, ((index + 1) * self.units - self.shift).min(len_units))
+    }
+}
+
+/// Whether bytes are made from source bytes in memory. Otherwise they are runs of them, which the kernel may copy.
+pub(super) fn is_made(tiling: &Tiling) -> bool {
+    !tiling.is_run_copy(RUN_BYTES_MIN)
+}
+
+impl OpenFile {
+    /// A file with a name for messages.
+    pub fn new(name: String, image: FileImage) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let tilings = image.segments().iter().map(|_| OnceLock::new()).collect();
+        let key = NEXT.fetch_add(1, Ordering::Relaxed);
+        let (streams, failed, sources) = (Mutex::default(), AtomicBool::new(false), OnceLock::new());
+        Self { key, name, image, tilings, streams, failed, sources }
+    }
+
+    /// The name for messages.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Length in bytes.
+    pub fn len_bytes(&self) -> u64 {
+        self.image.len_bytes()
+    }
+
+    /// The layout of the file.
+    pub fn image(&self) -> &FileImage {
+        &self.image
+    }
+
+    /// The name of a tile in the cache.
+    pub(super) fn tile_key(&self, segment: usize, index: u64) -> TileKey {
+        TileKey { file: self.key, segment: u32::try_from(segment).expect("a file has fewer than 2^32 segments"), index }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::{DType, Shape, SourceTensor, TensorId, View};
+
+    fn tiling(rows: u64, columns: u64) -> Tiling {
+        let shape = Shape::try_new(&[rows, columns]).unwrap();
+        View::source(SourceTensor { id: TensorId(0), dtype: DType::BF16, shape }).reverse_axes().lower().unwrap()
+    }
+
+    #[test]
+    fn a_transposed_view_without_maps_is_one_tile_if_it_fits_half_of_the_room() {
+        const MIB: u64 = 1 << 20;
+        let matrix = tiling(4096, 8192); // 64 MiB, rows of 8 KiB in the view
+        let units = |cache: u64, free: u64, mapped| {
+            let room = Room { cache_bytes: cache * MIB, free_bytes: free * MIB };
+            Grid::new(&matrix, 0, room, mapped).units * 2 / MIB
+        };
+        assert_eq!(units(128, 128, false), 64, "whole");
+        assert_eq!(units(127, 127, false), 31, "a quarter of the cache");
+        assert_eq!(units(1024, 100, false), 25, "a quarter of what is free");
+        assert_eq!(units(1024, 0, false), 2, "the least");
+        assert_eq!(units(1024, 1024, true), 2, "a map needs no more");
+        let cast = {
+            let shape = Shape::try_new(&[4096, 8192]).unwrap();
+            let source = View::source(SourceTensor { id: TensorId(0), dtype: DType::BF16, shape });
+            source.cast(DType::F32).unwrap().lower().unwrap()
+        };
+        let room = Room { cache_bytes: 256 * MIB, free_bytes: 256 * MIB };
+        let bytes = |mapped| Grid::new(&cast, 0, room, mapped).units * 4 / MIB;
+        assert_eq!((bytes(true), bytes(false)), (2, 8));
+    }
+}

@@ -1,0 +1,314 @@
+//! Reads one segment of a virtual file.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, AtomicU64, Ordering},
+};
+
+use smallvec::SmallVec;
+
+use super::{
+    Engine, ReadError,
+    counters::{Path, add},
+    fill::{How, Touched},
+    open_file::{Grid, OpenFile, Prepared, Room, is_made},
+    tile::{Ask, Tile, TileRoom},
+};
+use crate::{
+    image::Segment,
+    source::{FileId, Served},
+    tensor::{Decode, Origin, Piece, Share, Stores, Tiling, to_usize},
+};
+
+/// What a segment holds.
+enum Content<'a> {
+    Bytes(&'a [u8]),
+    Spaces,
+    View(Arc<Prepared>),
+}
+
+/// A segment of a file, and the engine that reads it. Spans are in bytes of the segment.
+pub(super) struct Reader<'a> {
+    engine: &'a Engine,
+    file: &'a OpenFile,
+    segment: usize,
+    content: Content<'a>,
+}
+
+impl<'a> Reader<'a> {
+    /// A reader of a segment, whose view is lowered if it is not yet.
+    pub(super) fn new(engine: &'a Engine, file: &'a OpenFile, segment: usize) -> Result<Self, ReadError> {
+        let content = match &file.image().segments()[segment] {
+            Segment::Bytes(bytes) => Content::Bytes(bytes),
+            Segment::Spaces(_) => Content::Spaces,
+            Segment::View(_) => Content::View(engine.prepare(file, segment)?),
+        };
+        Ok(Self { engine, file, segment, content })
+    }
+
+    /// Reads a span, without a copy where the source has it mapped as it is.
+    pub(super) fn read(&self, low: u64, high: u64, reply: &mut dyn FnMut(Served<'_>)) -> Result<(), ReadError> {
+        if let Content::View(prepared) = &self.content
+            && prepared.grid.is_none()
+            && let Some((source, start, end)) = self.single_run(&prepared.tiling, low, high)
+        {
+            return self.engine.lend_or_read(source, start, end, Path::Runs, reply);
+        }
+        self.copy(low, high, &mut |bytes| reply(Served::Memory(bytes)))
+    }
+
+    /// Reads a span into memory of this process.
+    pub(super) fn copy(&self, low: u64, high: u64, reply: &mut dyn FnMut(&[u8])) -> Result<(), ReadError> {
+        let serve = |bytes: &[u8], reply: &mut dyn FnMut(&[u8])| {
+            self.engine.counters.serve(Path::Made, high - low);
+            reply(bytes);
+        };
+        match &self.content {
+            Content::Bytes(bytes) => serve(&bytes[to_usize(low)..to_usize(high)], reply),
+            Content::Spaces => {
+                let mut buffer = self.engine.buffers.take(to_usize(high - low));
+                buffer.fill(b' ');
+                serve(&buffer, reply);
+            }
+            Content::View(prepared) => {
+                return match prepared.grid {
+                    Some(grid) => self.read_tiles(prepared, grid, low, high, reply),
+                    None => self.read_alone(prepared, low, high, reply),
+                };
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes a span, neither with tiles of the cache nor for it.
+    pub(super) fn make(&self, low: u64, high: u64, target: &mut [u8]) -> Result<(), ReadError> {
+        let Content::View(prepared) = &self.content else {
+            return self.copy(low, high, &mut |bytes| target.copy_from_slice(bytes));
+        };
+        let (engine, tiling, unit) = (self.engine, &prepared.tiling, prepared.tiling.unit_bytes());
+        let path = path(prepared);
+        if prepared.grid.is_none()
+            && let Some((source, start, _)) = self.single_run(tiling, low, high)
+        {
+            // Copied by the kernel, which finds the pages of a file faster than a map of it does.
+            engine.source().read_into(source, start, target).map_err(|error| ReadError::Changed { error })?;
+            engine.check_touched(&[source])?;
+            engine.counters.fetch(path, high - low);
+        } else if low.is_multiple_of(unit) && high.is_multiple_of(unit) {
+            let mut touched = Touched::new();
+            let how = How { path, stores: Stores::Streamed, share: Share::WHOLE };
+            engine.fill_span(tiling, low / unit, high / unit, target, &mut touched, how)?;
+            engine.check_touched(&touched)?;
+        } else {
+            return self.read_alone(prepared, low, high, &mut |bytes| target.copy_from_slice(bytes));
+        }
+        engine.counters.serve(path, high - low);
+        Ok(())
+    }
+
+    /// Makes a share of a span that transposes its source, which begins and ends between rows. The rest of the target is left
+    /// alone.
+    fn make_share(&self, low: u64, high: u64, target: &mut [u8], share: Share) -> Result<(), ReadError> {
+        let Content::View(prepared) = &self.content else {
+            return Err(ReadError::Internal { what: "only a view has shares" });
+        };
+        let (engine, tiling, unit) = (self.engine, &prepared.tiling, prepared.tiling.unit_bytes());
+        let mut touched = Touched::new();
+        let how = How { path: Path::Tiles, stores: Stores::Streamed, share };
+        let made = engine.fill_span(tiling, low / unit, high / unit, target, &mut touched, how)?;
+        engine.check_touched(&touched)?;
+        engine.counters.serve(Path::Tiles, made * unit);
+        Ok(())
+    }
+
+    /// The source file and span of a target span, if it is one unconverted run.
+    fn single_run(&self, tiling: &Tiling, low: u64, high: u64) -> Option<(FileId, u64, u64)> {
+        let unit = tiling.unit_bytes();
+        let (first, last) = (low / unit, high.div_ceil(unit));
+        let mut cuts: SmallVec<[Piece; 2]> = SmallVec::new();
+        tiling.cut(first, last, &mut |piece| {
+            if cuts.len() < 2 {
+                cuts.push(piece);
+            }
+        });
+        let [piece] = cuts.as_slice() else { return None };
+        let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return None };
+        let copied = tiling.decoders()[decoder as usize] == Decode::Copy;
+        if !copied || piece.contiguous_units() != last - first {
+            return None;
+        }
+        let info = self.engine.checkpoint.tensor(tensor);
+        let start = info.span.start() + offset * unit + (low - first * unit);
+        Some((info.file, start, start + (high - low)))
+    }
+
+    /// Makes a span for this request alone.
+    fn read_alone(
+        &self,
+        prepared: &Prepared,
+        low: u64,
+        high: u64,
+        reply: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), ReadError> {
+        let (engine, tiling, unit) = (self.engine, &prepared.tiling, prepared.tiling.unit_bytes());
+        let (first, last) = (low / unit, high.div_ceil(unit));
+        let mut buffer = engine.buffers.take(to_usize((last - first) * unit));
+        let mut touched = Touched::new();
+        let path = path(prepared);
+        engine.fill_span(tiling, first, last, &mut buffer, &mut touched, How::cached(path))?;
+        engine.check_touched(&touched)?;
+        let skip = to_usize(low - first * unit);
+        let len = to_usize(high - low);
+        engine.counters.serve(path, high - low);
+        reply(&buffer[skip..skip + len]);
+        Ok(())
+    }
+
+    fn read_tiles(
+        &self,
+        prepared: &Prepared,
+        grid: Grid,
+        low: u64,
+        high: u64,
+        reply: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), ReadError> {
+        let unit = prepared.tiling.unit_bytes();
+        let (first, last) = (grid.index(low / unit), grid.index((high - 1) / unit));
+        if first == last {
+            return self.read_tile(prepared, grid, low, high, reply);
+        }
+        let mut buffer = self.engine.buffers.take(to_usize(high - low));
+        let mut at = 0;
+        for index in first..=last {
+            let (start, end) = grid.span(index, prepared.tiling.len_units());
+            let (low, high) = (low.max(start * unit), high.min(end * unit));
+            self.read_tile(prepared, grid, low, high, &mut |bytes| {
+                buffer[at..at + bytes.len()].copy_from_slice(bytes);
+                at += bytes.len();
+            })?;
+        }
+        reply(&buffer);
+        Ok(())
+    }
+
+    /// Reads a span that lies in one tile.
+    fn read_tile(
+        &self,
+        prepared: &Prepared,
+        grid: Grid,
+        low: u64,
+        high: u64,
+        reply: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), ReadError> {
+        let (engine, unit) = (self.engine, prepared.tiling.unit_bytes());
+        let index = grid.index(low / unit);
+        let (start, end) = grid.span(index, prepared.tiling.len_units());
+        let key = self.file.tile_key(self.segment, index);
+        let bytes = usize::try_from((end - start) * unit).unwrap_or(usize::MAX);
+        let compute = |room| engine.compute(&prepared.tiling, (start, end), room);
+        let give_up = || engine.stall(self.file);
+        let Some(outcome) = engine.cache.get(key, Ask::Wanted, bytes, &engine.counters, &give_up, compute) else {
+            add(&engine.counters.tile_bypasses, 1);
+            return self.read_alone(prepared, low, high, reply);
+        };
+        let tile = outcome?;
+        // It may have been made long ago.
+        engine.check_touched(&tile.files).inspect_err(|_| engine.cache.forget(&key))?;
+        let place = |byte: u64| to_usize(byte - start * unit);
+        let (from, to) = (place(low), place(high));
+        engine.counters.serve(Path::Tiles, high - low);
+        reply(&tile.bytes[from..to]);
+        // Once all of a tile was handed out the kernel has it in its page cache, and its memory, still in the processor's
+        // caches, is better used for the next one.
+        let before = tile.served.fetch_add((to - from) as u64, Ordering::Relaxed);
+        if before + (to - from) as u64 >= tile.bytes.len() as u64 {
+            engine.cache.hand_out(&key);
+        }
+        Ok(())
+    }
+}
+
+/// How the bytes of a view are counted.
+fn path(prepared: &Prepared) -> Path {
+    if prepared.grid.is_some() { Path::Tiles } else { Path::Runs }
+}
+
+impl Engine {
+    /// The tiling of a segment that is a view, and its tiles.
+    pub(super) fn prepare(&self, file: &OpenFile, segment: usize) -> Result<Arc<Prepared>, ReadError> {
+        let prepared = file.tilings[segment].get_or_init(|| {
+            let Segment::View(view) = &file.image.segments()[segment] else {
+                return Err(ReadError::Internal { what: "only a view is lowered" });
+            };
+            let tiling = view.lower().map_err(|error| ReadError::Tiling { error })?;
+            let start = file.image.start_of(segment);
+            let mut mapped = true;
+            view.for_each_source(&mut |tensor| {
+                mapped = mapped && self.source().maps_of(self.checkpoint.tensor(tensor.id).file).is_some();
+            });
+            let cache_bytes = self.options().tile_cache_bytes;
+            let free_bytes = cache_bytes.saturating_sub(self.cache.bytes_in_use());
+            let room = Room { cache_bytes: cache_bytes as u64, free_bytes: free_bytes as u64 };
+            let grid = is_made(&tiling).then(|| Grid::new(&tiling, start, room, mapped));
+            Ok(Arc::new(Prepared { tiling, grid, mapped }))
+        });
+        prepared.clone()
+    }
+
+    /// Makes units of a tiling as a tile.
+    pub(super) fn compute(
+        &self,
+        tiling: &Tiling,
+        (first, last): (u64, u64),
+        mut room: TileRoom,
+    ) -> Result<Tile, ReadError> {
+        let mut bytes = self.buffers.take(to_usize((last - first) * tiling.unit_bytes()));
+        room.resize(bytes.memory_bytes());
+        let mut files = Touched::new();
+        self.fill_span(tiling, first, last, &mut bytes, &mut files, How::cached(Path::Tiles))?;
+        self.check_touched(&files)?;
+        Ok(Tile { bytes, room, files, ahead: AtomicBool::new(false), served: AtomicU64::new(0) })
+    }
+
+    pub(super) fn check_touched(&self, touched: &[FileId]) -> Result<(), ReadError> {
+        touched.iter().try_for_each(|file| self.source().check(*file).map_err(|error| ReadError::Changed { error }))
+    }
+
+    /// Makes a span of one segment: see [`Reader::make`].
+    pub(super) fn make_within(
+        &self,
+        file: &OpenFile,
+        segment: usize,
+        low: u64,
+        high: u64,
+        target: &mut [u8],
+    ) -> Result<(), ReadError> {
+        Reader::new(self, file, segment)?.make(low, high, target)
+    }
+
+    /// Makes a share of a span of one segment: see [`Reader::make_share`].
+    pub(super) fn make_share(
+        &self,
+        file: &OpenFile,
+        segment: usize,
+        low: u64,
+        high: u64,
+        target: &mut [u8],
+        share: Share,
+    ) -> Result<(), ReadError> {
+        Reader::new(self, file, segment)?.make_share(low, high, target, share)
+    }
+
+    /// Bytes of one row of a segment that transposes its source: what one element of each source row makes.
+    pub(super) fn transposed_row_bytes(&self, file: &OpenFile, segment: usize) -> Result<Option<u64>, ReadError> {
+        let Segment::View(_) = &file.image.segments()[segment] else { return Ok(None) };
+        let prepared = self.prepare(file, segment)?;
+        Ok(prepared.tiling.transposed_stride_units().map(|stride| stride * prepared.tiling.unit_bytes()))
+    }
+
+    /// Whether all that a segment is made of is mapped, so that parts of source rows cost no more than whole rows.
+    pub(super) fn is_mapped(&self, file: &OpenFile, segment: usize) -> Result<bool, ReadError> {
+        let Segment::View(_) = &file.image.segments()[segment] else { return Ok(true) };
+        Ok(self.prepare(file, segment)?.mapped)
+    }
+}

@@ -1,0 +1,132 @@
+//! Stage 1: from a span of a view to what it needs of the sources. Pure.
+//!
+//! A span of a tiling is cut into parts of its pieces. Each is a constant, or a [`Job`]: a strided set of target elements that
+//! one tensor provides, or one value of a quantized tensor with several operands. [`Job::wanted`] says which bytes of which
+//! tensors it reads.
+
+use smallvec::{SmallVec, smallvec};
+
+use crate::tensor::{Decode, Need, Origin, Piece, Runs, Share, TensorId, Tiling, needs};
+
+/// A part of a view that is made from source bytes.
+#[derive(Clone, Debug)]
+pub(super) struct Job<'a> {
+    /// Target and source places; `start` counts from the first unit of the span.
+    pub(super) piece: Piece,
+    pub(super) decode: &'a Decode,
+    /// Bytes of one target unit.
+    pub(super) unit_bytes: u64,
+}
+
+/// A part of a span.
+#[derive(Clone, Debug)]
+pub(super) enum Part<'a> {
+    /// A constant: the bytes of one unit, padded, and where it goes.
+    Constant([u8; 8], Piece),
+    /// Made from source bytes.
+    Job(Job<'a>),
+}
+
+/// What a job needs of one tensor.
+#[derive(Clone, Debug)]
+pub(super) struct Wanted {
+    pub(super) tensor: TensorId,
+    /// First byte, from the tensor's first.
+    pub(super) start: u64,
+    /// One past the last byte.
+    pub(super) end: u64,
+    /// Bytes between them that are read.
+    pub(super) used_bytes: u64,
+    /// Where those are, for an operand of a value; plain elements lie as the loops of the piece say.
+    pub(super) runs: Vec<Runs>,
+}
+
+/// Emits the parts of units `first..last` of a tiling that are in a share, in no particular order.
+pub(super) fn runs<'a>(tiling: &'a Tiling, share: Share, first: u64, last: u64, emit: &mut dyn FnMut(Part<'a>)) {
+    tiling.cut_share(share, first, last, &mut |mut piece| {
+        piece.start -= first;
+        emit(match piece.origin {
+            Origin::Fill { bytes } => Part::Constant(bytes, piece),
+            Origin::Tensor { decoder, .. } => {
+                let (decode, unit_bytes) = (&tiling.decoders()[decoder as usize], tiling.unit_bytes());
+                Part::Job(Job { piece, decode, unit_bytes })
+            }
+        });
+    });
+}
+
+impl Job<'_> {
+    /// Tensor and source unit of the first element.
+    pub(super) fn origin(&self) -> (TensorId, u64) {
+        match self.piece.origin {
+            Origin::Tensor { tensor, offset, .. } => (tensor, offset),
+            Origin::Fill { .. } => unreachable!("a constant is no job"),
+        }
+    }
+
+    /// Bytes of one source unit; `None` for values of quantized tensors.
+    pub(super) fn source_bytes(&self) -> Option<u64> {
+        self.decode.source_bytes(self.unit_bytes)
+    }
+
+    /// What it needs, one entry for each operand, in the order of the kernel's windows.
+    pub(super) fn wanted(&self) -> SmallVec<[Wanted; 1]> {
+        let (tensor, offset) = self.origin();
+        if let Some(value) = self.decode.value() {
+            let wanted = |need: Need<'_>| Wanted {
+                tensor: need.operand.tensor.id,
+                start: need.start(),
+                end: need.end(),
+                used_bytes: need.bytes(),
+                runs: need.runs,
+            };
+            return needs(value, offset, &self.piece.loops).into_iter().map(wanted).collect();
+        }
+        let unit = self.source_bytes().expect("what decodes no value reads elements");
+        smallvec![Wanted {
+            tensor,
+            start: offset * unit,
+            end: (offset + self.piece.source_hull_units()) * unit,
+            used_bytes: self.piece.units() * unit,
+            runs: Vec::new(),
+        }]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::{DType, Shape, SourceTensor, View};
+
+    fn source(id: u32, extents: &[u64]) -> View {
+        let shape = Shape::try_new(extents).unwrap();
+        View::source(SourceTensor { id: TensorId(id), dtype: DType::BF16, shape })
+    }
+
+    #[test]
+    fn a_span_of_stacked_transposes_needs_columns_of_each() {
+        let of = |id| source(id, &[6, 4]).reverse_axes();
+        let tiling = View::stack(1, &[of(0), of(1)]).unwrap().lower().unwrap();
+        // Row 1 of [4, 2, 6]: column 1 of both.
+        let mut found = Vec::new();
+        runs(&tiling, Share::WHOLE, 12, 24, &mut |part| {
+            let Part::Job(job) = part else { panic!("no constants here") };
+            let [wanted] = &job.wanted()[..] else { panic!("one tensor") };
+            found.push((job.piece.start, wanted.tensor.0, wanted.start, wanted.end, wanted.used_bytes));
+        });
+        found.sort_unstable();
+        assert_eq!(found, [(0, 0, 2, 2 + 5 * 8 + 2, 12), (6, 1, 2, 2 + 5 * 8 + 2, 12)]);
+    }
+
+    #[test]
+    fn constants_are_parts_of_their_own() {
+        let padded = source(0, &[4]).pad(0, 1, 0).unwrap();
+        let tiling = padded.lower().unwrap();
+        let (mut constants, mut jobs) = (0, 0);
+        runs(&tiling, Share::WHOLE, 0, tiling.len_units(), &mut |part| match part {
+            Part::Constant(bytes, piece) => constants += piece.units() * u64::from(bytes == [0; 8]),
+            Part::Job(job) => jobs += job.piece.units(),
+        });
+        assert_eq!((constants, jobs), (1, 4));
+    }
+}

@@ -1,0 +1,408 @@
+//! Stage 2: from what jobs need to what is fetched, in which order, and where it lies in memory. Pure.
+//!
+//! A job that would need more memory than it may have is cut in halves, between lines of its source, until each part fits. What
+//! a job leaves out of its source is left out of memory too where that saves a request's worth of bytes: its spans then lie
+//! one after the other, and its loops take steps through memory instead of through the tensor. Jobs are put in the order of
+//! their files and come together in *batches*, each fetched in one call for each file.
+//!
+//! What it does not do: fetch, or know whether a file is mapped. Windows of mapped files need no schedule: they cost nothing.
+
+use smallvec::SmallVec;
+
+use super::{
+    ReadError,
+    runs::{Job, Wanted},
+};
+use crate::{
+    source::{ByteSpan, FileId},
+    tensor::{Loop, Origin, TensorId},
+};
+
+/// Bounds of one batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Limits {
+    /// Bytes of memory. An element alone may take more.
+    pub(super) bytes: u64,
+    /// Spans to be fetched, each of which costs some memory beside its bytes.
+    pub(super) spans: u64,
+    /// Bytes between two spans up to which they are fetched as one.
+    pub(super) gap_bytes: u64,
+}
+
+/// Where the bytes of one operand are once they are fetched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Window {
+    /// First byte in the memory of the batch.
+    pub(super) at: u64,
+    pub(super) len_bytes: u64,
+    /// Number of the first byte, as the job counts its source.
+    pub(super) start: u64,
+}
+
+/// A job, and a window for each of its operands.
+#[derive(Clone, Debug)]
+pub(super) struct Step<'a> {
+    pub(super) job: Job<'a>,
+    pub(super) windows: SmallVec<[Window; 1]>,
+}
+
+/// Bytes to be fetched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Fetch {
+    pub(super) file: FileId,
+    pub(super) span: ByteSpan,
+    /// First byte in the memory of the batch.
+    pub(super) at: u64,
+    /// The tensor that the first of them belongs to.
+    pub(super) tensor: TensorId,
+}
+
+/// What is fetched at once, and what is then made of it.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Batch<'a> {
+    pub(super) steps: Vec<Step<'a>>,
+    /// By place in memory: each begins where the one before ends, or later.
+    pub(super) fetches: Vec<Fetch>,
+    /// Memory that it takes.
+    pub(super) len_bytes: u64,
+}
+
+/// Where a tensor lies.
+pub(super) type Place<'p> = &'p dyn Fn(TensorId) -> (FileId, ByteSpan);
+
+/// The batches that carry out `jobs`.
+///
+/// # Errors
+/// [`ReadError::Internal`] if a job reads outside its tensor.
+pub(super) fn schedule<'a>(
+    jobs: impl IntoIterator<Item = Job<'a>>,
+    limits: Limits,
+    place: Place<'_>,
+) -> Result<Vec<Batch<'a>>, ReadError> {
+    let mut laid = Vec::new();
+    let mut waiting: Vec<Job<'a>> = Vec::new();
+    for job in jobs {
+        waiting.push(job);
+        while let Some(job) = waiting.pop() {
+            let found = lay_out(&job, limits, place)?;
+            if found.len_bytes > limits.bytes || found.spans > limits.spans {
+                if let Some((first, second)) = job.piece.halves() {
+                    waiting.push(Job { piece: second, ..job.clone() });
+                    waiting.push(Job { piece: first, ..job });
+                    continue;
+                }
+            }
+            laid.push((job, found));
+        }
+    }
+    laid.sort_by_key(|(_, laid)| laid.first);
+    let mut batches = Vec::new();
+    let mut batch = Batch::default();
+    for (job, found) in laid {
+        let full =
+            batch.len_bytes + found.len_bytes > limits.bytes || batch.fetches.len() as u64 + found.spans > limits.spans;
+        if full && !batch.steps.is_empty() {
+            batches.push(std::mem::take(&mut batch));
+        }
+        batch.add(job, &found, limits, place)?;
+    }
+    if !batch.steps.is_empty() {
+        batches.push(batch);
+    }
+    Ok(batches)
+}
+
+/// What a job takes.
+struct Laid {
+    wanted: SmallVec<[Wanted; 1]>,
+    packed: Option<Packed>,
+    len_bytes: u64,
+    spans: u64,
+    /// The first byte that it needs, for the order.
+    first: (FileId, u64),
+}
+
+fn lay_out(job: &Job<'_>, limits: Limits, place: Place<'_>) -> Result<Laid, ReadError> {
+    let wanted = job.wanted();
+    let packed = job.source_bytes().map(|unit| Packed::new(&job.piece.loops, limits.gap_bytes / unit));
+    let (len_bytes, spans) = match (&packed, job.source_bytes()) {
+        (Some(packed), Some(unit)) => (packed.len_units * unit, packed.apart.iter().map(|(n, _)| n).product()),
+        (_, _) => {
+            let spans: usize = wanted.iter().map(|wanted| operand_spans(wanted, limits.gap_bytes).len()).sum();
+            (wanted.iter().map(|wanted| wanted.end - wanted.start).sum(), spans as u64)
+        }
+    };
+    let Some(first) = wanted.first() else { return Err(ReadError::Internal { what: "a job needs nothing" }) };
+    let (file, span) = place(first.tensor);
+    let first = (file, span.start() + first.start);
+    Ok(Laid { wanted, packed, len_bytes, spans, first })
+}
+
+impl<'a> Batch<'a> {
+    fn add(&mut self, mut job: Job<'a>, laid: &Laid, limits: Limits, place: Place<'_>) -> Result<(), ReadError> {
+        let mut windows = SmallVec::new();
+        if let (Some(packed), Some(unit), [wanted]) = (&laid.packed, job.source_bytes(), &laid.wanted[..]) {
+            let (at, block) = (self.len_bytes, packed.block_units * unit);
+            let mut result = Ok(());
+            let mut place_at = at;
+            packed.for_each_block(&mut |units| {
+                if result.is_ok() {
+                    result = self.fetch(wanted.tensor, wanted.start + units * unit, block, place_at, place);
+                    place_at += block;
+                }
+            });
+            result?;
+            packed.step_through_memory(&mut job);
+            windows.push(Window { at, len_bytes: laid.len_bytes, start: 0 });
+            self.len_bytes += laid.len_bytes;
+        } else {
+            for wanted in &laid.wanted {
+                let (at, len_bytes) = (self.len_bytes, wanted.end - wanted.start);
+                for (start, end) in operand_spans(wanted, limits.gap_bytes) {
+                    self.fetch(wanted.tensor, start, end - start, at + start - wanted.start, place)?;
+                }
+                windows.push(Window { at, len_bytes, start: wanted.start });
+                self.len_bytes += len_bytes;
+            }
+        }
+        self.steps.push(Step { job, windows });
+        Ok(())
+    }
+
+    /// Adds bytes of a tensor, which are fetched with the last ones if they go on in the file and in memory.
+    fn fetch(&mut self, tensor: TensorId, start: u64, len: u64, at: u64, place: Place<'_>) -> Result<(), ReadError> {
+        let (file, whole) = place(tensor);
+        let Some(span) = ByteSpan::of_len(start, len).and_then(|part| whole.slice(part)) else {
+            return Err(ReadError::Internal { what: "a piece leaves its tensor" });
+        };
+        if let Some(last) = self.fetches.last_mut()
+            && last.file == file
+            && last.span.end() == span.start()
+            && last.at + last.span.len() == at
+            && let Some(both) = ByteSpan::new(last.span.start(), span.end())
+        {
+            last.span = both;
+        } else {
+            self.fetches.push(Fetch { file, span, at, tensor });
+        }
+        Ok(())
+    }
+}
+
+/// Spans of an operand's tensor that hold all that is needed, in order, apart by more than `gap_bytes`.
+fn operand_spans(wanted: &Wanted, gap_bytes: u64) -> Vec<(u64, u64)> {
+    let mut spans = Vec::new();
+    for runs in &wanted.runs {
+        runs.for_each_span(gap_bytes, &mut |start, len| spans.push((start, start + len)));
+    }
+    spans.sort_unstable();
+    let mut merged: Vec<(u64, u64)> = Vec::with_capacity(spans.len());
+    for (start, end) in spans {
+        match merged.last_mut() {
+            Some(last) if start <= last.1.saturating_add(gap_bytes) => last.1 = last.1.max(end),
+            Some(_) | None => merged.push((start, end)),
+        }
+    }
+    merged
+}
+
+/// How strided source units lie in memory without the larger gaps between them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Packed {
+    /// Loops over blocks that lie apart, by falling source stride: extent and stride in units.
+    apart: SmallVec<[(u64, u64); 4]>,
+    /// Their indices among the loops of the piece.
+    indices: SmallVec<[usize; 4]>,
+    /// Units of one block, gaps within it included.
+    block_units: u64,
+    /// Units of all blocks.
+    len_units: u64,
+}
+
+impl Packed {
+    fn new(loops: &[Loop], gap_units: u64) -> Self {
+        let mut order: SmallVec<[usize; 4]> = (0..loops.len()).collect();
+        order.sort_by_key(|index| std::cmp::Reverse(loops[*index].source_stride));
+        let reach = |indices: &[usize]| {
+            indices.iter().map(|index| (loops[*index].extent - 1) * loops[*index].source_stride).sum::<u64>() + 1
+        };
+        // Blocks lie apart while each turn begins beyond the gap after the one before.
+        let apart = |at: &usize| loops[order[*at]].source_stride > reach(&order[at + 1..]).saturating_add(gap_units);
+        let count = (0..order.len()).take_while(apart).count();
+        let block_units = reach(&order[count..]);
+        let apart = order[..count].iter().map(|index| (loops[*index].extent, loops[*index].source_stride)).collect();
+        order.truncate(count);
+        let len_units = order.iter().map(|index| loops[*index].extent).product::<u64>() * block_units;
+        Self { apart, indices: order, block_units, len_units }
+    }
+
+    /// Calls `each` with the first unit of each block, from the first of all, in order.
+    fn for_each_block(&self, each: &mut dyn FnMut(u64)) {
+        fn turns(apart: &[(u64, u64)], start: u64, each: &mut dyn FnMut(u64)) {
+            match apart.split_first() {
+                None => each(start),
+                Some(((extent, stride), inner)) => {
+                    (0..*extent).for_each(|turn| turns(inner, start + turn * stride, each));
+                }
+            }
+        }
+        turns(&self.apart, 0, each);
+    }
+
+    /// Makes the loops of a job those over its blocks in memory.
+    fn step_through_memory(&self, job: &mut Job<'_>) {
+        let mut stride = self.block_units;
+        for index in self.indices.iter().rev() {
+            let l = &mut job.piece.loops[*index];
+            l.source_stride = stride;
+            stride *= l.extent;
+        }
+        if let Origin::Tensor { offset, .. } = &mut job.piece.origin {
+            *offset = 0;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::tensor::{Decode, Piece};
+
+    const FILE: FileId = FileId(3);
+    const TENSOR_AT: u64 = 1000;
+
+    fn at(tensor: TensorId) -> (FileId, ByteSpan) {
+        let start = TENSOR_AT + u64::from(tensor.0) * (1 << 20);
+        (FILE, ByteSpan::of_len(start, 1 << 20).unwrap())
+    }
+
+    fn job(tensor: u32, offset: u64, loops: &[(u64, u64, u64)]) -> Job<'static> {
+        let one = |(extent, target_stride, source_stride): &(u64, u64, u64)| Loop {
+            extent: *extent,
+            target_stride: *target_stride,
+            source_stride: *source_stride,
+        };
+        let origin = Origin::Tensor { tensor: TensorId(tensor), offset, decoder: 0 };
+        let piece = Piece { start: 0, loops: loops.iter().map(one).collect(), origin };
+        Job { piece, decode: &Decode::Copy, unit_bytes: 2 }
+    }
+
+    fn limits(bytes: u64, gap_bytes: u64) -> Limits {
+        Limits { bytes, spans: 1 << 20, gap_bytes }
+    }
+
+    fn spans(batch: &Batch<'_>) -> Vec<(u64, u64)> {
+        batch.fetches.iter().map(|fetch| (fetch.span.start() - TENSOR_AT, fetch.span.len())).collect()
+    }
+
+    #[test]
+    fn columns_are_fetched_apart_beyond_the_gap_and_together_within_it() {
+        // Eight rows of ten units, of which four are needed.
+        let columns = job(0, 3, &[(8, 4, 10), (4, 1, 1)]);
+        let apart = schedule([columns.clone()], limits(1 << 20, 11), &at).unwrap();
+        assert_eq!(spans(&apart[0]), (0..8).map(|row| (6 + 20 * row, 8)).collect::<Vec<_>>());
+        assert_eq!((apart.len(), apart[0].len_bytes, apart[0].steps[0].job.piece.loops[0].source_stride), (1, 64, 4));
+        let together = schedule([columns], limits(1 << 20, 12), &at).unwrap();
+        assert_eq!((spans(&together[0]), together[0].len_bytes), (vec![(6, 148)], 148));
+    }
+
+    #[test]
+    fn what_is_too_much_is_cut_between_lines_and_neighbours_come_together() {
+        let matrix = |tensor| job(tensor, 0, &[(1024, 1, 512), (512, 1024, 1)]);
+        let batches = schedule([matrix(1), matrix(0)], limits(256 << 10, 1024), &at).unwrap();
+        let expected: Vec<_> = (0..8).map(|part| vec![(part << 18, 1 << 18)]).collect();
+        assert_eq!(batches.iter().map(spans).collect::<Vec<_>>(), expected, "in the order of the file");
+        // Small tensors one after the other in the file are one request.
+        let row = |start| job(0, start, &[(100, 1, 1)]);
+        let batches = schedule([row(100), row(0), row(200)], limits(1 << 20, 0), &at).unwrap();
+        assert_eq!((batches.len(), spans(&batches[0])), (1, vec![(0, 600)]));
+        let few = Limits { spans: 2, ..limits(1 << 20, 0) };
+        let batches = schedule((0..5).map(|n| job(0, 50 * n, &[(10, 1, 1)])), few, &at).unwrap();
+        assert_eq!(batches.iter().map(|batch| batch.fetches.len()).collect::<Vec<_>>(), [2, 2, 1]);
+    }
+
+    #[test]
+    fn a_job_that_leaves_its_tensor_is_refused() {
+        let beyond = job(0, 1 << 19, &[(2, 1, 1)]);
+        assert!(matches!(schedule([beyond], limits(1 << 20, 0), &at), Err(ReadError::Internal { .. })));
+    }
+
+    /// Source units of a piece by their target unit.
+    fn units(piece: &Piece) -> Vec<(u64, u64)> {
+        let Origin::Tensor { offset, .. } = piece.origin else { unreachable!() };
+        let mut all = vec![(piece.start, offset)];
+        for l in &piece.loops {
+            let step = |(t, s): &(u64, u64), n: u64| (t + n * l.target_stride, s + n * l.source_stride);
+            all = all.iter().flat_map(|at| (0..l.extent).map(move |n| step(at, n))).collect();
+        }
+        all
+    }
+
+    proptest! {
+        /// Whatever the loops and the limits: each target unit finds its source unit in the memory of its batch, no batch is larger
+        /// than allowed unless it is one unit, and no byte is fetched that is further than the gap from one that is needed, unless
+        /// turns of loops lie among each other in the source.
+        #[test]
+        fn every_unit_is_where_its_loops_say(
+            extents in prop::collection::vec((1..6u64, 0..40u64), 0..4),
+            offset in 0..50u64,
+            bytes in 2..400u64,
+            gap_bytes in 0..60u64,
+        ) {
+            let mut target_stride = 1;
+            let loops: Vec<(u64, u64, u64)> = extents
+                .iter()
+                .filter(|(extent, _)| *extent > 1)
+                .map(|(extent, source_stride)| {
+                    let l = (*extent, target_stride, *source_stride);
+                    target_stride *= extent;
+                    l
+                })
+                .rev()
+                .collect();
+            let whole = job(0, offset, &loops);
+            let mut by_stride: Vec<(u64, u64)> = loops.iter().map(|(extent, _, stride)| (*stride, *extent)).collect();
+            by_stride.sort_unstable();
+            let mut reach = 0;
+            let nested = by_stride.iter().all(|(stride, extent)| {
+                let nested = *stride > reach;
+                reach += (extent - 1) * stride;
+                nested
+            });
+            let mut expected = units(&whole.piece);
+            let batches = schedule([whole], limits(bytes, gap_bytes), &at).unwrap();
+            let mut found = Vec::new();
+            for batch in &batches {
+                prop_assert!(batch.len_bytes <= bytes || batch.steps.len() == 1 && batch.steps[0].job.piece.units() == 1);
+                // What lies where in memory, in units of the tensor.
+                let mut memory = std::collections::HashMap::new();
+                for fetch in &batch.fetches {
+                    for n in 0..fetch.span.len() {
+                        prop_assert!(memory.insert(fetch.at + n, fetch.span.start() + n - TENSOR_AT).is_none());
+                    }
+                }
+                let mut needed = Vec::new();
+                for step in &batch.steps {
+                    let window = step.windows[0];
+                    for (target, unit) in units(&step.job.piece) {
+                        let byte = window.at + unit * 2 - window.start;
+                        prop_assert!(byte + 2 <= window.at + window.len_bytes);
+                        let source = memory[&byte];
+                        prop_assert_eq!(memory[&(byte + 1)], source + 1);
+                        needed.push(source);
+                        found.push((target, source / 2));
+                    }
+                }
+                for byte in memory.values() {
+                    let near = needed.iter().any(|start| byte.abs_diff(*start) <= gap_bytes + 2);
+                    prop_assert!(near || !nested, "byte {} is fetched for nothing", byte);
+                }
+            }
+            expected.sort_unstable();
+            found.sort_unstable();
+            prop_assert_eq!(found, expected);
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! Bytes that only the kernel may read.
+//!
+//! A mapped page of a file that was truncated is gone: a load from it would end this process with SIGBUS, while a system call
+//! that meets it returns EFAULT. So bytes that lie in such a map are a type of their own. It has no way to a `&[u8]` but
+//! one, which is `unsafe`; everything else hands the address to a system call.
+//!
+//! [`Served`] is what a read hands out: such bytes, or bytes in memory of this process.
+#![allow(unsafe_code)]
+
+use std::{
+    fmt,
+    fs::File,
+    io,
+    marker::PhantomData,
+    os::fd::{AsFd, AsRawFd},
+    os::unix::fs::FileExt,
+    ptr,
+};
+
+/// Mapped bytes of a file, for system calls only.
+#[derive(Clone, Copy)]
+pub struct KernelBytes<'a> {
+    start: *const u8,
+    len: usize,
+    map: PhantomData<&'a [u8]>,
+}
+
+// SAFETY: the pointer is to a shared read-only mapping that lives for `'a`; nothing of this type is written or depends on a thread.
+unsafe impl Send for KernelBytes<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for KernelBytes<'_> {}
+
+impl<'a> KernelBytes<'a> {
+    /// No bytes.
+    pub const EMPTY: Self = Self { start: ptr::null(), len: 0, map: PhantomData };
+
+    /// The bytes `start..start + len` of this process.
+    ///
+    /// # Safety
+    /// They are mapped readable for `'a`. Whether the file still has their pages does not matter.
+    pub(super) const unsafe fn new(start: *const u8, len: usize) -> Self {
+        Self { start, len, map: PhantomData }
+    }
+
+    /// Number of bytes.
+    pub const fn len(self) -> usize {
+        self.len
+    }
+
+    /// Whether there is no byte.
+    pub const fn is_empty(self) -> bool {
+        self.len == 0
+    }
+
+    /// The bytes as a slice, for an interface that takes nothing else and passes it on to a system call.
+    ///
+    /// # Safety
+    /// The slice is handed to a system call and is not read in this process: a page that is gone would end it.
+    pub unsafe fn for_system_call(self) -> &'a [u8] {
+        if self.len == 0 {
+            return &[];
+        }
+        // SAFETY: mapped and readable for `'a`, by the constructor's contract. The caller loads nothing from it, so that neither a
+        // missing page nor a change by another process is ever met by a load.
+        unsafe { std::slice::from_raw_parts(self.start, self.len) }
+    }
+
+    /// Writes them to a descriptor, all of them.
+    ///
+    /// # Errors
+    /// What the system says; EFAULT if a page is gone. Some of the bytes may have been written.
+    pub fn write_to(self, target: &impl AsFd) -> io::Result<()> {
+        let target = target.as_fd().as_raw_fd();
+        let mut done = 0;
+        while done < self.len {
+            // SAFETY: the kernel reads from the mapping, within its length, and returns an error where a page is gone. The
+            // descriptor is open, as it is borrowed.
+            let got = unsafe { libc::write(target, self.start.add(done).cast(), self.len - done) };
+            match usize::try_from(got) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(got) => done += got,
+                Err(_) => {
+                    let error = io::Error::last_os_error();
+                    if error.kind() != io::ErrorKind::Interrupted {
+                        return Err(error);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes them to their place in a file, all of them.
+    ///
+    /// # Errors
+    /// As [`Self::write_to`].
+    pub fn write_all_at(self, target: &File, offset: u64) -> io::Result<()> {
+        // SAFETY: `pwrite` is all that is done with the slice.
+        target.write_all_at(unsafe { self.for_system_call() }, offset)
+    }
+}
+
+impl fmt::Debug for KernelBytes<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes for the kernel", self.len)
+    }
+}
+
+/// What a read hands out.
+#[derive(Clone, Copy, Debug)]
+pub enum Served<'a> {
+    /// Bytes in memory of this process.
+    Memory(&'a [u8]),
+    /// Bytes of a mapped file.
+    Kernel(KernelBytes<'a>),
+}
+
+impl Served<'_> {
+    /// Number of bytes.
+    pub const fn len(self) -> usize {
+        match self {
+            Self::Memory(bytes) => bytes.len(),
+            Self::Kernel(bytes) => bytes.len(),
+        }
+    }
+
+    /// Whether there is no byte.
+    pub const fn is_empty(self) -> bool {
+        self.len() == 0
+    }
+
+    /// Writes them to a descriptor, all of them.
+    ///
+    /// # Errors
+    /// As [`KernelBytes::write_to`].
+    pub fn write_to(self, target: &impl AsFd) -> io::Result<()> {
+        match self {
+            // The same calls serve for both, so that both meet the same errors.
+            // SAFETY: a live slice is readable for as long as it lives.
+            Self::Memory(bytes) => unsafe { KernelBytes::new(bytes.as_ptr(), bytes.len()) }.write_to(target),
+            Self::Kernel(bytes) => bytes.write_to(target),
+        }
+    }
+
+    /// Writes them to their place in a file, all of them.
+    ///
+    /// # Errors
+    /// As [`KernelBytes::write_to`].
+    pub fn write_all_at(self, target: &File, offset: u64) -> io::Result<()> {
+        match self {
+            Self::Memory(bytes) => target.write_all_at(bytes, offset),
+            Self::Kernel(bytes) => bytes.write_all_at(target, offset),
+        }
+    }
+
+    /// A copy in memory of this process, made by the kernel where the bytes are for it alone: slow, for tests and commands.
+    ///
+    /// # Errors
+    /// A page is gone, or the system has no file in memory to give.
+    pub fn to_vec(self) -> io::Result<Vec<u8>> {
+        match self {
+            Self::Memory(bytes) => Ok(bytes.to_vec()),
+            Self::Kernel(bytes) => {
+                let file = nix::sys::memfd::memfd_create(c"ckfs", nix::sys::memfd::MFdFlags::MFD_CLOEXEC)?;
+                let file = File::from(file);
+                bytes.write_all_at(&file, 0)?;
+                let mut copy = vec![0; bytes.len()];
+                file.read_exact_at(&mut copy, 0)?;
+                Ok(copy)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+
+    use super::*;
+
+    #[test]
+    fn both_kinds_write_the_same_and_a_lost_page_is_an_error() {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&[7; 10_000]).unwrap();
+        let map = memmap2::MmapOptions::new().len(10_000).map_raw_read_only(&file).unwrap();
+        // SAFETY: the map outlives the bytes.
+        let mapped = Served::Kernel(unsafe { KernelBytes::new(map.as_ptr(), 10_000) });
+        let memory = Served::Memory(&[7; 10_000]);
+        for served in [mapped, memory] {
+            assert_eq!((served.len(), served.is_empty()), (10_000, false));
+            assert_eq!(served.to_vec().unwrap(), [7; 10_000]);
+            let target = tempfile::tempfile().unwrap();
+            served.write_all_at(&target, 5).unwrap();
+            assert_eq!(target.metadata().unwrap().len(), 10_005);
+            let (mut reader, writer) = io::pipe().unwrap();
+            served.write_to(&writer).unwrap();
+            drop(writer);
+            let mut found = Vec::new();
+            reader.read_to_end(&mut found).unwrap();
+            assert_eq!(found, [7; 10_000]);
+        }
+        file.set_len(0).unwrap();
+        let (_reader, writer) = io::pipe().unwrap();
+        assert_eq!(mapped.write_to(&writer).unwrap_err().raw_os_error(), Some(libc::EFAULT));
+        assert_eq!(mapped.to_vec().unwrap_err().raw_os_error(), Some(libc::EFAULT));
+        assert!(Served::Kernel(KernelBytes::EMPTY).to_vec().unwrap().is_empty());
+    }
+}

@@ -1,0 +1,50 @@
+//! What makes a local file the one that was pinned: device, inode, size, modification and status change time, all read from the
+//! open file.
+
+use std::time::{Duration, SystemTime};
+
+use nix::sys::stat::FileStat;
+
+use super::super::Aspect;
+
+/// What makes a file the one that was pinned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Identity {
+    device: u64,
+    inode: u64,
+    pub(super) size_bytes: u64,
+    modified_ns: i128,
+    status_changed_ns: i128,
+}
+
+impl Identity {
+    pub(super) fn of(stat: &FileStat) -> Self {
+        let ns = |seconds: i64, ns: i64| i128::from(seconds) * 1_000_000_000 + i128::from(ns);
+        Self {
+            device: stat.st_dev,
+            inode: stat.st_ino,
+            size_bytes: u64::try_from(stat.st_size).expect("the kernel gives no negative size"),
+            modified_ns: ns(stat.st_mtime, stat.st_mtime_nsec),
+            status_changed_ns: ns(stat.st_ctime, stat.st_ctime_nsec),
+        }
+    }
+
+    /// The first aspect in which `found` differs, with both values; the telling ones first.
+    pub(super) fn difference(&self, found: &Self) -> Option<(Aspect, i128, i128)> {
+        [
+            (Aspect::Device, i128::from(self.device), i128::from(found.device)),
+            (Aspect::Inode, i128::from(self.inode), i128::from(found.inode)),
+            (Aspect::Size, i128::from(self.size_bytes), i128::from(found.size_bytes)),
+            (Aspect::Modified, self.modified_ns, found.modified_ns),
+            (Aspect::StatusChanged, self.status_changed_ns, found.status_changed_ns),
+        ]
+        .into_iter()
+        .find(|(_, expected, found)| expected != found)
+    }
+
+    pub(super) fn modified(&self) -> SystemTime {
+        let magnitude = u64::try_from(self.modified_ns.unsigned_abs()).unwrap_or(u64::MAX);
+        let distance = Duration::from_nanos(magnitude);
+        if self.modified_ns >= 0 { SystemTime::UNIX_EPOCH + distance } else { SystemTime::UNIX_EPOCH - distance }
+    }
+}

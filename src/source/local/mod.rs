@@ -1,0 +1,419 @@
+//! Local files: opened once, pinned, mapped where that is safe.
+//!
+//! A file is identified by device, inode, size, modification and status change time, all read from the open file, so that
+//! `fstat` tells in 0.2 us whether it is still the same. The status change time makes this strict: also a new hard link
+//! or changed permissions poison the file, because the kernel offers no other trace of an edit whose author set the
+//! modification time back. Two edits are not seen: one within the same clock tick (some milliseconds, on kernels before
+//! 6.13) as the file's pinning, and one through a writable mapping of a page that was dirty already.
+//!
+//! Each file has up to two mappings, made when first needed: one to lend to the kernel and one, guarded, to read from
+//! (see [`guard`] for why they must differ). Mapped pages count as resident memory of this process although they
+//! belong to the page cache; [`Window`] keeps that count small. Network file systems are read with `pread`, since their
+//! mapped pages fail too easily.
+
+mod advice;
+pub mod guard;
+mod identity;
+mod limit;
+mod map;
+mod window;
+
+use std::{
+    fs::File,
+    io,
+    os::unix::fs::{FileExt, MetadataExt},
+    path::PathBuf,
+    sync::Arc,
+};
+
+use nix::{
+    sys::{
+        stat::{FileStat, fstat, stat},
+        statfs::fstatfs,
+    },
+    unistd::geteuid,
+};
+
+pub use limit::check_open_file_limit;
+pub(super) use limit::raise_open_file_limit;
+pub use window::Window;
+
+use super::{
+    ByteSpan, FetchPart, FileId, Found, Health, KernelBytes, Maps, Opened, Pin, Source, SourceError,
+    beneath::Again,
+    stall::{Fetches, Target},
+};
+use identity::Identity;
+use map::FileMaps;
+
+/// How local files are read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SourceIo {
+    /// Mapped, except on network file systems.
+    #[default]
+    Auto,
+    /// Mapped.
+    Mmap,
+    /// With `pread`.
+    Pread,
+}
+
+/// Bytes that are read in one call: each call that comes back is a sign that storage answers, if slowly.
+const READ_BYTES_MAX: usize = 8 << 20;
+
+/// Parts of at least this many bytes are asked for before the first of them is read, so that storage works on all of them.
+const ADVISED_BYTES_MIN: u64 = 2 << 20;
+
+/// A call of `pread` costs as much as copying about this many bytes.
+pub(super) const GAP_BYTES: u64 = 1 << 10;
+
+/// File systems, by the magic number of `statfs`, on which a mapped page may fail for reasons other than truncation, or
+/// whose files change without the kernel knowing.
+const REMOTE_MAGIC: [i64; 12] = [
+    0x6969,      // NFS
+    0x6573_5546, // FUSE
+    0x0BD0_0BD0, // Lustre
+    0x517B,      // SMB
+    0xFF53_4D42, // CIFS
+    0xFE53_4D42, // SMB2
+    0x0102_1997, // 9p
+    0x00C3_6400, // Ceph
+    0x4750_4653, // GPFS
+    0x5346_414F, // AFS
+    0x1983_0326, // BeeGFS
+    0x6163_6673, // ACFS
+];
+
+/// Local files as a source.
+#[derive(Debug)]
+pub struct LocalFiles {
+    files: Vec<Pinned>,
+    maps: Vec<FileMaps>,
+    window: Window,
+    health: Health,
+}
+
+#[derive(Debug)]
+struct Pinned {
+    pin: Pin,
+    file: Arc<File>,
+    identity: Identity,
+    again: Again,
+    mapped: bool,
+}
+
+impl LocalFiles {
+    /// Opens and pins files, wherever their paths lead; their ids are their places in `paths`.
+    ///
+    /// # Errors
+    /// The first file that cannot be opened or is not a regular file.
+    ///
+    /// # Panics
+    /// If there are more than `u32::MAX` paths.
+    pub fn open(paths: &[PathBuf], io: SourceIo) -> Result<Self, SourceError> {
+        Self::open_with_window(paths, io, Window::usual())
+    }
+
+    /// As [`LocalFiles::open`], with another bound on resident mapped memory.
+    ///
+    /// # Errors
+    /// As [`LocalFiles::open`].
+    ///
+    /// # Panics
+    /// As [`LocalFiles::open`].
+    pub fn open_with_window(paths: &[PathBuf], io: SourceIo, window: Window) -> Result<Self, SourceError> {
+        check_open_file_limit(paths.len())?;
+        let open = |path: &PathBuf| {
+            let failed = |error| SourceError::Io {
+                file: Arc::from(path.as_path()),
+                action: "open".into(),
+                error: Arc::new(error),
+            };
+            Found::named(path).map_err(failed)?.open(None)
+        };
+        let files = paths.iter().map(open).collect::<Result<_, _>>()?;
+        Self::pin_with_window(files, io, window, Arc::default())
+    }
+
+    /// Pins files that are open; their ids are their places in `files`. `fetches` notes what is waited for from now on.
+    ///
+    /// # Errors
+    /// The first file whose attributes cannot be had.
+    ///
+    /// # Panics
+    /// If there are more than `u32::MAX` files.
+    pub fn pin(files: Vec<Opened>, io: SourceIo, fetches: Arc<Fetches>) -> Result<Self, SourceError> {
+        Self::pin_with_window(files, io, Window::usual(), fetches)
+    }
+
+    fn pin_with_window(
+        files: Vec<Opened>,
+        io: SourceIo,
+        window: Window,
+        fetches: Arc<Fetches>,
+    ) -> Result<Self, SourceError> {
+        assert!(u32::try_from(files.len()).is_ok(), "{} files", files.len());
+        let pin = |file: Opened| {
+            let _pinning = fetches.begin_path(&file.path, "stat");
+            Pinned::new(file, io)
+        };
+        let files: Vec<Pinned> = files.into_iter().map(pin).collect::<Result<_, _>>()?;
+        let health = Health::new(files.iter().map(|file| file.pin.path.clone()), fetches);
+        let maps = files.iter().map(Pinned::maps).collect();
+        Ok(Self { files, maps, window, health })
+    }
+
+    /// How often resident mapped pages were let go.
+    pub fn window_drops(&self) -> u64 {
+        self.window.drops()
+    }
+
+    fn pinned(&self, file: FileId) -> &Pinned {
+        &self.files[file.index()]
+    }
+
+    /// The file, unless it is poisoned or stalls.
+    fn usable(&self, file: FileId) -> Result<&Pinned, SourceError> {
+        self.health.usable(file).map(|()| self.pinned(file))
+    }
+
+    /// The poison of a file that misbehaved: what `fstat` has to say about it, or else `otherwise`.
+    fn blame(&self, file: FileId, otherwise: SourceError) -> SourceError {
+        let pinned = self.pinned(file);
+        match pinned.difference(fstat(&pinned.file)) {
+            Ok(Some(changed)) => self.health.condemn(file, changed),
+            Ok(None) | Err(_) => self.health.condemn(file, otherwise),
+        }
+    }
+
+    /// Whether the file is still what was pinned, while the wait for the answer is noted.
+    fn compare_open(&self, file: FileId, pinned: &Pinned) -> Result<(), SourceError> {
+        self.compare(file, pinned, fstat(&pinned.file))
+    }
+
+    fn compare(&self, file: FileId, pinned: &Pinned, found: nix::Result<FileStat>) -> Result<(), SourceError> {
+        match pinned.difference(found)? {
+            None => Ok(()),
+            Some(changed) => Err(self.health.condemn(file, changed)),
+        }
+    }
+
+    /// Reads one part.
+    fn read(&self, file: FileId, pinned: &Pinned, span: ByteSpan, target: &mut [u8]) -> Result<(), SourceError> {
+        let fetching = self.health.begin(Target::Bytes(file, span));
+        let (mut rest, mut at) = (target, span.start());
+        while !rest.is_empty() {
+            let len = rest.len().min(READ_BYTES_MAX);
+            match pinned.file.read_at(&mut rest[..len], at) {
+                Ok(0) => {
+                    let found = at - span.start();
+                    return Err(self.blame(file, SourceError::Short { file: pinned.pin.path.clone(), span, found }));
+                }
+                Ok(got) => {
+                    rest = &mut rest[got..];
+                    at += got as u64;
+                    if !rest.is_empty() {
+                        fetching.advance();
+                    }
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(pinned.io(format!("read bytes {span}"), error)),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Pinned {
+    fn new(opened: Opened, io: SourceIo) -> Result<Self, SourceError> {
+        let Opened { path, file, gates, again } = opened;
+        let failed = |error| SourceError::Io { file: path.clone(), action: "stat".into(), error: Arc::new(error) };
+        let identity = Identity::of(&fstat(&file).map_err(|errno| failed(errno.into()))?);
+        let mapped = match io {
+            SourceIo::Mmap => true,
+            SourceIo::Pread => false,
+            SourceIo::Auto => fstatfs(&file).is_ok_and(|fs| !REMOTE_MAGIC.contains(&fs.filesystem_type().0)),
+        };
+        let pin = Pin { path, len_bytes: identity.size_bytes, modified: identity.modified(), gates };
+        Ok(Self { pin, file: Arc::new(file), identity, again, mapped })
+    }
+
+    fn maps(&self) -> FileMaps {
+        let len = usize::try_from(self.identity.size_bytes).ok().filter(|_| self.mapped);
+        let user = geteuid();
+        let tells = user.is_root() || self.file.metadata().is_ok_and(|found| found.uid() == user.as_raw());
+        FileMaps::new(len.unwrap_or(0), tells)
+    }
+
+    fn difference(&self, found: nix::Result<FileStat>) -> Result<Option<SourceError>, SourceError> {
+        let stat = found.map_err(|errno| self.io("stat", errno.into()))?;
+        let difference = self.identity.difference(&Identity::of(&stat));
+        Ok(difference.map(|(aspect, expected, found)| SourceError::Changed {
+            file: self.pin.path.clone(),
+            aspect,
+            expected,
+            found,
+        }))
+    }
+
+    fn io(&self, action: impl Into<String>, error: io::Error) -> SourceError {
+        SourceError::Io { file: self.pin.path.clone(), action: action.into(), error: Arc::new(error) }
+    }
+
+    /// The span, if it is inside the file.
+    fn bounded(&self, span: ByteSpan) -> Result<ByteSpan, SourceError> {
+        let len_bytes = self.identity.size_bytes;
+        if span.end() <= len_bytes {
+            Ok(span)
+        } else {
+            Err(SourceError::OutOfBounds { file: self.pin.path.clone(), span, len_bytes })
+        }
+    }
+}
+
+impl Source for LocalFiles {
+    fn file_count(&self) -> usize {
+        self.files.len()
+    }
+
+    fn pin(&self, file: FileId) -> &Pin {
+        &self.pinned(file).pin
+    }
+
+    fn check(&self, file: FileId) -> Result<(), SourceError> {
+        let pinned = self.usable(file)?;
+        let _checking = self.health.begin(Target::Check(file));
+        self.compare_open(file, pinned)
+    }
+
+    fn check_path(&self, file: FileId) -> Result<(), SourceError> {
+        let pinned = self.usable(file)?;
+        let _checking = self.health.begin(Target::Check(file));
+        self.compare_open(file, pinned)?;
+        let found = match &pinned.again {
+            Again::Named => stat(&*pinned.pin.path),
+            // Not by the path as a whole: a link that was put there since may lead anywhere, also into our own mount.
+            Again::Beneath(root, below) => root.find_again(below),
+        };
+        self.compare(file, pinned, found)
+    }
+
+    fn fetch(&self, file: FileId, parts: &mut [FetchPart<'_>]) -> Result<(), SourceError> {
+        let pinned = self.usable(file)?;
+        let beyond = |start| ByteSpan { start, end: u64::MAX };
+        for part in &*parts {
+            let span = pinned.bounded(part.span().unwrap_or(beyond(part.start)))?;
+            if span.len() >= ADVISED_BYTES_MIN {
+                let _fetching = self.health.begin(Target::Bytes(file, span));
+                advice::will_need(&pinned.file, span);
+            }
+        }
+        parts.iter_mut().try_for_each(|part| {
+            let span = part.span().unwrap_or(beyond(part.start));
+            self.read(file, pinned, span, part.target)
+        })
+    }
+
+    fn health(&self) -> &Health {
+        &self.health
+    }
+
+    fn maps(&self) -> Option<&dyn Maps> {
+        Some(self)
+    }
+
+    fn backing(&self, file: FileId) -> Option<Arc<File>> {
+        self.usable(file).ok().map(|pinned| pinned.file.clone())
+    }
+}
+
+impl Maps for LocalFiles {
+    fn is_mapped(&self, file: FileId) -> bool {
+        let pinned = self.pinned(file);
+        pinned.mapped
+            && (pinned.identity.size_bytes == 0 || self.maps[file.index()].can(&pinned.file, &pinned.pin.path))
+    }
+
+    fn with(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>> {
+        let (pinned, maps) = (self.pinned(file), &self.maps[file.index()]);
+        if !pinned.mapped {
+            return None;
+        }
+        if let Err(error) = self.usable(file).and_then(|pinned| pinned.bounded(span)) {
+            return Some(Err(error));
+        }
+        if span.is_empty() {
+            work(&[]);
+            return Some(Ok(()));
+        }
+        let _fetching = self.health.begin(Target::Bytes(file, span));
+        self.window.touch(&self.maps, maps, span);
+        let done = maps.with(&pinned.file, &pinned.pin.path, span, work)?;
+        let fault = |_| self.blame(file, SourceError::Fault { file: pinned.pin.path.clone(), span });
+        Some(done.map_err(fault))
+    }
+
+    fn lend(
+        &self,
+        file: FileId,
+        span: ByteSpan,
+        reply: &mut dyn FnMut(KernelBytes<'_>),
+    ) -> Option<Result<(), SourceError>> {
+        let pinned = match self.usable(file) {
+            Ok(pinned) => pinned,
+            Err(error) => return Some(Err(error)),
+        };
+        if !pinned.mapped {
+            return None;
+        }
+        let fetching = self.health.begin(Target::Bytes(file, span));
+        if let Err(error) = self.compare_open(file, pinned) {
+            return Some(Err(error));
+        }
+        pinned.bounded(span).ok()?;
+        let bytes = if span.is_empty() {
+            KernelBytes::EMPTY
+        } else {
+            let maps = &self.maps[file.index()];
+            self.window.touch(&self.maps, maps, span);
+            maps.lend(&pinned.file, &pinned.pin.path, span)?
+        };
+        // How long others take for them says nothing about this file.
+        drop(fetching);
+        reply(bytes);
+        let _checking = self.health.begin(Target::Check(file));
+        Some(self.compare_open(file, pinned))
+    }
+
+    fn will_need(&self, file: FileId, span: ByteSpan) {
+        let Ok(pinned) = self.usable(file) else { return };
+        let _fetching = self.health.begin(Target::Bytes(file, span));
+        advice::will_need(&pinned.file, span);
+    }
+
+    fn will_return(&self) {
+        self.window.returning();
+    }
+
+    fn map_ahead(&self, file: FileId, span: ByteSpan) -> bool {
+        let pinned = self.pinned(file);
+        let Ok(span) = self.usable(file).and_then(|pinned| pinned.bounded(span)) else { return true };
+        if !pinned.mapped {
+            return true;
+        }
+        if !self.window.has_room_ahead(span.len()) {
+            return false;
+        }
+        let _fetching = self.health.begin(Target::Bytes(file, span));
+        self.window.returning();
+        self.maps[file.index()].populate(&pinned.file, &pinned.pin.path, span)
+    }
+
+    fn settle(&self) {
+        self.window.settle(&self.maps);
+    }
+
+    fn bound(&self, usual_bytes: u64, again_bytes: u64) {
+        self.window.bound(usual_bytes, again_bytes);
+    }
+}

@@ -1,0 +1,144 @@
+//! The bound on mapped pages that stay resident.
+
+use std::{
+    fs::File,
+    os::unix::fs::FileExt,
+    sync::{
+        OnceLock,
+        atomic::{AtomicU8, AtomicU64, Ordering},
+    },
+};
+
+use nix::unistd::{SysconfVar, sysconf};
+
+use super::{super::ByteSpan, guard, map::FileMaps};
+
+/// Bounds the mapped pages that stay resident.
+///
+/// Bytes touched through mappings are added up. When a window's worth has come together, and the process really holds more
+/// mapped pages than a window, all touched mappings let go of theirs; those in use come back by a minor fault. So the
+/// process holds at most two windows and what is being read. A small working set that is read again and again stays.
+///
+/// Transposed tiles visit a few bytes of very many pages, and the next tile visits the same pages: mapping them anew each
+/// time costs several times the transposing itself. Hence the window is wider while such tiles are made.
+#[derive(Debug)]
+pub struct Window {
+    narrow_bytes: AtomicU64,
+    wide_bytes: AtomicU64,
+    touched_bytes: AtomicU64,
+    drops: AtomicU64,
+    /// What [`Window::returning`] sets and [`Window::settle`] counts down: above 0 the window is wide.
+    returning: AtomicU8,
+}
+
+impl Window {
+    /// Usual size of the window, where nobody sets another.
+    pub const BYTES: u64 = 160 << 20;
+
+    /// Size of the window while pages are visited again and again, as a share of the machine's memory. Its pages are the page
+    /// cache's, so that what this costs are page tables, a 512th of it.
+    const WIDE_SHARE: u64 = 4;
+
+    /// A page fault in a file maps the cached pages around it too, aligned: `fault_around_bytes`, by default this many.
+    const FAULT_AROUND_BYTES: u64 = 64 << 10;
+
+    /// The part of a wide window that may be mapped before anything is read: the rest is for what is not thought of.
+    const AHEAD_SHARE: u64 = 2;
+
+    /// A window of `narrow_bytes`, and `wide_bytes` while pages are visited again and again.
+    pub fn new(narrow_bytes: u64, wide_bytes: u64) -> Self {
+        Self {
+            narrow_bytes: AtomicU64::new(narrow_bytes),
+            wide_bytes: AtomicU64::new(wide_bytes.max(narrow_bytes)),
+            touched_bytes: AtomicU64::new(0),
+            drops: AtomicU64::new(0),
+            returning: AtomicU8::new(0),
+        }
+    }
+
+    /// The size that is usual on this machine.
+    pub(super) fn usual() -> Self {
+        Self::new(Self::BYTES, physical_memory_bytes().unwrap_or(0) / Self::WIDE_SHARE)
+    }
+
+    /// Sets both sizes.
+    pub(super) fn bound(&self, narrow_bytes: u64, wide_bytes: u64) {
+        self.narrow_bytes.store(narrow_bytes, Ordering::Relaxed);
+        self.wide_bytes.store(wide_bytes.max(narrow_bytes), Ordering::Relaxed);
+    }
+
+    /// How often resident pages were let go.
+    pub(super) fn drops(&self) -> u64 {
+        self.drops.load(Ordering::Relaxed)
+    }
+
+    fn size_bytes(&self) -> u64 {
+        let wide = self.returning.load(Ordering::Relaxed) > 0;
+        if wide { &self.wide_bytes } else { &self.narrow_bytes }.load(Ordering::Relaxed)
+    }
+
+    /// Whether so many bytes more may be mapped before they are read.
+    pub(super) fn has_room_ahead(&self, bytes: u64) -> bool {
+        let most = self.wide_bytes.load(Ordering::Relaxed) / Self::AHEAD_SHARE;
+        resident_shared_bytes().is_some_and(|resident| resident.saturating_add(bytes) <= most)
+    }
+
+    pub(super) fn touch(&self, files: &[FileMaps], file: &FileMaps, span: ByteSpan) {
+        let start = span.start() / Self::FAULT_AROUND_BYTES * Self::FAULT_AROUND_BYTES;
+        let bytes = (span.end() - start).next_multiple_of(Self::FAULT_AROUND_BYTES);
+        file.note_touched();
+        let before = self.touched_bytes.fetch_add(bytes, Ordering::Relaxed);
+        if before + bytes < self.size_bytes() {
+            return;
+        }
+        // One thread takes the sum; the others see a small one and go on.
+        let sum = self.touched_bytes.swap(0, Ordering::Relaxed);
+        if sum >= self.size_bytes() {
+            self.shrink(files);
+        }
+    }
+
+    pub(super) fn returning(&self) {
+        // A store by every tile of every thread would move the cache line about.
+        if self.returning.load(Ordering::Relaxed) < 2 {
+            self.returning.store(2, Ordering::Relaxed);
+        }
+    }
+
+    /// Makes the window narrow again once nobody has come back between two calls.
+    pub(super) fn settle(&self, files: &[FileMaps]) {
+        let left = self.returning.load(Ordering::Relaxed);
+        if left > 0 {
+            self.returning.store(left - 1, Ordering::Relaxed);
+            if left == 1 {
+                self.shrink(files);
+            }
+        }
+    }
+
+    /// Lets go of all touched mappings' pages, if there are more than a window of them.
+    fn shrink(&self, files: &[FileMaps]) {
+        if resident_shared_bytes().is_none_or(|resident| resident > self.size_bytes()) {
+            self.drops.fetch_add(1, Ordering::Relaxed);
+            for file in files.iter().filter(|file| file.take_touched()) {
+                file.drop_resident();
+            }
+        }
+    }
+}
+
+/// Mapped file pages of this process that are resident, from `/proc/self/statm` (third number, in pages).
+fn resident_shared_bytes() -> Option<u64> {
+    static STATM: OnceLock<Option<File>> = OnceLock::new();
+    let file = STATM.get_or_init(|| File::open("/proc/self/statm").ok()).as_ref()?;
+    let mut buffer = [0; 128];
+    let len = file.read_at(&mut buffer, 0).ok()?;
+    let text = std::str::from_utf8(&buffer[..len]).ok()?;
+    text.split_ascii_whitespace().nth(2)?.parse::<u64>().ok()?.checked_mul(guard::page_bytes() as u64)
+}
+
+/// Memory of the machine.
+fn physical_memory_bytes() -> Option<u64> {
+    let (pages, page_bytes) = (sysconf(SysconfVar::_PHYS_PAGES).ok()??, sysconf(SysconfVar::PAGE_SIZE).ok()??);
+    u64::try_from(pages).ok()?.checked_mul(u64::try_from(page_bytes).ok()?)
+}
