@@ -185,7 +185,10 @@ impl Engine {
             };
             close(&mut pieces, &mut open, start, 1);
             let rows = ((end - start) / row_bytes).max(1);
-            let spans = rows.div_ceil(SPAN_ELEMENTS_MAX.max(PIECE_BYTES_MIN / row_bytes));
+            // Without maps each span would fetch its part of every source line.
+            let is_mapped = self.is_mapped(file, segment)?;
+            let span_rows_max = if is_mapped { SPAN_ELEMENTS_MAX.max(PIECE_BYTES_MIN / row_bytes) } else { rows };
+            let spans = rows.div_ceil(span_rows_max);
             let span_rows = rows.div_ceil(spans).next_multiple_of(LINE_ELEMENTS).min(rows);
             let span_bytes = span_rows * row_bytes;
             // As many for each thread, unless they would be small.
