@@ -72,21 +72,26 @@ fn mirrored<'a>(root: &'a mut Directory, path: &str) -> Option<&'a mut Directory
 /// The tensors cannot be laid out in a file.
 pub(super) fn file(input: &Arc<FormatInput>, number: usize) -> Result<DirectoryEntry, Problem> {
     let HfFile { path, content } = &input.plan.hf[number];
-    let original = original(&input.checkpoint, path);
-    let made_of = |views, all_tensors| MadeOf::Repository { file: original, views, all_tensors };
+    let original = || original(&input.checkpoint, path);
     Ok(DirectoryEntry::File(match content {
         HfContent::Original(file) => {
             Arc::new(OriginalFile { file: *file, len_bytes: input.checkpoint.source().len_bytes(*file) })
         }
         // The configuration is rewritten from itself. An index names tensors.
         HfContent::Text(text) => {
-            let names_tensors = original.is_none() || path.ends_with(".index.json");
-            Arc::new(TextFile::new(text.as_slice(), made_of(Vec::new(), names_tensors)))
+            let file = original();
+            let all_tensors = file.is_none() || path.ends_with(".index.json");
+            Arc::new(TextFile::new(text.as_slice(), MadeOf::Repository { file, views: Vec::new(), all_tensors }))
         }
         HfContent::Weights { tensors, metadata } => {
             let laid_out = lay_out(tensors, metadata);
             let image = laid_out.map_err(|error| Problem::Hf { path: path.clone(), reason: error.to_string() })?;
-            Arc::new(WeightsFile { input: Arc::clone(input), number, original, len_bytes: image.len_bytes() })
+            Arc::new(WeightsFile {
+                input: Arc::clone(input),
+                number,
+                original: original(),
+                len_bytes: image.len_bytes(),
+            })
         }
     }))
 }
