@@ -222,18 +222,28 @@ struct Packed {
 impl Packed {
     fn new(loops: &[Loop], gap_units: u64) -> Self {
         let mut order: SmallVec<[usize; 4]> = (0..loops.len()).collect();
-        order.sort_by_key(|index| std::cmp::Reverse(loops[*index].source_stride));
-        let reach = |indices: &[usize]| {
-            indices.iter().map(|index| (loops[*index].extent - 1) * loops[*index].source_stride).sum::<u64>() + 1
-        };
-        // Blocks lie apart while each turn begins beyond the gap after the one before.
-        let apart = |at: &usize| loops[order[*at]].source_stride > reach(&order[at + 1..]).saturating_add(gap_units);
-        let count = (0..order.len()).take_while(apart).count();
-        let block_units = reach(&order[count..]);
-        let apart = order[..count].iter().map(|index| (loops[*index].extent, loops[*index].source_stride)).collect();
-        order.truncate(count);
-        let len_units = order.iter().map(|index| loops[*index].extent).product::<u64>() * block_units;
-        Self { apart, indices: order, block_units, len_units }
+        order.sort_by_key(|index| loops[*index].source_stride);
+        // From the innermost loop on: a block grows while its turns lie within the gap, and then repeats.
+        let (mut reach, mut block_units) = (1, 1);
+        let mut indices: SmallVec<[usize; 4]> = SmallVec::new();
+        for index in order {
+            let Loop { extent, source_stride, .. } = loops[index];
+            let is_apart = source_stride >= reach
+                && (!indices.is_empty() || source_stride > block_units.saturating_add(gap_units));
+            reach += (extent - 1) * source_stride;
+            if is_apart {
+                indices.push(index);
+            } else {
+                // Turns among others' blocks make one block of all.
+                indices.clear();
+                block_units = reach;
+            }
+        }
+        indices.reverse();
+        let apart: SmallVec<[(u64, u64); 4]> =
+            indices.iter().map(|index| (loops[*index].extent, loops[*index].source_stride)).collect();
+        let len_units = apart.iter().map(|(extent, _)| extent).product::<u64>() * block_units;
+        Self { apart, indices, block_units, len_units }
     }
 
     /// Calls `each` with the first unit of each block, from the first of all, in order.
@@ -314,6 +324,10 @@ mod tests {
         let batches = schedule([matrix(1), matrix(0)], limits(256 << 10, 1024), &at).unwrap();
         let expected: Vec<_> = (0..8).map(|part| vec![(part << 18, 1 << 18)]).collect();
         assert_eq!(batches.iter().map(spans).collect::<Vec<_>>(), expected, "in the order of the file");
+        // Both ends of each row of ten: the end of a row and the start of the next are one request.
+        let ends = job(0, 0, &[(4, 4, 10), (2, 2, 8), (2, 1, 1)]);
+        let batches = schedule([ends], limits(1 << 20, 4), &at).unwrap();
+        assert_eq!(spans(&batches[0]), [(0, 4), (16, 8), (36, 8), (56, 8), (76, 4)]);
         // Small tensors one after the other in the file are one request.
         let row = |start| job(0, start, &[(100, 1, 1)]);
         let batches = schedule([row(100), row(0), row(200)], limits(1 << 20, 0), &at).unwrap();
