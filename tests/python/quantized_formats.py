@@ -194,7 +194,9 @@ class Scheme:
 # compressed-tensors, integers
 
 
-def draw_packed(noise: Noise, out: int, inner: int, *, bits: int, group: int | None, zeros: bool, scale: str, shape: str) -> Parts:
+def draw_packed(
+    noise: Noise, out: int, inner: int, *, bits: int, group: int | None, zeros: bool, scale: str, shape: str
+) -> Parts:
     groups = 1 if group is None else inner // group
     parts = {
         "weight_packed": noise.codes("I32", out, over(inner * bits, 32)),
@@ -381,7 +383,9 @@ def decode_gptq(bits: int, group: int, plus: int, parts: Parts, out: int, inner:
 def gptq(name: str, bits: int, group: int, version: int = 1, order: str = "plain") -> Scheme:
     """`order`: "plain", "act" (desc_act), or "absent" (no g_idx)."""
     plus = 1 if version == 1 else 0
-    return Scheme(name, partial(draw_gptq, bits=bits, group=group, order=order), partial(decode_gptq, bits, group, plus), "qweight")
+    return Scheme(
+        name, partial(draw_gptq, bits=bits, group=group, order=order), partial(decode_gptq, bits, group, plus), "qweight"
+    )
 
 
 # bitsandbytes

@@ -1,4 +1,4 @@
-"""Repositories that the libraries themselves save: a plain llama, quantized by each and written by its own functions, on the CPU.
+"""Repositories that libraries save: a plain llama, quantized by each and written by its own functions, on the CPU.
 
 What they hold is decoded by the numpy reference; nothing here says how a scheme packs.
 """
@@ -24,8 +24,17 @@ def plain(path: Path) -> Repo:
     """A llama of random weights, two files."""
     maker = quantized_repos.Maker(path, "calm", "BF16")
     width, narrow = SIZES.heads * SIZES.head, SIZES.narrow * SIZES.head
-    shapes = {"q_proj": (width, SIZES.hidden), "k_proj": (narrow, SIZES.hidden), "v_proj": (narrow, SIZES.hidden), "o_proj": (SIZES.hidden, width)}
-    shapes |= {"gate_proj": (SIZES.inter, SIZES.hidden), "up_proj": (SIZES.inter, SIZES.hidden), "down_proj": (SIZES.hidden, SIZES.inter)}
+    shapes = {
+        "q_proj": (width, SIZES.hidden),
+        "k_proj": (narrow, SIZES.hidden),
+        "v_proj": (narrow, SIZES.hidden),
+        "o_proj": (SIZES.hidden, width),
+    }
+    shapes |= {
+        "gate_proj": (SIZES.inter, SIZES.hidden),
+        "up_proj": (SIZES.inter, SIZES.hidden),
+        "down_proj": (SIZES.hidden, SIZES.inter),
+    }
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         maker.plain(name, SIZES.vocab, SIZES.hidden)
     maker.plain("model.norm.weight", SIZES.hidden)
@@ -56,7 +65,7 @@ def bitsandbytes(source: Path, path: Path, kind: str, nested: bool) -> None:
 
 
 def torchao(source: Path, path: Path, word: str) -> None:
-    import torchao.quantization as quantization
+    from torchao import quantization
     from transformers import TorchAoConfig
 
     by_transformers(source, path, TorchAoConfig(getattr(quantization, word)()))
@@ -66,7 +75,12 @@ def compressed_tensors(source: Path, path: Path, format: str, **args: object) ->
     """Scales are set from the largest weight of each group, as an observer would; packing and saving are the library's."""
     import torch
     from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme, apply_quantization_config
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        apply_quantization_config,
+    )
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
@@ -79,7 +93,11 @@ def compressed_tensors(source: Path, path: Path, format: str, **args: object) ->
             continue
         weight, scale = module.weight.detach().float(), module.weight_scale
         groups = weight.reshape(weight.shape[0], scale.shape[-1], -1)
-        wanted = (groups.amax(-1) - groups.amin(-1)) / (2 * largest + 1) if not args.get("symmetric", True) else groups.abs().amax(-1) / largest
+        wanted = (
+            (groups.amax(-1) - groups.amin(-1)) / (2 * largest + 1)
+            if not args.get("symmetric", True)
+            else groups.abs().amax(-1) / largest
+        )
         if hasattr(module, "weight_global_scale"):
             module.weight_global_scale.data.fill_(448 * 6 / float(weight.abs().max()))
             wanted = (wanted * module.weight_global_scale.detach()).to(torch.float8_e4m3fn).float()
@@ -97,8 +115,12 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 SAVED: dict[str, Callable[[Path, Path], None]] = {
     "pack-int4-group": lambda source, path: compressed_tensors(source, path, "pack-quantized", **INT4),
     "pack-int4-group-zeros": lambda source, path: compressed_tensors(source, path, "pack-quantized", symmetric=False, **INT4),
-    "pack-int8-channel": lambda source, path: compressed_tensors(source, path, "pack-quantized", num_bits=8, type="int", strategy="channel"),
-    "ct-fp8-channel": lambda source, path: compressed_tensors(source, path, "float-quantized", num_bits=8, type="float", strategy="channel"),
+    "pack-int8-channel": lambda source, path: compressed_tensors(
+        source, path, "pack-quantized", num_bits=8, type="int", strategy="channel"
+    ),
+    "ct-fp8-channel": lambda source, path: compressed_tensors(
+        source, path, "float-quantized", num_bits=8, type="float", strategy="channel"
+    ),
     "ct-nvfp4": lambda source, path: compressed_tensors(
         source, path, "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16
     ),

@@ -102,7 +102,9 @@ def transformers_mlx(bits: int, group: int) -> Callable:
 
     def run(parts: Parts, out: int, inner: int, code: str) -> np.ndarray:
         import torch
-        from transformers.integrations.metal_quantization import _affine_dequantize_tensor
+        from transformers.integrations.metal_quantization import (
+            _affine_dequantize_tensor,
+        )
 
         words, (scales, biases) = torch_of(parts["weight"]), (torch_of(parts[word]) for word in ("scales", "biases"))
         return numpy_of(_affine_dequantize_tensor(words.view(torch.uint32), scales, biases, group, bits).to(torch_kind(code)))
@@ -117,7 +119,10 @@ def mlx(bits: int, group: int, mode: str) -> Callable:
         import mlx.core as mx
 
         mx.set_default_device(mx.cpu)
-        arrays = {word: mx.array(tensor.array() if tensor.code != "BF16" else formats.float32(tensor)) for word, tensor in parts.items()}
+        arrays = {
+            word: mx.array(tensor.array() if tensor.code != "BF16" else formats.float32(tensor))
+            for word, tensor in parts.items()
+        }
         if mode == "affine":
             arrays |= {word: arrays[word].astype(mx.float32) for word in ("scales", "biases")}
         kind = {"F32": mx.float32, "BF16": mx.bfloat16, "F16": mx.float16}[code]
@@ -217,7 +222,7 @@ def bitsandbytes_4bit(parts: Parts, out: int, inner: int, code: str) -> np.ndarr
 
 
 def bitsandbytes_int8(parts: Parts, out: int, inner: int, code: str) -> np.ndarray:
-    import bitsandbytes.functional as functional
+    from bitsandbytes import functional
 
     found = functional.int8_vectorwise_dequant(torch_of(parts["weight"]), torch_of(parts["SCB"]))
     return numpy_of(found.to(torch_kind(code)))
@@ -270,7 +275,7 @@ ORACLES: dict[str, tuple[Oracle, ...]] = {
     "ct-mxfp4": (Oracle(CT, compressed_tensors("mxfp4-pack-quantized", "group", 4, "float", 32), ("BF16",)),),
     "ct-mxfp8": (Oracle(CT, compressed_tensors("mxfp8-quantized", "group", 8, "float", 32), ("BF16",)),),
     "fbgemm-fp8": (
-        Oracle(CT, compressed_tensors("float-quantized", "channel", 8, "float"), ("F32",), ODD, note="FBGEMM's own kernel has no CPU form"),
+        Oracle(CT, compressed_tensors("float-quantized", "channel", 8, "float"), ("F32",), ODD, note="FBGEMM's own needs a GPU"),
     ),
     "modelopt-fp8": (Oracle("nvidia-modelopt", modelopt_fp8, ("F32",), note="in BF16 it rounds both factors first"),),
     "modelopt-mxfp8": (Oracle("nvidia-modelopt", modelopt_mxfp8),),
@@ -294,7 +299,9 @@ ORACLES: dict[str, tuple[Oracle, ...]] = {
     "bnb-int8": (Oracle("bitsandbytes", bitsandbytes_int8, size=ODD),),
     "mlx-affine-2": (Oracle(HF, transformers_mlx(2, 32), ("BF16",)), Oracle("mlx", mlx(2, 32, "affine"), ("F32",))),
     "mlx-affine-4": (Oracle(HF, transformers_mlx(4, 32), ("BF16",)), Oracle("mlx", mlx(4, 32, "affine"), ("F32",))),
-    "mlx-affine-4-f16": (Oracle(HF, transformers_mlx(4, 64), ("F16",), (2048, 2112)), Oracle("mlx", mlx(4, 64, "affine"), ("F32",), (2048, 2112))),
+    "mlx-affine-4-f16": (
+        Oracle(HF, transformers_mlx(4, 64), ("F16",), (2048, 2112)), Oracle("mlx", mlx(4, 64, "affine"), ("F32",), (2048, 2112)),
+    ),
     "mlx-affine-4-f32": (Oracle(HF, transformers_mlx(4, 32), ("F32",)), Oracle("mlx", mlx(4, 32, "affine"), ("F32",))),
     "mlx-affine-8": (Oracle(HF, transformers_mlx(8, 32), ("BF16",)), Oracle("mlx", mlx(8, 32, "affine"), ("F32",))),
     "mlx-mxfp4": (Oracle("mlx", mlx(4, 32, "mxfp4"), ("BF16",)),),
@@ -344,9 +351,23 @@ def compare(scheme: str) -> list[dict]:
         for code in oracle.codes:
             mine = bits_of(rounded(ours, code), oracle)
             theirs = bits_of(oracle.run(parts, *oracle.size, code), oracle)
-            assert mine.shape == theirs.shape and mine.dtype == theirs.dtype, (scheme, mine.shape, theirs.shape, mine.dtype, theirs.dtype)
-            row = {"oracle": f"{oracle.package} {importlib.metadata.version(oracle.package)}", "type": code, "shape": list(oracle.size)}
-            row |= {"differing": int(np.count_nonzero(mine != theirs)), "inputs": inputs_digest(parts), "result": digest(theirs)}
+            assert mine.shape == theirs.shape and mine.dtype == theirs.dtype, (
+                scheme,
+                mine.shape,
+                theirs.shape,
+                mine.dtype,
+                theirs.dtype,
+            )
+            row = {
+                "oracle": f"{oracle.package} {importlib.metadata.version(oracle.package)}",
+                "type": code,
+                "shape": list(oracle.size),
+            }
+            row |= {
+                "differing": int(np.count_nonzero(mine != theirs)),
+                "inputs": inputs_digest(parts),
+                "result": digest(theirs),
+            }
             rows.append(row | ({"note": oracle.note} if oracle.note else {}))
     return rows
 

@@ -38,7 +38,9 @@ class Quantized:
 
     def decoded(self, weights: str | None = None, rest: str | None = None) -> Repo:
         """The repository as if it had been stored decoded, as `weights`, and its other floats cast to `rest`."""
-        config = {word: value for word, value in self.repo.config.items() if word not in ("quantization_config", "quantization")}
+        config = {
+            word: value for word, value in self.repo.config.items() if word not in ("quantization_config", "quantization")
+        }
         files: dict[str, dict[str, Tensor]] = {}
         for file, tensors in self.repo.files.items():
             files[file] = {}
@@ -68,7 +70,15 @@ class Sizes:
 ODD = Sizes(93, 151, 3, 1, 30)
 BLOCKS = Sizes(200, 300, 5, 1, 40)
 UNQUANTIZED = "model.layers.1.self_attn.o_proj"
-WORDS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+WORDS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
 MODULES = [f"model.layers.{n}.{word}" for n in range(2) for word in WORDS]
 
 
@@ -112,7 +122,10 @@ class Maker:
     def write(self, config: dict, metadata: bool = False) -> Quantized:
         repo = repos.write(self.path, self.files, config)
         if metadata:
-            text = {name: json.dumps(row) for name, row in self.metadata.items()} | {"tensor_names": json.dumps([*self.metadata]), "format": "pt"}
+            text = {name: json.dumps(row) for name, row in self.metadata.items()} | {
+                "tensor_names": json.dumps([*self.metadata]),
+                "format": "pt",
+            }
             for file, tensors in self.files.items():
                 (self.path / file).write_bytes(repos.safetensors_bytes(tensors, text))
         self.made.repo = repo
@@ -131,7 +144,9 @@ def torchao_metadata(name: str, out: int, inner: int) -> dict:
         "torchao-int4": {"activation_dtype": dtype, "block_size": [1, 32], "shape": [out, inner]},
     }[name]  # fmt: skip
     kind = {"torchao-float8": "Float8Tensor", "torchao-int8": "Int8Tensor", "torchao-int4": "Int4Tensor"}[name]
-    words = {"Float8Tensor": ["qdata", "scale"], "Int8Tensor": ["zero_point", "qdata", "scale"]}.get(kind, ["qdata", "scale", "zero_point"])
+    words = {"Float8Tensor": ["qdata", "scale"], "Int8Tensor": ["zero_point", "qdata", "scale"]}.get(
+        kind, ["qdata", "scale", "zero_point"]
+    )
     return {"_type": kind, "_data": data, "_tensor_data_names": words}
 
 
@@ -159,7 +174,11 @@ def llama(
     sizes, maker = sizes or Sizes(), Maker(path, kind, code)
     width, narrow = sizes.heads * sizes.head, sizes.narrow * sizes.head
     shapes = dict(zip(WORDS, [(width, sizes.hidden), (narrow, sizes.hidden), (narrow, sizes.hidden), (sizes.hidden, width)]))
-    shapes |= {"mlp.gate_proj": (sizes.inter, sizes.hidden), "mlp.up_proj": (sizes.inter, sizes.hidden), "mlp.down_proj": (sizes.hidden, sizes.inter)}
+    shapes |= {
+        "mlp.gate_proj": (sizes.inter, sizes.hidden),
+        "mlp.up_proj": (sizes.inter, sizes.hidden),
+        "mlp.down_proj": (sizes.hidden, sizes.inter),
+    }
     by_module = {"": scheme} if isinstance(scheme, str) else scheme
     for name in ("model.embed_tokens", "lm_head"):
         if name in by_module:
@@ -182,10 +201,18 @@ def llama(
 # --- configurations ------------------------------------------------------------------------------------------------------
 
 
-def group(targets: list[str], format: str, kind: str, bits: int, strategy: str, inputs: dict | None = None, **more: object) -> dict:
+def group(
+    targets: list[str], format: str, kind: str, bits: int, strategy: str, inputs: dict | None = None, **more: object
+) -> dict:
     """One of compressed-tensors' `config_groups`."""
     weights = {"num_bits": bits, "type": kind, "symmetric": True, "group_size": None, "strategy": strategy, "dynamic": False}
-    return {"targets": targets, "weights": weights | more, "input_activations": inputs, "output_activations": None, "format": format}
+    return {
+        "targets": targets,
+        "weights": weights | more,
+        "input_activations": inputs,
+        "output_activations": None,
+        "format": format,
+    }
 
 
 def compressed(format: str, groups: list[dict], ignore: list[str] | None = None) -> dict:
@@ -232,7 +259,9 @@ def modelopt(path: Path, kind: str, words: dict[str, str], **more: object) -> Qu
         said = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8", "quantized_layers": layers}
         kinds = dict.fromkeys(row["quant_algo"] for row in layers.values())
         groups = {word: sorted(module for module, row in layers.items() if row["quant_algo"] == word) for word in kinds}
-        config = {"config_groups": {f"group_{n}": modelopt_group(word, names) for n, (word, names) in enumerate(groups.items())}}
+        config = {
+            "config_groups": {f"group_{n}": modelopt_group(word, names) for n, (word, names) in enumerate(groups.items())}
+        }
         config |= {"quantized_layers": layers, "ignore": []}
     config |= {"quant_algo": said["quant_algo"], "kv_cache_scheme": cache, "producer": producer, "quant_method": "modelopt"}
 
@@ -282,7 +311,9 @@ def mlx(bits: int, size: int, mode: str = "affine", **more: object) -> dict:
     return {"quantization": config, "quantization_config": config}
 
 
-def mlx_llama(path: Path, kind: str, scheme: str, config: dict, by_module: dict[str, str] | None = None, **more: object) -> Quantized:
+def mlx_llama(
+    path: Path, kind: str, scheme: str, config: dict, by_module: dict[str, str] | None = None, **more: object
+) -> Quantized:
     words = {"": scheme, "model.embed_tokens": scheme, "lm_head": scheme} | (by_module or {})
     return llama(path, kind, words, config, **more)  # type: ignore[arg-type]
 
@@ -315,7 +346,12 @@ def gpt_oss(path: Path, kind: str) -> Quantized:
     maker.plain("model.norm.weight", hidden)
     for n in range(2):
         at = f"model.layers.{n}"
-        for word, out, in_ in (("q", heads * head, hidden), ("k", narrow * head, hidden), ("v", narrow * head, hidden), ("o", hidden, heads * head)):
+        for word, out, in_ in (
+            ("q", heads * head, hidden),
+            ("k", narrow * head, hidden),
+            ("v", narrow * head, hidden),
+            ("o", hidden, heads * head),
+        ):
             maker.plain(f"{at}.self_attn.{word}_proj.weight", out, in_)
             maker.plain(f"{at}.self_attn.{word}_proj.bias", out)
         maker.plain(f"{at}.self_attn.sinks", heads)
@@ -347,7 +383,7 @@ def gpt_oss(path: Path, kind: str) -> Quantized:
 
 def deepseek_v3(path: Path, kind: str, attention: str, experts_scheme: str, config: dict) -> Quantized:
     """Latent attention, one dense layer and one of experts, in DeepSeek V3's names; "" leaves matrices unquantized."""
-    maker, hidden, inter, experts, heads, code = Maker(path, kind, "BF16"), 160, 96, 3, 2, "BF16"
+    maker, hidden, inter, experts, heads = Maker(path, kind, "BF16"), 160, 96, 3, 2
 
     def matrix(module: str, scheme: str, out: int, inner: int) -> None:
         if scheme:
@@ -403,7 +439,13 @@ def deepseek_v4(path: Path, kind: str) -> Quantized:
     maker.plain("norm.weight", hidden)
     for n in range(2):
         at = f"layers.{n}"
-        for word, out, inner in (("wq_a", 96, hidden), ("wq_b", 192, 96), ("wkv", 144, hidden), ("wo_a", 130, 192), ("wo_b", hidden, 130)):
+        for word, out, inner in (
+            ("wq_a", 96, hidden),
+            ("wq_b", 192, 96),
+            ("wkv", 144, hidden),
+            ("wo_a", 130, 192),
+            ("wo_b", hidden, 130),
+        ):
             maker.quantized(f"{at}.attn.{word}", SCHEMES["deepseek-v4-fp8"], out, inner)
         for word, size in (("attn.q_norm", 96), ("attn.kv_norm", 144), ("attn_norm", hidden), ("ffn_norm", hidden)):
             maker.plain(f"{at}.{word}.weight", size)

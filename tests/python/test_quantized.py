@@ -138,9 +138,15 @@ def test_the_reference_is_what_the_library_gave(scheme):
 
 # By scheme: another order of operations, or another number of roundings, that a decoder could have.
 WRONG_ORDERS = {
-    "ct-nvfp4": lambda parts, out, inner: grouped(parts, "weight_scale", lambda s: s * (1 / formats.float32(parts["weight_global_scale"])), out, inner),
-    "modelopt-nvfp4": lambda parts, out, inner: grouped(parts, "weight_scale", lambda s: s, out, inner) * formats.float32(parts["weight_scale_2"]),
-    "bnb-int8": lambda parts, out, inner: parts["weight"].array() * (formats.float32(parts["SCB"]) * np.float32(7.874015718698502e-3))[:, None],
+    "ct-nvfp4": lambda parts, out, inner: grouped(
+        parts, "weight_scale", lambda s: s * (1 / formats.float32(parts["weight_global_scale"])), out, inner
+    ),
+    "modelopt-nvfp4": lambda parts, out, inner: (
+        grouped(parts, "weight_scale", lambda s: s, out, inner) * formats.float32(parts["weight_scale_2"])
+    ),
+    "bnb-int8": lambda parts, out, inner: (
+        parts["weight"].array() * (formats.float32(parts["SCB"]) * np.float32(7.874015718698502e-3))[:, None]
+    ),
     "bnb-nf4-nested": lambda parts, out, inner: fused(parts, out, inner),
     "mlx-affine-4-f32": lambda parts, out, inner: fused_affine(parts, out, inner),
 }
@@ -148,11 +154,15 @@ WRONG_ORDERS = {
 
 def grouped(parts, name, scale, out, inner):
     codes = next(parts[word] for word in ("weight_packed", "weight") if word in parts)
-    return formats.E2M1[formats.fields(formats.raw(codes), 4)] * formats.spread(scale(formats.float32(parts[name])), (1, 16), (out, inner))
+    return formats.E2M1[formats.fields(formats.raw(codes), 4)] * formats.spread(
+        scale(formats.float32(parts[name])), (1, 16), (out, inner)
+    )
 
 
 def fused_affine(parts, out, inner):
-    scale, bias = (formats.spread(formats.float32(parts[word]), (1, 32), (out, inner)).astype(np.float64) for word in ("scales", "biases"))
+    scale, bias = (
+        formats.spread(formats.float32(parts[word]), (1, 32), (out, inner)).astype(np.float64) for word in ("scales", "biases")
+    )
     return (formats.fields(formats.raw(parts["weight"]), 4) * scale + bias).astype(np.float32)
 
 
@@ -186,7 +196,9 @@ def test_every_scheme_has_an_oracle_but_those_without_one_on_a_cpu():
     assert {*RECORDED} == {*oracles.ORACLES}
 
 
-@pytest.mark.parametrize("scheme", [scheme for scheme, each in oracles.ORACLES.items() if {oracle.package for oracle in each} <= INSTALLED])
+@pytest.mark.parametrize(
+    "scheme", [scheme for scheme, each in oracles.ORACLES.items() if {oracle.package for oracle in each} <= INSTALLED]
+)
 def test_the_library_here_gives_the_same(scheme):
     """The libraries that are light enough, asked again, in the type that the scheme is usually decoded to."""
     for oracle in oracles.ORACLES[scheme]:
@@ -209,11 +221,13 @@ def test_mixed_groups_are_told_apart_as_the_library_does(made):
         assert targets[found[0]] == formats_of[quantized_repos.MIXED_SCHEMES[module]], module
 
 
-# Loaded by transformers with its own means, on the CPU. Not here: GPTQ and AWQ (their loaders need other packages), ModelOpt and
-# MLX (no loader), FBGEMM (needs a GPU), blocks of fp8 that hang over the edge (transformers finds the block by division),
+# Loaded by transformers with its own means, on the CPU. Not here: GPTQ and AWQ (their loaders need other packages), ModelOpt
+# and MLX (no loader), FBGEMM (needs a GPU), blocks of fp8 that hang over the edge (transformers finds the block by division),
 # several schemes in one repository (transformers takes one of them for all).
 OWN_LOADER = ["gpt-oss-mxfp4", "fp8-tensor"] + [
-    name for name in BUILDERS if name.startswith(("pack-", "kimi", "ct-", "bnb-", "torchao-")) and name not in ("ct-mixed", "torchao-int4")
+    name
+    for name in BUILDERS
+    if name.startswith(("pack-", "kimi", "ct-", "bnb-", "torchao-")) and name not in ("ct-mixed", "torchao-int4")
 ]
 
 
@@ -221,7 +235,12 @@ OWN_LOADER = ["gpt-oss-mxfp4", "fp8-tensor"] + [
 def test_transformers_reads_the_repositories_as_the_reference_does(made, name):
     """So their configuration and tensors are such as the libraries themselves accept."""
     import torch
-    from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
+    from transformers import (
+        AutoModelForCausalLM,
+        CompressedTensorsConfig,
+        FineGrainedFP8Config,
+        Mxfp4Config,
+    )
 
     source = made(name, "calm")
     more = {"gpt": lambda: Mxfp4Config(dequantize=True), "fp8": lambda: FineGrainedFP8Config(dequantize=True)}
@@ -289,7 +308,8 @@ def shown(source: repos.Repo, layout: str) -> dict[str, Shown]:
         return reference.canonical(source)
     names = reference.canonical_names(source)
     return {
-        path: dataclasses.replace(one, tensor_axis=reference.tensor_axis(names[path].rest)) for path, one in reference.hf(source).items()
+        path: dataclasses.replace(one, tensor_axis=reference.tensor_axis(names[path].rest))
+        for path, one in reference.hf(source).items()
     }
 
 
@@ -321,7 +341,12 @@ def test_what_libraries_save_is_decoded(saved, own, name):
     if name not in SUPPORTED:
         assert called(name) in run("plan", source.repo.path, "--dtype", "f32", expect=1).err.lower()
         return
-    check_mount(own(source.repo.path, "--dtype", "f32", "--mesh", "fsdp=3"), source.decoded("F32", "F32"), Mesh.parse("fsdp=3"), "canonical")
+    check_mount(
+        own(source.repo.path, "--dtype", "f32", "--mesh", "fsdp=3"),
+        source.decoded("F32", "F32"),
+        Mesh.parse("fsdp=3"),
+        "canonical",
+    )
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
@@ -421,11 +446,11 @@ def test_schemes_that_no_one_decodes_are_refused_and_shown_raw_without_a_dtype(t
         mounting.same_bytes((mounted / f"full/{path}").read_bytes(), one.array, path)
 
 
-def rewritten(source: quantized_repos.Quantized, path: Path, change) -> Path:
-    """A copy whose tensors went through `change`: name and tensor to a tensor, or None to leave it out."""
+def damaged(source: quantized_repos.Quantized, path: Path, chosen: str, change) -> Path:
+    """A copy of which one tensor went through `change`: to another, or None to leave it out."""
     files = {}
     for file, tensors in source.repo.files.items():
-        changed = {name: change(name, tensor) for name, tensor in tensors.items()}
+        changed = {name: change(tensor) if name == chosen else tensor for name, tensor in tensors.items()}
         files[file] = {name: tensor for name, tensor in changed.items() if tensor is not None}
     repos.write(path, files, source.repo.config)
     for file in source.repo.files:
@@ -457,7 +482,7 @@ def test_a_companion_that_does_not_fit_is_refused_by_name(made, tmp_path, name, 
     weight = [*source.values][2]
     assert source.companions[weight]
     for companion in source.companions[weight]:
-        path = rewritten(source, tmp_path / companion, lambda key, tensor: DAMAGES[damage](tensor) if key == companion else tensor)
+        path = damaged(source, tmp_path / companion, companion, DAMAGES[damage])
         if damage == "missing" and not NOTICES_MISSING_SCALES:
             run("plan", path, *DECODE)
             continue
