@@ -16,7 +16,9 @@ mod listing;
 mod locate;
 mod open;
 mod printable;
+mod problem;
 pub mod quantization;
+pub mod scheme;
 mod table;
 mod tied;
 
@@ -28,8 +30,9 @@ use std::{
 };
 
 pub use dialect::{Dialect, Experts, LayerFamily, Qkv};
-pub use open::{CheckpointError, OpenOptions, Problem};
+pub use open::OpenOptions;
 pub use printable::{printable, printable_lines};
+pub use problem::{CheckpointError, Problem};
 pub use quantization::{BlockFp8, Granularity, Quantization};
 pub use table::{TensorInfo, TensorTable};
 
@@ -128,6 +131,7 @@ pub struct Checkpoint {
     index_metadata: Option<serde_json::Value>,
     file_metadata: BTreeMap<FileId, Vec<(String, String)>>,
     dialect: Dialect,
+    quantized: Arc<scheme::Found>,
     adapters: Vec<Adapter>,
     /// The table with the tensors of adapters, if there are any.
     with_adapters: Option<TensorTable>,
@@ -174,7 +178,7 @@ impl Checkpoint {
         if !wrong.is_empty() {
             return Err(wrong);
         }
-        let mut problems = open::Problems::default();
+        let mut problems = problem::Problems::default();
         let config = config.or_else(|| self.config.clone());
         let dialect = Dialect::of(&table, config.as_ref(), &mut problems);
         if let Err(error) = problems.refuse(&self.label) {
@@ -191,6 +195,7 @@ impl Checkpoint {
             index_metadata: self.index_metadata.clone(),
             file_metadata: self.file_metadata.clone(),
             dialect,
+            quantized: Arc::clone(&self.quantized),
             adapters: self.adapters.clone(),
             with_adapters: None,
             directories: self.directories.clone(),
@@ -287,6 +292,12 @@ impl Checkpoint {
     /// How the repository names, fuses and quantizes.
     pub fn dialect(&self) -> &Dialect {
         &self.dialect
+    }
+
+    /// The tensors that are stored quantized by a scheme that is known, and how; as in the repository, whatever is hidden here
+    /// or renamed.
+    pub fn quantized(&self) -> &scheme::Found {
+        &self.quantized
     }
 
     /// The embedding that an output head would be which is not stored, those aside of which `is_outside` says that they belong

@@ -3,8 +3,7 @@
 use std::{
     cmp::Ordering,
     collections::{BTreeMap, BTreeSet, HashMap},
-    fmt,
-    io::{self, Read},
+    io::Read,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -16,12 +15,13 @@ use rayon::{
 
 use super::{
     Adapter, Checkpoint, FileRole, IgnoreReason, RepoFile,
-    dialect::Dialect,
+    dialect::{Dialect, own_dtype, quantization_config},
     index::{Index, stays_inside},
     json,
     listing::{self, Listed, Listing, State},
     locate::{Located, locate},
-    printable::printable,
+    problem::{BYTES_MAX, CheckpointError, Problem, Problems},
+    scheme::{self, Stored},
     table::TensorTable,
 };
 use crate::{
@@ -30,7 +30,6 @@ use crate::{
         Beneath, Fetches, FileId, Found, LocalFiles, Opened, Source, SourceError, SourceIo,
         local::check_open_file_limit, permission::DirectoryGates,
     },
-    tensor::DType,
 };
 
 /// Longest `config.json` or index that is read, in bytes.
@@ -39,14 +38,11 @@ const JSON_FILE_BYTES_MAX: u64 = 256 << 20;
 /// The configuration of a model.
 const CONFIG: &str = "config.json";
 
+/// The configuration of quantization that ModelOpt writes.
+const MODELOPT: &str = "hf_quant_config.json";
+
 /// How the names of indexes end.
 const INDEX_SUFFIX: &str = ".safetensors.index.json";
-
-/// Most bytes of all files together: sums of what is made of them then fit 64 bits.
-const BYTES_MAX: u64 = 1 << 58;
-
-/// Problems that are kept; the others are counted.
-const PROBLEMS_MAX: usize = 1_000;
 
 /// How to open a repository.
 #[derive(Clone, Debug, Default)]
@@ -61,312 +57,6 @@ pub struct OpenOptions {
     pub follow_symlinks: bool,
     /// Where every wait for storage is noted.
     pub fetches: Arc<Fetches>,
-}
-
-/// Why a repository could not be opened.
-#[derive(Debug, thiserror::Error)]
-pub enum CheckpointError {
-    /// A remote address.
-    #[error(
-        "{source_name}: {scheme}:// is not supported yet; give a directory, a file or an org/name in the local hub cache"
-    )]
-    NotSupported {
-        /// What was asked for.
-        source_name: String,
-        /// Its scheme.
-        scheme: String,
-    },
-    /// Neither a path nor a name.
-    #[error("{source_name}: no such file or directory, and not an org/name[@revision] either")]
-    NotFound {
-        /// What was asked for.
-        source_name: String,
-    },
-    /// A name that the cache does not have.
-    #[error("{source_name}: no such directory, and not in the hub cache: looked for {}", looked_in.display())]
-    NotInCache {
-        /// What was asked for.
-        source_name: String,
-        /// Where it would be.
-        looked_in: PathBuf,
-    },
-    /// The cache has the repository, but not this revision.
-    #[error("{repo}: no revision {revision:?} in {}; there are: {}", looked_in.display(), list_or_none(revisions))]
-    NoRevision {
-        /// The repository.
-        repo: String,
-        /// What was asked for.
-        revision: String,
-        /// Its directory in the cache.
-        looked_in: PathBuf,
-        /// Commits that have a snapshot.
-        revisions: Vec<String>,
-    },
-    /// The directory cannot be listed.
-    #[error("cannot list {}: {error}", root.display())]
-    Listing {
-        /// The directory.
-        root: PathBuf,
-        /// What the system said.
-        error: io::Error,
-    },
-    /// A revision in the cache that is a symbolic link out of it.
-    #[error(
-        "{}: a symbolic link out of the repository's directory in the cache; give the directory that it leads to, or \
-         --follow-symlinks",
-        snapshot.display()
-    )]
-    LeavesCache {
-        /// The revision's directory.
-        snapshot: PathBuf,
-    },
-    /// No safetensors to use.
-    #[error("{}: no *.safetensors here{}", root.display(), elsewhere(subdirectories))]
-    NoWeights {
-        /// The directory.
-        root: PathBuf,
-        /// Subdirectories that have some.
-        subdirectories: Vec<String>,
-    },
-    /// More than one index, none of them the usual one.
-    #[error("{}: several indexes and no model.safetensors.index.json: {}", root.display(), indexes.join(", "))]
-    SeveralIndexes {
-        /// The directory.
-        root: PathBuf,
-        /// The indexes.
-        indexes: Vec<String>,
-    },
-    /// A file cannot be opened.
-    #[error(transparent)]
-    Source(#[from] SourceError),
-    /// The contents are wrong.
-    #[error("{label}: {}", list_problems(problems, *more))]
-    Problems {
-        /// What was opened.
-        label: String,
-        /// What is wrong, at least one thing.
-        problems: Vec<Problem>,
-        /// Problems beyond those listed.
-        more: usize,
-    },
-}
-
-/// One thing that is wrong with a repository's contents.
-#[derive(Clone, Debug, thiserror::Error)]
-pub enum Problem {
-    /// A header that cannot be read as safetensors.
-    #[error("{file}: {errors}")]
-    Header {
-        /// The weight file.
-        file: String,
-        /// What is wrong.
-        errors: HeaderErrors,
-    },
-    /// Bytes of a header did not come.
-    #[error("{error}")]
-    Unreadable {
-        /// The weight file.
-        file: String,
-        /// Why.
-        error: SourceError,
-    },
-    /// `config.json` or the index is not what it must be.
-    #[error("{file}: {message}")]
-    Json {
-        /// The file.
-        file: String,
-        /// What the parser says.
-        message: String,
-    },
-    /// The index names a path that leaves the repository.
-    #[error("{index}: names {path:?}, which is not a path inside the repository")]
-    OutsideRepository {
-        /// The index.
-        index: String,
-        /// The path.
-        path: String,
-    },
-    /// The index names a file that is not there.
-    #[error("{index}: names {file:?} for {tensors} tensors, which is {found}")]
-    MissingFile {
-        /// The index.
-        index: String,
-        /// The file.
-        file: String,
-        /// Tensors that it should hold.
-        tensors: usize,
-        /// What is there instead.
-        found: String,
-    },
-    /// The index names a tensor twice.
-    #[error("{index}: names tensor {tensor:?} twice")]
-    RepeatedInIndex {
-        /// The index.
-        index: String,
-        /// The tensor.
-        tensor: String,
-    },
-    /// The index names a tensor that no file has.
-    #[error("tensor {tensor:?}: expected in {file} by the index, found in no file")]
-    NotInFile {
-        /// The tensor.
-        tensor: String,
-        /// Where the index says it is.
-        file: String,
-    },
-    /// The index and the headers place a tensor differently.
-    #[error("tensor {tensor:?}: expected in {expected} by the index, found in {found}")]
-    InOtherFile {
-        /// The tensor.
-        tensor: String,
-        /// Where the index says it is.
-        expected: String,
-        /// Where it is.
-        found: String,
-    },
-    /// A weight file has a tensor that the index does not name.
-    #[error("tensor {tensor:?}: found in {file}, not named by the index")]
-    NotInIndex {
-        /// The tensor.
-        tensor: String,
-        /// The weight file.
-        file: String,
-    },
-    /// Two weight files have a tensor of one name.
-    #[error("tensor {tensor:?}: found in {first} and again in {second}")]
-    Duplicate {
-        /// The tensor.
-        tensor: String,
-        /// One file.
-        first: String,
-        /// The other.
-        second: String,
-    },
-    /// A file that decides what is in the repository, and cannot be read as one.
-    #[error("{file}: cannot be read as a file: {found}")]
-    NoFile {
-        /// The file.
-        file: String,
-        /// What it is instead.
-        found: IgnoreReason,
-    },
-    /// The index names no tensor.
-    #[error("{index}: names no tensor")]
-    EmptyIndex {
-        /// The index.
-        index: String,
-    },
-    /// Files numbered `-00001-of-00003` are not all there, and no index says what is.
-    #[error("{stem}-*-of-{total}.safetensors: expected {expected} files, found {found}")]
-    IncompleteSet {
-        /// What stands before the numbers.
-        stem: String,
-        /// The total as written in the names.
-        total: String,
-        /// Number of files by their names.
-        expected: u64,
-        /// Number of files there.
-        found: u64,
-    },
-    /// A quantized weight and its scale do not fit.
-    #[error(
-        "tensor {weight:?} of shape {weight_shape:?}: expected its scale {scale:?} to have shape {expected:?} by blocks of \
-         {block:?}, found {found:?}"
-    )]
-    ScaleShape {
-        /// The weight.
-        weight: String,
-        /// Its shape.
-        weight_shape: Vec<u64>,
-        /// The scale.
-        scale: String,
-        /// Block rows and columns.
-        block: (u64, u64),
-        /// Shape that the scale must have.
-        expected: Vec<u64>,
-        /// Shape that it has.
-        found: Vec<u64>,
-    },
-    /// A scale is of a type that is no float.
-    #[error("tensor {scale:?}: expected a float as the scale of {weight:?}, found {found}")]
-    ScaleType {
-        /// The weight.
-        weight: String,
-        /// The scale.
-        scale: String,
-        /// Type of the scale.
-        found: DType,
-    },
-    /// The configuration gives a block size that is none.
-    #[error("config.json: quantization_config.weight_block_size: expected two positive numbers, found {found}")]
-    BlockSize {
-        /// What is there.
-        found: String,
-    },
-    /// More bytes than any computation of sizes allows for.
-    #[error("all files together have more than {} bytes", BYTES_MAX)]
-    TooManyBytes,
-    /// More tensors or names than 32 bits can number.
-    #[error("the names of all tensors together are longer than 4 GiB")]
-    TooLarge,
-}
-
-fn list_or_none(names: &[String]) -> String {
-    if names.is_empty() { "none".to_owned() } else { names.join(", ") }
-}
-
-fn elsewhere(subdirectories: &[String]) -> String {
-    if subdirectories.is_empty() {
-        String::new()
-    } else {
-        format!("; open one of the subdirectories that have some: {}", subdirectories.join(", "))
-    }
-}
-
-fn list_problems(problems: &[Problem], more: usize) -> String {
-    const SHOWN: usize = 30;
-    struct List<'a>(&'a [Problem], usize);
-    impl fmt::Display for List<'_> {
-        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            let (problems, more) = (self.0, self.1);
-            if let ([only], 0) = (problems, more) {
-                return f.write_str(&printable(&only.to_string()));
-            }
-            write!(f, "{} problems", problems.len() + more)?;
-            for problem in problems.iter().take(SHOWN) {
-                write!(f, "\n  {}", printable(&problem.to_string()))?;
-            }
-            match problems.len().saturating_sub(SHOWN) + more {
-                0 => Ok(()),
-                rest => write!(f, "\n  and {rest} more"),
-            }
-        }
-    }
-    List(problems, more).to_string()
-}
-
-/// Problems as they are found.
-#[derive(Debug, Default)]
-pub(super) struct Problems {
-    list: Vec<Problem>,
-    more: usize,
-}
-
-impl Problems {
-    pub(super) fn push(&mut self, problem: Problem) {
-        if self.list.len() < PROBLEMS_MAX { self.list.push(problem) } else { self.more += 1 }
-    }
-
-    fn is_empty(&self) -> bool {
-        self.list.is_empty()
-    }
-
-    pub(super) fn refuse(self, label: &str) -> Result<(), CheckpointError> {
-        if self.list.is_empty() {
-            return Ok(());
-        }
-        Err(CheckpointError::Problems { label: label.to_owned(), problems: self.list, more: self.more })
-    }
 }
 
 pub(super) fn open(source: &str, options: &OpenOptions) -> Result<Checkpoint, CheckpointError> {
@@ -453,6 +143,7 @@ fn open_file(
         weights: vec![0],
         index: None,
         config_text: None,
+        modelopt_text: None,
         adapters,
         directories: Vec::new(),
         warnings: Vec::new(),
@@ -522,6 +213,7 @@ fn open_directory(
         Ok(listed.open(&root, &options.fetches)?.map(|opened| read_json(opened, &options.fetches)))
     };
     let config_text = text_of(CONFIG)?;
+    let modelopt_text = text_of(MODELOPT)?;
     let (text, index);
     let index = match &index_name {
         Some(name) => {
@@ -563,7 +255,8 @@ fn open_directory(
     for place in weights.iter().chain(&others) {
         opened.extend(files[*place].take(&root, &options.fetches)?);
     }
-    let selected = Selected { located, files, weights, index, config_text, adapters, directories, warnings };
+    let selected =
+        Selected { located, files, weights, index, config_text, modelopt_text, adapters, directories, warnings };
     selected.build(opened, options, problems)
 }
 
@@ -601,6 +294,8 @@ struct Selected<'a> {
     index: Option<(&'a str, Index<'a>)>,
     /// The text of `config.json`, or why it cannot be had; `None` without one.
     config_text: Option<Result<Vec<u8>, String>>,
+    /// That of `hf_quant_config.json`, likewise.
+    modelopt_text: Option<Result<Vec<u8>, String>>,
     /// Their weights are the last files of the source.
     adapters: Vec<AdapterFiles>,
     /// Directories with the gates before them.
@@ -675,9 +370,13 @@ impl Selected<'_> {
         headers.truncate(base);
         let config = self.config(&mut problems);
         let dialect = Dialect::of(&table, config.as_ref(), &mut problems);
-        problems.refuse(&self.located.label)?;
         let file_metadata = headers.into_iter().map(|(id, header)| (id, header.into_metadata()));
         let file_metadata: BTreeMap<_, _> = file_metadata.filter(|(_, metadata)| !metadata.is_empty()).collect();
+        let modelopt = self.modelopt(&mut problems);
+        let settings = (quantization_config(config.as_ref()), modelopt.as_ref());
+        let stored = Stored::new((&table, &source), settings, &file_metadata, own_dtype(config.as_ref()));
+        let quantized = Arc::new(scheme::find(&stored, &mut problems));
+        problems.refuse(&self.located.label)?;
         let files = self.repo_files(&source);
         let Located { path, label, revision } = self.located;
         Ok(Checkpoint {
@@ -691,6 +390,7 @@ impl Selected<'_> {
             index_metadata: self.index.and_then(|(_, index)| index.metadata),
             file_metadata,
             dialect,
+            quantized,
             adapters,
             with_adapters,
             directories: self.directories,
@@ -724,11 +424,11 @@ impl Selected<'_> {
     }
 
     fn config(&self, problems: &mut Problems) -> Option<serde_json::Value> {
-        let value = self.config_text.as_ref()?.as_ref().map_err(Clone::clone).and_then(|text| {
-            let value = json::parse(text).map_err(|error| error.to_string())?;
-            if value.is_object() { Ok(value) } else { Err("expected an object".into()) }
-        });
-        value.map_err(|message| problems.push(Problem::Json { file: CONFIG.into(), message })).ok()
+        parsed(CONFIG, self.config_text.as_ref()?, problems)
+    }
+
+    fn modelopt(&self, problems: &mut Problems) -> Option<serde_json::Value> {
+        parsed(MODELOPT, self.modelopt_text.as_ref()?, problems)
     }
 
     fn find_duplicates(&self, table: &TensorTable, problems: &mut Problems) {
@@ -796,6 +496,15 @@ impl Selected<'_> {
             while tensors.next_if(|next| next.name == name && tensor.is_some()).is_some() {}
         }
     }
+}
+
+/// The object that a JSON file holds.
+fn parsed(file: &str, text: &Result<Vec<u8>, String>, problems: &mut Problems) -> Option<serde_json::Value> {
+    let value = text.as_ref().map_err(Clone::clone).and_then(|text| {
+        let value = json::parse(text).map_err(|error| error.to_string())?;
+        if value.is_object() { Ok(value) } else { Err("expected an object".into()) }
+    });
+    value.map_err(|message| problems.push(Problem::Json { file: file.into(), message })).ok()
 }
 
 /// A number of files, or of one.

@@ -9,7 +9,7 @@ use std::fmt;
 use serde_json::Value;
 
 use super::{
-    open::{Problem, Problems},
+    problem::{Problem, Problems},
     table::{TensorInfo, TensorTable},
 };
 use crate::tensor::{DType, TensorId};
@@ -157,9 +157,10 @@ struct Configured<'a> {
 }
 
 impl Quantization {
-    /// The quantization of a repository with these tensors and this `quantization_config`. What does not fit is added to
-    /// `problems`.
-    pub(super) fn detect(table: &TensorTable, config: Option<&Value>, problems: &mut Problems) -> Self {
+    /// The quantization of a repository with these tensors and this `quantization_config`.
+    pub(super) fn detect(table: &TensorTable, config: Option<&Value>) -> Self {
+        // What is wrong has been found when the repository was opened.
+        let problems = &mut Problems::default();
         let configured = config.map(|config| Configured::read(config, problems)).unwrap_or_default();
         if let Some(block) = configured.block {
             let found = pair_blocks(table, block, problems);
