@@ -30,9 +30,12 @@
 //!    raw tensors, and go when the repository is decoded.
 //! 6. **A [`Summary`]** of what was found, for the reader of `plan`.
 //!
-//! Its tests: a repository in a temporary directory, `Checkpoint::open`, and the view of each of
+//! Configuration that gives modules to groups (`config_groups` with `targets` and `ignore`) is read by the scheme that knows it; where
+//! several schemes share that, it is a file of its own beside them.
+//!
+//! Its tests, `tests/scheme_<name>.rs`: a repository in a temporary directory, `Checkpoint::open`, and the view of each tensor of
 //! [`Checkpoint::quantized`](super::Checkpoint::quantized) against a formula written apart, as f32, where the order of operations
-//! shows; and each mismatch refused by name. `scheme/block_fp8.rs` is the model to follow.
+//! shows; and each mismatch refused by name. `scheme/block_fp8.rs` with `tests/scheme_block_fp8.rs` is the model to follow.
 //!
 //! What a scheme deliberately does not do: read weights, choose a dtype, rename for a layout. Schemes that scale a tensor by
 //! something that is no affine index of it, and files tiled for one kind of accelerator, are not in the list.
