@@ -38,7 +38,7 @@ const JSON_FILE_BYTES_MAX: u64 = 256 << 20;
 /// The configuration of a model.
 const CONFIG: &str = "config.json";
 
-/// The configuration of quantization that ModelOpt writes.
+/// The configuration of quantization that `ModelOpt` writes.
 const MODELOPT: &str = "hf_quant_config.json";
 
 /// How the names of indexes end.

@@ -94,8 +94,11 @@ impl Scheme for BlockFp8 {
     }
 }
 
+/// Shape and type of a weight, and of its scale.
+type Kind<'a> = (&'a [u64], DType, &'a [u64], DType);
+
 fn add(stored: &Stored<'_>, found: &mut Finds<'_>, pairs: &[Pair], block: (u64, u64)) {
-    let mut templates: HashMap<(&[u64], DType, &[u64], DType), Option<TemplateId>> = HashMap::new();
+    let mut templates: HashMap<Kind<'_>, Option<TemplateId>> = HashMap::new();
     for Pair { weight: id, scale: scale_id, is_single, .. } in pairs {
         let (weight, scale) = (stored.tensor(*id), stored.tensor(*scale_id));
         let key = (weight.shape, weight.dtype, scale.shape, scale.dtype);

@@ -72,7 +72,7 @@ impl<'a> Stored<'a> {
         self.config
     }
 
-    /// `hf_quant_config.json`, which ModelOpt writes.
+    /// `hf_quant_config.json`, which `ModelOpt` writes.
     pub(in crate::checkpoint) fn modelopt(&self) -> Option<&'a Value> {
         self.modelopt
     }
