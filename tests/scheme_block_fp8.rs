@@ -38,8 +38,8 @@ fn f32s(bytes: &[u8]) -> Vec<f32> {
 /// All bytes of a stored tensor.
 fn stored(checkpoint: &Checkpoint, name: &str) -> Vec<u8> {
     let info = checkpoint.tensor(checkpoint.find(name).unwrap());
-    let mut bytes = vec![0; info.span.len() as usize];
-    checkpoint.source().read_into(info.file, info.span.start(), &mut bytes).unwrap();
+    let mut bytes = vec![0; info.span().len() as usize];
+    checkpoint.source().read_into(info.file(), info.span().start(), &mut bytes).unwrap();
     bytes
 }
 

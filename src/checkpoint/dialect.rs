@@ -135,7 +135,12 @@ pub(super) fn own_dtype(config: Option<&Value>) -> DType {
 }
 
 impl Dialect {
-    pub(super) fn of(table: &TensorTable, config: Option<&Value>, problems: &mut Problems) -> Self {
+    pub(super) fn of(
+        table: &TensorTable,
+        config: Option<&Value>,
+        quantization: Quantization,
+        problems: &mut Problems,
+    ) -> Self {
         let text_config = text_config(config);
         let text = text_config.map(|(_, text)| text);
         let lookup = |key: &str| lookup(config, key);
@@ -172,7 +177,7 @@ impl Dialect {
             tied_declared: tie.declared,
             tied: tie.tied,
             has_lm_head: survey.has_lm_head,
-            quantization: Quantization::detect(table, quantization_config(config)),
+            quantization,
         }
     }
 
@@ -312,7 +317,7 @@ impl Default for Survey {
 
 impl Survey {
     fn add(&mut self, tensor: &TensorInfo<'_>) {
-        let bytes = tensor.span.len();
+        let bytes = tensor.bytes();
         let (count, sum) = &mut self.counts[tensor.dtype as usize];
         (*count, *sum) = (*count + 1, *sum + bytes);
         if let Some((prefix, layer)) = layer_of(tensor.name) {

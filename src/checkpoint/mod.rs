@@ -3,7 +3,7 @@
 //! [`Checkpoint::open`] finds the files, reads every header, checks index and headers against each other and pins all files
 //! in one [`Source`]. Whatever is wrong is reported at once, before anything is mounted. The result never changes.
 //!
-//! * [`TensorTable`]: name, type, shape and place of every tensor;
+//! * [`TensorTable`]: name, type, shape and storage of every tensor, as stored or as decoded;
 //! * [`RepoFile`]: every file of the repository, and whether its tensors count;
 //! * [`Dialect`]: how the repository names, fuses and quantizes.
 //!
@@ -23,7 +23,7 @@ mod table;
 mod tied;
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, HashMap, HashSet},
     fmt,
     path::{Path, PathBuf},
     sync::Arc,
@@ -33,8 +33,9 @@ pub use dialect::{Dialect, Experts, LayerFamily, Qkv};
 pub use open::OpenOptions;
 pub use printable::{printable, printable_lines};
 pub use problem::{CheckpointError, Problem};
-pub use quantization::{BlockFp8, Granularity, Quantization};
-pub use table::{TensorInfo, TensorTable};
+pub use quantization::{Granularity, Quantization};
+pub use scheme::{Quantized, Summary};
+pub use table::{Storage, TensorInfo, TensorTable};
 
 use crate::{
     source::{FileId, Source, permission::DirectoryGates},
@@ -133,8 +134,6 @@ pub struct Checkpoint {
     dialect: Dialect,
     quantized: Arc<scheme::Found>,
     adapters: Vec<Adapter>,
-    /// The table with the tensors of adapters, if there are any.
-    with_adapters: Option<TensorTable>,
     /// Directories of the repository with the gates before them, its own, called "", first.
     directories: Vec<(String, DirectoryGates)>,
     warnings: Vec<String>,
@@ -155,23 +154,60 @@ impl Checkpoint {
     /// so that views of the result can be read by means of this checkpoint.
     ///
     /// # Errors
-    /// What is wrong: two tensors of one name, a quantized weight without its scale.
+    /// What is wrong: two tensors of one name.
     pub fn derived(
         &self,
         config: Option<serde_json::Value>,
         adapter: Option<FileId>,
         mut name: impl FnMut(TensorId, &TensorInfo<'_>) -> Option<String>,
     ) -> Result<Self, Vec<String>> {
-        let others: BTreeSet<FileId> =
-            self.adapters.iter().map(|adapter| adapter.file).filter(|file| Some(*file) != adapter).collect();
-        let all = self.with_adapters.as_ref().filter(|_| adapter.is_some()).unwrap_or(&self.table);
-        let table = all.derived(|id, info| if others.contains(&info.file) { None } else { name(id, info) });
+        let of_file = |file| self.table.stored_ids().filter(move |id| self.tensor(*id).file() == file);
+        let of_adapter = adapter.into_iter().flat_map(of_file);
+        let offered = self.tensors().map(|(id, _)| id).chain(of_adapter);
+        let rows = offered.filter_map(|id| Some((id, name(id, &self.tensor(id))?)));
+        self.showing(rows, config)
+    }
+
+    /// This checkpoint with tensors that are stored quantized as decoded ones, in the place of their codes; what they are decoded
+    /// from is not shown, and neither is what decoding leaves out. Those of which `is_raw` says so, by the id of the decoded
+    /// tensor, stay as they are stored.
+    ///
+    /// # Errors
+    /// None in a checkpoint as it was opened, whose decoded names have been found to be different.
+    pub fn decoded(&self, is_raw: &dyn Fn(TensorId) -> bool) -> Result<Self, Vec<String>> {
+        let found = &self.quantized;
+        let mut place: HashMap<TensorId, TensorId> = HashMap::with_capacity(found.tensors.len());
+        let mut hidden: HashSet<TensorId> = found.left_out.iter().copied().collect();
+        let mut raw: HashSet<TensorId> = HashSet::new();
+        for (number, tensor) in found.tensors.iter().enumerate() {
+            let id = self.table.decoded_id(number);
+            if is_raw(id) {
+                raw.extend(tensor.operands);
+            } else {
+                place.insert(tensor.operands[0], id);
+                hidden.extend(&tensor.operands[1..]);
+            }
+        }
+        let rows = self.tensors().filter_map(|(id, info)| match place.get(&id) {
+            Some(decoded) => Some((*decoded, self.tensor(*decoded).name.to_owned())),
+            None if hidden.contains(&id) && !raw.contains(&id) => None,
+            None => Some((id, info.name.to_owned())),
+        });
+        self.showing(rows, None)
+    }
+
+    fn showing(
+        &self,
+        rows: impl Iterator<Item = (TensorId, String)>,
+        config: Option<serde_json::Value>,
+    ) -> Result<Self, Vec<String>> {
+        let table = self.table.derived(rows);
         let table = table.ok_or_else(|| vec!["the names of all tensors together are longer than 4 GiB".to_owned()])?;
         let mut wrong = Vec::new();
         for (first, second) in table.by_name().zip(table.by_name().skip(1)) {
             let name = table.tensor(first).name;
             if name == table.tensor(second).name {
-                let (first, second) = (all.tensor(first).name, all.tensor(second).name);
+                let (first, second) = (self.tensor(first).name, self.tensor(second).name);
                 wrong.push(format!("{first} and {second} would both be called {name}"));
             }
         }
@@ -180,7 +216,8 @@ impl Checkpoint {
         }
         let mut problems = problem::Problems::default();
         let config = config.or_else(|| self.config.clone());
-        let dialect = Dialect::of(&table, config.as_ref(), &mut problems);
+        let quantization = self.dialect.quantization.clone();
+        let dialect = Dialect::of(&table, config.as_ref(), quantization, &mut problems);
         if let Err(error) = problems.refuse(&self.label) {
             return Err(vec![error.to_string()]);
         }
@@ -197,7 +234,6 @@ impl Checkpoint {
             dialect,
             quantized: Arc::clone(&self.quantized),
             adapters: self.adapters.clone(),
-            with_adapters: None,
             directories: self.directories.clone(),
             warnings: self.warnings.clone(),
         })
@@ -259,9 +295,7 @@ impl Checkpoint {
     /// # Panics
     /// If `id` is not of this checkpoint.
     pub fn tensor(&self, id: TensorId) -> TensorInfo<'_> {
-        // Ids of adapters' tensors come after all others.
-        let all = self.with_adapters.as_ref().filter(|_| id.0 as usize >= self.table.id_end());
-        all.unwrap_or(&self.table).tensor(id)
+        self.table.tensor(id)
     }
 
     /// The tensor of that name.
@@ -298,6 +332,32 @@ impl Checkpoint {
     /// or renamed.
     pub fn quantized(&self) -> &scheme::Found {
         &self.quantized
+    }
+
+    /// The tensors that are stored quantized and shown so here, not decoded.
+    pub fn raw(&self) -> impl Iterator<Item = Quantized<'_>> {
+        let shown: HashSet<TensorId> =
+            if self.quantized.tensors.is_empty() { HashSet::new() } else { self.tensors().map(|(id, _)| id).collect() };
+        self.quantized.tensors.iter().filter(move |tensor| shown.contains(&tensor.operands[0]))
+    }
+
+    /// What those are decoded from: codes, and what goes with them.
+    pub fn raw_operands(&self) -> impl Iterator<Item = TensorId> {
+        self.raw().flat_map(|tensor| tensor.operands.iter().copied())
+    }
+
+    /// Whether the codes of all quantized tensors have the names that the tensors have when decoded.
+    pub fn keeps_names(&self) -> bool {
+        self.raw().all(|tensor| self.tensor(tensor.operands[0]).name.ends_with(tensor.name))
+    }
+
+    /// Where the bytes of a tensor begin: its own, or its codes' where it is decoded.
+    ///
+    /// # Panics
+    /// If `id` is not of this checkpoint.
+    pub fn file_of(&self, id: TensorId) -> FileId {
+        let info = self.tensor(id);
+        info.quantized().map_or(info, |quantized| self.tensor(quantized.operands[0])).file()
     }
 
     /// The embedding that an output head would be which is not stored, those aside of which `is_outside` says that they belong

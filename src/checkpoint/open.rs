@@ -21,6 +21,7 @@ use super::{
     listing::{self, Listed, Listing, State},
     locate::{Located, locate},
     problem::{BYTES_MAX, CheckpointError, Problem, Problems},
+    quantization::Quantization,
     scheme::{self, Stored},
     table::TensorTable,
 };
@@ -341,41 +342,25 @@ impl Selected<'_> {
         if files.map(|file| source.len_bytes(file)).fold(0, u64::saturating_add) > BYTES_MAX {
             problems.push(Problem::TooManyBytes);
         }
-        let table = TensorTable::new(headers.iter().map(|(id, header)| (*id, header))).unwrap_or_else(|| {
-            problems.push(Problem::TooLarge);
-            TensorTable::default()
-        });
+        let table = table_of(&headers, &mut problems);
         self.find_duplicates(&table, &mut problems);
         if let Some((name, index)) = &self.index {
             self.compare_with_index(name, index, &table, &broken, &mut problems);
         }
-        let base = headers.len();
-        for Adapter { dir, file, .. } in &adapters {
-            let name = || dir.join(ADAPTER_WEIGHTS).display().to_string();
-            match read_header(&source, *file) {
-                Ok(header) => headers.push((*file, header)),
-                Err(ReadHeader::Header(errors)) => problems.push(Problem::Header { file: name(), errors }),
-                Err(ReadHeader::Source(error)) => problems.push(Problem::Unreadable { file: name(), error }),
-            }
-        }
-        let with_adapters = if adapters.is_empty() {
-            None
-        } else {
-            let all = TensorTable::new(headers.iter().map(|(id, header)| (*id, header)));
-            if all.is_none() {
-                problems.push(Problem::TooLarge);
-            }
-            all
-        };
-        headers.truncate(base);
         let config = self.config(&mut problems);
-        let dialect = Dialect::of(&table, config.as_ref(), &mut problems);
-        let file_metadata = headers.into_iter().map(|(id, header)| (id, header.into_metadata()));
+        let file_metadata = headers.iter().map(|(id, header)| (*id, header.metadata().to_vec()));
         let file_metadata: BTreeMap<_, _> = file_metadata.filter(|(_, metadata)| !metadata.is_empty()).collect();
         let modelopt = self.modelopt(&mut problems);
         let settings = (quantization_config(config.as_ref()), modelopt.as_ref());
         let stored = Stored::new((&table, &source), settings, &file_metadata, own_dtype(config.as_ref()));
         let quantized = Arc::new(scheme::find(&stored, &mut problems));
+        let quantization = Quantization::of(&quantized, &table, quantization_config(config.as_ref()));
+        let dialect = Dialect::of(&table, config.as_ref(), quantization, &mut problems);
+        let table = with_adapters(table, headers, &adapters, &source, &mut problems).with_quantized(&quantized);
+        let table = table.unwrap_or_else(|| {
+            problems.push(Problem::TooLarge);
+            TensorTable::default()
+        });
         problems.refuse(&self.located.label)?;
         let files = self.repo_files(&source);
         let Located { path, label, revision } = self.located;
@@ -392,7 +377,6 @@ impl Selected<'_> {
             dialect,
             quantized,
             adapters,
-            with_adapters,
             directories: self.directories,
             warnings: self.warnings,
         })
@@ -437,8 +421,8 @@ impl Selected<'_> {
             if first.name == second.name {
                 problems.push(Problem::Duplicate {
                     tensor: first.name.to_owned(),
-                    first: self.weight(first.file).to_owned(),
-                    second: self.weight(second.file).to_owned(),
+                    first: self.weight(first.file()).to_owned(),
+                    second: self.weight(second.file()).to_owned(),
                 });
             }
         }
@@ -475,13 +459,13 @@ impl Selected<'_> {
                 }
                 (None, Some(tensor)) => problems.push(Problem::NotInIndex {
                     tensor: tensor.name.to_owned(),
-                    file: self.weight(tensor.file).to_owned(),
+                    file: self.weight(tensor.file()).to_owned(),
                 }),
-                (Some((name, expected)), Some(tensor)) if expected != self.weight(tensor.file) => {
+                (Some((name, expected)), Some(tensor)) if expected != self.weight(tensor.file()) => {
                     problems.push(Problem::InOtherFile {
                         tensor: name.to_owned(),
                         expected: expected.to_owned(),
-                        found: self.weight(tensor.file).to_owned(),
+                        found: self.weight(tensor.file()).to_owned(),
                     });
                 }
                 (Some(_), Some(_)) | (None, None) => {}
@@ -505,6 +489,36 @@ fn parsed(file: &str, text: &Result<Vec<u8>, String>, problems: &mut Problems) -
         if value.is_object() { Ok(value) } else { Err("expected an object".into()) }
     });
     value.map_err(|message| problems.push(Problem::Json { file: file.into(), message })).ok()
+}
+
+/// The tensors of these files, in this order.
+fn table_of(headers: &[(FileId, Header)], problems: &mut Problems) -> TensorTable {
+    TensorTable::new(headers.iter().map(|(id, header)| (*id, header))).unwrap_or_else(|| {
+        problems.push(Problem::TooLarge);
+        TensorTable::default()
+    })
+}
+
+/// The table with the tensors of adapters after its own. They are not shown.
+fn with_adapters(
+    own: TensorTable,
+    mut headers: Vec<(FileId, Header)>,
+    adapters: &[Adapter],
+    source: &LocalFiles,
+    problems: &mut Problems,
+) -> TensorTable {
+    if adapters.is_empty() {
+        return own;
+    }
+    for Adapter { dir, file, .. } in adapters {
+        let name = || dir.join(ADAPTER_WEIGHTS).display().to_string();
+        match read_header(source, *file) {
+            Ok(header) => headers.push((*file, header)),
+            Err(ReadHeader::Header(errors)) => problems.push(Problem::Header { file: name(), errors }),
+            Err(ReadHeader::Source(error)) => problems.push(Problem::Unreadable { file: name(), error }),
+        }
+    }
+    table_of(&headers, problems).showing_first(own.len())
 }
 
 /// A number of files, or of one.

@@ -52,7 +52,7 @@ pub use table::{KEYS, SETTINGS};
 pub(crate) use tests::EVERY_VIEW_KEY;
 pub use time_limit::TimeLimit;
 pub use words::{
-    ByteCount, Devices, DtypeChoice, LAYOUTS, LayoutChoice, MadeWhole, OwnerId, ParamValue, PermissionBits,
+    ByteCount, Dequantize, Devices, DtypeChoice, LAYOUTS, LayoutChoice, MadeWhole, OwnerId, ParamValue, PermissionBits,
     ShardChoice, THREADS_MAX, ThreadCount, Tied,
 };
 

@@ -57,8 +57,8 @@ pub use shard::{AxisUse, Sharding, axis_use};
 pub use spec::Spec;
 
 pub use crate::config::{
-    Allow, CastRule, DEVICES_LISTED_MAX, LayerRanges, LogicalRule, Mesh, MeshAxis, MeshError, Pattern, PatternError,
-    Rename, ShardRule, Tied, mesh, pattern,
+    Allow, CastRule, DEVICES_LISTED_MAX, Dequantize, LayerRanges, LogicalRule, Mesh, MeshAxis, MeshError, Pattern,
+    PatternError, Rename, ShardRule, Tied, mesh, pattern,
 };
 use crate::{
     checkpoint::Checkpoint,
@@ -110,6 +110,8 @@ pub struct ViewOptions {
     pub layout: Layout,
     /// Dtype of all floats; `None` leaves them as they are, or to the layout.
     pub dtype: Option<DType>,
+    /// What quantized tensors are decoded to, if they are whatever `dtype` says.
+    pub dequantize: Option<Dequantize>,
     /// Whether floats stay as they are where the layout has a dtype for them.
     pub keep_dtype: bool,
     /// Dtypes by pattern; the first that matches wins over `dtype`.

@@ -50,6 +50,7 @@ impl ViewOptions {
             mesh: settings.mesh.clone().unwrap_or_default(),
             layout: settings.layout.as_ref().map(Layout::of).transpose()?.unwrap_or_default(),
             dtype: settings.dtype.and_then(DtypeChoice::dtype),
+            dequantize: settings.dequantize,
             keep_dtype: settings.dtype == Some(DtypeChoice::Keep),
             casts: settings.cast.clone(),
             sharding: match settings.shard {

@@ -13,7 +13,7 @@ use super::{
     naming::group_name, select,
 };
 use crate::{
-    checkpoint::{Checkpoint, Experts, FileRole, Granularity, Quantization, printable},
+    checkpoint::{Checkpoint, Experts, FileRole, Granularity, Quantization, Summary, printable},
     tensor::{DType, PAGE_BYTES, Reads, Shape},
 };
 
@@ -562,17 +562,26 @@ fn experts_json(experts: Experts) -> Value {
     json!({"kept": kept, "count": count, "text": experts.to_string()})
 }
 
+/// A scheme that is known: its name, and what it tells of itself.
+fn summary_json(summary: &Summary) -> Value {
+    let mut row = json!({"scheme": summary.scheme});
+    for (key, value) in &summary.details {
+        row[*key] = value.clone();
+    }
+    row
+}
+
 fn quantization_json(quantization: &Quantization) -> Value {
     let mut row = match quantization {
         Quantization::None => json!({"scheme": null}),
-        Quantization::BlockFp8(fp8) => json!({
-            "scheme": "block_fp8",
-            "block": [fp8.block.0, fp8.block.1],
-            "weights": fp8.pairs.len(),
-            "unscaled": fp8.unpaired.len(),
-            "scale_suffix": fp8.suffix,
-            "scale_dtype": fp8.scale_dtype.map(DType::code),
-        }),
+        Quantization::Known { schemes, rest } => match schemes.as_slice() {
+            [only] if **rest == Quantization::None => summary_json(only),
+            several => {
+                let rest = Some(rest).filter(|rest| ***rest != Quantization::None);
+                let schemes = several.iter().map(summary_json).chain(rest.map(|rest| quantization_json(rest)));
+                json!({"scheme": "several", "schemes": schemes.collect::<Vec<_>>()})
+            }
+        },
         Quantization::ScaledFp8(granularity) => {
             let per = match granularity {
                 Granularity::Tensor => "tensor",
@@ -588,7 +597,7 @@ fn quantization_json(quantization: &Quantization) -> Value {
         Quantization::Unknown { method } => json!({"scheme": "unknown", "method": method}),
     };
     // Whether a dtype can be asked for.
-    row["converts"] = matches!(quantization, Quantization::None | Quantization::BlockFp8(_)).into();
+    row["converts"] = quantization.undecodable().is_none().into();
     row["text"] = quantization.to_string().into();
     row
 }

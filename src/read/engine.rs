@@ -212,7 +212,7 @@ impl Engine {
             for segment in file.image.segments() {
                 if let Segment::View(view) = segment {
                     view.for_each_source(&mut |tensor| {
-                        sources.insert(self.checkpoint.tensor(tensor.id).file);
+                        sources.insert(self.checkpoint.tensor(tensor.id).file());
                     });
                 }
             }
@@ -575,8 +575,8 @@ impl Engine {
             return None;
         }
         let info = self.checkpoint.tensor(tensor);
-        let start = info.span.start() + offset * unit + (low - first * unit);
-        Some((info.file, start, start + (high - low)))
+        let start = info.span().start() + offset * unit + (low - first * unit);
+        Some((info.file(), start, start + (high - low)))
     }
 
     /// Makes a span for this request alone.
@@ -738,7 +738,7 @@ impl Engine {
             return self.gather_value(value, &job, target, touched, how);
         }
         let info = self.checkpoint.tensor(tensor);
-        touch(touched, info.file);
+        touch(touched, info.file());
         let source_bytes = decode.source_bytes(unit).expect("what decodes no value reads elements");
         self.counters.fetch(how.path, piece.units() * source_bytes);
         self.gather_from(&info, &job, source_bytes, target, how.stores)
@@ -757,7 +757,7 @@ impl Engine {
         let hull: u64 = job.loops.iter().map(|l| (l.extent - 1) * l.source_stride).sum::<u64>() + 1;
         let start = job.source_offset * source_bytes;
         let window = ByteSpan::of_len(start, hull * source_bytes);
-        let Some(span) = window.and_then(|window| info.span.slice(window)) else {
+        let Some(span) = window.and_then(|window| info.span().slice(window)) else {
             return Err(ReadError::Internal { what: "a piece leaves its tensor" });
         };
         let used: u64 = job.loops.iter().map(|l| l.extent).product::<u64>() * source_bytes;
@@ -766,7 +766,7 @@ impl Engine {
             self.source().will_return();
         }
         let mut work = |bytes: &[u8]| gather_with(stores, job, &[Window { bytes, start }], target);
-        if let Some(result) = self.source().with_map(info.file, span, &mut work) {
+        if let Some(result) = self.source().with_map(info.file(), span, &mut work) {
             return result.map_err(|error| ReadError::source(info, span, error));
         }
         let few_bytes = self.few_bytes(used);
@@ -777,7 +777,7 @@ impl Engine {
             }
         }
         let mut buffer = self.buffers.take(to_usize(span.len()));
-        let read = self.source().read_into(info.file, span.start(), &mut buffer);
+        let read = self.source().read_into(info.file(), span.start(), &mut buffer);
         read.map_err(|error| ReadError::source(info, span, error))?;
         gather_with(stores, job, &[Window { bytes: &buffer, start }], target);
         Ok(())
@@ -878,9 +878,9 @@ impl Engine {
                     for runs in &need.runs {
                         runs.for_each_span(GAP_BYTES, &mut |start, len| {
                             let hull = ByteSpan::of_len(start, left.min(len));
-                            if let Some(span) = hull.and_then(|hull| info.span.slice(hull)) {
+                            if let Some(span) = hull.and_then(|hull| info.span().slice(hull)) {
                                 left -= span.len();
-                                self.source().will_need(info.file, span);
+                                self.source().will_need(info.file(), span);
                             }
                         });
                     }
@@ -891,9 +891,9 @@ impl Engine {
             let unit = decode.source_bytes(unit).expect("what decodes no value reads elements");
             piece.source_hulls(GAP_BYTES / unit, &mut |start, units| {
                 let hull = ByteSpan::of_len((offset + start) * unit, left.min(units * unit));
-                if let Some(span) = hull.and_then(|hull| info.span.slice(hull)) {
+                if let Some(span) = hull.and_then(|hull| info.span().slice(hull)) {
                     left -= span.len();
-                    self.source().will_need(info.file, span);
+                    self.source().will_need(info.file(), span);
                 }
             });
         });

@@ -62,7 +62,7 @@ impl MapsAhead {
         let Some(engine) = self.engine.upgrade() else { return false };
         let place = |tensor| {
             let info = engine.checkpoint().tensor(tensor);
-            (info.file, info.span)
+            (info.file(), info.span())
         };
         match self.sources.next(place) {
             Found::Part(file, span) => engine.source().map_ahead(file, span),

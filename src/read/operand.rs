@@ -32,7 +32,7 @@ impl Engine {
         let most = if job.loops.is_empty() { u64::MAX } else { self.few_bytes(used) };
         if self.with_windows(&needs, most, &[], &mut work)? {
             for need in &needs {
-                touch(touched, self.checkpoint.tensor(need.operand.tensor.id).file);
+                touch(touched, self.checkpoint.tensor(need.operand.tensor.id).file());
                 self.counters.fetch(how.path, need.bytes());
             }
             return Ok(());
@@ -57,7 +57,7 @@ impl Engine {
         };
         let info = self.checkpoint.tensor(need.operand.tensor.id);
         let (start, end) = (need.start(), need.end());
-        let Some(span) = ByteSpan::new(start, end).and_then(|span| info.span.slice(span)) else {
+        let Some(span) = ByteSpan::new(start, end).and_then(|span| info.span().slice(span)) else {
             return Err(ReadError::Internal { what: "an operand leaves its tensor" });
         };
         if 2 * need.bytes() < span.len() {
@@ -70,7 +70,7 @@ impl Engine {
             self.with_windows(others, most, &all, work)
         };
         let mut result = Ok(false);
-        let mapped = self.source().with_map(info.file, span, &mut |bytes| result = with(bytes, most, work));
+        let mapped = self.source().with_map(info.file(), span, &mut |bytes| result = with(bytes, most, work));
         if let Some(mapped) = mapped {
             mapped.map_err(|error| ReadError::source(&info, span, error))?;
             return result;
@@ -95,7 +95,7 @@ impl Engine {
             runs.for_each_span(READ_GAP_BYTES, &mut |start, len| {
                 if result.is_ok() {
                     let part = &mut buffer[place(start)..place(start + len)];
-                    result = self.source().read_into(info.file, info.span.start() + start, part);
+                    result = self.source().read_into(info.file(), info.span().start() + start, part);
                 }
             });
         }

@@ -261,7 +261,7 @@ impl Permissions {
     /// Adds the classes of the files that a view reads.
     fn add_classes(&self, view: &View, classes: &mut HashSet<u32>) {
         view.for_each_source(&mut |tensor| {
-            classes.insert(self.classes.of(self.checkpoint.tensor(tensor.id).file));
+            classes.insert(self.classes.of(self.checkpoint.tensor(tensor.id).file()));
         });
     }
 
@@ -311,7 +311,7 @@ impl Permissions {
             // The configuration is rewritten from itself. An index names tensors.
             HfContent::Text(_) if original.is_some() && !file.path.ends_with(".index.json") => {}
             HfContent::Text(_) => {
-                classes.extend(self.checkpoint.tensors().map(|(_, tensor)| self.classes.of(tensor.file)));
+                classes.extend(self.checkpoint.tensors().map(|(_, tensor)| self.classes.of(tensor.file())));
             }
         }
         self.gates_of(classes)

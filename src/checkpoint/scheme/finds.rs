@@ -14,7 +14,7 @@ use crate::{
 };
 
 /// How a scheme that was found is told.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Summary {
     /// What `plan --json` calls it, such as `block_fp8`.
     pub scheme: &'static str,

@@ -4,7 +4,9 @@
 //! is made once: shape, decoder, order of axes. A tensor is then a template and the numbers of its operands, and its view
 //! is made when somebody asks for it.
 
-use crate::tensor::{DType, Operand, PerAxis, Shape, SourceTensor, TensorId, Value, View, ViewError};
+use crate::tensor::{
+    DType, Digit, Operand, PerAxis, Shape, SourceTensor, Step, TensorId, Term, Value, View, ViewError,
+};
 
 /// What all tensors have in common that are stored alike.
 #[derive(Clone, Debug, PartialEq)]
@@ -78,6 +80,22 @@ impl Template {
     /// Shape of the tensors.
     pub fn shape(&self) -> &Shape {
         &self.shape
+    }
+
+    /// Rows and columns that share a scale, where codes are stored one by one, in the order of the tensor, with one scale for
+    /// each block.
+    pub fn block(&self) -> Option<(u64, u64)> {
+        let [Step::Compute(_, Term::Value(scale))] = self.value.steps.as_slice() else { return None };
+        let codes = Operand::elements(self.operands[0].clone());
+        let is_plain = self.value.load == codes && scale.steps.is_empty() && self.value_shape == self.shape;
+        let extents = self.shape.extents();
+        let row = extents.len().checked_sub(2).filter(|_| is_plain && scale.load.tensor.shape.elements() > 1)?;
+        let group = |axis: usize| {
+            let divisor = Digit::axis(extents, axis, 1).divisor;
+            let found = scale.load.index.digits().iter().find(|digit| digit.divisor == divisor);
+            found.map_or(extents[axis], |digit| digit.group)
+        };
+        Some((group(row), group(row + 1)))
     }
 
     /// By number of operand: the dtype and the shape that must be stored.

@@ -79,7 +79,7 @@ impl<'a> Stored<'a> {
 
     /// The `__metadata__` of the header of a tensor's file, in order.
     pub(in crate::checkpoint) fn metadata(&self, id: TensorId) -> &'a [(String, String)] {
-        self.metadata.get(&self.tensor(id).file).map_or(&[], Vec::as_slice)
+        self.metadata.get(&self.tensor(id).file()).map_or(&[], Vec::as_slice)
     }
 
     /// The model's own dtype: that of `config.json`, or else bf16.
@@ -93,13 +93,13 @@ impl<'a> Stored<'a> {
     /// [`Problem`] if it is longer than 4 MiB, or its bytes do not come.
     pub(in crate::checkpoint) fn read(&self, id: TensorId) -> Result<Vec<u8>, Problem> {
         let info = self.tensor(id);
-        if info.span.len() > READ_BYTES_MAX {
-            let expected = format!("at most {READ_BYTES_MAX} bytes");
-            let (tensor, found) = (info.name.to_owned(), format!("{} bytes", info.span.len()));
-            return Err(Problem::Quantized { tensor, expected, found });
+        let len = info.bytes();
+        if len > READ_BYTES_MAX {
+            let (tensor, found) = (info.name.to_owned(), format!("{len} bytes"));
+            return Err(Problem::Quantized { tensor, expected: format!("at most {READ_BYTES_MAX} bytes"), found });
         }
-        let mut bytes = vec![0; usize::try_from(info.span.len()).expect("at most a few megabytes")];
-        let read = self.source.read_into(info.file, info.span.start(), &mut bytes);
+        let mut bytes = vec![0; usize::try_from(len).expect("at most a few megabytes")];
+        let read = self.source.read_into(info.file(), info.span().start(), &mut bytes);
         read.map_err(|error| Problem::Unreadable { file: info.name.to_owned(), error })?;
         Ok(bytes)
     }
