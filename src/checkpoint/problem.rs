@@ -3,7 +3,7 @@
 
 use std::{fmt, io, path::PathBuf};
 
-use super::{IgnoreReason, printable::printable};
+use super::{file::IgnoreReason, printable::printable};
 use crate::{format::safetensors::HeaderErrors, source::SourceError, tensor::DType};
 
 /// Most bytes of all files together: sums of what is made of them then fit 64 bits.

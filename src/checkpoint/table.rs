@@ -87,8 +87,9 @@ impl<'a> TensorInfo<'a> {
 /// Immutable table of tensors.
 #[derive(Clone, Debug, Default)]
 pub struct TensorTable {
+    /// Of stored tensors, and after them of decoded ones if some are shown: of these, only the end of the name means something.
     rows: Vec<Row>,
-    /// The rows after those of stored tensors.
+    /// The tensors after the stored ones.
     quantized: Arc<Found>,
     /// Number of stored tensors.
     stored: u32,
@@ -102,7 +103,6 @@ pub struct TensorTable {
     shown: Option<Vec<u32>>,
 }
 
-/// Of the rows of decoded tensors, only the end of the name means something.
 #[derive(Clone, Copy, Debug)]
 struct Row {
     span: ByteSpan,
@@ -155,28 +155,18 @@ impl TensorTable {
         self
     }
 
-    /// This table, of stored tensors only, and with rows for those that are decoded, which are not shown. `None` if a number
-    /// does not fit 32 bits.
+    /// This table, of stored tensors only, and those that are decoded, which are not shown. They take no rows until they are.
+    /// `None` if an id does not fit 32 bits.
     pub(super) fn with_quantized(mut self, quantized: &Arc<Found>) -> Option<Self> {
-        if self.shown.is_none() && !quantized.tensors.is_empty() {
-            self.shown = Some((0..self.stored).collect());
-        }
-        for tensor in quantized.tensors.iter() {
-            self.names.push_str(tensor.name);
-            let name_end = u32::try_from(self.names.len()).ok()?;
-            let extents_end = u32::try_from(self.extents.len()).ok()?;
-            let (span, file) = (ByteSpan::of_len(0, 0)?, FileId(0));
-            self.rows.push(Row { span, name_end, extents_end, file, dtype: tensor.dtype });
-        }
-        u32::try_from(self.rows.len()).ok()?;
         self.quantized = Arc::clone(quantized);
+        u32::try_from(self.id_end()).ok()?;
         Some(self)
     }
 
     /// This table showing other rows, in this order and under these names. Ids stay what they are, and what is not shown can
     /// still be looked at by id. `None` if the names are longer than 4 GiB.
     pub(super) fn derived(&self, mut rows: impl Iterator<Item = (TensorId, String)>) -> Option<Self> {
-        let mut names: Vec<Option<String>> = vec![None; self.rows.len()];
+        let mut names: Vec<Option<String>> = vec![None; self.id_end()];
         let mut shown = Vec::with_capacity(rows.size_hint().0);
         for (id, name) in &mut rows {
             names[id.0 as usize] = Some(name);
@@ -184,9 +174,23 @@ impl TensorTable {
         }
         let (quantized, extents) = (Arc::clone(&self.quantized), self.extents.clone());
         let mut table = Self { rows: self.rows.clone(), quantized, stored: self.stored, extents, ..Self::default() };
+        let extents_end = u32::try_from(table.extents.len()).ok()?;
         for (row, name) in names.iter().enumerate() {
             table.names.push_str(name.as_deref().unwrap_or_else(|| self.name(row)));
-            table.rows[row].name_end = u32::try_from(table.names.len()).ok()?;
+            let name_end = u32::try_from(table.names.len()).ok()?;
+            match table.rows.get_mut(row) {
+                Some(row) => row.name_end = name_end,
+                None => {
+                    let dtype = self.quantized.tensors.get(row - self.stored as usize).dtype;
+                    table.rows.push(Row {
+                        span: ByteSpan::of_len(0, 0)?,
+                        name_end,
+                        extents_end,
+                        file: FileId(0),
+                        dtype,
+                    });
+                }
+            }
         }
         table.by_name = shown.clone();
         table.sort();
@@ -206,7 +210,7 @@ impl TensorTable {
 
     /// One more than the highest id, hidden tensors included.
     pub fn id_end(&self) -> usize {
-        self.rows.len()
+        self.stored as usize + self.quantized.tensors.len()
     }
 
     /// Number of tensors.
@@ -225,13 +229,13 @@ impl TensorTable {
     /// If `id` is not of this table.
     pub fn tensor(&self, id: TensorId) -> TensorInfo<'_> {
         let row_number = id.0 as usize;
-        let row = &self.rows[row_number];
         let name = self.name(row_number);
         if let Some(number) = row_number.checked_sub(self.stored as usize) {
             let quantized = self.quantized.tensors.get(number);
             let shape = quantized.template.shape().extents();
-            return TensorInfo { name, dtype: row.dtype, shape, storage: Storage::Quantized(quantized) };
+            return TensorInfo { name, dtype: quantized.dtype, shape, storage: Storage::Quantized(quantized) };
         }
+        let row = &self.rows[row_number];
         let before = row_number.checked_sub(1).map_or(0, |before| self.rows[before].extents_end);
         TensorInfo {
             name,
@@ -280,6 +284,9 @@ impl TensorTable {
     }
 
     fn name(&self, row: usize) -> &str {
+        if row >= self.rows.len() {
+            return self.quantized.tensors.get(row - self.stored as usize).name;
+        }
         let start = row.checked_sub(1).map_or(0, |before| self.rows[before].name_end);
         &self.names[start as usize..self.rows[row].name_end as usize]
     }

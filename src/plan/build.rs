@@ -19,12 +19,15 @@ use std::{
 };
 
 use super::{
-    Draft, Family, HfFile, Layout, LayoutFile, LogicalRules, NameGroup, Plan, PlanError, Problem, Sharding, Tied,
-    ViewOptions, canonical,
+    Decoded, Draft, Family, HfFile, Layout, LayoutFile, LogicalRules, NameGroup, Plan, PlanError, Problem, Sharding,
+    Tied, ViewOptions, canonical,
     expect::{self, Findings},
-    family, family_problem, hf, layout_file, lora, names, packed,
+    family::Generic,
+    hf, layout_file, lora, names, packed,
     select::{self, Selected},
-    shard, unused,
+    shard,
+    survey::{devices, family, family_problem, missing_layers},
+    unused,
     values::{self, Raw, Values, Wish},
 };
 use crate::{
@@ -90,11 +93,21 @@ struct Drafted {
     left_out: Vec<NameGroup>,
 }
 
+impl Plan {
+    /// Resolves what the user wants against a checkpoint.
+    ///
+    /// # Errors
+    /// Everything wrong with the plan, at once.
+    pub fn build(checkpoint: &Checkpoint, options: &ViewOptions) -> Result<Self, PlanError> {
+        build(checkpoint, options)
+    }
+}
+
 /// Resolves what the user wants against a checkpoint.
 ///
 /// # Errors
 /// Everything wrong with the plan, at once.
-pub(super) fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError> {
+fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError> {
     let mut raw = BTreeSet::new();
     // Rules may speak of names that tensors have in the mount, which are known when they are drafted. Each further round has
     // more tensors raw than the one before.
@@ -267,7 +280,7 @@ impl<'a> Builder<'a> {
         let ((mut findings, problems), canonical) = rayon::join(compare, canonical);
         self.problems.extend(problems);
         self.warnings.extend(findings.warning.take());
-        super::missing_layers(whole, family, options, &mut self.problems, &mut self.warnings);
+        missing_layers(whole, family, options, &mut self.problems, &mut self.warnings);
         let drafts = canonical.unwrap_or_else(|| hf_drafts(wanted.seen(), family.cloned(), values));
         let drafts = self.or_default(drafts);
         let family = family.map(|family| family.name.clone());
@@ -376,12 +389,14 @@ impl<'a> Builder<'a> {
             mesh: options.mesh.clone(),
             layout: options.layout.clone(),
             dtype: chosen.wish.dtype,
+            decoded: decoded_by_scheme(wanted.seen(), chosen.wish, options),
+            kept_raw: if chosen.wish.quantized == Raw::Shown { 0 } else { wanted.seen().raw().count() as u64 },
             family: drafted.family,
             params: drafted.params,
             logical_rules,
             flat: chosen.flat,
             sharded_state: chosen.file.as_ref().is_some_and(|file| file.sharded_state()),
-            devices: super::devices(options, &mut self.problems),
+            devices: devices(options, &mut self.problems),
             specs: Vec::new(),
             tensors: Vec::with_capacity(drafts.len()),
             hf,
@@ -400,19 +415,34 @@ impl<'a> Builder<'a> {
     }
 }
 
+/// What is decoded, by scheme; dtypes are those by names of the repository.
+fn decoded_by_scheme(checkpoint: &Checkpoint, wish: Wish, options: &ViewOptions) -> Vec<Decoded> {
+    let values = Values::new(checkpoint, wish, &options.casts);
+    let mut found: BTreeMap<&'static str, Decoded> = BTreeMap::new();
+    for (id, info) in checkpoint.tensors() {
+        let Some(quantized) = info.quantized() else { continue };
+        let dtype = values.dtype_of(id, &[info.name]).unwrap_or(quantized.dtype);
+        let scheme = quantized.scheme;
+        let row = found.entry(scheme).or_insert(Decoded { scheme, tensors: 0, bytes: 0 });
+        row.tensors += 1;
+        row.bytes += dtype.bytes_of(quantized.shape().elements()).unwrap_or(0);
+    }
+    found.into_values().collect()
+}
+
 /// Tensors under canonical names.
 fn canonical_drafts(
     checkpoint: &Checkpoint,
     family: Option<Family>,
     values: &Values<'_>,
 ) -> Result<Vec<Draft>, Vec<Problem>> {
-    let generic = family::Generic::load().map_err(|error| family_problem(&error).problems)?;
+    let generic = Generic::load().map_err(|error| family_problem(&error).problems)?;
     canonical::drafts(checkpoint, family, generic, values)
 }
 
 /// Tensors under the repository's own names, with the roles that canonical names would have.
 fn hf_drafts(checkpoint: &Checkpoint, family: Option<Family>, values: &Values<'_>) -> Result<Vec<Draft>, Vec<Problem>> {
-    let generic = family::Generic::load().map_err(|error| family_problem(&error).problems)?;
+    let generic = Generic::load().map_err(|error| family_problem(&error).problems)?;
     canonical::hf_drafts(checkpoint, family, generic, values)
 }
 

@@ -16,7 +16,7 @@ use rayon::prelude::*;
 use super::{
     draft::{Bundled, Draft, Roles},
     family::{Family, Generic, Role},
-    names,
+    member, names,
     naming::{self, Parsed, SELF_WORD},
     problem::Problem,
     select,
@@ -271,7 +271,7 @@ impl Namer<'_> {
         named: &mut Vec<Named>,
     ) -> Result<(), Problem> {
         let shares = role.split.iter().map(|(_, share)| {
-            let number = share.parse().ok().or_else(|| super::config_number(self.checkpoint, share));
+            let number = share.parse().ok().or_else(|| member::config_number(self.checkpoint, share));
             number.ok_or_else(|| Problem::Config { name: name.to_owned(), member: share.clone() })
         });
         let shares = shares.collect::<Result<Vec<u64>, _>>()?;

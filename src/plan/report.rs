@@ -305,6 +305,9 @@ pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
         line("", &format!("parameters {}", params.join(", ")));
     }
     line("dtype", &plan.dtype.map_or_else(|| "as stored".to_owned(), |dtype| format!("{dtype} for all floats")));
+    if !plan.decoded.is_empty() {
+        line("decoded", &decoded_text(plan));
+    }
     let mesh = if plan.mesh.axes().is_empty() { "none".to_owned() } else { plan.mesh.to_string() };
     let listed = plan.devices.len() as u64;
     let some = if listed == plan.mesh.devices() { String::new() } else { format!(", {listed} listed") };
@@ -445,6 +448,10 @@ fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
         "family": plan.family,
         "params": plan.params.iter().map(|(name, value)| (name.clone(), json!(value))).collect::<Map<_, _>>(),
         "dtype": plan.dtype.map(DType::code),
+        "decoded": plan.decoded.iter().map(|row| {
+            json!({"scheme": row.scheme, "tensors": row.tensors, "bytes": row.bytes})
+        }).collect::<Vec<_>>(),
+        "kept_raw": plan.kept_raw,
         "unscanned": plan.unscanned,
         "mesh": {"axes": axes, "devices": plan.mesh.devices()},
         "devices": devices,
@@ -560,6 +567,15 @@ fn experts_json(experts: Experts) -> Value {
         Experts::Fused => ("fused", None),
     };
     json!({"kept": kept, "count": count, "text": experts.to_string()})
+}
+
+/// What is decoded, and how much of it there is.
+fn decoded_text(plan: &Plan) -> String {
+    let rows =
+        plan.decoded.iter().map(|row| format!("{} {} tensors, {}", row.tensors, row.scheme, human_bytes(row.bytes)));
+    let rows: Vec<String> = rows.collect();
+    let kept = if plan.kept_raw == 0 { String::new() } else { format!("; {} shown as stored", plan.kept_raw) };
+    format!("{}{kept}", rows.join("; "))
 }
 
 /// A scheme that is known: its name, and what it tells of itself.

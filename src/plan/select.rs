@@ -11,6 +11,7 @@ use serde_json::{Map, Value, json};
 use super::{
     LayerRanges,
     family::{Family, Generic, Words},
+    member,
     name_group::{NameGroup, fold},
     naming,
     pattern::Pattern,
@@ -328,7 +329,7 @@ pub(super) fn predicting(checkpoint: &Checkpoint, family: Option<&Family>) -> Op
     if config.get("is_encoder_decoder").and_then(Value::as_bool) == Some(true) {
         return None;
     }
-    let is_known = family.is_some() || MTP_COUNTS.iter().any(|key| super::config_number(checkpoint, key) > Some(0));
+    let is_known = family.is_some() || MTP_COUNTS.iter().any(|key| member::config_number(checkpoint, key) > Some(0));
     let beyond = |name: &str| {
         let parsed = naming::parse(name, &words);
         parsed.prefix == prefix && parsed.layer.is_some_and(|layer| layer >= first)

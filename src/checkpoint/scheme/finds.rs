@@ -1,11 +1,13 @@
 //! What schemes have found: decoded tensors, checked against what is stored, companions that decoding leaves out, problems.
 
-use std::collections::{HashMap, HashSet};
+use std::{
+    collections::{HashMap, HashSet},
+    fmt,
+};
 
-use serde_json::Value;
-
+pub(in crate::checkpoint) use super::quantized::Summary;
 use super::{
-    quantized::{QuantizedTable, Template, TemplateError, TemplateId},
+    quantized::{Found, Template, TemplateError, TemplateId},
     stored::Stored,
 };
 use crate::{
@@ -13,27 +15,13 @@ use crate::{
     tensor::{DType, Shape, TensorId},
 };
 
-/// How a scheme that was found is told.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Summary {
-    /// What `plan --json` calls it, such as `block_fp8`.
-    pub scheme: &'static str,
-    /// A few words for a reader, such as `fp8 in blocks of 128x128`.
-    pub text: String,
-    /// Members of its object in `plan --json`, beside its name and text.
-    pub details: Vec<(&'static str, Value)>,
-}
+/// A way of quantizing.
+pub(in crate::checkpoint) trait Scheme: fmt::Debug + Sync {
+    /// What `plan --json` calls it.
+    fn name(&self) -> &'static str;
 
-/// What decoding makes of a repository.
-#[derive(Clone, Debug, Default)]
-pub struct Found {
-    /// The tensors that are stored quantized.
-    pub tensors: QuantizedTable,
-    /// Stored tensors that belong to quantized modules and that no decoder reads, such as scales of activations: they go
-    /// when their repository is decoded. Sorted.
-    pub left_out: Vec<TensorId>,
-    /// The schemes, in the order of the closed list.
-    pub schemes: Vec<Summary>,
+    /// Finds the tensors that are stored so, and what is wrong with them. `None` if the repository has none.
+    fn find(&self, stored: &Stored<'_>, found: &mut Finds<'_>) -> Option<Summary>;
 }
 
 /// Where a scheme puts what it finds.

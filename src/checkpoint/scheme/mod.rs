@@ -45,23 +45,11 @@ mod finds;
 mod quantized;
 mod stored;
 
-use std::fmt;
+pub use quantized::{Found, Quantized, QuantizedTable, Summary, Template, TemplateError, TemplateId};
 
-pub use finds::{Found, Summary};
-pub use quantized::{Quantized, QuantizedTable, Template, TemplateError, TemplateId};
-
-use self::finds::Finds;
+use self::finds::{Finds, Scheme};
 pub(super) use self::stored::Stored;
 use super::problem::Problems;
-
-/// A way of quantizing.
-trait Scheme: fmt::Debug + Sync {
-    /// What `plan --json` calls it.
-    fn name(&self) -> &'static str;
-
-    /// Finds the tensors that are stored so, and what is wrong with them. `None` if the repository has none.
-    fn find(&self, stored: &Stored<'_>, found: &mut Finds<'_>) -> Option<Summary>;
-}
 
 /// The closed list. Where two schemes could claim one tensor, the first does.
 const SCHEMES: [&dyn Scheme; 1] = [&block_fp8::BlockFp8];

@@ -4,6 +4,8 @@
 //! is made once: shape, decoder, order of axes. A tensor is then a template and the numbers of its operands, and its view
 //! is made when somebody asks for it.
 
+use serde_json::Value as Json;
+
 use crate::tensor::{
     DType, Digit, Operand, PerAxis, Shape, SourceTensor, Step, TensorId, Term, Value, View, ViewError,
 };
@@ -224,4 +226,27 @@ impl QuantizedTable {
     pub fn iter(&self) -> impl ExactSizeIterator<Item = Quantized<'_>> {
         (0..self.len()).map(|number| self.get(number))
     }
+}
+
+/// How a scheme that was found is told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Summary {
+    /// What `plan --json` calls it, such as `block_fp8`.
+    pub scheme: &'static str,
+    /// A few words for a reader, such as `fp8 in blocks of 128x128`.
+    pub text: String,
+    /// Members of its object in `plan --json`, beside its name and text.
+    pub details: Vec<(&'static str, Json)>,
+}
+
+/// What decoding makes of a repository.
+#[derive(Clone, Debug, Default)]
+pub struct Found {
+    /// The tensors that are stored quantized.
+    pub tensors: QuantizedTable,
+    /// Stored tensors that belong to quantized modules and that no decoder reads, such as scales of activations: they go
+    /// when their repository is decoded. Sorted.
+    pub left_out: Vec<TensorId>,
+    /// The schemes, in the order of the closed list.
+    pub schemes: Vec<Summary>,
 }
