@@ -26,7 +26,7 @@ fn reads_of(checkpoint: &Checkpoint, plan: &Plan, devices: &[u64], tensors: &[&P
     }
     let mut all = Reads::default();
     for (source, runs) in runs {
-        let span = checkpoint.tensor(source).span;
+        let span = checkpoint.tensor(source).span();
         all += reads(runs, &(span.start()..span.end()), PAGE_BYTES);
     }
     all

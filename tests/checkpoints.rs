@@ -11,7 +11,7 @@ use std::{
 use ckfs::{
     checkpoint::{
         Checkpoint, CheckpointError, Experts, FileRole, Granularity, IgnoreReason, OpenOptions, Problem, Qkv,
-        Quantization,
+        Quantization, Summary,
     },
     format::safetensors::{DATA_ALIGNMENT, tensor_bytes, write_header},
     source::FileId,
@@ -118,9 +118,9 @@ fn an_indexed_repository() {
     let checkpoint = repo.open();
     assert_eq!(names(&checkpoint), ["b", "a", "c", "empty", "d"], "by file in natural order, then by place");
     let b = checkpoint.tensor(checkpoint.find("b").unwrap());
-    assert_eq!((b.dtype, b.shape, b.file), (W, &[2, 3][..], FileId(0)));
-    assert_eq!((b.span.start(), b.span.len()), (DATA_ALIGNMENT, 12));
-    assert_eq!(checkpoint.tensor(checkpoint.find("c").unwrap()).span.len(), 2);
+    assert_eq!((b.dtype, b.shape, b.file()), (W, &[2, 3][..], FileId(0)));
+    assert_eq!((b.span().start(), b.span().len()), (DATA_ALIGNMENT, 12));
+    assert_eq!(checkpoint.tensor(checkpoint.find("c").unwrap()).span().len(), 2);
     assert_eq!(checkpoint.find("e"), None);
     assert_eq!(checkpoint.config().unwrap()["model_type"], "llama");
     assert_eq!(checkpoint.index_metadata().unwrap()["total_size"], 8);
@@ -536,18 +536,25 @@ fn fp8_config() -> Value {
            "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
 }
 
+/// The one scheme that a repository is known to be quantized by.
+fn known(checkpoint: &Checkpoint) -> &Summary {
+    let Quantization::Known { schemes, rest } = &checkpoint.dialect().quantization else {
+        panic!("{}", checkpoint.dialect())
+    };
+    assert_eq!((schemes.len(), &**rest), (1, &Quantization::None));
+    &schemes[0]
+}
+
 #[test]
 fn block_scales_are_paired_and_checked() {
     for dtype in [DType::F32, DType::BF16, DType::F8E8M0] {
         let checkpoint = fp8_repo(&[(SCALE, dtype, &[5, 3])], &fp8_config()).open();
-        let Quantization::BlockFp8(found) = &checkpoint.dialect().quantization else {
-            panic!("{}", checkpoint.dialect())
-        };
+        let found = known(&checkpoint);
         let (weight, scale) = (checkpoint.find(&SCALE[..SCALE.len() - 10]).unwrap(), checkpoint.find(SCALE).unwrap());
-        assert_eq!((found.block, found.suffix, found.scale_dtype), ((128, 128), "_scale_inv", Some(dtype)));
-        assert_eq!(found.scale_of(weight), Some(scale));
-        assert_eq!(found.scale_of(scale), None);
-        assert!(found.is_scale(scale) && !found.is_scale(weight));
+        let expected = format!("fp8 in blocks of 128x128, 1 weights with {dtype} scales *_scale_inv");
+        assert_eq!((found.scheme, &found.text), ("block_fp8", &expected));
+        let operands: Vec<_> = checkpoint.quantized().tensors.iter().map(|tensor| tensor.operands.to_vec()).collect();
+        assert_eq!(operands, [[weight, scale]]);
         assert_eq!(checkpoint.dialect().qkv, Qkv::Latent);
     }
     let problems = fp8_repo(&[(SCALE, DType::F32, &[4, 3])], &fp8_config()).problems();
@@ -636,8 +643,10 @@ fn other_quantizations() {
         let repo = Repo::new().weights("model.safetensors", &tensors).config(&config);
         let checkpoint = repo.open();
         let found = &checkpoint.dialect().quantization;
-        if let Quantization::BlockFp8(found) = found {
-            assert_eq!((found.suffix, found.pairs.len()), (".scale", 1), "packed experts are not 8-bit floats");
+        if let Quantization::Known { .. } = found {
+            let found = &known(&checkpoint).text;
+            let only = "fp8 in blocks of 128x128, 1 weights with F8_E8M0 scales *.scale";
+            assert_eq!(found, only, "packed experts are not 8-bit floats");
         } else {
             assert_eq!(found, &expected, "{config}");
         }
@@ -730,6 +739,5 @@ fn large_repositories_open_fast() {
     );
     assert!(per_tensor < 150, "{per_tensor} bytes per tensor");
     assert!(elapsed.as_secs() < 10, "generous, as tests run unoptimized on shared machines: {elapsed:?}");
-    let Quantization::BlockFp8(found) = &checkpoint.dialect().quantization else { panic!("{}", checkpoint.dialect()) };
-    assert_eq!(found.pairs.len(), all.len() / 2);
+    assert_eq!(checkpoint.quantized().tensors.len(), all.len() / 2);
 }

@@ -661,8 +661,8 @@ fn source(checkpoint: &Checkpoint, name: &str) -> SourceTensor {
 
 fn bytes_of(checkpoint: &Checkpoint, view: &View) -> Vec<u8> {
     let info = checkpoint.tensor(view.as_source().unwrap().id);
-    let mut bytes = vec![0; usize::try_from(info.span.len()).unwrap()];
-    checkpoint.source().read_into(info.file, info.span.start(), &mut bytes).unwrap();
+    let mut bytes = vec![0; usize::try_from(info.span().len()).unwrap()];
+    checkpoint.source().read_into(info.file(), info.span().start(), &mut bytes).unwrap();
     bytes
 }
 

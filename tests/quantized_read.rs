@@ -83,8 +83,8 @@ fn served(checkpoint: &Arc<Checkpoint>, view: &View, options: EngineOptions, pie
 fn expected(checkpoint: &Checkpoint, view: &View) -> Vec<u8> {
     let read = |id, span: std::ops::Range<u64>| {
         let info = checkpoint.tensor(id);
-        let bytes = fs::read(checkpoint.source().path(info.file)).map_err(Box::new)?;
-        let at = |offset: u64| (info.span.start() + offset) as usize;
+        let bytes = fs::read(checkpoint.source().path(info.file())).map_err(Box::new)?;
+        let at = |offset: u64| (info.span().start() + offset) as usize;
         Ok(bytes[at(span.start)..at(span.end)].to_vec())
     };
     reference::evaluate(view, 0..view.bytes().unwrap(), read).unwrap()

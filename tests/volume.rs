@@ -27,8 +27,8 @@ fn expected(volume: &Volume, ino: Ino) -> Vec<u8> {
     let checkpoint = Arc::clone(volume.engine().checkpoint());
     let read = move |id, span: std::ops::Range<u64>| {
         let info = checkpoint.tensor(id);
-        let bytes = fs::read(checkpoint.source().path(info.file)).map_err(Box::new)?;
-        let at = |offset: u64| usize::try_from(info.span.start() + offset).unwrap();
+        let bytes = fs::read(checkpoint.source().path(info.file())).map_err(Box::new)?;
+        let at = |offset: u64| usize::try_from(info.span().start() + offset).unwrap();
         Ok(bytes[at(span.start)..at(span.end)].to_vec())
     };
     reference::evaluate(&view, 0..view.bytes().unwrap(), read).unwrap()

@@ -8,8 +8,8 @@ use std::{
 use serde_json::Value;
 
 use super::{
-    open::{Problem, Problems},
     printable::printable,
+    problem::{Problem, Problems},
     quantization::Quantization,
     table::{TensorInfo, TensorTable},
     tied::Tie,
@@ -110,17 +110,42 @@ const LAYERS_MAX: u64 = 1 << 16;
 /// Families that are kept; a repository with more has names that are no layers.
 const FAMILIES_MAX: usize = 256;
 
+/// The nested configuration of the text model, and the name of its member.
+fn text_config(config: Option<&Value>) -> Option<(&'static str, &Value)> {
+    TEXT_CONFIGS.iter().find_map(|key| Some((*key, config?.get(key).filter(|text| text.is_object())?)))
+}
+
+/// A member of the configuration: the text model's own word counts before the whole model's.
+fn lookup<'a>(config: Option<&'a Value>, key: &str) -> Option<&'a Value> {
+    text_config(config).and_then(|(_, text)| text.get(key)).or_else(|| config?.get(key))
+}
+
+/// What `config.json` says of quantization.
+pub(super) fn quantization_config(config: Option<&Value>) -> Option<&Value> {
+    let found = ["quantization_config", "compression_config"].iter().find_map(|key| lookup(config, key));
+    // MLX's own word.
+    found.or_else(|| lookup(config, "quantization").filter(|value| value.is_object()))
+}
+
+/// The dtype that `config.json` gives the model's floats, or else bf16.
+pub(super) fn own_dtype(config: Option<&Value>) -> DType {
+    let word = ["dtype", "torch_dtype"].iter().find_map(|key| lookup(config, key)?.as_str());
+    let found = word.and_then(|word| DType::ALL.iter().copied().find(|dtype| dtype.name() == word));
+    found.filter(|dtype| dtype.is_float()).unwrap_or(DType::BF16)
+}
+
 impl Dialect {
-    pub(super) fn of(table: &TensorTable, config: Option<&Value>, problems: &mut Problems) -> Self {
-        let text_config = config.and_then(|config| TEXT_CONFIGS.iter().find(|key| config[**key].is_object()));
-        let text = text_config.and_then(|key| config.map(|config| &config[*key]));
-        // The text model's own word counts before the whole model's.
-        let lookup = |key: &str| text.and_then(|text| text.get(key)).or_else(|| config?.get(key));
+    pub(super) fn of(
+        table: &TensorTable,
+        config: Option<&Value>,
+        quantization: Quantization,
+        problems: &mut Problems,
+    ) -> Self {
+        let text_config = text_config(config);
+        let text = text_config.map(|(_, text)| text);
+        let lookup = |key: &str| lookup(config, key);
         let string = |value: Option<&Value>| value.and_then(Value::as_str).map(str::to_owned);
         let architectures = config.and_then(|config| config["architectures"].as_array()).into_iter().flatten();
-        let quantization = ["quantization_config", "compression_config"].iter().find_map(|key| lookup(key));
-        // MLX's own word.
-        let quantization = quantization.or_else(|| lookup("quantization").filter(|value| value.is_object()));
         let mut survey = Survey::default();
         for (_, tensor) in table.iter() {
             survey.add(&tensor);
@@ -140,7 +165,7 @@ impl Dialect {
         Self {
             model_type: string(config.and_then(|config| config.get("model_type"))),
             text_model_type: string(text.and_then(|text| text.get("model_type"))),
-            text_config: text_config.map(|key| (*key).to_owned()),
+            text_config: text_config.map(|(key, _)| key.to_owned()),
             architectures,
             dtypes: survey.dtypes(),
             families: families.into_iter().map(|(family, _)| family).collect(),
@@ -152,7 +177,7 @@ impl Dialect {
             tied_declared: tie.declared,
             tied: tie.tied,
             has_lm_head: survey.has_lm_head,
-            quantization: Quantization::detect(table, quantization, problems),
+            quantization,
         }
     }
 
@@ -292,7 +317,7 @@ impl Default for Survey {
 
 impl Survey {
     fn add(&mut self, tensor: &TensorInfo<'_>) {
-        let bytes = tensor.span.len();
+        let bytes = tensor.bytes();
         let (count, sum) = &mut self.counts[tensor.dtype as usize];
         (*count, *sum) = (*count + 1, *sum + bytes);
         if let Some((prefix, layer)) = layer_of(tensor.name) {

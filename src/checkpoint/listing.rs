@@ -3,7 +3,7 @@
 
 use std::{fs, io, path::Path, sync::Arc};
 
-use super::{FileRole, IgnoreReason};
+use super::file::{FileRole, IgnoreReason};
 use crate::source::{Beneath, Fetches, Found, Opened, SourceError, permission::DirectoryGates, stall::Fetching};
 
 /// Most entries of a repository. Each becomes an open file.

@@ -12,7 +12,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::open::CheckpointError;
+use super::problem::CheckpointError;
 
 /// What was found.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -3,311 +3,38 @@
 //! [`Checkpoint::open`] finds the files, reads every header, checks index and headers against each other and pins all files
 //! in one [`Source`]. Whatever is wrong is reported at once, before anything is mounted. The result never changes.
 //!
-//! * [`TensorTable`]: name, type, shape and place of every tensor;
+//! * [`TensorTable`]: name, type, shape and storage of every tensor, as stored or as decoded;
 //! * [`RepoFile`]: every file of the repository, and whether its tensors count;
 //! * [`Dialect`]: how the repository names, fuses and quantizes.
 //!
 //! What it deliberately does not do: rename, stack or convert anything (that is `plan`), or fetch from a network.
 
+mod adapter;
+mod choose;
 pub mod dialect;
+mod file;
+mod header;
 mod index;
 pub mod json;
 mod listing;
 mod locate;
 mod open;
+mod options;
 mod printable;
+mod problem;
 pub mod quantization;
+mod repository;
+pub mod scheme;
 mod table;
+mod text;
 mod tied;
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    fmt,
-    path::{Path, PathBuf},
-    sync::Arc,
-};
-
 pub use dialect::{Dialect, Experts, LayerFamily, Qkv};
-pub use open::{CheckpointError, OpenOptions, Problem};
+pub use file::{FileRole, IgnoreReason, RepoFile};
+pub use options::OpenOptions;
 pub use printable::{printable, printable_lines};
-pub use quantization::{BlockFp8, Granularity, Quantization};
-pub use table::{TensorInfo, TensorTable};
-
-use crate::{
-    source::{FileId, Source, permission::DirectoryGates},
-    tensor::TensorId,
-};
-
-/// What a file of a repository is to the checkpoint.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum FileRole {
-    /// Its tensors are the checkpoint's.
-    Weights,
-    /// Configuration, tokenizer, documentation: no tensors of ours.
-    Other,
-    /// Left out, and why.
-    Ignored(IgnoreReason),
-}
-
-/// Why a file of a repository is left out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum IgnoreReason {
-    /// Safetensors that the index does not name. Suspicious unless it is a known second copy.
-    NotInIndex,
-    /// Weights in the original publisher's naming, beside the set that is used.
-    SecondCopy,
-    /// Safetensors beside the set that is used, where no index says which belong together.
-    OtherSet,
-    /// Safetensors in a subdirectory, which the index does not name.
-    Subdirectory,
-    /// A symbolic link that leads nowhere.
-    DanglingLink,
-    /// A symbolic link out of the repository.
-    LeavesRepository,
-    /// A symbolic link to a directory.
-    LinkedDirectory,
-    /// Not a regular file.
-    Special,
-    /// What ckfs shows, of this repository or another: a mount, or an export of one.
-    Mount,
-    /// Bookkeeping of git or of the hub's client; not listed further.
-    Bookkeeping,
-}
-
-impl fmt::Display for IgnoreReason {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::NotInIndex => "not named by the index",
-            Self::SecondCopy => "second copy of the weights",
-            Self::OtherSet => "not of the set of weights that is used",
-            Self::Subdirectory => "weights in a subdirectory that the index does not name",
-            Self::DanglingLink => "symbolic link to nothing",
-            Self::LeavesRepository => "symbolic link that leaves the repository",
-            Self::LinkedDirectory => "symbolic link to a directory",
-            Self::Special => "not a regular file",
-            Self::Mount => "directory that ckfs made",
-            Self::Bookkeeping => "bookkeeping, not contents",
-        })
-    }
-}
-
-/// One file of a repository.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RepoFile {
-    /// Path relative to the repository, with `/` between components.
-    pub path: String,
-    /// What it is to the checkpoint.
-    pub role: FileRole,
-    /// Length in bytes; 0 where it is not a readable file.
-    pub size_bytes: u64,
-    /// The file in the checkpoint's source; `None` where it cannot be read as a file.
-    pub file: Option<FileId>,
-}
-
-/// An adapter beside the repository. Its tensors are hidden until a view asks for them.
-#[derive(Clone, Debug)]
-pub struct Adapter {
-    /// Its directory.
-    pub dir: PathBuf,
-    /// Its weights.
-    pub file: FileId,
-    /// Its `adapter_config.json`.
-    pub config: serde_json::Value,
-}
-
-/// An opened repository.
-#[derive(Debug)]
-pub struct Checkpoint {
-    source: Arc<dyn Source>,
-    root: PathBuf,
-    label: String,
-    revision: Option<String>,
-    table: TensorTable,
-    files: Vec<RepoFile>,
-    config: Option<serde_json::Value>,
-    index_metadata: Option<serde_json::Value>,
-    file_metadata: BTreeMap<FileId, Vec<(String, String)>>,
-    dialect: Dialect,
-    adapters: Vec<Adapter>,
-    /// The table with the tensors of adapters, if there are any.
-    with_adapters: Option<TensorTable>,
-    /// Directories of the repository with the gates before them, its own, called "", first.
-    directories: Vec<(String, DirectoryGates)>,
-    warnings: Vec<String>,
-}
-
-impl Checkpoint {
-    /// Opens a directory, a `.safetensors` file, or an `org/name[@revision]` of the local hub cache. An existing path wins
-    /// over a name in the cache.
-    ///
-    /// # Errors
-    /// [`CheckpointError`]; everything wrong with the contents comes as one [`CheckpointError::Problems`].
-    pub fn open(source: &str, options: &OpenOptions) -> Result<Self, CheckpointError> {
-        open::open(source, options)
-    }
-
-    /// This checkpoint with some tensors hidden and others renamed, and perhaps another configuration. `name` gives each
-    /// tensor's name, or `None` to hide it; of adapters, only the tensors of `adapter` are offered. Ids stay what they are,
-    /// so that views of the result can be read by means of this checkpoint.
-    ///
-    /// # Errors
-    /// What is wrong: two tensors of one name, a quantized weight without its scale.
-    pub fn derived(
-        &self,
-        config: Option<serde_json::Value>,
-        adapter: Option<FileId>,
-        mut name: impl FnMut(TensorId, &TensorInfo<'_>) -> Option<String>,
-    ) -> Result<Self, Vec<String>> {
-        let others: BTreeSet<FileId> =
-            self.adapters.iter().map(|adapter| adapter.file).filter(|file| Some(*file) != adapter).collect();
-        let all = self.with_adapters.as_ref().filter(|_| adapter.is_some()).unwrap_or(&self.table);
-        let table = all.derived(|id, info| if others.contains(&info.file) { None } else { name(id, info) });
-        let table = table.ok_or_else(|| vec!["the names of all tensors together are longer than 4 GiB".to_owned()])?;
-        let mut wrong = Vec::new();
-        for (first, second) in table.by_name().zip(table.by_name().skip(1)) {
-            let name = table.tensor(first).name;
-            if name == table.tensor(second).name {
-                let (first, second) = (all.tensor(first).name, all.tensor(second).name);
-                wrong.push(format!("{first} and {second} would both be called {name}"));
-            }
-        }
-        if !wrong.is_empty() {
-            return Err(wrong);
-        }
-        let mut problems = open::Problems::default();
-        let config = config.or_else(|| self.config.clone());
-        let dialect = Dialect::of(&table, config.as_ref(), &mut problems);
-        if let Err(error) = problems.refuse(&self.label) {
-            return Err(vec![error.to_string()]);
-        }
-        Ok(Self {
-            source: Arc::clone(&self.source),
-            root: self.root.clone(),
-            label: self.label.clone(),
-            revision: self.revision.clone(),
-            table,
-            files: self.files.clone(),
-            config,
-            index_metadata: self.index_metadata.clone(),
-            file_metadata: self.file_metadata.clone(),
-            dialect,
-            adapters: self.adapters.clone(),
-            with_adapters: None,
-            directories: self.directories.clone(),
-            warnings: self.warnings.clone(),
-        })
-    }
-
-    /// All adapters.
-    pub fn adapters(&self) -> &[Adapter] {
-        &self.adapters
-    }
-
-    /// The adapter in a directory that was named when the checkpoint was opened.
-    pub fn adapter(&self, dir: &Path) -> Option<&Adapter> {
-        self.adapters.iter().find(|adapter| adapter.dir == dir)
-    }
-
-    /// What is worth a warning about the files that were chosen.
-    pub fn warnings(&self) -> &[String] {
-        &self.warnings
-    }
-
-    /// The directories of the repository that have files, relative to it, with whom their permissions admit. The first is its own,
-    /// called "". None where the checkpoint is a single file.
-    pub fn directories(&self) -> &[(String, DirectoryGates)] {
-        &self.directories
-    }
-
-    /// Where bytes come from. All readable files of the repository are pinned in it.
-    pub fn source(&self) -> &Arc<dyn Source> {
-        &self.source
-    }
-
-    /// The same checkpoint with its bytes had in another way: by a wrapper of its source, say.
-    ///
-    /// # Panics
-    /// If `wrap` gives a source of another number of files.
-    #[must_use]
-    pub fn with_source(mut self, wrap: impl FnOnce(Arc<dyn Source>) -> Arc<dyn Source>) -> Self {
-        let files = self.source.file_count();
-        self.source = wrap(self.source);
-        assert_eq!(self.source.file_count(), files, "files of the other source");
-        self
-    }
-
-    /// Directory of the repository, or the file where the checkpoint is a single file.
-    pub fn root(&self) -> &Path {
-        &self.root
-    }
-
-    /// What the user called it, with the revision found for a name in the cache.
-    pub fn label(&self) -> &str {
-        &self.label
-    }
-
-    /// Commit of a repository in the cache.
-    pub fn revision(&self) -> Option<&str> {
-        self.revision.as_deref()
-    }
-
-    /// The tensor table.
-    pub fn table(&self) -> &TensorTable {
-        &self.table
-    }
-
-    /// All tensors with their ids, in order of id.
-    pub fn tensors(&self) -> impl ExactSizeIterator<Item = (TensorId, TensorInfo<'_>)> {
-        self.table.iter()
-    }
-
-    /// One tensor.
-    ///
-    /// # Panics
-    /// If `id` is not of this checkpoint.
-    pub fn tensor(&self, id: TensorId) -> TensorInfo<'_> {
-        // Ids of adapters' tensors come after all others.
-        let all = self.with_adapters.as_ref().filter(|_| id.0 as usize >= self.table.id_end());
-        all.unwrap_or(&self.table).tensor(id)
-    }
-
-    /// The tensor of that name.
-    pub fn find(&self, name: &str) -> Option<TensorId> {
-        self.table.find(name)
-    }
-
-    /// Every file of the repository, sorted by path.
-    pub fn files(&self) -> &[RepoFile] {
-        &self.files
-    }
-
-    /// The repository's `config.json`, if it has one.
-    pub fn config(&self) -> Option<&serde_json::Value> {
-        self.config.as_ref()
-    }
-
-    /// The `metadata` member of the index, if there is one.
-    pub fn index_metadata(&self) -> Option<&serde_json::Value> {
-        self.index_metadata.as_ref()
-    }
-
-    /// The `__metadata__` member of a weight file's header, in order; empty if it has none.
-    pub fn file_metadata(&self, file: FileId) -> &[(String, String)] {
-        self.file_metadata.get(&file).map_or(&[], Vec::as_slice)
-    }
-
-    /// How the repository names, fuses and quantizes.
-    pub fn dialect(&self) -> &Dialect {
-        &self.dialect
-    }
-
-    /// The embedding that an output head would be which is not stored, those aside of which `is_outside` says that they belong
-    /// to another model.
-    pub fn embedding(&self, is_outside: &dyn Fn(&str) -> bool) -> Option<&str> {
-        tied::embedding(&self.table, is_outside)
-    }
-    /// Files left out although nothing says that they are copies: worth a warning.
-    pub fn suspicious_files(&self) -> impl Iterator<Item = &RepoFile> {
-        self.files.iter().filter(|file| file.role == FileRole::Ignored(IgnoreReason::NotInIndex))
-    }
-}
+pub use problem::{CheckpointError, Problem};
+pub use quantization::{Granularity, Quantization};
+pub use repository::{Adapter, Checkpoint};
+pub use scheme::{Quantized, Summary};
+pub use table::{Storage, TensorInfo, TensorTable};

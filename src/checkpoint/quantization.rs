@@ -1,15 +1,15 @@
-//! Which quantization a repository uses, and which scale belongs to which weight.
+//! How a repository's weights are quantized, for the reader: by known schemes, which decode them, or by what configuration and
+//! tensors tell of others, which are shown as they are stored.
 //!
 //! `quantization_config` of `config.json` says what was meant, names and types of the tensors say what is there; both must
-//! agree before anything is called quantized. The block of block scales comes from the configuration only: dividing the
-//! shapes gives the wrong block where the last one is partial (576 rows on 5 scale rows are blocks of 128, not 115).
+//! agree before anything is called quantized.
 
-use std::fmt;
+use std::{collections::HashSet, fmt};
 
 use serde_json::Value;
 
 use super::{
-    open::{Problem, Problems},
+    scheme::{Found, Summary},
     table::{TensorInfo, TensorTable},
 };
 use crate::tensor::{DType, TensorId};
@@ -19,8 +19,13 @@ use crate::tensor::{DType, TensorId};
 pub enum Quantization {
     /// Not at all, as far as configuration and tensors tell.
     None,
-    /// 8-bit floats with a scale per block (DeepSeek, Qwen, `MiniMax`).
-    BlockFp8(BlockFp8),
+    /// By schemes whose tensors can be decoded.
+    Known {
+        /// How each of them is told, at least one.
+        schemes: Vec<Summary>,
+        /// How other tensors are quantized.
+        rest: Box<Self>,
+    },
     /// 8-bit floats with one scale per tensor or per channel.
     ScaledFp8(Granularity),
     /// 4-bit floats with an 8-bit exponent per 32 (gpt-oss).
@@ -62,49 +67,14 @@ pub enum Granularity {
     Channel,
 }
 
-/// Block-quantized 8-bit floats: which tensor scales which.
-///
-/// `W[i, j] = f32(q[i, j]) * f32(s[i / rows, j / columns])`; the last block of either axis may be partial.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct BlockFp8 {
-    /// Rows and columns of one block, as configured.
-    pub block: (u64, u64),
-    /// How a scale is named: what replaces the end of the weight's name, `_scale_inv` or `.scale`.
-    pub suffix: &'static str,
-    /// Element type of the scales, that of the first pair where they differ.
-    pub scale_dtype: Option<DType>,
-    /// Weights and their scales, sorted by weight. Every pair's shapes have been checked against the block.
-    pub pairs: Vec<(TensorId, TensorId)>,
-    /// All scales of `pairs`, sorted.
-    pub scales: Vec<TensorId>,
-    /// 8-bit float matrices without a scale of blocks: unscaled, or with one scalar for all.
-    pub unpaired: Vec<TensorId>,
-}
-
-impl BlockFp8 {
-    /// The scale of a quantized weight.
-    pub fn scale_of(&self, weight: TensorId) -> Option<TensorId> {
-        let row = self.pairs.binary_search_by_key(&weight, |pair| pair.0).ok()?;
-        Some(self.pairs[row].1)
-    }
-
-    /// Whether a tensor is the scale of a paired weight.
-    pub fn is_scale(&self, tensor: TensorId) -> bool {
-        self.scales.binary_search(&tensor).is_ok()
-    }
-}
-
 impl fmt::Display for Quantization {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::None => f.write_str("not quantized"),
-            Self::BlockFp8(block) => {
-                let (rows, columns) = block.block;
-                write!(f, "fp8 in blocks of {rows}x{columns}, {} weights with", block.pairs.len())?;
-                if let Some(dtype) = block.scale_dtype {
-                    write!(f, " {dtype}")?;
-                }
-                write!(f, " scales *{}", block.suffix)
+            Self::Known { schemes, rest } => {
+                let texts: Vec<&str> = schemes.iter().map(|summary| summary.text.as_str()).collect();
+                f.write_str(&texts.join("; "))?;
+                if **rest == Self::None { Ok(()) } else { write!(f, "; {rest}") }
             }
             Self::ScaledFp8(Granularity::Tensor) => f.write_str("fp8 with a scale per tensor"),
             Self::ScaledFp8(Granularity::Channel) => f.write_str("fp8 with a scale per channel"),
@@ -149,7 +119,6 @@ struct Configured<'a> {
     strategy: Option<&'a str>,
     bits: Option<u64>,
     group: Option<u64>,
-    block: Option<(u64, u64)>,
     /// Bits, group size and mode outside any group, where MLX has them.
     own_bits: Option<u64>,
     own_group: Option<u64>,
@@ -157,18 +126,41 @@ struct Configured<'a> {
 }
 
 impl Quantization {
-    /// The quantization of a repository with these tensors and this `quantization_config`. What does not fit is added to
-    /// `problems`.
-    pub(super) fn detect(table: &TensorTable, config: Option<&Value>, problems: &mut Problems) -> Self {
-        let configured = config.map(|config| Configured::read(config, problems)).unwrap_or_default();
-        if let Some(block) = configured.block {
-            let found = pair_blocks(table, block, problems);
-            if !found.pairs.is_empty() {
-                return Self::BlockFp8(found);
-            }
+    /// The quantization of a repository with these tensors, of which schemes have found these, and this
+    /// `quantization_config`.
+    pub(super) fn of(found: &Found, table: &TensorTable, config: Option<&Value>) -> Self {
+        let configured = config.map(Configured::read).unwrap_or_default();
+        let operands = found.tensors.iter().flat_map(|tensor| tensor.operands);
+        let known: HashSet<TensorId> = operands.chain(&found.left_out).copied().collect();
+        let evidence = Evidence::gather(table, &known);
+        if found.schemes.is_empty() {
+            return evidence.meets(&configured);
         }
-        let evidence = Evidence::gather(table);
-        evidence.meets(&configured)
+        // The configuration speaks of what is known: of other tensors, only they themselves tell.
+        Self::Known { schemes: found.schemes.clone(), rest: Box::new(evidence.alone(None)) }
+    }
+
+    /// What stands in the way of decoding, if something does.
+    pub fn undecodable(&self) -> Option<&Self> {
+        match self {
+            Self::None => None,
+            Self::Known { rest, .. } => rest.undecodable(),
+            Self::ScaledFp8(_)
+            | Self::Mxfp4
+            | Self::Int4Packed { .. }
+            | Self::Nvfp4
+            | Self::CompressedTensors { .. }
+            | Self::Mlx { .. }
+            | Self::Unknown { .. } => Some(self),
+        }
+    }
+
+    /// Whether there are codes as gpt-oss has them: with the axes of the matrix, and one more.
+    pub fn is_mxfp4(&self) -> bool {
+        match self {
+            Self::Known { schemes, .. } => schemes.iter().any(|summary| summary.scheme == "mxfp4"),
+            other => *other == Self::Mxfp4,
+        }
     }
 }
 
@@ -228,12 +220,13 @@ impl Evidence {
         }
     }
 
-    fn gather(table: &TensorTable) -> Self {
+    /// What tensors show that are not `known`.
+    fn gather(table: &TensorTable, known: &HashSet<TensorId>) -> Self {
         let mut found = Self::default();
-        for (_, tensor) in table.iter() {
+        for (_, tensor) in table.iter().filter(|(id, _)| !known.contains(id)) {
             let name = tensor.name;
             if is_fp8(tensor.dtype) && tensor.shape.len() >= 2 && !name.ends_with("_scale") {
-                if let Some(scale) = scale_of(table, name).map(|(scale, _)| table.tensor(scale)) {
+                if let Some(scale) = scale_of(table, name).map(|scale| table.tensor(scale)) {
                     found.add_scale(&tensor, &scale);
                 }
             } else if name.ends_with("_blocks") && tensor.dtype == DType::U8 {
@@ -266,16 +259,11 @@ impl Evidence {
 }
 
 impl<'a> Configured<'a> {
-    fn read(config: &'a Value, problems: &mut Problems) -> Self {
+    fn read(config: &'a Value) -> Self {
         let groups = config.get("config_groups").and_then(Value::as_object);
         let weights = groups.and_then(|groups| groups.values().find_map(|group| group.get("weights")));
         let text = |value: Option<&'a Value>| value.and_then(Value::as_str);
         let of_weights = |key: &str| weights.and_then(|weights| weights.get(key));
-        let block = config.get("weight_block_size").or(of_weights("block_structure")).filter(|block| !block.is_null());
-        let parsed = block.and_then(parse_block);
-        if let (Some(found), None) = (block, parsed) {
-            problems.push(Problem::BlockSize { found: found.to_string() });
-        }
         Self {
             method: text(config.get("quant_method")),
             format: text(config.get("format")),
@@ -283,7 +271,6 @@ impl<'a> Configured<'a> {
             strategy: text(of_weights("strategy")),
             bits: of_weights("num_bits").and_then(Value::as_u64),
             group: of_weights("group_size").and_then(Value::as_u64),
-            block: parsed,
             own_bits: config.get("bits").and_then(Value::as_u64),
             own_group: config.get("group_size").and_then(Value::as_u64),
             mode: text(config.get("mode")),
@@ -291,92 +278,13 @@ impl<'a> Configured<'a> {
     }
 }
 
-/// `[128, 128]` or `"128x128"`.
-fn parse_block(value: &Value) -> Option<(u64, u64)> {
-    let pair = match value {
-        Value::Array(sizes) => match sizes.as_slice() {
-            [rows, columns] => (rows.as_u64()?, columns.as_u64()?),
-            _ => return None,
-        },
-        Value::String(text) => {
-            let (rows, columns) = text.split_once('x')?;
-            (rows.parse().ok()?, columns.parse().ok()?)
-        }
-        Value::Null | Value::Bool(_) | Value::Number(_) | Value::Object(_) => return None,
-    };
-    (pair.0 > 0 && pair.1 > 0).then_some(pair)
-}
-
 const fn is_fp8(dtype: DType) -> bool {
     matches!(dtype, DType::F8E4M3 | DType::F8E5M2 | DType::F8E4M3Fnuz | DType::F8E5M2Fnuz)
 }
 
-/// Types that scales come in; bytes without a float type are exponents by convention.
-const fn may_scale(dtype: DType) -> bool {
-    dtype.is_float() || matches!(dtype, DType::F8E8M0 | DType::U8)
-}
-
-/// The scale that belongs to a weight by its name, and how it is named.
-fn scale_of(table: &TensorTable, weight: &str) -> Option<(TensorId, &'static str)> {
-    let mut name = String::with_capacity(weight.len() + 10);
-    for suffix in ["_scale_inv", "_scale"] {
-        name.clear();
-        name.push_str(weight);
-        name.push_str(suffix);
-        if let Some(id) = table.find(&name) {
-            return Some((id, suffix));
-        }
-    }
-    let stem = weight.strip_suffix(".weight")?;
-    name.clear();
-    name.push_str(stem);
-    name.push_str(".scale");
-    table.find(&name).map(|id| (id, ".scale"))
-}
-
-/// Pairs 8-bit float matrices with their block scales. The scale of a stack `[.., rows, columns]` is a stack likewise.
-fn pair_blocks(table: &TensorTable, block: (u64, u64), problems: &mut Problems) -> BlockFp8 {
-    let mut found = BlockFp8 {
-        block,
-        suffix: "_scale_inv",
-        scale_dtype: None,
-        pairs: Vec::new(),
-        scales: Vec::new(),
-        unpaired: Vec::new(),
-    };
-    for (id, weight) in table.iter().filter(|(_, tensor)| is_fp8(tensor.dtype)) {
-        let [stack @ .., rows, columns] = weight.shape else { continue };
-        let Some((scale_id, suffix)) = scale_of(table, weight.name) else {
-            found.unpaired.push(id);
-            continue;
-        };
-        let scale = table.tensor(scale_id);
-        let mut expected = stack.to_vec();
-        expected.extend([rows.div_ceil(block.0), columns.div_ceil(block.1)]);
-        if scale.shape != expected {
-            if scale.shape.iter().product::<u64>() == 1 {
-                found.unpaired.push(id);
-                continue;
-            }
-            problems.push(Problem::ScaleShape {
-                weight: weight.name.to_owned(),
-                weight_shape: weight.shape.to_vec(),
-                scale: scale.name.to_owned(),
-                block,
-                expected,
-                found: scale.shape.to_vec(),
-            });
-        }
-        if !may_scale(scale.dtype) {
-            let (weight, scale_name) = (weight.name.to_owned(), scale.name.to_owned());
-            problems.push(Problem::ScaleType { weight, scale: scale_name, found: scale.dtype });
-        }
-        if found.pairs.is_empty() {
-            (found.suffix, found.scale_dtype) = (suffix, Some(scale.dtype));
-        }
-        found.pairs.push((id, scale_id));
-        found.scales.push(scale_id);
-    }
-    found.scales.sort_unstable();
-    found
+/// The scale that belongs to a weight by its name.
+fn scale_of(table: &TensorTable, weight: &str) -> Option<TensorId> {
+    let beside = ["_scale_inv", "_scale"].into_iter();
+    let mut found = beside.filter_map(|suffix| table.find(&format!("{weight}{suffix}")));
+    found.next().or_else(|| table.find(&format!("{}.scale", weight.strip_suffix(".weight")?)))
 }

@@ -1,42 +1,105 @@
-//! The tensor table: what tensors a checkpoint has and where their bytes are.
+//! The tensor table: what tensors a checkpoint has, and how each is stored.
 //!
-//! Tensors are numbered by file, in the order of the list of weight files, and within a file by the place of their bytes.
-//! A repo may have 150 000 of them, so the table is a few flat arrays: about 120 bytes per tensor, names included.
+//! Stored tensors are numbered by file, in the order of the list of weight files and of adapters, and within a file by the place of
+//! their bytes. After them come those that decoding makes of quantized ones. Every table of a repository has all of these rows,
+//! so that numbers mean the same in each; what is *shown* differs: the stored tensors, or decoded ones in the place of their
+//! codes, or a part of either under other names. A repo may have 150 000 of them, so the table is a few flat arrays: about 120
+//! bytes per tensor, names included.
+
+use std::sync::Arc;
 
 use rayon::slice::ParallelSliceMut;
 
+use super::scheme::{Found, Quantized};
 use crate::{
     format::safetensors::Header,
     source::{ByteSpan, FileId},
     tensor::{DType, TensorId},
 };
 
+/// How a tensor is stored.
+#[derive(Clone, Copy, Debug)]
+pub enum Storage<'a> {
+    /// Its elements one after the other, little-endian and row-major, in one span of one file.
+    Plain {
+        /// The file.
+        file: FileId,
+        /// Where in that file.
+        span: ByteSpan,
+    },
+    /// As codes and what decodes them, which are other stored tensors.
+    Quantized(Quantized<'a>),
+}
+
 /// One tensor of a checkpoint.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub struct TensorInfo<'a> {
-    /// Name, as in the file's header.
+    /// Name: as in the file's header, when decoded, or as it was renamed.
     pub name: &'a str,
-    /// Type of its elements.
+    /// Type of its elements; of a quantized one, what they are decoded to unless another is asked for.
     pub dtype: DType,
     /// Extents in elements, row-major; empty for a scalar.
     pub shape: &'a [u64],
-    /// The file that holds its bytes.
-    pub file: FileId,
-    /// Where in that file.
-    pub span: ByteSpan,
+    /// How it is stored.
+    pub storage: Storage<'a>,
+}
+
+impl<'a> TensorInfo<'a> {
+    /// The file that holds the bytes of a stored tensor.
+    ///
+    /// # Panics
+    /// If the tensor is decoded from others: what views read are stored tensors.
+    pub fn file(&self) -> FileId {
+        match self.storage {
+            Storage::Plain { file, .. } => file,
+            Storage::Quantized(_) => panic!("{} has no bytes of its own", self.name),
+        }
+    }
+
+    /// Where in its file the bytes of a stored tensor are.
+    ///
+    /// # Panics
+    /// If the tensor is decoded from others: what views read are stored tensors.
+    pub fn span(&self) -> ByteSpan {
+        match self.storage {
+            Storage::Plain { span, .. } => span,
+            Storage::Quantized(_) => panic!("{} has no bytes of its own", self.name),
+        }
+    }
+
+    /// How it is decoded, if it is.
+    pub fn quantized(&self) -> Option<Quantized<'a>> {
+        match self.storage {
+            Storage::Plain { .. } => None,
+            Storage::Quantized(quantized) => Some(quantized),
+        }
+    }
+
+    /// Bytes of all elements; sub-byte types that do not fill the last one count it whole.
+    pub fn bytes(&self) -> u64 {
+        match self.storage {
+            Storage::Plain { span, .. } => span.len(),
+            Storage::Quantized(_) => (self.shape.iter().product::<u64>() * self.dtype.bits()).div_ceil(8),
+        }
+    }
 }
 
 /// Immutable table of tensors.
 #[derive(Clone, Debug, Default)]
 pub struct TensorTable {
+    /// Of stored tensors, and after them of decoded ones if some are shown: of these, only the end of the name means something.
     rows: Vec<Row>,
+    /// The tensors after the stored ones.
+    quantized: Arc<Found>,
+    /// Number of stored tensors.
+    stored: u32,
     /// All names, one after the other in row order.
     names: String,
-    /// All extents, likewise.
+    /// All extents of stored tensors, likewise.
     extents: Vec<u64>,
     /// Row numbers in lexical order of name.
     by_name: Vec<u32>,
-    /// Row numbers of the tensors that are there, ascending; `None` if all are.
+    /// Row numbers of the tensors that are shown, in order; `None` if all are.
     shown: Option<Vec<u32>>,
 }
 
@@ -69,44 +132,85 @@ impl TensorTable {
                 });
             }
         }
-        let mut by_name: Vec<u32> = (0..u32::try_from(table.rows.len()).ok()?).collect();
-        // By file as well, so that repeated names stand in a fixed order.
+        table.stored = u32::try_from(table.rows.len()).ok()?;
+        table.by_name = (0..table.stored).collect();
+        table.sort();
+        Some(table)
+    }
+
+    /// By row as well, so that repeated names stand in a fixed order.
+    fn sort(&mut self) {
+        let mut by_name = std::mem::take(&mut self.by_name);
         by_name.par_sort_unstable_by(|left, right| {
-            table.name(*left as usize).cmp(table.name(*right as usize)).then(left.cmp(right))
+            self.name(*left as usize).cmp(self.name(*right as usize)).then(left.cmp(right))
         });
-        table.by_name = by_name;
-        Some(table)
+        self.by_name = by_name;
     }
 
-    /// This table with some tensors hidden and others renamed: `name` gives the name of each, or `None` to hide it. Ids stay
-    /// what they are, and hidden tensors can still be looked at by id.
-    pub(super) fn derived(&self, mut name: impl FnMut(TensorId, &TensorInfo<'_>) -> Option<String>) -> Option<Self> {
-        let mut table = Self { rows: self.rows.clone(), extents: self.extents.clone(), ..Self::default() };
-        let mut shown = Vec::with_capacity(self.rows.len());
-        for row in 0..u32::try_from(self.rows.len()).ok()? {
-            let info = self.tensor(TensorId(row));
-            if let Some(name) = self.has(row).then(|| name(TensorId(row), &info)).flatten() {
-                table.names.push_str(&name);
-                shown.push(row);
-            } else {
-                table.names.push_str(info.name);
-            }
-            table.rows[row as usize].name_end = u32::try_from(table.names.len()).ok()?;
+    /// This table, of stored tensors only, showing the first ones.
+    pub(super) fn showing_first(mut self, count: usize) -> Self {
+        let is_first = |row: &u32| (*row as usize) < count;
+        self.by_name.retain(is_first);
+        self.shown = Some((0..self.stored).filter(is_first).collect());
+        self
+    }
+
+    /// This table, of stored tensors only, and those that are decoded, which are not shown. They take no rows until they are.
+    /// `None` if an id does not fit 32 bits.
+    pub(super) fn with_quantized(mut self, quantized: &Arc<Found>) -> Option<Self> {
+        self.quantized = Arc::clone(quantized);
+        u32::try_from(self.id_end()).ok()?;
+        Some(self)
+    }
+
+    /// This table showing other rows, in this order and under these names. Ids stay what they are, and what is not shown can
+    /// still be looked at by id. `None` if the names are longer than 4 GiB.
+    pub(super) fn derived(&self, mut rows: impl Iterator<Item = (TensorId, String)>) -> Option<Self> {
+        let mut names: Vec<Option<String>> = vec![None; self.id_end()];
+        let mut shown = Vec::with_capacity(rows.size_hint().0);
+        for (id, name) in &mut rows {
+            names[id.0 as usize] = Some(name);
+            shown.push(id.0);
         }
-        let mut by_name = shown.clone();
-        by_name.par_sort_unstable_by(|left, right| table.name(*left as usize).cmp(table.name(*right as usize)));
-        (table.by_name, table.shown) = (by_name, Some(shown));
+        let (quantized, extents) = (Arc::clone(&self.quantized), self.extents.clone());
+        let mut table = Self { rows: self.rows.clone(), quantized, stored: self.stored, extents, ..Self::default() };
+        let extents_end = u32::try_from(table.extents.len()).ok()?;
+        for (row, name) in names.iter().enumerate() {
+            table.names.push_str(name.as_deref().unwrap_or_else(|| self.name(row)));
+            let name_end = u32::try_from(table.names.len()).ok()?;
+            match table.rows.get_mut(row) {
+                Some(row) => row.name_end = name_end,
+                None => {
+                    let dtype = self.quantized.tensors.get(row - self.stored as usize).dtype;
+                    table.rows.push(Row {
+                        span: ByteSpan::of_len(0, 0)?,
+                        name_end,
+                        extents_end,
+                        file: FileId(0),
+                        dtype,
+                    });
+                }
+            }
+        }
+        table.by_name = shown.clone();
+        table.sort();
+        table.shown = Some(shown);
         Some(table)
     }
 
-    /// Whether a tensor is there, as opposed to hidden.
-    fn has(&self, row: u32) -> bool {
-        self.shown.as_ref().is_none_or(|shown| shown.binary_search(&row).is_ok())
+    /// The tensors that decoding makes, by number of the quantized table: their ids.
+    pub(super) fn decoded_id(&self, number: usize) -> TensorId {
+        TensorId(self.stored + u32::try_from(number).expect("row numbers fit 32 bits: checked when the table was made"))
+    }
+
+    /// Ids of all stored tensors, shown or not.
+    pub(super) fn stored_ids(&self) -> impl ExactSizeIterator<Item = TensorId> + use<> {
+        (0..self.stored).map(TensorId)
     }
 
     /// One more than the highest id, hidden tensors included.
     pub fn id_end(&self) -> usize {
-        self.rows.len()
+        self.stored as usize + self.quantized.tensors.len()
     }
 
     /// Number of tensors.
@@ -125,18 +229,23 @@ impl TensorTable {
     /// If `id` is not of this table.
     pub fn tensor(&self, id: TensorId) -> TensorInfo<'_> {
         let row_number = id.0 as usize;
+        let name = self.name(row_number);
+        if let Some(number) = row_number.checked_sub(self.stored as usize) {
+            let quantized = self.quantized.tensors.get(number);
+            let shape = quantized.template.shape().extents();
+            return TensorInfo { name, dtype: quantized.dtype, shape, storage: Storage::Quantized(quantized) };
+        }
         let row = &self.rows[row_number];
         let before = row_number.checked_sub(1).map_or(0, |before| self.rows[before].extents_end);
         TensorInfo {
-            name: self.name(row_number),
+            name,
             dtype: row.dtype,
             shape: &self.extents[before as usize..row.extents_end as usize],
-            file: row.file,
-            span: row.span,
+            storage: Storage::Plain { file: row.file, span: row.span },
         }
     }
 
-    /// All tensors, in order of id.
+    /// All tensors that are shown, in order: by file, and within a file by place; decoded ones in the place of their codes.
     ///
     /// # Panics
     /// Never: numbers of rows fit 32 bits.
@@ -175,6 +284,9 @@ impl TensorTable {
     }
 
     fn name(&self, row: usize) -> &str {
+        if row >= self.rows.len() {
+            return self.quantized.tensors.get(row - self.stored as usize).name;
+        }
         let start = row.checked_sub(1).map_or(0, |before| self.rows[before].name_end);
         &self.names[start as usize..self.rows[row].name_end as usize]
     }

@@ -118,7 +118,7 @@ fn explain(volume: &Volume, node: &tree::Node) -> anyhow::Result<Value> {
     }
     let mut all = Reads::default();
     for (tensor, runs) in runs {
-        let span = checkpoint.tensor(tensor).span;
+        let span = checkpoint.tensor(tensor).span();
         all += reads(runs, &(span.start()..span.end()), PAGE_BYTES);
     }
     file["reads"] = json!({"needed_bytes": all.needed_bytes, "paged_bytes": all.paged_bytes, "page_bytes": PAGE_BYTES});
@@ -143,7 +143,7 @@ fn describe(checkpoint: &Checkpoint, tiling: &Tiling, piece: &Piece) -> Value {
             let info = checkpoint.tensor(*tensor);
             let decoder = &tiling.decoders()[*decoder as usize];
             row["tensor"] = json!(info.name);
-            row["file"] = json!(checkpoint.source().path(info.file).display().to_string());
+            row["file"] = json!(checkpoint.source().path(info.file()).display().to_string());
             let (start, end) = if let Some(bytes) = decoder.source_bytes(unit) {
                 (offset * bytes, (offset + piece.source_hull_units()) * bytes)
             } else {
@@ -151,8 +151,8 @@ fn describe(checkpoint: &Checkpoint, tiling: &Tiling, piece: &Piece) -> Value {
                 let ends = runs.iter().map(|(_, runs)| (runs.start(), runs.end()));
                 ends.fold((u64::MAX, 0), |(start, end), (first, last)| (start.min(first), end.max(last)))
             };
-            row["file_start"] = json!(info.span.start() + start);
-            row["file_end"] = json!(info.span.start() + end);
+            row["file_start"] = json!(info.span().start() + start);
+            row["file_end"] = json!(info.span().start() + end);
             row["run_bytes"] = json!(piece.contiguous_units() * unit);
             row["decoder"] = json!(decode(checkpoint, decoder));
         }

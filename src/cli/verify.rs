@@ -347,7 +347,7 @@ impl SourceFiles<'_> {
     fn read(&self, tensor: TensorId, span: std::ops::Range<u64>) -> std::io::Result<Vec<u8>> {
         let info = self.checkpoint.tensor(tensor);
         let mut bytes = vec![0; usize::try_from(span.end - span.start).map_err(std::io::Error::other)?];
-        backing(self.checkpoint, info.file)?.read_exact_at(&mut bytes, info.span.start() + span.start)?;
+        backing(self.checkpoint, info.file())?.read_exact_at(&mut bytes, info.span().start() + span.start)?;
         Ok(bytes)
     }
 }

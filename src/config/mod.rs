@@ -52,8 +52,8 @@ pub use table::{FORMER, KEYS, SETTINGS, former};
 pub(crate) use tests::EVERY_VIEW_KEY;
 pub use time_limit::TimeLimit;
 pub use words::{
-    ByteCount, Devices, DtypeChoice, LAYOUTS, LayoutChoice, Materialize, OwnerId, ParamValue, PermissionBits,
-    ShardChoice, THREADS_MAX, ThreadCount, Tied,
+    ByteCount, Dequantize, Devices, DtypeChoice, LAYOUTS, LayoutChoice, Materialize, OwnerId, ParamValue,
+    PermissionBits, ShardChoice, THREADS_MAX, ThreadCount, Tied,
 };
 
 /// One view of the configuration.

@@ -3,8 +3,8 @@
 use std::{collections::BTreeMap, path::PathBuf};
 
 use super::{
-    Allow, ByteCount, CastRule, Devices, DtypeChoice, LayerRanges, LayoutChoice, LogicalRule, Materialize, Mesh,
-    OwnerId, ParamValue, Pattern, PermissionBits, Rename, ShardChoice, ShardRule, ThreadCount, Tied, TimeLimit,
+    Allow, ByteCount, CastRule, Dequantize, Devices, DtypeChoice, LayerRanges, LayoutChoice, LogicalRule, Materialize,
+    Mesh, OwnerId, ParamValue, Pattern, PermissionBits, Rename, ShardChoice, ShardRule, ThreadCount, Tied, TimeLimit,
 };
 use crate::source::SourceIo;
 
@@ -36,6 +36,8 @@ pub struct ViewSettings {
     pub set: BTreeMap<String, ParamValue>,
     /// Dtype of all floats.
     pub dtype: Option<DtypeChoice>,
+    /// What quantized tensors are decoded to.
+    pub dequantize: Option<Dequantize>,
     /// Dtypes by pattern.
     pub cast: Vec<CastRule>,
     /// How specs are chosen.

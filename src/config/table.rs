@@ -78,6 +78,14 @@ pub static SETTINGS: &[Setting] = &[
         "Rounding is to nearest, ties to even, bit for bit as torch and ml_dtypes do. Block-quantized fp8 weights are \
          dequantized.",
     ),
+    Setting::new(
+        View,
+        "dequantize",
+        Perhaps("TYPE", "own"),
+        at!(view.dequantize),
+        "Decodes quantized weights, to this type or to the model's own, and leaves all else as it is stored.",
+    )
+    .more("Layouts of MaxText and vLLM do so by themselves. What is decoded from goes: scales, zero points and the like."),
     Setting::new(View, "cast", NO_FLAG, at!(view.cast), "").file_only(),
     Setting::new(
         View,

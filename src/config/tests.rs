@@ -74,6 +74,7 @@ pub(crate) const EVERY_VIEW_KEY: &[(&str, &str)] = &[
     ("mesh", "mesh = 'fsdp=2,tensor=3'"),
     ("layout", "layout = 'maxtext'"),
     ("dtype", "dtype = 'bf16'"),
+    ("dequantize", "dequantize = 'own'"),
     ("shard", "shard = 'none'"),
     ("devices", "devices = '0-1,4'"),
     ("unscanned", "unscanned = true"),

@@ -119,6 +119,35 @@ impl Value for DtypeChoice {
     }
 }
 
+/// What quantized tensors are decoded to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dequantize {
+    /// The dtype that each would have unquantized: the model's.
+    Own,
+    /// This one.
+    To(DType),
+}
+
+impl Value for Dequantize {
+    fn from_word(text: &str) -> Result<Self, String> {
+        if text == "own" {
+            return Ok(Self::Own);
+        }
+        let dtype = DType::from_user(text).filter(|dtype| dtype.is_float());
+        dtype
+            .map(Self::To)
+            .ok_or_else(|| format!("dequantize: expected own or a float type such as bf16, found {text:?}"))
+    }
+
+    fn to_toml(&self) -> Result<toml::Value, String> {
+        Ok(match self {
+            Self::Own => "own",
+            Self::To(dtype) => dtype.name(),
+        }
+        .into())
+    }
+}
+
 impl Choice for SourceIo {
     const WHAT: &'static str = "source I/O";
     const WORDS: &'static [(&'static str, Self)] =

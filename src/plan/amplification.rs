@@ -231,7 +231,7 @@ impl Walk {
         let mut totals: HashMap<Uses, u64> = HashMap::new();
         let mut of_groups: HashMap<(u32, Uses), u64> = HashMap::new();
         for readings in self.readings.chunk_by(|a, b| a.source == b.source) {
-            let span = checkpoint.tensor(readings[0].source).span;
+            let span = checkpoint.tensor(readings[0].source).span();
             let start = span.start() % PAGE_BYTES;
             let place = start..start + span.len();
             *totals.entry(Uses::new(readings, place.clone())).or_default() += 1;

@@ -14,22 +14,26 @@
 //! do without ends the plan by itself.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet},
     sync::Arc,
 };
 
 use super::{
-    Draft, Family, HfFile, Layout, LayoutFile, LogicalRules, NameGroup, Plan, PlanError, Problem, Sharding, Tied,
-    ViewOptions, canonical,
+    Decoded, Draft, Family, HfFile, Layout, LayoutFile, LogicalRules, NameGroup, Plan, PlanError, Problem, Sharding,
+    Tied, ViewOptions, canonical,
     expect::{self, Findings},
-    family, family_problem, hf, layout_file, lora, names, packed,
+    family::Generic,
+    hf, layout_file, lora, names, packed,
     select::{self, Selected},
-    shard, unused,
-    values::Values,
+    shard,
+    survey::{devices, family, family_problem, missing_layers},
+    unused,
+    values::{self, Raw, Values, Wish},
 };
 use crate::{
     checkpoint::{Adapter, Checkpoint},
-    tensor::{DType, TensorId},
+    config::Dequantize,
+    tensor::TensorId,
 };
 
 /// The options of a plan, and what has been found so far.
@@ -71,8 +75,8 @@ struct Chosen {
     file: Option<Arc<LayoutFile>>,
     /// Its parameters, as set.
     set: BTreeMap<String, String>,
-    /// Dtype of all floats.
-    dtype: Option<DType>,
+    /// What is asked of values.
+    wish: Wish,
     family: Option<Family>,
     /// Whether a name is one path component.
     flat: bool,
@@ -89,25 +93,94 @@ struct Drafted {
     left_out: Vec<NameGroup>,
 }
 
+impl Plan {
+    /// Resolves what the user wants against a checkpoint.
+    ///
+    /// # Errors
+    /// Everything wrong with the plan, at once.
+    pub fn build(checkpoint: &Checkpoint, options: &ViewOptions) -> Result<Self, PlanError> {
+        build(checkpoint, options)
+    }
+}
+
 /// Resolves what the user wants against a checkpoint.
 ///
 /// # Errors
 /// Everything wrong with the plan, at once.
-pub(super) fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError> {
-    let mut builder = Builder { original, options, problems: Vec::new(), warnings: Vec::new() };
-    let wanted = builder.select()?;
-    let chosen = builder.choose(&wanted)?;
-    let values = Values::new(wanted.seen(), chosen.dtype, &options.casts);
-    if let Some(problem) = values.unsupported() {
-        return Err(problem.into());
+fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError> {
+    let mut raw = BTreeSet::new();
+    // Rules may speak of names that tensors have in the mount, which are known when they are drafted. Each further round has
+    // more tensors raw than the one before.
+    loop {
+        let mut builder = Builder { original, options, problems: Vec::new(), warnings: Vec::new() };
+        let decoded = decoded(original, decodes(options, layout_wish(options)), &raw)?;
+        let wanted = builder.select(decoded.as_ref().unwrap_or(original))?;
+        let chosen = builder.choose(&wanted)?;
+        if chosen.wish.dtype.is_some() || values::converts(asked(options), &options.casts) {
+            values::unsupported(original).map_or(Ok(()), |problem| Err(PlanError::from(problem)))?;
+        }
+        let values = Values::new(wanted.seen(), chosen.wish, &options.casts);
+        let mut drafted = builder.draft(&wanted, &chosen, &values);
+        if !values.raw().is_empty() {
+            raw.extend(values.raw());
+            continue;
+        }
+        let drafts = std::mem::take(&mut drafted.drafts);
+        let drafts = builder.name(drafts, &wanted, &chosen);
+        let rules = builder.split(&drafts, &wanted, &chosen);
+        let drafts = builder.keep_together(drafts, rules.is_some(), wanted.seen());
+        let is_alike = raw.is_empty() && decodes(options, asked(options)) == decoded.is_some();
+        let hf = builder.repository(&wanted, is_alike)?;
+        return builder.assemble(&wanted, &chosen, drafted, drafts, (rules, hf));
     }
-    let mut drafted = builder.draft(&wanted, &chosen, &values);
-    let drafts = std::mem::take(&mut drafted.drafts);
-    let drafts = builder.name(drafts, &wanted, &chosen);
-    let rules = builder.split(&drafts, &wanted, &chosen);
-    let drafts = builder.keep_together(drafts, rules.is_some(), &values);
-    let hf = builder.repository(&wanted);
-    builder.assemble(&wanted, &chosen, drafted, drafts, (rules, hf))
+}
+
+/// What the user asks of values.
+const fn asked(options: &ViewOptions) -> Wish {
+    let quantized = match (options.dequantize, options.dtype) {
+        (Some(Dequantize::To(dtype)), _) | (Some(Dequantize::Own) | None, Some(dtype)) => Raw::Decoded(Some(dtype)),
+        (Some(Dequantize::Own), None) => Raw::Decoded(None),
+        (None, None) => Raw::Shown,
+    };
+    Wish { dtype: options.dtype, quantized }
+}
+
+/// What is asked of values where the layout may ask too: those in the program need floats.
+fn layout_wish(options: &ViewOptions) -> Wish {
+    let asked = asked(options);
+    match &options.layout {
+        Layout::Canonical | Layout::Hf => asked,
+        Layout::Embedded(_) if asked.quantized == Raw::Shown => Wish { quantized: Raw::Decoded(None), ..asked },
+        Layout::Embedded(_) => asked,
+        Layout::File(file) => with_dtype_of(asked, file, options),
+    }
+}
+
+/// The wish of a layout's file, where the user has none.
+fn with_dtype_of(wish: Wish, file: &LayoutFile, options: &ViewOptions) -> Wish {
+    let Some(dtype) = file.dtype().filter(|_| !options.keep_dtype && options.dtype.is_none()) else { return wish };
+    let quantized = match options.dequantize {
+        Some(Dequantize::To(_)) => wish.quantized,
+        Some(Dequantize::Own) | None => Raw::Decoded(Some(dtype)),
+    };
+    Wish { dtype: Some(dtype), quantized }
+}
+
+/// Whether some quantized tensor may be decoded.
+fn decodes(options: &ViewOptions, wish: Wish) -> bool {
+    wish.quantized != Raw::Shown || options.casts.iter().any(|rule| rule.dtype.is_some())
+}
+
+/// The checkpoint with its quantized tensors decoded, but for those of `raw`; `None` where there is nothing to decode.
+fn decoded(original: &Checkpoint, decodes: bool, raw: &BTreeSet<TensorId>) -> Result<Option<Checkpoint>, PlanError> {
+    if !decodes || original.quantized().tensors.is_empty() {
+        return Ok(None);
+    }
+    let refused = |reasons: Vec<String>| {
+        let problem = |reason| Problem::File { file: "decoded tensors".to_owned(), reason };
+        PlanError { problems: reasons.into_iter().map(problem).collect() }
+    };
+    original.decoded(&|id| raw.contains(&id)).map(Some).map_err(refused)
 }
 
 impl<'a> Builder<'a> {
@@ -123,12 +196,16 @@ impl<'a> Builder<'a> {
         })
     }
 
-    fn select(&self) -> Result<Wanted<'a>, PlanError> {
-        let (original, options) = (self.original, self.options);
+    /// Of `original`, stored or decoded.
+    fn select<'b>(&self, original: &'b Checkpoint) -> Result<Wanted<'b>, PlanError>
+    where
+        'a: 'b,
+    {
+        let options = self.options;
         let selected = select::select(original, &options.subset, family(original)?.as_ref())?;
         let adapter = adapter(original, options)?;
         let mut wanted = Wanted { original, selected, adapter, adapted: None };
-        wanted.adapted = adapter.map(|adapter| with_adapter(original, wanted.part(), adapter)).transpose()?;
+        wanted.adapted = adapter.map(|adapter| with_adapter(wanted.part(), adapter)).transpose()?;
         Ok(wanted)
     }
 
@@ -140,13 +217,14 @@ impl<'a> Builder<'a> {
             Layout::Embedded(embedded) => Some(embedded.choose(wanted.seen(), &mut set)?),
             Layout::File(file) => Some(file.clone()),
         };
-        let of_layout = file.as_ref().filter(|_| !options.keep_dtype).and_then(|file| file.dtype());
+        let wish = layout_wish(options);
+        let wish = file.as_ref().map_or(wish, |file| with_dtype_of(wish, file, options));
         let flat = file.as_ref().is_some_and(|file| file.flat()) || options.layout == Layout::Hf;
-        Ok(Chosen { file, set, dtype: options.dtype.or(of_layout), family: family(wanted.seen())?, flat })
+        Ok(Chosen { file, set, wish, family: family(wanted.seen())?, flat })
     }
 
     fn draft(&mut self, wanted: &Wanted<'_>, chosen: &Chosen, values: &Values<'_>) -> Drafted {
-        let left_out = wanted.selected.left_out(self.original);
+        let left_out = wanted.selected.left_out(wanted.original);
         let mut drafted = match &chosen.file {
             Some(file) => self.draft_by_rules(file, wanted, chosen, values),
             None => self.draft_by_tables(wanted, chosen, values),
@@ -202,7 +280,7 @@ impl<'a> Builder<'a> {
         let ((mut findings, problems), canonical) = rayon::join(compare, canonical);
         self.problems.extend(problems);
         self.warnings.extend(findings.warning.take());
-        super::missing_layers(whole, family, options, &mut self.problems, &mut self.warnings);
+        missing_layers(whole, family, options, &mut self.problems, &mut self.warnings);
         let drafts = canonical.unwrap_or_else(|| hf_drafts(wanted.seen(), family.cloned(), values));
         let drafts = self.or_default(drafts);
         let family = family.map(|family| family.name.clone());
@@ -221,10 +299,9 @@ impl<'a> Builder<'a> {
         }
         names::keep(&mut drafts, &wanted.selected, &mut self.problems);
         if let Some(adapter) = wanted.adapter {
-            let first = u32::try_from(self.original.table().id_end()).expect("ids of tensors have 32 bits");
             let own = |draft: &Draft| {
                 let mut own = false;
-                draft.view.for_each_source(&mut |source| own |= source.id.0 >= first);
+                draft.view.for_each_source(&mut |source| own |= self.original.file_of(source.id) == adapter.file);
                 own
             };
             let allowed = (&options.allow_missing, &options.allow_unmapped);
@@ -258,26 +335,44 @@ impl<'a> Builder<'a> {
     }
 
     /// Leaves tensors whole of which several are packed into one, where a split would cut across them.
-    fn keep_together(&mut self, mut drafts: Vec<Draft>, by_rules: bool, values: &Values<'_>) -> Vec<Draft> {
+    fn keep_together(&mut self, mut drafts: Vec<Draft>, by_rules: bool, checkpoint: &Checkpoint) -> Vec<Draft> {
         let options = self.options;
         if !by_rules {
             let is_told = |draft: &Draft| shard::is_told(draft, options.sharding, &options.shard_rules);
-            self.warnings.extend(packed::keep_together(&mut drafts, values, &options.mesh, &is_told));
+            self.warnings.extend(packed::keep_together(&mut drafts, checkpoint, &options.mesh, &is_told));
         }
         drafts
     }
 
-    /// The files of `hf/`.
-    fn repository(&mut self, wanted: &Wanted<'_>) -> Vec<HfFile> {
+    /// The files of `hf/`. What a layout does by itself to its own tensors is no wish for another `hf/`: `is_alike` tells
+    /// whether what is wanted has the same tensors decoded.
+    fn repository(&mut self, wanted: &Wanted<'_>, is_alike: bool) -> Result<Vec<HfFile>, PlanError> {
         if let Some(reason) = &wanted.selected.no_hf {
             self.warnings.push(format!("hf/ is left out: {reason}"));
-            return Vec::new();
+            return Ok(Vec::new());
         }
-        let options = self.options;
-        // What a layout does by itself to its own tensors is no wish for another hf/.
-        let values = Values::new(wanted.part(), options.dtype, &options.casts);
-        let files = hf::plan(self.original, &values, &options.renames, options.tied == Tied::Alias);
-        self.or_default(files)
+        let (original, options) = (self.original, self.options);
+        let plan = |part: &Checkpoint| {
+            let values = Values::new(part, asked(options), &options.casts);
+            (hf::plan(original, &values, &options.renames, options.tied == Tied::Alias), values.raw())
+        };
+        let mut raw = BTreeSet::new();
+        if is_alike {
+            let (files, more) = plan(wanted.part());
+            if more.is_empty() {
+                return Ok(self.or_default(files));
+            }
+            raw = more;
+        }
+        loop {
+            let decoded = decoded(original, decodes(options, asked(options)), &raw)?;
+            let wanted = self.select(decoded.as_ref().unwrap_or(original))?;
+            let (files, more) = plan(wanted.part());
+            if more.is_empty() {
+                return Ok(self.or_default(files));
+            }
+            raw.extend(more);
+        }
     }
 
     /// Gives each tensor its spec.
@@ -293,13 +388,15 @@ impl<'a> Builder<'a> {
         let mut plan = Plan {
             mesh: options.mesh.clone(),
             layout: options.layout.clone(),
-            dtype: chosen.dtype,
+            dtype: chosen.wish.dtype,
+            decoded: decoded_by_scheme(wanted.seen(), chosen.wish, options),
+            kept_raw: if chosen.wish.quantized == Raw::Shown { 0 } else { wanted.seen().raw().count() as u64 },
             family: drafted.family,
             params: drafted.params,
             logical_rules,
             flat: chosen.flat,
             sharded_state: chosen.file.as_ref().is_some_and(|file| file.sharded_state()),
-            devices: super::devices(options, &mut self.problems),
+            devices: devices(options, &mut self.problems),
             specs: Vec::new(),
             tensors: Vec::with_capacity(drafts.len()),
             hf,
@@ -318,19 +415,34 @@ impl<'a> Builder<'a> {
     }
 }
 
+/// What is decoded, by scheme; dtypes are those by names of the repository.
+fn decoded_by_scheme(checkpoint: &Checkpoint, wish: Wish, options: &ViewOptions) -> Vec<Decoded> {
+    let values = Values::new(checkpoint, wish, &options.casts);
+    let mut found: BTreeMap<&'static str, Decoded> = BTreeMap::new();
+    for (id, info) in checkpoint.tensors() {
+        let Some(quantized) = info.quantized() else { continue };
+        let dtype = values.dtype_of(id, &[info.name]).unwrap_or(quantized.dtype);
+        let scheme = quantized.scheme;
+        let row = found.entry(scheme).or_insert(Decoded { scheme, tensors: 0, bytes: 0 });
+        row.tensors += 1;
+        row.bytes += dtype.bytes_of(quantized.shape().elements()).unwrap_or(0);
+    }
+    found.into_values().collect()
+}
+
 /// Tensors under canonical names.
 fn canonical_drafts(
     checkpoint: &Checkpoint,
     family: Option<Family>,
     values: &Values<'_>,
 ) -> Result<Vec<Draft>, Vec<Problem>> {
-    let generic = family::Generic::load().map_err(|error| family_problem(&error).problems)?;
+    let generic = Generic::load().map_err(|error| family_problem(&error).problems)?;
     canonical::drafts(checkpoint, family, generic, values)
 }
 
 /// Tensors under the repository's own names, with the roles that canonical names would have.
 fn hf_drafts(checkpoint: &Checkpoint, family: Option<Family>, values: &Values<'_>) -> Result<Vec<Draft>, Vec<Problem>> {
-    let generic = family::Generic::load().map_err(|error| family_problem(&error).problems)?;
+    let generic = Generic::load().map_err(|error| family_problem(&error).problems)?;
     canonical::hf_drafts(checkpoint, family, generic, values)
 }
 
@@ -348,15 +460,9 @@ fn adapter<'a>(checkpoint: &'a Checkpoint, options: &ViewOptions) -> Result<Opti
 }
 
 /// A part of a checkpoint, and the tensors of an adapter under their own names.
-fn with_adapter(original: &Checkpoint, part: &Checkpoint, adapter: &Adapter) -> Result<Checkpoint, PlanError> {
-    let names: HashMap<TensorId, &str> = part.tensors().map(|(id, info)| (id, info.name)).collect();
-    let adapted = original.derived(part.config().cloned(), Some(adapter.file), |id, info| {
-        if info.file == adapter.file {
-            Some(info.name.to_owned())
-        } else {
-            names.get(&id).map(|name| (*name).to_owned())
-        }
-    });
+fn with_adapter(part: &Checkpoint, adapter: &Adapter) -> Result<Checkpoint, PlanError> {
+    let config = part.config().cloned();
+    let adapted = part.derived(config, Some(adapter.file), |_, info| Some(info.name.to_owned()));
     adapted.map_err(|reasons| {
         let file = format!("lora {}", adapter.dir.display());
         PlanError { problems: reasons.into_iter().map(|reason| Problem::File { file: file.clone(), reason }).collect() }

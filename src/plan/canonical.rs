@@ -16,7 +16,7 @@ use rayon::prelude::*;
 use super::{
     draft::{Bundled, Draft, Roles},
     family::{Family, Generic, Role},
-    names,
+    member, names,
     naming::{self, Parsed, SELF_WORD},
     problem::Problem,
     select,
@@ -143,14 +143,10 @@ pub(super) fn hf_drafts(
     let stems = BTreeSet::new();
     let namer = Namer { checkpoint, family, generic, stems };
     let mut drafts = Vec::with_capacity(checkpoint.tensors().len());
-    let mut dequantized = BTreeSet::new();
     let mut experts: HashMap<(String, String), u64> = HashMap::new();
     let mut single = Vec::new();
     for (id, info) in checkpoint.tensors() {
-        let dtype = values.dtype_of(&[info.name]);
-        if let (Some((scale, _)), Some(_)) = (values.scale_of(id), dtype) {
-            dequantized.insert(scale);
-        }
+        let dtype = values.dtype_of(id, &[info.name]);
         let mut named = Vec::new();
         let parsed = naming::parse(info.name, &namer.generic.words);
         let view = namer.name(id, info.name, &parsed, info.shape, &mut named).and_then(|()| values.view(id, dtype));
@@ -166,16 +162,15 @@ pub(super) fn hf_drafts(
                     single.push((drafts.len(), expert, key));
                 }
                 let name = info.name.to_owned();
-                drafts.push((id, Draft { name, view, roles, bundled: Bundled::ALWAYS, layers: None }));
+                drafts.push(Draft { name, view, roles, bundled: Bundled::ALWAYS, layers: None });
             }
             (Ok(_), None) => {}
             (Err(problem), _) => problems.push(problem),
         }
     }
     for (at, expert, key) in single {
-        drafts[at].1.roles.expert = Some((expert, experts[&key]));
+        drafts[at].roles.expert = Some((expert, experts[&key]));
     }
-    let drafts = drafts.into_iter().filter(|(id, _)| !dequantized.contains(id)).map(|(_, draft)| draft).collect();
     if problems.is_empty() { Ok(drafts) } else { Err(problems) }
 }
 
@@ -276,7 +271,7 @@ impl Namer<'_> {
         named: &mut Vec<Named>,
     ) -> Result<(), Problem> {
         let shares = role.split.iter().map(|(_, share)| {
-            let number = share.parse().ok().or_else(|| super::config_number(self.checkpoint, share));
+            let number = share.parse().ok().or_else(|| member::config_number(self.checkpoint, share));
             number.ok_or_else(|| Problem::Config { name: name.to_owned(), member: share.clone() })
         });
         let shares = shares.collect::<Result<Vec<u64>, _>>()?;
@@ -383,15 +378,10 @@ fn build(
         .zip(&names)
         .map(|(n, unscanned)| {
             let scanned = if values.depend_on_names() { n.scanned() } else { None };
-            values.dtype_of(&[checkpoint.tensor(n.id).name, unscanned, scanned.as_deref().unwrap_or(unscanned)])
+            let names = [checkpoint.tensor(n.id).name, unscanned, scanned.as_deref().unwrap_or(unscanned)];
+            values.dtype_of(n.id, &names)
         })
         .collect();
-    let mut dequantized_scales = BTreeSet::new();
-    for (n, dtype) in named.iter().zip(&dtypes) {
-        if let (Some((scale, _)), Some(_)) = (values.scale_of(n.id), dtype) {
-            dequantized_scales.insert(scale);
-        }
-    }
     let mut drafts: Vec<Draft> = Vec::with_capacity(named.len());
     let mut groups: BTreeMap<(&str, &str), Vec<Member>> = BTreeMap::new();
     let mut experts: HashMap<(&str, &str), u64> = HashMap::new();
@@ -402,9 +392,6 @@ fn build(
         }
     }
     for ((n, dtype), name) in named.iter().zip(&dtypes).zip(names) {
-        if dequantized_scales.contains(&n.id) {
-            continue;
-        }
         let view = values.view(n.id, *dtype).and_then(|view| match n.part {
             None => Ok(view),
             Some((axis, start, stop)) => {

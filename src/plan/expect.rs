@@ -16,7 +16,8 @@ use super::{
     ViewOptions,
     expr::{EvalError, Expr, Names, Value},
     family::{Expectation, Family, Generic, Words},
-    holes::{self, Hole},
+    hole::Hole,
+    holes,
     name_group::{NameGroup, fold, stars},
     naming::{self, Parsed},
     problem::Problem,
@@ -131,7 +132,9 @@ impl<'a> Survey<'a> {
     /// Whether quantization, where there is any, leaves the names of weights as they are.
     fn keeps_names(&self) -> bool {
         match &self.checkpoint.dialect().quantization {
-            Quantization::None | Quantization::BlockFp8(_) | Quantization::ScaledFp8(_) | Quantization::Mxfp4 => true,
+            Quantization::None | Quantization::ScaledFp8(_) | Quantization::Mxfp4 => true,
+            // The tables of gpt-oss know its codes.
+            quantization @ Quantization::Known { .. } => quantization.is_mxfp4() || self.checkpoint.keeps_names(),
             Quantization::Int4Packed { .. }
             | Quantization::Nvfp4
             | Quantization::CompressedTensors { .. }

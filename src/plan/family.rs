@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
+pub use super::naming::Words;
 use super::naming::{self, Parsed};
 
 /// The families' files, by name. The last is what is assumed of any repository.
@@ -41,18 +42,6 @@ pub struct Role {
     /// Axis along which the parts lie.
     #[serde(default)]
     pub split_axis: usize,
-}
-
-/// Words that show the structure in a name.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Words {
-    /// Words before a layer's number.
-    pub layers: Vec<String>,
-    /// Pairs of words before a layer's number that belong together.
-    pub joined: Vec<String>,
-    /// Words before an expert's number.
-    pub experts: Vec<String>,
 }
 
 /// Tensors that a complete model has for certain.

@@ -3,7 +3,7 @@
 //! Files that do not change are the originals. A weight file with converted tensors keeps its name and the order of its
 //! tensors; the index and `config.json` are rewritten to tell the truth about it.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 
 use serde_json::{Value, json};
 
@@ -57,7 +57,6 @@ pub(super) fn plan(
 ) -> Result<Vec<HfFile>, Vec<Problem>> {
     let checkpoint = values.checkpoint();
     let mut problems = Vec::new();
-    let mut dropped_scales: BTreeSet<TensorId> = BTreeSet::new();
     let mut shown: Vec<(TensorId, String, View)> = Vec::with_capacity(checkpoint.tensors().len());
     let head = tie.then(|| names::tied_head(checkpoint)).flatten();
     let mut changed = head.is_some() || checkpoint.tensors().len() != original.tensors().len();
@@ -66,10 +65,7 @@ pub(super) fn plan(
     }
     let renamed = |name: &str| rename::apply(renames, name).map_err(|problem| vec![problem]);
     for (id, info) in checkpoint.tensors() {
-        let dtype = values.dtype_of(&[info.name]);
-        if let (Some((scale, _)), Some(_)) = (values.scale_of(id), dtype) {
-            dropped_scales.insert(scale);
-        }
+        let dtype = values.dtype_of(id, &[info.name]);
         match values.view(id, dtype) {
             Ok(view) => {
                 let name = renamed(info.name)?;
@@ -84,7 +80,6 @@ pub(super) fn plan(
         let name = renamed(&head)?;
         shown.extend(found.map(|(id, _, view)| (id, name, view)));
     }
-    shown.retain(|(id, ..)| !dropped_scales.contains(id));
     let mut names: HashMap<&str, TensorId> = HashMap::with_capacity(shown.len());
     for (id, name, _) in &shown {
         if let Some(first) = names.insert(name, *id) {
@@ -104,11 +99,11 @@ pub(super) fn plan(
     let total = total_bytes(&shown);
     let mut by_file: Vec<Vec<(TensorId, String, View)>> = vec![Vec::new(); original.source().file_count()];
     for (id, name, view) in shown {
-        by_file[original.tensor(id).file.index()].push((id, name, view));
+        by_file[original.file_of(id).index()].push((id, name, view));
     }
     let mut before: Vec<usize> = vec![0; by_file.len()];
     for (_, info) in original.tensors() {
-        before[info.file.index()] += 1;
+        before[info.file().index()] += 1;
     }
     let weight_map: Vec<(String, String)> = originals(original)
         .filter(|(role, ..)| **role == FileRole::Weights)
@@ -161,7 +156,7 @@ pub(super) fn plan(
 
 /// Bytes of all these tensors.
 fn total_bytes(shown: &[(TensorId, String, View)]) -> u64 {
-    const FITS: &str = "sources have at most 2^58 bytes, and a cast makes at most 16 times as many";
+    const FITS: &str = "sources have at most 2^58 bytes, and decoding codes of 2 bits makes at most 32 times as many";
     shown.iter().map(|(_, _, view)| view.bytes().expect(FITS)).sum()
 }
 
@@ -189,8 +184,10 @@ fn metadata(checkpoint: &Checkpoint, file: FileId) -> Vec<(String, String)> {
 /// `config.json` with the dtype that the weights now have, and without a quantization that was undone.
 fn truthful_config(config: &Value, checkpoint: &Checkpoint, values: &Values<'_>) -> Value {
     let mut config = config.clone();
-    let Some(name) = values.general_dtype().and_then(torch_name) else { return config };
-    let undone = values.undoes_quantization();
+    let decoded = checkpoint.tensors().find_map(|(_, info)| info.quantized());
+    let undone = decoded.is_some();
+    let dtype = values.general_dtype().or_else(|| values.decoded_dtype(decoded?.dtype));
+    let Some(name) = dtype.and_then(torch_name) else { return config };
     let nested = checkpoint.dialect().text_config.clone();
     let had_dtype = config.get("dtype").is_some();
     let rewrite = |members: &mut serde_json::Map<String, Value>, top: bool| {
@@ -200,8 +197,8 @@ fn truthful_config(config: &Value, checkpoint: &Checkpoint, values: &Values<'_>)
         if members.contains_key("dtype") {
             members.insert("dtype".to_owned(), json!(name));
         }
-        if undone {
-            members.shift_remove("quantization_config");
+        for key in QUANTIZATION.iter().filter(|_| undone) {
+            members.shift_remove(*key);
         }
     };
     if let Some(members) = config.as_object_mut() {
@@ -215,6 +212,9 @@ fn truthful_config(config: &Value, checkpoint: &Checkpoint, values: &Values<'_>)
     }
     config
 }
+
+/// Members of `config.json` that tell how weights are quantized; the last is MLX's.
+const QUANTIZATION: [&str; 3] = ["quantization_config", "compression_config", "quantization"];
 
 fn torch_name(dtype: DType) -> Option<&'static str> {
     dtype.is_float().then(|| dtype.name())

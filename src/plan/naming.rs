@@ -2,9 +2,20 @@
 
 use std::borrow::Cow;
 
+use serde::Deserialize;
 use smallvec::SmallVec;
 
-use super::family::Words;
+/// Words that show the structure in a name.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Words {
+    /// Words before a layer's number.
+    pub layers: Vec<String>,
+    /// Pairs of words before a layer's number that belong together.
+    pub joined: Vec<String>,
+    /// Words before an expert's number.
+    pub experts: Vec<String>,
+}
 
 /// A name taken apart: `prefix . word . layer . rest`, the rest possibly with an expert's number.
 #[derive(Clone, Debug, PartialEq, Eq)]

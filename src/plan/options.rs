@@ -1,9 +1,101 @@
 //! What settings mean: the options of a plan.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
 
-use super::{Allow, Embedded, Layout, LayoutFile, PlanError, Problem, Rename, Sharding, Subset, Tied, ViewOptions};
-use crate::config::{ConfigError, DtypeChoice, LayoutChoice, ShardChoice, ViewSettings, value::Value};
+use super::{
+    layout_file::LayoutFile,
+    layouts::Embedded,
+    problem::{PlanError, Problem},
+    select::Subset,
+    shard::Sharding,
+};
+use crate::{
+    config::{
+        Allow, CastRule, ConfigError, Dequantize, DtypeChoice, LayoutChoice, LogicalRule, Mesh, Rename, ShardChoice,
+        ShardRule, Tied, ViewSettings, value::Value,
+    },
+    tensor::DType,
+};
+
+/// How tensors are named and shaped.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub enum Layout {
+    /// Generic: layers stacked, short names, `[out, in]` kept.
+    #[default]
+    Canonical,
+    /// The repository's own names.
+    Hf,
+    /// One in the program, as data: rules for each model family, chosen by `config.json`.
+    Embedded(&'static Embedded),
+    /// A file of the user's.
+    File(Arc<LayoutFile>),
+}
+
+impl Layout {
+    /// Its name; for a file, its path.
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Canonical => "canonical",
+            Self::Hf => "hf",
+            Self::Embedded(embedded) => embedded.name,
+            Self::File(file) => file.label(),
+        }
+    }
+
+    /// Key of the dictionary that holds all tensors in formats of trees. MaxText saves its variables, themselves a tree
+    /// below `params`, as the member `params` of its training state.
+    pub fn tree_root(&self) -> Option<&str> {
+        match self {
+            Self::Embedded(embedded) if embedded.name.starts_with("maxtext") => Some("params"),
+            Self::Canonical | Self::Hf | Self::Embedded(_) | Self::File(_) => None,
+        }
+    }
+}
+
+/// What the user wants of one view of a checkpoint.
+#[derive(Clone, Debug, Default)]
+pub struct ViewOptions {
+    /// The devices.
+    pub mesh: Mesh,
+    /// Names and shapes.
+    pub layout: Layout,
+    /// Dtype of all floats; `None` leaves them as they are, or to the layout.
+    pub dtype: Option<DType>,
+    /// What quantized tensors are decoded to, if they are whatever `dtype` says.
+    pub dequantize: Option<Dequantize>,
+    /// Whether floats stay as they are where the layout has a dtype for them.
+    pub keep_dtype: bool,
+    /// Dtypes by pattern; the first that matches wins over `dtype`.
+    pub casts: Vec<CastRule>,
+    /// How specs are chosen.
+    pub sharding: Sharding,
+    /// Specs by pattern; the first that matches wins over `sharding`.
+    pub shard_rules: Vec<ShardRule>,
+    /// Whether bundles hold one tensor per source tensor instead of stacks of layers.
+    pub unscanned: bool,
+    /// Whether a split that is not even is refused.
+    pub even: bool,
+    /// The devices to list, ascending; `None` lists all.
+    pub devices: Option<Vec<u64>>,
+    /// Whether missing layers, and leaves of a layout file without their tensors, are accepted.
+    pub allow_missing: Allow,
+    /// Whether tensors that no rule of a layout file, or no table of the family, names are accepted.
+    pub allow_unmapped: Allow,
+    /// Parameters of the layout, by name.
+    pub set: BTreeMap<String, String>,
+    /// Rules for logical axes, in place of the layout's for the same axes.
+    pub logical_rules: Vec<LogicalRule>,
+    /// Bytes of the largest chunk file in formats of chunks; `None` leaves the choice to the format.
+    pub chunk_bytes_max: Option<u64>,
+    /// Which tensors of the repository.
+    pub subset: Subset,
+    /// Renames of what is shown, in order.
+    pub renames: Vec<Rename>,
+    /// How an output head that is the embedding is shown.
+    pub tied: Tied,
+    /// Directory of a LoRA adapter, one of those that the checkpoint was opened with.
+    pub lora: Option<PathBuf>,
+}
 
 impl Layout {
     /// The layout that a word of the user's names: one in the program, or else a file `*.toml`, which is read.
@@ -50,6 +142,7 @@ impl ViewOptions {
             mesh: settings.mesh.clone().unwrap_or_default(),
             layout: settings.layout.as_ref().map(Layout::of).transpose()?.unwrap_or_default(),
             dtype: settings.dtype.and_then(DtypeChoice::dtype),
+            dequantize: settings.dequantize,
             keep_dtype: settings.dtype == Some(DtypeChoice::Keep),
             casts: settings.cast.clone(),
             sharding: match settings.shard {

@@ -4,9 +4,9 @@
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
-use super::{AxisUse, Mesh, axis_use, draft::Draft, name_group::fold, values::Values};
+use super::{AxisUse, Mesh, axis_use, draft::Draft, name_group::fold};
 use crate::{
-    checkpoint::{Checkpoint, Quantization},
+    checkpoint::Checkpoint,
     tensor::{DType, TensorId},
 };
 
@@ -56,17 +56,19 @@ struct Packed {
 }
 
 impl Packed {
-    fn of(checkpoint: &Checkpoint, values: &Values<'_>) -> Self {
+    fn of(checkpoint: &Checkpoint) -> Self {
         let mut packed = Self::default();
-        let dequantized =
-            |id: TensorId| values.scale_of(id).is_some() && values.dtype_of(&[checkpoint.tensor(id).name]).is_some();
+        let blocks = checkpoint
+            .raw()
+            .filter_map(|tensor| Some((tensor.operands[0], (tensor.operands[1], tensor.template.block()?))));
+        let blocks: HashMap<TensorId, (TensorId, (u64, u64))> = blocks.collect();
         let table = checkpoint.table();
         for (id, info) in checkpoint.tensors().filter(|(_, info)| !is_plain(info.dtype)) {
-            if dequantized(id) {
+            if info.quantized().is_some() {
                 continue;
             }
             let channels = || Some((channel_scale(checkpoint, id)?, (1, 1)));
-            if let Some((scale, block)) = values.scale_of(id).or_else(channels) {
+            if let Some((scale, block)) = blocks.get(&id).copied().or_else(channels) {
                 packed.blocks.insert(id, block);
                 packed.scales.insert(scale, id);
                 continue;
@@ -115,18 +117,17 @@ fn is_nested(rest: &str) -> bool {
 /// `is_told` tells whether the user says all about a draft's shards.
 pub(super) fn keep_together(
     drafts: &mut [Draft],
-    values: &Values<'_>,
+    checkpoint: &Checkpoint,
     mesh: &Mesh,
     is_told: &dyn Fn(&Draft) -> bool,
 ) -> Option<String> {
-    let checkpoint = values.checkpoint();
     let axes = mesh.axes().iter().filter(|axis| axis.size > 1 && axis_use(&axis.name) == AxisUse::Tensor);
     let parts: u64 = axes.map(|axis| axis.size).product();
     // Codes and scales of gpt-oss have the axes of the matrix, which its family's table names for both.
-    if parts == 1 || checkpoint.dialect().quantization == Quantization::Mxfp4 {
+    if parts == 1 || checkpoint.dialect().quantization.is_mxfp4() {
         return None;
     }
-    let packed = Packed::of(checkpoint, values);
+    let packed = Packed::of(checkpoint);
     if packed.whole.is_empty() && packed.blocks.is_empty() {
         return None;
     }

@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, fmt};
 
 use super::{
-    holes::Hole,
+    hole::Hole,
     mesh::DEVICES_LISTED_MAX,
     name_group::{NameGroup, ranges},
 };

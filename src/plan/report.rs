@@ -13,7 +13,7 @@ use super::{
     naming::group_name, select,
 };
 use crate::{
-    checkpoint::{Checkpoint, Experts, FileRole, Granularity, Quantization, printable},
+    checkpoint::{Checkpoint, Experts, FileRole, Granularity, Quantization, Summary, printable},
     tensor::{DType, PAGE_BYTES, Reads, Shape},
 };
 
@@ -308,6 +308,9 @@ pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
         line("", &format!("parameters {}", params.join(", ")));
     }
     line("dtype", &plan.dtype.map_or_else(|| "as stored".to_owned(), |dtype| format!("{dtype} for all floats")));
+    if !plan.decoded.is_empty() {
+        line("decoded", &decoded_text(plan));
+    }
     let mesh = if plan.mesh.axes().is_empty() { "none".to_owned() } else { plan.mesh.to_string() };
     let listed = plan.devices.len() as u64;
     let some = if listed == plan.mesh.devices() { String::new() } else { format!(", {listed} listed") };
@@ -448,6 +451,10 @@ fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
         "family": plan.family,
         "params": plan.params.iter().map(|(name, value)| (name.clone(), json!(value))).collect::<Map<_, _>>(),
         "dtype": plan.dtype.map(DType::code),
+        "decoded": plan.decoded.iter().map(|row| {
+            json!({"scheme": row.scheme, "tensors": row.tensors, "bytes": row.bytes})
+        }).collect::<Vec<_>>(),
+        "kept_raw": plan.kept_raw,
         "unscanned": plan.unscanned,
         "mesh": {"axes": axes, "devices": plan.mesh.devices()},
         "devices": devices,
@@ -565,17 +572,35 @@ fn experts_json(experts: Experts) -> Value {
     json!({"kept": kept, "count": count, "text": experts.to_string()})
 }
 
+/// What is decoded, and how much of it there is.
+fn decoded_text(plan: &Plan) -> String {
+    let rows =
+        plan.decoded.iter().map(|row| format!("{} {} tensors, {}", row.tensors, row.scheme, human_bytes(row.bytes)));
+    let rows: Vec<String> = rows.collect();
+    let kept = if plan.kept_raw == 0 { String::new() } else { format!("; {} shown as stored", plan.kept_raw) };
+    format!("{}{kept}", rows.join("; "))
+}
+
+/// A scheme that is known: its name, and what it tells of itself.
+fn summary_json(summary: &Summary) -> Value {
+    let mut row = json!({"scheme": summary.scheme});
+    for (key, value) in &summary.details {
+        row[*key] = value.clone();
+    }
+    row
+}
+
 fn quantization_json(quantization: &Quantization) -> Value {
     let mut row = match quantization {
         Quantization::None => json!({"scheme": null}),
-        Quantization::BlockFp8(fp8) => json!({
-            "scheme": "block_fp8",
-            "block": [fp8.block.0, fp8.block.1],
-            "weights": fp8.pairs.len(),
-            "unscaled": fp8.unpaired.len(),
-            "scale_suffix": fp8.suffix,
-            "scale_dtype": fp8.scale_dtype.map(DType::code),
-        }),
+        Quantization::Known { schemes, rest } => match schemes.as_slice() {
+            [only] if **rest == Quantization::None => summary_json(only),
+            several => {
+                let rest = Some(rest).filter(|rest| ***rest != Quantization::None);
+                let schemes = several.iter().map(summary_json).chain(rest.map(|rest| quantization_json(rest)));
+                json!({"scheme": "several", "schemes": schemes.collect::<Vec<_>>()})
+            }
+        },
         Quantization::ScaledFp8(granularity) => {
             let per = match granularity {
                 Granularity::Tensor => "tensor",
@@ -591,7 +616,7 @@ fn quantization_json(quantization: &Quantization) -> Value {
         Quantization::Unknown { method } => json!({"scheme": "unknown", "method": method}),
     };
     // Whether a dtype can be asked for.
-    row["converts"] = matches!(quantization, Quantization::None | Quantization::BlockFp8(_)).into();
+    row["converts"] = quantization.undecodable().is_none().into();
     row["text"] = quantization.to_string().into();
     row
 }

@@ -11,13 +11,14 @@ use serde_json::{Map, Value, json};
 use super::{
     LayerRanges,
     family::{Family, Generic, Words},
+    member,
     name_group::{NameGroup, fold},
     naming,
     pattern::Pattern,
     problem::{PlanError, Problem},
     rename::{self, Rename},
 };
-use crate::{checkpoint::Checkpoint, checkpoint::Quantization, tensor::TensorId};
+use crate::{checkpoint::Checkpoint, tensor::TensorId};
 
 /// Which tensors of a checkpoint are wanted.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -167,7 +168,7 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
         let new = |name: &str| rename::apply(&subset.source_renames, name).expect("each name was checked just above");
         let renamed = checkpoint.derived(None, None, |_, info| Some(new(info.name)));
         let renamed = renamed.map_err(|reasons| refused(reasons, "source_rename"))?;
-        if scale_pairs(checkpoint) != scale_pairs(&renamed) {
+        if parts_names(checkpoint, &renamed) {
             let reason = "takes the names of scales away from those of their quantized weights".to_owned();
             return Err(refused(vec![reason], "source_rename"));
         }
@@ -235,7 +236,13 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
         };
         names.insert(id, name);
     }
-    keep_scales(base, &mut names);
+    keep_operands(base, &mut names, &|id| {
+        let name = base.tensor(id).name;
+        let parsed = naming::parse(name, &words);
+        let layer = parsed.layer.filter(|_| subset.renumber && text.as_deref() == Some(parsed.prefix.as_str()));
+        let new = layer.and_then(|layer| Some(renumbered(name, layer, *kept.get(&layer)?)));
+        new.unwrap_or_else(|| name.to_owned())
+    });
     let layers: Vec<u64> = kept.keys().copied().collect();
     let (config, no_hf) = configuration(base, subset, &layers, dropped_mtp, family);
     selected.no_hf = no_hf.or_else(|| {
@@ -248,20 +255,36 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
     Ok(selected)
 }
 
-/// Keeps a scale if its weight is kept, whatever patterns say: without it the weight's bytes mean nothing.
-fn keep_scales(base: &Checkpoint, names: &mut BTreeMap<TensorId, String>) {
-    let scales: Vec<(TensorId, TensorId)> = scale_pairs(base);
-    for (weight, scale) in scales {
-        match names.get(&weight).cloned() {
-            None => drop(names.remove(&scale)),
-            Some(_) if names.contains_key(&scale) => {}
-            Some(weight_name) => {
-                let (old_weight, old_scale) = (base.tensor(weight).name, base.tensor(scale).name);
-                let suffix = old_scale.strip_prefix(old_weight).unwrap_or_default();
-                names.insert(scale, if suffix.is_empty() { old_scale.to_owned() } else { weight_name + suffix });
-            }
-        }
+/// Keeps what raw weights are decoded with if they are kept, whatever patterns say, and only then: without it their bytes mean
+/// nothing. `name` gives the name of what is kept so.
+fn keep_operands(base: &Checkpoint, names: &mut BTreeMap<TensorId, String>, name: &dyn Fn(TensorId) -> String) {
+    let (mut needed, mut unneeded) = (BTreeSet::new(), BTreeSet::new());
+    for tensor in base.raw() {
+        let [codes, operands @ ..] = tensor.operands else { continue };
+        if names.contains_key(codes) { needed.extend(operands) } else { unneeded.extend(operands) }
     }
+    for id in unneeded.difference(&needed) {
+        names.remove(*id);
+    }
+    for id in needed {
+        names.entry(*id).or_insert_with(|| name(*id));
+    }
+}
+
+/// Whether renames take the names of scales away from those of their weights, as far as these are raw: programs find them by
+/// their names.
+fn parts_names(checkpoint: &Checkpoint, renamed: &Checkpoint) -> bool {
+    let (old, new) = (|id| checkpoint.tensor(id).name, |id| renamed.tensor(id).name);
+    checkpoint.raw().any(|tensor| {
+        let [codes, operands @ ..] = tensor.operands else { return false };
+        operands.iter().any(|operand| {
+            let pairs = old(*codes).char_indices().zip(old(*operand).chars());
+            let same = pairs.take_while(|((_, a), b)| a == b).last();
+            let common = same.map_or(0, |((at, letter), _)| at + letter.len_utf8());
+            let stem = new(*codes).strip_suffix(&old(*codes)[common..]);
+            stem.is_none() || stem != new(*operand).strip_suffix(&old(*operand)[common..])
+        })
+    })
 }
 
 /// Why the layers that are wanted cannot be had, if some are beyond the last.
@@ -276,21 +299,6 @@ fn beyond_the_last(base: &Checkpoint, subset: &Subset, prefix: Option<&str>, wor
     let range = layers.beyond(count)?;
     let last = count.saturating_sub(1);
     Some(format!("{range}: there are {count} layers, 0 to {last}: expected ranges in 0..{count}"))
-}
-
-/// Quantized weights and their scales.
-fn scale_pairs(checkpoint: &Checkpoint) -> Vec<(TensorId, TensorId)> {
-    match &checkpoint.dialect().quantization {
-        Quantization::BlockFp8(fp8) => fp8.pairs.clone(),
-        Quantization::None
-        | Quantization::ScaledFp8(_)
-        | Quantization::Mxfp4
-        | Quantization::Int4Packed { .. }
-        | Quantization::Nvfp4
-        | Quantization::CompressedTensors { .. }
-        | Quantization::Mlx { .. }
-        | Quantization::Unknown { .. } => Vec::new(),
-    }
 }
 
 /// The prefix of the text model's layers.
@@ -321,7 +329,7 @@ pub(super) fn predicting(checkpoint: &Checkpoint, family: Option<&Family>) -> Op
     if config.get("is_encoder_decoder").and_then(Value::as_bool) == Some(true) {
         return None;
     }
-    let is_known = family.is_some() || MTP_COUNTS.iter().any(|key| super::config_number(checkpoint, key) > Some(0));
+    let is_known = family.is_some() || MTP_COUNTS.iter().any(|key| member::config_number(checkpoint, key) > Some(0));
     let beyond = |name: &str| {
         let parsed = naming::parse(name, &words);
         parsed.prefix == prefix && parsed.layer.is_some_and(|layer| layer >= first)

@@ -1,25 +1,54 @@
-//! What becomes of a source tensor's values: passed through, cast or dequantized, by `--dtype` and the rules of the
+//! What becomes of a tensor's values: passed through, cast or decoded, by `--dtype`, `--dequantize` and the rules of the
 //! configuration file.
+
+use std::{
+    collections::{BTreeSet, HashSet},
+    sync::{Mutex, PoisonError},
+};
 
 use super::problem::Problem;
 use crate::{
-    checkpoint::{Checkpoint, Quantization},
+    checkpoint::{Checkpoint, Quantization, Storage},
     config::CastRule,
     tensor::{DType, Shape, SourceTensor, TensorId, View},
 };
 
-/// Decides and builds the values of source tensors.
+/// What is asked of values in general.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Wish {
+    /// Dtype of all floats; `None` leaves them as they are.
+    pub dtype: Option<DType>,
+    /// What quantized tensors become.
+    pub quantized: Raw,
+}
+
+/// Whether quantized tensors are shown raw.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Raw {
+    /// As they are stored.
+    #[default]
+    Shown,
+    /// Decoded, to this dtype or each to its own.
+    Decoded(Option<DType>),
+}
+
+/// Decides and builds the values of tensors.
 #[derive(Debug)]
 pub struct Values<'a> {
     checkpoint: &'a Checkpoint,
-    dtype: Option<DType>,
+    wish: Wish,
     rules: &'a [CastRule],
+    /// Stored tensors that others need that are shown raw.
+    of_raw: HashSet<TensorId>,
+    /// Decoded tensors of which a rule has said since that they be shown raw.
+    raw: Mutex<BTreeSet<TensorId>>,
 }
 
 impl<'a> Values<'a> {
-    /// Values under a general dtype and rules, of which the first that matches wins over the general dtype.
-    pub fn new(checkpoint: &'a Checkpoint, dtype: Option<DType>, rules: &'a [CastRule]) -> Self {
-        Self { checkpoint, dtype, rules }
+    /// Values under a general wish and rules, of which the first that matches wins over the wish.
+    pub fn new(checkpoint: &'a Checkpoint, wish: Wish, rules: &'a [CastRule]) -> Self {
+        let of_raw = if wish.dtype.is_some() { checkpoint.raw_operands().collect() } else { HashSet::new() };
+        Self { checkpoint, wish, rules, of_raw, raw: Mutex::default() }
     }
 
     /// The checkpoint, as far as it is wanted.
@@ -27,102 +56,94 @@ impl<'a> Values<'a> {
         self.checkpoint
     }
 
-    /// A row of the tensor table, as views refer to it.
-    ///
-    /// # Errors
-    /// [`Problem::View`] if the tensor has too many axes, which the header's reader has excluded.
-    pub fn tensor(&self, id: TensorId) -> Result<SourceTensor, Problem> {
-        let info = self.checkpoint.tensor(id);
-        let shape = Shape::try_new(info.shape)
-            .map_err(|error| Problem::View { name: info.name.to_owned(), error: error.into() })?;
-        Ok(SourceTensor { id, dtype: info.dtype, shape })
-    }
-
     /// Whether names matter to the dtype.
     pub fn depend_on_names(&self) -> bool {
         !self.rules.is_empty()
     }
 
-    /// The dtype that a tensor of these names is to have; `None` leaves it as it is.
-    pub fn dtype_of(&self, names: &[&str]) -> Option<DType> {
+    /// The dtype that a tensor of these names is to have; `None` leaves it as it is. That a decoded tensor stays as it is
+    /// stored after all is noted: see [`Values::raw`].
+    pub fn dtype_of(&self, id: TensorId, names: &[&str]) -> Option<DType> {
         let rule = self.rules.iter().find(|rule| names.iter().any(|name| rule.pattern.matches(name)));
-        rule.map_or(self.dtype, |rule| rule.dtype)
-    }
-
-    /// The scale tensor that belongs to a block-quantized weight.
-    pub fn scale_of(&self, weight: TensorId) -> Option<(TensorId, (u64, u64))> {
-        match &self.checkpoint.dialect().quantization {
-            Quantization::BlockFp8(fp8) => fp8.scale_of(weight).map(|scale| (scale, fp8.block)),
-            Quantization::None
-            | Quantization::ScaledFp8(_)
-            | Quantization::Mxfp4
-            | Quantization::Int4Packed { .. }
-            | Quantization::Nvfp4
-            | Quantization::CompressedTensors { .. }
-            | Quantization::Mlx { .. }
-            | Quantization::Unknown { .. } => None,
+        let info = self.checkpoint.tensor(id);
+        match (info.storage, rule) {
+            (Storage::Plain { .. }, Some(rule)) => rule.dtype,
+            // Codes and scales of what is shown raw mean nothing in another type.
+            (Storage::Plain { .. }, None) => self.wish.dtype.filter(|_| !self.of_raw.contains(&id)),
+            (Storage::Quantized(quantized), rule) => {
+                let dtype = rule.map_or_else(|| self.decoded_dtype(quantized.dtype), |rule| rule.dtype);
+                if dtype.is_none() {
+                    self.raw.lock().unwrap_or_else(PoisonError::into_inner).insert(id);
+                }
+                dtype
+            }
         }
     }
 
-    /// The tensor with its values as wanted: cast or dequantized to `dtype` if it is a float, else as it is.
+    /// The dtype that a quantized tensor of this own dtype is decoded to by the general wish, if it is.
+    pub fn decoded_dtype(&self, own: DType) -> Option<DType> {
+        match self.wish.quantized {
+            Raw::Shown => None,
+            Raw::Decoded(dtype) => Some(dtype.unwrap_or(own)),
+        }
+    }
+
+    /// The decoded tensors that rules want raw, as far as they have been asked about.
+    pub fn raw(&self) -> BTreeSet<TensorId> {
+        self.raw.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The tensor with its values as wanted: a float cast to `dtype`, a quantized one decoded to it or to its own, others as they
+    /// are.
     ///
     /// # Errors
     /// [`Problem::View`] naming the tensor.
     pub fn view(&self, id: TensorId, dtype: Option<DType>) -> Result<View, Problem> {
-        let tensor = self.tensor(id)?;
-        let Some(dtype) = dtype else { return Ok(View::source(tensor)) };
-        let named = |error| Problem::View { name: self.checkpoint.tensor(id).name.to_owned(), error };
-        match self.scale_of(id) {
-            Some((scale, block)) => View::dequantize(tensor, self.tensor(scale)?, block, dtype).map_err(named),
-            None if tensor.dtype.is_float() => View::source(tensor).cast(dtype).map_err(named),
-            None => Ok(View::source(tensor)),
+        let info = self.checkpoint.tensor(id);
+        let named = |error| Problem::View { name: info.name.to_owned(), error };
+        match info.storage {
+            Storage::Quantized(quantized) => {
+                quantized.view().and_then(|view| view.cast(dtype.unwrap_or(quantized.dtype))).map_err(named)
+            }
+            Storage::Plain { .. } => {
+                let shape = Shape::try_new(info.shape).map_err(|error| named(error.into()))?;
+                let view = View::source(SourceTensor { id, dtype: info.dtype, shape });
+                match dtype.filter(|_| info.dtype.is_float()) {
+                    Some(dtype) => view.cast(dtype).map_err(named),
+                    None => Ok(view),
+                }
+            }
         }
     }
 
-    /// Whether `--dtype` or a rule asks for conversion at all.
+    /// Whether the general wish or a rule asks for conversion at all.
     pub fn converts(&self) -> bool {
-        self.dtype.is_some() || self.rules.iter().any(|rule| rule.dtype.is_some())
+        converts(self.wish, self.rules)
     }
 
     /// The dtype asked for in general.
     pub fn general_dtype(&self) -> Option<DType> {
-        self.dtype
+        self.wish.dtype
     }
+}
 
-    /// Whether quantized weights are dequantized.
-    pub fn undoes_quantization(&self) -> bool {
-        match &self.checkpoint.dialect().quantization {
-            Quantization::BlockFp8(fp8) => fp8.pairs.iter().any(|(weight, _)| {
-                let name = self.checkpoint.tensor(*weight).name;
-                self.dtype_of(&[name]).is_some()
-            }),
-            Quantization::None
-            | Quantization::ScaledFp8(_)
-            | Quantization::Mxfp4
-            | Quantization::Int4Packed { .. }
-            | Quantization::Nvfp4
-            | Quantization::CompressedTensors { .. }
-            | Quantization::Mlx { .. }
-            | Quantization::Unknown { .. } => false,
-        }
-    }
+/// Whether a wish or a rule asks for conversion at all.
+pub fn converts(wish: Wish, rules: &[CastRule]) -> bool {
+    wish != Wish::default() || rules.iter().any(|rule| rule.dtype.is_some())
+}
 
-    /// The problem, if conversion is asked for in a repository whose quantization cannot be undone yet: casting the
-    /// stored numbers alone would give wrong values.
-    pub fn unsupported(&self) -> Option<Problem> {
-        if !self.converts() {
-            return None;
-        }
-        let scheme = match &self.checkpoint.dialect().quantization {
-            Quantization::None | Quantization::BlockFp8(_) => return None,
-            Quantization::ScaledFp8(granularity) => format!("fp8 with scales per {granularity:?}").to_lowercase(),
-            Quantization::Mxfp4 => "mxfp4".to_owned(),
-            Quantization::Int4Packed { .. } => "int4 pack-quantized".to_owned(),
-            Quantization::Nvfp4 => "nvfp4".to_owned(),
-            Quantization::CompressedTensors { format } => format!("compressed-tensors {format}"),
-            quantization @ Quantization::Mlx { .. } => quantization.to_string(),
-            Quantization::Unknown { method } => method.clone(),
-        };
-        Some(Problem::Quantization { scheme })
-    }
+/// The problem of converting in a repository of which something is quantized in a way that is not decoded: casting the stored
+/// numbers alone would give wrong values.
+pub fn unsupported(checkpoint: &Checkpoint) -> Option<Problem> {
+    let scheme = match checkpoint.dialect().quantization.undecodable()? {
+        Quantization::None | Quantization::Known { .. } => return None,
+        Quantization::ScaledFp8(granularity) => format!("fp8 with scales per {granularity:?}").to_lowercase(),
+        Quantization::Mxfp4 => "mxfp4".to_owned(),
+        Quantization::Int4Packed { .. } => "int4 pack-quantized".to_owned(),
+        Quantization::Nvfp4 => "nvfp4".to_owned(),
+        Quantization::CompressedTensors { format } => format!("compressed-tensors {format}"),
+        quantization @ Quantization::Mlx { .. } => quantization.to_string(),
+        Quantization::Unknown { method } => method.clone(),
+    };
+    Some(Problem::Quantization { scheme })
 }

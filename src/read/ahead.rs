@@ -113,9 +113,9 @@ impl Engine {
                     for runs in &need.runs {
                         runs.for_each_span(GAP_BYTES, &mut |start, len| {
                             let hull = ByteSpan::of_len(start, left.min(len));
-                            if let Some(span) = hull.and_then(|hull| info.span.slice(hull)) {
+                            if let Some(span) = hull.and_then(|hull| info.span().slice(hull)) {
                                 left -= span.len();
-                                self.will_need(info.file, span);
+                                self.will_need(info.file(), span);
                             }
                         });
                     }
@@ -126,9 +126,9 @@ impl Engine {
             let unit = decode.source_bytes(unit).expect("what decodes no value reads elements");
             piece.source_hulls(GAP_BYTES / unit, &mut |start, units| {
                 let hull = ByteSpan::of_len((offset + start) * unit, left.min(units * unit));
-                if let Some(span) = hull.and_then(|hull| info.span.slice(hull)) {
+                if let Some(span) = hull.and_then(|hull| info.span().slice(hull)) {
                     left -= span.len();
-                    self.will_need(info.file, span);
+                    self.will_need(info.file(), span);
                 }
             });
         });

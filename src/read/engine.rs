@@ -106,7 +106,7 @@ impl Engine {
             for segment in file.image.segments() {
                 if let Segment::View(view) = segment {
                     view.for_each_source(&mut |tensor| {
-                        sources.insert(self.checkpoint.tensor(tensor.id).file);
+                        sources.insert(self.checkpoint.tensor(tensor.id).file());
                     });
                 }
             }

@@ -54,7 +54,7 @@ pub(super) fn fetch(checkpoint: &Checkpoint, buffers: &BufferPool, batch: &Batch
 
 /// Whether all tensors that a job needs lie in mapped files.
 pub(super) fn are_mapped(checkpoint: &Checkpoint, wanted: &[Wanted]) -> bool {
-    wanted.iter().all(|wanted| checkpoint.source().maps_of(checkpoint.tensor(wanted.tensor).file).is_some())
+    wanted.iter().all(|wanted| checkpoint.source().maps_of(checkpoint.tensor(wanted.tensor).file()).is_some())
 }
 
 /// Runs `work` over windows of the maps.
@@ -73,7 +73,7 @@ pub(super) fn through_maps(
         return Ok(());
     };
     let info = checkpoint.tensor(first.tensor);
-    let Some(span) = ByteSpan::new(first.start, first.end).and_then(|span| info.span.slice(span)) else {
+    let Some(span) = ByteSpan::new(first.start, first.end).and_then(|span| info.span().slice(span)) else {
         return Err(ReadError::Internal { what: "a piece leaves its tensor" });
     };
     if 2 * first.used_bytes < span.len() {
@@ -81,7 +81,7 @@ pub(super) fn through_maps(
         maps.will_return();
     }
     let mut result = Ok(());
-    let mapped = maps.with(info.file, span, &mut |bytes| {
+    let mapped = maps.with(info.file(), span, &mut |bytes| {
         let mut all: SmallVec<[Window<'_>; 4]> = SmallVec::from_slice(windows);
         all.push(Window { bytes, start: first.start });
         result = through_maps(checkpoint, maps, others, &all, work);

@@ -82,7 +82,7 @@ impl Engine {
                     made += job.piece.units();
                     let wanted = job.wanted();
                     for wanted in &wanted {
-                        touch(touched, self.checkpoint.tensor(wanted.tensor).file);
+                        touch(touched, self.checkpoint.tensor(wanted.tensor).file());
                         self.counters.fetch(how.path, wanted.used_bytes);
                     }
                     match self.source().maps().filter(|_| fetch::are_mapped(&self.checkpoint, &wanted)) {
@@ -116,7 +116,7 @@ impl Engine {
         let limits = Limits { bytes, spans: BATCH_SPANS_MAX, gap_bytes: self.source().gap_bytes() };
         let place = |tensor: TensorId| {
             let info = self.checkpoint.tensor(tensor);
-            (info.file, info.span)
+            (info.file(), info.span())
         };
         let batches = schedule(jobs, limits, &place)?;
         let threads = thread::available_parallelism().map_or(1, NonZeroUsize::get).min(self.workers.count() + 1);

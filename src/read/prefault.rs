@@ -65,7 +65,7 @@ impl Prefault {
         let Some(engine) = self.engine.upgrade() else { return false };
         let place = |tensor| {
             let info = engine.checkpoint().tensor(tensor);
-            (info.file, info.span)
+            (info.file(), info.span())
         };
         match self.sources.next(place) {
             Found::Part(file, span) => engine.source().maps().is_some_and(|maps| maps.map_ahead(file, span)),

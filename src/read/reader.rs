@@ -138,8 +138,8 @@ impl<'a> Reader<'a> {
             return None;
         }
         let info = self.engine.checkpoint.tensor(tensor);
-        let start = info.span.start() + offset * unit + (low - first * unit);
-        Some((info.file, start, start + (high - low)))
+        let start = info.span().start() + offset * unit + (low - first * unit);
+        Some((info.file(), start, start + (high - low)))
     }
 
     /// Makes a span for this request alone.
@@ -244,7 +244,7 @@ impl Engine {
             let start = file.image.start_of(segment);
             let mut mapped = true;
             view.for_each_source(&mut |tensor| {
-                mapped = mapped && self.source().maps_of(self.checkpoint.tensor(tensor.id).file).is_some();
+                mapped = mapped && self.source().maps_of(self.checkpoint.tensor(tensor.id).file()).is_some();
             });
             let cache_bytes = self.options().tile_cache_bytes;
             let free_bytes = cache_bytes.saturating_sub(self.cache.bytes_in_use());

@@ -430,6 +430,18 @@ impl Value {
         }
     }
 
+    /// This value of other tensors: `tensor` gives what stands in the place of each.
+    #[must_use]
+    pub fn of_tensors(&self, tensor: &mut dyn FnMut(&SourceTensor) -> SourceTensor) -> Self {
+        let Operand { tensor: of, field, index } = &self.load;
+        let load = Operand { tensor: tensor(of), field: field.clone(), index: index.clone() };
+        let steps = self.steps.iter().map(|step| match step {
+            Step::Compute(operation, Term::Value(value)) => Step::Compute(*operation, value.of_tensors(tensor).into()),
+            Step::Compute(_, Term::Constant(_)) | Step::Round(_) => step.clone(),
+        });
+        Self { load, steps: steps.collect() }
+    }
+
     /// Checks that every operand can be read for every logical element.
     ///
     /// # Errors

@@ -262,7 +262,7 @@ impl Permissions {
     /// Adds the classes of the files that a view reads.
     fn add_classes(&self, view: &View, classes: &mut HashSet<u32>) {
         view.for_each_source(&mut |tensor| {
-            classes.insert(self.classes.of(self.checkpoint.tensor(tensor.id).file));
+            classes.insert(self.classes.of(self.checkpoint.tensor(tensor.id).file()));
         });
     }
 
@@ -304,7 +304,7 @@ impl Permissions {
             self.add_classes(view, &mut classes);
         }
         if all_tensors {
-            classes.extend(self.checkpoint.tensors().map(|(_, tensor)| self.classes.of(tensor.file)));
+            classes.extend(self.checkpoint.tensors().map(|(_, tensor)| self.classes.of(tensor.file())));
         }
         self.gates_of(classes)
     }

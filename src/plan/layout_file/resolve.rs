@@ -560,11 +560,8 @@ impl<'a> Resolver<'a> {
             let dtype = match leaf.dtype {
                 Some(Keep::Source) => None,
                 Some(Keep::As(dtype)) => Some(dtype),
-                None => self.values.dtype_of(&[found, &source, &making.name]),
+                None => self.values.dtype_of(id, &[found, &source, &making.name]),
             };
-            if let (Some((scale, _)), Some(_)) = (self.values.scale_of(id), dtype) {
-                making.found.push(scale);
-            }
             let view = self.values.view(id, dtype).map_err(Failure::Source)?;
             making.misshapen.extend(self.misshapen(making, name, id, view.shape())?);
             sources.push((name.clone(), view));
@@ -620,8 +617,7 @@ impl<'a> Resolver<'a> {
             alike.entry(key).or_default().push(misshapen);
         }
         for ((line, expected, _), alike) in alike {
-            let first = checkpoint.tensor(alike[0].id);
-            let file = checkpoint.source().path(first.file).display().to_string();
+            let file = checkpoint.source().path(checkpoint.file_of(alike[0].id)).display().to_string();
             let names: BTreeSet<&str> = alike.iter().map(|misshapen| checkpoint.tensor(misshapen.id).name).collect();
             for group in fold(names, &[]) {
                 let rule = RulePlace(Some((self.scope.file.label.clone(), line)));

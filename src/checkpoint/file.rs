@@ -1,0 +1,96 @@
+//! What the files of a repository are to a checkpoint.
+
+use std::fmt;
+
+use crate::source::FileId;
+
+/// What a file of a repository is to the checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum FileRole {
+    /// Its tensors are the checkpoint's.
+    Weights,
+    /// Configuration, tokenizer, documentation: no tensors of ours.
+    Other,
+    /// Left out, and why.
+    Ignored(IgnoreReason),
+}
+
+impl FileRole {
+    /// Whether the file is a regular one that is opened.
+    pub(super) const fn is_readable(&self) -> bool {
+        match self {
+            Self::Weights | Self::Other => true,
+            Self::Ignored(reason) => reason.is_readable(),
+        }
+    }
+}
+
+/// Why a file of a repository is left out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IgnoreReason {
+    /// Safetensors that the index does not name. Suspicious unless it is a known second copy.
+    NotInIndex,
+    /// Weights in the original publisher's naming, beside the set that is used.
+    SecondCopy,
+    /// Safetensors beside the set that is used, where no index says which belong together.
+    OtherSet,
+    /// Safetensors in a subdirectory, which the index does not name.
+    Subdirectory,
+    /// A symbolic link that leads nowhere.
+    DanglingLink,
+    /// A symbolic link out of the repository.
+    LeavesRepository,
+    /// A symbolic link to a directory.
+    LinkedDirectory,
+    /// Not a regular file.
+    Special,
+    /// What ckfs shows, of this repository or another: a mount, or an export of one.
+    Mount,
+    /// Bookkeeping of git or of the hub's client; not listed further.
+    Bookkeeping,
+}
+
+impl IgnoreReason {
+    /// Whether the file is a regular one nevertheless.
+    pub(super) const fn is_readable(self) -> bool {
+        match self {
+            Self::NotInIndex | Self::SecondCopy | Self::OtherSet | Self::Subdirectory => true,
+            Self::DanglingLink
+            | Self::LeavesRepository
+            | Self::LinkedDirectory
+            | Self::Special
+            | Self::Mount
+            | Self::Bookkeeping => false,
+        }
+    }
+}
+
+impl fmt::Display for IgnoreReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::NotInIndex => "not named by the index",
+            Self::SecondCopy => "second copy of the weights",
+            Self::OtherSet => "not of the set of weights that is used",
+            Self::Subdirectory => "weights in a subdirectory that the index does not name",
+            Self::DanglingLink => "symbolic link to nothing",
+            Self::LeavesRepository => "symbolic link that leaves the repository",
+            Self::LinkedDirectory => "symbolic link to a directory",
+            Self::Special => "not a regular file",
+            Self::Mount => "directory that ckfs made",
+            Self::Bookkeeping => "bookkeeping, not contents",
+        })
+    }
+}
+
+/// One file of a repository.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RepoFile {
+    /// Path relative to the repository, with `/` between components.
+    pub path: String,
+    /// What it is to the checkpoint.
+    pub role: FileRole,
+    /// Length in bytes; 0 where it is not a readable file.
+    pub size_bytes: u64,
+    /// The file in the checkpoint's source; `None` where it cannot be read as a file.
+    pub file: Option<FileId>,
+}

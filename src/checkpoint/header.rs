@@ -1,0 +1,124 @@
+//! The headers of weight files, and the table of what they describe, checked against the index.
+
+use std::{cmp::Ordering, collections::BTreeSet};
+
+use rayon::slice::ParallelSliceMut;
+
+use super::{
+    index::Index,
+    listing::Listed,
+    problem::{Problem, Problems},
+    table::TensorTable,
+};
+use crate::{
+    format::safetensors::{Header, HeaderErrors},
+    source::{FileId, Source, SourceError},
+};
+
+/// Why a header cannot be had.
+#[derive(Debug)]
+pub(super) enum ReadHeader {
+    Source(SourceError),
+    Header(HeaderErrors),
+}
+
+pub(super) fn read_header(source: &dyn Source, file: FileId) -> Result<Header, ReadHeader> {
+    let file_bytes = source.len_bytes(file);
+    let mut prefix = [0; 8];
+    if file_bytes >= 8 {
+        source.read_into(file, 0, &mut prefix).map_err(ReadHeader::Source)?;
+    }
+    let len = Header::json_bytes(prefix, file_bytes).map_err(|error| ReadHeader::Header(error.into()))?;
+    let mut json = vec![0; usize::try_from(len).expect("a header is at most 100 MB")];
+    source.read_into(file, 8, &mut json).map_err(ReadHeader::Source)?;
+    Header::parse(&json, file_bytes).map_err(ReadHeader::Header)
+}
+
+/// The tensors of these files, in this order.
+pub(super) fn table_of(headers: &[(FileId, Header)], problems: &mut Problems) -> TensorTable {
+    TensorTable::new(headers.iter().map(|(id, header)| (*id, header))).unwrap_or_else(|| {
+        problems.push(Problem::TooLarge);
+        TensorTable::default()
+    })
+}
+
+/// The weight files of a repository, to name them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct WeightFiles<'a> {
+    pub(super) files: &'a [Listed],
+    /// Places in `files`, in the order of their ids.
+    pub(super) weights: &'a [usize],
+}
+
+impl<'a> WeightFiles<'a> {
+    pub(super) fn path(&self, id: FileId) -> &'a str {
+        &self.files[self.weights[id.index()]].path
+    }
+
+    /// Two tensors of one name.
+    pub(super) fn find_duplicates(&self, table: &TensorTable, problems: &mut Problems) {
+        for (first, second) in table.by_name().zip(table.by_name().skip(1)) {
+            let (first, second) = (table.tensor(first), table.tensor(second));
+            if first.name == second.name {
+                problems.push(Problem::Duplicate {
+                    tensor: first.name.to_owned(),
+                    first: self.path(first.file()).to_owned(),
+                    second: self.path(second.file()).to_owned(),
+                });
+            }
+        }
+    }
+
+    /// Index and headers, both ways: one walk over both, sorted by name.
+    pub(super) fn compare_with_index(
+        &self,
+        index_name: &str,
+        index: &Index<'_>,
+        table: &TensorTable,
+        broken: &BTreeSet<String>,
+        problems: &mut Problems,
+    ) {
+        let mut named: Vec<(&str, &str)> =
+            index.tensors.iter().map(|(name, file)| (&**name, index.files[*file as usize].as_str())).collect();
+        named.par_sort_unstable();
+        let mut named = named.into_iter().peekable();
+        let mut tensors = table.by_name().map(|id| table.tensor(id)).peekable();
+        loop {
+            let order = match (named.peek(), tensors.peek()) {
+                (None, None) => break,
+                (Some(_), None) => Ordering::Less,
+                (None, Some(_)) => Ordering::Greater,
+                (Some((name, _)), Some(tensor)) => (*name).cmp(tensor.name),
+            };
+            let entry = if order == Ordering::Greater { None } else { named.next() };
+            let tensor = if order == Ordering::Less { None } else { tensors.next() };
+            match (entry, tensor) {
+                (Some((name, file)), None) => {
+                    if !broken.contains(file) && self.files.iter().any(|listed| listed.path == file) {
+                        problems.push(Problem::NotInFile { tensor: name.to_owned(), file: file.to_owned() });
+                    }
+                }
+                (None, Some(tensor)) => problems.push(Problem::NotInIndex {
+                    tensor: tensor.name.to_owned(),
+                    file: self.path(tensor.file()).to_owned(),
+                }),
+                (Some((name, expected)), Some(tensor)) if expected != self.path(tensor.file()) => {
+                    problems.push(Problem::InOtherFile {
+                        tensor: name.to_owned(),
+                        expected: expected.to_owned(),
+                        found: self.path(tensor.file()).to_owned(),
+                    });
+                }
+                (Some(_), Some(_)) | (None, None) => {}
+            }
+            // Repetitions on either side have been, or are here, reported as such; they must not confuse the walk.
+            let name = entry.map(|entry| entry.0).or(tensor.map(|tensor| tensor.name));
+            let name = name.expect("the walk has ended where neither side has a name");
+            while named.next_if(|next| next.0 == name && entry.is_some()).is_some() {
+                let (index, tensor) = (index_name.to_owned(), name.to_owned());
+                problems.push(Problem::RepeatedInIndex { index, tensor });
+            }
+            while tensors.next_if(|next| next.name == name && tensor.is_some()).is_some() {}
+        }
+    }
+}

@@ -1,0 +1,20 @@
+//! How a repository is opened.
+
+use std::{path::PathBuf, sync::Arc};
+
+use crate::source::{Fetches, SourceIo};
+
+/// How to open a repository.
+#[derive(Clone, Debug, Default)]
+pub struct OpenOptions {
+    /// How local files are read.
+    pub io: SourceIo,
+    /// Directories of adapters, each with `adapter_config.json` and `adapter_model.safetensors`.
+    pub adapters: Vec<PathBuf>,
+    /// Directory of the hub cache; `None` takes it from the environment as the hub's client does.
+    pub hub_cache: Option<PathBuf>,
+    /// Accepts symbolic links that lead out of the repository.
+    pub follow_symlinks: bool,
+    /// Where every wait for storage is noted.
+    pub fetches: Arc<Fetches>,
+}

@@ -1,0 +1,334 @@
+//! Why a repository cannot be opened: one error for what cannot even be looked at, and a list of all that is wrong with what is
+//! there.
+
+use std::{fmt, io, path::PathBuf};
+
+use super::{file::IgnoreReason, printable::printable};
+use crate::{format::safetensors::HeaderErrors, source::SourceError, tensor::DType};
+
+/// Most bytes of all files together: sums of what is made of them then fit 64 bits.
+pub(super) const BYTES_MAX: u64 = 1 << 58;
+
+/// Problems that are kept; the others are counted.
+const PROBLEMS_MAX: usize = 1_000;
+
+/// Why a repository could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    /// A remote address.
+    #[error(
+        "{source_name}: {scheme}:// is not supported yet; give a directory, a file or an org/name in the local hub cache"
+    )]
+    NotSupported {
+        /// What was asked for.
+        source_name: String,
+        /// Its scheme.
+        scheme: String,
+    },
+    /// Neither a path nor a name.
+    #[error("{source_name}: no such file or directory, and not an org/name[@revision] either")]
+    NotFound {
+        /// What was asked for.
+        source_name: String,
+    },
+    /// A name that the cache does not have.
+    #[error("{source_name}: no such directory, and not in the hub cache: looked for {}", looked_in.display())]
+    NotInCache {
+        /// What was asked for.
+        source_name: String,
+        /// Where it would be.
+        looked_in: PathBuf,
+    },
+    /// The cache has the repository, but not this revision.
+    #[error("{repo}: no revision {revision:?} in {}; there are: {}", looked_in.display(), list_or_none(revisions))]
+    NoRevision {
+        /// The repository.
+        repo: String,
+        /// What was asked for.
+        revision: String,
+        /// Its directory in the cache.
+        looked_in: PathBuf,
+        /// Commits that have a snapshot.
+        revisions: Vec<String>,
+    },
+    /// The directory cannot be listed.
+    #[error("cannot list {}: {error}", root.display())]
+    Listing {
+        /// The directory.
+        root: PathBuf,
+        /// What the system said.
+        error: io::Error,
+    },
+    /// A revision in the cache that is a symbolic link out of it.
+    #[error(
+        "{}: a symbolic link out of the repository's directory in the cache; give the directory that it leads to, or \
+         --follow-symlinks",
+        snapshot.display()
+    )]
+    LeavesCache {
+        /// The revision's directory.
+        snapshot: PathBuf,
+    },
+    /// No safetensors to use.
+    #[error("{}: no *.safetensors here{}", root.display(), elsewhere(subdirectories))]
+    NoWeights {
+        /// The directory.
+        root: PathBuf,
+        /// Subdirectories that have some.
+        subdirectories: Vec<String>,
+    },
+    /// More than one index, none of them the usual one.
+    #[error("{}: several indexes and no model.safetensors.index.json: {}", root.display(), indexes.join(", "))]
+    SeveralIndexes {
+        /// The directory.
+        root: PathBuf,
+        /// The indexes.
+        indexes: Vec<String>,
+    },
+    /// A file cannot be opened.
+    #[error(transparent)]
+    Source(#[from] SourceError),
+    /// The contents are wrong.
+    #[error("{label}: {}", list_problems(problems, *more))]
+    Problems {
+        /// What was opened.
+        label: String,
+        /// What is wrong, at least one thing.
+        problems: Vec<Problem>,
+        /// Problems beyond those listed.
+        more: usize,
+    },
+}
+
+/// One thing that is wrong with a repository's contents.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum Problem {
+    /// A header that cannot be read as safetensors.
+    #[error("{file}: {errors}")]
+    Header {
+        /// The weight file.
+        file: String,
+        /// What is wrong.
+        errors: HeaderErrors,
+    },
+    /// Bytes of a header did not come.
+    #[error("{error}")]
+    Unreadable {
+        /// The weight file.
+        file: String,
+        /// Why.
+        error: SourceError,
+    },
+    /// `config.json` or the index is not what it must be.
+    #[error("{file}: {message}")]
+    Json {
+        /// The file.
+        file: String,
+        /// What the parser says.
+        message: String,
+    },
+    /// The index names a path that leaves the repository.
+    #[error("{index}: names {path:?}, which is not a path inside the repository")]
+    OutsideRepository {
+        /// The index.
+        index: String,
+        /// The path.
+        path: String,
+    },
+    /// The index names a file that is not there.
+    #[error("{index}: names {file:?} for {tensors} tensors, which is {found}")]
+    MissingFile {
+        /// The index.
+        index: String,
+        /// The file.
+        file: String,
+        /// Tensors that it should hold.
+        tensors: usize,
+        /// What is there instead.
+        found: String,
+    },
+    /// The index names a tensor twice.
+    #[error("{index}: names tensor {tensor:?} twice")]
+    RepeatedInIndex {
+        /// The index.
+        index: String,
+        /// The tensor.
+        tensor: String,
+    },
+    /// The index names a tensor that no file has.
+    #[error("tensor {tensor:?}: expected in {file} by the index, found in no file")]
+    NotInFile {
+        /// The tensor.
+        tensor: String,
+        /// Where the index says it is.
+        file: String,
+    },
+    /// The index and the headers place a tensor differently.
+    #[error("tensor {tensor:?}: expected in {expected} by the index, found in {found}")]
+    InOtherFile {
+        /// The tensor.
+        tensor: String,
+        /// Where the index says it is.
+        expected: String,
+        /// Where it is.
+        found: String,
+    },
+    /// A weight file has a tensor that the index does not name.
+    #[error("tensor {tensor:?}: found in {file}, not named by the index")]
+    NotInIndex {
+        /// The tensor.
+        tensor: String,
+        /// The weight file.
+        file: String,
+    },
+    /// Two weight files have a tensor of one name.
+    #[error("tensor {tensor:?}: found in {first} and again in {second}")]
+    Duplicate {
+        /// The tensor.
+        tensor: String,
+        /// One file.
+        first: String,
+        /// The other.
+        second: String,
+    },
+    /// A file that decides what is in the repository, and cannot be read as one.
+    #[error("{file}: cannot be read as a file: {found}")]
+    NoFile {
+        /// The file.
+        file: String,
+        /// What it is instead.
+        found: IgnoreReason,
+    },
+    /// The index names no tensor.
+    #[error("{index}: names no tensor")]
+    EmptyIndex {
+        /// The index.
+        index: String,
+    },
+    /// Files numbered `-00001-of-00003` are not all there, and no index says what is.
+    #[error("{stem}-*-of-{total}.safetensors: expected {expected} files, found {found}")]
+    IncompleteSet {
+        /// What stands before the numbers.
+        stem: String,
+        /// The total as written in the names.
+        total: String,
+        /// Number of files by their names.
+        expected: u64,
+        /// Number of files there.
+        found: u64,
+    },
+    /// A quantized weight and its scale do not fit.
+    #[error(
+        "tensor {weight:?} of shape {weight_shape:?}: expected its scale {scale:?} to have shape {expected:?} by blocks of \
+         {block:?}, found {found:?}"
+    )]
+    ScaleShape {
+        /// The weight.
+        weight: String,
+        /// Its shape.
+        weight_shape: Vec<u64>,
+        /// The scale.
+        scale: String,
+        /// Block rows and columns.
+        block: (u64, u64),
+        /// Shape that the scale must have.
+        expected: Vec<u64>,
+        /// Shape that it has.
+        found: Vec<u64>,
+    },
+    /// A scale is of a type that is no float.
+    #[error("tensor {scale:?}: expected a float as the scale of {weight:?}, found {found}")]
+    ScaleType {
+        /// The weight.
+        weight: String,
+        /// The scale.
+        scale: String,
+        /// Type of the scale.
+        found: DType,
+    },
+    /// A stored tensor is not what the configuration or its companions say.
+    #[error("tensor {tensor:?}: expected {expected}, found {found}")]
+    Quantized {
+        /// The stored tensor.
+        tensor: String,
+        /// What it must be.
+        expected: String,
+        /// What it is.
+        found: String,
+    },
+    /// The configuration gives a block size that is none.
+    #[error("config.json: quantization_config.weight_block_size: expected two positive numbers, found {found}")]
+    BlockSize {
+        /// What is there.
+        found: String,
+    },
+    /// More bytes than any computation of sizes allows for.
+    #[error("all files together have more than {} bytes", BYTES_MAX)]
+    TooManyBytes,
+    /// More tensors or names than 32 bits can number.
+    #[error("the names of all tensors together are longer than 4 GiB")]
+    TooLarge,
+}
+
+fn list_or_none(names: &[String]) -> String {
+    if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+}
+
+fn elsewhere(subdirectories: &[String]) -> String {
+    if subdirectories.is_empty() {
+        String::new()
+    } else {
+        format!("; open one of the subdirectories that have some: {}", subdirectories.join(", "))
+    }
+}
+
+fn list_problems(problems: &[Problem], more: usize) -> String {
+    const SHOWN: usize = 30;
+    struct List<'a>(&'a [Problem], usize);
+    impl fmt::Display for List<'_> {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            let (problems, more) = (self.0, self.1);
+            if let ([only], 0) = (problems, more) {
+                return f.write_str(&printable(&only.to_string()));
+            }
+            write!(f, "{} problems", problems.len() + more)?;
+            for problem in problems.iter().take(SHOWN) {
+                write!(f, "\n  {}", printable(&problem.to_string()))?;
+            }
+            match problems.len().saturating_sub(SHOWN) + more {
+                0 => Ok(()),
+                rest => write!(f, "\n  and {rest} more"),
+            }
+        }
+    }
+    List(problems, more).to_string()
+}
+
+/// Problems as they are found.
+#[derive(Debug, Default)]
+pub(super) struct Problems {
+    list: Vec<Problem>,
+    more: usize,
+}
+
+impl Problems {
+    pub(super) fn push(&mut self, problem: Problem) {
+        if self.list.len() < PROBLEMS_MAX { self.list.push(problem) } else { self.more += 1 }
+    }
+
+    /// Number of problems so far.
+    pub(super) fn count(&self) -> usize {
+        self.list.len() + self.more
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+
+    pub(super) fn refuse(self, label: &str) -> Result<(), CheckpointError> {
+        if self.list.is_empty() {
+            return Ok(());
+        }
+        Err(CheckpointError::Problems { label: label.to_owned(), problems: self.list, more: self.more })
+    }
+}

@@ -1,0 +1,287 @@
+//! An opened repository, and what it shows: tensors as they are stored or decoded, all or some of them.
+
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use super::{
+    dialect::Dialect,
+    file::{FileRole, IgnoreReason, RepoFile},
+    problem::Problems,
+    scheme::{Found, Quantized},
+    table::{TensorInfo, TensorTable},
+    tied,
+};
+use crate::{
+    source::{FileId, Source, permission::DirectoryGates},
+    tensor::TensorId,
+};
+
+/// An adapter beside the repository. Its tensors are hidden until a view asks for them.
+#[derive(Clone, Debug)]
+pub struct Adapter {
+    /// Its directory.
+    pub dir: PathBuf,
+    /// Its weights.
+    pub file: FileId,
+    /// Its `adapter_config.json`.
+    pub config: serde_json::Value,
+}
+
+/// An opened repository.
+#[derive(Debug)]
+pub struct Checkpoint {
+    pub(super) source: Arc<dyn Source>,
+    pub(super) root: PathBuf,
+    pub(super) label: String,
+    pub(super) revision: Option<String>,
+    pub(super) table: TensorTable,
+    pub(super) files: Vec<RepoFile>,
+    pub(super) config: Option<serde_json::Value>,
+    pub(super) index_metadata: Option<serde_json::Value>,
+    pub(super) file_metadata: BTreeMap<FileId, Vec<(String, String)>>,
+    pub(super) dialect: Dialect,
+    pub(super) quantized: Arc<Found>,
+    pub(super) adapters: Vec<Adapter>,
+    /// Directories of the repository with the gates before them, its own, called "", first.
+    pub(super) directories: Vec<(String, DirectoryGates)>,
+    pub(super) warnings: Vec<String>,
+}
+
+impl Checkpoint {
+    /// This checkpoint with some tensors hidden and others renamed, and perhaps another configuration. `name` gives each
+    /// tensor's name, or `None` to hide it; of adapters, only the tensors of `adapter` are offered. Ids stay what they are,
+    /// so that views of the result can be read by means of this checkpoint.
+    ///
+    /// # Errors
+    /// What is wrong: two tensors of one name.
+    pub fn derived(
+        &self,
+        config: Option<serde_json::Value>,
+        adapter: Option<FileId>,
+        mut name: impl FnMut(TensorId, &TensorInfo<'_>) -> Option<String>,
+    ) -> Result<Self, Vec<String>> {
+        let of_file = |file| self.table.stored_ids().filter(move |id| self.tensor(*id).file() == file);
+        let of_adapter = adapter.into_iter().flat_map(of_file);
+        let offered = self.tensors().map(|(id, _)| id).chain(of_adapter);
+        let rows = offered.filter_map(|id| Some((id, name(id, &self.tensor(id))?)));
+        self.showing(rows, config)
+    }
+
+    /// This checkpoint with tensors that are stored quantized as decoded ones, in the place of their codes; what they are decoded
+    /// from is not shown, and neither is what decoding leaves out. Those of which `is_raw` says so, by the id of the decoded
+    /// tensor, stay as they are stored.
+    ///
+    /// # Errors
+    /// None in a checkpoint as it was opened, whose decoded names have been found to be different.
+    pub fn decoded(&self, is_raw: &dyn Fn(TensorId) -> bool) -> Result<Self, Vec<String>> {
+        let found = &self.quantized;
+        let mut place: HashMap<TensorId, TensorId> = HashMap::with_capacity(found.tensors.len());
+        let mut hidden: HashSet<TensorId> = found.left_out.iter().copied().collect();
+        let mut raw: HashSet<TensorId> = HashSet::new();
+        for (number, tensor) in found.tensors.iter().enumerate() {
+            let id = self.table.decoded_id(number);
+            if is_raw(id) {
+                raw.extend(tensor.operands);
+            } else {
+                place.insert(tensor.operands[0], id);
+                hidden.extend(&tensor.operands[1..]);
+            }
+        }
+        let rows = self.tensors().filter_map(|(id, info)| match place.get(&id) {
+            Some(decoded) => Some((*decoded, self.tensor(*decoded).name.to_owned())),
+            None if hidden.contains(&id) && !raw.contains(&id) => None,
+            None => Some((id, info.name.to_owned())),
+        });
+        self.showing(rows, None)
+    }
+
+    fn showing(
+        &self,
+        rows: impl Iterator<Item = (TensorId, String)>,
+        config: Option<serde_json::Value>,
+    ) -> Result<Self, Vec<String>> {
+        let table = self.table.derived(rows);
+        let table = table.ok_or_else(|| vec!["the names of all tensors together are longer than 4 GiB".to_owned()])?;
+        let mut wrong = Vec::new();
+        for (first, second) in table.by_name().zip(table.by_name().skip(1)) {
+            let name = table.tensor(first).name;
+            if name == table.tensor(second).name {
+                let (first, second) = (self.tensor(first).name, self.tensor(second).name);
+                wrong.push(format!("{first} and {second} would both be called {name}"));
+            }
+        }
+        if !wrong.is_empty() {
+            return Err(wrong);
+        }
+        let mut problems = Problems::default();
+        let config = config.or_else(|| self.config.clone());
+        let quantization = self.dialect.quantization.clone();
+        let dialect = Dialect::of(&table, config.as_ref(), quantization, &mut problems);
+        if let Err(error) = problems.refuse(&self.label) {
+            return Err(vec![error.to_string()]);
+        }
+        Ok(Self {
+            source: Arc::clone(&self.source),
+            root: self.root.clone(),
+            label: self.label.clone(),
+            revision: self.revision.clone(),
+            table,
+            files: self.files.clone(),
+            config,
+            index_metadata: self.index_metadata.clone(),
+            file_metadata: self.file_metadata.clone(),
+            dialect,
+            quantized: Arc::clone(&self.quantized),
+            adapters: self.adapters.clone(),
+            directories: self.directories.clone(),
+            warnings: self.warnings.clone(),
+        })
+    }
+
+    /// All adapters.
+    pub fn adapters(&self) -> &[Adapter] {
+        &self.adapters
+    }
+
+    /// The adapter in a directory that was named when the checkpoint was opened.
+    pub fn adapter(&self, dir: &Path) -> Option<&Adapter> {
+        self.adapters.iter().find(|adapter| adapter.dir == dir)
+    }
+
+    /// What is worth a warning about the files that were chosen.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
+    /// The directories of the repository that have files, relative to it, with whom their permissions admit. The first is its own,
+    /// called "". None where the checkpoint is a single file.
+    pub fn directories(&self) -> &[(String, DirectoryGates)] {
+        &self.directories
+    }
+
+    /// Where bytes come from. All readable files of the repository are pinned in it.
+    pub fn source(&self) -> &Arc<dyn Source> {
+        &self.source
+    }
+
+    /// The same checkpoint with its bytes had in another way: by a wrapper of its source, say.
+    ///
+    /// # Panics
+    /// If `wrap` gives a source of another number of files.
+    #[must_use]
+    pub fn with_source(mut self, wrap: impl FnOnce(Arc<dyn Source>) -> Arc<dyn Source>) -> Self {
+        let files = self.source.file_count();
+        self.source = wrap(self.source);
+        assert_eq!(self.source.file_count(), files, "files of the other source");
+        self
+    }
+
+    /// Directory of the repository, or the file where the checkpoint is a single file.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// What the user called it, with the revision found for a name in the cache.
+    pub fn label(&self) -> &str {
+        &self.label
+    }
+
+    /// Commit of a repository in the cache.
+    pub fn revision(&self) -> Option<&str> {
+        self.revision.as_deref()
+    }
+
+    /// The tensor table.
+    pub fn table(&self) -> &TensorTable {
+        &self.table
+    }
+
+    /// All tensors with their ids, in order of id.
+    pub fn tensors(&self) -> impl ExactSizeIterator<Item = (TensorId, TensorInfo<'_>)> {
+        self.table.iter()
+    }
+
+    /// One tensor.
+    ///
+    /// # Panics
+    /// If `id` is not of this checkpoint.
+    pub fn tensor(&self, id: TensorId) -> TensorInfo<'_> {
+        self.table.tensor(id)
+    }
+
+    /// The tensor of that name.
+    pub fn find(&self, name: &str) -> Option<TensorId> {
+        self.table.find(name)
+    }
+
+    /// Every file of the repository, sorted by path.
+    pub fn files(&self) -> &[RepoFile] {
+        &self.files
+    }
+
+    /// The repository's `config.json`, if it has one.
+    pub fn config(&self) -> Option<&serde_json::Value> {
+        self.config.as_ref()
+    }
+
+    /// The `metadata` member of the index, if there is one.
+    pub fn index_metadata(&self) -> Option<&serde_json::Value> {
+        self.index_metadata.as_ref()
+    }
+
+    /// The `__metadata__` member of a weight file's header, in order; empty if it has none.
+    pub fn file_metadata(&self, file: FileId) -> &[(String, String)] {
+        self.file_metadata.get(&file).map_or(&[], Vec::as_slice)
+    }
+
+    /// How the repository names, fuses and quantizes.
+    pub fn dialect(&self) -> &Dialect {
+        &self.dialect
+    }
+
+    /// The tensors that are stored quantized by a scheme that is known, and how; as in the repository, whatever is hidden here
+    /// or renamed.
+    pub fn quantized(&self) -> &Found {
+        &self.quantized
+    }
+
+    /// The tensors that are stored quantized and shown so here, not decoded.
+    pub fn raw(&self) -> impl Iterator<Item = Quantized<'_>> {
+        let shown: HashSet<TensorId> =
+            if self.quantized.tensors.is_empty() { HashSet::new() } else { self.tensors().map(|(id, _)| id).collect() };
+        self.quantized.tensors.iter().filter(move |tensor| shown.contains(&tensor.operands[0]))
+    }
+
+    /// What those are decoded from: codes, and what goes with them.
+    pub fn raw_operands(&self) -> impl Iterator<Item = TensorId> {
+        self.raw().flat_map(|tensor| tensor.operands.iter().copied())
+    }
+
+    /// Whether the codes of all quantized tensors have the names that the tensors have when decoded.
+    pub fn keeps_names(&self) -> bool {
+        self.raw().all(|tensor| self.tensor(tensor.operands[0]).name.ends_with(tensor.name))
+    }
+
+    /// Where the bytes of a tensor begin: its own, or its codes' where it is decoded.
+    ///
+    /// # Panics
+    /// If `id` is not of this checkpoint.
+    pub fn file_of(&self, id: TensorId) -> FileId {
+        let info = self.tensor(id);
+        info.quantized().map_or(info, |quantized| self.tensor(quantized.operands[0])).file()
+    }
+
+    /// The embedding that an output head would be which is not stored, those aside of which `is_outside` says that they belong
+    /// to another model.
+    pub fn embedding(&self, is_outside: &dyn Fn(&str) -> bool) -> Option<&str> {
+        tied::embedding(&self.table, is_outside)
+    }
+
+    /// Files left out although nothing says that they are copies: worth a warning.
+    pub fn suspicious_files(&self) -> impl Iterator<Item = &RepoFile> {
+        self.files.iter().filter(|file| file.role == FileRole::Ignored(IgnoreReason::NotInIndex))
+    }
+}

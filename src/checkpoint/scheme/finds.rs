@@ -1,0 +1,170 @@
+//! What schemes have found: decoded tensors, checked against what is stored, companions that decoding leaves out, problems.
+
+use std::{
+    collections::{HashMap, HashSet},
+    fmt,
+};
+
+pub(in crate::checkpoint) use super::quantized::Summary;
+use super::{
+    quantized::{Found, Template, TemplateError, TemplateId},
+    stored::Stored,
+};
+use crate::{
+    checkpoint::problem::{Problem, Problems},
+    tensor::{DType, Shape, TensorId},
+};
+
+/// A way of quantizing.
+pub(in crate::checkpoint) trait Scheme: fmt::Debug + Sync {
+    /// What `plan --json` calls it.
+    fn name(&self) -> &'static str;
+
+    /// Finds the tensors that are stored so, and what is wrong with them. `None` if the repository has none.
+    fn find(&self, stored: &Stored<'_>, found: &mut Finds<'_>) -> Option<Summary>;
+}
+
+/// Where a scheme puts what it finds.
+#[derive(Debug)]
+pub(in crate::checkpoint) struct Finds<'a> {
+    stored: &'a Stored<'a>,
+    problems: &'a mut Problems,
+    found: Found,
+    scheme: &'static str,
+    /// By stored tensor that holds codes or was left out: the number of the decoded tensor, if any.
+    taken: HashMap<TensorId, Option<usize>>,
+}
+
+impl<'a> Finds<'a> {
+    pub(super) fn new(stored: &'a Stored<'a>, problems: &'a mut Problems) -> Self {
+        Self { stored, problems, found: Found::default(), scheme: "", taken: HashMap::new() }
+    }
+
+    pub(super) fn begin(&mut self, scheme: &'static str) {
+        self.scheme = scheme;
+    }
+
+    /// Adds what tensors that are stored alike have in common. `tensor` is one of them, for the message. A scheme keeps the
+    /// numbers of its templates by what distinguishes them (shape, dtypes, bits, group), so that there are few.
+    pub(in crate::checkpoint) fn template(
+        &mut self,
+        tensor: &str,
+        template: Result<Template, TemplateError>,
+    ) -> Option<TemplateId> {
+        match template {
+            Ok(template) => {
+                let id = self.found.tensors.add_template(template);
+                if id.is_none() {
+                    self.problems.push(Problem::TooLarge);
+                }
+                id
+            }
+            Err(error) => {
+                let expected = format!("tensors that {} decodes", self.scheme);
+                self.problems.push(Problem::Quantized {
+                    tensor: tensor.to_owned(),
+                    expected,
+                    found: error.to_string(),
+                });
+                None
+            }
+        }
+    }
+
+    /// Adds a decoded tensor: its name when decoded, its operands by number, and its own dtype where the repository tells one
+    /// for it. An operand that is stored with another dtype or shape than the template says is a problem, and so are codes
+    /// that belong to another tensor already. Operands other than codes may be shared.
+    pub(in crate::checkpoint) fn tensor(
+        &mut self,
+        name: &str,
+        template: TemplateId,
+        operands: &[TensorId],
+        dtype: Option<DType>,
+    ) {
+        let slots = self.found.tensors.template(template).operands();
+        assert_eq!(slots.len(), operands.len(), "{name}: as many operands as its template has");
+        let before = self.problems.count();
+        for (slot, id) in slots.iter().zip(operands) {
+            let info = self.stored.tensor(*id);
+            if info.dtype != slot.dtype || info.shape != slot.shape.extents() {
+                let expected = format!("{} {} to decode {name:?}", slot.dtype, slot.shape);
+                let found = format!("{} {}", info.dtype, shape_text(info.shape));
+                self.problems.push(Problem::Quantized { tensor: info.name.to_owned(), expected, found });
+            }
+        }
+        let number = self.found.tensors.len();
+        if let Some(codes) = operands.first()
+            && let Some(other) = self.taken.insert(*codes, Some(number))
+        {
+            let other = other.map(|other| self.found.tensors.get(other).name);
+            let found = format!("codes of {:?} too", other.unwrap_or("a tensor that is left out"));
+            let tensor = self.stored.tensor(*codes).name.to_owned();
+            self.problems.push(Problem::Quantized { tensor, expected: format!("codes of {name:?} only"), found });
+        }
+        if self.problems.count() > before {
+            return;
+        }
+        let dtype = dtype.unwrap_or_else(|| self.stored.dtype());
+        if self.found.tensors.add(self.scheme, name, dtype, template, operands).is_none() {
+            self.problems.push(Problem::TooLarge);
+        }
+    }
+
+    /// Leaves out a companion that no decoder reads, such as the scale of activations.
+    #[allow(dead_code, reason = "block fp8 has no such companions, others have")]
+    pub(in crate::checkpoint) fn leave_out(&mut self, companion: TensorId) {
+        self.taken.entry(companion).or_insert(None);
+        self.found.left_out.push(companion);
+    }
+
+    /// Whether a stored tensor is known already as the codes of a tensor, or as left out.
+    pub(in crate::checkpoint) fn is_taken(&self, id: TensorId) -> bool {
+        self.taken.contains_key(&id)
+    }
+
+    /// Notes that tensor `tensor` is not what configuration and names say.
+    pub(in crate::checkpoint) fn refuse(
+        &mut self,
+        tensor: &str,
+        expected: impl Into<String>,
+        found: impl Into<String>,
+    ) {
+        let (expected, found) = (expected.into(), found.into());
+        self.problems.push(Problem::Quantized { tensor: tensor.to_owned(), expected, found });
+    }
+
+    /// Notes any other problem.
+    pub(in crate::checkpoint) fn problem(&mut self, problem: Problem) {
+        self.problems.push(problem);
+    }
+
+    pub(super) fn add_summary(&mut self, summary: Summary) {
+        self.found.schemes.push(summary);
+    }
+
+    /// Everything found, if no name is taken twice.
+    pub(super) fn finish(mut self) -> Found {
+        self.found.left_out.sort_unstable();
+        self.found.left_out.dedup();
+        let operands = self.found.tensors.iter().flat_map(|tensor| tensor.operands.iter().copied());
+        let gone: HashSet<TensorId> = operands.chain(self.found.left_out.iter().copied()).collect();
+        let mut names: HashMap<&str, TensorId> = HashMap::new();
+        for tensor in self.found.tensors.iter() {
+            let stored = self.stored.find(tensor.name).filter(|id| !gone.contains(id));
+            let codes = tensor.operands[0];
+            if let Some(other) = names.insert(tensor.name, codes).or(stored) {
+                let (expected, found) = (self.stored.tensor(codes).name, self.stored.tensor(other).name);
+                self.problems.push(Problem::Quantized {
+                    tensor: tensor.name.to_owned(),
+                    expected: format!("decoded from {expected:?} only"),
+                    found: format!("{found:?} too"),
+                });
+            }
+        }
+        self.found
+    }
+}
+
+fn shape_text(extents: &[u64]) -> String {
+    Shape::try_new(extents).map_or_else(|_| format!("{extents:?}"), |shape| shape.to_string())
+}

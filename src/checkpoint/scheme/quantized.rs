@@ -1,0 +1,252 @@
+//! Tensors that are stored quantized: each is a decoder over other stored tensors, its operands.
+//!
+//! A repository has up to 150 000 of them, of a few dozen kinds. What those of one kind have in common is a [`Template`], which
+//! is made once: shape, decoder, order of axes. A tensor is then a template and the numbers of its operands, and its view
+//! is made when somebody asks for it.
+
+use serde_json::Value as Json;
+
+use crate::tensor::{
+    DType, Digit, Operand, PerAxis, Shape, SourceTensor, Step, TensorId, Term, Value, View, ViewError,
+};
+
+/// What all tensors have in common that are stored alike.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Template {
+    value_shape: Shape,
+    value: Value,
+    axes: Vec<usize>,
+    shape: Shape,
+    /// By operand: what must be stored.
+    operands: Vec<SourceTensor>,
+}
+
+/// Why a template cannot be.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum TemplateError {
+    /// The decoder does not fit its operands.
+    #[error(transparent)]
+    View(#[from] ViewError),
+    /// An operand is of two shapes or types, or a number is left out.
+    #[error("operand {0} is of two kinds, or there is none of this number")]
+    Operand(usize),
+}
+
+impl Template {
+    /// Tensors whose element `n`, in the row-major order of `shape`, is `value` at `n`, in f32. In `value` the id of a tensor
+    /// is the number of an operand: `TensorId(0)` are the codes, `TensorId(1)` and so on what decodes them, each with the
+    /// dtype and the shape that must be stored.
+    ///
+    /// # Errors
+    /// [`TemplateError`] if an operand is too small for its index, cannot be read as its field says, or is not told
+    /// unambiguously.
+    pub fn try_new(shape: Shape, value: Value) -> Result<Self, TemplateError> {
+        let mut found: Vec<Option<SourceTensor>> = Vec::new();
+        let mut differs = None;
+        value.for_each_operand(&mut |Operand { tensor, .. }| {
+            // An operand's number is small: at most as many as there are places in the value.
+            let at = tensor.id.0 as usize;
+            if found.len() <= at {
+                found.resize(at + 1, None);
+            }
+            match &found[at] {
+                Some(other) if other != tensor => differs = Some(at),
+                Some(_) => {}
+                None => found[at] = Some(tensor.clone()),
+            }
+        });
+        if let Some(at) = differs.or_else(|| found.iter().position(Option::is_none)) {
+            return Err(TemplateError::Operand(at));
+        }
+        let operands = found.into_iter().flatten().collect();
+        let axes = (0..shape.rank()).collect();
+        View::quantized(shape.clone(), value.clone())?;
+        Ok(Self { value_shape: shape.clone(), value, axes, shape, operands })
+    }
+
+    /// The same with its axes in another order: axis `i` of the tensors is axis `axes[i]` of the value.
+    ///
+    /// # Errors
+    /// [`TemplateError::View`] unless `axes` names every axis once.
+    pub fn transposed(mut self, axes: &[usize]) -> Result<Self, TemplateError> {
+        let rank = self.value_shape.rank();
+        if axes.len() != rank || (0..rank).any(|axis| !axes.contains(&axis)) {
+            return Err(ViewError::Permutation { axes: axes.to_vec(), shape: self.value_shape }.into());
+        }
+        let extents: PerAxis = axes.iter().map(|axis| self.value_shape.extents()[*axis]).collect();
+        self.shape = Shape::try_new(&extents).map_err(ViewError::from)?;
+        self.axes = axes.to_vec();
+        Ok(self)
+    }
+
+    /// Shape of the tensors.
+    pub fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    /// Rows and columns that share a scale, where codes are stored one by one, in the order of the tensor, with one scale for
+    /// each block.
+    pub fn block(&self) -> Option<(u64, u64)> {
+        let [Step::Compute(_, Term::Value(scale))] = self.value.steps.as_slice() else { return None };
+        let codes = Operand::elements(self.operands[0].clone());
+        let is_plain = self.value.load == codes && scale.steps.is_empty() && self.value_shape == self.shape;
+        let extents = self.shape.extents();
+        let row = extents.len().checked_sub(2).filter(|_| is_plain && scale.load.tensor.shape.elements() > 1)?;
+        let group = |axis: usize| {
+            let divisor = Digit::axis(extents, axis, 1).divisor;
+            let found = scale.load.index.digits().iter().find(|digit| digit.divisor == divisor);
+            found.map_or(extents[axis], |digit| digit.group)
+        };
+        Some((group(row), group(row + 1)))
+    }
+
+    /// By number of operand: the dtype and the shape that must be stored.
+    pub fn operands(&self) -> &[SourceTensor] {
+        &self.operands
+    }
+
+    /// The tensor with these operands, in f32.
+    ///
+    /// # Errors
+    /// [`ViewError`] if there are fewer operands than the template has: those that were checked have as many.
+    pub fn view(&self, operands: &[TensorId]) -> Result<View, ViewError> {
+        let of = |slot: &SourceTensor| SourceTensor { id: operands[slot.id.0 as usize], ..slot.clone() };
+        View::quantized(self.value_shape.clone(), self.value.of_tensors(&mut |slot| of(slot)))?.transpose(&self.axes)
+    }
+}
+
+/// Number of a template in its table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TemplateId(u32);
+
+/// One tensor that is stored quantized.
+#[derive(Clone, Copy, Debug)]
+pub struct Quantized<'a> {
+    /// Its name when decoded.
+    pub name: &'a str,
+    /// Its type when decoded, unless another is asked for.
+    pub dtype: DType,
+    /// How it is decoded.
+    pub template: &'a Template,
+    /// The stored tensors that it is decoded from: first the codes, then what decodes them.
+    pub operands: &'a [TensorId],
+    /// The scheme, as `plan --json` calls it.
+    pub scheme: &'static str,
+}
+
+impl Quantized<'_> {
+    /// Shape when decoded.
+    pub fn shape(&self) -> &Shape {
+        self.template.shape()
+    }
+
+    /// The tensor in f32.
+    ///
+    /// # Errors
+    /// None that a template's check has not excluded.
+    pub fn view(&self) -> Result<View, ViewError> {
+        self.template.view(self.operands)
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Row {
+    name_end: u32,
+    operands_end: u32,
+    template: TemplateId,
+    dtype: DType,
+    scheme: &'static str,
+}
+
+/// All tensors of a repository that are stored quantized, in the order in which they were found.
+#[derive(Clone, Debug, Default)]
+pub struct QuantizedTable {
+    templates: Vec<Template>,
+    rows: Vec<Row>,
+    names: String,
+    operands: Vec<TensorId>,
+}
+
+impl QuantizedTable {
+    pub(super) fn add_template(&mut self, template: Template) -> Option<TemplateId> {
+        let id = TemplateId(u32::try_from(self.templates.len()).ok()?);
+        self.templates.push(template);
+        Some(id)
+    }
+
+    pub(super) fn template(&self, id: TemplateId) -> &Template {
+        &self.templates[id.0 as usize]
+    }
+
+    /// `None` if a number does not fit 32 bits.
+    pub(super) fn add(
+        &mut self,
+        scheme: &'static str,
+        name: &str,
+        dtype: DType,
+        template: TemplateId,
+        operands: &[TensorId],
+    ) -> Option<()> {
+        self.names.push_str(name);
+        self.operands.extend_from_slice(operands);
+        let name_end = u32::try_from(self.names.len()).ok()?;
+        let operands_end = u32::try_from(self.operands.len()).ok()?;
+        self.rows.push(Row { name_end, operands_end, template, dtype, scheme });
+        Some(())
+    }
+
+    /// Number of tensors.
+    pub fn len(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.rows.is_empty()
+    }
+
+    /// One tensor, by number.
+    ///
+    /// # Panics
+    /// If there are not so many.
+    pub fn get(&self, number: usize) -> Quantized<'_> {
+        let row = &self.rows[number];
+        let before = number.checked_sub(1).map(|before| self.rows[before]);
+        let (name, operands) = before.map_or((0, 0), |row| (row.name_end as usize, row.operands_end as usize));
+        Quantized {
+            name: &self.names[name..row.name_end as usize],
+            dtype: row.dtype,
+            template: self.template(row.template),
+            operands: &self.operands[operands..row.operands_end as usize],
+            scheme: row.scheme,
+        }
+    }
+
+    /// All tensors, in order of number.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = Quantized<'_>> {
+        (0..self.len()).map(|number| self.get(number))
+    }
+}
+
+/// How a scheme that was found is told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Summary {
+    /// What `plan --json` calls it, such as `block_fp8`.
+    pub scheme: &'static str,
+    /// A few words for a reader, such as `fp8 in blocks of 128x128`.
+    pub text: String,
+    /// Members of its object in `plan --json`, beside its name and text.
+    pub details: Vec<(&'static str, Json)>,
+}
+
+/// What decoding makes of a repository.
+#[derive(Clone, Debug, Default)]
+pub struct Found {
+    /// The tensors that are stored quantized.
+    pub tensors: QuantizedTable,
+    /// Stored tensors that belong to quantized modules and that no decoder reads, such as scales of activations: they go
+    /// when their repository is decoded. Sorted.
+    pub left_out: Vec<TensorId>,
+    /// The schemes, in the order of the closed list.
+    pub schemes: Vec<Summary>,
+}

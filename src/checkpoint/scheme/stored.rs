@@ -1,0 +1,106 @@
+//! What schemes look at: the stored tensors, what the configuration says of quantization, and bytes of small tensors.
+
+use std::collections::{BTreeMap, HashMap};
+
+use serde_json::Value;
+
+use crate::{
+    checkpoint::{
+        problem::Problem,
+        table::{TensorInfo, TensorTable},
+    },
+    source::{FileId, Source},
+    tensor::{DType, Shape, SourceTensor, TensorId},
+};
+
+/// Longest tensor that is read while a repository is opened, in bytes: indices of groups, tables of codes, shapes.
+const READ_BYTES_MAX: u64 = 4 << 20;
+
+/// A repository, as schemes see it.
+#[derive(Debug)]
+#[allow(dead_code, reason = "not every scheme reads tensors and metadata, and some are still to come")]
+pub(in crate::checkpoint) struct Stored<'a> {
+    table: &'a TensorTable,
+    by_name: HashMap<&'a str, TensorId>,
+    source: &'a dyn Source,
+    config: Option<&'a Value>,
+    modelopt: Option<&'a Value>,
+    metadata: &'a BTreeMap<FileId, Vec<(String, String)>>,
+    dtype: DType,
+}
+
+#[allow(dead_code, reason = "not every scheme reads tensors and metadata, and some are still to come")]
+impl<'a> Stored<'a> {
+    /// `config` is `quantization_config` or what stands for it; `modelopt` is `hf_quant_config.json`; `metadata` are the
+    /// `__metadata__` members of headers; `dtype` is the model's own.
+    pub(in crate::checkpoint) fn new(
+        (table, source): (&'a TensorTable, &'a dyn Source),
+        (config, modelopt): (Option<&'a Value>, Option<&'a Value>),
+        metadata: &'a BTreeMap<FileId, Vec<(String, String)>>,
+        dtype: DType,
+    ) -> Self {
+        let by_name = table.iter().map(|(id, info)| (info.name, id)).collect();
+        Self { table, by_name, source, config, modelopt, metadata, dtype }
+    }
+
+    /// All stored tensors, in order of id: by file, and within a file by place.
+    pub(in crate::checkpoint) fn iter(&self) -> impl ExactSizeIterator<Item = (TensorId, TensorInfo<'a>)> + use<'a> {
+        self.table.iter()
+    }
+
+    /// One stored tensor.
+    ///
+    /// # Panics
+    /// If `id` is not of this repository.
+    pub(in crate::checkpoint) fn tensor(&self, id: TensorId) -> TensorInfo<'a> {
+        self.table.tensor(id)
+    }
+
+    /// The stored tensor of that name, in whatever file.
+    pub(in crate::checkpoint) fn find(&self, name: &str) -> Option<TensorId> {
+        self.by_name.get(name).copied()
+    }
+
+    /// The stored tensor of that name, as a template's operand `number` where its shape has at most eight axes.
+    pub(in crate::checkpoint) fn operand(&self, number: u32, id: TensorId) -> Option<SourceTensor> {
+        let info = self.tensor(id);
+        Some(SourceTensor { id: TensorId(number), dtype: info.dtype, shape: Shape::try_new(info.shape).ok()? })
+    }
+
+    /// `quantization_config`, `compression_config`, or MLX's `quantization` of `config.json`.
+    pub(in crate::checkpoint) fn config(&self) -> Option<&'a Value> {
+        self.config
+    }
+
+    /// `hf_quant_config.json`, which `ModelOpt` writes.
+    pub(in crate::checkpoint) fn modelopt(&self) -> Option<&'a Value> {
+        self.modelopt
+    }
+
+    /// The `__metadata__` of the header of a tensor's file, in order.
+    pub(in crate::checkpoint) fn metadata(&self, id: TensorId) -> &'a [(String, String)] {
+        self.metadata.get(&self.tensor(id).file()).map_or(&[], Vec::as_slice)
+    }
+
+    /// The model's own dtype: that of `config.json`, or else bf16.
+    pub(in crate::checkpoint) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The bytes of a small tensor, little-endian and row-major. Reads; call it from several threads where there are many.
+    ///
+    /// # Errors
+    /// [`Problem`] if it is longer than 4 MiB, or its bytes do not come.
+    pub(in crate::checkpoint) fn read(&self, id: TensorId) -> Result<Vec<u8>, Problem> {
+        let info = self.tensor(id);
+        let len = info.bytes();
+        if len > READ_BYTES_MAX {
+            let (tensor, found) = (info.name.to_owned(), format!("{len} bytes"));
+            return Err(Problem::Quantized { tensor, expected: format!("at most {READ_BYTES_MAX} bytes"), found });
+        }
+        let mut bytes = vec![0; usize::try_from(len).expect("at most a few megabytes")];
+        let read = self.source.read_into(info.file(), info.span().start(), &mut bytes);
+        read.map_err(|error| Problem::Unreadable { file: info.name.to_owned(), error })?;
+        Ok(bytes)
+    }
+}

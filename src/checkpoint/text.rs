@@ -1,0 +1,35 @@
+//! Texts of a repository that are read while it is opened: configurations and indexes.
+
+use std::io::Read;
+
+use super::{
+    json,
+    problem::{Problem, Problems},
+};
+use crate::source::{Fetches, Opened};
+
+/// Longest `config.json` or index that is read, in bytes.
+pub(super) const JSON_FILE_BYTES_MAX: u64 = 256 << 20;
+
+/// The text of a JSON file, or why it cannot be had.
+pub(super) fn read_json(opened: &Opened, fetches: &Fetches) -> Result<Vec<u8>, String> {
+    let _reading = fetches.begin_path(opened.path(), "read");
+    let too_long = |len: u64| format!("expected at most {JSON_FILE_BYTES_MAX} bytes, found {len}");
+    let len = opened.file().metadata().map_err(|error| error.to_string())?.len();
+    if len > JSON_FILE_BYTES_MAX {
+        return Err(too_long(len));
+    }
+    let mut text = Vec::new();
+    let mut file = opened.file().take(JSON_FILE_BYTES_MAX + 1);
+    file.read_to_end(&mut text).map_err(|error| error.to_string())?;
+    if text.len() as u64 > JSON_FILE_BYTES_MAX { Err(too_long(text.len() as u64)) } else { Ok(text) }
+}
+
+/// The object that a JSON file holds.
+pub(super) fn parsed(file: &str, text: &Result<Vec<u8>, String>, problems: &mut Problems) -> Option<serde_json::Value> {
+    let value = text.as_ref().map_err(Clone::clone).and_then(|text| {
+        let value = json::parse(text).map_err(|error| error.to_string())?;
+        if value.is_object() { Ok(value) } else { Err("expected an object".into()) }
+    });
+    value.map_err(|message| problems.push(Problem::Json { file: file.into(), message })).ok()
+}

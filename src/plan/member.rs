@@ -1,0 +1,10 @@
+//! Members of `config.json`, where the text model's own counts first.
+
+use crate::checkpoint::Checkpoint;
+
+/// The non-negative integer `member` of `config.json`, or of its nested configuration of the text model.
+pub(crate) fn config_number(checkpoint: &Checkpoint, member: &str) -> Option<u64> {
+    let config = checkpoint.config()?;
+    let nested = checkpoint.dialect().text_config.as_deref().and_then(|name| config.get(name));
+    nested.and_then(|nested| nested.get(member)).or_else(|| config.get(member))?.as_u64()
+}

@@ -1,0 +1,394 @@
+//! A plan: named views with specs, and what was found on the way to them.
+
+use std::{
+    borrow::Cow,
+    collections::{BTreeMap, HashMap, HashSet},
+    sync::Arc,
+};
+
+use rayon::slice::ParallelSliceMut;
+
+use super::{
+    draft::{Bundled, Draft},
+    hf::HfFile,
+    hole::Hole,
+    logical::LogicalRules,
+    name_group::NameGroup,
+    naming::component,
+    options::{Layout, ViewOptions},
+    problem::Problem,
+    shard::{self, AxisUse, axis_use},
+    spec::{self, Spec},
+};
+use crate::{
+    config::Mesh,
+    tensor::{DType, PIECES_MAX, Region, Shape, TilingError, View},
+};
+
+/// A named, sharded view.
+#[derive(Clone, Debug)]
+pub struct PlannedTensor {
+    /// Dotted name.
+    pub name: String,
+    /// The whole, unsharded.
+    pub view: View,
+    /// How it is split: index into [`Plan::specs`].
+    pub(super) spec: u32,
+    /// Number of this expert and of all experts, for a tensor of a single one.
+    pub(super) expert: Option<(u64, u64)>,
+    /// In which bundles it is.
+    pub bundled: Bundled,
+    /// Numbers of the layers stacked on axis 0, for a stack.
+    pub layers: Option<Arc<[u64]>>,
+    /// Logical names of its axes, where the layout gives them.
+    pub logical: Vec<String>,
+}
+
+/// The tensors of one scheme that are decoded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Decoded {
+    /// The scheme, as `plan --json` calls it.
+    pub scheme: &'static str,
+    /// Number of tensors of the repository.
+    pub tensors: u64,
+    /// Bytes of all of them when decoded.
+    pub bytes: u64,
+}
+
+/// A checkpoint as the user wants to see it.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The devices.
+    pub mesh: Mesh,
+    /// The layout.
+    pub layout: Layout,
+    /// Dtype of all floats, if one was asked for or the layout has one.
+    pub dtype: Option<DType>,
+    /// What is decoded, by scheme.
+    pub decoded: Vec<Decoded>,
+    /// Quantized tensors that are shown as they are stored though others are decoded.
+    pub kept_raw: u64,
+    /// Name of the model family whose short names, or whose rules of the layout, are used.
+    pub family: Option<String>,
+    /// Parameters of the layout and their values.
+    pub params: Vec<(String, String)>,
+    /// Rules for logical axes, where specs come from those.
+    pub logical_rules: Option<LogicalRules>,
+    /// Whether each tensor is one file named by its whole dotted name.
+    pub(super) flat: bool,
+    /// Whether a serving engine reads the shards as the state of its ranks.
+    pub sharded_state: bool,
+    /// Devices listed, ascending.
+    pub devices: Vec<u64>,
+    /// Distinct specs.
+    pub specs: Vec<Spec>,
+    /// The tensors, sorted by name.
+    pub tensors: Vec<PlannedTensor>,
+    /// The files of `hf/`.
+    pub hf: Vec<HfFile>,
+    /// Whether bundles hold one tensor per source tensor.
+    pub unscanned: bool,
+    /// Bytes of the largest chunk file, if the user limits them.
+    pub chunk_bytes_max: Option<u64>,
+    /// Names that a complete model has and the repository has not, as far as that was allowed.
+    pub missing: Vec<NameGroup>,
+    /// The repository's names that the tables of its family do not have.
+    pub unexpected: Vec<NameGroup>,
+    /// Differences between layers that nothing explains, as far as they are not refused.
+    pub holes: Vec<Hole>,
+    /// The repository's names that the layout, or a flag, leaves out.
+    pub left_out: Vec<NameGroup>,
+    /// Things worth knowing that are no errors.
+    pub warnings: Vec<String>,
+    /// Why there is no `hf/`, if there is none.
+    pub no_hf: Option<String>,
+}
+
+impl PlannedTensor {
+    /// Bytes of the whole tensor.
+    ///
+    /// # Panics
+    /// Never for a tensor of a plan that was built.
+    pub fn bytes(&self) -> u64 {
+        self.view.bytes().expect("sizes were added up when the plan was made")
+    }
+}
+
+impl Plan {
+    pub(super) fn add(&mut self, drafts: Vec<Draft>, options: &ViewOptions, problems: &mut Vec<Problem>) {
+        let mut known: HashMap<Spec, u32> = HashMap::new();
+        for draft in drafts {
+            let rules = self.logical_rules.as_ref();
+            let spec = match shard::spec(&draft, &self.mesh, options.sharding, rules, &options.shard_rules) {
+                Ok(spec) => spec,
+                Err(problem) => {
+                    problems.push(problem);
+                    continue;
+                }
+            };
+            let expert =
+                if shard::is_told(&draft, options.sharding, &options.shard_rules) { None } else { draft.roles.expert };
+            let shape = draft.view.shape();
+            // What the rules of logical axes are for, JAX, refuses uneven splits.
+            let even = options.even || rules.is_some();
+            for (axis, parts) in spec.uneven(shape, &self.mesh).filter(|_| even) {
+                problems.push(Problem::Uneven { name: draft.name.clone(), axis, shape: shape.clone(), parts });
+            }
+            let tiled = check_tiling(&draft.view, self.built_in());
+            if let Err(error) = tiled.and_then(|()| self.check_shards(&draft.view, &spec)) {
+                problems.push(Problem::Tiling { name: draft.name.clone(), error });
+            }
+            let index = *known.entry(spec.clone()).or_insert_with(|| {
+                self.specs.push(spec);
+                u32::try_from(self.specs.len() - 1).expect("there are no more specs than tensors")
+            });
+            self.tensors.push(PlannedTensor {
+                name: draft.name,
+                view: draft.view,
+                spec: index,
+                expert,
+                bundled: draft.bundled,
+                layers: draft.layers,
+                logical: draft.roles.logical,
+            });
+        }
+        // A size that does not fit 64 bits has been a problem above.
+        let sizes = self.tensors.iter().map(|tensor| tensor.view.bytes().unwrap_or(u64::MAX));
+        if sizes.fold(0, u64::saturating_add) > BYTES_MAX {
+            let reason = format!("all tensors together have more than {BYTES_MAX} bytes");
+            problems.push(Problem::File { file: format!("layout {}", self.layout.name()), reason });
+        }
+        self.tensors.par_sort_by(|a, b| a.name.cmp(&b.name));
+        for pair in self.tensors.windows(2).filter(|pair| pair[0].name == pair[1].name) {
+            let path = pair[0].name.clone();
+            problems.push(Problem::Collision { first: path.clone(), second: path.clone(), path });
+        }
+    }
+
+    /// Checks that no shard of a type narrower than a byte cuts one.
+    fn check_shards(&self, view: &View, spec: &Spec) -> Result<(), TilingError> {
+        if view.dtype().unit().elements == 1 || spec.is_replicated() {
+            return Ok(());
+        }
+        // Where rows of a plain tensor and of each shard begin and end with a byte, nothing is cut.
+        let unit = view.dtype().unit().elements;
+        let aligned = |region: &Region| {
+            let last = |numbers: &[u64]| numbers.last().is_some_and(|number| number.is_multiple_of(unit));
+            last(region.origin()) && last(region.shape().extents())
+        };
+        let region = |device: &u64| spec.region(view.shape(), &self.mesh, &self.mesh.coordinates(*device));
+        if view.as_source().is_some()
+            && aligned(&view.shape().whole())
+            && self.devices.iter().all(|device| aligned(&region(device)))
+        {
+            return Ok(());
+        }
+        self.devices.iter().try_for_each(|device| {
+            let shard = view.region(&region(device)).expect("a spec makes regions inside the shape");
+            shard.lower().map(drop)
+        })
+    }
+
+    /// Whether views are of the few simple shapes that the program itself makes.
+    fn built_in(&self) -> bool {
+        match self.layout {
+            Layout::Canonical | Layout::Hf => true,
+            Layout::Embedded(_) | Layout::File(_) => false,
+        }
+    }
+
+    /// How a tensor is split.
+    pub fn spec(&self, tensor: &PlannedTensor) -> &Spec {
+        &self.specs[tensor.spec as usize]
+    }
+
+    /// The region of a tensor that a device holds. A tensor of a single expert is held whole, or as its spec says, by the
+    /// devices that the expert axis gives it to, and is empty on the others.
+    ///
+    /// # Panics
+    /// Never for a tensor of this plan.
+    pub fn region(&self, tensor: &PlannedTensor, device: u64) -> Region {
+        let coordinates = self.mesh.coordinates(device);
+        let shape = tensor.view.shape();
+        let region = self.spec(tensor).region(shape, &self.mesh, &coordinates);
+        if self.has_expert(tensor, &coordinates) || shape.rank() == 0 {
+            return region;
+        }
+        let mut ranges: Vec<_> = region.ranges().collect();
+        ranges[0].end = ranges[0].start;
+        Region::within(shape, &ranges).expect("an empty range inside a region lies inside the shape")
+    }
+
+    /// Whether the expert axis gives a tensor to the device at these coordinates; true of all but tensors of one expert.
+    fn has_expert(&self, tensor: &PlannedTensor, coordinates: &[u64]) -> bool {
+        tensor.expert.is_none_or(|(expert, experts)| {
+            let (mut low, mut high) = (0, experts);
+            for (index, axis) in self.mesh.axes().iter().enumerate() {
+                if axis_use(&axis.name) == AxisUse::Expert {
+                    let (start, stop) = spec::chunk(high - low, axis.size, coordinates[index]);
+                    (low, high) = (low + start, low + stop);
+                }
+            }
+            (low..high).contains(&expert)
+        })
+    }
+
+    /// Whether a mesh axis distributes a tensor, by splitting it or by giving its expert to some devices only; along the
+    /// other axes devices hold copies.
+    fn distributes(&self, tensor: &PlannedTensor, mesh_axis: usize) -> bool {
+        let by_expert = tensor.expert.is_some() && axis_use(&self.mesh.axes()[mesh_axis].name) == AxisUse::Expert;
+        self.spec(tensor).uses(mesh_axis) || by_expert
+    }
+
+    /// Whether the device at these coordinates is the first along every axis on which devices hold copies.
+    fn is_first(&self, tensor: &PlannedTensor, coordinates: &[u64]) -> bool {
+        coordinates.iter().enumerate().all(|(axis, at)| *at == 0 || self.distributes(tensor, axis))
+    }
+
+    /// The region of a tensor that `device` is the first to hold, if there is one and it has elements.
+    pub fn own_region(&self, tensor: &PlannedTensor, device: u64) -> Option<Region> {
+        let coordinates = self.mesh.coordinates(device);
+        let held = self.is_first(tensor, &coordinates) && self.has_expert(tensor, &coordinates);
+        held.then(|| self.region(tensor, device)).filter(|region| !region.shape().is_empty())
+    }
+
+    /// Number of the devices that are, by their place in the mesh, the first to hold a region of a tensor.
+    pub fn holder_count(&self, tensor: &PlannedTensor) -> u64 {
+        let axes = self.mesh.axes().iter().enumerate().filter(|(index, _)| self.distributes(tensor, *index));
+        axes.map(|(_, axis)| axis.size).product()
+    }
+
+    /// The device of number `number` among those, ascending.
+    pub fn holder(&self, tensor: &PlannedTensor, number: u64) -> u64 {
+        let (mut rest, mut device, mut stride) = (number, 0, 1);
+        for (index, axis) in self.mesh.axes().iter().enumerate().rev() {
+            if self.distributes(tensor, index) {
+                device += rest % axis.size * stride;
+                rest /= axis.size;
+            }
+            stride *= axis.size;
+        }
+        device
+    }
+
+    /// The distinct regions of a tensor that have elements, each with the first device that holds it, by which they are
+    /// ordered: together they are the tensor, and no two overlap.
+    pub fn distinct_regions(&self, tensor: &PlannedTensor) -> impl Iterator<Item = (u64, Region)> {
+        let holders = (0..self.holder_count(tensor)).map(|number| self.holder(tensor, number));
+        holders.filter_map(|device| Some((device, self.own_region(tensor, device)?)))
+    }
+
+    /// Devices of the whole mesh that are, by their place in it, the first to hold some bundled tensor's region; ascending.
+    /// At most as many as the mesh has.
+    pub fn first_holders(&self) -> Vec<u64> {
+        // Few tensors differ in what matters here.
+        let mut seen = HashSet::new();
+        let mut holders = Vec::new();
+        for tensor in self.bundle().filter(|tensor| seen.insert((tensor.spec, tensor.expert.is_some()))) {
+            holders.extend((0..self.holder_count(tensor)).map(|number| self.holder(tensor, number)));
+            holders.sort_unstable();
+            holders.dedup();
+        }
+        holders
+    }
+
+    /// The ranks of an engine whose processes differ in nothing but their shards, each with the listed device that stands for
+    /// it: ranks count the distinct sets of shards in the order of the devices, and devices with the same shards are one.
+    pub fn ranks(&self) -> Vec<(usize, u64)> {
+        let firsts = self.first_holders();
+        let axes = self.mesh.axes();
+        let splits: Vec<bool> =
+            (0..axes.len()).map(|axis| self.bundle().any(|tensor| self.distributes(tensor, axis))).collect();
+        let mut ranks = BTreeMap::new();
+        for device in &self.devices {
+            let coordinates = self.mesh.coordinates(*device);
+            let first = axes.iter().enumerate().fold(0, |first, (axis, mesh_axis)| {
+                first * mesh_axis.size + if splits[axis] { coordinates[axis] } else { 0 }
+            });
+            if let Ok(rank) = firsts.binary_search(&first) {
+                ranks.entry(rank).or_insert(*device);
+            }
+        }
+        ranks.into_iter().collect()
+    }
+
+    /// Whether the listed devices hold all of every bundled tensor between them.
+    pub fn lists_whole(&self) -> bool {
+        if self.devices.len() as u64 == self.mesh.devices() {
+            return true;
+        }
+        // Many tensors differ in nothing that matters here.
+        let mut seen = HashSet::new();
+        let mut kinds = self.bundle().filter(|tensor| seen.insert((tensor.spec, tensor.view.shape(), tensor.expert)));
+        // Regions that differ do not overlap: together they are the tensor if they have as many elements.
+        kinds.all(|tensor| {
+            let regions: HashSet<Region> = self.devices.iter().map(|device| self.region(tensor, *device)).collect();
+            regions.iter().map(|region| region.shape().elements()).sum::<u64>() == tensor.view.shape().elements()
+        })
+    }
+
+    /// Whether bundles hold layers stacked: for layouts from files what their parameter `scan` says, or whether a tensor has
+    /// a logical axis `layers`.
+    pub fn is_scanned(&self) -> bool {
+        match self.layout {
+            Layout::Canonical => !self.unscanned,
+            Layout::Hf => false,
+            Layout::Embedded(_) | Layout::File(_) => match self.params.iter().find(|(name, _)| name == "scan") {
+                Some((_, value)) => value == "true",
+                None => self.tensors.iter().any(|tensor| tensor.logical.iter().any(|axis| axis.ends_with("layers"))),
+            },
+        }
+    }
+
+    /// Keys of a tensor in formats that hold trees of dictionaries, outermost first. Words that no file name can hold are
+    /// escaped as in paths, because such formats make directories of keys.
+    pub fn keys(&self, tensor: &PlannedTensor) -> Vec<String> {
+        let words = tensor.name.split('.').map(|word| component(word).into_owned());
+        self.layout.tree_root().into_iter().map(str::to_owned).chain(words).collect()
+    }
+
+    /// The shape of the shard that a device holds.
+    pub fn shard_shape(&self, tensor: &PlannedTensor, device: u64) -> Shape {
+        self.region(tensor, device).shape().clone()
+    }
+
+    /// Whether bundles hold a tensor.
+    pub fn is_bundled(&self, tensor: &PlannedTensor) -> bool {
+        if self.unscanned { tensor.bundled.unscanned } else { tensor.bundled.scanned }
+    }
+
+    /// The tensors that bundles hold: each weight once.
+    pub fn bundle(&self) -> impl Iterator<Item = &PlannedTensor> + Clone {
+        self.tensors.iter().filter(|tensor| self.is_bundled(tensor))
+    }
+
+    /// Path components of a tensor under `dev{d}/` and `full/`.
+    pub fn path<'a>(&self, tensor: &'a PlannedTensor) -> Vec<Cow<'a, str>> {
+        if self.flat {
+            return vec![component(&tensor.name)];
+        }
+        tensor.name.split('.').map(component).collect()
+    }
+}
+
+/// Most bytes of all tensors together: sizes of files that hold many of them then fit 64 bits.
+const BYTES_MAX: u64 = 1 << 61;
+
+/// Most pieces per source tensor that the views of built-in layouts can have before a plan has to count them.
+const PIECES_PER_SOURCE: usize = 8;
+
+/// Checks that a view has a tiling, without lowering views that are simple by construction.
+fn check_tiling(view: &View, built_in: bool) -> Result<(), TilingError> {
+    if view.as_source().is_some() {
+        return view.bytes().map_or_else(|| view.lower().map(drop), |_| Ok(()));
+    }
+    if !built_in {
+        return view.lower().map(drop);
+    }
+    let mut sources = 0usize;
+    view.for_each_source(&mut |_| sources += 1);
+    if view.dtype().unit().elements > 1 || sources.saturating_mul(PIECES_PER_SOURCE) > PIECES_MAX {
+        view.lower()?;
+    }
+    Ok(())
+}
