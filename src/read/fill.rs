@@ -76,7 +76,7 @@ impl Engine {
             match part {
                 Part::Constant(bytes, piece) => {
                     made += piece.units();
-                    scatter_constant(&bytes, &piece, tiling.unit_bytes(), target);
+                    scatter_constant(bytes, &piece, tiling.unit_bytes(), target);
                 }
                 Part::Job(job) => {
                     made += job.piece.units();

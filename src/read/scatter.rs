@@ -23,7 +23,7 @@ fn scatter_piece(job: &Job<'_>, piece: &Piece, windows: &[Window<'_>], target: &
 }
 
 /// Writes a constant.
-pub(super) fn scatter_constant(bytes: &[u8; 8], piece: &Piece, unit_bytes: u64, target: &mut [u8]) {
+pub(super) fn scatter_constant(bytes: [u8; 8], piece: &Piece, unit_bytes: u64, target: &mut [u8]) {
     fill(&bytes[..to_usize(unit_bytes)], &piece.loops, piece.start, target);
 }
 
@@ -68,7 +68,7 @@ mod tests {
 
     /// Byte `at` of a tensor.
     fn byte(tensor: TensorId, at: u64) -> u8 {
-        (at.wrapping_mul(2_654_435_761) >> 7 ^ u64::from(tensor.0) * 91).to_le_bytes()[0]
+        ((at.wrapping_mul(2_654_435_761) >> 7) ^ (u64::from(tensor.0) * 91)).to_le_bytes()[0]
     }
 
     fn place(tensor: TensorId) -> (FileId, ByteSpan) {

@@ -85,12 +85,11 @@ pub(super) fn schedule<'a>(
         waiting.push(job);
         while let Some(job) = waiting.pop() {
             let found = lay_out(&job, limits, place)?;
-            if found.len_bytes > limits.bytes || found.spans > limits.spans {
-                if let Some((first, second)) = job.piece.halves() {
-                    waiting.push(Job { piece: second, ..job.clone() });
-                    waiting.push(Job { piece: first, ..job });
-                    continue;
-                }
+            let is_too_much = found.len_bytes > limits.bytes || found.spans > limits.spans;
+            if is_too_much && let Some((first, second)) = job.piece.halves() {
+                waiting.push(Job { piece: second, ..job.clone() });
+                waiting.push(Job { piece: first, ..job });
+                continue;
             }
             laid.push((job, found));
         }
@@ -125,12 +124,11 @@ struct Laid {
 fn lay_out(job: &Job<'_>, limits: Limits, place: Place<'_>) -> Result<Laid, ReadError> {
     let wanted = job.wanted();
     let packed = job.source_bytes().map(|unit| Packed::new(&job.piece.loops, limits.gap_bytes / unit));
-    let (len_bytes, spans) = match (&packed, job.source_bytes()) {
-        (Some(packed), Some(unit)) => (packed.len_units * unit, packed.apart.iter().map(|(n, _)| n).product()),
-        (_, _) => {
-            let spans: usize = wanted.iter().map(|wanted| operand_spans(wanted, limits.gap_bytes).len()).sum();
-            (wanted.iter().map(|wanted| wanted.end - wanted.start).sum(), spans as u64)
-        }
+    let (len_bytes, spans) = if let (Some(packed), Some(unit)) = (&packed, job.source_bytes()) {
+        (packed.len_units * unit, packed.apart.iter().map(|(extent, _)| extent).product())
+    } else {
+        let spans: usize = wanted.iter().map(|wanted| operand_spans(wanted, limits.gap_bytes).len()).sum();
+        (wanted.iter().map(|wanted| wanted.end - wanted.start).sum(), spans as u64)
     };
     let Some(first) = wanted.first() else { return Err(ReadError::Internal { what: "a job needs nothing" }) };
     let (file, span) = place(first.tensor);
@@ -224,7 +222,7 @@ impl Packed {
         let mut order: SmallVec<[usize; 4]> = (0..loops.len()).collect();
         order.sort_by_key(|index| loops[*index].source_stride);
         // From the innermost loop on: a block grows while its turns lie within the gap, and then repeats.
-        let (mut reach, mut block_units) = (1, 1);
+        let (mut reach, mut block_units): (u64, u64) = (1, 1);
         let mut indices: SmallVec<[usize; 4]> = SmallVec::new();
         for index in order {
             let Loop { extent, source_stride, .. } = loops[index];
