@@ -197,10 +197,10 @@ fn agree(bytes: &[u8], ours: &Result<Header, HeaderErrors>) -> Result<(), TestCa
         }
         (Ok(header), Err(error)) => prop_assert!(false, "{} tensors accepted, there: {error}", header.len()),
         (Err(errors), Ok(theirs)) => {
-            let is_stricter = |problem: &HeaderError| match problem {
-                HeaderError::DuplicateTensor { .. } | HeaderError::Rank { .. } => true,
-                HeaderError::Json { message } => message.contains("twice") || message.contains("duplicate"),
-                _ => false,
+            let is_stricter = |problem: &HeaderError| {
+                matches!(problem, HeaderError::DuplicateTensor { .. } | HeaderError::Rank { .. })
+                    || matches!(problem, HeaderError::Json { message }
+                        if message.contains("twice") || message.contains("duplicate"))
             };
             let is_stricter = errors.problems.iter().any(is_stricter);
             prop_assert!(is_stricter, "{} tensors accepted there, here: {errors}", theirs.len());
