@@ -425,11 +425,14 @@ fn a_daemon_logs_to_the_system_where_it_has_a_log() {
 #[test]
 fn a_limit_of_file_size_leaves_all_bytes_readable() {
     let Some(bench) = bench() else { return };
-    for limit in [0, 1024] {
+    let directory = bench.path("state");
+    for (limit, place) in
+        [0, 1024].into_iter().flat_map(|limit| [(limit, directory.as_path()), (limit, Path::new("memory"))])
+    {
         let log = bench.path("log");
         let _ = fs::remove_file(&log);
         let mut command = bench.mount();
-        command.arg("-vv").arg("--log-file").arg(&log).arg("--materialize").arg(bench.path("state"));
+        command.arg("-vv").arg("--log-file").arg(&log).arg("--materialize").arg(place);
         let output = limited(&mut command, Resource::RLIMIT_FSIZE, limit);
         assert!(output.status.success(), "{}", text(&output));
         for _ in 0..3 {

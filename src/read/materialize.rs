@@ -452,13 +452,13 @@ impl Materializing {
         }
     }
 
-    /// Notes the first failure and tells all who wait.
+    /// Notes the first failure and tells all threads that wait.
     fn fail(&self, error: MaterializeError) {
         let mut progress = self.lock();
         self.failed.store(true, Ordering::Relaxed);
         let error = progress.error.take().unwrap_or(error);
         let done = progress.done.take();
-        // Whoever asks for all of it later is told too.
+        // A later call that asks for all of it is told too.
         if done.is_none() {
             progress.error = Some(error);
             drop(progress);

@@ -84,7 +84,7 @@ impl PrefaultSources {
         let Some((file, span)) = self.left.pop_front() else {
             let Some(view) = self.views.next() else { return Found::Nothing };
             let large = view.bytes().is_some_and(|bytes| bytes >= VIEW_BYTES_MIN);
-            // A view that cannot be lowered is refused to who opens it.
+            // A view that cannot be lowered is refused when its file is opened.
             if large && view.as_source().is_none() && view.lower().is_ok_and(|tiling| is_made(&tiling)) {
                 view.for_each_source(&mut |tensor| {
                     if self.seen.insert(tensor.id) {

@@ -1,4 +1,4 @@
-//! One file that may be materialized: how far it is, and who waits for it.
+//! One file that may be materialized: how far it is, and which opens wait for it.
 
 use std::{
     fs::File,

@@ -19,7 +19,7 @@ pub(super) struct MemoryFiles {
 }
 
 impl MemoryFiles {
-    /// A file system for at most so many bytes.
+    /// A file system for at most `bytes_max` bytes.
     ///
     /// # Errors
     /// The system gives us none, as it does only to root, or it holds no unnamed files.
@@ -46,7 +46,7 @@ impl MemoryFiles {
         fstatvfs(&self.root).map_or(0, used)
     }
 
-    /// A new file of so many bytes, all memory of which is set aside.
+    /// A new file of `bytes` bytes, all memory of which is set aside.
     ///
     /// # Errors
     /// There may be no memory, as files that were dropped may still be mapped.
@@ -58,7 +58,7 @@ impl MemoryFiles {
     }
 }
 
-/// Makes a file so many bytes long, all memory of which is set aside.
+/// Makes a file `bytes` bytes long, all memory of which is set aside.
 ///
 /// # Errors
 /// There is no memory.

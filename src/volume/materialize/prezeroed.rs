@@ -29,7 +29,7 @@ const PART: usize = 3;
 const COUNT_MAX: usize = 64;
 /// How long buffers are kept after the last file was made, or the mount.
 const IDLE: Duration = Duration::from_mins(1);
-/// For so long after the last sign of a reader none are made: he needs the processor and the memory now. The kernel reads whole
+/// For this time after the last sign of a reader none are made: the reader needs the processor and the memory now. The kernel reads whole
 /// files by itself, of which there is no sign between their opening and their closing.
 const QUIET: Duration = Duration::from_secs(1);
 /// Written over each page so that it is there. A file of huge pages is zeroed by one page each time.
@@ -103,7 +103,7 @@ impl Prezeroed {
         sizes: impl FnOnce() -> Vec<(u64, usize)> + Send + 'static,
     ) -> io::Result<()> {
         let maker = Arc::clone(&self.shared);
-        // Not of a lower priority: who opens a file waits for a page that is being zeroed.
+        // Not of a lower priority: an open waits for a page that is being zeroed.
         thread::Builder::new().name("ckfs-prezero".to_owned()).spawn(move || {
             let mut wanted = rounds(sizes());
             let mut state = maker.lock();
@@ -152,7 +152,7 @@ impl Prezeroed {
         self.shared.lock().used.is_some_and(|used| used.elapsed() < IDLE)
     }
 
-    /// Notes that somebody reads.
+    /// Notes that a program reads.
     pub(super) fn note_read(&self) {
         self.shared.lock().read = Some(Instant::now());
     }
