@@ -77,7 +77,7 @@ fn fetched(counted: &Counted, view: &View, cache_bytes: usize) -> Fetched {
     let read = |id, span: std::ops::Range<u64>| {
         let info = checkpoint.tensor(id);
         let mut found = vec![0; usize::try_from(span.end - span.start).unwrap()];
-        checkpoint.source().read_into(info.file, info.span.start() + span.start, &mut found).unwrap();
+        checkpoint.source().read_into(info.file(), info.span().start() + span.start, &mut found).unwrap();
         Ok(found)
     };
     // The reference takes a while: some spans of it.
