@@ -29,7 +29,7 @@ fn place(number: u64) -> usize {
 }
 
 /// Puts length and CRC-32C of a block right.
-fn seal(block: &mut Vec<u8>) {
+fn seal(block: &mut [u8]) {
     if block.len() < 18 {
         return;
     }

@@ -4,9 +4,9 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::{
-    codec::{ArrayBytes, Codecs, Packing, check_known, extents, named, shortened, unsupported_codec, wrong},
+    codec::{ArrayBytes, Codecs, Packing, Sharding, check_known, extents, named, shortened, unsupported_codec, wrong},
     error::MetadataError,
-    grid::Keys,
+    keys::Keys,
     value::{self, ElementBytes},
 };
 use crate::tensor::{DType, PerAxis, RANK_MAX, Shape};
@@ -160,7 +160,7 @@ impl Array {
     }
 
     /// If this array is stored as shards: how. A shard may have its axes in another order, see [`Codecs::order`].
-    pub fn sharding(&self) -> Option<&super::Sharding> {
+    pub fn sharding(&self) -> Option<&Sharding> {
         match &self.codecs.bytes {
             ArrayBytes::Shard(sharding) => Some(sharding),
             ArrayBytes::Elements { .. } => None,

@@ -18,6 +18,7 @@ mod codec;
 mod decode;
 mod error;
 mod grid;
+mod keys;
 mod metadata;
 mod value;
 
