@@ -157,10 +157,10 @@ impl Quantization {
 
     /// Whether there are codes as gpt-oss has them: with the axes of the matrix, and one more.
     pub fn is_mxfp4(&self) -> bool {
-        match self {
-            Self::Known { schemes, .. } => schemes.iter().any(|summary| summary.scheme == "mxfp4"),
-            other => *other == Self::Mxfp4,
+        if let Self::Known { schemes, .. } = self {
+            return schemes.iter().any(|summary| summary.scheme == "mxfp4");
         }
+        *self == Self::Mxfp4
     }
 }
 

@@ -178,21 +178,14 @@ impl TensorTable {
         for (row, name) in names.iter().enumerate() {
             table.names.push_str(name.as_deref().unwrap_or_else(|| self.name(row)));
             let name_end = u32::try_from(table.names.len()).ok()?;
-            match table.rows.get_mut(row) {
-                Some(row) => row.name_end = name_end,
-                None => {
-                    let dtype = self.quantized.tensors.get(row - self.stored as usize).dtype;
-                    table.rows.push(Row {
-                        span: ByteSpan::of_len(0, 0)?,
-                        name_end,
-                        extents_end,
-                        file: FileId(0),
-                        dtype,
-                    });
-                }
+            if let Some(row) = table.rows.get_mut(row) {
+                row.name_end = name_end;
+            } else {
+                let dtype = self.quantized.tensors.get(row - self.stored as usize).dtype;
+                table.rows.push(Row { span: ByteSpan::of_len(0, 0)?, name_end, extents_end, file: FileId(0), dtype });
             }
         }
-        table.by_name = shown.clone();
+        table.by_name.clone_from(&shown);
         table.sort();
         table.shown = Some(shown);
         Some(table)

@@ -149,9 +149,8 @@ const fn asked(options: &ViewOptions) -> Wish {
 fn layout_wish(options: &ViewOptions) -> Wish {
     let asked = asked(options);
     match &options.layout {
-        Layout::Canonical | Layout::Hf => asked,
         Layout::Embedded(_) if asked.quantized == Raw::Shown => Wish { quantized: Raw::Decoded(None), ..asked },
-        Layout::Embedded(_) => asked,
+        Layout::Canonical | Layout::Hf | Layout::Embedded(_) => asked,
         Layout::File(file) => with_dtype_of(asked, file, options),
     }
 }

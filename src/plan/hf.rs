@@ -48,7 +48,6 @@ pub enum HfContent {
 ///
 /// # Errors
 /// Every problem with a tensor's values or name.
-#[expect(clippy::too_many_lines, reason = "the steps of a plan, one after the other")]
 pub(super) fn plan(
     original: &Checkpoint,
     values: &Values<'_>,
