@@ -24,6 +24,17 @@ pub struct Summary {
     pub details: Vec<(&'static str, Value)>,
 }
 
+/// A way of quantizing that is recognized and not decoded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unsupported {
+    /// Its name, such as `ModelOpt NVFP4_AWQ`.
+    pub method: String,
+    /// Number of tensors that are stored so; 0 where the configuration names the method and no tensor shows it.
+    pub tensors: u64,
+    /// One of these tensors.
+    pub example: Option<TensorId>,
+}
+
 /// What decoding makes of a repository.
 #[derive(Clone, Debug, Default)]
 pub struct Found {
@@ -34,6 +45,8 @@ pub struct Found {
     pub left_out: Vec<TensorId>,
     /// The schemes, in the order of the closed list.
     pub schemes: Vec<Summary>,
+    /// What stays raw because no scheme decodes it: whoever asks for decoding is refused with these names.
+    pub unsupported: Vec<Unsupported>,
 }
 
 /// Where a scheme puts what it finds.
@@ -127,6 +140,23 @@ impl<'a> Finds<'a> {
     pub(in crate::checkpoint) fn leave_out(&mut self, companion: TensorId) {
         self.taken.entry(companion).or_insert(None);
         self.found.left_out.push(companion);
+    }
+
+    /// Notes a method that is recognized and not decoded, and a tensor whose codes are stored so. No other scheme gets that tensor.
+    #[allow(dead_code, reason = "block fp8 has no such variants, others have")]
+    pub(in crate::checkpoint) fn unsupported(&mut self, method: &str, codes: Option<TensorId>) {
+        let known = self.found.unsupported.iter().position(|other| other.method == method);
+        let at = known.unwrap_or_else(|| {
+            let (method, tensors, example) = (method.to_owned(), 0, None);
+            self.found.unsupported.push(Unsupported { method, tensors, example });
+            self.found.unsupported.len() - 1
+        });
+        let unsupported = &mut self.found.unsupported[at];
+        if let Some(codes) = codes {
+            self.taken.entry(codes).or_insert(None);
+            unsupported.tensors += 1;
+            unsupported.example.get_or_insert(codes);
+        }
     }
 
     /// Whether a stored tensor is known already as the codes of a tensor, or as left out.

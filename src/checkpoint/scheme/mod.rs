@@ -28,7 +28,9 @@
 //!    scheme knows better (bitsandbytes).
 //! 5. **Companions that no decoder reads** (`input_scale`, `k_scale`, `weight_shape`, `g_idx`): [`Finds::leave_out`]. They are shown with the
 //!    raw tensors, and go when the repository is decoded.
-//! 6. **A [`Summary`]** of what was found, for the reader of `plan`.
+//! 6. **What is stored so and cannot be decoded** (a variant that is not in the list, bits that are packed otherwise):
+//!    [`Finds::unsupported`] with the name of the variant. The raw tensors are shown as they are; decoding is refused with that name.
+//! 7. **A [`Summary`]** of what was found, for the reader of `plan`.
 //!
 //! Configuration that gives modules to groups (`config_groups` with `targets` and `ignore`) is read by the scheme that knows it; where
 //! several schemes share that, it is a file of its own beside them.
@@ -42,12 +44,13 @@
 
 mod block_fp8;
 mod finds;
+mod parts;
 mod quantized;
 mod stored;
 
 use std::fmt;
 
-pub use finds::{Found, Summary};
+pub use finds::{Found, Summary, Unsupported};
 pub use quantized::{Quantized, QuantizedTable, Template, TemplateError, TemplateId};
 
 use self::finds::Finds;
