@@ -180,6 +180,21 @@ impl<'a> Finds<'a> {
         self.problems.push(problem);
     }
 
+    /// Everything that decoders read, so far.
+    pub(super) fn operands(&self) -> HashSet<TensorId> {
+        self.found.tensors.iter().flat_map(|tensor| tensor.operands.iter().copied()).collect()
+    }
+
+    /// Whether any tensor is decoded, so far.
+    pub(super) fn has_tensors(&self) -> bool {
+        !self.found.tensors.is_empty()
+    }
+
+    /// Whether nothing is known to be quantized, so far.
+    pub(super) fn is_empty(&self) -> bool {
+        self.found.tensors.is_empty() && self.found.unsupported.is_empty()
+    }
+
     pub(super) fn add_summary(&mut self, summary: Summary) {
         self.found.schemes.push(summary);
     }
@@ -188,8 +203,8 @@ impl<'a> Finds<'a> {
     pub(super) fn finish(mut self) -> Found {
         self.found.left_out.sort_unstable();
         self.found.left_out.dedup();
-        let operands = self.found.tensors.iter().flat_map(|tensor| tensor.operands.iter().copied());
-        let gone: HashSet<TensorId> = operands.chain(self.found.left_out.iter().copied()).collect();
+        let mut gone = self.operands();
+        gone.extend(&self.found.left_out);
         let mut names: HashMap<&str, TensorId> = HashMap::new();
         for tensor in self.found.tensors.iter() {
             let stored = self.stored.find(tensor.name).filter(|id| !gone.contains(id));

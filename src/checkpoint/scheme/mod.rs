@@ -44,8 +44,15 @@
 
 mod block_fp8;
 mod finds;
+mod mx;
+mod mxfp4;
+mod nvfp4;
+mod pack_quantized;
 mod parts;
 mod quantized;
+mod rest;
+mod scaled_fp8;
+mod settings;
 mod stored;
 
 use std::fmt;
@@ -67,7 +74,16 @@ trait Scheme: fmt::Debug + Sync {
 }
 
 /// The closed list. Where two schemes could claim one tensor, the first does.
-const SCHEMES: [&dyn Scheme; 1] = [&block_fp8::BlockFp8];
+const SCHEMES: [&dyn Scheme; 7] = [
+    &mxfp4::Mxfp4,
+    &pack_quantized::PackQuantized,
+    &nvfp4::Nvfp4,
+    &mx::Mx,
+    &scaled_fp8::ScaledFp8,
+    &block_fp8::BlockFp8,
+    // The last: it names what no other has taken.
+    &rest::Rest,
+];
 
 /// Finds everything that is stored quantized by a known scheme.
 pub(super) fn find(stored: &Stored<'_>, problems: &mut Problems) -> Found {
@@ -77,6 +93,9 @@ pub(super) fn find(stored: &Stored<'_>, problems: &mut Problems) -> Found {
         if let Some(summary) = scheme.find(stored, &mut found) {
             found.add_summary(summary);
         }
+    }
+    if found.has_tensors() {
+        parts::leave_out_activations(stored, &mut found);
     }
     found.finish()
 }

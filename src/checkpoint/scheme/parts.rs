@@ -89,6 +89,11 @@ pub(super) const fn is_fp8(dtype: DType) -> bool {
     matches!(dtype, DType::F8E4M3 | DType::F8E5M2 | DType::F8E4M3Fnuz | DType::F8E5M2Fnuz)
 }
 
+/// Floats that are wide enough for a scale.
+pub(super) const fn is_wide_float(dtype: DType) -> bool {
+    dtype.is_float() && !is_fp8(dtype)
+}
+
 /// One template for each kind of tensor, where `Key` holds all that distinguishes kinds.
 #[derive(Debug)]
 pub(super) struct Kinds<Key>(HashMap<Key, Option<TemplateId>>);
@@ -140,8 +145,9 @@ pub(super) fn needed(
 }
 
 /// Ends of the names of scales of activations and of caches, which no weight needs.
-const ACTIVATIONS: [&str; 10] = [
+const ACTIVATIONS: [&str; 11] = [
     "input_scale",
+    "input_scale_ub",
     "input_global_scale",
     "input_zero_point",
     "output_scale",
@@ -157,7 +163,9 @@ const ACTIVATIONS: [&str; 10] = [
 pub(super) fn leave_out_activations(stored: &Stored<'_>, found: &mut Finds<'_>) {
     for (id, tensor) in stored.iter() {
         let word = tensor.name.rsplit_once('.').map_or(tensor.name, |(_, word)| word);
-        if ACTIVATIONS.contains(&word) && !found.is_taken(id) {
+        // A parameter of such a name that is no single number is not a scale of that kind.
+        let is_scalar = tensor.shape.iter().product::<u64>() == 1;
+        if is_scalar && ACTIVATIONS.contains(&word) && !found.is_taken(id) {
             found.leave_out(id);
         }
     }
