@@ -127,12 +127,15 @@ fn packed_integers_that_do_not_agree_are_refused_at_once() {
         .noise("f.weight_packed", DType::I32, &[9, 8])
         .noise("f.weight_scale", DType::I32, &[9, 2])
         .noise("f.weight_zero_point", DType::I32, &[2, 2]);
+    let repository = packed(repository, "g", (9, 64), 4, 2).noise("g.weight_zero_point", DType::I32, &[2, 2]);
+    let repository = packed(repository, "h", (9, 64), 4, 2).without("h.weight_packed").without("h.weight_shape");
     repository.is_refused(&[
         "tensor \"a.weight_packed\": expected a.weight_scale to decode it, found no such tensor",
         "tensor \"b.weight_packed\": expected b.weight_zero_point to decode it, found no such tensor",
         "tensor \"c.weight_packed\": expected I32 [9, 12] for 96 columns of 4 bits, found I32 [9, 8]",
         "tensor \"d.weight_packed\": expected I32 [9, 8] to decode \"d.weight\", found U8 [9, 8]",
         "tensor \"e.weight_zero_point\": expected I32 [2, 2] to decode \"e.weight\", found I32 [9, 2]",
+        "tensor \"h.weight_scale\": expected codes h.weight or h.weight_packed beside it, found no such tensor",
         "tensor \"f.weight_scale\": expected a float as the scale of \"f.weight_packed\", found I32",
     ]);
     let by_row = || linear("pack-quantized", &integers(4, "channel", None, true));

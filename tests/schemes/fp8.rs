@@ -53,7 +53,7 @@ fn transformers_has_one_scale_for_each_matrix() {
     Repository::new(config)
         .noise("a.weight", DType::F8E4M3, &[7, 37])
         .noise("a.weight_scale_inv", DType::F32, &[2, 5])
-        .stays_raw("fp8 with block scales, but config.json gives no weight_block_size", 1);
+        .stays_raw("fp8 with several scales a matrix, but config.json gives no weight_block_size", 1);
     let unexplained = Repository::new(json!(null)).noise("a.weight", DType::F8E4M3, &[7, 37]);
     let unexplained = unexplained.noise("a.weight_scale", DType::F32, &[7, 1]);
     unexplained.stays_raw("tensors of codes and scales, but no quantization_config", 1);

@@ -136,14 +136,12 @@ impl<'a> Finds<'a> {
     }
 
     /// Leaves out a companion that no decoder reads, such as the scale of activations.
-    #[allow(dead_code, reason = "block fp8 has no such companions, others have")]
     pub(in crate::checkpoint) fn leave_out(&mut self, companion: TensorId) {
         self.taken.entry(companion).or_insert(None);
         self.found.left_out.push(companion);
     }
 
     /// Notes a method that is recognized and not decoded, and a tensor whose codes are stored so. No other scheme gets that tensor.
-    #[allow(dead_code, reason = "block fp8 has no such variants, others have")]
     pub(in crate::checkpoint) fn unsupported(&mut self, method: &str, codes: Option<TensorId>) {
         let known = self.found.unsupported.iter().position(|other| other.method == method);
         let at = known.unwrap_or_else(|| {

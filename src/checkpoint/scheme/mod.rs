@@ -32,12 +32,14 @@
 //!    [`Finds::unsupported`] with the name of the variant. The raw tensors are shown as they are; decoding is refused with that name.
 //! 7. **A [`Summary`]** of what was found, for the reader of `plan`.
 //!
-//! Configuration that gives modules to groups (`config_groups` with `targets` and `ignore`) is read by the scheme that knows it; where
-//! several schemes share that, it is a file of its own beside them.
+//! Configuration that gives modules to groups (`config_groups` with `targets` and `ignore`, `ModelOpt`'s `quantized_layers`) is read by
+//! `settings`: a scheme asks it what it says of a module. `parts` holds what schemes share. `rest`, the last of the list, names
+//! codes that no scheme has taken.
 //!
 //! Its tests, `tests/scheme_<name>.rs`: a repository in a temporary directory, `Checkpoint::open`, and the view of each tensor of
 //! [`Checkpoint::quantized`](super::Checkpoint::quantized) against a formula written apart, as f32, where the order of operations
-//! shows; and each mismatch refused by name. `scheme/block_fp8.rs` with `tests/scheme_block_fp8.rs` is the model to follow.
+//! shows; and each mismatch refused by name. `scheme/block_fp8.rs` with `tests/scheme_block_fp8.rs` is the model to follow; `tests/schemes`
+//! has those of the libraries that models are trained from.
 //!
 //! What a scheme deliberately does not do: read weights, choose a dtype, rename for a layout. Schemes that scale a tensor by
 //! something that is no affine index of it, and files tiled for one kind of accelerator, are not in the list.

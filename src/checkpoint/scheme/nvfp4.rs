@@ -53,11 +53,11 @@ impl Scheme for Nvfp4 {
             if settings.of(module) != Told::Nvfp4(factor) {
                 continue;
             }
-            count += 1;
             if factor == Factor::Multiplies && stored.find(&format!("{module}.pre_quant_scale")).is_some() {
                 found.unsupported("ModelOpt NVFP4 with pre_quant_scale", Some(id));
                 continue;
             }
+            count += 1;
             let scale = needed(stored, found, (module, word), "weight_scale");
             let global = needed(stored, found, (module, word), of_matrix);
             let (Some(scale), Some(global)) = (scale, global) else { continue };

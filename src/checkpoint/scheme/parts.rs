@@ -3,8 +3,6 @@
 //! Shapes here are those that *must* be stored, worked out from the codes and the configuration. [`Finds::tensor`] compares
 //! them with what is stored, so that a scheme does not.
 
-#![allow(dead_code, reason = "each scheme uses a part of this")]
-
 use std::{collections::HashMap, hash::Hash};
 
 use super::{

@@ -1,5 +1,7 @@
 //! What is stored quantized and no scheme of the list decodes. It stays raw, and decoding is refused with its name.
 
+use std::collections::HashSet;
+
 use super::{
     Scheme,
     finds::{Finds, Summary},
@@ -31,6 +33,9 @@ impl Scheme for Rest {
                 found.unsupported(&told(&settings, method.as_deref(), codes.name), Some(id));
             }
         }
+        if settings.is_known() && found.has_tensors() {
+            refuse_orphans(stored, found, &used);
+        }
         // Names that nothing here knows: whatever holds no plain numbers is what the configuration speaks of.
         if let Some(method) = method.filter(|_| found.is_empty()) {
             for (id, codes) in stored.iter() {
@@ -40,6 +45,28 @@ impl Scheme for Rest {
             }
         }
         None
+    }
+}
+
+/// Ends of the names of what belongs to the codes of a module.
+const COMPANIONS: [&str; 6] =
+    ["weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_shape"];
+
+/// Refuses companions whose codes are missing: they would stay as tensors that no model has.
+fn refuse_orphans(stored: &Stored<'_>, found: &mut Finds<'_>, used: &HashSet<TensorId>) {
+    for (id, tensor) in stored.iter() {
+        let Some((module, word)) = tensor.name.rsplit_once('.') else { continue };
+        if !COMPANIONS.contains(&word) || used.contains(&id) {
+            continue;
+        }
+        let codes = ["weight", "weight_packed"];
+        if codes.iter().all(|codes| companion(stored, module, codes).is_none()) {
+            found.refuse(
+                tensor.name,
+                format!("codes {module}.weight or {module}.weight_packed beside it"),
+                "no such tensor",
+            );
+        }
     }
 }
 

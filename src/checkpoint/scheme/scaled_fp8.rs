@@ -12,7 +12,7 @@ use super::{
     finds::{Finds, Summary},
     parts::{Kinds, blocks, companion, floats, grid, is_fp8, is_wide_float, module_of, slot},
     quantized::{Template, TemplateError},
-    settings::{Settings, Sharing, Told},
+    settings::{Settings, Sharing, Told, block},
     stored::Stored,
 };
 use crate::tensor::{DType, IndexMap, Operand, Operation, TensorId, Value};
@@ -44,14 +44,15 @@ impl Scheme for ScaledFp8 {
         let mut kinds = Kinds::new();
         let mut ways: Vec<(Sharing, u64)> = Vec::new();
         for (id, codes) in stored.iter() {
-            let scale = scale_of(stored, codes.name, &settings);
-            let module = module_of(codes.name, "weight");
             // Stacks of experts have names of their own, in transformers only.
-            let Some(module) = module.or_else(|| scale.filter(|_| settings.is_fp8()).map(|_| codes.name)) else {
+            let stack = settings.is_fp8() && is_fp8(codes.dtype);
+            let Some(module) = module_of(codes.name, "weight").or(stack.then_some(codes.name)) else { continue };
+            if codes.shape.len() < 2 || found.is_taken(id) {
                 continue;
-            };
-            let is_code = is_fp8(codes.dtype) || scale.is_some();
-            if codes.shape.len() < 2 || !is_code || found.is_taken(id) {
+            }
+            let scale = scale_of(stored, codes.name, &settings);
+            // A plain weight, or 8-bit floats of a name that says nothing.
+            if scale.is_none() && (!is_fp8(codes.dtype) || module == codes.name) {
                 continue;
             }
             let Told::Fp8(sharing) = settings.of(module) else { continue };
@@ -61,8 +62,11 @@ impl Scheme for ScaledFp8 {
                 continue;
             };
             let of_scale = stored.tensor(scale);
-            if settings.is_fp8() && of_scale.shape.iter().product::<u64>() != 1 {
-                found.unsupported("fp8 with block scales, but config.json gives no weight_block_size", Some(id));
+            if settings.is_fp8() && !is_single(of_scale.shape) {
+                found.unsupported(
+                    "fp8 with several scales a matrix, but config.json gives no weight_block_size",
+                    Some(id),
+                );
                 continue;
             }
             if !is_fp8(codes.dtype) {
@@ -103,16 +107,25 @@ impl Scheme for ScaledFp8 {
     }
 }
 
-/// Whether a block is configured and scales are those of blocks: another scheme, which knows single scales between them.
+/// Whether a block is configured, if only by mistake, and scales are those of blocks: another scheme, which knows single scales
+/// between them.
 fn are_in_blocks(stored: &Stored<'_>) -> bool {
-    let block = stored.config().and_then(|config| config.get("weight_block_size"));
+    let configured = stored.config().and_then(|config| config.get("weight_block_size"));
+    let Some(configured) = configured.filter(|block| !block.is_null()) else { return false };
+    if block(configured).is_none() {
+        return true;
+    }
     let is_grid = |name: &str| {
         let of_module = module_of(name, "weight").and_then(|module| companion(stored, module, "scale"));
         let beside = ["_scale_inv", "_scale"].iter().find_map(|suffix| stored.find(&format!("{name}{suffix}")));
-        beside.or(of_module).is_some_and(|scale| stored.tensor(scale).shape.iter().product::<u64>() != 1)
+        beside.or(of_module).is_some_and(|scale| !is_single(stored.tensor(scale).shape))
     };
-    block.is_some_and(|block| !block.is_null())
-        && stored.iter().any(|(_, codes)| is_fp8(codes.dtype) && codes.shape.len() >= 2 && is_grid(codes.name))
+    stored.iter().any(|(_, codes)| is_fp8(codes.dtype) && codes.shape.len() >= 2 && is_grid(codes.name))
+}
+
+/// Whether a scale of this shape is one number for each matrix.
+fn is_single(scale: &[u64]) -> bool {
+    scale.iter().rev().take(2).product::<u64>() == 1
 }
 
 /// The scale of these codes.

@@ -311,18 +311,24 @@ fn sharing(weights: &Json) -> Result<Sharing, String> {
             positive.map(Sharing::Group).ok_or_else(|| format!("a group_size of {size}"))
         }
         "block" => {
-            let block = weights.get("block_structure").unwrap_or(&Json::Null);
-            let sizes = match block {
-                Json::Array(sizes) => sizes.iter().map(Json::as_u64).collect::<Option<Vec<u64>>>(),
-                Json::String(sizes) => sizes.split('x').map(|size| size.parse().ok()).collect(),
-                Json::Null | Json::Bool(_) | Json::Number(_) | Json::Object(_) => None,
-            };
-            match sizes.as_deref() {
-                Some([rows, columns]) if *rows > 0 && *columns > 0 => Ok(Sharing::Block(*rows, *columns)),
-                Some(_) | None => Err(format!("a block_structure of {block}")),
-            }
+            let structure = weights.get("block_structure").unwrap_or(&Json::Null);
+            let (rows, columns) = block(structure).ok_or_else(|| format!("a block_structure of {structure}"))?;
+            Ok(Sharing::Block(rows, columns))
         }
         other => Err(format!("strategy {other:?}")),
+    }
+}
+
+/// Rows and columns of a block, `[128, 128]` or `"128x128"`.
+pub(super) fn block(value: &Json) -> Option<(u64, u64)> {
+    let sizes: Option<Vec<u64>> = match value {
+        Json::Array(sizes) => sizes.iter().map(Json::as_u64).collect(),
+        Json::String(sizes) => sizes.split('x').map(|size| size.parse().ok()).collect(),
+        Json::Null | Json::Bool(_) | Json::Number(_) | Json::Object(_) => None,
+    };
+    match sizes?.as_slice() {
+        [rows, columns] if *rows > 0 && *columns > 0 => Some((*rows, *columns)),
+        _ => None,
     }
 }
 
