@@ -612,7 +612,10 @@ fn other_quantizations() {
             Quantization::None, // replaced below: compared by suffix
         ),
         (
-            vec![("model.layers.0.mlp.experts.down_proj_blocks", DType::U8, &[2, 4, 1, 16])],
+            vec![
+                ("model.layers.0.mlp.experts.down_proj_blocks", DType::U8, &[2, 4, 1, 16]),
+                ("model.layers.0.mlp.experts.down_proj_scales", DType::U8, &[2, 4, 1]),
+            ],
             json!({"quantization_config": {"quant_method": "mxfp4"}}),
             Quantization::Mxfp4,
         ),
@@ -634,7 +637,11 @@ fn other_quantizations() {
             Quantization::Unknown { method: "awq".into() },
         ),
         (
-            vec![("a.weight", DType::U8, &[4, 4])],
+            vec![
+                ("a.weight", DType::U8, &[4, 8]),
+                ("a.weight_scale", DType::F8E4M3, &[4, 1]),
+                ("a.weight_scale_2", DType::F32, &[]),
+            ],
             json!({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}),
             Quantization::Nvfp4,
         ),

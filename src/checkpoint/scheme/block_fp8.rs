@@ -10,8 +10,7 @@ use std::collections::HashMap;
 use serde_json::{Value as Json, json};
 
 use super::{
-    Scheme,
-    finds::{Finds, Summary},
+    finds::{Finds, Scheme, Summary},
     quantized::{Template, TemplateError, TemplateId},
     stored::Stored,
 };

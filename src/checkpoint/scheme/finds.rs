@@ -7,7 +7,7 @@ use std::{
 
 pub(in crate::checkpoint) use super::quantized::Summary;
 use super::{
-    quantized::{Found, Template, TemplateError, TemplateId},
+    quantized::{Found, Template, TemplateError, TemplateId, Unsupported},
     stored::Stored,
 };
 use crate::{
@@ -111,10 +111,25 @@ impl<'a> Finds<'a> {
     }
 
     /// Leaves out a companion that no decoder reads, such as the scale of activations.
-    #[allow(dead_code, reason = "block fp8 has no such companions, others have")]
     pub(in crate::checkpoint) fn leave_out(&mut self, companion: TensorId) {
         self.taken.entry(companion).or_insert(None);
         self.found.left_out.push(companion);
+    }
+
+    /// Notes a method that is recognized and not decoded, and a tensor whose codes are stored so. No other scheme gets that tensor.
+    pub(in crate::checkpoint) fn unsupported(&mut self, method: &str, codes: Option<TensorId>) {
+        let known = self.found.unsupported.iter().position(|other| other.method == method);
+        let at = known.unwrap_or_else(|| {
+            let (method, tensors, example) = (method.to_owned(), 0, None);
+            self.found.unsupported.push(Unsupported { method, tensors, example });
+            self.found.unsupported.len() - 1
+        });
+        let unsupported = &mut self.found.unsupported[at];
+        if let Some(codes) = codes {
+            self.taken.entry(codes).or_insert(None);
+            unsupported.tensors += 1;
+            unsupported.example.get_or_insert(codes);
+        }
     }
 
     /// Whether a stored tensor is known already as the codes of a tensor, or as left out.
@@ -138,6 +153,21 @@ impl<'a> Finds<'a> {
         self.problems.push(problem);
     }
 
+    /// Everything that decoders read, so far.
+    pub(super) fn operands(&self) -> HashSet<TensorId> {
+        self.found.tensors.iter().flat_map(|tensor| tensor.operands.iter().copied()).collect()
+    }
+
+    /// Whether any tensor is decoded, so far.
+    pub(super) fn has_tensors(&self) -> bool {
+        !self.found.tensors.is_empty()
+    }
+
+    /// Whether nothing is known to be quantized, so far.
+    pub(super) fn is_empty(&self) -> bool {
+        self.found.tensors.is_empty() && self.found.unsupported.is_empty()
+    }
+
     pub(super) fn add_summary(&mut self, summary: Summary) {
         self.found.schemes.push(summary);
     }
@@ -146,8 +176,8 @@ impl<'a> Finds<'a> {
     pub(super) fn finish(mut self) -> Found {
         self.found.left_out.sort_unstable();
         self.found.left_out.dedup();
-        let operands = self.found.tensors.iter().flat_map(|tensor| tensor.operands.iter().copied());
-        let gone: HashSet<TensorId> = operands.chain(self.found.left_out.iter().copied()).collect();
+        let mut gone = self.operands();
+        gone.extend(&self.found.left_out);
         let mut names: HashMap<&str, TensorId> = HashMap::new();
         for tensor in self.found.tensors.iter() {
             let stored = self.stored.find(tensor.name).filter(|id| !gone.contains(id));

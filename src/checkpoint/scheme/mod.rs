@@ -28,31 +28,52 @@
 //!    scheme knows better (bitsandbytes).
 //! 5. **Companions that no decoder reads** (`input_scale`, `k_scale`, `weight_shape`, `g_idx`): [`Finds::leave_out`]. They are shown with the
 //!    raw tensors, and go when the repository is decoded.
-//! 6. **A [`Summary`]** of what was found, for the reader of `plan`.
+//! 6. **What is stored so and cannot be decoded** (a variant that is not in the list, bits that are packed otherwise):
+//!    [`Finds::unsupported`] with the name of the variant. The raw tensors are shown as they are; decoding is refused with that name.
+//! 7. **A [`Summary`]** of what was found, for the reader of `plan`.
 //!
-//! Configuration that gives modules to groups (`config_groups` with `targets` and `ignore`) is read by the scheme that knows it; where
-//! several schemes share that, it is a file of its own beside them.
+//! Configuration that gives modules to groups (`config_groups` with `targets` and `ignore`, `ModelOpt`'s `quantized_layers`) is read by
+//! `settings`: a scheme asks it what it says of a module. `parts` holds what schemes share. `rest`, the last of the list, names
+//! codes that no scheme has taken.
 //!
 //! Its tests, `tests/scheme_<name>.rs`: a repository in a temporary directory, `Checkpoint::open`, and the view of each tensor of
 //! [`Checkpoint::quantized`](super::Checkpoint::quantized) against a formula written apart, as f32, where the order of operations
-//! shows; and each mismatch refused by name. `scheme/block_fp8.rs` with `tests/scheme_block_fp8.rs` is the model to follow.
+//! shows; and each mismatch refused by name. `scheme/block_fp8.rs` with `tests/scheme_block_fp8.rs` is the model to follow; `tests/schemes`
+//! has those of the libraries that models are trained from.
 //!
 //! What a scheme deliberately does not do: read weights, choose a dtype, rename for a layout. Schemes that scale a tensor by
 //! something that is no affine index of it, and files tiled for one kind of accelerator, are not in the list.
 
 mod block_fp8;
 mod finds;
+mod mx;
+mod mxfp4;
+mod nvfp4;
+mod pack_quantized;
+mod parts;
 mod quantized;
+mod rest;
+mod scaled_fp8;
+mod settings;
 mod stored;
 
-pub use quantized::{Found, Quantized, QuantizedTable, Summary, Template, TemplateError, TemplateId};
+pub use quantized::{Found, Quantized, QuantizedTable, Summary, Template, TemplateError, TemplateId, Unsupported};
 
 use self::finds::{Finds, Scheme};
 pub(super) use self::stored::Stored;
 use super::problem::Problems;
 
 /// The closed list. Where two schemes could claim one tensor, the first does.
-const SCHEMES: [&dyn Scheme; 1] = [&block_fp8::BlockFp8];
+const SCHEMES: [&dyn Scheme; 7] = [
+    &mxfp4::Mxfp4,
+    &pack_quantized::PackQuantized,
+    &nvfp4::Nvfp4,
+    &mx::Mx,
+    &scaled_fp8::ScaledFp8,
+    &block_fp8::BlockFp8,
+    // The last: it names what no other has taken.
+    &rest::Rest,
+];
 
 /// Finds everything that is stored quantized by a known scheme.
 pub(super) fn find(stored: &Stored<'_>, problems: &mut Problems) -> Found {
@@ -62,6 +83,9 @@ pub(super) fn find(stored: &Stored<'_>, problems: &mut Problems) -> Found {
         if let Some(summary) = scheme.find(stored, &mut found) {
             found.add_summary(summary);
         }
+    }
+    if found.has_tensors() {
+        parts::leave_out_activations(stored, &mut found);
     }
     found.finish()
 }

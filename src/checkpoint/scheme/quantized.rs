@@ -239,6 +239,17 @@ pub struct Summary {
     pub details: Vec<(&'static str, Json)>,
 }
 
+/// A way of quantizing that is recognized and not decoded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unsupported {
+    /// Its name, such as `ModelOpt NVFP4_AWQ`.
+    pub method: String,
+    /// Number of tensors that are stored so; 0 where the configuration names the method and no tensor shows it.
+    pub tensors: u64,
+    /// One of these tensors.
+    pub example: Option<TensorId>,
+}
+
 /// What decoding makes of a repository.
 #[derive(Clone, Debug, Default)]
 pub struct Found {
@@ -249,4 +260,6 @@ pub struct Found {
     pub left_out: Vec<TensorId>,
     /// The schemes, in the order of the closed list.
     pub schemes: Vec<Summary>,
+    /// What stays raw because no scheme decodes it: a request to decode is refused with these names.
+    pub unsupported: Vec<Unsupported>,
 }

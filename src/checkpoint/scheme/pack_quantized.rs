@@ -1,0 +1,238 @@
+//! Integers packed into words of 32 bits, as compressed-tensors publishes them (Kimi K2 Thinking and later).
+//!
+//! `X.weight_packed` I32 `[out, ceil(in * b / 32)]` holds element `i` of a row at its bits `[i * b, (i + 1) * b)`, counted from the low bit of
+//! the first word. `W = (q - 2^(b-1)) * s`, or with zero points `W = ((q - 2^(b-1)) - (z - 2^(b-1))) * s`. `X.weight_scale` has one scale
+//! for a group of a row, for a row, or for all. `X.weight_zero_point` I32 `[ceil(out * b / 32), groups]` is packed along the *output* axis.
+//!
+//! Rows of groups are as wide as their scales say: groups divide rows. Where a row or the matrix has one scale, the width is
+//! read from `X.weight_shape`. Fields of 3, 5, 6 and 7 bits are packed in two ways that nothing tells apart, so they stay raw.
+
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
+use serde_json::json;
+
+use super::{
+    finds::{Finds, Scheme, Summary},
+    parts::{Kinds, blocks, companion, floats, grid, is_wide_float, module_of, needed, packed, slot, unsigned},
+    quantized::{Template, TemplateError},
+    settings::{Settings, Sharing, Told},
+    stored::Stored,
+};
+use crate::{
+    checkpoint::problem::Problem,
+    tensor::{DType, Digit, IndexMap, Operand, Operation, TensorId, Value},
+};
+
+/// The scheme.
+#[derive(Debug)]
+pub(super) struct PackQuantized;
+
+/// How the codes' names end.
+const CODES: &str = "weight_packed";
+
+/// A matrix and its companions.
+struct Matrix<'a> {
+    module: &'a str,
+    codes: TensorId,
+    scale: TensorId,
+    zero: Option<TensorId>,
+    /// `weight_shape`.
+    shape: Option<TensorId>,
+    bits: u64,
+    sharing: Sharing,
+}
+
+/// All that distinguishes kinds of matrices.
+#[derive(PartialEq, Eq, Hash)]
+struct Kind {
+    out: u64,
+    inner: u64,
+    bits: u64,
+    sharing: Sharing,
+    scale: DType,
+    /// A scale that all elements share may be `[1]` or `[]`.
+    scale_is_bare: bool,
+    has_zeros: bool,
+}
+
+impl Scheme for PackQuantized {
+    fn name(&self) -> &'static str {
+        "pack_quantized"
+    }
+
+    fn find(&self, stored: &Stored<'_>, found: &mut Finds<'_>) -> Option<Summary> {
+        let settings = Settings::read(stored);
+        if !settings.is_compressed_tensors() {
+            return None;
+        }
+        let matrices = matrices(stored, &settings, found);
+        // Small reads from wherever the repository is: many at a time.
+        let read = |matrix: &Matrix<'_>| width_and_height(stored, matrix);
+        let shapes: Vec<_> = (0..matrices.len()).into_par_iter().map(|at| read(&matrices[at])).collect();
+        let mut kinds = Kinds::new();
+        for (matrix, shape) in matrices.iter().zip(shapes) {
+            match shape {
+                Ok((out, inner)) => add(stored, found, &mut kinds, matrix, (out, inner)),
+                Err(problem) => found.problem(problem),
+            }
+        }
+        let first = matrices.first()?;
+        let count = matrices.len();
+        let mut ways: Vec<_> = matrices.iter().map(|matrix| (matrix.bits, matrix.sharing)).collect();
+        ways.sort_unstable();
+        ways.dedup();
+        let ways: Vec<String> = ways.iter().map(|(bits, sharing)| format!("{bits}-bit integers, {sharing}")).collect();
+        let dtype = stored.tensor(first.scale).dtype;
+        Some(Summary {
+            scheme: self.name(),
+            text: format!("packed {}: {count} weights with {dtype} scales", ways.join("; ")),
+            details: vec![
+                ("weights", json!(count)),
+                ("with_zero_points", json!(matrices.iter().filter(|matrix| matrix.zero.is_some()).count())),
+                ("scale_dtype", json!(dtype.code())),
+            ],
+        })
+    }
+}
+
+/// All matrices that the configuration and names say are packed so, and whose companions are there.
+fn matrices<'a>(stored: &Stored<'a>, settings: &Settings<'_>, found: &mut Finds<'_>) -> Vec<Matrix<'a>> {
+    let mut matrices = Vec::new();
+    for (codes, info) in stored.iter() {
+        let Some(module) = module_of(info.name, CODES).filter(|_| !found.is_taken(codes)) else { continue };
+        let Told::Packed { bits, symmetric, sharing } = settings.of(module) else { continue };
+        let zero = companion(stored, module, "weight_zero_point");
+        if symmetric && zero.is_some() {
+            found.unsupported("compressed-tensors pack-quantized, symmetric and with zero points", Some(codes));
+            continue;
+        }
+        if companion(stored, module, "weight_g_idx").is_some() {
+            found.unsupported("compressed-tensors pack-quantized with weight_g_idx", Some(codes));
+            continue;
+        }
+        let scale = needed(stored, found, (module, CODES), "weight_scale");
+        let zero =
+            if symmetric { Some(None) } else { needed(stored, found, (module, CODES), "weight_zero_point").map(Some) };
+        let shape = companion(stored, module, "weight_shape");
+        if let Some(shape) = shape {
+            found.leave_out(shape);
+        }
+        if let (Some(scale), Some(zero)) = (scale, zero) {
+            matrices.push(Matrix { module, codes, scale, zero, shape, bits, sharing });
+        }
+    }
+    matrices
+}
+
+/// Rows and columns of a decoded matrix: what its words and its companions agree on.
+fn width_and_height(stored: &Stored<'_>, matrix: &Matrix<'_>) -> Result<(u64, u64), Problem> {
+    let (codes, scale) = (stored.tensor(matrix.codes), stored.tensor(matrix.scale));
+    let refused = |tensor: &str, expected: String, found: String| Problem::Quantized {
+        tensor: tensor.to_owned(),
+        expected,
+        found,
+    };
+    let [out, words] = *codes.shape else {
+        return Err(refused(codes.name, "shape [out, words]".to_owned(), format!("{:?}", codes.shape)));
+    };
+    let inner = if let Sharing::Group(size) = matrix.sharing {
+        let groups = scale.shape.last().copied().unwrap_or(0);
+        groups.saturating_mul(size)
+    } else {
+        let Some(id) = matrix.shape else {
+            let expected = format!("{}.weight_shape, which tells its width", matrix.module);
+            return Err(refused(codes.name, expected, "no such tensor".to_owned()));
+        };
+        let shape = stored.tensor(id);
+        let width = match (shape.dtype, shape.shape) {
+            (DType::I64, [2]) => 8,
+            (DType::I32, [2]) => 4,
+            (dtype, extents) => {
+                return Err(refused(shape.name, "I64 or I32 [2]".to_owned(), format!("{dtype} {extents:?}")));
+            }
+        };
+        let numbers: Vec<i64> = stored.read(id)?.chunks_exact(width).map(little_endian).collect();
+        let inner = numbers.get(1).and_then(|inner| u64::try_from(*inner).ok());
+        match (numbers.first().map(|rows| u64::try_from(*rows)), inner) {
+            (Some(Ok(rows)), Some(inner)) if rows == out => inner,
+            _ => return Err(refused(shape.name, format!("[{out}, in]"), format!("{numbers:?}"))),
+        }
+    };
+    let needed = inner.checked_mul(matrix.bits).map(|bits| bits.div_ceil(32));
+    if needed != Some(words) {
+        let expected = needed.map_or_else(|| "fewer columns".to_owned(), |words| format!("I32 [{out}, {words}]"));
+        let (bits, found) = (matrix.bits, format!("{} {:?}", codes.dtype, codes.shape));
+        return Err(refused(codes.name, format!("{expected} for {inner} columns of {bits} bits"), found));
+    }
+    Ok((out, inner))
+}
+
+/// The signed number of four or eight bytes.
+fn little_endian(bytes: &[u8]) -> i64 {
+    let unsigned = bytes.iter().rev().fold(0u64, |number, byte| number << 8 | u64::from(*byte));
+    // Sizes are positive, and a negative number of four bytes becomes one that no tensor has.
+    unsigned.cast_signed()
+}
+
+fn add(
+    stored: &Stored<'_>,
+    found: &mut Finds<'_>,
+    kinds: &mut Kinds<Kind>,
+    matrix: &Matrix<'_>,
+    (out, inner): (u64, u64),
+) {
+    let (codes, scale) = (stored.tensor(matrix.codes), stored.tensor(matrix.scale));
+    if !is_wide_float(scale.dtype) {
+        found.refuse(scale.name, format!("a float as the scale of {:?}", codes.name), scale.dtype.to_string());
+        return;
+    }
+    let kind = Kind {
+        out,
+        inner,
+        bits: matrix.bits,
+        sharing: matrix.sharing,
+        scale: scale.dtype,
+        scale_is_bare: scale.shape.is_empty(),
+        has_zeros: matrix.zero.is_some(),
+    };
+    let template = kinds.template(found, codes.name, kind, template);
+    if let Some(template) = template {
+        let operands: Vec<TensorId> = [matrix.codes, matrix.scale].into_iter().chain(matrix.zero).collect();
+        found.tensor(&format!("{}.weight", matrix.module), template, &operands, None);
+    }
+}
+
+fn template(kind: &Kind) -> Result<Template, TemplateError> {
+    let extents = [kind.out, kind.inner];
+    let half = match kind.bits {
+        1 => 1.0,
+        2 => 2.0,
+        4 => 8.0,
+        _ => 128.0,
+    };
+    let width = u32::try_from(kind.bits).unwrap_or(u32::MAX);
+    let block = kind.sharing.block((kind.out, kind.inner));
+    let grid = grid(&extents, block);
+    let codes = slot(0, DType::I32, &[kind.out, (kind.inner * kind.bits).div_ceil(32)])?;
+    let scale = match (kind.sharing, kind.scale_is_bare) {
+        (Sharing::Tensor, true) => slot(1, kind.scale, &[])?,
+        (Sharing::Tensor, false) => slot(1, kind.scale, &[1])?,
+        (Sharing::Channel | Sharing::Group(_) | Sharing::Block(..), _) => slot(1, kind.scale, &grid)?,
+    };
+    let mut value = Value::of(packed(codes, &extents, unsigned(width))).then(Operation::Subtract, half);
+    if kind.has_zeros {
+        // Zero points of a column of groups lie in words of 32 bits, each for 32 / b neighbouring rows.
+        let groups = grid[1];
+        let fields = 32 / kind.bits;
+        let tensor = slot(2, DType::I32, &[kind.out.div_ceil(fields), groups])?;
+        let index = IndexMap::new(&[
+            Digit::axis(&extents, 0, groups * 32).grouped(fields),
+            Digit::axis(&extents, 1, 32).grouped(block.1),
+            Digit::axis(&extents, 0, kind.bits).turning(fields),
+        ]);
+        let zero = Operand { tensor, field: unsigned(width), index };
+        value = value.then(Operation::Subtract, Value::of(zero).then(Operation::Subtract, half));
+    }
+    let index = if kind.sharing == Sharing::Tensor { IndexMap::new(&[]) } else { blocks(&extents, block) };
+    let shape = slot(0, DType::F32, &extents)?.shape;
+    Template::try_new(shape, value.then(Operation::Multiply, floats(scale, index)))
+}

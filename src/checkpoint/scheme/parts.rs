@@ -1,0 +1,170 @@
+//! What several schemes share: operands of the usual kinds, one template for each kind of tensor, and names of companions.
+//!
+//! Shapes here are those that *must* be stored, worked out from the codes and the configuration. [`Finds::tensor`] compares
+//! them with what is stored, so that a scheme does not.
+
+use std::{collections::HashMap, hash::Hash};
+
+use super::{
+    finds::Finds,
+    quantized::{Template, TemplateError, TemplateId},
+    stored::Stored,
+};
+use crate::tensor::{Bits, DType, Digit, Field, IndexMap, Operand, Shape, SourceTensor, TensorId, ViewError};
+
+/// Operand `number` of a template, which must be stored as `dtype` with these extents.
+///
+/// # Errors
+/// [`TemplateError`] if there are more than eight axes or too many elements.
+pub(super) fn slot(number: u32, dtype: DType, extents: &[u64]) -> Result<SourceTensor, TemplateError> {
+    let shape = Shape::try_new(extents).map_err(ViewError::from)?;
+    Ok(SourceTensor { id: TensorId(number), dtype, shape })
+}
+
+/// Codes of a value of shape `extents`, side by side along its last axis. Each row of codes fills whole elements of the tensor;
+/// what is left over at a row's end is not read. Codes are as wide as `field`.
+pub(super) fn packed(tensor: SourceTensor, extents: &[u64], field: Field) -> Operand {
+    let (rows, columns) = rows_and_columns(extents);
+    let row_bits = tensor.shape.elements() * tensor.dtype.bits() / rows.max(1);
+    let width = field.bits();
+    let flat = [rows, columns];
+    let index = IndexMap::new(&[Digit::axis(&flat, 0, row_bits), Digit::axis(&flat, 1, width)]);
+    Operand { tensor, field, index }
+}
+
+/// Unsigned integers of `width` bits, low bits first.
+pub(super) const fn unsigned(width: u32) -> Field {
+    Field::Integer(Bits::unsigned(width))
+}
+
+/// The shape of the scales of a value: `[.., ceil(rows / block.0), ceil(columns / block.1)]`, one grid for each matrix.
+pub(super) fn grid(extents: &[u64], block: (u64, u64)) -> Vec<u64> {
+    let mut grid = extents.to_vec();
+    if let [.., rows, columns] = grid.as_mut_slice() {
+        (*rows, *columns) = (rows.div_ceil(block.0), columns.div_ceil(block.1));
+    }
+    grid
+}
+
+/// Where in such a grid the scale of each element is. The last blocks of either axis may be partial.
+pub(super) fn blocks(extents: &[u64], block: (u64, u64)) -> IndexMap {
+    let grid = grid(extents, block);
+    let digit = |axis: usize| {
+        let from_end = extents.len() - axis;
+        let group = if from_end == 2 {
+            block.0
+        } else if from_end == 1 {
+            block.1
+        } else {
+            1
+        };
+        Digit::axis(extents, axis, grid[axis + 1..].iter().product()).grouped(group)
+    };
+    IndexMap::new(&(0..extents.len()).map(digit).collect::<Vec<_>>())
+}
+
+/// Floats of the tensor's own type. Bytes are exponents (`F8_E8M0`) by convention.
+pub(super) fn floats(tensor: SourceTensor, index: IndexMap) -> Operand {
+    let dtype = if tensor.dtype == DType::U8 { DType::F8E8M0 } else { tensor.dtype };
+    Operand { tensor, field: Field::Float(dtype), index }
+}
+
+/// One float for all elements.
+pub(super) fn scalar(tensor: SourceTensor) -> Operand {
+    floats(tensor, IndexMap::new(&[]))
+}
+
+/// All axes but the last as one, and the last.
+fn rows_and_columns(extents: &[u64]) -> (u64, u64) {
+    match extents {
+        [rows @ .., columns] => (rows.iter().product(), *columns),
+        [] => (1, 1),
+    }
+}
+
+/// 8-bit floats of all four kinds.
+pub(super) const fn is_fp8(dtype: DType) -> bool {
+    matches!(dtype, DType::F8E4M3 | DType::F8E5M2 | DType::F8E4M3Fnuz | DType::F8E5M2Fnuz)
+}
+
+/// Floats that are wide enough for a scale.
+pub(super) const fn is_wide_float(dtype: DType) -> bool {
+    dtype.is_float() && !is_fp8(dtype)
+}
+
+/// One template for each kind of tensor, where `Key` holds all that distinguishes kinds.
+#[derive(Debug)]
+pub(super) struct Kinds<Key>(HashMap<Key, Option<TemplateId>>);
+
+impl<Key: Eq + Hash> Kinds<Key> {
+    pub(super) fn new() -> Self {
+        Self(HashMap::new())
+    }
+
+    /// The template of this kind; `make` makes it for the first tensor, `tensor`. `None` if it cannot be, which has been told.
+    pub(super) fn template(
+        &mut self,
+        found: &mut Finds<'_>,
+        tensor: &str,
+        key: Key,
+        make: impl FnOnce(&Key) -> Result<Template, TemplateError>,
+    ) -> Option<TemplateId> {
+        if let Some(template) = self.0.get(&key) {
+            return *template;
+        }
+        let template = found.template(tensor, make(&key));
+        self.0.insert(key, template);
+        template
+    }
+}
+
+/// The module of a stored name, if that ends in `.<word>`.
+pub(super) fn module_of<'a>(name: &'a str, word: &str) -> Option<&'a str> {
+    name.strip_suffix(word)?.strip_suffix('.')
+}
+
+/// The tensor `<module>.<word>`.
+pub(super) fn companion(stored: &Stored<'_>, module: &str, word: &str) -> Option<TensorId> {
+    stored.find(&format!("{module}.{word}"))
+}
+
+/// The tensor `<module>.<word>`, which decoding needs. That it is missing is told by its name.
+pub(super) fn needed(
+    stored: &Stored<'_>,
+    found: &mut Finds<'_>,
+    (module, codes): (&str, &str),
+    word: &str,
+) -> Option<TensorId> {
+    let id = companion(stored, module, word);
+    if id.is_none() {
+        found.refuse(&format!("{module}.{codes}"), format!("{module}.{word} to decode it"), "no such tensor");
+    }
+    id
+}
+
+/// Ends of the names of scales of activations and of caches, which no weight needs.
+const ACTIVATIONS: [&str; 11] = [
+    "input_scale",
+    "input_scale_ub",
+    "input_global_scale",
+    "input_zero_point",
+    "output_scale",
+    "output_zero_point",
+    "activation_scale",
+    "k_scale",
+    "v_scale",
+    "q_scale",
+    "kv_scale",
+];
+
+/// Leaves out the scales of activations and caches of a repository in which something is quantized.
+pub(super) fn leave_out_activations(stored: &Stored<'_>, found: &mut Finds<'_>) {
+    for (id, tensor) in stored.iter() {
+        let word = tensor.name.rsplit_once('.').map_or(tensor.name, |(_, word)| word);
+        // A parameter of such a name that is no single number is not a scale of that kind.
+        let is_scalar = tensor.shape.iter().product::<u64>() == 1;
+        if is_scalar && ACTIVATIONS.contains(&word) && !found.is_taken(id) {
+            found.leave_out(id);
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! What is stored quantized and no scheme of the list decodes. It stays raw, and decoding is refused with its name.
+
+use std::collections::HashSet;
+
+use super::{
+    finds::{Finds, Scheme, Summary},
+    parts::{companion, is_fp8, is_wide_float, module_of},
+    settings::{Settings, Told},
+    stored::Stored,
+};
+use crate::{
+    checkpoint::table::TensorInfo,
+    tensor::{DType, TensorId},
+};
+
+/// The last of the list.
+#[derive(Debug)]
+pub(super) struct Rest;
+
+impl Scheme for Rest {
+    fn name(&self) -> &'static str {
+        "rest"
+    }
+
+    fn find(&self, stored: &Stored<'_>, found: &mut Finds<'_>) -> Option<Summary> {
+        let settings = Settings::read(stored);
+        let method = method(stored);
+        let used = found.operands();
+        let is_open = |found: &Finds<'_>, id: &TensorId| !found.is_taken(*id) && !used.contains(id);
+        for (id, codes) in stored.iter() {
+            if is_open(found, &id) && are_codes(stored, &codes) {
+                found.unsupported(&told(&settings, method.as_deref(), codes.name), Some(id));
+            }
+        }
+        if settings.is_known() && found.has_tensors() {
+            refuse_orphans(stored, found, &used);
+        }
+        // Names that nothing here knows: whatever holds no plain numbers is what the configuration speaks of.
+        if let Some(method) = method.filter(|_| found.is_empty()) {
+            for (id, codes) in stored.iter() {
+                if codes.shape.len() >= 2 && !is_plain(codes.dtype) && is_open(found, &id) {
+                    found.unsupported(&method, Some(id));
+                }
+            }
+        }
+        None
+    }
+}
+
+/// Ends of the names of what belongs to the codes of a module.
+const COMPANIONS: [&str; 6] =
+    ["weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_shape"];
+
+/// Refuses companions whose codes are missing: they would stay as tensors that no model has.
+fn refuse_orphans(stored: &Stored<'_>, found: &mut Finds<'_>, used: &HashSet<TensorId>) {
+    for (id, tensor) in stored.iter() {
+        let Some((module, word)) = tensor.name.rsplit_once('.') else { continue };
+        if !COMPANIONS.contains(&word) || used.contains(&id) || found.is_taken(id) {
+            continue;
+        }
+        let codes = ["weight", "weight_packed"];
+        if codes.iter().all(|codes| companion(stored, module, codes).is_none()) {
+            found.refuse(
+                tensor.name,
+                format!("codes {module}.weight or {module}.weight_packed beside it"),
+                "no such tensor",
+            );
+        }
+    }
+}
+
+/// What the configuration calls its method.
+fn method(stored: &Stored<'_>) -> Option<String> {
+    let config = stored.config().filter(|config| !config.is_null());
+    let named = config.map(|config| match config.get("quant_method") {
+        Some(method) => method.as_str().map_or_else(|| method.to_string(), str::to_owned),
+        None => "a quantization_config without quant_method".to_owned(),
+    });
+    named.or_else(|| stored.modelopt().map(|_| "modelopt".to_owned()))
+}
+
+/// Why the codes of this name are not decoded.
+fn told(settings: &Settings<'_>, method: Option<&str>, codes: &str) -> String {
+    let Some(method) = method else {
+        return "tensors of codes and scales, but no quantization_config".to_owned();
+    };
+    let module = codes.strip_suffix("_packed").unwrap_or(codes);
+    let module = module_of(module, "weight").unwrap_or(module);
+    match settings.of(module) {
+        Told::Unknown(name) => name,
+        Told::Plain if settings.is_known() => format!("{method}, but its configuration leaves this tensor unquantized"),
+        Told::Plain => method.to_owned(),
+        Told::Packed { .. } | Told::Fp8(_) | Told::Nvfp4(_) | Told::Mxfp4 | Told::Mxfp8 => {
+            format!("{method}, but these are not the codes that its configuration says")
+        }
+    }
+}
+
+/// Whether a tensor's name and type say that it holds codes.
+fn are_codes(stored: &Stored<'_>, tensor: &TensorInfo<'_>) -> bool {
+    let beside = |suffix: &str| stored.find(&format!("{}{suffix}", tensor.name)).is_some();
+    if let Some(stem) = tensor.name.strip_suffix("_blocks") {
+        return tensor.dtype == DType::U8 && stored.find(&format!("{stem}_scales")).is_some();
+    }
+    if tensor.name.ends_with(".weight_packed") {
+        return !is_plain(tensor.dtype);
+    }
+    let module = module_of(tensor.name, "weight");
+    let scale = || {
+        let words = ["scale", "scales", "SCB"];
+        beside("_scale_inv")
+            || beside("_scale")
+            || module.is_some_and(|of| words.iter().any(|word| companion(stored, of, word).is_some()))
+    };
+    let may_be = is_fp8(tensor.dtype) || matches!(tensor.dtype, DType::I8 | DType::U8 | DType::I32 | DType::U32);
+    tensor.shape.len() >= 2 && may_be && scale()
+}
+
+/// Types that models compute with, or count with.
+const fn is_plain(dtype: DType) -> bool {
+    is_wide_float(dtype) || matches!(dtype, DType::I64 | DType::Bool)
+}

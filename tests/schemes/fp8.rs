@@ -1,0 +1,100 @@
+//! 8-bit floats of FBGEMM and transformers, and the 4-bit experts of DeepSeek V4 beside them.
+
+use ckfs::tensor::DType;
+use serde_json::json;
+
+use crate::repository::{Repository, bf16_at, e2m1, e4m3, e8m0, f32_at, nibble_at, noise};
+
+#[test]
+fn fbgemm_has_a_scale_per_row() {
+    let config =
+        json!({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]});
+    let repository = || {
+        Repository::new(config.clone())
+            .noise("a.weight", DType::F8E4M3, &[7, 37])
+            .noise("a.weight_scale", DType::F32, &[7, 1])
+            .noise("a.input_scale_ub", DType::F32, &[1])
+            .noise("lm_head.weight", DType::BF16, &[4, 4])
+    };
+    let opened = repository().open();
+    assert_eq!((opened.decoded(), opened.left_out()), (vec!["a.weight"], vec!["a.input_scale_ub"]));
+    let (codes, scales) = (opened.stored("a.weight"), opened.stored("a.weight_scale"));
+    opened.check("a.weight", "scaled_fp8", &[7, 37], |n| e4m3(codes[n]) * f32_at(&scales, n / 37));
+    repository().without("a.weight_scale").is_refused(&["\"a.weight\": expected its scale a.weight_scale"]);
+    repository()
+        .instead("a.weight_scale", DType::F32, &[7])
+        .is_refused(&["tensor \"a.weight_scale\": expected F32 [7, 1] to decode \"a.weight\", found F32 [7]"]);
+}
+
+#[test]
+fn transformers_has_one_scale_for_each_matrix() {
+    let config = json!({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": null});
+    for (suffix, scale) in [("_scale_inv", &[][..]), ("_scale_inv", &[1]), ("_scale", &[1, 1])] {
+        let opened = Repository::new(config.clone())
+            .noise("a.weight", DType::F8E4M3, &[7, 37])
+            .bytes(&format!("a.weight{suffix}"), DType::BF16, scale, vec![0xb3, 0x3c])
+            .noise("a.activation_scale", DType::BF16, &[])
+            .open();
+        assert_eq!(opened.left_out(), ["a.activation_scale"]);
+        let (codes, scale) = (opened.stored("a.weight"), opened.stored(&format!("a.weight{suffix}")));
+        opened.check("a.weight", "scaled_fp8", &[7, 37], |n| e4m3(codes[n]) * bf16_at(&scale, 0));
+    }
+    // Experts in one tensor have one scale each.
+    let opened = Repository::new(config.clone())
+        .noise("experts.gate_up_proj", DType::F8E4M3, &[3, 4, 5])
+        .noise("experts.gate_up_proj_scale_inv", DType::F32, &[3, 1, 1])
+        .open();
+    let (codes, scales) = (opened.stored("experts.gate_up_proj"), opened.stored("experts.gate_up_proj_scale_inv"));
+    opened.check("experts.gate_up_proj", "scaled_fp8", &[3, 4, 5], |n| e4m3(codes[n]) * f32_at(&scales, n / 20));
+    Repository::new(config.clone())
+        .noise("a.weight", DType::F8E4M3, &[7, 37])
+        .is_refused(&["tensor \"a.weight\": expected its scale a.weight_scale_inv, found no such tensor"]);
+    // Blocks without a configured size are never guessed.
+    Repository::new(config)
+        .noise("a.weight", DType::F8E4M3, &[7, 37])
+        .noise("a.weight_scale_inv", DType::F32, &[2, 5])
+        .stays_raw("fp8 with several scales a matrix, but config.json gives no weight_block_size", 1);
+    let unexplained = Repository::new(json!(null)).noise("a.weight", DType::F8E4M3, &[7, 37]);
+    let unexplained = unexplained.noise("a.weight_scale", DType::F32, &[7, 1]);
+    unexplained.stays_raw("tensors of codes and scales, but no quantization_config", 1);
+}
+
+#[test]
+fn all_scales_missing_is_refused_though_a_block_is_configured() {
+    let config = json!({"quant_method": "fp8", "weight_block_size": [4, 8]});
+    let repository = Repository::new(config).noise("a.weight", DType::F8E4M3, &[7, 37]);
+    repository.is_refused(&["tensor \"a.weight\": expected its scale a.weight_scale_inv, found no such tensor"]);
+}
+
+#[test]
+fn four_bit_experts_of_deepseek_v4_are_beside_blocks_of_fp8() {
+    let config = json!({"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [4, 8]});
+    let expert = "layers.0.ffn.experts.0.w1";
+    let repository = || {
+        Repository::new(config.clone())
+            .noise("layers.0.attn.wq_a.weight", DType::F8E4M3, &[6, 20])
+            .noise("layers.0.attn.wq_a.scale", DType::F8E8M0, &[2, 3])
+            .noise(&format!("{expert}.weight"), DType::I8, &[3, 32])
+            .bytes(&format!("{expert}.scale"), DType::F8E8M0, &[3, 2], vec![0, 254, 255, 126, 127, 129])
+            .bytes("layers.0.ffn.gate.tid2eid", DType::I32, &[2, 2], noise(1, 16))
+    };
+    let opened = repository().open();
+    let found = opened.checkpoint.quantized();
+    assert!(found.unsupported.is_empty(), "{:?}", found.unsupported);
+    assert_eq!(opened.decoded(), ["layers.0.attn.wq_a.weight", &format!("{expert}.weight")]);
+    let (codes, scales) = (opened.stored(&format!("{expert}.weight")), opened.stored(&format!("{expert}.scale")));
+    opened.check(&format!("{expert}.weight"), "mx", &[3, 64], |n| e2m1(nibble_at(&codes, n)) * e8m0(scales[n / 32]));
+    let (codes, scales) = (opened.stored("layers.0.attn.wq_a.weight"), opened.stored("layers.0.attn.wq_a.scale"));
+    opened.check("layers.0.attn.wq_a.weight", "block_fp8", &[6, 20], |n| {
+        e4m3(codes[n]) * e8m0(scales[n / 20 / 4 * 3 + n % 20 / 8])
+    });
+    repository()
+        .without(&format!("{expert}.scale"))
+        .is_refused(&[&format!("tensor \"{expert}.weight\": expected {expert}.scale to decode it")]);
+    repository().instead(&format!("{expert}.scale"), DType::F8E8M0, &[3, 4]).is_refused(&[&format!(
+        "tensor \"{expert}.scale\": expected F8_E8M0 [3, 2] to decode \"{expert}.weight\", found F8_E8M0 [3, 4]"
+    )]);
+    repository()
+        .instead(&format!("{expert}.scale"), DType::F32, &[3, 2])
+        .is_refused(&[&format!("tensor \"{expert}.scale\": expected F8_E8M0 [3, 2]")]);
+}

@@ -1,0 +1,21 @@
+//! The schemes that models are trained from: what opening makes of small repositories, against formulas written here once more,
+//! and what it refuses.
+//!
+//! The state protected here is which code, scale and zero point make which element, and in which order. Values are compared as
+//! f32, where another order shows in a fifth of all elements. Each matrix and its companions lie in two files.
+#![allow(
+    clippy::unwrap_used,
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    clippy::cast_possible_wrap,
+    clippy::wildcard_enum_match_arm,
+    reason = "tests panic, and sizes are small"
+)]
+
+#[path = "../common/mod.rs"]
+mod common;
+mod compressed_tensors;
+mod fp8;
+mod gpt_oss;
+mod modelopt;
+mod repository;
