@@ -245,9 +245,9 @@ fn check_checkpoint(checkpoint: &Checkpoint) {
     let mut per_file = vec![0; checkpoint.source().file_count()];
     for (id, tensor) in checkpoint.tensors() {
         assert_eq!(checkpoint.find(tensor.name), Some(id));
-        assert_eq!(tensor_bytes(tensor.dtype, tensor.shape), Some(tensor.span.len()));
-        assert!(tensor.span.end() <= checkpoint.source().len_bytes(tensor.file));
-        per_file[tensor.file.index()] += tensor.span.len();
+        assert_eq!(tensor_bytes(tensor.dtype, tensor.shape), Some(tensor.span().len()));
+        assert!(tensor.span().end() <= checkpoint.source().len_bytes(tensor.file()));
+        per_file[tensor.file().index()] += tensor.span().len();
     }
     let dialect = checkpoint.dialect();
     assert_eq!(dialect.bytes(), per_file.iter().sum::<u64>());
