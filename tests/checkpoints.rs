@@ -10,8 +10,7 @@ use std::{
 
 use ckfs::{
     checkpoint::{
-        Checkpoint, CheckpointError, Experts, FileRole, Granularity, IgnoreReason, OpenOptions, Problem, Qkv,
-        Quantization, Summary,
+        Checkpoint, CheckpointError, Experts, FileRole, IgnoreReason, OpenOptions, Problem, Qkv, Quantization, Summary,
     },
     format::safetensors::{DATA_ALIGNMENT, tensor_bytes, write_header},
     source::FileId,
@@ -538,10 +537,8 @@ fn fp8_config() -> Value {
 
 /// The one scheme that a repository is known to be quantized by.
 fn known(checkpoint: &Checkpoint) -> &Summary {
-    let Quantization::Known { schemes, rest } = &checkpoint.dialect().quantization else {
-        panic!("{}", checkpoint.dialect())
-    };
-    assert_eq!((schemes.len(), &**rest), (1, &Quantization::None));
+    let Quantization { schemes, unsupported } = &checkpoint.dialect().quantization;
+    assert_eq!((schemes.len(), unsupported.len()), (1, 0), "{}", checkpoint.dialect().quantization);
     &schemes[0]
 }
 
@@ -569,28 +566,31 @@ fn block_scales_are_paired_and_checked() {
     assert!(fp8_repo(&[], &bad).problems()[0].contains("expected two positive numbers, found [128,0]"));
 }
 
+/// The schemes of a repository, and the methods that none of them decodes.
+fn quantization(repo: &Repo) -> (Vec<&'static str>, Vec<String>) {
+    let checkpoint = repo.open();
+    let Quantization { schemes, unsupported } = &checkpoint.dialect().quantization;
+    let methods = unsupported.iter().map(|found| found.method.clone()).collect();
+    (schemes.iter().map(|summary| summary.scheme).collect(), methods)
+}
+
 #[test]
 fn a_scale_per_tensor_or_channel_is_no_block_scale() {
-    let quantization = |repo: &Repo| repo.open().dialect().quantization.clone();
     let plain = json!({"quantization_config": {"quant_method": "fp8", "weight_block_size": null}});
-    assert_eq!(
-        quantization(&fp8_repo(&[(SCALE, DType::F32, &[])], &plain)),
-        Quantization::ScaledFp8(Granularity::Tensor)
-    );
+    let scaled = (vec!["scaled_fp8"], vec![]);
+    assert_eq!(quantization(&fp8_repo(&[(SCALE, DType::F32, &[])], &plain)), scaled);
     assert_eq!(
         quantization(&fp8_repo(&[(SCALE, DType::F32, &[1])], &fp8_config())),
-        Quantization::ScaledFp8(Granularity::Tensor),
+        scaled,
         "though a block is configured"
     );
     let channel = &SCALE[..SCALE.len() - 4];
-    assert_eq!(
-        quantization(&fp8_repo(&[(channel, DType::F32, &[576, 1])], &json!({}))),
-        Quantization::ScaledFp8(Granularity::Channel)
-    );
+    let (schemes, methods) = quantization(&fp8_repo(&[(channel, DType::F32, &[576, 1])], &json!({})));
+    assert!(schemes.is_empty() && methods.len() == 1, "no configuration: {schemes:?} {methods:?}");
     // Blocks without a configured size are never guessed.
-    let found = quantization(&fp8_repo(&[(SCALE, DType::F32, &[5, 3])], &plain));
-    assert!(matches!(found, Quantization::Unknown { .. }), "{found}");
-    assert_eq!(quantization(&fp8_repo(&[], &json!({}))), Quantization::None);
+    let (schemes, methods) = quantization(&fp8_repo(&[(SCALE, DType::F32, &[5, 3])], &plain));
+    assert!(schemes.is_empty() && methods.len() == 1, "{schemes:?} {methods:?}");
+    assert_eq!(quantization(&fp8_repo(&[], &json!({}))), (vec![], vec![]));
 }
 
 #[test]
@@ -600,7 +600,7 @@ fn other_quantizations() {
         json!({"quantization_config": {"quant_method": "compressed-tensors", "format": format,
                "config_groups": group(json!({"num_bits": bits, "group_size": 32, "strategy": "group"}))}})
     };
-    let cases: Vec<(Vec<Tensor<'static>>, Value, Quantization)> = vec![
+    let cases: Vec<(Vec<Tensor<'static>>, Value, &[&str], &str)> = vec![
         (
             vec![
                 ("layers.0.ffn.w1.weight", DType::F8E4M3, &[256, 128]),
@@ -609,7 +609,8 @@ fn other_quantizations() {
                 ("layers.0.ffn.experts.0.w1.scale", DType::F8E8M0, &[4, 1]),
             ],
             fp8_config(),
-            Quantization::None, // replaced below: compared by suffix
+            &["mx", "block_fp8"],
+            "",
         ),
         (
             vec![
@@ -617,25 +618,14 @@ fn other_quantizations() {
                 ("model.layers.0.mlp.experts.down_proj_scales", DType::U8, &[2, 4, 1]),
             ],
             json!({"quantization_config": {"quant_method": "mxfp4"}}),
-            Quantization::Mxfp4,
+            &["mxfp4"],
+            "",
         ),
-        (vec![("a.weight", W, &[1])], json!({"quantization_config": {"quant_method": "mxfp4"}}), Quantization::None),
-        (
-            vec![("a.weight_packed", DType::I32, &[4, 4])],
-            packed("pack-quantized", 4),
-            Quantization::Int4Packed { group: Some(32) },
-        ),
-        (vec![("a.weight_packed", DType::U8, &[4, 4])], packed("nvfp4-pack-quantized", 4), Quantization::Nvfp4),
-        (
-            vec![("a.weight", DType::I8, &[4, 4])],
-            packed("int-quantized", 8),
-            Quantization::CompressedTensors { format: "int-quantized".into() },
-        ),
-        (
-            vec![("a.qweight", DType::I32, &[4, 4])],
-            json!({"quantization_config": {"quant_method": "awq"}}),
-            Quantization::Unknown { method: "awq".into() },
-        ),
+        (vec![("a.weight", W, &[1])], json!({"quantization_config": {"quant_method": "mxfp4"}}), &[], ""),
+        (vec![("a.weight_packed", DType::I32, &[4, 4])], packed("pack-quantized", 4), &[], "compressed-tensors"),
+        (vec![("a.weight_packed", DType::U8, &[4, 4])], packed("nvfp4-pack-quantized", 4), &[], "compressed-tensors"),
+        (vec![("a.weight", DType::I8, &[4, 4])], packed("int-quantized", 8), &[], "int-quantized"),
+        (vec![("a.qweight", DType::I32, &[4, 4])], json!({"quantization_config": {"quant_method": "awq"}}), &[], "awq"),
         (
             vec![
                 ("a.weight", DType::U8, &[4, 8]),
@@ -643,20 +633,15 @@ fn other_quantizations() {
                 ("a.weight_scale_2", DType::F32, &[]),
             ],
             json!({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}),
-            Quantization::Nvfp4,
+            &["nvfp4"],
+            "",
         ),
     ];
-    for (tensors, config, expected) in cases {
-        let repo = Repo::new().weights("model.safetensors", &tensors).config(&config);
-        let checkpoint = repo.open();
-        let found = &checkpoint.dialect().quantization;
-        if let Quantization::Known { .. } = found {
-            let found = &known(&checkpoint).text;
-            let only = "fp8 in blocks of 128x128, 1 weights with F8_E8M0 scales *.scale";
-            assert_eq!(found, only, "packed experts are not 8-bit floats");
-        } else {
-            assert_eq!(found, &expected, "{config}");
-        }
+    for (tensors, config, expected, method) in cases {
+        let (schemes, methods) = quantization(&Repo::new().weights("model.safetensors", &tensors).config(&config));
+        assert_eq!(schemes, expected, "{config}");
+        let told = methods.first().map_or("", String::as_str);
+        assert!(told.contains(method) && methods.is_empty() == method.is_empty(), "{config}: {methods:?}");
     }
 }
 

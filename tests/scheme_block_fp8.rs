@@ -202,7 +202,7 @@ fn a_rule_keeps_a_weight_and_its_scale_as_they_are_stored() {
 fn selecting_layers_keeps_the_scales_of_raw_weights() {
     let (_dir, checkpoint) = llama();
     let mut options = ViewOptions { layout: Layout::Hf, ..ViewOptions::default() };
-    options.subset.layers = Some(LayerRanges::parse("1-2").unwrap());
+    options.subset.layers = Some(LayerRanges::parse("1..3").unwrap());
     options.subset.renumber = true;
     options.subset.exclude = vec![Pattern::parse("*q_proj.weight_scale_inv").unwrap()];
     options.subset.exclude.push(Pattern::parse("*k_proj.weight").unwrap());

@@ -61,7 +61,7 @@ pub struct LayerFamily {
 }
 
 /// What a repository is like. Descriptive: nothing is decided by it except what to do with quantized weights.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Dialect {
     /// `model_type` of `config.json`.
     pub model_type: Option<String>,

@@ -236,7 +236,7 @@ impl Selected<'_> {
         let settings = (quantization_config(config.as_ref()), modelopt.as_ref());
         let stored = Stored::new((&table, &source), settings, &file_metadata, own_dtype(config.as_ref()));
         let quantized = Arc::new(scheme::find(&stored, &mut problems));
-        let quantization = Quantization::of(&quantized, &table, quantization_config(config.as_ref()));
+        let quantization = Quantization::of(&quantized);
         let dialect = Dialect::of(&table, config.as_ref(), quantization, &mut problems);
         let table = with_adapters(table, headers, &adapters, &source, &mut problems).with_quantized(&quantized);
         let table = table.unwrap_or_else(|| {

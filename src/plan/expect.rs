@@ -23,7 +23,7 @@ use super::{
     problem::Problem,
     select,
 };
-use crate::checkpoint::{Checkpoint, Experts, FileRole, Quantization};
+use crate::checkpoint::{Checkpoint, Experts, FileRole};
 
 /// Tensors that one thread looks at together.
 const SURVEYED_TOGETHER: usize = 1024;
@@ -131,16 +131,10 @@ impl<'a> Survey<'a> {
 
     /// Whether quantization, where there is any, leaves the names of weights as they are.
     fn keeps_names(&self) -> bool {
-        match &self.checkpoint.dialect().quantization {
-            Quantization::None | Quantization::ScaledFp8(_) | Quantization::Mxfp4 => true,
-            // The tables of gpt-oss know its codes.
-            quantization @ Quantization::Known { .. } => quantization.is_mxfp4() || self.checkpoint.keeps_names(),
-            Quantization::Int4Packed { .. }
-            | Quantization::Nvfp4
-            | Quantization::CompressedTensors { .. }
-            | Quantization::Mlx { .. }
-            | Quantization::Unknown { .. } => false,
-        }
+        let quantization = &self.checkpoint.dialect().quantization;
+        // The tables of gpt-oss know its codes.
+        let has_codes = quantization.has("mxfp4");
+        quantization.unsupported.is_empty() && (has_codes || self.checkpoint.keeps_names())
     }
 
     /// Why the repository may be something else than its `model_type` says.
@@ -293,7 +287,7 @@ pub(super) fn compare(checkpoint: &Checkpoint, family: &Family, options: &ViewOp
     let mut holes = holes(checkpoint, Some(family), options);
     holes.retain(|hole| lost.binary_search(&hole.example.as_str()).is_err());
     let doubt = if lost.is_empty() && holes.is_empty() { None } else { survey.doubt() };
-    let is_sure = doubt.is_none() && checkpoint.dialect().quantization == Quantization::None;
+    let is_sure = doubt.is_none() && checkpoint.dialect().quantization.is_none();
     let (holes, differing): (Vec<Hole>, Vec<Hole>) = holes.into_iter().partition(|hole| {
         !is_sure || !hole.of_text || is_buffer(&hole.example) || options.allow_missing.accepts(&hole.example)
     });

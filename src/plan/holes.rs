@@ -16,7 +16,7 @@ use super::{
     naming, select,
 };
 use crate::{
-    checkpoint::{Checkpoint, Quantization},
+    checkpoint::Checkpoint,
     tensor::{Shape, TensorId},
 };
 
@@ -34,7 +34,7 @@ pub(super) fn find(checkpoint: &Checkpoint, family: Option<&Family>) -> Vec<Hole
     let words = Generic::load().expect("the file is in the program, and a test reads it").words;
     let text = select::text_prefix(checkpoint, family);
     let predicting = select::predicting(checkpoint, family);
-    let quantized = checkpoint.dialect().quantization != Quantization::None;
+    let quantized = !checkpoint.dialect().quantization.is_none();
     let mut stems: HashMap<(&str, bool), HashMap<String, Members>> = HashMap::new();
     for (id, info) in checkpoint.tensors() {
         let parsed = naming::parse(info.name, &words);

@@ -124,7 +124,7 @@ pub(super) fn keep_together(
     let axes = mesh.axes().iter().filter(|axis| axis.size > 1 && axis_use(&axis.name) == AxisUse::Tensor);
     let parts: u64 = axes.map(|axis| axis.size).product();
     // Codes and scales of gpt-oss have the axes of the matrix, which its family's table names for both.
-    if parts == 1 || checkpoint.dialect().quantization.is_mxfp4() {
+    if parts == 1 || checkpoint.dialect().quantization.has("mxfp4") {
         return None;
     }
     let packed = Packed::of(checkpoint);

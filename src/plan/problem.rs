@@ -51,14 +51,18 @@ pub enum Problem {
         /// The path component.
         component: String,
     },
-    /// The repository's quantization cannot be undone.
+    /// No scheme decodes how some weights are quantized.
     #[error(
-        "the weights are quantized as {scheme}, which cannot be converted yet; without a dtype their raw bytes and \
-         scales pass through"
+        "{}: quantized as {method}, which ckfs does not decode; without --dequantize and --dtype the codes and scales are \
+         shown as they are stored", undecoded(example.as_deref(), *tensors)
     )]
     Quantization {
-        /// The scheme.
-        scheme: String,
+        /// What the configuration or the tensors call it.
+        method: String,
+        /// How many tensors are stored so; 0 where only the configuration says it.
+        tensors: u64,
+        /// One of them.
+        example: Option<String>,
     },
     /// A part of a fused tensor has no whole number of rows.
     #[error("{name}: axis {axis} of {shape} does not split in shares of {shares:?}")]
@@ -247,6 +251,15 @@ impl Problem {
 fn missing_layers(layers: &BTreeSet<u64>) -> String {
     let (word, verb) = if layers.len() == 1 { ("layer", "is") } else { ("layers", "are") };
     format!("{word} {} {verb} missing", ranges(layers))
+}
+
+/// The tensors that no scheme decodes, for a message.
+fn undecoded(example: Option<&str>, tensors: u64) -> String {
+    match (example, tensors) {
+        (Some(name), 1) => name.to_owned(),
+        (Some(name), tensors) => format!("{name} and {} more", tensors - 1),
+        (None, _) => "config.json".to_owned(),
+    }
 }
 
 fn needed_by(target: &str) -> String {

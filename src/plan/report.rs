@@ -13,7 +13,7 @@ use super::{
     naming::group_name, select,
 };
 use crate::{
-    checkpoint::{Checkpoint, Experts, FileRole, Granularity, Quantization, Summary, printable},
+    checkpoint::{Checkpoint, Experts, FileRole, Quantization, Summary, printable},
     tensor::{DType, PAGE_BYTES, Reads, Shape},
 };
 
@@ -591,30 +591,15 @@ fn summary_json(summary: &Summary) -> Value {
 }
 
 fn quantization_json(quantization: &Quantization) -> Value {
-    let mut row = match quantization {
-        Quantization::None => json!({"scheme": null}),
-        Quantization::Known { schemes, rest } => match schemes.as_slice() {
-            [only] if **rest == Quantization::None => summary_json(only),
-            several => {
-                let rest = Some(rest).filter(|rest| ***rest != Quantization::None);
-                let schemes = several.iter().map(summary_json).chain(rest.map(|rest| quantization_json(rest)));
-                json!({"scheme": "several", "schemes": schemes.collect::<Vec<_>>()})
-            }
-        },
-        Quantization::ScaledFp8(granularity) => {
-            let per = match granularity {
-                Granularity::Tensor => "tensor",
-                Granularity::Channel => "channel",
-            };
-            json!({"scheme": "scaled_fp8", "scale_per": per})
-        }
-        Quantization::Mxfp4 => json!({"scheme": "mxfp4"}),
-        Quantization::Int4Packed { group } => json!({"scheme": "int4_packed", "group": group}),
-        Quantization::Nvfp4 => json!({"scheme": "nvfp4"}),
-        Quantization::CompressedTensors { format } => json!({"scheme": "compressed_tensors", "format": format}),
-        Quantization::Mlx { bits, group, mode } => json!({"scheme": "mlx", "bits": bits, "group": group, "mode": mode}),
-        Quantization::Unknown { method } => json!({"scheme": "unknown", "method": method}),
+    let schemes: Vec<Value> = quantization.schemes.iter().map(summary_json).collect();
+    let mut row = match schemes.as_slice() {
+        [] if quantization.is_none() => json!({"scheme": null}),
+        [] => json!({"scheme": "unsupported"}),
+        [only] => only.clone(),
+        several => json!({"scheme": "several", "schemes": several}),
     };
+    let unsupported = quantization.unsupported.iter();
+    row["unsupported"] = unsupported.map(|found| json!({"method": found.method, "tensors": found.tensors})).collect();
     // Whether a dtype can be asked for.
     row["converts"] = quantization.undecodable().is_none().into();
     row["text"] = quantization.to_string().into();
@@ -677,6 +662,7 @@ fn source_json(checkpoint: &Checkpoint) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::checkpoint::Unsupported;
 
     #[test]
     fn bytes_for_readers() {
@@ -705,12 +691,16 @@ mod tests {
             ),
             (experts_json(Experts::None), json!({"kept": "none", "count": null, "text": "none"})),
             (
-                quantization_json(&Quantization::None),
-                json!({"scheme": null, "converts": true, "text": "not quantized"}),
+                quantization_json(&Quantization::default()),
+                json!({"scheme": null, "unsupported": [], "converts": true, "text": "not quantized"}),
             ),
             (
-                quantization_json(&Quantization::Int4Packed { group: Some(32) }),
-                json!({"scheme": "int4_packed", "group": 32, "converts": false, "text": "int4 packed, groups of 32"}),
+                quantization_json(&Quantization {
+                    schemes: Vec::new(),
+                    unsupported: vec![Unsupported { method: "hqq".into(), tensors: 3, example: None }],
+                }),
+                json!({"scheme": "unsupported", "unsupported": [{"method": "hqq", "tensors": 3}], "converts": false,
+                       "text": "hqq, not decoded: 3 tensors"}),
             ),
         ];
         for (found, expected) in rows {

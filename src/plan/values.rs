@@ -8,7 +8,7 @@ use std::{
 
 use super::problem::Problem;
 use crate::{
-    checkpoint::{Checkpoint, Quantization, Storage},
+    checkpoint::{Checkpoint, Storage},
     config::CastRule,
     tensor::{DType, Shape, SourceTensor, TensorId, View},
 };
@@ -135,15 +135,8 @@ pub fn converts(wish: Wish, rules: &[CastRule]) -> bool {
 /// The problem of converting in a repository of which something is quantized in a way that is not decoded: casting the stored
 /// numbers alone would give wrong values.
 pub fn unsupported(checkpoint: &Checkpoint) -> Option<Problem> {
-    let scheme = match checkpoint.dialect().quantization.undecodable()? {
-        Quantization::None | Quantization::Known { .. } => return None,
-        Quantization::ScaledFp8(granularity) => format!("fp8 with scales per {granularity:?}").to_lowercase(),
-        Quantization::Mxfp4 => "mxfp4".to_owned(),
-        Quantization::Int4Packed { .. } => "int4 pack-quantized".to_owned(),
-        Quantization::Nvfp4 => "nvfp4".to_owned(),
-        Quantization::CompressedTensors { format } => format!("compressed-tensors {format}"),
-        quantization @ Quantization::Mlx { .. } => quantization.to_string(),
-        Quantization::Unknown { method } => method.clone(),
-    };
-    Some(Problem::Quantization { scheme })
+    let unsupported = checkpoint.dialect().quantization.undecodable()?;
+    let (method, tensors) = (unsupported.method.clone(), unsupported.tensors);
+    let example = unsupported.example.map(|id| checkpoint.tensor(id).name.to_owned());
+    Some(Problem::Quantization { method, tensors, example })
 }
