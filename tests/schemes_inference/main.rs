@@ -16,6 +16,8 @@ mod awq;
 mod bitsandbytes;
 mod gptq;
 mod mlx;
+mod others;
 #[path = "../schemes/repository.rs"]
 #[allow(dead_code, reason = "shared with other tests, which need all of it")]
 mod repository;
+mod torchao;

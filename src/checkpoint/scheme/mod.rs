@@ -61,6 +61,7 @@ mod rest;
 mod scaled_fp8;
 mod settings;
 mod stored;
+mod torchao;
 
 use std::fmt;
 
@@ -81,7 +82,7 @@ trait Scheme: fmt::Debug + Sync {
 }
 
 /// The closed list. Where two schemes could claim one tensor, the first does.
-const SCHEMES: [&dyn Scheme; 11] = [
+const SCHEMES: [&dyn Scheme; 12] = [
     &mxfp4::Mxfp4,
     &pack_quantized::PackQuantized,
     &nvfp4::Nvfp4,
@@ -92,6 +93,7 @@ const SCHEMES: [&dyn Scheme; 11] = [
     &gptq::Gptq,
     &bitsandbytes::BitsAndBytes,
     &mlx::Mlx,
+    &torchao::TorchAo,
     // The last: it names what no other has taken.
     &rest::Rest,
 ];
