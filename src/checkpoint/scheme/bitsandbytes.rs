@@ -9,6 +9,7 @@
 //! and others are tiled for accelerators.
 
 use std::{
+    cmp::Ordering,
     collections::{HashMap, HashSet},
     sync::Arc,
 };
@@ -37,8 +38,8 @@ pub(super) struct BitsAndBytes;
 const CODES: &str = "weight";
 /// What stands before the kind of 4-bit floats in the name of the text that describes a tensor.
 const STATE: &str = ".quant_state.bitsandbytes__";
-/// The library's decimal for 1/127.
-const OVER_127: f32 = 7.874_015_718_698_502e-3;
+/// The f32 of the library's decimal for 1/127, 7.874015718698502e-3.
+const OVER_127: f32 = 7.874_016e-3;
 /// Codes of the nested statistics.
 const NESTED_CODES: usize = 256;
 
@@ -243,7 +244,7 @@ fn kind_of(stored: &Stored<'_>, config: &Json, tensor: &Packed<'_>) -> Result<(K
     let expected = if is_nf4 { &NF4 } else { &FP4 };
     let map = table(stored, tensor.map, expected.len())?;
     // As numbers: of two zeros with other signs the library has its own.
-    if map.iter().zip(expected).any(|(stored, own)| f32::from_bits(*stored) != *own) {
+    if map.iter().zip(expected).any(|(stored, own)| f32::from_bits(*stored).partial_cmp(own) != Some(Ordering::Equal)) {
         let found = "other numbers".to_owned();
         return Err(refused(stored.tensor(tensor.map).name, format!("the table of {}", tensor.kind), found));
     }

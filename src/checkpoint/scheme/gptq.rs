@@ -117,7 +117,7 @@ impl Scheme for Gptq {
 
 /// What the configuration says.
 struct Config<'a> {
-    config: &'a Json,
+    json: &'a Json,
     is_v1: bool,
     /// Expressions of modules that are quantized otherwise, in order; without members, not at all.
     dynamic: Vec<(Regex, Option<&'a Json>)>,
@@ -152,7 +152,7 @@ impl<'a> Config<'a> {
                 Err(_) => unknown = Some(format!("gptq with {key:?}, an expression that is not matched here")),
             }
         }
-        Self { config, is_v1: format == "gptq", dynamic, unknown }
+        Self { json: config, is_v1: format == "gptq", dynamic, unknown }
     }
 
     /// How the weight of this module is quantized, or the name of what is not decoded.
@@ -161,11 +161,11 @@ impl<'a> Config<'a> {
             return Err(unknown.clone());
         }
         let more = self.dynamic.iter().find(|(regex, _)| regex.is_match(module)).map(|(_, more)| *more);
-        if more == Some(None) || lists(self.config, "modules_to_not_convert", module) {
+        if more == Some(None) || lists(self.json, "modules_to_not_convert", module) {
             return Err("gptq, but its configuration leaves this tensor unquantized".to_owned());
         }
         let more = more.flatten();
-        let told = |key: &str| more.and_then(|more| member(more, &[key])).or_else(|| member(self.config, &[key]));
+        let told = |key: &str| more.and_then(|more| member(more, &[key])).or_else(|| member(self.json, &[key]));
         let bits = match told("bits").map(|bits| bits.as_u64().ok_or(bits)) {
             Some(Ok(bits @ (4 | 8))) => bits,
             Some(Ok(bits)) => return Err(format!("gptq of {bits} bits")),

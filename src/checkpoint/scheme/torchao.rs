@@ -5,7 +5,7 @@
 //!
 //! | type | codes | value |
 //! |---|---|---|
-//! | `Float8Tensor` | F8_E4M3 `[out, in]` | `q * s`, a scale for a block, which is usually a row |
+//! | `Float8Tensor` | `F8_E4M3` `[out, in]` | `q * s`, a scale for a block, which is usually a row |
 //! | `Int8Tensor` | I8 `[out, in]` | `(q - z) * s`, zero points I8 or none |
 //! | `Int4Tensor` | I8 `[out, in/2]`, signed, the low nibble first | `q * s + z`, zero points are floats, both `[in/g, out]` |
 //!
