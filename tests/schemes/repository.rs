@@ -30,7 +30,8 @@ pub(crate) struct Opened {
 impl Repository {
     /// Of a model whose own dtype is f16, with this `quantization_config`.
     pub(crate) fn new(quantization: Value) -> Self {
-        let config = json!({"model_type": "llama", "dtype": "float16", "quantization_config": quantization});
+        let mut config = json!({"model_type": "llama", "dtype": "float16"});
+        config["quantization_config"] = quantization;
         let plain = vec![("model.norm.weight".to_owned(), DType::BF16, vec![4], vec![0; 8])];
         Self { config, modelopt: None, metadata: Vec::new(), tensors: plain }
     }

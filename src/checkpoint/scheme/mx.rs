@@ -2,7 +2,7 @@
 //! (`MiniMax` M3), `ModelOpt` MXFP8, and the 4-bit experts of DeepSeek V4.
 //!
 //! `W = code * 2^(e - 127)`; exponent 255 is NaN. Codes of 4 bits are two a byte, the low one first: `X.weight_packed` U8, in DeepSeek V4 `X.weight` I8.
-//! Exponents are `X.weight_scale` U8, in DeepSeek V4 `X.scale` F8_E8M0, of shape `[out, in/32]`. Experts that are stacked in one tensor are in
+//! Exponents are `X.weight_scale` U8, in DeepSeek V4 `X.scale` `F8_E8M0`, of shape `[out, in/32]`. Experts that are stacked in one tensor are in
 //! `mxfp4`.
 
 use serde_json::json;

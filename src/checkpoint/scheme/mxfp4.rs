@@ -69,7 +69,7 @@ impl Scheme for Mxfp4 {
 }
 
 fn template([experts, out, groups]: &[u64; 3]) -> Result<Template, TemplateError> {
-    let inner = groups.checked_mul(GROUP).unwrap_or(u64::MAX);
+    let inner = groups.saturating_mul(GROUP);
     let extents = [*experts, *out, inner];
     let codes = slot(0, DType::U8, &[*experts, *out, *groups, GROUP / 2])?;
     let scales = slot(1, DType::U8, &[*experts, *out, *groups])?;

@@ -2,7 +2,7 @@
 //!
 //! compressed-tensors divides first: `W = e2m1 * (f32(s) / g)` of `X.weight_packed`, `X.weight_scale`, `X.weight_global_scale`. `ModelOpt` multiplies the
 //! scales first: `W = e2m1 * (f32(s) * s2)` of `X.weight`, `X.weight_scale`, `X.weight_scale_2`. In f32 another order gives other numbers for a fifth
-//! of all elements. Codes are U8 `[out, in/2]`, the low one first; scales F8_E4M3 `[out, in/16]`; factors F32 `[1]` or `[]`. Code 8 is -0.0
+//! of all elements. Codes are U8 `[out, in/2]`, the low one first; scales `F8_E4M3` `[out, in/16]`; factors F32 `[1]` or `[]`. Code 8 is -0.0
 //! (`ModelOpt`'s own function gives +0.0).
 
 use serde_json::json;

@@ -137,7 +137,7 @@ fn width_and_height(stored: &Stored<'_>, matrix: &Matrix<'_>) -> Result<(u64, u6
     };
     let inner = if let Sharing::Group(size) = matrix.sharing {
         let groups = scale.shape.last().copied().unwrap_or(0);
-        groups.checked_mul(size).unwrap_or(u64::MAX)
+        groups.saturating_mul(size)
     } else {
         let Some(id) = matrix.shape else {
             let expected = format!("{}.weight_shape, which tells its width", matrix.module);

@@ -56,7 +56,7 @@ const COMPANIONS: [&str; 6] =
 fn refuse_orphans(stored: &Stored<'_>, found: &mut Finds<'_>, used: &HashSet<TensorId>) {
     for (id, tensor) in stored.iter() {
         let Some((module, word)) = tensor.name.rsplit_once('.') else { continue };
-        if !COMPANIONS.contains(&word) || used.contains(&id) {
+        if !COMPANIONS.contains(&word) || used.contains(&id) || found.is_taken(id) {
             continue;
         }
         let codes = ["weight", "weight_packed"];
@@ -72,7 +72,8 @@ fn refuse_orphans(stored: &Stored<'_>, found: &mut Finds<'_>, used: &HashSet<Ten
 
 /// What the configuration calls its method.
 fn method(stored: &Stored<'_>) -> Option<String> {
-    let named = stored.config().map(|config| match config.get("quant_method") {
+    let config = stored.config().filter(|config| !config.is_null());
+    let named = config.map(|config| match config.get("quant_method") {
         Some(method) => method.as_str().map_or_else(|| method.to_string(), str::to_owned),
         None => "a quantization_config without quant_method".to_owned(),
     });

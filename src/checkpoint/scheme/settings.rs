@@ -212,14 +212,14 @@ impl<'a, To: Copy> Names<'a, To> {
 
 impl<'a> Groups<'a> {
     fn read(config: &'a Json) -> Method<'a> {
-        let is_there = |value: &&Json| !value.is_null() && value.as_object().is_none_or(|object| !object.is_empty());
         if let Some(sparse) = config.get("sparsity_config").and_then(|sparsity| text(sparsity, "format"))
             && sparse != "dense"
         {
             return Method::Unknown(format!("compressed-tensors {sparse}"));
         }
         // Weights that were rotated are not those of a model without the rotations of its activations.
-        if config.get("transform_config").and_then(|of| of.get("config_groups")).filter(is_there).is_some() {
+        let rotations = config.get("transform_config").and_then(|of| of.get("config_groups"));
+        if rotations.and_then(Json::as_object).is_some_and(|groups| !groups.is_empty()) {
             return Method::Unknown("compressed-tensors with transform_config".to_owned());
         }
         let global = text(config, "format").unwrap_or("without a format");
