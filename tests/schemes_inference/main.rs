@@ -8,6 +8,7 @@
     clippy::cast_possible_truncation,
     clippy::cast_precision_loss,
     clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
     clippy::wildcard_enum_match_arm,
     reason = "tests panic, and sizes are small"
 )]
