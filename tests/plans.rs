@@ -5,7 +5,11 @@
 
 mod common;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::Path,
+};
 
 use ckfs::{
     plan::{
@@ -25,7 +29,45 @@ type Pairs = &'static [(&'static str, &'static str)];
 fn build(rows: &[Row], config: &Value, options: &ViewOptions) -> Result<Plan, PlanError> {
     let dir = tempfile::tempdir().unwrap();
     repo::write_repo(dir.path(), &[rows], config);
+    describe(&dir.path().join("model-00001-of-00001.safetensors"));
     Plan::build(&repo::open(dir.path()), options)
+}
+
+/// Gives the tensors that tell how bitsandbytes has stored a matrix of 64 x 128 bytes that do.
+fn describe(file: &Path) {
+    let mut bytes = fs::read(file).unwrap();
+    let start = 8 + usize::try_from(u64::from_le_bytes(bytes[..8].try_into().unwrap())).unwrap();
+    let header: Value = serde_json::from_slice(&bytes[8..start]).unwrap();
+    let state = r#"{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [64, 128]}"#;
+    let map: [f32; 16] = [
+        -1.0,
+        -0.696_192_8,
+        -0.525_073_05,
+        -0.394_917_5,
+        -0.284_441_38,
+        -0.184_773_43,
+        -0.091_050_036,
+        0.0,
+        0.079_580_3,
+        0.160_930_2,
+        0.246_112_3,
+        0.337_915_24,
+        0.440_709_83,
+        0.562_617,
+        0.722_956_84,
+        1.0,
+    ];
+    for (name, tensor) in header.as_object().unwrap() {
+        let told = match name.rsplit('.').next() {
+            Some("bitsandbytes__nf4") => format!("{state:80}").into_bytes(),
+            Some("quant_map") => map.iter().flat_map(|value| value.to_le_bytes()).collect(),
+            Some("weight_format") => vec![0],
+            _ => continue,
+        };
+        let at = start + usize::try_from(tensor["data_offsets"][0].as_u64().unwrap()).unwrap();
+        bytes[at..at + told.len()].copy_from_slice(&told);
+    }
+    fs::write(file, bytes).unwrap();
 }
 
 fn plan(rows: &[Row], config: &Value) -> Plan {

@@ -16,6 +16,8 @@ use tempfile::TempDir;
 pub(crate) struct Repository {
     pub(crate) config: Value,
     pub(crate) modelopt: Option<Value>,
+    /// Of the header of each file.
+    pub(crate) metadata: Vec<(String, String)>,
     tensors: Vec<(String, DType, Vec<u64>, Vec<u8>)>,
 }
 
@@ -31,7 +33,7 @@ impl Repository {
         let mut config = json!({"model_type": "llama", "dtype": "float16"});
         config["quantization_config"] = quantization;
         let plain = vec![("model.norm.weight".to_owned(), DType::BF16, vec![4], vec![0; 8])];
-        Self { config, modelopt: None, tensors: plain }
+        Self { config, modelopt: None, metadata: Vec::new(), tensors: plain }
     }
 
     /// Adds a tensor of these bytes.
@@ -71,7 +73,9 @@ impl Repository {
             let file = format!("model-{:05}-of-00002.safetensors", part + 1);
             let tensors: Vec<_> = self.tensors.iter().skip(part).step_by(2).collect();
             let rows = tensors.iter().map(|(name, dtype, extents, _)| (name.as_str(), *dtype, extents.as_slice()));
-            let mut bytes = write_header(rows, &[("format", "pt")], 8).unwrap().bytes;
+            let more = self.metadata.iter().map(|(key, text)| (key.as_str(), text.as_str()));
+            let metadata: Vec<(&str, &str)> = more.chain([("format", "pt")]).collect();
+            let mut bytes = write_header(rows, &metadata, 8).unwrap().bytes;
             bytes.extend(tensors.iter().flat_map(|tensor| tensor.3.iter().copied()));
             fs::write(dir.path().join(&file), bytes).unwrap();
             map.extend(tensors.iter().map(|tensor| (tensor.0.clone(), json!(file))));

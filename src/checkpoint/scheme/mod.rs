@@ -44,8 +44,13 @@
 //! What a scheme deliberately does not do: read weights, choose a dtype, rename for a layout. Schemes that scale a tensor by
 //! something that is no affine index of it, and files tiled for one kind of accelerator, are not in the list.
 
+mod awq;
+mod bitsandbytes;
 mod block_fp8;
 mod finds;
+mod gptq;
+mod listed;
+mod mlx;
 mod mx;
 mod mxfp4;
 mod nvfp4;
@@ -56,6 +61,7 @@ mod rest;
 mod scaled_fp8;
 mod settings;
 mod stored;
+mod torchao;
 
 pub use quantized::{Found, Quantized, QuantizedTable, Summary, Template, TemplateError, TemplateId, Unsupported};
 
@@ -64,13 +70,18 @@ pub(super) use self::stored::Stored;
 use super::problem::Problems;
 
 /// The closed list. Where two schemes could claim one tensor, the first does.
-const SCHEMES: [&dyn Scheme; 7] = [
+const SCHEMES: [&dyn Scheme; 12] = [
     &mxfp4::Mxfp4,
     &pack_quantized::PackQuantized,
     &nvfp4::Nvfp4,
     &mx::Mx,
     &scaled_fp8::ScaledFp8,
     &block_fp8::BlockFp8,
+    &awq::Awq,
+    &gptq::Gptq,
+    &bitsandbytes::BitsAndBytes,
+    &mlx::Mlx,
+    &torchao::TorchAo,
     // The last: it names what no other has taken.
     &rest::Rest,
 ];

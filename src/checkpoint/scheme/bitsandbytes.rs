@@ -1,0 +1,387 @@
+//! 4-bit floats and 8-bit integers of bitsandbytes.
+//!
+//! Four bits: `X` holds two codes a byte, the *high* one first, over the flat tensor; an odd one's last nibble is unused. `X.quant_state.bitsandbytes__nf4`
+//! (or `fp4`) is text, which tells shape, dtype and block. `W = map[q] * a[i / block]`, where `map` is `X.quant_map`, and `a` is `X.absmax` as F32, or nested:
+//! `a = (nested_map[absmax[k]] * nested_absmax[k / nested_block]) + offset`. Decoded dtypes are those of the text. A `quant_map` that is
+//! not bitsandbytes' own table is refused, since bitsandbytes computes with its own, whatever is stored.
+//!
+//! Eight bits: `W = (f32(q) * SCB[row]) * (1/127)`, two roundings, the last by the library's decimal for the factor. `weight_format` 0 is row by row,
+//! and others are tiled for accelerators.
+
+use std::{
+    cmp::Ordering,
+    collections::{HashMap, HashSet},
+    sync::Arc,
+};
+
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
+use serde_json::{Value as Json, json};
+
+use super::{
+    Scheme,
+    finds::{Finds, Summary},
+    listed::{config_of, lists, refuse_orphans, text},
+    parts::{Kinds, companion, floats, module_of, needed, packed, slot},
+    quantized::{Template, TemplateError},
+    stored::Stored,
+};
+use crate::{
+    checkpoint::problem::Problem,
+    tensor::{BitOrder, Bits, DType, Digit, Field, IndexMap, Operand, Operation, TensorId, Value},
+};
+
+/// The scheme.
+#[derive(Debug)]
+pub(super) struct BitsAndBytes;
+
+/// How the names of 8-bit integers end.
+const CODES: &str = "weight";
+/// What stands before the kind of 4-bit floats in the name of the text that describes a tensor.
+const STATE: &str = ".quant_state.bitsandbytes__";
+/// The f32 of the library's decimal for 1/127, 7.874015718698502e-3.
+const OVER_127: f32 = 7.874_016e-3;
+/// Codes of the nested statistics.
+const NESTED_CODES: usize = 256;
+
+/// Its table `nf4`: quantiles of the normal distribution, the shortest decimals of these f32 numbers.
+const NF4: [f32; 16] = [
+    -1.0,
+    -0.696_192_8,
+    -0.525_073_05,
+    -0.394_917_5,
+    -0.284_441_38,
+    -0.184_773_43,
+    -0.091_050_036,
+    0.0,
+    0.079_580_3,
+    0.160_930_2,
+    0.246_112_3,
+    0.337_915_24,
+    0.440_709_83,
+    0.562_617,
+    0.722_956_84,
+    1.0,
+];
+/// Its table `fp4`, of which code 8 is +0.0.
+const FP4: [f32; 16] = [
+    0.0,
+    0.005_208_333_5,
+    0.666_666_7,
+    1.0,
+    0.333_333_34,
+    0.5,
+    0.166_666_67,
+    0.25,
+    0.0,
+    -0.005_208_333_5,
+    -0.666_666_7,
+    -1.0,
+    -0.333_333_34,
+    -0.5,
+    -0.166_666_67,
+    -0.25,
+];
+
+/// A tensor of 4-bit floats and its companions.
+struct Packed<'a> {
+    name: &'a str,
+    kind: &'a str,
+    codes: TensorId,
+    state: TensorId,
+    absmax: TensorId,
+    map: TensorId,
+    nested: Option<(TensorId, TensorId)>,
+}
+
+/// What distinguishes 4-bit tensors. Nested ones have an offset, and so usually a kind, of their own.
+#[derive(PartialEq, Eq, Hash)]
+struct Kind {
+    extents: Vec<u64>,
+    storage: DType,
+    block: u64,
+    is_nf4: bool,
+    nested: Option<Nested>,
+}
+
+/// How statistics are quantized.
+#[derive(PartialEq, Eq, Hash)]
+struct Nested {
+    block: u64,
+    /// F32 bits.
+    map: Arc<[u32]>,
+    /// F32 bits.
+    offset: u32,
+}
+
+impl Scheme for BitsAndBytes {
+    fn name(&self) -> &'static str {
+        "bitsandbytes"
+    }
+
+    fn find(&self, stored: &Stored<'_>, found: &mut Finds<'_>) -> Option<Summary> {
+        let config = config_of(stored, "bitsandbytes")?;
+        let four = four_bits(stored, found, config);
+        // Small reads from wherever the repository is: many at a time.
+        let kinds_of: Vec<_> = (0..four.len()).into_par_iter().map(|at| kind_of(stored, config, &four[at])).collect();
+        let mut kinds = Kinds::new();
+        for (tensor, kind) in four.iter().zip(kinds_of) {
+            let (kind, dtype) = match kind {
+                Ok(kind) => kind,
+                Err(problem) => {
+                    found.problem(problem);
+                    continue;
+                }
+            };
+            if let Some(template) = kinds.template(found, tensor.name, kind, template_of_4_bits) {
+                let nested = tensor.nested.map(|(absmax, _)| absmax);
+                let operands: Vec<TensorId> = [tensor.codes, tensor.absmax].into_iter().chain(nested).collect();
+                found.tensor(tensor.name, template, &operands, Some(dtype));
+            }
+        }
+        let eight = eight_bits(stored, found, config);
+        let nested = four.iter().filter(|tensor| tensor.nested.is_some()).count();
+        let mut texts = Vec::new();
+        if !four.is_empty() {
+            texts.push(format!("{} weights of 4-bit floats, {nested} with nested statistics", four.len()));
+        }
+        if eight > 0 {
+            texts.push(format!("{eight} weights of 8-bit integers"));
+        }
+        (!texts.is_empty()).then(|| Summary {
+            scheme: self.name(),
+            text: format!("bitsandbytes: {}", texts.join(", ")),
+            details: vec![("weights", json!(four.len() as u64 + eight)), ("with_nested_statistics", json!(nested))],
+        })
+    }
+}
+
+/// Whether the configuration loads in that many bits, where it tells.
+fn loads(config: &Json, bits: u32) -> Option<bool> {
+    let told = |key: String| config.get(&key).and_then(Json::as_bool);
+    told(format!("load_in_{bits}bit")).or_else(|| told(format!("_load_in_{bits}bit")))
+}
+
+/// All tensors of 4-bit floats whose companions are there.
+fn four_bits<'a>(stored: &Stored<'a>, found: &mut Finds<'_>, config: &Json) -> Vec<Packed<'a>> {
+    let mut tensors = Vec::new();
+    let mut described = HashSet::new();
+    for (state, info) in stored.iter() {
+        let Some((name, kind)) = info.name.split_once(STATE) else { continue };
+        if !described.insert(name) {
+            found.refuse(info.name, format!("one quant_state of {name:?}"), "several");
+            continue;
+        }
+        if loads(config, 4) == Some(false) {
+            found.refuse(info.name, "no 4-bit floats, as load_in_4bit false says", "a quant_state");
+            continue;
+        }
+        let Some(codes) = stored.find(name) else {
+            found.refuse(info.name, format!("codes {name} beside it"), "no such tensor");
+            continue;
+        };
+        found.leave_out(state);
+        let mut needed = |word: &str| {
+            let id = stored.find(&format!("{name}.{word}"));
+            if id.is_none() {
+                found.refuse(name, format!("{name}.{word} to decode it"), "no such tensor");
+            }
+            id
+        };
+        let is_nested = stored.find(&format!("{name}.nested_absmax")).is_some()
+            || stored.find(&format!("{name}.nested_quant_map")).is_some();
+        let (absmax, map) = (needed("absmax"), needed("quant_map"));
+        let nested =
+            if is_nested { needed("nested_absmax").zip(needed("nested_quant_map")).map(Some) } else { Some(None) };
+        if let (Some(absmax), Some(map), Some(nested)) = (absmax, map, nested) {
+            found.leave_out(map);
+            if let Some((_, map)) = nested {
+                found.leave_out(map);
+            }
+            tensors.push(Packed { name, kind, codes, state, absmax, map, nested });
+        }
+    }
+    for (_, info) in stored.iter() {
+        let Some(name) = module_of(info.name, "absmax").filter(|name| !described.contains(name)) else { continue };
+        found.refuse(info.name, format!("{name}{STATE}nf4 or {name}{STATE}fp4 beside it"), "no such tensor");
+    }
+    tensors
+}
+
+/// Reads what describes a tensor: its kind, and its dtype when decoded.
+fn kind_of(stored: &Stored<'_>, config: &Json, tensor: &Packed<'_>) -> Result<(Kind, DType), Problem> {
+    let info = stored.tensor(tensor.state);
+    let refused = |tensor: &str, expected: String, found: String| {
+        let tensor = tensor.to_owned();
+        Problem::Quantized { tensor, expected, found }
+    };
+    let read: Option<Json> = serde_json::from_slice(&stored.read(tensor.state)?).ok();
+    let state = read.ok_or_else(|| refused(info.name, "JSON".to_owned(), "other bytes".to_owned()))?;
+    let told = |key: &str| state.get(key).unwrap_or(&Json::Null);
+    let wrong = |key: &str, expected: &str| refused(info.name, format!("{key}: {expected}"), told(key).to_string());
+    let is_nf4 = match tensor.kind {
+        "nf4" => true,
+        "fp4" => false,
+        other => return Err(refused(info.name, "a quant_state of nf4 or fp4".to_owned(), other.to_owned())),
+    };
+    if *told("quant_type") != tensor.kind {
+        return Err(wrong("quant_type", tensor.kind));
+    }
+    if let Some(configured) = text(config, "bnb_4bit_quant_type").filter(|configured| *configured != tensor.kind) {
+        let expected = format!("{configured}, which is bnb_4bit_quant_type");
+        return Err(refused(info.name, expected, tensor.kind.to_owned()));
+    }
+    let dtype = told("dtype").as_str().and_then(|name| DType::ALL.iter().copied().find(|dtype| dtype.name() == name));
+    let dtype = dtype.filter(|dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16));
+    let dtype = dtype.ok_or_else(|| wrong("dtype", "float32, float16 or bfloat16"))?;
+    let positive = |key: &str| {
+        let size = told(key).as_u64().filter(|size| *size > 0);
+        size.ok_or_else(|| wrong(key, "a positive number"))
+    };
+    let block = positive("blocksize")?;
+    let extents: Option<Vec<u64>> =
+        told("shape").as_array().and_then(|extents| extents.iter().map(Json::as_u64).collect());
+    let extents = extents.ok_or_else(|| wrong("shape", "numbers"))?;
+    let expected = if is_nf4 { &NF4 } else { &FP4 };
+    let map = table(stored, tensor.map, expected.len())?;
+    // As numbers: of two zeros with other signs the library has its own.
+    if map.iter().zip(expected).any(|(stored, own)| f32::from_bits(*stored).partial_cmp(own) != Some(Ordering::Equal)) {
+        let found = "other numbers".to_owned();
+        return Err(refused(stored.tensor(tensor.map).name, format!("the table of {}", tensor.kind), found));
+    }
+    let is_nested = state.get("nested_offset").is_some();
+    if is_nested != tensor.nested.is_some() {
+        let companion = if is_nested { "nested_absmax beside it" } else { "nested_offset, for nested_absmax is there" };
+        return Err(refused(info.name, companion.to_owned(), "none".to_owned()));
+    }
+    let nested = match tensor.nested {
+        None => None,
+        Some((_, map)) => {
+            if !matches!(told("nested_dtype").as_str(), Some("float32")) {
+                return Err(wrong("nested_dtype", "float32"));
+            }
+            #[allow(clippy::cast_possible_truncation, reason = "the library too adds it as f32")]
+            let offset = told("nested_offset").as_f64().ok_or_else(|| wrong("nested_offset", "a number"))? as f32;
+            let map = table(stored, map, NESTED_CODES)?.into();
+            Some(Nested { block: positive("nested_blocksize")?, map, offset: offset.to_bits() })
+        }
+    };
+    let storage = stored.tensor(tensor.codes).dtype;
+    if !matches!(storage, DType::U8 | DType::BF16 | DType::F16 | DType::F32) {
+        return Err(refused(tensor.name, "bytes of codes, as U8, BF16, F16 or F32".to_owned(), storage.to_string()));
+    }
+    Ok((Kind { extents, storage, block, is_nf4, nested }, dtype))
+}
+
+/// The F32 bits of a table of so many codes.
+fn table(stored: &Stored<'_>, id: TensorId, codes: usize) -> Result<Vec<u32>, Problem> {
+    let info = stored.tensor(id);
+    if info.dtype != DType::F32 || info.shape != [codes as u64] {
+        let (expected, found) = (format!("F32 [{codes}]"), format!("{} {:?}", info.dtype, info.shape));
+        return Err(Problem::Quantized { tensor: info.name.to_owned(), expected, found });
+    }
+    Ok(stored.read(id)?.as_chunks::<4>().0.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect())
+}
+
+fn template_of_4_bits(kind: &Kind) -> Result<Template, TemplateError> {
+    let shape = slot(0, DType::F32, &kind.extents)?.shape;
+    let count = shape.elements();
+    let flat = |stride| Digit::axis(&[count], 0, stride);
+    // Whole elements of whatever type the bytes are stored as.
+    let stored = count.saturating_mul(4).div_ceil(kind.storage.bits());
+    let map = if kind.is_nf4 { &NF4 } else { &FP4 };
+    let bits = Bits { width: 4, signed: false, order: BitOrder::HighFirst };
+    let codes = Operand {
+        tensor: slot(0, kind.storage, &[stored, 1])?,
+        field: Field::Table(bits, map.iter().map(|value| value.to_bits()).collect()),
+        index: IndexMap::new(&[flat(4)]),
+    };
+    let blocks = count.div_ceil(kind.block);
+    let largest = match &kind.nested {
+        None => {
+            let absmax = slot(1, DType::F32, &[blocks])?;
+            Value::of(floats(absmax, IndexMap::new(&[flat(1).grouped(kind.block)])))
+        }
+        Some(nested) => {
+            let absmax = Operand {
+                tensor: slot(1, DType::U8, &[blocks])?,
+                field: Field::Table(Bits::unsigned(8), Arc::clone(&nested.map)),
+                index: IndexMap::new(&[flat(8).grouped(kind.block)]),
+            };
+            let group = kind.block.saturating_mul(nested.block);
+            let of_blocks = slot(2, DType::F32, &[blocks.div_ceil(nested.block)])?;
+            let of_blocks = floats(of_blocks, IndexMap::new(&[flat(1).grouped(group)]));
+            let scaled = Value::of(absmax).then(Operation::Multiply, of_blocks);
+            scaled.then(Operation::Add, f32::from_bits(nested.offset))
+        }
+    };
+    Template::try_new(shape, Value::of(codes).then(Operation::Multiply, largest))
+}
+
+/// Finds all matrices of 8-bit integers, and says how many there are.
+fn eight_bits(stored: &Stored<'_>, found: &mut Finds<'_>, config: &Json) -> u64 {
+    let mut kinds = Kinds::new();
+    let mut count = 0;
+    refuse_orphans(stored, found, &["SCB", "weight_format"], CODES);
+    let formats = stored.iter().filter(|(_, info)| info.name.ends_with(".weight_format") && info.span.len() == 1);
+    let formats: Vec<TensorId> = formats.map(|(id, _)| id).collect();
+    let mut formats: HashMap<_, _> = formats.into_par_iter().map(|id| (id, stored.read(id))).collect();
+    for (id, codes) in stored.iter() {
+        let Some(module) = module_of(codes.name, CODES).filter(|_| !found.is_taken(id)) else { continue };
+        let statistics = companion(stored, module, "SCB");
+        if statistics.is_none() && codes.dtype != DType::I8 {
+            continue;
+        }
+        if loads(config, 8) == Some(false) {
+            found.refuse(codes.name, "no 8-bit integers, as load_in_8bit false says", codes.dtype.to_string());
+            continue;
+        }
+        if lists(config, "llm_int8_skip_modules", module) {
+            found.unsupported("bitsandbytes, but its configuration leaves this tensor unquantized", Some(id));
+            continue;
+        }
+        if let Some(format) = companion(stored, module, "weight_format") {
+            let info = stored.tensor(format);
+            match formats.remove(&format).unwrap_or(Ok(Vec::new())) {
+                Ok(bytes) if bytes == [0] => found.leave_out(format),
+                Ok(bytes) => {
+                    // As the library numbers them.
+                    let tiles = bytes
+                        .first()
+                        .and_then(|number| ["row", "col32", "col_turing", "col_ampere"].get(usize::from(*number)));
+                    match tiles {
+                        Some(tiles) => found.unsupported(&format!("bitsandbytes int8 {tiles}"), Some(id)),
+                        None => found.refuse(
+                            info.name,
+                            "one byte of 0 to 3",
+                            format!("{:?} in {} bytes", bytes, info.span.len()),
+                        ),
+                    }
+                    continue;
+                }
+                Err(problem) => {
+                    found.problem(problem);
+                    continue;
+                }
+            }
+        }
+        count += 1;
+        let Some(statistics) = needed(stored, found, (module, CODES), "SCB") else { continue };
+        let [out, inner] = *codes.shape else {
+            found.refuse(codes.name, "shape [out, in]", format!("{:?}", codes.shape));
+            continue;
+        };
+        if let Some(template) = kinds.template(found, codes.name, [out, inner], template_of_8_bits) {
+            found.tensor(codes.name, template, &[id, statistics], None);
+        }
+    }
+    count
+}
+
+fn template_of_8_bits(extents: &[u64; 2]) -> Result<Template, TemplateError> {
+    let codes = slot(0, DType::I8, extents)?;
+    let shape = codes.shape.clone();
+    let signed = Field::Integer(Bits { signed: true, ..Bits::unsigned(8) });
+    let statistics = floats(slot(1, DType::F32, &extents[..1])?, IndexMap::new(&[Digit::axis(extents, 0, 1)]));
+    let value = Value::of(packed(codes, extents, signed)).then(Operation::Multiply, statistics);
+    Template::try_new(shape, value.then(Operation::Multiply, OVER_127))
+}

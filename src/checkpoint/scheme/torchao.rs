@@ -1,0 +1,250 @@
+//! Types of torchao whose scales belong to rows, blocks or groups, as transformers saves them.
+//!
+//! A parameter `X.weight` is stored as `X._weight_qdata`, `X._weight_scale` and perhaps `X._weight_zero_point`. What they are is told by text in the
+//! headers of the weight files, under `X.weight`: `_type`, `_data` and `_tensor_data_names`. Files that are not of torchao have no such text.
+//!
+//! | type | codes | value |
+//! |---|---|---|
+//! | `Float8Tensor` | `F8_E4M3` `[out, in]` | `q * s`, a scale for a block, which is usually a row |
+//! | `Int8Tensor` | I8 `[out, in]` | `(q - z) * s`, zero points I8 or none |
+//! | `Int4Tensor` | I8 `[out, in/2]`, signed, the low nibble first | `q * s + z`, zero points are floats, both `[in/g, out]` |
+//!
+//! All of it in f32, each step rounded once. Other types stay raw by their names: `Int4TilePackedTo4dTensor` is tiled for an
+//! accelerator. These names are of a prototype of the library: what differs from the table is refused.
+
+use std::collections::{BTreeMap, HashSet};
+
+use serde_json::{Value as Json, json};
+
+use super::{
+    Scheme,
+    finds::{Finds, Summary},
+    listed::{config_of, lists, text},
+    parts::{Kinds, blocks, floats, grid, is_wide_float, packed, slot},
+    quantized::{Template, TemplateError},
+    stored::Stored,
+};
+use crate::tensor::{Bits, DType, Digit, Field, IndexMap, Operand, Operation, TensorId, Value};
+
+/// The scheme.
+#[derive(Debug)]
+pub(super) struct TorchAo;
+
+/// Types that are decoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+enum Type {
+    Float8,
+    Int8,
+    Int4,
+}
+
+/// All that distinguishes kinds of tensors.
+#[derive(PartialEq, Eq, Hash)]
+struct Kind {
+    of: Type,
+    extents: [u64; 2],
+    block: (u64, u64),
+    scale: DType,
+    has_zeros: bool,
+}
+
+impl Scheme for TorchAo {
+    fn name(&self) -> &'static str {
+        "torchao"
+    }
+
+    fn find(&self, stored: &Stored<'_>, found: &mut Finds<'_>) -> Option<Summary> {
+        let config = config_of(stored, "torchao")?;
+        let described = described(stored, found);
+        let mut kinds = Kinds::new();
+        let mut counts: BTreeMap<Type, u64> = BTreeMap::new();
+        let mut known = HashSet::new();
+        for (name, row) in &described {
+            let (module, parameter) = name.rsplit_once('.').unwrap_or(("", name));
+            let part = |word: &str| {
+                let dot = if module.is_empty() { "" } else { "." };
+                format!("{module}{dot}_{parameter}_{word}")
+            };
+            let words = row.get("_tensor_data_names").and_then(Json::as_array).into_iter().flatten();
+            let words: Vec<&str> = words.filter_map(Json::as_str).collect();
+            let ids: Vec<TensorId> = words.iter().filter_map(|word| stored.find(&part(word))).collect();
+            known.extend(&ids);
+            let example = stored.find(&part("qdata")).or(ids.first().copied());
+            let kind = text(row, "_type").unwrap_or("without a type");
+            let of = match kind {
+                "Float8Tensor" => Type::Float8,
+                "Int8Tensor" => Type::Int8,
+                "Int4Tensor" => Type::Int4,
+                other => {
+                    found.unsupported(&format!("torchao {other}"), example);
+                    continue;
+                }
+            };
+            if lists(config, "modules_to_not_convert", module) {
+                let method = "torchao, but its configuration leaves this tensor unquantized";
+                found.unsupported(method, example);
+                continue;
+            }
+            if let Some(other) = words.iter().find(|word| !["qdata", "scale", "zero_point"].contains(word)) {
+                found.unsupported(&format!("torchao {kind} with {other}"), example);
+                continue;
+            }
+            *counts.entry(of).or_default() += 1;
+            let has_zeros = words.contains(&"zero_point") || of == Type::Int4;
+            let needed = |word: &str, found: &mut Finds<'_>| {
+                let id = stored.find(&part(word));
+                if id.is_none() {
+                    found.refuse(name, format!("{} to decode it", part(word)), "no such tensor");
+                }
+                id
+            };
+            let (codes, scale) = (needed("qdata", found), needed("scale", found));
+            let zeros = if has_zeros { needed("zero_point", found).map(Some) } else { Some(None) };
+            let (Some(codes), Some(scale), Some(zeros)) = (codes, scale, zeros) else { continue };
+            let (Some(kind), Some(dtype)) =
+                (kind_of(stored, found, (name, row), (of, codes, scale, has_zeros)), dtype_of(found, name, row, of))
+            else {
+                continue;
+            };
+            if let Some(template) = kinds.template(found, name, kind, template) {
+                let operands: Vec<TensorId> = [codes, scale].into_iter().chain(zeros).collect();
+                found.tensor(name, template, &operands, Some(dtype));
+            }
+        }
+        refuse_undescribed(stored, found, &known);
+        let count: u64 = counts.values().sum();
+        let texts: Vec<String> = counts.iter().map(|(of, count)| format!("{count} weights of {of:?}Tensor")).collect();
+        (count > 0).then(|| Summary {
+            scheme: self.name(),
+            text: format!("torchao: {}", texts.join(", ")),
+            details: vec![("weights", json!(count))],
+        })
+    }
+}
+
+/// What headers tell of each parameter that is not plain, by its name. Two files must not tell different things.
+fn described(stored: &Stored<'_>, found: &mut Finds<'_>) -> BTreeMap<String, Json> {
+    let mut described: BTreeMap<String, Json> = BTreeMap::new();
+    let mut files = HashSet::new();
+    for (id, tensor) in stored.iter() {
+        if !files.insert(tensor.file) {
+            continue;
+        }
+        for (name, text) in stored.metadata(id) {
+            let Ok(row @ Json::Object(_)) = serde_json::from_str::<Json>(text) else { continue };
+            if row.get("_type").is_none_or(|of| of == "Tensor") {
+                continue;
+            }
+            match described.get(name) {
+                Some(other) if *other != row => {
+                    found.refuse(name, "one description in all headers", "two that differ");
+                }
+                Some(_) => {}
+                None => {
+                    described.insert(name.clone(), row);
+                }
+            }
+        }
+    }
+    described
+}
+
+/// Refuses codes of which no header tells what they are.
+fn refuse_undescribed(stored: &Stored<'_>, found: &mut Finds<'_>, known: &HashSet<TensorId>) {
+    for (id, tensor) in stored.iter() {
+        let last = tensor.name.rsplit_once('.').map_or(tensor.name, |(_, last)| last);
+        if last.starts_with('_') && last.ends_with("_qdata") && !known.contains(&id) {
+            let expected = "what it is in __metadata__ of its file, as torchao writes it";
+            found.refuse(tensor.name, expected, "nothing about it");
+        }
+    }
+}
+
+/// The type of the decoded tensor.
+fn dtype_of(found: &mut Finds<'_>, name: &str, row: &Json, of: Type) -> Option<DType> {
+    let key = if of == Type::Int4 { "activation_dtype" } else { "dtype" };
+    let told = row.get("_data").and_then(|data| data.get(key)).unwrap_or(&Json::Null);
+    let word = text(told, "_data");
+    let dtype = DType::ALL.iter().copied().find(|dtype| Some(dtype.name()) == word);
+    let dtype = dtype.filter(|dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16));
+    if dtype.is_none() {
+        found.refuse(name, format!("{key} float32, float16 or bfloat16 in __metadata__"), told.to_string());
+    }
+    dtype
+}
+
+/// What kind of tensor the description and the codes are, if they agree.
+fn kind_of(
+    stored: &Stored<'_>,
+    found: &mut Finds<'_>,
+    (name, row): (&str, &Json),
+    (of, codes, scale, has_zeros): (Type, TensorId, TensorId, bool),
+) -> Option<Kind> {
+    let (codes, scale) = (stored.tensor(codes), stored.tensor(scale));
+    let told = |key: &str| row.get("_data").and_then(|data| data.get(key)).unwrap_or(&Json::Null);
+    let [rows, columns] = *codes.shape else {
+        found.refuse(codes.name, "two axes", format!("{:?}", codes.shape));
+        return None;
+    };
+    let extents = if of == Type::Int4 { [rows, columns.saturating_mul(2)] } else { [rows, columns] };
+    let shape = told("shape");
+    if !shape.is_null() && *shape != json!(extents) {
+        found.refuse(name, format!("shape {extents:?} in __metadata__, as its codes have"), shape.to_string());
+        return None;
+    }
+    let sizes: Option<Vec<u64>> =
+        told("block_size").as_array().map(|sizes| sizes.iter().filter_map(Json::as_u64).collect());
+    let block = match sizes.as_deref() {
+        Some([rows, columns]) if *rows > 0 && *columns > 0 => Some((*rows, *columns)),
+        _ => None,
+    };
+    let divides =
+        |(rows, columns): &(u64, u64)| extents[0].is_multiple_of(*rows) && extents[1].is_multiple_of(*columns);
+    // Groups of 4-bit integers are those of one row.
+    let Some(block) = block.filter(divides).filter(|block| of != Type::Int4 || block.0 == 1) else {
+        let expected = format!("a block_size in __metadata__ that divides {extents:?}");
+        found.refuse(name, expected, told("block_size").to_string());
+        return None;
+    };
+    if !is_wide_float(scale.dtype) {
+        found.refuse(scale.name, format!("a float as the scale of {name:?}"), scale.dtype.to_string());
+        return None;
+    }
+    Some(Kind { of, extents, block, scale: scale.dtype, has_zeros })
+}
+
+fn template(kind: &Kind) -> Result<Template, TemplateError> {
+    let Kind { of, extents, block, .. } = kind;
+    let shape = slot(0, DType::F32, extents)?.shape;
+    let signed = |width| Field::Integer(Bits { signed: true, ..Bits::unsigned(width) });
+    let by_block = grid(extents, *block);
+    let value = match of {
+        Type::Float8 | Type::Int8 => {
+            let codes = if *of == Type::Float8 {
+                Operand::elements(slot(0, DType::F8E4M3, extents)?)
+            } else {
+                packed(slot(0, DType::I8, extents)?, extents, signed(8))
+            };
+            let mut value = Value::of(codes);
+            if kind.has_zeros {
+                let tensor = slot(2, DType::I8, &by_block)?;
+                let index = IndexMap::new(&[
+                    Digit::axis(extents, 0, by_block[1] * 8).grouped(block.0),
+                    Digit::axis(extents, 1, 8).grouped(block.1),
+                ]);
+                value = value.then(Operation::Subtract, Operand { tensor, field: signed(8), index });
+            }
+            value.then(Operation::Multiply, floats(slot(1, kind.scale, &by_block)?, blocks(extents, *block)))
+        }
+        Type::Int4 => {
+            // Groups are the outer axis.
+            let turned = [by_block[1], by_block[0]];
+            let index =
+                || IndexMap::new(&[Digit::axis(extents, 0, 1), Digit::axis(extents, 1, turned[1]).grouped(block.1)]);
+            let codes = packed(slot(0, DType::I8, &[extents[0], extents[1] / 2])?, extents, signed(4));
+            let value = Value::of(codes).then(Operation::Multiply, floats(slot(1, kind.scale, &turned)?, index()));
+            value.then(Operation::Add, floats(slot(2, kind.scale, &turned)?, index()))
+        }
+    };
+    Template::try_new(shape, value)
+}
