@@ -693,11 +693,14 @@ fn thousands_of_arrays_for_a_thousand_devices_cost_little() {
 fn the_volume_names_no_format() {
     let names: Vec<&str> = ckfs::image::FORMATS.iter().map(|format| format.name()).collect();
     assert_eq!(names.len(), names.iter().collect::<BTreeSet<_>>().len(), "{names:?}");
-    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/volume");
+    let mut paths = vec![std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/volume")];
     let mut found = Vec::new();
     let mut seen = 0;
-    for entry in std::fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
+    while let Some(path) = paths.pop() {
+        if path.is_dir() {
+            paths.extend(std::fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path()));
+            continue;
+        }
         let text = std::fs::read_to_string(&path).unwrap();
         let code = text.lines().map(str::trim_start).filter(|line| !line.starts_with("//"));
         for line in code {

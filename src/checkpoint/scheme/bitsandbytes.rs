@@ -322,7 +322,7 @@ fn eight_bits(stored: &Stored<'_>, found: &mut Finds<'_>, config: &Json) -> u64 
     let mut kinds = Kinds::new();
     let mut count = 0;
     refuse_orphans(stored, found, &["SCB", "weight_format"], CODES);
-    let formats = stored.iter().filter(|(_, info)| info.name.ends_with(".weight_format") && info.span.len() == 1);
+    let formats = stored.iter().filter(|(_, info)| info.name.ends_with(".weight_format") && info.span().len() == 1);
     let formats: Vec<TensorId> = formats.map(|(id, _)| id).collect();
     let mut formats: HashMap<_, _> = formats.into_par_iter().map(|id| (id, stored.read(id))).collect();
     for (id, codes) in stored.iter() {
@@ -353,7 +353,7 @@ fn eight_bits(stored: &Stored<'_>, found: &mut Finds<'_>, config: &Json) -> u64 
                         None => found.refuse(
                             info.name,
                             "one byte of 0 to 3",
-                            format!("{:?} in {} bytes", bytes, info.span.len()),
+                            format!("{:?} in {} bytes", bytes, info.span().len()),
                         ),
                     }
                     continue;

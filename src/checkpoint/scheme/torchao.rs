@@ -127,7 +127,7 @@ fn described(stored: &Stored<'_>, found: &mut Finds<'_>) -> BTreeMap<String, Jso
     let mut described: BTreeMap<String, Json> = BTreeMap::new();
     let mut files = HashSet::new();
     for (id, tensor) in stored.iter() {
-        if !files.insert(tensor.file) {
+        if !files.insert(tensor.file()) {
             continue;
         }
         for (name, text) in stored.metadata(id) {
