@@ -624,7 +624,7 @@ fn other_quantizations() {
         (vec![("a.weight", W, &[1])], json!({"quantization_config": {"quant_method": "mxfp4"}}), &[], ""),
         (vec![("a.weight_packed", DType::I32, &[4, 4])], packed("pack-quantized", 4), &[], "compressed-tensors"),
         (vec![("a.weight_packed", DType::U8, &[4, 4])], packed("nvfp4-pack-quantized", 4), &[], "compressed-tensors"),
-        (vec![("a.weight", DType::I8, &[4, 4])], packed("int-quantized", 8), &[], "int-quantized"),
+        (vec![("a.weight", DType::I8, &[4, 4])], packed("int-quantized", 8), &[], "compressed-tensors"),
         (vec![("a.qweight", DType::I32, &[4, 4])], json!({"quantization_config": {"quant_method": "awq"}}), &[], "awq"),
         (
             vec![
