@@ -241,6 +241,9 @@ fn all_of_four_bits_that_does_not_agree_is_refused_at_once() {
             "tensor \"h.weight.absmax\": expected U8 [15] to decode \"h.weight\", found F32 [15]",
             "tensor \"i.weight.quant_state.bitsandbytes__fp4\": expected nf4, which is bnb_4bit_quant_type, found fp4",
         ]);
+    self::repository(4, "nf4")
+        .noise("a.weight", DType::U8, &[116, 1])
+        .is_refused(&["tensor \"a.weight\": expected a.weight.quant_state.bitsandbytes__nf4 or"]);
     matrix(self::repository(8, "nf4"), "a.weight", "nf4", &[7, 33], 16, None)
         .is_refused(&["expected no 4-bit floats, as load_in_4bit false says, found a quant_state"]);
 }

@@ -114,6 +114,7 @@ fn all_that_does_not_agree_is_refused_at_once() {
     let repository =
         described(repository, "h.weight", &row("Int4Tensor", &[6, 32], &[1, 32], &["qdata", "scale", "zero_point"]));
     let mut repository = repository
+        .noise("g._weight_zero_point", DType::I8, &[6, 1])
         .without("a._weight_scale")
         .without("b._weight_zero_point")
         .instead("c._weight_scale", DType::F32, &[6, 2])
@@ -128,6 +129,7 @@ fn all_that_does_not_agree_is_refused_at_once() {
         "tensor \"e._weight_qdata\": expected what it is in __metadata__ of its file, as torchao writes it, found nothing",
         "tensor \"f.weight\": expected a block_size in __metadata__ that divides [6, 32], found [1,5]",
         "tensor \"g._weight_qdata\": expected F8_E4M3 [6, 32] to decode \"g.weight\", found I8 [6, 32]",
+        "tensor \"g._weight_zero_point\": expected what it is in __metadata__ of its file, as torchao writes it, found nothing",
         "tensor \"h.weight\": expected shape [6, 64] in __metadata__, as its codes have, found [6,32]",
     ]);
 }
@@ -142,6 +144,9 @@ fn other_types_stay_raw_by_name() {
     let more = row("Int4Tensor", &[6, 64], &[1, 32], &["qdata", "scale", "zero_point", "act_pre_scale"]);
     described(int4(repository(), "a", (6, 64), 32), "a.weight", &more)
         .stays_raw("torchao Int4Tensor with act_pre_scale", 1);
+    let more = row("Float8Tensor", &[6, 32], &[1, 32], &["qdata", "scale", "zero_point"]);
+    described(float8(repository(), "a", (6, 32), [1, 32]), "a.weight", &more)
+        .stays_raw("torchao Float8Tensor with zero_point", 1);
     int8(repository(), "lm_head", (6, 32), true)
         .stays_raw("torchao, but its configuration leaves this tensor unquantized", 1);
 }

@@ -201,8 +201,14 @@ fn four_bits<'a>(stored: &Stored<'a>, found: &mut Finds<'_>, config: &Json) -> V
         }
     }
     for (_, info) in stored.iter() {
-        let Some(name) = module_of(info.name, "absmax").filter(|name| !described.contains(name)) else { continue };
-        found.refuse(info.name, format!("{name}{STATE}nf4 or {name}{STATE}fp4 beside it"), "no such tensor");
+        let name = module_of(info.name, "absmax").or_else(|| {
+            // A column of bytes, as codes are stored, and nothing beside it.
+            let is_column = info.dtype == DType::U8 && matches!(info.shape, [_, 1]);
+            (is_column && loads(config, 4) == Some(true)).then_some(info.name)
+        });
+        if let Some(name) = name.filter(|name| !described.contains(name)) {
+            found.refuse(info.name, format!("{name}{STATE}nf4 or {name}{STATE}fp4 beside it"), "no such tensor");
+        }
     }
     tensors
 }

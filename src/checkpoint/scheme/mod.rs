@@ -21,7 +21,8 @@
 //!    a [`Field`](crate::tensor::Field) (float, integer of b bits, table) at an [`IndexMap`](crate::tensor::IndexMap) of the value's element
 //!    number. Rows that end in unused codes need no trimming: the shape is the true one, the index strides over whole words.
 //!    Make a template once for each kind of tensor, and keep its number in a map by what distinguishes the kind. Only
-//!    act-order needs one for each tensor, since `g_idx`, read with [`Stored::read`], becomes a table of its index.
+//!    what is read with [`Stored::read`] needs one for each tensor: `g_idx` becomes a table of an index, bitsandbytes' nested
+//!    statistics a table of codes and a constant.
 //! 4. **Tensors.** [`Finds::tensor`] takes the decoded name (`X.weight` of `X.weight_packed`; `gate_up_proj` of `gate_up_proj_blocks`), the
 //!    template, and the operands by number. It checks that what is stored has the template's dtypes and shapes and reports by name
 //!    what has not, so `find` need not compare shapes that a template says. The decoded dtype is the model's own unless the

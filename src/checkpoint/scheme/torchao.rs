@@ -85,7 +85,8 @@ impl Scheme for TorchAo {
                 found.unsupported(method, example);
                 continue;
             }
-            if let Some(other) = words.iter().find(|word| !["qdata", "scale", "zero_point"].contains(word)) {
+            let known = if of == Type::Float8 { &["qdata", "scale"][..] } else { &["qdata", "scale", "zero_point"] };
+            if let Some(other) = words.iter().find(|word| !known.contains(word)) {
                 found.unsupported(&format!("torchao {kind} with {other}"), example);
                 continue;
             }
@@ -149,11 +150,12 @@ fn described(stored: &Stored<'_>, found: &mut Finds<'_>) -> BTreeMap<String, Jso
     described
 }
 
-/// Refuses codes of which no header tells what they are.
+/// Refuses codes and companions of which no header tells what they are.
 fn refuse_undescribed(stored: &Stored<'_>, found: &mut Finds<'_>, known: &HashSet<TensorId>) {
     for (id, tensor) in stored.iter() {
         let last = tensor.name.rsplit_once('.').map_or(tensor.name, |(_, last)| last);
-        if last.starts_with('_') && last.ends_with("_qdata") && !known.contains(&id) {
+        let is_part = ["_qdata", "_scale", "_zero_point"].iter().any(|word| last.ends_with(word));
+        if last.starts_with('_') && is_part && !known.contains(&id) {
             let expected = "what it is in __metadata__ of its file, as torchao writes it";
             found.refuse(tensor.name, expected, "nothing about it");
         }
