@@ -62,7 +62,7 @@ fn e4m3(code: u8) -> f32 {
 }
 
 #[test]
-fn blocks_single_scales_and_stacks_are_decoded_by_the_formula() {
+fn blocks_and_stacks_are_decoded_by_the_formula() {
     let weights = [
         row("a.weight", DType::F8E4M3, &[7, 9]),
         row("b.weight", DType::F8E4M3, &[7, 9]),
@@ -73,7 +73,7 @@ fn blocks_single_scales_and_stacks_are_decoded_by_the_formula() {
     let scales = [
         row("a.weight_scale_inv", DType::F32, &[3, 3]),
         row("b.weight_scale_inv", DType::F32, &[3, 3]),
-        row("c.weight_scale_inv", DType::F32, &[]),
+        row("c.weight_scale_inv", DType::F32, &[2, 1]),
         row("d_scale_inv", DType::F32, &[2, 2, 2]),
     ];
     let dir = tempfile::tempdir().unwrap();
@@ -82,7 +82,7 @@ fn blocks_single_scales_and_stacks_are_decoded_by_the_formula() {
     let found = checkpoint.quantized();
     let names: Vec<&str> = found.tensors.iter().map(|tensor| tensor.name).collect();
     assert_eq!(names, ["a.weight", "b.weight", "c.weight", "d"]);
-    assert_eq!(found.schemes[0].text, "fp8 in blocks of 3x4, 3 weights with F32 scales *_scale_inv");
+    assert_eq!(found.schemes[0].text, "fp8 in blocks of 3x4, 4 weights with F32 scales *_scale_inv");
     for (tensor, scale) in found.tensors.iter().zip(scales.iter()) {
         assert_eq!((tensor.dtype, tensor.scheme), (DType::F16, "block_fp8"));
         let (codes, factors) = (stored(&checkpoint, tensor.name), f32s(&stored(&checkpoint, &scale.0)));
@@ -93,7 +93,7 @@ fn blocks_single_scales_and_stacks_are_decoded_by_the_formula() {
         for (n, value) in decoded.iter().enumerate() {
             let (matrix, i, j) = (n / (rows * columns), n / columns % rows, n % columns);
             let (high, wide) = (rows.div_ceil(3), columns.div_ceil(4));
-            let at = if scale.2.is_empty() { 0 } else { (matrix * high + i / 3) * wide + j / 4 };
+            let at = (matrix * high + i / 3) * wide + j / 4;
             let expected = e4m3(codes[n]) * factors[at];
             let same = value.to_bits() == expected.to_bits() || value.is_nan() && expected.is_nan();
             assert!(same, "{} {n}: {value:e}, by the formula {expected:e}", tensor.name);
@@ -111,11 +111,14 @@ fn all_that_does_not_agree_is_refused_by_name() {
         row("c.weight_scale_inv", DType::F32, &[3, 2]),
         row("d.weight", DType::F8E4M3, &[7, 9]),
         row("d.weight_scale_inv", DType::I32, &[3, 3]),
+        row("e.weight", DType::F8E4M3, &[7, 9]),
+        row("e.weight_scale_inv", DType::F32, &[]),
     ];
     let error = opened(&[&rows], &config()).unwrap_err();
     for expected in [
         "tensor \"b.weight\": expected a scale b.weight_scale_inv for blocks of 3x4, found none",
         "tensor \"c.weight\" of shape [7, 9]: expected its scale \"c.weight_scale_inv\" to have shape [3, 3]",
+        "tensor \"e.weight\" of shape [7, 9]: expected its scale \"e.weight_scale_inv\" to have shape [3, 3]",
         "tensor \"d.weight_scale_inv\": expected a float as the scale of \"d.weight\", found I32",
     ] {
         assert!(error.contains(expected), "{error}");

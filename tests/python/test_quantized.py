@@ -27,11 +27,11 @@ from reference import Mesh, Shown
 from repos import Tensor
 
 # Repositories, by the name of their builder, that the program decodes. The others are refused, or listed in SHOWN_RAW.
-SUPPORTED = ["ct-fp8-block", "fp8-block", "fp8-block-bf16", "fp8-block-ue8m0"]
+SUPPORTED = [name for name in BUILDERS if name != "deepseek-v3-fp8"]
 # Whether a quantized matrix whose scale is missing is refused; if not, it stays as it is stored, without a word.
-NOTICES_MISSING_SCALES = False
+NOTICES_MISSING_SCALES = True
 # Whether there is `--dequantize[=DTYPE]`.
-HAS_DEQUANTIZE = False
+HAS_DEQUANTIZE = True
 # Whether `--dtype` leaves alone what the family keeps in float32.
 KEEPS_F32 = False
 # Not supported yet, and not refused: experts in 4 bits stay as they are beside decoded matrices.
@@ -494,7 +494,7 @@ def test_a_companion_that_does_not_fit_is_refused_by_name(made, tmp_path, name, 
 SWAPS = [
     ("pack-int4-group", "ct-nvfp4"), ("ct-mxfp4", "ct-nvfp4"), ("pack-int8-group", "pack-int4-group"), ("ct-fp8-channel", "ct-fp8-block"),
     ("gptq-4-v1", "awq-gemm"), ("gptq-8-v2", "gptq-4-v1"), ("modelopt-fp8", "modelopt-nvfp4"), ("bnb-int8", "bnb-nf4"),
-    ("mlx-affine-4-f16", "mlx-affine-8"), ("mlx-mxfp4", "mlx-affine-4"), ("torchao-int8", "bnb-int8"), ("fp8-tensor", "fp8-block"),
+    ("mlx-affine-8", "mlx-mxfp4"), ("mlx-mxfp4", "mlx-affine-4"), ("torchao-int8", "bnb-int8"), ("fp8-tensor", "fp8-block"),
 ]  # fmt: skip
 
 

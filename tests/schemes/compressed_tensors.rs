@@ -126,7 +126,11 @@ fn packed_integers_that_do_not_agree_are_refused_at_once() {
         .instead("e.weight_zero_point", DType::I32, &[9, 2])
         .noise("f.weight_packed", DType::I32, &[9, 8])
         .noise("f.weight_scale", DType::I32, &[9, 2])
-        .noise("f.weight_zero_point", DType::I32, &[2, 2]);
+        .noise("f.weight_zero_point", DType::I32, &[2, 2])
+        .noise("f.weight_shape", DType::I64, &[2])
+        .noise("i.weight_packed", DType::I32, &[9, 8])
+        .noise("i.weight_scale", DType::BF16, &[9, 2])
+        .noise("i.weight_zero_point", DType::I32, &[2, 2]);
     let repository = packed(repository, "g", (9, 64), 4, 2).noise("g.weight_zero_point", DType::I32, &[2, 2]);
     let repository = packed(repository, "h", (9, 64), 4, 2).without("h.weight_packed").without("h.weight_shape");
     repository.is_refused(&[
@@ -136,12 +140,13 @@ fn packed_integers_that_do_not_agree_are_refused_at_once() {
         "tensor \"d.weight_packed\": expected I32 [9, 8] to decode \"d.weight\", found U8 [9, 8]",
         "tensor \"e.weight_zero_point\": expected I32 [2, 2] to decode \"e.weight\", found I32 [9, 2]",
         "tensor \"h.weight_scale\": expected codes h.weight or h.weight_packed beside it, found no such tensor",
+        "tensor \"i.weight_packed\": expected i.weight_shape to decode it, found no such tensor",
         "tensor \"f.weight_scale\": expected a float as the scale of \"f.weight_packed\", found I32",
     ]);
     let by_row = || linear("pack-quantized", &integers(4, "channel", None, true));
     packed(by_row(), "a", (3, 37), 4, 1)
         .without("a.weight_shape")
-        .is_refused(&["tensor \"a.weight_packed\": expected a.weight_shape, which tells its width"]);
+        .is_refused(&["tensor \"a.weight_packed\": expected a.weight_shape to decode it"]);
     for (rows, columns, said) in [
         (4, 37, "tensor \"a.weight_shape\": expected [3, in], found [4, 37]"),
         (3, 41, "tensor \"a.weight_packed\": expected I32 [3, 6] for 41 columns of 4 bits, found I32 [3, 5]"),

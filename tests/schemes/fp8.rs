@@ -63,7 +63,7 @@ fn transformers_has_one_scale_for_each_matrix() {
 fn all_scales_missing_is_refused_though_a_block_is_configured() {
     let config = json!({"quant_method": "fp8", "weight_block_size": [4, 8]});
     let repository = Repository::new(config).noise("a.weight", DType::F8E4M3, &[7, 37]);
-    repository.is_refused(&["tensor \"a.weight\": expected its scale a.weight_scale_inv, found no such tensor"]);
+    repository.is_refused(&["tensor \"a.weight\": expected a scale a.weight_scale_inv for blocks of 4x8, found none"]);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //! `W[i, j] = f32(q[i, j]) * f32(s[i / rows, j / columns])`; the last block of either axis may be partial. The scale of `X.weight`
 //! is `X.weight_scale_inv`, `X.weight_scale` or `X.scale`, and a stack of matrices has a stack of scales. The block comes from
 //! the configuration only: dividing the shapes gives the wrong block where the last one is partial (576 rows on 5 scale rows
-//! are blocks of 128, not 115). A matrix between them may have one scale for all of it, whatever block is configured.
+//! are blocks of 128, not 115). A scale of another shape than the blocks make is refused, one number for all of a matrix too.
 
 use std::collections::HashMap;
 
@@ -29,8 +29,6 @@ struct Pair {
     scale: TensorId,
     /// What follows the weight's name in that of the scale.
     suffix: &'static str,
-    /// Whether the scale is one number for the whole matrix.
-    is_single: bool,
 }
 
 impl Scheme for BlockFp8 {
@@ -54,8 +52,7 @@ impl Scheme for BlockFp8 {
             let scale = stored.tensor(scale_id);
             let mut expected = stack.to_vec();
             expected.extend([rows.div_ceil(block.0), columns.div_ceil(block.1)]);
-            let is_single = scale.shape != expected && scale.shape.iter().product::<u64>() == 1;
-            if scale.shape != expected && !is_single {
+            if scale.shape != expected {
                 let (weight_shape, found_shape) = (weight.shape.to_vec(), scale.shape.to_vec());
                 let (weight, scale) = (weight.name.to_owned(), scale.name.to_owned());
                 let shape = Problem::ScaleShape { weight, weight_shape, scale, block, expected, found: found_shape };
@@ -67,25 +64,22 @@ impl Scheme for BlockFp8 {
                 found.problem(Problem::ScaleType { weight, scale: scale_name, found: scale.dtype });
                 continue;
             }
-            pairs.push(Pair { weight: id, scale: scale_id, suffix, is_single });
+            pairs.push(Pair { weight: id, scale: scale_id, suffix });
         }
-        // Single scales alone are another scheme, whatever block is configured.
-        let first = pairs.iter().find(|pair| !pair.is_single)?;
-        let (suffix, scale_dtype) = (first.suffix, stored.tensor(first.scale).dtype);
         for id in bare {
             let name = stored.tensor(id).name;
             found.refuse(name, format!("a scale {name}_scale_inv for blocks of {}x{}", block.0, block.1), "none");
         }
+        let first = pairs.first()?;
+        let (suffix, scale_dtype) = (first.suffix, stored.tensor(first.scale).dtype);
         add(stored, found, &pairs, block);
-        let single = pairs.iter().filter(|pair| pair.is_single).count();
-        let (rows, columns, count) = (block.0, block.1, pairs.len() - single);
+        let (rows, columns, count) = (block.0, block.1, pairs.len());
         Some(Summary {
             scheme: self.name(),
             text: format!("fp8 in blocks of {rows}x{columns}, {count} weights with {scale_dtype} scales *{suffix}"),
             details: vec![
                 ("block", json!([rows, columns])),
                 ("weights", json!(count)),
-                ("unscaled", json!(single)),
                 ("scale_suffix", json!(suffix)),
                 ("scale_dtype", json!(scale_dtype.code())),
             ],
@@ -98,12 +92,12 @@ type Kind<'a> = (&'a [u64], DType, &'a [u64], DType);
 
 fn add(stored: &Stored<'_>, found: &mut Finds<'_>, pairs: &[Pair], block: (u64, u64)) {
     let mut templates: HashMap<Kind<'_>, Option<TemplateId>> = HashMap::new();
-    for Pair { weight: id, scale: scale_id, is_single, .. } in pairs {
+    for Pair { weight: id, scale: scale_id, .. } in pairs {
         let (weight, scale) = (stored.tensor(*id), stored.tensor(*scale_id));
         let key = (weight.shape, weight.dtype, scale.shape, scale.dtype);
         let template = *templates.entry(key).or_insert_with(|| {
             let operands = stored.operand(0, *id).zip(stored.operand(1, *scale_id));
-            let template = operands.map(|(weight, scale)| template(weight, scale, block, *is_single));
+            let template = operands.map(|(weight, scale)| template(weight, scale, block));
             found.template(weight.name, template?)
         });
         if let Some(template) = template {
@@ -112,16 +106,11 @@ fn add(stored: &Stored<'_>, found: &mut Finds<'_>, pairs: &[Pair], block: (u64, 
     }
 }
 
-fn template(
-    weight: SourceTensor,
-    scale: SourceTensor,
-    block: (u64, u64),
-    is_single: bool,
-) -> Result<Template, TemplateError> {
+fn template(weight: SourceTensor, scale: SourceTensor, block: (u64, u64)) -> Result<Template, TemplateError> {
     let shape = weight.shape.clone();
     let extents = shape.extents();
     let (row, column) = (extents.len() - 2, extents.len() - 1);
-    let grid = if is_single { &[] } else { scale.shape.extents() };
+    let grid = scale.shape.extents();
     let mut digits = Vec::with_capacity(grid.len());
     for axis in 0..grid.len() {
         let group = if axis == row {

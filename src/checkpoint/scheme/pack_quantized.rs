@@ -36,7 +36,7 @@ struct Matrix<'a> {
     scale: TensorId,
     zero: Option<TensorId>,
     /// `weight_shape`.
-    shape: Option<TensorId>,
+    shape: TensorId,
     bits: u64,
     sharing: Sharing,
 }
@@ -112,11 +112,11 @@ fn matrices<'a>(stored: &Stored<'a>, settings: &Settings<'_>, found: &mut Finds<
         let scale = needed(stored, found, (module, CODES), "weight_scale");
         let zero =
             if symmetric { Some(None) } else { needed(stored, found, (module, CODES), "weight_zero_point").map(Some) };
-        let shape = companion(stored, module, "weight_shape");
+        let shape = needed(stored, found, (module, CODES), "weight_shape");
         if let Some(shape) = shape {
             found.leave_out(shape);
         }
-        if let (Some(scale), Some(zero)) = (scale, zero) {
+        if let (Some(scale), Some(zero), Some(shape)) = (scale, zero, shape) {
             matrices.push(Matrix { module, codes, scale, zero, shape, bits, sharing });
         }
     }
@@ -134,23 +134,19 @@ fn width_and_height(stored: &Stored<'_>, matrix: &Matrix<'_>) -> Result<(u64, u6
     let [out, words] = *codes.shape else {
         return Err(refused(codes.name, "shape [out, words]".to_owned(), format!("{:?}", codes.shape)));
     };
+    let shape = stored.tensor(matrix.shape);
+    let width = match (shape.dtype, shape.shape) {
+        (DType::I64, [2]) => 8,
+        (DType::I32, [2]) => 4,
+        (dtype, extents) => {
+            return Err(refused(shape.name, "I64 or I32 [2]".to_owned(), format!("{dtype} {extents:?}")));
+        }
+    };
     let inner = if let Sharing::Group(size) = matrix.sharing {
         let groups = scale.shape.last().copied().unwrap_or(0);
         groups.saturating_mul(size)
     } else {
-        let Some(id) = matrix.shape else {
-            let expected = format!("{}.weight_shape, which tells its width", matrix.module);
-            return Err(refused(codes.name, expected, "no such tensor".to_owned()));
-        };
-        let shape = stored.tensor(id);
-        let width = match (shape.dtype, shape.shape) {
-            (DType::I64, [2]) => 8,
-            (DType::I32, [2]) => 4,
-            (dtype, extents) => {
-                return Err(refused(shape.name, "I64 or I32 [2]".to_owned(), format!("{dtype} {extents:?}")));
-            }
-        };
-        let numbers: Vec<i64> = stored.read(id)?.chunks_exact(width).map(little_endian).collect();
+        let numbers: Vec<i64> = stored.read(matrix.shape)?.chunks_exact(width).map(little_endian).collect();
         let inner = numbers.get(1).and_then(|inner| u64::try_from(*inner).ok());
         match (numbers.first().map(|rows| u64::try_from(*rows)), inner) {
             (Some(Ok(rows)), Some(inner)) if rows == out => inner,

@@ -9,9 +9,9 @@ use serde_json::json;
 
 use super::{
     finds::{Finds, Scheme, Summary},
-    parts::{Kinds, blocks, companion, floats, grid, is_fp8, is_wide_float, module_of, slot},
+    parts::{Kinds, blocks, floats, grid, is_fp8, is_wide_float, module_of, slot},
     quantized::{Template, TemplateError},
-    settings::{Settings, Sharing, Told, block},
+    settings::{Settings, Sharing, Told},
     stored::Stored,
 };
 use crate::tensor::{DType, IndexMap, Operand, Operation, TensorId, Value};
@@ -37,7 +37,7 @@ impl Scheme for ScaledFp8 {
 
     fn find(&self, stored: &Stored<'_>, found: &mut Finds<'_>) -> Option<Summary> {
         let settings = Settings::read(stored);
-        if !settings.is_known() || (settings.is_fp8() && are_in_blocks(stored)) {
+        if !settings.is_known() || (settings.is_fp8() && has_block(stored)) {
             return None;
         }
         let mut kinds = Kinds::new();
@@ -106,20 +106,10 @@ impl Scheme for ScaledFp8 {
     }
 }
 
-/// Whether a block is configured, if only by mistake, and scales are those of blocks: another scheme, which knows single scales
-/// between them.
-fn are_in_blocks(stored: &Stored<'_>) -> bool {
+/// Whether a block is configured, if only by mistake: blocks are another scheme.
+fn has_block(stored: &Stored<'_>) -> bool {
     let configured = stored.config().and_then(|config| config.get("weight_block_size"));
-    let Some(configured) = configured.filter(|block| !block.is_null()) else { return false };
-    if block(configured).is_none() {
-        return true;
-    }
-    let is_grid = |name: &str| {
-        let of_module = module_of(name, "weight").and_then(|module| companion(stored, module, "scale"));
-        let beside = ["_scale_inv", "_scale"].iter().find_map(|suffix| stored.find(&format!("{name}{suffix}")));
-        beside.or(of_module).is_some_and(|scale| !is_single(stored.tensor(scale).shape))
-    };
-    stored.iter().any(|(_, codes)| is_fp8(codes.dtype) && codes.shape.len() >= 2 && is_grid(codes.name))
+    configured.is_some_and(|block| !block.is_null())
 }
 
 /// Whether a scale of this shape is one number for each matrix.
