@@ -38,7 +38,7 @@ struct PrefaultSources {
 
 /// What one step has found.
 #[derive(Debug, PartialEq, Eq)]
-enum Found {
+enum StepOutcome {
     Part(FileId, ByteSpan),
     /// A view was looked at, of which the parts come next, if it has any.
     View,
@@ -68,9 +68,9 @@ impl Prefault {
             (info.file(), info.span())
         };
         match self.sources.next(place) {
-            Found::Part(file, span) => engine.source().maps().is_some_and(|maps| maps.map_ahead(file, span)),
-            Found::View => true,
-            Found::Nothing => false,
+            StepOutcome::Part(file, span) => engine.source().maps().is_some_and(|maps| maps.map_ahead(file, span)),
+            StepOutcome::View => true,
+            StepOutcome::Nothing => false,
         }
     }
 }
@@ -80,9 +80,9 @@ impl PrefaultSources {
         Self { views: Box::new(views), seen: HashSet::new(), left: VecDeque::new() }
     }
 
-    fn next(&mut self, place: impl Fn(TensorId) -> (FileId, ByteSpan)) -> Found {
+    fn next(&mut self, place: impl Fn(TensorId) -> (FileId, ByteSpan)) -> StepOutcome {
         let Some((file, span)) = self.left.pop_front() else {
-            let Some(view) = self.views.next() else { return Found::Nothing };
+            let Some(view) = self.views.next() else { return StepOutcome::Nothing };
             let large = view.bytes().is_some_and(|bytes| bytes >= VIEW_BYTES_MIN);
             // A view that cannot be lowered is refused when its file is opened.
             if large && view.as_source().is_none() && view.lower().is_ok_and(|tiling| is_made(&tiling)) {
@@ -92,16 +92,16 @@ impl PrefaultSources {
                     }
                 });
             }
-            return Found::View;
+            return StepOutcome::View;
         };
         let middle = span.start() + span.len().min(STEP_BYTES);
         let (Some(part), Some(rest)) = (ByteSpan::new(span.start(), middle), ByteSpan::new(middle, span.end())) else {
-            return Found::View;
+            return StepOutcome::View;
         };
         if !rest.is_empty() {
             self.left.push_front((file, rest));
         }
-        Found::Part(file, part)
+        StepOutcome::Part(file, part)
     }
 }
 
@@ -138,9 +138,9 @@ mod tests {
         let mut passed = 0;
         loop {
             match sources.next(place) {
-                Found::Part(file, span) => parts.push((file.0, span.start(), span.end())),
-                Found::View => passed += 1,
-                Found::Nothing => break,
+                StepOutcome::Part(file, span) => parts.push((file.0, span.start(), span.end())),
+                StepOutcome::View => passed += 1,
+                StepOutcome::Nothing => break,
             }
         }
         assert_eq!(passed, 6);
@@ -148,7 +148,7 @@ mod tests {
             parts,
             [(3, 3, MIB + 3), (4, 4, MIB + 4), (5, 5, 5 + STEP_BYTES), (5, 5 + STEP_BYTES, 5 + STEP_BYTES + 2048)]
         );
-        assert_eq!(sources.next(place), Found::Nothing);
+        assert_eq!(sources.next(place), StepOutcome::Nothing);
         Ok(())
     }
 }

@@ -118,11 +118,11 @@ impl fmt::Debug for Evaluator<'_> {
 }
 
 /// Position of an element, one number per axis.
-type Index = SmallVec<[u64; 8]>;
+type ElementIndex = SmallVec<[u64; 8]>;
 
 /// Position of element `number` of the row-major order of `shape`.
-fn unravel(mut number: u64, shape: &Shape) -> Index {
-    let mut index: Index = shape.extents().iter().copied().collect();
+fn unravel(mut number: u64, shape: &Shape) -> ElementIndex {
+    let mut index: ElementIndex = shape.extents().iter().copied().collect();
     for position in index.iter_mut().rev() {
         let extent = *position;
         *position = number % extent;
@@ -191,12 +191,12 @@ impl<'a> Evaluator<'a> {
                 Ok(low_bits(bits, element.dtype().bits()))
             }
             Op::Slice { of, axis, start, step, stop: _ } => {
-                let mut inner = Index::from_slice(index);
+                let mut inner = ElementIndex::from_slice(index);
                 inner[*axis] = start + inner[*axis] * step;
                 self.element(of, &inner)
             }
             Op::Transpose { of, axes } => {
-                let mut inner = Index::from_elem(0, index.len());
+                let mut inner = ElementIndex::from_elem(0, index.len());
                 for (position, axis) in index.iter().zip(axes) {
                     inner[*axis] = *position;
                 }
@@ -204,12 +204,12 @@ impl<'a> Evaluator<'a> {
             }
             Op::Reshape { of } => self.element(of, &unravel(ravel(index, view.shape()), of.shape())),
             Op::Stack { of, axis } => {
-                let mut inner = Index::from_slice(index);
+                let mut inner = ElementIndex::from_slice(index);
                 let which = inner.remove(*axis);
                 self.element(&of[usize::try_from(which).expect("an index into a vector")], &inner)
             }
             Op::Concat { of, axis } => {
-                let mut inner = Index::from_slice(index);
+                let mut inner = ElementIndex::from_slice(index);
                 let mut operands = of.iter();
                 loop {
                     let operand = operands.next().expect("the extents of the operands sum to the view's");
@@ -221,7 +221,7 @@ impl<'a> Evaluator<'a> {
                 }
             }
             Op::Pad { of, axis, before, after: _ } => {
-                let mut inner = Index::from_slice(index);
+                let mut inner = ElementIndex::from_slice(index);
                 let extent = of.shape().extents()[*axis];
                 match inner[*axis].checked_sub(*before) {
                     Some(position) if position < extent => {

@@ -56,14 +56,14 @@ mod tests {
 
     use super::{
         super::{
-            runs::{Part, runs},
-            schedule::{Limits, schedule},
+            runs::{SpanPart, runs},
+            schedule::{BatchLimits, schedule},
         },
         *,
     };
     use crate::{
         source::{ByteSpan, FileId},
-        tensor::{DType, Shape, Share, SourceTensor, TensorId, View},
+        tensor::{DType, Shape, SourceTensor, TensorId, View, WorkSlice},
     };
 
     /// Byte `at` of a tensor.
@@ -95,8 +95,8 @@ mod tests {
             let tiling = view.lower().unwrap();
             let len = to_usize(tiling.len_bytes());
             let mut jobs = Vec::new();
-            runs(&tiling, Share::WHOLE, 0, tiling.len_units(), &mut |part| {
-                let Part::Job(job) = part else { panic!("no constants") };
+            runs(&tiling, WorkSlice::WHOLE, 0, tiling.len_units(), &mut |part| {
+                let SpanPart::Job(job) = part else { panic!("no constants") };
                 jobs.push(job);
             });
             let mut expected = vec![0; len];
@@ -111,7 +111,7 @@ mod tests {
                 let at = to_usize(((column - low) * 2 + u64::from(layer)) * rows + row);
                 prop_assert_eq!(element(at), source(layer, row * columns + column));
             }
-            let limits = Limits { bytes, spans: 16, gap_bytes };
+            let limits = BatchLimits { bytes, spans: 16, gap_bytes };
             let mut found = vec![0; len];
             let part_units = tiling.len_units().div_ceil(parts as u64);
             for batch in schedule(jobs, limits, &place).unwrap() {

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 
 use super::{
     ReadError,
-    runs::{Job, Wanted},
+    runs::{Job, Requirement},
 };
 use crate::{
     source::{ByteSpan, FileId},
@@ -20,7 +20,7 @@ use crate::{
 
 /// Bounds of one batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Limits {
+pub(super) struct BatchLimits {
     /// Bytes of memory. An element alone may take more.
     pub(super) bytes: u64,
     /// Spans to be fetched, each of which costs some memory beside its bytes.
@@ -31,7 +31,7 @@ pub(super) struct Limits {
 
 /// Where the bytes of one operand are once they are fetched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Window {
+pub(super) struct BatchWindow {
     /// First byte in the memory of the batch.
     pub(super) at: u64,
     pub(super) len_bytes: u64,
@@ -41,9 +41,9 @@ pub(super) struct Window {
 
 /// A job, and a window for each of its operands.
 #[derive(Clone, Debug)]
-pub(super) struct Step<'a> {
+pub(super) struct BatchStep<'a> {
     pub(super) job: Job<'a>,
-    pub(super) windows: SmallVec<[Window; 1]>,
+    pub(super) windows: SmallVec<[BatchWindow; 1]>,
 }
 
 /// Bytes to be fetched.
@@ -60,7 +60,7 @@ pub(super) struct Fetch {
 /// What is fetched at once, and what is then made of it.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Batch<'a> {
-    pub(super) steps: Vec<Step<'a>>,
+    pub(super) steps: Vec<BatchStep<'a>>,
     /// By place in memory: each begins where the one before ends, or later.
     pub(super) fetches: Vec<Fetch>,
     /// Memory that it takes.
@@ -68,7 +68,7 @@ pub(super) struct Batch<'a> {
 }
 
 /// Where a tensor lies.
-pub(super) type Place<'p> = &'p dyn Fn(TensorId) -> (FileId, ByteSpan);
+pub(super) type Locate<'p> = &'p dyn Fn(TensorId) -> (FileId, ByteSpan);
 
 /// The batches that carry out `jobs`.
 ///
@@ -76,34 +76,34 @@ pub(super) type Place<'p> = &'p dyn Fn(TensorId) -> (FileId, ByteSpan);
 /// [`ReadError::Internal`] if a job reads outside its tensor.
 pub(super) fn schedule<'a>(
     jobs: impl IntoIterator<Item = Job<'a>>,
-    limits: Limits,
-    place: Place<'_>,
+    limits: BatchLimits,
+    locate: Locate<'_>,
 ) -> Result<Vec<Batch<'a>>, ReadError> {
-    let mut laid = Vec::new();
+    let mut layouts = Vec::new();
     let mut waiting: Vec<Job<'a>> = Vec::new();
     for job in jobs {
         waiting.push(job);
         while let Some(job) = waiting.pop() {
-            let found = lay_out(&job, limits, place)?;
+            let found = lay_out(&job, limits, locate)?;
             let is_too_much = found.len_bytes > limits.bytes || found.spans > limits.spans;
             if is_too_much && let Some((first, second)) = job.piece.halves() {
                 waiting.push(Job { piece: second, ..job.clone() });
                 waiting.push(Job { piece: first, ..job });
                 continue;
             }
-            laid.push((job, found));
+            layouts.push((job, found));
         }
     }
-    laid.sort_by_key(|(_, laid)| laid.first);
+    layouts.sort_by_key(|(_, layout)| layout.first);
     let mut batches = Vec::new();
     let mut batch = Batch::default();
-    for (job, found) in laid {
+    for (job, found) in layouts {
         let full =
             batch.len_bytes + found.len_bytes > limits.bytes || batch.fetches.len() as u64 + found.spans > limits.spans;
         if full && !batch.steps.is_empty() {
             batches.push(std::mem::take(&mut batch));
         }
-        batch.add(job, &found, limits, place)?;
+        batch.add(job, &found, limits, locate)?;
     }
     if !batch.steps.is_empty() {
         batches.push(batch);
@@ -112,64 +112,70 @@ pub(super) fn schedule<'a>(
 }
 
 /// What a job takes.
-struct Laid {
-    wanted: SmallVec<[Wanted; 1]>,
-    packed: Option<Packed>,
+struct JobLayout {
+    wanted: SmallVec<[Requirement; 1]>,
+    memory: Option<MemoryLayout>,
     len_bytes: u64,
     spans: u64,
     /// The first byte that it needs, for the order.
     first: (FileId, u64),
 }
 
-fn lay_out(job: &Job<'_>, limits: Limits, place: Place<'_>) -> Result<Laid, ReadError> {
+fn lay_out(job: &Job<'_>, limits: BatchLimits, locate: Locate<'_>) -> Result<JobLayout, ReadError> {
     let wanted = job.wanted();
-    let packed = job.source_bytes().map(|unit| Packed::new(&job.piece.loops, limits.gap_bytes / unit));
-    let (len_bytes, spans) = if let (Some(packed), Some(unit)) = (&packed, job.source_bytes()) {
-        (packed.len_units * unit, packed.apart.iter().map(|(extent, _)| extent).product())
+    let memory = job.source_bytes().map(|unit| MemoryLayout::new(&job.piece.loops, limits.gap_bytes / unit));
+    let (len_bytes, spans) = if let (Some(memory), Some(unit)) = (&memory, job.source_bytes()) {
+        (memory.len_units * unit, memory.apart.iter().map(|(extent, _)| extent).product())
     } else {
         let spans: usize = wanted.iter().map(|wanted| operand_spans(wanted, limits.gap_bytes).len()).sum();
         (wanted.iter().map(|wanted| wanted.end - wanted.start).sum(), spans as u64)
     };
     let Some(first) = wanted.first() else { return Err(ReadError::Internal { what: "a job needs nothing" }) };
-    let (file, span) = place(first.tensor);
+    let (file, span) = locate(first.tensor);
     let first = (file, span.start() + first.start);
-    Ok(Laid { wanted, packed, len_bytes, spans, first })
+    Ok(JobLayout { wanted, memory, len_bytes, spans, first })
 }
 
 impl<'a> Batch<'a> {
-    fn add(&mut self, mut job: Job<'a>, laid: &Laid, limits: Limits, place: Place<'_>) -> Result<(), ReadError> {
+    fn add(
+        &mut self,
+        mut job: Job<'a>,
+        layout: &JobLayout,
+        limits: BatchLimits,
+        locate: Locate<'_>,
+    ) -> Result<(), ReadError> {
         let mut windows = SmallVec::new();
-        if let (Some(packed), Some(unit), [wanted]) = (&laid.packed, job.source_bytes(), &laid.wanted[..]) {
-            let (at, block) = (self.len_bytes, packed.block_units * unit);
+        if let (Some(memory), Some(unit), [wanted]) = (&layout.memory, job.source_bytes(), &layout.wanted[..]) {
+            let (at, block) = (self.len_bytes, memory.block_units * unit);
             let mut result = Ok(());
             let mut place_at = at;
-            packed.for_each_block(&mut |units| {
+            memory.for_each_block(&mut |units| {
                 if result.is_ok() {
-                    result = self.fetch(wanted.tensor, wanted.start + units * unit, block, place_at, place);
+                    result = self.fetch(wanted.tensor, wanted.start + units * unit, block, place_at, locate);
                     place_at += block;
                 }
             });
             result?;
-            packed.step_through_memory(&mut job);
-            windows.push(Window { at, len_bytes: laid.len_bytes, start: 0 });
-            self.len_bytes += laid.len_bytes;
+            memory.step_through_memory(&mut job);
+            windows.push(BatchWindow { at, len_bytes: layout.len_bytes, start: 0 });
+            self.len_bytes += layout.len_bytes;
         } else {
-            for wanted in &laid.wanted {
+            for wanted in &layout.wanted {
                 let (at, len_bytes) = (self.len_bytes, wanted.end - wanted.start);
                 for (start, end) in operand_spans(wanted, limits.gap_bytes) {
-                    self.fetch(wanted.tensor, start, end - start, at + start - wanted.start, place)?;
+                    self.fetch(wanted.tensor, start, end - start, at + start - wanted.start, locate)?;
                 }
-                windows.push(Window { at, len_bytes, start: wanted.start });
+                windows.push(BatchWindow { at, len_bytes, start: wanted.start });
                 self.len_bytes += len_bytes;
             }
         }
-        self.steps.push(Step { job, windows });
+        self.steps.push(BatchStep { job, windows });
         Ok(())
     }
 
     /// Adds bytes of a tensor, which are fetched with the last ones if they go on in the file and in memory.
-    fn fetch(&mut self, tensor: TensorId, start: u64, len: u64, at: u64, place: Place<'_>) -> Result<(), ReadError> {
-        let (file, whole) = place(tensor);
+    fn fetch(&mut self, tensor: TensorId, start: u64, len: u64, at: u64, locate: Locate<'_>) -> Result<(), ReadError> {
+        let (file, whole) = locate(tensor);
         let Some(span) = ByteSpan::of_len(start, len).and_then(|part| whole.slice(part)) else {
             return Err(ReadError::Internal { what: "a piece leaves its tensor" });
         };
@@ -188,7 +194,7 @@ impl<'a> Batch<'a> {
 }
 
 /// Spans of an operand's tensor that hold all that is needed, in order, apart by more than `gap_bytes`.
-fn operand_spans(wanted: &Wanted, gap_bytes: u64) -> Vec<(u64, u64)> {
+fn operand_spans(wanted: &Requirement, gap_bytes: u64) -> Vec<(u64, u64)> {
     let mut spans = Vec::new();
     for runs in &wanted.runs {
         runs.for_each_span(gap_bytes, &mut |start, len| spans.push((start, start + len)));
@@ -206,7 +212,7 @@ fn operand_spans(wanted: &Wanted, gap_bytes: u64) -> Vec<(u64, u64)> {
 
 /// How strided source units lie in memory without the larger gaps between them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Packed {
+struct MemoryLayout {
     /// Loops over blocks that lie apart, by falling source stride: extent and stride in units.
     apart: SmallVec<[(u64, u64); 4]>,
     /// Their indices among the loops of the piece.
@@ -217,24 +223,24 @@ struct Packed {
     len_units: u64,
 }
 
-impl Packed {
+impl MemoryLayout {
     fn new(loops: &[Loop], gap_units: u64) -> Self {
         let mut order: SmallVec<[usize; 4]> = (0..loops.len()).collect();
         order.sort_by_key(|index| loops[*index].source_stride);
         // From the innermost loop on: a block grows while its turns lie within the gap, and then repeats.
-        let (mut reach, mut block_units): (u64, u64) = (1, 1);
+        let (mut bounding_units, mut block_units): (u64, u64) = (1, 1);
         let mut indices: SmallVec<[usize; 4]> = SmallVec::new();
         for index in order {
             let Loop { extent, source_stride, .. } = loops[index];
-            let is_apart = source_stride >= reach
+            let is_apart = source_stride >= bounding_units
                 && (!indices.is_empty() || source_stride > block_units.saturating_add(gap_units));
-            reach += (extent - 1) * source_stride;
+            bounding_units += (extent - 1) * source_stride;
             if is_apart {
                 indices.push(index);
             } else {
                 // Turns among others' blocks make one block of all.
                 indices.clear();
-                block_units = reach;
+                block_units = bounding_units;
             }
         }
         indices.reverse();
@@ -297,8 +303,8 @@ mod tests {
         Job { piece, decode: &Decode::Copy, unit_bytes: 2 }
     }
 
-    fn limits(bytes: u64, gap_bytes: u64) -> Limits {
-        Limits { bytes, spans: 1 << 20, gap_bytes }
+    fn limits(bytes: u64, gap_bytes: u64) -> BatchLimits {
+        BatchLimits { bytes, spans: 1 << 20, gap_bytes }
     }
 
     fn spans(batch: &Batch<'_>) -> Vec<(u64, u64)> {
@@ -330,7 +336,7 @@ mod tests {
         let row = |start| job(0, start, &[(100, 1, 1)]);
         let batches = schedule([row(100), row(0), row(200)], limits(1 << 20, 0), &at).unwrap();
         assert_eq!((batches.len(), spans(&batches[0])), (1, vec![(0, 600)]));
-        let few = Limits { spans: 2, ..limits(1 << 20, 0) };
+        let few = BatchLimits { spans: 2, ..limits(1 << 20, 0) };
         let batches = schedule((0..5).map(|n| job(0, 50 * n, &[(10, 1, 1)])), few, &at).unwrap();
         assert_eq!(batches.iter().map(|batch| batch.fetches.len()).collect::<Vec<_>>(), [2, 2, 1]);
     }
@@ -377,10 +383,10 @@ mod tests {
             let whole = job(0, offset, &loops);
             let mut by_stride: Vec<(u64, u64)> = loops.iter().map(|(extent, _, stride)| (*stride, *extent)).collect();
             by_stride.sort_unstable();
-            let mut reach = 0;
+            let mut bounding_units = 0;
             let nested = by_stride.iter().all(|(stride, extent)| {
-                let nested = *stride > reach;
-                reach += (extent - 1) * stride;
+                let nested = *stride > bounding_units;
+                bounding_units += (extent - 1) * stride;
                 nested
             });
             let mut expected = units(&whole.piece);

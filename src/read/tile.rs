@@ -80,11 +80,11 @@ impl Drop for TileRoom {
 
 /// Why a tile is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Ask {
+pub(super) enum Demand {
     /// A reader wants part of it.
-    Wanted,
+    Reader,
     /// Somebody may want it next.
-    Ahead,
+    Prefetch,
 }
 
 /// Computed bytes.
@@ -111,18 +111,18 @@ struct Flight {
 }
 
 #[derive(Debug)]
-struct Inner {
+struct CacheState {
     tiles: LruCache<TileKey, (Arc<Tile>, Instant)>,
     flights: HashMap<TileKey, Arc<Flight>>,
     /// Tiles that were dropped because all of them was handed out, and when.
-    handed_out: LruCache<TileKey, Instant>,
+    consumed: LruCache<TileKey, Instant>,
     /// Tiles that were not computed for want of room, and when somebody last wanted them.
     refused: LruCache<TileKey, Instant>,
     /// Memory of the tiles in `tiles`.
     bytes: usize,
 }
 
-impl Inner {
+impl CacheState {
     fn bytes_in_use(&self) -> usize {
         let recent = self.tiles.iter().take_while(|(_, (_, used))| used.elapsed() < IN_USE);
         recent.map(|(_, (tile, _))| tile.room.bytes).sum()
@@ -143,7 +143,7 @@ impl Inner {
 /// Tiles, least recently used dropped first.
 #[derive(Debug)]
 pub(super) struct TileCache {
-    inner: Mutex<Inner>,
+    state: Mutex<CacheState>,
     bytes_max: usize,
     /// Memory of all tiles: those here, those being computed, and those that readers still hold.
     held: Arc<AtomicUsize>,
@@ -173,14 +173,14 @@ impl Drop for Reservation {
 }
 
 /// Ends a flight even if the computation panics, so that nobody waits forever.
-struct Landing<'a> {
+struct FlightGuard<'a> {
     cache: &'a TileCache,
     key: TileKey,
     flight: Arc<Flight>,
     outcome: Option<Outcome>,
 }
 
-impl Drop for Landing<'_> {
+impl Drop for FlightGuard<'_> {
     fn drop(&mut self) {
         let outcome = self.outcome.take().unwrap_or(Err(ReadError::Panicked));
         self.cache.lock().flights.remove(&self.key);
@@ -194,10 +194,10 @@ impl TileCache {
     pub(super) fn new(bytes_max: usize) -> Self {
         // The limit is in bytes; the map's own limit must never bind.
         let remembered = || LruCache::new(REMEMBERED_MAX);
-        let (tiles, handed_out, refused) = (LruCache::unbounded(), remembered(), remembered());
-        let inner = Inner { tiles, flights: HashMap::new(), handed_out, refused, bytes: 0 };
+        let (tiles, consumed, refused) = (LruCache::unbounded(), remembered(), remembered());
+        let state = CacheState { tiles, flights: HashMap::new(), consumed, refused, bytes: 0 };
         Self {
-            inner: Mutex::new(inner),
+            state: Mutex::new(state),
             bytes_max,
             held: Arc::default(),
             dropped: AtomicUsize::new(0),
@@ -212,13 +212,13 @@ impl TileCache {
     }
 
     /// Memory of tiles that are not here: those being computed, and those that only readers still hold.
-    fn loose_bytes(&self, inner: &Inner) -> usize {
-        self.held.load(Ordering::Relaxed).saturating_sub(inner.bytes)
+    fn loose_bytes(&self, state: &CacheState) -> usize {
+        self.held.load(Ordering::Relaxed).saturating_sub(state.bytes)
     }
 
     /// Memory of tiles that cannot be had for others.
-    fn tile_bytes_in_use(&self, inner: &Inner) -> usize {
-        inner.bytes_in_use() + self.loose_bytes(inner)
+    fn tile_bytes_in_use(&self, state: &CacheState) -> usize {
+        state.bytes_in_use() + self.loose_bytes(state)
     }
 
     /// Notes how much memory dropped files take that programs still map.
@@ -238,41 +238,41 @@ impl TileCache {
 
     /// Takes room away from tiles, but not from those in use.
     pub(super) fn reserve(&self, bytes: usize) -> Option<Reservation> {
-        let mut inner = self.lock();
+        let mut state = self.lock();
         // Reservations are only made under the lock, so what is found here can only shrink.
         let taken = (self.reserved_bytes() + self.dropped_bytes()).checked_add(bytes)?;
-        if taken > self.reservable_bytes() || self.tile_bytes_in_use(&inner).checked_add(taken)? > self.bytes_max {
+        if taken > self.reservable_bytes() || self.tile_bytes_in_use(&state).checked_add(taken)? > self.bytes_max {
             return None;
         }
         self.reserved.fetch_add(bytes, Ordering::Relaxed);
-        let others = (self.bytes_max - taken).saturating_sub(self.loose_bytes(&inner));
-        let dropped = inner.drop_until(others);
-        drop(inner);
+        let others = (self.bytes_max - taken).saturating_sub(self.loose_bytes(&state));
+        let dropped = state.drop_until(others);
+        drop(state);
         drop(dropped);
         Some(Reservation { reserved: Arc::clone(&self.reserved), spare: None, bytes })
     }
 
     /// Takes room that nothing else has, not even a tile that nobody uses.
     pub(super) fn reserve_spare(&self, bytes: usize) -> Option<Reservation> {
-        let inner = self.lock();
+        let state = self.lock();
         let taken = (self.reserved_bytes() + self.dropped_bytes()).checked_add(bytes)?;
         if taken > self.reservable_bytes() || self.held.load(Ordering::Relaxed).checked_add(taken)? > self.bytes_max {
             return None;
         }
         self.reserved.fetch_add(bytes, Ordering::Relaxed);
         self.spare.fetch_add(bytes, Ordering::Relaxed);
-        drop(inner);
+        drop(state);
         Some(Reservation { reserved: Arc::clone(&self.reserved), spare: Some(Arc::clone(&self.spare)), bytes })
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, CacheState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether a tile is there or being computed.
     pub(super) fn has(&self, key: &TileKey) -> bool {
-        let inner = self.lock();
-        inner.tiles.contains(key) || inner.flights.contains_key(key)
+        let state = self.lock();
+        state.tiles.contains(key) || state.flights.contains_key(key)
     }
 
     /// Memory of all tiles, those being computed included.
@@ -314,16 +314,16 @@ impl TileCache {
     pub(super) fn get(
         &self,
         key: TileKey,
-        ask: Ask,
+        ask: Demand,
         bytes: usize,
         counters: &Counters,
         give_up: &dyn Fn() -> Option<ReadError>,
         compute: impl FnOnce(TileRoom) -> Result<Tile, ReadError>,
     ) -> Option<Outcome> {
-        let ahead = ask == Ask::Ahead;
+        let ahead = ask == Demand::Prefetch;
         let (flight, room, dropped) = {
-            let mut inner = self.lock();
-            if let Some((tile, used)) = inner.tiles.get_mut(&key) {
+            let mut state = self.lock();
+            if let Some((tile, used)) = state.tiles.get_mut(&key) {
                 *used = Instant::now();
                 if !ahead {
                     add(&counters.tile_hits, 1);
@@ -333,8 +333,8 @@ impl TileCache {
                 }
                 return Some(Ok(Arc::clone(tile)));
             }
-            if let Some(flight) = inner.flights.get(&key).map(Arc::clone) {
-                drop(inner);
+            if let Some(flight) = state.flights.get(&key).map(Arc::clone) {
+                drop(state);
                 if ahead {
                     return None;
                 }
@@ -342,83 +342,83 @@ impl TileCache {
                 return Some(wait(&flight, give_up));
             }
             // A job for a reader to come may run late.
-            if ahead && inner.handed_out.peek(&key).is_some_and(|then| then.elapsed() < IN_USE) {
+            if ahead && state.consumed.peek(&key).is_some_and(|then| then.elapsed() < IN_USE) {
                 return None;
             }
-            let fits = self.tile_bytes_in_use(&inner).saturating_add(bytes) <= self.tile_bytes_max();
-            let lately = inner.refused.peek(&key).is_some_and(|refused| refused.elapsed() < IN_USE);
+            let fits = self.tile_bytes_in_use(&state).saturating_add(bytes) <= self.tile_bytes_max();
+            let lately = state.refused.peek(&key).is_some_and(|refused| refused.elapsed() < IN_USE);
             if !fits || !ahead && lately {
                 if !ahead {
-                    inner.refused.put(key, Instant::now());
+                    state.refused.put(key, Instant::now());
                 }
                 return None;
             }
-            inner.refused.pop(&key);
+            state.refused.pop(&key);
             let room = TileRoom::new(&self.held, bytes);
-            let others = self.tile_bytes_max().saturating_sub(self.loose_bytes(&inner));
-            let dropped = inner.drop_until(others);
+            let others = self.tile_bytes_max().saturating_sub(self.loose_bytes(&state));
+            let dropped = state.drop_until(others);
             let flight = Arc::new(Flight::default());
-            inner.flights.insert(key, Arc::clone(&flight));
+            state.flights.insert(key, Arc::clone(&flight));
             (flight, room, dropped)
         };
         add(&counters.tile_evictions, dropped.len() as u64);
         // Their buffers are there for this one.
         drop(dropped);
         add(if ahead { &counters.prefetched } else { &counters.tile_misses }, 1);
-        let mut landing = Landing { cache: self, key, flight, outcome: None };
+        let mut guard = FlightGuard { cache: self, key, flight, outcome: None };
         let outcome = compute(room).map(Arc::new);
         if let Ok(tile) = &outcome {
             tile.ahead.store(ahead, Ordering::Relaxed);
             self.keep(key, tile, counters);
         }
-        landing.outcome = Some(outcome.clone());
-        drop(landing);
+        guard.outcome = Some(outcome.clone());
+        drop(guard);
         Some(outcome)
     }
 
     fn keep(&self, key: TileKey, tile: &Arc<Tile>, counters: &Counters) {
-        let mut inner = self.lock();
-        inner.bytes += tile.room.bytes;
-        if let Some((old, _)) = inner.tiles.put(key, (Arc::clone(tile), Instant::now())) {
-            inner.bytes -= old.room.bytes;
+        let mut state = self.lock();
+        state.bytes += tile.room.bytes;
+        if let Some((old, _)) = state.tiles.put(key, (Arc::clone(tile), Instant::now())) {
+            state.bytes -= old.room.bytes;
         }
-        let most = self.tile_bytes_max().saturating_sub(self.loose_bytes(&inner));
-        let dropped = inner.drop_until(most);
-        drop(inner);
+        let most = self.tile_bytes_max().saturating_sub(self.loose_bytes(&state));
+        let dropped = state.drop_until(most);
+        drop(state);
         add(&counters.tile_evictions, dropped.len() as u64);
     }
 
     /// Drops the tiles of a file.
     pub(super) fn forget_file(&self, file: u64) {
-        let mut inner = self.lock();
-        let keys: Vec<TileKey> = inner.tiles.iter().map(|(key, _)| *key).filter(|key| key.file == file).collect();
+        let mut state = self.lock();
+        let keys: Vec<TileKey> = state.tiles.iter().map(|(key, _)| *key).filter(|key| key.file == file).collect();
         for key in keys {
-            if let Some((tile, _)) = inner.tiles.pop(&key) {
-                inner.bytes -= tile.room.bytes;
+            if let Some((tile, _)) = state.tiles.pop(&key) {
+                state.bytes -= tile.room.bytes;
             }
         }
     }
 
     /// Drops the tiles that nobody has asked for in a long time: an idle file system holds little memory.
     pub(super) fn drop_idle(&self) {
-        let mut inner = self.lock();
-        while inner.tiles.peek_lru().is_some_and(|(_, (_, used))| used.elapsed() > IDLE) {
-            let Some((_, (tile, _))) = inner.tiles.pop_lru() else { break };
-            inner.bytes -= tile.room.bytes;
+        let mut state = self.lock();
+        while state.tiles.peek_lru().is_some_and(|(_, (_, used))| used.elapsed() > IDLE) {
+            let Some((_, (tile, _))) = state.tiles.pop_lru() else { break };
+            state.bytes -= tile.room.bytes;
         }
     }
 
     /// Drops a tile of which all was handed out: nobody will want it again soon.
-    pub(super) fn hand_out(&self, key: &TileKey) {
+    pub(super) fn note_consumed(&self, key: &TileKey) {
         self.forget(key);
-        self.lock().handed_out.put(*key, Instant::now());
+        self.lock().consumed.put(*key, Instant::now());
     }
 
     /// Drops a tile: its source turned out to have changed.
     pub(super) fn forget(&self, key: &TileKey) {
-        let mut inner = self.lock();
-        if let Some((tile, _)) = inner.tiles.pop(key) {
-            inner.bytes -= tile.room.bytes;
+        let mut state = self.lock();
+        if let Some((tile, _)) = state.tiles.pop(key) {
+            state.bytes -= tile.room.bytes;
         }
     }
 }
@@ -450,7 +450,7 @@ mod tests {
     }
 
     /// Asks for a tile, and makes it if there is room.
-    fn ask(cache: &TileCache, counters: &Counters, index: u64, len: usize, ask: Ask) -> Option<Arc<Tile>> {
+    fn ask(cache: &TileCache, counters: &Counters, index: u64, len: usize, ask: Demand) -> Option<Arc<Tile>> {
         let pool = BufferPool::new(0);
         cache.get(key(index), ask, len, counters, &|| None, |room| Ok(tile(&pool, room, len))).map(Result::unwrap)
     }
@@ -468,18 +468,18 @@ mod tests {
     fn the_limit_holds_and_the_least_used_goes_first() {
         let (cache, counters) = (TileCache::new(100), Counters::default());
         for index in [0, 1, 0] {
-            ask(&cache, &counters, index, 40, Ask::Wanted).unwrap();
+            ask(&cache, &counters, index, 40, Demand::Reader).unwrap();
         }
         age(&cache, 1);
-        ask(&cache, &counters, 2, 40, Ask::Wanted).unwrap();
+        ask(&cache, &counters, 2, 40, Demand::Reader).unwrap();
         assert!(cache.has(&key(0)) && !cache.has(&key(1)) && cache.has(&key(2)));
         assert_eq!(counters.tile_hits.load(Ordering::Relaxed), 1);
-        assert!(ask(&cache, &counters, 9, 101, Ask::Wanted).is_none(), "a tile beyond the limit is not made");
+        assert!(ask(&cache, &counters, 9, 101, Demand::Reader).is_none(), "a tile beyond the limit is not made");
         cache.forget(&key(0));
         assert_eq!(cache.bytes(), 40);
-        let ahead = |index| ask(&cache, &counters, index, 40, Ask::Ahead).is_some();
+        let ahead = |index| ask(&cache, &counters, index, 40, Demand::Prefetch).is_some();
         assert!(ahead(0), "it may be wanted again");
-        cache.hand_out(&key(0));
+        cache.note_consumed(&key(0));
         assert!(!ahead(0) && !cache.has(&key(0)), "computed ahead too late");
         cache.forget_file(2);
         assert!(cache.has(&key(2)));
@@ -491,13 +491,13 @@ mod tests {
     fn what_is_in_use_takes_room_until_it_is_forgotten() {
         let (cache, counters) = (TileCache::new(100), Counters::default());
         for index in 0..2 {
-            ask(&cache, &counters, index, 40, Ask::Wanted).unwrap();
+            ask(&cache, &counters, index, 40, Demand::Reader).unwrap();
         }
         assert!(cache.bytes_in_use() == 80 && cache.has_room(20) && !cache.has_room(21));
         cache.forget(&key(0));
         assert!(cache.bytes_in_use() == 40 && cache.has_room(60));
         assert!(cache.has_much_room(10) && !cache.has_much_room(11));
-        let made = |index, len| ask(&cache, &counters, index, len, Ask::Wanted).is_some();
+        let made = |index, len| ask(&cache, &counters, index, len, Demand::Reader).is_some();
         assert!(made(1, 1000), "it is there");
         assert!(!made(3, 61) && made(2, 60));
         cache.forget(&key(2));
@@ -519,15 +519,15 @@ mod tests {
         let (cache, pool, counters) = (TileCache::new(100), BufferPool::new(0), Counters::default());
         let compute = |room: TileRoom| {
             assert_eq!((cache.bytes(), cache.bytes_in_use()), (60, 60));
-            assert!(ask(&cache, &counters, 1, 41, Ask::Wanted).is_none() && cache.reserve(41).is_none());
+            assert!(ask(&cache, &counters, 1, 41, Demand::Reader).is_none() && cache.reserve(41).is_none());
             assert!(cache.reserve_spare(41).is_none());
             drop(room);
             Err(ReadError::Panicked)
         };
-        assert!(cache.get(key(0), Ask::Wanted, 60, &counters, &|| None, compute).unwrap().is_err());
+        assert!(cache.get(key(0), Demand::Reader, 60, &counters, &|| None, compute).unwrap().is_err());
         assert_eq!(cache.bytes(), 0);
-        let reader = ask(&cache, &counters, 2, 60, Ask::Wanted).unwrap();
-        cache.hand_out(&key(2));
+        let reader = ask(&cache, &counters, 2, 60, Demand::Reader).unwrap();
+        cache.note_consumed(&key(2));
         assert!(!cache.has(&key(2)) && cache.bytes() == 60 && cache.reserve(41).is_none());
         drop(reader);
         assert_eq!(cache.bytes(), 0);
@@ -535,7 +535,7 @@ mod tests {
             room.resize(70);
             Ok(tile(&pool, room, 60))
         };
-        drop(cache.get(key(3), Ask::Wanted, 60, &counters, &|| None, larger));
+        drop(cache.get(key(3), Demand::Reader, 60, &counters, &|| None, larger));
         assert_eq!((cache.bytes(), cache.lock().bytes), (70, 70), "as much memory as it takes");
     }
 
@@ -543,7 +543,7 @@ mod tests {
     fn room_is_reserved_only_where_no_tile_is_in_use() {
         let (cache, counters) = (TileCache::new(100), Counters::default());
         for index in 0..2 {
-            ask(&cache, &counters, index, 40, Ask::Wanted).unwrap();
+            ask(&cache, &counters, index, 40, Demand::Reader).unwrap();
         }
         assert!(cache.reserve(21).is_none() && cache.reserve(usize::MAX).is_none());
         let few = cache.reserve(20).unwrap();
@@ -552,10 +552,10 @@ mod tests {
         assert!(cache.reserve(41).is_none());
         let more = cache.reserve(40).unwrap();
         assert!(!cache.has(&key(0)) && cache.has(&key(1)) && cache.reserved_bytes() == 60);
-        cache.hand_out(&key(1));
+        cache.note_consumed(&key(1));
         assert!(cache.reserve(16).is_none(), "a quarter is for tiles");
         assert!(cache.has_room(40) && !cache.has_room(41) && cache.has_much_room(20) && !cache.has_much_room(21));
-        assert!(ask(&cache, &counters, 9, 41, Ask::Wanted).is_none(), "no room is left for it");
+        assert!(ask(&cache, &counters, 9, 41, Demand::Reader).is_none(), "no room is left for it");
         drop((few, more));
         assert!(cache.reserved_bytes() == 0 && cache.has_room(100) && cache.reserve(75).is_some());
     }
@@ -566,8 +566,8 @@ mod tests {
         cache.set_dropped_bytes(60);
         assert!(cache.reserve(16).is_none() && cache.reserve_spare(16).is_none() && cache.reserve(15).is_some());
         assert!(
-            ask(&cache, &counters, 0, 41, Ask::Wanted).is_none()
-                && ask(&cache, &counters, 1, 40, Ask::Wanted).is_some()
+            ask(&cache, &counters, 0, 41, Demand::Reader).is_none()
+                && ask(&cache, &counters, 1, 40, Demand::Reader).is_some()
         );
         cache.set_dropped_bytes(0);
         assert!(cache.reserve(60).is_some());
@@ -580,7 +580,7 @@ mod tests {
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
-                    let made = cache.get(key(0), Ask::Wanted, 10, &counters, &|| None, |room| {
+                    let made = cache.get(key(0), Demand::Reader, 10, &counters, &|| None, |room| {
                         computed.fetch_add(1, Ordering::SeqCst);
                         std::thread::sleep(std::time::Duration::from_millis(50));
                         Ok(tile(&pool, room, 10))
@@ -596,12 +596,15 @@ mod tests {
     fn a_panicking_computation_wakes_those_who_wait() {
         let (cache, pool, counters) = (TileCache::new(1000), BufferPool::new(0), Counters::default());
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            cache.get(key(0), Ask::Wanted, 10, &counters, &|| None, |_| panic!("injected"))
+            cache.get(key(0), Demand::Reader, 10, &counters, &|| None, |_| panic!("injected"))
         }));
         assert!(panicked.is_err());
         assert_eq!(cache.bytes(), 0);
         assert!(
-            cache.get(key(0), Ask::Wanted, 10, &counters, &|| None, |room| Ok(tile(&pool, room, 10))).unwrap().is_ok()
+            cache
+                .get(key(0), Demand::Reader, 10, &counters, &|| None, |room| Ok(tile(&pool, room, 10)))
+                .unwrap()
+                .is_ok()
         );
     }
 }

@@ -20,13 +20,13 @@ const QUEUE_MAX: usize = 64;
 /// Most threads that stand in for those that wait for storage.
 const SPARES_MAX: usize = 64;
 
-type Job = Box<dyn FnOnce() + Send>;
+type QueuedJob = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
 struct Jobs {
     /// Somebody waits for these.
-    awaited: VecDeque<Job>,
-    ahead: VecDeque<Job>,
+    awaited: VecDeque<QueuedJob>,
+    ahead: VecDeque<QueuedJob>,
     /// Threads without a job, the last one to become so last.
     idle: Vec<Arc<Seat>>,
     /// All threads that run.
@@ -44,20 +44,20 @@ struct Seat {
 }
 
 #[derive(Default)]
-struct Queue {
+struct JobQueue {
     jobs: Mutex<Jobs>,
 }
 
 /// A fixed number of threads and their queue.
 pub(super) struct Workers {
-    queue: Arc<Queue>,
+    queue: Arc<JobQueue>,
     count: usize,
 }
 
 impl Workers {
     /// Starts `count` threads; if the system refuses some, there are fewer.
     pub(super) fn new(count: usize) -> Self {
-        let queue = Arc::new(Queue::default());
+        let queue = Arc::new(JobQueue::default());
         let started = (0..count).filter(|index| {
             let queue = Arc::clone(&queue);
             thread::Builder::new().name(format!("ckfs-ahead-{index}")).spawn(move || work(&queue, false)).is_ok()
@@ -129,13 +129,13 @@ impl Workers {
     }
 }
 
-impl Queue {
+impl JobQueue {
     fn lock(&self) -> MutexGuard<'_, Jobs> {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Adds a job that is waited for; the thread to be called for it, if one is idle.
-    fn add(&self, job: Job) -> Option<Arc<Seat>> {
+    fn add(&self, job: QueuedJob) -> Option<Arc<Seat>> {
         let mut jobs = self.lock();
         jobs.awaited.push_back(job);
         jobs.idle.pop()
@@ -163,7 +163,7 @@ impl Seat {
     }
 }
 
-fn work(queue: &Queue, spare: bool) {
+fn work(queue: &JobQueue, spare: bool) {
     if Warm::chosen().threads {
         warm_up();
     }
@@ -176,9 +176,9 @@ fn work(queue: &Queue, spare: bool) {
     }
 }
 
-impl Queue {
+impl JobQueue {
     /// The next job of a thread, which waits for it; none if the thread should end.
-    fn next(&self, seat: &Arc<Seat>, spare: bool) -> Option<Job> {
+    fn next(&self, seat: &Arc<Seat>, spare: bool) -> Option<QueuedJob> {
         let mut jobs = self.lock();
         loop {
             let unwanted = spare && jobs.spares > jobs.spares_wanted;

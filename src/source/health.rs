@@ -14,7 +14,7 @@ use std::{
 
 use super::{
     FileId, Poison, SourceError, Stall, Waiting,
-    stall::{Fetches, Fetching, Target},
+    stall::{Fetches, Fetching, WaitTarget},
 };
 
 /// The state of each file of a source.
@@ -48,7 +48,7 @@ impl Health {
     }
 
     /// Notes that this thread is about to wait for `target`.
-    pub fn begin(&self, target: Target) -> Fetching<'_> {
+    pub fn begin(&self, target: WaitTarget) -> Fetching<'_> {
         self.fetches.begin(target)
     }
 

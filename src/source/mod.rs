@@ -2,7 +2,7 @@
 //!
 //! A source is a fixed list of files, each pinned when the source was made: its length and identity are those of that
 //! moment for good. The seam, [`Source`], is narrow: a file gives spans of bytes, exactly or as an error. A source whose files
-//! are mapped says so ([`Source::maps`]): then contiguous reads are answered without a copy ([`Maps::lend`]) and conversions
+//! are mapped says so ([`Source::maps`]): then contiguous reads are answered without a copy ([`Maps::with_kernel_bytes`]) and conversions
 //! read without one ([`Maps::with`]).
 //!
 //! A file found different from what was pinned is *poisoned*: from then on everything about it is an error. It is never
@@ -37,7 +37,7 @@ use std::{
 pub use beneath::{Beneath, Found, Opened};
 pub use health::Health;
 pub use kernel_bytes::{KernelBytes, Served};
-pub use local::{LocalFiles, SourceIo, Window};
+pub use local::{LocalFiles, ResidentWindow, SourceIo};
 pub use stall::{Fetches, Stall, Waiting};
 
 use permission::Gates;
@@ -352,7 +352,7 @@ pub trait Maps {
     ///
     /// # Errors
     /// As [`Source::check`]. If `reply` was called, what it passed on is not to be trusted.
-    fn lend(
+    fn with_kernel_bytes(
         &self,
         file: FileId,
         span: ByteSpan,
@@ -370,7 +370,7 @@ pub trait Maps {
     fn map_ahead(&self, file: FileId, span: ByteSpan) -> bool;
 
     /// Lets go of what was kept for readers, where there were none of late. To be called every few seconds.
-    fn settle(&self);
+    fn trim(&self);
 
     /// Sets how many bytes of mapped pages may stay resident: usually, and while the same pages are visited again and again.
     fn bound(&self, usual_bytes: u64, again_bytes: u64);

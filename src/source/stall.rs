@@ -24,14 +24,14 @@ use rustix::thread::gettid;
 use super::{ByteSpan, FileId};
 
 /// Fetches that can be noted at a time: more than there are threads. One beyond them goes unnoted.
-const PLACES: usize = 1024;
+const NOTES_MAX: usize = 1024;
 
 /// A fetch that is younger is not asked about: it costs some microseconds.
 const PROBE_AGE: Duration = Duration::from_millis(20);
 
 /// What is waited for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Target {
+pub enum WaitTarget {
     /// Bytes of a file.
     Bytes(FileId, ByteSpan),
     /// Whether a file is what it was.
@@ -40,7 +40,7 @@ pub enum Target {
     Path(Arc<Path>, &'static str),
 }
 
-impl Target {
+impl WaitTarget {
     /// The file, if it has a number.
     pub const fn file(&self) -> Option<FileId> {
         match self {
@@ -50,7 +50,7 @@ impl Target {
     }
 }
 
-impl fmt::Display for Target {
+impl fmt::Display for WaitTarget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Bytes(_, span) => write!(f, "read bytes {span}"),
@@ -64,7 +64,7 @@ impl fmt::Display for Target {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Waiting {
     /// What it waits for.
-    pub target: Target,
+    pub target: WaitTarget,
     /// The thread, by its system-wide number.
     pub thread: i32,
     /// When it began.
@@ -85,7 +85,7 @@ pub struct Stall {
 }
 
 struct Note {
-    target: Target,
+    target: WaitTarget,
     thread: i32,
     since: Instant,
     /// What the kernel had counted for the thread when somebody last looked, and since when it is that.
@@ -93,11 +93,11 @@ struct Note {
 }
 
 #[repr(align(64))]
-struct Place(Mutex<Option<Note>>);
+struct NoteSlot(Mutex<Option<Note>>);
 
 /// The fetches in flight of one source.
 pub struct Fetches {
-    places: Box<[Place]>,
+    places: Box<[NoteSlot]>,
     limit: Duration,
     /// Paths of the files that have numbers.
     files: OnceLock<Vec<Arc<Path>>>,
@@ -142,7 +142,7 @@ impl Fetches {
 
     /// No fetches yet; one that gets on with nothing for `limit` stalls.
     pub fn new(limit: Duration) -> Self {
-        Self { places: (0..PLACES).map(|_| Place(Mutex::new(None))).collect(), limit, files: OnceLock::new() }
+        Self { places: (0..NOTES_MAX).map(|_| NoteSlot(Mutex::new(None))).collect(), limit, files: OnceLock::new() }
     }
 
     /// Sets the paths of the files that have numbers.
@@ -153,8 +153,10 @@ impl Fetches {
     /// A message about a fetch that stalls.
     pub fn describe(&self, waiting: &Waiting) -> String {
         let path = match &waiting.target {
-            Target::Path(path, _) => Some(path),
-            Target::Bytes(file, _) | Target::Check(file) => self.files.get().and_then(|files| files.get(file.index())),
+            WaitTarget::Path(path, _) => Some(path),
+            WaitTarget::Bytes(file, _) | WaitTarget::Check(file) => {
+                self.files.get().and_then(|files| files.get(file.index()))
+            }
         };
         let path = path.map_or_else(|| "a source file".to_owned(), |path| path.display().to_string());
         let (what, seconds) = (&waiting.target, waiting.since.elapsed().as_secs_f32());
@@ -169,10 +171,10 @@ impl Fetches {
     }
 
     /// Notes that this thread is about to wait for `target`.
-    pub fn begin(&self, target: Target) -> Fetching<'_> {
+    pub fn begin(&self, target: WaitTarget) -> Fetching<'_> {
         let (first, thread) = own();
         let note = Note { target, thread, since: Instant::now(), seen: None };
-        for index in (0..PLACES).map(|step| (first + step) % PLACES) {
+        for index in (0..NOTES_MAX).map(|step| (first + step) % NOTES_MAX) {
             if let Ok(mut place) = self.places[index].0.try_lock()
                 && place.is_none()
             {
@@ -185,14 +187,14 @@ impl Fetches {
 
     /// As [`Fetches::begin`], for a path.
     pub fn begin_path(&self, path: &Path, action: &'static str) -> Fetching<'_> {
-        self.begin(Target::Path(Arc::from(path), action))
+        self.begin(WaitTarget::Path(Arc::from(path), action))
     }
 
     /// Fetches that have got on with nothing for `least`. Progress is seen between two calls of this, so it is to be called
     /// several times within `least`.
     pub fn waiting(&self, least: Duration) -> Vec<Waiting> {
         let mut found = Vec::new();
-        for index in 0..PLACES {
+        for index in 0..NOTES_MAX {
             let mut place = self.lock(index);
             let Some(note) = place.as_mut() else { continue };
             if note.since.elapsed() < PROBE_AGE {
@@ -272,8 +274,8 @@ mod tests {
 
     const SHORT: Duration = Duration::from_millis(40);
 
-    fn bytes(start: u64) -> Target {
-        Target::Bytes(FileId(0), ByteSpan::of_len(start, 8).unwrap())
+    fn bytes(start: u64) -> WaitTarget {
+        WaitTarget::Bytes(FileId(0), ByteSpan::of_len(start, 8).unwrap())
     }
 
     /// Looks until something waits, or for a second.
@@ -295,7 +297,7 @@ mod tests {
         let (tell, told) = mpsc::channel();
         let stuck = Arc::clone(&fetches);
         let thread = thread::spawn(move || {
-            let outer = stuck.begin(Target::Check(FileId(7)));
+            let outer = stuck.begin(WaitTarget::Check(FileId(7)));
             drop(outer);
             let fetching = stuck.begin(bytes(3));
             tell.send(()).unwrap();
@@ -349,9 +351,9 @@ mod tests {
     #[test]
     fn fetches_nest_and_too_many_go_unnoted() {
         let fetches = Fetches::new(SHORT);
-        let all: Vec<_> = (0..=PLACES).map(|start| fetches.begin(bytes(start as u64))).collect();
+        let all: Vec<_> = (0..=NOTES_MAX).map(|start| fetches.begin(bytes(start as u64))).collect();
         assert_eq!(all.iter().filter(|fetching| fetching.place.is_none()).count(), 1);
         drop(all);
-        assert!((0..PLACES).all(|index| fetches.lock(index).is_none()));
+        assert!((0..NOTES_MAX).all(|index| fetches.lock(index).is_none()));
     }
 }

@@ -24,7 +24,7 @@ pub(super) const BOUND_MAX: f32 = 1e30;
 
 /// How a stored element is read.
 #[derive(Clone, Debug)]
-pub(super) enum Reader<'a> {
+pub(super) enum FieldReader<'a> {
     Float {
         bytes: usize,
         widen: row::Row,
@@ -36,7 +36,7 @@ pub(super) enum Reader<'a> {
     Nibble(Bits, Box<unpack::Table>),
 }
 
-impl Reader<'_> {
+impl FieldReader<'_> {
     /// The greatest magnitude of what is read, if it is all finite whatever is stored.
     pub(super) fn bound(&self) -> Option<f32> {
         let greatest = |table: &[u32]| {
@@ -65,7 +65,7 @@ impl Reader<'_> {
 
 /// Digits of which eight neighbours share a word of codes in some order, as in AWQ.
 #[derive(Clone, Debug)]
-struct Words {
+struct PackedWords {
     shifts: unpack::Shifts,
     /// The digits that find the word, in bits.
     word: Vec<Digit>,
@@ -74,17 +74,17 @@ struct Words {
 /// An operand made ready for many elements.
 #[derive(Clone, Debug)]
 pub(super) struct Fields<'a> {
-    pub(super) reader: Reader<'a>,
+    pub(super) reader: FieldReader<'a>,
     pub(super) window: Window<'a>,
     pub(super) digits: &'a [Digit],
-    words: Option<Words>,
+    words: Option<PackedWords>,
 }
 
 impl<'a> Fields<'a> {
     /// The elements of a field and an index, and how many of the steps that follow are done with reading them.
     pub(super) fn new(field: &'a Field, digits: &'a [Digit], steps: &[Step], window: Window<'a>) -> (Self, usize) {
         let (reader, folded) = reader(field, steps);
-        let words = if let Reader::Nibble(bits, _) = &reader { words(*bits, digits) } else { None };
+        let words = if let FieldReader::Nibble(bits, _) = &reader { words(*bits, digits) } else { None };
         (Self { reader, window, digits, words }, folded)
     }
 
@@ -117,8 +117,8 @@ impl<'a> Fields<'a> {
     }
 
     /// Loads whole words of codes, and says how many codes that were.
-    fn load_words(&self, level: Level, words: &Words, n: u64, values: &mut [[u8; 4]]) -> usize {
-        let Reader::Nibble(_, table) = &self.reader else { return 0 };
+    fn load_words(&self, level: Level, words: &PackedWords, n: u64, values: &mut [[u8; 4]]) -> usize {
+        let FieldReader::Nibble(_, table) = &self.reader else { return 0 };
         let (index, step, count) = uniform(&words.word, n, WORD_CODES as u64, values.len() / WORD_CODES);
         let count = if step == 32 { count } else { 1 };
         let bytes = &self.window.from(index / 8)[..4 * count];
@@ -128,13 +128,13 @@ impl<'a> Fields<'a> {
 }
 
 /// How stored elements are read, and how many of the steps that follow are done with it.
-fn reader<'a>(field: &'a Field, steps: &[Step]) -> (Reader<'a>, usize) {
+fn reader<'a>(field: &'a Field, steps: &[Step]) -> (FieldReader<'a>, usize) {
     match field {
         Field::Float(dtype) => {
             let Some(widen) = row::widen(*dtype).or((*dtype == DType::F8E8M0).then_some(row::widen_f8e8m0)) else {
                 panic!("{dtype} values are not converted");
             };
-            (Reader::Float { bytes: element_bytes(*dtype), widen, dtype: *dtype }, 0)
+            (FieldReader::Float { bytes: element_bytes(*dtype), widen, dtype: *dtype }, 0)
         }
         Field::Integer(bits) | Field::Table(bits, _) if bits.width == TABLE_BITS => {
             let constant = |step: &&Step| !matches!(step, Step::Compute(_, Term::Value(_)));
@@ -146,15 +146,15 @@ fn reader<'a>(field: &'a Field, steps: &[Step]) -> (Reader<'a>, usize) {
                 };
                 apply_constants(&steps[..folded], value)
             });
-            (Reader::Nibble(*bits, Box::new(table)), folded)
+            (FieldReader::Nibble(*bits, Box::new(table)), folded)
         }
-        Field::Integer(bits) => (Reader::Integer(*bits), 0),
-        Field::Table(bits, table) => (Reader::Table(*bits, table), 0),
+        Field::Integer(bits) => (FieldReader::Integer(*bits), 0),
+        Field::Table(bits, table) => (FieldReader::Table(*bits, table), 0),
     }
 }
 
 /// The order of codes in words, if eight neighbours always share one and they are not simply side by side.
-fn words(bits: Bits, digits: &[Digit]) -> Option<Words> {
+fn words(bits: Bits, digits: &[Digit]) -> Option<PackedWords> {
     let codes = WORD_CODES as u64;
     let (within, word): (Vec<Digit>, Vec<Digit>) = digits
         .iter()
@@ -173,7 +173,7 @@ fn words(bits: Bits, digits: &[Digit]) -> Option<Words> {
     let shift = |code: usize| within.iter().map(|digit| digit.summand(digit.of(code as u64))).sum::<u64>();
     let shifts: Option<Vec<u32>> =
         (0..WORD_CODES).map(|code| u32::try_from(shift(code)).ok().filter(|shift| *shift <= 28)).collect();
-    Some(Words { shifts: shifts?.try_into().ok()?, word })
+    Some(PackedWords { shifts: shifts?.try_into().ok()?, word })
 }
 
 /// The index of element `n`, what each of the next `count` or fewer elements `stride` apart adds to it, and how many those are.
@@ -202,13 +202,13 @@ fn uniform(digits: &[Digit], n: u64, stride: u64, count: usize) -> (u64, u64, us
 }
 
 /// Reads stored elements at `index`, `index + step`, …
-fn read(level: Level, reader: &Reader<'_>, window: Window<'_>, index: u64, step: u64, values: &mut [[u8; 4]]) {
+fn read(level: Level, reader: &FieldReader<'_>, window: Window<'_>, index: u64, step: u64, values: &mut [[u8; 4]]) {
     if step == 0 || values.len() == 1 {
         values.fill(reader.one(window, index).to_le_bytes());
         return;
     }
     match reader {
-        Reader::Float { bytes, widen, .. } => {
+        FieldReader::Float { bytes, widen, .. } => {
             let source = window.from(index * *bytes as u64);
             if step == 1 {
                 return widen(level, &source[..values.len() * bytes], values.as_flattened_mut());
@@ -223,11 +223,11 @@ fn read(level: Level, reader: &Reader<'_>, window: Window<'_>, index: u64, step:
                 widen(level, collected, values.as_flattened_mut());
             }
         }
-        Reader::Integer(bits) if bits.width == 8 && step == 8 => {
+        FieldReader::Integer(bits) if bits.width == 8 && step == 8 => {
             let widen = if bits.signed { row::widen_i8 } else { row::widen_u8 };
             widen(level, &window.from(index / 8)[..values.len()], values.as_flattened_mut());
         }
-        Reader::Integer(bits) if bits.width == 8 && step.is_multiple_of(8) => {
+        FieldReader::Integer(bits) if bits.width == 8 && step.is_multiple_of(8) => {
             let source = window.from(index / 8);
             let apart = to_usize(step / 8);
             let mut collected = [0; COLLECTED];
@@ -240,8 +240,8 @@ fn read(level: Level, reader: &Reader<'_>, window: Window<'_>, index: u64, step:
                 widen(level, collected, values.as_flattened_mut());
             }
         }
-        Reader::Nibble(bits, table) if step == 4 => nibbles(level, *bits, table, window, index, values),
-        Reader::Nibble(bits, table) if step == 32 && bits.order == BitOrder::LowFirst => {
+        FieldReader::Nibble(bits, table) if step == 4 => nibbles(level, *bits, table, window, index, values),
+        FieldReader::Nibble(bits, table) if step == 32 && bits.order == BitOrder::LowFirst => {
             // The last word may end beyond the window: only the byte with its code is known to be there.
             let (last, others) = values.split_last_mut().map_or((None, [].as_mut_slice()), |(a, b)| (Some(a), b));
             let words = window.from(index / 8).as_chunks::<4>().0;
@@ -251,7 +251,7 @@ fn read(level: Level, reader: &Reader<'_>, window: Window<'_>, index: u64, step:
                 *last = reader.one(window, index + step * others.len() as u64).to_le_bytes();
             }
         }
-        Reader::Integer(_) | Reader::Table(..) | Reader::Nibble(..) => {
+        FieldReader::Integer(_) | FieldReader::Table(..) | FieldReader::Nibble(..) => {
             let mut at = index;
             for value in values {
                 *value = reader.one(window, at).to_le_bytes();

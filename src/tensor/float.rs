@@ -170,7 +170,7 @@ const fn is_nan(bits: u32) -> bool {
 /// The result if `computed` is a NaN: the first NaN among the operands made quiet, else the indefinite one, as x86
 /// does. Spelled out because the payload that `f32` arithmetic gives is left to compiler and processor.
 #[inline(always)]
-const fn settle(left: u32, right: u32, computed: u32) -> u32 {
+const fn propagate_nan(left: u32, right: u32, computed: u32) -> u32 {
     let invalid = select(is_nan(right), right | F32_QUIET, F32_INDEFINITE);
     select(is_nan(computed), select(is_nan(left), left | F32_QUIET, invalid), computed)
 }
@@ -178,7 +178,7 @@ const fn settle(left: u32, right: u32, computed: u32) -> u32 {
 /// Product of two f32, as bits.
 #[inline(always)]
 pub(super) fn multiply(left: u32, right: u32) -> u32 {
-    settle(left, right, (f32::from_bits(left) * f32::from_bits(right)).to_bits())
+    propagate_nan(left, right, (f32::from_bits(left) * f32::from_bits(right)).to_bits())
 }
 
 /// Product of two f32 where subnormal operands and products become zeros of the same sign, as x86 computes with the
@@ -197,19 +197,19 @@ pub(super) fn multiply_flush(left: u32, right: u32) -> u32 {
 /// Quotient of two f32, as bits.
 #[inline(always)]
 pub(super) fn divide(left: u32, right: u32) -> u32 {
-    settle(left, right, (f32::from_bits(left) / f32::from_bits(right)).to_bits())
+    propagate_nan(left, right, (f32::from_bits(left) / f32::from_bits(right)).to_bits())
 }
 
 /// Difference of two f32, as bits.
 #[inline(always)]
 pub(super) fn subtract(left: u32, right: u32) -> u32 {
-    settle(left, right, (f32::from_bits(left) - f32::from_bits(right)).to_bits())
+    propagate_nan(left, right, (f32::from_bits(left) - f32::from_bits(right)).to_bits())
 }
 
 /// Sum of two f32, as bits.
 #[inline(always)]
 pub(super) fn add(left: u32, right: u32) -> u32 {
-    settle(left, right, (f32::from_bits(left) + f32::from_bits(right)).to_bits())
+    propagate_nan(left, right, (f32::from_bits(left) + f32::from_bits(right)).to_bits())
 }
 
 /// Bits of the f32 with the value of one element, or nearest to it for F64; `bytes` holds exactly one.

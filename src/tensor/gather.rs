@@ -17,7 +17,7 @@ use smallvec::SmallVec;
 
 use super::convert::{Converter, Direct, STRETCH, element_bytes};
 use super::kernel::Level;
-use super::stretch::{self, Codes, Values};
+use super::stretch::{self, Codes, ValueDecoder};
 use super::transpose::{BAND_LINES, Fused, FusedKind, Lines, USUAL_PITCH, fence, prefetch, stream, transpose};
 use super::{DType, Decode, Load, Program, Window};
 
@@ -162,11 +162,11 @@ fn gather_at(level: Level, job: &Gather<'_>, windows: &[Window<'_>], target: &mu
         assert_eq!(program.target.element_bytes(), Some(job.target_bytes), "element width of {program:?}");
         // Logical elements take the place of source bytes.
         let axes = canonical(job.loops, 1, target_bytes);
-        let place = Place { source: bytes(job.source_offset, 1), target: bytes(job.target_offset, target_bytes) };
+        let place = Position { source: bytes(job.source_offset, 1), target: bytes(job.target_offset, target_bytes) };
         let reached = axes.iter().map(|axis| (axis.extent, axis.target));
-        check_reach("target", place.target, reached, target_bytes, target.len());
-        let values = Values::new(program, value, level, windows);
-        return Decoded { values }.run(level, &axes, place, target, stores);
+        check_bounds("target", place.target, reached, target_bytes, target.len());
+        let values = ValueDecoder::new(program, value, level, windows);
+        return DecodedGather { values }.run(level, &axes, place, target, stores);
     }
     let [Window { bytes: source, start }] = *windows else { panic!("{} windows of one tensor", windows.len()) };
     let source_bytes = match job.decode {
@@ -181,9 +181,21 @@ fn gather_at(level: Level, job: &Gather<'_>, windows: &[Window<'_>], target: &mu
         panic!("source element {} of {source_bytes} bytes lies before the window at byte {start}", job.source_offset);
     };
     let axes = canonical(job.loops, source_bytes, target_bytes);
-    let place = Place { source: skip, target: bytes(job.target_offset, target_bytes) };
-    check_reach("source", place.source, axes.iter().map(|axis| (axis.extent, axis.source)), source_bytes, source.len());
-    check_reach("target", place.target, axes.iter().map(|axis| (axis.extent, axis.target)), target_bytes, target.len());
+    let place = Position { source: skip, target: bytes(job.target_offset, target_bytes) };
+    check_bounds(
+        "source",
+        place.source,
+        axes.iter().map(|axis| (axis.extent, axis.source)),
+        source_bytes,
+        source.len(),
+    );
+    check_bounds(
+        "target",
+        place.target,
+        axes.iter().map(|axis| (axis.extent, axis.target)),
+        target_bytes,
+        target.len(),
+    );
     match job.decode {
         Decode::Copy => copy(level, axes, source_bytes, place, source, target, stores),
         Decode::Program(Program { load: Load::Element(dtype), target: to, steps })
@@ -205,13 +217,13 @@ pub fn fill(pattern: &[u8], loops: &[Loop], target_offset: u64, target: &mut [u8
     let steps: SmallVec<[Loop; 8]> = loops.iter().map(|&step| Loop { source_stride: 0, ..step }).collect();
     let mut nest = canonical(&steps, 0, unit);
     let start = bytes(target_offset, unit);
-    check_reach("target", start, nest.iter().map(|axis| (axis.extent, axis.target)), unit, target.len());
+    check_bounds("target", start, nest.iter().map(|axis| (axis.extent, axis.target)), unit, target.len());
     let run = match nest.first() {
         Some(axis) if axis.target == unit => nest.remove(0).extent * unit,
         Some(_) | None => unit,
     };
     let constant = pattern.iter().all(|byte| Some(byte) == pattern.first());
-    each(&nest, Place { source: 0, target: start }, &mut |place| {
+    each(&nest, Position { source: 0, target: start }, &mut |place| {
         let run = &mut target[place.target..place.target + run];
         if constant {
             run.fill(pattern.first().copied().unwrap_or(0));
@@ -255,27 +267,27 @@ fn canonical(loops: &[Loop], source_bytes: usize, target_bytes: usize) -> Axes {
 }
 
 /// Asserts that the furthest element reached ends within `length` bytes.
-fn check_reach(side: &str, start: usize, axes: impl Iterator<Item = (usize, usize)>, unit: usize, length: usize) {
-    let reach =
+fn check_bounds(side: &str, start: usize, axes: impl Iterator<Item = (usize, usize)>, unit: usize, length: usize) {
+    let end =
         axes.fold(start.checked_add(unit), |end, (extent, stride)| end?.checked_add((extent - 1).checked_mul(stride)?));
-    assert!(reach.is_some_and(|end| end <= length), "the loops reach byte {reach:?} of {length} {side} bytes");
+    assert!(end.is_some_and(|end| end <= length), "the loops reach byte {end:?} of {length} {side} bytes");
 }
 
 /// Where a loop position lies, in bytes of each slice.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct Position {
     source: usize,
     target: usize,
 }
 
-impl Place {
+impl Position {
     fn step(self, axis: Axis, steps: usize) -> Self {
         Self { source: self.source + steps * axis.source, target: self.target + steps * axis.target }
     }
 }
 
 /// Visits all positions of the loops, the first loop running fastest.
-fn each(axes: &[Axis], place: Place, visit: &mut impl FnMut(Place)) {
+fn each(axes: &[Axis], place: Position, visit: &mut impl FnMut(Position)) {
     match axes.split_last() {
         None => visit(place),
         Some((outer, inner)) => {
@@ -286,7 +298,15 @@ fn each(axes: &[Axis], place: Place, visit: &mut impl FnMut(Place)) {
     }
 }
 
-fn copy(level: Level, mut axes: Axes, element: usize, place: Place, source: &[u8], target: &mut [u8], stores: Stores) {
+fn copy(
+    level: Level,
+    mut axes: Axes,
+    element: usize,
+    place: Position,
+    source: &[u8],
+    target: &mut [u8],
+    stores: Stores,
+) {
     let mut unit = element;
     // What is contiguous on both sides is one wider element, whatever it means.
     if let Some(axis) = axes.first()
@@ -305,8 +325,12 @@ fn copy(level: Level, mut axes: Axes, element: usize, place: Place, source: &[u8
             }
         };
         let straight = plan.columns.source == unit;
-        let way = if straight { Way::Straight(None) } else { Way::Read { together: 1, read: &mut read, codes: None } };
-        plan.run(level, place, source, target, stores, way);
+        let method = if straight {
+            LineMethod::Straight(None)
+        } else {
+            LineMethod::Read { together: 1, read: &mut read, codes: None }
+        };
+        plan.run(level, place, source, target, stores, method);
         return;
     }
     match axes.split_first() {
@@ -363,7 +387,7 @@ fn copy_units<const UNIT: usize>(source: &[u8], from: usize, target: &mut [u8], 
 type Read<'a> = &'a mut dyn FnMut(&[usize], usize, usize, &mut [u8]);
 
 /// How the lines of a block come to be transposed.
-enum Way<'a> {
+enum LineMethod<'a> {
     /// Straight from the source, converted in registers if at all.
     Straight(Option<Fused<'a>>),
     /// From a scratch that they were read to, as many together at most. Where lines are not of the source's bytes, they are
@@ -413,19 +437,27 @@ impl Blocks {
     }
 
     /// Works all blocks.
-    fn run(&self, level: Level, place: Place, source: &[u8], target: &mut [u8], stores: Stores, mut way: Way<'_>) {
+    fn run(
+        &self,
+        level: Level,
+        place: Position,
+        source: &[u8],
+        target: &mut [u8],
+        stores: Stores,
+        mut method: LineMethod<'_>,
+    ) {
         let width = self.width.min(self.columns.extent);
         let pitch = BLOCK_ROWS * self.unit + LINE_GAP_BYTES;
         let mut block = vec![0; pitch * width];
-        let reads = matches!(way, Way::Read { .. });
+        let reads = matches!(method, LineMethod::Read { .. });
         let mut scratch = vec![0; if reads { GROUP_ROWS_MAX * self.unit * width } else { 0 }];
         // Few of short lines and of those that are read first, so that looking ahead is spread evenly, but as many as fill
         // registers of 16 bytes.
         let long = width * self.columns.source > SHORT_LINE_BYTES;
-        let group = match way {
-            Way::Straight(_) if long => BAND_LINES,
-            Way::Straight(_) | Way::Read { .. } if self.unit == 1 => GROUP_ROWS_MAX,
-            Way::Straight(_) | Way::Read { .. } => ROWS_AT_ONCE,
+        let group = match method {
+            LineMethod::Straight(_) if long => BAND_LINES,
+            LineMethod::Straight(_) | LineMethod::Read { .. } if self.unit == 1 => GROUP_ROWS_MAX,
+            LineMethod::Straight(_) | LineMethod::Read { .. } => ROWS_AT_ONCE,
         };
         let length: usize = self.run.iter().map(|axis| axis.extent).product();
         each(&self.outer, place, &mut |place| {
@@ -455,12 +487,12 @@ impl Blocks {
                         }
                         let (offsets, target) = (&offsets[first..end], &mut block[first * self.unit..]);
                         let lines = Lines { source, offsets, unit: self.unit, columns: count, fused: None, ahead };
-                        let (together, read, codes) = match &mut way {
-                            Way::Straight(fused) => {
+                        let (together, read, codes) = match &mut method {
+                            LineMethod::Straight(fused) => {
                                 transpose(level, Lines { fused: *fused, ..lines }, target, pitch);
                                 continue;
                             }
-                            Way::Read { together, read, codes } => (*together, read, *codes),
+                            LineMethod::Read { together, read, codes } => (*together, read, *codes),
                         };
                         let made = count * self.unit;
                         for (index, lines) in
@@ -562,7 +594,7 @@ impl<'a> Convert<'a> {
         }
     }
 
-    fn run(&mut self, axes: &[Axis], place: Place, source: &[u8], target: &mut [u8], stores: Stores) {
+    fn run(&mut self, axes: &[Axis], place: Position, source: &[u8], target: &mut [u8], stores: Stores) {
         let unit = self.target_bytes;
         if let Some(mut plan) = Blocks::plan(axes, self.source_bytes, unit) {
             let (level, together) = (self.level, if self.direct.is_some() { 1 } else { ROWS_AT_ONCE });
@@ -571,13 +603,13 @@ impl<'a> Convert<'a> {
                 && plan.columns.source == self.source_bytes
             {
                 let exact = |source: &[u8], target: &mut [u8]| direct.run(level, source, target);
-                let way = Way::Straight(Some(Fused { kind, exact: &exact }));
-                return plan.run(level, place, source, target, stores, way);
+                let method = LineMethod::Straight(Some(Fused { kind, exact: &exact }));
+                return plan.run(level, place, source, target, stores, method);
             }
             let mut read = |offsets: &[usize], stride: usize, count: usize, scratch: &mut [u8]| {
                 self.lines(source, offsets, stride, count, scratch);
             };
-            plan.run(level, place, source, target, stores, Way::Read { together, read: &mut read, codes: None });
+            plan.run(level, place, source, target, stores, LineMethod::Read { together, read: &mut read, codes: None });
             return;
         }
         match axes.split_first() {
@@ -601,7 +633,7 @@ impl<'a> Convert<'a> {
                     Some(direct) if stride == self.source_bytes => {
                         direct.run(self.level, &source[*offset..][..from], line);
                     }
-                    Some(_) | None => self.line(source, Place { source: *offset, target: 0 }, stride, count, line),
+                    Some(_) | None => self.line(source, Position { source: *offset, target: 0 }, stride, count, line),
                 }
             }
             return;
@@ -613,7 +645,7 @@ impl<'a> Convert<'a> {
     }
 
     /// Converts `count` elements, `stride` source bytes apart, to the contiguous `target`.
-    fn line(&mut self, source: &[u8], place: Place, stride: usize, count: usize, target: &mut [u8]) {
+    fn line(&mut self, source: &[u8], place: Position, stride: usize, count: usize, target: &mut [u8]) {
         let width = self.source_bytes;
         if stride == width || count == 1 {
             let source = &source[place.source..place.source + count * width];
@@ -632,7 +664,7 @@ impl<'a> Convert<'a> {
     }
 
     /// Converts one loop whose target elements are apart.
-    fn scatter(&mut self, inner: Axis, place: Place, source: &[u8], target: &mut [u8]) {
+    fn scatter(&mut self, inner: Axis, place: Position, source: &[u8], target: &mut [u8]) {
         let unit = self.target_bytes;
         let mut converted = self.converted;
         for start in (0..inner.extent).step_by(STRETCH) {
@@ -645,12 +677,12 @@ impl<'a> Convert<'a> {
 }
 
 /// A gather that decodes. Where others have source bytes it has logical elements.
-struct Decoded<'a> {
-    values: Values<'a>,
+struct DecodedGather<'a> {
+    values: ValueDecoder<'a>,
 }
 
-impl Decoded<'_> {
-    fn run(&mut self, level: Level, axes: &[Axis], place: Place, target: &mut [u8], stores: Stores) {
+impl DecodedGather<'_> {
+    fn run(&mut self, level: Level, axes: &[Axis], place: Position, target: &mut [u8], stores: Stores) {
         let unit = self.values.target_bytes();
         if let Some(mut plan) = Blocks::plan(axes, 1, unit) {
             plan.width = plan.width.min(stretch::STRETCH);
@@ -659,8 +691,8 @@ impl Decoded<'_> {
                 let firsts: SmallVec<[u64; GROUP_ROWS_MAX]> = offsets.iter().map(|offset| *offset as u64).collect();
                 self.values.lines(&firsts, stride as u64, count, scratch);
             };
-            let way = Way::Read { together: ROWS_AT_ONCE, read: &mut read, codes };
-            plan.run(level, place, &[], target, stores, way);
+            let method = LineMethod::Read { together: ROWS_AT_ONCE, read: &mut read, codes };
+            plan.run(level, place, &[], target, stores, method);
             return;
         }
         match axes.split_first() {
@@ -674,7 +706,7 @@ impl Decoded<'_> {
     }
 
     /// Decodes one loop whose target elements are apart.
-    fn scatter(&mut self, inner: Axis, place: Place, target: &mut [u8]) {
+    fn scatter(&mut self, inner: Axis, place: Position, target: &mut [u8]) {
         let unit = self.values.target_bytes();
         let mut decoded = [0; STRETCH * FLOAT_BYTES_MAX];
         for start in (0..inner.extent).step_by(STRETCH) {

@@ -14,7 +14,7 @@ use super::{
     convert::convert_scalar,
     gather::Loop,
     shape::{PerAxis, to_usize},
-    tiling::{Loops, Origin, PIECES_MAX, Piece, Tiling, TilingError, cut, normalize, reach},
+    tiling::{Loops, Origin, PIECES_MAX, Piece, Tiling, TilingError, cut, last_offset, normalize},
     view::{Element, Op, View},
 };
 
@@ -260,7 +260,7 @@ fn decode(chain: &Chain) -> Decode {
     if steps.last() == Some(&Step::Round(chain.dtype)) {
         steps.pop();
     }
-    // A cast to the type it came from, through others, still rounds and still settles NaNs: `steps` is then not empty.
+    // A cast to the type it came from, through others, still rounds and still makes NaNs quiet: `steps` is then not empty.
     Decode::Program(Program { load: chain.load.clone(), target: chain.dtype, steps })
 }
 
@@ -429,7 +429,7 @@ fn assign(
         done.push(part);
         return limit(done);
     }
-    let all = reach(loops);
+    let all = last_offset(loops);
     if start / turn == (start + all) / turn {
         part.origin[axis] += start / turn;
         return assign(start % turn, loops, strides, axis + 1, part, done);
@@ -460,13 +460,13 @@ fn assign(
         return Ok(());
     }
     // Few steps: group those that stay within one turn.
-    let rest_reach = all - (top.extent - 1) * top.target_stride;
+    let rest_last = all - (top.extent - 1) * top.target_stride;
     let mut step = 0;
     while step < top.extent {
         let first = start + step * top.target_stride;
         let border = (first / turn + 1) * turn;
-        let room = (border - first).saturating_sub(rest_reach + 1);
-        let fits = first / turn == (first + rest_reach) / turn;
+        let room = (border - first).saturating_sub(rest_last + 1);
+        let fits = first / turn == (first + rest_last) / turn;
         let group = if fits { (room / top.target_stride + 1).min(top.extent - step) } else { 1 };
         let mut grouped = part.clone();
         grouped.base = grouped.base.moved(step * top.source_stride);

@@ -41,6 +41,6 @@ pub use gather::{Gather, Loop, Stores, fill, gather, gather_with, warm_up};
 pub use pages::{PAGE_BYTES, Reads, Runs, reads};
 pub use shape::{PerAxis, RANK_MAX, Region, Shape, ShapeError, to_usize};
 pub use span::{Need, needs};
-pub use tiling::{Origin, PIECES_MAX, Piece, Share, Tiling, TilingError};
+pub use tiling::{Origin, PIECES_MAX, Piece, Tiling, TilingError, WorkSlice};
 pub use value::{Window, decode_scalar};
 pub use view::{Element, Keep, Op, View, ViewError};

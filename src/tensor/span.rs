@@ -14,7 +14,7 @@ use super::{
     lower::split_at_borders,
     pages::Runs,
     shape::to_usize,
-    tiling::{Loops, normalize, reach},
+    tiling::{Loops, last_offset, normalize},
 };
 
 /// What a piece needs of one operand.
@@ -85,9 +85,9 @@ fn whole_bytes(operand: &Operand) -> u64 {
     (operand.tensor.shape.elements() * operand.tensor.dtype.bits()).div_ceil(8)
 }
 
-/// Emits parts of the loops, sorted by falling stride, of which each exceeds the reach of the finer ones.
+/// Emits parts of the loops, sorted by falling stride, of which each exceeds the last offset of the finer ones.
 fn for_each_nest(start: u64, loops: &[Loop], emit: &mut dyn FnMut(u64, &[Loop])) {
-    let nested = (0..loops.len()).all(|at| loops[at].target_stride > reach(&loops[at + 1..]));
+    let nested = (0..loops.len()).all(|at| loops[at].target_stride > last_offset(&loops[at + 1..]));
     match loops.split_first() {
         Some((top, rest)) if !nested => {
             (0..top.extent).for_each(|turn| for_each_nest(start + turn * top.target_stride, rest, emit));
@@ -124,8 +124,8 @@ fn index_runs(operand: &Operand, borders: &[u64], first: u64, loops: &[(usize, L
     for digit in digits {
         let x = first / digit.divisor % digit.modulus;
         let along = uneven.iter().filter(|(axis, _)| moves(digit, *axis));
-        let reach: u64 = along.map(|(_, l)| (l.extent - 1) * l.target_stride / digit.divisor).sum();
-        let ranges = digit_ranges(digit, x / digit.group, (x + reach) / digit.group);
+        let last: u64 = along.map(|(_, l)| (l.extent - 1) * l.target_stride / digit.divisor).sum();
+        let ranges = digit_ranges(digit, x / digit.group, (x + last) / digit.group);
         sets = sets
             .iter()
             .flat_map(|(start, loops)| {
@@ -171,11 +171,11 @@ fn byte_runs(start: u64, loops: impl Iterator<Item = (u64, u64)>, width: u64) ->
     let mut run = width;
     let mut nest: SmallVec<[(u64, u64); 3]> = SmallVec::new();
     for (extent, stride) in loops {
-        let hull = nest.iter().map(|(extent, stride)| (extent - 1) * stride).sum::<u64>() + run;
-        if stride < hull || !stride.is_multiple_of(8) {
+        let span_bits = nest.iter().map(|(extent, stride)| (extent - 1) * stride).sum::<u64>() + run;
+        if stride < span_bits || !stride.is_multiple_of(8) {
             // Not apart, or not the same bits of its bytes at each turn.
             nest.clear();
-            run = hull + (extent - 1) * stride;
+            run = span_bits + (extent - 1) * stride;
         } else if nest.is_empty() && stride == run {
             run *= extent;
         } else {

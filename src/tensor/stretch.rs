@@ -12,7 +12,7 @@ use super::{
     Digit, Operand, Operation, Program, Step, Term, Value, Window,
     convert::{constant_step, element_bytes},
     decode::{over, over_up, within},
-    field::{BOUND_MAX, Fields, Reader},
+    field::{BOUND_MAX, FieldReader, Fields},
     kernel::{Level, row},
     shape::to_usize,
     transpose::prefetch,
@@ -35,12 +35,12 @@ struct Change {
 enum NodeStep<'a> {
     Constant(&'a Step),
     /// An operation with another value, and whether the left side is finite whatever is stored.
-    Value(Operation, Box<Node<'a>>, bool),
+    Value(Operation, Box<ValueNode<'a>>, bool),
 }
 
 /// A value made ready for many elements.
 #[derive(Clone, Debug)]
-struct Node<'a> {
+struct ValueNode<'a> {
     fields: Fields<'a>,
     steps: Vec<NodeStep<'a>>,
     /// Where it, or what its steps combine it with, may change.
@@ -49,14 +49,14 @@ struct Node<'a> {
     bound: Option<f32>,
     /// Its values where it stands on the right of a step, and which elements they belong to.
     scratch: Vec<[u8; 4]>,
-    last: Option<Last>,
+    last: Option<KeptLine>,
 }
 
 /// A line whose values are kept, and how they repeat.
 #[derive(Clone, Debug)]
-struct Last {
-    line: Line,
-    alike: Alike,
+struct KeptLine {
+    line: ElementLine,
+    equal: EqualRuns,
     /// For each change, where the line begins on its axis, and the block that holds all of the line, empty if there is none.
     places: SmallVec<[(u64, std::ops::Range<u64>); 4]>,
     /// How far the line was from the one before, and the changes for which that is no distance.
@@ -66,7 +66,7 @@ struct Last {
 
 /// Elements `n`, `n + stride`, …
 #[derive(Clone, Copy, Debug)]
-struct Line {
+struct ElementLine {
     n: u64,
     stride: u64,
     count: usize,
@@ -85,7 +85,7 @@ fn bound_after(operation: Operation, left: Option<f32>, right: Option<f32>) -> O
 
 /// Consecutive runs of elements for which a value is the same: the first has `head` elements, each other one `period`.
 #[derive(Clone, Copy, Debug)]
-struct Alike {
+struct EqualRuns {
     valid: usize,
     head: usize,
     period: usize,
@@ -93,7 +93,7 @@ struct Alike {
     even: bool,
 }
 
-impl Alike {
+impl EqualRuns {
     /// How many runs there are.
     const fn runs(&self) -> usize {
         if self.head == self.period {
@@ -104,7 +104,7 @@ impl Alike {
     }
 }
 
-impl<'a> Node<'a> {
+impl<'a> ValueNode<'a> {
     fn new(value: &'a Value, windows: &mut impl Iterator<Item = &'a Window<'a>>) -> Self {
         let Value { load: Operand { field, index, .. }, steps } = value;
         let window = next(windows);
@@ -154,7 +154,14 @@ impl<'a> Node<'a> {
                 NodeStep::Value(operation, node, is_finite) => {
                     let is_finite = *is_finite || row::are_finite(level, values);
                     for (n, values) in firsts.iter().zip(values.chunks_exact_mut(count)) {
-                        node.combine(level, Line { n: *n, stride, count }, *operation, is_finite, values, rounded);
+                        node.combine(
+                            level,
+                            ElementLine { n: *n, stride, count },
+                            *operation,
+                            is_finite,
+                            values,
+                            rounded,
+                        );
                     }
                 }
             }
@@ -165,7 +172,7 @@ impl<'a> Node<'a> {
     fn combine(
         &mut self,
         level: Level,
-        line: Line,
+        line: ElementLine,
         operation: Operation,
         is_finite: bool,
         values: &mut [[u8; 4]],
@@ -174,18 +181,18 @@ impl<'a> Node<'a> {
         let mut scratch = std::mem::take(&mut self.scratch);
         let (stride, mut done) = (line.stride, 0);
         while done < values.len() {
-            let now = Line { n: line.n + stride * done as u64, stride, count: values.len() - done };
-            let alike = if self.repeats(now) {
-                self.last.as_ref().map_or_else(|| self.alike(now), |last| last.alike)
+            let now = ElementLine { n: line.n + stride * done as u64, stride, count: values.len() - done };
+            let equal = if self.repeats(now) {
+                self.last.as_ref().map_or_else(|| self.equal_runs(now), |last| last.equal)
             } else {
-                let alike = self.alike(now);
-                self.fill(level, now, alike, &mut scratch, rounded);
-                self.last = (alike.valid == now.count).then(|| self.kept(now, alike));
-                alike
+                let equal = self.equal_runs(now);
+                self.fill(level, now, equal, &mut scratch, rounded);
+                self.last = (equal.valid == now.count).then(|| self.kept(now, equal));
+                equal
             };
-            let Alike { valid, head, period, even } = alike;
+            let EqualRuns { valid, head, period, even } = equal;
             let part = values[done..done + valid].as_flattened_mut();
-            let operands = &scratch[..if even { alike.runs() } else { valid }];
+            let operands = &scratch[..if even { equal.runs() } else { valid }];
             let is_finite = is_finite && (self.bound.is_some() || row::are_finite(level, operands));
             if even {
                 row::runs(operation, is_finite)(level, part, operands.as_flattened(), head, period);
@@ -198,15 +205,15 @@ impl<'a> Node<'a> {
     }
 
     /// Computes one value of each run of a line, or all of its values if there are no runs.
-    fn fill(&mut self, level: Level, line: Line, alike: Alike, scratch: &mut [[u8; 4]], rounded: &mut [u8]) {
-        let Line { n, stride, .. } = line;
-        let Alike { valid, head, period, even } = alike;
+    fn fill(&mut self, level: Level, line: ElementLine, equal: EqualRuns, scratch: &mut [[u8; 4]], rounded: &mut [u8]) {
+        let ElementLine { n, stride, .. } = line;
+        let EqualRuns { valid, head, period, even } = equal;
         if !even {
             return self.values(level, &[n], stride, &mut scratch[..valid], rounded);
         }
         // A first run that is shorter than the others is not in step with them.
         let apart = usize::from(head < period);
-        let (first, others) = scratch[..alike.runs()].split_at_mut(apart);
+        let (first, others) = scratch[..equal.runs()].split_at_mut(apart);
         if apart == 1 {
             self.values(level, &[n], stride, first, rounded);
         }
@@ -217,21 +224,21 @@ impl<'a> Node<'a> {
     }
 
     /// What is remembered of a line.
-    fn kept(&self, line: Line, alike: Alike) -> Last {
-        let reach = line.stride * line.count.saturating_sub(1) as u64;
+    fn kept(&self, line: ElementLine, equal: EqualRuns) -> KeptLine {
+        let to_last = line.stride * line.count.saturating_sub(1) as u64;
         let place = |change: &Change| {
             let from = within(line.n, change.around);
             let start = from - within(from, change.block);
             let end = (start + change.block).min(change.around);
-            (from, if from + reach < end { start..end } else { 0..0 })
+            (from, if from + to_last < end { start..end } else { 0..0 })
         };
         let places = self.changes.iter().map(place).collect();
-        Last { line, alike, places, distance: 0, in_step: u64::MAX }
+        KeptLine { line, equal, places, distance: 0, in_step: u64::MAX }
     }
 
     /// Whether a line has the values that are kept, as rows of one group have: on each axis it begins at the same place as the
     /// last one, or both lie within one block.
-    fn repeats(&mut self, now: Line) -> bool {
+    fn repeats(&mut self, now: ElementLine) -> bool {
         let Some(last) = &mut self.last else { return false };
         let known = (last.line.stride, last.line.count) == (now.stride, now.count) && self.changes.len() <= 64;
         let Some(distance) = now.n.checked_sub(last.line.n).filter(|_| known) else { return false };
@@ -240,11 +247,11 @@ impl<'a> Node<'a> {
             let steps = self.changes.iter().map(|change| u64::from(distance.is_multiple_of(change.around)));
             last.in_step = steps.enumerate().fold(0, |all, (at, step)| all | step << at);
         }
-        let reach = now.stride * now.count.saturating_sub(1) as u64;
+        let to_last = now.stride * now.count.saturating_sub(1) as u64;
         for (at, (from, block)) in last.places.iter_mut().enumerate() {
             if last.in_step >> at & 1 == 0 {
                 *from += distance;
-                if !(block.contains(from) && *from + reach < block.end) {
+                if !(block.contains(from) && *from + to_last < block.end) {
                     self.last = None;
                     return false;
                 }
@@ -255,8 +262,8 @@ impl<'a> Node<'a> {
     }
 
     /// How the values of a line repeat, as far as that is even.
-    fn alike(&self, line: Line) -> Alike {
-        let Line { n, stride, count } = line;
+    fn equal_runs(&self, line: ElementLine) -> EqualRuns {
+        let ElementLine { n, stride, count } = line;
         let mut valid = count as u64;
         let mut changes: SmallVec<[(u64, u64); 8]> = SmallVec::new();
         for change in &self.changes {
@@ -269,7 +276,7 @@ impl<'a> Node<'a> {
         let few = |elements: u64| usize::try_from(elements).map_or(count, |elements| elements.min(count));
         let valid_few = few(valid);
         let Some((head, block)) = changes.first().copied() else {
-            return Alike { valid: valid_few, head: valid_few, period: valid_few, even: true };
+            return EqualRuns { valid: valid_few, head: valid_few, period: valid_few, even: true };
         };
         let period = over(block, stride).max(1);
         let even = period > 1
@@ -278,7 +285,7 @@ impl<'a> Node<'a> {
                 longer.is_multiple_of(block) && other.checked_sub(head).is_some_and(|gap| gap.is_multiple_of(period))
             });
         let period = to_usize(period);
-        Alike { valid: valid_few, head: few(head), period, even }
+        EqualRuns { valid: valid_few, head: few(head), period, even }
     }
 }
 
@@ -304,18 +311,18 @@ impl Codes<'_> {
 }
 
 /// A program that begins with a value, made ready for many elements.
-pub(super) struct Values<'a> {
+pub(super) struct ValueDecoder<'a> {
     level: Level,
-    node: Node<'a>,
+    node: ValueNode<'a>,
     narrow: row::Row,
     target_bytes: usize,
     wide: Box<[[u8; 4]]>,
     rounded: Box<[u8]>,
 }
 
-impl<'a> Values<'a> {
+impl<'a> ValueDecoder<'a> {
     pub(super) fn new(program: &'a Program, value: &'a Arc<Value>, level: Level, windows: &'a [Window<'a>]) -> Self {
-        let mut node = Node::new(value, &mut windows.iter());
+        let mut node = ValueNode::new(value, &mut windows.iter());
         node.steps.extend(program.steps.iter().map(NodeStep::Constant));
         let Some(narrow) = row::narrow(program.target) else {
             panic!("a program makes floats, not {}", program.target);
@@ -333,8 +340,8 @@ impl<'a> Values<'a> {
     /// Where the codes are.
     pub(super) fn codes(&self) -> Codes<'a> {
         let index_bits = match &self.node.fields.reader {
-            Reader::Float { bytes, .. } => 8 * *bytes as u64,
-            Reader::Integer(_) | Reader::Table(..) | Reader::Nibble(..) => 1,
+            FieldReader::Float { bytes, .. } => 8 * *bytes as u64,
+            FieldReader::Integer(_) | FieldReader::Table(..) | FieldReader::Nibble(..) => 1,
         };
         Codes { window: self.node.fields.window, digits: self.node.fields.digits, index_bits }
     }

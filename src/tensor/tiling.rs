@@ -7,7 +7,7 @@
 //! source(i0, …, ik) = offset + i0*s0 + … + ik*sk
 //! ```
 //!
-//! with the loops sorted by target stride and *nested*: each `tj` exceeds the reach `sum (ni - 1)*ti` of the finer loops.
+//! with the loops sorted by target stride and *nested*: each `tj` exceeds the last offset `sum (ni - 1)*ti` of the finer loops.
 //! Pieces are disjoint and cover the target. Because target positions are linear, a reshape changes nothing at all and a
 //! permutation of rows inside an axis (`RoPE` halves to pairs, interleaved gates) is one more loop rather than thousands of
 //! boxes.
@@ -82,7 +82,7 @@ pub struct Piece {
 /// One of several shares of the work on a span of a tiling, about equal ones. The borders lie between lines of the source, where it
 /// has any, so that its pages are visited for one of the shares, and runs of the target stay as long as `lines`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Share {
+pub struct WorkSlice {
     /// Which share, from 0 on.
     pub index: u64,
     /// How many there are, at least 1.
@@ -91,7 +91,7 @@ pub struct Share {
     pub lines: u64,
 }
 
-impl Share {
+impl WorkSlice {
     /// All of it.
     pub const WHOLE: Self = Self { index: 0, of: 1, lines: 1 };
 
@@ -107,14 +107,14 @@ impl Share {
 }
 
 /// Distance from the first to the last element of these loops, on the target side.
-pub(super) fn reach(loops: &[Loop]) -> u64 {
+pub(super) fn last_offset(loops: &[Loop]) -> u64 {
     loops.iter().map(|l| (l.extent - 1) * l.target_stride).sum()
 }
 
 impl Piece {
     /// Target unit of the last element.
     pub fn last(&self) -> u64 {
-        self.start + reach(&self.loops)
+        self.start + last_offset(&self.loops)
     }
 
     /// Number of units.
@@ -205,37 +205,37 @@ impl Piece {
     }
 
     /// Source units from the first to one past the last that the piece reads, relative to its offset.
-    pub fn source_hull_units(&self) -> u64 {
-        hull(&self.loops)
+    pub fn source_bounding_units(&self) -> u64 {
+        bounding_units(&self.loops)
     }
 
     /// Emits spans that hold all source units that the piece reads, and where it leaves out `gap` of them or more, none of
     /// those: the first unit, relative to its offset, and how many there are.
-    pub fn source_hulls(&self, gap: u64, emit: &mut dyn FnMut(u64, u64)) {
-        hulls(&self.loops, 0, gap, emit);
+    pub fn source_bounding_spans(&self, gap: u64, emit: &mut dyn FnMut(u64, u64)) {
+        bounding_spans(&self.loops, 0, gap, emit);
     }
 }
 
 /// Source units from the first to one past the last that these loops read.
-fn hull(loops: &[Loop]) -> u64 {
+fn bounding_units(loops: &[Loop]) -> u64 {
     loops.iter().map(|l| (l.extent - 1) * l.source_stride).sum::<u64>() + 1
 }
 
-fn hulls(loops: &[Loop], start: u64, gap: u64, emit: &mut dyn FnMut(u64, u64)) {
+fn bounding_spans(loops: &[Loop], start: u64, gap: u64, emit: &mut dyn FnMut(u64, u64)) {
     let Some(widest) = (0..loops.len()).max_by_key(|index| loops[*index].source_stride) else { return emit(start, 1) };
     let mut rest = Loops::from_slice(loops);
     let l = rest.remove(widest);
-    if l.source_stride < hull(&rest) + gap {
-        return emit(start, hull(loops));
+    if l.source_stride < bounding_units(&rest) + gap {
+        return emit(start, bounding_units(loops));
     }
     for turn in 0..l.extent {
-        hulls(&rest, start + turn * l.source_stride, gap, emit);
+        bounding_spans(&rest, start + turn * l.source_stride, gap, emit);
     }
 }
 
 /// Emits the parts of a mixed-radix set whose target lies in `low..high`: `(start, source moved by, loops)`.
 pub(super) fn cut(start: u64, moved: u64, loops: &[Loop], low: u64, high: u64, emit: &mut dyn FnMut(u64, u64, Loops)) {
-    let all = reach(loops);
+    let all = last_offset(loops);
     if start >= high || start + all < low {
         return;
     }
@@ -244,14 +244,14 @@ pub(super) fn cut(start: u64, moved: u64, loops: &[Loop], low: u64, high: u64, e
         return;
     }
     let [top, rest @ ..] = loops else { return };
-    let rest_reach = all - (top.extent - 1) * top.target_stride;
+    let rest_last = all - (top.extent - 1) * top.target_stride;
     let stride = top.target_stride;
-    // Turn i occupies start + i*stride ..= start + i*stride + rest_reach.
-    let first_touched = low.saturating_sub(start + rest_reach).div_ceil(stride);
+    // Turn i occupies start + i*stride ..= start + i*stride + rest_last.
+    let first_touched = low.saturating_sub(start + rest_last).div_ceil(stride);
     let end_touched = (high - start).div_ceil(stride).min(top.extent);
     let first_inside = low.saturating_sub(start).div_ceil(stride).min(end_touched);
     let end_inside =
-        if high > start + rest_reach { ((high - 1 - start - rest_reach) / stride + 1).min(top.extent) } else { 0 };
+        if high > start + rest_last { ((high - 1 - start - rest_last) / stride + 1).min(top.extent) } else { 0 };
     let end_inside = end_inside.max(first_inside);
     let turn = |i: u64, emit: &mut dyn FnMut(u64, u64, Loops)| {
         cut(start + i * stride, moved + i * top.source_stride, rest, low, high, emit);
@@ -300,9 +300,9 @@ pub struct Tiling {
     unit_bytes: u64,
     /// Sorted by start.
     pieces: Vec<Piece>,
-    /// `reached[i]` is the greatest last unit among pieces `0..=i`, so that the pieces that touch a range are found by
+    /// `last_so_far[i]` is the greatest last unit among pieces `0..=i`, so that the pieces that touch a range are found by
     /// bisection.
-    reached: Vec<u64>,
+    last_so_far: Vec<u64>,
     decoders: Vec<Decode>,
 }
 
@@ -310,14 +310,14 @@ impl Tiling {
     pub(super) fn new(len_units: u64, unit_bytes: u64, mut pieces: Vec<Piece>, decoders: Vec<Decode>) -> Self {
         pieces.sort_by_key(|piece| piece.start);
         let mut greatest = 0;
-        let reached = pieces
+        let last_so_far = pieces
             .iter()
             .map(|piece| {
                 greatest = greatest.max(piece.last());
                 greatest
             })
             .collect();
-        let tiling = Self { len_units, unit_bytes, pieces, reached, decoders };
+        let tiling = Self { len_units, unit_bytes, pieces, last_so_far, decoders };
         tiling.check_invariants();
         tiling
     }
@@ -330,7 +330,7 @@ impl Tiling {
             assert!(piece.last() < self.len_units, "{piece:?} leaves a target of {} units", self.len_units);
             units += piece.units();
             for (at, l) in piece.loops.iter().enumerate() {
-                let finer = reach(&piece.loops[at + 1..]);
+                let finer = last_offset(&piece.loops[at + 1..]);
                 assert!(l.extent > 1 && l.target_stride > finer, "loops of {piece:?} are not nested");
             }
         }
@@ -364,7 +364,7 @@ impl Tiling {
 
     /// Calls `emit` with the parts of the pieces whose target lies in `low..high`, in no particular order.
     pub fn cut(&self, low: u64, high: u64, emit: &mut dyn FnMut(Piece)) {
-        let begin = self.reached.partition_point(|reached| *reached < low);
+        let begin = self.last_so_far.partition_point(|last| *last < low);
         let end = self.pieces.partition_point(|piece| piece.start < high);
         for piece in self.pieces.get(begin..end).unwrap_or_default() {
             piece.cut(low, high, emit);
@@ -372,17 +372,17 @@ impl Tiling {
     }
 
     /// As [`Tiling::cut`], for a share of `low..high`. All shares together are the whole, and no two meet.
-    pub fn cut_share(&self, share: Share, low: u64, high: u64, emit: &mut dyn FnMut(Piece)) {
-        if share.of <= 1 {
+    pub fn cut_work_slice(&self, slice: WorkSlice, low: u64, high: u64, emit: &mut dyn FnMut(Piece)) {
+        if slice.of <= 1 {
             return self.cut(low, high, emit);
         }
         let mut total = 0;
         self.cut(low, high, &mut |piece| total += piece.units());
-        let (units, mut before) = (share.range(total), 0);
+        let (units, mut before) = (slice.range(total), 0);
         self.cut(low, high, &mut |piece| {
             let units = units.start.saturating_sub(before)..units.end.saturating_sub(before);
             before += piece.units();
-            if let Some(part) = piece.between(&units, share.lines) {
+            if let Some(part) = piece.between(&units, slice.lines) {
                 emit(part);
             }
         });

@@ -95,8 +95,8 @@ impl Lines<'_> {
         assert!(self.fused.is_none() || self.unit == 2, "elements of {} bytes are no BF16", self.unit);
         let line = self.columns.checked_mul(self.source_unit());
         let end = |start: usize| start.checked_add(line?);
-        let reach = self.columns.saturating_sub(1).checked_mul(target_pitch);
-        let target_end = reach.and_then(|reach| reach.checked_add(self.offsets.len().checked_mul(self.unit)?));
+        let last = self.columns.saturating_sub(1).checked_mul(target_pitch);
+        let target_end = last.and_then(|last| last.checked_add(self.offsets.len().checked_mul(self.unit)?));
         let fits = self.offsets.iter().all(|start| end(*start).is_some_and(|end| end <= self.source.len()))
             && target_end.is_some_and(|end| end <= length);
         assert!(

@@ -27,19 +27,19 @@ use memmap2::{MmapOptions, MmapRaw};
 
 /// One guarded mapping as the handler sees it. Slots are never freed or reused: a handler may look at one at any moment, and
 /// a repository's mappings are few and live as long as the process.
-struct Slot {
+struct MapSlot {
     start: usize,
     /// One past the last byte of the last page; 0 once the mapping is gone.
     end: AtomicUsize,
     faulted: AtomicBool,
-    next: Option<&'static Slot>,
+    next: Option<&'static MapSlot>,
 }
 
 /// Resident pages that are let go of at a time: nothing else can be mapped meanwhile.
 const DROPPED_BYTES: usize = 256 << 20;
 
 /// Newest slot; the others follow by `next`.
-static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
+static SLOTS: AtomicPtr<MapSlot> = AtomicPtr::new(ptr::null_mut());
 
 /// What SIGBUS did before us; set before the handler is installed.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
@@ -54,12 +54,12 @@ static INSTALLED: AtomicI32 = AtomicI32::new(0);
 #[derive(Debug)]
 pub struct GuardedMap {
     map: MmapRaw,
-    slot: &'static Slot,
+    slot: &'static MapSlot,
 }
 
-impl std::fmt::Debug for Slot {
+impl std::fmt::Debug for MapSlot {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Slot")
+        f.debug_struct("MapSlot")
             .field("start", &self.start)
             .field("end", &self.end)
             .field("faulted", &self.faulted)
@@ -183,10 +183,10 @@ pub(super) fn page_bytes() -> usize {
     }
 }
 
-fn register(start: usize, end: usize) -> &'static Slot {
+fn register(start: usize, end: usize) -> &'static MapSlot {
     let mut head = SLOTS.load(Ordering::Acquire);
     let slot =
-        Box::leak(Box::new(Slot { start, end: AtomicUsize::new(end), faulted: AtomicBool::new(false), next: None }));
+        Box::leak(Box::new(MapSlot { start, end: AtomicUsize::new(end), faulted: AtomicBool::new(false), next: None }));
     let slot = NonNull::from(slot);
     loop {
         // SAFETY: slots are leaked boxes, so `head`, if any, is valid for ever; and until the exchange below succeeds nobody

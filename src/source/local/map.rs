@@ -26,8 +26,8 @@ pub(super) struct FileMaps {
     /// Length to map; 0 where the file is read instead.
     len: usize,
     /// `None` inside where mapping failed; the file is read with `pread` then.
-    to_lend: OnceLock<Option<MmapRaw>>,
-    to_read: OnceLock<Option<GuardedMap>>,
+    kernel_map: OnceLock<Option<MmapRaw>>,
+    guarded_map: OnceLock<Option<GuardedMap>>,
     /// Whether pages were touched since they were last dropped.
     touched: AtomicBool,
     /// Whether the kernel says of its mapped pages whether they are in memory; of others' files it does not.
@@ -37,21 +37,21 @@ pub(super) struct FileMaps {
 impl FileMaps {
     /// Of a file of `len` bytes to map, 0 where it is not to be mapped.
     pub(super) fn new(len: usize, tells_resident: bool) -> Self {
-        let (to_lend, to_read, touched) = (OnceLock::new(), OnceLock::new(), AtomicBool::new(false));
-        Self { len, to_lend, to_read, touched, tells_resident }
+        let (kernel_map, guarded_map, touched) = (OnceLock::new(), OnceLock::new(), AtomicBool::new(false));
+        Self { len, kernel_map, guarded_map, touched, tells_resident }
     }
 
-    fn to_lend(&self, file: &File, path: &Path) -> Option<&MmapRaw> {
+    fn kernel_map(&self, file: &File, path: &Path) -> Option<&MmapRaw> {
         let make = || memmap2::MmapOptions::new().len(self.len).map_raw_read_only(file);
-        let map = self.to_lend.get_or_init(|| {
+        let map = self.kernel_map.get_or_init(|| {
             let made = (self.len > 0).then(make)?;
             made.inspect_err(|error| not_mapped(path, error)).ok()
         });
         map.as_ref()
     }
 
-    fn to_read(&self, file: &File, path: &Path) -> Option<&GuardedMap> {
-        let map = self.to_read.get_or_init(|| {
+    fn guarded_map(&self, file: &File, path: &Path) -> Option<&GuardedMap> {
+        let map = self.guarded_map.get_or_init(|| {
             let made = (self.len > 0).then(|| GuardedMap::new(file, self.len))?;
             made.inspect_err(|error| not_mapped(path, error)).ok()
         });
@@ -60,7 +60,7 @@ impl FileMaps {
 
     /// Whether the file can be mapped to read from it.
     pub(super) fn can(&self, file: &File, path: &Path) -> bool {
-        self.to_read(file, path).is_some()
+        self.guarded_map(file, path).is_some()
     }
 
     pub(super) fn note_touched(&self) {
@@ -76,18 +76,18 @@ impl FileMaps {
     }
 
     pub(super) fn drop_resident(&self) {
-        if let Some(map) = self.to_lend.get().and_then(Option::as_ref) {
+        if let Some(map) = self.kernel_map.get().and_then(Option::as_ref) {
             guard::drop_resident(map.as_ptr(), map.len());
         }
-        if let Some(map) = self.to_read.get().and_then(Option::as_ref) {
+        if let Some(map) = self.guarded_map.get().and_then(Option::as_ref) {
             map.drop_resident();
         }
     }
 
     /// Mapped bytes of a span inside the file, which are in memory: whoever hands them to the kernel does not wait for storage, but
     /// in the rare case that they leave memory at once.
-    pub(super) fn lend(&self, file: &File, path: &Path, span: ByteSpan) -> Option<KernelBytes<'_>> {
-        let map = self.to_lend(file, path)?;
+    pub(super) fn kernel_bytes(&self, file: &File, path: &Path, span: ByteSpan) -> Option<KernelBytes<'_>> {
+        let map = self.kernel_map(file, path)?;
         let (start, len) = (usize::try_from(span.start()).ok()?, memory_len(span));
         assert!(start + len <= map.len(), "span {span} of a mapping of {} bytes", map.len());
         if !(self.tells_resident && is_resident(map, start, start + len)) {
@@ -105,14 +105,14 @@ impl FileMaps {
         span: ByteSpan,
         work: &mut dyn FnMut(&[u8]),
     ) -> Option<Result<(), Faulted>> {
-        let map = self.to_read(file, path)?;
+        let map = self.guarded_map(file, path)?;
         let start = usize::try_from(span.start()).ok()?;
         Some(map.with(start, start + memory_len(span), work))
     }
 
     /// Maps the pages of a span inside the file that are cached. Says whether the system can.
     pub(super) fn populate(&self, file: &File, path: &Path, span: ByteSpan) -> bool {
-        let Some(map) = self.to_read(file, path) else { return true };
+        let Some(map) = self.guarded_map(file, path) else { return true };
         self.note_touched();
         let place = |at: u64| usize::try_from(at).unwrap_or(usize::MAX);
         let mut start = span.start();

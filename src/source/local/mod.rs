@@ -8,7 +8,7 @@
 //!
 //! Each file has up to two mappings, made when first needed: one to lend to the kernel and one, guarded, to read from
 //! (see [`guard`] for why they must differ). Mapped pages count as resident memory of this process although they
-//! belong to the page cache; [`Window`] keeps that count small. Network file systems are read with `pread`, since their
+//! belong to the page cache; [`ResidentWindow`] keeps that count small. Network file systems are read with `pread`, since their
 //! mapped pages fail too easily.
 
 mod advice;
@@ -36,12 +36,12 @@ use nix::{
 
 pub use limit::check_open_file_limit;
 pub(super) use limit::raise_open_file_limit;
-pub use window::Window;
+pub use window::ResidentWindow;
 
 use super::{
     ByteSpan, FetchPart, FileId, Found, Health, KernelBytes, Maps, Opened, Pin, Source, SourceError,
     beneath::Again,
-    stall::{Fetches, Target},
+    stall::{Fetches, WaitTarget},
 };
 use identity::Identity;
 use map::FileMaps;
@@ -89,7 +89,7 @@ const REMOTE_MAGIC: [i64; 12] = [
 pub struct LocalFiles {
     files: Vec<Pinned>,
     maps: Vec<FileMaps>,
-    window: Window,
+    window: ResidentWindow,
     health: Health,
 }
 
@@ -111,7 +111,7 @@ impl LocalFiles {
     /// # Panics
     /// If there are more than `u32::MAX` paths.
     pub fn open(paths: &[PathBuf], io: SourceIo) -> Result<Self, SourceError> {
-        Self::open_with_window(paths, io, Window::usual())
+        Self::open_with_window(paths, io, ResidentWindow::usual())
     }
 
     /// As [`LocalFiles::open`], with another bound on resident mapped memory.
@@ -121,7 +121,7 @@ impl LocalFiles {
     ///
     /// # Panics
     /// As [`LocalFiles::open`].
-    pub fn open_with_window(paths: &[PathBuf], io: SourceIo, window: Window) -> Result<Self, SourceError> {
+    pub fn open_with_window(paths: &[PathBuf], io: SourceIo, window: ResidentWindow) -> Result<Self, SourceError> {
         check_open_file_limit(paths.len())?;
         let open = |path: &PathBuf| {
             let failed = |error| SourceError::Io {
@@ -143,13 +143,13 @@ impl LocalFiles {
     /// # Panics
     /// If there are more than `u32::MAX` files.
     pub fn pin(files: Vec<Opened>, io: SourceIo, fetches: Arc<Fetches>) -> Result<Self, SourceError> {
-        Self::pin_with_window(files, io, Window::usual(), fetches)
+        Self::pin_with_window(files, io, ResidentWindow::usual(), fetches)
     }
 
     fn pin_with_window(
         files: Vec<Opened>,
         io: SourceIo,
-        window: Window,
+        window: ResidentWindow,
         fetches: Arc<Fetches>,
     ) -> Result<Self, SourceError> {
         assert!(u32::try_from(files.len()).is_ok(), "{} files", files.len());
@@ -200,7 +200,7 @@ impl LocalFiles {
 
     /// Reads one part.
     fn read(&self, file: FileId, pinned: &Pinned, span: ByteSpan, target: &mut [u8]) -> Result<(), SourceError> {
-        let fetching = self.health.begin(Target::Bytes(file, span));
+        let fetching = self.health.begin(WaitTarget::Bytes(file, span));
         let (mut rest, mut at) = (target, span.start());
         while !rest.is_empty() {
             let len = rest.len().min(READ_BYTES_MAX);
@@ -282,13 +282,13 @@ impl Source for LocalFiles {
 
     fn check(&self, file: FileId) -> Result<(), SourceError> {
         let pinned = self.usable(file)?;
-        let _checking = self.health.begin(Target::Check(file));
+        let _checking = self.health.begin(WaitTarget::Check(file));
         self.compare_open(file, pinned)
     }
 
     fn check_path(&self, file: FileId) -> Result<(), SourceError> {
         let pinned = self.usable(file)?;
-        let _checking = self.health.begin(Target::Check(file));
+        let _checking = self.health.begin(WaitTarget::Check(file));
         self.compare_open(file, pinned)?;
         let found = match &pinned.again {
             Again::Named => stat(&*pinned.pin.path),
@@ -304,7 +304,7 @@ impl Source for LocalFiles {
         for part in &*parts {
             let span = pinned.bounded(part.span().unwrap_or(beyond(part.start)))?;
             if span.len() >= ADVISED_BYTES_MIN {
-                let _fetching = self.health.begin(Target::Bytes(file, span));
+                let _fetching = self.health.begin(WaitTarget::Bytes(file, span));
                 advice::will_need(&pinned.file, span);
             }
         }
@@ -346,14 +346,14 @@ impl Maps for LocalFiles {
             work(&[]);
             return Some(Ok(()));
         }
-        let _fetching = self.health.begin(Target::Bytes(file, span));
+        let _fetching = self.health.begin(WaitTarget::Bytes(file, span));
         self.window.touch(&self.maps, maps, span);
         let done = maps.with(&pinned.file, &pinned.pin.path, span, work)?;
         let fault = |_| self.blame(file, SourceError::Fault { file: pinned.pin.path.clone(), span });
         Some(done.map_err(fault))
     }
 
-    fn lend(
+    fn with_kernel_bytes(
         &self,
         file: FileId,
         span: ByteSpan,
@@ -366,7 +366,7 @@ impl Maps for LocalFiles {
         if !pinned.mapped {
             return None;
         }
-        let fetching = self.health.begin(Target::Bytes(file, span));
+        let fetching = self.health.begin(WaitTarget::Bytes(file, span));
         if let Err(error) = self.compare_open(file, pinned) {
             return Some(Err(error));
         }
@@ -376,18 +376,18 @@ impl Maps for LocalFiles {
         } else {
             let maps = &self.maps[file.index()];
             self.window.touch(&self.maps, maps, span);
-            maps.lend(&pinned.file, &pinned.pin.path, span)?
+            maps.kernel_bytes(&pinned.file, &pinned.pin.path, span)?
         };
         // How long others take for them says nothing about this file.
         drop(fetching);
         reply(bytes);
-        let _checking = self.health.begin(Target::Check(file));
+        let _checking = self.health.begin(WaitTarget::Check(file));
         Some(self.compare_open(file, pinned))
     }
 
     fn will_need(&self, file: FileId, span: ByteSpan) {
         let Ok(pinned) = self.usable(file) else { return };
-        let _fetching = self.health.begin(Target::Bytes(file, span));
+        let _fetching = self.health.begin(WaitTarget::Bytes(file, span));
         advice::will_need(&pinned.file, span);
     }
 
@@ -404,13 +404,13 @@ impl Maps for LocalFiles {
         if !self.window.has_room_ahead(span.len()) {
             return false;
         }
-        let _fetching = self.health.begin(Target::Bytes(file, span));
+        let _fetching = self.health.begin(WaitTarget::Bytes(file, span));
         self.window.returning();
         self.maps[file.index()].populate(&pinned.file, &pinned.pin.path, span)
     }
 
-    fn settle(&self) {
-        self.window.settle(&self.maps);
+    fn trim(&self) {
+        self.window.trim(&self.maps);
     }
 
     fn bound(&self, usual_bytes: u64, again_bytes: u64) {

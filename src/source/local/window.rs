@@ -22,16 +22,16 @@ use super::{super::ByteSpan, guard, map::FileMaps};
 /// Transposed tiles visit a few bytes of very many pages, and the next tile visits the same pages: mapping them anew each
 /// time costs several times the transposing itself. Hence the window is wider while such tiles are made.
 #[derive(Debug)]
-pub struct Window {
+pub struct ResidentWindow {
     narrow_bytes: AtomicU64,
     wide_bytes: AtomicU64,
     touched_bytes: AtomicU64,
     drops: AtomicU64,
-    /// What [`Window::returning`] sets and [`Window::settle`] counts down: above 0 the window is wide.
+    /// What [`ResidentWindow::returning`] sets and [`ResidentWindow::trim`] counts down: above 0 the window is wide.
     returning: AtomicU8,
 }
 
-impl Window {
+impl ResidentWindow {
     /// Usual size of the window, where nobody sets another.
     pub const BYTES: u64 = 160 << 20;
 
@@ -106,7 +106,7 @@ impl Window {
     }
 
     /// Makes the window narrow again once nobody has come back between two calls.
-    pub(super) fn settle(&self, files: &[FileMaps]) {
+    pub(super) fn trim(&self, files: &[FileMaps]) {
         let left = self.returning.load(Ordering::Relaxed);
         if left > 0 {
             self.returning.store(left - 1, Ordering::Relaxed);

@@ -151,7 +151,7 @@ fn runs_of<const PERIOD: usize>(values: &mut [[u8; 4]], operands: &[[u8; 4]], on
     }
 }
 
-/// An operation of finite numbers. It gives no NaN, so that nothing has to be settled.
+/// An operation of finite numbers. It gives no NaN, so that no NaN has to be propagated.
 #[inline(always)]
 fn finite(operation: impl Fn(f32, f32) -> f32) -> impl Fn(u32, u32) -> u32 {
     move |left, right| operation(f32::from_bits(left), f32::from_bits(right)).to_bits()
@@ -512,9 +512,9 @@ mod tests {
         }
     }
 
-    /// Of finite numbers the loops that settle no NaN give the same.
+    /// Of finite numbers the loops that propagate no NaN give the same.
     #[test]
-    fn finite_numbers_need_no_settling() {
+    fn finite_numbers_need_no_nan_propagation() {
         let numbers = |seed: u32| -> Vec<u8> {
             let bits = (0..3000_u32).map(|at| at.wrapping_mul(0x9e37_79b9).rotate_left(seed));
             bits.filter(|bits| f32::from_bits(*bits).is_finite()).take(2048).flat_map(u32::to_le_bytes).collect()
