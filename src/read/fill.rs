@@ -33,7 +33,7 @@ const BATCH_SPANS_MAX: u64 = 16 << 10;
 /// Least bytes of a target that several threads fill.
 const PARALLEL_BYTES_MIN: usize = 8 << 20;
 
-/// FillMode bytes are made.
+/// How bytes are made.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct FillMode {
     pub(super) path: Path,

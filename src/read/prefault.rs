@@ -1,8 +1,8 @@
-//! Source pages mapped before anybody reads them.
+//! Prefaults source pages: maps them before a reader needs them.
 //!
-//! A page of a file that the page cache has still has to be found and mapped when it is touched first: some microseconds for
-//! each 64 KiB, up to half of the time that a transposed shard takes, whose rows lie in many pages. So this is done while
-//! nobody waits, for the sources of all views that are made rather than copied, as far as the source has room.
+//! The kernel must find and map a cached page of a file when a thread touches it first. This takes some microseconds for each
+//! 64 KiB: up to half of the time of a transposed shard, whose rows lie in many pages. So it is done while no reader waits, for the
+//! sources of all views that are computed and not copied, as far as the source has room.
 
 use std::{
     collections::{HashSet, VecDeque},
@@ -16,31 +16,31 @@ use crate::{
     tensor::{TensorId, View},
 };
 
-/// Bytes that are looked after in one step: about a millisecond's work.
+/// Bytes mapped in one step, which takes about a millisecond.
 const STEP_BYTES: u64 = 16 << 20;
-/// Views of fewer bytes are read in no time, and there may be very many of them.
+/// Smaller views are skipped: they are read fast, and there may be very many of them.
 const VIEW_BYTES_MIN: u64 = 1 << 20;
 
-/// Maps the source pages of views, a step at a time.
+/// Maps the source pages of views, step by step.
 #[derive(Debug)]
 pub struct Prefault {
     engine: Weak<Engine>,
     sources: PrefaultSources,
 }
 
-/// The tensors that large views are made of, each once, in parts.
+/// The tensors that large views are made from, each once, in parts.
 struct PrefaultSources {
     views: Box<dyn Iterator<Item = View> + Send>,
     seen: HashSet<TensorId>,
-    /// What is left of the last view.
+    /// The parts of the last view that are not mapped yet.
     left: VecDeque<(FileId, ByteSpan)>,
 }
 
-/// What one step has found.
+/// The result of one step.
 #[derive(Debug, PartialEq, Eq)]
 enum StepOutcome {
     Part(FileId, ByteSpan),
-    /// A view was looked at, of which the parts come next, if it has any.
+    /// A view was examined. Its parts come next, if it has any.
     View,
     Nothing,
 }
@@ -55,12 +55,12 @@ impl fmt::Debug for PrefaultSources {
 }
 
 impl Prefault {
-    /// Of `views`, in this order.
+    /// A prefault of the sources of `views`, in this order.
     pub fn new(engine: &Arc<Engine>, views: impl Iterator<Item = View> + Send + 'static) -> Self {
         Self { engine: Arc::downgrade(engine), sources: PrefaultSources::new(views) }
     }
 
-    /// Maps some more, and says whether anything may be left to do.
+    /// Maps the next part. Returns whether more may be left.
     pub fn step(&mut self) -> bool {
         let Some(engine) = self.engine.upgrade() else { return false };
         let place = |tensor| {

@@ -20,7 +20,7 @@ use crate::{
     tensor::{Decode, Origin, Piece, Stores, Tiling, WorkSlice, to_usize},
 };
 
-/// What a segment holds.
+/// The content of a segment.
 enum SegmentContent<'a> {
     Bytes(&'a [u8]),
     Spaces,
@@ -36,7 +36,7 @@ pub(super) struct SegmentReader<'a> {
 }
 
 impl<'a> SegmentReader<'a> {
-    /// A reader of a segment, whose view is lowered if it is not yet.
+    /// A reader of a segment. Lowers its view if it is not lowered yet.
     pub(super) fn new(engine: &'a Engine, file: &'a OpenFile, segment: usize) -> Result<Self, ReadError> {
         let content = match &file.image().segments()[segment] {
             Segment::Bytes(bytes) => SegmentContent::Bytes(bytes),
@@ -46,7 +46,7 @@ impl<'a> SegmentReader<'a> {
         Ok(Self { engine, file, segment, content })
     }
 
-    /// Reads a span, without a copy where the source has it mapped as it is.
+    /// Reads a span. Makes no copy where the source has these bytes mapped.
     pub(super) fn read(&self, low: u64, high: u64, reply: &mut dyn FnMut(Served<'_>)) -> Result<(), ReadError> {
         if let SegmentContent::View(prepared) = &self.content
             && prepared.grid.is_none()
@@ -80,7 +80,7 @@ impl<'a> SegmentReader<'a> {
         Ok(())
     }
 
-    /// Makes a span, neither with tiles of the cache nor for it.
+    /// Makes a span without the tile cache.
     pub(super) fn make(&self, low: u64, high: u64, target: &mut [u8]) -> Result<(), ReadError> {
         let SegmentContent::View(prepared) = &self.content else {
             return self.copy(low, high, &mut |bytes| target.copy_from_slice(bytes));
@@ -90,7 +90,7 @@ impl<'a> SegmentReader<'a> {
         if prepared.grid.is_none()
             && let Some((source, start, _)) = self.single_run(tiling, low, high)
         {
-            // Copied by the kernel, which finds the pages of a file faster than a map of it does.
+            // The kernel finds the pages of a file faster by `pread` than through a map.
             engine.source().read_into(source, start, target).map_err(|error| ReadError::Changed { error })?;
             engine.check_touched(&[source])?;
             engine.counters.fetch(path, high - low);
@@ -106,8 +106,8 @@ impl<'a> SegmentReader<'a> {
         Ok(())
     }
 
-    /// Makes a share of a span that transposes its source, which begins and ends between rows. The rest of the target is left
-    /// alone.
+    /// Makes a work slice of a span that transposes its source. The span begins and ends between rows. The rest of the target
+    /// stays unchanged.
     fn make_work_slice(&self, low: u64, high: u64, target: &mut [u8], slice: WorkSlice) -> Result<(), ReadError> {
         let SegmentContent::View(prepared) = &self.content else {
             return Err(ReadError::Internal { what: "only a view has work slices" });
@@ -212,14 +212,14 @@ impl<'a> SegmentReader<'a> {
             return self.read_alone(prepared, low, high, reply);
         };
         let tile = outcome?;
-        // It may have been made long ago.
+        // The tile may have been made long ago.
         engine.check_touched(&tile.files).inspect_err(|_| engine.cache.forget(&key))?;
         let place = |byte: u64| to_usize(byte - start * unit);
         let (from, to) = (place(low), place(high));
         engine.counters.serve(Path::Tiles, high - low);
         reply(&tile.bytes[from..to]);
-        // Once all of a tile was handed out the kernel has it in its page cache, and its memory, still in the processor's
-        // caches, is better used for the next one.
+        // After a tile is fully consumed the kernel has it in its page cache. Its memory is still in the processor's caches, and
+        // serves better for the next tile.
         let before = tile.served.fetch_add((to - from) as u64, Ordering::Relaxed);
         if before + (to - from) as u64 >= tile.bytes.len() as u64 {
             engine.cache.note_consumed(&key);
@@ -228,7 +228,7 @@ impl<'a> SegmentReader<'a> {
     }
 }
 
-/// FillMode the bytes of a view are counted.
+/// The path under which the bytes of a view are counted.
 fn path(prepared: &Prepared) -> Path {
     if prepared.grid.is_some() { Path::Tiles } else { Path::Runs }
 }
@@ -286,7 +286,7 @@ impl Engine {
         SegmentReader::new(self, file, segment)?.make(low, high, target)
     }
 
-    /// Makes a share of a span of one segment: see [`SegmentReader::make_work_slice`].
+    /// Makes a work slice of a span of one segment: see [`SegmentReader::make_work_slice`].
     pub(super) fn make_work_slice(
         &self,
         file: &OpenFile,
@@ -299,14 +299,14 @@ impl Engine {
         SegmentReader::new(self, file, segment)?.make_work_slice(low, high, target, slice)
     }
 
-    /// Bytes of one row of a segment that transposes its source: what one element of each source row makes.
+    /// Bytes of one row of a segment that transposes its source: one element of each source row.
     pub(super) fn transposed_row_bytes(&self, file: &OpenFile, segment: usize) -> Result<Option<u64>, ReadError> {
         let Segment::View(_) = &file.image.segments()[segment] else { return Ok(None) };
         let prepared = self.prepare(file, segment)?;
         Ok(prepared.tiling.transposed_stride_units().map(|stride| stride * prepared.tiling.unit_bytes()))
     }
 
-    /// Whether all that a segment is made of is mapped, so that parts of source rows cost no more than whole rows.
+    /// Whether all sources of a segment are mapped, so that parts of source rows cost no more than whole rows.
     pub(super) fn is_mapped(&self, file: &OpenFile, segment: usize) -> Result<bool, ReadError> {
         let Segment::View(_) = &file.image.segments()[segment] else { return Ok(true) };
         Ok(self.prepare(file, segment)?.mapped)

@@ -1,8 +1,7 @@
-//! Stage 1: from a span of a view to what it needs of the sources. Pure.
+//! Stage 1: from a span of a view to the source bytes that it needs. Pure.
 //!
-//! A span of a tiling is cut into parts of its pieces. Each is a constant, or a [`Job`]: a strided set of target elements that
-//! one tensor provides, or one value of a quantized tensor with several operands. [`Job::wanted`] says which bytes of which
-//! tensors it reads.
+//! A span of a tiling is cut into parts of its pieces. Each part is a constant or a [`Job`]: a strided set of target elements from
+//! one tensor, or from one quantized tensor with several operands. [`Job::wanted`] returns which bytes of which tensors it reads.
 
 use smallvec::{SmallVec, smallvec};
 
@@ -27,7 +26,7 @@ pub(super) enum SpanPart<'a> {
     Job(Job<'a>),
 }
 
-/// What a job needs of one tensor.
+/// The bytes of one tensor that a job needs.
 #[derive(Clone, Debug)]
 pub(super) struct Requirement {
     pub(super) tensor: TensorId,
@@ -35,13 +34,13 @@ pub(super) struct Requirement {
     pub(super) start: u64,
     /// One past the last byte.
     pub(super) end: u64,
-    /// Bytes between them that are read.
+    /// Bytes in between that the job reads.
     pub(super) used_bytes: u64,
-    /// Where those are, for an operand of a value; plain elements lie as the loops of the piece say.
+    /// Their positions, for an operand of a value. The loops of the piece give the positions of plain elements.
     pub(super) runs: Vec<Runs>,
 }
 
-/// Emits the parts of units `first..last` of a tiling that are in a share, in no particular order.
+/// Emits the parts of units `first..last` of a tiling that are in a work slice, in no particular order.
 pub(super) fn runs<'a>(
     tiling: &'a Tiling,
     slice: WorkSlice,
@@ -75,7 +74,7 @@ impl Job<'_> {
         self.decode.source_bytes(self.unit_bytes)
     }
 
-    /// What it needs, one entry for each operand, in the order of the kernel's windows.
+    /// The needed bytes, one entry for each operand, in the order of the kernel's windows.
     pub(super) fn wanted(&self) -> SmallVec<[Requirement; 1]> {
         let (tensor, offset) = self.origin();
         if let Some(value) = self.decode.value() {

@@ -5,7 +5,7 @@ use smallvec::SmallVec;
 use super::{runs::Job, schedule::Batch};
 use crate::tensor::{Gather, Origin, Piece, Stores, Window, fill, gather_with, to_usize};
 
-/// Carries out a job over one window for each of its operands.
+/// Runs a job over one window for each of its operands.
 pub(super) fn scatter(job: &Job<'_>, windows: &[Window<'_>], target: &mut [u8], stores: Stores) {
     scatter_piece(job, &job.piece, windows, target, stores);
 }
@@ -27,7 +27,7 @@ pub(super) fn scatter_constant(bytes: [u8; 8], piece: &Piece, unit_bytes: u64, t
     fill(&bytes[..to_usize(unit_bytes)], &piece.loops, piece.start, target);
 }
 
-/// Carries out the jobs of a batch, whose bytes are in `memory`, as far as they fill `part`: units from `first` on.
+/// Runs the jobs of a batch, whose bytes are in `memory`, as far as they fill `part`: units from `first` on.
 pub(super) fn scatter_batch(batch: &Batch<'_>, memory: &[u8], first: u64, part: &mut [u8], stores: Stores) {
     for step in &batch.steps {
         let windows: SmallVec<[Window<'_>; 4]> = step
@@ -76,7 +76,7 @@ mod tests {
     }
 
     proptest! {
-        /// A stack of transposed slices comes out the same in one window and in small batches, whole and in parts.
+        /// A stack of transposed slices gives the same bytes in one window and in small batches, as a whole and in parts.
         #[test]
         fn small_batches_and_parts_give_the_same_bytes(
             rows in 2..40u64,
@@ -104,7 +104,7 @@ mod tests {
                 let whole: Vec<u8> = (0..rows * columns * 2).map(|at| byte(job.origin().0, at)).collect();
                 scatter(job, &[Window::whole(&whole)], &mut expected, Stores::Cached);
             }
-            // By the definition, too.
+            // And the same bytes as by definition.
             let element = |at: usize| u16::from_le_bytes([expected[2 * at], expected[2 * at + 1]]);
             let source = |tensor: u32, at: u64| u16::from_le_bytes([byte(TensorId(tensor), 2 * at), byte(TensorId(tensor), 2 * at + 1)]);
             for (column, (layer, row)) in (low..columns).flat_map(|c| (0..2).flat_map(move |l| (0..rows).map(move |r| (c, (l, r))))) {

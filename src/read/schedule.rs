@@ -1,11 +1,12 @@
-//! Stage 2: from what jobs need to what is fetched, in which order, and where it lies in memory. Pure.
+//! Stage 2: from the needs of jobs to the spans to fetch, their order, and their places in memory. Pure.
 //!
-//! A job that would need more memory than it may have is cut in halves, between lines of its source, until each part fits. What
-//! a job leaves out of its source is left out of memory too where that saves a request's worth of bytes: its spans then lie
-//! one after the other, and its loops take steps through memory instead of through the tensor. Jobs are put in the order of
-//! their files and come together in *batches*, each fetched in one call for each file.
+//! A job that needs more memory than the limit is cut in halves, between lines of its source, until each part fits. Source bytes
+//! that a job skips are not fetched where that saves as many bytes as another request costs. The job's spans then lie one after the
+//! other in memory, and its loops step through memory instead of through the tensor. Jobs are sorted by file and form *batches*,
+//! each fetched in one call per file.
 //!
-//! What it does not do: fetch, or know whether a file is mapped. Windows of mapped files need no schedule: they cost nothing.
+//! The schedule does not fetch, and does not know whether a file is mapped. Windows of mapped files need no schedule: they cost
+//! nothing.
 
 use smallvec::SmallVec;
 
@@ -21,15 +22,15 @@ use crate::{
 /// Bounds of one batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct BatchLimits {
-    /// Bytes of memory. An element alone may take more.
+    /// Bytes of memory. A single element may take more.
     pub(super) bytes: u64,
-    /// Spans to be fetched, each of which costs some memory beside its bytes.
+    /// Spans to be fetched. Each costs some memory besides its data.
     pub(super) spans: u64,
     /// Bytes between two spans up to which they are fetched as one.
     pub(super) gap_bytes: u64,
 }
 
-/// Where the bytes of one operand are once they are fetched.
+/// The place of one operand's fetched bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct BatchWindow {
     /// First byte in the memory of the batch.
@@ -53,24 +54,24 @@ pub(super) struct Fetch {
     pub(super) span: ByteSpan,
     /// First byte in the memory of the batch.
     pub(super) at: u64,
-    /// The tensor that the first of them belongs to.
+    /// The tensor that contains the first of them.
     pub(super) tensor: TensorId,
 }
 
-/// What is fetched at once, and what is then made of it.
+/// Bytes that are fetched together, and the jobs that use them.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Batch<'a> {
     pub(super) steps: Vec<BatchStep<'a>>,
     /// By place in memory: each begins where the one before ends, or later.
     pub(super) fetches: Vec<Fetch>,
-    /// Memory that it takes.
+    /// Memory for the fetched bytes.
     pub(super) len_bytes: u64,
 }
 
-/// Where a tensor lies.
+/// The file of a tensor, and its span in that file.
 pub(super) type Locate<'p> = &'p dyn Fn(TensorId) -> (FileId, ByteSpan);
 
-/// The batches that carry out `jobs`.
+/// The batches that run `jobs`.
 ///
 /// # Errors
 /// [`ReadError::Internal`] if a job reads outside its tensor.
@@ -111,13 +112,13 @@ pub(super) fn schedule<'a>(
     Ok(batches)
 }
 
-/// What a job takes.
+/// The memory and the spans that a job takes.
 struct JobLayout {
     wanted: SmallVec<[Requirement; 1]>,
     memory: Option<MemoryLayout>,
     len_bytes: u64,
     spans: u64,
-    /// The first byte that it needs, for the order.
+    /// The first needed byte, for the order of jobs.
     first: (FileId, u64),
 }
 
@@ -173,7 +174,7 @@ impl<'a> Batch<'a> {
         Ok(())
     }
 
-    /// Adds bytes of a tensor, which are fetched with the last ones if they go on in the file and in memory.
+    /// Adds bytes of a tensor. They are fetched with the last ones if they continue these in the file and in memory.
     fn fetch(&mut self, tensor: TensorId, start: u64, len: u64, at: u64, locate: Locate<'_>) -> Result<(), ReadError> {
         let (file, whole) = locate(tensor);
         let Some(span) = ByteSpan::of_len(start, len).and_then(|part| whole.slice(part)) else {
@@ -193,7 +194,7 @@ impl<'a> Batch<'a> {
     }
 }
 
-/// Spans of an operand's tensor that hold all that is needed, in order, apart by more than `gap_bytes`.
+/// Spans of an operand's tensor that contain all needed bytes, in order, more than `gap_bytes` apart.
 fn operand_spans(wanted: &Requirement, gap_bytes: u64) -> Vec<(u64, u64)> {
     let mut spans = Vec::new();
     for runs in &wanted.runs {
@@ -210,7 +211,7 @@ fn operand_spans(wanted: &Requirement, gap_bytes: u64) -> Vec<(u64, u64)> {
     merged
 }
 
-/// How strided source units lie in memory without the larger gaps between them.
+/// The layout of strided source units in memory, without the larger gaps between them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct MemoryLayout {
     /// Loops over blocks that lie apart, by falling source stride: extent and stride in units.
@@ -227,7 +228,7 @@ impl MemoryLayout {
     fn new(loops: &[Loop], gap_units: u64) -> Self {
         let mut order: SmallVec<[usize; 4]> = (0..loops.len()).collect();
         order.sort_by_key(|index| loops[*index].source_stride);
-        // From the innermost loop on: a block grows while its turns lie within the gap, and then repeats.
+        // From the innermost loop outwards: a block grows while its turns lie within the gap, and then repeats.
         let (mut bounding_units, mut block_units): (u64, u64) = (1, 1);
         let mut indices: SmallVec<[usize; 4]> = SmallVec::new();
         for index in order {
@@ -238,7 +239,7 @@ impl MemoryLayout {
             if is_apart {
                 indices.push(index);
             } else {
-                // Turns among others' blocks make one block of all.
+                // If blocks of different turns interleave, all are one block.
                 indices.clear();
                 block_units = bounding_units;
             }
@@ -250,7 +251,7 @@ impl MemoryLayout {
         Self { apart, indices, block_units, len_units }
     }
 
-    /// Calls `each` with the first unit of each block, from the first of all, in order.
+    /// Calls `each` with the first unit of each block, relative to the first of all, in order.
     fn for_each_block(&self, each: &mut dyn FnMut(u64)) {
         fn turns(apart: &[(u64, u64)], start: u64, each: &mut dyn FnMut(u64)) {
             match apart.split_first() {
@@ -263,7 +264,7 @@ impl MemoryLayout {
         turns(&self.apart, 0, each);
     }
 
-    /// Makes the loops of a job those over its blocks in memory.
+    /// Changes the loops of a job to loops over its blocks in memory.
     fn step_through_memory(&self, job: &mut Job<'_>) {
         let mut stride = self.block_units;
         for index in self.indices.iter().rev() {
@@ -359,9 +360,9 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the loops and the limits: each target unit finds its source unit in the memory of its batch, no batch is larger
-        /// than allowed unless it is one unit, and no byte is fetched that is further than the gap from one that is needed, unless
-        /// turns of loops lie among each other in the source.
+        /// For any loops and limits: each target unit finds its source unit in the memory of its batch. No batch is larger than
+        /// allowed unless it is one unit. No byte is fetched that is further than the gap from a needed one, unless turns of
+        /// loops interleave in the source.
         #[test]
         fn every_unit_is_where_its_loops_say(
             extents in prop::collection::vec((1..6u64, 0..40u64), 0..4),
@@ -394,7 +395,7 @@ mod tests {
             let mut found = Vec::new();
             for batch in &batches {
                 prop_assert!(batch.len_bytes <= bytes || batch.steps.len() == 1 && batch.steps[0].job.piece.units() == 1);
-                // What lies where in memory, in units of the tensor.
+                // The content of memory, in units of the tensor.
                 let mut memory = std::collections::HashMap::new();
                 for fetch in &batch.fetches {
                     for n in 0..fetch.span.len() {

@@ -1,14 +1,14 @@
 //! The tile cache: transformed bytes, computed once and kept within a limit.
 //!
-//! A tile is computed by whoever asks first; others who want it meanwhile wait for that one computation. No lock is held
-//! while computing. A tile is claimed only when its computation begins, so that one that is merely queued for prefetch is
-//! computed by the reader who needs it.
+//! The first thread that requests a tile computes it; other readers of the tile wait for that one computation. No thread holds a
+//! lock while computing. A tile is claimed only when its computation begins, so that a reader computes a tile itself if it is
+//! only queued for prefetch.
 //!
-//! Many readers at once, each in the middle of its own tile, may want more than the limit. Dropping the least recently used
-//! tile then drops the one wanted next, and everything is computed again and again. Hence whoever plans tiles or computes
-//! ahead asks first how much is in use, and a reader who finds no room for a tile computes only what it asked for.
+//! Many readers at once, each in the middle of its own tile, may need more than the limit. Eviction of the least recently used
+//! tile then drops the tile needed next, and every tile is computed again and again. Hence the planning of tiles and the prefetch
+//! first check how much is in use. A reader that finds no room for a tile computes only the bytes that it requested.
 //!
-//! The limit holds for the memory of tiles from before they are computed until the last reader lets go of them: each has its
+//! The limit holds for the memory of tiles from before their computation until the last reader drops them: each tile has its
 //! [`TileRoom`] all that time.
 
 use std::{
@@ -31,19 +31,19 @@ use super::{
 };
 use crate::source::FileId;
 
-/// How long after its last use a tile still counts as in use. Readers of a restore take turns, so it may be a while.
+/// Time after its last use for which a tile counts as in use. Readers of a restore take turns, so that it may be a while.
 const IN_USE: Duration = Duration::from_secs(5);
 
-/// Tiles remembered as refused, and as handed out.
+/// Tiles remembered as refused, and as fully consumed.
 const REMEMBERED_MAX: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
 
-/// Time between questions whether a computation is still worth waiting for.
+/// Time between checks whether a computation is still worth waiting for.
 const GIVE_UP_PERIOD: Duration = Duration::from_millis(250);
 
-/// How long after its last use a tile is given up although there is room.
+/// Time after its last use after which a tile is dropped although there is room.
 const IDLE: Duration = Duration::from_mins(1);
 
-/// Which tile: a file, a segment of it, and the tile's number in the segment.
+/// Identifies a tile: a file, a segment of it, and the tile's number in the segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct TileKey {
     pub(super) file: u64,
@@ -64,7 +64,7 @@ impl TileRoom {
         Self { held: Arc::clone(held), bytes }
     }
 
-    /// Sets how many bytes it really is.
+    /// Sets the actual size in bytes.
     pub(super) fn resize(&mut self, bytes: usize) {
         self.held.fetch_add(bytes, Ordering::Relaxed);
         self.held.fetch_sub(self.bytes, Ordering::Relaxed);
@@ -78,12 +78,12 @@ impl Drop for TileRoom {
     }
 }
 
-/// Why a tile is asked for.
+/// Why a tile is requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Demand {
-    /// A reader wants part of it.
+    /// A reader needs part of it.
     Reader,
-    /// Somebody may want it next.
+    /// A reader may need it next.
     Prefetch,
 }
 
@@ -95,9 +95,9 @@ pub(super) struct Tile {
     pub(super) room: TileRoom,
     /// Source files that the bytes were made from.
     pub(super) files: SmallVec<[FileId; 2]>,
-    /// Whether it was computed ahead and nobody has asked for it yet.
+    /// Whether it was computed ahead and no reader has requested it yet.
     pub(super) ahead: AtomicBool,
-    /// Bytes handed to readers so far.
+    /// Bytes sent to readers so far.
     pub(super) served: AtomicU64,
 }
 
@@ -114,9 +114,9 @@ struct Flight {
 struct CacheState {
     tiles: LruCache<TileKey, (Arc<Tile>, Instant)>,
     flights: HashMap<TileKey, Arc<Flight>>,
-    /// Tiles that were dropped because all of them was handed out, and when.
+    /// Tiles that were dropped because they were fully consumed, and when.
     consumed: LruCache<TileKey, Instant>,
-    /// Tiles that were not computed for want of room, and when somebody last wanted them.
+    /// Tiles that were not computed for lack of room, and when a reader last requested them.
     refused: LruCache<TileKey, Instant>,
     /// Memory of the tiles in `tiles`.
     bytes: usize,
@@ -128,7 +128,7 @@ impl CacheState {
         recent.map(|(_, (tile, _))| tile.room.bytes).sum()
     }
 
-    /// Takes out the tiles least recently used until no more than `bytes` are held.
+    /// Removes the least recently used tiles until the cache holds no more than `bytes`.
     fn drop_until(&mut self, bytes: usize) -> Vec<Arc<Tile>> {
         let mut dropped = Vec::new();
         while self.bytes > bytes {
@@ -140,22 +140,22 @@ impl CacheState {
     }
 }
 
-/// Tiles, least recently used dropped first.
+/// Tiles; the least recently used is dropped first.
 #[derive(Debug)]
 pub(super) struct TileCache {
     state: Mutex<CacheState>,
     bytes_max: usize,
-    /// Memory of all tiles: those here, those being computed, and those that readers still hold.
+    /// Memory of all tiles: those in the cache, those being computed, and those that readers still hold.
     held: Arc<AtomicUsize>,
-    /// Memory of files that were dropped and that programs still map. It is nobody's reservation.
+    /// Memory of dropped files that programs still map. It belongs to no reservation.
     dropped: AtomicUsize,
-    /// Bytes of `bytes_max` that are not for tiles now.
+    /// Bytes of `bytes_max` that are reserved for other uses now.
     reserved: Arc<AtomicUsize>,
-    /// Of these, bytes that nothing is in yet.
+    /// Of these, bytes of pre-zeroed buffers, which hold no data yet.
     spare: Arc<AtomicUsize>,
 }
 
-/// Room of the cache that holds something else than tiles, until this is dropped.
+/// Room of the cache reserved for another use than tiles, until this is dropped.
 #[derive(Debug)]
 pub struct Reservation {
     reserved: Arc<AtomicUsize>,
@@ -172,7 +172,7 @@ impl Drop for Reservation {
     }
 }
 
-/// Ends a flight even if the computation panics, so that nobody waits forever.
+/// Ends a flight even if the computation panics, so that no reader waits forever.
 struct FlightGuard<'a> {
     cache: &'a TileCache,
     key: TileKey,
@@ -206,27 +206,27 @@ impl TileCache {
         }
     }
 
-    /// What is left for tiles.
+    /// Bytes available for tiles.
     fn tile_bytes_max(&self) -> usize {
         self.bytes_max.saturating_sub(self.reserved_bytes() + self.dropped_bytes())
     }
 
-    /// Memory of tiles that are not here: those being computed, and those that only readers still hold.
+    /// Memory of tiles outside the cache: those being computed, and those that only readers still hold.
     fn loose_bytes(&self, state: &CacheState) -> usize {
         self.held.load(Ordering::Relaxed).saturating_sub(state.bytes)
     }
 
-    /// Memory of tiles that cannot be had for others.
+    /// Memory of tiles that cannot be freed for others.
     fn tile_bytes_in_use(&self, state: &CacheState) -> usize {
         state.bytes_in_use() + self.loose_bytes(state)
     }
 
-    /// Notes how much memory dropped files take that programs still map.
+    /// Sets the memory, in bytes, of dropped files that programs still map.
     pub(super) fn set_dropped_bytes(&self, bytes: usize) {
         self.dropped.store(bytes, Ordering::Relaxed);
     }
 
-    /// As noted.
+    /// Memory, in bytes, of dropped files that programs still map.
     pub(super) fn dropped_bytes(&self) -> usize {
         self.dropped.load(Ordering::Relaxed)
     }
@@ -236,7 +236,7 @@ impl TileCache {
         self.bytes_max / 4 * 3
     }
 
-    /// Takes room away from tiles, but not from those in use.
+    /// Takes room from tiles, but not from those in use.
     pub(super) fn reserve(&self, bytes: usize) -> Option<Reservation> {
         let mut state = self.lock();
         // Reservations are only made under the lock, so what is found here can only shrink.
@@ -252,7 +252,7 @@ impl TileCache {
         Some(Reservation { reserved: Arc::clone(&self.reserved), spare: None, bytes })
     }
 
-    /// Takes room that nothing else has, not even a tile that nobody uses.
+    /// Takes room that is free, without dropping even an unused tile.
     pub(super) fn reserve_spare(&self, bytes: usize) -> Option<Reservation> {
         let state = self.lock();
         let taken = (self.reserved_bytes() + self.dropped_bytes()).checked_add(bytes)?;
@@ -269,13 +269,13 @@ impl TileCache {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a tile is there or being computed.
+    /// Whether a tile is in the cache or being computed.
     pub(super) fn has(&self, key: &TileKey) -> bool {
         let state = self.lock();
         state.tiles.contains(key) || state.flights.contains_key(key)
     }
 
-    /// Memory of all tiles, those being computed included.
+    /// Memory of all tiles, including those being computed.
     pub(super) fn bytes(&self) -> usize {
         self.held.load(Ordering::Relaxed)
     }
@@ -285,13 +285,13 @@ impl TileCache {
         self.reserved.load(Ordering::Relaxed)
     }
 
-    /// Of these, bytes reserved that nothing is in yet.
+    /// Of these, bytes of pre-zeroed buffers, which hold no data yet.
     pub(super) fn spare_bytes(&self) -> usize {
         self.spare.load(Ordering::Relaxed)
     }
 
-    /// Bytes not to be had for more tiles: those of tiles that lately were computed or asked for, and were not handed out
-    /// whole since, and those reserved.
+    /// Bytes not available for more tiles: the reserved ones, and those of tiles that were computed or requested lately and not
+    /// fully consumed since.
     pub(super) fn bytes_in_use(&self) -> usize {
         self.tile_bytes_in_use(&self.lock()) + self.reserved_bytes() + self.dropped_bytes()
     }
@@ -301,16 +301,18 @@ impl TileCache {
         self.bytes_in_use() as u64 + bytes <= self.bytes_max as u64
     }
 
-    /// Whether a tile that nobody waits for yet can be kept, and half of the room stays for others.
+    /// Whether a tile that no reader waits for yet can be kept while half of the room stays free for others.
     pub(super) fn has_much_room(&self, bytes: u64) -> bool {
         self.has_room(bytes.saturating_add(self.tile_bytes_max() as u64 / 2))
     }
 
     /// The tile `key`, whose bytes take `bytes` of memory: from the cache, from a computation under way, or computed now by
-    /// `compute`. Nothing, if it would have to be computed and there is no room: other tiles are in use. A refused reader is
-    /// refused for as long as a tile stays in use: part of it was served meanwhile. What is asked for ahead is refused too if
-    /// another computes it, or if all of it was handed out just now.
-    /// Whoever waits for a computation asks `give_up` now and then whether to wait no longer, and why.
+    /// `compute`. Returns `None` if the tile is not there and other tiles in use leave no room for it.
+    ///
+    /// After a refusal the tile is refused to readers for as long as a tile counts as in use: part of it was served meanwhile. A
+    /// prefetch is refused too if another thread computes the tile, or if the tile was fully consumed lately.
+    ///
+    /// A reader that waits for a computation calls `give_up` regularly; an error from it ends the wait.
     pub(super) fn get(
         &self,
         key: TileKey,
@@ -341,7 +343,7 @@ impl TileCache {
                 add(&counters.tile_waits, 1);
                 return Some(wait(&flight, give_up));
             }
-            // A job for a reader to come may run late.
+            // A prefetch job may run late.
             if ahead && state.consumed.peek(&key).is_some_and(|then| then.elapsed() < IN_USE) {
                 return None;
             }
@@ -362,7 +364,7 @@ impl TileCache {
             (flight, room, dropped)
         };
         add(&counters.tile_evictions, dropped.len() as u64);
-        // Their buffers are there for this one.
+        // Their buffers are then free for this tile.
         drop(dropped);
         add(if ahead { &counters.prefetched } else { &counters.tile_misses }, 1);
         let mut guard = FlightGuard { cache: self, key, flight, outcome: None };
@@ -399,7 +401,7 @@ impl TileCache {
         }
     }
 
-    /// Drops the tiles that nobody has asked for in a long time: an idle file system holds little memory.
+    /// Drops the tiles that no reader has requested for a long time: an idle file system holds little memory.
     pub(super) fn drop_idle(&self) {
         let mut state = self.lock();
         while state.tiles.peek_lru().is_some_and(|(_, (_, used))| used.elapsed() > IDLE) {
@@ -408,13 +410,13 @@ impl TileCache {
         }
     }
 
-    /// Drops a tile of which all was handed out: nobody will want it again soon.
+    /// Drops a fully consumed tile: no reader will need it again soon.
     pub(super) fn note_consumed(&self, key: &TileKey) {
         self.forget(key);
         self.lock().consumed.put(*key, Instant::now());
     }
 
-    /// Drops a tile: its source turned out to have changed.
+    /// Drops a tile whose source has changed.
     pub(super) fn forget(&self, key: &TileKey) {
         let mut state = self.lock();
         if let Some((tile, _)) = state.tiles.pop(key) {
@@ -449,13 +451,13 @@ mod tests {
         Tile { bytes: pool.take(len), room, files: SmallVec::new(), ahead, served }
     }
 
-    /// Asks for a tile, and makes it if there is room.
+    /// Requests a tile, and makes it if there is room.
     fn ask(cache: &TileCache, counters: &Counters, index: u64, len: usize, ask: Demand) -> Option<Arc<Tile>> {
         let pool = BufferPool::new(0);
         cache.get(key(index), ask, len, counters, &|| None, |room| Ok(tile(&pool, room, len))).map(Result::unwrap)
     }
 
-    /// Makes it look as if the tile had not been used in a while.
+    /// Sets the last use of a tile to long ago.
     fn age(cache: &TileCache, index: u64) {
         cache.lock().tiles.peek_mut(&key(index)).unwrap().1 -= IN_USE;
     }
@@ -574,7 +576,7 @@ mod tests {
     }
 
     #[test]
-    fn one_computation_serves_all_who_wait() {
+    fn one_computation_serves_all_waiting_readers() {
         let (cache, pool, counters) = (TileCache::new(1000), BufferPool::new(0), Counters::default());
         let computed = std::sync::atomic::AtomicU64::new(0);
         std::thread::scope(|scope| {
@@ -593,7 +595,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panicking_computation_wakes_those_who_wait() {
+    fn a_panicking_computation_wakes_waiting_readers() {
         let (cache, pool, counters) = (TileCache::new(1000), BufferPool::new(0), Counters::default());
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             cache.get(key(0), Demand::Reader, 10, &counters, &|| None, |_| panic!("injected"))

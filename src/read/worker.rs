@@ -1,5 +1,5 @@
-//! Threads that compute: ahead of readers, where a job that finds no room is dropped and nobody misses it, and pieces of
-//! materialized files, which go first.
+//! Worker threads. They make pieces of materialized files, which go first, and compute ahead of readers. A job of the second kind
+//! is optional: it is dropped if the queue is full.
 
 use std::{
     collections::VecDeque,
@@ -14,24 +14,24 @@ use rustix::thread::{CpuSet, Pid, gettid, sched_getaffinity, sched_getcpu, sched
 use super::warm::Warm;
 use crate::tensor::warm_up;
 
-/// Jobs that may wait; more would be stale before they ran.
+/// Most jobs that may wait. More would be stale before they ran.
 const QUEUE_MAX: usize = 64;
 
-/// Most threads that stand in for those that wait for storage.
+/// Most substitutes for threads that wait for storage.
 const SPARES_MAX: usize = 64;
 
 type QueuedJob = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
 struct Jobs {
-    /// Somebody waits for these.
+    /// Jobs that a reader or an opening waits for.
     awaited: VecDeque<QueuedJob>,
     ahead: VecDeque<QueuedJob>,
-    /// Threads without a job, the last one to become so last.
+    /// Threads without a job; the one that became idle last is last.
     idle: Vec<Arc<Seat>>,
     /// All threads that run.
     threads: Vec<Pid>,
-    /// Threads beside the usual number, and how many there should be.
+    /// Threads beyond the usual number, and how many there should be.
     spares: usize,
     spares_wanted: usize,
     ended: bool,
@@ -65,13 +65,13 @@ impl Workers {
         Self { count: started.count(), queue }
     }
 
-    /// Threads there are.
+    /// The usual number of threads.
     pub(super) fn count(&self) -> usize {
         self.count
     }
 
-    /// Starts as many threads more as there are of these among `waiting`, which wait for storage that gives no answer, so that
-    /// there are always as many as usual that can work. Ends them when they are idle and wanted no more.
+    /// Starts one substitute for each of these threads in `waiting`, the threads that wait for storage, so that the usual
+    /// number can work at any time. Substitutes end when they are idle and no longer needed.
     pub(super) fn relieve(&self, waiting: &[i32]) {
         let mut jobs = self.queue.lock();
         let stuck = jobs.threads.iter().filter(|thread| waiting.contains(&thread.as_raw_nonzero().get())).count();
@@ -84,7 +84,7 @@ impl Workers {
             }
         }
         if jobs.spares > jobs.spares_wanted {
-            // Those that are idle look whether they are wanted.
+            // Idle substitutes check whether they are still needed.
             for seat in std::mem::take(&mut jobs.idle) {
                 seat.called.notify_one();
             }
@@ -104,7 +104,7 @@ impl Workers {
         }
     }
 
-    /// Queues a job before all that were only offered. Without threads it is done at once.
+    /// Queues a job before all offered ones. Without threads the caller runs it at once.
     pub(super) fn submit(&self, job: impl FnOnce() + Send + 'static) {
         if self.count == 0 {
             return job();
@@ -114,7 +114,7 @@ impl Workers {
         }
     }
 
-    /// As [`Self::submit`], for a job that should run beside the caller, who goes on working.
+    /// As [`Self::submit`], for a job that should run at the same time as its caller, which continues to work.
     pub(super) fn submit_beside(&self, job: impl FnOnce() + Send + 'static) {
         if self.count == 0 {
             return job();
@@ -134,7 +134,7 @@ impl JobQueue {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a job that is waited for; the thread to be called for it, if one is idle.
+    /// Adds a job that a caller waits for. Returns the thread to wake for it, if one is idle.
     fn add(&self, job: QueuedJob) -> Option<Arc<Seat>> {
         let mut jobs = self.lock();
         jobs.awaited.push_back(job);
@@ -143,8 +143,8 @@ impl JobQueue {
 }
 
 impl Seat {
-    /// Wakes the thread on another processor than this one. The system may choose this one when it finds all busy, if only for
-    /// some microseconds, and takes some milliseconds to notice that another has become idle.
+    /// Wakes the thread on another processor than this one. The kernel may choose this one if it finds all busy, even for only
+    /// some microseconds. It then takes some milliseconds to notice that another has become idle.
     fn call_elsewhere(&self) {
         let usual = sched_getaffinity(Some(self.thread)).ok();
         let elsewhere = usual.and_then(|mut processors| {
@@ -156,7 +156,7 @@ impl Seat {
         });
         let moved = elsewhere.is_some_and(|elsewhere| sched_setaffinity(Some(self.thread), &elsewhere).is_ok());
         self.called.notify_one();
-        // It was placed when it was woken, and may go anywhere from now on.
+        // The kernel chose the processor when it woke the thread. From now on the thread may run anywhere.
         if let Some(usual) = usual.filter(|_| moved) {
             let _ = sched_setaffinity(Some(self.thread), &usual);
         }
@@ -171,13 +171,13 @@ fn work(queue: &JobQueue, spare: bool) {
     queue.lock().threads.push(seat.thread);
     while let Some(job) = queue.next(&seat, spare) {
         if catch_unwind(AssertUnwindSafe(job)).is_err() {
-            tracing::error!("a computation panicked; who needs its bytes will meet it again");
+            tracing::error!("a computation panicked; a read that needs its bytes will repeat it");
         }
     }
 }
 
 impl JobQueue {
-    /// The next job of a thread, which waits for it; none if the thread should end.
+    /// The next job of a thread; waits for one. `None` if the thread should end.
     fn next(&self, seat: &Arc<Seat>, spare: bool) -> Option<QueuedJob> {
         let mut jobs = self.lock();
         loop {
@@ -191,7 +191,7 @@ impl JobQueue {
                 return Some(job);
             }
             jobs.idle.push(Arc::clone(seat));
-            // Whoever calls takes the seat out.
+            // The thread that wakes this one removes the seat from the list.
             while jobs.idle.iter().any(|idle| Arc::ptr_eq(idle, seat)) {
                 jobs = seat.called.wait(jobs).unwrap_or_else(PoisonError::into_inner);
             }
