@@ -1,16 +1,16 @@
-//! Guarded memory mappings: a page of a mapped file that is gone is an error, not the end of the process.
+//! Guarded memory mappings: a lost page of a mapped file is an error, not the end of the process.
 //!
-//! Loading from a mapped page that the file no longer has (truncation) or that the device cannot deliver raises SIGBUS. The
+//! A load from a mapped page raises SIGBUS if the file no longer has the page (truncation) or the device cannot deliver it. The
 //! handler installed here looks the address up among the guarded mappings. If it belongs to one, the handler first sets
-//! that mapping's flag and then puts zero pages from the faulting page to the mapping's end; the interrupted load goes on
-//! and reads zeros. Whoever used the mapping checks the flag afterwards. The order matters: zeros are visible only after
+//! that mapping's flag and then puts zero pages from the faulting page to the mapping's end. The interrupted load continues
+//! and reads zeros. The user of the mapping checks the flag afterwards. The order matters: zeros are visible only after
 //! the flag is, so that no thread can take them for data. The flag never clears, since the zero pages stay.
 //!
-//! A SIGBUS anywhere else gets what it would have got without us: the handler puts back the action that it found when it
-//! was installed and lets the signal happen again.
+//! A SIGBUS anywhere else has the same effect as without this handler: the handler restores the action that it found when it
+//! was installed, and lets the signal happen again.
 //!
 //! The fast path costs one atomic load. The mapping must not be used for anything that may outlive the flag's check, such
-//! as replies to the kernel: those get a mapping of their own, where the missing page makes the system call fail.
+//! as replies to the kernel. Those have a mapping of their own, where the missing page makes the system call fail.
 #![allow(unsafe_code)]
 
 use std::{
@@ -35,13 +35,13 @@ struct MapSlot {
     next: Option<&'static MapSlot>,
 }
 
-/// Resident pages that are let go of at a time: nothing else can be mapped meanwhile.
+/// Bytes of resident pages dropped in one call: meanwhile nothing else can be mapped.
 const DROPPED_BYTES: usize = 256 << 20;
 
 /// Newest slot; the others follow by `next`.
 static SLOTS: AtomicPtr<MapSlot> = AtomicPtr::new(ptr::null_mut());
 
-/// What SIGBUS did before us; set before the handler is installed.
+/// The earlier action of SIGBUS; set before the handler is installed.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// Page size for the handler, which must not call into the C library to learn it.
@@ -75,7 +75,7 @@ impl GuardedMap {
     /// Maps the first `len_bytes` bytes of `file`, which must be at least 1.
     ///
     /// # Errors
-    /// What the system says to the mapping or to the signal handler.
+    /// The mapping or the installation of the signal handler failed.
     pub fn new(file: &File, len_bytes: usize) -> io::Result<Self> {
         install()?;
         let map = MmapOptions::new().len(len_bytes).map_raw_read_only(file)?;
@@ -124,7 +124,7 @@ impl GuardedMap {
         if self.has_faulted() { Err(Faulted) } else { Ok(()) }
     }
 
-    /// Lets go of the mapping's resident pages; they come back from the page cache when touched again.
+    /// Drops the mapping's resident pages; they come back from the page cache when touched again.
     pub fn drop_resident(&self) {
         drop_resident(self.map.as_ptr(), self.map.len());
     }
@@ -132,7 +132,7 @@ impl GuardedMap {
     /// Makes the pages of `start..end` resident, so that touching them costs no fault.
     ///
     /// # Errors
-    /// What the system says: it does not know how to (before Linux 5.14), or a page is gone, which is no fault here.
+    /// The error of the system call: the kernel does not have it (before Linux 5.14), or a page is gone, which is not a fault here.
     ///
     /// # Panics
     /// If the span leaves the mapping.
@@ -140,7 +140,7 @@ impl GuardedMap {
         assert!(start <= end && end <= self.map.len(), "span {start}..{end} of a mapping of {} bytes", self.map.len());
         let start = start / page_bytes() * page_bytes();
         // SAFETY: the pages lie in the mapping, which begins at a page and lives as long as `self`. The system reads them as a
-        // load would, except that it returns an error where that would be a signal.
+        // load would, but returns an error where a load would raise a signal.
         let done = unsafe {
             let from = self.map.as_ptr().add(start);
             libc::madvise(from.cast_mut().cast(), end - start, libc::MADV_POPULATE_READ)
@@ -151,12 +151,12 @@ impl GuardedMap {
 
 impl Drop for GuardedMap {
     fn drop(&mut self) {
-        // Before the address range is free for others to map: a fault there would no longer be ours.
+        // Before other mappings may use the address range: a fault there would no longer be ours.
         self.slot.end.store(0, Ordering::SeqCst);
     }
 }
 
-/// Lets go of the resident pages of a read-only shared file mapping. Contents are unaffected: the kernel only empties page
+/// Drops the resident pages of a read-only shared file mapping. Contents are unaffected: the kernel only empties page
 /// table entries and fills them again on the next touch.
 pub(super) fn drop_resident(start: *const u8, len_bytes: usize) {
     for at in (0..len_bytes).step_by(DROPPED_BYTES) {
@@ -258,7 +258,7 @@ fn replace_lost_pages(address: usize) -> bool {
         let end = slot.end.load(Ordering::SeqCst);
         if slot.start <= address && address < end {
             slot.faulted.store(true, Ordering::SeqCst);
-            // To the end at once: what was truncated is gone from here on, and one replacement splits the mapping once.
+            // To the end at once: a truncated file has no page from here on, and one replacement splits the mapping once.
             // SAFETY: the range lies in a mapping that some thread is using under `&GuardedMap` (it just faulted), so that it
             // is ours to replace; it is read-only before and after. mmap is a plain system call here.
             let got = unsafe {
@@ -278,8 +278,8 @@ fn replace_lost_pages(address: usize) -> bool {
     false
 }
 
-/// Not ours: puts the earlier action back. A fault happens again when the handler returns and meets that action; a signal
-/// that somebody sent has to be sent again.
+/// Not ours: restores the earlier action. A fault happens again when the handler returns and meets that action; a signal
+/// sent by a process has to be sent again.
 fn give_up(signal: libc::c_int, code: libc::c_int) {
     // SAFETY: both calls may be made in a signal handler; the action is the one that sigaction itself gave us, or the
     // default, for which all zeros is the valid value.

@@ -1,12 +1,12 @@
 //! Local files: opened once, pinned, mapped where that is safe.
 //!
-//! A file is identified by device, inode, size, modification and status change time, all read from the open file, so that
-//! `fstat` tells in 0.2 us whether it is still the same. The status change time makes this strict: also a new hard link
-//! or changed permissions poison the file, because the kernel offers no other trace of an edit whose author set the
-//! modification time back. Two edits are not seen: one within the same clock tick (some milliseconds, on kernels before
-//! 6.13) as the file's pinning, and one through a writable mapping of a page that was dirty already.
+//! A file is identified by device, inode, size, modification and status change time, all read from the open file. So `fstat`
+//! tells in 0.2 us whether the file is still the same. The status change time makes this strict: a new hard link or changed
+//! permissions also poison the file, because the kernel keeps no other trace of an edit whose author set the modification time
+//! back. Two kinds of edits are not detected: one within the same clock tick (some milliseconds, on kernels before 6.13) as the
+//! pinning of the file, and one through a writable mapping of a page that was already dirty.
 //!
-//! Each file has up to two mappings, made when first needed: one to lend to the kernel and one, guarded, to read from
+//! Each file has up to two mappings, made when first needed: one for the kernel, and a guarded one to read from
 //! (see [`guard`] for why they must differ). Mapped pages count as resident memory of this process although they
 //! belong to the page cache; [`ResidentWindow`] keeps that count small. Network file systems are read with `pread`, since their
 //! mapped pages fail too easily.
@@ -58,10 +58,10 @@ pub enum SourceIo {
     Pread,
 }
 
-/// Bytes that are read in one call: each call that comes back is a sign that storage answers, if slowly.
+/// Most bytes read in one call: each call that returns shows that storage answers, even if slowly.
 const READ_BYTES_MAX: usize = 8 << 20;
 
-/// Parts of at least this many bytes are asked for before the first of them is read, so that storage works on all of them.
+/// Parts of at least this many bytes are requested before the first of them is read, so that storage works on all of them.
 const ADVISED_BYTES_MIN: u64 = 2 << 20;
 
 /// A call of `pread` costs as much as copying about this many bytes.
@@ -103,7 +103,7 @@ struct Pinned {
 }
 
 impl LocalFiles {
-    /// Opens and pins files, wherever their paths lead; their ids are their places in `paths`.
+    /// Opens and pins files, wherever their paths lead; a file's id is its position in `paths`.
     ///
     /// # Errors
     /// The first file that cannot be opened or is not a regular file.
@@ -135,10 +135,10 @@ impl LocalFiles {
         Self::pin_with_window(files, io, window, Arc::default())
     }
 
-    /// Pins files that are open; their ids are their places in `files`. `fetches` notes what is waited for from now on.
+    /// Pins files that are open; a file's id is its position in `files`. `fetches` notes the waits for storage from now on.
     ///
     /// # Errors
-    /// The first file whose attributes cannot be had.
+    /// The first file whose attributes cannot be read.
     ///
     /// # Panics
     /// If there are more than `u32::MAX` files.
@@ -163,7 +163,7 @@ impl LocalFiles {
         Ok(Self { files, maps, window, health })
     }
 
-    /// How often resident mapped pages were let go.
+    /// How often resident mapped pages were dropped.
     pub fn window_drops(&self) -> u64 {
         self.window.drops()
     }
@@ -177,7 +177,7 @@ impl LocalFiles {
         self.health.usable(file).map(|()| self.pinned(file))
     }
 
-    /// The poison of a file that misbehaved: what `fstat` has to say about it, or else `otherwise`.
+    /// Poisons a file after a failed access, with the difference that `fstat` finds, or else with `otherwise`.
     fn blame(&self, file: FileId, otherwise: SourceError) -> SourceError {
         let pinned = self.pinned(file);
         match pinned.difference(fstat(&pinned.file)) {
@@ -186,7 +186,7 @@ impl LocalFiles {
         }
     }
 
-    /// Whether the file is still what was pinned, while the wait for the answer is noted.
+    /// Checks that the file is still identical to the pinned one. Notes the wait for the answer.
     fn compare_open(&self, file: FileId, pinned: &Pinned) -> Result<(), SourceError> {
         self.compare(file, pinned, fstat(&pinned.file))
     }
@@ -292,7 +292,7 @@ impl Source for LocalFiles {
         self.compare_open(file, pinned)?;
         let found = match &pinned.again {
             Again::Named => stat(&*pinned.pin.path),
-            // Not by the path as a whole: a link that was put there since may lead anywhere, also into our own mount.
+            // Not by the path as a whole: a new link there may lead anywhere, also into our own mount.
             Again::Beneath(root, below) => root.find_again(below),
         };
         self.compare(file, pinned, found)
@@ -378,7 +378,7 @@ impl Maps for LocalFiles {
             self.window.touch(&self.maps, maps, span);
             maps.kernel_bytes(&pinned.file, &pinned.pin.path, span)?
         };
-        // How long others take for them says nothing about this file.
+        // The time that others take for the bytes says nothing about this file.
         drop(fetching);
         reply(bytes);
         let _checking = self.health.begin(WaitTarget::Check(file));
