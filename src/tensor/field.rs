@@ -1,7 +1,7 @@
 //! Reads the stored elements of an operand, many at a time.
 //!
-//! A line of logical elements is cut where the operand's index stops advancing evenly, and each part is read in one loop:
-//! codes side by side, a column of words, the same element again and again.
+//! A line of logical elements is cut where the operand's index stops advancing evenly. One loop reads each part:
+//! adjacent codes, a column of words, or the same element again and again.
 
 use super::{
     BitOrder, Bits, DType, Digit, Field, Step, Term, Window,
@@ -13,13 +13,13 @@ use super::{
     value::{code, integer},
 };
 
-/// Codes with this many bits are looked up in a table that has all that follows from them alone.
+/// Width of codes that are looked up in a table. The table includes the steps that depend on the code alone.
 const TABLE_BITS: u32 = 4;
 /// Codes of one word.
 const WORD_CODES: usize = 8;
 /// Elements that are collected before they are widened.
 const COLLECTED: usize = 64;
-/// Magnitudes up to which sums and products of codes are followed.
+/// Greatest magnitude up to which bounds of sums and products of codes are tracked.
 pub(super) const BOUND_MAX: f32 = 1e30;
 
 /// How a stored element is read.
@@ -32,12 +32,12 @@ pub(super) enum FieldReader<'a> {
     },
     Integer(Bits),
     Table(Bits, &'a [u32]),
-    /// Codes of four bits with all that follows from them alone.
+    /// Codes of four bits, with a table that includes the steps that depend on the code alone.
     Nibble(Bits, Box<unpack::Table>),
 }
 
 impl FieldReader<'_> {
-    /// The greatest magnitude of what is read, if it is all finite whatever is stored.
+    /// The greatest magnitude of the values, if they are finite for any stored bits.
     pub(super) fn bound(&self) -> Option<f32> {
         let greatest = |table: &[u32]| {
             let magnitudes = table.iter().map(|bits| f32::from_bits(*bits).abs());
@@ -63,7 +63,7 @@ impl FieldReader<'_> {
     }
 }
 
-/// Digits of which eight neighbours share a word of codes in some order, as in AWQ.
+/// Digits for codes packed eight to a word in some order, as in AWQ.
 #[derive(Clone, Debug)]
 struct PackedWords {
     shifts: unpack::Shifts,
@@ -71,7 +71,7 @@ struct PackedWords {
     word: Vec<Digit>,
 }
 
-/// An operand made ready for many elements.
+/// An operand prepared for many elements.
 #[derive(Clone, Debug)]
 pub(super) struct Fields<'a> {
     pub(super) reader: FieldReader<'a>,
@@ -81,7 +81,7 @@ pub(super) struct Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
-    /// The elements of a field and an index, and how many of the steps that follow are done with reading them.
+    /// A reader of the elements of a field and an index, and the number of following steps that its table includes.
     pub(super) fn new(field: &'a Field, digits: &'a [Digit], steps: &[Step], window: Window<'a>) -> (Self, usize) {
         let (reader, folded) = reader(field, steps);
         let words = if let FieldReader::Nibble(bits, _) = &reader { words(*bits, digits) } else { None };
@@ -116,7 +116,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Loads whole words of codes, and says how many codes that were.
+    /// Loads whole words of codes. Returns the number of codes.
     fn load_words(&self, level: Level, words: &PackedWords, n: u64, values: &mut [[u8; 4]]) -> usize {
         let FieldReader::Nibble(_, table) = &self.reader else { return 0 };
         let (index, step, count) = uniform(&words.word, n, WORD_CODES as u64, values.len() / WORD_CODES);
@@ -127,7 +127,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// How stored elements are read, and how many of the steps that follow are done with it.
+/// How stored elements are read, and the number of following steps that this includes.
 fn reader<'a>(field: &'a Field, steps: &[Step]) -> (FieldReader<'a>, usize) {
     match field {
         Field::Float(dtype) => {
@@ -153,7 +153,7 @@ fn reader<'a>(field: &'a Field, steps: &[Step]) -> (FieldReader<'a>, usize) {
     }
 }
 
-/// The order of codes in words, if eight neighbours always share one and they are not simply side by side.
+/// The order of codes in words, if eight neighbours always lie in one word and are not simply side by side.
 fn words(bits: Bits, digits: &[Digit]) -> Option<PackedWords> {
     let codes = WORD_CODES as u64;
     let (within, word): (Vec<Digit>, Vec<Digit>) = digits
@@ -176,7 +176,7 @@ fn words(bits: Bits, digits: &[Digit]) -> Option<PackedWords> {
     Some(PackedWords { shifts: shifts?.try_into().ok()?, word })
 }
 
-/// The index of element `n`, what each of the next `count` or fewer elements `stride` apart adds to it, and how many those are.
+/// The index of element `n`, the step of the index over the next elements `stride` apart, and their number, at most `count`.
 fn uniform(digits: &[Digit], n: u64, stride: u64, count: usize) -> (u64, u64, usize) {
     let (mut index, mut step, mut valid) = (0, 0, count as u64);
     for digit in digits {
@@ -242,7 +242,7 @@ fn read(level: Level, reader: &FieldReader<'_>, window: Window<'_>, index: u64, 
         }
         FieldReader::Nibble(bits, table) if step == 4 => nibbles(level, *bits, table, window, index, values),
         FieldReader::Nibble(bits, table) if step == 32 && bits.order == BitOrder::LowFirst => {
-            // The last word may end beyond the window: only the byte with its code is known to be there.
+            // The last word may end beyond the window: only the byte with its code is certainly there.
             let (last, others) = values.split_last_mut().map_or((None, [].as_mut_slice()), |(a, b)| (Some(a), b));
             let words = window.from(index / 8).as_chunks::<4>().0;
             let shift = u32::from((index % 8).to_le_bytes()[0]);

@@ -1,7 +1,7 @@
-//! The algebra of views, and the kernels that carry it out. Pure: no I/O, no serialization, no threads.
+//! The algebra of views, and the kernels that execute it. Pure: no I/O, no serialization, no threads.
 //!
-//! A [`View`] says what a virtual tensor is; [`View::lower`] gives its [`Tiling`], the strided copies that fill it; the
-//! kernels carry those out. Nothing else exists at read time: no tree is walked and no operator has a reader of its own.
+//! A [`View`] defines a virtual tensor; [`View::lower`] gives its [`Tiling`], the strided copies that fill it; the kernels
+//! execute those. Nothing else exists at read time: no code walks the tree, and no operator has a reader of its own.
 //!
 //! ```
 //! use ckfs::tensor::{DType, Shape, SourceTensor, TensorId, View};

@@ -1,8 +1,8 @@
 //! Values of quantized tensors, a stretch of logical elements at a time.
 //!
-//! A value is a tree: what is loaded, and steps, of which some have values of their own on the right. Those often stay the
-//! same over a group of elements: then they are computed once for each group, and the step is done group by group. Rows
-//! that have the same groups keep them from one to the next.
+//! A value is a tree: a load, and steps, of which some have a value as right operand. Such a value is often the same for a group
+//! of elements: then it is computed once for each group, and the step runs group by group. Rows with the same groups reuse
+//! these values.
 
 use std::sync::Arc;
 
@@ -21,10 +21,10 @@ use super::{
 
 /// Elements of one stretch: its f32 values take 4 KiB.
 pub(super) const STRETCH: usize = 1024;
-/// Bytes that are asked for ahead of a line at most.
+/// Most bytes prefetched ahead of a line.
 const AHEAD_BYTES_MAX: usize = 2048;
 
-/// Where a value may change: at multiples of `block` from where its axis begins, which it does every `around` elements.
+/// Where a value may change: at multiples of `block` from the start of its axis. The axis starts again every `around` elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Change {
     block: u64,
@@ -34,20 +34,20 @@ struct Change {
 #[derive(Clone, Debug)]
 enum NodeStep<'a> {
     Constant(&'a Step),
-    /// An operation with another value, and whether the left side is finite whatever is stored.
+    /// An operation with another value, and whether the left side is finite for any stored bits.
     Value(Operation, Box<ValueNode<'a>>, bool),
 }
 
-/// A value made ready for many elements.
+/// A value prepared for many elements.
 #[derive(Clone, Debug)]
 struct ValueNode<'a> {
     fields: Fields<'a>,
     steps: Vec<NodeStep<'a>>,
-    /// Where it, or what its steps combine it with, may change.
+    /// Where it, or an operand of its steps, may change.
     changes: SmallVec<[Change; 4]>,
-    /// What its values cannot exceed, if they are finite whatever is stored.
+    /// Upper bound of its magnitudes, if they are finite for any stored bits.
     bound: Option<f32>,
-    /// Its values where it stands on the right of a step, and which elements they belong to.
+    /// Its values if it is the right operand of a step, and their elements.
     scratch: Vec<[u8; 4]>,
     last: Option<KeptLine>,
 }
@@ -57,9 +57,9 @@ struct ValueNode<'a> {
 struct KeptLine {
     line: ElementLine,
     equal: EqualRuns,
-    /// For each change, where the line begins on its axis, and the block that holds all of the line, empty if there is none.
+    /// For each change, the start of the line on its axis, and the block that holds all of the line; empty if there is none.
     places: SmallVec<[(u64, std::ops::Range<u64>); 4]>,
-    /// How far the line was from the one before, and the changes for which that is no distance.
+    /// The distance of the line from the one before, and the changes whose position this distance leaves unchanged.
     distance: u64,
     in_step: u64,
 }
@@ -72,7 +72,7 @@ struct ElementLine {
     count: usize,
 }
 
-/// What a result of finite numbers cannot exceed.
+/// Upper bound of the magnitude of a result of finite numbers.
 fn bound_after(operation: Operation, left: Option<f32>, right: Option<f32>) -> Option<f32> {
     let (left, right) = (left?, right?);
     let bound = match operation {
@@ -83,7 +83,7 @@ fn bound_after(operation: Operation, left: Option<f32>, right: Option<f32>) -> O
     (bound <= BOUND_MAX).then_some(bound)
 }
 
-/// Consecutive runs of elements for which a value is the same: the first has `head` elements, each other one `period`.
+/// Consecutive runs of elements with equal values: the first has `head` elements, each other one `period`.
 #[derive(Clone, Copy, Debug)]
 struct EqualRuns {
     valid: usize,
@@ -94,7 +94,7 @@ struct EqualRuns {
 }
 
 impl EqualRuns {
-    /// How many runs there are.
+    /// Number of runs.
     const fn runs(&self) -> usize {
         if self.head == self.period {
             self.valid.div_ceil(self.period)
@@ -168,7 +168,8 @@ impl<'a> ValueNode<'a> {
         }
     }
 
-    /// Applies an operation between `values`, which are those of `line` and known to be finite or not, and those of this node.
+    /// Applies an operation between `values`, the values of `line`, and those of this node. `is_finite` tells whether all of
+    /// `values` are finite.
     fn combine(
         &mut self,
         level: Level,
@@ -211,7 +212,7 @@ impl<'a> ValueNode<'a> {
         if !even {
             return self.values(level, &[n], stride, &mut scratch[..valid], rounded);
         }
-        // A first run that is shorter than the others is not in step with them.
+        // A first run that is shorter than the others is computed separately.
         let apart = usize::from(head < period);
         let (first, others) = scratch[..equal.runs()].split_at_mut(apart);
         if apart == 1 {
@@ -223,7 +224,7 @@ impl<'a> ValueNode<'a> {
         }
     }
 
-    /// What is remembered of a line.
+    /// The data to keep of a line.
     fn kept(&self, line: ElementLine, equal: EqualRuns) -> KeptLine {
         let to_last = line.stride * line.count.saturating_sub(1) as u64;
         let place = |change: &Change| {
@@ -236,8 +237,8 @@ impl<'a> ValueNode<'a> {
         KeptLine { line, equal, places, distance: 0, in_step: u64::MAX }
     }
 
-    /// Whether a line has the values that are kept, as rows of one group have: on each axis it begins at the same place as the
-    /// last one, or both lie within one block.
+    /// Whether a line has the kept values, as rows of one group do: on each axis it begins at the same position as the last
+    /// one, or both lie within one block.
     fn repeats(&mut self, now: ElementLine) -> bool {
         let Some(last) = &mut self.last else { return false };
         let known = (last.line.stride, last.line.count) == (now.stride, now.count) && self.changes.len() <= 64;
@@ -261,7 +262,7 @@ impl<'a> ValueNode<'a> {
         true
     }
 
-    /// How the values of a line repeat, as far as that is even.
+    /// The runs of equal values of a line, as far as they are even.
     fn equal_runs(&self, line: ElementLine) -> EqualRuns {
         let ElementLine { n, stride, count } = line;
         let mut valid = count as u64;
@@ -271,7 +272,7 @@ impl<'a> ValueNode<'a> {
             valid = valid.min(over_up(change.around - from, stride));
             changes.push((over_up(change.block - within(from, change.block), stride), change.block));
         }
-        // What does not change so soon does not matter.
+        // Changes beyond the valid elements do not matter.
         changes.retain(|(head, _)| *head < valid);
         let few = |elements: u64| usize::try_from(elements).map_or(count, |elements| elements.min(count));
         let valid_few = few(valid);
@@ -289,7 +290,7 @@ impl<'a> ValueNode<'a> {
     }
 }
 
-/// Where the first operand of a value is.
+/// The position of a value's first operand.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Codes<'a> {
     window: Window<'a>,
@@ -298,7 +299,7 @@ pub(super) struct Codes<'a> {
 }
 
 impl Codes<'_> {
-    /// Asks for about the bytes of `count` elements from `first` on.
+    /// Prefetches about the bytes of `count` elements from `first` on.
     pub(super) fn prefetch(&self, first: usize, count: usize) {
         let byte = |n: u64| {
             let index: u64 = self.digits.iter().map(|digit| digit.of(n) * digit.stride).sum();
@@ -310,7 +311,7 @@ impl Codes<'_> {
     }
 }
 
-/// A program that begins with a value, made ready for many elements.
+/// A program that begins with a value, prepared for many elements.
 pub(super) struct ValueDecoder<'a> {
     level: Level,
     node: ValueNode<'a>,
@@ -337,7 +338,7 @@ impl<'a> ValueDecoder<'a> {
         }
     }
 
-    /// Where the codes are.
+    /// The position of the codes.
     pub(super) fn codes(&self) -> Codes<'a> {
         let index_bits = match &self.node.fields.reader {
             FieldReader::Float { bytes, .. } => 8 * *bytes as u64,

@@ -4,10 +4,9 @@
 //! a view that exists is well-formed; building one touches no data. [`View::lower`] turns it into a
 //! [`Tiling`](super::Tiling).
 //!
-//! Layout operators (slice, transpose, reshape, stack, concat, pad) say where elements go; element operators (cast,
-//! multiply, add) say what their values become. A leaf is a constant, a tensor as it is stored, or one whose elements
-//! are decoded from stored codes, scales and the like ([`View::quantized`]). The two kinds commute, which is what makes the normal form
-//! possible.
+//! Layout operators (slice, transpose, reshape, stack, concat, pad) move elements; element operators (cast, multiply, add)
+//! change their values. A leaf is a constant, a stored tensor, or a tensor whose elements are decoded from stored codes,
+//! scales and the like ([`View::quantized`]). The two kinds of operators commute, which makes the normal form possible.
 
 use std::{fmt, sync::Arc};
 
@@ -114,7 +113,7 @@ pub enum ViewError {
         tensor: TensorId,
         /// Shape of the decoded tensor.
         shape: Shape,
-        /// What does not fit.
+        /// The reason.
         error: OperandError,
     },
     /// The shape that would result is too large.
@@ -272,7 +271,7 @@ impl View {
         Self { node: Arc::new(Node { shape, dtype, op }) }
     }
 
-    /// A tensor of the checkpoint, as it is.
+    /// A tensor of the checkpoint, unchanged.
     pub fn source(tensor: SourceTensor) -> Self {
         Self::new(tensor.shape.clone(), tensor.dtype, Op::Source(tensor))
     }
@@ -326,7 +325,7 @@ impl View {
         Shape::try_new(&extents)
     }
 
-    /// Elements `start, start + step, …` below `stop` of `axis`; the other axes whole.
+    /// Elements `start, start + step, …` below `stop` of `axis`; all of the other axes.
     ///
     /// The axis shrinks to `ceil((stop - start) / step)`. Returns the view itself if that is all of it.
     ///
