@@ -457,12 +457,12 @@ fn cached_pages_are_mapped_before_they_are_touched_and_others_are_not_read() {
     };
 
     let small = open(8 << 20);
-    assert!(!small.map_ahead(A, span(0, LEN as u64)), "there is no room");
+    assert!(!small.prefault(A, span(0, LEN as u64)), "there is no room");
     assert_eq!(mapped_bytes(&path), 0);
 
     let source = open(1 << 40);
-    assert!(source.map_ahead(A, span(5000, LEN as u64)));
-    assert!(source.map_ahead(A, span(0, LEN as u64 + 1)), "a span that is not there is left out");
+    assert!(source.prefault(A, span(5000, LEN as u64)));
+    assert!(source.prefault(A, span(0, LEN as u64 + 1)), "a span that is not there is left out");
     // Kernels before 6.5 do not tell what is cached.
     // SAFETY: without a file the call does nothing.
     #[allow(unsafe_code)]
@@ -481,9 +481,9 @@ fn cached_pages_are_mapped_before_they_are_touched_and_others_are_not_read() {
 
     file.set_len(20 << 20).unwrap_err();
     fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(4 << 20).unwrap();
-    source.map_ahead(A, span(0, LEN as u64));
+    source.prefault(A, span(0, LEN as u64));
     source.check(A).unwrap_err();
-    assert!(source.map_ahead(A, span(0, LEN as u64)), "a file that has changed is left alone");
+    assert!(source.prefault(A, span(0, LEN as u64)), "a file that has changed is left alone");
 }
 
 /// How many pages of a mapped file the page cache has.

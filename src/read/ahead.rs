@@ -21,7 +21,7 @@ const GAP_BYTES: u64 = 256 << 10;
 
 impl Engine {
     /// Starts work on the bytes that a sequential reader will need next.
-    pub(super) fn look_ahead(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
+    pub(super) fn read_ahead(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
         if start == end {
             return;
         }
@@ -80,7 +80,7 @@ impl Engine {
 
     /// Requests the source pages that `start..end` of a file is made from. Every part of a transposed view needs all of its source
     /// pages, so that they are requested together, with the view's first byte.
-    pub(super) fn ask(&self, file: &OpenFile, start: u64, end: u64) {
+    pub(super) fn request_pages(&self, file: &OpenFile, start: u64, end: u64) {
         let most = self.options().tile_cache_bytes as u64;
         for (segment, low, high) in file.image.spans(start, end) {
             let Segment::View(_) = &file.image.segments()[segment] else { continue };

@@ -99,7 +99,7 @@ impl Engine {
         self.sources_of(file).iter().try_for_each(|id| self.check_original(*id))
     }
 
-    /// The source files that a file is made of.
+    /// The source files of a file.
     pub fn sources_of<'a>(&self, file: &'a OpenFile) -> &'a [FileId] {
         file.sources.get_or_init(|| {
             let mut sources = std::collections::BTreeSet::new();
@@ -131,7 +131,7 @@ impl Engine {
         let waiting = self.source().health().note_stalls();
         let slow = waiting.iter().filter(|waiting| waiting.quiet >= SLOW);
         let threads: Vec<i32> = slow.map(|waiting| waiting.thread).collect();
-        self.workers.relieve(&threads);
+        self.workers.replace_waiting(&threads);
     }
 
     /// Checks that a source file is unchanged.
@@ -271,7 +271,7 @@ impl Engine {
         let end = start.saturating_add(len as u64).min(file.len_bytes());
         let start = start.min(end);
         // First of all, so that other threads compute the next tiles while this thread computes the requested bytes.
-        self.look_ahead(file, start, end);
+        self.read_ahead(file, start, end);
         let result = self.read_span(file, start, end, reply);
         if let Err(error) = &result {
             self.count_failure(error);

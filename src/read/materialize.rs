@@ -126,7 +126,7 @@ pub struct Materializing {
     /// Another map of the target, from which finished pieces are read.
     view: OnceLock<Option<MmapRaw>>,
     /// End of the bytes of the file for which source pages were requested.
-    asked: AtomicU64,
+    requested: AtomicU64,
     failed: AtomicBool,
     progress: Mutex<Progress>,
     changed: Condvar,
@@ -241,7 +241,7 @@ impl Materializing {
             target,
             pieces: OnceLock::new(),
             view: OnceLock::new(),
-            asked: AtomicU64::new(0),
+            requested: AtomicU64::new(0),
             failed: AtomicBool::new(false),
             progress: Mutex::default(),
             changed: Condvar::new(),
@@ -448,9 +448,9 @@ impl Materializing {
 
     fn ask_ahead(&self, start: u64) {
         let end = self.file.len_bytes().min(start + AHEAD_BYTES);
-        let asked = self.asked.fetch_max(end, Ordering::Relaxed);
-        if asked < end {
-            self.engine.ask(&self.file, asked.max(start), end);
+        let requested = self.requested.fetch_max(end, Ordering::Relaxed);
+        if requested < end {
+            self.engine.request_pages(&self.file, requested.max(start), end);
         }
     }
 
@@ -487,7 +487,7 @@ impl Materializing {
         done(match error {
             Some(error) => Err(error),
             None if failed => {
-                Err(ReadError::Internal { what: "the file failed before all of it was asked for" }.into())
+                Err(ReadError::Internal { what: "the file failed before all of it was requested" }.into())
             }
             // A piece may have been made long before the last one.
             None => self.engine.check(&self.file).map_err(MaterializeError::from),

@@ -68,7 +68,7 @@ impl Prefault {
             (info.file(), info.span())
         };
         match self.sources.next(place) {
-            StepOutcome::Part(file, span) => engine.source().maps().is_some_and(|maps| maps.map_ahead(file, span)),
+            StepOutcome::Part(file, span) => engine.source().maps().is_some_and(|maps| maps.prefault(file, span)),
             StepOutcome::View => true,
             StepOutcome::Nothing => false,
         }
@@ -119,7 +119,7 @@ mod tests {
             Ok(View::source(SourceTensor { id: TensorId(id), dtype: DType::BF16, shape }))
         };
         let views = [
-            source(0, 4096)?,                                       // copied as it is
+            source(0, 4096)?,                                       // copied unchanged
             View::stack(0, &[source(0, 4096)?, source(1, 4096)?])?, // copied in runs
             source(2, 511)?.reverse_axes(),                         // made, but small
             View::stack(1, &[source(3, 512)?.reverse_axes(), source(4, 512)?.reverse_axes()])?,

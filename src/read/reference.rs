@@ -55,9 +55,9 @@ pub enum ReferenceError {
     /// The span leaves the view.
     #[error("bytes {start}..{end} of a view of {len_bytes} bytes")]
     OutOfBounds {
-        /// First byte asked for.
+        /// First requested byte.
         start: u64,
-        /// End of the bytes asked for.
+        /// End of the requested bytes.
         end: u64,
         /// Bytes of the view.
         len_bytes: u64,
@@ -67,9 +67,9 @@ pub enum ReferenceError {
     Read {
         /// The tensor.
         tensor: TensorId,
-        /// First byte asked for.
+        /// First requested byte.
         start: u64,
-        /// End of the bytes asked for.
+        /// End of the requested bytes.
         end: u64,
         /// The reader's error.
         #[source]
@@ -80,9 +80,9 @@ pub enum ReferenceError {
     Length {
         /// The tensor.
         tensor: TensorId,
-        /// First byte asked for.
+        /// First requested byte.
         start: u64,
-        /// End of the bytes asked for.
+        /// End of the requested bytes.
         end: u64,
         /// Bytes returned.
         found: usize,
@@ -92,7 +92,7 @@ pub enum ReferenceError {
 /// The result of a reader of tensor bytes.
 pub type TensorBytes = Result<Vec<u8>, Box<dyn Error + Send + Sync>>;
 
-/// Bytes `span` of the row-major elements of `view`. `read` is asked for spans of a tensor's bytes, relative to its
+/// Bytes `span` of the row-major elements of `view`. `read` returns a span of a tensor's bytes, counted from the tensor's
 /// first.
 ///
 /// # Errors

@@ -84,7 +84,7 @@ mod tests {
         assert_eq!(streams.note(2 * M, 3 * M, EIGHT), None, "enough is ahead");
         assert_eq!(streams.note(5 * M, 6 * M, EIGHT), Some((10 * M, 14 * M)));
         assert!(streams.awaits(10 * M, 12 * M) && streams.awaits(5 * M, 7 * M));
-        assert!(!streams.awaits(4 * M, 6 * M), "all of it was asked for since");
+        assert!(!streams.awaits(4 * M, 6 * M), "all of it was requested since");
         assert!(!streams.awaits(14 * M, 16 * M), "nobody is expected there");
     }
 

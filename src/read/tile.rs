@@ -212,13 +212,13 @@ impl TileCache {
     }
 
     /// Memory of tiles outside the cache: those being computed, and those that only readers still hold.
-    fn loose_bytes(&self, state: &CacheState) -> usize {
+    fn outside_bytes(&self, state: &CacheState) -> usize {
         self.held.load(Ordering::Relaxed).saturating_sub(state.bytes)
     }
 
     /// Memory of tiles that cannot be freed for others.
     fn tile_bytes_in_use(&self, state: &CacheState) -> usize {
-        state.bytes_in_use() + self.loose_bytes(state)
+        state.bytes_in_use() + self.outside_bytes(state)
     }
 
     /// Sets the memory, in bytes, of dropped files that programs still map.
@@ -245,7 +245,7 @@ impl TileCache {
             return None;
         }
         self.reserved.fetch_add(bytes, Ordering::Relaxed);
-        let others = (self.bytes_max - taken).saturating_sub(self.loose_bytes(&state));
+        let others = (self.bytes_max - taken).saturating_sub(self.outside_bytes(&state));
         let dropped = state.drop_until(others);
         drop(state);
         drop(dropped);
@@ -316,13 +316,13 @@ impl TileCache {
     pub(super) fn get(
         &self,
         key: TileKey,
-        ask: Demand,
+        demand: Demand,
         bytes: usize,
         counters: &Counters,
         give_up: &dyn Fn() -> Option<ReadError>,
         compute: impl FnOnce(TileRoom) -> Result<Tile, ReadError>,
     ) -> Option<Outcome> {
-        let ahead = ask == Demand::Prefetch;
+        let ahead = demand == Demand::Prefetch;
         let (flight, room, dropped) = {
             let mut state = self.lock();
             if let Some((tile, used)) = state.tiles.get_mut(&key) {
@@ -357,7 +357,7 @@ impl TileCache {
             }
             state.refused.pop(&key);
             let room = TileRoom::new(&self.held, bytes);
-            let others = self.tile_bytes_max().saturating_sub(self.loose_bytes(&state));
+            let others = self.tile_bytes_max().saturating_sub(self.outside_bytes(&state));
             let dropped = state.drop_until(others);
             let flight = Arc::new(Flight::default());
             state.flights.insert(key, Arc::clone(&flight));
@@ -384,7 +384,7 @@ impl TileCache {
         if let Some((old, _)) = state.tiles.put(key, (Arc::clone(tile), Instant::now())) {
             state.bytes -= old.room.bytes;
         }
-        let most = self.tile_bytes_max().saturating_sub(self.loose_bytes(&state));
+        let most = self.tile_bytes_max().saturating_sub(self.outside_bytes(&state));
         let dropped = state.drop_until(most);
         drop(state);
         add(&counters.tile_evictions, dropped.len() as u64);
@@ -452,9 +452,9 @@ mod tests {
     }
 
     /// Requests a tile, and makes it if there is room.
-    fn ask(cache: &TileCache, counters: &Counters, index: u64, len: usize, ask: Demand) -> Option<Arc<Tile>> {
+    fn request(cache: &TileCache, counters: &Counters, index: u64, len: usize, demand: Demand) -> Option<Arc<Tile>> {
         let pool = BufferPool::new(0);
-        cache.get(key(index), ask, len, counters, &|| None, |room| Ok(tile(&pool, room, len))).map(Result::unwrap)
+        cache.get(key(index), demand, len, counters, &|| None, |room| Ok(tile(&pool, room, len))).map(Result::unwrap)
     }
 
     /// Sets the last use of a tile to long ago.
@@ -470,16 +470,16 @@ mod tests {
     fn the_limit_holds_and_the_least_used_goes_first() {
         let (cache, counters) = (TileCache::new(100), Counters::default());
         for index in [0, 1, 0] {
-            ask(&cache, &counters, index, 40, Demand::Reader).unwrap();
+            request(&cache, &counters, index, 40, Demand::Reader).unwrap();
         }
         age(&cache, 1);
-        ask(&cache, &counters, 2, 40, Demand::Reader).unwrap();
+        request(&cache, &counters, 2, 40, Demand::Reader).unwrap();
         assert!(cache.has(&key(0)) && !cache.has(&key(1)) && cache.has(&key(2)));
         assert_eq!(counters.tile_hits.load(Ordering::Relaxed), 1);
-        assert!(ask(&cache, &counters, 9, 101, Demand::Reader).is_none(), "a tile beyond the limit is not made");
+        assert!(request(&cache, &counters, 9, 101, Demand::Reader).is_none(), "a tile beyond the limit is not made");
         cache.forget(&key(0));
         assert_eq!(cache.bytes(), 40);
-        let ahead = |index| ask(&cache, &counters, index, 40, Demand::Prefetch).is_some();
+        let ahead = |index| request(&cache, &counters, index, 40, Demand::Prefetch).is_some();
         assert!(ahead(0), "it may be wanted again");
         cache.note_consumed(&key(0));
         assert!(!ahead(0) && !cache.has(&key(0)), "computed ahead too late");
@@ -493,13 +493,13 @@ mod tests {
     fn what_is_in_use_takes_room_until_it_is_forgotten() {
         let (cache, counters) = (TileCache::new(100), Counters::default());
         for index in 0..2 {
-            ask(&cache, &counters, index, 40, Demand::Reader).unwrap();
+            request(&cache, &counters, index, 40, Demand::Reader).unwrap();
         }
         assert!(cache.bytes_in_use() == 80 && cache.has_room(20) && !cache.has_room(21));
         cache.forget(&key(0));
         assert!(cache.bytes_in_use() == 40 && cache.has_room(60));
         assert!(cache.has_much_room(10) && !cache.has_much_room(11));
-        let made = |index, len| ask(&cache, &counters, index, len, Demand::Reader).is_some();
+        let made = |index, len| request(&cache, &counters, index, len, Demand::Reader).is_some();
         assert!(made(1, 1000), "it is there");
         assert!(!made(3, 61) && made(2, 60));
         cache.forget(&key(2));
@@ -521,14 +521,14 @@ mod tests {
         let (cache, pool, counters) = (TileCache::new(100), BufferPool::new(0), Counters::default());
         let compute = |room: TileRoom| {
             assert_eq!((cache.bytes(), cache.bytes_in_use()), (60, 60));
-            assert!(ask(&cache, &counters, 1, 41, Demand::Reader).is_none() && cache.reserve(41).is_none());
+            assert!(request(&cache, &counters, 1, 41, Demand::Reader).is_none() && cache.reserve(41).is_none());
             assert!(cache.reserve_spare(41).is_none());
             drop(room);
             Err(ReadError::Panicked)
         };
         assert!(cache.get(key(0), Demand::Reader, 60, &counters, &|| None, compute).unwrap().is_err());
         assert_eq!(cache.bytes(), 0);
-        let reader = ask(&cache, &counters, 2, 60, Demand::Reader).unwrap();
+        let reader = request(&cache, &counters, 2, 60, Demand::Reader).unwrap();
         cache.note_consumed(&key(2));
         assert!(!cache.has(&key(2)) && cache.bytes() == 60 && cache.reserve(41).is_none());
         drop(reader);
@@ -545,7 +545,7 @@ mod tests {
     fn room_is_reserved_only_where_no_tile_is_in_use() {
         let (cache, counters) = (TileCache::new(100), Counters::default());
         for index in 0..2 {
-            ask(&cache, &counters, index, 40, Demand::Reader).unwrap();
+            request(&cache, &counters, index, 40, Demand::Reader).unwrap();
         }
         assert!(cache.reserve(21).is_none() && cache.reserve(usize::MAX).is_none());
         let few = cache.reserve(20).unwrap();
@@ -557,7 +557,7 @@ mod tests {
         cache.note_consumed(&key(1));
         assert!(cache.reserve(16).is_none(), "a quarter is for tiles");
         assert!(cache.has_room(40) && !cache.has_room(41) && cache.has_much_room(20) && !cache.has_much_room(21));
-        assert!(ask(&cache, &counters, 9, 41, Demand::Reader).is_none(), "no room is left for it");
+        assert!(request(&cache, &counters, 9, 41, Demand::Reader).is_none(), "no room is left for it");
         drop((few, more));
         assert!(cache.reserved_bytes() == 0 && cache.has_room(100) && cache.reserve(75).is_some());
     }
@@ -568,8 +568,8 @@ mod tests {
         cache.set_dropped_bytes(60);
         assert!(cache.reserve(16).is_none() && cache.reserve_spare(16).is_none() && cache.reserve(15).is_some());
         assert!(
-            ask(&cache, &counters, 0, 41, Demand::Reader).is_none()
-                && ask(&cache, &counters, 1, 40, Demand::Reader).is_some()
+            request(&cache, &counters, 0, 41, Demand::Reader).is_none()
+                && request(&cache, &counters, 1, 40, Demand::Reader).is_some()
         );
         cache.set_dropped_bytes(0);
         assert!(cache.reserve(60).is_some());

@@ -4,9 +4,9 @@
 //! | word | what it does | to delete it |
 //! | --- | --- | --- |
 //! | `zero` | keeps pre-zeroed buffers in memory for files that will be materialized | `volume/materialize/prezeroed.rs`; `Memory::{prezeroed, pause}` and their uses in `volume/materialize/`; `Engine::{reserve_spare, prezeroed_bytes}`, `TileCache::{reserve_spare, spare, spare_bytes}`; the rows `prezeroed*` of `volume/stats.rs`, `Counters::prezeroed_files`, `cli/status.rs` |
-//! | `prefault` | maps cached source pages before they are read | `read/prefault.rs`; `Source::map_ahead`; `Engine::keep_maps` and its call in `volume/opening.rs` |
+//! | `prefault` | maps cached source pages before they are read | `read/prefault.rs`; `Maps::prefault`; `Engine::keep_maps` and its call in `volume/opening.rs` |
 //! | `threads` | lets each worker run small jobs when it starts | `tensor::warm_up` and its call in `read/worker.rs` |
-//! | `wake` | wakes helping workers on another processor | `Seat::call_elsewhere` and `Workers::submit_beside` in `read/worker.rs`: `submit` takes its place |
+//! | `wake` | wakes helping workers on another processor | `IdleWorker::wake_elsewhere` and `Workers::submit_beside` in `read/worker.rs`: `submit` takes its place |
 //!
 //! `zero` and `prefault` use the same thread of `volume/materialize/prezeroed.rs`; without `zero` it only prefaults. As long as one
 //! of the two exists the thread stays. If both are deleted, delete also the thread, `Materializer::expect`, and `tell_sizes` in

@@ -28,7 +28,7 @@ struct Jobs {
     awaited: VecDeque<QueuedJob>,
     ahead: VecDeque<QueuedJob>,
     /// Threads without a job; the one that became idle last is last.
-    idle: Vec<Arc<Seat>>,
+    idle: Vec<Arc<IdleWorker>>,
     /// All threads that run.
     threads: Vec<Pid>,
     /// Threads beyond the usual number, and how many there should be.
@@ -37,10 +37,10 @@ struct Jobs {
     ended: bool,
 }
 
-/// Where a thread waits for a job.
-struct Seat {
+/// A thread as it waits for a job.
+struct IdleWorker {
     thread: Pid,
-    called: Condvar,
+    wake: Condvar,
 }
 
 #[derive(Default)]
@@ -72,7 +72,7 @@ impl Workers {
 
     /// Starts one substitute for each of these threads in `waiting`, the threads that wait for storage, so that the usual
     /// number can work at any time. Substitutes end when they are idle and no longer needed.
-    pub(super) fn relieve(&self, waiting: &[i32]) {
+    pub(super) fn replace_waiting(&self, waiting: &[i32]) {
         let mut jobs = self.queue.lock();
         let stuck = jobs.threads.iter().filter(|thread| waiting.contains(&thread.as_raw_nonzero().get())).count();
         jobs.spares_wanted = stuck.min(SPARES_MAX);
@@ -85,8 +85,8 @@ impl Workers {
         }
         if jobs.spares > jobs.spares_wanted {
             // Idle substitutes check whether they are still needed.
-            for seat in std::mem::take(&mut jobs.idle) {
-                seat.called.notify_one();
+            for worker in std::mem::take(&mut jobs.idle) {
+                worker.wake.notify_one();
             }
         }
     }
@@ -96,10 +96,10 @@ impl Workers {
         let mut jobs = self.queue.lock();
         if self.count > 0 && jobs.ahead.len() < QUEUE_MAX {
             jobs.ahead.push_back(Box::new(job));
-            let seat = jobs.idle.pop();
+            let worker = jobs.idle.pop();
             drop(jobs);
-            if let Some(seat) = seat {
-                seat.called.notify_one();
+            if let Some(worker) = worker {
+                worker.wake.notify_one();
             }
         }
     }
@@ -109,8 +109,8 @@ impl Workers {
         if self.count == 0 {
             return job();
         }
-        if let Some(seat) = self.queue.add(Box::new(job)) {
-            seat.called.notify_one();
+        if let Some(worker) = self.queue.add(Box::new(job)) {
+            worker.wake.notify_one();
         }
     }
 
@@ -119,11 +119,11 @@ impl Workers {
         if self.count == 0 {
             return job();
         }
-        if let Some(seat) = self.queue.add(Box::new(job)) {
+        if let Some(worker) = self.queue.add(Box::new(job)) {
             if Warm::chosen().wake {
-                seat.call_elsewhere();
+                worker.wake_elsewhere();
             } else {
-                seat.called.notify_one();
+                worker.wake.notify_one();
             }
         }
     }
@@ -135,17 +135,17 @@ impl JobQueue {
     }
 
     /// Adds a job that a caller waits for. Returns the thread to wake for it, if one is idle.
-    fn add(&self, job: QueuedJob) -> Option<Arc<Seat>> {
+    fn add(&self, job: QueuedJob) -> Option<Arc<IdleWorker>> {
         let mut jobs = self.lock();
         jobs.awaited.push_back(job);
         jobs.idle.pop()
     }
 }
 
-impl Seat {
+impl IdleWorker {
     /// Wakes the thread on another processor than this one. The kernel may choose this one if it finds all busy, even for only
     /// some microseconds. It then takes some milliseconds to notice that another has become idle.
-    fn call_elsewhere(&self) {
+    fn wake_elsewhere(&self) {
         let usual = sched_getaffinity(Some(self.thread)).ok();
         let elsewhere = usual.and_then(|mut processors| {
             let here = sched_getcpu();
@@ -155,7 +155,7 @@ impl Seat {
             (processors.count() > 0).then_some(processors)
         });
         let moved = elsewhere.is_some_and(|elsewhere| sched_setaffinity(Some(self.thread), &elsewhere).is_ok());
-        self.called.notify_one();
+        self.wake.notify_one();
         // The kernel chose the processor when it woke the thread. From now on the thread may run anywhere.
         if let Some(usual) = usual.filter(|_| moved) {
             let _ = sched_setaffinity(Some(self.thread), &usual);
@@ -167,9 +167,9 @@ fn work(queue: &JobQueue, spare: bool) {
     if Warm::chosen().threads {
         warm_up();
     }
-    let seat = Arc::new(Seat { thread: gettid(), called: Condvar::new() });
-    queue.lock().threads.push(seat.thread);
-    while let Some(job) = queue.next(&seat, spare) {
+    let worker = Arc::new(IdleWorker { thread: gettid(), wake: Condvar::new() });
+    queue.lock().threads.push(worker.thread);
+    while let Some(job) = queue.next(&worker, spare) {
         if catch_unwind(AssertUnwindSafe(job)).is_err() {
             tracing::error!("a computation panicked; a read that needs its bytes will repeat it");
         }
@@ -178,22 +178,22 @@ fn work(queue: &JobQueue, spare: bool) {
 
 impl JobQueue {
     /// The next job of a thread; waits for one. `None` if the thread should end.
-    fn next(&self, seat: &Arc<Seat>, spare: bool) -> Option<QueuedJob> {
+    fn next(&self, worker: &Arc<IdleWorker>, spare: bool) -> Option<QueuedJob> {
         let mut jobs = self.lock();
         loop {
             let unwanted = spare && jobs.spares > jobs.spares_wanted;
             if jobs.ended || unwanted {
                 jobs.spares -= usize::from(spare);
-                jobs.threads.retain(|thread| *thread != seat.thread);
+                jobs.threads.retain(|thread| *thread != worker.thread);
                 return None;
             }
             if let Some(job) = jobs.awaited.pop_front().or_else(|| jobs.ahead.pop_front()) {
                 return Some(job);
             }
-            jobs.idle.push(Arc::clone(seat));
-            // The thread that wakes this one removes the seat from the list.
-            while jobs.idle.iter().any(|idle| Arc::ptr_eq(idle, seat)) {
-                jobs = seat.called.wait(jobs).unwrap_or_else(PoisonError::into_inner);
+            jobs.idle.push(Arc::clone(worker));
+            // The thread that wakes this one removes the worker from the list.
+            while jobs.idle.iter().any(|idle| Arc::ptr_eq(idle, worker)) {
+                jobs = worker.wake.wait(jobs).unwrap_or_else(PoisonError::into_inner);
             }
         }
     }
@@ -204,8 +204,8 @@ impl Drop for Workers {
     fn drop(&mut self) {
         let mut jobs = self.queue.lock();
         jobs.ended = true;
-        for seat in jobs.idle.drain(..) {
-            seat.called.notify_one();
+        for worker in jobs.idle.drain(..) {
+            worker.wake.notify_one();
         }
     }
 }
@@ -258,11 +258,11 @@ mod tests {
         let stuck = told.recv_timeout(Duration::from_secs(30)).unwrap();
         workers.submit(move || tell.send(gettid()).unwrap());
         told.recv_timeout(Duration::from_millis(50)).unwrap_err();
-        workers.relieve(&[stuck.as_raw_nonzero().get(), 1]);
+        workers.replace_waiting(&[stuck.as_raw_nonzero().get(), 1]);
         assert_ne!(told.recv_timeout(Duration::from_secs(30)).unwrap(), stuck);
         assert_eq!(workers.queue.lock().spares, 1);
         go.send(()).unwrap();
-        workers.relieve(&[]);
+        workers.replace_waiting(&[]);
         let until = std::time::Instant::now() + Duration::from_secs(30);
         while workers.queue.lock().spares > 0 && std::time::Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));

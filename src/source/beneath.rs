@@ -42,7 +42,7 @@ const LINKS_MAX: usize = 40;
 /// Most attempts of a resolution that a concurrent rename or a signal interrupts.
 const TRIES_MAX: usize = 8;
 
-/// A directory of the Hub's cache that holds a repository: its revisions and what they link to.
+/// Prefix of a directory of the Hub's cache that holds a repository: its revisions and the blobs that they link to.
 const HUB_PREFIX: &str = "models--";
 
 /// The directory that must contain a repository's files.

@@ -41,7 +41,7 @@ pub use stall::{Fetches, Stall, Waiting};
 
 use permission::Gates;
 
-/// A file of a source: index into the list of files that the source was made of.
+/// A file of a source: index into the source's list of files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FileId(pub u32);
 
@@ -169,17 +169,17 @@ pub enum SourceError {
     Short {
         /// The file.
         file: Arc<Path>,
-        /// The span asked for.
+        /// The requested span.
         span: ByteSpan,
         /// Bytes returned.
         found: u64,
     },
-    /// The span asked for is not inside the file.
+    /// The requested span is not inside the file.
     #[error("{}: bytes {span} are outside the file of {len_bytes} bytes", file.display())]
     OutOfBounds {
         /// The file.
         file: Arc<Path>,
-        /// The span asked for.
+        /// The requested span.
         span: ByteSpan,
         /// Pinned length.
         len_bytes: u64,
@@ -367,7 +367,7 @@ pub trait Maps {
 
     /// Prefaults a span for [`Maps::with`], as far as its pages are in memory already. Returns whether there is room for more.
     /// The mapped pages are kept as after [`Maps::will_return`].
-    fn map_ahead(&self, file: FileId, span: ByteSpan) -> bool;
+    fn prefault(&self, file: FileId, span: ByteSpan) -> bool;
 
     /// Drops pages kept for readers if there were none lately. To be called every few seconds.
     fn trim(&self);

@@ -233,7 +233,7 @@ pub fn mode(grants: &[Grant<'_>], uid: u32, gid: u32, mounter: &Mounter) -> u16 
 /// Owner, group and bits that give each grant to as many users as possible, and to no user that does not pass its gates.
 /// Earlier grants count more. The process's own user keeps the access that it has without ckfs.
 ///
-/// An owner or a group that the user names is given the bits whatever the gates say.
+/// An owner or a group that the user names gets the bits regardless of the gates.
 ///
 /// # Panics
 /// If there are no grants.

@@ -420,7 +420,7 @@ impl Value {
         self
     }
 
-    /// Calls `visit` with each operand, the first being what is loaded, in the order in which windows are given to kernels.
+    /// Calls `visit` with each operand, in the order of the kernels' windows: the loaded one comes first.
     pub fn for_each_operand<'a>(&'a self, visit: &mut dyn FnMut(&'a Operand)) {
         visit(&self.load);
         for step in &self.steps {
@@ -430,7 +430,7 @@ impl Value {
         }
     }
 
-    /// This value of other tensors: `tensor` gives what stands in the place of each.
+    /// This value with other tensors: `tensor` returns the replacement of each tensor.
     #[must_use]
     pub fn of_tensors(&self, tensor: &mut dyn FnMut(&SourceTensor) -> SourceTensor) -> Self {
         let Operand { tensor: of, field, index } = &self.load;
@@ -462,7 +462,7 @@ impl Value {
 pub enum Step {
     /// Round to this float type and widen again.
     Round(DType),
-    /// The value on the left, a term on the right, one operation in f32 between them.
+    /// One operation in f32 with the value as left operand and a term as right operand.
     Compute(Operation, Term),
 }
 

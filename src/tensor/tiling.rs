@@ -321,7 +321,7 @@ impl Tiling {
         tiling
     }
 
-    /// Asserts what the constructor promises: loops nested, pieces inside the target, as many units as the target has.
+    /// Asserts the guarantees of the constructor: loops are nested, pieces lie inside the target, and have as many units as it.
     /// Disjointness is then equivalent to covering, and tests check it element by element.
     fn check_invariants(&self) {
         let mut units = 0;

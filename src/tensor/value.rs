@@ -40,7 +40,7 @@ impl<'a> Window<'a> {
 /// Decodes element `n` to `target`, with one window per operand; of a plain program, the one window holds the element.
 ///
 /// # Panics
-/// If a window does not hold what the element needs, or a type does not convert.
+/// If a window lacks bytes that the element needs, or a type does not convert.
 pub fn decode_scalar(decode: &Decode, windows: &[Window<'_>], n: u64, target: &mut [u8]) {
     let element = |bytes: usize| &windows[0].from(n * bytes as u64)[..bytes];
     match decode {

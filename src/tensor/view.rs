@@ -24,7 +24,7 @@ pub enum ViewError {
     Axis {
         /// The operator.
         op: &'static str,
-        /// The axis asked for.
+        /// The requested axis.
         axis: usize,
         /// The operand's shape.
         shape: Shape,
@@ -36,11 +36,11 @@ pub enum ViewError {
         axis: usize,
         /// Its extent.
         extent: u64,
-        /// First element asked for.
+        /// First requested element.
         start: u64,
-        /// End of the range asked for.
+        /// End of the requested range.
         stop: u64,
-        /// Distance of the elements asked for.
+        /// Distance of the requested elements.
         step: u64,
     },
     /// A list of axes is not a permutation.
@@ -56,7 +56,7 @@ pub enum ViewError {
     Reshape {
         /// The operand's shape.
         from: Shape,
-        /// The shape asked for.
+        /// The requested shape.
         to: Shape,
     },
     /// Operands of a stack or concat do not match.
@@ -106,7 +106,7 @@ pub enum ViewError {
         /// Shape they have.
         found: Shape,
     },
-    /// A stored tensor does not hold what a quantized one needs.
+    /// A stored tensor does not hold the elements that a quantized one needs.
     #[error("decode: tensor #{} does not fit a value of shape {shape}: {error}", tensor.0)]
     Operand {
         /// The stored tensor.
@@ -476,7 +476,7 @@ impl View {
         if dtype.is_float() { Ok(()) } else { Err(ViewError::NotFloat { op, dtype }) }
     }
 
-    /// Values rounded to `dtype`, to nearest with ties to even. The same dtype leaves every bit as it is.
+    /// Values rounded to `dtype`, to nearest with ties to even. The same dtype leaves every bit unchanged.
     ///
     /// # Errors
     /// [`ViewError::NotFloat`] unless both types are floats of 8 bits or more.

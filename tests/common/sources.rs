@@ -235,8 +235,8 @@ impl Maps for Watched {
         self.inner_maps().will_return();
     }
 
-    fn map_ahead(&self, file: FileId, span: ByteSpan) -> bool {
-        self.inner_maps().map_ahead(file, span)
+    fn prefault(&self, file: FileId, span: ByteSpan) -> bool {
+        self.inner_maps().prefault(file, span)
     }
 
     fn trim(&self) {

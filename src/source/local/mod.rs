@@ -178,7 +178,7 @@ impl LocalFiles {
     }
 
     /// Poisons a file after a failed access, with the difference that `fstat` finds, or else with `otherwise`.
-    fn blame(&self, file: FileId, otherwise: SourceError) -> SourceError {
+    fn poison_after(&self, file: FileId, otherwise: SourceError) -> SourceError {
         let pinned = self.pinned(file);
         match pinned.difference(fstat(&pinned.file)) {
             Ok(Some(changed)) => self.health.condemn(file, changed),
@@ -207,7 +207,9 @@ impl LocalFiles {
             match pinned.file.read_at(&mut rest[..len], at) {
                 Ok(0) => {
                     let found = at - span.start();
-                    return Err(self.blame(file, SourceError::Short { file: pinned.pin.path.clone(), span, found }));
+                    return Err(
+                        self.poison_after(file, SourceError::Short { file: pinned.pin.path.clone(), span, found })
+                    );
                 }
                 Ok(got) => {
                     rest = &mut rest[got..];
@@ -349,7 +351,7 @@ impl Maps for LocalFiles {
         let _fetching = self.health.begin(WaitTarget::Bytes(file, span));
         self.window.touch(&self.maps, maps, span);
         let done = maps.with(&pinned.file, &pinned.pin.path, span, work)?;
-        let fault = |_| self.blame(file, SourceError::Fault { file: pinned.pin.path.clone(), span });
+        let fault = |_| self.poison_after(file, SourceError::Fault { file: pinned.pin.path.clone(), span });
         Some(done.map_err(fault))
     }
 
@@ -395,13 +397,13 @@ impl Maps for LocalFiles {
         self.window.returning();
     }
 
-    fn map_ahead(&self, file: FileId, span: ByteSpan) -> bool {
+    fn prefault(&self, file: FileId, span: ByteSpan) -> bool {
         let pinned = self.pinned(file);
         let Ok(span) = self.usable(file).and_then(|pinned| pinned.bounded(span)) else { return true };
         if !pinned.mapped {
             return true;
         }
-        if !self.window.has_room_ahead(span.len()) {
+        if !self.window.has_prefault_room(span.len()) {
             return false;
         }
         let _fetching = self.health.begin(WaitTarget::Bytes(file, span));

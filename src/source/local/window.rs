@@ -37,13 +37,13 @@ impl ResidentWindow {
 
     /// Divisor of the machine's memory that gives the size of the window while pages are visited again and again. Its pages belong to
     /// the page cache, so that it costs only page tables, a 512th of it.
-    const WIDE_SHARE: u64 = 4;
+    const WIDE_DIVISOR: u64 = 4;
 
     /// A page fault in a file maps the cached pages around it too, aligned: `fault_around_bytes`, by default this many.
     const FAULT_AROUND_BYTES: u64 = 64 << 10;
 
     /// Divisor of a wide window that gives the part for prefault: the rest is a reserve.
-    const AHEAD_SHARE: u64 = 2;
+    const PREFAULT_DIVISOR: u64 = 2;
 
     /// A window of `narrow_bytes`, and `wide_bytes` while pages are visited again and again.
     pub fn new(narrow_bytes: u64, wide_bytes: u64) -> Self {
@@ -58,7 +58,7 @@ impl ResidentWindow {
 
     /// The default window on this machine.
     pub(super) fn usual() -> Self {
-        Self::new(Self::BYTES, physical_memory_bytes().unwrap_or(0) / Self::WIDE_SHARE)
+        Self::new(Self::BYTES, physical_memory_bytes().unwrap_or(0) / Self::WIDE_DIVISOR)
     }
 
     /// Sets both sizes.
@@ -78,8 +78,8 @@ impl ResidentWindow {
     }
 
     /// Whether another `bytes` bytes may be mapped before they are read.
-    pub(super) fn has_room_ahead(&self, bytes: u64) -> bool {
-        let most = self.wide_bytes.load(Ordering::Relaxed) / Self::AHEAD_SHARE;
+    pub(super) fn has_prefault_room(&self, bytes: u64) -> bool {
+        let most = self.wide_bytes.load(Ordering::Relaxed) / Self::PREFAULT_DIVISOR;
         resident_shared_bytes().is_some_and(|resident| resident.saturating_add(bytes) <= most)
     }
 
