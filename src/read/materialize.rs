@@ -5,9 +5,9 @@
 //!
 //! In memory a thread makes a piece directly in the target, which each thread maps for itself. A transposed view is cut both ways:
 //! into spans of its rows, and each span into work slices of the lines of the source. On a disk a thread makes a piece in a buffer
-//! and writes it: a write to a full disk is an error, where a store to a mapped file would raise a signal.
+//! and writes it. A write to a full disk is an error, where a store to a mapped file would raise a signal.
 //!
-//! Pieces at both ends of the file are small: a program that reads only the header, or the directory of an archive at the
+//! Pieces at both ends of the file are small. So a program that reads only the header, or the directory of an archive at the
 //! end, causes little other work.
 #![allow(unsafe_code)]
 

@@ -13,11 +13,11 @@
 //! served in one of these ways:
 //!
 //! * **runs**: source bytes that need no conversion go to the kernel directly from the mapped file. Where a request crosses from
-//!   one run to the next they are gathered first;
-//! * **tiles**: transformed data is computed in tiles of a megabyte or more, whatever the request's size. A bounded cache keeps the
-//!   tiles, and workers compute them ahead of sequential readers;
-//! * **identical** files are read unchanged, by the kernel itself where possible;
-//! * **generated** bytes, such as headers, are part of the file's image in memory.
+//!   one run to the next they are gathered first.
+//! * **tiles**: transformed data is computed in tiles of a megabyte or more, for requests of any size. A bounded cache keeps the
+//!   tiles, and workers compute them ahead of sequential readers.
+//! * **identical** files are read unchanged, by the kernel itself where possible.
+//! * **generated** bytes, such as headers, come from the file's image.
 //!
 //! A file may also be materialized: all threads make its bytes once, in pieces, in a file that the kernel reads by itself
 //! ([`Materializing`]).

@@ -65,8 +65,8 @@ impl Grid {
     /// takes a cache line or more of each source row, as far as the cache allows. Otherwise tiles end at multiples of their size
     /// in the file, as the kernel's requests do.
     ///
-    /// If the sources of a transposed view are not mapped, each tile fetches a part of every source row, with a request for each
-    /// row unless the part is the whole row. So the view is one tile if it fits half of the room; then each source byte is
+    /// If the sources of a transposed view are not mapped, each tile fetches a part of every source row. That is one request for
+    /// each row, unless the part is the whole row. So the view is one tile if it fits half of the room; then each source byte is
     /// fetched once, in order. Otherwise tiles are as large as a quarter of the room. Then no byte is fetched twice, unless rows
     /// lie closer than [`crate::source::Source::gap_bytes`], in which case each tile fetches all of them.
     pub(super) fn new(tiling: &Tiling, start: u64, room: Room, mapped: bool) -> Self {

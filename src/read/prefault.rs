@@ -113,7 +113,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn only_what_large_views_are_made_of_is_found_once_and_in_parts() -> Result<(), Box<dyn std::error::Error>> {
+    fn sources_of_large_views_are_found_once_and_in_parts() -> Result<(), Box<dyn std::error::Error>> {
         let source = |id, rows: u64| -> Result<View, Box<dyn std::error::Error>> {
             let shape = Shape::try_new(&[rows, 1024])?;
             Ok(View::source(SourceTensor { id: TensorId(id), dtype: DType::BF16, shape }))
@@ -121,7 +121,7 @@ mod tests {
         let views = [
             source(0, 4096)?,                                       // copied unchanged
             View::stack(0, &[source(0, 4096)?, source(1, 4096)?])?, // copied in runs
-            source(2, 511)?.reverse_axes(),                         // made, but small
+            source(2, 511)?.reverse_axes(),                         // computed, but small
             View::stack(1, &[source(3, 512)?.reverse_axes(), source(4, 512)?.reverse_axes()])?,
             source(4, 512)?.cast(DType::F32)?, // seen before
             source(5, 8192 + 1)?.cast(DType::F32)?,

@@ -1,7 +1,7 @@
 //! The reference evaluator: the bytes of a view by definition, one element at a time.
 //!
-//! It asks the expression itself where each element comes from, operator by operator, and computes values with plain
-//! arithmetic: 8-bit floats by formula and search, 16-bit floats through the `half` crate, packed codes bit by bit. It shares no code with
+//! It follows each element through the expression, operator by operator, and computes values with plain arithmetic. 8-bit floats
+//! are computed by formula and search, 16-bit floats by the `half` crate, packed codes bit by bit. It shares no code with
 //! lowering, tilings and kernels, so that both do not contain the same error; `ckfs verify` and the tests compare the
 //! two. Hundreds of nanoseconds per element are acceptable here; a shortcut is not.
 //!

@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_much_is_cut_between_lines_and_neighbours_come_together() {
+    fn large_jobs_are_cut_between_lines_and_neighbours_are_fetched_together() {
         let matrix = |tensor| job(tensor, 0, &[(1024, 1, 512), (512, 1024, 1)]);
         let batches = schedule([matrix(1), matrix(0)], limits(256 << 10, 1024), &at).unwrap();
         let expected: Vec<_> = (0..8).map(|part| vec![(part << 18, 1 << 18)]).collect();

@@ -490,7 +490,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_use_takes_room_until_it_is_forgotten() {
+    fn tiles_in_use_take_room_until_they_are_forgotten() {
         let (cache, counters) = (TileCache::new(100), Counters::default());
         for index in 0..2 {
             request(&cache, &counters, index, 40, Demand::Reader).unwrap();

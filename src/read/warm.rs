@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_list_switches_off_what_it_does_not_name() {
+    fn a_list_switches_off_all_other_parts() {
         let all = Warm { zero: true, prefault: true, threads: true, wake: true };
         let nothing = Warm { zero: false, prefault: false, threads: false, wake: false };
         assert_eq!(Warm::of(None), all);

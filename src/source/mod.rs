@@ -280,10 +280,10 @@ impl FetchPart<'_> {
 
 /// Where the bytes of a checkpoint come from: a fixed list of pinned files. Blocking; called from many threads.
 ///
-/// Every method that takes a [`FileId`] panics if the source has no such file: the creator of the source assigns the ids, so that
+/// Every method that takes a [`FileId`] panics if the source has no such file. The creator of the source assigns the ids, so that
 /// a wrong one is an error in the program.
 ///
-/// Bytes read from a file count only if [`Source::check`] succeeds after the read: a file may change at any moment,
+/// Bytes read from a file count only if [`Source::check`] succeeds after the read. A file may change at any moment,
 /// and a truncation within a page gives zeros, not a fault.
 pub trait Source: fmt::Debug + Send + Sync {
     /// Number of files; their ids count from 0.

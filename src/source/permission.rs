@@ -412,7 +412,7 @@ mod tests {
     proptest! {
         /// Users 0 to 3, and a fifth that owns nothing; each in any of eight sets of groups.
         #[test]
-        fn nobody_reads_what_the_gates_keep_from_them(
+        fn no_user_reads_a_file_that_the_gates_refuse(
             gates in proptest::collection::vec(gate(), 1..6),
             uid in 0..5_u32,
             groups in 0..8_u32,

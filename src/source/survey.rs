@@ -1,5 +1,5 @@
-//! Reads from the system the facts that [`super::permission`] needs: the owners and permissions of the files and directories on
-//! the way to a source, and the user of this process.
+//! Reads the facts that [`super::permission`] needs from the system. These are the owners and permissions of the files and
+//! directories on the way to a source, and the user of this process.
 
 use std::{
     collections::{HashMap, HashSet},

@@ -1,13 +1,13 @@
 //! The steps that turn source bytes into one target element.
 //!
-//! A decoder is either a plain copy or a *program*: a value is loaded as f32 (exactly, except from f64, which is rounded
-//! once as torch does), the steps are applied in order in f32, and the result is rounded once to the target type. Rounding
-//! is to nearest, ties to even, everywhere; a product and a sum are two roundings, never one. Layout operators do not occur
+//! A decoder is either a plain copy or a *program*. A program loads a value as f32: exactly, except from f64, which is rounded
+//! once as in torch. It applies the steps in order in f32, and rounds the result once to the target type. Rounding is to
+//! nearest, ties to even, everywhere; a product and a sum are two roundings, never one. Layout operators do not occur
 //! here: they commute with decoding and become the pieces of a tiling.
 //!
-//! A plain tensor is loaded element by element. A quantized one is a [`Value`]: codes, and with them scales, zero points
-//! or biases, each an [`Operand`] with its own tensor and its own [`IndexMap`] from the logical element `n` (its row-major
-//! number) to a place in that tensor.
+//! A plain tensor is loaded element by element. A quantized one is a [`Value`]: codes, with scales, zero points or biases.
+//! Each of these is an [`Operand`] with its own tensor and its own [`IndexMap`], which maps the logical element `n` (its
+//! row-major number) to a place in that tensor.
 
 use std::sync::{Arc, LazyLock};
 
@@ -192,8 +192,8 @@ pub(super) const fn over_up(a: u64, b: u64) -> u64 {
     if b == 1 { a } else { a.div_ceil(b) }
 }
 
-/// One summand of an index. The coordinate of `n` on an axis is `x = n / divisor % modulus`; the digit is
-/// `y = x / group % turn`; the summand is `stride` times `y`, or times entry `y` of a table.
+/// One summand of an index. The coordinate of `n` on an axis is `x = n / divisor % modulus`. The digit is
+/// `y = x / group % turn`. The summand is `stride` times `y`, or times entry `y` of a table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Digit {
     /// Elements from one position on the axis to the next.
@@ -521,8 +521,8 @@ impl Step {
     }
 }
 
-/// The index of the scale of each element of a matrix in blocks: element `[i, j]` has scale
-/// `[i / block.0, j / block.1]`; the last block of either axis may be partial.
+/// The index of the scale of each element of a matrix in blocks. Element `[i, j]` has scale
+/// `[i / block.0, j / block.1]`. The last block of either axis may be partial.
 ///
 /// The formula is that of DeepSeek's `weight_dequant` (`inference/kernel.py` of its repositories); the block comes from
 /// `quantization_config.weight_block_size`, never from dividing the shapes.

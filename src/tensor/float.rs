@@ -308,7 +308,7 @@ mod tests {
     #[cfg(target_arch = "x86_64")]
     #[test]
     #[allow(unsafe_code)]
-    fn flushing_is_what_the_processor_does() {
+    fn flushing_agrees_with_the_processor() {
         fn hardware(left: u32, right: u32) -> u32 {
             let mut result = left;
             let (mut saved, mut flushing) = (0_u32, 0_u32);

@@ -5,12 +5,12 @@
 //!
 //! 1. *Rows*: the innermost loop is contiguous on both sides: copy or convert row by row.
 //! 2. *Blocks*: the target's innermost loop strides through the source, and another loop takes smaller source steps: a
-//!    transpose. Walking either side in order would touch every cache line of the other many times, so blocks of at
+//!    transpose. A walk along either side in order would touch every cache line of the other many times. So blocks of at
 //!    most 128 rows of 512 target bytes are read a few rows at a time, transposed into a scratch, and written from it in
-//!    whole cache lines. Conversions run in registers during the transpose, or row by row before it. Only few rows at a time,
-//!    because in a matrix whose rows are a power of two apart the same part of many rows competes for the same few sets of a
-//!    processor's cache. The run of target positions may consist of several loops, as in a transposed matrix whose rows were
-//!    permuted.
+//!    whole cache lines. Conversions run in registers during the transpose, or row by row before it. Reading few rows at a
+//!    time avoids conflicts: in a matrix whose rows are a power of two apart, the same part of many rows competes for the same
+//!    few sets of a processor's cache. The run of target positions may consist of several loops, as in a transposed matrix
+//!    whose rows were permuted.
 //! 3. *Elements*: anything else, in target order.
 
 use smallvec::SmallVec;

@@ -388,7 +388,7 @@ fn reshape(parts: &[Part], from: &Shape, to: &Shape) -> Result<Vec<Part>, Tiling
 /// A callback for the first element and the loops of a part, each loop with its axis.
 pub(super) type EachPart<'a> = &'a mut dyn FnMut(u64, &[(usize, Loop)]);
 
-/// Cuts loops over the elements `start + i0*t0 + …` so that each moves on one axis of a mixed radix: `borders` are the
+/// Cuts loops over the elements `start + i0*t0 + …` so that each moves on one axis of a mixed radix. `borders` are the
 /// strides of its axes, by falling stride; the last is 1. Emits the first element and the loops with their axes. Returns
 /// whether the number of parts stays within the limit of a tiling.
 pub(super) fn split_at_borders(start: u64, loops: &[Loop], borders: &[u64], emit: EachPart<'_>) -> bool {

@@ -140,8 +140,8 @@ pub(super) fn stream(source: &[u8], target: &mut [u8]) {
         use std::arch::x86_64::{_mm_loadu_si128, _mm_stream_si128};
         let (from, to) = (source.as_ptr(), target.as_mut_ptr());
         for at in (0..target.len()).step_by(16) {
-            // SAFETY: SSE2 is part of x86-64. Both slices have 16 bytes from `at` on, as the length is a multiple of that,
-            // and those of `target` are aligned to 16 bytes, as it begins at a multiple of 64.
+            // SAFETY: SSE2 is part of x86-64. Both slices have 16 bytes from `at` on, as the length is a multiple of 16. Those
+            // of `target` are aligned to 16 bytes, as it begins at a multiple of 64.
             #[allow(unused_unsafe, reason = "some of these are safe where the compiler knows SSE2 to be enabled")]
             unsafe {
                 _mm_stream_si128(to.add(at).cast(), _mm_loadu_si128(from.add(at).cast()));
@@ -372,9 +372,9 @@ mod x86 {
                         }
                         let from = lines.source.as_ptr();
                         let to = target.as_mut_ptr();
-                        // SAFETY: the block touches `width` elements of `$side` lines and of their target, as
-                        // `column + width` is at most `columns` and `row + $side` at most the number of lines; they lie in
-                        // the slices, and the instructions are there, both by the contract of the module.
+                        // SAFETY: the block touches `width` elements of `$side` lines and of their target: `column + width` is at
+                        // most `columns`, and `row + $side` at most the number of lines. They lie in the slices, and the
+                        // processor has the instructions, both by the contract of the module.
                         unsafe {
                             let mut block: [_; $side] = from_fn(|line| $load!(from.add(offsets[line] + at)));
                             for _ in 0..$rounds {

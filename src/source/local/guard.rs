@@ -6,7 +6,7 @@
 //! and reads zeros. The user of the mapping checks the flag afterwards. The order matters: zeros are visible only after
 //! the flag is, so that no thread can take them for data. The flag never clears, since the zero pages stay.
 //!
-//! A SIGBUS anywhere else has the same effect as without this handler: the handler restores the action that it found when it
+//! A SIGBUS anywhere else has the same effect as without this handler. The handler restores the action that it found when it
 //! was installed, and lets the signal happen again.
 //!
 //! The fast path costs one atomic load. The mapping must not be used for anything that may outlive the flag's check, such
@@ -114,11 +114,11 @@ impl GuardedMap {
         if self.has_faulted() {
             return Err(Faulted);
         }
-        // SAFETY: the span lies in the mapping (asserted above), which lives as long as `self` and is readable for all its
-        // length: where the file has no page, the handler supplies one. The compiler may assume that the bytes do not change
-        // under a shared slice, while another process may change them. As with every mapped file this cannot be ruled
-        // out, only bounded: bytes have no invalid values, and results count only after the file's identity was
-        // checked again, so the worst outcome is a result that is thrown away.
+        // SAFETY: the span lies in the mapping (asserted above), which lives as long as `self`. All of the mapping is
+        // readable: where the file has no page, the handler supplies one. The compiler may assume that the bytes do not
+        // change under a shared slice, while another process may change them. As with every mapped file this cannot be
+        // ruled out, only bounded. Bytes have no invalid values, and results count only after another check of the file's
+        // identity, so the worst outcome is a discarded result.
         let bytes = unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(start), end - start) };
         work(bytes);
         if self.has_faulted() { Err(Faulted) } else { Ok(()) }
@@ -161,8 +161,8 @@ impl Drop for GuardedMap {
 pub(super) fn drop_resident(start: *const u8, len_bytes: usize) {
     for at in (0..len_bytes).step_by(DROPPED_BYTES) {
         let part = DROPPED_BYTES.min(len_bytes - at);
-        // SAFETY: `start..start + len_bytes` is a live file mapping of the caller's, shared and read-only, so that
-        // MADV_DONTNEED discards no data: concurrent readers of the range fault the same pages in again. Zero pages put there
+        // SAFETY: `start..start + len_bytes` is a live file mapping of the caller, shared and read-only. So MADV_DONTNEED
+        // discards no data: concurrent readers of the range fault the same pages in again. Zero pages put there
         // by the handler are anonymous; discarding them yields zero pages again. Failure leaves the pages where they are.
         // Parts lie in the range and begin at a page, as the mapping does.
         unsafe { libc::madvise(start.add(at).cast_mut().cast(), part, libc::MADV_DONTNEED) };
@@ -189,8 +189,8 @@ fn register(start: usize, end: usize) -> &'static MapSlot {
         Box::leak(Box::new(MapSlot { start, end: AtomicUsize::new(end), faulted: AtomicBool::new(false), next: None }));
     let slot = NonNull::from(slot);
     loop {
-        // SAFETY: slots are leaked boxes, so `head`, if any, is valid for ever; and until the exchange below succeeds nobody
-        // else has a pointer to `slot`, so that writing to it is exclusive.
+        // SAFETY: slots are leaked boxes, so `head`, if any, is valid for ever. Until the exchange below succeeds no other
+        // thread has a pointer to `slot`, so that writing to it is exclusive.
         unsafe { (*slot.as_ptr()).next = head.as_ref() };
         match SLOTS.compare_exchange_weak(head, slot.as_ptr(), Ordering::AcqRel, Ordering::Acquire) {
             // SAFETY: the box is leaked, and from now on only shared.

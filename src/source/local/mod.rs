@@ -2,9 +2,10 @@
 //!
 //! A file is identified by device, inode, size, modification and status change time, all read from the open file. So `fstat`
 //! tells in 0.2 us whether the file is still the same. The status change time makes this strict: a new hard link or changed
-//! permissions also poison the file, because the kernel keeps no other trace of an edit whose author set the modification time
-//! back. Two kinds of edits are not detected: one within the same clock tick (some milliseconds, on kernels before 6.13) as the
-//! pinning of the file, and one through a writable mapping of a page that was already dirty.
+//! permissions also poison the file. The kernel keeps no other trace of an edit whose author set the modification time back.
+//!
+//! Two kinds of edits are not detected. One is an edit within the same clock tick as the pinning of the file (some milliseconds, on
+//! kernels before 6.13). The other is an edit through a writable mapping of a page that was already dirty.
 //!
 //! Each file has up to two mappings, made when first needed: one for the kernel, and a guarded one to read from
 //! (see [`guard`] for why they must differ). Mapped pages count as resident memory of this process although they

@@ -16,7 +16,7 @@ use super::{super::ByteSpan, guard, map::FileMaps};
 /// Bounds the mapped pages that stay resident.
 ///
 /// Bytes touched through mappings are added up. When the sum reaches the window's size and the process holds more mapped pages
-/// than that, all touched mappings drop their pages; those in use come back by a minor fault. So the process holds at
+/// than that, all touched mappings drop their pages. Pages in use come back by a minor fault. So the process holds at
 /// most two windows and the pages being read. A small working set that is read again and again stays.
 ///
 /// Transposed tiles visit a few bytes of very many pages, and the next tile visits the same pages. Mapping them again each time
