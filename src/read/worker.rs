@@ -191,7 +191,7 @@ impl JobQueue {
                 return Some(job);
             }
             jobs.idle.push(Arc::clone(worker));
-            // The thread that wakes this one removes the worker from the list.
+            // The thread that wakes this worker removes it from the list.
             while jobs.idle.iter().any(|idle| Arc::ptr_eq(idle, worker)) {
                 jobs = worker.wake.wait(jobs).unwrap_or_else(PoisonError::into_inner);
             }
