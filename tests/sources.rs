@@ -16,7 +16,7 @@ use std::{
 };
 
 use ckfs::source::{
-    Aspect, ByteSpan, FetchPart, FileId, LocalFiles, Maps, Served, Source, SourceError, SourceIo, Window,
+    Aspect, ByteSpan, FetchPart, FileId, LocalFiles, Maps, ResidentWindow, Served, Source, SourceError, SourceIo,
 };
 use common::sources::{Fault, Fetched, MemoryFiles, Watched};
 use tempfile::TempDir;
@@ -63,7 +63,9 @@ fn fetch(source: &dyn Source, file: FileId, spans: &[ByteSpan]) -> Result<Vec<Ve
 /// The bytes that are lent for a span, copied by the kernel.
 fn lent(source: &dyn Source, file: FileId, span: ByteSpan) -> Option<Result<Vec<u8>, SourceError>> {
     let mut found = None;
-    let result = source.maps()?.lend(file, span, &mut |bytes| found = Some(Served::Kernel(bytes).to_vec().unwrap()))?;
+    let result = source
+        .maps()?
+        .with_kernel_bytes(file, span, &mut |bytes| found = Some(Served::Kernel(bytes).to_vec().unwrap()))?;
     Some(result.map(|()| found.unwrap()))
 }
 
@@ -314,7 +316,7 @@ fn truncation_under_a_running_conversion_never_yields_wrong_bytes() {
 fn lending_a_truncated_file_to_the_kernel_is_an_errno() {
     let (dir, source) = local(SourceIo::Mmap);
     let mut written = Ok(());
-    let checked = source.lend(A, span(8_192, 300_000), &mut |bytes| {
+    let checked = source.with_kernel_bytes(A, span(8_192, 300_000), &mut |bytes| {
         file(&dir.path().join("a.bin")).set_len(0).unwrap();
         let (_reader, pipe) = std::io::pipe().unwrap();
         written = bytes.write_to(&pipe);
@@ -339,7 +341,7 @@ fn resident_mapped_memory_is_bounded() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("weights");
     fs::write(&path, vec![3; usize::try_from(LEN).unwrap()]).unwrap();
-    let source = LocalFiles::open_with_window(&[path], SourceIo::Mmap, Window::new(WINDOW, 0)).unwrap();
+    let source = LocalFiles::open_with_window(&[path], SourceIo::Mmap, ResidentWindow::new(WINDOW, 0)).unwrap();
     let before = resident_file_bytes();
     let most = Mutex::new(0);
     std::thread::scope(|scope| {
@@ -354,7 +356,7 @@ fn resident_mapped_memory_is_bounded() {
                     assert_eq!(sum, 3 * TILE);
                     // The kernel's reading through the other mapping counts as well.
                     source
-                        .lend(A, span, &mut |bytes| {
+                        .with_kernel_bytes(A, span, &mut |bytes| {
                             assert_eq!(Served::Kernel(bytes).to_vec().unwrap().len(), 1 << 20);
                         })
                         .unwrap()
@@ -377,7 +379,7 @@ fn a_small_working_set_stays_resident() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("weights");
     fs::write(&path, vec![3; 1 << 20]).unwrap();
-    let source = LocalFiles::open_with_window(&[path], SourceIo::Mmap, Window::new(1 << 30, 0)).unwrap();
+    let source = LocalFiles::open_with_window(&[path], SourceIo::Mmap, ResidentWindow::new(1 << 30, 0)).unwrap();
     for step in 0..100_000_u64 {
         let start = step * 4096 % (1 << 20);
         source.with(A, span(start, start + 4096), &mut |_| ()).unwrap().unwrap();
@@ -393,7 +395,7 @@ fn pages_to_return_to_stay_until_nobody_does() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("weights");
     fs::write(&path, vec![3; usize::try_from(LEN).unwrap()]).unwrap();
-    let source = LocalFiles::open_with_window(&[path], SourceIo::Mmap, Window::new(NARROW, 1 << 40)).unwrap();
+    let source = LocalFiles::open_with_window(&[path], SourceIo::Mmap, ResidentWindow::new(NARROW, 1 << 40)).unwrap();
     let visit = || {
         for start in (0..LEN).step_by(1 << 16) {
             source.with(A, span(start, start + (1 << 16)), &mut |_| ()).unwrap().unwrap();
@@ -402,11 +404,11 @@ fn pages_to_return_to_stay_until_nobody_does() {
     source.will_return();
     visit();
     assert_eq!(source.window_drops(), 0);
-    source.settle();
+    source.trim();
     assert_eq!(source.window_drops(), 0, "somebody was here since");
-    source.settle();
+    source.trim();
     assert_eq!(source.window_drops(), 1);
-    source.settle();
+    source.trim();
     assert_eq!(source.window_drops(), 1, "nothing left to drop");
     visit();
     assert!(source.window_drops() > LEN / NARROW / 2, "the window is narrow again");
@@ -451,16 +453,16 @@ fn cached_pages_are_mapped_before_they_are_touched_and_others_are_not_read() {
     drop(map);
     let open = |wide| {
         let paths = [path.clone()];
-        LocalFiles::open_with_window(&paths, SourceIo::Mmap, Window::new(0, wide)).unwrap()
+        LocalFiles::open_with_window(&paths, SourceIo::Mmap, ResidentWindow::new(0, wide)).unwrap()
     };
 
     let small = open(8 << 20);
-    assert!(!small.map_ahead(A, span(0, LEN as u64)), "there is no room");
+    assert!(!small.prefault(A, span(0, LEN as u64)), "there is no room");
     assert_eq!(mapped_bytes(&path), 0);
 
     let source = open(1 << 40);
-    assert!(source.map_ahead(A, span(5000, LEN as u64)));
-    assert!(source.map_ahead(A, span(0, LEN as u64 + 1)), "a span that is not there is left out");
+    assert!(source.prefault(A, span(5000, LEN as u64)));
+    assert!(source.prefault(A, span(0, LEN as u64 + 1)), "a span that is not there is left out");
     // Kernels before 6.5 do not tell what is cached.
     // SAFETY: without a file the call does nothing.
     #[allow(unsafe_code)]
@@ -472,16 +474,16 @@ fn cached_pages_are_mapped_before_they_are_touched_and_others_are_not_read() {
     let mapped = usize::try_from(mapped_bytes(&path)).unwrap() / 4096;
     assert!((cached - 1..=cached).contains(&mapped), "{mapped} pages are mapped, {cached} were cached");
     source.with(A, span(0, 1 << 20), &mut |bytes| assert!(bytes.iter().all(|byte| *byte == 7))).unwrap().unwrap();
-    source.settle();
+    source.trim();
     assert_ne!(mapped_bytes(&path), 0, "somebody was here since");
-    source.settle();
+    source.trim();
     assert_eq!(mapped_bytes(&path), 0);
 
     file.set_len(20 << 20).unwrap_err();
     fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(4 << 20).unwrap();
-    source.map_ahead(A, span(0, LEN as u64));
+    source.prefault(A, span(0, LEN as u64));
     source.check(A).unwrap_err();
-    assert!(source.map_ahead(A, span(0, LEN as u64)), "a file that has changed is left alone");
+    assert!(source.prefault(A, span(0, LEN as u64)), "a file that has changed is left alone");
 }
 
 /// How many pages of a mapped file the page cache has.

@@ -10,8 +10,8 @@ use std::{
 };
 
 use ckfs::tensor::{
-    DType, Decode, Element, Keep, Loop, Origin, PAGE_BYTES, Piece, Reads, Region, Runs, Share, TensorId, Tiling, View,
-    reads,
+    DType, Decode, Element, Keep, Loop, Origin, PAGE_BYTES, Piece, Reads, Region, Runs, TensorId, Tiling, View,
+    WorkSlice, reads,
 };
 use common::{
     decode_by_reference, execute, for_each_unit, reference_bytes, shape, source, tensor,
@@ -52,9 +52,9 @@ fn check(view: &View, tiling: &Tiling) {
     }
     for piece in tiling.pieces() {
         let mut last = 0;
-        let mut hull = 0;
-        for_each_unit(piece, &mut |at, from| (last, hull) = (last.max(at), hull.max(from + 1)));
-        assert_eq!((piece.last(), piece.source_hull_units()), (last, hull), "{piece:?}");
+        let mut bounding_units = 0;
+        for_each_unit(piece, &mut |at, from| (last, bounding_units) = (last.max(at), bounding_units.max(from + 1)));
+        assert_eq!((piece.last(), piece.source_bounding_units()), (last, bounding_units), "{piece:?}");
         assert_eq!(piece.units(), units(std::slice::from_ref(piece)).len() as u64);
         let run = piece.contiguous_units();
         let mut consecutive = 0;
@@ -91,12 +91,12 @@ fn check_cut(tiling: &Tiling, whole: &HashMap<u64, Origin>, low: u64, high: u64)
 }
 
 /// Asserts that the shares of `low..high` have exactly the units in it, none twice.
-fn check_shares(tiling: &Tiling, of: u64, lines: u64, low: u64, high: u64) {
+fn check_work_slices(tiling: &Tiling, of: u64, lines: u64, low: u64, high: u64) {
     let mut whole = Vec::new();
     tiling.cut(low, high, &mut |part| whole.push(part));
     let mut parts = Vec::new();
     for index in 0..of {
-        tiling.cut_share(Share { index, of, lines }, low, high, &mut |part| parts.push(part));
+        tiling.cut_work_slice(WorkSlice { index, of, lines }, low, high, &mut |part| parts.push(part));
     }
     assert_eq!(units(&parts), units(&whole), "{of} shares of {lines} lines in {low}..{high} of {tiling:?}");
     for part in &parts {
@@ -175,7 +175,7 @@ proptest! {
         let low = choices.below(tiling.len_units() + 1);
         let high = low + choices.below(tiling.len_units() - low + 1);
         for (low, high) in [(low, high), (0, tiling.len_units())] {
-            check_shares(&tiling, 1 + choices.below(9), 1 + choices.below(4), low, high);
+            check_work_slices(&tiling, 1 + choices.below(9), 1 + choices.below(4), low, high);
         }
     }
 
@@ -502,7 +502,7 @@ fn a_column_shard_reads_a_part_of_each_page() {
 }
 
 #[test]
-fn source_hulls_leave_wide_gaps_out() {
+fn source_bounding_spans_leave_wide_gaps_out() {
     let loops = |strides: &[(u64, u64)]| {
         let step = |(extent, source_stride): &(u64, u64)| Loop {
             extent: *extent,
@@ -512,20 +512,20 @@ fn source_hulls_leave_wide_gaps_out() {
         let origin = Origin::Tensor { tensor: TensorId(0), offset: 7, decoder: 0 };
         Piece { start: 0, loops: strides.iter().map(step).collect(), origin }
     };
-    let hulls = |strides: &[(u64, u64)], gap| {
+    let spans = |strides: &[(u64, u64)], gap| {
         let mut found = Vec::new();
-        loops(strides).source_hulls(gap, &mut |start, units| found.push((start, units)));
+        loops(strides).source_bounding_spans(gap, &mut |start, units| found.push((start, units)));
         found
     };
     // Two experts of three rows of ten, of each row four.
     let experts = [(3, 10), (2, 1000), (4, 1)];
-    assert_eq!(hulls(&experts, 1000), [(0, 1024)]);
-    assert_eq!(hulls(&experts, 976), [(0, 24), (1000, 24)], "976 units between two spans");
-    assert_eq!(hulls(&experts, 977), [(0, 1024)]);
-    assert_eq!(hulls(&experts, 6), [0, 10, 20, 1000, 1010, 1020].map(|start| (start, 4)));
-    assert_eq!(hulls(&[], 1), [(0, 1)]);
+    assert_eq!(spans(&experts, 1000), [(0, 1024)]);
+    assert_eq!(spans(&experts, 976), [(0, 24), (1000, 24)], "976 units between two spans");
+    assert_eq!(spans(&experts, 977), [(0, 1024)]);
+    assert_eq!(spans(&experts, 6), [0, 10, 20, 1000, 1010, 1020].map(|start| (start, 4)));
+    assert_eq!(spans(&[], 1), [(0, 1)]);
     // A broadcast reads the same units again.
-    assert_eq!(hulls(&[(5, 0), (4, 1)], 0), [0, 1, 2, 3].map(|start| (start, 1)));
+    assert_eq!(spans(&[(5, 0), (4, 1)], 0), [0, 1, 2, 3].map(|start| (start, 1)));
 }
 
 /// Shares of a stack of transposed matrices are as large as they can be, and each source line belongs to one of them.
@@ -536,12 +536,12 @@ fn source_lines_are_shared_out_evenly() {
     let (len, row) = (tiling.len_units(), tiling.transposed_stride_units().unwrap());
     assert_eq!((len, row), (40 * 3 * 600, 3 * 600));
     for (of, lines, low, high) in [(4, 128, 0, len), (6, 128, 8 * row, 24 * row), (7, 1, 0, len), (3, 1000, 0, len)] {
-        check_shares(&tiling, of, lines, low, high);
+        check_work_slices(&tiling, of, lines, low, high);
         let mut owners = HashMap::new();
         let mut sizes = Vec::new();
         for index in 0..of {
             let mut size = 0;
-            tiling.cut_share(Share { index, of, lines }, low, high, &mut |part| {
+            tiling.cut_work_slice(WorkSlice { index, of, lines }, low, high, &mut |part| {
                 size += part.units();
                 let Origin::Tensor { tensor, offset, .. } = part.origin else { panic!("{part:?}") };
                 for_each_unit(&part, &mut |_, from| {
@@ -553,7 +553,7 @@ fn source_lines_are_shared_out_evenly() {
         }
         // Runs of the target stay together.
         for index in 0..of {
-            tiling.cut_share(Share { index, of, lines }, low, high, &mut |part| {
+            tiling.cut_work_slice(WorkSlice { index, of, lines }, low, high, &mut |part| {
                 let run = part.loops.iter().find(|l| l.target_stride == 1).map_or(1, |l| l.extent);
                 assert!(run >= lines.min(600 % lines), "{run} units together in {part:?}");
             });
@@ -572,10 +572,10 @@ fn source_lines_are_shared_out_evenly() {
 fn a_short_innermost_axis_is_not_shared_out() {
     let tiling = View::source(tensor(0, DType::BF16, &[2, 512, 64])).reverse_axes().lower().unwrap();
     let (len, mut sizes) = (tiling.len_units(), Vec::new());
-    check_shares(&tiling, 8, 128, 0, len);
+    check_work_slices(&tiling, 8, 128, 0, len);
     for index in 0..8 {
         let mut size = 0;
-        tiling.cut_share(Share { index, of: 8, lines: 128 }, 0, len, &mut |part| {
+        tiling.cut_work_slice(WorkSlice { index, of: 8, lines: 128 }, 0, len, &mut |part| {
             assert!(part.loops.iter().any(|l| (l.target_stride, l.extent) == (1, 2)), "{part:?}");
             size += part.units();
         });

@@ -316,7 +316,7 @@ fn bytes_are_counted_before_they_are_handed_out() {
     for cache_bytes in [0, 1 << 30] {
         let (_dir, volume) = wide(cache_bytes);
         check(&volume, "full/w0", Path::Tiles);
-        check(&volume, "safetensors/dev0.safetensors", Path::Made);
+        check(&volume, "safetensors/dev0.safetensors", Path::Generated);
     }
     let dir = repo::llama(2, DType::BF16);
     let volume = repo::volume(&repo::open(dir.path()), &options("fsdp=2"), VolumeOptions::default());

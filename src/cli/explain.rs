@@ -145,7 +145,7 @@ fn describe(checkpoint: &Checkpoint, tiling: &Tiling, piece: &Piece) -> Value {
             row["tensor"] = json!(info.name);
             row["file"] = json!(checkpoint.source().path(info.file()).display().to_string());
             let (start, end) = if let Some(bytes) = decoder.source_bytes(unit) {
-                (offset * bytes, (offset + piece.source_hull_units()) * bytes)
+                (offset * bytes, (offset + piece.source_bounding_units()) * bytes)
             } else {
                 let runs = Runs::of(tiling, piece);
                 let ends = runs.iter().map(|(_, runs)| (runs.start(), runs.end()));

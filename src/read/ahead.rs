@@ -1,11 +1,11 @@
-//! What sequential readers will want next: tiles are computed, and source pages asked for, before they are.
+//! Read-ahead for sequential readers: computes tiles and requests source pages before a reader asks for them.
 
 use std::sync::{Arc, PoisonError};
 
 use super::{
     Engine,
     open_file::{OpenFile, TILE_BYTES_MIN},
-    tile::Ask,
+    tile::Demand,
 };
 use crate::{
     image::Segment,
@@ -13,19 +13,20 @@ use crate::{
     tensor::{Origin, Tiling, needs},
 };
 
-/// How far ahead of a sequential reader source pages are asked for.
+/// Bytes ahead of a sequential reader for which source pages are requested.
 const RUNS_AHEAD_BYTES: u64 = 8 << 20;
-/// Source bytes between two that are wanted, from which on they are not asked for in one. The kernel reads over smaller gaps anyway.
+/// Needed source bytes with a gap of at least this many bytes between them are requested separately. The kernel reads over smaller
+/// gaps anyway.
 const GAP_BYTES: u64 = 256 << 10;
 
 impl Engine {
-    /// Starts on what a sequential reader will want next.
-    pub(super) fn look_ahead(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
+    /// Starts work on the bytes that a sequential reader will need next.
+    pub(super) fn read_ahead(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
         if start == end {
             return;
         }
         let mut budget = self.options().tile_cache_bytes as u64 / 4;
-        // At first the next tile; in the long run one that each thread works on, and one that it can go on with.
+        // At first one tile. Later two for each thread: one that it computes, and one to continue with.
         let tile_bytes = self.tile_bytes_at(file, end - 1);
         let least = RUNS_AHEAD_BYTES.max(tile_bytes).min(budget).max(TILE_BYTES_MIN);
         let most = tile_bytes.saturating_mul(2 * self.options().workers as u64).min(budget).max(least);
@@ -52,7 +53,7 @@ impl Engine {
                 let is_next = low <= end + tile_bytes;
                 self.workers.offer(move || {
                     let Some(engine) = engine.upgrade() else { return };
-                    // The reader may have come past while this waited, and a tile in use is worth more than one ahead.
+                    // The reader may have passed these bytes while this job waited. A tile in use is worth more than one ahead.
                     let awaited = file.streams.lock().unwrap_or_else(PoisonError::into_inner).awaits(low, high);
                     let cache = &engine.cache;
                     let fits = if is_next { cache.has_room(high - low) } else { cache.has_much_room(high - low) };
@@ -61,9 +62,9 @@ impl Engine {
                     }
                     let compute = |room| engine.compute(&prepared.tiling, (first, last), room);
                     let (key, bytes) = (file.tile_key(segment, index), usize::try_from(high - low));
-                    // A failure here is not reported: the reader who needs the tile meets it again.
+                    // A failure here is not reported: the reader that needs the tile will meet it again.
                     let bytes = bytes.unwrap_or(usize::MAX);
-                    drop(engine.cache.get(key, Ask::Ahead, bytes, &engine.counters, &|| None, compute));
+                    drop(engine.cache.get(key, Demand::Prefetch, bytes, &engine.counters, &|| None, compute));
                 });
             }
         }
@@ -77,13 +78,13 @@ impl Engine {
         prepared.grid.map_or(0, |grid| grid.units * prepared.tiling.unit_bytes())
     }
 
-    /// Asks for the source pages that `start..end` of a file is made of. A transposed view's are asked for with its first byte, as
-    /// all of it is made of the same.
-    pub(super) fn ask(&self, file: &OpenFile, start: u64, end: u64) {
+    /// Requests the source pages that `start..end` of a file is made from. Every part of a transposed view needs all of its source
+    /// pages, so that they are requested together, with the view's first byte.
+    pub(super) fn request_pages(&self, file: &OpenFile, start: u64, end: u64) {
         let most = self.options().tile_cache_bytes as u64;
         for (segment, low, high) in file.image.spans(start, end) {
             let Segment::View(_) = &file.image.segments()[segment] else { continue };
-            // The thread that makes these bytes meets a failure again.
+            // The thread that makes these bytes will meet a failure again.
             let Ok(prepared) = self.prepare(file, segment) else { continue };
             let tiling = &prepared.tiling;
             if tiling.transposed_stride_units().is_none() {
@@ -100,7 +101,7 @@ impl Engine {
         }
     }
 
-    /// Asks for the source pages of a span, at most so many bytes of them.
+    /// Requests the source pages of a span, at most `most` bytes of them.
     fn advise(&self, tiling: &Tiling, low: u64, high: u64, most: u64) {
         let unit = tiling.unit_bytes();
         let mut left = most;
@@ -112,8 +113,8 @@ impl Engine {
                     let info = self.checkpoint.tensor(need.operand.tensor.id);
                     for runs in &need.runs {
                         runs.for_each_span(GAP_BYTES, &mut |start, len| {
-                            let hull = ByteSpan::of_len(start, left.min(len));
-                            if let Some(span) = hull.and_then(|hull| info.span().slice(hull)) {
+                            let bounding = ByteSpan::of_len(start, left.min(len));
+                            if let Some(span) = bounding.and_then(|bounding| info.span().slice(bounding)) {
                                 left -= span.len();
                                 self.will_need(info.file(), span);
                             }
@@ -124,9 +125,9 @@ impl Engine {
             }
             let info = self.checkpoint.tensor(tensor);
             let unit = decode.source_bytes(unit).expect("what decodes no value reads elements");
-            piece.source_hulls(GAP_BYTES / unit, &mut |start, units| {
-                let hull = ByteSpan::of_len((offset + start) * unit, left.min(units * unit));
-                if let Some(span) = hull.and_then(|hull| info.span().slice(hull)) {
+            piece.source_bounding_spans(GAP_BYTES / unit, &mut |start, units| {
+                let bounding = ByteSpan::of_len((offset + start) * unit, left.min(units * unit));
+                if let Some(span) = bounding.and_then(|bounding| info.span().slice(bounding)) {
                     left -= span.len();
                     self.will_need(info.file(), span);
                 }

@@ -1,7 +1,7 @@
-//! Recycled buffers. A fresh megabyte costs 256 page faults, more than casting into it does.
+//! Recycled buffers. A fresh megabyte costs 256 page faults, which take longer than a cast into it.
 //!
-//! Large buffers are anonymous mappings in whole huge pages, where the system gives those: fewer faults, and the kernel
-//! copies replies from them with fewer page lookups.
+//! Large buffers are anonymous mappings of whole huge pages, where the system provides these. Huge pages cause fewer faults, and
+//! the kernel copies replies from them with fewer page lookups.
 
 use std::{
     fmt,
@@ -14,22 +14,23 @@ use std::{
 
 use memmap2::{Advice, MmapMut};
 
-/// Buffers from half of this on are mapped, in multiples of it.
+/// Buffers of more than half of this size are mapped, in multiples of it.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
-/// Smaller buffers are allocated in multiples of this, so that nearby sizes recycle; those smaller than this as they are.
+/// Smaller buffers are allocated in multiples of this, so that a buffer serves nearby sizes too. Buffers below this size are
+/// allocated at their exact length.
 const STEP_BYTES: usize = 64 << 10;
 
-enum Memory {
+enum BufferMemory {
     Mapped(MmapMut),
     Allocated(Box<[u8]>),
 }
 
-impl Memory {
+impl BufferMemory {
     fn new(len: usize) -> Self {
         if len > HUGE_PAGE_BYTES / 2
             && let Ok(map) = MmapMut::map_anon(len.next_multiple_of(HUGE_PAGE_BYTES))
         {
-            // Only a wish: small pages do as well.
+            // Advice only: small pages work too.
             let _ = map.advise(Advice::HugePage);
             return Self::Mapped(map);
         }
@@ -54,9 +55,9 @@ impl Memory {
 
 #[derive(Default)]
 struct Kept {
-    memory: Vec<Memory>,
+    memory: Vec<BufferMemory>,
     bytes: usize,
-    /// Whether a buffer was taken since [`BufferPool::settle`] last looked.
+    /// Whether a buffer was taken since the last [`BufferPool::trim`].
     in_use: bool,
 }
 
@@ -64,14 +65,14 @@ struct Kept {
 #[derive(Clone)]
 pub(super) struct BufferPool {
     kept: Arc<Mutex<Kept>>,
-    /// Bytes of buffers that were taken and are not back.
+    /// Bytes of buffers that were taken and not yet returned.
     taken_bytes: Arc<AtomicUsize>,
     kept_bytes_max: usize,
 }
 
-/// A buffer that goes back to its pool.
+/// A buffer that returns to its pool when it is dropped.
 pub(super) struct Buffer {
-    memory: Option<Memory>,
+    memory: Option<BufferMemory>,
     len: usize,
     pool: BufferPool,
 }
@@ -93,7 +94,7 @@ impl BufferPool {
     }
 
     /// Frees the unused buffers if none was taken since the last call.
-    pub(super) fn settle(&self) {
+    pub(super) fn trim(&self) {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         if !std::mem::take(&mut kept.in_use) {
             kept.bytes = 0;
@@ -103,23 +104,23 @@ impl BufferPool {
         }
     }
 
-    /// A buffer of `len` bytes that hold anything.
+    /// A buffer of `len` bytes with unspecified content.
     pub(super) fn take(&self, len: usize) -> Buffer {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         kept.in_use = true;
-        // The last one given back is the likeliest to be in the processor's caches.
-        let fits = |memory: &Memory| memory.bytes().len() >= len && memory.bytes().len() / 4 <= len;
+        // The buffer returned last is the most likely to be in the processor's caches.
+        let fits = |memory: &BufferMemory| memory.bytes().len() >= len && memory.bytes().len() / 4 <= len;
         let memory = kept.memory.iter().rposition(fits).map(|at| kept.memory.remove(at));
         kept.bytes -= memory.as_ref().map_or(0, |memory| memory.bytes().len());
         drop(kept);
-        let memory = memory.unwrap_or_else(|| Memory::new(len));
+        let memory = memory.unwrap_or_else(|| BufferMemory::new(len));
         self.taken_bytes.fetch_add(memory.bytes().len(), Ordering::Relaxed);
         Buffer { memory: Some(memory), len, pool: self.clone() }
     }
 }
 
 impl Buffer {
-    /// Bytes of memory that it takes, which may be more than it has.
+    /// Bytes of memory that the buffer occupies, which may be more than its length.
     pub(super) fn memory_bytes(&self) -> usize {
         self.memory.as_ref().map_or(0, |memory| memory.bytes().len())
     }
@@ -189,9 +190,9 @@ mod tests {
         }
         let kept_bytes = || pool.kept.lock().unwrap().bytes;
         assert!(kept_bytes() <= KEPT_BYTES_MAX);
-        pool.settle();
+        pool.trim();
         assert!(kept_bytes() > 0, "one was taken lately");
-        pool.settle();
+        pool.trim();
         assert_eq!(kept_bytes(), 0);
         assert_eq!(pool.take(1 << 20).len(), 1 << 20);
         let pool = BufferPool::new(0);

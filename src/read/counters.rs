@@ -2,17 +2,17 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The ways in which bytes are served.
+/// How bytes are served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Path {
-    /// A source file as it is. Where the kernel reads it by itself, its bytes are not counted.
+    /// A source file, unchanged. Bytes that the kernel reads by itself are not counted.
     Identical,
     /// Runs of source bytes, unconverted.
     Runs,
     /// Transformed data, by tiles.
     Tiles,
-    /// Bytes that ckfs makes: headers, metadata.
-    Made,
+    /// Bytes that ckfs generates: headers, metadata.
+    Generated,
 }
 
 /// Counts since mount.
@@ -20,7 +20,7 @@ pub enum Path {
 pub struct Counters {
     served: [AtomicU64; 4],
     fetched: [AtomicU64; 4],
-    /// Requests answered by lending mapped source bytes, without a copy.
+    /// Requests answered with mapped source bytes, without a copy.
     pub lent: AtomicU64,
     /// Tiles found in the cache.
     pub tile_hits: AtomicU64,
@@ -30,17 +30,17 @@ pub struct Counters {
     pub tile_waits: AtomicU64,
     /// Tiles dropped to stay within the cache's limit.
     pub tile_evictions: AtomicU64,
-    /// Requests computed by themselves, because the tiles in use left no room for one more.
+    /// Requests computed without a tile, because the tiles in use left no room for one more.
     pub tile_bypasses: AtomicU64,
     /// Tiles computed ahead of a sequential reader.
     pub prefetched: AtomicU64,
-    /// Of these, tiles that were then asked for.
+    /// Of these, tiles that a reader then requested.
     pub prefetch_hits: AtomicU64,
     /// Tensor files materialized, in memory or on a disk.
     pub materialized_files: AtomicU64,
     /// Bytes of these.
     pub materialized_bytes: AtomicU64,
-    /// Of these files, those that took a pre-zeroed buffer, if only one that was zeroed in part.
+    /// Of these files, those that used a pre-zeroed buffer, including one zeroed only in part.
     pub prezeroed_files: AtomicU64,
     /// Reads that failed.
     pub failed_reads: AtomicU64,
@@ -64,12 +64,12 @@ impl Counters {
         add(&self.fetched[path as usize], bytes);
     }
 
-    /// Bytes handed to readers.
+    /// Bytes sent to readers.
     pub fn served_bytes(&self, path: Path) -> u64 {
         self.served[path as usize].load(Ordering::Relaxed)
     }
 
-    /// Bytes taken from source files, counting each element read once per time it was needed.
+    /// Bytes read from source files. An element counts once for each time that it was needed.
     pub fn fetched_bytes(&self, path: Path) -> u64 {
         self.fetched[path as usize].load(Ordering::Relaxed)
     }

@@ -11,7 +11,7 @@ use super::{
     buffer::BufferPool,
     counters::{Counters, Path, add},
     open_file::OpenFile,
-    reader::Reader,
+    reader::SegmentReader,
     tile::TileCache,
     worker::Workers,
 };
@@ -22,17 +22,17 @@ use crate::{
     tensor::to_usize,
 };
 
-/// A thread that has waited so long for storage is replaced meanwhile.
+/// After this time of waiting for storage a thread gets a substitute until it continues.
 const SLOW: Duration = Duration::from_millis(500);
 
 /// Limits of the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EngineOptions {
-    /// Bytes of transformed data: of tiles, those being computed included, and of materialized and pre-zeroed files.
+    /// Bytes of tiles, including those being computed, of materialized files, and of pre-zeroed buffers.
     pub tile_cache_bytes: usize,
-    /// Bytes of unused buffers that are kept.
+    /// Most bytes of unused buffers that the engine keeps.
     pub spare_buffer_bytes: usize,
-    /// Bytes of source data that a thread may read into memory of its own at once.
+    /// Most bytes of source data that one thread may hold in memory of its own.
     pub thread_buffer_bytes: usize,
     /// Threads that compute ahead of sequential readers.
     pub workers: usize,
@@ -73,7 +73,7 @@ impl Engine {
         }
     }
 
-    /// What was counted.
+    /// The counters.
     pub fn counters(&self) -> &Counters {
         &self.counters
     }
@@ -91,7 +91,7 @@ impl Engine {
         self.checkpoint.source().as_ref()
     }
 
-    /// Checks that the sources of a file are what they were, so that opening a file whose source has changed fails.
+    /// Checks that the sources of a file are unchanged, so that opening a file whose source has changed fails.
     ///
     /// # Errors
     /// [`ReadError::Changed`].
@@ -99,7 +99,7 @@ impl Engine {
         self.sources_of(file).iter().try_for_each(|id| self.check_original(*id))
     }
 
-    /// The source files that a file is made of.
+    /// The source files of a file.
     pub fn sources_of<'a>(&self, file: &'a OpenFile) -> &'a [FileId] {
         file.sources.get_or_init(|| {
             let mut sources = std::collections::BTreeSet::new();
@@ -114,27 +114,27 @@ impl Engine {
         })
     }
 
-    /// The error of a file of which a source stalls.
+    /// The error of a file if one of its sources stalls.
     pub(super) fn stall(&self, file: &OpenFile) -> Option<ReadError> {
         let stalled = self.sources_of(file).iter().find(|id| self.source().health().is_stalled(**id))?;
         self.source().check(*stalled).err().map(|error| ReadError::Changed { error })
     }
 
-    /// Whether some thread has been waiting for storage for a while.
+    /// Whether any thread has been waiting for storage for a while.
     pub fn is_waiting(&self) -> bool {
         !self.source().health().waiting(SLOW / 10).is_empty()
     }
 
-    /// Looks which source files stall, and starts threads in place of those that wait for storage, so that others' files are
-    /// made meanwhile. To be called several times a second while there are readers.
+    /// Updates which source files stall. Starts substitutes for threads that wait for storage, so that other files are made
+    /// meanwhile. To be called several times a second while there are readers.
     pub fn note_stalls(&self) {
         let waiting = self.source().health().note_stalls();
         let slow = waiting.iter().filter(|waiting| waiting.quiet >= SLOW);
         let threads: Vec<i32> = slow.map(|waiting| waiting.thread).collect();
-        self.workers.relieve(&threads);
+        self.workers.replace_waiting(&threads);
     }
 
-    /// Checks that a source file is what it was.
+    /// Checks that a source file is unchanged.
     ///
     /// # Errors
     /// [`ReadError::Changed`].
@@ -142,7 +142,7 @@ impl Engine {
         self.source().check_path(file).map_err(|error| ReadError::Changed { error })
     }
 
-    /// Bytes of tiles held now, those being computed included.
+    /// Bytes of tiles held now, including those being computed.
     pub fn cached_bytes(&self) -> usize {
         self.cache.bytes()
     }
@@ -162,43 +162,43 @@ impl Engine {
         self.buffers.kept_bytes()
     }
 
-    /// Bytes of buffers in use now, beside those that tiles are in.
+    /// Bytes of buffers in use now, without those that hold tiles.
     pub fn thread_buffer_bytes(&self) -> usize {
         self.buffers.taken_bytes().saturating_sub(self.cache.bytes())
     }
 
-    /// Bytes of memory that dropped files take now because programs still map them.
+    /// Bytes of memory that dropped files occupy now because programs still map them.
     pub fn dropped_bytes(&self) -> usize {
         self.cache.dropped_bytes()
     }
 
-    /// Notes how much memory dropped files take: there is that much less for others.
+    /// Sets how many bytes of memory dropped files occupy. Tiles and materialized files get that much less.
     pub fn set_dropped_bytes(&self, bytes: usize) {
         self.cache.set_dropped_bytes(bytes);
     }
 
-    /// Drops what is kept of a file that will not be read again under this [`OpenFile`].
+    /// Drops the tiles of a file that will not be read again through this [`OpenFile`].
     pub fn forget(&self, file: &OpenFile) {
         self.cache.forget_file(file.key);
     }
 
-    /// Keeps source pages mapped for readers who will come, until some seconds after this was last called.
+    /// Keeps source pages mapped for future readers, until some seconds after the last call.
     pub fn keep_maps(&self) {
         if let Some(maps) = self.source().maps() {
             maps.will_return();
         }
     }
 
-    /// Gives back memory that was of use to readers who are gone. To be called every few seconds.
+    /// Frees memory that only earlier readers used. To be called every few seconds.
     pub fn trim(&self) {
         self.cache.drop_idle();
-        self.buffers.settle();
+        self.buffers.trim();
         if let Some(maps) = self.source().maps() {
-            maps.settle();
+            maps.trim();
         }
     }
 
-    /// Reads a source file as it is, up to its pinned end.
+    /// Reads a source file unchanged, up to its pinned end.
     ///
     /// # Errors
     /// [`ReadError`] if it has changed or cannot be read.
@@ -212,7 +212,7 @@ impl Engine {
         let source = self.source();
         let end = start.saturating_add(len as u64).min(source.len_bytes(file));
         let start = start.min(end);
-        let result = self.lend_or_read(file, start, end, Path::Identical, reply);
+        let result = self.serve_source(file, start, end, Path::Identical, reply);
         result.inspect_err(|error| self.count_failure(error))
     }
 
@@ -221,7 +221,7 @@ impl Engine {
         add(&self.counters.stalled_reads, u64::from(error.is_stall()));
     }
 
-    pub(super) fn lend_or_read(
+    pub(super) fn serve_source(
         &self,
         file: FileId,
         start: u64,
@@ -237,14 +237,14 @@ impl Engine {
             self.counters.serve(path, len);
         };
         let span = ByteSpan::new(start, end).filter(|_| len > 0);
-        let lent = span.zip(source.maps()).and_then(|(span, maps)| {
-            maps.lend(file, span, &mut |bytes| {
+        let served = span.zip(source.maps()).and_then(|(span, maps)| {
+            maps.with_kernel_bytes(file, span, &mut |bytes| {
                 add(&self.counters.lent, 1);
                 count();
                 reply(Served::Kernel(bytes));
             })
         });
-        if let Some(result) = lent {
+        if let Some(result) = served {
             return result.map_err(changed);
         }
         let mut buffer = self.buffers.take(to_usize(len));
@@ -255,12 +255,12 @@ impl Engine {
         Ok(())
     }
 
-    /// Reads `len` bytes at `start`, fewer only at the end of the file, and hands them to `reply`, exactly once if the
-    /// result is `Ok`. They are counted before that: a reader that has the bytes finds them in the counters.
+    /// Reads `len` bytes at `start`, fewer only at the end of the file, and passes them to `reply`. If the result is `Ok`, `reply`
+    /// was called exactly once. The bytes are counted before that: a reader that has the bytes finds them in the counters.
     ///
     /// # Errors
-    /// [`ReadError`]; the first of a file is logged. If `reply` was called all the same, a source changed just then, and the
-    /// bytes are not to be trusted.
+    /// [`ReadError`]; the first of a file is logged. If `reply` was called nevertheless, a source changed during the call, and the
+    /// bytes must not be trusted.
     pub fn read(
         self: &Arc<Self>,
         file: &Arc<OpenFile>,
@@ -270,12 +270,12 @@ impl Engine {
     ) -> Result<(), ReadError> {
         let end = start.saturating_add(len as u64).min(file.len_bytes());
         let start = start.min(end);
-        // First of all, so that others compute what comes next while this thread computes what is wanted now.
-        self.look_ahead(file, start, end);
+        // First of all, so that other threads compute the next tiles while this thread computes the requested bytes.
+        self.read_ahead(file, start, end);
         let result = self.read_span(file, start, end, reply);
         if let Err(error) = &result {
             self.count_failure(error);
-            // A stall was logged by the source, and the file will be good again.
+            // The source has logged the stall, and the file becomes readable again when it ends.
             if !error.is_stall() && !file.failed.swap(true, Ordering::Relaxed) {
                 let error = printable(&error.to_string()).into_owned();
                 tracing::error!(file = file.name, start, end, "read failed: {error}");
@@ -297,7 +297,7 @@ impl Engine {
             return Ok(());
         };
         if spans.next().is_none() {
-            return Reader::new(self, file, segment)?.read(low, high, reply);
+            return SegmentReader::new(self, file, segment)?.read(low, high, reply);
         }
         let mut buffer = self.buffers.take(to_usize(end - start));
         let mut at = 0;
@@ -306,7 +306,7 @@ impl Engine {
                 buffer[at..at + bytes.len()].copy_from_slice(bytes);
                 at += bytes.len();
             };
-            Reader::new(self, file, segment)?.copy(low, high, &mut part)?;
+            SegmentReader::new(self, file, segment)?.copy(low, high, &mut part)?;
         }
         reply(Served::Memory(&buffer));
         Ok(())

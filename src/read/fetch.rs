@@ -1,12 +1,12 @@
-//! Stage 3: the only one that waits. Bytes of a batch come into memory, or, where files are mapped, windows of the maps do as
-//! well without a copy.
+//! Stage 3, the only one that waits. It reads the bytes of a batch into memory. Of mapped files it provides windows of the maps
+//! instead, without a copy.
 
 use smallvec::SmallVec;
 
 use super::{
     ReadError,
     buffer::{Buffer, BufferPool},
-    runs::Wanted,
+    runs::Requirement,
     schedule::{Batch, Fetch},
 };
 use crate::{
@@ -18,7 +18,7 @@ use crate::{
 /// Fetches the bytes of a batch, each call with all spans of one file.
 ///
 /// # Errors
-/// [`ReadError::Source`] with what a source said.
+/// [`ReadError::Source`] with the error of a source.
 pub(super) fn fetch(checkpoint: &Checkpoint, buffers: &BufferPool, batch: &Batch<'_>) -> Result<Buffer, ReadError> {
     let mut memory = buffers.take(to_usize(batch.len_bytes));
     let mut rest: &mut [u8] = &mut memory;
@@ -53,18 +53,18 @@ pub(super) fn fetch(checkpoint: &Checkpoint, buffers: &BufferPool, batch: &Batch
 }
 
 /// Whether all tensors that a job needs lie in mapped files.
-pub(super) fn are_mapped(checkpoint: &Checkpoint, wanted: &[Wanted]) -> bool {
+pub(super) fn are_mapped(checkpoint: &Checkpoint, wanted: &[Requirement]) -> bool {
     wanted.iter().all(|wanted| checkpoint.source().maps_of(checkpoint.tensor(wanted.tensor).file()).is_some())
 }
 
 /// Runs `work` over windows of the maps.
 ///
 /// # Errors
-/// [`ReadError::Source`] with what a source said. What `work` made is then worthless.
+/// [`ReadError::Source`] with the error of a source. The output of `work` is then invalid.
 pub(super) fn through_maps(
     checkpoint: &Checkpoint,
     maps: &dyn Maps,
-    wanted: &[Wanted],
+    wanted: &[Requirement],
     windows: &[Window<'_>],
     work: &mut dyn FnMut(&[Window<'_>]),
 ) -> Result<(), ReadError> {
@@ -77,7 +77,7 @@ pub(super) fn through_maps(
         return Err(ReadError::Internal { what: "a piece leaves its tensor" });
     };
     if 2 * first.used_bytes < span.len() {
-        // The pages between hold what other tiles need.
+        // The pages in between hold bytes that other tiles need.
         maps.will_return();
     }
     let mut result = Ok(());

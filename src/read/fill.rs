@@ -1,8 +1,8 @@
 //! The four stages together: fills a span of a view.
 //!
-//! Jobs over mapped files are carried out as they are found, each over windows of the maps. All others are scheduled first.
-//! Their batches are fetched one after the other by the calling thread, and while it waits for the next, threads of its own
-//! make the bytes of the last one: a large target is cut in parts, one for each.
+//! Jobs over mapped files run as they are found, each over windows of the maps. All others are scheduled first. The calling
+//! thread fetches their batches one after the other. While it waits for a batch, scoped threads make the bytes of the batch
+//! before: a large target is cut into parts, one for each thread.
 
 use std::{
     num::NonZeroUsize,
@@ -16,79 +16,79 @@ use super::{
     Engine, ReadError,
     counters::Path,
     fetch,
-    runs::{Job, Part, runs},
+    runs::{Job, SpanPart, runs},
     scatter::{scatter, scatter_batch, scatter_constant},
-    schedule::{Batch, Limits, schedule},
+    schedule::{Batch, BatchLimits, schedule},
 };
 use crate::{
     source::FileId,
-    tensor::{Share, Stores, TensorId, Tiling, to_usize},
+    tensor::{Stores, TensorId, Tiling, WorkSlice, to_usize},
 };
 
-/// Most bytes of a batch: large enough for any storage, and so small that two of them, and what is made of one, do not crowd out
-/// everything else.
+/// Most bytes of a batch: large enough for any storage, and small enough that two batches and the bytes made from one leave room
+/// for everything else.
 const BATCH_BYTES_MAX: u64 = 16 << 20;
-/// Most spans of a batch. Each takes some 100 bytes beside its own.
+/// Most spans of a batch. Each needs about 100 bytes of memory besides its data.
 const BATCH_SPANS_MAX: u64 = 16 << 10;
-/// Targets from this size on are made by several threads.
+/// Least bytes of a target that several threads fill.
 const PARALLEL_BYTES_MIN: usize = 8 << 20;
 
 /// How bytes are made.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct How {
+pub(super) struct FillMode {
     pub(super) path: Path,
     pub(super) stores: Stores,
-    pub(super) share: Share,
+    pub(super) slice: WorkSlice,
 }
 
-impl How {
+impl FillMode {
     pub(super) const fn cached(path: Path) -> Self {
-        Self { path, stores: Stores::Cached, share: Share::WHOLE }
+        Self { path, stores: Stores::Cached, slice: WorkSlice::WHOLE }
     }
 }
 
 /// Source files touched while bytes were made.
-pub(super) type Touched = SmallVec<[FileId; 2]>;
+pub(super) type TouchedFiles = SmallVec<[FileId; 2]>;
 
-fn touch(touched: &mut Touched, file: FileId) {
+fn touch(touched: &mut TouchedFiles, file: FileId) {
     if !touched.contains(&file) {
         touched.push(file);
     }
 }
 
 impl Engine {
-    /// Fills `target`, which is for units `first..last` of a tiling, with those that are asked for, and says how many they are.
+    /// Fills `target`, which holds units `first..last` of a tiling, with the units of the work slice. Returns their number.
     pub(super) fn fill_span(
         &self,
         tiling: &Tiling,
         first: u64,
         last: u64,
         target: &mut [u8],
-        touched: &mut Touched,
-        how: How,
+        touched: &mut TouchedFiles,
+        mode: FillMode,
     ) -> Result<u64, ReadError> {
         let (mut made, mut result) = (0, Ok(()));
         let mut unmapped: SmallVec<[Job<'_>; 2]> = SmallVec::new();
-        runs(tiling, how.share, first, last, &mut |part| {
+        runs(tiling, mode.slice, first, last, &mut |part| {
             if result.is_err() {
                 return;
             }
             match part {
-                Part::Constant(bytes, piece) => {
+                SpanPart::Constant(bytes, piece) => {
                     made += piece.units();
                     scatter_constant(bytes, &piece, tiling.unit_bytes(), target);
                 }
-                Part::Job(job) => {
+                SpanPart::Job(job) => {
                     made += job.piece.units();
                     let wanted = job.wanted();
                     for wanted in &wanted {
                         touch(touched, self.checkpoint.tensor(wanted.tensor).file());
-                        self.counters.fetch(how.path, wanted.used_bytes);
+                        self.counters.fetch(mode.path, wanted.used_bytes);
                     }
                     match self.source().maps().filter(|_| fetch::are_mapped(&self.checkpoint, &wanted)) {
                         Some(maps) => {
                             result = fetch::through_maps(&self.checkpoint, maps, &wanted, &[], &mut |windows| {
-                                scatter(&job, windows, target, how.stores);
+                                scatter(&job, windows, target, mode.stores);
                             });
                         }
                         None => unmapped.push(job),
@@ -98,47 +98,47 @@ impl Engine {
         });
         result?;
         if !unmapped.is_empty() {
-            self.fill_in_batches(unmapped, tiling, target, how)?;
+            self.fill_in_batches(unmapped, tiling, target, mode)?;
         }
         Ok(made)
     }
 
-    /// Carries out jobs over files that are not mapped.
+    /// Runs jobs over files that are not mapped.
     fn fill_in_batches(
         &self,
         jobs: SmallVec<[Job<'_>; 2]>,
         tiling: &Tiling,
         target: &mut [u8],
-        how: How,
+        mode: FillMode,
     ) -> Result<(), ReadError> {
-        // One is fetched while another is used.
+        // One batch is fetched while another is in use.
         let bytes = (self.options().thread_buffer_bytes as u64 / 2).clamp(1, BATCH_BYTES_MAX);
-        let limits = Limits { bytes, spans: BATCH_SPANS_MAX, gap_bytes: self.source().gap_bytes() };
+        let limits = BatchLimits { bytes, spans: BATCH_SPANS_MAX, gap_bytes: self.source().gap_bytes() };
         let place = |tensor: TensorId| {
             let info = self.checkpoint.tensor(tensor);
             (info.file(), info.span())
         };
         let batches = schedule(jobs, limits, &place)?;
         let threads = thread::available_parallelism().map_or(1, NonZeroUsize::get).min(self.workers.count() + 1);
-        // A file is materialized by several threads already.
-        let alone = threads == 1 || how.stores == Stores::Streamed;
+        // Several threads materialize a file already.
+        let alone = threads == 1 || mode.stores == Stores::Streamed;
         if batches.len() == 1 || alone || target.len() < PARALLEL_BYTES_MIN {
             for batch in &batches {
                 let memory = fetch::fetch(&self.checkpoint, &self.buffers, batch)?;
-                scatter_batch(batch, &memory, 0, target, how.stores);
+                scatter_batch(batch, &memory, 0, target, mode.stores);
             }
             return Ok(());
         }
         let part_units = part_units(tiling, target.len(), threads);
         let mut ready = None;
         for batch in batches.iter().map(Some).chain([None]) {
-            let fetched = self.fetch_beside(batch, ready.take(), tiling, part_units, target, how.stores)?;
+            let fetched = self.fetch_beside(batch, ready.take(), tiling, part_units, target, mode.stores)?;
             ready = batch.zip(fetched);
         }
         Ok(())
     }
 
-    /// Fetches a batch while other threads make the bytes of the one before, which is `ready`; then helps them.
+    /// Fetches a batch while other threads make the bytes of the batch before, which is `ready`; then helps them.
     fn fetch_beside(
         &self,
         next: Option<&Batch<'_>>,
@@ -163,7 +163,7 @@ impl Engine {
         };
         thread::scope(|scope| {
             for _ in 1..count.max(2) {
-                // Without such threads, as where the system refuses more, the caller makes all of it.
+                // If the system refuses more threads, the caller makes all of the bytes.
                 let _ = thread::Builder::new().name("ckfs-scatter".to_owned()).spawn_scoped(scope, make);
             }
             let fetched = fetch_next();
@@ -173,7 +173,7 @@ impl Engine {
     }
 }
 
-/// Units of each of the parts in which threads fill a target: whole rows of one that transposes its source.
+/// Units of one part of a target that several threads fill: whole rows if the tiling transposes its source.
 fn part_units(tiling: &Tiling, target_bytes: usize, threads: usize) -> u64 {
     let units = target_bytes as u64 / tiling.unit_bytes();
     let row = tiling.transposed_stride_units().unwrap_or(1);

@@ -1,14 +1,14 @@
-//! One file materialized: all of its bytes are made once, in pieces, into another file that the kernel then reads by itself.
+//! Materializes a file: makes all of its bytes once, in pieces, into another file that the kernel then reads by itself.
 //!
-//! The file is cut into pieces. A piece is made by the first thread that takes it: a worker, which takes the next one that
-//! nobody has taken, or a reader, which takes those that it wants and waits only for them. So each byte is fetched and
-//! decoded once, whether a reader was faster or the workers were, and a reader never waits for the whole file. In memory a
-//! piece is made straight into the target, which each thread maps for itself; pieces of a transposed view are cut both ways,
-//! into spans of its rows and those into work slices of the lines of the source. On a disk a piece is made in a buffer and
-//! written: a write to a full disk is an error, where a store to a mapped file would be a signal.
+//! The first thread that takes a piece makes it. A worker takes the next free piece. A reader takes the pieces that it needs, and
+//! waits only for them. So each byte is fetched and decoded once, and a reader never waits for the whole file.
 //!
-//! Pieces at both ends of the file are small: a program that reads only the header, or the directory of an archive at the
-//! end, has not much else made.
+//! In memory a thread makes a piece directly in the target, which each thread maps for itself. A transposed view is cut both ways:
+//! into spans of its rows, and each span into work slices of the lines of the source. On a disk a thread makes a piece in a buffer
+//! and writes it. A write to a full disk is an error, where a store to a mapped file would raise a signal.
+//!
+//! Pieces at both ends of the file are small. So a program that reads only the header, or the directory of an archive at the
+//! end, causes little other work.
 #![allow(unsafe_code)]
 
 use std::{
@@ -31,34 +31,34 @@ use rustix::fs::{FallocateFlags, fallocate};
 use super::{Engine, OpenFile, ReadError, Reservation, counters::add};
 use crate::{
     source::SourceError,
-    tensor::{Share, to_usize},
+    tensor::{WorkSlice, to_usize},
 };
 
 /// Least and most bytes of a piece that is written in order.
 const PIECE_BYTES_MIN: u64 = 1 << 20;
 const PIECE_BYTES_MAX: u64 = 4 << 20;
-/// Bytes at the begin of a file, and at its end, that are cut into the smallest pieces.
+/// Bytes at the start of a file, and at its end, that are cut into the smallest pieces.
 const HEAD_BYTES: u64 = 4 << 20;
 const TAIL_BYTES: u64 = 1 << 20;
-/// Least bytes of a work slice of a transposed span. Smaller than other pieces, as these take several times as long.
+/// Least bytes of a work slice of a transposed span. Smaller than other pieces, because transposing takes several times as long.
 const SLICE_BYTES_MIN: u64 = 512 << 10;
-/// Most elements of each source line that are taken together. Each takes a page of the target, and the processor does not know
-/// many pages at once; but each such span visits all lines of the source again.
+/// Most elements of each source line in one span. Each element goes to its own page of the target, and the processor's TLB holds
+/// few pages. But each such span visits all lines of the source again.
 const SPAN_ELEMENTS_MAX: u64 = 1024;
 /// Elements of two bytes in a cache line.
 const LINE_ELEMENTS: u64 = 32;
-/// Lines of the source that stay together: as many as are transposed at once, so that whole cache lines of the target are
-/// written.
+/// Lines of the source that stay together: the number transposed at once, so that threads write whole cache lines of the target.
 const SLICED_LINES: u64 = 128;
-/// Pieces for each thread at least, so that none is left with much while others are done.
+/// Least pieces for each thread, so that no thread has much left when the others have finished.
 const PIECES_PER_THREAD: u64 = 2;
-/// Work slices of a transposed view for each thread, unless they would be small: threads differ more in how long these take them.
+/// Work slices of a transposed view for each thread, unless they would be small. Their times differ more between threads than
+/// those of other pieces.
 const SLICES_PER_THREAD: u64 = 8;
-/// Memory is taken in multiples of this many bytes: a huge page.
+/// Memory is allocated in multiples of this many bytes: a huge page.
 const MEMORY_STEP_BYTES: u64 = 2 << 20;
-/// How far ahead of the next piece source pages are asked for, in bytes of the file.
+/// Bytes of the file ahead of the next piece for which source pages are requested.
 const AHEAD_BYTES: u64 = 32 << 20;
-/// Time between questions whether a piece that another thread makes is still worth waiting for.
+/// Time between checks whether a piece that another thread makes is still worth waiting for.
 const GIVE_UP_PERIOD: Duration = Duration::from_millis(250);
 
 /// Why a file was not materialized.
@@ -67,7 +67,7 @@ pub enum MaterializeError {
     /// Its bytes could not be made.
     #[error("{0}")]
     Read(#[from] ReadError),
-    /// There is no memory, or no place on the disk, for them.
+    /// There is no memory or no disk space for its bytes.
     #[error("{0}")]
     Room(#[from] io::Error),
 }
@@ -75,7 +75,7 @@ pub enum MaterializeError {
 /// The file that receives the bytes.
 #[derive(Clone, Debug)]
 pub enum Target {
-    /// A file in memory, at least as long as the materialized one. Its memory is taken piece by piece, unless it was set aside.
+    /// A file in memory, at least as long as the materialized one. Memory that was not allocated before is allocated piece by piece.
     Memory(Arc<File>),
     /// An empty file on a disk.
     Disk(Arc<File>),
@@ -83,17 +83,17 @@ pub enum Target {
 
 /// A piece of a file, which one thread makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Piece {
-    /// The bytes that it lies in.
+struct FilePiece {
+    /// The bytes that contain it.
     start: u64,
     end: u64,
-    /// The segment and the slice of its work, if others make the rest of these bytes.
-    sliced: Option<(usize, Share)>,
+    /// The segment and the work slice, if other pieces make the rest of these bytes.
+    sliced: Option<(usize, WorkSlice)>,
 }
 
-/// What became of a piece.
+/// The state of a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stage {
+enum PieceState {
     Free,
     Taken,
     Made,
@@ -101,18 +101,18 @@ enum Stage {
 
 type Done = Box<dyn FnOnce(Result<(), MaterializeError>) + Send>;
 
-/// How far it is.
+/// The progress of materializing a file.
 #[derive(Default)]
 struct Progress {
-    /// Of each piece; empty until the file was cut.
-    stages: Vec<Stage>,
+    /// The state of each piece; empty until the file is cut.
+    states: Vec<PieceState>,
     /// No piece before this one is free.
     next: usize,
     /// Pieces that are not made.
     left: usize,
-    /// What failed first.
+    /// The first failure.
     error: Option<MaterializeError>,
-    /// Is told the end, once all of the file was asked for.
+    /// Receives the result, once all of the file was requested.
     done: Option<Done>,
 }
 
@@ -121,12 +121,12 @@ pub struct Materializing {
     engine: Arc<Engine>,
     file: Arc<OpenFile>,
     target: Target,
-    /// The file's pieces, by their begin.
-    pieces: OnceLock<Result<Box<[Piece]>, ReadError>>,
-    /// Another map of the target, which what was made is read from.
+    /// The file's pieces, by their start.
+    pieces: OnceLock<Result<Box<[FilePiece]>, ReadError>>,
+    /// Another map of the target, from which finished pieces are read.
     view: OnceLock<Option<MmapRaw>>,
-    /// Up to where source pages were asked for.
-    asked: AtomicU64,
+    /// End of the bytes of the file for which source pages were requested.
+    requested: AtomicU64,
     failed: AtomicBool,
     progress: Mutex<Progress>,
     changed: Condvar,
@@ -139,31 +139,31 @@ impl fmt::Debug for Materializing {
 }
 
 impl Engine {
-    /// Sets aside memory of the tile cache for something else, if tiles in use leave as much.
+    /// Reserves memory of the tile cache for another use, if tiles in use leave that much.
     pub fn reserve(&self, bytes: usize) -> Option<Reservation> {
         self.cache.reserve(bytes)
     }
 
-    /// Sets aside memory that nothing else has now.
+    /// Reserves memory that nothing uses now.
     pub fn reserve_spare(&self, bytes: usize) -> Option<Reservation> {
         self.cache.reserve_spare(bytes)
     }
 
-    /// Most bytes that may be set aside at once.
+    /// Most bytes that may be reserved at once.
     pub fn reservable_bytes(&self) -> usize {
         self.cache.reservable_bytes()
     }
 
-    /// The pieces of a file: in order of their begin, together all of it. Those of one transposed span have the same begin and
-    /// end.
-    fn pieces(&self, file: &OpenFile, threads: u64, sliced: bool) -> Result<Box<[Piece]>, ReadError> {
+    /// The pieces of a file, by their start; together they cover it. The work slices of one transposed span have the same start
+    /// and end.
+    fn pieces(&self, file: &OpenFile, threads: u64, sliced: bool) -> Result<Box<[FilePiece]>, ReadError> {
         let len_bytes = file.len_bytes();
         let most = (len_bytes / (threads * PIECES_PER_THREAD)).clamp(PIECE_BYTES_MIN, PIECE_BYTES_MAX);
         let step = most.next_power_of_two();
         let (mut pieces, mut open) = (Vec::new(), 0);
-        let close = |pieces: &mut Vec<Piece>, open: &mut u64, end: u64, least: u64| {
+        let close = |pieces: &mut Vec<FilePiece>, open: &mut u64, end: u64, least: u64| {
             if end - *open >= least {
-                pieces.push(Piece { start: *open, end, sliced: None });
+                pieces.push(FilePiece { start: *open, end, sliced: None });
                 *open = end;
             }
         };
@@ -185,19 +185,19 @@ impl Engine {
             };
             close(&mut pieces, &mut open, start, 1);
             let rows = ((end - start) / row_bytes).max(1);
-            // Without maps each span would fetch its part of every source line.
+            // Without maps each span would fetch its part of every source line separately.
             let is_mapped = self.is_mapped(file, segment)?;
             let span_rows_max = if is_mapped { SPAN_ELEMENTS_MAX.max(PIECE_BYTES_MIN / row_bytes) } else { rows };
             let spans = rows.div_ceil(span_rows_max);
             let span_rows = rows.div_ceil(spans).next_multiple_of(LINE_ELEMENTS).min(rows);
             let span_bytes = span_rows * row_bytes;
-            // As many for each thread, unless they would be small.
+            // The same number for each thread, unless they would be small.
             let wanted = (threads * SLICES_PER_THREAD).div_ceil(spans).next_multiple_of(threads);
             let of = wanted.min(span_bytes.div_ceil(SLICE_BYTES_MIN)).max(1);
             while open < end {
                 let (start, end) = (open, end.min(open + span_bytes));
-                let slice = |index| Some((segment, Share { index, of, lines: SLICED_LINES }));
-                pieces.extend((0..of).map(|index| Piece { start, end, sliced: slice(index) }));
+                let slice = |index| Some((segment, WorkSlice { index, of, lines: SLICED_LINES }));
+                pieces.extend((0..of).map(|index| FilePiece { start, end, sliced: slice(index) }));
                 open = end;
             }
         }
@@ -205,11 +205,11 @@ impl Engine {
         Ok(pieces.into_boxed_slice())
     }
 
-    /// Makes a piece of a file in its place in `target`.
-    fn make_piece(&self, file: &OpenFile, piece: Piece, mut target: &mut [u8]) -> Result<(), ReadError> {
+    /// Makes a piece of a file in `target`, which is the piece's part of the file.
+    fn make_piece(&self, file: &OpenFile, piece: FilePiece, mut target: &mut [u8]) -> Result<(), ReadError> {
         if let Some((segment, slice)) = piece.sliced {
             let start = file.image().start_of(segment);
-            return self.make_share(file, segment, piece.start - start, piece.end - start, target, slice);
+            return self.make_work_slice(file, segment, piece.start - start, piece.end - start, target, slice);
         }
         for (segment, low, high) in file.image().spans(piece.start, piece.end) {
             let Some(place) = target.split_off_mut(..to_usize(high - low)) else { break };
@@ -224,10 +224,10 @@ impl Engine {
 }
 
 impl Materializing {
-    /// Prepares to materialize a file in `target`; nothing is made yet.
+    /// Prepares to materialize a file in `target`. Makes nothing yet.
     ///
     /// # Errors
-    /// A target in memory that is shorter than the file.
+    /// A target in memory is shorter than the file, or its length cannot be read.
     pub fn new(engine: &Arc<Engine>, file: &Arc<OpenFile>, target: Target) -> io::Result<Self> {
         if let Target::Memory(memory) = &target {
             let (expected, found) = (file.len_bytes(), memory.metadata()?.len());
@@ -241,21 +241,21 @@ impl Materializing {
             target,
             pieces: OnceLock::new(),
             view: OnceLock::new(),
-            asked: AtomicU64::new(0),
+            requested: AtomicU64::new(0),
             failed: AtomicBool::new(false),
             progress: Mutex::default(),
             changed: Condvar::new(),
         })
     }
 
-    /// Has all threads of the engine make what is left; one of them then calls `done`. `done` is dropped if the engine ends
-    /// before.
+    /// Has all threads of the engine make the remaining pieces; one of them then calls `done`. If the engine ends before, `done`
+    /// is dropped.
     pub fn make_all(self: &Arc<Self>, done: impl FnOnce(Result<(), MaterializeError>) + Send + 'static) {
         self.lock().done = Some(Box::new(done));
         let first = Arc::clone(self);
-        // Lowering the views of a file of many may take a while, which the caller need not wait for.
+        // Lowering the views of a file with many of them may take a while. The caller need not wait for it.
         self.engine.workers.submit(move || {
-            let helpers = first.pieces().map_or(0, <[Piece]>::len).min(first.threads()).saturating_sub(1);
+            let helpers = first.pieces().map_or(0, <[FilePiece]>::len).min(first.threads()).saturating_sub(1);
             for _ in 0..helpers {
                 let helping = Arc::clone(&first);
                 first.engine.workers.submit_beside(move || helping.work());
@@ -264,10 +264,10 @@ impl Materializing {
         });
     }
 
-    /// Makes what is left in this thread, and returns how it ended.
+    /// Makes the remaining pieces in this thread, and returns the result.
     ///
     /// # Errors
-    /// [`MaterializeError`]; the target then holds anything.
+    /// [`MaterializeError`]; the content of the target is then unspecified.
     pub fn make_here(&self) -> Result<(), MaterializeError> {
         let (tell, told) = std::sync::mpsc::channel();
         self.lock().done = Some(Box::new(move |result| drop(tell.send(result))));
@@ -281,14 +281,16 @@ impl Materializing {
         add(&self.engine.counters.materialized_bytes, self.file.len_bytes());
     }
 
-    /// Has the threads stop soon: nobody wants the file any more.
+    /// Has the threads stop soon, because no reader needs the file any more.
     pub fn abandon(&self) {
         self.fail(ReadError::Internal { what: "the file was abandoned before it was materialized" }.into());
     }
 
-    /// Hands the bytes `start..end`, which end within the file, to `reply`, once they are made: pieces that nobody has taken are
-    /// made by this thread. False, without a call of `reply`, if they cannot be had here: something failed, or a source has
-    /// changed or gives no answer, which a reader meets where it reads otherwise; or the target is on a disk.
+    /// Passes the bytes `start..end`, which end within the file, to `reply` once they are made. This thread makes the pieces that
+    /// no thread has taken.
+    ///
+    /// Returns false, without a call of `reply`, if the bytes are not available here: a piece failed, a source has changed or
+    /// stalls, or the target is on a disk. A reader then reads another way, and meets the error of the source there.
     ///
     /// # Panics
     /// If `end` is beyond the end of the file.
@@ -307,33 +309,33 @@ impl Materializing {
         let Some(view) = self.view.get_or_init(|| self.view().ok()) else { return false };
         let (from, len) = (to_usize(start), to_usize(end - start));
         assert!(from + len <= view.len(), "bytes {start}..{end} end within {} bytes", view.len());
-        // SAFETY: the bytes are inside the map, which lives as long as `self`, and their memory is there and stays: the file has no
-        // name, and nobody shortens it. All pieces that they lie in are made, and a piece that is made is never written again.
+        // SAFETY: the bytes are inside the map, which lives as long as `self`. Their memory is allocated and stays: the file has no
+        // name, and nobody shortens it. All pieces that contain them are made, and a piece that is made is never written again.
         reply(unsafe { std::slice::from_raw_parts(view.as_ptr().add(from), len) });
         true
     }
 
-    /// Checks that the open sources of the file are what they were.
+    /// Checks that the open sources of the file are unchanged.
     fn check_sources(&self) -> Result<(), SourceError> {
         self.engine.sources_of(&self.file).iter().try_for_each(|id| self.engine.source().check(*id))
     }
 
-    /// Waits until a piece is made, or makes it. Whether it is there.
-    fn have(&self, index: usize, pieces: &[Piece], map: &mut Option<MmapMut>) -> bool {
+    /// Waits until a piece is made, or makes it. Returns whether the piece is made.
+    fn have(&self, index: usize, pieces: &[FilePiece], map: &mut Option<MmapMut>) -> bool {
         let mut progress = self.lock();
         loop {
             if self.failed.load(Ordering::Relaxed) {
                 return false;
             }
-            match progress.stages[index] {
-                Stage::Made => return true,
-                Stage::Free => {
-                    progress.stages[index] = Stage::Taken;
+            match progress.states[index] {
+                PieceState::Made => return true,
+                PieceState::Free => {
+                    progress.states[index] = PieceState::Taken;
                     drop(progress);
                     self.make(index, pieces[index], map);
                     progress = self.lock();
                 }
-                Stage::Taken => {
+                PieceState::Taken => {
                     let waited = self.changed.wait_timeout(progress, GIVE_UP_PERIOD);
                     let (found, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
                     progress = found;
@@ -353,19 +355,19 @@ impl Materializing {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn pieces(&self) -> Result<&[Piece], ReadError> {
+    fn pieces(&self) -> Result<&[FilePiece], ReadError> {
         let cut = self.pieces.get_or_init(|| {
             let sliced = matches!(self.target, Target::Memory(_));
             let pieces = self.engine.pieces(&self.file, self.threads() as u64, sliced)?;
             let mut progress = self.lock();
-            progress.stages = vec![Stage::Free; pieces.len()];
+            progress.states = vec![PieceState::Free; pieces.len()];
             progress.left = pieces.len();
             Ok(pieces)
         });
         cut.as_deref().map_err(Clone::clone)
     }
 
-    /// Makes pieces until none is left that nobody has taken.
+    /// Makes pieces until none is free.
     fn work(&self) {
         let pieces = match self.pieces() {
             Ok(pieces) => pieces,
@@ -385,30 +387,30 @@ impl Materializing {
             return None;
         }
         let next = progress.next;
-        let found = progress.stages.iter().skip(next).position(|stage| *stage == Stage::Free)? + next;
+        let found = progress.states.iter().skip(next).position(|stage| *stage == PieceState::Free)? + next;
         progress.next = found + 1;
-        progress.stages[found] = Stage::Taken;
+        progress.states[found] = PieceState::Taken;
         Some(found)
     }
 
     /// Makes a piece that this thread has taken.
-    fn make(&self, index: usize, piece: Piece, map: &mut Option<MmapMut>) {
+    fn make(&self, index: usize, piece: FilePiece, map: &mut Option<MmapMut>) {
         let made = catch_unwind(AssertUnwindSafe(|| self.try_make(piece, map)));
         if let Err(error) = made.unwrap_or(Err(ReadError::Panicked.into())) {
             return self.fail(error);
         }
         let mut progress = self.lock();
-        progress.stages[index] = Stage::Made;
+        progress.states[index] = PieceState::Made;
         progress.left -= 1;
         drop(progress);
         self.changed.notify_all();
         self.finish_if_made();
     }
 
-    fn try_make(&self, piece: Piece, map: &mut Option<MmapMut>) -> Result<(), MaterializeError> {
+    fn try_make(&self, piece: FilePiece, map: &mut Option<MmapMut>) -> Result<(), MaterializeError> {
         match &self.target {
             Target::Memory(memory) => {
-                // A store to a page for which there is no memory would be a signal.
+                // A store to a page for which there is no memory would raise a signal.
                 let low = piece.start / MEMORY_STEP_BYTES * MEMORY_STEP_BYTES;
                 let high = piece.end.next_multiple_of(MEMORY_STEP_BYTES).min(self.file.len_bytes());
                 fallocate(&**memory, FallocateFlags::empty(), low, high - low).map_err(io::Error::from)?;
@@ -431,13 +433,13 @@ impl Materializing {
     /// A map of all of the target, for one thread to write to.
     fn map(&self, memory: &File) -> io::Result<MmapMut> {
         let len = usize::try_from(self.file.len_bytes()).map_err(io::Error::other)?;
-        // SAFETY: the file is an unnamed one that nobody shortens, and the memory of a piece is there before it is written to.
-        // Others write to it meanwhile, through maps of their own. Each byte is written by one thread, and making a piece reads none:
-        // the spans of two work slices are the same bytes, of which each writes its own.
+        // SAFETY: the file has no name and nobody shortens it, and the memory of a piece is allocated before a thread writes to it.
+        // Other threads write to the file meanwhile, through maps of their own. One thread writes each byte, and making a piece reads
+        // none: the spans of two work slices are the same bytes, of which each slice writes its own.
         unsafe { MmapOptions::new().len(len).map_mut(memory) }
     }
 
-    /// A map of all of the target, for readers of what was made.
+    /// A map of all of the target, for reading finished pieces.
     fn view(&self) -> io::Result<MmapRaw> {
         let Target::Memory(memory) = &self.target else { return Err(io::ErrorKind::Unsupported.into()) };
         let len = usize::try_from(self.file.len_bytes()).map_err(io::Error::other)?;
@@ -446,19 +448,19 @@ impl Materializing {
 
     fn ask_ahead(&self, start: u64) {
         let end = self.file.len_bytes().min(start + AHEAD_BYTES);
-        let asked = self.asked.fetch_max(end, Ordering::Relaxed);
-        if asked < end {
-            self.engine.ask(&self.file, asked.max(start), end);
+        let requested = self.requested.fetch_max(end, Ordering::Relaxed);
+        if requested < end {
+            self.engine.request_pages(&self.file, requested.max(start), end);
         }
     }
 
-    /// Notes the first failure and tells all threads that wait.
+    /// Notes the first failure and wakes all threads that wait.
     fn fail(&self, error: MaterializeError) {
         let mut progress = self.lock();
         self.failed.store(true, Ordering::Relaxed);
         let error = progress.error.take().unwrap_or(error);
         let done = progress.done.take();
-        // A later call that asks for all of it is told too.
+        // A later call that requests all of the file receives the failure too.
         if done.is_none() {
             progress.error = Some(error);
             drop(progress);
@@ -472,7 +474,7 @@ impl Materializing {
         }
     }
 
-    /// Tells the end, if all is made and all was asked for.
+    /// Calls `done` with the result, if all pieces are made and all of the file was requested.
     fn finish_if_made(&self) {
         let mut progress = self.lock();
         let failed = self.failed.load(Ordering::Relaxed);
@@ -485,7 +487,7 @@ impl Materializing {
         done(match error {
             Some(error) => Err(error),
             None if failed => {
-                Err(ReadError::Internal { what: "the file failed before all of it was asked for" }.into())
+                Err(ReadError::Internal { what: "the file failed before all of it was requested" }.into())
             }
             // A piece may have been made long before the last one.
             None => self.engine.check(&self.file).map_err(MaterializeError::from),
@@ -493,12 +495,12 @@ impl Materializing {
     }
 }
 
-fn place_of(piece: Piece) -> Range<usize> {
+fn place_of(piece: FilePiece) -> Range<usize> {
     to_usize(piece.start)..to_usize(piece.end)
 }
 
 /// The pieces that `start..end` touches.
-fn touched(pieces: &[Piece], start: u64, end: u64) -> Range<usize> {
+fn touched(pieces: &[FilePiece], start: u64, end: u64) -> Range<usize> {
     let first = pieces.partition_point(|piece| piece.end <= start);
     let last = pieces.partition_point(|piece| piece.start < end);
     first..last.max(first)
@@ -510,9 +512,9 @@ mod tests {
 
     #[test]
     fn a_span_touches_all_slices_of_the_pieces_that_it_lies_in() {
-        let slice = |index| Some((0, Share { index, of: 2, lines: 1 }));
-        let pieces: Vec<Piece> = [(0, 4, None), (4, 8, slice(0)), (4, 8, slice(1)), (8, 9, None)]
-            .map(|(start, end, sliced)| Piece { start, end, sliced })
+        let slice = |index| Some((0, WorkSlice { index, of: 2, lines: 1 }));
+        let pieces: Vec<FilePiece> = [(0, 4, None), (4, 8, slice(0)), (4, 8, slice(1)), (8, 9, None)]
+            .map(|(start, end, sliced)| FilePiece { start, end, sliced })
             .into();
         for ((start, end), expected) in [
             ((0, 1), 0..1),

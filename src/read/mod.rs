@@ -5,31 +5,34 @@
 //! ```text
 //! runs       a span of a view        ->  jobs, and the bytes of which tensors they need
 //! schedule   jobs                    ->  batches: spans of files, and where they lie in memory
-//! fetch      a batch                 ->  its bytes. The only stage that waits
+//! fetch      a batch                 ->  its bytes; the only stage that waits
 //! scatter    jobs and their bytes    ->  bytes of the view: gathered, decoded, converted
 //! ```
 //!
-//! A file that is mapped needs no schedule: fetching is handing out windows of its map. `fill` puts the stages together. What it
-//! makes is served in one of these ways:
+//! A mapped file needs no schedule: fetching then means passing on windows of its map. `fill` connects the stages. The bytes are
+//! served in one of these ways:
 //!
-//! * **runs**: source bytes that need no conversion are lent straight from the mapped file, or gathered where a request
-//!   crosses from one run to the next;
-//! * **tiles**: transformed data is computed in tiles of a megabyte or more whatever the request's size, kept in a bounded
-//!   cache, computed ahead for sequential readers;
-//! * **identical** files are read as they are, by the kernel itself where it may.
+//! * **runs**: source bytes that need no conversion go to the kernel directly from the mapped file. Where a request crosses from
+//!   one run to the next they are gathered first.
+//! * **tiles**: transformed data is computed in tiles of a megabyte or more, for requests of any size. A bounded cache keeps the
+//!   tiles, and workers compute them ahead of sequential readers.
+//! * **identical** files are read unchanged, by the kernel itself where possible.
+//! * **generated** bytes, such as headers, come from the file's image.
 //!
-//! A file may also be materialized: made once, in pieces, by all threads, into a file that the kernel reads by itself
+//! A file may also be materialized: all threads make its bytes once, in pieces, in a file that the kernel reads by itself
 //! ([`Materializing`]).
 //!
 //! # What a source without maps costs
 //!
-//! A sequential reader fetches each source byte that it needs once. Between two spans that are no further apart than
-//! [`crate::source::Source::gap_bytes`] the bytes in between are fetched too. A transposed view is one tile, and is fetched in whole
-//! source rows, if it fits half of the cache; else it is made in bands of a quarter of the cache, of which each fetches its part of
-//! every source row: with a request for each row, or, where the parts lie within the gap, all rows again for each band.
+//! A sequential reader fetches each source byte that it needs once. If two spans are no further apart than
+//! [`crate::source::Source::gap_bytes`], the bytes in between are fetched too.
 //!
-//! Whatever was read from a source counts only if the source is still what was pinned at mount; else the read fails. No
-//! lock is held while bytes are made, and no reader ever depends on another thread's being free.
+//! A transposed view that fits half of the cache is one tile, and is fetched in whole source rows. A larger one is made in bands of
+//! a quarter of the cache. Each band fetches its part of every source row: with a request for each row, or, where the parts lie
+//! within the gap, all rows again.
+//!
+//! Bytes read from a source count only if the source is still identical to the one pinned at mount; otherwise the read fails. No
+//! thread holds a lock while it makes bytes, and no reader depends on another thread being free.
 
 mod ahead;
 mod buffer;
@@ -63,10 +66,10 @@ use crate::{
     tensor::TilingError,
 };
 
-/// Why a read failed. Cheap to clone: one failure may have several waiting for it.
+/// Why a read failed. Cheap to clone: several readers may wait for one failed computation.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum ReadError {
-    /// Bytes of a tensor did not come.
+    /// Bytes of a tensor could not be read.
     #[error("tensor {tensor}, file bytes {span}: {error}")]
     Source {
         /// The tensor.
@@ -77,14 +80,14 @@ pub enum ReadError {
         #[source]
         error: SourceError,
     },
-    /// A source file is not what it was at mount, or cannot be read.
+    /// A source file has changed since mount, or cannot be read.
     #[error("{error}")]
     Changed {
         /// The cause.
         #[source]
         error: SourceError,
     },
-    /// A view has no tiling, which the plan should have refused.
+    /// A view has no tiling. The plan should have refused it.
     #[error("{error}")]
     Tiling {
         /// The cause.
@@ -94,16 +97,16 @@ pub enum ReadError {
     /// The computation panicked: an error in this program, logged where it happened.
     #[error("the computation of these bytes panicked")]
     Panicked,
-    /// What cannot be is: an error in this program.
+    /// An invariant does not hold: an error in this program.
     #[error("internal error: {what}")]
     Internal {
-        /// What should hold and does not.
+        /// The violation.
         what: &'static str,
     },
 }
 
 impl ReadError {
-    /// What a source said, if it is the cause.
+    /// The error of a source, if it is the cause.
     pub fn source_error(&self) -> Option<&SourceError> {
         match self {
             Self::Source { error, .. } | Self::Changed { error } => Some(error),
@@ -115,7 +118,7 @@ impl ReadError {
         Self::Source { tensor: info.name.to_owned(), span, error }
     }
 
-    /// Whether storage gives no answer, so that a later read may succeed.
+    /// Whether storage did not answer in time, so that a later read may succeed.
     pub fn is_stall(&self) -> bool {
         match self {
             Self::Source { error, .. } | Self::Changed { error } => matches!(error, SourceError::Stalled { .. }),

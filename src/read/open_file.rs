@@ -1,4 +1,4 @@
-//! Virtual files made ready for reading: what is known of each, and the tiles of its views.
+//! Virtual files prepared for reading: the image of each file, its lowered views, and how these are cut into tiles.
 
 use std::sync::{
     Arc, Mutex, OnceLock,
@@ -8,20 +8,20 @@ use std::sync::{
 use super::{ReadError, stream::Streams, tile::TileKey};
 use crate::{image::FileImage, source::FileId, tensor::Tiling};
 
-/// Smallest tile, a huge page. Conversions of less than a megabyte at a time leave caches and vectors cold.
+/// Smallest tile, a huge page. Conversions of less than a megabyte at a time do not warm up caches and vector units.
 pub(super) const TILE_BYTES_MIN: u64 = 2 << 20;
-/// Largest tile, where the cache allows it: an eighth of it, and a quarter of what other tiles in use leave.
+/// Largest tile. It is also at most an eighth of the cache, and at most a quarter of the room that other tiles in use leave.
 const TILE_BYTES_MAX: u64 = 32 << 20;
-/// Tiles of views over files that are not mapped, where the cache allows it: what is fetched for one is then a megabyte or more,
-/// also of types that are a fraction as wide as the view's.
+/// Tiles of views over files that are not mapped, where the cache allows it. Each then fetches a megabyte or more, even if the
+/// source type is a fraction as wide as the view's.
 const FETCHED_TILE_BYTES: u64 = 8 << 20;
-/// Source elements that a tile takes, where it can, from each row that it transposes. A few cache lines would do for the
-/// processor's caches; but each tile also touches pages of all the rows again, which costs less the larger the tile is.
+/// Source elements of each row that a transposing tile takes, where it can. A few cache lines would suffice for the processor's
+/// caches. But each tile also touches pages of all rows again, which costs less in larger tiles.
 const TRANSPOSED_ELEMENTS_MIN: u64 = 256;
-/// Runs shorter than this are gathered in tiles rather than anew at each request.
+/// Runs shorter than this are gathered in tiles, not again at each request.
 const RUN_BYTES_MIN: u64 = 4096;
 
-/// A virtual file made ready for reading: its image, and the tilings of its views once they are needed.
+/// A virtual file prepared for reading: its image, and the tilings of its views, which are lowered when first needed.
 #[derive(Debug)]
 pub struct OpenFile {
     pub(super) key: u64,
@@ -37,7 +37,7 @@ pub struct OpenFile {
 #[derive(Debug)]
 pub(super) struct Prepared {
     pub(super) tiling: Tiling,
-    /// The tiles; `None` where runs of source bytes are served as they are.
+    /// The tiles; `None` where runs of source bytes are served unchanged.
     pub(super) grid: Option<Grid>,
     /// Whether all its sources are mapped.
     pub(super) mapped: bool,
@@ -51,23 +51,23 @@ pub(super) struct Grid {
     shift: u64,
 }
 
-/// Memory that tiles may take.
+/// Memory for tiles.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Room {
     /// All of it, in bytes.
     pub(super) cache_bytes: u64,
-    /// What tiles in use leave of it now, in bytes.
+    /// The part that tiles in use leave now, in bytes.
     pub(super) free_bytes: u64,
 }
 
 impl Grid {
-    /// The tiles of a view that begins at byte `start` of its file: a megabyte or more each, and where the tiling
-    /// transposes, enough that each source row gives a cache line or more, as far as the cache allows. Otherwise tiles end
-    /// at multiples of their size in the file, as the kernel's requests do.
+    /// The tiles of a view that begins at byte `start` of its file, a megabyte or more each. Where the tiling transposes, a tile
+    /// takes a cache line or more of each source row, as far as the cache allows. Otherwise tiles end at multiples of their size
+    /// in the file, as the kernel's requests do.
     ///
-    /// Of a transposed view whose sources are not mapped, each tile fetches a part of every source row, with a request for each
-    /// row unless the part is all of it. So the view is one tile if it fits half of the room; then each source byte is
-    /// fetched once, in order. Otherwise tiles are as large as a quarter of the room: no byte is fetched twice unless rows
+    /// If the sources of a transposed view are not mapped, each tile fetches a part of every source row. That is one request for
+    /// each row, unless the part is the whole row. So the view is one tile if it fits half of the room; then each source byte is
+    /// fetched once, in order. Otherwise tiles are as large as a quarter of the room. Then no byte is fetched twice, unless rows
     /// lie closer than [`crate::source::Source::gap_bytes`], in which case each tile fetches all of them.
     pub(super) fn new(tiling: &Tiling, start: u64, room: Room, mapped: bool) -> Self {
         let unit = tiling.unit_bytes();
@@ -83,7 +83,7 @@ impl Grid {
             return Self { units: tiling.len_units().max(1), shift: 0 };
         }
         let row_bytes = stride * unit;
-        // A restore opens a hundred files at once and reads them in turns: their tiles should all fit.
+        // A restore opens a hundred files at once and reads them in turn: their tiles should all fit.
         let part = if mapped { TILE_BYTES_MAX.min(cache_bytes / 8) } else { cache_bytes / 4 };
         let bytes_max = part.min(free_bytes / 4).max(TILE_BYTES_MIN);
         let mut rows = TRANSPOSED_ELEMENTS_MIN.max(TILE_BYTES_MIN / row_bytes.max(1));
@@ -102,14 +102,14 @@ impl Grid {
         (unit + self.shift) / self.units
     }
 
-    /// Units of a tile.
+    /// First unit of a tile, and one past its last.
     pub(super) fn span(self, index: u64, len_units: u64) -> (u64, u64) {
         let first = (index * self.units).saturating_sub(self.shift);
         (first, ((index + 1) * self.units - self.shift).min(len_units))
     }
 }
 
-/// Whether bytes are made from source bytes in memory. Otherwise they are runs of them, which the kernel may copy.
+/// Whether the bytes are computed in memory. Otherwise they are runs of source bytes, which the kernel may copy.
 pub(super) fn is_made(tiling: &Tiling) -> bool {
     !tiling.is_run_copy(RUN_BYTES_MIN)
 }

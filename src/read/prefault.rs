@@ -1,8 +1,8 @@
-//! Source pages mapped before anybody reads them.
+//! Prefaults source pages: maps them before a reader needs them.
 //!
-//! A page of a file that the page cache has still has to be found and mapped when it is touched first: some microseconds for
-//! each 64 KiB, up to half of the time that a transposed shard takes, whose rows lie in many pages. So this is done while
-//! nobody waits, for the sources of all views that are made rather than copied, as far as the source has room.
+//! The kernel must find and map a cached page of a file when a thread touches it first. This takes some microseconds for each
+//! 64 KiB: up to half of the time of a transposed shard, whose rows lie in many pages. So it is done while no reader waits, for the
+//! sources of all views that are computed and not copied, as far as the source has room.
 
 use std::{
     collections::{HashSet, VecDeque},
@@ -16,31 +16,31 @@ use crate::{
     tensor::{TensorId, View},
 };
 
-/// Bytes that are looked after in one step: about a millisecond's work.
+/// Bytes mapped in one step, which takes about a millisecond.
 const STEP_BYTES: u64 = 16 << 20;
-/// Views of fewer bytes are read in no time, and there may be very many of them.
+/// Smaller views are skipped: they are read fast, and there may be very many of them.
 const VIEW_BYTES_MIN: u64 = 1 << 20;
 
-/// Maps the source pages of views, a step at a time.
+/// Maps the source pages of views, step by step.
 #[derive(Debug)]
 pub struct Prefault {
     engine: Weak<Engine>,
     sources: PrefaultSources,
 }
 
-/// The tensors that large views are made of, each once, in parts.
+/// The tensors that large views are made from, each once, in parts.
 struct PrefaultSources {
     views: Box<dyn Iterator<Item = View> + Send>,
     seen: HashSet<TensorId>,
-    /// What is left of the last view.
+    /// The parts of the last view that are not mapped yet.
     left: VecDeque<(FileId, ByteSpan)>,
 }
 
-/// What one step has found.
+/// The result of one step.
 #[derive(Debug, PartialEq, Eq)]
-enum Found {
+enum StepOutcome {
     Part(FileId, ByteSpan),
-    /// A view was looked at, of which the parts come next, if it has any.
+    /// A view was examined. Its parts come next, if it has any.
     View,
     Nothing,
 }
@@ -55,12 +55,12 @@ impl fmt::Debug for PrefaultSources {
 }
 
 impl Prefault {
-    /// Of `views`, in this order.
+    /// A prefault of the sources of `views`, in this order.
     pub fn new(engine: &Arc<Engine>, views: impl Iterator<Item = View> + Send + 'static) -> Self {
         Self { engine: Arc::downgrade(engine), sources: PrefaultSources::new(views) }
     }
 
-    /// Maps some more, and says whether anything may be left to do.
+    /// Maps the next part. Returns whether more may be left.
     pub fn step(&mut self) -> bool {
         let Some(engine) = self.engine.upgrade() else { return false };
         let place = |tensor| {
@@ -68,9 +68,9 @@ impl Prefault {
             (info.file(), info.span())
         };
         match self.sources.next(place) {
-            Found::Part(file, span) => engine.source().maps().is_some_and(|maps| maps.map_ahead(file, span)),
-            Found::View => true,
-            Found::Nothing => false,
+            StepOutcome::Part(file, span) => engine.source().maps().is_some_and(|maps| maps.prefault(file, span)),
+            StepOutcome::View => true,
+            StepOutcome::Nothing => false,
         }
     }
 }
@@ -80,9 +80,9 @@ impl PrefaultSources {
         Self { views: Box::new(views), seen: HashSet::new(), left: VecDeque::new() }
     }
 
-    fn next(&mut self, place: impl Fn(TensorId) -> (FileId, ByteSpan)) -> Found {
+    fn next(&mut self, place: impl Fn(TensorId) -> (FileId, ByteSpan)) -> StepOutcome {
         let Some((file, span)) = self.left.pop_front() else {
-            let Some(view) = self.views.next() else { return Found::Nothing };
+            let Some(view) = self.views.next() else { return StepOutcome::Nothing };
             let large = view.bytes().is_some_and(|bytes| bytes >= VIEW_BYTES_MIN);
             // A view that cannot be lowered is refused when its file is opened.
             if large && view.as_source().is_none() && view.lower().is_ok_and(|tiling| is_made(&tiling)) {
@@ -92,16 +92,16 @@ impl PrefaultSources {
                     }
                 });
             }
-            return Found::View;
+            return StepOutcome::View;
         };
         let middle = span.start() + span.len().min(STEP_BYTES);
         let (Some(part), Some(rest)) = (ByteSpan::new(span.start(), middle), ByteSpan::new(middle, span.end())) else {
-            return Found::View;
+            return StepOutcome::View;
         };
         if !rest.is_empty() {
             self.left.push_front((file, rest));
         }
-        Found::Part(file, part)
+        StepOutcome::Part(file, part)
     }
 }
 
@@ -113,15 +113,15 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn only_what_large_views_are_made_of_is_found_once_and_in_parts() -> Result<(), Box<dyn std::error::Error>> {
+    fn sources_of_large_views_are_found_once_and_in_parts() -> Result<(), Box<dyn std::error::Error>> {
         let source = |id, rows: u64| -> Result<View, Box<dyn std::error::Error>> {
             let shape = Shape::try_new(&[rows, 1024])?;
             Ok(View::source(SourceTensor { id: TensorId(id), dtype: DType::BF16, shape }))
         };
         let views = [
-            source(0, 4096)?,                                       // copied as it is
+            source(0, 4096)?,                                       // copied unchanged
             View::stack(0, &[source(0, 4096)?, source(1, 4096)?])?, // copied in runs
-            source(2, 511)?.reverse_axes(),                         // made, but small
+            source(2, 511)?.reverse_axes(),                         // computed, but small
             View::stack(1, &[source(3, 512)?.reverse_axes(), source(4, 512)?.reverse_axes()])?,
             source(4, 512)?.cast(DType::F32)?, // seen before
             source(5, 8192 + 1)?.cast(DType::F32)?,
@@ -138,9 +138,9 @@ mod tests {
         let mut passed = 0;
         loop {
             match sources.next(place) {
-                Found::Part(file, span) => parts.push((file.0, span.start(), span.end())),
-                Found::View => passed += 1,
-                Found::Nothing => break,
+                StepOutcome::Part(file, span) => parts.push((file.0, span.start(), span.end())),
+                StepOutcome::View => passed += 1,
+                StepOutcome::Nothing => break,
             }
         }
         assert_eq!(passed, 6);
@@ -148,7 +148,7 @@ mod tests {
             parts,
             [(3, 3, MIB + 3), (4, 4, MIB + 4), (5, 5, 5 + STEP_BYTES), (5, 5 + STEP_BYTES, 5 + STEP_BYTES + 2048)]
         );
-        assert_eq!(sources.next(place), Found::Nothing);
+        assert_eq!(sources.next(place), StepOutcome::Nothing);
         Ok(())
     }
 }

@@ -10,49 +10,49 @@ use smallvec::SmallVec;
 use super::{
     Engine, ReadError,
     counters::{Path, add},
-    fill::{How, Touched},
+    fill::{FillMode, TouchedFiles},
     open_file::{Grid, OpenFile, Prepared, Room, is_made},
-    tile::{Ask, Tile, TileRoom},
+    tile::{Demand, Tile, TileRoom},
 };
 use crate::{
     image::Segment,
     source::{FileId, Served},
-    tensor::{Decode, Origin, Piece, Share, Stores, Tiling, to_usize},
+    tensor::{Decode, Origin, Piece, Stores, Tiling, WorkSlice, to_usize},
 };
 
-/// What a segment holds.
-enum Content<'a> {
+/// The content of a segment.
+enum SegmentContent<'a> {
     Bytes(&'a [u8]),
     Spaces,
     View(Arc<Prepared>),
 }
 
 /// A segment of a file, and the engine that reads it. Spans are in bytes of the segment.
-pub(super) struct Reader<'a> {
+pub(super) struct SegmentReader<'a> {
     engine: &'a Engine,
     file: &'a OpenFile,
     segment: usize,
-    content: Content<'a>,
+    content: SegmentContent<'a>,
 }
 
-impl<'a> Reader<'a> {
-    /// A reader of a segment, whose view is lowered if it is not yet.
+impl<'a> SegmentReader<'a> {
+    /// A reader of a segment. Lowers its view if it is not lowered yet.
     pub(super) fn new(engine: &'a Engine, file: &'a OpenFile, segment: usize) -> Result<Self, ReadError> {
         let content = match &file.image().segments()[segment] {
-            Segment::Bytes(bytes) => Content::Bytes(bytes),
-            Segment::Spaces(_) => Content::Spaces,
-            Segment::View(_) => Content::View(engine.prepare(file, segment)?),
+            Segment::Bytes(bytes) => SegmentContent::Bytes(bytes),
+            Segment::Spaces(_) => SegmentContent::Spaces,
+            Segment::View(_) => SegmentContent::View(engine.prepare(file, segment)?),
         };
         Ok(Self { engine, file, segment, content })
     }
 
-    /// Reads a span, without a copy where the source has it mapped as it is.
+    /// Reads a span. Makes no copy where the source has these bytes mapped.
     pub(super) fn read(&self, low: u64, high: u64, reply: &mut dyn FnMut(Served<'_>)) -> Result<(), ReadError> {
-        if let Content::View(prepared) = &self.content
+        if let SegmentContent::View(prepared) = &self.content
             && prepared.grid.is_none()
             && let Some((source, start, end)) = self.single_run(&prepared.tiling, low, high)
         {
-            return self.engine.lend_or_read(source, start, end, Path::Runs, reply);
+            return self.engine.serve_source(source, start, end, Path::Runs, reply);
         }
         self.copy(low, high, &mut |bytes| reply(Served::Memory(bytes)))
     }
@@ -60,17 +60,17 @@ impl<'a> Reader<'a> {
     /// Reads a span into memory of this process.
     pub(super) fn copy(&self, low: u64, high: u64, reply: &mut dyn FnMut(&[u8])) -> Result<(), ReadError> {
         let serve = |bytes: &[u8], reply: &mut dyn FnMut(&[u8])| {
-            self.engine.counters.serve(Path::Made, high - low);
+            self.engine.counters.serve(Path::Generated, high - low);
             reply(bytes);
         };
         match &self.content {
-            Content::Bytes(bytes) => serve(&bytes[to_usize(low)..to_usize(high)], reply),
-            Content::Spaces => {
+            SegmentContent::Bytes(bytes) => serve(&bytes[to_usize(low)..to_usize(high)], reply),
+            SegmentContent::Spaces => {
                 let mut buffer = self.engine.buffers.take(to_usize(high - low));
                 buffer.fill(b' ');
                 serve(&buffer, reply);
             }
-            Content::View(prepared) => {
+            SegmentContent::View(prepared) => {
                 return match prepared.grid {
                     Some(grid) => self.read_tiles(prepared, grid, low, high, reply),
                     None => self.read_alone(prepared, low, high, reply),
@@ -80,9 +80,9 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Makes a span, neither with tiles of the cache nor for it.
+    /// Makes a span without the tile cache.
     pub(super) fn make(&self, low: u64, high: u64, target: &mut [u8]) -> Result<(), ReadError> {
-        let Content::View(prepared) = &self.content else {
+        let SegmentContent::View(prepared) = &self.content else {
             return self.copy(low, high, &mut |bytes| target.copy_from_slice(bytes));
         };
         let (engine, tiling, unit) = (self.engine, &prepared.tiling, prepared.tiling.unit_bytes());
@@ -90,14 +90,14 @@ impl<'a> Reader<'a> {
         if prepared.grid.is_none()
             && let Some((source, start, _)) = self.single_run(tiling, low, high)
         {
-            // Copied by the kernel, which finds the pages of a file faster than a map of it does.
+            // The kernel finds the pages of a file faster by `pread` than through a map.
             engine.source().read_into(source, start, target).map_err(|error| ReadError::Changed { error })?;
             engine.check_touched(&[source])?;
             engine.counters.fetch(path, high - low);
         } else if low.is_multiple_of(unit) && high.is_multiple_of(unit) {
-            let mut touched = Touched::new();
-            let how = How { path, stores: Stores::Streamed, share: Share::WHOLE };
-            engine.fill_span(tiling, low / unit, high / unit, target, &mut touched, how)?;
+            let mut touched = TouchedFiles::new();
+            let mode = FillMode { path, stores: Stores::Streamed, slice: WorkSlice::WHOLE };
+            engine.fill_span(tiling, low / unit, high / unit, target, &mut touched, mode)?;
             engine.check_touched(&touched)?;
         } else {
             return self.read_alone(prepared, low, high, &mut |bytes| target.copy_from_slice(bytes));
@@ -106,16 +106,16 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Makes a share of a span that transposes its source, which begins and ends between rows. The rest of the target is left
-    /// alone.
-    fn make_share(&self, low: u64, high: u64, target: &mut [u8], share: Share) -> Result<(), ReadError> {
-        let Content::View(prepared) = &self.content else {
-            return Err(ReadError::Internal { what: "only a view has shares" });
+    /// Makes a work slice of a span that transposes its source. The span begins and ends between rows. The rest of the target
+    /// stays unchanged.
+    fn make_work_slice(&self, low: u64, high: u64, target: &mut [u8], slice: WorkSlice) -> Result<(), ReadError> {
+        let SegmentContent::View(prepared) = &self.content else {
+            return Err(ReadError::Internal { what: "only a view has work slices" });
         };
         let (engine, tiling, unit) = (self.engine, &prepared.tiling, prepared.tiling.unit_bytes());
-        let mut touched = Touched::new();
-        let how = How { path: Path::Tiles, stores: Stores::Streamed, share };
-        let made = engine.fill_span(tiling, low / unit, high / unit, target, &mut touched, how)?;
+        let mut touched = TouchedFiles::new();
+        let mode = FillMode { path: Path::Tiles, stores: Stores::Streamed, slice };
+        let made = engine.fill_span(tiling, low / unit, high / unit, target, &mut touched, mode)?;
         engine.check_touched(&touched)?;
         engine.counters.serve(Path::Tiles, made * unit);
         Ok(())
@@ -153,9 +153,9 @@ impl<'a> Reader<'a> {
         let (engine, tiling, unit) = (self.engine, &prepared.tiling, prepared.tiling.unit_bytes());
         let (first, last) = (low / unit, high.div_ceil(unit));
         let mut buffer = engine.buffers.take(to_usize((last - first) * unit));
-        let mut touched = Touched::new();
+        let mut touched = TouchedFiles::new();
         let path = path(prepared);
-        engine.fill_span(tiling, first, last, &mut buffer, &mut touched, How::cached(path))?;
+        engine.fill_span(tiling, first, last, &mut buffer, &mut touched, FillMode::cached(path))?;
         engine.check_touched(&touched)?;
         let skip = to_usize(low - first * unit);
         let len = to_usize(high - low);
@@ -207,28 +207,28 @@ impl<'a> Reader<'a> {
         let bytes = usize::try_from((end - start) * unit).unwrap_or(usize::MAX);
         let compute = |room| engine.compute(&prepared.tiling, (start, end), room);
         let give_up = || engine.stall(self.file);
-        let Some(outcome) = engine.cache.get(key, Ask::Wanted, bytes, &engine.counters, &give_up, compute) else {
+        let Some(outcome) = engine.cache.get(key, Demand::Reader, bytes, &engine.counters, &give_up, compute) else {
             add(&engine.counters.tile_bypasses, 1);
             return self.read_alone(prepared, low, high, reply);
         };
         let tile = outcome?;
-        // It may have been made long ago.
+        // The tile may have been made long ago.
         engine.check_touched(&tile.files).inspect_err(|_| engine.cache.forget(&key))?;
         let place = |byte: u64| to_usize(byte - start * unit);
         let (from, to) = (place(low), place(high));
         engine.counters.serve(Path::Tiles, high - low);
         reply(&tile.bytes[from..to]);
-        // Once all of a tile was handed out the kernel has it in its page cache, and its memory, still in the processor's
-        // caches, is better used for the next one.
+        // After a tile is fully consumed the kernel has it in its page cache. Its memory is still in the processor's caches, and
+        // serves better for the next tile.
         let before = tile.served.fetch_add((to - from) as u64, Ordering::Relaxed);
         if before + (to - from) as u64 >= tile.bytes.len() as u64 {
-            engine.cache.hand_out(&key);
+            engine.cache.note_consumed(&key);
         }
         Ok(())
     }
 }
 
-/// How the bytes of a view are counted.
+/// The path under which the bytes of a view are counted.
 fn path(prepared: &Prepared) -> Path {
     if prepared.grid.is_some() { Path::Tiles } else { Path::Runs }
 }
@@ -264,8 +264,8 @@ impl Engine {
     ) -> Result<Tile, ReadError> {
         let mut bytes = self.buffers.take(to_usize((last - first) * tiling.unit_bytes()));
         room.resize(bytes.memory_bytes());
-        let mut files = Touched::new();
-        self.fill_span(tiling, first, last, &mut bytes, &mut files, How::cached(Path::Tiles))?;
+        let mut files = TouchedFiles::new();
+        self.fill_span(tiling, first, last, &mut bytes, &mut files, FillMode::cached(Path::Tiles))?;
         self.check_touched(&files)?;
         Ok(Tile { bytes, room, files, ahead: AtomicBool::new(false), served: AtomicU64::new(0) })
     }
@@ -274,7 +274,7 @@ impl Engine {
         touched.iter().try_for_each(|file| self.source().check(*file).map_err(|error| ReadError::Changed { error }))
     }
 
-    /// Makes a span of one segment: see [`Reader::make`].
+    /// Makes a span of one segment: see [`SegmentReader::make`].
     pub(super) fn make_within(
         &self,
         file: &OpenFile,
@@ -283,30 +283,30 @@ impl Engine {
         high: u64,
         target: &mut [u8],
     ) -> Result<(), ReadError> {
-        Reader::new(self, file, segment)?.make(low, high, target)
+        SegmentReader::new(self, file, segment)?.make(low, high, target)
     }
 
-    /// Makes a share of a span of one segment: see [`Reader::make_share`].
-    pub(super) fn make_share(
+    /// Makes a work slice of a span of one segment: see [`SegmentReader::make_work_slice`].
+    pub(super) fn make_work_slice(
         &self,
         file: &OpenFile,
         segment: usize,
         low: u64,
         high: u64,
         target: &mut [u8],
-        share: Share,
+        slice: WorkSlice,
     ) -> Result<(), ReadError> {
-        Reader::new(self, file, segment)?.make_share(low, high, target, share)
+        SegmentReader::new(self, file, segment)?.make_work_slice(low, high, target, slice)
     }
 
-    /// Bytes of one row of a segment that transposes its source: what one element of each source row makes.
+    /// Bytes of one row of a segment that transposes its source: one element of each source row.
     pub(super) fn transposed_row_bytes(&self, file: &OpenFile, segment: usize) -> Result<Option<u64>, ReadError> {
         let Segment::View(_) = &file.image.segments()[segment] else { return Ok(None) };
         let prepared = self.prepare(file, segment)?;
         Ok(prepared.tiling.transposed_stride_units().map(|stride| stride * prepared.tiling.unit_bytes()))
     }
 
-    /// Whether all that a segment is made of is mapped, so that parts of source rows cost no more than whole rows.
+    /// Whether all sources of a segment are mapped, so that parts of source rows cost no more than whole rows.
     pub(super) fn is_mapped(&self, file: &OpenFile, segment: usize) -> Result<bool, ReadError> {
         let Segment::View(_) = &file.image.segments()[segment] else { return Ok(true) };
         Ok(self.prepare(file, segment)?.mapped)

@@ -1,11 +1,11 @@
-//! The reference evaluator: bytes of a view by the book, one element at a time.
+//! The reference evaluator: the bytes of a view by definition, one element at a time.
 //!
-//! It asks the expression itself where each element comes from, operator by operator, and computes values with plain
-//! arithmetic: 8-bit floats by formula and search, 16-bit floats through the `half` crate, packed codes bit by bit. It shares no code with
-//! lowering, tilings and kernels, so that an error in one is not in the other; `ckfs verify` and the tests compare the
-//! two. Hundreds of nanoseconds per element are fine here, a shortcut is not.
+//! It follows each element through the expression, operator by operator, and computes values with plain arithmetic. 8-bit floats
+//! are computed by formula and search, 16-bit floats by the `half` crate, packed codes bit by bit. It shares no code with
+//! lowering, tilings and kernels, so that both do not contain the same error; `ckfs verify` and the tests compare the
+//! two. Hundreds of nanoseconds per element are acceptable here; a shortcut is not.
 //!
-//! Values that have no counterpart in a type become what `ml_dtypes` and numpy make of them:
+//! Values that a type cannot represent become the same as in `ml_dtypes` and numpy:
 //!
 //! | target | too large | NaN | negative zero |
 //! | --- | --- | --- | --- |
@@ -31,7 +31,7 @@ use crate::tensor::{
 /// Bytes fetched at once.
 const BLOCK_BYTES: u64 = 64 << 10;
 
-/// Blocks kept, 64 MiB in all: enough for a transposing view to come back to the same rows.
+/// Blocks kept, 64 MiB in all: enough for a transposing view to visit the same rows again.
 const BLOCKS_KEPT: NonZeroUsize = NonZeroUsize::new(1024).unwrap();
 
 /// Sign of an f32.
@@ -55,44 +55,44 @@ pub enum ReferenceError {
     /// The span leaves the view.
     #[error("bytes {start}..{end} of a view of {len_bytes} bytes")]
     OutOfBounds {
-        /// First byte asked for.
+        /// First requested byte.
         start: u64,
-        /// End of the bytes asked for.
+        /// End of the requested bytes.
         end: u64,
         /// Bytes of the view.
         len_bytes: u64,
     },
-    /// Bytes of a tensor did not come.
+    /// Bytes of a tensor could not be read.
     #[error("tensor #{}: bytes {start}..{end}", tensor.0)]
     Read {
         /// The tensor.
         tensor: TensorId,
-        /// First byte asked for.
+        /// First requested byte.
         start: u64,
-        /// End of the bytes asked for.
+        /// End of the requested bytes.
         end: u64,
-        /// What the reader said.
+        /// The reader's error.
         #[source]
         cause: Box<dyn Error + Send + Sync>,
     },
-    /// Another number of bytes came than was asked for.
+    /// The reader returned another number of bytes than requested.
     #[error("tensor #{}: asked for bytes {start}..{end}, got {found} bytes", tensor.0)]
     Length {
         /// The tensor.
         tensor: TensorId,
-        /// First byte asked for.
+        /// First requested byte.
         start: u64,
-        /// End of the bytes asked for.
+        /// End of the requested bytes.
         end: u64,
-        /// Bytes that came.
+        /// Bytes returned.
         found: usize,
     },
 }
 
-/// What a reader of tensor bytes gives back.
+/// The result of a reader of tensor bytes.
 pub type TensorBytes = Result<Vec<u8>, Box<dyn Error + Send + Sync>>;
 
-/// Bytes `span` of the row-major elements of `view`. `read` is asked for spans of a tensor's bytes, relative to its
+/// Bytes `span` of the row-major elements of `view`. `read` returns a span of a tensor's bytes, counted from the tensor's
 /// first.
 ///
 /// # Errors
@@ -118,11 +118,11 @@ impl fmt::Debug for Evaluator<'_> {
 }
 
 /// Position of an element, one number per axis.
-type Index = SmallVec<[u64; 8]>;
+type ElementIndex = SmallVec<[u64; 8]>;
 
 /// Position of element `number` of the row-major order of `shape`.
-fn unravel(mut number: u64, shape: &Shape) -> Index {
-    let mut index: Index = shape.extents().iter().copied().collect();
+fn unravel(mut number: u64, shape: &Shape) -> ElementIndex {
+    let mut index: ElementIndex = shape.extents().iter().copied().collect();
     for position in index.iter_mut().rev() {
         let extent = *position;
         *position = number % extent;
@@ -159,7 +159,7 @@ impl<'a> Evaluator<'a> {
         // Elements as one stream of bits, from the start of the one that holds the span's first bit.
         let first = span.start * 8 / width;
         let end = if span.is_empty() { first } else { (span.end * 8).div_ceil(width) };
-        // Bits that a narrow first element has in the byte before the span, or a wide one in several: dropped.
+        // Bits of the first element that lie before the span are dropped: in one byte, or in several if the element is wide.
         let mut early_bits = span.start * 8 - first * width;
         let wanted = to_usize(span.end - span.start);
         let mut bytes = Vec::new();
@@ -191,12 +191,12 @@ impl<'a> Evaluator<'a> {
                 Ok(low_bits(bits, element.dtype().bits()))
             }
             Op::Slice { of, axis, start, step, stop: _ } => {
-                let mut inner = Index::from_slice(index);
+                let mut inner = ElementIndex::from_slice(index);
                 inner[*axis] = start + inner[*axis] * step;
                 self.element(of, &inner)
             }
             Op::Transpose { of, axes } => {
-                let mut inner = Index::from_elem(0, index.len());
+                let mut inner = ElementIndex::from_elem(0, index.len());
                 for (position, axis) in index.iter().zip(axes) {
                     inner[*axis] = *position;
                 }
@@ -204,12 +204,12 @@ impl<'a> Evaluator<'a> {
             }
             Op::Reshape { of } => self.element(of, &unravel(ravel(index, view.shape()), of.shape())),
             Op::Stack { of, axis } => {
-                let mut inner = Index::from_slice(index);
+                let mut inner = ElementIndex::from_slice(index);
                 let which = inner.remove(*axis);
                 self.element(&of[usize::try_from(which).expect("an index into a vector")], &inner)
             }
             Op::Concat { of, axis } => {
-                let mut inner = Index::from_slice(index);
+                let mut inner = ElementIndex::from_slice(index);
                 let mut operands = of.iter();
                 loop {
                     let operand = operands.next().expect("the extents of the operands sum to the view's");
@@ -221,7 +221,7 @@ impl<'a> Evaluator<'a> {
                 }
             }
             Op::Pad { of, axis, before, after: _ } => {
-                let mut inner = Index::from_slice(index);
+                let mut inner = ElementIndex::from_slice(index);
                 let extent = of.shape().extents()[*axis];
                 match inner[*axis].checked_sub(*before) {
                     Some(position) if position < extent => {
@@ -243,7 +243,7 @@ impl<'a> Evaluator<'a> {
         }
     }
 
-    /// Element `number` of a quantized tensor, as f32 bits: what is loaded, then one operation after the other, each with its
+    /// Element `number` of a quantized tensor, as f32 bits: the loaded value, then one operation after the other, each with its
     /// own rounding.
     fn decoded(&mut self, value: &Value, number: u64) -> Result<u32, ReferenceError> {
         let mut result = self.stored(&value.load, number)?;
@@ -268,7 +268,7 @@ impl<'a> Evaluator<'a> {
         Ok(result)
     }
 
-    /// What an operand has stored for element `number`, as f32 bits.
+    /// The stored value of an operand for element `number`, as f32 bits.
     fn stored(&mut self, operand: &Operand, number: u64) -> Result<u32, ReferenceError> {
         let mut index = 0;
         for digit in operand.index.digits() {
@@ -314,7 +314,7 @@ impl<'a> Evaluator<'a> {
         self.element_of(tensor, stored_bytes(tensor), number)
     }
 
-    /// The same of a tensor of `len_bytes`, whatever its shape says.
+    /// The same for a tensor of `len_bytes`, whatever its shape.
     fn element_of(&mut self, tensor: &SourceTensor, len_bytes: u64, number: u64) -> Result<u64, ReferenceError> {
         let width = tensor.dtype.bits();
         let bytes = number * width / 8..((number + 1) * width).div_ceil(8);
@@ -366,7 +366,7 @@ struct Octet {
     last: u8,
     /// The code of positive infinity.
     infinity: Option<u8>,
-    /// The code of NaN, without its sign; `0x80` if that is NaN, where negative zero would be.
+    /// The code of NaN, without its sign; `0x80` if NaN has the code of negative zero.
     nan: u8,
 }
 
@@ -376,7 +376,7 @@ const E4M3_FNUZ: Octet = Octet { mantissa: 3, bias: 8, last: 0x7f, infinity: Non
 const E5M2_FNUZ: Octet = Octet { mantissa: 2, bias: 16, last: 0x7f, infinity: None, nan: 0x80 };
 
 impl Octet {
-    /// What a code without its sign means, were all codes numbers.
+    /// The value of a code without its sign, if all codes were numbers.
     fn magnitude(self, code: u8) -> f64 {
         let steps = 1 << self.mantissa;
         let (exponent, fraction) = (i32::from(code / steps), f64::from(code % steps) / f64::from(steps));
@@ -406,7 +406,7 @@ impl Octet {
             return self.nan | if bits >= SIGN { 0x80 } else { 0 };
         }
         let value = f64::from(f32::from_bits(bits).abs());
-        // Bisect for the last number that is not above the value; the one after it may be the first beyond all numbers.
+        // Bisects for the last number that is not above the value. The one after it may be the first beyond all numbers.
         let (mut below, mut above) = (0, self.last + 1);
         while above - below > 1 {
             let middle = below + (above - below) / 2;
@@ -513,8 +513,8 @@ pub fn round(dtype: DType, bits: u32) -> u64 {
     }
 }
 
-/// The operation on two f32 of these bits. A NaN operand, the first if both are, comes out quiet with its payload; where
-/// numbers give NaN it is the negative quiet one, as x86 processors have it.
+/// The operation on two f32 of these bits. A NaN operand, the first if both are, becomes quiet and keeps its payload. If
+/// numbers give NaN, the result is the negative quiet NaN, as on x86 processors.
 fn arithmetic(left: u32, right: u32, operation: impl Fn(f32, f32) -> f32) -> u32 {
     if is_nan(left) {
         return left | QUIET;
@@ -526,13 +526,13 @@ fn arithmetic(left: u32, right: u32, operation: impl Fn(f32, f32) -> f32) -> u32
     if is_nan(result) { SIGN | INFINITY | QUIET } else { result }
 }
 
-/// Zero of the same sign for subnormals, everything else as it is.
+/// Zero of the same sign for subnormals; everything else unchanged.
 fn flushed(bits: u32) -> u32 {
     if f32::from_bits(bits).is_subnormal() { bits & SIGN } else { bits }
 }
 
-/// F32 bits of a product. With `flush`, subnormal operands count as zero, and products that are subnormal when rounded
-/// as if exponents had no limit become zero, as processors in that mode have it.
+/// F32 bits of a product. With `flush`, subnormal operands count as zero. Products that are subnormal when rounded with
+/// unlimited exponents become zero, as on processors in that mode.
 pub fn multiply(left: u32, right: u32, flush: bool) -> u32 {
     if !flush {
         return arithmetic(left, right, |a, b| a * b);
@@ -570,7 +570,7 @@ mod tests {
         })
     }
 
-    /// The bytes that numpy 2.4.6 and `ml_dtypes` 0.6.0 give for `arange(2**bits).view(dtype).astype(float32)`, as CRC-32.
+    /// CRC-32 of the bytes of `arange(2**bits).view(dtype).astype(float32)` in numpy 2.4.6 and `ml_dtypes` 0.6.0.
     #[test]
     fn all_patterns_widen_as_in_numpy_and_ml_dtypes() {
         for (dtype, expected) in [
@@ -587,7 +587,7 @@ mod tests {
         }
     }
 
-    /// The same libraries' `.astype(dtype)` of f32: all upper halves with nine lower halves around ties.
+    /// The result of the same libraries' `.astype(dtype)` of f32: all upper halves with nine lower halves around ties.
     #[test]
     fn f32_rounds_as_in_numpy_and_ml_dtypes() {
         for (dtype, expected) in [

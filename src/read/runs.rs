@@ -1,12 +1,11 @@
-//! Stage 1: from a span of a view to what it needs of the sources. Pure.
+//! Stage 1: from a span of a view to the source bytes that it needs. Pure.
 //!
-//! A span of a tiling is cut into parts of its pieces. Each is a constant, or a [`Job`]: a strided set of target elements that
-//! one tensor provides, or one value of a quantized tensor with several operands. [`Job::wanted`] says which bytes of which
-//! tensors it reads.
+//! A span of a tiling is cut into parts of its pieces. Each part is a constant or a [`Job`]: a strided set of target elements from
+//! one tensor, or from one quantized tensor with several operands. [`Job::wanted`] returns which bytes of which tensors it reads.
 
 use smallvec::{SmallVec, smallvec};
 
-use crate::tensor::{Decode, Need, Origin, Piece, Runs, Share, TensorId, Tiling, needs};
+use crate::tensor::{Decode, Need, Origin, Piece, Runs, TensorId, Tiling, WorkSlice, needs};
 
 /// A part of a view that is made from source bytes.
 #[derive(Clone, Debug)]
@@ -20,36 +19,42 @@ pub(super) struct Job<'a> {
 
 /// A part of a span.
 #[derive(Clone, Debug)]
-pub(super) enum Part<'a> {
+pub(super) enum SpanPart<'a> {
     /// A constant: the bytes of one unit, padded, and where it goes.
     Constant([u8; 8], Piece),
     /// Made from source bytes.
     Job(Job<'a>),
 }
 
-/// What a job needs of one tensor.
+/// The bytes of one tensor that a job needs.
 #[derive(Clone, Debug)]
-pub(super) struct Wanted {
+pub(super) struct Requirement {
     pub(super) tensor: TensorId,
     /// First byte, from the tensor's first.
     pub(super) start: u64,
     /// One past the last byte.
     pub(super) end: u64,
-    /// Bytes between them that are read.
+    /// Bytes in between that the job reads.
     pub(super) used_bytes: u64,
-    /// Where those are, for an operand of a value; plain elements lie as the loops of the piece say.
+    /// Their positions, for an operand of a value. The loops of the piece give the positions of plain elements.
     pub(super) runs: Vec<Runs>,
 }
 
-/// Emits the parts of units `first..last` of a tiling that are in a share, in no particular order.
-pub(super) fn runs<'a>(tiling: &'a Tiling, share: Share, first: u64, last: u64, emit: &mut dyn FnMut(Part<'a>)) {
-    tiling.cut_share(share, first, last, &mut |mut piece| {
+/// Emits the parts of units `first..last` of a tiling that are in a work slice, in no particular order.
+pub(super) fn runs<'a>(
+    tiling: &'a Tiling,
+    slice: WorkSlice,
+    first: u64,
+    last: u64,
+    emit: &mut dyn FnMut(SpanPart<'a>),
+) {
+    tiling.cut_work_slice(slice, first, last, &mut |mut piece| {
         piece.start -= first;
         emit(match piece.origin {
-            Origin::Fill { bytes } => Part::Constant(bytes, piece),
+            Origin::Fill { bytes } => SpanPart::Constant(bytes, piece),
             Origin::Tensor { decoder, .. } => {
                 let (decode, unit_bytes) = (&tiling.decoders()[decoder as usize], tiling.unit_bytes());
-                Part::Job(Job { piece, decode, unit_bytes })
+                SpanPart::Job(Job { piece, decode, unit_bytes })
             }
         });
     });
@@ -69,11 +74,11 @@ impl Job<'_> {
         self.decode.source_bytes(self.unit_bytes)
     }
 
-    /// What it needs, one entry for each operand, in the order of the kernel's windows.
-    pub(super) fn wanted(&self) -> SmallVec<[Wanted; 1]> {
+    /// The needed bytes, one entry for each operand, in the order of the kernel's windows.
+    pub(super) fn wanted(&self) -> SmallVec<[Requirement; 1]> {
         let (tensor, offset) = self.origin();
         if let Some(value) = self.decode.value() {
-            let wanted = |need: Need<'_>| Wanted {
+            let wanted = |need: Need<'_>| Requirement {
                 tensor: need.operand.tensor.id,
                 start: need.start(),
                 end: need.end(),
@@ -83,10 +88,10 @@ impl Job<'_> {
             return needs(value, offset, &self.piece.loops).into_iter().map(wanted).collect();
         }
         let unit = self.source_bytes().expect("what decodes no value reads elements");
-        smallvec![Wanted {
+        smallvec![Requirement {
             tensor,
             start: offset * unit,
-            end: (offset + self.piece.source_hull_units()) * unit,
+            end: (offset + self.piece.source_bounding_units()) * unit,
             used_bytes: self.piece.units() * unit,
             runs: Vec::new(),
         }]
@@ -109,8 +114,8 @@ mod tests {
         let tiling = View::stack(1, &[of(0), of(1)]).unwrap().lower().unwrap();
         // Row 1 of [4, 2, 6]: column 1 of both.
         let mut found = Vec::new();
-        runs(&tiling, Share::WHOLE, 12, 24, &mut |part| {
-            let Part::Job(job) = part else { panic!("no constants here") };
+        runs(&tiling, WorkSlice::WHOLE, 12, 24, &mut |part| {
+            let SpanPart::Job(job) = part else { panic!("no constants here") };
             let [wanted] = &job.wanted()[..] else { panic!("one tensor") };
             found.push((job.piece.start, wanted.tensor.0, wanted.start, wanted.end, wanted.used_bytes));
         });
@@ -123,9 +128,9 @@ mod tests {
         let padded = source(0, &[4]).pad(0, 1, 0).unwrap();
         let tiling = padded.lower().unwrap();
         let (mut constants, mut jobs) = (0, 0);
-        runs(&tiling, Share::WHOLE, 0, tiling.len_units(), &mut |part| match part {
-            Part::Constant(bytes, piece) => constants += piece.units() * u64::from(bytes == [0; 8]),
-            Part::Job(job) => jobs += job.piece.units(),
+        runs(&tiling, WorkSlice::WHOLE, 0, tiling.len_units(), &mut |part| match part {
+            SpanPart::Constant(bytes, piece) => constants += piece.units() * u64::from(bytes == [0; 8]),
+            SpanPart::Job(job) => jobs += job.piece.units(),
         });
         assert_eq!((constants, jobs), (1, 4));
     }

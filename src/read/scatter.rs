@@ -5,7 +5,7 @@ use smallvec::SmallVec;
 use super::{runs::Job, schedule::Batch};
 use crate::tensor::{Gather, Origin, Piece, Stores, Window, fill, gather_with, to_usize};
 
-/// Carries out a job over one window for each of its operands.
+/// Runs a job over one window for each of its operands.
 pub(super) fn scatter(job: &Job<'_>, windows: &[Window<'_>], target: &mut [u8], stores: Stores) {
     scatter_piece(job, &job.piece, windows, target, stores);
 }
@@ -27,7 +27,7 @@ pub(super) fn scatter_constant(bytes: [u8; 8], piece: &Piece, unit_bytes: u64, t
     fill(&bytes[..to_usize(unit_bytes)], &piece.loops, piece.start, target);
 }
 
-/// Carries out the jobs of a batch, whose bytes are in `memory`, as far as they fill `part`: units from `first` on.
+/// Runs the jobs of a batch, whose bytes are in `memory`, as far as they fill `part`: units from `first` on.
 pub(super) fn scatter_batch(batch: &Batch<'_>, memory: &[u8], first: u64, part: &mut [u8], stores: Stores) {
     for step in &batch.steps {
         let windows: SmallVec<[Window<'_>; 4]> = step
@@ -56,14 +56,14 @@ mod tests {
 
     use super::{
         super::{
-            runs::{Part, runs},
-            schedule::{Limits, schedule},
+            runs::{SpanPart, runs},
+            schedule::{BatchLimits, schedule},
         },
         *,
     };
     use crate::{
         source::{ByteSpan, FileId},
-        tensor::{DType, Shape, Share, SourceTensor, TensorId, View},
+        tensor::{DType, Shape, SourceTensor, TensorId, View, WorkSlice},
     };
 
     /// Byte `at` of a tensor.
@@ -76,7 +76,7 @@ mod tests {
     }
 
     proptest! {
-        /// A stack of transposed slices comes out the same in one window and in small batches, whole and in parts.
+        /// A stack of transposed slices gives the same bytes in one window and in small batches, as a whole and in parts.
         #[test]
         fn small_batches_and_parts_give_the_same_bytes(
             rows in 2..40u64,
@@ -95,8 +95,8 @@ mod tests {
             let tiling = view.lower().unwrap();
             let len = to_usize(tiling.len_bytes());
             let mut jobs = Vec::new();
-            runs(&tiling, Share::WHOLE, 0, tiling.len_units(), &mut |part| {
-                let Part::Job(job) = part else { panic!("no constants") };
+            runs(&tiling, WorkSlice::WHOLE, 0, tiling.len_units(), &mut |part| {
+                let SpanPart::Job(job) = part else { panic!("no constants") };
                 jobs.push(job);
             });
             let mut expected = vec![0; len];
@@ -104,14 +104,14 @@ mod tests {
                 let whole: Vec<u8> = (0..rows * columns * 2).map(|at| byte(job.origin().0, at)).collect();
                 scatter(job, &[Window::whole(&whole)], &mut expected, Stores::Cached);
             }
-            // By the definition, too.
+            // And the same bytes as by definition.
             let element = |at: usize| u16::from_le_bytes([expected[2 * at], expected[2 * at + 1]]);
             let source = |tensor: u32, at: u64| u16::from_le_bytes([byte(TensorId(tensor), 2 * at), byte(TensorId(tensor), 2 * at + 1)]);
             for (column, (layer, row)) in (low..columns).flat_map(|c| (0..2).flat_map(move |l| (0..rows).map(move |r| (c, (l, r))))) {
                 let at = to_usize(((column - low) * 2 + u64::from(layer)) * rows + row);
                 prop_assert_eq!(element(at), source(layer, row * columns + column));
             }
-            let limits = Limits { bytes, spans: 16, gap_bytes };
+            let limits = BatchLimits { bytes, spans: 16, gap_bytes };
             let mut found = vec![0; len];
             let part_units = tiling.len_units().div_ceil(parts as u64);
             for batch in schedule(jobs, limits, &place).unwrap() {

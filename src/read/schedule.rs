@@ -1,17 +1,18 @@
-//! Stage 2: from what jobs need to what is fetched, in which order, and where it lies in memory. Pure.
+//! Stage 2: from the needs of jobs to the spans to fetch, their order, and their places in memory. Pure.
 //!
-//! A job that would need more memory than it may have is cut in halves, between lines of its source, until each part fits. What
-//! a job leaves out of its source is left out of memory too where that saves a request's worth of bytes: its spans then lie
-//! one after the other, and its loops take steps through memory instead of through the tensor. Jobs are put in the order of
-//! their files and come together in *batches*, each fetched in one call for each file.
+//! A job that needs more memory than the limit is cut in halves, between lines of its source, until each part fits. Source bytes
+//! that a job skips are not fetched where that saves as many bytes as another request costs. The job's spans then lie one after the
+//! other in memory, and its loops step through memory instead of through the tensor. Jobs are sorted by file and form *batches*,
+//! each fetched in one call per file.
 //!
-//! What it does not do: fetch, or know whether a file is mapped. Windows of mapped files need no schedule: they cost nothing.
+//! The schedule does not fetch, and does not know whether a file is mapped. Windows of mapped files need no schedule: they cost
+//! nothing.
 
 use smallvec::SmallVec;
 
 use super::{
     ReadError,
-    runs::{Job, Wanted},
+    runs::{Job, Requirement},
 };
 use crate::{
     source::{ByteSpan, FileId},
@@ -20,18 +21,18 @@ use crate::{
 
 /// Bounds of one batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Limits {
-    /// Bytes of memory. An element alone may take more.
+pub(super) struct BatchLimits {
+    /// Bytes of memory. A single element may take more.
     pub(super) bytes: u64,
-    /// Spans to be fetched, each of which costs some memory beside its bytes.
+    /// Spans to be fetched. Each costs some memory besides its data.
     pub(super) spans: u64,
     /// Bytes between two spans up to which they are fetched as one.
     pub(super) gap_bytes: u64,
 }
 
-/// Where the bytes of one operand are once they are fetched.
+/// The place of one operand's fetched bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Window {
+pub(super) struct BatchWindow {
     /// First byte in the memory of the batch.
     pub(super) at: u64,
     pub(super) len_bytes: u64,
@@ -41,9 +42,9 @@ pub(super) struct Window {
 
 /// A job, and a window for each of its operands.
 #[derive(Clone, Debug)]
-pub(super) struct Step<'a> {
+pub(super) struct BatchStep<'a> {
     pub(super) job: Job<'a>,
-    pub(super) windows: SmallVec<[Window; 1]>,
+    pub(super) windows: SmallVec<[BatchWindow; 1]>,
 }
 
 /// Bytes to be fetched.
@@ -53,57 +54,57 @@ pub(super) struct Fetch {
     pub(super) span: ByteSpan,
     /// First byte in the memory of the batch.
     pub(super) at: u64,
-    /// The tensor that the first of them belongs to.
+    /// The tensor that contains the first of them.
     pub(super) tensor: TensorId,
 }
 
-/// What is fetched at once, and what is then made of it.
+/// Bytes that are fetched together, and the jobs that use them.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Batch<'a> {
-    pub(super) steps: Vec<Step<'a>>,
+    pub(super) steps: Vec<BatchStep<'a>>,
     /// By place in memory: each begins where the one before ends, or later.
     pub(super) fetches: Vec<Fetch>,
-    /// Memory that it takes.
+    /// Memory for the fetched bytes.
     pub(super) len_bytes: u64,
 }
 
-/// Where a tensor lies.
-pub(super) type Place<'p> = &'p dyn Fn(TensorId) -> (FileId, ByteSpan);
+/// The file of a tensor, and its span in that file.
+pub(super) type Locate<'p> = &'p dyn Fn(TensorId) -> (FileId, ByteSpan);
 
-/// The batches that carry out `jobs`.
+/// The batches that run `jobs`.
 ///
 /// # Errors
 /// [`ReadError::Internal`] if a job reads outside its tensor.
 pub(super) fn schedule<'a>(
     jobs: impl IntoIterator<Item = Job<'a>>,
-    limits: Limits,
-    place: Place<'_>,
+    limits: BatchLimits,
+    locate: Locate<'_>,
 ) -> Result<Vec<Batch<'a>>, ReadError> {
-    let mut laid = Vec::new();
+    let mut layouts = Vec::new();
     let mut waiting: Vec<Job<'a>> = Vec::new();
     for job in jobs {
         waiting.push(job);
         while let Some(job) = waiting.pop() {
-            let found = lay_out(&job, limits, place)?;
+            let found = lay_out(&job, limits, locate)?;
             let is_too_much = found.len_bytes > limits.bytes || found.spans > limits.spans;
             if is_too_much && let Some((first, second)) = job.piece.halves() {
                 waiting.push(Job { piece: second, ..job.clone() });
                 waiting.push(Job { piece: first, ..job });
                 continue;
             }
-            laid.push((job, found));
+            layouts.push((job, found));
         }
     }
-    laid.sort_by_key(|(_, laid)| laid.first);
+    layouts.sort_by_key(|(_, layout)| layout.first);
     let mut batches = Vec::new();
     let mut batch = Batch::default();
-    for (job, found) in laid {
+    for (job, found) in layouts {
         let full =
             batch.len_bytes + found.len_bytes > limits.bytes || batch.fetches.len() as u64 + found.spans > limits.spans;
         if full && !batch.steps.is_empty() {
             batches.push(std::mem::take(&mut batch));
         }
-        batch.add(job, &found, limits, place)?;
+        batch.add(job, &found, limits, locate)?;
     }
     if !batch.steps.is_empty() {
         batches.push(batch);
@@ -111,65 +112,71 @@ pub(super) fn schedule<'a>(
     Ok(batches)
 }
 
-/// What a job takes.
-struct Laid {
-    wanted: SmallVec<[Wanted; 1]>,
-    packed: Option<Packed>,
+/// The memory and the spans that a job takes.
+struct JobLayout {
+    wanted: SmallVec<[Requirement; 1]>,
+    memory: Option<MemoryLayout>,
     len_bytes: u64,
     spans: u64,
-    /// The first byte that it needs, for the order.
+    /// The first needed byte, for the order of jobs.
     first: (FileId, u64),
 }
 
-fn lay_out(job: &Job<'_>, limits: Limits, place: Place<'_>) -> Result<Laid, ReadError> {
+fn lay_out(job: &Job<'_>, limits: BatchLimits, locate: Locate<'_>) -> Result<JobLayout, ReadError> {
     let wanted = job.wanted();
-    let packed = job.source_bytes().map(|unit| Packed::new(&job.piece.loops, limits.gap_bytes / unit));
-    let (len_bytes, spans) = if let (Some(packed), Some(unit)) = (&packed, job.source_bytes()) {
-        (packed.len_units * unit, packed.apart.iter().map(|(extent, _)| extent).product())
+    let memory = job.source_bytes().map(|unit| MemoryLayout::new(&job.piece.loops, limits.gap_bytes / unit));
+    let (len_bytes, spans) = if let (Some(memory), Some(unit)) = (&memory, job.source_bytes()) {
+        (memory.len_units * unit, memory.apart.iter().map(|(extent, _)| extent).product())
     } else {
         let spans: usize = wanted.iter().map(|wanted| operand_spans(wanted, limits.gap_bytes).len()).sum();
         (wanted.iter().map(|wanted| wanted.end - wanted.start).sum(), spans as u64)
     };
     let Some(first) = wanted.first() else { return Err(ReadError::Internal { what: "a job needs nothing" }) };
-    let (file, span) = place(first.tensor);
+    let (file, span) = locate(first.tensor);
     let first = (file, span.start() + first.start);
-    Ok(Laid { wanted, packed, len_bytes, spans, first })
+    Ok(JobLayout { wanted, memory, len_bytes, spans, first })
 }
 
 impl<'a> Batch<'a> {
-    fn add(&mut self, mut job: Job<'a>, laid: &Laid, limits: Limits, place: Place<'_>) -> Result<(), ReadError> {
+    fn add(
+        &mut self,
+        mut job: Job<'a>,
+        layout: &JobLayout,
+        limits: BatchLimits,
+        locate: Locate<'_>,
+    ) -> Result<(), ReadError> {
         let mut windows = SmallVec::new();
-        if let (Some(packed), Some(unit), [wanted]) = (&laid.packed, job.source_bytes(), &laid.wanted[..]) {
-            let (at, block) = (self.len_bytes, packed.block_units * unit);
+        if let (Some(memory), Some(unit), [wanted]) = (&layout.memory, job.source_bytes(), &layout.wanted[..]) {
+            let (at, block) = (self.len_bytes, memory.block_units * unit);
             let mut result = Ok(());
             let mut place_at = at;
-            packed.for_each_block(&mut |units| {
+            memory.for_each_block(&mut |units| {
                 if result.is_ok() {
-                    result = self.fetch(wanted.tensor, wanted.start + units * unit, block, place_at, place);
+                    result = self.fetch(wanted.tensor, wanted.start + units * unit, block, place_at, locate);
                     place_at += block;
                 }
             });
             result?;
-            packed.step_through_memory(&mut job);
-            windows.push(Window { at, len_bytes: laid.len_bytes, start: 0 });
-            self.len_bytes += laid.len_bytes;
+            memory.step_through_memory(&mut job);
+            windows.push(BatchWindow { at, len_bytes: layout.len_bytes, start: 0 });
+            self.len_bytes += layout.len_bytes;
         } else {
-            for wanted in &laid.wanted {
+            for wanted in &layout.wanted {
                 let (at, len_bytes) = (self.len_bytes, wanted.end - wanted.start);
                 for (start, end) in operand_spans(wanted, limits.gap_bytes) {
-                    self.fetch(wanted.tensor, start, end - start, at + start - wanted.start, place)?;
+                    self.fetch(wanted.tensor, start, end - start, at + start - wanted.start, locate)?;
                 }
-                windows.push(Window { at, len_bytes, start: wanted.start });
+                windows.push(BatchWindow { at, len_bytes, start: wanted.start });
                 self.len_bytes += len_bytes;
             }
         }
-        self.steps.push(Step { job, windows });
+        self.steps.push(BatchStep { job, windows });
         Ok(())
     }
 
-    /// Adds bytes of a tensor, which are fetched with the last ones if they go on in the file and in memory.
-    fn fetch(&mut self, tensor: TensorId, start: u64, len: u64, at: u64, place: Place<'_>) -> Result<(), ReadError> {
-        let (file, whole) = place(tensor);
+    /// Adds bytes of a tensor. They are fetched with the last ones if they continue these in the file and in memory.
+    fn fetch(&mut self, tensor: TensorId, start: u64, len: u64, at: u64, locate: Locate<'_>) -> Result<(), ReadError> {
+        let (file, whole) = locate(tensor);
         let Some(span) = ByteSpan::of_len(start, len).and_then(|part| whole.slice(part)) else {
             return Err(ReadError::Internal { what: "a piece leaves its tensor" });
         };
@@ -187,8 +194,8 @@ impl<'a> Batch<'a> {
     }
 }
 
-/// Spans of an operand's tensor that hold all that is needed, in order, apart by more than `gap_bytes`.
-fn operand_spans(wanted: &Wanted, gap_bytes: u64) -> Vec<(u64, u64)> {
+/// Spans of an operand's tensor that contain all needed bytes, in order, more than `gap_bytes` apart.
+fn operand_spans(wanted: &Requirement, gap_bytes: u64) -> Vec<(u64, u64)> {
     let mut spans = Vec::new();
     for runs in &wanted.runs {
         runs.for_each_span(gap_bytes, &mut |start, len| spans.push((start, start + len)));
@@ -204,9 +211,9 @@ fn operand_spans(wanted: &Wanted, gap_bytes: u64) -> Vec<(u64, u64)> {
     merged
 }
 
-/// How strided source units lie in memory without the larger gaps between them.
+/// The layout of strided source units in memory, without the larger gaps between them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Packed {
+struct MemoryLayout {
     /// Loops over blocks that lie apart, by falling source stride: extent and stride in units.
     apart: SmallVec<[(u64, u64); 4]>,
     /// Their indices among the loops of the piece.
@@ -217,24 +224,24 @@ struct Packed {
     len_units: u64,
 }
 
-impl Packed {
+impl MemoryLayout {
     fn new(loops: &[Loop], gap_units: u64) -> Self {
         let mut order: SmallVec<[usize; 4]> = (0..loops.len()).collect();
         order.sort_by_key(|index| loops[*index].source_stride);
-        // From the innermost loop on: a block grows while its turns lie within the gap, and then repeats.
-        let (mut reach, mut block_units): (u64, u64) = (1, 1);
+        // From the innermost loop outwards: a block grows while its turns lie within the gap, and then repeats.
+        let (mut bounding_units, mut block_units): (u64, u64) = (1, 1);
         let mut indices: SmallVec<[usize; 4]> = SmallVec::new();
         for index in order {
             let Loop { extent, source_stride, .. } = loops[index];
-            let is_apart = source_stride >= reach
+            let is_apart = source_stride >= bounding_units
                 && (!indices.is_empty() || source_stride > block_units.saturating_add(gap_units));
-            reach += (extent - 1) * source_stride;
+            bounding_units += (extent - 1) * source_stride;
             if is_apart {
                 indices.push(index);
             } else {
-                // Turns among others' blocks make one block of all.
+                // If blocks of different turns interleave, all are one block.
                 indices.clear();
-                block_units = reach;
+                block_units = bounding_units;
             }
         }
         indices.reverse();
@@ -244,7 +251,7 @@ impl Packed {
         Self { apart, indices, block_units, len_units }
     }
 
-    /// Calls `each` with the first unit of each block, from the first of all, in order.
+    /// Calls `each` with the first unit of each block, relative to the first of all, in order.
     fn for_each_block(&self, each: &mut dyn FnMut(u64)) {
         fn turns(apart: &[(u64, u64)], start: u64, each: &mut dyn FnMut(u64)) {
             match apart.split_first() {
@@ -257,7 +264,7 @@ impl Packed {
         turns(&self.apart, 0, each);
     }
 
-    /// Makes the loops of a job those over its blocks in memory.
+    /// Changes the loops of a job to loops over its blocks in memory.
     fn step_through_memory(&self, job: &mut Job<'_>) {
         let mut stride = self.block_units;
         for index in self.indices.iter().rev() {
@@ -297,8 +304,8 @@ mod tests {
         Job { piece, decode: &Decode::Copy, unit_bytes: 2 }
     }
 
-    fn limits(bytes: u64, gap_bytes: u64) -> Limits {
-        Limits { bytes, spans: 1 << 20, gap_bytes }
+    fn limits(bytes: u64, gap_bytes: u64) -> BatchLimits {
+        BatchLimits { bytes, spans: 1 << 20, gap_bytes }
     }
 
     fn spans(batch: &Batch<'_>) -> Vec<(u64, u64)> {
@@ -317,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_much_is_cut_between_lines_and_neighbours_come_together() {
+    fn large_jobs_are_cut_between_lines_and_neighbours_are_fetched_together() {
         let matrix = |tensor| job(tensor, 0, &[(1024, 1, 512), (512, 1024, 1)]);
         let batches = schedule([matrix(1), matrix(0)], limits(256 << 10, 1024), &at).unwrap();
         let expected: Vec<_> = (0..8).map(|part| vec![(part << 18, 1 << 18)]).collect();
@@ -330,7 +337,7 @@ mod tests {
         let row = |start| job(0, start, &[(100, 1, 1)]);
         let batches = schedule([row(100), row(0), row(200)], limits(1 << 20, 0), &at).unwrap();
         assert_eq!((batches.len(), spans(&batches[0])), (1, vec![(0, 600)]));
-        let few = Limits { spans: 2, ..limits(1 << 20, 0) };
+        let few = BatchLimits { spans: 2, ..limits(1 << 20, 0) };
         let batches = schedule((0..5).map(|n| job(0, 50 * n, &[(10, 1, 1)])), few, &at).unwrap();
         assert_eq!(batches.iter().map(|batch| batch.fetches.len()).collect::<Vec<_>>(), [2, 2, 1]);
     }
@@ -353,9 +360,9 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the loops and the limits: each target unit finds its source unit in the memory of its batch, no batch is larger
-        /// than allowed unless it is one unit, and no byte is fetched that is further than the gap from one that is needed, unless
-        /// turns of loops lie among each other in the source.
+        /// For any loops and limits: each target unit finds its source unit in the memory of its batch. No batch is larger than
+        /// allowed unless it is one unit. No byte is fetched that is further than the gap from a needed one, unless turns of
+        /// loops interleave in the source.
         #[test]
         fn every_unit_is_where_its_loops_say(
             extents in prop::collection::vec((1..6u64, 0..40u64), 0..4),
@@ -377,10 +384,10 @@ mod tests {
             let whole = job(0, offset, &loops);
             let mut by_stride: Vec<(u64, u64)> = loops.iter().map(|(extent, _, stride)| (*stride, *extent)).collect();
             by_stride.sort_unstable();
-            let mut reach = 0;
+            let mut bounding_units = 0;
             let nested = by_stride.iter().all(|(stride, extent)| {
-                let nested = *stride > reach;
-                reach += (extent - 1) * stride;
+                let nested = *stride > bounding_units;
+                bounding_units += (extent - 1) * stride;
                 nested
             });
             let mut expected = units(&whole.piece);
@@ -388,7 +395,7 @@ mod tests {
             let mut found = Vec::new();
             for batch in &batches {
                 prop_assert!(batch.len_bytes <= bytes || batch.steps.len() == 1 && batch.steps[0].job.piece.units() == 1);
-                // What lies where in memory, in units of the tensor.
+                // The content of memory, in units of the tensor.
                 let mut memory = std::collections::HashMap::new();
                 for fetch in &batch.fetches {
                     for n in 0..fetch.span.len() {

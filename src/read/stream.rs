@@ -10,7 +10,8 @@ use std::ops::RangeInclusive;
 const STREAMS: usize = 8;
 /// How far from the end of a stream a request may start and still belong to it, in bytes.
 const SLACK_BYTES: u64 = 4 << 20;
-/// How many times as far as it has come a stream is followed ahead. This bounds what is made in vain for who reads a part of a file.
+/// Read-ahead of a stream reaches at most this many times as far as its requests so far. This bounds the wasted work when a reader
+/// reads only a part of a file.
 const AHEAD_OF_READ: u64 = 4;
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -21,9 +22,9 @@ struct Stream {
     end: u64,
     /// Requests so far.
     requests: u32,
-    /// End of what was already fetched ahead.
+    /// End of the bytes already fetched ahead.
     ahead: u64,
-    /// When last used, in requests to the file.
+    /// Number of the last request of the stream, counted in requests to the file.
     used: u64,
 }
 
@@ -35,8 +36,8 @@ pub(super) struct Streams {
 }
 
 impl Streams {
-    /// Notes a request for `start..end`. If it continues a stream, the span that should now be fetched ahead to stay as many
-    /// bytes before the reader as `depth_bytes` says, if any: the fewest at first, the most once it has come far.
+    /// Notes a request for `start..end`. If it continues a stream, returns the span that should now be fetched ahead, if any.
+    /// `depth_bytes` bounds the distance ahead of the reader: the minimum at first, the maximum once the reader has come far.
     pub(super) fn note(&mut self, start: u64, end: u64, depth_bytes: RangeInclusive<u64>) -> Option<(u64, u64)> {
         self.clock += 1;
         let near = |stream: &Stream| stream.end > 0 && start.abs_diff(stream.end) <= SLACK_BYTES;
@@ -49,7 +50,7 @@ impl Streams {
             let depth_bytes = (stream.end.saturating_sub(stream.start) * AHEAD_OF_READ).clamp(least, most);
             let from = stream.ahead.max(stream.end);
             let to = stream.end + depth_bytes;
-            // Ask again only when half of what was fetched ahead is used up, so that requests stay large.
+            // Fetch more only when half of the bytes fetched ahead are used, so that requests stay large.
             if stream.requests >= 2 && from < to && to - from >= depth_bytes / 2 {
                 stream.ahead = to;
                 return Some((from, to));
@@ -62,7 +63,7 @@ impl Streams {
         None
     }
 
-    /// Whether a span that was to be fetched ahead still lies, at least in part, before a reader.
+    /// Whether a span to be fetched ahead still lies, at least in part, ahead of a reader.
     pub(super) fn awaits(&self, start: u64, end: u64) -> bool {
         self.slots.iter().any(|stream| stream.end < end && start < stream.ahead)
     }
@@ -83,12 +84,12 @@ mod tests {
         assert_eq!(streams.note(2 * M, 3 * M, EIGHT), None, "enough is ahead");
         assert_eq!(streams.note(5 * M, 6 * M, EIGHT), Some((10 * M, 14 * M)));
         assert!(streams.awaits(10 * M, 12 * M) && streams.awaits(5 * M, 7 * M));
-        assert!(!streams.awaits(4 * M, 6 * M), "all of it was asked for since");
+        assert!(!streams.awaits(4 * M, 6 * M), "all of it was requested since");
         assert!(!streams.awaits(14 * M, 16 * M), "nobody is expected there");
     }
 
     #[test]
-    fn who_reads_far_is_followed_further() {
+    fn a_long_stream_is_fetched_further_ahead() {
         let mut streams = Streams::default();
         assert_eq!(streams.note(0, M, 2 * M..=64 * M), None);
         assert_eq!(streams.note(M, 2 * M, 2 * M..=64 * M), Some((2 * M, 10 * M)), "four times as far");

@@ -1,14 +1,14 @@
 //! The tile cache: transformed bytes, computed once and kept within a limit.
 //!
-//! A tile is computed by whoever asks first; others who want it meanwhile wait for that one computation. No lock is held
-//! while computing. A tile is claimed only when its computation begins, so that one that is merely queued for prefetch is
-//! computed by the reader who needs it.
+//! The first thread that requests a tile computes it; other readers of the tile wait for that one computation. No thread holds a
+//! lock while computing. A tile is claimed only when its computation begins, so that a reader computes a tile itself if it is
+//! only queued for prefetch.
 //!
-//! Many readers at once, each in the middle of its own tile, may want more than the limit. Dropping the least recently used
-//! tile then drops the one wanted next, and everything is computed again and again. Hence whoever plans tiles or computes
-//! ahead asks first how much is in use, and a reader who finds no room for a tile computes only what it asked for.
+//! Many readers at once, each in the middle of its own tile, may need more than the limit. Eviction of the least recently used
+//! tile then drops the tile needed next, and every tile is computed again and again. Hence the planning of tiles and the prefetch
+//! first check how much is in use. A reader that finds no room for a tile computes only the bytes that it requested.
 //!
-//! The limit holds for the memory of tiles from before they are computed until the last reader lets go of them: each has its
+//! The limit holds for the memory of tiles from before their computation until the last reader drops them: each tile has its
 //! [`TileRoom`] all that time.
 
 use std::{
@@ -31,19 +31,19 @@ use super::{
 };
 use crate::source::FileId;
 
-/// How long after its last use a tile still counts as in use. Readers of a restore take turns, so it may be a while.
+/// Time after its last use for which a tile counts as in use. Readers of a restore take turns, so that it may be a while.
 const IN_USE: Duration = Duration::from_secs(5);
 
-/// Tiles remembered as refused, and as handed out.
+/// Tiles remembered as refused, and as fully consumed.
 const REMEMBERED_MAX: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
 
-/// Time between questions whether a computation is still worth waiting for.
+/// Time between checks whether a computation is still worth waiting for.
 const GIVE_UP_PERIOD: Duration = Duration::from_millis(250);
 
-/// How long after its last use a tile is given up although there is room.
+/// Time after its last use after which a tile is dropped although there is room.
 const IDLE: Duration = Duration::from_mins(1);
 
-/// Which tile: a file, a segment of it, and the tile's number in the segment.
+/// Identifies a tile: a file, a segment of it, and the tile's number in the segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct TileKey {
     pub(super) file: u64,
@@ -64,7 +64,7 @@ impl TileRoom {
         Self { held: Arc::clone(held), bytes }
     }
 
-    /// Sets how many bytes it really is.
+    /// Sets the actual size in bytes.
     pub(super) fn resize(&mut self, bytes: usize) {
         self.held.fetch_add(bytes, Ordering::Relaxed);
         self.held.fetch_sub(self.bytes, Ordering::Relaxed);
@@ -78,13 +78,13 @@ impl Drop for TileRoom {
     }
 }
 
-/// Why a tile is asked for.
+/// Why a tile is requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Ask {
-    /// A reader wants part of it.
-    Wanted,
-    /// Somebody may want it next.
-    Ahead,
+pub(super) enum Demand {
+    /// A reader needs part of it.
+    Reader,
+    /// A reader may need it next.
+    Prefetch,
 }
 
 /// Computed bytes.
@@ -95,9 +95,9 @@ pub(super) struct Tile {
     pub(super) room: TileRoom,
     /// Source files that the bytes were made from.
     pub(super) files: SmallVec<[FileId; 2]>,
-    /// Whether it was computed ahead and nobody has asked for it yet.
+    /// Whether it was computed ahead and no reader has requested it yet.
     pub(super) ahead: AtomicBool,
-    /// Bytes handed to readers so far.
+    /// Bytes sent to readers so far.
     pub(super) served: AtomicU64,
 }
 
@@ -111,24 +111,24 @@ struct Flight {
 }
 
 #[derive(Debug)]
-struct Inner {
+struct CacheState {
     tiles: LruCache<TileKey, (Arc<Tile>, Instant)>,
     flights: HashMap<TileKey, Arc<Flight>>,
-    /// Tiles that were dropped because all of them was handed out, and when.
-    handed_out: LruCache<TileKey, Instant>,
-    /// Tiles that were not computed for want of room, and when somebody last wanted them.
+    /// Tiles that were dropped because they were fully consumed, and when.
+    consumed: LruCache<TileKey, Instant>,
+    /// Tiles that were not computed for lack of room, and when a reader last requested them.
     refused: LruCache<TileKey, Instant>,
     /// Memory of the tiles in `tiles`.
     bytes: usize,
 }
 
-impl Inner {
+impl CacheState {
     fn bytes_in_use(&self) -> usize {
         let recent = self.tiles.iter().take_while(|(_, (_, used))| used.elapsed() < IN_USE);
         recent.map(|(_, (tile, _))| tile.room.bytes).sum()
     }
 
-    /// Takes out the tiles least recently used until no more than `bytes` are held.
+    /// Removes the least recently used tiles until the cache holds no more than `bytes`.
     fn drop_until(&mut self, bytes: usize) -> Vec<Arc<Tile>> {
         let mut dropped = Vec::new();
         while self.bytes > bytes {
@@ -140,22 +140,22 @@ impl Inner {
     }
 }
 
-/// Tiles, least recently used dropped first.
+/// Tiles; the least recently used is dropped first.
 #[derive(Debug)]
 pub(super) struct TileCache {
-    inner: Mutex<Inner>,
+    state: Mutex<CacheState>,
     bytes_max: usize,
-    /// Memory of all tiles: those here, those being computed, and those that readers still hold.
+    /// Memory of all tiles: those in the cache, those being computed, and those that readers still hold.
     held: Arc<AtomicUsize>,
-    /// Memory of files that were dropped and that programs still map. It is nobody's reservation.
+    /// Memory of dropped files that programs still map. It belongs to no reservation.
     dropped: AtomicUsize,
-    /// Bytes of `bytes_max` that are not for tiles now.
+    /// Bytes of `bytes_max` that are reserved for other uses now.
     reserved: Arc<AtomicUsize>,
-    /// Of these, bytes that nothing is in yet.
+    /// Of these, bytes of pre-zeroed buffers, which hold no data yet.
     spare: Arc<AtomicUsize>,
 }
 
-/// Room of the cache that holds something else than tiles, until this is dropped.
+/// Room of the cache reserved for another use than tiles, until this is dropped.
 #[derive(Debug)]
 pub struct Reservation {
     reserved: Arc<AtomicUsize>,
@@ -172,15 +172,15 @@ impl Drop for Reservation {
     }
 }
 
-/// Ends a flight even if the computation panics, so that nobody waits forever.
-struct Landing<'a> {
+/// Ends a flight even if the computation panics, so that no reader waits forever.
+struct FlightGuard<'a> {
     cache: &'a TileCache,
     key: TileKey,
     flight: Arc<Flight>,
     outcome: Option<Outcome>,
 }
 
-impl Drop for Landing<'_> {
+impl Drop for FlightGuard<'_> {
     fn drop(&mut self) {
         let outcome = self.outcome.take().unwrap_or(Err(ReadError::Panicked));
         self.cache.lock().flights.remove(&self.key);
@@ -194,10 +194,10 @@ impl TileCache {
     pub(super) fn new(bytes_max: usize) -> Self {
         // The limit is in bytes; the map's own limit must never bind.
         let remembered = || LruCache::new(REMEMBERED_MAX);
-        let (tiles, handed_out, refused) = (LruCache::unbounded(), remembered(), remembered());
-        let inner = Inner { tiles, flights: HashMap::new(), handed_out, refused, bytes: 0 };
+        let (tiles, consumed, refused) = (LruCache::unbounded(), remembered(), remembered());
+        let state = CacheState { tiles, flights: HashMap::new(), consumed, refused, bytes: 0 };
         Self {
-            inner: Mutex::new(inner),
+            state: Mutex::new(state),
             bytes_max,
             held: Arc::default(),
             dropped: AtomicUsize::new(0),
@@ -206,27 +206,27 @@ impl TileCache {
         }
     }
 
-    /// What is left for tiles.
+    /// Bytes available for tiles.
     fn tile_bytes_max(&self) -> usize {
         self.bytes_max.saturating_sub(self.reserved_bytes() + self.dropped_bytes())
     }
 
-    /// Memory of tiles that are not here: those being computed, and those that only readers still hold.
-    fn loose_bytes(&self, inner: &Inner) -> usize {
-        self.held.load(Ordering::Relaxed).saturating_sub(inner.bytes)
+    /// Memory of tiles outside the cache: those being computed, and those that only readers still hold.
+    fn outside_bytes(&self, state: &CacheState) -> usize {
+        self.held.load(Ordering::Relaxed).saturating_sub(state.bytes)
     }
 
-    /// Memory of tiles that cannot be had for others.
-    fn tile_bytes_in_use(&self, inner: &Inner) -> usize {
-        inner.bytes_in_use() + self.loose_bytes(inner)
+    /// Memory of tiles that cannot be freed for others.
+    fn tile_bytes_in_use(&self, state: &CacheState) -> usize {
+        state.bytes_in_use() + self.outside_bytes(state)
     }
 
-    /// Notes how much memory dropped files take that programs still map.
+    /// Sets the memory, in bytes, of dropped files that programs still map.
     pub(super) fn set_dropped_bytes(&self, bytes: usize) {
         self.dropped.store(bytes, Ordering::Relaxed);
     }
 
-    /// As noted.
+    /// Memory, in bytes, of dropped files that programs still map.
     pub(super) fn dropped_bytes(&self) -> usize {
         self.dropped.load(Ordering::Relaxed)
     }
@@ -236,46 +236,46 @@ impl TileCache {
         self.bytes_max / 4 * 3
     }
 
-    /// Takes room away from tiles, but not from those in use.
+    /// Takes room from tiles, but not from those in use.
     pub(super) fn reserve(&self, bytes: usize) -> Option<Reservation> {
-        let mut inner = self.lock();
+        let mut state = self.lock();
         // Reservations are only made under the lock, so what is found here can only shrink.
         let taken = (self.reserved_bytes() + self.dropped_bytes()).checked_add(bytes)?;
-        if taken > self.reservable_bytes() || self.tile_bytes_in_use(&inner).checked_add(taken)? > self.bytes_max {
+        if taken > self.reservable_bytes() || self.tile_bytes_in_use(&state).checked_add(taken)? > self.bytes_max {
             return None;
         }
         self.reserved.fetch_add(bytes, Ordering::Relaxed);
-        let others = (self.bytes_max - taken).saturating_sub(self.loose_bytes(&inner));
-        let dropped = inner.drop_until(others);
-        drop(inner);
+        let others = (self.bytes_max - taken).saturating_sub(self.outside_bytes(&state));
+        let dropped = state.drop_until(others);
+        drop(state);
         drop(dropped);
         Some(Reservation { reserved: Arc::clone(&self.reserved), spare: None, bytes })
     }
 
-    /// Takes room that nothing else has, not even a tile that nobody uses.
+    /// Takes room that is free, without dropping even an unused tile.
     pub(super) fn reserve_spare(&self, bytes: usize) -> Option<Reservation> {
-        let inner = self.lock();
+        let state = self.lock();
         let taken = (self.reserved_bytes() + self.dropped_bytes()).checked_add(bytes)?;
         if taken > self.reservable_bytes() || self.held.load(Ordering::Relaxed).checked_add(taken)? > self.bytes_max {
             return None;
         }
         self.reserved.fetch_add(bytes, Ordering::Relaxed);
         self.spare.fetch_add(bytes, Ordering::Relaxed);
-        drop(inner);
+        drop(state);
         Some(Reservation { reserved: Arc::clone(&self.reserved), spare: Some(Arc::clone(&self.spare)), bytes })
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, CacheState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a tile is there or being computed.
+    /// Whether a tile is in the cache or being computed.
     pub(super) fn has(&self, key: &TileKey) -> bool {
-        let inner = self.lock();
-        inner.tiles.contains(key) || inner.flights.contains_key(key)
+        let state = self.lock();
+        state.tiles.contains(key) || state.flights.contains_key(key)
     }
 
-    /// Memory of all tiles, those being computed included.
+    /// Memory of all tiles, including those being computed.
     pub(super) fn bytes(&self) -> usize {
         self.held.load(Ordering::Relaxed)
     }
@@ -285,13 +285,13 @@ impl TileCache {
         self.reserved.load(Ordering::Relaxed)
     }
 
-    /// Of these, bytes reserved that nothing is in yet.
+    /// Of these, bytes of pre-zeroed buffers, which hold no data yet.
     pub(super) fn spare_bytes(&self) -> usize {
         self.spare.load(Ordering::Relaxed)
     }
 
-    /// Bytes not to be had for more tiles: those of tiles that lately were computed or asked for, and were not handed out
-    /// whole since, and those reserved.
+    /// Bytes not available for more tiles: the reserved ones, and those of tiles that were computed or requested lately and not
+    /// fully consumed since.
     pub(super) fn bytes_in_use(&self) -> usize {
         self.tile_bytes_in_use(&self.lock()) + self.reserved_bytes() + self.dropped_bytes()
     }
@@ -301,29 +301,31 @@ impl TileCache {
         self.bytes_in_use() as u64 + bytes <= self.bytes_max as u64
     }
 
-    /// Whether a tile that nobody waits for yet can be kept, and half of the room stays for others.
+    /// Whether a tile that no reader waits for yet can be kept while half of the room stays free for others.
     pub(super) fn has_much_room(&self, bytes: u64) -> bool {
         self.has_room(bytes.saturating_add(self.tile_bytes_max() as u64 / 2))
     }
 
     /// The tile `key`, whose bytes take `bytes` of memory: from the cache, from a computation under way, or computed now by
-    /// `compute`. Nothing, if it would have to be computed and there is no room: other tiles are in use. A refused reader is
-    /// refused for as long as a tile stays in use: part of it was served meanwhile. What is asked for ahead is refused too if
-    /// another computes it, or if all of it was handed out just now.
-    /// Whoever waits for a computation asks `give_up` now and then whether to wait no longer, and why.
+    /// `compute`. Returns `None` if the tile is not there and other tiles in use leave no room for it.
+    ///
+    /// After a refusal the tile is refused to readers for as long as a tile counts as in use: part of it was served meanwhile. A
+    /// prefetch is refused too if another thread computes the tile, or if the tile was fully consumed lately.
+    ///
+    /// A reader that waits for a computation calls `give_up` regularly; an error from it ends the wait.
     pub(super) fn get(
         &self,
         key: TileKey,
-        ask: Ask,
+        demand: Demand,
         bytes: usize,
         counters: &Counters,
         give_up: &dyn Fn() -> Option<ReadError>,
         compute: impl FnOnce(TileRoom) -> Result<Tile, ReadError>,
     ) -> Option<Outcome> {
-        let ahead = ask == Ask::Ahead;
+        let ahead = demand == Demand::Prefetch;
         let (flight, room, dropped) = {
-            let mut inner = self.lock();
-            if let Some((tile, used)) = inner.tiles.get_mut(&key) {
+            let mut state = self.lock();
+            if let Some((tile, used)) = state.tiles.get_mut(&key) {
                 *used = Instant::now();
                 if !ahead {
                     add(&counters.tile_hits, 1);
@@ -333,92 +335,92 @@ impl TileCache {
                 }
                 return Some(Ok(Arc::clone(tile)));
             }
-            if let Some(flight) = inner.flights.get(&key).map(Arc::clone) {
-                drop(inner);
+            if let Some(flight) = state.flights.get(&key).map(Arc::clone) {
+                drop(state);
                 if ahead {
                     return None;
                 }
                 add(&counters.tile_waits, 1);
                 return Some(wait(&flight, give_up));
             }
-            // A job for a reader to come may run late.
-            if ahead && inner.handed_out.peek(&key).is_some_and(|then| then.elapsed() < IN_USE) {
+            // A prefetch job may run late.
+            if ahead && state.consumed.peek(&key).is_some_and(|then| then.elapsed() < IN_USE) {
                 return None;
             }
-            let fits = self.tile_bytes_in_use(&inner).saturating_add(bytes) <= self.tile_bytes_max();
-            let lately = inner.refused.peek(&key).is_some_and(|refused| refused.elapsed() < IN_USE);
+            let fits = self.tile_bytes_in_use(&state).saturating_add(bytes) <= self.tile_bytes_max();
+            let lately = state.refused.peek(&key).is_some_and(|refused| refused.elapsed() < IN_USE);
             if !fits || !ahead && lately {
                 if !ahead {
-                    inner.refused.put(key, Instant::now());
+                    state.refused.put(key, Instant::now());
                 }
                 return None;
             }
-            inner.refused.pop(&key);
+            state.refused.pop(&key);
             let room = TileRoom::new(&self.held, bytes);
-            let others = self.tile_bytes_max().saturating_sub(self.loose_bytes(&inner));
-            let dropped = inner.drop_until(others);
+            let others = self.tile_bytes_max().saturating_sub(self.outside_bytes(&state));
+            let dropped = state.drop_until(others);
             let flight = Arc::new(Flight::default());
-            inner.flights.insert(key, Arc::clone(&flight));
+            state.flights.insert(key, Arc::clone(&flight));
             (flight, room, dropped)
         };
         add(&counters.tile_evictions, dropped.len() as u64);
-        // Their buffers are there for this one.
+        // Their buffers are then free for this tile.
         drop(dropped);
         add(if ahead { &counters.prefetched } else { &counters.tile_misses }, 1);
-        let mut landing = Landing { cache: self, key, flight, outcome: None };
+        let mut guard = FlightGuard { cache: self, key, flight, outcome: None };
         let outcome = compute(room).map(Arc::new);
         if let Ok(tile) = &outcome {
             tile.ahead.store(ahead, Ordering::Relaxed);
             self.keep(key, tile, counters);
         }
-        landing.outcome = Some(outcome.clone());
-        drop(landing);
+        guard.outcome = Some(outcome.clone());
+        drop(guard);
         Some(outcome)
     }
 
     fn keep(&self, key: TileKey, tile: &Arc<Tile>, counters: &Counters) {
-        let mut inner = self.lock();
-        inner.bytes += tile.room.bytes;
-        if let Some((old, _)) = inner.tiles.put(key, (Arc::clone(tile), Instant::now())) {
-            inner.bytes -= old.room.bytes;
+        let mut state = self.lock();
+        state.bytes += tile.room.bytes;
+        if let Some((old, _)) = state.tiles.put(key, (Arc::clone(tile), Instant::now())) {
+            state.bytes -= old.room.bytes;
         }
-        let most = self.tile_bytes_max().saturating_sub(self.loose_bytes(&inner));
-        let dropped = inner.drop_until(most);
-        drop(inner);
+        let most = self.tile_bytes_max().saturating_sub(self.outside_bytes(&state));
+        let dropped = state.drop_until(most);
+        drop(state);
         add(&counters.tile_evictions, dropped.len() as u64);
     }
 
     /// Drops the tiles of a file.
     pub(super) fn forget_file(&self, file: u64) {
-        let mut inner = self.lock();
-        let keys: Vec<TileKey> = inner.tiles.iter().map(|(key, _)| *key).filter(|key| key.file == file).collect();
+        let mut state = self.lock();
+        let keys: Vec<TileKey> = state.tiles.iter().map(|(key, _)| *key).filter(|key| key.file == file).collect();
         for key in keys {
-            if let Some((tile, _)) = inner.tiles.pop(&key) {
-                inner.bytes -= tile.room.bytes;
+            if let Some((tile, _)) = state.tiles.pop(&key) {
+                state.bytes -= tile.room.bytes;
             }
         }
     }
 
-    /// Drops the tiles that nobody has asked for in a long time: an idle file system holds little memory.
+    /// Drops the tiles that no reader has requested for a long time: an idle file system holds little memory.
     pub(super) fn drop_idle(&self) {
-        let mut inner = self.lock();
-        while inner.tiles.peek_lru().is_some_and(|(_, (_, used))| used.elapsed() > IDLE) {
-            let Some((_, (tile, _))) = inner.tiles.pop_lru() else { break };
-            inner.bytes -= tile.room.bytes;
+        let mut state = self.lock();
+        while state.tiles.peek_lru().is_some_and(|(_, (_, used))| used.elapsed() > IDLE) {
+            let Some((_, (tile, _))) = state.tiles.pop_lru() else { break };
+            state.bytes -= tile.room.bytes;
         }
     }
 
-    /// Drops a tile of which all was handed out: nobody will want it again soon.
-    pub(super) fn hand_out(&self, key: &TileKey) {
+    /// Drops a fully consumed tile: no reader will need it again soon.
+    pub(super) fn note_consumed(&self, key: &TileKey) {
         self.forget(key);
-        self.lock().handed_out.put(*key, Instant::now());
+        self.lock().consumed.put(*key, Instant::now());
     }
 
-    /// Drops a tile: its source turned out to have changed.
+    /// Drops a tile whose source has changed.
     pub(super) fn forget(&self, key: &TileKey) {
-        let mut inner = self.lock();
-        if let Some((tile, _)) = inner.tiles.pop(key) {
-            inner.bytes -= tile.room.bytes;
+        let mut state = self.lock();
+        if let Some((tile, _)) = state.tiles.pop(key) {
+            state.bytes -= tile.room.bytes;
         }
     }
 }
@@ -449,13 +451,13 @@ mod tests {
         Tile { bytes: pool.take(len), room, files: SmallVec::new(), ahead, served }
     }
 
-    /// Asks for a tile, and makes it if there is room.
-    fn ask(cache: &TileCache, counters: &Counters, index: u64, len: usize, ask: Ask) -> Option<Arc<Tile>> {
+    /// Requests a tile, and makes it if there is room.
+    fn request(cache: &TileCache, counters: &Counters, index: u64, len: usize, demand: Demand) -> Option<Arc<Tile>> {
         let pool = BufferPool::new(0);
-        cache.get(key(index), ask, len, counters, &|| None, |room| Ok(tile(&pool, room, len))).map(Result::unwrap)
+        cache.get(key(index), demand, len, counters, &|| None, |room| Ok(tile(&pool, room, len))).map(Result::unwrap)
     }
 
-    /// Makes it look as if the tile had not been used in a while.
+    /// Sets the last use of a tile to long ago.
     fn age(cache: &TileCache, index: u64) {
         cache.lock().tiles.peek_mut(&key(index)).unwrap().1 -= IN_USE;
     }
@@ -468,18 +470,18 @@ mod tests {
     fn the_limit_holds_and_the_least_used_goes_first() {
         let (cache, counters) = (TileCache::new(100), Counters::default());
         for index in [0, 1, 0] {
-            ask(&cache, &counters, index, 40, Ask::Wanted).unwrap();
+            request(&cache, &counters, index, 40, Demand::Reader).unwrap();
         }
         age(&cache, 1);
-        ask(&cache, &counters, 2, 40, Ask::Wanted).unwrap();
+        request(&cache, &counters, 2, 40, Demand::Reader).unwrap();
         assert!(cache.has(&key(0)) && !cache.has(&key(1)) && cache.has(&key(2)));
         assert_eq!(counters.tile_hits.load(Ordering::Relaxed), 1);
-        assert!(ask(&cache, &counters, 9, 101, Ask::Wanted).is_none(), "a tile beyond the limit is not made");
+        assert!(request(&cache, &counters, 9, 101, Demand::Reader).is_none(), "a tile beyond the limit is not made");
         cache.forget(&key(0));
         assert_eq!(cache.bytes(), 40);
-        let ahead = |index| ask(&cache, &counters, index, 40, Ask::Ahead).is_some();
+        let ahead = |index| request(&cache, &counters, index, 40, Demand::Prefetch).is_some();
         assert!(ahead(0), "it may be wanted again");
-        cache.hand_out(&key(0));
+        cache.note_consumed(&key(0));
         assert!(!ahead(0) && !cache.has(&key(0)), "computed ahead too late");
         cache.forget_file(2);
         assert!(cache.has(&key(2)));
@@ -488,16 +490,16 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_use_takes_room_until_it_is_forgotten() {
+    fn tiles_in_use_take_room_until_they_are_forgotten() {
         let (cache, counters) = (TileCache::new(100), Counters::default());
         for index in 0..2 {
-            ask(&cache, &counters, index, 40, Ask::Wanted).unwrap();
+            request(&cache, &counters, index, 40, Demand::Reader).unwrap();
         }
         assert!(cache.bytes_in_use() == 80 && cache.has_room(20) && !cache.has_room(21));
         cache.forget(&key(0));
         assert!(cache.bytes_in_use() == 40 && cache.has_room(60));
         assert!(cache.has_much_room(10) && !cache.has_much_room(11));
-        let made = |index, len| ask(&cache, &counters, index, len, Ask::Wanted).is_some();
+        let made = |index, len| request(&cache, &counters, index, len, Demand::Reader).is_some();
         assert!(made(1, 1000), "it is there");
         assert!(!made(3, 61) && made(2, 60));
         cache.forget(&key(2));
@@ -519,15 +521,15 @@ mod tests {
         let (cache, pool, counters) = (TileCache::new(100), BufferPool::new(0), Counters::default());
         let compute = |room: TileRoom| {
             assert_eq!((cache.bytes(), cache.bytes_in_use()), (60, 60));
-            assert!(ask(&cache, &counters, 1, 41, Ask::Wanted).is_none() && cache.reserve(41).is_none());
+            assert!(request(&cache, &counters, 1, 41, Demand::Reader).is_none() && cache.reserve(41).is_none());
             assert!(cache.reserve_spare(41).is_none());
             drop(room);
             Err(ReadError::Panicked)
         };
-        assert!(cache.get(key(0), Ask::Wanted, 60, &counters, &|| None, compute).unwrap().is_err());
+        assert!(cache.get(key(0), Demand::Reader, 60, &counters, &|| None, compute).unwrap().is_err());
         assert_eq!(cache.bytes(), 0);
-        let reader = ask(&cache, &counters, 2, 60, Ask::Wanted).unwrap();
-        cache.hand_out(&key(2));
+        let reader = request(&cache, &counters, 2, 60, Demand::Reader).unwrap();
+        cache.note_consumed(&key(2));
         assert!(!cache.has(&key(2)) && cache.bytes() == 60 && cache.reserve(41).is_none());
         drop(reader);
         assert_eq!(cache.bytes(), 0);
@@ -535,7 +537,7 @@ mod tests {
             room.resize(70);
             Ok(tile(&pool, room, 60))
         };
-        drop(cache.get(key(3), Ask::Wanted, 60, &counters, &|| None, larger));
+        drop(cache.get(key(3), Demand::Reader, 60, &counters, &|| None, larger));
         assert_eq!((cache.bytes(), cache.lock().bytes), (70, 70), "as much memory as it takes");
     }
 
@@ -543,7 +545,7 @@ mod tests {
     fn room_is_reserved_only_where_no_tile_is_in_use() {
         let (cache, counters) = (TileCache::new(100), Counters::default());
         for index in 0..2 {
-            ask(&cache, &counters, index, 40, Ask::Wanted).unwrap();
+            request(&cache, &counters, index, 40, Demand::Reader).unwrap();
         }
         assert!(cache.reserve(21).is_none() && cache.reserve(usize::MAX).is_none());
         let few = cache.reserve(20).unwrap();
@@ -552,10 +554,10 @@ mod tests {
         assert!(cache.reserve(41).is_none());
         let more = cache.reserve(40).unwrap();
         assert!(!cache.has(&key(0)) && cache.has(&key(1)) && cache.reserved_bytes() == 60);
-        cache.hand_out(&key(1));
+        cache.note_consumed(&key(1));
         assert!(cache.reserve(16).is_none(), "a quarter is for tiles");
         assert!(cache.has_room(40) && !cache.has_room(41) && cache.has_much_room(20) && !cache.has_much_room(21));
-        assert!(ask(&cache, &counters, 9, 41, Ask::Wanted).is_none(), "no room is left for it");
+        assert!(request(&cache, &counters, 9, 41, Demand::Reader).is_none(), "no room is left for it");
         drop((few, more));
         assert!(cache.reserved_bytes() == 0 && cache.has_room(100) && cache.reserve(75).is_some());
     }
@@ -566,21 +568,21 @@ mod tests {
         cache.set_dropped_bytes(60);
         assert!(cache.reserve(16).is_none() && cache.reserve_spare(16).is_none() && cache.reserve(15).is_some());
         assert!(
-            ask(&cache, &counters, 0, 41, Ask::Wanted).is_none()
-                && ask(&cache, &counters, 1, 40, Ask::Wanted).is_some()
+            request(&cache, &counters, 0, 41, Demand::Reader).is_none()
+                && request(&cache, &counters, 1, 40, Demand::Reader).is_some()
         );
         cache.set_dropped_bytes(0);
         assert!(cache.reserve(60).is_some());
     }
 
     #[test]
-    fn one_computation_serves_all_who_wait() {
+    fn one_computation_serves_all_waiting_readers() {
         let (cache, pool, counters) = (TileCache::new(1000), BufferPool::new(0), Counters::default());
         let computed = std::sync::atomic::AtomicU64::new(0);
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
-                    let made = cache.get(key(0), Ask::Wanted, 10, &counters, &|| None, |room| {
+                    let made = cache.get(key(0), Demand::Reader, 10, &counters, &|| None, |room| {
                         computed.fetch_add(1, Ordering::SeqCst);
                         std::thread::sleep(std::time::Duration::from_millis(50));
                         Ok(tile(&pool, room, 10))
@@ -593,15 +595,18 @@ mod tests {
     }
 
     #[test]
-    fn a_panicking_computation_wakes_those_who_wait() {
+    fn a_panicking_computation_wakes_waiting_readers() {
         let (cache, pool, counters) = (TileCache::new(1000), BufferPool::new(0), Counters::default());
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            cache.get(key(0), Ask::Wanted, 10, &counters, &|| None, |_| panic!("injected"))
+            cache.get(key(0), Demand::Reader, 10, &counters, &|| None, |_| panic!("injected"))
         }));
         assert!(panicked.is_err());
         assert_eq!(cache.bytes(), 0);
         assert!(
-            cache.get(key(0), Ask::Wanted, 10, &counters, &|| None, |room| Ok(tile(&pool, room, 10))).unwrap().is_ok()
+            cache
+                .get(key(0), Demand::Reader, 10, &counters, &|| None, |room| Ok(tile(&pool, room, 10)))
+                .unwrap()
+                .is_ok()
         );
     }
 }

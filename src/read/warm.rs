@@ -1,25 +1,26 @@
-//! The warmers: what ckfs does before anybody reads, so that the first read is faster. Each can be switched off for a
-//! measurement by the environment variable `CKFS_WARM`, a list of those that stay on: `CKFS_WARM=zero,prefault`, or `none`.
+//! Warm-up: work that ckfs does before the first read, so that this read is faster. For a measurement the environment variable
+//! `CKFS_WARM` lists the parts that stay on: `CKFS_WARM=zero,prefault`, or `none`.
 //!
 //! | word | what it does | to delete it |
 //! | --- | --- | --- |
 //! | `zero` | keeps pre-zeroed buffers in memory for files that will be materialized | `volume/materialize/prezeroed.rs`; `Memory::{prezeroed, pause}` and their uses in `volume/materialize/`; `Engine::{reserve_spare, prezeroed_bytes}`, `TileCache::{reserve_spare, spare, spare_bytes}`; the rows `prezeroed*` of `volume/stats.rs`, `Counters::prezeroed_files`, `cli/status.rs` |
-//! | `prefault` | maps cached source pages before they are read | `read/prefault.rs`; `Source::map_ahead`; `Engine::keep_maps` and its call in `volume/opening.rs` |
-//! | `threads` | lets each worker carry out small jobs when it starts | `tensor::warm_up` and its call in `read/worker.rs` |
-//! | `wake` | wakes helping workers on another processor | `Seat::call_elsewhere` and `Workers::submit_beside` in `read/worker.rs`: `submit` takes its place |
+//! | `prefault` | maps cached source pages before they are read | `read/prefault.rs`; `Maps::prefault`; `Engine::keep_maps` and its call in `volume/opening.rs` |
+//! | `threads` | lets each worker run small jobs when it starts | `tensor::warm_up` and its call in `read/worker.rs` |
+//! | `wake` | wakes helping workers on another processor | `IdleWorker::wake_elsewhere` and `Workers::submit_beside` in `read/worker.rs`: `submit` takes its place |
 //!
-//! `zero` and `prefault` share the thread of `volume/materialize/prezeroed.rs`: without `zero` it does the prefault alone. Whichever of
-//! the two stays keeps it, and if both go, so do the thread, `Materializer::expect` and `tell_sizes` in `volume/opening.rs`.
+//! `zero` and `prefault` use the same thread of `volume/materialize/prezeroed.rs`; without `zero` it only prefaults. As long as one
+//! of the two exists the thread stays. If both are deleted, delete also the thread, `Materializer::expect`, and `tell_sizes` in
+//! `volume/opening.rs`.
 
 use std::sync::LazyLock;
 
-/// Which warmers are on.
+/// Which parts of the warm-up are on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a switch of its own")]
 pub struct Warm {
     /// Pre-zeroed buffers.
     pub zero: bool,
-    /// Source pages mapped before they are read.
+    /// Prefault of source pages.
     pub prefault: bool,
     /// Workers warmed up when they start.
     pub threads: bool,
@@ -37,12 +38,12 @@ static CHOSEN: LazyLock<Warm> = LazyLock::new(|| {
 });
 
 impl Warm {
-    /// Those that this process was started with.
+    /// The parts that the environment of this process selects.
     pub fn chosen() -> Self {
         *CHOSEN
     }
 
-    /// Those that a list names; all of them without a list.
+    /// The parts that a list names; without a list all of them.
     fn of(words: Option<&str>) -> Self {
         let has = |word| words.is_none_or(|words| words.split(',').any(|found| found == word));
         Self { zero: has("zero"), prefault: has("prefault"), threads: has("threads"), wake: has("wake") }
@@ -54,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_list_switches_off_what_it_does_not_name() {
+    fn a_list_switches_off_all_other_parts() {
         let all = Warm { zero: true, prefault: true, threads: true, wake: true };
         let nothing = Warm { zero: false, prefault: false, threads: false, wake: false };
         assert_eq!(Warm::of(None), all);

@@ -1,5 +1,5 @@
-//! Threads that compute: ahead of readers, where a job that finds no room is dropped and nobody misses it, and pieces of
-//! materialized files, which go first.
+//! Worker threads. They make pieces of materialized files, which go first, and compute ahead of readers. A job of the second kind
+//! is optional: it is dropped if the queue is full.
 
 use std::{
     collections::VecDeque,
@@ -14,50 +14,50 @@ use rustix::thread::{CpuSet, Pid, gettid, sched_getaffinity, sched_getcpu, sched
 use super::warm::Warm;
 use crate::tensor::warm_up;
 
-/// Jobs that may wait; more would be stale before they ran.
+/// Most jobs that may wait. More would be stale before they ran.
 const QUEUE_MAX: usize = 64;
 
-/// Most threads that stand in for those that wait for storage.
+/// Most substitutes for threads that wait for storage.
 const SPARES_MAX: usize = 64;
 
-type Job = Box<dyn FnOnce() + Send>;
+type QueuedJob = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
 struct Jobs {
-    /// Somebody waits for these.
-    awaited: VecDeque<Job>,
-    ahead: VecDeque<Job>,
-    /// Threads without a job, the last one to become so last.
-    idle: Vec<Arc<Seat>>,
+    /// Jobs that a reader or an opening waits for.
+    awaited: VecDeque<QueuedJob>,
+    ahead: VecDeque<QueuedJob>,
+    /// Threads without a job; the one that became idle last is last.
+    idle: Vec<Arc<IdleWorker>>,
     /// All threads that run.
     threads: Vec<Pid>,
-    /// Threads beside the usual number, and how many there should be.
+    /// Threads beyond the usual number, and how many there should be.
     spares: usize,
     spares_wanted: usize,
     ended: bool,
 }
 
-/// Where a thread waits for a job.
-struct Seat {
+/// A thread as it waits for a job.
+struct IdleWorker {
     thread: Pid,
-    called: Condvar,
+    wake: Condvar,
 }
 
 #[derive(Default)]
-struct Queue {
+struct JobQueue {
     jobs: Mutex<Jobs>,
 }
 
 /// A fixed number of threads and their queue.
 pub(super) struct Workers {
-    queue: Arc<Queue>,
+    queue: Arc<JobQueue>,
     count: usize,
 }
 
 impl Workers {
     /// Starts `count` threads; if the system refuses some, there are fewer.
     pub(super) fn new(count: usize) -> Self {
-        let queue = Arc::new(Queue::default());
+        let queue = Arc::new(JobQueue::default());
         let started = (0..count).filter(|index| {
             let queue = Arc::clone(&queue);
             thread::Builder::new().name(format!("ckfs-ahead-{index}")).spawn(move || work(&queue, false)).is_ok()
@@ -65,14 +65,14 @@ impl Workers {
         Self { count: started.count(), queue }
     }
 
-    /// Threads there are.
+    /// The usual number of threads.
     pub(super) fn count(&self) -> usize {
         self.count
     }
 
-    /// Starts as many threads more as there are of these among `waiting`, which wait for storage that gives no answer, so that
-    /// there are always as many as usual that can work. Ends them when they are idle and wanted no more.
-    pub(super) fn relieve(&self, waiting: &[i32]) {
+    /// Starts one substitute for each of these threads in `waiting`, the threads that wait for storage, so that the usual
+    /// number can work at any time. Substitutes end when they are idle and no longer needed.
+    pub(super) fn replace_waiting(&self, waiting: &[i32]) {
         let mut jobs = self.queue.lock();
         let stuck = jobs.threads.iter().filter(|thread| waiting.contains(&thread.as_raw_nonzero().get())).count();
         jobs.spares_wanted = stuck.min(SPARES_MAX);
@@ -84,9 +84,9 @@ impl Workers {
             }
         }
         if jobs.spares > jobs.spares_wanted {
-            // Those that are idle look whether they are wanted.
-            for seat in std::mem::take(&mut jobs.idle) {
-                seat.called.notify_one();
+            // Idle substitutes check whether they are still needed.
+            for worker in std::mem::take(&mut jobs.idle) {
+                worker.wake.notify_one();
             }
         }
     }
@@ -96,56 +96,56 @@ impl Workers {
         let mut jobs = self.queue.lock();
         if self.count > 0 && jobs.ahead.len() < QUEUE_MAX {
             jobs.ahead.push_back(Box::new(job));
-            let seat = jobs.idle.pop();
+            let worker = jobs.idle.pop();
             drop(jobs);
-            if let Some(seat) = seat {
-                seat.called.notify_one();
+            if let Some(worker) = worker {
+                worker.wake.notify_one();
             }
         }
     }
 
-    /// Queues a job before all that were only offered. Without threads it is done at once.
+    /// Queues a job before all offered ones. Without threads the caller runs it at once.
     pub(super) fn submit(&self, job: impl FnOnce() + Send + 'static) {
         if self.count == 0 {
             return job();
         }
-        if let Some(seat) = self.queue.add(Box::new(job)) {
-            seat.called.notify_one();
+        if let Some(worker) = self.queue.add(Box::new(job)) {
+            worker.wake.notify_one();
         }
     }
 
-    /// As [`Self::submit`], for a job that should run beside the caller, who goes on working.
+    /// As [`Self::submit`], for a job that should run at the same time as its caller, which continues to work.
     pub(super) fn submit_beside(&self, job: impl FnOnce() + Send + 'static) {
         if self.count == 0 {
             return job();
         }
-        if let Some(seat) = self.queue.add(Box::new(job)) {
+        if let Some(worker) = self.queue.add(Box::new(job)) {
             if Warm::chosen().wake {
-                seat.call_elsewhere();
+                worker.wake_elsewhere();
             } else {
-                seat.called.notify_one();
+                worker.wake.notify_one();
             }
         }
     }
 }
 
-impl Queue {
+impl JobQueue {
     fn lock(&self) -> MutexGuard<'_, Jobs> {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a job that is waited for; the thread to be called for it, if one is idle.
-    fn add(&self, job: Job) -> Option<Arc<Seat>> {
+    /// Adds a job that a caller waits for. Returns the thread to wake for it, if one is idle.
+    fn add(&self, job: QueuedJob) -> Option<Arc<IdleWorker>> {
         let mut jobs = self.lock();
         jobs.awaited.push_back(job);
         jobs.idle.pop()
     }
 }
 
-impl Seat {
-    /// Wakes the thread on another processor than this one. The system may choose this one when it finds all busy, if only for
-    /// some microseconds, and takes some milliseconds to notice that another has become idle.
-    fn call_elsewhere(&self) {
+impl IdleWorker {
+    /// Wakes the thread on another processor than this one. The kernel may choose this one if it finds all busy, even for only
+    /// some microseconds. It then takes some milliseconds to notice that another has become idle.
+    fn wake_elsewhere(&self) {
         let usual = sched_getaffinity(Some(self.thread)).ok();
         let elsewhere = usual.and_then(|mut processors| {
             let here = sched_getcpu();
@@ -155,45 +155,45 @@ impl Seat {
             (processors.count() > 0).then_some(processors)
         });
         let moved = elsewhere.is_some_and(|elsewhere| sched_setaffinity(Some(self.thread), &elsewhere).is_ok());
-        self.called.notify_one();
-        // It was placed when it was woken, and may go anywhere from now on.
+        self.wake.notify_one();
+        // The kernel chose the processor when it woke the thread. From now on the thread may run anywhere.
         if let Some(usual) = usual.filter(|_| moved) {
             let _ = sched_setaffinity(Some(self.thread), &usual);
         }
     }
 }
 
-fn work(queue: &Queue, spare: bool) {
+fn work(queue: &JobQueue, spare: bool) {
     if Warm::chosen().threads {
         warm_up();
     }
-    let seat = Arc::new(Seat { thread: gettid(), called: Condvar::new() });
-    queue.lock().threads.push(seat.thread);
-    while let Some(job) = queue.next(&seat, spare) {
+    let worker = Arc::new(IdleWorker { thread: gettid(), wake: Condvar::new() });
+    queue.lock().threads.push(worker.thread);
+    while let Some(job) = queue.next(&worker, spare) {
         if catch_unwind(AssertUnwindSafe(job)).is_err() {
-            tracing::error!("a computation panicked; who needs its bytes will meet it again");
+            tracing::error!("a computation panicked; a read that needs its bytes will repeat it");
         }
     }
 }
 
-impl Queue {
-    /// The next job of a thread, which waits for it; none if the thread should end.
-    fn next(&self, seat: &Arc<Seat>, spare: bool) -> Option<Job> {
+impl JobQueue {
+    /// The next job of a thread; waits for one. `None` if the thread should end.
+    fn next(&self, worker: &Arc<IdleWorker>, spare: bool) -> Option<QueuedJob> {
         let mut jobs = self.lock();
         loop {
             let unwanted = spare && jobs.spares > jobs.spares_wanted;
             if jobs.ended || unwanted {
                 jobs.spares -= usize::from(spare);
-                jobs.threads.retain(|thread| *thread != seat.thread);
+                jobs.threads.retain(|thread| *thread != worker.thread);
                 return None;
             }
             if let Some(job) = jobs.awaited.pop_front().or_else(|| jobs.ahead.pop_front()) {
                 return Some(job);
             }
-            jobs.idle.push(Arc::clone(seat));
-            // Whoever calls takes the seat out.
-            while jobs.idle.iter().any(|idle| Arc::ptr_eq(idle, seat)) {
-                jobs = seat.called.wait(jobs).unwrap_or_else(PoisonError::into_inner);
+            jobs.idle.push(Arc::clone(worker));
+            // The thread that wakes this worker removes it from the list.
+            while jobs.idle.iter().any(|idle| Arc::ptr_eq(idle, worker)) {
+                jobs = worker.wake.wait(jobs).unwrap_or_else(PoisonError::into_inner);
             }
         }
     }
@@ -204,8 +204,8 @@ impl Drop for Workers {
     fn drop(&mut self) {
         let mut jobs = self.queue.lock();
         jobs.ended = true;
-        for seat in jobs.idle.drain(..) {
-            seat.called.notify_one();
+        for worker in jobs.idle.drain(..) {
+            worker.wake.notify_one();
         }
     }
 }
@@ -258,11 +258,11 @@ mod tests {
         let stuck = told.recv_timeout(Duration::from_secs(30)).unwrap();
         workers.submit(move || tell.send(gettid()).unwrap());
         told.recv_timeout(Duration::from_millis(50)).unwrap_err();
-        workers.relieve(&[stuck.as_raw_nonzero().get(), 1]);
+        workers.replace_waiting(&[stuck.as_raw_nonzero().get(), 1]);
         assert_ne!(told.recv_timeout(Duration::from_secs(30)).unwrap(), stuck);
         assert_eq!(workers.queue.lock().spares, 1);
         go.send(()).unwrap();
-        workers.relieve(&[]);
+        workers.replace_waiting(&[]);
         let until = std::time::Instant::now() + Duration::from_secs(30);
         while workers.queue.lock().spares > 0 && std::time::Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));

@@ -1,11 +1,11 @@
-//! Opens the files of a repository so that none is read that lies elsewhere.
+//! Opens the files of a repository, and refuses files outside of it.
 //!
-//! A repository may come from anywhere, and this process may have more rights than its author: a symbolic link to a secret must
-//! not be read as a part of the repository. Paths are resolved as by `openat2` with `RESOLVE_BENEATH`; where the kernel or a
-//! sandbox does not have it, component by component with the same answers.
+//! A repository may come from anywhere, and this process may have more rights than its author: ckfs must not follow a symbolic link
+//! to a secret. Paths are resolved as by `openat2` with `RESOLVE_BENEATH`. Where the kernel or a sandbox lacks this call, they are
+//! resolved component by component with the same results.
 //!
-//! A file is found once, as a descriptor that cannot be read from. What it is and where it lies is asked of this descriptor,
-//! and reading opens the same descriptor again. Between the two nothing can be put in its place.
+//! A file is found once, as a descriptor that cannot be read from. Its type and its path come from this descriptor, and reading
+//! opens the same descriptor again. So nothing can replace the file between the two steps.
 
 use std::{
     collections::VecDeque,
@@ -36,26 +36,27 @@ use super::{
 /// Flags of a descriptor that only names a file.
 const NAMING: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
 
-/// Symbolic links followed on the way to one file, as by the kernel.
+/// Most symbolic links followed on the way to one file, the same number as in the kernel.
 const LINKS_MAX: usize = 40;
 
-/// How often a resolution is tried that something else was in the way of.
+/// Most attempts of a resolution that a concurrent rename or a signal interrupts.
 const TRIES_MAX: usize = 8;
 
-/// A directory of the Hub's cache that holds a repository: its revisions and what they link to.
+/// Prefix of a directory of the Hub's cache that holds a repository: its revisions and the blobs that they link to.
 const HUB_PREFIX: &str = "models--";
 
-/// The directory that a repository's files must lie in.
+/// The directory that must contain a repository's files.
 #[derive(Debug)]
 pub struct Beneath {
     /// As the user named it.
     named: PathBuf,
     /// The repository's own directory, without links.
     real: PathBuf,
-    /// Where links may lead to: the repository, or all of it in the Hub's cache. Without links.
+    /// The directory that links may lead to, without links: the repository, or in the Hub's cache
+    /// all of its directory there, with revisions and blobs.
     root: PathBuf,
     root_fd: OwnedFd,
-    /// The repository below `root`; empty outside the Hub's cache.
+    /// The repository's path relative to `root`; empty outside the Hub's cache.
     below: PathBuf,
     survey: Survey,
 }
@@ -63,13 +64,13 @@ pub struct Beneath {
 /// A file, directory or other thing that was found.
 #[derive(Debug)]
 pub struct Found {
-    /// By which it was found.
+    /// The path by which it was found.
     path: PathBuf,
-    /// Without links.
+    /// Its path without links.
     real: PathBuf,
     fd: OwnedFd,
     meta: Metadata,
-    /// By which it is found again, below the directory of a [`Beneath`].
+    /// The path by which it is found again, relative to the directory of a [`Beneath`].
     below: Option<PathBuf>,
 }
 
@@ -82,17 +83,17 @@ pub struct Opened {
     pub(super) again: Again,
 }
 
-/// How a file is found again, to see whether its name still leads to it.
+/// How a file is found again, to check whether its name still leads to it.
 #[derive(Clone, Debug)]
 pub(super) enum Again {
     /// By a path that may lead anywhere.
     Named,
-    /// Below a directory.
+    /// By a path relative to a directory.
     Beneath(Arc<Beneath>, PathBuf),
 }
 
 impl Beneath {
-    /// The directory of a repository, which the user may name through links.
+    /// The directory of a repository. The user's path to it may contain links.
     ///
     /// # Errors
     /// It cannot be opened, or is no directory.
@@ -110,7 +111,7 @@ impl Beneath {
         Ok(Self { named: named.to_owned(), real, root, root_fd, below, survey: Survey::default() })
     }
 
-    /// Whether it is a revision in the Hub's cache.
+    /// Whether the repository is a revision in the Hub's cache.
     pub fn is_in_hub_cache(&self) -> bool {
         self.root != self.real
     }
@@ -125,7 +126,8 @@ impl Beneath {
         self.survey.directory(&self.real.join(directory))
     }
 
-    /// Finds what `path`, relative to the repository, leads to; [`Found::is_inside`] says whether it is a part of it.
+    /// Finds the file that `path`, relative to the repository, leads to. [`Found::is_inside`] tells whether it is part of the
+    /// repository.
     ///
     /// # Errors
     /// Nothing is there, or it cannot be reached.
@@ -139,7 +141,7 @@ impl Beneath {
         }
         let fd = openat(&self.root_fd, &below, NAMING, Mode::empty())?;
         let real = location(fd.as_fd(), &named)?;
-        // An absolute link is taken for what it is if it leads back here.
+        // An absolute link is accepted if it leads back to the repository.
         if let Ok(back) = real.strip_prefix(&self.root)
             && let Ok(fd) = resolve(self.root_fd.as_fd(), back)
         {
@@ -150,18 +152,18 @@ impl Beneath {
 
     fn found(&self, named: PathBuf, below: PathBuf, fd: OwnedFd) -> io::Result<Found> {
         let real = location(fd.as_fd(), &named)?;
-        // In the Hub's cache only this revision and what revisions link to.
+        // In the Hub's cache only this revision and the blobs that revisions link to.
         let counts = real.starts_with(&self.real) || real.starts_with(self.root.join("blobs"));
         Found::new(named, real, fd, counts.then_some(below))
     }
 
-    /// What is found now in place of a file that was found before.
+    /// The attributes of the file that the path of an earlier found file leads to now.
     ///
     /// # Errors
-    /// Nothing is there, or it cannot be reached, or it is elsewhere.
+    /// Nothing is there, or it cannot be reached, or it is outside of the repository.
     pub(super) fn find_again(&self, below: &Path) -> nix::Result<FileStat> {
         let errno = |errno: Errno| nix::errno::Errno::from_raw(errno.raw_os_error());
-        // The repository may have been put in the place of the one that was opened.
+        // Another repository may have replaced the one that was opened.
         let root = openat(CWD, &self.root, NAMING | OFlags::DIRECTORY, Mode::empty()).map_err(errno)?;
         nix::sys::stat::fstat(resolve(root.as_fd(), below).map_err(errno)?)
     }
@@ -183,7 +185,7 @@ impl Found {
         Ok(Self { path, real, fd, meta, below })
     }
 
-    /// Whether it is a part of the repository.
+    /// Whether the file is part of the repository.
     pub fn is_inside(&self) -> bool {
         self.below.is_some()
     }
@@ -193,7 +195,7 @@ impl Found {
         &self.real
     }
 
-    /// What it is and how long.
+    /// Its metadata, among them type and length.
     pub fn metadata(&self) -> &Metadata {
         &self.meta
     }
@@ -201,7 +203,7 @@ impl Found {
     /// Opens it for reading.
     ///
     /// # Errors
-    /// [`SourceError::NotRegular`] if it is no regular file, without having opened it; [`SourceError::Io`].
+    /// [`SourceError::NotRegular`] if it is not a regular file, which is then not opened; [`SourceError::Io`].
     pub fn open(self, root: Option<&Arc<Beneath>>) -> Result<Opened, SourceError> {
         let path: Arc<Path> = Arc::from(self.path);
         if !self.meta.is_file() {
@@ -234,7 +236,7 @@ impl Opened {
     }
 }
 
-/// The directory in the Hub's cache that `path`, a revision whose path without links is `real`, belongs to by its name.
+/// The directory in the Hub's cache that contains the revision `path`, judged by its name; `real` is `path` without links.
 fn hub_root(path: &Path, real: &Path) -> Option<(PathBuf, OwnedFd)> {
     let snapshots = path.parent().filter(|dir| dir.file_name() == Some(OsStr::new("snapshots")))?;
     let hub = snapshots.parent()?;
@@ -248,7 +250,7 @@ fn metadata(fd: &OwnedFd) -> io::Result<Metadata> {
     File::from(fd.try_clone()?).metadata()
 }
 
-/// The path of a descriptor without links; where `/proc` is not mounted, what its name leads to now.
+/// The path of a descriptor without links. Where `/proc` is not mounted, the path that its name leads to now.
 fn location(fd: BorrowedFd<'_>, named: &Path) -> io::Result<PathBuf> {
     let real = match fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())) {
         Ok(real) => real,
@@ -257,11 +259,11 @@ fn location(fd: BorrowedFd<'_>, named: &Path) -> io::Result<PathBuf> {
     if real.is_absolute() { Ok(real) } else { Err(io::Error::other(format!("{} lies outside of /", real.display()))) }
 }
 
-/// Opens for reading what a descriptor names, without asking for its path again. Where `/proc` is not mounted, by its path, if
-/// that still is the same file.
+/// Opens the file of a descriptor for reading, without resolving its path again. Where `/proc` is not mounted, opens it by its
+/// path, if that still leads to the same file.
 fn reopen(fd: &OwnedFd, real: &Path, meta: &Metadata) -> io::Result<File> {
     let open = |path: &Path, flags: i32| OpenOptions::new().read(true).custom_flags(flags | libc::O_NOCTTY).open(path);
-    // A process that holds a lease on the file, as a file server does, is waited for.
+    // Waits for a process that holds a lease on the file, as a file server does.
     let patient = |path: &Path, flags: i32| match open(path, flags | libc::O_NONBLOCK) {
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => open(path, flags),
         other => other,
@@ -275,7 +277,7 @@ fn reopen(fd: &OwnedFd, real: &Path, meta: &Metadata) -> io::Result<File> {
     if same { Ok(file) } else { Err(io::Error::other("another file was put in its place while it was opened")) }
 }
 
-/// What `path` leads to below `root`: [`Errno::XDEV`] if it leaves it.
+/// The file that `path` leads to below `root`; [`Errno::XDEV`] if the path leaves `root`.
 fn resolve(root: BorrowedFd<'_>, path: &Path) -> Result<OwnedFd, Errno> {
     let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
     for _ in 0..TRIES_MAX {
@@ -290,8 +292,8 @@ fn resolve(root: BorrowedFd<'_>, path: &Path) -> Result<OwnedFd, Errno> {
     walk(root, path)
 }
 
-/// As [`resolve`], component by component. What lies above is never asked for: `..` goes back to the directory from which a
-/// component was entered.
+/// As [`resolve`], component by component. It never opens a directory above `root`: `..` returns to the directory from which
+/// a component was entered.
 fn walk(root: BorrowedFd<'_>, path: &Path) -> Result<OwnedFd, Errno> {
     let mut entered: Vec<(OwnedFd, bool)> = Vec::new();
     let mut pending: VecDeque<OsString> = VecDeque::new();
@@ -337,7 +339,7 @@ fn prepend(pending: &mut VecDeque<OsString>, path: &Path) -> Result<(), Errno> {
             Component::RootDir | Component::Prefix(_) => return Err(Errno::XDEV),
         }
     }
-    // A file with a slash behind it is no directory.
+    // A file with a trailing slash is not a directory.
     if ends_in_slash {
         names.push(".".into());
     }
@@ -419,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn what_leaves_is_told_from_what_stays() {
+    fn links_out_of_the_repository_are_told_from_links_within() {
         let dir = tree();
         let real = dir.path().canonicalize().unwrap();
         let repo = real.join("repo");
@@ -436,7 +438,7 @@ mod tests {
             assert_eq!((found.is_inside(), found.real()), (inside, &*to), "{path}");
         }
         assert!(root.find("dangling").is_err() && root.find("loop").is_err());
-        // Found and then replaced: what was found is opened.
+        // A file that is replaced after it was found: the found one is opened.
         let found = root.find("inside").unwrap();
         fs::remove_file(repo.join("inside")).unwrap();
         symlink("../secret", repo.join("inside")).unwrap();

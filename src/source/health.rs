@@ -1,7 +1,7 @@
-//! Whether the files of a source can be trusted and answer: poison and stalls, kept the same way by every source.
+//! The health of a source's files: whether they can be trusted, and whether their storage answers. Every source uses it.
 //!
-//! A file found different from what was pinned is *poisoned* for good. A file whose storage does not answer *stalls*
-//! ([`super::stall`]) until what was asked of it comes. A source notes both here; the layers above ask here and nowhere else.
+//! A file that differs from the pinned one is *poisoned* for good. A file whose storage does not answer *stalls* ([`super::stall`])
+//! until the requested bytes come. A source notes both here, and the layers above check only here.
 
 use std::{
     path::Path,
@@ -14,7 +14,7 @@ use std::{
 
 use super::{
     FileId, Poison, SourceError, Stall, Waiting,
-    stall::{Fetches, Fetching, Target},
+    stall::{Fetches, Fetching, WaitTarget},
 };
 
 /// The state of each file of a source.
@@ -35,7 +35,7 @@ struct FileHealth {
 }
 
 impl Health {
-    /// Of files that are all good; their ids are their places in `paths`. `fetches` notes what is waited for.
+    /// The health of files that are all good; a file's id is its position in `paths`. `fetches` notes the waits for storage.
     pub fn new(paths: impl Iterator<Item = Arc<Path>>, fetches: Arc<Fetches>) -> Self {
         let file = |path| FileHealth { path, poison: OnceLock::new(), stalled: AtomicBool::new(false) };
         let files: Vec<FileHealth> = paths.map(file).collect();
@@ -48,11 +48,11 @@ impl Health {
     }
 
     /// Notes that this thread is about to wait for `target`.
-    pub fn begin(&self, target: Target) -> Fetching<'_> {
+    pub fn begin(&self, target: WaitTarget) -> Fetching<'_> {
         self.fetches.begin(target)
     }
 
-    /// Whether anything may be asked of a file.
+    /// Checks that a file may be used.
     ///
     /// # Errors
     /// The error that poisoned it, or [`SourceError::Stalled`].
@@ -93,23 +93,23 @@ impl Health {
         self.poisoned.load(Ordering::Relaxed)
     }
 
-    /// What poisoned a file, if it is poisoned. Does not look at it.
+    /// The error that poisoned a file, if it is poisoned. Does not check the file.
     pub fn poison(&self, file: FileId) -> Option<Poison> {
         self.file(file).poison.get().cloned()
     }
 
-    /// Whether a file was found poisoned. Does not look at it.
+    /// Whether a file was found poisoned. Does not check the file.
     pub fn is_poisoned(&self, file: FileId) -> bool {
         self.file(file).poison.get().is_some()
     }
 
-    /// How long a file may give no answer before it stalls.
+    /// Time without an answer after which a file stalls.
     pub fn stall_limit(&self) -> Duration {
         self.fetches.limit()
     }
 
-    /// Looks which files stall now, and returns all fetches that have got on with nothing since this was last called, stalled
-    /// or not. To be called several times within [`Health::stall_limit`]; the first sight of a stall and its end are logged.
+    /// Updates which files stall. Returns all fetches without progress since the last call, stalled or not. To be called several
+    /// times within [`Health::stall_limit`]. The start of a stall and its end are logged.
     pub fn note_stalls(&self) -> Vec<Waiting> {
         let mut found: Vec<(FileId, Stall)> = Vec::new();
         let waiting = self.fetches.waiting(Duration::ZERO);
@@ -140,7 +140,7 @@ impl Health {
         waiting
     }
 
-    /// The files that stalled when [`Health::note_stalls`] last looked.
+    /// The files that stalled at the last call of [`Health::note_stalls`].
     pub fn stalls(&self) -> Vec<Stall> {
         let stalls = self.stalls.lock().unwrap_or_else(PoisonError::into_inner);
         stalls.iter().map(|(_, stall)| stall.clone()).collect()
@@ -151,7 +151,7 @@ impl Health {
         self.file(file).stalled.load(Ordering::Relaxed)
     }
 
-    /// Fetches that got on with nothing for `least`, which is to be asked several times within it.
+    /// Fetches without progress for `least`. To be called several times within this time.
     pub fn waiting(&self, least: Duration) -> Vec<Waiting> {
         self.fetches.waiting(least)
     }

@@ -1,10 +1,10 @@
-//! Bytes that only the kernel may read.
+//! Kernel-only buffers: bytes that only the kernel may read.
 //!
-//! A mapped page of a file that was truncated is gone: a load from it would end this process with SIGBUS, while a system call
-//! that meets it returns EFAULT. So bytes that lie in such a map are a type of their own. It has no way to a `&[u8]` but
-//! one, which is `unsafe`; everything else hands the address to a system call.
+//! The mapped pages of a truncated file are gone. A load from one would end this process with SIGBUS, while a system call
+//! returns EFAULT. So bytes of such a map have a type of their own. Its only way to a `&[u8]` is `unsafe`; everything else
+//! passes the address to a system call.
 //!
-//! [`Served`] is what a read hands out: such bytes, or bytes in memory of this process.
+//! [`Served`] is the result of a read: a kernel-only buffer, or bytes in memory of this process.
 #![allow(unsafe_code)]
 
 use std::{
@@ -55,20 +55,20 @@ impl<'a> KernelBytes<'a> {
     /// The bytes as a slice, for an interface that takes nothing else and passes it on to a system call.
     ///
     /// # Safety
-    /// The slice is handed to a system call and is not read in this process: a page that is gone would end it.
+    /// The caller passes the slice to a system call and does not read it in this process: a lost page would end the process.
     pub unsafe fn for_system_call(self) -> &'a [u8] {
         if self.len == 0 {
             return &[];
         }
-        // SAFETY: mapped and readable for `'a`, by the constructor's contract. The caller loads nothing from it, so that neither a
-        // missing page nor a change by another process is ever met by a load.
+        // SAFETY: mapped and readable for `'a`, by the constructor's contract. The caller loads nothing from it, so that no load ever
+        // meets a missing page or a change by another process.
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 
     /// Writes them to a descriptor, all of them.
     ///
     /// # Errors
-    /// What the system says; EFAULT if a page is gone. Some of the bytes may have been written.
+    /// The error of the system call; EFAULT if a page is gone. Some of the bytes may have been written.
     pub fn write_to(self, target: &impl AsFd) -> io::Result<()> {
         let target = target.as_fd().as_raw_fd();
         let mut done = 0;
@@ -95,7 +95,7 @@ impl<'a> KernelBytes<'a> {
     /// # Errors
     /// As [`Self::write_to`].
     pub fn write_all_at(self, target: &File, offset: u64) -> io::Result<()> {
-        // SAFETY: `pwrite` is all that is done with the slice.
+        // SAFETY: the slice is only passed to `pwrite`.
         target.write_all_at(unsafe { self.for_system_call() }, offset)
     }
 }
@@ -106,12 +106,12 @@ impl fmt::Debug for KernelBytes<'_> {
     }
 }
 
-/// What a read hands out.
+/// The result of a read.
 #[derive(Clone, Copy, Debug)]
 pub enum Served<'a> {
     /// Bytes in memory of this process.
     Memory(&'a [u8]),
-    /// Bytes of a mapped file.
+    /// A kernel-only buffer: bytes of a mapped file.
     Kernel(KernelBytes<'a>),
 }
 
@@ -135,7 +135,7 @@ impl Served<'_> {
     /// As [`KernelBytes::write_to`].
     pub fn write_to(self, target: &impl AsFd) -> io::Result<()> {
         match self {
-            // The same calls serve for both, so that both meet the same errors.
+            // Both use the same system calls, so that both return the same errors.
             // SAFETY: a live slice is readable for as long as it lives.
             Self::Memory(bytes) => unsafe { KernelBytes::new(bytes.as_ptr(), bytes.len()) }.write_to(target),
             Self::Kernel(bytes) => bytes.write_to(target),
@@ -153,10 +153,10 @@ impl Served<'_> {
         }
     }
 
-    /// A copy in memory of this process, made by the kernel where the bytes are for it alone: slow, for tests and commands.
+    /// A copy in memory of this process. The kernel copies the bytes that it alone may read: slow, for tests and commands.
     ///
     /// # Errors
-    /// A page is gone, or the system has no file in memory to give.
+    /// A page is gone, or the system cannot create a file in memory.
     pub fn to_vec(self) -> io::Result<Vec<u8>> {
         match self {
             Self::Memory(bytes) => Ok(bytes.to_vec()),

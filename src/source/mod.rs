@@ -1,21 +1,20 @@
 //! Where the bytes of a checkpoint come from.
 //!
-//! A source is a fixed list of files, each pinned when the source was made: its length and identity are those of that
-//! moment for good. The seam, [`Source`], is narrow: a file gives spans of bytes, exactly or as an error. A source whose files
-//! are mapped says so ([`Source::maps`]): then contiguous reads are answered without a copy ([`Maps::lend`]) and conversions
-//! read without one ([`Maps::with`]).
+//! A source is a fixed list of files. Each file is pinned when the source is made: its length and identity are fixed from then
+//! on. The interface, [`Source`], is narrow: a file returns spans of bytes, exactly or as an error. A source whose files
+//! are mapped provides its maps ([`Source::maps`]). Then contiguous reads ([`Maps::with_kernel_bytes`]) and conversions
+//! ([`Maps::with`]) need no copy.
 //!
-//! A file found different from what was pinned is *poisoned*: from then on everything about it is an error. It is never
-//! trusted again within this process, since nobody can say which bytes of it were seen before and which after the change.
+//! A file that differs from the pinned one is *poisoned*: from then on every access to it is an error. It is never trusted
+//! again within this process, since it is unknown which of its bytes were read before and which after the change.
 //!
-//! A file whose storage does not answer *stalls* ([`stall`]): everything about it is an error until what was asked of it
-//! comes, and then it is as good as before.
+//! A file whose storage does not answer *stalls* ([`stall`]): every access to it is an error until the requested bytes come.
+//! After that it works as before.
 //!
-//! Files of a repository are opened beneath its directory ([`Beneath`]), so that no link makes a part of it of what lies
-//! elsewhere. Whom a file's permissions admit is asked when it is opened, once ([`permission`]).
+//! Files of a repository are opened beneath its directory ([`Beneath`]), so that no link adds a file from elsewhere to it. The
+//! permissions of a file are read once, when it is opened ([`permission`]).
 //!
-//! What it deliberately does not do: list a repository, know tensors, merge neighbouring spans or cache. Those belong to
-//! the layers above.
+//! A source does not list a repository, know tensors, merge neighbouring spans, or cache. Those belong to the layers above.
 
 mod beneath;
 mod health;
@@ -37,12 +36,12 @@ use std::{
 pub use beneath::{Beneath, Found, Opened};
 pub use health::Health;
 pub use kernel_bytes::{KernelBytes, Served};
-pub use local::{LocalFiles, SourceIo, Window};
+pub use local::{LocalFiles, ResidentWindow, SourceIo};
 pub use stall::{Fetches, Stall, Waiting};
 
 use permission::Gates;
 
-/// A file of a source: index into the list of files that the source was made of.
+/// A file of a source: index into the source's list of files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FileId(pub u32);
 
@@ -112,7 +111,7 @@ impl fmt::Display for ByteSpan {
     }
 }
 
-/// What about a file is no longer as pinned.
+/// The property of a file that differs from the pinned one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Aspect {
     /// Length in bytes.
@@ -142,45 +141,45 @@ impl fmt::Display for Aspect {
     }
 }
 
-/// Why bytes did not come. Cheap to clone: one failure may have several waiting for it.
+/// Why bytes could not be read. Cheap to clone: several readers may wait for one failed read.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum SourceError {
-    /// The file is no longer what was pinned. Sticky.
+    /// The file differs from the pinned one. Sticky.
     #[error("{}: changed since it was opened: {aspect}: expected {expected}, found {found}", file.display())]
     Changed {
         /// The file.
         file: Arc<Path>,
-        /// What differs.
+        /// The property that differs.
         aspect: Aspect,
-        /// As pinned.
+        /// Its pinned value.
         expected: i128,
-        /// As it is now.
+        /// Its value now.
         found: i128,
     },
-    /// A page of the mapped file could not be had (SIGBUS): the file was cut short, or the device failed. Sticky.
+    /// A page of the mapped file could not be read (SIGBUS): the file was truncated, or the device failed. Sticky.
     #[error("{}: bytes {span} could not be mapped: the file was truncated or its device failed", file.display())]
     Fault {
         /// The file.
         file: Arc<Path>,
-        /// The span whose reading met the fault.
+        /// The span during whose read the fault occurred.
         span: ByteSpan,
     },
-    /// The file ended early, though its length is still as pinned. Sticky.
+    /// The file ended early, although its length still equals the pinned one. Sticky.
     #[error("{}: bytes {span}: expected {} bytes, found {found}", file.display(), span.len())]
     Short {
         /// The file.
         file: Arc<Path>,
-        /// The span asked for.
+        /// The requested span.
         span: ByteSpan,
-        /// Bytes that came.
+        /// Bytes returned.
         found: u64,
     },
-    /// The span asked for is not inside the file.
+    /// The requested span is not inside the file.
     #[error("{}: bytes {span} are outside the file of {len_bytes} bytes", file.display())]
     OutOfBounds {
         /// The file.
         file: Arc<Path>,
-        /// The span asked for.
+        /// The requested span.
         span: ByteSpan,
         /// Pinned length.
         len_bytes: u64,
@@ -190,18 +189,18 @@ pub enum SourceError {
     Io {
         /// The file.
         file: Arc<Path>,
-        /// What was tried: `open`, `read bytes 0..8`.
+        /// The failed action: `open`, `read bytes 0..8`.
         action: String,
-        /// What the system said.
+        /// The system's error.
         #[source]
         error: Arc<io::Error>,
     },
-    /// The storage does not answer. Ends when it does.
+    /// The storage does not answer. The error ends when it does.
     #[error("{}: stalled: {what} got no answer within {} s; the file is read again once the storage answers", file.display(), limit.as_secs_f32())]
     Stalled {
         /// The file.
         file: Arc<Path>,
-        /// What gets no answer: `read bytes 0..8`.
+        /// The action without an answer: `read bytes 0..8`.
         what: String,
         /// The time limit.
         limit: Duration,
@@ -214,9 +213,9 @@ pub enum SourceError {
     FileLimit {
         /// Source files.
         files: usize,
-        /// Descriptors that are needed with them.
+        /// Descriptors that the process needs, including those of these files.
         needed: u64,
-        /// Descriptors that there may be.
+        /// Most descriptors that the process may have open.
         limit: u64,
     },
     /// Only regular files can be pinned.
@@ -228,7 +227,7 @@ pub enum SourceError {
 }
 
 impl SourceError {
-    /// The file that nothing is read of any more because of this error, if it is of that kind.
+    /// The file that this error poisons, if it is such an error.
     pub fn poisoned_file(&self) -> Option<&Path> {
         match self {
             Self::Changed { file, .. } | Self::Fault { file, .. } | Self::Short { file, .. } => Some(file),
@@ -241,39 +240,39 @@ impl SourceError {
     }
 }
 
-/// Why and since when nothing is read of a file any more.
+/// Why and since when a file is poisoned.
 #[derive(Clone, Debug)]
 pub struct Poison {
-    /// What was found.
+    /// The error that poisoned it.
     pub error: SourceError,
-    /// When it was found.
+    /// Time of that error.
     pub since: SystemTime,
 }
 
-/// What is known of a file from the moment it was pinned, for good.
+/// The properties of a file when it was pinned.
 #[derive(Clone, Debug)]
 pub struct Pin {
-    /// Path under which it was opened, for messages.
+    /// The path by which it was opened, for messages.
     pub path: Arc<Path>,
     /// Length in bytes.
     pub len_bytes: u64,
     /// Modification time.
     pub modified: SystemTime,
-    /// Whom the file's permissions, and those of the directories above it, admitted when it was opened.
+    /// The permissions of the file and of the directories above it when it was opened.
     pub gates: Gates,
 }
 
-/// Bytes to be fetched, and where to.
+/// Bytes to fetch, and their target.
 #[derive(Debug)]
 pub struct FetchPart<'a> {
     /// First byte in the file.
     pub start: u64,
-    /// Filled with the bytes from there on, as many as it holds.
+    /// Receives the bytes from `start` on; its length is their number.
     pub target: &'a mut [u8],
 }
 
 impl FetchPart<'_> {
-    /// The bytes of the file, or `None` if their end overflows, so that no file has them.
+    /// The bytes of the file, or `None` if their end overflows.
     pub fn span(&self) -> Option<ByteSpan> {
         ByteSpan::of_len(self.start, self.target.len() as u64)
     }
@@ -281,24 +280,24 @@ impl FetchPart<'_> {
 
 /// Where the bytes of a checkpoint come from: a fixed list of pinned files. Blocking; called from many threads.
 ///
-/// Every method that takes a [`FileId`] panics if the source has no such file: ids come from the source's maker, so that a
-/// wrong one is an error in the program.
+/// Every method that takes a [`FileId`] panics if the source has no such file. The creator of the source assigns the ids, so that
+/// a wrong one is an error in the program.
 ///
-/// Bytes had from a file count only if [`Source::check`] succeeded after they were had: a file may change at any moment,
-/// and a truncation within a page shows as zeros rather than as a fault.
+/// Bytes read from a file count only if [`Source::check`] succeeds after the read. A file may change at any moment,
+/// and a truncation within a page gives zeros, not a fault.
 pub trait Source: fmt::Debug + Send + Sync {
     /// Number of files; their ids count from 0.
     fn file_count(&self) -> usize;
 
-    /// What was pinned of a file.
+    /// The pinned properties of a file.
     fn pin(&self, file: FileId) -> &Pin;
 
-    /// Whether the file is still what was pinned; cheap enough (0.2 us) to be called after every read.
+    /// Checks that the file is still identical to the pinned one; cheap enough (0.2 us) to be called after every read.
     ///
-    /// The first failure poisons the file, counts it and logs it; later calls give the same error again.
+    /// The first failure poisons the file, counts it and logs it; later calls return the same error again.
     ///
     /// # Errors
-    /// The error that poisoned the file, or [`SourceError::Io`] if the system cannot say.
+    /// The error that poisoned the file, or [`SourceError::Io`] if the system cannot tell.
     fn check(&self, file: FileId) -> Result<(), SourceError>;
 
     /// As [`Source::check`], and that the path still names the pinned file.
@@ -312,10 +311,11 @@ pub trait Source: fmt::Debug + Send + Sync {
     /// Fills all parts, in any order and, where that helps, at the same time. The only call that waits for bytes.
     ///
     /// # Errors
-    /// [`SourceError::OutOfBounds`], [`SourceError::Io`], or the error that poisoned the file. Parts then hold anything.
+    /// [`SourceError::OutOfBounds`], [`SourceError::Io`], or the error that poisoned the file. The content of the parts is then
+    /// unspecified.
     fn fetch(&self, file: FileId, parts: &mut [FetchPart<'_>]) -> Result<(), SourceError>;
 
-    /// Bytes between two spans up to which they are fetched as one, because that costs less than another request.
+    /// Most bytes between two spans that are fetched as one, because that costs less than another request.
     fn gap_bytes(&self) -> u64 {
         local::GAP_BYTES
     }
@@ -328,62 +328,62 @@ pub trait Source: fmt::Debug + Send + Sync {
         None
     }
 
-    /// The open file, for the kernel to read from by itself. `None` if there is none or it is poisoned.
+    /// The open file, from which the kernel can read by itself. `None` if there is none or it is poisoned.
     fn backing(&self, file: FileId) -> Option<Arc<File>> {
         let _ = file;
         None
     }
 }
 
-/// Files of a source that lie in this process's address space: a fast way to fetch, and advice about their pages.
+/// Files of a source that are mapped in this process: a fast way to fetch, and advice about their pages.
 pub trait Maps {
-    /// Whether a file is mapped. Of one that is not, the methods below do nothing, but for the advice to read.
+    /// Whether a file is mapped. If it is not, the methods below do nothing, except for the advice to read.
     fn is_mapped(&self, file: FileId) -> bool;
 
-    /// Runs `work` on the mapped bytes of a span, guarded against pages that are gone: where one is, `work` sees zeros and
-    /// the result is an error. Calls may nest. `None`, without calling `work`, if the file is not mapped; fetch it then.
+    /// Runs `work` on the mapped bytes of a span, guarded against lost pages: if a page is gone, `work` reads zeros and the
+    /// result is an error. Calls may nest. `None`, without calling `work`, if the file is not mapped; the caller then fetches.
     ///
     /// # Errors
-    /// [`SourceError::OutOfBounds`], or the error that poisoned the file. What `work` made is then worthless.
+    /// [`SourceError::OutOfBounds`], or the error that poisoned the file. The output of `work` is then invalid.
     fn with(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>>;
 
-    /// Hands the mapped bytes of a span to `reply`, and makes sure that the file was what was pinned before and after. `None`,
-    /// without calling `reply`, if there is no such map or no such span; fetch it then.
+    /// Passes the mapped bytes of a span to `reply` as a kernel-only buffer. Checks before and after that the file is identical
+    /// to the pinned one. `None`, without calling `reply`, if there is no such map or no such span; the caller then fetches.
     ///
     /// # Errors
-    /// As [`Source::check`]. If `reply` was called, what it passed on is not to be trusted.
-    fn lend(
+    /// As [`Source::check`]. If `reply` was called, the bytes must not be trusted.
+    fn with_kernel_bytes(
         &self,
         file: FileId,
         span: ByteSpan,
         reply: &mut dyn FnMut(KernelBytes<'_>),
     ) -> Option<Result<(), SourceError>>;
 
-    /// Advises that a span will be read soon. Never fails, may do nothing.
+    /// Advises that a span will be read soon. Never fails; may do nothing.
     fn will_need(&self, file: FileId, span: ByteSpan);
 
     /// Advises that mapped pages visited from now on will be visited again soon, as by the next of many transposed tiles.
     fn will_return(&self);
 
-    /// Makes ready what [`Maps::with`] needs for a span, as far as its pages are in memory already, and says whether there is
-    /// room for more. What was made ready is kept as after [`Maps::will_return`].
-    fn map_ahead(&self, file: FileId, span: ByteSpan) -> bool;
+    /// Prefaults a span for [`Maps::with`], as far as its pages are in memory already. Returns whether there is room for more.
+    /// The mapped pages are kept as after [`Maps::will_return`].
+    fn prefault(&self, file: FileId, span: ByteSpan) -> bool;
 
-    /// Lets go of what was kept for readers, where there were none of late. To be called every few seconds.
-    fn settle(&self);
+    /// Drops pages kept for readers if there were none lately. To be called every few seconds.
+    fn trim(&self);
 
-    /// Sets how many bytes of mapped pages may stay resident: usually, and while the same pages are visited again and again.
+    /// Sets the most bytes of mapped pages that may stay resident: normally, and while the same pages are visited again.
     fn bound(&self, usual_bytes: u64, again_bytes: u64);
 }
 
-/// What follows from the above, for every source alike.
+/// Derived methods, the same for every source.
 impl dyn Source + '_ {
     /// Pinned length of a file in bytes.
     pub fn len_bytes(&self, file: FileId) -> u64 {
         self.pin(file).len_bytes
     }
 
-    /// Path under which a file was opened, for messages.
+    /// The path by which a file was opened, for messages.
     pub fn path(&self, file: FileId) -> &Path {
         &self.pin(file).path
     }
@@ -402,10 +402,10 @@ impl dyn Source + '_ {
     }
 }
 
-/// Length of a span as a length in memory.
+/// Length of a span, in bytes, as a length in memory.
 ///
 /// # Panics
-/// If the span is longer than memory can be, which the bounds check against a mapped or read file excludes on 64 bits.
+/// If the span is longer than the address space. The bounds check against a mapped or read file excludes this on 64 bits.
 fn memory_len(span: ByteSpan) -> usize {
     usize::try_from(span.len()).expect("a span to be read fits memory")
 }

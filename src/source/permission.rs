@@ -1,37 +1,37 @@
-//! Who may read a file that is made of others.
+//! Permissions of a file that is made from other files.
 //!
-//! A reader of a source file passes *gates*: each directory above the file must let the reader through, and the file must
-//! let the reader read. A file that is made of several sources may be read by those who pass all gates of all of them. The
-//! kernel decides by an owner, a group and nine bits, which cannot say this exactly; [`Gates::permission`] finds the owner, group
-//! and bits that admit most readers and none that a gate would turn away.
+//! A reader of a source file passes *gates*: each directory above the file must let the reader pass, and the file must
+//! let the reader read. A user may read a file made from several sources if the user passes all gates of all of them. The
+//! kernel decides by an owner, a group and nine bits, which cannot express this exactly. [`Gates::permission`] finds the owner,
+//! group and bits that admit most readers and none that a gate would refuse.
 //!
-//! Groups have unknown members and users have unknown groups, so each rule assumes the worst: a member of the chosen group may
+//! The members of a group and the groups of a user are unknown. So each rule assumes the worst: a member of the chosen group may
 //! also own any gate and be a member of any gate's group.
 //!
-//! Nothing here asks the system; the module `survey` does.
+//! This module makes no system calls; the module `survey` does.
 
 use std::sync::Arc;
 
-/// Bits of one class of users: to read.
+/// Permission bit of one class of users: to read.
 pub const READ: u16 = 0o4;
-/// Bits of one class of users: to pass a directory.
+/// Permission bit of one class of users: to pass a directory.
 pub const PASS: u16 = 0o1;
 
-/// Stands for users and groups that have no number here, as in a container that does not map them.
+/// Represents users and groups without an id in this user namespace, as in a container that does not map them.
 pub const UNKNOWN: u32 = u32::MAX;
 
-/// A file or directory that a reader must get through, and whom it admits.
+/// A file or directory that a reader must pass, and the users that it admits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Gate {
     /// Owner.
     pub uid: u32,
     /// Group.
     pub gid: u32,
-    /// Whether the owner gets through.
+    /// Whether the owner passes.
     pub user: bool,
-    /// Whether other members of the group do.
+    /// Whether other members of the group pass.
     pub group: bool,
-    /// Whether everybody else does.
+    /// Whether everybody else passes.
     pub other: bool,
 }
 
@@ -46,14 +46,14 @@ impl Gate {
         Self { uid, gid, user, group, other }
     }
 
-    /// The same gate with an access control list, which may turn away members of the group and others, and hides in the group's
-    /// bits what it grants. Only the owner's bits still mean what they say.
+    /// The same gate with an access control list. The list may refuse members of the group and others, and the group's bits
+    /// do not show what it grants. Only the owner's bits keep their meaning.
     #[must_use]
     pub const fn with_access_list(self) -> Self {
         Self { group: false, other: false, ..self }
     }
 
-    /// Whether everybody gets through.
+    /// Whether everybody passes.
     const fn is_open(self) -> bool {
         self.user && self.group && self.other
     }
@@ -79,12 +79,12 @@ impl Gates {
         Self { uid, gid, list: gates.into() }
     }
 
-    /// Nothing in the way of anybody.
+    /// No gates: everybody passes.
     pub fn open(uid: u32, gid: u32) -> Self {
         Self::new(uid, gid, [])
     }
 
-    /// The gates that admit somebody and not everybody.
+    /// The gates that do not admit everybody.
     pub fn iter(&self) -> impl Iterator<Item = &Gate> {
         self.list.iter()
     }
@@ -102,16 +102,16 @@ impl Gates {
     }
 }
 
-/// Whom a directory admits.
+/// The gates of a directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DirectoryGates {
-    /// To list it.
+    /// Gates for listing it.
     pub list: Gates,
-    /// To reach what is in it.
+    /// Gates for access to its entries.
     pub pass: Gates,
 }
 
-/// The user that runs this process. It must be able to read what it can read without us.
+/// The user that runs this process. The user must be able to read through ckfs everything that it can read without.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mounter {
     /// Effective user.
@@ -120,13 +120,13 @@ pub struct Mounter {
     pub gid: u32,
     /// All groups.
     pub groups: Vec<u32>,
-    /// Whether it gets through gates by a capability, so that to have opened a file says nothing about its user.
+    /// Whether it passes gates by a capability. A successful open then says nothing about its user.
     pub privileged: bool,
 }
 
 impl Mounter {
-    /// Whether the user gets through all gates without a capability. What an unprivileged process has opened, its user may
-    /// read, whatever access control lists say.
+    /// Whether the user passes all gates without a capability. The user of an unprivileged process may read every file that the
+    /// process has opened, whatever its access control list.
     fn passes(&self, gates: &Gates) -> bool {
         let through = |gate: &Gate| {
             if gate.uid == self.uid {
@@ -153,7 +153,7 @@ impl Mounter {
     }
 }
 
-/// Owner, group and permission bits, as the kernel is told.
+/// Owner, group and permission bits for the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Permission {
     /// Owner.
@@ -164,7 +164,7 @@ pub struct Permission {
     pub mode: u16,
 }
 
-/// What the user says about owner, group and bits, in place of what the sources allow.
+/// Owner, group and bits that the user sets, in place of those that follow from the sources.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Overrides {
     /// Bits of files.
@@ -177,7 +177,7 @@ pub struct Overrides {
     pub gid: Option<u32>,
 }
 
-/// Bits for one class of users, and the gates that they must pass to be given them.
+/// Bits for one class of users, and the gates that a user must pass to get them.
 #[derive(Clone, Copy, Debug)]
 pub struct Grant<'a> {
     /// The gates.
@@ -187,14 +187,14 @@ pub struct Grant<'a> {
 }
 
 impl Grant<'_> {
-    /// Whether the owner `uid` gets through.
+    /// Whether the owner `uid` passes.
     fn admits_owner(&self, uid: u32, mounter: &Mounter) -> bool {
         let through = |gate: &Gate| if gate.uid == uid { gate.user } else { gate.group && gate.other };
         // Root reads everything.
         uid == 0 || (uid == mounter.uid && mounter.passes(self.gates)) || self.gates.iter().all(through)
     }
 
-    /// Whether every member of the group `gid` gets through, but for `uid`.
+    /// Whether every member of the group `gid` except `uid` passes.
     fn admits_group(&self, uid: u32, gid: u32) -> bool {
         let through = |gate: &Gate| {
             (gate.user || gate.uid == uid || gate.uid == 0) && gate.group && (gate.other || gate.gid == gid)
@@ -202,7 +202,7 @@ impl Grant<'_> {
         self.gates.iter().all(through)
     }
 
-    /// Whether everybody else gets through.
+    /// Whether everybody else passes.
     fn admits_others(&self, uid: u32, gid: u32) -> bool {
         let through = |gate: &Gate| {
             (gate.user || gate.uid == uid || gate.uid == 0) && (gate.group || gate.gid == gid) && gate.other
@@ -210,7 +210,7 @@ impl Grant<'_> {
         self.gates.iter().all(through)
     }
 
-    /// The bits that may be given under this owner and group.
+    /// The bits that may be granted with this owner and group.
     fn mode(&self, uid: u32, gid: u32, mounter: &Mounter) -> u16 {
         let class = |admitted: bool, shift: u16| if admitted { self.bits << shift } else { 0 };
         class(self.admits_owner(uid, mounter), 6)
@@ -219,21 +219,21 @@ impl Grant<'_> {
     }
 }
 
-/// The value that all have; `None` of none or of several.
+/// The value that all items have; `None` if there are no items or several values.
 fn only(mut values: impl Iterator<Item = u32>) -> Option<u32> {
     let first = values.next()?;
     values.all(|value| value == first).then_some(first)
 }
 
-/// The bits that `grants` give under this owner and group.
+/// The bits that `grants` give with this owner and group.
 pub fn mode(grants: &[Grant<'_>], uid: u32, gid: u32, mounter: &Mounter) -> u16 {
     grants.iter().fold(0, |mode, grant| mode | grant.mode(uid, gid, mounter))
 }
 
-/// Owner, group and bits that give each grant to as many as possible and to nobody who does not pass its gates. Earlier grants
-/// count for more. The process's own user keeps what it has without us.
+/// Owner, group and bits that give each grant to as many users as possible, and to no user that does not pass its gates.
+/// Earlier grants count more. The process's own user keeps the access that it has without ckfs.
 ///
-/// An owner or a group that the user names is given the bits whatever the gates say.
+/// An owner or a group that the user names gets the bits regardless of the gates.
 ///
 /// # Panics
 /// If there are no grants.
@@ -242,7 +242,7 @@ pub fn permission(grants: &[Grant<'_>], mounter: &Mounter, overrides: &Overrides
     let candidates = |named: Option<u32>, from: &mut dyn Iterator<Item = Option<u32>>| -> Vec<u32> {
         named.map_or_else(|| from.flatten().filter(|id| *id != UNKNOWN).collect(), |id| vec![id])
     };
-    // Where gates that do not admit everybody else have one owner or group, it may be the one; where they have several, none is.
+    // If gates that do not admit everybody else have one owner or group, it is a candidate; if they have several, none is.
     let uids = grants.iter().flat_map(|Grant { gates, .. }| {
         let restricting = gates.iter().filter(|gate| !(gate.group && gate.other)).map(|gate| gate.uid);
         [only(restricting), only(gates.iter().filter(|gate| !gate.user).map(|gate| gate.uid))]
@@ -269,7 +269,7 @@ const NOBODY: Permission = Permission { uid: 0, gid: 0, mode: 0 };
 fn score(found: &Permission, grants: &[Grant<'_>], mounter: &Mounter, own: &Gates) -> (bool, Vec<bool>, bool, bool) {
     let keeps = |grant: &Grant<'_>| !mounter.passes(grant.gates) || mounter.is_granted(*found, grant.bits);
     let has = |shift: u16, bits: u16| found.mode >> shift & bits == bits;
-    // A bit for root as the owner gives nothing to anybody; an owner without it loses what its groups would give.
+    // A bit for root as the owner gives nobody more access. An owner without the bit loses the access that its groups would give.
     let given = grants.iter().flat_map(|Grant { bits, .. }| {
         let owner = has(6, *bits);
         [has(0, *bits), has(3, *bits), owner && found.uid != 0, owner]
@@ -307,7 +307,7 @@ mod tests {
         Gates::new(uid, gid, above.chain([Gate::new(uid, gid, mode, 4)]))
     }
 
-    /// A name, the sources, the mounting user, and what comes of it.
+    /// A name, the sources, the mounting user, and the expected owner, group and bits.
     type Row<'a> = (&'a str, Vec<Gates>, &'a Mounter, (u32, u32, u16));
 
     #[test]
@@ -373,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_user_names_may_read() {
+    fn an_owner_or_group_that_the_user_names_may_read() {
         let private = file(ALICE, ALICE, 0o600, &[]);
         let named = |uid, gid| private.permission(&ROOT, &Overrides { uid, gid, ..Overrides::default() });
         assert_eq!(named(Some(BOB), None), Permission { uid: BOB, gid: ALICE, mode: 0o400 });
@@ -381,7 +381,7 @@ mod tests {
         assert_eq!(named(Some(BOB), Some(ML)), Permission { uid: BOB, gid: ML, mode: 0o440 });
     }
 
-    /// What the kernel does with a user of these groups.
+    /// The kernel's decision for a user of these groups.
     fn kernel(uid: u32, groups: &[u32], owner: (u32, u32), mode: u32, wanted: u32) -> bool {
         let class = if uid == owner.0 {
             mode >> 6
@@ -410,9 +410,9 @@ mod tests {
     }
 
     proptest! {
-        /// Users 0 to 3 and a fifth that owns nothing, each in any of eight sets of groups.
+        /// Users 0 to 3, and a fifth that owns nothing; each in any of eight sets of groups.
         #[test]
-        fn nobody_reads_what_the_gates_keep_from_them(
+        fn no_user_reads_a_file_that_the_gates_refuse(
             gates in proptest::collection::vec(gate(), 1..6),
             uid in 0..5_u32,
             groups in 0..8_u32,
@@ -431,7 +431,7 @@ mod tests {
                 for groups in 0..8 {
                     let groups = set(groups);
                     let granted = kernel(uid, &groups, owner, found.mode.into(), 4);
-                    // Whoever runs this process has read the sources with it.
+                    // The user that runs this process has read the sources with it.
                     let may = through(uid, &groups) || uid == mounter.uid;
                     prop_assert!(may || !granted, "user {} of {:?} reads through {:?}", uid, groups, found);
                 }

@@ -1,12 +1,12 @@
-//! Fetches in flight: which thread waits for which bytes of a source, since when, and whether it gets on.
+//! Fetches in flight: which thread waits for which bytes of a source, since when, and whether it makes progress.
 //!
-//! Nothing can call back a thread that waits in `pread`, in `fstat` or in a page fault for storage that does not answer. So
-//! every such wait is noted here before it begins and struck out after it, and another thread looks at what is noted. A
-//! fetch *stalls* if its thread has got on with nothing for a time limit: neither has the fetch ended, nor has the thread
-//! run at all. Storage that is slow wakes the thread with each page that comes, and a computation over mapped bytes runs, so
+//! Nothing can interrupt a thread that waits in `pread`, in `fstat` or in a page fault for storage that does not answer. So a
+//! thread notes every such wait here before it begins and removes the note after it, and another thread checks the notes. A
+//! fetch *stalls* if its thread makes no progress for a time limit: the fetch has not ended, and the thread has not
+//! run at all. Slow storage wakes the thread with each page that comes, and a computation over mapped bytes runs, so
 //! that neither stalls.
 //!
-//! A note costs two uncontended locks: each thread has a place of its own that it tries first.
+//! A note costs two uncontended locks: each thread has a slot of its own that it tries first.
 
 use std::{
     cell::Cell,
@@ -23,25 +23,25 @@ use rustix::thread::gettid;
 
 use super::{ByteSpan, FileId};
 
-/// Fetches that can be noted at a time: more than there are threads. One beyond them goes unnoted.
-const PLACES: usize = 1024;
+/// Most fetches noted at a time: more than there are threads. Fetches beyond this number are not noted.
+const NOTES_MAX: usize = 1024;
 
-/// A fetch that is younger is not asked about: it costs some microseconds.
+/// Age from which a fetch is checked for progress: a check costs some microseconds.
 const PROBE_AGE: Duration = Duration::from_millis(20);
 
-/// What is waited for.
+/// What a thread waits for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Target {
+pub enum WaitTarget {
     /// Bytes of a file.
     Bytes(FileId, ByteSpan),
-    /// Whether a file is what it was.
+    /// A check whether a file is unchanged.
     Check(FileId),
-    /// A path, before there are files: what is done with it.
+    /// A path, before there are files, and the action on it.
     Path(Arc<Path>, &'static str),
 }
 
-impl Target {
-    /// The file, if it has a number.
+impl WaitTarget {
+    /// The file, if it has an id.
     pub const fn file(&self) -> Option<FileId> {
         match self {
             Self::Bytes(file, _) | Self::Check(file) => Some(*file),
@@ -50,7 +50,7 @@ impl Target {
     }
 }
 
-impl fmt::Display for Target {
+impl fmt::Display for WaitTarget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Bytes(_, span) => write!(f, "read bytes {span}"),
@@ -60,16 +60,16 @@ impl fmt::Display for Target {
     }
 }
 
-/// A fetch that has got on with nothing for a while.
+/// A fetch without progress for a while.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Waiting {
     /// What it waits for.
-    pub target: Target,
-    /// The thread, by its system-wide number.
+    pub target: WaitTarget,
+    /// The thread's system-wide id.
     pub thread: i32,
     /// When it began.
     pub since: Instant,
-    /// For how long it has got on with nothing.
+    /// Time without progress.
     pub quiet: Duration,
 }
 
@@ -78,28 +78,28 @@ pub struct Waiting {
 pub struct Stall {
     /// The file.
     pub file: Arc<Path>,
-    /// What is waited for, such as `read bytes 0..8`.
+    /// The action without an answer, such as `read bytes 0..8`.
     pub what: String,
     /// Since when.
     pub since: Instant,
 }
 
 struct Note {
-    target: Target,
+    target: WaitTarget,
     thread: i32,
     since: Instant,
-    /// What the kernel had counted for the thread when somebody last looked, and since when it is that.
+    /// The kernel's count for the thread at the last check, and the time since which it has this value.
     seen: Option<(u64, Instant)>,
 }
 
 #[repr(align(64))]
-struct Place(Mutex<Option<Note>>);
+struct NoteSlot(Mutex<Option<Note>>);
 
 /// The fetches in flight of one source.
 pub struct Fetches {
-    places: Box<[Place]>,
+    places: Box<[NoteSlot]>,
     limit: Duration,
-    /// Paths of the files that have numbers.
+    /// Paths of the files that have ids.
     files: OnceLock<Vec<Arc<Path>>>,
 }
 
@@ -123,7 +123,7 @@ pub struct Fetching<'a> {
 }
 
 thread_local! {
-    /// The place that this thread tries first, and its number.
+    /// The slot that this thread tries first, and the thread's id.
     static OWN: Cell<Option<(usize, i32)>> = const { Cell::new(None) };
 }
 
@@ -137,15 +137,15 @@ fn own() -> (usize, i32) {
 }
 
 impl Fetches {
-    /// The usual time limit.
+    /// The default time limit.
     pub const LIMIT: Duration = Duration::from_mins(1);
 
-    /// No fetches yet; one that gets on with nothing for `limit` stalls.
+    /// No fetches yet; a fetch without progress for `limit` stalls.
     pub fn new(limit: Duration) -> Self {
-        Self { places: (0..PLACES).map(|_| Place(Mutex::new(None))).collect(), limit, files: OnceLock::new() }
+        Self { places: (0..NOTES_MAX).map(|_| NoteSlot(Mutex::new(None))).collect(), limit, files: OnceLock::new() }
     }
 
-    /// Sets the paths of the files that have numbers.
+    /// Sets the paths of the files that have ids.
     pub(super) fn name_files(&self, files: impl Iterator<Item = Arc<Path>>) {
         self.files.get_or_init(|| files.collect());
     }
@@ -153,8 +153,10 @@ impl Fetches {
     /// A message about a fetch that stalls.
     pub fn describe(&self, waiting: &Waiting) -> String {
         let path = match &waiting.target {
-            Target::Path(path, _) => Some(path),
-            Target::Bytes(file, _) | Target::Check(file) => self.files.get().and_then(|files| files.get(file.index())),
+            WaitTarget::Path(path, _) => Some(path),
+            WaitTarget::Bytes(file, _) | WaitTarget::Check(file) => {
+                self.files.get().and_then(|files| files.get(file.index()))
+            }
         };
         let path = path.map_or_else(|| "a source file".to_owned(), |path| path.display().to_string());
         let (what, seconds) = (&waiting.target, waiting.since.elapsed().as_secs_f32());
@@ -169,10 +171,10 @@ impl Fetches {
     }
 
     /// Notes that this thread is about to wait for `target`.
-    pub fn begin(&self, target: Target) -> Fetching<'_> {
+    pub fn begin(&self, target: WaitTarget) -> Fetching<'_> {
         let (first, thread) = own();
         let note = Note { target, thread, since: Instant::now(), seen: None };
-        for index in (0..PLACES).map(|step| (first + step) % PLACES) {
+        for index in (0..NOTES_MAX).map(|step| (first + step) % NOTES_MAX) {
             if let Ok(mut place) = self.places[index].0.try_lock()
                 && place.is_none()
             {
@@ -185,14 +187,14 @@ impl Fetches {
 
     /// As [`Fetches::begin`], for a path.
     pub fn begin_path(&self, path: &Path, action: &'static str) -> Fetching<'_> {
-        self.begin(Target::Path(Arc::from(path), action))
+        self.begin(WaitTarget::Path(Arc::from(path), action))
     }
 
-    /// Fetches that have got on with nothing for `least`. Progress is seen between two calls of this, so it is to be called
-    /// several times within `least`.
+    /// Fetches without progress for `least`. This compares with the last call to see progress, so it must be called several times
+    /// within `least`.
     pub fn waiting(&self, least: Duration) -> Vec<Waiting> {
         let mut found = Vec::new();
-        for index in 0..PLACES {
+        for index in 0..NOTES_MAX {
             let mut place = self.lock(index);
             let Some(note) = place.as_mut() else { continue };
             if note.since.elapsed() < PROBE_AGE {
@@ -224,7 +226,7 @@ impl Fetches {
 }
 
 impl Fetching<'_> {
-    /// Notes that something came: the wait begins anew.
+    /// Notes that bytes came: the wait begins again.
     pub fn advance(&self) {
         if let Some(place) = self.place
             && let Some(note) = self.fetches.lock(place).as_mut()
@@ -242,10 +244,10 @@ impl Drop for Fetching<'_> {
     }
 }
 
-/// A number that grows whenever the thread runs, if only to find that the next page has come; 0 where the system does not
-/// tell.
+/// A number that grows whenever the thread runs, even if only because the next page has come; 0 where the system does not
+/// provide it.
 fn counted(thread: i32) -> u64 {
-    // Nanoseconds on a processor come first, in kernels that keep count of them.
+    // Nanoseconds on a processor come first, in kernels that count them.
     let times = fs::read_to_string(format!("/proc/self/task/{thread}/schedstat")).unwrap_or_default();
     match times.split_ascii_whitespace().next().and_then(|time| time.parse().ok()) {
         None | Some(0) => faults_and_ticks(thread).unwrap_or(0),
@@ -253,7 +255,7 @@ fn counted(thread: i32) -> u64 {
     }
 }
 
-/// The thread's page faults, and its processor time as it is counted everywhere.
+/// The thread's page faults, and its processor time in ticks, which every kernel counts.
 fn faults_and_ticks(thread: i32) -> Option<u64> {
     // Numbers of the fields in proc_pid_stat(5), less the three up to the state: minor faults, major faults, user time, system time.
     const FIELDS: [usize; 4] = [7, 9, 11, 12];
@@ -272,11 +274,11 @@ mod tests {
 
     const SHORT: Duration = Duration::from_millis(40);
 
-    fn bytes(start: u64) -> Target {
-        Target::Bytes(FileId(0), ByteSpan::of_len(start, 8).unwrap())
+    fn bytes(start: u64) -> WaitTarget {
+        WaitTarget::Bytes(FileId(0), ByteSpan::of_len(start, 8).unwrap())
     }
 
-    /// Looks until something waits, or for a second.
+    /// Checks until a fetch waits, or for a second.
     fn look(fetches: &Fetches) -> Vec<Waiting> {
         let until = Instant::now() + Duration::from_secs(1);
         loop {
@@ -289,13 +291,13 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_waits_is_found_until_it_gets_on() {
+    fn a_thread_that_waits_is_found_until_it_makes_progress() {
         let fetches = Arc::new(Fetches::new(SHORT));
         let (go, wait) = mpsc::channel::<()>();
         let (tell, told) = mpsc::channel();
         let stuck = Arc::clone(&fetches);
         let thread = thread::spawn(move || {
-            let outer = stuck.begin(Target::Check(FileId(7)));
+            let outer = stuck.begin(WaitTarget::Check(FileId(7)));
             drop(outer);
             let fetching = stuck.begin(bytes(3));
             tell.send(()).unwrap();
@@ -349,9 +351,9 @@ mod tests {
     #[test]
     fn fetches_nest_and_too_many_go_unnoted() {
         let fetches = Fetches::new(SHORT);
-        let all: Vec<_> = (0..=PLACES).map(|start| fetches.begin(bytes(start as u64))).collect();
+        let all: Vec<_> = (0..=NOTES_MAX).map(|start| fetches.begin(bytes(start as u64))).collect();
         assert_eq!(all.iter().filter(|fetching| fetching.place.is_none()).count(), 1);
         drop(all);
-        assert!((0..PLACES).all(|index| fetches.lock(index).is_none()));
+        assert!((0..NOTES_MAX).all(|index| fetches.lock(index).is_none()));
     }
 }

@@ -1,5 +1,5 @@
-//! Asks the system what [`super::permission`] must know: who owns the files and directories on the way to a source, and who
-//! runs this process.
+//! Reads the facts that [`super::permission`] needs from the system. These are the owners and permissions of the files and
+//! directories on the way to a source, and the user of this process.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -21,7 +21,7 @@ const READ: u32 = 4;
 /// To pass a directory.
 const PASS: u32 = 1;
 
-/// Gates found so far: files of a repository have the directories above them in common.
+/// Gates found so far: the files of a repository have the same directories above them.
 #[derive(Debug, Default)]
 pub(super) struct Survey {
     directories: Mutex<HashMap<PathBuf, Gate>>,
@@ -29,7 +29,7 @@ pub(super) struct Survey {
     unmapped: Unmapped,
 }
 
-/// The numbers that stand for users and groups without a number in this user namespace.
+/// The ids that represent users and groups without an id in this user namespace.
 #[derive(Debug)]
 struct Unmapped {
     uid: Option<u32>,
@@ -39,7 +39,7 @@ struct Unmapped {
 impl Default for Unmapped {
     fn default() -> Self {
         let number = |file: &str| fs::read_to_string(file).ok()?.trim().parse().ok();
-        // All users have numbers where the one range maps all.
+        // All users have ids if a single range maps all of them.
         let complete = |file: &str| {
             let map = fs::read_to_string(file).unwrap_or_default();
             map.split_ascii_whitespace().eq(["0", "0", "4294967295"])
@@ -88,7 +88,7 @@ impl Survey {
         gate
     }
 
-    /// What cannot be looked at admits nobody.
+    /// The gate of a directory. A directory whose attributes cannot be read admits nobody.
     fn directory_gate(&self, directory: &Path, wanted: u32) -> Gate {
         let listed = has_access_list(rustix::fs::lgetxattr(directory, ACCESS_LIST, &mut [0_u8; 0]));
         fs::symlink_metadata(directory).map_or(Gate::CLOSED, |meta| self.gate(&meta, wanted, listed))
@@ -102,8 +102,8 @@ impl Survey {
     }
 }
 
-/// Whether the answer to a question for an access control list says that there is one. A failure for other reasons than that
-/// there is none, or that there are no such attributes, may hide one.
+/// Whether a query for an access control list found one. A failure may hide a list, unless it means that there is no list or that
+/// the file system has no such attributes.
 fn has_access_list(answer: rustix::io::Result<usize>) -> bool {
     use rustix::io::Errno;
     !matches!(answer, Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::NOSYS))
@@ -122,7 +122,7 @@ impl Mounter {
             uid: geteuid().as_raw(),
             gid: getegid().as_raw(),
             groups: groups.map(nix::unistd::Gid::as_raw).collect(),
-            // Where nobody says, root has them.
+            // If `/proc` does not tell, root is assumed to have them.
             privileged: set.map_or(geteuid().is_root(), |set| GATE_CAPABILITIES.iter().any(|bit| set >> bit & 1 == 1)),
         }
     }

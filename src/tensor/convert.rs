@@ -1,9 +1,9 @@
 //! Conversion of rows of stored floats: widen to f32, apply the steps of a [`Program`], round to the target. Programs here
 //! begin with an element and have constant operands only; those of quantized tensors are in `value.rs`.
 //!
-//! What a value becomes is said in `float.rs`. Rows are cut into stretches that stay in the first-level cache while the
-//! steps pass over them one after another. [`convert_scalar`] does the same one element at a time and is the reference
-//! for everything faster.
+//! `float.rs` defines the result for each value. Rows are cut into stretches that stay in the first-level cache while the
+//! steps pass over them one after another. [`convert_scalar`] converts one element at a time and is the reference for
+//! everything faster.
 
 use super::kernel::{Level, row};
 use super::transpose::FusedKind;
@@ -16,7 +16,7 @@ pub(super) const STRETCH: usize = 512;
 ///
 /// # Panics
 /// If the program's types are not floats that convert, or it decodes a quantized tensor, or `source` and `target` do not
-/// hold the same number of whole elements: the caller has checked all before anything is read.
+/// hold the same number of whole elements. The caller checks all of this before any read.
 pub fn convert_row(program: &Program, source: &[u8], target: &mut [u8]) {
     Converter::new(program, Level::detected()).row(source, target);
 }
@@ -71,7 +71,7 @@ pub(super) fn element_bytes(dtype: DType) -> usize {
     }
 }
 
-/// A loop that does all of a program.
+/// A single loop that runs a whole program.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Direct {
     Plain(row::Row),
@@ -87,7 +87,7 @@ impl Direct {
     }
 }
 
-/// A program made ready for many rows.
+/// A program prepared for many rows.
 pub(super) struct Converter<'a> {
     program: &'a Program,
     source: DType,
@@ -119,7 +119,7 @@ impl<'a> Converter<'a> {
         }
     }
 
-    /// Converts the elements in `source` to as many in `target`.
+    /// Converts the elements in `source` to the same number in `target`.
     pub(super) fn row(&mut self, source: &[u8], target: &mut [u8]) {
         let (count, rest) = (source.len() / self.source_bytes, source.len() % self.source_bytes);
         assert!(
@@ -145,7 +145,7 @@ impl<'a> Converter<'a> {
         self.source_bytes
     }
 
-    /// The one loop that does it all, if there is one.
+    /// The single loop that runs the whole program, if there is one.
     pub(super) fn direct(&self) -> Option<Direct> {
         let (source, target) = (self.source, self.program.target);
         match self.program.steps.as_slice() {
@@ -175,8 +175,8 @@ impl<'a> Converter<'a> {
         }
     }
 
-    /// The same as a loop that transposes can be given, if there is one: of what [`Converter::direct`] does, for ordinary
-    /// factors.
+    /// The same conversion in a form that a transposing loop can fuse, if there is one: the cases of [`Converter::direct`] with
+    /// ordinary factors.
     pub(super) fn fused(&self) -> Option<FusedKind> {
         let (source, target) = (self.source, self.program.target);
         let ordinary = |operation: Operation, factor: f32| {
@@ -200,7 +200,7 @@ impl<'a> Converter<'a> {
         }
     }
 
-    /// Converts [`STRETCH`] elements at most.
+    /// Converts at most [`STRETCH`] elements.
     pub(super) fn stretch(&mut self, source: &[u8], target: &mut [u8]) {
         let count = source.len() / self.source_bytes;
         let values = &mut self.values[..count];
@@ -215,7 +215,7 @@ impl<'a> Converter<'a> {
 /// Applies a step with a constant operand to values. `rounded` has room for 8 bytes of each.
 ///
 /// # Panics
-/// If the step has another operand, or rounds to what is no float.
+/// If the step has another operand, or rounds to a type that is not a float.
 pub(super) fn constant_step(level: Level, step: &Step, values: &mut [[u8; 4]], rounded: &mut [u8]) {
     match step {
         Step::Round(DType::F32) => {}

@@ -1,13 +1,13 @@
-//! What happens to one element on its way from source bytes to target bytes.
+//! The steps that turn source bytes into one target element.
 //!
-//! A decoder is either a plain copy or a *program*: a value is loaded as f32 (exactly, except from f64, which is rounded
-//! once as torch does), the steps are applied in order in f32, and the result is rounded once to the target type. Rounding
-//! is to nearest, ties to even, everywhere; a product and a sum are two roundings, never one. Layout operators never enter
-//! here: they commute with decoding and become the boxes of a tiling.
+//! A decoder is either a plain copy or a *program*. A program loads a value as f32: exactly, except from f64, which is rounded
+//! once as in torch. It applies the steps in order in f32, and rounds the result once to the target type. Rounding is to
+//! nearest, ties to even, everywhere; a product and a sum are two roundings, never one. Layout operators do not occur
+//! here: they commute with decoding and become the pieces of a tiling.
 //!
-//! A plain tensor is loaded element by element. A quantized one is a [`Value`]: codes, and with them scales, zero points
-//! or biases, each an [`Operand`] with its own tensor and its own [`IndexMap`] from the logical element `n` (its row-major
-//! number) to a place in that tensor.
+//! A plain tensor is loaded element by element. A quantized one is a [`Value`]: codes, with scales, zero points or biases.
+//! Each of these is an [`Operand`] with its own tensor and its own [`IndexMap`], which maps the logical element `n` (its
+//! row-major number) to a place in that tensor.
 
 use std::sync::{Arc, LazyLock};
 
@@ -33,15 +33,15 @@ pub struct SourceTensor {
 /// How source elements become target elements.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Decode {
-    /// Bytes are taken as they are.
+    /// Bytes are copied unchanged.
     Copy,
     /// Values are converted.
     Program(Program),
 }
 
 impl Decode {
-    /// Bytes of one source element that becomes a target element of `target_bytes`, or `None` where sources are not whole
-    /// elements of one tensor.
+    /// Bytes of one source element for a target element of `target_bytes` bytes, or `None` if sources are not whole elements
+    /// of one tensor.
     pub fn source_bytes(&self, target_bytes: u64) -> Option<u64> {
         match self {
             Self::Copy => Some(target_bytes),
@@ -50,7 +50,7 @@ impl Decode {
         }
     }
 
-    /// The stored value of a quantized tensor, if that is what is decoded.
+    /// The stored value of a quantized tensor, if the decoder reads one.
     pub fn value(&self) -> Option<&Arc<Value>> {
         match self {
             Self::Program(Program { load: Load::Value(value), .. }) => Some(value),
@@ -62,15 +62,15 @@ impl Decode {
 /// A conversion of one element: load as f32, apply the steps, round to the target.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Program {
-    /// What is loaded.
+    /// The first value.
     pub load: Load,
-    /// Arithmetic between the two, in order. Empty for a plain cast. The operands of these steps are constants.
+    /// Arithmetic after the load, in order. Empty for a plain cast. The operands of these steps are constants.
     pub steps: Vec<Step>,
     /// Type of the elements written; a float type.
     pub target: DType,
 }
 
-/// What a program begins with.
+/// The first value of a program.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Load {
     /// Element `n` of the tensor that a piece names; of a float type.
@@ -82,7 +82,7 @@ pub enum Load {
 /// An f32 computed from stored elements: one is loaded, and the steps are applied in order.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Value {
-    /// What is loaded.
+    /// The first value.
     pub load: Operand,
     /// Arithmetic on it, in order.
     pub steps: Vec<Step>,
@@ -93,9 +93,9 @@ pub struct Value {
 pub struct Operand {
     /// The tensor.
     pub tensor: SourceTensor,
-    /// What one stored element is. It need not be the tensor's dtype: packed codes are stored as integers of any width.
+    /// The type of one stored element. It need not be the tensor's dtype: packed codes are stored as integers of any width.
     pub field: Field,
-    /// Where the element is that belongs to logical element `n`.
+    /// The index of the stored element for logical element `n`.
     pub index: IndexMap,
 }
 
@@ -104,9 +104,9 @@ pub struct Operand {
 pub enum Field {
     /// A float of this type, or the bare exponent `F8_E8M0`. The index counts elements.
     Float(DType),
-    /// An integer of some bits. The index counts bits.
+    /// An integer of a given width. The index counts bits.
     Integer(Bits),
-    /// The f32 with these bits, looked up by a code of some bits, which is taken as unsigned. The index counts bits.
+    /// An f32 from a table of f32 bits, indexed by an unsigned code of a given width. The index counts bits.
     Table(Bits, Arc<[u32]>),
 }
 
@@ -115,7 +115,7 @@ pub enum Field {
 pub struct Bits {
     /// Its width.
     pub width: u32,
-    /// Whether it is in two's complement.
+    /// Whether it is a two's complement number.
     pub signed: bool,
     /// Which bit of a byte is the first.
     pub order: BitOrder,
@@ -124,7 +124,7 @@ pub struct Bits {
 /// Which bits of a byte come first in a stream of bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BitOrder {
-    /// The lowest. Fields may cross bytes: theirs is the little-endian number.
+    /// The lowest. A field may cross bytes: it is then a little-endian number.
     LowFirst,
     /// The highest. A field lies within one byte.
     HighFirst,
@@ -174,26 +174,26 @@ impl Field {
     }
 }
 
-/// `a / b`, quick for the divisors of most digits.
+/// `a / b`, fast for the divisors of most digits.
 #[inline]
 pub(super) const fn over(a: u64, b: u64) -> u64 {
     if b == 1 { a } else { a / b }
 }
 
-/// `a % b`, quick for what is small already.
+/// `a % b`, fast if `a` is smaller than `b`.
 #[inline]
 pub(super) const fn within(a: u64, b: u64) -> u64 {
     if a < b { a } else { a % b }
 }
 
-/// `a / b`, rounded up, quick for most strides.
+/// `a / b`, rounded up, fast for most strides.
 #[inline]
 pub(super) const fn over_up(a: u64, b: u64) -> u64 {
     if b == 1 { a } else { a.div_ceil(b) }
 }
 
-/// One summand of an index. The coordinate of `n` on an axis is `x = n / divisor % modulus`; the digit is
-/// `y = x / group % turn`; the summand is `stride` times `y`, or times entry `y` of a table.
+/// One summand of an index. The coordinate of `n` on an axis is `x = n / divisor % modulus`. The digit is
+/// `y = x / group % turn`. The summand is `stride` times `y`, or times entry `y` of a table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Digit {
     /// Elements from one position on the axis to the next.
@@ -202,11 +202,11 @@ pub struct Digit {
     pub modulus: u64,
     /// Positions that have the same digit.
     pub group: u64,
-    /// Digits until they begin anew.
+    /// Number of digits after which they repeat.
     pub turn: u64,
-    /// What one more of the digit adds to the index.
+    /// The amount by which the index grows when the digit grows by one.
     pub stride: u64,
-    /// What digits are replaced by, as the groups of act-order are.
+    /// Replacements of the digits, as for the groups of act-order.
     pub table: Option<Arc<[u64]>>,
 }
 
@@ -218,25 +218,25 @@ impl Digit {
         Self { divisor, modulus, group: 1, turn: u64::MAX, stride, table: None }
     }
 
-    /// The same for every `group` neighbours on the axis.
+    /// This digit, equal for every `group` neighbours on the axis.
     #[must_use]
     pub fn grouped(self, group: u64) -> Self {
         Self { group, ..self }
     }
 
-    /// Beginning anew after `turn` digits.
+    /// This digit, repeating after `turn` digits.
     #[must_use]
     pub fn turning(self, turn: u64) -> Self {
         Self { turn, ..self }
     }
 
-    /// Replaced by what a table holds.
+    /// This digit, replaced by the entries of a table.
     #[must_use]
     pub fn through(self, table: Arc<[u64]>) -> Self {
         Self { table: Some(table), ..self }
     }
 
-    /// Elements from the start of the axis to where it starts again.
+    /// Elements from one start of the axis to the next.
     pub fn period(&self) -> u64 {
         self.divisor.saturating_mul(self.modulus)
     }
@@ -251,10 +251,10 @@ impl Digit {
         within(over(within(over(n, self.divisor), self.modulus), self.group), self.turn)
     }
 
-    /// What digit `y` adds to the index.
+    /// The amount that digit `y` adds to the index.
     ///
     /// # Panics
-    /// If a table lacks the digit: views check that it does not.
+    /// If a table lacks the digit. Views exclude this.
     pub fn summand(&self, y: u64) -> u64 {
         let y = self.table.as_ref().map_or(y, |table| table[to_usize(y)]);
         y * self.stride
@@ -322,15 +322,15 @@ impl IndexMap {
         &self.0
     }
 
-    /// The index that belongs to element `n`.
+    /// The index of element `n`.
     ///
     /// # Panics
-    /// If a table lacks a digit: views check that none does.
+    /// If a table lacks a digit. Views exclude this.
     pub fn at(&self, n: u64) -> u64 {
         self.0.iter().map(|digit| digit.summand(digit.of(n))).sum()
     }
 
-    /// Where axes of the digits begin anew, and their positions, in elements: each divides the one before.
+    /// The strides, in elements, at which axes of the digits repeat and at which their positions change. Each divides the one before.
     pub(super) fn borders(&self) -> impl Iterator<Item = u64> {
         let mut borders: SmallVec<[u64; 8]> =
             self.0.iter().flat_map(|digit| [digit.period(), digit.divisor]).filter(|border| *border > 1).collect();
@@ -360,7 +360,7 @@ impl IndexMap {
 }
 
 impl Operand {
-    /// The elements of a tensor as they are.
+    /// The elements of a tensor, unchanged.
     pub fn elements(tensor: SourceTensor) -> Self {
         let index = IndexMap::new(&[Digit::axis(&[tensor.shape.elements()], 0, 1)]);
         Self { field: Field::Float(tensor.dtype), tensor, index }
@@ -385,7 +385,7 @@ impl Operand {
             if !known || table.is_some_and(|entries| entries < 1 << bits.width) {
                 return Err(OperandError::Field { width: u64::from(bits.width), table });
             }
-            // A field that is high first must not cross bytes: all it adds up from are multiples of its width.
+            // A high-first field must not cross bytes: all summands of its index are multiples of its width.
             let crosses = bits.order == BitOrder::HighFirst
                 && self.index.digits().iter().any(|digit| !digit.stride.is_multiple_of(u64::from(bits.width)));
             if crosses {
@@ -408,19 +408,19 @@ impl Operand {
 }
 
 impl Value {
-    /// A stored element as it is.
+    /// A stored element, unchanged.
     pub fn of(load: Operand) -> Self {
         Self { load, steps: Vec::new() }
     }
 
-    /// This value, and then that done to it.
+    /// This value with one more step.
     #[must_use]
     pub fn then(mut self, operation: Operation, by: impl Into<Term>) -> Self {
         self.steps.push(Step::Compute(operation, by.into()));
         self
     }
 
-    /// Calls `visit` with each operand, the first being what is loaded, in the order in which windows are given to kernels.
+    /// Calls `visit` with each operand, in the order of the kernels' windows: the loaded one comes first.
     pub fn for_each_operand<'a>(&'a self, visit: &mut dyn FnMut(&'a Operand)) {
         visit(&self.load);
         for step in &self.steps {
@@ -430,7 +430,7 @@ impl Value {
         }
     }
 
-    /// This value of other tensors: `tensor` gives what stands in the place of each.
+    /// This value with other tensors: `tensor` returns the replacement of each tensor.
     #[must_use]
     pub fn of_tensors(&self, tensor: &mut dyn FnMut(&SourceTensor) -> SourceTensor) -> Self {
         let Operand { tensor: of, field, index } = &self.load;
@@ -462,7 +462,7 @@ impl Value {
 pub enum Step {
     /// Round to this float type and widen again.
     Round(DType),
-    /// The value on the left, a term on the right, one operation in f32 between them.
+    /// One operation in f32 with the value as left operand and a term as right operand.
     Compute(Operation, Term),
 }
 
@@ -481,12 +481,12 @@ pub enum Operation {
     Subtract,
 }
 
-/// What stands on the right of an operation.
+/// The right operand of an operation.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Term {
     /// A constant.
     Constant(f32),
-    /// What belongs to the same logical element in other tensors.
+    /// The value of the same logical element from other tensors.
     Value(Box<Value>),
 }
 
@@ -521,8 +521,8 @@ impl Step {
     }
 }
 
-/// The index of the scale of each element of a matrix in blocks: element `[i, j]` has scale
-/// `[i / block.0, j / block.1]`; the last block of either axis may be partial.
+/// The index of the scale of each element of a matrix in blocks. Element `[i, j]` has scale
+/// `[i / block.0, j / block.1]`. The last block of either axis may be partial.
 ///
 /// The formula is that of DeepSeek's `weight_dequant` (`inference/kernel.py` of its repositories); the block comes from
 /// `quantization_config.weight_block_size`, never from dividing the shapes.

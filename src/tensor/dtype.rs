@@ -119,8 +119,8 @@ impl DType {
         Self::ALL.iter().copied().find(|dtype| dtype.code() == code)
     }
 
-    /// The type that a user means: a safetensors code, a numpy name or a short form such as `bf16` or `f8_e4m3`, in
-    /// either case.
+    /// The type for a user's word: a safetensors code, a numpy name or a short form such as `bf16` or `f8_e4m3`, in
+    /// upper or lower case.
     pub fn from_user(word: &str) -> Option<Self> {
         let lower = word.to_ascii_lowercase();
         let lower = lower.strip_prefix("torch.").unwrap_or(&lower);

@@ -1,7 +1,7 @@
 //! Reads the stored elements of an operand, many at a time.
 //!
-//! A line of logical elements is cut where the operand's index stops advancing evenly, and each part is read in one loop:
-//! codes side by side, a column of words, the same element again and again.
+//! A line of logical elements is cut where the operand's index stops advancing evenly. One loop reads each part:
+//! adjacent codes, a column of words, or the same element again and again.
 
 use super::{
     BitOrder, Bits, DType, Digit, Field, Step, Term, Window,
@@ -13,18 +13,18 @@ use super::{
     value::{code, integer},
 };
 
-/// Codes with this many bits are looked up in a table that has all that follows from them alone.
+/// Width of codes that are looked up in a table. The table includes the steps that depend on the code alone.
 const TABLE_BITS: u32 = 4;
 /// Codes of one word.
 const WORD_CODES: usize = 8;
 /// Elements that are collected before they are widened.
 const COLLECTED: usize = 64;
-/// Magnitudes up to which sums and products of codes are followed.
+/// Greatest magnitude up to which bounds of sums and products of codes are tracked.
 pub(super) const BOUND_MAX: f32 = 1e30;
 
 /// How a stored element is read.
 #[derive(Clone, Debug)]
-pub(super) enum Reader<'a> {
+pub(super) enum FieldReader<'a> {
     Float {
         bytes: usize,
         widen: row::Row,
@@ -32,12 +32,12 @@ pub(super) enum Reader<'a> {
     },
     Integer(Bits),
     Table(Bits, &'a [u32]),
-    /// Codes of four bits with all that follows from them alone.
+    /// Codes of four bits, with a table that includes the steps that depend on the code alone.
     Nibble(Bits, Box<unpack::Table>),
 }
 
-impl Reader<'_> {
-    /// The greatest magnitude of what is read, if it is all finite whatever is stored.
+impl FieldReader<'_> {
+    /// The greatest magnitude of the values, if they are finite for any stored bits.
     pub(super) fn bound(&self) -> Option<f32> {
         let greatest = |table: &[u32]| {
             let magnitudes = table.iter().map(|bits| f32::from_bits(*bits).abs());
@@ -63,28 +63,28 @@ impl Reader<'_> {
     }
 }
 
-/// Digits of which eight neighbours share a word of codes in some order, as in AWQ.
+/// Digits for codes packed eight to a word in some order, as in AWQ.
 #[derive(Clone, Debug)]
-struct Words {
+struct PackedWords {
     shifts: unpack::Shifts,
     /// The digits that find the word, in bits.
     word: Vec<Digit>,
 }
 
-/// An operand made ready for many elements.
+/// An operand prepared for many elements.
 #[derive(Clone, Debug)]
 pub(super) struct Fields<'a> {
-    pub(super) reader: Reader<'a>,
+    pub(super) reader: FieldReader<'a>,
     pub(super) window: Window<'a>,
     pub(super) digits: &'a [Digit],
-    words: Option<Words>,
+    words: Option<PackedWords>,
 }
 
 impl<'a> Fields<'a> {
-    /// The elements of a field and an index, and how many of the steps that follow are done with reading them.
+    /// A reader of the elements of a field and an index, and the number of following steps that its table includes.
     pub(super) fn new(field: &'a Field, digits: &'a [Digit], steps: &[Step], window: Window<'a>) -> (Self, usize) {
         let (reader, folded) = reader(field, steps);
-        let words = if let Reader::Nibble(bits, _) = &reader { words(*bits, digits) } else { None };
+        let words = if let FieldReader::Nibble(bits, _) = &reader { words(*bits, digits) } else { None };
         (Self { reader, window, digits, words }, folded)
     }
 
@@ -116,9 +116,9 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Loads whole words of codes, and says how many codes that were.
-    fn load_words(&self, level: Level, words: &Words, n: u64, values: &mut [[u8; 4]]) -> usize {
-        let Reader::Nibble(_, table) = &self.reader else { return 0 };
+    /// Loads whole words of codes. Returns the number of codes.
+    fn load_words(&self, level: Level, words: &PackedWords, n: u64, values: &mut [[u8; 4]]) -> usize {
+        let FieldReader::Nibble(_, table) = &self.reader else { return 0 };
         let (index, step, count) = uniform(&words.word, n, WORD_CODES as u64, values.len() / WORD_CODES);
         let count = if step == 32 { count } else { 1 };
         let bytes = &self.window.from(index / 8)[..4 * count];
@@ -127,14 +127,14 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// How stored elements are read, and how many of the steps that follow are done with it.
-fn reader<'a>(field: &'a Field, steps: &[Step]) -> (Reader<'a>, usize) {
+/// How stored elements are read, and the number of following steps that this includes.
+fn reader<'a>(field: &'a Field, steps: &[Step]) -> (FieldReader<'a>, usize) {
     match field {
         Field::Float(dtype) => {
             let Some(widen) = row::widen(*dtype).or((*dtype == DType::F8E8M0).then_some(row::widen_f8e8m0)) else {
                 panic!("{dtype} values are not converted");
             };
-            (Reader::Float { bytes: element_bytes(*dtype), widen, dtype: *dtype }, 0)
+            (FieldReader::Float { bytes: element_bytes(*dtype), widen, dtype: *dtype }, 0)
         }
         Field::Integer(bits) | Field::Table(bits, _) if bits.width == TABLE_BITS => {
             let constant = |step: &&Step| !matches!(step, Step::Compute(_, Term::Value(_)));
@@ -146,15 +146,15 @@ fn reader<'a>(field: &'a Field, steps: &[Step]) -> (Reader<'a>, usize) {
                 };
                 apply_constants(&steps[..folded], value)
             });
-            (Reader::Nibble(*bits, Box::new(table)), folded)
+            (FieldReader::Nibble(*bits, Box::new(table)), folded)
         }
-        Field::Integer(bits) => (Reader::Integer(*bits), 0),
-        Field::Table(bits, table) => (Reader::Table(*bits, table), 0),
+        Field::Integer(bits) => (FieldReader::Integer(*bits), 0),
+        Field::Table(bits, table) => (FieldReader::Table(*bits, table), 0),
     }
 }
 
-/// The order of codes in words, if eight neighbours always share one and they are not simply side by side.
-fn words(bits: Bits, digits: &[Digit]) -> Option<Words> {
+/// The order of codes in words, if eight neighbours always lie in one word and are not simply side by side.
+fn words(bits: Bits, digits: &[Digit]) -> Option<PackedWords> {
     let codes = WORD_CODES as u64;
     let (within, word): (Vec<Digit>, Vec<Digit>) = digits
         .iter()
@@ -173,10 +173,10 @@ fn words(bits: Bits, digits: &[Digit]) -> Option<Words> {
     let shift = |code: usize| within.iter().map(|digit| digit.summand(digit.of(code as u64))).sum::<u64>();
     let shifts: Option<Vec<u32>> =
         (0..WORD_CODES).map(|code| u32::try_from(shift(code)).ok().filter(|shift| *shift <= 28)).collect();
-    Some(Words { shifts: shifts?.try_into().ok()?, word })
+    Some(PackedWords { shifts: shifts?.try_into().ok()?, word })
 }
 
-/// The index of element `n`, what each of the next `count` or fewer elements `stride` apart adds to it, and how many those are.
+/// The index of element `n`, the step of the index over the next elements `stride` apart, and their number, at most `count`.
 fn uniform(digits: &[Digit], n: u64, stride: u64, count: usize) -> (u64, u64, usize) {
     let (mut index, mut step, mut valid) = (0, 0, count as u64);
     for digit in digits {
@@ -202,13 +202,13 @@ fn uniform(digits: &[Digit], n: u64, stride: u64, count: usize) -> (u64, u64, us
 }
 
 /// Reads stored elements at `index`, `index + step`, …
-fn read(level: Level, reader: &Reader<'_>, window: Window<'_>, index: u64, step: u64, values: &mut [[u8; 4]]) {
+fn read(level: Level, reader: &FieldReader<'_>, window: Window<'_>, index: u64, step: u64, values: &mut [[u8; 4]]) {
     if step == 0 || values.len() == 1 {
         values.fill(reader.one(window, index).to_le_bytes());
         return;
     }
     match reader {
-        Reader::Float { bytes, widen, .. } => {
+        FieldReader::Float { bytes, widen, .. } => {
             let source = window.from(index * *bytes as u64);
             if step == 1 {
                 return widen(level, &source[..values.len() * bytes], values.as_flattened_mut());
@@ -223,11 +223,11 @@ fn read(level: Level, reader: &Reader<'_>, window: Window<'_>, index: u64, step:
                 widen(level, collected, values.as_flattened_mut());
             }
         }
-        Reader::Integer(bits) if bits.width == 8 && step == 8 => {
+        FieldReader::Integer(bits) if bits.width == 8 && step == 8 => {
             let widen = if bits.signed { row::widen_i8 } else { row::widen_u8 };
             widen(level, &window.from(index / 8)[..values.len()], values.as_flattened_mut());
         }
-        Reader::Integer(bits) if bits.width == 8 && step.is_multiple_of(8) => {
+        FieldReader::Integer(bits) if bits.width == 8 && step.is_multiple_of(8) => {
             let source = window.from(index / 8);
             let apart = to_usize(step / 8);
             let mut collected = [0; COLLECTED];
@@ -240,9 +240,9 @@ fn read(level: Level, reader: &Reader<'_>, window: Window<'_>, index: u64, step:
                 widen(level, collected, values.as_flattened_mut());
             }
         }
-        Reader::Nibble(bits, table) if step == 4 => nibbles(level, *bits, table, window, index, values),
-        Reader::Nibble(bits, table) if step == 32 && bits.order == BitOrder::LowFirst => {
-            // The last word may end beyond the window: only the byte with its code is known to be there.
+        FieldReader::Nibble(bits, table) if step == 4 => nibbles(level, *bits, table, window, index, values),
+        FieldReader::Nibble(bits, table) if step == 32 && bits.order == BitOrder::LowFirst => {
+            // The last word may end beyond the window: only the byte with its code is certainly there.
             let (last, others) = values.split_last_mut().map_or((None, [].as_mut_slice()), |(a, b)| (Some(a), b));
             let words = window.from(index / 8).as_chunks::<4>().0;
             let shift = u32::from((index % 8).to_le_bytes()[0]);
@@ -251,7 +251,7 @@ fn read(level: Level, reader: &Reader<'_>, window: Window<'_>, index: u64, step:
                 *last = reader.one(window, index + step * others.len() as u64).to_le_bytes();
             }
         }
-        Reader::Integer(_) | Reader::Table(..) | Reader::Nibble(..) => {
+        FieldReader::Integer(_) | FieldReader::Table(..) | FieldReader::Nibble(..) => {
             let mut at = index;
             for value in values {
                 *value = reader.one(window, at).to_le_bytes();

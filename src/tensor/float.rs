@@ -1,7 +1,7 @@
 //! The float formats below 32 bits: bits to f32 bits and back, in branch-free integer code that compilers vectorize.
 //!
 //! One row of constants describes a format; [`Format::widen`] is exact and [`Format::narrow`] rounds once, to nearest,
-//! ties to even, subnormals included. Where a value has no counterpart the result is that of `ml_dtypes` and numpy:
+//! ties to even, subnormals included. If a format cannot represent a value, the result is that of `ml_dtypes` and numpy:
 //!
 //! | target | overflow | NaN | negative zero |
 //! | --- | --- | --- | --- |
@@ -11,8 +11,8 @@
 //! | `F8_E4M3` | NaN | `0x7f`, sign kept | kept |
 //! | `F8_E4M3FNUZ`, `F8_E5M2FNUZ` | NaN | `0x80` | becomes zero |
 //!
-//! torch computes the same values with two exceptions, which cannot both be followed: it puts other payloads or signs
-//! into NaNs, and its newer releases (2.15 was looked at) let `F8_E4M3` saturate at 448 where `ml_dtypes`, jax and older
+//! torch computes the same values with two exceptions, so that ckfs cannot match all of these libraries. It puts other payloads
+//! or signs into NaNs. Its newer releases (2.15 was examined) let `F8_E4M3` saturate at 448 where `ml_dtypes`, jax and older
 //! torch give NaN.
 //!
 //! Values pass as bit patterns, not as `f32`, so that no compiler or processor may change the payload of a NaN.
@@ -28,12 +28,12 @@ pub(super) const F32_INFINITY: u32 = 0x7f80_0000;
 /// Bit that makes a NaN quiet.
 pub(super) const F32_QUIET: u32 = 0x0040_0000;
 
-/// What lies beyond the finite values of a format.
+/// The codes of a format that are not finite values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Beyond {
-    /// Infinities and NaNs with payloads, as in IEEE 754. `canonical` replaces every NaN if not zero.
+    /// Infinities and NaNs with payloads, as in IEEE 754. If `canonical` is not zero, it replaces every NaN.
     Ieee {
-        /// The NaN that stands for all, without its sign; zero keeps payloads.
+        /// The only NaN that is written, without its sign; zero keeps payloads.
         canonical: u32,
     },
     /// No infinities; all bits set is NaN.
@@ -159,7 +159,7 @@ pub(super) const fn widen_e8m0(exponent: u8) -> u32 {
     }
 }
 
-/// The NaN that x86 makes of an invalid operation such as `inf * 0`; numpy and torch show it there.
+/// The NaN that x86 gives for an invalid operation such as `inf * 0`; numpy and torch on x86 give the same.
 const F32_INDEFINITE: u32 = F32_SIGN | F32_INFINITY | F32_QUIET;
 
 #[inline(always)]
@@ -167,10 +167,10 @@ const fn is_nan(bits: u32) -> bool {
     bits & !F32_SIGN > F32_INFINITY
 }
 
-/// The result if `computed` is a NaN: the first NaN among the operands made quiet, else the indefinite one, as x86
-/// does. Spelled out because the payload that `f32` arithmetic gives is left to compiler and processor.
+/// Replaces `computed`, if it is a NaN, as x86 does: by the first NaN operand made quiet, or else by the indefinite NaN.
+/// Needed because Rust leaves the NaN payload of `f32` arithmetic to compiler and processor.
 #[inline(always)]
-const fn settle(left: u32, right: u32, computed: u32) -> u32 {
+const fn propagate_nan(left: u32, right: u32, computed: u32) -> u32 {
     let invalid = select(is_nan(right), right | F32_QUIET, F32_INDEFINITE);
     select(is_nan(computed), select(is_nan(left), left | F32_QUIET, invalid), computed)
 }
@@ -178,7 +178,7 @@ const fn settle(left: u32, right: u32, computed: u32) -> u32 {
 /// Product of two f32, as bits.
 #[inline(always)]
 pub(super) fn multiply(left: u32, right: u32) -> u32 {
-    settle(left, right, (f32::from_bits(left) * f32::from_bits(right)).to_bits())
+    propagate_nan(left, right, (f32::from_bits(left) * f32::from_bits(right)).to_bits())
 }
 
 /// Product of two f32 where subnormal operands and products become zeros of the same sign, as x86 computes with the
@@ -187,7 +187,7 @@ pub(super) fn multiply(left: u32, right: u32) -> u32 {
 pub(super) fn multiply_flush(left: u32, right: u32) -> u32 {
     let flush = |bits: u32| select(bits & F32_INFINITY == 0, bits & F32_SIGN, bits);
     let (left, right) = (flush(left), flush(right));
-    // Tiny means: below the smallest normal even when rounded to 24 bits without regard to the exponent range. The f64
+    // A product is tiny if it is below the smallest normal after rounding to 24 bits with unlimited exponents. The f64
     // product is exact, so the test is too; 2^-126 - 2^-151 is the tie that rounds up.
     let exact = f64::from(f32::from_bits(left)) * f64::from(f32::from_bits(right));
     let product = multiply(left, right);
@@ -197,26 +197,26 @@ pub(super) fn multiply_flush(left: u32, right: u32) -> u32 {
 /// Quotient of two f32, as bits.
 #[inline(always)]
 pub(super) fn divide(left: u32, right: u32) -> u32 {
-    settle(left, right, (f32::from_bits(left) / f32::from_bits(right)).to_bits())
+    propagate_nan(left, right, (f32::from_bits(left) / f32::from_bits(right)).to_bits())
 }
 
 /// Difference of two f32, as bits.
 #[inline(always)]
 pub(super) fn subtract(left: u32, right: u32) -> u32 {
-    settle(left, right, (f32::from_bits(left) - f32::from_bits(right)).to_bits())
+    propagate_nan(left, right, (f32::from_bits(left) - f32::from_bits(right)).to_bits())
 }
 
 /// Sum of two f32, as bits.
 #[inline(always)]
 pub(super) fn add(left: u32, right: u32) -> u32 {
-    settle(left, right, (f32::from_bits(left) + f32::from_bits(right)).to_bits())
+    propagate_nan(left, right, (f32::from_bits(left) + f32::from_bits(right)).to_bits())
 }
 
 /// Bits of the f32 with the value of one element, or nearest to it for F64; `bytes` holds exactly one.
 ///
 /// # Panics
-/// If the type is not one of the floats that convert (or `F8_E8M0`, a scale), or `bytes` has another length: both are
-/// excluded when a program is made.
+/// If the type is not one of the floats that convert (or `F8_E8M0`, a scale), or `bytes` has another length. The constructor
+/// of a program excludes both.
 pub(super) fn widen_one(dtype: DType, bytes: &[u8]) -> u32 {
     let mut raw = [0; 8];
     raw[..bytes.len()].copy_from_slice(bytes);
@@ -288,7 +288,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_narrow_value_survives_the_way_up_and_down() {
+    fn every_narrow_value_survives_widening_and_narrowing() {
         for (format, count) in [(F16, 1 << 16), (F8E5M2, 256), (F8E4M3, 256), (F8E4M3_FNUZ, 256), (F8E5M2_FNUZ, 256)] {
             for bits in 0..count {
                 let wide = format.widen(bits);
@@ -308,7 +308,7 @@ mod tests {
     #[cfg(target_arch = "x86_64")]
     #[test]
     #[allow(unsafe_code)]
-    fn flushing_is_what_the_processor_does() {
+    fn flushing_agrees_with_the_processor() {
         fn hardware(left: u32, right: u32) -> u32 {
             let mut result = left;
             let (mut saved, mut flushing) = (0_u32, 0_u32);

@@ -1,28 +1,28 @@
 //! Strided copies: fills the elements of a target that one source tensor provides, converting them on the way.
 //!
-//! A job is a nest of loops in any order. It is first brought to one form (no loop of extent 1, neighbours merged where
-//! both sides chain, sorted by target stride) and its reach is checked against both slices. Then one of three ways:
+//! A job is a nest of loops in any order. It is first brought to one form: no loop of extent 1, neighbours merged where
+//! both sides chain, sorted by target stride. Its last elements are checked against both slices. Then one of three methods runs:
 //!
 //! 1. *Rows*: the innermost loop is contiguous on both sides: copy or convert row by row.
 //! 2. *Blocks*: the target's innermost loop strides through the source, and another loop takes smaller source steps: a
-//!    transpose. Walking either side in order would touch every cache line of the other many times, so blocks of at
+//!    transpose. A walk along either side in order would touch every cache line of the other many times. So blocks of at
 //!    most 128 rows of 512 target bytes are read a few rows at a time, transposed into a scratch, and written from it in
-//!    whole cache lines. Conversions are done in registers on the way, or row by row before. Few rows, because in a
-//!    matrix whose rows are a power of two apart the same part of many rows contends for the same few places of a
-//!    processor's cache. The run of target positions may be composed of several loops, as in a transposed matrix whose
-//!    rows were permuted.
+//!    whole cache lines. Conversions run in registers during the transpose, or row by row before it. Reading few rows at a
+//!    time avoids conflicts: in a matrix whose rows are a power of two apart, the same part of many rows competes for the same
+//!    few sets of a processor's cache. The run of target positions may consist of several loops, as in a transposed matrix
+//!    whose rows were permuted.
 //! 3. *Elements*: anything else, in target order.
 
 use smallvec::SmallVec;
 
 use super::convert::{Converter, Direct, STRETCH, element_bytes};
 use super::kernel::Level;
-use super::stretch::{self, Codes, Values};
+use super::stretch::{self, Codes, ValueDecoder};
 use super::transpose::{BAND_LINES, Fused, FusedKind, Lines, USUAL_PITCH, fence, prefetch, stream, transpose};
 use super::{DType, Decode, Load, Program, Window};
 
-/// One loop of a strided copy. Strides are in elements; in units where the elements are narrower than a byte, the
-/// caller having converted everything to units.
+/// One loop of a strided copy. Strides are in elements. For elements narrower than a byte the caller converts everything to
+/// units, and strides are in units.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Loop {
     /// Steps of the loop, at least 1.
@@ -51,11 +51,11 @@ pub struct Gather<'a> {
 }
 
 impl Gather<'_> {
-    /// Carries out the job turn by turn of the loop with the largest source steps, until one fails. `None`, without doing
-    /// anything, if the job is of one element.
+    /// Passes the job to `each` in turns of the loop with the largest source steps, until one fails. `None`, without any call,
+    /// if the job is one element.
     ///
     /// # Errors
-    /// The first that `each` gives.
+    /// The first error of `each`.
     pub fn in_turns<E>(&self, each: &mut dyn FnMut(&Gather<'_>) -> Result<(), E>) -> Option<Result<(), E>> {
         let loops = self.loops.iter().enumerate().filter(|(_, l)| l.extent > 1);
         let (at, outer) = loops.max_by_key(|(_, l)| l.source_stride)?;
@@ -75,27 +75,27 @@ impl Gather<'_> {
 /// How target bytes are written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Stores {
-    /// Through the processor's caches: somebody reads them next.
+    /// Through the processor's caches: the bytes are read next.
     #[default]
     Cached,
-    /// Past them, where that is of use: the target is larger than they are.
+    /// Past the caches, where that is faster: the target is larger than they are.
     Streamed,
 }
 
 /// Rows of one block: 128 elements of 2 bytes are four cache lines of a target row.
 const BLOCK_ROWS: usize = 128;
-/// Rows of a block that are converted together where that takes several loops.
+/// Rows of a block that are converted together if the conversion takes several loops.
 const ROWS_AT_ONCE: usize = 8;
-/// Rows of a block that are transposed together at most.
+/// Most rows of a block that are transposed together.
 const GROUP_ROWS_MAX: usize = 16;
-/// Source lines that are not longer in a block are short.
+/// Greatest length of a source line in a block that counts as short.
 const SHORT_LINE_BYTES: usize = 128;
 /// Bytes of a block's row in the target type.
 const BLOCK_ROW_BYTES: usize = 512;
-/// Bytes between the lines of a block, a line of the processor's caches: an odd number of those from one to the next lets all
-/// lines be in the first-level cache at once.
+/// Bytes between the lines of a block: one cache line. The distance from one line to the next is then an odd number of cache
+/// lines, so that all lines fit in the first-level cache at once.
 const LINE_GAP_BYTES: usize = 64;
-/// Bytes of a line of a block of 2-byte elements, which far the most have.
+/// Bytes of a line of a block of 2-byte elements, by far the most common.
 const LINE_BYTES: usize = 2 * BLOCK_ROWS;
 const _: () = assert!(LINE_BYTES + LINE_GAP_BYTES == USUAL_PITCH, "the pitch of most blocks");
 /// Bytes of the widest element that is converted.
@@ -113,20 +113,20 @@ struct Axis {
 
 type Axes = SmallVec<[Axis; 8]>;
 
-/// Carries out `job`.
+/// Runs `job`.
 ///
-/// Each of `windows` holds bytes of one operand's tensor, in the order of [`super::Value::for_each_operand`], so that a
-/// fetched part serves as well as a whole mapped tensor; a plain copy or conversion has one. Target bytes that no loop
-/// position reaches are left alone.
+/// Each of `windows` holds bytes of one operand's tensor, in the order of [`super::Value::for_each_operand`]. A window may be a
+/// fetched part or a whole mapped tensor; a plain copy or conversion has one window. Target bytes outside of all loop
+/// positions stay unchanged.
 ///
 /// # Panics
-/// If the loops reach beyond a window or `target`, or the element widths contradict the decoder: broken invariants of
-/// the tiling, which is checked before anything is read.
+/// If the loops leave a window or `target`, or the element widths contradict the decoder. Both are broken invariants of
+/// the tiling, which is checked before any read.
 pub fn gather(job: &Gather<'_>, windows: &[Window<'_>], target: &mut [u8]) {
     gather_at(Level::detected(), job, windows, target, Stores::Cached);
 }
 
-/// As [`gather`], writing as `stores` says. What it wrote may then be handed to other threads in any way.
+/// As [`gather`], with the given kind of stores. The written bytes may then be passed to other threads in any way.
 ///
 /// # Panics
 /// As [`gather`].
@@ -137,8 +137,8 @@ pub fn gather_with(stores: Stores, job: &Gather<'_>, windows: &[Window<'_>], tar
     }
 }
 
-/// Carries out small jobs of the kinds that need most, for a thread that will be waited for later: its stack, its scratch and
-/// the code are in memory then. On a virtual machine the host may take longer to find a page than a thread to fill it.
+/// Warms up a thread that readers will wait for later: runs small jobs of the kinds that need most, so that its stack, its scratch
+/// and the code are in memory. On a virtual machine the host may need longer to provide a page than a thread to fill it.
 pub fn warm_up() {
     const COLUMNS: usize = BLOCK_ROW_BYTES / 2;
     let rounded = Decode::Program(Program { load: Load::Element(DType::F32), target: DType::BF16, steps: Vec::new() });
@@ -162,11 +162,11 @@ fn gather_at(level: Level, job: &Gather<'_>, windows: &[Window<'_>], target: &mu
         assert_eq!(program.target.element_bytes(), Some(job.target_bytes), "element width of {program:?}");
         // Logical elements take the place of source bytes.
         let axes = canonical(job.loops, 1, target_bytes);
-        let place = Place { source: bytes(job.source_offset, 1), target: bytes(job.target_offset, target_bytes) };
+        let place = Position { source: bytes(job.source_offset, 1), target: bytes(job.target_offset, target_bytes) };
         let reached = axes.iter().map(|axis| (axis.extent, axis.target));
-        check_reach("target", place.target, reached, target_bytes, target.len());
-        let values = Values::new(program, value, level, windows);
-        return Decoded { values }.run(level, &axes, place, target, stores);
+        check_bounds("target", place.target, reached, target_bytes, target.len());
+        let values = ValueDecoder::new(program, value, level, windows);
+        return DecodedGather { values }.run(level, &axes, place, target, stores);
     }
     let [Window { bytes: source, start }] = *windows else { panic!("{} windows of one tensor", windows.len()) };
     let source_bytes = match job.decode {
@@ -181,9 +181,21 @@ fn gather_at(level: Level, job: &Gather<'_>, windows: &[Window<'_>], target: &mu
         panic!("source element {} of {source_bytes} bytes lies before the window at byte {start}", job.source_offset);
     };
     let axes = canonical(job.loops, source_bytes, target_bytes);
-    let place = Place { source: skip, target: bytes(job.target_offset, target_bytes) };
-    check_reach("source", place.source, axes.iter().map(|axis| (axis.extent, axis.source)), source_bytes, source.len());
-    check_reach("target", place.target, axes.iter().map(|axis| (axis.extent, axis.target)), target_bytes, target.len());
+    let place = Position { source: skip, target: bytes(job.target_offset, target_bytes) };
+    check_bounds(
+        "source",
+        place.source,
+        axes.iter().map(|axis| (axis.extent, axis.source)),
+        source_bytes,
+        source.len(),
+    );
+    check_bounds(
+        "target",
+        place.target,
+        axes.iter().map(|axis| (axis.extent, axis.target)),
+        target_bytes,
+        target.len(),
+    );
     match job.decode {
         Decode::Copy => copy(level, axes, source_bytes, place, source, target, stores),
         Decode::Program(Program { load: Load::Element(dtype), target: to, steps })
@@ -195,23 +207,23 @@ fn gather_at(level: Level, job: &Gather<'_>, windows: &[Window<'_>], target: &mu
     }
 }
 
-/// Writes `pattern`, the bytes of one element, to every element of `target` that the loops reach from element
-/// `target_offset`. Source strides mean nothing here.
+/// Writes `pattern`, the bytes of one element, to every element of `target` that the loops visit from element
+/// `target_offset` on. Source strides are ignored.
 ///
 /// # Panics
-/// If the loops reach beyond `target`.
+/// If the loops leave `target`.
 pub fn fill(pattern: &[u8], loops: &[Loop], target_offset: u64, target: &mut [u8]) {
     let unit = pattern.len();
     let steps: SmallVec<[Loop; 8]> = loops.iter().map(|&step| Loop { source_stride: 0, ..step }).collect();
     let mut nest = canonical(&steps, 0, unit);
     let start = bytes(target_offset, unit);
-    check_reach("target", start, nest.iter().map(|axis| (axis.extent, axis.target)), unit, target.len());
+    check_bounds("target", start, nest.iter().map(|axis| (axis.extent, axis.target)), unit, target.len());
     let run = match nest.first() {
         Some(axis) if axis.target == unit => nest.remove(0).extent * unit,
         Some(_) | None => unit,
     };
     let constant = pattern.iter().all(|byte| Some(byte) == pattern.first());
-    each(&nest, Place { source: 0, target: start }, &mut |place| {
+    each(&nest, Position { source: 0, target: start }, &mut |place| {
         let run = &mut target[place.target..place.target + run];
         if constant {
             run.fill(pattern.first().copied().unwrap_or(0));
@@ -254,28 +266,28 @@ fn canonical(loops: &[Loop], source_bytes: usize, target_bytes: usize) -> Axes {
     axes
 }
 
-/// Asserts that the furthest element reached ends within `length` bytes.
-fn check_reach(side: &str, start: usize, axes: impl Iterator<Item = (usize, usize)>, unit: usize, length: usize) {
-    let reach =
+/// Asserts that the last element of the loops ends within `length` bytes.
+fn check_bounds(side: &str, start: usize, axes: impl Iterator<Item = (usize, usize)>, unit: usize, length: usize) {
+    let end =
         axes.fold(start.checked_add(unit), |end, (extent, stride)| end?.checked_add((extent - 1).checked_mul(stride)?));
-    assert!(reach.is_some_and(|end| end <= length), "the loops reach byte {reach:?} of {length} {side} bytes");
+    assert!(end.is_some_and(|end| end <= length), "the loops reach byte {end:?} of {length} {side} bytes");
 }
 
-/// Where a loop position lies, in bytes of each slice.
+/// A loop position, in bytes of each slice.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct Position {
     source: usize,
     target: usize,
 }
 
-impl Place {
+impl Position {
     fn step(self, axis: Axis, steps: usize) -> Self {
         Self { source: self.source + steps * axis.source, target: self.target + steps * axis.target }
     }
 }
 
-/// Visits all positions of the loops, the first loop running fastest.
-fn each(axes: &[Axis], place: Place, visit: &mut impl FnMut(Place)) {
+/// Visits all positions of the loops; the first loop runs fastest.
+fn each(axes: &[Axis], place: Position, visit: &mut impl FnMut(Position)) {
     match axes.split_last() {
         None => visit(place),
         Some((outer, inner)) => {
@@ -286,9 +298,17 @@ fn each(axes: &[Axis], place: Place, visit: &mut impl FnMut(Place)) {
     }
 }
 
-fn copy(level: Level, mut axes: Axes, element: usize, place: Place, source: &[u8], target: &mut [u8], stores: Stores) {
+fn copy(
+    level: Level,
+    mut axes: Axes,
+    element: usize,
+    place: Position,
+    source: &[u8],
+    target: &mut [u8],
+    stores: Stores,
+) {
     let mut unit = element;
-    // What is contiguous on both sides is one wider element, whatever it means.
+    // Elements contiguous on both sides are copied as one wider element.
     if let Some(axis) = axes.first()
         && axis.target == unit
         && axis.source == unit
@@ -305,8 +325,12 @@ fn copy(level: Level, mut axes: Axes, element: usize, place: Place, source: &[u8
             }
         };
         let straight = plan.columns.source == unit;
-        let way = if straight { Way::Straight(None) } else { Way::Read { together: 1, read: &mut read, codes: None } };
-        plan.run(level, place, source, target, stores, way);
+        let method = if straight {
+            LineMethod::Straight(None)
+        } else {
+            LineMethod::Read { together: 1, read: &mut read, codes: None }
+        };
+        plan.run(level, place, source, target, stores, method);
         return;
     }
     match axes.split_first() {
@@ -358,20 +382,20 @@ fn copy_units<const UNIT: usize>(source: &[u8], from: usize, target: &mut [u8], 
     }
 }
 
-/// `read(offsets, stride, count, scratch)` fills `scratch` with one line per offset: `count` target elements made of those at
-/// that source byte and every `stride` bytes on.
+/// `read(offsets, stride, count, scratch)` fills `scratch` with one line per offset: `count` target elements, made from the source
+/// elements at that byte and at every `stride` bytes after it.
 type Read<'a> = &'a mut dyn FnMut(&[usize], usize, usize, &mut [u8]);
 
-/// How the lines of a block come to be transposed.
-enum Way<'a> {
-    /// Straight from the source, converted in registers if at all.
+/// How the lines of a block are read for the transpose.
+enum LineMethod<'a> {
+    /// Directly from the source, converted in registers if at all.
     Straight(Option<Fused<'a>>),
-    /// From a scratch that they were read to, as many together at most. Where lines are not of the source's bytes, they are
-    /// of the elements of `codes`.
+    /// Through a scratch, at most `together` lines at a time. If lines do not consist of the source's bytes, they consist of
+    /// the elements of `codes`.
     Read { together: usize, read: Read<'a>, codes: Option<Codes<'a>> },
 }
 
-/// A nest that is worked in blocks: a run of target positions times columns that are near each other in the source.
+/// A nest of loops processed in blocks: a run of target positions times columns that are near each other in the source.
 #[derive(Debug)]
 struct Blocks {
     /// The loops of the run, innermost first: consecutive target positions.
@@ -385,7 +409,7 @@ struct Blocks {
 }
 
 impl Blocks {
-    /// How to work the canonical `axes` in blocks, or `None` where blocks would not help.
+    /// The blocks for the canonical `axes`, or `None` if blocks would not help.
     fn plan(axes: &[Axis], source_bytes: usize, unit: usize) -> Option<Self> {
         let inner = axes.first()?;
         let near = (1..axes.len()).filter(|index| axes[*index].source > 0).min_by_key(|index| axes[*index].source)?;
@@ -412,20 +436,28 @@ impl Blocks {
         Some(Self { run, columns, outer, unit, width })
     }
 
-    /// Works all blocks.
-    fn run(&self, level: Level, place: Place, source: &[u8], target: &mut [u8], stores: Stores, mut way: Way<'_>) {
+    /// Processes all blocks.
+    fn run(
+        &self,
+        level: Level,
+        place: Position,
+        source: &[u8],
+        target: &mut [u8],
+        stores: Stores,
+        mut method: LineMethod<'_>,
+    ) {
         let width = self.width.min(self.columns.extent);
         let pitch = BLOCK_ROWS * self.unit + LINE_GAP_BYTES;
         let mut block = vec![0; pitch * width];
-        let reads = matches!(way, Way::Read { .. });
+        let reads = matches!(method, LineMethod::Read { .. });
         let mut scratch = vec![0; if reads { GROUP_ROWS_MAX * self.unit * width } else { 0 }];
-        // Few of short lines and of those that are read first, so that looking ahead is spread evenly, but as many as fill
-        // registers of 16 bytes.
+        // Few rows of short lines and of lines read through a scratch, so that prefetches are spread evenly, but enough to
+        // fill registers of 16 bytes.
         let long = width * self.columns.source > SHORT_LINE_BYTES;
-        let group = match way {
-            Way::Straight(_) if long => BAND_LINES,
-            Way::Straight(_) | Way::Read { .. } if self.unit == 1 => GROUP_ROWS_MAX,
-            Way::Straight(_) | Way::Read { .. } => ROWS_AT_ONCE,
+        let group = match method {
+            LineMethod::Straight(_) if long => BAND_LINES,
+            LineMethod::Straight(_) | LineMethod::Read { .. } if self.unit == 1 => GROUP_ROWS_MAX,
+            LineMethod::Straight(_) | LineMethod::Read { .. } => ROWS_AT_ONCE,
         };
         let length: usize = self.run.iter().map(|axis| axis.extent).product();
         each(&self.outer, place, &mut |place| {
@@ -436,14 +468,14 @@ impl Blocks {
                 std::mem::swap(&mut offsets, &mut next);
                 next.fill_with(|| place.source + rows.next());
                 let offsets = &mut offsets[..BLOCK_ROWS.min(length - row)];
-                // Bytes of a line of the block: of the positions of the run that it holds.
+                // Bytes of a line of the block: one element for each of its positions of the run.
                 let line = offsets.len() * self.unit;
                 for column in (0..self.columns.extent).step_by(width) {
                     let count = width.min(self.columns.extent - column);
                     let step = count * self.columns.source;
                     for first in (0..offsets.len()).step_by(group) {
                         let end = offsets.len().min(first + group);
-                        // The rows that follow, or the first ones of the next block, beside these or below.
+                        // The following rows, or the first rows of the next block, which lies beside this one or below it.
                         let mut ahead = [0; BAND_LINES];
                         let ahead = &mut ahead[..end - first];
                         for (index, offset) in (end..).zip(ahead.iter_mut()) {
@@ -455,12 +487,12 @@ impl Blocks {
                         }
                         let (offsets, target) = (&offsets[first..end], &mut block[first * self.unit..]);
                         let lines = Lines { source, offsets, unit: self.unit, columns: count, fused: None, ahead };
-                        let (together, read, codes) = match &mut way {
-                            Way::Straight(fused) => {
+                        let (together, read, codes) = match &mut method {
+                            LineMethod::Straight(fused) => {
                                 transpose(level, Lines { fused: *fused, ..lines }, target, pitch);
                                 continue;
                             }
-                            Way::Read { together, read, codes } => (*together, read, *codes),
+                            LineMethod::Read { together, read, codes } => (*together, read, *codes),
                         };
                         let made = count * self.unit;
                         for (index, lines) in
@@ -488,7 +520,7 @@ impl Blocks {
                             made.first_chunk::<LINE_BYTES>(),
                             <&mut [u8; LINE_BYTES]>::try_from(&mut *to).ok(),
                         ) {
-                            // Far the most are of this length, which needs no loop.
+                            // By far the most lines have this length, which needs no loop.
                             (Stores::Streamed, Some(made), Some(to)) => stream(made, to),
                             (Stores::Streamed, ..) => stream(&made[..line], to),
                             (Stores::Cached, Some(made), Some(to)) => *to = *made,
@@ -504,7 +536,7 @@ impl Blocks {
     }
 }
 
-/// Source offsets of the positions of a run, one after another.
+/// Iterates over the source offsets of the positions of a run.
 struct RunRows<'a> {
     axes: &'a [Axis],
     index: SmallVec<[usize; 8]>,
@@ -516,7 +548,7 @@ impl<'a> RunRows<'a> {
         Self { axes, index: axes.iter().map(|_| 0).collect(), offset: 0 }
     }
 
-    /// The offset of the next position; after the last comes the first again.
+    /// The offset of the next position. The first follows the last.
     fn next(&mut self) -> usize {
         let now = self.offset;
         for (axis, index) in self.axes.iter().zip(&mut self.index) {
@@ -538,9 +570,9 @@ struct Convert<'a> {
     source_bytes: usize,
     target_bytes: usize,
     level: Level,
-    /// The one loop that converts, if one is enough.
+    /// The single loop that converts, if one is enough.
     direct: Option<Direct>,
-    /// The same in registers, where the processor has those that it takes.
+    /// The same conversion in registers, if the processor has the instructions.
     fused: Option<FusedKind>,
     collected: [u8; STRETCH * FLOAT_BYTES_MAX],
     converted: [u8; STRETCH * FLOAT_BYTES_MAX],
@@ -562,7 +594,7 @@ impl<'a> Convert<'a> {
         }
     }
 
-    fn run(&mut self, axes: &[Axis], place: Place, source: &[u8], target: &mut [u8], stores: Stores) {
+    fn run(&mut self, axes: &[Axis], place: Position, source: &[u8], target: &mut [u8], stores: Stores) {
         let unit = self.target_bytes;
         if let Some(mut plan) = Blocks::plan(axes, self.source_bytes, unit) {
             let (level, together) = (self.level, if self.direct.is_some() { 1 } else { ROWS_AT_ONCE });
@@ -571,13 +603,13 @@ impl<'a> Convert<'a> {
                 && plan.columns.source == self.source_bytes
             {
                 let exact = |source: &[u8], target: &mut [u8]| direct.run(level, source, target);
-                let way = Way::Straight(Some(Fused { kind, exact: &exact }));
-                return plan.run(level, place, source, target, stores, way);
+                let method = LineMethod::Straight(Some(Fused { kind, exact: &exact }));
+                return plan.run(level, place, source, target, stores, method);
             }
             let mut read = |offsets: &[usize], stride: usize, count: usize, scratch: &mut [u8]| {
                 self.lines(source, offsets, stride, count, scratch);
             };
-            plan.run(level, place, source, target, stores, Way::Read { together, read: &mut read, codes: None });
+            plan.run(level, place, source, target, stores, LineMethod::Read { together, read: &mut read, codes: None });
             return;
         }
         match axes.split_first() {
@@ -601,7 +633,7 @@ impl<'a> Convert<'a> {
                     Some(direct) if stride == self.source_bytes => {
                         direct.run(self.level, &source[*offset..][..from], line);
                     }
-                    Some(_) | None => self.line(source, Place { source: *offset, target: 0 }, stride, count, line),
+                    Some(_) | None => self.line(source, Position { source: *offset, target: 0 }, stride, count, line),
                 }
             }
             return;
@@ -613,7 +645,7 @@ impl<'a> Convert<'a> {
     }
 
     /// Converts `count` elements, `stride` source bytes apart, to the contiguous `target`.
-    fn line(&mut self, source: &[u8], place: Place, stride: usize, count: usize, target: &mut [u8]) {
+    fn line(&mut self, source: &[u8], place: Position, stride: usize, count: usize, target: &mut [u8]) {
         let width = self.source_bytes;
         if stride == width || count == 1 {
             let source = &source[place.source..place.source + count * width];
@@ -632,7 +664,7 @@ impl<'a> Convert<'a> {
     }
 
     /// Converts one loop whose target elements are apart.
-    fn scatter(&mut self, inner: Axis, place: Place, source: &[u8], target: &mut [u8]) {
+    fn scatter(&mut self, inner: Axis, place: Position, source: &[u8], target: &mut [u8]) {
         let unit = self.target_bytes;
         let mut converted = self.converted;
         for start in (0..inner.extent).step_by(STRETCH) {
@@ -644,13 +676,13 @@ impl<'a> Convert<'a> {
     }
 }
 
-/// A gather that decodes. Where others have source bytes it has logical elements.
-struct Decoded<'a> {
-    values: Values<'a>,
+/// A gather that decodes. Its source positions are logical elements, not bytes.
+struct DecodedGather<'a> {
+    values: ValueDecoder<'a>,
 }
 
-impl Decoded<'_> {
-    fn run(&mut self, level: Level, axes: &[Axis], place: Place, target: &mut [u8], stores: Stores) {
+impl DecodedGather<'_> {
+    fn run(&mut self, level: Level, axes: &[Axis], place: Position, target: &mut [u8], stores: Stores) {
         let unit = self.values.target_bytes();
         if let Some(mut plan) = Blocks::plan(axes, 1, unit) {
             plan.width = plan.width.min(stretch::STRETCH);
@@ -659,8 +691,8 @@ impl Decoded<'_> {
                 let firsts: SmallVec<[u64; GROUP_ROWS_MAX]> = offsets.iter().map(|offset| *offset as u64).collect();
                 self.values.lines(&firsts, stride as u64, count, scratch);
             };
-            let way = Way::Read { together: ROWS_AT_ONCE, read: &mut read, codes };
-            plan.run(level, place, &[], target, stores, way);
+            let method = LineMethod::Read { together: ROWS_AT_ONCE, read: &mut read, codes };
+            plan.run(level, place, &[], target, stores, method);
             return;
         }
         match axes.split_first() {
@@ -674,7 +706,7 @@ impl Decoded<'_> {
     }
 
     /// Decodes one loop whose target elements are apart.
-    fn scatter(&mut self, inner: Axis, place: Place, target: &mut [u8]) {
+    fn scatter(&mut self, inner: Axis, place: Position, target: &mut [u8]) {
         let unit = self.values.target_bytes();
         let mut decoded = [0; STRETCH * FLOAT_BYTES_MAX];
         for start in (0..inner.extent).step_by(STRETCH) {

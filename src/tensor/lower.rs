@@ -1,9 +1,9 @@
 //! Lowering: from the expression to its tiling.
 //!
-//! The tree is walked once, bottom up. Each node yields *parts*: like pieces, but with the position on each axis of the
-//! node's shape kept apart, so that operators that speak of axes are simple. A part's loop belongs to one axis; one axis
-//! may have several loops (finer ones nested in coarser). Only reshape has to work: it re-cuts loops at the borders of
-//! the new axes. Element operators append to the parts' decoder and move nothing.
+//! Lowering walks the tree once, bottom up. Each node yields *parts*: like pieces, but with a separate position on each axis of
+//! the node's shape, so that operators on axes are simple. A part's loop belongs to one axis; one axis may have several
+//! loops (finer ones nested in coarser). Only reshape is complex: it cuts loops again at the borders of the new axes.
+//! Element operators append to the parts' decoder and move nothing.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use super::{
     convert::convert_scalar,
     gather::Loop,
     shape::{PerAxis, to_usize},
-    tiling::{Loops, Origin, PIECES_MAX, Piece, Tiling, TilingError, cut, normalize, reach},
+    tiling::{Loops, Origin, PIECES_MAX, Piece, Tiling, TilingError, cut, last_offset, normalize},
     view::{Element, Op, View},
 };
 
@@ -49,7 +49,7 @@ struct Part {
     chain: u32,
 }
 
-/// The decoder of a part so far: what is loaded, then `steps`, after which the value is exact in `dtype`.
+/// The decoder of a part so far: the loaded value, then `steps`, after which the value is exact in `dtype`.
 #[derive(Clone, Debug, PartialEq)]
 struct Chain {
     load: Load,
@@ -94,8 +94,8 @@ fn whole(shape: &Shape, base: Base, chain: u32) -> Vec<Part> {
 
 impl Lowering {
     fn chain(&mut self, chain: Chain) -> u32 {
-        // Chains are few except where each tensor has its own scales; those are never equal, so only the plain ones are
-        // worth finding again, and they stand in front.
+        // There are few chains, unless each tensor has its own scales. Those are never equal, so that only the plain chains
+        // are worth a search, and they come first.
         let found = self.chains.iter().take(32).position(|other| *other == chain);
         let index = found.unwrap_or_else(|| {
             self.chains.push(chain);
@@ -222,7 +222,7 @@ impl Lowering {
         if !shape.elements().is_multiple_of(unit.elements) {
             return Err(split());
         }
-        // Chains that only led to others are left out.
+        // Chains that are only prefixes of others are left out.
         let mut numbers = vec![u32::MAX; self.chains.len()];
         let mut decoders: Vec<Decode> = Vec::new();
         for part in &parts {
@@ -251,7 +251,7 @@ impl Lowering {
     }
 }
 
-/// The decoder of a finished chain. The last rounding is the encoding itself.
+/// The decoder of a finished chain. The encoding itself is the last rounding.
 fn decode(chain: &Chain) -> Decode {
     if chain.steps.is_empty() && matches!(chain.load, Load::Element(_)) {
         return Decode::Copy;
@@ -260,7 +260,7 @@ fn decode(chain: &Chain) -> Decode {
     if steps.last() == Some(&Step::Round(chain.dtype)) {
         steps.pop();
     }
-    // A cast to the type it came from, through others, still rounds and still settles NaNs: `steps` is then not empty.
+    // A cast through other types and back still rounds and still makes NaNs quiet: `steps` is then not empty.
     Decode::Program(Program { load: chain.load.clone(), target: chain.dtype, steps })
 }
 
@@ -385,12 +385,12 @@ fn reshape(parts: &[Part], from: &Shape, to: &Shape) -> Result<Vec<Part>, Tiling
     Ok(reshaped)
 }
 
-/// What is done with the first element and the loops of a part, each with its axis.
+/// A callback for the first element and the loops of a part, each loop with its axis.
 pub(super) type EachPart<'a> = &'a mut dyn FnMut(u64, &[(usize, Loop)]);
 
-/// Cuts loops over the elements `start + i0*t0 + …` so that each moves on one axis of a mixed radix: `borders` are the
-/// strides of its axes, by falling stride, the last being 1. Emits the first element and the loops with their axes. Says
-/// whether that took no more parts than a tiling may have.
+/// Cuts loops over the elements `start + i0*t0 + …` so that each moves on one axis of a mixed radix. `borders` are the
+/// strides of its axes, by falling stride; the last is 1. Emits the first element and the loops with their axes. Returns
+/// whether the number of parts stays within the limit of a tiling.
 pub(super) fn split_at_borders(start: u64, loops: &[Loop], borders: &[u64], emit: EachPart<'_>) -> bool {
     let element = Element::zero(DType::U8);
     let origin = smallvec![0; borders.len()];
@@ -429,7 +429,7 @@ fn assign(
         done.push(part);
         return limit(done);
     }
-    let all = reach(loops);
+    let all = last_offset(loops);
     if start / turn == (start + all) / turn {
         part.origin[axis] += start / turn;
         return assign(start % turn, loops, strides, axis + 1, part, done);
@@ -440,7 +440,7 @@ fn assign(
         return assign(start, rest, strides, axis, part, done);
     }
     let with_top = |tops: &[Loop]| -> Loops { tops.iter().filter(|l| l.extent > 1).chain(rest).copied().collect() };
-    // Positions within a turn repeat every `period` steps of this loop: split whole periods off as a loop of their own.
+    // Positions within a turn repeat every `period` steps of this loop: whole periods become a separate loop.
     let period = turn / gcd(turn, top.target_stride);
     let periods = top.extent / period;
     if periods > 1 {
@@ -459,14 +459,14 @@ fn assign(
         }
         return Ok(());
     }
-    // Few steps: group those that stay within one turn.
-    let rest_reach = all - (top.extent - 1) * top.target_stride;
+    // Few steps: those that stay within one turn form a group.
+    let rest_last = all - (top.extent - 1) * top.target_stride;
     let mut step = 0;
     while step < top.extent {
         let first = start + step * top.target_stride;
         let border = (first / turn + 1) * turn;
-        let room = (border - first).saturating_sub(rest_reach + 1);
-        let fits = first / turn == (first + rest_reach) / turn;
+        let room = (border - first).saturating_sub(rest_last + 1);
+        let fits = first / turn == (first + rest_last) / turn;
         let group = if fits { (room / top.target_stride + 1).min(top.extent - step) } else { 1 };
         let mut grouped = part.clone();
         grouped.base = grouped.base.moved(step * top.source_stride);

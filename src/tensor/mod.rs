@@ -1,7 +1,7 @@
-//! The algebra of views, and the kernels that carry it out. Pure: no I/O, no serialization, no threads.
+//! The algebra of views, and the kernels that execute it. Pure: no I/O, no serialization, no threads.
 //!
-//! A [`View`] says what a virtual tensor is; [`View::lower`] gives its [`Tiling`], the strided copies that fill it; the
-//! kernels carry those out. Nothing else exists at read time: no tree is walked and no operator has a reader of its own.
+//! A [`View`] defines a virtual tensor; [`View::lower`] gives its [`Tiling`], the strided copies that fill it; the kernels
+//! execute those. Nothing else exists at read time: no code walks the tree, and no operator has a reader of its own.
 //!
 //! ```
 //! use ckfs::tensor::{DType, Shape, SourceTensor, TensorId, View};
@@ -41,6 +41,6 @@ pub use gather::{Gather, Loop, Stores, fill, gather, gather_with, warm_up};
 pub use pages::{PAGE_BYTES, Reads, Runs, reads};
 pub use shape::{PerAxis, RANK_MAX, Region, Shape, ShapeError, to_usize};
 pub use span::{Need, needs};
-pub use tiling::{Origin, PIECES_MAX, Piece, Share, Tiling, TilingError};
+pub use tiling::{Origin, PIECES_MAX, Piece, Tiling, TilingError, WorkSlice};
 pub use value::{Window, decode_scalar};
 pub use view::{Element, Keep, Op, View, ViewError};

@@ -1,8 +1,8 @@
 //! Pages that strided reads touch.
 //!
-//! Disks, file servers and the page cache hand out whole pages. A view that takes some columns of a matrix uses only a part of each
-//! page that it touches. [`Runs`] are the source bytes of a piece: equal runs of bytes at regular distances. [`reads`]
-//! counts their bytes and their pages, exactly but not one by one: how a run lies in its pages repeats after a few turns of a loop.
+//! Disks, file servers and the page cache deliver whole pages. A view that takes some columns of a matrix uses only a part of each
+//! page that it touches. [`Runs`] are the source bytes of a piece: equal runs of bytes at regular distances. [`reads`] counts their
+//! bytes and their pages, exactly but not one by one: the position of a run in its pages repeats after a few turns of a loop.
 
 use std::ops::{AddAssign, Range};
 
@@ -23,7 +23,7 @@ pub struct Runs {
     run_bytes: u64,
 }
 
-/// What is read from a source: bytes, and bytes of the pages that hold them.
+/// The amount read from a source: needed bytes, and bytes of the pages that hold them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reads {
     /// Bytes that are needed, each once.
@@ -68,8 +68,7 @@ impl Runs {
         self.loops.iter().map(|(extent, _)| extent).product::<u64>() * self.run_bytes
     }
 
-    /// Emits start and length of spans of bytes that hold all runs, and where there are `gap` bytes or more between those, none
-    /// of them.
+    /// Emits start and length, in bytes, of spans that hold all runs. The spans contain no gap of `gap` bytes or more.
     pub fn for_each_span(&self, gap: u64, emit: &mut dyn FnMut(u64, u64)) {
         let Some((extent, stride)) = self.loops.first().copied() else { return emit(self.start, self.run_bytes) };
         let turn = self.turn(0);
@@ -95,8 +94,8 @@ impl Runs {
     }
 }
 
-/// What reading all of `runs` takes of a tensor that lies at `place` in its file. Of pages that hold other tensors too, the
-/// tensor's own part counts, so that a tensor read whole takes just its bytes.
+/// The cost of reading all of `runs` of a tensor that lies at `place` in its file. In pages that hold other tensors too, only the
+/// tensor's own part counts. So a complete read of a tensor costs just its bytes.
 pub fn reads(mut runs: Vec<Runs>, place: &Range<u64>, page_bytes: u64) -> Reads {
     runs.sort_unstable();
     runs.dedup();
@@ -120,7 +119,7 @@ struct Touched {
     pages: u64,
 }
 
-/// Where runs lie in pages: byte 0 of the runs is byte `at` of the pages.
+/// The position of runs in pages: byte 0 of the runs is byte `at` of the pages.
 #[derive(Clone, Copy, Debug)]
 struct Pages {
     at: u64,
@@ -137,7 +136,7 @@ impl Pages {
     }
 }
 
-/// `runs` are sorted. Those that lie apart from all others are counted by themselves.
+/// Counts sorted `runs`. Runs that are apart from all others are counted separately.
 fn touched(runs: &[Runs], pages: Pages) -> Touched {
     let mut total = Touched::default();
     let mut last_page = None;
@@ -158,7 +157,7 @@ fn touched(runs: &[Runs], pages: Pages) -> Touched {
     total
 }
 
-/// Runs that reach into each other; `end` is the end of the last.
+/// Counts runs that overlap or interleave; `end` is the end of the last.
 fn interleaved(runs: &[Runs], end: u64, pages: Pages) -> Touched {
     let start = runs[0].start;
     let Some((extent, stride)) =
@@ -185,10 +184,10 @@ fn interleaved(runs: &[Runs], end: u64, pages: Pages) -> Touched {
     touched(&apart, pages)
 }
 
-/// The runs of one turn, ending at `end`, repeated without overlap.
+/// Counts the runs of one turn, which end at `end`, repeated without overlap.
 fn repeated(turn: &[Runs], end: u64, (extent, stride): (u64, u64), pages: Pages) -> Touched {
     let first = touched(turn, pages);
-    // What a later turn adds depends only on where in a page it begins, so it repeats.
+    // The count of a later turn depends only on its position in a page, so that it repeats.
     let adds = |index: u64| {
         let shared = pages.of(index * stride + turn[0].start) == pages.of((index - 1) * stride + end - 1);
         touched(turn, pages.moved(index * stride)).pages - u64::from(shared)

@@ -5,7 +5,7 @@ use smallvec::{SmallVec, smallvec};
 use super::{Origin, Piece, Runs, TensorId, Tiling, span::operand_runs};
 
 impl Runs {
-    /// What a piece reads, and of which tensor: nothing if it is filled with a constant; of a quantized tensor its codes only,
+    /// The runs that a piece reads, with their tensor. None if it is filled with a constant. Of a quantized tensor only the codes,
     /// which may be several sets of runs.
     ///
     /// # Panics
@@ -20,7 +20,7 @@ impl Runs {
         let mut loops: SmallVec<[(u64, u64); 3]> =
             piece.loops.iter().map(|l| (l.extent, l.source_stride * unit)).collect();
         loops.sort_unstable_by_key(|(_, stride)| *stride);
-        // By rising stride: those that continue a run first, then each that continues the loop inside it.
+        // By rising stride: first the loops that continue a run, then each loop that continues the one inside it.
         let mut run_bytes = unit;
         let mut nest: SmallVec<[(u64, u64); 3]> = SmallVec::new();
         for (extent, stride) in loops {

@@ -99,7 +99,7 @@ impl fmt::Display for Shape {
     }
 }
 
-/// A number of bytes or elements, as memory counts them.
+/// A number of bytes or elements as `usize`.
 ///
 /// # Panics
 /// Never: the program is built for machines of 64 bits only.

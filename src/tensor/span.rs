@@ -1,10 +1,10 @@
-//! Which bytes of an operand's tensor some logical elements need.
+//! The bytes of an operand's tensor that given logical elements need.
 //!
-//! The elements of a piece are loops over `n`. They are cut where an axis of the operand's index begins anew; then a loop
-//! either moves the index by the same amount at every step, or belongs to a digit whose values are found from where it
-//! starts and ends. All digits together are loops over the index again, and those are runs of bytes. What comes out holds
-//! all that is needed; it is more than that only within a group whose digits share a word, and where a view takes every
-//! second element of such.
+//! The elements of a piece are loops over `n`. They are cut where an axis of the operand's index starts again. Then a loop
+//! either moves the index by the same amount at every step, or belongs to a digit whose values follow from its start
+//! and its end. All digits together are loops over the index again, and those are runs of bytes. The result holds
+//! all needed bytes. It holds more only within a group whose digits share a word, and where a view takes every second
+//! element of such a group.
 
 use smallvec::SmallVec;
 
@@ -14,15 +14,15 @@ use super::{
     lower::split_at_borders,
     pages::Runs,
     shape::to_usize,
-    tiling::{Loops, normalize, reach},
+    tiling::{Loops, last_offset, normalize},
 };
 
-/// What a piece needs of one operand.
+/// The bytes of one operand that a piece needs.
 #[derive(Clone, Debug)]
 pub struct Need<'a> {
     /// The operand.
     pub operand: &'a Operand,
-    /// Its bytes, from the first of its tensor. Not empty.
+    /// The bytes, counted from the first of the operand's tensor. Not empty.
     pub runs: Vec<Runs>,
 }
 
@@ -49,7 +49,7 @@ impl Need<'_> {
     }
 }
 
-/// What the elements at `offset` and these loops need of each operand of `value`, in the order of
+/// The bytes of each operand of `value` that the elements at `offset` and these loops need, in the order of
 /// [`Value::for_each_operand`].
 pub fn needs<'a>(value: &'a Value, offset: u64, loops: &[Loop]) -> SmallVec<[Need<'a>; 4]> {
     let mut needs = SmallVec::new();
@@ -85,9 +85,10 @@ fn whole_bytes(operand: &Operand) -> u64 {
     (operand.tensor.shape.elements() * operand.tensor.dtype.bits()).div_ceil(8)
 }
 
-/// Emits parts of the loops, sorted by falling stride, of which each exceeds the reach of the finer ones.
+/// Emits parts of the loops, sorted by falling stride. In each part the stride of a loop exceeds the last offset of the finer
+/// loops.
 fn for_each_nest(start: u64, loops: &[Loop], emit: &mut dyn FnMut(u64, &[Loop])) {
-    let nested = (0..loops.len()).all(|at| loops[at].target_stride > reach(&loops[at + 1..]));
+    let nested = (0..loops.len()).all(|at| loops[at].target_stride > last_offset(&loops[at + 1..]));
     match loops.split_first() {
         Some((top, rest)) if !nested => {
             (0..top.extent).for_each(|turn| for_each_nest(start + turn * top.target_stride, rest, emit));
@@ -100,7 +101,7 @@ fn for_each_nest(start: u64, loops: &[Loop], emit: &mut dyn FnMut(u64, &[Loop]))
 fn index_runs(operand: &Operand, borders: &[u64], first: u64, loops: &[(usize, Loop)], found: &mut Vec<Runs>) {
     let digits = operand.index.digits();
     let moves = |digit: &Digit, axis: usize| digit.divisor <= borders[axis] && borders[axis] < digit.period();
-    // Loops over the index, and those over elements that make it uneven.
+    // Loops that move the index evenly, and the others.
     let mut even: SmallVec<[(u64, u64); 8]> = SmallVec::new();
     let mut uneven: SmallVec<[(usize, Loop); 4]> = SmallVec::new();
     for (axis, l) in loops {
@@ -124,8 +125,8 @@ fn index_runs(operand: &Operand, borders: &[u64], first: u64, loops: &[(usize, L
     for digit in digits {
         let x = first / digit.divisor % digit.modulus;
         let along = uneven.iter().filter(|(axis, _)| moves(digit, *axis));
-        let reach: u64 = along.map(|(_, l)| (l.extent - 1) * l.target_stride / digit.divisor).sum();
-        let ranges = digit_ranges(digit, x / digit.group, (x + reach) / digit.group);
+        let last: u64 = along.map(|(_, l)| (l.extent - 1) * l.target_stride / digit.divisor).sum();
+        let ranges = digit_ranges(digit, x / digit.group, (x + last) / digit.group);
         sets = sets
             .iter()
             .flat_map(|(start, loops)| {
@@ -143,7 +144,7 @@ fn index_runs(operand: &Operand, borders: &[u64], first: u64, loops: &[(usize, L
     }
 }
 
-/// Ranges of values, start and count, that a digit has while it counts from `low` to `high`.
+/// Ranges of values, as start and count, of a digit that counts from `low` to `high`.
 fn digit_ranges(digit: &Digit, low: u64, high: u64) -> SmallVec<[(u64, u64); 1]> {
     let count = high - low + 1;
     let (low, count) = match low % digit.turn {
@@ -171,11 +172,11 @@ fn byte_runs(start: u64, loops: impl Iterator<Item = (u64, u64)>, width: u64) ->
     let mut run = width;
     let mut nest: SmallVec<[(u64, u64); 3]> = SmallVec::new();
     for (extent, stride) in loops {
-        let hull = nest.iter().map(|(extent, stride)| (extent - 1) * stride).sum::<u64>() + run;
-        if stride < hull || !stride.is_multiple_of(8) {
-            // Not apart, or not the same bits of its bytes at each turn.
+        let span_bits = nest.iter().map(|(extent, stride)| (extent - 1) * stride).sum::<u64>() + run;
+        if stride < span_bits || !stride.is_multiple_of(8) {
+            // The turns are not apart, or do not use the same bits of their bytes.
             nest.clear();
-            run = hull + (extent - 1) * stride;
+            run = span_bits + (extent - 1) * stride;
         } else if nest.is_empty() && stride == run {
             run *= extent;
         } else {

@@ -1,8 +1,8 @@
 //! Values of quantized tensors, a stretch of logical elements at a time.
 //!
-//! A value is a tree: what is loaded, and steps, of which some have values of their own on the right. Those often stay the
-//! same over a group of elements: then they are computed once for each group, and the step is done group by group. Rows
-//! that have the same groups keep them from one to the next.
+//! A value is a tree: a load, and steps, of which some have a value as right operand. Such a value is often the same for a group
+//! of elements: then it is computed once for each group, and the step runs group by group. Rows with the same groups reuse
+//! these values.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use super::{
     Digit, Operand, Operation, Program, Step, Term, Value, Window,
     convert::{constant_step, element_bytes},
     decode::{over, over_up, within},
-    field::{BOUND_MAX, Fields, Reader},
+    field::{BOUND_MAX, FieldReader, Fields},
     kernel::{Level, row},
     shape::to_usize,
     transpose::prefetch,
@@ -21,10 +21,10 @@ use super::{
 
 /// Elements of one stretch: its f32 values take 4 KiB.
 pub(super) const STRETCH: usize = 1024;
-/// Bytes that are asked for ahead of a line at most.
+/// Most bytes prefetched ahead of a line.
 const AHEAD_BYTES_MAX: usize = 2048;
 
-/// Where a value may change: at multiples of `block` from where its axis begins, which it does every `around` elements.
+/// Where a value may change: at multiples of `block` from the start of its axis. The axis starts again every `around` elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Change {
     block: u64,
@@ -34,45 +34,45 @@ struct Change {
 #[derive(Clone, Debug)]
 enum NodeStep<'a> {
     Constant(&'a Step),
-    /// An operation with another value, and whether the left side is finite whatever is stored.
-    Value(Operation, Box<Node<'a>>, bool),
+    /// An operation with another value, and whether the left side is finite for any stored bits.
+    Value(Operation, Box<ValueNode<'a>>, bool),
 }
 
-/// A value made ready for many elements.
+/// A value prepared for many elements.
 #[derive(Clone, Debug)]
-struct Node<'a> {
+struct ValueNode<'a> {
     fields: Fields<'a>,
     steps: Vec<NodeStep<'a>>,
-    /// Where it, or what its steps combine it with, may change.
+    /// Where it, or an operand of its steps, may change.
     changes: SmallVec<[Change; 4]>,
-    /// What its values cannot exceed, if they are finite whatever is stored.
+    /// Upper bound of its magnitudes, if they are finite for any stored bits.
     bound: Option<f32>,
-    /// Its values where it stands on the right of a step, and which elements they belong to.
+    /// Its values if it is the right operand of a step, and their elements.
     scratch: Vec<[u8; 4]>,
-    last: Option<Last>,
+    last: Option<KeptLine>,
 }
 
 /// A line whose values are kept, and how they repeat.
 #[derive(Clone, Debug)]
-struct Last {
-    line: Line,
-    alike: Alike,
-    /// For each change, where the line begins on its axis, and the block that holds all of the line, empty if there is none.
+struct KeptLine {
+    line: ElementLine,
+    equal: EqualRuns,
+    /// For each change, the start of the line on its axis, and the block that holds all of the line; empty if there is none.
     places: SmallVec<[(u64, std::ops::Range<u64>); 4]>,
-    /// How far the line was from the one before, and the changes for which that is no distance.
+    /// The distance of the line from the one before, and the changes whose position this distance leaves unchanged.
     distance: u64,
     in_step: u64,
 }
 
 /// Elements `n`, `n + stride`, …
 #[derive(Clone, Copy, Debug)]
-struct Line {
+struct ElementLine {
     n: u64,
     stride: u64,
     count: usize,
 }
 
-/// What a result of finite numbers cannot exceed.
+/// Upper bound of the magnitude of a result of finite numbers.
 fn bound_after(operation: Operation, left: Option<f32>, right: Option<f32>) -> Option<f32> {
     let (left, right) = (left?, right?);
     let bound = match operation {
@@ -83,9 +83,9 @@ fn bound_after(operation: Operation, left: Option<f32>, right: Option<f32>) -> O
     (bound <= BOUND_MAX).then_some(bound)
 }
 
-/// Consecutive runs of elements for which a value is the same: the first has `head` elements, each other one `period`.
+/// Consecutive runs of elements with equal values: the first has `head` elements, each other one `period`.
 #[derive(Clone, Copy, Debug)]
-struct Alike {
+struct EqualRuns {
     valid: usize,
     head: usize,
     period: usize,
@@ -93,8 +93,8 @@ struct Alike {
     even: bool,
 }
 
-impl Alike {
-    /// How many runs there are.
+impl EqualRuns {
+    /// Number of runs.
     const fn runs(&self) -> usize {
         if self.head == self.period {
             self.valid.div_ceil(self.period)
@@ -104,7 +104,7 @@ impl Alike {
     }
 }
 
-impl<'a> Node<'a> {
+impl<'a> ValueNode<'a> {
     fn new(value: &'a Value, windows: &mut impl Iterator<Item = &'a Window<'a>>) -> Self {
         let Value { load: Operand { field, index, .. }, steps } = value;
         let window = next(windows);
@@ -154,18 +154,26 @@ impl<'a> Node<'a> {
                 NodeStep::Value(operation, node, is_finite) => {
                     let is_finite = *is_finite || row::are_finite(level, values);
                     for (n, values) in firsts.iter().zip(values.chunks_exact_mut(count)) {
-                        node.combine(level, Line { n: *n, stride, count }, *operation, is_finite, values, rounded);
+                        node.combine(
+                            level,
+                            ElementLine { n: *n, stride, count },
+                            *operation,
+                            is_finite,
+                            values,
+                            rounded,
+                        );
                     }
                 }
             }
         }
     }
 
-    /// Applies an operation between `values`, which are those of `line` and known to be finite or not, and those of this node.
+    /// Applies an operation between `values`, the values of `line`, and those of this node. `is_finite` tells whether all of
+    /// `values` are finite.
     fn combine(
         &mut self,
         level: Level,
-        line: Line,
+        line: ElementLine,
         operation: Operation,
         is_finite: bool,
         values: &mut [[u8; 4]],
@@ -174,18 +182,18 @@ impl<'a> Node<'a> {
         let mut scratch = std::mem::take(&mut self.scratch);
         let (stride, mut done) = (line.stride, 0);
         while done < values.len() {
-            let now = Line { n: line.n + stride * done as u64, stride, count: values.len() - done };
-            let alike = if self.repeats(now) {
-                self.last.as_ref().map_or_else(|| self.alike(now), |last| last.alike)
+            let now = ElementLine { n: line.n + stride * done as u64, stride, count: values.len() - done };
+            let equal = if self.repeats(now) {
+                self.last.as_ref().map_or_else(|| self.equal_runs(now), |last| last.equal)
             } else {
-                let alike = self.alike(now);
-                self.fill(level, now, alike, &mut scratch, rounded);
-                self.last = (alike.valid == now.count).then(|| self.kept(now, alike));
-                alike
+                let equal = self.equal_runs(now);
+                self.fill(level, now, equal, &mut scratch, rounded);
+                self.last = (equal.valid == now.count).then(|| self.kept(now, equal));
+                equal
             };
-            let Alike { valid, head, period, even } = alike;
+            let EqualRuns { valid, head, period, even } = equal;
             let part = values[done..done + valid].as_flattened_mut();
-            let operands = &scratch[..if even { alike.runs() } else { valid }];
+            let operands = &scratch[..if even { equal.runs() } else { valid }];
             let is_finite = is_finite && (self.bound.is_some() || row::are_finite(level, operands));
             if even {
                 row::runs(operation, is_finite)(level, part, operands.as_flattened(), head, period);
@@ -198,15 +206,15 @@ impl<'a> Node<'a> {
     }
 
     /// Computes one value of each run of a line, or all of its values if there are no runs.
-    fn fill(&mut self, level: Level, line: Line, alike: Alike, scratch: &mut [[u8; 4]], rounded: &mut [u8]) {
-        let Line { n, stride, .. } = line;
-        let Alike { valid, head, period, even } = alike;
+    fn fill(&mut self, level: Level, line: ElementLine, equal: EqualRuns, scratch: &mut [[u8; 4]], rounded: &mut [u8]) {
+        let ElementLine { n, stride, .. } = line;
+        let EqualRuns { valid, head, period, even } = equal;
         if !even {
             return self.values(level, &[n], stride, &mut scratch[..valid], rounded);
         }
-        // A first run that is shorter than the others is not in step with them.
+        // A first run that is shorter than the others is computed separately.
         let apart = usize::from(head < period);
-        let (first, others) = scratch[..alike.runs()].split_at_mut(apart);
+        let (first, others) = scratch[..equal.runs()].split_at_mut(apart);
         if apart == 1 {
             self.values(level, &[n], stride, first, rounded);
         }
@@ -216,22 +224,22 @@ impl<'a> Node<'a> {
         }
     }
 
-    /// What is remembered of a line.
-    fn kept(&self, line: Line, alike: Alike) -> Last {
-        let reach = line.stride * line.count.saturating_sub(1) as u64;
+    /// The data to keep of a line.
+    fn kept(&self, line: ElementLine, equal: EqualRuns) -> KeptLine {
+        let to_last = line.stride * line.count.saturating_sub(1) as u64;
         let place = |change: &Change| {
             let from = within(line.n, change.around);
             let start = from - within(from, change.block);
             let end = (start + change.block).min(change.around);
-            (from, if from + reach < end { start..end } else { 0..0 })
+            (from, if from + to_last < end { start..end } else { 0..0 })
         };
         let places = self.changes.iter().map(place).collect();
-        Last { line, alike, places, distance: 0, in_step: u64::MAX }
+        KeptLine { line, equal, places, distance: 0, in_step: u64::MAX }
     }
 
-    /// Whether a line has the values that are kept, as rows of one group have: on each axis it begins at the same place as the
-    /// last one, or both lie within one block.
-    fn repeats(&mut self, now: Line) -> bool {
+    /// Whether a line has the kept values, as rows of one group do: on each axis it begins at the same position as the last
+    /// one, or both lie within one block.
+    fn repeats(&mut self, now: ElementLine) -> bool {
         let Some(last) = &mut self.last else { return false };
         let known = (last.line.stride, last.line.count) == (now.stride, now.count) && self.changes.len() <= 64;
         let Some(distance) = now.n.checked_sub(last.line.n).filter(|_| known) else { return false };
@@ -240,11 +248,11 @@ impl<'a> Node<'a> {
             let steps = self.changes.iter().map(|change| u64::from(distance.is_multiple_of(change.around)));
             last.in_step = steps.enumerate().fold(0, |all, (at, step)| all | step << at);
         }
-        let reach = now.stride * now.count.saturating_sub(1) as u64;
+        let to_last = now.stride * now.count.saturating_sub(1) as u64;
         for (at, (from, block)) in last.places.iter_mut().enumerate() {
             if last.in_step >> at & 1 == 0 {
                 *from += distance;
-                if !(block.contains(from) && *from + reach < block.end) {
+                if !(block.contains(from) && *from + to_last < block.end) {
                     self.last = None;
                     return false;
                 }
@@ -254,9 +262,9 @@ impl<'a> Node<'a> {
         true
     }
 
-    /// How the values of a line repeat, as far as that is even.
-    fn alike(&self, line: Line) -> Alike {
-        let Line { n, stride, count } = line;
+    /// The runs of equal values of a line, as far as they are even.
+    fn equal_runs(&self, line: ElementLine) -> EqualRuns {
+        let ElementLine { n, stride, count } = line;
         let mut valid = count as u64;
         let mut changes: SmallVec<[(u64, u64); 8]> = SmallVec::new();
         for change in &self.changes {
@@ -264,12 +272,12 @@ impl<'a> Node<'a> {
             valid = valid.min(over_up(change.around - from, stride));
             changes.push((over_up(change.block - within(from, change.block), stride), change.block));
         }
-        // What does not change so soon does not matter.
+        // Changes beyond the valid elements do not matter.
         changes.retain(|(head, _)| *head < valid);
         let few = |elements: u64| usize::try_from(elements).map_or(count, |elements| elements.min(count));
         let valid_few = few(valid);
         let Some((head, block)) = changes.first().copied() else {
-            return Alike { valid: valid_few, head: valid_few, period: valid_few, even: true };
+            return EqualRuns { valid: valid_few, head: valid_few, period: valid_few, even: true };
         };
         let period = over(block, stride).max(1);
         let even = period > 1
@@ -278,11 +286,11 @@ impl<'a> Node<'a> {
                 longer.is_multiple_of(block) && other.checked_sub(head).is_some_and(|gap| gap.is_multiple_of(period))
             });
         let period = to_usize(period);
-        Alike { valid: valid_few, head: few(head), period, even }
+        EqualRuns { valid: valid_few, head: few(head), period, even }
     }
 }
 
-/// Where the first operand of a value is.
+/// The position of a value's first operand.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Codes<'a> {
     window: Window<'a>,
@@ -291,7 +299,7 @@ pub(super) struct Codes<'a> {
 }
 
 impl Codes<'_> {
-    /// Asks for about the bytes of `count` elements from `first` on.
+    /// Prefetches about the bytes of `count` elements from `first` on.
     pub(super) fn prefetch(&self, first: usize, count: usize) {
         let byte = |n: u64| {
             let index: u64 = self.digits.iter().map(|digit| digit.of(n) * digit.stride).sum();
@@ -303,19 +311,19 @@ impl Codes<'_> {
     }
 }
 
-/// A program that begins with a value, made ready for many elements.
-pub(super) struct Values<'a> {
+/// A program that begins with a value, prepared for many elements.
+pub(super) struct ValueDecoder<'a> {
     level: Level,
-    node: Node<'a>,
+    node: ValueNode<'a>,
     narrow: row::Row,
     target_bytes: usize,
     wide: Box<[[u8; 4]]>,
     rounded: Box<[u8]>,
 }
 
-impl<'a> Values<'a> {
+impl<'a> ValueDecoder<'a> {
     pub(super) fn new(program: &'a Program, value: &'a Arc<Value>, level: Level, windows: &'a [Window<'a>]) -> Self {
-        let mut node = Node::new(value, &mut windows.iter());
+        let mut node = ValueNode::new(value, &mut windows.iter());
         node.steps.extend(program.steps.iter().map(NodeStep::Constant));
         let Some(narrow) = row::narrow(program.target) else {
             panic!("a program makes floats, not {}", program.target);
@@ -330,11 +338,11 @@ impl<'a> Values<'a> {
         }
     }
 
-    /// Where the codes are.
+    /// The position of the codes.
     pub(super) fn codes(&self) -> Codes<'a> {
         let index_bits = match &self.node.fields.reader {
-            Reader::Float { bytes, .. } => 8 * *bytes as u64,
-            Reader::Integer(_) | Reader::Table(..) | Reader::Nibble(..) => 1,
+            FieldReader::Float { bytes, .. } => 8 * *bytes as u64,
+            FieldReader::Integer(_) | FieldReader::Table(..) | FieldReader::Nibble(..) => 1,
         };
         Codes { window: self.node.fields.window, digits: self.node.fields.digits, index_bits }
     }

@@ -7,10 +7,9 @@
 //! source(i0, …, ik) = offset + i0*s0 + … + ik*sk
 //! ```
 //!
-//! with the loops sorted by target stride and *nested*: each `tj` exceeds the reach `sum (ni - 1)*ti` of the finer loops.
-//! Pieces are disjoint and cover the target. Because target positions are linear, a reshape changes nothing at all and a
-//! permutation of rows inside an axis (`RoPE` halves to pairs, interleaved gates) is one more loop rather than thousands of
-//! boxes.
+//! with the loops sorted by target stride and *nested*: each `tj` exceeds the last offset `sum (ni - 1)*ti` of the finer loops.
+//! Pieces are disjoint and cover the target. Because target positions are linear, a reshape changes nothing at all. A
+//! permutation of rows inside an axis (`RoPE` halves to pairs, interleaved gates) is one more loop, not thousands of boxes.
 //!
 //! A *unit* is one element, or for types narrower than a byte the smallest group of elements that fills whole bytes.
 
@@ -20,11 +19,11 @@ use smallvec::SmallVec;
 
 use super::{DType, Decode, TensorId, gather::Loop};
 
-/// Most pieces one tiling may have. The largest real views (all experts of all layers of a trillion-parameter model,
-/// transposed) have some 25 000; a million would mean that the algebra failed to find the structure.
+/// Most pieces of one tiling. The largest real views (all experts of all layers of a trillion-parameter model, transposed) have
+/// about 25 000. A million would mean that the algebra failed to find the structure.
 pub const PIECES_MAX: usize = 1 << 20;
 
-/// Steps of a loop that stay together when a piece is cut: as many lines as are transposed at once.
+/// Steps of a loop that stay together when a piece is cut: the number of lines transposed at once.
 const LINES: u64 = 128;
 
 /// Loops of a piece, by falling target stride.
@@ -53,10 +52,10 @@ pub enum TilingError {
 pub enum Origin {
     /// A tensor of the checkpoint.
     Tensor {
-        /// Which.
+        /// The tensor.
         tensor: TensorId,
-        /// Source unit of the piece's first element; of a quantized tensor, whose first operand `tensor` is, the number of
-        /// that logical element.
+        /// Source unit of the piece's first element. For a quantized tensor, the number of that logical element; `tensor` is
+        /// then its first operand.
         offset: u64,
         /// Index into [`Tiling::decoders`].
         decoder: u32,
@@ -79,42 +78,42 @@ pub struct Piece {
     pub origin: Origin,
 }
 
-/// One of several shares of the work on a span of a tiling, about equal ones. The borders lie between lines of the source, where it
-/// has any, so that its pages are visited for one of the shares, and runs of the target stay as long as `lines`.
+/// A work slice: one of several about equal parts of the work on a span of a tiling. The borders lie between lines of the source,
+/// if it has lines, so that only one slice visits a page of the source. Runs of the target stay as long as `lines`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Share {
-    /// Which share, from 0 on.
+pub struct WorkSlice {
+    /// Number of the slice, from 0 on.
     pub index: u64,
-    /// How many there are, at least 1.
+    /// Number of slices, at least 1.
     pub of: u64,
     /// Lines of the source that stay together, at least 1.
     pub lines: u64,
 }
 
-impl Share {
-    /// All of it.
+impl WorkSlice {
+    /// All of the work.
     pub const WHOLE: Self = Self { index: 0, of: 1, lines: 1 };
 
-    /// The units of `count` that are in this share, counted in any fixed order.
+    /// The units of `count` that are in this slice, counted in any fixed order.
     fn range(self, count: u64) -> Range<u64> {
         // At most `count` again.
         let of = u128::from(self.of.max(1));
         let border = |index: u64| {
-            u64::try_from(u128::from(count) * u128::from(index) / of).expect("a share ends with the count")
+            u64::try_from(u128::from(count) * u128::from(index) / of).expect("a slice ends with the count")
         };
         border(self.index)..border(self.index + 1)
     }
 }
 
-/// Distance from the first to the last element of these loops, on the target side.
-pub(super) fn reach(loops: &[Loop]) -> u64 {
+/// Distance, in target units, from the first to the last element of these loops.
+pub(super) fn last_offset(loops: &[Loop]) -> u64 {
     loops.iter().map(|l| (l.extent - 1) * l.target_stride).sum()
 }
 
 impl Piece {
     /// Target unit of the last element.
     pub fn last(&self) -> u64 {
-        self.start + reach(&self.loops)
+        self.start + last_offset(&self.loops)
     }
 
     /// Number of units.
@@ -135,10 +134,10 @@ impl Piece {
         });
     }
 
-    /// The part of this piece that is in a share, with `units` those of the share, counted from the piece's first, line by line
-    /// of the source.
+    /// The part of this piece that is in a work slice. `units` are the units of the slice, counted from the piece's first, line by
+    /// line of the source.
     fn between(&self, units: &Range<u64>, lines: u64) -> Option<Self> {
-        // To share out the run of the target would have two write to each of its cache lines; only where there is nothing else.
+        // A cut of the target's run would make two threads write to the same cache lines; it is cut only if no other loop exists.
         let order = |index: &usize| {
             let l = self.loops[*index];
             (l.source_stride > 1 && l.target_stride > 1, l.source_stride)
@@ -170,8 +169,8 @@ impl Piece {
         Some(part)
     }
 
-    /// Two parts of this piece, cut between steps of the loop that takes the largest steps through the source, so that each part
-    /// needs a shorter extent of it. Target runs stay whole lines where they are long. `None` if the piece is one unit.
+    /// Two parts of this piece, cut between steps of the loop with the largest source steps, so that each part needs a shorter
+    /// range of the source. Long target runs stay whole lines. `None` if the piece is one unit.
     pub fn halves(&self) -> Option<(Self, Self)> {
         let widest = (0..self.loops.len()).max_by_key(|index| self.loops[*index].source_stride)?;
         let l = self.loops[widest];
@@ -204,38 +203,38 @@ impl Piece {
         run
     }
 
-    /// Source units from the first to one past the last that the piece reads, relative to its offset.
-    pub fn source_hull_units(&self) -> u64 {
-        hull(&self.loops)
+    /// Number of source units from the first to the last that the piece reads, both included.
+    pub fn source_bounding_units(&self) -> u64 {
+        bounding_units(&self.loops)
     }
 
-    /// Emits spans that hold all source units that the piece reads, and where it leaves out `gap` of them or more, none of
-    /// those: the first unit, relative to its offset, and how many there are.
-    pub fn source_hulls(&self, gap: u64, emit: &mut dyn FnMut(u64, u64)) {
-        hulls(&self.loops, 0, gap, emit);
+    /// Emits bounding spans of the source units that the piece reads: the first unit, relative to its offset, and their number. The
+    /// spans contain no gap of `gap` units or more.
+    pub fn source_bounding_spans(&self, gap: u64, emit: &mut dyn FnMut(u64, u64)) {
+        bounding_spans(&self.loops, 0, gap, emit);
     }
 }
 
-/// Source units from the first to one past the last that these loops read.
-fn hull(loops: &[Loop]) -> u64 {
+/// Number of source units from the first to the last that these loops read, both included.
+fn bounding_units(loops: &[Loop]) -> u64 {
     loops.iter().map(|l| (l.extent - 1) * l.source_stride).sum::<u64>() + 1
 }
 
-fn hulls(loops: &[Loop], start: u64, gap: u64, emit: &mut dyn FnMut(u64, u64)) {
+fn bounding_spans(loops: &[Loop], start: u64, gap: u64, emit: &mut dyn FnMut(u64, u64)) {
     let Some(widest) = (0..loops.len()).max_by_key(|index| loops[*index].source_stride) else { return emit(start, 1) };
     let mut rest = Loops::from_slice(loops);
     let l = rest.remove(widest);
-    if l.source_stride < hull(&rest) + gap {
-        return emit(start, hull(loops));
+    if l.source_stride < bounding_units(&rest) + gap {
+        return emit(start, bounding_units(loops));
     }
     for turn in 0..l.extent {
-        hulls(&rest, start + turn * l.source_stride, gap, emit);
+        bounding_spans(&rest, start + turn * l.source_stride, gap, emit);
     }
 }
 
 /// Emits the parts of a mixed-radix set whose target lies in `low..high`: `(start, source moved by, loops)`.
 pub(super) fn cut(start: u64, moved: u64, loops: &[Loop], low: u64, high: u64, emit: &mut dyn FnMut(u64, u64, Loops)) {
-    let all = reach(loops);
+    let all = last_offset(loops);
     if start >= high || start + all < low {
         return;
     }
@@ -244,14 +243,14 @@ pub(super) fn cut(start: u64, moved: u64, loops: &[Loop], low: u64, high: u64, e
         return;
     }
     let [top, rest @ ..] = loops else { return };
-    let rest_reach = all - (top.extent - 1) * top.target_stride;
+    let rest_last = all - (top.extent - 1) * top.target_stride;
     let stride = top.target_stride;
-    // Turn i occupies start + i*stride ..= start + i*stride + rest_reach.
-    let first_touched = low.saturating_sub(start + rest_reach).div_ceil(stride);
+    // Turn i occupies start + i*stride ..= start + i*stride + rest_last.
+    let first_touched = low.saturating_sub(start + rest_last).div_ceil(stride);
     let end_touched = (high - start).div_ceil(stride).min(top.extent);
     let first_inside = low.saturating_sub(start).div_ceil(stride).min(end_touched);
     let end_inside =
-        if high > start + rest_reach { ((high - 1 - start - rest_reach) / stride + 1).min(top.extent) } else { 0 };
+        if high > start + rest_last { ((high - 1 - start - rest_last) / stride + 1).min(top.extent) } else { 0 };
     let end_inside = end_inside.max(first_inside);
     let turn = |i: u64, emit: &mut dyn FnMut(u64, u64, Loops)| {
         cut(start + i * stride, moved + i * top.source_stride, rest, low, high, emit);
@@ -300,9 +299,9 @@ pub struct Tiling {
     unit_bytes: u64,
     /// Sorted by start.
     pieces: Vec<Piece>,
-    /// `reached[i]` is the greatest last unit among pieces `0..=i`, so that the pieces that touch a range are found by
+    /// `last_so_far[i]` is the greatest last unit among pieces `0..=i`, so that the pieces that touch a range are found by
     /// bisection.
-    reached: Vec<u64>,
+    last_so_far: Vec<u64>,
     decoders: Vec<Decode>,
 }
 
@@ -310,19 +309,19 @@ impl Tiling {
     pub(super) fn new(len_units: u64, unit_bytes: u64, mut pieces: Vec<Piece>, decoders: Vec<Decode>) -> Self {
         pieces.sort_by_key(|piece| piece.start);
         let mut greatest = 0;
-        let reached = pieces
+        let last_so_far = pieces
             .iter()
             .map(|piece| {
                 greatest = greatest.max(piece.last());
                 greatest
             })
             .collect();
-        let tiling = Self { len_units, unit_bytes, pieces, reached, decoders };
+        let tiling = Self { len_units, unit_bytes, pieces, last_so_far, decoders };
         tiling.check_invariants();
         tiling
     }
 
-    /// Asserts what the constructor promises: loops nested, pieces inside the target, as many units as the target has.
+    /// Asserts the guarantees of the constructor: loops are nested, pieces lie inside the target, and have as many units as it.
     /// Disjointness is then equivalent to covering, and tests check it element by element.
     fn check_invariants(&self) {
         let mut units = 0;
@@ -330,7 +329,7 @@ impl Tiling {
             assert!(piece.last() < self.len_units, "{piece:?} leaves a target of {} units", self.len_units);
             units += piece.units();
             for (at, l) in piece.loops.iter().enumerate() {
-                let finer = reach(&piece.loops[at + 1..]);
+                let finer = last_offset(&piece.loops[at + 1..]);
                 assert!(l.extent > 1 && l.target_stride > finer, "loops of {piece:?} are not nested");
             }
         }
@@ -364,32 +363,32 @@ impl Tiling {
 
     /// Calls `emit` with the parts of the pieces whose target lies in `low..high`, in no particular order.
     pub fn cut(&self, low: u64, high: u64, emit: &mut dyn FnMut(Piece)) {
-        let begin = self.reached.partition_point(|reached| *reached < low);
+        let begin = self.last_so_far.partition_point(|last| *last < low);
         let end = self.pieces.partition_point(|piece| piece.start < high);
         for piece in self.pieces.get(begin..end).unwrap_or_default() {
             piece.cut(low, high, emit);
         }
     }
 
-    /// As [`Tiling::cut`], for a share of `low..high`. All shares together are the whole, and no two meet.
-    pub fn cut_share(&self, share: Share, low: u64, high: u64, emit: &mut dyn FnMut(Piece)) {
-        if share.of <= 1 {
+    /// As [`Tiling::cut`], for a work slice of `low..high`. All slices together are the whole, and no two overlap.
+    pub fn cut_work_slice(&self, slice: WorkSlice, low: u64, high: u64, emit: &mut dyn FnMut(Piece)) {
+        if slice.of <= 1 {
             return self.cut(low, high, emit);
         }
         let mut total = 0;
         self.cut(low, high, &mut |piece| total += piece.units());
-        let (units, mut before) = (share.range(total), 0);
+        let (units, mut before) = (slice.range(total), 0);
         self.cut(low, high, &mut |piece| {
             let units = units.start.saturating_sub(before)..units.end.saturating_sub(before);
             before += piece.units();
-            if let Some(part) = piece.between(&units, share.lines) {
+            if let Some(part) = piece.between(&units, slice.lines) {
                 emit(part);
             }
         });
     }
 
-    /// Whether every piece copies bytes as they are, in runs of at least `run_bytes_min` bytes (or whole pieces): such a
-    /// target is served without intermediate tiles.
+    /// Whether every piece copies bytes unchanged, in runs of at least `run_bytes_min` bytes (or whole pieces). Such a target
+    /// needs no tiles.
     pub fn is_run_copy(&self, run_bytes_min: u64) -> bool {
         self.pieces.iter().all(|piece| match piece.origin {
             Origin::Tensor { decoder, .. } => {
@@ -401,8 +400,8 @@ impl Tiling {
         })
     }
 
-    /// Target stride, in units, of the loops along which sources are contiguous, where that is not 1: the tiling
-    /// transposes, and a tile should hold many multiples of this. The greatest over all pieces.
+    /// Target stride, in units, of the loops along which sources are contiguous, if it is not 1. Then the tiling transposes,
+    /// and a tile should hold many multiples of this stride. The greatest over all pieces.
     pub fn transposed_stride_units(&self) -> Option<u64> {
         let strides = self.pieces.iter().filter_map(|piece| {
             let unit = piece.loops.iter().find(|l| l.source_stride == 1)?;

@@ -1,8 +1,8 @@
 //! Transposes of small blocks within the first-level cache.
 //!
 //! Element `c` of line `r` goes to `target[c * pitch + r]`. Elements of 1, 2, 4 and 8 bytes are transposed in registers on
-//! x86-64, whose baseline has the instructions, in wider ones where there are; all others, and the edges of a block, one by
-//! one.
+//! x86-64, whose baseline has the instructions, and in wider registers where available. All others, and the edges of a block,
+//! are transposed one by one.
 #![allow(unsafe_code)]
 #![allow(clippy::inline_always, reason = "registers must stay registers")]
 
@@ -10,12 +10,11 @@ use super::kernel::Level;
 
 /// Bytes of a line of the processor's caches.
 const CACHE_LINE_BYTES: usize = 64;
-/// Bytes between target lines that nearly all have: where they are known beforehand, stores need no arithmetic.
+/// Bytes from one target line to the next in nearly all blocks. With this constant pitch stores need no address arithmetic.
 pub(super) const USUAL_PITCH: usize = 320;
-/// Lines that are transposed together, a cache line of each at a time: of elements of two bytes, as many as make whole cache
-/// lines.
+/// Lines that are transposed together, a cache line of each at a time: this number of 2-byte elements fills a cache line.
 pub(super) const BAND_LINES: usize = 32;
-/// How far in each line to ask for what comes next.
+/// Prefetch distance in each line.
 const LOOK_AHEAD_BYTES: usize = 2 * CACHE_LINE_BYTES;
 /// Elements at the edge of a block that are converted together.
 const EDGE_ELEMENTS: usize = 64;
@@ -24,24 +23,24 @@ const EDGE_ELEMENTS: usize = 64;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Lines<'a> {
     pub(super) source: &'a [u8],
-    /// Where each line begins.
+    /// Source offset of each line, in bytes.
     pub(super) offsets: &'a [usize],
     /// Bytes of one target element.
     pub(super) unit: usize,
     /// Elements of each line, which become target lines.
     pub(super) columns: usize,
-    /// What is done to elements on the way; without it source and target elements are alike.
+    /// The conversion during the transpose; without one, source and target elements are equal.
     pub(super) fused: Option<Fused<'a>>,
-    /// Where lines begin that will be wanted next: they are asked for while these are worked on, as processors do not look so
-    /// far ahead by themselves.
+    /// Source offsets of the lines needed next. They are prefetched while these lines are processed, as processors do not
+    /// prefetch so far ahead by themselves.
     pub(super) ahead: &'a [usize],
 }
 
-/// A conversion to BF16 that is done in registers.
+/// A conversion to BF16 in registers.
 #[derive(Clone, Copy)]
 pub(super) struct Fused<'a> {
     pub(super) kind: FusedKind,
-    /// The same conversion of any number of elements, for those that are not ordinary and for the edges of a block.
+    /// The same conversion of any number of elements, for values that are not ordinary and for the edges of a block.
     pub(super) exact: &'a dyn Fn(&[u8], &mut [u8]),
 }
 
@@ -51,7 +50,7 @@ impl std::fmt::Debug for Fused<'_> {
     }
 }
 
-/// What conversion that is. Factors are normal numbers of at most 1, so that the product of a subnormal is one too, or zero.
+/// The kinds of fused conversions. Factors are normal numbers of at most 1, so that the product of a subnormal is subnormal or zero.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum FusedKind {
     /// BF16 values times a factor.
@@ -77,7 +76,7 @@ impl Lines<'_> {
         self.fused.map_or(self.unit, |fused| fused.kind.source_unit())
     }
 
-    /// Asks for what follows soon after byte `at` of some lines, or for the beginning of those that follow them.
+    /// Prefetches bytes soon after byte `at` of some lines, or the start of the lines that follow them.
     #[inline(always)]
     fn look_ahead<const LINES: usize>(&self, first: usize, at: usize) {
         let line = self.columns * self.source_unit();
@@ -90,13 +89,13 @@ impl Lines<'_> {
         }
     }
 
-    /// Asserts that all lines lie in the source, and what they become in `length` bytes.
+    /// Asserts that all lines lie in the source, and their target lines in `length` bytes.
     fn check(&self, target_pitch: usize, length: usize) {
         assert!(self.fused.is_none() || self.unit == 2, "elements of {} bytes are no BF16", self.unit);
         let line = self.columns.checked_mul(self.source_unit());
         let end = |start: usize| start.checked_add(line?);
-        let reach = self.columns.saturating_sub(1).checked_mul(target_pitch);
-        let target_end = reach.and_then(|reach| reach.checked_add(self.offsets.len().checked_mul(self.unit)?));
+        let last = self.columns.saturating_sub(1).checked_mul(target_pitch);
+        let target_end = last.and_then(|last| last.checked_add(self.offsets.len().checked_mul(self.unit)?));
         let fits = self.offsets.iter().all(|start| end(*start).is_some_and(|end| end <= self.source.len()))
             && target_end.is_some_and(|end| end <= length);
         assert!(
@@ -110,18 +109,18 @@ impl Lines<'_> {
     }
 }
 
-/// Asks for the cache lines of `length` bytes from `start` on; what lies beyond the source is of no use, but does no harm.
+/// Prefetches the cache lines of `length` bytes from `start` on. Addresses beyond the source are useless, but harmless.
 pub(super) fn prefetch(source: &[u8], start: usize, length: usize) {
     for line in 0..length.div_ceil(CACHE_LINE_BYTES) {
         prefetch_line(source, start + line * CACHE_LINE_BYTES);
     }
 }
 
-/// Asks for the cache line at `start`.
+/// Prefetches the cache line at `start`.
 #[inline(always)]
 fn prefetch_line(source: &[u8], start: usize) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: a prefetch has no effect but on time, whatever the address.
+    // SAFETY: a prefetch affects only the time of later loads, whatever the address.
     #[allow(unused_unsafe, reason = "safe where the compiler knows SSE to be enabled")]
     unsafe {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
@@ -131,8 +130,8 @@ fn prefetch_line(source: &[u8], start: usize) {
     let _ = (source, start);
 }
 
-/// Copies `source` to `target` past the processor's caches, which soon forget that they held it; only whole cache lines go
-/// that way. Others see it in order only after [`fence`].
+/// Copies `source` to `target` with streaming stores, past the processor's caches; only whole cache lines are copied like this.
+/// Other threads see the bytes in order only after [`fence`].
 #[inline(always)]
 pub(super) fn stream(source: &[u8], target: &mut [u8]) {
     assert_eq!(source.len(), target.len(), "bytes to copy");
@@ -141,8 +140,8 @@ pub(super) fn stream(source: &[u8], target: &mut [u8]) {
         use std::arch::x86_64::{_mm_loadu_si128, _mm_stream_si128};
         let (from, to) = (source.as_ptr(), target.as_mut_ptr());
         for at in (0..target.len()).step_by(16) {
-            // SAFETY: SSE2 is part of x86-64. Both slices have 16 bytes from `at` on, as the length is a multiple of that,
-            // and those of `target` are aligned to 16 bytes, as it begins at a multiple of 64.
+            // SAFETY: SSE2 is part of x86-64. Both slices have 16 bytes from `at` on, as the length is a multiple of 16. Those
+            // of `target` are aligned to 16 bytes, as it begins at a multiple of 64.
             #[allow(unused_unsafe, reason = "some of these are safe where the compiler knows SSE2 to be enabled")]
             unsafe {
                 _mm_stream_si128(to.add(at).cast(), _mm_loadu_si128(from.add(at).cast()));
@@ -153,7 +152,7 @@ pub(super) fn stream(source: &[u8], target: &mut [u8]) {
     target.copy_from_slice(source);
 }
 
-/// Lets others see what [`stream`] has copied before anything that this thread writes later.
+/// Makes the bytes copied by [`stream`] visible to other threads before any later write of this thread.
 pub(super) fn fence() {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: SSE is part of x86-64; a fence touches no memory.
@@ -235,17 +234,17 @@ fn edge<const UNIT: usize>(
     }
 }
 
-/// Transposes as many lines and elements of them as fill registers, and says how many those were.
+/// Transposes the lines and elements that fill registers. Returns the numbers of both.
 #[cfg(not(target_arch = "x86_64"))]
 fn registers(_: Level, _: Lines<'_>, _: &mut [u8], _: usize) -> (usize, usize) {
     (0, 0)
 }
 
-/// Transposes as many lines and elements of them as fill registers, and says how many those were.
+/// Transposes the lines and elements that fill registers. Returns the numbers of both.
 #[cfg(target_arch = "x86_64")]
 fn registers(level: Level, lines: Lines<'_>, target: &mut [u8], pitch: usize) -> (usize, usize) {
     lines.check(pitch, target.len());
-    // SAFETY: all lines and what they become lie in the slices by the check above.
+    // SAFETY: all lines and their target lines lie in the slices by the check above.
     unsafe {
         if pitch == USUAL_PITCH {
             registers_with::<USUAL_PITCH>(level, lines, target, pitch)
@@ -292,8 +291,8 @@ unsafe fn registers_with<const PITCH: usize>(
     }
 }
 
-/// Transposes in registers. Each function does all whole blocks of lines that fill its registers and says how many lines and
-/// elements of them those were. It asks of its caller that [`Lines::check`] has passed, and that the processor has its
+/// Transposes in registers. Each function processes all whole blocks of lines that fill its registers, and returns the numbers of
+/// lines and of their elements. Its caller guarantees that [`Lines::check`] has passed, and that the processor has its
 /// instructions.
 #[cfg(target_arch = "x86_64")]
 #[allow(unused_unsafe, reason = "these intrinsics are safe where the compiler knows their instructions to be enabled")]
@@ -342,7 +341,7 @@ mod x86 {
         };
     }
 
-    /// Defines a function that does blocks of `$side` lines by `$parts` times as many elements.
+    /// Defines a function for blocks of `$side` lines by `$parts` times as many elements.
     ///
     /// A round is a perfect shuffle of the lines: line `i` is interleaved with line `i + N / 2`, giving lines `2 i` and
     /// `2 i + 1`. As many of these as a line has bits of index transpose a square. The halves of a wider register are
@@ -373,9 +372,9 @@ mod x86 {
                         }
                         let from = lines.source.as_ptr();
                         let to = target.as_mut_ptr();
-                        // SAFETY: the block touches `width` elements of `$side` lines and what they become, as
-                        // `column + width` is at most `columns` and `row + $side` at most the number of lines; they lie in
-                        // the slices, and the instructions are there, both by the contract of the module.
+                        // SAFETY: the block touches `width` elements of `$side` lines and of their target: `column + width` is at
+                        // most `columns`, and `row + $side` at most the number of lines. They lie in the slices, and the
+                        // processor has the instructions, both by the contract of the module.
                         unsafe {
                             let mut block: [_; $side] = from_fn(|line| $load!(from.add(offsets[line] + at)));
                             for _ in 0..$rounds {
@@ -410,11 +409,11 @@ mod x86 {
         fn wide_8(2, 2, 1, load_32, store_32, _mm256_unpacklo_epi64, _mm256_unpackhi_epi64);
     }
 
-    /// As those above, with 16 elements of 8 lines at a time, of elements of `SOURCE` bytes that become two: they are rounded to
-    /// BF16, if they are wider, and then multiplied by `factor` and rounded again, if `MULTIPLY` says so. Blocks that hold
-    /// what is not ordinary are converted by `exact`.
+    /// As the functions above, with 16 elements of 8 lines at a time, from elements of `SOURCE` bytes to elements of two. Wider
+    /// elements are rounded to BF16. With `MULTIPLY` they are then multiplied by `factor` and rounded again. `exact` converts
+    /// blocks with values that are not ordinary.
     ///
-    /// A cache line of all lines of a band is done before the next, which makes whole cache lines of the target.
+    /// One cache line of all lines of a band is processed before the next, so that whole cache lines of the target are written.
     #[target_feature(enable = "avx2")]
     pub(super) unsafe fn two_bytes<const SOURCE: usize, const MULTIPLY: bool, const PITCH: usize>(
         lines: Lines<'_>,
@@ -462,7 +461,7 @@ mod x86 {
                                 }
                             }
                             for (place, made) in block.into_iter().enumerate() {
-                                // The place in the first half of a line, and how far the same in the second half is.
+                                // The place in the first half of a line, and the distance to the same place in the second half.
                                 let (line, apart) =
                                     if SOURCE == 4 { (place % 2 * 8 + place / 2, 4) } else { (place, 8) };
                                 let to = to.add((column + line) * pitch + row * 2);
@@ -476,13 +475,13 @@ mod x86 {
         (lines.offsets.len() - rest.len(), columns)
     }
 
-    /// What tells whether any of some elements is a NaN, or its product is neither zero nor finite and far from subnormal.
+    /// Tells whether any element is a NaN, or any product is not ordinary: neither zero, nor finite and far from subnormal.
     struct Seen {
-        /// Bits are set by NaNs.
+        /// NaNs set bits here.
         nan: __m256i,
         /// The greatest magnitudes of products, as integers.
         greatest: __m256i,
-        /// The least magnitudes less one, so that zero is above all others.
+        /// The least magnitudes minus one, so that zero is above all others.
         least: __m256i,
     }
 
@@ -514,8 +513,8 @@ mod x86 {
         }
     }
 
-    /// Converts the 16 elements at `from`, and notes what they were. Of those of 4 bytes, the second eight are between the
-    /// first, as that saves instructions: element `8 i + j` is at place `2 j + i`.
+    /// Converts the 16 elements at `from`, and notes their magnitudes. For elements of 4 bytes, the second eight lie between the
+    /// first, which saves instructions: element `8 i + j` is at place `2 j + i`.
     #[target_feature(enable = "avx2")]
     #[inline]
     unsafe fn bf16<const SOURCE: usize, const MULTIPLY: bool>(
@@ -524,7 +523,7 @@ mod x86 {
         seen: &mut Seen,
     ) -> __m256i {
         let upper = _mm256_set1_epi32(0xffff_0000_u32.cast_signed());
-        // To nearest, ties to even, in the upper half; right for all but NaNs.
+        // To nearest, ties to even, in the upper half; correct for all values except NaNs.
         let round = |bits: __m256i| {
             let even = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
             _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), even)
@@ -532,7 +531,7 @@ mod x86 {
         let multiply = |bits: __m256i| {
             round(_mm256_castps_si256(_mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(factor))))
         };
-        // SAFETY: 16 elements of `SOURCE` bytes at `from` may be read, as the caller says.
+        // SAFETY: the caller guarantees that 16 elements of `SOURCE` bytes at `from` may be read.
         let eight = |index: usize| unsafe { _mm256_loadu_si256(from.add(32 * index).cast()) };
         let mut made = eight(0);
         if SOURCE == 4 {
@@ -542,7 +541,7 @@ mod x86 {
             let (one, half) = (_mm256_set1_epi16(1), _mm256_set1_epi16(i16::MIN));
             let high = _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(first), second);
             let low = _mm256_blend_epi16::<0b1010_1010>(first, _mm256_slli_epi32::<16>(second));
-            // One more where the lower half is more than a half, or just that beside an odd number.
+            // Adds one where the lower half is more than a half, or exactly a half with an odd upper half.
             let above = _mm256_subs_epu16(_mm256_adds_epu16(low, _mm256_and_si256(high, one)), half);
             made = _mm256_add_epi16(high, _mm256_min_epu16(above, one));
         }
@@ -605,7 +604,7 @@ mod tests {
         transpose(Level::PORTABLE, lines, &mut [0; 15], 8);
     }
 
-    /// A program that `kind` does, and what it makes of one element after another.
+    /// A program that `kind` implements, and its result for one element after another.
     fn expected(kind: FusedKind, flush: bool, source: &[u8]) -> (Program, Vec<u8>) {
         let multiply = |factor: f32| Step::multiply(factor, flush);
         let (source_type, steps) = match kind {
@@ -624,8 +623,8 @@ mod tests {
 
     #[test]
     fn fused_conversions_agree_with_single_elements() {
-        // Every BF16; and F32 values of every sign, exponent and upper mantissa at and around the boundaries of rounding, in
-        // an order in which blocks of ordinary values are met as well as mixed ones.
+        // Every BF16, and F32 values of every sign, exponent and upper mantissa at and around the boundaries of rounding. Their
+        // order gives blocks of ordinary values as well as mixed ones.
         let narrow: Vec<u8> = (0..1_u32 << 16).flat_map(|index| index.to_le_bytes()[..2].to_vec()).collect();
         let wide: Vec<u8> = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff]
             .into_iter()
@@ -664,7 +663,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_streamed_is_copied() {
+    fn streamed_bytes_are_copied() {
         let source: Vec<u8> = (0..=255).collect();
         for start in [0, 1, 64] {
             for length in [0, 1, 64, 128, 130] {

@@ -1,6 +1,6 @@
-//! What is stored for one logical element of a quantized tensor, by the definition.
+//! The value of one logical element of a quantized tensor, by definition.
 //!
-//! [`decode_scalar`] is the reference for everything that decodes many elements at a time.
+//! [`decode_scalar`] is the reference for all code that decodes many elements at a time.
 
 use super::{
     BitOrder, Bits, Decode, Field, Load, Step, Term, Value,
@@ -27,7 +27,7 @@ impl<'a> Window<'a> {
     /// The bytes from byte `at` of the tensor on.
     ///
     /// # Panics
-    /// If the window does not reach there: what a piece needs is found before anything is read.
+    /// If the window ends before that byte. The needed bytes of a piece are determined before any read, which excludes this.
     pub(super) fn from(&self, at: u64) -> &'a [u8] {
         let found = at.checked_sub(self.start).and_then(|at| self.bytes.get(usize::try_from(at).ok()?..));
         let Some(found) = found else {
@@ -40,7 +40,7 @@ impl<'a> Window<'a> {
 /// Decodes element `n` to `target`, with one window per operand; of a plain program, the one window holds the element.
 ///
 /// # Panics
-/// If a window does not hold what the element needs, or a type does not convert.
+/// If a window lacks bytes that the element needs, or a type does not convert.
 pub fn decode_scalar(decode: &Decode, windows: &[Window<'_>], n: u64, target: &mut [u8]) {
     let element = |bytes: usize| &windows[0].from(n * bytes as u64)[..bytes];
     match decode {
@@ -93,7 +93,7 @@ pub(super) fn code(bits: Bits, window: Window<'_>, at: u64) -> u32 {
     (word >> first) & mask
 }
 
-/// F32 bits of a code that is an integer.
+/// F32 bits of an integer code.
 #[allow(clippy::cast_precision_loss, reason = "at most 16 bits")]
 pub(super) fn integer(bits: Bits, code: u32) -> u32 {
     let sign = 32 - bits.width;

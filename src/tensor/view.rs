@@ -4,10 +4,9 @@
 //! a view that exists is well-formed; building one touches no data. [`View::lower`] turns it into a
 //! [`Tiling`](super::Tiling).
 //!
-//! Layout operators (slice, transpose, reshape, stack, concat, pad) say where elements go; element operators (cast,
-//! multiply, add) say what their values become. A leaf is a constant, a tensor as it is stored, or one whose elements
-//! are decoded from stored codes, scales and the like ([`View::quantized`]). The two kinds commute, which is what makes the normal form
-//! possible.
+//! Layout operators (slice, transpose, reshape, stack, concat, pad) move elements; element operators (cast, multiply, add)
+//! change their values. A leaf is a constant, a stored tensor, or a tensor whose elements are decoded from stored codes,
+//! scales and the like ([`View::quantized`]). The two kinds of operators commute, which makes the normal form possible.
 
 use std::{fmt, sync::Arc};
 
@@ -25,7 +24,7 @@ pub enum ViewError {
     Axis {
         /// The operator.
         op: &'static str,
-        /// The axis asked for.
+        /// The requested axis.
         axis: usize,
         /// The operand's shape.
         shape: Shape,
@@ -37,11 +36,11 @@ pub enum ViewError {
         axis: usize,
         /// Its extent.
         extent: u64,
-        /// First element asked for.
+        /// First requested element.
         start: u64,
-        /// End of the range asked for.
+        /// End of the requested range.
         stop: u64,
-        /// Distance of the elements asked for.
+        /// Distance of the requested elements.
         step: u64,
     },
     /// A list of axes is not a permutation.
@@ -57,7 +56,7 @@ pub enum ViewError {
     Reshape {
         /// The operand's shape.
         from: Shape,
-        /// The shape asked for.
+        /// The requested shape.
         to: Shape,
     },
     /// Operands of a stack or concat do not match.
@@ -107,14 +106,14 @@ pub enum ViewError {
         /// Shape they have.
         found: Shape,
     },
-    /// A stored tensor does not hold what a quantized one needs.
+    /// A stored tensor does not hold the elements that a quantized one needs.
     #[error("decode: tensor #{} does not fit a value of shape {shape}: {error}", tensor.0)]
     Operand {
         /// The stored tensor.
         tensor: TensorId,
         /// Shape of the decoded tensor.
         shape: Shape,
-        /// What does not fit.
+        /// The reason.
         error: OperandError,
     },
     /// The shape that would result is too large.
@@ -272,7 +271,7 @@ impl View {
         Self { node: Arc::new(Node { shape, dtype, op }) }
     }
 
-    /// A tensor of the checkpoint, as it is.
+    /// A tensor of the checkpoint, unchanged.
     pub fn source(tensor: SourceTensor) -> Self {
         Self::new(tensor.shape.clone(), tensor.dtype, Op::Source(tensor))
     }
@@ -326,7 +325,7 @@ impl View {
         Shape::try_new(&extents)
     }
 
-    /// Elements `start, start + step, …` below `stop` of `axis`; the other axes whole.
+    /// Elements `start, start + step, …` below `stop` of `axis`; all of the other axes.
     ///
     /// The axis shrinks to `ceil((stop - start) / step)`. Returns the view itself if that is all of it.
     ///
@@ -477,7 +476,7 @@ impl View {
         if dtype.is_float() { Ok(()) } else { Err(ViewError::NotFloat { op, dtype }) }
     }
 
-    /// Values rounded to `dtype`, to nearest with ties to even. The same dtype leaves every bit as it is.
+    /// Values rounded to `dtype`, to nearest with ties to even. The same dtype leaves every bit unchanged.
     ///
     /// # Errors
     /// [`ViewError::NotFloat`] unless both types are floats of 8 bits or more.

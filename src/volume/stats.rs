@@ -23,7 +23,7 @@ const STATS_BYTES: usize = 64 << 10;
 
 /// The ways in which bytes are served, in words.
 pub(super) const PATHS: [(Path, &str); 4] =
-    [(Path::Identical, "identical"), (Path::Runs, "runs"), (Path::Tiles, "tiles"), (Path::Made, "generated")];
+    [(Path::Identical, "identical"), (Path::Runs, "runs"), (Path::Tiles, "tiles"), (Path::Generated, "generated")];
 
 /// Everything that is reported.
 #[derive(Debug)]

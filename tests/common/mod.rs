@@ -261,7 +261,7 @@ pub fn gathered_from(tiling: &Tiling, stretch_units: u64, tensors: &HashMap<Tens
                     return gather(&job, &windows, stretch);
                 }
                 let bytes = decode.source_bytes(width).unwrap();
-                let (start, end) = (offset * bytes, (offset + piece.source_hull_units()) * bytes);
+                let (start, end) = (offset * bytes, (offset + piece.source_bounding_units()) * bytes);
                 let window = Window { bytes: &tensors[&tensor][start as usize..end as usize], start };
                 gather(&job, &[window], stretch);
             }

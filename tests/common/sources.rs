@@ -125,7 +125,7 @@ pub struct Watched {
 }
 
 impl Watched {
-    /// Lets `calls` of [`Source::fetch`], [`Maps::with`] and [`Maps::lend`] pass.
+    /// Lets `calls` of [`Source::fetch`], [`Maps::with`] and [`Maps::with_kernel_bytes`] pass.
     pub fn failing(inner: impl Source + 'static, fault: Fault, calls: u64) -> Self {
         let zero = || AtomicU64::new(0);
         Self {
@@ -218,13 +218,13 @@ impl Maps for Watched {
         if self.fails() { Some(Err(self.error(file))) } else { self.inner_maps().with(file, span, work) }
     }
 
-    fn lend(
+    fn with_kernel_bytes(
         &self,
         file: FileId,
         span: ByteSpan,
         reply: &mut dyn FnMut(KernelBytes<'_>),
     ) -> Option<Result<(), SourceError>> {
-        if self.fails() { Some(Err(self.error(file))) } else { self.inner_maps().lend(file, span, reply) }
+        if self.fails() { Some(Err(self.error(file))) } else { self.inner_maps().with_kernel_bytes(file, span, reply) }
     }
 
     fn will_need(&self, file: FileId, span: ByteSpan) {
@@ -235,12 +235,12 @@ impl Maps for Watched {
         self.inner_maps().will_return();
     }
 
-    fn map_ahead(&self, file: FileId, span: ByteSpan) -> bool {
-        self.inner_maps().map_ahead(file, span)
+    fn prefault(&self, file: FileId, span: ByteSpan) -> bool {
+        self.inner_maps().prefault(file, span)
     }
 
-    fn settle(&self) {
-        self.inner_maps().settle();
+    fn trim(&self) {
+        self.inner_maps().trim();
     }
 
     fn bound(&self, usual_bytes: u64, again_bytes: u64) {

@@ -7,18 +7,18 @@ use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
 use super::{super::ByteSpan, guard};
 
-/// The kernel takes no advice on more than its read-ahead at a time, which is seldom less than this.
+/// Bytes of one call of the advice. The kernel accepts no more than its read-ahead at a time, which is seldom less than this.
 const ADVISED_BYTES: usize = 128 << 10;
-/// Whether the page cache has them is told by the first of so many bytes, and so many of those: pages come and go in runs, and to
-/// look at each takes longer than some readers wait for all that is made of it.
+/// A check of the page cache samples the first 128 KiB of each 2 MiB. Pages come and go in runs, and a check of each page takes
+/// longer than some reads.
 pub(super) const SAMPLED_BYTES: usize = 2 << 20;
 const SAMPLE_BYTES: u64 = 128 << 10;
 
 /// Number of the system call `cachestat`, the same on all architectures.
 const CACHESTAT: libc::c_long = 451;
 
-/// Whether the page cache has all of `start..end`; not, where the kernel (before 6.5) or the file system cannot tell. To try to
-/// read without waiting would tell as well, but starts a read-ahead of its own.
+/// Whether the page cache has all of `start..end`. False where the kernel (before 6.5) or the file system cannot tell. A read that
+/// does not wait would tell too, but starts its own read-ahead.
 pub(super) fn is_cached(file: &File, start: u64, end: u64) -> bool {
     let range = [start, end - start];
     // Pages that are cached, then four other numbers of pages.
@@ -29,7 +29,7 @@ pub(super) fn is_cached(file: &File, start: u64, end: u64) -> bool {
     told == 0 && found[0] >= end.div_ceil(page_bytes) - start / page_bytes
 }
 
-/// Starts reading a span into the page cache, where that has not all of it.
+/// Starts reading a span into the page cache, unless all of it is cached.
 pub(super) fn will_need(file: &File, span: ByteSpan) {
     for start in (span.start()..span.end()).step_by(SAMPLED_BYTES) {
         let end = span.end().min(start + SAMPLED_BYTES as u64);
@@ -39,7 +39,7 @@ pub(super) fn will_need(file: &File, span: ByteSpan) {
     }
 }
 
-/// Starts reading `start..end` into the page cache. Advice may be refused; nothing depends on it.
+/// Starts reading `start..end` into the page cache. The kernel may refuse the advice; nothing depends on it.
 fn need(file: &File, start: u64, end: u64) {
     for start in (start..end).step_by(ADVISED_BYTES) {
         let len = (ADVISED_BYTES as u64).min(end - start);

@@ -1,16 +1,16 @@
-//! Guarded memory mappings: a page of a mapped file that is gone is an error, not the end of the process.
+//! Guarded memory mappings: a lost page of a mapped file is an error, not the end of the process.
 //!
-//! Loading from a mapped page that the file no longer has (truncation) or that the device cannot deliver raises SIGBUS. The
+//! A load from a mapped page raises SIGBUS if the file no longer has the page (truncation) or the device cannot deliver it. The
 //! handler installed here looks the address up among the guarded mappings. If it belongs to one, the handler first sets
-//! that mapping's flag and then puts zero pages from the faulting page to the mapping's end; the interrupted load goes on
-//! and reads zeros. Whoever used the mapping checks the flag afterwards. The order matters: zeros are visible only after
+//! that mapping's flag and then puts zero pages from the faulting page to the mapping's end. The interrupted load continues
+//! and reads zeros. The user of the mapping checks the flag afterwards. The order matters: zeros are visible only after
 //! the flag is, so that no thread can take them for data. The flag never clears, since the zero pages stay.
 //!
-//! A SIGBUS anywhere else gets what it would have got without us: the handler puts back the action that it found when it
-//! was installed and lets the signal happen again.
+//! A SIGBUS anywhere else has the same effect as without this handler. The handler restores the action that it found when it
+//! was installed, and lets the signal happen again.
 //!
 //! The fast path costs one atomic load. The mapping must not be used for anything that may outlive the flag's check, such
-//! as replies to the kernel: those get a mapping of their own, where the missing page makes the system call fail.
+//! as replies to the kernel. Those have a mapping of their own, where the missing page makes the system call fail.
 #![allow(unsafe_code)]
 
 use std::{
@@ -27,21 +27,21 @@ use memmap2::{MmapOptions, MmapRaw};
 
 /// One guarded mapping as the handler sees it. Slots are never freed or reused: a handler may look at one at any moment, and
 /// a repository's mappings are few and live as long as the process.
-struct Slot {
+struct MapSlot {
     start: usize,
     /// One past the last byte of the last page; 0 once the mapping is gone.
     end: AtomicUsize,
     faulted: AtomicBool,
-    next: Option<&'static Slot>,
+    next: Option<&'static MapSlot>,
 }
 
-/// Resident pages that are let go of at a time: nothing else can be mapped meanwhile.
+/// Bytes of resident pages dropped in one call: meanwhile nothing else can be mapped.
 const DROPPED_BYTES: usize = 256 << 20;
 
 /// Newest slot; the others follow by `next`.
-static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
+static SLOTS: AtomicPtr<MapSlot> = AtomicPtr::new(ptr::null_mut());
 
-/// What SIGBUS did before us; set before the handler is installed.
+/// The earlier action of SIGBUS; set before the handler is installed.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// Page size for the handler, which must not call into the C library to learn it.
@@ -54,12 +54,12 @@ static INSTALLED: AtomicI32 = AtomicI32::new(0);
 #[derive(Debug)]
 pub struct GuardedMap {
     map: MmapRaw,
-    slot: &'static Slot,
+    slot: &'static MapSlot,
 }
 
-impl std::fmt::Debug for Slot {
+impl std::fmt::Debug for MapSlot {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Slot")
+        f.debug_struct("MapSlot")
             .field("start", &self.start)
             .field("end", &self.end)
             .field("faulted", &self.faulted)
@@ -75,7 +75,7 @@ impl GuardedMap {
     /// Maps the first `len_bytes` bytes of `file`, which must be at least 1.
     ///
     /// # Errors
-    /// What the system says to the mapping or to the signal handler.
+    /// The mapping or the installation of the signal handler failed.
     pub fn new(file: &File, len_bytes: usize) -> io::Result<Self> {
         install()?;
         let map = MmapOptions::new().len(len_bytes).map_raw_read_only(file)?;
@@ -114,17 +114,17 @@ impl GuardedMap {
         if self.has_faulted() {
             return Err(Faulted);
         }
-        // SAFETY: the span lies in the mapping (asserted above), which lives as long as `self` and is readable for all its
-        // length: where the file has no page, the handler supplies one. The compiler may assume that the bytes do not change
-        // under a shared slice, while another process may change them. As with every mapped file this cannot be ruled
-        // out, only bounded: bytes have no invalid values, and results count only after the file's identity was
-        // checked again, so the worst outcome is a result that is thrown away.
+        // SAFETY: the span lies in the mapping (asserted above), which lives as long as `self`. All of the mapping is
+        // readable: where the file has no page, the handler supplies one. The compiler may assume that the bytes do not
+        // change under a shared slice, while another process may change them. As with every mapped file this cannot be
+        // ruled out, only bounded. Bytes have no invalid values, and results count only after another check of the file's
+        // identity, so the worst outcome is a discarded result.
         let bytes = unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(start), end - start) };
         work(bytes);
         if self.has_faulted() { Err(Faulted) } else { Ok(()) }
     }
 
-    /// Lets go of the mapping's resident pages; they come back from the page cache when touched again.
+    /// Drops the mapping's resident pages; they come back from the page cache when touched again.
     pub fn drop_resident(&self) {
         drop_resident(self.map.as_ptr(), self.map.len());
     }
@@ -132,7 +132,7 @@ impl GuardedMap {
     /// Makes the pages of `start..end` resident, so that touching them costs no fault.
     ///
     /// # Errors
-    /// What the system says: it does not know how to (before Linux 5.14), or a page is gone, which is no fault here.
+    /// The error of the system call: the kernel does not have it (before Linux 5.14), or a page is gone, which is not a fault here.
     ///
     /// # Panics
     /// If the span leaves the mapping.
@@ -140,7 +140,7 @@ impl GuardedMap {
         assert!(start <= end && end <= self.map.len(), "span {start}..{end} of a mapping of {} bytes", self.map.len());
         let start = start / page_bytes() * page_bytes();
         // SAFETY: the pages lie in the mapping, which begins at a page and lives as long as `self`. The system reads them as a
-        // load would, except that it returns an error where that would be a signal.
+        // load would, but returns an error where a load would raise a signal.
         let done = unsafe {
             let from = self.map.as_ptr().add(start);
             libc::madvise(from.cast_mut().cast(), end - start, libc::MADV_POPULATE_READ)
@@ -151,18 +151,18 @@ impl GuardedMap {
 
 impl Drop for GuardedMap {
     fn drop(&mut self) {
-        // Before the address range is free for others to map: a fault there would no longer be ours.
+        // Before other mappings may use the address range: a fault there would no longer be ours.
         self.slot.end.store(0, Ordering::SeqCst);
     }
 }
 
-/// Lets go of the resident pages of a read-only shared file mapping. Contents are unaffected: the kernel only empties page
+/// Drops the resident pages of a read-only shared file mapping. Contents are unaffected: the kernel only empties page
 /// table entries and fills them again on the next touch.
 pub(super) fn drop_resident(start: *const u8, len_bytes: usize) {
     for at in (0..len_bytes).step_by(DROPPED_BYTES) {
         let part = DROPPED_BYTES.min(len_bytes - at);
-        // SAFETY: `start..start + len_bytes` is a live file mapping of the caller's, shared and read-only, so that
-        // MADV_DONTNEED discards no data: concurrent readers of the range fault the same pages in again. Zero pages put there
+        // SAFETY: `start..start + len_bytes` is a live file mapping of the caller, shared and read-only. So MADV_DONTNEED
+        // discards no data: concurrent readers of the range fault the same pages in again. Zero pages put there
         // by the handler are anonymous; discarding them yields zero pages again. Failure leaves the pages where they are.
         // Parts lie in the range and begin at a page, as the mapping does.
         unsafe { libc::madvise(start.add(at).cast_mut().cast(), part, libc::MADV_DONTNEED) };
@@ -183,14 +183,14 @@ pub(super) fn page_bytes() -> usize {
     }
 }
 
-fn register(start: usize, end: usize) -> &'static Slot {
+fn register(start: usize, end: usize) -> &'static MapSlot {
     let mut head = SLOTS.load(Ordering::Acquire);
     let slot =
-        Box::leak(Box::new(Slot { start, end: AtomicUsize::new(end), faulted: AtomicBool::new(false), next: None }));
+        Box::leak(Box::new(MapSlot { start, end: AtomicUsize::new(end), faulted: AtomicBool::new(false), next: None }));
     let slot = NonNull::from(slot);
     loop {
-        // SAFETY: slots are leaked boxes, so `head`, if any, is valid for ever; and until the exchange below succeeds nobody
-        // else has a pointer to `slot`, so that writing to it is exclusive.
+        // SAFETY: slots are leaked boxes, so `head`, if any, is valid for ever. Until the exchange below succeeds no other
+        // thread has a pointer to `slot`, so that writing to it is exclusive.
         unsafe { (*slot.as_ptr()).next = head.as_ref() };
         match SLOTS.compare_exchange_weak(head, slot.as_ptr(), Ordering::AcqRel, Ordering::Acquire) {
             // SAFETY: the box is leaked, and from now on only shared.
@@ -258,7 +258,7 @@ fn replace_lost_pages(address: usize) -> bool {
         let end = slot.end.load(Ordering::SeqCst);
         if slot.start <= address && address < end {
             slot.faulted.store(true, Ordering::SeqCst);
-            // To the end at once: what was truncated is gone from here on, and one replacement splits the mapping once.
+            // To the end at once: a truncated file has no page from here on, and one replacement splits the mapping once.
             // SAFETY: the range lies in a mapping that some thread is using under `&GuardedMap` (it just faulted), so that it
             // is ours to replace; it is read-only before and after. mmap is a plain system call here.
             let got = unsafe {
@@ -278,8 +278,8 @@ fn replace_lost_pages(address: usize) -> bool {
     false
 }
 
-/// Not ours: puts the earlier action back. A fault happens again when the handler returns and meets that action; a signal
-/// that somebody sent has to be sent again.
+/// Not ours: restores the earlier action. A fault happens again when the handler returns and meets that action; a signal
+/// sent by a process has to be sent again.
 fn give_up(signal: libc::c_int, code: libc::c_int) {
     // SAFETY: both calls may be made in a signal handler; the action is the one that sigaction itself gave us, or the
     // default, for which all zeros is the valid value.

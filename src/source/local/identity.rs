@@ -1,5 +1,4 @@
-//! What makes a local file the one that was pinned: device, inode, size, modification and status change time, all read from the
-//! open file.
+//! The identity of a local file: device, inode, size, modification and status change time, all read from the open file.
 
 use std::time::{Duration, SystemTime};
 
@@ -7,7 +6,7 @@ use nix::sys::stat::FileStat;
 
 use super::super::Aspect;
 
-/// What makes a file the one that was pinned.
+/// The identity of a file, compared with the pinned one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Identity {
     device: u64,
@@ -29,7 +28,7 @@ impl Identity {
         }
     }
 
-    /// The first aspect in which `found` differs, with both values; the telling ones first.
+    /// The first aspect in which `found` differs, with both values; the most informative aspects come first.
     pub(super) fn difference(&self, found: &Self) -> Option<(Aspect, i128, i128)> {
         [
             (Aspect::Device, i128::from(self.device), i128::from(found.device)),

@@ -7,7 +7,8 @@ use super::super::SourceError;
 /// Descriptors that a mount needs besides those of its source files, with some to spare.
 const OTHER_DESCRIPTORS: u64 = 48;
 
-/// Every source file stays open, and a repository may have hundreds: lifts the soft limit to the hard one. What the limit is then.
+/// Raises the soft limit of open files to the hard one: every source file stays open, and a repository may have hundreds. Returns
+/// the new limit.
 pub(in super::super) fn raise_open_file_limit() -> Option<u64> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).ok()?;
     if soft >= hard {
@@ -22,7 +23,7 @@ pub(in super::super) fn raise_open_file_limit() -> Option<u64> {
     }
 }
 
-/// Refuses more source files than may be open at once. To be called before they are opened.
+/// Refuses more source files than the limit of open files allows. To be called before they are opened.
 ///
 /// # Errors
 /// [`SourceError::FileLimit`].

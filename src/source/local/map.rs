@@ -1,4 +1,4 @@
-//! The maps of a local file: one to lend to the kernel, one, guarded, to read from; see [`super::guard`] for why they differ.
+//! The maps of a local file: one for the kernel, and a guarded one to read from; see [`super::guard`] for why they differ.
 #![allow(unsafe_code)]
 
 use std::{
@@ -20,38 +20,38 @@ use super::{
     guard::{self, Faulted, GuardedMap},
 };
 
-/// What is mapped of one file, from when it is first needed.
+/// The maps of one file, made when first needed.
 #[derive(Debug)]
 pub(super) struct FileMaps {
-    /// Length to map; 0 where the file is read instead.
+    /// Length to map in bytes; 0 where the file is read instead.
     len: usize,
     /// `None` inside where mapping failed; the file is read with `pread` then.
-    to_lend: OnceLock<Option<MmapRaw>>,
-    to_read: OnceLock<Option<GuardedMap>>,
+    kernel_map: OnceLock<Option<MmapRaw>>,
+    guarded_map: OnceLock<Option<GuardedMap>>,
     /// Whether pages were touched since they were last dropped.
     touched: AtomicBool,
-    /// Whether the kernel says of its mapped pages whether they are in memory; of others' files it does not.
+    /// Whether the kernel tells which mapped pages are in memory. It does not for files of other users.
     tells_resident: bool,
 }
 
 impl FileMaps {
-    /// Of a file of `len` bytes to map, 0 where it is not to be mapped.
+    /// The maps of a file of `len` bytes; 0 if it must not be mapped.
     pub(super) fn new(len: usize, tells_resident: bool) -> Self {
-        let (to_lend, to_read, touched) = (OnceLock::new(), OnceLock::new(), AtomicBool::new(false));
-        Self { len, to_lend, to_read, touched, tells_resident }
+        let (kernel_map, guarded_map, touched) = (OnceLock::new(), OnceLock::new(), AtomicBool::new(false));
+        Self { len, kernel_map, guarded_map, touched, tells_resident }
     }
 
-    fn to_lend(&self, file: &File, path: &Path) -> Option<&MmapRaw> {
+    fn kernel_map(&self, file: &File, path: &Path) -> Option<&MmapRaw> {
         let make = || memmap2::MmapOptions::new().len(self.len).map_raw_read_only(file);
-        let map = self.to_lend.get_or_init(|| {
+        let map = self.kernel_map.get_or_init(|| {
             let made = (self.len > 0).then(make)?;
             made.inspect_err(|error| not_mapped(path, error)).ok()
         });
         map.as_ref()
     }
 
-    fn to_read(&self, file: &File, path: &Path) -> Option<&GuardedMap> {
-        let map = self.to_read.get_or_init(|| {
+    fn guarded_map(&self, file: &File, path: &Path) -> Option<&GuardedMap> {
+        let map = self.guarded_map.get_or_init(|| {
             let made = (self.len > 0).then(|| GuardedMap::new(file, self.len))?;
             made.inspect_err(|error| not_mapped(path, error)).ok()
         });
@@ -60,11 +60,11 @@ impl FileMaps {
 
     /// Whether the file can be mapped to read from it.
     pub(super) fn can(&self, file: &File, path: &Path) -> bool {
-        self.to_read(file, path).is_some()
+        self.guarded_map(file, path).is_some()
     }
 
     pub(super) fn note_touched(&self) {
-        // A store by every reader would move the cache line about.
+        // A store by every reader would move the cache line between processors.
         if !self.touched.load(Ordering::Relaxed) {
             self.touched.store(true, Ordering::Relaxed);
         }
@@ -76,18 +76,18 @@ impl FileMaps {
     }
 
     pub(super) fn drop_resident(&self) {
-        if let Some(map) = self.to_lend.get().and_then(Option::as_ref) {
+        if let Some(map) = self.kernel_map.get().and_then(Option::as_ref) {
             guard::drop_resident(map.as_ptr(), map.len());
         }
-        if let Some(map) = self.to_read.get().and_then(Option::as_ref) {
+        if let Some(map) = self.guarded_map.get().and_then(Option::as_ref) {
             map.drop_resident();
         }
     }
 
-    /// Mapped bytes of a span inside the file, which are in memory: whoever hands them to the kernel does not wait for storage, but
-    /// in the rare case that they leave memory at once.
-    pub(super) fn lend(&self, file: &File, path: &Path, span: ByteSpan) -> Option<KernelBytes<'_>> {
-        let map = self.to_lend(file, path)?;
+    /// Mapped bytes of a span inside the file, which are in memory. A system call with them does not wait for storage, except in
+    /// the rare case that they leave memory at once.
+    pub(super) fn kernel_bytes(&self, file: &File, path: &Path, span: ByteSpan) -> Option<KernelBytes<'_>> {
+        let map = self.kernel_map(file, path)?;
         let (start, len) = (usize::try_from(span.start()).ok()?, memory_len(span));
         assert!(start + len <= map.len(), "span {span} of a mapping of {} bytes", map.len());
         if !(self.tells_resident && is_resident(map, start, start + len)) {
@@ -105,21 +105,21 @@ impl FileMaps {
         span: ByteSpan,
         work: &mut dyn FnMut(&[u8]),
     ) -> Option<Result<(), Faulted>> {
-        let map = self.to_read(file, path)?;
+        let map = self.guarded_map(file, path)?;
         let start = usize::try_from(span.start()).ok()?;
         Some(map.with(start, start + memory_len(span), work))
     }
 
-    /// Maps the pages of a span inside the file that are cached. Says whether the system can.
+    /// Maps the cached pages of a span inside the file. Returns whether the system can do this.
     pub(super) fn populate(&self, file: &File, path: &Path, span: ByteSpan) -> bool {
-        let Some(map) = self.to_read(file, path) else { return true };
+        let Some(map) = self.guarded_map(file, path) else { return true };
         self.note_touched();
         let place = |at: u64| usize::try_from(at).unwrap_or(usize::MAX);
         let mut start = span.start();
         while start < span.end() {
             let end = (start + 1).next_multiple_of(SAMPLED_BYTES as u64).min(span.end());
-            // What is not cached would be read, which may be in vain and in the way of others. A failure says that the system
-            // cannot do it, or that a page is gone, which who reads it will be told.
+            // Pages that are not cached would be read, perhaps in vain, and would delay other readers. A failure means that the system
+            // cannot do it, or that a page is gone; a reader of that page gets the error.
             if is_cached(file, start, end) && map.populate(place(start), place(end)).is_err() {
                 return false;
             }
@@ -133,7 +133,7 @@ fn not_mapped(path: &Path, error: &io::Error) {
     tracing::warn!("{}: cannot be mapped, will be read instead: {error}", path.display());
 }
 
-/// Whether all mapped pages of `start..end` are in memory and filled, by what the kernel says of them.
+/// Whether all mapped pages of `start..end` are in memory and filled, according to the kernel.
 fn is_resident(map: &MmapRaw, start: usize, end: usize) -> bool {
     let page_bytes = guard::page_bytes();
     let first = start / page_bytes * page_bytes;
@@ -143,14 +143,14 @@ fn is_resident(map: &MmapRaw, start: usize, end: usize) -> bool {
     told == 0 && pages.iter().all(|page| page & 1 == 1)
 }
 
-/// Reads mapped pages into memory where they are not. Where the kernel cannot (before Linux 5.14), the first access does.
+/// Reads mapped pages into memory that are not there yet. Where the kernel cannot (before Linux 5.14), the first access does.
 ///
 /// # Errors
 /// A page is gone, or storage failed.
 fn fill(map: &MmapRaw, start: usize, end: usize) -> io::Result<()> {
     let first = start / guard::page_bytes() * guard::page_bytes();
     // SAFETY: the pages lie in the mapping, which begins at a page. The kernel reads them as a load would, but returns an error
-    // where that would be a signal.
+    // where a load would raise a signal.
     let done =
         unsafe { libc::madvise(map.as_ptr().add(first).cast_mut().cast(), end - first, libc::MADV_POPULATE_READ) };
     let error = io::Error::last_os_error();

@@ -1,14 +1,15 @@
 //! Local files: opened once, pinned, mapped where that is safe.
 //!
-//! A file is identified by device, inode, size, modification and status change time, all read from the open file, so that
-//! `fstat` tells in 0.2 us whether it is still the same. The status change time makes this strict: also a new hard link
-//! or changed permissions poison the file, because the kernel offers no other trace of an edit whose author set the
-//! modification time back. Two edits are not seen: one within the same clock tick (some milliseconds, on kernels before
-//! 6.13) as the file's pinning, and one through a writable mapping of a page that was dirty already.
+//! A file is identified by device, inode, size, modification and status change time, all read from the open file. So `fstat`
+//! tells in 0.2 us whether the file is still the same. The status change time makes this strict: a new hard link or changed
+//! permissions also poison the file. The kernel keeps no other trace of an edit whose author set the modification time back.
 //!
-//! Each file has up to two mappings, made when first needed: one to lend to the kernel and one, guarded, to read from
+//! Two kinds of edits are not detected. One is an edit within the same clock tick as the pinning of the file (some milliseconds, on
+//! kernels before 6.13). The other is an edit through a writable mapping of a page that was already dirty.
+//!
+//! Each file has up to two mappings, made when first needed: one for the kernel, and a guarded one to read from
 //! (see [`guard`] for why they must differ). Mapped pages count as resident memory of this process although they
-//! belong to the page cache; [`Window`] keeps that count small. Network file systems are read with `pread`, since their
+//! belong to the page cache; [`ResidentWindow`] keeps that count small. Network file systems are read with `pread`, since their
 //! mapped pages fail too easily.
 
 mod advice;
@@ -36,12 +37,12 @@ use nix::{
 
 pub use limit::check_open_file_limit;
 pub(super) use limit::raise_open_file_limit;
-pub use window::Window;
+pub use window::ResidentWindow;
 
 use super::{
     ByteSpan, FetchPart, FileId, Found, Health, KernelBytes, Maps, Opened, Pin, Source, SourceError,
     beneath::Again,
-    stall::{Fetches, Target},
+    stall::{Fetches, WaitTarget},
 };
 use identity::Identity;
 use map::FileMaps;
@@ -58,10 +59,10 @@ pub enum SourceIo {
     Pread,
 }
 
-/// Bytes that are read in one call: each call that comes back is a sign that storage answers, if slowly.
+/// Most bytes read in one call: each call that returns shows that storage answers, even if slowly.
 const READ_BYTES_MAX: usize = 8 << 20;
 
-/// Parts of at least this many bytes are asked for before the first of them is read, so that storage works on all of them.
+/// Parts of at least this many bytes are requested before the first of them is read, so that storage works on all of them.
 const ADVISED_BYTES_MIN: u64 = 2 << 20;
 
 /// A call of `pread` costs as much as copying about this many bytes.
@@ -89,7 +90,7 @@ const REMOTE_MAGIC: [i64; 12] = [
 pub struct LocalFiles {
     files: Vec<Pinned>,
     maps: Vec<FileMaps>,
-    window: Window,
+    window: ResidentWindow,
     health: Health,
 }
 
@@ -103,7 +104,7 @@ struct Pinned {
 }
 
 impl LocalFiles {
-    /// Opens and pins files, wherever their paths lead; their ids are their places in `paths`.
+    /// Opens and pins files, wherever their paths lead; a file's id is its position in `paths`.
     ///
     /// # Errors
     /// The first file that cannot be opened or is not a regular file.
@@ -111,7 +112,7 @@ impl LocalFiles {
     /// # Panics
     /// If there are more than `u32::MAX` paths.
     pub fn open(paths: &[PathBuf], io: SourceIo) -> Result<Self, SourceError> {
-        Self::open_with_window(paths, io, Window::usual())
+        Self::open_with_window(paths, io, ResidentWindow::usual())
     }
 
     /// As [`LocalFiles::open`], with another bound on resident mapped memory.
@@ -121,7 +122,7 @@ impl LocalFiles {
     ///
     /// # Panics
     /// As [`LocalFiles::open`].
-    pub fn open_with_window(paths: &[PathBuf], io: SourceIo, window: Window) -> Result<Self, SourceError> {
+    pub fn open_with_window(paths: &[PathBuf], io: SourceIo, window: ResidentWindow) -> Result<Self, SourceError> {
         check_open_file_limit(paths.len())?;
         let open = |path: &PathBuf| {
             let failed = |error| SourceError::Io {
@@ -135,21 +136,21 @@ impl LocalFiles {
         Self::pin_with_window(files, io, window, Arc::default())
     }
 
-    /// Pins files that are open; their ids are their places in `files`. `fetches` notes what is waited for from now on.
+    /// Pins files that are open; a file's id is its position in `files`. `fetches` notes the waits for storage from now on.
     ///
     /// # Errors
-    /// The first file whose attributes cannot be had.
+    /// The first file whose attributes cannot be read.
     ///
     /// # Panics
     /// If there are more than `u32::MAX` files.
     pub fn pin(files: Vec<Opened>, io: SourceIo, fetches: Arc<Fetches>) -> Result<Self, SourceError> {
-        Self::pin_with_window(files, io, Window::usual(), fetches)
+        Self::pin_with_window(files, io, ResidentWindow::usual(), fetches)
     }
 
     fn pin_with_window(
         files: Vec<Opened>,
         io: SourceIo,
-        window: Window,
+        window: ResidentWindow,
         fetches: Arc<Fetches>,
     ) -> Result<Self, SourceError> {
         assert!(u32::try_from(files.len()).is_ok(), "{} files", files.len());
@@ -163,7 +164,7 @@ impl LocalFiles {
         Ok(Self { files, maps, window, health })
     }
 
-    /// How often resident mapped pages were let go.
+    /// How often resident mapped pages were dropped.
     pub fn window_drops(&self) -> u64 {
         self.window.drops()
     }
@@ -177,8 +178,8 @@ impl LocalFiles {
         self.health.usable(file).map(|()| self.pinned(file))
     }
 
-    /// The poison of a file that misbehaved: what `fstat` has to say about it, or else `otherwise`.
-    fn blame(&self, file: FileId, otherwise: SourceError) -> SourceError {
+    /// Poisons a file after a failed access, with the difference that `fstat` finds, or else with `otherwise`.
+    fn poison_after(&self, file: FileId, otherwise: SourceError) -> SourceError {
         let pinned = self.pinned(file);
         match pinned.difference(fstat(&pinned.file)) {
             Ok(Some(changed)) => self.health.condemn(file, changed),
@@ -186,7 +187,7 @@ impl LocalFiles {
         }
     }
 
-    /// Whether the file is still what was pinned, while the wait for the answer is noted.
+    /// Checks that the file is still identical to the pinned one. Notes the wait for the answer.
     fn compare_open(&self, file: FileId, pinned: &Pinned) -> Result<(), SourceError> {
         self.compare(file, pinned, fstat(&pinned.file))
     }
@@ -200,14 +201,16 @@ impl LocalFiles {
 
     /// Reads one part.
     fn read(&self, file: FileId, pinned: &Pinned, span: ByteSpan, target: &mut [u8]) -> Result<(), SourceError> {
-        let fetching = self.health.begin(Target::Bytes(file, span));
+        let fetching = self.health.begin(WaitTarget::Bytes(file, span));
         let (mut rest, mut at) = (target, span.start());
         while !rest.is_empty() {
             let len = rest.len().min(READ_BYTES_MAX);
             match pinned.file.read_at(&mut rest[..len], at) {
                 Ok(0) => {
                     let found = at - span.start();
-                    return Err(self.blame(file, SourceError::Short { file: pinned.pin.path.clone(), span, found }));
+                    return Err(
+                        self.poison_after(file, SourceError::Short { file: pinned.pin.path.clone(), span, found })
+                    );
                 }
                 Ok(got) => {
                     rest = &mut rest[got..];
@@ -282,17 +285,17 @@ impl Source for LocalFiles {
 
     fn check(&self, file: FileId) -> Result<(), SourceError> {
         let pinned = self.usable(file)?;
-        let _checking = self.health.begin(Target::Check(file));
+        let _checking = self.health.begin(WaitTarget::Check(file));
         self.compare_open(file, pinned)
     }
 
     fn check_path(&self, file: FileId) -> Result<(), SourceError> {
         let pinned = self.usable(file)?;
-        let _checking = self.health.begin(Target::Check(file));
+        let _checking = self.health.begin(WaitTarget::Check(file));
         self.compare_open(file, pinned)?;
         let found = match &pinned.again {
             Again::Named => stat(&*pinned.pin.path),
-            // Not by the path as a whole: a link that was put there since may lead anywhere, also into our own mount.
+            // Not by the path as a whole: a new link there may lead anywhere, also into our own mount.
             Again::Beneath(root, below) => root.find_again(below),
         };
         self.compare(file, pinned, found)
@@ -304,7 +307,7 @@ impl Source for LocalFiles {
         for part in &*parts {
             let span = pinned.bounded(part.span().unwrap_or(beyond(part.start)))?;
             if span.len() >= ADVISED_BYTES_MIN {
-                let _fetching = self.health.begin(Target::Bytes(file, span));
+                let _fetching = self.health.begin(WaitTarget::Bytes(file, span));
                 advice::will_need(&pinned.file, span);
             }
         }
@@ -346,14 +349,14 @@ impl Maps for LocalFiles {
             work(&[]);
             return Some(Ok(()));
         }
-        let _fetching = self.health.begin(Target::Bytes(file, span));
+        let _fetching = self.health.begin(WaitTarget::Bytes(file, span));
         self.window.touch(&self.maps, maps, span);
         let done = maps.with(&pinned.file, &pinned.pin.path, span, work)?;
-        let fault = |_| self.blame(file, SourceError::Fault { file: pinned.pin.path.clone(), span });
+        let fault = |_| self.poison_after(file, SourceError::Fault { file: pinned.pin.path.clone(), span });
         Some(done.map_err(fault))
     }
 
-    fn lend(
+    fn with_kernel_bytes(
         &self,
         file: FileId,
         span: ByteSpan,
@@ -366,7 +369,7 @@ impl Maps for LocalFiles {
         if !pinned.mapped {
             return None;
         }
-        let fetching = self.health.begin(Target::Bytes(file, span));
+        let fetching = self.health.begin(WaitTarget::Bytes(file, span));
         if let Err(error) = self.compare_open(file, pinned) {
             return Some(Err(error));
         }
@@ -376,18 +379,18 @@ impl Maps for LocalFiles {
         } else {
             let maps = &self.maps[file.index()];
             self.window.touch(&self.maps, maps, span);
-            maps.lend(&pinned.file, &pinned.pin.path, span)?
+            maps.kernel_bytes(&pinned.file, &pinned.pin.path, span)?
         };
-        // How long others take for them says nothing about this file.
+        // The time that others take for the bytes says nothing about this file.
         drop(fetching);
         reply(bytes);
-        let _checking = self.health.begin(Target::Check(file));
+        let _checking = self.health.begin(WaitTarget::Check(file));
         Some(self.compare_open(file, pinned))
     }
 
     fn will_need(&self, file: FileId, span: ByteSpan) {
         let Ok(pinned) = self.usable(file) else { return };
-        let _fetching = self.health.begin(Target::Bytes(file, span));
+        let _fetching = self.health.begin(WaitTarget::Bytes(file, span));
         advice::will_need(&pinned.file, span);
     }
 
@@ -395,22 +398,22 @@ impl Maps for LocalFiles {
         self.window.returning();
     }
 
-    fn map_ahead(&self, file: FileId, span: ByteSpan) -> bool {
+    fn prefault(&self, file: FileId, span: ByteSpan) -> bool {
         let pinned = self.pinned(file);
         let Ok(span) = self.usable(file).and_then(|pinned| pinned.bounded(span)) else { return true };
         if !pinned.mapped {
             return true;
         }
-        if !self.window.has_room_ahead(span.len()) {
+        if !self.window.has_prefault_room(span.len()) {
             return false;
         }
-        let _fetching = self.health.begin(Target::Bytes(file, span));
+        let _fetching = self.health.begin(WaitTarget::Bytes(file, span));
         self.window.returning();
         self.maps[file.index()].populate(&pinned.file, &pinned.pin.path, span)
     }
 
-    fn settle(&self) {
-        self.window.settle(&self.maps);
+    fn trim(&self) {
+        self.window.trim(&self.maps);
     }
 
     fn bound(&self, usual_bytes: u64, again_bytes: u64) {

@@ -15,35 +15,35 @@ use super::{super::ByteSpan, guard, map::FileMaps};
 
 /// Bounds the mapped pages that stay resident.
 ///
-/// Bytes touched through mappings are added up. When a window's worth has come together, and the process really holds more
-/// mapped pages than a window, all touched mappings let go of theirs; those in use come back by a minor fault. So the
-/// process holds at most two windows and what is being read. A small working set that is read again and again stays.
+/// Bytes touched through mappings are added up. When the sum reaches the window's size and the process holds more mapped pages
+/// than that, all touched mappings drop their pages. Pages in use come back by a minor fault. So the process holds at
+/// most two windows and the pages being read. A small working set that is read again and again stays.
 ///
-/// Transposed tiles visit a few bytes of very many pages, and the next tile visits the same pages: mapping them anew each
-/// time costs several times the transposing itself. Hence the window is wider while such tiles are made.
+/// Transposed tiles visit a few bytes of very many pages, and the next tile visits the same pages. Mapping them again each time
+/// costs several times the transposing itself. Hence the window is wider while such tiles are made.
 #[derive(Debug)]
-pub struct Window {
+pub struct ResidentWindow {
     narrow_bytes: AtomicU64,
     wide_bytes: AtomicU64,
     touched_bytes: AtomicU64,
     drops: AtomicU64,
-    /// What [`Window::returning`] sets and [`Window::settle`] counts down: above 0 the window is wide.
+    /// [`ResidentWindow::returning`] sets it and [`ResidentWindow::trim`] counts it down: above 0 the window is wide.
     returning: AtomicU8,
 }
 
-impl Window {
-    /// Usual size of the window, where nobody sets another.
+impl ResidentWindow {
+    /// Default size of the window in bytes.
     pub const BYTES: u64 = 160 << 20;
 
-    /// Size of the window while pages are visited again and again, as a share of the machine's memory. Its pages are the page
-    /// cache's, so that what this costs are page tables, a 512th of it.
-    const WIDE_SHARE: u64 = 4;
+    /// Divisor of the machine's memory that gives the size of the window while pages are visited again and again. Its pages belong to
+    /// the page cache, so that it costs only page tables, a 512th of it.
+    const WIDE_DIVISOR: u64 = 4;
 
     /// A page fault in a file maps the cached pages around it too, aligned: `fault_around_bytes`, by default this many.
     const FAULT_AROUND_BYTES: u64 = 64 << 10;
 
-    /// The part of a wide window that may be mapped before anything is read: the rest is for what is not thought of.
-    const AHEAD_SHARE: u64 = 2;
+    /// Divisor of a wide window that gives the part for prefault: the rest is a reserve.
+    const PREFAULT_DIVISOR: u64 = 2;
 
     /// A window of `narrow_bytes`, and `wide_bytes` while pages are visited again and again.
     pub fn new(narrow_bytes: u64, wide_bytes: u64) -> Self {
@@ -56,9 +56,9 @@ impl Window {
         }
     }
 
-    /// The size that is usual on this machine.
+    /// The default window on this machine.
     pub(super) fn usual() -> Self {
-        Self::new(Self::BYTES, physical_memory_bytes().unwrap_or(0) / Self::WIDE_SHARE)
+        Self::new(Self::BYTES, physical_memory_bytes().unwrap_or(0) / Self::WIDE_DIVISOR)
     }
 
     /// Sets both sizes.
@@ -67,7 +67,7 @@ impl Window {
         self.wide_bytes.store(wide_bytes.max(narrow_bytes), Ordering::Relaxed);
     }
 
-    /// How often resident pages were let go.
+    /// How often resident pages were dropped.
     pub(super) fn drops(&self) -> u64 {
         self.drops.load(Ordering::Relaxed)
     }
@@ -77,9 +77,9 @@ impl Window {
         if wide { &self.wide_bytes } else { &self.narrow_bytes }.load(Ordering::Relaxed)
     }
 
-    /// Whether so many bytes more may be mapped before they are read.
-    pub(super) fn has_room_ahead(&self, bytes: u64) -> bool {
-        let most = self.wide_bytes.load(Ordering::Relaxed) / Self::AHEAD_SHARE;
+    /// Whether another `bytes` bytes may be mapped before they are read.
+    pub(super) fn has_prefault_room(&self, bytes: u64) -> bool {
+        let most = self.wide_bytes.load(Ordering::Relaxed) / Self::PREFAULT_DIVISOR;
         resident_shared_bytes().is_some_and(|resident| resident.saturating_add(bytes) <= most)
     }
 
@@ -91,7 +91,7 @@ impl Window {
         if before + bytes < self.size_bytes() {
             return;
         }
-        // One thread takes the sum; the others see a small one and go on.
+        // One thread takes the sum; the others find a small one and continue.
         let sum = self.touched_bytes.swap(0, Ordering::Relaxed);
         if sum >= self.size_bytes() {
             self.shrink(files);
@@ -99,14 +99,14 @@ impl Window {
     }
 
     pub(super) fn returning(&self) {
-        // A store by every tile of every thread would move the cache line about.
+        // A store by every tile of every thread would move the cache line between processors.
         if self.returning.load(Ordering::Relaxed) < 2 {
             self.returning.store(2, Ordering::Relaxed);
         }
     }
 
-    /// Makes the window narrow again once nobody has come back between two calls.
-    pub(super) fn settle(&self, files: &[FileMaps]) {
+    /// Makes the window narrow again once no reader has returned to the pages between two calls.
+    pub(super) fn trim(&self, files: &[FileMaps]) {
         let left = self.returning.load(Ordering::Relaxed);
         if left > 0 {
             self.returning.store(left - 1, Ordering::Relaxed);
@@ -116,7 +116,7 @@ impl Window {
         }
     }
 
-    /// Lets go of all touched mappings' pages, if there are more than a window of them.
+    /// Drops the pages of all touched mappings, if there are more than a window of them.
     fn shrink(&self, files: &[FileMaps]) {
         if resident_shared_bytes().is_none_or(|resident| resident > self.size_bytes()) {
             self.drops.fetch_add(1, Ordering::Relaxed);

@@ -5,7 +5,7 @@
 pub(super) mod row;
 pub(super) mod unpack;
 
-/// How wide the vectors may be. A value other than portable exists only on a processor that has the instructions.
+/// The width of the vectors. A value other than portable exists only on a processor that has the instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Level(Width);
 
@@ -19,7 +19,7 @@ enum Width {
 }
 
 impl Level {
-    /// What every processor of the target architecture has.
+    /// The instructions that every processor of the target architecture has.
     pub(super) const PORTABLE: Self = Self(Width::Portable);
 
     /// The best level of this processor. Detection is cached by the standard library.

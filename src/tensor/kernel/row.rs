@@ -1,6 +1,6 @@
 //! Loops over rows of elements: any float to f32, f32 to any float, and f32 arithmetic in place.
 //!
-//! f32 values travel as little-endian bytes, so that a memory-mapped row of any alignment is as good as a scratch.
+//! f32 values are passed as little-endian bytes, so that a memory-mapped row of any alignment can be used directly.
 #![allow(unsafe_code)]
 #![allow(clippy::inline_always, reason = "these must be compiled into the loops of each instruction set")]
 
@@ -130,7 +130,7 @@ fn each_run(values: &mut [u8], operands: &[u8], head: usize, period: usize, oper
         }
     };
     one(head, first);
-    // The usual groups in loops of a known length.
+    // Loops of a known length for the usual groups.
     match period {
         16 => runs_of::<16>(rest, others, one),
         32 => runs_of::<32>(rest, others, one),
@@ -143,7 +143,7 @@ fn each_run(values: &mut [u8], operands: &[u8], head: usize, period: usize, oper
 fn runs_of<const PERIOD: usize>(values: &mut [[u8; 4]], operands: &[[u8; 4]], one: impl Fn(&mut [[u8; 4]], &[u8; 4])) {
     let (runs, rest) = values.as_chunks_mut::<PERIOD>();
     for (run, operand) in runs.iter_mut().zip(operands) {
-        // Else compilers take one value of each of many runs at a time, which is slow.
+        // Otherwise compilers process one value of each of many runs at a time, which is slow.
         one(run, black_box(operand));
     }
     if let Some(operand) = operands.get(runs.len()) {
@@ -151,7 +151,7 @@ fn runs_of<const PERIOD: usize>(values: &mut [[u8; 4]], operands: &[[u8; 4]], on
     }
 }
 
-/// An operation of finite numbers. It gives no NaN, so that nothing has to be settled.
+/// An operation of finite numbers. It gives no NaN, so that no NaN has to be propagated.
 #[inline(always)]
 fn finite(operation: impl Fn(f32, f32) -> f32) -> impl Fn(u32, u32) -> u32 {
     move |left, right| operation(f32::from_bits(left), f32::from_bits(right)).to_bits()
@@ -214,7 +214,7 @@ leveled! {
     fn subtract_finite_pairs(values: &mut [u8], operands: &[u8]) {
         each_pair(values, operands, finite(|a, b| a - b));
     }
-    /// Sets `found` to something other than 0 if a value is infinite or no number.
+    /// Sets `found` to a value other than 0 if one of `values` is infinite or NaN.
     fn find_infinite(values: &[u8], found: &mut u32) {
         let mut any = 0;
         for value in values.as_chunks::<4>().0 {
@@ -283,7 +283,7 @@ pub(crate) fn one(operation: Operation) -> fn(u32, u32) -> u32 {
     }
 }
 
-/// Widening of the sources that arithmetic has loops of its own for.
+/// Widening of the source types for which there are separate arithmetic loops.
 #[inline(always)]
 fn wide_bf16(bytes: [u8; 2]) -> u32 {
     u32::from(u16::from_le_bytes(bytes)) << 16
@@ -295,7 +295,7 @@ fn thin_bf16(bits: u32) -> [u8; 2] {
     [low, high]
 }
 
-/// BF16 nearest to the f32 with these bits, if that is no NaN; of a NaN whose lower half is zero, a NaN.
+/// BF16 nearest to the f32 with these bits, if that is not a NaN. For a NaN whose lower half is zero, a NaN.
 #[inline(always)]
 fn rounded_finite_bf16(bits: u32) -> u16 {
     let [_, _, low, high] = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)).to_le_bytes();
@@ -308,11 +308,11 @@ fn rounded_bf16(bytes: [u8; 4]) -> u32 {
     float::narrow_bf16(u32::from_le_bytes(bytes)) << 16
 }
 
-/// Elements that are looked at together.
+/// Elements that are tested together.
 const TOGETHER: usize = 32;
 
-/// Fills `target` with products by `factor` in BF16, flushing subnormals. What that takes is done only for groups with a product
-/// that is not ordinary: neither a zero nor finite and far from subnormal. `widen` gives the lower half of a NaN zeros.
+/// Fills `target` with products by `factor` in BF16, flushing subnormals. The exact computation runs only for groups with a product
+/// that is not ordinary: neither zero, nor finite and far from subnormal. `widen` clears the lower half of a NaN.
 #[inline(always)]
 fn multiply_flush_to_bf16<const S: usize>(
     source: &[u8],
@@ -324,7 +324,7 @@ fn multiply_flush_to_bf16<const S: usize>(
     let ((groups, rest), (group_targets, rest_target)) =
         (source.as_chunks::<TOGETHER>(), target.as_chunks_mut::<TOGETHER>());
     let exact = |bytes: [u8; S]| thin_bf16(float::multiply_flush(widen(bytes), factor));
-    // With such a factor the product of a subnormal is one too, or the zero that it is to become.
+    // With such a factor the product of a subnormal is subnormal too, or the zero that it must become.
     let ordinary_factor = f32::from_bits(factor).is_normal() && f32::from_bits(factor).abs() <= 1.0;
     for (from, to) in groups.iter().zip(group_targets) {
         let mut products = [0; TOGETHER];
@@ -334,7 +334,7 @@ fn multiply_flush_to_bf16<const S: usize>(
         let mut odd = u16::from(!ordinary_factor);
         for (product, to) in products.iter().zip(to.iter_mut()) {
             let magnitude = product & 0x7fff;
-            // Exponents from 2 to 254 are at least 2^-125 and finite. What was rounded to a zero is to be one.
+            // Exponents from 2 to 254 are at least 2^-125 and finite. A product that was rounded to zero must be zero.
             odd |= u16::from(magnitude != 0) & u16::from(magnitude.wrapping_sub(2 << 7) >= 253 << 7);
             *to = product.to_le_bytes();
         }
@@ -512,9 +512,9 @@ mod tests {
         }
     }
 
-    /// Of finite numbers the loops that settle no NaN give the same.
+    /// For finite numbers the loops that propagate no NaN give the same results.
     #[test]
-    fn finite_numbers_need_no_settling() {
+    fn finite_numbers_need_no_nan_propagation() {
         let numbers = |seed: u32| -> Vec<u8> {
             let bits = (0..3000_u32).map(|at| at.wrapping_mul(0x9e37_79b9).rotate_left(seed));
             bits.filter(|bits| f32::from_bits(*bits).is_finite()).take(2048).flat_map(u32::to_le_bytes).collect()
@@ -546,7 +546,7 @@ mod tests {
 
     #[test]
     fn fused_loops_agree_with_single_elements() {
-        // All of BF16 in order, so that ordinary groups are met; then every 7919th, so that mixed ones are, zeros among them.
+        // All of BF16 in order, so that there are ordinary groups; then every 7919th, for mixed groups, some with zeros.
         let order = (0..=u16::MAX).chain((0..=u16::MAX).map(|index| index.wrapping_mul(7919)));
         let narrow: Vec<u8> = order.flat_map(|bits| if bits % 11 == 0 { 0 } else { bits }.to_le_bytes()).collect();
         let wide = strata();

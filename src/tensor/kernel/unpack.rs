@@ -7,7 +7,7 @@ use super::{Level, Width};
 /// A table of f32 bits for each code of 4 bits.
 pub(crate) type Table = [u32; 16];
 
-/// Codes of one word of 4 bytes, in the order in which they are wanted: the lowest bit of each.
+/// The lowest bit of each code of one word of 4 bytes, in the order of the output.
 pub(crate) type Shifts = [u32; 8];
 
 /// Nibbles in order, low ones first.
