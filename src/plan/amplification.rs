@@ -1,9 +1,9 @@
-//! How much of the pages that they touch the devices' shards use.
+//! Read amplification: the bytes that the devices' shards need, against the bytes of all pages that they touch.
 //!
-//! Shards cut on an inner axis touch pages of the sources of which they use a part. The rest is read too, for nothing unless
-//! another device of the same host uses it. All of this is counted exactly, per source tensor and over all views of it, but only
-//! once for tensors that are alike. Views are taken apart at their stacks: two *leaves*, the views of a layer or an
-//! expert, are alike if their expressions differ in nothing but the source tensors.
+//! A shard cut on an inner axis touches pages of the sources and uses only a part of each. The rest of each page is
+//! read too, for nothing unless another device of the same host uses it. The counts are exact, per source tensor and
+//! over all views of it. Tensors that are alike are counted once. Views are split at their stacks into *leaves*, the
+//! views of one layer or one expert. Two leaves are alike if their expressions differ only in the source tensors.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -25,8 +25,8 @@ pub struct Amplification {
     pub devices: Vec<Reads>,
     /// All listed devices together, as on a host with one page cache.
     pub union: Reads,
-    /// By name with `*` for numbers: what these tensors alone take on the device where most is read in excess; the greatest
-    /// excess first.
+    /// By name with `*` for numbers: the reads of these tensors alone, on the device with the greatest excess. Sorted
+    /// by excess, the greatest first.
     pub tensors: Vec<(String, Reads)>,
 }
 
@@ -56,15 +56,15 @@ impl Amplification {
     }
 }
 
-/// Spec, expert and shape of a tensor: what devices hold of it follows from these.
+/// Spec, expert and shape of a tensor: they determine which part of it each device holds.
 type Kind<'a> = (u32, Option<(u64, u64)>, &'a Shape);
 
-/// Numbers of things that fewer tensors or devices have than 32 bits count.
+/// A number as 32 bits: there are fewer tensors and devices than that.
 fn number(of: usize) -> u32 {
     u32::try_from(of).expect("fewer than there are tensors or devices")
 }
 
-/// Listed devices that hold the same of every tensor are one class.
+/// Listed devices that hold the same part of every tensor are one class.
 #[derive(Debug)]
 struct Classes {
     /// By listed device.
@@ -93,12 +93,12 @@ impl Classes {
     }
 }
 
-/// What the classes hold of tensors.
+/// The parts of a tensor that the classes hold.
 #[derive(Debug)]
 struct Holding {
     /// By class.
     regions: Vec<Region>,
-    /// By axis, where regions begin or end, ascending.
+    /// By axis, the indices at which regions begin or end, ascending.
     borders: Vec<Vec<u64>>,
 }
 
@@ -120,28 +120,28 @@ fn range(region: &Region, axis: usize) -> Option<Range<u64>> {
     region.ranges().nth(axis)
 }
 
-/// Which part of a tensor a leaf is.
+/// The part of a tensor that a leaf is.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct Place {
     /// Axis of the tensor by axis of the leaf.
     axes: SmallVec<[usize; 4]>,
-    /// The other axes of the tensor, and between which borders there the leaf is.
+    /// The other axes of the tensor, each with the number of borders at or before the leaf.
     fixed: SmallVec<[(usize, usize); 2]>,
 }
 
-/// What the classes read of the sources of leaves that are alike.
+/// The reads of the classes from the sources of leaves that are alike.
 #[derive(Debug)]
 struct Share {
-    /// By class, its place in `parts`, of which the first is nothing.
+    /// By class, its index in `parts`. The first part is empty.
     part_of: Vec<u32>,
     /// Runs by source of the leaf.
     parts: Vec<Vec<Vec<Runs>>>,
 }
 
-/// A share and the number of a source in its leaf.
+/// The number of a [`LeafReads`], and the number of a source in its leaf.
 type Use = (u32, u32);
 
-/// That tensors of a group read a source.
+/// One read of a source by the tensors of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct Reading {
     source: TensorId,
@@ -157,7 +157,7 @@ struct Walk {
     /// By expression.
     leaves: HashMap<Vec<u64>, u32>,
     shares: Vec<Share>,
-    /// By leaf, holding and place.
+    /// By leaf, holding and position.
     share_of: HashMap<(u32, u32, Place), u32>,
     readings: Vec<Reading>,
     expression: Expression,
@@ -282,7 +282,7 @@ impl Uses {
         Self { uses, place }
     }
 
-    /// The parts of the shares that each class holds.
+    /// By class, the part that it holds of each use.
     fn parts(&self, shares: &[Share]) -> impl Iterator<Item = SmallVec<[u32; 1]>> {
         let classes = self.uses.first().map_or(0, |(share, _)| shares[*share as usize].part_of.len());
         (0..classes).map(|class| self.uses.iter().map(|(share, _)| shares[*share as usize].part_of[class]).collect())
@@ -314,7 +314,7 @@ impl Uses {
     }
 }
 
-/// What the classes read for a leaf.
+/// The reads of the classes for one leaf.
 fn share(view: &View, place: &Place, holding: &Holding, sources: &HashMap<TensorId, u32>) -> Share {
     let mut parts = vec![Vec::new()];
     let mut known: HashMap<Region, u32> = HashMap::new();
@@ -331,7 +331,7 @@ fn share(view: &View, place: &Place, holding: &Holding, sources: &HashMap<Tensor
         if let Some(part) = known.get(&region) {
             return Some(*part);
         }
-        // What has no tiling was refused when the plan was made.
+        // A view without a tiling was refused when the plan was made.
         let tiling = view.region(&region).ok()?.lower().ok()?;
         let mut runs = vec![Vec::new(); sources.len()];
         for (source, found) in tiling.pieces().iter().flat_map(|piece| Runs::of(&tiling, piece)) {
@@ -375,12 +375,12 @@ impl Expression {
         self.words.extend([tensor.dtype as u64, u64::from(ordinal)]);
     }
 
-    /// Element operators are left out: they move nothing. So are scales and the like.
+    /// Element operators, scales and zero points are left out: they do not move bytes.
     fn add(&mut self, view: &View) {
         match view.op() {
             Op::Source(tensor) => self.add_source(tensor),
             Op::Quantized(value) => {
-                // Where the codes are; what is done to them moves nothing.
+                // Only the position of the codes counts: decoding does not move bytes.
                 let operand = &value.load;
                 self.add_source(&operand.tensor);
                 self.add_numbers(9, view.shape().extents());

@@ -1,10 +1,11 @@
 //! The layout `canonical`: generic, for any repository.
 //!
-//! Names of layers become `layers.N.<rest>`, and tensors that several layers have with equal shape and dtype also appear
-//! stacked, as `layers.scanned.<rest>`. Where a name differs in shape from layer to layer, the largest group of equal
-//! layers is stacked and the others stay single. Known families have short names; other names keep their words, less a
-//! leading `model.` and a final `weight` (which stays where the name would otherwise be a directory). A name that is a
-//! directory even so, because another tensor's goes on with a dot, ends in `_self`.
+//! Tensors of layers are named `layers.N.<rest>`. Tensors that several layers have with equal shape and dtype also
+//! appear stacked, as `layers.scanned.<rest>`. Where a shape differs from layer to layer, the largest group of equal
+//! layers is stacked and the other layers stay single. Known families have short names. Other names keep their words,
+//! without a leading `model.` and a final `weight`. The final `weight` stays where the name would otherwise be a
+//! directory. A name that is a directory all the same, because another tensor's name continues it with a dot, ends in
+//! `_self`.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
@@ -30,7 +31,7 @@ use crate::{
 /// Tensors that one thread names at a time.
 const NAMED_TOGETHER: usize = 1024;
 
-/// A part of a source tensor and what it is to be called.
+/// A part of a source tensor, and its name in the layout.
 #[derive(Clone, Debug)]
 struct Named {
     id: TensorId,
@@ -48,7 +49,7 @@ struct Named {
     experts: Option<usize>,
 }
 
-/// What tensors of all layers and experts have in common: prefix, rest, and whether there is a layer and an expert.
+/// The common attributes of a tensor in all layers and experts: prefix, rest, and whether it has a layer and an expert.
 type Kind<'a> = (&'a str, &'a str, bool, bool);
 
 impl Named {
@@ -129,7 +130,8 @@ pub(super) fn drafts(
     if problems.is_empty() { Ok(drafts) } else { Err(problems) }
 }
 
-/// Drafts of all tensors under the repository's own names, with the roles that canonical names tell.
+/// Drafts of all tensors under the repository's own names, with the roles that the tables give to their canonical
+/// names.
 ///
 /// # Errors
 /// All problems found.
@@ -152,7 +154,8 @@ pub(super) fn hf_drafts(
         let view = namer.name(id, info.name, &parsed, info.shape, &mut named).and_then(|()| values.view(id, dtype));
         match (view, named.first()) {
             (Ok(view), Some(named)) => {
-                // A fused matrix has no rows that belong together under its own name: it is not split by tensor parallelism.
+                // Under its own name, the rows of a fused matrix do not belong together: tensor parallelism does not
+                // split it.
                 let tp = named.tp.filter(|_| named.part.is_none());
                 let roles = Roles { tp, experts: named.experts, ..Roles::default() };
                 if let Some(expert) = named.expert {
@@ -181,7 +184,7 @@ impl Namer<'_> {
         dropped.unwrap_or(prefix).to_owned()
     }
 
-    /// The family's word on a tensor: the output prefix, its role, and the final word of its name.
+    /// The family's entry for a tensor: the output prefix, its role, and the final word of its name.
     fn role<'n>(&self, parsed: &'n Parsed, name: &'n str) -> Option<(String, Role, &'n str)> {
         let family = self.family.as_ref()?;
         if parsed.layer.is_some() {
@@ -275,7 +278,7 @@ impl Namer<'_> {
             number.ok_or_else(|| Problem::Config { name: name.to_owned(), member: share.clone() })
         });
         let shares = shares.collect::<Result<Vec<u64>, _>>()?;
-        // The configuration may say anything: products of its numbers need not fit 64 bits.
+        // `config.json` may hold any number: a product of its numbers may exceed 64 bits.
         let total: u128 = shares.iter().copied().map(u128::from).sum();
         let axis = role.split_axis;
         let extent = shape.get(axis).copied().unwrap_or(0);
@@ -301,9 +304,9 @@ impl Namer<'_> {
     }
 }
 
-/// Puts back what was dropped from names where two would otherwise meet: a final `weight` where the name is also a
-/// directory, and everything where two tensors would have one name. What still is a directory gets a word of its own.
-/// The unscanned names that result.
+/// Restores the dropped parts of names where two names would otherwise collide. A final `weight` is restored where the
+/// name is also a directory, and everything where two tensors would have one name. A name that is a directory even then
+/// gets a word of its own. Returns the unscanned names.
 fn settle_collisions(checkpoint: &Checkpoint, named: &mut [Named]) -> Vec<String> {
     let mut found = directories(named);
     if !found.is_empty() {
@@ -333,14 +336,14 @@ fn settle_collisions(checkpoint: &Checkpoint, named: &mut [Named]) -> Vec<String
     named.par_iter().map(Named::unscanned).collect()
 }
 
-/// The names that are there more than once.
+/// The names that occur more than once.
 fn repeated(names: &[String]) -> HashSet<&str> {
     let mut seen = HashSet::with_capacity(names.len());
     names.iter().map(String::as_str).filter(|name| !seen.insert(*name)).collect()
 }
 
-/// The paths of names that other names go on from. They are alike in all layers, so that these still stack; and layers and
-/// experts are many, while their kinds of names are few.
+/// The paths of names that other names continue. They are alike in all layers, so that these still stack. Layers and
+/// experts are many, but the kinds of their names are few.
 fn directories(named: &[Named]) -> HashSet<String> {
     let parts: Vec<HashSet<Kind<'_>>> =
         named.par_chunks(NAMED_TOGETHER).map(|part| part.iter().map(Named::kind).collect()).collect();
@@ -350,7 +353,8 @@ fn directories(named: &[Named]) -> HashSet<String> {
     all.iter().zip(all.iter().skip(1)).filter(holds).map(|(path, _)| path.clone()).collect()
 }
 
-/// Where tensors of a kind are as directories, numbers of layers left out: one by one, and stacked over experts.
+/// The paths at which tensors of a kind would be directories, without layer numbers: one by one, and stacked over
+/// experts.
 fn paths((prefix, rest, in_layer, single): Kind<'_>) -> [String; 2] {
     let stem = format!("{prefix}{}", if in_layer { "layers." } else { "" });
     [format!("{stem}{rest}."), format!("{stem}{}.", naming::without_expert(rest, single))]
@@ -363,8 +367,8 @@ struct Member {
     at: usize,
 }
 
-/// Drafts of what has names, of which `names` are the unscanned ones, and of its stacks, which are without the tensors of
-/// `predictors`.
+/// Drafts of the named tensors, of which `names` are the unscanned names, and of their stacks. The stacks leave out the
+/// tensors of `predictors`.
 fn build(
     named: &[Named],
     names: Vec<String>,
@@ -414,7 +418,7 @@ fn build(
         let roles = Roles { stacked: 0, tp: n.tp, experts: n.experts, expert, logical: Vec::new() };
         drafts.push(Draft { name, view, roles, bundled: Bundled::ALWAYS, layers: None });
     }
-    // A stack whose name is taken is not made: by a tensor that is called so, or by the stack of experts that are one tensor.
+    // A stack is left out if its name is taken: by a tensor of that name, or by a stack of experts that is one tensor.
     let mut taken: HashSet<String> =
         drafts.iter().filter(|draft| draft.name.contains("layers.scanned.")).map(|draft| draft.name.clone()).collect();
     let mut groups: Vec<_> = groups
@@ -436,7 +440,7 @@ fn build(
     drafts
 }
 
-/// Stacks the largest group of layers whose members are alike, and takes those out of the scanned bundles.
+/// Stacks the largest group of layers whose members are alike, and removes their tensors from the scanned bundles.
 fn scan(name: &str, mut members: Vec<Member>, drafts: &mut [Draft]) -> Result<Option<Draft>, Problem> {
     members.sort_by_key(|member| (member.layer, member.expert));
     let layers: Vec<&[Member]> = members.chunk_by(|a, b| a.layer == b.layer).collect();
@@ -490,7 +494,7 @@ fn scan(name: &str, mut members: Vec<Member>, drafts: &mut [Draft]) -> Result<Op
     Ok(Some(Draft { name: name.to_owned(), view, roles, bundled, layers: Some(layers) }))
 }
 
-/// The output head, where it is the embedding and the repository does not store it again.
+/// The output head, if it is the embedding and the repository does not store it again.
 fn tied_head(checkpoint: &Checkpoint, named: &[Named], drafts: &[Draft]) -> Option<Draft> {
     let (head, embedding) = names::tied_head(checkpoint)?;
     let id = checkpoint.find(&embedding)?;

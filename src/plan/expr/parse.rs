@@ -17,7 +17,7 @@ pub(super) struct Parser<'a> {
     pub depth: usize,
 }
 
-/// Operators by precedence, loosest first; a longer one before its own beginning.
+/// Operators by precedence, the loosest first. Within a row, a longer operator stands before one that is its prefix.
 const LEVELS: [&[(&str, Binary)]; 5] = [
     &[("||", Binary::Or)],
     &[("&&", Binary::And)],
