@@ -72,7 +72,7 @@ impl Explain {
     }
 }
 
-fn explain(volume: &Volume, node: &tree::Node) -> anyhow::Result<Value> {
+fn explain(volume: &Volume, node: &tree::PathNode) -> anyhow::Result<Value> {
     let checkpoint = volume.engine().checkpoint();
     let mut file = json!({ "path": node.path, "bytes": node.attr.size_bytes });
     let mut attributes = BTreeMap::new();

@@ -145,7 +145,7 @@ fn sync_directory(path: &Path) -> anyhow::Result<()> {
     File::open(path).and_then(|directory| directory.sync_all()).with_context(|| path.display().to_string())
 }
 
-fn write_node(volume: &Volume, node: &tree::Node, directory: &Path, bar: &ProgressBar) -> anyhow::Result<()> {
+fn write_node(volume: &Volume, node: &tree::PathNode, directory: &Path, bar: &ProgressBar) -> anyhow::Result<()> {
     let target = directory.join(&node.path);
     let context = || target.display().to_string();
     if node.attr.kind == NodeKind::Directory {
@@ -216,7 +216,7 @@ fn create_directory(volume: &Volume, ino: Ino, target: &Path) -> std::io::Result
 }
 
 /// Makes a file that no more users may read than the mount's.
-fn create_file(volume: &Volume, node: &tree::Node, target: &Path) -> std::io::Result<File> {
+fn create_file(volume: &Volume, node: &tree::PathNode, target: &Path) -> std::io::Result<File> {
     let mode = |gid| u32::from(volume.copy_mode(node.attr.ino, nix::unistd::geteuid().as_raw(), gid)) | 0o600;
     let gid = nix::unistd::getegid().as_raw();
     // What an earlier export left may be readable by others.
@@ -232,7 +232,7 @@ fn create_file(volume: &Volume, node: &tree::Node, target: &Path) -> std::io::Re
     Ok(file)
 }
 
-fn write_file(volume: &Volume, node: &tree::Node, partial: &Path, bar: &ProgressBar) -> anyhow::Result<()> {
+fn write_file(volume: &Volume, node: &tree::PathNode, partial: &Path, bar: &ProgressBar) -> anyhow::Result<()> {
     let context = || partial.display().to_string();
     let file = create_file(volume, node, partial).with_context(context)?;
     let open = tree::OpenNode::open(volume, node)?;

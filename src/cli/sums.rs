@@ -248,7 +248,7 @@ fn mounted_digest(path: &Path, size_bytes: u64, bar: &ProgressBar) -> anyhow::Re
     if all == size_bytes { Ok(hex(digest.finalize())) } else { bail!("expected {size_bytes} bytes, found {all}") }
 }
 
-fn engine_digest(volume: &Volume, node: &tree::Node, bar: &ProgressBar) -> anyhow::Result<String> {
+fn engine_digest(volume: &Volume, node: &tree::PathNode, bar: &ProgressBar) -> anyhow::Result<String> {
     let open = tree::OpenNode::open(volume, node)?;
     let copier = Copier::new()?;
     let mut digest = Sha256::new();

@@ -15,7 +15,7 @@ const LINKS_MAX: usize = 40;
 
 /// A node with its path relative to the root of the mount.
 #[derive(Clone, Debug)]
-pub(super) struct Node {
+pub(super) struct PathNode {
     /// Path, without a leading slash.
     pub(super) path: String,
     /// What it is.
@@ -33,7 +33,7 @@ pub(super) fn entries(volume: &Volume, directory: Ino) -> Result<Vec<(String, In
 }
 
 /// Calls `each` with every node but the root, directories before what is in them.
-pub(super) fn walk(volume: &Volume, each: &mut dyn FnMut(Node) -> anyhow::Result<()>) -> anyhow::Result<()> {
+pub(super) fn walk(volume: &Volume, each: &mut dyn FnMut(PathNode) -> anyhow::Result<()>) -> anyhow::Result<()> {
     let mut pending = vec![(String::new(), Ino::ROOT)];
     while let Some((path, directory)) = pending.pop() {
         let mut directories = Vec::new();
@@ -43,7 +43,7 @@ pub(super) fn walk(volume: &Volume, each: &mut dyn FnMut(Node) -> anyhow::Result
             if attr.kind == NodeKind::Directory {
                 directories.push((path.clone(), ino));
             }
-            each(Node { path, attr })?;
+            each(PathNode { path, attr })?;
         }
         pending.extend(directories.into_iter().rev());
     }
@@ -65,7 +65,7 @@ pub(super) fn wanted(patterns: &[Pattern], path: &str) -> bool {
 ///
 /// # Errors
 /// Nothing is there; the message names the nearest directory and what is in it.
-pub(super) fn find(volume: &Volume, path: &str) -> anyhow::Result<Node> {
+pub(super) fn find(volume: &Volume, path: &str) -> anyhow::Result<PathNode> {
     let mut pending: Vec<String> = path.split('/').rev().map(str::to_owned).collect();
     let mut at: Vec<(String, Ino)> = Vec::new();
     let mut links = 0;
@@ -98,7 +98,7 @@ pub(super) fn find(volume: &Volume, path: &str) -> anyhow::Result<Node> {
     }
     let attr = volume.attr(at.last().map_or(Ino::ROOT, |(_, ino)| *ino)).with_context(|| path.to_owned())?;
     let names: Vec<String> = at.into_iter().map(|(name, _)| name).collect();
-    Ok(Node { path: names.join("/"), attr })
+    Ok(PathNode { path: names.join("/"), attr })
 }
 
 /// Names of a directory that an error lists.
@@ -126,7 +126,7 @@ impl<'a> OpenNode<'a> {
     ///
     /// # Errors
     /// It is none, or a source of it has changed.
-    pub(super) fn open(volume: &'a Volume, node: &Node) -> anyhow::Result<Self> {
+    pub(super) fn open(volume: &'a Volume, node: &PathNode) -> anyhow::Result<Self> {
         let opened = volume.open(node.attr.ino).with_context(|| node.path.clone())?;
         Ok(Self { volume, ino: node.attr.ino, handle: opened.handle })
     }

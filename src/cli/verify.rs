@@ -235,7 +235,7 @@ fn verify(
 fn verify_file(
     volume: &Volume,
     mount: Option<&Path>,
-    node: &tree::Node,
+    node: &tree::PathNode,
     extent: Extent,
     findings: &Findings,
     bar: &ProgressBar,

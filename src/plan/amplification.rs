@@ -122,7 +122,7 @@ fn range(region: &Region, axis: usize) -> Option<Range<u64>> {
 
 /// The part of a tensor that a leaf is.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-struct Place {
+struct LeafPosition {
     /// Axis of the tensor by axis of the leaf.
     axes: SmallVec<[usize; 4]>,
     /// The other axes of the tensor, each with the number of borders at or before the leaf.
@@ -131,7 +131,7 @@ struct Place {
 
 /// The reads of the classes from the sources of leaves that are alike.
 #[derive(Debug)]
-struct Share {
+struct LeafReads {
     /// By class, its index in `parts`. The first part is empty.
     part_of: Vec<u32>,
     /// Runs by source of the leaf.
@@ -156,9 +156,9 @@ struct Walk {
     holding_of: HashMap<Vec<Region>, u32>,
     /// By expression.
     leaves: HashMap<Vec<u64>, u32>,
-    shares: Vec<Share>,
+    leaf_reads: Vec<LeafReads>,
     /// By leaf, holding and position.
-    share_of: HashMap<(u32, u32, Place), u32>,
+    number_of: HashMap<(u32, u32, LeafPosition), u32>,
     readings: Vec<Reading>,
     expression: Expression,
 }
@@ -175,11 +175,11 @@ impl Walk {
     }
 
     fn tensor(&mut self, view: &View, holding: u32, group: u32) {
-        let place = Place { axes: (0..view.shape().rank()).collect(), ..Place::default() };
+        let place = LeafPosition { axes: (0..view.shape().rank()).collect(), ..LeafPosition::default() };
         self.view(view, place, holding, group);
     }
 
-    fn view(&mut self, view: &View, mut place: Place, holding: u32, group: u32) {
+    fn view(&mut self, view: &View, mut place: LeafPosition, holding: u32, group: u32) {
         match view.op() {
             Op::Stack { of, axis } => {
                 let axis = place.axes.remove(*axis);
@@ -207,7 +207,7 @@ impl Walk {
         }
     }
 
-    fn leaf(&mut self, view: &View, place: Place, holding: u32, group: u32) {
+    fn leaf(&mut self, view: &View, place: LeafPosition, holding: u32, group: u32) {
         self.expression.read(view);
         let next = number(self.leaves.len());
         let leaf = match self.leaves.get(&self.expression.words) {
@@ -215,14 +215,18 @@ impl Walk {
             None => *self.leaves.entry(self.expression.words.clone()).or_insert(next),
         };
         let key = (leaf, holding, place);
-        let share = self.share_of.get(&key).copied().unwrap_or_else(|| {
-            self.shares.push(share(view, &key.2, &self.holdings[holding as usize], &self.expression.sources));
-            let share = number(self.shares.len() - 1);
-            self.share_of.insert(key, share);
-            share
+        let at = self.number_of.get(&key).copied().unwrap_or_else(|| {
+            self.leaf_reads.push(reads_of_leaf(
+                view,
+                &key.2,
+                &self.holdings[holding as usize],
+                &self.expression.sources,
+            ));
+            let at = number(self.leaf_reads.len() - 1);
+            self.number_of.insert(key, at);
+            at
         });
-        let of_source =
-            |(source, ordinal): (&TensorId, &u32)| Reading { source: *source, of: (share, *ordinal), group };
+        let of_source = |(source, ordinal): (&TensorId, &u32)| Reading { source: *source, of: (at, *ordinal), group };
         self.readings.extend(self.expression.sources.iter().map(of_source));
     }
 
@@ -244,11 +248,11 @@ impl Walk {
         let mut by_group = vec![nothing; groups.len()];
         let mut known: HashMap<&Uses, Vec<Reads>> = HashMap::new();
         for (uses, count) in &totals {
-            add(&mut by_class, known.entry(uses).or_insert_with(|| uses.by_class(&self.shares)), *count);
-            union += uses.union(&self.shares).times(*count);
+            add(&mut by_class, known.entry(uses).or_insert_with(|| uses.by_class(&self.leaf_reads)), *count);
+            union += uses.union(&self.leaf_reads).times(*count);
         }
         for ((group, uses), count) in &of_groups {
-            let reads = known.entry(uses).or_insert_with(|| uses.by_class(&self.shares));
+            let reads = known.entry(uses).or_insert_with(|| uses.by_class(&self.leaf_reads));
             add(&mut by_group[*group as usize], reads, *count);
         }
         let worst = |reads: &[Reads]| reads.iter().copied().max_by_key(|reads| reads.excess_bytes());
@@ -283,39 +287,39 @@ impl Uses {
     }
 
     /// By class, the part that it holds of each use.
-    fn parts(&self, shares: &[Share]) -> impl Iterator<Item = SmallVec<[u32; 1]>> {
-        let classes = self.uses.first().map_or(0, |(share, _)| shares[*share as usize].part_of.len());
-        (0..classes).map(|class| self.uses.iter().map(|(share, _)| shares[*share as usize].part_of[class]).collect())
+    fn parts(&self, leaf_reads: &[LeafReads]) -> impl Iterator<Item = SmallVec<[u32; 1]>> {
+        let classes = self.uses.first().map_or(0, |(at, _)| leaf_reads[*at as usize].part_of.len());
+        (0..classes).map(|class| self.uses.iter().map(|(at, _)| leaf_reads[*at as usize].part_of[class]).collect())
     }
 
-    fn runs<'a>(&self, shares: &'a [Share], parts: &[u32]) -> impl Iterator<Item = &'a Runs> {
-        self.uses.iter().zip(parts).flat_map(|((share, ordinal), part)| {
-            shares[*share as usize].parts[*part as usize].get(*ordinal as usize).into_iter().flatten()
+    fn runs<'a>(&self, leaf_reads: &'a [LeafReads], parts: &[u32]) -> impl Iterator<Item = &'a Runs> {
+        self.uses.iter().zip(parts).flat_map(|((at, ordinal), part)| {
+            leaf_reads[*at as usize].parts[*part as usize].get(*ordinal as usize).into_iter().flatten()
         })
     }
 
-    fn by_class(&self, shares: &[Share]) -> Vec<Reads> {
+    fn by_class(&self, leaf_reads: &[LeafReads]) -> Vec<Reads> {
         let mut known: HashMap<SmallVec<[u32; 1]>, Reads> = HashMap::new();
         let mut of_parts = |parts: SmallVec<[u32; 1]>| {
             if let Some(reads) = known.get(&parts) {
                 return *reads;
             }
-            let found = reads(self.runs(shares, &parts).cloned().collect(), &self.place, PAGE_BYTES);
+            let found = reads(self.runs(leaf_reads, &parts).cloned().collect(), &self.place, PAGE_BYTES);
             known.insert(parts, found);
             found
         };
-        self.parts(shares).map(&mut of_parts).collect()
+        self.parts(leaf_reads).map(&mut of_parts).collect()
     }
 
-    fn union(&self, shares: &[Share]) -> Reads {
-        let distinct: HashSet<SmallVec<[u32; 1]>> = self.parts(shares).collect();
-        let runs = distinct.iter().flat_map(|parts| self.runs(shares, parts)).cloned().collect();
+    fn union(&self, leaf_reads: &[LeafReads]) -> Reads {
+        let distinct: HashSet<SmallVec<[u32; 1]>> = self.parts(leaf_reads).collect();
+        let runs = distinct.iter().flat_map(|parts| self.runs(leaf_reads, parts)).cloned().collect();
         reads(runs, &self.place, PAGE_BYTES)
     }
 }
 
 /// The reads of the classes for one leaf.
-fn share(view: &View, place: &Place, holding: &Holding, sources: &HashMap<TensorId, u32>) -> Share {
+fn reads_of_leaf(view: &View, place: &LeafPosition, holding: &Holding, sources: &HashMap<TensorId, u32>) -> LeafReads {
     let mut parts = vec![Vec::new()];
     let mut known: HashMap<Region, u32> = HashMap::new();
     let mut part = |held: &Region| {
@@ -343,7 +347,7 @@ fn share(view: &View, place: &Place, holding: &Holding, sources: &HashMap<Tensor
         Some(part)
     };
     let part_of = holding.regions.iter().map(|region| part(region).unwrap_or(0)).collect();
-    Share { part_of, parts }
+    LeafReads { part_of, parts }
 }
 
 /// A view's expression without its source tensors: equal for views that are alike.

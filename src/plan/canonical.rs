@@ -122,7 +122,7 @@ pub(super) fn drafts(
     };
     let all = tensors.iter().zip(&parsed);
     let predictors = all.filter(|(_, parsed)| is_predictor(parsed)).map(|((id, _), _)| *id).collect();
-    let names = settle_collisions(checkpoint, &mut named);
+    let names = resolve_collisions(checkpoint, &mut named);
     let mut drafts = build(&named, names, values, &predictors, &mut problems);
     if let Some(alias) = tied_head(checkpoint, &named, &drafts) {
         drafts.push(alias);
@@ -307,7 +307,7 @@ impl Namer<'_> {
 /// Restores the dropped parts of names where two names would otherwise collide. A final `weight` is restored where the
 /// name is also a directory, and everything where two tensors would have one name. A name that is a directory even then
 /// gets a word of its own. Returns the unscanned names.
-fn settle_collisions(checkpoint: &Checkpoint, named: &mut [Named]) -> Vec<String> {
+fn resolve_collisions(checkpoint: &Checkpoint, named: &mut [Named]) -> Vec<String> {
     let mut found = directories(named);
     if !found.is_empty() {
         for n in named.iter_mut().filter(|n| n.weight_dropped) {
@@ -360,7 +360,7 @@ fn paths((prefix, rest, in_layer, single): Kind<'_>) -> [String; 2] {
     [format!("{stem}{rest}."), format!("{stem}{}.", naming::without_expert(rest, single))]
 }
 
-struct Member {
+struct StackMember {
     layer: u64,
     expert: Option<u64>,
     view: View,
@@ -387,7 +387,7 @@ fn build(
         })
         .collect();
     let mut drafts: Vec<Draft> = Vec::with_capacity(named.len());
-    let mut groups: BTreeMap<(&str, &str), Vec<Member>> = BTreeMap::new();
+    let mut groups: BTreeMap<(&str, &str), Vec<StackMember>> = BTreeMap::new();
     let mut experts: HashMap<(&str, &str), u64> = HashMap::new();
     for n in named {
         if let Some(expert) = n.expert {
@@ -411,7 +411,7 @@ fn build(
             }
         };
         if let Some(layer) = n.layer.filter(|_| !predictors.contains(&n.id)) {
-            let member = Member { layer, expert: n.expert, view: view.clone(), at: drafts.len() };
+            let member = StackMember { layer, expert: n.expert, view: view.clone(), at: drafts.len() };
             groups.entry((&n.prefix, &n.rest)).or_default().push(member);
         }
         let expert = n.expert.map(|expert| (expert, experts[&(n.prefix.as_str(), n.rest.as_str())]));
@@ -441,22 +441,22 @@ fn build(
 }
 
 /// Stacks the largest group of layers whose members are alike, and removes their tensors from the scanned bundles.
-fn scan(name: &str, mut members: Vec<Member>, drafts: &mut [Draft]) -> Result<Option<Draft>, Problem> {
+fn scan(name: &str, mut members: Vec<StackMember>, drafts: &mut [Draft]) -> Result<Option<Draft>, Problem> {
     members.sort_by_key(|member| (member.layer, member.expert));
-    let layers: Vec<&[Member]> = members.chunk_by(|a, b| a.layer == b.layer).collect();
-    let alike = |a: &[Member], b: &[Member]| {
+    let layers: Vec<&[StackMember]> = members.chunk_by(|a, b| a.layer == b.layer).collect();
+    let alike = |a: &[StackMember], b: &[StackMember]| {
         a.len() == b.len() && a[0].view.dtype() == b[0].view.dtype() && a[0].view.shape() == b[0].view.shape()
     };
     // Within a layer: experts 0, 1, … without a gap, all of one shape and dtype.
-    let regular = |layer: &[Member]| {
+    let regular = |layer: &[StackMember]| {
         layer.iter().zip(0u64..).all(|(member, index)| {
             member.expert.is_none_or(|expert| expert == index)
                 && member.view.dtype() == layer[0].view.dtype()
                 && member.view.shape() == layer[0].view.shape()
         }) && (layer[0].expert.is_some() || layer.len() == 1)
     };
-    let layers: Vec<&[Member]> = layers.into_iter().filter(|layer| regular(layer)).collect();
-    let mut kinds: Vec<Vec<&[Member]>> = Vec::new();
+    let layers: Vec<&[StackMember]> = layers.into_iter().filter(|layer| regular(layer)).collect();
+    let mut kinds: Vec<Vec<&[StackMember]>> = Vec::new();
     for layer in layers {
         match kinds.iter_mut().find(|kind| alike(kind[0], layer)) {
             Some(kind) => kind.push(layer),
@@ -472,7 +472,7 @@ fn scan(name: &str, mut members: Vec<Member>, drafts: &mut [Draft]) -> Result<Op
         return Ok(None);
     }
     let views = largest.iter().map(|layer| match layer {
-        [Member { expert: None, view, .. }] => Ok(view.clone()),
+        [StackMember { expert: None, view, .. }] => Ok(view.clone()),
         experts => View::stack(0, &experts.iter().map(|member| member.view.clone()).collect::<Vec<_>>()),
     });
     let views = views.collect::<Result<Vec<_>, _>>().map_err(named)?;

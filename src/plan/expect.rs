@@ -213,13 +213,13 @@ impl<'a> Survey<'a> {
             }
         }
         if !names.is_empty() {
-            self.settle_ends(&mut names);
+            self.resolve_ends(&mut names);
         }
         names
     }
 
     /// The embedding and the output head. If they are tied, either one is enough.
-    fn settle_ends(&self, names: &mut Vec<String>) {
+    fn resolve_ends(&self, names: &mut Vec<String>) {
         let dialect = self.checkpoint.dialect();
         let embedding = format!("{}embed_tokens.weight", self.prefix);
         if dialect.has_lm_head {

@@ -1,8 +1,8 @@
-//! Partition specs: which mesh axes split which axis of a tensor, and what each device then holds.
+//! Partition specs: which mesh axes split which axis of a tensor, and which part each device then holds.
 //!
-//! One axis is split as `torch.chunk` splits: `n` elements over `w` positions in chunks of `ceil(n / w)`, so that the last
-//! positions may hold fewer or none. Several mesh axes on one tensor axis split one after the other: the first named
-//! splits the axis, the next splits what each position then holds. Where everything divides this equals JAX's
+//! One axis is split as `torch.chunk` splits: `n` elements over `w` positions in chunks of `ceil(n / w)`. The last
+//! positions may hold fewer elements, or none. Several mesh axes split one tensor axis one after the other: the first
+//! one splits the axis, and the next one splits the part of each position. If every split is even, this equals JAX's
 //! partitioning over the product of the mesh axes.
 
 use smallvec::SmallVec;
@@ -28,7 +28,7 @@ impl Spec {
         Self::default()
     }
 
-    /// Splits `axis` also by a mesh axis, inside those already there.
+    /// Splits `axis` further by a mesh axis, inside those already there.
     ///
     /// # Panics
     /// If the mesh has more than 255 axes, which its parser's limit on devices and sizes of 1 do not exclude by
