@@ -61,7 +61,7 @@ impl Cat {
             tracing::warn!("binary data goes to a terminal");
         }
         let open = tree::OpenNode::open(&volume, &node)?;
-        tree::stream(&open, path, (self.offset, end), CHUNK_BYTES, &mut output::write_lent)?;
+        tree::stream(&open, path, (self.offset, end), CHUNK_BYTES, &mut output::write_served)?;
         open::check_sources(&volume)
     }
 }

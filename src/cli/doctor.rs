@@ -357,8 +357,8 @@ impl Doctor {
         let can_try = checks.iter().all(|check| check.state != Verdict::Fail);
         let tried = can_try.then(try_mount);
         checks.extend(tried.as_ref().map(mounting));
-        let lent = tried.and_then(Result::ok);
-        checks.extend([passthrough(lent), request_size(), read_ahead()]);
+        let read_by_kernel = tried.and_then(Result::ok);
+        checks.extend([passthrough(read_by_kernel), request_size(), read_ahead()]);
         checks.extend(machine());
         checks.push(hub_cache());
         checks.extend(mounts());

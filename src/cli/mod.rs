@@ -11,7 +11,7 @@ mod doctor;
 mod explain;
 mod export;
 mod flags;
-mod lent;
+mod kernel_copy;
 mod mount;
 mod open;
 mod output;

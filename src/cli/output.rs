@@ -80,6 +80,6 @@ pub(super) fn print_json(value: &impl serde::Serialize) -> anyhow::Result<()> {
 }
 
 /// Writes what a read handed out to standard output.
-pub(super) fn write_lent(bytes: Served<'_>) -> anyhow::Result<()> {
+pub(super) fn write_served(bytes: Served<'_>) -> anyhow::Result<()> {
     written(bytes.write_to(&io::stdout()))
 }

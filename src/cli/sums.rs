@@ -20,7 +20,7 @@ use sha2::{Digest, Sha256};
 use super::{
     export::bar,
     flags::{LogFlags, SourceFlags},
-    lent::Copier,
+    kernel_copy::KernelCopier,
     open, output, tree,
 };
 use crate::{
@@ -250,7 +250,7 @@ fn mounted_digest(path: &Path, size_bytes: u64, bar: &ProgressBar) -> anyhow::Re
 
 fn engine_digest(volume: &Volume, node: &tree::PathNode, bar: &ProgressBar) -> anyhow::Result<String> {
     let open = tree::OpenNode::open(volume, node)?;
-    let copier = Copier::new()?;
+    let copier = KernelCopier::new()?;
     let mut digest = Sha256::new();
     tree::stream(&open, &node.path, (0, node.attr.size_bytes), CHUNK_BYTES, &mut |bytes| {
         digest.update(copier.copy(bytes)?);

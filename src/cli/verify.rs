@@ -23,7 +23,7 @@ use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use super::{
     export::bar,
     flags::{LogFlags, SourceFlags},
-    lent::Copier,
+    kernel_copy::KernelCopier,
     open, output, sums, tree,
 };
 use crate::{
@@ -173,7 +173,7 @@ pub(super) fn verify_mount(mount: &Path, only: &[String], extent: Extent, log: &
 
 /// Where the bytes to be verified come from.
 enum Served<'a> {
-    Engine { open: tree::OpenNode<'a>, copier: Copier },
+    Engine { open: tree::OpenNode<'a>, copier: KernelCopier },
     Mount { file: File },
 }
 
@@ -254,7 +254,8 @@ fn verify_file(
     bar.set_message(node.path.clone());
     findings.files.fetch_add(1, Ordering::Relaxed);
     let served = match mount {
-        None => tree::OpenNode::open(volume, node).and_then(|open| Ok(Served::Engine { open, copier: Copier::new()? })),
+        None => tree::OpenNode::open(volume, node)
+            .and_then(|open| Ok(Served::Engine { open, copier: KernelCopier::new()? })),
         Some(mount) => {
             let path = mount.join(&node.path);
             File::open(&path).with_context(|| path.display().to_string()).map(|file| Served::Mount { file })

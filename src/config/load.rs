@@ -1,4 +1,4 @@
-//! Files: where what was typed names one, it is read here, and nowhere else in this layer.
+//! Files that settings name. They are read here, and nowhere else in this layer.
 
 use std::{fs, path::Path};
 
@@ -25,7 +25,7 @@ impl Config {
         Self::of_text(&read_text(file)?, file, base.parent().unwrap_or(Path::new("/")))
     }
 
-    /// Reads a configuration from a text, and the files that it names; `file` is its name for messages and relative paths
+    /// Reads a configuration from a text, and the files that it names. `file` is its name for messages. Relative paths
     /// begin at `base`.
     ///
     /// # Errors
@@ -46,8 +46,8 @@ impl Config {
         Ok(Self::of_file(settings))
     }
 
-    /// What command lines and a file amount to. The file is the one that the first of `lines` names; what these say wins over
-    /// it, the first of them first.
+    /// The configuration from command lines and a file. The first of `lines` that names a file determines the file.
+    /// Command lines have precedence over the file, the first line over the later ones.
     ///
     /// # Errors
     /// [`ConfigError`] if a file cannot be read or is malformed.
@@ -64,7 +64,7 @@ impl Config {
 }
 
 impl LayoutChoice {
-    /// Reads the layout's file, if it is one.
+    /// Reads the layout's file, if the layout is a file.
     ///
     /// # Errors
     /// [`ConfigError::Read`].

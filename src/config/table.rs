@@ -10,19 +10,19 @@ use super::{
         Takes::{Nothing, Perhaps, Value},
     },
     settings::Settings,
-    value::{Field, Shape},
+    value::{Field, KeyForm},
 };
 
-/// The shape of a field that a function reaches.
-const fn shape_of<F: Field>(_: fn(&Settings) -> &F) -> Shape {
-    F::SHAPE
+/// The form of the field that a function returns.
+const fn form_of<F: Field>(_: fn(&Settings) -> &F) -> KeyForm {
+    F::FORM
 }
 
-/// How a field is reached.
+/// Access to a field.
 macro_rules! at {
     ($($field:ident).+) => {
         Access {
-            shape: shape_of(|settings| &settings.$($field).+),
+            form: form_of(|settings| &settings.$($field).+),
             add: |settings, text| settings.$($field).+.add(text),
             read: |settings, value| settings.$($field).+.read(value),
             write: |settings| settings.$($field).+.write(),
@@ -32,7 +32,7 @@ macro_rules! at {
     };
 }
 
-/// Stands for nothing where a setting has no flag.
+/// Placeholder for settings without a flag.
 const NO_FLAG: super::setting::Takes = Value("");
 
 /// Every setting.
@@ -402,13 +402,13 @@ pub static SETTINGS: &[Setting] = &[
     ),
 ];
 
-/// Settings of former versions: name, and what says the same now. Such a flag, option or key is refused with that.
+/// Settings of former versions: name, and the present equivalent. Such a flag, option or key is refused with this text.
 pub const FORMER: &[(&str, &str)] = &[(
     "whole",
     "is now `materialize`: `auto` for `auto` and `tensors`, `memory` for `all`, `none` for `none`, or a directory",
 )];
 
-/// What is said of a name of a former version, with underscores for dashes or without.
+/// The message for a name of a former version, with underscores or dashes.
 pub fn former(name: &str) -> Option<String> {
     let (_, now) = FORMER.iter().find(|(former, _)| former.replace('-', "_") == name.replace('-', "_"))?;
     Some(format!("`{name}` {now}"))
@@ -416,17 +416,17 @@ pub fn former(name: &str) -> Option<String> {
 
 /// The keys of a file in words, for the help.
 pub static KEYS: LazyLock<String> = LazyLock::new(|| {
-    let of = |shape: Shape| {
+    let of = |form: KeyForm| {
         let rows = SETTINGS.iter().filter(|row| matches!(row.home, Home::Top | Home::View));
-        rows.filter(move |row| row.field.shape == shape).map(Setting::toml_key).collect::<Vec<_>>()
+        rows.filter(move |row| row.field.form == form).map(Setting::toml_key).collect::<Vec<_>>()
     };
-    let tables = |shape| of(shape).into_iter().map(|key| format!("`[[{key}]]`")).collect::<Vec<_>>().join(", ");
+    let tables = |form| of(form).into_iter().map(|key| format!("`[[{key}]]`")).collect::<Vec<_>>().join(", ");
     format!(
         "{}, {} (a boolean or patterns), {} (lists); rules {}, where a rename has `match` and `to`; tables {} and `[mount]`",
-        of(Shape::Word).join(", "),
-        of(Shape::Allow).join(" and "),
-        of(Shape::List).join(" and "),
-        tables(Shape::Rules),
-        of(Shape::Table).into_iter().map(|key| format!("`[{key}]`")).collect::<Vec<_>>().join(", "),
+        of(KeyForm::Word).join(", "),
+        of(KeyForm::Allow).join(" and "),
+        of(KeyForm::List).join(" and "),
+        tables(KeyForm::Rules),
+        of(KeyForm::Table).into_iter().map(|key| format!("`[{key}]`")).collect::<Vec<_>>().join(", "),
     )
 });

@@ -1,6 +1,6 @@
-//! The forms of the settings against each other: files, options, defaults.
+//! The forms of the settings compared with each other: files, options, defaults.
 
-use super::{value::Value, *};
+use super::{value::SettingValue, *};
 use crate::tensor::DType;
 
 fn parse(text: &str) -> Result<Config, ConfigError> {
@@ -218,7 +218,7 @@ fn what_is_materialized_is_a_word_or_a_directory() {
     for path in ["/var/tmp", "copies", "./all"] {
         assert_eq!(found(path), Ok(Materialize::Dir(path.into())));
     }
-    // Words of a former setting, and what a hurried reader of the help types, are no directories.
+    // Words of a former setting, and placeholders from the help, are not directories.
     for word in ["all", "tensors", "whole", "dir", ""] {
         assert!(found(word).unwrap_err().contains("expected auto, memory, none or a directory"), "{word}");
     }
@@ -308,7 +308,7 @@ fn options_are_flags_with_underscores() {
     assert_eq!(twice, Some(Allow::Matching(["a", "b"].map(|text| Pattern::parse(text).unwrap()).to_vec())));
 }
 
-/// The table holds what its own fields cannot see.
+/// Checks of the table that its types cannot express.
 #[test]
 fn rows_are_consistent() {
     for row in SETTINGS {

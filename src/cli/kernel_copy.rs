@@ -11,11 +11,11 @@ use crate::source::Served;
 
 /// Copies by way of the kernel.
 #[derive(Debug)]
-pub(super) struct Copier {
+pub(super) struct KernelCopier {
     file: File,
 }
 
-impl Copier {
+impl KernelCopier {
     /// A copier, for one thread.
     ///
     /// # Errors
