@@ -28,7 +28,7 @@ use crate::{
     volume::readers_of,
 };
 
-/// How long a mount that is tried may take.
+/// Longest time for a trial mount.
 const TRY_LIMIT: Duration = Duration::from_secs(20);
 
 /// Checks what this host allows, and says what to do where it falls short.
@@ -63,7 +63,7 @@ impl Verdict {
     }
 }
 
-/// One thing that was looked at.
+/// One examined property of the host.
 #[derive(Debug)]
 struct Check {
     name: &'static str,
@@ -99,7 +99,7 @@ fn kernel() -> Check {
     check("kernel", state, format!("Linux {release}"), advice)
 }
 
-/// Whether this process could mount, as far as the device tells.
+/// Whether this process could mount, as far as the device shows.
 pub(super) fn device_problem() -> Option<String> {
     let path = Path::new("/dev/fuse");
     match fs::metadata(path) {
@@ -161,7 +161,7 @@ fn rights() -> Vec<Check> {
     checks
 }
 
-/// Mounts a file of a few bytes and reads it; whether the kernel read it by itself.
+/// Mounts a file of a few bytes and reads it. Returns whether the kernel read it by itself.
 fn try_mount() -> anyhow::Result<bool> {
     let directory = env::temp_dir().join(format!("ckfs-doctor-{}", std::process::id()));
     let (model, mountpoint) = (directory.join("model"), directory.join("mnt"));
@@ -190,7 +190,7 @@ fn mounting(tried: &anyhow::Result<bool>) -> Check {
     }
 }
 
-/// `tried` is what came of a mount, if there was one.
+/// `tried` is the result of a trial mount, if there was one.
 fn passthrough(tried: Option<bool>) -> Check {
     let new_enough = kernel_version(&release()).is_some_and(|version| version >= (6, 9));
     let config = fs::read_to_string(format!("/boot/config-{}", release())).unwrap_or_default();
@@ -325,12 +325,12 @@ fn mounts() -> Vec<Check> {
     std::iter::once(mounts_check(&answers, &dead)).chain(readers).collect()
 }
 
-/// Who may read what a live mount shows.
+/// The users that may read the files of a live mount.
 fn readers(entry: &MountEntry) -> String {
     if !entry.allows_other() {
         return "only the user that mounted it, as it has no allow_other".to_owned();
     }
-    // The mount has just answered.
+    // The mount has just answered: these calls do not hang.
     let plan = fs::read_to_string(entry.mountpoint.join(".ckfs/plan.txt")).unwrap_or_default();
     let found = readers_of(&plan);
     if found.is_empty() { "not known: .ckfs/plan.txt does not say".to_owned() } else { found.join("; ") }

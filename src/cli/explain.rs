@@ -23,7 +23,7 @@ use crate::{
 
 /// Pieces and operands that are listed without `--all`.
 const SHOWN: usize = 8;
-/// Segments that are looked at.
+/// Most segments that are examined.
 const TENSORS_MAX: usize = 100_000;
 
 /// Explains one virtual file: where its bytes come from and what becomes of them.
@@ -212,7 +212,7 @@ fn term_word(checkpoint: &Checkpoint, term: &Term) -> String {
     }
 }
 
-/// The tensor that a value begins with, and how many elements share one of its own.
+/// The tensor that a value is decoded from, and how many elements share one element of it.
 fn value_word(checkpoint: &Checkpoint, value: &DecodedValue) -> String {
     let operand = &value.load;
     let groups: Vec<String> = operand.index.digits().iter().map(|digit| digit.group.to_string()).collect();
@@ -259,7 +259,7 @@ fn expression(checkpoint: &Checkpoint, view: &View) -> Value {
     }
 }
 
-// Writing to a string cannot fail, so results of `writeln!` are dropped below.
+// Writing to a string cannot fail: the results of `writeln!` below are ignored.
 
 fn text(file: &Value, shown: usize) -> String {
     let mut text = String::new();

@@ -1,4 +1,4 @@
-//! `ckfs status`: what is mounted and how it does.
+//! `ckfs status`: the mounts and their state.
 
 use std::{
     fmt::Write,
@@ -21,7 +21,7 @@ use crate::{
     plan::{ViewOptions, report::human_bytes},
 };
 
-/// How long a mount may take to answer.
+/// Longest time for the answer of a mount.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 
 /// Shows what is mounted, and how it does.
@@ -49,12 +49,12 @@ pub(super) struct Status {
     json: bool,
 }
 
-/// Whether a mount answers, and whether all is well with it.
+/// Whether a mount answers, and whether it reports a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Health {
-    /// It does, and nothing is wrong with it.
+    /// It answers and reports no problem.
     Healthy,
-    /// It does, and says what is wrong with it.
+    /// It answers and reports a problem.
     Degraded,
     /// Its daemon is gone.
     Stale,
@@ -62,7 +62,7 @@ pub(super) enum Health {
     Stuck,
     /// It answers with an error.
     Failing,
-    /// It is another user's, who does not share it.
+    /// Another user's mount, which is not shared.
     Private,
 }
 
@@ -80,7 +80,7 @@ impl Health {
     }
 }
 
-/// What a mount says of itself.
+/// The report of a mount about itself.
 #[derive(Debug)]
 pub(super) struct Probe {
     /// Whether it answers.
@@ -89,7 +89,7 @@ pub(super) struct Probe {
     config: Option<Config>,
 }
 
-/// Asks a mount, in another thread since nobody knows whether it will answer.
+/// Asks a mount from another thread, since the mount may never answer.
 pub(super) fn probe(mountpoint: &Path) -> Probe {
     let (answer, answered) = mpsc::channel();
     let path = mountpoint.join(".ckfs");
@@ -153,7 +153,7 @@ fn sum(value: &Value) -> u64 {
     value.as_object().into_iter().flatten().filter_map(|(_, bytes)| bytes.as_u64()).sum()
 }
 
-/// What is wrong with a mount, in lines of its own.
+/// The problems of a mount, one per group of lines.
 fn problems_text(stats: &Value) -> String {
     let mut text = String::new();
     let word = |value: &Value| value.as_str().unwrap_or_default().to_owned();
@@ -279,7 +279,7 @@ impl Status {
     pub(super) fn run(&self) -> anyhow::Result<()> {
         let mut entries = ckfs_mounts();
         if let Some(path) = &self.mountpoint {
-            // A stale mount cannot be resolved, but its path can be compared as it is.
+            // The path of a stale mount cannot be resolved. It is compared as it is.
             let resolved = fs::canonicalize(path).or_else(|_| std::path::absolute(path))?;
             entries.retain(|entry| entry.mountpoint == resolved);
             if entries.is_empty() {
@@ -295,7 +295,7 @@ impl Status {
         } else {
             output::print(&printable_lines(&mounts.iter().map(text).collect::<Vec<_>>().join("\n")))?;
         }
-        // What others keep to themselves is no failure, unless it was asked for.
+        // A private mount is a failure only if the user asked for it.
         let count = |wanted: &dyn Fn(Health) -> bool| probes.iter().filter(|(probe, _)| wanted(probe.health)).count();
         let private = |health| health == Health::Private && self.mountpoint.is_some();
         let dead =

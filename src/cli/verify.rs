@@ -1,7 +1,7 @@
-//! `ckfs verify`: every byte against the slow evaluator.
+//! `ckfs verify`: every byte compared with the slow evaluator.
 //!
-//! What is expected comes from the expressions of the views and [`crate::read::reference`], which shares no code with
-//! lowering, tilings, kernels and caches; its bytes come from `pread` on the source files.
+//! The expected bytes come from the expressions of the views and [`crate::read::reference`], which shares no code with
+//! lowering, tilings, kernels and caches. The evaluator reads source bytes by `pread`.
 
 use std::{
     collections::BTreeSet,
@@ -77,7 +77,7 @@ pub(super) struct Verify {
     flags: SourceFlags,
 }
 
-/// One stretch of bytes that is not as it must be.
+/// A range of bytes that differs from the expected ones.
 #[derive(Clone, Debug)]
 struct Difference {
     path: String,
@@ -90,7 +90,7 @@ impl fmt::Display for Difference {
     }
 }
 
-/// What a verification found.
+/// The findings of a verification.
 #[derive(Debug, Default)]
 pub(super) struct Findings {
     files: AtomicU64,
@@ -117,7 +117,7 @@ impl Findings {
     /// An error that lists the first differences, if there are any.
     ///
     /// # Errors
-    /// That.
+    /// That error.
     pub(super) fn verdict(&self) -> anyhow::Result<()> {
         let different = self.different.load(Ordering::Relaxed);
         if different == 0 {
@@ -130,7 +130,7 @@ impl Findings {
     }
 }
 
-/// How much to compare.
+/// The number of bytes to compare.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Extent {
     /// Everything.
@@ -161,17 +161,17 @@ impl Verify {
     }
 }
 
-/// Compares the files of a mount with what its own configuration says they must hold.
+/// Compares the files of a mount with the files that its own configuration describes.
 ///
 /// # Errors
-/// Source or configuration cannot be read. Differences are in the findings.
+/// Source or configuration are not readable. Differences are in the findings.
 pub(super) fn verify_mount(mount: &Path, only: &[String], extent: Extent, log: &LogFlags) -> anyhow::Result<Findings> {
     let mut config = Config::load(&mount.join(".ckfs/config.toml"))?;
     let volume = open::volume(&mut config)?;
     verify(&volume, Some(mount), only, extent, log)
 }
 
-/// Where the bytes to be verified come from.
+/// The origin of the verified bytes.
 enum Served<'a> {
     Engine { open: tree::OpenNode<'a>, copier: KernelCopier },
     Mount { file: File },
@@ -243,12 +243,12 @@ fn verify_file(
     let checkpoint = volume.engine().checkpoint();
     let size = node.attr.size_bytes;
     let expected = if let Some(original) = volume.original(node.attr.ino) {
-        // The file that was opened, not what its path leads to now.
+        // The file as it was opened. Its path may lead elsewhere now.
         Expected::File(backing(checkpoint, original)?)
     } else if let Some(image) = volume.image(node.attr.ino)? {
         Expected::Image(image)
     } else {
-        // Text that ckfs makes about itself; there is nothing to hold it to.
+        // The evaluator has no expected bytes for text that ckfs makes about itself.
         return Ok(());
     };
     bar.set_message(node.path.clone());
@@ -302,7 +302,7 @@ fn verify_file(
     Ok(())
 }
 
-/// What a file must hold.
+/// The expected content of a file.
 enum Expected {
     File(Arc<File>),
     Image(FileImage),
@@ -332,7 +332,7 @@ impl Expected {
     }
 }
 
-/// A source file as it was opened, not what its path leads to now.
+/// A source file as it was opened. Its path may lead elsewhere now.
 fn backing(checkpoint: &Checkpoint, file: FileId) -> std::io::Result<Arc<File>> {
     let source = checkpoint.source();
     let changed = || std::io::Error::other(format!("{}: changed since it was opened", source.path(file).display()));
@@ -368,7 +368,7 @@ fn spans(path: &str, expected: &Expected, size: u64, extent: Extent) -> anyhow::
     Ok(spans.into_iter().flat_map(cut).collect())
 }
 
-/// Bytes of a file where one thing ends and the next begins: segments and pieces.
+/// Bytes of a file at the borders between segments or pieces.
 fn borders(expected: &Expected) -> anyhow::Result<BTreeSet<u64>> {
     let Expected::Image(image) = expected else { return Ok(BTreeSet::new()) };
     let mut borders = BTreeSet::new();
@@ -383,19 +383,19 @@ fn borders(expected: &Expected) -> anyhow::Result<BTreeSet<u64>> {
     Ok(borders)
 }
 
-/// About `bytes` bytes: both ends, borders, and places spread by a hash of the path.
+/// About `bytes` bytes: both ends, borders, and positions spread by a hash of the path.
 fn sample(path: &str, borders: &BTreeSet<u64>, size: u64, bytes: u64) -> Vec<(u64, u64)> {
     let probes = (bytes / PROBE_BYTES).max(3);
     let mut places: BTreeSet<u64> = [0, size.saturating_sub(1)].into();
     let stride = usize::try_from(borders.len() as u64 / (probes / 2).max(1)).unwrap_or(0) + 1;
     places.extend(borders.iter().step_by(stride));
-    // FNV-1a, then a linear congruential sequence: the same places in every run.
+    // FNV-1a, then a linear congruential sequence: every run takes the same positions.
     let mut state = path
         .bytes()
         .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
     while (places.len() as u64) < probes {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        // A full set of places can be hit twice; the sample is then smaller.
+        // The sequence can repeat a position; the sample is then smaller.
         if !places.insert((state >> 11) % size) && size < probes {
             break;
         }

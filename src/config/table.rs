@@ -253,8 +253,8 @@ pub static SETTINGS: &[Setting] = &[
         "How long a source may give no answer, as in 5s, 500ms or 2m; by default 60s.",
     )
     .more(
-        "After that time whoever waits for bytes of that file gets an error (EIO in a mount), and so does whoever asks for \
-         them next, until the storage answers again. Storage that is slow but gives bytes is waited for. Other files go on.",
+        "After that time every request that waits for bytes of that file ends with an error (EIO in a mount), and so do later \
+         requests, until the storage answers again. Storage that is slow but gives bytes is waited for. Other files go on.",
     ),
     Setting::new(
         Reading,
@@ -345,14 +345,14 @@ pub static SETTINGS: &[Setting] = &[
         "uid",
         Value("UID"),
         at!(mount.uid),
-        "Owner of all files, who may then read them; .ckfs/ stays with the user that mounts.",
+        "Owner of all files, with the right to read them; .ckfs/ stays with the user that mounts.",
     ),
     Setting::new(
         Mount,
         "gid",
         Value("GID"),
         at!(mount.gid),
-        "Group of all files, whose members may then read them; .ckfs/ stays with the user that mounts.",
+        "Group of all files, with the right to read them; .ckfs/ stays with the user that mounts.",
     ),
     Setting::new(Mount, "read-ahead", Value("KIB"), at!(mount.read_ahead_kb), "The kernel's read-ahead in KiB.")
         .key("read_ahead_kb"),
@@ -373,7 +373,7 @@ pub static SETTINGS: &[Setting] = &[
     )
     .more(
         "The first read of a file is then about twice as fast and takes no page cache; but each later one makes the bytes \
-         anew, small reads cost a request each, and each mmap of a file drops the pages of those who have mapped it. For \
+         anew, small reads cost a request each, and each mmap of a file drops the pages that other processes have mapped. For \
          loaders that read each file once from end to end.",
     ),
     Setting::new(
