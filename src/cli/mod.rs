@@ -5,6 +5,7 @@
 //!
 //! Exit codes: 0 done, 1 failed, 2 usage error. Standard output carries data only; everything else goes to standard
 //! error.
+
 mod cat;
 mod cleanup;
 mod demo;

@@ -12,7 +12,7 @@ use super::{
 use crate::{
     config::{
         Allow, CastRule, ConfigError, Dequantize, DtypeChoice, LayoutChoice, LogicalRule, Mesh, Rename, ShardChoice,
-        ShardRule, Tied, ViewSettings, value::Value,
+        ShardRule, Tied, ViewSettings, value::SettingValue,
     },
     tensor::DType,
 };

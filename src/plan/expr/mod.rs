@@ -315,31 +315,31 @@ pub trait Names {
 }
 
 #[derive(Clone, Debug)]
-enum Term {
+enum ExprNode {
     Value(Value),
     Text(Template),
     Name(Arc<str>),
     Config(Vec<String>),
     Mesh(String),
-    Not(Box<Term>),
-    Negative(Box<Term>),
-    If(Box<[Term; 3]>),
-    Coalesce(Box<[Term; 2]>),
-    Binary(&'static str, Binary, Box<[Term; 2]>),
-    Call(&'static str, Function, Vec<Term>),
+    Not(Box<ExprNode>),
+    Negative(Box<ExprNode>),
+    If(Box<[ExprNode; 3]>),
+    Coalesce(Box<[ExprNode; 2]>),
+    Binary(&'static str, Binary, Box<[ExprNode; 2]>),
+    Call(&'static str, Function, Vec<ExprNode>),
 }
 
 /// A parsed expression.
 #[derive(Clone, Debug)]
 pub struct Expr {
-    term: Term,
+    node: ExprNode,
     text: Arc<str>,
 }
 
 /// A text with expressions in braces: `layers.{l}.{2*i+1}`. Doubled braces stand for themselves.
 #[derive(Clone, Debug)]
 pub struct Template {
-    parts: Vec<(String, Option<Term>)>,
+    parts: Vec<(String, Option<ExprNode>)>,
 }
 
 impl Expr {
@@ -349,9 +349,9 @@ impl Expr {
     /// [`SyntaxError`].
     pub fn parse(text: &str) -> Result<Self, SyntaxError> {
         let mut parser = Parser { text, at: 0, depth: 0 };
-        let term = parser.expression()?;
+        let node = parser.expression()?;
         parser.end()?;
-        Ok(Self { term, text: text.into() })
+        Ok(Self { node, text: text.into() })
     }
 
     /// Reads a range `start..stop`.
@@ -366,7 +366,7 @@ impl Expr {
         }
         let stop = parser.expression()?;
         parser.end()?;
-        Ok((Self { term: start, text: text.into() }, Self { term: stop, text: text.into() }))
+        Ok((Self { node: start, text: text.into() }, Self { node: stop, text: text.into() }))
     }
 
     /// Reads expressions separated by commas. `_` gives `None`; an empty text gives an empty list.
@@ -383,7 +383,7 @@ impl Expr {
             all.push(if parser.keyword("_") {
                 None
             } else {
-                Some(Self { term: parser.expression()?, text: text.into() })
+                Some(Self { node: parser.expression()?, text: text.into() })
             });
         }
         Ok(all)
@@ -399,12 +399,12 @@ impl Expr {
     /// # Errors
     /// [`EvalError`].
     pub fn eval(&self, names: &dyn Names) -> Result<Value, EvalError> {
-        self.term.eval(names)
+        self.node.eval(names)
     }
 
     /// Calls `visit` for each name used.
     pub fn for_each_name(&self, visit: &mut dyn FnMut(&str)) {
-        self.term.for_each_name(visit);
+        self.node.for_each_name(visit);
     }
 }
 
@@ -427,11 +427,11 @@ impl Template {
                 parser.at += 2;
             } else if c == '{' {
                 parser.at += 1;
-                let term = parser.expression()?;
+                let node = parser.expression()?;
                 if !parser.take("}") {
                     return Err(parser.expected("a closing brace"));
                 }
-                parts.push((std::mem::take(&mut literal), Some(term)));
+                parts.push((std::mem::take(&mut literal), Some(node)));
             } else if c == '}' {
                 return Err(parser.expected("no closing brace"));
             } else {
@@ -450,10 +450,10 @@ impl Template {
     pub fn eval(&self, names: &dyn Names) -> Result<String, EvalError> {
         use fmt::Write as _;
         let mut text = String::new();
-        for (literal, term) in &self.parts {
+        for (literal, node) in &self.parts {
             text.push_str(literal);
-            let Some(term) = term else { continue };
-            match term.eval(names)? {
+            let Some(node) = node else { continue };
+            match node.eval(names)? {
                 value @ (Value::Absent(_) | Value::View(_)) => return Err(value.kind("template", "a number or a text")),
                 value @ (Value::Int(_) | Value::Float(_) | Value::Bool(_) | Value::Text(_)) => {
                     write!(text, "{value}").expect("a string takes all that is written");
@@ -465,20 +465,20 @@ impl Template {
 
     /// Calls `visit` for each name used.
     pub fn for_each_name(&self, visit: &mut dyn FnMut(&str)) {
-        self.parts.iter().filter_map(|part| part.1.as_ref()).for_each(|term| term.for_each_name(visit));
+        self.parts.iter().filter_map(|part| part.1.as_ref()).for_each(|node| node.for_each_name(visit));
     }
 }
 
-impl Term {
+impl ExprNode {
     fn for_each_name(&self, visit: &mut dyn FnMut(&str)) {
         match self {
             Self::Value(_) | Self::Config(_) | Self::Mesh(_) => {}
             Self::Text(template) => template.for_each_name(visit),
             Self::Name(name) => visit(name),
             Self::Not(of) | Self::Negative(of) => of.for_each_name(visit),
-            Self::If(of) => of.iter().for_each(|term| term.for_each_name(visit)),
-            Self::Coalesce(of) | Self::Binary(_, _, of) => of.iter().for_each(|term| term.for_each_name(visit)),
-            Self::Call(_, _, of) => of.iter().for_each(|term| term.for_each_name(visit)),
+            Self::If(of) => of.iter().for_each(|node| node.for_each_name(visit)),
+            Self::Coalesce(of) | Self::Binary(_, _, of) => of.iter().for_each(|node| node.for_each_name(visit)),
+            Self::Call(_, _, of) => of.iter().for_each(|node| node.for_each_name(visit)),
         }
     }
 
@@ -523,7 +523,7 @@ impl Term {
                 })
             }
             Self::Call(name, function, of) => {
-                let values = of.iter().map(|term| term.eval(names)).collect::<Result<Vec<_>, _>>()?;
+                let values = of.iter().map(|node| node.eval(names)).collect::<Result<Vec<_>, _>>()?;
                 function.apply(name, &values, names)
             }
         }
