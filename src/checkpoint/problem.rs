@@ -20,7 +20,7 @@ pub enum CheckpointError {
         "{source_name}: {scheme}:// is not supported yet; give a directory, a file or an org/name in the local hub cache"
     )]
     NotSupported {
-        /// What was asked for.
+        /// The requested source.
         source_name: String,
         /// Its scheme.
         scheme: String,
@@ -28,13 +28,13 @@ pub enum CheckpointError {
     /// Neither a path nor a name.
     #[error("{source_name}: no such file or directory, and not an org/name[@revision] either")]
     NotFound {
-        /// What was asked for.
+        /// The requested source.
         source_name: String,
     },
     /// A name that the cache does not have.
     #[error("{source_name}: no such directory, and not in the hub cache: looked for {}", looked_in.display())]
     NotInCache {
-        /// What was asked for.
+        /// The requested source.
         source_name: String,
         /// Where it would be.
         looked_in: PathBuf,
@@ -44,7 +44,7 @@ pub enum CheckpointError {
     NoRevision {
         /// The repository.
         repo: String,
-        /// What was asked for.
+        /// The requested revision.
         revision: String,
         /// Its directory in the cache.
         looked_in: PathBuf,
@@ -91,7 +91,7 @@ pub enum CheckpointError {
     /// The contents are wrong.
     #[error("{label}: {}", list_problems(problems, *more))]
     Problems {
-        /// What was opened.
+        /// The opened repository.
         label: String,
         /// The problems, at least one.
         problems: Vec<Problem>,
@@ -108,7 +108,7 @@ pub enum Problem {
     Header {
         /// The weight file.
         file: String,
-        /// What is wrong.
+        /// The reason.
         errors: HeaderErrors,
     },
     /// Bytes of a header could not be read.

@@ -108,7 +108,7 @@ mod tests {
                 true,
             ),
             (json!({"model_type": "gemma3", "text_config": {"tie_word_embeddings": false}}), None, true),
-            // Here the inner one may tie what the outer one does not.
+            // Here the inner configuration may tie although the outer one does not.
             (
                 json!({"model_type": "qwen2_vl", "tie_word_embeddings": false, "text_config": {"tie_word_embeddings": true}}),
                 Some(true),

@@ -34,8 +34,8 @@ const ENTRIES_SHOWN: usize = 6;
 
 /// Shows ckfs at work on a small generated checkpoint.
 ///
-/// Writes a llama-like repository of a few megabytes to a temporary directory, mounts it for a mesh of four devices, prints
-/// what is in the mount, compares files read through it with the independent evaluator, and cleans up.
+/// Writes a llama-like repository of a few megabytes to a temporary directory and mounts it for a mesh of four devices.
+/// Prints the content of the mount, compares files read through it with the independent evaluator, and cleans up.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:

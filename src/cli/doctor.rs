@@ -1,4 +1,4 @@
-//! `ckfs doctor`: what this host allows.
+//! `ckfs doctor`: whether this host can mount, and how fast.
 
 use std::{
     env,
@@ -31,9 +31,9 @@ use crate::{
 /// Longest time for a trial mount.
 const TRY_LIMIT: Duration = Duration::from_secs(20);
 
-/// Checks what this host allows, and says what to do where it falls short.
+/// Checks whether this host can mount, and gives a remedy for each obstacle.
 ///
-/// Looks at the kernel, /dev/fuse, rights, limits and memory, and where these allow it mounts a small file of its own for a
+/// Examines the kernel, /dev/fuse, rights, limits and memory. If these allow it, mounts a small file of its own for a
 /// moment. Changes nothing. Fails if something keeps ckfs from mounting.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
@@ -69,7 +69,7 @@ struct Check {
     name: &'static str,
     state: Verdict,
     found: String,
-    /// What to do about it; empty if nothing.
+    /// The remedy; empty if none is needed.
     advice: String,
 }
 

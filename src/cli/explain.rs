@@ -26,11 +26,11 @@ const SHOWN: usize = 8;
 /// Most segments that are examined.
 const TENSORS_MAX: usize = 100_000;
 
-/// Explains one virtual file: where its bytes come from and what becomes of them.
+/// Explains one virtual file: the origin of its bytes and their conversion.
 ///
-/// Prints size, dtype, shape and place in the whole tensor, the expression over source tensors, and its normal form: disjoint
-/// pieces, each a strided copy from one source tensor through one decoder; and how much of the sources is needed, in bytes
-/// and in whole pages. Nothing is read but headers.
+/// Prints size, dtype, shape and place in the whole tensor, and the expression over source tensors. Then follows its
+/// normal form: disjoint pieces, each a strided copy from one source tensor through one decoder. The last item is the
+/// need of source data, in bytes and in whole pages. Only headers are read.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:

@@ -37,8 +37,9 @@ use output::{Closed, Told, Usage};
 
 /// Mounts Hugging Face safetensors repositories as virtual, sharded views.
 ///
-/// ckfs shows a checkpoint as the files that a training job wants to read: every tensor stacked over layers, renamed,
-/// cast and cut to one device's shard, made on read from the original bytes. Nothing is converted and nothing is copied.
+/// ckfs shows a checkpoint as the files that a training job wants to read. Every tensor is stacked over layers,
+/// renamed, cast and cut to one device's shard, on read and from the original bytes. There is no conversion step and no
+/// second copy.
 ///
 /// SOURCE is a directory with *.safetensors files, one such file, or org/name[@revision] in the local Hugging Face cache.
 #[derive(Debug, Parser)]

@@ -39,10 +39,10 @@ use crate::{
 /// Mounts a checkpoint.
 ///
 /// Returns when the file system answers; a daemon goes on in the background and ends when the mount is removed, or by
-/// SIGTERM. Everything wrong with the checkpoint, the flags or the mountpoint is an error now, not later: a mount that has
-/// come up can only fail to deliver bytes if they do not come or a source file changes, and then says EIO.
+/// SIGTERM. Everything wrong with the checkpoint, the flags or the mountpoint is an error now, not later. Once mounted,
+/// a read fails only if its bytes do not come or a source file changes, and then with EIO.
 ///
-/// MNT must be an existing directory with nothing alive mounted on it; what a killed daemon left there is removed.
+/// MNT must be an existing directory without a live mount on it. The mount of a killed daemon is removed.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
@@ -288,7 +288,7 @@ fn watch(volume: Arc<Volume>) -> anyhow::Result<mpsc::Sender<()>> {
             looking.fetch_add(1, Ordering::Relaxed);
             if let Err(error) = thread::Builder::new().name("ckfs-look".into()).spawn(look) {
                 looking.fetch_sub(1, Ordering::Relaxed);
-                tracing::debug!("sources are not looked at now: {error}");
+                tracing::debug!("a check of the sources is skipped: {error}");
             }
         }
     });

@@ -24,16 +24,17 @@ use crate::{
 /// Longest time for the answer of a mount.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 
-/// Shows what is mounted, and how it does.
+/// Shows the mounts and their state.
 ///
 /// For each ckfs mount: source, mountpoint, health, process, views, counters, and the memory that it holds and may hold.
 ///
-/// A mount is healthy; degraded: it answers, but a source file changed or does not answer, a read or an open failed because of
-/// a source, or a request panicked (each is listed with file, cause, times and what to do, until the mount is made anew;
-/// a source that answers again is well again); stale: its daemon is gone; stuck: it does not answer in time; failing: it
-/// answers with an error; or private: the mount of another user, not shared.
+/// A mount is healthy, or in one of these states. Degraded: it answers, but a source file changed or does not answer, a
+/// read or an open failed because of a source, or a request panicked. Each problem is listed with file, cause, times
+/// and remedy until the mount is made anew. A source that answers again is no longer a problem. Stale: its daemon is
+/// gone. Stuck: it does not answer in time. Failing: it answers with an error. Private: it is another user's mount, not
+/// shared.
 ///
-/// Exit code 1 if a mount shown is none of healthy and private, or if MNT is given and is private or no ckfs mount.
+/// Exit code 1 if a shown mount is neither healthy nor private, or if MNT is given and is private or not a ckfs mount.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:

@@ -42,10 +42,10 @@ const OF_THE_HOST: [&str; 2] = [".ckfs", "_CHECKPOINT_METADATA"];
 
 /// Writes or checks SHA-256 digests of the source and of every virtual file.
 ///
-/// Two hosts whose lists are equal see the same shards, byte for byte. Given a SOURCE, bytes come from the engine as a mount
-/// would serve them; given a mount, from its files. The list is sorted and in the format of sha256sum, so that
-/// `sha256sum -c` in a mount checks it too; digests of source files stand in comments. Files about this host are left out:
-/// .ckfs/ and what Orbax notes of times.
+/// Two hosts whose lists are equal see the same shards, byte for byte. Given a SOURCE, bytes come from the engine as a
+/// mount would serve them; given a mount, from its files. The list is sorted and in the format of sha256sum, so that
+/// `sha256sum -c` in a mount checks it too. Digests of source files stand in comments. Files about this host are left
+/// out: .ckfs/ and Orbax's record of times.
 ///
 /// Source files that the Hugging Face cache names by their SHA-256 must have it.
 #[derive(Debug, Args)]

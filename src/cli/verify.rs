@@ -44,12 +44,12 @@ const PROBE_BYTES: u64 = 512;
 /// Differences that are printed.
 const DIFFERENCES_SHOWN: usize = 20;
 
-/// Compares virtual files with what a slow, independent evaluator computes.
+/// Compares virtual files with the results of a slow, independent evaluator.
 ///
-/// Given a SOURCE, bytes come from the engine as a mount would serve them; given a mount, from its files, and source and
-/// flags from what the mount says of itself. By default a sample of each file is compared: both ends, borders of tensors and
-/// pieces, and places spread over the rest, the same ones every time. Prints counts and the first differences; fails if there
-/// are any.
+/// Given a SOURCE, bytes come from the engine as a mount would serve them. Given a mount, bytes come from its files,
+/// and source and flags from its own configuration. By default a sample of each file is compared: both ends, borders of
+/// tensors and pieces, and positions spread over the rest. The positions are the same every time. Prints counts and the
+/// first differences; fails if there are any.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:

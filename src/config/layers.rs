@@ -12,7 +12,7 @@ impl LayerRanges {
     /// Reads `0..8`, `..8`, `24..`, `5`, or several of these with commas.
     ///
     /// # Errors
-    /// What was expected.
+    /// The expected form.
     pub fn parse(text: &str) -> Result<Self, String> {
         let malformed = |part: &str| format!("layers: expected ranges such as 0..8 or 0..4,28.., found {part:?}");
         let number = |word: &str, part: &str| word.trim().parse::<u64>().map_err(|_| malformed(part));

@@ -141,7 +141,7 @@ impl Settings {
         }
     }
 
-    /// The defaults, as far as the table gives them.
+    /// The defaults that the table gives.
     fn by_default() -> Self {
         let mut settings = Self::default();
         for row in SETTINGS {

@@ -18,7 +18,7 @@ pub struct Pattern {
 pub struct PatternError {
     /// The text.
     pub pattern: String,
-    /// What is wrong with it.
+    /// The problem with it.
     pub reason: String,
 }
 

@@ -85,7 +85,7 @@ pub static SETTINGS: &[Setting] = &[
         at!(view.dequantize),
         "Decodes quantized weights, to this type or to the model's own, and leaves all else as it is stored.",
     )
-    .more("Layouts of MaxText and vLLM do so by themselves. What is decoded from goes: scales, zero points and the like."),
+    .more("Layouts of MaxText and vLLM do so by themselves. Scales, zero points and other operands of the decoding are hidden."),
     Setting::new(View, "cast", NO_FLAG, at!(view.cast), "").file_only(),
     Setting::new(
         View,
@@ -125,7 +125,7 @@ pub static SETTINGS: &[Setting] = &[
         "Accepts a checkpoint that lacks layers or tensors: any, or those that match the pattern. May be repeated.",
     )
     .more(
-        "Layouts of rules leave out what would be made of them.\n\n\
+        "Layouts of rules leave out the tensors that need them.\n\n\
          In patterns `*` is any text and `?` one character; between slashes is a regular expression: '/rotary/'.",
     ),
     Setting::new(
@@ -137,7 +137,7 @@ pub static SETTINGS: &[Setting] = &[
     )
     .more(
         "canonical and hf show tensors of any name, but report those that their family does not know together with what \
-         is missing, for one is probably the other misspelt. This takes them out of that report.",
+         is missing, because one is probably the other, misspelt. This takes them out of that report.",
     ),
     Setting::new(
         View,
@@ -272,7 +272,7 @@ pub static SETTINGS: &[Setting] = &[
         "materialize",
         Value("auto|memory|none|DIR"),
         at!(mount.materialize),
-        "Which tensor files a mount materializes: makes once, all of each, for the kernel to read by itself.",
+        "Which tensor files a mount materializes: makes once, completely, for the kernel to read by itself.",
     )
     .more(
         "`auto`, the default: in memory, files of one tensor from 1 MiB to half of the cache, when they are opened; and \
@@ -318,7 +318,7 @@ pub static SETTINGS: &[Setting] = &[
         "allow-other",
         Nothing("true"),
         at!(mount.allow_other),
-        "Lets all users in; others than root need `user_allow_other` in /etc/fuse.conf.",
+        "Lets all users read; users other than root need `user_allow_other` in /etc/fuse.conf.",
     )
     .more(
         "A user can then read a file exactly if that user can read the source files that it is made of: \

@@ -1,4 +1,4 @@
-//! Kinds of values, and how a field of the settings takes them: as a word of a flag or of `-o`, or as a value of TOML.
+//! Kinds of values, and how a field of the settings reads them: from a word of a flag or `-o`, or from TOML.
 //!
 //! A [`SettingValue`] reads and writes one value. A [`Field`] holds it: `Option` for a setting that is given once,
 //! `Vec` and a map for repeatable settings. A row of the table names nothing but the field; its type determines the

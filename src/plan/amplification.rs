@@ -18,7 +18,7 @@ use crate::{
     tensor::{Op, PAGE_BYTES, Reads, Region, Runs, Shape, SourceTensor, TensorId, View, reads},
 };
 
-/// What the devices of a plan read of the sources for all bundled tensors.
+/// The bytes that a plan's devices read from the sources for all bundled tensors.
 #[derive(Clone, Debug)]
 pub struct Amplification {
     /// By listed device, in order.

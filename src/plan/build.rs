@@ -94,7 +94,7 @@ struct Drafted {
 }
 
 impl Plan {
-    /// Resolves what the user wants against a checkpoint.
+    /// Resolves the user's request against a checkpoint.
     ///
     /// # Errors
     /// Everything wrong with the plan, at once.
@@ -103,7 +103,7 @@ impl Plan {
     }
 }
 
-/// Resolves what the user wants against a checkpoint.
+/// Resolves the user's request against a checkpoint.
 ///
 /// # Errors
 /// Everything wrong with the plan, at once.

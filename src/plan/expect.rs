@@ -4,8 +4,9 @@
 //! Missing names are refused, and the names that no table knows with them, because one is probably the other, misspelt.
 //! Without a missing name, unknown names are only reported, since a generic layout serves any tensor.
 //!
-//! A repository may differ from its `model_type`: a class or code of its own, the names of another program, or a draft
-//! model that shares the rest with its target. Then nothing is certain, and missing names are only reported too.
+//! A repository may differ from its `model_type`: it may have a class or code of its own, or the names of another
+//! program. It may also be a draft model, which shares the other tensors with its target. Then nothing is certain, and
+//! missing names are only reported too.
 
 use std::collections::BTreeSet;
 
@@ -36,7 +37,7 @@ struct Condition<'a> {
 
 impl Names for Condition<'_> {
     fn mesh(&self, _axis: &str) -> Option<u64> {
-        // What a repository must have does not depend on the devices.
+        // The required tensors do not depend on the devices.
         None
     }
 

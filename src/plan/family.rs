@@ -143,7 +143,7 @@ const CLASS_ENDINGS: [&str; 11] = [
 pub struct FamilyError {
     /// The file's name.
     pub family: String,
-    /// What is wrong.
+    /// The reason.
     pub reason: String,
 }
 

@@ -101,7 +101,7 @@ impl Layout {
     /// The layout of a user's word: one in the program, or else a file `*.toml`, which is read.
     ///
     /// # Errors
-    /// What is wrong with the file, or the list of names if it is none.
+    /// Everything wrong with the file, or the list of names if it is none.
     pub fn find(word: &str) -> Result<Self, PlanError> {
         let Ok(mut choice) = LayoutChoice::from_word(word) else { return Err(unknown_layout(word)) };
         if let Err(error) = choice.take_in() {
@@ -114,7 +114,7 @@ impl Layout {
     /// The chosen layout. The text of a file has been read.
     ///
     /// # Errors
-    /// What is wrong with the file.
+    /// Everything wrong with the file.
     pub fn of(choice: &LayoutChoice) -> Result<Self, PlanError> {
         match choice {
             LayoutChoice::Named("canonical") => Ok(Self::Canonical),

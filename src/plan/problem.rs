@@ -20,7 +20,7 @@ pub enum Problem {
     View {
         /// The tensor, by its name in the repository or in the mount.
         name: String,
-        /// What is wrong.
+        /// The reason.
         #[source]
         error: ViewError,
     },
@@ -29,7 +29,7 @@ pub enum Problem {
     Tiling {
         /// The tensor.
         name: String,
-        /// What is wrong.
+        /// The reason.
         #[source]
         error: TilingError,
     },
@@ -137,7 +137,7 @@ pub enum Problem {
         name: String,
         /// The rule's pattern.
         rule: String,
-        /// What is wrong.
+        /// The reason.
         reason: String,
     },
     /// An uneven split, if only even ones are accepted.
@@ -210,7 +210,7 @@ pub enum Problem {
         line: usize,
         /// The leaf, if the rule makes one.
         target: String,
-        /// What is wrong.
+        /// The reason.
         reason: String,
     },
     /// A layout or option file is malformed.
@@ -218,7 +218,7 @@ pub enum Problem {
     File {
         /// The file.
         file: String,
-        /// What is wrong.
+        /// The reason.
         reason: String,
     },
     /// The repository cannot be shown as `hf/` with these options.
@@ -226,7 +226,7 @@ pub enum Problem {
     Hf {
         /// The file.
         path: String,
-        /// What is wrong.
+        /// The reason.
         reason: String,
     },
 }

@@ -81,8 +81,8 @@ fn device_ranges(devices: &[u64]) -> String {
     runs.collect::<Vec<_>>().join(",")
 }
 
-/// Lines about the excess reads of devices, if there are any: one for each group of devices that are alike, one for all
-/// together, and one for the worst tensors.
+/// Lines about the excess reads of devices, if there are any: one per group of devices that are alike, one for all
+/// devices, and one for the worst tensors.
 fn over_read_text(checkpoint: &Checkpoint, plan: &Plan) -> Vec<String> {
     let amplification = Amplification::of(checkpoint, plan);
     let exceeds = |reads: &Reads| hundredths(*reads) > OVER_READ_HUNDREDTHS;

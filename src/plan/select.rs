@@ -361,7 +361,7 @@ fn configuration(
     }
     let mut members: Vec<&mut Map<String, Value>> = Vec::new();
     let Some(top) = config.as_object_mut() else { return (None, no_hf) };
-    // The nested member is taken out and put back, since both objects are changed.
+    // The nested member is removed and inserted again, since both objects change.
     let mut inner = nested.as_ref().and_then(|name| top.get_mut(name)).map(Value::take);
     members.push(top);
     members.extend(inner.as_mut().and_then(Value::as_object_mut));

@@ -93,8 +93,8 @@ impl<'a> Values<'a> {
         self.raw.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The tensor with its requested values: a float is cast to `dtype`, a quantized tensor is decoded to `dtype` or to
-    /// its own, and any other tensor is unchanged.
+    /// The tensor with its requested values. A float is cast to `dtype`. A quantized tensor is decoded to `dtype`, or
+    /// to its own. Any other tensor is unchanged.
     ///
     /// # Errors
     /// [`Problem::View`] naming the tensor.

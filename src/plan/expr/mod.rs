@@ -120,7 +120,7 @@ pub enum EvalError {
     In {
         /// The variable.
         name: String,
-        /// What is wrong.
+        /// The reason.
         #[source]
         error: Box<EvalError>,
     },

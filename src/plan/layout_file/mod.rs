@@ -197,7 +197,7 @@ pub struct Resolved {
     pub drafts: Vec<Draft>,
     /// The parameters and their values, as text.
     pub params: Vec<(String, String)>,
-    /// Whether the result has been compared with that of the imitated program, as far as the file says.
+    /// Whether the result has been compared with that of the imitated program, according to the file.
     pub verified: bool,
     /// Names that rules leave out on purpose.
     pub left_out: Vec<NameGroup>,
