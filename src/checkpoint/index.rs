@@ -20,7 +20,7 @@ pub(super) struct Index<'a> {
 impl<'a> Index<'a> {
     /// Parses the text of an index.
     pub(super) fn parse(text: &'a [u8]) -> Result<Self, serde_json::Error> {
-        let raw: Raw<'a> = serde_json::from_slice(text)?;
+        let raw: RawIndex<'a> = serde_json::from_slice(text)?;
         Ok(Self { metadata: raw.metadata, ..raw.weight_map })
     }
 }
@@ -31,7 +31,7 @@ pub(super) fn stays_inside(path: &str) -> bool {
 }
 
 #[derive(Deserialize)]
-struct Raw<'a> {
+struct RawIndex<'a> {
     #[serde(default)]
     metadata: Option<serde_json::Value>,
     #[serde(borrow)]

@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_what_they_were() {
+    fn numbers_read_back_unchanged() {
         // The nearest double, not its neighbour.
         for text in [
             "0.9452706955539223",

@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_terminal_obeys_is_escaped() {
+    fn characters_that_control_a_terminal_are_escaped() {
         for (text, expected) in [
             ("model.layers.0.größe", "model.layers.0.größe"),
             ("a\nb\tc\r", "a\\nb\\tc\\r"),

@@ -114,7 +114,8 @@ struct StoredRow {
 }
 
 impl TensorTable {
-    /// The tensors of these files, numbered in this order. `None` if a number does not fit 32 bits: more than 4 GiB of names.
+    /// The tensors of these files, numbered in this order. `None` if a number does not fit 32 bits, as with more than 4
+    /// GiB of names.
     pub(super) fn new<'a>(headers: impl Iterator<Item = (FileId, &'a Header)> + Clone) -> Option<Self> {
         let mut table = Self::default();
         table.rows.reserve_exact(headers.clone().map(|(_, header)| header.len()).sum());

@@ -17,7 +17,7 @@ use super::{
     doctor,
     flags::{LogFlags, LoggingFlags},
     mount, output,
-    verify::{Extent, verify_mount},
+    verify::{Amount, verify_mount},
 };
 use crate::{format::safetensors::write_header, plan::report::human_bytes, tensor::DType};
 
@@ -93,7 +93,7 @@ impl Demo {
         output::print(&format!("{text}\n"))?;
         output::print(&shard_text(&mountpoint)?)?;
         let log = LogFlags { verbose: 0, quiet: true, file: LoggingFlags::default() };
-        let findings = verify_mount(&mountpoint, &[], Extent::Sample(16 << 10), &log)?;
+        let findings = verify_mount(&mountpoint, &[], Amount::Sample(16 << 10), &log)?;
         findings.verdict()?;
         output::print(&format!("4. ckfs verify {}: {}, no difference\n\n", mountpoint.display(), findings.summary()))?;
         output::print(&next(self.keep, &mountpoint))?;

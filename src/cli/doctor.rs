@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use super::{
     cleanup::Cleanup,
     mount, open, output,
-    status::{Health, probe},
+    status::{MountHealth, probe},
 };
 use crate::{
     format::safetensors::write_header,
@@ -306,7 +306,7 @@ fn mounts() -> Vec<Check> {
         .filter_map(|entry| {
             let asking = move || {
                 let health = probe(&entry.mountpoint).health;
-                let answers = matches!(health, Health::Healthy | Health::Degraded);
+                let answers = matches!(health, MountHealth::Healthy | MountHealth::Degraded);
                 let readers = answers.then(|| readers(&entry));
                 (health, entry.mountpoint, readers)
             };
@@ -316,7 +316,7 @@ fn mounts() -> Vec<Check> {
     let answers: Vec<_> = asking.into_iter().filter_map(|thread| thread.join().ok()).collect();
     let dead: Vec<String> = answers
         .iter()
-        .filter(|(health, ..)| !matches!(health, Health::Healthy | Health::Private))
+        .filter(|(health, ..)| !matches!(health, MountHealth::Healthy | MountHealth::Private))
         .map(|(health, path, _)| format!("{} is {}", path.display(), health.name()))
         .collect();
     let readers = answers.iter().filter_map(|(_, path, readers)| {
@@ -336,9 +336,9 @@ fn readers(entry: &MountEntry) -> String {
     if found.is_empty() { "not known: .ckfs/plan.txt does not say".to_owned() } else { found.join("; ") }
 }
 
-fn mounts_check(answers: &[(Health, PathBuf, Option<String>)], dead: &[String]) -> Check {
+fn mounts_check(answers: &[(MountHealth, PathBuf, Option<String>)], dead: &[String]) -> Check {
     if dead.is_empty() {
-        let private = answers.iter().filter(|(health, ..)| *health == Health::Private).count();
+        let private = answers.iter().filter(|(health, ..)| *health == MountHealth::Private).count();
         let note = if private == 0 { String::new() } else { format!(", {private} of other users") };
         return check("mounts", Verdict::Ok, format!("{} healthy{note}", answers.len() - private), "");
     }

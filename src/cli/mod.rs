@@ -33,7 +33,7 @@ use tracing_subscriber::EnvFilter;
 
 use crate::host::{self, Log, Target, limits, signal};
 use flags::LogFlags;
-use output::{Closed, Told, Usage};
+use output::{AlreadyReported, Closed, Usage};
 
 /// Mounts Hugging Face safetensors repositories as virtual, sharded views.
 ///
@@ -122,7 +122,7 @@ fn run_program() -> ExitCode {
     // The log comes before the message of an error.
     code.unwrap_or_else(|error| {
         finish.0.flush(host::log::FLUSH_LIMIT);
-        told(&error)
+        report_error(&error)
     })
 }
 
@@ -198,11 +198,11 @@ fn start_log(flags: &LogFlags, sink: &Log, file: Option<&Path>) -> anyhow::Resul
 }
 
 /// Prints why a command failed, and returns the exit code.
-fn told(error: &anyhow::Error) -> ExitCode {
+fn report_error(error: &anyhow::Error) -> ExitCode {
     if error.is::<Closed>() {
         // The reader of the output has closed it early.
         ExitCode::SUCCESS
-    } else if error.is::<Told>() {
+    } else if error.is::<AlreadyReported>() {
         ExitCode::FAILURE
     } else if error.is::<Usage>() {
         host::tell(&format!("ckfs: error: {}\n\nFor more information, try '--help'.\n", output::chain(error)));

@@ -21,7 +21,7 @@ use clap::Args;
 use super::{
     flags::{LogFlags, ServingFlags, SourceFlags},
     open,
-    output::{Told, Usage, chain},
+    output::{AlreadyReported, Usage, chain},
     patience,
 };
 use crate::{
@@ -243,7 +243,7 @@ fn serve_here(config: anyhow::Result<(Config, PathBuf)>, log: &Log) -> anyhow::R
         log.flush(host::log::FLUSH_LIMIT);
         readiness.failed(&chain(error));
         if starter_waits {
-            return Err(Told.into());
+            return Err(AlreadyReported.into());
         }
     }
     result

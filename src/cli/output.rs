@@ -35,11 +35,11 @@ impl fmt::Display for Closed {
 
 /// The command failed, and another process reports why.
 #[derive(Debug)]
-pub(super) struct Told;
+pub(super) struct AlreadyReported;
 
-impl std::error::Error for Told {}
+impl std::error::Error for AlreadyReported {}
 
-impl fmt::Display for Told {
+impl fmt::Display for AlreadyReported {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("the starter was told")
     }

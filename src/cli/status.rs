@@ -52,7 +52,7 @@ pub(super) struct Status {
 
 /// Whether a mount answers, and whether it reports a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Health {
+pub(super) enum MountHealth {
     /// It answers and reports no problem.
     Healthy,
     /// It answers and reports a problem.
@@ -67,7 +67,7 @@ pub(super) enum Health {
     Private,
 }
 
-impl Health {
+impl MountHealth {
     /// As printed.
     pub(super) const fn name(self) -> &'static str {
         match self {
@@ -85,7 +85,7 @@ impl Health {
 #[derive(Debug)]
 pub(super) struct Probe {
     /// Whether it answers.
-    pub(super) health: Health,
+    pub(super) health: MountHealth,
     stats: Value,
     config: Option<Config>,
 }
@@ -101,14 +101,14 @@ pub(super) fn probe(mountpoint: &Path) -> Probe {
     let answer = asking.ok().and_then(|_| answered.recv_timeout(ANSWER_LIMIT).ok());
     let dead = |health| Probe { health, stats: Value::Null, config: None };
     match answer {
-        None => dead(Health::Stuck),
-        Some(Err(error)) if is_gone(&error) => dead(Health::Stale),
-        Some(Err(error)) if error.kind() == io::ErrorKind::PermissionDenied => dead(Health::Private),
-        Some(Err(_)) => dead(Health::Failing),
+        None => dead(MountHealth::Stuck),
+        Some(Err(error)) if is_gone(&error) => dead(MountHealth::Stale),
+        Some(Err(error)) if error.kind() == io::ErrorKind::PermissionDenied => dead(MountHealth::Private),
+        Some(Err(_)) => dead(MountHealth::Failing),
         Some(Ok((stats, config))) => {
             let stats: Value = serde_json::from_str(&stats).unwrap_or_default();
             Probe {
-                health: if stats["health"] == "degraded" { Health::Degraded } else { Health::Healthy },
+                health: if stats["health"] == "degraded" { MountHealth::Degraded } else { MountHealth::Healthy },
                 stats,
                 config: Config::of_text(&config, Path::new("config.toml"), Path::new("/")).ok(),
             }
@@ -297,11 +297,13 @@ impl Status {
             output::print(&printable_lines(&mounts.iter().map(text).collect::<Vec<_>>().join("\n")))?;
         }
         // A private mount is a failure only if the user asked for it.
-        let count = |wanted: &dyn Fn(Health) -> bool| probes.iter().filter(|(probe, _)| wanted(probe.health)).count();
-        let private = |health| health == Health::Private && self.mountpoint.is_some();
-        let dead =
-            count(&|health| matches!(health, Health::Stale | Health::Stuck | Health::Failing) || private(health));
-        let degraded = count(&|health| health == Health::Degraded);
+        let count =
+            |wanted: &dyn Fn(MountHealth) -> bool| probes.iter().filter(|(probe, _)| wanted(probe.health)).count();
+        let private = |health| health == MountHealth::Private && self.mountpoint.is_some();
+        let dead = count(&|health| {
+            matches!(health, MountHealth::Stale | MountHealth::Stuck | MountHealth::Failing) || private(health)
+        });
+        let degraded = count(&|health| health == MountHealth::Degraded);
         let mounts = |count: usize| if count == 1 { "1 mount".to_owned() } else { format!("{count} mounts") };
         match (dead, degraded) {
             (0, 0) => Ok(()),

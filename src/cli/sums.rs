@@ -75,7 +75,7 @@ pub(super) struct Sums {
 
 /// Digests by path, with their origin.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct List {
+struct DigestList {
     /// Commit of the source, if it is known.
     revision: Option<String>,
     /// Patterns by which files were chosen; none for all.
@@ -111,7 +111,7 @@ pub(super) fn check(
     log: &LogFlags,
 ) -> anyhow::Result<()> {
     let context = || file.display().to_string();
-    let mut wanted = List::parse(&fs::read_to_string(file).with_context(context)?).with_context(context)?;
+    let mut wanted = DigestList::parse(&fs::read_to_string(file).with_context(context)?).with_context(context)?;
     let only = if only.is_empty() { wanted.only.clone() } else { only.to_vec() };
     let found = list(target, &only, flags, log)?;
     let patterns = tree::patterns(&only)?;
@@ -142,7 +142,7 @@ fn compare(what: &str, wanted: &BTreeMap<String, String>, found: &BTreeMap<Strin
 }
 
 /// The present digests of a source or mount.
-fn list(target: Option<&str>, only: &[String], flags: &SourceFlags, log: &LogFlags) -> anyhow::Result<List> {
+fn list(target: Option<&str>, only: &[String], flags: &SourceFlags, log: &LogFlags) -> anyhow::Result<DigestList> {
     let mount = target.map(Path::new).filter(|path| path.join(".ckfs/config.toml").is_file());
     let mut config = match mount {
         Some(mount) if flags.settings.config.is_some() => {
@@ -198,7 +198,7 @@ fn list(target: Option<&str>, only: &[String], flags: &SourceFlags, log: &LogFla
         let name = if view.name.is_empty() { String::new() } else { format!("{} ", view.name) };
         Ok(format!("{name}mesh={} layout={} dtype={dtype}", options.mesh, options.layout.name()))
     });
-    Ok(List {
+    Ok(DigestList {
         revision: checkpoint.revision().map(str::to_owned),
         only: only.to_vec(),
         views: views.collect::<anyhow::Result<_>>()?,
@@ -297,7 +297,7 @@ const ONLY: &str = "only ";
 const VIEW: &str = "view ";
 const SOURCE: &str = "source ";
 
-impl List {
+impl DigestList {
     fn text(&self) -> String {
         let mut text = format!("# {VERSION}{} sums\n", env!("CARGO_PKG_VERSION"));
         let mut comment = |mark: &str, rest: &str| {
@@ -393,7 +393,7 @@ mod tests {
     #[test]
     fn a_list_is_read_as_it_was_written() {
         let digest = |byte: u8| hex(std::iter::repeat_n(byte, 32));
-        let list = List {
+        let list = DigestList {
             revision: Some("0123abcd".into()),
             only: vec!["dev0".into(), "hf/*".into()],
             views: vec!["train mesh=fsdp=2 layout=canonical dtype=keep".into()],
@@ -402,11 +402,11 @@ mod tests {
         };
         let text = list.text();
         assert!(text.ends_with(&format!("\\{}  dev0/odd\\n\\\\name\n", digest(3))), "{text}");
-        assert_eq!(List::parse(&text).unwrap(), list);
+        assert_eq!(DigestList::parse(&text).unwrap(), list);
         for (line, text) in
             [(1, ""), (1, "hello\n"), (2, "# ckfs 1 sums\nzz  path\n"), (2, "# ckfs 1 sums\n# source x\n")]
         {
-            let error = List::parse(text).unwrap_err().to_string();
+            let error = DigestList::parse(text).unwrap_err().to_string();
             assert!(line == 1 || error.starts_with("line 2: "), "{error}");
         }
     }

@@ -90,16 +90,16 @@ impl fmt::Display for Difference {
     }
 }
 
-/// The findings of a verification.
+/// The results of a verification.
 #[derive(Debug, Default)]
-pub(super) struct Findings {
+pub(super) struct Verification {
     files: AtomicU64,
     bytes: AtomicU64,
     different: AtomicU64,
     first: Mutex<Vec<Difference>>,
 }
 
-impl Findings {
+impl Verification {
     fn differ(&self, path: &str, what: String) {
         self.different.fetch_add(1, Ordering::Relaxed);
         let mut first = self.first.lock().unwrap_or_else(PoisonError::into_inner);
@@ -132,7 +132,7 @@ impl Findings {
 
 /// The number of bytes to compare.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Extent {
+pub(super) enum Amount {
     /// Everything.
     Full,
     /// About this many bytes of each file.
@@ -144,17 +144,17 @@ impl Verify {
         if let Some(sums) = &self.sums {
             return sums::check(sums, self.target.as_deref(), &self.only, &self.flags, log);
         }
-        let extent = if self.full { Extent::Full } else { Extent::Sample(self.sample.0) };
+        let amount = if self.full { Amount::Full } else { Amount::Sample(self.sample.0) };
         let mount = self.target.as_deref().map(Path::new).filter(|path| path.join(".ckfs/config.toml").is_file());
         let findings = if let Some(mount) = mount {
             if self.flags.settings.config.is_some() {
                 bail!("{}: is a mount, which says by itself how it was made; --config is for sources", mount.display());
             }
-            verify_mount(mount, &self.only, extent, log)?
+            verify_mount(mount, &self.only, amount, log)?
         } else {
             let mut config = open::source_config(self.target.as_deref(), &self.flags)?;
             let volume = open::volume(&mut config)?;
-            verify(&volume, None, &self.only, extent, log)?
+            verify(&volume, None, &self.only, amount, log)?
         };
         findings.verdict()?;
         output::print(&format!("{}, no difference\n", findings.summary()))
@@ -164,20 +164,25 @@ impl Verify {
 /// Compares the files of a mount with the files that its own configuration describes.
 ///
 /// # Errors
-/// Source or configuration are not readable. Differences are in the findings.
-pub(super) fn verify_mount(mount: &Path, only: &[String], extent: Extent, log: &LogFlags) -> anyhow::Result<Findings> {
+/// Source or configuration are not readable. Differences are in the result.
+pub(super) fn verify_mount(
+    mount: &Path,
+    only: &[String],
+    amount: Amount,
+    log: &LogFlags,
+) -> anyhow::Result<Verification> {
     let mut config = Config::load(&mount.join(".ckfs/config.toml"))?;
     let volume = open::volume(&mut config)?;
-    verify(&volume, Some(mount), only, extent, log)
+    verify(&volume, Some(mount), only, amount, log)
 }
 
 /// The origin of the verified bytes.
-enum Served<'a> {
+enum VerifiedBytes<'a> {
     Engine { open: tree::OpenNode<'a>, copier: KernelCopier },
     Mount { file: File },
 }
 
-impl Served<'_> {
+impl VerifiedBytes<'_> {
     fn read(&self, start: u64, len: usize) -> anyhow::Result<Vec<u8>> {
         match self {
             Self::Mount { file } => {
@@ -202,9 +207,9 @@ fn verify(
     volume: &Volume,
     mount: Option<&Path>,
     only: &[String],
-    extent: Extent,
+    amount: Amount,
     log: &LogFlags,
-) -> anyhow::Result<Findings> {
+) -> anyhow::Result<Verification> {
     let patterns = tree::patterns(only)?;
     let mut nodes = Vec::new();
     tree::walk(volume, &mut |node| {
@@ -216,15 +221,15 @@ fn verify(
     if nodes.is_empty() {
         bail!("nothing to verify: no file matches {}", only.join(", "));
     }
-    let share = |size: u64| match extent {
-        Extent::Full => size,
-        Extent::Sample(bytes) => bytes.min(size),
+    let sampled = |size: u64| match amount {
+        Amount::Full => size,
+        Amount::Sample(bytes) => bytes.min(size),
     };
-    let bar = bar(nodes.iter().map(|node| share(node.attr.size_bytes)).fold(0, u64::saturating_add), log);
-    let findings = Findings::default();
+    let bar = bar(nodes.iter().map(|node| sampled(node.attr.size_bytes)).fold(0, u64::saturating_add), log);
+    let findings = Verification::default();
     nodes.par_iter().try_for_each(|node| {
-        let result = verify_file(volume, mount, node, extent, &findings, &bar);
-        bar.inc(share(node.attr.size_bytes));
+        let result = verify_file(volume, mount, node, amount, &findings, &bar);
+        bar.inc(sampled(node.attr.size_bytes));
         result.with_context(|| node.path.clone())
     })?;
     open::check_sources(volume)?;
@@ -236,8 +241,8 @@ fn verify_file(
     volume: &Volume,
     mount: Option<&Path>,
     node: &tree::PathNode,
-    extent: Extent,
-    findings: &Findings,
+    amount: Amount,
+    findings: &Verification,
     bar: &ProgressBar,
 ) -> anyhow::Result<()> {
     let checkpoint = volume.engine().checkpoint();
@@ -255,10 +260,10 @@ fn verify_file(
     findings.files.fetch_add(1, Ordering::Relaxed);
     let served = match mount {
         None => tree::OpenNode::open(volume, node)
-            .and_then(|open| Ok(Served::Engine { open, copier: KernelCopier::new()? })),
+            .and_then(|open| Ok(VerifiedBytes::Engine { open, copier: KernelCopier::new()? })),
         Some(mount) => {
             let path = mount.join(&node.path);
-            File::open(&path).with_context(|| path.display().to_string()).map(|file| Served::Mount { file })
+            File::open(&path).with_context(|| path.display().to_string()).map(|file| VerifiedBytes::Mount { file })
         }
     };
     let served = match served {
@@ -268,7 +273,7 @@ fn verify_file(
             return Ok(());
         }
     };
-    if let Served::Mount { file } = &served {
+    if let VerifiedBytes::Mount { file } = &served {
         let found = file.metadata()?.len();
         if found != size {
             findings.differ(&node.path, format!("expected {size} bytes, found {found}"));
@@ -277,7 +282,7 @@ fn verify_file(
     }
     let files = SourceFiles { checkpoint };
     let mut evaluator = Evaluator::new(|tensor, span| Ok(files.read(tensor, span)?));
-    for (start, end) in spans(&node.path, &expected, size, extent)? {
+    for (start, end) in spans(&node.path, &expected, size, amount)? {
         let len = usize::try_from(end - start).context("span")?;
         let bytes = match served.read(start, len) {
             Ok(bytes) => bytes,
@@ -354,10 +359,10 @@ impl SourceFiles<'_> {
 }
 
 /// The spans of a file to compare, ascending and disjoint, each of at most [`CHUNK_BYTES`].
-fn spans(path: &str, expected: &Expected, size: u64, extent: Extent) -> anyhow::Result<Vec<(u64, u64)>> {
-    let mut spans = match extent {
-        Extent::Sample(bytes) if bytes < size => sample(path, &borders(expected)?, size, bytes),
-        Extent::Full | Extent::Sample(_) => vec![(0, size)],
+fn spans(path: &str, expected: &Expected, size: u64, amount: Amount) -> anyhow::Result<Vec<(u64, u64)>> {
+    let mut spans = match amount {
+        Amount::Sample(bytes) if bytes < size => sample(path, &borders(expected)?, size, bytes),
+        Amount::Full | Amount::Sample(_) => vec![(0, size)],
     };
     spans.retain(|(start, end)| start < end);
     let cut = |(start, end): (u64, u64)| {

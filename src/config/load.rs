@@ -39,9 +39,9 @@ impl Config {
                 *source = path.display().to_string();
             }
         }
-        take_in(&mut settings.top, base)?;
+        read_named_files(&mut settings.top, base)?;
         for (_, view) in &mut settings.views {
-            take_in(view, base)?;
+            read_named_files(view, base)?;
         }
         Ok(Self::of_file(settings))
     }
@@ -57,7 +57,7 @@ impl Config {
             said.over(line);
         }
         let mut config = said.config.as_deref().map(Self::load).transpose()?.unwrap_or_default();
-        take_in(&mut said, base)?;
+        read_named_files(&mut said, base)?;
         config.overlay(said);
         Ok(config)
     }
@@ -68,7 +68,7 @@ impl LayoutChoice {
     ///
     /// # Errors
     /// [`ConfigError::Read`].
-    pub fn take_in(&mut self) -> Result<(), ConfigError> {
+    pub fn read_file(&mut self) -> Result<(), ConfigError> {
         if let Self::File { path, text } = self {
             *text = read_text(path)?.into();
         }
@@ -77,11 +77,11 @@ impl LayoutChoice {
 }
 
 /// Reads the files that settings name; relative paths begin at `base`.
-fn take_in(settings: &mut Settings, base: &Path) -> Result<(), ConfigError> {
+fn read_named_files(settings: &mut Settings, base: &Path) -> Result<(), ConfigError> {
     settings.rebase(base);
     let ViewSettings { layout, shard, shard_rules, .. } = &mut settings.view;
     if let Some(layout) = layout {
-        layout.take_in()?;
+        layout.read_file()?;
     }
     if let Some(ShardChoice::File(file)) = shard {
         let rules = parse_shard_rules(&read_text(file)?, file)?;

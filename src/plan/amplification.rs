@@ -33,7 +33,7 @@ pub struct Amplification {
 impl Amplification {
     /// Counts for all bundled tensors and listed devices.
     pub fn of(checkpoint: &Checkpoint, plan: &Plan) -> Self {
-        let mut kinds: HashMap<Kind<'_>, u32> = HashMap::new();
+        let mut kinds: HashMap<HoldingKey<'_>, u32> = HashMap::new();
         let mut firsts: Vec<&PlannedTensor> = Vec::new();
         let mut tensors: Vec<(&PlannedTensor, u32)> = Vec::new();
         for tensor in plan.bundle() {
@@ -57,7 +57,7 @@ impl Amplification {
 }
 
 /// Spec, expert and shape of a tensor: they determine which part of it each device holds.
-type Kind<'a> = (u32, Option<(u64, u64)>, &'a Shape);
+type HoldingKey<'a> = (u32, Option<(u64, u64)>, &'a Shape);
 
 /// A number as 32 bits: there are fewer tensors and devices than that.
 fn number(of: usize) -> u32 {

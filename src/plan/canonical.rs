@@ -33,7 +33,7 @@ const NAMED_TOGETHER: usize = 1024;
 
 /// A part of a source tensor, and its name in the layout.
 #[derive(Clone, Debug)]
-struct Named {
+struct NamedPart {
     id: TensorId,
     /// Output prefix, with its final dot.
     prefix: String,
@@ -50,9 +50,9 @@ struct Named {
 }
 
 /// The common attributes of a tensor in all layers and experts: prefix, rest, and whether it has a layer and an expert.
-type Kind<'a> = (&'a str, &'a str, bool, bool);
+type NameKind<'a> = (&'a str, &'a str, bool, bool);
 
-impl Named {
+impl NamedPart {
     fn unscanned(&self) -> String {
         let rest = naming::with_expert(&self.rest, self.expert);
         self.layer
@@ -64,7 +64,7 @@ impl Named {
         naming::without_expert(&self.rest, self.expert.is_some())
     }
 
-    fn kind(&self) -> Kind<'_> {
+    fn kind(&self) -> NameKind<'_> {
         (&self.prefix, &self.rest, self.layer.is_some(), self.expert.is_some())
     }
 
@@ -211,9 +211,9 @@ impl Namer<'_> {
         name: &str,
         parsed: &Parsed,
         shape: &[u64],
-        named: &mut Vec<Named>,
+        named: &mut Vec<NamedPart>,
     ) -> Result<(), Problem> {
-        let mut out = Named {
+        let mut out = NamedPart {
             id,
             prefix: String::new(),
             layer: parsed.layer,
@@ -270,8 +270,8 @@ impl Namer<'_> {
         suffix: &str,
         name: &str,
         shape: &[u64],
-        whole: &Named,
-        named: &mut Vec<Named>,
+        whole: &NamedPart,
+        named: &mut Vec<NamedPart>,
     ) -> Result<(), Problem> {
         let shares = role.split.iter().map(|(_, share)| {
             let number = share.parse().ok().or_else(|| member::config_number(self.checkpoint, share));
@@ -297,7 +297,7 @@ impl Namer<'_> {
         for ((short, _), part) in role.split.iter().zip(parts) {
             let stop = start + part;
             let rest = if suffix == "bias" { short.replacen('w', "b", 1) } else { short.clone() };
-            named.push(Named { rest, part: Some((axis, start, stop)), ..whole.clone() });
+            named.push(NamedPart { rest, part: Some((axis, start, stop)), ..whole.clone() });
             start = stop;
         }
         Ok(())
@@ -307,7 +307,7 @@ impl Namer<'_> {
 /// Restores the dropped parts of names where two names would otherwise collide. A final `weight` is restored where the
 /// name is also a directory, and everything where two tensors would have one name. A name that is a directory even then
 /// gets a word of its own. Returns the unscanned names.
-fn resolve_collisions(checkpoint: &Checkpoint, named: &mut [Named]) -> Vec<String> {
+fn resolve_collisions(checkpoint: &Checkpoint, named: &mut [NamedPart]) -> Vec<String> {
     let mut found = directories(named);
     if !found.is_empty() {
         for n in named.iter_mut().filter(|n| n.weight_dropped) {
@@ -316,7 +316,7 @@ fn resolve_collisions(checkpoint: &Checkpoint, named: &mut [Named]) -> Vec<Strin
             }
         }
     }
-    let unscanned: Vec<String> = named.par_iter().map(Named::unscanned).collect();
+    let unscanned: Vec<String> = named.par_iter().map(NamedPart::unscanned).collect();
     let several = repeated(&unscanned);
     if found.is_empty() && several.is_empty() {
         return unscanned;
@@ -333,7 +333,7 @@ fn resolve_collisions(checkpoint: &Checkpoint, named: &mut [Named]) -> Vec<Strin
             n.rest = format!("{}.{SELF_WORD}", n.rest);
         }
     }
-    named.par_iter().map(Named::unscanned).collect()
+    named.par_iter().map(NamedPart::unscanned).collect()
 }
 
 /// The names that occur more than once.
@@ -344,10 +344,10 @@ fn repeated(names: &[String]) -> HashSet<&str> {
 
 /// The paths of names that other names continue. They are alike in all layers, so that these still stack. Layers and
 /// experts are many, but the kinds of their names are few.
-fn directories(named: &[Named]) -> HashSet<String> {
-    let parts: Vec<HashSet<Kind<'_>>> =
-        named.par_chunks(NAMED_TOGETHER).map(|part| part.iter().map(Named::kind).collect()).collect();
-    let kinds: HashSet<Kind<'_>> = parts.into_iter().flatten().collect();
+fn directories(named: &[NamedPart]) -> HashSet<String> {
+    let parts: Vec<HashSet<NameKind<'_>>> =
+        named.par_chunks(NAMED_TOGETHER).map(|part| part.iter().map(NamedPart::kind).collect()).collect();
+    let kinds: HashSet<NameKind<'_>> = parts.into_iter().flatten().collect();
     let all: BTreeSet<String> = kinds.into_iter().flat_map(paths).collect();
     let holds = |(path, next): &(&String, &String)| next.starts_with(path.as_str());
     all.iter().zip(all.iter().skip(1)).filter(holds).map(|(path, _)| path.clone()).collect()
@@ -355,7 +355,7 @@ fn directories(named: &[Named]) -> HashSet<String> {
 
 /// The paths at which tensors of a kind would be directories, without layer numbers: one by one, and stacked over
 /// experts.
-fn paths((prefix, rest, in_layer, single): Kind<'_>) -> [String; 2] {
+fn paths((prefix, rest, in_layer, single): NameKind<'_>) -> [String; 2] {
     let stem = format!("{prefix}{}", if in_layer { "layers." } else { "" });
     [format!("{stem}{rest}."), format!("{stem}{}.", naming::without_expert(rest, single))]
 }
@@ -370,7 +370,7 @@ struct StackMember {
 /// Drafts of the named tensors, of which `names` are the unscanned names, and of their stacks. The stacks leave out the
 /// tensors of `predictors`.
 fn build(
-    named: &[Named],
+    named: &[NamedPart],
     names: Vec<String>,
     values: &Values<'_>,
     predictors: &HashSet<TensorId>,
@@ -495,7 +495,7 @@ fn scan(name: &str, mut members: Vec<StackMember>, drafts: &mut [Draft]) -> Resu
 }
 
 /// The output head, if it is the embedding and the repository does not store it again.
-fn tied_head(checkpoint: &Checkpoint, named: &[Named], drafts: &[Draft]) -> Option<Draft> {
+fn tied_head(checkpoint: &Checkpoint, named: &[NamedPart], drafts: &[Draft]) -> Option<Draft> {
     let (head, embedding) = names::tied_head(checkpoint)?;
     let id = checkpoint.find(&embedding)?;
     let embedding = named.iter().find(|n| n.id == id)?.unscanned();

@@ -27,7 +27,7 @@ use super::{
 use crate::checkpoint::{Checkpoint, Experts, FileRole};
 
 /// Tensors that one thread compares together.
-const SURVEYED_TOGETHER: usize = 1024;
+const SCANNED_TOGETHER: usize = 1024;
 
 /// `config.json` for conditions, and the number of the layer as `l`.
 struct Condition<'a> {
@@ -84,7 +84,7 @@ fn holds(expectation: &Expectation, checkpoint: &Checkpoint, layer: Option<u64>)
 }
 
 /// A repository's tensors, seen through its family's tables.
-struct Survey<'a> {
+struct FamilyScan<'a> {
     checkpoint: &'a Checkpoint,
     family: &'a Family,
     /// The prefix of the text model's names.
@@ -97,20 +97,20 @@ struct Survey<'a> {
     unknown: Vec<&'a str>,
 }
 
-impl<'a> Survey<'a> {
+impl<'a> FamilyScan<'a> {
     fn new(checkpoint: &'a Checkpoint, family: &'a Family) -> Option<Self> {
         let prefix = select::text_prefix(checkpoint, Some(family))?;
         let words = Generic::load().expect("the file is in the program, and a test reads it").words;
         let (layers, stems, unknown) = (BTreeSet::new(), BTreeSet::new(), Vec::new());
-        let mut survey = Self { checkpoint, family, prefix, layers, stems, unknown };
+        let mut scan = Self { checkpoint, family, prefix, layers, stems, unknown };
         let names: Vec<&str> = checkpoint.tensors().map(|(_, info)| info.name).collect();
-        let parts: Vec<_> = names.par_chunks(SURVEYED_TOGETHER).map(|names| survey.part(names, &words)).collect();
+        let parts: Vec<_> = names.par_chunks(SCANNED_TOGETHER).map(|names| scan.part(names, &words)).collect();
         for (layers, stems, unknown) in parts {
-            survey.layers.extend(layers);
-            survey.stems.extend(stems);
-            survey.unknown.extend(unknown);
+            scan.layers.extend(layers);
+            scan.stems.extend(stems);
+            scan.unknown.extend(unknown);
         }
-        Some(survey)
+        Some(scan)
     }
 
     /// Layers, stems and unknown names among `names`.
@@ -266,11 +266,11 @@ pub(super) struct Findings {
 /// Compares a repository with its family's tables. Returns the differences to report, and those to refuse.
 pub(super) fn compare(checkpoint: &Checkpoint, family: &Family, options: &ViewOptions) -> (Findings, Vec<Problem>) {
     let nothing = || (Findings::default(), Vec::new());
-    let Some(survey) = Survey::new(checkpoint, family) else { return nothing() };
+    let Some(scan) = FamilyScan::new(checkpoint, family) else { return nothing() };
     let words = Generic::load().expect("the file is in the program, and a test reads it").words;
-    let expected = survey.expected();
+    let expected = scan.expected();
     // A layer without any tensor is reported elsewhere, as a missing layer.
-    let in_missing_layer = |parsed: &Parsed| parsed.layer.is_some_and(|layer| !survey.layers.contains(&layer));
+    let in_missing_layer = |parsed: &Parsed| parsed.layer.is_some_and(|layer| !scan.layers.contains(&layer));
     let mut lost: Vec<&str> = expected
         .par_iter()
         .map(String::as_str)
@@ -279,16 +279,16 @@ pub(super) fn compare(checkpoint: &Checkpoint, family: &Family, options: &ViewOp
         .collect();
     lost.sort_unstable();
     lost.dedup();
-    let strange: BTreeSet<String> = survey.unknown.iter().map(|name| stars(name)).collect();
+    let strange: BTreeSet<String> = scan.unknown.iter().map(|name| stars(name)).collect();
     let gone: BTreeSet<String> = lost.iter().map(|name| stars(name)).collect();
     // Known names serve as hints only if there are unknown names.
-    let of_use = expected.iter().filter(|_| !survey.unknown.is_empty());
+    let of_use = expected.iter().filter(|_| !scan.unknown.is_empty());
     let mut known: BTreeSet<String> = of_use.map(|name| stars(name)).collect();
-    known.extend(family.stems().map(|stem| format!("{}{stem}", survey.prefix)));
+    known.extend(family.stems().map(|stem| format!("{}{stem}", scan.prefix)));
     // The missing names are reported already.
     let mut holes = holes(checkpoint, Some(family), options);
     holes.retain(|hole| lost.binary_search(&hole.example.as_str()).is_err());
-    let doubt = if lost.is_empty() && holes.is_empty() { None } else { survey.doubt() };
+    let doubt = if lost.is_empty() && holes.is_empty() { None } else { scan.doubt() };
     let is_sure = doubt.is_none() && checkpoint.dialect().quantization.is_none();
     let (holes, differing): (Vec<Hole>, Vec<Hole>) = holes.into_iter().partition(|hole| {
         !is_sure || !hole.of_text || is_buffer(&hole.example) || options.allow_missing.accepts(&hole.example)
@@ -296,12 +296,12 @@ pub(super) fn compare(checkpoint: &Checkpoint, family: &Family, options: &ViewOp
     let (allowed, refused): (Vec<&str>, Vec<&str>) =
         lost.into_iter().partition(|name| doubt.is_some() || options.allow_missing.accepts(name));
     let (listed, misspelt): (Vec<&str>, Vec<&str>) =
-        survey.unknown.iter().partition(|name| refused.is_empty() || options.allow_unmapped.accepts(name));
+        scan.unknown.iter().partition(|name| refused.is_empty() || options.allow_unmapped.accepts(name));
     let mut problems: Vec<Problem> = fold(refused, &[&strange]).into_iter().map(Problem::missing).collect();
     problems.extend(fold(misspelt, &[&gone, &known]).into_iter().map(|group| Problem::UnexpectedTensor { group }));
     problems.extend(differing.into_iter().map(|hole| Problem::Hole { hole }));
     let warning = doubt.filter(|_| !allowed.is_empty()).map_or_else(
-        || survey.remark().filter(|_| !expected.is_empty()),
+        || scan.remark().filter(|_| !expected.is_empty()),
         |doubt| Some(format!("{} tensors of a complete model are missing; not refused, as {doubt}", allowed.len())),
     );
     let findings =

@@ -51,7 +51,7 @@ pub(super) fn find(checkpoint: &Checkpoint, family: Option<&Family>) -> Vec<Hole
         let of_text = text.as_deref() == Some(parsed.prefix.as_str());
         stems.entry((stem, of_text)).or_default().entry(rest).or_default().push((layer, id));
     }
-    let lists = Lists::of(checkpoint);
+    let lists = LayerLists::of(checkpoint);
     let mut found: Vec<Hole> = stems
         .into_iter()
         .flat_map(|((stem, of_text), kinds)| {
@@ -80,7 +80,7 @@ struct Stem<'a> {
     /// The prefix of the layer's number.
     before: &'a str,
     of_text: bool,
-    lists: &'a Lists,
+    lists: &'a LayerLists,
 }
 
 impl Stem<'_> {
@@ -206,14 +206,14 @@ fn replaced(all: &[u64], pattern: &[bool], rest: &str, patterns: &BTreeMap<Vec<b
 
 /// The entries of `config.json` about single layers.
 #[derive(Debug, Default)]
-struct Lists {
+struct LayerLists {
     /// One word for each layer.
     per_layer: Vec<Vec<String>>,
     /// Numbers of layers.
     numbers: Vec<BTreeSet<u64>>,
 }
 
-impl Lists {
+impl LayerLists {
     fn of(checkpoint: &Checkpoint) -> Self {
         let mut lists = Self::default();
         if let Some(config) = checkpoint.config() {
@@ -290,7 +290,7 @@ mod tests {
         let config = serde_json::json!({
             "layer_types": ["s", "s", "f", "s", "s"], "inner": {"full_attn_layers": [2, 4]}, "pattern": "MMM*M",
         });
-        let mut lists = Lists::default();
+        let mut lists = LayerLists::default();
         lists.gather(&config, Some(5), 0);
         let layers = [0, 1, 2, 3, 4];
         for (text, expected) in

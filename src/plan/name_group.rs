@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_near_by_what_differs() {
+    fn nearness_counts_differing_characters() {
         let known =
             ["m.layers.*.self_attn.q_proj.weight".to_owned(), "m.layers.*.mlp.up_proj.weight".to_owned()].into();
         for (name, near) in [

@@ -104,7 +104,7 @@ impl Layout {
     /// Everything wrong with the file, or the list of names if it is none.
     pub fn find(word: &str) -> Result<Self, PlanError> {
         let Ok(mut choice) = LayoutChoice::from_word(word) else { return Err(unknown_layout(word)) };
-        if let Err(error) = choice.take_in() {
+        if let Err(error) = choice.read_file() {
             let reason = if let ConfigError::Read { reason, .. } = error { reason } else { error.to_string() };
             return Err(Problem::File { file: word.to_owned(), reason }.into());
         }
@@ -195,14 +195,14 @@ mod tests {
     }
 
     #[test]
-    fn every_setting_of_a_view_means_something() {
+    fn every_setting_of_a_view_has_an_effect() {
         let settings = |text: &str| {
             let config = Config::of_text(text, Path::new("x.toml"), Path::new("/base")).unwrap();
             // Options have no equality; their debug output shows every field.
             format!("{:?}", ViewOptions::new(&config.views[0].settings).unwrap())
         };
         for (key, text) in EVERY_VIEW_KEY {
-            assert_ne!(settings(text), settings(""), "{key} means nothing");
+            assert_ne!(settings(text), settings(""), "{key} has no effect");
         }
     }
 }

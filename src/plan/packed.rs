@@ -48,14 +48,14 @@ fn is_companion(rest: &str) -> bool {
 
 /// Tensors that every device holds whole, and weights whose scales are split with them.
 #[derive(Debug, Default)]
-struct Packed {
+struct PackedTensors {
     whole: HashSet<TensorId>,
     /// The block of each weight with a scale per block, and the weight of each such scale.
     blocks: HashMap<TensorId, (u64, u64)>,
     scales: HashMap<TensorId, TensorId>,
 }
 
-impl Packed {
+impl PackedTensors {
     fn of(checkpoint: &Checkpoint) -> Self {
         let mut packed = Self::default();
         let blocks = checkpoint
@@ -128,7 +128,7 @@ pub(super) fn keep_together(
     if parts == 1 || checkpoint.dialect().quantization.has("mxfp4") {
         return None;
     }
-    let packed = Packed::of(checkpoint);
+    let packed = PackedTensors::of(checkpoint);
     if packed.whole.is_empty() && packed.blocks.is_empty() {
         return None;
     }

@@ -583,7 +583,7 @@ mod tests {
     }
 
     #[test]
-    fn expressions_have_the_values_that_they_say() {
+    fn expressions_have_their_values() {
         let rows = [
             ("1 + 2 * 3", "7"),
             ("(1 + 2) * 3", "9"),
@@ -651,7 +651,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused_by_name() {
+    fn expressions_without_a_value_are_refused_by_name() {
         let rows = [
             ("", "at \"the end\": expected a value"),
             ("1 +", "at \"the end\": expected a value"),

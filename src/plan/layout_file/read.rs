@@ -172,13 +172,13 @@ struct RawPlace {
 }
 
 /// Collects problems while a file is read.
-struct Reader<'a> {
+struct LayoutReader<'a> {
     label: &'a str,
     text: &'a str,
     problems: Vec<Problem>,
 }
 
-impl Reader<'_> {
+impl LayoutReader<'_> {
     fn line(&self, at: usize) -> usize {
         1 + self.text.get(..at).unwrap_or_default().matches('\n').count()
     }
@@ -343,7 +343,7 @@ impl LayoutFile {
     /// # Errors
     /// Everything wrong with it, naming file and line.
     pub fn parse(label: &str, text: &str) -> Result<Self, PlanError> {
-        let mut reader = Reader { label, text, problems: Vec::new() };
+        let mut reader = LayoutReader { label, text, problems: Vec::new() };
         let raw: RawFile = match toml::from_str(text) {
             Ok(raw) => raw,
             Err(error) => {
@@ -352,7 +352,7 @@ impl LayoutFile {
                 return Err(PlanError { problems: reader.problems });
             }
         };
-        let named = |reader: &mut Reader<'_>, map: &BTreeMap<String, Text>| -> BTreeMap<_, _> {
+        let named = |reader: &mut LayoutReader<'_>, map: &BTreeMap<String, Text>| -> BTreeMap<_, _> {
             map.iter().filter_map(|(name, text)| Some((name.clone(), reader.expr(text)?))).collect()
         };
         let params = named(&mut reader, &raw.params);
@@ -424,7 +424,7 @@ impl LayoutFile {
     }
 
     /// Reports names that nothing can define. A slip is found without a repository that triggers it.
-    fn check_names(&self, reader: &mut Reader<'_>) {
+    fn check_names(&self, reader: &mut LayoutReader<'_>) {
         let known = |name: &str| self.params.contains_key(name) || self.vars.contains_key(name);
         let mut found: BTreeSet<(usize, String)> = BTreeSet::new();
         let mut check = |line: usize, locals: &[&str], names: &NamesOf<'_>| {

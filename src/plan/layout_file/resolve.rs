@@ -227,7 +227,7 @@ enum Failure {
 }
 
 /// A source that a rule names and the repository lacks.
-struct Lost {
+struct MissingSource {
     source: String,
     /// The leaf that needs the source.
     target: String,
@@ -252,7 +252,7 @@ struct Resolver<'a> {
     allowed: Allowed,
     used: Vec<bool>,
     drafts: Vec<Draft>,
-    lost: Vec<Lost>,
+    lost: Vec<MissingSource>,
     misshapen: Vec<Misshapen>,
     problems: Vec<Problem>,
     left_out: Vec<NameGroup>,
@@ -260,7 +260,7 @@ struct Resolver<'a> {
 }
 
 /// A leaf in the making.
-struct Making<'a> {
+struct LeafInProgress<'a> {
     leaf: &'a Leaf,
     place: Option<&'a Placement>,
     name: String,
@@ -396,7 +396,7 @@ impl<'a> Resolver<'a> {
             };
             let stacks = leaf.stack.iter().chain(place.map_or(&[][..], |place| &place.stack)).collect();
             let name = joined(&prefix, &name.to_string());
-            let mut making = Making {
+            let mut making = LeafInProgress {
                 leaf,
                 place,
                 name,
@@ -412,9 +412,9 @@ impl<'a> Resolver<'a> {
         }
     }
 
-    fn finish(&mut self, mut making: Making<'_>, view: Result<View, Failure>) {
+    fn finish(&mut self, mut making: LeafInProgress<'_>, view: Result<View, Failure>) {
         self.misshapen.append(&mut making.misshapen);
-        let Making { leaf, name, missing, found, .. } = &making;
+        let LeafInProgress { leaf, name, missing, found, .. } = &making;
         // A leaf that fails has still used the sources that it found: the missing source is the reason, not these.
         for id in found {
             self.used[id.0 as usize] = true;
@@ -426,7 +426,7 @@ impl<'a> Resolver<'a> {
             let allowed = missing.iter().all(|source| self.allowed.missing.accepts(source));
             let lost = missing.iter().map(|source| {
                 let (source, target) = (source.clone(), name.clone());
-                Lost { source, target, line: leaf.from_line, allowed }
+                MissingSource { source, target, line: leaf.from_line, allowed }
             });
             self.lost.extend(lost);
             return;
@@ -452,7 +452,7 @@ impl<'a> Resolver<'a> {
     }
 
     /// The view from one level of stacks inwards.
-    fn level(&self, making: &mut Making<'_>, level: usize) -> Result<View, Failure> {
+    fn level(&self, making: &mut LeafInProgress<'_>, level: usize) -> Result<View, Failure> {
         let Some(stack) = making.stacks.get(level).copied() else { return self.slice(making) };
         let range = match &stack.over {
             Some(over) => {
@@ -486,7 +486,7 @@ impl<'a> Resolver<'a> {
     }
 
     /// Number of the axis that a level of stacks makes, among the axes of the levels inside it.
-    fn axis(&self, making: &mut Making<'_>, level: usize, child_rank: usize) -> Result<usize, Failure> {
+    fn axis(&self, making: &mut LeafInProgress<'_>, level: usize, child_rank: usize) -> Result<usize, Failure> {
         if making.axes.is_none() {
             let levels = making.stacks.len();
             let rank = child_rank - (levels - 1 - level);
@@ -515,7 +515,7 @@ impl<'a> Resolver<'a> {
     }
 
     /// All numbers of a variable in the names of the repository, from 0.
-    fn numbers(&self, making: &Making<'_>, stack: &Stack) -> Result<Range<u64>, Failure> {
+    fn numbers(&self, making: &LeafInProgress<'_>, stack: &Stack) -> Result<Range<u64>, Failure> {
         let mut bound = making.bound.clone();
         bound.push((stack.var.clone(), Value::Text("*".into())));
         // Stacks further in have no number yet. Any number serves, as layers and experts start at 0 unless a range says
@@ -535,7 +535,7 @@ impl<'a> Resolver<'a> {
 
     fn source_name(
         &self,
-        making: &Making<'_>,
+        making: &LeafInProgress<'_>,
         template: &Template,
         bound: &[(Arc<str>, Value)],
     ) -> Result<String, Failure> {
@@ -547,7 +547,7 @@ impl<'a> Resolver<'a> {
     }
 
     /// The view over one set of sources, before stacking.
-    fn slice(&self, making: &mut Making<'_>) -> Result<View, Failure> {
+    fn slice(&self, making: &mut LeafInProgress<'_>) -> Result<View, Failure> {
         let leaf = making.leaf;
         let before = making.missing.len() + making.misshapen.len();
         let mut sources = Vec::with_capacity(leaf.from.len());
@@ -582,7 +582,7 @@ impl<'a> Resolver<'a> {
     /// The difference between the shape of a leaf's source and the shape in its rule, if the rule has one.
     fn misshapen(
         &self,
-        making: &Making<'_>,
+        making: &LeafInProgress<'_>,
         name: &str,
         id: TensorId,
         found: &Shape,
@@ -663,7 +663,7 @@ impl<'a> Resolver<'a> {
         self.left_out = fold(ignored, &[]);
         let strange: BTreeSet<String> = unused.iter().map(|name| stars(name)).collect();
         let lost = std::mem::take(&mut self.lost);
-        let mut by_rule: BTreeMap<(bool, usize, String), Vec<&Lost>> = BTreeMap::new();
+        let mut by_rule: BTreeMap<(bool, usize, String), Vec<&MissingSource>> = BTreeMap::new();
         for lost in &lost {
             by_rule.entry((lost.allowed, lost.line, stars(&lost.source))).or_default().push(lost);
         }
@@ -696,7 +696,7 @@ impl<'a> Resolver<'a> {
     }
 }
 
-impl Making<'_> {
+impl LeafInProgress<'_> {
     fn draft(self, view: View) -> Draft {
         let stacked = self.axes.unwrap_or_default();
         let rank = view.shape().rank();
