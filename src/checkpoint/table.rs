@@ -165,8 +165,8 @@ impl TensorTable {
         Some(self)
     }
 
-    /// This table showing other rows, in this order and under these names. Ids do not change, and a hidden tensor can
-    /// still be looked up by id. `None` if the names are longer than 4 GiB.
+    /// This table showing other rows, in this order and under these names. Ids do not change, and a hidden tensor is
+    /// still found by its id. `None` if the names are longer than 4 GiB.
     pub(super) fn derived(&self, mut rows: impl Iterator<Item = (TensorId, String)>) -> Option<Self> {
         let mut names: Vec<Option<String>> = vec![None; self.id_end()];
         let mut shown = Vec::with_capacity(rows.size_hint().0);

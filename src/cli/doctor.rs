@@ -346,7 +346,7 @@ fn mounts_check(answers: &[(MountHealth, PathBuf, Option<String>)], dead: &[Stri
         "mounts",
         Verdict::Warn,
         dead.join(", "),
-        "ckfs status MNT says what is wrong; ckfs umount --stale --lazy MNT removes a mount whose daemon is gone",
+        "ckfs status MNT names the problem; ckfs umount --stale --lazy MNT removes a mount whose daemon is gone",
     )
 }
 

@@ -41,7 +41,7 @@ impl std::error::Error for AlreadyReported {}
 
 impl fmt::Display for AlreadyReported {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("the starter was told")
+        f.write_str("the starter has the error")
     }
 }
 

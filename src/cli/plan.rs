@@ -22,11 +22,11 @@ const CHUNK_BYTES: usize = 1 << 20;
 /// Prints how the repository names, fuses and quantizes its tensors, the files that are left out, the tensors that each
 /// mesh axis splits, and bytes per device. It lists every group of tensors with shape, dtype and spec, the files to
 /// materialize, and the directories that a mount would not have, with the reasons. It also lists differences between
-/// layers that nothing in config.json explains, the tensors that the layout leaves out, and the trainers that read only
-/// their own chunks of orbax/ and dcp/. Shards cut on an inner axis use only a part of each 4 KiB page of the sources
-/// that they touch. Where that makes a difference, "over-read" says how many times the bytes needed those pages hold,
-/// for the devices and for all listed ones together. Everything wrong with the repository or the flags is an error here
-/// as it is for `mount`, all of it at once.
+/// layers that nothing in config.json explains, and the tensors that the layout leaves out. It names the trainers that
+/// read only their own chunks of orbax/ and dcp/. Shards cut on an inner axis use only a part of each 4 KiB page of the
+/// sources that they touch. Where that makes a difference, "over-read" says how many times the bytes needed those pages
+/// hold, for the devices and for all listed ones together. Everything wrong with the repository or the flags is an
+/// error here as it is for `mount`, all of it at once.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:

@@ -144,7 +144,7 @@ pub static SETTINGS: &[Setting] = &[
         "rename",
         Value("REGEX=>REPLACEMENT"),
         at!(view.rename),
-        "Renames what is shown, in any layout and in hf/: all matches of a regular expression, `$1` being its first group.",
+        "Renames the shown tensors, in any layout and in hf/: all matches of a regular expression, `$1` being its first group.",
     )
     .more(
         "May be repeated; each rule takes the names that those before it made. Two tensors of one name are refused.",

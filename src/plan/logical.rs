@@ -1,10 +1,10 @@
 //! Logical axes: a layout names the axes of its tensors, and a list of rules says which mesh axes split which logical
 //! axis.
 //!
-//! The rules are taken in order. A rule applies to a tensor with its logical axis, under two conditions: the axis has
-//! no mesh axes yet, and none of the rule's mesh axes splits another axis of the tensor. The last test comes before
-//! mesh axes of size 1, and those that the mesh does not have, are dropped. So an axis that splits nothing can still
-//! block a rule. Flax does the same, and only this way a checkpoint is sharded as MaxText shards it.
+//! The rules are taken in order. A rule applies to a tensor that has its logical axis. Two conditions must hold: that
+//! axis has no mesh axes yet, and none of the rule's mesh axes splits another axis of the tensor. The last test comes
+//! before mesh axes of size 1, and those that the mesh does not have, are dropped. So an axis that splits nothing can
+//! still block a rule. Flax does the same, and only this way a checkpoint is sharded as MaxText shards it.
 
 use serde::{Deserialize, Serialize};
 

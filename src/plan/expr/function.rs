@@ -140,9 +140,9 @@ impl Function {
             }
             Self::Ceil => whole(name, values[0].float(name)?.ceil()),
             Self::Floor => whole(name, values[0].float(name)?.floor()),
-            #[allow(clippy::cast_possible_truncation, reason = "rounding is what is asked for")]
+            #[allow(clippy::cast_possible_truncation, reason = "the caller asks for rounding")]
             Self::F32 => Ok(Value::Float(f64::from(values[0].float(name)? as f32))),
-            #[allow(clippy::cast_possible_truncation, reason = "rounding is what is asked for, by way of f32")]
+            #[allow(clippy::cast_possible_truncation, reason = "the caller asks for rounding, by way of f32")]
             Self::Bf16 => Ok(Value::Float(bf16::from_f32(values[0].float(name)? as f32).to_f64())),
             Self::Exists => Ok(Value::Bool(names.shape(values[0].text(name)?).is_some())),
             Self::Given => Ok(Value::Bool(names.given(values[0].text(name)?))),

@@ -5,7 +5,7 @@
 //! ```text
 //! if A then B else C      A ?? B (B where A is absent)      ||  &&  !
 //! == != < <= > >=         + - * / // %                      12  1.5  true  'text {template}'
-//! config.NAME             member of config.json, looked for in the text model's part first; absent if it is not there
+//! config.NAME             member of config.json, first of the text model's part; absent if neither has it
 //! mesh.NAME               size of a mesh axis; absent if the mesh has none of that name
 //! name                    a parameter, a variable, a loop's variable, or a source tensor of the rule
 //! f(a, b)                 a function of the table below
@@ -107,7 +107,7 @@ pub enum EvalError {
     #[error("there is no dtype {0:?}")]
     DType(String),
     /// A loop without a range, over something other than the number in a name.
-    #[error("the numbers of {0:?} cannot be told from names: give a range by over")]
+    #[error("the numbers of {0:?} cannot be derived from names: give a range by over")]
     Open(String),
     /// A variable defined by itself.
     #[error("{0:?} is defined by itself")]
