@@ -82,7 +82,7 @@ struct Chosen {
     flat: bool,
 }
 
-/// The output of a layout.
+/// What a layout makes.
 struct Drafted {
     drafts: Vec<Draft>,
     /// Name of the model family whose tables or rules were used.
@@ -343,8 +343,8 @@ impl<'a> Builder<'a> {
         drafts
     }
 
-    /// The files of `hf/`. The conversions that a layout makes by itself do not change `hf/`. `is_alike` tells whether
-    /// the layout's tensors and those of `hf/` are decoded alike.
+    /// The files of `hf/`. What a layout does by itself to its own tensors is no wish for another `hf/`: `is_alike` tells
+    /// whether what is wanted has the same tensors decoded.
     fn repository(&mut self, wanted: &Wanted<'_>, is_alike: bool) -> Result<Vec<HfFile>, PlanError> {
         if let Some(reason) = &wanted.selected.no_hf {
             self.warnings.push(format!("hf/ is left out: {reason}"));

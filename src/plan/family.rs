@@ -115,7 +115,7 @@ pub struct Family {
     pub own_code: bool,
     /// Names, after the prefix, that only draft models have. Such models carry the model type of their target.
     pub unlike: Vec<String>,
-    /// The tensors of a complete model. Not inherited.
+    /// What a complete model has; not inherited.
     pub expect: Vec<Expectation>,
     top: BTreeMap<String, Role>,
     layer: BTreeMap<String, Role>,

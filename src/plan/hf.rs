@@ -213,7 +213,7 @@ fn truthful_config(config: &Value, checkpoint: &Checkpoint, values: &Values<'_>)
     config
 }
 
-/// Members of `config.json` that describe the quantization of weights. The last one is MLX's.
+/// Members of `config.json` that tell how weights are quantized; the last is MLX's.
 const QUANTIZATION: [&str; 3] = ["quantization_config", "compression_config", "quantization"];
 
 fn torch_name(dtype: DType) -> Option<&'static str> {

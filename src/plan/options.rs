@@ -42,8 +42,8 @@ impl Layout {
         }
     }
 
-    /// Key of the dictionary that holds all tensors in formats of trees. MaxText saves its variables as the member
-    /// `params` of its training state. The variables are themselves a tree below `params`.
+    /// Key of the dictionary that holds all tensors in formats of trees. MaxText saves its variables, themselves a tree
+    /// below `params`, as the member `params` of its training state.
     pub fn tree_root(&self) -> Option<&str> {
         match self {
             Self::Embedded(embedded) if embedded.name.starts_with("maxtext") => Some("params"),

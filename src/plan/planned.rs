@@ -68,7 +68,7 @@ pub struct Plan {
     pub decoded: Vec<Decoded>,
     /// Number of quantized tensors that are shown as they are stored although others are decoded.
     pub kept_raw: u64,
-    /// Name of the model family that gave the short names, or the rules of the layout.
+    /// Name of the model family whose short names, or whose rules of the layout, are used.
     pub family: Option<String>,
     /// Parameters of the layout and their values.
     pub params: Vec<(String, String)>,

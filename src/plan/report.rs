@@ -573,7 +573,7 @@ fn experts_json(experts: Experts) -> Value {
     json!({"kept": kept, "count": count, "text": experts.to_string()})
 }
 
-/// The decoded tensors by scheme, with their size.
+/// What is decoded, and how much of it there is.
 fn decoded_text(plan: &Plan) -> String {
     let rows =
         plan.decoded.iter().map(|row| format!("{} {} tensors, {}", row.tensors, row.scheme, human_bytes(row.bytes)));

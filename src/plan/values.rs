@@ -38,14 +38,14 @@ pub struct Values<'a> {
     checkpoint: &'a Checkpoint,
     wish: Wish,
     rules: &'a [CastRule],
-    /// Operands of quantized tensors that are shown raw.
+    /// Stored tensors that others need that are shown raw.
     of_raw: HashSet<TensorId>,
     /// Decoded tensors for which a rule has since required the raw form.
     raw: Mutex<BTreeSet<TensorId>>,
 }
 
 impl<'a> Values<'a> {
-    /// Values by a general request and rules. The first rule that matches has precedence over the general request.
+    /// Values under a general wish and rules, of which the first that matches wins over the wish.
     pub fn new(checkpoint: &'a Checkpoint, wish: Wish, rules: &'a [CastRule]) -> Self {
         let of_raw = if wish.dtype.is_some() { checkpoint.raw_operands().collect() } else { HashSet::new() };
         Self { checkpoint, wish, rules, of_raw, raw: Mutex::default() }
@@ -68,7 +68,7 @@ impl<'a> Values<'a> {
         let info = self.checkpoint.tensor(id);
         match (info.storage, rule) {
             (Storage::Plain { .. }, Some(rule)) => rule.dtype,
-            // In another type, the codes and scales of a raw tensor would have no meaning.
+            // Codes and scales of what is shown raw mean nothing in another type.
             (Storage::Plain { .. }, None) => self.wish.dtype.filter(|_| !self.of_raw.contains(&id)),
             (Storage::Quantized(quantized), rule) => {
                 let dtype = rule.map_or_else(|| self.decoded_dtype(quantized.dtype), |rule| rule.dtype);
@@ -80,7 +80,7 @@ impl<'a> Values<'a> {
         }
     }
 
-    /// The dtype to which the general request decodes a quantized tensor of this own dtype, if it decodes it.
+    /// The dtype that a quantized tensor of this own dtype is decoded to by the general wish, if it is.
     pub fn decoded_dtype(&self, own: DType) -> Option<DType> {
         match self.wish.quantized {
             Raw::Shown => None,
@@ -132,8 +132,8 @@ pub fn converts(wish: Wish, rules: &[CastRule]) -> bool {
     wish != Wish::default() || rules.iter().any(|rule| rule.dtype.is_some())
 }
 
-/// The problem of a conversion in a repository with quantization that is not decoded: a cast of the stored numbers
-/// alone would give wrong values.
+/// The problem of converting in a repository of which something is quantized in a way that is not decoded: casting the stored
+/// numbers alone would give wrong values.
 pub fn unsupported(checkpoint: &Checkpoint) -> Option<Problem> {
     let unsupported = checkpoint.dialect().quantization.undecodable()?;
     let (method, tensors) = (unsupported.method.clone(), unsupported.tensors);
