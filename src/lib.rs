@@ -1,9 +1,9 @@
 //! ckfs mounts a Hugging Face safetensors repository as a directory of virtual, sharded views.
 //!
-//! Two ideas carry the design. First, *tile, then gather*: every virtual tensor is a view, an expression over the
-//! checkpoint's tensors, and is lowered to a tiling of disjoint strided copies before anything is read. Second, *nothing
-//! changes after mount*: headers, names, views and sizes are fixed when the tree appears, so that a read can only fail
-//! because bytes did not come or a source changed, and then it fails loudly.
+//! The design has two ideas. First, *tile, then gather*: every virtual tensor is a view, an expression over the
+//! checkpoint's tensors. It is lowered to a tiling of disjoint strided copies before any of its bytes are read. Second,
+//! *nothing changes after mount*: headers, names, views and sizes are fixed when the tree appears. A read can then fail only
+//! because bytes did not come or a source changed, and it fails loudly.
 //!
 //! The layers, each using only those before it:
 //!
@@ -13,10 +13,10 @@
 //! | [`tensor`] | dtype, shape, region, view, tiling, decoder, kernels; pure |
 //! | [`source`] | where bytes come from |
 //! | [`mod@format`] | headers of container formats, bytes to description and back; pure |
-//! | [`checkpoint`] | what is in a repo: tensor table, index, `config.json`, dialect |
-//! | [`config`] | what the user typed, in whatever form: one table of settings, parsed, not yet meant |
-//! | [`plan`] | what the user wants, as data: layouts, families, mesh, sharding, names |
-//! | [`image`] | how a virtual file is laid out: one output format a file, all behind one trait |
+//! | [`checkpoint`] | the content of a repository: tensor table, index, `config.json`, dialect |
+//! | [`config`] | the user's settings in any form: one table, parsed but not yet interpreted |
+//! | [`plan`] | the user's request as data: layouts, families, mesh, sharding, names |
+//! | [`image`] | the layout of virtual files: one module per output format, all behind one trait |
 //! | [`read`] | byte-range engine: span to pieces to bytes; tile cache; prefetch |
 //! | [`volume`] | the file system without FUSE |
 //! | [`fuse`] | the only user of fuser: mount, convert, reply, unmount |
@@ -24,36 +24,43 @@
 //!
 //! # How a byte gets from a source file to a reader
 //!
-//! At mount, once: `Checkpoint::open` reads headers into a table of logical tensors ([`checkpoint::TensorInfo`]), each with how it is
-//! stored. The plan ([`plan::Plan`]) gives each output tensor a [`tensor::View`] over those. Each `image::OutputFormat` shows
-//! its files as `image::VirtualFile`s, which know their length. The [`volume::Volume`] numbers all nodes; from then on nothing changes.
+//! At mount, once: [`Checkpoint::open`](checkpoint::Checkpoint::open) reads headers into a table of logical tensors
+//! ([`checkpoint::TensorInfo`]), each with its [`checkpoint::Storage`]. The plan ([`plan::Plan`]) gives each output tensor a
+//! [`tensor::View`] over those. Each [`image::OutputFormat`] shows its files as [`image::VirtualFile`]s, which know their
+//! length. The [`volume::Volume`] numbers all nodes. From then on nothing changes.
 //!
-//! At open: `fuse::adapter` calls [`volume::FileSystem`]; the volume takes the file's `image::Content`, usually an
-//! [`image::FileImage`]: segments of literal bytes and of views, with cumulative ends. [`read::Engine`] makes of it a
-//! [`read::OpenFile`], whose views are lowered to a [`tensor::Tiling`] when they are first read. Files that the policy of
-//! `volume::materialize` names are materialized instead, by the same stages, and the kernel reads those by itself.
+//! At open: the FUSE adapter (`src/fuse/adapter.rs`) calls [`FileSystem::open`](volume::FileSystem::open). The volume takes the
+//! file's [`image::Content`]. For tensors that is an [`image::FileImage`]: segments of literal bytes and of views, with
+//! cumulative ends. The volume wraps it in a [`read::OpenFile`]. The [`read::Engine`] lowers a view to a [`tensor::Tiling`] when
+//! it is first read. A file that the [`volume::Policy`] selects is materialized by the same stages
+//! ([`read::Materializing`]), and the kernel then reads it by itself.
 //!
-//! At read: the engine finds the segments under the request, then four stages follow.
+//! At read: [`Engine::read`](read::Engine::read) finds the segments under the request. Four stages follow, each a file of
+//! `src/read/`; `fill.rs` puts them together.
 //!
-//! 1. `runs`: a span of the view becomes [`tensor::Piece`]s, and those become spans of source files ([`source::ByteSpan`]).
-//! 2. `schedule`: near spans are merged, large ones bounded, and all are put in order.
-//! 3. `Source::fetch` ([`source::Source`]): the only stage that waits. It checks the file against what was pinned at mount
-//!    (`source::Pin`). A local map is a fast way to fetch.
-//! 4. `scatter`: [`tensor::Gather`] moves elements, and the piece's [`tensor::Decode`] decodes and converts them, into the reply or
-//!    into a tile that later requests share. Where nothing is converted, the reply is mapped bytes that only the
-//!    kernel may read (`source::KernelBytes`).
+//! 1. `runs.rs`: a span of the view becomes [`tensor::Piece`]s, and these become jobs that need bytes of source tensors.
+//! 2. `schedule.rs`: the jobs become batches of [`source::ByteSpan`]s. Spans within a gap are merged, batches are bounded, and
+//!    jobs are put in the order of their files. A mapped file needs no schedule: its map is a fast way to fetch.
+//! 3. `fetch.rs`: [`Source::fetch`](source::Source::fetch) reads each batch. It is the only stage that waits.
+//! 4. `scatter.rs`: [`tensor::Gather`] moves elements, and the piece's [`tensor::Decode`] decodes and converts them. The
+//!    target is the reply, or a tile that later requests share.
+//!
+//! After the stages [`Source::check`](source::Source::check) compares every touched file with its state at mount
+//! ([`source::Pin`]): the bytes count only if the file is unchanged. A request for one unconverted run of a mapped file skips
+//! the stages, but not the check. Its reply ([`source::Served`]) is mapped bytes that only the kernel may read
+//! ([`source::KernelBytes`]).
 //!
 //! # Where a new thing goes
 //!
 //! | to add | touch |
 //! | --- | --- |
-//! | a model family | `src/plan/families/<name>.toml`, and its line in `plan::family` |
-//! | a layout | a file of the user's (`--layout FILE`), or `src/plan/layouts/<name>.toml` and its line in `plan::layouts` |
-//! | an output format | `src/image/<name>.rs` with `impl OutputFormat`, and its line in `image::FORMATS` |
-//! | a source | `src/source/<name>.rs` with `impl Source`; the conformance suite `tests/sources.rs` runs over it |
-//! | a quantization scheme | `src/checkpoint/scheme/<name>.rs` with `impl Scheme`, and its line in `SCHEMES` |
-//! | a setting | its row in `config::table`: flag, configuration file, mount option and help follow |
-//! | a command | `src/cli/<name>.rs`, and its variant in `cli::Command` |
+//! | a model family | `src/plan/families/<name>.toml`, and its line in [`plan::family`] |
+//! | a layout | a file of the user's (`--layout FILE`), or `src/plan/layouts/<name>.toml` and its line in [`plan::layouts`] |
+//! | an output format | `src/image/<name>.rs` with `impl` [`image::OutputFormat`], and its line in [`image::FORMATS`] |
+//! | a source | `src/source/<name>.rs` with `impl` [`source::Source`]; the conformance suite `tests/sources.rs` runs over it |
+//! | a quantization scheme | `src/checkpoint/scheme/<name>.rs` with `impl Scheme`, and its line in [`checkpoint::scheme`] |
+//! | a setting | its field in [`config::Settings`] and its row in [`config::SETTINGS`]: flag, key, mount option and help follow |
+//! | a command | `src/cli/<name>.rs`, and its variant of `Command` in `src/cli/mod.rs` |
 
 pub mod checkpoint;
 pub mod cli;

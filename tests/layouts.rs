@@ -767,7 +767,7 @@ fn rules_that_do_not_fit_are_refused_naming_leaf_and_line() {
             format!(
                 "name = 'x'{REST}[[leaf]]\nto = 'a'\nfrom = 'model.layers.{{l + 1}}.mlp.up_proj.weight'\nstack = [{{ var = 'l' }}]"
             ),
-            "my.toml:7: a: the numbers of \"l\" cannot be told from names: give a range by over",
+            "my.toml:7: a: the numbers of \"l\" cannot be derived from names: give a range by over",
         ),
         (
             format!(

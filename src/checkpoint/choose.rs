@@ -1,4 +1,4 @@
-//! Which files of a directory are the weights: those that the index names, or else those that their names tell.
+//! The choice of a directory's weight files: those that the index names, or else those that their names indicate.
 
 use std::{
     cmp::Ordering,
@@ -9,7 +9,7 @@ use std::{
 use super::{
     file::{FileRole, IgnoreReason},
     index::{Index, stays_inside},
-    listing::{Listed, State},
+    listing::{Listed, Opening},
     problem::{CheckpointError, Problem, Problems},
 };
 
@@ -19,12 +19,12 @@ pub(super) const CONFIG: &str = "config.json";
 /// How the names of indexes end.
 pub(super) const INDEX_SUFFIX: &str = ".safetensors.index.json";
 
-/// A path for a message, in which characters that a terminal would obey are escaped.
+/// A path for a message. Characters that control a terminal are escaped.
 pub(super) fn quoted(path: &Path) -> String {
     format!("{:?}", path.to_string_lossy())
 }
 
-/// What to do about weights that a link takes from elsewhere.
+/// The remedy for weights that a link takes from outside the repository.
 pub(super) fn warn_of_weights(path: &str, target: &Path) -> String {
     format!(
         "{path:?}: symbolic link to {}, outside the repository: its tensors are shown to those that may read the target; \
@@ -33,7 +33,8 @@ pub(super) fn warn_of_weights(path: &str, target: &Path) -> String {
     )
 }
 
-/// Leaves out the files that links take from elsewhere, but for weights: those are told from others by what is in them.
+/// Leaves out files that links take from outside the repository, except weights. The content of weights distinguishes
+/// them from other files.
 pub(super) fn leave_out_links(files: &mut [Listed], warnings: &mut Vec<String>, left_out: impl Fn(&Listed) -> bool) {
     for file in files {
         let Some(target) = file.outside().map(Path::to_owned).filter(|_| left_out(file)) else { continue };
@@ -45,7 +46,7 @@ pub(super) fn leave_out_links(files: &mut [Listed], warnings: &mut Vec<String>, 
             quoted(&target)
         ));
         file.role = FileRole::Ignored(IgnoreReason::LeavesRepository);
-        file.state = State::Nothing;
+        file.state = Opening::Nothing;
         file.size_bytes = 0;
     }
 }
@@ -62,7 +63,7 @@ pub(super) fn is_second_copy(path: &str) -> bool {
     path.starts_with("consolidated")
 }
 
-/// The index to go by: `model.safetensors.index.json`, or the only other one.
+/// The index: `model.safetensors.index.json`, or the only other one.
 pub(super) fn choose_index(root: &Path, files: &[Listed]) -> Result<Option<String>, CheckpointError> {
     const USUAL: &str = "model.safetensors.index.json";
     let mut indexes: Vec<&str> = files
@@ -78,7 +79,7 @@ pub(super) fn choose_index(root: &Path, files: &[Listed]) -> Result<Option<Strin
         at_top(&file.path) && is_safetensors(&file.path) && !is_second_copy(&file.path) && file.role == FileRole::Other
     });
     if has_others || indexes.len() > 1 {
-        // The second copy's index does not speak for the first copy.
+        // The index of a second copy does not describe the first copy.
         indexes.retain(|path| !is_second_copy(path));
     }
     match indexes[..] {
@@ -91,17 +92,17 @@ pub(super) fn choose_index(root: &Path, files: &[Listed]) -> Result<Option<Strin
     }
 }
 
-/// Finds what would be passed over though it decides what the repository is: weights, an index or the configuration.
+/// Finds unreadable files that decide the content of the repository: weights, an index or the configuration.
 pub(super) fn find_unreadable(files: &[Listed], problems: &mut Problems) {
     let indexed = files.iter().any(|file| at_top(&file.path) && file.path.ends_with(INDEX_SUFFIX));
     for file in files.iter().filter(|file| at_top(&file.path)) {
         let FileRole::Ignored(reason) = file.role else { continue };
-        // These are as if they were not there, which a warning says.
+        // Files left out with a warning count as absent.
         if reason == IgnoreReason::LeavesRepository {
             continue;
         }
         let name = file.path.as_str();
-        // An index says by itself which weights it needs.
+        // An index names the weights that it needs.
         let weights = is_safetensors(name) && !is_second_copy(name) && !indexed;
         if weights || name == CONFIG || (name.ends_with(INDEX_SUFFIX) && !is_second_copy(name)) {
             problems.push(Problem::NoFile { file: name.to_owned(), found: reason });
@@ -109,11 +110,11 @@ pub(super) fn find_unreadable(files: &[Listed], problems: &mut Problems) {
     }
 }
 
-/// The file that transformers takes before it looks for an index.
+/// The file that transformers prefers to an index.
 pub(super) const SINGLE: &str = "model.safetensors";
 
-/// Chooses `model.safetensors` where an index names other files, as transformers does, and says so. The files of the index stay
-/// in the repository as files like any other. An index that is refused by itself decides nothing.
+/// Chooses `model.safetensors` if an index names other files, as transformers does, and warns. The files of the index
+/// stay in the repository as other files. An index that is refused decides nothing.
 pub(super) fn choose_single(name: &str, index: &Index<'_>, files: &mut [Listed]) -> Option<String> {
     let is_there = |file: &Listed| file.path == SINGLE && file.role == FileRole::Other;
     let named: BTreeSet<&str> = index.files.iter().map(String::as_str).filter(|path| *path != SINGLE).collect();
@@ -138,7 +139,7 @@ pub(super) fn choose_single(name: &str, index: &Index<'_>, files: &mut [Listed])
     ))
 }
 
-/// Why safetensors that are not used are left out; `otherwise` where their path does not say it.
+/// The reason why unused safetensors are ignored. `otherwise` is the reason if their path does not give one.
 pub(super) fn beside(path: &str, otherwise: IgnoreReason) -> IgnoreReason {
     if !at_top(path) {
         IgnoreReason::Subdirectory
@@ -149,7 +150,7 @@ pub(super) fn beside(path: &str, otherwise: IgnoreReason) -> IgnoreReason {
     }
 }
 
-/// With an index, its files are the weights and no others.
+/// With an index, exactly the files that it names are the weights.
 pub(super) fn choose_indexed(name: &str, index: &Index<'_>, files: &mut [Listed], problems: &mut Problems) {
     let mut counts = vec![0; index.files.len()];
     for (_, file) in &index.tensors {
@@ -178,7 +179,7 @@ pub(super) fn choose_indexed(name: &str, index: &Index<'_>, files: &mut [Listed]
     }
 }
 
-/// Without an index: `model.safetensors` by itself, or else `model-*`, or else all but second copies, or else these.
+/// Without an index: `model.safetensors` alone, or else `model-*`, or else all but second copies, or else these.
 pub(super) fn choose_unindexed(
     root: &Path,
     files: &mut [Listed],
@@ -211,7 +212,7 @@ pub(super) fn choose_unindexed(
         };
     }
     for ((stem, total), found) in sets {
-        // A total beyond 64 bits is more than there can be.
+        // A total beyond 64 bits exceeds every possible number of files.
         let expected = total.parse().unwrap_or(u64::MAX);
         if found < expected {
             problems.push(Problem::IncompleteSet { stem, total, expected, found });

@@ -16,7 +16,7 @@ use super::{
 };
 use crate::tensor::DType;
 
-/// How the weights of experts are kept.
+/// How the weights of experts are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Experts {
     /// No experts.
@@ -30,7 +30,7 @@ pub enum Experts {
     Fused,
 }
 
-/// How the projections to query, key and value are kept.
+/// How the projections to query, key and value are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Qkv {
     /// No tensor of a known name.
@@ -43,10 +43,10 @@ pub enum Qkv {
     Latent,
 }
 
-/// Tensors whose names differ in a layer number only: `{prefix}{word}.N.…`.
+/// Tensors whose names differ only in a layer number: `{prefix}{word}.N.…`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayerFamily {
-    /// What stands before the word: `model.`, `language_model.model.`, or nothing.
+    /// The prefix of the word: `model.`, `language_model.model.`, or nothing.
     pub prefix: String,
     /// The word: `layers`, `h`, `blocks`, ...
     pub word: String,
@@ -60,7 +60,7 @@ pub struct LayerFamily {
     pub bytes: u64,
 }
 
-/// What a repository is like. Descriptive: nothing is decided by it except what to do with quantized weights.
+/// The habits of a repository. Descriptive: they decide only the treatment of quantized weights.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Dialect {
     /// `model_type` of `config.json`.
@@ -81,24 +81,25 @@ pub struct Dialect {
     pub mtp_layers: Vec<u64>,
     /// Whether tensors outside the layers are named `mtp.…`.
     pub mtp_named: bool,
-    /// How experts are kept.
+    /// How experts are stored.
     pub experts: Experts,
-    /// How query, key and value are kept.
+    /// How query, key and value are stored.
     pub qkv: Qkv,
-    /// `tie_word_embeddings` of `config.json`, as far as transformers listens to it.
+    /// `tie_word_embeddings` of `config.json`, if transformers honours it there.
     pub tied_declared: Option<bool>,
-    /// Whether the output head is the embedding: by `config.json`, or else by the model's type.
+    /// Whether the output head is the embedding, by `config.json` or else by the model's type.
     pub tied: bool,
-    /// Whether there is a tensor for the output head (`…lm_head.weight`, `head.weight`, `output.weight`, ...).
+    /// Whether the repository has a tensor for the output head (`…lm_head.weight`, `head.weight`, `output.weight`,
+    /// ...).
     pub has_lm_head: bool,
-    /// How weights are quantized.
+    /// The quantization of weights.
     pub quantization: Quantization,
 }
 
 /// Words before a layer number.
 const LAYER_WORDS: [&str; 6] = ["layers", "layer", "h", "blocks", "block", "decoder_layers"];
 
-/// Names of the member with the text model's configuration, where the model is more than that.
+/// Names of the member with the text model's configuration, if the model has more parts than that.
 const TEXT_CONFIGS: [&str; 5] = ["text_config", "llm_config", "language_config", "thinker_config", "text_model"];
 
 /// Names of the number of layers.
@@ -107,7 +108,7 @@ const LAYER_COUNTS: [&str; 4] = ["num_hidden_layers", "n_layer", "num_layers", "
 /// Most layers that a configuration may have.
 const LAYERS_MAX: u64 = 1 << 16;
 
-/// Families that are kept; a repository with more has names that are no layers.
+/// Most families that are kept. A repository with more has names that are not layers.
 const FAMILIES_MAX: usize = 256;
 
 /// The nested configuration of the text model, and the name of its member.
@@ -115,19 +116,19 @@ fn text_config(config: Option<&Value>) -> Option<(&'static str, &Value)> {
     TEXT_CONFIGS.iter().find_map(|key| Some((*key, config?.get(key).filter(|text| text.is_object())?)))
 }
 
-/// A member of the configuration: the text model's own word counts before the whole model's.
+/// A member of the configuration. The text model's own member has precedence over the whole model's.
 fn lookup<'a>(config: Option<&'a Value>, key: &str) -> Option<&'a Value> {
     text_config(config).and_then(|(_, text)| text.get(key)).or_else(|| config?.get(key))
 }
 
-/// What `config.json` says of quantization.
+/// The quantization settings in `config.json`.
 pub(super) fn quantization_config(config: Option<&Value>) -> Option<&Value> {
     let found = ["quantization_config", "compression_config"].iter().find_map(|key| lookup(config, key));
-    // MLX's own word.
+    // MLX's own member.
     found.or_else(|| lookup(config, "quantization").filter(|value| value.is_object()))
 }
 
-/// The dtype that `config.json` gives the model's floats, or else bf16.
+/// The dtype of the model's floats in `config.json`, or else bf16.
 pub(super) fn own_dtype(config: Option<&Value>) -> DType {
     let word = ["dtype", "torch_dtype"].iter().find_map(|key| lookup(config, key)?.as_str());
     let found = word.and_then(|word| DType::ALL.iter().copied().find(|dtype| dtype.name() == word));
@@ -146,9 +147,9 @@ impl Dialect {
         let lookup = |key: &str| lookup(config, key);
         let string = |value: Option<&Value>| value.and_then(Value::as_str).map(str::to_owned);
         let architectures = config.and_then(|config| config["architectures"].as_array()).into_iter().flatten();
-        let mut survey = Survey::default();
+        let mut scan = NameScan::default();
         for (_, tensor) in table.iter() {
-            survey.add(&tensor);
+            scan.add(&tensor);
         }
         let declared = LAYER_COUNTS.iter().find_map(|key| Some((key, lookup(key)?.as_u64()?)));
         let declared_layers = declared.map(|(_, layers)| layers).filter(|layers| *layers <= LAYERS_MAX);
@@ -158,7 +159,7 @@ impl Dialect {
         }
         let architectures: Vec<String> = architectures.filter_map(|name| name.as_str().map(str::to_owned)).collect();
         let tie = Tie::of(config, text, &architectures);
-        let families = survey.families();
+        let families = scan.families();
         let mtp_layers = families.first().zip(declared_layers).map_or_else(Vec::new, |((_, layers), declared)| {
             layers.iter().copied().filter(|layer| *layer >= declared).collect()
         });
@@ -167,16 +168,16 @@ impl Dialect {
             text_model_type: string(text.and_then(|text| text.get("model_type"))),
             text_config: text_config.map(|(key, _)| key.to_owned()),
             architectures,
-            dtypes: survey.dtypes(),
+            dtypes: scan.dtypes(),
             families: families.into_iter().map(|(family, _)| family).collect(),
             declared_layers,
             mtp_layers,
-            mtp_named: survey.mtp_named,
-            experts: survey.experts,
-            qkv: survey.qkv(),
+            mtp_named: scan.mtp_named,
+            experts: scan.experts,
+            qkv: scan.qkv(),
             tied_declared: tie.declared,
             tied: tie.tied,
-            has_lm_head: survey.has_lm_head,
+            has_lm_head: scan.has_lm_head,
             quantization,
         }
     }
@@ -191,12 +192,12 @@ impl Dialect {
         self.dtypes.iter().map(|row| row.2).sum()
     }
 
-    /// What stands before the layers of the largest family, such as `model.`; empty if there is nothing or no layer.
+    /// The prefix of the layers of the largest family, such as `model.`. Empty if there is no prefix or no layer.
     pub fn prefix(&self) -> &str {
         self.families.first().map_or("", |family| family.prefix.as_str())
     }
 
-    /// Several lines for a reader, each `what: how`.
+    /// Several lines of text, each `subject: description`.
     pub fn describe(&self) -> String {
         let mut lines = vec![format!("model: {}", self.model())];
         if let Some(member) = &self.text_config {
@@ -284,10 +285,10 @@ impl fmt::Display for Qkv {
     }
 }
 
-/// What one pass over the names shows.
+/// Observations from one pass over the names.
 #[derive(Debug)]
 #[allow(clippy::struct_excessive_bools, reason = "independent observations, not states")]
-struct Survey {
+struct NameScan {
     /// By element type, in the order of [`DType::ALL`].
     counts: Vec<(u64, u64)>,
     /// By prefix with word: the family and its layer numbers.
@@ -300,7 +301,7 @@ struct Survey {
     mtp_named: bool,
 }
 
-impl Default for Survey {
+impl Default for NameScan {
     fn default() -> Self {
         Self {
             counts: vec![(0, 0); DType::ALL.len()],
@@ -315,7 +316,7 @@ impl Default for Survey {
     }
 }
 
-impl Survey {
+impl NameScan {
     fn add(&mut self, tensor: &TensorInfo<'_>) {
         let bytes = tensor.bytes();
         let (count, sum) = &mut self.counts[tensor.dtype as usize];

@@ -1,17 +1,17 @@
-//! What the files of a repository are to a checkpoint.
+//! The roles of a repository's files in a checkpoint.
 
 use std::fmt;
 
 use crate::source::FileId;
 
-/// What a file of a repository is to the checkpoint.
+/// The role of a repository's file in the checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FileRole {
     /// Its tensors are the checkpoint's.
     Weights,
-    /// Configuration, tokenizer, documentation: no tensors of ours.
+    /// Configuration, tokenizer or documentation: it holds no tensors of the checkpoint.
     Other,
-    /// Left out, and why.
+    /// Left out, with the reason.
     Ignored(IgnoreReason),
 }
 
@@ -25,14 +25,14 @@ impl FileRole {
     }
 }
 
-/// Why a file of a repository is left out.
+/// The reason why a file of a repository is left out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IgnoreReason {
     /// Safetensors that the index does not name. Suspicious unless it is a known second copy.
     NotInIndex,
     /// Weights in the original publisher's naming, beside the set that is used.
     SecondCopy,
-    /// Safetensors beside the set that is used, where no index says which belong together.
+    /// Safetensors beside the chosen set, without an index that says which files belong together.
     OtherSet,
     /// Safetensors in a subdirectory, which the index does not name.
     Subdirectory,
@@ -44,14 +44,14 @@ pub enum IgnoreReason {
     LinkedDirectory,
     /// Not a regular file.
     Special,
-    /// What ckfs shows, of this repository or another: a mount, or an export of one.
+    /// Output of ckfs, from this repository or another: a mount, or an export of one.
     Mount,
     /// Bookkeeping of git or of the hub's client; not listed further.
     Bookkeeping,
 }
 
 impl IgnoreReason {
-    /// Whether the file is a regular one nevertheless.
+    /// Whether the file is nevertheless a regular file.
     pub(super) const fn is_readable(self) -> bool {
         match self {
             Self::NotInIndex | Self::SecondCopy | Self::OtherSet | Self::Subdirectory => true,
@@ -87,7 +87,7 @@ impl fmt::Display for IgnoreReason {
 pub struct RepoFile {
     /// Path relative to the repository, with `/` between components.
     pub path: String,
-    /// What it is to the checkpoint.
+    /// Its role in the checkpoint.
     pub role: FileRole,
     /// Length in bytes; 0 where it is not a readable file.
     pub size_bytes: u64,

@@ -1,4 +1,4 @@
-//! The headers of weight files, and the table of what they describe, checked against the index.
+//! The headers of weight files, and the table of their tensors, checked against the index.
 
 use std::{cmp::Ordering, collections::BTreeSet};
 
@@ -15,7 +15,7 @@ use crate::{
     source::{FileId, Source, SourceError},
 };
 
-/// Why a header cannot be had.
+/// Why a header is not available.
 #[derive(Debug)]
 pub(super) enum ReadHeader {
     Source(SourceError),
@@ -42,11 +42,11 @@ pub(super) fn table_of(headers: &[(FileId, Header)], problems: &mut Problems) ->
     })
 }
 
-/// The weight files of a repository, to name them.
+/// The weight files of a repository, for messages.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WeightFiles<'a> {
     pub(super) files: &'a [Listed],
-    /// Places in `files`, in the order of their ids.
+    /// Indices in `files`, in the order of their ids.
     pub(super) weights: &'a [usize],
 }
 
@@ -69,7 +69,7 @@ impl<'a> WeightFiles<'a> {
         }
     }
 
-    /// Index and headers, both ways: one walk over both, sorted by name.
+    /// Compares index and headers in both directions: one walk over both, sorted by name.
     pub(super) fn compare_with_index(
         &self,
         index_name: &str,
@@ -111,7 +111,7 @@ impl<'a> WeightFiles<'a> {
                 }
                 (Some(_), Some(_)) | (None, None) => {}
             }
-            // Repetitions on either side have been, or are here, reported as such; they must not confuse the walk.
+            // Repetitions on either side are reported above or here. The walk skips them.
             let name = entry.map(|entry| entry.0).or(tensor.map(|tensor| tensor.name));
             let name = name.expect("the walk has ended where neither side has a name");
             while named.next_if(|next| next.0 == name && entry.is_some()).is_some() {

@@ -10,9 +10,9 @@ use serde::{
 /// A parsed index; names borrow from its text where they have no escapes.
 #[derive(Debug, Default)]
 pub(super) struct Index<'a> {
-    /// Weight files in the order in which they first appear, sorted naturally afterwards by whoever lists them.
+    /// Weight files in the order of their first appearance. The caller sorts them naturally.
     pub(super) files: Vec<String>,
-    /// Tensor names with the place of their file in `files`, as written.
+    /// Tensor names, each with the index of its file in `files`, in the order of the text.
     pub(super) tensors: Vec<(Cow<'a, str>, u32)>,
     pub(super) metadata: Option<serde_json::Value>,
 }
@@ -20,7 +20,7 @@ pub(super) struct Index<'a> {
 impl<'a> Index<'a> {
     /// Parses the text of an index.
     pub(super) fn parse(text: &'a [u8]) -> Result<Self, serde_json::Error> {
-        let raw: Raw<'a> = serde_json::from_slice(text)?;
+        let raw: RawIndex<'a> = serde_json::from_slice(text)?;
         Ok(Self { metadata: raw.metadata, ..raw.weight_map })
     }
 }
@@ -31,7 +31,7 @@ pub(super) fn stays_inside(path: &str) -> bool {
 }
 
 #[derive(Deserialize)]
-struct Raw<'a> {
+struct RawIndex<'a> {
     #[serde(default)]
     metadata: Option<serde_json::Value>,
     #[serde(borrow)]
@@ -56,7 +56,7 @@ impl<'de: 'a, 'a> Deserialize<'de> for Index<'a> {
                 let mut places: HashMap<String, u32> = HashMap::new();
                 let mut last = 0;
                 while let Some((Text(name), Text(file))) = map.next_entry::<Text<'de>, Text<'de>>()? {
-                    // Neighbours are mostly in the same file.
+                    // Neighbours are usually in the same file.
                     if index.files.get(last as usize).map(String::as_str) != Some(&*file) {
                         let next = u32::try_from(index.files.len()).map_err(serde::de::Error::custom)?;
                         last = *places.entry(file.clone().into_owned()).or_insert(next);

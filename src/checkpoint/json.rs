@@ -1,7 +1,8 @@
-//! JSON as Python writes it, with the words `NaN`, `Infinity` and `-Infinity`: standard JSON has none of them, and the
+//! JSON as Python writes it, with the words `NaN`, `Infinity` and `-Infinity`. Standard JSON has none of them, but the
 //! configurations of state-space models do (`"time_step_limit": [0.0, Infinity]`).
 //!
-//! In a [`Value`] such a word is a string that begins with a character that no text has, so that it can be written as it was read.
+//! In a [`Value`] such a word is a string that begins with a character that no text has. So it can be written as it was
+//! read.
 
 use serde_json::Value;
 
@@ -13,7 +14,7 @@ const WORDS: [&str; 3] = ["-Infinity", "Infinity", "NaN"];
 /// Reads a text.
 ///
 /// # Errors
-/// What is no JSON in it.
+/// The first violation of JSON's syntax.
 pub fn parse(text: &[u8]) -> Result<Value, serde_json::Error> {
     serde_json::from_slice(text).or_else(|error| match std::str::from_utf8(text).ok().and_then(signed) {
         Some(signed) => serde_json::from_str(&signed),
@@ -24,7 +25,7 @@ pub fn parse(text: &[u8]) -> Result<Value, serde_json::Error> {
 /// Writes a text, one member a line.
 ///
 /// # Panics
-/// Never: a value has nothing that cannot be written.
+/// Never: a value has only members that can be written.
 pub fn pretty(value: &Value) -> Vec<u8> {
     let mut text = serde_json::to_string_pretty(value).expect("keys are texts, and a text takes all that is written");
     if text.contains(SIGN) {
@@ -50,7 +51,7 @@ fn signed(text: &str) -> Option<String> {
                 out.push_str(word);
                 out.push('"');
                 rest = &rest[word.len()..];
-                // No word is a name.
+                // Such a word cannot be the name of a member.
                 if rest.trim_start().starts_with(':') {
                     return None;
                 }
@@ -60,7 +61,7 @@ fn signed(text: &str) -> Option<String> {
                 in_string = !in_string;
                 1
             }
-            // What is escaped does not end a string.
+            // An escaped character does not end a string.
             (None, '\\') if in_string => 1 + rest[1..].chars().next().map_or(0, char::len_utf8),
             (None, other) => other.len_utf8(),
         };
@@ -94,8 +95,8 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_what_they_were() {
-        // The nearest double, not one beside it.
+    fn numbers_read_back_unchanged() {
+        // The nearest double, not its neighbour.
         for text in [
             "0.9452706955539223",
             "7.120190912076126e-200",

@@ -1,29 +1,29 @@
-//! Every file of a repository's directory. Nothing is passed over in silence: what cannot be read or is not looked into is
-//! listed with the reason.
+//! Every file of a repository's directory. No file is passed over in silence: unreadable files and directories that are
+//! not entered are listed with the reason.
 
 use std::{fs, io, path::Path, sync::Arc};
 
 use super::file::{FileRole, IgnoreReason};
 use crate::source::{Beneath, Fetches, Found, Opened, SourceError, permission::DirectoryGates, stall::Fetching};
 
-/// Most entries of a repository. Each becomes an open file.
+/// Most entries of a repository. Each one becomes an open file.
 const ENTRIES_MAX: usize = 100_000;
 
-/// Deepest directory.
+/// Greatest depth of a directory.
 const DEPTH_MAX: usize = 32;
 
-/// A file as found.
+/// A file in the listing.
 #[derive(Debug)]
 pub(super) struct Listed {
     pub(super) path: String,
     pub(super) role: FileRole,
     pub(super) size_bytes: u64,
-    pub(super) state: State,
+    pub(super) state: Opening,
 }
 
 /// How far a file was opened.
 #[derive(Debug)]
-pub(super) enum State {
+pub(super) enum Opening {
     /// There is nothing to open.
     Nothing,
     Found(Found),
@@ -34,46 +34,46 @@ impl Listed {
     /// The file outside the repository that a symbolic link leads to.
     pub(super) fn outside(&self) -> Option<&Path> {
         match &self.state {
-            State::Found(found) if !found.is_inside() => Some(found.real()),
-            State::Found(_) | State::Opened(_) | State::Nothing => None,
+            Opening::Found(found) if !found.is_inside() => Some(found.real()),
+            Opening::Found(_) | Opening::Opened(_) | Opening::Nothing => None,
         }
     }
 
     /// Opens the file, if it was not opened yet; `fetches` notes the wait.
     pub(super) fn open(&mut self, root: &Arc<Beneath>, fetches: &Fetches) -> Result<Option<&Opened>, SourceError> {
-        self.state = match std::mem::replace(&mut self.state, State::Nothing) {
-            State::Found(found) => {
+        self.state = match std::mem::replace(&mut self.state, Opening::Nothing) {
+            Opening::Found(found) => {
                 let _opening = fetches.begin_path(&root.path().join(&self.path), "open");
-                State::Opened(found.open(Some(root))?)
+                Opening::Opened(found.open(Some(root))?)
             }
-            state @ (State::Opened(_) | State::Nothing) => state,
+            state @ (Opening::Opened(_) | Opening::Nothing) => state,
         };
         Ok(match &self.state {
-            State::Opened(opened) => Some(opened),
-            State::Found(_) | State::Nothing => None,
+            Opening::Opened(opened) => Some(opened),
+            Opening::Found(_) | Opening::Nothing => None,
         })
     }
 
     /// Takes the open file; `fetches` notes the wait, if it was not opened yet.
     pub(super) fn take(&mut self, root: &Arc<Beneath>, fetches: &Fetches) -> Result<Option<Opened>, SourceError> {
         self.open(root, fetches)?;
-        Ok(match std::mem::replace(&mut self.state, State::Nothing) {
-            State::Opened(opened) => Some(opened),
-            State::Found(_) | State::Nothing => None,
+        Ok(match std::mem::replace(&mut self.state, Opening::Nothing) {
+            Opening::Opened(opened) => Some(opened),
+            Opening::Found(_) | Opening::Nothing => None,
         })
     }
 }
 
-/// What a repository's directory holds.
+/// The content of a repository's directory.
 #[derive(Debug, Default)]
 pub(super) struct Listing {
     /// All files, sorted by path.
     pub(super) files: Vec<Listed>,
-    /// The directories that were listed, and the gates before them. The first is the repository's own, called "".
+    /// The listed directories, with the gates before them. The first one is the repository's own, called "".
     pub(super) directories: Vec<(String, DirectoryGates)>,
 }
 
-/// All files of a repository. Symbolic links to files are followed: that is how the hub's cache is made.
+/// All files of a repository. Symbolic links to files are followed, as the hub's cache consists of links.
 pub(super) fn list(root: &Beneath, fetches: &Fetches) -> io::Result<Listing> {
     let mut listing = Listing::default();
     walk(root, "", 0, &fetches.begin_path(root.path(), "list"), &mut listing)?;
@@ -105,12 +105,12 @@ fn walk(root: &Beneath, relative: &str, depth: usize, looking: &Fetching<'_>, li
         let mut add = |role, size_bytes, state| {
             listing.files.push(Listed { path: path.clone(), role, size_bytes, state });
         };
-        let mut ignore = |reason| add(FileRole::Ignored(reason), 0, State::Nothing);
+        let mut ignore = |reason| add(FileRole::Ignored(reason), 0, Opening::Nothing);
         if own.is_dir() {
             if matches!(name.as_str(), ".git" | ".cache") {
                 ignore(IgnoreReason::Bookkeeping);
             } else if entry.path().join(".ckfs").is_dir() {
-                // Or the repository would hold itself.
+                // Otherwise the repository would contain itself.
                 ignore(IgnoreReason::Mount);
             } else {
                 walk(root, &path, depth + 1, looking, listing)?;
@@ -118,14 +118,14 @@ fn walk(root: &Beneath, relative: &str, depth: usize, looking: &Fetching<'_>, li
             continue;
         }
         match root.find(&path) {
-            // Or it was removed meanwhile.
+            // Or the entry has been removed meanwhile.
             Err(error) if own.is_symlink() || error.kind() == io::ErrorKind::NotFound => {
                 ignore(IgnoreReason::DanglingLink);
             }
             Err(error) => return Err(with_path(error)),
             Ok(found) if found.metadata().is_dir() => ignore(IgnoreReason::LinkedDirectory),
             Ok(found) if found.metadata().is_file() => {
-                add(FileRole::Other, found.metadata().len(), State::Found(found));
+                add(FileRole::Other, found.metadata().len(), Opening::Found(found));
             }
             Ok(_) => ignore(IgnoreReason::Special),
         }

@@ -1,4 +1,4 @@
-//! From what the user typed to a directory or file: a path, or a name in the local cache of the Hugging Face hub.
+//! From the user's SOURCE to a directory or file: a path, or a name in the local cache of the Hugging Face hub.
 //!
 //! The cache is laid out as the hub's client leaves it:
 //!
@@ -14,7 +14,7 @@ use std::{
 
 use super::problem::CheckpointError;
 
-/// What was found.
+/// A located repository or file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Located {
     pub(super) path: PathBuf,
@@ -59,7 +59,7 @@ pub(super) fn locate(source: &str, hub_cache: Option<&Path>) -> Result<Located, 
     })
 }
 
-/// Where the hub's client keeps its cache, by the same variables in the same order.
+/// The directory of the hub's cache, from the same variables in the same order as in the hub's client.
 fn cache_from_environment(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
     if let Some(cache) = variable("HF_HUB_CACHE").or_else(|| variable("HUGGINGFACE_HUB_CACHE")) {
         return Some(cache);
@@ -71,7 +71,7 @@ fn cache_from_environment(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<
     Some(home?.join("hub"))
 }
 
-/// Splits `org/name[@revision]` or `name[@revision]`; `None` if it cannot be the name of a repository.
+/// Splits `org/name[@revision]` or `name[@revision]`. `None` if the text cannot name a repository.
 fn repo_name(source: &str) -> Option<(&str, Option<&str>)> {
     let (repo, revision) = source.split_once('@').map_or((source, None), |(repo, revision)| (repo, Some(revision)));
     let valid = |part: &str| {
@@ -84,12 +84,12 @@ fn repo_name(source: &str) -> Option<(&str, Option<&str>)> {
     (parts <= 2 && repo.split('/').all(valid) && revision.is_none_or(valid_revision)).then_some((repo, revision))
 }
 
-/// A branch, tag or commit; may have slashes (`refs/pr/1`) but never leaves its directory.
+/// A branch, tag or commit. It may have slashes (`refs/pr/1`) but never leaves its directory.
 fn valid_revision(revision: &str) -> bool {
     revision.split('/').all(|part| !part.is_empty() && !part.starts_with('.')) && !revision.contains('\0')
 }
 
-/// The commit of `revision` that has a snapshot; otherwise the revisions that there are.
+/// The commit of `revision`, if it has a snapshot. Otherwise the available revisions.
 fn resolve(repo: &Path, revision: &str) -> Result<String, Vec<String>> {
     let snapshots = repo.join("snapshots");
     let has = |commit: &str| valid_revision(commit) && !commit.contains('/') && snapshots.join(commit).is_dir();

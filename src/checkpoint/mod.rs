@@ -1,10 +1,10 @@
-//! What is in a repository: its tensors, its files, its configuration and its habits.
+//! The content of a repository: its tensors, files, configuration and dialect.
 //!
-//! [`Checkpoint::open`] finds the files, reads every header, checks index and headers against each other and pins all files
-//! in one [`Source`]. Whatever is wrong is reported at once, before anything is mounted. The result never changes.
+//! [`Checkpoint::open`] finds the files, reads every header, checks index and headers against each other, and pins all
+//! files in one [`Source`]. All problems are reported at once, before anything is mounted. The result never changes.
 //!
 //! * [`TensorTable`]: name, type, shape and storage of every tensor, as stored or as decoded;
-//! * [`RepoFile`]: every file of the repository, and whether its tensors count;
+//! * [`RepoFile`]: every file of the repository, and its role;
 //! * [`Dialect`]: how the repository names, fuses and quantizes.
 //!
 //! What it deliberately does not do: rename, stack or convert anything (that is `plan`), or fetch from a network.

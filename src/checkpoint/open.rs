@@ -1,4 +1,5 @@
-//! Opening a repository: choosing the weight files, reading their headers, and checking everything against everything.
+//! Opening a repository: it chooses the weight files, reads their headers, and checks index, headers and files against
+//! each other.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -18,7 +19,7 @@ use super::{
     file::{FileRole, RepoFile},
     header::{ReadHeader, WeightFiles, read_header, table_of},
     index::Index,
-    listing::{self, Listed, Listing, State},
+    listing::{self, Listed, Listing, Opening},
     locate::{Located, locate},
     options::OpenOptions,
     problem::{BYTES_MAX, CheckpointError, Problem, Problems},
@@ -44,7 +45,7 @@ impl Checkpoint {
     /// over a name in the cache.
     ///
     /// # Errors
-    /// [`CheckpointError`]; everything wrong with the contents comes as one [`CheckpointError::Problems`].
+    /// [`CheckpointError`]. All problems with the contents are one [`CheckpointError::Problems`].
     pub fn open(source: &str, options: &OpenOptions) -> Result<Self, CheckpointError> {
         open(source, options)
     }
@@ -75,8 +76,8 @@ fn open_file(
     let name = located.path.file_name().map_or_else(|| located.label.clone(), |name| name.display().to_string());
     let size_bytes = opened.file().metadata().map_or(0, |metadata| metadata.len());
     drop(opening);
-    let listed = Listed { path: name, role: FileRole::Weights, size_bytes, state: State::Nothing };
-    let selected = Selected {
+    let listed = Listed { path: name, role: FileRole::Weights, size_bytes, state: Opening::Nothing };
+    let chosen = ChosenFiles {
         located,
         files: vec![listed],
         weights: vec![0],
@@ -87,7 +88,7 @@ fn open_file(
         directories: Vec::new(),
         warnings: Vec::new(),
     };
-    selected.build(vec![opened], options, Problems::default())
+    chosen.build(vec![opened], options, Problems::default())
 }
 
 fn open_directory(
@@ -144,7 +145,7 @@ fn open_directory(
         None if single => {}
         None => match choose_unindexed(&located.path, &mut files, &mut problems) {
             Err(error) if problems.is_empty() => return Err(error),
-            // What is there and cannot be read is why nothing else is.
+            // An unreadable file explains the absence of others.
             Ok(()) | Err(_) => {}
         },
     }
@@ -163,21 +164,21 @@ fn open_directory(
     for place in weights.iter().chain(&others) {
         opened.extend(files[*place].take(&root, &options.fetches)?);
     }
-    let selected =
-        Selected { located, files, weights, index, config_text, modelopt_text, adapters, directories, warnings };
-    selected.build(opened, options, problems)
+    let chosen =
+        ChosenFiles { located, files, weights, index, config_text, modelopt_text, adapters, directories, warnings };
+    chosen.build(opened, options, problems)
 }
 
-/// A repository whose weight files are chosen. The source holds them first, then the other readable files, in order.
-struct Selected<'a> {
+/// A repository with its chosen weight files. The source holds these first, then the other readable files, in order.
+struct ChosenFiles<'a> {
     located: Located,
     files: Vec<Listed>,
-    /// Places in `files`, in the order of their ids.
+    /// Indices in `files`, in the order of their ids.
     weights: Vec<usize>,
     index: Option<(&'a str, Index<'a>)>,
-    /// The text of `config.json`, or why it cannot be had; `None` without one.
+    /// The text of `config.json`, or the reason why it is not available. `None` if there is none.
     config_text: Option<Result<Vec<u8>, String>>,
-    /// That of `hf_quant_config.json`, likewise.
+    /// The text of `hf_quant_config.json`, likewise.
     modelopt_text: Option<Result<Vec<u8>, String>>,
     /// Their weights are the last files of the source.
     adapters: Vec<AdapterFiles>,
@@ -186,7 +187,7 @@ struct Selected<'a> {
     warnings: Vec<String>,
 }
 
-impl Selected<'_> {
+impl ChosenFiles<'_> {
     /// `opened` are the files of the repository in the order of their ids.
     fn build(
         mut self,
@@ -298,7 +299,7 @@ impl Selected<'_> {
     }
 }
 
-/// The table with the tensors of adapters after its own. They are not shown.
+/// The table, with the tensors of adapters after the repository's own. The table hides the adapters' tensors.
 fn with_adapters(
     own: TensorTable,
     mut headers: Vec<(FileId, Header)>,

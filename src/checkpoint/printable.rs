@@ -1,9 +1,9 @@
-//! Names as messages show them. A repository may put characters into its names that move a terminal's cursor or turn the
-//! direction of a line.
+//! Names as messages show them. Names from a repository may hold characters that move a terminal's cursor or reverse
+//! the direction of a line.
 
 use std::borrow::Cow;
 
-/// Characters that turn the direction of text.
+/// Characters that change the direction of text.
 const fn turns(character: char) -> bool {
     matches!(character, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
@@ -12,7 +12,7 @@ fn is_hidden(character: char) -> bool {
     character.is_control() || turns(character) || matches!(character, '\u{2028}' | '\u{2029}')
 }
 
-/// The text on one line, with what a terminal would obey or hide written as `\n`, `\t` or `\u{1b}`.
+/// The text on one line. Characters that control a terminal, or are invisible, are written as `\n`, `\t` or `\u{1b}`.
 pub fn printable(text: &str) -> Cow<'_, str> {
     if !text.contains(is_hidden) {
         return text.into();
@@ -28,7 +28,7 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     safe.into()
 }
 
-/// As [`printable`], with the ends of lines as they are.
+/// As [`printable`], but line breaks are kept.
 pub fn printable_lines(text: &str) -> Cow<'_, str> {
     if !text.contains(|character| character != '\n' && is_hidden(character)) {
         return text.into();
@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_terminal_obeys_is_escaped() {
+    fn characters_that_control_a_terminal_are_escaped() {
         for (text, expected) in [
             ("model.layers.0.größe", "model.layers.0.größe"),
             ("a\nb\tc\r", "a\\nb\\tc\\r"),

@@ -1,15 +1,15 @@
-//! Why a repository cannot be opened: one error for what cannot even be looked at, and a list of all that is wrong with what is
-//! there.
+//! Why a repository cannot be opened: one error if its contents cannot be examined, or the list of all problems with
+//! its contents.
 
 use std::{fmt, io, path::PathBuf};
 
 use super::{file::IgnoreReason, printable::printable};
 use crate::{format::safetensors::HeaderErrors, source::SourceError, tensor::DType};
 
-/// Most bytes of all files together: sums of what is made of them then fit 64 bits.
+/// Most bytes of all files together. Sums of sizes derived from them then fit 64 bits.
 pub(super) const BYTES_MAX: u64 = 1 << 58;
 
-/// Problems that are kept; the others are counted.
+/// Most problems that are kept. The others are counted.
 const PROBLEMS_MAX: usize = 1_000;
 
 /// Why a repository could not be opened.
@@ -20,7 +20,7 @@ pub enum CheckpointError {
         "{source_name}: {scheme}:// is not supported yet; give a directory, a file or an org/name in the local hub cache"
     )]
     NotSupported {
-        /// What was asked for.
+        /// The requested source.
         source_name: String,
         /// Its scheme.
         scheme: String,
@@ -28,13 +28,13 @@ pub enum CheckpointError {
     /// Neither a path nor a name.
     #[error("{source_name}: no such file or directory, and not an org/name[@revision] either")]
     NotFound {
-        /// What was asked for.
+        /// The requested source.
         source_name: String,
     },
     /// A name that the cache does not have.
     #[error("{source_name}: no such directory, and not in the hub cache: looked for {}", looked_in.display())]
     NotInCache {
-        /// What was asked for.
+        /// The requested source.
         source_name: String,
         /// Where it would be.
         looked_in: PathBuf,
@@ -44,7 +44,7 @@ pub enum CheckpointError {
     NoRevision {
         /// The repository.
         repo: String,
-        /// What was asked for.
+        /// The requested revision.
         revision: String,
         /// Its directory in the cache.
         looked_in: PathBuf,
@@ -56,10 +56,10 @@ pub enum CheckpointError {
     Listing {
         /// The directory.
         root: PathBuf,
-        /// What the system said.
+        /// The error of the system.
         error: io::Error,
     },
-    /// A revision in the cache that is a symbolic link out of it.
+    /// A revision in the cache that is a symbolic link out of the cache.
     #[error(
         "{}: a symbolic link out of the repository's directory in the cache; give the directory that it leads to, or \
          --follow-symlinks",
@@ -69,12 +69,12 @@ pub enum CheckpointError {
         /// The revision's directory.
         snapshot: PathBuf,
     },
-    /// No safetensors to use.
+    /// No safetensors in the directory.
     #[error("{}: no *.safetensors here{}", root.display(), elsewhere(subdirectories))]
     NoWeights {
         /// The directory.
         root: PathBuf,
-        /// Subdirectories that have some.
+        /// Subdirectories with safetensors.
         subdirectories: Vec<String>,
     },
     /// More than one index, none of them the usual one.
@@ -91,16 +91,16 @@ pub enum CheckpointError {
     /// The contents are wrong.
     #[error("{label}: {}", list_problems(problems, *more))]
     Problems {
-        /// What was opened.
+        /// The opened repository.
         label: String,
-        /// What is wrong, at least one thing.
+        /// The problems, at least one.
         problems: Vec<Problem>,
-        /// Problems beyond those listed.
+        /// Number of problems beyond those listed.
         more: usize,
     },
 }
 
-/// One thing that is wrong with a repository's contents.
+/// One problem with a repository's contents.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum Problem {
     /// A header that cannot be read as safetensors.
@@ -108,10 +108,10 @@ pub enum Problem {
     Header {
         /// The weight file.
         file: String,
-        /// What is wrong.
+        /// The reason.
         errors: HeaderErrors,
     },
-    /// Bytes of a header did not come.
+    /// Bytes of a header could not be read.
     #[error("{error}")]
     Unreadable {
         /// The weight file.
@@ -119,12 +119,12 @@ pub enum Problem {
         /// Why.
         error: SourceError,
     },
-    /// `config.json` or the index is not what it must be.
+    /// `config.json` or the index is malformed.
     #[error("{file}: {message}")]
     Json {
         /// The file.
         file: String,
-        /// What the parser says.
+        /// The error of the parser.
         message: String,
     },
     /// The index names a path that leaves the repository.
@@ -144,7 +144,7 @@ pub enum Problem {
         file: String,
         /// Tensors that it should hold.
         tensors: usize,
-        /// What is there instead.
+        /// What is found at its path.
         found: String,
     },
     /// The index names a tensor twice.
@@ -160,7 +160,7 @@ pub enum Problem {
     NotInFile {
         /// The tensor.
         tensor: String,
-        /// Where the index says it is.
+        /// The file in the index.
         file: String,
     },
     /// The index and the headers place a tensor differently.
@@ -168,9 +168,9 @@ pub enum Problem {
     InOtherFile {
         /// The tensor.
         tensor: String,
-        /// Where the index says it is.
+        /// The file in the index.
         expected: String,
-        /// Where it is.
+        /// The file that has it.
         found: String,
     },
     /// A weight file has a tensor that the index does not name.
@@ -191,12 +191,12 @@ pub enum Problem {
         /// The other.
         second: String,
     },
-    /// A file that decides what is in the repository, and cannot be read as one.
+    /// A file that decides the content of the repository is not readable as a file.
     #[error("{file}: cannot be read as a file: {found}")]
     NoFile {
         /// The file.
         file: String,
-        /// What it is instead.
+        /// What is found at its path.
         found: IgnoreReason,
     },
     /// The index names no tensor.
@@ -205,16 +205,16 @@ pub enum Problem {
         /// The index.
         index: String,
     },
-    /// Files numbered `-00001-of-00003` are not all there, and no index says what is.
+    /// Files numbered `-00001-of-00003` are incomplete, and no index lists them.
     #[error("{stem}-*-of-{total}.safetensors: expected {expected} files, found {found}")]
     IncompleteSet {
-        /// What stands before the numbers.
+        /// The part before the numbers.
         stem: String,
         /// The total as written in the names.
         total: String,
         /// Number of files by their names.
         expected: u64,
-        /// Number of files there.
+        /// Number of files found.
         found: u64,
     },
     /// A quantized weight and its scale do not fit.
@@ -236,7 +236,7 @@ pub enum Problem {
         /// Shape that it has.
         found: Vec<u64>,
     },
-    /// A scale is of a type that is no float.
+    /// A scale whose type is not a float.
     #[error("tensor {scale:?}: expected a float as the scale of {weight:?}, found {found}")]
     ScaleType {
         /// The weight.
@@ -246,23 +246,23 @@ pub enum Problem {
         /// Type of the scale.
         found: DType,
     },
-    /// A stored tensor is not what the configuration or its companions say.
+    /// A stored tensor contradicts the configuration or its companions.
     #[error("tensor {tensor:?}: expected {expected}, found {found}")]
     Quantized {
         /// The stored tensor.
         tensor: String,
-        /// What it must be.
+        /// The required property.
         expected: String,
-        /// What it is.
+        /// The property found.
         found: String,
     },
-    /// The configuration gives a block size that is none.
+    /// The configuration has an invalid block size.
     #[error("config.json: quantization_config.weight_block_size: expected two positive numbers, found {found}")]
     BlockSize {
-        /// What is there.
+        /// The value found.
         found: String,
     },
-    /// More bytes than any computation of sizes allows for.
+    /// More bytes than computations of sizes can handle.
     #[error("all files together have more than {} bytes", BYTES_MAX)]
     TooManyBytes,
     /// More tensors or names than 32 bits can number.
@@ -304,7 +304,7 @@ fn list_problems(problems: &[Problem], more: usize) -> String {
     List(problems, more).to_string()
 }
 
-/// Problems as they are found.
+/// Problems in the order in which they are found.
 #[derive(Debug, Default)]
 pub(super) struct Problems {
     list: Vec<Problem>,

@@ -1,4 +1,4 @@
-//! An opened repository, and what it shows: tensors as they are stored or decoded, all or some of them.
+//! An opened repository, and the tensors that it shows: stored or decoded, all or some of them.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -19,7 +19,7 @@ use crate::{
     tensor::TensorId,
 };
 
-/// An adapter beside the repository. Its tensors are hidden until a view asks for them.
+/// An adapter beside the repository. Its tensors are hidden until a view requests them.
 #[derive(Clone, Debug)]
 pub struct Adapter {
     /// Its directory.
@@ -45,18 +45,18 @@ pub struct Checkpoint {
     pub(super) dialect: Dialect,
     pub(super) quantized: Arc<Found>,
     pub(super) adapters: Vec<Adapter>,
-    /// Directories of the repository with the gates before them, its own, called "", first.
+    /// Directories of the repository with the gates before them. Its own directory, called "", is the first.
     pub(super) directories: Vec<(String, DirectoryGates)>,
     pub(super) warnings: Vec<String>,
 }
 
 impl Checkpoint {
-    /// This checkpoint with some tensors hidden and others renamed, and perhaps another configuration. `name` gives each
-    /// tensor's name, or `None` to hide it; of adapters, only the tensors of `adapter` are offered. Ids stay what they are,
-    /// so that views of the result can be read by means of this checkpoint.
+    /// This checkpoint with some tensors hidden and others renamed, and possibly another configuration. `name` gives
+    /// each tensor's name, or `None` to hide it. Of adapters, only the tensors of `adapter` are passed to `name`. Ids
+    /// do not change, so that this checkpoint can read the views of the result.
     ///
     /// # Errors
-    /// What is wrong: two tensors of one name.
+    /// The reasons: two tensors of one name, or names that are too long together.
     pub fn derived(
         &self,
         config: Option<serde_json::Value>,
@@ -70,12 +70,12 @@ impl Checkpoint {
         self.showing(rows, config)
     }
 
-    /// This checkpoint with tensors that are stored quantized as decoded ones, in the place of their codes; what they are decoded
-    /// from is not shown, and neither is what decoding leaves out. Those of which `is_raw` says so, by the id of the decoded
-    /// tensor, stay as they are stored.
+    /// This checkpoint with quantized tensors decoded, in the place of their codes. Hidden are the stored tensors that
+    /// they are decoded from, and those that decoding makes superfluous. Tensors for which `is_raw` is true, by the id
+    /// of the decoded tensor, stay as they are stored.
     ///
     /// # Errors
-    /// None in a checkpoint as it was opened, whose decoded names have been found to be different.
+    /// None for a checkpoint as it was opened: its decoded names are known to be distinct.
     pub fn decoded(&self, is_raw: &dyn Fn(TensorId) -> bool) -> Result<Self, Vec<String>> {
         let found = &self.quantized;
         let mut place: HashMap<TensorId, TensorId> = HashMap::with_capacity(found.tensors.len());
@@ -146,31 +146,31 @@ impl Checkpoint {
         &self.adapters
     }
 
-    /// The adapter in a directory that was named when the checkpoint was opened.
+    /// The adapter in a directory, if the checkpoint was opened with it.
     pub fn adapter(&self, dir: &Path) -> Option<&Adapter> {
         self.adapters.iter().find(|adapter| adapter.dir == dir)
     }
 
-    /// What is worth a warning about the files that were chosen.
+    /// Warnings about the choice of files.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }
 
-    /// The directories of the repository that have files, relative to it, with whom their permissions admit. The first is its own,
-    /// called "". None where the checkpoint is a single file.
+    /// The directories of the repository that have files, relative to it, each with the users that its permissions
+    /// admit. The first one is its own, called "". Empty if the checkpoint is a single file.
     pub fn directories(&self) -> &[(String, DirectoryGates)] {
         &self.directories
     }
 
-    /// Where bytes come from. All readable files of the repository are pinned in it.
+    /// The source of bytes. All readable files of the repository are pinned in it.
     pub fn source(&self) -> &Arc<dyn Source> {
         &self.source
     }
 
-    /// The same checkpoint with its bytes had in another way: by a wrapper of its source, say.
+    /// The same checkpoint with another source, for example a wrapper of the present one.
     ///
     /// # Panics
-    /// If `wrap` gives a source of another number of files.
+    /// If `wrap` returns a source with another number of files.
     #[must_use]
     pub fn with_source(mut self, wrap: impl FnOnce(Arc<dyn Source>) -> Arc<dyn Source>) -> Self {
         let files = self.source.file_count();
@@ -184,7 +184,7 @@ impl Checkpoint {
         &self.root
     }
 
-    /// What the user called it, with the revision found for a name in the cache.
+    /// The user's name for it, with the revision found for a name in the cache.
     pub fn label(&self) -> &str {
         &self.label
     }
@@ -242,20 +242,20 @@ impl Checkpoint {
         &self.dialect
     }
 
-    /// The tensors that are stored quantized by a scheme that is known, and how; as in the repository, whatever is hidden here
-    /// or renamed.
+    /// The quantized tensors of known schemes, and how each is decoded. As in the repository, also if they are hidden
+    /// or renamed here.
     pub fn quantized(&self) -> &Found {
         &self.quantized
     }
 
-    /// The tensors that are stored quantized and shown so here, not decoded.
+    /// The quantized tensors that are shown here as they are stored.
     pub fn raw(&self) -> impl Iterator<Item = Quantized<'_>> {
         let shown: HashSet<TensorId> =
             if self.quantized.tensors.is_empty() { HashSet::new() } else { self.tensors().map(|(id, _)| id).collect() };
         self.quantized.tensors.iter().filter(move |tensor| shown.contains(&tensor.operands[0]))
     }
 
-    /// What those are decoded from: codes, and what goes with them.
+    /// The stored tensors that these are decoded from: codes and operands.
     pub fn raw_operands(&self) -> impl Iterator<Item = TensorId> {
         self.raw().flat_map(|tensor| tensor.operands.iter().copied())
     }
@@ -265,7 +265,7 @@ impl Checkpoint {
         self.raw().all(|tensor| self.tensor(tensor.operands[0]).name.ends_with(tensor.name))
     }
 
-    /// Where the bytes of a tensor begin: its own, or its codes' where it is decoded.
+    /// The first byte of a tensor's span: its own, or that of its codes if it is decoded.
     ///
     /// # Panics
     /// If `id` is not of this checkpoint.
@@ -274,13 +274,13 @@ impl Checkpoint {
         info.quantized().map_or(info, |quantized| self.tensor(quantized.operands[0])).file()
     }
 
-    /// The embedding that an output head would be which is not stored, those aside of which `is_outside` says that they belong
-    /// to another model.
+    /// The embedding that serves as an output head that is not stored. Tensors for which `is_outside` is true belong to
+    /// another model and are passed over.
     pub fn embedding(&self, is_outside: &dyn Fn(&str) -> bool) -> Option<&str> {
         tied::embedding(&self.table, is_outside)
     }
 
-    /// Files left out although nothing says that they are copies: worth a warning.
+    /// Ignored files that are not known copies: each deserves a warning.
     pub fn suspicious_files(&self) -> impl Iterator<Item = &RepoFile> {
         self.files.iter().filter(|file| file.role == FileRole::Ignored(IgnoreReason::NotInIndex))
     }

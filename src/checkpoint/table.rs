@@ -1,10 +1,10 @@
-//! The tensor table: what tensors a checkpoint has, and how each is stored.
+//! The tensor table: the tensors of a checkpoint, and how each is stored.
 //!
-//! Stored tensors are numbered by file, in the order of the list of weight files and of adapters, and within a file by the place of
-//! their bytes. After them come those that decoding makes of quantized ones. Every table of a repository has all of these rows,
-//! so that numbers mean the same in each; what is *shown* differs: the stored tensors, or decoded ones in the place of their
-//! codes, or a part of either under other names. A repo may have 150 000 of them, so the table is a few flat arrays: about 120
-//! bytes per tensor, names included.
+//! Stored tensors are numbered by file, in the order of weight files and then adapters, and within a file by the
+//! position of their bytes. After them come the tensors that are decoded from quantized ones. Every table of a
+//! repository has all of these rows, so that a number means the same tensor in each table. Tables differ in the *shown*
+//! rows: the stored tensors, or decoded ones in the place of their codes, or a part of either under other names. A
+//! repository may have 150 000 tensors, so the table is a few flat arrays: about 120 bytes per tensor, names included.
 
 use std::sync::Arc;
 
@@ -27,20 +27,20 @@ pub enum Storage<'a> {
         /// Where in that file.
         span: ByteSpan,
     },
-    /// As codes and what decodes them, which are other stored tensors.
+    /// As codes and operands that decode them. All of these are other stored tensors.
     Quantized(Quantized<'a>),
 }
 
 /// One tensor of a checkpoint.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorInfo<'a> {
-    /// Name: as in the file's header, when decoded, or as it was renamed.
+    /// Its name: as in the file's header, as decoded, or as renamed.
     pub name: &'a str,
-    /// Type of its elements; of a quantized one, what they are decoded to unless another is asked for.
+    /// Type of its elements. For a quantized tensor, the type to which it is decoded by default.
     pub dtype: DType,
     /// Extents in elements, row-major; empty for a scalar.
     pub shape: &'a [u64],
-    /// How it is stored.
+    /// Where and how it is stored.
     pub storage: Storage<'a>,
 }
 
@@ -48,7 +48,7 @@ impl<'a> TensorInfo<'a> {
     /// The file that holds the bytes of a stored tensor.
     ///
     /// # Panics
-    /// If the tensor is decoded from others: what views read are stored tensors.
+    /// If the tensor is decoded from others: views read stored tensors only.
     pub fn file(&self) -> FileId {
         match self.storage {
             Storage::Plain { file, .. } => file,
@@ -56,10 +56,10 @@ impl<'a> TensorInfo<'a> {
         }
     }
 
-    /// Where in its file the bytes of a stored tensor are.
+    /// The span of a stored tensor in its file.
     ///
     /// # Panics
-    /// If the tensor is decoded from others: what views read are stored tensors.
+    /// If the tensor is decoded from others: views read stored tensors only.
     pub fn span(&self) -> ByteSpan {
         match self.storage {
             Storage::Plain { span, .. } => span,
@@ -75,7 +75,7 @@ impl<'a> TensorInfo<'a> {
         }
     }
 
-    /// Bytes of all elements; sub-byte types that do not fill the last one count it whole.
+    /// Bytes of all elements. A last byte that sub-byte types fill only in part counts whole.
     pub fn bytes(&self) -> u64 {
         match self.storage {
             Storage::Plain { span, .. } => span.len(),
@@ -87,8 +87,9 @@ impl<'a> TensorInfo<'a> {
 /// Immutable table of tensors.
 #[derive(Clone, Debug, Default)]
 pub struct TensorTable {
-    /// Of stored tensors, and after them of decoded ones if some are shown: of these, only the end of the name means something.
-    rows: Vec<Row>,
+    /// One row for each stored tensor, and after them one for each shown decoded tensor. Of the latter, only the end of
+    /// the name is meaningful.
+    rows: Vec<StoredRow>,
     /// The tensors after the stored ones.
     quantized: Arc<Found>,
     /// Number of stored tensors.
@@ -97,14 +98,14 @@ pub struct TensorTable {
     names: String,
     /// All extents of stored tensors, likewise.
     extents: Vec<u64>,
-    /// Row numbers in lexical order of name.
+    /// StoredRow numbers in lexical order of name.
     by_name: Vec<u32>,
-    /// Row numbers of the tensors that are shown, in order; `None` if all are.
+    /// StoredRow numbers of the tensors that are shown, in order; `None` if all are.
     shown: Option<Vec<u32>>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Row {
+struct StoredRow {
     span: ByteSpan,
     name_end: u32,
     extents_end: u32,
@@ -113,7 +114,8 @@ struct Row {
 }
 
 impl TensorTable {
-    /// The tensors of these files, numbered in this order. `None` if a number does not fit 32 bits: more than 4 GiB of names.
+    /// The tensors of these files, numbered in this order. `None` if a number does not fit 32 bits, as with more than 4
+    /// GiB of names.
     pub(super) fn new<'a>(headers: impl Iterator<Item = (FileId, &'a Header)> + Clone) -> Option<Self> {
         let mut table = Self::default();
         table.rows.reserve_exact(headers.clone().map(|(_, header)| header.len()).sum());
@@ -123,7 +125,7 @@ impl TensorTable {
             for tensor in header.tensors() {
                 table.names.push_str(tensor.name);
                 table.extents.extend_from_slice(tensor.shape);
-                table.rows.push(Row {
+                table.rows.push(StoredRow {
                     span: ByteSpan::new(tensor.start, tensor.end)?,
                     name_end: u32::try_from(table.names.len()).ok()?,
                     extents_end: u32::try_from(table.extents.len()).ok()?,
@@ -138,7 +140,7 @@ impl TensorTable {
         Some(table)
     }
 
-    /// By row as well, so that repeated names stand in a fixed order.
+    /// Sorted by row as well, so that repeated names have a fixed order.
     fn sort(&mut self) {
         let mut by_name = std::mem::take(&mut self.by_name);
         by_name.par_sort_unstable_by(|left, right| {
@@ -147,7 +149,7 @@ impl TensorTable {
         self.by_name = by_name;
     }
 
-    /// This table, of stored tensors only, showing the first ones.
+    /// This table, which must hold stored tensors only, showing only the first ones.
     pub(super) fn showing_first(mut self, count: usize) -> Self {
         let is_first = |row: &u32| (*row as usize) < count;
         self.by_name.retain(is_first);
@@ -155,16 +157,16 @@ impl TensorTable {
         self
     }
 
-    /// This table, of stored tensors only, and those that are decoded, which are not shown. They take no rows until they are.
-    /// `None` if an id does not fit 32 bits.
+    /// This table, which must hold stored tensors only, with decoded tensors that are not shown. They take no rows
+    /// until they are shown. `None` if an id does not fit 32 bits.
     pub(super) fn with_quantized(mut self, quantized: &Arc<Found>) -> Option<Self> {
         self.quantized = Arc::clone(quantized);
         u32::try_from(self.id_end()).ok()?;
         Some(self)
     }
 
-    /// This table showing other rows, in this order and under these names. Ids stay what they are, and what is not shown can
-    /// still be looked at by id. `None` if the names are longer than 4 GiB.
+    /// This table showing other rows, in this order and under these names. Ids do not change, and a hidden tensor is
+    /// still found by its id. `None` if the names are longer than 4 GiB.
     pub(super) fn derived(&self, mut rows: impl Iterator<Item = (TensorId, String)>) -> Option<Self> {
         let mut names: Vec<Option<String>> = vec![None; self.id_end()];
         let mut shown = Vec::with_capacity(rows.size_hint().0);
@@ -182,7 +184,13 @@ impl TensorTable {
                 row.name_end = name_end;
             } else {
                 let dtype = self.quantized.tensors.get(row - self.stored as usize).dtype;
-                table.rows.push(Row { span: ByteSpan::of_len(0, 0)?, name_end, extents_end, file: FileId(0), dtype });
+                table.rows.push(StoredRow {
+                    span: ByteSpan::of_len(0, 0)?,
+                    name_end,
+                    extents_end,
+                    file: FileId(0),
+                    dtype,
+                });
             }
         }
         table.by_name.clone_from(&shown);
@@ -191,7 +199,7 @@ impl TensorTable {
         Some(table)
     }
 
-    /// The tensors that decoding makes, by number of the quantized table: their ids.
+    /// The ids of the decoded tensors, in the order of the quantized table.
     pub(super) fn decoded_id(&self, number: usize) -> TensorId {
         TensorId(self.stored + u32::try_from(number).expect("row numbers fit 32 bits: checked when the table was made"))
     }
@@ -238,7 +246,8 @@ impl TensorTable {
         }
     }
 
-    /// All tensors that are shown, in order: by file, and within a file by place; decoded ones in the place of their codes.
+    /// All shown tensors in order: by file, and within a file by position. Decoded ones stand in the place of their
+    /// codes.
     ///
     /// # Panics
     /// Never: numbers of rows fit 32 bits.
@@ -270,7 +279,7 @@ impl TensorTable {
 
     /// Memory held by the table, in bytes.
     pub fn memory_bytes(&self) -> usize {
-        self.rows.capacity() * size_of::<Row>()
+        self.rows.capacity() * size_of::<StoredRow>()
             + self.names.capacity()
             + self.extents.capacity() * size_of::<u64>()
             + self.by_name.capacity() * size_of::<u32>()

@@ -1,4 +1,4 @@
-//! Texts of a repository that are read while it is opened: configurations and indexes.
+//! Texts that are read when a repository is opened: configurations and indexes.
 
 use std::io::Read;
 
@@ -11,7 +11,7 @@ use crate::source::{Fetches, Opened};
 /// Longest `config.json` or index that is read, in bytes.
 pub(super) const JSON_FILE_BYTES_MAX: u64 = 256 << 20;
 
-/// The text of a JSON file, or why it cannot be had.
+/// The text of a JSON file, or the reason why it is not available.
 pub(super) fn read_json(opened: &Opened, fetches: &Fetches) -> Result<Vec<u8>, String> {
     let _reading = fetches.begin_path(opened.path(), "read");
     let too_long = |len: u64| format!("expected at most {JSON_FILE_BYTES_MAX} bytes, found {len}");

@@ -1,5 +1,5 @@
-//! Whether an output head is the embedding, as transformers decides it: by `config.json`, and where that says nothing by the
-//! model's type. The types are data, in `tied.toml`.
+//! Whether an output head is the embedding, decided as in transformers: by `config.json`, and otherwise by the model's
+//! type. The types are data, in `tied.toml`.
 
 use std::sync::LazyLock;
 
@@ -21,20 +21,20 @@ static RULES: LazyLock<Rules> = LazyLock::new(|| {
     toml::from_str(include_str!("tied.toml")).expect("the file is in the program, and a test reads it")
 });
 
-/// What the configuration and the model's type say of the output head.
+/// The output head according to the configuration and the model's type.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Tie {
-    /// What `config.json` says, as far as transformers listens to it.
+    /// The value in `config.json`, if transformers honours it there.
     pub(super) declared: Option<bool>,
-    /// What holds in the end.
+    /// The effective value.
     pub(super) tied: bool,
 }
 
-/// Words in the names of classes that have an output head.
+/// Words in the names of classes with an output head.
 const HEADED: [&str; 3] = ["LMHead", "ForCausalLM", "ForConditionalGeneration"];
 
 fn word(config: &Value) -> Option<bool> {
-    // The second is LFM2's.
+    // The second word is LFM2's.
     ["tie_word_embeddings", "tie_embedding"].iter().find_map(|key| config.get(key)?.as_bool())
 }
 
@@ -60,14 +60,15 @@ impl Tie {
                 (declared, by_default(&outer))
             }
             Some(_) if is_in(&RULES.by_default, &outer) => (word(config), by_default(&outer)),
-            // Of a whole that is not in the lists either configuration may speak; the whole's head is the whole's matter.
+            // If the whole model is not in the lists, either configuration may decide. The whole model's head follows
+            // the whole model's configuration.
             Some(text) => (word(config).or_else(|| word(text)), by_default(&model_type(text))),
         };
         Self { declared, tied: declared.unwrap_or(default) }
     }
 }
 
-/// The name of the embedding that an output head would be: of several, the one with the shortest name.
+/// The name of the embedding that serves as output head. Of several, the one with the shortest name.
 pub(super) fn embedding<'a>(table: &'a TensorTable, is_outside: &dyn Fn(&str) -> bool) -> Option<&'a str> {
     let is_named = |name: &str| {
         RULES.embeddings.iter().any(|known| {
@@ -95,7 +96,7 @@ mod tests {
             (json!({"model_type": "falcon", "tie_word_embeddings": false}), Some(false), false),
             (json!({"model_type": "t5", "tie_word_embeddings": false}), None, true),
             (json!({"model_type": "t5", "architectures": ["T5EncoderModel"]}), None, false),
-            // The outer configuration decides, or the type.
+            // The outer configuration or the type decides.
             (
                 json!({"model_type": "gemma3", "tie_word_embeddings": false, "text_config": {"tie_word_embeddings": true}}),
                 Some(false),
@@ -107,7 +108,7 @@ mod tests {
                 true,
             ),
             (json!({"model_type": "gemma3", "text_config": {"tie_word_embeddings": false}}), None, true),
-            // Here the inner one may tie what the outer one does not.
+            // Here the inner configuration may tie although the outer one does not.
             (
                 json!({"model_type": "qwen2_vl", "tie_word_embeddings": false, "text_config": {"tie_word_embeddings": true}}),
                 Some(true),

@@ -13,8 +13,8 @@ const CHUNK_BYTES: usize = 4 << 20;
 
 /// Writes one virtual file to standard output, without mounting.
 ///
-/// PATH is relative to the root of the mount that the same flags would make; links such as mesh/fsdp=0 are followed. Exactly the
-/// bytes of the mount's file are written, or the command fails.
+/// PATH is relative to the root of the mount that the same flags would make; links such as mesh/fsdp=0 are followed.
+/// The command writes exactly the bytes of the mount's file, or fails.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
@@ -32,7 +32,7 @@ pub(super) struct Cat {
     /// First byte.
     #[arg(long, value_name = "BYTES", default_value_t = 0)]
     offset: u64,
-    /// Number of bytes; by default all that follow.
+    /// Number of bytes; by default all bytes up to the end.
     #[arg(long, value_name = "BYTES")]
     length: Option<u64>,
     #[command(flatten)]
@@ -61,7 +61,7 @@ impl Cat {
             tracing::warn!("binary data goes to a terminal");
         }
         let open = tree::OpenNode::open(&volume, &node)?;
-        tree::stream(&open, path, (self.offset, end), CHUNK_BYTES, &mut output::write_lent)?;
+        tree::stream(&open, path, (self.offset, end), CHUNK_BYTES, &mut output::write_served)?;
         open::check_sources(&volume)
     }
 }

@@ -1,4 +1,4 @@
-//! Removing what a command has made for a trial: a checkpoint and its mount.
+//! Removal of the checkpoint and the mount that a command made for a trial.
 
 use std::{fs, path::PathBuf, time::Duration};
 
@@ -6,7 +6,7 @@ use anyhow::Context;
 
 use crate::fuse::{UnmountOptions, unmount};
 
-/// Removes a directory with a checkpoint in `model/` and a mount on `mnt/`, unless it is to be kept.
+/// Removes a directory with a checkpoint in `model/` and a mount on `mnt/`, unless `keep` is set.
 pub(super) struct Cleanup {
     pub(super) directory: PathBuf,
     pub(super) mounted: bool,
@@ -21,7 +21,7 @@ impl Cleanup {
             self.mounted = false;
         }
         if !self.keep && self.directory.exists() {
-            // Never into a mount: only once nothing is mounted there.
+            // A recursive removal must never enter a mount: it runs only after the unmount.
             fs::remove_dir(self.directory.join("mnt")).context("mnt")?;
             fs::remove_dir_all(self.directory.join("model")).context("model")?;
             fs::remove_dir(&self.directory).with_context(|| self.directory.display().to_string())?;

@@ -1,4 +1,4 @@
-//! `ckfs demo`: the whole of it on a generated checkpoint.
+//! `ckfs demo`: all of ckfs on a generated checkpoint.
 
 use std::{
     fmt::Write as _,
@@ -17,7 +17,7 @@ use super::{
     doctor,
     flags::{LogFlags, LoggingFlags},
     mount, output,
-    verify::{Extent, verify_mount},
+    verify::{Amount, verify_mount},
 };
 use crate::{format::safetensors::write_header, plan::report::human_bytes, tensor::DType};
 
@@ -26,16 +26,16 @@ const HIDDEN: u64 = 256;
 const MLP: u64 = 512;
 const KV: u64 = 128;
 const VOCAB: u64 = 1024;
-/// Where the data of the generated files starts is a multiple of this.
+/// The data of the generated files starts at a multiple of this.
 const ALIGNMENT: u64 = 8;
 const MESH: &str = "fsdp=2,tensor=2";
-/// Entries of a directory that the digest shows.
+/// Entries of a directory that the summary shows.
 const ENTRIES_SHOWN: usize = 6;
 
 /// Shows ckfs at work on a small generated checkpoint.
 ///
-/// Writes a llama-like repository of a few megabytes to a temporary directory, mounts it for a mesh of four devices, prints
-/// what is in the mount, compares files read through it with the independent evaluator, and cleans up.
+/// Writes a llama-like repository of a few megabytes to a temporary directory and mounts it for a mesh of four devices.
+/// Prints the content of the mount, compares files read through it with the independent evaluator, and cleans up.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
@@ -61,7 +61,7 @@ impl Demo {
         }
         let (model, mountpoint) = (directory.join("model"), directory.join("mnt"));
         let no_device = doctor::device_problem();
-        // Without a mount the checkpoint is what is left to try.
+        // Without a mount, the user can still try the checkpoint.
         let mut cleanup = Cleanup { directory: directory.clone(), mounted: false, keep: self.keep };
         for new in [&model, &mountpoint] {
             fs::create_dir_all(new).with_context(|| new.display().to_string())?;
@@ -93,7 +93,7 @@ impl Demo {
         output::print(&format!("{text}\n"))?;
         output::print(&shard_text(&mountpoint)?)?;
         let log = LogFlags { verbose: 0, quiet: true, file: LoggingFlags::default() };
-        let findings = verify_mount(&mountpoint, &[], Extent::Sample(16 << 10), &log)?;
+        let findings = verify_mount(&mountpoint, &[], Amount::Sample(16 << 10), &log)?;
         findings.verdict()?;
         output::print(&format!("4. ckfs verify {}: {}, no difference\n\n", mountpoint.display(), findings.summary()))?;
         output::print(&next(self.keep, &mountpoint))?;
@@ -130,7 +130,7 @@ fn digest(directory: &Path, depth: usize, text: &mut String) -> anyhow::Result<(
         let metadata = fs::symlink_metadata(path).with_context(|| path.display().to_string())?;
         if metadata.is_dir() {
             let _ = writeln!(text, "{indent}{name}/");
-            // One device stands for all, and one layer.
+            // One device represents all devices, and one layer all layers.
             let another_device = depth == 1 && (name.starts_with("dev") && name != "dev0" || name == "full");
             let another_layer = depth == 3 && name != "0" && name.bytes().all(|byte| byte.is_ascii_digit());
             let opened = depth < 4 && !another_device && !another_layer;
@@ -189,7 +189,7 @@ fn tensors() -> [Vec<(String, Vec<u64>)>; 2] {
     files
 }
 
-/// Writes the repository; bytes of its tensors.
+/// Writes the repository. Returns the bytes of its tensors.
 fn write_model(directory: &Path) -> anyhow::Result<u64> {
     let mut map = serde_json::Map::new();
     let mut total = 0;

@@ -1,4 +1,4 @@
-//! `ckfs doctor`: what this host allows.
+//! `ckfs doctor`: whether this host can mount, and how fast.
 
 use std::{
     env,
@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use super::{
     cleanup::Cleanup,
     mount, open, output,
-    status::{Health, probe},
+    status::{MountHealth, probe},
 };
 use crate::{
     format::safetensors::write_header,
@@ -28,12 +28,12 @@ use crate::{
     volume::readers_of,
 };
 
-/// How long a mount that is tried may take.
+/// Longest time for a trial mount.
 const TRY_LIMIT: Duration = Duration::from_secs(20);
 
-/// Checks what this host allows, and says what to do where it falls short.
+/// Checks whether this host can mount, and gives a remedy for each obstacle.
 ///
-/// Looks at the kernel, /dev/fuse, rights, limits and memory, and where these allow it mounts a small file of its own for a
+/// Examines the kernel, /dev/fuse, rights, limits and memory. If these allow it, mounts a small file of its own for a
 /// moment. Changes nothing. Fails if something keeps ckfs from mounting.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
@@ -47,13 +47,13 @@ pub(super) struct Doctor {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum Verdict {
     Ok,
     Warn,
     Fail,
 }
 
-impl State {
+impl Verdict {
     const fn name(self) -> &'static str {
         match self {
             Self::Ok => "ok",
@@ -63,18 +63,18 @@ impl State {
     }
 }
 
-/// One thing that was looked at.
+/// One examined property of the host.
 #[derive(Debug)]
 struct Check {
     name: &'static str,
-    state: State,
+    state: Verdict,
     found: String,
-    /// What to do about it; empty if nothing.
+    /// The remedy; empty if none is needed.
     advice: String,
 }
 
-fn check(name: &'static str, state: State, found: impl Into<String>, advice: &str) -> Check {
-    let advice = if state == State::Ok { String::new() } else { advice.to_owned() };
+fn check(name: &'static str, state: Verdict, found: impl Into<String>, advice: &str) -> Check {
+    let advice = if state == Verdict::Ok { String::new() } else { advice.to_owned() };
     Check { name, state, found: found.into(), advice }
 }
 
@@ -92,14 +92,14 @@ fn release() -> String {
 fn kernel() -> Check {
     let release = release();
     let (state, advice) = match kernel_version(&release) {
-        Some(version) if version >= (5, 4) => (State::Ok, ""),
-        Some(_) => (State::Warn, "use Linux 5.4 or newer; older kernels are not tested"),
-        None => (State::Warn, "the version of the kernel could not be read"),
+        Some(version) if version >= (5, 4) => (Verdict::Ok, ""),
+        Some(_) => (Verdict::Warn, "use Linux 5.4 or newer; older kernels are not tested"),
+        None => (Verdict::Warn, "the version of the kernel could not be read"),
     };
     check("kernel", state, format!("Linux {release}"), advice)
 }
 
-/// Whether this process could mount, as far as the device tells.
+/// Whether this process could mount, as far as the device shows.
 pub(super) fn device_problem() -> Option<String> {
     let path = Path::new("/dev/fuse");
     match fs::metadata(path) {
@@ -112,10 +112,10 @@ pub(super) fn device_problem() -> Option<String> {
 fn device() -> Check {
     let mode = fs::metadata("/dev/fuse").map_or(0, |metadata| metadata.permissions().mode() & 0o7777);
     match device_problem() {
-        None => check("/dev/fuse", State::Ok, format!("there, mode {mode:04o}, can be opened"), ""),
+        None => check("/dev/fuse", Verdict::Ok, format!("there, mode {mode:04o}, can be opened"), ""),
         Some(problem) => check(
             "/dev/fuse",
-            State::Fail,
+            Verdict::Fail,
             problem,
             "load the module (modprobe fuse); give a container the device (--device /dev/fuse --cap-add SYS_ADMIN); as a user, \
              have mode 0666. Without it `ckfs cat` and `ckfs export` work",
@@ -144,24 +144,24 @@ fn rights() -> Vec<Check> {
     let helper = in_path("fusermount3");
     let can = root && admin || helper.is_some();
     let advice = "install fuse3 (for fusermount3), or run as root with CAP_SYS_ADMIN";
-    let mut checks = vec![check("rights", if can { State::Ok } else { State::Fail }, who, advice)];
+    let mut checks = vec![check("rights", if can { Verdict::Ok } else { Verdict::Fail }, who, advice)];
     let found = helper.map_or_else(|| "not found".to_owned(), |path| path.display().to_string());
     let needed = !(root && admin);
-    let state = if found != "not found" || !needed { State::Ok } else { State::Fail };
+    let state = if found != "not found" || !needed { Verdict::Ok } else { Verdict::Fail };
     let note = if needed { "" } else { " (not needed by root)" };
     checks.push(check("fusermount3", state, format!("{found}{note}"), "install fuse3"));
     let conf = fs::read_to_string("/etc/fuse.conf").unwrap_or_default();
     let allowed = conf.lines().any(|line| line.trim() == "user_allow_other");
     let (state, found) = match (allowed, root) {
-        (true, _) => (State::Ok, "user_allow_other is set"),
-        (false, true) => (State::Ok, "user_allow_other is not set (not needed by root)"),
-        (false, false) => (State::Warn, "user_allow_other is not set"),
+        (true, _) => (Verdict::Ok, "user_allow_other is set"),
+        (false, true) => (Verdict::Ok, "user_allow_other is not set (not needed by root)"),
+        (false, false) => (Verdict::Warn, "user_allow_other is not set"),
     };
     checks.push(check("allow_other", state, found, "put user_allow_other into /etc/fuse.conf to use --allow-other"));
     checks
 }
 
-/// Mounts a file of a few bytes and reads it; whether the kernel read it by itself.
+/// Mounts a file of a few bytes and reads it. Returns whether the kernel read it by itself.
 fn try_mount() -> anyhow::Result<bool> {
     let directory = env::temp_dir().join(format!("ckfs-doctor-{}", std::process::id()));
     let (model, mountpoint) = (directory.join("model"), directory.join("mnt"));
@@ -185,22 +185,24 @@ fn try_mount() -> anyhow::Result<bool> {
 
 fn mounting(tried: &anyhow::Result<bool>) -> Check {
     match tried {
-        Ok(_) => check("mount", State::Ok, "tried with a small file", ""),
-        Err(error) => check("mount", State::Fail, output::chain(error), "the other checks may say why"),
+        Ok(_) => check("mount", Verdict::Ok, "tried with a small file", ""),
+        Err(error) => check("mount", Verdict::Fail, output::chain(error), "the other checks may say why"),
     }
 }
 
-/// `tried` is what came of a mount, if there was one.
+/// `tried` is the result of a trial mount, if there was one.
 fn passthrough(tried: Option<bool>) -> Check {
     let new_enough = kernel_version(&release()).is_some_and(|version| version >= (6, 9));
     let config = fs::read_to_string(format!("/boot/config-{}", release())).unwrap_or_default();
     let off = config.contains("# CONFIG_FUSE_PASSTHROUGH is not set");
     let (state, found) = match (new_enough && !off, has_capability(CAP_SYS_ADMIN)) {
-        (true, true) if tried == Some(true) => (State::Ok, "tried: the kernel reads byte-identical files by itself"),
-        (true, true) if tried.is_some() => (State::Warn, "tried: the kernel leaves byte-identical files to the daemon"),
-        (true, true) => (State::Ok, "kernel 6.9 or newer and CAP_SYS_ADMIN; not tried"),
-        (true, false) => (State::Warn, "needs CAP_SYS_ADMIN, which this process lacks"),
-        (false, _) => (State::Warn, "needs Linux 6.9 with CONFIG_FUSE_PASSTHROUGH"),
+        (true, true) if tried == Some(true) => (Verdict::Ok, "tried: the kernel reads byte-identical files by itself"),
+        (true, true) if tried.is_some() => {
+            (Verdict::Warn, "tried: the kernel leaves byte-identical files to the daemon")
+        }
+        (true, true) => (Verdict::Ok, "kernel 6.9 or newer and CAP_SYS_ADMIN; not tried"),
+        (true, false) => (Verdict::Warn, "needs CAP_SYS_ADMIN, which this process lacks"),
+        (false, _) => (Verdict::Warn, "needs Linux 6.9 with CONFIG_FUSE_PASSTHROUGH"),
     };
     check(
         "passthrough",
@@ -215,12 +217,12 @@ fn request_size() -> Check {
     {
         Some(pages) if pages < 256 => check(
             "request size",
-            State::Warn,
+            Verdict::Warn,
             format!("fs.fuse.max_pages_limit is {pages} pages"),
             "sysctl fs.fuse.max_pages_limit=256 or more makes reads of 1 MiB one request",
         ),
-        Some(pages) => check("request size", State::Ok, format!("fs.fuse.max_pages_limit is {pages} pages"), ""),
-        None => check("request size", State::Ok, "1 MiB at most (kernel before 6.13)", ""),
+        Some(pages) => check("request size", Verdict::Ok, format!("fs.fuse.max_pages_limit is {pages} pages"), ""),
+        None => check("request size", Verdict::Ok, "1 MiB at most (kernel before 6.13)", ""),
     }
 }
 
@@ -232,7 +234,7 @@ fn read_ahead() -> Check {
         && nix::sys::statvfs::statvfs(bdi)
             .is_ok_and(|stat| !stat.flags().contains(nix::sys::statvfs::FsFlags::ST_RDONLY));
     let (state, found) =
-        if writable { (State::Ok, "can be set") } else { (State::Warn, "cannot be set: /sys is not writable") };
+        if writable { (Verdict::Ok, "can be set") } else { (Verdict::Warn, "cannot be set: /sys is not writable") };
     let advice = "as root: echo 4096 > /sys/class/bdi/MAJOR:MINOR/read_ahead_kb after mounting, or a udev rule; sequential reads \
                   are slower without";
     check("read-ahead", state, found, advice)
@@ -241,10 +243,10 @@ fn read_ahead() -> Check {
 fn machine() -> Vec<Check> {
     let cores = open::cores();
     let level = simd_level();
-    let mut checks = vec![check("cores", State::Ok, format!("{cores}, vectors {level}"), "")];
+    let mut checks = vec![check("cores", Verdict::Ok, format!("{cores}, vectors {level}"), "")];
     let budget = open::budget(&crate::config::MountSettings::default());
     let (limit, origin) = (human_bytes(budget.limit.bytes), &budget.limit.origin);
-    let state = if budget.limit.bytes < 1 << 30 { State::Warn } else { State::Ok };
+    let state = if budget.limit.bytes < 1 << 30 { Verdict::Warn } else { Verdict::Ok };
     let found = format!(
         "{limit} ({origin}); by default {} for transformed data, {} with buffers and mapped pages",
         human_bytes(budget.cache_bytes),
@@ -287,14 +289,14 @@ fn hub_cache() -> Check {
     let cache =
         variable("HF_HUB_CACHE").or_else(|| variable("HUGGINGFACE_HUB_CACHE")).or_else(|| Some(home()?.join("hub")));
     let Some(cache) = cache else {
-        return check("hub cache", State::Warn, "no home directory", "set HF_HUB_CACHE to use org/name sources");
+        return check("hub cache", Verdict::Warn, "no home directory", "set HF_HUB_CACHE to use org/name sources");
     };
     let models = fs::read_dir(&cache).map(|entries| {
         entries.flatten().filter(|entry| entry.file_name().to_string_lossy().starts_with("models--")).count()
     });
     match models {
-        Ok(count) => check("hub cache", State::Ok, format!("{}, {count} models", cache.display()), ""),
-        Err(_) => check("hub cache", State::Ok, format!("{}: not there", cache.display()), ""),
+        Ok(count) => check("hub cache", Verdict::Ok, format!("{}, {count} models", cache.display()), ""),
+        Err(_) => check("hub cache", Verdict::Ok, format!("{}: not there", cache.display()), ""),
     }
 }
 
@@ -304,7 +306,7 @@ fn mounts() -> Vec<Check> {
         .filter_map(|entry| {
             let asking = move || {
                 let health = probe(&entry.mountpoint).health;
-                let answers = matches!(health, Health::Healthy | Health::Degraded);
+                let answers = matches!(health, MountHealth::Healthy | MountHealth::Degraded);
                 let readers = answers.then(|| readers(&entry));
                 (health, entry.mountpoint, readers)
             };
@@ -314,37 +316,37 @@ fn mounts() -> Vec<Check> {
     let answers: Vec<_> = asking.into_iter().filter_map(|thread| thread.join().ok()).collect();
     let dead: Vec<String> = answers
         .iter()
-        .filter(|(health, ..)| !matches!(health, Health::Healthy | Health::Private))
+        .filter(|(health, ..)| !matches!(health, MountHealth::Healthy | MountHealth::Private))
         .map(|(health, path, _)| format!("{} is {}", path.display(), health.name()))
         .collect();
     let readers = answers.iter().filter_map(|(_, path, readers)| {
-        Some(check("who reads", State::Ok, format!("{}: {}", path.display(), readers.as_deref()?), ""))
+        Some(check("who reads", Verdict::Ok, format!("{}: {}", path.display(), readers.as_deref()?), ""))
     });
     std::iter::once(mounts_check(&answers, &dead)).chain(readers).collect()
 }
 
-/// Who may read what a live mount shows.
+/// The users that may read the files of a live mount.
 fn readers(entry: &MountEntry) -> String {
     if !entry.allows_other() {
         return "only the user that mounted it, as it has no allow_other".to_owned();
     }
-    // The mount has just answered.
+    // The mount has just answered: these calls do not hang.
     let plan = fs::read_to_string(entry.mountpoint.join(".ckfs/plan.txt")).unwrap_or_default();
     let found = readers_of(&plan);
     if found.is_empty() { "not known: .ckfs/plan.txt does not say".to_owned() } else { found.join("; ") }
 }
 
-fn mounts_check(answers: &[(Health, PathBuf, Option<String>)], dead: &[String]) -> Check {
+fn mounts_check(answers: &[(MountHealth, PathBuf, Option<String>)], dead: &[String]) -> Check {
     if dead.is_empty() {
-        let private = answers.iter().filter(|(health, ..)| *health == Health::Private).count();
+        let private = answers.iter().filter(|(health, ..)| *health == MountHealth::Private).count();
         let note = if private == 0 { String::new() } else { format!(", {private} of other users") };
-        return check("mounts", State::Ok, format!("{} healthy{note}", answers.len() - private), "");
+        return check("mounts", Verdict::Ok, format!("{} healthy{note}", answers.len() - private), "");
     }
     check(
         "mounts",
-        State::Warn,
+        Verdict::Warn,
         dead.join(", "),
-        "ckfs status MNT says what is wrong; ckfs umount --stale --lazy MNT removes a mount whose daemon is gone",
+        "ckfs status MNT names the problem; ckfs umount --stale --lazy MNT removes a mount whose daemon is gone",
     )
 }
 
@@ -352,11 +354,11 @@ impl Doctor {
     pub(super) fn run(&self) -> anyhow::Result<()> {
         let mut checks = vec![kernel(), device()];
         checks.extend(rights());
-        let can_try = checks.iter().all(|check| check.state != State::Fail);
+        let can_try = checks.iter().all(|check| check.state != Verdict::Fail);
         let tried = can_try.then(try_mount);
         checks.extend(tried.as_ref().map(mounting));
-        let lent = tried.and_then(Result::ok);
-        checks.extend([passthrough(lent), request_size(), read_ahead()]);
+        let read_by_kernel = tried.and_then(Result::ok);
+        checks.extend([passthrough(read_by_kernel), request_size(), read_ahead()]);
         checks.extend(machine());
         checks.push(hub_cache());
         checks.extend(mounts());
@@ -383,7 +385,7 @@ impl Doctor {
             output::print(&text)?;
         }
         let failed: Vec<&str> =
-            checks.iter().filter(|check| check.state == State::Fail).map(|check| check.name).collect();
+            checks.iter().filter(|check| check.state == Verdict::Fail).map(|check| check.name).collect();
         if failed.is_empty() { Ok(()) } else { Err(anyhow!("this host cannot mount: {}", failed.join(", "))) }
     }
 }

@@ -23,14 +23,14 @@ use crate::{
 
 /// Pieces and operands that are listed without `--all`.
 const SHOWN: usize = 8;
-/// Segments that are looked at.
+/// Most segments that are examined.
 const TENSORS_MAX: usize = 100_000;
 
-/// Explains one virtual file: where its bytes come from and what becomes of them.
+/// Explains one virtual file: the origin of its bytes and their conversion.
 ///
-/// Prints size, dtype, shape and place in the whole tensor, the expression over source tensors, and its normal form: disjoint
-/// pieces, each a strided copy from one source tensor through one decoder; and how much of the sources is needed, in bytes
-/// and in whole pages. Nothing is read but headers.
+/// Prints size, dtype, shape and place in the whole tensor, and the expression over source tensors. Then follows its
+/// normal form: disjoint pieces, each a strided copy from one source tensor through one decoder. The last item is the
+/// need of source data, in bytes and in whole pages. Only headers are read.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
@@ -72,7 +72,7 @@ impl Explain {
     }
 }
 
-fn explain(volume: &Volume, node: &tree::Node) -> anyhow::Result<Value> {
+fn explain(volume: &Volume, node: &tree::PathNode) -> anyhow::Result<Value> {
     let checkpoint = volume.engine().checkpoint();
     let mut file = json!({ "path": node.path, "bytes": node.attr.size_bytes });
     let mut attributes = BTreeMap::new();
@@ -212,7 +212,7 @@ fn term_word(checkpoint: &Checkpoint, term: &Term) -> String {
     }
 }
 
-/// The tensor that a value begins with, and how many elements share one of its own.
+/// The tensor that a value is decoded from, and how many elements share one element of it.
 fn value_word(checkpoint: &Checkpoint, value: &DecodedValue) -> String {
     let operand = &value.load;
     let groups: Vec<String> = operand.index.digits().iter().map(|digit| digit.group.to_string()).collect();
@@ -259,7 +259,7 @@ fn expression(checkpoint: &Checkpoint, view: &View) -> Value {
     }
 }
 
-// Writing to a string cannot fail, so results of `writeln!` are dropped below.
+// Writing to a string cannot fail: the results of `writeln!` below are ignored.
 
 fn text(file: &Value, shown: usize) -> String {
     let mut text = String::new();

@@ -27,10 +27,10 @@ const CHUNK_BYTES: usize = 8 << 20;
 
 /// Writes the virtual files to a directory, without mounting.
 ///
-/// What the same flags would mount becomes real files: all of it, or what --only names. Every file is written under another
-/// name, synced, and renamed when complete, so that no file is there in part.
+/// Everything that the same flags would mount becomes real files: all of it, or the files that --only names. Every file
+/// is written under another name, synced, and renamed when complete, so that no file is there in part.
 ///
-/// A file can be read by those that can read the source files that it is made of, and by nobody else, whatever the umask.
+/// A file is readable by exactly the users that can read the source files it is made of, whatever the umask.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
@@ -59,7 +59,7 @@ pub(super) struct Export {
 /// A bar on standard error, where that is a terminal.
 pub(super) fn bar(bytes: u64, log: &LogFlags) -> ProgressBar {
     let bar = ProgressBar::new(bytes);
-    // Hidden by itself where standard error is no terminal.
+    // The bar hides itself if standard error is not a terminal.
     bar.set_draw_target(if log.quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() });
     let template = "{bar:30} {percent:>3} %  {bytes} of {total_bytes}  {binary_bytes_per_sec}  {eta}  {wide_msg}";
     if let Ok(style) = ProgressStyle::with_template(template) {
@@ -68,7 +68,7 @@ pub(super) fn bar(bytes: u64, log: &LogFlags) -> ProgressBar {
     bar
 }
 
-/// A path without links or `..`, as far as it is there already.
+/// A path without links or `..`, as far as it exists.
 fn real(path: &Path) -> PathBuf {
     let there = |part: &Path| Some(fs::canonicalize(part).ok()?.join(path.strip_prefix(part).ok()?));
     path.ancestors().find_map(there).unwrap_or_else(|| path.to_owned())
@@ -84,7 +84,7 @@ impl Export {
         let volume = open::volume(&mut config)?;
         let mut nodes = Vec::new();
         tree::walk(&volume, &mut |node| {
-            // Counters of this process say nothing.
+            // The counters of this process describe no mount.
             let live = [".ckfs/stats.json", ".ckfs/metrics"].contains(&node.path.as_str());
             if !live && tree::wanted(&patterns, &node.path) {
                 nodes.push(node);
@@ -145,7 +145,7 @@ fn sync_directory(path: &Path) -> anyhow::Result<()> {
     File::open(path).and_then(|directory| directory.sync_all()).with_context(|| path.display().to_string())
 }
 
-fn write_node(volume: &Volume, node: &tree::Node, directory: &Path, bar: &ProgressBar) -> anyhow::Result<()> {
+fn write_node(volume: &Volume, node: &tree::PathNode, directory: &Path, bar: &ProgressBar) -> anyhow::Result<()> {
     let target = directory.join(&node.path);
     let context = || target.display().to_string();
     if node.attr.kind == NodeKind::Directory {
@@ -176,7 +176,7 @@ fn write_node(volume: &Volume, node: &tree::Node, directory: &Path, bar: &Progre
 /// Bits of the group.
 const GROUP: u32 = 0o070;
 
-/// Makes the directory that everything is written to, and those above it, as far as they are not there.
+/// Makes the target directory of the export, and its missing parents.
 fn create_target(volume: &Volume, target: &Path) -> std::io::Result<()> {
     if let Some(parent) = target.parent() {
         fs::create_dir_all(parent)?;
@@ -184,7 +184,7 @@ fn create_target(volume: &Volume, target: &Path) -> std::io::Result<()> {
     create_directory(volume, Ino::ROOT, target)
 }
 
-/// Makes the directory at a path of the mount, and those above it, as far as they are not there.
+/// Makes the directory at a path of the mount, and its missing parents.
 fn create_directories(volume: &Volume, path: &str, directory: &Path) -> std::io::Result<()> {
     if directory.join(path).is_dir() {
         return Ok(());
@@ -198,7 +198,7 @@ fn create_directories(volume: &Volume, path: &str, directory: &Path) -> std::io:
     Ok(())
 }
 
-/// Makes a directory that no more users may list than the mount's, if it is not there yet.
+/// Makes a directory, if it is missing, that no more users may list than the mount's directory.
 fn create_directory(volume: &Volume, ino: Ino, target: &Path) -> std::io::Result<()> {
     let mode = |gid| u32::from(volume.copy_mode(ino, nix::unistd::geteuid().as_raw(), gid)) | 0o700;
     let gid = nix::unistd::getegid().as_raw();
@@ -210,16 +210,16 @@ fn create_directory(volume: &Volume, ino: Ino, target: &Path) -> std::io::Result
     if made.gid() == gid {
         return Ok(());
     }
-    // The directory above gives its group to what is made in it.
+    // The parent directory gives its group to new entries.
     let narrower = made.mode() & (!GROUP | mode(made.gid()));
     fs::set_permissions(target, fs::Permissions::from_mode(narrower & 0o7777))
 }
 
-/// Makes a file that no more users may read than the mount's.
-fn create_file(volume: &Volume, node: &tree::Node, target: &Path) -> std::io::Result<File> {
+/// Makes a file that no more users may read than the mount's file.
+fn create_file(volume: &Volume, node: &tree::PathNode, target: &Path) -> std::io::Result<File> {
     let mode = |gid| u32::from(volume.copy_mode(node.attr.ino, nix::unistd::geteuid().as_raw(), gid)) | 0o600;
     let gid = nix::unistd::getegid().as_raw();
-    // What an earlier export left may be readable by others.
+    // Other users may be able to read a file that an earlier export left.
     match fs::remove_file(target) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
         Ok(()) | Err(_) => {}
@@ -232,7 +232,7 @@ fn create_file(volume: &Volume, node: &tree::Node, target: &Path) -> std::io::Re
     Ok(file)
 }
 
-fn write_file(volume: &Volume, node: &tree::Node, partial: &Path, bar: &ProgressBar) -> anyhow::Result<()> {
+fn write_file(volume: &Volume, node: &tree::PathNode, partial: &Path, bar: &ProgressBar) -> anyhow::Result<()> {
     let context = || partial.display().to_string();
     let file = create_file(volume, node, partial).with_context(context)?;
     let open = tree::OpenNode::open(volume, node)?;

@@ -1,6 +1,6 @@
 //! Flags, made from the table of settings.
 //!
-//! Commands take [`SourceFlags`], and `mount` takes [`ServingFlags`] too. What was typed is in their [`Settings`].
+//! Commands take [`SourceFlags`], and `mount` takes [`ServingFlags`] too. Their [`Settings`] hold the values as typed.
 
 use std::ffi::{OsStr, OsString};
 
@@ -11,7 +11,7 @@ use clap::{
 
 use crate::config::{FORMER, KEYS, SETTINGS, Setting, Settings, Takers, Takes, former};
 
-/// Checks a word by the setting that it is for, and leaves it as it is.
+/// Checks a word by its setting, and leaves it unchanged.
 #[derive(Clone, Debug)]
 struct Checked(&'static Setting);
 
@@ -21,7 +21,7 @@ impl TypedValueParser for Checked {
     fn parse_ref(&self, command: &Command, arg: Option<&Arg>, word: &OsStr) -> Result<OsString, clap::Error> {
         match (self.0.field.add)(&mut Settings::default(), word) {
             Ok(()) => Ok(word.to_owned()),
-            // Clap's own parsers word the error, naming the flag.
+            // Clap's own parsers make the error message, which names the flag.
             Err(reason) => {
                 let refuse = move |_: &str| Err::<OsString, String>(reason.clone());
                 refuse.parse_ref(command, arg, word)
@@ -55,7 +55,7 @@ fn flag(setting: &'static Setting) -> Arg {
     setting.default.map_or(arg.clone(), |word| arg.default_value(word))
 }
 
-/// Refuses a flag of a former version with what says the same now.
+/// Refuses a flag of a former version. The message names the present equivalent.
 #[derive(Clone, Debug)]
 struct Former(&'static str);
 
@@ -69,7 +69,7 @@ impl TypedValueParser for Former {
     }
 }
 
-/// The flags of former versions, which `mount` took.
+/// The flags of former versions of `mount`.
 fn former_flags(takers: Takers) -> impl Iterator<Item = Arg> {
     let flag = |name| Arg::new(name).long(name).hide(true).num_args(0..=1).default_missing_value("");
     FORMER.iter().filter(move |_| takers == Takers::Mount).map(move |(name, _)| flag(*name).value_parser(Former(name)))
@@ -80,7 +80,7 @@ fn taken_by(takers: Takers) -> impl Iterator<Item = &'static Setting> {
     SETTINGS.iter().filter(move |setting| setting.is_flag && setting.group.takers() == takers)
 }
 
-/// What was typed.
+/// The values as typed.
 fn typed(matches: &ArgMatches, takers: Takers) -> Result<Settings, clap::Error> {
     let mut settings = Settings::default();
     for setting in taken_by(takers) {
@@ -106,7 +106,7 @@ macro_rules! flags {
         $(#[$doc])*
         #[derive(Clone, Debug, Default)]
         pub(super) struct $name {
-            /// What was typed.
+            /// The values as typed.
             pub(super) settings: Settings,
         }
 
@@ -134,7 +134,7 @@ macro_rules! flags {
 }
 
 flags! {
-    /// By which commands choose and read a view.
+    /// How commands choose and read a view.
     SourceFlags, Takers::Readers
 }
 

@@ -1,9 +1,11 @@
 //! The command line: the only user of clap, anyhow and standard output.
 //!
-//! Commands are one file each. What they share: `flags` (what was typed), `open` (what it means: configuration,
-//! checkpoint, plans, volume), `output` (how things are printed), `tree` (walks over a volume).
+//! Each command is one file. Shared are: `flags` (the settings as typed), `open` (their interpretation: configuration,
+//! checkpoint, plans, volume), `output` (printing), `tree` (walks over a volume).
 //!
-//! Exit codes: 0 done, 1 failed, 2 used wrongly. Standard output carries data only; everything else goes to standard error.
+//! Exit codes: 0 done, 1 failed, 2 usage error. Standard output carries data only; everything else goes to standard
+//! error.
+
 mod cat;
 mod cleanup;
 mod demo;
@@ -11,7 +13,7 @@ mod doctor;
 mod explain;
 mod export;
 mod flags;
-mod lent;
+mod kernel_copy;
 mod mount;
 mod open;
 mod output;
@@ -31,12 +33,13 @@ use tracing_subscriber::EnvFilter;
 
 use crate::host::{self, Log, Target, limits, signal};
 use flags::LogFlags;
-use output::{Closed, Told, Usage};
+use output::{AlreadyReported, Closed, Usage};
 
 /// Mounts Hugging Face safetensors repositories as virtual, sharded views.
 ///
-/// ckfs shows a checkpoint as the files that a training job wants to read: every tensor stacked over layers, renamed,
-/// cast and cut to one device's shard, made on read from the original bytes. Nothing is converted and nothing is copied.
+/// ckfs shows a checkpoint as the files that a training job wants to read. Every tensor is stacked over layers,
+/// renamed, cast and cut to one device's shard, on read and from the original bytes. There is no conversion step and no
+/// second copy.
 ///
 /// SOURCE is a directory with *.safetensors files, one such file, or org/name[@revision] in the local Hugging Face cache.
 #[derive(Debug, Parser)]
@@ -82,10 +85,10 @@ enum Command {
 /// Below this the main thread's stack is too small for the command line.
 const STACK_BYTES_MIN: u64 = 2 << 20;
 
-/// The stack of the thread that stands in for it.
+/// The stack of the thread that replaces it.
 const STACK_BYTES: usize = 8 << 20;
 
-/// Writes what is left of the log when it goes, also when the thread panics.
+/// Writes the rest of the log when dropped, also after a panic of the thread.
 struct Finish(Log);
 
 impl Drop for Finish {
@@ -99,14 +102,14 @@ pub fn main() -> ExitCode {
     signal::ignore_write_failures();
     limits::save_address_space();
     if mount::is_daemon() {
-        // From the first moment, so that no signal meets a thread that does not expect it.
+        // As the first step, so that no signal reaches a thread that does not expect it.
         signal::ignore_harmless();
         let _ = signal::block();
     }
     if limits::stack_bytes().is_some_and(|bytes| bytes < STACK_BYTES_MIN)
         && let Ok(thread) = thread::Builder::new().name("main".into()).stack_size(STACK_BYTES).spawn(run_program)
     {
-        // Signals are for that thread.
+        // That thread handles signals: this one blocks all of them.
         return signal::with_all_blocked(|| thread.join()).unwrap_or(ExitCode::from(101));
     }
     run_program()
@@ -116,10 +119,10 @@ fn run_program() -> ExitCode {
     let finish = Finish(Log::start(Target::stderr()));
     finish.0.take_panics();
     let code = run_args(&finish.0);
-    // What is logged comes before the message of an error.
+    // The log comes before the message of an error.
     code.unwrap_or_else(|error| {
         finish.0.flush(host::log::FLUSH_LIMIT);
-        told(&error)
+        report_error(&error)
     })
 }
 
@@ -127,7 +130,7 @@ fn run_args(log: &Log) -> anyhow::Result<ExitCode> {
     let args: Vec<OsString> = std::env::args_os().collect();
     let called = args.first().map(Path::new).and_then(Path::file_name).and_then(|name| name.to_str());
     let args = match called {
-        // A daemon is given the arguments of `ckfs mount`, whatever its program is called.
+        // A daemon gets the arguments of `ckfs mount`, whatever the name of its program.
         Some("mount.ckfs" | "mount.fuse.ckfs") if !mount::is_daemon() => mount::helper_arguments(&args[1..])?,
         _ if args.is_empty() => vec!["ckfs".into()],
         _ => args,
@@ -142,7 +145,7 @@ fn run_args(log: &Log) -> anyhow::Result<ExitCode> {
 fn finish_parsing(error: &clap::Error) -> ExitCode {
     let kind = error.kind();
     if kind == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand || !error.use_stderr() {
-        // Whoever reads our output may have seen enough.
+        // The reader of the output may have closed it early.
         let _ = error.print();
     } else {
         host::tell(&format!("ckfs: {}", error.render()));
@@ -187,18 +190,19 @@ fn start_log(flags: &LogFlags, sink: &Log, file: Option<&Path>) -> anyhow::Resul
     if let Some(path) = file {
         sink.switch(Target::file(path).with_context(|| format!("log file {}", path.display()))?);
     }
-    // Time and colours are the sink's, which knows where the lines go. It never fails, so nothing need be said of failures.
+    // The sink adds time and colours, because it knows where the lines go. It never fails, so that no failure needs a
+    // message.
     let log = tracing_subscriber::fmt().with_env_filter(filter).without_time().with_ansi(false);
     log.log_internal_errors(false).with_writer(sink.clone()).init();
     Ok(())
 }
 
-/// Prints why a command failed, and says so by the exit code.
-fn told(error: &anyhow::Error) -> ExitCode {
+/// Prints why a command failed, and returns the exit code.
+fn report_error(error: &anyhow::Error) -> ExitCode {
     if error.is::<Closed>() {
-        // Whoever reads our output has seen enough.
+        // The reader of the output has closed it early.
         ExitCode::SUCCESS
-    } else if error.is::<Told>() {
+    } else if error.is::<AlreadyReported>() {
         ExitCode::FAILURE
     } else if error.is::<Usage>() {
         host::tell(&format!("ckfs: error: {}\n\nFor more information, try '--help'.\n", output::chain(error)));

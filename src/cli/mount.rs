@@ -1,7 +1,7 @@
 //! `ckfs mount`, and the arguments of `mount.ckfs`.
 //!
-//! The process that the user starts checks what is cheap to check, runs the program once more as the daemon and waits for
-//! its report. The daemon does the real work, so that a failed start is told in its own words.
+//! The process that the user starts makes the cheap checks, starts the program again as the daemon, and waits for its
+//! report. The daemon does the real work, so that the message of a failed start is the daemon's own.
 
 use std::{
     ffi::OsString,
@@ -21,7 +21,7 @@ use clap::Args;
 use super::{
     flags::{LogFlags, ServingFlags, SourceFlags},
     open,
-    output::{Told, Usage, chain},
+    output::{AlreadyReported, Usage, chain},
     patience,
 };
 use crate::{
@@ -39,10 +39,10 @@ use crate::{
 /// Mounts a checkpoint.
 ///
 /// Returns when the file system answers; a daemon goes on in the background and ends when the mount is removed, or by
-/// SIGTERM. Everything wrong with the checkpoint, the flags or the mountpoint is an error now, not later: a mount that has
-/// come up can only fail to deliver bytes if they do not come or a source file changes, and then says EIO.
+/// SIGTERM. Everything wrong with the checkpoint, the flags or the mountpoint is an error now, not later. Once mounted,
+/// a read fails only if its bytes do not come or a source file changes, and then with EIO.
 ///
-/// MNT must be an existing directory with nothing alive mounted on it; what a killed daemon left there is removed.
+/// MNT must be an existing directory without a live mount on it. The mount of a killed daemon is removed.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
@@ -91,12 +91,12 @@ pub(super) struct Mount {
     serving: ServingFlags,
 }
 
-/// The arguments of `ckfs mount` for those that mount(8) gave to `mount.ckfs`.
+/// The arguments of `ckfs mount` for the arguments that mount(8) gave to `mount.ckfs`.
 ///
 /// # Errors
 /// A usage error.
 pub(super) fn helper_arguments(args: &[OsString]) -> anyhow::Result<Vec<OsString>> {
-    // Never from mount(8), but from people.
+    // People type these; mount(8) never does.
     match args.first().and_then(|arg| arg.to_str()) {
         Some("-h" | "--help") => return Ok(["ckfs", "mount", "--help"].map(Into::into).into()),
         Some("-V" | "--version") => return Ok(["ckfs", "--version"].map(Into::into).into()),
@@ -104,10 +104,10 @@ pub(super) fn helper_arguments(args: &[OsString]) -> anyhow::Result<Vec<OsString
     }
     let request = parse_mount_helper(args).map_err(|error| Usage(error.to_string()))?;
     if request.fake {
-        // Nothing is to be mounted: plan says whether it could be.
+        // With `-f` nothing is mounted: plan shows whether a mount would succeed.
         let mut args: Vec<OsString> = vec!["ckfs".into(), "plan".into()];
         for (name, value) in &request.options {
-            // What says how to serve says nothing of what is to be seen.
+            // The settings for serving do not affect the view.
             if options::setting_of(name, value.as_deref()).map_err(Usage)?.group.takers() == Takers::Readers {
                 args.push(options::flag_of(name, value.as_deref()).map_err(Usage)?.into());
             }
@@ -131,7 +131,7 @@ pub(super) fn helper_arguments(args: &[OsString]) -> anyhow::Result<Vec<OsString
 }
 
 impl Mount {
-    /// What `-o` says.
+    /// The settings of `-o`.
     fn options(&self) -> anyhow::Result<Settings> {
         let mut args: Vec<OsString> = vec!["source".into(), "mountpoint".into()];
         for list in &self.options {
@@ -142,7 +142,7 @@ impl Mount {
         Ok(options::parse(options).map_err(|reason| Usage(format!("-o: {reason}")))?)
     }
 
-    /// The configuration: flags before `-o` before the file.
+    /// The configuration: flags have precedence over `-o`, and `-o` over the file.
     fn config(&self, log: &LogFlags) -> anyhow::Result<(Config, PathBuf)> {
         let lines = [&self.flags.settings, &self.serving.settings, &log.file.settings, &self.options()?];
         let mut config = open::config(&lines)?;
@@ -163,7 +163,7 @@ impl Mount {
         Ok((config, mountpoint))
     }
 
-    /// Mounts; `args` are those of this process, with which it runs itself once more as the daemon.
+    /// Mounts. `args` are those of this process; it starts itself again with them as the daemon.
     pub(super) fn run(&self, log: &LogFlags, sink: &Log, args: &[OsString]) -> anyhow::Result<()> {
         let config = self.config(log);
         if self.foreground || is_daemon() {
@@ -176,7 +176,7 @@ impl Mount {
         let (source, path) = (config.source.unwrap_or_default(), mountpoint.display());
         tracing::info!("{source} is mounted on {path} by process {pid}");
         if !log.quiet {
-            // In the order in which it happened.
+            // The log line precedes this message, as it was written first.
             sink.flush(host::log::FLUSH_LIMIT);
             host::tell(&format!("ckfs: mounted on {path}; its log goes {place}\n"));
         }
@@ -187,7 +187,7 @@ impl Mount {
 /// Starts a daemon with the arguments of `ckfs mount`, which name `mountpoint`, and waits until the mount answers.
 ///
 /// # Errors
-/// Why it did not start, in its own words.
+/// The reason why it did not start, in its own words.
 pub(super) fn start(args: &[OsString], mountpoint: &Path, timeout: Duration) -> anyhow::Result<Started> {
     let program = std::env::current_exe().context("path of this program")?;
     Ok(start_background(&program, args, mountpoint, timeout)?)
@@ -199,7 +199,7 @@ pub(super) fn is_daemon() -> bool {
     starter == Some(nix::unistd::getppid().as_raw())
 }
 
-/// Finds out early what would fail late.
+/// Finds errors early that would otherwise come late.
 fn check_mountpoint(path: &Path) -> anyhow::Result<()> {
     use std::io::ErrorKind;
     match std::fs::metadata(path) {
@@ -207,13 +207,14 @@ fn check_mountpoint(path: &Path) -> anyhow::Result<()> {
         Err(error) if error.kind() == ErrorKind::NotFound => {
             bail!("mountpoint {}: no such directory; create it first", path.display())
         }
-        // Anything else may be a stale mount, which mounting removes.
+        // Anything else may be a stale mount. Mounting removes it.
         Ok(_) | Err(_) => {}
     }
     Ok(())
 }
 
-/// Refuses a mountpoint that would cover a source file: looking at the file's path, the daemon would wait for itself.
+/// Refuses a mountpoint that would cover a source file: a check of that file's path would make the daemon wait for
+/// itself.
 fn check_apart(checkpoint: &Checkpoint, mountpoint: &Path) -> anyhow::Result<()> {
     let Ok(covered) = std::fs::canonicalize(mountpoint) else { return Ok(()) };
     let source = checkpoint.source();
@@ -229,7 +230,7 @@ fn check_apart(checkpoint: &Checkpoint, mountpoint: &Path) -> anyhow::Result<()>
     Ok(())
 }
 
-/// Mounts and serves in this process, telling whoever waits for it.
+/// Mounts and serves in this process, and reports to the waiting starter.
 fn serve_here(config: anyhow::Result<(Config, PathBuf)>, log: &Log) -> anyhow::Result<()> {
     block_signals()?;
     let given = config.as_ref().ok();
@@ -242,7 +243,7 @@ fn serve_here(config: anyhow::Result<(Config, PathBuf)>, log: &Log) -> anyhow::R
         log.flush(host::log::FLUSH_LIMIT);
         readiness.failed(&chain(error));
         if starter_waits {
-            return Err(Told.into());
+            return Err(AlreadyReported.into());
         }
     }
     result
@@ -261,15 +262,15 @@ fn mount_options(settings: &MountSettings, name: &str) -> MountOptions {
     }
 }
 
-/// Time between looks at source files that are in use.
+/// Time between checks of source files in use.
 const WATCH_PERIOD: Duration = Duration::from_secs(3);
 
-/// Threads that look at them at a time. One that waits for storage that gives no answer is left to wait; the others pass over
-/// the file that it waits for.
+/// Most threads that check at a time. A thread that waits for storage without an answer is left to wait. The others
+/// pass over the file that it waits for.
 const WATCHERS_MAX: usize = 8;
 
-/// Watches the volume's sources from threads of their own, as a look may hang with the file system it looks at. Ends when
-/// what is returned is dropped.
+/// Watches the volume's sources from threads of their own, since a check may hang with its file system. Ends when the
+/// returned value is dropped.
 fn watch(volume: Arc<Volume>) -> anyhow::Result<mpsc::Sender<()>> {
     let (stop, stopped) = mpsc::channel();
     let watching = thread::Builder::new().name("ckfs-watch".into()).spawn(move || {
@@ -287,7 +288,7 @@ fn watch(volume: Arc<Volume>) -> anyhow::Result<mpsc::Sender<()>> {
             looking.fetch_add(1, Ordering::Relaxed);
             if let Err(error) = thread::Builder::new().name("ckfs-look".into()).spawn(look) {
                 looking.fetch_sub(1, Ordering::Relaxed);
-                tracing::debug!("sources are not looked at now: {error}");
+                tracing::debug!("a check of the sources is skipped: {error}");
             }
         }
     });
@@ -322,7 +323,7 @@ fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readi
     let volume = Arc::new(volume);
     let name = volume.engine().checkpoint().label().to_owned();
     check_apart(volume.engine().checkpoint(), mountpoint)?;
-    // From now on the mount looks after its requests.
+    // From now on the mount watches its requests by itself.
     drop(patience);
     let options = mount_options(&config.mount, &name);
     let _watching = watch(Arc::clone(&volume))?;
@@ -374,7 +375,7 @@ mod tests {
         assert_eq!(helper(&["-f", "s", "/m", "-o", "mesh=a=2,timeout=3"]).as_deref(), Ok("ckfs plan --mesh=a=2 -- s"));
     }
 
-    /// Flags of `ckfs mount` that say how the command itself runs.
+    /// Flags of `ckfs mount` that determine how the command itself runs.
     const NO_OPTIONS: [&str; 5] = ["foreground", "verbose", "quiet", "help", "version"];
 
     #[test]

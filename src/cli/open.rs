@@ -1,4 +1,4 @@
-//! What was typed, given meaning: configuration, checkpoint, plans, volume.
+//! Interpretation of the settings: configuration, checkpoint, plans, volume.
 
 use std::{error::Error, path::Path, sync::Arc, thread};
 
@@ -19,14 +19,14 @@ use crate::{
     volume::{Overrides, ViewPlan, Volume, VolumeOptions},
 };
 
-/// The configuration that command lines, the first of which wins, and a file amount to.
+/// The configuration of command lines and a file. The first command line has precedence.
 ///
 /// # Errors
-/// A file that cannot be read or is malformed.
+/// A file that is unreadable or malformed.
 pub(super) fn config(lines: &[&Settings]) -> anyhow::Result<Config> {
     let base = std::env::current_dir().context("working directory")?;
     let config = Config::gather(lines, &base)?;
-    // A malformed layout file is an error of the configuration, whatever there is to be said of the source.
+    // A malformed layout file is an error of the configuration, whatever the state of the source.
     for view in &config.views {
         ViewOptions::new(&view.settings)?;
     }
@@ -48,7 +48,7 @@ pub(super) fn source_config(source: Option<&str>, flags: &SourceFlags) -> anyhow
     Ok(config)
 }
 
-/// Takes apart the arguments `[SOURCE] PATH`: the first is optional where a configuration file names the source.
+/// Splits the arguments `[SOURCE] PATH`: the first is optional if a configuration file names the source.
 ///
 /// # Errors
 /// A usage error.
@@ -65,8 +65,8 @@ pub(super) fn source_and<'a>(
     }
 }
 
-/// Starts the threads by which plans are made, or one where there may not be as many. Left to themselves they would start when
-/// they are first needed, and panic if the system refused them.
+/// Starts the threads that make plans, or only one if the limits allow fewer. By default they would start at their
+/// first use, and panic if the system refused them.
 fn start_pool() -> anyhow::Result<()> {
     let startable = limits::startable_threads(cores(), 0);
     let mut pool = rayon::ThreadPoolBuilder::new().thread_name(|index| format!("ckfs-plan-{index}"));
@@ -74,12 +74,12 @@ fn start_pool() -> anyhow::Result<()> {
         if startable.threads == 0 {
             bail!("start a thread: {refusal}{}", limits::hint());
         }
-        // The mount needs the others.
+        // The mount needs the remaining threads.
         pool = pool.num_threads(1);
     }
     match pool.build_global() {
         Ok(()) => Ok(()),
-        // It was built before.
+        // The pool exists already.
         Err(error) if error.source().is_none() => Ok(()),
         Err(error) => Err(error).with_context(|| format!("start threads{}", limits::hint())),
     }
@@ -98,7 +98,7 @@ pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>>
 fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Result<Arc<Checkpoint>> {
     start_pool()?;
     let mut source = config.source.clone().ok_or_else(|| anyhow!("no source"))?;
-    // A daemon leaves the working directory, and its files are looked at by path again.
+    // A daemon changes its working directory, and later checks its files by path again.
     if Path::new(&source).exists() {
         source = std::path::absolute(&source).with_context(|| source.clone())?.display().to_string();
     }
@@ -126,14 +126,14 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
     Ok(Arc::new(checkpoint))
 }
 
-/// What to do about names that are not as expected.
+/// The hint at the flags for names other than the expected ones.
 const ADVICE: &str = "  --allow-missing[=PATTERN] accepts what is missing, --allow-unmapped[=PATTERN] what is unexpected; \
                       --source-rename 'REGEX=>TO' mends names";
 
 /// Builds the plan of every view.
 ///
 /// # Errors
-/// Everything wrong with any of them.
+/// Everything wrong with any of the plans.
 pub(super) fn plans(checkpoint: &Checkpoint, config: &Config) -> anyhow::Result<Vec<ViewPlan>> {
     let mut failures = Vec::new();
     let mut plans = Vec::new();
@@ -159,13 +159,13 @@ pub(super) fn cores() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// What memory is for in this process.
+/// The purposes of memory in this process.
 pub(super) fn budget(settings: &MountSettings) -> Budget {
     let (cache_bytes, threads) = (settings.cache_bytes, settings.threads);
     Budget::new(memory::limit(), cores(), cache_bytes.map(|bytes| bytes.0), threads.map(ThreadCount::count))
 }
 
-/// Limits of the engine.
+/// Limits of the read engine.
 fn engine_options(budget: &Budget) -> EngineOptions {
     let bytes = |bytes| usize::try_from(bytes).unwrap_or(usize::MAX);
     EngineOptions {
@@ -176,7 +176,7 @@ fn engine_options(budget: &Budget) -> EngineOptions {
     }
 }
 
-/// Warns of a cache that the user chose larger than memory allows.
+/// Warns of a cache size from the user that exceeds the memory.
 fn warn_of_large_cache(budget: &Budget) {
     if let Some(fits) = budget.cache_bytes_that_fit() {
         let (cache, all) = (human_bytes(budget.cache_bytes), human_bytes(budget.total_bytes()));
@@ -189,14 +189,14 @@ fn warn_of_large_cache(budget: &Budget) {
     }
 }
 
-/// The command that mounts anew what is mounted.
+/// The command that mounts the present mount anew.
 fn remount_command(config: &Config) -> Option<String> {
     let mountpoint = quoted(&config.mountpoint.as_ref()?.display().to_string());
     let source = quoted(config.source.as_ref()?);
     Some(format!("ckfs umount {mountpoint} && ckfs mount {source} {mountpoint}, with the options in .ckfs/config.toml"))
 }
 
-/// A word as the shell takes it.
+/// A word quoted for the shell.
 fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_alphanumeric() || "/._-+@%:,=".contains(c);
     if !word.is_empty() && word.chars().all(plain) {
@@ -206,8 +206,8 @@ fn quoted(word: &str) -> String {
     }
 }
 
-/// What the configuration says of owners and permission bits, as far as it means something: files are read, and directories
-/// listed and passed.
+/// The configured owners and permission bits, as far as they have an effect: files are read, and directories listed and
+/// passed.
 pub(super) fn overrides(settings: &MountSettings) -> Overrides {
     Overrides {
         file_mode: settings.file_mode.map(|mode| mode.0 & 0o444),
@@ -217,7 +217,7 @@ pub(super) fn overrides(settings: &MountSettings) -> Overrides {
     }
 }
 
-/// Everything, ready to be read.
+/// The volume of a configuration, ready for reads.
 ///
 /// # Errors
 /// Everything wrong with repository or plans.
@@ -226,7 +226,7 @@ pub(super) fn volume(config: &mut Config) -> anyhow::Result<Volume> {
     volume_of(&checkpoint, config)
 }
 
-/// As [`volume`], for a caller that looks after `fetches`, where every wait for storage is noted.
+/// As [`volume`], for a caller that watches `fetches`. Every wait for storage is noted there.
 ///
 /// # Errors
 /// As [`volume`].
@@ -251,7 +251,7 @@ fn volume_of(checkpoint: &Arc<Checkpoint>, config: &Config) -> anyhow::Result<Vo
 /// The volume of these plans.
 ///
 /// # Errors
-/// Everything that keeps the plans from being mounted.
+/// Every reason why the plans cannot be mounted.
 pub(super) fn lay_out(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: &Config) -> anyhow::Result<Volume> {
     let budget = budget(&config.mount);
     if let Some(maps) = checkpoint.source().maps() {
@@ -260,7 +260,7 @@ pub(super) fn lay_out(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: 
     warn_of_large_cache(&budget);
     let options = VolumeOptions {
         engine: engine_options(&budget),
-        // Without a word nothing bypasses the page cache.
+        // Without this setting nothing bypasses the page cache.
         direct: config.mount.direct_io.clone().unwrap_or_default(),
         config_text: config.to_toml()?,
         budget: Some(budget),
@@ -271,7 +271,7 @@ pub(super) fn lay_out(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: 
     Ok(Volume::new(Arc::clone(checkpoint), plans.to_vec(), options)?)
 }
 
-/// Fails if a source file is no longer what it was when it was opened.
+/// Fails if a source file has changed since it was opened.
 ///
 /// # Errors
 /// The first file that changed.

@@ -9,7 +9,7 @@ use anyhow::Context;
 
 use crate::{checkpoint::printable_lines, source::Served};
 
-/// The command was used wrongly; exit code 2.
+/// A usage error; exit code 2.
 #[derive(Debug)]
 pub(super) struct Usage(pub(super) String);
 
@@ -21,7 +21,7 @@ impl fmt::Display for Usage {
     }
 }
 
-/// The reader of standard output has gone, as `head` does.
+/// The reader of standard output has closed it, as `head` does.
 #[derive(Debug)]
 pub(super) struct Closed;
 
@@ -33,19 +33,19 @@ impl fmt::Display for Closed {
     }
 }
 
-/// The command failed, and somebody else says why.
+/// The command failed, and another process reports why.
 #[derive(Debug)]
-pub(super) struct Told;
+pub(super) struct AlreadyReported;
 
-impl std::error::Error for Told {}
+impl std::error::Error for AlreadyReported {}
 
-impl fmt::Display for Told {
+impl fmt::Display for AlreadyReported {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("the starter was told")
+        f.write_str("the starter has the error")
     }
 }
 
-/// An error with its causes, each said once: many messages hold their cause's already. Names in it are shown escaped.
+/// An error with its causes, without repetitions: many messages contain their cause's message. Names in it are escaped.
 pub(super) fn chain(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain() {
@@ -72,14 +72,14 @@ pub(super) fn print(text: &str) -> anyhow::Result<()> {
     written(out.write_all(text.as_bytes()).and_then(|()| out.flush()))
 }
 
-/// Prints a JSON document, which is made as it is written.
+/// Prints a JSON document, which is generated while it is written.
 pub(super) fn print_json(value: &impl serde::Serialize) -> anyhow::Result<()> {
     let mut out = io::BufWriter::new(io::stdout().lock());
     let written_all = serde_json::to_writer_pretty(&mut out, value).map_err(io::Error::from);
     written(written_all.and_then(|()| out.write_all(b"\n")).and_then(|()| out.flush()))
 }
 
-/// Writes what a read handed out to standard output.
-pub(super) fn write_lent(bytes: Served<'_>) -> anyhow::Result<()> {
+/// Writes the bytes of a read to standard output.
+pub(super) fn write_served(bytes: Served<'_>) -> anyhow::Result<()> {
     written(bytes.write_to(&io::stdout()))
 }

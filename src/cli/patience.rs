@@ -1,7 +1,7 @@
-//! Commands do not wait for ever for storage that gives no answer.
+//! Commands do not wait forever for storage without an answer.
 //!
-//! Nothing can call back a thread that waits for such storage, so another thread looks after it and ends the process. A mount
-//! that answers looks after its requests by itself and needs this only until then.
+//! A thread that waits for such storage cannot be interrupted. So another thread watches the waits and ends the
+//! process. A mount that answers watches its requests by itself and needs this thread only until then.
 
 use std::{
     io,
@@ -16,17 +16,17 @@ use crate::{
     source::Fetches,
 };
 
-/// Looks within the time limit, and the longest time between two.
+/// Checks per time limit, and the longest time between two checks.
 const LOOKS: u32 = 8;
 const PERIOD_MAX: Duration = Duration::from_secs(1);
 
-/// Looks after fetches until it is dropped.
+/// Watches fetches until it is dropped.
 #[derive(Debug)]
 pub(super) struct Patience {
     _stop: mpsc::Sender<()>,
 }
 
-/// Where a command notes its fetches, with the time limit of its configuration.
+/// The record of a command's fetches, with the time limit of its configuration.
 pub(super) fn fetches(config: &Config) -> Arc<Fetches> {
     Arc::new(Fetches::new(config.mount.source_timeout.map_or(Fetches::LIMIT, |limit| limit.0)))
 }
@@ -59,7 +59,7 @@ pub(super) fn end_on_stall(fetches: &Arc<Fetches>) -> io::Result<()> {
         host::tell(&format!("ckfs: error: {message}\n"));
         std::process::exit(1);
     })?;
-    // To the end of the process.
+    // The thread runs to the end of the process.
     std::mem::forget(patience);
     Ok(())
 }

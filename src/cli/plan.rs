@@ -11,20 +11,22 @@ use crate::{
     volume::{Mounter, Readers, Unavailable, ViewPlan, readers, unavailable},
 };
 
-/// The text that a mount has of its plan.
+/// The plan's text in a mount.
 const PLAN: &str = ".ckfs/plan.txt";
 
-/// Bytes of it read at once.
+/// Bytes read at once.
 const CHUNK_BYTES: usize = 1 << 20;
 
 /// Shows what would be mounted, without mounting.
 ///
-/// Prints how the repository names, fuses and quantizes its tensors, the files that are left out, what each mesh axis splits,
-/// bytes per device, every group of tensors with shape, dtype and spec, which files are materialized, and the directories that a mount would not have, with
-/// the reasons. It lists differences between layers that nothing in config.json explains, what the layout leaves out, and which
-/// trainers read only their own chunks of orbax/ and dcp/. Shards cut on an inner axis use only a part of each 4 KiB page of the sources that they touch; where that makes
-/// a difference, "over-read" says how many times the bytes needed those pages hold, for the devices and for all listed ones
-/// together. Everything wrong with the repository or the flags is an error here as it is for `mount`, all of it at once.
+/// Prints how the repository names, fuses and quantizes its tensors, the files that are left out, the tensors that each
+/// mesh axis splits, and bytes per device. It lists every group of tensors with shape, dtype and spec, the files to
+/// materialize, and the directories that a mount would not have, with the reasons. It also lists differences between
+/// layers that nothing in config.json explains, and the tensors that the layout leaves out. It names the trainers that
+/// read only their own chunks of orbax/ and dcp/. Shards cut on an inner axis use only a part of each 4 KiB page of the
+/// sources that they touch. Where that makes a difference, "over-read" says how many times the bytes needed those pages
+/// hold, for the devices and for all listed ones together. Everything wrong with the repository or the flags is an
+/// error here as it is for `mount`, all of it at once.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
@@ -47,7 +49,7 @@ impl Plan {
         let mut config = open::source_config(self.source.as_deref(), &self.flags)?;
         let checkpoint = open::checkpoint(&mut config)?;
         let plans = open::plans(&checkpoint, &config)?;
-        // What cannot be mounted is found by laying it out as a mount does.
+        // The layout of all files, made as for a mount, finds the plans that cannot be mounted.
         let volume = open::lay_out(&checkpoint, &plans, &config)?;
         if self.json {
             let row = |shown: &Unavailable| json!({"format": shown.format, "reason": shown.reason});

@@ -1,4 +1,4 @@
-//! `ckfs status`: what is mounted and how it does.
+//! `ckfs status`: the mounts and their state.
 
 use std::{
     fmt::Write,
@@ -21,19 +21,20 @@ use crate::{
     plan::{ViewOptions, report::human_bytes},
 };
 
-/// How long a mount may take to answer.
+/// Longest time for the answer of a mount.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 
-/// Shows what is mounted, and how it does.
+/// Shows the mounts and their state.
 ///
 /// For each ckfs mount: source, mountpoint, health, process, views, counters, and the memory that it holds and may hold.
 ///
-/// A mount is healthy; degraded: it answers, but a source file changed or does not answer, a read or an open failed because of
-/// a source, or a request panicked (each is listed with file, cause, times and what to do, until the mount is made anew;
-/// a source that answers again is well again); stale: its daemon is gone; stuck: it does not answer in time; failing: it
-/// answers with an error; or private: the mount of another user, not shared.
+/// A mount is healthy, or in one of these states. Degraded: it answers, but a source file changed or does not answer, a
+/// read or an open failed because of a source, or a request panicked. Each problem is listed with file, cause, times
+/// and remedy until the mount is made anew. A source that answers again is no longer a problem. Stale: its daemon is
+/// gone. Stuck: it does not answer in time. Failing: it answers with an error. Private: it is another user's mount, not
+/// shared.
 ///
-/// Exit code 1 if a mount shown is none of healthy and private, or if MNT is given and is private or no ckfs mount.
+/// Exit code 1 if a shown mount is neither healthy nor private, or if MNT is given and is private or not a ckfs mount.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
@@ -49,12 +50,12 @@ pub(super) struct Status {
     json: bool,
 }
 
-/// Whether a mount answers, and whether all is well with it.
+/// Whether a mount answers, and whether it reports a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Health {
-    /// It does, and nothing is wrong with it.
+pub(super) enum MountHealth {
+    /// It answers and reports no problem.
     Healthy,
-    /// It does, and says what is wrong with it.
+    /// It answers and reports a problem.
     Degraded,
     /// Its daemon is gone.
     Stale,
@@ -62,11 +63,11 @@ pub(super) enum Health {
     Stuck,
     /// It answers with an error.
     Failing,
-    /// It is another user's, who does not share it.
+    /// Another user's mount, which is not shared.
     Private,
 }
 
-impl Health {
+impl MountHealth {
     /// As printed.
     pub(super) const fn name(self) -> &'static str {
         match self {
@@ -80,16 +81,16 @@ impl Health {
     }
 }
 
-/// What a mount says of itself.
+/// The report of a mount about itself.
 #[derive(Debug)]
 pub(super) struct Probe {
     /// Whether it answers.
-    pub(super) health: Health,
+    pub(super) health: MountHealth,
     stats: Value,
     config: Option<Config>,
 }
 
-/// Asks a mount, in another thread since nobody knows whether it will answer.
+/// Asks a mount from another thread, since the mount may never answer.
 pub(super) fn probe(mountpoint: &Path) -> Probe {
     let (answer, answered) = mpsc::channel();
     let path = mountpoint.join(".ckfs");
@@ -100,14 +101,14 @@ pub(super) fn probe(mountpoint: &Path) -> Probe {
     let answer = asking.ok().and_then(|_| answered.recv_timeout(ANSWER_LIMIT).ok());
     let dead = |health| Probe { health, stats: Value::Null, config: None };
     match answer {
-        None => dead(Health::Stuck),
-        Some(Err(error)) if is_gone(&error) => dead(Health::Stale),
-        Some(Err(error)) if error.kind() == io::ErrorKind::PermissionDenied => dead(Health::Private),
-        Some(Err(_)) => dead(Health::Failing),
+        None => dead(MountHealth::Stuck),
+        Some(Err(error)) if is_gone(&error) => dead(MountHealth::Stale),
+        Some(Err(error)) if error.kind() == io::ErrorKind::PermissionDenied => dead(MountHealth::Private),
+        Some(Err(_)) => dead(MountHealth::Failing),
         Some(Ok((stats, config))) => {
             let stats: Value = serde_json::from_str(&stats).unwrap_or_default();
             Probe {
-                health: if stats["health"] == "degraded" { Health::Degraded } else { Health::Healthy },
+                health: if stats["health"] == "degraded" { MountHealth::Degraded } else { MountHealth::Healthy },
                 stats,
                 config: Config::of_text(&config, Path::new("config.toml"), Path::new("/")).ok(),
             }
@@ -153,7 +154,7 @@ fn sum(value: &Value) -> u64 {
     value.as_object().into_iter().flatten().filter_map(|(_, bytes)| bytes.as_u64()).sum()
 }
 
-/// What is wrong with a mount, in lines of its own.
+/// The problems of a mount, one per group of lines.
 fn problems_text(stats: &Value) -> String {
     let mut text = String::new();
     let word = |value: &Value| value.as_str().unwrap_or_default().to_owned();
@@ -279,7 +280,7 @@ impl Status {
     pub(super) fn run(&self) -> anyhow::Result<()> {
         let mut entries = ckfs_mounts();
         if let Some(path) = &self.mountpoint {
-            // A stale mount cannot be resolved, but its path can be compared as it is.
+            // The path of a stale mount cannot be resolved. It is compared as it is.
             let resolved = fs::canonicalize(path).or_else(|_| std::path::absolute(path))?;
             entries.retain(|entry| entry.mountpoint == resolved);
             if entries.is_empty() {
@@ -295,12 +296,14 @@ impl Status {
         } else {
             output::print(&printable_lines(&mounts.iter().map(text).collect::<Vec<_>>().join("\n")))?;
         }
-        // What others keep to themselves is no failure, unless it was asked for.
-        let count = |wanted: &dyn Fn(Health) -> bool| probes.iter().filter(|(probe, _)| wanted(probe.health)).count();
-        let private = |health| health == Health::Private && self.mountpoint.is_some();
-        let dead =
-            count(&|health| matches!(health, Health::Stale | Health::Stuck | Health::Failing) || private(health));
-        let degraded = count(&|health| health == Health::Degraded);
+        // A private mount is a failure only if the user asked for it.
+        let count =
+            |wanted: &dyn Fn(MountHealth) -> bool| probes.iter().filter(|(probe, _)| wanted(probe.health)).count();
+        let private = |health| health == MountHealth::Private && self.mountpoint.is_some();
+        let dead = count(&|health| {
+            matches!(health, MountHealth::Stale | MountHealth::Stuck | MountHealth::Failing) || private(health)
+        });
+        let degraded = count(&|health| health == MountHealth::Degraded);
         let mounts = |count: usize| if count == 1 { "1 mount".to_owned() } else { format!("{count} mounts") };
         match (dead, degraded) {
             (0, 0) => Ok(()),

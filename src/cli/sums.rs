@@ -1,7 +1,7 @@
 //! `ckfs sums`: digests of sources and virtual files, so that hosts can prove that they see the same.
 //!
-//! The list is what `sha256sum` writes and checks; what only ckfs understands stands in comments, which `sha256sum -c` passes
-//! over. It holds nothing of the host: no paths of the source, no times, no counters.
+//! The list is in the format that `sha256sum` writes and checks. Lines for ckfs alone are comments, which `sha256sum
+//! -c` ignores. The list holds nothing about the host: no paths of the source, no times, no counters.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -20,7 +20,7 @@ use sha2::{Digest, Sha256};
 use super::{
     export::bar,
     flags::{LogFlags, SourceFlags},
-    lent::Copier,
+    kernel_copy::KernelCopier,
     open, output, tree,
 };
 use crate::{
@@ -37,15 +37,15 @@ const CHUNK_BYTES: usize = 4 << 20;
 /// Hexadecimal digits of a digest.
 const DIGEST_DIGITS: usize = 64;
 
-/// Files that are about a host and not about the checkpoint: ckfs on itself, and Orbax's notes of when it was made.
+/// Files about a host and not about the checkpoint: ckfs's own reports, and Orbax's record of when it was made.
 const OF_THE_HOST: [&str; 2] = [".ckfs", "_CHECKPOINT_METADATA"];
 
 /// Writes or checks SHA-256 digests of the source and of every virtual file.
 ///
-/// Two hosts whose lists are equal see the same shards, byte for byte. Given a SOURCE, bytes come from the engine as a mount
-/// would serve them; given a mount, from its files. The list is sorted and in the format of sha256sum, so that
-/// `sha256sum -c` in a mount checks it too; digests of source files stand in comments. Files about this host are left out:
-/// .ckfs/ and what Orbax notes of times.
+/// Two hosts whose lists are equal see the same shards, byte for byte. Given a SOURCE, bytes come from the engine as a
+/// mount would serve them; given a mount, from its files. The list is sorted and in the format of sha256sum, so that
+/// `sha256sum -c` in a mount checks it too. Digests of source files stand in comments. Files about this host are left
+/// out: .ckfs/ and Orbax's record of times.
 ///
 /// Source files that the Hugging Face cache names by their SHA-256 must have it.
 #[derive(Debug, Args)]
@@ -73,14 +73,14 @@ pub(super) struct Sums {
     flags: SourceFlags,
 }
 
-/// Digests by path, and what they are of.
+/// Digests by path, with their origin.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct List {
+struct DigestList {
     /// Commit of the source, if it is known.
     revision: Option<String>,
     /// Patterns by which files were chosen; none for all.
     only: Vec<String>,
-    /// Lines about the views, in order.
+    /// Lines that describe the views, in order.
     views: Vec<String>,
     sources: BTreeMap<String, String>,
     files: BTreeMap<String, String>,
@@ -99,10 +99,10 @@ impl Sums {
     }
 }
 
-/// Compares what `target` is now with a list.
+/// Compares the present digests of `target` with a list.
 ///
 /// # Errors
-/// The differences, which are printed too, or what kept files from being read.
+/// The differences, which are printed too, or the reason why a file was not readable.
 pub(super) fn check(
     file: &Path,
     target: Option<&str>,
@@ -111,7 +111,7 @@ pub(super) fn check(
     log: &LogFlags,
 ) -> anyhow::Result<()> {
     let context = || file.display().to_string();
-    let mut wanted = List::parse(&fs::read_to_string(file).with_context(context)?).with_context(context)?;
+    let mut wanted = DigestList::parse(&fs::read_to_string(file).with_context(context)?).with_context(context)?;
     let only = if only.is_empty() { wanted.only.clone() } else { only.to_vec() };
     let found = list(target, &only, flags, log)?;
     let patterns = tree::patterns(&only)?;
@@ -141,8 +141,8 @@ fn compare(what: &str, wanted: &BTreeMap<String, String>, found: &BTreeMap<Strin
     differences.collect()
 }
 
-/// The digests of a source or mount as it is now.
-fn list(target: Option<&str>, only: &[String], flags: &SourceFlags, log: &LogFlags) -> anyhow::Result<List> {
+/// The present digests of a source or mount.
+fn list(target: Option<&str>, only: &[String], flags: &SourceFlags, log: &LogFlags) -> anyhow::Result<DigestList> {
     let mount = target.map(Path::new).filter(|path| path.join(".ckfs/config.toml").is_file());
     let mut config = match mount {
         Some(mount) if flags.settings.config.is_some() => {
@@ -180,7 +180,7 @@ fn list(target: Option<&str>, only: &[String], flags: &SourceFlags, log: &LogFla
             bar.set_message(node.path.clone());
             let digest = match (mount, volume.original(node.attr.ino).and_then(|file| sources.get(&file))) {
                 (Some(mount), _) => mounted_digest(&mount.join(&node.path), node.attr.size_bytes, &bar),
-                // The engine would hand out the source file itself.
+                // The engine would return the bytes of the source file itself.
                 (None, Some(digest)) => {
                     bar.inc(node.attr.size_bytes);
                     Ok(digest.clone())
@@ -198,7 +198,7 @@ fn list(target: Option<&str>, only: &[String], flags: &SourceFlags, log: &LogFla
         let name = if view.name.is_empty() { String::new() } else { format!("{} ", view.name) };
         Ok(format!("{name}mesh={} layout={} dtype={dtype}", options.mesh, options.layout.name()))
     });
-    Ok(List {
+    Ok(DigestList {
         revision: checkpoint.revision().map(str::to_owned),
         only: only.to_vec(),
         views: views.collect::<anyhow::Result<_>>()?,
@@ -248,9 +248,9 @@ fn mounted_digest(path: &Path, size_bytes: u64, bar: &ProgressBar) -> anyhow::Re
     if all == size_bytes { Ok(hex(digest.finalize())) } else { bail!("expected {size_bytes} bytes, found {all}") }
 }
 
-fn engine_digest(volume: &Volume, node: &tree::Node, bar: &ProgressBar) -> anyhow::Result<String> {
+fn engine_digest(volume: &Volume, node: &tree::PathNode, bar: &ProgressBar) -> anyhow::Result<String> {
     let open = tree::OpenNode::open(volume, node)?;
-    let copier = Copier::new()?;
+    let copier = KernelCopier::new()?;
     let mut digest = Sha256::new();
     tree::stream(&open, &node.path, (0, node.attr.size_bytes), CHUNK_BYTES, &mut |bytes| {
         digest.update(copier.copy(bytes)?);
@@ -260,7 +260,7 @@ fn engine_digest(volume: &Volume, node: &tree::Node, bar: &ProgressBar) -> anyho
     Ok(hex(digest.finalize()))
 }
 
-/// The digest that the Hugging Face cache gives a file as its name: files of its `blobs/` that are kept by LFS.
+/// The digest that the Hugging Face cache uses as the file's name: files in its `blobs/` that are stored in LFS.
 fn digest_in_name(path: &Path) -> Option<String> {
     let blob = fs::canonicalize(path).ok()?;
     let name = blob.file_name()?.to_str()?;
@@ -290,14 +290,14 @@ fn check_names(
     if wrong.is_empty() { Ok(()) } else { Err(anyhow!("damaged in the cache:{}", wrong.concat())) }
 }
 
-/// Marks of the comments, after `# `.
+/// Words that begin the comments, after `# `.
 const VERSION: &str = "ckfs ";
 const REVISION: &str = "revision ";
 const ONLY: &str = "only ";
 const VIEW: &str = "view ";
 const SOURCE: &str = "source ";
 
-impl List {
+impl DigestList {
     fn text(&self) -> String {
         let mut text = format!("# {VERSION}{} sums\n", env!("CARGO_PKG_VERSION"));
         let mut comment = |mark: &str, rest: &str| {
@@ -341,7 +341,7 @@ impl List {
     }
 }
 
-/// A line of sha256sum, with its way to write names that would break lines.
+/// A line of sha256sum, with its escapes for names that would break lines.
 fn line(path: &str, digest: &str) -> String {
     let plain = !path.contains(['\\', '\n', '\r']);
     let mark = if plain { "" } else { "\\" };
@@ -350,7 +350,7 @@ fn line(path: &str, digest: &str) -> String {
 
 fn parse_line(text: &str) -> Option<(String, String)> {
     let (escaped, text) = text.strip_prefix('\\').map_or((false, text), |rest| (true, rest));
-    // sha256sum marks files that it read as binary by a star.
+    // sha256sum marks files read in binary mode with a star.
     let (digest, path) = text.split_once("  ").or_else(|| text.split_once(" *"))?;
     if !is_digest(digest) || path.is_empty() {
         return None;
@@ -374,7 +374,7 @@ fn parse_line(text: &str) -> Option<(String, String)> {
     Some((plain, digest.to_owned()))
 }
 
-/// Writes a file that is there in whole or not at all.
+/// Writes a file completely or not at all.
 fn write_whole(path: &Path, text: &str) -> anyhow::Result<()> {
     let context = || path.display().to_string();
     let mut partial = path.as_os_str().to_owned();
@@ -393,7 +393,7 @@ mod tests {
     #[test]
     fn a_list_is_read_as_it_was_written() {
         let digest = |byte: u8| hex(std::iter::repeat_n(byte, 32));
-        let list = List {
+        let list = DigestList {
             revision: Some("0123abcd".into()),
             only: vec!["dev0".into(), "hf/*".into()],
             views: vec!["train mesh=fsdp=2 layout=canonical dtype=keep".into()],
@@ -402,11 +402,11 @@ mod tests {
         };
         let text = list.text();
         assert!(text.ends_with(&format!("\\{}  dev0/odd\\n\\\\name\n", digest(3))), "{text}");
-        assert_eq!(List::parse(&text).unwrap(), list);
+        assert_eq!(DigestList::parse(&text).unwrap(), list);
         for (line, text) in
             [(1, ""), (1, "hello\n"), (2, "# ckfs 1 sums\nzz  path\n"), (2, "# ckfs 1 sums\n# source x\n")]
         {
-            let error = List::parse(text).unwrap_err().to_string();
+            let error = DigestList::parse(text).unwrap_err().to_string();
             assert!(line == 1 || error.starts_with("line 2: "), "{error}");
         }
     }

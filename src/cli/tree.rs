@@ -10,15 +10,15 @@ use crate::{
     volume::{Attr, FileSystem, FsError, Ino, NodeKind, Volume},
 };
 
-/// Symbolic links followed on the way to one file.
+/// Most symbolic links that the way to one file may follow.
 const LINKS_MAX: usize = 40;
 
-/// A node with its path relative to the root of the mount.
+/// A file or directory, with its path relative to the root of the mount.
 #[derive(Clone, Debug)]
-pub(super) struct Node {
+pub(super) struct PathNode {
     /// Path, without a leading slash.
     pub(super) path: String,
-    /// What it is.
+    /// Its attributes.
     pub(super) attr: Attr,
 }
 
@@ -32,8 +32,8 @@ pub(super) fn entries(volume: &Volume, directory: Ino) -> Result<Vec<(String, In
     Ok(entries)
 }
 
-/// Calls `each` with every node but the root, directories before what is in them.
-pub(super) fn walk(volume: &Volume, each: &mut dyn FnMut(Node) -> anyhow::Result<()>) -> anyhow::Result<()> {
+/// Calls `each` with every node but the root. A directory comes before its entries.
+pub(super) fn walk(volume: &Volume, each: &mut dyn FnMut(PathNode) -> anyhow::Result<()>) -> anyhow::Result<()> {
     let mut pending = vec![(String::new(), Ino::ROOT)];
     while let Some((path, directory)) = pending.pop() {
         let mut directories = Vec::new();
@@ -43,7 +43,7 @@ pub(super) fn walk(volume: &Volume, each: &mut dyn FnMut(Node) -> anyhow::Result
             if attr.kind == NodeKind::Directory {
                 directories.push((path.clone(), ino));
             }
-            each(Node { path, attr })?;
+            each(PathNode { path, attr })?;
         }
         pending.extend(directories.into_iter().rev());
     }
@@ -55,7 +55,7 @@ pub(super) fn patterns(texts: &[String]) -> Result<Vec<Pattern>, PatternError> {
     texts.iter().map(|text| Pattern::parse(text.trim_end_matches('/'))).collect()
 }
 
-/// Whether a path is wanted: no patterns, or one that matches it or a directory above it.
+/// Whether `--only` selects a path: without patterns, or if a pattern matches it or a directory above it.
 pub(super) fn wanted(patterns: &[Pattern], path: &str) -> bool {
     let above = path.char_indices().filter(|(_, c)| *c == '/').map(|(at, _)| &path[..at]);
     patterns.is_empty() || above.chain([path]).any(|prefix| patterns.iter().any(|pattern| pattern.matches(prefix)))
@@ -64,8 +64,8 @@ pub(super) fn wanted(patterns: &[Pattern], path: &str) -> bool {
 /// The node at a path of the mount; links are followed.
 ///
 /// # Errors
-/// Nothing is there; the message names the nearest directory and what is in it.
-pub(super) fn find(volume: &Volume, path: &str) -> anyhow::Result<Node> {
+/// If nothing is there. The message names the nearest directory and its entries.
+pub(super) fn find(volume: &Volume, path: &str) -> anyhow::Result<PathNode> {
     let mut pending: Vec<String> = path.split('/').rev().map(str::to_owned).collect();
     let mut at: Vec<(String, Ino)> = Vec::new();
     let mut links = 0;
@@ -98,10 +98,10 @@ pub(super) fn find(volume: &Volume, path: &str) -> anyhow::Result<Node> {
     }
     let attr = volume.attr(at.last().map_or(Ino::ROOT, |(_, ino)| *ino)).with_context(|| path.to_owned())?;
     let names: Vec<String> = at.into_iter().map(|(name, _)| name).collect();
-    Ok(Node { path: names.join("/"), attr })
+    Ok(PathNode { path: names.join("/"), attr })
 }
 
-/// Names of a directory that an error lists.
+/// Most names of a directory that an error lists.
 const NAMES_SHOWN: usize = 12;
 
 fn absent(volume: &Volume, path: &str, at: &[(String, Ino)], directory: Ino, component: &str) -> anyhow::Error {
@@ -125,8 +125,8 @@ impl<'a> OpenNode<'a> {
     /// Opens a file.
     ///
     /// # Errors
-    /// It is none, or a source of it has changed.
-    pub(super) fn open(volume: &'a Volume, node: &Node) -> anyhow::Result<Self> {
+    /// If the node is not a file, or one of its sources has changed.
+    pub(super) fn open(volume: &'a Volume, node: &PathNode) -> anyhow::Result<Self> {
         let opened = volume.open(node.attr.ino).with_context(|| node.path.clone())?;
         Ok(Self { volume, ino: node.attr.ino, handle: opened.handle })
     }
@@ -134,7 +134,7 @@ impl<'a> OpenNode<'a> {
     /// Reads as [`FileSystem::read`] does.
     ///
     /// # Errors
-    /// The bytes did not come.
+    /// If bytes could not be read.
     pub(super) fn read(&self, offset: u64, len: usize, reply: &mut dyn FnMut(Served<'_>)) -> Result<(), FsError> {
         self.volume.read(self.ino, self.handle, offset, len, reply)
     }
@@ -146,10 +146,10 @@ impl Drop for OpenNode<'_> {
     }
 }
 
-/// Reads spans of `chunk` bytes until `end`, and checks that each is as long as it must be.
+/// Reads spans of `chunk` bytes until `end`, and checks that each has the expected length.
 ///
 /// # Errors
-/// Bytes did not come, or `sink` failed.
+/// If bytes could not be read, or `sink` failed.
 pub(super) fn stream(
     open: &OpenNode<'_>,
     path: &str,

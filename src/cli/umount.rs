@@ -12,7 +12,7 @@ use crate::{
 
 /// Unmounts a ckfs mount, live or stale.
 ///
-/// A mount that is in use is refused, naming the processes that hold it. What is mounted there must be of ckfs.
+/// A mount in use is not removed; the error names the processes using it. The mount must be ckfs's.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:

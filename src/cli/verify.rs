@@ -1,7 +1,7 @@
-//! `ckfs verify`: every byte against the slow evaluator.
+//! `ckfs verify`: every byte compared with the slow evaluator.
 //!
-//! What is expected comes from the expressions of the views and [`crate::read::reference`], which shares no code with
-//! lowering, tilings, kernels and caches; its bytes come from `pread` on the source files.
+//! The expected bytes come from the expressions of the views and [`crate::read::reference`], which shares no code with
+//! lowering, tilings, kernels and caches. The evaluator reads source bytes by `pread`.
 
 use std::{
     collections::BTreeSet,
@@ -23,7 +23,7 @@ use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use super::{
     export::bar,
     flags::{LogFlags, SourceFlags},
-    lent::Copier,
+    kernel_copy::KernelCopier,
     open, output, sums, tree,
 };
 use crate::{
@@ -44,12 +44,12 @@ const PROBE_BYTES: u64 = 512;
 /// Differences that are printed.
 const DIFFERENCES_SHOWN: usize = 20;
 
-/// Compares virtual files with what a slow, independent evaluator computes.
+/// Compares virtual files with the results of a slow, independent evaluator.
 ///
-/// Given a SOURCE, bytes come from the engine as a mount would serve them; given a mount, from its files, and source and
-/// flags from what the mount says of itself. By default a sample of each file is compared: both ends, borders of tensors and
-/// pieces, and places spread over the rest, the same ones every time. Prints counts and the first differences; fails if there
-/// are any.
+/// Given a SOURCE, bytes come from the engine as a mount would serve them. Given a mount, bytes come from its files,
+/// and source and flags from its own configuration. By default a sample of each file is compared: both ends, borders of
+/// tensors and pieces, and positions spread over the rest. The positions are the same every time. Prints counts and the
+/// first differences; fails if there are any.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
@@ -77,7 +77,7 @@ pub(super) struct Verify {
     flags: SourceFlags,
 }
 
-/// One stretch of bytes that is not as it must be.
+/// A range of bytes that differs from the expected ones.
 #[derive(Clone, Debug)]
 struct Difference {
     path: String,
@@ -90,16 +90,16 @@ impl fmt::Display for Difference {
     }
 }
 
-/// What a verification found.
+/// The results of a verification.
 #[derive(Debug, Default)]
-pub(super) struct Findings {
+pub(super) struct Verification {
     files: AtomicU64,
     bytes: AtomicU64,
     different: AtomicU64,
     first: Mutex<Vec<Difference>>,
 }
 
-impl Findings {
+impl Verification {
     fn differ(&self, path: &str, what: String) {
         self.different.fetch_add(1, Ordering::Relaxed);
         let mut first = self.first.lock().unwrap_or_else(PoisonError::into_inner);
@@ -117,7 +117,7 @@ impl Findings {
     /// An error that lists the first differences, if there are any.
     ///
     /// # Errors
-    /// That.
+    /// That error.
     pub(super) fn verdict(&self) -> anyhow::Result<()> {
         let different = self.different.load(Ordering::Relaxed);
         if different == 0 {
@@ -130,9 +130,9 @@ impl Findings {
     }
 }
 
-/// How much to compare.
+/// The number of bytes to compare.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Extent {
+pub(super) enum Amount {
     /// Everything.
     Full,
     /// About this many bytes of each file.
@@ -144,40 +144,45 @@ impl Verify {
         if let Some(sums) = &self.sums {
             return sums::check(sums, self.target.as_deref(), &self.only, &self.flags, log);
         }
-        let extent = if self.full { Extent::Full } else { Extent::Sample(self.sample.0) };
+        let amount = if self.full { Amount::Full } else { Amount::Sample(self.sample.0) };
         let mount = self.target.as_deref().map(Path::new).filter(|path| path.join(".ckfs/config.toml").is_file());
         let findings = if let Some(mount) = mount {
             if self.flags.settings.config.is_some() {
                 bail!("{}: is a mount, which says by itself how it was made; --config is for sources", mount.display());
             }
-            verify_mount(mount, &self.only, extent, log)?
+            verify_mount(mount, &self.only, amount, log)?
         } else {
             let mut config = open::source_config(self.target.as_deref(), &self.flags)?;
             let volume = open::volume(&mut config)?;
-            verify(&volume, None, &self.only, extent, log)?
+            verify(&volume, None, &self.only, amount, log)?
         };
         findings.verdict()?;
         output::print(&format!("{}, no difference\n", findings.summary()))
     }
 }
 
-/// Compares the files of a mount with what its own configuration says they must hold.
+/// Compares the files of a mount with the files that its own configuration describes.
 ///
 /// # Errors
-/// Source or configuration cannot be read. Differences are in the findings.
-pub(super) fn verify_mount(mount: &Path, only: &[String], extent: Extent, log: &LogFlags) -> anyhow::Result<Findings> {
+/// Source or configuration are not readable. Differences are in the result.
+pub(super) fn verify_mount(
+    mount: &Path,
+    only: &[String],
+    amount: Amount,
+    log: &LogFlags,
+) -> anyhow::Result<Verification> {
     let mut config = Config::load(&mount.join(".ckfs/config.toml"))?;
     let volume = open::volume(&mut config)?;
-    verify(&volume, Some(mount), only, extent, log)
+    verify(&volume, Some(mount), only, amount, log)
 }
 
-/// Where the bytes to be verified come from.
-enum Served<'a> {
-    Engine { open: tree::OpenNode<'a>, copier: Copier },
+/// The origin of the verified bytes.
+enum VerifiedBytes<'a> {
+    Engine { open: tree::OpenNode<'a>, copier: KernelCopier },
     Mount { file: File },
 }
 
-impl Served<'_> {
+impl VerifiedBytes<'_> {
     fn read(&self, start: u64, len: usize) -> anyhow::Result<Vec<u8>> {
         match self {
             Self::Mount { file } => {
@@ -202,9 +207,9 @@ fn verify(
     volume: &Volume,
     mount: Option<&Path>,
     only: &[String],
-    extent: Extent,
+    amount: Amount,
     log: &LogFlags,
-) -> anyhow::Result<Findings> {
+) -> anyhow::Result<Verification> {
     let patterns = tree::patterns(only)?;
     let mut nodes = Vec::new();
     tree::walk(volume, &mut |node| {
@@ -216,15 +221,15 @@ fn verify(
     if nodes.is_empty() {
         bail!("nothing to verify: no file matches {}", only.join(", "));
     }
-    let share = |size: u64| match extent {
-        Extent::Full => size,
-        Extent::Sample(bytes) => bytes.min(size),
+    let sampled = |size: u64| match amount {
+        Amount::Full => size,
+        Amount::Sample(bytes) => bytes.min(size),
     };
-    let bar = bar(nodes.iter().map(|node| share(node.attr.size_bytes)).fold(0, u64::saturating_add), log);
-    let findings = Findings::default();
+    let bar = bar(nodes.iter().map(|node| sampled(node.attr.size_bytes)).fold(0, u64::saturating_add), log);
+    let findings = Verification::default();
     nodes.par_iter().try_for_each(|node| {
-        let result = verify_file(volume, mount, node, extent, &findings, &bar);
-        bar.inc(share(node.attr.size_bytes));
+        let result = verify_file(volume, mount, node, amount, &findings, &bar);
+        bar.inc(sampled(node.attr.size_bytes));
         result.with_context(|| node.path.clone())
     })?;
     open::check_sources(volume)?;
@@ -235,29 +240,30 @@ fn verify(
 fn verify_file(
     volume: &Volume,
     mount: Option<&Path>,
-    node: &tree::Node,
-    extent: Extent,
-    findings: &Findings,
+    node: &tree::PathNode,
+    amount: Amount,
+    findings: &Verification,
     bar: &ProgressBar,
 ) -> anyhow::Result<()> {
     let checkpoint = volume.engine().checkpoint();
     let size = node.attr.size_bytes;
     let expected = if let Some(original) = volume.original(node.attr.ino) {
-        // The file that was opened, not what its path leads to now.
+        // The file as it was opened. Its path may lead elsewhere now.
         Expected::File(backing(checkpoint, original)?)
     } else if let Some(image) = volume.image(node.attr.ino)? {
         Expected::Image(image)
     } else {
-        // Text that ckfs makes about itself; there is nothing to hold it to.
+        // The evaluator has no expected bytes for text that ckfs makes about itself.
         return Ok(());
     };
     bar.set_message(node.path.clone());
     findings.files.fetch_add(1, Ordering::Relaxed);
     let served = match mount {
-        None => tree::OpenNode::open(volume, node).and_then(|open| Ok(Served::Engine { open, copier: Copier::new()? })),
+        None => tree::OpenNode::open(volume, node)
+            .and_then(|open| Ok(VerifiedBytes::Engine { open, copier: KernelCopier::new()? })),
         Some(mount) => {
             let path = mount.join(&node.path);
-            File::open(&path).with_context(|| path.display().to_string()).map(|file| Served::Mount { file })
+            File::open(&path).with_context(|| path.display().to_string()).map(|file| VerifiedBytes::Mount { file })
         }
     };
     let served = match served {
@@ -267,7 +273,7 @@ fn verify_file(
             return Ok(());
         }
     };
-    if let Served::Mount { file } = &served {
+    if let VerifiedBytes::Mount { file } = &served {
         let found = file.metadata()?.len();
         if found != size {
             findings.differ(&node.path, format!("expected {size} bytes, found {found}"));
@@ -276,7 +282,7 @@ fn verify_file(
     }
     let files = SourceFiles { checkpoint };
     let mut evaluator = Evaluator::new(|tensor, span| Ok(files.read(tensor, span)?));
-    for (start, end) in spans(&node.path, &expected, size, extent)? {
+    for (start, end) in spans(&node.path, &expected, size, amount)? {
         let len = usize::try_from(end - start).context("span")?;
         let bytes = match served.read(start, len) {
             Ok(bytes) => bytes,
@@ -301,7 +307,7 @@ fn verify_file(
     Ok(())
 }
 
-/// What a file must hold.
+/// The expected content of a file.
 enum Expected {
     File(Arc<File>),
     Image(FileImage),
@@ -331,7 +337,7 @@ impl Expected {
     }
 }
 
-/// A source file as it was opened, not what its path leads to now.
+/// A source file as it was opened. Its path may lead elsewhere now.
 fn backing(checkpoint: &Checkpoint, file: FileId) -> std::io::Result<Arc<File>> {
     let source = checkpoint.source();
     let changed = || std::io::Error::other(format!("{}: changed since it was opened", source.path(file).display()));
@@ -353,10 +359,10 @@ impl SourceFiles<'_> {
 }
 
 /// The spans of a file to compare, ascending and disjoint, each of at most [`CHUNK_BYTES`].
-fn spans(path: &str, expected: &Expected, size: u64, extent: Extent) -> anyhow::Result<Vec<(u64, u64)>> {
-    let mut spans = match extent {
-        Extent::Sample(bytes) if bytes < size => sample(path, &borders(expected)?, size, bytes),
-        Extent::Full | Extent::Sample(_) => vec![(0, size)],
+fn spans(path: &str, expected: &Expected, size: u64, amount: Amount) -> anyhow::Result<Vec<(u64, u64)>> {
+    let mut spans = match amount {
+        Amount::Sample(bytes) if bytes < size => sample(path, &borders(expected)?, size, bytes),
+        Amount::Full | Amount::Sample(_) => vec![(0, size)],
     };
     spans.retain(|(start, end)| start < end);
     let cut = |(start, end): (u64, u64)| {
@@ -367,7 +373,7 @@ fn spans(path: &str, expected: &Expected, size: u64, extent: Extent) -> anyhow::
     Ok(spans.into_iter().flat_map(cut).collect())
 }
 
-/// Bytes of a file where one thing ends and the next begins: segments and pieces.
+/// Bytes of a file at the borders between segments or pieces.
 fn borders(expected: &Expected) -> anyhow::Result<BTreeSet<u64>> {
     let Expected::Image(image) = expected else { return Ok(BTreeSet::new()) };
     let mut borders = BTreeSet::new();
@@ -382,19 +388,19 @@ fn borders(expected: &Expected) -> anyhow::Result<BTreeSet<u64>> {
     Ok(borders)
 }
 
-/// About `bytes` bytes: both ends, borders, and places spread by a hash of the path.
+/// About `bytes` bytes: both ends, borders, and positions spread by a hash of the path.
 fn sample(path: &str, borders: &BTreeSet<u64>, size: u64, bytes: u64) -> Vec<(u64, u64)> {
     let probes = (bytes / PROBE_BYTES).max(3);
     let mut places: BTreeSet<u64> = [0, size.saturating_sub(1)].into();
     let stride = usize::try_from(borders.len() as u64 / (probes / 2).max(1)).unwrap_or(0) + 1;
     places.extend(borders.iter().step_by(stride));
-    // FNV-1a, then a linear congruential sequence: the same places in every run.
+    // FNV-1a, then a linear congruential sequence: every run takes the same positions.
     let mut state = path
         .bytes()
         .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
     while (places.len() as u64) < probes {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        // A full set of places can be hit twice; the sample is then smaller.
+        // The sequence can repeat a position; the sample is then smaller.
         if !places.insert((state >> 11) % size) && size < probes {
             break;
         }

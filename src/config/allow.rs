@@ -1,10 +1,10 @@
-//! What is accepted although it is not as expected: nothing, everything, or names by pattern.
+//! Accepted deviations: none, all, or names by pattern.
 
 use serde::Deserialize;
 
 use super::{
     pattern::Pattern,
-    value::{Fault, Shape, Toml, Value, array, deserialize},
+    value::{Fault, KeyForm, SettingValue, Toml, array, deserialize},
 };
 
 /// Names that are accepted.
@@ -15,7 +15,7 @@ pub enum Allow {
     Nothing,
     /// All.
     All,
-    /// Those that match one of these.
+    /// Names that match one of these.
     Matching(Vec<Pattern>),
 }
 
@@ -36,7 +36,7 @@ impl From<bool> for Allow {
     }
 }
 
-impl Value for Pattern {
+impl SettingValue for Pattern {
     fn from_word(text: &str) -> Result<Self, String> {
         Self::parse(text).map_err(|error| error.to_string())
     }
@@ -46,8 +46,8 @@ impl Value for Pattern {
     }
 }
 
-impl Value for Allow {
-    const ONE: Shape = Shape::Allow;
+impl SettingValue for Allow {
+    const ONE: KeyForm = KeyForm::Allow;
 
     /// A pattern; `*` is everything.
     fn from_word(text: &str) -> Result<Self, String> {

@@ -43,39 +43,39 @@ use super::{
     value::{Fault, Toml, deserialize},
 };
 
-/// Why a configuration is of no use.
+/// Why a configuration is unusable.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
-    /// The file cannot be read.
+    /// The file is not readable.
     #[error("{}: {reason}", file.display())]
     Read {
         /// The file.
         file: PathBuf,
-        /// What the system said.
+        /// The error of the system.
         reason: String,
     },
-    /// The text is not as it must be.
+    /// The text is malformed.
     #[error("{}:{line}: {reason}", file.display())]
     Text {
         /// The file.
         file: PathBuf,
         /// Line, from 1.
         line: usize,
-        /// What is wrong.
+        /// The problem.
         reason: String,
     },
     /// The configuration cannot be written as TOML.
     #[error("the configuration cannot be written as TOML: {reason}")]
     Unwritable {
-        /// What stands in the way.
+        /// The reason.
         reason: String,
     },
 }
 
-/// What a file says.
+/// The settings of a file.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct FileSettings {
-    /// Outside the tables of views.
+    /// The settings outside the tables of views.
     pub top: Settings,
     /// The tables of views, by name.
     pub views: Vec<(String, Settings)>,
@@ -85,7 +85,7 @@ impl FileSettings {
     /// Reads a text; `file` is its name for messages.
     ///
     /// # Errors
-    /// The first fault, with its line.
+    /// The first problem, with its line.
     pub fn parse(text: &str, file: &Path) -> Result<Self, ConfigError> {
         Self::read(text).map_err(|fault| fault.error(text, file))
     }
@@ -111,10 +111,10 @@ impl FileSettings {
     }
 }
 
-/// A file of sharding rules, as `--shard FILE` takes: two of the settings, which are read into `view`.
+/// A file of sharding rules, as `--shard FILE` takes it: two of the settings, which are read into `view`.
 ///
 /// # Errors
-/// The first fault, with its line.
+/// The first problem, with its line.
 pub(super) fn parse_shard_rules(text: &str, file: &Path) -> Result<ViewSettings, ConfigError> {
     use super::ShardChoice;
     let read = || {
@@ -165,7 +165,7 @@ fn document(text: &str) -> Result<Entries<'_>, Fault> {
 
 fn entries(value: Toml<'_>) -> Result<Entries<'_>, Fault> {
     if !value.get_ref().is_table() {
-        // Serde says what is there instead.
+        // The message of serde names the type found.
         return deserialize::<toml::Table>(value).map(|_| Vec::new());
     }
     let toml::de::DeValue::Table(table) = value.into_inner() else { return Ok(Vec::new()) };
@@ -176,7 +176,7 @@ fn read_table(value: Toml<'_>, homes: &[Home], tables: &[&str], settings: &mut S
     entries(value)?.into_iter().try_for_each(|(key, value)| read_key(&key, value, homes, tables, settings))
 }
 
-/// Reads one key that stands in one of `homes`, beside which there may be `tables`.
+/// Reads one key, which belongs to one of `homes`. `tables` are the tables allowed beside the keys.
 fn read_key(
     key: &Spanned<String>,
     value: Toml<'_>,
@@ -263,7 +263,8 @@ impl Serialize for Document {
     }
 }
 
-/// A configuration as a text that reads back as the same: every view in full. A mountpoint that is no text is left out.
+/// A configuration as a text that reads back as the same, with every view in full. A mountpoint that is not UTF-8 is
+/// left out.
 ///
 /// # Errors
 /// [`ConfigError::Unwritable`].

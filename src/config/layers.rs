@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::value::Value;
+use super::value::SettingValue;
 
 /// Numbers of layers, as half-open ranges: `0..8,24..32`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -12,7 +12,7 @@ impl LayerRanges {
     /// Reads `0..8`, `..8`, `24..`, `5`, or several of these with commas.
     ///
     /// # Errors
-    /// What was expected.
+    /// The expected form.
     pub fn parse(text: &str) -> Result<Self, String> {
         let malformed = |part: &str| format!("layers: expected ranges such as 0..8 or 0..4,28.., found {part:?}");
         let number = |word: &str, part: &str| word.trim().parse::<u64>().map_err(|_| malformed(part));
@@ -36,18 +36,18 @@ impl LayerRanges {
         Ok(Self(ranges))
     }
 
-    /// Whether a layer is among them.
+    /// Whether the ranges contain a layer.
     pub fn contains(&self, layer: u64) -> bool {
         self.0.iter().any(|range| range.contains(&layer))
     }
 
-    /// The first range, as typed, that names layers beyond the last of `count`.
+    /// The first range, as typed, that names layers beyond the last one of `count`.
     pub fn beyond(&self, count: u64) -> Option<String> {
         let out = |range: &&Range<u64>| range.start >= count || (range.end != u64::MAX && range.end > count);
         self.0.iter().find(out).map(|range| Self(vec![range.clone()]).text())
     }
 
-    /// As [`LayerRanges::parse`] reads it.
+    /// In the form that [`LayerRanges::parse`] reads.
     pub fn text(&self) -> String {
         let word = |range: &Range<u64>| {
             let stop = if range.end == u64::MAX { String::new() } else { range.end.to_string() };
@@ -57,7 +57,7 @@ impl LayerRanges {
     }
 }
 
-impl Value for LayerRanges {
+impl SettingValue for LayerRanges {
     fn from_word(text: &str) -> Result<Self, String> {
         Self::parse(text)
     }

@@ -1,4 +1,4 @@
-//! Files: where what was typed names one, it is read here, and nowhere else in this layer.
+//! Files that settings name. They are read here, and nowhere else in this layer.
 
 use std::{fs, path::Path};
 
@@ -25,7 +25,7 @@ impl Config {
         Self::of_text(&read_text(file)?, file, base.parent().unwrap_or(Path::new("/")))
     }
 
-    /// Reads a configuration from a text, and the files that it names; `file` is its name for messages and relative paths
+    /// Reads a configuration from a text, and the files that it names. `file` is its name for messages. Relative paths
     /// begin at `base`.
     ///
     /// # Errors
@@ -39,15 +39,15 @@ impl Config {
                 *source = path.display().to_string();
             }
         }
-        take_in(&mut settings.top, base)?;
+        read_named_files(&mut settings.top, base)?;
         for (_, view) in &mut settings.views {
-            take_in(view, base)?;
+            read_named_files(view, base)?;
         }
         Ok(Self::of_file(settings))
     }
 
-    /// What command lines and a file amount to. The file is the one that the first of `lines` names; what these say wins over
-    /// it, the first of them first.
+    /// The configuration from command lines and a file. The first of `lines` that names a file determines the file.
+    /// Command lines have precedence over the file, the first line over the later ones.
     ///
     /// # Errors
     /// [`ConfigError`] if a file cannot be read or is malformed.
@@ -57,18 +57,18 @@ impl Config {
             said.over(line);
         }
         let mut config = said.config.as_deref().map(Self::load).transpose()?.unwrap_or_default();
-        take_in(&mut said, base)?;
+        read_named_files(&mut said, base)?;
         config.overlay(said);
         Ok(config)
     }
 }
 
 impl LayoutChoice {
-    /// Reads the layout's file, if it is one.
+    /// Reads the layout's file, if the layout is a file.
     ///
     /// # Errors
     /// [`ConfigError::Read`].
-    pub fn take_in(&mut self) -> Result<(), ConfigError> {
+    pub fn read_file(&mut self) -> Result<(), ConfigError> {
         if let Self::File { path, text } = self {
             *text = read_text(path)?.into();
         }
@@ -77,11 +77,11 @@ impl LayoutChoice {
 }
 
 /// Reads the files that settings name; relative paths begin at `base`.
-fn take_in(settings: &mut Settings, base: &Path) -> Result<(), ConfigError> {
+fn read_named_files(settings: &mut Settings, base: &Path) -> Result<(), ConfigError> {
     settings.rebase(base);
     let ViewSettings { layout, shard, shard_rules, .. } = &mut settings.view;
     if let Some(layout) = layout {
-        layout.take_in()?;
+        layout.read_file()?;
     }
     if let Some(ShardChoice::File(file)) = shard {
         let rules = parse_shard_rules(&read_text(file)?, file)?;

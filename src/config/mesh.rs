@@ -28,7 +28,7 @@ pub struct Mesh {
     axes: Vec<MeshAxis>,
 }
 
-/// Why a text is no mesh.
+/// Why a text is not a mesh.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MeshError {
     /// An axis is not written `name=size`.
@@ -39,7 +39,7 @@ pub enum MeshError {
     Size {
         /// The axis.
         axis: String,
-        /// What stands for its size.
+        /// The text in the place of its size.
         found: String,
     },
     /// An axis is named twice.
@@ -48,7 +48,7 @@ pub enum MeshError {
     /// Too many devices.
     #[error("mesh {0:?} has more than {DEVICES_MAX} devices")]
     TooLarge(String),
-    /// A device's coordinates, written out, are no file name.
+    /// A device's coordinates, written out, are too long for a file name.
     #[error("the mesh's coordinates take {0} bytes when written out, at most {LINK_BYTES_MAX} are possible")]
     Long(usize),
 }

@@ -1,22 +1,22 @@
-//! What the user typed, in whatever form: flags, options of mount(8), a TOML file. Parsed, not yet meant.
+//! The user's settings in any form: flags, options of mount(8), a TOML file. Parsed, but not yet interpreted.
 //!
-//! One table, [`SETTINGS`], has a row for each setting: its name, its group, what follows the flag, its help, and the field of
-//! [`Settings`] that holds what was typed. Everything else follows from the row:
+//! One table, [`SETTINGS`], has a row for each setting: its name, its group, the value after its flag, its help, and
+//! its field in [`Settings`]. All forms follow from the row:
 //!
 //! | form | made from the row by |
 //! | --- | --- |
 //! | flags, their help and errors | `cli::flags` |
 //! | keys of files, their errors with file and line, `.ckfs/config.toml` | [`file`](FileSettings) |
 //! | options of `-o` and of `mount.ckfs` | [`options`] |
-//! | what wins: flags, then `-o`, then the file's table of a view, then its top | [`Settings::over`], [`Config::gather`] |
-//! | paths that begin where they were written | [`Settings::rebase`] |
+//! | precedence: flags, then `-o`, then the file's table of a view, then its top | [`Settings::over`], [`Config::gather`] |
+//! | relative paths, which begin where they were written | [`Settings::rebase`] |
 //!
-//! To add a setting, add a field to [`settings`](Settings) and a row to `table.rs`; then use the field. The type of the field
-//! says how a word or a TOML value is read and written ([`value`]); a new kind of value is one `impl` there or in `words.rs`,
-//! and a closed list of words is a [`value::Choice`].
+//! To add a setting, add a field to [`settings`](Settings) and a row to `table.rs`, then use the field. The type of the
+//! field determines how a word or a TOML value is read and written ([`value`]). A new kind of value is one `impl` there
+//! or in `words.rs`. A closed list of words is a [`value::Choice`].
 //!
-//! Parsing does no I/O: `load.rs` alone reads the files that settings name. What a layout file means, whether a mesh suits a
-//! checkpoint, how much memory there is: that is left to the layers above.
+//! Parsing does no I/O: only `load.rs` reads the files that settings name. The layers above interpret layout files,
+//! match a mesh with a checkpoint, and measure the memory.
 
 mod allow;
 mod file;
@@ -61,34 +61,34 @@ pub use words::{
 pub struct ViewConfig {
     /// Name of its directory; empty for the only view, at the root of the mount.
     pub name: String,
-    /// Its settings, those of the top included.
+    /// Its settings, with those of the top.
     pub settings: ViewSettings,
 }
 
-/// A configuration, with everything inherited and all files it refers to taken in.
+/// A configuration with everything inherited, and with the content of all files that it names.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
-    /// What to mount: an absolute path, or `org/name[@revision]`.
+    /// The source: an absolute path, or `org/name[@revision]`.
     pub source: Option<String>,
-    /// Where; absolute.
+    /// The mountpoint; absolute.
     pub mountpoint: Option<PathBuf>,
-    /// The views, at least one; only a single one may be without a name.
+    /// The views, at least one. Only a single view may be without a name.
     pub views: Vec<ViewConfig>,
     /// How to mount.
     pub mount: MountSettings,
-    /// Seconds that a daemon may take to be ready.
+    /// Most seconds until a daemon must be ready.
     pub start_seconds: Option<u64>,
 }
 
 impl Default for Config {
-    /// One view at the root, nothing said.
+    /// One view at the root, with default settings.
     fn default() -> Self {
         Self::of_file(FileSettings::default())
     }
 }
 
 impl Config {
-    /// What a file amounts to: each view with what stands above it.
+    /// The configuration of a file: each view inherits the settings above it.
     pub fn of_file(file: FileSettings) -> Self {
         let FileSettings { mut top, views } = file;
         top.over(&Settings::by_default());
@@ -104,7 +104,7 @@ impl Config {
         Self { source, mountpoint, views, mount, start_seconds }
     }
 
-    /// Lets what was said elsewhere win over this, in every view.
+    /// Applies other settings, which have precedence in every view.
     pub fn overlay(&mut self, said: Settings) {
         for view in &mut self.views {
             let mut settings = said.clone();
@@ -117,30 +117,31 @@ impl Config {
         *self = Self { source, mountpoint, views: std::mem::take(&mut self.views), mount, start_seconds };
     }
 
-    /// What holds for all views.
+    /// The settings that hold for all views.
     fn top(&self) -> Settings {
         let Self { source, mountpoint, views: _, mount, start_seconds } = self.clone();
         Settings { source, mountpoint, mount, start_seconds, ..Settings::default() }
     }
 
-    /// The configuration as a text that reads back as the same; without the mountpoint if that is no text.
+    /// The configuration as a text that reads back as the same. A mountpoint that is not UTF-8 is left out.
     ///
     /// # Errors
-    /// [`ConfigError::Unwritable`] if a path is no text, or a number is beyond those of TOML.
+    /// [`ConfigError::Unwritable`] if a path is not UTF-8, or a number exceeds those of TOML.
     pub fn to_toml(&self) -> Result<String, ConfigError> {
         file::write(self)
     }
 }
 
 impl Settings {
-    /// Takes from `base` what is not said here. Where several may be said, those of `base` come after.
+    /// Takes from `base` the settings that are empty here. In repeatable settings, the entries of `base` come after
+    /// these.
     pub fn over(&mut self, base: &Self) {
         for row in SETTINGS {
             (row.field.over)(self, base);
         }
     }
 
-    /// What holds where nothing is said, as far as the table says it.
+    /// The defaults that the table gives.
     fn by_default() -> Self {
         let mut settings = Self::default();
         for row in SETTINGS {
@@ -158,10 +159,10 @@ impl Settings {
     }
 }
 
-/// Shortest text that is taken for the beginning of a name.
+/// Shortest text that counts as the beginning of a name.
 const BEGINNING_BYTES_MIN: usize = 3;
 
-/// The name that begins with what was typed, or else the most similar one if it differs in less than half of its characters.
+/// The name that begins with this text, or else the most similar one, if fewer than half of its characters differ.
 fn nearest<'a>(found: &str, names: impl Iterator<Item = &'a str> + Clone) -> Option<&'a str> {
     let begun = names.clone().find(|name| found.len() >= BEGINNING_BYTES_MIN && name.starts_with(found));
     let (distance, name) = names.map(|name| (strsim::damerau_levenshtein(found, name), name)).min()?;

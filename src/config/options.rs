@@ -6,7 +6,7 @@ use super::{
     table::{SETTINGS, former},
 };
 
-/// The setting that an option names, and the word that it stands for.
+/// The setting that an option names, and its value as a word.
 fn find<'a>(name: &str, value: Option<&'a str>) -> Result<(&'static Setting, &'a str), String> {
     let known = || SETTINGS.iter().filter(|row| row.is_flag);
     let Some(row) = known().find(|row| row.option() == name) else {
@@ -29,7 +29,7 @@ fn find<'a>(name: &str, value: Option<&'a str>) -> Result<(&'static Setting, &'a
 /// The setting that an option names.
 ///
 /// # Errors
-/// The names that there are, or that a value is missing or too many.
+/// The list of names, or that a value is missing or superfluous.
 pub fn setting_of(name: &str, value: Option<&str>) -> Result<&'static Setting, String> {
     find(name, value).map(|(row, _)| row)
 }
@@ -43,10 +43,10 @@ pub fn flag_of(name: &str, value: Option<&str>) -> Result<String, String> {
     Ok(value.map_or_else(|| format!("--{}", row.name), |value| format!("--{}={value}", row.name)))
 }
 
-/// What options say.
+/// The settings of options.
 ///
 /// # Errors
-/// The first that is unknown, malformed, or given twice and may not be.
+/// The first option that is unknown, malformed, or given twice without being repeatable.
 pub fn parse<'a>(options: impl IntoIterator<Item = (&'a str, Option<&'a str>)>) -> Result<Settings, String> {
     let mut settings = Settings::default();
     let mut seen: Vec<&str> = Vec::new();

@@ -1,4 +1,5 @@
-//! Patterns over names: `*` stands for any text, `?` for one character; between slashes, a regular expression.
+//! Patterns over names: `*` stands for any text, `?` for one character. A pattern between slashes is a regular
+//! expression.
 
 use std::fmt;
 
@@ -11,19 +12,19 @@ pub struct Pattern {
     regex: Regex,
 }
 
-/// Why a text is no pattern.
+/// Why a text is not a pattern.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("pattern {pattern:?}: {reason}")]
 pub struct PatternError {
     /// The text.
     pub pattern: String,
-    /// What is wrong with it.
+    /// The problem with it.
     pub reason: String,
 }
 
 impl Pattern {
-    /// Reads a pattern. `/…/` is a regular expression that must match somewhere in the name; anything else must match the
-    /// whole name, `*` standing for any text and `?` for one character.
+    /// Reads a pattern. `/…/` is a regular expression that must match somewhere in the name. Any other pattern must
+    /// match the whole name; `*` stands for any text and `?` for one character.
     ///
     /// # Errors
     /// [`PatternError`] if the regular expression is malformed.

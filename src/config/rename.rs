@@ -1,14 +1,14 @@
-//! Renaming of tensors: ordered rules of a regular expression and what takes the place of its matches.
+//! Renaming of tensors: ordered rules, each of a regular expression and a replacement for its matches.
 //!
 //! Every rule is applied to the result of those before it, to all its matches in the name, as Python's `re.sub` does. In the
 //! replacement `$1` or `\1` is the first group; `$$` is a dollar sign.
 
 use regex::Regex;
 
-/// Longest name that a rule may make, in bytes: the longest path that the kernel takes.
+/// Longest name that a rule may make, in bytes: the longest path that the kernel accepts.
 pub const NAME_BYTES_MAX: usize = 4096;
 
-/// Longest replacement, in bytes. With the limit on names it bounds what the replacement of one match takes.
+/// Longest replacement, in bytes. Together with the limit on names it bounds the replacement of one match.
 const REPLACEMENT_BYTES_MAX: usize = NAME_BYTES_MAX;
 
 /// One rule.
@@ -26,7 +26,7 @@ impl PartialEq for Rename {
     }
 }
 
-/// The replacement in the words of the regex crate, where `$1_a` would be a group called `1_a`.
+/// The replacement in the syntax of the regex crate. There `$1_a` would be a group called `1_a`.
 fn replacement(to: &str) -> String {
     let mut text = String::with_capacity(to.len());
     let mut rest = to.chars().peekable();
@@ -56,7 +56,7 @@ impl Rename {
     /// A rule of a regular expression and its replacement.
     ///
     /// # Errors
-    /// What is wrong with the expression, or the number of a group that it does not have.
+    /// The error of the expression, or the number of a group that it does not have.
     pub fn new(pattern: &str, to: &str) -> Result<Self, String> {
         if to.len() > REPLACEMENT_BYTES_MAX {
             let found = to.len();
@@ -117,10 +117,10 @@ impl Rename {
         &self.to
     }
 
-    /// A name after this rule, applied to all its matches; `None` if there are none.
+    /// A name after this rule, applied to all its matches; `None` without a match.
     ///
     /// # Errors
-    /// The bytes of a name longer than [`NAME_BYTES_MAX`], as far as the first match that makes it so.
+    /// The bytes of a name longer than [`NAME_BYTES_MAX`], counted up to the first match that exceeds it.
     pub fn apply(&self, name: &str) -> Result<Option<String>, usize> {
         let mut matches = self.regex.captures_iter(name).peekable();
         if matches.peek().is_none() {

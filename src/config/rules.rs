@@ -1,11 +1,11 @@
-//! Rules by pattern, which only a file can say: tables with `match` and what holds for the names that match.
+//! Rules by pattern, which only a file can hold: tables with `match` and the value for the names that match.
 
 use serde::{Deserialize, Deserializer, Serialize, de::Error};
 
 use super::{
     pattern::Pattern,
     rename::Rename,
-    value::{Fault, Shape, Toml, Value, array, deserialize},
+    value::{Fault, KeyForm, SettingValue, Toml, array, deserialize},
     words::DtypeChoice,
 };
 use crate::tensor::DType;
@@ -34,12 +34,12 @@ pub struct ShardRule {
     #[serde(rename = "match")]
     pub pattern: Pattern,
     /// Per tensor axis, names of the mesh axes that split it, the first outermost. Missing axes are not split. A name
-    /// that the mesh does not have is passed over, so that one set of rules serves several meshes.
+    /// that the mesh does not have is ignored, so that one set of rules serves several meshes.
     #[serde(deserialize_with = "spec")]
     pub spec: Vec<Vec<String>>,
 }
 
-/// What splits one axis of a tensor, as written.
+/// The mesh axes for one axis of a tensor, as written.
 #[derive(Deserialize)]
 #[serde(untagged, expecting = "expected for each axis \"-\", a mesh axis, or a list of mesh axes")]
 enum AxisWord {
@@ -64,7 +64,7 @@ fn spec<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Vec<String>>, 
 pub struct LogicalRule {
     /// The logical axis.
     pub logical: String,
-    /// Names of mesh axes; none leaves the axis whole and keeps later rules from it.
+    /// Names of mesh axes. An empty list leaves the axis whole and keeps later rules from it.
     pub mesh: Vec<String>,
 }
 
@@ -77,8 +77,8 @@ fn no_word<T>() -> Result<T, String> {
     Err("expected a table in a file".to_owned())
 }
 
-impl Value for CastRule {
-    const SEVERAL: Shape = Shape::Rules;
+impl SettingValue for CastRule {
+    const SEVERAL: KeyForm = KeyForm::Rules;
 
     fn from_word(_: &str) -> Result<Self, String> {
         no_word()
@@ -93,8 +93,8 @@ impl Value for CastRule {
     }
 }
 
-impl Value for ShardRule {
-    const SEVERAL: Shape = Shape::Rules;
+impl SettingValue for ShardRule {
+    const SEVERAL: KeyForm = KeyForm::Rules;
 
     fn from_word(_: &str) -> Result<Self, String> {
         no_word()
@@ -115,8 +115,8 @@ impl Value for ShardRule {
     }
 }
 
-impl Value for LogicalRule {
-    const SEVERAL: Shape = Shape::Rules;
+impl SettingValue for LogicalRule {
+    const SEVERAL: KeyForm = KeyForm::Rules;
 
     fn from_word(_: &str) -> Result<Self, String> {
         no_word()
@@ -131,8 +131,8 @@ impl Value for LogicalRule {
     }
 }
 
-impl Value for Rename {
-    const SEVERAL: Shape = Shape::Rules;
+impl SettingValue for Rename {
+    const SEVERAL: KeyForm = KeyForm::Rules;
 
     fn from_word(text: &str) -> Result<Self, String> {
         Self::parse(text)

@@ -1,24 +1,24 @@
-//! One setting: its names, its help, the commands that take it, and the field that holds what was typed.
+//! One setting: its names, its help, the commands that take it, and its field.
 
 use std::{ffi::OsStr, path::Path};
 
 use super::{
     settings::Settings,
-    value::{Fault, Shape, Toml},
+    value::{Fault, KeyForm, Toml},
 };
 
-/// What a setting is about: its heading in the help.
+/// The subject of a setting: its heading in the help.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Group {
-    /// What to mount, and where.
+    /// Source and mountpoint.
     Place,
-    /// What is to be seen.
+    /// The content of a view.
     View,
-    /// How bytes are read and made.
+    /// Reading and making of bytes.
     Reading,
-    /// How to mount and serve.
+    /// Mounting and serving.
     Mount,
-    /// What is logged.
+    /// Logging.
     Logging,
 }
 
@@ -55,7 +55,7 @@ pub enum Takers {
     All,
 }
 
-/// Where a setting stands in a file.
+/// The place of a setting in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Home {
     /// Above all tables.
@@ -68,29 +68,29 @@ pub enum Home {
     None,
 }
 
-/// What follows a flag.
+/// The value of a flag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Takes {
-    /// Nothing: the flag stands for this word.
+    /// None: the flag stands for this word.
     Nothing(&'static str),
-    /// A value, shown as this.
+    /// A value, with this placeholder.
     Value(&'static str),
-    /// A value, shown as the first; without one the flag stands for the second.
+    /// An optional value, with the first word as placeholder. Without a value the flag stands for the second word.
     Perhaps(&'static str, &'static str),
 }
 
-/// How the field of a setting is reached.
+/// Access to the field of a setting.
 #[derive(Clone, Copy, Debug)]
 pub struct Access {
-    /// What its key holds.
-    pub shape: Shape,
+    /// The form of its key's value.
+    pub form: KeyForm,
     /// Takes a word of the command line.
     pub add: fn(&mut Settings, &OsStr) -> Result<(), String>,
     /// Takes a value of a file.
     pub read: fn(&mut Settings, Toml<'_>) -> Result<(), Fault>,
-    /// What stands in a file.
+    /// The value for a file.
     pub write: fn(&Settings) -> Result<Option<toml::Value>, String>,
-    /// Takes from other settings what these do not say.
+    /// Takes from other settings the values that are empty here.
     pub over: fn(&mut Settings, &Settings),
     /// Lets relative paths begin at a directory.
     pub rebase: fn(&mut Settings, &Path),
@@ -103,21 +103,21 @@ pub struct Setting {
     pub name: &'static str,
     /// Its heading.
     pub group: Group,
-    /// What follows the flag.
+    /// Its value.
     pub takes: Takes,
     /// The field.
     pub field: Access,
-    /// What it does, in a sentence or two.
+    /// The help, in a sentence or two.
     pub help: &'static str,
-    /// More about it, as paragraphs.
+    /// More help, as paragraphs.
     pub more: &'static str,
-    /// The value if none is given, where that is always the same.
+    /// The default, if it is always the same.
     pub default: Option<&'static str>,
-    /// Its name in files where that is another.
+    /// Its name in files, if it differs.
     key: Option<&'static str>,
     /// Whether there is a flag, and an option of `-o`.
     pub is_flag: bool,
-    /// Where it stands in a file.
+    /// Its place in a file.
     pub home: Home,
 }
 
@@ -144,7 +144,7 @@ impl Setting {
         self
     }
 
-    /// With a value that is told in the help.
+    /// With a default that the help names.
     pub(super) const fn default(mut self, default: &'static str) -> Self {
         self.default = Some(default);
         self
@@ -174,10 +174,10 @@ impl Setting {
 
     /// Whether its flag may be repeated.
     pub fn repeats(&self) -> bool {
-        self.field.shape != Shape::Word
+        self.field.form != KeyForm::Word
     }
 
-    /// The flag as it is shown with what follows it.
+    /// The flag as the help shows it, with its value.
     pub fn usage(&self) -> String {
         match self.takes {
             Takes::Nothing(_) => format!("--{}", self.name),

@@ -1,4 +1,5 @@
-//! What one place says, typed: a command line, a list of `-o`, a table of a file. Every field is empty where nothing is said.
+//! The settings from one place: a command line, a list of `-o`, or a table of a file. A field without a setting is
+//! empty.
 
 use std::{collections::BTreeMap, path::PathBuf};
 
@@ -8,20 +9,20 @@ use super::{
 };
 use crate::source::SourceIo;
 
-/// All that may be said.
+/// All settings.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Settings {
-    /// What to mount: a path, or `org/name[@revision]`.
+    /// The source: a path, or `org/name[@revision]`.
     pub source: Option<String>,
-    /// Where.
+    /// The mountpoint.
     pub mountpoint: Option<PathBuf>,
-    /// The file that says more.
+    /// The file with further settings.
     pub config: Option<PathBuf>,
-    /// What is to be seen.
+    /// The content of a view.
     pub view: ViewSettings,
-    /// How it is read, mounted and served.
+    /// Reading, mounting and serving.
     pub mount: MountSettings,
-    /// Seconds that a daemon may take to be ready.
+    /// Most seconds until a daemon must be ready.
     pub start_seconds: Option<u64>,
 }
 
@@ -36,15 +37,15 @@ pub struct ViewSettings {
     pub set: BTreeMap<String, ParamValue>,
     /// Dtype of all floats.
     pub dtype: Option<DtypeChoice>,
-    /// What quantized tensors are decoded to.
+    /// Dtype of decoded quantized tensors.
     pub dequantize: Option<Dequantize>,
     /// Dtypes by pattern.
     pub cast: Vec<CastRule>,
-    /// How specs are chosen.
+    /// Choice of specs.
     pub shard: Option<ShardChoice>,
     /// Specs by pattern.
     pub shard_rules: Vec<ShardRule>,
-    /// Mesh axes of logical axes, in place of the layout's rules for the same axes.
+    /// Mesh axes of logical axes. They replace the layout's rules for the same axes.
     pub logical_rules: Vec<LogicalRule>,
     /// The devices to list.
     pub devices: Option<Devices>,
@@ -54,17 +55,17 @@ pub struct ViewSettings {
     pub even: Option<bool>,
     /// Whether missing layers and tensors are accepted.
     pub allow_missing: Option<Allow>,
-    /// Whether tensors that no rule of the layout names are accepted.
+    /// Whether tensors are accepted that no rule of the layout names.
     pub allow_unmapped: Option<Allow>,
-    /// Renames of what is shown, in order.
+    /// Renames of the shown names, in order.
     pub rename: Vec<Rename>,
-    /// Dropped from names.
+    /// Prefix to drop from names.
     pub strip_prefix: Option<String>,
-    /// Put before names.
+    /// Prefix to put before names.
     pub add_prefix: Option<String>,
     /// Renames of the repository's tensors, in order, before layouts see them.
     pub source_rename: Vec<Rename>,
-    /// How tied weights are shown.
+    /// Treatment of tied weights.
     pub tied: Option<Tied>,
     /// Directory of a LoRA adapter.
     pub lora: Option<PathBuf>,
@@ -74,22 +75,22 @@ pub struct ViewSettings {
     pub exclude: Vec<Pattern>,
     /// Layers of the text model.
     pub layers: Option<LayerRanges>,
-    /// Whether the layers left are numbered from 0.
+    /// Whether the remaining layers are numbered from 0.
     pub renumber: Option<bool>,
-    /// Without multi-token prediction.
+    /// Whether to leave out multi-token prediction.
     pub no_mtp: Option<bool>,
-    /// Without towers for images and sound.
+    /// Whether to leave out towers for images and sound.
     pub text_only: Option<bool>,
     /// Bytes of the largest chunk file.
     pub chunk_bytes: Option<ByteCount>,
 }
 
-/// How to read, mount and serve: the same for all views.
+/// Reading, mounting and serving: the same for all views.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct MountSettings {
-    /// How source files are read.
+    /// Access to source files.
     pub source_io: Option<SourceIo>,
-    /// How long a source may give no answer.
+    /// Longest time without an answer from a source.
     pub source_timeout: Option<TimeLimit>,
     /// Whether symbolic links may lead out of the repository.
     pub follow_symlinks: Option<bool>,
@@ -97,9 +98,9 @@ pub struct MountSettings {
     pub cache_bytes: Option<ByteCount>,
     /// Threads that serve requests.
     pub threads: Option<ThreadCount>,
-    /// Lets all users read.
+    /// Whether all users may read.
     pub allow_other: Option<bool>,
-    /// Permission bits of files, in place of what the sources allow.
+    /// Permission bits of files. They replace those that follow from the sources.
     pub file_mode: Option<PermissionBits>,
     /// Permission bits of directories, likewise.
     pub dir_mode: Option<PermissionBits>,
@@ -109,16 +110,16 @@ pub struct MountSettings {
     pub gid: Option<OwnerId>,
     /// The kernel's read-ahead in KiB.
     pub read_ahead_kb: Option<u32>,
-    /// Lets the kernel read byte-identical files by itself.
+    /// Whether the kernel reads byte-identical files by itself.
     pub passthrough: Option<bool>,
     /// Tensor files, by path in the mount, that bypass the page cache.
     pub direct_io: Option<Allow>,
-    /// Which tensor files are materialized, and where.
+    /// The tensor files to materialize, and where.
     pub materialize: Option<Materialize>,
-    /// How long to try to unmount while files are open, before detaching.
+    /// Longest time to try to unmount while files are open, before detaching.
     pub grace_seconds: Option<u64>,
-    /// How long to serve open files after detaching.
+    /// Longest time to serve open files after detaching.
     pub drain_seconds: Option<u64>,
-    /// Where the daemon writes its log.
+    /// File for the daemon's log.
     pub log_file: Option<PathBuf>,
 }

@@ -10,19 +10,19 @@ use super::{
         Takes::{Nothing, Perhaps, Value},
     },
     settings::Settings,
-    value::{Field, Shape},
+    value::{Field, KeyForm},
 };
 
-/// The shape of a field that a function reaches.
-const fn shape_of<F: Field>(_: fn(&Settings) -> &F) -> Shape {
-    F::SHAPE
+/// The form of the field that a function returns.
+const fn form_of<F: Field>(_: fn(&Settings) -> &F) -> KeyForm {
+    F::FORM
 }
 
-/// How a field is reached.
+/// Access to a field.
 macro_rules! at {
     ($($field:ident).+) => {
         Access {
-            shape: shape_of(|settings| &settings.$($field).+),
+            form: form_of(|settings| &settings.$($field).+),
             add: |settings, text| settings.$($field).+.add(text),
             read: |settings, value| settings.$($field).+.read(value),
             write: |settings| settings.$($field).+.write(),
@@ -32,7 +32,7 @@ macro_rules! at {
     };
 }
 
-/// Stands for nothing where a setting has no flag.
+/// Placeholder for settings without a flag.
 const NO_FLAG: super::setting::Takes = Value("");
 
 /// Every setting.
@@ -85,7 +85,7 @@ pub static SETTINGS: &[Setting] = &[
         at!(view.dequantize),
         "Decodes quantized weights, to this type or to the model's own, and leaves all else as it is stored.",
     )
-    .more("Layouts of MaxText and vLLM do so by themselves. What is decoded from goes: scales, zero points and the like."),
+    .more("Layouts of MaxText and vLLM do so by themselves. Scales, zero points and other operands of the decoding are hidden."),
     Setting::new(View, "cast", NO_FLAG, at!(view.cast), "").file_only(),
     Setting::new(
         View,
@@ -125,7 +125,7 @@ pub static SETTINGS: &[Setting] = &[
         "Accepts a checkpoint that lacks layers or tensors: any, or those that match the pattern. May be repeated.",
     )
     .more(
-        "Layouts of rules leave out what would be made of them.\n\n\
+        "Layouts of rules leave out the tensors that need them.\n\n\
          In patterns `*` is any text and `?` one character; between slashes is a regular expression: '/rotary/'.",
     ),
     Setting::new(
@@ -137,14 +137,14 @@ pub static SETTINGS: &[Setting] = &[
     )
     .more(
         "canonical and hf show tensors of any name, but report those that their family does not know together with what \
-         is missing, for one is probably the other misspelt. This takes them out of that report.",
+         is missing, because one is probably the other, misspelt. This takes them out of that report.",
     ),
     Setting::new(
         View,
         "rename",
         Value("REGEX=>REPLACEMENT"),
         at!(view.rename),
-        "Renames what is shown, in any layout and in hf/: all matches of a regular expression, `$1` being its first group.",
+        "Renames the shown tensors, in any layout and in hf/: all matches of a regular expression, `$1` being its first group.",
     )
     .more(
         "May be repeated; each rule takes the names that those before it made. Two tensors of one name are refused.",
@@ -253,8 +253,8 @@ pub static SETTINGS: &[Setting] = &[
         "How long a source may give no answer, as in 5s, 500ms or 2m; by default 60s.",
     )
     .more(
-        "After that time whoever waits for bytes of that file gets an error (EIO in a mount), and so does whoever asks for \
-         them next, until the storage answers again. Storage that is slow but gives bytes is waited for. Other files go on.",
+        "After that time every request that waits for bytes of that file ends with an error (EIO in a mount), and so do later \
+         requests, until the storage answers again. Storage that is slow but gives bytes is waited for. Other files go on.",
     ),
     Setting::new(
         Reading,
@@ -272,7 +272,7 @@ pub static SETTINGS: &[Setting] = &[
         "materialize",
         Value("auto|memory|none|DIR"),
         at!(mount.materialize),
-        "Which tensor files a mount materializes: makes once, all of each, for the kernel to read by itself.",
+        "Which tensor files a mount materializes: makes once, completely, for the kernel to read by itself.",
     )
     .more(
         "`auto`, the default: in memory, files of one tensor from 1 MiB to half of the cache, when they are opened; and \
@@ -318,7 +318,7 @@ pub static SETTINGS: &[Setting] = &[
         "allow-other",
         Nothing("true"),
         at!(mount.allow_other),
-        "Lets all users in; others than root need `user_allow_other` in /etc/fuse.conf.",
+        "Lets all users read; users other than root need `user_allow_other` in /etc/fuse.conf.",
     )
     .more(
         "A user can then read a file exactly if that user can read the source files that it is made of: \
@@ -345,14 +345,14 @@ pub static SETTINGS: &[Setting] = &[
         "uid",
         Value("UID"),
         at!(mount.uid),
-        "Owner of all files, who may then read them; .ckfs/ stays with the user that mounts.",
+        "Owner of all files, with the right to read them; .ckfs/ stays with the user that mounts.",
     ),
     Setting::new(
         Mount,
         "gid",
         Value("GID"),
         at!(mount.gid),
-        "Group of all files, whose members may then read them; .ckfs/ stays with the user that mounts.",
+        "Group of all files, with the right to read them; .ckfs/ stays with the user that mounts.",
     ),
     Setting::new(Mount, "read-ahead", Value("KIB"), at!(mount.read_ahead_kb), "The kernel's read-ahead in KiB.")
         .key("read_ahead_kb"),
@@ -373,7 +373,7 @@ pub static SETTINGS: &[Setting] = &[
     )
     .more(
         "The first read of a file is then about twice as fast and takes no page cache; but each later one makes the bytes \
-         anew, small reads cost a request each, and each mmap of a file drops the pages of those who have mapped it. For \
+         anew, small reads cost a request each, and each mmap of a file drops the pages that other processes have mapped. For \
          loaders that read each file once from end to end.",
     ),
     Setting::new(
@@ -402,13 +402,13 @@ pub static SETTINGS: &[Setting] = &[
     ),
 ];
 
-/// Settings of former versions: name, and what says the same now. Such a flag, option or key is refused with that.
+/// Settings of former versions: name, and the present equivalent. Such a flag, option or key is refused with this text.
 pub const FORMER: &[(&str, &str)] = &[(
     "whole",
     "is now `materialize`: `auto` for `auto` and `tensors`, `memory` for `all`, `none` for `none`, or a directory",
 )];
 
-/// What is said of a name of a former version, with underscores for dashes or without.
+/// The message for a name of a former version, with underscores or dashes.
 pub fn former(name: &str) -> Option<String> {
     let (_, now) = FORMER.iter().find(|(former, _)| former.replace('-', "_") == name.replace('-', "_"))?;
     Some(format!("`{name}` {now}"))
@@ -416,17 +416,17 @@ pub fn former(name: &str) -> Option<String> {
 
 /// The keys of a file in words, for the help.
 pub static KEYS: LazyLock<String> = LazyLock::new(|| {
-    let of = |shape: Shape| {
+    let of = |form: KeyForm| {
         let rows = SETTINGS.iter().filter(|row| matches!(row.home, Home::Top | Home::View));
-        rows.filter(move |row| row.field.shape == shape).map(Setting::toml_key).collect::<Vec<_>>()
+        rows.filter(move |row| row.field.form == form).map(Setting::toml_key).collect::<Vec<_>>()
     };
-    let tables = |shape| of(shape).into_iter().map(|key| format!("`[[{key}]]`")).collect::<Vec<_>>().join(", ");
+    let tables = |form| of(form).into_iter().map(|key| format!("`[[{key}]]`")).collect::<Vec<_>>().join(", ");
     format!(
         "{}, {} (a boolean or patterns), {} (lists); rules {}, where a rename has `match` and `to`; tables {} and `[mount]`",
-        of(Shape::Word).join(", "),
-        of(Shape::Allow).join(" and "),
-        of(Shape::List).join(" and "),
-        tables(Shape::Rules),
-        of(Shape::Table).into_iter().map(|key| format!("`[{key}]`")).collect::<Vec<_>>().join(", "),
+        of(KeyForm::Word).join(", "),
+        of(KeyForm::Allow).join(" and "),
+        of(KeyForm::List).join(" and "),
+        tables(KeyForm::Rules),
+        of(KeyForm::Table).into_iter().map(|key| format!("`[{key}]`")).collect::<Vec<_>>().join(", "),
     )
 });

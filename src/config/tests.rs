@@ -1,6 +1,6 @@
-//! The forms of the settings against each other: files, options, defaults.
+//! The forms of the settings compared with each other: files, options, defaults.
 
-use super::{value::Value, *};
+use super::{value::SettingValue, *};
 use crate::tensor::DType;
 
 fn parse(text: &str) -> Result<Config, ConfigError> {
@@ -51,7 +51,7 @@ fn views_inherit_and_rules_of_their_own_come_first() {
 }
 
 #[test]
-fn what_is_written_reads_back_as_the_same() {
+fn a_written_configuration_reads_back_as_the_same() {
     let texts = [
         "",
         "source = \"/x\"\nmesh = \"fsdp=2\"\nunscanned = true\neven = false\nchunk_bytes = \"64M\"\n",
@@ -156,7 +156,7 @@ fn every_key_is_written_and_reads_back_as_the_same() {
 }
 
 #[test]
-fn what_toml_does_not_have_is_refused() {
+fn values_that_toml_lacks_are_refused() {
     use std::os::unix::ffi::OsStringExt;
     let odd = PathBuf::from(std::ffi::OsString::from_vec(b"/a\xff".to_vec()));
     let mount = MountSettings { materialize: Some(Materialize::Dir(odd.clone())), ..MountSettings::default() };
@@ -199,7 +199,7 @@ fn errors_name_file_and_line() {
 }
 
 #[test]
-fn a_former_setting_is_refused_with_what_says_the_same_now() {
+fn a_former_setting_is_refused_with_its_present_equivalent() {
     let file = parse("[mount]\nwhole = 'all'").unwrap_err().to_string();
     assert!(file.starts_with("x.toml:2: unknown field `whole`: `whole` is now `materialize`: "), "{file}");
     let option = options::parse([("whole", Some("all"))]).unwrap_err();
@@ -210,7 +210,7 @@ fn a_former_setting_is_refused_with_what_says_the_same_now() {
 }
 
 #[test]
-fn what_is_materialized_is_a_word_or_a_directory() {
+fn materialize_takes_a_word_or_a_directory() {
     let found = |word: &str| Materialize::from_word(word);
     assert_eq!(found("auto"), Ok(Materialize::Auto));
     assert_eq!(found("memory"), Ok(Materialize::Memory));
@@ -218,7 +218,7 @@ fn what_is_materialized_is_a_word_or_a_directory() {
     for path in ["/var/tmp", "copies", "./all"] {
         assert_eq!(found(path), Ok(Materialize::Dir(path.into())));
     }
-    // Words of a former setting, and what a hurried reader of the help types, are no directories.
+    // Words of a former setting, and placeholders from the help, are not directories.
     for word in ["all", "tensors", "whole", "dir", ""] {
         assert!(found(word).unwrap_err().contains("expected auto, memory, none or a directory"), "{word}");
     }
@@ -227,7 +227,7 @@ fn what_is_materialized_is_a_word_or_a_directory() {
 }
 
 #[test]
-fn an_unknown_key_is_told_the_nearest() {
+fn an_unknown_key_is_refused_with_the_nearest_name() {
     let found = |text: &str| parse(text).unwrap_err().to_string();
     let unknown = found("mehs = \"x\"");
     assert!(
@@ -248,7 +248,7 @@ fn an_unknown_key_is_told_the_nearest() {
 }
 
 #[test]
-fn what_was_said_first_wins() {
+fn the_first_place_of_a_setting_has_precedence() {
     let said = |options: &[(&'static str, &'static str)]| {
         options::parse(options.iter().map(|(name, value)| (*name, Some(*value)))).unwrap()
     };
@@ -270,7 +270,7 @@ fn what_was_said_first_wins() {
 }
 
 #[test]
-fn rules_of_a_file_are_taken_in() {
+fn rules_of_a_file_are_read() {
     let directory = tempfile::tempdir().unwrap();
     let rules = "shard = \"none\"\n[[shard_rules]]\nmatch = \"wq\"\nspec = [\"fsdp\"]\n";
     std::fs::write(directory.path().join("rules.toml"), rules).unwrap();
@@ -308,7 +308,7 @@ fn options_are_flags_with_underscores() {
     assert_eq!(twice, Some(Allow::Matching(["a", "b"].map(|text| Pattern::parse(text).unwrap()).to_vec())));
 }
 
-/// The table holds what its own fields cannot see.
+/// Checks of the table that its types cannot express.
 #[test]
 fn rows_are_consistent() {
     for row in SETTINGS {

@@ -1,12 +1,12 @@
-//! A time limit as it is written: `5s`, `500ms`, `2m`, or `90` for seconds.
+//! A time limit in text form: `5s`, `500ms`, `2m`, or `90` for seconds.
 
 use std::{fmt, str::FromStr, time::Duration};
 
 use serde::Deserialize;
 
-use super::value::{Fault, Toml, Value, deserialize};
+use super::value::{Fault, SettingValue, Toml, deserialize};
 
-/// Longest limit: a year. Longer ones are typing errors.
+/// Longest limit: a year. A longer one is a typing error.
 const LONGEST: Duration = Duration::from_hours(365 * 24);
 
 /// A time limit above zero.
@@ -46,7 +46,7 @@ impl fmt::Display for TimeLimit {
     }
 }
 
-impl Value for TimeLimit {
+impl SettingValue for TimeLimit {
     fn from_word(text: &str) -> Result<Self, String> {
         text.parse()
     }

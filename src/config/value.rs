@@ -1,7 +1,8 @@
-//! Kinds of values, and how a field of the settings takes them: as a word of a flag or of `-o`, or as a value of TOML.
+//! Kinds of values, and how a field of the settings reads them: from a word of a flag or `-o`, or from TOML.
 //!
-//! A [`Value`] reads and writes one value. A [`Field`] is what holds it: `Option` for a setting that is given once, `Vec` and
-//! a map for those that may be repeated. The type of the field is all that a row of the table has to name.
+//! A [`SettingValue`] reads and writes one value. A [`Field`] holds it: `Option` for a setting that is given once,
+//! `Vec` and a map for repeatable settings. A row of the table names nothing but the field; its type determines the
+//! rest.
 
 use std::{
     collections::BTreeMap,
@@ -16,21 +17,21 @@ use toml::{
     de::{DeValue, ValueDeserializer},
 };
 
-/// A value of TOML and where it stands.
+/// A value of TOML and its position.
 pub type Toml<'a> = Spanned<DeValue<'a>>;
 
-/// What is wrong in a text.
+/// A problem in a text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// Bytes of the text.
     pub at: Range<usize>,
-    /// What was expected and found.
+    /// The expected and the found value.
     pub reason: String,
 }
 
-/// What a key of the file holds.
+/// The form of a key's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Shape {
+pub enum KeyForm {
     /// One value.
     Word,
     /// A boolean, a pattern, or several.
@@ -44,42 +45,42 @@ pub enum Shape {
 }
 
 /// A kind of value.
-pub trait Value: Clone {
-    /// What a key holds that has one such value, or one that `join` can enlarge.
-    const ONE: Shape = Shape::Word;
-    /// What a key holds that has several.
-    const SEVERAL: Shape = Shape::List;
+pub trait SettingValue: Clone {
+    /// The form of the key for a single value, or for one that `join` can extend.
+    const ONE: KeyForm = KeyForm::Word;
+    /// The form of the key for several values.
+    const SEVERAL: KeyForm = KeyForm::List;
 
     /// Reads it from a word.
     ///
     /// # Errors
-    /// What was expected and found.
+    /// The expected and the found value.
     fn from_word(text: &str) -> Result<Self, String>;
 
-    /// Writes it, so that reading gives it back.
+    /// Writes the value in the form that reading accepts.
     ///
     /// # Errors
-    /// Why TOML does not have it.
+    /// The reason why TOML cannot hold it.
     fn to_toml(&self) -> Result<toml::Value, String>;
 
-    /// Reads it from what may be no text.
+    /// Reads the value from a word that may not be UTF-8.
     ///
     /// # Errors
-    /// As [`Value::from_word`].
+    /// As [`SettingValue::from_word`].
     fn from_os(text: &OsStr) -> Result<Self, String> {
         Self::from_word(utf8(text)?)
     }
 
-    /// Reads it from a file's value: by default a text that holds the word.
+    /// Reads the value from a file. By default it is a text that holds the word.
     ///
     /// # Errors
-    /// What was expected and found, and where.
+    /// The expected and the found value, and its position.
     fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
         let at = value.span();
         Self::from_word(&deserialize::<String>(value)?).map_err(|reason| Fault { at, reason })
     }
 
-    /// Takes what a second flag of the same name says.
+    /// Adds the value of a second flag of the same name.
     fn join(&mut self, later: Self) {
         *self = later;
     }
@@ -94,48 +95,49 @@ fn utf8(text: &OsStr) -> Result<&str, String> {
     text.to_str().ok_or_else(|| format!("expected UTF-8, found {}", text.display()))
 }
 
-/// Reads a value by serde, with the place of what is wrong.
+/// Reads a value by serde, with the position of a problem.
 ///
 /// # Errors
-/// What serde expected and found.
+/// The type that serde expected and found.
 pub fn deserialize<T: DeserializeOwned>(value: Toml<'_>) -> Result<T, Fault> {
     let at = value.span();
     T::deserialize(ValueDeserializer::from(value))
         .map_err(|error| Fault { at: error.span().unwrap_or(at), reason: error.message().to_owned() })
 }
 
-/// What holds a setting.
+/// The field of a setting.
 pub trait Field {
-    /// What its key holds.
-    const SHAPE: Shape;
+    /// The form of its key's value.
+    const FORM: KeyForm;
 
     /// Takes a word of the command line.
     ///
     /// # Errors
-    /// What was expected and found.
+    /// The expected and the found value.
     fn add(&mut self, text: &OsStr) -> Result<(), String>;
 
     /// Takes a value of the file.
     ///
     /// # Errors
-    /// What was expected and found, and where.
+    /// The expected and the found value, and its position.
     fn read(&mut self, value: Toml<'_>) -> Result<(), Fault>;
 
-    /// What stands in a file, if anything is said.
+    /// The value for a file; `None` if the field is empty.
     ///
     /// # Errors
-    /// Why TOML does not have it.
+    /// The reason why TOML cannot hold it.
     fn write(&self) -> Result<Option<toml::Value>, String>;
 
-    /// Takes from `base` what is not said here; where several may be said, those of `base` come after.
+    /// Takes the values of `base` if this field is empty. In a repeatable setting, the entries of `base` come after
+    /// these.
     fn over(&mut self, base: &Self);
 
     /// Lets relative paths begin at `base`.
     fn rebase(&mut self, base: &Path);
 }
 
-impl<T: Value> Field for Option<T> {
-    const SHAPE: Shape = T::ONE;
+impl<T: SettingValue> Field for Option<T> {
+    const FORM: KeyForm = T::ONE;
 
     fn add(&mut self, text: &OsStr) -> Result<(), String> {
         let value = T::from_os(text)?;
@@ -168,8 +170,8 @@ impl<T: Value> Field for Option<T> {
     }
 }
 
-impl<T: Value> Field for Vec<T> {
-    const SHAPE: Shape = T::SEVERAL;
+impl<T: SettingValue> Field for Vec<T> {
+    const FORM: KeyForm = T::SEVERAL;
 
     fn add(&mut self, text: &OsStr) -> Result<(), String> {
         self.push(T::from_os(text)?);
@@ -178,7 +180,7 @@ impl<T: Value> Field for Vec<T> {
 
     fn read(&mut self, value: Toml<'_>) -> Result<(), Fault> {
         if !value.get_ref().is_array() {
-            // Serde says what is there instead.
+            // The message of serde names the type found.
             return deserialize::<Vec<toml::Value>>(value).map(drop);
         }
         let DeValue::Array(values) = value.into_inner() else { return Ok(()) };
@@ -201,8 +203,8 @@ impl<T: Value> Field for Vec<T> {
     }
 }
 
-impl<T: Value + DeserializeOwned> Field for BTreeMap<String, T> {
-    const SHAPE: Shape = Shape::Table;
+impl<T: SettingValue + DeserializeOwned> Field for BTreeMap<String, T> {
+    const FORM: KeyForm = KeyForm::Table;
 
     fn add(&mut self, text: &OsStr) -> Result<(), String> {
         let text = utf8(text)?;
@@ -235,7 +237,7 @@ impl<T: Value + DeserializeOwned> Field for BTreeMap<String, T> {
     }
 }
 
-impl Value for bool {
+impl SettingValue for bool {
     fn from_word(text: &str) -> Result<Self, String> {
         text.parse().map_err(|_| format!("expected true or false, found {text:?}"))
     }
@@ -249,7 +251,7 @@ impl Value for bool {
     }
 }
 
-impl Value for String {
+impl SettingValue for String {
     fn from_word(text: &str) -> Result<Self, String> {
         Ok(text.to_owned())
     }
@@ -259,7 +261,7 @@ impl Value for String {
     }
 }
 
-impl Value for PathBuf {
+impl SettingValue for PathBuf {
     fn from_word(text: &str) -> Result<Self, String> {
         Ok(text.into())
     }
@@ -283,10 +285,10 @@ pub(super) fn rebased(path: &Path, base: &Path) -> PathBuf {
     std::path::absolute(&joined).unwrap_or(joined)
 }
 
-/// Whole numbers that are no number of bytes.
+/// Integers that are not numbers of bytes.
 macro_rules! number {
     ($($kind:ty),*) => {$(
-        impl Value for $kind {
+        impl SettingValue for $kind {
             fn from_word(text: &str) -> Result<Self, String> {
                 text.parse().map_err(|_| format!("expected a whole number up to {}, found {text:?}", Self::MAX))
             }
@@ -304,21 +306,21 @@ macro_rules! number {
 
 number!(u32, u64);
 
-/// A number of TOML, whose largest is half of ours.
+/// An integer of TOML has 63 bits without the sign; ours have 64.
 pub(super) fn integer(number: u64) -> Result<toml::Value, String> {
     i64::try_from(number).map(Into::into).map_err(|_| format!("{number} is more than {}", i64::MAX))
 }
 
 /// An array of TOML.
-pub(super) fn array<T: Value>(values: &[T]) -> Result<toml::Value, String> {
+pub(super) fn array<T: SettingValue>(values: &[T]) -> Result<toml::Value, String> {
     values.iter().map(T::to_toml).collect::<Result<_, _>>().map(toml::Value::Array)
 }
 
 /// A closed list of words.
 pub trait Choice: Copy + PartialEq + 'static {
-    /// What they say, for messages.
+    /// The name of the list, for messages.
     const WHAT: &'static str;
-    /// Each with its meaning.
+    /// The words, each with its meaning.
     const WORDS: &'static [(&'static str, Self)];
 
     /// The word of this one.
@@ -331,7 +333,7 @@ pub trait Choice: Copy + PartialEq + 'static {
     }
 }
 
-impl<T: Choice> Value for T {
+impl<T: Choice> SettingValue for T {
     fn from_word(text: &str) -> Result<Self, String> {
         let row = Self::WORDS.iter().find(|(word, _)| *word == text);
         row.map(|(_, choice)| *choice).ok_or_else(|| {

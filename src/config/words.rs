@@ -11,7 +11,7 @@ use serde::Deserialize;
 
 use super::{
     DEVICES_LISTED_MAX, Mesh,
-    value::{Choice, Fault, Shape, Toml, Value, deserialize, integer, rebased},
+    value::{Choice, Fault, KeyForm, SettingValue, Toml, deserialize, integer, rebased},
 };
 use crate::{source::SourceIo, tensor::DType};
 
@@ -25,7 +25,7 @@ fn is_toml(text: &str) -> bool {
     Path::new(text).extension().is_some_and(|extension| extension == "toml")
 }
 
-impl Value for Mesh {
+impl SettingValue for Mesh {
     fn from_word(text: &str) -> Result<Self, String> {
         Self::parse(text).map_err(|error| error.to_string())
     }
@@ -35,7 +35,7 @@ impl Value for Mesh {
     }
 }
 
-/// A layout of the program, or a file of the user's.
+/// A layout of the program, or a file from the user.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LayoutChoice {
     /// One of [`LAYOUTS`].
@@ -44,19 +44,19 @@ pub enum LayoutChoice {
     File {
         /// The file.
         path: PathBuf,
-        /// What it holds; empty until the file has been read.
+        /// Its content; empty until the file has been read.
         text: Arc<str>,
     },
 }
 
 impl LayoutChoice {
-    /// What a layout may be.
+    /// The accepted words, for messages.
     pub fn expected() -> String {
         format!("expected {} or a file *.toml", LAYOUTS.join(", "))
     }
 }
 
-impl Value for LayoutChoice {
+impl SettingValue for LayoutChoice {
     fn from_word(text: &str) -> Result<Self, String> {
         if is_toml(text) {
             return Ok(Self::File { path: text.into(), text: "".into() });
@@ -79,7 +79,7 @@ impl Value for LayoutChoice {
     }
 }
 
-/// A dtype asked for.
+/// A requested dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DtypeChoice {
     /// Elements stay as they are.
@@ -89,12 +89,12 @@ pub enum DtypeChoice {
 }
 
 impl DtypeChoice {
-    /// The choice that a rule's dtype is.
+    /// The choice for a rule's dtype.
     pub fn of(dtype: Option<DType>) -> Self {
         dtype.map_or(Self::Keep, Self::Cast)
     }
 
-    /// What floats are cast to.
+    /// The dtype to which floats are cast; `None` keeps theirs.
     pub fn dtype(self) -> Option<DType> {
         match self {
             Self::Keep => None,
@@ -103,7 +103,7 @@ impl DtypeChoice {
     }
 }
 
-impl Value for DtypeChoice {
+impl SettingValue for DtypeChoice {
     fn from_word(text: &str) -> Result<Self, String> {
         if text == "keep" {
             return Ok(Self::Keep);
@@ -119,16 +119,16 @@ impl Value for DtypeChoice {
     }
 }
 
-/// What quantized tensors are decoded to.
+/// The dtype of decoded quantized tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dequantize {
-    /// The dtype that each would have unquantized: the model's.
+    /// The dtype that each would have without quantization: the model's.
     Own,
     /// This one.
     To(DType),
 }
 
-impl Value for Dequantize {
+impl SettingValue for Dequantize {
     fn from_word(text: &str) -> Result<Self, String> {
         if text == "own" {
             return Ok(Self::Own);
@@ -154,7 +154,8 @@ impl Choice for SourceIo {
         &[("auto", Self::Auto), ("mmap", Self::Mmap), ("pread", Self::Pread)];
 }
 
-/// Which tensor files are materialized, and where: made once, all of each, for the kernel to read by itself.
+/// The tensor files to materialize, and where. A materialized file is made once, completely, and the kernel reads it by
+/// itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Materialize {
     /// None.
@@ -164,11 +165,11 @@ pub enum Materialize {
     Auto,
     /// In memory: every file that fits.
     Memory,
-    /// On a disk, in this directory: every file, after it was closed.
+    /// On a disk, in this directory: every file, after it is closed.
     Dir(PathBuf),
 }
 
-impl Value for Materialize {
+impl SettingValue for Materialize {
     fn from_word(text: &str) -> Result<Self, String> {
         Self::from_os(OsStr::new(text))
     }
@@ -203,13 +204,13 @@ impl Value for Materialize {
     }
 }
 
-/// How an output head that is the embedding is shown.
+/// Treatment of an output head that is the embedding.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Tied {
     /// As an alias in the raw tree of the layout canonical; bundles and `hf/` hold each weight once.
     #[default]
     Auto,
-    /// As a tensor of its own everywhere, in bundles and in `hf/` too.
+    /// As a tensor of its own everywhere, also in bundles and `hf/`.
     Alias,
     /// Not at all, unless the repository stores it.
     Absent,
@@ -221,7 +222,7 @@ impl Choice for Tied {
         &[("auto", Self::Auto), ("alias", Self::Alias), ("absent", Self::Absent)];
 }
 
-/// How tensors are sharded where no rule matches, or a file that says so.
+/// Sharding of tensors that no rule matches, or a file with rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ShardChoice {
     /// By the layout's logical axes, or by the names of mesh axes and the roles of tensors.
@@ -230,11 +231,11 @@ pub enum ShardChoice {
     Logical,
     /// Not at all.
     None,
-    /// By the rules in a file, and by its `shard` key where none matches; until the file has been read.
+    /// By the rules in a file, and by its `shard` key where none matches. Holds the path until the file has been read.
     File(PathBuf),
 }
 
-impl Value for ShardChoice {
+impl SettingValue for ShardChoice {
     fn from_word(text: &str) -> Result<Self, String> {
         match text {
             "auto" => Ok(Self::Auto),
@@ -261,11 +262,11 @@ impl Value for ShardChoice {
     }
 }
 
-/// Permission bits in octal digits: `0440`. Bits to write mean nothing on a mount that cannot be written to, and are kept here.
+/// Permission bits in octal digits: `0440`. Bits to write have no effect on a read-only mount, and are kept here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PermissionBits(pub u16);
 
-impl Value for PermissionBits {
+impl SettingValue for PermissionBits {
     fn from_word(text: &str) -> Result<Self, String> {
         let digits = text.strip_prefix("0o").unwrap_or(text);
         let bits = u16::from_str_radix(digits, 8).ok().filter(|bits| *bits <= 0o777 && !digits.starts_with('+'));
@@ -277,7 +278,7 @@ impl Value for PermissionBits {
     }
 }
 
-/// The number of a user or group. The last number of 32 bits is none.
+/// The number of a user or group. The greatest 32-bit number is not one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OwnerId(u32);
 
@@ -293,7 +294,7 @@ impl OwnerId {
     }
 }
 
-impl Value for OwnerId {
+impl SettingValue for OwnerId {
     fn from_word(text: &str) -> Result<Self, String> {
         Self::try_new(u64::from_word(text)?)
     }
@@ -313,7 +314,7 @@ impl Value for OwnerId {
 pub struct Devices(pub Vec<u64>);
 
 impl Devices {
-    /// As [`Value::from_word`] reads it.
+    /// In the form that [`SettingValue::from_word`] reads.
     pub fn text(&self) -> String {
         let mut words: Vec<String> = Vec::new();
         let mut rest = self.0.as_slice();
@@ -327,7 +328,7 @@ impl Devices {
     }
 }
 
-impl Value for Devices {
+impl SettingValue for Devices {
     fn from_word(text: &str) -> Result<Self, String> {
         let malformed = |part: &str| format!("devices: expected numbers and ranges such as 0-3,8, found {part:?}");
         let mut devices = Vec::new();
@@ -377,7 +378,7 @@ impl FromStr for ByteCount {
     }
 }
 
-impl Value for ByteCount {
+impl SettingValue for ByteCount {
     fn from_word(text: &str) -> Result<Self, String> {
         text.parse()
     }
@@ -416,7 +417,7 @@ impl ThreadCount {
     }
 }
 
-impl Value for ThreadCount {
+impl SettingValue for ThreadCount {
     fn from_word(text: &str) -> Result<Self, String> {
         let count = text.parse().ok().and_then(Self::try_new);
         count.ok_or_else(|| format!("threads: expected 1 to {THREADS_MAX}, found {text}"))
@@ -434,7 +435,7 @@ impl Value for ThreadCount {
     }
 }
 
-/// A value of a layout's parameter: a text, or a number or boolean as TOML writes it.
+/// The value of a layout's parameter: a text, or a number or boolean as in TOML.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(untagged, expecting = "expected a text, a number or a boolean")]
 pub enum ParamValue {
@@ -449,7 +450,7 @@ pub enum ParamValue {
 }
 
 impl ParamValue {
-    /// As `--set` takes it.
+    /// As `--set` reads it.
     pub fn text(&self) -> String {
         match self {
             Self::Bool(value) => value.to_string(),
@@ -460,8 +461,8 @@ impl ParamValue {
     }
 }
 
-impl Value for ParamValue {
-    const SEVERAL: Shape = Shape::Table;
+impl SettingValue for ParamValue {
+    const SEVERAL: KeyForm = KeyForm::Table;
 
     fn from_word(text: &str) -> Result<Self, String> {
         Ok(Self::Text(text.to_owned()))

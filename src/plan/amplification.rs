@@ -1,9 +1,9 @@
-//! How much of the pages that they touch the devices' shards use.
+//! Read amplification: the bytes that the devices' shards need, against the bytes of all pages that they touch.
 //!
-//! Shards cut on an inner axis touch pages of the sources of which they use a part. The rest is read too, for nothing unless
-//! another device of the same host uses it. All of this is counted exactly, per source tensor and over all views of it, but only
-//! once for tensors that are alike. Views are taken apart at their stacks: two *leaves*, the views of a layer or an
-//! expert, are alike if their expressions differ in nothing but the source tensors.
+//! A shard cut on an inner axis touches pages of the sources and uses only a part of each. The rest of each page is
+//! read too, for nothing unless another device of the same host uses it. The counts are exact, per source tensor and
+//! over all views of it. Tensors that are alike are counted once. Views are split at their stacks into *leaves*, the
+//! views of one layer or one expert. Two leaves are alike if their expressions differ only in the source tensors.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -18,22 +18,22 @@ use crate::{
     tensor::{Op, PAGE_BYTES, Reads, Region, Runs, Shape, SourceTensor, TensorId, View, reads},
 };
 
-/// What the devices of a plan read of the sources for all bundled tensors.
+/// The bytes that a plan's devices read from the sources for all bundled tensors.
 #[derive(Clone, Debug)]
 pub struct Amplification {
     /// By listed device, in order.
     pub devices: Vec<Reads>,
     /// All listed devices together, as on a host with one page cache.
     pub union: Reads,
-    /// By name with `*` for numbers: what these tensors alone take on the device where most is read in excess; the greatest
-    /// excess first.
+    /// By name with `*` for numbers: the reads of these tensors alone, on the device with the greatest excess. Sorted
+    /// by excess, the greatest first.
     pub tensors: Vec<(String, Reads)>,
 }
 
 impl Amplification {
     /// Counts for all bundled tensors and listed devices.
     pub fn of(checkpoint: &Checkpoint, plan: &Plan) -> Self {
-        let mut kinds: HashMap<Kind<'_>, u32> = HashMap::new();
+        let mut kinds: HashMap<HoldingKey<'_>, u32> = HashMap::new();
         let mut firsts: Vec<&PlannedTensor> = Vec::new();
         let mut tensors: Vec<(&PlannedTensor, u32)> = Vec::new();
         for tensor in plan.bundle() {
@@ -56,15 +56,15 @@ impl Amplification {
     }
 }
 
-/// Spec, expert and shape of a tensor: what devices hold of it follows from these.
-type Kind<'a> = (u32, Option<(u64, u64)>, &'a Shape);
+/// Spec, expert and shape of a tensor: they determine which part of it each device holds.
+type HoldingKey<'a> = (u32, Option<(u64, u64)>, &'a Shape);
 
-/// Numbers of things that fewer tensors or devices have than 32 bits count.
+/// A number as 32 bits: there are fewer tensors and devices than that.
 fn number(of: usize) -> u32 {
     u32::try_from(of).expect("fewer than there are tensors or devices")
 }
 
-/// Listed devices that hold the same of every tensor are one class.
+/// Listed devices that hold the same part of every tensor are one class.
 #[derive(Debug)]
 struct Classes {
     /// By listed device.
@@ -93,12 +93,12 @@ impl Classes {
     }
 }
 
-/// What the classes hold of tensors.
+/// The parts of a tensor that the classes hold.
 #[derive(Debug)]
 struct Holding {
     /// By class.
     regions: Vec<Region>,
-    /// By axis, where regions begin or end, ascending.
+    /// By axis, the indices at which regions begin or end, ascending.
     borders: Vec<Vec<u64>>,
 }
 
@@ -120,28 +120,28 @@ fn range(region: &Region, axis: usize) -> Option<Range<u64>> {
     region.ranges().nth(axis)
 }
 
-/// Which part of a tensor a leaf is.
+/// The part of a tensor that a leaf is.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-struct Place {
+struct LeafPosition {
     /// Axis of the tensor by axis of the leaf.
     axes: SmallVec<[usize; 4]>,
-    /// The other axes of the tensor, and between which borders there the leaf is.
+    /// The other axes of the tensor, each with the number of borders at or before the leaf.
     fixed: SmallVec<[(usize, usize); 2]>,
 }
 
-/// What the classes read of the sources of leaves that are alike.
+/// The reads of the classes from the sources of leaves that are alike.
 #[derive(Debug)]
-struct Share {
-    /// By class, its place in `parts`, of which the first is nothing.
+struct LeafReads {
+    /// By class, its index in `parts`. The first part is empty.
     part_of: Vec<u32>,
     /// Runs by source of the leaf.
     parts: Vec<Vec<Vec<Runs>>>,
 }
 
-/// A share and the number of a source in its leaf.
+/// The number of a [`LeafReads`], and the number of a source in its leaf.
 type Use = (u32, u32);
 
-/// That tensors of a group read a source.
+/// One read of a source by the tensors of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct Reading {
     source: TensorId,
@@ -156,9 +156,9 @@ struct Walk {
     holding_of: HashMap<Vec<Region>, u32>,
     /// By expression.
     leaves: HashMap<Vec<u64>, u32>,
-    shares: Vec<Share>,
-    /// By leaf, holding and place.
-    share_of: HashMap<(u32, u32, Place), u32>,
+    leaf_reads: Vec<LeafReads>,
+    /// By leaf, holding and position.
+    number_of: HashMap<(u32, u32, LeafPosition), u32>,
     readings: Vec<Reading>,
     expression: Expression,
 }
@@ -175,11 +175,11 @@ impl Walk {
     }
 
     fn tensor(&mut self, view: &View, holding: u32, group: u32) {
-        let place = Place { axes: (0..view.shape().rank()).collect(), ..Place::default() };
+        let place = LeafPosition { axes: (0..view.shape().rank()).collect(), ..LeafPosition::default() };
         self.view(view, place, holding, group);
     }
 
-    fn view(&mut self, view: &View, mut place: Place, holding: u32, group: u32) {
+    fn view(&mut self, view: &View, mut place: LeafPosition, holding: u32, group: u32) {
         match view.op() {
             Op::Stack { of, axis } => {
                 let axis = place.axes.remove(*axis);
@@ -207,7 +207,7 @@ impl Walk {
         }
     }
 
-    fn leaf(&mut self, view: &View, place: Place, holding: u32, group: u32) {
+    fn leaf(&mut self, view: &View, place: LeafPosition, holding: u32, group: u32) {
         self.expression.read(view);
         let next = number(self.leaves.len());
         let leaf = match self.leaves.get(&self.expression.words) {
@@ -215,14 +215,18 @@ impl Walk {
             None => *self.leaves.entry(self.expression.words.clone()).or_insert(next),
         };
         let key = (leaf, holding, place);
-        let share = self.share_of.get(&key).copied().unwrap_or_else(|| {
-            self.shares.push(share(view, &key.2, &self.holdings[holding as usize], &self.expression.sources));
-            let share = number(self.shares.len() - 1);
-            self.share_of.insert(key, share);
-            share
+        let at = self.number_of.get(&key).copied().unwrap_or_else(|| {
+            self.leaf_reads.push(reads_of_leaf(
+                view,
+                &key.2,
+                &self.holdings[holding as usize],
+                &self.expression.sources,
+            ));
+            let at = number(self.leaf_reads.len() - 1);
+            self.number_of.insert(key, at);
+            at
         });
-        let of_source =
-            |(source, ordinal): (&TensorId, &u32)| Reading { source: *source, of: (share, *ordinal), group };
+        let of_source = |(source, ordinal): (&TensorId, &u32)| Reading { source: *source, of: (at, *ordinal), group };
         self.readings.extend(self.expression.sources.iter().map(of_source));
     }
 
@@ -244,11 +248,11 @@ impl Walk {
         let mut by_group = vec![nothing; groups.len()];
         let mut known: HashMap<&Uses, Vec<Reads>> = HashMap::new();
         for (uses, count) in &totals {
-            add(&mut by_class, known.entry(uses).or_insert_with(|| uses.by_class(&self.shares)), *count);
-            union += uses.union(&self.shares).times(*count);
+            add(&mut by_class, known.entry(uses).or_insert_with(|| uses.by_class(&self.leaf_reads)), *count);
+            union += uses.union(&self.leaf_reads).times(*count);
         }
         for ((group, uses), count) in &of_groups {
-            let reads = known.entry(uses).or_insert_with(|| uses.by_class(&self.shares));
+            let reads = known.entry(uses).or_insert_with(|| uses.by_class(&self.leaf_reads));
             add(&mut by_group[*group as usize], reads, *count);
         }
         let worst = |reads: &[Reads]| reads.iter().copied().max_by_key(|reads| reads.excess_bytes());
@@ -282,40 +286,40 @@ impl Uses {
         Self { uses, place }
     }
 
-    /// The parts of the shares that each class holds.
-    fn parts(&self, shares: &[Share]) -> impl Iterator<Item = SmallVec<[u32; 1]>> {
-        let classes = self.uses.first().map_or(0, |(share, _)| shares[*share as usize].part_of.len());
-        (0..classes).map(|class| self.uses.iter().map(|(share, _)| shares[*share as usize].part_of[class]).collect())
+    /// By class, the part that it holds of each use.
+    fn parts(&self, leaf_reads: &[LeafReads]) -> impl Iterator<Item = SmallVec<[u32; 1]>> {
+        let classes = self.uses.first().map_or(0, |(at, _)| leaf_reads[*at as usize].part_of.len());
+        (0..classes).map(|class| self.uses.iter().map(|(at, _)| leaf_reads[*at as usize].part_of[class]).collect())
     }
 
-    fn runs<'a>(&self, shares: &'a [Share], parts: &[u32]) -> impl Iterator<Item = &'a Runs> {
-        self.uses.iter().zip(parts).flat_map(|((share, ordinal), part)| {
-            shares[*share as usize].parts[*part as usize].get(*ordinal as usize).into_iter().flatten()
+    fn runs<'a>(&self, leaf_reads: &'a [LeafReads], parts: &[u32]) -> impl Iterator<Item = &'a Runs> {
+        self.uses.iter().zip(parts).flat_map(|((at, ordinal), part)| {
+            leaf_reads[*at as usize].parts[*part as usize].get(*ordinal as usize).into_iter().flatten()
         })
     }
 
-    fn by_class(&self, shares: &[Share]) -> Vec<Reads> {
+    fn by_class(&self, leaf_reads: &[LeafReads]) -> Vec<Reads> {
         let mut known: HashMap<SmallVec<[u32; 1]>, Reads> = HashMap::new();
         let mut of_parts = |parts: SmallVec<[u32; 1]>| {
             if let Some(reads) = known.get(&parts) {
                 return *reads;
             }
-            let found = reads(self.runs(shares, &parts).cloned().collect(), &self.place, PAGE_BYTES);
+            let found = reads(self.runs(leaf_reads, &parts).cloned().collect(), &self.place, PAGE_BYTES);
             known.insert(parts, found);
             found
         };
-        self.parts(shares).map(&mut of_parts).collect()
+        self.parts(leaf_reads).map(&mut of_parts).collect()
     }
 
-    fn union(&self, shares: &[Share]) -> Reads {
-        let distinct: HashSet<SmallVec<[u32; 1]>> = self.parts(shares).collect();
-        let runs = distinct.iter().flat_map(|parts| self.runs(shares, parts)).cloned().collect();
+    fn union(&self, leaf_reads: &[LeafReads]) -> Reads {
+        let distinct: HashSet<SmallVec<[u32; 1]>> = self.parts(leaf_reads).collect();
+        let runs = distinct.iter().flat_map(|parts| self.runs(leaf_reads, parts)).cloned().collect();
         reads(runs, &self.place, PAGE_BYTES)
     }
 }
 
-/// What the classes read for a leaf.
-fn share(view: &View, place: &Place, holding: &Holding, sources: &HashMap<TensorId, u32>) -> Share {
+/// The reads of the classes for one leaf.
+fn reads_of_leaf(view: &View, place: &LeafPosition, holding: &Holding, sources: &HashMap<TensorId, u32>) -> LeafReads {
     let mut parts = vec![Vec::new()];
     let mut known: HashMap<Region, u32> = HashMap::new();
     let mut part = |held: &Region| {
@@ -331,7 +335,7 @@ fn share(view: &View, place: &Place, holding: &Holding, sources: &HashMap<Tensor
         if let Some(part) = known.get(&region) {
             return Some(*part);
         }
-        // What has no tiling was refused when the plan was made.
+        // A view without a tiling was refused when the plan was made.
         let tiling = view.region(&region).ok()?.lower().ok()?;
         let mut runs = vec![Vec::new(); sources.len()];
         for (source, found) in tiling.pieces().iter().flat_map(|piece| Runs::of(&tiling, piece)) {
@@ -343,7 +347,7 @@ fn share(view: &View, place: &Place, holding: &Holding, sources: &HashMap<Tensor
         Some(part)
     };
     let part_of = holding.regions.iter().map(|region| part(region).unwrap_or(0)).collect();
-    Share { part_of, parts }
+    LeafReads { part_of, parts }
 }
 
 /// A view's expression without its source tensors: equal for views that are alike.
@@ -375,12 +379,12 @@ impl Expression {
         self.words.extend([tensor.dtype as u64, u64::from(ordinal)]);
     }
 
-    /// Element operators are left out: they move nothing. So are scales and the like.
+    /// Element operators, scales and zero points are left out: they do not move bytes.
     fn add(&mut self, view: &View) {
         match view.op() {
             Op::Source(tensor) => self.add_source(tensor),
             Op::Quantized(value) => {
-                // Where the codes are; what is done to them moves nothing.
+                // Only the position of the codes counts: decoding does not move bytes.
                 let operand = &value.load;
                 self.add_source(&operand.tensor);
                 self.add_numbers(9, view.shape().extents());

@@ -2,16 +2,16 @@
 //!
 //! | stage | value |
 //! | --- | --- |
-//! | `select` | [`Wanted`]: the tensors of the repository that are wanted, and those of an adapter |
+//! | `select` | [`Wanted`]: the selected tensors of the repository, and those of an adapter |
 //! | `choose` | [`Chosen`]: the layout's file, the dtype, the family |
-//! | `draft` | [`Drafted`]: a view for each tensor that the layout makes, and what it told on the way |
-//! | `name` | the drafts that are shown, under the names that they have in the mount |
-//! | `split` | [`LogicalRules`], where specs come from those |
+//! | `draft` | [`Drafted`]: a view for each tensor that the layout makes, and the layout's findings |
+//! | `name` | the drafts that the mount shows, under their names in the mount |
+//! | `split` | [`LogicalRules`], if specs come from logical axes |
 //! | `repository` | the files of `hf/` |
 //! | `assemble` | the [`Plan`], each tensor with its spec |
 //!
-//! What is wrong is collected on the way, so that all problems are reported together. A stage whose value the later ones cannot
-//! do without ends the plan by itself.
+//! The stages collect problems on the way, so that all are reported together. If a later stage needs the value of a
+//! failed stage, the plan ends at that stage.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -36,7 +36,7 @@ use crate::{
     tensor::TensorId,
 };
 
-/// The options of a plan, and what has been found so far.
+/// The options of a plan, and the problems and warnings found so far.
 struct Builder<'a> {
     original: &'a Checkpoint,
     options: &'a ViewOptions,
@@ -44,7 +44,7 @@ struct Builder<'a> {
     warnings: Vec<String>,
 }
 
-/// The tensors that are wanted.
+/// The selected tensors.
 struct Wanted<'a> {
     original: &'a Checkpoint,
     selected: Selected,
@@ -58,12 +58,12 @@ impl Wanted<'_> {
         self.selected.whole.as_ref().unwrap_or(self.original)
     }
 
-    /// Those of them that are wanted.
+    /// The selected ones among them.
     fn part(&self) -> &Checkpoint {
         self.selected.part.as_ref().unwrap_or_else(|| self.whole())
     }
 
-    /// Those, and those of the adapter: what the layout sees.
+    /// The selected tensors and those of the adapter: the input of the layout.
     fn seen(&self) -> &Checkpoint {
         self.adapted.as_ref().unwrap_or_else(|| self.part())
     }
@@ -75,7 +75,7 @@ struct Chosen {
     file: Option<Arc<LayoutFile>>,
     /// Its parameters, as set.
     set: BTreeMap<String, String>,
-    /// What is asked of values.
+    /// The requested dtype and dequantization.
     wish: Wish,
     family: Option<Family>,
     /// Whether a name is one path component.
@@ -94,7 +94,7 @@ struct Drafted {
 }
 
 impl Plan {
-    /// Resolves what the user wants against a checkpoint.
+    /// Resolves the user's request against a checkpoint.
     ///
     /// # Errors
     /// Everything wrong with the plan, at once.
@@ -103,14 +103,14 @@ impl Plan {
     }
 }
 
-/// Resolves what the user wants against a checkpoint.
+/// Resolves the user's request against a checkpoint.
 ///
 /// # Errors
 /// Everything wrong with the plan, at once.
 fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError> {
     let mut raw = BTreeSet::new();
-    // Rules may speak of names that tensors have in the mount, which are known when they are drafted. Each further round has
-    // more tensors raw than the one before.
+    // Rules may match names in the mount, and these names are known only after drafting. Each further round keeps more
+    // tensors raw than the one before.
     loop {
         let mut builder = Builder { original, options, problems: Vec::new(), warnings: Vec::new() };
         let decoded = decoded(original, decodes(options, layout_wish(options)), &raw)?;
@@ -135,7 +135,7 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
     }
 }
 
-/// What the user asks of values.
+/// The dtype and dequantization that the user requests.
 const fn asked(options: &ViewOptions) -> Wish {
     let quantized = match (options.dequantize, options.dtype) {
         (Some(Dequantize::To(dtype)), _) | (Some(Dequantize::Own) | None, Some(dtype)) => Raw::Decoded(Some(dtype)),
@@ -145,7 +145,7 @@ const fn asked(options: &ViewOptions) -> Wish {
     Wish { dtype: options.dtype, quantized }
 }
 
-/// What is asked of values where the layout may ask too: those in the program need floats.
+/// As [`asked`], where the layout may request more: the layouts in the program need floats.
 fn layout_wish(options: &ViewOptions) -> Wish {
     let asked = asked(options);
     match &options.layout {
@@ -155,7 +155,7 @@ fn layout_wish(options: &ViewOptions) -> Wish {
     }
 }
 
-/// The wish of a layout's file, where the user has none.
+/// Adds the request of a layout's file, where the user has none.
 fn with_dtype_of(wish: Wish, file: &LayoutFile, options: &ViewOptions) -> Wish {
     let Some(dtype) = file.dtype().filter(|_| !options.keep_dtype && options.dtype.is_none()) else { return wish };
     let quantized = match options.dequantize {
@@ -170,7 +170,7 @@ fn decodes(options: &ViewOptions, wish: Wish) -> bool {
     wish.quantized != Raw::Shown || options.casts.iter().any(|rule| rule.dtype.is_some())
 }
 
-/// The checkpoint with its quantized tensors decoded, but for those of `raw`; `None` where there is nothing to decode.
+/// The checkpoint with its quantized tensors decoded, except those of `raw`. `None` if there is nothing to decode.
 fn decoded(original: &Checkpoint, decodes: bool, raw: &BTreeSet<TensorId>) -> Result<Option<Checkpoint>, PlanError> {
     if !decodes || original.quantized().tensors.is_empty() {
         return Ok(None);
@@ -187,7 +187,7 @@ impl<'a> Builder<'a> {
         self.problems.push(Problem::File { file: file.to_owned(), reason });
     }
 
-    /// A value, or its default if there are problems instead.
+    /// The value, or its default after its problems were collected.
     fn or_default<T: Default>(&mut self, found: Result<T, Vec<Problem>>) -> T {
         found.unwrap_or_else(|problems| {
             self.problems.extend(problems);
@@ -195,7 +195,7 @@ impl<'a> Builder<'a> {
         })
     }
 
-    /// Of `original`, stored or decoded.
+    /// Selects from `original`, whose tensors are stored or decoded.
     fn select<'b>(&self, original: &'b Checkpoint) -> Result<Wanted<'b>, PlanError>
     where
         'a: 'b,
@@ -232,7 +232,7 @@ impl<'a> Builder<'a> {
         drafted
     }
 
-    /// By a layout of rules.
+    /// Drafts by a layout of rules.
     fn draft_by_rules(
         &mut self,
         file: &LayoutFile,
@@ -266,11 +266,11 @@ impl<'a> Builder<'a> {
         Drafted { drafts: resolved.drafts, params: resolved.params, left_out: resolved.left_out, ..nothing }
     }
 
-    /// By the tables of the model's family, or by the repository's own names.
+    /// Drafts by the tables of the model's family, or by the repository's own names.
     fn draft_by_tables(&mut self, wanted: &Wanted<'_>, chosen: &Chosen, values: &Values<'_>) -> Drafted {
         let (whole, family, options) = (wanted.whole(), chosen.family.as_ref(), self.options);
         let is_canonical = options.layout == Layout::Canonical;
-        // Each of the two goes through all tensors.
+        // The comparison and the drafts each visit all tensors: they run at the same time.
         let compare = || match family {
             Some(family) => expect::compare(whole, family, options),
             None => (expect::survey(whole, options), Vec::new()),
@@ -286,7 +286,7 @@ impl<'a> Builder<'a> {
         Drafted { drafts, family, params: Vec::new(), findings, left_out: Vec::new() }
     }
 
-    /// Chooses what is shown, and renames it.
+    /// Chooses the drafts that the mount shows, and renames them.
     fn name(&mut self, mut drafts: Vec<Draft>, wanted: &Wanted<'_>, chosen: &Chosen) -> Vec<Draft> {
         let options = self.options;
         if chosen.file.is_none() {
@@ -310,7 +310,7 @@ impl<'a> Builder<'a> {
         drafts
     }
 
-    /// The rules by which logical axes are split, if they are; and what is said of rules that split nothing.
+    /// The rules that split logical axes, if specs come from those. Warns of rules and mesh axes that split nothing.
     fn split(&mut self, drafts: &[Draft], wanted: &Wanted<'_>, chosen: &Chosen) -> Option<LogicalRules> {
         let options = self.options;
         let rules = logical_rules(options, chosen.file.as_deref());
@@ -333,7 +333,7 @@ impl<'a> Builder<'a> {
         rules
     }
 
-    /// Leaves tensors whole of which several are packed into one, where a split would cut across them.
+    /// Keeps a tensor whole on every device if it packs several tensors and a split would cut across them.
     fn keep_together(&mut self, mut drafts: Vec<Draft>, by_rules: bool, checkpoint: &Checkpoint) -> Vec<Draft> {
         let options = self.options;
         if !by_rules {
@@ -414,7 +414,7 @@ impl<'a> Builder<'a> {
     }
 }
 
-/// What is decoded, by scheme; dtypes are those by names of the repository.
+/// The decoded tensors by scheme. Dtypes follow the names of the repository.
 fn decoded_by_scheme(checkpoint: &Checkpoint, wish: Wish, options: &ViewOptions) -> Vec<Decoded> {
     let values = Values::new(checkpoint, wish, &options.casts);
     let mut found: BTreeMap<&'static str, Decoded> = BTreeMap::new();
@@ -445,7 +445,7 @@ fn hf_drafts(checkpoint: &Checkpoint, family: Option<Family>, values: &Values<'_
     canonical::hf_drafts(checkpoint, family, generic, values)
 }
 
-/// The adapter that the user wants, if it has a meaning.
+/// The adapter that the user requests, if the layout can show it.
 fn adapter<'a>(checkpoint: &'a Checkpoint, options: &ViewOptions) -> Result<Option<&'a Adapter>, PlanError> {
     let Some(dir) = &options.lora else { return Ok(None) };
     let problem = |reason: String| PlanError::from(Problem::File { file: format!("lora {}", dir.display()), reason });
@@ -468,7 +468,7 @@ fn with_adapter(part: &Checkpoint, adapter: &Adapter) -> Result<Checkpoint, Plan
     })
 }
 
-/// The rules for logical axes, where specs come from those.
+/// The rules for logical axes, if specs come from those.
 fn logical_rules(options: &ViewOptions, file: Option<&LayoutFile>) -> Option<LogicalRules> {
     let wanted = match options.sharding {
         Sharding::Auto => file.is_some_and(LayoutFile::shards_logically),

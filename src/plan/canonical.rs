@@ -1,10 +1,11 @@
 //! The layout `canonical`: generic, for any repository.
 //!
-//! Names of layers become `layers.N.<rest>`, and tensors that several layers have with equal shape and dtype also appear
-//! stacked, as `layers.scanned.<rest>`. Where a name differs in shape from layer to layer, the largest group of equal
-//! layers is stacked and the others stay single. Known families have short names; other names keep their words, less a
-//! leading `model.` and a final `weight` (which stays where the name would otherwise be a directory). A name that is a
-//! directory even so, because another tensor's goes on with a dot, ends in `_self`.
+//! Tensors of layers are named `layers.N.<rest>`. Tensors that several layers have with equal shape and dtype also
+//! appear stacked, as `layers.scanned.<rest>`. Where a shape differs from layer to layer, the largest group of equal
+//! layers is stacked and the other layers stay single. Known families have short names. Other names keep their words,
+//! without a leading `model.` and a final `weight`. The final `weight` stays where the name would otherwise be a
+//! directory. A name that is a directory all the same, because another tensor's name continues it with a dot, ends in
+//! `_self`.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
@@ -30,9 +31,9 @@ use crate::{
 /// Tensors that one thread names at a time.
 const NAMED_TOGETHER: usize = 1024;
 
-/// A part of a source tensor and what it is to be called.
+/// A part of a source tensor, and its name in the layout.
 #[derive(Clone, Debug)]
-struct Named {
+struct NamedPart {
     id: TensorId,
     /// Output prefix, with its final dot.
     prefix: String,
@@ -48,10 +49,10 @@ struct Named {
     experts: Option<usize>,
 }
 
-/// What tensors of all layers and experts have in common: prefix, rest, and whether there is a layer and an expert.
-type Kind<'a> = (&'a str, &'a str, bool, bool);
+/// The common attributes of a tensor in all layers and experts: prefix, rest, and whether it has a layer and an expert.
+type NameKind<'a> = (&'a str, &'a str, bool, bool);
 
-impl Named {
+impl NamedPart {
     fn unscanned(&self) -> String {
         let rest = naming::with_expert(&self.rest, self.expert);
         self.layer
@@ -63,7 +64,7 @@ impl Named {
         naming::without_expert(&self.rest, self.expert.is_some())
     }
 
-    fn kind(&self) -> Kind<'_> {
+    fn kind(&self) -> NameKind<'_> {
         (&self.prefix, &self.rest, self.layer.is_some(), self.expert.is_some())
     }
 
@@ -121,7 +122,7 @@ pub(super) fn drafts(
     };
     let all = tensors.iter().zip(&parsed);
     let predictors = all.filter(|(_, parsed)| is_predictor(parsed)).map(|((id, _), _)| *id).collect();
-    let names = settle_collisions(checkpoint, &mut named);
+    let names = resolve_collisions(checkpoint, &mut named);
     let mut drafts = build(&named, names, values, &predictors, &mut problems);
     if let Some(alias) = tied_head(checkpoint, &named, &drafts) {
         drafts.push(alias);
@@ -129,7 +130,8 @@ pub(super) fn drafts(
     if problems.is_empty() { Ok(drafts) } else { Err(problems) }
 }
 
-/// Drafts of all tensors under the repository's own names, with the roles that canonical names tell.
+/// Drafts of all tensors under the repository's own names, with the roles that the tables give to their canonical
+/// names.
 ///
 /// # Errors
 /// All problems found.
@@ -152,7 +154,8 @@ pub(super) fn hf_drafts(
         let view = namer.name(id, info.name, &parsed, info.shape, &mut named).and_then(|()| values.view(id, dtype));
         match (view, named.first()) {
             (Ok(view), Some(named)) => {
-                // A fused matrix has no rows that belong together under its own name: it is not split by tensor parallelism.
+                // Under its own name, the rows of a fused matrix do not belong together: tensor parallelism does not
+                // split it.
                 let tp = named.tp.filter(|_| named.part.is_none());
                 let roles = Roles { tp, experts: named.experts, ..Roles::default() };
                 if let Some(expert) = named.expert {
@@ -181,7 +184,7 @@ impl Namer<'_> {
         dropped.unwrap_or(prefix).to_owned()
     }
 
-    /// The family's word on a tensor: the output prefix, its role, and the final word of its name.
+    /// The family's entry for a tensor: the output prefix, its role, and the final word of its name.
     fn role<'n>(&self, parsed: &'n Parsed, name: &'n str) -> Option<(String, Role, &'n str)> {
         let family = self.family.as_ref()?;
         if parsed.layer.is_some() {
@@ -208,9 +211,9 @@ impl Namer<'_> {
         name: &str,
         parsed: &Parsed,
         shape: &[u64],
-        named: &mut Vec<Named>,
+        named: &mut Vec<NamedPart>,
     ) -> Result<(), Problem> {
-        let mut out = Named {
+        let mut out = NamedPart {
             id,
             prefix: String::new(),
             layer: parsed.layer,
@@ -267,15 +270,15 @@ impl Namer<'_> {
         suffix: &str,
         name: &str,
         shape: &[u64],
-        whole: &Named,
-        named: &mut Vec<Named>,
+        whole: &NamedPart,
+        named: &mut Vec<NamedPart>,
     ) -> Result<(), Problem> {
         let shares = role.split.iter().map(|(_, share)| {
             let number = share.parse().ok().or_else(|| member::config_number(self.checkpoint, share));
             number.ok_or_else(|| Problem::Config { name: name.to_owned(), member: share.clone() })
         });
         let shares = shares.collect::<Result<Vec<u64>, _>>()?;
-        // The configuration may say anything: products of its numbers need not fit 64 bits.
+        // `config.json` may hold any number: a product of its numbers may exceed 64 bits.
         let total: u128 = shares.iter().copied().map(u128::from).sum();
         let axis = role.split_axis;
         let extent = shape.get(axis).copied().unwrap_or(0);
@@ -294,17 +297,17 @@ impl Namer<'_> {
         for ((short, _), part) in role.split.iter().zip(parts) {
             let stop = start + part;
             let rest = if suffix == "bias" { short.replacen('w', "b", 1) } else { short.clone() };
-            named.push(Named { rest, part: Some((axis, start, stop)), ..whole.clone() });
+            named.push(NamedPart { rest, part: Some((axis, start, stop)), ..whole.clone() });
             start = stop;
         }
         Ok(())
     }
 }
 
-/// Puts back what was dropped from names where two would otherwise meet: a final `weight` where the name is also a
-/// directory, and everything where two tensors would have one name. What still is a directory gets a word of its own.
-/// The unscanned names that result.
-fn settle_collisions(checkpoint: &Checkpoint, named: &mut [Named]) -> Vec<String> {
+/// Restores the dropped parts of names where two names would otherwise collide. A final `weight` is restored where the
+/// name is also a directory, and everything where two tensors would have one name. A name that is a directory even then
+/// gets a word of its own. Returns the unscanned names.
+fn resolve_collisions(checkpoint: &Checkpoint, named: &mut [NamedPart]) -> Vec<String> {
     let mut found = directories(named);
     if !found.is_empty() {
         for n in named.iter_mut().filter(|n| n.weight_dropped) {
@@ -313,7 +316,7 @@ fn settle_collisions(checkpoint: &Checkpoint, named: &mut [Named]) -> Vec<String
             }
         }
     }
-    let unscanned: Vec<String> = named.par_iter().map(Named::unscanned).collect();
+    let unscanned: Vec<String> = named.par_iter().map(NamedPart::unscanned).collect();
     let several = repeated(&unscanned);
     if found.is_empty() && several.is_empty() {
         return unscanned;
@@ -330,43 +333,44 @@ fn settle_collisions(checkpoint: &Checkpoint, named: &mut [Named]) -> Vec<String
             n.rest = format!("{}.{SELF_WORD}", n.rest);
         }
     }
-    named.par_iter().map(Named::unscanned).collect()
+    named.par_iter().map(NamedPart::unscanned).collect()
 }
 
-/// The names that are there more than once.
+/// The names that occur more than once.
 fn repeated(names: &[String]) -> HashSet<&str> {
     let mut seen = HashSet::with_capacity(names.len());
     names.iter().map(String::as_str).filter(|name| !seen.insert(*name)).collect()
 }
 
-/// The paths of names that other names go on from. They are alike in all layers, so that these still stack; and layers and
-/// experts are many, while their kinds of names are few.
-fn directories(named: &[Named]) -> HashSet<String> {
-    let parts: Vec<HashSet<Kind<'_>>> =
-        named.par_chunks(NAMED_TOGETHER).map(|part| part.iter().map(Named::kind).collect()).collect();
-    let kinds: HashSet<Kind<'_>> = parts.into_iter().flatten().collect();
+/// The paths of names that other names continue. They are alike in all layers, so that these still stack. Layers and
+/// experts are many, but the kinds of their names are few.
+fn directories(named: &[NamedPart]) -> HashSet<String> {
+    let parts: Vec<HashSet<NameKind<'_>>> =
+        named.par_chunks(NAMED_TOGETHER).map(|part| part.iter().map(NamedPart::kind).collect()).collect();
+    let kinds: HashSet<NameKind<'_>> = parts.into_iter().flatten().collect();
     let all: BTreeSet<String> = kinds.into_iter().flat_map(paths).collect();
     let holds = |(path, next): &(&String, &String)| next.starts_with(path.as_str());
     all.iter().zip(all.iter().skip(1)).filter(holds).map(|(path, _)| path.clone()).collect()
 }
 
-/// Where tensors of a kind are as directories, numbers of layers left out: one by one, and stacked over experts.
-fn paths((prefix, rest, in_layer, single): Kind<'_>) -> [String; 2] {
+/// The paths at which tensors of a kind would be directories, without layer numbers: one by one, and stacked over
+/// experts.
+fn paths((prefix, rest, in_layer, single): NameKind<'_>) -> [String; 2] {
     let stem = format!("{prefix}{}", if in_layer { "layers." } else { "" });
     [format!("{stem}{rest}."), format!("{stem}{}.", naming::without_expert(rest, single))]
 }
 
-struct Member {
+struct StackMember {
     layer: u64,
     expert: Option<u64>,
     view: View,
     at: usize,
 }
 
-/// Drafts of what has names, of which `names` are the unscanned ones, and of its stacks, which are without the tensors of
-/// `predictors`.
+/// Drafts of the named tensors, of which `names` are the unscanned names, and of their stacks. The stacks leave out the
+/// tensors of `predictors`.
 fn build(
-    named: &[Named],
+    named: &[NamedPart],
     names: Vec<String>,
     values: &Values<'_>,
     predictors: &HashSet<TensorId>,
@@ -383,7 +387,7 @@ fn build(
         })
         .collect();
     let mut drafts: Vec<Draft> = Vec::with_capacity(named.len());
-    let mut groups: BTreeMap<(&str, &str), Vec<Member>> = BTreeMap::new();
+    let mut groups: BTreeMap<(&str, &str), Vec<StackMember>> = BTreeMap::new();
     let mut experts: HashMap<(&str, &str), u64> = HashMap::new();
     for n in named {
         if let Some(expert) = n.expert {
@@ -407,14 +411,14 @@ fn build(
             }
         };
         if let Some(layer) = n.layer.filter(|_| !predictors.contains(&n.id)) {
-            let member = Member { layer, expert: n.expert, view: view.clone(), at: drafts.len() };
+            let member = StackMember { layer, expert: n.expert, view: view.clone(), at: drafts.len() };
             groups.entry((&n.prefix, &n.rest)).or_default().push(member);
         }
         let expert = n.expert.map(|expert| (expert, experts[&(n.prefix.as_str(), n.rest.as_str())]));
         let roles = Roles { stacked: 0, tp: n.tp, experts: n.experts, expert, logical: Vec::new() };
         drafts.push(Draft { name, view, roles, bundled: Bundled::ALWAYS, layers: None });
     }
-    // A stack whose name is taken is not made: by a tensor that is called so, or by the stack of experts that are one tensor.
+    // A stack is left out if its name is taken: by a tensor of that name, or by a stack of experts that is one tensor.
     let mut taken: HashSet<String> =
         drafts.iter().filter(|draft| draft.name.contains("layers.scanned.")).map(|draft| draft.name.clone()).collect();
     let mut groups: Vec<_> = groups
@@ -436,23 +440,23 @@ fn build(
     drafts
 }
 
-/// Stacks the largest group of layers whose members are alike, and takes those out of the scanned bundles.
-fn scan(name: &str, mut members: Vec<Member>, drafts: &mut [Draft]) -> Result<Option<Draft>, Problem> {
+/// Stacks the largest group of layers whose members are alike, and removes their tensors from the scanned bundles.
+fn scan(name: &str, mut members: Vec<StackMember>, drafts: &mut [Draft]) -> Result<Option<Draft>, Problem> {
     members.sort_by_key(|member| (member.layer, member.expert));
-    let layers: Vec<&[Member]> = members.chunk_by(|a, b| a.layer == b.layer).collect();
-    let alike = |a: &[Member], b: &[Member]| {
+    let layers: Vec<&[StackMember]> = members.chunk_by(|a, b| a.layer == b.layer).collect();
+    let alike = |a: &[StackMember], b: &[StackMember]| {
         a.len() == b.len() && a[0].view.dtype() == b[0].view.dtype() && a[0].view.shape() == b[0].view.shape()
     };
     // Within a layer: experts 0, 1, … without a gap, all of one shape and dtype.
-    let regular = |layer: &[Member]| {
+    let regular = |layer: &[StackMember]| {
         layer.iter().zip(0u64..).all(|(member, index)| {
             member.expert.is_none_or(|expert| expert == index)
                 && member.view.dtype() == layer[0].view.dtype()
                 && member.view.shape() == layer[0].view.shape()
         }) && (layer[0].expert.is_some() || layer.len() == 1)
     };
-    let layers: Vec<&[Member]> = layers.into_iter().filter(|layer| regular(layer)).collect();
-    let mut kinds: Vec<Vec<&[Member]>> = Vec::new();
+    let layers: Vec<&[StackMember]> = layers.into_iter().filter(|layer| regular(layer)).collect();
+    let mut kinds: Vec<Vec<&[StackMember]>> = Vec::new();
     for layer in layers {
         match kinds.iter_mut().find(|kind| alike(kind[0], layer)) {
             Some(kind) => kind.push(layer),
@@ -468,7 +472,7 @@ fn scan(name: &str, mut members: Vec<Member>, drafts: &mut [Draft]) -> Result<Op
         return Ok(None);
     }
     let views = largest.iter().map(|layer| match layer {
-        [Member { expert: None, view, .. }] => Ok(view.clone()),
+        [StackMember { expert: None, view, .. }] => Ok(view.clone()),
         experts => View::stack(0, &experts.iter().map(|member| member.view.clone()).collect::<Vec<_>>()),
     });
     let views = views.collect::<Result<Vec<_>, _>>().map_err(named)?;
@@ -490,8 +494,8 @@ fn scan(name: &str, mut members: Vec<Member>, drafts: &mut [Draft]) -> Result<Op
     Ok(Some(Draft { name: name.to_owned(), view, roles, bundled, layers: Some(layers) }))
 }
 
-/// The output head, where it is the embedding and the repository does not store it again.
-fn tied_head(checkpoint: &Checkpoint, named: &[Named], drafts: &[Draft]) -> Option<Draft> {
+/// The output head, if it is the embedding and the repository does not store it again.
+fn tied_head(checkpoint: &Checkpoint, named: &[NamedPart], drafts: &[Draft]) -> Option<Draft> {
     let (head, embedding) = names::tied_head(checkpoint)?;
     let id = checkpoint.find(&embedding)?;
     let embedding = named.iter().find(|n| n.id == id)?.unscanned();

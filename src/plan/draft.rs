@@ -1,5 +1,5 @@
-//! What a layout proposes: named views, with what is known of the meaning of their axes. Sharding rules turn drafts into
-//! the plan's tensors.
+//! The output of a layout: named views, with the meaning of their axes. Sharding rules turn drafts into the plan's
+//! tensors.
 
 use std::sync::Arc;
 
@@ -12,15 +12,15 @@ pub struct Draft {
     pub name: String,
     /// The view.
     pub view: View,
-    /// What its axes mean.
+    /// The meaning of its axes.
     pub roles: Roles,
-    /// In which of the formats that bundle tensors it is.
+    /// The bundles that hold it.
     pub bundled: Bundled,
     /// Numbers of the layers stacked on axis 0, for a stack.
     pub layers: Option<Arc<[u64]>>,
 }
 
-/// In which bundles a tensor is; the raw tree has it in any case.
+/// The bundles that hold a tensor. The raw tree holds it in any case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bundled {
     /// In bundles with layers stacked.
@@ -39,7 +39,7 @@ impl Bundled {
 /// Meaning of a view's axes, for rules that shard by role.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Roles {
-    /// Leading axes that layers or experts were stacked on; the rest are those of the unstacked tensor.
+    /// Number of leading axes made by stacking layers or experts. The other axes are those of the unstacked tensor.
     pub stacked: usize,
     /// Axis that tensor parallelism splits.
     pub tp: Option<usize>,

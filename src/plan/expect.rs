@@ -1,11 +1,12 @@
-//! What a complete model of a known family must have, and which of a repository's names no table knows.
+//! The tensors that a complete model of a known family must have, and the names of a repository that no table knows.
 //!
-//! Families list what `config.json` makes certain, and no more: a name that is expected here is in every complete model. What
-//! is missing is refused, and with it the names that no table knows, for one is probably the other, misspelt. Where nothing
-//! is missing, unknown names are only reported, since a generic layout serves any tensor.
+//! A family lists only what `config.json` makes certain: every complete model has the names that are expected here.
+//! Missing names are refused, and the names that no table knows with them, because one is probably the other, misspelt.
+//! Without a missing name, unknown names are only reported, since a generic layout serves any tensor.
 //!
-//! A repository may be something else than its `model_type` says: a class or code of its own, the names of another program, a
-//! draft model that shares the rest with its target. Then nothing is certain, and what is missing is reported too.
+//! A repository may differ from its `model_type`: it may have a class or code of its own, or the names of another
+//! program. It may also be a draft model, which shares the other tensors with its target. Then nothing is certain, and
+//! missing names are only reported too.
 
 use std::collections::BTreeSet;
 
@@ -25,8 +26,8 @@ use super::{
 };
 use crate::checkpoint::{Checkpoint, Experts, FileRole};
 
-/// Tensors that one thread looks at together.
-const SURVEYED_TOGETHER: usize = 1024;
+/// Tensors that one thread compares together.
+const SCANNED_TOGETHER: usize = 1024;
 
 /// `config.json` for conditions, and the number of the layer as `l`.
 struct Condition<'a> {
@@ -36,7 +37,7 @@ struct Condition<'a> {
 
 impl Names for Condition<'_> {
     fn mesh(&self, _axis: &str) -> Option<u64> {
-        // What a repository must have does not depend on the devices.
+        // The required tensors do not depend on the devices.
         None
     }
 
@@ -70,7 +71,7 @@ fn evaluate(expression: &str, checkpoint: &Checkpoint, layer: Option<u64>) -> Op
     expression.eval(&Condition { checkpoint, layer }).ok()
 }
 
-/// Whether an expectation holds for a layer. One that cannot be told does not.
+/// Whether an expectation holds for a layer. It does not if its condition cannot be evaluated.
 fn holds(expectation: &Expectation, checkpoint: &Checkpoint, layer: Option<u64>) -> bool {
     if let (Some(list), Some(layer)) = (&expectation.unless_listed, layer) {
         let listed = member(checkpoint, std::slice::from_ref(list)).and_then(Json::as_array);
@@ -83,33 +84,33 @@ fn holds(expectation: &Expectation, checkpoint: &Checkpoint, layer: Option<u64>)
 }
 
 /// A repository's tensors, seen through its family's tables.
-struct Survey<'a> {
+struct FamilyScan<'a> {
     checkpoint: &'a Checkpoint,
     family: &'a Family,
-    /// What stands before the text model's names.
+    /// The prefix of the text model's names.
     prefix: String,
-    /// Layers of which there is anything.
+    /// Layers of which the repository has at least one tensor.
     layers: BTreeSet<u64>,
     /// Names of all tensors, numbers as `*`.
     stems: BTreeSet<String>,
-    /// Names that no table knows, towers and additional predictors aside.
+    /// Names that no table knows, except those of towers and additional predictors.
     unknown: Vec<&'a str>,
 }
 
-impl<'a> Survey<'a> {
+impl<'a> FamilyScan<'a> {
     fn new(checkpoint: &'a Checkpoint, family: &'a Family) -> Option<Self> {
         let prefix = select::text_prefix(checkpoint, Some(family))?;
         let words = Generic::load().expect("the file is in the program, and a test reads it").words;
         let (layers, stems, unknown) = (BTreeSet::new(), BTreeSet::new(), Vec::new());
-        let mut survey = Self { checkpoint, family, prefix, layers, stems, unknown };
+        let mut scan = Self { checkpoint, family, prefix, layers, stems, unknown };
         let names: Vec<&str> = checkpoint.tensors().map(|(_, info)| info.name).collect();
-        let parts: Vec<_> = names.par_chunks(SURVEYED_TOGETHER).map(|names| survey.part(names, &words)).collect();
+        let parts: Vec<_> = names.par_chunks(SCANNED_TOGETHER).map(|names| scan.part(names, &words)).collect();
         for (layers, stems, unknown) in parts {
-            survey.layers.extend(layers);
-            survey.stems.extend(stems);
-            survey.unknown.extend(unknown);
+            scan.layers.extend(layers);
+            scan.stems.extend(stems);
+            scan.unknown.extend(unknown);
         }
-        Some(survey)
+        Some(scan)
     }
 
     /// Layers, stems and unknown names among `names`.
@@ -129,15 +130,15 @@ impl<'a> Survey<'a> {
         (layers, stems, unknown)
     }
 
-    /// Whether quantization, where there is any, leaves the names of weights as they are.
+    /// Whether weights keep their names under quantization, if there is any.
     fn keeps_names(&self) -> bool {
         let quantization = &self.checkpoint.dialect().quantization;
-        // The tables of gpt-oss know its codes.
+        // The tables of gpt-oss have the names of its codes.
         let has_codes = quantization.has("mxfp4");
         quantization.unsupported.is_empty() && (has_codes || self.checkpoint.keeps_names())
     }
 
-    /// Why the repository may be something else than its `model_type` says.
+    /// The reason why the repository may differ from its `model_type`.
     fn doubt(&self) -> Option<String> {
         let (checkpoint, family) = (self.checkpoint, self.family);
         let dialect = checkpoint.dialect();
@@ -150,7 +151,7 @@ impl<'a> Survey<'a> {
         if metadata.any(|(key, value)| key == "format" && value == "mlx") {
             return Some("the files are MLX's, which has names of its own".to_owned());
         }
-        // The class of a whole that has a text model in it says nothing of that.
+        // A class for a whole model with a text model in it does not describe the text model.
         if dialect.text_config.is_none()
             && !dialect.architectures.is_empty()
             && !dialect.architectures.iter().any(|class| family.has_class(class))
@@ -171,7 +172,7 @@ impl<'a> Survey<'a> {
         (unknown.len() * 2 > all).then(|| "most names of its layers are of another kind".to_owned())
     }
 
-    /// Names that a complete model has, possibly several times; none where nothing can be told.
+    /// Names of a complete model, with repetitions. Empty if nothing is certain.
     fn expected(&self) -> Vec<String> {
         let (checkpoint, family, prefix) = (self.checkpoint, self.family, &self.prefix);
         let dialect = checkpoint.dialect();
@@ -191,7 +192,8 @@ impl<'a> Survey<'a> {
                 Some(_) if !matches!(dialect.experts, Experts::Single { .. }) => continue,
                 Some(count) => {
                     let count = evaluate(count, checkpoint, None).and_then(|count| count.natural("experts").ok());
-                    // config.json may say any number; many more than there are tensors need not be told one by one.
+                    // `config.json` may hold any number. The list stops soon after the number of tensors in the
+                    // repository.
                     let told = 16 * checkpoint.tensors().len() as u64 / declared.max(1) + 16;
                     count.unwrap_or(0).min(told)
                 }
@@ -212,24 +214,24 @@ impl<'a> Survey<'a> {
             }
         }
         if !names.is_empty() {
-            self.settle_ends(&mut names);
+            self.resolve_ends(&mut names);
         }
         names
     }
 
-    /// The embedding and the output head, either of which may stand for both.
-    fn settle_ends(&self, names: &mut Vec<String>) {
+    /// The embedding and the output head. If they are tied, either one is enough.
+    fn resolve_ends(&self, names: &mut Vec<String>) {
         let dialect = self.checkpoint.dialect();
         let embedding = format!("{}embed_tokens.weight", self.prefix);
         if dialect.has_lm_head {
-            // Of tied weights some programs keep the head.
+            // Some programs store the head of tied weights.
             if dialect.tied {
                 names.retain(|name| *name != embedding);
             }
             return;
         }
-        // Base models are published without a head under the class and configuration of the causal model. It is missed only
-        // where another tensor may be it, by its shape.
+        // Base models are published without a head under the class and configuration of the causal model. A missing
+        // head is reported only if the shape of another tensor suggests that it is the head.
         let shape = self.checkpoint.find(&embedding).map(|id| self.checkpoint.tensor(id).shape.to_vec());
         let mut unknown = self.unknown.iter().filter_map(|name| self.checkpoint.find(name));
         let is_head = |id| Some(self.checkpoint.tensor(id).shape) == shape.as_deref();
@@ -242,7 +244,7 @@ impl<'a> Survey<'a> {
         self.checkpoint.dialect().architectures.iter().any(|class| class.ends_with("ForCausalLM"))
     }
 
-    /// What may well be meant to be missing.
+    /// An absence that may be intended.
     fn remark(&self) -> Option<String> {
         let dialect = self.checkpoint.dialect();
         let headless = self.is_causal() && dialect.tied_declared == Some(false) && !dialect.has_lm_head;
@@ -250,25 +252,25 @@ impl<'a> Survey<'a> {
     }
 }
 
-/// What is not as a family's tables say, as far as it is not refused.
+/// The differences from a family's tables that are not refused.
 #[derive(Debug, Default)]
 pub(super) struct Findings {
     pub(super) missing: Vec<NameGroup>,
     pub(super) unexpected: Vec<NameGroup>,
     /// Differences between layers that nothing explains.
     pub(super) holes: Vec<Hole>,
-    /// What is worth a warning.
+    /// A warning about the whole repository.
     pub(super) warning: Option<String>,
 }
 
-/// Compares a repository with its family's tables: what is to be told, and what is refused.
+/// Compares a repository with its family's tables. Returns the differences to report, and those to refuse.
 pub(super) fn compare(checkpoint: &Checkpoint, family: &Family, options: &ViewOptions) -> (Findings, Vec<Problem>) {
     let nothing = || (Findings::default(), Vec::new());
-    let Some(survey) = Survey::new(checkpoint, family) else { return nothing() };
+    let Some(scan) = FamilyScan::new(checkpoint, family) else { return nothing() };
     let words = Generic::load().expect("the file is in the program, and a test reads it").words;
-    let expected = survey.expected();
-    // A layer of which nothing is there is reported as such.
-    let in_missing_layer = |parsed: &Parsed| parsed.layer.is_some_and(|layer| !survey.layers.contains(&layer));
+    let expected = scan.expected();
+    // A layer without any tensor is reported elsewhere, as a missing layer.
+    let in_missing_layer = |parsed: &Parsed| parsed.layer.is_some_and(|layer| !scan.layers.contains(&layer));
     let mut lost: Vec<&str> = expected
         .par_iter()
         .map(String::as_str)
@@ -277,16 +279,16 @@ pub(super) fn compare(checkpoint: &Checkpoint, family: &Family, options: &ViewOp
         .collect();
     lost.sort_unstable();
     lost.dedup();
-    let strange: BTreeSet<String> = survey.unknown.iter().map(|name| stars(name)).collect();
+    let strange: BTreeSet<String> = scan.unknown.iter().map(|name| stars(name)).collect();
     let gone: BTreeSet<String> = lost.iter().map(|name| stars(name)).collect();
-    // What is known is near to something only where something is not.
-    let of_use = expected.iter().filter(|_| !survey.unknown.is_empty());
+    // Known names serve as hints only if there are unknown names.
+    let of_use = expected.iter().filter(|_| !scan.unknown.is_empty());
     let mut known: BTreeSet<String> = of_use.map(|name| stars(name)).collect();
-    known.extend(family.stems().map(|stem| format!("{}{stem}", survey.prefix)));
-    // What is expected and missing is told already.
+    known.extend(family.stems().map(|stem| format!("{}{stem}", scan.prefix)));
+    // The missing names are reported already.
     let mut holes = holes(checkpoint, Some(family), options);
     holes.retain(|hole| lost.binary_search(&hole.example.as_str()).is_err());
-    let doubt = if lost.is_empty() && holes.is_empty() { None } else { survey.doubt() };
+    let doubt = if lost.is_empty() && holes.is_empty() { None } else { scan.doubt() };
     let is_sure = doubt.is_none() && checkpoint.dialect().quantization.is_none();
     let (holes, differing): (Vec<Hole>, Vec<Hole>) = holes.into_iter().partition(|hole| {
         !is_sure || !hole.of_text || is_buffer(&hole.example) || options.allow_missing.accepts(&hole.example)
@@ -294,12 +296,12 @@ pub(super) fn compare(checkpoint: &Checkpoint, family: &Family, options: &ViewOp
     let (allowed, refused): (Vec<&str>, Vec<&str>) =
         lost.into_iter().partition(|name| doubt.is_some() || options.allow_missing.accepts(name));
     let (listed, misspelt): (Vec<&str>, Vec<&str>) =
-        survey.unknown.iter().partition(|name| refused.is_empty() || options.allow_unmapped.accepts(name));
+        scan.unknown.iter().partition(|name| refused.is_empty() || options.allow_unmapped.accepts(name));
     let mut problems: Vec<Problem> = fold(refused, &[&strange]).into_iter().map(Problem::missing).collect();
     problems.extend(fold(misspelt, &[&gone, &known]).into_iter().map(|group| Problem::UnexpectedTensor { group }));
     problems.extend(differing.into_iter().map(|hole| Problem::Hole { hole }));
     let warning = doubt.filter(|_| !allowed.is_empty()).map_or_else(
-        || survey.remark().filter(|_| !expected.is_empty()),
+        || scan.remark().filter(|_| !expected.is_empty()),
         |doubt| Some(format!("{} tensors of a complete model are missing; not refused, as {doubt}", allowed.len())),
     );
     let findings =
@@ -307,17 +309,18 @@ pub(super) fn compare(checkpoint: &Checkpoint, family: &Family, options: &ViewOp
     (findings, problems)
 }
 
-/// Whether a tensor can be computed from `config.json`: some programs store it in the layers that they have touched.
+/// Whether a tensor can be computed from `config.json`. Some programs store such tensors, but only in the layers that
+/// they have touched.
 fn is_buffer(name: &str) -> bool {
     name.ends_with(".inv_freq")
 }
 
-/// What is told of a repository of no known family.
+/// The findings for a repository of no known family.
 pub(super) fn survey(checkpoint: &Checkpoint, options: &ViewOptions) -> Findings {
     Findings { holes: holes(checkpoint, None, options), ..Findings::default() }
 }
 
-/// Differences between layers that nothing explains, as far as they are wanted.
+/// The differences between layers that nothing explains, among the selected tensors.
 fn holes(checkpoint: &Checkpoint, family: Option<&Family>, options: &ViewOptions) -> Vec<Hole> {
     let mut holes = holes::find(checkpoint, family);
     holes.retain(|hole| options.subset.wants(&hole.example));

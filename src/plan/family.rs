@@ -9,7 +9,7 @@ use serde::Deserialize;
 pub use super::naming::Words;
 use super::naming::{self, Parsed};
 
-/// The families' files, by name. The last is what is assumed of any repository.
+/// The families' files, by name. The last one applies to any repository.
 const FILES: &[(&str, &str)] = &[
     ("llama", include_str!("families/llama.toml")),
     ("olmo", include_str!("families/olmo.toml")),
@@ -23,7 +23,7 @@ const FILES: &[(&str, &str)] = &[
     ("generic", include_str!("families/generic.toml")),
 ];
 
-/// What a family says of one tensor.
+/// The role of one tensor in a family.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Role {
@@ -44,26 +44,26 @@ pub struct Role {
     pub split_axis: usize,
 }
 
-/// Tensors that a complete model has for certain.
+/// Tensors that every complete model has.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Expectation {
-    /// The model types that it holds for; all of the family's if there are none.
+    /// The model types to which it applies. An empty list means all of the family's.
     #[serde(default)]
     pub model_types: Vec<String>,
     /// A condition over `config.json` and the number `l` of the layer.
     pub when: Option<String>,
-    /// A list in `config.json` of layers for which it does not hold.
+    /// A member of `config.json` that lists the layers to which it does not apply.
     pub unless_listed: Option<String>,
     /// Names outside the layers, after the text model's prefix.
     #[serde(default)]
     pub top: Vec<String>,
-    /// Names within each layer; `*` stands for an expert's number.
+    /// Names within each layer. `*` stands for an expert's number.
     #[serde(default)]
     pub layer: Vec<String>,
-    /// How many experts there are, as an expression over `config.json`, where names are those of single ones.
+    /// The number of experts, as an expression over `config.json`. Given if the names are those of single experts.
     pub experts: Option<String>,
-    /// Whether names of layers are expected only if some layer has them: what one has, all have.
+    /// Whether a name in the layers is expected only if some layer has it: then all layers must have it.
     #[serde(default)]
     pub if_any: bool,
 }
@@ -103,17 +103,17 @@ struct FamilyFile {
 pub struct Family {
     /// Its name.
     pub name: String,
-    /// What may stand before the text model's names; other prefixes keep their words.
+    /// Possible prefixes of the text model's names. Other prefixes keep their words.
     pub prefixes: Vec<String>,
     /// Prefixes that are left out of names, besides `model.`.
     pub dropped_prefixes: Vec<String>,
-    /// What stands before the number of a layer of the text model.
+    /// The words before a layer's number in the text model.
     pub layers: String,
-    /// How the classes of its models begin in transformers; not inherited.
+    /// The first part of the names of its models' classes in transformers. Not inherited.
     pub classes: Vec<String>,
-    /// Whether its own repositories bring code, which says nothing then; not inherited.
+    /// Whether its own repositories bring code. Code then says nothing about the model. Not inherited.
     pub own_code: bool,
-    /// Names, after the prefix, of what only draft models have that go by the model type of their target.
+    /// Names, after the prefix, that only draft models have. Such models carry the model type of their target.
     pub unlike: Vec<String>,
     /// What a complete model has; not inherited.
     pub expect: Vec<Expectation>,
@@ -122,7 +122,7 @@ pub struct Family {
     layer_if: BTreeMap<String, BTreeMap<String, Role>>,
 }
 
-/// How the names of transformers' classes go on after the model's own name, where the class has the whole model in it.
+/// The ends of the names of transformers' classes, after the model's own name, if the class holds the whole model.
 const CLASS_ENDINGS: [&str; 11] = [
     "Model",
     "TextModel",
@@ -137,13 +137,13 @@ const CLASS_ENDINGS: [&str; 11] = [
     "ForPreTraining",
 ];
 
-/// Why the family files are unusable: only ever an error in this program.
+/// Why the family files are unusable. This is always an error in this program.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("family {family}: {reason}")]
 pub struct FamilyError {
     /// The file's name.
     pub family: String,
-    /// What is wrong.
+    /// The reason.
     pub reason: String,
 }
 
@@ -204,7 +204,7 @@ impl Family {
         FILES.iter().map(|(name, _)| *name).filter(|name| *name != "generic")
     }
 
-    /// What the family says of a tensor outside the layers, by its name without prefix and final word.
+    /// The role of a tensor outside the layers, by its name without prefix and final word.
     pub fn top(&self, stem: &str) -> Option<&Role> {
         self.top.get(stem)
     }
@@ -235,15 +235,15 @@ impl Family {
         self.top.keys().map(|stem| format!("{stem}.weight")).chain(layers)
     }
 
-    /// What the family says of a layer's tensor, by its name in the layer without the final word; `*` stands for an
-    /// expert's number. `has` tells whether the layers have tensors of another stem.
+    /// The role of a layer's tensor, by its name in the layer without the final word. `*` stands for an expert's
+    /// number. `has` tells whether the layers have tensors of another stem.
     pub fn layer(&self, stem: &str, has: &dyn Fn(&str) -> bool) -> Option<&Role> {
         let mut special = self.layer_if.iter().filter(|(condition, _)| has(condition));
         special.find_map(|(_, roles)| roles.get(stem)).or_else(|| self.layer.get(stem))
     }
 }
 
-/// What is assumed of any repository: the words that show layers and experts, and the usual tensor-parallel roles.
+/// The assumptions for any repository: the words that mark layers and experts, and the usual tensor-parallel roles.
 #[derive(Clone, Debug)]
 pub struct Generic {
     /// The words.

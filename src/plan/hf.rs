@@ -1,7 +1,7 @@
-//! The plan of `hf/`: the repository's own files, their tensors with values as wanted.
+//! The plan of `hf/`: the repository's own files, with the requested values in their tensors.
 //!
-//! Files that do not change are the originals. A weight file with converted tensors keeps its name and the order of its
-//! tensors; the index and `config.json` are rewritten to tell the truth about it.
+//! A file that does not change is the original. A weight file with converted tensors keeps its name and the order of
+//! its tensors. The index and `config.json` are rewritten to describe the converted files.
 
 use std::collections::HashMap;
 
@@ -24,11 +24,11 @@ use crate::{
 pub struct HfFile {
     /// Path relative to `hf/`, with `/` between components.
     pub path: String,
-    /// What is in it.
+    /// Its content.
     pub content: HfContent,
 }
 
-/// What is in a file of `hf/`.
+/// The content of a file of `hf/`.
 #[derive(Clone, Debug)]
 pub enum HfContent {
     /// The repository's file as it is.
@@ -44,7 +44,8 @@ pub enum HfContent {
     },
 }
 
-/// Plans `hf/` of the part that `values` are of. `original` is the whole repository under its own names.
+/// Plans `hf/` for the part of the repository that `values` covers. `original` is the whole repository under its own
+/// names.
 ///
 /// # Errors
 /// Every problem with a tensor's values or name.
@@ -153,13 +154,13 @@ pub(super) fn plan(
     if problems.is_empty() { Ok(files) } else { Err(problems) }
 }
 
-/// Bytes of all these tensors.
+/// Bytes of these tensors together.
 fn total_bytes(shown: &[(TensorId, String, View)]) -> u64 {
     const FITS: &str = "sources have at most 2^58 bytes, and decoding codes of 2 bits makes at most 32 times as many";
     shown.iter().map(|(_, _, view)| view.bytes().expect(FITS)).sum()
 }
 
-/// The files that `hf/` has at most.
+/// Most files that `hf/` can have.
 fn originals(checkpoint: &Checkpoint) -> impl Iterator<Item = (&FileRole, &str, FileId)> {
     let files = checkpoint.files().iter();
     files
@@ -180,7 +181,7 @@ fn metadata(checkpoint: &Checkpoint, file: FileId) -> Vec<(String, String)> {
     metadata
 }
 
-/// `config.json` with the dtype that the weights now have, and without a quantization that was undone.
+/// `config.json` with the present dtype of the weights, and without a quantization that was decoded.
 fn truthful_config(config: &Value, checkpoint: &Checkpoint, values: &Values<'_>) -> Value {
     let mut config = config.clone();
     let decoded = checkpoint.tensors().find_map(|(_, info)| info.quantized());
@@ -222,7 +223,7 @@ fn torch_name(dtype: DType) -> Option<&'static str> {
 /// Longest index that is rewritten, in bytes.
 const INDEX_BYTES_MAX: u64 = 256 << 20;
 
-/// The index with the tensors that there are now, in the order of the original and its size as it now is.
+/// The index with the present tensors, in the order of the original, and with the present total size.
 fn index(
     checkpoint: &Checkpoint,
     path: &str,
@@ -240,7 +241,7 @@ fn index(
     let mut index = json::parse(&bytes).map_err(|error| problem(error.to_string()))?;
     let Some(map) = index.get_mut("weight_map").and_then(Value::as_object_mut) else { return Ok(None) };
     let new: HashMap<&str, &str> = weight_map.iter().map(|(name, file)| (name.as_str(), file.as_str())).collect();
-    // Names that stay keep their places; the others follow.
+    // Unchanged names keep their places. New names follow.
     map.retain(|name, _| new.contains_key(name.as_str()));
     for (name, file) in weight_map {
         map.entry(name.as_str()).or_insert_with(|| json!(file));

@@ -1,20 +1,21 @@
-//! What is told of a tensor that some layers lack.
+//! The report of a tensor that some layers lack.
 
 use std::collections::BTreeSet;
 
 use super::name_group::{NameGroup, ranges};
 use crate::tensor::Shape;
 
-/// A tensor that some layers lack, or have in another shape, though nothing says why.
+/// A tensor that some layers lack or have in another shape, without a reason in the pattern of layers or in
+/// `config.json`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hole {
-    /// Its name, with `*` for the layer; of several experts, as a group.
+    /// Its name, with `*` for the layer. Several experts are one group.
     pub group: NameGroup,
     /// Layers that have it.
     pub present: BTreeSet<u64>,
     /// Layers that lack it or have it in another shape.
     pub absent: BTreeSet<u64>,
-    /// The usual shape and that of the first layer that differs, if it is a matter of shapes.
+    /// The usual shape and the shape in the first layer that differs, if the layers differ in shape.
     pub shapes: Option<(Shape, Shape)>,
     /// The first of the tensors that are missing or have another shape.
     pub example: String,

@@ -1,8 +1,9 @@
-//! Layers that lack a tensor which their neighbours have, or have it in another shape.
+//! Layers that lack a tensor of their neighbours, or have it in another shape.
 //!
-//! Layers of one model differ for good reasons: the first ones are dense, every sixth attends to everything, kinds of attention
-//! take turns. Such differences are runs at either end, or repeat, or follow a list in `config.json`, or the layers have
-//! something else instead. What is none of these is a hole: a stack of the layers would be shorter than the model.
+//! Layers of one model differ for good reasons: the first ones are dense, every sixth attends to everything, or kinds
+//! of attention alternate. Such differences are runs at either end, or repeat, or follow a list in `config.json`, or
+//! the layers have another tensor instead. Any other difference is a hole: a stack of the layers would be shorter than
+//! the model.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -20,13 +21,13 @@ use crate::{
     tensor::{Shape, TensorId},
 };
 
-/// Tensors of one name but for the layer: layers and tensors, by layer.
+/// Tensors whose names differ only in the layer: layers and tensors, by layer.
 type Members = Vec<(u64, TensorId)>;
 
-/// Most values that a list with an entry per layer may have to tell kinds of layers.
+/// Most distinct values in a list with one entry per layer, if the list marks kinds of layers.
 const KINDS_MAX: usize = 8;
 
-/// Last words of names that hold a matrix under some quantization.
+/// Last words of the names of quantized matrices.
 const PACKED_WORDS: [&str; 3] = ["qweight", "weight_packed", "W_q"];
 
 /// All holes, by name.
@@ -50,7 +51,7 @@ pub(super) fn find(checkpoint: &Checkpoint, family: Option<&Family>) -> Vec<Hole
         let of_text = text.as_deref() == Some(parsed.prefix.as_str());
         stems.entry((stem, of_text)).or_default().entry(rest).or_default().push((layer, id));
     }
-    let lists = Lists::of(checkpoint);
+    let lists = LayerLists::of(checkpoint);
     let mut found: Vec<Hole> = stems
         .into_iter()
         .flat_map(|((stem, of_text), kinds)| {
@@ -61,8 +62,8 @@ pub(super) fn find(checkpoint: &Checkpoint, family: Option<&Family>) -> Vec<Hole
     found
 }
 
-/// What is compared from layer to layer. Under quantization some modules are packed and others are not: then a module's
-/// matrix counts by any of its names, and what else is packed with it does not.
+/// The name by which layers are compared. Under quantization some modules are packed and others are not. A module's
+/// matrix then counts under any of its names, and the other tensors of the packed module do not count.
 fn kind(rest: &str, quantized: bool) -> Option<String> {
     if !quantized {
         return Some(rest.to_owned());
@@ -76,17 +77,17 @@ fn kind(rest: &str, quantized: bool) -> Option<String> {
 
 struct Stem<'a> {
     checkpoint: &'a Checkpoint,
-    /// What stands before the layer's number.
+    /// The prefix of the layer's number.
     before: &'a str,
     of_text: bool,
-    lists: &'a Lists,
+    lists: &'a LayerLists,
 }
 
 impl Stem<'_> {
     fn holes(&self, kinds: &HashMap<String, Members>, compare_shapes: bool) -> Vec<Hole> {
         let all: BTreeSet<u64> = kinds.values().flatten().map(|(layer, _)| *layer).collect();
         let all: Vec<u64> = all.into_iter().collect();
-        // Fewer have nothing in between.
+        // With fewer than 3 layers, none lies between two others.
         if all.len() < 3 {
             return Vec::new();
         }
@@ -115,7 +116,7 @@ impl Stem<'_> {
         holes
     }
 
-    /// Holes of several tensors alike, those that differ in a number only as one.
+    /// Holes of several tensors alike. Tensors whose names differ only in a number are one hole.
     fn folded<'r>(
         &self,
         rests: impl Iterator<Item = &'r str>,
@@ -142,14 +143,15 @@ impl Stem<'_> {
         alike.into_values().filter_map(hole).collect()
     }
 
-    /// Whether layers lack what this pattern says others have, and nothing in the pattern or `config.json` says why.
+    /// Whether some layers lack a tensor according to this pattern, and neither the pattern nor `config.json` explains
+    /// it.
     fn is_hole(&self, layers: &[u64], pattern: &[bool]) -> bool {
         let Some(first) = pattern.iter().position(|present| *present) else { return false };
         let last = pattern.iter().rposition(|present| *present).unwrap_or(first);
         let inside = &pattern[first..=last];
         let absent = inside.iter().filter(|present| !**present).count();
         let present = inside.len() - absent;
-        // What few layers have is an addition to these.
+        // A tensor that only a few layers have is an addition to these.
         absent > 0
             && absent * 2 <= present
             && !is_periodic(pattern)
@@ -185,8 +187,8 @@ fn is_periodic(pattern: &[bool]) -> bool {
     (1..=pattern.len() / 2).any(|period| pattern.iter().zip(&pattern[period..]).all(|(a, b)| a == b))
 }
 
-/// Whether each layer that lacks a tensor has another one instead, which several layers have and none of the others does. A
-/// name that is nearly the same is no other one.
+/// Whether each layer that lacks a tensor has another one instead. Several layers must have the other one, and no layer
+/// both. A name that is nearly the same is not another one.
 fn replaced(all: &[u64], pattern: &[bool], rest: &str, patterns: &BTreeMap<Vec<bool>, Vec<&str>>) -> bool {
     const NEAR: usize = 2;
     let is_other = |other: &&str| levenshtein(rest, other) > NEAR;
@@ -202,16 +204,16 @@ fn replaced(all: &[u64], pattern: &[bool], rest: &str, patterns: &BTreeMap<Vec<b
     (0..all.len()).filter(|at| !pattern[*at]).all(|at| instead.iter().any(|other| other[at]))
 }
 
-/// What `config.json` says of single layers.
+/// The entries of `config.json` about single layers.
 #[derive(Debug, Default)]
-struct Lists {
+struct LayerLists {
     /// One word for each layer.
     per_layer: Vec<Vec<String>>,
     /// Numbers of layers.
     numbers: Vec<BTreeSet<u64>>,
 }
 
-impl Lists {
+impl LayerLists {
     fn of(checkpoint: &Checkpoint) -> Self {
         let mut lists = Self::default();
         if let Some(config) = checkpoint.config() {
@@ -240,7 +242,7 @@ impl Lists {
         }
     }
 
-    /// Whether some list tells the layers that have something from those that do not.
+    /// Whether a list separates the layers that have a tensor from those that do not.
     fn tell(&self, layers: &[u64], pattern: &[bool]) -> bool {
         let by_kind = |list: &Vec<String>| {
             let mut kinds: BTreeMap<&str, bool> = BTreeMap::new();
@@ -253,7 +255,7 @@ impl Lists {
         let of = |is: bool, base: u64| -> BTreeSet<u64> {
             layers.iter().zip(pattern).filter(|(_, present)| **present == is).map(|(layer, _)| layer + base).collect()
         };
-        // Some count layers from 1.
+        // Some lists count layers from 1.
         let sets = [of(true, 0), of(false, 0), of(true, 1), of(false, 1)];
         self.per_layer.iter().any(by_kind) || self.numbers.iter().any(|numbers| sets.contains(numbers))
     }
@@ -288,7 +290,7 @@ mod tests {
         let config = serde_json::json!({
             "layer_types": ["s", "s", "f", "s", "s"], "inner": {"full_attn_layers": [2, 4]}, "pattern": "MMM*M",
         });
-        let mut lists = Lists::default();
+        let mut lists = LayerLists::default();
         lists.gather(&config, Some(5), 0);
         let layers = [0, 1, 2, 3, 4];
         for (text, expected) in

@@ -1,18 +1,18 @@
-//! Tensors that are cut alike: every device holds the same region of each. What takes a step for each tensor and each device
-//! is done once for each kind and device instead; a repository of 50 000 tensors has a few dozen kinds.
+//! Kinds of tensors: of all tensors of a kind, a device holds the same region. Work for each tensor and each device is
+//! then done once for each kind and device. A repository of 50 000 tensors has a few dozen kinds.
 
 use std::collections::HashMap;
 
 use super::{AxisUse, Plan, PlannedTensor, axis_use, spec};
 use crate::tensor::Shape;
 
-/// Spec, first expert of those that the same devices hold, shape.
+/// Spec, first of the experts that the same devices hold, shape.
 type Key<'a> = (u32, Option<u64>, &'a Shape);
 
 /// The kinds of a plan's tensors.
 #[derive(Clone, Debug, Default)]
 pub struct Kinds {
-    /// By tensor.
+    /// The kind of each tensor.
     of_tensor: Vec<u32>,
     /// Number of the first tensor of each kind.
     first: Vec<u32>,
@@ -60,15 +60,15 @@ impl Kinds {
 }
 
 impl Plan {
-    /// The first expert of those that the expert axes of the mesh give to the same devices; `None` for a tensor that is not
-    /// of a single expert, or where there is no such axis.
+    /// The first of the experts that the mesh's expert axes give to the same devices. `None` for a tensor that is not
+    /// of a single expert, or without such an axis.
     fn expert_group(&self, tensor: &PlannedTensor) -> Option<u64> {
         let (expert, experts) = tensor.expert?;
         let mut axes = self.mesh.axes().iter().filter(|axis| axis_use(&axis.name) == AxisUse::Expert).peekable();
         axes.peek()?;
         let (mut low, mut high) = (0, experts);
         for axis in axes {
-            // As `spec::chunk` splits: chunks of this length, of which one holds the expert.
+            // As `spec::chunk` splits: chunks of this length, one of which holds the expert.
             let length = (high - low).div_ceil(axis.size).max(1);
             let (start, stop) = spec::chunk(high - low, axis.size, (expert - low) / length);
             (low, high) = (low + start, low + stop);

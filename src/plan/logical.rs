@@ -1,9 +1,10 @@
-//! Logical axes: a layout names the axes of its tensors, and a list of rules says which mesh axes split which of them.
+//! Logical axes: a layout names the axes of its tensors, and a list of rules says which mesh axes split which logical
+//! axis.
 //!
-//! The rules are taken in order. A rule applies if a tensor has its logical axis, that axis has no mesh axes yet, and
-//! none of the rule's mesh axes splits another axis of the tensor. The last test is made before mesh axes of size 1 (and
-//! those that the mesh does not have) are dropped, so an axis that splits nothing can still stand in the way of a rule: this is
-//! what Flax does, and a checkpoint is sharded as MaxText would only if it is done likewise.
+//! The rules are taken in order. A rule applies to a tensor that has its logical axis. Two conditions must hold: that
+//! axis has no mesh axes yet, and none of the rule's mesh axes splits another axis of the tensor. The last test comes
+//! before mesh axes of size 1, and those that the mesh does not have, are dropped. So an axis that splits nothing can
+//! still block a rule. Flax does the same, and only this way a checkpoint is sharded as MaxText shards it.
 
 use serde::{Deserialize, Serialize};
 
@@ -28,13 +29,14 @@ impl LogicalRules {
         toml::from_str(include_str!("layouts/maxtext/rules.toml")).expect("the embedded rules are well-formed")
     }
 
-    /// Puts `rules` at the end, in place of all that are there for the same logical axes.
+    /// Appends `rules`. They replace all earlier rules for the same logical axes.
     pub fn replace(&mut self, rules: &[LogicalRule]) {
         self.rules.retain(|rule| rules.iter().all(|new| new.logical != rule.logical));
         self.rules.extend_from_slice(rules);
     }
 
-    /// The spec of a tensor whose axes have these names; an empty name is none, missing names at the end are none.
+    /// The spec of a tensor whose axes have these names. An empty name, or a missing name at the end, is no logical
+    /// axis.
     pub fn spec(&self, axes: &[String], mesh: &Mesh) -> Spec {
         let mut assigned: Vec<Option<&[String]>> = vec![None; axes.len()];
         for rule in &self.rules {
@@ -55,7 +57,8 @@ impl LogicalRules {
         spec
     }
 
-    /// The first mesh axis that a rule names twice, after the rule's logical axis. It cannot split one axis two times.
+    /// The first mesh axis that a rule names twice, after the rule's logical axis. A mesh axis cannot split one axis
+    /// two times.
     pub fn doubled(&self) -> Option<(&str, &str)> {
         self.rules.iter().find_map(|rule| {
             let mut names = rule.mesh.iter().enumerate();
@@ -95,11 +98,12 @@ mod tests {
             ("fsdp=4,tensor=2", "_ layers", "[null,null]"),
             // Pipeline stages split the layers.
             ("stage=2,fsdp=4", "embed layers mlp", r#"["fsdp","stage",null]"#),
-            // `mlp` comes before `embed` and takes fsdp_transpose; embed's first rule then conflicts, its second has none.
+            // `mlp` comes before `embed` and takes fsdp_transpose. The first rule of `embed` then conflicts; its second
+            // rule does not.
             ("fsdp=2,fsdp_transpose=2,tensor=2", "embed layers mlp", r#"["fsdp",null,["fsdp_transpose","tensor"]]"#),
             // `embed_attn` has one rule and no rival for fsdp_transpose.
             ("fsdp=2,fsdp_transpose=2", "embed_attn q_heads kv", r#"[["fsdp","fsdp_transpose"],null,null]"#),
-            // Experts: exp takes `expert`; the rest of a mixture's axes leave it alone.
+            // Experts: exp takes `expert`; the other axes of a mixture do not use it.
             ("fsdp=2,expert=4", "exp layers embed_moe mlp_moe", r#"["expert",null,"fsdp",null]"#),
             ("expert=4,fsdp=2", "embed layers mlp", r#"[["fsdp","expert"],null,null]"#),
             ("fsdp=2,expert=4", "vocab embed_vocab", r#"[null,["fsdp","expert"]]"#),
@@ -107,7 +111,7 @@ mod tests {
             ("fsdp=2,context=2,tensor=2", "embed_attn q_heads kv", r#"[["fsdp","context"],"tensor",null]"#),
             ("context=2,fsdp=2", "exp embed_moe mlp_moe", r#"[null,["fsdp","context"],null]"#),
             ("fsdp_transpose=2,tensor=2", "exp embed_moe mlp_moe", r#"[null,null,["fsdp_transpose","tensor"]]"#),
-            // The order of a rule counts, not that of the mesh.
+            // The order in the rule counts, not the order of the mesh.
             ("autoregressive=2,tensor=2", "vocab embed_vocab", r#"[["tensor","autoregressive"],null]"#),
             ("data=8", "vocab embed_vocab", "[null,null]"),
         ];
@@ -118,10 +122,10 @@ mod tests {
 
     #[test]
     fn a_mesh_axis_of_size_one_still_stands_in_the_way() {
-        // `embed_attn` comes first and names fsdp_transpose, which the only rule of `gdn_head` names too.
+        // `embed_attn` comes first and names fsdp_transpose, which the only rule of `gdn_head` also names.
         assert_eq!(spec("fsdp=4,tensor=2", "embed_attn layers gdn_head"), r#"["fsdp",null,null]"#);
         assert_eq!(spec("fsdp=4,tensor=2", "mlp embed_attn"), r#"[null,"fsdp"]"#);
-        // Without the rival the same name is split.
+        // Without the rival the same logical axis is split.
         assert_eq!(spec("fsdp=4,tensor=2", "gdn_head layers"), r#"["tensor",null]"#);
     }
 
@@ -145,7 +149,7 @@ mod tests {
         let axes = ["embed", "mlp"].map(str::to_owned);
         assert_eq!(rules.spec(&axes, &mesh).to_json(2, &mesh).to_string(), r#"["tensor","fsdp"]"#);
         assert_eq!(rules.rules.iter().filter(|rule| rule.logical == "embed").count(), 1);
-        // Coming last, `embed` yields to an axis that an earlier rule has given to another.
+        // As the last rule, `embed` yields to an axis that an earlier rule has given to another one.
         let axes = ["embed", "vocab"].map(str::to_owned);
         assert_eq!(rules.spec(&axes, &mesh).to_json(2, &mesh).to_string(), r#"[null,"tensor"]"#);
     }

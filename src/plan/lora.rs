@@ -1,8 +1,8 @@
 //! A LoRA adapter on a checkpoint: the names that PEFT gives to the tensors of a model with the adapter.
 //!
-//! Of a module that `adapter_config.json` targets, the weight becomes `base_layer.weight` and the adapter's matrices stand
-//! beside it; of a module to save, the original is `original_module` and the trained copy `modules_to_save.default`. All names
-//! begin with `base_model.model.`.
+//! If `adapter_config.json` targets a module, its weight becomes `base_layer.weight`, and the adapter's matrices stand
+//! beside it. If it saves a module, the original becomes `original_module`, and the trained copy
+//! `modules_to_save.default`. All names begin with `base_model.model.`.
 
 use std::collections::BTreeSet;
 
@@ -13,23 +13,23 @@ use super::{
     Allow,
     draft::Draft,
     name_group::NameGroup,
-    problem::{Problem, RulePlace},
+    problem::{Problem, RuleLocation},
 };
 use crate::checkpoint::Adapter;
 
-/// What stands before the names of the base model.
+/// The prefix of the base model's names.
 const PREFIX: &str = "base_model.model.";
 
 /// The name that PEFT gives to an adapter.
 const NAME: &str = "default";
 
-/// Which modules an adapter targets.
+/// The modules that an adapter targets.
 enum Targets {
-    /// Those whose names are or end with one of these.
+    /// Modules whose names are one of these, or end with one of them.
     Names(Vec<String>),
-    /// Those whose whole names match.
+    /// Modules whose whole names match.
     Matching(Regex),
-    /// Those that the adapter has matrices for.
+    /// Modules for which the adapter has matrices.
     Stored,
 }
 
@@ -40,7 +40,7 @@ struct Lora {
     to_save: Vec<String>,
     layers: Option<Vec<u64>>,
     layer_numbers: Vec<Regex>,
-    /// Modules that the adapter has matrices for.
+    /// Modules for which the adapter has matrices.
     stored: BTreeSet<String>,
 }
 
@@ -132,7 +132,7 @@ impl Lora {
         })
     }
 
-    /// Splits a name after the module to save that it belongs to.
+    /// Splits a name after the saved module that it belongs to.
     fn saved<'n>(&self, name: &'n str) -> Option<(&'n str, &'n str)> {
         self.to_save.iter().find_map(|module| {
             let mut from = 0;
@@ -170,7 +170,7 @@ impl Lora {
     }
 }
 
-/// The module of one of an adapter's matrices, without the prefix, and the name that the tensor has in the model.
+/// The module of one of an adapter's matrices, without the prefix, and the name of the tensor in the model.
 fn matrix(name: &str) -> Option<(&str, String)> {
     let base = name.strip_prefix(PREFIX)?;
     let at = base.rfind(".lora_")?;
@@ -184,8 +184,8 @@ fn matrix(name: &str) -> Option<(&str, String)> {
     Some((module, format!("{PREFIX}{module}.{kind}.{NAME}{rest}")))
 }
 
-/// Gives drafts under the names of base and adapter the names of the model with the adapter. `from_adapter` says which are
-/// the adapter's.
+/// Renames drafts, which have the names of base and adapter, to the names of the model with the adapter. `from_adapter`
+/// says which drafts are the adapter's.
 pub(super) fn rename(
     drafts: &mut [Draft],
     adapter: &Adapter,
@@ -249,7 +249,7 @@ pub(super) fn rename(
         let name = format!("{PREFIX}{module}.lora_A.weight");
         if !missing.accepts(&name) {
             let (group, for_target) = (NameGroup::one(name), format!("the targeted module {module}"));
-            problems.push(Problem::MissingTensor { group, for_target, rule: RulePlace::default() });
+            problems.push(Problem::MissingTensor { group, for_target, rule: RuleLocation::default() });
         }
     }
 }

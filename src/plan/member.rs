@@ -1,4 +1,4 @@
-//! Members of `config.json`, where the text model's own counts first.
+//! Members of `config.json`. A member of the text model's own configuration has precedence.
 
 use crate::checkpoint::Checkpoint;
 

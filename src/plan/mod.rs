@@ -1,8 +1,9 @@
-//! What the user wants, as data: a layout, a mesh, dtypes and sharding rules, resolved against a checkpoint to named views
-//! with specs.
+//! The user's request as data: a layout, a mesh, dtypes and sharding rules, resolved against a checkpoint to named
+//! views with specs.
 //!
-//! [`Plan::build`] runs a layout, which proposes [`draft::Draft`]s, gives each a spec, and checks everything that can be
-//! checked before mount; all problems come together. The result is plain data: nothing is lowered and no weight is read.
+//! [`Plan::build`] runs a layout, which makes [`draft::Draft`]s, gives each draft a spec, and does every check that is
+//! possible before mount. All problems are reported together. The result is plain data: nothing is lowered and no
+//! weight is read.
 //!
 //! What it deliberately does not do: lay out files (that is `image`) or know about the mount's tree (that is `volume`).
 

@@ -1,4 +1,4 @@
-//! Names that differ in numbers only, told as one, and the name of another set that each is most like.
+//! Names that differ only in numbers, folded into one, and the nearest name of another set.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,14 +6,15 @@ use strsim::levenshtein;
 
 use super::naming::map_words;
 
-/// Names that differ in numbers only.
+/// Names that differ only in numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NameGroup {
     /// The name, with its numbers as in `model.layers.{0-31}.mlp`.
     pub name: String,
-    /// How many there are.
+    /// Number of names.
     pub count: u64,
-    /// The name, numbers as `*`, that is most like it on the other side: found for what is missing, known for what is not.
+    /// The most similar name on the other side, with numbers as `*`. For a missing name it is a found one; for an
+    /// unknown name, a known one.
     pub nearest: Option<String>,
 }
 
@@ -23,13 +24,13 @@ impl NameGroup {
         Self { name: name.into(), count: 1, nearest: None }
     }
 
-    /// The name and, if there are several, how many.
+    /// The name, and the count if there are several.
     pub(super) fn counted(&self) -> String {
         let several = if self.count > 1 { format!(" ({} tensors)", self.count) } else { String::new() };
         format!("{}{several}", self.name)
     }
 
-    /// What is said of the nearest name, if there is one.
+    /// The hint at the nearest name, if there is one.
     pub(super) fn hint(&self) -> String {
         self.nearest.as_ref().map_or_else(String::new, |nearest| format!("; the nearest name is {nearest}"))
     }
@@ -70,7 +71,8 @@ pub(super) fn ranges(numbers: &BTreeSet<u64>) -> String {
     words.collect::<Vec<_>>().join(",")
 }
 
-/// Names folded over their numbers, each with the nearest of the first set of `others` in which one is near.
+/// Names folded over their numbers. Each group gets the nearest name from the first set of `others` that has a near
+/// one.
 pub(super) fn fold<'a>(names: impl IntoIterator<Item = &'a str>, others: &[&BTreeSet<String>]) -> Vec<NameGroup> {
     let mut groups: BTreeMap<String, (u64, Vec<BTreeSet<u64>>)> = BTreeMap::new();
     for name in names {
@@ -96,10 +98,10 @@ pub(super) fn fold<'a>(names: impl IntoIterator<Item = &'a str>, others: &[&BTre
     groups.into_iter().map(group).collect()
 }
 
-/// Names compared for being near; more would take too long for a hint.
+/// Most names that are compared for similarity. More comparisons would take too long for a hint.
 const COMPARED_MAX: usize = 2_000;
 
-/// The most similar name, if it differs in less than a third of the characters from the first word on that differs.
+/// The most similar name, if fewer than a third of the characters differ, counted from the first differing word.
 fn nearest(name: &str, others: &BTreeSet<String>) -> Option<String> {
     let other = others.iter().filter(|other| other.as_str() != name).take(COMPARED_MAX);
     let (distance, other) = other.map(|other| (levenshtein(name, other), other)).min()?;
@@ -107,8 +109,8 @@ fn nearest(name: &str, others: &BTreeSet<String>) -> Option<String> {
     (distance * 3 < name.len().saturating_sub(same)).then(|| other.clone())
 }
 
-/// Whether a word is another with one letter changed, missing or too many, or two neighbours exchanged. Words of a few letters
-/// are near to too many others.
+/// Whether two words differ by one letter changed, missing or added, or by two neighbours exchanged. Words of a few
+/// letters are near to too many others.
 pub(super) fn is_misspelt(word: &str, known: &str) -> bool {
     const LETTERS_MIN: usize = 4;
     word.len().min(known.len()) >= LETTERS_MIN && word != known && strsim::osa_distance(word, known) <= 1
@@ -134,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_near_by_what_differs() {
+    fn nearness_counts_differing_characters() {
         let known =
             ["m.layers.*.self_attn.q_proj.weight".to_owned(), "m.layers.*.mlp.up_proj.weight".to_owned()].into();
         for (name, near) in [

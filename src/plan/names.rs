@@ -1,4 +1,4 @@
-//! What becomes of a layout's names: ties, patterns and renames, which work alike for every layout.
+//! Treatment of a layout's names: ties, patterns and renames, alike for every layout.
 
 use std::collections::HashMap;
 
@@ -12,7 +12,7 @@ use super::{
 };
 use crate::checkpoint::Checkpoint;
 
-/// The name of an output head that is the embedding of this name, and is not stored.
+/// The name of an output head that is the embedding of this name and is not stored.
 pub(super) fn tied_head(checkpoint: &Checkpoint) -> Option<(String, String)> {
     let dialect = checkpoint.dialect();
     if dialect.has_lm_head || !dialect.tied {
@@ -22,7 +22,7 @@ pub(super) fn tied_head(checkpoint: &Checkpoint) -> Option<(String, String)> {
     Some(("lm_head.weight".to_owned(), embedding))
 }
 
-/// Shows a tied output head as the user wants it.
+/// Shows a tied output head as the user requests.
 pub(super) fn tie(drafts: &mut Vec<Draft>, checkpoint: &Checkpoint, options: &ViewOptions, warnings: &mut Vec<String>) {
     let alias = |draft: &Draft| draft.bundled == Bundled::NEVER;
     if options.tied == Tied::Alias && !checkpoint.dialect().has_lm_head && tied_head(checkpoint).is_none() {
@@ -46,7 +46,7 @@ pub(super) fn tie(drafts: &mut Vec<Draft>, checkpoint: &Checkpoint, options: &Vi
     }
 }
 
-/// Drops what patterns over the layout's names leave out.
+/// Drops the names that patterns over the layout's names leave out.
 pub(super) fn keep(drafts: &mut Vec<Draft>, selected: &Selected, problems: &mut Vec<Problem>) {
     for (rule, patterns) in [("include", &selected.target_include), ("exclude", &selected.target_exclude)] {
         for pattern in patterns {
@@ -62,7 +62,8 @@ pub(super) fn keep(drafts: &mut Vec<Draft>, selected: &Selected, problems: &mut 
     });
 }
 
-/// Renames, and refuses two of one name, and the first that is too long. With `flat` a name is one path component.
+/// Renames. Refuses two tensors of one name, and the first name that is too long. With `flat` a name is one path
+/// component.
 pub(super) fn rename(drafts: &mut [Draft], rules: &[Rename], flat: bool, problems: &mut Vec<Problem>) {
     if rules.is_empty() {
         return;
@@ -71,7 +72,7 @@ pub(super) fn rename(drafts: &mut [Draft], rules: &[Rename], flat: bool, problem
     for draft in drafts {
         let new = match rename::apply_to_path(rules, &draft.name, flat) {
             Ok(new) => new,
-            // The same rule makes most names too long.
+            // The same rule usually makes many names too long: the first one is enough.
             Err(problem) => return problems.push(problem),
         };
         let old = std::mem::replace(&mut draft.name, new.clone());

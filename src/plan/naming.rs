@@ -5,22 +5,22 @@ use std::borrow::Cow;
 use serde::Deserialize;
 use smallvec::SmallVec;
 
-/// Words that show the structure in a name.
+/// Words that mark the structure of a name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Words {
     /// Words before a layer's number.
     pub layers: Vec<String>,
-    /// Pairs of words before a layer's number that belong together.
+    /// Pairs of words that together stand before a layer's number.
     pub joined: Vec<String>,
     /// Words before an expert's number.
     pub experts: Vec<String>,
 }
 
-/// A name taken apart: `prefix . word . layer . rest`, the rest possibly with an expert's number.
+/// A parsed name: `prefix . word . layer . rest`. The rest may hold an expert's number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Parsed {
-    /// What stands before the layer word, with its final dot; for a name without layer, empty.
+    /// The part before the layer word, with its final dot. Empty for a name without layer.
     pub prefix: String,
     /// Number of the layer.
     pub layer: Option<u64>,
@@ -30,19 +30,19 @@ pub(super) struct Parsed {
     pub expert: Option<u64>,
 }
 
-/// Last word of the name of a tensor whose own name is a directory, because another's goes on with a dot.
+/// Last word of a tensor's name that is also a directory, because another name continues it with a dot.
 pub const SELF_WORD: &str = "_self";
 
-/// Greatest number of a layer or expert; greater ones are words like any other.
+/// Greatest number of a layer or expert. A greater number is a word like any other.
 const NUMBER_MAX: u64 = 1 << 32;
 
-/// The words of a name. They are short, so that looking at each byte is faster than searching.
+/// The words of a name. They are short: a loop over the bytes is faster than a search.
 #[expect(clippy::manual_pattern_char_comparison, reason = "a char is searched for")]
 pub(super) fn words_of(name: &str) -> impl Iterator<Item = &str> {
     name.split(|letter| letter == '.')
 }
 
-/// The name with what `change` makes of each of its words; without those that it makes nothing of.
+/// Applies `change` to each word of the name. A word for which it returns `None` is dropped.
 pub(super) fn map_words<'a>(name: &'a str, change: impl FnMut(&'a str) -> Option<&'a str>) -> String {
     let mut changed = String::with_capacity(name.len() + 8);
     for (index, word) in words_of(name).filter_map(change).enumerate() {
@@ -59,7 +59,7 @@ pub(super) fn group_name(name: &str) -> String {
     map_words(name, |word| Some(if word.bytes().all(|byte| byte.is_ascii_digit()) { "*" } else { word }))
 }
 
-/// The rest of a name with the expert's number in its place; without an expert, as it is.
+/// The rest of a name with the expert's number filled in. Without an expert it is unchanged.
 pub(super) fn with_expert(rest: &str, expert: Option<u64>) -> String {
     let Some(expert) = expert else { return rest.to_owned() };
     let number = expert.to_string();
@@ -72,13 +72,13 @@ pub(super) fn without_expert(rest: &str, has_expert: bool) -> String {
 }
 
 fn number(word: &str) -> Option<u64> {
-    // Leading zeros would make two names one.
+    // With leading zeros, two names would become one.
     let canonical =
         !word.is_empty() && word.bytes().all(|b| b.is_ascii_digit()) && (word == "0" || !word.starts_with('0'));
     canonical.then(|| word.parse().ok()).flatten().filter(|number| *number <= NUMBER_MAX)
 }
 
-/// Takes a name apart. The first layer word followed by a number counts; an expert is looked for after it.
+/// Parses a name. The first layer word that a number follows counts. An expert is searched after it.
 pub(super) fn parse(name: &str, words: &Words) -> Parsed {
     // The words, and where each begins in the name.
     let mut start = 0;
@@ -101,7 +101,7 @@ pub(super) fn parse(name: &str, words: &Words) -> Parsed {
     let layer = number(parts[at + 1].1);
     let rest = &parts[at + 2..];
     let whole = &name[rest[0].0..];
-    // A word that is itself the sign for an expert leaves no sign to use.
+    // A word that equals the placeholder for an expert leaves no placeholder to use.
     if rest.iter().any(|(_, word)| *word == "*") {
         return Parsed { prefix, layer, rest: whole.to_owned(), expert: None };
     }
@@ -117,7 +117,7 @@ pub(super) fn parse(name: &str, words: &Words) -> Parsed {
     }
 }
 
-/// Stem and final word of a name: `self_attn.q_proj` and `weight`. The final word is empty where it is no usual one.
+/// Stem and final word of a name: `self_attn.q_proj` and `weight`. The final word is empty if it is not a usual one.
 pub(super) fn split_suffix(rest: &str) -> (&str, &str) {
     match rest.rsplit_once('.') {
         Some((stem, last)) if last == "weight" || last == "bias" || last.starts_with("weight_") => (stem, last),
@@ -125,7 +125,7 @@ pub(super) fn split_suffix(rest: &str) -> (&str, &str) {
     }
 }
 
-/// One path component for a word of a name: a name may hold characters that a file name cannot.
+/// One path component for a word of a name. A name may hold characters that a file name cannot.
 pub fn component(word: &str) -> Cow<'_, str> {
     match word {
         "" => "%".into(),

@@ -1,4 +1,4 @@
-//! What settings mean: the options of a plan.
+//! The meaning of settings: the options of a plan.
 
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
 
@@ -12,7 +12,7 @@ use super::{
 use crate::{
     config::{
         Allow, CastRule, ConfigError, Dequantize, DtypeChoice, LayoutChoice, LogicalRule, Mesh, Rename, ShardChoice,
-        ShardRule, Tied, ViewSettings, value::Value,
+        ShardRule, Tied, ViewSettings, value::SettingValue,
     },
     tensor::DType,
 };
@@ -25,9 +25,9 @@ pub enum Layout {
     Canonical,
     /// The repository's own names.
     Hf,
-    /// One in the program, as data: rules for each model family, chosen by `config.json`.
+    /// A layout in the program, as data: rules for each model family, chosen by `config.json`.
     Embedded(&'static Embedded),
-    /// A file of the user's.
+    /// A file from the user.
     File(Arc<LayoutFile>),
 }
 
@@ -52,69 +52,69 @@ impl Layout {
     }
 }
 
-/// What the user wants of one view of a checkpoint.
+/// The user's request for one view of a checkpoint.
 #[derive(Clone, Debug, Default)]
 pub struct ViewOptions {
     /// The devices.
     pub mesh: Mesh,
     /// Names and shapes.
     pub layout: Layout,
-    /// Dtype of all floats; `None` leaves them as they are, or to the layout.
+    /// Dtype of all floats. `None` leaves them as they are, or leaves the choice to the layout.
     pub dtype: Option<DType>,
-    /// What quantized tensors are decoded to, if they are whatever `dtype` says.
+    /// Dtype of decoded quantized tensors, if they are decoded whatever `dtype` says.
     pub dequantize: Option<Dequantize>,
-    /// Whether floats stay as they are where the layout has a dtype for them.
+    /// Whether floats keep their dtype even if the layout has a dtype for them.
     pub keep_dtype: bool,
-    /// Dtypes by pattern; the first that matches wins over `dtype`.
+    /// Dtypes by pattern. The first match has precedence over `dtype`.
     pub casts: Vec<CastRule>,
     /// How specs are chosen.
     pub sharding: Sharding,
-    /// Specs by pattern; the first that matches wins over `sharding`.
+    /// Specs by pattern. The first match has precedence over `sharding`.
     pub shard_rules: Vec<ShardRule>,
     /// Whether bundles hold one tensor per source tensor instead of stacks of layers.
     pub unscanned: bool,
-    /// Whether a split that is not even is refused.
+    /// Whether an uneven split is refused.
     pub even: bool,
     /// The devices to list, ascending; `None` lists all.
     pub devices: Option<Vec<u64>>,
-    /// Whether missing layers, and leaves of a layout file without their tensors, are accepted.
+    /// Whether missing layers are accepted, and leaves of a layout file whose tensors are missing.
     pub allow_missing: Allow,
-    /// Whether tensors that no rule of a layout file, or no table of the family, names are accepted.
+    /// Whether tensors are accepted that no rule of a layout file, or no table of the family, names.
     pub allow_unmapped: Allow,
     /// Parameters of the layout, by name.
     pub set: BTreeMap<String, String>,
-    /// Rules for logical axes, in place of the layout's for the same axes.
+    /// Rules for logical axes. They replace the layout's rules for the same axes.
     pub logical_rules: Vec<LogicalRule>,
-    /// Bytes of the largest chunk file in formats of chunks; `None` leaves the choice to the format.
+    /// Bytes of the largest chunk file in formats with chunks. `None` leaves the choice to the format.
     pub chunk_bytes_max: Option<u64>,
-    /// Which tensors of the repository.
+    /// The selected tensors of the repository.
     pub subset: Subset,
-    /// Renames of what is shown, in order.
+    /// Renames of the shown names, in order.
     pub renames: Vec<Rename>,
     /// How an output head that is the embedding is shown.
     pub tied: Tied,
-    /// Directory of a LoRA adapter, one of those that the checkpoint was opened with.
+    /// Directory of a LoRA adapter, one of those with which the checkpoint was opened.
     pub lora: Option<PathBuf>,
 }
 
 impl Layout {
-    /// The layout that a word of the user's names: one in the program, or else a file `*.toml`, which is read.
+    /// The layout of a user's word: one in the program, or else a file `*.toml`, which is read.
     ///
     /// # Errors
-    /// What is wrong with the file, or the list of names if it is none.
+    /// Everything wrong with the file, or the list of names if it is none.
     pub fn find(word: &str) -> Result<Self, PlanError> {
         let Ok(mut choice) = LayoutChoice::from_word(word) else { return Err(unknown_layout(word)) };
-        if let Err(error) = choice.take_in() {
+        if let Err(error) = choice.read_file() {
             let reason = if let ConfigError::Read { reason, .. } = error { reason } else { error.to_string() };
             return Err(Problem::File { file: word.to_owned(), reason }.into());
         }
         Self::of(&choice)
     }
 
-    /// The layout that was chosen; a file's text has been taken in.
+    /// The chosen layout. The text of a file has been read.
     ///
     /// # Errors
-    /// What is wrong with the file.
+    /// Everything wrong with the file.
     pub fn of(choice: &LayoutChoice) -> Result<Self, PlanError> {
         match choice {
             LayoutChoice::Named("canonical") => Ok(Self::Canonical),
@@ -132,7 +132,7 @@ fn unknown_layout(word: &str) -> PlanError {
 }
 
 impl ViewOptions {
-    /// What settings mean, the files that they name having been taken in.
+    /// The meaning of settings. The files that they name have been read.
     ///
     /// # Errors
     /// Everything wrong with a layout file.
@@ -148,7 +148,7 @@ impl ViewOptions {
             sharding: match settings.shard {
                 Some(ShardChoice::None) => Sharding::Replicate,
                 Some(ShardChoice::Logical) => Sharding::Logical,
-                // A file's own choice has taken its place.
+                // The settings read from the file have replaced this choice.
                 Some(ShardChoice::Auto | ShardChoice::File(_)) | None => Sharding::Auto,
             },
             shard_rules: settings.shard_rules.clone(),
@@ -195,14 +195,14 @@ mod tests {
     }
 
     #[test]
-    fn every_setting_of_a_view_means_something() {
+    fn every_setting_of_a_view_has_an_effect() {
         let settings = |text: &str| {
             let config = Config::of_text(text, Path::new("x.toml"), Path::new("/base")).unwrap();
-            // Options have no equality; this shows all of them.
+            // Options have no equality; their debug output shows every field.
             format!("{:?}", ViewOptions::new(&config.views[0].settings).unwrap())
         };
         for (key, text) in EVERY_VIEW_KEY {
-            assert_ne!(settings(text), settings(""), "{key} means nothing");
+            assert_ne!(settings(text), settings(""), "{key} has no effect");
         }
     }
 }

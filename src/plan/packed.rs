@@ -1,6 +1,6 @@
-//! Quantized weights that are shown as they are stored. What is packed, and the scales that belong to it, means nothing in
-//! parts that do not fit each other: under tensor parallelism such tensors are whole on every device, unless a part of the
-//! weight and a part of its scales are known to be of the same rows and columns.
+//! Quantized weights that are shown as they are stored. Parts of packed codes and parts of their scales have no meaning
+//! unless they cover the same rows and columns. Under tensor parallelism such tensors are whole on every device, unless
+//! the matching parts of a weight and its scales are known.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
@@ -13,7 +13,7 @@ use crate::{
 /// Last words of the names of matrices that may be packed.
 const MATRICES: [&str; 5] = ["weight", "qweight", "weight_packed", "W_q", "_weight_qdata"];
 
-/// What stands beside a packed matrix in its module.
+/// Last words of the tensors beside a packed matrix in its module.
 const COMPANIONS: [&str; 14] = [
     "qzeros",
     "scales",
@@ -31,13 +31,13 @@ const COMPANIONS: [&str; 14] = [
     "zeros",
 ];
 
-/// What follows the name of a packed tensor in the names of its companions, where it is no module.
+/// Endings of the names of a packed tensor's companions, if the tensor is not a module.
 const ENDINGS: [&str; 4] = ["_scale", "_scale_inv", "_weight_scale", "_scale_2"];
 
-/// Names of modules that a warning lists.
+/// Most module names that a warning lists.
 const LISTED: usize = 4;
 
-/// A type that weights are computed in; others hold codes.
+/// Whether weights are computed in this type. Other types hold codes.
 const fn is_plain(dtype: DType) -> bool {
     matches!(dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16)
 }
@@ -46,16 +46,16 @@ fn is_companion(rest: &str) -> bool {
     COMPANIONS.contains(&rest) || rest.starts_with("weight_") || rest.starts_with("weight.")
 }
 
-/// Tensors that are held whole, and weights whose scales are split with them.
+/// Tensors that every device holds whole, and weights whose scales are split with them.
 #[derive(Debug, Default)]
-struct Packed {
+struct PackedTensors {
     whole: HashSet<TensorId>,
-    /// Weights with a scale for each block, with the block, and their scales.
+    /// The block of each weight with a scale per block, and the weight of each such scale.
     blocks: HashMap<TensorId, (u64, u64)>,
     scales: HashMap<TensorId, TensorId>,
 }
 
-impl Packed {
+impl PackedTensors {
     fn of(checkpoint: &Checkpoint) -> Self {
         let mut packed = Self::default();
         let blocks = checkpoint
@@ -79,7 +79,7 @@ impl Packed {
                 let rest = |id: TensorId| checkpoint.tensor(id).name.strip_prefix(&stem);
                 let own = || table.with_prefix(&stem).filter(|other| rest(*other).is_some_and(|rest| !is_nested(rest)));
                 let companions = || own().filter(|other| *other != id && rest(*other).is_some_and(is_companion));
-                // A single scale is on every device anyway.
+                // Every device holds a single scale anyway.
                 if companions().any(|other| !info.dtype.is_float() || !is_single(other)) {
                     packed.whole.extend(own());
                 }
@@ -98,7 +98,7 @@ impl Packed {
     }
 }
 
-/// The scales of an 8-bit matrix that are one for each of its rows.
+/// The scales of an 8-bit matrix, one for each of its rows.
 fn channel_scale(checkpoint: &Checkpoint, weight: TensorId) -> Option<TensorId> {
     let info = checkpoint.tensor(weight);
     let (_, rows) = info.shape.split_last().filter(|(_, rows)| info.dtype.is_float() && !rows.is_empty())?;
@@ -112,9 +112,10 @@ fn is_nested(rest: &str) -> bool {
     rest.contains('.') && !rest.starts_with("weight.")
 }
 
-/// Takes away the axis of tensor parallelism from drafts of packed tensors, or gives scales that of their weights; says so.
+/// Removes the axis of tensor parallelism from drafts of packed tensors, or gives scales the axis of their weights.
+/// Returns a warning.
 ///
-/// `is_told` tells whether the user says all about a draft's shards.
+/// `is_told` tells whether the user fully determines a draft's shards.
 pub(super) fn keep_together(
     drafts: &mut [Draft],
     checkpoint: &Checkpoint,
@@ -123,11 +124,11 @@ pub(super) fn keep_together(
 ) -> Option<String> {
     let axes = mesh.axes().iter().filter(|axis| axis.size > 1 && axis_use(&axis.name) == AxisUse::Tensor);
     let parts: u64 = axes.map(|axis| axis.size).product();
-    // Codes and scales of gpt-oss have the axes of the matrix, which its family's table names for both.
+    // Codes and scales of gpt-oss have the axes of the matrix, and its family's table names these for both.
     if parts == 1 || checkpoint.dialect().quantization.has("mxfp4") {
         return None;
     }
-    let packed = Packed::of(checkpoint);
+    let packed = PackedTensors::of(checkpoint);
     if packed.whole.is_empty() && packed.blocks.is_empty() {
         return None;
     }
@@ -154,7 +155,7 @@ pub(super) fn keep_together(
         let weight = first_source(draft).and_then(|first| packed.scales.get(&first));
         if let Some(axis) = weight.and_then(|weight| split.get(weight)) {
             let axis = axis + draft.roles.stacked;
-            // One scale for a whole row has no axis to split, or one of a single element.
+            // One scale for a whole row has no axis to split, or an axis of one element.
             draft.roles.tp = draft.view.shape().extents().get(axis).is_some_and(|extent| *extent > 1).then_some(axis);
         }
     }

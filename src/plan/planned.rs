@@ -1,4 +1,4 @@
-//! A plan: named views with specs, and what was found on the way to them.
+//! A plan: named views with specs, and the findings about the repository.
 
 use std::{
     borrow::Cow,
@@ -30,13 +30,13 @@ use crate::{
 pub struct PlannedTensor {
     /// Dotted name.
     pub name: String,
-    /// The whole, unsharded.
+    /// The whole, unsharded view.
     pub view: View,
-    /// How it is split: index into [`Plan::specs`].
+    /// How it is split, as an index into [`Plan::specs`].
     pub(super) spec: u32,
-    /// Number of this expert and of all experts, for a tensor of a single one.
+    /// Number of this expert and of all experts, for a tensor of a single expert.
     pub(super) expert: Option<(u64, u64)>,
-    /// In which bundles it is.
+    /// The bundles that hold it.
     pub bundled: Bundled,
     /// Numbers of the layers stacked on axis 0, for a stack.
     pub layers: Option<Arc<[u64]>>,
@@ -44,35 +44,35 @@ pub struct PlannedTensor {
     pub logical: Vec<String>,
 }
 
-/// The tensors of one scheme that are decoded.
+/// The decoded tensors of one scheme.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Decoded {
     /// The scheme, as `plan --json` calls it.
     pub scheme: &'static str,
     /// Number of tensors of the repository.
     pub tensors: u64,
-    /// Bytes of all of them when decoded.
+    /// Bytes of all of them after decoding.
     pub bytes: u64,
 }
 
-/// A checkpoint as the user wants to see it.
+/// A checkpoint as the user requests to see it.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// The devices.
     pub mesh: Mesh,
     /// The layout.
     pub layout: Layout,
-    /// Dtype of all floats, if one was asked for or the layout has one.
+    /// Dtype of all floats, if the user or the layout sets one.
     pub dtype: Option<DType>,
-    /// What is decoded, by scheme.
+    /// The decoded tensors, by scheme.
     pub decoded: Vec<Decoded>,
-    /// Quantized tensors that are shown as they are stored though others are decoded.
+    /// Number of quantized tensors that are shown as they are stored although others are decoded.
     pub kept_raw: u64,
     /// Name of the model family whose short names, or whose rules of the layout, are used.
     pub family: Option<String>,
     /// Parameters of the layout and their values.
     pub params: Vec<(String, String)>,
-    /// Rules for logical axes, where specs come from those.
+    /// Rules for logical axes, if specs come from those.
     pub logical_rules: Option<LogicalRules>,
     /// Whether each tensor is one file named by its whole dotted name.
     pub(super) flat: bool,
@@ -90,17 +90,17 @@ pub struct Plan {
     pub unscanned: bool,
     /// Bytes of the largest chunk file, if the user limits them.
     pub chunk_bytes_max: Option<u64>,
-    /// Names that a complete model has and the repository has not, as far as that was allowed.
+    /// Names that a complete model has and the repository lacks, as far as the user allows it.
     pub missing: Vec<NameGroup>,
-    /// The repository's names that the tables of its family do not have.
+    /// Names of the repository that the tables of its family lack.
     pub unexpected: Vec<NameGroup>,
-    /// Differences between layers that nothing explains, as far as they are not refused.
+    /// Differences between layers that nothing explains and that are not refused.
     pub holes: Vec<Hole>,
-    /// The repository's names that the layout, or a flag, leaves out.
+    /// Names of the repository that the layout or a flag leaves out.
     pub left_out: Vec<NameGroup>,
-    /// Things worth knowing that are no errors.
+    /// Remarks that are not errors.
     pub warnings: Vec<String>,
-    /// Why there is no `hf/`, if there is none.
+    /// The reason why there is no `hf/`, if there is none.
     pub no_hf: Option<String>,
 }
 
@@ -129,7 +129,7 @@ impl Plan {
             let expert =
                 if shard::is_told(&draft, options.sharding, &options.shard_rules) { None } else { draft.roles.expert };
             let shape = draft.view.shape();
-            // What the rules of logical axes are for, JAX, refuses uneven splits.
+            // JAX, for which the rules of logical axes are made, refuses uneven splits.
             let even = options.even || rules.is_some();
             for (axis, parts) in spec.uneven(shape, &self.mesh).filter(|_| even) {
                 problems.push(Problem::Uneven { name: draft.name.clone(), axis, shape: shape.clone(), parts });
@@ -152,7 +152,7 @@ impl Plan {
                 logical: draft.roles.logical,
             });
         }
-        // A size that does not fit 64 bits has been a problem above.
+        // A size beyond 64 bits has been reported as a problem above.
         let sizes = self.tensors.iter().map(|tensor| tensor.view.bytes().unwrap_or(u64::MAX));
         if sizes.fold(0, u64::saturating_add) > BYTES_MAX {
             let reason = format!("all tensors together have more than {BYTES_MAX} bytes");
@@ -165,12 +165,12 @@ impl Plan {
         }
     }
 
-    /// Checks that no shard of a type narrower than a byte cuts one.
+    /// Checks that no shard of a type narrower than a byte cuts through a byte.
     fn check_shards(&self, view: &View, spec: &Spec) -> Result<(), TilingError> {
         if view.dtype().unit().elements == 1 || spec.is_replicated() {
             return Ok(());
         }
-        // Where rows of a plain tensor and of each shard begin and end with a byte, nothing is cut.
+        // If the rows of a plain tensor and of each shard begin and end at a byte, no byte is cut.
         let unit = view.dtype().unit().elements;
         let aligned = |region: &Region| {
             let last = |numbers: &[u64]| numbers.last().is_some_and(|number| number.is_multiple_of(unit));
@@ -189,7 +189,7 @@ impl Plan {
         })
     }
 
-    /// Whether views are of the few simple shapes that the program itself makes.
+    /// Whether views are of the few simple forms that the program itself makes.
     fn built_in(&self) -> bool {
         match self.layout {
             Layout::Canonical | Layout::Hf => true,
@@ -202,8 +202,8 @@ impl Plan {
         &self.specs[tensor.spec as usize]
     }
 
-    /// The region of a tensor that a device holds. A tensor of a single expert is held whole, or as its spec says, by the
-    /// devices that the expert axis gives it to, and is empty on the others.
+    /// The region of a tensor that a device holds. The devices to which the expert axis gives a tensor of a single expert
+    /// hold it whole, or as its spec says. On the other devices its region is empty.
     ///
     /// # Panics
     /// Never for a tensor of this plan.
@@ -219,7 +219,8 @@ impl Plan {
         Region::within(shape, &ranges).expect("an empty range inside a region lies inside the shape")
     }
 
-    /// Whether the expert axis gives a tensor to the device at these coordinates; true of all but tensors of one expert.
+    /// Whether the expert axis gives a tensor to the device at these coordinates. True for every tensor that is not of
+    /// one expert.
     fn has_expert(&self, tensor: &PlannedTensor, coordinates: &[u64]) -> bool {
         tensor.expert.is_none_or(|(expert, experts)| {
             let (mut low, mut high) = (0, experts);
@@ -233,8 +234,8 @@ impl Plan {
         })
     }
 
-    /// Whether a mesh axis distributes a tensor, by splitting it or by giving its expert to some devices only; along the
-    /// other axes devices hold copies.
+    /// Whether a mesh axis distributes a tensor: it splits the tensor, or it gives the tensor's expert to some devices
+    /// only. Along the other axes devices hold copies.
     fn distributes(&self, tensor: &PlannedTensor, mesh_axis: usize) -> bool {
         let by_expert = tensor.expert.is_some() && axis_use(&self.mesh.axes()[mesh_axis].name) == AxisUse::Expert;
         self.spec(tensor).uses(mesh_axis) || by_expert
@@ -245,20 +246,21 @@ impl Plan {
         coordinates.iter().enumerate().all(|(axis, at)| *at == 0 || self.distributes(tensor, axis))
     }
 
-    /// The region of a tensor that `device` is the first to hold, if there is one and it has elements.
+    /// The region of a tensor that `device` is the first to hold. `None` if there is none, or if the region has no
+    /// elements.
     pub fn own_region(&self, tensor: &PlannedTensor, device: u64) -> Option<Region> {
         let coordinates = self.mesh.coordinates(device);
         let held = self.is_first(tensor, &coordinates) && self.has_expert(tensor, &coordinates);
         held.then(|| self.region(tensor, device)).filter(|region| !region.shape().is_empty())
     }
 
-    /// Number of the devices that are, by their place in the mesh, the first to hold a region of a tensor.
+    /// Number of devices that are the first, by their place in the mesh, to hold a region of a tensor.
     pub fn holder_count(&self, tensor: &PlannedTensor) -> u64 {
         let axes = self.mesh.axes().iter().enumerate().filter(|(index, _)| self.distributes(tensor, *index));
         axes.map(|(_, axis)| axis.size).product()
     }
 
-    /// The device of number `number` among those, ascending.
+    /// The device with this number among the first holders, ascending.
     pub fn holder(&self, tensor: &PlannedTensor, number: u64) -> u64 {
         let (mut rest, mut device, mut stride) = (number, 0, 1);
         for (index, axis) in self.mesh.axes().iter().enumerate().rev() {
@@ -271,17 +273,17 @@ impl Plan {
         device
     }
 
-    /// The distinct regions of a tensor that have elements, each with the first device that holds it, by which they are
-    /// ordered: together they are the tensor, and no two overlap.
+    /// The distinct nonempty regions of a tensor, each with the first device that holds it, ordered by that device.
+    /// Together they are the tensor, and no two overlap.
     pub fn distinct_regions(&self, tensor: &PlannedTensor) -> impl Iterator<Item = (u64, Region)> {
         let holders = (0..self.holder_count(tensor)).map(|number| self.holder(tensor, number));
         holders.filter_map(|device| Some((device, self.own_region(tensor, device)?)))
     }
 
-    /// Devices of the whole mesh that are, by their place in it, the first to hold some bundled tensor's region; ascending.
-    /// At most as many as the mesh has.
+    /// Devices of the whole mesh that are, by their place in it, the first to hold a region of a bundled tensor.
+    /// Ascending; at most as many as the mesh has.
     pub fn first_holders(&self) -> Vec<u64> {
-        // Few tensors differ in what matters here.
+        // The holders depend on the spec, and on whether the tensor is of one expert: few tensors differ in these.
         let mut seen = HashSet::new();
         let mut holders = Vec::new();
         for tensor in self.bundle().filter(|tensor| seen.insert((tensor.spec, tensor.expert.is_some()))) {
@@ -292,8 +294,9 @@ impl Plan {
         holders
     }
 
-    /// The ranks of an engine whose processes differ in nothing but their shards, each with the listed device that stands for
-    /// it: ranks count the distinct sets of shards in the order of the devices, and devices with the same shards are one.
+    /// The ranks of an engine whose processes differ only in their shards, each with the listed device that represents
+    /// it. Ranks number the distinct sets of shards in the order of the devices. Devices with the same shards are one
+    /// rank.
     pub fn ranks(&self) -> Vec<(usize, u64)> {
         let firsts = self.first_holders();
         let axes = self.mesh.axes();
@@ -317,18 +320,18 @@ impl Plan {
         if self.devices.len() as u64 == self.mesh.devices() {
             return true;
         }
-        // Many tensors differ in nothing that matters here.
+        // Most tensors have the same spec, shape and expert as another.
         let mut seen = HashSet::new();
         let mut kinds = self.bundle().filter(|tensor| seen.insert((tensor.spec, tensor.view.shape(), tensor.expert)));
-        // Regions that differ do not overlap: together they are the tensor if they have as many elements.
+        // Distinct regions do not overlap: together they are the tensor if they have as many elements.
         kinds.all(|tensor| {
             let regions: HashSet<Region> = self.devices.iter().map(|device| self.region(tensor, *device)).collect();
             regions.iter().map(|region| region.shape().elements()).sum::<u64>() == tensor.view.shape().elements()
         })
     }
 
-    /// Whether bundles hold layers stacked: for layouts from files what their parameter `scan` says, or whether a tensor has
-    /// a logical axis `layers`.
+    /// Whether bundles hold layers stacked. For a layout from a file its parameter `scan` says so, or else a tensor
+    /// with a logical axis `layers`.
     pub fn is_scanned(&self) -> bool {
         match self.layout {
             Layout::Canonical => !self.unscanned,
@@ -340,8 +343,8 @@ impl Plan {
         }
     }
 
-    /// Keys of a tensor in formats that hold trees of dictionaries, outermost first. Words that no file name can hold are
-    /// escaped as in paths, because such formats make directories of keys.
+    /// Keys of a tensor in formats that hold trees of dictionaries, outermost first. Words that no file name can hold
+    /// are escaped as in paths, because such formats make directories of keys.
     pub fn keys(&self, tensor: &PlannedTensor) -> Vec<String> {
         let words = tensor.name.split('.').map(|word| component(word).into_owned());
         self.layout.tree_root().into_iter().map(str::to_owned).chain(words).collect()
@@ -371,10 +374,11 @@ impl Plan {
     }
 }
 
-/// Most bytes of all tensors together: sizes of files that hold many of them then fit 64 bits.
+/// Most bytes of all tensors together. Sizes of files that hold many of them then fit 64 bits.
 const BYTES_MAX: u64 = 1 << 61;
 
-/// Most pieces per source tensor that the views of built-in layouts can have before a plan has to count them.
+/// Most pieces per source tensor in the views of built-in layouts. A view that may exceed [`PIECES_MAX`] by this bound is
+/// lowered, which counts its pieces.
 const PIECES_PER_SOURCE: usize = 8;
 
 /// Checks that a view has a tiling, without lowering views that are simple by construction.

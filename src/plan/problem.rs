@@ -1,4 +1,4 @@
-//! What can be wrong with a plan. All problems are reported together, before anything is mounted.
+//! The problems of a plan. All of them are reported together, before anything is mounted.
 
 use std::{collections::BTreeSet, fmt};
 
@@ -12,7 +12,7 @@ use crate::{
     tensor::{Shape, TilingError, ViewError},
 };
 
-/// One thing wrong with a plan.
+/// One problem of a plan.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Problem {
     /// An expression over tensors is malformed.
@@ -20,7 +20,7 @@ pub enum Problem {
     View {
         /// The tensor, by its name in the repository or in the mount.
         name: String,
-        /// What is wrong.
+        /// The reason.
         #[source]
         error: ViewError,
     },
@@ -29,7 +29,7 @@ pub enum Problem {
     Tiling {
         /// The tensor.
         name: String,
-        /// What is wrong.
+        /// The reason.
         #[source]
         error: TilingError,
     },
@@ -51,20 +51,20 @@ pub enum Problem {
         /// The path component.
         component: String,
     },
-    /// No scheme decodes how some weights are quantized.
+    /// No scheme decodes the quantization of some weights.
     #[error(
         "{}: quantized as {method}, which ckfs does not decode; without --dequantize and --dtype the codes and scales are \
          shown as they are stored", undecoded(example.as_deref(), *tensors)
     )]
     Quantization {
-        /// What the configuration or the tensors call it.
+        /// Its name in the configuration or the tensors.
         method: String,
-        /// How many tensors are stored so; 0 where only the configuration says it.
+        /// Number of tensors stored in this way; 0 if only the configuration names it.
         tensors: u64,
         /// One of them.
         example: Option<String>,
     },
-    /// A part of a fused tensor has no whole number of rows.
+    /// A part of a fused tensor is not a whole number of rows.
     #[error("{name}: axis {axis} of {shape} does not split in shares of {shares:?}")]
     Split {
         /// The tensor.
@@ -76,7 +76,7 @@ pub enum Problem {
         /// The shares.
         shares: Vec<u64>,
     },
-    /// A member of `config.json` is needed and not there.
+    /// A required member of `config.json` is absent.
     #[error("{name}: config.json has no number {member:?}")]
     Config {
         /// The tensor or rule that needs it.
@@ -84,7 +84,7 @@ pub enum Problem {
         /// The member.
         member: String,
     },
-    /// Layers of which nothing is there.
+    /// Layers without any tensor.
     #[error("{}: expected {count} of {family}, numbered from 0", missing_layers(layers))]
     MissingLayers {
         /// The family of layers, as in `model.layers`.
@@ -94,15 +94,15 @@ pub enum Problem {
         /// Number of layers expected.
         count: u64,
     },
-    /// Tensors that the repository should have are not there.
+    /// Tensors that the repository should have are missing.
     #[error("{rule}missing tensor {}{}{}", group.counted(), needed_by(for_target), group.hint())]
     MissingTensor {
         /// Their names in the repository.
         group: NameGroup,
-        /// What they are needed for, if it is known.
+        /// The target that needs them, if it is known.
         for_target: String,
         /// The rule that needs them, if one does.
-        rule: RulePlace,
+        rule: RuleLocation,
     },
     /// Some layers lack a tensor that their neighbours have, or have it in another shape.
     #[error("{hole}; config.json does not say why")]
@@ -110,7 +110,7 @@ pub enum Problem {
         /// Tensor and layers.
         hole: Hole,
     },
-    /// Tensors are not of the shape that a layout's rule says they have.
+    /// Tensors whose shape differs from the shape in a layout's rule.
     #[error("{rule}{file}: {}: expected shape {expected}, found {found}", group.counted())]
     SourceShape {
         /// Their names in the repository.
@@ -118,8 +118,8 @@ pub enum Problem {
         /// The file that holds the first of them.
         file: String,
         /// The rule.
-        rule: RulePlace,
-        /// What `config.json` makes of the rule's extents; `_` for one that it says nothing about.
+        rule: RuleLocation,
+        /// The rule's extents as computed from `config.json`. `_` stands for an extent that it does not determine.
         expected: String,
         /// The shape they have.
         found: Shape,
@@ -137,10 +137,10 @@ pub enum Problem {
         name: String,
         /// The rule's pattern.
         rule: String,
-        /// What is wrong.
+        /// The reason.
         reason: String,
     },
-    /// An uneven split, where only even ones are wanted.
+    /// An uneven split, if only even ones are accepted.
     #[error("{name}: axis {axis} of {shape} does not split evenly in {parts} parts")]
     Uneven {
         /// The tensor.
@@ -152,7 +152,7 @@ pub enum Problem {
         /// Number of parts.
         parts: u64,
     },
-    /// A rule matches nothing.
+    /// A rule matches no tensor.
     #[error("{rule}: the pattern {pattern:?} matches no tensor")]
     UnusedPattern {
         /// The kind of rule.
@@ -160,12 +160,12 @@ pub enum Problem {
         /// The pattern.
         pattern: String,
     },
-    /// A mesh axis that no rule knows, under a name nearly that of one.
+    /// A mesh axis that no rule uses, with a name near to that of another one.
     #[error("mesh axis {axis:?}: no rule splits by it; did you mean {near:?}?")]
     MeshAxis {
         /// The axis.
         axis: String,
-        /// The name of one that is known.
+        /// The name of the known one.
         near: String,
     },
     /// A device that the mesh does not have.
@@ -176,7 +176,7 @@ pub enum Problem {
         /// Number of devices.
         devices: u64,
     },
-    /// More devices than a mount lists.
+    /// More devices than a mount can list.
     #[error(
         "mesh {mesh}: {count} devices are to be listed, at most {DEVICES_LISTED_MAX} can be; list this host's own, for \
          example with --devices 8-15"
@@ -187,18 +187,18 @@ pub enum Problem {
         /// Number of devices.
         count: u64,
     },
-    /// A rename makes a name that no file can have.
+    /// A rename makes a name that a file cannot have.
     #[error("{name}: rename {rule:?} makes a {what} of {bytes} bytes, at most {max} are possible")]
     Rename {
         /// The name before all renames.
         name: String,
         /// The rule's expression.
         rule: String,
-        /// What is too long.
+        /// The part that is too long.
         what: &'static str,
         /// Its bytes, as far as they were counted.
         bytes: usize,
-        /// Most bytes.
+        /// Most bytes that are possible.
         max: usize,
     },
     /// A rule of a layout does not fit the repository.
@@ -208,9 +208,9 @@ pub enum Problem {
         file: String,
         /// Line of the rule, from 1.
         line: usize,
-        /// The leaf, if the rule is about one.
+        /// The leaf, if the rule makes one.
         target: String,
-        /// What is wrong.
+        /// The reason.
         reason: String,
     },
     /// A layout or option file is malformed.
@@ -218,33 +218,33 @@ pub enum Problem {
     File {
         /// The file.
         file: String,
-        /// What is wrong.
+        /// The reason.
         reason: String,
     },
-    /// The repository cannot be shown as `hf/` in this way.
+    /// The repository cannot be shown as `hf/` with these options.
     #[error("hf/{path}: {reason}")]
     Hf {
         /// The file.
         path: String,
-        /// What is wrong.
+        /// The reason.
         reason: String,
     },
 }
 
-/// Where a rule stands: a layout file and the line, or nowhere.
+/// Where a rule stands: a layout file and the line, if it is in one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct RulePlace(pub Option<(String, usize)>);
+pub struct RuleLocation(pub Option<(String, usize)>);
 
-impl fmt::Display for RulePlace {
+impl fmt::Display for RuleLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.as_ref().map_or(Ok(()), |(file, line)| write!(f, "{file}:{line}: "))
     }
 }
 
 impl Problem {
-    /// Tensors missing for their own sake.
+    /// Missing tensors, without a target that needs them.
     pub(super) fn missing(group: NameGroup) -> Self {
-        Self::MissingTensor { group, for_target: String::new(), rule: RulePlace::default() }
+        Self::MissingTensor { group, for_target: String::new(), rule: RuleLocation::default() }
     }
 }
 
@@ -253,7 +253,7 @@ fn missing_layers(layers: &BTreeSet<u64>) -> String {
     format!("{word} {} {verb} missing", ranges(layers))
 }
 
-/// The tensors that no scheme decodes, for a message.
+/// The undecodable tensors, for a message.
 fn undecoded(example: Option<&str>, tensors: u64) -> String {
     match (example, tensors) {
         (Some(name), 1) => name.to_owned(),
@@ -286,7 +286,7 @@ impl From<Problem> for PlanError {
 }
 
 impl PlanError {
-    /// Whether names of tensors are among the problems: a repository's and those expected differ.
+    /// Whether tensor names are among the problems: the names found differ from the names expected.
     pub fn concerns_names(&self) -> bool {
         let of_names = |problem: &Problem| {
             matches!(
@@ -302,7 +302,7 @@ impl PlanError {
 }
 
 impl fmt::Display for PlanError {
-    /// The only problem, or a count and one problem a line.
+    /// The only problem, or a count and one problem per line.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const SHOWN: usize = 100;
         if let [only] = self.problems.as_slice() {

@@ -1,4 +1,4 @@
-//! Renaming of tensors by the rules of the user, within the limits of names and paths.
+//! Renaming of tensors by the user's rules, within the limits of names and paths.
 
 use std::borrow::Cow;
 
@@ -24,11 +24,12 @@ pub fn apply(rules: &[Rename], name: &str) -> Result<String, Problem> {
     Ok(shown.into_owned())
 }
 
-/// A name after all rules, that becomes a file's. With `flat` it is one path component, else there is one for each of its
-/// words.
+/// A name after all rules, as the name of a file. With `flat` it is one path component; otherwise each of its words is
+/// one.
 ///
 /// # Errors
-/// As [`apply`]; [`Problem::Rename`] also if the rules leave a component longer than the kernel takes, of the rule that did.
+/// As [`apply`]. Also [`Problem::Rename`] if a component ends up longer than the kernel accepts; it names the rule that
+/// made it so.
 pub fn apply_to_path(rules: &[Rename], name: &str, flat: bool) -> Result<String, Problem> {
     let longest = |name: &str| {
         let words = name.split('.').map(|word| component(word).len());
@@ -38,7 +39,7 @@ pub fn apply_to_path(rules: &[Rename], name: &str, flat: bool) -> Result<String,
     if longest(&new) <= COMPONENT_BYTES_MAX || new == name {
         return Ok(new);
     }
-    // A rule may make a word longer and a later one shorter: the one after which it is never short again is to blame.
+    // A rule may make a word longer and a later one shorter. The problem names the rule after which it stays too long.
     let is_long_after =
         |count: &usize| apply(&rules[..*count], name).is_ok_and(|name| longest(&name) > COMPONENT_BYTES_MAX);
     let to_blame = (1..=rules.len()).rev().take_while(is_long_after).last().unwrap_or(rules.len());
@@ -79,7 +80,7 @@ mod tests {
         let error = apply(&rules, "layers.0.w").unwrap_err().to_string();
         let expected = "layers.0.w: rename \"(.+)\" makes a name of 5120 bytes, at most 4096 are possible";
         assert_eq!(error, expected);
-        // One rule with many matches ends at the match that is too many.
+        // A rule with many matches stops at the first match that exceeds the limit.
         let rule = Rename::new("a", &"b".repeat(4096)).unwrap();
         let Err(Problem::Rename { bytes: 8192, .. }) = apply(&[rule], &"a".repeat(4000)) else { panic!("not refused") };
         assert!(Rename::new("a", &"b".repeat(4097)).unwrap_err().contains("at most 4096 bytes, found 4097"));
@@ -93,7 +94,7 @@ mod tests {
         assert_eq!((rule.as_str(), bytes), ("w", 1000));
         let shorter = [rules.as_slice(), &[Rename::parse("w+=>w").unwrap()]].concat();
         assert_eq!(apply_to_path(&shorter, "a.0.w", false).as_deref(), Ok("a.1.w"));
-        // Short words, but one file name where the layout is flat.
+        // Short words, but one file name in a flat layout.
         let dotted: Vec<Rename> = (0..30).map(|_| Rename::parse("^=>aaaaaaaaa.").unwrap()).collect();
         assert!(apply_to_path(&dotted, "w", false).is_ok());
         assert!(
@@ -102,7 +103,7 @@ mod tests {
                 .to_string()
                 .contains("a file name of 301 bytes, at most 255")
         );
-        // A name that no rule changes is no matter of the rules.
+        // A name that no rule changes is not checked here.
         assert!(apply_to_path(&rules[..1], &"a".repeat(300), false).is_ok());
     }
 }

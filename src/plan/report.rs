@@ -1,4 +1,4 @@
-//! What a plan says of itself: as text for `ckfs plan` and `.ckfs/plan.txt`, and as JSON.
+//! The report of a plan: as text for `ckfs plan` and `.ckfs/plan.txt`, and as JSON.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -23,14 +23,14 @@ const DEVICES_SHOWN: usize = 16;
 const GROUPS_SHOWN: usize = 400;
 /// Groups of unexpected names that the text lists.
 const NAMES_SHOWN: usize = 40;
-/// Files left out that the text lists.
+/// Ignored files that the text lists.
 const FILES_SHOWN: usize = 40;
 /// Tensors with the most over-read that the text lists.
 const TENSORS_SHOWN: usize = 5;
-/// Over-read up to this is not worth a line: pages at the ends of long runs.
+/// Over-read up to this factor gets no line: it comes from pages at the ends of long runs.
 const OVER_READ_HUNDREDTHS: u128 = 102;
 
-/// Bytes for a reader: exact up to 1023, then with three digits and a binary unit.
+/// Bytes in words: exact up to 1023, then three digits and a binary unit.
 pub fn human_bytes(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
     if bytes < 1024 {
@@ -56,12 +56,12 @@ fn percent(part: u64, whole: u64) -> String {
     format!("{}.{} %", tenths / 10, tenths % 10)
 }
 
-/// How many times the bytes that are needed pages hold, in hundredths.
+/// The bytes in the touched pages over the bytes needed, in hundredths.
 fn hundredths(reads: Reads) -> u128 {
     if reads.needed_bytes == 0 { 100 } else { u128::from(reads.paged_bytes) * 100 / u128::from(reads.needed_bytes) }
 }
 
-/// What is needed, and what pages hold of it.
+/// The bytes needed, and the bytes in their pages.
 pub fn reads_text(reads: Reads) -> String {
     let (needed, paged) = (human_bytes(reads.needed_bytes), human_bytes(reads.paged_bytes));
     format!("{needed} of the sources, {paged} in whole pages: {} times", factor(reads))
@@ -72,7 +72,7 @@ fn factor(reads: Reads) -> String {
     format!("{}.{:02}", hundredths / 100, hundredths % 100)
 }
 
-/// Numbers of devices, runs of them as `0-7`.
+/// Numbers of devices, with runs as `0-7`.
 fn device_ranges(devices: &[u64]) -> String {
     let runs = devices.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
         [first, .., last] => format!("{first}-{last}"),
@@ -81,7 +81,8 @@ fn device_ranges(devices: &[u64]) -> String {
     runs.collect::<Vec<_>>().join(",")
 }
 
-/// What devices read in excess, if they do: a line for each group of devices that are alike, all together, and the worst tensors.
+/// Lines about the excess reads of devices, if there are any: one per group of devices that are alike, one for all
+/// devices, and one for the worst tensors.
 fn over_read_text(checkpoint: &Checkpoint, plan: &Plan) -> Vec<String> {
     let amplification = Amplification::of(checkpoint, plan);
     let exceeds = |reads: &Reads| hundredths(*reads) > OVER_READ_HUNDREDTHS;
@@ -116,7 +117,7 @@ fn over_read_text(checkpoint: &Checkpoint, plan: &Plan) -> Vec<String> {
     lines
 }
 
-/// Tensors of bundles that differ in numbers of their names only.
+/// Tensors of bundles whose names differ only in numbers.
 struct Group<'a> {
     name: String,
     first: &'a PlannedTensor,
@@ -145,7 +146,7 @@ fn groups(plan: &Plan) -> Vec<Group<'_>> {
 /// # Panics
 /// Never: a part has no more bytes than its tensor, whose size was checked.
 pub fn bytes_per_device(plan: &Plan) -> Vec<u64> {
-    // Most tensors share all of this with many others.
+    // Most tensors share all of these with many others.
     type Kind<'a> = (&'a Spec, &'a Shape, DType, Option<(u64, u64)>);
     let mut kinds: HashMap<Kind<'_>, (&PlannedTensor, u64)> = HashMap::new();
     for tensor in plan.bundle() {
@@ -161,7 +162,7 @@ pub fn bytes_per_device(plan: &Plan) -> Vec<u64> {
     plan.devices.iter().map(of_device).collect()
 }
 
-/// What one mesh axis does.
+/// The effect of one mesh axis.
 struct AxisEffect {
     name: String,
     size: u64,
@@ -197,7 +198,7 @@ const fn rule_of_axis(sharding_use: AxisUse) -> &'static str {
     }
 }
 
-/// What the repository is, as the first lines of a report.
+/// The repository, as the first lines of a report.
 pub fn source_text(checkpoint: &Checkpoint) -> String {
     let mut text = String::new();
     let mut line = |key: &str, value: &str| {
@@ -233,7 +234,7 @@ pub fn source_text(checkpoint: &Checkpoint) -> String {
     text
 }
 
-/// Widest column that is padded; longer texts push the others aside.
+/// Widest padded column. A longer text pushes the others aside.
 const COLUMN_MAX: usize = 200;
 
 fn rows(text: &mut String, table: &[[String; 5]]) {
@@ -246,7 +247,7 @@ fn rows(text: &mut String, table: &[[String; 5]]) {
     }
 }
 
-/// Which trainers read nothing but their own chunks of the formats of chunks.
+/// The trainers that read only their own chunks in formats with chunks.
 fn chunks_text(plan: &Plan) -> String {
     let splits = |index: usize| {
         let axis = &plan.mesh.axes()[index];
@@ -267,7 +268,7 @@ fn chunks_text(plan: &Plan) -> String {
     )
 }
 
-/// What the layout and flags leave out, by tower or layers, or else by name.
+/// The names that the layout and flags leave out, by tower or layers, or else one by one.
 fn left_out_text(plan: &Plan, line: &mut dyn FnMut(&str, &str)) {
     let mut roots: BTreeMap<String, u64> = BTreeMap::new();
     for group in &plan.left_out {
@@ -286,7 +287,7 @@ fn left_out_text(plan: &Plan, line: &mut dyn FnMut(&str, &str)) {
     }
 }
 
-/// One view, without what is the same for all views of a source.
+/// One view, without the lines that are the same for all views of a source.
 pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
     let mut text = String::new();
     let mut line = |key: &str, value: &str| {
@@ -296,7 +297,7 @@ pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
     let total: u64 = plan.bundle().map(PlannedTensor::bytes).sum();
     let count = plan.bundle().count();
     let family = plan.family.as_deref().map_or_else(|| "family not known".to_owned(), |name| format!("family {name}"));
-    // Whether layers are stacked is a matter of the layout's own rules, where it has any.
+    // The layout's own rules, if it has any, decide whether layers are stacked.
     let layers = match (&plan.layout, plan.unscanned) {
         (Layout::Embedded(_) | Layout::File(_), _) => "",
         (Layout::Canonical | Layout::Hf, true) => ", layers unscanned",
@@ -494,7 +495,7 @@ fn tensor_json(checkpoint: &Checkpoint, plan: &Plan, tensor: &PlannedTensor) -> 
     row
 }
 
-/// A view of a report: its tensors are made while they are written, since there may be very many.
+/// One view of a report. Its tensors are made while they are written, since there may be very many.
 #[derive(Debug)]
 pub struct ViewReport<'a> {
     /// Name of the view; empty for the only one.
@@ -514,13 +515,13 @@ pub struct Report<'a> {
 }
 
 impl<'a> Report<'a> {
-    /// A report of these views, and what else is to be said of all of them.
+    /// A report of these views, with further members for all of them.
     pub fn new(checkpoint: &'a Checkpoint, views: Vec<ViewReport<'a>>, more: serde_json::Map<String, Value>) -> Self {
         Self { checkpoint, views, more }
     }
 }
 
-/// A part of a report that is written as it is made.
+/// A part of a report that is generated while it is written.
 struct Written<F>(F);
 
 impl<V: Serialize, I: Iterator<Item = V>, F: Fn() -> I> Serialize for Written<F> {
@@ -529,7 +530,7 @@ impl<V: Serialize, I: Iterator<Item = V>, F: Fn() -> I> Serialize for Written<F>
     }
 }
 
-/// A view and the checkpoint that it is of.
+/// A view and its checkpoint.
 struct OfCheckpoint<'a>(&'a Checkpoint, &'a ViewReport<'a>);
 
 impl Serialize for OfCheckpoint<'_> {
@@ -581,7 +582,7 @@ fn decoded_text(plan: &Plan) -> String {
     format!("{}{kept}", rows.join("; "))
 }
 
-/// A scheme that is known: its name, and what it tells of itself.
+/// A known scheme: its name and its parameters.
 fn summary_json(summary: &Summary) -> Value {
     let mut row = json!({"scheme": summary.scheme});
     for (key, value) in &summary.details {
@@ -600,13 +601,13 @@ fn quantization_json(quantization: &Quantization) -> Value {
     };
     let unsupported = quantization.unsupported.iter();
     row["unsupported"] = unsupported.map(|found| json!({"method": found.method, "tensors": found.tensors})).collect();
-    // Whether a dtype can be asked for.
+    // Whether a dtype can be requested.
     row["converts"] = quantization.undecodable().is_none().into();
     row["text"] = quantization.to_string().into();
     row
 }
 
-/// What is said of the source, as JSON.
+/// The source, as JSON.
 fn source_json(checkpoint: &Checkpoint) -> Value {
     let dialect = checkpoint.dialect();
     let dtypes: BTreeMap<&str, Value> = dialect

@@ -1,8 +1,8 @@
 //! Parts of a checkpoint: some of its tensors or layers, under their own names or others.
 //!
-//! A selection is made before any layout: layouts see a checkpoint that has only the tensors wanted, with a `config.json` that
-//! says so. That configuration also serves `hf/`, if it can tell the truth: a part that no configuration describes has no
-//! `hf/`, for a reason that is kept.
+//! A selection comes before any layout. Layouts see a checkpoint with the selected tensors only, and a `config.json`
+//! that describes it. That configuration also serves `hf/`, if it can describe the part. A part that no configuration
+//! describes has no `hf/`, and the reason is kept.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -20,18 +20,18 @@ use super::{
 };
 use crate::{checkpoint::Checkpoint, tensor::TensorId};
 
-/// Which tensors of a checkpoint are wanted.
+/// The selected tensors of a checkpoint.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Subset {
-    /// Rules for names of the repository, before anything else sees them.
+    /// Renames of the repository's names, before every other step.
     pub source_renames: Vec<Rename>,
-    /// If there are any, only tensors that match one.
+    /// If not empty, only tensors that match one of them.
     pub include: Vec<Pattern>,
-    /// Not the tensors that match one.
+    /// Tensors that match none of these.
     pub exclude: Vec<Pattern>,
     /// Layers of the text model.
     pub layers: Option<LayerRanges>,
-    /// Whether the layers that are left are numbered from 0.
+    /// Whether the remaining layers are numbered from 0.
     pub renumber: bool,
     /// Without layers of multi-token prediction.
     pub no_mtp: bool,
@@ -40,7 +40,7 @@ pub struct Subset {
 }
 
 impl Subset {
-    /// Whether a tensor that is not there would be shown if it were.
+    /// Whether a missing tensor would be shown if it were present.
     pub(super) fn wants(&self, name: &str) -> bool {
         let words = Generic::load().expect("the file is in the program, and a test reads it").words;
         let layer = naming::parse(name, &words).layer;
@@ -52,23 +52,23 @@ impl Subset {
     }
 }
 
-/// What a subset makes of a checkpoint.
+/// The result of a selection.
 #[derive(Debug)]
 pub(super) struct Selected {
-    /// The whole checkpoint under the names that source renames give.
+    /// The whole checkpoint under the names that source renames give. `None` without renames.
     pub(super) whole: Option<Checkpoint>,
-    /// The part that is wanted; `None` if that is all.
+    /// The selected part; `None` if it is the whole.
     pub(super) part: Option<Checkpoint>,
-    /// Why there is no `hf/`.
+    /// The reason why there is no `hf/`, if there is none.
     pub(super) no_hf: Option<String>,
-    /// Patterns over names in the mount.
+    /// Patterns over names in the mount: if not empty, only tensors that match one of them.
     pub(super) target_include: Vec<Pattern>,
-    /// Patterns over names in the mount.
+    /// Patterns over names in the mount: not the tensors that match one of them.
     pub(super) target_exclude: Vec<Pattern>,
 }
 
 impl Selected {
-    /// Names of the repository that are not wanted.
+    /// Names of the repository that are not selected.
     pub(super) fn left_out(&self, original: &Checkpoint) -> Vec<NameGroup> {
         let Some(part) = &self.part else { return Vec::new() };
         let kept: BTreeSet<TensorId> = part.tensors().map(|(id, _)| id).collect();
@@ -77,7 +77,7 @@ impl Selected {
     }
 }
 
-/// Words of names that belong to towers for images, video and sound.
+/// Words in the names of towers for images, video and sound.
 const TOWERS: [&str; 19] = [
     "vision_tower",
     "vision_model",
@@ -105,16 +105,16 @@ pub(super) fn is_tower(name: &str) -> bool {
     name.split('.').take(3).any(|word| TOWERS.contains(&word))
 }
 
-/// Whether a name belongs to a predictor of further tokens that stands beside the layers.
+/// Whether a name belongs to a predictor of further tokens beside the layers.
 pub(super) fn is_predictor(name: &str) -> bool {
     name.split('.').take(3).any(|word| PREDICTORS.contains(&word))
 }
 
-/// Words of names that belong to a predictor of further tokens.
+/// Words in the names of predictors of further tokens.
 const PREDICTORS: [&str; 3] = ["mtp", "nextn", "mtp_layers"];
 
-/// What a name is a part of: `visual.*`, `mtp.*`, or some layers, as in `model.layers.{4-7}.*`; or else the name. Numbers may be
-/// folded.
+/// The group of a name: `visual.*`, `mtp.*`, or some layers, as in `model.layers.{4-7}.*`; or else the name itself.
+/// Numbers may be folded.
 pub(super) fn root(name: &str) -> String {
     let is_number = |word: &str| word.starts_with(|c: char| c == '{' || c.is_ascii_digit());
     let mut end = 0;
@@ -135,7 +135,8 @@ const PER_LAYER: [&str; 5] =
 const LISTS_LAYERS: [&str; 1] = ["mlp_only_layers"];
 /// Members that count layers from the first.
 const COUNTS_FIRST: [&str; 2] = ["first_k_dense_replace", "max_window_layers"];
-/// Members that give layers a role by their number, unless 0 or 1, or unless the per-layer list says it anyway.
+/// Members that give layers a role by their number, unless they are 0 or 1, or the per-layer list gives the role
+/// anyway.
 const BY_NUMBER: [&str; 7] = [
     "decoder_sparse_step",
     "interleave_moe_layer_step",
@@ -151,7 +152,7 @@ const FROM_LAST: [&str; 1] = ["num_kv_shared_layers"];
 const MTP_COUNTS: [&str; 3] = ["num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"];
 /// Numbers of layers.
 const COUNTS: [&str; 4] = ["num_hidden_layers", "n_layer", "num_layers", "n_layers"];
-/// Families in which a layer's number says nothing that `config.json` does not.
+/// Families in which the layer's number determines nothing beyond what `config.json` says.
 const UNIFORM: [&str; 3] = ["llama", "mixtral", "phi3"];
 
 /// Makes the selection.
@@ -255,8 +256,8 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
     Ok(selected)
 }
 
-/// Keeps what raw weights are decoded with if they are kept, whatever patterns say, and only then: without it their bytes mean
-/// nothing. `name` gives the name of what is kept so.
+/// Keeps the operands that decode raw weights exactly if the weights are kept, whatever patterns say: without operands
+/// the bytes of the weights have no meaning. `name` gives the name of a kept operand.
 fn keep_operands(base: &Checkpoint, names: &mut BTreeMap<TensorId, String>, name: &dyn Fn(TensorId) -> String) {
     let (mut needed, mut unneeded) = (BTreeSet::new(), BTreeSet::new());
     for tensor in base.raw() {
@@ -271,8 +272,8 @@ fn keep_operands(base: &Checkpoint, names: &mut BTreeMap<TensorId, String>, name
     }
 }
 
-/// Whether renames take the names of scales away from those of their weights, as far as these are raw: programs find them by
-/// their names.
+/// Whether renames separate the names of scales from those of their weights, among the raw weights. Programs find
+/// scales by these names.
 fn parts_names(checkpoint: &Checkpoint, renamed: &Checkpoint) -> bool {
     let (old, new) = (|id| checkpoint.tensor(id).name, |id| renamed.tensor(id).name);
     checkpoint.raw().any(|tensor| {
@@ -287,7 +288,7 @@ fn parts_names(checkpoint: &Checkpoint, renamed: &Checkpoint) -> bool {
     })
 }
 
-/// Why the layers that are wanted cannot be had, if some are beyond the last.
+/// The reason why the selected layers do not exist, if some are beyond the last layer.
 fn beyond_the_last(base: &Checkpoint, subset: &Subset, prefix: Option<&str>, words: &Words) -> Option<String> {
     let (layers, prefix) = (subset.layers.as_ref()?, prefix?);
     let found = base.tensors().filter_map(|(_, info)| {
@@ -318,14 +319,14 @@ pub(super) fn text_prefix(checkpoint: &Checkpoint, family: Option<&Family>) -> O
 /// Words of the tensors of a layer that predicts further tokens.
 const PREDICTOR_WORDS: [&str; 6] = ["eh_proj", "enorm", "hnorm", "shared_head", "nextn", "mtp"];
 
-/// The prefix of the text model's layers, and the first of those after the last configured one, which predict further tokens
-/// (multi-token prediction) and are no part of the stack.
+/// The prefix of the text model's layers, and the first layer after the last configured one. From there on layers
+/// predict further tokens (multi-token prediction) and are not part of the stack.
 pub(super) fn predicting(checkpoint: &Checkpoint, family: Option<&Family>) -> Option<(String, u64)> {
     let words = Generic::load().expect("the file is in the program, and a test reads it").words;
     let prefix = text_prefix(checkpoint, family)?;
     let first = checkpoint.dialect().declared_layers?;
     let config = checkpoint.config()?;
-    // There the number may be that of another stack.
+    // Under another prefix the number may belong to another stack.
     if config.get("is_encoder_decoder").and_then(Value::as_bool) == Some(true) {
         return None;
     }
@@ -342,7 +343,7 @@ fn renumbered(name: &str, layer: u64, number: u64) -> String {
     name.replacen(&format!(".{layer}."), &format!(".{number}."), 1)
 }
 
-/// The configuration of the part, or why none can be.
+/// The configuration of the part, or the reason why there is none.
 fn configuration(
     base: &Checkpoint,
     subset: &Subset,
@@ -360,7 +361,7 @@ fn configuration(
     }
     let mut members: Vec<&mut Map<String, Value>> = Vec::new();
     let Some(top) = config.as_object_mut() else { return (None, no_hf) };
-    // The nested member is taken out and put back, since both are changed.
+    // The nested member is removed and inserted again, since both objects change.
     let mut inner = nested.as_ref().and_then(|name| top.get_mut(name)).map(Value::take);
     members.push(top);
     members.extend(inner.as_mut().and_then(Value::as_object_mut));

@@ -12,16 +12,16 @@ use crate::config::ShardRule;
 /// How specs are chosen where no rule of the user's matches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Sharding {
-    /// By logical axes where the layout says so; elsewhere by the name of the mesh axis and the role of the tensor's axes.
+    /// By logical axes if the layout says so. Otherwise by the name of the mesh axis and the role of the tensor's axes.
     #[default]
     Auto,
-    /// By logical axes: by the layout's rules, or MaxText's where it has none.
+    /// By logical axes: by the layout's rules, or by MaxText's if it has none.
     Logical,
     /// Nothing is split: every device holds everything.
     Replicate,
 }
 
-/// What a mesh axis does under [`Sharding::Auto`].
+/// The effect of a mesh axis under [`Sharding::Auto`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AxisUse {
     /// Splits the expert axis.
@@ -32,16 +32,16 @@ pub enum AxisUse {
     FullyShard,
     /// Splits nothing.
     Replicate,
-    /// Splits nothing, because its name says nothing.
+    /// Splits nothing, because its name is not known.
     Unknown,
 }
 
-/// What a mesh axis of this name does under [`Sharding::Auto`].
+/// The effect of a mesh axis of this name under [`Sharding::Auto`].
 pub fn axis_use(name: &str) -> AxisUse {
     KNOWN_AXES.iter().find(|(names, _)| names.contains(&name)).map_or(AxisUse::Unknown, |(_, axis_use)| *axis_use)
 }
 
-/// Names of mesh axes that say what the axis does.
+/// Names of mesh axes, with the effect of each.
 pub(super) const KNOWN_AXES: [(&[&str], AxisUse); 4] = [
     (&["expert", "ep"], AxisUse::Expert),
     (&["tensor", "tp"], AxisUse::Tensor),
@@ -68,15 +68,15 @@ fn auto(roles: &Roles, rank: usize, mesh: &Mesh) -> Spec {
     spec
 }
 
-/// Whether the user says all about a draft's shards: by a rule that matches, or that nothing is split. Then the tensor of a
-/// single expert is like any other, and not only on the devices that expert parallelism gives it to.
+/// Whether the user fully determines a draft's shards: by a rule that matches, or by a request to split nothing. Then
+/// the tensor of a single expert is like any other, and not only on the devices that expert parallelism gives it to.
 pub(super) fn is_told(draft: &Draft, sharding: Sharding, rules: &[ShardRule]) -> bool {
     sharding == Sharding::Replicate || rules.iter().any(|rule| rule.pattern.matches(&draft.name))
 }
 
 /// The spec of a draft.
 ///
-/// # Errors
+/// [`Problem::ShardRule`] if the rule that matches has more axes than the tensor, or uses a mesh axis twice.
 /// [`Problem::ShardRule`] if the rule that matches has more axes than the tensor or uses a mesh axis twice.
 pub(super) fn spec(
     draft: &Draft,

@@ -1,9 +1,9 @@
-//! Partition specs: which mesh axes split which axis of a tensor, and what each device then holds.
+//! Partition specs: which mesh axes split which axis of a tensor, and which part each device then holds.
 //!
-//! One axis is split as `torch.chunk` splits: `n` elements over `w` positions in chunks of `ceil(n / w)`, so that the last
-//! positions may hold fewer or none. Several mesh axes on one tensor axis split one after the other: the first named
-//! splits the axis, the next splits what each position then holds. Where everything divides this equals JAX's
-//! partitioning over the product of the mesh axes.
+//! One axis is split as `torch.chunk` splits: `n` elements over `w` positions in chunks of `ceil(n / w)`. The last
+//! positions may hold fewer elements, or none. Several mesh axes split one tensor axis in turn: the first one splits
+//! the axis, the next one splits the part of each position. If every split is even, this equals JAX's partitioning over
+//! the product of the mesh axes.
 
 use smallvec::SmallVec;
 
@@ -28,11 +28,11 @@ impl Spec {
         Self::default()
     }
 
-    /// Splits `axis` also by a mesh axis, inside those already there.
+    /// Splits `axis` further by a mesh axis, inside those already there.
     ///
     /// # Panics
-    /// If the mesh has more than 255 axes, which its parser's limit on devices and sizes of 1 do not exclude by
-    /// themselves, but no mesh has.
+    /// If the mesh has more than 255 axes. The parser's limit on devices does not exclude this, as sizes may be 1, but
+    /// no mesh has this number.
     pub fn split(&mut self, axis: usize, mesh_axis: usize) {
         if self.axes.len() <= axis {
             self.axes.resize(axis + 1, SmallVec::new());

@@ -1,4 +1,4 @@
-//! What is found in a checkpoint before anything is planned: its family, the devices that are listed, layers that are not there.
+//! Facts about a checkpoint before planning: its family, the listed devices, missing layers.
 
 use std::collections::BTreeSet;
 
@@ -43,8 +43,8 @@ pub(super) fn devices(options: &ViewOptions, problems: &mut Vec<Problem>) -> Vec
 /// Most missing layers of one family that are listed.
 pub(super) const MISSING_MAX: usize = 1000;
 
-/// Finds layers that are not there. Where a known model's configuration counts its layers, a missing one is a problem;
-/// a gap elsewhere (part of a repository, an adapter) is only worth a warning.
+/// Finds missing layers. If the configuration of a known model counts its layers, a missing one is a problem. Any other
+/// gap (in a part of a repository, or an adapter) is only a warning.
 pub(super) fn missing_layers(
     checkpoint: &Checkpoint,
     known: Option<&Family>,

@@ -1,11 +1,11 @@
-//! What the user says and nothing needs: mesh axes that split nothing, patterns that match nothing.
+//! Settings without effect: mesh axes that split nothing, patterns that match nothing.
 
 use std::collections::BTreeSet;
 
 use super::{AxisUse, Draft, LogicalRules, Pattern, Problem, Sharding, ViewOptions, axis_use, name_group, shard};
 use crate::checkpoint::Checkpoint;
 
-/// Finds mesh axes that split nothing. One whose name is nearly that of another which splits is misspelt.
+/// Finds mesh axes that split nothing. A name near to that of another axis that splits is taken for a slip.
 pub(super) fn mesh_axes(
     options: &ViewOptions,
     rules: Option<&LogicalRules>,
@@ -64,14 +64,14 @@ fn absent_axes<'a>(
     options: &ViewOptions,
     warnings: &mut Vec<String>,
 ) {
-    // Without a mesh nothing is split anyway.
+    // Without a mesh nothing is split in any case.
     let absent: BTreeSet<&String> = named.filter(|axis| options.mesh.find(axis).is_none()).collect();
     for axis in absent.into_iter().filter(|_| !options.mesh.axes().is_empty()) {
         warnings.push(format!("{kind} rules name the mesh axis {axis:?}, which the mesh does not have"));
     }
 }
 
-/// Warns of the user's rules for logical axes that change nothing.
+/// Warns of the user's rules for logical axes that have no effect.
 pub(super) fn logical_rules(options: &ViewOptions, apply: bool, drafts: &[Draft], warnings: &mut Vec<String>) {
     let rules = &options.logical_rules;
     if !apply {

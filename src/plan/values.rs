@@ -1,4 +1,4 @@
-//! What becomes of a tensor's values: passed through, cast or decoded, by `--dtype`, `--dequantize` and the rules of the
+//! The values of tensors in the mount: unchanged, cast or decoded, by `--dtype`, `--dequantize` and the rules of the
 //! configuration file.
 
 use std::{
@@ -13,12 +13,12 @@ use crate::{
     tensor::{DType, Shape, SourceTensor, TensorId, View},
 };
 
-/// What is asked of values in general.
+/// The general request for values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Wish {
     /// Dtype of all floats; `None` leaves them as they are.
     pub dtype: Option<DType>,
-    /// What quantized tensors become.
+    /// Treatment of quantized tensors.
     pub quantized: Raw,
 }
 
@@ -32,7 +32,7 @@ pub enum Raw {
     Decoded(Option<DType>),
 }
 
-/// Decides and builds the values of tensors.
+/// Decides on the values of tensors and builds their views.
 #[derive(Debug)]
 pub struct Values<'a> {
     checkpoint: &'a Checkpoint,
@@ -40,7 +40,7 @@ pub struct Values<'a> {
     rules: &'a [CastRule],
     /// Stored tensors that others need that are shown raw.
     of_raw: HashSet<TensorId>,
-    /// Decoded tensors of which a rule has said since that they be shown raw.
+    /// Decoded tensors for which a rule has since required the raw form.
     raw: Mutex<BTreeSet<TensorId>>,
 }
 
@@ -51,18 +51,18 @@ impl<'a> Values<'a> {
         Self { checkpoint, wish, rules, of_raw, raw: Mutex::default() }
     }
 
-    /// The checkpoint, as far as it is wanted.
+    /// The selected part of the checkpoint.
     pub fn checkpoint(&self) -> &'a Checkpoint {
         self.checkpoint
     }
 
-    /// Whether names matter to the dtype.
+    /// Whether the dtype depends on names.
     pub fn depend_on_names(&self) -> bool {
         !self.rules.is_empty()
     }
 
-    /// The dtype that a tensor of these names is to have; `None` leaves it as it is. That a decoded tensor stays as it is
-    /// stored after all is noted: see [`Values::raw`].
+    /// The requested dtype of a tensor with these names. `None` leaves it as it is. If this keeps a decoded tensor as
+    /// it is stored, the tensor is noted for [`Values::raw`].
     pub fn dtype_of(&self, id: TensorId, names: &[&str]) -> Option<DType> {
         let rule = self.rules.iter().find(|rule| names.iter().any(|name| rule.pattern.matches(name)));
         let info = self.checkpoint.tensor(id);
@@ -88,13 +88,13 @@ impl<'a> Values<'a> {
         }
     }
 
-    /// The decoded tensors that rules want raw, as far as they have been asked about.
+    /// The decoded tensors that rules require raw, among those queried so far.
     pub fn raw(&self) -> BTreeSet<TensorId> {
         self.raw.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The tensor with its values as wanted: a float cast to `dtype`, a quantized one decoded to it or to its own, others as they
-    /// are.
+    /// The tensor with its requested values. A float is cast to `dtype`. A quantized tensor is decoded to `dtype`, or
+    /// to its own. Any other tensor is unchanged.
     ///
     /// # Errors
     /// [`Problem::View`] naming the tensor.
@@ -116,18 +116,18 @@ impl<'a> Values<'a> {
         }
     }
 
-    /// Whether the general wish or a rule asks for conversion at all.
+    /// Whether the general request or a rule converts anything.
     pub fn converts(&self) -> bool {
         converts(self.wish, self.rules)
     }
 
-    /// The dtype asked for in general.
+    /// The generally requested dtype.
     pub fn general_dtype(&self) -> Option<DType> {
         self.wish.dtype
     }
 }
 
-/// Whether a wish or a rule asks for conversion at all.
+/// Whether a request or a rule converts anything.
 pub fn converts(wish: Wish, rules: &[CastRule]) -> bool {
     wish != Wish::default() || rules.iter().any(|rule| rule.dtype.is_some())
 }

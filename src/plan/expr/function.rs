@@ -7,7 +7,7 @@ use half::bf16;
 use super::{Absent, EvalError, Names, Value};
 use crate::tensor::{DType, Element, Keep, Shape, View, ViewError};
 
-/// Most times that one element is repeated.
+/// Most repetitions of one element.
 const REPEATS_MAX: usize = 4096;
 
 /// Highest number of operands of a function.
@@ -52,7 +52,7 @@ pub(super) enum ViewFunction {
     Rank,
 }
 
-/// Name, function, least and most operands.
+/// Name, function, least and most number of operands.
 pub(super) const FUNCTIONS: &[(&str, Function, usize, usize)] = &[
     ("min", Function::Min, 1, ARGUMENTS_MAX),
     ("max", Function::Max, 1, ARGUMENTS_MAX),
@@ -86,7 +86,7 @@ pub(super) const FUNCTIONS: &[(&str, Function, usize, usize)] = &[
     ("rank", Function::View(ViewFunction::Rank), 1, 1),
 ];
 
-/// The axis that a number stands for, counted from the end if negative.
+/// The axis of a number. A negative number counts from the end.
 fn axis(name: &'static str, value: &Value, rank: usize) -> Result<usize, EvalError> {
     let number = value.int(name)?;
     let from_end = if number < 0 { i64::try_from(rank).expect("views have few axes") + number } else { number };
@@ -94,7 +94,7 @@ fn axis(name: &'static str, value: &Value, rank: usize) -> Result<usize, EvalErr
 }
 
 fn whole(name: &'static str, value: f64) -> Result<Value, EvalError> {
-    // Beyond 2^53 a float no longer tells neighbours apart.
+    // Beyond 2^53 an f64 no longer distinguishes neighbouring integers.
     const EXACT: f64 = 9_007_199_254_740_992.0;
     if value.abs() > EXACT {
         return Err(EvalError::Range(name));
@@ -140,9 +140,9 @@ impl Function {
             }
             Self::Ceil => whole(name, values[0].float(name)?.ceil()),
             Self::Floor => whole(name, values[0].float(name)?.floor()),
-            #[allow(clippy::cast_possible_truncation, reason = "rounding is what is asked for")]
+            #[allow(clippy::cast_possible_truncation, reason = "the caller asks for rounding")]
             Self::F32 => Ok(Value::Float(f64::from(values[0].float(name)? as f32))),
-            #[allow(clippy::cast_possible_truncation, reason = "rounding is what is asked for, by way of f32")]
+            #[allow(clippy::cast_possible_truncation, reason = "the caller asks for rounding, by way of f32")]
             Self::Bf16 => Ok(Value::Float(bf16::from_f32(values[0].float(name)? as f32).to_f64())),
             Self::Exists => Ok(Value::Bool(names.shape(values[0].text(name)?).is_some())),
             Self::Given => Ok(Value::Bool(names.given(values[0].text(name)?))),
@@ -241,7 +241,7 @@ impl ViewFunction {
         Ok(Value::View(View::fill(shape, Element::f32(constant)).cast(dtype)?))
     }
 
-    /// Extents with the one that is -1 worked out.
+    /// Extents, with -1 replaced by the extent that the others leave.
     fn extents(name: &'static str, view: &View, values: &[Value]) -> Result<Vec<u64>, EvalError> {
         let mut open = None;
         let mut extents = Vec::with_capacity(values.len());
@@ -256,7 +256,7 @@ impl ViewFunction {
         if let Some(at) = open {
             let known = extents.iter().try_fold(1u64, |product, extent| product.checked_mul(*extent));
             let known = known.ok_or(EvalError::Range(name))?;
-            // An extent that does not come out even is left for the reshape itself to refuse.
+            // The reshape itself refuses an extent that does not divide the elements evenly.
             extents[at] = view.shape().elements().checked_div(known).unwrap_or(0);
         }
         Ok(extents)

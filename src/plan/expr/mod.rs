@@ -5,16 +5,17 @@
 //! ```text
 //! if A then B else C      A ?? B (B where A is absent)      ||  &&  !
 //! == != < <= > >=         + - * / // %                      12  1.5  true  'text {template}'
-//! config.NAME             member of config.json, looked for in the text model's part first; absent if it is not there
+//! config.NAME             member of config.json, first of the text model's part; absent if neither has it
 //! mesh.NAME               size of a mesh axis; absent if the mesh has none of that name
 //! name                    a parameter, a variable, a loop's variable, or a source tensor of the rule
 //! f(a, b)                 a function of the table below
 //! ```
 //!
-//! `/` of whole numbers gives a whole number where it comes out even and a fraction elsewhere; `//` rounds down. Where
-//! a whole number is needed a fraction is an error. Functions of numbers are `min max sqrt ceil floor f32 bf16`, the last two
-//! rounding to that type. `exists('name')`, `shape('name', axis)` and `count('a.*.b')` ask about the repository's tensors; the
-//! last is one more than the highest number that stands for the star. `given('name')` tells whether the user has set a parameter.
+//! `/` of whole numbers gives a whole number if it divides evenly, and a fraction otherwise. `//` rounds down. A
+//! fraction where a whole number is needed is an error. Functions of numbers are `min max sqrt ceil floor f32 bf16`;
+//! the last two round to that type. `exists('name')`, `shape('name', axis)` and `count('a.*.b')` ask about the
+//! repository's tensors. `count` is one more than the highest number in the place of the star. `given('name')` tells
+//! whether the user has set a parameter.
 //!
 //! | function of views | result |
 //! | --- | --- |
@@ -34,7 +35,7 @@
 //! | `mul_f32(x, c)`, `add_f32(x, c)` | as `mul` and `add`, the result left in f32 |
 //! | `extent(x, axis)`, `rank(x)` | numbers |
 //!
-//! Axes may be counted from the end as `-1`, `-2`. Constants of arithmetic must be values of f32: write `f32(…)`.
+//! Axes may be counted from the end as `-1`, `-2`. Constants of arithmetic must be exact values of f32: write `f32(…)`.
 
 mod function;
 mod operator;
@@ -48,15 +49,15 @@ use parse::{DEPTH_MAX, Parser};
 
 use crate::tensor::{View, ViewError};
 
-/// Why a text is no expression.
+/// Why a text is not an expression.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SyntaxError {
-    /// Something else was expected.
+    /// A token other than the expected one.
     #[error("at {at:?}: expected {expected}")]
     Expected {
-        /// What stands there, up to the end or so.
+        /// The found text, shortened.
         at: String,
-        /// What should stand there.
+        /// The expected token.
         expected: &'static str,
     },
     /// No such function.
@@ -67,12 +68,12 @@ pub enum SyntaxError {
     Arguments {
         /// The function.
         function: &'static str,
-        /// How many it takes.
+        /// The number of operands that it takes.
         expected: String,
-        /// How many there are.
+        /// The number of operands found.
         found: usize,
     },
-    /// Too deep.
+    /// Nested too deep.
     #[error("nested more than {DEPTH_MAX} deep")]
     Depth,
 }
@@ -80,10 +81,10 @@ pub enum SyntaxError {
 /// Why an expression has no value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EvalError {
-    /// A name that nothing has.
+    /// An unknown name.
     #[error("nothing is called {0:?}")]
     Name(String),
-    /// Something needed is not there.
+    /// A required value is absent.
     #[error("{0}")]
     Absent(Absent),
     /// A value of another kind was expected.
@@ -91,27 +92,27 @@ pub enum EvalError {
     Kind {
         /// The operator or function.
         operation: &'static str,
-        /// What it takes.
+        /// The kind of value that it takes.
         expected: &'static str,
-        /// What it got.
+        /// The value that it got.
         found: String,
     },
     /// A result beyond 64 bits, or a division by zero.
     #[error("{0}: no such number")]
     Range(&'static str),
-    /// A constant that is no value of f32.
+    /// A constant that f32 cannot represent.
     #[error("{0} is no value of f32: round it with f32(…)")]
     Inexact(String),
-    /// No such dtype.
+    /// An unknown dtype.
     #[error("there is no dtype {0:?}")]
     DType(String),
-    /// A loop without a range, over something else than the number in a name.
-    #[error("the numbers of {0:?} cannot be told from names: give a range by over")]
+    /// A loop without a range, over something other than the number in a name.
+    #[error("the numbers of {0:?} cannot be derived from names: give a range by over")]
     Open(String),
     /// A variable defined by itself.
     #[error("{0:?} is defined by itself")]
     Cycle(String),
-    /// Views that do not fit.
+    /// Views whose shapes or dtypes do not fit.
     #[error(transparent)]
     View(#[from] ViewError),
     /// In the definition of a variable.
@@ -119,13 +120,13 @@ pub enum EvalError {
     In {
         /// The variable.
         name: String,
-        /// What is wrong.
+        /// The reason.
         #[source]
         error: Box<EvalError>,
     },
 }
 
-/// Something that is not there.
+/// An absent value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Absent {
     /// A member of `config.json`.
@@ -149,7 +150,7 @@ impl fmt::Display for Absent {
     }
 }
 
-/// What an expression stands for.
+/// The value of an expression.
 #[derive(Clone, Debug)]
 pub enum Value {
     /// A whole number.
@@ -215,10 +216,10 @@ impl Value {
         }
     }
 
-    /// The whole number that this is.
+    /// This value as a whole number.
     ///
     /// # Errors
-    /// [`EvalError`] if it is none; a fraction that comes out even is one.
+    /// [`EvalError`] if it is not one. A fraction with an integral value is accepted.
     pub fn int(&self, operation: &'static str) -> Result<i64, EvalError> {
         match self {
             Self::Int(value) => Ok(*value),
@@ -228,10 +229,10 @@ impl Value {
         }
     }
 
-    /// The whole number, not negative, that this is.
+    /// This value as a whole number that is not negative.
     ///
     /// # Errors
-    /// [`EvalError`] if it is none.
+    /// [`EvalError`] if it is not one.
     pub fn natural(&self, operation: &'static str) -> Result<u64, EvalError> {
         u64::try_from(self.int(operation)?).map_err(|_| self.kind(operation, "a number that is not negative"))
     }
@@ -267,10 +268,10 @@ impl Value {
         }
     }
 
-    /// The view that this is.
+    /// This value as a view.
     ///
     /// # Errors
-    /// [`EvalError`] if it is none.
+    /// [`EvalError`] if it is not one.
     pub fn view(&self, operation: &'static str) -> Result<&View, EvalError> {
         match self {
             Self::View(view) => Ok(view),
@@ -292,20 +293,20 @@ impl Value {
     }
 }
 
-/// What names mean to an expression.
+/// The meaning of names in an expression.
 pub trait Names {
     /// The value of a name.
     ///
     /// # Errors
     /// [`EvalError::Name`] if there is none.
     fn name(&self, name: &str) -> Result<Value, EvalError>;
-    /// A member of `config.json`, `None` if it is not there.
+    /// A member of `config.json`; `None` if it is absent.
     fn config(&self, path: &[String]) -> Option<Value>;
-    /// Size of a mesh axis, `None` if it is not there.
+    /// Size of a mesh axis; `None` if the mesh does not have it.
     fn mesh(&self, axis: &str) -> Option<u64>;
-    /// The extents of a tensor, `None` if it is not there.
+    /// The extents of a tensor; `None` if the repository does not have it.
     fn shape(&self, tensor: &str) -> Option<Vec<u64>>;
-    /// One more than the highest number that stands for the star in a tensor's name, 0 if there is none.
+    /// One more than the highest number in the place of the star in a tensor's name; 0 if there is none.
     fn count(&self, pattern: &str) -> u64;
     /// Whether the user has set a parameter.
     fn given(&self, _parameter: &str) -> bool {
@@ -314,31 +315,31 @@ pub trait Names {
 }
 
 #[derive(Clone, Debug)]
-enum Node {
+enum ExprNode {
     Value(Value),
     Text(Template),
     Name(Arc<str>),
     Config(Vec<String>),
     Mesh(String),
-    Not(Box<Node>),
-    Negative(Box<Node>),
-    If(Box<[Node; 3]>),
-    Coalesce(Box<[Node; 2]>),
-    Binary(&'static str, Binary, Box<[Node; 2]>),
-    Call(&'static str, Function, Vec<Node>),
+    Not(Box<ExprNode>),
+    Negative(Box<ExprNode>),
+    If(Box<[ExprNode; 3]>),
+    Coalesce(Box<[ExprNode; 2]>),
+    Binary(&'static str, Binary, Box<[ExprNode; 2]>),
+    Call(&'static str, Function, Vec<ExprNode>),
 }
 
 /// A parsed expression.
 #[derive(Clone, Debug)]
 pub struct Expr {
-    node: Node,
+    node: ExprNode,
     text: Arc<str>,
 }
 
 /// A text with expressions in braces: `layers.{l}.{2*i+1}`. Doubled braces stand for themselves.
 #[derive(Clone, Debug)]
 pub struct Template {
-    parts: Vec<(String, Option<Node>)>,
+    parts: Vec<(String, Option<ExprNode>)>,
 }
 
 impl Expr {
@@ -368,7 +369,7 @@ impl Expr {
         Ok((Self { node: start, text: text.into() }, Self { node: stop, text: text.into() }))
     }
 
-    /// Reads expressions with commas between them, `None` for each `_`; an empty text has none.
+    /// Reads expressions separated by commas. `_` gives `None`; an empty text gives an empty list.
     ///
     /// # Errors
     /// [`SyntaxError`].
@@ -388,7 +389,7 @@ impl Expr {
         Ok(all)
     }
 
-    /// The text it was read from.
+    /// The source text.
     pub fn text(&self) -> &str {
         &self.text
     }
@@ -445,7 +446,7 @@ impl Template {
     /// The text with values filled in.
     ///
     /// # Errors
-    /// [`EvalError`], also where a value is no number, text, true or false.
+    /// [`EvalError`], also if a value is not a number, text, true or false.
     pub fn eval(&self, names: &dyn Names) -> Result<String, EvalError> {
         use fmt::Write as _;
         let mut text = String::new();
@@ -468,7 +469,7 @@ impl Template {
     }
 }
 
-impl Node {
+impl ExprNode {
     fn for_each_name(&self, visit: &mut dyn FnMut(&str)) {
         match self {
             Self::Value(_) | Self::Config(_) | Self::Mesh(_) => {}
@@ -582,7 +583,7 @@ mod tests {
     }
 
     #[test]
-    fn expressions_have_the_values_that_they_say() {
+    fn expressions_have_their_values() {
         let rows = [
             ("1 + 2 * 3", "7"),
             ("(1 + 2) * 3", "9"),
@@ -650,7 +651,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused_by_name() {
+    fn expressions_without_a_value_are_refused_by_name() {
         let rows = [
             ("", "at \"the end\": expected a value"),
             ("1 +", "at \"the end\": expected a value"),
@@ -731,7 +732,7 @@ mod tests {
             let _ = Template::parse(&text);
         }
 
-        /// Texts of the language's own words go further into parser and evaluation than any text.
+        /// Texts of the language's own words pass further into parser and evaluation than random texts.
         #[test]
         fn no_expression_makes_evaluation_panic(words in prop::collection::vec(prop::sample::select(vec![
             "x", "n", "pi", "1", "0", "-1", "2", "9223372036854775807", "1.5", "1e300", "(", ")", ",", "+", "-", "*", "/",

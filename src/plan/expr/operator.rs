@@ -30,7 +30,7 @@ pub(super) enum Arithmetic {
     Remainder,
 }
 
-/// Whether two values are the same; values of different kinds are not, but a whole number may equal a fraction.
+/// Whether two values are equal. Values of different kinds are not, but a whole number may equal a fraction.
 pub(super) fn equal(left: &Value, right: &Value) -> bool {
     match (left, right) {
         (Value::Text(left), Value::Text(right)) => left == right,

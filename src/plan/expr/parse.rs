@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{
-    Absent, Node, SyntaxError, Template, Value,
+    Absent, ExprNode, SyntaxError, Template, Value,
     function::FUNCTIONS,
     operator::{Arithmetic, Binary, Compare},
 };
@@ -17,7 +17,7 @@ pub(super) struct Parser<'a> {
     pub depth: usize,
 }
 
-/// Operators by precedence, loosest first; a longer one before its own beginning.
+/// Operators by precedence, the loosest first. Within a row, a longer operator stands before one that is its prefix.
 const LEVELS: [&[(&str, Binary)]; 5] = [
     &[("||", Binary::Or)],
     &[("&&", Binary::And)],
@@ -96,7 +96,7 @@ impl<'a> Parser<'a> {
         result
     }
 
-    pub(super) fn expression(&mut self) -> Result<Node, SyntaxError> {
+    pub(super) fn expression(&mut self) -> Result<ExprNode, SyntaxError> {
         self.deeper(|parser| {
             if parser.keyword("if") {
                 let condition = parser.expression()?;
@@ -107,39 +107,39 @@ impl<'a> Parser<'a> {
                 if !parser.keyword("else") {
                     return Err(parser.expected("else"));
                 }
-                return Ok(Node::If(Box::new([condition, yes, parser.expression()?])));
+                return Ok(ExprNode::If(Box::new([condition, yes, parser.expression()?])));
             }
             let first = parser.binary(0)?;
             if parser.take("??") {
-                return Ok(Node::Coalesce(Box::new([first, parser.expression()?])));
+                return Ok(ExprNode::Coalesce(Box::new([first, parser.expression()?])));
             }
             Ok(first)
         })
     }
 
-    fn binary(&mut self, level: usize) -> Result<Node, SyntaxError> {
+    fn binary(&mut self, level: usize) -> Result<ExprNode, SyntaxError> {
         let Some(operators) = LEVELS.get(level) else { return self.unary() };
         let mut left = self.binary(level + 1)?;
         while let Some((sign, operator)) = operators.iter().find(|(token, _)| self.take(token)) {
             let right = self.binary(level + 1)?;
-            left = Node::Binary(sign, *operator, Box::new([left, right]));
+            left = ExprNode::Binary(sign, *operator, Box::new([left, right]));
         }
         Ok(left)
     }
 
-    fn unary(&mut self) -> Result<Node, SyntaxError> {
+    fn unary(&mut self) -> Result<ExprNode, SyntaxError> {
         self.deeper(|parser| {
             if parser.take("-") {
-                return Ok(Node::Negative(Box::new(parser.unary()?)));
+                return Ok(ExprNode::Negative(Box::new(parser.unary()?)));
             }
             if parser.take("!") {
-                return Ok(Node::Not(Box::new(parser.unary()?)));
+                return Ok(ExprNode::Not(Box::new(parser.unary()?)));
             }
             parser.atom()
         })
     }
 
-    fn atom(&mut self) -> Result<Node, SyntaxError> {
+    fn atom(&mut self) -> Result<ExprNode, SyntaxError> {
         if self.take("(") {
             let inner = self.expression()?;
             return if self.take(")") { Ok(inner) } else { Err(self.expected("a closing parenthesis")) };
@@ -149,7 +149,7 @@ impl<'a> Parser<'a> {
                 let end = self.rest().find(quote).ok_or_else(|| self.expected("a closing quote"))?;
                 let template = Template::parse_deep(&self.rest()[..end], self.depth)?;
                 self.at += end + 1;
-                return Ok(Node::Text(template));
+                return Ok(ExprNode::Text(template));
             }
         }
         if self.rest().starts_with(|c: char| c.is_ascii_digit()) {
@@ -161,19 +161,19 @@ impl<'a> Parser<'a> {
         }
         self.at += word.len();
         match word {
-            "true" => return Ok(Node::Value(Value::Bool(true))),
-            "false" => return Ok(Node::Value(Value::Bool(false))),
-            "absent" => return Ok(Node::Value(Value::Absent(Arc::new(Absent::Literal)))),
+            "true" => return Ok(ExprNode::Value(Value::Bool(true))),
+            "false" => return Ok(ExprNode::Value(Value::Bool(false))),
+            "absent" => return Ok(ExprNode::Value(Value::Absent(Arc::new(Absent::Literal)))),
             "then" | "else" => return Err(self.expected("a value before then or else")),
-            "config" => return self.members().map(Node::Config),
+            "config" => return self.members().map(ExprNode::Config),
             "mesh" => {
                 let [axis] = <[String; 1]>::try_from(self.members()?).map_err(|_| self.expected("one mesh axis"))?;
-                return Ok(Node::Mesh(axis));
+                return Ok(ExprNode::Mesh(axis));
             }
             _ => {}
         }
         if !self.take("(") {
-            return Ok(Node::Name(word.into()));
+            return Ok(ExprNode::Name(word.into()));
         }
         let (name, function, least, most) =
             *FUNCTIONS.iter().find(|(name, ..)| *name == word).ok_or_else(|| SyntaxError::Function(word.to_owned()))?;
@@ -188,7 +188,7 @@ impl<'a> Parser<'a> {
             let expected = if least == most { least.to_string() } else { format!("{least} to {most}") };
             return Err(SyntaxError::Arguments { function: name, expected, found: arguments.len() });
         }
-        Ok(Node::Call(name, function, arguments))
+        Ok(ExprNode::Call(name, function, arguments))
     }
 
     /// Names after dots.
@@ -206,7 +206,7 @@ impl<'a> Parser<'a> {
         if path.is_empty() { Err(self.expected("a dot and a member's name")) } else { Ok(path) }
     }
 
-    fn number(&mut self) -> Result<Node, SyntaxError> {
+    fn number(&mut self) -> Result<ExprNode, SyntaxError> {
         let rest = self.rest();
         let digits = |from: usize| {
             rest[from..].find(|c: char| !c.is_ascii_digit() && c != '_').map_or(rest.len(), |end| from + end)
@@ -229,6 +229,6 @@ impl<'a> Parser<'a> {
         let value = if whole { text.parse().map(Value::Int).ok() } else { text.parse().map(Value::Float).ok() };
         let value = value.ok_or_else(|| self.expected("a number of at most 64 bits"))?;
         self.at += end;
-        Ok(Node::Value(value))
+        Ok(ExprNode::Value(value))
     }
 }

@@ -1,7 +1,7 @@
-//! Layouts as data: a TOML file of rules, a user's own or one of those in the program.
+//! Layouts as data: a TOML file of rules, from the user or from the program.
 //!
-//! A rule says how one leaf of the wanted tree comes from tensors of the repository. In short (worked examples are in
-//! `examples/layouts/`, the language of expressions is described in [`expr`](super::expr)):
+//! A rule says how one leaf of the output tree comes from tensors of the repository. This is the short form. Worked
+//! examples are in `examples/layouts/`, and [`expr`](super::expr) describes the language of expressions.
 //!
 //! ```toml
 //! name = "my-llama"
@@ -39,30 +39,32 @@
 //! names = "vision_tower.*"
 //! ```
 //!
-//! * `from` is the name of a source, called `x` in `view`, or a table of several: `from = { q = "…", k = "…" }`.
+//! * `from` is the name of a source, called `x` in `view`, or a table of several sources: `from = { q = "…", k = "…"
+//!   }`.
 //! * Names are templates: `{…}` holds an expression.
-//! * `shape = "heads * d, D"` gives the extents that the source must have, or a table does for several sources:
-//!   `shape = { q = "…", k = "…" }`. Another shape is refused. `_`, or an extent for which `config.json` lacks something, is not compared.
-//! * `stack` makes axes, outermost first. `axis` is the number of the new axis in the finished leaf; it may be an expression
-//!   over `rank` (that of what is stacked, without any stacked axes) and `outer` (how many stacks are further out), and is
-//!   the number of the stack where it is left out. Without `over`, all numbers that the repository has, from 0, are taken.
-//!   A rule's own stacks are outside those of its place. What is stacked over nothing is left out.
-//! * `each = { b = "0..4" }`, on rules and places, repeats them for each number instead; `let = { half = "…" }` on a place
-//!   names expressions over those numbers for its leaves.
-//! * `when` is a condition, `optional = true` leaves a leaf out where the repository has none of its sources,
-//!   `dtype = "keep"` (or a type) holds for one leaf against the layout's.
-//! * `[[check]]` with `that` and `say` refuses a repository, or parameters, for which the condition does not hold; with
-//!   `warn = true` it only warns, unless the repository lacks what the condition needs.
+//! * `shape = "heads * d, D"` gives the extents that the source must have. For several sources it is a table: `shape =
+//!   { q = "…", k = "…" }`. Another shape is refused. `_` is not compared, nor is an extent whose expression needs an
+//!   absent member of `config.json`.
+//! * `stack` makes axes, outermost first. `axis` is the number of the new axis in the finished leaf. It may be an
+//!   expression over `rank` (that of the stacked views, without any stacked axes) and `outer` (the number of stacks
+//!   further out). Without `axis` it is the number of the stack. Without `over`, the stack takes all numbers in the
+//!   repository, from 0. A rule's own stacks are outside those of its place. A stack over nothing is left out.
+//! * `each = { b = "0..4" }`, on rules and places, repeats them for each number instead of stacking. `let = { half =
+//!   "…" }` on a place names expressions over those numbers for its leaves.
+//! * `when` is a condition. `optional = true` leaves a leaf out if the repository has none of its sources. `dtype =
+//!   "keep"` (or a type) overrides the layout's dtype for one leaf.
+//! * `[[check]]` with `that` and `say` refuses a repository or parameters that fail the condition. With `warn = true`
+//!   it only warns, unless the repository lacks a tensor or member that the condition needs.
 //! * `tp` and `experts` number the axes of a leaf, before stacking, that tensor and expert parallelism split under
 //!   `--shard auto`.
-//! * `logical = true` makes the logical rules the default way to shard, `rules = "maxtext"` begins them with MaxText's, and each
-//!   `[[rule]]` with `logical` and `mesh` replaces what is there for its axis.
-//! * `axes = ""` leaves the names of a leaf's axes to its place, which gives them all by `bare`.
-//! * `verified = false`, or a condition, warns that the result has not been compared with that of the program imitated.
+//! * `logical = true` makes the logical rules the default way to shard. `rules = "maxtext"` starts with MaxText's
+//!   rules. Each `[[rule]]` with `logical` and `mesh` replaces the rules for its logical axis.
+//! * `axes = ""` takes the names of a leaf's axes from its place, which lists them all in `bare`.
+//! * `verified = false`, or a condition, warns that the result has not been compared with that of the imitated program.
 //! * `flat = true` makes one file of each tensor, named by its whole dotted name.
-//! * `sharded_state = true` adds the directory `sharded_state/` with a file for each rank of a serving engine. Axes that hold
-//!   several things fused are then best laid out rank by rank, with `mesh.tensor` in the rules: an even split gives each
-//!   rank its part.
+//! * `sharded_state = true` adds the directory `sharded_state/` with a file for each rank of a serving engine. Lay out
+//!   axes that fuse several parts rank by rank, with `mesh.tensor` in the rules: an even split then gives each rank its
+//!   parts.
 //!
 //! What it deliberately does not do: read weights, or know any model.
 
@@ -81,7 +83,7 @@ use crate::tensor::DType;
 
 /// An expression, and the line on which it stands.
 #[derive(Clone, Debug)]
-pub(super) struct Placed<T> {
+pub(super) struct AtLine<T> {
     pub it: T,
     pub line: usize,
 }
@@ -89,29 +91,29 @@ pub(super) struct Placed<T> {
 #[derive(Clone, Debug)]
 pub(super) struct Stack {
     pub var: Arc<str>,
-    pub over: Option<Placed<(Expr, Expr)>>,
-    pub axis: Option<Placed<Expr>>,
+    pub over: Option<AtLine<(Expr, Expr)>>,
+    pub axis: Option<AtLine<Expr>>,
     pub name: String,
     pub line: usize,
 }
 
-/// Extents that a source must have, `None` for any.
+/// Extents that a source must have. `None` accepts any extent.
 pub(super) type Extents = Vec<Option<Expr>>;
 
-pub(super) type Each = Vec<(Arc<str>, Placed<(Expr, Expr)>)>;
+pub(super) type Each = Vec<(Arc<str>, AtLine<(Expr, Expr)>)>;
 
 #[derive(Clone, Debug)]
 pub(super) struct Leaf {
-    pub to: Placed<Template>,
+    pub to: AtLine<Template>,
     pub from: Vec<(Arc<str>, Template)>,
     pub from_line: usize,
     /// Extents that sources must have, by the name of the source.
-    pub shape: Vec<(Arc<str>, Placed<Extents>)>,
-    pub view: Option<Placed<Expr>>,
+    pub shape: Vec<(Arc<str>, AtLine<Extents>)>,
+    pub view: Option<AtLine<Expr>>,
     pub axes: Option<Vec<String>>,
     pub stack: Vec<Stack>,
     pub each: Each,
-    pub when: Option<Placed<Expr>>,
+    pub when: Option<AtLine<Expr>>,
     pub optional: bool,
     pub dtype: Option<Keep>,
     pub tp: Option<usize>,
@@ -119,26 +121,26 @@ pub(super) struct Leaf {
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Place {
+pub(super) struct Placement {
     pub groups: Vec<String>,
-    pub to: Option<Placed<Template>>,
-    pub from: Option<Placed<Template>>,
+    pub to: Option<AtLine<Template>>,
+    pub from: Option<AtLine<Template>>,
     pub stack: Vec<Stack>,
     pub each: Each,
     /// Names for expressions over the variables of `each`.
-    pub bindings: Vec<(Arc<str>, Placed<Expr>)>,
-    pub when: Option<Placed<Expr>>,
+    pub bindings: Vec<(Arc<str>, AtLine<Expr>)>,
+    pub when: Option<AtLine<Expr>>,
     pub bare: Vec<String>,
 }
 
 #[derive(Clone, Debug)]
 pub(super) struct Ignore {
-    pub names: Placed<Template>,
-    pub when: Option<Placed<Expr>>,
+    pub names: AtLine<Template>,
+    pub when: Option<AtLine<Expr>>,
     pub each: Each,
 }
 
-/// What a leaf's own dtype says.
+/// The dtype of a single leaf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Keep {
     /// The source's type.
@@ -147,37 +149,37 @@ pub(super) enum Keep {
     As(DType),
 }
 
-/// A condition that must hold, or should, and what to say if it does not.
+/// A condition that must or should hold, and the message if it does not.
 #[derive(Clone, Debug)]
 pub(super) struct Check {
-    pub that: Placed<Expr>,
-    pub say: Placed<Template>,
+    pub that: AtLine<Expr>,
+    pub say: AtLine<Template>,
     pub warn: bool,
 }
 
 /// A layout file, read and checked.
 #[derive(Clone, Debug)]
 pub struct LayoutFile {
-    /// Where it comes from, for messages.
+    /// Its origin, for messages.
     label: String,
     text: String,
     name: String,
     description: String,
-    verified: Option<Placed<Expr>>,
+    verified: Option<AtLine<Expr>>,
     model_types: Vec<String>,
     dtype: Option<DType>,
     flat: bool,
     logical: bool,
     sharded_state: bool,
     rules: LogicalRules,
-    params: BTreeMap<String, Placed<Expr>>,
-    vars: BTreeMap<String, Placed<Expr>>,
+    params: BTreeMap<String, AtLine<Expr>>,
+    vars: BTreeMap<String, AtLine<Expr>>,
     aliases: Vec<(String, Vec<String>)>,
     ignores: Vec<Ignore>,
     checks: Vec<Check>,
     leaves: Vec<Leaf>,
     groups: BTreeMap<String, Vec<Leaf>>,
-    places: Vec<Place>,
+    places: Vec<Placement>,
 }
 
 impl PartialEq for LayoutFile {
@@ -188,22 +190,22 @@ impl PartialEq for LayoutFile {
 
 impl Eq for LayoutFile {}
 
-/// What a layout makes of a repository.
+/// The output of a layout for a repository.
 #[derive(Clone, Debug)]
 pub struct Resolved {
     /// The leaves.
     pub drafts: Vec<Draft>,
     /// The parameters and their values, as text.
     pub params: Vec<(String, String)>,
-    /// Whether the result has been compared with that of the program that the layout imitates, as far as the file says.
+    /// Whether the result has been compared with that of the imitated program, according to the file.
     pub verified: bool,
     /// Names that rules leave out on purpose.
     pub left_out: Vec<NameGroup>,
-    /// Things worth knowing that are no errors.
+    /// Remarks that are not errors.
     pub warnings: Vec<String>,
 }
 
-/// What is accepted although it is not as the layout says.
+/// Deviations from the layout that the user accepts.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Allowed {
     /// Leaves whose sources are missing are left out.
@@ -218,17 +220,17 @@ impl LayoutFile {
         &self.name
     }
 
-    /// Where it comes from.
+    /// Its origin, for messages.
     pub fn label(&self) -> &str {
         &self.label
     }
 
-    /// What it says of itself.
+    /// Its own description.
     pub fn description(&self) -> &str {
         &self.description
     }
 
-    /// Values of `model_type` in `config.json` that it is for.
+    /// Values of `model_type` in `config.json` to which it applies.
     pub fn model_types(&self) -> &[String] {
         &self.model_types
     }

@@ -1,5 +1,5 @@
-//! Reading a layout file: what serde takes from the TOML, its expressions parsed, and every name checked, so that a slip is
-//! found without a repository that meets it.
+//! Reading a layout file: serde reads the TOML, then its expressions are parsed and every name is checked. A slip is
+//! found without a repository that triggers it.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,7 +15,7 @@ use super::{
         logical::{LogicalRule, LogicalRules},
         problem::{PlanError, Problem},
     },
-    Check, Each, Extents, Ignore, Keep, LayoutFile, Leaf, Place, Placed, Stack,
+    AtLine, Check, Each, Extents, Ignore, Keep, LayoutFile, Leaf, Placement, Stack,
 };
 use crate::tensor::DType;
 
@@ -171,14 +171,14 @@ struct RawPlace {
     bare: Option<Text>,
 }
 
-/// Collects what is wrong while a file is read.
-struct Reader<'a> {
+/// Collects problems while a file is read.
+struct LayoutReader<'a> {
     label: &'a str,
     text: &'a str,
     problems: Vec<Problem>,
 }
 
-impl Reader<'_> {
+impl LayoutReader<'_> {
     fn line(&self, at: usize) -> usize {
         1 + self.text.get(..at).unwrap_or_default().matches('\n').count()
     }
@@ -187,10 +187,10 @@ impl Reader<'_> {
         self.problems.push(Problem::File { file: format!("{}:{line}", self.label), reason: reason.into() });
     }
 
-    fn parse<T>(&mut self, text: &Text, parse: impl FnOnce(&str) -> Result<T, SyntaxError>) -> Option<Placed<T>> {
+    fn parse<T>(&mut self, text: &Text, parse: impl FnOnce(&str) -> Result<T, SyntaxError>) -> Option<AtLine<T>> {
         let line = self.line(text.span().start);
         match parse(text.get_ref()) {
-            Ok(it) => Some(Placed { it, line }),
+            Ok(it) => Some(AtLine { it, line }),
             Err(error) => {
                 self.problem(line, format!("{:?}: {error}", text.get_ref()));
                 None
@@ -198,11 +198,11 @@ impl Reader<'_> {
         }
     }
 
-    fn expr(&mut self, text: &Text) -> Option<Placed<Expr>> {
+    fn expr(&mut self, text: &Text) -> Option<AtLine<Expr>> {
         self.parse(text, Expr::parse)
     }
 
-    fn template(&mut self, text: &Text) -> Option<Placed<Template>> {
+    fn template(&mut self, text: &Text) -> Option<AtLine<Template>> {
         self.parse(text, Template::parse)
     }
 
@@ -286,7 +286,7 @@ impl Reader<'_> {
         &mut self,
         shape: Option<&Spanned<RawShape>>,
         from: &[(Arc<str>, Template)],
-    ) -> Vec<(Arc<str>, Placed<Extents>)> {
+    ) -> Vec<(Arc<str>, AtLine<Extents>)> {
         let Some(shape) = shape else { return Vec::new() };
         let line = self.line(shape.span().start);
         let named: Vec<(&str, &str)> = match shape.get_ref() {
@@ -300,14 +300,14 @@ impl Reader<'_> {
                 continue;
             };
             match Expr::parse_list(text) {
-                Ok(it) => shapes.push((name.clone(), Placed { it, line })),
+                Ok(it) => shapes.push((name.clone(), AtLine { it, line })),
                 Err(error) => self.problem(line, format!("{text:?}: {error}")),
             }
         }
         shapes
     }
 
-    fn place(&mut self, place: &RawPlace, groups: &BTreeMap<String, Vec<Leaf>>) -> Place {
+    fn place(&mut self, place: &RawPlace, groups: &BTreeMap<String, Vec<Leaf>>) -> Placement {
         let names = match place.group.get_ref() {
             RawGroups::One(name) => vec![name.clone()],
             RawGroups::Several(names) => names.clone(),
@@ -316,7 +316,7 @@ impl Reader<'_> {
             let line = self.line(place.group.span().start);
             self.problem(line, format!("there is no group {name:?}"));
         }
-        Place {
+        Placement {
             groups: names,
             to: place.to.as_ref().and_then(|to| self.template(to)),
             from: place.from.as_ref().and_then(|from| self.template(from)),
@@ -343,7 +343,7 @@ impl LayoutFile {
     /// # Errors
     /// Everything wrong with it, naming file and line.
     pub fn parse(label: &str, text: &str) -> Result<Self, PlanError> {
-        let mut reader = Reader { label, text, problems: Vec::new() };
+        let mut reader = LayoutReader { label, text, problems: Vec::new() };
         let raw: RawFile = match toml::from_str(text) {
             Ok(raw) => raw,
             Err(error) => {
@@ -352,7 +352,7 @@ impl LayoutFile {
                 return Err(PlanError { problems: reader.problems });
             }
         };
-        let named = |reader: &mut Reader<'_>, map: &BTreeMap<String, Text>| -> BTreeMap<_, _> {
+        let named = |reader: &mut LayoutReader<'_>, map: &BTreeMap<String, Text>| -> BTreeMap<_, _> {
             map.iter().filter_map(|(name, text)| Some((name.clone(), reader.expr(text)?))).collect()
         };
         let params = named(&mut reader, &raw.params);
@@ -365,7 +365,7 @@ impl LayoutFile {
         for (name, leaves) in &raw.group {
             groups.insert(name.clone(), leaves.iter().filter_map(|leaf| reader.leaf(leaf)).collect());
         }
-        let places: Vec<Place> = raw.place.iter().map(|place| reader.place(place, &groups)).collect();
+        let places: Vec<Placement> = raw.place.iter().map(|place| reader.place(place, &groups)).collect();
         let ignores = raw.ignore.iter().filter_map(|ignore| {
             let when = ignore.when.as_ref().and_then(|when| reader.expr(when));
             Some(Ignore { names: reader.template(&ignore.names)?, when, each: reader.each(&ignore.each) })
@@ -423,8 +423,8 @@ impl LayoutFile {
         if reader.problems.is_empty() { Ok(file) } else { Err(PlanError { problems: reader.problems }) }
     }
 
-    /// Reports names that nothing can have, so that a slip is found without a repository that meets it.
-    fn check_names(&self, reader: &mut Reader<'_>) {
+    /// Reports names that nothing can define. A slip is found without a repository that triggers it.
+    fn check_names(&self, reader: &mut LayoutReader<'_>) {
         let known = |name: &str| self.params.contains_key(name) || self.vars.contains_key(name);
         let mut found: BTreeSet<(usize, String)> = BTreeSet::new();
         let mut check = |line: usize, locals: &[&str], names: &NamesOf<'_>| {
@@ -446,7 +446,7 @@ impl LayoutFile {
             check(ignore.names.line, &locals, &|visit| ignore.names.it.for_each_name(visit));
             ignore.when.iter().for_each(|when| check(when.line, &locals, &|visit| when.it.for_each_name(visit)));
         }
-        let nowhere = Place {
+        let nowhere = Placement {
             groups: Vec::new(),
             to: None,
             from: None,

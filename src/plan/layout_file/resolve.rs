@@ -14,10 +14,10 @@ use super::{
         mesh::Mesh,
         name_group::{NameGroup, fold, stars},
         pattern::Pattern,
-        problem::{Problem, RulePlace},
+        problem::{Problem, RuleLocation},
         values::Values,
     },
-    Allowed, Each, Keep, LayoutFile, Leaf, Place, Placed, Resolved, Stack,
+    Allowed, AtLine, Each, Keep, LayoutFile, Leaf, Placement, Resolved, Stack,
 };
 use crate::{
     checkpoint::Checkpoint,
@@ -57,7 +57,7 @@ impl LayoutFile {
         let set = set.iter().map(|(name, text)| (name.clone(), Value::of_text(text))).collect();
         let scope = Scope { file: self, checkpoint, mesh, set, known: RefCell::default() };
         for (name, definition) in self.params.iter().chain(&self.vars) {
-            // What lacks something is an error only where it is needed.
+            // A variable whose expression needs an absent value is an error only where a rule uses the variable.
             if let Err(error) = scope.global(name)
                 && !is_absent(&error)
             {
@@ -124,7 +124,7 @@ struct Scope<'a> {
     checkpoint: &'a Checkpoint,
     mesh: &'a Mesh,
     set: BTreeMap<String, Value>,
-    /// Values worked out; `None` while one is.
+    /// Evaluated values; `None` during the evaluation.
     known: RefCell<HashMap<String, Option<Result<Value, EvalError>>>>,
 }
 
@@ -146,7 +146,7 @@ impl Scope<'_> {
         value
     }
 
-    /// The tensor of a name or of one that is tried for it.
+    /// The tensor of a name, or of the first alias of the name that the repository has.
     fn find(&self, name: &str) -> Option<TensorId> {
         self.checkpoint.find(name).or_else(|| self.on_disk(name).find_map(|name| self.checkpoint.find(&name)))
     }
@@ -214,30 +214,30 @@ impl Names for Local<'_> {
     }
 }
 
-/// Why a leaf is not there.
+/// Why a leaf is absent.
 enum Failure {
-    /// A source is missing, or has another shape than it should.
+    /// A source is missing, or has another shape than its rule says.
     Missing,
-    /// It would be stacked over nothing.
+    /// The stack would have no layers.
     Empty,
-    /// A rule does not fit.
+    /// A rule does not fit the repository.
     Rule(usize, EvalError),
-    /// A source has no such values.
+    /// A source cannot have the requested values.
     Source(Problem),
 }
 
-/// A source that a rule names and the repository has not.
-struct Lost {
+/// A source that a rule names and the repository lacks.
+struct MissingSource {
     source: String,
-    /// The leaf that needs it.
+    /// The leaf that needs the source.
     target: String,
     /// Line of the rule.
     line: usize,
-    /// Whether the leaf is left out, as the user allows.
+    /// Whether the leaf is left out with the user's permission.
     allowed: bool,
 }
 
-/// A source of another shape than a rule says.
+/// A source of another shape than its rule says.
 struct Misshapen {
     id: TensorId,
     /// Line of the rule.
@@ -252,17 +252,17 @@ struct Resolver<'a> {
     allowed: Allowed,
     used: Vec<bool>,
     drafts: Vec<Draft>,
-    lost: Vec<Lost>,
+    lost: Vec<MissingSource>,
     misshapen: Vec<Misshapen>,
     problems: Vec<Problem>,
     left_out: Vec<NameGroup>,
     warnings: Vec<String>,
 }
 
-/// One leaf while it is made.
-struct Making<'a> {
+/// A leaf in the making.
+struct LeafInProgress<'a> {
     leaf: &'a Leaf,
-    place: Option<&'a Place>,
+    place: Option<&'a Placement>,
     name: String,
     bound: Bound,
     /// Stacks, outermost first.
@@ -316,7 +316,7 @@ impl<'a> Resolver<'a> {
 
     fn eval<T>(
         &mut self,
-        placed: &Placed<T>,
+        placed: &AtLine<T>,
         bound: &[(Arc<str>, Value)],
         eval: impl FnOnce(&T, &dyn Names) -> Result<Value, EvalError>,
     ) -> Option<Value> {
@@ -324,24 +324,25 @@ impl<'a> Resolver<'a> {
         result.map_err(|error| self.add(self.scope.file.problem(placed.line, "", &error))).ok()
     }
 
-    /// Adds a problem unless it is there already, as happens when one rule fails for every layer.
+    /// Adds a problem unless it is already listed: one rule may fail for every layer.
     fn add(&mut self, problem: Problem) {
         if self.problems.last() != Some(&problem) && !self.problems.contains(&problem) {
             self.problems.push(problem);
         }
     }
 
-    fn range(&self, range: &Placed<(Expr, Expr)>, bound: &[(Arc<str>, Value)]) -> Result<Range<u64>, EvalError> {
+    fn range(&self, range: &AtLine<(Expr, Expr)>, bound: &[(Arc<str>, Value)]) -> Result<Range<u64>, EvalError> {
         let local = Local { scope: self.scope, bound };
         let number = |expr: &Expr| expr.eval(&local)?.natural("range");
         let (start, stop) = (number(&range.it.0)?, number(&range.it.1)?);
         if stop.saturating_sub(start) <= RANGE_MAX { Ok(start..stop) } else { Err(EvalError::Range("range")) }
     }
 
-    /// All bindings of the variables of `each` for which the condition holds.
-    fn instances(&mut self, each: &Each, when: Option<&Placed<Expr>>, outer: &[(Arc<str>, Value)]) -> Vec<Bound> {
-        // A condition on none of the variables comes before their ranges, which may make sense only where it holds.
-        let free = |when: &&Placed<Expr>| {
+    /// All bindings of the variables of `each` that satisfy the condition.
+    fn instances(&mut self, each: &Each, when: Option<&AtLine<Expr>>, outer: &[(Arc<str>, Value)]) -> Vec<Bound> {
+        // A condition without any of the variables comes before their ranges: the ranges may have a meaning only if it
+        // holds.
+        let free = |when: &&AtLine<Expr>| {
             let mut free = true;
             when.it.for_each_name(&mut |name| free &= each.iter().all(|(var, _)| **var != *name));
             free
@@ -382,7 +383,7 @@ impl<'a> Resolver<'a> {
         kept
     }
 
-    fn rule(&mut self, place: Option<&'a Place>, leaf: &'a Leaf, outer: &[(Arc<str>, Value)]) {
+    fn rule(&mut self, place: Option<&'a Placement>, leaf: &'a Leaf, outer: &[(Arc<str>, Value)]) {
         for bound in self.instances(&leaf.each, leaf.when.as_ref(), outer) {
             let text = |template: &Template, names: &dyn Names| Ok(Value::Text(template.eval(names)?.into()));
             let Some(name) = self.eval(&leaf.to, &bound, text) else { return };
@@ -395,7 +396,7 @@ impl<'a> Resolver<'a> {
             };
             let stacks = leaf.stack.iter().chain(place.map_or(&[][..], |place| &place.stack)).collect();
             let name = joined(&prefix, &name.to_string());
-            let mut making = Making {
+            let mut making = LeafInProgress {
                 leaf,
                 place,
                 name,
@@ -411,10 +412,10 @@ impl<'a> Resolver<'a> {
         }
     }
 
-    fn finish(&mut self, mut making: Making<'_>, view: Result<View, Failure>) {
+    fn finish(&mut self, mut making: LeafInProgress<'_>, view: Result<View, Failure>) {
         self.misshapen.append(&mut making.misshapen);
-        let Making { leaf, name, missing, found, .. } = &making;
-        // A leaf that cannot be made has used what it found: it is the reason, not its other sources.
+        let LeafInProgress { leaf, name, missing, found, .. } = &making;
+        // A leaf that fails has still used the sources that it found: the missing source is the reason, not these.
         for id in found {
             self.used[id.0 as usize] = true;
         }
@@ -425,7 +426,7 @@ impl<'a> Resolver<'a> {
             let allowed = missing.iter().all(|source| self.allowed.missing.accepts(source));
             let lost = missing.iter().map(|source| {
                 let (source, target) = (source.clone(), name.clone());
-                Lost { source, target, line: leaf.from_line, allowed }
+                MissingSource { source, target, line: leaf.from_line, allowed }
             });
             self.lost.extend(lost);
             return;
@@ -438,7 +439,7 @@ impl<'a> Resolver<'a> {
             Err(Failure::Empty | Failure::Missing) => {}
             Err(Failure::Source(problem)) => self.add(problem),
             Err(Failure::Rule(line, error)) => {
-                // One rule that fails for every layer is said once, for the first of them.
+                // A rule that fails for every layer is reported once, for the first layer.
                 let text = error.to_string();
                 let said = self.problems.iter().any(|known| {
                     matches!(known, Problem::Layout { line: known, reason, .. } if *known == line && *reason == text)
@@ -450,8 +451,8 @@ impl<'a> Resolver<'a> {
         }
     }
 
-    /// The view from a level of stacks inwards.
-    fn level(&self, making: &mut Making<'_>, level: usize) -> Result<View, Failure> {
+    /// The view from one level of stacks inwards.
+    fn level(&self, making: &mut LeafInProgress<'_>, level: usize) -> Result<View, Failure> {
         let Some(stack) = making.stacks.get(level).copied() else { return self.slice(making) };
         let range = match &stack.over {
             Some(over) => {
@@ -468,7 +469,7 @@ impl<'a> Resolver<'a> {
             making.bound.pop();
             match child {
                 Ok(child) => children.push(child),
-                // Others may be missing too: go on to name them all.
+                // Others may be missing too: the loop goes on to name them all.
                 Err(Failure::Missing) => {}
                 Err(Failure::Empty) => empty = true,
                 Err(failure) => return Err(failure),
@@ -484,8 +485,8 @@ impl<'a> Resolver<'a> {
         View::stack(axis, &children).map_err(|error| Failure::Rule(stack.line, error.into()))
     }
 
-    /// Number of the axis that a level of stacks makes, among those of the levels inside it.
-    fn axis(&self, making: &mut Making<'_>, level: usize, child_rank: usize) -> Result<usize, Failure> {
+    /// Number of the axis that a level of stacks makes, among the axes of the levels inside it.
+    fn axis(&self, making: &mut LeafInProgress<'_>, level: usize, child_rank: usize) -> Result<usize, Failure> {
         if making.axes.is_none() {
             let levels = making.stacks.len();
             let rank = child_rank - (levels - 1 - level);
@@ -513,11 +514,12 @@ impl<'a> Resolver<'a> {
         Ok(axes[level] - axes[..level].iter().filter(|outer| **outer < axes[level]).count())
     }
 
-    /// All numbers of a variable that the repository has, from 0.
-    fn numbers(&self, making: &Making<'_>, stack: &Stack) -> Result<Range<u64>, Failure> {
+    /// All numbers of a variable in the names of the repository, from 0.
+    fn numbers(&self, making: &LeafInProgress<'_>, stack: &Stack) -> Result<Range<u64>, Failure> {
         let mut bound = making.bound.clone();
         bound.push((stack.var.clone(), Value::Text("*".into())));
-        // Stacks further in have no number yet: any will do, and layers and experts start at 0 or the range says so.
+        // Stacks further in have no number yet. Any number serves, as layers and experts start at 0 unless a range says
+        // otherwise.
         let at = making.stacks.iter().position(|other| std::ptr::eq(*other, stack));
         let at = at.expect("the stack is one of those being made");
         for inner in &making.stacks[at + 1..] {
@@ -533,7 +535,7 @@ impl<'a> Resolver<'a> {
 
     fn source_name(
         &self,
-        making: &Making<'_>,
+        making: &LeafInProgress<'_>,
         template: &Template,
         bound: &[(Arc<str>, Value)],
     ) -> Result<String, Failure> {
@@ -544,8 +546,8 @@ impl<'a> Resolver<'a> {
         Ok(joined(&prefix, &name))
     }
 
-    /// What is stacked: the view over one set of sources.
-    fn slice(&self, making: &mut Making<'_>) -> Result<View, Failure> {
+    /// The view over one set of sources, before stacking.
+    fn slice(&self, making: &mut LeafInProgress<'_>) -> Result<View, Failure> {
         let leaf = making.leaf;
         let before = making.missing.len() + making.misshapen.len();
         let mut sources = Vec::with_capacity(leaf.from.len());
@@ -577,10 +579,10 @@ impl<'a> Resolver<'a> {
         value.and_then(|value| value.view("view").cloned()).map_err(|error| Failure::Rule(view.line, error))
     }
 
-    /// What is wrong with the shape of a leaf's source, if its rule says one.
+    /// The difference between the shape of a leaf's source and the shape in its rule, if the rule has one.
     fn misshapen(
         &self,
-        making: &Making<'_>,
+        making: &LeafInProgress<'_>,
         name: &str,
         id: TensorId,
         found: &Shape,
@@ -608,7 +610,7 @@ impl<'a> Resolver<'a> {
         Ok(Some(Misshapen { id, line: shape.line, expected, found: found.clone() }))
     }
 
-    /// Reports the sources that have another shape than their rules say, those alike together.
+    /// Reports the sources of another shape than their rules say. Alike ones are one problem.
     fn report_shapes(&mut self) {
         let checkpoint = self.scope.checkpoint;
         let mut alike: BTreeMap<(usize, String, String), Vec<Misshapen>> = BTreeMap::new();
@@ -620,14 +622,14 @@ impl<'a> Resolver<'a> {
             let file = checkpoint.source().path(checkpoint.file_of(alike[0].id)).display().to_string();
             let names: BTreeSet<&str> = alike.iter().map(|misshapen| checkpoint.tensor(misshapen.id).name).collect();
             for group in fold(names, &[]) {
-                let rule = RulePlace(Some((self.scope.file.label.clone(), line)));
+                let rule = RuleLocation(Some((self.scope.file.label.clone(), line)));
                 let (file, expected, found) = (file.clone(), expected.clone(), alike[0].found.clone());
                 self.add(Problem::SourceShape { group, file, rule, expected, found });
             }
         }
     }
 
-    /// Names that rules ignore.
+    /// Names that the rules ignore.
     fn ignored(&mut self) -> Vec<Pattern> {
         let mut ignored = Vec::new();
         for ignore in &self.scope.file.ignores {
@@ -648,9 +650,9 @@ impl<'a> Resolver<'a> {
         ignored
     }
 
-    /// Reports the sources that are missing, and the tensors that no rule uses and none ignores.
+    /// Reports the missing sources, and the tensors that no rule uses or ignores.
     fn compare(&mut self) {
-        // Rules that failed have used nothing: what they leave over is not unexpected.
+        // Rules that failed have used nothing: the tensors that they leave over are not unexpected.
         let failed = self.problems.iter().any(|problem| matches!(problem, Problem::Layout { .. }));
         let ignored = self.ignored();
         let (used, unused): (Vec<_>, Vec<_>) =
@@ -661,7 +663,7 @@ impl<'a> Resolver<'a> {
         self.left_out = fold(ignored, &[]);
         let strange: BTreeSet<String> = unused.iter().map(|name| stars(name)).collect();
         let lost = std::mem::take(&mut self.lost);
-        let mut by_rule: BTreeMap<(bool, usize, String), Vec<&Lost>> = BTreeMap::new();
+        let mut by_rule: BTreeMap<(bool, usize, String), Vec<&MissingSource>> = BTreeMap::new();
         for lost in &lost {
             by_rule.entry((lost.allowed, lost.line, stars(&lost.source))).or_default().push(lost);
         }
@@ -675,7 +677,7 @@ impl<'a> Resolver<'a> {
                 if allowed {
                     self.warnings.push(format!("{for_target} is left out: missing tensor {}", group.counted()));
                 } else {
-                    let rule = RulePlace(Some((self.scope.file.label.clone(), line)));
+                    let rule = RuleLocation(Some((self.scope.file.label.clone(), line)));
                     self.problems.push(Problem::MissingTensor { group, for_target: for_target.clone(), rule });
                 }
             }
@@ -694,14 +696,14 @@ impl<'a> Resolver<'a> {
     }
 }
 
-impl Making<'_> {
+impl LeafInProgress<'_> {
     fn draft(self, view: View) -> Draft {
         let stacked = self.axes.unwrap_or_default();
         let rank = view.shape().rank();
         let own: Vec<usize> = (0..rank).filter(|axis| !stacked.contains(axis)).collect();
         let logical = match &self.leaf.axes {
             None => Vec::new(),
-            // A leaf without names of its own: the place says what is then called how.
+            // A leaf without axis names of its own takes those of its place.
             Some(axes) if axes.is_empty() => self.place.map_or_else(Vec::new, |place| place.bare.clone()),
             Some(axes) => {
                 let mut names = vec![String::new(); rank];

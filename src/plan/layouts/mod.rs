@@ -1,4 +1,4 @@
-//! The layouts in the program: each a set of layout files, one per model family.
+//! The layouts in the program. Each is a set of layout files, one per model family.
 //!
 //! A family is one file; adding one needs no code beyond its line here.
 
@@ -17,7 +17,7 @@ pub struct Embedded {
     pub name: &'static str,
     /// Its families: name and text of the file.
     files: &'static [(&'static str, &'static str)],
-    /// Parameters that its name stands for.
+    /// Parameters that its name implies.
     set: &'static [(&'static str, &'static str)],
 }
 
@@ -53,12 +53,12 @@ impl Embedded {
         EMBEDDED.iter().find(|embedded| embedded.name == name)
     }
 
-    /// Names of all of them.
+    /// Names of all embedded layouts.
     pub fn names() -> impl Iterator<Item = &'static str> {
         EMBEDDED.iter().map(|embedded| embedded.name)
     }
 
-    /// Names of the families that it knows.
+    /// Names of the families that the layout supports.
     pub fn families(&self) -> impl Iterator<Item = &'static str> {
         self.files.iter().map(|(name, _)| *name)
     }
@@ -66,18 +66,18 @@ impl Embedded {
     /// The layout's file for one family.
     ///
     /// # Errors
-    /// The file's problems: only ever an error in this program.
+    /// The file's problems. This is always an error in this program.
     pub fn family(&self, name: &str) -> Option<Result<LayoutFile, PlanError>> {
         let (label, text) =
             self.files.iter().find(|(label, _)| *label == name || label.rsplit('/').next() == Some(name))?;
         Some(LayoutFile::parse(&format!("{label}.toml"), text))
     }
 
-    /// The file for a repository: that of the family set by the user, or the one for the model that `config.json` names.
-    /// Takes the parameter `family` from `set` and adds those that the layout's own name stands for.
+    /// The file for a repository: that of the family that the user set, or of the model that `config.json` names. Takes
+    /// the parameter `family` from `set` and adds those that the layout's own name implies.
     ///
     /// # Errors
-    /// The families known, if the repository is of none.
+    /// The supported families, if the repository is of none of them.
     pub(super) fn choose(
         &self,
         checkpoint: &Checkpoint,

@@ -1,7 +1,7 @@
 //! Copies of bytes that may lie in a mapped source file.
 //!
-//! What a volume's reads hand out may be for the kernel only. The kernel copies it then, through a file in memory that is
-//! kept from one copy to the next.
+//! The bytes that a volume's read returns may be for the kernel only. Then the kernel copies them, through a file in
+//! memory that is kept from one copy to the next.
 
 use std::{fs::File, io, os::unix::fs::FileExt};
 
@@ -9,17 +9,17 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use crate::source::Served;
 
-/// Copies by way of the kernel.
+/// Copies bytes through the kernel.
 #[derive(Debug)]
-pub(super) struct Copier {
+pub(super) struct KernelCopier {
     file: File,
 }
 
-impl Copier {
-    /// A copier, for one thread.
+impl KernelCopier {
+    /// A new copier, for one thread.
     ///
     /// # Errors
-    /// The system has no such file to give.
+    /// The system cannot make a file in memory.
     pub(super) fn new() -> io::Result<Self> {
         Ok(Self { file: memfd_create(c"ckfs", MFdFlags::MFD_CLOEXEC)?.into() })
     }
