@@ -48,7 +48,7 @@ struct Latency {
     buckets: Vec<(f64, u64)>,
 }
 
-/// All numbers as of now.
+/// All numbers at one moment.
 #[derive(Debug)]
 struct Snapshot {
     families: Vec<Family>,
@@ -81,9 +81,9 @@ impl Snapshot {
             PATHS.iter().map(|(path, name)| (Some(("path", *name)), bytes(*path))).collect::<Vec<Sample>>()
         };
         let served = by_path(&|path| counters.served_bytes(path));
-        add("served", true, Kind::Counter, "Bytes handed to readers, by how they were made", served);
+        add("served", true, Kind::Counter, "Bytes returned to readers, by how they were produced", served);
         let fetched = by_path(&|path| counters.fetched_bytes(path));
-        add("fetched", true, Kind::Counter, "Bytes taken from source files, by what for", fetched);
+        add("fetched", true, Kind::Counter, "Bytes read from source files, by purpose", fetched);
         let by_op = |count: &dyn Fn(&OpMetrics) -> u64| {
             Op::ALL.iter().map(|op| (Some(("op", op.name())), count(from.metrics.op(*op)))).collect::<Vec<Sample>>()
         };
@@ -125,7 +125,7 @@ fn latency(op: Op, row: &OpMetrics) -> Latency {
     #[expect(clippy::cast_precision_loss, reason = "the bounds are small")]
     let bounds = LATENCY_BOUNDS_US.iter().map(|us| *us as f64 / 1e6).chain([f64::INFINITY]);
     let buckets: Vec<_> = bounds.zip(row.buckets.iter().map(|bucket| bucket.load(Ordering::Relaxed))).collect();
-    // Not the row's count: a request may be counted in between.
+    // Not the row's own count: another thread may count a request between the two loads.
     let count = buckets.iter().map(|(_, count)| count).sum();
     Latency { op: op.name(), seconds, count, buckets }
 }

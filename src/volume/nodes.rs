@@ -27,7 +27,7 @@ impl Volume {
             .try_fold(self.attr(Ino::ROOT)?, |attr, component| self.lookup(attr.ino, component.as_bytes()))
     }
 
-    /// The name and view behind a file of nothing but a tensor's elements: a device's shard, or the whole tensor.
+    /// The name and view behind a file that holds only a tensor's elements: a device's shard, or the whole tensor.
     pub fn shard_view(&self, ino: Ino) -> Option<(&str, View)> {
         let NodeRef::InSubtree(block, node) = self.tree.node(ino)? else { return None };
         let (tensor, view) = block.subtree.shard(node)?;
@@ -105,7 +105,7 @@ impl Volume {
         }
         match &fixed.kind {
             FixedKind::Directory { .. } => Subject::Directory(ino),
-            FixedKind::File(node) => Subject::File { view: node.view, made_of: node.file.made_of() },
+            FixedKind::File(node) => Subject::File { view: node.view, derived_from: node.file.derived_from() },
             FixedKind::Live(_) => Subject::Own { is_directory: false },
             FixedKind::Symlink(_) => Subject::Link,
         }
@@ -115,12 +115,12 @@ impl Volume {
         let view = block.view;
         match block.subtree.node(node) {
             SubtreeNode::Directory(_) => Subject::Names { view },
-            SubtreeNode::File => Subject::File { view, made_of: block.subtree.made_of(node) },
+            SubtreeNode::File => Subject::File { view, derived_from: block.subtree.derived_from(node) },
         }
     }
 
-    /// The permission bits that a copy of a node may have under another owner and group: those that the sources allow, and all
-    /// that the owner needs. For nodes without attributes, none.
+    /// The permission bits that a copy of a node may have under another owner and group: those that the sources allow, plus
+    /// all that the owner needs. `0` for nodes without attributes.
     pub fn copy_mode(&self, ino: Ino, uid: u32, gid: u32) -> u16 {
         let subject = match self.tree.node(ino) {
             Some(NodeRef::Fixed(fixed)) => Self::fixed_subject(ino, fixed),

@@ -1,7 +1,7 @@
 //! The mount's tree: fixed nodes, and one block of numbers per subtree.
 //!
-//! Inode numbers are dense: first the fixed nodes (root, directories, files, links), then for each directory that a format
-//! shows as a [`Subtree`] a block as long as it has nodes. A thousand devices cost a thousand blocks, each one row of a table.
+//! Inode numbers are dense. First come the fixed nodes (root, directories, files, links). Then each directory that a format
+//! shows as a [`Subtree`] has a block with one number per node. A thousand devices cost a thousand blocks, each one row of a table.
 
 use std::{
     collections::BTreeMap,
@@ -18,12 +18,12 @@ use crate::{
 #[derive(Debug)]
 pub(super) struct FixedNode {
     pub(super) parent: Ino,
-    /// Whether it is the mount's own directory, or in it.
+    /// Whether it is the mount's own directory, or inside it.
     pub(super) is_own: bool,
     pub(super) kind: FixedKind,
 }
 
-/// What a fixed node is.
+/// Type of a fixed node.
 #[derive(Debug)]
 pub(super) enum FixedKind {
     /// A directory; its entries sorted by name.
@@ -35,7 +35,7 @@ pub(super) enum FixedKind {
     },
     /// A file of a view, or of the mount.
     File(FileNode),
-    /// A file whose content is taken anew at each open.
+    /// A file whose content is generated at each open.
     Live(Live),
     /// A symbolic link.
     Symlink(Box<str>),
@@ -44,14 +44,14 @@ pub(super) enum FixedKind {
 /// A file.
 #[derive(Debug)]
 pub(super) struct FileNode {
-    /// Number of the view that it is of; 0 for the mount's own.
+    /// Number of its view; 0 for the mount's own files.
     pub(super) view: u32,
     pub(super) file: Arc<dyn VirtualFile>,
-    /// Found when first asked for.
+    /// Computed at the first request.
     pub(super) permission: OnceLock<Permission>,
 }
 
-/// A file of the mount whose content changes, though not its length.
+/// A file of the mount whose content changes and whose length does not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Live {
     /// `.ckfs/stats.json`.
@@ -66,12 +66,12 @@ pub(super) struct Block {
     pub(super) first: u64,
     pub(super) len: u64,
     pub(super) parent: Ino,
-    /// Number of the view that it is of.
+    /// Number of its view.
     pub(super) view: u32,
     pub(super) subtree: Arc<dyn Subtree>,
 }
 
-/// What a number stands for.
+/// The node behind an inode number.
 #[derive(Debug)]
 pub(super) enum NodeRef<'a> {
     Fixed(&'a FixedNode),
@@ -84,11 +84,11 @@ pub(super) enum NodeRef<'a> {
 pub(super) struct Tree {
     fixed: Vec<FixedNode>,
     blocks: Vec<Block>,
-    /// Directories that mirror one of the repository, and its path there.
+    /// Directories that mirror one of the repository, with its path there.
     mirrors: Vec<(Ino, String)>,
 }
 
-/// A tree under construction: directories by path, before numbers are given.
+/// A tree under construction: directories by path, before nodes have numbers.
 #[derive(Debug, Default)]
 pub(super) struct TreeBuilder {
     entries: BTreeMap<String, Child>,
@@ -103,7 +103,7 @@ enum Child {
 }
 
 impl TreeBuilder {
-    /// The directory `name`, added if need be; `None` if the name is taken by something else.
+    /// The directory `name`, added if it is missing; `None` if another node has the name.
     pub(super) fn directory(&mut self, name: &str) -> Option<&mut Self> {
         match self.entries.entry(name.to_owned()).or_insert_with(|| Child::Directory(Self::default())) {
             Child::Directory(directory) => Some(directory),
@@ -111,21 +111,21 @@ impl TreeBuilder {
         }
     }
 
-    /// Adds a file of the mount's own.
+    /// Adds one of the mount's own files.
     pub(super) fn file(&mut self, name: &str, file: impl VirtualFile + 'static) {
         let file = FileNode { view: 0, file: Arc::new(file), permission: OnceLock::new() };
         self.entries.insert(name.to_owned(), Child::File(FixedKind::File(file)));
     }
 
-    /// Adds a file whose content is taken anew at each open.
+    /// Adds a file whose content is generated at each open.
     pub(super) fn live(&mut self, name: &str, live: Live) {
         self.entries.insert(name.to_owned(), Child::File(FixedKind::Live(live)));
     }
 
-    /// Adds what is shown of the view of this number, directories of the same name together.
+    /// Adds the nodes of view number `view`; directories of the same name are merged.
     ///
     /// # Errors
-    /// The name of an entry that is there already.
+    /// The name of an entry that exists already.
     pub(super) fn add(&mut self, view: u32, shown: Directory) -> Result<(), String> {
         self.mirrors = self.mirrors.take().or(shown.mirrors);
         shown.entries.into_iter().try_for_each(|(name, entry)| {
@@ -198,7 +198,7 @@ impl Tree {
         ino
     }
 
-    /// What a number stands for.
+    /// The node behind an inode number.
     pub(super) fn node(&self, ino: Ino) -> Option<NodeRef<'_>> {
         let at = ino.0.checked_sub(Ino::ROOT.0)?;
         if let Some(fixed) = usize::try_from(at).ok().and_then(|at| self.fixed.get(at)) {
@@ -209,7 +209,7 @@ impl Tree {
         (node < block.len).then_some(NodeRef::InSubtree(block, node))
     }
 
-    /// Directories that mirror one of the repository, and its path there.
+    /// Directories that mirror one of the repository, with its path there.
     pub(super) fn mirrors(&self) -> &[(Ino, String)] {
         &self.mirrors
     }
