@@ -87,7 +87,7 @@ fn files_without_tensors_vanish_from_hf() {
 
 #[test]
 fn further_predictors_are_left_out() {
-    // As DeepSeek keeps them, in a layer after the last; and as others do, beside the layers.
+    // In DeepSeek's form, in a layer after the last; and in the form of others, beside the layers.
     let layer = |number: u64| {
         let mut rows = repo::llama_rows(number + 1, DType::BF16);
         rows.retain(|(name, ..)| name.contains(&format!("layers.{number}.")));
@@ -189,7 +189,7 @@ fn patterns_choose_by_source_or_by_target_name() {
 }
 
 #[test]
-fn a_tied_head_is_for_the_rules_of_a_layout_to_show() {
+fn a_tied_head_is_left_to_the_rules_of_a_layout() {
     let dir = repo::llama(1, DType::BF16);
     for layout in ["maxtext", "vllm"] {
         for tied in [Tied::Alias, Tied::Absent] {
@@ -198,7 +198,7 @@ fn a_tied_head_is_for_the_rules_of_a_layout_to_show() {
             assert!(error.contains(&format!("tied: the rules of layout {layout} say whether")), "{error}");
         }
     }
-    // Nothing to be an alias of.
+    // There is no tensor for an alias.
     let dir = tempfile::tempdir().unwrap();
     let mut config = repo::llama_config(1);
     (config["tie_word_embeddings"], config["architectures"]) = (json!(false), json!(["LlamaModel"]));
