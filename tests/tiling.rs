@@ -170,7 +170,7 @@ proptest! {
     }
 
     #[test]
-    fn work_slices_are_disjoint_and_cover() {
+    fn work_slices_are_disjoint_and_cover(view in any_view(), mut choices in choices()) {
         let tiling = view.lower().unwrap();
         let low = choices.below(tiling.len_units() + 1);
         let high = low + choices.below(tiling.len_units() - low + 1);
@@ -180,7 +180,7 @@ proptest! {
     }
 
     #[test]
-    fn reads_are_counted_exactly_without_visiting_them() {
+    fn reads_are_counted_exactly_without_visiting_them(view in any_float_view(), mut choices in choices()) {
         check_reads(&view, &[view.lower().unwrap()], &mut choices);
     }
 

@@ -38,7 +38,7 @@ TORCH = {
 
 
 def mix(index):
-    """The upper 32 bits' worth of a multiplicative hash, as uint64."""
+    """The upper 32 bits of a multiplicative hash, as uint64."""
     return (index * np.uint64(2654435761)) & np.uint64(0xFFFFFFFF)
 
 
@@ -50,7 +50,7 @@ def f32_patterns():
 
 
 def f64_patterns():
-    """One in eight takes all upper 20 bits of an f64; the others are f32 patterns with a perturbation below an f32's
+    """One in eight has all upper 20 bits of an f64; the others are f32 patterns with a perturbation below an f32's
     last bit, ties among them."""
     index = np.arange(1 << 20, dtype=np.uint64)
     hashed = mix(index)
