@@ -390,10 +390,10 @@ fn links_that_leave_the_repository() {
         ("one.safetensors", "weights", "those that may read the target"),
     ] {
         let target = outside.path(target).canonicalize().unwrap();
-        let told = |text: &String| {
+        let reported = |text: &String| {
             text.starts_with(&format!("{name:?}: ")) && text.contains(&format!("{target:?}")) && text.contains(what)
         };
-        assert!(warnings.iter().any(told), "{name}: {warnings:#?}");
+        assert!(warnings.iter().any(reported), "{name}: {warnings:#?}");
     }
     assert_eq!(no_warnings, [""; 0]);
     assert_eq!(names(&followed), ["a"]);
@@ -640,8 +640,8 @@ fn other_quantizations() {
     for (tensors, config, expected, method) in cases {
         let (schemes, methods) = quantization(&Repo::new().weights("model.safetensors", &tensors).config(&config));
         assert_eq!(schemes, expected, "{config}");
-        let told = methods.first().map_or("", String::as_str);
-        assert!(told.contains(method) && methods.is_empty() == method.is_empty(), "{config}: {methods:?}");
+        let reported = methods.first().map_or("", String::as_str);
+        assert!(reported.contains(method) && methods.is_empty() == method.is_empty(), "{config}: {methods:?}");
     }
 }
 

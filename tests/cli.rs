@@ -180,7 +180,7 @@ fn wrong_use_exits_with_2() {
 }
 
 #[test]
-fn failures_exit_with_1_and_say_what_was_expected() {
+fn failures_exit_with_1_and_state_the_expected_value() {
     let fixture = Fixture::new();
     fs::create_dir(fixture.path("full")).unwrap();
     fixture.write("full/file", "");
@@ -525,7 +525,7 @@ fn repositories_of_the_hub_cache_are_pinned_to_their_commit() {
 }
 
 #[test]
-fn export_writes_what_cat_shows() {
+fn export_writes_the_bytes_of_cat() {
     let fixture = Fixture::new();
     let only = ["--mesh", "fsdp=2", "--only", "dev1", "--only", "mesh", "--only", "safetensors/*"];
     let ran = fixture.run(&[&["export", "model", "out"][..], &only].concat()).ok();

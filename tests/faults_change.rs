@@ -3,7 +3,7 @@
 //!
 //! One case cannot be excluded; it is counted and printed. A read in progress when the first new byte was written may return new
 //! bytes. `CKFS_TEST_ROUNDS=20 cargo test --release --test faults_change -- --nocapture` measures how often.
-#![allow(clippy::unwrap_used, clippy::print_stderr, reason = "helpers of tests are tests too, and numbers are told")]
+#![allow(clippy::unwrap_used, clippy::print_stderr, reason = "helpers of tests are tests too, and print numbers")]
 
 mod common;
 
@@ -211,7 +211,7 @@ fn reading_process() {
         file.read_exact_at(&mut bytes, 0).map(|()| old(&bytes))
     };
     let map = (how == "map").then(|| {
-        #[expect(unsafe_code, reason = "the file may change, which is what is tested")]
+        #[expect(unsafe_code, reason = "the test changes the file on purpose")]
         // SAFETY: the code only reads the bytes, one by one; a missing page ends this process, as it should.
         let map = unsafe { Mmap::map(&file).unwrap() };
         map

@@ -31,7 +31,7 @@ fn can_mount() -> bool {
 fn stats(volume: &Volume) -> Value {
     let attr = volume.resolve(".ckfs/stats.json").unwrap();
     let bytes = repo::read(volume, attr.ino, 0, 1 << 24);
-    assert_eq!(bytes.len() as u64, attr.size_bytes, "the size is exact, whatever is in it");
+    assert_eq!(bytes.len() as u64, attr.size_bytes, "the size is exact for any content");
     serde_json::from_slice(&bytes).unwrap()
 }
 

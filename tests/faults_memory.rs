@@ -5,7 +5,11 @@
 //!
 //! The tests need root, `/dev/fuse` and a hierarchy of control groups in which they may create a group that limits memory. Where
 //! they cannot create one they are skipped with a message; without `/dev/fuse` they fail if `CI=true`.
-#![allow(clippy::unwrap_used, clippy::print_stderr, reason = "a test fails where it panics, and says what it left out")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stderr,
+    reason = "a test fails where it panics, and prints the reason for a skip"
+)]
 #![allow(unsafe_code)]
 
 use std::{

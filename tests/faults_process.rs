@@ -255,7 +255,7 @@ fn a_full_device_as_log_ends_nothing() {
 }
 
 #[test]
-fn a_full_disk_is_survived_and_the_loss_is_told_when_there_is_room() {
+fn a_full_disk_is_survived_and_the_loss_is_reported_later() {
     let Some(bench) = bench() else { return };
     let full = bench.path("full");
     fs::create_dir(&full).unwrap();
@@ -263,8 +263,8 @@ fn a_full_disk_is_survived_and_the_loss_is_told_when_there_is_room() {
     let log = full.join("log");
     let output = bench.mount().arg("-v").arg("--log-file").arg(&log).output().unwrap();
     assert!(output.status.success(), "{}", text(&output));
-    let told = format!("ckfs: mounted on {}; its log goes to {}\n", bench.mnt().display(), log.display());
-    assert!(text(&output).ends_with(&told), "{}", text(&output));
+    let reported = format!("ckfs: mounted on {}; its log goes to {}\n", bench.mnt().display(), log.display());
+    assert!(text(&output).ends_with(&reported), "{}", text(&output));
     let filler = full.join("filler");
     assert!(fs::write(&filler, vec![1; 1 << 20]).is_err(), "it is full");
     let daemon = bench.daemon();
@@ -275,7 +275,7 @@ fn a_full_disk_is_survived_and_the_loss_is_told_when_there_is_room() {
     bench.lives();
     fs::remove_file(&filler).unwrap();
     fs::write(&log, "").unwrap();
-    until("the loss is told", || {
+    until("the loss is reported", || {
         kill(daemon, Signal::SIGUSR1).unwrap();
         fs::read_to_string(&log).unwrap().contains("lost: No space left on device")
     });
@@ -334,7 +334,7 @@ fn a_source_that_changes_is_one_line_however_often_it_is_read() {
 }
 
 #[test]
-fn what_the_fuse_library_logs_reaches_the_log() {
+fn messages_of_the_fuse_library_reach_the_log() {
     let Some(bench) = bench() else { return };
     let log = bench.path("log");
     let mut command = bench.mount();
@@ -384,7 +384,7 @@ fn log_of_system(bench: &Bench, socket: &str, script: &str) -> String {
     let log = UnixDatagram::bind(&path).unwrap();
     log.set_read_timeout(Some(SOON)).unwrap();
     let script = format!(
-        "set -e; cd {base}; {script}; {ckfs} mount model mnt 2>told; \
+        "set -e; cd {base}; {script}; {ckfs} mount model mnt 2>reported; \
          pid=$(cat mnt/.ckfs/stats.json | tr -dc 'a-z0-9:,\"' | sed 's/.*\"pid\":\\([0-9]*\\).*/\\1/'); \
          kill -USR1 $pid; {ckfs} umount mnt; while [ -d /proc/$pid ]; do sleep 0.02; done",
         base = bench.base.path().display(),
@@ -404,8 +404,8 @@ fn a_daemon_logs_to_the_system_where_it_has_a_log() {
                mount --rbind newdev /dev";
     let line = log_of_system(&bench, "newdev/log", dev);
     assert!(line.starts_with("<30>ckfs[") && line.contains("]: ckfs::fuse::session: statistics of "), "{line}");
-    let told = fs::read_to_string(bench.path("told")).unwrap();
-    assert!(told.contains("its log goes to the system log (/dev/log), as ckfs["), "{told}");
+    let reported = fs::read_to_string(bench.path("reported")).unwrap();
+    assert!(reported.contains("its log goes to the system log (/dev/log), as ckfs["), "{reported}");
     // No syslog: the journal.
     let line = log_of_system(
         &bench,
@@ -416,8 +416,8 @@ fn a_daemon_logs_to_the_system_where_it_has_a_log() {
         line.starts_with("PRIORITY=6\n") && line.contains("\nMESSAGE=ckfs::fuse::session: statistics of "),
         "{line}"
     );
-    let told = fs::read_to_string(bench.path("told")).unwrap();
-    assert!(told.contains("its log goes to the journal: journalctl _PID="), "{told}");
+    let reported = fs::read_to_string(bench.path("reported")).unwrap();
+    assert!(reported.contains("its log goes to the journal: journalctl _PID="), "{reported}");
 }
 
 // --- limits ---
@@ -451,20 +451,20 @@ fn a_limit_of_file_size_leaves_all_bytes_readable() {
 
 /// A start within a limit ends with a mount that works, or with one error, without a panic and without a mount.
 #[track_caller]
-fn starts_or_says_why(bench: &Bench, resource: Resource, limit: u64, words: &str) -> bool {
+fn starts_or_reports_why(bench: &Bench, resource: Resource, limit: u64, words: &str) -> bool {
     let output = limited(&mut bench.mount(), resource, limit);
-    let told = text(&output);
+    let reported = text(&output);
     let is_up = output.status.success();
     if is_up {
         bench.lives();
         bench.unmount();
     } else {
-        assert_eq!(output.status.code(), Some(1), "{limit}: {told}");
-        assert_eq!(told.matches("ckfs: error: ").count(), 1, "{limit}: {told}");
-        assert!(told.contains(words), "{limit}: {told}");
-        assert!(!told.contains("panicked"), "{limit}: {told}");
+        assert_eq!(output.status.code(), Some(1), "{limit}: {reported}");
+        assert_eq!(reported.matches("ckfs: error: ").count(), 1, "{limit}: {reported}");
+        assert!(reported.contains(words), "{limit}: {reported}");
+        assert!(!reported.contains("panicked"), "{limit}: {reported}");
     }
-    assert_eq!(bench.mounts(), 0, "{limit}: {told}");
+    assert_eq!(bench.mounts(), 0, "{limit}: {reported}");
     is_up
 }
 
@@ -472,7 +472,7 @@ fn starts_or_says_why(bench: &Bench, resource: Resource, limit: u64, words: &str
 fn a_limit_of_address_space_fails_at_start_or_not_at_all() {
     let Some(bench) = bench() else { return };
     let up = [60, 100, 150, 200, 250, 300, 400, 600, 1000, 4000]
-        .map(|mib: u64| starts_or_says_why(&bench, Resource::RLIMIT_AS, mib << 20, ""));
+        .map(|mib: u64| starts_or_reports_why(&bench, Resource::RLIMIT_AS, mib << 20, ""));
     assert!(up[9], "4 GB are enough");
 }
 
@@ -480,17 +480,17 @@ fn a_limit_of_address_space_fails_at_start_or_not_at_all() {
 fn a_limit_of_open_files_is_named_before_the_mount() {
     let Some(bench) = bench() else { return };
     for limit in [16, 24, 40] {
-        assert!(!starts_or_says_why(&bench, Resource::RLIMIT_NOFILE, limit, "expected a limit of"));
+        assert!(!starts_or_reports_why(&bench, Resource::RLIMIT_NOFILE, limit, "expected a limit of"));
     }
-    assert!(starts_or_says_why(&bench, Resource::RLIMIT_NOFILE, 64, ""));
+    assert!(starts_or_reports_why(&bench, Resource::RLIMIT_NOFILE, 64, ""));
 }
 
 #[test]
 fn limits_of_stack_and_locked_memory_do_not_matter() {
     let Some(bench) = bench() else { return };
-    assert!(starts_or_says_why(&bench, Resource::RLIMIT_STACK, 64 << 10, ""));
-    assert!(starts_or_says_why(&bench, Resource::RLIMIT_STACK, 512 << 10, ""));
-    assert!(starts_or_says_why(&bench, Resource::RLIMIT_MEMLOCK, 0, ""));
+    assert!(starts_or_reports_why(&bench, Resource::RLIMIT_STACK, 64 << 10, ""));
+    assert!(starts_or_reports_why(&bench, Resource::RLIMIT_STACK, 512 << 10, ""));
+    assert!(starts_or_reports_why(&bench, Resource::RLIMIT_MEMLOCK, 0, ""));
 }
 
 #[test]
@@ -506,22 +506,22 @@ fn a_limit_of_threads_is_an_error_or_a_fallback_but_no_panic() {
         let mut command = Command::new(&program);
         command.env_remove("CKFS_LOG").arg("plan").arg(bench.path("model")).uid(nobody.as_raw()).gid(nobody.as_raw());
         let output = limited(&mut command, Resource::RLIMIT_NPROC, limit);
-        let told = text(&output);
-        assert!(!told.contains("panicked"), "{limit}: {told}");
+        let reported = text(&output);
+        assert!(!reported.contains("panicked"), "{limit}: {reported}");
         match output.status.code() {
             Some(0) => planned += 1,
-            Some(1) => assert!(told.contains("processes and threads of the user"), "{limit}: {told}"),
-            code => panic!("{limit}: {code:?}: {told}"),
+            Some(1) => assert!(reported.contains("processes and threads of the user"), "{limit}: {reported}"),
+            code => panic!("{limit}: {code:?}: {reported}"),
         }
         // A user's mount goes through fusermount3, which needs a process too.
         let mut command = Command::new(&program);
         command.env_remove("CKFS_LOG").arg("mount").arg(bench.path("model")).arg(bench.mnt());
         let output = limited(command.uid(nobody.as_raw()).gid(nobody.as_raw()), Resource::RLIMIT_NPROC, limit);
-        let told = text(&output);
+        let reported = text(&output);
         let is_up = output.status.code() == Some(0);
-        assert!(!told.contains("panicked") && (is_up || output.status.code() == Some(1)), "{limit}: {told}");
-        assert_eq!(told.matches("ckfs: error: ").count(), usize::from(!is_up), "{limit}: {told}");
-        assert_eq!(bench.mounts(), usize::from(is_up), "{limit}: {told}");
+        assert!(!reported.contains("panicked") && (is_up || output.status.code() == Some(1)), "{limit}: {reported}");
+        assert_eq!(reported.matches("ckfs: error: ").count(), usize::from(!is_up), "{limit}: {reported}");
+        assert_eq!(bench.mounts(), usize::from(is_up), "{limit}: {reported}");
         if is_up {
             umount2(&bench.mnt(), MntFlags::MNT_DETACH).unwrap();
             // The user's processes count, so the daemon must end before the next attempt.
@@ -642,9 +642,9 @@ fn harmless_signals_are_harmless_during_start() {
     bench.lives();
     let mut stderr = bench.children[0].stderr.take().unwrap();
     assert_eq!(bench.end(Signal::SIGTERM), 0);
-    let mut told = String::new();
-    stderr.read_to_string(&mut told).unwrap();
-    assert!(told.contains("statistics of"), "SIGUSR1 was kept until the mount was there: {told}");
+    let mut reported = String::new();
+    stderr.read_to_string(&mut reported).unwrap();
+    assert!(reported.contains("statistics of"), "SIGUSR1 was kept until the mount was there: {reported}");
 }
 
 #[test]

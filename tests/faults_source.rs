@@ -99,7 +99,7 @@ impl Mount {
 
     /// Reads a span of a file in another thread.
     fn read(&self, name: &str, start: u64, len: usize) -> mpsc::Receiver<io::Result<Vec<u8>>> {
-        let (tell, told) = mpsc::channel();
+        let (tell, reported) = mpsc::channel();
         let path = self.path(name);
         thread::spawn(move || {
             let read = || {
@@ -109,7 +109,7 @@ impl Mount {
             };
             let _ = tell.send(read());
         });
-        told
+        reported
     }
 
     #[track_caller]
@@ -176,8 +176,8 @@ fn stall_one(flags: &[&str]) {
     let failed = mount.stat("failed_reads") + mount.stat("failed_opens");
     assert!(mount.stat("stalled_reads") >= 1 && failed >= 1, "{}", mount.log());
     assert_eq!(mount.stat("poisoned_sources"), 0, "a stall is no change");
-    let told = mount.log().lines().filter(|line| line.contains(A) && line.contains("stalled: ")).count();
-    assert_eq!(told, 1, "{}", mount.log());
+    let reported = mount.log().lines().filter(|line| line.contains(A) && line.contains("stalled: ")).count();
+    assert_eq!(reported, 1, "{}", mount.log());
     let (code, said) = mount.status();
     assert!(code == Some(1) && said.contains("degraded") && said.contains("source stalled"), "{said}");
     assert!(said.contains(A) && said.contains("got no answer for"), "{said}");
@@ -301,8 +301,8 @@ fn commands_give_up_a_source_that_gives_no_answer() {
     let refused = |output: &Output, file: &str| {
         let said = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{said}");
-        let told = said.lines().filter(|line| line.contains("ckfs: error: ") || line.contains("stalled: ")).count();
-        assert!(told >= 1 && said.contains(file) && said.contains("stalled: "), "{said}");
+        let reported = said.lines().filter(|line| line.contains("ckfs: error: ") || line.contains("stalled: ")).count();
+        assert!(reported >= 1 && said.contains(file) && said.contains("stalled: "), "{said}");
     };
     let name = path.to_str().unwrap();
     // In the order of reads: bytes that were read are in the kernel's cache.

@@ -260,7 +260,7 @@ fn a_chunk_is_a_devices_shard_where_the_split_is_even() {
 }
 
 #[test]
-fn the_checkpoint_says_whether_layers_are_stacked() {
+fn the_checkpoint_states_whether_layers_are_stacked() {
     for (unscanned, layout, expected) in
         [(false, Layout::Canonical, true), (true, Layout::Canonical, false), (false, Layout::Hf, false)]
     {

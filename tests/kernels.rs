@@ -32,7 +32,7 @@ const FLOATS: [DType; 8] = [
 ];
 
 /// SHA-256 of the results of casting [`patterns`] of the first type to the second, as numpy and `ml_dtypes` compute them.
-/// Made by `tests/python/cast_digests.py` (numpy 2.4.6, `ml_dtypes` 0.6.0), which also says where torch differs.
+/// Computed by `tests/python/cast_digests.py` (numpy 2.4.6, `ml_dtypes` 0.6.0), which also prints where torch differs.
 #[rustfmt::skip]
 const CAST_DIGESTS: [(DType, DType, &str); 56] = [
     (DType::F64, DType::F32, "7d7a8c9eafa43506982799641436f6fdda2265b2c485f07aaea9a9d8c2f20e0d"),

@@ -498,7 +498,7 @@ impl<'a> Graph<'a> {
                 return self.home(&target, hops + 1);
             }
         }
-        // A name that this file does not define comes from a glob; the words of the file tell which one well enough.
+        // A name that this file does not define comes from a glob; the words of the file identify it well enough.
         let elsewhere = globs.iter().find_map(|target| {
             let home = self.home(target, hops + 1)?;
             (self.names[home].words.contains(name) && !self.names[here].words.contains(name)).then_some(home)

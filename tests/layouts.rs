@@ -964,12 +964,12 @@ fn tensors_of_other_shapes_than_the_configuration_requires_are_refused() {
                     Ok(_) => panic!("{what}: accepted"),
                     Err(error) => {
                         let error = error.to_string();
-                        let told = error.contains("expected shape [") && error.contains("model.safetensors: ");
-                        assert!(told || error.contains("reshape"), "{what}: {error}");
+                        let reported = error.contains("expected shape [") && error.contains("model.safetensors: ");
+                        assert!(reported || error.contains("reshape"), "{what}: {error}");
                         // The head has as many rows as the embedding.
                         let of_head = format!("lm_head.weight: expected shape [{}, ", other[0]);
                         let found = error.contains(&format!("found [{}", other[0])) || error.contains(&of_head);
-                        assert!(!told || found, "{what}: {error}");
+                        assert!(!reported || found, "{what}: {error}");
                     }
                 }
             }
@@ -993,14 +993,14 @@ fn shapes_are_reported_once_for_all_layers() {
         let file = directory.path().join("model.safetensors").canonicalize().unwrap();
         let lines: Vec<String> = error.problems.iter().map(ToString::to_string).collect();
         assert_eq!(lines.len(), 2, "{error}");
-        for (line, told) in lines.iter().zip([
+        for (line, reported) in lines.iter().zip([
             format!("{}: lm_head.weight: expected shape [160, 48], found [150, 48]", file.display()),
             format!(
                 "{}: model.layers.{{0-2}}.self_attn.o_proj.weight (3 tensors): expected shape [48, 48], found [49, 48]",
                 file.display()
             ),
         ]) {
-            assert!(line.starts_with("maxtext/llama.toml:") && line.ends_with(&told), "{line}\n{told}");
+            assert!(line.starts_with("maxtext/llama.toml:") && line.ends_with(&reported), "{line}\n{reported}");
         }
     }
     // Sizes that the configuration leaves out are not compared.
@@ -1038,8 +1038,8 @@ fn biases_and_norms_that_a_model_must_have_are_required() {
                 let kept = all.iter().filter(|(name, _)| keep(name)).map(|(name, shape)| (name.clone(), shape.clone()));
                 let (_directory, checkpoint) = hollow(&config, &kept.collect());
                 let error = Plan::build(&checkpoint, &options(scanned, "", &Value::Null)).unwrap_err().to_string();
-                let told = error.contains("missing tensor") && ends.iter().any(|end| error.contains(end));
-                assert!(told, "{family}, scanned {scanned}: {error}");
+                let reported = error.contains("missing tensor") && ends.iter().any(|end| error.contains(end));
+                assert!(reported, "{family}, scanned {scanned}: {error}");
             }
         }
     }
@@ -1113,11 +1113,11 @@ fn impossible_logical_rules_are_reported() {
 fn every_axis_that_does_not_split_evenly_is_named() {
     let options = options(true, "context=3,tensor=4", &Value::Null);
     let error = Plan::build(&open(&fixture("deepseek2").join("hf")), &options).unwrap_err().to_string();
-    for told in [
+    for reported in [
         "axis 0 of [20, 3, 6, 28] does not split evenly in 3 parts",
         "axis 2 of [20, 3, 6, 28] does not split evenly in 4 parts",
     ] {
-        let line = format!("params.decoder.moe_layers.self_attention.wkv_b.kernel: {told}");
+        let line = format!("params.decoder.moe_layers.self_attention.wkv_b.kernel: {reported}");
         assert!(error.contains(&line), "{line}\n{error}");
     }
 }

@@ -1,7 +1,7 @@
 //! Metadata that has a row for each tensor and each device: exact, the same for any read span, and generated in little
 //! memory.
 
-#![allow(clippy::unwrap_used, clippy::print_stderr, reason = "tests panic, and say why they are skipped")]
+#![allow(clippy::unwrap_used, clippy::print_stderr, reason = "tests panic, and print why they are skipped")]
 
 mod common;
 

@@ -718,7 +718,7 @@ fn failures_that_repeat_are_one_line_and_a_count() {
 }
 
 #[test]
-fn a_foreground_daemon_tells_systemd() {
+fn a_foreground_daemon_notifies_systemd() {
     let Some(mut bench) = bench() else { return };
     let path = bench.base.path().join("notify");
     let socket = UnixDatagram::bind(&path).unwrap();
@@ -795,7 +795,7 @@ fn a_second_signal_or_the_end_of_the_drain_period_aborts() {
 }
 
 #[test]
-fn an_unmount_from_outside_ends_it_and_spares_what_is_mounted_next() {
+fn an_unmount_from_outside_ends_it_and_spares_the_next_mount() {
     let Some(mut bench) = root_bench() else { return };
     let pid = bench.start();
     umount2(&bench.mnt(), MntFlags::empty()).unwrap();

@@ -228,7 +228,7 @@ type Case = (&'static str, (u32, u32, u32), (u32, u32, u32));
 type Flagged<'a> = (Vec<&'a str>, (u32, u32, u32), (u32, u32, u32));
 
 #[test]
-fn users_read_what_they_can_read_of_the_sources() {
+fn users_read_files_whose_sources_they_can_read() {
     if !can_run() {
         return;
     }
@@ -513,8 +513,9 @@ fn links_out_of_the_repository_are_left_out() {
     nix::unistd::mkfifo(&model.join("pipe"), nix::sys::stat::Mode::from_bits_truncate(0o644)).unwrap();
     let log = fixture.mount(&[]);
     for name in ["tokenizer.json", "notes.txt"] {
-        let told = log.lines().any(|line| line.contains(name) && line.contains("left out") && line.contains("secret"));
-        assert!(told, "{name}: {log}");
+        let reported =
+            log.lines().any(|line| line.contains(name) && line.contains("left out") && line.contains("secret"));
+        assert!(reported, "{name}: {log}");
     }
     let shown = list(ROOT, &fixture.path("mnt/hf")).unwrap();
     let shown: Vec<&str> = shown.lines().collect();
@@ -546,8 +547,11 @@ fn weights_elsewhere_are_read_by_users_that_can_read_them_there() {
     symlink("../elsewhere/blob", fixture.path("model").join(file)).unwrap();
     fixture.set("elsewhere", ALICE, ALICE, 0o700);
     let log = fixture.mount(&[]);
-    let told: Vec<&str> = log.lines().filter(|line| line.contains("elsewhere/blob")).collect();
-    assert!(told.len() == 1 && told[0].contains(file) && told[0].contains("outside the repository"), "{log}");
+    let reported: Vec<&str> = log.lines().filter(|line| line.contains("elsewhere/blob")).collect();
+    assert!(
+        reported.len() == 1 && reported[0].contains(file) && reported[0].contains("outside the repository"),
+        "{log}"
+    );
     assert_eq!(fixture.permission("full/embed"), (ALICE, 0, 0o400));
     assert_eq!(fixture.permission("full/lm_head").2, 0o444);
     assert!(fixture.reads((ALICE, ALICE), "full/embed") && !fixture.reads((BOB, ML), "full/embed"));

@@ -300,9 +300,9 @@ fn packed_weights_stay_with_their_scales() {
                 build(&rows, &config, &ViewOptions { mesh, layout: layout.clone(), ..ViewOptions::default() }).unwrap();
             let split: Vec<String> = specs(&plan).into_keys().collect();
             assert_eq!(split, [if layout == Layout::Hf { "model.embed_tokens.weight" } else { "embed" }], "{scheme}");
-            let told = plan.warnings.iter().find(|warning| warning.contains("are whole on every device"));
-            let told = told.unwrap_or_else(|| panic!("{scheme}: {:?}", plan.warnings));
-            assert!(told.contains("model.layers.{0-1}.self_attn.q_proj"), "{told}");
+            let reported = plan.warnings.iter().find(|warning| warning.contains("are whole on every device"));
+            let reported = reported.unwrap_or_else(|| panic!("{scheme}: {:?}", plan.warnings));
+            assert!(reported.contains("model.layers.{0-1}.self_attn.q_proj"), "{reported}");
         }
         // Without tensor parallelism there is nothing to report; and the user's rules apply.
         let mesh = Mesh::parse("fsdp=2").unwrap();

@@ -575,7 +575,7 @@ fn shards_need_their_own_bytes() {
     let scale = operand(1, DType::U8, &[out, inner / 32], Field::Float(DType::F8E8M0), &[]);
     let scale = Operand { index: block_index(out, inner, (1, 32)), ..scale };
     let by_rows = View::quantized(shape(&extents), Value::of(codes).then(Operation::Multiply, scale)).unwrap();
-    // GPTQ: stored [in, out], and wanted as [out, in].
+    // GPTQ: stored [in, out], and read as [out, in].
     let stored = [inner, out];
     let (row, column) = (|stride| Digit::axis(&stored, 0, stride), |stride| Digit::axis(&stored, 1, stride));
     let codes = [row(out * 32).grouped(8), row(4).turning(8), column(32)];

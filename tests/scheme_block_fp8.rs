@@ -1,6 +1,6 @@
 //! Block fp8: the decoded tensors of a repository, against the formula of its publishers, and the refused repositories.
 //!
-//! The state protected here is which scale belongs to which element: the last blocks are partial, scales lie in another file
+//! The state protected here is which scale belongs to which element: the last blocks are partial, scales are in another file
 //! than their weights, and values are compared as f32, where the order of operations shows.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "tests panic, and sizes are small")]
 

@@ -122,8 +122,8 @@ fn further_predictors_are_left_out() {
         let plan = build(true, Layout::Hf);
         assert_eq!(names(&plan), expected(&plain), "{count}");
         assert_eq!(plan.no_hf, None);
-        let told = hf_text(&plan, "config.json").unwrap();
-        assert_eq!((&told[count], &told["num_hidden_layers"]), (&json!(0), &json!(2)), "{count}");
+        let reported = hf_text(&plan, "config.json").unwrap();
+        assert_eq!((&reported[count], &reported["num_hidden_layers"]), (&json!(0), &json!(2)), "{count}");
         let files: Vec<&str> = plan.hf.iter().map(|file| file.path.as_str()).collect();
         assert_eq!(files, ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]);
         let wq = build(true, Layout::Canonical);

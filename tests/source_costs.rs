@@ -150,6 +150,6 @@ fn quantized_views_cost_their_codes_and_scales() {
         View::dequantize(codes, scales, (128, 128), DType::BF16).unwrap()
     };
     costs(&kinds, view, CACHE_BYTES, [2, 4, 8 * MIB + 2048]);
-    // They lie one after the other in the file.
+    // They are adjacent in the file.
     costs(&kinds, |checkpoint| view(checkpoint).reverse_axes(), CACHE_BYTES, [1, 1, 8 * MIB + 2048]);
 }

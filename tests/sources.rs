@@ -464,8 +464,8 @@ fn cached_pages_are_mapped_before_they_are_touched_and_others_are_not_read() {
     // Kernels before 6.5 do not report the cached pages.
     // SAFETY: without a file the call does nothing.
     #[allow(unsafe_code)]
-    let told = unsafe { libc::syscall(451, -1, 0, 0, 0) };
-    if told < 0 && std::io::Error::last_os_error().raw_os_error() == Some(libc::ENOSYS) {
+    let reported = unsafe { libc::syscall(451, -1, 0, 0, 0) };
+    if reported < 0 && std::io::Error::last_os_error().raw_os_error() == Some(libc::ENOSYS) {
         assert_eq!(mapped_bytes(&path), 0);
         return;
     }
@@ -489,8 +489,8 @@ fn cached_pages_are_mapped_before_they_are_touched_and_others_are_not_read() {
 fn cached_pages(map: &memmap2::Mmap) -> usize {
     let mut pages = vec![0; map.len().div_ceil(4096)];
     // SAFETY: the range is mapped, and there is a byte for each page of it.
-    let told = unsafe { libc::mincore(map.as_ptr().cast_mut().cast(), map.len(), pages.as_mut_ptr()) };
-    assert_eq!(told, 0);
+    let reported = unsafe { libc::mincore(map.as_ptr().cast_mut().cast(), map.len(), pages.as_mut_ptr()) };
+    assert_eq!(reported, 0);
     pages.iter().filter(|page| **page & 1 == 1).count()
 }
 

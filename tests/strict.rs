@@ -189,8 +189,8 @@ fn other_models_of_the_same_type_are_not_refused() {
             let plan = build(&rows, &config, &ViewOptions { layout, ..ViewOptions::default() });
             let plan = plan.unwrap_or_else(|error| panic!("{what}: {error}"));
             // A missing tensor that is not required is still reported, with the reason.
-            let told = plan.warnings.iter().any(|text| text.contains("not refused, as "));
-            assert_eq!(told, !plan.missing.is_empty(), "{what}: {:?}", plan.warnings);
+            let reported = plan.warnings.iter().any(|text| text.contains("not refused, as "));
+            assert_eq!(reported, !plan.missing.is_empty(), "{what}: {:?}", plan.warnings);
         }
     }
     let headless = build(&rows, &llama(&untied).1, &ViewOptions::default()).unwrap();

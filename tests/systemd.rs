@@ -1,4 +1,4 @@
-//! Administrators rely on the unit file at boot, where nobody watches: systemd itself checks it, and
+//! Administrators rely on the unit file at boot, without anyone to watch: systemd itself checks it, and
 //! these tests check the promises that systemd cannot check.
 
 #![allow(clippy::unwrap_used, clippy::print_stderr)]

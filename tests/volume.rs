@@ -307,10 +307,10 @@ fn bytes_are_counted_before_the_reply() {
         let ino = volume.resolve(path).unwrap().ino;
         let opened = volume.open(ino).unwrap();
         let before = counters.served_bytes(way);
-        let mut told = None;
-        let mut reply = |bytes: Served<'_>| told = Some((bytes.len() as u64, counters.served_bytes(way) - before));
+        let mut reported = None;
+        let mut reply = |bytes: Served<'_>| reported = Some((bytes.len() as u64, counters.served_bytes(way) - before));
         volume.read(ino, opened.handle, 0, 64, &mut reply).unwrap();
-        assert_eq!(told, Some((64, 64)), "{path}: bytes, and how many of them were counted");
+        assert_eq!(reported, Some((64, 64)), "{path}: bytes, and how many of them were counted");
     };
     // Without a cache tiles are computed for each read.
     for cache_bytes in [0, 1 << 30] {
@@ -395,7 +395,7 @@ fn a_file_that_was_closed_is_materialized_on_disk() {
         assert_eq!(copy.read_at(&mut copied, 0).unwrap(), bytes.len());
         assert_eq!(copied[..bytes.len()], bytes, "{path}");
         let uncached = volume.open_uncached(ino).unwrap();
-        assert!(matches!(uncached.access, Access::Passthrough(_)), "{path}: O_DIRECT finds what is there");
+        assert!(matches!(uncached.access, Access::Passthrough(_)), "{path}: O_DIRECT uses a complete file");
     }
     let counters = volume.engine().counters();
     // A file is counted just after it becomes available.

@@ -50,7 +50,7 @@ pub enum ImageError {
         #[source]
         error: ViewError,
     },
-    /// A file's layout has another length than its metadata said.
+    /// A file's layout has another length than expected.
     #[error("the file was laid out with {found} bytes, expected {expected}")]
     Length {
         /// The expected length.

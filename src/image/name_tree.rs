@@ -120,7 +120,7 @@ impl NameTree {
                 problems.push(Problem::File { file: "names".to_owned(), reason });
                 break;
             }
-            let told = problems.len();
+            let reported = problems.len();
             let shared = before.iter().zip(&path).take_while(|((name, _), component)| name == *component).count();
             before.truncate(shared);
             let mut at = before.last().map_or(0, |(_, at)| *at);
@@ -142,7 +142,7 @@ impl NameTree {
                 problems.push(Problem::Collision { path: path.join("/"), first, second: tensor.name.clone() });
             }
             node.tensor = Some(number(index));
-            if problems.len() > told {
+            if problems.len() > reported {
                 // A problem of a directory affects every tensor in it.
                 before.clear();
             }

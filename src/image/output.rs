@@ -354,8 +354,8 @@ mod tests {
 
     #[test]
     fn a_layout_of_another_length_than_expected_is_refused() {
-        for told in [0, 4, 6] {
-            assert_eq!(Declared(told).open().unwrap_err(), ImageError::Length { expected: told, found: 5 });
+        for expected in [0, 4, 6] {
+            assert_eq!(Declared(expected).open().unwrap_err(), ImageError::Length { expected, found: 5 });
         }
         assert_eq!(Declared(5).open().unwrap().len_bytes(), Some(5));
     }

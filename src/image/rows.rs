@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_is_bounded() {
+    fn the_block_cache_is_bounded() {
         let block = vec![7; 1 << 20];
         let file = RowFile::new(Written::new(vec![vec![block; 40], vec![vec![1; 9 << 20]], vec![vec![2; 3]; 50]]));
         let kept = || file.kept.lock().unwrap().iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>();

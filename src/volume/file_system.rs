@@ -277,8 +277,8 @@ pub trait FileSystem: Send + Sync + 'static {
     }
 
     /// Sets the function that is called when a source has changed; `None` for none.
-    fn on_change(&self, told: Option<OnChange>) {
-        drop(told);
+    fn on_change(&self, callback: Option<OnChange>) {
+        drop(callback);
     }
 
     /// The files that were opened and need a source that has changed: the kernel's cached pages of them are invalid.

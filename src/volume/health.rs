@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_ended_is_history() {
+    fn closed_problems_are_history() {
         let health = Health::default();
         health.note(ProblemKind::SourceStalled, "/s/a", "no answer in 60 s");
         assert_eq!(health.stalled_sources(), 1);

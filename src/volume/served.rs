@@ -313,8 +313,8 @@ impl FileSystem for Volume {
         self.count_given_up(op);
     }
 
-    fn on_change(&self, told: Option<OnChange>) {
-        self.watched.set_on_change(told);
+    fn on_change(&self, callback: Option<OnChange>) {
+        self.watched.set_on_change(callback);
     }
 
     fn changed_files(&self) -> Vec<Ino> {

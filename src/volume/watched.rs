@@ -17,17 +17,20 @@ pub(super) struct Watched {
     /// Sources of files that were opened.
     pub(super) in_use: Mutex<BTreeSet<FileId>>,
     /// Sources that a thread is checking now; the check may take long.
-    pub(super) looked_at: Mutex<BTreeSet<FileId>>,
+    pub(super) checking: Mutex<BTreeSet<FileId>>,
     /// Stalls that were reported already.
     pub(super) stalls: Mutex<Vec<Stall>>,
     /// Poisoned sources that were reported already.
-    pub(super) told: AtomicU64,
+    pub(super) reported: AtomicU64,
     pub(super) on_change: Mutex<Option<OnChange>>,
 }
 
 impl fmt::Debug for Watched {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Watched").field("in_use", &self.in_use).field("told", &self.told).finish_non_exhaustive()
+        f.debug_struct("Watched")
+            .field("in_use", &self.in_use)
+            .field("reported", &self.reported)
+            .finish_non_exhaustive()
     }
 }
 
@@ -47,8 +50,8 @@ impl Watched {
     }
 
     /// Sets the function that is called when a source has changed; `None` for none.
-    pub(super) fn set_on_change(&self, told: Option<OnChange>) {
-        *lock(&self.on_change) = told;
+    pub(super) fn set_on_change(&self, callback: Option<OnChange>) {
+        *lock(&self.on_change) = callback;
     }
 
     pub(super) fn opened(&self) -> Vec<Ino> {

@@ -22,10 +22,10 @@ impl Volume {
     pub fn check_sources(&self) {
         let files = lock(&self.watched.in_use).clone();
         for file in files {
-            if lock(&self.watched.looked_at).insert(file) {
+            if lock(&self.watched.checking).insert(file) {
                 // The source logs and counts the change.
                 drop(self.engine.check_original(file));
-                lock(&self.watched.looked_at).remove(&file);
+                lock(&self.watched.checking).remove(&file);
             }
         }
         self.report_changes();
@@ -34,15 +34,15 @@ impl Volume {
     /// Reports sources that were found poisoned since the last call.
     pub(super) fn report_changes(&self) {
         let found = self.engine.checkpoint().source().health().poisoned();
-        if self.watched.told.fetch_max(found, Ordering::Relaxed) < found {
+        if self.watched.reported.fetch_max(found, Ordering::Relaxed) < found {
             self.report_again();
         }
     }
 
     /// Reports a change again that was seen after bytes went out.
     pub(super) fn report_again(&self) {
-        if let Some(told) = &*lock(&self.watched.on_change) {
-            told();
+        if let Some(callback) = &*lock(&self.watched.on_change) {
+            callback();
         }
     }
 

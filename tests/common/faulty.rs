@@ -1,7 +1,7 @@
 //! A file system whose storage misbehaves on purpose, served by the test process: a flat directory of files in memory. Each
 //! file can fail, be slow, be cut short, give no answer until it is released, or appear changed.
 //!
-//! It represents a network file system, so `ckfs` reads it as one: with `pread`, unless told otherwise.
+//! It represents a network file system, so `ckfs` reads it as one: with `pread` by default.
 
 use std::{
     collections::BTreeMap,

@@ -1,4 +1,4 @@
-//! Sources for tests: files in memory, and a wrapper that counts fetches and, if told to, misbehaves.
+//! Sources for tests: files in memory, and a wrapper that counts fetches and misbehaves on request.
 
 use std::{
     fs::File,
@@ -145,8 +145,8 @@ impl Watched {
 
     /// The counts so far.
     pub fn fetched(&self) -> Fetched {
-        let told = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        Fetched { calls: told(&self.calls), spans: told(&self.spans), bytes: told(&self.bytes) }
+        let reported = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Fetched { calls: reported(&self.calls), spans: reported(&self.spans), bytes: reported(&self.bytes) }
     }
 
     /// Uses up one call; returns whether it fails.

@@ -43,7 +43,7 @@ def mix(index):
 
 
 def f32_patterns():
-    """All values of the upper 24 bits; the lowest byte from eight that lie on, beside and between rounding borders."""
+    """All values of the upper 24 bits; the lowest byte from eight values on, beside and between rounding borders."""
     index = np.arange(1 << 24, dtype=np.uint64)
     low = np.array([0x00, 0x00, 0x00, 0x01, 0x7F, 0x80, 0x81, 0xFF], np.uint64)[mix(index) >> np.uint64(29)]
     return ((index << np.uint64(8)) | low).astype(np.uint32)

@@ -121,7 +121,7 @@ def test_hf_cast(shared, repo, name, word, truth):
 
 
 @pytest.mark.parametrize("name", ["block_fp8_f32", "block_fp8_bf16"])
-def test_hf_config_of_a_dequantized_mount_says_so(shared, repo, name):
+def test_hf_config_of_a_dequantized_mount_is_updated(shared, repo, name):
     mounted = shared(name, "--dtype", "bf16")
     config = json.loads((mounted / "hf/config.json").read_text())
     assert "quantization_config" not in config
@@ -157,7 +157,7 @@ def test_transformers_from_pretrained(shared, repo, name, options):
 
 @pytest.mark.parametrize("word", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name,options", [("llama", ()), ("llama_f32", ()), ("llama_f32", ("--dtype", "bf16"))])
-def test_transformers_casts_what_the_mount_shows(shared, repo, name, options, word):
+def test_transformers_casts_the_tensors_of_the_mount(shared, repo, name, options, word):
     """A type that the caller requests, after the mount's own cast."""
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM

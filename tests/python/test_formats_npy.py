@@ -44,7 +44,7 @@ def test_the_names_are_those_of_the_bundle(shared, repo):
     assert mounted.files("npy/dev3") == expected
 
 
-def test_bfloat16_is_what_numpy_itself_writes(shared, repo, tmp_path):
+def test_bfloat16_files_equal_those_of_numpy(shared, repo, tmp_path):
     """The dictionary of `np.save`, whose padding differs: here the elements start on a page."""
     mounted = shared("llama", "--mesh", "fsdp=2,tensor=2")
     file, _, expected = next(files(mounted, repo("llama"), "fsdp=2,tensor=2"))

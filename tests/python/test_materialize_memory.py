@@ -73,7 +73,7 @@ def test_prezeroed_buffers_hold_the_same_bytes(own, wide):
     names = [f"{top}/{name}" for top in under for name in plain.files(top)]
     lengths = {name: (plain / name).stat().st_size for name in names if (plain / name).stat().st_size >= MIB}
     assert len(lengths) > 20 and any(length % (2 * MIB) for length in lengths.values())
-    assert sum(lengths.values()) < 512 * MIB, "so that what is closed leaves room"
+    assert sum(lengths.values()) < 512 * MIB, "so that closed files leave room"
     # No buffers are zeroed while clients read, so the number of hits depends on the time, except for the first file of each size.
     wait_for_buffers(mounted)
     firsts = {length: name for name, length in reversed(lengths.items())}
@@ -279,7 +279,7 @@ def test_without_room_files_are_computed_as_they_are_read(own, wide, cache):
         for file in opened:
             file.close()
     for name in names:
-        assert read(mounted / name) == read(plain / name), "opened again, in whatever way there is room for"
+        assert read(mounted / name) == read(plain / name), "opened again, with or without room"
 
 
 def test_many_opens_at_once_wait_for_one(own, wide):

@@ -500,9 +500,9 @@ SWAPS = [
 
 @pytest.mark.parametrize("pair", SWAPS, ids=lambda pair: "-as-".join(pair))
 def test_a_configuration_of_another_scheme_is_refused(made, tmp_path, pair):
-    stored, told = pair
-    config = made(stored).repo.config | {"quantization_config": made(told).repo.config["quantization_config"]}
-    config |= {"quantization": config["quantization_config"]} if "quantization" in config and told.startswith("mlx") else {}
+    stored, configured = pair
+    config = made(stored).repo.config | {"quantization_config": made(configured).repo.config["quantization_config"]}
+    config |= {"quantization": config["quantization_config"]} if "quantization" in config and configured.startswith("mlx") else {}
     shutil.copytree(made(stored).repo.path, tmp_path / "swapped")
     (tmp_path / "swapped/hf_quant_config.json").unlink(missing_ok=True)
     (tmp_path / "swapped/config.json").write_text(json.dumps(config))

@@ -53,11 +53,11 @@ impl Disk {
         let begun = self.target(file.len_bytes()).and_then(|target| {
             let target = Arc::new(target);
             let pieces = Arc::new(Materializing::new(engine, file, Target::Disk(Arc::clone(&target)))?);
-            let making =
+            let partial =
                 Partial { pieces: Arc::clone(&pieces), target, room: None, is_begun: true, waiting: Vec::new() };
             let mut state = entry.lock();
             match &*state {
-                State::Absent => *state = State::Partial(making),
+                State::Absent => *state = State::Partial(partial),
                 // The mount has ended.
                 State::Partial(_) | State::Complete(_) | State::Failed => return Ok(None),
             }

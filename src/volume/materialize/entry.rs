@@ -130,7 +130,7 @@ impl Entry {
     /// Ends the wait of opens: their reads use the pieces as each is finished.
     pub(super) fn stop_waiting(&self) {
         let waiting = match &mut *self.lock() {
-            State::Partial(making) => mem::take(&mut making.waiting),
+            State::Partial(partial) => mem::take(&mut partial.waiting),
             State::Absent | State::Complete(_) | State::Failed => Vec::new(),
         };
         for then in waiting {
@@ -141,9 +141,9 @@ impl Entry {
     /// Ends the materialization: the mount ends.
     pub(super) fn abandon(&self) {
         let state = mem::replace(&mut *self.lock(), State::Failed);
-        if let State::Partial(making) = state {
-            making.pieces.abandon();
-            for then in making.waiting {
+        if let State::Partial(partial) = state {
+            partial.pieces.abandon();
+            for then in partial.waiting {
                 then(None);
             }
         }

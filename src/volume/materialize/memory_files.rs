@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_become_longer_and_shorter_and_what_was_cut_off_is_gone() {
+    fn files_grow_and_shrink_and_cut_bytes_are_zero_afterwards() {
         const SIZES: [u64; 7] = [0, 5 << 20, (1 << 20) + 3, (3 << 20) + 1, 3, 3, 1 << 20];
         let mut file = tempfile::tempfile().unwrap();
         for (before, after) in SIZES.into_iter().zip(SIZES.into_iter().skip(1)) {

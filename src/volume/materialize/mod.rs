@@ -170,9 +170,9 @@ impl Materializer {
     pub(super) fn materialize(&self, entry: &Arc<Entry>, file: &Arc<OpenFile>, then: WhenMaterialized) {
         let mut state = entry.lock();
         if let State::Absent = &*state
-            && let Some(making) = self.prepare(file)
+            && let Some(partial) = self.prepare(file)
         {
-            *state = State::Partial(making);
+            *state = State::Partial(partial);
         }
         match &mut *state {
             State::Complete(Complete { target, .. }) => {
@@ -184,9 +184,9 @@ impl Materializer {
                 drop(state);
                 then(None);
             }
-            State::Partial(making) => {
-                making.waiting.push(then);
-                let begun = begin(making);
+            State::Partial(partial) => {
+                partial.waiting.push(then);
+                let begun = begin(partial);
                 drop(state);
                 self.make_all(entry, file, begun);
                 // The receiver is gone once the thread has ended, and then no open waits.
@@ -215,15 +215,15 @@ impl Materializer {
             let mut state = entry.lock();
             if let State::Absent = &*state {
                 match self.prepare(file) {
-                    Some(making) => *state = State::Partial(making),
+                    Some(partial) => *state = State::Partial(partial),
                     // There may be room later, but by then part of the file was read already.
                     None => *state = State::Failed,
                 }
             }
-            if let State::Partial(making) = &mut *state
+            if let State::Partial(partial) = &mut *state
                 && asked > HEADER_PROBE_BYTES.min(file.len_bytes() / 2)
             {
-                let begun = begin(making);
+                let begun = begin(partial);
                 drop(state);
                 self.make_all(entry, file, begun);
             }
@@ -312,9 +312,9 @@ impl Materializer {
 }
 
 /// Notes that the whole file is requested; returns its pieces if it was not before.
-fn begin(making: &mut Partial) -> Option<Arc<Materializing>> {
-    let is_first = !std::mem::replace(&mut making.is_begun, true);
-    is_first.then(|| Arc::clone(&making.pieces))
+fn begin(partial: &mut Partial) -> Option<Arc<Materializing>> {
+    let is_first = !std::mem::replace(&mut partial.is_begun, true);
+    is_first.then(|| Arc::clone(&partial.pieces))
 }
 
 /// Bytes of `start..end` that are tensors.

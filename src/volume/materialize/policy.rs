@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_materialized_follows_from_class_size_and_budget() {
+    fn class_size_and_budget_select_the_materialized_files() {
         use FileClass::{Bundle, Mixed, Tensor};
         let (few, many) = (vec![47 * MIB; 2], vec![48 * MIB; 2]);
         assert_eq!(policy(Materialize::Auto, &few).bundles, BundleSizes { files: 2, bytes: 96 * MIB });
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn the_plan_says_what_does_not_fit_and_how_much_would() {
+    fn the_plan_reports_misfits_and_the_sufficient_size() {
         let text = policy(Materialize::Auto, &[48 * MIB, 48 * MIB]).text();
         assert!(text.contains("no bundle, as 2 of 100 MiB do not fit (--cache-bytes 133 MiB)"), "{text}");
         let text = policy(Materialize::Auto, &[]).text();

@@ -53,7 +53,7 @@ struct State {
     /// Whether buffers outside the list have memory: one that is being zeroed, and some that are being dropped.
     zeroing: bool,
     /// Files in materialization now.
-    making: usize,
+    in_progress: usize,
     /// Start of the latest one; without it no buffers are zeroed.
     used: Option<Instant>,
     /// The last sign of a reader.
@@ -102,22 +102,22 @@ impl Prezeroed {
         mut first: impl FnMut() -> bool + Send + 'static,
         sizes: impl FnOnce() -> Vec<(u64, usize)> + Send + 'static,
     ) -> io::Result<()> {
-        let maker = Arc::clone(&self.shared);
+        let shared = Arc::clone(&self.shared);
         // Not at a lower priority: an open waits for a page that is being zeroed.
         thread::Builder::new().name("ckfs-prezero".to_owned()).spawn(move || {
             let mut wanted = rounds(sizes());
-            let mut state = maker.lock();
+            let mut state = shared.lock();
             wanted.extend_from_slice(&state.wanted);
-            state.want(wanted, maker.bytes_max);
+            state.want(wanted, shared.bytes_max);
             state.used = Some(Instant::now());
-            maker.make(state, &mut first);
+            shared.run(state, &mut first);
         })?;
         Ok(())
     }
 
     /// Notes that a file is being materialized, until the result is dropped.
     pub(super) fn pause(&self) -> Busy {
-        self.shared.lock().making += 1;
+        self.shared.lock().in_progress += 1;
         Busy { shared: Arc::clone(&self.shared) }
     }
 
@@ -176,7 +176,7 @@ impl Drop for Prezeroed {
 
 impl Drop for Busy {
     fn drop(&mut self) {
-        self.shared.lock().making -= 1;
+        self.shared.lock().in_progress -= 1;
         self.shared.changed.notify_all();
     }
 }
@@ -270,11 +270,11 @@ impl Shared {
     }
 
     /// Zeroes buffers, one page at a time, whenever no file is being materialized or read.
-    fn make<'a>(&'a self, mut state: MutexGuard<'a, State>, first: &mut dyn FnMut() -> bool) {
+    fn run<'a>(&'a self, mut state: MutexGuard<'a, State>, first: &mut dyn FnMut() -> bool) {
         let mut left_first = true;
         while !state.ended {
             let left = state.used.map_or(Duration::ZERO, |used| IDLE.saturating_sub(used.elapsed()));
-            if state.making > 0 || (left.is_zero() && state.ready.is_empty()) {
+            if state.in_progress > 0 || (left.is_zero() && state.ready.is_empty()) {
                 state = self.wait(state);
                 continue;
             }
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_left_out() {
+    fn sizes_that_do_not_fit_are_left_out() {
         const PAGE: u64 = HUGE_PAGE_BYTES;
         let mut state = State::default();
         state.want(vec![PAGE + 1, 3 * PAGE, 1, PAGE], 4 * PAGE);
