@@ -80,7 +80,7 @@ const INIT_FLAGS: [InitFlags; 9] = [
 ];
 
 /// Serves a [`FileSystem`] to the kernel.
-pub(super) struct Adapter {
+pub(super) struct KernelAdapter {
     fs: Arc<dyn FileSystem>,
     serving: Arc<Serving>,
     lookout: Arc<Lookout>,
@@ -143,14 +143,14 @@ refuse!(
 );
 
 /// The place of a reply until it is sent.
-enum Slot<R> {
+enum ReplySlot<R> {
     /// Only the handler can send it.
     Own(Option<R>),
     /// Another thread sends it if the handler takes too long.
     Waiting(Ticket<R>),
 }
 
-impl<R> Slot<R> {
+impl<R> ReplySlot<R> {
     fn take(&mut self) -> Option<R> {
         match self {
             Self::Own(reply) => reply.take(),
@@ -181,7 +181,7 @@ struct Pending<R: Refuse> {
     op: Op,
     ino: INodeNo,
     start: Instant,
-    slot: Slot<R>,
+    slot: ReplySlot<R>,
     failed: bool,
     /// The overflow whose thread handles it, unless it is one of fuser's threads.
     aside: Option<Arc<Overflow>>,
@@ -189,23 +189,23 @@ struct Pending<R: Refuse> {
 
 impl<R: Refuse> Pending<R> {
     fn new(fs: &Arc<dyn FileSystem>, op: Op, ino: INodeNo, reply: R) -> Self {
-        Self::with_slot(fs, op, ino, Instant::now(), Slot::Own(Some(reply)))
+        Self::with_slot(fs, op, ino, Instant::now(), ReplySlot::Own(Some(reply)))
     }
 
     /// A request that another thread answers if the handler takes too long.
     fn waiting(fs: &Arc<dyn FileSystem>, op: Op, node: INodeNo, requests: &Arc<Requests<R>>, reply: R) -> Self {
         let start = Instant::now();
-        Self::with_slot(fs, op, node, start, Slot::Waiting(requests.add(ino(node), start, reply)))
+        Self::with_slot(fs, op, node, start, ReplySlot::Waiting(requests.add(ino(node), start, reply)))
     }
 
-    fn with_slot(fs: &Arc<dyn FileSystem>, op: Op, ino: INodeNo, start: Instant, slot: Slot<R>) -> Self {
+    fn with_slot(fs: &Arc<dyn FileSystem>, op: Op, ino: INodeNo, start: Instant, slot: ReplySlot<R>) -> Self {
         fs.metrics().in_flight.fetch_add(1, Ordering::Relaxed);
         Self { fs: Arc::clone(fs), op, ino, start, slot, failed: false, aside: None }
     }
 
     /// Notes that a thread of the overflow handles it from now on.
     fn set_aside(&mut self, overflow: &Arc<Overflow>) {
-        if let Slot::Waiting(ticket) = &self.slot
+        if let ReplySlot::Waiting(ticket) = &self.slot
             && ticket.set_aside()
         {
             self.aside = Some(Arc::clone(overflow));
@@ -214,7 +214,7 @@ impl<R: Refuse> Pending<R> {
 
     /// Runs `body`, which may answer: it takes the reply out of its slot to send it. An error of `body` is answered here, and a
     /// panic is answered with EIO.
-    fn attempt<T>(&mut self, body: impl FnOnce(&mut Slot<R>) -> Result<T, FsError>) -> Option<T> {
+    fn attempt<T>(&mut self, body: impl FnOnce(&mut ReplySlot<R>) -> Result<T, FsError>) -> Option<T> {
         let slot = &mut self.slot;
         let result = catch_unwind(AssertUnwindSafe(|| body(slot))).unwrap_or_else(|panic| {
             let (op, ino, cause) = (self.op.name(), self.ino.0, panic_text(panic.as_ref()));
@@ -259,7 +259,7 @@ impl Opens {
     }
 
     /// Answers an open, unless another thread did: then the kernel has no handle of it.
-    fn answer(&self, fs: &dyn FileSystem, ino: Ino, opened: &Opened, reply: &mut Slot<ReplyOpen>) {
+    fn answer(&self, fs: &dyn FileSystem, ino: Ino, opened: &Opened, reply: &mut ReplySlot<ReplyOpen>) {
         let Some(reply) = reply.take() else { return fs.release(ino, opened.handle) };
         let (mode, failure) = match &opened.access {
             Access::Direct => self.modes.open(ino, &OpenRequest::Direct),
@@ -286,7 +286,7 @@ impl Opens {
     }
 }
 
-impl Adapter {
+impl KernelAdapter {
     /// Serves `fs` with `threads` threads and a spare one.
     ///
     /// # Errors
@@ -318,7 +318,7 @@ impl Adapter {
         op: Op,
         ino: INodeNo,
         reply: R,
-        body: impl FnOnce(&mut Slot<R>) -> Result<(), FsError>,
+        body: impl FnOnce(&mut ReplySlot<R>) -> Result<(), FsError>,
     ) {
         Pending::new(&self.fs, op, ino, reply).attempt(body);
         self.lookout.readers.rest();
@@ -407,7 +407,8 @@ impl Adapter {
 impl Serving {
     fn open_file(&self, node: INodeNo, is_direct: bool, mut pending: Pending<ReplyOpen>) {
         let ino = ino(node);
-        let open = |_: &mut Slot<ReplyOpen>| if is_direct { self.fs.open_uncached(ino) } else { self.fs.open(ino) };
+        let open =
+            |_: &mut ReplySlot<ReplyOpen>| if is_direct { self.fs.open_uncached(ino) } else { self.fs.open(ino) };
         let Some(mut opened) = pending.attempt(open) else { return };
         let (fs, opens) = (Arc::clone(&self.fs), Arc::clone(&self.opens));
         let materializes = matches!(opened.access, Access::Materialize) && opens.may_pass(ino);
@@ -439,7 +440,7 @@ impl Serving {
         handle: Handle,
         offset: u64,
         len: usize,
-        reply: &mut Slot<ReplyData>,
+        reply: &mut ReplySlot<ReplyData>,
     ) -> Result<(), FsError> {
         let mut verdict = Ok(());
         self.fs.read(ino, handle, offset, len, &mut |bytes| {
@@ -504,7 +505,7 @@ fn wants_to_write(flags: OpenFlags) -> bool {
 }
 
 /// Answers a request for extended attributes: with their length if the caller's buffer is empty, else with the bytes.
-fn answer_xattr(reply: &mut Slot<ReplyXattr>, room: u32, bytes: &[u8]) {
+fn answer_xattr(reply: &mut ReplySlot<ReplyXattr>, room: u32, bytes: &[u8]) {
     let Some(reply) = reply.take() else { return };
     match u32::try_from(bytes.len()) {
         Ok(len) if room == 0 => reply.size(len),
@@ -514,7 +515,7 @@ fn answer_xattr(reply: &mut Slot<ReplyXattr>, room: u32, bytes: &[u8]) {
     }
 }
 
-impl fuser::Filesystem for Adapter {
+impl fuser::Filesystem for KernelAdapter {
     fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
         for flag in INIT_FLAGS {
             // The request fails as a whole if one flag is not offered, so they are added one by one.

@@ -34,7 +34,7 @@ impl<B> Clone for Mode<B> {
 }
 
 #[derive(Debug)]
-struct Entry<B> {
+struct OpenInode<B> {
     handles: u64,
     mode: Mode<B>,
 }
@@ -55,7 +55,7 @@ const LOCKS: usize = 16;
 /// The modes of all inodes that are open.
 #[derive(Debug)]
 pub(super) struct OpenModes<B> {
-    shards: [Mutex<HashMap<Ino, Entry<B>>>; LOCKS],
+    shards: [Mutex<HashMap<Ino, OpenInode<B>>>; LOCKS],
 }
 
 impl<B> Default for OpenModes<B> {
@@ -81,7 +81,7 @@ impl<B> OpenModes<B> {
                 Err(error) => (Mode::Cached, Some(error)),
             },
         };
-        shard.insert(ino, Entry { handles: 1, mode: mode.clone() });
+        shard.insert(ino, OpenInode { handles: 1, mode: mode.clone() });
         (mode, failure)
     }
 
@@ -100,7 +100,7 @@ impl<B> OpenModes<B> {
         }
     }
 
-    fn lock_of(&self, ino: Ino) -> MutexGuard<'_, HashMap<Ino, Entry<B>>> {
+    fn lock_of(&self, ino: Ino) -> MutexGuard<'_, HashMap<Ino, OpenInode<B>>> {
         let index = usize::try_from(ino.0 % LOCKS as u64).expect("less than the number of locks");
         self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -72,12 +72,12 @@ pub(super) struct DcpMetadata {
     files: Vec<u64>,
     /// For every [`STEP`]th bundled tensor, and after the last one: by class, the end of the segments before it.
     ends: Vec<Vec<u64>>,
-    cursor: Mutex<Cursor>,
+    cursor: Mutex<SegmentCursor>,
 }
 
 /// Position up to which segment offsets are counted: readers request one tensor after the other.
 #[derive(Debug)]
-struct Cursor {
+struct SegmentCursor {
     /// The tensor after the last that was counted.
     next: usize,
     files: Segments,
@@ -152,7 +152,7 @@ impl DcpMetadata {
         let used_firsts = firsts().zip(&used).filter(|(_, used)| **used).map(|(first, _)| first);
         let classes = ShardClasses::new(&holders, used_firsts, |tensor, device| plan.own_region(tensor, device));
         let (shapes, shape_of) = shapes(&plan, firsts(), classes.first());
-        let cursor = Cursor { next: usize::MAX, files: Segments::new(classes.first().len()), places: [].into() };
+        let cursor = SegmentCursor { next: usize::MAX, files: Segments::new(classes.first().len()), places: [].into() };
         let mut metadata = Self {
             tensors,
             holders,
@@ -248,7 +248,7 @@ impl DcpMetadata {
     /// By class, first byte and length of a tensor's segment.
     fn segments(&self, number: usize) -> Arc<[(u64, u64)]> {
         let mut cursor = self.cursor.lock().unwrap_or_else(PoisonError::into_inner);
-        let Cursor { next, files, places } = &mut *cursor;
+        let SegmentCursor { next, files, places } = &mut *cursor;
         // If the tensor is before the cursor, or a later stored offset exists, counting starts from the stored one.
         let known = number / STEP * STEP;
         if number + 1 != *next && (number < *next || *next < known) {

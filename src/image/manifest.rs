@@ -46,7 +46,7 @@ impl OutputFormat for ManifestFormat {
         let input = Arc::clone(input);
         let manifest = move || {
             let (checkpoint, plan) = (Arc::clone(&input.checkpoint), Arc::clone(&input.plan));
-            Manifest::new(checkpoint, plan, Arc::clone(input.kinds()))
+            ManifestRows::new(checkpoint, plan, Arc::clone(input.kinds()))
         };
         let directory = Directory::with(OWN, |own| {
             own.file("manifest.json", LazyRows::new(manifest));
@@ -57,7 +57,7 @@ impl OutputFormat for ManifestFormat {
 
 /// The manifest of a plan.
 #[derive(Debug)]
-struct Manifest {
+struct ManifestRows {
     checkpoint: Arc<Checkpoint>,
     plan: Arc<Plan>,
     kinds: Arc<Kinds>,
@@ -84,7 +84,7 @@ fn put_numbers(out: &mut Vec<u8>, numbers: &[u64]) {
     out.extend(if numbers.is_empty() { b"[]".as_slice() } else { b"]" });
 }
 
-impl Manifest {
+impl ManifestRows {
     fn new(checkpoint: Arc<Checkpoint>, plan: Arc<Plan>, kinds: Arc<Kinds>) -> Self {
         let (mut manifest, mut bytes) = (
             Self {
@@ -223,7 +223,7 @@ impl Manifest {
     }
 }
 
-impl Rows for Manifest {
+impl Rows for ManifestRows {
     fn starts(&self) -> &[u64] {
         &self.starts
     }

@@ -91,7 +91,7 @@ pub struct HealthProblem {
 }
 
 #[derive(Debug, Default)]
-struct Inner {
+struct ProblemList {
     problems: Vec<HealthProblem>,
     /// Number of problems for which there was no room.
     left_out: u64,
@@ -104,7 +104,7 @@ struct Inner {
 /// The problems of a mount. Shared by all threads.
 #[derive(Debug, Default)]
 pub struct Health {
-    inner: Mutex<Inner>,
+    inner: Mutex<ProblemList>,
 }
 
 /// All problems at one moment.
@@ -118,7 +118,7 @@ pub(super) struct HealthReport {
 }
 
 impl Health {
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, ProblemList> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use lru::LruCache;
 
-use super::{Ino, materialize::Entry};
+use super::{Ino, materialize::FileEntry};
 use crate::{image::RowFile, read::OpenFile, source::FileId};
 
 /// Most segments of closed files that stay cached with their tilings and tiles.
@@ -19,7 +19,7 @@ pub(super) enum Open {
     Bytes(Arc<[u8]>),
     Rows(Arc<RowFile>),
     /// A file of tensors, and its entry if it may be materialized.
-    Image(Arc<OpenFile>, Option<Arc<Entry>>),
+    Image(Arc<OpenFile>, Option<Arc<FileEntry>>),
 }
 
 /// Prepared files, open or recently closed: a reopened file finds its tilings and tiles again.

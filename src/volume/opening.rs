@@ -8,10 +8,10 @@ use std::{
 use super::{
     file_system::{Access, FsError, Handle, Ino, Opened, WhenMaterialized},
     health::ProblemKind,
-    materialize::{Entry, FileClass, Materializer, When},
+    materialize::{FileClass, FileEntry, Materializer, When},
     open_files::Open,
     served::Volume,
-    tree::{FixedKind, FixedNode, NodeRef},
+    tree::{FixedKind, FixedNode, TreeNode},
 };
 use crate::{
     image::{Content, FileImage},
@@ -35,17 +35,19 @@ impl Volume {
     /// When a file of tensors is materialized; `None` for never.
     fn when_materialized(&self, ino: Ino, file: &OpenFile) -> Option<When> {
         let class = match self.tree.node(ino)? {
-            NodeRef::InSubtree(..) => FileClass::Tensor,
-            NodeRef::Fixed(FixedNode { kind: FixedKind::File(node), .. }) if node.file.is_bundle() => FileClass::Bundle,
-            NodeRef::Fixed(FixedNode { kind: FixedKind::File(_), .. }) => FileClass::Mixed,
-            NodeRef::Fixed(_) => return None,
+            TreeNode::InSubtree(..) => FileClass::Tensor,
+            TreeNode::Fixed(FixedNode { kind: FixedKind::File(node), .. }) if node.file.is_bundle() => {
+                FileClass::Bundle
+            }
+            TreeNode::Fixed(FixedNode { kind: FixedKind::File(_), .. }) => FileClass::Mixed,
+            TreeNode::Fixed(_) => return None,
         };
         self.policy.when(class, file.len_bytes())
     }
 
     /// The entry of a file that is being opened, if it may be materialized. With `may_begin` false, only an entry whose file
     /// is materialized already.
-    fn hold(&self, ino: Ino, file: &OpenFile, may_begin: bool) -> Option<Arc<Entry>> {
+    fn hold(&self, ino: Ino, file: &OpenFile, may_begin: bool) -> Option<Arc<FileEntry>> {
         let materializer = self.materializer.as_ref().filter(|_| !self.direct.accepts(file.name()))?;
         let when = self.when_materialized(ino, file)?;
         if may_begin { materializer.hold(ino, when) } else { materializer.hold_complete(ino) }
@@ -190,7 +192,7 @@ impl Volume {
 
     /// Whether a file's content is generated at each open.
     fn is_live(&self, ino: Ino) -> bool {
-        matches!(self.tree.node(ino), Some(NodeRef::Fixed(FixedNode { kind: FixedKind::Live(_), .. })))
+        matches!(self.tree.node(ino), Some(TreeNode::Fixed(FixedNode { kind: FixedKind::Live(_), .. })))
     }
 
     fn check(&self, ino: Ino, open: &Open) -> Result<(), FsError> {

@@ -20,7 +20,7 @@ use std::{
 
 use nix::unistd::{Gid, Group, Uid, User};
 
-use super::{file_system::Ino, tree::Tree};
+use super::{file_system::Ino, tree::NodeTree};
 use crate::{
     checkpoint::Checkpoint,
     image::DerivedFrom,
@@ -107,7 +107,7 @@ pub(super) struct Permissions {
     /// Gates of directories that do not get their permissions from the repository's directory.
     directories: HashMap<Ino, DirectoryGates>,
     views: Vec<OfView>,
-    /// Gates of the only class, if there is only one.
+    /// Permission of every file of one tensor, if there is only one class.
     uniform: Option<Permission>,
     plain_directory: Permission,
     own: [Permission; 2],
@@ -132,7 +132,7 @@ impl Permissions {
     pub(super) fn new(
         checkpoint: &Arc<Checkpoint>,
         views: &[Arc<Plan>],
-        tree: &Tree,
+        tree: &NodeTree,
         mounter: Mounter,
         overrides: Overrides,
     ) -> Self {

@@ -18,7 +18,7 @@ use super::{
     open_files::{Open, Remembered},
     permissions::{Permissions, readers, readers_text},
     stats,
-    tree::{Live, Tree, TreeBuilder},
+    tree::{Live, NodeTree, TreeBuilder},
     watched::Watched,
 };
 use crate::{
@@ -85,7 +85,7 @@ impl fmt::Display for VolumeError {
 pub struct Volume {
     pub(super) engine: Arc<Engine>,
     pub(super) views: Vec<Arc<Plan>>,
-    pub(super) tree: Tree,
+    pub(super) tree: NodeTree,
     pub(super) modified: SystemTime,
     pub(super) total_bytes: u64,
     pub(super) metrics: Metrics,

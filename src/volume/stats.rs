@@ -39,7 +39,7 @@ pub(super) struct Reported<'a> {
 
 /// Type of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum MetricKind {
     /// It only grows.
     Counter,
     /// Its current value goes up and down.
@@ -48,13 +48,13 @@ pub(super) enum Kind {
 
 /// A number with its names.
 #[derive(Debug)]
-pub(super) struct Row {
+pub(super) struct MetricRow {
     /// Name in `stats.json`.
     pub(super) key: &'static str,
     /// Name in the metrics, without prefix, unit and suffix; `None` if the metrics have it with a label.
     pub(super) family: Option<&'static str>,
     pub(super) is_bytes: bool,
-    pub(super) kind: Kind,
+    pub(super) kind: MetricKind,
     pub(super) help: &'static str,
     pub(super) value: u64,
 }
@@ -104,14 +104,16 @@ impl Reported<'_> {
     }
 
     /// The numbers by name, with one line of explanation each.
-    pub(super) fn rows(&self) -> Vec<Row> {
+    pub(super) fn rows(&self) -> Vec<MetricRow> {
         let (counters, engine, metrics) = (self.counters(), self.engine, self.metrics);
-        let row = |key, family, is_bytes, kind, help, value| Row { key, family, is_bytes, kind, help, value };
-        let count = |key, help, counter: &AtomicU64| row(key, Some(key), false, Kind::Counter, help, get(counter));
-        let bytes =
-            |key, family, help, counter: &AtomicU64| row(key, Some(family), true, Kind::Counter, help, get(counter));
-        let held = |key, help, value: usize| row(key, None, true, Kind::Gauge, help, value as u64);
-        let now = |key, family, help, value| row(key, Some(family), false, Kind::Gauge, help, value);
+        let row = |key, family, is_bytes, kind, help, value| MetricRow { key, family, is_bytes, kind, help, value };
+        let count =
+            |key, help, counter: &AtomicU64| row(key, Some(key), false, MetricKind::Counter, help, get(counter));
+        let bytes = |key, family, help, counter: &AtomicU64| {
+            row(key, Some(family), true, MetricKind::Counter, help, get(counter))
+        };
+        let held = |key, help, value: usize| row(key, None, true, MetricKind::Gauge, help, value as u64);
+        let now = |key, family, help, value| row(key, Some(family), false, MetricKind::Gauge, help, value);
         vec![
             count("lent_reads", "Reads answered from mapped source bytes without a copy", &counters.lent),
             count("tile_hits", "Tiles found in the cache", &counters.tile_hits),

@@ -62,7 +62,7 @@ pub(super) enum Live {
 
 /// A directory whose nodes are found by arithmetic.
 #[derive(Debug)]
-pub(super) struct Block {
+pub(super) struct SubtreeBlock {
     pub(super) first: u64,
     pub(super) len: u64,
     pub(super) parent: Ino,
@@ -73,17 +73,17 @@ pub(super) struct Block {
 
 /// The node behind an inode number.
 #[derive(Debug)]
-pub(super) enum NodeRef<'a> {
+pub(super) enum TreeNode<'a> {
     Fixed(&'a FixedNode),
     /// A node of a subtree, by its number there.
-    InSubtree(&'a Block, u64),
+    InSubtree(&'a SubtreeBlock, u64),
 }
 
 /// The tree.
 #[derive(Debug)]
-pub(super) struct Tree {
+pub(super) struct NodeTree {
     fixed: Vec<FixedNode>,
-    blocks: Vec<Block>,
+    blocks: Vec<SubtreeBlock>,
     /// Directories that mirror one of the repository, with its path there.
     mirrors: Vec<(Ino, String)>,
 }
@@ -91,12 +91,12 @@ pub(super) struct Tree {
 /// A tree under construction: directories by path, before nodes have numbers.
 #[derive(Debug, Default)]
 pub(super) struct TreeBuilder {
-    entries: BTreeMap<String, Child>,
+    entries: BTreeMap<String, BuilderChild>,
     mirrors: Option<String>,
 }
 
 #[derive(Debug)]
-enum Child {
+enum BuilderChild {
     Directory(TreeBuilder),
     File(FixedKind),
     Subtree { view: u32, subtree: Arc<dyn Subtree> },
@@ -105,21 +105,21 @@ enum Child {
 impl TreeBuilder {
     /// The directory `name`, added if it is missing; `None` if another node has the name.
     pub(super) fn directory(&mut self, name: &str) -> Option<&mut Self> {
-        match self.entries.entry(name.to_owned()).or_insert_with(|| Child::Directory(Self::default())) {
-            Child::Directory(directory) => Some(directory),
-            Child::File(_) | Child::Subtree { .. } => None,
+        match self.entries.entry(name.to_owned()).or_insert_with(|| BuilderChild::Directory(Self::default())) {
+            BuilderChild::Directory(directory) => Some(directory),
+            BuilderChild::File(_) | BuilderChild::Subtree { .. } => None,
         }
     }
 
     /// Adds one of the mount's own files.
     pub(super) fn file(&mut self, name: &str, file: impl VirtualFile + 'static) {
         let file = FileNode { view: 0, file: Arc::new(file), permission: OnceLock::new() };
-        self.entries.insert(name.to_owned(), Child::File(FixedKind::File(file)));
+        self.entries.insert(name.to_owned(), BuilderChild::File(FixedKind::File(file)));
     }
 
     /// Adds a file whose content is generated at each open.
     pub(super) fn live(&mut self, name: &str, live: Live) {
-        self.entries.insert(name.to_owned(), Child::File(FixedKind::Live(live)));
+        self.entries.insert(name.to_owned(), BuilderChild::File(FixedKind::Live(live)));
     }
 
     /// Adds the nodes of view number `view`; directories of the same name are merged.
@@ -137,10 +137,10 @@ impl TreeBuilder {
                     };
                 }
                 DirectoryEntry::File(file) => {
-                    Child::File(FixedKind::File(FileNode { view, file, permission: OnceLock::new() }))
+                    BuilderChild::File(FixedKind::File(FileNode { view, file, permission: OnceLock::new() }))
                 }
-                DirectoryEntry::Link(target) => Child::File(FixedKind::Symlink(target)),
-                DirectoryEntry::Subtree(subtree) => Child::Subtree { view, subtree },
+                DirectoryEntry::Link(target) => BuilderChild::File(FixedKind::Symlink(target)),
+                DirectoryEntry::Subtree(subtree) => BuilderChild::Subtree { view, subtree },
             };
             if self.entries.contains_key(&name) {
                 return Err(name);
@@ -151,24 +151,24 @@ impl TreeBuilder {
     }
 
     fn fixed_count(&self) -> u64 {
-        let count = |child: &Child| match child {
-            Child::Directory(directory) => directory.fixed_count(),
-            Child::File(_) => 1,
-            Child::Subtree { .. } => 0,
+        let count = |child: &BuilderChild| match child {
+            BuilderChild::Directory(directory) => directory.fixed_count(),
+            BuilderChild::File(_) => 1,
+            BuilderChild::Subtree { .. } => 0,
         };
         1 + self.entries.values().map(count).sum::<u64>()
     }
 
     /// Gives every node its number.
-    pub(super) fn build(self) -> Tree {
-        let mut tree = Tree { fixed: Vec::new(), blocks: Vec::new(), mirrors: Vec::new() };
+    pub(super) fn build(self) -> NodeTree {
+        let mut tree = NodeTree { fixed: Vec::new(), blocks: Vec::new(), mirrors: Vec::new() };
         let mut next_block = Ino::ROOT.0 + self.fixed_count();
         tree.build(self, Ino::ROOT, false, &mut next_block);
         tree
     }
 }
 
-impl Tree {
+impl NodeTree {
     fn build(&mut self, builder: TreeBuilder, parent: Ino, is_own: bool, next_block: &mut u64) -> Ino {
         let at = self.fixed.len();
         let ino = Ino(Ino::ROOT.0 + at as u64);
@@ -178,17 +178,17 @@ impl Tree {
         let mut listed = Vec::with_capacity(builder.entries.len());
         let mut directories = 0;
         for (name, child) in builder.entries {
-            directories += u32::from(!matches!(child, Child::File(_)));
+            directories += u32::from(!matches!(child, BuilderChild::File(_)));
             let child = match child {
-                Child::Directory(directory) => self.build(directory, ino, is_own || name == OWN, next_block),
-                Child::File(kind) => {
+                BuilderChild::Directory(directory) => self.build(directory, ino, is_own || name == OWN, next_block),
+                BuilderChild::File(kind) => {
                     self.fixed.push(FixedNode { parent: ino, is_own, kind });
                     Ino(Ino::ROOT.0 + self.fixed.len() as u64 - 1)
                 }
-                Child::Subtree { view, subtree } => {
+                BuilderChild::Subtree { view, subtree } => {
                     let (first, len) = (*next_block, subtree.nodes());
                     *next_block += len;
-                    self.blocks.push(Block { first, len, parent: ino, view, subtree });
+                    self.blocks.push(SubtreeBlock { first, len, parent: ino, view, subtree });
                     Ino(first)
                 }
             };
@@ -199,14 +199,14 @@ impl Tree {
     }
 
     /// The node behind an inode number.
-    pub(super) fn node(&self, ino: Ino) -> Option<NodeRef<'_>> {
+    pub(super) fn node(&self, ino: Ino) -> Option<TreeNode<'_>> {
         let at = ino.0.checked_sub(Ino::ROOT.0)?;
         if let Some(fixed) = usize::try_from(at).ok().and_then(|at| self.fixed.get(at)) {
-            return Some(NodeRef::Fixed(fixed));
+            return Some(TreeNode::Fixed(fixed));
         }
         let block = self.blocks[..self.blocks.partition_point(|block| block.first <= ino.0)].last()?;
         let node = ino.0 - block.first;
-        (node < block.len).then_some(NodeRef::InSubtree(block, node))
+        (node < block.len).then_some(TreeNode::InSubtree(block, node))
     }
 
     /// Directories that mirror one of the repository, with its path there.

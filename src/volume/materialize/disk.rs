@@ -11,7 +11,7 @@ use std::{
 
 use nix::sys::statvfs::statvfs;
 
-use super::entry::{CompletionGuard, Entry, Partial, State};
+use super::entry::{CompletionGuard, FileEntry, Partial, Progress};
 use crate::read::{Engine, MaterializeError, Materializing, OpenFile, Target};
 
 /// One part in this many of a file system stays free.
@@ -38,8 +38,8 @@ impl Disk {
     ///
     /// # Errors
     /// The system cannot start a thread.
-    pub(super) fn start(self, engine: Arc<Engine>) -> io::Result<mpsc::Sender<(Arc<Entry>, Arc<OpenFile>)>> {
-        let (closed, queue) = mpsc::channel::<(Arc<Entry>, Arc<OpenFile>)>();
+    pub(super) fn start(self, engine: Arc<Engine>) -> io::Result<mpsc::Sender<(Arc<FileEntry>, Arc<OpenFile>)>> {
+        let (closed, queue) = mpsc::channel::<(Arc<FileEntry>, Arc<OpenFile>)>();
         thread::Builder::new().name("ckfs-to-disk".to_owned()).spawn(move || {
             for (entry, file) in queue {
                 self.make(&engine, &entry, &file);
@@ -48,7 +48,7 @@ impl Disk {
         Ok(closed)
     }
 
-    fn make(&self, engine: &Arc<Engine>, entry: &Arc<Entry>, file: &Arc<OpenFile>) {
+    fn make(&self, engine: &Arc<Engine>, entry: &Arc<FileEntry>, file: &Arc<OpenFile>) {
         let guard = CompletionGuard::new(entry, file, None);
         let begun = self.target(file.len_bytes()).and_then(|target| {
             let target = Arc::new(target);
@@ -57,9 +57,9 @@ impl Disk {
                 Partial { pieces: Arc::clone(&pieces), target, room: None, is_begun: true, waiting: Vec::new() };
             let mut state = entry.lock();
             match &*state {
-                State::Absent => *state = State::Partial(partial),
+                Progress::Absent => *state = Progress::Partial(partial),
                 // The mount has ended.
-                State::Partial(_) | State::Complete(_) | State::Failed => return Ok(None),
+                Progress::Partial(_) | Progress::Complete(_) | Progress::Failed => return Ok(None),
             }
             Ok(Some(pieces))
         });
@@ -67,7 +67,7 @@ impl Disk {
             Ok(Some(pieces)) => guard.end(pieces.make_here()),
             Ok(None) => guard.end(Ok(())),
             Err(error) => {
-                *entry.lock() = State::Failed;
+                *entry.lock() = Progress::Failed;
                 tracing::warn!(file = file.name(), "not materialized: {error}");
                 guard.end(Err(MaterializeError::Room(error)));
             }

@@ -18,7 +18,7 @@ use crate::{
 
 /// Progress of a file.
 #[derive(Default)]
-pub(super) enum State {
+pub(super) enum Progress {
     /// No piece was materialized.
     #[default]
     Absent,
@@ -49,27 +49,27 @@ pub(super) struct Complete {
 }
 
 /// A file that may be materialized. Its open handles own it, so it lives while one is open.
-pub(in crate::volume) struct Entry {
+pub(in crate::volume) struct FileEntry {
     pub(super) when: When,
-    state: Mutex<State>,
+    state: Mutex<Progress>,
     /// Time of the last open, or of the last check that found it open.
     used: Mutex<Instant>,
     /// Bytes of tensors that reads requested.
     asked_bytes: AtomicU64,
 }
 
-impl std::fmt::Debug for Entry {
+impl std::fmt::Debug for FileEntry {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Entry").field("when", &self.when).finish_non_exhaustive()
+        f.debug_struct("FileEntry").field("when", &self.when).finish_non_exhaustive()
     }
 }
 
-impl Entry {
+impl FileEntry {
     pub(super) fn new(when: When) -> Self {
         Self { when, state: Mutex::default(), used: Mutex::new(Instant::now()), asked_bytes: AtomicU64::new(0) }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, Progress> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -89,14 +89,14 @@ impl Entry {
 
     /// Whether it failed; a file in memory may be tried again at its next open.
     pub(super) fn has_failed(&self) -> bool {
-        matches!(*self.lock(), State::Failed)
+        matches!(*self.lock(), Progress::Failed)
     }
 
     /// The file with all bytes, if it is complete.
     pub(super) fn complete(&self) -> Option<Arc<File>> {
         match &*self.lock() {
-            State::Complete(complete) => Some(Arc::clone(&complete.target)),
-            State::Absent | State::Partial(_) | State::Failed => None,
+            Progress::Complete(complete) => Some(Arc::clone(&complete.target)),
+            Progress::Absent | Progress::Partial(_) | Progress::Failed => None,
         }
     }
 
@@ -115,23 +115,23 @@ impl Entry {
     /// The pieces that are materialized or in progress.
     pub(super) fn pieces(&self) -> Option<Arc<Materializing>> {
         match &*self.lock() {
-            State::Partial(Partial { pieces, .. }) | State::Complete(Complete { pieces, .. }) => {
+            Progress::Partial(Partial { pieces, .. }) | Progress::Complete(Complete { pieces, .. }) => {
                 Some(Arc::clone(pieces))
             }
-            State::Absent | State::Failed => None,
+            Progress::Absent | Progress::Failed => None,
         }
     }
 
     /// Whether the whole file was requested and is not complete yet.
     pub(super) fn is_begun(&self) -> bool {
-        matches!(&*self.lock(), State::Partial(Partial { is_begun: true, .. }))
+        matches!(&*self.lock(), Progress::Partial(Partial { is_begun: true, .. }))
     }
 
     /// Ends the wait of opens: their reads use the pieces as each is finished.
     pub(super) fn stop_waiting(&self) {
         let waiting = match &mut *self.lock() {
-            State::Partial(partial) => mem::take(&mut partial.waiting),
-            State::Absent | State::Complete(_) | State::Failed => Vec::new(),
+            Progress::Partial(partial) => mem::take(&mut partial.waiting),
+            Progress::Absent | Progress::Complete(_) | Progress::Failed => Vec::new(),
         };
         for then in waiting {
             then(None);
@@ -140,8 +140,8 @@ impl Entry {
 
     /// Ends the materialization: the mount ends.
     pub(super) fn abandon(&self) {
-        let state = mem::replace(&mut *self.lock(), State::Failed);
-        if let State::Partial(partial) = state {
+        let state = mem::replace(&mut *self.lock(), Progress::Failed);
+        if let Progress::Partial(partial) = state {
             partial.pieces.abandon();
             for then in partial.waiting {
                 then(None);
@@ -153,15 +153,15 @@ impl Entry {
     /// failure occurs again there.
     fn end(&self, result: Result<(), MaterializeError>, name: &str) {
         let mut state = self.lock();
-        let (pieces, target, room, waiting) = match mem::replace(&mut *state, State::Failed) {
-            State::Partial(Partial { pieces, target, room, waiting, .. }) => (pieces, target, room, waiting),
+        let (pieces, target, room, waiting) = match mem::replace(&mut *state, Progress::Failed) {
+            Progress::Partial(Partial { pieces, target, room, waiting, .. }) => (pieces, target, room, waiting),
             // It was abandoned meanwhile.
-            other @ (State::Absent | State::Complete(_) | State::Failed) => return *state = other,
+            other @ (Progress::Absent | Progress::Complete(_) | Progress::Failed) => return *state = other,
         };
         let file = match result {
             Ok(()) => {
                 let complete = Complete { target: Arc::clone(&target), pieces: Arc::clone(&pieces), _room: room };
-                *state = State::Complete(complete);
+                *state = Progress::Complete(complete);
                 Some(target)
             }
             Err(error) if self.when == When::Closed => {
@@ -187,7 +187,7 @@ impl Entry {
 
 /// Ends the materialization of a file even if its thread panics or ends, so that no open waits forever.
 pub(super) struct CompletionGuard {
-    entry: Arc<Entry>,
+    entry: Arc<FileEntry>,
     file: Arc<OpenFile>,
     is_ended: bool,
     /// Pauses the pre-zeroing of buffers during the materialization.
@@ -195,7 +195,7 @@ pub(super) struct CompletionGuard {
 }
 
 impl CompletionGuard {
-    pub(super) fn new(entry: &Arc<Entry>, file: &Arc<OpenFile>, busy: Option<Busy>) -> Self {
+    pub(super) fn new(entry: &Arc<FileEntry>, file: &Arc<OpenFile>, busy: Option<Busy>) -> Self {
         Self { entry: Arc::clone(entry), file: Arc::clone(file), is_ended: false, _busy: busy }
     }
 

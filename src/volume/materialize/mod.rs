@@ -46,11 +46,11 @@ use std::{
 pub use self::policy::{BundleSizes, Policy};
 use self::{
     disk::Disk,
-    entry::{Complete, CompletionGuard, Partial, State},
+    entry::{Complete, CompletionGuard, Partial, Progress},
     memory::Memory,
 };
 pub(super) use self::{
-    entry::Entry,
+    entry::FileEntry,
     policy::{FileClass, When},
 };
 use super::{Ino, WhenMaterialized};
@@ -66,23 +66,23 @@ const IDLE: Duration = Duration::from_mins(1);
 /// Most bytes of tensors beside headers that the kernel reads ahead, unless a larger read-ahead was configured.
 const HEADER_PROBE_BYTES: u64 = 2 << 20;
 
-type Entries = Mutex<HashMap<Ino, Arc<Entry>>>;
+type FileEntries = Mutex<HashMap<Ino, Arc<FileEntry>>>;
 
 /// Storage of the files.
-enum Storage {
+enum FileStorage {
     Memory(Memory),
-    Disk(mpsc::Sender<(Arc<Entry>, Arc<OpenFile>)>),
+    Disk(mpsc::Sender<(Arc<FileEntry>, Arc<OpenFile>)>),
 }
 
 /// The materialized files of a volume.
 pub(super) struct Materializer {
-    storage: Storage,
-    entries: Arc<Entries>,
+    storage: FileStorage,
+    entries: Arc<FileEntries>,
     engine: Weak<Engine>,
     /// Whether the kernel reads files by itself.
     is_on: AtomicBool,
     /// Waiting opens, in the order in which their time ends.
-    deadlines: mpsc::Sender<(Instant, Weak<Entry>)>,
+    deadlines: mpsc::Sender<(Instant, Weak<FileEntry>)>,
 }
 
 impl std::fmt::Debug for Materializer {
@@ -100,7 +100,7 @@ impl Drop for Materializer {
     }
 }
 
-fn lock(entries: &Entries) -> MutexGuard<'_, HashMap<Ino, Arc<Entry>>> {
+fn lock(entries: &FileEntries) -> MutexGuard<'_, HashMap<Ino, Arc<FileEntry>>> {
     entries.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -111,11 +111,11 @@ impl Materializer {
     /// The system gives us no file system in memory, as it does only for root; the directory cannot hold unnamed files; or the
     /// system cannot start a thread.
     pub(super) fn new(policy: &Policy, engine: &Arc<Engine>) -> io::Result<Option<Self>> {
-        let entries: Arc<Entries> = Arc::default();
+        let entries: Arc<FileEntries> = Arc::default();
         let storage = if let Some(directory) = policy.directory() {
-            Storage::Disk(Disk::new(directory.clone())?.start(Arc::clone(engine))?)
+            FileStorage::Disk(Disk::new(directory.clone())?.start(Arc::clone(engine))?)
         } else if policy.in_memory() {
-            Storage::Memory(Memory::new(engine)?)
+            FileStorage::Memory(Memory::new(engine)?)
         } else {
             return Ok(None);
         };
@@ -136,7 +136,7 @@ impl Materializer {
         prefault: Option<Prefault>,
         likely: impl FnOnce(&mut dyn FnMut(u64, usize)) + Send + 'static,
     ) {
-        let Storage::Memory(memory) = &self.storage else { return };
+        let FileStorage::Memory(memory) = &self.storage else { return };
         let sizes = move || {
             let mut sizes = BTreeMap::new();
             likely(&mut |bytes, count| *sizes.entry(bytes).or_default() += count);
@@ -146,45 +146,45 @@ impl Materializer {
     }
 
     /// Notes the open of a file that may be materialized. The caller keeps the entry while the file is open.
-    pub(super) fn hold(&self, ino: Ino, when: When) -> Option<Arc<Entry>> {
+    pub(super) fn hold(&self, ino: Ino, when: When) -> Option<Arc<FileEntry>> {
         if !self.is_on.load(Ordering::Relaxed) {
             return None;
         }
         let mut entries = lock(&self.entries);
-        let entry = entries.entry(ino).or_insert_with(|| Arc::new(Entry::new(when)));
+        let entry = entries.entry(ino).or_insert_with(|| Arc::new(FileEntry::new(when)));
         // In this order: a thread that has locked an entry's state owns the entry, and may wait for `entries`.
         if when != When::Closed && Arc::strong_count(entry) == 1 && entry.has_failed() {
-            *entry = Arc::new(Entry::new(when));
+            *entry = Arc::new(FileEntry::new(when));
         }
         entry.note_used();
         Some(Arc::clone(entry))
     }
 
     /// As [`Self::hold`], for an open with `O_DIRECT`: only a file that is complete already.
-    pub(super) fn hold_complete(&self, ino: Ino) -> Option<Arc<Entry>> {
+    pub(super) fn hold_complete(&self, ino: Ino) -> Option<Arc<FileEntry>> {
         let entry = lock(&self.entries).get(&ino).map(Arc::clone)?;
         entry.complete().is_some().then_some(entry)
     }
 
     /// Materializes a file that is being opened, unless it is complete or in progress. Calls `then` at once or from another thread.
-    pub(super) fn materialize(&self, entry: &Arc<Entry>, file: &Arc<OpenFile>, then: WhenMaterialized) {
+    pub(super) fn materialize(&self, entry: &Arc<FileEntry>, file: &Arc<OpenFile>, then: WhenMaterialized) {
         let mut state = entry.lock();
-        if let State::Absent = &*state
+        if let Progress::Absent = &*state
             && let Some(partial) = self.prepare(file)
         {
-            *state = State::Partial(partial);
+            *state = Progress::Partial(partial);
         }
         match &mut *state {
-            State::Complete(Complete { target, .. }) => {
+            Progress::Complete(Complete { target, .. }) => {
                 let target = Arc::clone(target);
                 drop(state);
                 then(Some(target));
             }
-            State::Absent | State::Failed => {
+            Progress::Absent | Progress::Failed => {
                 drop(state);
                 then(None);
             }
-            State::Partial(partial) => {
+            Progress::Partial(partial) => {
                 partial.waiting.push(then);
                 let begun = begin(partial);
                 drop(state);
@@ -199,7 +199,7 @@ impl Materializer {
     /// call of `reply` if the read must be answered as without materialization.
     pub(super) fn read(
         &self,
-        entry: &Arc<Entry>,
+        entry: &Arc<FileEntry>,
         file: &Arc<OpenFile>,
         start: u64,
         len: usize,
@@ -213,14 +213,14 @@ impl Materializer {
         if entry.when == When::Read && !entry.is_begun() {
             let asked = entry.note_asked(wanted);
             let mut state = entry.lock();
-            if let State::Absent = &*state {
+            if let Progress::Absent = &*state {
                 match self.prepare(file) {
-                    Some(partial) => *state = State::Partial(partial),
+                    Some(partial) => *state = Progress::Partial(partial),
                     // There may be room later, but by then part of the file was read already.
-                    None => *state = State::Failed,
+                    None => *state = Progress::Failed,
                 }
             }
-            if let State::Partial(partial) = &mut *state
+            if let Progress::Partial(partial) = &mut *state
                 && asked > HEADER_PROBE_BYTES.min(file.len_bytes() / 2)
             {
                 let begun = begin(partial);
@@ -232,8 +232,8 @@ impl Materializer {
     }
 
     /// Notes that a file is closed.
-    pub(super) fn close(&self, entry: &Arc<Entry>, file: &Arc<OpenFile>) {
-        if let Storage::Disk(closed) = &self.storage
+    pub(super) fn close(&self, entry: &Arc<FileEntry>, file: &Arc<OpenFile>) {
+        if let FileStorage::Disk(closed) = &self.storage
             && entry.note_asked(1) == 1
         {
             // The receiver is gone once the thread has ended; then no files are left.
@@ -243,7 +243,7 @@ impl Materializer {
 
     /// Room and a target for a file with no piece yet; `None` if there is no room.
     fn prepare(&self, file: &Arc<OpenFile>) -> Option<Partial> {
-        let Storage::Memory(memory) = &self.storage else { return None };
+        let FileStorage::Memory(memory) = &self.storage else { return None };
         let engine = self.engine.upgrade()?;
         let found = memory.take(&engine, file.len_bytes(), &mut || self.drop_oldest());
         let (target, room) =
@@ -254,8 +254,8 @@ impl Materializer {
         Some(Partial { pieces, target, room: Some(room), is_begun: false, waiting: Vec::new() })
     }
 
-    fn make_all(&self, entry: &Arc<Entry>, file: &Arc<OpenFile>, begun: Option<Arc<Materializing>>) {
-        let (Some(pieces), Storage::Memory(memory)) = (begun, &self.storage) else { return };
+    fn make_all(&self, entry: &Arc<FileEntry>, file: &Arc<OpenFile>, begun: Option<Arc<Materializing>>) {
+        let (Some(pieces), FileStorage::Memory(memory)) = (begun, &self.storage) else { return };
         let guard = CompletionGuard::new(entry, file, Some(memory.pause()));
         pieces.make_all(move |result| guard.end(result));
     }
@@ -273,26 +273,26 @@ impl Materializer {
     /// Memory of all files in memory in bytes, mapped or not.
     pub(super) fn used_bytes(&self) -> Option<u64> {
         match &self.storage {
-            Storage::Memory(memory) => Some(memory.used_bytes()),
-            Storage::Disk(_) => None,
+            FileStorage::Memory(memory) => Some(memory.used_bytes()),
+            FileStorage::Disk(_) => None,
         }
     }
 
     /// Notes that a program reads a file, materialized or not.
     pub(super) fn note_read(&self) {
-        if let Storage::Memory(memory) = &self.storage {
+        if let FileStorage::Memory(memory) = &self.storage {
             memory.note_read();
         }
     }
 
     /// Whether readers are expected soon.
     pub(super) fn expects(&self) -> bool {
-        matches!(&self.storage, Storage::Memory(memory) if memory.expects())
+        matches!(&self.storage, FileStorage::Memory(memory) if memory.expects())
     }
 
     /// Drops files in memory that were closed for longer than [`IDLE`].
     pub(super) fn drop_idle(&self) {
-        let Storage::Memory(memory) = &self.storage else { return };
+        let FileStorage::Memory(memory) = &self.storage else { return };
         let mut dropped = Vec::new();
         lock(&self.entries).retain(|_, entry| {
             if Arc::strong_count(entry) > 1 {
@@ -328,7 +328,7 @@ fn tensor_bytes(file: &OpenFile, start: u64, end: u64) -> u64 {
 }
 
 /// Ends the waits whose time is over. All waits are equally long, so they end in order.
-fn stop_waiting(waiting: &mpsc::Receiver<(Instant, Weak<Entry>)>) {
+fn stop_waiting(waiting: &mpsc::Receiver<(Instant, Weak<FileEntry>)>) {
     for (until, entry) in waiting {
         thread::sleep(until.saturating_duration_since(Instant::now()));
         if let Some(entry) = entry.upgrade() {

@@ -37,7 +37,7 @@ static ZEROS: [u8; 2 << 20] = [0; 2 << 20];
 
 /// A file that is zeroed from the beginning as far as time allowed, and exactly that long.
 #[derive(Debug)]
-struct Buffer {
+struct ZeroedBuffer {
     file: File,
     /// Its intended length.
     bytes: u64,
@@ -46,10 +46,10 @@ struct Buffer {
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct BufferState {
     /// Sizes in bytes of the desired buffers, a size once per buffer, the most desired first.
     wanted: Vec<u64>,
-    ready: Vec<Buffer>,
+    ready: Vec<ZeroedBuffer>,
     /// Whether buffers outside the list have memory: one that is being zeroed, and some that are being dropped.
     zeroing: bool,
     /// Files in materialization now.
@@ -62,24 +62,24 @@ struct State {
 }
 
 #[derive(Debug)]
-struct Shared {
+struct SharedBuffers {
     files: Arc<MemoryFiles>,
     engine: Weak<Engine>,
     bytes_max: u64,
-    state: Mutex<State>,
+    state: Mutex<BufferState>,
     changed: Condvar,
 }
 
 /// Pre-zeroed buffers of the sizes that are probably needed next.
 #[derive(Debug)]
 pub(super) struct Prezeroed {
-    shared: Arc<Shared>,
+    shared: Arc<SharedBuffers>,
 }
 
 /// While one exists, no buffers are zeroed.
 #[derive(Debug)]
 pub(super) struct Busy {
-    shared: Arc<Shared>,
+    shared: Arc<SharedBuffers>,
 }
 
 impl Prezeroed {
@@ -89,7 +89,7 @@ impl Prezeroed {
         let bytes_max = if Warm::chosen().zero { (engine.reservable_bytes() / PART) as u64 } else { 0 };
         let (files, engine) = (Arc::clone(files), Arc::downgrade(engine));
         let (state, changed) = (Mutex::default(), Condvar::new());
-        Self { shared: Arc::new(Shared { files, engine, bytes_max, state, changed }) }
+        Self { shared: Arc::new(SharedBuffers { files, engine, bytes_max, state, changed }) }
     }
 
     /// Starts the thread. `sizes` reports the sizes of the files that are probably needed first, and how many of each. The thread
@@ -138,7 +138,7 @@ impl Prezeroed {
         let mut wanted = std::mem::take(&mut state.wanted);
         wanted.insert(0, bytes);
         state.want(wanted, self.shared.bytes_max);
-        let least = |buffer: &Buffer| (buffer.bytes.abs_diff(bytes), Reverse(buffer.zeroed_bytes));
+        let least = |buffer: &ZeroedBuffer| (buffer.bytes.abs_diff(bytes), Reverse(buffer.zeroed_bytes));
         let nearest = state.ready.iter().enumerate().min_by_key(|(_, buffer)| least(buffer));
         // The cut-off part is lost, so it should not be the greater part.
         let index = nearest.filter(|(_, buffer)| buffer.bytes / 2 <= bytes).map(|(index, _)| index);
@@ -189,7 +189,7 @@ fn rounds(mut sizes: Vec<(u64, usize)>) -> Vec<u64> {
     (0..most).flat_map(round).take(COUNT_MAX).collect()
 }
 
-impl State {
+impl BufferState {
     /// Sets the desired sizes: as many from the front of the list as fit.
     fn want(&mut self, mut sizes: Vec<u64>, bytes_max: u64) {
         sizes.truncate(COUNT_MAX);
@@ -210,7 +210,7 @@ impl State {
 
     /// Takes out the buffer to be zeroed next, and those of sizes no longer desired. If a size that is desired before
     /// the buffer's has no buffer, the result is that size.
-    fn next(&mut self) -> (Next, Vec<Buffer>) {
+    fn next(&mut self) -> (Next, Vec<ZeroedBuffer>) {
         let mut unwanted = std::mem::take(&mut self.ready);
         let mut next = Next::Nothing;
         for bytes in &self.wanted {
@@ -237,12 +237,12 @@ enum Next {
     /// A buffer of this size is missing.
     Missing(u64),
     /// This buffer is not fully zeroed.
-    Zero(Buffer),
+    Zero(ZeroedBuffer),
     /// There are enough.
     Nothing,
 }
 
-impl Buffer {
+impl ZeroedBuffer {
     /// Zeroes one more page.
     fn zero_page(&mut self) -> io::Result<()> {
         let left = to_usize(self.bytes - self.zeroed_bytes);
@@ -256,21 +256,21 @@ impl Buffer {
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl SharedBuffers {
+    fn lock(&self) -> MutexGuard<'_, BufferState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn wait<'a>(&'a self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+    fn wait<'a>(&'a self, state: MutexGuard<'a, BufferState>) -> MutexGuard<'a, BufferState> {
         self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn wait_for<'a>(&'a self, state: MutexGuard<'a, State>, most: Duration) -> MutexGuard<'a, State> {
+    fn wait_for<'a>(&'a self, state: MutexGuard<'a, BufferState>, most: Duration) -> MutexGuard<'a, BufferState> {
         self.changed.wait_timeout(state, most).unwrap_or_else(PoisonError::into_inner).0
     }
 
     /// Zeroes buffers, one page at a time, whenever no file is being materialized or read.
-    fn run<'a>(&'a self, mut state: MutexGuard<'a, State>, first: &mut dyn FnMut() -> bool) {
+    fn run<'a>(&'a self, mut state: MutexGuard<'a, BufferState>, first: &mut dyn FnMut() -> bool) {
         let mut left_first = true;
         while !state.ended {
             let left = state.used.map_or(Duration::ZERO, |used| IDLE.saturating_sub(used.elapsed()));
@@ -325,11 +325,11 @@ impl Shared {
     }
 
     /// An empty buffer of this size, if nothing else needs the memory.
-    fn buffer(&self, bytes: u64) -> Option<Buffer> {
+    fn buffer(&self, bytes: u64) -> Option<ZeroedBuffer> {
         let room_bytes = usize::try_from(bytes.next_multiple_of(HUGE_PAGE_BYTES)).ok()?;
         let room = self.engine.upgrade()?.reserve_spare(room_bytes)?;
         let file = self.files.unnamed(0).ok()?;
-        Some(Buffer { file, bytes, zeroed_bytes: 0, _room: room })
+        Some(ZeroedBuffer { file, bytes, zeroed_bytes: 0, _room: room })
     }
 }
 
@@ -347,7 +347,7 @@ mod tests {
     #[test]
     fn sizes_that_do_not_fit_are_left_out() {
         const PAGE: u64 = HUGE_PAGE_BYTES;
-        let mut state = State::default();
+        let mut state = BufferState::default();
         state.want(vec![PAGE + 1, 3 * PAGE, 1, PAGE], 4 * PAGE);
         assert_eq!(state.wanted, [PAGE + 1, 1, PAGE], "in whole pages");
         assert!(matches!(state.next(), (Next::Missing(bytes), unwanted) if bytes == PAGE + 1 && unwanted.is_empty()));
