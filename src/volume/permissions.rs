@@ -107,7 +107,7 @@ pub(super) struct Permissions {
     /// Gates of directories that do not get their permissions from the repository's directory.
     directories: HashMap<Ino, DirectoryGates>,
     views: Vec<OfView>,
-    /// Permission of every file of one tensor, if there is only one class.
+    /// Permission of every file of tensors, if there is only one class.
     uniform: Option<Permission>,
     plain_directory: Permission,
     own: [Permission; 2],
@@ -266,7 +266,7 @@ impl Permissions {
         });
     }
 
-    /// The gates of these classes together; closed if there are none, since nothing was read.
+    /// The gates of these classes together; without classes nothing was read, and the gates are those of the listing.
     fn gates_of(&self, classes: HashSet<u32>) -> Gates {
         let mut classes: Vec<u32> = classes.into_iter().collect();
         classes.sort_unstable();
