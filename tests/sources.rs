@@ -461,7 +461,7 @@ fn cached_pages_are_mapped_before_they_are_touched_and_others_are_not_read() {
     let source = open(1 << 40);
     assert!(source.map_ahead(A, span(5000, LEN as u64)));
     assert!(source.map_ahead(A, span(0, LEN as u64 + 1)), "a span that is not there is left out");
-    // Kernels before 6.5 do not report the cached pages.
+    // Kernels before 6.5 do not tell what is cached.
     // SAFETY: without a file the call does nothing.
     #[allow(unsafe_code)]
     let reported = unsafe { libc::syscall(451, -1, 0, 0, 0) };

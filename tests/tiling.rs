@@ -90,7 +90,7 @@ fn check_cut(tiling: &Tiling, whole: &HashMap<u64, Origin>, low: u64, high: u64)
     }
 }
 
-/// Asserts that the work slices of `low..high` have exactly the units in it, none twice.
+/// Asserts that the shares of `low..high` have exactly the units in it, none twice.
 fn check_shares(tiling: &Tiling, of: u64, lines: u64, low: u64, high: u64) {
     let mut whole = Vec::new();
     tiling.cut(low, high, &mut |part| whole.push(part));
