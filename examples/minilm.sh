@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The worked example on real weights: makes the Python environment if need be, builds ckfs, runs minilm.py.
+# The worked example on real weights: creates the Python environment if it is missing, builds ckfs, runs minilm.py.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 venv=$(tests/python/setup.sh)

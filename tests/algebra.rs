@@ -1,4 +1,4 @@
-//! The algebra of views: lowering agrees with the reference evaluator on random views, and the laws of the operators.
+//! The algebra of views: lowering agrees with the reference evaluator on random views, and the operators obey their laws.
 //!
 //! Each law compares two expressions by their tilings and by the reference. `PROPTEST_CASES` sets the number of cases.
 
@@ -16,7 +16,7 @@ use common::{
 };
 use proptest::prelude::*;
 
-/// Both are the same tensor.
+/// Asserts that both views are the same tensor.
 #[track_caller]
 fn assert_same(left: &View, right: &View) {
     assert_eq!((left.shape(), left.dtype()), (right.shape(), right.dtype()), "{left} and {right}");
@@ -26,22 +26,22 @@ fn assert_same(left: &View, right: &View) {
     assert!(bytes == reference_bytes(right), "tiling and reference of {right}");
 }
 
-/// Some cut of an axis, `(start, stop)`.
+/// A random cut of an axis, `(start, stop)`.
 fn some_range(choices: &mut Choices, extent: u64) -> (u64, u64) {
     let start = choices.below(extent + 1);
     (start, start + choices.below(extent - start + 1))
 }
 
-/// Some axis of a view that may be cut anywhere: not the last one of packed types. None if there is none.
+/// A random axis of a view that may be cut anywhere: not the last one of packed types. `None` if there is none.
 fn some_axis(choices: &mut Choices, view: &View) -> Option<usize> {
     let axes = view.shape().rank() - usize::from(view.dtype().unit().elements > 1);
     (axes > 0).then(|| choices.index(axes))
 }
 
-/// A layout operator with all but its operand, and its name.
+/// A layout operator with its name; only the operand is open.
 type Layout = (&'static str, Box<dyn Fn(&View) -> View>);
 
-/// Some layout operator that fits `view` and others of its shape.
+/// A random layout operator that fits `view` and others of its shape.
 fn some_layout(choices: &mut Choices, view: &View) -> Layout {
     let Some(axis) = some_axis(choices, view) else {
         return ("stack", Box::new(|view| View::stack(0, &[view.clone(), view.clone()]).unwrap()));
@@ -117,7 +117,7 @@ proptest! {
         let (from, to) = some_range(&mut choices, outer.shape().extents()[axis]);
         let again = choices.below(3) + 1;
         let twice = outer.slice(axis, from, to, again).unwrap();
-        // From the first element to just behind the last, if there is one.
+        // From the first element to just after the last, if there is one.
         let (first, end) = if from < to { (start + from * step, start + (to - 1) * step + 1) } else { (stop, stop) };
         let once = view.slice(axis, first, end, step * again).unwrap();
         assert_same(&twice, &once);
@@ -233,7 +233,7 @@ proptest! {
         assert_same(&layout(&cast(&view)), &cast(&layout(&view)));
         let multiply = |view: &View| view.multiply(0.088_388_35, flush, keep).unwrap();
         assert_same(&layout(&multiply(&view)), &multiply(&layout(&view)));
-        // A sum does not leave the zeros of a pad as they are.
+        // A sum changes the zeros of a pad.
         if name != "pad" {
             let add = |view: &View| view.add(1.0, keep).unwrap();
             assert_same(&layout(&add(&view)), &add(&layout(&view)));
@@ -371,7 +371,7 @@ fn steps_round_one_after_another() {
 
 /// A signalling NaN of f32 becomes quiet on its way through f64, wherever it is converted.
 #[test]
-fn wide_types_settle_nans() {
+fn wide_types_make_nans_quiet() {
     let view = source(5, DType::F32, &[4096]).cast(DType::F64).unwrap().cast(DType::F32).unwrap();
     let tiling = view.lower().unwrap();
     let expected = reference_bytes(&view);
@@ -381,7 +381,7 @@ fn wide_types_settle_nans() {
 }
 
 #[test]
-fn nothing_is_a_tiling_without_pieces() {
+fn an_empty_view_is_a_tiling_without_pieces() {
     for view in [
         source(0, DType::BF16, &[3, 0, 2]),
         source(0, DType::BF16, &[5]).slice(0, 2, 2, 1).unwrap(),
@@ -398,7 +398,7 @@ fn nothing_is_a_tiling_without_pieces() {
 }
 
 #[test]
-fn views_that_make_no_sense_are_refused() {
+fn invalid_views_are_refused() {
     let view = source(0, DType::BF16, &[4, 6]);
     let other = source(1, DType::BF16, &[4, 5]);
     let integers = source(2, DType::U8, &[4, 6]);
@@ -461,7 +461,7 @@ fn views_that_make_no_sense_are_refused() {
 }
 
 #[test]
-fn dequantizations_that_make_no_sense_are_refused() {
+fn invalid_dequantizations_are_refused() {
     let weights = |dtype, extents: &[u64]| tensor(0, dtype, extents);
     let scales = |dtype, extents: &[u64]| tensor(1, dtype, extents);
     let of = |weights, scales, block, dtype| View::dequantize(weights, scales, block, dtype);

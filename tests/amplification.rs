@@ -1,4 +1,4 @@
-//! What a plan says of over-read, against going through every device, tensor and piece.
+//! The over-read that a plan reports, against a count over every device, tensor and piece.
 
 #![allow(clippy::unwrap_used, reason = "tests panic")]
 
@@ -13,7 +13,7 @@ use ckfs::{
 };
 use common::repo;
 
-/// What devices together take of the sources for some tensors.
+/// Bytes that all devices together read from the sources for some tensors.
 fn reads_of(checkpoint: &Checkpoint, plan: &Plan, devices: &[u64], tensors: &[&PlannedTensor]) -> Reads {
     let mut runs: HashMap<TensorId, Vec<Runs>> = HashMap::new();
     for device in devices {
@@ -38,7 +38,7 @@ fn starred(name: &str) -> String {
     words.collect::<Vec<_>>().join(".")
 }
 
-/// Whether the plan could be made and its over-read is right.
+/// Whether the plan could be built, after a check of its over-read.
 fn check(checkpoint: &Checkpoint, options: &ViewOptions, what: &str) -> bool {
     let Ok(plan) = Plan::build(checkpoint, options) else { return false };
     let found = Amplification::of(checkpoint, &plan);
@@ -57,7 +57,7 @@ fn check(checkpoint: &Checkpoint, options: &ViewOptions, what: &str) -> bool {
 }
 
 #[test]
-fn plans_of_every_family_count_what_going_through_them_counts() {
+fn plans_of_every_family_report_the_over_read_of_an_exact_count() {
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/maxtext");
     let mut made = 0;
     for family in fs::read_dir(fixtures).unwrap() {

@@ -1,4 +1,4 @@
-//! Opening repositories: what is accepted, what is found in it, and each way of being wrong with its message.
+//! Opening repositories: the accepted forms, the tensors found, and each error with its message.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::{
@@ -23,7 +23,7 @@ type Tensor<'a> = (&'a str, DType, &'a [u64]);
 
 const W: DType = DType::BF16;
 
-/// Writes a weight file whose data is a hole: large repositories cost no disk.
+/// Writes a weight file whose data is a hole, so that large repositories take no disk space.
 fn write_weights(path: &Path, tensors: &[Tensor<'_>]) {
     fs::create_dir_all(path.parent().unwrap()).unwrap();
     let written = write_header(tensors.iter().copied(), &[("format", "pt")], DATA_ALIGNMENT).unwrap();
@@ -178,7 +178,7 @@ fn repositories_without_an_index() {
     }
 }
 
-/// As transformers takes them: the single file is looked for before the index.
+/// As in transformers, the single file has priority over the index.
 #[test]
 fn a_single_file_goes_before_an_index() {
     let shards = [("model-00001-of-00002.safetensors", "a"), ("model-00002-of-00002.safetensors", "b")];
@@ -192,16 +192,16 @@ fn a_single_file_goes_before_an_index() {
     assert_eq!(names(&checkpoint), ["single"]);
     let [warning] = checkpoint.warnings() else { panic!("{:?}", checkpoint.warnings()) };
     assert!(warning.contains("tensors come from model.safetensors, as in transformers"), "{warning}");
-    // Both stay in the repository; what neither names does not.
+    // Both stay in the repository; files that neither names do not.
     for (file, _) in shards {
         assert_eq!(role(&checkpoint, file), FileRole::Other);
     }
     assert_eq!(role(&checkpoint, "model.safetensors.index.json"), FileRole::Other);
     assert_eq!(role(&checkpoint, "other.safetensors"), FileRole::Ignored(IgnoreReason::OtherSet));
-    // Shards that are gone are not needed.
+    // Missing shards are not needed.
     fs::remove_file(repo.path(shards[0].0)).unwrap();
     assert_eq!(names(&repo.open()), ["single"]);
-    // An index of the single file says the same as the file.
+    // An index of the single file is equivalent to the file.
     let repo = Repo::new().weights("model.safetensors", &[("a", W, &[1])]).index(&[("a", "model.safetensors")]);
     assert_eq!((names(&repo.open()), repo.open().warnings().len()), (vec!["a"], 0));
 }
@@ -213,7 +213,7 @@ fn other_indexes() {
     assert_eq!(names(&repo.open()), ["a"]);
     let repo = repo.text("n.safetensors.index.json", &index);
     assert!(matches!(repo.try_open(), Err(CheckpointError::SeveralIndexes { indexes, .. }) if indexes.len() == 2));
-    // The index of a second copy counts only where there is nothing else.
+    // The index of a second copy is used only if there is nothing else.
     let copy = json!({"weight_map": {"c": "consolidated-1.safetensors"}}).to_string();
     let repo = Repo::new()
         .weights("consolidated-1.safetensors", &[("c", W, &[1])])
@@ -308,7 +308,7 @@ fn refused_repositories() {
         ("model.safetensors.index.json", "config", "symbolic link to a directory"),
         ("x.safetensors", "/dev/null", "not a regular file"),
     ] {
-        // What is there otherwise would be mounted as if it were all.
+        // Without the refusal, the files that exist would be mounted as if they were all.
         let repo = good().text("config/x", "");
         symlink(target, repo.path(name)).unwrap();
         assert_eq!(one(&repo), format!("{name}: cannot be read as a file: {found}"));
@@ -331,7 +331,7 @@ fn refused_repositories() {
     assert!(error.contains("no *.safetensors here; open one of the subdirectories that have some: unet"), "{error}");
 }
 
-/// What is opened of a repository, and the warnings about it, by default and where links may lead out.
+/// Tensors of an opened repository, and its warnings, by default and where links may lead out of it.
 fn with_links(repo: &Repo) -> [(Checkpoint, Vec<String>); 2] {
     [false, true].map(|follow_symlinks| {
         let options = OpenOptions { follow_symlinks, ..OpenOptions::default() };
@@ -364,7 +364,7 @@ fn links_that_leave_the_repository() {
         symlink(target, repo.path(name)).unwrap();
     }
     let [(checkpoint, warnings), (followed, no_warnings)] = with_links(&repo);
-    // Without the index all weights are taken.
+    // Without the index all weight files are used.
     assert_eq!(names(&checkpoint), ["a", "b"]);
     assert!(checkpoint.config().is_none() && checkpoint.index_metadata().is_none());
     let left_out = IgnoreReason::LeavesRepository;
@@ -390,10 +390,10 @@ fn links_that_leave_the_repository() {
         ("one.safetensors", "weights", "those that may read the target"),
     ] {
         let target = outside.path(target).canonicalize().unwrap();
-        let told = |text: &String| {
+        let reported = |text: &String| {
             text.starts_with(&format!("{name:?}: ")) && text.contains(&format!("{target:?}")) && text.contains(what)
         };
-        assert!(warnings.iter().any(told), "{name}: {warnings:#?}");
+        assert!(warnings.iter().any(reported), "{name}: {warnings:#?}");
     }
     assert_eq!(no_warnings, [""; 0]);
     assert_eq!(names(&followed), ["a"]);
@@ -426,7 +426,7 @@ fn links_of_adapters() {
 }
 
 #[test]
-fn the_hub_cache_lends_its_own_blobs_only() {
+fn links_of_the_hub_cache_may_only_lead_to_its_own_blobs() {
     let cache = tempfile::tempdir().unwrap();
     let commit = "aaaa1111bbbb2222cccc3333dddd4444eeee5555";
     let repo = cache.path().join("models--org--name");
@@ -463,7 +463,7 @@ fn the_hub_cache_lends_its_own_blobs_only() {
         }
         assert_eq!(checkpoint.warnings().len(), 2, "{:?}", checkpoint.warnings());
     }
-    // A revision that is elsewhere was not named by the user.
+    // The user did not name a revision that is elsewhere.
     let elsewhere = cache.path().join("elsewhere");
     fs::rename(&snapshot, &elsewhere).unwrap();
     symlink(&elsewhere, &snapshot).unwrap();
@@ -472,7 +472,7 @@ fn the_hub_cache_lends_its_own_blobs_only() {
 }
 
 #[test]
-fn sources_that_are_not_there() {
+fn missing_sources() {
     let dir = tempfile::tempdir().unwrap();
     let options = OpenOptions { hub_cache: Some(dir.path().to_path_buf()), ..OpenOptions::default() };
     let refused = |source: &str| Checkpoint::open(source, &options).unwrap_err().to_string();
@@ -535,7 +535,7 @@ fn fp8_config() -> Value {
            "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
 }
 
-/// The one scheme that a repository is known to be quantized by.
+/// The only scheme by which a repository is quantized.
 fn known(checkpoint: &Checkpoint) -> &Summary {
     let Quantization { schemes, unsupported } = &checkpoint.dialect().quantization;
     assert_eq!((schemes.len(), unsupported.len()), (1, 0), "{}", checkpoint.dialect().quantization);
@@ -587,7 +587,7 @@ fn a_scale_per_tensor_or_channel_is_no_block_scale() {
     let channel = &SCALE[..SCALE.len() - 4];
     let (schemes, methods) = quantization(&fp8_repo(&[(channel, DType::F32, &[576, 1])], &json!({})));
     assert!(schemes.is_empty() && methods.len() == 1, "no configuration: {schemes:?} {methods:?}");
-    // Blocks without a configured size are never guessed.
+    // The block size is never guessed without a configuration.
     let (schemes, methods) = quantization(&fp8_repo(&[(SCALE, DType::F32, &[5, 3])], &plain));
     assert!(schemes.is_empty() && methods.len() == 1, "{schemes:?} {methods:?}");
     assert_eq!(quantization(&fp8_repo(&[], &json!({}))), (vec![], vec![]));
@@ -640,8 +640,8 @@ fn other_quantizations() {
     for (tensors, config, expected, method) in cases {
         let (schemes, methods) = quantization(&Repo::new().weights("model.safetensors", &tensors).config(&config));
         assert_eq!(schemes, expected, "{config}");
-        let told = methods.first().map_or("", String::as_str);
-        assert!(told.contains(method) && methods.is_empty() == method.is_empty(), "{config}: {methods:?}");
+        let reported = methods.first().map_or("", String::as_str);
+        assert!(reported.contains(method) && methods.is_empty() == method.is_empty(), "{config}: {methods:?}");
     }
 }
 
@@ -685,7 +685,7 @@ fn dialects() {
 }
 
 #[test]
-fn problems_name_what_a_program_needs() {
+fn problems_name_the_features_that_a_program_lacks() {
     let repo = Repo::new()
         .weights("a.safetensors", &[("t", W, &[1])])
         .index(&[("t", "a.safetensors"), ("u", "a.safetensors")]);
@@ -693,7 +693,7 @@ fn problems_name_what_a_program_needs() {
     assert!(matches!(&problems[..], [Problem::NotInFile { tensor, file }] if tensor == "u" && file == "a.safetensors"));
 }
 
-/// The size that the project promises: 150 000 tensors in 250 files, here with block scales to pair.
+/// The promised size: 150 000 tensors in 250 files, here with block scales to pair.
 #[test]
 fn large_repositories_open_fast() {
     let (layers, experts, files) = (60, 417, 250);

@@ -1,7 +1,7 @@
-//! The program, through its front door: exit codes, messages, and what goes to standard output.
+//! The program as users run it: exit codes, messages, and standard output.
 //!
-//! A checkpoint small enough to be written per test stands behind every command. Tests that mount need `/dev/fuse`; without
-//! it they pass over, except in continuous integration (`CI=true`), where they fail.
+//! Every command runs on a checkpoint small enough to be written per test. Tests that mount need `/dev/fuse`; without
+//! it they are skipped, except in continuous integration (`CI=true`), where they fail.
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests too")]
 
 use std::{
@@ -19,7 +19,7 @@ struct Fixture {
     directory: TempDir,
 }
 
-/// What a command did.
+/// Result of a command.
 struct Ran {
     code: i32,
     out: Vec<u8>,
@@ -41,7 +41,7 @@ impl Ran {
         self
     }
 
-    /// Asserts a failure with this message, which starts as all do, and nothing on standard output.
+    /// Asserts a failure with this message, which has the common prefix, and an empty standard output.
     #[track_caller]
     fn fails(self, code: i32, message: &str) -> Self {
         assert_eq!(self.code, code, "{}\n{}", self.err, self.text());
@@ -66,7 +66,7 @@ fn ran(command: &mut Command) -> Ran {
 const ROWS: usize = 6;
 const COLUMNS: usize = 4;
 
-/// Bytes of element `n` of a tensor: every tensor and element has other ones.
+/// Bytes of element `n` of a tensor: every element of every tensor differs.
 fn element(tensor: usize, n: usize) -> [u8; 2] {
     // Finite values of bf16.
     u16::try_from(0x3c00 + tensor * 64 + n).unwrap().to_le_bytes()
@@ -93,7 +93,7 @@ fn write_model(directory: &Path) {
     file.extend_from_slice(header.as_bytes());
     file.extend(data);
     fs::write(directory.join("model.safetensors"), file).unwrap();
-    // A type that has Llama's names and of which nothing more is expected.
+    // An unknown type with Llama's names, for which the rules expect no more tensors.
     let config = json!({"model_type": "stablelm", "num_hidden_layers": 2, "tie_word_embeddings": false});
     fs::write(directory.join("config.json"), config.to_string()).unwrap();
 }
@@ -125,7 +125,7 @@ impl Fixture {
     }
 }
 
-/// Whether mounting can be tried.
+/// Whether the test can try to mount.
 fn can_mount() -> bool {
     let can = fs::File::options().read(true).write(true).open("/dev/fuse").is_ok();
     assert!(can || std::env::var("CI").as_deref() != Ok("true"), "/dev/fuse is needed");
@@ -173,14 +173,14 @@ fn wrong_use_exits_with_2() {
     for (args, message) in rows {
         fixture.run(args).fails(2, message);
     }
-    // Without a command, help is what is missing.
+    // Without a command, the program suggests help.
     assert_eq!(fixture.run(&[]).code, 2);
     let bad_log = ran(program().args(["plan", "model"]).env("CKFS_LOG", "=nonsense=").current_dir(fixture.path("")));
     bad_log.fails(2, "CKFS_LOG==nonsense=");
 }
 
 #[test]
-fn failures_exit_with_1_and_say_what_was_expected() {
+fn failures_exit_with_1_and_state_the_expected_value() {
     let fixture = Fixture::new();
     fs::create_dir(fixture.path("full")).unwrap();
     fixture.write("full/file", "");
@@ -219,14 +219,14 @@ fn failures_exit_with_1_and_say_what_was_expected() {
 }
 
 #[test]
-fn all_problems_are_told_at_once() {
+fn all_problems_are_reported_at_once() {
     let fixture = Fixture::new();
     let ran = fixture.run(&["plan", "model", "--mesh", "fsdp=4", "--even", "--layout", "hf"]).fails(1, "4 problems:\n");
     assert_eq!(ran.err.lines().count(), 5, "{}", ran.err);
 }
 
 #[test]
-fn plan_tells_dialect_devices_and_tensors() {
+fn plan_states_dialect_devices_and_tensors() {
     let fixture = Fixture::new();
     let text = fixture.run(&["plan", "model", "--mesh", "fsdp=2,tensor=3"]).ok().text();
     for part in
@@ -264,10 +264,10 @@ fn write_down_projections(directory: &Path) {
 }
 
 #[test]
-fn plan_and_explain_tell_what_is_read_in_excess() {
+fn plan_and_explain_report_the_over_read() {
     let fixture = Fixture::new();
     write_down_projections(&fixture.path("down"));
-    // Of each row a device has 2 KiB, half a page; two neighbours together have whole pages.
+    // A device has 2 KiB of each row, half a page; two neighbours together have whole pages.
     let plan = |devices: &str| fixture.run(&["plan", "down", "--mesh", "tensor=8", "--devices", devices]).ok().text();
     let half = "256 KiB of the sources, 512 KiB in whole pages: 2.00 times";
     let all = plan("0-7");
@@ -474,7 +474,7 @@ fn a_mounts_configuration_makes_the_same_plan() {
 }
 
 #[test]
-fn names_that_are_not_as_expected_come_with_advice() {
+fn unexpected_names_come_with_advice() {
     let fixture = Fixture::new();
     let config = fs::read_to_string(fixture.path("model/config.json")).unwrap();
     fixture.write("model/config.json", &config.replace("stablelm", "llama"));
@@ -491,7 +491,7 @@ fn names_that_are_not_as_expected_come_with_advice() {
 }
 
 #[test]
-fn plan_tells_which_directories_a_mount_would_not_have() {
+fn plan_lists_the_directories_that_a_mount_would_not_have() {
     let fixture = Fixture::new();
     let flags = ["plan", "model", "--mesh", "fsdp=4", "--layers", "1"];
     let text = fixture.run(&flags).ok().text();
@@ -503,10 +503,10 @@ fn plan_tells_which_directories_a_mount_would_not_have() {
     let json = fixture.run(&[&flags[..4], &["--devices", "0-1", "--json"]].concat()).ok().json();
     let found = json["views"][0]["unavailable"].as_array().unwrap();
     assert_eq!((found.len(), &found[0]["format"]), (1, &json!("safetensors")));
-    // Whoever mounts it finds the same there.
+    // The mount shows the same reason.
     let cat = |path: &str| fixture.run(&["cat", "model", path, "--mesh", "fsdp=4", "--devices", "0-1"]).ok().text();
     assert!(cat(".ckfs/plan.txt").contains(line));
-    // All of every tensor is on the replicas listed.
+    // The listed replicas hold all of every tensor.
     let whole = fixture.run(&["plan", "model", "--mesh", "data=2,fsdp=2", "--devices", "0-1", "--json"]).ok().json();
     assert_eq!(whole["views"][0]["unavailable"], json!([]));
 }
@@ -525,7 +525,7 @@ fn repositories_of_the_hub_cache_are_pinned_to_their_commit() {
 }
 
 #[test]
-fn export_writes_what_cat_shows() {
+fn export_writes_the_bytes_of_cat() {
     let fixture = Fixture::new();
     let only = ["--mesh", "fsdp=2", "--only", "dev1", "--only", "mesh", "--only", "safetensors/*"];
     let ran = fixture.run(&[&["export", "model", "out"][..], &only].concat()).ok();
@@ -535,7 +535,7 @@ fn export_writes_what_cat_shows() {
     assert!(!fixture.path("out/dev0").exists() && !fixture.path("out/hf").exists());
     let file = fixture.run(&["cat", "model", "safetensors/dev0.safetensors", "--mesh", "fsdp=2"]).ok().out;
     assert_eq!(fs::read(fixture.path("out/safetensors/dev0.safetensors")).unwrap(), file);
-    // Again, over itself.
+    // A second export, over the first.
     fixture.run(&[&["export", "model", "out", "--force"][..], &only].concat()).ok();
     let left = Command::new("find").arg(fixture.path("out")).args(["-name", "*.part"]).output().unwrap();
     assert_eq!(left.stdout, b"");
@@ -553,7 +553,7 @@ fn verify_compares_with_the_evaluator() {
 #[test]
 fn verify_finds_a_single_wrong_byte() {
     let fixture = Fixture::new();
-    // An export is verified as a mount is: by the configuration in it.
+    // An export is verified like a mount: by its own configuration.
     fixture.run(&["export", "model", "out", "--mesh", "fsdp=2", "--dtype", "f32"]).ok();
     fixture.run(&["verify", "out"]).ok();
     let wrong = fixture.path("out/dev1/layers/scanned/wq");
@@ -568,7 +568,7 @@ fn verify_finds_a_single_wrong_byte() {
 }
 
 #[test]
-fn a_rewritten_configuration_keeps_what_it_had() {
+fn a_rewritten_configuration_keeps_its_other_contents() {
     let fixture = Fixture::new();
     let text =
         r#"{"torch_dtype": "bfloat16", "time_step_limit": [0.0, Infinity], "factor": 0.9452706955539223, "x": "NaN"}"#;
@@ -579,7 +579,7 @@ fn a_rewritten_configuration_keeps_what_it_had() {
 }
 
 #[test]
-fn a_rule_for_an_axis_that_the_mesh_lacks_is_told() {
+fn a_rule_for_an_axis_that_the_mesh_lacks_is_reported() {
     let fixture = Fixture::new();
     fixture.write("rules.toml", "[[shard_rules]]\nmatch = \"embed\"\nspec = [\"fdsp\", \"-\"]\n");
     let warnings = |mesh| {
@@ -591,7 +591,7 @@ fn a_rule_for_an_axis_that_the_mesh_lacks_is_told() {
 }
 
 #[test]
-fn doctor_looks_at_everything() {
+fn doctor_checks_everything() {
     let json = ran(program().args(["doctor", "--json"])).json();
     let names: Vec<_> =
         json["checks"].as_array().unwrap().iter().map(|check| check["name"].as_str().unwrap()).collect();
@@ -605,7 +605,7 @@ fn doctor_looks_at_everything() {
     }
 }
 
-/// Unmounts when dropped, whatever happened.
+/// Unmounts when dropped, in every case.
 struct Mounted<'a>(&'a Fixture);
 
 impl Drop for Mounted<'_> {
@@ -673,7 +673,7 @@ fn views_are_mounted_side_by_side() {
 }
 
 #[test]
-fn what_a_killed_daemon_left_is_seen_and_removed() {
+fn leftovers_of_a_killed_daemon_are_found_and_removed() {
     if !can_mount() {
         return;
     }
@@ -685,7 +685,7 @@ fn what_a_killed_daemon_left_is_seen_and_removed() {
     assert!(!fs::read_to_string(&log).unwrap_or_default().contains("ERROR"));
     let own = |pid: &PathBuf| {
         let here = fs::read_link(pid.join("exe")).is_ok_and(|exe| exe == Path::new(env!("CARGO_BIN_EXE_ckfs")));
-        // The log file is open in this daemon only.
+        // Only this daemon has the log file open.
         here && fs::read_link(pid.join("fd/2")).is_ok_and(|file| file == log.canonicalize().unwrap())
     };
     let mut processes = fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().path());
@@ -703,7 +703,7 @@ fn what_a_killed_daemon_left_is_seen_and_removed() {
 }
 
 #[test]
-fn a_failed_start_is_told_by_the_starter() {
+fn the_starter_reports_a_failed_start() {
     if !can_mount() {
         return;
     }
@@ -716,14 +716,14 @@ fn a_failed_start_is_told_by_the_starter() {
 }
 
 #[test]
-fn mount_ckfs_takes_what_mount_8_passes() {
+fn mount_ckfs_accepts_the_arguments_of_mount_8() {
     if !can_mount() {
         return;
     }
     let fixture = Fixture::new();
     fs::create_dir(fixture.path("mnt")).unwrap();
     let helper = fixture.path("mount.ckfs");
-    // A copy: by a symbolic link the program would find its own name again.
+    // A copy: through a symbolic link the program would find its original name.
     fs::copy(env!("CARGO_BIN_EXE_ckfs"), &helper).unwrap();
     let model = fixture.path("model");
     let run = |args: &[&str]| {

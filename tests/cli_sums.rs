@@ -1,4 +1,4 @@
-//! `ckfs sums` through the program: lists that are equal exactly where the bytes are.
+//! `ckfs sums` through the program: lists are equal exactly where the bytes are.
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests too")]
 
 use std::{
@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 const MESH: &str = "fsdp=2";
 
-/// A file of safetensors with these tensors of four bf16 each.
+/// A safetensors file with these tensors of four bf16 each.
 fn weights(names: &[&str]) -> Vec<u8> {
     let row = |at: usize| format!(r#"{{"dtype":"BF16","shape":[2,2],"data_offsets":[{},{}]}}"#, at * 8, at * 8 + 8);
     let rows: Vec<String> = names.iter().enumerate().map(|(at, name)| format!("{name:?}:{}", row(at))).collect();
@@ -65,13 +65,13 @@ fn digest(bytes: &[u8]) -> String {
     })
 }
 
-/// Lines of a list that are no comments, as digest and path.
+/// Lines of a list without comments, as digest and path.
 fn files(list: &str) -> Vec<(&str, &str)> {
     list.lines().filter(|line| !line.starts_with('#')).map(|line| line.split_once("  ").unwrap()).collect()
 }
 
 #[test]
-fn a_list_holds_the_digests_of_what_export_writes() {
+fn a_list_holds_the_digests_of_exported_files() {
     let at = TempDir::new().unwrap();
     write_model(&at.path().join("model"));
     let list = ok(run(&at, &["sums", "model", "--mesh", MESH]));
@@ -87,10 +87,10 @@ fn a_list_holds_the_digests_of_what_export_writes() {
     for (found, path) in &listed {
         assert_eq!(*found, digest(&fs::read(at.path().join("out").join(path)).unwrap()), "{path}");
     }
-    // Nothing of this host or this run.
+    // The list depends on neither this host nor this run.
     assert!(!list.contains(".ckfs") && !list.contains("_CHECKPOINT_METADATA"), "{list}");
     assert!(!list.contains(at.path().to_str().unwrap()), "{list}");
-    // Elsewhere and later, the same list.
+    // The same list in another place and later.
     write_model(&at.path().join("elsewhere/copy"));
     assert_eq!(ok(run(&at, &["sums", "elsewhere/copy", "--mesh", MESH])), list);
 }
@@ -107,7 +107,7 @@ fn a_check_finds_every_difference() {
         let said = ok(run(&at, &args));
         assert!(said.ends_with("source files, no difference\n"), "{said}");
     }
-    // Another mesh: other shards, the same source.
+    // Another mesh has other shards and the same source.
     let other = run(&at, &["sums", "model", "--mesh", "fsdp=1", "--check", "all.sums"]);
     assert_eq!(other.code, 1);
     assert!(
@@ -133,7 +133,7 @@ fn a_check_finds_every_difference() {
 }
 
 #[test]
-fn patterns_are_kept_with_the_list() {
+fn patterns_are_stored_in_the_list() {
     let at = TempDir::new().unwrap();
     write_model(&at.path().join("model"));
     ok(run(&at, &["sums", "model", "--mesh", MESH, "--only", "dev1", "-o", "dev1.sums"]));
@@ -141,7 +141,7 @@ fn patterns_are_kept_with_the_list() {
     assert!(list.contains("# only dev1\n") && files(&list).iter().all(|(_, path)| path.starts_with("dev1/")), "{list}");
     let said = ok(run(&at, &["sums", "model", "--mesh", MESH, "--check", "dev1.sums"]));
     assert!(said.starts_with(&format!("{} files and 2 source files", files(&list).len())), "{said}");
-    // What only one side has is a difference too.
+    // A file on one side only is a difference too.
     fs::write(at.path().join("dev1.sums"), format!("{list}{}  dev1/nothing\n", digest(b""))).unwrap();
     let lacking = run(&at, &["sums", "model", "--mesh", MESH, "--check", "dev1.sums"]);
     assert_eq!((lacking.code, lacking.out.as_str()), (1, "dev1/nothing: is not there\n"));
@@ -150,7 +150,7 @@ fn patterns_are_kept_with_the_list() {
 }
 
 #[test]
-fn lists_that_are_none_are_refused() {
+fn files_that_are_no_lists_are_refused() {
     let at = TempDir::new().unwrap();
     write_model(&at.path().join("model"));
     let short = format!("# ckfs 1 sums\n{}  dev0/embed\n", &digest(b"")[1..]);
@@ -166,7 +166,7 @@ fn lists_that_are_none_are_refused() {
 }
 
 #[test]
-fn names_in_the_hub_cache_are_held_to_the_bytes() {
+fn names_in_the_hub_cache_are_checked_against_the_bytes() {
     let at = TempDir::new().unwrap();
     let repo = at.path().join("hub/models--org--name");
     let commit = "0123456789abcdef0123456789abcdef01234567";
@@ -176,7 +176,7 @@ fn names_in_the_hub_cache_are_held_to_the_bytes() {
     }
     fs::write(repo.join("refs/main"), commit).unwrap();
     let blob = digest(&model());
-    // Small files are named by git's digest of 40 digits, which says nothing here.
+    // Small files are named by git's digest of 40 digits, which is not checked here.
     for (name, blob, bytes) in
         [("model.safetensors", blob.as_str(), model()), ("config.json", &"ab".repeat(20), CONFIG.as_bytes().to_vec())]
     {

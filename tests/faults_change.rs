@@ -1,9 +1,9 @@
-//! A source that is overwritten in place while clients read what is made of it, in every way there is: once the change was
-//! noticed no read gives new bytes as good, and every later one is an error.
+//! A source that is overwritten in place while clients read files derived from it, in every possible way. Once the change was
+//! noticed, no read returns new bytes as good, and every later read fails.
 //!
-//! What cannot be ruled out is counted and printed: a read that was under way when the first new byte was written may give new
+//! One case cannot be excluded; it is counted and printed. A read in progress when the first new byte was written may return new
 //! bytes. `CKFS_TEST_ROUNDS=20 cargo test --release --test faults_change -- --nocapture` measures how often.
-#![allow(clippy::unwrap_used, clippy::print_stderr, reason = "helpers of tests are tests too, and numbers are told")]
+#![allow(clippy::unwrap_used, clippy::print_stderr, reason = "helpers of tests are tests too, and print numbers")]
 
 mod common;
 
@@ -95,7 +95,7 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// What reads gave.
+/// Results of reads.
 #[derive(Debug, Default)]
 struct Seen {
     old: AtomicU64,
@@ -103,7 +103,7 @@ struct Seen {
     failed: AtomicU64,
 }
 
-/// One way to read, over and over in a thread of its own.
+/// One way to read, repeated in a thread of its own.
 struct Reader {
     name: &'static str,
     path: PathBuf,
@@ -121,7 +121,7 @@ impl Reader {
         OpenOptions::new().read(true).custom_flags(self.flags).open(&self.path)
     }
 
-    /// One pass over the file; the error that ended it.
+    /// One pass over the file; returns the error that ended it.
     fn pass(&self, file: &File, buffer: &mut MmapMut) -> io::Result<()> {
         for at in (0..BYTES).step_by(READ_BYTES) {
             let read = file.read_exact_at(buffer, at as u64).inspect_err(|error| {
@@ -129,7 +129,7 @@ impl Reader {
                 self.seen.failed.fetch_add(1, Ordering::Relaxed);
             });
             read?;
-            // Headers and what a cast makes are neither.
+            // Bytes of headers and cast values are neither old nor new.
             let new: usize = buffer.iter().map(|byte| usize::from(*byte == NEW)).sum();
             let counter = if new > 4096 { &self.seen.new } else { &self.seen.old };
             counter.fetch_add(1, Ordering::Relaxed);
@@ -156,7 +156,7 @@ impl Reader {
         }
     }
 
-    /// Waits until a read fails, and then asserts that each does, through old and new descriptors.
+    /// Waits until a read fails, and then asserts that each one does, through old and new descriptors.
     fn must_fail(&self, file: &File) {
         let mut buffer = MmapMut::map_anon(READ_BYTES).unwrap();
         until(self.name, || self.pass(file, &mut buffer).is_err());
@@ -187,12 +187,12 @@ impl Process {
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         assert!(lines.any(|line| line.unwrap().contains("has read")), "{how}");
         let go = child.stdin.take().unwrap();
-        // It may not be waited for, so that the process never finds the pipe full.
+        // The test may end without waiting for the process, which must never find the pipe full.
         thread::spawn(move || lines.for_each(drop));
         Self { child, go }
     }
 
-    /// How it ends when it reads again: its exit code, or the negative number of a signal.
+    /// Its end after a second read: its exit code, or the negative number of a signal.
     fn end(mut self) -> i32 {
         self.go.write_all(b"go\n").unwrap();
         let status = self.child.wait().unwrap();
@@ -211,8 +211,8 @@ fn reading_process() {
         file.read_exact_at(&mut bytes, 0).map(|()| old(&bytes))
     };
     let map = (how == "map").then(|| {
-        #[expect(unsafe_code, reason = "the file may change, which is what is tested")]
-        // SAFETY: the bytes are only looked at, one by one; a page that is gone ends this process, as it should.
+        #[expect(unsafe_code, reason = "the test changes the file on purpose")]
+        // SAFETY: the code only reads the bytes, one by one; a missing page ends this process, as it should.
         let map = unsafe { Mmap::map(&file).unwrap() };
         map
     });
@@ -241,7 +241,7 @@ fn overwrite(path: &Path) {
     }
 }
 
-/// One round; reads, and those of them that gave new bytes, in the ways where that may be.
+/// One round; returns the number of reads, and of those with new bytes, for the ways where that is possible.
 fn round() -> (u64, u64) {
     let base = tempfile::tempdir().unwrap();
     let repo = base.path().join("repo");
@@ -295,7 +295,7 @@ fn round() -> (u64, u64) {
         until("all have read", || readers.iter().all(|reader| reader.seen.old.load(Ordering::Relaxed) > 16));
         overwrite(&repo.join(FILE));
         let mounts = [&plain, &without, &direct, &tiles, &whole, &copied];
-        // The last are told by the watcher.
+        // The watcher reports the last ones.
         until("the change is noticed", || mounts.iter().all(|mount| mount.stat("poisoned_sources") >= 1));
         until("all fail", || readers.iter().all(|reader| reader.seen.failed.load(Ordering::Relaxed) > 0));
         ended.store(true, Ordering::Relaxed);
@@ -310,7 +310,7 @@ fn round() -> (u64, u64) {
     for reader in readers.iter().filter(|reader| reader.seen.new.load(Ordering::Relaxed) > 0) {
         eprintln!("{}: {:?}", reader.name, reader.seen);
     }
-    // Who has these open goes on seeing the bytes at mount; nobody else can open them.
+    // Programs with these files open still see the bytes of the mount; no other can open them.
     for (reader, file) in [(&made, &made_file), (&copy, &copy_file)] {
         reader.pass(file, &mut buffer).unwrap();
         assert_eq!(reader.seen.new.load(Ordering::Relaxed), 0, "{}", reader.name);

@@ -1,7 +1,7 @@
-//! A mount that cannot read its sources says so: in `ckfs status`, in `.ckfs/stats.json` and in `.ckfs/metrics`.
+//! A mount that cannot read its sources reports it: in `ckfs status`, in `.ckfs/stats.json` and in `.ckfs/metrics`.
 //!
-//! A monitor that believes a broken mount to be healthy lets a training job run into it. Tests that mount need `/dev/fuse`;
-//! without it they pass over, except in continuous integration (`CI=true`), where they fail.
+//! If a monitor reports a broken mount as healthy, a training job fails on it. Tests that mount need `/dev/fuse`;
+//! without it they are skipped, except in continuous integration (`CI=true`), where they fail.
 #![allow(clippy::unwrap_used, reason = "a test fails where it panics")]
 
 mod common;
@@ -21,7 +21,7 @@ use ckfs::{
 use common::repo;
 use serde_json::{Value, json};
 
-/// Whether mounting can be tried.
+/// Whether the test can try to mount.
 fn can_mount() -> bool {
     let can = fs::File::options().read(true).write(true).open("/dev/fuse").is_ok();
     assert!(can || std::env::var("CI").as_deref() != Ok("true"), "CI needs /dev/fuse");
@@ -31,7 +31,7 @@ fn can_mount() -> bool {
 fn stats(volume: &Volume) -> Value {
     let attr = volume.resolve(".ckfs/stats.json").unwrap();
     let bytes = repo::read(volume, attr.ino, 0, 1 << 24);
-    assert_eq!(bytes.len() as u64, attr.size_bytes, "the size is exact, whatever is in it");
+    assert_eq!(bytes.len() as u64, attr.size_bytes, "the size is exact for any content");
     serde_json::from_slice(&bytes).unwrap()
 }
 
@@ -58,14 +58,14 @@ fn weights(dir: &Path, number: usize) -> PathBuf {
 }
 
 #[test]
-fn what_a_volume_met_is_in_its_statistics() {
+fn problems_of_a_volume_are_in_its_statistics() {
     let dir = repo::llama(2, DType::F32);
     let options = VolumeOptions { remount: "ckfs mount s /m".to_owned(), ..VolumeOptions::default() };
     let volume = repo::volume(&repo::open(dir.path()), &ViewOptions::default(), options);
     assert_eq!((&stats(&volume)["health"], &stats(&volume)["last_error"]), (&json!("healthy"), &Value::Null));
     assert_eq!(metric(&metrics(&volume), "ckfs_degraded"), 0);
 
-    // Gone for the moment: an open fails, and nobody knows yet whether the file has changed.
+    // Removed for the moment: an open fails, and it is not known yet whether the file has changed.
     let aside = dir.path().with_extension("aside");
     fs::rename(dir.path(), &aside).unwrap();
     let late = volume.resolve("full/layers/1/w_down").unwrap().ino;
@@ -225,9 +225,9 @@ fn a_mount_whose_sources_changed_is_degraded() {
     assert_eq!((metric(&text, "ckfs_degraded"), metric(&text, "ckfs_failed_opens_total")), (1, 2));
 }
 
-/// The kernel reads an identical file by itself, or from its page cache: nobody asks, and the change is met all the same.
+/// The kernel reads an identical file by itself, or from its page cache: no request arrives, and the change is found even so.
 #[test]
-fn a_change_that_no_read_meets_is_noticed() {
+fn a_change_without_any_read_is_noticed() {
     if !can_mount() {
         return;
     }

@@ -1,11 +1,15 @@
 //! A daemon in a control group with little memory is not killed, and every byte is right.
 //!
-//! The kernel kills a process whose control group exceeds its limit, and a killed daemon takes the mount with it. The budget must hold with defaults,
-//! with materialized files, with programs that keep maps of files that were dropped, and with page cache all around.
+//! The kernel kills a process whose control group exceeds its limit, and a killed daemon takes the mount with it. The budget
+//! must hold with defaults, with materialized files, with programs that keep maps of dropped files, and with a full page cache.
 //!
-//! The tests need root, `/dev/fuse` and a hierarchy of control groups in which they may make a group that limits memory. Where
-//! one cannot be made they say so and pass over; without `/dev/fuse` they fail if `CI=true`.
-#![allow(clippy::unwrap_used, clippy::print_stderr, reason = "a test fails where it panics, and says what it left out")]
+//! The tests need root, `/dev/fuse` and a hierarchy of control groups in which they may create a group that limits memory. Where
+//! they cannot create one they are skipped with a message; without `/dev/fuse` they fail if `CI=true`.
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stderr,
+    reason = "a test fails where it panics, and prints the reason for a skip"
+)]
 #![allow(unsafe_code)]
 
 use std::{
@@ -27,14 +31,14 @@ const TENSORS: usize = 150;
 const ELEMENTS: usize = 512 << 10;
 const ROWS: usize = 512;
 
-/// A control group of the test's own.
+/// A control group for the test.
 struct Group {
     directory: PathBuf,
     is_v1: bool,
 }
 
 impl Group {
-    /// A group beside or below the test's own, or why there is none.
+    /// A group beside or below the test's own; else the reason why there is none.
     fn new(name: &str, limit_bytes: u64) -> Result<Self, String> {
         let read = |path| fs::read_to_string(path).map_err(|error| format!("{path}: {error}"));
         let files = limit_files(&read("/proc/self/cgroup")?, &read("/proc/self/mountinfo")?);
@@ -43,7 +47,7 @@ impl Group {
         for file in &files {
             let LimitFile::Number(path) = file else { continue };
             let is_v1 = path.ends_with("memory.limit_in_bytes");
-            // Version 2 lets a group that holds processes have none below it that limits memory: beside it there may be one.
+            // In version 2, a group that holds processes cannot have a child that limits memory; a sibling may be possible.
             let Some(parent) = path.parent().filter(|_| is_v1 || path.ends_with("memory.max")) else { continue };
             let directory = parent.join(&name);
             if let Err(error) = fs::create_dir(&directory) {
@@ -54,7 +58,7 @@ impl Group {
             let limit = group.directory.join(if is_v1 { "memory.limit_in_bytes" } else { "memory.max" });
             match fs::write(&limit, limit_bytes.to_string()) {
                 Ok(()) => {
-                    // Without swap, as containers have it.
+                    // Without swap, as in containers.
                     let _ = fs::write(group.directory.join("memory.swap.max"), "0");
                     return Ok(group);
                 }
@@ -78,7 +82,7 @@ impl Group {
         self.number(if self.is_v1 { "memory.oom_control" } else { "memory.events" }, "oom_kill")
     }
 
-    /// Memory that the kernel cannot take back: private memory and files in memory.
+    /// Memory that the kernel cannot reclaim: private memory and files in memory.
     fn pinned_bytes(&self) -> u64 {
         let anonymous = if self.is_v1 { "rss" } else { "anon" };
         self.number("memory.stat", anonymous) + self.number("memory.stat", "shmem")
@@ -98,7 +102,7 @@ impl Drop for Group {
     }
 }
 
-/// Makes the bytes of a tensor as a mount should show them.
+/// Computes the bytes of a tensor as a mount should show them.
 type Bytes = fn(usize) -> Vec<u8>;
 
 /// Element `n` of a tensor, a finite float32.
@@ -111,7 +115,7 @@ fn bytes_f32(tensor: usize) -> Vec<u8> {
     (0..ELEMENTS).flat_map(|n| element(tensor, n).to_le_bytes()).collect()
 }
 
-/// To the nearest, ties to even.
+/// Rounds to nearest, ties to even.
 fn bytes_bf16(tensor: usize) -> Vec<u8> {
     let round = |bits: u32| (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     (0..ELEMENTS).flat_map(|n| u16::try_from(round(element(tensor, n))).unwrap().to_le_bytes()).collect()
@@ -137,7 +141,7 @@ fn write_repo(directory: &Path) {
     fs::write(directory.join("config.json"), "{}").unwrap();
 }
 
-/// A mount whose daemon is in a group.
+/// A mount whose daemon is in a control group.
 struct Mounted<'a> {
     mountpoint: &'a Path,
 }
@@ -193,7 +197,7 @@ fn read_all(mountpoint: &Path, expected: Bytes) {
             let file = File::open(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
             let expected = expected(tensor);
             assert!(fs::read(&path).unwrap() == expected, "{}", path.display());
-            // SAFETY: nobody writes to files of the mount.
+            // SAFETY: no process writes to files of the mount.
             let map = unsafe { Mmap::map(&file) }.unwrap();
             assert!(*map == *expected, "{} mapped", path.display());
             // The map stays after the file is closed and dropped.
@@ -209,7 +213,7 @@ fn read_all(mountpoint: &Path, expected: Bytes) {
 }
 
 #[test]
-fn a_daemon_in_a_small_group_lives_and_reads_right() {
+fn a_daemon_in_a_small_group_survives_and_reads_correctly() {
     if File::options().read(true).write(true).open("/dev/fuse").is_err() {
         assert_ne!(std::env::var("CI").as_deref(), Ok("true"), "CI needs /dev/fuse");
         return;
@@ -256,7 +260,7 @@ fn a_daemon_in_a_small_group_lives_and_reads_right() {
 }
 
 #[test]
-fn a_cache_beyond_the_limit_is_warned_of() {
+fn a_cache_beyond_the_limit_causes_a_warning() {
     if File::options().read(true).write(true).open("/dev/fuse").is_err() {
         return;
     }

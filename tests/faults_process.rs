@@ -1,8 +1,8 @@
-//! What goes wrong around the process: logs that cannot be written, limits, signals, a daemon that is killed.
+//! Failures around the process: logs that cannot be written, limits, signals, a daemon that is killed.
 //!
-//! Everything runs through the program and real mounts. A daemon that dies leaves its readers with errors and a dead mount, so
-//! each test asks in the end whether the mount lives and gives the right bytes, or that none is left. Tests that cannot run,
-//! for want of `/dev/fuse` or root, report that they are skipped; where `CI=true` they fail.
+//! All tests use the program and real mounts. A daemon that dies leaves its readers with errors and a dead mount. So
+//! each test checks at its end that the mount lives and returns the right bytes, or that no mount is left. Tests that cannot
+//! run without `/dev/fuse` or root report that they are skipped; where `CI=true` they fail.
 #![allow(unsafe_code)]
 #![allow(clippy::unwrap_used, clippy::print_stderr, reason = "a helper that fails is a test that fails")]
 
@@ -33,7 +33,7 @@ use nix::{
     unistd::{Pid, Uid, geteuid},
 };
 
-/// Time for anything that should happen soon.
+/// Time limit for anything that should happen soon.
 const SOON: Duration = Duration::from_secs(30);
 
 /// Bytes of the one tensor: large enough to be materialized in memory.
@@ -45,7 +45,7 @@ struct Bench {
     children: Vec<Child>,
 }
 
-/// Says why a test cannot run, and fails where all must.
+/// Prints why a test cannot run, and fails where all must.
 fn skip(missing: &str) {
     assert!(env::var_os("CI").is_none_or(|ci| ci != "true"), "cannot test: {missing}");
     eprintln!("skipped: {missing}");
@@ -87,7 +87,7 @@ impl Bench {
         self.path("mnt")
     }
 
-    /// The program, with logs kept in the directory and a session of its own, so that no terminal is involved.
+    /// The program, with logs in the bench's directory and in a session of its own, so that no terminal is involved.
     fn program(&self) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ckfs"));
         command.env_remove("CKFS_LOG").env("XDG_STATE_HOME", self.path("state")).stdin(Stdio::null());
@@ -101,7 +101,7 @@ impl Bench {
         command
     }
 
-    /// A daemon in the foreground, its standard error as given, once it answers.
+    /// A daemon in the foreground, with the given standard error, once its mount answers.
     fn foreground(&mut self, args: &[&str], stderr: Stdio) -> Pid {
         let child = self.mount().arg("--foreground").args(args).stderr(stderr).stdout(Stdio::null()).spawn().unwrap();
         let pid = pid_of(&child);
@@ -136,14 +136,14 @@ impl Bench {
         ckfs_mounts().iter().filter(|entry| entry.mountpoint == self.mnt()).count()
     }
 
-    /// Asserts that the mount lives and gives the right bytes.
+    /// Asserts that the mount lives and returns the right bytes.
     #[track_caller]
     fn lives(&self) {
         let bytes = fs::read(self.mnt().join("dev0/w"));
         assert!(bytes.is_ok_and(|bytes| bytes == data()), "the mount is dead or wrong");
     }
 
-    /// Fails a read of the mount, as the source has changed.
+    /// Makes a read of the mount fail, since the source has changed.
     fn fail_reads(&self, count: usize) {
         let model = File::options().append(true).open(self.path("model/model.safetensors")).unwrap();
         model.set_modified(std::time::SystemTime::UNIX_EPOCH).unwrap();
@@ -178,7 +178,7 @@ impl Drop for Bench {
             let _ = child.kill();
             let _ = child.wait();
         }
-        // Whatever lies there, this test has put it there. Daemons end with their mount.
+        // Any mount found there was made by this test. Daemons end with their mount.
         for name in ["mnt", "full", "other"] {
             while umount2(&self.path(name), MntFlags::MNT_DETACH).is_ok() {}
         }
@@ -202,14 +202,14 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// A terminal: the side of its user and that of its programs.
+/// A terminal: the user's side and the programs' side.
 fn terminal() -> (OwnedFd, OwnedFd) {
     let (mut user, mut program) = (-1, -1);
     let null = std::ptr::null_mut();
-    // SAFETY: both numbers are valid for writing, and a null pointer stands for what is not wished for.
+    // SAFETY: both numbers are valid for writing, and a null pointer means that the value is not requested.
     let result = unsafe { libc::openpty(&raw mut user, &raw mut program, null, null.cast(), null.cast()) };
     assert_eq!(result, 0);
-    // SAFETY: the call has just opened both, for this process, and nobody else knows them.
+    // SAFETY: the call has just opened both, for this process, and no other code knows them.
     unsafe { (OwnedFd::from_raw_fd(user), OwnedFd::from_raw_fd(program)) }
 }
 
@@ -243,7 +243,7 @@ fn a_full_device_as_log_ends_nothing() {
     bench.fail_reads(3);
     assert!(fs::read_dir(bench.mnt()).is_ok());
     bench.unmount();
-    // Standard error of the foreground, too; and every other command.
+    // The same for standard error of the foreground, and for every other command.
     let full = || File::options().write(true).open("/dev/full").unwrap();
     bench.foreground(&["-vvv"], full().into());
     bench.lives();
@@ -255,7 +255,7 @@ fn a_full_device_as_log_ends_nothing() {
 }
 
 #[test]
-fn a_full_disk_is_survived_and_the_loss_is_told_when_there_is_room() {
+fn a_full_disk_is_survived_and_the_loss_is_reported_later() {
     let Some(bench) = bench() else { return };
     let full = bench.path("full");
     fs::create_dir(&full).unwrap();
@@ -263,8 +263,8 @@ fn a_full_disk_is_survived_and_the_loss_is_told_when_there_is_room() {
     let log = full.join("log");
     let output = bench.mount().arg("-v").arg("--log-file").arg(&log).output().unwrap();
     assert!(output.status.success(), "{}", text(&output));
-    let told = format!("ckfs: mounted on {}; its log goes to {}\n", bench.mnt().display(), log.display());
-    assert!(text(&output).ends_with(&told), "{}", text(&output));
+    let reported = format!("ckfs: mounted on {}; its log goes to {}\n", bench.mnt().display(), log.display());
+    assert!(text(&output).ends_with(&reported), "{}", text(&output));
     let filler = full.join("filler");
     assert!(fs::write(&filler, vec![1; 1 << 20]).is_err(), "it is full");
     let daemon = bench.daemon();
@@ -275,7 +275,7 @@ fn a_full_disk_is_survived_and_the_loss_is_told_when_there_is_room() {
     bench.lives();
     fs::remove_file(&filler).unwrap();
     fs::write(&log, "").unwrap();
-    until("the loss is told", || {
+    until("the loss is reported", || {
         kill(daemon, Signal::SIGUSR1).unwrap();
         fs::read_to_string(&log).unwrap().contains("lost: No space left on device")
     });
@@ -306,7 +306,7 @@ fn a_dead_terminal_ends_nothing() {
 }
 
 #[test]
-fn a_pipe_that_nobody_reads_blocks_nothing() {
+fn a_full_pipe_without_a_reader_blocks_nothing() {
     let Some(mut bench) = bench() else { return };
     let (reader, writer) = std::io::pipe().unwrap();
     let daemon = bench.foreground(&["-vvv"], writer.into());
@@ -334,7 +334,7 @@ fn a_source_that_changes_is_one_line_however_often_it_is_read() {
 }
 
 #[test]
-fn what_the_fuse_library_logs_reaches_the_log() {
+fn messages_of_the_fuse_library_reach_the_log() {
     let Some(bench) = bench() else { return };
     let log = bench.path("log");
     let mut command = bench.mount();
@@ -346,9 +346,9 @@ fn what_the_fuse_library_logs_reaches_the_log() {
 }
 
 #[test]
-fn the_default_log_is_a_file_of_the_mount_and_the_starter_says_so() {
+fn the_default_log_is_a_file_of_the_mount_and_the_starter_reports_it() {
     if Path::new("/dev/log").exists() || Path::new("/run/systemd/journal/socket").exists() {
-        // There the system's log is the default: see the next test.
+        // There the system's log is the default; the next test checks it.
         return;
     }
     let Some(bench) = bench() else { return };
@@ -361,7 +361,7 @@ fn the_default_log_is_a_file_of_the_mount_and_the_starter_says_so() {
     assert_eq!((output.status.code(), text(&output).as_str()), (Some(0), ""));
     bench.unmount();
 
-    // A place that cannot be written is no reason to fail, one that was asked for is.
+    // An unwritable default place is no reason to fail; an unwritable requested one is.
     fs::remove_dir_all(bench.path("state")).unwrap();
     fs::write(bench.path("state"), "").unwrap();
     let output = bench.mount().output().unwrap();
@@ -377,14 +377,14 @@ fn the_default_log_is_a_file_of_the_mount_and_the_starter_says_so() {
     assert!(text(&output).contains("Not a directory"), "{}", text(&output));
 }
 
-/// Runs `ckfs mount` where `/dev` and `/run` are the test's own, and gives back what its log received after SIGUSR1.
+/// Runs `ckfs mount` where `/dev` and `/run` are the test's own, and returns what its log received after SIGUSR1.
 fn log_of_system(bench: &Bench, socket: &str, script: &str) -> String {
     let path = bench.path(socket);
     fs::create_dir_all(path.parent().unwrap()).unwrap();
     let log = UnixDatagram::bind(&path).unwrap();
     log.set_read_timeout(Some(SOON)).unwrap();
     let script = format!(
-        "set -e; cd {base}; {script}; {ckfs} mount model mnt 2>told; \
+        "set -e; cd {base}; {script}; {ckfs} mount model mnt 2>reported; \
          pid=$(cat mnt/.ckfs/stats.json | tr -dc 'a-z0-9:,\"' | sed 's/.*\"pid\":\\([0-9]*\\).*/\\1/'); \
          kill -USR1 $pid; {ckfs} umount mnt; while [ -d /proc/$pid ]; do sleep 0.02; done",
         base = bench.base.path().display(),
@@ -404,8 +404,8 @@ fn a_daemon_logs_to_the_system_where_it_has_a_log() {
                mount --rbind newdev /dev";
     let line = log_of_system(&bench, "newdev/log", dev);
     assert!(line.starts_with("<30>ckfs[") && line.contains("]: ckfs::fuse::session: statistics of "), "{line}");
-    let told = fs::read_to_string(bench.path("told")).unwrap();
-    assert!(told.contains("its log goes to the system log (/dev/log), as ckfs["), "{told}");
+    let reported = fs::read_to_string(bench.path("reported")).unwrap();
+    assert!(reported.contains("its log goes to the system log (/dev/log), as ckfs["), "{reported}");
     // No syslog: the journal.
     let line = log_of_system(
         &bench,
@@ -416,8 +416,8 @@ fn a_daemon_logs_to_the_system_where_it_has_a_log() {
         line.starts_with("PRIORITY=6\n") && line.contains("\nMESSAGE=ckfs::fuse::session: statistics of "),
         "{line}"
     );
-    let told = fs::read_to_string(bench.path("told")).unwrap();
-    assert!(told.contains("its log goes to the journal: journalctl _PID="), "{told}");
+    let reported = fs::read_to_string(bench.path("reported")).unwrap();
+    assert!(reported.contains("its log goes to the journal: journalctl _PID="), "{reported}");
 }
 
 // --- limits ---
@@ -449,30 +449,30 @@ fn a_limit_of_file_size_leaves_all_bytes_readable() {
     }
 }
 
-/// A start within a limit either gives a mount that works, or one error, without a panic and without a mount.
+/// A start within a limit ends with a mount that works, or with one error, without a panic and without a mount.
 #[track_caller]
-fn starts_or_says_why(bench: &Bench, resource: Resource, limit: u64, words: &str) -> bool {
+fn starts_or_reports_why(bench: &Bench, resource: Resource, limit: u64, words: &str) -> bool {
     let output = limited(&mut bench.mount(), resource, limit);
-    let told = text(&output);
+    let reported = text(&output);
     let is_up = output.status.success();
     if is_up {
         bench.lives();
         bench.unmount();
     } else {
-        assert_eq!(output.status.code(), Some(1), "{limit}: {told}");
-        assert_eq!(told.matches("ckfs: error: ").count(), 1, "{limit}: {told}");
-        assert!(told.contains(words), "{limit}: {told}");
-        assert!(!told.contains("panicked"), "{limit}: {told}");
+        assert_eq!(output.status.code(), Some(1), "{limit}: {reported}");
+        assert_eq!(reported.matches("ckfs: error: ").count(), 1, "{limit}: {reported}");
+        assert!(reported.contains(words), "{limit}: {reported}");
+        assert!(!reported.contains("panicked"), "{limit}: {reported}");
     }
-    assert_eq!(bench.mounts(), 0, "{limit}: {told}");
+    assert_eq!(bench.mounts(), 0, "{limit}: {reported}");
     is_up
 }
 
 #[test]
-fn a_limit_of_address_space_is_met_at_start_or_not_at_all() {
+fn a_limit_of_address_space_fails_at_start_or_not_at_all() {
     let Some(bench) = bench() else { return };
     let up = [60, 100, 150, 200, 250, 300, 400, 600, 1000, 4000]
-        .map(|mib: u64| starts_or_says_why(&bench, Resource::RLIMIT_AS, mib << 20, ""));
+        .map(|mib: u64| starts_or_reports_why(&bench, Resource::RLIMIT_AS, mib << 20, ""));
     assert!(up[9], "4 GB are enough");
 }
 
@@ -480,23 +480,23 @@ fn a_limit_of_address_space_is_met_at_start_or_not_at_all() {
 fn a_limit_of_open_files_is_named_before_the_mount() {
     let Some(bench) = bench() else { return };
     for limit in [16, 24, 40] {
-        assert!(!starts_or_says_why(&bench, Resource::RLIMIT_NOFILE, limit, "expected a limit of"));
+        assert!(!starts_or_reports_why(&bench, Resource::RLIMIT_NOFILE, limit, "expected a limit of"));
     }
-    assert!(starts_or_says_why(&bench, Resource::RLIMIT_NOFILE, 64, ""));
+    assert!(starts_or_reports_why(&bench, Resource::RLIMIT_NOFILE, 64, ""));
 }
 
 #[test]
 fn limits_of_stack_and_locked_memory_do_not_matter() {
     let Some(bench) = bench() else { return };
-    assert!(starts_or_says_why(&bench, Resource::RLIMIT_STACK, 64 << 10, ""));
-    assert!(starts_or_says_why(&bench, Resource::RLIMIT_STACK, 512 << 10, ""));
-    assert!(starts_or_says_why(&bench, Resource::RLIMIT_MEMLOCK, 0, ""));
+    assert!(starts_or_reports_why(&bench, Resource::RLIMIT_STACK, 64 << 10, ""));
+    assert!(starts_or_reports_why(&bench, Resource::RLIMIT_STACK, 512 << 10, ""));
+    assert!(starts_or_reports_why(&bench, Resource::RLIMIT_MEMLOCK, 0, ""));
 }
 
 #[test]
 fn a_limit_of_threads_is_an_error_or_a_fallback_but_no_panic() {
     let Some(bench) = bench() else { return };
-    // Root has no such limit; a user that owns no other process has exactly it.
+    // This limit does not apply to root; for a user without other processes it is exact.
     let nobody = Uid::from_raw(61_537);
     let program = bench.path("ckfs");
     fs::copy(env!("CARGO_BIN_EXE_ckfs"), &program).unwrap();
@@ -506,25 +506,25 @@ fn a_limit_of_threads_is_an_error_or_a_fallback_but_no_panic() {
         let mut command = Command::new(&program);
         command.env_remove("CKFS_LOG").arg("plan").arg(bench.path("model")).uid(nobody.as_raw()).gid(nobody.as_raw());
         let output = limited(&mut command, Resource::RLIMIT_NPROC, limit);
-        let told = text(&output);
-        assert!(!told.contains("panicked"), "{limit}: {told}");
+        let reported = text(&output);
+        assert!(!reported.contains("panicked"), "{limit}: {reported}");
         match output.status.code() {
             Some(0) => planned += 1,
-            Some(1) => assert!(told.contains("processes and threads of the user"), "{limit}: {told}"),
-            code => panic!("{limit}: {code:?}: {told}"),
+            Some(1) => assert!(reported.contains("processes and threads of the user"), "{limit}: {reported}"),
+            code => panic!("{limit}: {code:?}: {reported}"),
         }
         // A user's mount goes through fusermount3, which needs a process too.
         let mut command = Command::new(&program);
         command.env_remove("CKFS_LOG").arg("mount").arg(bench.path("model")).arg(bench.mnt());
         let output = limited(command.uid(nobody.as_raw()).gid(nobody.as_raw()), Resource::RLIMIT_NPROC, limit);
-        let told = text(&output);
+        let reported = text(&output);
         let is_up = output.status.code() == Some(0);
-        assert!(!told.contains("panicked") && (is_up || output.status.code() == Some(1)), "{limit}: {told}");
-        assert_eq!(told.matches("ckfs: error: ").count(), usize::from(!is_up), "{limit}: {told}");
-        assert_eq!(bench.mounts(), usize::from(is_up), "{limit}: {told}");
+        assert!(!reported.contains("panicked") && (is_up || output.status.code() == Some(1)), "{limit}: {reported}");
+        assert_eq!(reported.matches("ckfs: error: ").count(), usize::from(!is_up), "{limit}: {reported}");
+        assert_eq!(bench.mounts(), usize::from(is_up), "{limit}: {reported}");
         if is_up {
             umount2(&bench.mnt(), MntFlags::MNT_DETACH).unwrap();
-            // The user's processes count, so the daemon must be gone before the next is tried.
+            // The user's processes count, so the daemon must end before the next attempt.
             until("the daemon is gone", || !bench.has_daemon(&program));
         }
     }
@@ -536,7 +536,7 @@ fn a_limit_of_threads_is_an_error_or_a_fallback_but_no_panic() {
 #[test]
 fn a_daemon_that_is_killed_before_it_is_ready_leaves_no_mount() {
     let Some(bench) = bench() else { return };
-    // A starter's child that mounts, and dies with its mount before it reports.
+    // A child of the starter that mounts, and dies with its mount before it reports.
     let script = format!(
         "{} mount -q --foreground {} {} & while [ ! -d {mnt}/dev0 ]; do sleep 0.02; done; kill -9 $!; wait $!; kill -9 $$",
         env!("CARGO_BIN_EXE_ckfs"),
@@ -552,7 +552,7 @@ fn a_daemon_that_is_killed_before_it_is_ready_leaves_no_mount() {
 }
 
 #[test]
-fn a_failed_start_leaves_alone_what_is_not_its_own() {
+fn a_failed_start_leaves_foreign_mounts_alone() {
     let Some(bench) = bench() else { return };
     // A live mount, which refuses the second one.
     assert!(bench.mount().status().unwrap().success());
@@ -611,7 +611,7 @@ fn harmless_signals_are_harmless_while_serving() {
 #[test]
 fn harmless_signals_are_harmless_during_start() {
     let Some(mut bench) = bench() else { return };
-    // What the daemon tells systemd before it mounts waits for room in this socket.
+    // This full socket delays the message that the daemon sends to systemd before it mounts.
     let path = bench.path("notify");
     let socket = UnixDatagram::bind(&path).unwrap();
     let filler = UnixDatagram::unbound().unwrap();
@@ -642,9 +642,9 @@ fn harmless_signals_are_harmless_during_start() {
     bench.lives();
     let mut stderr = bench.children[0].stderr.take().unwrap();
     assert_eq!(bench.end(Signal::SIGTERM), 0);
-    let mut told = String::new();
-    stderr.read_to_string(&mut told).unwrap();
-    assert!(told.contains("statistics of"), "SIGUSR1 was kept until the mount was there: {told}");
+    let mut reported = String::new();
+    stderr.read_to_string(&mut reported).unwrap();
+    assert!(reported.contains("statistics of"), "SIGUSR1 was kept until the mount was there: {reported}");
 }
 
 #[test]

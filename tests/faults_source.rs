@@ -1,8 +1,8 @@
-//! Sources that fail, are slow, give no answer or change, under a real mount: who reads what depends on them gets an error in
-//! bounded time, all others go on, and the daemon can be ended.
+//! Sources that fail, are slow, give no answer or change, under a real mount. Readers that depend on them get an error in
+//! bounded time, all others continue, and the daemon can be ended.
 //!
-//! The source is a file system of the test's own ([`common::faulty`]); the mount is made by the program. Tests need root and
-//! `/dev/fuse`; without them they pass over, except in continuous integration (`CI=true`), where they fail.
+//! The source is a file system of the test's own ([`common::faulty`]); the program mounts it. Tests need root and
+//! `/dev/fuse`; without them they are skipped, except in continuous integration (`CI=true`), where they fail.
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests too")]
 
 mod common;
@@ -34,9 +34,9 @@ use serde_json::{Value, json};
 /// The files of the source, one tensor each.
 const A: &str = "model-00001-of-00003.safetensors";
 const B: &str = "model-00002-of-00003.safetensors";
-/// Bytes of a tensor: more than is read along with the header.
+/// Bytes of a tensor: more than the kernel reads along with the header.
 const BYTES: usize = 4 << 20;
-/// Time for anything that should happen soon.
+/// Time limit for anything that should happen soon.
 const SOON: Duration = Duration::from_mins(1);
 
 fn expected(tensor: u32) -> Vec<u8> {
@@ -61,7 +61,7 @@ fn program() -> Command {
     command
 }
 
-/// A mount by the program, in the foreground. Dropped, it is ended at once.
+/// A mount by the program, in the foreground. Its drop ends the daemon at once.
 struct Mount {
     child: Child,
     base: tempfile::TempDir,
@@ -99,7 +99,7 @@ impl Mount {
 
     /// Reads a span of a file in another thread.
     fn read(&self, name: &str, start: u64, len: usize) -> mpsc::Receiver<io::Result<Vec<u8>>> {
-        let (tell, told) = mpsc::channel();
+        let (tell, reported) = mpsc::channel();
         let path = self.path(name);
         thread::spawn(move || {
             let read = || {
@@ -109,7 +109,7 @@ impl Mount {
             };
             let _ = tell.send(read());
         });
-        told
+        reported
     }
 
     #[track_caller]
@@ -120,7 +120,7 @@ impl Mount {
         assert!(bytes == expected(tensor), "{name}: other bytes");
     }
 
-    /// What `ckfs status` says, and its exit code.
+    /// Output of `ckfs status`, and its exit code.
     fn status(&self) -> (Option<i32>, String) {
         let output = program().arg("status").arg(self.base.path().join("mnt")).output().unwrap();
         (output.status.code(), String::from_utf8(output.stdout).unwrap())
@@ -157,7 +157,7 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Lets storage of one file give no answer, and reads it in many places.
+/// Makes the storage of one file give no answer, and reads the file in many places.
 fn stall_one(flags: &[&str]) {
     let source = source();
     let mount = Mount::new(&source.path(), &[&["--source-timeout", "3s"], flags].concat());
@@ -165,19 +165,19 @@ fn stall_one(flags: &[&str]) {
     let readers: Vec<_> = (0..24).map(|at| mount.read("full/alpha", at << 17, 64 << 10)).collect();
     let also: Vec<_> = (0..4).map(|_| mount.read("safetensors/dev0.safetensors", 0, BYTES)).collect();
     until("the source is asked", || source.asked(A) > 0);
-    // Neither these threads nor the daemon's may all be waiting for the one file.
+    // Neither all these threads nor all the daemon's may wait for the one file.
     mount.reads("full/beta", 1);
     mount.reads("dev0/gamma", 2);
     for reader in readers.iter().chain(&also) {
         mount.fails(reader);
     }
-    // Known by now: nobody waits.
+    // The stall is known by now: no read waits.
     mount.fails(&mount.read("full/alpha", 0, 10));
     let failed = mount.stat("failed_reads") + mount.stat("failed_opens");
     assert!(mount.stat("stalled_reads") >= 1 && failed >= 1, "{}", mount.log());
     assert_eq!(mount.stat("poisoned_sources"), 0, "a stall is no change");
-    let told = mount.log().lines().filter(|line| line.contains(A) && line.contains("stalled: ")).count();
-    assert_eq!(told, 1, "{}", mount.log());
+    let reported = mount.log().lines().filter(|line| line.contains(A) && line.contains("stalled: ")).count();
+    assert_eq!(reported, 1, "{}", mount.log());
     let (code, said) = mount.status();
     assert!(code == Some(1) && said.contains("degraded") && said.contains("source stalled"), "{said}");
     assert!(said.contains(A) && said.contains("got no answer for"), "{said}");
@@ -197,7 +197,7 @@ fn stall_one(flags: &[&str]) {
 }
 
 #[test]
-fn a_stalled_source_is_an_error_for_its_readers_and_nobody_else() {
+fn a_stalled_source_is_an_error_for_its_readers_only() {
     if can_mount() {
         stall_one(&[]);
     }
@@ -218,7 +218,7 @@ fn page_faults_that_get_no_answer_end_too() {
 }
 
 #[test]
-fn tiles_that_are_made_of_a_stalled_source_end_too() {
+fn tiles_of_a_stalled_source_end_too() {
     if !can_mount() {
         return;
     }
@@ -262,7 +262,7 @@ fn slow_storage_is_waited_for() {
     }
     let source = source();
     let mount = Mount::new(&source.path(), &["--source-timeout", "2s"]);
-    // Each answer takes half of the time limit, all of them several times as long.
+    // Each answer takes half of the time limit; all of them together take several times the limit.
     source.set(A, Manner::Slow(Duration::from_secs(1)));
     let begun = Instant::now();
     mount.reads("full/alpha", 0);
@@ -301,11 +301,11 @@ fn commands_give_up_a_source_that_gives_no_answer() {
     let refused = |output: &Output, file: &str| {
         let said = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{said}");
-        let told = said.lines().filter(|line| line.contains("ckfs: error: ") || line.contains("stalled: ")).count();
-        assert!(told >= 1 && said.contains(file) && said.contains("stalled: "), "{said}");
+        let reported = said.lines().filter(|line| line.contains("ckfs: error: ") || line.contains("stalled: ")).count();
+        assert!(reported >= 1 && said.contains(file) && said.contains("stalled: "), "{said}");
     };
     let name = path.to_str().unwrap();
-    // In the order in which they are read: what was read is in the kernel's cache.
+    // In the order of reads: bytes that were read are in the kernel's cache.
     for file in ["config.json", "model.safetensors.index.json", A] {
         source.set(file, Manner::Stalled);
         refused(&run(&["plan", name]), file);
@@ -314,7 +314,7 @@ fn commands_give_up_a_source_that_gives_no_answer() {
         source.set(file, Manner::Failing);
         source.set(file, Manner::Good);
     }
-    // Headers are there now, the tensor is not.
+    // The headers can be read now, the tensor cannot.
     assert_eq!(run(&["plan", name]).status.code(), Some(0));
     source.set(B, Manner::Stalled);
     refused(&run(&["cat", name, "full/beta"]), B);
@@ -322,7 +322,7 @@ fn commands_give_up_a_source_that_gives_no_answer() {
 }
 
 #[test]
-fn failures_are_errors_that_pass_and_changes_are_errors_that_stay() {
+fn failures_are_temporary_errors_and_changes_are_permanent_ones() {
     if !can_mount() {
         return;
     }
@@ -333,7 +333,7 @@ fn failures_are_errors_that_pass_and_changes_are_errors_that_stay() {
     source.set(A, Manner::Good);
     mount.reads("full/alpha", 0);
     mount.reads("full/gamma", 2);
-    // Read before, so that the kernel has all pages of it.
+    // Read before, so that the kernel has all its pages.
     mount.reads("full/alpha", 0);
     source.touch(A);
     until("the change is seen", || mount.stat("poisoned_sources") == 1);

@@ -1,5 +1,5 @@
-//! The formats that wrap tensors, taken apart by readers of this file's own: every size is the length of what is read, and
-//! every element is that of the raw file.
+//! The formats that wrap tensors, decoded by readers written in this file: every size is the length of the read bytes, and
+//! every element equals the raw file's.
 
 #![allow(clippy::unwrap_used, reason = "tests panic")]
 
@@ -52,7 +52,7 @@ fn experts() -> TempDir {
             rows.push(row(&name, DType::BF16, &[5, 6]));
         }
     }
-    // A type of which nothing more is expected.
+    // An unknown model type, for which the rules expect no more tensors.
     repo::write_repo(dir.path(), &[&rows], &serde_json::json!({"model_type": "qwen3_next", "num_hidden_layers": 2}));
     dir
 }
@@ -61,12 +61,12 @@ fn options(mesh: &str) -> ViewOptions {
     ViewOptions { mesh: Mesh::parse(mesh).unwrap(), ..ViewOptions::default() }
 }
 
-/// A mount with its files read at need.
+/// A mount whose files are read on request.
 struct Shown {
     volume: Volume,
     files: BTreeMap<String, Ino>,
     manifest: Value,
-    /// The source, which must outlive what reads it.
+    /// The source, which must outlive its readers.
     _source: TempDir,
 }
 
@@ -80,7 +80,7 @@ impl Shown {
         shown
     }
 
-    /// The whole of a file, whose size must be what was said; any odd span is the same slice.
+    /// A whole file, whose length must equal its size; any odd span is the same slice.
     fn read(&self, path: &str) -> Vec<u8> {
         let ino = *self.files.get(path).unwrap_or_else(|| panic!("{path} is not among {:#?}", self.files.keys()));
         let size = self.volume.attr(ino).unwrap().size_bytes;
@@ -164,7 +164,7 @@ fn position(at: &[usize], extents: &[usize]) -> usize {
     at.iter().zip(extents).fold(0, |position, (at, extent)| position * extent + at)
 }
 
-/// Puts a box of elements into a whole; what reaches beyond the whole must be zeros. Counts the elements put.
+/// Copies a box of elements into a whole; elements beyond the whole must be zeros. Returns the number of copied elements.
 fn place(whole: &mut [u8], shape: &[usize], origin: &[usize], part: &[u8], extents: &[usize], width: usize) -> usize {
     assert_eq!(part.len(), extents.iter().product::<usize>() * width);
     let mut placed = 0;
@@ -194,7 +194,7 @@ fn all_cases() -> Vec<(TempDir, ViewOptions)> {
             cases.push((experts(), ViewOptions { unscanned, ..options(mesh) }));
         }
     }
-    // Inner and outer axes split together, by rules of the user's.
+    // Inner and outer axes split together, by user rules.
     let rule = |text: &str, spec: &[&[&str]]| ShardRule {
         pattern: Pattern::parse(text).unwrap(),
         spec: spec.iter().map(|axes| axes.iter().map(|axis| (*axis).to_owned()).collect()).collect(),
@@ -260,7 +260,7 @@ fn a_chunk_is_a_devices_shard_where_the_split_is_even() {
 }
 
 #[test]
-fn the_checkpoint_says_whether_layers_are_stacked() {
+fn the_checkpoint_states_whether_layers_are_stacked() {
     for (unscanned, layout, expected) in
         [(false, Layout::Canonical, true), (true, Layout::Canonical, false), (false, Layout::Hf, false)]
     {
@@ -300,7 +300,7 @@ fn types_that_a_format_lacks_are_refused_with_the_reason() {
         let text = String::from_utf8(shown.read(&format!("{format}/UNAVAILABLE.txt"))).unwrap();
         assert!(text.contains("packed") && text.contains("F4"), "{text}");
     }
-    // Bytes of packed elements are still arrays of bytes.
+    // Bytes of packed elements are available as arrays of bytes.
     let file = shown.read("npy/dev1/packed.npy");
     assert!(String::from_utf8_lossy(&file[..100]).contains("'descr': '|u1', 'fortran_order': False, 'shape': (2, 3)"));
 }
@@ -352,7 +352,7 @@ fn device_files_say_where_their_shards_are() {
                 if !extents.contains(&0) {
                     assert_eq!(offsets, origin, "{}", tensor.name());
                 }
-                // Readers look a shard up by its offsets, and take the extent of the whole from the ends.
+                // Readers find a shard by its offsets, and compute the extent of the whole from the ends.
                 let held = seen.entry((tensor.name().to_owned(), offsets.clone())).or_insert_with(|| extents.clone());
                 assert_eq!(*held, extents, "{} at {offsets:?}", tensor.name());
                 let fits =
@@ -364,7 +364,7 @@ fn device_files_say_where_their_shards_are() {
 }
 
 #[test]
-fn an_index_is_there_only_where_it_is_true() {
+fn an_index_exists_only_where_every_tensor_is_whole_in_one_file() {
     let index = "safetensors/model.safetensors.index.json";
     for (dir, options) in all_cases() {
         let shown = Shown::new(dir, &options);
@@ -389,7 +389,7 @@ fn u32_at(bytes: &[u8], at: usize) -> usize {
     usize::try_from(u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap())).unwrap()
 }
 
-/// Entries of a zip archive by its central directory, each checked against its local header: name, place of its data,
+/// Entries of a zip archive by its central directory, each checked against its local header: name, offset of its data,
 /// length.
 fn unzip(bytes: &[u8]) -> Vec<(String, usize, usize)> {
     let end = bytes.len() - 22;
@@ -404,7 +404,7 @@ fn unzip(bytes: &[u8]) -> Vec<(String, usize, usize)> {
         let name = &bytes[at + 46..at + 46 + name_len];
         assert_eq!(&bytes[local..local + 4], b"PK\x03\x04");
         assert_eq!(&bytes[local + 30..local + 30 + name_len], name);
-        // Version, flags, method, time and date, checksum and sizes are the same in both.
+        // Version, flags, method, time and date, checksum and sizes are equal in both.
         assert_eq!(bytes[at + 6..at + 28], bytes[local + 4..local + 26]);
         let data = local + 30 + name_len + u16_at(bytes, local + 28);
         entries.push((String::from_utf8(name.to_vec()).unwrap(), data, u32_at(bytes, at + 24)));
@@ -447,7 +447,7 @@ fn pt_archives_hold_the_shards() {
     }
 }
 
-/// What a pickle that uses the opcodes of our writer stands for: objects keep their class name and state.
+/// The value of a pickle that uses the opcodes of our writer: objects keep their class name and state.
 #[derive(Clone, Debug, PartialEq)]
 enum Pickled {
     Mark,
@@ -620,7 +620,7 @@ fn segments_of_a_distributed_checkpoint_are_the_tensors() {
 }
 
 #[test]
-fn a_distributed_checkpoint_is_complete_whatever_devices_are_listed() {
+fn a_distributed_checkpoint_is_complete_for_any_listed_devices() {
     let devices = Some(vec![2]);
     let shown = Shown::new(repo::llama(2, DType::BF16), &ViewOptions { devices, ..options("fsdp=4") });
     let files = shown.under("dcp/");
@@ -632,7 +632,7 @@ fn a_distributed_checkpoint_is_complete_whatever_devices_are_listed() {
 }
 
 #[test]
-fn copies_are_kept_once_in_a_distributed_checkpoint() {
+fn copies_are_stored_once_in_a_distributed_checkpoint() {
     let shown = Shown::new(repo::llama(2, DType::BF16), &options("replica=4,fsdp=2"));
     let names: Vec<_> = shown.under("dcp/").into_iter().filter(|name| name.ends_with(".distcp")).collect();
     assert_eq!(names, ["__0_0.distcp", "__1_0.distcp"]);
@@ -659,7 +659,7 @@ fn nodes_of_arrays_agree_with_each_other() {
     assert_eq!(shown.volume.open(array.ino).unwrap_err(), FsError::IsDirectory);
     let chunk = shown.volume.resolve("orbax/0/items/odd/1.0.0").unwrap();
     assert_eq!(shown.volume.lookup(chunk.ino, b"x"), Err(FsError::NotDirectory));
-    // Listings may be taken up anywhere.
+    // A listing may start at any entry.
     for from in 0..4 {
         let mut names = Vec::new();
         let mut list = |entry: ckfs::volume::DirEntry<'_>| {
@@ -688,7 +688,7 @@ fn thousands_of_arrays_for_a_thousand_devices_cost_little() {
     assert_eq!(repo::read(&volume, chunk.ino, 0, 100), repo::read(&volume, raw.ino, 0, 100));
 }
 
-/// A format is one file of the layer below and a line in its list only while nothing above it knows it by name.
+/// A new format needs only its file and its line in the list, as long as nothing above the layer names a format.
 #[test]
 fn the_volume_names_no_format() {
     let names: Vec<&str> = ckfs::image::FORMATS.iter().map(|format| format.name()).collect();

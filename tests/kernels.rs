@@ -1,7 +1,7 @@
 //! The kernels against numpy and `ml_dtypes` (by digest), against a slow independent reference, and against each other.
 //!
-//! The state protected here is every byte that a cast mount serves: a cast that rounds one pattern in 2^24 wrongly is
-//! noticed by nobody until a training run differs.
+//! The state protected here is every byte that a cast mount serves: if a cast rounds one pattern in 2^24 wrongly,
+//! it remains unnoticed until a training run differs.
 #![allow(
     clippy::unwrap_used,
     clippy::cast_possible_truncation,
@@ -32,7 +32,7 @@ const FLOATS: [DType; 8] = [
 ];
 
 /// SHA-256 of the results of casting [`patterns`] of the first type to the second, as numpy and `ml_dtypes` compute them.
-/// Made by `tests/python/cast_digests.py` (numpy 2.4.6, `ml_dtypes` 0.6.0), which also says where torch differs.
+/// Computed by `tests/python/cast_digests.py` (numpy 2.4.6, `ml_dtypes` 0.6.0), which also prints where torch differs.
 #[rustfmt::skip]
 const CAST_DIGESTS: [(DType, DType, &str); 56] = [
     (DType::F64, DType::F32, "7d7a8c9eafa43506982799641436f6fdda2265b2c485f07aaea9a9d8c2f20e0d"),
@@ -160,7 +160,7 @@ fn equal_types_keep_every_bit() {
     }
 }
 
-/// A float format as its definition has it: exponent bits, mantissa bits, bias, whether it has infinities, and whether
+/// A float format by its definition: exponent bits, mantissa bits, bias, whether it has infinities, and whether
 /// negative zero is its only NaN.
 fn definition(dtype: DType) -> (u32, u32, i32, bool, bool) {
     match dtype {
@@ -208,7 +208,7 @@ fn nearest(dtype: DType, wanted: f32) -> u32 {
     };
     assert!(!wanted.is_nan());
     let wanted = f64::from(wanted.abs());
-    // The patterns of one sign ascend with their values: find the last that is not above.
+    // The patterns of one sign ascend with their values: find the last that is not above `wanted`.
     let (mut low, mut high) = (0, finite_count);
     while high - low > 1 {
         let middle = u32::midpoint(low, high);
@@ -229,7 +229,7 @@ proptest! {
 
     #[test]
     fn narrowing_is_nearest_even(bits in any::<u32>(), border in 0_u32..24, around in -1_i32..=1) {
-        // Half of all random patterns are far out of range of the small types: bring the exponent near theirs, and put
+        // Half of all random patterns are far outside the range of the small types: move the exponent near theirs, and set
         // the low bits on or beside a tie.
         let tied = ((bits >> border << border) | (1 << border >> 1)).wrapping_add_signed(around);
         let near = (tied & 0x807f_ffff) | ((100 + (bits >> 23) % 46) << 23);
@@ -318,7 +318,7 @@ fn steps_round_where_they_say() {
     assert_eq!(run(vec![Step::multiply(2.0, true)], -1e-45).to_bits(), (-0.0_f32).to_bits());
 }
 
-/// A job whose loops are disjoint in the target, with slices that just hold what it reaches.
+/// A job whose loops are disjoint in the target, with slices of exactly the length that it accesses.
 #[derive(Clone, Debug)]
 struct Job {
     loops: Vec<Loop>,
@@ -361,7 +361,7 @@ fn jobs() -> impl Strategy<Value = Job> {
     })
 }
 
-/// Elements from the offset to just past the furthest reached.
+/// Elements from the offset to just past the furthest accessed one.
 fn reach(loops: &[Loop], stride: impl Fn(&Loop) -> u64) -> usize {
     1 + loops.iter().map(|step| (step.extent - 1) * stride(step)).sum::<u64>() as usize
 }
@@ -404,7 +404,7 @@ fn check_gather(job: &Job, decode: &Decode, from: usize, to: usize, scale: Optio
     let Job { loops, source_offset, target_offset, shift, .. } = job;
     let gathered =
         Gather { decode, target_bytes: to as u64, loops, source_offset: *source_offset, target_offset: *target_offset };
-    // Past the caches too, from the start of a cache line on, where it may be whole lines that are written.
+    // Past the caches too, from the start of a cache line on, where the code may write whole lines.
     let mut streamed = vec![0; 64 + expected.len()];
     let line = streamed.as_ptr().align_offset(64);
     let streamed = &mut streamed[line..line + expected.len()];
@@ -505,19 +505,19 @@ fn copy_of(loops: &[Loop], source_offset: u64, source_base: u64, source: usize, 
 
 #[test]
 #[should_panic(expected = "the loops reach byte Some(20) of 19 source bytes")]
-fn reaching_past_the_source_is_refused() {
+fn access_past_the_source_is_refused() {
     copy_of(&[Loop { extent: 4, target_stride: 1, source_stride: 3 }], 0, 0, 19, 8);
 }
 
 #[test]
 #[should_panic(expected = "the loops reach byte Some(8) of 7 target bytes")]
-fn reaching_past_the_target_is_refused() {
+fn access_past_the_target_is_refused() {
     copy_of(&[Loop { extent: 4, target_stride: 1, source_stride: 3 }], 0, 0, 20, 7);
 }
 
 #[test]
 #[should_panic(expected = "source element 4 of 2 bytes lies before the window at byte 10")]
-fn reaching_before_the_window_is_refused() {
+fn access_before_the_window_is_refused() {
     copy_of(&[], 4, 5, 20, 8);
 }
 

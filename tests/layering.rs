@@ -1,4 +1,4 @@
-//! The layers, held to their order by reading the code.
+//! The order of the layers, checked by reading the code.
 //!
 //! `crate::<layer>` paths and `super::` paths that leave a layer are collected from `src` and compared with what each
 //! layer may use. Comments, strings and doc links do not count.
@@ -49,7 +49,7 @@ const UNSAFE_FILES: [&str; 13] = [
     "tensor/transpose.rs",
 ];
 
-/// Files that still need one which needs them: the first of each pair should not need the second. The list may only become
+/// Pairs of files: the first still needs the second, and should not. The list may only become
 /// shorter.
 const KNOWN_BACKWARD: [(&str, &str); 21] = [
     ("checkpoint/dialect.rs", "checkpoint/open.rs"),
@@ -188,7 +188,7 @@ fn tokens(code: &str) -> Vec<&str> {
     tokens
 }
 
-/// The first names after a path prefix that ends before `tokens`: one name, or those of a braced list.
+/// The first names after a path prefix that ends before `tokens`: one name, or the names of a braced list.
 fn first_names<'a>(tokens: &[&'a str]) -> Vec<&'a str> {
     let [first, rest @ ..] = tokens else { return Vec::new() };
     if *first != "{" {
@@ -216,7 +216,7 @@ fn first_names<'a>(tokens: &[&'a str]) -> Vec<&'a str> {
     names
 }
 
-/// The names that a file's code takes from the crate's root, by `crate::` or by enough `super::`. `depth` is that of the
+/// The names that a file's code uses from the crate's root, by `crate::` or by enough `super::`. `depth` is that of the
 /// file's own module; modules in braces are deeper.
 fn crate_names<'a>(tokens: &[&'a str], depth: usize) -> BTreeSet<&'a str> {
     let mut names = BTreeSet::new();
@@ -257,7 +257,7 @@ fn crate_names<'a>(tokens: &[&'a str], depth: usize) -> BTreeSet<&'a str> {
     names
 }
 
-/// Leaves out `mod tests { … }`: unit tests may print, and may test what a processor does.
+/// Removes `mod tests { … }`: unit tests may print, and may test features of a processor.
 fn without_tests<'a>(tokens: &[&'a str]) -> Vec<&'a str> {
     let mut kept = Vec::with_capacity(tokens.len());
     let mut at = 0;
@@ -323,21 +323,21 @@ fn layers_use_only_those_below() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
-/// One name that a `use` brings into a module: what it is called there, and the path as written.
+/// One name that a `use` brings into a module: its local name, and the path as written.
 struct Alias<'a> {
     /// `*` for all names of a module.
     name: &'a str,
     path: Vec<&'a str>,
-    /// Whether other modules may take it from here.
+    /// Whether other modules may import it from here.
     is_public: bool,
 }
 
-/// What one file says about others, without unit tests.
+/// The references of one file to others, without unit tests.
 #[derive(Default)]
 struct Names<'a> {
-    /// Modules that it declares as files of their own.
+    /// Modules that it declares as separate files.
     children: BTreeSet<&'a str>,
-    /// What it brings into scope, each with the modules in braces around it.
+    /// Names that it imports, each with the modules in braces around it.
     aliases: Vec<(Vec<&'a str>, Alias<'a>)>,
     /// Paths in its code, each with the modules in braces around it.
     paths: Vec<(Vec<&'a str>, Vec<&'a str>)>,
@@ -345,7 +345,7 @@ struct Names<'a> {
     words: BTreeSet<&'a str>,
 }
 
-/// Reads a `use` tree that begins at `tokens[0]`: its names, and how many tokens it has.
+/// Reads a `use` tree that begins at `tokens[0]`; returns its names, and its number of tokens.
 fn use_tree<'a>(tokens: &[&'a str], before: &[&'a str], is_public: bool, found: &mut Vec<Alias<'a>>) -> usize {
     let mut path = before.to_vec();
     let mut at = 0;
@@ -439,7 +439,7 @@ fn module_of(name: &str) -> Vec<&str> {
     if path == "lib" { Vec::new() } else { path.split('/').collect() }
 }
 
-/// The files of the crate with what each says about the others.
+/// The files of the crate, each with its references to others.
 struct Graph<'a> {
     modules: BTreeMap<Vec<&'a str>, usize>,
     names: Vec<Names<'a>>,
@@ -454,7 +454,7 @@ impl<'a> Graph<'a> {
         }
     }
 
-    /// A path of a module's code as one from the crate's root; `None` if its head is another crate or a name in scope.
+    /// A path in a module's code as one from the crate's root; `None` if its head is another crate or a name in scope.
     fn absolute(&self, file: &[&'a str], inner: &[&'a str], path: &[&'a str]) -> Option<Vec<&'a str>> {
         let mut base: Vec<&str> = [file, inner].concat();
         let number = self.modules[file];
@@ -476,7 +476,7 @@ impl<'a> Graph<'a> {
         Some(base)
     }
 
-    /// The file in which a path from the crate's root is defined: through all re-exports on its way.
+    /// The file that defines a path from the crate's root, found through all re-exports on its way.
     fn home(&self, path: &[&'a str], hops: usize) -> Option<usize> {
         assert!(hops < 20, "re-exports in a circle: {path:?}");
         let depth = (0..=path.len()).rev().find(|depth| self.modules.contains_key(&path[..*depth]))?;
@@ -498,7 +498,7 @@ impl<'a> Graph<'a> {
                 return self.home(&target, hops + 1);
             }
         }
-        // A name that this file does not itself define comes by a glob; which, the words of the file tell well enough.
+        // A name that this file does not define comes from a glob; the words of the file identify it well enough.
         let elsewhere = globs.iter().find_map(|target| {
             let home = self.home(target, hops + 1)?;
             (self.names[home].words.contains(name) && !self.names[here].words.contains(name)).then_some(home)
@@ -510,7 +510,7 @@ impl<'a> Graph<'a> {
     fn needs(&self, file: &[&'a str]) -> BTreeMap<usize, BTreeSet<String>> {
         let number = self.modules[file];
         let names = &self.names[number];
-        // A name that is only handed on is not needed.
+        // A name that is only re-exported is not needed.
         let used = |alias: &Alias<'_>| !alias.is_public || names.words.contains(alias.name);
         let aliases = names.aliases.iter().filter(|(_, alias)| used(alias)).map(|(inner, alias)| {
             let end = alias.path.len() - usize::from(alias.name == "*");
@@ -531,13 +531,13 @@ impl<'a> Graph<'a> {
 
 /// Files of one layer that need each other.
 struct Cycle {
-    /// In order.
+    /// The files in order.
     files: Vec<String>,
-    /// What each needs of the others, for the message.
+    /// The names that each file needs of the others, for the message.
     reasons: Vec<String>,
 }
 
-/// All cycles, by their first file. Of each pair in `except` the first does not count as needing the second.
+/// All cycles, by their first file. In each pair of `except`, the first file does not count as needing the second.
 fn cycles(files: &[(String, Vec<&str>)], except: &[(&str, &str)]) -> Vec<Cycle> {
     let graph = Graph::new(files);
     let mut needs = vec![BTreeMap::new(); files.len()];
@@ -577,12 +577,12 @@ fn cycles(files: &[(String, Vec<&str>)], except: &[(&str, &str)]) -> Vec<Cycle> 
     found.into_iter().map(cycle).collect()
 }
 
-/// Files of one layer form no cycle, so that each can be read after those that it needs.
+/// Files of one layer form no cycle, so that each can be read after the files that it needs.
 ///
 /// A file needs another if its code names something that the other defines: by `use`, by a path in the code, and through
-/// re-exports, which are followed to the definition. A file that hands a name on (`pub use`) without naming it elsewhere
-/// does not need it: a `mod.rs` that only re-exports is in no cycle. Unit tests do not count, they may use everything.
-/// Calls of methods are not seen, as no path leads to them.
+/// re-exports, which are followed to the definition. A file that re-exports a name (`pub use`) without naming it elsewhere
+/// does not need it: a `mod.rs` that only re-exports is in no cycle. Unit tests do not count; they may use everything.
+/// Method calls are not seen, as no path leads to them.
 #[test]
 fn files_of_a_layer_form_no_cycle() {
     let sources = sources();
@@ -655,7 +655,7 @@ fn outer_crates_stay_in_their_layer() {
             let found = if let Some(name) = word.strip_suffix('!') {
                 tokens.windows(2).any(|pair| pair == [name, "!"])
             } else {
-                // As the head of a path, in attributes too; not as the name of something of ours.
+                // As the head of a path, in attributes too; not as the name of an item of this crate.
                 let before = |at: usize| at.checked_sub(1).map(|before| tokens[before]);
                 let head = |at: usize| tokens[at] == word && before(at) != Some("::");
                 (0..tokens.len()).any(|at| head(at) && (tokens.get(at + 1) == Some(&"::") || before(at) == Some("use")))
@@ -684,16 +684,16 @@ fn unsafe_code_is_where_it_is_declared() {
     assert_eq!(declared, UNSAFE_FILES.into_iter().collect(), "the list in this test and the files that declare it");
 }
 
-/// Bytes that only the kernel may read become a slice in one place, beside the type's own calls.
+/// Kernel-only buffers become a slice in one place, beside the type's own calls.
 #[test]
-fn kernel_bytes_are_made_a_slice_for_fuser_only() {
+fn kernel_only_buffers_become_a_slice_for_fuser_only() {
     let files = sources();
     let using: Vec<&str> =
         files.iter().filter(|file| file.code.contains("for_system_call")).map(|file| file.name.as_str()).collect();
     assert_eq!(using, ["fuse/reply_data.rs", "source/kernel_bytes.rs"]);
 }
 
-/// The reference evaluator is a second opinion only while it shares nothing with what it checks.
+/// The reference evaluator is independent only if it shares nothing with the code that it checks.
 #[test]
 fn the_reference_uses_only_the_expression() {
     let sources = sources();
@@ -709,7 +709,7 @@ fn the_reference_uses_only_the_expression() {
 }
 
 #[test]
-fn the_reader_of_code_reads_code() {
+fn the_token_reader_reads_code() {
     let text = r##"
         //! crate::comment
         use crate::{tensor::{DType, view::View}, read};

@@ -1,8 +1,8 @@
-//! Layouts as data: MaxText's families against digests of what its own converter made, users' files, and every way of being
-//! wrong with its message.
+//! Layouts as data: MaxText's families against digests of its own converter's output, users' files, and every error with
+//! its message.
 //!
-//! `tests/fixtures/maxtext/FAMILY/hf` is a tiny repository; `scanned.jsonl` and `unscanned.jsonl` beside it say of each leaf of
-//! the checkpoint that MaxText 0.2.5's `to_maxtext` wrote for it (bfloat16) its name, shape, dtype, the SHA-256 of its
+//! `tests/fixtures/maxtext/FAMILY/hf` is a tiny repository. `scanned.jsonl` and `unscanned.jsonl` beside it describe each leaf of
+//! the checkpoint that MaxText 0.2.5's `to_maxtext` wrote for it (bfloat16): its name, shape, dtype, the SHA-256 of its
 //! elements, and its logical axes and partition spec on the mesh `fsdp=4,tensor=2`.
 #![allow(clippy::unwrap_used, clippy::wildcard_enum_match_arm, reason = "a test fails by panicking")]
 
@@ -31,7 +31,7 @@ fn open(path: &Path) -> Arc<Checkpoint> {
     Arc::new(Checkpoint::open(path.to_str().unwrap(), &OpenOptions::default()).unwrap())
 }
 
-/// What the converter made: facts about the whole, and one object per leaf.
+/// The converter's output: facts about the whole, and one object per leaf.
 fn expected(family: &str, scanned: bool) -> (Value, Vec<Value>) {
     let name = if scanned { "scanned.jsonl" } else { "unscanned.jsonl" };
     let text = std::fs::read_to_string(fixture(family).join(name)).unwrap();
@@ -91,7 +91,7 @@ fn cut(whole: &[u8], shape: &[u64], ranges: &[std::ops::Range<u64>], width: u64)
 fn check_family(family: &str, scanned: bool) {
     let (facts, leaves) = expected(family, scanned);
     let checkpoint = open(&fixture(family).join("hf"));
-    // One key-value head does not split in two.
+    // One key-value head does not split in two parts.
     let mesh = if family == "gemma4" { "fsdp=4" } else { "fsdp=4,tensor=2" };
     let options = options(scanned, mesh, &facts);
     let plan = Plan::build(&checkpoint, &options).unwrap_or_else(|error| panic!("{family}: {error}"));
@@ -99,7 +99,7 @@ fn check_family(family: &str, scanned: bool) {
     let mut wanted: Vec<&str> = leaves.iter().map(|leaf| leaf["name"].as_str().unwrap()).collect();
     wanted.sort_unstable();
     assert_eq!(names, wanted, "{family}");
-    // MaxText configures its model by what the checkpoint says of itself.
+    // MaxText configures its model by the checkpoint's own metadata.
     assert_eq!(plan.is_scanned(), scanned, "{family}");
     let small = volume(&checkpoint, plan.clone(), 0);
     let large = volume(&checkpoint, plan.clone(), 64 << 20);
@@ -110,7 +110,7 @@ fn check_family(family: &str, scanned: bool) {
         let rank = shape.rank();
         assert_eq!(serde_json::json!(shape.extents()), leaf["shape"], "{family} {name}");
         assert_eq!(tensor.view.dtype().code(), leaf["dtype"], "{family} {name}");
-        // No annotation is no names; a name for no axis is null.
+        // A missing annotation means no names; null is the name of no axis.
         let axes: Vec<Value> = tensor
             .logical
             .iter()
@@ -168,9 +168,9 @@ families! {
     qwen3_next: "qwen3-next";
 }
 
-/// Specs that a mesh refuses for their sizes are still those of the rules.
+/// Specs that a mesh refuses because of their sizes still follow the rules.
 #[test]
-fn specs_follow_the_rules_whatever_the_sizes() {
+fn specs_follow_the_rules_for_any_sizes() {
     for scanned in [true, false] {
         let (facts, leaves) = expected("gemma4", scanned);
         let checkpoint = open(&fixture("gemma4").join("hf"));
@@ -192,7 +192,7 @@ fn find<'a>(plan: &'a Plan, name: &str) -> &'a ckfs::plan::PlannedTensor {
     plan.tensors.iter().find(|tensor| tensor.name == name).unwrap_or_else(|| panic!("no {name}"))
 }
 
-// Generated repositories: other sizes, dtypes and edge values, against what the rules mean, written out.
+// Generated repositories: other sizes, dtypes and edge values, compared with formulas of the rules' meaning.
 
 /// A repository in a temporary directory, and its tensors as f32.
 struct Repo {
@@ -200,7 +200,7 @@ struct Repo {
     tensors: BTreeMap<String, (Vec<u64>, Vec<f32>)>,
 }
 
-/// Bits of a float, from a generator that likes the edges: subnormals, the smallest normal values, infinities, NaN.
+/// Bits of a float, from a generator that prefers the edges: subnormals, the smallest normal values, infinities, NaN.
 fn edgy(state: &mut u64) -> f32 {
     *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
     let bits = u32::try_from(*state >> 32).unwrap();
@@ -265,7 +265,7 @@ impl Repo {
     }
 }
 
-/// The type that a cast mount keeps values in.
+/// The type in which a cast mount stores values.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Saved {
     F32,
@@ -288,7 +288,7 @@ impl Saved {
     }
 }
 
-/// All elements of a leaf as f32, with its shape. NaN is as good as NaN.
+/// All elements of a leaf as f32, with its shape. All NaNs are equal.
 fn leaf(volume: &Volume, plan: &Plan, name: &str) -> (Vec<u64>, Vec<f32>) {
     let tensor = find(plan, name);
     let bytes = read(volume, &format!("full/{}", name.replace('.', "/")), 1 << 20);
@@ -389,7 +389,7 @@ fn llama_of_any_size_and_dtype() {
             };
             #[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "what numpy does")]
             let scale = (1.0 / (d as f64).sqrt()) as f32;
-            // Interleaved place 2i + p of a head is row i + p d/2 of it.
+            // Interleaved position 2i + p of a head is row i + p d/2 of it.
             let row = |head: u64, at: u64| head * d + at / 2 + (at % 2) * (d / 2);
             let compare = |name: &str, shape: &[u64], formula: &dyn Fn(&[u64]) -> f32| {
                 compare(&volume, &plan, &format!("params.{name}"), shape, formula);
@@ -428,7 +428,7 @@ fn llama_of_any_size_and_dtype() {
 }
 
 fn gemma3(layers: u64) -> (Value, Vec<(String, Vec<u64>)>) {
-    // As published: what is as usual is left out of the configuration.
+    // As published: the configuration leaves out members with usual values.
     let config = serde_json::json!({
         "model_type": "gemma3",
         "text_config": { "model_type": "gemma3_text", "hidden_size": 20, "num_hidden_layers": layers },
@@ -506,7 +506,7 @@ fn gemma3_with_any_number_of_layers() {
 
 /// The axes that layers are stacked on, by the scan axis.
 #[test]
-fn sizes_that_no_file_has_are_refused() {
+fn impossible_sizes_are_refused() {
     let checkpoint = open(&fixture("llama3.1").join("hf"));
     let set = BTreeMap::from([("vocab_size".to_owned(), (1_u64 << 52).to_string())]);
     let layout = Layout::find("maxtext").unwrap();
@@ -519,7 +519,7 @@ fn sizes_that_no_file_has_are_refused() {
 fn layers_are_stacked_on_the_scan_axis() {
     let rows = [
         ("mixtral", "params.decoder.layers.self_attention.query.kernel", [[3, 48, 6, 8], [48, 3, 6, 8], [48, 6, 3, 8]]),
-        // Experts and layers lead whatever the axis.
+        // The axes of experts and layers come first for any scan axis.
         ("mixtral", "params.decoder.layers.MoeBlock_0.wi_0", [[4, 3, 48, 56], [4, 3, 48, 56], [4, 3, 48, 56]]),
     ];
     for (family, name, shapes) in rows {
@@ -538,7 +538,7 @@ fn layers_are_stacked_on_the_scan_axis() {
     assert_eq!((norm.view.shape().extents(), norm.logical.join(" ")), (&[3, 48][..], "layers norm".to_owned()));
 }
 
-/// The old names hold, for each place of the pattern, what the nested ones hold on the axis of its places.
+/// The old names hold, for each position of the pattern, the values that the nested ones hold on the axis of its positions.
 #[test]
 fn qwen3_next_before_its_pattern_was_nested() {
     let checkpoint = open(&fixture("qwen3-next").join("hf"));
@@ -565,7 +565,7 @@ fn qwen3_next_before_its_pattern_was_nested() {
     }
 }
 
-/// fp8 weights are multiplied by their scales before the rules see them, and the scales are no unexpected tensors.
+/// fp8 weights are multiplied by their scales before the rules see them, and the scales are not unexpected tensors.
 #[test]
 fn fp8_weights_are_dequantized() {
     use std::io::Write as _;
@@ -612,7 +612,7 @@ fn fp8_weights_are_dequantized() {
     });
 }
 
-// Layout files: users' own, and how they are refused.
+// Layout files of users, and how they are refused.
 
 fn with_layout(text: &str) -> Result<ViewOptions, PlanError> {
     let layout = Layout::File(Arc::new(LayoutFile::parse("my.toml", text)?));
@@ -742,7 +742,7 @@ fn malformed_files_are_refused_with_their_lines() {
     assert!(error.starts_with("/nowhere/x.toml: "), "{error}");
 }
 
-/// All tensors of the Llama fixture, as they are.
+/// All tensors of the Llama fixture, unchanged.
 const REST: &str = "
 [[ignore]]
 names = '*'
@@ -803,7 +803,7 @@ fn rules_that_do_not_fit_are_refused_naming_leaf_and_line() {
 }
 
 #[test]
-fn what_is_missing_or_unexpected_can_be_allowed() {
+fn missing_and_unexpected_tensors_can_be_allowed() {
     let checkpoint = open(&fixture("llama3.1").join("hf"));
     let text = "name = 'x'\n[[leaf]]\nto = 'a'\nfrom = 'nothing'\n[[leaf]]\nto = 'b'\nfrom = 'model.norm.weight'";
     let mut options = with_layout(text).unwrap();
@@ -822,7 +822,7 @@ fn what_is_missing_or_unexpected_can_be_allowed() {
 }
 
 #[test]
-fn numbers_come_from_the_repository_where_a_range_is_left_out() {
+fn numbers_come_from_the_repository_without_a_range() {
     let checkpoint = open(&fixture("qwen3-moe").join("hf"));
     let text = format!(
         "name = 'x'{REST}[group]\nlayer = [\n{{ to = 'up', from = 'mlp.experts.{{e}}.up_proj.weight', stack = [{{ var = 'e', axis = 1, name = 'exp' }}], axes = 'mlp embed' }},\n]\n[[place]]\ngroup = 'layer'\nto = 'layers'\nfrom = 'model.layers.{{l}}'\nstack = [{{ var = 'l', name = 'layers', axis = 0 }}]"
@@ -874,7 +874,7 @@ fn vocabularies_of_published_models() {
     assert!(plan.params.contains(&("vocab_size".to_owned(), "256128".to_owned())));
 }
 
-/// A repository of these shapes, with nothing but zeros.
+/// A repository of these shapes that holds only zeros.
 fn hollow(config: &Value, shapes: &BTreeMap<String, (DType, Vec<u64>)>) -> (tempfile::TempDir, Arc<Checkpoint>) {
     use std::io::Write as _;
     let directory = tempfile::tempdir().unwrap();
@@ -914,9 +914,9 @@ const FAMILIES: [&str; 13] = [
     "olmo3",
 ];
 
-/// config.json tells the shapes: of the tensors that a checkpoint is made of, none may have another.
+/// config.json determines the shapes: no tensor that a checkpoint needs may have another.
 #[test]
-fn tensors_of_other_shapes_than_the_configuration_says_are_refused() {
+fn tensors_of_other_shapes_than_the_configuration_requires_are_refused() {
     for (family, scanned) in FAMILIES.into_iter().flat_map(|family| [(family, true), (family, false)]) {
         let (config, shapes) = (config_of(family), shapes_of(family));
         let options = options(scanned, "", &Value::Null);
@@ -930,7 +930,7 @@ fn tensors_of_other_shapes_than_the_configuration_says_are_refused() {
             });
         }
         assert!(used.len() > 20, "{family}");
-        // These layers are of every kind.
+        // These layers are of every type.
         let numbers = |name: &str| name.split('.').filter_map(|word| word.parse::<u64>().ok()).collect::<Vec<_>>();
         used.retain(|name| numbers(name).iter().all(|number| [0, 2, 5].contains(number)));
         // Wider, with its axes the other way round, and with one axis more.
@@ -950,7 +950,7 @@ fn tensors_of_other_shapes_than_the_configuration_says_are_refused() {
                 let found = Plan::build(&checkpoint, &options);
                 let what = format!("{family}, scanned {scanned}: {name} of {other:?}");
                 match found {
-                    // Rows of the embedding are cut or filled up, with a word of warning.
+                    // Rows of the embedding are cut or padded, with a warning.
                     Ok(plan) if name.contains("embed_tokens") && other[1..] == shape[1..] => {
                         let said =
                             format!("{name} has {} rows, but config.json's vocab_size is {}", other[0], shape[0]);
@@ -964,12 +964,12 @@ fn tensors_of_other_shapes_than_the_configuration_says_are_refused() {
                     Ok(_) => panic!("{what}: accepted"),
                     Err(error) => {
                         let error = error.to_string();
-                        let told = error.contains("expected shape [") && error.contains("model.safetensors: ");
-                        assert!(told || error.contains("reshape"), "{what}: {error}");
+                        let reported = error.contains("expected shape [") && error.contains("model.safetensors: ");
+                        assert!(reported || error.contains("reshape"), "{what}: {error}");
                         // The head has as many rows as the embedding.
                         let of_head = format!("lm_head.weight: expected shape [{}, ", other[0]);
                         let found = error.contains(&format!("found [{}", other[0])) || error.contains(&of_head);
-                        assert!(!told || found, "{what}: {error}");
+                        assert!(!reported || found, "{what}: {error}");
                     }
                 }
             }
@@ -978,7 +978,7 @@ fn tensors_of_other_shapes_than_the_configuration_says_are_refused() {
 }
 
 #[test]
-fn shapes_are_told_once_for_all_layers() {
+fn shapes_are_reported_once_for_all_layers() {
     let (config, mut shapes) = (config_of("llama3.1"), shapes_of("llama3.1"));
     for (name, (_, shape)) in &mut shapes {
         if name.ends_with("o_proj.weight") {
@@ -993,17 +993,17 @@ fn shapes_are_told_once_for_all_layers() {
         let file = directory.path().join("model.safetensors").canonicalize().unwrap();
         let lines: Vec<String> = error.problems.iter().map(ToString::to_string).collect();
         assert_eq!(lines.len(), 2, "{error}");
-        for (line, told) in lines.iter().zip([
+        for (line, reported) in lines.iter().zip([
             format!("{}: lm_head.weight: expected shape [160, 48], found [150, 48]", file.display()),
             format!(
                 "{}: model.layers.{{0-2}}.self_attn.o_proj.weight (3 tensors): expected shape [48, 48], found [49, 48]",
                 file.display()
             ),
         ]) {
-            assert!(line.starts_with("maxtext/llama.toml:") && line.ends_with(&told), "{line}\n{told}");
+            assert!(line.starts_with("maxtext/llama.toml:") && line.ends_with(&reported), "{line}\n{reported}");
         }
     }
-    // What the configuration says nothing of is not compared.
+    // Sizes that the configuration leaves out are not compared.
     let mut config = config_of("qwen3");
     config.as_object_mut().unwrap().remove("intermediate_size");
     let mut shapes = shapes_of("qwen3");
@@ -1018,9 +1018,9 @@ fn shapes_are_told_once_for_all_layers() {
     Plan::build(&checkpoint, &options(true, "", &Value::Null)).unwrap();
 }
 
-/// What every model of a kind has is missed, though others of the family are without.
+/// Tensors that every model of a type has are required, even where others of the family lack them.
 #[test]
-fn biases_and_norms_that_a_model_must_have_are_missed() {
+fn biases_and_norms_that_a_model_must_have_are_required() {
     for (family, ends) in [
         ("qwen2.5", &["q_proj.bias", "k_proj.bias", "v_proj.bias"][..]),
         ("qwen3", &["q_norm.weight", "k_norm.weight"]),
@@ -1038,14 +1038,14 @@ fn biases_and_norms_that_a_model_must_have_are_missed() {
                 let kept = all.iter().filter(|(name, _)| keep(name)).map(|(name, shape)| (name.clone(), shape.clone()));
                 let (_directory, checkpoint) = hollow(&config, &kept.collect());
                 let error = Plan::build(&checkpoint, &options(scanned, "", &Value::Null)).unwrap_err().to_string();
-                let told = error.contains("missing tensor") && ends.iter().any(|end| error.contains(end));
-                assert!(told, "{family}, scanned {scanned}: {error}");
+                let reported = error.contains("missing tensor") && ends.iter().any(|end| error.contains(end));
+                assert!(reported, "{family}, scanned {scanned}: {error}");
             }
         }
     }
 }
 
-/// The user's rules say all about the tensors that they match: of a single expert too every element is on some device.
+/// The user's rules fully determine the tensors that they match: for a single expert, too, every element is on some device.
 #[test]
 fn rules_for_single_experts_lose_nothing() {
     let (config, shapes) = (config_of("mixtral"), shapes_of("mixtral"));
@@ -1078,7 +1078,7 @@ fn rules_for_single_experts_lose_nothing() {
 }
 
 #[test]
-fn logical_rules_that_cannot_be_meant_are_told() {
+fn impossible_logical_rules_are_reported() {
     let (config, shapes) = (config_of("llama3.1"), shapes_of("llama3.1"));
     let (_directory, checkpoint) = hollow(&config, &shapes);
     let rule = |logical: &str, mesh: &[&str]| LogicalRule {
@@ -1113,18 +1113,18 @@ fn logical_rules_that_cannot_be_meant_are_told() {
 fn every_axis_that_does_not_split_evenly_is_named() {
     let options = options(true, "context=3,tensor=4", &Value::Null);
     let error = Plan::build(&open(&fixture("deepseek2").join("hf")), &options).unwrap_err().to_string();
-    for told in [
+    for reported in [
         "axis 0 of [20, 3, 6, 28] does not split evenly in 3 parts",
         "axis 2 of [20, 3, 6, 28] does not split evenly in 4 parts",
     ] {
-        let line = format!("params.decoder.moe_layers.self_attention.wkv_b.kernel: {told}");
+        let line = format!("params.decoder.moe_layers.self_attention.wkv_b.kernel: {reported}");
         assert!(error.contains(&line), "{line}\n{error}");
     }
 }
 
-/// Orbax's storage takes a backslash in a name for a slash.
+/// TensorStore, Orbax's storage library, treats a backslash in a name as a slash.
 #[test]
-fn names_that_orbax_cannot_find_again_are_told() {
+fn names_that_orbax_cannot_find_again_are_reported() {
     let shapes = [("back\\slash.x".to_owned(), (DType::F32, vec![3])), ("y".to_owned(), (DType::F32, vec![3]))];
     let (_directory, checkpoint) = hollow(&serde_json::json!({}), &shapes.into());
     let plan = Plan::build(&checkpoint, &ViewOptions::default()).unwrap();
@@ -1138,9 +1138,9 @@ fn names_that_orbax_cannot_find_again_are_told() {
     );
 }
 
-/// Unless the user keeps floats as they are, MaxText's layouts cast them.
+/// MaxText's layouts cast floats unless the user keeps them.
 #[test]
-fn floats_are_kept_where_the_user_says_so() {
+fn floats_are_kept_on_request() {
     let (config, mut shapes) = (config_of("llama3.1"), shapes_of("llama3.1"));
     for (dtype, _) in shapes.values_mut() {
         *dtype = DType::F32;
@@ -1154,7 +1154,7 @@ fn floats_are_kept_where_the_user_says_so() {
     }
 }
 
-// Families that only the converter's text tells of, and relatives of the others: names, shapes, and the formulas that differ.
+// Families known only from the converter's source code, and relatives of the others: names, shapes, and the formulas that differ.
 
 type Shapes = Vec<(String, Vec<u64>)>;
 
@@ -1162,7 +1162,7 @@ fn per_layer(shapes: &mut Shapes, prefix: &str, layer: u64, rows: &[(&str, &[u64
     shapes.extend(rows.iter().map(|(name, shape)| (format!("{prefix}.layers.{layer}.{name}"), shape.to_vec())));
 }
 
-/// Plans a generated repository and returns its leaves by name, less `params.decoder.`, with shapes.
+/// Plans a generated repository and returns its leaves by name, without `params.decoder.`, with shapes.
 fn leaves_of(plan: &Plan) -> BTreeMap<&str, String> {
     plan.tensors
         .iter()
@@ -1479,7 +1479,7 @@ fn gemma3_with_its_vision_tower() {
     assert_eq!(leaves["params.vision_encoder.VisionEmbedder_0.mm_input_projection.w"], "[32, 48]");
 }
 
-/// Mistral is Mixtral without experts, and the parts of a model that is more than a text model are found by other prefixes.
+/// Mistral is Mixtral without experts, and a multimodal model's text parts have other prefixes.
 #[test]
 fn relatives_are_converted_alike() {
     let (mut config, shapes) = llama(4, 2, 6, 10, 7, 11, 2);
@@ -1496,7 +1496,7 @@ fn relatives_are_converted_alike() {
         Saved::Bf16.round(repo.at(&name, &[at[2] * 6 + at[3], at[0]]) * scale)
     });
     assert_eq!(leaves_of(&plan)["layers.mlp.wi_0.kernel"], "[10, 2, 7]");
-    // The same under the prefix of a model with vision, tied, with frequencies that old converters left.
+    // The same under the prefix of a model with vision, tied, with the frequencies that old converters left in.
     let text = config.clone();
     let config = serde_json::json!({"model_type": "mistral3", "text_config": text, "tie_word_embeddings": true});
     let mut config = config;
@@ -1513,7 +1513,7 @@ fn relatives_are_converted_alike() {
     assert_eq!(plan.tensors.len(), 2 + 9);
 }
 
-/// Query and key of models whose rotary embedding is kept in halves.
+/// Query and key of models whose rotary embedding is stored in halves.
 #[test]
 fn llama_with_rotary_embedding_in_halves() {
     let (config, shapes) = llama(2, 1, 4, 6, 5, 7, 1);

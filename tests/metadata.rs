@@ -1,7 +1,7 @@
-//! Metadata that has a row for each tensor and each device: exact, the same whatever span is read, and made in little
+//! Metadata that has a row for each tensor and each device: exact, the same for any read span, and generated in little
 //! memory.
 
-#![allow(clippy::unwrap_used, clippy::print_stderr, reason = "tests panic, and say why they are skipped")]
+#![allow(clippy::unwrap_used, clippy::print_stderr, reason = "tests panic, and print why they are skipped")]
 
 mod common;
 
@@ -54,7 +54,7 @@ fn experts() -> TempDir {
     dir
 }
 
-/// The manifest, written at once in the plainest way.
+/// The manifest, written at once in the simplest way.
 fn manifest(checkpoint: &Checkpoint, plan: &Plan) -> Vec<u8> {
     let axes = plan.mesh.axes();
     let mesh: serde_json::Map<_, _> = axes.iter().map(|axis| (axis.name.clone(), axis.size.into())).collect();
@@ -111,7 +111,7 @@ fn files(volume: &Volume) -> BTreeMap<String, Ino> {
     found.into_iter().collect()
 }
 
-/// Files of rows, and files of all of a device's shards.
+/// Whether a path is a file of rows, or a bundle of a device's shards.
 fn is_of_many(path: &str) -> bool {
     const NAMES: [&str; 4] = [".metadata", "manifest.json", "_METADATA", ".index.json"];
     const ENDINGS: [&str; 3] = [".safetensors", ".pt", ".distcp"];
@@ -145,7 +145,7 @@ fn files_of_many_rows_are_exact_whatever_span_is_read() {
                     assert!(whole == manifest(&checkpoint, &plan), "the manifest of {mesh}");
                 }
                 seen += 1;
-                // Of many devices' files a few will do.
+                // Of many devices' files a few are enough.
                 if seen > 20 && size > 1000 && !path.starts_with(".ckfs") {
                     continue;
                 }
@@ -201,7 +201,7 @@ fn more_devices_than_can_be_listed_are_refused_with_the_remedy() {
     }
 }
 
-/// A repository of single experts in sparse files: names and shapes, and no bytes.
+/// A repository of single experts in sparse files: names and shapes without stored bytes.
 fn hollow(dir: &Path, layers: u64, experts: u64) {
     let mut weight_map = serde_json::Map::new();
     for layer in 0..layers {
@@ -256,7 +256,7 @@ impl<'a> Served<'a> {
         Self { daemon, dir }
     }
 
-    /// Most memory that the daemon has held, in bytes.
+    /// Peak memory of the daemon in bytes.
     fn peak_bytes(&self) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.daemon.id())).unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
@@ -279,7 +279,7 @@ fn part(file: &File, start: u64, len: usize) -> String {
     String::from_utf8(bytes).unwrap()
 }
 
-/// What `ls -lR` does.
+/// Lists the tree as `ls -lR` does.
 fn list(dir: &Path) -> BTreeMap<String, u64> {
     let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap());
     entries.map(|entry| (entry.file_name().into_string().unwrap(), entry.metadata().unwrap().len())).collect()
@@ -287,7 +287,7 @@ fn list(dir: &Path) -> BTreeMap<String, u64> {
 
 #[test]
 fn a_large_model_on_many_devices_takes_little_memory() {
-    /// Before, the daemon took 4.4 GB and had not answered after a minute.
+    /// An earlier version took 4.4 GB and had not answered after a minute.
     const PEAK_BYTES_MAX: u64 = 256 << 20;
     if !can_mount() {
         return;

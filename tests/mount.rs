@@ -1,10 +1,10 @@
 //! Real mounts of a file system that misbehaves on purpose.
 //!
-//! What is protected here is the host: a daemon that dies with files open leaves processes that nobody can kill, and one
-//! that unmounts what is not its own takes somebody's data away. Each test serves in a process of its own, started the way
+//! These tests protect the host: a daemon that dies with files open leaves processes that cannot be killed, and a daemon
+//! that unmounts a foreign mount removes another user's data. Each test serves in a process of its own, started as
 //! `ckfs mount` starts its daemon: this binary runs itself with the test `serving_process`, which does nothing otherwise.
 //!
-//! Tests that cannot run, for want of `/dev/fuse`, `fusermount3` or root, report that they are skipped; where `CI=true` they
+//! Tests that cannot run without `/dev/fuse`, `fusermount3` or root report that they are skipped; where `CI=true` they
 //! fail.
 
 #![allow(unsafe_code)]
@@ -47,12 +47,12 @@ use nix::{
 };
 use rustix::fs::{AtFlags, CWD, FallocateFlags, RenameFlags, XattrFlags};
 
-/// Time for anything that should happen soon.
+/// Time limit for anything that should happen soon.
 const SOON: Duration = Duration::from_secs(15);
 
 // --- the serving process ---
 
-/// Options of the serving process, passed as one argument that libtest takes for a name filter.
+/// Options of the serving process, passed as one argument that libtest treats as a name filter.
 #[derive(Clone, Debug)]
 struct Config {
     threads: usize,
@@ -108,7 +108,7 @@ fn serving_process() {
     }
 }
 
-// --- what the tests share ---
+// --- shared by the tests ---
 
 /// A directory with a mountpoint, and the daemons that serve it. Dropping it leaves neither mounts nor processes.
 struct Bench {
@@ -116,7 +116,7 @@ struct Bench {
     daemons: Vec<Pid>,
 }
 
-/// Says why a test cannot run, and fails where all must.
+/// Prints why a test cannot run, and fails where all must.
 fn skip(missing: &str) {
     assert!(env::var_os("CI").is_none_or(|ci| ci != "true"), "cannot test: {missing}");
     eprintln!("skipped: {missing}");
@@ -161,7 +161,7 @@ impl Bench {
         fs::read_to_string(self.base.path().join("log")).unwrap_or_default()
     }
 
-    /// Waits for a line: it is written after the request was answered.
+    /// Waits for a line, since it is written after the request was answered.
     fn logs(&self, text: &str) {
         until(&format!("{text:?} is logged"), || self.log().contains(text));
     }
@@ -189,7 +189,7 @@ impl Bench {
         Ok(pid)
     }
 
-    /// The mounts of ours on the mountpoint.
+    /// Our mounts on the mountpoint.
     fn mounts(&self) -> Vec<MountEntry> {
         let mnt = self.mnt();
         ckfs_mounts().into_iter().filter(|entry| entry.mountpoint == mnt).collect()
@@ -217,8 +217,8 @@ impl Bench {
         }
     }
 
-    /// Ends a daemon by a signal and expects that nothing was in its way for longer than a moment: a process that another
-    /// test starts has our open files until it becomes its program, also those that we close meanwhile.
+    /// Ends a daemon by a signal and expects that it was not kept busy for long: a process that another
+    /// test starts has our open files until its `exec`, including those that we close meanwhile.
     fn stop(&mut self, pid: Pid) {
         kill(pid, Signal::SIGTERM).unwrap();
         let code = self.end_of(pid);
@@ -234,7 +234,7 @@ impl Drop for Bench {
             let _ = kill(*pid, Signal::SIGKILL);
             let _ = waitpid(*pid, None);
         }
-        // Whatever lies there, this test has put it there.
+        // Any mount found there was made by this test.
         for _ in 0..8 {
             let result = umount2(&self.mnt(), MntFlags::MNT_DETACH);
             if result == Err(nix::errno::Errno::EPERM) {
@@ -276,7 +276,7 @@ fn mount_tmpfs(on: &Path) {
     nix::mount::mount(Some("t"), on, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
 }
 
-/// Threads beside those asked for: one that stands in when all others wait for storage.
+/// Threads beside the requested ones: one that takes over when all others wait for storage.
 const SPARE_THREADS: usize = 1;
 
 fn threads_of(pid: Pid) -> usize {
@@ -320,7 +320,7 @@ fn mounts_with_its_own_type_and_answers_all_questions() {
     assert_eq!(sizes.blocks() * sizes.fragment_size(), (3 * DATA_BYTES as u64 + 1).next_multiple_of(4096));
     assert_eq!((sizes.files(), sizes.blocks_available()), (MANY + 18, 0));
 
-    // Absent names are remembered, unless the kernel is short of memory or told to drop its caches.
+    // Absent names are cached, unless the kernel is short of memory or its caches are dropped.
     let before = bench.stat("lookup");
     for _ in 0..100 {
         assert_eq!(errno(fs::metadata(bench.file("absent"))), libc::ENOENT);
@@ -362,7 +362,7 @@ fn parallel_readers_get_the_right_bytes() {
                 let mut whole = Vec::new();
                 file.read_to_end(&mut whole).unwrap();
                 assert!(whole == *expected, "{name}");
-                // Odd offsets and lengths, in an order of each reader's own.
+                // Odd offsets and lengths, in a different order for each reader.
                 for step in 0..200_usize {
                     let start = (step * 7_919_993 + reader * 104_729) % DATA_BYTES;
                     let len = (step * 40_507) % 300_000 % (DATA_BYTES - start);
@@ -389,7 +389,7 @@ fn maps_and_direct_reads_agree() {
         let file = File::open(bench.file(name)).unwrap();
         assert!(map(&file)[..] == expected[..], "{name} mapped");
         let direct = File::options().read(true).custom_flags(libc::O_DIRECT).open(bench.file(name)).unwrap();
-        // An anonymous map is aligned as O_DIRECT wants it.
+        // An anonymous map has the alignment that O_DIRECT requires.
         let mut buffer = memmap2::MmapMut::map_anon(DATA_BYTES).unwrap();
         let mut done = 0;
         while done < DATA_BYTES {
@@ -458,7 +458,7 @@ fn lists_ten_thousand_entries() {
             assert_eq!(entry.metadata().unwrap().len(), 1000 + index as u64);
         }
     }
-    // Attributes come with the listing, and both stay with the kernel.
+    // Attributes come with the listing, and the kernel caches both.
     assert!(bench.stat("lookup") < 100);
     assert!(bench.stat("readdirplus") > 0);
     bench.stop(pid);
@@ -489,7 +489,7 @@ fn passthrough_gives_the_bytes_of_the_backing_file() {
         assert!(bench.stat("read") - before < 10);
     }
     bench.stop(pid);
-    // The same files without.
+    // The same files without passthrough.
     let pid = bench.start_with(&Config { passthrough: false, ..CONFIG });
     assert!(fs::read(bench.file("backed")).unwrap() == bytes);
     assert_eq!(bench.stat("passthrough"), 0);
@@ -509,14 +509,14 @@ fn an_open_waits_until_its_file_is_materialized() {
         }
     }
     if bench.stat("passthrough") == 0 {
-        // Nothing is materialized for a kernel that would not read it.
+        // Nothing is materialized for a kernel that cannot read the file by itself.
         assert!(fs::read(bench.file("materialize-panics")).unwrap() == data());
     } else {
         for _ in 0..3 {
             assert_eq!(errno(File::open(bench.file("materialize-panics"))), libc::EIO);
             assert_eq!(errno(File::open(bench.file("materialize-forgets"))), libc::EIO);
         }
-        // A panic is counted after the reply that it caused.
+        // A panic is counted after its reply.
         until("three panics are counted", || bench.stat("panics") == 3);
     }
     assert_eq!(threads_of(pid), 2 + SPARE_THREADS);
@@ -575,14 +575,14 @@ fn nothing_can_be_changed() {
     attempts(&bench);
     assert_eq!(unnamed(&bench), libc::EROFS);
     assert_eq!(bench.stat("refused"), 0, "the kernel refuses by itself");
-    // An administrator may lift the kernel's refusal, but not ours.
+    // An administrator may lift the kernel's refusal; ours remains.
     let none = None::<&str>;
     nix::mount::mount(none, &bench.mnt(), none, MsFlags::MS_REMOUNT, none).unwrap();
     attempts(&bench);
     assert!(bench.stat("refused") >= 26);
-    // A request that fuser does not know, which the kernel takes for an operation that is not supported.
+    // The kernel treats a request that fuser does not know as an unsupported operation.
     assert_eq!(unnamed(&bench), libc::EOPNOTSUPP);
-    // What changes an open file needs one that is open for writing, which there is none of.
+    // Requests that change an open file need one open for writing, and there is none.
     let file = File::open(bench.file("data")).unwrap();
     for (what, found) in [
         ("fallocate", errno(rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, 1).map_err(io::Error::from))),
@@ -618,7 +618,7 @@ fn set_times(path: &Path) -> io::Result<()> {
 }
 
 #[test]
-fn long_names_are_told_from_absent_ones() {
+fn long_names_are_distinguished_from_absent_ones() {
     let Some(mut bench) = bench() else { return };
     let pid = bench.start();
     for (len, expected) in
@@ -642,7 +642,7 @@ fn a_panic_is_an_error_of_its_request_only() {
         assert_eq!(errno(file.read_at(&mut byte, 0)), libc::EIO);
         assert_eq!(errno(fs::metadata(bench.file("panicking-lookup"))), libc::EIO);
     }
-    // After the reply there is nobody to tell, but it counts.
+    // After the reply no caller can receive an error, but the panic counts.
     assert!(fs::read(bench.file("panicking-late")).unwrap() == data());
     assert!(bench.stat("panics") > 10, "{}", bench.stat("panics"));
     assert_eq!(threads_of(pid), 2 + SPARE_THREADS);
@@ -712,13 +712,13 @@ fn failures_that_repeat_are_one_line_and_a_count() {
     let unanswered = "ERROR ckfs::fuse::adapter: request was left unanswered";
     assert_eq!((log.matches(unanswered).count(), log.contains(" times in ")), (2, true), "{log}");
     assert_eq!(log.matches("request handler panicked").count(), 2, "{log}");
-    // The hook's line names thread and place, the adapter's the request.
+    // The hook's line names thread and place; the adapter's line names the request.
     let hook = log.lines().find(|line| line.contains(" ERROR ckfs::panic: thread fuser-")).unwrap();
     assert!(hook.contains(" panicked at tests/mount_double/mod.rs:") && hook.ends_with(": read panics"), "{hook}");
 }
 
 #[test]
-fn a_foreground_daemon_tells_systemd() {
+fn a_foreground_daemon_notifies_systemd() {
     let Some(mut bench) = bench() else { return };
     let path = bench.base.path().join("notify");
     let socket = UnixDatagram::bind(&path).unwrap();
@@ -795,7 +795,7 @@ fn a_second_signal_or_the_end_of_the_drain_period_aborts() {
 }
 
 #[test]
-fn an_unmount_from_outside_ends_it_and_spares_what_is_mounted_next() {
+fn an_unmount_from_outside_ends_it_and_spares_the_next_mount() {
     let Some(mut bench) = root_bench() else { return };
     let pid = bench.start();
     umount2(&bench.mnt(), MntFlags::empty()).unwrap();
@@ -822,7 +822,7 @@ fn an_abort_from_outside_ends_it_and_leaves_no_stale_mount() {
     let Some(mut bench) = root_bench() else { return };
     let pid = bench.start();
     let file = File::open(bench.file("direct")).unwrap();
-    // Being busy it stays mounted, but the force cuts the connection.
+    // It is busy and stays mounted, but the force cuts the connection.
     assert_eq!(umount2(&bench.mnt(), MntFlags::MNT_FORCE), Err(nix::errno::Errno::EBUSY));
     assert_eq!((bench.end_of(pid), bench.mounts()), (exit_code(Exit::Aborted), vec![]));
     assert!(file.read_at(&mut [0], 0).is_err());
@@ -875,7 +875,7 @@ fn a_live_mount_is_refused() {
 }
 
 #[test]
-fn unmounting_by_path_names_holders_and_spares_strangers() {
+fn unmounting_by_path_names_processes_using_the_mount_and_spares_foreign_mounts() {
     let Some(mut bench) = root_bench() else { return };
     let pid = bench.start();
     let options = UnmountOptions::default();
@@ -898,7 +898,7 @@ fn unmounting_by_path_names_holders_and_spares_strangers() {
     drop(file);
     assert_eq!(bench.end_of(pid), exit_code(Exit::UnmountedOutside));
 
-    // A stale one goes too.
+    // A stale one is removed too.
     let pid = bench.start();
     kill(pid, Signal::SIGKILL).unwrap();
     bench.end_of(pid);
@@ -908,9 +908,9 @@ fn unmounting_by_path_names_holders_and_spares_strangers() {
     assert!(matches!(unmount(&mnt, options), Err(UnmountError::NotCkfs { fs_type, .. }) if fs_type == "tmpfs"));
 }
 
-// --- as anyone ---
+// --- as any user ---
 
-/// These tests again, as a user without rights: in a mount namespace of their own, where `/dev/fuse` is open to all as on
+/// Runs these tests again as a user without privileges: in a mount namespace of their own, where `/dev/fuse` is open to all as on
 /// most hosts.
 #[test]
 fn users_mount_through_fusermount3() {

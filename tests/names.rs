@@ -1,5 +1,5 @@
-//! Names as repositories have them, however odd: the layout `canonical` shows every tensor under a name of its own, and
-//! what no directory can show is refused.
+//! Real and odd names of repositories: the layout `canonical` shows every tensor under a name of its own, and
+//! a name that no directory can show is refused.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;
@@ -25,7 +25,7 @@ fn repo(rows: &[Row], config: &Value) -> tempfile::TempDir {
     dir
 }
 
-/// What is mounted, and the directory that it is read from.
+/// The mounted view, and the directory of its source.
 fn volume(rows: &[Row], config: &Value) -> Result<(Volume, tempfile::TempDir), String> {
     let dir = repo(rows, config);
     let checkpoint = open(dir.path());
@@ -35,7 +35,7 @@ fn volume(rows: &[Row], config: &Value) -> Result<(Volume, tempfile::TempDir), S
     Ok((volume, dir))
 }
 
-/// Files under `full/` with their first bytes, which tell the tensors apart.
+/// Files under `full/` with their first bytes, which identify the tensors.
 fn shown(names: &[&str]) -> BTreeMap<String, Vec<u8>> {
     let rows: Vec<Row> = names.iter().map(|name| row(name, DType::BF16, &[2, 4])).collect();
     let (volume, _dir) = volume(&rows, &json!({})).unwrap_or_else(|error| panic!("{error}"));
@@ -48,13 +48,13 @@ fn shown(names: &[&str]) -> BTreeMap<String, Vec<u8>> {
 #[test]
 fn every_tensor_is_shown_under_a_name_of_its_own() {
     let rows: &[(&[&str], &[&str])] = &[
-        // A name that another's goes on from with a dot.
+        // A name that is another one's prefix up to a dot.
         (&["a", "a.b"], &["a/_self", "a/b"]),
         (&["a.weight", "a.b.weight", "a.b"], &["a/weight", "a/b/weight", "a/b/_self"]),
         (&["a", "a."], &["a/_self", "a/%"]),
         (&[".", "..", "..."], &["%/%/_self", "%/%/%/_self", "%/%/%/%"]),
         (&["x.a", "x", "x.a.b"], &["x/a/_self", "x/_self", "x/a/b"]),
-        // As bitsandbytes stores 4-bit weights; alike in all layers, so they stack.
+        // As bitsandbytes stores 4-bit weights; equal in all layers, so they stack.
         (
             &["h.0.fc.weight", "h.0.fc.weight.absmax", "h.1.fc.weight", "h.1.fc.weight.absmax"],
             &[
@@ -84,12 +84,12 @@ fn every_tensor_is_shown_under_a_name_of_its_own() {
             assert!(shown.values().any(|shown| *shown == bytes), "{} of {names:?}", names[id as usize]);
         }
     }
-    // The stack of the name that both have is of the tensor for all experts.
+    // Under the name that both have, the stack is that of the tensor for all experts.
     let both = shown(&["h.0.experts.0.up", "h.0.experts.1.up", "h.0.experts.up"]);
     assert_eq!(both["layers/scanned/experts/up"], both["layers/0/experts/up"]);
 }
 
-/// What `ckfs plan` accepts, a mount accepts, and the other way round.
+/// `ckfs plan` and a mount accept the same repositories.
 #[test]
 fn plan_and_mount_accept_the_same_names() {
     let (long, longest) = ("n".repeat(300), "n".repeat(255));
@@ -143,7 +143,7 @@ fn paths_that_cannot_be_opened_are_refused() {
 }
 
 #[test]
-fn shares_of_a_fused_matrix_may_be_any_numbers() {
+fn parts_of_a_fused_matrix_may_be_any_numbers() {
     let rows = [
         row("model.embed_tokens.weight", DType::BF16, &[4, 4]),
         row("model.layers.0.self_attn.qkv_proj.weight", DType::BF16, &[12, 4]),

@@ -1,9 +1,9 @@
-//! Who reads what through a real mount that lets everybody in: those that can read the sources, and nobody else.
+//! Access through a real mount that all users may enter: users that can read the sources read it, and no others.
 //!
-//! A daemon of root can read everything, so a mistake here shows secrets to all users of a host. Each case sets permissions on a
-//! small repository, mounts it with `allow_other`, and reads source files and virtual files in child processes of several users.
+//! A daemon of root can read everything, so a mistake here discloses secrets to all users of a host. Each case sets permissions
+//! on a small repository, mounts it with `allow_other`, and reads source files and virtual files in child processes of several users.
 //!
-//! The tests need root and `/dev/fuse`; without them they pass over, except in continuous integration (`CI=true`), where they
+//! The tests need root and `/dev/fuse`; without them they are skipped, except in continuous integration (`CI=true`), where they
 //! fail.
 #![allow(clippy::unwrap_used, clippy::print_stderr, reason = "helpers of tests are tests too")]
 
@@ -27,13 +27,13 @@ const OTHERS: u32 = 52_001;
 /// A user of one group.
 type As = (u32, u32);
 
-/// Root has no group of theirs.
+/// Root is not in a group of theirs.
 const ROOT: As = (0, 0);
 
-/// Users that try everything.
+/// Users that attempt every read.
 const USERS: [As; 6] = [ROOT, (ALICE, ALICE), (ALICE, ML), (BOB, BOB), (BOB, ML), (51_002, OTHERS)];
 
-/// Says why a test cannot run, and fails where all must.
+/// Prints why a test cannot run, and fails where all must.
 fn can_run() -> bool {
     let missing = if !nix::unistd::geteuid().is_root() {
         "root"
@@ -47,7 +47,7 @@ fn can_run() -> bool {
     false
 }
 
-/// A repository in `model/`, and `mnt/` to mount it on.
+/// A repository in `model/`, and the mountpoint `mnt/`.
 struct Fixture {
     directory: tempfile::TempDir,
 }
@@ -58,7 +58,7 @@ const SHARDS: [(&str, [&str; 2]); 2] = [
     ("model-00002-of-00002.safetensors", ["lm_head.weight", "model.layers.1.self_attn.q_proj.weight"]),
 ];
 
-/// Virtual files, and the source files that each is made of.
+/// Virtual files, each with the source files that it is derived from.
 const MADE_OF: [(&str, &[&str]); 10] = [
     ("full/embed", &["model-00001-of-00002.safetensors"]),
     ("dev1/lm_head", &["model-00002-of-00002.safetensors"]),
@@ -95,9 +95,9 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// Whether a user can read a file: its size then.
+/// The size of a file if a user can read it.
 fn read((uid, gid): As, path: &Path) -> Result<usize, String> {
-    // Without other groups: for root's children the standard library drops them all.
+    // Without supplementary groups: the standard library drops them all for root's children.
     let output = Command::new("cat").arg(path).uid(uid).gid(gid).output().unwrap();
     if output.status.success() { Ok(output.stdout.len()) } else { Err(text(&output.stderr)) }
 }
@@ -159,7 +159,7 @@ impl Fixture {
         program().args(args).current_dir(self.directory.path()).output().unwrap()
     }
 
-    /// Mounts with `allow_other`; what was logged.
+    /// Mounts with `allow_other`; returns the log.
     fn mount(&self, args: &[&str]) -> String {
         let all = [&["mount", "model", "mnt", "--mesh", "fsdp=2", "--allow-other"], args].concat();
         let output = self.run(&all);
@@ -188,8 +188,8 @@ impl Fixture {
         (metadata.uid(), metadata.gid(), metadata.mode() & 0o7777)
     }
 
-    /// Mounts, compares what every user reads with what they read of the sources, and unmounts. Where the sources have several
-    /// owners, not all that may read has to be readable.
+    /// Mounts, compares each user's reads with the user's reads of the sources, and unmounts. Where the sources have several
+    /// owners, a user that could read all of them may still be refused.
     fn compare(&self, case: &str, exact: bool) {
         self.mount(&[]);
         for user in USERS {
@@ -204,7 +204,7 @@ impl Fixture {
             let may_list = list(user, &self.path("model")).is_ok();
             assert_eq!(list(user, &self.path("mnt")).is_ok(), may_list, "{case}: {user:?} lists the root");
             assert_eq!(list(user, &self.path("mnt/hf")).is_ok(), may_list, "{case}: {user:?} lists hf/");
-            // Names of tensors are in the weights.
+            // The weights contain the names of tensors.
             let may_read = SHARDS.iter().all(|(file, _)| read(user, &self.path("model").join(file)).is_ok());
             let lists = list(user, &self.path("mnt/full")).is_ok();
             assert!(!lists || (may_list && may_read), "{case}: {user:?} lists full/");
@@ -216,7 +216,7 @@ impl Fixture {
 
 impl Drop for Fixture {
     fn drop(&mut self) {
-        // Nothing is mounted where a test went well.
+        // A test that passed has unmounted everything.
         let _ = Command::new("umount").args(["-l"]).arg(self.path("mnt")).output();
     }
 }
@@ -228,7 +228,7 @@ type Case = (&'static str, (u32, u32, u32), (u32, u32, u32));
 type Flagged<'a> = (Vec<&'a str>, (u32, u32, u32), (u32, u32, u32));
 
 #[test]
-fn users_read_what_they_can_read_of_the_sources() {
+fn users_read_files_whose_sources_they_can_read() {
     if !can_run() {
         return;
     }
@@ -251,7 +251,7 @@ fn users_read_what_they_can_read_of_the_sources() {
 }
 
 #[test]
-fn files_of_other_permissions_are_told_apart() {
+fn files_of_other_permissions_are_distinguished() {
     if !can_run() {
         return;
     }
@@ -260,7 +260,7 @@ fn files_of_other_permissions_are_told_apart() {
     fixture.set("model/config.json", ALICE, ML, 0o640);
     fixture.set("model/model-00002-of-00002.safetensors", BOB, ML, 0o640);
     fixture.compare("four kinds of files", true);
-    // A directory in the repository says who lists it and reaches what is in it.
+    // A directory in the repository determines who lists it and reaches its contents.
     fs::create_dir(fixture.path("model/sub")).unwrap();
     fs::write(fixture.path("model/sub/notes.txt"), "x").unwrap();
     fixture.set("model/sub", ALICE, ML, 0o750);
@@ -272,17 +272,17 @@ fn files_of_other_permissions_are_told_apart() {
     }
     fixture.unmount();
     fs::remove_dir_all(fixture.path("model/sub")).unwrap();
-    // What is made of both may be read by neither, but that one is in the other's group.
+    // Neither user may read a file derived from both, except that one is in the other's group.
     fixture.set("model/model-00001-of-00002.safetensors", ALICE, ALICE, 0o600);
     fixture.compare("two owners", false);
-    // Also where a directory above is private.
+    // The same where a directory above is private.
     fixture.set_files(0, 0, 0o644);
     fs::create_dir_all(fixture.path("above/between")).unwrap();
     fs::rename(fixture.path("model"), fixture.path("above/between/model")).unwrap();
     symlink("above/between/model", fixture.path("model")).unwrap();
     fixture.set("above", BOB, ML, 0o710);
     fixture.compare("a directory above", true);
-    // A link to the directory does not make it more open.
+    // A link to the directory does not widen its permissions.
     fixture.mount(&[]);
     assert_eq!(fixture.permission("full/embed"), (BOB, ML, 0o440));
     fixture.unmount();
@@ -295,7 +295,7 @@ fn an_access_list_leaves_the_owner_only() {
     }
     let fixture = Fixture::new();
     fixture.set_files(ALICE, ML, 0o644);
-    // Version 2; owner, user BOB, group, mask, others: BOB has nothing.
+    // Version 2; owner, user BOB, group, mask, others: BOB has no permission.
     let entry = |tag: u16, bits: u16, id: u32| {
         let id = id.to_le_bytes();
         [tag.to_le_bytes(), bits.to_le_bytes(), [id[0], id[1]], [id[2], id[3]]].concat()
@@ -324,7 +324,7 @@ fn an_access_list_leaves_the_owner_only() {
 }
 
 #[test]
-fn what_ckfs_tells_of_itself_belongs_to_the_mounting_user() {
+fn the_mounts_own_files_belong_to_the_mounting_user() {
     if !can_run() {
         return;
     }
@@ -350,7 +350,7 @@ fn what_ckfs_tells_of_itself_belongs_to_the_mounting_user() {
 }
 
 #[test]
-fn flags_say_otherwise() {
+fn flags_override_the_permissions() {
     if !can_run() {
         return;
     }
@@ -400,7 +400,7 @@ fn flags_say_otherwise() {
 }
 
 #[test]
-fn plan_and_doctor_say_who_reads() {
+fn plan_and_doctor_report_the_readers() {
     if !can_run() {
         return;
     }
@@ -423,7 +423,7 @@ fn plan_and_doctor_say_who_reads() {
 }
 
 #[test]
-fn a_user_without_privileges_reads_what_it_mounted() {
+fn a_user_without_privileges_reads_its_own_mount() {
     if !can_run() {
         return;
     }
@@ -434,13 +434,13 @@ fn a_user_without_privileges_reads_what_it_mounted() {
     }
     let fixture = Fixture::new();
     fixture.set_files(0, ML, 0o640);
-    // fusermount3 wants a user with a name.
+    // fusermount3 requires a user with a name.
     let nobody = nix::unistd::User::from_name("nobody").unwrap().unwrap().uid.as_raw();
     fixture.set("mnt", nobody, nobody, 0o755);
     fs::create_dir(fixture.path("dev")).unwrap();
     fs::copy(env!("CARGO_BIN_EXE_ckfs"), fixture.path("ckfs")).unwrap();
     fixture.set("ckfs", 0, 0, 0o755);
-    // A device that all may open, as on most hosts, seen by these processes only.
+    // A device that all users may open, as on most hosts, visible to these processes only.
     let outer = "mount -t tmpfs none dev; mknod dev/fuse c 10 229; chmod 666 dev/fuse; mount --bind dev/fuse /dev/fuse; \
                  exec setpriv --reuid \"$1\" --regid \"$2\" --clear-groups sh -ec \"$3\"";
     let inner = "./ckfs mount model mnt; trap './ckfs umount mnt' EXIT; cat mnt/full/embed mnt/hf/tokenizer.json \
@@ -456,7 +456,7 @@ fn a_user_without_privileges_reads_what_it_mounted() {
 }
 
 #[test]
-fn exported_files_are_no_more_open() {
+fn exported_files_are_no_more_permissive() {
     if !can_run() {
         return;
     }
@@ -482,7 +482,7 @@ fn exported_files_are_no_more_open() {
     for file in ["", "hf", "hf/config.json"] {
         assert_eq!(fs::metadata(fixture.path("private").join(file)).unwrap().mode() & 0o077, 0, "{file}");
     }
-    // A directory that gives its group to what is made in it.
+    // A directory that gives its group to files created in it.
     fs::create_dir(fixture.path("shared")).unwrap();
     fixture.set("shared", 0, ML, 0o2775);
     fixture.set("model", 0, 0, 0o755);
@@ -513,8 +513,9 @@ fn links_out_of_the_repository_are_left_out() {
     nix::unistd::mkfifo(&model.join("pipe"), nix::sys::stat::Mode::from_bits_truncate(0o644)).unwrap();
     let log = fixture.mount(&[]);
     for name in ["tokenizer.json", "notes.txt"] {
-        let told = log.lines().any(|line| line.contains(name) && line.contains("left out") && line.contains("secret"));
-        assert!(told, "{name}: {log}");
+        let reported =
+            log.lines().any(|line| line.contains(name) && line.contains("left out") && line.contains("secret"));
+        assert!(reported, "{name}: {log}");
     }
     let shown = list(ROOT, &fixture.path("mnt/hf")).unwrap();
     let shown: Vec<&str> = shown.lines().collect();
@@ -523,7 +524,7 @@ fn links_out_of_the_repository_are_left_out() {
         ["absolute.json", "config.json", SHARDS[0].0, SHARDS[1].0, "model.safetensors.index.json", "same.json",]
     );
     fixture.unmount();
-    // Where they are wanted they are no more readable than what they lead to.
+    // With links allowed they are no more readable than their targets.
     let log = fixture.mount(&["--follow-symlinks"]);
     assert!(!log.contains("left out"), "{log}");
     assert_eq!(read(ROOT, &fixture.path("mnt/hf/tokenizer.json")), Ok(6));
@@ -535,7 +536,7 @@ fn links_out_of_the_repository_are_left_out() {
 }
 
 #[test]
-fn weights_elsewhere_are_read_by_those_that_can_read_them_there() {
+fn weights_elsewhere_are_read_by_users_that_can_read_them_there() {
     if !can_run() {
         return;
     }
@@ -546,8 +547,11 @@ fn weights_elsewhere_are_read_by_those_that_can_read_them_there() {
     symlink("../elsewhere/blob", fixture.path("model").join(file)).unwrap();
     fixture.set("elsewhere", ALICE, ALICE, 0o700);
     let log = fixture.mount(&[]);
-    let told: Vec<&str> = log.lines().filter(|line| line.contains("elsewhere/blob")).collect();
-    assert!(told.len() == 1 && told[0].contains(file) && told[0].contains("outside the repository"), "{log}");
+    let reported: Vec<&str> = log.lines().filter(|line| line.contains("elsewhere/blob")).collect();
+    assert!(
+        reported.len() == 1 && reported[0].contains(file) && reported[0].contains("outside the repository"),
+        "{log}"
+    );
     assert_eq!(fixture.permission("full/embed"), (ALICE, 0, 0o400));
     assert_eq!(fixture.permission("full/lm_head").2, 0o444);
     assert!(fixture.reads((ALICE, ALICE), "full/embed") && !fixture.reads((BOB, ML), "full/embed"));
@@ -557,7 +561,7 @@ fn weights_elsewhere_are_read_by_those_that_can_read_them_there() {
 }
 
 #[test]
-fn a_link_that_is_turned_elsewhere_under_the_mount_is_not_followed() {
+fn a_link_that_is_redirected_under_the_mount_is_not_followed() {
     if !can_run() {
         return;
     }
@@ -565,7 +569,7 @@ fn a_link_that_is_turned_elsewhere_under_the_mount_is_not_followed() {
     fixture.mount(&[]);
     let shard = fixture.path("model").join(SHARDS[1].0);
     fs::remove_file(&shard).unwrap();
-    // Into the mount itself: who followed it would wait for itself.
+    // A link into the mount itself: following it would wait for itself.
     symlink(fixture.path("mnt/hf").join(SHARDS[1].0), &shard).unwrap();
     let error = read(ROOT, &fixture.path("mnt/full/lm_head")).unwrap_err();
     assert!(error.contains("Input/output error"), "{error}");

@@ -1,5 +1,5 @@
-//! What a plan finds out about a repository before anything is mounted: differences between layers, layers that are not there,
-//! misspelt mesh axes, weights that belong to their scales, and what a layout leaves out.
+//! The findings of a plan about a repository before anything is mounted: differences between layers, absent layers,
+//! misspelt mesh axes, weights that belong to their scales, and the tensors that a layout leaves out.
 
 #![allow(clippy::unwrap_used, reason = "a test fails where it panics")]
 
@@ -23,7 +23,7 @@ use serde_json::{Value, json};
 
 const W: DType = DType::BF16;
 
-/// Names with what belongs to each.
+/// Names, each with its companion.
 type Pairs = &'static [(&'static str, &'static str)];
 
 fn build(rows: &[Row], config: &Value, options: &ViewOptions) -> Result<Plan, PlanError> {
@@ -110,12 +110,12 @@ fn holes_of_an_unknown_family_are_listed() {
             &["net.blocks.*.b.weight: layers 0,2-3,5-8 have it, layers 1,4 lack it"],
         ),
         (&[("a", "xxx"), ("b", "xox")], &["net.blocks.*.b.weight: layers 0,2 have shape [4, 4], layer 1 has [2, 4]"]),
-        // Several experts alike are one line.
+        // Several equal experts are one line.
         (
             &[("a", "xxxx"), ("experts.0.up", "x.xx"), ("experts.1.up", "x.xx")],
             &["net.blocks.*.experts.{0-1}.up.weight (2 tensors): layers 0,2-3 have it, layer 1 lacks it"],
         ),
-        // A misspelt name in two layers is no other kind of layer.
+        // A misspelt name in two layers is not another type of layer.
         (
             &[("a_proj", "xxxxxx"), ("b_proj", "x..xxx"), ("b_porj", ".xx...")],
             &["net.blocks.*.b_proj.weight: layers 0,3-5 have it, layers 1-2 lack it"],
@@ -125,7 +125,7 @@ fn holes_of_an_unknown_family_are_listed() {
         (&[("a", "xxxxxxxx"), ("b", "xxx.xxx."), ("c", "...x...x")], &[]),
         (&[("a", "xxxxxxxx"), ("b", "xxxoxxxo")], &[]),
         (&[("a", "xxxxxxxx"), ("b", "..x..x..")], &[]),
-        // Another kind of layer, without a pattern.
+        // Another type of layer, without a pattern.
         (&[("norm", "xxxxxxxxx"), ("attention", "xx.xxxx.x"), ("convolution", "..x....x.")], &[]),
     ];
     for (kinds, expected) in rows {
@@ -177,14 +177,14 @@ fn holes_of_a_known_family_are_refused() {
     wrong.2 = vec![35, 16];
     let error = build(&rows, &config, &ViewOptions::default()).unwrap_err().to_string();
     assert!(error.contains("layers 0-1,3 have shape [36, 16], layer 2 has [35, 16]"), "{error}");
-    // Other layers are wanted.
+    // A different set of layers is required.
     let subset = Subset { layers: Some(LayerRanges::parse("0..2").unwrap()), ..Subset::default() };
     build(&rows, &config, &ViewOptions { subset, ..ViewOptions::default() }).unwrap();
-    // What is expected of every layer is told once.
+    // A requirement for every layer is reported once.
     rows.retain(|(name, ..)| !name.starts_with("model.layers.2.mlp.up_proj"));
     let error = build(&rows, &config, &ViewOptions::default()).unwrap_err().to_string();
     assert_eq!(error.lines().count(), 1, "{error}");
-    // Code of its own may do anything.
+    // With code of its own a model may have any tensors.
     let mut own = config.clone();
     own["auto_map"] = json!({"AutoModel": "m.M"});
     assert_eq!(holes(&plan(&extra(&[0, 2, 3]), &own)), [hole]);
@@ -208,7 +208,7 @@ fn layers_of_multi_token_prediction_are_not_stacked() {
         assert!(plan.is_bundled(tensor(single)) && !plan.is_bundled(tensor(&single.replace('3', "2"))));
         assert!(!plan.is_bundled(tensor(other)));
     }
-    // A decoder may have more layers than the encoder that the number is of.
+    // A decoder may have more layers than the encoder, whose number the configuration gives.
     config["is_encoder_decoder"] = json!(true);
     let plan = plan(&rows, &config);
     let stack = plan.tensors.iter().find(|tensor| tensor.name == "layers.scanned.mlp.up_proj").unwrap();
@@ -263,7 +263,7 @@ fn misspelt_mesh_axes_are_refused() {
     with("fdsp=4", ViewOptions { shard_rules: vec![own], ..ViewOptions::default() }).unwrap();
 }
 
-/// The tensors of one quantized matrix of 64 x 128 and of what stands beside it, as each program writes them.
+/// The tensors of one quantized matrix of 64 x 128 and its companions, as each program writes them.
 fn module(name: &str, scheme: &str) -> Vec<Row> {
     let rows: &[(&str, DType, &[u64])] = match scheme {
         "bitsandbytes" => &[
@@ -324,7 +324,7 @@ fn quantized(scheme: &str) -> (Vec<Row>, Value) {
     (rows, json!({"model_type": "stablelm", "quantization_config": method}))
 }
 
-/// Specs by name, of what is split.
+/// Specs of split tensors, by name.
 fn specs(plan: &Plan) -> BTreeMap<String, String> {
     let spec = |tensor| plan.spec(tensor).to_json(tensor.view.shape().rank(), &plan.mesh).to_string();
     let rows =
@@ -342,11 +342,11 @@ fn packed_weights_stay_with_their_scales() {
                 build(&rows, &config, &ViewOptions { mesh, layout: layout.clone(), ..ViewOptions::default() }).unwrap();
             let split: Vec<String> = specs(&plan).into_keys().collect();
             assert_eq!(split, [if layout == Layout::Hf { "model.embed_tokens.weight" } else { "embed" }], "{scheme}");
-            let told = plan.warnings.iter().find(|warning| warning.contains("are whole on every device"));
-            let told = told.unwrap_or_else(|| panic!("{scheme}: {:?}", plan.warnings));
-            assert!(told.contains("model.layers.{0-1}.self_attn.q_proj"), "{told}");
+            let reported = plan.warnings.iter().find(|warning| warning.contains("are whole on every device"));
+            let reported = reported.unwrap_or_else(|| panic!("{scheme}: {:?}", plan.warnings));
+            assert!(reported.contains("model.layers.{0-1}.self_attn.q_proj"), "{reported}");
         }
-        // Without tensor parallelism there is nothing to tell; and what the user says holds.
+        // Without tensor parallelism there is nothing to report; and the user's rules apply.
         let mesh = Mesh::parse("fsdp=2").unwrap();
         let plan = build(&rows, &config, &ViewOptions { mesh, ..ViewOptions::default() }).unwrap();
         assert_eq!(plan.warnings, [""; 0], "{scheme}");
@@ -394,7 +394,7 @@ fn weights_of_eight_bits_are_split_where_their_scales_fit() {
             expected.iter().map(|(name, spec)| (format!("layers.scanned.{name}"), (*spec).to_owned())).collect();
         assert_eq!(found, expected, "{scheme} {mesh}");
     }
-    // Dequantized, each matrix is like any other.
+    // Dequantized, each matrix is treated as any other.
     let (rows, config) = quantized("block");
     let options = ViewOptions { mesh: Mesh::parse("tensor=4").unwrap(), dtype: Some(W), ..ViewOptions::default() };
     let plan = build(&rows, &config, &options).unwrap();
@@ -450,7 +450,7 @@ fn tied_heads_follow_transformers_defaults() {
     assert!(!plan.tensors.iter().any(|tensor| tensor.name.contains("lm_head")));
 }
 
-/// A Llama whose configuration is that of a published one; its tensors are not there.
+/// A Llama whose configuration is that of a published one; its tensors do not exist.
 fn sized(layers: u64, width: u64, vocabulary: u64, scaled: bool) -> (Vec<Row>, Value) {
     let rows = vec![row("model.norm.weight", W, &[width])];
     let mut config = json!({"model_type": "llama", "vocab_size": vocabulary, "num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": 32,
@@ -462,7 +462,7 @@ fn sized(layers: u64, width: u64, vocabulary: u64, scaled: bool) -> (Vec<Row>, V
 }
 
 #[test]
-fn maxtext_models_that_rotate_halves_are_told() {
+fn maxtext_models_that_rotate_halves_are_reported() {
     let rows = [
         (80, 8192, 128_256, true, Some("llama3.3-70b")),
         (32, 4096, 128_256, true, None),
@@ -498,7 +498,7 @@ fn maxtext_models_that_rotate_halves_are_told() {
 }
 
 #[test]
-fn plans_tell_which_trainers_read_only_their_own_chunks() {
+fn plans_state_which_trainers_read_only_their_own_chunks() {
     let (rows, config) = (repo::llama_rows(2, W), repo::llama_config(2));
     for (mesh, expected) in [
         ("fsdp=2,tensor=2", "a trainer with mesh fsdp=2,tensor=2 or coarser"),
@@ -513,7 +513,7 @@ fn plans_tell_which_trainers_read_only_their_own_chunks() {
 }
 
 #[test]
-fn plans_list_what_is_left_out() {
+fn plans_list_omitted_tensors() {
     let mut rows = repo::llama_rows(3, W);
     rows.push(row("model.visual.blocks.0.attn.qkv.weight", W, &[4, 4]));
     rows.push(row("model.visual.blocks.1.attn.qkv.weight", W, &[4, 4]));

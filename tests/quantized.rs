@@ -1,8 +1,8 @@
 //! Quantized tensors: each way of storing them against its formula, and shards of them against slices of the whole.
 //!
 //! The state protected here is the order of operations. Values are compared as f32, where another order shows in a fifth of
-//! all elements; in bf16 it would show in a few of a million. Each formula is written here once more, from the
-//! specification of its format, element by element and with the arithmetic of the language.
+//! all elements; in bf16 it would show in a few of a million. Each formula is written here independently, from the
+//! specification of its format, element by element and with the language's own arithmetic.
 #![allow(
     clippy::unwrap_used,
     clippy::cast_possible_truncation,
@@ -89,7 +89,7 @@ fn field_at(bytes: &[u8], word: usize, place: usize, width: usize) -> u32 {
     word >> (place * width) & ((1 << width) - 1)
 }
 
-/// The float of the OCP with a sign, two bits of exponent and one of mantissa.
+/// The OCP float with a sign, two bits of exponent and one of mantissa.
 fn e2m1(code: u32) -> f32 {
     let (exponent, mantissa) = (code >> 1 & 3, (code & 1) as f32);
     let magnitude =
@@ -123,7 +123,7 @@ fn float(id: u32, dtype: DType, extents: &[u64], digits: &[Digit]) -> Operand {
     operand(id, dtype, extents, Field::Float(dtype), digits)
 }
 
-/// One number for all elements.
+/// The same number for all elements.
 fn scalar(id: u32, dtype: DType) -> Operand {
     float(id, dtype, &[1], &[])
 }
@@ -141,7 +141,7 @@ fn same(left: f32, right: f32) -> bool {
     left.to_bits() == right.to_bits() || left.is_nan() && right.is_nan()
 }
 
-/// Everything that makes the bytes of a case agrees with the formula, and with each other under layout operators.
+/// All functions that compute the bytes of a case agree with the formula, and with each other under layout operators.
 #[track_caller]
 fn check(name: &str, case: &Case) {
     let Case { view, tensors, formula } = case;
@@ -330,7 +330,7 @@ fn mxfp4_and_mxfp8() {
         index: block_index(3, 96, (1, 32)),
         ..operand(1, dtype, &[3, 3], Field::Float(DType::F8E8M0), &[])
     };
-    // Scales are stored as U8 by some; the bytes are those of the bare exponent.
+    // Some programs store scales as U8; the bytes are those of the bare exponent.
     let codes = operand(0, DType::U8, &[3, 48], Field::e2m1(), &rows(&extents, 96 * 4, 4));
     let value = Value::of(codes).then(Operation::Multiply, scale(DType::U8));
     let data = [noise(0, 144), scales(DType::F8E8M0, 9)];
@@ -365,7 +365,7 @@ fn mxfp4_and_mxfp8() {
     check(
         "gpt-oss",
         &case(&experts, Value::of(codes).then(Operation::Multiply, blocks), data, |data, n| {
-            // ldexp(value, exponent - 127), as the original has it.
+            // ldexp(value, exponent - 127), as in the original code.
             let value = f64::from(e2m1(bits_at(&data[&at(0)], 4 * n, 4)));
             let code = data[&at(1)][n / 32];
             if code == 255 { f32::NAN } else { (value * 2f64.powi(i32::from(code) - 127)) as f32 }
@@ -566,7 +566,7 @@ fn hqq() {
     );
 }
 
-/// A shard needs its codes and scales, and hardly anything else.
+/// A shard needs its codes and scales, and almost no other bytes.
 #[test]
 fn shards_need_their_own_bytes() {
     let (out, inner) = (4096u64, 7168u64);
@@ -575,7 +575,7 @@ fn shards_need_their_own_bytes() {
     let scale = operand(1, DType::U8, &[out, inner / 32], Field::Float(DType::F8E8M0), &[]);
     let scale = Operand { index: block_index(out, inner, (1, 32)), ..scale };
     let by_rows = View::quantized(shape(&extents), Value::of(codes).then(Operation::Multiply, scale)).unwrap();
-    // GPTQ: stored [in, out], and wanted as [out, in].
+    // GPTQ: stored [in, out], and read as [out, in].
     let stored = [inner, out];
     let (row, column) = (|stride| Digit::axis(&stored, 0, stride), |stride| Digit::axis(&stored, 1, stride));
     let codes = [row(out * 32).grouped(8), row(4).turning(8), column(32)];
@@ -655,7 +655,7 @@ fn operands_that_do_not_fit_are_refused() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(ProptestConfig::default().cases.max(1)))]
 
-    /// Random values over random operands in random views, through the kernels, with only what is needed in their windows.
+    /// Random values over random operands in random views, through the kernels, with only the needed bytes in their windows.
     #[test]
     fn random_values_in_random_views(mut choices in common::views::choices(), stretch in 1u64..5000) {
         let view = choices.quantized_view();

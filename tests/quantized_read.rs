@@ -1,4 +1,4 @@
-//! Quantized tensors through the engine: over maps and over reads, in tiles and alone, and what that fetches.
+//! Quantized tensors through the engine: over maps and over reads, in tiles and alone, with the fetched bytes counted.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "tests panic, and sizes are small")]
 
 mod common;
@@ -68,7 +68,7 @@ fn by_columns(checkpoint: &Checkpoint) -> View {
     View::quantized(shape(&extents), value).unwrap().reverse_axes().cast(DType::BF16).unwrap()
 }
 
-/// The bytes of a view by the engine, asked for in pieces, and how many were fetched for them.
+/// The bytes of a view by the engine, read in pieces, and the number of bytes fetched for them.
 fn served(checkpoint: &Arc<Checkpoint>, view: &View, options: EngineOptions, piece: usize) -> (Vec<u8>, u64) {
     let engine = Arc::new(Engine::new(Arc::clone(checkpoint), options));
     let file = Arc::new(OpenFile::new("view".to_owned(), raw("view", view.clone()).unwrap()));
@@ -90,9 +90,9 @@ fn expected(checkpoint: &Checkpoint, view: &View) -> Vec<u8> {
     reference::evaluate(view, 0..view.bytes().unwrap(), read).unwrap()
 }
 
-/// Whole tensors and their shards: the bytes of the reference, of no more than the shard's own codes, scales and zero points.
+/// Whole tensors and their shards: the reference's bytes, fetched from no more than the shard's own codes, scales and zero points.
 #[test]
-fn shards_are_right_and_fetch_what_is_theirs() {
+fn shards_are_right_and_fetch_only_their_own_bytes() {
     let dir = repository();
     for io in [SourceIo::Mmap, SourceIo::Pread] {
         let options = OpenOptions { io, ..OpenOptions::default() };
@@ -120,7 +120,7 @@ fn shards_are_right_and_fetch_what_is_theirs() {
     }
 }
 
-/// Where memory is short, pieces are done turn by turn, and tiles are not kept.
+/// Where memory is short, pieces are computed one after the other, and tiles are not cached.
 #[test]
 fn little_memory_is_enough() {
     let dir = repository();
@@ -136,7 +136,7 @@ fn little_memory_is_enough() {
     }
 }
 
-/// A source that ends early is an error that names the tensor, whichever operand it is.
+/// A source that ends early is an error that names the tensor, for any operand.
 #[test]
 fn a_truncated_operand_is_an_error() {
     for (file, name) in [(1, "a.blocks"), (2, "a.scales")] {

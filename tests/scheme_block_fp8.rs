@@ -1,6 +1,6 @@
-//! Block fp8: what opening makes of a repository, against the formula of its publishers, and what it refuses.
+//! Block fp8: the decoded tensors of a repository, against the formula of its publishers, and the refused repositories.
 //!
-//! The state protected here is which scale belongs to which element: the last blocks are partial, scales lie in another file
+//! The state protected here is which scale belongs to which element: the last blocks are partial, scales are in another file
 //! than their weights, and values are compared as f32, where the order of operations shows.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "tests panic, and sizes are small")]
 
@@ -102,7 +102,7 @@ fn blocks_and_stacks_are_decoded_by_the_formula() {
 }
 
 #[test]
-fn all_that_does_not_agree_is_refused_by_name() {
+fn all_disagreements_are_refused_by_name() {
     let rows = [
         row("a.weight", DType::F8E4M3, &[7, 9]),
         row("a.weight_scale_inv", DType::F32, &[3, 3]),
@@ -123,7 +123,7 @@ fn all_that_does_not_agree_is_refused_by_name() {
     ] {
         assert!(error.contains(expected), "{error}");
     }
-    // Without a block that is configured nothing is decoded.
+    // Without a configured block nothing is decoded.
     let plain = json!({"quantization_config": {"quant_method": "fp8"}});
     assert!(opened(&[&rows[..2]], &plain).unwrap().quantized().tensors.is_empty());
 }
@@ -149,7 +149,7 @@ fn llama() -> (tempfile::TempDir, Checkpoint) {
     (dir, checkpoint)
 }
 
-/// Names and dtypes of what a plan shows.
+/// Names and dtypes of a plan's tensors.
 fn shown(plan: &Plan) -> Vec<(String, DType)> {
     plan.tensors.iter().map(|tensor| (tensor.name.clone(), tensor.view.dtype())).collect()
 }
@@ -159,7 +159,7 @@ fn dtype_of(plan: &Plan, name: &str) -> Option<DType> {
 }
 
 #[test]
-fn decoding_leaves_all_else_as_it_is_and_scales_go() {
+fn decoding_leaves_other_tensors_unchanged_and_removes_scales() {
     let (_dir, checkpoint) = llama();
     let plan = |options: ViewOptions| Plan::build(&checkpoint, &options).unwrap();
     let raw = plan(ViewOptions::default());
@@ -186,7 +186,7 @@ fn decoding_leaves_all_else_as_it_is_and_scales_go() {
 }
 
 #[test]
-fn a_rule_keeps_a_weight_and_its_scale_as_they_are_stored() {
+fn a_rule_keeps_a_weight_and_its_scale_as_stored() {
     let (_dir, checkpoint) = llama();
     for pattern in ["layers.scanned.wq", "*q_proj.weight"] {
         let keep = CastRule { pattern: Pattern::parse(pattern).unwrap(), dtype: None };
@@ -200,7 +200,7 @@ fn a_rule_keeps_a_weight_and_its_scale_as_they_are_stored() {
     }
 }
 
-/// Scales go with their weights by what they are, not by what they are called.
+/// Scales stay with their weights by their role, not by their names.
 #[test]
 fn selecting_layers_keeps_the_scales_of_raw_weights() {
     let (_dir, checkpoint) = llama();

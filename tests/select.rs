@@ -87,7 +87,7 @@ fn files_without_tensors_vanish_from_hf() {
 
 #[test]
 fn further_predictors_are_left_out() {
-    // As DeepSeek keeps them, in a layer after the last; and as others do, beside the layers.
+    // In DeepSeek's form, in a layer after the last; and in the form of others, beside the layers.
     let layer = |number: u64| {
         let mut rows = repo::llama_rows(number + 1, DType::BF16);
         rows.retain(|(name, ..)| name.contains(&format!("layers.{number}.")));
@@ -122,8 +122,8 @@ fn further_predictors_are_left_out() {
         let plan = build(true, Layout::Hf);
         assert_eq!(names(&plan), expected(&plain), "{count}");
         assert_eq!(plan.no_hf, None);
-        let told = hf_text(&plan, "config.json").unwrap();
-        assert_eq!((&told[count], &told["num_hidden_layers"]), (&json!(0), &json!(2)), "{count}");
+        let reported = hf_text(&plan, "config.json").unwrap();
+        assert_eq!((&reported[count], &reported["num_hidden_layers"]), (&json!(0), &json!(2)), "{count}");
         let files: Vec<&str> = plan.hf.iter().map(|file| file.path.as_str()).collect();
         assert_eq!(files, ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]);
         let wq = build(true, Layout::Canonical);
@@ -189,7 +189,7 @@ fn patterns_choose_by_source_or_by_target_name() {
 }
 
 #[test]
-fn a_tied_head_is_for_the_rules_of_a_layout_to_show() {
+fn a_tied_head_is_left_to_the_rules_of_a_layout() {
     let dir = repo::llama(1, DType::BF16);
     for layout in ["maxtext", "vllm"] {
         for tied in [Tied::Alias, Tied::Absent] {
@@ -198,7 +198,7 @@ fn a_tied_head_is_for_the_rules_of_a_layout_to_show() {
             assert!(error.contains(&format!("tied: the rules of layout {layout} say whether")), "{error}");
         }
     }
-    // Nothing to be an alias of.
+    // There is no tensor for an alias.
     let dir = tempfile::tempdir().unwrap();
     let mut config = repo::llama_config(1);
     (config["tie_word_embeddings"], config["architectures"]) = (json!(false), json!(["LlamaModel"]));

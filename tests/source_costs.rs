@@ -1,5 +1,5 @@
-//! What views cost a source without maps: how many calls, spans and bytes are fetched for a sequential reader of each kind of
-//! view. The source is in memory and counts, so that all figures are exact.
+//! The cost of views on a source without maps: calls, spans and bytes fetched for a sequential reader of each type of
+//! view. The source is in memory and counts, so all figures are exact.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;
@@ -20,14 +20,14 @@ use common::{
 use serde_json::json;
 use tempfile::TempDir;
 
-/// A repository, the checkpoint of it over a source that counts, and that source.
+/// A repository, its checkpoint over a counting source, and that source.
 struct Counted {
     _dir: TempDir,
     source: Arc<Watched>,
     checkpoint: Arc<Checkpoint>,
 }
 
-/// The repository over files in memory, over files that are read, and over files that are mapped.
+/// The repository over files in memory, over files read by system calls, and over mapped files.
 fn counted(rows: &[(&str, DType, &[u64])]) -> [Counted; 3] {
     let rows: Vec<_> = rows.iter().map(|(name, dtype, extents)| repo::row(name, *dtype, extents)).collect();
     let open = |wrap: fn(Arc<dyn Source>) -> Watched| {
@@ -61,7 +61,7 @@ fn of(checkpoint: &Checkpoint, name: &str) -> View {
     View::source(tensor(checkpoint, name))
 }
 
-/// Reads a view from end to end, a megabyte at a time, compares it with the reference, and says what was fetched.
+/// Reads a view from end to end in units of 1 MiB, compares it with the reference, and returns the fetches.
 fn fetched(counted: &Counted, view: &View, cache_bytes: usize) -> Fetched {
     let Counted { source, checkpoint, .. } = counted;
     let options = EngineOptions { tile_cache_bytes: cache_bytes, ..EngineOptions::default() };
@@ -80,7 +80,7 @@ fn fetched(counted: &Counted, view: &View, cache_bytes: usize) -> Fetched {
         checkpoint.source().read_into(info.file(), info.span().start() + span.start, &mut found).unwrap();
         Ok(found)
     };
-    // The reference takes a while: some spans of it.
+    // The reference is slow, so only some spans are compared.
     let len = bytes.len() as u64;
     for low in (0..8).map(|eighth| len / 8 * eighth) {
         let high = (low + 5000).min(len);
@@ -93,7 +93,7 @@ fn fetched(counted: &Counted, view: &View, cache_bytes: usize) -> Fetched {
 const MIB: u64 = 1 << 20;
 const CACHE_BYTES: usize = 256 << 20;
 
-/// Asserts what a view costs each source: this where files are not mapped, and no fetch where they are.
+/// Asserts the cost of a view on each source: this cost where files are not mapped, and no fetch where they are.
 #[track_caller]
 fn costs(kinds: &[Counted; 3], view: impl Fn(&Checkpoint) -> View, cache_bytes: usize, expected: [u64; 3]) {
     let [calls, spans, bytes] = expected;
@@ -106,7 +106,7 @@ fn costs(kinds: &[Counted; 3], view: impl Fn(&Checkpoint) -> View, cache_bytes: 
     }
 }
 
-/// Each kind of view costs its source bytes, once, in calls of a megabyte or more. Counts are exact.
+/// Each type of view costs its source bytes, once, in calls of 1 MiB or more. Counts are exact.
 #[test]
 fn every_kind_of_view_costs_its_source_bytes_in_large_fetches() {
     let matrix: &[u64] = &[2048, 4096];
@@ -114,7 +114,7 @@ fn every_kind_of_view_costs_its_source_bytes_in_large_fetches() {
     let kinds = counted(&["m0", "m1", "m2", "m3"].map(|name| (name, DType::BF16, matrix)));
     let first = |checkpoint: &Checkpoint| of(checkpoint, "m0");
     let all = |checkpoint: &Checkpoint| ["m0", "m1", "m2", "m3"].map(|name| of(checkpoint, name));
-    // As MaxText has it: `[in, layers, out]`.
+    // In MaxText's form: `[in, layers, out]`.
     let kernel = |checkpoint: &Checkpoint| View::stack(1, &all(checkpoint).map(|view| view.reverse_axes())).unwrap();
     let costs = |view: &dyn Fn(&Checkpoint) -> View, expected| costs(&kinds, view, CACHE_BYTES, expected);
 
@@ -124,14 +124,14 @@ fn every_kind_of_view_costs_its_source_bytes_in_large_fetches() {
     costs(&|c| first(c).slice(1, 1024, 2048, 1).unwrap(), [1, 2048, each / 4]);
     costs(&|c| first(c).reverse_axes(), [1, 1, each]);
     costs(&kernel, [4, 4, 4 * each]);
-    // A quarter of the last axis takes whole source rows, a quarter of the first a part of each.
+    // A quarter of the last axis needs whole source rows, a quarter of the first a part of each.
     costs(&|c| kernel(c).slice(2, 512, 1024, 1).unwrap(), [1, 4, each]);
     costs(&|c| kernel(c).slice(0, 1024, 2048, 1).unwrap(), [1, 4 * 2048, each]);
     costs(&|c| first(c).cast(DType::F32).unwrap(), [4, 4, each]);
     costs(&|c| kernel(c).cast(DType::F32).unwrap(), [4, 4, 4 * each]);
 }
 
-/// Where a transposed view does not fit half of the cache, bands of it take their part of each row, and no byte twice.
+/// If a transposed view exceeds half of the cache, its bands read their part of each row, and no byte twice.
 #[test]
 fn bands_of_a_view_that_is_too_large_fetch_no_byte_twice() {
     let kinds = counted(&[("m", DType::BF16, &[2048, 4096])]);
@@ -150,6 +150,6 @@ fn quantized_views_cost_their_codes_and_scales() {
         View::dequantize(codes, scales, (128, 128), DType::BF16).unwrap()
     };
     costs(&kinds, view, CACHE_BYTES, [2, 4, 8 * MIB + 2048]);
-    // They lie one after the other in the file.
+    // They are adjacent in the file.
     costs(&kinds, |checkpoint| view(checkpoint).reverse_axes(), CACHE_BYTES, [1, 1, 8 * MIB + 2048]);
 }

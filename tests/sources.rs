@@ -1,5 +1,5 @@
-//! Every source keeps the same contract: one suite run over local files, mapped and not, memory, and the wrapper. Then what
-//! only local files can suffer: truncation, replacement and edits, also while they are being read by many threads.
+//! Every source obeys the same contract: one suite for local files, mapped and not, memory, and the wrapper. Then failures
+//! of local files only: truncation, replacement and edits, also while many threads read them.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;
@@ -52,7 +52,7 @@ fn local(io: SourceIo) -> (TempDir, LocalFiles) {
     (dir, source)
 }
 
-/// Fetches spans in one call, a buffer each.
+/// Fetches spans in one call, with a buffer for each.
 fn fetch(source: &dyn Source, file: FileId, spans: &[ByteSpan]) -> Result<Vec<Vec<u8>>, SourceError> {
     let mut found: Vec<Vec<u8>> = spans.iter().map(|span| vec![7; usize::try_from(span.len()).unwrap()]).collect();
     let parts = spans.iter().zip(&mut found).map(|(span, target)| FetchPart { start: span.start(), target });
@@ -60,7 +60,7 @@ fn fetch(source: &dyn Source, file: FileId, spans: &[ByteSpan]) -> Result<Vec<Ve
     Ok(found)
 }
 
-/// The bytes that are lent for a span, copied by the kernel.
+/// The kernel-only buffer of a span, copied by the kernel.
 fn lent(source: &dyn Source, file: FileId, span: ByteSpan) -> Option<Result<Vec<u8>, SourceError>> {
     let mut found = None;
     let result = source
@@ -69,7 +69,7 @@ fn lent(source: &dyn Source, file: FileId, span: ByteSpan) -> Option<Result<Vec<
     Some(result.map(|()| found.unwrap()))
 }
 
-/// The contract, on a source that holds [`contents`].
+/// The contract, for a source that holds [`contents`].
 fn conforms(source: &dyn Source) {
     assert_eq!(source.file_count(), 3);
     for (id, (name, bytes)) in (0..).map(FileId).zip(contents()) {
@@ -168,7 +168,7 @@ fn a_faulty_source_fails_after_its_calls() {
     assert_eq!(source.health().poisoned(), 1);
 }
 
-/// What is done to `a.bin`, and what is then reported.
+/// A change to `a.bin`, and the aspect that is then reported.
 type Damage = (&'static str, fn(&Path), Aspect);
 
 const DAMAGES: [Damage; 5] = [
@@ -254,7 +254,7 @@ fn only_regular_files_are_opened() {
     assert!(matches!(open(&fifo), SourceError::NotRegular { .. }), "and without waiting for a writer");
 }
 
-/// A conversion over the guarded mapping in many threads, the file truncated under it: no zero may pass as data.
+/// A conversion over the guarded mapping in many threads while the file is truncated: no zero may pass as data.
 #[test]
 fn truncation_under_a_running_conversion_never_yields_wrong_bytes() {
     const LEN: u64 = 64 << 20;
@@ -262,7 +262,7 @@ fn truncation_under_a_running_conversion_never_yields_wrong_bytes() {
     for round in 0..4 {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("weights");
-        // No byte of the content is zero, so that every zero taken for data is seen.
+        // No byte of the content is zero, so every zero that passes as data is detected.
         fs::write(&path, vec![1; usize::try_from(LEN).unwrap()]).unwrap();
         let other = dir.path().join("other");
         fs::write(&other, vec![2; 1 << 20]).unwrap();
@@ -311,9 +311,9 @@ fn truncation_under_a_running_conversion_never_yields_wrong_bytes() {
     }
 }
 
-/// A lent span of a truncated file is an error of the system call, not of the process.
+/// A system call on a truncated file's kernel-only buffer returns an error; the process survives.
 #[test]
-fn lending_a_truncated_file_to_the_kernel_is_an_errno() {
+fn sending_a_truncated_file_to_the_kernel_is_an_errno() {
     let (dir, source) = local(SourceIo::Mmap);
     let mut written = Ok(());
     let checked = source.with_kernel_bytes(A, span(8_192, 300_000), &mut |bytes| {
@@ -354,7 +354,7 @@ fn resident_mapped_memory_is_bounded() {
                     let work = &mut |bytes: &[u8]| sum = bytes.iter().map(|byte| u64::from(*byte)).sum();
                     source.with(A, span, work).unwrap().unwrap();
                     assert_eq!(sum, 3 * TILE);
-                    // The kernel's reading through the other mapping counts as well.
+                    // Pages that the kernel reads through the other mapping count as well.
                     source
                         .with_kernel_bytes(A, span, &mut |bytes| {
                             assert_eq!(Served::Kernel(bytes).to_vec().unwrap().len(), 1 << 20);
@@ -373,7 +373,7 @@ fn resident_mapped_memory_is_bounded() {
     source.check(A).unwrap();
 }
 
-/// Small reads of a small working set do not keep dropping it.
+/// Small reads of a small working set do not drop it again and again.
 #[test]
 fn a_small_working_set_stays_resident() {
     let dir = tempfile::tempdir().unwrap();
@@ -387,9 +387,9 @@ fn a_small_working_set_stays_resident() {
     assert_eq!(source.window_drops(), 0);
 }
 
-/// Pages that will be visited again stay, and go once nobody has come back.
+/// Pages that will be visited again stay, and are dropped once no reader returns to them.
 #[test]
-fn pages_to_return_to_stay_until_nobody_does() {
+fn pages_to_return_to_stay_until_no_reader_returns() {
     const LEN: u64 = 64 << 20;
     const NARROW: u64 = 1 << 20;
     let dir = tempfile::tempdir().unwrap();
@@ -414,8 +414,8 @@ fn pages_to_return_to_stay_until_nobody_does() {
     assert!(source.window_drops() > LEN / NARROW / 2, "the window is narrow again");
 }
 
-/// A file of `len` bytes, all 7, in a directory, and a map of it. `dropped_len` bytes from `dropped` on, all if 0, are dropped
-/// from the page cache, which a file system in memory does not do.
+/// A file of `len` bytes, all 7, in a directory, and a map of it. `dropped_len` bytes from `dropped` on (all if 0) are dropped
+/// from the page cache; a file system in memory ignores this.
 fn written(dir: &Path, len: usize, dropped: i64, dropped_len: i64) -> (PathBuf, fs::File, memmap2::Mmap) {
     let path = dir.join("weights");
     fs::write(&path, vec![7; len]).unwrap();
@@ -423,7 +423,7 @@ fn written(dir: &Path, len: usize, dropped: i64, dropped_len: i64) -> (PathBuf, 
     file.sync_all().unwrap();
     let advice = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_DONTNEED;
     nix::fcntl::posix_fadvise(&file, dropped, dropped_len, advice).unwrap();
-    // SAFETY: nobody else knows the file.
+    // SAFETY: no other code knows the file.
     #[allow(unsafe_code)]
     let map = unsafe { memmap2::Mmap::map(&file) }.unwrap();
     (path, file, map)
@@ -466,8 +466,8 @@ fn cached_pages_are_mapped_before_they_are_touched_and_others_are_not_read() {
     // Kernels before 6.5 do not tell what is cached.
     // SAFETY: without a file the call does nothing.
     #[allow(unsafe_code)]
-    let told = unsafe { libc::syscall(451, -1, 0, 0, 0) };
-    if told < 0 && std::io::Error::last_os_error().raw_os_error() == Some(libc::ENOSYS) {
+    let reported = unsafe { libc::syscall(451, -1, 0, 0, 0) };
+    if reported < 0 && std::io::Error::last_os_error().raw_os_error() == Some(libc::ENOSYS) {
         assert_eq!(mapped_bytes(&path), 0);
         return;
     }
@@ -486,22 +486,22 @@ fn cached_pages_are_mapped_before_they_are_touched_and_others_are_not_read() {
     assert!(source.prefault(A, span(0, LEN as u64)), "a file that has changed is left alone");
 }
 
-/// How many pages of a mapped file the page cache has.
+/// Number of a mapped file's pages that the page cache has.
 #[allow(unsafe_code)]
 fn cached_pages(map: &memmap2::Mmap) -> usize {
     let mut pages = vec![0; map.len().div_ceil(4096)];
     // SAFETY: the range is mapped, and there is a byte for each page of it.
-    let told = unsafe { libc::mincore(map.as_ptr().cast_mut().cast(), map.len(), pages.as_mut_ptr()) };
-    assert_eq!(told, 0);
+    let reported = unsafe { libc::mincore(map.as_ptr().cast_mut().cast(), map.len(), pages.as_mut_ptr()) };
+    assert_eq!(reported, 0);
     pages.iter().filter(|page| **page & 1 == 1).count()
 }
 
 #[test]
-fn what_will_be_needed_is_read_ahead_however_much_it_is() {
+fn requested_spans_are_read_ahead_at_any_size() {
     const LEN: usize = 24 << 20;
     let dir = tempfile::tempdir().unwrap();
     let (path, _, map) = written(dir.path(), LEN, 0, 0);
-    // A file system in memory keeps all of them whatever it is told.
+    // A file system in memory always keeps all of them.
     let (before, all) = (cached_pages(&map), LEN / 4096);
     assert!(before == 0 || before == all, "{before} of {all} pages dropped");
     let source = LocalFiles::open(&[path], SourceIo::Auto).unwrap();

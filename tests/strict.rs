@@ -1,4 +1,4 @@
-//! Strictness: what a repository must have and what it may, and that nothing else is refused.
+//! Strictness: the required and the optional tensors of a repository; nothing else is refused.
 
 #![allow(clippy::unwrap_used, reason = "a test fails where it panics")]
 
@@ -27,7 +27,7 @@ fn build(rows: &[Row], config: &Value, options: &ViewOptions) -> Result<Plan, Pl
     Plan::build(&repo::open(dir.path()), options)
 }
 
-/// A llama of three layers; its configuration with these members besides.
+/// A llama of three layers; its configuration with these additional members.
 fn llama(members: &Value) -> (Vec<Row>, Value) {
     let mut config = repo::llama_config(3);
     config["architectures"] = json!(["LlamaForCausalLM"]);
@@ -64,7 +64,7 @@ fn a_misspelt_name_is_one_missing_and_one_unexpected() {
         assert_eq!(error(options(Allow::Nothing, Allow::Nothing)), both);
         assert_eq!(error(options(allow("*q_proj*"), allow("*q_proj*"))), both, "patterns of other names");
         assert_eq!(error(options(Allow::Nothing, allow("*self_atn*"))), missing);
-        // What is unexpected is only a problem as the likely cause of what is missing.
+        // An unexpected tensor is a problem only as the likely cause of a missing one.
         let plan = build(&rows, &config, &options(allow("*self_attn.o_proj*"), Allow::Nothing)).unwrap();
         assert_eq!(format!("missing tensor {}", texts(&plan.missing)[0]), missing);
         assert_eq!(format!("unexpected tensor {}", texts(&plan.unexpected)[0]), unexpected);
@@ -72,7 +72,7 @@ fn a_misspelt_name_is_one_missing_and_one_unexpected() {
 }
 
 #[test]
-fn layers_of_which_nothing_is_there_are_told_together() {
+fn layers_without_any_tensor_are_reported_together() {
     let (rows, mut config) = llama(&json!({}));
     config["num_hidden_layers"] = json!(9);
     let rows = without(&rows, "model.layers.1.*");
@@ -88,7 +88,7 @@ fn layers_of_which_nothing_is_there_are_told_together() {
 }
 
 #[test]
-fn what_a_complete_model_has_must_be_there() {
+fn tensors_of_a_complete_model_are_required() {
     let head = |rows: &[Row]| [rows, &[row("lm_head.weight", DType::BF16, &[40, 16])]].concat();
     let (tied, config) = llama(&json!({}));
     let untied = llama(&json!({"tie_word_embeddings": false})).1;
@@ -104,7 +104,7 @@ fn what_a_complete_model_has_must_be_there() {
         (without(&tied, "*.up_proj.*"), &config, "model.layers.{0-2}.mlp.up_proj.weight (3 tensors)"),
         (without(&tied, "model.norm.weight"), &config, "model.norm.weight"),
         (without(&tied, "*embed_tokens*"), &config, "model.embed_tokens.weight"),
-        // What one layer has, all have.
+        // A tensor that one layer has is required in all.
         (without(&biased, "model.layers.1.*bias"), &config, "model.layers.1.self_attn.q_proj.bias"),
     ];
     for (rows, config, missing) in rows {
@@ -122,7 +122,7 @@ fn what_a_complete_model_has_must_be_there() {
     assert!(error.contains("unexpected tensor lm_haed.weight; the nearest name is lm_head.weight"), "{error}");
 }
 
-/// Repositories as people publish them, each of which lacks something that a plain `LlamaForCausalLM` has.
+/// Repositories as published, each without some tensor that a plain `LlamaForCausalLM` has.
 #[test]
 fn other_models_of_the_same_type_are_not_refused() {
     let (rows, _) = llama(&json!({}));
@@ -189,9 +189,9 @@ fn other_models_of_the_same_type_are_not_refused() {
         for layout in [Layout::Canonical, Layout::Hf] {
             let plan = build(&rows, &config, &ViewOptions { layout, ..ViewOptions::default() });
             let plan = plan.unwrap_or_else(|error| panic!("{what}: {error}"));
-            // What is not insisted on is still told, with the reason.
-            let told = plan.warnings.iter().any(|text| text.contains("not refused, as "));
-            assert_eq!(told, !plan.missing.is_empty(), "{what}: {:?}", plan.warnings);
+            // A missing tensor that is not required is still reported, with the reason.
+            let reported = plan.warnings.iter().any(|text| text.contains("not refused, as "));
+            assert_eq!(reported, !plan.missing.is_empty(), "{what}: {:?}", plan.warnings);
         }
     }
     let headless = build(&rows, &llama(&untied).1, &ViewOptions::default()).unwrap();
@@ -201,7 +201,7 @@ fn other_models_of_the_same_type_are_not_refused() {
 }
 
 #[test]
-fn names_of_mlx_are_its_own() {
+fn mlx_checkpoints_may_lack_tensors() {
     let dir = tempfile::tempdir().unwrap();
     let (rows, config) = llama(&json!({}));
     repo::write_repo(dir.path(), &[&without(&rows, "*o_proj*")], &config);
@@ -223,9 +223,9 @@ fn names_of_mlx_are_its_own() {
     assert!(plan.warnings.iter().any(|text| text.contains("MLX")), "{:?}", plan.warnings);
 }
 
-/// Every family of the fixtures is complete, and is missed what is taken from it: a row of a stem per family.
+/// Every family of the fixtures is complete, and each removed tensor is reported as missing: one row per family and stem.
 #[test]
-fn families_are_complete_and_missed() {
+fn families_are_complete_and_removed_tensors_are_missed() {
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/maxtext");
     let attention = ["*.1.self_attn.o_proj.weight", "*norm.weight", "*.1.input_layernorm.weight"];
     let rows: [(&str, &[&str]); 13] = [
@@ -243,7 +243,7 @@ fn families_are_complete_and_missed() {
         ("gemma3", &["language_model.*.1.self_attn.o_proj.weight", "*.1.self_attn.q_norm.weight"]),
         ("gpt-oss", &[&attention[..], &["*.1.self_attn.sinks", "*.1.mlp.experts.down_proj"]].concat()),
         ("olmo3", &["*.1.self_attn.o_proj.weight", "*.1.post_feedforward_layernorm.weight", "model.norm.weight"]),
-        // Of these only what is there is told.
+        // For these, only the existing tensors are reported.
         ("gemma4", &[]),
         ("qwen3-next", &[]),
     ];
@@ -284,7 +284,7 @@ fn encoders_have_their_attention() {
     let config = json!({"model_type": "bert", "architectures": ["BertForMaskedLM"], "num_hidden_layers": 2});
     build(&rows, &config, &ViewOptions::default()).unwrap();
     let error = build(&without(&rows, "*.key.weight"), &config, &ViewOptions::default()).unwrap_err().to_string();
-    // Other names are told too: whether one of them is what is missing, only the user knows.
+    // Other names are reported too: only the user knows whether one of them is the missing tensor.
     assert_eq!(
         error,
         "2 problems:\n  missing tensor bert.encoder.layer.{0-1}.attention.self.key.weight (2 tensors)\n  \
@@ -293,7 +293,7 @@ fn encoders_have_their_attention() {
 }
 
 #[test]
-fn a_layout_of_rules_tells_of_groups_by_rule() {
+fn a_layout_of_rules_reports_groups_by_rule() {
     let (rows, config) = llama(&json!({}));
     let text = "\
 name = 'x'

@@ -1,5 +1,5 @@
-//! The unit file is what an administrator relies on at boot, where nobody watches: it is checked by systemd itself, and
-//! the promises that systemd cannot check are checked here.
+//! Administrators rely on the unit file at boot, without anyone to watch: systemd itself checks it, and
+//! these tests check the promises that systemd cannot check.
 
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
@@ -30,20 +30,20 @@ fn systemd_accepts_the_unit() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
-    // The program need not be installed where the unit expects it; any that exists will do.
+    // The program need not be installed at the unit's path; any existing program does.
     let installed = unit().replace("/usr/bin/ckfs", env!("CARGO_BIN_EXE_ckfs"));
     let path = directory.path().join("ckfs@example.service");
     fs::write(&path, installed).unwrap();
     let verify = |path: &Path| {
         let output = Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(path).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        // Other units of this host may have faults of their own; lines about ours name it.
+        // Other units of this host may have faults of their own; lines about ours contain its name.
         let ours: Vec<String> = said.lines().filter(|line| line.contains("ckfs@")).map(str::to_owned).collect();
         (output.status.success(), ours, said)
     };
     let (success, ours, said) = verify(&path);
     assert!(success && ours.is_empty(), "{said}");
-    // And would have seen a fault.
+    // The check must also find a fault.
     fs::write(&path, unit().replace("KillMode=mixed", "KillMode=gentle").replace("Type=notify", "Tipe=notify"))
         .unwrap();
     assert!(!verify(&path).1.is_empty());
@@ -75,7 +75,7 @@ fn the_unit_waits_for_readiness_and_for_the_end() {
         stop_seconds > (defaults.grace + defaults.drain).as_secs() + 5,
         "the daemon would be killed while draining"
     );
-    // Only what is stale: after a start that was refused since another mount is alive, that mount must stay.
+    // Only stale mounts: after a start that was refused because another mount is alive, that mount must stay.
     assert!(values(&unit, "ExecStopPost").iter().all(|command| command.contains(" umount --stale ")));
 }
 

@@ -115,7 +115,7 @@ fn runs(tilings: &[Tiling]) -> HashMap<TensorId, Vec<Runs>> {
     found
 }
 
-/// Bytes that tilings need of a tensor at `place`, and its bytes in pages with such bytes, one by one.
+/// Bytes that tilings need of a tensor at `place`, and its bytes in pages with such bytes, counted one by one.
 fn reads_one_by_one(tilings: &[Tiling], tensor: TensorId, place: &Range<u64>, page_bytes: u64) -> Reads {
     let mut needed = BTreeSet::new();
     for tiling in tilings {
@@ -124,7 +124,7 @@ fn reads_one_by_one(tilings: &[Tiling], tensor: TensorId, place: &Range<u64>, pa
             let decode = &tiling.decoders()[decoder as usize];
             let codes = decode.value().map(|value| value.load.field.bits() / 8);
             let width = codes.or(decode.source_bytes(tiling.unit_bytes())).unwrap();
-            // A value may have more elements than the tensor that it is loaded from, which then come again.
+            // A value may have more elements than the tensor that it is loaded from, which then repeat.
             let elements = decode.value().map_or(u64::MAX, |value| value.load.tensor.shape.elements());
             if from == tensor {
                 for_each_unit(piece, &mut |_, unit| {
@@ -139,9 +139,9 @@ fn reads_one_by_one(tilings: &[Tiling], tensor: TensorId, place: &Range<u64>, pa
     Reads { needed_bytes: needed.len() as u64, paged_bytes: paged as u64 }
 }
 
-/// Asserts that what tilings read is counted right, with tensors at some places in pages of some size.
+/// Asserts that the reads of tilings are counted right, with tensors at some offsets in pages of some size.
 fn check_reads(view: &View, tilings: &[Tiling], choices: &mut Choices) {
-    // Codes that share bytes or repeat are counted by bytes; `tests/quantized.rs` has them. Those that are elements have their
+    // Codes that share bytes or repeat are counted by bytes; `tests/quantized.rs` has them. Codes that are elements have their
     // tensor's two axes.
     let mut values = tilings.iter().flat_map(Tiling::decoders).filter_map(|decode| decode.value());
     if values.any(|value| value.load.tensor.shape.rank() != 2) {
@@ -170,7 +170,7 @@ proptest! {
     }
 
     #[test]
-    fn shares_are_disjoint_and_cover(view in any_view(), mut choices in choices()) {
+    fn work_slices_are_disjoint_and_cover(view in any_view(), mut choices in choices()) {
         let tiling = view.lower().unwrap();
         let low = choices.below(tiling.len_units() + 1);
         let high = low + choices.below(tiling.len_units() - low + 1);
@@ -180,7 +180,7 @@ proptest! {
     }
 
     #[test]
-    fn reads_are_counted_without_going_through_them(view in any_float_view(), mut choices in choices()) {
+    fn reads_are_counted_exactly_without_visiting_them(view in any_float_view(), mut choices in choices()) {
         check_reads(&view, &[view.lower().unwrap()], &mut choices);
     }
 
@@ -240,7 +240,7 @@ fn cuts_of_a_permuted_tensor_are_restrictions_everywhere() {
     }
 }
 
-/// Lowers a view of large real shape and counts.
+/// Lowers a view of large real shape and counts its pieces.
 #[track_caller]
 fn pieces(view: &View) -> usize {
     view.lower().unwrap().pieces().len()
@@ -299,7 +299,7 @@ fn a_scan_stack_has_one_piece_per_layer() {
     assert_eq!(pieces(&of(14336, 4096, 32).slice(1, 3584, 7168, 1).unwrap()), 32);
     assert_eq!(pieces(&of(14336, 4096, 32).slice(0, 8, 16, 1).unwrap()), 8);
     assert_right(&of(3, 4, 5), 5);
-    // As MaxText has it, [in, layers, out].
+    // In MaxText's form, [in, layers, out].
     let scanned =
         |rows, columns, layers| stack(1, layers, |layer| source(layer, DType::BF16, &[rows, columns]).reverse_axes());
     let tiling = scanned(14336, 4096, 32).lower().unwrap();
@@ -332,10 +332,10 @@ fn a_rope_permutation_is_one_piece() {
     let tiling = view.lower().unwrap();
     assert_eq!((tiling.pieces().len(), tiling.pieces()[0].loops.len()), (1, 4));
     assert_right(&rope(&source(0, DType::BF16, &[3 * 4, 5]), 3, 4), 1);
-    // Column shards stay whole, and so do row shards at heads.
+    // Column shards are one piece, and so are row shards cut at heads.
     assert_eq!(pieces(&view.slice(1, 1024, 2048, 1).unwrap()), 1);
     assert_eq!(pieces(&view.slice(0, 1024, 2048, 1).unwrap()), 1);
-    // Layers that are stacked.
+    // Stacked layers.
     let scanned = stack(0, 32, |layer| rope(&source(layer, DType::BF16, &[32 * 128, 4096]), 32, 128));
     assert_eq!(pieces(&scanned), 32);
 }
@@ -350,7 +350,7 @@ fn row_interleaved_gate_and_up_are_one_piece_each() {
         assert_right(&source(0, DType::BF16, &[2, 3, 8]).slice(2, which, 8, 2).unwrap(), 1);
         assert_right(&source(0, DType::BF16, &[8, 3]).slice(0, which, 8, 2).unwrap(), 1);
     }
-    // And back: two pieces.
+    // The reverse: two pieces.
     let halves = [source(0, DType::BF16, &[4, 3]), source(1, DType::BF16, &[4, 3])];
     assert_right(&reshaped(&View::stack(1, &halves).unwrap(), &[8, 3]), 2);
 }
@@ -517,7 +517,7 @@ fn source_bounding_spans_leave_wide_gaps_out() {
         loops(strides).source_bounding_spans(gap, &mut |start, units| found.push((start, units)));
         found
     };
-    // Two experts of three rows of ten, of each row four.
+    // Two experts of three rows of ten; four elements of each row.
     let experts = [(3, 10), (2, 1000), (4, 1)];
     assert_eq!(spans(&experts, 1000), [(0, 1024)]);
     assert_eq!(spans(&experts, 976), [(0, 24), (1000, 24)], "976 units between two spans");
@@ -528,9 +528,9 @@ fn source_bounding_spans_leave_wide_gaps_out() {
     assert_eq!(spans(&[(5, 0), (4, 1)], 0), [0, 1, 2, 3].map(|start| (start, 1)));
 }
 
-/// Shares of a stack of transposed matrices are as large as they can be, and each source line belongs to one of them.
+/// Work slices of a stack of transposed matrices are as large as possible, and each source line belongs to one of them.
 #[test]
-fn source_lines_are_shared_out_evenly() {
+fn source_lines_are_divided_evenly_into_work_slices() {
     let matrix = |id| View::source(tensor(id, DType::BF16, &[600, 40])).reverse_axes();
     let tiling = View::stack(1, &[matrix(0), matrix(1), matrix(2)]).unwrap().lower().unwrap();
     let (len, row) = (tiling.len_units(), tiling.transposed_stride_units().unwrap());
@@ -551,7 +551,7 @@ fn source_lines_are_shared_out_evenly() {
             });
             sizes.push(size);
         }
-        // Runs of the target stay together.
+        // Runs of the target are not split.
         for index in 0..of {
             tiling.cut_work_slice(WorkSlice { index, of, lines }, low, high, &mut |part| {
                 let run = part.loops.iter().find(|l| l.target_stride == 1).map_or(1, |l| l.extent);
@@ -560,16 +560,16 @@ fn source_lines_are_shared_out_evenly() {
         }
         let columns = (high - low) / row;
         let fair = (high - low) / of;
-        // A border moves by less than the lines that stay together, or than a matrix that has fewer.
+        // A border moves by less than the lines that stay together, or than a matrix with fewer lines.
         let slack = columns * lines.min(600);
         assert!(sizes.iter().all(|size| size.abs_diff(fair) <= slack), "{sizes:?}, of {fair} each");
         assert!(sizes.iter().filter(|size| **size > 0).count() as u64 >= of.min(3), "{sizes:?}");
     }
 }
 
-/// Where a short axis is innermost in the target and outermost in the source, another one is shared out.
+/// Where a short axis is innermost in the target and outermost in the source, another one is divided.
 #[test]
-fn a_short_innermost_axis_is_not_shared_out() {
+fn a_short_innermost_axis_is_not_divided() {
     let tiling = View::source(tensor(0, DType::BF16, &[2, 512, 64])).reverse_axes().lower().unwrap();
     let (len, mut sizes) = (tiling.len_units(), Vec::new());
     check_work_slices(&tiling, 8, 128, 0, len);

@@ -1,4 +1,4 @@
-//! The file system without FUSE: every virtual byte against the slow reference, whatever the span.
+//! The file system without FUSE: every virtual byte, in any span, against the slow reference.
 
 #![allow(clippy::unwrap_used, reason = "a test fails where it panics")]
 
@@ -21,7 +21,7 @@ fn options(mesh: &str) -> ViewOptions {
     ViewOptions { mesh: Mesh::parse(mesh).unwrap(), ..ViewOptions::default() }
 }
 
-/// Bytes of a raw file by the reference evaluator, which reads source files by itself.
+/// Bytes of a raw file by the reference evaluator, which reads source files independently.
 fn expected(volume: &Volume, ino: Ino) -> Vec<u8> {
     let (_, view) = volume.shard_view(ino).unwrap();
     let checkpoint = Arc::clone(volume.engine().checkpoint());
@@ -54,7 +54,7 @@ fn check_all(volume: &Volume) -> usize {
 }
 
 #[test]
-fn every_file_of_a_llama_is_what_the_reference_says() {
+fn every_file_of_a_llama_equals_the_reference() {
     let dir = repo::llama(3, DType::F32);
     let checkpoint = repo::open(dir.path());
     for mesh in ["", "fsdp=4", "fsdp=3", "fsdp=2,tensor=2", "data=2,tensor=3"] {
@@ -136,9 +136,9 @@ fn safetensors_files_are_valid_and_hold_the_raw_files() {
     }
 }
 
-/// Who looks at a header causes the kernel to read a megabyte, of which little is to be fetched.
+/// A header probe causes the kernel to read 1 MiB, of which only a little may be fetched.
 #[test]
-fn data_of_large_files_begins_after_what_is_read_for_a_header() {
+fn data_of_large_files_begins_after_the_header_probe() {
     let dir = tempfile::tempdir().unwrap();
     let rows = [repo::row("w", DType::F32, &[8192, 1024]), repo::row("v", DType::BF16, &[77])];
     repo::write_repo(dir.path(), &[&rows], &serde_json::json!({}));
@@ -187,7 +187,7 @@ fn hf_is_the_repository_itself_unless_values_change() {
     assert_eq!(index["metadata"]["total_size"], 2 * (40 * 16 + 16 + 2 * (16 * (24 * 2 + 12 * 2 + 36 * 3) + 32)));
 }
 
-/// Long texts are generated as they are read: every handle, and every span, gives the same bytes.
+/// Long texts are generated as they are read: every handle returns the same bytes in every span.
 #[test]
 fn long_texts_are_the_same_for_every_handle() {
     let dir = repo::llama(2, DType::F32);
@@ -214,7 +214,7 @@ fn long_texts_are_the_same_for_every_handle() {
 }
 
 #[test]
-fn a_changed_source_is_an_error_and_the_rest_goes_on() {
+fn a_changed_source_is_an_error_and_other_files_are_not_affected() {
     let dir = repo::llama(2, DType::F32);
     let volume = repo::volume(&repo::open(dir.path()), &options(""), VolumeOptions::default());
     let first = dir.path().join("model-00001-of-00002.safetensors");
@@ -275,7 +275,7 @@ fn wide(cache_bytes: usize) -> (tempfile::TempDir, Volume) {
     (dir, volume)
 }
 
-/// More readers at once than the cache has room for take turns: what each is in the middle of is not made again and again.
+/// With more readers than the cache has room for, readers take turns: a tile in use is not computed again and again.
 #[test]
 fn readers_in_turns_fetch_each_byte_once() {
     for cache_bytes in [0, 256 << 10, 1 << 30] {
@@ -299,20 +299,20 @@ fn readers_in_turns_fetch_each_byte_once() {
     }
 }
 
-/// Who has bytes finds them in the counters: they are not added after the answer is on its way.
+/// A reader that has bytes finds them in the counters: they are counted before the answer is sent.
 #[test]
-fn bytes_are_counted_before_they_are_handed_out() {
+fn bytes_are_counted_before_the_reply() {
     let check = |volume: &Volume, path: &str, way: Path| {
         let counters = volume.engine().counters();
         let ino = volume.resolve(path).unwrap().ino;
         let opened = volume.open(ino).unwrap();
         let before = counters.served_bytes(way);
-        let mut told = None;
-        let mut reply = |bytes: Served<'_>| told = Some((bytes.len() as u64, counters.served_bytes(way) - before));
+        let mut reported = None;
+        let mut reply = |bytes: Served<'_>| reported = Some((bytes.len() as u64, counters.served_bytes(way) - before));
         volume.read(ino, opened.handle, 0, 64, &mut reply).unwrap();
-        assert_eq!(told, Some((64, 64)), "{path}: bytes, and how many of them were counted");
+        assert_eq!(reported, Some((64, 64)), "{path}: bytes, and how many of them were counted");
     };
-    // Without a cache tiles are made for each read.
+    // Without a cache tiles are computed for each read.
     for cache_bytes in [0, 1 << 30] {
         let (_dir, volume) = wide(cache_bytes);
         check(&volume, "full/w0", Path::Tiles);
@@ -324,9 +324,9 @@ fn bytes_are_counted_before_they_are_handed_out() {
     check(&volume, "hf/model-00001-of-00002.safetensors", Path::Identical);
 }
 
-/// However many files are opened meanwhile, one that is open keeps what was made for it.
+/// An open file keeps its tiles and tilings, however many files are opened meanwhile.
 #[test]
-fn an_open_file_is_not_forgotten() {
+fn an_open_file_stays_cached() {
     let (_dir, volume) = wide(1 << 30);
     let first = volume.resolve("full/w0").unwrap().ino;
     let handle = volume.open(first).unwrap().handle;
@@ -395,10 +395,10 @@ fn a_file_that_was_closed_is_materialized_on_disk() {
         assert_eq!(copy.read_at(&mut copied, 0).unwrap(), bytes.len());
         assert_eq!(copied[..bytes.len()], bytes, "{path}");
         let uncached = volume.open_uncached(ino).unwrap();
-        assert!(matches!(uncached.access, Access::Passthrough(_)), "{path}: O_DIRECT finds what is there");
+        assert!(matches!(uncached.access, Access::Passthrough(_)), "{path}: O_DIRECT uses a complete file");
     }
     let counters = volume.engine().counters();
-    // A file is counted just after it is there.
+    // A file is counted just after it becomes available.
     let started = std::time::Instant::now();
     while counters.materialized_files.load(std::sync::atomic::Ordering::Relaxed) < 4 {
         assert!(started.elapsed().as_secs() < 60);
@@ -416,7 +416,7 @@ fn a_file_that_was_closed_is_materialized_on_disk() {
     assert!(in_directory(std::path::Path::new("/proc")).is_err());
 }
 
-/// A llama whose larger files are made in several parts.
+/// A llama whose larger files are materialized in several parts.
 fn large(dtype: DType) -> tempfile::TempDir {
     let (hidden, inner, layers) = (512, 640, 4);
     let mut rows = vec![
@@ -447,7 +447,7 @@ fn large(dtype: DType) -> tempfile::TempDir {
     dir
 }
 
-/// A file of a volume that is about to be materialized in a file on disk, which is taken for one in memory.
+/// A file of a volume that is about to be materialized in a disk file, treated as one in memory.
 fn materializing(volume: &Volume, path: &str, ino: Ino) -> (Arc<OpenFile>, Arc<fs::File>, Arc<Materializing>) {
     let file = Arc::new(OpenFile::new(path.to_owned(), volume.image(ino).unwrap().unwrap()));
     let target = Arc::new(tempfile::tempfile().unwrap());
@@ -468,7 +468,7 @@ fn materialized(volume: &Volume, path: &str, ino: Ino) -> Result<Vec<u8>, Materi
 }
 
 #[test]
-fn materialized_files_are_what_the_reference_says() {
+fn materialized_files_equal_the_reference() {
     for (source, layout, mesh, workers) in [
         (DType::BF16, "maxtext", "fsdp=2,tensor=2", 3),
         (DType::F32, "maxtext", "fsdp=2", 0),
@@ -512,7 +512,7 @@ fn a_file_of_a_changed_source_is_not_materialized() {
     let short = Target::Memory(Arc::new(tempfile::tempfile().unwrap()));
     let file = Arc::new(OpenFile::new("embed".into(), volume.image(ino).unwrap().unwrap()));
     assert!(Materializing::new(volume.engine(), &file, short).is_err(), "a target that is too short");
-    // What is on a disk is written, so that a full one is an error.
+    // A target on a disk is written by system calls, so that a full disk is an error.
     let full = Target::Disk(Arc::new(fs::OpenOptions::new().read(true).write(true).open("/dev/full").unwrap()));
     let dir = large(DType::F32);
     let other = repo::volume(&repo::open(dir.path()), &options, VolumeOptions::default());
@@ -522,9 +522,9 @@ fn a_file_of_a_changed_source_is_not_materialized() {
     assert!(matches!(pieces.make_here(), Err(MaterializeError::Room(_))));
 }
 
-/// Readers that come while a file is materialized get its bytes, wait for no more than these, and nothing is fetched twice.
+/// Readers during the materialization of a file get its bytes, wait only for these, and nothing is fetched twice.
 #[test]
-fn readers_of_a_file_that_is_being_materialized_share_its_pieces() {
+fn readers_of_a_file_in_materialization_share_its_pieces() {
     for (layout, path, workers) in [
         ("canonical", "safetensors/dev0.safetensors", 2),
         ("canonical", "safetensors/dev0.safetensors", 0),
@@ -553,7 +553,7 @@ fn readers_of_a_file_that_is_being_materialized_share_its_pieces() {
         };
         let len = file.len_bytes();
         assert!(len > 6 << 20);
-        // Of a file of which only the ends are read, nothing else is made.
+        // If only the ends of a file are read, no other piece is computed.
         read(len - 1000, len);
         read(0, 1 << 20);
         if layout == "canonical" {
@@ -590,9 +590,10 @@ fn readers_of_a_file_that_is_being_materialized_share_its_pieces() {
     }
 }
 
-/// A failure while pieces are made is met where the reader reads otherwise, and is told once to whoever asked for all of it.
+/// A reader meets the failure of a piece when it reads without materialization; the caller that requested the whole file
+/// gets the failure once.
 #[test]
-fn a_reader_meets_a_failure_of_a_piece_elsewhere() {
+fn a_reader_meets_the_failure_of_a_piece_without_materialization() {
     let dir = large(DType::F32);
     let options = ViewOptions { dtype: Some(DType::BF16), ..options("fsdp=2") };
     let volume = repo::volume(&repo::open(dir.path()), &options, VolumeOptions::default());
@@ -603,7 +604,7 @@ fn a_reader_meets_a_failure_of_a_piece_elsewhere() {
     for shard in ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"] {
         fs::OpenOptions::new().write(true).open(dir.path().join(shard)).unwrap().set_len(4096).unwrap();
     }
-    assert!(!pieces.read(0, 1 << 20, &mut |_| panic!("changed bytes")), "made before the change");
+    assert!(!pieces.read(0, 1 << 20, &mut |_| panic!("changed bytes")), "read before the change");
     assert!(!pieces.read(2 << 20, 3 << 20, &mut |_| panic!("changed bytes")));
     let (done, outcome) = std::sync::mpsc::channel();
     pieces.make_all(move |result| done.send(result).unwrap());

@@ -282,7 +282,7 @@ fn watch(volume: Arc<Volume>) -> anyhow::Result<mpsc::Sender<()>> {
             }
             let (volume, running) = (Arc::clone(&volume), Arc::clone(&looking));
             let look = move || {
-                volume.look_at_sources();
+                volume.check_sources();
                 running.fetch_sub(1, Ordering::Relaxed);
             };
             looking.fetch_add(1, Ordering::Relaxed);

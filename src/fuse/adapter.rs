@@ -1,13 +1,13 @@
-//! Requests of the kernel become calls of a [`FileSystem`], and its answers replies.
+//! Converts the kernel's requests to calls of a [`FileSystem`], and its answers to replies.
 //!
-//! Every request is counted and timed, and a panic while it is handled is that request's EIO, never the end of a thread:
-//! fuser would lose the thread, or the whole mount. Read replies go out straight from the slice that the file system
-//! lends, without a copy in user space. Opens and reads may wait for storage; another thread answers those that wait for too
-//! long, and others handle them if all threads of fuser wait ([`super::requests`]).
+//! Every request is counted and timed. A panic in a request's handler becomes EIO for that request and never ends a thread:
+//! fuser would lose the thread, or the whole mount. Read replies are sent straight from the slice that the file system
+//! passes, without a copy in user space. Opens and reads may wait for storage. Another thread answers those that wait too
+//! long, and further threads handle requests while all threads of fuser wait ([`super::requests`]).
 //!
-//! The tree never changes, so the kernel may keep names, attributes, listings and data as long as it likes, absent names
-//! included. Requests that would change something get EROFS; the mount is read-only, so they only come after a remount.
-//! Every other request is answered here too, since fuser logs those that are left to it.
+//! The tree never changes, so the kernel may cache names, attributes, listings and data without limit, including absent
+//! names. Requests that would change something get EROFS; the mount is read-only, so they only come after a remount.
+//! Every other request is answered here too, since fuser logs a warning for each that it answers by default.
 
 use std::{
     ffi::OsStr,
@@ -34,13 +34,13 @@ use fuser::{
 use tracing::{error, info};
 
 use super::{
-    open_mode::{Mode, OpenModes, Wish},
+    open_mode::{Mode, OpenModes, OpenRequest},
     reply_data,
     requests::{Lookout, Overflow, Readers, Requests, Ticket},
 };
 use crate::volume::{Access, Attr, FileSystem, FsError, Handle, Ino, NodeKind, Op, Opened, Permission};
 
-/// How long the kernel may keep what it was told: ten years, which it can express on every architecture.
+/// How long the kernel may cache answers: ten years, which it can express on every architecture.
 const FOREVER: Duration = Duration::from_hours(10 * 365 * 24);
 
 /// Inode numbers are never reused, so there is one generation.
@@ -49,52 +49,52 @@ const GENERATION: Generation = Generation(0);
 /// `st_blksize`: programs that buffer by it (Python does) then read in the largest single request.
 const PREFERRED_READ_BYTES: u32 = 1 << 20;
 
-/// Longest file name in bytes, as on nearly all file systems, and as `statfs` says it.
+/// Longest file name in bytes, as on nearly all file systems, and as `statfs` reports it.
 const NAME_BYTES_MAX: usize = 255;
 const NAME_MAX: u32 = 255;
 
 /// Unit of `statfs`. Small, because some programs multiply by the wrong one of its two block sizes.
 const STATFS_BLOCK_BYTES: u32 = 4096;
 
-/// Read-ahead and asynchronous direct reads are "background" to the kernel, which by default has 12 of them at a time:
+/// For the kernel, read-ahead and asynchronous direct reads are "background" requests. By default it has 12 of them at a time:
 /// too few for several readers of 16 MiB each in requests of 1 MiB.
 const BACKGROUND_MAX: u16 = 64;
 
-/// Background requests from which on the kernel holds back read-ahead.
+/// Number of background requests at which the kernel delays read-ahead.
 const BACKGROUND_CONGESTED: u16 = 48;
 
-/// What is asked of the kernel beyond fuser's default, each where it is offered.
+/// Kernel features that are requested beyond fuser's default, each only where the kernel offers it.
 const INIT_FLAGS: [InitFlags; 9] = [
     InitFlags::FUSE_ASYNC_READ,
     InitFlags::FUSE_PARALLEL_DIROPS,
     InitFlags::FUSE_DO_READDIRPLUS,
     InitFlags::FUSE_CACHE_SYMLINKS,
-    // The page cache of a file is dropped only if we say so: when a source of it has changed.
+    // The kernel drops a file's page cache only when we request it: when a source of it has changed.
     InitFlags::FUSE_EXPLICIT_INVAL_DATA,
     // A client's O_DIRECT read is split into requests that run in parallel.
     InitFlags::FUSE_ASYNC_DIO,
     InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
-    // No lookups of "." and ".." by number, which only an NFS server would need.
+    // No support for lookups of "." and ".." by number; only an NFS server would need them.
     InitFlags::FUSE_NO_EXPORT_SUPPORT,
     InitFlags::FUSE_MAX_PAGES,
 ];
 
 /// Serves a [`FileSystem`] to the kernel.
-pub(super) struct Adapter {
+pub(super) struct KernelAdapter {
     fs: Arc<dyn FileSystem>,
     serving: Arc<Serving>,
     lookout: Arc<Lookout>,
-    /// Whether the kernel can do without opening directories.
+    /// Whether the kernel supports leaving out the opens of directories.
     opens_directories_itself: bool,
 }
 
-/// What opens and reads need, in whichever thread they are handled.
+/// The state that opens and reads need, in any thread that handles them.
 struct Serving {
     fs: Arc<dyn FileSystem>,
     opens: Arc<Opens>,
 }
 
-/// How files are open. Shared with opens that are answered from other threads.
+/// The modes of open files. Shared with opens that other threads answer.
 struct Opens {
     modes: OpenModes<BackingId>,
     passthrough: Passthrough,
@@ -102,7 +102,7 @@ struct Opens {
 
 /// Whether the kernel may read backing files by itself.
 struct Passthrough {
-    /// Wished, offered, and not refused so far.
+    /// Requested, offered by the kernel, and not refused so far.
     enabled: AtomicBool,
     granted: Once,
     refused: Once,
@@ -142,15 +142,15 @@ refuse!(
     ReplyXattr
 );
 
-/// A reply not sent yet; taken out when it is.
-enum Slot<R> {
-    /// Nobody else can send it.
+/// The place of a reply until it is sent.
+enum ReplySlot<R> {
+    /// Only the handler can send it.
     Own(Option<R>),
-    /// It is sent by another thread if this takes too long.
+    /// Another thread sends it if the handler takes too long.
     Waiting(Ticket<R>),
 }
 
-impl<R> Slot<R> {
+impl<R> ReplySlot<R> {
     fn take(&mut self) -> Option<R> {
         match self {
             Self::Own(reply) => reply.take(),
@@ -158,7 +158,7 @@ impl<R> Slot<R> {
         }
     }
 
-    /// The reply, if nobody else can send it.
+    /// The reply, if only the handler can send it.
     fn as_mut(&mut self) -> Option<&mut R> {
         match self {
             Self::Own(reply) => reply.as_mut(),
@@ -175,46 +175,46 @@ impl<R> Slot<R> {
     }
 }
 
-/// A request that was not answered yet. Dropped, it is answered with EIO.
+/// An unanswered request. Its drop answers with EIO.
 struct Pending<R: Refuse> {
     fs: Arc<dyn FileSystem>,
     op: Op,
     ino: INodeNo,
     start: Instant,
-    slot: Slot<R>,
+    slot: ReplySlot<R>,
     failed: bool,
-    /// Whose thread handles it, if none of fuser's does.
+    /// The overflow whose thread handles it, unless it is one of fuser's threads.
     aside: Option<Arc<Overflow>>,
 }
 
 impl<R: Refuse> Pending<R> {
     fn new(fs: &Arc<dyn FileSystem>, op: Op, ino: INodeNo, reply: R) -> Self {
-        Self::with_slot(fs, op, ino, Instant::now(), Slot::Own(Some(reply)))
+        Self::with_slot(fs, op, ino, Instant::now(), ReplySlot::Own(Some(reply)))
     }
 
-    /// One that another thread answers if this takes too long.
+    /// A request that another thread answers if the handler takes too long.
     fn waiting(fs: &Arc<dyn FileSystem>, op: Op, node: INodeNo, requests: &Arc<Requests<R>>, reply: R) -> Self {
         let start = Instant::now();
-        Self::with_slot(fs, op, node, start, Slot::Waiting(requests.add(ino(node), start, reply)))
+        Self::with_slot(fs, op, node, start, ReplySlot::Waiting(requests.add(ino(node), start, reply)))
     }
 
-    fn with_slot(fs: &Arc<dyn FileSystem>, op: Op, ino: INodeNo, start: Instant, slot: Slot<R>) -> Self {
+    fn with_slot(fs: &Arc<dyn FileSystem>, op: Op, ino: INodeNo, start: Instant, slot: ReplySlot<R>) -> Self {
         fs.metrics().in_flight.fetch_add(1, Ordering::Relaxed);
         Self { fs: Arc::clone(fs), op, ino, start, slot, failed: false, aside: None }
     }
 
     /// Notes that a thread of the overflow handles it from now on.
     fn set_aside(&mut self, overflow: &Arc<Overflow>) {
-        if let Slot::Waiting(ticket) = &self.slot
+        if let ReplySlot::Waiting(ticket) = &self.slot
             && ticket.set_aside()
         {
             self.aside = Some(Arc::clone(overflow));
         }
     }
 
-    /// Does something that may answer: it takes the reply out of its slot to send it. Its error is answered here, and a panic
-    /// is EIO.
-    fn attempt<T>(&mut self, body: impl FnOnce(&mut Slot<R>) -> Result<T, FsError>) -> Option<T> {
+    /// Runs `body`, which may answer: it takes the reply out of its slot to send it. An error of `body` is answered here, and a
+    /// panic is answered with EIO.
+    fn attempt<T>(&mut self, body: impl FnOnce(&mut ReplySlot<R>) -> Result<T, FsError>) -> Option<T> {
         let slot = &mut self.slot;
         let result = catch_unwind(AssertUnwindSafe(|| body(slot))).unwrap_or_else(|panic| {
             let (op, ino, cause) = (self.op.name(), self.ino.0, panic_text(panic.as_ref()));
@@ -240,7 +240,7 @@ impl<R: Refuse> Drop for Pending<R> {
             self.failed = true;
             reply.refuse(libc::EIO);
         } else if self.slot.expired() {
-            // Whoever answered it has counted it.
+            // The thread that answered it has counted it.
             if let Some(overflow) = &self.aside {
                 overflow.find();
             }
@@ -253,26 +253,26 @@ impl<R: Refuse> Drop for Pending<R> {
 }
 
 impl Opens {
-    /// Whether the kernel may read a file by itself that nobody has open through the page cache.
+    /// Whether the kernel may read a file by itself, as no handle has it open through the page cache.
     fn may_pass(&self, ino: Ino) -> bool {
         self.passthrough.enabled.load(Ordering::Relaxed) && self.modes.may_pass(ino)
     }
 
-    /// Answers an open, unless another thread did: the kernel then knows of no handle.
-    fn answer(&self, fs: &dyn FileSystem, ino: Ino, opened: &Opened, reply: &mut Slot<ReplyOpen>) {
+    /// Answers an open, unless another thread did: then the kernel has no handle of it.
+    fn answer(&self, fs: &dyn FileSystem, ino: Ino, opened: &Opened, reply: &mut ReplySlot<ReplyOpen>) {
         let Some(reply) = reply.take() else { return fs.release(ino, opened.handle) };
         let (mode, failure) = match &opened.access {
-            Access::Direct => self.modes.open(ino, &Wish::Direct),
+            Access::Direct => self.modes.open(ino, &OpenRequest::Direct),
             Access::Passthrough(file) if self.passthrough.enabled.load(Ordering::Relaxed) => {
-                self.modes.open(ino, &Wish::Passthrough(&|| reply.open_backing(file)))
+                self.modes.open(ino, &OpenRequest::Passthrough(&|| reply.open_backing(file)))
             }
-            Access::Cached | Access::Passthrough(_) | Access::Materialize => self.modes.open(ino, &Wish::Cached),
+            Access::Cached | Access::Passthrough(_) | Access::Materialize => self.modes.open(ino, &OpenRequest::Cached),
         };
         if let Some(failure) = failure {
             self.passthrough.note_refusal(&failure);
         }
         let handle = FileHandle(opened.handle.0);
-        // There is nothing to flush on close, so the kernel need not ask.
+        // There is nothing to flush on close, so the kernel need not send flushes.
         let flags = FopenFlags::FOPEN_NOFLUSH;
         match mode {
             Mode::Cached => reply.opened(handle, flags | FopenFlags::FOPEN_KEEP_CACHE),
@@ -286,11 +286,11 @@ impl Opens {
     }
 }
 
-impl Adapter {
-    /// Serves `fs` by `threads` threads and a spare one.
+impl KernelAdapter {
+    /// Serves `fs` with `threads` threads and a spare one.
     ///
     /// # Errors
-    /// The system starts no thread to look after requests.
+    /// The system cannot start the thread that supervises requests.
     pub(super) fn new(fs: Arc<dyn FileSystem>, passthrough: bool, threads: usize) -> io::Result<Self> {
         let passthrough =
             Passthrough { enabled: AtomicBool::new(passthrough), granted: Once::new(), refused: Once::new() };
@@ -311,21 +311,21 @@ impl Adapter {
         })
     }
 
-    /// Handles one request: `body` takes the reply out of its slot to send it. What it leaves is answered here: its error,
-    /// or EIO after a panic or if it forgot.
+    /// Handles one request: `body` takes the reply out of its slot to send it. If it does not, the request is answered here: with
+    /// its error, or with EIO after a panic or a missing answer.
     fn handle<R: Refuse>(
         &self,
         op: Op,
         ino: INodeNo,
         reply: R,
-        body: impl FnOnce(&mut Slot<R>) -> Result<(), FsError>,
+        body: impl FnOnce(&mut ReplySlot<R>) -> Result<(), FsError>,
     ) {
         Pending::new(&self.fs, op, ino, reply).attempt(body);
         self.lookout.readers.rest();
     }
 
-    /// Handles a request that may wait for storage: in this thread, or in one of the overflow if this is the last that reads
-    /// requests.
+    /// Handles a request that may wait for storage: in this thread, or in one of the overflow if this is the last thread that
+    /// reads requests.
     fn handle_waiting<R: Refuse + Send + 'static>(
         &self,
         mut pending: Pending<R>,
@@ -369,8 +369,8 @@ impl Adapter {
         }
     }
 
-    /// Lists `dir` from `offset`, with `.` and `..` before the entries that the file system knows. `add` gets each entry
-    /// with the offset of its successor and says whether the buffer is full.
+    /// Lists `dir` from `offset`, with `.` and `..` before the file system's own entries. `add` receives each entry
+    /// with the offset of its successor and returns whether the buffer is full.
     fn list(
         &self,
         dir: Ino,
@@ -407,7 +407,8 @@ impl Adapter {
 impl Serving {
     fn open_file(&self, node: INodeNo, is_direct: bool, mut pending: Pending<ReplyOpen>) {
         let ino = ino(node);
-        let open = |_: &mut Slot<ReplyOpen>| if is_direct { self.fs.open_uncached(ino) } else { self.fs.open(ino) };
+        let open =
+            |_: &mut ReplySlot<ReplyOpen>| if is_direct { self.fs.open_uncached(ino) } else { self.fs.open(ino) };
         let Some(mut opened) = pending.attempt(open) else { return };
         let (fs, opens) = (Arc::clone(&self.fs), Arc::clone(&self.opens));
         let materializes = matches!(opened.access, Access::Materialize) && opens.may_pass(ino);
@@ -425,7 +426,7 @@ impl Serving {
             answer(None);
         } else if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.fs.materialize(ino, handle, Box::new(answer))))
         {
-            // The request went with `answer`, which answers it.
+            // The request was moved into `answer`, which answers it.
             self.fs.release(ino, handle);
             let cause = panic_text(panic.as_ref());
             self.fs.metrics().note_panic(&format!("open of inode {}", node.0), cause);
@@ -439,7 +440,7 @@ impl Serving {
         handle: Handle,
         offset: u64,
         len: usize,
-        reply: &mut Slot<ReplyData>,
+        reply: &mut ReplySlot<ReplyData>,
     ) -> Result<(), FsError> {
         let mut verdict = Ok(());
         self.fs.read(ino, handle, offset, len, &mut |bytes| {
@@ -453,8 +454,8 @@ impl Serving {
         verdict
     }
 
-    /// The kernel fills up a short answer with zeros, or passes it on where it keeps no pages, so one that ends before the file
-    /// does must not leave.
+    /// The kernel fills a short answer with zeros, or passes it on where it caches no pages. So an answer that ends before the
+    /// file does must not be sent.
     fn check_length(&self, ino: Ino, offset: u64, asked: usize, answered: usize) -> Result<(), FsError> {
         if answered == asked {
             return Ok(());
@@ -471,7 +472,7 @@ impl Serving {
 }
 
 impl Passthrough {
-    /// Falls back without a word to the user, but logs the first reason. Without permission no later try can succeed.
+    /// Falls back silently, but logs the first reason. Without permission no later attempt can succeed.
     fn note_refusal(&self, failure: &io::Error) {
         if failure.raw_os_error() == Some(libc::EPERM) {
             self.enabled.store(false, Ordering::Relaxed);
@@ -498,13 +499,13 @@ fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
 }
 
-/// Whether an open asks for more than reading.
+/// Whether an open requests more than reading.
 fn wants_to_write(flags: OpenFlags) -> bool {
     flags.acc_mode() != OpenAccMode::O_RDONLY || flags.0 & libc::O_TRUNC != 0
 }
 
-/// The answer to a question about extended attributes: their length if the caller's buffer is empty, else the bytes.
-fn answer_xattr(reply: &mut Slot<ReplyXattr>, room: u32, bytes: &[u8]) {
+/// Answers a request for extended attributes: with their length if the caller's buffer is empty, else with the bytes.
+fn answer_xattr(reply: &mut ReplySlot<ReplyXattr>, room: u32, bytes: &[u8]) {
     let Some(reply) = reply.take() else { return };
     match u32::try_from(bytes.len()) {
         Ok(len) if room == 0 => reply.size(len),
@@ -514,18 +515,18 @@ fn answer_xattr(reply: &mut Slot<ReplyXattr>, room: u32, bytes: &[u8]) {
     }
 }
 
-impl fuser::Filesystem for Adapter {
+impl fuser::Filesystem for KernelAdapter {
     fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
         for flag in INIT_FLAGS {
-            // One that is not offered would take the others with it, so they are added one by one.
+            // The request fails as a whole if one flag is not offered, so they are added one by one.
             let _ = config.add_capabilities(flag);
         }
         let passthrough = &self.serving.opens.passthrough;
-        let wished = passthrough.enabled.load(Ordering::Relaxed);
-        let offered = wished
+        let requested = passthrough.enabled.load(Ordering::Relaxed);
+        let offered = requested
             && config.add_capabilities(InitFlags::FUSE_PASSTHROUGH).is_ok()
             && config.set_max_stack_depth(1).is_ok();
-        if wished && !offered {
+        if requested && !offered {
             passthrough.note_refusal(&io::Error::other("not offered by this kernel"));
         }
         passthrough.enabled.store(offered, Ordering::Relaxed);
@@ -539,7 +540,7 @@ impl fuser::Filesystem for Adapter {
 
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         self.handle(Op::Lookup, parent, reply, |reply| {
-            // The kernel asks for names of up to 1024 bytes.
+            // The kernel accepts names of up to 1024 bytes.
             if name.len() > NAME_BYTES_MAX {
                 return Err(FsError::NameTooLong);
             }
@@ -550,7 +551,7 @@ impl fuser::Filesystem for Adapter {
                         reply.entry(&FOREVER, &Self::attr(attr), GENERATION);
                     }
                 }
-                // Inode 0 says that the name is absent and, other than ENOENT, lets the kernel remember that.
+                // Inode 0 means an absent name; unlike ENOENT, it lets the kernel cache that.
                 Err(FsError::NotFound) => {
                     if let Some(reply) = reply.take() {
                         let absent = Attr {
@@ -644,8 +645,8 @@ impl fuser::Filesystem for Adapter {
     fn opendir(&self, _request: &Request, node: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
         self.handle(Op::OpenDir, node, reply, |reply| {
             if self.opens_directories_itself {
-                // After this answer the kernel never asks again, and keeps listings as below. Small directories, as each
-                // expert of each layer is, are listed in two thirds of the time.
+                // After this answer the kernel sends no such request again, and caches listings as below. Small directories (each
+                // expert of each layer is one) are then listed in two thirds of the time.
                 if let Some(reply) = reply.take() {
                     reply.error(Errno::ENOSYS);
                 }
@@ -725,7 +726,7 @@ impl fuser::Filesystem for Adapter {
         });
     }
 
-    // The rest has no answer that depends on the file system.
+    // The answers below do not depend on the file system.
 
     fn releasedir(&self, _: &Request, _: INodeNo, _: FileHandle, _: OpenFlags, reply: ReplyEmpty) {
         reply.ok();
@@ -749,7 +750,7 @@ impl fuser::Filesystem for Adapter {
     }
 
     fn lseek(&self, _: &Request, _: INodeNo, _: FileHandle, _: i64, _: i32, reply: ReplyLseek) {
-        // Not asked again: the kernel then takes files to have no holes.
+        // The kernel does not ask again: it then treats files as having no holes.
         reply.error(Errno::ENOSYS);
     }
 
@@ -763,7 +764,7 @@ impl fuser::Filesystem for Adapter {
         _: PollFlags,
         reply: ReplyPoll,
     ) {
-        // Not asked again: always readable.
+        // The kernel does not ask again: always readable.
         reply.error(Errno::ENOSYS);
     }
 
@@ -797,7 +798,7 @@ impl fuser::Filesystem for Adapter {
         _: u32,
         reply: ReplyLock,
     ) {
-        // Locks are left to the kernel, which does not ask.
+        // The kernel keeps locks itself and sends no request.
         reply.error(Errno::ENOSYS);
     }
 
@@ -817,7 +818,7 @@ impl fuser::Filesystem for Adapter {
         reply.error(Errno::ENOSYS);
     }
 
-    // All that would change something.
+    // All requests that would change something.
 
     fn setattr(
         &self,

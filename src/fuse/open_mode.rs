@@ -1,7 +1,7 @@
-//! How each inode is open now: through the page cache, directly, or in the kernel on a backing file.
+//! The mode of each open inode: through the page cache, directly, or in the kernel on a backing file.
 //!
-//! The kernel fails an open with EIO when an inode is open on a backing file and the next open is not, or the other way
-//! round. So the first open of an inode fixes its mode until its last handle is gone, whatever later opens ask for; this
+//! The kernel fails an open with EIO if the inode is open on a backing file and the new open is not, or the reverse.
+//! So the first open of an inode fixes its mode until its last handle is closed, whatever later opens request. This
 //! is safe since the bytes are the same in each mode. One backing id serves all handles of an inode.
 
 use std::{
@@ -12,12 +12,12 @@ use std::{
 
 use crate::volume::Ino;
 
-/// How an inode is open. `B` is the registration of a backing file.
+/// Mode of an open inode. `B` is the registration of a backing file.
 #[derive(Debug)]
 pub(super) enum Mode<B> {
     /// Through the page cache.
     Cached,
-    /// Each read comes to us.
+    /// ckfs answers each read.
     Direct,
     /// The kernel reads the backing file.
     Passthrough(Arc<B>),
@@ -34,13 +34,13 @@ impl<B> Clone for Mode<B> {
 }
 
 #[derive(Debug)]
-struct Entry<B> {
+struct OpenInode<B> {
     handles: u64,
     mode: Mode<B>,
 }
 
-/// What an open asks for.
-pub(super) enum Wish<'a, B> {
+/// The mode that an open requests.
+pub(super) enum OpenRequest<'a, B> {
     /// Page cache.
     Cached,
     /// No page cache.
@@ -49,13 +49,13 @@ pub(super) enum Wish<'a, B> {
     Passthrough(&'a dyn Fn() -> io::Result<B>),
 }
 
-/// Inodes are spread over this many locks, so that parallel opens seldom meet.
+/// Inodes are distributed over this many locks, so that parallel opens seldom share one.
 const LOCKS: usize = 16;
 
 /// The modes of all inodes that are open.
 #[derive(Debug)]
 pub(super) struct OpenModes<B> {
-    shards: [Mutex<HashMap<Ino, Entry<B>>>; LOCKS],
+    shards: [Mutex<HashMap<Ino, OpenInode<B>>>; LOCKS],
 }
 
 impl<B> Default for OpenModes<B> {
@@ -65,34 +65,34 @@ impl<B> Default for OpenModes<B> {
 }
 
 impl<B> OpenModes<B> {
-    /// Counts one more handle of `ino` and says how to open it. Also returned: why a wish for the backing file was not
-    /// fulfilled, if the registration failed.
-    pub(super) fn open(&self, ino: Ino, wish: &Wish<'_, B>) -> (Mode<B>, Option<io::Error>) {
-        let mut shard = self.shard(ino);
+    /// Adds a handle of `ino` and returns its mode. Also returned: the error if the registration of a requested backing file
+    /// failed.
+    pub(super) fn open(&self, ino: Ino, request: &OpenRequest<'_, B>) -> (Mode<B>, Option<io::Error>) {
+        let mut shard = self.lock_of(ino);
         if let Some(entry) = shard.get_mut(&ino) {
             entry.handles += 1;
             return (entry.mode.clone(), None);
         }
-        let (mode, failure) = match wish {
-            Wish::Cached => (Mode::Cached, None),
-            Wish::Direct => (Mode::Direct, None),
-            Wish::Passthrough(register) => match register() {
+        let (mode, failure) = match request {
+            OpenRequest::Cached => (Mode::Cached, None),
+            OpenRequest::Direct => (Mode::Direct, None),
+            OpenRequest::Passthrough(register) => match register() {
                 Ok(backing) => (Mode::Passthrough(Arc::new(backing)), None),
                 Err(error) => (Mode::Cached, Some(error)),
             },
         };
-        shard.insert(ino, Entry { handles: 1, mode: mode.clone() });
+        shard.insert(ino, OpenInode { handles: 1, mode: mode.clone() });
         (mode, failure)
     }
 
     /// Whether an open of `ino` may be on a backing file now.
     pub(super) fn may_pass(&self, ino: Ino) -> bool {
-        self.shard(ino).get(&ino).is_none_or(|entry| matches!(entry.mode, Mode::Passthrough(_)))
+        self.lock_of(ino).get(&ino).is_none_or(|entry| matches!(entry.mode, Mode::Passthrough(_)))
     }
 
-    /// Counts one handle of `ino` less; with the last one its backing file is given back.
+    /// Removes a handle of `ino`; the last one drops the backing file.
     pub(super) fn release(&self, ino: Ino) {
-        let mut shard = self.shard(ino);
+        let mut shard = self.lock_of(ino);
         let Some(entry) = shard.get_mut(&ino) else { return };
         entry.handles -= 1;
         if entry.handles == 0 {
@@ -100,7 +100,7 @@ impl<B> OpenModes<B> {
         }
     }
 
-    fn shard(&self, ino: Ino) -> MutexGuard<'_, HashMap<Ino, Entry<B>>> {
+    fn lock_of(&self, ino: Ino) -> MutexGuard<'_, HashMap<Ino, OpenInode<B>>> {
         let index = usize::try_from(ino.0 % LOCKS as u64).expect("less than the number of locks");
         self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -119,20 +119,20 @@ mod tests {
     fn first_open_decides_until_the_last_release() {
         let modes = OpenModes::<u32>::default();
         assert!(modes.may_pass(A));
-        assert!(matches!(modes.open(A, &Wish::Cached).0, Mode::Cached));
+        assert!(matches!(modes.open(A, &OpenRequest::Cached).0, Mode::Cached));
         assert!(!modes.may_pass(A) && modes.may_pass(SAME_LOCK));
         let register = || -> io::Result<u32> { panic!("must not be asked while open cached") };
-        assert!(matches!(modes.open(A, &Wish::Passthrough(&register)).0, Mode::Cached));
+        assert!(matches!(modes.open(A, &OpenRequest::Passthrough(&register)).0, Mode::Cached));
         modes.release(A);
         modes.release(A);
-        assert!(matches!(modes.open(A, &Wish::Passthrough(&|| Ok(7))).0, Mode::Passthrough(_)));
-        assert!(matches!(modes.open(A, &Wish::Direct).0, Mode::Passthrough(_)));
+        assert!(matches!(modes.open(A, &OpenRequest::Passthrough(&|| Ok(7))).0, Mode::Passthrough(_)));
+        assert!(matches!(modes.open(A, &OpenRequest::Direct).0, Mode::Passthrough(_)));
         assert!(modes.may_pass(A));
-        assert!(matches!(modes.open(SAME_LOCK, &Wish::Direct).0, Mode::Direct));
+        assert!(matches!(modes.open(SAME_LOCK, &OpenRequest::Direct).0, Mode::Direct));
     }
 
     #[test]
-    fn one_backing_serves_all_handles_and_goes_with_the_last() {
+    fn one_backing_serves_all_handles_and_is_dropped_with_the_last() {
         let modes = OpenModes::default();
         let registered = Cell::new(0);
         let backing = Arc::new(());
@@ -141,7 +141,7 @@ mod tests {
             Ok(Arc::clone(&backing))
         };
         for _ in 0..3 {
-            modes.open(A, &Wish::Passthrough(&register));
+            modes.open(A, &OpenRequest::Passthrough(&register));
         }
         assert_eq!((registered.get(), Arc::strong_count(&backing)), (1, 2));
         modes.release(A);
@@ -155,9 +155,10 @@ mod tests {
     #[test]
     fn a_failed_registration_means_cached_for_all_handles() {
         let modes = OpenModes::<u32>::default();
-        let (mode, failure) = modes.open(A, &Wish::Passthrough(&|| Err(io::Error::from_raw_os_error(libc::EPERM))));
+        let (mode, failure) =
+            modes.open(A, &OpenRequest::Passthrough(&|| Err(io::Error::from_raw_os_error(libc::EPERM))));
         assert!(matches!(mode, Mode::Cached));
         assert_eq!(failure.unwrap().raw_os_error(), Some(libc::EPERM));
-        assert!(matches!(modes.open(A, &Wish::Passthrough(&|| Ok(1))).0, Mode::Cached));
+        assert!(matches!(modes.open(A, &OpenRequest::Passthrough(&|| Ok(1))).0, Mode::Cached));
     }
 }

@@ -1,4 +1,4 @@
-//! Replies to reads: the one place where bytes that only the kernel may read meet fuser.
+//! Replies to reads: the only place where kernel-only buffers reach fuser.
 #![allow(unsafe_code)]
 
 use fuser::ReplyData;

@@ -1,7 +1,7 @@
-//! The directories of an Orbax checkpoint's arrays, found by arithmetic: a view of thousands of arrays for hundreds of devices
-//! has as many chunk files as their product, and none of them is a row of a table.
+//! The directories of an Orbax checkpoint's arrays, computed by arithmetic. A view of thousands of arrays for hundreds of
+//! devices has as many chunk files as the product of both numbers; the table has no row for any of them.
 //!
-//! Nodes are numbered so: the directory of all arrays, its two metadata files, then for each array its directory, its
+//! The order of node numbers: the directory of all arrays, its two metadata files, then for each array its directory, its
 //! description and its chunks in row-major order of the grid.
 
 use std::borrow::Cow;
@@ -22,7 +22,7 @@ pub(super) const METADATA_FILES: [&str; 2] = ["_CHECKPOINT_METADATA", "_METADATA
 /// Number of the first array's directory.
 const FIRST_ARRAY: u64 = 1 + METADATA_FILES.len() as u64;
 
-/// What stands before an array's chunks: its directory and its description.
+/// Nodes of an array before its chunks: its directory and its description.
 const BEFORE_CHUNKS: u64 = 2;
 
 #[derive(Clone, Copy, Debug)]
@@ -33,7 +33,7 @@ struct ArrayRow {
     first: u64,
 }
 
-/// What a node is.
+/// Type of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ArrayNode {
     /// The directory of all arrays.
@@ -60,7 +60,7 @@ fn number(n: usize) -> u32 {
     u32::try_from(n).expect("fewer than 2^32 arrays and bytes of names")
 }
 
-/// Cuts a tensor into chunks.
+/// The chunk grid of a tensor.
 pub(super) fn grid(plan: &Plan, tensor: &PlannedTensor) -> ChunkGrid {
     let shape = tensor.view.shape();
     let parts = plan.spec(tensor).grid(shape.rank(), &plan.mesh);
@@ -71,7 +71,7 @@ impl ArrayTable {
     /// The arrays of a plan's bundle.
     ///
     /// # Errors
-    /// Why the bundle cannot be shown so.
+    /// Why the format cannot hold the bundle.
     pub(super) fn new(plan: &Plan) -> Result<Self, String> {
         let mut arrays = Vec::new();
         for (index, tensor) in plan.tensors.iter().enumerate().filter(|(_, tensor)| plan.is_bundled(tensor)) {
@@ -80,14 +80,14 @@ impl ArrayTable {
                 return Err(format!("{}: the format can hold {dtype} only one element to a byte", tensor.name));
             }
             let name = plan.keys(tensor).join(".");
-            // Orbax's storage, TensorStore, takes it for a slash.
+            // TensorStore, Orbax's storage library, treats it as a slash.
             if name.contains('\\') {
                 return Err(format!("{}: the array's directory would have a name with a backslash", tensor.name));
             }
             arrays.push((name, index));
         }
         arrays.sort();
-        // Whatever begins with a name and a dot follows it, after names that go on with a character before the dot.
+        // Names that start with a name and a dot sort after it, and after names that continue with a character below the dot.
         let is_prefix = |at: usize, arrays: &[(String, usize)]| {
             let stem = format!("{}.", arrays[at].0);
             let after = arrays.partition_point(|(name, _)| *name < stem);
@@ -127,7 +127,7 @@ impl ArrayTable {
         Ok(table)
     }
 
-    /// Arrays of these names, of no tensors.
+    /// Arrays with these names and without tensors.
     #[cfg(test)]
     pub(super) fn of_names(names: &[&str]) -> Self {
         let mut table = Self { rows: Vec::new(), names: String::new(), len: FIRST_ARRAY };
@@ -150,7 +150,7 @@ impl ArrayTable {
         self.rows.len()
     }
 
-    /// What a node is.
+    /// Type of a node.
     pub(super) fn node(&self, at: u64) -> ArrayNode {
         if at == 0 {
             return ArrayNode::Root;
@@ -220,7 +220,7 @@ impl ArrayTable {
         }
     }
 
-    /// A node's name; the root's is given by its own parent.
+    /// A node's name; the root's parent names the root.
     pub(super) fn node_name(&self, plan: &Plan, node: ArrayNode) -> Cow<'_, str> {
         match node {
             ArrayNode::Root => "".into(),
@@ -231,7 +231,7 @@ impl ArrayTable {
         }
     }
 
-    /// Calls `each` with a directory's children from entry number `from` on until it answers false; other nodes have none.
+    /// Calls `each` with a directory's children from entry number `from` on until it returns false; other nodes have none.
     pub(super) fn list(
         &self,
         plan: &Plan,

@@ -1,8 +1,8 @@
-//! What files of all shards of a device hold, and how long a safetensors file of them is, without a step for each device and
-//! each tensor.
+//! The shards of a device that its bundles hold, and the length of a safetensors file of them, computed without a step for
+//! each device and each tensor.
 //!
-//! The length follows from the shapes of the shards, which are the same for each device of a class, but for the places of
-//! the shards that the header of a safetensors file names: their digits are counted once for each kind of tensors.
+//! The length follows from the shapes of the shards, which are the same for each device of a class. Only the offsets of
+//! the shards in the header of a safetensors file differ: their digits are counted once for each kind of tensors.
 
 use std::{
     cmp::Reverse,
@@ -23,18 +23,18 @@ use crate::{
     tensor::{DType, View},
 };
 
-/// Metadata that transformers demands of every file.
+/// Metadata that transformers requires in every file.
 pub(super) const FORMAT_PT: &[(&str, &str)] = &[("format", "pt")];
 
-/// Why lengths are there.
-const CHECKED: &str = "headers were checked when the volume was made";
+/// Why lengths cannot fail.
+const CHECKED: &str = "headers were checked when the volume was built";
 
 /// The shard of a tensor on a device.
 pub(super) fn shard(plan: &Plan, tensor: &PlannedTensor, device: u64) -> View {
     tensor.view.region(&plan.region(tensor, device)).expect("a region of the view's own shape")
 }
 
-/// Bytes of the rows of all tensors in a header, and of the tensors, of a class of devices; counted when first asked for.
+/// For a class of devices, bytes of the header rows of all tensors, and of the tensors; counted at the first request.
 type OfClass = OnceLock<(u64, u64)>;
 
 /// A tensor in the order of a device's safetensors file.
@@ -43,7 +43,7 @@ struct HeaderRow {
     dtype: DType,
     /// Index of its kind among those bundled.
     kind: u32,
-    /// Bytes of its row in a header besides digits.
+    /// Bytes of its row in a header without digits.
     bytes: u64,
 }
 
@@ -52,21 +52,21 @@ struct BundleLengths {
     classes: ShardClasses,
     of_class: Vec<OfClass>,
     rows: Vec<HeaderRow>,
-    /// Bytes of a device's metadata besides the digits of the places of shards.
+    /// Bytes of a device's metadata without the digits of the shards' offsets.
     metadata_bytes: u64,
 }
 
-/// What the devices of a plan hold of the tensors that bundles have.
+/// The shards of a plan's devices for the tensors that bundles include.
 #[derive(Debug)]
 pub(super) struct Bundle {
     plan: Arc<Plan>,
     /// A bundled tensor of each kind, and how many there are of the kind.
     kinds: Vec<(usize, u64)>,
-    /// By kind, its index among those.
+    /// By kind, its index in that list.
     place_of: BTreeMap<usize, u32>,
     /// The kinds of all tensors.
     all: Arc<Kinds>,
-    /// Whether headers say where shards are in their tensors.
+    /// Whether headers state where shards are in their tensors.
     places: bool,
     lengths: OnceLock<BundleLengths>,
 }
@@ -85,10 +85,10 @@ impl Bundle {
     /// Checks that every safetensors file has a header that the format allows.
     ///
     /// # Errors
-    /// What is wrong with the first that has not.
+    /// The reason for the first file that has none.
     pub(super) fn check(&self) -> Result<(), ImageError> {
         self.plan.bundle().try_for_each(|tensor| check_name(&tensor.name))?;
-        // More than any device's header takes: names stand there twice, the second time escaped once more.
+        // An upper bound for every device's header: names occur twice, the second time escaped once more.
         let most = |tensor: &PlannedTensor| {
             let rank = tensor.view.shape().rank();
             3 * tensor_row_bytes(&tensor.name, tensor.view.dtype(), rank) + 41 * rank as u64 + 100
@@ -170,9 +170,9 @@ impl Bundle {
         entries
     }
 
-    /// Metadata of a device's file: what transformers demands, and where the shards are in their tensors. Where the files do
-    /// not have all of these, a reader of the places would fill what there is and leave the rest as it was: without them it
-    /// finds tensors of other shapes, and refuses.
+    /// Metadata of a device's file: the entry that transformers requires, and the offsets of the shards in their tensors. Offsets
+    /// are left out where the files together lack some shards: a reader with offsets would fill the shards that exist and leave the
+    /// rest unset. Without them it finds tensors of other shapes, and refuses.
     fn metadata(&self, device: u64) -> Vec<(&'static str, String)> {
         let format = FORMAT_PT.iter().map(|(key, value)| (*key, (*value).to_owned()));
         if !self.places {
@@ -185,7 +185,7 @@ impl Bundle {
         format.chain(sharding_metadata(shards)).collect()
     }
 
-    /// Digits of the places of all shards of a device, as they stand in its header.
+    /// Digits of the offsets of all shards of a device, as written in its header.
     fn place_bytes(&self, device: u64) -> u64 {
         if !self.places {
             return 0;
@@ -211,7 +211,7 @@ impl Bundle {
     /// Length of a rank's file.
     pub(super) fn sharded_state_len(&self, device: u64) -> u64 {
         let (_, rows, data) = self.counted(device);
-        // Its metadata is a part of that of the device's other file.
+        // Its metadata is a part of that of the device's safetensors file.
         SafetensorsLength::counted(metadata_bytes(FORMAT_PT), rows, data).file_bytes().expect(CHECKED)
     }
 
@@ -225,7 +225,7 @@ impl Bundle {
         safetensors(self.entries(device), FORMAT_PT)
     }
 
-    /// By kind, the first listed device that holds tensors whole; `None` if one of the kinds is whole on none.
+    /// By kind, the first listed device that holds whole tensors; `None` if one of the kinds is whole on no device.
     pub(super) fn whole_on(&self) -> Option<BTreeMap<usize, u64>> {
         let whole_on = |(first, _): &(usize, u64)| {
             let tensor = &self.plan.tensors[*first];

@@ -1,4 +1,4 @@
-//! How an array is cut into chunks, by arithmetic on the grid; a chunk's file is laid out when it is opened.
+//! The division of an array into chunks, computed on the grid; a chunk's file is laid out when it is opened.
 
 use super::file_image::{FileImage, ImageError};
 use crate::{
@@ -6,13 +6,13 @@ use crate::{
     tensor::{DType, PerAxis, Region, Shape, View},
 };
 
-/// Largest chunk file where the user names no limit, in bytes.
+/// Largest chunk file in bytes, unless the user sets a limit.
 pub(super) const CHUNK_BYTES_MAX: u64 = 1 << 30;
 
-/// Parts into which a chunk is cut, beyond those needed, for the sake of chunks that divide a shard.
+/// A chunk may be cut into up to this many times the parts that it needs, so that chunks divide a shard.
 const EXTRA_PARTS_MAX: u64 = 8;
 
-/// How an array is cut into chunks.
+/// The division of an array into chunks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ChunkGrid {
     dtype: DType,
@@ -23,7 +23,7 @@ pub(super) struct ChunkGrid {
 
 impl ChunkGrid {
     /// The chunks of an array that devices split in `parts` along each axis. Chunks larger than `bytes_max` are cut further,
-    /// along the first axis that has room.
+    /// along the first axis that can be cut.
     ///
     /// A chunk has `ceil(extent / parts)` elements along an axis. Where that does not divide the extent the last chunk is
     /// padded with zeros, and there may be fewer chunks than parts.
@@ -42,7 +42,7 @@ impl ChunkGrid {
             }
             let slab = bytes / chunk[axis];
             let needed = chunk[axis].div_ceil((bytes_max / slab).max(1));
-            // Of a split axis a shard should be whole chunks; of an axis that nobody splits any cut will do.
+            // Along a split axis a shard should be whole chunks; along an axis that is not split any cut is right.
             let divides = |pieces: &u64| chunk[axis].is_multiple_of(*pieces);
             let range = needed..=chunk[axis].min(needed.saturating_mul(EXTRA_PARTS_MAX));
             let pieces = if parts[axis] > 1 { range.into_iter().find(divides).unwrap_or(needed) } else { needed };
@@ -150,9 +150,9 @@ mod tests {
             (&[6], &[4], 1 << 30, &[2], 3),
             (&[2], &[4], 1 << 30, &[1], 2),
             (&[0, 5], &[2, 1], 1 << 30, &[1, 5], 0),
-            // Nobody splits axis 0: any cut will do.
+            // Axis 0 is not split: any cut is right.
             (&[10, 4], &[1, 1], 24, &[3, 4], 4),
-            // A shard of 12 rows at most 5 rows at a time: three times four.
+            // A shard of 12 rows with at most 5 rows in a chunk: three chunks of four.
             (&[24, 4], &[2, 1], 40, &[4, 4], 6),
             // A shard of 7 rows divides by 7 only, which is within eight times the three needed.
             (&[14, 4], &[2, 1], 24, &[1, 4], 14),

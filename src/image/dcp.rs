@@ -1,4 +1,4 @@
-//! `dcp/`: a directory of `torch.distributed.checkpoint`, complete whatever devices are listed: any process may read any of it.
+//! `dcp/`: a directory of `torch.distributed.checkpoint`, complete for any listed devices: any process may read any part of it.
 
 use std::sync::{Arc, OnceLock};
 
@@ -8,13 +8,13 @@ use super::{
     file_image::ImageError,
     input::FormatInput,
     lazy_rows::LazyRows,
-    output::{Content, Directory, Lack, MadeOf, OutputFormat, Shown, TextFile, Unavailable, VirtualFile},
+    output::{Content, DerivedFrom, Directory, Lack, OutputFormat, Shown, TextFile, Unavailable, VirtualFile},
     safetensors_layout::NamedView,
     torch_archive::{self, common_pt},
 };
 use crate::plan::{Kinds, Plan, Problem};
 
-/// The file that tells Megatron-Core how the directory is to be read.
+/// The file by which Megatron-Core selects its reader for the directory.
 const MEGATRON_METADATA: &str = "{\"sharded_backend\": \"torch_dist\", \"sharded_backend_version\": 1, \
                                      \"common_backend\": \"torch\", \"common_backend_version\": 1}";
 
@@ -23,7 +23,7 @@ const MEGATRON_METADATA: &str = "{\"sharded_backend\": \"torch_dist\", \"sharded
 pub(super) struct Dcp;
 
 impl Dcp {
-    /// What is lacking, by the kinds of the plan's tensors.
+    /// The parts that the format cannot show, by the kinds of the plan's tensors.
     fn lacking(plan: &Plan, kinds: impl FnOnce() -> Arc<Kinds>) -> Option<Unavailable> {
         let fits = torch_archive::fits(plan).and_then(|()| dcp_rows::fits(plan, &kinds()));
         Some(Unavailable { format: Dcp.name(), lack: Lack::Empty, reason: fits.err()? })
@@ -49,14 +49,14 @@ impl OutputFormat for Dcp {
                 directory.file(&distcp_name(device), DistcpFile { files: Arc::clone(&files), device });
             }
             directory.file(".metadata", LazyRows::new(move || Arc::clone(files.metadata())));
-            directory.file("metadata.json", TextFile::new(MEGATRON_METADATA.as_bytes(), MadeOf::Tensors));
-            directory.file("common.pt", TextFile::new(common_pt(), MadeOf::Tensors));
+            directory.file("metadata.json", TextFile::new(MEGATRON_METADATA.as_bytes(), DerivedFrom::Tensors));
+            directory.file("common.pt", TextFile::new(common_pt(), DerivedFrom::Tensors));
         });
         Ok(directory.into())
     }
 }
 
-/// What all files share: where each segment is.
+/// The state that all files share: where each segment is.
 #[derive(Debug)]
 struct DcpFiles {
     input: Arc<FormatInput>,
@@ -70,7 +70,7 @@ impl DcpFiles {
     }
 }
 
-/// The chunks that a device is the first to hold.
+/// The chunks of which a device is the first holder.
 #[derive(Debug)]
 struct DistcpFile {
     files: Arc<DcpFiles>,

@@ -1,8 +1,8 @@
 //! `dcp/.metadata`: a row for each chunk of each tensor, and one more for the chunk's segment, generated as they are read.
 //!
-//! Chunks of tensors of one kind are the same bytes, and so are as long; segments differ in where they are, which takes as
-//! many bytes whatever it is. Where segments begin follows from those before in the same file: devices whose chunks have the
-//! same shapes have their segments at the same places, so that these are known by class of devices, for every
+//! Chunks of tensors of one kind have rows of equal length. Rows of segments differ in the segments' offsets, which always take
+//! the same number of bytes. A segment's offset follows from the segments before it in the same file. Devices whose chunks have the
+//! same shapes have their segments at the same offsets. So offsets are stored by class of devices, for every
 //! [`STEP`]th tensor, and counted from there.
 
 use std::{
@@ -21,32 +21,32 @@ use crate::{
     tensor::{Region, Shape},
 };
 
-/// Chunks, or files, of one block of rows.
+/// Chunks, or files, in one block of rows.
 const BLOCK: u64 = 256;
 
-/// Tensors between two of which the places of segments are known.
+/// Segment offsets are stored for every tensor whose number is a multiple of this.
 const STEP: usize = 64;
 
-/// Most files that a directory has.
+/// Most files in a directory.
 const FILES_MAX: u64 = 1 << 16;
 
 /// Most chunks that metadata describes: a reader takes about 1 KiB of memory for each.
 const CHUNKS_MAX: u64 = 1 << 26;
 
-/// Most shapes of chunks that are looked at, over all kinds of tensors and all files.
+/// Most shapes of chunks that are compared, over all kinds of tensors and all files.
 const SHAPES_MAX: u64 = 1 << 24;
 
 /// Groups before those of the tensors: the head, and the files.
 const BEFORE_TENSORS: usize = 2;
 
-/// Chunks of a kind that devices of one block hold.
+/// Chunks of a kind on the devices of one block.
 #[derive(Clone, Copy, Debug)]
 struct ChunkBlock {
     /// Number of the first chunk.
     first: u64,
-    /// Where their rows end, counted from the first row of the tensor's chunks.
+    /// End of their rows in bytes, counted from the first row of the tensor's chunks.
     chunks_end: u64,
-    /// Where the rows of their segments end.
+    /// End in bytes of the rows of their segments.
     segments_end: u64,
 }
 
@@ -55,29 +55,29 @@ struct ChunkBlock {
 pub(super) struct DcpMetadata {
     plan: Arc<Plan>,
     kinds: Arc<Kinds>,
-    /// Numbers of the bundled tensors.
+    /// Indices of the bundled tensors.
     tensors: Vec<usize>,
     /// The devices that have a file, ascending.
     holders: Vec<u64>,
     writer: DcpWriter,
     starts: Vec<u64>,
-    /// By kind; empty for kinds of which no tensor is bundled.
+    /// By kind; empty for kinds without a bundled tensor.
     blocks: Vec<Vec<ChunkBlock>>,
     classes: ShardClasses,
     /// Distinct shapes of chunks.
     shapes: Vec<Shape>,
-    /// By kind and class, the shape of the chunk that devices of the class hold: 0 for none, else its place plus 1.
+    /// By kind and class, the shape of the chunk that devices of the class hold: 0 for none, else its index plus 1.
     shape_of: Vec<u32>,
     /// Ends of the blocks of files.
     files: Vec<u64>,
-    /// For every [`STEP`]th bundled tensor, and the end of all: by class, where the segments before end.
+    /// For every [`STEP`]th bundled tensor, and after the last one: by class, the end of the segments before it.
     ends: Vec<Vec<u64>>,
-    cursor: Mutex<Cursor>,
+    cursor: Mutex<SegmentCursor>,
 }
 
-/// How far the places of segments are counted: readers come for one tensor after the other.
+/// Position up to which segment offsets are counted: readers request one tensor after the other.
 #[derive(Debug)]
-struct Cursor {
+struct SegmentCursor {
     /// The tensor after the last that was counted.
     next: usize,
     files: Segments,
@@ -85,7 +85,7 @@ struct Cursor {
     places: Arc<[(u64, u64)]>,
 }
 
-/// Why there can be no metadata of a plan's bundle, if there can be none.
+/// Checks that a plan's bundle can have metadata.
 ///
 /// # Errors
 /// The reason.
@@ -112,7 +112,7 @@ pub(super) fn fits(plan: &Plan, kinds: &Kinds) -> Result<(), String> {
     Ok(())
 }
 
-/// Distinct shapes of what the first devices of classes hold of tensors, and by tensor and class the shape's place plus 1.
+/// Distinct shapes of the chunks on the first devices of classes, and by tensor and class the shape's index plus 1.
 fn shapes<'a>(
     plan: &Plan,
     tensors: impl Iterator<Item = &'a PlannedTensor>,
@@ -143,8 +143,7 @@ impl DcpMetadata {
         let tensors: Vec<usize> = (0..plan.tensors.len()).filter(bundled).collect();
         let holders = plan.first_holders();
         let dtypes = plan.bundle().map(|tensor| tensor.view.dtype());
-        let writer =
-            DcpWriter::new(narrow(holders.len() as u64), dtypes).expect("types that torch has not were refused");
+        let writer = DcpWriter::new(narrow(holders.len() as u64), dtypes).expect("types that torch lacks were refused");
         let mut used = vec![false; kinds.len()];
         for tensor in &tensors {
             used[kinds.of(*tensor)] = true;
@@ -153,7 +152,7 @@ impl DcpMetadata {
         let used_firsts = firsts().zip(&used).filter(|(_, used)| **used).map(|(first, _)| first);
         let classes = ShardClasses::new(&holders, used_firsts, |tensor, device| plan.own_region(tensor, device));
         let (shapes, shape_of) = shapes(&plan, firsts(), classes.first());
-        let cursor = Cursor { next: usize::MAX, files: Segments::new(classes.first().len()), places: [].into() };
+        let cursor = SegmentCursor { next: usize::MAX, files: Segments::new(classes.first().len()), places: [].into() };
         let mut metadata = Self {
             tensors,
             holders,
@@ -191,7 +190,7 @@ impl DcpMetadata {
         &self.blocks[self.kinds.of(self.tensors[number])]
     }
 
-    /// Files of the devices that a block of a tensor's chunks is of, and the regions, without those that are empty.
+    /// Files of the devices in a block of a tensor's chunks, and the regions, without empty ones.
     fn chunks(&self, tensor: &PlannedTensor, block: u64) -> impl Iterator<Item = (u64, Region)> {
         let numbers = block * BLOCK..((block + 1) * BLOCK).min(self.plan.holder_count(tensor));
         let device = |number| self.plan.holder(tensor, number);
@@ -211,7 +210,7 @@ impl DcpMetadata {
                 self.writer.chunk(&region, &mut bytes);
                 chunks_end += bytes.len() as u64;
                 bytes.clear();
-                // As long for every tensor, file and place.
+                // The length is the same for every tensor, file and offset.
                 self.writer.segment(0, &region, next, DcpSegment { file: 0, offset: 0, len: 0 }, &mut bytes);
                 segments_end += bytes.len() as u64;
                 next += 1;
@@ -249,8 +248,8 @@ impl DcpMetadata {
     /// By class, first byte and length of a tensor's segment.
     fn segments(&self, number: usize) -> Arc<[(u64, u64)]> {
         let mut cursor = self.cursor.lock().unwrap_or_else(PoisonError::into_inner);
-        let Cursor { next, files, places } = &mut *cursor;
-        // Where it lies before the cursor, or a later start is known, counting starts there.
+        let SegmentCursor { next, files, places } = &mut *cursor;
+        // If the tensor is before the cursor, or a later stored offset exists, counting starts from the stored one.
         let known = number / STEP * STEP;
         if number + 1 != *next && (number < *next || *next < known) {
             files.go_on(&self.ends[number / STEP]);
@@ -299,7 +298,7 @@ impl DcpMetadata {
         lengths
     }
 
-    /// A block of files; after the last, what stands before the tensors.
+    /// A block of files; after the last, the bytes before the tensors.
     fn file_block(&self, block: u64, out: &mut Vec<u8>) {
         if block == self.file_blocks() {
             return self.writer.begin(out);
@@ -348,7 +347,7 @@ fn usize_of(number: u64) -> usize {
     usize::try_from(number).expect("fewer files than memory has bytes")
 }
 
-/// What a group of rows is.
+/// Type of a group of rows.
 enum RowGroup {
     Head,
     Files,

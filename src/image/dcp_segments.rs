@@ -9,27 +9,27 @@ use super::{
 };
 use crate::tensor::{DType, Shape};
 
-/// Where the segments of files of a `torch.distributed.checkpoint` directory are: in each file one after the other.
+/// The offsets of the segments in files of a `torch.distributed.checkpoint` directory; segments follow each other in a file.
 #[derive(Clone, Debug)]
 pub(super) struct Segments {
     ends: Vec<u64>,
-    /// Lengths of segments. A model has many chunks, but of few shapes.
+    /// Lengths of segments by type and shape. A model has many chunks, but of few shapes.
     lens: HashMap<(DType, Shape), u64>,
 }
 
 impl Segments {
-    /// So many files without segments.
+    /// `files` files without segments.
     pub(super) fn new(files: usize) -> Self {
         Self { ends: vec![0; files], lens: HashMap::new() }
     }
 
-    /// Goes on after segments that end there, by file.
+    /// Continues after the segments that end at `ends`, by file.
     pub(super) fn go_on(&mut self, ends: &[u64]) {
         self.ends.clear();
         self.ends.extend_from_slice(ends);
     }
 
-    /// Adds the segment of a chunk of this type and shape to a file: its first byte and its length.
+    /// Appends the segment of a chunk of this type and shape to a file; returns its first byte and its length.
     pub(super) fn add(&mut self, file: usize, dtype: DType, shape: &Shape) -> (u64, u64) {
         let start = self.ends[file].next_multiple_of(alignment(data_bytes(dtype, shape)));
         let len = || archive_len(&Root::Tensor, &[(dtype, shape)]);

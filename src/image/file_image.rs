@@ -7,12 +7,12 @@ use crate::{
     tensor::{DType, View, ViewError},
 };
 
-/// A stretch of a file.
+/// A part of a file.
 #[derive(Clone, Debug)]
 pub enum Segment {
     /// Literal bytes: headers, metadata.
     Bytes(Arc<[u8]>),
-    /// So many spaces, which text formats allow after what they say.
+    /// This many spaces, which text formats allow at the end.
     Spaces(u64),
     /// The elements of a view in row-major order, little-endian.
     View(View),
@@ -41,24 +41,24 @@ pub enum ImageError {
         /// The format.
         format: &'static str,
     },
-    /// A part of a view cannot be taken.
+    /// A part of a view cannot be selected.
     #[error("{name}: {error}")]
     View {
         /// The tensor.
         name: String,
-        /// What is wrong.
+        /// The reason.
         #[source]
         error: ViewError,
     },
-    /// A file was laid out with another length than was told.
+    /// A file's layout has another length than expected.
     #[error("the file was laid out with {found} bytes, expected {expected}")]
     Length {
-        /// The length that was told.
+        /// The expected length.
         expected: u64,
         /// The length of the layout.
         found: u64,
     },
-    /// The tensors cannot be described in the format's header.
+    /// The format's header cannot describe the tensors.
     #[error(transparent)]
     Header(#[from] HeaderErrors),
 }
@@ -72,7 +72,7 @@ pub struct FileImage {
 }
 
 impl FileImage {
-    /// A file of these bytes.
+    /// A file with these bytes.
     pub fn of_bytes(bytes: impl Into<Arc<[u8]>>) -> Self {
         let mut image = Self::default();
         image.push_bytes(bytes.into());
@@ -132,8 +132,8 @@ impl FileImage {
         if segment == 0 { 0 } else { self.ends[segment - 1] }
     }
 
-    /// Calls `each` with the parts of segments that `start..end` touches, in order: the segment's number and the span
-    /// within it.
+    /// Calls `each` with the parts of segments within `start..end`, in order: the segment's number and the span
+    /// inside the segment.
     pub fn spans(&self, start: u64, end: u64) -> impl Iterator<Item = (usize, u64, u64)> + '_ {
         let first = self.ends.partition_point(|segment_end| *segment_end <= start);
         (first..self.segments.len()).map_while(move |segment| {

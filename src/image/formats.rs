@@ -1,4 +1,4 @@
-//! The list of output formats, and what all of them together show of a view.
+//! The list of output formats, and the union of their files for a view.
 
 use std::{fmt::Write, sync::Arc};
 
@@ -11,7 +11,7 @@ use super::{
     manifest::ManifestFormat,
     npy::Npy,
     orbax::Orbax,
-    output::{Directory, Lack, MadeOf, OutputFormat, TextFile, Unavailable},
+    output::{DerivedFrom, Directory, Lack, OutputFormat, TextFile, Unavailable},
     pt::Pt,
     raw::RawFormat,
     safetensors::Safetensors,
@@ -22,14 +22,14 @@ use crate::{
     plan::{Plan, Problem},
 };
 
-/// All output formats, in the order in which they are told of.
+/// All output formats, in the order of reports.
 pub const FORMATS: [&dyn OutputFormat; 9] =
     [&RawFormat, &Npy, &Safetensors, &Pt, &Dcp, &Orbax, &Hf, &ShardedState, &ManifestFormat];
 
-/// Name of the file that says why a format's directory is otherwise empty.
+/// Name of the file that explains why a format's directory is otherwise empty.
 const UNAVAILABLE: &str = "UNAVAILABLE.txt";
 
-/// What all formats show of a view, and what they cannot show.
+/// The files of all formats for a view, and what formats cannot show.
 ///
 /// # Errors
 /// All problems of all formats.
@@ -57,7 +57,7 @@ pub fn show(input: &Arc<FormatInput>) -> Result<(Directory, Vec<Unavailable>), V
     if is_refused || !problems.is_empty() { Err(problems) } else { Ok((all, lacking)) }
 }
 
-/// Puts into the directory of a format that cannot hold the view why it is empty: no loader takes it for a checkpoint.
+/// Adds the reason to the directory of a format that cannot hold the view, so that no loader takes it for a checkpoint.
 fn explain(directory: &mut Directory, Unavailable { format, lack, reason }: &Unavailable) {
     if *lack != Lack::Empty {
         return;
@@ -66,16 +66,16 @@ fn explain(directory: &mut Directory, Unavailable { format, lack, reason }: &Una
     tracing::warn!("{format}/ is not available: {reason}");
     let text = format!("{format}/ is not available for this view: {reason}\n");
     if let Some(empty) = directory.directory(format) {
-        empty.file(UNAVAILABLE, TextFile::new(text.into_bytes(), MadeOf::Everything));
+        empty.file(UNAVAILABLE, TextFile::new(text.into_bytes(), DerivedFrom::Everything));
     }
 }
 
-/// What the formats cannot show of a plan's view.
+/// The parts of a plan's view that formats cannot show.
 pub fn unavailable(plan: &Plan) -> Vec<Unavailable> {
     FORMATS.iter().filter_map(|format| format.unavailable(plan)).collect()
 }
 
-/// The same for a reader, a line each.
+/// The same as text, one line each.
 pub fn unavailable_text(view: &str, found: &[Unavailable]) -> String {
     let mut text = String::new();
     let parent = if view.is_empty() { String::new() } else { format!("{view}/") };

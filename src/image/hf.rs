@@ -1,4 +1,4 @@
-//! `hf/`: the repository itself, its files as they are or with other tensors under a new header.
+//! `hf/`: the repository itself, its files unchanged or with other tensors under a new header.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use super::{
     file_image::ImageError,
     input::FormatInput,
     output::{
-        Content, Directory, DirectoryEntry, Lack, MadeOf, OutputFormat, Shown, TextFile, Unavailable, VirtualFile,
+        Content, DerivedFrom, Directory, DirectoryEntry, Lack, OutputFormat, Shown, TextFile, Unavailable, VirtualFile,
     },
     safetensors_layout::{self, safetensors},
 };
@@ -37,7 +37,7 @@ impl OutputFormat for Hf {
         let mut directory = Directory::default();
         for (number, HfFile { path, .. }) in input.plan.hf.iter().enumerate() {
             let added = file(input, number).and_then(|file| {
-                let reason = || "the name is taken by another file".to_owned();
+                let reason = || "another file has this name".to_owned();
                 let (parents, name) = path.rsplit_once('/').unwrap_or(("", path));
                 let parent = directory.directory(self.name()).and_then(|root| mirrored(root, parents));
                 let is_added = parent.is_some_and(|parent| parent.add(name, file));
@@ -52,7 +52,7 @@ impl OutputFormat for Hf {
     }
 }
 
-/// The directory at a path of the repository, added if need be.
+/// The directory at a path of the repository, added if it is missing.
 fn mirrored<'a>(root: &'a mut Directory, path: &str) -> Option<&'a mut Directory> {
     let mut above = String::new();
     path.split('/').filter(|name| !name.is_empty()).try_fold(root, |parent, name| {
@@ -66,7 +66,7 @@ fn mirrored<'a>(root: &'a mut Directory, path: &str) -> Option<&'a mut Directory
     })
 }
 
-/// The planned file of this number.
+/// The planned file with this number.
 ///
 /// # Errors
 /// The tensors cannot be laid out in a file.
@@ -77,11 +77,11 @@ pub(super) fn file(input: &Arc<FormatInput>, number: usize) -> Result<DirectoryE
         HfContent::Original(file) => {
             Arc::new(OriginalFile { file: *file, len_bytes: input.checkpoint.source().len_bytes(*file) })
         }
-        // The configuration is rewritten from itself. An index names tensors.
+        // The configuration is rewritten from the repository's one. An index names tensors.
         HfContent::Text(text) => {
             let file = original();
             let all_tensors = file.is_none() || path.ends_with(".index.json");
-            Arc::new(TextFile::new(text.as_slice(), MadeOf::Repository { file, views: Vec::new(), all_tensors }))
+            Arc::new(TextFile::new(text.as_slice(), DerivedFrom::Repository { file, views: Vec::new(), all_tensors }))
         }
         HfContent::Weights { tensors, metadata } => {
             let laid_out = lay_out(tensors, metadata);
@@ -96,7 +96,7 @@ pub(super) fn file(input: &Arc<FormatInput>, number: usize) -> Result<DirectoryE
     }))
 }
 
-/// The repository's own file of a path.
+/// The repository's own file at a path.
 fn original(checkpoint: &Checkpoint, path: &str) -> Option<FileId> {
     checkpoint.files().iter().find(|file| file.path == path).and_then(|file| file.file)
 }
@@ -106,7 +106,7 @@ fn lay_out(tensors: &[(String, View)], metadata: &[(String, String)]) -> Result<
     safetensors(entries.collect(), &borrowed(metadata))
 }
 
-/// A file of the repository as it is.
+/// A file of the repository, unchanged.
 #[derive(Debug)]
 struct OriginalFile {
     file: FileId,
@@ -122,8 +122,8 @@ impl VirtualFile for OriginalFile {
         Ok(Content::Original(self.file))
     }
 
-    fn made_of(&self) -> MadeOf {
-        MadeOf::Repository { file: Some(self.file), views: Vec::new(), all_tensors: false }
+    fn derived_from(&self) -> DerivedFrom {
+        DerivedFrom::Repository { file: Some(self.file), views: Vec::new(), all_tensors: false }
     }
 }
 
@@ -133,7 +133,7 @@ struct WeightsFile {
     input: Arc<FormatInput>,
     number: usize,
     original: Option<FileId>,
-    /// Of the layout, which is not kept: it has a row for each tensor.
+    /// Length of the layout. The layout itself is not stored: it has a row for each tensor.
     len_bytes: u64,
 }
 
@@ -159,8 +159,8 @@ impl VirtualFile for WeightsFile {
         lay_out(tensors, metadata).map(Content::Image)
     }
 
-    fn made_of(&self) -> MadeOf {
+    fn derived_from(&self) -> DerivedFrom {
         let views = self.planned().0.iter().map(|(_, view)| view.clone()).collect();
-        MadeOf::Repository { file: self.original, views, all_tensors: false }
+        DerivedFrom::Repository { file: self.original, views, all_tensors: false }
     }
 }

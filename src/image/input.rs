@@ -1,4 +1,4 @@
-//! What formats are made from: a view of a checkpoint, and what several formats need to know of it.
+//! The input of formats: a view of a checkpoint, and values that several formats need.
 
 use std::{
     sync::{Arc, OnceLock},
@@ -12,7 +12,7 @@ use crate::{
     source::FileId,
 };
 
-/// A view of a checkpoint. What several formats need is found when it is first asked for.
+/// A view of a checkpoint. Values that several formats need are computed at the first request.
 #[derive(Debug)]
 pub struct FormatInput {
     /// The repository.

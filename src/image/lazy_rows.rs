@@ -1,4 +1,4 @@
-//! A file of rows that is made when its length is first asked for.
+//! A file of rows that is generated when its length is first requested.
 
 use std::{
     fmt,
@@ -24,7 +24,7 @@ impl<F> fmt::Debug for LazyRows<F> {
 }
 
 impl<R: Rows + 'static, F: Fn() -> R> LazyRows<F> {
-    /// A file of the rows that `make` makes.
+    /// A file of the rows that `make` generates.
     pub(super) fn new(make: F) -> Self {
         Self { rows: OnceLock::new(), make }
     }

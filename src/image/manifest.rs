@@ -1,7 +1,7 @@
-//! `.ckfs/manifest.json`: what the mount shows, for programs.
+//! `.ckfs/manifest.json`: the contents of the mount, for programs.
 //!
-//! It has a row for each tensor and each device, gigabytes for a large model on many devices, and is therefore generated as
-//! it is read: the regions of tensors of one kind are the same text, so that their lengths are counted once for each kind.
+//! It has a row for each tensor and each device: gigabytes for a large model on many devices. So it is generated as
+//! it is read. The regions of tensors of one kind are the same text, so their lengths are counted once for each kind.
 
 use std::{io::Write, sync::Arc};
 
@@ -19,13 +19,13 @@ use crate::{
     tensor::TensorId,
 };
 
-/// Devices of one block of rows.
+/// Devices in one block of rows.
 const BLOCK_DEVICES: usize = 256;
 
 /// Groups before those of the tensors: the start, and the devices.
 const BEFORE_TENSORS: usize = 2;
 
-/// Names in the repository of the tensors that a view reads, each once, in order.
+/// Names in the repository of the tensors that a view reads, without duplicates, in order.
 pub(super) fn source_names<'a>(checkpoint: &'a Checkpoint, tensor: &PlannedTensor) -> Vec<&'a str> {
     let mut ids: Vec<TensorId> = Vec::new();
     tensor.view.for_each_source(&mut |source| ids.push(source.id));
@@ -46,7 +46,7 @@ impl OutputFormat for ManifestFormat {
         let input = Arc::clone(input);
         let manifest = move || {
             let (checkpoint, plan) = (Arc::clone(&input.checkpoint), Arc::clone(&input.plan));
-            Manifest::new(checkpoint, plan, Arc::clone(input.kinds()))
+            ManifestRows::new(checkpoint, plan, Arc::clone(input.kinds()))
         };
         let directory = Directory::with(OWN, |own| {
             own.file("manifest.json", LazyRows::new(manifest));
@@ -57,7 +57,7 @@ impl OutputFormat for ManifestFormat {
 
 /// The manifest of a plan.
 #[derive(Debug)]
-struct Manifest {
+struct ManifestRows {
     checkpoint: Arc<Checkpoint>,
     plan: Arc<Plan>,
     kinds: Arc<Kinds>,
@@ -84,7 +84,7 @@ fn put_numbers(out: &mut Vec<u8>, numbers: &[u64]) {
     out.extend(if numbers.is_empty() { b"[]".as_slice() } else { b"]" });
 }
 
-impl Manifest {
+impl ManifestRows {
     fn new(checkpoint: Arc<Checkpoint>, plan: Arc<Plan>, kinds: Arc<Kinds>) -> Self {
         let (mut manifest, mut bytes) = (
             Self {
@@ -130,7 +130,7 @@ impl Manifest {
         self.plan.devices.len().div_ceil(BLOCK_DEVICES)
     }
 
-    /// Numbers of the devices of a block, each with its place in the list.
+    /// Numbers of the devices of a block, each with its index in the list.
     fn block(&self, block: usize) -> impl Iterator<Item = (usize, u64)> {
         let places = block * BLOCK_DEVICES..self.plan.devices.len().min((block + 1) * BLOCK_DEVICES);
         places.map(|place| (place, self.plan.devices[place]))
@@ -153,7 +153,7 @@ impl Manifest {
         out.extend(b",\"devices\":[");
     }
 
-    /// A block of devices; after the last, what stands before the tensors.
+    /// A block of devices; after the last, the bytes before the tensors.
     fn device_block(&self, block: usize, out: &mut Vec<u8>) {
         if block == self.device_blocks() {
             return out.extend(b"],\n\"tensors\": [");
@@ -190,7 +190,7 @@ impl Manifest {
         out.extend(b",\"regions\":[");
     }
 
-    /// What devices of a block hold of a tensor: where the region begins and its extents.
+    /// The regions of a tensor on the devices of a block: offset and extents.
     fn region_block(&self, tensor: &PlannedTensor, block: usize, out: &mut Vec<u8>) {
         for (place, device) in self.block(block) {
             let region = self.plan.region(tensor, device);
@@ -217,13 +217,13 @@ impl Manifest {
         out.extend(b"\n]}\n");
     }
 
-    /// The tensor of a group, if it is one's.
+    /// The tensor of a group; `None` for groups of no tensor.
     fn tensor(&self, group: usize) -> Option<usize> {
         group.checked_sub(BEFORE_TENSORS).filter(|tensor| *tensor < self.plan.tensors.len())
     }
 }
 
-impl Rows for Manifest {
+impl Rows for ManifestRows {
     fn starts(&self) -> &[u64] {
         &self.starts
     }

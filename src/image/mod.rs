@@ -1,16 +1,16 @@
-//! How a virtual file is laid out: one output format a file, all behind one trait.
+//! The layout of virtual files: one output format a file, all behind one trait.
 //!
-//! An [`OutputFormat`] is given a view of the checkpoint ([`FormatInput`]) and answers with directories and files
-//! ([`Shown`]). A file ([`VirtualFile`]) knows its length and lays out its [`Content`] when it is opened; a directory of very
-//! many files is a [`Subtree`], whose nodes are found by arithmetic. Whoever shows them needs no other word of a format: to
+//! An [`OutputFormat`] receives a view of the checkpoint ([`FormatInput`]) and returns directories and files
+//! ([`Shown`]). A file ([`VirtualFile`]) knows its length and lays out its [`Content`] when it is opened. A directory of very
+//! many files is a [`Subtree`], whose nodes are computed by arithmetic. Other layers know nothing else of a format: to
 //! add one, write its file here and its line in [`FORMATS`].
 //!
-//! A [`FileImage`] is a list of segments, each some literal bytes or the bytes of one view; a read finds the segments that
-//! its span touches by bisection. Views are not lowered here and nothing is read.
+//! A [`FileImage`] is a list of segments, each some literal bytes or the bytes of one view. A read finds the segments in
+//! its span by bisection. This layer lowers no views and reads nothing.
 //!
-//! A length is that of the layout itself wherever the layout is cheap. A header of tens of thousands of rows is not: lengths
-//! of such files are counted from what differs between devices, and [`VirtualFile::open`] refuses a file whose layout has
-//! another length than the one that was told.
+//! A file's length comes from its layout where the layout is cheap. A header of tens of thousands of rows is not. Such a
+//! length is counted from the differences between devices, and [`VirtualFile::open`] refuses a file whose layout has
+//! another length than the counted one.
 
 mod array_table;
 mod bundle;
@@ -42,7 +42,7 @@ pub use file_image::{FileImage, ImageError, Segment};
 pub use formats::{FORMATS, show, unavailable, unavailable_text};
 pub use input::{FormatInput, file_ids};
 pub use output::{
-    Content, Directory, DirectoryEntry, Lack, MadeOf, OWN, OutputFormat, Shown, Subtree, SubtreeNode, TextFile,
+    Content, DerivedFrom, Directory, DirectoryEntry, Lack, OWN, OutputFormat, Shown, Subtree, SubtreeNode, TextFile,
     Unavailable, VirtualFile,
 };
 pub use raw::raw;

@@ -1,5 +1,5 @@
 //! The tree of a view's tensor names, shared by all directories that show it: `full/` and every `dev{d}/` have the same
-//! names, so there is one tree however many devices there are.
+//! names, so one tree serves any number of devices.
 //!
 //! Nodes are numbered so that a directory's children are consecutive and sorted by name; node 0 is the root. A node takes
 //! 24 bytes besides its name.
@@ -11,7 +11,7 @@ use crate::plan::{Plan, PlannedTensor, Problem};
 /// Longest file name that the kernel passes, in bytes.
 pub(super) const NAME_BYTES_MAX: usize = 255;
 
-/// Longest path below a directory of tensors, in bytes: what the kernel takes at most, less what stands before.
+/// Longest path below a directory of tensors, in bytes: the kernel's limit minus room for the path before it.
 const PATH_BYTES_MAX: usize = 4096 - 512;
 
 #[derive(Clone, Copy, Debug)]
@@ -29,7 +29,7 @@ struct NameRow {
 
 const IS_FILE: u32 = u32::MAX;
 
-/// What a node is.
+/// Type of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum NameNode {
     /// A directory, with its number of subdirectories.
@@ -45,43 +45,43 @@ pub(super) struct NameTree {
     names: String,
 }
 
-/// A tree under construction: nodes in the order of their making, node 0 the root.
+/// A tree under construction: nodes in the order of their creation, node 0 the root.
 #[derive(Debug)]
-struct Growing<'a> {
-    nodes: Vec<GrowingNode<'a>>,
+struct NameTreeBuilder<'a> {
+    nodes: Vec<NodeBuilder<'a>>,
     by_name: HashMap<(u32, Cow<'a, str>), u32>,
 }
 
 #[derive(Debug)]
-struct GrowingNode<'a> {
+struct NodeBuilder<'a> {
     parent: u32,
     name: Cow<'a, str>,
     tensor: Option<u32>,
     is_parent: bool,
 }
 
-impl<'a> Growing<'a> {
+impl<'a> NameTreeBuilder<'a> {
     fn new() -> Self {
-        Self { nodes: vec![GrowingNode::new(0, "".into())], by_name: HashMap::new() }
+        Self { nodes: vec![NodeBuilder::new(0, "".into())], by_name: HashMap::new() }
     }
 
-    fn node(&self, at: u32) -> &GrowingNode<'a> {
+    fn node(&self, at: u32) -> &NodeBuilder<'a> {
         &self.nodes[at as usize]
     }
 
-    /// The child of that name, made if it is not there.
+    /// The child with that name, created if it is missing.
     fn child(&mut self, parent: u32, name: Cow<'a, str>) -> u32 {
         let next = number(self.nodes.len());
         let at = *self.by_name.entry((parent, name.clone())).or_insert(next);
         if at == next {
-            self.nodes.push(GrowingNode::new(parent, name));
+            self.nodes.push(NodeBuilder::new(parent, name));
             self.nodes[parent as usize].is_parent = true;
         }
         at
     }
 }
 
-impl<'a> GrowingNode<'a> {
+impl<'a> NodeBuilder<'a> {
     fn new(parent: u32, name: Cow<'a, str>) -> Self {
         Self { parent, name, tensor: None, is_parent: false }
     }
@@ -92,14 +92,14 @@ fn number(n: usize) -> u32 {
 }
 
 impl NameTree {
-    /// The tree of those of a plan's tensors that `shown` picks, with `suffix` after the name of each file.
+    /// The tree of the tensors of a plan that `shown` selects, with `suffix` after the name of each file.
     ///
     /// # Errors
-    /// Every name that is too long, taken twice, or both a file and a directory.
+    /// Every name that is too long, used twice, or both a file and a directory.
     pub(super) fn new(plan: &Plan, suffix: &str, shown: impl Fn(&PlannedTensor) -> bool) -> Result<Self, Vec<Problem>> {
         let mut problems = Vec::new();
-        let mut growing = Growing::new();
-        // Tensors are sorted by name, so that most are in the directory of the one before.
+        let mut builder = NameTreeBuilder::new();
+        // Tensors are sorted by name, so most are in the directory of the previous one.
         let mut before: Vec<(Cow<'_, str>, u32)> = Vec::new();
         let mut names_bytes = 0;
         for (index, tensor) in plan.tensors.iter().enumerate().filter(|(_, tensor)| shown(tensor)) {
@@ -120,7 +120,7 @@ impl NameTree {
                 problems.push(Problem::File { file: "names".to_owned(), reason });
                 break;
             }
-            let told = problems.len();
+            let reported = problems.len();
             let shared = before.iter().zip(&path).take_while(|((name, _), component)| name == *component).count();
             before.truncate(shared);
             let mut at = before.last().map_or(0, |(_, at)| *at);
@@ -128,57 +128,57 @@ impl NameTree {
                 if component.len() > NAME_BYTES_MAX {
                     problems.push(Problem::LongName { name: tensor.name.clone(), component: component.to_string() });
                 }
-                if let Some(other) = growing.node(at).tensor {
+                if let Some(other) = builder.node(at).tensor {
                     let first = plan.tensors[other as usize].name.clone();
                     problems.push(Problem::Collision { path: path.join("/"), first, second: tensor.name.clone() });
                 }
-                at = growing.child(at, component.clone());
+                at = builder.child(at, component.clone());
                 before.push((component.clone(), at));
             }
-            let node = &mut growing.nodes[at as usize];
+            let node = &mut builder.nodes[at as usize];
             let taken = node.tensor.map(|other| plan.tensors[other as usize].name.clone());
             let inside = node.is_parent.then(|| format!("the directory {}", path.join("/")));
             if let Some(first) = taken.or(inside) {
                 problems.push(Problem::Collision { path: path.join("/"), first, second: tensor.name.clone() });
             }
             node.tensor = Some(number(index));
-            if problems.len() > told {
-                // What is wrong with a directory is wrong with all that is in it.
+            if problems.len() > reported {
+                // A problem of a directory affects every tensor in it.
                 before.clear();
             }
         }
-        if problems.is_empty() { Ok(Self::of(&growing)) } else { Err(problems) }
+        if problems.is_empty() { Ok(Self::of(&builder)) } else { Err(problems) }
     }
 
-    fn of(growing: &Growing<'_>) -> Self {
-        // Where each node's children begin among the sorted; they end where the next node's begin.
-        let mut starts = vec![0; growing.nodes.len() + 1];
-        for node in &growing.nodes[1..] {
+    fn of(builder: &NameTreeBuilder<'_>) -> Self {
+        // Where each node's children start in sorted order; they end where the next node's start.
+        let mut starts = vec![0; builder.nodes.len() + 1];
+        for node in &builder.nodes[1..] {
             starts[node.parent as usize + 1] += 1;
         }
         for at in 1..starts.len() {
             starts[at] += starts[at - 1];
         }
         let mut next = starts.clone();
-        let mut sorted = vec![0; growing.nodes.len() - 1];
-        for (at, node) in (1..).zip(&growing.nodes[1..]) {
+        let mut sorted = vec![0; builder.nodes.len() - 1];
+        for (at, node) in (1..).zip(&builder.nodes[1..]) {
             let place = &mut next[node.parent as usize];
             sorted[*place] = at;
             *place += 1;
         }
         for children in starts.windows(2) {
-            sorted[children[0]..children[1]].sort_by_key(|at| &growing.node(*at).name);
+            sorted[children[0]..children[1]].sort_by_key(|at| &builder.node(*at).name);
         }
         let mut tree = Self { nodes: vec![NameRow::directory(0)], names: String::new() };
-        tree.lay(0, 0, growing, &sorted, &starts);
+        tree.lay(0, 0, builder, &sorted, &starts);
         tree
     }
 
-    /// Lays out the children of node `from` of `growing`, which is node `to` here.
-    fn lay(&mut self, to: u32, from: u32, growing: &Growing<'_>, sorted: &[u32], starts: &[usize]) {
+    /// Lays out the children of node `from` of `builder`, which is node `to` here.
+    fn lay(&mut self, to: u32, from: u32, builder: &NameTreeBuilder<'_>, sorted: &[u32], starts: &[usize]) {
         let children = &sorted[starts[from as usize]..starts[from as usize + 1]];
         let first = number(self.nodes.len());
-        for child in children.iter().map(|at| growing.node(*at)) {
+        for child in children.iter().map(|at| builder.node(*at)) {
             let mut node = NameRow::directory(to);
             (node.name_start, node.name_len) = (number(self.names.len()), number(child.name.len()));
             if let Some(tensor) = child.tensor {
@@ -187,12 +187,12 @@ impl NameTree {
             self.names.push_str(&child.name);
             self.nodes.push(node);
         }
-        let subdirectories = children.iter().filter(|at| growing.node(**at).is_parent).count();
+        let subdirectories = children.iter().filter(|at| builder.node(**at).is_parent).count();
         let node = &mut self.nodes[to as usize];
         (node.first, node.children, node.subdirectories) = (first, number(children.len()), number(subdirectories));
         for (child, index) in children.iter().zip(first..) {
-            if growing.node(*child).is_parent {
-                self.lay(index, *child, growing, sorted, starts);
+            if builder.node(*child).is_parent {
+                self.lay(index, *child, builder, sorted, starts);
             }
         }
     }
@@ -202,7 +202,7 @@ impl NameTree {
         self.nodes.len() as u64
     }
 
-    /// What a node is.
+    /// Type of a node.
     pub(super) fn node(&self, at: u32) -> NameNode {
         let node = self.nodes[at as usize];
         if node.children == IS_FILE { NameNode::Tensor(node.first) } else { NameNode::Directory(node.subdirectories) }
@@ -225,7 +225,7 @@ impl NameTree {
         if node.children == IS_FILE { 0..0 } else { node.first..node.first + node.children }
     }
 
-    /// The child of that name.
+    /// The child with that name.
     pub(super) fn child(&self, at: u32, name: &[u8]) -> Option<u32> {
         let children = self.children(at);
         let (mut low, mut high) = (children.start, children.end);

@@ -1,7 +1,7 @@
-//! `npy/`: `.npy` files, a header whose elements start on a page, then the elements.
+//! `npy/`: `.npy` files: a header that ends on a page boundary, then the elements.
 //!
-//! numpy asks for a multiple of 64 only. A page keeps the elements that one request of the kernel covers inside one tile of
-//! a transformed view, and lets a mapped array begin where a device can take it without a copy.
+//! numpy requires a multiple of 64 only. With a page the elements of one kernel request are inside one tile of
+//! a transformed view, and a mapped array starts where a device can use it without a copy.
 
 use std::sync::Arc;
 
@@ -40,7 +40,7 @@ impl OutputFormat for Npy {
         let plan = &input.plan;
         let bundled = |tensor: &PlannedTensor| plan.is_bundled(tensor);
         let names = NameTree::new(plan, ".npy", bundled).map_err(|problems| {
-            // Names that raw files cannot have either are told of once, there.
+            // Names that raw files cannot have either are reported once, by the raw format.
             if NameTree::new(plan, "", |_| true).is_err() { Vec::new() } else { problems }
         });
         let names = Arc::new(names?);

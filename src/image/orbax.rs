@@ -1,7 +1,7 @@
 //! `orbax/`: an Orbax checkpoint, arrays of zarr version 2, uncompressed, whose chunks are the devices' shards.
 //!
-//! Readers take whole chunks: where the chunk grid is the device grid, each device's bytes are read once and nothing else
-//! is.
+//! Readers read whole chunks: where the chunk grid is the device grid, each device's bytes are read once, and no other
+//! bytes.
 
 use std::{
     borrow::Cow,
@@ -13,7 +13,7 @@ use super::{
     array_table::{ArrayNode, ArrayTable, grid},
     file_image::ImageError,
     input::FormatInput,
-    output::{Content, Directory, Lack, MadeOf, OutputFormat, Shown, Subtree, SubtreeNode, TextFile, Unavailable},
+    output::{Content, DerivedFrom, Directory, Lack, OutputFormat, Shown, Subtree, SubtreeNode, TextFile, Unavailable},
     rows::{RowFile, Rows, starts},
 };
 use crate::{
@@ -55,7 +55,7 @@ impl OutputFormat for Orbax {
         let step: Arc<[u8]> = metadata(Place::Step { item: ITEM });
         let directory = Directory::with(self.name(), |directory| {
             if let Some(directory) = directory.directory("0") {
-                directory.file("_CHECKPOINT_METADATA", TextFile::new(step, MadeOf::Tensors));
+                directory.file("_CHECKPOINT_METADATA", TextFile::new(step, DerivedFrom::Tensors));
                 directory.subtree(ITEM, arrays);
             }
         });
@@ -63,9 +63,9 @@ impl OutputFormat for Orbax {
     }
 }
 
-/// A `_CHECKPOINT_METADATA`; the checkpoint was made when the newest source file was.
+/// A `_CHECKPOINT_METADATA`; its time is that of the newest source file.
 fn checkpoint_metadata(input: &FormatInput, place: Place) -> String {
-    // Files from before 1970 and from after 2554 are said to be of 1970.
+    // Times before 1970 and after 2554 are written as 1970.
     let since = input.modified().duration_since(UNIX_EPOCH).unwrap_or_default();
     let nanoseconds = u64::try_from(since.as_nanos()).unwrap_or(0);
     orbax::checkpoint_metadata(place, input.plan.is_scanned(), nanoseconds)
@@ -120,10 +120,10 @@ impl Subtree for Arrays {
         self.table.list(&self.input.plan, self.table.node(at), from, &mut numbered);
     }
 
-    fn made_of(&self, at: u64) -> MadeOf {
+    fn derived_from(&self, at: u64) -> DerivedFrom {
         match self.table.node(at) {
-            ArrayNode::Root | ArrayNode::Directory(_) | ArrayNode::Metadata(_) => MadeOf::Tensors,
-            ArrayNode::Description(array) | ArrayNode::Chunk(array, _) => MadeOf::Tensor(self.table.tensor(array)),
+            ArrayNode::Root | ArrayNode::Directory(_) | ArrayNode::Metadata(_) => DerivedFrom::Tensors,
+            ArrayNode::Description(array) | ArrayNode::Chunk(array, _) => DerivedFrom::Tensor(self.table.tensor(array)),
         }
     }
 

@@ -1,4 +1,4 @@
-//! What an output format gives to the file system that shows it: directories, files, and subtrees found by arithmetic.
+//! The interface between output formats and the file system: directories, files, and subtrees computed by arithmetic.
 
 use std::{borrow::Cow, collections::BTreeMap, fmt, sync::Arc};
 
@@ -13,15 +13,15 @@ use crate::{
     tensor::View,
 };
 
-/// Name of the directories that tell of the mount itself.
+/// Name of the directory about the mount itself.
 pub const OWN: &str = ".ckfs";
 
-/// An output format: how the tensors of a view are named and wrapped.
+/// An output format: the names and the wrapping of a view's tensors.
 pub trait OutputFormat: fmt::Debug + Send + Sync {
     /// Its name in messages, which is that of its directory where it has one.
     fn name(&self) -> &'static str;
 
-    /// What the format lacks of a plan's view; `None` if it shows all of it. [`OutputFormat::show`] says the same.
+    /// The part of a plan's view that the format cannot show; `None` if it shows all. [`OutputFormat::show`] returns the same.
     fn unavailable(&self, plan: &Plan) -> Option<Unavailable> {
         let _ = plan;
         None
@@ -30,16 +30,16 @@ pub trait OutputFormat: fmt::Debug + Send + Sync {
     /// The directories and files of a view, relative to the view's own directory.
     ///
     /// # Errors
-    /// Everything that keeps the view from being mounted.
+    /// Every problem that prevents the mount of the view.
     fn show(&self, input: &Arc<FormatInput>) -> Result<Shown, Vec<Problem>>;
 }
 
-/// What a format shows of a view.
+/// A format's files for a view.
 #[derive(Debug, Default)]
 pub struct Shown {
     /// Its directories and files.
     pub directory: Directory,
-    /// What is not among them, and why.
+    /// The omitted parts, with reasons.
     pub unavailable: Option<Unavailable>,
 }
 
@@ -49,32 +49,32 @@ impl From<Directory> for Shown {
     }
 }
 
-/// What a format lacks of a view.
+/// The part of a view that a format omits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lack {
-    /// Its directory is not there.
+    /// Its directory is missing.
     Absent,
-    /// Its directory says why it is otherwise empty.
+    /// Its directory holds only a file with the reason.
     Empty,
     /// A part of the files.
     Part,
 }
 
-/// A format that does not show a view as it shows others.
+/// A format that cannot show a view completely.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unavailable {
     /// The format, which is the directory's name.
     pub format: &'static str,
-    /// What is lacking.
+    /// The omitted part.
     pub lack: Lack,
-    /// Why.
+    /// The reason.
     pub reason: String,
 }
 
-/// What is in a file.
+/// Contents of a file.
 #[derive(Debug)]
 pub enum Content {
-    /// A source file as it is.
+    /// A source file, unchanged.
     Original(FileId),
     /// Literal bytes.
     Bytes(Arc<[u8]>),
@@ -96,9 +96,9 @@ impl Content {
     }
 }
 
-/// What a file is made of: whoever may read all of this may read the file.
+/// The sources of a file: users that may read all of them may read the file.
 #[derive(Clone, Debug)]
-pub enum MadeOf {
+pub enum DerivedFrom {
     /// One tensor of the view, by number.
     Tensor(u32),
     /// All tensors of the view, or their names and shapes.
@@ -109,35 +109,35 @@ pub enum MadeOf {
         file: Option<FileId>,
         /// Views whose sources are read.
         views: Vec<View>,
-        /// Whether it tells names of all tensors of the repository.
+        /// Whether it shows names of all tensors of the repository.
         all_tensors: bool,
     },
     /// All source files.
     Everything,
 }
 
-/// A file that a format shows. Nothing of it changes after mount.
+/// A file that a format shows. It does not change after mount.
 pub trait VirtualFile: fmt::Debug + Send + Sync {
     /// Length in bytes.
     fn len_bytes(&self) -> u64;
 
-    /// Lays the file out. To be called by [`VirtualFile::open`].
+    /// Lays the file out; [`VirtualFile::open`] calls it.
     ///
     /// # Errors
     /// [`ImageError`], which planning has excluded.
     fn content(&self) -> Result<Content, ImageError>;
 
-    /// What the file is made of.
-    fn made_of(&self) -> MadeOf {
-        MadeOf::Tensors
+    /// The sources of the file.
+    fn derived_from(&self) -> DerivedFrom {
+        DerivedFrom::Tensors
     }
 
-    /// Whether the file holds all tensors of a device, which a reader takes as a whole.
+    /// Whether the file holds all tensors of a device, and readers read it as a whole.
     fn is_bundle(&self) -> bool {
         false
     }
 
-    /// What is in the file, of the length that was told.
+    /// The contents of the file, with the expected length.
     ///
     /// # Errors
     /// As [`VirtualFile::content`], and [`ImageError::Length`] if the layout has another length.
@@ -154,13 +154,13 @@ pub trait VirtualFile: fmt::Debug + Send + Sync {
 #[derive(Debug)]
 pub struct TextFile {
     bytes: Arc<[u8]>,
-    made_of: MadeOf,
+    derived_from: DerivedFrom,
 }
 
 impl TextFile {
     /// A file of these bytes.
-    pub fn new(bytes: impl Into<Arc<[u8]>>, made_of: MadeOf) -> Self {
-        Self { bytes: bytes.into(), made_of }
+    pub fn new(bytes: impl Into<Arc<[u8]>>, derived_from: DerivedFrom) -> Self {
+        Self { bytes: bytes.into(), derived_from }
     }
 }
 
@@ -173,12 +173,12 @@ impl VirtualFile for TextFile {
         Ok(Content::Bytes(Arc::clone(&self.bytes)))
     }
 
-    fn made_of(&self) -> MadeOf {
-        self.made_of.clone()
+    fn derived_from(&self) -> DerivedFrom {
+        self.derived_from.clone()
     }
 }
 
-/// What a node of a subtree is.
+/// Type of a subtree's node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SubtreeNode {
     /// A directory, with its number of subdirectories.
@@ -187,30 +187,30 @@ pub enum SubtreeNode {
     File,
 }
 
-/// A directory whose nodes are found by arithmetic: none of them is a row of a table. Nodes are numbered from 0, which is the
-/// directory itself; calls are only made with numbers below [`Subtree::nodes`].
+/// A directory whose nodes are computed by arithmetic: no table has a row for them. Nodes are numbered from 0, the
+/// directory itself; callers pass only numbers below [`Subtree::nodes`].
 pub trait Subtree: fmt::Debug + Send + Sync {
     /// Number of nodes.
     fn nodes(&self) -> u64;
 
-    /// What a node is.
+    /// Type of a node.
     fn node(&self, at: u64) -> SubtreeNode;
 
-    /// A node's name; that of node 0 is given by its parent.
+    /// A node's name; the parent of node 0 names node 0.
     fn name(&self, at: u64) -> Cow<'_, str>;
 
     /// A node's parent; that of node 0 is node 0.
     fn parent(&self, at: u64) -> u64;
 
-    /// The child of a directory with this name; `None` too for a file.
+    /// The child of a directory with this name; `None` also for a file.
     fn child(&self, at: u64, name: &[u8]) -> Option<u64>;
 
     /// Calls `each` with names and numbers of a directory's children, in a fixed order from entry number `from` on, until it
-    /// answers false.
+    /// returns false.
     fn list(&self, at: u64, from: u64, each: &mut dyn FnMut(&str, u64) -> bool);
 
-    /// What a file is made of.
-    fn made_of(&self, at: u64) -> MadeOf;
+    /// The sources of a file.
+    fn derived_from(&self, at: u64) -> DerivedFrom;
 
     /// Lays a file out.
     ///
@@ -244,23 +244,23 @@ pub trait Subtree: fmt::Debug + Send + Sync {
         None
     }
 
-    /// The tensor, by number, and its part, that a file holds and nothing else.
+    /// If a file holds only one tensor's elements: the tensor, by number, and its part.
     fn shard(&self, at: u64) -> Option<(u32, View)> {
         let _ = at;
         None
     }
 }
 
-/// What a directory lists.
+/// An entry of a directory.
 #[derive(Debug)]
 pub enum DirectoryEntry {
     /// A directory.
     Directory(Directory),
     /// A file.
     File(Arc<dyn VirtualFile>),
-    /// A symbolic link, and its target.
+    /// A symbolic link with its target.
     Link(Box<str>),
-    /// A directory whose nodes are found by arithmetic.
+    /// A directory whose nodes are computed by arithmetic.
     Subtree(Arc<dyn Subtree>),
 }
 
@@ -269,12 +269,12 @@ pub enum DirectoryEntry {
 pub struct Directory {
     /// By name.
     pub entries: BTreeMap<String, DirectoryEntry>,
-    /// Path of the repository's directory that it mirrors: it is listed and passed by those who may do so there.
+    /// Path of the repository's directory that it mirrors: it may be listed and traversed by the same users.
     pub mirrors: Option<String>,
 }
 
 impl Directory {
-    /// The directory `name`, added if need be; `None` if the name is taken by something else.
+    /// The directory `name`, added if it is missing; `None` if another entry has the name.
     pub fn directory(&mut self, name: &str) -> Option<&mut Self> {
         match self.entries.entry(name.to_owned()).or_insert_with(|| DirectoryEntry::Directory(Self::default())) {
             DirectoryEntry::Directory(directory) => Some(directory),
@@ -282,7 +282,7 @@ impl Directory {
         }
     }
 
-    /// Adds an entry; false if the name is taken.
+    /// Adds an entry; false if the name is in use.
     pub fn add(&mut self, name: &str, entry: DirectoryEntry) -> bool {
         let is_free = !self.entries.contains_key(name);
         if is_free {
@@ -291,12 +291,12 @@ impl Directory {
         is_free
     }
 
-    /// Adds a file; false if the name is taken.
+    /// Adds a file; false if the name is in use.
     pub fn file(&mut self, name: &str, file: impl VirtualFile + 'static) -> bool {
         self.add(name, DirectoryEntry::File(Arc::new(file)))
     }
 
-    /// Adds a subtree; false if the name is taken.
+    /// Adds a subtree; false if the name is in use.
     pub fn subtree(&mut self, name: &str, subtree: impl Subtree + 'static) -> bool {
         self.add(name, DirectoryEntry::Subtree(Arc::new(subtree)))
     }
@@ -311,14 +311,14 @@ impl Directory {
         self.entries.values().map(count).sum()
     }
 
-    /// A directory with the only entry `name`, which is a directory that `fill` fills.
+    /// A directory with the single entry `name`, a directory that `fill` fills.
     pub fn with(name: &str, fill: impl FnOnce(&mut Self)) -> Self {
         let mut inner = Self::default();
         fill(&mut inner);
         Self { entries: BTreeMap::from([(name.to_owned(), DirectoryEntry::Directory(inner))]), mirrors: None }
     }
 
-    /// Takes in the entries of `other`, directories of the same name together.
+    /// Adds the entries of `other`; directories of the same name are merged.
     ///
     /// # Errors
     /// The name of an entry that both have.
@@ -340,9 +340,9 @@ mod tests {
     use super::*;
 
     #[derive(Debug)]
-    struct Told(u64);
+    struct Declared(u64);
 
-    impl VirtualFile for Told {
+    impl VirtualFile for Declared {
         fn len_bytes(&self) -> u64 {
             self.0
         }
@@ -353,16 +353,16 @@ mod tests {
     }
 
     #[test]
-    fn a_layout_of_another_length_than_was_told_is_refused() {
-        for told in [0, 4, 6] {
-            assert_eq!(Told(told).open().unwrap_err(), ImageError::Length { expected: told, found: 5 });
+    fn a_layout_of_another_length_than_expected_is_refused() {
+        for expected in [0, 4, 6] {
+            assert_eq!(Declared(expected).open().unwrap_err(), ImageError::Length { expected, found: 5 });
         }
-        assert_eq!(Told(5).open().unwrap().len_bytes(), Some(5));
+        assert_eq!(Declared(5).open().unwrap().len_bytes(), Some(5));
     }
 
     #[test]
     fn directories_of_one_name_are_merged_and_files_are_not() {
-        let text = || TextFile::new([1; 3], MadeOf::Tensors);
+        let text = || TextFile::new([1; 3], DerivedFrom::Tensors);
         let of = |inner: &str| Directory::with("a", |a| assert!(a.file(inner, text())));
         let mut all = of("x");
         assert_eq!(all.merge(of("y")), Ok(()));

@@ -43,7 +43,7 @@ impl OutputFormat for Pt {
     }
 }
 
-/// Lengths of files, by the first device of those whose shards have the same shapes; each is counted when first asked for.
+/// Lengths of files, by the first device of those whose shards have the same shapes; each is counted at the first request.
 type PtLengths = Mutex<HashMap<u64, Arc<OnceLock<u64>>>>;
 
 /// The shards of a device.
@@ -54,7 +54,7 @@ struct PtFile {
     device: u64,
 }
 
-/// Length of the file that [`lay_out`] lays out.
+/// Length of the file that [`lay_out`] produces.
 fn len_bytes(entries: &[NamedView<'_>]) -> u64 {
     let names: Vec<_> = entries.iter().map(|entry| entry.name).collect();
     let tensors: Vec<_> = entries.iter().map(|entry| (entry.view.dtype(), entry.view.shape())).collect();

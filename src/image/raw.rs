@@ -1,5 +1,5 @@
-//! Raw files: nothing but a view's elements. `full/` has the whole tensors, `dev{d}/` a device's shards, and `mesh/` links to
-//! the latter by coordinates.
+//! Raw files: only a view's elements. `full/` has the whole tensors, `dev{d}/` a device's shards, and `mesh/` links to
+//! `dev{d}/` by coordinates.
 
 use std::sync::Arc;
 

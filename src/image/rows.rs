@@ -1,11 +1,11 @@
-//! Files of very many rows, of which any span is generated when it is read.
+//! Files of very many rows; any span is generated when it is read.
 //!
-//! Metadata that has a row for each tensor and each device takes gigabytes for a large model on many devices. Nothing keeps
-//! such a file: its [`Rows`] know the length of each row without its bytes, and [`RowFile`] generates the blocks of rows
+//! Metadata with a row for each tensor and each device takes gigabytes for a large model on many devices. Such
+//! a file is never stored: its [`Rows`] know the length of each row without its bytes, and [`RowFile`] generates the blocks of rows
 //! that a read touches. The file is a list of *groups*, for example one for each tensor; a group is a list of *blocks*, for
-//! example of 256 devices each. Only the starts of the groups are kept, 8 bytes for each.
+//! example of 256 devices each. Only the starts of the groups are stored, 8 bytes for each.
 //!
-//! The law: a block's bytes are always the same, and as many as its ends say.
+//! The law: a block's bytes are always the same, and their number agrees with the block's ends.
 
 use std::{
     collections::VecDeque,
@@ -13,7 +13,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// What a file of rows consists of.
+/// The contents of a file of rows.
 pub trait Rows: fmt::Debug + Send + Sync {
     /// First byte of each group, ascending, and after them the length of the file.
     fn starts(&self) -> &[u64];
@@ -39,10 +39,10 @@ impl<R: Rows> Rows for Arc<R> {
     }
 }
 
-/// Bytes of blocks that a file keeps for the next reads. One block is kept however large it is: readers take it in parts.
+/// Most bytes of blocks that a file caches for later reads. One block is kept whatever its size: readers read it in parts.
 const KEPT_BYTES_MAX: u64 = 4 << 20;
 
-/// Blocks that a file keeps.
+/// Most blocks that a file caches.
 const KEPT_MAX: usize = 16;
 
 type BlockKey = (usize, usize);
@@ -60,7 +60,7 @@ pub(super) fn starts(lengths: impl Iterator<Item = u64>) -> Vec<u64> {
 #[derive(Debug)]
 pub struct RowFile {
     rows: Box<dyn Rows>,
-    /// Blocks that reads took a part of, the last one first.
+    /// Blocks that were partly read, the most recent first.
     kept: Mutex<VecDeque<(BlockKey, Arc<[u8]>)>>,
 }
 
@@ -78,7 +78,7 @@ impl RowFile {
     /// `len` bytes from `offset` on, fewer at the end of the file.
     ///
     /// # Panics
-    /// If a block does not have the bytes that its ends say.
+    /// If a block does not have the bytes that its ends state.
     pub fn read(&self, offset: u64, len: usize) -> Vec<u8> {
         let end = offset.saturating_add(len as u64).min(self.len_bytes());
         let mut bytes = Vec::new();
@@ -103,7 +103,7 @@ impl RowFile {
         bytes
     }
 
-    /// Appends the bytes `wanted` of a block, which has the bytes `whole` of the file.
+    /// Appends the bytes `wanted` of a block, whose position in the file is `whole`; both are byte ranges of the file.
     fn take(&self, key: BlockKey, whole: std::ops::Range<u64>, wanted: std::ops::Range<u64>, bytes: &mut Vec<u8>) {
         let place = |at: u64| usize::try_from(at - whole.start).expect("a block fits memory");
         let part = place(wanted.start)..place(wanted.end);
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_is_bounded() {
+    fn the_block_cache_is_bounded() {
         let block = vec![7; 1 << 20];
         let file = RowFile::new(Written::new(vec![vec![block; 40], vec![vec![1; 9 << 20]], vec![vec![2; 3]; 50]]));
         let kept = || file.kept.lock().unwrap().iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>();

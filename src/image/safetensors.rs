@@ -1,4 +1,4 @@
-//! `safetensors/`: all shards of a device as one safetensors file, and an index where it would be true.
+//! `safetensors/`: all shards of a device as one safetensors file, and an index where every tensor is whole in one file.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -44,7 +44,7 @@ impl OutputFormat for Safetensors {
                 let file = SafetensorsFile { bundle: Arc::clone(bundle), device: *device };
                 directory.file(&format!("dev{device}.safetensors"), file);
             }
-            // An index has no words for parts of tensors, and one that named a shard would have it taken for the tensor.
+            // An index cannot describe parts of tensors: a reader would take a shard that it names for the tensor.
             if let Some(whole_on) = bundle.whole_on() {
                 let input = Arc::clone(input);
                 let index = move || SafetensorsIndex::new(Arc::clone(&input.plan), input.kinds(), &whole_on);
@@ -80,7 +80,7 @@ impl VirtualFile for SafetensorsFile {
 #[derive(Debug)]
 struct SafetensorsIndex {
     plan: Arc<Plan>,
-    /// Numbers of the bundled tensors, and the device whose file has each whole.
+    /// Indices of the bundled tensors, and for each the device whose file has the whole tensor.
     tensors: Vec<(u32, u64)>,
     starts: Vec<u64>,
 }

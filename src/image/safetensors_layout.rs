@@ -1,7 +1,7 @@
-//! The layout of a safetensors file: a header whose data starts on a page, and in large files beyond most of what the kernel reads for the header,
-//! then the tensors without holes.
+//! The layout of a safetensors file: a header, then the tensors without holes. The data starts on a page boundary. In large files
+//! it starts beyond most of the kernel's read-ahead for the header.
 //!
-//! The order given is kept. Writers that want natural alignment of every tensor sort by falling width first, as the
+//! The order of the tensors is the caller's. Writers that need natural alignment of every tensor sort by falling width first, as the
 //! format's own library does.
 
 use super::file_image::{FileImage, ImageError};
@@ -43,7 +43,7 @@ pub(super) fn safetensors(entries: Vec<NamedView<'_>>, metadata: &[(&str, &str)]
     Ok(image)
 }
 
-/// What the length of the file that [`safetensors()`] lays out follows from.
+/// The quantities that determine the length of a file by [`safetensors()`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SafetensorsLength {
     unpadded_bytes: u64,
@@ -51,7 +51,7 @@ pub(super) struct SafetensorsLength {
 }
 
 impl SafetensorsLength {
-    /// That of a file whose metadata takes [`metadata_bytes`], whose tensors have rows of `rows_bytes`
+    /// The length of a file whose metadata takes [`metadata_bytes`], whose tensors have rows of `rows_bytes`
     /// ([`tensor_row_bytes`] and the [`digits`] of extents and offsets), and elements of `data_bytes`.
     pub(super) fn counted(metadata_bytes: u64, rows_bytes: u64, data_bytes: u64) -> Self {
         Self { unpadded_bytes: unpadded_bytes(metadata_bytes, rows_bytes), data_bytes }
@@ -77,10 +77,10 @@ pub(super) fn check_name(name: &str) -> Result<(), ImageError> {
     if is_reserved(name) { Err(HeaderErrors::from(reserved()).into()) } else { Ok(()) }
 }
 
-/// Where a shard of a tensor of these extents is said to be.
+/// The offsets in a file's metadata of a shard of a tensor of these extents.
 ///
-/// The reader knows a shard by the offsets alone, so a shard without elements must not have those of another: it is said to
-/// be at the end of the axis along which it is empty.
+/// The reader identifies a shard by its offsets alone, so a shard without elements must not have those of another. Its offset
+/// is the end of the axis along which it is empty.
 pub(super) fn saved_offsets(whole: &[u64], region: &Region) -> PerAxis {
     let mut offsets: PerAxis = region.origin().iter().copied().collect();
     if let Some(axis) = region.shape().extents().iter().position(|extent| *extent == 0) {
@@ -89,7 +89,7 @@ pub(super) fn saved_offsets(whole: &[u64], region: &Region) -> PerAxis {
     offsets
 }
 
-/// The metadata by which `torch.distributed.checkpoint` reads files of shards as parts of whole tensors: the place of each
+/// The metadata by which `torch.distributed.checkpoint` reads files of shards as parts of whole tensors: the offsets of each
 /// shard in its tensor of these extents.
 pub(super) fn sharding_metadata<'a>(
     shards: impl Iterator<Item = (&'a str, &'a [u64], Region)>,

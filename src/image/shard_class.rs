@@ -1,4 +1,4 @@
-//! Devices whose shards have the same shapes: files of all shards of a device are as long for each device of such a class.
+//! Devices whose shards have the same shapes: files of all shards have the same length for each device of such a class.
 //! Where meshes divide tensors evenly there is one class.
 
 use std::collections::HashMap;
@@ -11,14 +11,14 @@ use crate::{
 /// The classes of devices.
 #[derive(Debug)]
 pub(super) struct ShardClasses {
-    /// By place in the list of devices.
+    /// Class by index in the list of devices.
     of: Vec<u32>,
     /// The first device of each class.
     first: Vec<u64>,
 }
 
 impl ShardClasses {
-    /// The classes of `devices` by what `region` says that each holds of these tensors, one of each kind.
+    /// The classes of `devices`; `region` returns the region that each device holds of these tensors, one tensor of each kind.
     pub(super) fn new<'a>(
         devices: &[u64],
         tensors: impl Iterator<Item = &'a PlannedTensor>,
@@ -40,7 +40,7 @@ impl ShardClasses {
         classes
     }
 
-    /// The class of the device at this place in the list.
+    /// The class of the device at this index in the list.
     pub(super) fn of(&self, place: usize) -> usize {
         self.of[place] as usize
     }

@@ -1,5 +1,5 @@
-//! `sharded_state/`: the shards of each rank of a serving engine, and beside them what the engine reads from the same directory
-//! to know the model and its tokenizer.
+//! `sharded_state/`: the shards of each rank of a serving engine, and the model's configuration and tokenizer files, which the
+//! engine reads from the same directory.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use super::{
 };
 use crate::plan::{HfContent, HfFile, Problem};
 
-/// Endings of files that hold weights or say where weights are.
+/// Suffixes of files that hold weights or list where weights are.
 const WEIGHT_ENDINGS: [&str; 8] = [".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"];
 
 /// See the module's documentation.
@@ -50,7 +50,7 @@ fn is_weights(file: &HfFile) -> bool {
     matches!(file.content, HfContent::Weights { .. }) || WEIGHT_ENDINGS.iter().any(|ending| file.path.ends_with(ending))
 }
 
-/// The shards of a rank, for which a device stands.
+/// The shards of a rank; rank and device have the same number.
 #[derive(Debug)]
 struct RankFile {
     bundle: Arc<Bundle>,

@@ -1,7 +1,7 @@
 //! Directories with one file for each tensor: its elements, or a device's shard of them, in some encoding.
 //!
-//! All such directories of an encoding have the same names and share one tree of them, so that a thousand devices cost a
-//! thousand rows. Files are laid out when they are asked for.
+//! All such directories of an encoding have the same names and share one tree of them, so a thousand devices cost a
+//! thousand rows. Files are laid out on request.
 
 use std::{borrow::Cow, sync::Arc};
 
@@ -13,7 +13,7 @@ use super::{
     input::FormatInput,
     manifest::source_names,
     name_tree::{NameNode, NameTree},
-    output::{Content, MadeOf, Subtree, SubtreeNode},
+    output::{Content, DerivedFrom, Subtree, SubtreeNode},
 };
 use crate::{
     plan::{PlannedTensor, Spec},
@@ -33,12 +33,12 @@ const XATTRS: [&str; 6] = [
     "user.ckfs.sources",
 ];
 
-/// How a tensor's file wraps its elements.
+/// The file layout of a tensor's elements.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Encoding {
-    /// Lays out the file of a view with this name. Its length depends on the view's type and shape alone.
+    /// Lays out the file of a view with this name. Its length must depend on the view's type and shape alone.
     pub(super) lay_out: fn(&str, View) -> Result<FileImage, ImageError>,
-    /// Whether the elements are all that the file has.
+    /// Whether the file holds the elements only.
     pub(super) is_plain: bool,
 }
 
@@ -108,8 +108,8 @@ impl Subtree for TensorFiles {
         rest.all(|child| each(self.names.name(name_node(child)), child));
     }
 
-    fn made_of(&self, at: u64) -> MadeOf {
-        self.tensor(at).map_or(MadeOf::Tensors, MadeOf::Tensor)
+    fn derived_from(&self, at: u64) -> DerivedFrom {
+        self.tensor(at).map_or(DerivedFrom::Tensors, DerivedFrom::Tensor)
     }
 
     fn content(&self, at: u64) -> Result<Content, ImageError> {
@@ -118,7 +118,7 @@ impl Subtree for TensorFiles {
         (self.encoding.lay_out)(&tensor.name, self.view(tensor)).map(Content::Image)
     }
 
-    /// That of the layout of zeros of the same type and shape: to cut the view takes longer than all the rest.
+    /// The length of the layout of zeros of the same type and shape: cutting the view takes longer than all the rest.
     fn len_bytes(&self, at: u64) -> Result<u64, ImageError> {
         let tensor = self.tensor(at).expect("only files have lengths");
         let tensor = &self.input.plan.tensors[tensor as usize];

@@ -35,7 +35,7 @@ enum ArchivePart {
     Data(usize),
 }
 
-/// What an archive's pickle is.
+/// The object in an archive's pickle.
 pub(super) enum Root<'a> {
     /// The only tensor.
     Tensor,
@@ -65,7 +65,7 @@ fn pickled(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> io::Result<Vec<u8>> 
     Ok(bytes)
 }
 
-/// Lays out an archive and hands its parts over in order. `checksum` gives those of literal bytes.
+/// Lays out an archive and passes its parts to `each` in order. `checksum` computes those of literal bytes.
 fn archive(pickle: &[u8], tensors: &[(DType, &Shape)], checksum: fn(&[u8]) -> u32, each: &mut dyn FnMut(ArchivePart)) {
     let mut zip = ZipWriter::default();
     for (name, bytes) in [("data.pkl", pickle), ("byteorder", b"little".as_slice())] {
@@ -98,13 +98,13 @@ pub(super) fn data_bytes(dtype: DType, shape: &Shape) -> u64 {
 }
 
 fn infallible(pickle: io::Result<Vec<u8>>) -> Vec<u8> {
-    pickle.expect("memory takes all bytes, no name has 4 GiB, and types that torch has not were refused")
+    pickle.expect("memory takes all bytes, no name has 4 GiB, and types that torch lacks were refused")
 }
 
 /// Length of the archive that [`push_archive`] lays out.
 pub(super) fn archive_len(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> u64 {
     let mut len = 0;
-    // Checksums are as long whatever they are.
+    // The length does not depend on the checksums' values.
     archive(&infallible(pickled(root, tensors)), tensors, |_| 0, &mut |part| {
         len += match part {
             ArchivePart::Bytes(bytes) => bytes.len() as u64,
@@ -146,12 +146,12 @@ pub(super) fn push_archive(
     result
 }
 
-/// Whether torch has a type.
+/// Whether torch has this type.
 pub(super) fn torch_holds(dtype: DType) -> bool {
     torch::dtype_name(dtype).is_some()
 }
 
-/// A `.pt` file of the dictionary `{"iteration": 0}`: what training frameworks keep beside the tensors.
+/// A `.pt` file of the dictionary `{"iteration": 0}`, which training frameworks store beside the tensors.
 pub(super) fn common_pt() -> Vec<u8> {
     let pickle = || {
         let mut bytes = Vec::new();
@@ -172,10 +172,10 @@ pub(super) fn common_pt() -> Vec<u8> {
     file
 }
 
-/// Why there are no files of torch, if there are none.
+/// Checks that torch has the types of all tensors.
 ///
 /// # Errors
-/// The first tensor of a type that torch has not.
+/// The first tensor of a type that torch lacks.
 pub(super) fn fits(plan: &Plan) -> Result<(), String> {
     let foreign = plan.bundle().find(|tensor| !torch_holds(tensor.view.dtype()));
     foreign.map_or(Ok(()), |tensor| Err(format!("{}: torch has no type {}", tensor.name, tensor.view.dtype())))

@@ -16,7 +16,7 @@ use prometheus_client::{
 
 use super::{
     metrics::{LATENCY_BOUNDS_US, Op, OpMetrics},
-    stats::{self, Kind, PATHS, Reported},
+    stats::{self, MetricKind, PATHS, Reported},
 };
 use crate::host::memory;
 
@@ -31,10 +31,10 @@ type Sample = (Option<(&'static str, &'static str)>, u64);
 
 /// Numbers of one name.
 #[derive(Debug)]
-struct Family {
+struct MetricFamily {
     name: &'static str,
     is_bytes: bool,
-    kind: Kind,
+    kind: MetricKind,
     help: &'static str,
     samples: Vec<Sample>,
 }
@@ -48,10 +48,10 @@ struct Latency {
     buckets: Vec<(f64, u64)>,
 }
 
-/// All numbers as of now.
+/// All numbers at one moment.
 #[derive(Debug)]
 struct Snapshot {
-    families: Vec<Family>,
+    families: Vec<MetricFamily>,
     latencies: Vec<Latency>,
 }
 
@@ -60,12 +60,12 @@ impl Snapshot {
         let mut families = Vec::new();
         let degraded = u64::from(from.health().is_degraded());
         let mut add = |name, is_bytes, kind, help, samples: Vec<Sample>| {
-            families.push(Family { name, is_bytes, kind, help, samples });
+            families.push(MetricFamily { name, is_bytes, kind, help, samples });
         };
         add(
             "degraded",
             false,
-            Kind::Gauge,
+            MetricKind::Gauge,
             "1 while something is wrong with the mount, else 0",
             vec![(None, degraded)],
         );
@@ -75,22 +75,22 @@ impl Snapshot {
             }
         }
         let stalled = vec![(None, from.metrics.health.stalled_sources())];
-        add("stalled_sources", false, Kind::Gauge, "Source files that do not answer now", stalled);
+        add("stalled_sources", false, MetricKind::Gauge, "Source files that do not answer now", stalled);
         let counters = from.counters();
         let by_path = |bytes: &dyn Fn(crate::read::Path) -> u64| {
             PATHS.iter().map(|(path, name)| (Some(("path", *name)), bytes(*path))).collect::<Vec<Sample>>()
         };
         let served = by_path(&|path| counters.served_bytes(path));
-        add("served", true, Kind::Counter, "Bytes handed to readers, by how they were made", served);
+        add("served", true, MetricKind::Counter, "Bytes returned to readers, by how they were produced", served);
         let fetched = by_path(&|path| counters.fetched_bytes(path));
-        add("fetched", true, Kind::Counter, "Bytes taken from source files, by what for", fetched);
+        add("fetched", true, MetricKind::Counter, "Bytes read from source files, by purpose", fetched);
         let by_op = |count: &dyn Fn(&OpMetrics) -> u64| {
             Op::ALL.iter().map(|op| (Some(("op", op.name())), count(from.metrics.op(*op)))).collect::<Vec<Sample>>()
         };
         let answered = by_op(&|row| row.count.load(Ordering::Relaxed));
-        add("ops", false, Kind::Counter, "Requests answered", answered);
+        add("ops", false, MetricKind::Counter, "Requests answered", answered);
         let errors = by_op(&|row| row.errors.load(Ordering::Relaxed));
-        add("errors", false, Kind::Counter, "Requests answered with an error", errors);
+        add("errors", false, MetricKind::Counter, "Requests answered with an error", errors);
         add_memory(from, &mut add);
         let latencies = Op::ALL.iter().map(|op| latency(*op, from.metrics.op(*op))).collect();
         Self { families, latencies }
@@ -98,8 +98,8 @@ impl Snapshot {
 }
 
 /// Adds limit, budget and use of memory.
-fn add_memory(from: &Reported<'_>, add: &mut dyn FnMut(&'static str, bool, Kind, &'static str, Vec<Sample>)) {
-    let mut gauge = |name, help, samples| add(name, true, Kind::Gauge, help, samples);
+fn add_memory(from: &Reported<'_>, add: &mut dyn FnMut(&'static str, bool, MetricKind, &'static str, Vec<Sample>)) {
+    let mut gauge = |name, help, samples| add(name, true, MetricKind::Gauge, help, samples);
     let parts = |rows: &[(&'static str, &str, u64)]| -> Vec<Sample> {
         rows.iter().map(|(part, _, bytes)| (Some(("part", *part)), *bytes)).collect()
     };
@@ -125,15 +125,15 @@ fn latency(op: Op, row: &OpMetrics) -> Latency {
     #[expect(clippy::cast_precision_loss, reason = "the bounds are small")]
     let bounds = LATENCY_BOUNDS_US.iter().map(|us| *us as f64 / 1e6).chain([f64::INFINITY]);
     let buckets: Vec<_> = bounds.zip(row.buckets.iter().map(|bucket| bucket.load(Ordering::Relaxed))).collect();
-    // Not the row's count: a request may be counted in between.
+    // Not the row's own count: another thread may count a request between the two loads.
     let count = buckets.iter().map(|(_, count)| count).sum();
     Latency { op: op.name(), seconds, count, buckets }
 }
 
-fn encode_number(encoder: &mut MetricEncoder<'_>, kind: Kind, value: u64) -> fmt::Result {
+fn encode_number(encoder: &mut MetricEncoder<'_>, kind: MetricKind, value: u64) -> fmt::Result {
     match kind {
-        Kind::Counter => encoder.encode_counter::<NoLabelSet, u64, u64>(&value, None),
-        Kind::Gauge => encoder.encode_gauge(&value),
+        MetricKind::Counter => encoder.encode_counter::<NoLabelSet, u64, u64>(&value, None),
+        MetricKind::Gauge => encoder.encode_gauge(&value),
     }
 }
 
@@ -142,8 +142,8 @@ impl Collector for Snapshot {
         for family in &self.families {
             let unit = family.is_bytes.then_some(Unit::Bytes);
             let kind = match family.kind {
-                Kind::Counter => MetricType::Counter,
-                Kind::Gauge => MetricType::Gauge,
+                MetricKind::Counter => MetricType::Counter,
+                MetricKind::Gauge => MetricType::Gauge,
             };
             let help = format!("{}.", family.help);
             let mut encoder = encoder.encode_descriptor(family.name, &help, unit.as_ref(), kind)?;

@@ -1,4 +1,4 @@
-//! The seam to the kernel: what a file system answers, and the words for it.
+//! The interface to the kernel: the calls that a file system answers, and their types.
 
 use std::{
     fs::File,
@@ -10,7 +10,7 @@ use std::{
 use super::metrics::{Metrics, Op};
 use crate::source::{Served, permission::Permission};
 
-/// Index of a node in the tree; 1 is the root, as the kernel has it.
+/// Index of a node in the tree; 1 is the root, as FUSE requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Ino(pub u64);
 
@@ -19,7 +19,7 @@ impl Ino {
     pub const ROOT: Self = Self(1);
 }
 
-/// What a node is.
+/// Type of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum NodeKind {
     /// A directory.
@@ -35,7 +35,7 @@ pub enum NodeKind {
 pub struct Attr {
     /// The node.
     pub ino: Ino,
-    /// What it is.
+    /// Its type.
     pub kind: NodeKind,
     /// Exact size in bytes; for a symlink the length of its target, for a directory 0.
     pub size_bytes: u64,
@@ -54,11 +54,11 @@ pub struct DirEntry<'a> {
     pub name: &'a [u8],
     /// The node.
     pub ino: Ino,
-    /// What it is.
+    /// Its type.
     pub kind: NodeKind,
 }
 
-/// An open file, as named in later reads.
+/// An open file; later reads name it by this number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Handle(pub u64);
 
@@ -69,28 +69,28 @@ pub enum Access {
     Cached,
     /// Every read comes to us; nothing is cached by the kernel.
     Direct,
-    /// The file is byte-identical to this one: let the kernel read it, where it may; otherwise as `Cached`.
+    /// The file is byte-identical to this one. The kernel reads this one where it may; otherwise as `Cached`.
     Passthrough(Arc<File>),
-    /// Where the kernel may read files by itself, [`FileSystem::materialize`] may have one for it; otherwise as `Cached`.
+    /// Where the kernel may read files by itself, [`FileSystem::materialize`] may supply a file for it; otherwise as `Cached`.
     Materialize,
 }
 
-/// Is told what became of a file that was to be materialized: a file with its bytes, or nothing.
+/// Receives the result of a materialization: a file with the bytes, or nothing.
 pub type WhenMaterialized = Box<dyn FnOnce(Option<Arc<File>>) + Send>;
 
-/// Is told that a source has changed. Returns at once.
+/// Called when a source has changed. Returns at once.
 pub type OnChange = Box<dyn Fn() + Send + Sync>;
 
 /// A file that has been opened.
 #[derive(Clone, Debug)]
 pub struct Opened {
-    /// Names it in later calls.
+    /// Names the open file in later calls.
     pub handle: Handle,
-    /// How to treat it.
+    /// How the kernel should treat it.
     pub access: Access,
 }
 
-/// Why a call failed; what the caller is told is in [`FsError::errno`].
+/// Why a call failed; [`FsError::errno`] is the caller's error number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FsError {
     /// No node has that name or number.
@@ -108,17 +108,17 @@ pub enum FsError {
     /// The node has no such extended attribute.
     #[error("no such attribute")]
     NoAttribute,
-    /// Attributes of that kind are not kept at all. `ls -l` asks every file for a security label and an access list, at
-    /// two requests each, until it is told this once.
+    /// The file system keeps no attributes of that kind. `ls -l` asks every file for a security label and an access list, at
+    /// two requests each, until it receives this error once.
     #[error("operation not supported")]
     Unsupported,
     /// The call makes no sense for this node.
     #[error("invalid argument")]
     Invalid,
-    /// A file name is longer than any can be.
+    /// A file name exceeds the file system's limit.
     #[error("file name too long")]
     NameTooLong,
-    /// Bytes did not come, or their source changed. Already logged.
+    /// Bytes could not be read, or their source changed. Already logged.
     #[error("input/output error")]
     Io,
 }
@@ -149,9 +149,9 @@ pub struct StatFs {
     pub nodes: u64,
 }
 
-/// An immutable tree of files, as the kernel asks for it. Called from many threads at once.
+/// An immutable tree of files, as the kernel sees it. Many threads call it at once.
 ///
-/// The seam exists so that the mount can be tested with file systems that misbehave.
+/// The trait exists so that tests can mount file systems that misbehave.
 pub trait FileSystem: Send + Sync + 'static {
     /// The child of `parent` called `name`.
     ///
@@ -195,7 +195,7 @@ pub trait FileSystem: Send + Sync + 'static {
     /// [`FsError::IsDirectory`], or [`FsError::Io`] if a source of the file has changed.
     fn open(&self, ino: Ino) -> Result<Opened, FsError>;
 
-    /// As [`FileSystem::open`], for a program that asks for no cache (`O_DIRECT`): nothing is materialized for it.
+    /// As [`FileSystem::open`], for a program that bypasses the cache (`O_DIRECT`): nothing is materialized for it.
     ///
     /// # Errors
     /// As [`FileSystem::open`].
@@ -203,12 +203,12 @@ pub trait FileSystem: Send + Sync + 'static {
         self.open(ino)
     }
 
-    /// Reads `len` bytes at `offset`, fewer only at the end of the file, and hands them to `reply`, which is called
+    /// Reads `len` bytes at `offset`, fewer only at the end of the file, and passes them to `reply`, which is called
     /// exactly once if the result is `Ok`.
     ///
     /// # Errors
-    /// [`FsError::Io`] if bytes could not be had or a source has changed. If `reply` was called all the same, the source
-    /// changed just then, and the bytes are not to be trusted.
+    /// [`FsError::Io`] if bytes could not be read or a source has changed. If `reply` was called as well, the source
+    /// changed during the call, and the bytes must not be trusted.
     fn read(
         &self,
         ino: Ino,
@@ -218,13 +218,13 @@ pub trait FileSystem: Send + Sync + 'static {
         reply: &mut dyn FnMut(Served<'_>),
     ) -> Result<(), FsError>;
 
-    /// Told once, before any request, whether the kernel may read files by itself.
+    /// Called once, before any request: whether the kernel may read files by itself.
     fn started(&self, passthrough: bool) {
         let _ = passthrough;
     }
 
-    /// Materializes a file that was just opened, for the kernel to read by itself until it is closed. Calls `then`, at once or from
-    /// another thread; drops it if the file system ends before.
+    /// Materializes a file that was just opened; the kernel then reads it by itself until it is closed. Calls `then`, at once or
+    /// from another thread; drops it if the file system ends first.
     fn materialize(&self, ino: Ino, handle: Handle, then: WhenMaterialized) {
         let _ = (ino, handle);
         then(None);
@@ -245,43 +245,43 @@ pub trait FileSystem: Send + Sync + 'static {
     /// [`FsError::NotFound`].
     fn xattr_names(&self, ino: Ino) -> Result<Vec<Vec<u8>>, FsError>;
 
-    /// Sizes of the whole.
+    /// Totals of the file system.
     fn stat_fs(&self) -> StatFs;
 
-    /// Where requests are counted.
+    /// The counters of requests.
     fn metrics(&self) -> &Metrics;
 
-    /// How long a request may wait for storage that gives no answer.
+    /// How long a request may wait for storage that does not answer.
     fn patience(&self) -> Duration {
         Duration::from_mins(1)
     }
 
-    /// Looks which sources give no answer. To be called several times within [`FileSystem::patience`], and several times a
-    /// second while there are requests.
+    /// Finds the sources that do not answer. The caller repeats it several times within [`FileSystem::patience`], and several
+    /// times a second while there are requests.
     fn note_stalls(&self) {}
 
-    /// Whether some thread has been waiting for storage for a while, be it slow or without an answer.
+    /// Whether a thread has waited for storage for a while; the storage may be slow or not answer at all.
     fn is_waiting(&self) -> bool {
         false
     }
 
-    /// Whether a file is made of a source that gives no answer.
+    /// Whether a file needs a source that does not answer.
     fn is_stalled(&self, ino: Ino) -> bool {
         let _ = ino;
         false
     }
 
-    /// Told that an open or a read was answered with an error because of [`FileSystem::is_stalled`].
+    /// Called after an open or a read was answered with an error because of [`FileSystem::is_stalled`].
     fn note_given_up(&self, op: Op, ino: Ino) {
         let _ = (op, ino);
     }
 
-    /// Sets the function that is called when a source has changed; `None` for no call.
-    fn on_change(&self, told: Option<OnChange>) {
-        drop(told);
+    /// Sets the function that is called when a source has changed; `None` for none.
+    fn on_change(&self, callback: Option<OnChange>) {
+        drop(callback);
     }
 
-    /// The files that were opened and are made of a source that has changed: what the kernel keeps of them is worthless.
+    /// The files that were opened and need a source that has changed: the kernel's cached pages of them are invalid.
     fn changed_files(&self) -> Vec<Ino> {
         Vec::new()
     }

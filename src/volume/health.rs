@@ -1,12 +1,12 @@
-//! What is wrong with a mount: a short list of distinct problems, each with cause, remedy, times and count.
+//! The problems of a mount: a short list without duplicates, each with cause, remedy, times and count.
 //!
 //! A mount is *degraded* while a problem is open, and healthy otherwise. A changed source, a failed read, a failed open and a
-//! panic stay open until the mount ends: a file that could not be read is not known to be well again. A problem that can
-//! end, such as a source that does not answer, is closed by [`Health::clear`] and then is history: it stays in the list, as
-//! long as there is room, and no longer makes the mount degraded.
+//! panic stay open until the mount ends: nothing shows that such a file can be read again. A problem that can
+//! end, such as a source that does not answer, is closed by [`Health::clear`]. It then stays in the list as history while
+//! there is room, and no longer makes the mount degraded.
 //!
-//! The list is bounded; problems that find no room are counted, and those that can end are no longer once they did. Source
-//! files that changed are all named all the same, since the source itself remembers them.
+//! The list is bounded. Problems that do not fit are counted; the count drops again when one of those that can end does.
+//! Changed source files are all named even so, since the source itself remembers them.
 
 use std::{
     collections::BTreeSet,
@@ -19,12 +19,12 @@ use serde_json::{Value, json};
 
 use crate::source::Poison;
 
-/// Problems that are remembered.
+/// Most problems in the list.
 const PROBLEMS_MAX: usize = 16;
-/// Longest name or cause that is remembered, in bytes; the middle of a longer one is left out.
+/// Longest stored name or cause, in bytes; the middle of a longer one is left out.
 const TEXT_BYTES_MAX: usize = 2048;
 
-/// What kind of thing went wrong.
+/// Type of a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ProblemKind {
     /// A source file is no longer what was mounted.
@@ -44,7 +44,7 @@ impl ProblemKind {
     pub const ALL: [Self; 5] =
         [Self::SourceChanged, Self::SourceStalled, Self::FailedRead, Self::FailedOpen, Self::Panic];
 
-    /// As shown to people.
+    /// Name in reports.
     pub const fn name(self) -> &'static str {
         match self {
             Self::SourceChanged => "source changed",
@@ -55,7 +55,7 @@ impl ProblemKind {
         }
     }
 
-    /// What to do, given the command that mounts anew.
+    /// The advised action, given the command that mounts anew.
     fn remedy(self, remount: &str) -> String {
         match self {
             Self::SourceChanged => format!("mount the files as they are now: {remount}"),
@@ -74,40 +74,40 @@ impl ProblemKind {
 /// One problem.
 #[derive(Clone, Debug)]
 pub struct HealthProblem {
-    /// Its kind.
+    /// Its type.
     pub kind: ProblemKind,
-    /// The file: a source file for what a source did, else a file of the mount.
+    /// The file: a source file for a source's problem, else a file of the mount.
     pub file: String,
-    /// What was found last.
+    /// The latest cause.
     pub cause: String,
-    /// When it was met first.
+    /// First occurrence.
     pub first: SystemTime,
-    /// When it was met last.
+    /// Latest occurrence.
     pub last: SystemTime,
-    /// How often it was met.
+    /// Number of occurrences.
     pub count: u64,
     /// When it ended, if it did.
     pub ended: Option<SystemTime>,
 }
 
 #[derive(Debug, Default)]
-struct Inner {
+struct ProblemList {
     problems: Vec<HealthProblem>,
-    /// Problems for which there was no room.
+    /// Number of problems for which there was no room.
     left_out: u64,
-    /// Of these, open ones that can end, by their files: no more than there are source files.
+    /// Of these, open ones that can end, by their files: at most one per source file.
     stalls_left_out: BTreeSet<String>,
-    /// The problem met last.
+    /// Time of the latest problem.
     last: Option<HealthProblem>,
 }
 
 /// The problems of a mount. Shared by all threads.
 #[derive(Debug, Default)]
 pub struct Health {
-    inner: Mutex<Inner>,
+    inner: Mutex<ProblemList>,
 }
 
-/// All problems as of now.
+/// All problems at one moment.
 #[derive(Debug)]
 pub(super) struct HealthReport {
     problems: Vec<HealthProblem>,
@@ -118,11 +118,11 @@ pub(super) struct HealthReport {
 }
 
 impl Health {
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, ProblemList> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes a problem with a file. The same kind of problem with the same file is one problem, met once more.
+    /// Notes a problem with a file. The same type of problem with the same file is one problem with one more occurrence.
     pub fn note(&self, kind: ProblemKind, file: &str, cause: &str) {
         let (now, mut inner) = (SystemTime::now(), self.lock());
         let (file, cause) = (bounded(file), bounded(cause));
@@ -140,7 +140,7 @@ impl Health {
             return;
         }
         if inner.problems.len() == PROBLEMS_MAX {
-            // History gives way.
+            // Closed problems make room.
             let ended = inner.problems.iter().position(|problem| problem.ended.is_some());
             let Some(ended) = ended else {
                 if kind != ProblemKind::SourceStalled || inner.stalls_left_out.insert(problem.file) {
@@ -174,7 +174,7 @@ impl Health {
         (inner.problems.iter().filter(is_stalled).count() + inner.stalls_left_out.len()) as u64
     }
 
-    /// All problems, with those of source files that are poisoned.
+    /// All problems, including those of poisoned source files.
     pub(super) fn report<'a>(&self, poisoned: impl Iterator<Item = (&'a Path, Poison)>) -> HealthReport {
         let inner = self.lock();
         let (mut problems, mut left_out) = (inner.problems.clone(), inner.left_out);
@@ -206,14 +206,14 @@ impl Health {
 }
 
 impl HealthReport {
-    /// Whether something is wrong now.
+    /// Whether a problem is open.
     pub(super) fn is_degraded(&self) -> bool {
         self.left_out > 0
             || !self.poisoned_files.is_empty()
             || self.problems.iter().any(|problem| problem.ended.is_none())
     }
 
-    /// Leaves the last problem out and counts it; whether there was one.
+    /// Moves the last problem from the list to the count of omitted ones; false if the list is empty.
     pub(super) fn leave_one_out(&mut self) -> bool {
         let left = self.problems.pop().is_some();
         self.left_out += u64::from(left);
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_ended_is_history() {
+    fn closed_problems_are_history() {
         let health = Health::default();
         health.note(ProblemKind::SourceStalled, "/s/a", "no answer in 60 s");
         assert_eq!(health.stalled_sources(), 1);

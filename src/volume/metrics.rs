@@ -1,4 +1,4 @@
-//! Counters of what the mount did, as shown in `.ckfs/stats.json` and `.ckfs/metrics`.
+//! Counters of the mount's activity, as shown in `.ckfs/stats.json` and `.ckfs/metrics`.
 
 use std::{
     sync::atomic::{AtomicU64, Ordering},
@@ -60,17 +60,17 @@ pub struct OpMetrics {
     pub buckets: [AtomicU64; LATENCY_BOUNDS_US.len() + 1],
 }
 
-/// Counters of the mount's requests, and what went wrong.
+/// Counters of the mount's requests, and its problems.
 #[derive(Debug, Default)]
 pub struct Metrics {
     ops: [OpMetrics; Op::ALL.len()],
-    /// Handlers that panicked; each is that request's EIO.
+    /// Handlers that panicked; each such request is answered with EIO.
     pub panics: AtomicU64,
-    /// Opens that the kernel serves from the backing file.
+    /// Opens whose file the kernel reads by itself from the backing file.
     pub passthrough_opens: AtomicU64,
     /// Requests being handled now.
     pub in_flight: AtomicU64,
-    /// What went wrong.
+    /// The mount's problems.
     pub health: Health,
 }
 
@@ -80,7 +80,7 @@ impl Metrics {
         &self.ops[op as usize]
     }
 
-    /// Counts a panic of a request's handler, which said `cause`.
+    /// Counts a panic of a request's handler with the message `cause`.
     pub fn note_panic(&self, request: &str, cause: &str) {
         self.panics.fetch_add(1, Ordering::Relaxed);
         self.health.note(ProblemKind::Panic, request, cause);

@@ -1,6 +1,6 @@
 //! The file system without FUSE: a tree of immutable nodes, their attributes and their bytes.
 //!
-//! [`FileSystem`] is the seam to the kernel: the `fuse` layer converts requests to these calls and knows nothing else.
+//! [`FileSystem`] is the interface to the kernel: the `fuse` layer converts requests to these calls and knows nothing else.
 
 mod exposition;
 mod file_system;

@@ -8,7 +8,7 @@ use super::{
     health::ProblemKind,
     permissions::Subject,
     served::Volume,
-    tree::{Block, FixedKind, FixedNode, Live, NodeRef},
+    tree::{FixedKind, FixedNode, Live, SubtreeBlock, TreeNode},
 };
 use crate::{
     image::{Content, FileImage, SubtreeNode},
@@ -27,9 +27,9 @@ impl Volume {
             .try_fold(self.attr(Ino::ROOT)?, |attr, component| self.lookup(attr.ino, component.as_bytes()))
     }
 
-    /// The name and view behind a file of nothing but a tensor's elements: a device's shard, or the whole tensor.
+    /// The name and view behind a file that holds only a tensor's elements: a device's shard, or the whole tensor.
     pub fn shard_view(&self, ino: Ino) -> Option<(&str, View)> {
-        let NodeRef::InSubtree(block, node) = self.tree.node(ino)? else { return None };
+        let TreeNode::InSubtree(block, node) = self.tree.node(ino)? else { return None };
         let (tensor, view) = block.subtree.shard(node)?;
         Some((self.views[block.view as usize].tensors[tensor as usize].name.as_str(), view))
     }
@@ -47,7 +47,7 @@ impl Volume {
 
     /// The source file that a file is identical to, if it is one.
     pub fn original(&self, ino: Ino) -> Option<FileId> {
-        let NodeRef::Fixed(FixedNode { kind: FixedKind::File(node), .. }) = self.tree.node(ino)? else { return None };
+        let TreeNode::Fixed(FixedNode { kind: FixedKind::File(node), .. }) = self.tree.node(ino)? else { return None };
         match node.file.open() {
             Ok(Content::Original(file)) => Some(file),
             Ok(Content::Bytes(_) | Content::Rows(_) | Content::Image(_)) | Err(_) => None,
@@ -56,11 +56,11 @@ impl Volume {
 
     pub(super) fn content(&self, ino: Ino) -> Result<Content, FsError> {
         let content = match self.tree.node(ino).ok_or(FsError::NotFound)? {
-            NodeRef::InSubtree(block, node) => match block.subtree.node(node) {
+            TreeNode::InSubtree(block, node) => match block.subtree.node(node) {
                 SubtreeNode::Directory(_) => return Err(FsError::IsDirectory),
                 SubtreeNode::File => block.subtree.content(node),
             },
-            NodeRef::Fixed(fixed) => match &fixed.kind {
+            TreeNode::Fixed(fixed) => match &fixed.kind {
                 FixedKind::Directory { .. } => return Err(FsError::IsDirectory),
                 FixedKind::Symlink(_) => return Err(FsError::Invalid),
                 FixedKind::File(node) => node.file.open(),
@@ -105,32 +105,32 @@ impl Volume {
         }
         match &fixed.kind {
             FixedKind::Directory { .. } => Subject::Directory(ino),
-            FixedKind::File(node) => Subject::File { view: node.view, made_of: node.file.made_of() },
+            FixedKind::File(node) => Subject::File { view: node.view, derived_from: node.file.derived_from() },
             FixedKind::Live(_) => Subject::Own { is_directory: false },
             FixedKind::Symlink(_) => Subject::Link,
         }
     }
 
-    fn subtree_subject(block: &Block, node: u64) -> Subject {
+    fn subtree_subject(block: &SubtreeBlock, node: u64) -> Subject {
         let view = block.view;
         match block.subtree.node(node) {
             SubtreeNode::Directory(_) => Subject::Names { view },
-            SubtreeNode::File => Subject::File { view, made_of: block.subtree.made_of(node) },
+            SubtreeNode::File => Subject::File { view, derived_from: block.subtree.derived_from(node) },
         }
     }
 
-    /// The permission bits that a copy of a node may have under another owner and group: those that the sources allow, and all
-    /// that the owner needs. For nodes without attributes, none.
+    /// The permission bits that a copy of a node may have under another owner and group: those that the sources allow, plus
+    /// all that the owner needs. `0` for nodes without attributes.
     pub fn copy_mode(&self, ino: Ino, uid: u32, gid: u32) -> u16 {
         let subject = match self.tree.node(ino) {
-            Some(NodeRef::Fixed(fixed)) => Self::fixed_subject(ino, fixed),
-            Some(NodeRef::InSubtree(block, node)) => Self::subtree_subject(block, node),
+            Some(TreeNode::Fixed(fixed)) => Self::fixed_subject(ino, fixed),
+            Some(TreeNode::InSubtree(block, node)) => Self::subtree_subject(block, node),
             None => return 0,
         };
         self.permissions.mode(&subject, uid, gid)
     }
 
-    fn subtree_attr(&self, block: &Block, node: u64) -> Result<Attr, FsError> {
+    fn subtree_attr(&self, block: &SubtreeBlock, node: u64) -> Result<Attr, FsError> {
         let ino = Ino(block.first + node);
         let (kind, size_bytes, links) = match block.subtree.node(node) {
             SubtreeNode::Directory(subdirectories) => (NodeKind::Directory, 0, 2 + subdirectories),
@@ -146,7 +146,7 @@ impl Volume {
         Ok(Attr { ino, kind, size_bytes, links, modified: self.modified, permission })
     }
 
-    fn subtree_kind(block: &Block, node: u64) -> NodeKind {
+    fn subtree_kind(block: &SubtreeBlock, node: u64) -> NodeKind {
         match block.subtree.node(node) {
             SubtreeNode::Directory(_) => NodeKind::Directory,
             SubtreeNode::File => NodeKind::File,
@@ -155,8 +155,8 @@ impl Volume {
 
     fn kind(&self, ino: Ino) -> NodeKind {
         match self.tree.node(ino) {
-            Some(NodeRef::InSubtree(block, node)) => Self::subtree_kind(block, node),
-            Some(NodeRef::Fixed(fixed)) => match fixed.kind {
+            Some(TreeNode::InSubtree(block, node)) => Self::subtree_kind(block, node),
+            Some(TreeNode::Fixed(fixed)) => match fixed.kind {
                 FixedKind::Directory { .. } => NodeKind::Directory,
                 FixedKind::Symlink(_) => NodeKind::Symlink,
                 FixedKind::File(_) | FixedKind::Live(_) => NodeKind::File,
@@ -171,13 +171,13 @@ impl Volume {
         let mut at = ino;
         while at != Ino::ROOT {
             let parent = match self.tree.node(at) {
-                Some(NodeRef::InSubtree(block, node)) if node != 0 => {
+                Some(TreeNode::InSubtree(block, node)) if node != 0 => {
                     names.push(block.subtree.name(node).into_owned());
                     at = Ino(block.first + block.subtree.parent(node));
                     continue;
                 }
-                Some(NodeRef::InSubtree(block, _)) => block.parent,
-                Some(NodeRef::Fixed(fixed)) => fixed.parent,
+                Some(TreeNode::InSubtree(block, _)) => block.parent,
+                Some(TreeNode::Fixed(fixed)) => fixed.parent,
                 None => break,
             };
             names.push(self.entry_name(parent, at).unwrap_or("?").to_owned());
@@ -188,7 +188,7 @@ impl Volume {
     }
 
     fn entry_name(&self, parent: Ino, child: Ino) -> Option<&str> {
-        let NodeRef::Fixed(FixedNode { kind: FixedKind::Directory { entries, .. }, .. }) = self.tree.node(parent)?
+        let TreeNode::Fixed(FixedNode { kind: FixedKind::Directory { entries, .. }, .. }) = self.tree.node(parent)?
         else {
             return None;
         };
@@ -197,24 +197,24 @@ impl Volume {
 
     pub(super) fn find(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError> {
         match self.tree.node(parent).ok_or(FsError::NotFound)? {
-            NodeRef::InSubtree(block, node) => {
+            TreeNode::InSubtree(block, node) => {
                 if Self::subtree_kind(block, node) != NodeKind::Directory {
                     return Err(FsError::NotDirectory);
                 }
                 self.subtree_attr(block, block.subtree.child(node, name).ok_or(FsError::NotFound)?)
             }
-            NodeRef::Fixed(FixedNode { kind: FixedKind::Directory { entries, .. }, .. }) => {
+            TreeNode::Fixed(FixedNode { kind: FixedKind::Directory { entries, .. }, .. }) => {
                 let found = entries.binary_search_by(|(entry, _)| entry.as_bytes().cmp(name));
                 self.attr(entries[found.map_err(|_| FsError::NotFound)?].1)
             }
-            NodeRef::Fixed(_) => Err(FsError::NotDirectory),
+            TreeNode::Fixed(_) => Err(FsError::NotDirectory),
         }
     }
 
     pub(super) fn node_attr(&self, ino: Ino) -> Result<Attr, FsError> {
         match self.tree.node(ino).ok_or(FsError::NotFound)? {
-            NodeRef::Fixed(fixed) => Ok(self.fixed_attr(ino, fixed)),
-            NodeRef::InSubtree(block, node) => self.subtree_attr(block, node),
+            TreeNode::Fixed(fixed) => Ok(self.fixed_attr(ino, fixed)),
+            TreeNode::InSubtree(block, node) => self.subtree_attr(block, node),
         }
     }
 
@@ -225,7 +225,7 @@ impl Volume {
         each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>,
     ) -> Result<(), FsError> {
         match self.tree.node(dir).ok_or(FsError::NotFound)? {
-            NodeRef::InSubtree(block, node) => {
+            TreeNode::InSubtree(block, node) => {
                 if Self::subtree_kind(block, node) != NodeKind::Directory {
                     return Err(FsError::NotDirectory);
                 }
@@ -234,30 +234,30 @@ impl Volume {
                     each(DirEntry { name: name.as_bytes(), ino, kind }).is_continue()
                 });
             }
-            NodeRef::Fixed(FixedNode { kind: FixedKind::Directory { entries, .. }, .. }) => {
+            TreeNode::Fixed(FixedNode { kind: FixedKind::Directory { entries, .. }, .. }) => {
                 for (name, ino) in entries.iter().skip(to_usize(from)) {
                     if each(DirEntry { name: name.as_bytes(), ino: *ino, kind: self.kind(*ino) }).is_break() {
                         break;
                     }
                 }
             }
-            NodeRef::Fixed(_) => return Err(FsError::NotDirectory),
+            TreeNode::Fixed(_) => return Err(FsError::NotDirectory),
         }
         Ok(())
     }
 
     pub(super) fn parent_of(&self, ino: Ino) -> Result<Ino, FsError> {
         match self.tree.node(ino).ok_or(FsError::NotFound)? {
-            NodeRef::InSubtree(block, 0) => Ok(block.parent),
-            NodeRef::InSubtree(block, node) => Ok(Ino(block.first + block.subtree.parent(node))),
-            NodeRef::Fixed(fixed) => Ok(fixed.parent),
+            TreeNode::InSubtree(block, 0) => Ok(block.parent),
+            TreeNode::InSubtree(block, node) => Ok(Ino(block.first + block.subtree.parent(node))),
+            TreeNode::Fixed(fixed) => Ok(fixed.parent),
         }
     }
 
     pub(super) fn link_target(&self, ino: Ino) -> Result<Vec<u8>, FsError> {
         match self.tree.node(ino).ok_or(FsError::NotFound)? {
-            NodeRef::Fixed(FixedNode { kind: FixedKind::Symlink(target), .. }) => Ok(target.as_bytes().to_vec()),
-            NodeRef::Fixed(_) | NodeRef::InSubtree(..) => Err(FsError::Invalid),
+            TreeNode::Fixed(FixedNode { kind: FixedKind::Symlink(target), .. }) => Ok(target.as_bytes().to_vec()),
+            TreeNode::Fixed(_) | TreeNode::InSubtree(..) => Err(FsError::Invalid),
         }
     }
 
@@ -266,16 +266,16 @@ impl Volume {
             return Err(FsError::Unsupported);
         }
         let value = match self.tree.node(ino).ok_or(FsError::NotFound)? {
-            NodeRef::InSubtree(block, node) => block.subtree.xattr(node, name),
-            NodeRef::Fixed(_) => None,
+            TreeNode::InSubtree(block, node) => block.subtree.xattr(node, name),
+            TreeNode::Fixed(_) => None,
         };
         value.ok_or(FsError::NoAttribute)
     }
 
     pub(super) fn node_xattr_names(&self, ino: Ino) -> Result<Vec<Vec<u8>>, FsError> {
         let shown = match self.tree.node(ino).ok_or(FsError::NotFound)? {
-            NodeRef::InSubtree(block, node) => block.subtree.xattr_names(node),
-            NodeRef::Fixed(_) => &[],
+            TreeNode::InSubtree(block, node) => block.subtree.xattr_names(node),
+            TreeNode::Fixed(_) => &[],
         };
         Ok(shown.iter().map(|name| name.as_bytes().to_vec()).collect())
     }

@@ -1,15 +1,15 @@
-//! What is open, and what of it is remembered after it was closed.
+//! Open files, and the cached state of closed ones.
 
 use std::sync::Arc;
 
 use lru::LruCache;
 
-use super::{Ino, materialize::Entry};
+use super::{Ino, materialize::FileEntry};
 use crate::{image::RowFile, read::OpenFile, source::FileId};
 
-/// Segments of closed files that are remembered with their tilings and tiles.
+/// Most segments of closed files that stay cached with their tilings and tiles.
 const REMEMBERED_SEGMENTS_MAX: usize = 200_000;
-/// Closed files that are remembered. The tiling of one view may take some megabytes.
+/// Most closed files that stay cached. The tiling of one view may take some megabytes.
 const REMEMBERED_FILES_MAX: usize = 64;
 
 /// An open file.
@@ -18,11 +18,11 @@ pub(super) enum Open {
     Original(FileId),
     Bytes(Arc<[u8]>),
     Rows(Arc<RowFile>),
-    /// Tensors, and what keeps the file if it is materialized at some time.
-    Image(Arc<OpenFile>, Option<Arc<Entry>>),
+    /// A file of tensors, and its entry if it may be materialized.
+    Image(Arc<OpenFile>, Option<Arc<FileEntry>>),
 }
 
-/// Files made ready, open or lately closed: reopening finds tilings and tiles again.
+/// Prepared files, open or recently closed: a reopened file finds its tilings and tiles again.
 #[derive(Debug)]
 pub(super) struct Remembered {
     pub(super) files: LruCache<Ino, Arc<OpenFile>>,
@@ -30,8 +30,8 @@ pub(super) struct Remembered {
 }
 
 impl Remembered {
-    /// Takes out the file that was opened longest ago and is closed, if there are more than should be remembered. One that is
-    /// open stays: opened a second time, it would be tiled a second time too.
+    /// Removes the closed file that was opened longest ago, if the cache is over its limits. An open file stays: a second open
+    /// would tile it a second time.
     pub(super) fn forget_one(&mut self) -> Option<Arc<OpenFile>> {
         let many = self.files.len() > REMEMBERED_FILES_MAX || self.segments > REMEMBERED_SEGMENTS_MAX;
         let closed = |file: &Arc<OpenFile>| Arc::strong_count(file) == 1;

@@ -8,10 +8,10 @@ use std::{
 use super::{
     file_system::{Access, FsError, Handle, Ino, Opened, WhenMaterialized},
     health::ProblemKind,
-    materialize::{Entry, FileClass, Materializer, When},
+    materialize::{FileClass, FileEntry, Materializer, When},
     open_files::Open,
     served::Volume,
-    tree::{FixedKind, FixedNode, NodeRef},
+    tree::{FixedKind, FixedNode, TreeNode},
 };
 use crate::{
     image::{Content, FileImage},
@@ -23,32 +23,34 @@ use crate::{
 };
 
 impl Volume {
-    /// From now on materializes the files that the policy wants, once the kernel may read files by itself.
+    /// Enables materialization of the files that the policy selects, once the kernel may read files by itself.
     ///
     /// # Errors
-    /// The system gives us no file system in memory, as it does only to root; or the directory cannot hold unnamed files.
+    /// The system gives us no file system in memory, as it does only for root; or the directory cannot hold unnamed files.
     pub fn enable_materialization(&mut self) -> io::Result<()> {
         self.materializer = Materializer::new(&self.policy, &self.engine)?;
         Ok(())
     }
 
-    /// When a file of tensors is materialized, if it is.
+    /// When a file of tensors is materialized; `None` for never.
     fn when_materialized(&self, ino: Ino, file: &OpenFile) -> Option<When> {
         let class = match self.tree.node(ino)? {
-            NodeRef::InSubtree(..) => FileClass::Tensor,
-            NodeRef::Fixed(FixedNode { kind: FixedKind::File(node), .. }) if node.file.is_bundle() => FileClass::Bundle,
-            NodeRef::Fixed(FixedNode { kind: FixedKind::File(_), .. }) => FileClass::Mixed,
-            NodeRef::Fixed(_) => return None,
+            TreeNode::InSubtree(..) => FileClass::Tensor,
+            TreeNode::Fixed(FixedNode { kind: FixedKind::File(node), .. }) if node.file.is_bundle() => {
+                FileClass::Bundle
+            }
+            TreeNode::Fixed(FixedNode { kind: FixedKind::File(_), .. }) => FileClass::Mixed,
+            TreeNode::Fixed(_) => return None,
         };
         self.policy.when(class, file.len_bytes())
     }
 
-    /// What keeps a file that is being opened, if it is materialized at some time. An open that `may_begin` nothing finds a
-    /// file only if it is there.
-    fn hold(&self, ino: Ino, file: &OpenFile, may_begin: bool) -> Option<Arc<Entry>> {
+    /// The entry of a file that is being opened, if it may be materialized. With `may_begin` false, only an entry whose file
+    /// is materialized already.
+    fn hold(&self, ino: Ino, file: &OpenFile, may_begin: bool) -> Option<Arc<FileEntry>> {
         let materializer = self.materializer.as_ref().filter(|_| !self.direct.accepts(file.name()))?;
         let when = self.when_materialized(ino, file)?;
-        if may_begin { materializer.hold(ino, when) } else { materializer.hold_made(ino) }
+        if may_begin { materializer.hold(ino, when) } else { materializer.hold_complete(ino) }
     }
 
     /// Notes that a file of tensors is opened, read or closed.
@@ -58,7 +60,7 @@ impl Volume {
         }
     }
 
-    /// Notes that an open or a read of a file failed. A stall is noted by itself, as long as it lasts.
+    /// Notes that an open or a read of a file failed. A stall is reported elsewhere, for as long as it lasts.
     fn note_failure(&self, kind: ProblemKind, ino: Ino, error: &ReadError) {
         if error.is_stall() {
             return;
@@ -72,7 +74,7 @@ impl Volume {
         }
     }
 
-    /// The file made ready, as before if it is open or was lately.
+    /// The prepared file: the cached one if it is open or was recently, else a new one.
     fn ready(&self, ino: Ino, image: FileImage) -> Arc<OpenFile> {
         let mut remembered = self.remembered.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(file) = remembered.files.get(&ino) {
@@ -95,13 +97,13 @@ impl Volume {
         remembered.files.get(&ino).map(Arc::clone)
     }
 
-    /// Gives back memory of readers who are gone, and looks at sources. To be called every few seconds.
+    /// Releases the memory of readers that have closed their files, and checks sources. The caller repeats it every few seconds.
     pub fn watch(&self) {
         self.trim();
-        self.look_at_sources();
+        self.check_sources();
     }
 
-    /// Gives back memory of readers who are gone. To be called every few seconds; never waits for storage.
+    /// Releases the memory of readers that have closed their files. Repeated every few seconds; never waits for storage.
     pub fn trim(&self) {
         if let Some(materializer) = &self.materializer {
             materializer.drop_idle();
@@ -112,7 +114,7 @@ impl Volume {
         self.engine.trim();
     }
 
-    /// The source files that a file is made of.
+    /// The source files that a file needs.
     pub(super) fn sources_of(&self, ino: Ino) -> Vec<FileId> {
         if let Some(file) = self.remembered(ino) {
             return self.engine.sources_of(&file).to_vec();
@@ -124,13 +126,13 @@ impl Volume {
         }
     }
 
-    /// What a failed read or check is to the reader.
+    /// The reader's error for a failed read or check.
     fn failure(&self) -> FsError {
-        self.tell_changes();
+        self.report_changes();
         FsError::Io
     }
 
-    /// A read of the engine. Bytes that went out just when their source changed may be in the kernel's cache now.
+    /// A read through the engine. If the source changed while bytes were sent, the kernel's cache may hold them now.
     fn read_checked(
         &self,
         ino: Ino,
@@ -144,14 +146,14 @@ impl Volume {
         });
         result.map_err(|error| {
             if replied {
-                self.tell_again();
+                self.report_again();
             }
             self.note_failure(ProblemKind::FailedRead, ino, &error);
             self.failure()
         })
     }
 
-    /// Opens a file whose sources are what they were. Nothing is materialized because of an open that `may_begin` nothing.
+    /// Opens a file after checking that its sources are unchanged. With `may_begin` false it starts no materialization.
     pub(super) fn open_checked(&self, ino: Ino, may_begin: bool) -> Result<Opened, FsError> {
         let image = |file: Arc<OpenFile>| {
             let entry = self.hold(ino, &file, may_begin);
@@ -164,7 +166,7 @@ impl Volume {
                 Content::Original(file) => Open::Original(file),
                 Content::Bytes(bytes) => Open::Bytes(bytes),
                 Content::Rows(rows) => Open::Rows(rows),
-                Content::Image(made) => image(self.ready(ino, made)),
+                Content::Image(laid_out) => image(self.ready(ino, laid_out)),
             }
         };
         self.check(ino, &open)?;
@@ -188,9 +190,9 @@ impl Volume {
         Ok(Opened { handle: Handle(handle), access })
     }
 
-    /// Whether a file's content is taken anew at each open.
+    /// Whether a file's content is generated at each open.
     fn is_live(&self, ino: Ino) -> bool {
-        matches!(self.tree.node(ino), Some(NodeRef::Fixed(FixedNode { kind: FixedKind::Live(_), .. })))
+        matches!(self.tree.node(ino), Some(TreeNode::Fixed(FixedNode { kind: FixedKind::Live(_), .. })))
     }
 
     fn check(&self, ino: Ino, open: &Open) -> Result<(), FsError> {
@@ -199,7 +201,7 @@ impl Volume {
             Open::Image(file, _) => self.engine.check(file),
             Open::Bytes(_) | Open::Rows(_) => Ok(()),
         };
-        // The source has logged what changed.
+        // The source has logged the change.
         checked.map_err(|error| {
             if error.is_stall() {
                 add(&self.engine.counters().stalled_reads, 1);
@@ -238,9 +240,9 @@ impl Volume {
             Open::Image(file, entry) => {
                 self.note_read();
                 self.read_checked(ino, reply, |reply| {
-                    let made = self.materializer.as_ref().zip(entry);
-                    if made.is_some_and(|(made, entry)| {
-                        made.read(&entry, &file, offset, len, &mut |bytes| reply(Served::Memory(bytes)))
+                    let materializer = self.materializer.as_ref().zip(entry);
+                    if materializer.is_some_and(|(materializer, entry)| {
+                        materializer.read(&entry, &file, offset, len, &mut |bytes| reply(Served::Memory(bytes)))
                     }) {
                         return Ok(());
                     }
@@ -290,8 +292,8 @@ impl Volume {
     }
 }
 
-/// Tells classes and sizes in bytes of files, and how many files may have each: of whole tensors, of a first device's shards,
-/// like which those of most others are, and of a device's file of all its tensors, header aside.
+/// Reports classes and sizes in bytes of files, and how many files may have each: of whole tensors; of a first device's
+/// shards, which most other devices' equal; and of a device's bundle of all its tensors, header aside.
 fn tell_sizes(plan: &Plan, tell: &mut dyn FnMut(FileClass, u64, usize)) {
     let mut all = 0_u64;
     for tensor in &plan.tensors {

@@ -1,16 +1,16 @@
-//! Owners and permission bits of the mount's nodes: nobody reads through a mount what the sources keep from them.
+//! Owners and permission bits of the mount's nodes: no user reads through a mount what the sources' permissions deny.
 //!
 //! | node | may be read by those that may read |
 //! | --- | --- |
 //! | a tensor's file | every source file that holds a part of the tensor |
-//! | a file of many tensors, or that tells names and shapes | every source file of the view's tensors |
-//! | a part of the repository | that file of it; where it is rewritten, the source files of its tensors too |
-//! | a directory of tensor names | the repository's directory and all of these source files; it is passed as the repository's is |
-//! | other directories | the repository's directory, or that directory of the repository which they mirror |
-//! | `.ckfs/` and what is in it | everything; it belongs to the mounting user |
+//! | a file of many tensors, or one that shows names and shapes | every source file of the view's tensors |
+//! | a copied file of the repository | that file; where it is rewritten, the source files of its tensors too |
+//! | a directory of tensor names | the repository's directory and all of these source files; it is traversed as the repository's is |
+//! | other directories | the repository's directory, or the directory of the repository that they mirror |
+//! | `.ckfs/` and its contents | everything; it belongs to the mounting user |
 //!
-//! Source files behind the same gates are one class, and most repositories have one, so that all tensors have the same
-//! attributes. Where there are several, those of a tensor are found when they are first asked for.
+//! Source files with equal permissions on the whole path (gates) form one class. Most repositories have one class, and all
+//! tensors then have the same attributes. With several classes, a tensor's are computed at the first request.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -20,10 +20,10 @@ use std::{
 
 use nix::unistd::{Gid, Group, Uid, User};
 
-use super::{file_system::Ino, tree::Tree};
+use super::{file_system::Ino, tree::NodeTree};
 use crate::{
     checkpoint::Checkpoint,
-    image::MadeOf,
+    image::DerivedFrom,
     plan::Plan,
     source::{
         FileId,
@@ -32,18 +32,18 @@ use crate::{
     tensor::View,
 };
 
-/// Whom a node's permissions come from.
+/// The origin of a node's permissions.
 #[derive(Clone, Debug)]
 pub(super) enum Subject {
     /// A file of a view.
-    File { view: u32, made_of: MadeOf },
+    File { view: u32, derived_from: DerivedFrom },
     /// A directory of names of tensors.
     Names { view: u32 },
-    /// A directory that tells nothing of tensors.
+    /// A directory that shows nothing of tensors.
     Directory(Ino),
-    /// What ckfs tells of itself.
+    /// The mount's own files.
     Own { is_directory: bool },
-    /// A symbolic link, which all may follow.
+    /// A symbolic link, which every user may follow.
     Link,
 }
 
@@ -81,15 +81,15 @@ impl GateClasses {
     }
 }
 
-/// What is known of one view.
+/// Permissions of one view's files.
 #[derive(Debug)]
 struct OfView {
     plan: Arc<Plan>,
-    /// Of all its tensors.
+    /// The gates of all its tensors together.
     gates: OnceLock<Gates>,
     file: OnceLock<Permission>,
     directory: OnceLock<Permission>,
-    /// By tensor; empty if all are of one class.
+    /// Gates by tensor; empty if all tensors are of one class.
     tensors: Box<[OnceLock<Permission>]>,
 }
 
@@ -100,20 +100,20 @@ pub(super) struct Permissions {
     mounter: Mounter,
     overrides: Overrides,
     classes: GateClasses,
-    /// Of the files that hold tensors, if it is one.
+    /// Class of the files that hold tensors, if all are of one.
     weights: Option<u32>,
     repository: DirectoryGates,
     everything: Gates,
-    /// Of directories that the repository's own does not speak for.
+    /// Gates of directories that do not get their permissions from the repository's directory.
     directories: HashMap<Ino, DirectoryGates>,
     views: Vec<OfView>,
-    /// Of a file of one class, if there is only that.
+    /// Permission of every file of tensors, if there is only one class.
     uniform: Option<Permission>,
     plain_directory: Permission,
     own: [Permission; 2],
 }
 
-/// Where there is no file to say otherwise.
+/// Permissions where no source file determines them.
 fn closed() -> Gates {
     Gates::new(0, 0, [Gate::CLOSED])
 }
@@ -132,7 +132,7 @@ impl Permissions {
     pub(super) fn new(
         checkpoint: &Arc<Checkpoint>,
         views: &[Arc<Plan>],
-        tree: &Tree,
+        tree: &NodeTree,
         mounter: Mounter,
         overrides: Overrides,
     ) -> Self {
@@ -197,7 +197,7 @@ impl Permissions {
     /// Owner, group and bits of a node.
     pub(super) fn of(&self, subject: &Subject) -> Permission {
         match subject {
-            Subject::File { view, made_of } => self.of_file(&self.views[*view as usize], made_of),
+            Subject::File { view, derived_from } => self.of_file(&self.views[*view as usize], derived_from),
             Subject::Names { view } => {
                 let view = &self.views[*view as usize];
                 *view.directory.get_or_init(|| self.directory(&self.names_gates(view)))
@@ -210,23 +210,23 @@ impl Permissions {
         }
     }
 
-    fn of_file(&self, view: &OfView, made_of: &MadeOf) -> Permission {
-        match made_of {
-            MadeOf::Tensor(tensor) => self.uniform.unwrap_or_else(|| {
+    fn of_file(&self, view: &OfView, derived_from: &DerivedFrom) -> Permission {
+        match derived_from {
+            DerivedFrom::Tensor(tensor) => self.uniform.unwrap_or_else(|| {
                 let find = || self.file(&self.tensor_gates(view, *tensor as usize));
                 *view.tensors[*tensor as usize].get_or_init(find)
             }),
-            MadeOf::Tensors => {
+            DerivedFrom::Tensors => {
                 self.uniform.unwrap_or_else(|| *view.file.get_or_init(|| self.file(self.view_gates(view))))
             }
-            MadeOf::Repository { file, views, all_tensors } => {
+            DerivedFrom::Repository { file, views, all_tensors } => {
                 self.file(&self.repository_file_gates(*file, views, *all_tensors))
             }
-            MadeOf::Everything => self.file(&self.everything),
+            DerivedFrom::Everything => self.file(&self.everything),
         }
     }
 
-    /// The permission bits that a node may have under this owner and group. The owner may always read.
+    /// The permission bits that a node may have under this owner and group. The owner can always read.
     pub(super) fn mode(&self, subject: &Subject, uid: u32, gid: u32) -> u16 {
         let file = |gates: &Gates| permission::mode(&[Grant { gates, bits: READ }], uid, gid, &self.mounter) | 0o400;
         let directory = |list: &Gates, pass: &Gates| {
@@ -234,15 +234,15 @@ impl Permissions {
             permission::mode(&grants, uid, gid, &self.mounter) | 0o500
         };
         match subject {
-            Subject::File { view, made_of } => {
+            Subject::File { view, derived_from } => {
                 let view = &self.views[*view as usize];
-                match made_of {
-                    MadeOf::Tensor(tensor) => file(&self.tensor_gates(view, *tensor as usize)),
-                    MadeOf::Tensors => file(self.view_gates(view)),
-                    MadeOf::Repository { file: original, views, all_tensors } => {
+                match derived_from {
+                    DerivedFrom::Tensor(tensor) => file(&self.tensor_gates(view, *tensor as usize)),
+                    DerivedFrom::Tensors => file(self.view_gates(view)),
+                    DerivedFrom::Repository { file: original, views, all_tensors } => {
                         file(&self.repository_file_gates(*original, views, *all_tensors))
                     }
-                    MadeOf::Everything => file(&self.everything),
+                    DerivedFrom::Everything => file(&self.everything),
                 }
             }
             Subject::Own { is_directory: false } => file(&self.everything),
@@ -266,7 +266,7 @@ impl Permissions {
         });
     }
 
-    /// The gates of classes; where there are none nothing was read.
+    /// The gates of these classes together; without classes nothing was read, and the gates are those of the listing.
     fn gates_of(&self, classes: HashSet<u32>) -> Gates {
         let mut classes: Vec<u32> = classes.into_iter().collect();
         classes.sort_unstable();
@@ -297,7 +297,7 @@ impl Permissions {
         DirectoryGates { list, pass: pass.clone() }
     }
 
-    /// The gates of a file made of one of the repository's files, of views, and of the names of all tensors.
+    /// The gates of a file derived from one of the repository's files, from views, and from the names of all tensors.
     fn repository_file_gates(&self, file: Option<FileId>, views: &[View], all_tensors: bool) -> Gates {
         let mut classes: HashSet<u32> = file.map(|file| self.classes.of(file)).into_iter().collect();
         for view in views {
@@ -310,19 +310,19 @@ impl Permissions {
     }
 }
 
-/// Who may read a part of the mount where all users may use it.
+/// The users that may read a part of the mount, where all users may access the mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Readers {
-    /// Of files that are made of these.
+    /// Permission of the files derived from these source files.
     pub permission: Permission,
-    /// Number of source files of which this is true.
+    /// Number of source files with this permission.
     pub files: usize,
     /// One of them.
     pub example: String,
 }
 
-/// Who may read what is made of the source files, the most common case first. What is made of several may be read by those
-/// that may read them all.
+/// The users that may read the files derived from each source file, the most common case first. A file derived from several
+/// source files may be read by users that may read all of them.
 pub fn readers(checkpoint: &Checkpoint, mounter: &Mounter, overrides: &Overrides) -> Vec<Readers> {
     let source = checkpoint.source();
     let mut found: Vec<Readers> = Vec::new();
@@ -345,7 +345,7 @@ pub fn readers(checkpoint: &Checkpoint, mounter: &Mounter, overrides: &Overrides
     found
 }
 
-/// Names of those that these permissions let read.
+/// Names the users that this permission lets read.
 fn names(permission: Permission) -> String {
     let Permission { uid, gid, mode } = permission;
     let user = || {
@@ -369,20 +369,20 @@ fn names(permission: Permission) -> String {
     format!("{names} ({mode:04o})")
 }
 
-/// Begins the lines of [`readers_text`].
+/// First word of the lines of [`readers_text`].
 const KEY: &str = "readable by";
 
-/// What the lines of [`readers_text`] say, found again in a text that has them.
+/// The contents of the lines of [`readers_text`], extracted from a text that includes them.
 pub fn readers_of(text: &str) -> Vec<&str> {
     let lines = text.lines().skip_while(|line| !line.starts_with(KEY));
     let own = lines.enumerate().take_while(|(number, line)| *number == 0 || line.starts_with(&" ".repeat(KEY.len())));
     own.filter_map(|(_, line)| Some(line.get(KEY.len()..)?.trim())).collect()
 }
 
-/// Classes that are shown.
+/// Most classes that are shown.
 const READERS_SHOWN: usize = 8;
 
-/// The same for a reader, in as few lines as there are cases.
+/// The same as text, in as few lines as there are cases.
 pub fn readers_text(found: &[Readers]) -> String {
     let mut text = String::new();
     // Writing to a string cannot fail.
@@ -400,7 +400,7 @@ pub fn readers_text(found: &[Readers]) -> String {
             if several.len() > READERS_SHOWN {
                 let _ = writeln!(text, "{:<11}  and {} more", "", several.len() - READERS_SHOWN);
             }
-            let _ = writeln!(text, "{:<11}  what is made of several: those that may read all of them", "");
+            let _ = writeln!(text, "{:<11}  files derived from several: users that may read all of them", "");
         }
     }
     text

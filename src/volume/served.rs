@@ -18,14 +18,14 @@ use super::{
     open_files::{Open, Remembered},
     permissions::{Permissions, readers, readers_text},
     stats,
-    tree::{Live, Tree, TreeBuilder},
+    tree::{Live, NodeTree, TreeBuilder},
     watched::Watched,
 };
 use crate::{
     checkpoint::Checkpoint,
     config::Materialize,
     host::budget::Budget,
-    image::{self, Directory, FormatInput, MadeOf, OWN, TextFile, file_ids, unavailable_text},
+    image::{self, DerivedFrom, Directory, FormatInput, OWN, TextFile, file_ids, unavailable_text},
     plan::{Allow, Plan, Problem, report},
     read::{Engine, EngineOptions, counters::add},
     source::{
@@ -34,10 +34,10 @@ use crate::{
     },
 };
 
-/// How to mount anew, in general.
+/// How to mount anew, where the command is not known.
 const REMOUNT: &str = "ckfs umount MNT && ckfs mount SOURCE MNT, with the options in .ckfs/config.toml";
 
-/// A plan and where it is shown.
+/// A plan and its directory in the mount.
 #[derive(Clone, Debug)]
 pub struct ViewPlan {
     /// Directory under the mount; empty for the mount's root itself.
@@ -51,21 +51,21 @@ pub struct ViewPlan {
 pub struct VolumeOptions {
     /// Limits of the engine.
     pub engine: EngineOptions,
-    /// Tensor files, by path, whose reads bypass the kernel's page cache.
+    /// Tensor files, by path, that bypass the kernel's page cache.
     pub direct: Allow,
     /// The effective configuration, shown as `.ckfs/config.toml`.
     pub config_text: String,
-    /// What memory is for, shown in the statistics.
+    /// The memory budget by purpose, shown in the statistics.
     pub budget: Option<Budget>,
-    /// The command that mounts anew, told where something is wrong; empty for the general form.
+    /// The command that mounts anew, shown with problems; empty for the general form.
     pub remount: String,
-    /// What is said of owners and permission bits, in place of what the sources allow.
+    /// The user's settings for owners and permission bits; they replace those of the sources.
     pub overrides: Overrides,
-    /// Which tensor files are materialized, once [`Volume::enable_materialization`] is called.
+    /// The tensor files that are materialized, once [`Volume::enable_materialization`] is called.
     pub materialize: Materialize,
 }
 
-/// Everything that keeps a volume from being made.
+/// Every problem that prevents the construction of a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VolumeError {
     /// The problems, at least one.
@@ -80,12 +80,12 @@ impl fmt::Display for VolumeError {
     }
 }
 
-/// A checkpoint's views as a file system. Immutable but for caches and counters.
+/// A checkpoint's views as a file system. Immutable except for caches and counters.
 #[derive(Debug)]
 pub struct Volume {
     pub(super) engine: Arc<Engine>,
     pub(super) views: Vec<Arc<Plan>>,
-    pub(super) tree: Tree,
+    pub(super) tree: NodeTree,
     pub(super) modified: SystemTime,
     pub(super) total_bytes: u64,
     pub(super) metrics: Metrics,
@@ -114,7 +114,7 @@ impl Volume {
         let source = checkpoint.source();
         let modified = file_ids(&checkpoint).map(|file| source.pin(file).modified).max().unwrap_or(UNIX_EPOCH);
         let total_bytes = file_ids(&checkpoint).map(|file| source.len_bytes(file)).sum();
-        // What `ckfs plan` says, shown as `.ckfs/plan.txt`, goes through all tensors too.
+        // The text of `ckfs plan`, shown as `.ckfs/plan.txt`, goes through all tensors too.
         let (mut plan_text, shown) = rayon::join(
             || report::text(&checkpoint, views.iter().map(|view| (view.name.as_str(), view.plan.as_ref()))),
             || {
@@ -145,7 +145,7 @@ impl Volume {
         let mounter = Mounter::of_this_process();
         plan_text.push_str(&readers_text(&readers(checkpoint, &mounter, &options.overrides)));
         if let Some(directory) = root.directory(OWN) {
-            let text = |text: String| TextFile::new(text.into_bytes(), MadeOf::Everything);
+            let text = |text: String| TextFile::new(text.into_bytes(), DerivedFrom::Everything);
             directory.live("stats.json", Live::Stats);
             directory.live("metrics", Live::Metrics);
             directory.file("config.toml", text(options.config_text));
@@ -179,7 +179,7 @@ impl Volume {
         })
     }
 
-    /// What the statistics are made of.
+    /// The inputs of the statistics.
     pub(super) fn reported(&self) -> stats::Reported<'_> {
         stats::Reported {
             metrics: &self.metrics,
@@ -190,23 +190,23 @@ impl Volume {
         }
     }
 
-    /// What is wrong with the mount. The code that finds a problem notes it here.
+    /// The mount's problems. The code that finds a problem notes it here.
     pub fn health(&self) -> &Health {
         &self.metrics.health
     }
 
-    /// Which files are materialized.
+    /// The files that are materialized.
     pub fn policy(&self) -> &Policy {
         &self.policy
     }
 
-    /// The engine that reads.
+    /// The read engine.
     pub fn engine(&self) -> &Arc<Engine> {
         &self.engine
     }
 }
 
-/// Adds the files of a view that hold all tensors of a device.
+/// Adds a view's bundles: the files that hold all tensors of a device.
 fn add_bundles(bundles: &mut BundleSizes, plan: &Plan, shown: &Directory) {
     let formats = shown.bundles() / plan.devices.len().max(1);
     for bytes in report::bytes_per_device(plan) {
@@ -298,7 +298,7 @@ impl FileSystem for Volume {
     fn note_stalls(&self) {
         self.engine.note_stalls();
         self.report_stalls();
-        self.tell_changes();
+        self.report_changes();
     }
 
     fn is_waiting(&self) -> bool {
@@ -313,8 +313,8 @@ impl FileSystem for Volume {
         self.count_given_up(op);
     }
 
-    fn on_change(&self, told: Option<OnChange>) {
-        self.watched.set_on_change(told);
+    fn on_change(&self, callback: Option<OnChange>) {
+        self.watched.set_on_change(callback);
     }
 
     fn changed_files(&self) -> Vec<Ino> {

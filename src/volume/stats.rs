@@ -1,7 +1,7 @@
 //! `.ckfs/stats.json` and `.ckfs/metrics`.
 //!
-//! Both are taken anew at each open and padded to a length that is fixed at mount, so that their size is exact although their
-//! content changes: JSON with white space at its end, the metrics with blanks within a line of help (see
+//! Both are generated at each open and padded to a length that is fixed at mount. Their size is thus exact although their
+//! content changes: JSON has white space at its end, the metrics have spaces within a help line (see
 //! [`super::exposition`]).
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,46 +21,46 @@ use crate::{
 /// Length of `stats.json`, names of changed sources aside.
 const STATS_BYTES: usize = 64 << 10;
 
-/// The ways in which bytes are served, in words.
+/// The ways in which bytes are served, by name.
 pub(super) const PATHS: [(Path, &str); 4] =
     [(Path::Identical, "identical"), (Path::Runs, "runs"), (Path::Tiles, "tiles"), (Path::Generated, "generated")];
 
-/// Everything that is reported.
+/// The inputs of both files.
 #[derive(Debug)]
 pub(super) struct Reported<'a> {
     pub(super) metrics: &'a Metrics,
     pub(super) engine: &'a Engine,
     pub(super) budget: Option<&'a Budget>,
-    /// Memory of all files in memory, if there are such.
+    /// Memory of all files in memory; `None` if memory holds none.
     pub(super) shared_bytes: Option<u64>,
     /// The command that mounts anew.
     pub(super) remount: &'a str,
 }
 
-/// How a value behaves.
+/// Type of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum MetricKind {
     /// It only grows.
     Counter,
-    /// It is as of now.
+    /// Its current value goes up and down.
     Gauge,
 }
 
 /// A number with its names.
 #[derive(Debug)]
-pub(super) struct Row {
+pub(super) struct MetricRow {
     /// Name in `stats.json`.
     pub(super) key: &'static str,
     /// Name in the metrics, without prefix, unit and suffix; `None` if the metrics have it with a label.
     pub(super) family: Option<&'static str>,
     pub(super) is_bytes: bool,
-    pub(super) kind: Kind,
+    pub(super) kind: MetricKind,
     pub(super) help: &'static str,
     pub(super) value: u64,
 }
 
-/// Memory that is held now, by what it is for: the label in the metrics, the key in `stats.json`, bytes. Mapped pages are those
-/// of all files, the program's own included.
+/// Memory in use now, by purpose: the label in the metrics, the key in `stats.json`, bytes. Mapped pages are those
+/// of all files, including the program's own.
 pub(super) fn held(engine: &Engine) -> [(&'static str, &'static str, u64); 7] {
     [
         ("tiles", "tiles_bytes", engine.cached_bytes() as u64),
@@ -73,7 +73,7 @@ pub(super) fn held(engine: &Engine) -> [(&'static str, &'static str, u64); 7] {
     ]
 }
 
-/// The parts of a budget, as [`held`] has them.
+/// The parts of a budget, with names as in [`held`].
 pub(super) fn parts(budget: &Budget) -> [(&'static str, &'static str, u64); 4] {
     [
         ("cache", "cache_bytes", budget.cache_bytes),
@@ -96,29 +96,35 @@ impl Reported<'_> {
         self.engine.checkpoint().source().as_ref()
     }
 
-    /// What is wrong.
+    /// The mount's problems.
     pub(super) fn health(&self) -> HealthReport {
         let source = self.source();
         let files = (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()).map(FileId);
         self.metrics.health.report(files.filter_map(|file| Some((source.path(file), source.health().poison(file)?))))
     }
 
-    /// The numbers by name, with a line of explanation each.
-    pub(super) fn rows(&self) -> Vec<Row> {
+    /// The numbers by name, with one line of explanation each.
+    pub(super) fn rows(&self) -> Vec<MetricRow> {
         let (counters, engine, metrics) = (self.counters(), self.engine, self.metrics);
-        let row = |key, family, is_bytes, kind, help, value| Row { key, family, is_bytes, kind, help, value };
-        let count = |key, help, counter: &AtomicU64| row(key, Some(key), false, Kind::Counter, help, get(counter));
-        let bytes =
-            |key, family, help, counter: &AtomicU64| row(key, Some(family), true, Kind::Counter, help, get(counter));
-        let held = |key, help, value: usize| row(key, None, true, Kind::Gauge, help, value as u64);
-        let now = |key, family, help, value| row(key, Some(family), false, Kind::Gauge, help, value);
+        let row = |key, family, is_bytes, kind, help, value| MetricRow { key, family, is_bytes, kind, help, value };
+        let count =
+            |key, help, counter: &AtomicU64| row(key, Some(key), false, MetricKind::Counter, help, get(counter));
+        let bytes = |key, family, help, counter: &AtomicU64| {
+            row(key, Some(family), true, MetricKind::Counter, help, get(counter))
+        };
+        let held = |key, help, value: usize| row(key, None, true, MetricKind::Gauge, help, value as u64);
+        let now = |key, family, help, value| row(key, Some(family), false, MetricKind::Gauge, help, value);
         vec![
             count("lent_reads", "Reads answered from mapped source bytes without a copy", &counters.lent),
             count("tile_hits", "Tiles found in the cache", &counters.tile_hits),
             count("tile_misses", "Tiles computed on demand", &counters.tile_misses),
-            count("tile_waits", "Reads that waited for a tile another was computing", &counters.tile_waits),
+            count("tile_waits", "Reads that waited for a tile another read was computing", &counters.tile_waits),
             count("tile_evictions", "Tiles dropped to stay within the limit", &counters.tile_evictions),
-            count("tile_bypasses", "Reads computed alone because tiles in use left no room", &counters.tile_bypasses),
+            count(
+                "tile_bypasses",
+                "Reads computed without the cache because tiles in use left no room",
+                &counters.tile_bypasses,
+            ),
             held("tile_bytes", "Bytes of tiles held now", engine.cached_bytes()),
             count("prefetched_tiles", "Tiles computed ahead of a sequential reader", &counters.prefetched),
             count("prefetch_hits", "Tiles computed ahead that a reader then asked for", &counters.prefetch_hits),
@@ -197,7 +203,7 @@ impl Reported<'_> {
         let mut health = self.health();
         loop {
             let text = self.stats_text(&health);
-            // What is left out is counted.
+            // The report counts the omitted problems.
             if text.len() < len || !health.leave_one_out() {
                 return padded(text, len);
             }
@@ -234,12 +240,12 @@ impl Reported<'_> {
 pub(super) fn stats_bytes(source: &dyn Source) -> usize {
     let files = (0..source.file_count()).filter_map(|file| u32::try_from(file).ok()).map(FileId);
     let name = |file| Value::from(source.path(file).display().to_string()).to_string();
-    // Each is a line with blanks before and a comma after.
+    // Each is a line with spaces before it and a comma after it.
     STATS_BYTES + files.map(|file| name(file).len() + 8).sum::<usize>()
 }
 
 fn padded(mut text: String, len: usize) -> Vec<u8> {
-    // One line of blanks: readers by line see it as one empty line.
+    // One line of spaces: programs that read by line see it as one empty line.
     let fill = len.saturating_sub(text.len() + 1);
     text.extend(std::iter::repeat_n(' ', fill));
     text.push('\n');

@@ -1,7 +1,7 @@
 //! The mount's tree: fixed nodes, and one block of numbers per subtree.
 //!
-//! Inode numbers are dense: first the fixed nodes (root, directories, files, links), then for each directory that a format
-//! shows as a [`Subtree`] a block as long as it has nodes. A thousand devices cost a thousand blocks, each one row of a table.
+//! Inode numbers are dense. First come the fixed nodes (root, directories, files, links). Then each directory that a format
+//! shows as a [`Subtree`] has a block with one number per node. A thousand devices cost a thousand blocks, each one row of a table.
 
 use std::{
     collections::BTreeMap,
@@ -18,12 +18,12 @@ use crate::{
 #[derive(Debug)]
 pub(super) struct FixedNode {
     pub(super) parent: Ino,
-    /// Whether it is the mount's own directory, or in it.
+    /// Whether it is the mount's own directory, or inside it.
     pub(super) is_own: bool,
     pub(super) kind: FixedKind,
 }
 
-/// What a fixed node is.
+/// Type of a fixed node.
 #[derive(Debug)]
 pub(super) enum FixedKind {
     /// A directory; its entries sorted by name.
@@ -35,7 +35,7 @@ pub(super) enum FixedKind {
     },
     /// A file of a view, or of the mount.
     File(FileNode),
-    /// A file whose content is taken anew at each open.
+    /// A file whose content is generated at each open.
     Live(Live),
     /// A symbolic link.
     Symlink(Box<str>),
@@ -44,14 +44,14 @@ pub(super) enum FixedKind {
 /// A file.
 #[derive(Debug)]
 pub(super) struct FileNode {
-    /// Number of the view that it is of; 0 for the mount's own.
+    /// Number of its view; 0 for the mount's own files.
     pub(super) view: u32,
     pub(super) file: Arc<dyn VirtualFile>,
-    /// Found when first asked for.
+    /// Computed at the first request.
     pub(super) permission: OnceLock<Permission>,
 }
 
-/// A file of the mount whose content changes, though not its length.
+/// A file of the mount whose content changes and whose length does not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Live {
     /// `.ckfs/stats.json`.
@@ -62,70 +62,70 @@ pub(super) enum Live {
 
 /// A directory whose nodes are found by arithmetic.
 #[derive(Debug)]
-pub(super) struct Block {
+pub(super) struct SubtreeBlock {
     pub(super) first: u64,
     pub(super) len: u64,
     pub(super) parent: Ino,
-    /// Number of the view that it is of.
+    /// Number of its view.
     pub(super) view: u32,
     pub(super) subtree: Arc<dyn Subtree>,
 }
 
-/// What a number stands for.
+/// The node behind an inode number.
 #[derive(Debug)]
-pub(super) enum NodeRef<'a> {
+pub(super) enum TreeNode<'a> {
     Fixed(&'a FixedNode),
     /// A node of a subtree, by its number there.
-    InSubtree(&'a Block, u64),
+    InSubtree(&'a SubtreeBlock, u64),
 }
 
 /// The tree.
 #[derive(Debug)]
-pub(super) struct Tree {
+pub(super) struct NodeTree {
     fixed: Vec<FixedNode>,
-    blocks: Vec<Block>,
-    /// Directories that mirror one of the repository, and its path there.
+    blocks: Vec<SubtreeBlock>,
+    /// Directories that mirror one of the repository, with its path there.
     mirrors: Vec<(Ino, String)>,
 }
 
-/// A tree under construction: directories by path, before numbers are given.
+/// A tree under construction: directories by path, before nodes have numbers.
 #[derive(Debug, Default)]
 pub(super) struct TreeBuilder {
-    entries: BTreeMap<String, Child>,
+    entries: BTreeMap<String, BuilderChild>,
     mirrors: Option<String>,
 }
 
 #[derive(Debug)]
-enum Child {
+enum BuilderChild {
     Directory(TreeBuilder),
     File(FixedKind),
     Subtree { view: u32, subtree: Arc<dyn Subtree> },
 }
 
 impl TreeBuilder {
-    /// The directory `name`, added if need be; `None` if the name is taken by something else.
+    /// The directory `name`, added if it is missing; `None` if another node has the name.
     pub(super) fn directory(&mut self, name: &str) -> Option<&mut Self> {
-        match self.entries.entry(name.to_owned()).or_insert_with(|| Child::Directory(Self::default())) {
-            Child::Directory(directory) => Some(directory),
-            Child::File(_) | Child::Subtree { .. } => None,
+        match self.entries.entry(name.to_owned()).or_insert_with(|| BuilderChild::Directory(Self::default())) {
+            BuilderChild::Directory(directory) => Some(directory),
+            BuilderChild::File(_) | BuilderChild::Subtree { .. } => None,
         }
     }
 
-    /// Adds a file of the mount's own.
+    /// Adds one of the mount's own files.
     pub(super) fn file(&mut self, name: &str, file: impl VirtualFile + 'static) {
         let file = FileNode { view: 0, file: Arc::new(file), permission: OnceLock::new() };
-        self.entries.insert(name.to_owned(), Child::File(FixedKind::File(file)));
+        self.entries.insert(name.to_owned(), BuilderChild::File(FixedKind::File(file)));
     }
 
-    /// Adds a file whose content is taken anew at each open.
+    /// Adds a file whose content is generated at each open.
     pub(super) fn live(&mut self, name: &str, live: Live) {
-        self.entries.insert(name.to_owned(), Child::File(FixedKind::Live(live)));
+        self.entries.insert(name.to_owned(), BuilderChild::File(FixedKind::Live(live)));
     }
 
-    /// Adds what is shown of the view of this number, directories of the same name together.
+    /// Adds the nodes of view number `view`; directories of the same name are merged.
     ///
     /// # Errors
-    /// The name of an entry that is there already.
+    /// The name of an entry that exists already.
     pub(super) fn add(&mut self, view: u32, shown: Directory) -> Result<(), String> {
         self.mirrors = self.mirrors.take().or(shown.mirrors);
         shown.entries.into_iter().try_for_each(|(name, entry)| {
@@ -137,10 +137,10 @@ impl TreeBuilder {
                     };
                 }
                 DirectoryEntry::File(file) => {
-                    Child::File(FixedKind::File(FileNode { view, file, permission: OnceLock::new() }))
+                    BuilderChild::File(FixedKind::File(FileNode { view, file, permission: OnceLock::new() }))
                 }
-                DirectoryEntry::Link(target) => Child::File(FixedKind::Symlink(target)),
-                DirectoryEntry::Subtree(subtree) => Child::Subtree { view, subtree },
+                DirectoryEntry::Link(target) => BuilderChild::File(FixedKind::Symlink(target)),
+                DirectoryEntry::Subtree(subtree) => BuilderChild::Subtree { view, subtree },
             };
             if self.entries.contains_key(&name) {
                 return Err(name);
@@ -151,24 +151,24 @@ impl TreeBuilder {
     }
 
     fn fixed_count(&self) -> u64 {
-        let count = |child: &Child| match child {
-            Child::Directory(directory) => directory.fixed_count(),
-            Child::File(_) => 1,
-            Child::Subtree { .. } => 0,
+        let count = |child: &BuilderChild| match child {
+            BuilderChild::Directory(directory) => directory.fixed_count(),
+            BuilderChild::File(_) => 1,
+            BuilderChild::Subtree { .. } => 0,
         };
         1 + self.entries.values().map(count).sum::<u64>()
     }
 
     /// Gives every node its number.
-    pub(super) fn build(self) -> Tree {
-        let mut tree = Tree { fixed: Vec::new(), blocks: Vec::new(), mirrors: Vec::new() };
+    pub(super) fn build(self) -> NodeTree {
+        let mut tree = NodeTree { fixed: Vec::new(), blocks: Vec::new(), mirrors: Vec::new() };
         let mut next_block = Ino::ROOT.0 + self.fixed_count();
         tree.build(self, Ino::ROOT, false, &mut next_block);
         tree
     }
 }
 
-impl Tree {
+impl NodeTree {
     fn build(&mut self, builder: TreeBuilder, parent: Ino, is_own: bool, next_block: &mut u64) -> Ino {
         let at = self.fixed.len();
         let ino = Ino(Ino::ROOT.0 + at as u64);
@@ -178,17 +178,17 @@ impl Tree {
         let mut listed = Vec::with_capacity(builder.entries.len());
         let mut directories = 0;
         for (name, child) in builder.entries {
-            directories += u32::from(!matches!(child, Child::File(_)));
+            directories += u32::from(!matches!(child, BuilderChild::File(_)));
             let child = match child {
-                Child::Directory(directory) => self.build(directory, ino, is_own || name == OWN, next_block),
-                Child::File(kind) => {
+                BuilderChild::Directory(directory) => self.build(directory, ino, is_own || name == OWN, next_block),
+                BuilderChild::File(kind) => {
                     self.fixed.push(FixedNode { parent: ino, is_own, kind });
                     Ino(Ino::ROOT.0 + self.fixed.len() as u64 - 1)
                 }
-                Child::Subtree { view, subtree } => {
+                BuilderChild::Subtree { view, subtree } => {
                     let (first, len) = (*next_block, subtree.nodes());
                     *next_block += len;
-                    self.blocks.push(Block { first, len, parent: ino, view, subtree });
+                    self.blocks.push(SubtreeBlock { first, len, parent: ino, view, subtree });
                     Ino(first)
                 }
             };
@@ -198,18 +198,18 @@ impl Tree {
         ino
     }
 
-    /// What a number stands for.
-    pub(super) fn node(&self, ino: Ino) -> Option<NodeRef<'_>> {
+    /// The node behind an inode number.
+    pub(super) fn node(&self, ino: Ino) -> Option<TreeNode<'_>> {
         let at = ino.0.checked_sub(Ino::ROOT.0)?;
         if let Some(fixed) = usize::try_from(at).ok().and_then(|at| self.fixed.get(at)) {
-            return Some(NodeRef::Fixed(fixed));
+            return Some(TreeNode::Fixed(fixed));
         }
         let block = self.blocks[..self.blocks.partition_point(|block| block.first <= ino.0)].last()?;
         let node = ino.0 - block.first;
-        (node < block.len).then_some(NodeRef::InSubtree(block, node))
+        (node < block.len).then_some(TreeNode::InSubtree(block, node))
     }
 
-    /// Directories that mirror one of the repository, and its path there.
+    /// Directories that mirror one of the repository, with its path there.
     pub(super) fn mirrors(&self) -> &[(Ino, String)] {
         &self.mirrors
     }

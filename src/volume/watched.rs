@@ -1,4 +1,4 @@
-//! What is known of the sources and files that are in use; see [`super::watching`].
+//! The state of the sources and files that are in use; see [`super::watching`].
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -12,22 +12,25 @@ use crate::source::{FileId, Stall};
 /// See the module's documentation.
 #[derive(Default)]
 pub(super) struct Watched {
-    /// Inodes that were opened: bits of words of 64.
+    /// Inodes that were opened: a bit set in words of 64 bits.
     pub(super) opened: Mutex<HashMap<u64, u64>>,
     /// Sources of files that were opened.
     pub(super) in_use: Mutex<BTreeSet<FileId>>,
-    /// Sources that somebody looks at now, who may wait for long.
-    pub(super) looked_at: Mutex<BTreeSet<FileId>>,
-    /// Stalls that were reported.
+    /// Sources that a thread is checking now; the check may take long.
+    pub(super) checking: Mutex<BTreeSet<FileId>>,
+    /// Stalls that were reported already.
     pub(super) stalls: Mutex<Vec<Stall>>,
-    /// Poisoned sources that were told of.
-    pub(super) told: AtomicU64,
+    /// Poisoned sources that were reported already.
+    pub(super) reported: AtomicU64,
     pub(super) on_change: Mutex<Option<OnChange>>,
 }
 
 impl fmt::Debug for Watched {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Watched").field("in_use", &self.in_use).field("told", &self.told).finish_non_exhaustive()
+        f.debug_struct("Watched")
+            .field("in_use", &self.in_use)
+            .field("reported", &self.reported)
+            .finish_non_exhaustive()
     }
 }
 
@@ -46,9 +49,9 @@ impl Watched {
         lock(&self.in_use).extend(files);
     }
 
-    /// Sets the function that is called when a source has changed; `None` for no call.
-    pub(super) fn set_on_change(&self, told: Option<OnChange>) {
-        *lock(&self.on_change) = told;
+    /// Sets the function that is called when a source has changed; `None` for none.
+    pub(super) fn set_on_change(&self, callback: Option<OnChange>) {
+        *lock(&self.on_change) = callback;
     }
 
     pub(super) fn opened(&self) -> Vec<Ino> {

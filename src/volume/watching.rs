@@ -1,9 +1,9 @@
-//! What the volume watches: which of its sources are in use, which files were opened, what changed and what stalls.
+//! The volume watches which sources are in use, which files were opened, which sources changed and which stall.
 //!
-//! A source that changes takes the files made of it along. The kernel may keep pages of those, read before the change or
-//! while it went on, so whoever serves the volume is told ([`FileSystem::on_change`](super::FileSystem::on_change)) and
+//! A changed source makes the files derived from it invalid. The kernel may keep pages of them, read before or during the
+//! change. So the volume calls its server ([`FileSystem::on_change`](super::FileSystem::on_change)), and the server then
 //! asks which files to drop ([`FileSystem::changed_files`](super::FileSystem::changed_files)). Only files that were opened
-//! can have pages there.
+//! can have pages in the kernel.
 
 use std::sync::atomic::Ordering;
 
@@ -11,56 +11,56 @@ use super::{file_system::Ino, health::ProblemKind, metrics::Op, served::Volume, 
 use crate::{read::counters::add, source::Stall};
 
 impl Volume {
-    /// The sources that give no answer now, and since when.
+    /// The sources that do not answer now, with the time since when.
     pub fn stalled(&self) -> Vec<Stall> {
         self.engine.checkpoint().source().health().stalls()
     }
 
-    /// Looks whether the sources of files that were opened are what they were, so that a change to one is logged, counted
-    /// and told although no read passes here. To be called every few seconds; may wait for storage that gives no answer,
-    /// and other calls then pass over what this one waits for.
-    pub fn look_at_sources(&self) {
+    /// Checks whether the sources of opened files are unchanged, so that a change is logged, counted and reported even if no
+    /// read goes through ckfs. The caller repeats it every few seconds. It may wait for storage that does not answer;
+    /// concurrent calls then skip the sources that this one waits for.
+    pub fn check_sources(&self) {
         let files = lock(&self.watched.in_use).clone();
         for file in files {
-            if lock(&self.watched.looked_at).insert(file) {
-                // The source logs and counts what changed.
+            if lock(&self.watched.checking).insert(file) {
+                // The source logs and counts the change.
                 drop(self.engine.check_original(file));
-                lock(&self.watched.looked_at).remove(&file);
+                lock(&self.watched.checking).remove(&file);
             }
         }
-        self.tell_changes();
+        self.report_changes();
     }
 
-    /// Tells of sources found poisoned since this was last called.
-    pub(super) fn tell_changes(&self) {
+    /// Reports sources that were found poisoned since the last call.
+    pub(super) fn report_changes(&self) {
         let found = self.engine.checkpoint().source().health().poisoned();
-        if self.watched.told.fetch_max(found, Ordering::Relaxed) < found {
-            self.tell_again();
+        if self.watched.reported.fetch_max(found, Ordering::Relaxed) < found {
+            self.report_again();
         }
     }
 
-    /// Tells of a change that was seen after bytes went out.
-    pub(super) fn tell_again(&self) {
-        if let Some(told) = &*lock(&self.watched.on_change) {
-            told();
+    /// Reports a change again that was seen after bytes went out.
+    pub(super) fn report_again(&self) {
+        if let Some(callback) = &*lock(&self.watched.on_change) {
+            callback();
         }
     }
 
-    /// Files that were opened and are made of a poisoned source.
+    /// Files that were opened and need a poisoned source.
     pub(super) fn files_of_poisoned(&self) -> Vec<Ino> {
         let source = self.engine.checkpoint().source();
         let lost = |ino: &Ino| self.sources_of(*ino).iter().any(|file| source.health().is_poisoned(*file));
         self.watched.opened().into_iter().filter(lost).collect()
     }
 
-    /// Whether a source of a file gives no answer.
+    /// Whether a source of a file does not answer.
     pub(super) fn waits_for_stalled(&self, ino: Ino) -> bool {
         let source = self.engine.checkpoint().source();
         !source.health().stalls().is_empty()
             && self.sources_of(ino).iter().any(|file| source.health().is_stalled(*file))
     }
 
-    /// Reports stalls that began or ended since this was last called.
+    /// Reports stalls that began or ended since the last call.
     pub(super) fn report_stalls(&self) {
         let found = self.stalled();
         let mut known = lock(&self.watched.stalls);
@@ -75,7 +75,7 @@ impl Volume {
         *known = found;
     }
 
-    /// Counts an open or a read that was given up.
+    /// Counts an open or a read that was answered with an error because of a stall.
     pub(super) fn count_given_up(&self, op: Op) {
         let counters = self.engine.counters();
         add(if op == Op::Open { &counters.failed_opens } else { &counters.failed_reads }, 1);

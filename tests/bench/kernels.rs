@@ -1,5 +1,5 @@
 //! Speed of the kernels on one core: casts, dequantization, blocked transposes beside a naive loop, and gathers of
-//! transposed scan stacks. Prints a table whose every row is followed by the same as a line of JSON.
+//! transposed scan stacks. Prints a table; a JSON line with the same values follows each row.
 //!
 //! Run with `cargo bench --bench kernels -- [part of a case's name]`. GB are 10^9 bytes. Every case repeats for a fixed
 //! time and reports its fastest pass.
@@ -48,7 +48,7 @@ impl Report {
     }
 }
 
-/// Bytes that look like weights to every float type: mostly normal values of moderate size.
+/// Bytes that every float type reads as weights: mostly normal values of moderate size.
 fn weights(dtype: DType, elements: usize) -> Vec<u8> {
     let mut state = 1_u32;
     let mut wide = Vec::with_capacity(elements * 4);
@@ -67,7 +67,7 @@ fn width(dtype: DType) -> usize {
     usize::try_from(dtype.element_bytes().unwrap()).unwrap()
 }
 
-/// Casts of 1 MiB of elements at a time out of 64 MiB into a buffer that stays in the cache, as tiles are made.
+/// Casts of 64 MiB in units of 1 MiB of elements into a buffer that stays in the cache, as tiles are computed.
 fn casts(report: &Report) {
     let floats = [
         (DType::F32, DType::BF16),
@@ -109,12 +109,12 @@ fn row_case(report: &Report, name: &str, program: &Program, dtype: DType, source
 /// Rows and columns of the quantized matrices.
 const QUANTIZED: [u64; 2] = [4096, 4096];
 
-/// Made-up bytes of a tensor of some elements.
+/// Pseudo-random bytes of a tensor of some elements.
 fn stored(id: u32, dtype: DType, elements: u64) -> (SourceTensor, Vec<u8>) {
     let shape = Shape::try_new(&[elements]).unwrap_or_default();
     let bytes = dtype.bytes_of(elements).unwrap_or(0);
     let data: Vec<u8> = (0..bytes).map(|at| (at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u8).collect();
-    // Scales near 1, as they are.
+    // Scales near 1, as in real models.
     let data = if dtype == DType::F8E8M0 { (0..bytes).map(|at| 110 + (at * 7 % 17) as u8).collect() } else { data };
     let data = if dtype.is_float() { weights(dtype, usize::try_from(elements).unwrap_or(0)) } else { data };
     (SourceTensor { id: TensorId(id), dtype, shape }, data)
@@ -125,7 +125,7 @@ struct Scheme {
     name: &'static str,
     value: Value,
     data: Vec<Vec<u8>>,
-    /// Whether what is wanted is the transpose of what is stored.
+    /// Whether the requested value is the transpose of the stored one.
     transposed: bool,
 }
 
@@ -225,7 +225,7 @@ fn by_columns() -> Vec<Scheme> {
     ]
 }
 
-/// Quantized matrices to BF16, in bands of half a megabyte as casts are.
+/// Quantized matrices to BF16, in bands of 512 KiB as casts are.
 fn quantized(report: &Report) {
     let [rows, columns] = QUANTIZED;
     for Scheme { name, value, data, transposed } in by_rows().into_iter().chain(by_columns()) {

@@ -10,9 +10,9 @@
 //! `cargo bench --bench read [-- --short] [--only WORD] [--pause SECONDS] [--as-written]` writes generated repositories to a
 //! temporary directory, mounts them with the release binary, and prints one row per case and one JSON line per case. Native
 //! and mounted reads alternate; a row gives medians. "First" reads come some seconds after a mount, as those of a program
-//! that must start first, with nothing of the mount in the page cache, but with the source's pages there; "second" reads
-//! follow them. The source's pages are as a read from disk leaves them, unless they are to stay as they were written, in
-//! smaller units. Needs `/dev/fuse`.
+//! that must start first; the page cache then holds the source's pages, but none of the mount. "Second" reads
+//! follow them. The source's pages are large, as a read from disk leaves them; with `--as-written` they stay as small as
+//! they were written. Needs `/dev/fuse`.
 
 use std::{
     error::Error,
@@ -33,16 +33,16 @@ const MIB: usize = 1 << 20;
 /// Repetitions of each case with `--short`.
 const SHORT_RUNS: usize = 3;
 
-/// How cases are measured.
+/// Repetitions and pauses of measurements.
 #[derive(Clone, Copy)]
 struct Pace {
     runs: usize,
-    /// From each mount to its first read.
+    /// Time from each mount to its first read.
     pause: Duration,
 }
 
 impl Pace {
-    /// Usual pause: less than a trainer takes to start.
+    /// Default pause: less than a trainer takes to start.
     const PAUSE: Duration = Duration::from_secs(5);
 }
 
@@ -65,7 +65,7 @@ impl Mount {
         self.at.join(path)
     }
 
-    /// Waits until a file that was read is materialized on a disk.
+    /// Waits until a file that was read is materialized on disk.
     fn wait_for_a_file(&self) -> Result<()> {
         let started = Instant::now();
         while started.elapsed().as_secs() < 60 {
@@ -78,7 +78,7 @@ impl Mount {
         Err("no file was materialized".into())
     }
 
-    /// Kilobytes of memory that the daemon holds.
+    /// Memory that the daemon holds, in KiB.
     fn resident_kib(&self) -> Result<u64> {
         let at = self.at.to_str().unwrap_or_default();
         for entry in fs::read_dir("/proc")? {
@@ -104,7 +104,7 @@ impl Drop for Mount {
     }
 }
 
-/// Writes a safetensors file of tensors with pseudo-random finite values, and returns its tensors' names.
+/// Writes a safetensors file of tensors with pseudo-random finite values; returns the tensors' names.
 fn write_weights(path: &Path, dtype: &str, tensors: &[(String, Vec<u64>)]) -> Result<()> {
     let width = if dtype == "F32" { 4 } else { 2 };
     let mut header = serde_json::Map::new();
@@ -124,7 +124,7 @@ fn write_weights(path: &Path, dtype: &str, tensors: &[(String, Vec<u64>)]) -> Re
     while end > 0 {
         for word in block.chunks_exact_mut(8) {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            // Of the size of weights, whether two bytes are an element or four: from 2^-15 to 2^-7.
+            // Magnitudes of weights, for elements of two bytes and of four: from 2^-15 to 2^-7.
             word.copy_from_slice(&((state >> 3) & 0x83ff_83ff_83ff_83ff | 0x3800_3800_3800_3800).to_le_bytes());
         }
         let len = usize::try_from(end)?.min(MIB);
@@ -135,7 +135,7 @@ fn write_weights(path: &Path, dtype: &str, tensors: &[(String, Vec<u64>)]) -> Re
     Ok(())
 }
 
-/// A llama-like repository of one file.
+/// A llama-like repository with one file.
 fn write_llama(dir: &Path, dtype: &str, layers: u64, hidden: u64, inner: u64) -> Result<()> {
     fs::create_dir_all(dir)?;
     let mut tensors: Vec<(String, Vec<u64>)> = vec![
@@ -168,7 +168,7 @@ fn write_llama(dir: &Path, dtype: &str, layers: u64, hidden: u64, inner: u64) ->
     Ok(())
 }
 
-/// Opens a file and reads it to its end in blocks; bytes and seconds.
+/// Opens a file and reads it to its end in blocks; returns bytes and seconds.
 fn read_all(path: &Path, block: usize, flags: i32) -> Result<(u64, f64)> {
     let mut buffer = vec![0u8; block + 4096];
     let skip = buffer.as_ptr().align_offset(4096);
@@ -186,7 +186,7 @@ fn read_all(path: &Path, block: usize, flags: i32) -> Result<(u64, f64)> {
     Ok((total, start.elapsed().as_secs_f64()))
 }
 
-/// Reads `bytes` bytes of a file from `from` on in blocks of a megabyte; seconds.
+/// Reads `bytes` bytes of a file from `from` on in blocks of 1 MiB; returns seconds.
 fn read_part(path: &Path, from: u64, bytes: u64) -> Result<f64> {
     let mut buffer = vec![1u8; MIB];
     let start = Instant::now();
@@ -204,14 +204,14 @@ fn read_part(path: &Path, from: u64, bytes: u64) -> Result<f64> {
     Ok(start.elapsed().as_secs_f64())
 }
 
-/// Uses as much memory as will be needed next, in small and in huge pages. The host of a virtual machine may back memory only
-/// when it is used, and take it back seconds after it was freed; both take several times as long as any read here, and
-/// would be charged to it.
+/// Allocates and frees as much memory as will be needed next, in small and in huge pages. The host of a virtual machine may
+/// back memory only when it is used, and reclaim it seconds after it was freed. Both take several times as long as any read here,
+/// and would be charged to it.
 fn warm_memory(bytes: usize) -> Result<()> {
     let blocks: Vec<Vec<u8>> = (0..bytes / MIB).map(|_| vec![1; MIB]).collect();
     std::hint::black_box(blocks);
     let mut huge = memmap2::MmapMut::map_anon((2 * bytes).next_multiple_of(2 * MIB))?;
-    // Only a wish: small pages do as well.
+    // Not required: small pages work as well.
     let _ = huge.advise(memmap2::Advice::HugePage);
     huge.fill(1);
     Ok(())
@@ -240,24 +240,24 @@ impl Report {
     }
 }
 
-/// What is read in one case.
+/// One measured case.
 #[derive(Clone, Copy)]
 struct Case<'a> {
     name: &'a str,
-    /// Path under the mount.
+    /// Path in the mount.
     path: &'a str,
     mount: &'a [&'a str],
-    /// Goals for the first and the second read.
+    /// Target ratios of the first and the second read.
     goals: (f64, f64),
 }
 
-/// Drops the pages of a repository's weights from the page cache, so that they come back as a read from disk brings them.
+/// Drops the pages of a repository's weights from the page cache, so that a read from disk brings them back.
 fn drop_pages(repo: &Path) -> Result<()> {
     let weights = File::open(repo.join("model.safetensors"))?;
     Ok(posix_fadvise(&weights, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?)
 }
 
-/// First and second read of a file, each beside a native read of as many bytes.
+/// First and second read of a file, each beside a native read of the same number of bytes.
 fn sequential(report: &mut Report, repo: &Path, work: &Path, pace: Pace, case: &Case<'_>) -> Result<()> {
     let weights = repo.join("model.safetensors");
     let (mut native, mut first, mut second) = (Vec::new(), Vec::new(), Vec::new());
@@ -265,7 +265,7 @@ fn sequential(report: &mut Report, repo: &Path, work: &Path, pace: Pace, case: &
         let mount = Mount::new(repo, &work.join("mnt"), case.mount)?;
         let path = mount.path(case.path);
         let bytes = fs::metadata(&path)?.len();
-        // The source must be in the page cache, and as many native bytes are read as mounted ones.
+        // The source must be in the page cache, and the native read has the same number of bytes as the mounted one.
         let available = fs::metadata(&weights)?.len();
         let span = bytes.min(available);
         read_part(&weights, 0, available)?;
@@ -312,7 +312,7 @@ fn maxtext(report: &mut Report, repo: &Path, work: &Path, pace: Pace, cast: &[&s
     Ok(())
 }
 
-/// A client's own direct reads of 16 MiB.
+/// A client's direct reads of 16 MiB.
 fn direct(report: &mut Report, repo: &Path, work: &Path, runs: usize, path: &str) -> Result<()> {
     let weights = repo.join("model.safetensors");
     let (mut native, mut mounted) = (Vec::new(), Vec::new());
@@ -361,7 +361,7 @@ fn list_seconds(dir: &Path) -> Result<f64> {
     Ok(start.elapsed().as_secs_f64())
 }
 
-/// `ls -lR` of as many files on ext4 and in a mount.
+/// `ls -lR` of the same number of files on ext4 and in a mount.
 fn listing(report: &mut Report, work: &Path, runs: usize, files: u64) -> Result<()> {
     let repo = work.join("names");
     fs::create_dir_all(&repo)?;
@@ -529,7 +529,7 @@ fn main() -> Result<()> {
         fs::remove_dir_all(&f32s)?;
     }
     if wants("maxtext") {
-        // 3 GB of either.
+        // 3 GB for each.
         let (layers, hidden, inner) = (layers.min(8), 4096, 11008);
         let repo = work.join("bf16");
         write(&repo, "BF16", layers, hidden, inner)?;

@@ -6,14 +6,14 @@
 A generated bf16 Llama repository of SIZE gigabytes is mounted with `--layout hf --mesh fsdp=4`, for every repetition anew.
 
 * `load_file`: `safetensors.torch.load_file` of a device's file against a copy of that file on disk. It only maps the file, so
-  the same load is also timed with what follows: every page touched, or all copied into parameters as `load_state_dict` does.
+  the same load is also timed with its usual next step: every page touched, or all copied into parameters as in `load_state_dict`.
 * `dcp`: `dcp.load` in one process from `safetensors/` and from `dcp/` against the repository itself: of the whole model, and of
   one rank's shards as FSDP2 has them (the other ranks are torch's fake ones; nothing is communicated). Torch takes some tenths of a
   millisecond for each chunk, of which `safetensors/` and `dcp/` have four for each of the repository's.
 * `hf`: `safe_open` and every tensor copied, from the files of `hf/` against those of the repository.
 
-Plain and mounted loads alternate; a row gives medians of RUNS. "First" loads follow a mount, by PAUSE seconds and a plain load,
-in which ckfs makes memory ready: nothing of it is in the page cache, while the sources and the plain files are. "Second" loads
+Plain and mounted loads alternate; a row gives medians of RUNS. "First" loads follow a mount after PAUSE seconds and a plain load,
+during which ckfs warms up: the page cache has none of the mount, but has the sources and the plain files. "Second" loads
 follow them. The first repetition's values are compared. Below the table each row is a JSON line, with the bytes that the mount
 served and fetched from the sources in the last repetition. Needs three times SIZE of disk and four times of memory.
 """
@@ -57,7 +57,7 @@ Load = Callable[[Path, State], None]
 
 
 def size_of(gigabytes: float) -> llama.Size:
-    """The largest model of so many bytes, in the proportions of Llama 3.1 8B but for a smaller vocabulary."""
+    """The largest model within this many bytes, in the proportions of Llama 3.1 8B except for a smaller vocabulary."""
 
     def size(heads: int) -> llama.Size:
         hidden = heads * llama.HEAD
@@ -82,7 +82,7 @@ def read_through(directory: Path) -> None:
 
 
 def empty_state(files: list[Path]) -> State:
-    """Tensors of the shapes that these files name, in memory that is there."""
+    """Tensors of the shapes that these files name, in allocated memory."""
     state = {}
     for file in files:
         with safe_open(file, framework="pt") as held:
@@ -137,7 +137,7 @@ def seconds_of(load: Load, path: Path, state: State) -> float:
     start = time.perf_counter()
     load(path, state)
     elapsed = time.perf_counter() - start
-    gc.collect()  # whatever is still mapped would keep the mount busy
+    gc.collect()  # maps that still exist would keep the mount busy
     return elapsed
 
 
@@ -148,7 +148,7 @@ def counted(mounted: mounting.Mount) -> dict[str, int]:
 
 
 def values_of(state: State) -> list[int]:
-    """A sum over each tensor's bits, which wrong or missing values would change."""
+    """A sum over each tensor's bits, which changes if values are wrong or missing."""
     return [int(local_tensor(state[name]).view(torch.int16).sum(dtype=torch.int64)) for name in sorted(state)]
 
 

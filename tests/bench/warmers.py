@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What each warmer brings to a load that a user sees. Run by hand, on a machine that does nothing else, as root:
+"""The effect of each warmer on the time of a load. Run by hand, on a machine that does nothing else, as root:
 
     "$(tests/python/setup.sh)/bin/python" tests/bench/warmers.py [--size 2] [--runs 5] [--only WORD] [--cache-bytes 12G]
 
@@ -9,8 +9,8 @@ as the repository. The environment variable `CKFS_WARM` of the daemon names the 
 Rows are loads by settings: `load_file` of `safetensors/dev0.safetensors` and every page touched, `dcp.load` of the whole model
 from `dcp/`, and an Orbax restore of `orbax/0/items` (layout maxtext, which transposes); right after the mount and 5 s later; with the
 sources in the page cache (warm) and not (cold). Columns are sets of warmers: all, all without one of them, none. Sets take turns
-within a row; a cell is the median of RUNS in seconds. Behind each cell but the first two stands its ratio to `all`: more than 1 is
-what the left-out warmer brings. Each row is printed as a JSON line too. Needs twice SIZE of disk, four times of memory.
+within a row; a cell is the median of RUNS in seconds. The ratio to `all` follows in each cell except the first two: more than 1 is
+the benefit of the warmer that is left out. Each row is printed as a JSON line too. Needs twice SIZE of disk, four times of memory.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ LOADS = {
 
 
 def one_load(name: str, point: str) -> None:
-    """Runs in a process of its own, so that what a loader imports or keeps is not in the next one's time. Imports come first."""
+    """Runs in a process of its own, so that a loader's imports and caches do not affect the next one's time. Imports come first."""
     if name == "orbax":
         import jax  # noqa: F401
         import orbax.checkpoint  # noqa: F401

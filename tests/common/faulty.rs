@@ -1,7 +1,7 @@
 //! A file system whose storage misbehaves on purpose, served by the test process: a flat directory of files in memory. Each
-//! file can fail, be slow, be cut short, give no answer until it is released, or look changed.
+//! file can fail, be slow, be cut short, give no answer until it is released, or appear changed.
 //!
-//! It stands in for a network file system, so `ckfs` reads it as one: with `pread`, unless told otherwise.
+//! It represents a network file system, so `ckfs` reads it as one: with `pread` by default.
 
 use std::{
     collections::BTreeMap,
@@ -20,30 +20,30 @@ use fuser::{
 };
 use nix::mount::{MntFlags, umount2};
 
-/// What a file does when it is read.
+/// Behaviour of a file when it is read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Manner {
-    /// Gives its bytes.
+    /// Returns its bytes.
     #[default]
     Good,
     /// Fails with EIO.
     Failing,
-    /// Ends half way through each read.
+    /// Ends halfway through each read.
     Short,
     /// Takes this long for each read.
     Slow(Duration),
-    /// Gives no answer to reads until it does something else.
+    /// Gives no answer to reads until its manner changes.
     Stalled,
-    /// Gives no answer to questions about it either.
+    /// Gives no answer to requests for its attributes either.
     Dead,
 }
 
-/// Who keeps what was read.
+/// The owner of cached pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pages {
-    /// The kernel: reads are those of its read-ahead, and one that ends early is filled up with zeros.
+    /// The kernel: it reads ahead, and fills an early end with zeros.
     Kernel,
-    /// Nobody: each read comes here, and its answer goes to the reader as it is. Such files cannot be mapped.
+    /// None: each read arrives here, and its answer goes to the reader unchanged. Such files cannot be mapped.
     Nobody,
 }
 
@@ -54,7 +54,7 @@ struct Node {
     manner: Manner,
     reads: Vec<(ReplyData, u64, u32)>,
     stats: Vec<ReplyAttr>,
-    /// Reads that came.
+    /// Number of reads that arrived.
     asked: u64,
 }
 
@@ -72,7 +72,7 @@ pub struct Faulty {
     session: Option<BackgroundSession>,
 }
 
-/// Nothing is kept by the kernel but pages.
+/// The kernel caches only pages.
 const NEVER: Duration = Duration::ZERO;
 const FIRST: u64 = 2;
 
@@ -80,7 +80,7 @@ fn lock(nodes: &Nodes) -> MutexGuard<'_, Vec<Node>> {
     nodes.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether anything can be mounted; fails where all tests must run.
+/// Whether mounting is possible; fails where all tests must run.
 pub fn can_mount() -> bool {
     let can = File::options().read(true).write(true).open("/dev/fuse").is_ok() && nix::unistd::geteuid().is_root();
     assert!(can || std::env::var("CI").as_deref() != Ok("true"), "/dev/fuse and root are needed");
@@ -88,7 +88,7 @@ pub fn can_mount() -> bool {
 }
 
 impl Faulty {
-    /// Serves the files of `from`, as they are now.
+    /// Serves the files of `from` in their present state.
     pub fn new(from: &Path, pages: Pages) -> Self {
         let mut files = BTreeMap::new();
         for entry in fs::read_dir(from).unwrap() {
@@ -114,12 +114,12 @@ impl Faulty {
         Self { nodes, dir, session: Some(session.spawn().unwrap()) }
     }
 
-    /// Where it is mounted.
+    /// Its mountpoint.
     pub fn path(&self) -> PathBuf {
         self.dir.path().to_owned()
     }
 
-    /// Lets a file do this from now on. What waits for it is answered if that gives answers.
+    /// Sets the behaviour of a file from now on. Waiting reads are answered if the new manner answers.
     pub fn set(&self, name: &str, manner: Manner) {
         let mut nodes = lock(&self.nodes);
         let (number, node) = find(&mut nodes, name);
@@ -141,19 +141,19 @@ impl Faulty {
         }
     }
 
-    /// Lets a file look as if somebody had written to it.
+    /// Makes a file look as if it had been written to.
     pub fn touch(&self, name: &str) {
         find(&mut lock(&self.nodes), name).1.modified += Duration::from_secs(1);
     }
 
-    /// Cuts a file.
+    /// Truncates a file.
     pub fn truncate(&self, name: &str, len: usize) {
         let mut nodes = lock(&self.nodes);
         let node = find(&mut nodes, name).1;
         node.bytes = node.bytes[..len].into();
     }
 
-    /// Reads of a file that came so far, answered or not.
+    /// Reads of a file that arrived so far, answered or not.
     pub fn asked(&self, name: &str) -> u64 {
         find(&mut lock(&self.nodes), name).1.asked
     }
@@ -215,7 +215,7 @@ fn answer(reply: ReplyData, bytes: &[u8], manner: Manner, offset: u64, size: u32
 
 impl fuser::Filesystem for Server {
     fn init(&mut self, _: &Request, config: &mut KernelConfig) -> std::io::Result<()> {
-        // The kernel would hold back requests for other files while so many for one wait.
+        // The kernel would delay requests for other files while that many wait for one file.
         let _ = config.set_max_background(u16::MAX);
         let _ = config.set_congestion_threshold(u16::MAX);
         Ok(())
@@ -224,7 +224,7 @@ impl fuser::Filesystem for Server {
     fn lookup(&self, _: &Request, _: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let nodes = lock(&self.nodes);
         match (FIRST..).zip(&*nodes).find(|(_, node)| node.name.as_str() == name) {
-            // A path is still found while the file gives no answer, so that the question about the file itself meets it.
+            // A path is still found while the file gives no answer, so the attribute request for the file itself waits.
             Some((number, node)) => reply.entry(&NEVER, &attr(number, node), Generation(0)),
             None => reply.error(Errno::ENOENT),
         }

@@ -1,4 +1,4 @@
-//! What several test programs share: made-up tensors, a naive executor of tilings, and random views.
+//! Code that several test programs share: pseudo-random tensors, a naive executor of tilings, and random views.
 #![allow(dead_code, unreachable_pub, reason = "each test program uses a part of this")]
 #![allow(
     clippy::cast_possible_truncation,
@@ -22,8 +22,8 @@ use ckfs::{
     },
 };
 
-/// Byte `at` of the made-up tensor `tensor`: noise in which every eighth word has all its exponent bits set and every
-/// eighth has none, so that NaNs, infinities and subnormals are common in all types.
+/// Byte `at` of the pseudo-random tensor `tensor`. In every eighth word all exponent bits are set, and in every
+/// eighth none is, so that NaNs, infinities and subnormals are common in all types.
 pub fn source_byte(tensor: TensorId, at: u64) -> u8 {
     let word = at / 8;
     let mut state = (u64::from(tensor.0) << 40 ^ word).wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -149,7 +149,7 @@ pub fn decode_by_conversion(
     target: &mut [u8],
 ) {
     if let Some(value) = decode.value() {
-        // What the element needs, and no more.
+        // Exactly the source bytes that the element needs.
         let needs = needs(value, unit, &[]);
         let bytes: Vec<Vec<u8>> =
             needs.iter().map(|need| read(need.operand.tensor.id, need.start()..need.end())).collect();
@@ -184,12 +184,12 @@ pub fn for_each_unit(piece: &Piece, visit: &mut dyn FnMut(u64, u64)) {
     }
 }
 
-/// Carries out a tiling unit by unit. Panics if pieces overlap, leave a hole, or read outside the tensors of `view`.
+/// Executes a tiling unit by unit. Panics if pieces overlap, leave a hole, or read outside the tensors of `view`.
 pub fn execute(view: &View, tiling: &Tiling, decode: DecodeUnit) -> Vec<u8> {
     execute_from(view, tiling, decode, &source_bytes)
 }
 
-/// The same with tensors as `bytes` has them.
+/// The same with tensors whose bytes `bytes` returns.
 pub fn execute_from(view: &View, tiling: &Tiling, decode: DecodeUnit, bytes: Read<'_>) -> Vec<u8> {
     let mut lengths = HashMap::new();
     view.for_each_source(&mut |tensor| {
@@ -224,7 +224,7 @@ pub fn tiled_bytes(view: &View) -> Vec<u8> {
     execute(view, &view.lower().unwrap(), decode_by_reference)
 }
 
-/// Carries out `tiling` with the kernels, in stretches of `stretch_units` as tiles do.
+/// Executes `tiling` with the kernels, in stretches of `stretch_units` as tiles do.
 pub fn gathered_bytes(view: &View, tiling: &Tiling, stretch_units: u64) -> Vec<u8> {
     let mut tensors = HashMap::new();
     view.for_each_source(&mut |tensor| {
@@ -252,7 +252,7 @@ pub fn gathered_from(tiling: &Tiling, stretch_units: u64, tensors: &HashMap<Tens
                     source_offset: offset,
                     target_offset: piece.start - low,
                 };
-                // Of the sources, only the windows that the piece may read, and of those only what it needs.
+                // Only the windows of the sources that the piece may read, and in them only the needed bytes.
                 if let Some(value) = decode.value() {
                     let needs = needs(value, offset, &piece.loops);
                     let bytes: Vec<Vec<u8>> = needs.iter().map(|need| needed(need, tensors)).collect();
@@ -272,7 +272,7 @@ pub fn gathered_from(tiling: &Tiling, stretch_units: u64, tensors: &HashMap<Tens
     target
 }
 
-/// The window of an operand, with noise where nothing is needed.
+/// The window of an operand, with noise in bytes that are not needed.
 fn needed(need: &Need<'_>, tensors: &HashMap<TensorId, Vec<u8>>) -> Vec<u8> {
     let mut window = vec![0xa7; (need.end() - need.start()) as usize];
     for runs in &need.runs {

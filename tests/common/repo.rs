@@ -14,14 +14,14 @@ use tempfile::TempDir;
 
 use super::source_bytes;
 
-/// A tensor to be written: name, type, extents.
+/// A tensor to write: name, type, extents.
 pub type Row = (String, DType, Vec<u64>);
 
 pub fn row(name: &str, dtype: DType, extents: &[u64]) -> Row {
     (name.to_owned(), dtype, extents.to_vec())
 }
 
-/// Writes one safetensors file of these tensors, whose bytes follow from `first` and their order.
+/// Writes one safetensors file of these tensors; their bytes depend on `first` and their order.
 pub fn write_file(path: &Path, rows: &[Row], first: u32) {
     let tensors = rows.iter().map(|(name, dtype, extents)| (name.as_str(), *dtype, extents.as_slice()));
     let mut bytes = write_header(tensors, &[("format", "pt")], 8).unwrap().bytes;
@@ -110,7 +110,7 @@ pub fn files(volume: &dyn FileSystem, dir: Ino, path: &str, found: &mut Vec<(Str
     }
 }
 
-/// Opens, reads one span and closes.
+/// Opens a file, reads one span and closes it.
 pub fn read(volume: &dyn FileSystem, ino: Ino, start: u64, len: usize) -> Vec<u8> {
     let opened = volume.open(ino).unwrap();
     let mut bytes = None;

@@ -1,4 +1,4 @@
-//! Sources for tests: files in memory, and a wrapper that counts fetches and, if told to, misbehaves.
+//! Sources for tests: files in memory, and a wrapper that counts fetches and misbehaves on request.
 
 use std::{
     fs::File,
@@ -23,7 +23,7 @@ pub struct MemoryFiles {
 }
 
 impl MemoryFiles {
-    /// A source of named files; ids are their places in the list.
+    /// A source of named files; a file's id is its index in the list.
     pub fn new<N: AsRef<Path>>(files: impl IntoIterator<Item = (N, Vec<u8>)>) -> Self {
         let pin = |name: &Path, len_bytes| Pin {
             path: Arc::from(name),
@@ -37,7 +37,7 @@ impl MemoryFiles {
         Self { files, health }
     }
 
-    /// The files of another source, as they are now.
+    /// The files of another source in their present state.
     pub fn copy_of(source: &dyn Source) -> Self {
         Self::new((0..source.file_count() as u32).map(FileId).map(|file| {
             let mut bytes = vec![0; source.len_bytes(file) as usize];
@@ -46,7 +46,7 @@ impl MemoryFiles {
         }))
     }
 
-    /// Makes a file look changed, as by another process; noticed by the next check.
+    /// Makes a file look changed by another process; the next check notices it.
     pub fn touch(&self, file: FileId) {
         self.files[file.index()].2.fetch_add(1, Ordering::Relaxed);
     }
@@ -93,27 +93,27 @@ impl Source for MemoryFiles {
     }
 }
 
-/// What a [`Watched`] source does once its calls are used up.
+/// Behaviour of a [`Watched`] source once its calls are used up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Fetches and maps fail as by a broken device.
+    /// Fetches and maps fail as if the device were broken.
     Io,
-    /// Bytes come, but every check says that the file has changed.
+    /// Bytes are returned, but every check reports that the file has changed.
     Changed,
 }
 
-/// What was fetched through a [`Watched`] source, not by its maps.
+/// Counts of the fetches through a [`Watched`] source, without its maps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Fetched {
     /// Calls of [`Source::fetch`].
     pub calls: u64,
     /// Spans in all of them.
     pub spans: u64,
-    /// Bytes of those.
+    /// Bytes of those spans.
     pub bytes: u64,
 }
 
-/// A wrapper that counts what is fetched, and lets a number of calls pass and then misbehaves for good.
+/// A wrapper that counts fetches; it lets a number of calls pass and then misbehaves permanently.
 #[derive(Debug)]
 pub struct Watched {
     inner: Arc<dyn Source>,
@@ -138,18 +138,18 @@ impl Watched {
         }
     }
 
-    /// Only counts.
+    /// Counts only.
     pub fn new(inner: impl Source + 'static) -> Self {
         Self::failing(inner, Fault::Io, u64::MAX)
     }
 
-    /// What was fetched so far.
+    /// The counts so far.
     pub fn fetched(&self) -> Fetched {
-        let told = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        Fetched { calls: told(&self.calls), spans: told(&self.spans), bytes: told(&self.bytes) }
+        let reported = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Fetched { calls: reported(&self.calls), spans: reported(&self.spans), bytes: reported(&self.bytes) }
     }
 
-    /// Uses up one call; whether it fails.
+    /// Uses up one call; returns whether it fails.
     fn fails(&self) -> bool {
         let left = self.calls_left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
         left.is_err() && self.fault == Fault::Io

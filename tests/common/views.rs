@@ -1,8 +1,8 @@
 //! Random views.
 //!
 //! A view is drawn top-down: for a wanted shape and dtype some operator that yields it is chosen, then its operands
-//! likewise. All choices come from a list of numbers, zero when it ends, and zero always means the simplest choice;
-//! proptest then shrinks a failing view by shortening the list and lowering its numbers.
+//! likewise. All choices come from a list of numbers; after its end they are zero, and zero always means the simplest choice.
+//! proptest thus shrinks a failing view by shortening the list and lowering its numbers.
 
 use std::{fmt, ops::Deref};
 
@@ -119,7 +119,7 @@ impl Choices {
         Element::from_bytes(dtype, &seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes()[..width as usize]).unwrap()
     }
 
-    /// A view of that shape and dtype, at most `depth` operators high. Layout operators touch only the axes before the
+    /// A view of the given shape and dtype, at most `depth` operators high. Layout operators touch only the axes before the
     /// last `kept` ones.
     pub fn view(&mut self, extents: &[u64], dtype: DType, depth: u32, kept: usize) -> View {
         let choice = if depth == 0 { 0 } else { self.below(20) };
@@ -213,7 +213,7 @@ impl Choices {
 
     fn sliced(&mut self, extents: &[u64], dtype: DType, deeper: u32, kept: usize) -> View {
         let axis = self.index(extents.len() - kept);
-        // The operand of a slice grows: not beyond what is quickly made up.
+        // The operand of a slice is larger than the slice; this bound keeps its generation fast.
         let large = extents.iter().product::<u64>() > 4000;
         let step = if large { 1 } else { self.of(&[1, 2, 3, 1, 4]) };
         let start = self.below(4);

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Prints the path of a `cargo-deny`, of the version that is pinned here: the one installed already, or the published binary,
-# or one built from source where there is no binary for this machine. What is made lies outside the tree and is kept.
+# Prints the path of a `cargo-deny` of the version pinned here: the installed one, or the published binary,
+# or one built from source where there is no binary for this machine. Its files are outside the tree and are kept.
 set -euo pipefail
 
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)

@@ -1,6 +1,6 @@
-//! Mutated headers, indexes and configurations: whatever comes in, the answer is an error or something consistent.
+//! Mutated headers, indexes and configurations: for any input the answer is an error or something consistent.
 //!
-//! Each test starts from valid input, breaks it in a few random places, and checks what must hold for anything accepted.
+//! Each test starts from valid input, breaks it in a few random places, and checks the invariants of any accepted result.
 //! By default it runs for a second; `CKFS_FUZZ_SECONDS` makes it run longer and `CKFS_FUZZ_SEED` repeats a run. The seed of
 //! a failing input is printed, and `CKFS_FUZZ_SEED=<it> CKFS_FUZZ_SECONDS=0` runs only that.
 #![allow(
@@ -25,7 +25,7 @@ use ckfs::{
     tensor::DType,
 };
 
-/// A small generator (splitmix64): reproducible, and no part of what is tested.
+/// A small generator (splitmix64): reproducible, and independent of the tested code.
 struct Random(u64);
 
 impl Random {
@@ -164,7 +164,7 @@ fn file_of(random: &mut Random, tensors: &[Tensor]) -> Vec<u8> {
     bytes
 }
 
-/// Mutates the JSON and mostly puts the right length before it, so that the parser sees more than a wrong length.
+/// Mutates the JSON and mostly writes the right length before it, so that the parser sees more than a wrong length.
 fn broken_file(random: &mut Random, tensors: &[Tensor]) -> Vec<u8> {
     let mut bytes = file_of(random, tensors);
     if random.below(8) == 0 {

@@ -1,6 +1,6 @@
-//! Mutated databases, array descriptions and pickles of other writers: an error, or what the format allows.
+//! Mutated databases, array descriptions and pickles of other writers: an error, or a result that the format allows.
 //!
-//! Checksums are put right again, so that what is behind them is met too.
+//! Checksums are corrected afterwards, so that the code after their check is tested too.
 
 use std::collections::BTreeMap;
 
@@ -28,7 +28,7 @@ fn place(number: u64) -> usize {
     usize::try_from(number).unwrap()
 }
 
-/// Puts length and CRC-32C of a block right.
+/// Corrects length and CRC-32C of a block.
 fn seal(block: &mut [u8]) {
     if block.len() < 18 {
         return;
@@ -40,7 +40,7 @@ fn seal(block: &mut [u8]) {
     block[end..].copy_from_slice(&sum.to_le_bytes());
 }
 
-/// Breaks an uncompressed block behind its header.
+/// Breaks an uncompressed block after its header.
 fn break_block(random: &mut Random, block: &mut Vec<u8>) {
     let mut body = block.split_off(block.len().min(14));
     mutate(random, &mut body);
@@ -113,7 +113,7 @@ fn ocdbt() {
     });
 }
 
-/// What must hold for every array that is accepted.
+/// The invariants of every accepted array.
 fn check_array(random: &mut Random, array: &Array) {
     let extents = array.shape.extents();
     assert!(Shape::try_new(extents).is_ok() && extents.len() == array.chunk.len());
@@ -158,7 +158,7 @@ fn zarr_metadata() {
     });
 }
 
-/// Visits what can be reached from a value: every id is one of the pickle's own.
+/// Visits all objects that a value refers to: every id is one of the pickle's own.
 fn visit(pickle: &Unpickled, id: Id, left: &mut u32) {
     if *left == 0 {
         return;
@@ -197,7 +197,7 @@ fn pickles() {
         for saved in archive.into_tensors().unwrap_or_default() {
             assert!(saved.span().end <= bytes.len() as u64, "{saved:?}");
         }
-        // The pickle of an archive stands at its start, behind a header.
+        // The pickle of an archive is at its start, after a header.
         let start = bytes.windows(2).position(|pair| pair[0] == 0x80 && pair[1] <= 5).unwrap_or(0);
         if let Ok(pickle) = unpickle::read(&bytes[start..], Limits::default(), &|_, _| true) {
             visit(&pickle, pickle.root(), &mut 100);

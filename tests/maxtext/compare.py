@@ -3,14 +3,14 @@
 
     tests/maxtext/compare.py [--size 2] [--dir /var/tmp/ckfs-maxtext] [--keep]
 
-(a) MaxText's converter `to_maxtext`, unmodified from PyPI, then an Orbax restore of what it wrote;
+(a) MaxText's converter `to_maxtext`, unmodified from PyPI, then an Orbax restore of its output;
 (b) `ckfs mount --layout maxtext`, then the same Orbax restore of the mount;
 (c) Orbax's own reader of safetensors, then the same transforms in JAX, jitted.
 
-Each way ends when all arrays are on the devices (8 CPU devices, mesh fsdp=4,tensor=2), as the converter left them in type. Time is that
+Each way ends when all arrays are on the devices (8 CPU devices, mesh fsdp=4,tensor=2), in the converter's types. Time is that
 of whole processes from their start, interpreter and imports included. Memory is the largest sum over all processes of a way at
 one moment: resident, and of that the anonymous part (mapped source files count as resident in (b) but are page cache). Written
-is what the processes caused to be written, by the kernel's account. Files are in the page cache at the start of each way.
+bytes are those that the processes caused, by the kernel's account. Files are in the page cache at the start of each way.
 Afterwards every device's shard is hashed; the hashes of (a) and (b), and of (c), are compared.
 """
 
@@ -62,7 +62,7 @@ def at(tree: dict, name: str) -> object:
 
 
 def restore_orbax(items: str, size: llama.Size) -> dict[str, object]:
-    """The restore of (a) and (b), with one and the same target."""
+    """The restore of (a) and (b), with the same target."""
     import jax
     import orbax.checkpoint as ocp
 
@@ -80,7 +80,7 @@ def restore_orbax(items: str, size: llama.Size) -> dict[str, object]:
 
 
 def restore_safetensors(repo: str, size: llama.Size) -> dict[str, object]:
-    """(c): Orbax reads each tensor in the sharding that its leaf needs, so that the transforms move nothing between devices."""
+    """(c): Orbax reads each tensor in the sharding that its leaf needs, so that the transforms move no data between devices."""
     import jax
     import jax.numpy as jnp
     import orbax.checkpoint.experimental.v1 as ocp
@@ -149,7 +149,7 @@ def restore_safetensors(repo: str, size: llama.Size) -> dict[str, object]:
 
 
 def child(kind: str, path: str, size: str, digests: str) -> None:
-    """Restores, says so on standard output, then writes the hash of each device's shard of each leaf."""
+    """Restores, reports it on standard output, then writes the hash of each device's shard of each leaf."""
     started = time.monotonic()
     import jax
 
@@ -185,7 +185,7 @@ def write_digests(arrays: dict[str, object], path: Path) -> None:
 
 
 class Watch:
-    """Sums memory and written bytes over the descendants of this process and over other processes named, until stopped."""
+    """Sums memory and written bytes over the descendants of this process and over other given processes, until stopped."""
 
     def __init__(self) -> None:
         self.others: list[int] = []
@@ -246,7 +246,7 @@ def descendants(root: int) -> Iterator[int]:
 
 
 def restoring(kind: str, path: Path, size: str, digests: Path) -> tuple[subprocess.Popen, dict]:
-    """Starts a process that restores and waits until it has."""
+    """Starts a process that restores, and waits for the end of the restore."""
     command = [sys.executable, str(HERE / "compare.py"), "--child", kind, str(path), size, str(digests)]
     running = subprocess.Popen(
         command, env=os.environ | FLAGS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,6 +1,6 @@
-"""A generated Llama repository whose sizes MaxText's own converter accepts, and what a restore of it wants.
+"""A generated Llama repository whose sizes MaxText's own converter accepts, and the target of its restore.
 
-`to_maxtext` takes the number of layers and the head size from its table of models, here those of Llama 3.1 8B (32 layers,
+`to_maxtext` reads the number of layers and the head size from its table of models, here those of Llama 3.1 8B (32 layers,
 heads of 128). The other sizes are MaxText's own settings, so they may be smaller without any change to MaxText.
 """
 
@@ -28,7 +28,7 @@ class Size:
     vocab: int
 
     def layer(self) -> dict[str, tuple[int, int]]:
-        """Matrices of a layer, as Hugging Face shapes them."""
+        """Matrices of a layer, in Hugging Face's shapes."""
         return {
             "self_attn.q_proj": (self.heads * HEAD, self.hidden),
             "self_attn.k_proj": (self.kv_heads * HEAD, self.hidden),

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""MaxText's own `load_parameters_path`, on a mount and on what `to_maxtext` wrote: the same logits? Run by hand:
+"""Compares the logits of MaxText's own `load_parameters_path` on a mount and on the output of `to_maxtext`. Run by hand:
 
     tests/maxtext/logits.py [--dir /var/tmp/ckfs-maxtext]
 
 For a tiny Llama 3.1 and a tiny Gemma 2, both of generated weights, scanned and not: MaxText 0.2.5 from PyPI converts the repository; ckfs mounts
 it; MaxText's `from_pretrained` loads each, on 8 CPU devices with the mesh fsdp=4,tensor=2, and computes logits in f32. They must be equal bit for bit, and
-unlike those of a model that loaded nothing. `scan_layers` is left out of the settings on loading where MaxText can find it in the checkpoint.
+different from those of a model with nothing loaded. `scan_layers` is left out of the settings at loading where MaxText can find it in the checkpoint.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def settings(name: str) -> list[str]:
 
 
 def convert(name: str) -> None:
-    """`to_maxtext` as it is, but with the sizes of this model in its table of Hugging Face configurations."""
+    """`to_maxtext`, unmodified except for this model's sizes in its table of Hugging Face configurations."""
     import runpy
 
     from maxtext.checkpoint_conversion.utils.hf_model_configs import HF_MODEL_CONFIGS

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the environment of the scripts in this directory, MaxText from PyPI and what it imports to convert and to load, and
+# Creates the environment of the scripts in this directory, MaxText from PyPI and its imports for conversion and loading, and
 # prints its path. Needs Python 3.12 or later (set PYTHON), 2.5 GB and some minutes. torch is not needed.
 #
 #   venv=$(tests/maxtext/setup.sh)
@@ -18,7 +18,7 @@ venv=${1:-${CKFS_TEST_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/ckfs}/venv-maxtext}
 if ! cmp -s "$here/requirements.txt" "$venv/complete"; then
     rm -rf "$venv"
     "$python" -m venv "$venv" >&2
-    # MaxText's extras pull in TensorFlow, notebooks and cloud clients; the list is what it really imports here.
+    # MaxText's extras need TensorFlow, notebooks and cloud clients; the list has the real imports of these scripts.
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
         --requirement "$here/requirements.txt" >&2
     "$venv/bin/python" -c 'import maxtext.checkpoint_conversion.to_maxtext, maxtext.utils.model_creation_utils' >&2

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Two processes of four devices each restore one mount: how much of the source is fetched, and is it right? Run by hand:
+"""Two processes of four devices each restore one mount: counts the fetched source bytes and checks the result. Run by hand:
 
     $(tests/python/setup.sh)/bin/python tests/maxtext/two_processes.py [--size 2] [--dir /var/tmp/ckfs-maxtext] [ckfs flags ...]
 
 A generated Llama repository (`llama.py`) is mounted with the layout `maxtext` for fsdp=4,tensor=2, and two processes of
-`tests/python/orbax_process.py` restore their halves at once. Prints what `.ckfs/stats.json` counted up to then; each byte of split arrays fetched
-once in total is the aim. Then every shard's hash is compared with that of the raw file of the same device. Everything it starts has a
-time limit and is ended with the script.
+`tests/python/orbax_process.py` restore their halves at once. Prints the counters of `.ckfs/stats.json` up to then; the aim is that each
+byte of split arrays is fetched once in total. Then every shard's hash is compared with that of the raw file of the same device. All
+processes that it starts have a time limit and end with the script.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MESH = "fsdp=4,tensor=2"
 CKFS = os.environ.get("CKFS_BIN", str(HERE.parents[1] / "target/release/ckfs"))
 RESTORER = HERE.parent / "python/orbax_process.py"
 FLAGS = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-# A mount or its end, and each half of what is done with it.
+# Time limits of a mount or its end, and of each half of the work with it.
 SHORT_SECONDS, LONG_SECONDS = 60, 900
 COUNTS = (
     "tile_hits", "tile_misses", "tile_waits", "tile_evictions", "tile_bytes", "prefetched_tiles", "prefetch_hits", "failed_reads",

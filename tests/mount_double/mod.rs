@@ -1,4 +1,4 @@
-//! A file system for tests of the mount: a fixed tree in memory, in which some files misbehave.
+//! A file system for tests of the mount: a fixed tree in memory with some files that misbehave.
 
 use std::{
     fs::File,
@@ -23,12 +23,12 @@ pub(crate) const MANY: u64 = 10_000;
 /// Inode of the first file in `many`.
 const MANY_FIRST: u64 = 1000;
 
-/// What a file does when read.
+/// Behaviour of a file when it is read.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Manner {
-    /// Gives its bytes through the page cache.
+    /// Returns its bytes through the page cache.
     Good,
-    /// Gives its bytes, never cached.
+    /// Returns its bytes, never cached.
     Direct,
     /// Is the backing file.
     Passthrough,
@@ -40,19 +40,19 @@ pub(crate) enum Manner {
     Panicking,
     /// Panics after the reply.
     PanickingLate,
-    /// Gives half of what is asked.
+    /// Returns half of the requested bytes.
     Short,
-    /// Gives nothing and says that all is well.
+    /// Returns no bytes and reports success.
     Silent,
-    /// Gives the counters.
+    /// Returns the counters.
     Stats,
     /// Is materialized by another thread: the backing file.
     Materialized,
-    /// Cannot be materialized, and is good without.
+    /// Cannot be materialized, and is read without.
     NotMaterialized,
-    /// Panics when it is to be materialized.
+    /// Panics when it should be materialized.
     MaterializePanics,
-    /// Forgets the open that waits until it is materialized.
+    /// Drops the open that waits until it is materialized.
     MaterializeForgets,
 }
 

@@ -38,19 +38,19 @@ TORCH = {
 
 
 def mix(index):
-    """The upper 32 bits' worth of a multiplicative hash, as uint64."""
+    """The upper 32 bits of a multiplicative hash, as uint64."""
     return (index * np.uint64(2654435761)) & np.uint64(0xFFFFFFFF)
 
 
 def f32_patterns():
-    """All values of the upper 24 bits; the lowest byte from eight that lie on, beside and between rounding borders."""
+    """All values of the upper 24 bits; the lowest byte from eight values on, beside and between rounding borders."""
     index = np.arange(1 << 24, dtype=np.uint64)
     low = np.array([0x00, 0x00, 0x00, 0x01, 0x7F, 0x80, 0x81, 0xFF], np.uint64)[mix(index) >> np.uint64(29)]
     return ((index << np.uint64(8)) | low).astype(np.uint32)
 
 
 def f64_patterns():
-    """One in eight takes all upper 20 bits of an f64; the others are f32 patterns with a perturbation below an f32's
+    """One in eight has all upper 20 bits of an f64; the others are f32 patterns with a perturbation below an f32's
     last bit, ties among them."""
     index = np.arange(1 << 20, dtype=np.uint64)
     hashed = mix(index)

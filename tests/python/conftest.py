@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-# Before transformers is imported: nothing here talks to a network, and nothing draws progress bars into the report.
+# Before transformers is imported: the tests use no network, and draw no progress bars into the report.
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import pytest
@@ -26,7 +26,7 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Everything the tests make lies here, mount points too."""
+    """All files of the tests are here, mount points too."""
     return tmp_path_factory.mktemp("ckfs")
 
 
@@ -57,7 +57,7 @@ def repo(base: Path) -> Callable[[str], repos.Repo]:
 
 @pytest.fixture(scope="session")
 def shared(base: Path, repo: Callable[[str], repos.Repo], fuse: None) -> Callable[..., Mount]:
-    """A mount of a repo with options, made once and kept to the end of the session."""
+    """A mount of a repo with options, mounted once and kept until the end of the session."""
     made: dict[tuple, Mount] = {}
 
     def get(name: str, *args: object) -> Mount:
@@ -71,7 +71,7 @@ def shared(base: Path, repo: Callable[[str], repos.Repo], fuse: None) -> Callabl
 
 @pytest.fixture
 def own(base: Path, tmp_path: Path, fuse: None):
-    """A mount of this test's own, which it may mistreat; unmounted when the test ends, however it ends."""
+    """A mount of this test's own, which it may damage; unmounted at the end of the test in every case."""
     points, numbers = [], itertools.count()
 
     def get(source: Path | str, *args: object, **more: object) -> Mount:
@@ -97,5 +97,5 @@ def two_files(tmp_path: Path) -> repos.Repo:
 
 @pytest.fixture(scope="session")
 def wide(base: Path) -> repos.Repo:
-    """A repo of some size, for what depends on sizes."""
+    """A large repo, for tests that depend on sizes."""
     return repos.wide(base / "repos/wide")

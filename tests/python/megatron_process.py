@@ -1,7 +1,7 @@
 """One of two processes of Megatron-Core: `megatron_process.py PORT RANK RESULT MOUNT…`.
 
-Loads each mount's `dcp/` by `dist_checkpointing.load`: once whole, and once as a tensor-parallel rank, whose layers are slices of
-the stacked tensors. Writes, as JSON, what else was in the checkpoint and a digest of each tensor in either way.
+Loads each mount's `dcp/` by `dist_checkpointing.load`: once as a whole, and once as a tensor-parallel rank, whose layers are slices of
+the stacked tensors. Writes, as JSON, the other contents of the checkpoint and a digest of each tensor of both loads.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Calls the `ckfs` program as a user would: plain subprocesses, exit codes, mount points.
 
-A mount is known by its mount point; whatever a test leaves behind is found in the kernel's mount table under the
+A mount is identified by its mount point; mounts that a test leaves behind are found in the kernel's mount table under the
 tests' own temporary directory and nowhere else.
 """
 
@@ -49,7 +49,7 @@ class Done:
 
 
 def run(*args: object, expect: int | None = 0, binary: Path | None = None, **more: object) -> Done:
-    """Runs `ckfs ARGS` and checks the exit code, showing what it said if that is another."""
+    """Runs `ckfs ARGS` and checks the exit code, showing the output if it differs."""
     command = [str(binary or find_ckfs()), *map(str, args)]
     done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_SECONDS, **more)  # type: ignore[call-overload]
     out, err = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
@@ -78,7 +78,7 @@ def mount_type(point: Path) -> str | None:
 
 
 def detach(point: Path) -> None:
-    """Unmounts whatever the state of the daemon."""
+    """Unmounts in any state of the daemon."""
     fusermount = shutil.which("fusermount3") or "fusermount3"
     for command in (["umount", "-l", str(point)], [fusermount, "-uz", str(point)]):
         if mount_type(point) is not None:
@@ -86,7 +86,7 @@ def detach(point: Path) -> None:
 
 
 def wait_until(true: Callable[[], bool], seconds: float = 15, what: str = "condition") -> None:
-    """Polls; a daemon needs a moment for what happens after its reply."""
+    """Polls; a daemon needs a moment for work after its reply."""
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
@@ -126,7 +126,7 @@ class Mount:
         return json.loads((self / ".ckfs/stats.json").read_text())
 
     def stats_of_reads(self, reads: int = 1) -> dict:
-        """The statistics once so many reads are counted, and what is counted with them: that is after the reply."""
+        """The statistics once this many reads are counted. The daemon counts them, and the bytes with them, after the reply."""
 
         def counted() -> bool:
             row = self.stats()["ops"]["read"]
@@ -192,7 +192,7 @@ def xattr(file: Path, name: str) -> str:
 
 
 def check_xattrs(file: Path, shown: Shown, mesh: Mesh, device: int) -> None:
-    """What a raw file says about itself; shapes are JSON lists."""
+    """A raw file's extended attributes; shapes are JSON lists."""
     assert xattr(file, "dtype") == shown.code
     assert json.loads(xattr(file, "shape")) == shard_shape(shown, mesh, device)
     assert json.loads(xattr(file, "global_shape")) == list(shown.shape)

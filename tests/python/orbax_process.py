@@ -1,7 +1,7 @@
 """One process of a distributed restore: `orbax_process.py MOUNT MESH COORDINATOR RANK RESULT [ROOT]`.
 
-All names lie below ROOT, where one is given. Writes, as JSON, the seconds that the restore took, and a digest of each shard that it holds, by the path
-of the raw file that shows the same bytes.
+With ROOT, all names are below it. Writes, as JSON, the seconds that the restore took, and a digest of each local shard, by the path
+of the raw file with the same bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How each quantization scheme stores a matrix, and what it decodes to: numpy only, written from the formats' definitions.
+"""The stored form of a matrix in each quantization scheme, and its decoded values: numpy only, written from the formats' definitions.
 
 A scheme draws the stored tensors ("parts", by the end of their names) of one matrix `[out, in]`, and decodes parts to
 float32. Every product, quotient, sum and difference is one float32 operation, rounded once, in the order written here;
-the caller rounds the result once more to the type that it wants. Nothing here divides a shape to find a block.
+the caller rounds the result once more to the type that it needs. This file never divides a shape to find a block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Parts = dict[str, Tensor]
 
 
 def decoding(function: Callable) -> Callable:
-    """Overflow to infinity and NaN are values here, not mistakes."""
+    """Overflow to infinity and NaN are valid values here."""
 
     def silent(*args: object) -> np.ndarray:
         with np.errstate(all="ignore"):
@@ -45,10 +45,10 @@ SOUND_SCALES = [0.0, -0.0, 1e-45, -1e-40, 2.0**127, -(2.0**127), 2.0**-126, 2.0*
 
 
 class Noise:
-    """Deterministic bytes: only PCG64's raw stream is used, which numpy promises to keep.
+    """Deterministic bytes: only PCG64's raw stream is used, which numpy promises not to change.
 
-    `kind` says which scales are drawn: "calm" ones make a model whose logits are numbers; "sound" ones have all the
-    extremes but NaN and infinity; "wild" ones have those too.
+    `kind` says which scales are drawn: with "calm" ones a model's logits are numbers; "sound" ones have all the
+    extremes except NaN and infinity; "wild" ones have those too.
     """
 
     def __init__(self, seed: str, kind: str = "wild") -> None:
@@ -77,7 +77,7 @@ class Noise:
         return Tensor(code, shape, raw.tobytes())
 
     def floats(self, code: str, *shape: int, calm: float = 1.0, positive: bool = False) -> Tensor:
-        """Scales: of random mantissa and a few powers of two; `calm` is their size, where they are calm."""
+        """Scales: of random mantissa and a few powers of two; `calm` is their magnitude if `kind` is "calm"."""
         random, choice = self.words(*shape), self.bytes(*shape)
         mantissa = (random & np.uint32(0x7FFFFF)) | np.uint32(0x3F800000)
         values = mantissa.view(np.float32) * np.float32(calm)
@@ -106,7 +106,7 @@ class Noise:
         return Tensor(code, shape, raw.astype(np.uint8).tobytes())
 
     def small_floats(self, *shape: int) -> Tensor:
-        """Scales as F8_E4M3, of both signs and NaN where they are wild."""
+        """Scales as F8_E4M3; wild ones have both signs and NaN."""
         raw = self.bytes(*shape)
         if self.kind == "calm":
             raw = 0x28 + raw % 16
@@ -242,7 +242,7 @@ def draw_fp8(
 
 @decoding
 def decode_fp8(name: str, block: tuple[int, int] | None, parts: Parts, out: int, inner: int) -> np.ndarray:
-    """`W = q * s`; without a block one scale is for a row, or for all."""
+    """`W = q * s`; without a block there is one scale for a row, or for all rows."""
     q, s = E4M3[raw(parts["weight"])], float32(parts[name])
     if block is not None:
         return q * spread(s, block, (out, inner))
@@ -276,16 +276,16 @@ def decode_mx(codes: str, name: str, parts: Parts, out: int, inner: int) -> np.n
     return q * spread(float32(parts[name]), (1, 32), (out, inner))
 
 
-# One scale of a tensor in some ten thousand makes the order of operations show in bf16: of (code, scale of a group) some pair
-# then gives another value. These were searched for: q * (s / g) against q * (s * (1 / g)) and (q * s) / g, and
-# q * (s * t) against (q * s) * t and q * (s / (1 / t)).
+# One scale of a tensor in some ten thousand makes the order of operations visible in bf16: for some pair of a code and a group's
+# scale, another order then returns another value. These were searched for: q * (s / g) against q * (s * (1 / g)) and
+# (q * s) / g, and q * (s * t) against (q * s) * t and q * (s / (1 / t)).
 TELLING_DIVISORS = [5847.07763671875, 28024.30078125, 21900.638671875, 23055.01171875]
 TELLING_FACTORS = [2.752031468844507e-05, 4.5091681386111304e-05, 2.9775834264000878e-05]
 
 
 def draw_nvfp4(noise: Noise, out: int, inner: int) -> Parts:
     parts = draw_fp4(noise, out, inner, codes=("weight_packed", "U8"), name="weight_scale", group=16, scale="F8_E4M3")
-    # Large, as the library writes it: 2688 / the largest absolute weight.
+    # Large, as written by the library: 2688 / the largest absolute weight.
     divisor = np.float32(173.7 if noise.kind == "calm" else TELLING_DIVISORS[noise.below(len(TELLING_DIVISORS), 1)[0]])
     parts["weight_global_scale"] = Tensor.of("F32", np.array([divisor]))
     return parts | {"input_global_scale": Tensor.of("F32", np.array([448.0]))}
@@ -390,7 +390,7 @@ def gptq(name: str, bits: int, group: int, version: int = 1, order: str = "plain
 
 # bitsandbytes
 
-# Of bitsandbytes' own `get_4bit_type`, the shortest decimals that give the same float32.
+# The values of bitsandbytes' own `get_4bit_type`, as the shortest decimals with the same float32.
 NF4 = [
     -1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0,
     0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
@@ -506,7 +506,7 @@ def draw_torchao_int8(noise: Noise, out: int, inner: int) -> Parts:
 
 @decoding
 def decode_torchao_int8(parts: Parts, out: int, inner: int) -> np.ndarray:
-    """`W = (q - z) * s`, one of each a row."""
+    """`W = (q - z) * s`, one of each per row."""
     q, z = (parts[word].array().astype(np.int32) for word in ("_weight_qdata", "_weight_zero_point"))
     return (q - z).astype(np.float32) * float32(parts["_weight_scale"])
 
@@ -590,13 +590,13 @@ SCHEMES = {
 
 
 def rounded(values: np.ndarray, code: str) -> np.ndarray:
-    """float32 to the type asked for, to nearest, ties to even."""
+    """float32 to the requested type, to nearest, ties to even."""
     with np.errstate(all="ignore"):
         return values if code == "F32" else values.astype(NUMPY[code])
 
 
 def canonical_bits(values: np.ndarray) -> np.ndarray:
-    """The bits as unsigned integers, every NaN the same one: which of them an operation gives is the processor's choice."""
+    """The bits as unsigned integers, with all NaNs equal: the processor determines which NaN an operation returns."""
     kinds = {np.dtype(np.float32): (np.uint32, 0x7FC00000), np.dtype(ml_dtypes.bfloat16): (np.uint16, 0x7FC0)}
     kinds[np.dtype(np.float16)] = (np.uint16, 0x7E00)
     unsigned, quiet = kinds[values.dtype]

@@ -1,6 +1,6 @@
-"""Repositories that libraries save: a plain llama, quantized by each and written by its own functions, on the CPU.
+"""Repositories that libraries save: a plain llama, quantized by each library and written by its own functions, on the CPU.
 
-What they hold is decoded by the numpy reference; nothing here says how a scheme packs.
+The numpy reference decodes them; this file contains nothing about the packing of a scheme.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def torchao(source: Path, path: Path, word: str) -> None:
 
 
 def compressed_tensors(source: Path, path: Path, format: str, **args: object) -> None:
-    """Scales are set from the largest weight of each group, as an observer would; packing and saving are the library's."""
+    """Scales are set from the largest weight of each group, as an observer does; the library packs and saves."""
     import torch
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
@@ -153,7 +153,7 @@ def saved(name: str, source: Repo, path: Path) -> Quantized:
 
 
 def resemblance(made: Quantized, source: Repo) -> float:
-    """The largest relative error of a decoded matrix against the weights that it was made from."""
+    """The largest relative error of a decoded matrix against its original weights."""
     worst = 0.0
     for name, values in made.values.items():
         original = source.tensors[name].array().astype(np.float64)

@@ -1,15 +1,15 @@
-"""The libraries that own the quantization schemes, asked for the same matrices as `quantized_formats`.
+"""The libraries that define the quantization schemes, applied to the same matrices as `quantized_formats`.
 
-    python quantized_oracles.py [scheme ...]      compares, prints, and writes what it found to quantized_oracles.json
+    python quantized_oracles.py [scheme ...]      compares, prints, and writes its findings to quantized_oracles.json
 
 needs, beside requirements.txt, without their dependencies: nvidia-modelopt 0.47.0 (with requests, omegaconf,
 antlr4-python3-runtime 4.9.3, nvidia-ml-py, pulp), autoawq 0.2.9 and gptqmodel 7.7.0, installed without build isolation and with
 BUILD_CUDA_EXT=0 (with a new setuptools, logbar, device-smi, tokenicer, dill, datasets, pyarrow, pandas, xxhash, multiprocess,
-random_word, maturin, defuser, PyPcre, pillow), all on the CPU. They have no wheel, or bring too many others, for every run: the
-test compares the digests of inputs and results that this program wrote with its own.
+random_word, maturin, defuser, PyPcre, pillow), all on the CPU. They have no wheel, or too many dependencies, for every run: the
+test compares its digests of inputs and results with those that this program wrote.
 
 Each comparison has at least four million elements, all codes, and scales of 0, -0, subnormal, negative and up to 2^±127;
-scales of NaN and infinity are left out, since the libraries do not agree on them.
+scales of NaN and infinity are left out, since the libraries disagree on them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def numpy_of(tensor) -> np.ndarray:
 
 
 def compressed_tensors(format: str, strategy: str, bits: int, kind: str, group: int | None = None, **more: object) -> Callable:
-    """`decompress` returns the type of the scale; for another type it gets the scale in that one, which must be exact."""
+    """`decompress` returns the type of the scale; for another type it receives the scale in that type, which must be exact."""
 
     def run(parts: Parts, out: int, inner: int, code: str) -> np.ndarray:
         from compressed_tensors.compressors import BaseCompressor
@@ -86,7 +86,7 @@ def compressed_tensors(format: str, strategy: str, bits: int, kind: str, group: 
 
 
 def transformers_fp8(companion: str) -> Callable:
-    """Divides shapes to find the block, so the sizes must be multiples of it."""
+    """The library divides shapes to find the block, so the sizes must be multiples of it."""
 
     def run(parts: Parts, out: int, inner: int, code: str) -> np.ndarray:
         from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -98,7 +98,7 @@ def transformers_fp8(companion: str) -> Callable:
 
 
 def transformers_mlx(bits: int, group: int) -> Callable:
-    """Of the type of the scales; for another one it gets them in that one."""
+    """Returns the type of the scales; for another type it receives them in that type."""
 
     def run(parts: Parts, out: int, inner: int, code: str) -> np.ndarray:
         import torch
@@ -171,7 +171,7 @@ def transformers_gpt_oss(parts: Parts, out: int, inner: int, code: str) -> np.nd
 
 
 def autoawq(group: int) -> Callable:
-    """Of the type of the scales. The package does not import without its dependencies; this file of it does."""
+    """Returns the type of the scales. The package cannot be imported without its dependencies; this file of it can."""
 
     @cache
     def module() -> types.ModuleType:
@@ -190,7 +190,7 @@ def autoawq(group: int) -> Callable:
 
 
 def gptqmodel(bits: int, version: int) -> Callable:
-    """Through a file, as a whole repository would be converted."""
+    """Through a file, in the way of a whole repository's conversion."""
 
     def run(parts: Parts, out: int, inner: int, code: str) -> np.ndarray:
         from gptqmodel.utils.model_dequant import convert_gptq_file
@@ -239,12 +239,12 @@ def torchao(kind: str) -> Callable:
     return run
 
 
-# --- which of them for which scheme --------------------------------------------------------------------------------------
+# --- the libraries for each scheme ---------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-    """`codes`: the types in which it was asked. `zeros`: whether it loses the sign of zero."""
+    """`codes`: the types that it was run with. `zeros`: whether it loses the sign of zero."""
 
     package: str
     run: Callable[[Parts, int, int, str], np.ndarray]
@@ -257,7 +257,7 @@ class Oracle:
 CT, HF = "compressed-tensors", "transformers"
 BNB_NOTE = "the generic kernel; the AVX-512 one reads the wrong absmax where columns are no multiple of the blocksize"
 ORACLES: dict[str, tuple[Oracle, ...]] = {
-    # Here experts are drawn one below the other, and `in` counts those of all.
+    # Here the experts are rows of one matrix, one below the other, and `in` counts the columns of all.
     "gpt-oss-mxfp4": (Oracle(HF, transformers_gpt_oss, ("F32", "BF16", "F16"), (1024, 4 * 1056)),),
     "pack-int4-group": (Oracle(CT, compressed_tensors("pack-quantized", "group", 4, "int", 32)),),
     "pack-int4-group-f16": (Oracle(CT, compressed_tensors("pack-quantized", "group", 4, "int", 32), ("F32", "F16")),),
@@ -331,19 +331,19 @@ def drawn(scheme: str, oracle: Oracle) -> Parts:
 
 
 def decoded(scheme: str, oracle: Oracle, parts: Parts) -> np.ndarray:
-    """What the numpy reference makes of it, as float32."""
+    """The value by the numpy reference, as float32."""
     if scheme == "gpt-oss-mxfp4":
         return formats.decode_blocks(parts["blocks"], parts["scales"]).reshape(-1, oracle.size[0]).T
     return formats.SCHEMES[scheme].decode(parts, *oracle.size)
 
 
 def bits_of(values: np.ndarray, oracle: Oracle) -> np.ndarray:
-    """Bits to compare: all NaN alike, and without the sign of zeros where the oracle loses it."""
+    """Bits to compare: all NaN equal, and without the sign of zeros where the oracle loses it."""
     return canonical_bits(np.where(values == 0, values.dtype.type(0), values) if oracle.zeros else values)
 
 
 def compare(scheme: str) -> list[dict]:
-    """What this machine's libraries say, one row for each library and type."""
+    """Results of this machine's libraries, one row for each library and type."""
     rows = []
     for oracle in ORACLES[scheme]:
         parts = drawn(scheme, oracle)

@@ -1,8 +1,8 @@
-"""Small quantized repositories of every scheme, with the configuration that its library writes, and what they decode to.
+"""Small quantized repositories of every scheme, with the configuration that its library writes, and their decoded values.
 
-Each is a whole model: layers of which one matrix is left unquantized, and names it in the list that the scheme has for that;
-embedding and head as they are (MLX quantizes them too); norms. Codes and companions of one matrix lie in two files.
-`BUILDERS` makes one by its name, with wild scales, or with calm ones whose logits are numbers.
+Each is a whole model: layers in which one matrix is unquantized and named in the scheme's list of exceptions;
+unquantized embedding and head (MLX quantizes them too); norms. Codes and companions of one matrix are in two files.
+`BUILDERS` builds one by its name, with wild scales, or with calm ones, for which all logits are numbers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from quantized_formats import SCHEMES, Noise, Parts, Scheme
 from reference import FLOATS, cast_array
 from repos import Draw, Repo, Tensor
 
-# Stays in float32 whatever is asked for, because the model's own code computes with it so.
+# Stays in float32 for any dtype, because the model's own code computes with it in float32.
 KEPT = ("e_score_correction_bias",)
 
 
 @dataclasses.dataclass
 class Quantized:
     """A quantized repository. `values` are float32, by decoded name; `replaced` maps the stored codes to that name; `gone` are
-    all stored tensors that decoding replaces or drops; `companions` are, by decoded name, the stored names that it needs."""
+    all stored tensors that decoding replaces or drops; `companions` are, by decoded name, the stored names that it is decoded from."""
 
     repo: Repo
     code: str
@@ -37,7 +37,7 @@ class Quantized:
     companions: dict[str, list[str]]
 
     def decoded(self, weights: str | None = None, rest: str | None = None) -> Repo:
-        """The repository as if it had been stored decoded, as `weights`, and its other floats cast to `rest`."""
+        """The repository with decoded matrices stored as `weights`, and its other floats cast to `rest`."""
         config = {
             word: value for word, value in self.repo.config.items() if word not in ("quantization_config", "quantization")
         }
@@ -56,7 +56,7 @@ class Quantized:
 
 @dataclasses.dataclass
 class Sizes:
-    """Of a llama. `hidden` need not be what the heads have together."""
+    """Sizes of a llama. `hidden` may differ from the sum over the heads."""
 
     hidden: int = 96
     inter: int = 160
@@ -66,7 +66,7 @@ class Sizes:
     vocab: int = 64
 
 
-# Rows of no multiple of 32, nor of 8, nor of 2.
+# Numbers of rows that are no multiples of 32, of 8, or of 2.
 ODD = Sizes(93, 151, 3, 1, 30)
 BLOCKS = Sizes(200, 300, 5, 1, 40)
 UNQUANTIZED = "model.layers.1.self_attn.o_proj"
@@ -104,10 +104,10 @@ class Maker:
         self.metadata[name] = {"_type": "Tensor"}
 
     def quantized(self, module: str, scheme: Scheme, out: int, inner: int, more: Parts | None = None) -> None:
-        """One matrix; `more` are companions beside those of the scheme, which no decoder needs."""
+        """One matrix; `more` are further companions, which no decoder needs."""
         parts = scheme.draw(Noise(f"{self.path.name}/{module}", self.kind), out, inner)
         decoded = f"{module}.weight"
-        # The next matrix begins in the other file.
+        # The next matrix starts in the other file.
         self.turn += (self.turn + len(self.made.values)) % 2
         for word, tensor in {**parts, **(more or {})}.items():
             self.add(f"{module}.{word}", tensor)
@@ -133,7 +133,7 @@ class Maker:
 
 
 def torchao_metadata(name: str, out: int, inner: int) -> dict:
-    """What torchao 0.18 writes into the header for one tensor."""
+    """The header entry that torchao 0.18 writes for one tensor."""
     dtype = {"_type": "torch.dtype", "_data": "bfloat16"}
     data = {
         "torchao-float8": {
@@ -170,7 +170,7 @@ def llama(
     more: Callable[[str], Parts] = lambda module: {},
     metadata: bool = False,
 ) -> Quantized:
-    """`scheme`: that of all matrices but one, or by module ("" for the others); `config`: members for config.json."""
+    """`scheme`: the scheme of all matrices except one, or by module ("" for the others); `config`: members for config.json."""
     sizes, maker = sizes or Sizes(), Maker(path, kind, code)
     width, narrow = sizes.heads * sizes.head, sizes.narrow * sizes.head
     shapes = dict(zip(WORDS, [(width, sizes.hidden), (narrow, sizes.hidden), (narrow, sizes.hidden), (sizes.hidden, width)]))
@@ -424,7 +424,7 @@ def deepseek_v3(path: Path, kind: str, attention: str, experts_scheme: str, conf
     })  # fmt: skip
 
 
-# As the published Kimi repositories have it.
+# As in the published Kimi repositories.
 KIMI_IGNORE = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]
 DEEPSEEK_FP8 = {"quantization_config": {
     "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
@@ -482,7 +482,7 @@ MIXED_SCHEMES["model.layers.0.mlp.down_proj"] = "pack-int4-group"
 MODELOPT_MIXED = {module: "FP8" if ".self_attn." in module else "NVFP4" for module in MODULES}
 MODELOPT_MIXED |= {"": "NVFP4", "model.layers.1.mlp.down_proj": "MXFP8"}
 
-# By the name of the repository. Where one scheme is in all of it, that is its name.
+# By the name of the repository: the scheme's name where one scheme is used throughout.
 BUILDERS: dict[str, Callable[[Path, str], Quantized]] = {
     "gpt-oss-mxfp4": gpt_oss,
     "pack-int4-group": simple("pack-int4-group", one_group(PACK, "int", 4, "group", group_size=32)),

@@ -1,4 +1,4 @@
-"""Repositories of quantization methods that nobody decodes: what a closed list must refuse, each by its name."""
+"""Repositories of quantization methods that no scheme decodes: the program must refuse each by its name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from repos import Draw, Repo, Tensor
 
 
 def unknown(path: Path, config: dict, parts: Callable[[Noise], Parts]) -> Repo:
-    """A llama of one layer whose query projection has these parts, the rest of it being plain."""
+    """A llama of one layer whose query projection has these parts; all other tensors are plain."""
     draw, sizes = Draw(path.name), Sizes()
     tensors = {
         name: draw(name, "F16", *shape)
@@ -28,7 +28,7 @@ def unknown(path: Path, config: dict, parts: Callable[[Noise], Parts]) -> Repo:
     return repos.write(path, {"model.safetensors": tensors}, config)
 
 
-# By name: the configuration, the parts, and a word that a refusal must say.
+# By name: the configuration, the parts, and a word that the refusal must contain.
 UNKNOWN: dict[str, tuple[dict, Callable[[Noise], Parts], str]] = {
     "hqq": (
         {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64, "axis": 1}}},

@@ -1,7 +1,7 @@
-"""What the mount must show, computed slowly and from scratch in numpy.
+"""The expected contents of the mount, computed slowly and independently in numpy.
 
-Shares nothing with the Rust code but the contract: names, stacking, the numbering of devices and the arithmetic of
-shards. Tables are flat lists of patterns; every array is built whole in memory.
+Shares nothing with the Rust code except the contract: names, stacking, the numbering of devices and the arithmetic of
+shards. Tables are flat lists of patterns; every array is materialized in memory.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ IN_LAYER = {
     "gemma3": ATTENTION + GATED + FOUR_NORMS, "deepseek_v3": DEEPSEEK + GATED + TWO_NORMS + EXPERTS,
     "gpt_oss": DENSE + GPT_OSS, "bert": BERT,
 }  # fmt: skip
-# Where the names of the text model begin, in these families and in the others. A prefix stays, but for `model.`.
+# Where the names of the text model start, in these families and in the others. A prefix stays, except `model.`.
 TEXT = {"bert": [""]}
 TEXT_BY_DEFAULT = ["", "model.", "language_model.", "language_model.model.", "model.language_model."]
 OUTSIDE = {"bert": [(r"embeddings\.word_embeddings\.weight", "embed")]}
@@ -118,7 +118,7 @@ def canonical_names(repo: Repo) -> dict[str, Name]:
 
 
 def _unclashed(names: dict[str, Name]) -> dict[str, Name]:
-    """Where dropping `weight` made one path a file and a directory (`fc1` and `fc1/bias`), `weight` stays."""
+    """If dropping `weight` makes one path a file and a directory (`fc1` and `fc1/bias`), `weight` stays."""
     template = {hf: (name.stack, re.sub(r"\b\d+\b", "N", name.rest)) for hf, name in names.items()}
     directories = {(stack, rest.rsplit("/", n)[0]) for stack, rest in template.values() for n in range(1, rest.count("/") + 1)}
     return {
@@ -154,7 +154,7 @@ class Shown:
         return self.path.replace("/", ".")
 
 
-# The axis, counted before stacking, that tensor parallelism splits: rows of [out, in] or columns.
+# The axis, counted before stacking, that tensor parallelism splits: rows or columns of [out, in].
 ROWS = {"wq", "wk", "wv", "bq", "bk", "bv", "w_gate", "w_up", "b_up", "embed", "lm_head", "wq_b", "wkv_b", "sinks"}
 COLUMNS = {"wo", "w_down"}
 # Stored `[experts, in, out]`.
@@ -255,7 +255,7 @@ def hf(repo: Repo) -> dict[str, Shown]:
 
 
 def split_fused(repo: Repo) -> Repo:
-    """A phi3 repo as if `qkv_proj` and `gate_up_proj` had been stored as their parts, in that order of rows."""
+    """A phi3 repo whose `qkv_proj` and `gate_up_proj` are replaced by their parts, in the order of rows."""
     config = repo.config
     width, narrow = (config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
     inter = config["intermediate_size"]
@@ -296,7 +296,7 @@ def cast(shown: Shown, code: str | None) -> Shown:
 
 
 def cast_repo(repo: Repo, code: str) -> Repo:
-    """The repo as if its plain floats had been stored as `code`; quantized matrices and scales stay."""
+    """The repo with its plain floats stored as `code`; quantized matrices and scales stay."""
     tensors = repo.tensors
 
     def one(name: str, tensor: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ def cast_repo(repo: Repo, code: str) -> Repo:
 
 
 def dequantized(repo: Repo, code: str) -> Repo:
-    """The repo as if its block-quantized matrices had been stored as `code`, without scales."""
+    """The repo with its block-quantized matrices stored as `code`, without scales."""
     files = {}
     tensors = repo.tensors
     for file, members in repo.files.items():
@@ -372,12 +372,12 @@ def split_by(shown: Shown, mesh: Mesh) -> list[list[str]]:
 
 
 def spec(shown: Shown, mesh: Mesh) -> list[None | str | list[str]]:
-    """The same as JSON has it: null, one name, or a list of them."""
+    """The same as in JSON: null, one name, or a list of names."""
     return [None if not names else names[0] if len(names) == 1 else names for names in split_by(shown, mesh)]
 
 
 def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """Part `index` of `parts` of a range, as torch.chunk cuts it: ceil-sized parts, then a rest, then nothing."""
+    """Part `index` of `parts` of a range, cut as by torch.chunk: parts of rounded-up size, then the rest, then empty ones."""
     step = -(-(stop - start) // parts)
     return min(start + index * step, stop), min(start + (index + 1) * step, stop)
 

@@ -1,7 +1,7 @@
 """Tiny Hugging Face repositories, written byte by byte from a seed.
 
-Nothing here uses the safetensors package: the writer below is the format's whole law in twenty lines, so that a mistake
-in the package and one in ckfs cannot hide each other. Each builder returns a `Repo`, which knows what it wrote.
+This file does not use the safetensors package. The writer below is the whole format in twenty lines, so that mistakes
+in the package and in ckfs cannot compensate each other. Each builder returns a `Repo`, which knows its contents.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def parse_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str], in
 
 
 class Draw:
-    """Deterministic values: each tensor's come from its own name, so repos can share names and still be told apart."""
+    """Deterministic values: each tensor's come from its own name, so repos can share names and still differ."""
 
     def __init__(self, seed: str) -> None:
         self.seed = seed
@@ -114,7 +114,7 @@ class Draw:
 
 
 def write(path: Path, files: dict[str, dict[str, Tensor]], config: dict, *, index: bool | None = None) -> Repo:
-    """Writes the repo; `index` defaults to whether there are several files."""
+    """Writes the repo; `index` defaults to true for several files."""
     path.mkdir(parents=True, exist_ok=True)
     for file, tensors in files.items():
         (path / file).write_bytes(safetensors_bytes(tensors, {"format": "pt"}))
@@ -391,7 +391,7 @@ BLOCK = 128
 
 
 def block_fp8(path: Path, scale_code: str) -> Repo:
-    """Block-quantized matrices with blocks that hang over both edges; scales partly in another file."""
+    """Block-quantized matrices with partial blocks at both edges; scales partly in another file."""
     draw = Draw(path.name)
     config = base_config("deepseek_v3", "DeepseekV3ForCausalLM", 2) | {
         "hidden_size": 200, "intermediate_size": 300, "first_k_dense_replace": 2, "q_lora_rank": 130,
@@ -436,7 +436,7 @@ LAYERS_OF_TWO_FILES = 4
 
 
 def two_files(path: Path) -> Repo:
-    """`a` and `b`, each in a file of its own of 9 MiB, so that one can be damaged and the other must go on."""
+    """`a` and `b`, each in a file of its own of 9 MiB, so that one can be damaged while the other must remain readable."""
     draw, files = Draw(path.name), {}
     for number, word in enumerate("ab"):
         files[f"model-0000{number + 1}-of-00002.safetensors"] = {
@@ -455,7 +455,7 @@ def every_dtype(path: Path) -> Repo:
 
 
 def wide(path: Path) -> Repo:
-    """A llama of 79 MB in three layers, so that shards are larger than headers, tiles and what the kernel reads ahead."""
+    """A llama of 79 MB in three layers, so that shards are larger than headers, tiles and the kernel's read-ahead."""
     draw, out, hidden, narrow, inter, vocab = Draw(path.name), {}, 1024, 512, 2816, 2048
     for n in range(3):
         for word, rows, columns in (
@@ -480,7 +480,7 @@ UNEVEN_SIZES = (13, 10, 6, 2)
 
 
 def uneven(path: Path) -> Repo:
-    """First axes that four devices cannot share evenly; of 6 and 2 rows some get none."""
+    """First axes that do not divide evenly over four devices; of 6 and 2 rows some devices get none."""
     draw = Draw(path.name)
     out = {f"block{size}.weight": draw(f"{size}", "F32", size, 3) for size in UNEVEN_SIZES}
     out |= {f"block{size}.bias": draw(f"{size} bias", "BF16", size) for size in UNEVEN_SIZES}
@@ -494,7 +494,7 @@ def two_files_without_index(path: Path) -> Repo:
 
 
 def edge_values(path: Path) -> Repo:
-    """Every 16-bit pattern, a spread of float32 patterns and all 8-bit ones: what casts must get right."""
+    """Every 16-bit pattern, a spread of float32 patterns and all 8-bit ones: the inputs of cast tests."""
     all16 = np.arange(1 << 16, dtype=np.uint16)
     high = np.arange(1 << 16, dtype=np.uint32) << 16
     tails = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x0FFF, 0x1000, 0x1001], np.uint32)

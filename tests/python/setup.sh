@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes the Python environment of the client tests and prints its path.
+# Creates the Python environment of the client tests and prints its path.
 #
-# It lies outside the tree, named by the hash of what is in it, so that a change of requirements makes a new one and an
-# old one is reused in no time. The file `complete` is written last, under a lock: a half-made environment is made anew.
+# It is outside the tree, named by the hash of its requirements, so that a change of requirements creates a new one and an
+# old one is reused at once. The file `complete` is written last, under a lock: an incomplete environment is created anew.
 set -euo pipefail
 
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)

@@ -1,4 +1,4 @@
-"""Files that bundle tensors, read by the loaders that people use: `safetensors/` and `hf/`."""
+"""Files that bundle tensors, read by common loaders: `safetensors/` and `hf/`."""
 
 import importlib.util
 import json
@@ -114,14 +114,14 @@ def test_hf_cast(shared, repo, name, word, truth):
         assert said["metadata"]["total_size"] == sum(sizes)
     config, before = json.loads((mounted / "hf/config.json").read_text()), source.config
     says = [part[key] for part in (config, config.get("text_config", {})) for key in ("torch_dtype", "dtype") if key in part]
-    # A config that says nothing is left alone where nothing is cast.
+    # A config without a dtype is unchanged where nothing is cast.
     assert set(says) == {truth} or (name, word, says) == ("bert", "f32", [])
     others = [{k: v for k, v in part.items() if k not in ("torch_dtype", "dtype", "text_config")} for part in (config, before)]
     assert others[0] == others[1], "nothing else in config.json changes"
 
 
 @pytest.mark.parametrize("name", ["block_fp8_f32", "block_fp8_bf16"])
-def test_hf_dequantized_config_says_so(shared, repo, name):
+def test_hf_config_of_a_dequantized_mount_is_updated(shared, repo, name):
     mounted = shared(name, "--dtype", "bf16")
     config = json.loads((mounted / "hf/config.json").read_text())
     assert "quantization_config" not in config
@@ -157,8 +157,8 @@ def test_transformers_from_pretrained(shared, repo, name, options):
 
 @pytest.mark.parametrize("word", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name,options", [("llama", ()), ("llama_f32", ()), ("llama_f32", ("--dtype", "bf16"))])
-def test_transformers_casts_what_the_mount_shows(shared, repo, name, options, word):
-    """A type that the caller asks for, on top of the one that the mount has."""
+def test_transformers_casts_the_tensors_of_the_mount(shared, repo, name, options, word):
+    """A type that the caller requests, after the mount's own cast."""
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
@@ -191,7 +191,7 @@ def test_hf_slices(shared, repo, options):
 
 @pytest.mark.parametrize("options", [(), ("--dtype", "bf16")], ids=["untouched", "cast"])
 def test_sentence_transformers(own, options):
-    """A published BERT, whose repository says in further files how to pool."""
+    """A published BERT, whose repository describes its pooling in further files."""
     torch = pytest.importorskip("torch")
     from sentence_transformers import SentenceTransformer
 
@@ -207,7 +207,7 @@ def test_sentence_transformers(own, options):
 
 
 def test_state_dict_from_raw_files(shared, repo):
-    """A trainer that knows nothing of ckfs: numpy arrays from plain files equal transformers' own parameters."""
+    """A trainer without any knowledge of ckfs: numpy arrays from plain files equal transformers' own parameters."""
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 

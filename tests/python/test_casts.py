@@ -71,7 +71,7 @@ def test_only_floats_are_cast(shared, repo):
 @pytest.mark.parametrize("name", ["block_fp8_f32", "block_fp8_bf16"])
 @pytest.mark.parametrize("word,mesh", [("bf16", "fsdp=3"), ("bf16", "fsdp=2,tensor=2"), ("f32", "fsdp=7"), ("f16", "tensor=5")])
 def test_block_fp8_is_dequantized(shared, repo, name, word, mesh):
-    """Shards begin inside blocks, and the last blocks hang over the edge."""
+    """Shards start inside blocks, and the last blocks are partial."""
     mounted, grid = shared(name, "--dtype", word, "--mesh", mesh), Mesh.parse(mesh)
     code = USER_DTYPES[word]
     source = reference.dequantized(reference.cast_repo(repo(name), code), code)
@@ -86,7 +86,7 @@ def test_block_fp8_without_dtype_passes_through(shared, repo, name):
 
 
 def test_fp8_goes_through_float32(tmp_path, own):
-    """With float32 scales, rounding the product straight to bf16 differs in one of 130 000; enough values to see it."""
+    """With float32 scales, rounding the product straight to bf16 differs in one of 130 000; there are enough values to detect it."""
     rows = columns = 2048
     rng = np.random.default_rng(7)
     quantized = rng.integers(0, 256, rows * columns, np.uint8)
@@ -106,7 +106,7 @@ def test_fp8_goes_through_float32(tmp_path, own):
 
 
 def test_the_reference_itself():
-    """A few values that anyone can check by hand."""
+    """A few values that can be checked by hand."""
     ones = np.array([1.0, 1.00390625, 1.01171875, 3.4e38, np.inf, -0.0], np.float32)  # ties go to even
     got = reference.cast_array(ones, "BF16").astype(np.float32)
     assert got.tolist()[:3] == [1.0, 1.0, 1.015625] and np.isinf(got[3]) and np.isinf(got[4]) and np.signbit(got[5])

@@ -1,4 +1,4 @@
-"""Every way of reading a file, and every way of not writing one."""
+"""Every way to read a file, and every refused way to write one."""
 
 import errno
 import hashlib
@@ -29,7 +29,7 @@ def large(base):
 
 @pytest.fixture(scope="module", params=[(), ("--dtype", "bf16")], ids=["copied", "cast"])
 def view(request, base, large, fuse):
-    """The large repo mounted plain and cast, and what its files must hold."""
+    """The large repo mounted plain and cast, and the expected contents of its files."""
     point = base / f"large-{request.param_index}"
     mounted = mounting.mount(large.path, point, "--mesh", "fsdp=4", *request.param)
     code = "BF16" if request.param else None
@@ -116,7 +116,7 @@ def test_parallel_readers(view):
 
 
 def test_two_threads_serve_page_faults(own, large):
-    """A daemon of two threads under sixteen processes that fault in the same map."""
+    """A daemon of two threads serves sixteen processes that fault in the same map."""
     mounted = own(large.path, "--mesh", "fsdp=4", "--dtype", "bf16", "-o", "threads=2")
     names = [f"dev{device}/wide" for device in range(4)]
     with multiprocessing.get_context("fork").Pool(16) as pool:
@@ -126,7 +126,7 @@ def test_two_threads_serve_page_faults(own, large):
 
 
 def _map_and_compare(job):
-    """Faults in every page of a map, in an order of its own, once all are ready."""
+    """Faults in every page of a map, in the process's own order, once all processes are ready."""
     path, digest, seed, barrier = job
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ) as held:
         starts = list(range(0, len(held), 4096))
@@ -198,7 +198,7 @@ def test_walks_agree(shared):
 
 
 def test_sendfile(shared, tmp_path):
-    """What `cp` and web servers use."""
+    """The system call that `cp` and web servers use."""
     source = shared("llama", "--mesh", "fsdp=4") / "dev2/layers/scanned/w_gate"
     expected = source.read_bytes()
     with open(source, "rb") as file, open(tmp_path / "copy", "wb+") as target:

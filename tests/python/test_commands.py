@@ -1,4 +1,4 @@
-"""The commands other than mount, through the front door: what they print and how they end."""
+"""The commands other than mount, as users run them: their output and exit codes."""
 
 import json
 import os
@@ -37,8 +37,8 @@ def test_wrong_usage_is_two(args):
     assert done.err and not done.out
 
 
-def test_failures_are_one_and_say_what(tmp_path, repo):
-    """On standard error, lower case, naming the thing."""
+def test_failures_exit_with_1_and_name_the_cause(tmp_path, repo):
+    """On standard error, in lower case, with the name of the object."""
     missing = tmp_path / "missing"
     for args in (("plan", missing), ("cat", missing, "full/x"), ("mount", missing, tmp_path), ("verify", missing)):
         done = run(*args, expect=1)
@@ -91,7 +91,7 @@ def test_plan_names_the_dialect(repo, name, fact, value):
     assert (found if fact == "qkv" else found["text"]) == value
 
 
-def test_plan_tells_experts_and_quantization_in_members(repo):
+def test_plan_states_experts_and_quantization_in_members(repo):
     dialect = run("plan", repo("qwen3_moe").path, "--json").json()["dialect"]
     assert (dialect["experts"]["kept"], dialect["experts"]["count"], dialect["quantization"]["scheme"]) == ("single", 4, None)
     found = run("plan", repo("block_fp8_bf16").path, "--json").json()["dialect"]["quantization"]
@@ -100,7 +100,7 @@ def test_plan_tells_experts_and_quantization_in_members(repo):
 
 
 def test_missing_layers_are_refused(tmp_path):
-    """Where the config of a known family counts more than there are; a tensor that only one layer has is no error."""
+    """The config of a known family counts more layers than exist; a tensor that only one layer has is no error."""
     tensors = repos.llama_tensors("strict", layers=4)
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(("model.layers.1.", "model.layers.3."))}
     tensors["model.layers.0.mlp.surprise.weight"] = repos.Draw("x")("surprise", "BF16", 4, 4)
@@ -158,7 +158,7 @@ def test_explain(repo):
 
 
 def test_export_equals_the_mount(shared, repo, tmp_path):
-    """Every file that the mount shows, with no terminal no progress bar."""
+    """Every file of the mount; without a terminal there is no progress bar."""
     mounted = shared("llama", "--mesh", "fsdp=2,tensor=2")
     done = run("export", repo("llama").path, tmp_path / "out", "--mesh", "fsdp=2,tensor=2")
     assert "\r" not in done.err and "\x1b" not in done.err
@@ -203,7 +203,7 @@ def test_doctor():
 
 def test_status(own, repo):
     mounted = own(repo("llama").path, "--mesh", "fsdp=4", "--dtype", "f32")
-    # Other mounts of this host are none of our business: one of them may be dead, which is exit code 1.
+    # Other mounts of this host do not matter: one of them may be dead, which is exit code 1.
     rows = {row["mountpoint"]: row for row in run("status", "--json", expect=None).json()["mounts"]}
     row = rows[str(mounted.point)]
     assert (row["source"], row["health"]) == (str(repo("llama").path), "healthy")

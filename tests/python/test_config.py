@@ -22,8 +22,8 @@ def test_config_instead_of_flags(own, repo, tmp_path):
         check_device(mounted, tensors, Mesh.parse("fsdp=2,tensor=2"), device)
 
 
-def test_a_mount_can_be_made_again_from_its_own_config(shared, own, repo, tmp_path):
-    """`.ckfs/config.toml` says all that the flags said."""
+def test_a_mount_can_be_repeated_from_its_own_config(shared, own, repo, tmp_path):
+    """`.ckfs/config.toml` contains all settings of the flags."""
     first = shared("llama", "--mesh", "fsdp=2,tensor=2", "--dtype", "f32", "--layout", "hf")
     config = _written(tmp_path / "again.toml", (first / ".ckfs/config.toml").read_text())
     again = own(repo("llama").path, "--config", config)

@@ -66,7 +66,7 @@ def test_a_damaged_source_is_eio(own, two_files, damage, options):
 
 @pytest.mark.parametrize("damage", [_replace, _delete], ids=lambda damage: damage.__name__[1:])
 def test_a_replaced_source_never_shows_other_bytes(own, two_files, damage):
-    """The old file may live on behind an open descriptor: its bytes are right, EIO is right too, the new ones are not."""
+    """An open descriptor may still refer to the old file: its bytes are right, EIO is right too, the new bytes are not."""
     mounted = own(two_files.path, "--mesh", "fsdp=2")
     tensors = reference.canonical(two_files)
     damage(two_files.path / "model-00001-of-00002.safetensors")
@@ -89,7 +89,7 @@ def test_a_replaced_source_is_eio_once_seen(own, two_files):
 
 @pytest.mark.parametrize("options", [(), ("--dtype", "bf16")], ids=["copied", "cast"])
 def test_truncation_while_being_read(own, two_files, options):
-    """Readers in full flight when the bytes go: each sees EIO or right bytes, and the daemon lives."""
+    """The file is cut while readers read: each gets EIO or right bytes, and the daemon lives."""
     mounted = own(two_files.path, "--mesh", "fsdp=2", *options)
     code = "BF16" if options else None
     expected = reference.cast(reference.canonical(two_files)["layers/scanned/a"], code).array.tobytes()
@@ -116,7 +116,7 @@ def test_truncation_while_being_read(own, two_files, options):
     def guarded():
         try:
             reader()
-        except OSError as error:  # open itself may say EIO
+        except OSError as error:  # open itself may fail with EIO
             if error.errno != errno.EIO:
                 wrong.append(error)
 
@@ -150,7 +150,7 @@ def test_hf_files_of_a_damaged_source(own, two_files, damage, options):
 
 
 def test_a_descriptor_of_a_damaged_hf_file(own, two_files):
-    """Opened before the damage, it shows what the original shows (by passthrough), or fails; never bytes of its own."""
+    """Opened before the damage, it shows the original's bytes (by passthrough), or fails; never other bytes."""
     mounted = own(two_files.path)
     file = two_files.path / "model-00001-of-00002.safetensors"
     with open(mounted / "hf" / file.name, "rb") as held:
@@ -167,8 +167,8 @@ def test_a_descriptor_of_a_damaged_hf_file(own, two_files):
             assert found == file.read_bytes()[:4096]
 
 
-def test_damage_that_no_read_meets_is_noticed(own, two_files):
-    """Files that the kernel reads by itself are looked at every few seconds."""
+def test_damage_without_any_read_is_noticed(own, two_files):
+    """Files that the kernel reads by itself are checked every few seconds."""
     mounted = own(two_files.path)
     file = two_files.path / "model-00001-of-00002.safetensors"
     assert read(mounted / "hf" / file.name) == file.read_bytes()
@@ -179,7 +179,7 @@ def test_damage_that_no_read_meets_is_noticed(own, two_files):
 
 
 def test_mapped_reader_gets_sigbus_not_zeros(own, two_files):
-    """A client that maps a file whose source is gone dies by SIGBUS, as with any file system; the daemon does not."""
+    """A client that maps a file with a removed source dies by SIGBUS, as on any file system; the daemon lives."""
     mounted = own(two_files.path, "--dtype", "bf16", "--materialize", "none")
     target = mounted / "full/layers/3/a"
     script = (

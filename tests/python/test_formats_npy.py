@@ -1,4 +1,4 @@
-"""numpy on `npy/`: loaded, mapped, and made what they are."""
+"""numpy on `npy/`: files loaded, mapped, and viewed as their real types."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_np_load(shared, repo, name, mesh, mmap_mode):
     mounted, count = shared(name, "--mesh", mesh), 0
     for file, shown, expected in files(mounted, repo(name), mesh):
         if mmap_mode and expected.size == 0:
-            continue  # numpy cannot map nothing
+            continue  # numpy cannot map an empty array
         found = np.load(file, mmap_mode=mmap_mode)
         if shown.code in OPAQUE:
             assert found.dtype == np.dtype(f"V{expected.itemsize}"), file
@@ -44,7 +44,7 @@ def test_the_names_are_those_of_the_bundle(shared, repo):
     assert mounted.files("npy/dev3") == expected
 
 
-def test_bfloat16_is_what_numpy_itself_writes(shared, repo, tmp_path):
+def test_bfloat16_files_equal_those_of_numpy(shared, repo, tmp_path):
     """The dictionary of `np.save`, whose padding differs: here the elements start on a page."""
     mounted = shared("llama", "--mesh", "fsdp=2,tensor=2")
     file, _, expected = next(files(mounted, repo("llama"), "fsdp=2,tensor=2"))
@@ -56,7 +56,7 @@ def test_bfloat16_is_what_numpy_itself_writes(shared, repo, tmp_path):
 
 
 def test_a_forgotten_view_is_an_error(shared):
-    """Nothing takes the bytes of bfloat16 for numbers of another type by itself."""
+    """No operation treats the bytes of bfloat16 as numbers of another type without a view."""
     found = np.load(shared("llama", "--mesh", "fsdp=2,tensor=2") / "npy/dev0/embed.npy")
     with pytest.raises(TypeError):
         found + 1

@@ -12,7 +12,7 @@ import sys
 import traceback
 from pathlib import Path
 
-# Before jax makes its devices.
+# Before jax creates its devices.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -71,7 +71,7 @@ def jax_mesh(text: str) -> jax.sharding.Mesh:
 
 
 def targets(mounted: mounting.Mount, mesh: str, spec_of=None) -> dict:
-    """What the caller of Orbax wants: shapes, types and shardings, from the manifest."""
+    """The target of a restore: shapes, types and shardings, from the manifest."""
     devices = jax_mesh(mesh)
     out = {}
     for row in mounted.manifest()["tensors"]:
@@ -101,7 +101,7 @@ def test_standard_checkpointer_without_a_target(mounted, tensors):
 
 
 def test_each_device_gets_its_own_shard(mounted, tensors):
-    """Device d of jax's mesh holds, byte for byte, what `dev{d}` shows."""
+    """Device d of jax's mesh holds, byte for byte, the contents of `dev{d}`."""
     found = ocp.StandardCheckpointer().restore(mounted / "orbax/0/items", targets(mounted, MESH))
     same_tree(found, tensors)
     for name, array in flat(found).items():
@@ -179,7 +179,7 @@ def test_names_of_the_repository(shared, repo):
 
 @pytest.fixture(scope="session")
 def types_repo(base):
-    """Every type that an array can have, with a scalar, an empty tensor and a shape that nothing divides."""
+    """Every type that an array can have, with a scalar, an empty tensor and a shape that no mesh axis divides."""
     draw = repos.Draw("types")
     out = {code.lower(): draw(code, code, 6, 8) for code in repos.NUMPY}
     out |= {"scalar": draw("scalar", "BF16"), "empty": repos.Tensor("F32", (0, 3), b""), "odd": draw("odd", "F32", 7, 5)}
@@ -191,7 +191,7 @@ def test_every_type(own, types_repo, mesh):
     tensors = bundle(types_repo)
     mounted = own(types_repo.path, "--mesh", mesh)
     same_tree(ocp.PyTreeCheckpointer().restore(mounted / "orbax/0/items"), tensors)
-    # jax has no arrays of some types; those it has come back sharded. An uneven split it would not accept.
+    # jax lacks arrays of some types; the others are restored with shardings. It would not accept an uneven split.
     named = {name: shown for name, shown in tensors.items() if name not in ("f8_e8m0",)}
     even = lambda row: [None if i or not n or n % 2 else "x" for i, n in enumerate(row["shape"])]  # noqa: E731
     target = targets(mounted, "x=2,y=4", even)
@@ -204,7 +204,7 @@ def test_every_type(own, types_repo, mesh):
 
 
 def params_repo(path: Path) -> repos.Repo:
-    """A repository whose names are already those that MaxText writes: with layout hf they become its tree."""
+    """A repository with the names that MaxText writes: with layout hf they become its tree."""
     draw, at = repos.Draw("params"), "params.params.decoder"
     tensors = {
         "params.params.token_embedder.embedding": draw("embedding", "BF16", 64, 16),
@@ -235,7 +235,7 @@ def params(own, tmp_path):
 def test_the_call_that_maxtext_makes(params):
     source, mounted = params
     target = targets(mounted, MESH)["params"]
-    # Its newer loader asks for the tree of shapes first.
+    # Its newer loader requests the tree of shapes first.
     tree = ocp.StandardCheckpointer().metadata(mounted / "orbax/0/items").item_metadata.tree["params"]["params"]
     assert tree["decoder"]["layers"]["mlp"]["wi_0"]["kernel"].shape == (16, 2, 32)
     found = maxtext_restore(mounted / "orbax/0/items", target)
@@ -244,7 +244,7 @@ def test_the_call_that_maxtext_makes(params):
 
 @pytest.mark.parametrize("layout, scanned", [("maxtext", True), ("maxtext-unscanned", False)])
 def test_the_layout_of_maxtext(shared, layout, scanned):
-    """Keys are `params` twice, and each device gets what its raw files show."""
+    """Keys are `params` twice, and each device gets the contents of its raw files."""
     mounted = shared("llama", "--mesh", MESH, "--layout", layout)
     items = mounted / "orbax/0/items"
     assert ocp.StandardCheckpointer().metadata(items).custom_metadata["scan_layers"] is scanned
@@ -259,7 +259,7 @@ def test_the_layout_of_maxtext(shared, layout, scanned):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_source_that_fails_is_an_error_and_never_zeros(params):
-    """That call takes a chunk that is not there for zeros: the mount must fail otherwise."""
+    """That call reads a missing chunk as zeros, so the mount must fail in another way."""
     source, mounted = params
     target = targets(mounted, MESH)["params"]
     file = source.path / "model.safetensors"
@@ -282,7 +282,7 @@ def test_each_byte_is_fetched_once(own, repo):
 
 
 def fetched(mounted: mounting.Mount) -> int:
-    """Bytes of sources that were read, by every path."""
+    """Bytes of sources that were read, summed over all ways of reading."""
     return sum(mounted.stats()["bytes_fetched"].values())
 
 

@@ -37,13 +37,13 @@ def bundle(repo: repos.Repo) -> dict[str, reference.Shown]:
     return {shown.name: shown for shown in reference.canonical(repo).values() if shown.bundled}
 
 
-# Types that torch has but safetensors' own table for torch has not.
+# Types that torch has and the safetensors package's table for torch lacks.
 UNREAD = ("F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 
 
 @pytest.fixture(params=["llama", "uneven", "all_types"])
 def case(request, shared, own, repo, tmp_path):
-    """A mount for four devices and what its bundles hold; for types, a scalar and an empty tensor too."""
+    """A mount for four devices and the contents of its bundles; for `types`, also a scalar and an empty tensor."""
     if not request.param.endswith("types"):
         return shared(request.param, "--mesh", "fsdp=4"), bundle(repo(request.param)), Mesh.parse("fsdp=4")
     draw, codes = repos.Draw(request.param), repos.NUMPY.keys()
@@ -65,7 +65,7 @@ def test_torch_load(case, mmap, weights_only):
 
 
 def empty_state(tensors: dict[str, reference.Shown]) -> dict[str, torch.Tensor]:
-    """Tensors of the right shapes and no right value."""
+    """Tensors of the right shapes with wrong values."""
     state = {}
     for name, shown in tensors.items():
         state[name] = torch.empty(shown.array.shape, dtype=torch_dtype(shown.code))
@@ -88,7 +88,7 @@ def test_dcp_load(case):
 
 @pytest.mark.parametrize("case", ["llama", "uneven", "most_types"], indirect=True)
 def test_device_files_reassemble(case):
-    """`HuggingFaceStorageReader` makes the whole tensors of the four files."""
+    """`HuggingFaceStorageReader` assembles the whole tensors from the four files."""
     mounted, tensors, _ = case
     state = empty_state(tensors)
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(mounted / "safetensors")), no_dist=True)
@@ -120,7 +120,7 @@ def test_dcp_to_torch_save(case, tmp_path):
 
 
 def test_common_pt(shared):
-    """What Megatron-Core reads beside the tensors."""
+    """The entries that Megatron-Core reads beside the tensors."""
     assert torch.load(shared("llama", "--mesh", "fsdp=4") / "dcp/common.pt", weights_only=True) == {"iteration": 0}
 
 

@@ -39,14 +39,14 @@ def test_a_file_of_a_changed_source_is_not_opened(own, fresh, tmp_path):
     assert error_of(open, mounted / "full/embed") == errno.EIO
 
 
-def test_a_directory_that_holds_no_unnamed_files_is_refused(repo, tmp_path):
+def test_a_directory_without_unnamed_files_is_refused(repo, tmp_path):
     done = run("mount", repo("llama").path, tmp_path, "--materialize", "/proc", expect=1)
     assert "/proc: no place for materialized files" in done.err
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
 def test_a_full_directory_leaves_all_bytes_readable(own, wide, tmp_path):
-    """A file system of 4 MiB for files of which most are larger, and together far more."""
+    """A file system of 4 MiB for files that are mostly larger, and together far larger."""
     small = tmp_path / "small"
     small.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "ckfs-test", small], check=True)

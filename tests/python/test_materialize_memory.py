@@ -1,4 +1,4 @@
-"""Files materialized in memory: those of one tensor when they are opened, bundles as their tensors are read."""
+"""Files materialized in memory: those of one tensor at their open, bundles while their tensors are read."""
 
 import errno
 import mmap
@@ -25,7 +25,7 @@ def held(mounted) -> int:
 
 
 @pytest.mark.parametrize("options", [(), ("--dtype", "f32"), ("--layout", "maxtext"), ("--layout", "maxtext-unscanned")])
-def test_bytes_are_the_same_as_those_made_while_they_are_read(own, wide, options):
+def test_bytes_are_the_same_as_without_materialization(own, wide, options):
     options = ("--mesh", "fsdp=2,tensor=2", *options)
     plain, mounted = own(wide.path, *options, "--materialize", "none"), own(wide.path, *options, "--materialize", "memory")
     under = ["full", "dev1", "npy/dev2", "orbax", "safetensors", "pt", "dcp"]
@@ -34,7 +34,7 @@ def test_bytes_are_the_same_as_those_made_while_they_are_read(own, wide, options
     assert len(large) > 20
     for count, name in enumerate(large, 1):
         assert read(mounted / name) == read(plain / name), name
-        # A file of many tensors is made beside its reader, and counted a moment later.
+        # A file of many tensors is materialized while its reader reads, and counted a moment later.
         wait_until(lambda count=count: mounted.stats()["materialized_files"] == count, what=name)
     before = mounted.stats()
     for name in large[:5] + [name for name in large if name.startswith(("safetensors/", "pt/"))]:
@@ -52,7 +52,7 @@ def prezeroed(mounted) -> int:
 
 
 def wait_for_buffers(mounted):
-    """Waits until there are some and no more come: they are begun one after another."""
+    """Waits until there are buffers and no more are added: the daemon adds one after another."""
     last, since = 0, time.monotonic()
 
     def settled():
@@ -64,17 +64,17 @@ def wait_for_buffers(mounted):
     wait_until(settled, seconds=30, what="pre-zeroed buffers")
 
 
-def test_memory_made_ready_beforehand_holds_the_same_bytes(own, wide):
+def test_prezeroed_buffers_hold_the_same_bytes(own, wide):
     options = ("--mesh", "fsdp=2,tensor=2", "--layout", "maxtext")
     plain = own(wide.path, *options, "--materialize", "none")
     mounted = own(wide.path, *options, "--materialize", "memory", "--cache-bytes", "1G")
-    # Sizes told beforehand, some of them read twice, longer ones by a header, and others.
+    # Files of the expected sizes, some of them read twice; files longer by a header; and others.
     under = ["dev1", "dev2", "npy/dev1", "full", "orbax", "safetensors"]
     names = [f"{top}/{name}" for top in under for name in plain.files(top)]
     lengths = {name: (plain / name).stat().st_size for name in names if (plain / name).stat().st_size >= MIB}
     assert len(lengths) > 20 and any(length % (2 * MIB) for length in lengths.values())
-    assert sum(lengths.values()) < 512 * MIB, "so that what is closed leaves room"
-    # Nothing is made ready beside readers, so that how many find something depends on the time, but not for the first of each size.
+    assert sum(lengths.values()) < 512 * MIB, "so that closed files leave room"
+    # No buffers are zeroed while clients read, so the number of hits depends on the time, except for the first file of each size.
     wait_for_buffers(mounted)
     firsts = {length: name for name, length in reversed(lengths.items())}
     for name in dict.fromkeys([*firsts.values(), *lengths]):
@@ -84,7 +84,7 @@ def test_memory_made_ready_beforehand_holds_the_same_bytes(own, wide):
         if stats["materialized_files"] <= len(firsts):
             assert stats["prezeroed_files_used"] == stats["materialized_files"], name
     assert stats["materialized_files"] == len(lengths)
-    # More are made once it is quiet.
+    # More buffers are zeroed once no client reads.
     wait_for_buffers(mounted)
     name = "dev3/params/decoder/layers/mlp/wo/kernel"
     assert read(mounted / name) == read(plain / name)
@@ -103,7 +103,7 @@ def mapped(mounted, repo) -> int:
     return total
 
 
-def test_sources_are_mapped_beforehand_where_bytes_are_made_of_them(own, wide):
+def test_sources_of_converted_files_are_prefaulted(own, wide):
     for file in wide.path.glob("*.safetensors"):
         file.read_bytes()
     options = ("--mesh", "fsdp=2,tensor=2")
@@ -135,7 +135,7 @@ MANY_TENSORS = {
 
 
 @pytest.mark.parametrize("which", [None, "memory", "none"])
-def test_which_files_are(own, wide, which):
+def test_which_files_are_materialized(own, wide, which):
     mounted = own(wide.path, *(("--materialize", which) if which else ()))
     for name, made in ONE_TENSOR.items():
         before = mounted.stats()["materialized_files"]
@@ -158,7 +158,7 @@ def test_which_files_are(own, wide, which):
 
 
 @pytest.mark.parametrize("cache,fits", [("330M", True), ("100M", False)])
-def test_the_plan_says_which_files_and_the_mount_agrees(own, wide, cache, fits):
+def test_the_plan_states_the_materialized_files_and_the_mount_agrees(own, wide, cache, fits):
     """Two bundles of 79 MB fit three quarters of 330 MiB and not those of 100 MiB."""
     options = ("--cache-bytes", cache, "--dtype", "keep")
     found = run("plan", wide.path, *options, "--json").json()["materialized"]
@@ -182,11 +182,11 @@ def fetched(mounted) -> int:
     return sum(mounted.stats()["bytes_fetched"].values())
 
 
-def test_readers_of_headers_cause_next_to_nothing_to_be_made(own, wide):
-    """As `HuggingFaceStorageReader` does: list the directory, open every file for its header, then read what is wanted."""
+def test_header_probes_cause_almost_no_materialization(own, wide):
+    """As in `HuggingFaceStorageReader`: list the directory, open every file for its header, then read the needed tensors."""
     mounted = own(wide.path, "--mesh", "fsdp=4")
     directory = mounted / "safetensors"
-    ahead = 4 * MIB  # what the kernel reads ahead of a header, and the pieces that this touches
+    ahead = 4 * MIB  # the kernel's read-ahead after a header, and the pieces that it touches
     for round in range(2):
         files = sorted(file for file in directory.iterdir() if file.suffix == ".safetensors")
         assert len(files) == 4
@@ -204,7 +204,7 @@ def test_readers_of_headers_cause_next_to_nothing_to_be_made(own, wide):
         assert mounted.stats()["passthrough_opens"] > before["passthrough_opens"], "the kernel reads it by itself"
 
 
-def test_an_open_with_o_direct_causes_nothing_to_be_made(own, wide):
+def test_an_open_with_o_direct_materializes_nothing(own, wide):
     mounted = own(wide.path, "--mesh", "fsdp=2", "--dtype", "f32")
     for name in ("full/layers/scanned/wq", "npy/dev0/layers/scanned/wq.npy", "safetensors/dev0.safetensors"):
         expected = read(own(wide.path, "--mesh", "fsdp=2", "--dtype", "f32", "--materialize", "none") / name)
@@ -217,7 +217,7 @@ def test_an_open_with_o_direct_causes_nothing_to_be_made(own, wide):
         time.sleep(0.2)
         stats = mounted.stats()
         assert stats["materialized_files"] == 0 and stats["materialized_bytes_held"] == 0, name
-    # One that is there already is used.
+    # A file that is complete already is used.
     assert read(mounted / "full/layers/scanned/wq") is not None
     before = mounted.stats()["passthrough_opens"]
     os.close(os.open(mounted / "full/layers/scanned/wq", os.O_RDONLY | os.O_DIRECT))
@@ -264,7 +264,7 @@ def test_direct_reads_find_the_bytes(own, wide):
 
 
 @pytest.mark.parametrize("cache", ["0", "1M", "8M", "24M"])
-def test_without_room_files_are_made_as_they_are_read(own, wide, cache):
+def test_without_room_files_are_computed_as_they_are_read(own, wide, cache):
     options = ("--layout", "maxtext", "--mesh", "fsdp=2")
     plain, mounted = own(wide.path, *options, "--materialize", "none"), own(wide.path, *options, "--cache-bytes", cache)
     names = [f"dev{device}/{KERNELS}/{leaf}/kernel" for device in range(2) for leaf in ("mlp/wi_0", "mlp/wo", "self_attention/out")]
@@ -279,7 +279,7 @@ def test_without_room_files_are_made_as_they_are_read(own, wide, cache):
         for file in opened:
             file.close()
     for name in names:
-        assert read(mounted / name) == read(plain / name), "opened again, in whatever way there is room for"
+        assert read(mounted / name) == read(plain / name), "opened again, with or without room"
 
 
 def test_many_opens_at_once_wait_for_one(own, wide):
@@ -306,8 +306,8 @@ def test_many_opens_at_once_wait_for_one(own, wide):
     assert stats["in_flight"] <= 1 and stats["panics"] == 0
 
 
-def test_what_is_mapped_outlives_its_room(own, wide):
-    """A file is given up for others once it is closed; who has mapped it keeps its pages."""
+def test_a_mapped_file_outlives_its_room(own, wide):
+    """A closed file is dropped to make room for others; a process that has mapped it keeps its pages."""
     options = ("--layout", "maxtext", "--cache-bytes", "48M")
     plain, mounted = own(wide.path, *options, "--materialize", "none"), own(wide.path, *options)
     names = [f"full/{KERNELS}/mlp/{leaf}/kernel" for leaf in ("wi_0", "wi_1", "wo")]
@@ -318,7 +318,7 @@ def test_what_is_mapped_outlives_its_room(own, wide):
     assert held(mounted) <= 36 * MIB
 
 
-def test_a_changed_source_is_never_shown_as_it_is_now(own, fresh, tmp_path):
+def test_new_bytes_of_a_changed_source_are_never_shown(own, fresh, tmp_path):
     source = repos.wide(tmp_path / "source").path
     mounted, plain = own(source, "--layout", "maxtext"), own(source, "--layout", "maxtext", "--materialize", "none")
     name, other = f"full/{KERNELS}/mlp/wi_0/kernel", f"full/{KERNELS}/mlp/wo/kernel"
@@ -332,7 +332,7 @@ def test_a_changed_source_is_never_shown_as_it_is_now(own, fresh, tmp_path):
     wait_until(lambda: mounted.stats()["poisoned_sources"] > 0, what="the change is noticed")
 
 
-def test_without_passthrough_nothing_is(own, wide):
+def test_without_passthrough_nothing_is_materialized(own, wide):
     mounted = own(wide.path, "--no-passthrough")
     assert len(read(mounted / "full/embed")) == (mounted / "full/embed").stat().st_size
     assert mounted.stats()["materialized_files"] == 0 and mounted.stats()["passthrough_opens"] == 0

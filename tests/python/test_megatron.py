@@ -1,4 +1,4 @@
-"""Megatron-Core, unmodified, loads `dcp/`: `metadata.json` and `common.pt` are what it asks beyond torch."""
+"""Megatron-Core, unmodified, loads `dcp/`: beyond torch's files it needs `metadata.json` and `common.pt`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`.ckfs/metrics` of a real mount, read by the parsers that Prometheus' own Python client has."""
+"""`.ckfs/metrics` of a real mount, read by the parsers of Prometheus' own Python client."""
 
 from __future__ import annotations
 

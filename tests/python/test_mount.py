@@ -1,4 +1,4 @@
-"""Life and death of a mount: start, signals, kill -9, busy unmount, other users, mount(8), counters."""
+"""The life of a mount: start, signals, kill -9, busy unmount, other users, mount(8), counters."""
 
 import errno
 import fcntl
@@ -28,7 +28,7 @@ def test_signals_unmount(own, repo, number):
 
 
 def test_a_stale_mount_is_recovered(own, repo):
-    """kill -9 leaves a mount that answers ENOTCONN; the next mount clears it away."""
+    """kill -9 leaves a mount that answers ENOTCONN; the next mount removes it."""
     mounted = own(repo("llama").path)
     os.kill(mounting.daemon_pid(mounted.point), signal.SIGKILL)
     wait_until(lambda: error_of(os.listdir, mounted.point) == errno.ENOTCONN, what="a stale mount")
@@ -63,7 +63,7 @@ def test_umount(own, repo, tmp_path):
 
 
 def test_umount_while_busy(own, two_files):
-    """Refused with the name of who holds it; `--lazy` takes it out of the tree, and who holds it reads on."""
+    """Refused with the name of the process using the mount; `--lazy` detaches it, and that process can still read."""
     mounted = own(two_files.path, "--dtype", "bf16")
     pid, expected = mounting.daemon_pid(mounted.point), read(mounted / "full/layers/scanned/a")
     with open(mounted / "full/layers/scanned/a", "rb") as file:
@@ -84,7 +84,7 @@ def test_signals_end_a_start_that_is_not_ready(fresh, tmp_path, fuse, options, n
     repo, point = fresh("llama_tied"), tmp_path / "mnt"
     point.mkdir()
     opening = threading.Event()
-    # What is handled here has its default in a child; what is ignored, as by tests run in the background, would stay so.
+    # Signals handled here have their default action in a child; ignored ones, as in background test runs, would stay ignored.
     before = {signal.SIGIO: signal.signal(signal.SIGIO, lambda *_: opening.set())}
     before[number] = signal.signal(number, signal.default_int_handler)
     file = os.open(repo.path / "model.safetensors", os.O_RDWR)
@@ -94,7 +94,7 @@ def test_signals_end_a_start_that_is_not_ready(fresh, tmp_path, fuse, options, n
             [mounting.find_ckfs(), "mount", repo.path, point, *options], start_new_session=True, stderr=subprocess.PIPE
         )
         assert opening.wait(15), "nobody opened the source"
-        # As by Ctrl-C for SIGINT: to starter and daemon alike.
+        # As by Ctrl-C for SIGINT: to the starter and the daemon.
         (os.killpg if number == signal.SIGINT else os.kill)(started.pid, number)
         assert started.wait(20) == -number
         wait_until(lambda: not _alive(started.pid), seconds=20, what="end of the daemon")
@@ -164,7 +164,7 @@ exec setpriv --reuid=65534 --regid=65534 --clear-groups env HOME="$1" sh -ec '
 
 
 def test_an_unprivileged_user_mounts(repo, fuse):
-    """By way of fusermount3, in a mount namespace where `/dev/fuse` is open to all, as on most hosts."""
+    """Through fusermount3, in a mount namespace where `/dev/fuse` is open to all, as on most hosts."""
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody else; as another user all tests run unprivileged anyway")
     inside = ["unshare", "--mount", "--propagation", "private", "sh", "-c", AS_NOBODY, "sh"]
@@ -229,7 +229,7 @@ mount -t ckfs "$2" mnt; ls -d mnt/dev*; umount mnt
 
 
 def test_mount_and_umount_programs(repo, tmp_path, fuse):
-    """mount(8) itself, which adds `rw` where nothing is said, and umount(8); with `/sbin` as if ckfs were installed."""
+    """mount(8) itself, which adds `rw` by default, and umount(8); with `/sbin` as on a host with ckfs installed."""
     if os.geteuid() != 0:
         pytest.skip("only root mounts by mount(8)")
     (tmp_path / "mnt").mkdir()
@@ -243,7 +243,7 @@ def test_mount_and_umount_programs(repo, tmp_path, fuse):
     assert done.stdout.splitlines() == [mounted, "4", mounted, "4", mounted, "1", "mnt/dev1", "mnt/dev0"]
 
 
-def test_mount_helper_takes_what_mount_passes(helper, repo, tmp_path, fuse):
+def test_mount_helper_accepts_the_arguments_of_mount(helper, repo, tmp_path, fuse):
     """`-n`, `-s`, `-v`, `-f` and `-t` are mount(8)'s own; a fake mount mounts nothing."""
     point = tmp_path / "mnt"
     point.mkdir()
@@ -288,7 +288,7 @@ def test_stats_and_metrics(own, repo):
 
 
 def test_stats_move_on(own, repo):
-    """Not cached by the kernel: a later read sees later counts."""
+    """The kernel does not cache them: a later read returns later counts."""
     mounted = own(repo("llama").path)
     before = mounted.stats()["ops"]["lookup"]["count"]
     for n in range(5):

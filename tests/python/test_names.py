@@ -39,7 +39,7 @@ def test_phi3_is_split(shared, repo):
 
 
 def test_a_few_names_by_hand(shared):
-    """What users type, spelled out, so that a mistake in the reference's tables cannot hide."""
+    """Names as users type them, written out, so that a mistake in the reference's tables is detected."""
     by_repo = {
         "llama": {"embed", "final_norm", "lm_head", "layers/scanned/wq", "layers/2/wo", "layers/scanned/attn_norm",
                   "layers/0/mlp_norm", "layers/scanned/w_gate", "layers/1/w_up", "layers/scanned/w_down"},
@@ -72,7 +72,7 @@ def test_shapes_by_hand(shared):
 
 
 def test_the_largest_group_of_equal_layers_is_stacked(own, tmp_path):
-    """Layer 1 is another shape and layer 3 another dtype; the others stack, and bundles hold the two as they are."""
+    """Layer 1 has another shape and layer 3 another dtype; the others stack, and bundles hold the two unstacked."""
     draw = repos.Draw("differ")
     kinds = [("F32", 4), ("F32", 5), ("F32", 4), ("BF16", 4), ("F32", 4)]
     tensors = {f"model.layers.{n}.mlp.up_proj.weight": draw(str(n), code, rows, 8) for n, (code, rows) in enumerate(kinds)}
@@ -116,7 +116,7 @@ def test_a_name_in_the_hub_cache(own, fresh, monkeypatch, name, variable):
 
 
 def test_a_bad_layout_file_is_named(repo):
-    """`--layout FILE` with a file that is no layout is refused by its name."""
+    """`--layout FILE` refuses a file that is no layout, with its name."""
     source = repo("llama").path
     done = mounting.run("plan", source, "--layout", source / "config.json", expect=None)
     assert done.code in (1, 2) and "config.json" in done.err

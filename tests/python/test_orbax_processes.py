@@ -25,7 +25,7 @@ def fetched(mounted: mounting.Mount) -> int:
 
 
 def test_each_byte_is_fetched_once_by_both_together(own, repo, tmp_path):
-    """Split arrays by their chunks; what both need, such as norms, by way of the kernel's page cache."""
+    """Split arrays by their chunks; arrays that both need, such as norms, through the kernel's page cache."""
     source = repo("llama")
     mounted = own(source.path, "--mesh", MESH, "--layout", "maxtext")
     rows = [row for row in mounted.manifest()["tensors"] if row["bundled"]]

@@ -1,4 +1,4 @@
-"""Quantized repositories: what the mount shows is what the schemes' own libraries decode, bit for bit.
+"""Quantized repositories: the mount shows the values that the schemes' own libraries decode, bit for bit.
 
 Three steps, each against the one before: the numpy reference (`quantized_formats`) against the libraries; small repositories
 of every scheme, whose values the reference knows; the mounts of them.
@@ -27,18 +27,18 @@ from reference import Mesh, Shown
 from repos import Tensor
 
 # Repositories, by the name of their builder, that the program decodes. The others are refused, or listed in SHOWN_RAW.
-SUPPORTED = [name for name in BUILDERS if name != "deepseek-v3-fp8"]
-# Whether a quantized matrix whose scale is missing is refused; if not, it stays as it is stored, without a word.
+SUPPORTED = [*BUILDERS]
+# Whether a quantized matrix without its scale is refused; if not, it stays as stored, without a message.
 NOTICES_MISSING_SCALES = True
-# Whether there is `--dequantize[=DTYPE]`.
+# Whether `--dequantize[=DTYPE]` exists.
 HAS_DEQUANTIZE = True
-# Whether `--dtype` leaves alone what the family keeps in float32.
-KEEPS_F32 = False
-# Not supported yet, and not refused: experts in 4 bits stay as they are beside decoded matrices.
+# Whether `--dtype` keeps the float32 tensors that the family keeps.
+KEEPS_F32 = True
+# Not supported yet, and not refused: 4-bit experts stay as stored beside decoded matrices.
 SHOWN_RAW = {"deepseek-v4"} - {*SUPPORTED}
 # Supported as soon as KEEPS_F32.
 AWAITS_F32 = {"deepseek-v3-fp8"} - {*SUPPORTED}
-# What a refusal calls the scheme, of those that are refused.
+# The scheme's name in the refusal, for refused schemes.
 CALLED = {
     "gpt-oss": "mxfp4", "pack-int4": "pack-quantized", "kimi": "pack-quantized", "pack-int8": "pack-quantized", "ct-fp8": "fp8",
     "ct-nvfp4": "nvfp4", "ct-mxfp4": "mxfp4", "ct-mxfp8": "mxfp8", "ct-mixed": "mixed-precision", "fbgemm": "fp8",
@@ -46,8 +46,8 @@ CALLED = {
     "mlx": "mlx", "torchao": "torchao",
 }  # fmt: skip
 UNSUPPORTED = [name for name in BUILDERS if name not in SUPPORTED and name not in AWAITS_F32]
-# Names of DeepSeek's own, which no model of transformers loads in this size; layout canonical knows them under others, and
-# tensor parallelism by those.
+# DeepSeek's own names, which no transformers model of this size loads; layout canonical and tensor parallelism
+# know these tensors under other names.
 FOREIGN_NAMES = {"deepseek-v4"}
 
 
@@ -87,7 +87,7 @@ def called(name: str) -> str:
 
 
 def same_values(found: bytes, expected: np.ndarray, what: object) -> None:
-    """Bytes, but every NaN equals every other: which of them an operation gives is the processor's choice."""
+    """Bytes with all NaNs equal: the processor determines which NaN an operation returns."""
     if expected.dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
         assert len(found) == expected.nbytes, f"{what}: {len(found)} bytes, expected {expected.nbytes}"
         values = np.frombuffer(found, expected.dtype).reshape(expected.shape)
@@ -120,7 +120,7 @@ def test_fields_of_every_width_against_arithmetic():
 
 
 @pytest.mark.parametrize("scheme", oracles.ORACLES)
-def test_the_reference_is_what_the_library_gave(scheme):
+def test_the_reference_equals_the_recorded_library_results(scheme):
     """At least four million elements a scheme, by digests that `quantized_oracles.py` wrote where the libraries ran."""
     rows = [(oracle, code) for oracle in oracles.ORACLES[scheme] for code in oracle.codes]
     assert len(RECORDED[scheme]) == len(rows)
@@ -136,7 +136,7 @@ def test_the_reference_is_what_the_library_gave(scheme):
         assert oracles.digest(oracles.bits_of(formats.rounded(values, code), oracle)) == row["result"], (row["oracle"], code)
 
 
-# By scheme: another order of operations, or another number of roundings, that a decoder could have.
+# By scheme: another order of operations, or another number of roundings, that a decoder could have by mistake.
 WRONG_ORDERS = {
     "ct-nvfp4": lambda parts, out, inner: grouped(
         parts, "weight_scale", lambda s: s * (1 / formats.float32(parts["weight_global_scale"])), out, inner
@@ -167,7 +167,7 @@ def fused_affine(parts, out, inner):
 
 
 def fused(parts, out, inner):
-    """Nested statistics with one rounding, as a fused multiply-add has."""
+    """Nested statistics with one rounding, as in a fused multiply-add."""
     table, codes = formats.float32(parts["weight.nested_quant_map"]), parts["weight.absmax"].array()
     outer = formats.spread(formats.float32(parts["weight.nested_absmax"]), (formats.NESTED_BLOCK,), codes.shape)
     (state,) = (json.loads(tensor.data) for name, tensor in parts.items() if ".quant_state." in name)
@@ -191,7 +191,7 @@ def test_the_small_repositories_would_show_another_order_of_operations(scheme):
 
 
 def test_every_scheme_has_an_oracle_but_those_without_one_on_a_cpu():
-    # g_idx that is absent is i / group, by definition; torchao's plain int4 has kernels for GPUs only.
+    # A missing g_idx is i / group, by definition; torchao's plain int4 has kernels for GPUs only.
     assert {*formats.SCHEMES} - {*RECORDED} == {"gptq-4-v1-no-index", "torchao-int4"}
     assert {*RECORDED} == {*oracles.ORACLES}
 
@@ -199,8 +199,8 @@ def test_every_scheme_has_an_oracle_but_those_without_one_on_a_cpu():
 @pytest.mark.parametrize(
     "scheme", [scheme for scheme, each in oracles.ORACLES.items() if {oracle.package for oracle in each} <= INSTALLED]
 )
-def test_the_library_here_gives_the_same(scheme):
-    """The libraries that are light enough, asked again, in the type that the scheme is usually decoded to."""
+def test_the_installed_library_returns_the_same(scheme):
+    """The libraries that are small enough to install, run again, in the type that the scheme is usually decoded to."""
     for oracle in oracles.ORACLES[scheme]:
         parts, code = oracles.drawn(scheme, oracle), oracle.codes[-1]
         theirs = oracles.bits_of(oracle.run(parts, *oracle.size, code), oracle)
@@ -208,7 +208,7 @@ def test_the_library_here_gives_the_same(scheme):
         assert oracles.digest(theirs) == row["result"]
 
 
-def test_mixed_groups_are_told_apart_as_the_library_does(made):
+def test_modules_of_mixed_groups_are_assigned_as_by_the_library(made):
     """An exact name before regular expressions, those before class names; `ignore` before all."""
     import torch
     from compressed_tensors.utils.match import match_targets
@@ -221,9 +221,9 @@ def test_mixed_groups_are_told_apart_as_the_library_does(made):
         assert targets[found[0]] == formats_of[quantized_repos.MIXED_SCHEMES[module]], module
 
 
-# Loaded by transformers with its own means, on the CPU. Not here: GPTQ and AWQ (their loaders need other packages), ModelOpt
-# and MLX (no loader), FBGEMM (needs a GPU), blocks of fp8 that hang over the edge (transformers finds the block by division),
-# several schemes in one repository (transformers takes one of them for all).
+# Loaded by transformers alone, on the CPU. Not here: GPTQ and AWQ (their loaders need other packages), ModelOpt
+# and MLX (no loader), FBGEMM (needs a GPU), fp8 with partial blocks (transformers finds the block by division),
+# several schemes in one repository (transformers applies one of them to all).
 OWN_LOADER = ["gpt-oss-mxfp4", "fp8-tensor"] + [
     name
     for name in BUILDERS
@@ -233,7 +233,7 @@ OWN_LOADER = ["gpt-oss-mxfp4", "fp8-tensor"] + [
 
 @pytest.mark.parametrize("name", OWN_LOADER)
 def test_transformers_reads_the_repositories_as_the_reference_does(made, name):
-    """So their configuration and tensors are such as the libraries themselves accept."""
+    """This shows that the libraries themselves accept their configuration and tensors."""
     import torch
     from transformers import (
         AutoModelForCausalLM,
@@ -262,8 +262,8 @@ def test_transformers_reads_the_repositories_as_the_reference_does(made, name):
 
 
 @pytest.mark.parametrize("name", libraries.SAVED)
-def test_what_libraries_save_resembles_what_they_were_given(saved, plain, name):
-    """The reference decodes it to within the error of the scheme; codes read in another order would be noise (1.4)."""
+def test_repositories_of_libraries_resemble_their_original_weights(saved, plain, name):
+    """The reference decodes them within the error of the scheme; codes in a wrong order would be noise (error 1.4)."""
     found = saved(name)
     quantized = len(quantized_repos.MODULES) - (0 if name.startswith(("bnb", "torchao")) else 1)
     assert len(found.values) == quantized
@@ -275,7 +275,7 @@ def test_what_libraries_save_resembles_what_they_were_given(saved, plain, name):
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """Flags, the mesh, the layout, and what they make of quantized weights and of other floats (None: as stored)."""
+    """Flags, the mesh, the layout, and the resulting types of quantized weights and of other floats (None: as stored)."""
 
     flags: tuple[str, ...]
     mesh: str
@@ -336,7 +336,7 @@ def test_decoded_tensors(made, own, name, way):
 
 
 @pytest.mark.parametrize("name", libraries.SAVED)
-def test_what_libraries_save_is_decoded(saved, own, name):
+def test_repositories_of_libraries_are_decoded(saved, own, name):
     source = saved(name)
     if name not in SUPPORTED:
         assert called(name) in run("plan", source.repo.path, "--dtype", "f32", expect=1).err.lower()
@@ -351,7 +351,7 @@ def test_what_libraries_save_is_decoded(saved, own, name):
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_hf_is_a_plain_repository(made, own, name):
-    """Configuration, index and sizes say nothing of quantization any more."""
+    """Configuration, index and sizes no longer mention quantization."""
     source, words = made(name), formats.DTYPE_WORDS
     code = source.code
     mounted = own(source.repo.path, "--dtype", {"BF16": "bf16", "F16": "f16", "F32": "f32"}[code])
@@ -434,7 +434,7 @@ def test_dequantize_is_unknown_until_it_is_there(made):
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_schemes_that_no_one_decodes_are_refused_and_shown_raw_without_a_dtype(tmp_path, own, name):
+def test_unknown_schemes_are_refused_and_shown_raw_without_a_dtype(tmp_path, own, name):
     config, parts, word = UNKNOWN[name]
     source = unknown(tmp_path / name, config, parts)
     refused = run("plan", source.path, *DECODE, expect=1)
@@ -447,7 +447,7 @@ def test_schemes_that_no_one_decodes_are_refused_and_shown_raw_without_a_dtype(t
 
 
 def damaged(source: quantized_repos.Quantized, path: Path, chosen: str, change) -> Path:
-    """A copy of which one tensor went through `change`: to another, or None to leave it out."""
+    """A copy in which `change` replaces one tensor, or removes it by returning None."""
     files = {}
     for file, tensors in source.repo.files.items():
         changed = {name: change(tensor) if name == chosen else tensor for name, tensor in tensors.items()}
@@ -462,12 +462,12 @@ def damaged(source: quantized_repos.Quantized, path: Path, chosen: str, change) 
 
 
 def other_dtype(tensor: Tensor) -> Tensor:
-    """The same shape in a type that no companion has."""
+    """The same shape, in a type that no companion may have."""
     return Tensor("I16", tensor.shape, bytes(2 * int(np.prod(tensor.shape, dtype=np.int64))))
 
 
 def other_shape(tensor: Tensor) -> Tensor:
-    """One more on the last axis; a scalar becomes three."""
+    """One element more on the last axis; a scalar becomes three elements."""
     shape = (*tensor.shape[:-1], tensor.shape[-1] + 1) if tensor.shape else (3,)
     return Tensor(tensor.code, shape, bytes(int(np.prod(shape, dtype=np.int64)) * repos.element_bits(tensor.code) // 8))
 
@@ -490,7 +490,7 @@ def test_a_companion_that_does_not_fit_is_refused_by_name(made, tmp_path, name, 
         assert weight.removesuffix(".weight") in refused.err, f"{companion} {damage}: {refused.err}"
 
 
-# Two repositories whose configurations change places: what is configured is not what is stored.
+# Two repositories with exchanged configurations: the configured scheme is not the stored one.
 SWAPS = [
     ("pack-int4-group", "ct-nvfp4"), ("ct-mxfp4", "ct-nvfp4"), ("pack-int8-group", "pack-int4-group"), ("ct-fp8-channel", "ct-fp8-block"),
     ("gptq-4-v1", "awq-gemm"), ("gptq-8-v2", "gptq-4-v1"), ("modelopt-fp8", "modelopt-nvfp4"), ("bnb-int8", "bnb-nf4"),
@@ -500,9 +500,9 @@ SWAPS = [
 
 @pytest.mark.parametrize("pair", SWAPS, ids=lambda pair: "-as-".join(pair))
 def test_a_configuration_of_another_scheme_is_refused(made, tmp_path, pair):
-    stored, told = pair
-    config = made(stored).repo.config | {"quantization_config": made(told).repo.config["quantization_config"]}
-    config |= {"quantization": config["quantization_config"]} if "quantization" in config and told.startswith("mlx") else {}
+    stored, configured = pair
+    config = made(stored).repo.config | {"quantization_config": made(configured).repo.config["quantization_config"]}
+    config |= {"quantization": config["quantization_config"]} if "quantization" in config and configured.startswith("mlx") else {}
     shutil.copytree(made(stored).repo.path, tmp_path / "swapped")
     (tmp_path / "swapped/hf_quant_config.json").unlink(missing_ok=True)
     (tmp_path / "swapped/config.json").write_text(json.dumps(config))

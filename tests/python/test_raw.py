@@ -52,7 +52,7 @@ def test_experts_of_other_devices_are_empty(shared):
 
 
 def test_uneven_sizes_by_hand(shared):
-    """The numbers themselves, so that a mistake in the reference's chunk cannot hide."""
+    """Literal numbers, so that a mistake in the reference's chunk is detected."""
     mounted = shared("uneven", "--mesh", "fsdp=4")
     rows = {size: [] for size in (13, 10, 6, 2)}
     for size, found in rows.items():

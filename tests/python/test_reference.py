@@ -1,4 +1,4 @@
-"""The tests' own tools: if these are wrong, nothing else here means anything."""
+"""The tests' own tools: all other tests here depend on them."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_official_parser_reads_our_repos(repo, name):
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", repos.BUILDERS)
 def test_shards_tile_the_whole(repo, name, mesh):
-    """Every element is held by as many devices as the axes that do not split its tensor count."""
+    """The number of devices that hold an element is the product of the axes that do not split its tensor."""
     grid = Mesh.parse(mesh)
     for path, shown in reference.canonical(repo(name)).items():
         held = np.zeros(shown.shape, np.int32)
@@ -40,7 +40,7 @@ def test_shards_tile_the_whole(repo, name, mesh):
 
 @pytest.mark.parametrize("name", repos.BUILDERS)
 def test_scanned_and_unscanned_agree(repo, name):
-    """One unscanned name per source tensor, and every stack is made of them."""
+    """One unscanned name per source tensor, and every stack consists of them."""
     tensors = reference.canonical(repo(name))
     single = {shown.sources[0]: shown for shown in tensors.values() if not shown.scanned and not shown.alias}
     assert set(single) == set(repo(name).tensors)
@@ -59,7 +59,7 @@ def test_paths_are_files_or_directories_but_not_both(repo):
 
 
 def test_transformers_accepts_our_repos(repo):
-    """The families whose models are small enough to build: no weight is missing or unexpected."""
+    """For families whose models are small enough to build: no weight is missing or unexpected."""
     pytest.importorskip("torch")
     from transformers import AutoModel, AutoModelForCausalLM
 

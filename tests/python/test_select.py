@@ -1,4 +1,4 @@
-"""Parts of a model, other names and adapters, as transformers and peft see them."""
+"""Parts of a model, renamed tensors and adapters, read by transformers and peft."""
 
 import json
 
@@ -83,7 +83,7 @@ def test_renames_reach_hf_and_its_index(own, tmp_path):
 
 @pytest.mark.parametrize("devices", ["0-1", "2-3"])
 def test_a_reader_of_the_whole_refuses_some_devices(devices, own, tmp_path):
-    """What some devices hold is theirs: taken for the whole it would leave gaps, so it is no checkpoint of the whole."""
+    """The files of some devices would leave gaps in the whole tensors, so they are no checkpoint of the whole."""
     model = tiny_llama(layers=1)
     model.save_pretrained(tmp_path / "base")
     mounted = own(tmp_path / "base", "--layout", "hf", "--mesh", "fsdp=4", "--devices", devices)

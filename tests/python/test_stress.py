@@ -1,4 +1,4 @@
-"""Four processes that map one file at once, on a daemon of two threads: none may stall, whatever the file is made of.
+"""Four processes that map one file at once, on a daemon of two threads: none may stall, for any type of file.
 
 Page faults block a process in the kernel until the daemon answers, so a daemon whose threads wait for each other hangs its
 clients beyond the reach of signals. The watchdog ends the daemon first: that frees them.
@@ -27,14 +27,14 @@ from safetensors import safe_open  # noqa: E402
 
 PROCESSES = 4
 TURNS = 6
-# A turn takes a second or two; a stall lasts for ever.
+# A turn takes a second or two; a stall would last forever.
 STALL_SECONDS = 90
 
 VIEWS = {
     "contiguous": ("--mesh", "fsdp=4"),
     "columns": ("--mesh", "tensor=4"),
     "cast": ("--mesh", "fsdp=4", "--dtype", "f32"),
-    # With room for a few tiles only, they are made again and again.
+    # With room for a few tiles only, tiles are computed again and again.
     "transposed": ("--mesh", "fsdp=2,tensor=2", "--layout", "maxtext", "--cache-bytes", "16M"),
 }
 
@@ -51,7 +51,7 @@ def by_safe_open(file: Path, order: random.Random) -> dict[str, str]:
 
 
 def by_memmap(file: Path, order: random.Random) -> dict[str, str]:
-    """Every page once in an order of its own, then tensor by tensor."""
+    """Every page once in the process's own order, then tensor by tensor."""
     data = np.memmap(file, np.uint8, mode="r")
     pages = list(range(0, len(data), mmap.PAGESIZE))
     order.shuffle(pages)

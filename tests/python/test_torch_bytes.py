@@ -1,4 +1,4 @@
-"""How much of the source a rank causes to be read, by the mount's own counters."""
+"""The number of source bytes that a rank causes to be read, by the mount's own counters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 import torch_process  # noqa: E402
 
-# More than each rank's shard: headers, and what a format keeps beside the tensors.
+# Bytes beyond each rank's shard: headers, and files that a format has beside the tensors.
 MORE = 1.02
 
 
@@ -27,7 +27,7 @@ def fetched(mounted: mounting.Mount) -> int:
 
 
 def read_ahead_bytes(mounted: mounting.Mount) -> int:
-    """What the kernel reads around a page fault: what the mount asked for, or 128 KiB."""
+    """The kernel's read-ahead around a page fault: the value that the mount requested, or 128 KiB."""
     device = mounted.point.stat().st_dev
     return 1024 * int(Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb").read_text())
 
@@ -42,7 +42,7 @@ def source_bytes(repo: repos.Repo, mesh: Mesh, device: int) -> int:
 @pytest.mark.parametrize("mesh", ["fsdp=4", "tensor=4", "fsdp=2,tensor=2"])
 @pytest.mark.parametrize("folder,load", [("safetensors", load_file), ("pt", lambda file: torch.load(file, mmap=True))])
 def test_a_device_file(own, wide, folder, load, mesh, options):
-    """Inner splits too: of each row only the columns of the device are taken."""
+    """Inner splits too: only the device's columns of each row are read."""
     mounted, grid = own(wide.path, "--mesh", mesh, *options), Mesh.parse(mesh)
     for device in grid.devices:
         before, (file,) = fetched(mounted), (mounted / folder).glob(f"dev{device}.*")
@@ -54,7 +54,7 @@ def test_a_device_file(own, wide, folder, load, mesh, options):
 @pytest.mark.parametrize("options", [(), ("--layout", "hf")], ids=["stacked", "hf"])
 @pytest.mark.parametrize("mesh", ["fsdp=4", "tensor=4"])
 def test_a_device_file_cast(own, wide, mesh, options):
-    """Read from its begin to its end, converted data is made once."""
+    """Converted data is computed once if it is read from beginning to end."""
     mounted, grid = own(wide.path, "--mesh", mesh, "--dtype", "f32", *options), Mesh.parse(mesh)
     for device in grid.devices:
         before = fetched(mounted)
@@ -64,7 +64,7 @@ def test_a_device_file_cast(own, wide, mesh, options):
 
 @pytest.mark.parametrize("mesh", ["fsdp=4", "tensor=4"])
 def test_a_mapped_device_file_cast(own, wide, mesh):
-    """Page faults and the kernel's requests ahead of them come in several streams, and some tiles are made twice."""
+    """Page faults and the kernel's requests ahead of them come in several streams, and some tiles are computed twice."""
     mounted, grid = own(wide.path, "--mesh", mesh, "--dtype", "f32"), Mesh.parse(mesh)
     before, total = fetched(mounted), source_bytes(wide, grid, 1)
     assert sum(tensor.clone().nbytes for tensor in load_file(mounted / "safetensors/dev1.safetensors").values()) == 2 * total
@@ -73,7 +73,7 @@ def test_a_mapped_device_file_cast(own, wide, mesh):
 
 @pytest.mark.parametrize("mesh", ["fsdp=4", "fsdp=2,tensor=2"])
 def test_untouched_files(own, wide, mesh):
-    """The kernel reads `hf/` by itself where it may; else four ranks that read all of it fetch it once together."""
+    """The kernel reads `hf/` by itself where it may; else four ranks that read all of it together fetch it once."""
     for options in ((), ("-o", "no_passthrough")):
         mounted = own(wide.path, "--mesh", mesh, *options)
         before, total = fetched(mounted), 0
@@ -95,9 +95,9 @@ def everything(repo: repos.Repo) -> int:
 def test_four_ranks(own, wide, mesh):
     """FSDP2 in four processes, each with a mount of its own, as on four hosts.
 
-    From `safetensors/`, torch maps all files to look at their headers, and the kernel reads a megabyte of each, a quarter of it
-    tensors; the file whose tensors it reads is materialized. Under tensor parallelism a rank also takes small tensors out of
-    other ranks' files, with what the kernel reads around them.
+    From `safetensors/`, torch maps all files for a header probe, and the kernel reads 1 MiB of each, a quarter of it
+    tensors; the file whose tensors the rank reads is materialized. Under tensor parallelism a rank also reads small tensors of
+    other ranks' files, with the kernel's read-ahead around them.
     """
     mounts, ways = [own(wide.path, "--mesh", mesh, "--layout", "hf") for _ in range(4)], ("dcp", "safetensors")
     around = {"dcp": 0, "safetensors": 4 * read_ahead_bytes(mounts[0]) // 4}
@@ -111,7 +111,7 @@ def test_four_ranks(own, wide, mesh):
 
 @pytest.mark.parametrize("mesh", ["dp_shard=4", "fsdp=2,tp=2"])
 def test_four_ranks_of_a_host(own, wide, mesh):
-    """On one mount together: each byte of the repository once. From `safetensors/`, files are made in pieces that all ranks share,
+    """On one mount together: each byte of the repository once. From `safetensors/`, files are materialized in pieces that all ranks share,
     so that what the kernel reads around a header or a small tensor is not fetched again."""
     mounted, ways = own(wide.path, "--mesh", mesh, "--layout", "hf"), ("dcp", "safetensors")
     around = {"dcp": 0, "safetensors": 4 * ((2 << 20) + 2 * read_ahead_bytes(mounted))}

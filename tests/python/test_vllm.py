@@ -1,5 +1,5 @@
-"""`sharded_state/` against vLLM's own rules for its ranks: each rank's parameters cut and fused here from whole tensors, as
-vLLM's weight loaders do it, and loaded by the law of its `ShardedStateLoader`: every key of the state, and no other.
+"""`sharded_state/` against vLLM's own rules for its ranks: each rank's parameters are cut and fused here from whole tensors, as
+in vLLM's weight loaders, and loaded by the rule of its `ShardedStateLoader`: every key of the state, and no other.
 
 With `CKFS_VLLM_LOADER=.../sharded_state_loader.py`, that file of an unmodified vLLM loads the states too; the rest of vLLM,
 which is a download of hundreds of megabytes, is stubbed.
@@ -29,14 +29,14 @@ PADDED = -(-VOCAB // 64) * 64
 
 
 def part(array: np.ndarray, axis: int, rank: int, ranks: int) -> np.ndarray:
-    """The rank's even share of an axis."""
+    """The rank's even part of an axis."""
     size, rest = divmod(array.shape[axis], ranks)
     assert rest == 0
     return np.take(array, range(rank * size, (rank + 1) * size), axis)
 
 
 def heads_of(array: np.ndarray, heads: int, rank: int, ranks: int) -> np.ndarray:
-    """Rows of the rank's heads; of fewer heads than ranks, the one that it shares with its neighbours."""
+    """Rows of the rank's heads; with fewer heads than ranks, the head that it shares with its neighbours."""
     if heads >= ranks:
         return part(array, 0, rank, ranks)
     head = rank // (ranks // heads)
@@ -44,7 +44,7 @@ def heads_of(array: np.ndarray, heads: int, rank: int, ranks: int) -> np.ndarray
 
 
 def expected(repo: repos.Repo, rank: int, ranks: int) -> dict[str, np.ndarray]:
-    """What the state of a rank holds."""
+    """The contents of a rank's state."""
     source = {name: tensor.array() for name, tensor in repo.tensors.items()}
     tied, kind = repo.config["tie_word_embeddings"], repo.config["model_type"]
 
@@ -79,7 +79,7 @@ def expected(repo: repos.Repo, rank: int, ranks: int) -> dict[str, np.ndarray]:
 
         if kind == "qwen3_moe":
             moe, words, experts = f"{at}mlp.", ("gate_proj", "up_proj", "down_proj"), repo.config["num_experts"]
-            # Its experts hold the router too, and of one tensor's two names the first in the alphabet is kept.
+            # Its experts also refer to the router; of a tensor's two names the first in the alphabet is kept.
             state[f"{moe}experts.gate.weight"] = source[f"{moe}gate.weight"]
         elif kind == "mixtral":
             moe, words, experts = f"{at}block_sparse_moe.", ("w1", "w3", "w2"), repo.config["num_local_experts"]
@@ -124,7 +124,7 @@ def module(state: dict[str, np.ndarray], dtype: torch.dtype, *, tied: bool, rout
 
 
 def load_by_the_rules(root: torch.nn.Module, file: Path) -> None:
-    """The loader's law, for where vLLM's own is not at hand."""
+    """The loader's rule, used where vLLM's own loader is not available."""
     state, seen = {}, set()
     for name, tensor in sorted(root.state_dict().items()):
         if tensor.data_ptr() not in seen:
@@ -216,7 +216,7 @@ def test_every_rank_loads_its_state(name, ranks, shared, repo):
 
 
 def test_ranks_are_numbered_along_the_tensor_axis(own, repo):
-    """Copies of a rank are one file, wherever its axis stands in the mesh and whichever devices are listed."""
+    """Copies of a rank are one file, for any position of its axis in the mesh and any listed devices."""
     made = repo("llama")
     for mesh, devices in (("data=2,tensor=2", "2-3"), ("tp=2,data=3", "1,4"), ("tensor=2,fsdp=1", "0-1")):
         mounted = own(made.path, "--layout", "vllm", "--mesh", mesh, "--devices", devices)
@@ -226,7 +226,7 @@ def test_ranks_are_numbered_along_the_tensor_axis(own, repo):
                 mounting.same_bytes(found[key].data, np.asarray(array), (mesh, rank, key))
 
 
-def test_what_vllm_cannot_split_is_refused(repo):
+def test_tensors_that_vllm_cannot_split_are_refused(repo):
     source = repo("llama").path
     refused = mounting.run("plan", source, "--layout", "vllm", "--mesh", "tensor=3", expect=1)
     assert "num_attention_heads is not a multiple" in refused.err and "vllm/llama.toml:" in refused.err

@@ -1,8 +1,8 @@
 """One of four processes that train with FSDP2: `torch_process.py MOUNT MESH [WAY…]`, rank and address from the environment.
 
-The model is made of the tensors of the manifest, under the repository's own names. Its parameters are sharded by torch, and
-loaded in three ways, or those named; after each, every local shard is compared with the raw file of the same device. Prints, for
-each way, the bytes of the rank's own shards and those that the mount fetched meanwhile.
+The model is built from the tensors of the manifest, under the repository's own names. Torch shards its parameters and
+loads them in three ways, or in the named ones. After each, every local shard is compared with the raw file of the same device. Prints, for
+each way, the bytes of the rank's own shards and the bytes that the mount fetched during the load.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def build(rows: list[dict]) -> nn.Module:
 
 
 def fetched(mount: Path) -> int:
-    """Bytes fetched from the sources so far, once no more are being fetched."""
+    """Bytes fetched from the sources so far, once fetching has stopped."""
     last = -1
     while True:
         found = sum(json.loads((mount / ".ckfs/stats.json").read_text())["bytes_fetched"].values())
@@ -70,7 +70,7 @@ def main(point: str, mesh_text: str, *ways: str) -> None:
             if word in COLUMN + ROW:
                 plan[name] = ColwiseParallel() if word in COLUMN else RowwiseParallel()
         parallelize_module(model, mesh["tp"], plan)
-        # The mount splits vocabularies too; torch's own way of that has another placement, so they are left out.
+        # The mount splits vocabularies too; torch splits them with another placement, so they are left out.
         rows = [row for row in rows if "embed" not in row["name"] and "lm_head" not in row["name"]]
         fully_shard(model, mesh=mesh["fsdp"])
     else:
@@ -117,7 +117,7 @@ def main(point: str, mesh_text: str, *ways: str) -> None:
         dist.barrier()
         wanted = sum(value.to_local().nbytes for value in model.state_dict().values())
         print(json.dumps({"way": how, "wanted": wanted, "fetched": fetched(mount) - before}))
-        dist.barrier()  # what others read from here on is not the load's
+        dist.barrier()  # later reads of other ranks do not belong to the load
         check(how)
         dist.barrier()
 
@@ -126,7 +126,7 @@ def main(point: str, mesh_text: str, *ways: str) -> None:
 
 
 def run(points: list[Path], mesh: str, *ways: str) -> list[list[dict]]:
-    """Starts one process per mount point, which are its rank's own or one for all, and returns what each printed."""
+    """Starts one process per mount point, one mount per rank or one for all, and returns their output."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]

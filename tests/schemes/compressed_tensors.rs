@@ -1,4 +1,4 @@
-//! Formats of compressed-tensors, and which group a module belongs to.
+//! Formats of compressed-tensors, and the group of each module.
 
 use ckfs::tensor::DType;
 use serde_json::{Value, json};
@@ -47,7 +47,7 @@ fn packed(repository: Repository, module: &str, (out, inner): (u64, u64), bits: 
         .bytes(&format!("{module}.weight_shape"), dtype, &[2], shape_of(out, inner, dtype))
 }
 
-/// Integers of a packed matrix by the formula; `group` is how many share a scale.
+/// Integers of a packed matrix by the formula; `group` elements have one scale.
 fn check_packed(opened: &Opened, module: &str, (out, inner): (usize, usize), bits: usize, group: usize, zeros: bool) {
     let part = |word: &str| opened.stored(&format!("{module}.{word}"));
     let (codes, scales) = (part("weight_packed"), part("weight_scale"));
@@ -72,7 +72,7 @@ fn packed_integers_of_groups_and_channels() {
         let opened = packed(grouped, "model.a", (5, 96), bits, 3).open();
         check_packed(&opened, "model.a", (5, 96), bits as usize, 32, false);
         assert_eq!(opened.left_out(), ["model.a.weight_shape"]);
-        // Odd widths: what is left over in the last word is no element.
+        // Odd widths: the remaining bits of the last word are no elements.
         let by_row = linear("pack-quantized", &integers(bits, "channel", None, true));
         let opened = packed(by_row, "model.a", (3, 37), bits, 1).open();
         check_packed(&opened, "model.a", (3, 37), bits as usize, 37, false);
@@ -194,7 +194,7 @@ fn variants_that_are_not_decoded_stay_raw_by_name() {
     let mut ahead = matrix(&integers(4, "group", Some(32), true));
     ahead.config["quantization_config"]["ignore"] = json!(["re:^(?!a).*"]);
     ahead.stays_raw("compressed-tensors with \"re:^(?!a).*\", an expression that is not matched here", 1);
-    // The tensors say codes, the configuration says that there are none.
+    // The tensors have codes; the configuration says that there are none.
     let mut ignored = matrix(&integers(4, "group", Some(32), true));
     ignored.config["quantization_config"]["ignore"] = json!(["a"]);
     ignored.stays_raw("compressed-tensors, but its configuration leaves this tensor unquantized", 1);
@@ -330,7 +330,7 @@ fn each_module_belongs_to_one_group() {
         group("nvfp4-pack-quantized", &json!(["re:.*mlp\\..*"]), &floats(4, "tensor_group", Some(16))),
         group("float-quantized", &json!(["Linear"]), &floats(8, "channel", None)),
         group("pack-quantized", &json!(["layers.0.mlp.down"]), &integers(4, "group", Some(32), true)),
-        // Behind the first in alphabetical order.
+        // Not the first in alphabetical order.
         group("mxfp4-pack-quantized", &json!(["re:layers\\.10\\..*"]), &floats(4, "group", Some(32))),
     ];
     let config = configured("mixed-precision", &groups, &json!(["re:.*gate$", "layers.1.mlp.up"]));

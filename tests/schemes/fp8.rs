@@ -49,7 +49,7 @@ fn transformers_has_one_scale_for_each_matrix() {
     Repository::new(config.clone())
         .noise("a.weight", DType::F8E4M3, &[7, 37])
         .is_refused(&["tensor \"a.weight\": expected its scale a.weight_scale_inv, found no such tensor"]);
-    // Blocks without a configured size are never guessed.
+    // The block size is never guessed without a configuration.
     Repository::new(config)
         .noise("a.weight", DType::F8E4M3, &[7, 37])
         .noise("a.weight_scale_inv", DType::F32, &[2, 5])

@@ -60,14 +60,14 @@ fn all_that_does_not_agree_is_refused_at_once() {
 }
 
 #[test]
-fn codes_without_a_configuration_stay_raw_and_a_configuration_without_codes_is_of_no_matter() {
+fn codes_without_a_configuration_stay_raw_and_a_configuration_without_codes_is_ignored() {
     let mut repository = repository();
     repository.config = json!({"model_type": "gpt_oss"});
     repository.stays_raw("tensors of codes and scales, but no quantization_config", 2);
     let plain = Repository::new(json!({"quant_method": "mxfp4"})).noise("a.weight", DType::BF16, &[4, 4]).open();
     let found = plain.checkpoint.quantized();
     assert!(found.tensors.is_empty() && found.unsupported.is_empty() && found.schemes.is_empty());
-    // What is no plain number is what the configuration speaks of.
+    // The configuration refers to tensors that are not plain numbers.
     let other = Repository::new(json!({"quant_method": "quark"})).noise("a.codes", DType::U8, &[4, 4]);
     other.stays_raw("quark", 1);
 }

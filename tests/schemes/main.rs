@@ -1,8 +1,8 @@
-//! The schemes that models are trained from: what opening makes of small repositories, against formulas written here once more,
-//! and what it refuses.
+//! The schemes that models are trained from: the decoded tensors of small repositories, against formulas written here
+//! independently, and the refused repositories.
 //!
-//! The state protected here is which code, scale and zero point make which element, and in which order. Values are compared as
-//! f32, where another order shows in a fifth of all elements. Each matrix and its companions lie in two files.
+//! The state protected here is which code, scale and zero point determine each element, and their order. Values are compared as
+//! f32, where another order shows in a fifth of all elements. Each matrix and its companions are in two files.
 #![allow(
     clippy::unwrap_used,
     clippy::cast_possible_truncation,

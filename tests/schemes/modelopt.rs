@@ -1,4 +1,4 @@
-//! `ModelOpt`: one algorithm for all modules or one for each, told in `config.json`, in `hf_quant_config.json`, or in both.
+//! `ModelOpt`: one algorithm for all modules or one for each, given in `config.json`, in `hf_quant_config.json`, or in both.
 
 use ckfs::tensor::DType;
 use serde_json::{Value, json};
@@ -51,7 +51,7 @@ fn check(opened: &crate::repository::Opened, module: &str, algorithm: &str) {
 }
 
 #[test]
-fn one_algorithm_for_all_wherever_it_is_told() {
+fn one_algorithm_for_all_from_either_file() {
     for algorithm in ["NVFP4", "FP8", "MXFP8"] {
         let places = [
             (in_config(algorithm), None),

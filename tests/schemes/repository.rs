@@ -1,4 +1,4 @@
-//! Repositories of made-up bytes, and what is checked of each.
+//! Repositories of pseudo-random bytes, and the checks on each.
 
 use std::{fs, ops::Range};
 
@@ -12,7 +12,7 @@ use half::{bf16, f16};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// Tensors of a repository, in two files by turns.
+/// Tensors of a repository, alternating between two files.
 pub(crate) struct Repository {
     pub(crate) config: Value,
     pub(crate) modelopt: Option<Value>,
@@ -28,7 +28,7 @@ pub(crate) struct Opened {
 }
 
 impl Repository {
-    /// Of a model whose own dtype is f16, with this `quantization_config`.
+    /// A model with dtype f16 and this `quantization_config`.
     pub(crate) fn new(quantization: Value) -> Self {
         let mut config = json!({"model_type": "llama", "dtype": "float16"});
         config["quantization_config"] = quantization;
@@ -36,7 +36,7 @@ impl Repository {
         Self { config, modelopt: None, metadata: Vec::new(), tensors: plain }
     }
 
-    /// Adds a tensor of these bytes.
+    /// Adds a tensor with these bytes.
     pub(crate) fn bytes(mut self, name: &str, dtype: DType, extents: &[u64], bytes: Vec<u8>) -> Self {
         assert_eq!(dtype.bytes_of(extents.iter().product()), Some(bytes.len() as u64), "{name}");
         self.tensors.push((name.to_owned(), dtype, extents.to_vec(), bytes));
@@ -61,7 +61,7 @@ impl Repository {
         self
     }
 
-    /// The same tensor stored otherwise.
+    /// The same tensor, stored in another way.
     pub(crate) fn instead(self, name: &str, dtype: DType, extents: &[u64]) -> Self {
         self.without(name).noise(name, dtype, extents)
     }
@@ -95,7 +95,7 @@ impl Repository {
         self.try_open().unwrap()
     }
 
-    /// Opening fails, and says each of these.
+    /// Asserts that opening fails with each of these texts.
     #[track_caller]
     pub(crate) fn is_refused(&self, expected: &[&str]) {
         let error = self.try_open().err().expect("refused");
@@ -104,7 +104,7 @@ impl Repository {
         }
     }
 
-    /// The repository opens, decodes nothing and says this of why.
+    /// Asserts that the repository opens and decodes nothing, with this text as the reason.
     #[track_caller]
     pub(crate) fn stays_raw(&self, method: &str, tensors: u64) {
         let opened = self.open();
@@ -135,7 +135,7 @@ impl Opened {
         names
     }
 
-    /// Names of what goes when the repository is decoded, sorted.
+    /// Names of stored tensors that disappear when the repository is decoded, sorted.
     pub(crate) fn left_out(&self) -> Vec<&str> {
         let ids = self.checkpoint.quantized().left_out.iter();
         let mut names: Vec<&str> = ids.map(|id| self.checkpoint.tensor(*id).name).collect();
@@ -143,7 +143,7 @@ impl Opened {
         names
     }
 
-    /// The decoded tensor has this shape, the model's dtype, and in f32 the values of the formula, element by element.
+    /// Asserts that the decoded tensor has this shape, the model's dtype, and in f32 the formula's values, element by element.
     #[track_caller]
     pub(crate) fn check(&self, name: &str, scheme: &str, shape: &[u64], formula: impl Fn(usize) -> f32) {
         let found = self.checkpoint.quantized();
@@ -206,12 +206,12 @@ pub(crate) fn field_at(bytes: &[u8], word: usize, place: usize, width: usize) ->
     (word >> (place * width) & ((1 << width) - 1)) as i32
 }
 
-/// Code `n` of two a byte, the low one first.
+/// Code `n` of two per byte, the low one first.
 pub(crate) fn nibble_at(bytes: &[u8], n: usize) -> u8 {
     bytes[n / 2] >> (4 * (n % 2)) & 15
 }
 
-/// The float of the OCP with a sign, two bits of exponent and one of mantissa.
+/// The OCP float with a sign, two bits of exponent and one of mantissa.
 pub(crate) fn e2m1(code: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(code >> 1 & 3), f32::from(code & 1));
     let magnitude = if exponent == 0 { mantissa / 2.0 } else { (1.0 + mantissa / 2.0) * 2f32.powi(exponent - 1) };

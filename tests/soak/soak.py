@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""A soak: random clients, faults and remounts for a stated time, every byte compared.
+"""A soak test: random clients, faults and remounts for a given time, every byte compared.
 
     soak.py [--seconds 600] [--seed N] [--clients 4]
 
-Two mounts live at once. The *steady* one is mounted once and only read; its memory, descriptors and threads are reported
-after a warm-up and at the end, and must not have grown. The *faulty* one is mounted anew each round, with options drawn at
-random, and meets one fault while its clients read: a source that is touched, truncated or replaced, a signal, a killed
-daemon, an unmount under load. After a fault a client may see an error of a list; whatever bytes it gets must be the right
-ones, and a mount without a fault must not give an error at all.
+Two mounts exist at once. The *steady* one is mounted once and only read; its memory, descriptors and threads are reported
+after a warm-up and at the end, and must not have grown. The *faulty* one is mounted anew each round, with random
+options, and has one fault while its clients read: a source that is touched, truncated or replaced, a signal, a killed
+daemon, an unmount under load. After a fault a client may get one of the listed errors, but all bytes that it gets must be
+right; a mount without a fault must never return an error.
 
 The expected bytes come from the reference of the client tests, which shares no code with ckfs. The seed and each round are
-printed, so that a failure can be run again. Exit status 0 means that nothing was wrong.
+printed, so that a failure can be run again. Exit status 0 means that there was no failure.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ import reference  # noqa: E402
 import repos  # noqa: E402
 
 MIB = 1 << 20
-# Clients leave a mount on these errors once a fault was injected.
+# Errors on which clients leave a mount once a fault was injected.
 AFTER_A_FAULT = {errno.EIO, errno.ENOTCONN, errno.ECONNABORTED, errno.ENOENT, errno.ENODEV, errno.EBADF}
-# What the steady mount may hold more at the end than after the warm-up.
+# The steady mount may grow by this much between the warm-up and the end.
 GROWTH_MIB_MAX = 64
 WARM_UP_SECONDS = 15
 ROUND_SECONDS = 8
@@ -67,7 +67,7 @@ OPTIONS: list[tuple[str, ...]] = [
 
 
 class Expected:
-    """The files of a view, as the reference has them, in a directory of plain files."""
+    """The files of a view by the reference, in a directory of plain files."""
 
     def __init__(self, directory: Path, repo: repos.Repo, mesh: str, layout: str, dtype: str | None) -> None:
         self.directory, self.sizes = directory, {}
@@ -94,7 +94,7 @@ class Expected:
 
 
 class WrongError(Exception):
-    """A client found what must not be."""
+    """A client found wrong bytes or an unexpected error."""
 
 
 def compare(found: bytes, expected: Expected, path: str, start: int) -> int:
@@ -158,7 +158,7 @@ def read_bundle(point: Path, expected: Expected, path: str, rng: random.Random) 
 
 
 def read_mapped(point: Path, expected: Expected, path: str, rng: random.Random) -> int:
-    """In random order of pages. On the steady mount only: a page that is gone is SIGBUS."""
+    """Reads pages in random order. On the steady mount only: a missing page is SIGBUS."""
     size = expected.sizes[path]
     if size == 0:
         return 0
@@ -173,7 +173,7 @@ WAYS = [read_whole, read_spans, read_direct, stat_all, read_bundle]
 
 
 def client(point: Path, expected: Expected, seed: int, faulted, stop, report) -> None:
-    """Reads until told to stop. Reports what was wrong, if anything, and the bytes that were compared."""
+    """Reads until stopped. Reports the failure, if there was one, and the bytes that were compared."""
     rng, total, reads, errors, wrong = random.Random(seed), 0, 0, 0, None
     ways = WAYS if faulted is not None else [*WAYS, read_mapped]
     paths = sorted(expected.sizes)
@@ -209,7 +209,7 @@ class Clients:
             process.start()
 
     def end(self) -> tuple[int, int, int, list[str]]:
-        """Bytes compared, calls done, errors seen, and what was wrong."""
+        """Bytes compared, calls done, errors seen, and failures."""
         self.stop.set()
         wrong, totals = [], [0, 0, 0]
         for _ in self.processes:
@@ -228,7 +228,7 @@ class Clients:
 
 
 def resources(pid: int) -> dict[str, int]:
-    """What a process holds."""
+    """Memory, descriptors and threads of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
     row = {key: int(value.split()[0]) for key, value in (line.split(":", 1) for line in status.splitlines()) if key in (
         "Threads", "RssAnon", "RssFile", "RssShmem")}  # fmt: skip
@@ -255,7 +255,7 @@ def touch(mounted: mounting.Mount, rng: random.Random) -> None:
 
 def truncate(mounted: mounting.Mount, rng: random.Random) -> None:
     file = source_file(mounted.source, rng)
-    # At a page's end: a page that is cut within shows zeros for a moment, to its other readers as well.
+    # At the end of a page: if a page is cut inside, its other readers see zeros in it for a moment too.
     os.truncate(file, file.stat().st_size // 2 // mmap.PAGESIZE * mmap.PAGESIZE)
 
 
@@ -289,7 +289,7 @@ def unmount_lazily(mounted: mounting.Mount, rng: random.Random) -> None:
     mounting.run("umount", "--lazy", mounted.point)
 
 
-# Each with whether clients may see errors, and whether `ckfs status` must call the mount broken afterwards (None: it may).
+# Each with whether clients may get errors, and whether `ckfs status` must report the mount as broken afterwards (None: it may).
 FAULTS = {
     no_fault: (False, False),
     harmless_signals: (False, False),
@@ -304,7 +304,7 @@ FAULTS = {
 
 
 def health_is_told(mounted: mounting.Mount, broken: bool) -> list[str]:
-    """Whether `ckfs status` says what the clients met."""
+    """Whether `ckfs status` agrees with the clients' errors."""
     if mounting.mount_type(mounted.point) is None:
         return []
     deadline = time.monotonic() + 15

@@ -38,7 +38,7 @@ use tracing::{Level, error, info, warn};
 use super::changes::Changes;
 use crate::{
     fuse::{
-        adapter::Adapter,
+        adapter::KernelAdapter,
         daemon::notify_systemd,
         mounts::{MountError, MountOptions, MountState, MountUser, Mounted, UnmountError, describe, is_stale, mount},
     },
@@ -188,7 +188,7 @@ pub fn serve(
     config.n_threads = Some(threads + 1);
     // The kernel enforces the mount options; fuser need not check a second time.
     let acl = SessionACL::All;
-    let started = Adapter::new(Arc::clone(&fs), options.passthrough, threads)
+    let started = KernelAdapter::new(Arc::clone(&fs), options.passthrough, threads)
         .and_then(|adapter| fuser::Session::from_fd(adapter, fd, acl, config))
         .map_err(|source| MountError::Session { source })
         .and_then(|session| Running::start(session, &fs));
@@ -248,7 +248,7 @@ struct Running {
 }
 
 impl Running {
-    fn start(session: fuser::Session<Adapter>, fs: &Arc<dyn FileSystem>) -> Result<Self, MountError> {
+    fn start(session: fuser::Session<KernelAdapter>, fs: &Arc<dyn FileSystem>) -> Result<Self, MountError> {
         let failed = |source| MountError::System { what: "start a thread", source };
         let (ended, alive) = io::pipe().map_err(failed)?;
         let changes = Changes::start(fs, session.notifier()).map_err(failed)?;

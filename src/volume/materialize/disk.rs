@@ -1,4 +1,4 @@
-//! Materialized files in a directory: unnamed, so that no process finds them again, and their space is free once this one ends.
+//! Materialized files in a directory: unnamed, so that no process finds them, and their space is freed when this process ends.
 
 use std::{
     fs::{File, OpenOptions},
@@ -11,10 +11,10 @@ use std::{
 
 use nix::sys::statvfs::statvfs;
 
-use super::entry::{CompletionGuard, Entry, Making, State};
+use super::entry::{CompletionGuard, FileEntry, Partial, Progress};
 use crate::read::{Engine, MaterializeError, Materializing, OpenFile, Target};
 
-/// The part of a file system that is left free: one of this many.
+/// One part in this many of a file system stays free.
 const KEPT_FREE: u64 = 20;
 
 /// A directory for files.
@@ -34,12 +34,12 @@ impl Disk {
         Ok(disk)
     }
 
-    /// Starts the thread that makes the files that it is sent, one at a time. It ends when all senders are gone.
+    /// Starts the thread that materializes the files that it receives, one at a time. It ends when all senders are gone.
     ///
     /// # Errors
-    /// The system starts no thread.
-    pub(super) fn start(self, engine: Arc<Engine>) -> io::Result<mpsc::Sender<(Arc<Entry>, Arc<OpenFile>)>> {
-        let (closed, queue) = mpsc::channel::<(Arc<Entry>, Arc<OpenFile>)>();
+    /// The system cannot start a thread.
+    pub(super) fn start(self, engine: Arc<Engine>) -> io::Result<mpsc::Sender<(Arc<FileEntry>, Arc<OpenFile>)>> {
+        let (closed, queue) = mpsc::channel::<(Arc<FileEntry>, Arc<OpenFile>)>();
         thread::Builder::new().name("ckfs-to-disk".to_owned()).spawn(move || {
             for (entry, file) in queue {
                 self.make(&engine, &entry, &file);
@@ -48,18 +48,18 @@ impl Disk {
         Ok(closed)
     }
 
-    fn make(&self, engine: &Arc<Engine>, entry: &Arc<Entry>, file: &Arc<OpenFile>) {
+    fn make(&self, engine: &Arc<Engine>, entry: &Arc<FileEntry>, file: &Arc<OpenFile>) {
         let guard = CompletionGuard::new(entry, file, None);
         let begun = self.target(file.len_bytes()).and_then(|target| {
             let target = Arc::new(target);
             let pieces = Arc::new(Materializing::new(engine, file, Target::Disk(Arc::clone(&target)))?);
-            let making =
-                Making { pieces: Arc::clone(&pieces), target, room: None, is_begun: true, waiting: Vec::new() };
+            let partial =
+                Partial { pieces: Arc::clone(&pieces), target, room: None, is_begun: true, waiting: Vec::new() };
             let mut state = entry.lock();
             match &*state {
-                State::Absent => *state = State::Making(making),
+                Progress::Absent => *state = Progress::Partial(partial),
                 // The mount has ended.
-                State::Making(_) | State::Made(_) | State::Failed => return Ok(None),
+                Progress::Partial(_) | Progress::Complete(_) | Progress::Failed => return Ok(None),
             }
             Ok(Some(pieces))
         });
@@ -67,14 +67,14 @@ impl Disk {
             Ok(Some(pieces)) => guard.end(pieces.make_here()),
             Ok(None) => guard.end(Ok(())),
             Err(error) => {
-                *entry.lock() = State::Failed;
+                *entry.lock() = Progress::Failed;
                 tracing::warn!(file = file.name(), "not materialized: {error}");
                 guard.end(Err(MaterializeError::Room(error)));
             }
         }
     }
 
-    /// An empty file, where there is room for one of `len_bytes` bytes.
+    /// An empty file, if there is room for one of `len_bytes` bytes.
     fn target(&self, len_bytes: u64) -> io::Result<File> {
         let failed = |error: &dyn std::fmt::Display| io::Error::other(format!("{}: {error}", self.directory.display()));
         let space = statvfs(&self.directory).map_err(|errno| failed(&errno))?;

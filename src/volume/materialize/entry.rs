@@ -1,4 +1,4 @@
-//! One file that may be materialized: how far it is, and which opens wait for it.
+//! One file that may be materialized: its progress, and the opens that wait for it.
 
 use std::{
     fs::File,
@@ -16,64 +16,64 @@ use crate::{
     volume::{Access, WhenMaterialized},
 };
 
-/// How far a file is.
+/// Progress of a file.
 #[derive(Default)]
-pub(super) enum State {
-    /// Nothing was made.
+pub(super) enum Progress {
+    /// No piece was materialized.
     #[default]
     Absent,
-    /// Some pieces were made, or all are being made.
-    Making(Making),
-    /// All was made.
-    Made(Made),
-    /// It was tried in vain.
+    /// Some pieces are materialized, or all are in progress.
+    Partial(Partial),
+    /// All pieces are materialized.
+    Complete(Complete),
+    /// Materialization failed.
     Failed,
 }
 
-/// A file of which something was made.
-pub(super) struct Making {
+/// A file with some materialized pieces.
+pub(super) struct Partial {
     pub(super) pieces: Arc<Materializing>,
     pub(super) target: Arc<File>,
     pub(super) room: Option<Reservation>,
-    /// Whether all of it was asked for.
+    /// Whether the whole file was requested.
     pub(super) is_begun: bool,
     /// Opens that wait for it.
     pub(super) waiting: Vec<WhenMaterialized>,
 }
 
-/// A file whose bytes were all made.
-pub(super) struct Made {
+/// A fully materialized file.
+pub(super) struct Complete {
     pub(super) target: Arc<File>,
     pieces: Arc<Materializing>,
     _room: Option<Reservation>,
 }
 
-/// A file that may be materialized. Handles of the file hold it; while one does, it is kept.
-pub(in crate::volume) struct Entry {
+/// A file that may be materialized. Its open handles own it, so it lives while one is open.
+pub(in crate::volume) struct FileEntry {
     pub(super) when: When,
-    state: Mutex<State>,
-    /// When it was last opened or seen open.
+    state: Mutex<Progress>,
+    /// Time of the last open, or of the last check that found it open.
     used: Mutex<Instant>,
-    /// Bytes of tensors that were asked for by reads.
+    /// Bytes of tensors that reads requested.
     asked_bytes: AtomicU64,
 }
 
-impl std::fmt::Debug for Entry {
+impl std::fmt::Debug for FileEntry {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Entry").field("when", &self.when).finish_non_exhaustive()
+        f.debug_struct("FileEntry").field("when", &self.when).finish_non_exhaustive()
     }
 }
 
-impl Entry {
+impl FileEntry {
     pub(super) fn new(when: When) -> Self {
         Self { when, state: Mutex::default(), used: Mutex::new(Instant::now()), asked_bytes: AtomicU64::new(0) }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, Progress> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// When it was last opened or seen open.
+    /// Time of the last open, or of the last check that found it open.
     pub(super) fn used(&self) -> Instant {
         *self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -82,28 +82,28 @@ impl Entry {
         *self.used.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
     }
 
-    /// Counts bytes of tensors that a read asks for; all such bytes so far.
+    /// Counts bytes of tensors that a read requests; returns the sum so far.
     pub(super) fn note_asked(&self, bytes: u64) -> u64 {
         self.asked_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes
     }
 
-    /// Whether it failed; a file in memory may be tried again when it is opened anew.
+    /// Whether it failed; a file in memory may be tried again at its next open.
     pub(super) fn has_failed(&self) -> bool {
-        matches!(*self.lock(), State::Failed)
+        matches!(*self.lock(), Progress::Failed)
     }
 
-    /// The file with all bytes, if there is one.
-    pub(super) fn made(&self) -> Option<Arc<File>> {
+    /// The file with all bytes, if it is complete.
+    pub(super) fn complete(&self) -> Option<Arc<File>> {
         match &*self.lock() {
-            State::Made(made) => Some(Arc::clone(&made.target)),
-            State::Absent | State::Making(_) | State::Failed => None,
+            Progress::Complete(complete) => Some(Arc::clone(&complete.target)),
+            Progress::Absent | Progress::Partial(_) | Progress::Failed => None,
         }
     }
 
     /// How the kernel should treat an open of the file.
     pub(in crate::volume) fn access(&self) -> Access {
-        if let Some(made) = self.made() {
-            return Access::Passthrough(made);
+        if let Some(complete) = self.complete() {
+            return Access::Passthrough(complete);
         }
         match self.when {
             When::Opened => Access::Materialize,
@@ -112,54 +112,56 @@ impl Entry {
         }
     }
 
-    /// What was made or is being made.
+    /// The pieces that are materialized or in progress.
     pub(super) fn pieces(&self) -> Option<Arc<Materializing>> {
         match &*self.lock() {
-            State::Making(Making { pieces, .. }) | State::Made(Made { pieces, .. }) => Some(Arc::clone(pieces)),
-            State::Absent | State::Failed => None,
+            Progress::Partial(Partial { pieces, .. }) | Progress::Complete(Complete { pieces, .. }) => {
+                Some(Arc::clone(pieces))
+            }
+            Progress::Absent | Progress::Failed => None,
         }
     }
 
-    /// Whether all of it was asked for and is not made yet.
+    /// Whether the whole file was requested and is not complete yet.
     pub(super) fn is_begun(&self) -> bool {
-        matches!(&*self.lock(), State::Making(Making { is_begun: true, .. }))
+        matches!(&*self.lock(), Progress::Partial(Partial { is_begun: true, .. }))
     }
 
-    /// Lets opens that wait go on without: they read what is made, as it is made.
+    /// Ends the wait of opens: their reads use the pieces as each is finished.
     pub(super) fn stop_waiting(&self) {
         let waiting = match &mut *self.lock() {
-            State::Making(making) => mem::take(&mut making.waiting),
-            State::Absent | State::Made(_) | State::Failed => Vec::new(),
+            Progress::Partial(partial) => mem::take(&mut partial.waiting),
+            Progress::Absent | Progress::Complete(_) | Progress::Failed => Vec::new(),
         };
         for then in waiting {
             then(None);
         }
     }
 
-    /// Gives all up: the mount ends.
+    /// Ends the materialization: the mount ends.
     pub(super) fn abandon(&self) {
-        let state = mem::replace(&mut *self.lock(), State::Failed);
-        if let State::Making(making) = state {
-            making.pieces.abandon();
-            for then in making.waiting {
+        let state = mem::replace(&mut *self.lock(), Progress::Failed);
+        if let Progress::Partial(partial) = state {
+            partial.pieces.abandon();
+            for then in partial.waiting {
                 then(None);
             }
         }
     }
 
-    /// Notes the end, and hands the file to all opens that wait. Without a file they read through the page cache, and meet a
-    /// failure there.
+    /// Notes the end, and passes the file to all waiting opens. Without a file they read through the page cache, and a
+    /// failure occurs again there.
     fn end(&self, result: Result<(), MaterializeError>, name: &str) {
         let mut state = self.lock();
-        let (pieces, target, room, waiting) = match mem::replace(&mut *state, State::Failed) {
-            State::Making(Making { pieces, target, room, waiting, .. }) => (pieces, target, room, waiting),
-            // It was given up meanwhile.
-            other @ (State::Absent | State::Made(_) | State::Failed) => return *state = other,
+        let (pieces, target, room, waiting) = match mem::replace(&mut *state, Progress::Failed) {
+            Progress::Partial(Partial { pieces, target, room, waiting, .. }) => (pieces, target, room, waiting),
+            // It was abandoned meanwhile.
+            other @ (Progress::Absent | Progress::Complete(_) | Progress::Failed) => return *state = other,
         };
         let file = match result {
             Ok(()) => {
-                let made = Made { target: Arc::clone(&target), pieces: Arc::clone(&pieces), _room: room };
-                *state = State::Made(made);
+                let complete = Complete { target: Arc::clone(&target), pieces: Arc::clone(&pieces), _room: room };
+                *state = Progress::Complete(complete);
                 Some(target)
             }
             Err(error) if self.when == When::Closed => {
@@ -173,7 +175,7 @@ impl Entry {
         };
         drop(state);
         self.note_used();
-        // A program that finds it counted finds it there.
+        // Counted first: a program that sees the file passed through also sees it counted.
         if file.is_some() {
             pieces.count();
         }
@@ -183,17 +185,17 @@ impl Entry {
     }
 }
 
-/// Ends the making of a file even if the thread that makes it panics or ends, so that no open waits forever.
+/// Ends the materialization of a file even if its thread panics or ends, so that no open waits forever.
 pub(super) struct CompletionGuard {
-    entry: Arc<Entry>,
+    entry: Arc<FileEntry>,
     file: Arc<OpenFile>,
     is_ended: bool,
-    /// As long as it is being made.
+    /// Pauses the pre-zeroing of buffers during the materialization.
     _busy: Option<Busy>,
 }
 
 impl CompletionGuard {
-    pub(super) fn new(entry: &Arc<Entry>, file: &Arc<OpenFile>, busy: Option<Busy>) -> Self {
+    pub(super) fn new(entry: &Arc<FileEntry>, file: &Arc<OpenFile>, busy: Option<Busy>) -> Self {
         Self { entry: Arc::clone(entry), file: Arc::clone(file), is_ended: false, _busy: busy }
     }
 

@@ -1,4 +1,4 @@
-//! Memory for materialized files: room in the engine's cache, and a file that takes it.
+//! Memory for materialized files: reserved room in the engine's cache, and a file that uses it.
 
 use std::{
     fs::File,
@@ -13,17 +13,17 @@ use super::{
 };
 use crate::read::{Engine, Prefault, Reservation, counters::add};
 
-/// Memory for files, as far as an engine's cache allows, and buffers of it that were zeroed beforehand.
+/// Memory for files, as far as an engine's cache allows, and pre-zeroed buffers of it.
 #[derive(Debug)]
 pub(super) struct Memory {
     files: Arc<MemoryFiles>,
     prezeroed: Prezeroed,
-    /// Locked while room changes hands, so that nothing is between its memory and its reservation.
+    /// Held while room is moved, so that no memory is without its reservation.
     moving: Mutex<()>,
 }
 
 impl Memory {
-    /// Memory for as much as may be reserved in the engine's cache.
+    /// Memory for as many bytes as may be reserved in the engine's cache.
     ///
     /// # Errors
     /// As [`MemoryFiles::new`].
@@ -32,7 +32,7 @@ impl Memory {
         Ok(Self { prezeroed: Prezeroed::new(&files, engine), files, moving: Mutex::default() })
     }
 
-    /// Maps source pages and zeroes buffers of likely sizes while nobody reads.
+    /// Maps source pages and zeroes buffers of likely sizes while no program reads.
     pub(super) fn expect(
         &self,
         prefault: Option<Prefault>,
@@ -44,8 +44,8 @@ impl Memory {
         }
     }
 
-    /// A file of `len_bytes` bytes, of which memory is there as far as it was zeroed beforehand, and its room in the cache.
-    /// Buffers are given up for it, then what `drop_oldest` drops.
+    /// A file of `len_bytes` bytes, with memory already present as far as it was pre-zeroed, and its room in the cache.
+    /// Buffers are dropped first to make room, then the files that `drop_oldest` drops.
     ///
     /// # Errors
     /// There is no room, or no memory.
@@ -86,12 +86,12 @@ impl Memory {
         Ok((file, room))
     }
 
-    /// Keeps buffers from being zeroed until the result is dropped.
+    /// Stops the zeroing of buffers until the result is dropped.
     pub(super) fn pause(&self) -> Busy {
         self.prezeroed.pause()
     }
 
-    /// Memory of all files, those included that were dropped and that programs still map, in bytes.
+    /// Memory of all files in bytes, including dropped ones that programs still map.
     pub(super) fn used_bytes(&self) -> u64 {
         self.files.used_bytes()
     }
@@ -106,13 +106,13 @@ impl Memory {
         self.prezeroed.expects()
     }
 
-    /// Finds out how much memory dropped files take because programs still map them: what is used beyond what is reserved.
+    /// Measures the memory of dropped files that programs still map: the used bytes beyond the reserved ones.
     pub(super) fn measure(&self, engine: &Engine) {
         let _moving = self.moving.lock().unwrap_or_else(PoisonError::into_inner);
         self.measure_but(engine, None);
     }
 
-    /// As [`Self::measure`], but for a buffer that nothing is reserved for.
+    /// As [`Self::measure`], except for a buffer that has no reservation.
     fn measure_but(&self, engine: &Engine, buffer: Option<&File>) {
         let buffer_bytes = buffer.and_then(|buffer| buffer.metadata().ok()).map_or(0, |found| found.blocks() * 512);
         let used = usize::try_from(self.files.used_bytes().saturating_sub(buffer_bytes)).unwrap_or(usize::MAX);

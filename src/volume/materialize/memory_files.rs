@@ -1,6 +1,6 @@
-//! Unnamed files in memory, of huge pages where the kernel has them.
+//! Unnamed files in memory, in huge pages where the kernel supports them.
 //!
-//! They belong to a `tmpfs` of our own that is mounted nowhere: it ends with the process, and nobody else sees it.
+//! They belong to a private `tmpfs` that is mounted nowhere: it ends with the process, and no other process sees it.
 
 use std::{fs::File, io, os::fd::OwnedFd};
 
@@ -9,7 +9,7 @@ use rustix::{
     mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount, fsopen},
 };
 
-/// Memory is taken in pages of this many bytes.
+/// Memory is allocated in pages of this many bytes.
 pub(super) const HUGE_PAGE_BYTES: u64 = 2 << 20;
 
 /// A file system in memory.
@@ -22,47 +22,47 @@ impl MemoryFiles {
     /// A file system for at most `bytes_max` bytes.
     ///
     /// # Errors
-    /// The system gives us none, as it does only to root, or it holds no unnamed files.
+    /// The system gives us no such file system, as it does only for root, or it holds no unnamed files.
     pub(super) fn new(bytes_max: u64) -> io::Result<Self> {
         let context = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
         let set = |key: &str, value: &str| fsconfig_set_string(&context, key, value);
         set("source", "ckfs")?;
         set("mode", "0700")?;
         set("size", &bytes_max.max(HUGE_PAGE_BYTES).to_string())?;
-        // Only a wish: kernels may be built without.
+        // Not required: a kernel may be built without huge pages.
         let _ = set("huge", "always");
         fsconfig_create(&context)?;
         let attributes =
             MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOEXEC;
         let files = Self { root: fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)? };
-        // That unnamed files work there is found out now, not when the first one is needed.
+        // Tests now, not at the first use, that unnamed files work there.
         files.unnamed(0)?;
         Ok(files)
     }
 
-    /// Memory that all files take, those included that were dropped and that programs still map.
+    /// Memory of all files in bytes, including dropped ones that programs still map.
     pub(super) fn used_bytes(&self) -> u64 {
         let used = |stat: StatVfs| stat.f_blocks.saturating_sub(stat.f_bfree).saturating_mul(stat.f_frsize);
         fstatvfs(&self.root).map_or(0, used)
     }
 
-    /// A new file of `bytes` bytes, all memory of which is set aside.
+    /// A new file of `bytes` bytes with all its memory allocated.
     ///
     /// # Errors
-    /// There may be no memory, as files that were dropped may still be mapped.
+    /// There may be no memory, as dropped files may still be mapped.
     pub(super) fn unnamed(&self, bytes: u64) -> io::Result<File> {
         let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
         let file = File::from(openat(&self.root, ".", flags, Mode::RUSR | Mode::WUSR)?);
-        set_aside(&file, bytes)?;
+        allocate(&file, bytes)?;
         Ok(file)
     }
 }
 
-/// Makes a file `bytes` bytes long, all memory of which is set aside.
+/// Sets a file's length to `bytes` bytes and allocates all its memory.
 ///
 /// # Errors
 /// There is no memory.
-pub(super) fn set_aside(file: &File, bytes: u64) -> io::Result<()> {
+pub(super) fn allocate(file: &File, bytes: u64) -> io::Result<()> {
     let len = file.metadata()?.len();
     if bytes < len {
         file.set_len(bytes)?;
@@ -79,11 +79,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_become_longer_and_shorter_and_what_was_cut_off_is_gone() {
+    fn files_grow_and_shrink_and_cut_bytes_are_zero_afterwards() {
         const SIZES: [u64; 7] = [0, 5 << 20, (1 << 20) + 3, (3 << 20) + 1, 3, 3, 1 << 20];
         let mut file = tempfile::tempfile().unwrap();
         for (before, after) in SIZES.into_iter().zip(SIZES.into_iter().skip(1)) {
-            set_aside(&file, after).unwrap();
+            allocate(&file, after).unwrap();
             let mut bytes = Vec::new();
             std::io::Seek::rewind(&mut file).unwrap();
             file.read_to_end(&mut bytes).unwrap();

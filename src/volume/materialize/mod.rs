@@ -1,28 +1,28 @@
-//! Materialization: a file is made once, all of it, into another file that the kernel then reads by itself.
+//! Materialization: a whole file is produced once, in another file that the kernel then reads by itself.
 //!
-//! Through the page cache, a GB costs its reader and ckfs the better part of a second of processor time, most of it for
-//! handling four-kilobyte pages one by one. A materialized file is read at the speed of memory, or of the disk that it lies
-//! on, memory maps included. There is one mechanism; where the bytes go is a difference below it: memory ([`memory`]), which takes
-//! room of the tile cache and is given up a minute after the file was closed, or an unnamed file in a directory ([`disk`]),
-//! which stays until the mount ends. Which files: [`Policy`], decided at mount.
+//! Through the page cache, 1 GB costs its reader and ckfs almost a second of processor time, most of it for
+//! handling pages of 4 KiB one by one. A materialized file is read at the speed of memory, or of its disk, memory maps
+//! included. There is one mechanism; the storage of the bytes is a detail below it. In memory ([`memory`]) a file takes
+//! room of the tile cache and is dropped a minute after it was closed. In a directory ([`disk`]) it is an unnamed file,
+//! which stays until the mount ends. [`Policy`] selects the files at mount.
 //!
-//! The kernel fixes with the first open of a file how it is read until the last close: by the kernel itself, or through the page
-//! cache. That decides when a file is materialized:
+//! At the first open of a file the kernel fixes how it is read until the last close: by the kernel itself, or through the page
+//! cache. That determines when a file is materialized:
 //!
-//! * A file of one tensor, in memory: when it is opened. The open waits, as all threads make the file faster than one reader
-//!   reads it, and the kernel then reads it by itself. An open waits [`OPEN_WAIT`] at most: where a source is slow the reader goes on
-//!   with what is made, and waits only for the pieces that it wants.
-//! * A bundle, in memory: as it is read. Nothing in an open says whether a program wants tensors or only the header, and most
-//!   loaders look at headers first: `HuggingFaceStorageReader` opens every rank's file for its header, `torch.load` reads the
-//!   directory at the end of the archive. So an open makes nothing. Reads of headers and directories, which ckfs generates, are
-//!   answered as ever. A read of tensors makes the pieces that it touches, each of which is fetched and decoded once. When more than
-//!   [`HEADER_PROBE_BYTES`] of tensors were asked for (beside a header the kernel reads ahead up to this much) all threads make the rest,
-//!   ahead of the reader. A program that reads headers only thus makes a piece of 1 MiB at each end of the file. The next open after
-//!   the last close waits for the rest and the kernel reads the file by itself.
+//! * A file of one tensor, in memory: when it is opened. The open waits, because all threads together produce the file faster
+//!   than one reader reads it, and the kernel then reads it by itself. An open waits [`OPEN_WAIT`] at most: where a source is
+//!   slow, the reader continues with the finished pieces, and waits only for the pieces that it reads.
+//! * A bundle, in memory: as it is read. An open does not show whether a program wants tensors or only the header, and most
+//!   loaders read headers first: `HuggingFaceStorageReader` opens every rank's file for its header, `torch.load` reads the
+//!   directory at the end of the archive. So an open starts nothing. Reads of headers and directories, which ckfs generates, are
+//!   answered as without materialization. A read of tensors produces the pieces that it touches; each is fetched and decoded
+//!   once. Beside a header the kernel reads ahead up to [`HEADER_PROBE_BYTES`] of tensors. When more than this was
+//!   requested, all threads produce the rest, ahead of the reader. A program that reads headers only thus causes a piece of
+//!   1 MiB at each end of the file. The next open after the last close waits for the rest and the kernel reads the file by itself.
 //! * Any file, on a disk: once it is closed, in the background, by one thread.
 //!
-//! An open with `O_DIRECT` asks for no cache, and starts nothing. Where there is no room, or something fails, the reader is
-//! answered as without materialization, and meets there what failed.
+//! An open with `O_DIRECT` bypasses the cache, and starts nothing. Where there is no room, or a step fails, the reader is
+//! answered as without materialization, and its read meets the failure.
 
 mod disk;
 mod entry;
@@ -46,11 +46,11 @@ use std::{
 pub use self::policy::{BundleSizes, Policy};
 use self::{
     disk::Disk,
-    entry::{CompletionGuard, Made, Making, State},
+    entry::{Complete, CompletionGuard, Partial, Progress},
     memory::Memory,
 };
 pub(super) use self::{
-    entry::Entry,
+    entry::FileEntry,
     policy::{FileClass, When},
 };
 use super::{Ino, WhenMaterialized};
@@ -59,30 +59,30 @@ use crate::{
     read::{Engine, Materializing, OpenFile, Prefault, Target},
 };
 
-/// How long an open waits for its file.
+/// Longest time that an open waits for its file.
 const OPEN_WAIT: Duration = Duration::from_secs(2);
-/// How long a file in memory is kept once it is closed.
+/// How long a file in memory is kept after its last close.
 const IDLE: Duration = Duration::from_mins(1);
-/// Bytes of tensors beside headers that the kernel reads ahead, at most, unless it was told to read ahead more.
+/// Most bytes of tensors beside headers that the kernel reads ahead, unless a larger read-ahead was configured.
 const HEADER_PROBE_BYTES: u64 = 2 << 20;
 
-type Entries = Mutex<HashMap<Ino, Arc<Entry>>>;
+type FileEntries = Mutex<HashMap<Ino, Arc<FileEntry>>>;
 
-/// Where the files are.
-enum Place {
+/// Storage of the files.
+enum FileStorage {
     Memory(Memory),
-    Disk(mpsc::Sender<(Arc<Entry>, Arc<OpenFile>)>),
+    Disk(mpsc::Sender<(Arc<FileEntry>, Arc<OpenFile>)>),
 }
 
 /// The materialized files of a volume.
 pub(super) struct Materializer {
-    place: Place,
-    entries: Arc<Entries>,
+    storage: FileStorage,
+    entries: Arc<FileEntries>,
     engine: Weak<Engine>,
     /// Whether the kernel reads files by itself.
     is_on: AtomicBool,
-    /// Opens that wait, in the order in which their time is over.
-    deadlines: mpsc::Sender<(Instant, Weak<Entry>)>,
+    /// Waiting opens, in the order in which their time ends.
+    deadlines: mpsc::Sender<(Instant, Weak<FileEntry>)>,
 }
 
 impl std::fmt::Debug for Materializer {
@@ -100,28 +100,28 @@ impl Drop for Materializer {
     }
 }
 
-fn lock(entries: &Entries) -> MutexGuard<'_, HashMap<Ino, Arc<Entry>>> {
+fn lock(entries: &FileEntries) -> MutexGuard<'_, HashMap<Ino, Arc<FileEntry>>> {
     entries.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Materializer {
-    /// The files that a policy wants, in memory as far as the engine's cache allows, or in a directory; none if it wants none.
+    /// The files that a policy selects, in memory as far as the engine's cache allows, or in a directory; `None` if it selects none.
     ///
     /// # Errors
-    /// The system gives us no file system in memory, as it does only to root; the directory cannot hold unnamed files; or there
-    /// is no thread.
+    /// The system gives us no file system in memory, as it does only for root; the directory cannot hold unnamed files; or the
+    /// system cannot start a thread.
     pub(super) fn new(policy: &Policy, engine: &Arc<Engine>) -> io::Result<Option<Self>> {
-        let entries: Arc<Entries> = Arc::default();
-        let place = if let Some(directory) = policy.directory() {
-            Place::Disk(Disk::new(directory.clone())?.start(Arc::clone(engine))?)
+        let entries: Arc<FileEntries> = Arc::default();
+        let storage = if let Some(directory) = policy.directory() {
+            FileStorage::Disk(Disk::new(directory.clone())?.start(Arc::clone(engine))?)
         } else if policy.in_memory() {
-            Place::Memory(Memory::new(engine)?)
+            FileStorage::Memory(Memory::new(engine)?)
         } else {
             return Ok(None);
         };
         let (deadlines, waiting) = mpsc::channel();
         thread::Builder::new().name("ckfs-open-wait".to_owned()).spawn(move || stop_waiting(&waiting))?;
-        Ok(Some(Self { place, entries, engine: Arc::downgrade(engine), is_on: AtomicBool::new(false), deadlines }))
+        Ok(Some(Self { storage, entries, engine: Arc::downgrade(engine), is_on: AtomicBool::new(false), deadlines }))
     }
 
     /// Notes that the kernel reads files by itself.
@@ -129,14 +129,14 @@ impl Materializer {
         self.is_on.store(true, Ordering::Relaxed);
     }
 
-    /// Makes memory ready for files that will be opened, and their sources' pages. `likely` goes through some of them and tells how
-    /// long they are and how many are alike.
+    /// Prepares memory for files that will probably be opened, and prefaults their sources' pages. `likely` visits some of them
+    /// and reports their lengths and how many are alike.
     pub(super) fn expect(
         &self,
         prefault: Option<Prefault>,
         likely: impl FnOnce(&mut dyn FnMut(u64, usize)) + Send + 'static,
     ) {
-        let Place::Memory(memory) = &self.place else { return };
+        let FileStorage::Memory(memory) = &self.storage else { return };
         let sizes = move || {
             let mut sizes = BTreeMap::new();
             likely(&mut |bytes, count| *sizes.entry(bytes).or_default() += count);
@@ -145,61 +145,61 @@ impl Materializer {
         memory.expect(prefault, sizes);
     }
 
-    /// Notes that a file is opened which is materialized at some time. The entry is to be held as long as the file is open.
-    pub(super) fn hold(&self, ino: Ino, when: When) -> Option<Arc<Entry>> {
+    /// Notes the open of a file that may be materialized. The caller keeps the entry while the file is open.
+    pub(super) fn hold(&self, ino: Ino, when: When) -> Option<Arc<FileEntry>> {
         if !self.is_on.load(Ordering::Relaxed) {
             return None;
         }
         let mut entries = lock(&self.entries);
-        let entry = entries.entry(ino).or_insert_with(|| Arc::new(Entry::new(when)));
-        // In this order: a thread that has an entry's state locked holds the entry, and may wait for `entries`.
+        let entry = entries.entry(ino).or_insert_with(|| Arc::new(FileEntry::new(when)));
+        // In this order: a thread that has locked an entry's state owns the entry, and may wait for `entries`.
         if when != When::Closed && Arc::strong_count(entry) == 1 && entry.has_failed() {
-            *entry = Arc::new(Entry::new(when));
+            *entry = Arc::new(FileEntry::new(when));
         }
         entry.note_used();
         Some(Arc::clone(entry))
     }
 
-    /// As [`Self::hold`], for an open with `O_DIRECT`: only a file that is there already.
-    pub(super) fn hold_made(&self, ino: Ino) -> Option<Arc<Entry>> {
+    /// As [`Self::hold`], for an open with `O_DIRECT`: only a file that is complete already.
+    pub(super) fn hold_complete(&self, ino: Ino) -> Option<Arc<FileEntry>> {
         let entry = lock(&self.entries).get(&ino).map(Arc::clone)?;
-        entry.made().is_some().then_some(entry)
+        entry.complete().is_some().then_some(entry)
     }
 
-    /// Materializes a file that is being opened, or finds it made or under way. `then` is called at once or from another thread.
-    pub(super) fn materialize(&self, entry: &Arc<Entry>, file: &Arc<OpenFile>, then: WhenMaterialized) {
+    /// Materializes a file that is being opened, unless it is complete or in progress. Calls `then` at once or from another thread.
+    pub(super) fn materialize(&self, entry: &Arc<FileEntry>, file: &Arc<OpenFile>, then: WhenMaterialized) {
         let mut state = entry.lock();
-        if let State::Absent = &*state
-            && let Some(making) = self.prepare(file)
+        if let Progress::Absent = &*state
+            && let Some(partial) = self.prepare(file)
         {
-            *state = State::Making(making);
+            *state = Progress::Partial(partial);
         }
         match &mut *state {
-            State::Made(Made { target, .. }) => {
+            Progress::Complete(Complete { target, .. }) => {
                 let target = Arc::clone(target);
                 drop(state);
                 then(Some(target));
             }
-            State::Absent | State::Failed => {
+            Progress::Absent | Progress::Failed => {
                 drop(state);
                 then(None);
             }
-            State::Making(making) => {
-                making.waiting.push(then);
-                let begun = begin(making);
+            Progress::Partial(partial) => {
+                partial.waiting.push(then);
+                let begun = begin(partial);
                 drop(state);
                 self.make_all(entry, file, begun);
-                // Nobody receives once the thread has ended, and then nobody waits.
+                // The receiver is gone once the thread has ended, and then no open waits.
                 let _ = self.deadlines.send((Instant::now() + OPEN_WAIT, Arc::downgrade(entry)));
             }
         }
     }
 
-    /// Hands bytes of a file to `reply`, from the pieces that were made, or are made for this read. False, without a call of
-    /// `reply`, if the read is to be answered as without materialization.
+    /// Passes bytes of a file to `reply`, from pieces that are finished or are produced for this read. Returns false without a
+    /// call of `reply` if the read must be answered as without materialization.
     pub(super) fn read(
         &self,
-        entry: &Arc<Entry>,
+        entry: &Arc<FileEntry>,
         file: &Arc<OpenFile>,
         start: u64,
         len: usize,
@@ -213,17 +213,17 @@ impl Materializer {
         if entry.when == When::Read && !entry.is_begun() {
             let asked = entry.note_asked(wanted);
             let mut state = entry.lock();
-            if let State::Absent = &*state {
+            if let Progress::Absent = &*state {
                 match self.prepare(file) {
-                    Some(making) => *state = State::Making(making),
-                    // There may be room later, but then part of the file was read already.
-                    None => *state = State::Failed,
+                    Some(partial) => *state = Progress::Partial(partial),
+                    // There may be room later, but by then part of the file was read already.
+                    None => *state = Progress::Failed,
                 }
             }
-            if let State::Making(making) = &mut *state
+            if let Progress::Partial(partial) = &mut *state
                 && asked > HEADER_PROBE_BYTES.min(file.len_bytes() / 2)
             {
-                let begun = begin(making);
+                let begun = begin(partial);
                 drop(state);
                 self.make_all(entry, file, begun);
             }
@@ -232,18 +232,18 @@ impl Materializer {
     }
 
     /// Notes that a file is closed.
-    pub(super) fn close(&self, entry: &Arc<Entry>, file: &Arc<OpenFile>) {
-        if let Place::Disk(closed) = &self.place
+    pub(super) fn close(&self, entry: &Arc<FileEntry>, file: &Arc<OpenFile>) {
+        if let FileStorage::Disk(closed) = &self.storage
             && entry.note_asked(1) == 1
         {
-            // Nobody receives once the thread has ended; then there are no files any more.
+            // The receiver is gone once the thread has ended; then no files are left.
             let _ = closed.send((Arc::clone(entry), Arc::clone(file)));
         }
     }
 
-    /// Room and a target for a file, of which nothing is made yet; none if there is no room.
-    fn prepare(&self, file: &Arc<OpenFile>) -> Option<Making> {
-        let Place::Memory(memory) = &self.place else { return None };
+    /// Room and a target for a file with no piece yet; `None` if there is no room.
+    fn prepare(&self, file: &Arc<OpenFile>) -> Option<Partial> {
+        let FileStorage::Memory(memory) = &self.storage else { return None };
         let engine = self.engine.upgrade()?;
         let found = memory.take(&engine, file.len_bytes(), &mut || self.drop_oldest());
         let (target, room) =
@@ -251,16 +251,16 @@ impl Materializer {
         let target = Arc::new(target);
         let pieces = Materializing::new(&engine, file, Target::Memory(Arc::clone(&target))).ok()?;
         let pieces = Arc::new(pieces);
-        Some(Making { pieces, target, room: Some(room), is_begun: false, waiting: Vec::new() })
+        Some(Partial { pieces, target, room: Some(room), is_begun: false, waiting: Vec::new() })
     }
 
-    fn make_all(&self, entry: &Arc<Entry>, file: &Arc<OpenFile>, begun: Option<Arc<Materializing>>) {
-        let (Some(pieces), Place::Memory(memory)) = (begun, &self.place) else { return };
+    fn make_all(&self, entry: &Arc<FileEntry>, file: &Arc<OpenFile>, begun: Option<Arc<Materializing>>) {
+        let (Some(pieces), FileStorage::Memory(memory)) = (begun, &self.storage) else { return };
         let guard = CompletionGuard::new(entry, file, Some(memory.pause()));
         pieces.make_all(move |result| guard.end(result));
     }
 
-    /// Drops the file that was closed longest ago, and says whether there was one.
+    /// Drops the file that was closed longest ago; false if there was none.
     fn drop_oldest(&self) -> bool {
         let mut entries = lock(&self.entries);
         let closed = entries.iter().filter(|(_, entry)| Arc::strong_count(entry) == 1);
@@ -270,29 +270,29 @@ impl Materializer {
         dropped.is_some()
     }
 
-    /// Memory of all files in memory, mapped or not, in bytes.
+    /// Memory of all files in memory in bytes, mapped or not.
     pub(super) fn used_bytes(&self) -> Option<u64> {
-        match &self.place {
-            Place::Memory(memory) => Some(memory.used_bytes()),
-            Place::Disk(_) => None,
+        match &self.storage {
+            FileStorage::Memory(memory) => Some(memory.used_bytes()),
+            FileStorage::Disk(_) => None,
         }
     }
 
     /// Notes that a program reads a file, materialized or not.
     pub(super) fn note_read(&self) {
-        if let Place::Memory(memory) = &self.place {
+        if let FileStorage::Memory(memory) = &self.storage {
             memory.note_read();
         }
     }
 
     /// Whether readers are expected soon.
     pub(super) fn expects(&self) -> bool {
-        matches!(&self.place, Place::Memory(memory) if memory.expects())
+        matches!(&self.storage, FileStorage::Memory(memory) if memory.expects())
     }
 
-    /// Drops files in memory that were not open for a while.
+    /// Drops files in memory that were closed for longer than [`IDLE`].
     pub(super) fn drop_idle(&self) {
-        let Place::Memory(memory) = &self.place else { return };
+        let FileStorage::Memory(memory) = &self.storage else { return };
         let mut dropped = Vec::new();
         lock(&self.entries).retain(|_, entry| {
             if Arc::strong_count(entry) > 1 {
@@ -311,10 +311,10 @@ impl Materializer {
     }
 }
 
-/// Notes that all of a file is asked for; its pieces if it was not before.
-fn begin(making: &mut Making) -> Option<Arc<Materializing>> {
-    let is_first = !std::mem::replace(&mut making.is_begun, true);
-    is_first.then(|| Arc::clone(&making.pieces))
+/// Notes that the whole file is requested; returns its pieces if it was not before.
+fn begin(partial: &mut Partial) -> Option<Arc<Materializing>> {
+    let is_first = !std::mem::replace(&mut partial.is_begun, true);
+    is_first.then(|| Arc::clone(&partial.pieces))
 }
 
 /// Bytes of `start..end` that are tensors.
@@ -327,8 +327,8 @@ fn tensor_bytes(file: &OpenFile, start: u64, end: u64) -> u64 {
     image.spans(start, end).map(of_view).sum()
 }
 
-/// Lets opens go on whose time is over. All wait equally long, so that they come in order.
-fn stop_waiting(waiting: &mpsc::Receiver<(Instant, Weak<Entry>)>) {
+/// Ends the waits whose time is over. All waits are equally long, so they end in order.
+fn stop_waiting(waiting: &mpsc::Receiver<(Instant, Weak<FileEntry>)>) {
     for (until, entry) in waiting {
         thread::sleep(until.saturating_duration_since(Instant::now()));
         if let Some(entry) = entry.upgrade() {

@@ -1,4 +1,4 @@
-//! Which files are materialized: decided once, at mount, from what was asked for, sizes, and the budget.
+//! The files that are materialized: selected once, at mount, from the setting, the sizes, and the budget.
 
 use std::{fmt::Write, path::PathBuf};
 
@@ -7,26 +7,26 @@ use serde_json::{Value, json};
 use super::memory_files::HUGE_PAGE_BYTES;
 use crate::{config::Materialize, plan::report::human_bytes};
 
-/// Smaller files are not worth a file of their own: a request or two of the kernel's read them.
+/// Smaller files are not materialized: the kernel reads them with one or two requests.
 const BYTES_MIN: u64 = 1 << 20;
 
-/// What a file holds, as far as materialization goes.
+/// Contents of a file, as far as materialization needs to know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::volume) enum FileClass {
     /// One tensor, or a part of one.
     Tensor,
     /// All tensors of a device.
     Bundle,
-    /// Several tensors, of which a reader may want a few only.
+    /// Several tensors, of which a reader may need only a few.
     Mixed,
 }
 
 /// When a file is materialized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::volume) enum When {
-    /// When it is opened. The open waits, so that the kernel reads all of it by itself.
+    /// When it is opened. The open waits, so that the kernel reads the whole file by itself.
     Opened,
-    /// In pieces as its tensors are read, and all of it once some of them were.
+    /// In pieces as its tensors are read, and completely once some of them were.
     Read,
     /// After it was closed.
     Closed,
@@ -35,7 +35,7 @@ pub(in crate::volume) enum When {
 /// The bundles that a mount lists.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BundleSizes {
-    /// How many.
+    /// Number of bundles.
     pub files: u64,
     /// Memory for all of them, in bytes.
     pub bytes: u64,
@@ -49,24 +49,24 @@ impl BundleSizes {
     }
 }
 
-/// Which files are materialized, and where.
+/// The files that are materialized, and their storage.
 #[derive(Clone, Debug)]
 pub struct Policy {
     wanted: Materialize,
-    /// Most bytes of all files in memory, and of one.
+    /// Most bytes of all files in memory together, and of one file.
     budget_bytes: u64,
     file_bytes_max: u64,
     bundles: BundleSizes,
 }
 
 impl Policy {
-    /// What follows from a setting where files may take `budget_bytes` of memory together.
+    /// The policy for a setting, where files together may take `budget_bytes` of memory.
     pub fn new(wanted: Materialize, budget_bytes: u64, bundles: BundleSizes) -> Self {
-        // Half of the cache, of which the budget is three quarters: so that a file does not take turns with others.
+        // Half of the cache (the budget is three quarters of it), so that files do not evict each other in turn.
         Self { wanted, budget_bytes, file_bytes_max: budget_bytes / 3 * 2, bundles }
     }
 
-    /// The directory of files on a disk, if they are there.
+    /// The directory of the files, if they are on a disk.
     pub fn directory(&self) -> Option<&PathBuf> {
         match &self.wanted {
             Materialize::Dir(directory) => Some(directory),
@@ -84,7 +84,7 @@ impl Policy {
         self.bundles.bytes <= self.budget_bytes
     }
 
-    /// When a file of `len_bytes` bytes is materialized, if it is.
+    /// When a file of `len_bytes` bytes is materialized; `None` for never.
     pub(in crate::volume) fn when(&self, class: FileClass, len_bytes: u64) -> Option<When> {
         let fits = (BYTES_MIN..=self.file_bytes_max).contains(&len_bytes);
         match (&self.wanted, class) {
@@ -98,7 +98,7 @@ impl Policy {
         }
     }
 
-    /// What is materialized, in a line of the plan.
+    /// The policy as one line of the plan.
     pub fn text(&self) -> String {
         let (least, most, budget) =
             (human_bytes(BYTES_MIN), human_bytes(self.file_bytes_max), human_bytes(self.budget_bytes));
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_materialized_follows_from_class_size_and_budget() {
+    fn class_size_and_budget_select_the_materialized_files() {
         use FileClass::{Bundle, Mixed, Tensor};
         let (few, many) = (vec![47 * MIB; 2], vec![48 * MIB; 2]);
         assert_eq!(policy(Materialize::Auto, &few).bundles, BundleSizes { files: 2, bytes: 96 * MIB });
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn the_plan_says_what_does_not_fit_and_how_much_would() {
+    fn the_plan_reports_misfits_and_the_sufficient_size() {
         let text = policy(Materialize::Auto, &[48 * MIB, 48 * MIB]).text();
         assert!(text.contains("no bundle, as 2 of 100 MiB do not fit (--cache-bytes 133 MiB)"), "{text}");
         let text = policy(Materialize::Auto, &[]).text();

@@ -1,8 +1,8 @@
-//! Pre-zeroed buffers: files in memory that are zeroed while nobody waits.
+//! Pre-zeroed buffers: files in memory that a thread zeroes while no open waits.
 //!
-//! The kernel zeroes a page before it gives it away, and on a virtual machine the host may have to find one first. For a file
-//! that is materialized this takes from a third of the time to most of it. So one thread zeroes files of the sizes that are
-//! likely wanted next, pauses while files are made and read, and drops them if none was needed for a while.
+//! The kernel zeroes a page before a process gets it, and on a virtual machine the host may have to allocate one first. This
+//! takes between a third and most of the time of a materialization. So one thread zeroes files of the sizes that are
+//! probably needed next. It pauses while files are materialized and read, and drops the buffers if none was needed for a while.
 //!
 //! A buffer is used once. The memory of a materialized file that was dropped never becomes one: it may still be mapped.
 
@@ -17,44 +17,44 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::memory_files::{HUGE_PAGE_BYTES, MemoryFiles, set_aside};
+use super::memory_files::{HUGE_PAGE_BYTES, MemoryFiles, allocate};
 use crate::{
     read::{Engine, Reservation, warm::Warm},
     tensor::to_usize,
 };
 
-/// Of the memory that materialized files may take, buffers take this part.
+/// Buffers take at most this fraction (one in three) of the memory that materialized files may take.
 const PART: usize = 3;
-/// Most buffers at a time: each is an open file.
+/// Most buffers at a time: each is an open file descriptor.
 const COUNT_MAX: usize = 64;
-/// How long buffers are kept after the last file was made, or the mount.
+/// How long buffers are kept after the last materialization, or after the mount.
 const IDLE: Duration = Duration::from_mins(1);
-/// For this time after the last sign of a reader none are made: the reader needs the processor and the memory now. The kernel reads whole
-/// files by itself, of which there is no sign between their opening and their closing.
+/// No buffer is zeroed for this time after the last sign of a reader, which needs the processor and the memory now. The kernel
+/// reads materialized files by itself; between their open and their close ckfs sees no sign of it.
 const QUIET: Duration = Duration::from_secs(1);
-/// Written over each page so that it is there. A file of huge pages is zeroed by one page each time.
+/// Written over each page to allocate it. A file of huge pages is zeroed by one page per write.
 static ZEROS: [u8; 2 << 20] = [0; 2 << 20];
 
-/// A file that is zeroed from the beginning as far as there was time, and no longer than that.
+/// A file that is zeroed from the beginning as far as time allowed, and exactly that long.
 #[derive(Debug)]
-struct Buffer {
+struct ZeroedBuffer {
     file: File,
-    /// How long it should become.
+    /// Its intended length.
     bytes: u64,
     zeroed_bytes: u64,
     _room: Reservation,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    /// Sizes in bytes that buffers should have, a size once for each, the most wanted first.
+struct BufferState {
+    /// Sizes in bytes of the desired buffers, a size once per buffer, the most desired first.
     wanted: Vec<u64>,
-    ready: Vec<Buffer>,
-    /// Whether buffers that are not among these have memory: one that a page is added to, and some on their way out.
+    ready: Vec<ZeroedBuffer>,
+    /// Whether buffers outside the list have memory: one that is being zeroed, and some that are being dropped.
     zeroing: bool,
-    /// Files being made now.
-    making: usize,
-    /// When the last one was begun; none are made ready if it is not known.
+    /// Files in materialization now.
+    in_progress: usize,
+    /// Start of the latest one; without it no buffers are zeroed.
     used: Option<Instant>,
     /// The last sign of a reader.
     read: Option<Instant>,
@@ -62,74 +62,74 @@ struct State {
 }
 
 #[derive(Debug)]
-struct Shared {
+struct SharedBuffers {
     files: Arc<MemoryFiles>,
     engine: Weak<Engine>,
     bytes_max: u64,
-    state: Mutex<State>,
+    state: Mutex<BufferState>,
     changed: Condvar,
 }
 
-/// Pre-zeroed buffers of the sizes that are likely wanted next.
+/// Pre-zeroed buffers of the sizes that are probably needed next.
 #[derive(Debug)]
 pub(super) struct Prezeroed {
-    shared: Arc<Shared>,
+    shared: Arc<SharedBuffers>,
 }
 
-/// While there is one, no buffers are made.
+/// While one exists, no buffers are zeroed.
 #[derive(Debug)]
 pub(super) struct Busy {
-    shared: Arc<Shared>,
+    shared: Arc<SharedBuffers>,
 }
 
 impl Prezeroed {
-    /// Buffers in `files` for at most a part of what may be reserved in `engine`. There are none until they are started.
+    /// Buffers in `files` for at most a part of the memory that may be reserved in `engine`. There are none before [`Self::start`].
     pub(super) fn new(files: &Arc<MemoryFiles>, engine: &Arc<Engine>) -> Self {
-        // Without a byte for buffers the thread only does what is to be done first.
+        // With 0 bytes for buffers the thread only runs `first`.
         let bytes_max = if Warm::chosen().zero { (engine.reservable_bytes() / PART) as u64 } else { 0 };
         let (files, engine) = (Arc::clone(files), Arc::downgrade(engine));
         let (state, changed) = (Mutex::default(), Condvar::new());
-        Self { shared: Arc::new(Shared { files, engine, bytes_max, state, changed }) }
+        Self { shared: Arc::new(SharedBuffers { files, engine, bytes_max, state, changed }) }
     }
 
-    /// Starts to make buffers. `sizes` tells in which sizes files may be wanted first, and how many of each. What `first` does is
-    /// done before, in steps while nobody reads, until it says that there is no more.
+    /// Starts the thread. `sizes` reports the sizes of the files that are probably needed first, and how many of each. The thread
+    /// runs `first` before it zeroes buffers, step by step while no program reads, until `first` returns false.
     ///
     /// # Errors
-    /// The system starts no thread.
+    /// The system cannot start a thread.
     pub(super) fn start(
         &self,
         mut first: impl FnMut() -> bool + Send + 'static,
         sizes: impl FnOnce() -> Vec<(u64, usize)> + Send + 'static,
     ) -> io::Result<()> {
-        let maker = Arc::clone(&self.shared);
-        // Not of a lower priority: an open waits for a page that is being zeroed.
+        let shared = Arc::clone(&self.shared);
+        // Not at a lower priority: an open waits for a page that is being zeroed.
         thread::Builder::new().name("ckfs-prezero".to_owned()).spawn(move || {
             let mut wanted = rounds(sizes());
-            let mut state = maker.lock();
+            let mut state = shared.lock();
             wanted.extend_from_slice(&state.wanted);
-            state.want(wanted, maker.bytes_max);
+            state.want(wanted, shared.bytes_max);
             state.used = Some(Instant::now());
-            maker.make(state, &mut first);
+            shared.run(state, &mut first);
         })?;
         Ok(())
     }
 
-    /// Notes that a file is being made, until the result is dropped.
+    /// Notes that a file is being materialized, until the result is dropped.
     pub(super) fn pause(&self) -> Busy {
-        self.shared.lock().making += 1;
+        self.shared.lock().in_progress += 1;
         Busy { shared: Arc::clone(&self.shared) }
     }
 
-    /// A buffer for a file of `bytes` bytes, if there is one of about that size. It is as long as it is zeroed.
+    /// A buffer for a file of `bytes` bytes, if there is one of about that size. Its length is its zeroed part.
     pub(super) fn take(&self, bytes: u64) -> Option<File> {
         let mut state = self.shared.lock();
         state.used = Some(Instant::now());
-        // The one that a page is added to comes back after it, which the host may take long for.
+        // A buffer that is being zeroed returns after its current page, which may take the host long to allocate.
         while state.zeroing && !state.has_ready(bytes) {
             state = self.shared.wait(state);
         }
-        // Where there was none of this size, more are wanted than there were.
+        // There was no buffer of this size: more of it are desired than there were.
         if state.ready.iter().any(|buffer| buffer.bytes == bytes)
             && let Some(index) = state.wanted.iter().position(|wanted| *wanted == bytes)
         {
@@ -138,16 +138,16 @@ impl Prezeroed {
         let mut wanted = std::mem::take(&mut state.wanted);
         wanted.insert(0, bytes);
         state.want(wanted, self.shared.bytes_max);
-        let least = |buffer: &Buffer| (buffer.bytes.abs_diff(bytes), Reverse(buffer.zeroed_bytes));
+        let least = |buffer: &ZeroedBuffer| (buffer.bytes.abs_diff(bytes), Reverse(buffer.zeroed_bytes));
         let nearest = state.ready.iter().enumerate().min_by_key(|(_, buffer)| least(buffer));
-        // What is cut off is lost, so it should not be the greater part.
+        // The cut-off part is lost, so it should not be the greater part.
         let index = nearest.filter(|(_, buffer)| buffer.bytes / 2 <= bytes).map(|(index, _)| index);
         let buffer = index.map(|index| state.ready.swap_remove(index));
         drop(state);
         buffer.map(|buffer| buffer.file)
     }
 
-    /// Whether readers are expected: a file was made of late, or could have been for the first time.
+    /// Whether readers are expected: a file was materialized recently, or the first may still come.
     pub(super) fn expects(&self) -> bool {
         self.shared.lock().used.is_some_and(|used| used.elapsed() < IDLE)
     }
@@ -157,7 +157,7 @@ impl Prezeroed {
         self.shared.lock().read = Some(Instant::now());
     }
 
-    /// Gives all buffers up, as their memory is wanted for something else, until the next file is made.
+    /// Drops all buffers, as other code needs their memory, until the next file is materialized.
     pub(super) fn drop_all(&self) {
         let mut state = self.shared.lock();
         state.used = None;
@@ -176,7 +176,7 @@ impl Drop for Prezeroed {
 
 impl Drop for Busy {
     fn drop(&mut self) {
-        self.shared.lock().making -= 1;
+        self.shared.lock().in_progress -= 1;
         self.shared.changed.notify_all();
     }
 }
@@ -189,8 +189,8 @@ fn rounds(mut sizes: Vec<(u64, usize)>) -> Vec<u64> {
     (0..most).flat_map(round).take(COUNT_MAX).collect()
 }
 
-impl State {
-    /// Sets the sizes that are wanted, as many from the first as fit.
+impl BufferState {
+    /// Sets the desired sizes: as many from the front of the list as fit.
     fn want(&mut self, mut sizes: Vec<u64>, bytes_max: u64) {
         sizes.truncate(COUNT_MAX);
         let mut total = 0;
@@ -203,14 +203,14 @@ impl State {
         self.wanted = sizes;
     }
 
-    /// Whether one of this size is zeroed to its end.
+    /// Whether a buffer of this size is fully zeroed.
     fn has_ready(&self, bytes: u64) -> bool {
         self.ready.iter().any(|buffer| buffer.bytes == bytes && buffer.zeroed_bytes == bytes)
     }
 
-    /// Takes out the buffer to be zeroed next, and those that nobody wants. If there is none of a size that is wanted before
-    /// the buffer's, it is that size.
-    fn next(&mut self) -> (Next, Vec<Buffer>) {
+    /// Takes out the buffer to be zeroed next, and those of sizes no longer desired. If a size that is desired before
+    /// the buffer's has no buffer, the result is that size.
+    fn next(&mut self) -> (Next, Vec<ZeroedBuffer>) {
         let mut unwanted = std::mem::take(&mut self.ready);
         let mut next = Next::Nothing;
         for bytes in &self.wanted {
@@ -231,50 +231,50 @@ impl State {
     }
 }
 
-/// What to do for buffers.
+/// The thread's next step for buffers.
 #[derive(Debug)]
 enum Next {
-    /// One of this size is wanted.
+    /// A buffer of this size is missing.
     Missing(u64),
-    /// This one is not zeroed to its end.
-    Zero(Buffer),
+    /// This buffer is not fully zeroed.
+    Zero(ZeroedBuffer),
     /// There are enough.
     Nothing,
 }
 
-impl Buffer {
-    /// Adds one page more.
+impl ZeroedBuffer {
+    /// Zeroes one more page.
     fn zero_page(&mut self) -> io::Result<()> {
         let left = to_usize(self.bytes - self.zeroed_bytes);
         let page = &ZEROS[..left.min(ZEROS.len())];
         let end = self.zeroed_bytes + page.len() as u64;
-        // What is written to a hole may come in small pages.
-        set_aside(&self.file, end)?;
+        // The kernel may fill holes with small pages.
+        allocate(&self.file, end)?;
         self.file.write_all_at(page, self.zeroed_bytes)?;
         self.zeroed_bytes = end;
         Ok(())
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl SharedBuffers {
+    fn lock(&self) -> MutexGuard<'_, BufferState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn wait<'a>(&'a self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+    fn wait<'a>(&'a self, state: MutexGuard<'a, BufferState>) -> MutexGuard<'a, BufferState> {
         self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn wait_for<'a>(&'a self, state: MutexGuard<'a, State>, most: Duration) -> MutexGuard<'a, State> {
+    fn wait_for<'a>(&'a self, state: MutexGuard<'a, BufferState>, most: Duration) -> MutexGuard<'a, BufferState> {
         self.changed.wait_timeout(state, most).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Makes buffers, a page at a time, whenever no file is being made or read.
-    fn make<'a>(&'a self, mut state: MutexGuard<'a, State>, first: &mut dyn FnMut() -> bool) {
+    /// Zeroes buffers, one page at a time, whenever no file is being materialized or read.
+    fn run<'a>(&'a self, mut state: MutexGuard<'a, BufferState>, first: &mut dyn FnMut() -> bool) {
         let mut left_first = true;
         while !state.ended {
             let left = state.used.map_or(Duration::ZERO, |used| IDLE.saturating_sub(used.elapsed()));
-            if state.making > 0 || (left.is_zero() && state.ready.is_empty()) {
+            if state.in_progress > 0 || (left.is_zero() && state.ready.is_empty()) {
                 state = self.wait(state);
                 continue;
             }
@@ -303,7 +303,7 @@ impl Shared {
             state.zeroing = true;
             drop(state);
             let work = || {
-                // They make room for the next.
+                // They make room for the next buffer.
                 drop(unwanted);
                 let mut buffer = match next {
                     Next::Zero(buffer) => buffer,
@@ -318,18 +318,18 @@ impl Shared {
             self.changed.notify_all();
             match zeroed {
                 Some(buffer) => state.ready.push(buffer),
-                // There is no room for it, or no memory. Others may find some.
+                // There is no room for it, or no memory. Buffers of other sizes may fit.
                 None => state.wanted.retain(|wanted| Some(*wanted) != size),
             }
         }
     }
 
-    /// A buffer of this size that nothing is in yet, if nothing else needs the memory.
-    fn buffer(&self, bytes: u64) -> Option<Buffer> {
+    /// An empty buffer of this size, if nothing else needs the memory.
+    fn buffer(&self, bytes: u64) -> Option<ZeroedBuffer> {
         let room_bytes = usize::try_from(bytes.next_multiple_of(HUGE_PAGE_BYTES)).ok()?;
         let room = self.engine.upgrade()?.reserve_spare(room_bytes)?;
         let file = self.files.unnamed(0).ok()?;
-        Some(Buffer { file, bytes, zeroed_bytes: 0, _room: room })
+        Some(ZeroedBuffer { file, bytes, zeroed_bytes: 0, _room: room })
     }
 }
 
@@ -345,9 +345,9 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_left_out() {
+    fn sizes_that_do_not_fit_are_left_out() {
         const PAGE: u64 = HUGE_PAGE_BYTES;
-        let mut state = State::default();
+        let mut state = BufferState::default();
         state.want(vec![PAGE + 1, 3 * PAGE, 1, PAGE], 4 * PAGE);
         assert_eq!(state.wanted, [PAGE + 1, 1, PAGE], "in whole pages");
         assert!(matches!(state.next(), (Next::Missing(bytes), unwanted) if bytes == PAGE + 1 && unwanted.is_empty()));
