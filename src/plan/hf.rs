@@ -109,7 +109,9 @@ pub(super) fn plan(
         .flat_map(|(_, path, id)| by_file[id.index()].iter().map(|(_, name, _)| (name.clone(), path.to_owned())))
         .collect();
     let mut files = Vec::new();
-    for (role, path, id) in originals(original) {
+    let undone = is_undone(checkpoint);
+    let tells = |path: &str| !(undone && QUANTIZATION_FILES.contains(&path));
+    for (role, path, id) in originals(original).filter(|(_, path, _)| tells(path)) {
         let content = if *role == FileRole::Weights {
             let tensors = std::mem::take(&mut by_file[id.index()]);
             let as_before = |(id, name, view): &(TensorId, String, View)| {
@@ -184,7 +186,7 @@ fn metadata(checkpoint: &Checkpoint, file: FileId) -> Vec<(String, String)> {
 fn truthful_config(config: &Value, checkpoint: &Checkpoint, values: &Values<'_>) -> Value {
     let mut config = config.clone();
     let decoded = checkpoint.tensors().find_map(|(_, info)| info.quantized());
-    let undone = decoded.is_some();
+    let undone = is_undone(checkpoint);
     let dtype = values.general_dtype().or_else(|| values.decoded_dtype(decoded?.dtype));
     let Some(name) = dtype.and_then(torch_name) else { return config };
     let nested = checkpoint.dialect().text_config.clone();
@@ -211,6 +213,15 @@ fn truthful_config(config: &Value, checkpoint: &Checkpoint, values: &Values<'_>)
     }
     config
 }
+
+/// Whether all that was quantized is decoded. Where some tensors stay as they are stored, what tells how stays too: codes that are
+/// loaded as if they were numbers would give wrong weights without a word.
+fn is_undone(checkpoint: &Checkpoint) -> bool {
+    checkpoint.tensors().any(|(_, info)| info.quantized().is_some()) && checkpoint.raw().next().is_none()
+}
+
+/// Files that tell how weights are quantized, as `ModelOpt`, GPTQ's and AWQ's libraries write them.
+const QUANTIZATION_FILES: [&str; 3] = ["hf_quant_config.json", "quantize_config.json", "quant_config.json"];
 
 /// Members of `config.json` that tell how weights are quantized; the last is MLX's.
 const QUANTIZATION: [&str; 3] = ["quantization_config", "compression_config", "quantization"];

@@ -68,6 +68,12 @@ pub struct Plan {
     pub decoded: Vec<Decoded>,
     /// Quantized tensors that are shown as they are stored though others are decoded.
     pub kept_raw: u64,
+    /// Tensors that stay as they are stored, though a dtype is asked for, because the model's own code keeps them in float32.
+    pub kept: Vec<NameGroup>,
+    /// The same of `hf/`.
+    pub kept_hf: Vec<NameGroup>,
+    /// Stored tensors that belong to decoded ones and that no decoder reads, such as scales of activations: they are not shown.
+    pub dropped: Vec<NameGroup>,
     /// Name of the model family whose short names, or whose rules of the layout, are used.
     pub family: Option<String>,
     /// Parameters of the layout and their values.
