@@ -104,6 +104,7 @@ struct Drafted {
     kept: Vec<NameGroup>,
     /// What decoding leaves out.
     dropped: Vec<NameGroup>,
+    decoded_config: Option<Vec<u8>>,
 }
 
 /// The files of `hf/`.
@@ -153,6 +154,7 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
         }
         drafted.kept = groups_of(wanted.seen(), values.kept());
         drafted.dropped = decoded.as_ref().map_or_else(Vec::new, |decoded| dropped(original, decoded));
+        drafted.decoded_config = hf::decoded_config(&values);
         let drafts = std::mem::take(&mut drafted.drafts);
         let drafts = builder.name(drafts, &wanted, &chosen);
         let rules = builder.split(&drafts, &wanted, &chosen);
@@ -291,6 +293,7 @@ impl<'a> Builder<'a> {
             left_out: Vec::new(),
             kept: Vec::new(),
             dropped: Vec::new(),
+            decoded_config: None,
         };
         let resolved = match file.resolve(wanted.seen(), values, &options.mesh, &chosen.set, allowed) {
             Ok(resolved) => resolved,
@@ -324,8 +327,8 @@ impl<'a> Builder<'a> {
         let drafts = canonical.unwrap_or_else(|| hf_drafts(wanted.seen(), family.cloned(), values));
         let drafts = self.or_default(drafts);
         let family = family.map(|family| family.name.clone());
-        let (kept, dropped) = (Vec::new(), Vec::new());
-        Drafted { drafts, family, params: Vec::new(), findings, left_out: Vec::new(), kept, dropped }
+        let (left_out, kept, dropped) = (Vec::new(), Vec::new(), Vec::new());
+        Drafted { drafts, family, params: Vec::new(), findings, left_out, kept, dropped, decoded_config: None }
     }
 
     /// Chooses what is shown, and renames it.
@@ -464,6 +467,7 @@ impl<'a> Builder<'a> {
             logical_rules,
             flat: chosen.flat,
             sharded_state: chosen.file.as_ref().is_some_and(|file| file.sharded_state()),
+            decoded_config: drafted.decoded_config,
             devices: devices(options, &mut self.problems),
             specs: Vec::new(),
             tensors: Vec::with_capacity(drafts.len()),

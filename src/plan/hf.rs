@@ -214,6 +214,20 @@ fn truthful_config(config: &Value, checkpoint: &Checkpoint, values: &Values<'_>)
     config
 }
 
+/// What `config.json` says of tensors that are all decoded; `None` where some are not, or none was quantized.
+pub(super) fn decoded_config(values: &Values<'_>) -> Option<Vec<u8>> {
+    let checkpoint = values.checkpoint();
+    let config = checkpoint.config().filter(|_| is_undone(checkpoint))?;
+    Some(json::pretty(&truthful_config(config, checkpoint, values)))
+}
+
+impl HfFile {
+    /// Whether this file, other than `config.json`, tells how weights are quantized.
+    pub fn tells_quantization(&self) -> bool {
+        QUANTIZATION_FILES.contains(&self.path.as_str())
+    }
+}
+
 /// Whether all that was quantized is decoded. Where some tensors stay as they are stored, what tells how stays too: codes that are
 /// loaded as if they were numbers would give wrong weights without a word.
 fn is_undone(checkpoint: &Checkpoint) -> bool {

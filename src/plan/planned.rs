@@ -84,6 +84,8 @@ pub struct Plan {
     pub(super) flat: bool,
     /// Whether a serving engine reads the shards as the state of its ranks.
     pub sharded_state: bool,
+    /// The `config.json` of these shards, where they are decoded: `hf/` may hold the repository as it is stored.
+    pub decoded_config: Option<Vec<u8>>,
     /// Devices listed, ascending.
     pub devices: Vec<u64>,
     /// Distinct specs.
