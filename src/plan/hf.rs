@@ -124,7 +124,9 @@ pub(super) fn plan(
                 HfContent::Original(id)
             } else {
                 let tensors = tensors.into_iter().map(|(_, name, view)| (name, view)).collect();
-                HfContent::Weights { tensors, metadata: metadata(original, id) }
+                // That of stored codes may tell how to read them, as torchao's does.
+                let metadata = if undone { plain_metadata() } else { metadata(original, id) };
+                HfContent::Weights { tensors, metadata }
             }
         } else if path == "config.json" {
             match checkpoint.config() {
@@ -173,11 +175,16 @@ fn original_file(path: &str, id: FileId) -> HfFile {
     HfFile { path: path.to_owned(), content: HfContent::Original(id) }
 }
 
+/// The metadata that transformers demands, and nothing else.
+fn plain_metadata() -> Vec<(String, String)> {
+    vec![("format".to_owned(), "pt".to_owned())]
+}
+
 /// The header's metadata, with the `format` that transformers demands.
 fn metadata(checkpoint: &Checkpoint, file: FileId) -> Vec<(String, String)> {
     let mut metadata = checkpoint.file_metadata(file).to_vec();
     if !metadata.iter().any(|(key, _)| key == "format") {
-        metadata.push(("format".to_owned(), "pt".to_owned()));
+        metadata.extend(plain_metadata());
     }
     metadata
 }

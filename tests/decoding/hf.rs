@@ -27,11 +27,12 @@ fn has(plan: &Plan, path: &str) -> bool {
     plan.hf.iter().any(|file| file.path == path)
 }
 
-/// Names, files and bytes of the weights of `hf/`, rewritten or not.
+/// Names, files and bytes of the weights of a `hf/` in which all that was quantized is decoded.
 fn weights(plan: &Plan) -> BTreeMap<String, (String, DType, u64)> {
     let mut found = BTreeMap::new();
     for file in &plan.hf {
-        let HfContent::Weights { tensors, .. } = &file.content else { continue };
+        let HfContent::Weights { tensors, metadata } = &file.content else { continue };
+        assert_eq!(*metadata, [("format".to_owned(), "pt".to_owned())]);
         for (name, view) in tensors {
             let row = (file.path.clone(), view.dtype(), view.bytes().unwrap());
             assert!(found.insert(name.clone(), row).is_none(), "{name} twice");

@@ -129,7 +129,7 @@ impl Twice {
             let file = format!("model-{:05}-of-00002.safetensors", part + 1);
             let tensors: Vec<_> = tensors.iter().skip(part).step_by(2).collect();
             let rows = tensors.iter().map(|(name, dtype, extents, _)| (name.as_str(), *dtype, extents.as_slice()));
-            let mut bytes = write_header(rows, &[("format", "pt")], 8).unwrap().bytes;
+            let mut bytes = write_header(rows, &[("format", "pt"), ("codes", "are here")], 8).unwrap().bytes;
             bytes.extend(tensors.iter().flat_map(|tensor| tensor.3.iter().copied()));
             fs::write(dir.path().join(&file), bytes).unwrap();
             map.extend(tensors.iter().map(|tensor| (tensor.0.clone(), json!(file))));
