@@ -81,15 +81,23 @@ impl Checkpoint {
         let mut place: HashMap<TensorId, TensorId> = HashMap::with_capacity(found.tensors.len());
         let mut hidden: HashSet<TensorId> = found.left_out.iter().copied().collect();
         let mut raw: HashSet<TensorId> = HashSet::new();
+        let module = |id: TensorId| {
+            let name = self.tensor(id).name;
+            name.rsplit_once('.').map_or(name, |(module, _)| module)
+        };
+        let mut raw_modules: HashSet<&str> = HashSet::new();
         for (number, tensor) in found.tensors.iter().enumerate() {
             let id = self.table.decoded_id(number);
             if is_raw(id) {
                 raw.extend(tensor.operands);
+                raw_modules.insert(module(tensor.operands[0]));
             } else {
                 place.insert(tensor.operands[0], id);
                 hidden.extend(&tensor.operands[1..]);
             }
         }
+        // Nobody could decode these later without what no decoder reads here, such as the shape of a packed matrix.
+        raw.extend(found.left_out.iter().copied().filter(|id| raw_modules.contains(module(*id))));
         let rows = self.tensors().filter_map(|(id, info)| match place.get(&id) {
             Some(decoded) => Some((*decoded, self.tensor(*decoded).name.to_owned())),
             None if hidden.contains(&id) && !raw.contains(&id) => None,

@@ -75,8 +75,8 @@ pub static SETTINGS: &[Setting] = &[
          the layout decides: those of MaxText cast to bf16, others keep.",
     )
     .more(
-        "Rounding is to nearest, ties to even, bit for bit as torch and ml_dtypes do. Block-quantized fp8 weights are \
-         dequantized.",
+        "Rounding is to nearest, ties to even, bit for bit as torch and ml_dtypes do. Quantized weights are decoded. What the \
+         model's own code keeps in float32 stays as it is stored, but for the layouts of MaxText.",
     ),
     Setting::new(
         View,

@@ -72,28 +72,31 @@ fn mirrored<'a>(root: &'a mut Directory, path: &str) -> Option<&'a mut Directory
 /// The tensors cannot be laid out in a file.
 pub(super) fn file(input: &Arc<FormatInput>, number: usize) -> Result<DirectoryEntry, Problem> {
     let HfFile { path, content } = &input.plan.hf[number];
-    let original = || original(&input.checkpoint, path);
     Ok(DirectoryEntry::File(match content {
         HfContent::Original(file) => {
             Arc::new(OriginalFile { file: *file, len_bytes: input.checkpoint.source().len_bytes(*file) })
         }
-        // The configuration is rewritten from the repository's one. An index names tensors.
-        HfContent::Text(text) => {
-            let file = original();
-            let all_tensors = file.is_none() || path.ends_with(".index.json");
-            Arc::new(TextFile::new(text.as_slice(), DerivedFrom::Repository { file, views: Vec::new(), all_tensors }))
-        }
+        HfContent::Text(rewritten) => return Ok(text(input, path, rewritten)),
         HfContent::Weights { tensors, metadata } => {
             let laid_out = lay_out(tensors, metadata);
             let image = laid_out.map_err(|error| Problem::Hf { path: path.clone(), reason: error.to_string() })?;
             Arc::new(WeightsFile {
                 input: Arc::clone(input),
                 number,
-                original: original(),
+                original: original(&input.checkpoint, path),
                 len_bytes: image.len_bytes(),
             })
         }
     }))
+}
+
+/// A text in place of the repository's own at a path.
+pub(super) fn text(input: &FormatInput, path: &str, text: &[u8]) -> DirectoryEntry {
+    // The configuration is rewritten from the repository's one. An index names tensors.
+    let file = original(&input.checkpoint, path);
+    let all_tensors = file.is_none() || path.ends_with(".index.json");
+    let derived = DerivedFrom::Repository { file, views: Vec::new(), all_tensors };
+    DirectoryEntry::File(Arc::new(TextFile::new(text, derived)))
 }
 
 /// The repository's own file at a path.

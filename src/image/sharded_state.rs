@@ -29,9 +29,13 @@ impl OutputFormat for ShardedState {
         if !plan.sharded_state {
             return Ok(Shown::default());
         }
-        let is_beside = |file: &HfFile| !file.path.contains('/') && !is_weights(file);
+        let is_wrong = |file: &HfFile| plan.decoded_config.is_some() && file.tells_quantization();
+        let is_beside = |file: &HfFile| !file.path.contains('/') && !is_weights(file) && !is_wrong(file);
         let repository = plan.hf.iter().enumerate().filter(|(_, file)| is_beside(file));
-        let repository = repository.map(|(number, file)| Ok((file, hf::file(input, number)?)));
+        let repository = repository.map(|(number, file)| match &plan.decoded_config {
+            Some(config) if file.path == "config.json" => Ok((file, hf::text(input, &file.path, config))),
+            _ => Ok((file, hf::file(input, number)?)),
+        });
         let repository: Vec<_> = repository.collect::<Result<_, Problem>>().map_err(|problem| vec![problem])?;
         let directory = Directory::with(self.name(), |directory| {
             for (rank, device) in plan.ranks() {

@@ -23,7 +23,9 @@ use super::{
     Tied, ViewOptions, canonical,
     expect::{self, Findings},
     family::Generic,
-    hf, layout_file, lora, names, packed,
+    hf, layout_file, lora,
+    name_group::fold,
+    names, packed,
     select::{self, Selected},
     shard,
     survey::{devices, family, family_problem, missing_layers},
@@ -32,7 +34,7 @@ use super::{
 };
 use crate::{
     checkpoint::{Adapter, Checkpoint},
-    config::Dequantize,
+    config::{Dequantize, Pattern},
     tensor::TensorId,
 };
 
@@ -82,6 +84,13 @@ struct Chosen {
     flat: bool,
 }
 
+impl Chosen {
+    /// Names of what the model's own code keeps in float32.
+    fn keep_f32(&self) -> &[Pattern] {
+        self.family.as_ref().map_or(&[], |family| &family.keep_f32)
+    }
+}
+
 /// What a layout makes.
 struct Drafted {
     drafts: Vec<Draft>,
@@ -91,6 +100,18 @@ struct Drafted {
     params: Vec<(String, String)>,
     findings: Findings,
     left_out: Vec<NameGroup>,
+    /// What stays in float32 though a dtype is asked for.
+    kept: Vec<NameGroup>,
+    /// What decoding leaves out.
+    dropped: Vec<NameGroup>,
+    decoded_config: Option<Vec<u8>>,
+}
+
+/// The files of `hf/`.
+#[derive(Default)]
+struct Repository {
+    files: Vec<HfFile>,
+    kept: Vec<NameGroup>,
 }
 
 impl Plan {
@@ -116,21 +137,30 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
         let decoded = decoded(original, decodes(options, layout_wish(options)), &raw)?;
         let wanted = builder.select(decoded.as_ref().unwrap_or(original))?;
         let chosen = builder.choose(&wanted)?;
-        if chosen.wish.dtype.is_some() || values::converts(asked(options), &options.casts) {
-            values::unsupported(original).map_or(Ok(()), |problem| Err(PlanError::from(problem)))?;
+        if values::converts(chosen.wish, &options.casts) {
+            let problems = values::unsupported(original);
+            if !problems.is_empty() {
+                return Err(PlanError { problems });
+            }
         }
-        let values = Values::new(wanted.seen(), chosen.wish, &options.casts);
+        let keep_f32 = if options.layout.keeps_f32() { chosen.keep_f32() } else { &[] };
+        // A layout's own dtype is its author's word; only the user's is for all floats of whatever model.
+        let keep_f32 = if options.dtype.is_some() { keep_f32 } else { &[] };
+        let values = Values::new(wanted.seen(), chosen.wish, &options.casts, keep_f32);
         let mut drafted = builder.draft(&wanted, &chosen, &values);
         if !values.raw().is_empty() {
             raw.extend(values.raw());
             continue;
         }
+        drafted.kept = groups_of(wanted.seen(), values.kept());
+        drafted.dropped = decoded.as_ref().map_or_else(Vec::new, |decoded| dropped(original, decoded));
+        drafted.decoded_config = hf::decoded_config(&values);
         let drafts = std::mem::take(&mut drafted.drafts);
         let drafts = builder.name(drafts, &wanted, &chosen);
         let rules = builder.split(&drafts, &wanted, &chosen);
         let drafts = builder.keep_together(drafts, rules.is_some(), wanted.seen());
         let is_alike = raw.is_empty() && decodes(options, asked(options)) == decoded.is_some();
-        let hf = builder.repository(&wanted, is_alike)?;
+        let hf = builder.repository(&wanted, chosen.keep_f32(), is_alike)?;
         return builder.assemble(&wanted, &chosen, drafted, drafts, (rules, hf));
     }
 }
@@ -180,6 +210,17 @@ fn decoded(original: &Checkpoint, decodes: bool, raw: &BTreeSet<TensorId>) -> Re
         PlanError { problems: reasons.into_iter().map(problem).collect() }
     };
     original.decoded(&|id| raw.contains(&id)).map(Some).map_err(refused)
+}
+
+/// The names of tensors, folded over their numbers.
+fn groups_of(checkpoint: &Checkpoint, ids: impl IntoIterator<Item = TensorId>) -> Vec<NameGroup> {
+    fold(ids.into_iter().map(|id| checkpoint.tensor(id).name), &[])
+}
+
+/// What decoding leaves out that no decoder reads.
+fn dropped(original: &Checkpoint, decoded: &Checkpoint) -> Vec<NameGroup> {
+    let is_gone = |id: &TensorId| decoded.find(original.tensor(*id).name) != Some(*id);
+    groups_of(original, original.quantized().left_out.iter().copied().filter(is_gone))
 }
 
 impl<'a> Builder<'a> {
@@ -250,6 +291,9 @@ impl<'a> Builder<'a> {
             params: Vec::new(),
             findings: Findings::default(),
             left_out: Vec::new(),
+            kept: Vec::new(),
+            dropped: Vec::new(),
+            decoded_config: None,
         };
         let resolved = match file.resolve(wanted.seen(), values, &options.mesh, &chosen.set, allowed) {
             Ok(resolved) => resolved,
@@ -283,7 +327,8 @@ impl<'a> Builder<'a> {
         let drafts = canonical.unwrap_or_else(|| hf_drafts(wanted.seen(), family.cloned(), values));
         let drafts = self.or_default(drafts);
         let family = family.map(|family| family.name.clone());
-        Drafted { drafts, family, params: Vec::new(), findings, left_out: Vec::new() }
+        let (left_out, kept, dropped) = (Vec::new(), Vec::new(), Vec::new());
+        Drafted { drafts, family, params: Vec::new(), findings, left_out, kept, dropped, decoded_config: None }
     }
 
     /// Chooses the drafts that the mount shows, and renames them.
@@ -345,33 +390,57 @@ impl<'a> Builder<'a> {
 
     /// The files of `hf/`. What a layout does by itself to its own tensors is no wish for another `hf/`: `is_alike` tells
     /// whether what is wanted has the same tensors decoded.
-    fn repository(&mut self, wanted: &Wanted<'_>, is_alike: bool) -> Result<Vec<HfFile>, PlanError> {
+    fn repository(
+        &mut self,
+        wanted: &Wanted<'_>,
+        keep_f32: &[Pattern],
+        is_alike: bool,
+    ) -> Result<Repository, PlanError> {
         if let Some(reason) = &wanted.selected.no_hf {
             self.warnings.push(format!("hf/ is left out: {reason}"));
-            return Ok(Vec::new());
+            return Ok(Repository::default());
         }
         let (original, options) = (self.original, self.options);
         let plan = |part: &Checkpoint| {
-            let values = Values::new(part, asked(options), &options.casts);
-            (hf::plan(original, &values, &options.renames, options.tied == Tied::Alias), values.raw())
+            let values = Values::new(part, asked(options), &options.casts, keep_f32);
+            let files = hf::plan(original, &values, &options.renames, options.tied == Tied::Alias);
+            (files, groups_of(part, values.kept()), values.raw())
         };
         let mut raw = BTreeSet::new();
         if is_alike {
-            let (files, more) = plan(wanted.part());
+            let (files, kept, more) = plan(wanted.part());
             if more.is_empty() {
-                return Ok(self.or_default(files));
+                return Ok(self.planned(files, kept, wanted.part()));
             }
             raw = more;
         }
         loop {
             let decoded = decoded(original, decodes(options, asked(options)), &raw)?;
             let wanted = self.select(decoded.as_ref().unwrap_or(original))?;
-            let (files, more) = plan(wanted.part());
+            let (files, kept, more) = plan(wanted.part());
             if more.is_empty() {
-                return Ok(self.or_default(files));
+                return Ok(self.planned(files, kept, wanted.part()));
             }
             raw.extend(more);
         }
+    }
+
+    /// The files of `hf/` of this part of the repository, and what is said of them.
+    fn planned(
+        &mut self,
+        files: Result<Vec<HfFile>, Vec<Problem>>,
+        kept: Vec<NameGroup>,
+        part: &Checkpoint,
+    ) -> Repository {
+        let decoded = part.tensors().filter(|(_, info)| info.quantized().is_some()).count();
+        let raw = if decoded == 0 { 0 } else { part.raw().count() };
+        if raw > 0 {
+            self.warnings.push(format!(
+                "hf/ has {raw} quantized tensors as stored beside {decoded} decoded ones: its config.json still says how the \
+                 repository is quantized, which holds for the former only"
+            ));
+        }
+        Repository { files: self.or_default(files), kept }
     }
 
     /// Gives each tensor its spec.
@@ -381,7 +450,7 @@ impl<'a> Builder<'a> {
         chosen: &Chosen,
         drafted: Drafted,
         drafts: Vec<Draft>,
-        (logical_rules, hf): (Option<LogicalRules>, Vec<HfFile>),
+        (logical_rules, hf): (Option<LogicalRules>, Repository),
     ) -> Result<Plan, PlanError> {
         let options = self.options;
         let mut plan = Plan {
@@ -389,16 +458,20 @@ impl<'a> Builder<'a> {
             layout: options.layout.clone(),
             dtype: chosen.wish.dtype,
             decoded: decoded_by_scheme(wanted.seen(), chosen.wish, options),
+            kept: drafted.kept,
+            kept_hf: hf.kept,
+            dropped: drafted.dropped,
             kept_raw: if chosen.wish.quantized == Raw::Shown { 0 } else { wanted.seen().raw().count() as u64 },
             family: drafted.family,
             params: drafted.params,
             logical_rules,
             flat: chosen.flat,
             sharded_state: chosen.file.as_ref().is_some_and(|file| file.sharded_state()),
+            decoded_config: drafted.decoded_config,
             devices: devices(options, &mut self.problems),
             specs: Vec::new(),
             tensors: Vec::with_capacity(drafts.len()),
-            hf,
+            hf: hf.files,
             unscanned: options.unscanned,
             chunk_bytes_max: options.chunk_bytes_max,
             missing: drafted.findings.missing,
@@ -416,7 +489,7 @@ impl<'a> Builder<'a> {
 
 /// The decoded tensors by scheme. Dtypes follow the names of the repository.
 fn decoded_by_scheme(checkpoint: &Checkpoint, wish: Wish, options: &ViewOptions) -> Vec<Decoded> {
-    let values = Values::new(checkpoint, wish, &options.casts);
+    let values = Values::new(checkpoint, wish, &options.casts, &[]);
     let mut found: BTreeMap<&'static str, Decoded> = BTreeMap::new();
     for (id, info) in checkpoint.tensors() {
         let Some(quantized) = info.quantized() else { continue };

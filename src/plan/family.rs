@@ -8,6 +8,7 @@ use serde::Deserialize;
 
 pub use super::naming::Words;
 use super::naming::{self, Parsed};
+use crate::config::{Pattern, PatternError};
 
 /// The families' files, by name. The last one applies to any repository.
 const FILES: &[(&str, &str)] = &[
@@ -85,6 +86,8 @@ struct FamilyFile {
     #[serde(default)]
     unlike: Vec<String>,
     #[serde(default)]
+    keep_f32: Vec<String>,
+    #[serde(default)]
     top: BTreeMap<String, Role>,
     #[serde(default)]
     layer: BTreeMap<String, Role>,
@@ -115,6 +118,8 @@ pub struct Family {
     pub own_code: bool,
     /// Names, after the prefix, that only draft models have. Such models carry the model type of their target.
     pub unlike: Vec<String>,
+    /// Patterns of the names of tensors that the model's own code keeps in float32 when all others become 16-bit floats.
+    pub keep_f32: Vec<Pattern>,
     /// What a complete model has; not inherited.
     pub expect: Vec<Expectation>,
     top: BTreeMap<String, Role>,
@@ -165,6 +170,7 @@ fn load(name: &str) -> Result<Family, FamilyError> {
             classes: Vec::new(),
             own_code: false,
             unlike: Vec::new(),
+            keep_f32: Vec::new(),
             expect: Vec::new(),
             top: BTreeMap::new(),
             layer: BTreeMap::new(),
@@ -178,6 +184,10 @@ fn load(name: &str) -> Result<Family, FamilyError> {
     family.classes = file.classes;
     family.own_code = file.own_code;
     family.unlike.extend(file.unlike);
+    for pattern in &file.keep_f32 {
+        let error = |error: PatternError| FamilyError { family: name.to_owned(), reason: error.to_string() };
+        family.keep_f32.push(Pattern::parse(pattern).map_err(error)?);
+    }
     family.expect = file.expect;
     family.top.extend(file.top);
     family.layer.extend(file.layer);

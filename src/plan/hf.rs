@@ -110,7 +110,9 @@ pub(super) fn plan(
         .flat_map(|(_, path, id)| by_file[id.index()].iter().map(|(_, name, _)| (name.clone(), path.to_owned())))
         .collect();
     let mut files = Vec::new();
-    for (role, path, id) in originals(original) {
+    let undone = is_undone(checkpoint);
+    let tells = |path: &str| !(undone && QUANTIZATION_FILES.contains(&path));
+    for (role, path, id) in originals(original).filter(|(_, path, _)| tells(path)) {
         let content = if *role == FileRole::Weights {
             let tensors = std::mem::take(&mut by_file[id.index()]);
             let as_before = |(id, name, view): &(TensorId, String, View)| {
@@ -123,7 +125,9 @@ pub(super) fn plan(
                 HfContent::Original(id)
             } else {
                 let tensors = tensors.into_iter().map(|(_, name, view)| (name, view)).collect();
-                HfContent::Weights { tensors, metadata: metadata(original, id) }
+                // That of stored codes may tell how to read them, as torchao's does.
+                let metadata = if undone { plain_metadata() } else { metadata(original, id) };
+                HfContent::Weights { tensors, metadata }
             }
         } else if path == "config.json" {
             match checkpoint.config() {
@@ -172,11 +176,16 @@ fn original_file(path: &str, id: FileId) -> HfFile {
     HfFile { path: path.to_owned(), content: HfContent::Original(id) }
 }
 
+/// The metadata that transformers demands, and nothing else.
+fn plain_metadata() -> Vec<(String, String)> {
+    vec![("format".to_owned(), "pt".to_owned())]
+}
+
 /// The header's metadata, with the `format` that transformers demands.
 fn metadata(checkpoint: &Checkpoint, file: FileId) -> Vec<(String, String)> {
     let mut metadata = checkpoint.file_metadata(file).to_vec();
     if !metadata.iter().any(|(key, _)| key == "format") {
-        metadata.push(("format".to_owned(), "pt".to_owned()));
+        metadata.extend(plain_metadata());
     }
     metadata
 }
@@ -185,7 +194,7 @@ fn metadata(checkpoint: &Checkpoint, file: FileId) -> Vec<(String, String)> {
 fn truthful_config(config: &Value, checkpoint: &Checkpoint, values: &Values<'_>) -> Value {
     let mut config = config.clone();
     let decoded = checkpoint.tensors().find_map(|(_, info)| info.quantized());
-    let undone = decoded.is_some();
+    let undone = is_undone(checkpoint);
     let dtype = values.general_dtype().or_else(|| values.decoded_dtype(decoded?.dtype));
     let Some(name) = dtype.and_then(torch_name) else { return config };
     let nested = checkpoint.dialect().text_config.clone();
@@ -212,6 +221,29 @@ fn truthful_config(config: &Value, checkpoint: &Checkpoint, values: &Values<'_>)
     }
     config
 }
+
+/// What `config.json` says of tensors that are all decoded; `None` where some are not, or none was quantized.
+pub(super) fn decoded_config(values: &Values<'_>) -> Option<Vec<u8>> {
+    let checkpoint = values.checkpoint();
+    let config = checkpoint.config().filter(|_| is_undone(checkpoint))?;
+    Some(json::pretty(&truthful_config(config, checkpoint, values)))
+}
+
+impl HfFile {
+    /// Whether this file, other than `config.json`, tells how weights are quantized.
+    pub fn tells_quantization(&self) -> bool {
+        QUANTIZATION_FILES.contains(&self.path.as_str())
+    }
+}
+
+/// Whether all that was quantized is decoded. Where some tensors stay as they are stored, what tells how stays too: codes that are
+/// loaded as if they were numbers would give wrong weights without a word.
+fn is_undone(checkpoint: &Checkpoint) -> bool {
+    checkpoint.tensors().any(|(_, info)| info.quantized().is_some()) && checkpoint.raw().next().is_none()
+}
+
+/// Files that tell how weights are quantized, as `ModelOpt`, GPTQ's and AWQ's libraries write them.
+const QUANTIZATION_FILES: [&str; 3] = ["hf_quant_config.json", "quantize_config.json", "quant_config.json"];
 
 /// Members of `config.json` that tell how weights are quantized; the last is MLX's.
 const QUANTIZATION: [&str; 3] = ["quantization_config", "compression_config", "quantization"];

@@ -42,6 +42,14 @@ impl Layout {
         }
     }
 
+    /// Whether `--dtype` spares what the model's own code keeps in float32. MaxText's converter casts that too.
+    pub fn keeps_f32(&self) -> bool {
+        match self {
+            Self::Embedded(embedded) => !embedded.name.starts_with("maxtext"),
+            Self::Canonical | Self::Hf | Self::File(_) => true,
+        }
+    }
+
     /// Key of the dictionary that holds all tensors in formats of trees. MaxText saves its variables, themselves a tree
     /// below `params`, as the member `params` of its training state.
     pub fn tree_root(&self) -> Option<&str> {

@@ -68,6 +68,12 @@ pub struct Plan {
     pub decoded: Vec<Decoded>,
     /// Number of quantized tensors that are shown as they are stored although others are decoded.
     pub kept_raw: u64,
+    /// Tensors that stay as they are stored, though a dtype is asked for, because the model's own code keeps them in float32.
+    pub kept: Vec<NameGroup>,
+    /// The same of `hf/`.
+    pub kept_hf: Vec<NameGroup>,
+    /// Stored tensors that belong to decoded ones and that no decoder reads, such as scales of activations: they are not shown.
+    pub dropped: Vec<NameGroup>,
     /// Name of the model family whose short names, or whose rules of the layout, are used.
     pub family: Option<String>,
     /// Parameters of the layout and their values.
@@ -78,6 +84,8 @@ pub struct Plan {
     pub(super) flat: bool,
     /// Whether a serving engine reads the shards as the state of its ranks.
     pub sharded_state: bool,
+    /// The `config.json` of these shards, where they are decoded: `hf/` may hold the repository as it is stored.
+    pub decoded_config: Option<Vec<u8>>,
     /// Devices listed, ascending.
     pub devices: Vec<u64>,
     /// Distinct specs.

@@ -53,8 +53,8 @@ pub enum Problem {
     },
     /// No scheme decodes the quantization of some weights.
     #[error(
-        "{}: quantized as {method}, which ckfs does not decode; without --dequantize and --dtype the codes and scales are \
-         shown as they are stored", undecoded(example.as_deref(), *tensors)
+        "{}: quantized as {method}, which ckfs does not decode; without --dequantize and --dtype the layouts \
+         canonical and hf show codes and scales as they are stored", undecoded(example.as_deref(), *tensors)
     )]
     Quantization {
         /// Its name in the configuration or the tensors.

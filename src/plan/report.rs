@@ -309,8 +309,12 @@ pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
         line("", &format!("parameters {}", params.join(", ")));
     }
     line("dtype", &plan.dtype.map_or_else(|| "as stored".to_owned(), |dtype| format!("{dtype} for all floats")));
+    kept_text(plan, &mut line);
     if !plan.decoded.is_empty() {
         line("decoded", &decoded_text(plan));
+    }
+    if !plan.dropped.is_empty() {
+        line("dropped", &named_text(&plan.dropped, "which no decoder reads"));
     }
     let mesh = if plan.mesh.axes().is_empty() { "none".to_owned() } else { plan.mesh.to_string() };
     let listed = plan.devices.len() as u64;
@@ -456,6 +460,9 @@ fn view_json(checkpoint: &Checkpoint, name: &str, plan: &Plan) -> Value {
             json!({"scheme": row.scheme, "tensors": row.tensors, "bytes": row.bytes})
         }).collect::<Vec<_>>(),
         "kept_raw": plan.kept_raw,
+        "kept_f32": names(&plan.kept),
+        "hf_kept_f32": names(&plan.kept_hf),
+        "dropped": names(&plan.dropped),
         "unscanned": plan.unscanned,
         "mesh": {"axes": axes, "devices": plan.mesh.devices()},
         "devices": devices,
@@ -571,6 +578,27 @@ fn experts_json(experts: Experts) -> Value {
         Experts::Fused => ("fused", None),
     };
     json!({"kept": kept, "count": count, "text": experts.to_string()})
+}
+
+/// What a dtype for all floats spares, and where.
+fn kept_text(plan: &Plan, line: &mut dyn FnMut(&str, &str)) {
+    let why = "as stored, float32 in the model's own code";
+    if !plan.kept.is_empty() {
+        line("kept", &named_text(&plan.kept, why));
+    }
+    if !plan.kept_hf.is_empty() && plan.kept_hf != plan.kept {
+        line("kept", &format!("in hf/ {}", named_text(&plan.kept_hf, why)));
+    }
+}
+
+/// How many tensors there are of these names, what is said of them, and the names.
+fn named_text(groups: &[NameGroup], what: &str) -> String {
+    let count: u64 = groups.iter().map(|group| group.count).sum();
+    let listed: Vec<&str> = groups.iter().take(NAMES_SHOWN).map(|group| group.name.as_str()).collect();
+    let more = groups.len() - listed.len();
+    let more = if more == 0 { String::new() } else { format!(" and {more} more groups") };
+    let tensors = if count == 1 { "tensor" } else { "tensors" };
+    format!("{count} {tensors} {what}: {}{more}", listed.join(", "))
 }
 
 /// What is decoded, and how much of it there is.

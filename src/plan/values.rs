@@ -8,8 +8,8 @@ use std::{
 
 use super::problem::Problem;
 use crate::{
-    checkpoint::{Checkpoint, Storage},
-    config::CastRule,
+    checkpoint::{Checkpoint, Storage, Unsupported},
+    config::{CastRule, Pattern},
     tensor::{DType, Shape, SourceTensor, TensorId, View},
 };
 
@@ -38,17 +38,27 @@ pub struct Values<'a> {
     checkpoint: &'a Checkpoint,
     wish: Wish,
     rules: &'a [CastRule],
+    /// Names of what the model's own code keeps in float32.
+    keep_f32: &'a [Pattern],
     /// Stored tensors that others need that are shown raw.
     of_raw: HashSet<TensorId>,
     /// Decoded tensors for which a rule has since required the raw form.
     raw: Mutex<BTreeSet<TensorId>>,
+    /// Tensors that stay as they are stored because of `keep_f32`, as far as they have been asked about.
+    kept: Mutex<BTreeSet<TensorId>>,
 }
 
+/// Bits of the narrowest float that holds everything a float32 does: a cast to it, or to a wider one, loses nothing.
+const F32_BITS: u64 = 32;
+
 impl<'a> Values<'a> {
-    /// Values under a general wish and rules, of which the first that matches wins over the wish.
-    pub fn new(checkpoint: &'a Checkpoint, wish: Wish, rules: &'a [CastRule]) -> Self {
+    /// Values under a general wish and rules, of which the first that matches wins over the wish. Where the wish is for a float
+    /// narrower than 32 bits and no rule matches, plain tensors of names like `keep_f32` stay as they are stored.
+    pub fn new(checkpoint: &'a Checkpoint, wish: Wish, rules: &'a [CastRule], keep_f32: &'a [Pattern]) -> Self {
         let of_raw = if wish.dtype.is_some() { checkpoint.raw_operands().collect() } else { HashSet::new() };
-        Self { checkpoint, wish, rules, of_raw, raw: Mutex::default() }
+        let narrows = wish.dtype.is_some_and(|dtype| dtype.bits() < F32_BITS);
+        let keep_f32 = if narrows { keep_f32 } else { &[] };
+        Self { checkpoint, wish, rules, keep_f32, of_raw, raw: Mutex::default(), kept: Mutex::default() }
     }
 
     /// The selected part of the checkpoint.
@@ -68,6 +78,10 @@ impl<'a> Values<'a> {
         let info = self.checkpoint.tensor(id);
         match (info.storage, rule) {
             (Storage::Plain { .. }, Some(rule)) => rule.dtype,
+            (Storage::Plain { .. }, None) if self.keeps(info.dtype, info.name) => {
+                self.kept.lock().unwrap_or_else(PoisonError::into_inner).insert(id);
+                None
+            }
             // Codes and scales of what is shown raw mean nothing in another type.
             (Storage::Plain { .. }, None) => self.wish.dtype.filter(|_| !self.of_raw.contains(&id)),
             (Storage::Quantized(quantized), rule) => {
@@ -78,6 +92,16 @@ impl<'a> Values<'a> {
                 dtype
             }
         }
+    }
+
+    fn keeps(&self, dtype: DType, name: &str) -> bool {
+        dtype.is_float() && self.keep_f32.iter().any(|pattern| pattern.matches(name))
+    }
+
+    /// The tensors that stay as they are stored because the model's own code keeps them in float32, as far as they have been
+    /// asked about.
+    pub fn kept(&self) -> BTreeSet<TensorId> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// The dtype that a quantized tensor of this own dtype is decoded to by the general wish, if it is.
@@ -132,11 +156,13 @@ pub fn converts(wish: Wish, rules: &[CastRule]) -> bool {
     wish != Wish::default() || rules.iter().any(|rule| rule.dtype.is_some())
 }
 
-/// The problem of converting in a repository of which something is quantized in a way that is not decoded: casting the stored
-/// numbers alone would give wrong values.
-pub fn unsupported(checkpoint: &Checkpoint) -> Option<Problem> {
-    let unsupported = checkpoint.dialect().quantization.undecodable()?;
-    let (method, tensors) = (unsupported.method.clone(), unsupported.tensors);
-    let example = unsupported.example.map(|id| checkpoint.tensor(id).name.to_owned());
-    Some(Problem::Quantization { method, tensors, example })
+/// The problems of converting in a repository of which something is quantized in a way that is not decoded, one for each way:
+/// casting the stored numbers alone would give wrong values.
+pub fn unsupported(checkpoint: &Checkpoint) -> Vec<Problem> {
+    let problem = |unsupported: &Unsupported| Problem::Quantization {
+        method: unsupported.method.clone(),
+        tensors: unsupported.tensors,
+        example: unsupported.example.map(|id| checkpoint.tensor(id).name.to_owned()),
+    };
+    checkpoint.dialect().quantization.unsupported.iter().map(problem).collect()
 }
