@@ -51,29 +51,7 @@ const UNSAFE_FILES: [&str; 13] = [
 
 /// Pairs of files: the first still needs the second, and should not. The list may only become
 /// shorter.
-const KNOWN_BACKWARD: [(&str, &str); 21] = [
-    ("checkpoint/dialect.rs", "checkpoint/open.rs"),
-    ("checkpoint/listing.rs", "checkpoint/mod.rs"),
-    ("checkpoint/locate.rs", "checkpoint/open.rs"),
-    ("checkpoint/open.rs", "checkpoint/mod.rs"),
-    ("checkpoint/quantization.rs", "checkpoint/open.rs"),
-    ("config/file.rs", "config/mod.rs"),
-    ("plan/build.rs", "plan/mod.rs"),
-    ("plan/canonical.rs", "plan/mod.rs"),
-    ("plan/expect.rs", "plan/mod.rs"),
-    ("plan/expr/function.rs", "plan/expr/mod.rs"),
-    ("plan/expr/operator.rs", "plan/expr/mod.rs"),
-    ("plan/expr/parse.rs", "plan/expr/mod.rs"),
-    ("plan/names.rs", "plan/mod.rs"),
-    ("plan/naming.rs", "plan/family.rs"),
-    ("plan/problem.rs", "plan/holes.rs"),
-    ("plan/select.rs", "plan/mod.rs"),
-    ("plan/unused.rs", "plan/mod.rs"),
-    ("source/beneath.rs", "source/local.rs"),
-    ("source/stall.rs", "source/mod.rs"),
-    ("volume/tree.rs", "volume/view_files.rs"),
-    ("volume/watched.rs", "volume/served.rs"),
-];
+const KNOWN_BACKWARD: [(&str, &str); 0] = [];
 
 struct SourceFile {
     /// Relative to `src`, with `/`.

@@ -32,15 +32,15 @@
 
 use std::path::{Path, PathBuf};
 
-use serde::{Serialize, Serializer, ser::SerializeMap};
 use toml::{Spanned, de::DeTable};
 
 use super::{
-    Config,
+    near::nearest,
     setting::{Home, Setting},
     settings::{Settings, ViewSettings},
-    table::SETTINGS,
+    table::{SETTINGS, former},
     value::{Fault, Toml, deserialize},
+    words::ShardChoice,
 };
 
 /// Why a configuration is unusable.
@@ -116,7 +116,6 @@ impl FileSettings {
 /// # Errors
 /// The first problem, with its line.
 pub(super) fn parse_shard_rules(text: &str, file: &Path) -> Result<ViewSettings, ConfigError> {
-    use super::ShardChoice;
     let read = || {
         let mut settings = Settings::default();
         for (key, value) in document(text)? {
@@ -194,10 +193,10 @@ fn read_key(
 
 fn unknown(key: &Spanned<String>, names: Vec<String>) -> Fault {
     let found = key.get_ref();
-    if let Some(now) = super::former(found) {
+    if let Some(now) = former(found) {
         return Fault { at: key.span(), reason: format!("unknown field `{found}`: {now}") };
     }
-    let near = super::nearest(found, names.iter().map(String::as_str));
+    let near = nearest(found, names.iter().map(String::as_str));
     let near = near.map_or_else(String::new, |near| format!(", the nearest name is `{near}`"));
     let names: Vec<String> = names.into_iter().map(|name| format!("`{name}`")).collect();
     Fault { at: key.span(), reason: format!("unknown field `{found}`{near}, expected one of {}", names.join(", ")) }
@@ -212,75 +211,4 @@ fn view_name(name: Spanned<String>) -> Result<String, Fault> {
         return Err(Fault { at, reason });
     }
     Ok(name)
-}
-
-/// Keys and values, in the order of the table.
-struct Rows(Vec<(String, toml::Value)>);
-
-impl Rows {
-    fn new(settings: &Settings, homes: &[Home]) -> Result<Self, ConfigError> {
-        let mut rows = Vec::new();
-        for row in SETTINGS.iter().filter(|row| homes.contains(&row.home)) {
-            let written = (row.field.write)(settings)
-                .map_err(|reason| ConfigError::Unwritable { reason: format!("{}: {reason}", row.toml_key()) })?;
-            rows.extend(written.map(|value| (row.toml_key(), value)));
-        }
-        Ok(Self(rows))
-    }
-}
-
-impl Serialize for Rows {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_map(self.0.iter().map(|(key, value)| (key, value)))
-    }
-}
-
-struct Document {
-    top: Rows,
-    views: Vec<(String, Rows)>,
-    mount: Rows,
-}
-
-impl Serialize for Document {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        struct Views<'a>(&'a [(String, Rows)]);
-        impl Serialize for Views<'_> {
-            fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-                serializer.collect_map(self.0.iter().map(|(name, rows)| (name, rows)))
-            }
-        }
-        let mut map = serializer.serialize_map(None)?;
-        for (key, value) in &self.top.0 {
-            map.serialize_entry(key, value)?;
-        }
-        if !self.views.is_empty() {
-            map.serialize_entry("view", &Views(&self.views))?;
-        }
-        if !self.mount.0.is_empty() {
-            map.serialize_entry("mount", &self.mount)?;
-        }
-        map.end()
-    }
-}
-
-/// A configuration as a text that reads back as the same, with every view in full. A mountpoint that is not UTF-8 is
-/// left out.
-///
-/// # Errors
-/// [`ConfigError::Unwritable`].
-pub(super) fn write(config: &Config) -> Result<String, ConfigError> {
-    let mut top = config.top();
-    top.mountpoint = top.mountpoint.filter(|path| path.to_str().is_some());
-    let mut views = Vec::new();
-    for view in &config.views {
-        if view.name.is_empty() {
-            top.view = view.settings.clone();
-        } else {
-            let settings = Settings { view: view.settings.clone(), ..Settings::default() };
-            views.push((view.name.clone(), Rows::new(&settings, &[Home::View])?));
-        }
-    }
-    let mount = Rows::new(&top, &[Home::Mount])?;
-    let document = Document { top: Rows::new(&top, &[Home::Top, Home::View])?, views, mount };
-    toml::to_string(&document).map_err(|error| ConfigError::Unwritable { reason: error.to_string() })
 }

@@ -14,7 +14,7 @@ fn find<'a>(name: &str, value: Option<&'a str>) -> Result<(&'static Setting, &'a
             return Err(format!("option {now}"));
         }
         let names: Vec<String> = known().map(Setting::option).collect();
-        let near = super::nearest(name, names.iter().map(String::as_str));
+        let near = super::near::nearest(name, names.iter().map(String::as_str));
         let near = near.map_or_else(String::new, |near| format!(", the nearest is {near}"));
         return Err(format!("unknown option {name:?}{near}; there are: {}", names.join(", ")));
     };

@@ -1,5 +1,7 @@
 //! The forms of the settings compared with each other: files, options, defaults.
 
+use std::path::{Path, PathBuf};
+
 use super::{value::SettingValue, *};
 use crate::tensor::DType;
 

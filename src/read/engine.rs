@@ -1,22 +1,17 @@
 //! The byte-range engine.
 
-use std::{
-    fmt,
-    sync::{Arc, atomic::Ordering},
-    time::Duration,
-};
+use std::{fmt, sync::Arc, time::Duration};
 
 use super::{
     ReadError,
     buffer::BufferPool,
     counters::{Counters, Path, add},
     open_file::OpenFile,
-    reader::SegmentReader,
     tile::TileCache,
     worker::Workers,
 };
 use crate::{
-    checkpoint::{Checkpoint, printable},
+    checkpoint::Checkpoint,
     image::Segment,
     source::{ByteSpan, FileId, Served, Source},
     tensor::to_usize,
@@ -216,7 +211,7 @@ impl Engine {
         result.inspect_err(|error| self.count_failure(error))
     }
 
-    fn count_failure(&self, error: &ReadError) {
+    pub(super) fn count_failure(&self, error: &ReadError) {
         add(&self.counters.failed_reads, 1);
         add(&self.counters.stalled_reads, u64::from(error.is_stall()));
     }
@@ -251,63 +246,6 @@ impl Engine {
         source.read_into(file, start, &mut buffer).map_err(changed)?;
         source.check(file).map_err(changed)?;
         count();
-        reply(Served::Memory(&buffer));
-        Ok(())
-    }
-
-    /// Reads `len` bytes at `start`, fewer only at the end of the file, and passes them to `reply`. If the result is `Ok`, `reply`
-    /// was called exactly once. The bytes are counted before that: a reader that has the bytes finds them in the counters.
-    ///
-    /// # Errors
-    /// [`ReadError`]; the first of a file is logged. If `reply` was called nevertheless, a source changed during the call, and the
-    /// bytes must not be trusted.
-    pub fn read(
-        self: &Arc<Self>,
-        file: &Arc<OpenFile>,
-        start: u64,
-        len: usize,
-        reply: &mut dyn FnMut(Served<'_>),
-    ) -> Result<(), ReadError> {
-        let end = start.saturating_add(len as u64).min(file.len_bytes());
-        let start = start.min(end);
-        // First of all, so that other threads compute the next tiles while this thread computes the requested bytes.
-        self.read_ahead(file, start, end);
-        let result = self.read_span(file, start, end, reply);
-        if let Err(error) = &result {
-            self.count_failure(error);
-            // The source has logged the stall, and the file becomes readable again when it ends.
-            if !error.is_stall() && !file.failed.swap(true, Ordering::Relaxed) {
-                let error = printable(&error.to_string()).into_owned();
-                tracing::error!(file = file.name, start, end, "read failed: {error}");
-            }
-        }
-        result
-    }
-
-    fn read_span(
-        &self,
-        file: &OpenFile,
-        start: u64,
-        end: u64,
-        reply: &mut dyn FnMut(Served<'_>),
-    ) -> Result<(), ReadError> {
-        let mut spans = file.image.spans(start, end);
-        let Some((segment, low, high)) = spans.next() else {
-            reply(Served::Memory(&[]));
-            return Ok(());
-        };
-        if spans.next().is_none() {
-            return SegmentReader::new(self, file, segment)?.read(low, high, reply);
-        }
-        let mut buffer = self.buffers.take(to_usize(end - start));
-        let mut at = 0;
-        for (segment, low, high) in file.image.spans(start, end) {
-            let mut part = |bytes: &[u8]| {
-                buffer[at..at + bytes.len()].copy_from_slice(bytes);
-                at += bytes.len();
-            };
-            SegmentReader::new(self, file, segment)?.copy(low, high, &mut part)?;
-        }
         reply(Served::Memory(&buffer));
         Ok(())
     }

@@ -48,6 +48,7 @@ pub mod reference;
 mod runs;
 mod scatter;
 mod schedule;
+mod serve;
 mod stream;
 mod tile;
 pub mod warm;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use half::bf16;
 
-use super::{Absent, EvalError, Names, Value};
+use super::value::{Absent, EvalError, Names, Value};
 use crate::tensor::{DType, Element, Keep, Shape, View, ViewError};
 
 /// Most repetitions of one element.

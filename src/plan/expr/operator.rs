@@ -1,6 +1,6 @@
 //! The operators of expressions.
 
-use super::{EvalError, Value};
+use super::value::{EvalError, Value};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Binary {

@@ -3,18 +3,16 @@
 use std::sync::Arc;
 
 use super::{
-    Absent, ExprNode, SyntaxError, Template, Value,
+    expression::{Expr, ExprNode, Template},
     function::FUNCTIONS,
     operator::{Arithmetic, Binary, Compare},
+    value::{Absent, DEPTH_MAX, SyntaxError, Value},
 };
 
-/// Deepest nesting of an expression.
-pub(super) const DEPTH_MAX: usize = 64;
-
-pub(super) struct Parser<'a> {
-    pub text: &'a str,
-    pub at: usize,
-    pub depth: usize,
+struct Parser<'a> {
+    text: &'a str,
+    at: usize,
+    depth: usize,
 }
 
 /// Operators by precedence, the loosest first. Within a row, a longer operator stands before one that is its prefix.
@@ -230,5 +228,89 @@ impl<'a> Parser<'a> {
         let value = value.ok_or_else(|| self.expected("a number of at most 64 bits"))?;
         self.at += end;
         Ok(ExprNode::Value(value))
+    }
+}
+
+impl Expr {
+    /// Reads an expression.
+    ///
+    /// # Errors
+    /// [`SyntaxError`].
+    pub fn parse(text: &str) -> Result<Self, SyntaxError> {
+        let mut parser = Parser { text, at: 0, depth: 0 };
+        let node = parser.expression()?;
+        parser.end()?;
+        Ok(Self { node, text: text.into() })
+    }
+
+    /// Reads a range `start..stop`.
+    ///
+    /// # Errors
+    /// [`SyntaxError`].
+    pub fn parse_range(text: &str) -> Result<(Self, Self), SyntaxError> {
+        let mut parser = Parser { text, at: 0, depth: 0 };
+        let start = parser.expression()?;
+        if !parser.take("..") {
+            return Err(parser.expected("a range start..stop"));
+        }
+        let stop = parser.expression()?;
+        parser.end()?;
+        Ok((Self { node: start, text: text.into() }, Self { node: stop, text: text.into() }))
+    }
+
+    /// Reads expressions separated by commas. `_` gives `None`; an empty text gives an empty list.
+    ///
+    /// # Errors
+    /// [`SyntaxError`].
+    pub fn parse_list(text: &str) -> Result<Vec<Option<Self>>, SyntaxError> {
+        let mut parser = Parser { text, at: 0, depth: 0 };
+        let mut all = Vec::new();
+        while parser.end().is_err() {
+            if !all.is_empty() && !parser.take(",") {
+                return Err(parser.expected("a comma"));
+            }
+            all.push(if parser.keyword("_") {
+                None
+            } else {
+                Some(Self { node: parser.expression()?, text: text.into() })
+            });
+        }
+        Ok(all)
+    }
+}
+
+impl Template {
+    /// Reads a template.
+    ///
+    /// # Errors
+    /// [`SyntaxError`].
+    pub fn parse(text: &str) -> Result<Self, SyntaxError> {
+        Self::parse_deep(text, 0)
+    }
+
+    fn parse_deep(text: &str, depth: usize) -> Result<Self, SyntaxError> {
+        let mut parser = Parser { text, at: 0, depth };
+        let mut parts = Vec::new();
+        let mut literal = String::new();
+        while let Some(c) = parser.rest().chars().next() {
+            if parser.rest().starts_with("{{") || parser.rest().starts_with("}}") {
+                literal.push(c);
+                parser.at += 2;
+            } else if c == '{' {
+                parser.at += 1;
+                let node = parser.expression()?;
+                if !parser.take("}") {
+                    return Err(parser.expected("a closing brace"));
+                }
+                parts.push((std::mem::take(&mut literal), Some(node)));
+            } else if c == '}' {
+                return Err(parser.expected("no closing brace"));
+            } else {
+                literal.push(c);
+                parser.at += c.len_utf8();
+            }
+        }
+        parts.push((literal, None));
+        Ok(Self { parts })
     }
 }

@@ -15,7 +15,7 @@ use memmap2::MmapRaw;
 use smallvec::SmallVec;
 
 use super::{
-    super::{ByteSpan, kernel_bytes::KernelBytes, memory_len},
+    super::{ByteSpan, kernel_bytes::KernelBytes, span::memory_len},
     advice::{SAMPLED_BYTES, is_cached},
     guard::{self, Faulted, GuardedMap},
 };

@@ -65,9 +65,6 @@ const READ_BYTES_MAX: usize = 8 << 20;
 /// Parts of at least this many bytes are requested before the first of them is read, so that storage works on all of them.
 const ADVISED_BYTES_MIN: u64 = 2 << 20;
 
-/// A call of `pread` costs as much as copying about this many bytes.
-pub(super) const GAP_BYTES: u64 = 1 << 10;
-
 /// File systems, by the magic number of `statfs`, on which a mapped page may fail for reasons other than truncation, or
 /// whose files change without the kernel knowing.
 const REMOTE_MAGIC: [i64; 12] = [
@@ -303,7 +300,7 @@ impl Source for LocalFiles {
 
     fn fetch(&self, file: FileId, parts: &mut [FetchPart<'_>]) -> Result<(), SourceError> {
         let pinned = self.usable(file)?;
-        let beyond = |start| ByteSpan { start, end: u64::MAX };
+        let beyond = |start| ByteSpan::new(start, u64::MAX).expect("no start is above u64::MAX");
         for part in &*parts {
             let span = pinned.bounded(part.span().unwrap_or(beyond(part.start)))?;
             if span.len() >= ADVISED_BYTES_MIN {

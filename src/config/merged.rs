@@ -1,0 +1,76 @@
+//! The configuration of a mount: settings of all forms together.
+
+use std::path::PathBuf;
+
+use super::{
+    file::FileSettings,
+    settings::{MountSettings, Settings, ViewSettings},
+};
+
+/// One view of the configuration.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ViewConfig {
+    /// Name of its directory; empty for the only view, at the root of the mount.
+    pub name: String,
+    /// Its settings, with those of the top.
+    pub settings: ViewSettings,
+}
+
+/// A configuration with everything inherited, and with the content of all files that it names.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Config {
+    /// The source: an absolute path, or `org/name[@revision]`.
+    pub source: Option<String>,
+    /// The mountpoint; absolute.
+    pub mountpoint: Option<PathBuf>,
+    /// The views, at least one. Only a single view may be without a name.
+    pub views: Vec<ViewConfig>,
+    /// How to mount.
+    pub mount: MountSettings,
+    /// Most seconds until a daemon must be ready.
+    pub start_seconds: Option<u64>,
+}
+
+impl Default for Config {
+    /// One view at the root, with default settings.
+    fn default() -> Self {
+        Self::of_file(FileSettings::default())
+    }
+}
+
+impl Config {
+    /// The configuration of a file: each view inherits the settings above it.
+    pub fn of_file(file: FileSettings) -> Self {
+        let FileSettings { mut top, views } = file;
+        top.over(&Settings::by_default());
+        let inherit = |(name, mut own): (String, Settings)| {
+            own.over(&top);
+            ViewConfig { name, settings: own.view }
+        };
+        let mut views: Vec<ViewConfig> = views.into_iter().map(inherit).collect();
+        if views.is_empty() {
+            views.push(ViewConfig { name: String::new(), settings: top.view });
+        }
+        let Settings { source, mountpoint, mount, start_seconds, .. } = top;
+        Self { source, mountpoint, views, mount, start_seconds }
+    }
+
+    /// Applies other settings, which have precedence in every view.
+    pub fn overlay(&mut self, said: Settings) {
+        for view in &mut self.views {
+            let mut settings = said.clone();
+            settings.over(&Settings { view: std::mem::take(&mut view.settings), ..Settings::default() });
+            view.settings = settings.view;
+        }
+        let mut top = said;
+        top.over(&self.top());
+        let Settings { source, mountpoint, mount, start_seconds, .. } = top;
+        *self = Self { source, mountpoint, views: std::mem::take(&mut self.views), mount, start_seconds };
+    }
+
+    /// The settings that hold for all views.
+    pub(super) fn top(&self) -> Settings {
+        let Self { source, mountpoint, views: _, mount, start_seconds } = self.clone();
+        Settings { source, mountpoint, mount, start_seconds, ..Settings::default() }
+    }
+}

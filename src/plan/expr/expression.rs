@@ -1,0 +1,146 @@
+//! Parsed expressions and texts with expressions in braces, and their values.
+
+use std::{fmt, sync::Arc};
+
+use super::{
+    function::Function,
+    operator::{Binary, equal},
+    value::{Absent, EvalError, Names, Value},
+};
+
+/// A node of a parsed expression.
+#[derive(Clone, Debug)]
+pub(super) enum ExprNode {
+    Value(Value),
+    Text(Template),
+    Name(Arc<str>),
+    Config(Vec<String>),
+    Mesh(String),
+    Not(Box<ExprNode>),
+    Negative(Box<ExprNode>),
+    If(Box<[ExprNode; 3]>),
+    Coalesce(Box<[ExprNode; 2]>),
+    Binary(&'static str, Binary, Box<[ExprNode; 2]>),
+    Call(&'static str, Function, Vec<ExprNode>),
+}
+
+/// A parsed expression.
+#[derive(Clone, Debug)]
+pub struct Expr {
+    pub(super) node: ExprNode,
+    pub(super) text: Arc<str>,
+}
+
+/// A text with expressions in braces: `layers.{l}.{2*i+1}`. Doubled braces stand for themselves.
+#[derive(Clone, Debug)]
+pub struct Template {
+    pub(super) parts: Vec<(String, Option<ExprNode>)>,
+}
+
+impl Expr {
+    /// The source text.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// Its value.
+    ///
+    /// # Errors
+    /// [`EvalError`].
+    pub fn eval(&self, names: &dyn Names) -> Result<Value, EvalError> {
+        self.node.eval(names)
+    }
+
+    /// Calls `visit` for each name used.
+    pub fn for_each_name(&self, visit: &mut dyn FnMut(&str)) {
+        self.node.for_each_name(visit);
+    }
+}
+
+impl Template {
+    /// The text with values filled in.
+    ///
+    /// # Errors
+    /// [`EvalError`], also if a value is not a number, text, true or false.
+    pub fn eval(&self, names: &dyn Names) -> Result<String, EvalError> {
+        use fmt::Write as _;
+        let mut text = String::new();
+        for (literal, node) in &self.parts {
+            text.push_str(literal);
+            let Some(node) = node else { continue };
+            match node.eval(names)? {
+                value @ (Value::Absent(_) | Value::View(_)) => return Err(value.kind("template", "a number or a text")),
+                value @ (Value::Int(_) | Value::Float(_) | Value::Bool(_) | Value::Text(_)) => {
+                    write!(text, "{value}").expect("a string takes all that is written");
+                }
+            }
+        }
+        Ok(text)
+    }
+
+    /// Calls `visit` for each name used.
+    pub fn for_each_name(&self, visit: &mut dyn FnMut(&str)) {
+        self.parts.iter().filter_map(|part| part.1.as_ref()).for_each(|node| node.for_each_name(visit));
+    }
+}
+
+impl ExprNode {
+    fn for_each_name(&self, visit: &mut dyn FnMut(&str)) {
+        match self {
+            Self::Value(_) | Self::Config(_) | Self::Mesh(_) => {}
+            Self::Text(template) => template.for_each_name(visit),
+            Self::Name(name) => visit(name),
+            Self::Not(of) | Self::Negative(of) => of.for_each_name(visit),
+            Self::If(of) => of.iter().for_each(|node| node.for_each_name(visit)),
+            Self::Coalesce(of) | Self::Binary(_, _, of) => of.iter().for_each(|node| node.for_each_name(visit)),
+            Self::Call(_, _, of) => of.iter().for_each(|node| node.for_each_name(visit)),
+        }
+    }
+
+    fn eval(&self, names: &dyn Names) -> Result<Value, EvalError> {
+        match self {
+            Self::Value(value) => Ok(value.clone()),
+            Self::Text(template) => Ok(Value::Text(template.eval(names)?.into())),
+            Self::Name(name) => names.name(name),
+            Self::Config(path) => {
+                Ok(names.config(path).unwrap_or_else(|| Value::Absent(Arc::new(Absent::Config(path.join("."))))))
+            }
+            Self::Mesh(axis) => Ok(match names.mesh(axis) {
+                Some(size) => i64::try_from(size).map(Value::Int).map_err(|_| EvalError::Range("mesh"))?,
+                None => Value::Absent(Arc::new(Absent::MeshAxis(axis.clone()))),
+            }),
+            Self::Not(of) => Ok(Value::Bool(!of.eval(names)?.bool("!")?)),
+            Self::Negative(of) => match of.eval(names)? {
+                Value::Int(value) => value.checked_neg().map(Value::Int).ok_or(EvalError::Range("-")),
+                value @ (Value::Float(_) | Value::Bool(_) | Value::Text(_) | Value::Absent(_) | Value::View(_)) => {
+                    Ok(Value::Float(-value.float("-")?))
+                }
+            },
+            Self::If(of) => {
+                let [condition, yes, no] = &**of;
+                if condition.eval(names)?.bool("if")? { yes.eval(names) } else { no.eval(names) }
+            }
+            Self::Coalesce(of) => {
+                let [first, second] = &**of;
+                let value = first.eval(names)?;
+                if let Value::Absent(_) = value { second.eval(names) } else { Ok(value) }
+            }
+            Self::Binary(sign, operator, of) => {
+                let left = of[0].eval(names)?;
+                let right = || of[1].eval(names);
+                Ok(match operator {
+                    Binary::Or => Value::Bool(left.bool(sign)? || right()?.bool(sign)?),
+                    Binary::And => Value::Bool(left.bool(sign)? && right()?.bool(sign)?),
+                    Binary::Equal => Value::Bool(equal(&left, &right()?)),
+                    Binary::Unequal => Value::Bool(!equal(&left, &right()?)),
+                    Binary::Compare(compare) => Value::Bool(compare.apply(left.float(sign)?, right()?.float(sign)?)),
+                    Binary::Arithmetic(arithmetic) => arithmetic.apply(sign, &left, &right()?)?,
+                })
+            }
+            Self::Call(name, function, of) => {
+                let values = of.iter().map(|node| node.eval(names)).collect::<Result<Vec<_>, _>>()?;
+                function.apply(name, &values, names)
+            }
+        }
+    }
+}

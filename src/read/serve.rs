@@ -1,0 +1,65 @@
+//! Reads a span of a virtual file, segment by segment.
+
+use std::sync::{Arc, atomic::Ordering};
+
+use super::{Engine, ReadError, open_file::OpenFile, reader::SegmentReader};
+use crate::{checkpoint::printable, source::Served, tensor::to_usize};
+
+impl Engine {
+    /// Reads `len` bytes at `start`, fewer only at the end of the file, and passes them to `reply`. If the result is `Ok`, `reply`
+    /// was called exactly once. The bytes are counted before that: a reader that has the bytes finds them in the counters.
+    ///
+    /// # Errors
+    /// [`ReadError`]; the first of a file is logged. If `reply` was called nevertheless, a source changed during the call, and the
+    /// bytes must not be trusted.
+    pub fn read(
+        self: &Arc<Self>,
+        file: &Arc<OpenFile>,
+        start: u64,
+        len: usize,
+        reply: &mut dyn FnMut(Served<'_>),
+    ) -> Result<(), ReadError> {
+        let end = start.saturating_add(len as u64).min(file.len_bytes());
+        let start = start.min(end);
+        // First of all, so that other threads compute the next tiles while this thread computes the requested bytes.
+        self.read_ahead(file, start, end);
+        let result = self.read_span(file, start, end, reply);
+        if let Err(error) = &result {
+            self.count_failure(error);
+            // The source has logged the stall, and the file becomes readable again when it ends.
+            if !error.is_stall() && !file.failed.swap(true, Ordering::Relaxed) {
+                let error = printable(&error.to_string()).into_owned();
+                tracing::error!(file = file.name, start, end, "read failed: {error}");
+            }
+        }
+        result
+    }
+
+    fn read_span(
+        &self,
+        file: &OpenFile,
+        start: u64,
+        end: u64,
+        reply: &mut dyn FnMut(Served<'_>),
+    ) -> Result<(), ReadError> {
+        let mut spans = file.image.spans(start, end);
+        let Some((segment, low, high)) = spans.next() else {
+            reply(Served::Memory(&[]));
+            return Ok(());
+        };
+        if spans.next().is_none() {
+            return SegmentReader::new(self, file, segment)?.read(low, high, reply);
+        }
+        let mut buffer = self.buffers.take(to_usize(end - start));
+        let mut at = 0;
+        for (segment, low, high) in file.image.spans(start, end) {
+            let mut part = |bytes: &[u8]| {
+                buffer[at..at + bytes.len()].copy_from_slice(bytes);
+                at += bytes.len();
+            };
+            SegmentReader::new(self, file, segment)?.copy(low, high, &mut part)?;
+        }
+        reply(Served::Memory(&buffer));
+        Ok(())
+    }
+}

@@ -1,0 +1,167 @@
+//! The interface of a source: what each kind of source decides for itself.
+
+use std::{fmt, fs::File, path::Path, sync::Arc, time::SystemTime};
+
+use super::{
+    error::SourceError,
+    health::Health,
+    kernel_bytes::KernelBytes,
+    permission::Gates,
+    span::{ByteSpan, FileId},
+};
+
+/// A call of `pread` costs as much as copying about this many bytes.
+const GAP_BYTES: u64 = 1 << 10;
+
+/// The properties of a file when it was pinned.
+#[derive(Clone, Debug)]
+pub struct Pin {
+    /// The path by which it was opened, for messages.
+    pub path: Arc<Path>,
+    /// Length in bytes.
+    pub len_bytes: u64,
+    /// Modification time.
+    pub modified: SystemTime,
+    /// The permissions of the file and of the directories above it when it was opened.
+    pub gates: Gates,
+}
+
+/// Bytes to fetch, and their target.
+#[derive(Debug)]
+pub struct FetchPart<'a> {
+    /// First byte in the file.
+    pub start: u64,
+    /// Receives the bytes from `start` on; its length is their number.
+    pub target: &'a mut [u8],
+}
+
+impl FetchPart<'_> {
+    /// The bytes of the file, or `None` if their end overflows.
+    pub fn span(&self) -> Option<ByteSpan> {
+        ByteSpan::of_len(self.start, self.target.len() as u64)
+    }
+}
+
+/// Where the bytes of a checkpoint come from: a fixed list of pinned files. Blocking; called from many threads.
+///
+/// Every method that takes a [`FileId`] panics if the source has no such file. The creator of the source assigns the ids, so that
+/// a wrong one is an error in the program.
+///
+/// Bytes read from a file count only if [`Source::check`] succeeds after the read. A file may change at any moment,
+/// and a truncation within a page gives zeros, not a fault.
+pub trait Source: fmt::Debug + Send + Sync {
+    /// Number of files; their ids count from 0.
+    fn file_count(&self) -> usize;
+
+    /// The pinned properties of a file.
+    fn pin(&self, file: FileId) -> &Pin;
+
+    /// Checks that the file is still identical to the pinned one; cheap enough (0.2 us) to be called after every read.
+    ///
+    /// The first failure poisons the file, counts it and logs it; later calls return the same error again.
+    ///
+    /// # Errors
+    /// The error that poisoned the file, or [`SourceError::Io`] if the system cannot tell.
+    fn check(&self, file: FileId) -> Result<(), SourceError>;
+
+    /// As [`Source::check`], and that the path still names the pinned file.
+    ///
+    /// # Errors
+    /// As [`Source::check`].
+    fn check_path(&self, file: FileId) -> Result<(), SourceError> {
+        self.check(file)
+    }
+
+    /// Fills all parts, in any order and, where that helps, at the same time. The only call that waits for bytes.
+    ///
+    /// # Errors
+    /// [`SourceError::OutOfBounds`], [`SourceError::Io`], or the error that poisoned the file. The content of the parts is then
+    /// unspecified.
+    fn fetch(&self, file: FileId, parts: &mut [FetchPart<'_>]) -> Result<(), SourceError>;
+
+    /// Most bytes between two spans that are fetched as one, because that costs less than another request.
+    fn gap_bytes(&self) -> u64 {
+        GAP_BYTES
+    }
+
+    /// Which files are poisoned or stall.
+    fn health(&self) -> &Health;
+
+    /// The maps of its files, if it has any.
+    fn maps(&self) -> Option<&dyn Maps> {
+        None
+    }
+
+    /// The open file, from which the kernel can read by itself. `None` if there is none or it is poisoned.
+    fn backing(&self, file: FileId) -> Option<Arc<File>> {
+        let _ = file;
+        None
+    }
+}
+
+/// Files of a source that are mapped in this process: a fast way to fetch, and advice about their pages.
+pub trait Maps {
+    /// Whether a file is mapped. If it is not, the methods below do nothing, except for the advice to read.
+    fn is_mapped(&self, file: FileId) -> bool;
+
+    /// Runs `work` on the mapped bytes of a span, guarded against lost pages: if a page is gone, `work` reads zeros and the
+    /// result is an error. Calls may nest. `None`, without calling `work`, if the file is not mapped; the caller then fetches.
+    ///
+    /// # Errors
+    /// [`SourceError::OutOfBounds`], or the error that poisoned the file. The output of `work` is then invalid.
+    fn with(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>>;
+
+    /// Passes the mapped bytes of a span to `reply` as a kernel-only buffer. Checks before and after that the file is identical
+    /// to the pinned one. `None`, without calling `reply`, if there is no such map or no such span; the caller then fetches.
+    ///
+    /// # Errors
+    /// As [`Source::check`]. If `reply` was called, the bytes must not be trusted.
+    fn with_kernel_bytes(
+        &self,
+        file: FileId,
+        span: ByteSpan,
+        reply: &mut dyn FnMut(KernelBytes<'_>),
+    ) -> Option<Result<(), SourceError>>;
+
+    /// Advises that a span will be read soon. Never fails; may do nothing.
+    fn will_need(&self, file: FileId, span: ByteSpan);
+
+    /// Advises that mapped pages visited from now on will be visited again soon, as by the next of many transposed tiles.
+    fn will_return(&self);
+
+    /// Prefaults a span for [`Maps::with`], as far as its pages are in memory already. Returns whether there is room for more.
+    /// The mapped pages are kept as after [`Maps::will_return`].
+    fn prefault(&self, file: FileId, span: ByteSpan) -> bool;
+
+    /// Drops pages kept for readers if there were none lately. To be called every few seconds.
+    fn trim(&self);
+
+    /// Sets the most bytes of mapped pages that may stay resident: normally, and while the same pages are visited again.
+    fn bound(&self, usual_bytes: u64, again_bytes: u64);
+}
+
+/// Derived methods, the same for every source.
+impl dyn Source + '_ {
+    /// Pinned length of a file in bytes.
+    pub fn len_bytes(&self, file: FileId) -> u64 {
+        self.pin(file).len_bytes
+    }
+
+    /// The path by which a file was opened, for messages.
+    pub fn path(&self, file: FileId) -> &Path {
+        &self.pin(file).path
+    }
+
+    /// Fills `target` with the bytes from `start` on.
+    ///
+    /// # Errors
+    /// As [`Source::fetch`].
+    pub fn read_into(&self, file: FileId, start: u64, target: &mut [u8]) -> Result<(), SourceError> {
+        self.fetch(file, &mut [FetchPart { start, target }])
+    }
+
+    /// The maps, if this file is mapped.
+    pub fn maps_of(&self, file: FileId) -> Option<&dyn Maps> {
+        self.maps().filter(|maps| maps.is_mapped(file))
+    }
+}

@@ -1,0 +1,81 @@
+//! Names of files, and spans of their bytes.
+
+use std::fmt;
+
+/// A file of a source: index into the source's list of files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FileId(pub u32);
+
+impl FileId {
+    /// Position in the list of files.
+    pub const fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// Half-open span of bytes; `start <= end`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ByteSpan {
+    start: u64,
+    end: u64,
+}
+
+impl ByteSpan {
+    /// The span `start..end`, or `None` if it would end before it starts.
+    pub const fn new(start: u64, end: u64) -> Option<Self> {
+        if start <= end { Some(Self { start, end }) } else { None }
+    }
+
+    /// The span of `len_bytes` bytes from `start`, or `None` if its end overflows.
+    pub const fn of_len(start: u64, len_bytes: u64) -> Option<Self> {
+        match start.checked_add(len_bytes) {
+            Some(end) => Some(Self { start, end }),
+            None => None,
+        }
+    }
+
+    /// First byte.
+    pub const fn start(self) -> u64 {
+        self.start
+    }
+
+    /// One past the last byte.
+    pub const fn end(self) -> u64 {
+        self.end
+    }
+
+    /// Number of bytes.
+    pub const fn len(self) -> u64 {
+        self.end - self.start
+    }
+
+    /// Whether the span holds no byte.
+    pub const fn is_empty(self) -> bool {
+        self.start == self.end
+    }
+
+    /// Whether every byte of `inner` is in this span.
+    pub const fn contains(self, inner: Self) -> bool {
+        self.start <= inner.start && inner.end <= self.end
+    }
+
+    /// The span of `inner`, given relative to this span's start, or `None` if it leaves this span.
+    pub fn slice(self, inner: Self) -> Option<Self> {
+        let end = self.start.checked_add(inner.end).filter(|end| *end <= self.end)?;
+        Some(Self { start: self.start + inner.start, end })
+    }
+}
+
+impl fmt::Display for ByteSpan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}..{}", self.start, self.end)
+    }
+}
+
+/// Length of a span, in bytes, as a length in memory.
+///
+/// # Panics
+/// If the span is longer than the address space. The bounds check against a mapped or read file excludes this on 64 bits.
+pub(super) fn memory_len(span: ByteSpan) -> usize {
+    usize::try_from(span.len()).expect("a span to be read fits memory")
+}
