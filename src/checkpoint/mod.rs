@@ -1,7 +1,7 @@
 //! The content of a repository: its tensors, files, configuration and dialect.
 //!
 //! [`Checkpoint::open`] finds the files, reads every header, checks index and headers against each other, and pins all
-//! files in one [`Source`]. All problems are reported at once, before anything is mounted. The result never changes.
+//! files in one `Source`. All problems are reported at once, before anything is mounted. The result never changes.
 //!
 //! * [`TensorTable`]: name, type, shape and storage of every tensor, as stored or as decoded;
 //! * [`RepoFile`]: every file of the repository, and its role;

@@ -98,9 +98,9 @@ pub struct TensorTable {
     names: String,
     /// All extents of stored tensors, likewise.
     extents: Vec<u64>,
-    /// StoredRow numbers in lexical order of name.
+    /// Row numbers in lexical order of name.
     by_name: Vec<u32>,
-    /// StoredRow numbers of the tensors that are shown, in order; `None` if all are.
+    /// Row numbers of the tensors that are shown, in order; `None` if all are.
     shown: Option<Vec<u32>>,
 }
 

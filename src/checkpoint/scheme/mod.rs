@@ -1,19 +1,19 @@
 //! The schemes by which weights are quantized: a closed list, one file each.
 //!
-//! A scheme looks at the stored tensors and at the configuration ([`Stored`]) and tells what the repository's tensors are when
-//! decoded ([`Finds`]). Nothing above this module knows a scheme: the plan sees tensors with a name, a shape and a dtype, whose
+//! A scheme looks at the stored tensors and at the configuration (`Stored`) and tells what the repository's tensors are when
+//! decoded (`Finds`). Nothing above this module knows a scheme: the plan sees tensors with a name, a shape and a dtype, whose
 //! values are made by the one decoder of `tensor`. What no scheme claims stays as it is stored.
 //!
 //! # To add a scheme
 //! Write `src/checkpoint/scheme/<name>.rs` and add one line to `SCHEMES`. The file holds:
 //!
 //! 1. **A unit struct with `impl Scheme`.** `name` is its word in `plan --json`. `find` is called once, when the repository is opened.
-//! 2. **Detection.** What the configuration says decides ([`Stored::config`], [`Stored::modelopt`], [`Stored::metadata`]); return `None`
+//! 2. **Detection.** What the configuration says decides (`Stored::config`, `Stored::modelopt`, `Stored::metadata`); return `None`
 //!    where it names another method. Then configuration and tensors must agree. Each tensor that does not is told to
-//!    [`Finds::refuse`] with tensor, expected, found: all of them, not the first; opening then fails. Never divide shapes to find a
+//!    `Finds::refuse` with tensor, expected, found: all of them, not the first; opening then fails. Never divide shapes to find a
 //!    group, never take a dtype for proof. Modules are told apart by the codes' names (`X.weight_packed`, `X.qweight`,
-//!    `X_blocks`): go through [`Stored::iter`], and find companions by name with [`Stored::find`], which knows all files. Skip codes
-//!    that [`Finds::is_taken`] reports, where a repository has several schemes.
+//!    `X_blocks`): go through `Stored::iter`, and find companions by name with `Stored::find`, which knows all files. Skip codes
+//!    that `Finds::is_taken` reports, where a repository has several schemes.
 //! 3. **Templates.** What all tensors have in common that are stored alike is a [`Template`]: the shape of the value, a
 //!    [`Value`](crate::tensor::Value) whose tensors are *numbered operands* (`TensorId(0)` the codes, `TensorId(1)`, ... their scales,
 //!    zero points, tables), each with the dtype and the shape that must be stored, and perhaps an order of axes
@@ -21,16 +21,16 @@
 //!    a [`Field`](crate::tensor::Field) (float, integer of b bits, table) at an [`IndexMap`](crate::tensor::IndexMap) of the value's element
 //!    number. Rows that end in unused codes need no trimming: the shape is the true one, the index strides over whole words.
 //!    Make a template once for each kind of tensor, and keep its number in a map by what distinguishes the kind. Only
-//!    what is read with [`Stored::read`] needs one for each tensor: `g_idx` becomes a table of an index, bitsandbytes' nested
+//!    what is read with `Stored::read` needs one for each tensor: `g_idx` becomes a table of an index, bitsandbytes' nested
 //!    statistics a table of codes and a constant.
-//! 4. **Tensors.** [`Finds::tensor`] takes the decoded name (`X.weight` of `X.weight_packed`; `gate_up_proj` of `gate_up_proj_blocks`), the
+//! 4. **Tensors.** `Finds::tensor` takes the decoded name (`X.weight` of `X.weight_packed`; `gate_up_proj` of `gate_up_proj_blocks`), the
 //!    template, and the operands by number. It checks that what is stored has the template's dtypes and shapes and reports by name
 //!    what has not, so `find` need not compare shapes that a template says. The decoded dtype is the model's own unless the
 //!    scheme knows better (bitsandbytes).
-//! 5. **Companions that no decoder reads** (`input_scale`, `k_scale`, `weight_shape`, `g_idx`): [`Finds::leave_out`]. They are shown with the
+//! 5. **Companions that no decoder reads** (`input_scale`, `k_scale`, `weight_shape`, `g_idx`): `Finds::leave_out`. They are shown with the
 //!    raw tensors, and go when the repository is decoded.
 //! 6. **What is stored so and cannot be decoded** (a variant that is not in the list, bits that are packed otherwise):
-//!    [`Finds::unsupported`] with the name of the variant. The raw tensors are shown as they are; decoding is refused with that name.
+//!    `Finds::unsupported` with the name of the variant. The raw tensors are shown as they are; decoding is refused with that name.
 //! 7. **A [`Summary`]** of what was found, for the reader of `plan`.
 //!
 //! Configuration that gives modules to groups (`config_groups` with `targets` and `ignore`, `ModelOpt`'s `quantized_layers`) is read by
