@@ -26,26 +26,6 @@ from quantized_unknown import UNKNOWN, unknown
 from reference import Mesh, Shown
 from repos import Tensor
 
-# Repositories, by the name of their builder, that the program decodes. The others are refused, or listed in SHOWN_RAW.
-SUPPORTED = [*BUILDERS]
-# Whether a quantized matrix without its scale is refused; if not, it stays as stored, without a message.
-NOTICES_MISSING_SCALES = True
-# Whether `--dequantize[=DTYPE]` exists.
-HAS_DEQUANTIZE = True
-# Whether `--dtype` keeps the float32 tensors that the family keeps.
-KEEPS_F32 = True
-# Not supported yet, and not refused: 4-bit experts stay as stored beside decoded matrices.
-SHOWN_RAW = {"deepseek-v4"} - {*SUPPORTED}
-# Supported as soon as KEEPS_F32.
-AWAITS_F32 = {"deepseek-v3-fp8"} - {*SUPPORTED}
-# The scheme's name in the refusal, for refused schemes.
-CALLED = {
-    "gpt-oss": "mxfp4", "pack-int4": "pack-quantized", "kimi": "pack-quantized", "pack-int8": "pack-quantized", "ct-fp8": "fp8",
-    "ct-nvfp4": "nvfp4", "ct-mxfp4": "mxfp4", "ct-mxfp8": "mxfp8", "ct-mixed": "mixed-precision", "fbgemm": "fp8",
-    "modelopt-nvfp4": "nvfp4", "modelopt": "fp8", "fp8": "fp8", "awq": "awq", "gptq": "gptq", "bnb": "bitsandbytes",
-    "mlx": "mlx", "torchao": "torchao",
-}  # fmt: skip
-UNSUPPORTED = [name for name in BUILDERS if name not in SUPPORTED and name not in AWAITS_F32]
 # DeepSeek's own names, which no transformers model of this size loads; layout canonical and tensor parallelism
 # know these tensors under other names.
 FOREIGN_NAMES = {"deepseek-v4"}
@@ -80,10 +60,6 @@ def saved(base, plain):
         return known[name]
 
     return get
-
-
-def called(name: str) -> str:
-    return max(((prefix, word) for prefix, word in CALLED.items() if name.startswith(prefix)), key=lambda pair: len(pair[0]))[1]
 
 
 def same_values(found: bytes, expected: np.ndarray, what: object) -> None:
@@ -288,19 +264,9 @@ WAYS = {
     "f32": Way(("--dtype", "f32"), "fsdp=3", "canonical", "F32", "F32"),
     "bf16": Way(("--dtype", "bf16"), "tensor=2", "canonical", "BF16", "BF16"),
     "f16": Way(("--dtype", "f16"), "tensor=2,fsdp=3", "hf", "F16", "F16"),
+    "dequantize": Way(("--dequantize",), "", "hf", None, None),
+    "dequantize-f32": Way(("--dequantize=f32",), "fsdp=3,tensor=2", "canonical", "F32", None),
 }
-if HAS_DEQUANTIZE:
-    WAYS["dequantize"] = Way(("--dequantize",), "", "hf", None, None)
-    WAYS["dequantize-f32"] = Way(("--dequantize=f32",), "fsdp=3,tensor=2", "canonical", "F32", None)
-
-
-def expected(source: quantized_repos.Quantized, way: Way) -> repos.Repo:
-    found = source.decoded(way.weights, way.rest)
-    if way.rest and not KEEPS_F32:
-        for tensors in found.files.values():
-            for name in [name for name in tensors if name.endswith(quantized_repos.KEPT)]:
-                tensors[name] = Tensor.of(way.rest, reference.cast_array(tensors[name].array(), way.rest))
-    return found
 
 
 def shown(source: repos.Repo, layout: str) -> dict[str, Shown]:
@@ -325,22 +291,19 @@ def check_mount(mounted: mounting.Mount, source: repos.Repo, mesh: Mesh, layout:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", BUILDERS)
 def test_decoded_tensors(made, own, name, way):
     chosen, source = WAYS[way], made(name)
     if name in FOREIGN_NAMES:
         chosen = dataclasses.replace(chosen, layout="hf", mesh="fsdp=3")
     mesh = ("--mesh", chosen.mesh) if chosen.mesh else ()
     mounted = own(source.repo.path, *chosen.flags, *mesh, "--layout", chosen.layout)
-    check_mount(mounted, expected(source, chosen), Mesh.parse(chosen.mesh), chosen.layout)
+    check_mount(mounted, source.decoded(chosen.weights, chosen.rest), Mesh.parse(chosen.mesh), chosen.layout)
 
 
 @pytest.mark.parametrize("name", libraries.SAVED)
 def test_repositories_of_libraries_are_decoded(saved, own, name):
     source = saved(name)
-    if name not in SUPPORTED:
-        assert called(name) in run("plan", source.repo.path, "--dtype", "f32", expect=1).err.lower()
-        return
     check_mount(
         own(source.repo.path, "--dtype", "f32", "--mesh", "fsdp=3"),
         source.decoded("F32", "F32"),
@@ -349,7 +312,7 @@ def test_repositories_of_libraries_are_decoded(saved, own, name):
     )
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", BUILDERS)
 def test_hf_is_a_plain_repository(made, own, name):
     """Configuration, index and sizes no longer mention quantization."""
     source, words = made(name), formats.DTYPE_WORDS
@@ -374,7 +337,7 @@ def test_hf_is_a_plain_repository(made, own, name):
         same_values(held[key].data, tensor.array(), key)
 
 
-@pytest.mark.parametrize("name", [name for name in SUPPORTED if name not in FOREIGN_NAMES])
+@pytest.mark.parametrize("name", [name for name in BUILDERS if name not in FOREIGN_NAMES])
 def test_transformers_computes_the_same_logits(made, own, tmp_path, name):
     import torch
     from transformers import AutoModelForCausalLM
@@ -405,32 +368,7 @@ def test_without_a_dtype_stored_tensors_show_as_they_are(made, own, name):
 
 # --- refusals ------------------------------------------------------------------------------------------------------------
 
-DECODE = ("--dequantize",) if HAS_DEQUANTIZE else ("--dtype", "bf16")
-
-
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_schemes_that_are_not_supported_are_refused_by_name(made, own, name):
-    if name in SHOWN_RAW:
-        source = made(name)
-        mounted = own(source.repo.path, *DECODE, "--layout", "hf")
-        for stored in [key for key, tensor in source.repo.tensors.items() if tensor.code == "I8"]:
-            mounting.same_bytes((mounted / f"full/{stored}").read_bytes(), source.repo.tensors[stored].array(), stored)
-        return
-    refused = run("plan", made(name).repo.path, *DECODE, expect=1)
-    assert called(name) in refused.err.lower()
-
-
-@pytest.mark.parametrize("name", AWAITS_F32)
-def test_the_routers_bias_is_cast_until_families_keep_it(made, own, name):
-    assert not KEEPS_F32, f"{name} belongs to SUPPORTED now"
-    mounted = own(made(name).repo.path, "--dtype", "bf16", "--layout", "hf")
-    for path, one in reference.hf(expected(made(name), WAYS["bf16"])).items():
-        same_values((mounted / f"full/{path}").read_bytes(), one.array, path)
-
-
-def test_dequantize_is_unknown_until_it_is_there(made):
-    done = run("plan", made("fp8-block").repo.path, "--dequantize", expect=0 if HAS_DEQUANTIZE else 2)
-    assert HAS_DEQUANTIZE or "--dequantize" in done.err
+DECODE = ("--dequantize",)
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
@@ -476,16 +414,13 @@ DAMAGES = {"missing": lambda tensor: None, "of another dtype": other_dtype, "of 
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", BUILDERS)
 def test_a_companion_that_does_not_fit_is_refused_by_name(made, tmp_path, name, damage):
     source = made(name)
     weight = [*source.values][2]
     assert source.companions[weight]
     for companion in source.companions[weight]:
         path = damaged(source, tmp_path / companion, companion, DAMAGES[damage])
-        if damage == "missing" and not NOTICES_MISSING_SCALES:
-            run("plan", path, *DECODE)
-            continue
         refused = run("plan", path, *DECODE, expect=1)
         assert weight.removesuffix(".weight") in refused.err, f"{companion} {damage}: {refused.err}"
 
