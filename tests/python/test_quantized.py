@@ -318,7 +318,7 @@ def test_hf_is_a_plain_repository(made, own, name):
     source, words = made(name), formats.DTYPE_WORDS
     code = source.code
     mounted = own(source.repo.path, "--dtype", {"BF16": "bf16", "F16": "f16", "F32": "f32"}[code])
-    wanted = expected(source, Way((), "", "hf", code, code)).tensors
+    wanted = source.decoded(code, code).tensors
     config = json.loads((mounted / "hf/config.json").read_text())
     assert not {"quantization_config", "quantization"} & {*config}
     assert {config[key] for key in ("torch_dtype", "dtype") if key in config} == {words[code]}
@@ -343,7 +343,7 @@ def test_transformers_computes_the_same_logits(made, own, tmp_path, name):
     from transformers import AutoModelForCausalLM
 
     source = made(name, "calm")
-    decoded = expected(source, Way((), "", "hf", source.code, source.code))
+    decoded = source.decoded(source.code, source.code)
     repos.write(tmp_path / "decoded", decoded.files, decoded.config)
     mounted = own(source.repo.path, "--dtype", {"BF16": "bf16", "F16": "f16", "F32": "f32"}[source.code])
     ours, theirs = (AutoModelForCausalLM.from_pretrained(path, dtype="auto") for path in (mounted / "hf", tmp_path / "decoded"))
