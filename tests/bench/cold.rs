@@ -200,8 +200,8 @@ fn main() -> Result<()> {
     let has = |flag: &str| arguments.iter().any(|arg| arg == flag);
     let value = |flag: &str| arguments.iter().skip_while(|arg| *arg != flag).nth(1).cloned();
     let short = has("--short");
-    let gigabytes: f64 = value("--gigabytes").map_or(Ok(if short { 1.1 } else { 8.5 }), |value| value.parse())?;
-    let runs = value("--runs").map_or(Ok(if short { 3 } else { 5 }), |value| value.parse())?;
+    let gigabytes: f64 = value("--gigabytes").map_or(Ok(if short { 0.9 } else { 8.5 }), |value| value.parse())?;
+    let runs = value("--runs").map_or(Ok(if short { 1 } else { 5 }), |value| value.parse())?;
     let work = tempfile::tempdir_in(std::env::var_os("CKFS_BENCH_DIR").map_or_else(std::env::temp_dir, PathBuf::from))?;
     let repo = work.path().join("repo");
     // A layer is 0.405 GB.
