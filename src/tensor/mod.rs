@@ -14,6 +14,7 @@
 //! ```
 
 pub mod convert;
+pub mod cover;
 pub mod decode;
 pub mod dtype;
 mod field;
@@ -21,6 +22,7 @@ mod float;
 pub mod gather;
 mod kernel;
 mod lower;
+pub mod mosaic;
 pub mod pages;
 mod piece_runs;
 pub mod shape;
@@ -32,12 +34,14 @@ pub mod value;
 pub mod view;
 
 pub use convert::{convert_row, convert_scalar};
+pub use cover::CoverFault;
 pub use decode::{
     BitOrder, Bits, Decode, Digit, Field, IndexMap, Load, Operand, OperandError, Operation, Program, SourceTensor,
     Step, TensorId, Term, Value, block_index,
 };
 pub use dtype::{DType, Unit};
 pub use gather::{Gather, Loop, Stores, fill, gather, gather_with, warm_up};
+pub use mosaic::{Mosaic, MosaicBox, Mosaics, NewBox};
 pub use pages::{PAGE_BYTES, Reads, Runs, reads};
 pub use shape::{PerAxis, RANK_MAX, Region, Shape, ShapeError, to_usize};
 pub use span::{Need, needs};

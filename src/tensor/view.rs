@@ -11,7 +11,7 @@
 use std::{fmt, sync::Arc};
 
 use super::{
-    DType, Region, Shape, ShapeError, SourceTensor, TensorId,
+    DType, Mosaic, Region, Shape, ShapeError, SourceTensor, TensorId,
     decode::{Field, Operand, OperandError, Operation, Value, block_index},
     shape::{PerAxis, to_usize},
 };
@@ -180,6 +180,8 @@ struct Node {
 pub enum Op {
     /// A tensor of the checkpoint, stored element by element.
     Source(SourceTensor),
+    /// A tensor of the checkpoint, stored as boxes.
+    Mosaic(Mosaic),
     /// A constant everywhere.
     Fill(Element),
     /// Elements `start, start + step, …` below `stop` along one axis.
@@ -274,6 +276,11 @@ impl View {
     /// A tensor of the checkpoint, unchanged.
     pub fn source(tensor: SourceTensor) -> Self {
         Self::new(tensor.shape.clone(), tensor.dtype, Op::Source(tensor))
+    }
+
+    /// A tensor of the checkpoint that is stored as boxes, unchanged.
+    pub fn mosaic(mosaic: Mosaic) -> Self {
+        Self::new(mosaic.shape().clone(), mosaic.dtype(), Op::Mosaic(mosaic))
     }
 
     /// A tensor of `shape` that is stored quantized: element `n` of its row-major order is `value` at `n`, in f32.
@@ -549,10 +556,14 @@ impl View {
         Self::quantized(shape, Value::of(codes).then(Operation::Multiply, scale))?.cast(dtype)
     }
 
-    /// Calls `visit` for each tensor of the checkpoint that this view reads, in order, with repeats.
+    /// Calls `visit` for each tensor of the checkpoint that this view reads, in order, with repeats. A tensor that is stored
+    /// as boxes counts as one; see [`View::for_each_stored`].
     pub fn for_each_source(&self, visit: &mut dyn FnMut(&SourceTensor)) {
         match self.op() {
             Op::Source(tensor) => visit(tensor),
+            Op::Mosaic(mosaic) => {
+                visit(&SourceTensor { id: mosaic.id(), dtype: mosaic.dtype(), shape: mosaic.shape().clone() });
+            }
             Op::Fill(_) => {}
             Op::Slice { of, .. }
             | Op::Transpose { of, .. }
@@ -566,7 +577,26 @@ impl View {
         }
     }
 
-    /// The tensor that this view is, if it is one unchanged.
+    /// Calls `visit` for all stored elements that this view reads, in order, with repeats: a tensor that has a span of
+    /// its own, or each box of one that is stored as boxes.
+    pub fn for_each_stored(&self, visit: &mut dyn FnMut(TensorId)) {
+        match self.op() {
+            Op::Source(tensor) => visit(tensor.id),
+            Op::Mosaic(mosaic) => mosaic.boxes().for_each(|part| visit(part.tensor)),
+            Op::Fill(_) => {}
+            Op::Slice { of, .. }
+            | Op::Transpose { of, .. }
+            | Op::Reshape { of }
+            | Op::Pad { of, .. }
+            | Op::Cast { of }
+            | Op::Multiply { of, .. }
+            | Op::Add { of, .. } => of.for_each_stored(visit),
+            Op::Stack { of, .. } | Op::Concat { of, .. } => of.iter().for_each(|view| view.for_each_stored(visit)),
+            Op::Quantized(value) => value.for_each_operand(&mut |operand| visit(operand.tensor.id)),
+        }
+    }
+
+    /// The tensor that this view is, if it is one unchanged and stored in one span.
     pub fn as_source(&self) -> Option<&SourceTensor> {
         if let Op::Source(tensor) = self.op() { Some(tensor) } else { None }
     }
@@ -587,6 +617,7 @@ impl fmt::Display for View {
         }
         match self.op() {
             Op::Source(tensor) => write!(f, "#{}", tensor.id.0),
+            Op::Mosaic(mosaic) => write!(f, "#{}", mosaic.id().0),
             Op::Fill(element) => write!(f, "fill({}, {:02x?})", self.shape(), element.unit_bytes()),
             Op::Slice { of, axis, start, stop, step: 1 } => write!(f, "slice({of}, {axis}, {start}..{stop})"),
             Op::Slice { of, axis, start, stop, step } => write!(f, "slice({of}, {axis}, {start}..{stop}, {step})"),

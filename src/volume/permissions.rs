@@ -261,8 +261,8 @@ impl Permissions {
 
     /// Adds the classes of the files that a view reads.
     fn add_classes(&self, view: &View, classes: &mut HashSet<u32>) {
-        view.for_each_source(&mut |tensor| {
-            classes.insert(self.classes.of(self.checkpoint.tensor(tensor.id).file()));
+        view.for_each_stored(&mut |tensor| {
+            classes.insert(self.classes.of(self.checkpoint.tensor(tensor).file()));
         });
     }
 
