@@ -250,7 +250,8 @@ mod tests {
         );
         assert_eq!(faults_of(&[4], &[(&[0], &[2])], false), Vec::<String>::new());
         assert_eq!(faults_of(&[2, 2], &[], true), ["elements [0..2, 0..2] are in no box"]);
-        assert_eq!(faults_of(&[2, 2], &[(&[0, 0], &[2, 2]); 3], true), ["boxes 0 and 1 overlap"]);
+        let whole: (&[u64], &[u64]) = (&[0, 0], &[2, 2]);
+        assert_eq!(faults_of(&[2, 2], &[whole; 3], true), ["boxes 0 and 1 overlap"]);
         assert_eq!(faults_of(&[], &[(&[], &[]), (&[], &[])], true), ["boxes 0 and 1 overlap"]);
     }
 

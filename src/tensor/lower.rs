@@ -10,12 +10,12 @@ use std::sync::Arc;
 use smallvec::{SmallVec, smallvec};
 
 use super::{
-    DType, Decode, Load, Mosaic, MosaicBox, Program, Shape, Step, TensorId,
+    DType, Decode, Element, Load, Mosaic, MosaicBox, Program, Shape, Step, TensorId,
     convert::convert_scalar,
     gather::Loop,
     shape::{PerAxis, to_usize},
     tiling::{Loops, Origin, PIECES_MAX, Piece, Tiling, TilingError, cut, last_offset, normalize},
-    view::{Element, Op, View},
+    view::{Op, View},
 };
 
 /// A loop on one axis; its target stride is in elements of that axis.

@@ -17,6 +17,7 @@ pub mod convert;
 pub mod cover;
 pub mod decode;
 pub mod dtype;
+pub mod element;
 mod field;
 mod float;
 pub mod gather;
@@ -40,6 +41,7 @@ pub use decode::{
     Step, TensorId, Term, Value, block_index,
 };
 pub use dtype::{DType, Unit};
+pub use element::Element;
 pub use gather::{Gather, Loop, Stores, fill, gather, gather_with, warm_up};
 pub use mosaic::{Mosaic, MosaicBox, Mosaics, NewBox};
 pub use pages::{PAGE_BYTES, Reads, Runs, reads};
@@ -47,4 +49,4 @@ pub use shape::{PerAxis, RANK_MAX, Region, Shape, ShapeError, to_usize};
 pub use span::{Need, needs};
 pub use tiling::{Origin, PIECES_MAX, Piece, Tiling, TilingError, WorkSlice};
 pub use value::{Window, decode_scalar};
-pub use view::{Element, Keep, Op, View, ViewError};
+pub use view::{Keep, Op, View, ViewError};

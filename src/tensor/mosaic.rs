@@ -162,14 +162,14 @@ impl Mosaics {
         self.rows[number as usize].fill
     }
 
-    /// Number of the tensor that has a box, and the box. Boxes count from 0 over all tensors.
+    /// Box `box_number`, counted over all tensors, of the tensor that has it.
     ///
     /// # Panics
-    /// If there is no such box.
-    pub fn owner(&self, box_number: usize) -> (u32, MosaicBox<'_>) {
-        let number = self.rows.partition_point(|row| row.boxes_end as usize <= box_number);
-        let number = u32::try_from(number).expect("a checkpoint has fewer than 2^32 tensors");
-        (number, self.at(number, box_number - self.before(number).0))
+    /// If it has no such box.
+    pub fn box_of(&self, number: u32, box_number: usize) -> MosaicBox<'_> {
+        let before = self.before(number).0;
+        assert!((before..before + self.count(number)).contains(&box_number), "box {box_number} of tensor {number}");
+        self.at(number, box_number - before)
     }
 
     /// Number of boxes of a tensor.

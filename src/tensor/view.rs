@@ -11,9 +11,9 @@
 use std::{fmt, sync::Arc};
 
 use super::{
-    DType, Mosaic, Region, Shape, ShapeError, SourceTensor, TensorId,
+    DType, Element, Mosaic, Region, Shape, ShapeError, SourceTensor, TensorId,
     decode::{Field, Operand, OperandError, Operation, Value, block_index},
-    shape::{PerAxis, to_usize},
+    shape::PerAxis,
 };
 
 /// Why operands do not form a view.
@@ -119,47 +119,6 @@ pub enum ViewError {
     /// The shape that would result is too large.
     #[error(transparent)]
     Shape(#[from] ShapeError),
-}
-
-/// One constant element.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Element {
-    dtype: DType,
-    bytes: [u8; 8],
-}
-
-impl Element {
-    /// Zero of a type; all types have zero as all bits clear, except the bare exponent `F8_E8M0`, where it is 2^-127.
-    pub const fn zero(dtype: DType) -> Self {
-        Self { dtype, bytes: [0; 8] }
-    }
-
-    /// The f32 value `value`.
-    pub const fn f32(value: f32) -> Self {
-        let b = value.to_le_bytes();
-        Self { dtype: DType::F32, bytes: [b[0], b[1], b[2], b[3], 0, 0, 0, 0] }
-    }
-
-    /// An element of `dtype` with these little-endian bytes, or `None` if their number is not the element's width.
-    pub fn from_bytes(dtype: DType, bytes: &[u8]) -> Option<Self> {
-        let width = usize::try_from(dtype.element_bytes()?).ok()?;
-        (bytes.len() == width).then(|| {
-            let mut padded = [0; 8];
-            padded[..width].copy_from_slice(bytes);
-            Self { dtype, bytes: padded }
-        })
-    }
-
-    /// Element type.
-    pub const fn dtype(&self) -> DType {
-        self.dtype
-    }
-
-    /// Little-endian bytes of one unit of this element's type (see [`DType::unit`]).
-    pub fn unit_bytes(&self) -> &[u8] {
-        let bytes = to_usize(self.dtype.unit().bytes);
-        &self.bytes[..bytes]
-    }
 }
 
 /// An expression over tensors, with a shape and a dtype.

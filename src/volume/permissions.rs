@@ -304,7 +304,8 @@ impl Permissions {
             self.add_classes(view, &mut classes);
         }
         if all_tensors {
-            classes.extend(self.checkpoint.tensors().map(|(_, tensor)| self.classes.of(tensor.file())));
+            let files = self.checkpoint.tensors().flat_map(|(id, _)| self.checkpoint.files_of(id));
+            classes.extend(files.map(|file| self.classes.of(file)));
         }
         self.gates_of(classes)
     }
