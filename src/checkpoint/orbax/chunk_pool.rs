@@ -121,7 +121,7 @@ impl ChunkPool {
     pub(super) fn bound(&self, bytes_max: u64) {
         self.lock().bytes_max = bytes_max;
         loop {
-            let room = self.lock().make_room(&[]);
+            let room = self.lock().make_room([]);
             if !matches!(room, Room::Dropped(_)) {
                 return;
             }
@@ -161,13 +161,13 @@ impl ChunkPool {
         decode: impl FnOnce(&mut [u8], &mut [u8]) -> Result<(), E>,
     ) -> Result<Arc<Decoded>, E> {
         let mut state = self.lock();
-        loop {
+        let [target, stored] = loop {
             if let Some(found) = state.ready.get(&key) {
                 return Ok(Arc::clone(found));
             }
             if !state.decoding.contains(&key) {
-                match state.make_room(&[len, stored_len]) {
-                    Room::Enough => break,
+                match state.make_room([len, stored_len]) {
+                    Room::Enough(buffers) => break buffers,
                     Room::Dropped(chunk) => {
                         // Its buffer comes back under this lock.
                         drop(state);
@@ -182,9 +182,8 @@ impl ChunkPool {
             drop(state);
             goes_on()?;
             state = self.lock();
-        }
+        };
         state.decoding.insert(key);
-        let (stored, target) = (state.take(stored_len), state.take(len));
         drop(state);
         let decoding = Decoding(self, key);
         let mut stored = Buffer { pool: self, bytes: stored, len: to_usize(stored_len) };
@@ -235,9 +234,9 @@ impl Buffer<'_> {
 }
 
 /// What became of an attempt to make room.
-enum Room {
-    /// There is enough.
-    Enough,
+enum Room<const N: usize> {
+    /// There is enough: spare buffers, or empty ones that are to be made as long as asked for. They count from now on.
+    Enough([Vec<u8>; N]),
     /// This chunk is to be dropped, without the lock.
     Dropped(Arc<Decoded>),
     /// Others must first give buffers back.
@@ -251,42 +250,129 @@ fn fits(buffer: &[u8], len: u64) -> bool {
 
 impl State {
     /// Makes room for buffers of these lengths, or a step towards it.
-    fn make_room(&mut self, lengths: &[u64]) -> Room {
+    fn make_room<const N: usize>(&mut self, lengths: [u64; N]) -> Room<N> {
         loop {
-            let mut kept: Vec<bool> = vec![false; self.spare.len()];
-            let mut fresh = 0;
-            for len in lengths {
-                match (0..self.spare.len()).rev().find(|at| !kept[*at] && fits(&self.spare[*at], *len)) {
-                    Some(at) => kept[at] = true,
-                    None => fresh += len,
-                }
+            let mut used: [Option<usize>; N] = [None; N];
+            for (number, len) in lengths.iter().enumerate() {
+                let is_free = |at: &usize| !used.contains(&Some(*at)) && fits(&self.spare[*at], *len);
+                let found = (0..self.spare.len()).find(is_free);
+                used[number] = found;
             }
-            if self.bytes + fresh <= self.bytes_max {
-                return Room::Enough;
+            let fresh: u64 = lengths.iter().zip(&used).filter(|(_, used)| used.is_none()).map(|(len, _)| len).sum();
+            // Nobody else has a buffer: a chunk that is larger than the bound is decoded alone.
+            let nothing_else = self.ready.is_empty() && used.iter().flatten().count() == self.spare.len();
+            let alone = nothing_else && self.bytes == self.spare_bytes;
+            if self.bytes + fresh <= self.bytes_max || alone {
+                self.bytes += fresh;
+                // A buffer that is none is made later, without the lock.
+                let buffers: [Vec<u8>; N] =
+                    std::array::from_fn(|number| used[number].map_or_else(Vec::new, |at| std::mem::take(&mut self.spare[at])));
+                self.spare.retain(|buffer| !buffer.is_empty());
+                self.spare_bytes = self.spare.iter().map(|buffer| buffer.len() as u64).sum();
+                return Room::Enough(buffers);
             }
-            if let Some(at) = kept.iter().position(|kept| !kept) {
+            if let Some(at) = (0..self.spare.len()).find(|at| !used.contains(&Some(*at))) {
                 let freed = self.spare.swap_remove(at);
                 self.spare_bytes -= freed.len() as u64;
                 self.bytes -= freed.len() as u64;
             } else if let Some((_, chunk)) = self.ready.pop_lru() {
                 return Room::Dropped(chunk);
-            } else if self.bytes == self.spare_bytes {
-                // Nobody else has a buffer: a chunk that is larger than the bound is decoded alone.
-                return Room::Enough;
             } else {
                 return Room::None;
             }
         }
     }
+}
 
-    /// A buffer for `len` bytes, spare or empty. Its bytes count from now on.
-    fn take(&mut self, len: u64) -> Vec<u8> {
-        if let Some(at) = self.spare.iter().rposition(|buffer| fits(buffer, len)) {
-            let buffer = self.spare.swap_remove(at);
-            self.spare_bytes -= buffer.len() as u64;
-            return buffer;
+#[cfg(test)]
+mod tests {
+    use std::{
+        sync::atomic::{AtomicU64, Ordering},
+        thread,
+    };
+
+    use super::*;
+
+    fn get(pool: &Arc<ChunkPool>, number: u64, len: u64, calls: &AtomicU64) -> Result<Arc<Decoded>, String> {
+        pool.get((0, number), (len, len / 2), &|| Ok(()), |stored, target| {
+            calls.fetch_add(1, Ordering::Relaxed);
+            assert_eq!((stored.len() as u64, target.len() as u64), (len / 2, len));
+            stored.fill(1);
+            thread::sleep(Duration::from_micros(200));
+            if number == 13 {
+                return Err("unlucky".to_owned());
+            }
+            target.fill(number.to_le_bytes()[0]);
+            Ok(())
+        })
+    }
+
+    #[test]
+    fn a_chunk_is_decoded_once_for_all_readers() {
+        let (pool, calls) = (ChunkPool::new(), AtomicU64::new(0));
+        thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    for number in 0..10 {
+                        let chunk = get(&pool, number, 1000, &calls).unwrap();
+                        assert!(chunk.iter().all(|byte| u64::from(*byte) == number) && chunk.len() == 1000);
+                    }
+                });
+            }
+        });
+        assert_eq!((calls.load(Ordering::Relaxed), pool.decoded()), (10, 10));
+    }
+
+    #[test]
+    fn memory_stays_under_the_bound_whatever_readers_do() {
+        let (pool, calls) = (ChunkPool::new(), AtomicU64::new(0));
+        pool.bound(8_000);
+        thread::scope(|scope| {
+            for reader in 0..6 {
+                let (pool, calls) = (&pool, &calls);
+                scope.spawn(move || {
+                    for step in 0..60 {
+                        let number = (step * 7 + reader) % 30;
+                        let chunk = get(pool, number, 1000 + number % 3 * 500, calls);
+                        assert_eq!(chunk.is_err(), number == 13);
+                        assert!(pool.bytes() <= 8_000, "{}", pool.bytes());
+                        let chunk = chunk.iter().flat_map(|chunk| chunk.iter());
+                        assert!(chunk.into_iter().all(|byte| u64::from(*byte) == number));
+                    }
+                });
+            }
+        });
+        // One that is too large is decoded alone, and does not stay the only one.
+        let large = get(&pool, 1, 100_000, &calls).unwrap_or_else(|error| panic!("{error}"));
+        drop(large);
+        for number in 2..9 {
+            get(&pool, number, 1000, &calls).unwrap();
         }
-        self.bytes += len;
-        Vec::new()
+        assert!(pool.bytes() <= 8_000, "{}", pool.bytes());
+        pool.bound(0);
+        assert_eq!(pool.bytes(), 0);
+    }
+
+    #[test]
+    fn a_reader_that_waits_for_another_can_give_up() {
+        let pool = ChunkPool::new();
+        let blocked = AtomicU64::new(0);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let _ = pool.get((0, 0), (8, 8), &|| Ok::<_, String>(()), |_, _| {
+                    blocked.store(1, Ordering::Relaxed);
+                    while blocked.load(Ordering::Relaxed) < 2 {
+                        thread::yield_now();
+                    }
+                    Ok(())
+                });
+            });
+            while blocked.load(Ordering::Relaxed) == 0 {
+                thread::yield_now();
+            }
+            let stalled = pool.get((0, 0), (8, 8), &|| Err("stalled"), |_, _| Ok(()));
+            assert_eq!(stalled.err(), Some("stalled"));
+            blocked.store(2, Ordering::Relaxed);
+        });
     }
 }
