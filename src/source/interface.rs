@@ -128,6 +128,15 @@ pub trait Source: fmt::Debug + Send + Sync {
         None
     }
 
+    /// As [`Source::fetch`] of one part of a file for which [`Source::coded`] gives an answer, with a slow decoder that shares no
+    /// code with the usual one, for comparison.
+    ///
+    /// # Errors
+    /// As [`Source::fetch`].
+    fn decode_by_definition(&self, file: FileId, start: u64, target: &mut [u8]) -> Result<(), SourceError> {
+        self.fetch(file, &mut [FetchPart { start, target }])
+    }
+
     /// Sets the most bytes of decoded chunks that stay in memory.
     fn bound_decoded(&self, bytes_max: u64) {
         let _ = bytes_max;

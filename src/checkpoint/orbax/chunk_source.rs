@@ -22,12 +22,18 @@ use super::{
     chunk_pool::{ChunkPool, Decoded},
     coded::{CodedBytes, CodedChunk, DecodedFile},
 };
+use lru::LruCache;
+
 use crate::{
+    format::zarr_read::ChunkError,
     source::{
         ByteSpan, Coded, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, Source, SourceError,
     },
     tensor::to_usize,
 };
+
+/// Most bytes of chunks that the slow decoder has made, unless a single one has more.
+const BY_DEFINITION_BYTES_MAX: usize = 64 << 20;
 
 /// A source whose files with coded chunks are also shown decoded. The decoded files come after its own.
 #[derive(Debug)]
@@ -36,6 +42,8 @@ pub(super) struct ChunkSource {
     files: Vec<DecodedFile>,
     pins: Vec<Pin>,
     pool: Arc<ChunkPool>,
+    /// Chunks that the slow decoder made last.
+    by_definition: Mutex<LruCache<(u32, u64), Arc<Vec<u8>>>>,
 }
 
 /// Parts of one chunk that are to be copied: first byte in the chunk, and target.
@@ -47,7 +55,7 @@ impl ChunkSource {
         let pin = |file: &DecodedFile| Pin { len_bytes: file.len_bytes(), ..inner.pin(FileId(file.stored_in)).clone() };
         let pins = files.iter().map(pin).collect();
         inner.health().name_others(files.iter().map(|file| FileId(file.stored_in)).collect());
-        Self { inner, files, pins, pool: ChunkPool::new() }
+        Self { inner, files, pins, pool: ChunkPool::new(), by_definition: Mutex::new(LruCache::unbounded()) }
     }
 
     /// The decoded file of this id, with its number; `None` if it is a file of the inner source.
@@ -108,22 +116,48 @@ impl ChunkSource {
                 }
                 CodedBytes::Inline(bytes) => bytes,
             };
-            decoded.array.decode(stored, target).map_err(|error| {
-                let place = match &chunk.bytes {
-                    CodedBytes::Span(span) => format!("bytes {span}"),
-                    CodedBytes::Inline(_) => "in a node of the database".to_owned(),
-                };
-                SourceError::Io {
-                    file: self.inner.pin(stored_in).path.clone(),
-                    action: format!(
-                        "decode array {}, chunk {} ({place})",
-                        decoded.array.name,
-                        decoded.array.chunk_name(chunk)
-                    ),
-                    error: Arc::new(io::Error::new(io::ErrorKind::InvalidData, error)),
-                }
-            })
+            decoded.array.decode(stored, target).map_err(|error| self.undecodable(decoded, chunk, error))
         })
+    }
+
+    /// The decoded chunk by the slow decoder. The last ones are kept.
+    fn by_definition(&self, key: (u32, u64)) -> Result<Arc<Vec<u8>>, SourceError> {
+        let lock = || self.by_definition.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(found) = lock().get(&key) {
+            return Ok(Arc::clone(found));
+        }
+        let decoded = &self.files[key.0 as usize];
+        let chunk = &decoded.chunks[to_usize(key.1)];
+        let stored_in = FileId(decoded.stored_in);
+        let bytes = match &chunk.bytes {
+            CodedBytes::Inline(bytes) => decoded.array.decode_by_definition(bytes),
+            CodedBytes::Span(span) => {
+                let mut stored = vec![0; to_usize(span.len())];
+                self.inner.read_into(stored_in, span.start(), &mut stored)?;
+                decoded.array.decode_by_definition(&stored)
+            }
+        };
+        let bytes = Arc::new(bytes.map_err(|error| self.undecodable(decoded, chunk, error))?);
+        let mut kept = lock();
+        kept.push(key, Arc::clone(&bytes));
+        let bytes_of = |kept: &LruCache<_, Arc<Vec<u8>>>| kept.iter().map(|(_, bytes)| bytes.len()).sum::<usize>();
+        while kept.len() > 1 && bytes_of(&kept) > BY_DEFINITION_BYTES_MAX {
+            kept.pop_lru();
+        }
+        Ok(bytes)
+    }
+
+    fn undecodable(&self, decoded: &DecodedFile, chunk: &CodedChunk, error: ChunkError) -> SourceError {
+        let place = match &chunk.bytes {
+            CodedBytes::Span(span) => format!("bytes {span}"),
+            CodedBytes::Inline(_) => "in a node of the database".to_owned(),
+        };
+        let (array, chunk) = (&decoded.array.name, decoded.array.chunk_name(chunk));
+        SourceError::Io {
+            file: self.inner.pin(FileId(decoded.stored_in)).path.clone(),
+            action: format!("decode array {array}, chunk {chunk} ({place})"),
+            error: Arc::new(io::Error::new(io::ErrorKind::InvalidData, error)),
+        }
     }
 
     fn copy(&self, key: (u32, u64), wanted: Wanted<'_>) -> Result<(), SourceError> {
@@ -246,6 +280,22 @@ impl Source for ChunkSource {
                 CodedBytes::Inline(_) => None,
             },
         })
+    }
+
+    fn decode_by_definition(&self, file: FileId, start: u64, target: &mut [u8]) -> Result<(), SourceError> {
+        let Some((number, decoded)) = self.decoded(file) else {
+            return self.inner.decode_by_definition(file, start, target);
+        };
+        let mut wanted = BTreeMap::new();
+        let mut parts = [FetchPart { start, target }];
+        self.split(file, (number, decoded), &mut parts, &mut wanted)?;
+        for (key, parts) in wanted {
+            let chunk = self.by_definition(key)?;
+            for (start, target) in parts {
+                target.copy_from_slice(&chunk[to_usize(start)..][..target.len()]);
+            }
+        }
+        Ok(())
     }
 
     fn bound_decoded(&self, bytes_max: u64) {

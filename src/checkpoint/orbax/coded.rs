@@ -72,6 +72,14 @@ impl CodedArray {
         if self.is_inner { self.array.decode_inner(stored, target) } else { self.array.decode(stored, target) }
     }
 
+    /// The same by the slow decoder.
+    ///
+    /// # Errors
+    /// [`ChunkError`].
+    pub(super) fn decode_by_definition(&self, stored: &[u8]) -> Result<Vec<u8>, ChunkError> {
+        self.array.decode_by_definition(self.is_inner, stored)
+    }
+
     /// The chunk's key, and its numbers in the shard.
     pub(super) fn chunk_name(&self, chunk: &CodedChunk) -> String {
         let key = self.array.key(&unravel(chunk.number, &self.array.grid()));
