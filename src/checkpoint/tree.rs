@@ -19,8 +19,7 @@ use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use crate::{
     source::{
-        Beneath, ByteSpan, Fetches, LocalFiles, Opened, SourceError, SourceIo, local::check_open_file_limit,
-        permission::DirectoryGates,
+        Beneath, ByteSpan, Fetches, Opened, SourceError, local::check_open_file_limit, permission::DirectoryGates,
     },
     tensor::to_usize,
 };
@@ -117,17 +116,16 @@ impl LocalTree {
         self.open(path)?.ok_or_else(|| self.failed(path, "open", ErrorKind::NotFound.into()))
     }
 
-    /// Pins these files, in this order; all others are closed.
-    pub(super) fn pin(&self, paths: &[String], io: SourceIo) -> Result<LocalFiles, SourceError> {
-        check_open_file_limit(paths.len())?;
+    /// Opens these files, in this order, `more` others being open; all that are not among them are closed.
+    pub(super) fn open_files(&self, paths: &[String], more: usize) -> Result<Vec<Opened>, SourceError> {
+        check_open_file_limit(paths.len() + more)?;
         paths.par_iter().try_for_each(|path| self.existing(path).map(drop))?;
         let mut opened = std::mem::take(&mut *self.opened.lock().unwrap_or_else(PoisonError::into_inner));
         let take = |path: &String| {
             let opened = opened.remove(path).and_then(Arc::into_inner);
             opened.ok_or_else(|| self.failed(path, "open", io::Error::other("named twice, or still in use")))
         };
-        let files = paths.iter().map(take).collect::<Result<Vec<_>, _>>()?;
-        LocalFiles::pin(files, io, Arc::clone(&self.fetches))
+        paths.iter().map(take).collect()
     }
 
     /// The directories that contain these files, and those above them, with the gates before them. The first is the

@@ -14,6 +14,7 @@ use crate::{
     checkpoint::{Checkpoint, printable_lines},
     image::Segment,
     plan::report::{human_bytes, reads_text},
+    source::ByteSpan,
     tensor::{
         Decode, Field, Load, Op, Operation, Origin, PAGE_BYTES, Piece, Reads, Runs, Step, TensorId, Term, Tiling,
         Value as DecodedValue, View, reads,
@@ -233,6 +234,12 @@ fn expression(checkpoint: &Checkpoint, view: &View) -> Value {
     let shape = view.shape().extents();
     match view.op() {
         Op::Source(tensor) => json!({"op": "source", "tensor": checkpoint.tensor(tensor.id).name, "shape": shape}),
+        Op::Mosaic(mosaic) => json!({
+            "op": "mosaic",
+            "tensor": checkpoint.tensor(mosaic.id()).name,
+            "boxes": mosaic.boxes().len(),
+            "shape": shape,
+        }),
         Op::Fill(element) => json!({"op": "fill", "dtype": element.dtype().code(), "shape": shape}),
         Op::Slice { of: operand, axis, start, stop, step } => {
             json!({"op": "slice", "axis": axis, "start": start, "stop": stop, "step": step, "shape": shape, "of": of(operand)})

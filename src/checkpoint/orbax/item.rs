@@ -15,6 +15,9 @@ use crate::{
     },
 };
 
+/// What a Hugging Face repository has.
+const CONFIG: &str = "config.json";
+
 /// Items in order of preference: of MaxText, of `CheckpointManager` without names, of the newer interface.
 const ITEMS: [&str; 5] = ["items", "default", "state", "pytree", "params"];
 
@@ -68,6 +71,10 @@ pub(in super::super) fn is_orbax(tree: &dyn FileTree) -> Result<bool, OrbaxProbl
     let entries = tree.list("")?;
     if is_item(&entries) || has(&entries, CHECKPOINT_METADATA) {
         return Ok(true);
+    }
+    // A repository may have anything beside its weights.
+    if entries.iter().any(|entry| entry.name.ends_with(".safetensors") || entry.name == CONFIG) {
+        return Ok(false);
     }
     let is_process = |name: &str| name.starts_with("ocdbt.process_");
     if directories(&entries).any(|name| name.contains(UNFINISHED) || is_process(name)) {

@@ -21,7 +21,7 @@ mod store;
 
 use std::sync::Arc;
 
-use array::{BoxFile, ToLayOut};
+use array::{ArrayBox, BoxFile, ToLayOut};
 use chunk_source::ChunkSource;
 use coded::DecodedFile;
 pub(super) use item::is_orbax;
@@ -29,14 +29,19 @@ pub use problem::OrbaxProblem;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use store::{Files, Value};
 
-use super::tree::FileTree;
+use super::{
+    container::{Container, Contents, LeftOut},
+    mosaic::{Missing, MosaicBuilder, StoredBox},
+    problem::{BYTES_MAX, Problem, Problems},
+    tree::FileTree,
+};
 use crate::{
     format::{
         orbax_state::{LeafKind, METADATA, Tree},
         zarr_read::{Array, ZARR_JSON, ZARRAY},
     },
     source::{FileId, Source},
-    tensor::{DType, PerAxis, Shape},
+    tensor::{DType, Element, Shape},
 };
 
 /// Members of a training state that are not the model.
@@ -45,54 +50,83 @@ const STATE: [&str; 7] = ["opt_state", "opt_states", "optimizer", "optimizer_sta
 /// The member of a training state that is the model.
 const MODEL: &str = "params";
 
-/// A box of a tensor, and where its elements are.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct OrbaxBox {
-    pub(super) file: FileId,
-    /// First byte of the first element.
-    pub(super) start: u64,
-    /// First index along each axis.
-    pub(super) origin: PerAxis,
-    /// Elements along each axis.
-    pub(super) extents: PerAxis,
-    /// Elements in the file from one index to the next, for each axis.
-    pub(super) strides: PerAxis,
-}
-
 /// A tensor of an Orbax checkpoint.
 #[derive(Clone, Debug)]
-pub(super) struct OrbaxTensor {
-    pub(super) name: String,
-    pub(super) dtype: DType,
-    pub(super) shape: Shape,
+struct OrbaxTensor {
+    name: String,
+    dtype: DType,
+    shape: Shape,
     /// One element, little-endian, for indices that no box covers; `None` if every index is covered.
-    pub(super) fill: Option<Vec<u8>>,
-    pub(super) boxes: Vec<OrbaxBox>,
+    fill: Option<Vec<u8>>,
+    boxes: Vec<ArrayBox>,
 }
 
 /// What an Orbax checkpoint holds.
 #[derive(Debug, Default)]
 pub(super) struct OrbaxContents {
     /// Directory of the arrays, relative to the checkpoint.
-    pub(super) item: String,
+    #[cfg(test)]
+    item: String,
     /// The files that reads need, in the order of their ids.
     pub(super) paths: Vec<String>,
     /// Files of decoded chunks, with the ids after those.
     decoded: Vec<DecodedFile>,
-    pub(super) tensors: Vec<OrbaxTensor>,
+    tensors: Vec<OrbaxTensor>,
     /// Leaves that are not read, with the reason.
-    pub(super) left_out: Vec<(String, &'static str)>,
+    left_out: Vec<(String, &'static str)>,
     /// Whether layers are stacked, as MaxText says.
-    pub(super) scan_layers: Option<bool>,
+    scan_layers: Option<bool>,
     /// What the user should know.
     pub(super) warnings: Vec<String>,
 }
 
 impl OrbaxContents {
-    /// The source of the tensors, over one that holds the files of [`OrbaxContents::paths`].
-    pub(super) fn source(&mut self, files: Arc<dyn Source>) -> Arc<dyn Source> {
+    /// The tensors as a table. `files` begins with the files of [`OrbaxContents::paths`].
+    pub(super) fn contents(&mut self, files: &Arc<dyn Source>, problems: &mut Problems) -> Contents {
+        let source = self.source(Arc::clone(files));
+        let decoded = (files.file_count()..source.file_count()).map(file_id);
+        if decoded.map(|file| source.len_bytes(file)).fold(0, u64::saturating_add) > BYTES_MAX {
+            problems.push(Problem::TooManyBytes);
+        }
+        let mut builder = MosaicBuilder::new(&*source, problems);
+        for OrbaxTensor { name, dtype, shape, fill, boxes } in &self.tensors {
+            let missing = fill.as_ref().and_then(|fill| Element::from_bytes(*dtype, fill));
+            let missing = missing.map_or(Missing::Refused, Missing::Fill);
+            let boxes = boxes.iter().map(|part| StoredBox {
+                file: id_of(part.file, files.file_count()),
+                start: part.start,
+                origin: part.origin.clone(),
+                extents: part.extents.clone(),
+                strides: part.strides.clone(),
+            });
+            builder.add(name, *dtype, shape.extents(), boxes, missing);
+        }
+        let table = builder.finish();
+        let left_out = self.left_out.iter().map(|(name, kind)| LeftOut { name: name.clone(), kind: (*kind).to_owned() });
+        Contents {
+            left_out: left_out.collect(),
+            source: Some(source),
+            scan_layers: self.scan_layers,
+            ..Contents::new(Container::Orbax, table)
+        }
+    }
+
+    /// The source of the tensors, over one that begins with the files of [`OrbaxContents::paths`].
+    fn source(&mut self, files: Arc<dyn Source>) -> Arc<dyn Source> {
         let decoded = std::mem::take(&mut self.decoded);
         if decoded.is_empty() { files } else { Arc::new(ChunkSource::new(files, decoded)) }
+    }
+}
+
+fn file_id(number: usize) -> FileId {
+    FileId(u32::try_from(number).expect("files are numbered by 32 bits"))
+}
+
+/// The id of the file of a box; `others` files come before the decoded ones.
+fn id_of(file: BoxFile, others: usize) -> FileId {
+    match file {
+        BoxFile::Own(number) => FileId(number),
+        BoxFile::Decoded(number) => file_id(others + number as usize),
     }
 }
 
@@ -106,7 +140,7 @@ struct Leaves {
     scan_layers: Option<bool>,
 }
 
-/// Reads the descriptions of an Orbax checkpoint: of the model, and of the whole training state if that `is_wanted`.
+/// Reads the descriptions of an Orbax checkpoint: of the model, or of the `whole_state`.
 ///
 /// # Errors
 /// All problems with the checkpoint.
@@ -145,23 +179,15 @@ pub(super) fn read(tree: &dyn FileTree, whole_state: bool) -> Result<OrbaxConten
     if !problems.is_empty() {
         return Err(problems);
     }
-    let own = u32::try_from(files.paths.len()).expect("values are fewer than 32 bits count");
-    let id = |file| match file {
-        BoxFile::Own(number) => FileId(number),
-        BoxFile::Decoded(number) => FileId(own + number),
-    };
     let tensors = laid_out.into_iter().map(|(name, dtype, shape, fill, boxes)| {
-        let boxes = boxes.into_iter().map(|found| {
-            let array::ArrayBox { file, start, origin, extents, strides } = found;
-            OrbaxBox { file: id(file), start, origin, extents, strides }
-        });
-        OrbaxTensor { name: name.clone(), dtype, shape, fill, boxes: boxes.collect() }
+        OrbaxTensor { name: name.clone(), dtype, shape, fill, boxes }
     });
     let tensors = tensors.collect();
     let passed_over = item.unfinished.iter().map(|step| format!("step {step} is passed over"));
     let used = item.step.map(|step| format!("the latest finished step is {step}"));
     let warnings = if item.unfinished.is_empty() { Vec::new() } else { passed_over.chain(used).collect() };
     Ok(OrbaxContents {
+        #[cfg(test)]
         item: item.directory,
         paths: files.paths,
         decoded,

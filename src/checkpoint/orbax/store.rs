@@ -48,10 +48,6 @@ impl Files {
         self.numbers.insert(path.to_owned(), number);
         number
     }
-
-    pub(super) fn path(&self, number: FileNumber) -> &str {
-        &self.paths[number as usize]
-    }
 }
 
 /// Where the bytes of a value are.

@@ -119,7 +119,7 @@ impl MemoryTree {
 }
 
 /// The bytes of a tensor, put together element by element; `None` where they cannot be read.
-fn assemble(tensor: &OrbaxTensor, source: &dyn Source) -> Result<Vec<u8>, SourceError> {
+fn assemble(tensor: &OrbaxTensor, found_paths: usize, source: &dyn Source) -> Result<Vec<u8>, SourceError> {
     let unit = to_usize(tensor.dtype.element_bytes().unwrap());
     let shape = tensor.shape.extents();
     let fill = tensor.fill.clone().unwrap_or_else(|| vec![0xee; unit]);
@@ -131,7 +131,8 @@ fn assemble(tensor: &OrbaxTensor, source: &dyn Source) -> Result<Vec<u8>, Source
             let steps = at.iter().zip(&part.strides).map(|(at, stride)| at * stride).sum::<u64>();
             let target = part.origin.iter().zip(&at).zip(shape).fold(0, |place, ((o, at), n)| place * n + o + at);
             let place = to_usize(target) * unit;
-            source.read_into(part.file, part.start + steps * unit as u64, &mut whole[place..place + unit])?;
+            let file = id_of(part.file, found_paths);
+            source.read_into(file, part.start + steps * unit as u64, &mut whole[place..place + unit])?;
         }
     }
     Ok(whole)
@@ -141,7 +142,7 @@ fn contents(tree: &MemoryTree, whole_state: bool) -> Result<BTreeMap<String, Vec
     let shown = |problems: Vec<OrbaxProblem>| problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");
     let mut found = read(tree, whole_state).map_err(shown)?;
     let source = found.source(tree.source(&found.paths));
-    let assembled = found.tensors.iter().map(|tensor| Ok((tensor.name.clone(), assemble(tensor, &*source)?)));
+    let assembled = found.tensors.iter().map(|tensor| Ok((tensor.name.clone(), assemble(tensor, found.paths.len(), &*source)?)));
     assembled.collect::<Result<_, SourceError>>().map_err(|error| error.to_string())
 }
 
@@ -368,13 +369,13 @@ fn damaged_chunks_are_named_and_others_are_read() {
     tree.files.get_mut(&chunk).unwrap()[3] ^= 1;
     let mut found = read(&tree, false).unwrap();
     let source = found.source(tree.source(&found.paths));
-    let error = assemble(&found.tensors[0], &*source).unwrap_err().to_string();
+    let error = assemble(&found.tensors[0], found.paths.len(), &*source).unwrap_err().to_string();
     assert!(error.contains("array x, chunk c/1/0 (bytes 0..") && error.contains("CRC-32C"), "{error}");
     // The file itself is as it was pinned.
     assert!((0..4).all(|file| source.check(FileId(file)).is_ok()) && source.health().poisoned() == 0);
     let good = found.tensors[0].boxes.iter().filter(|part| {
         let mut byte = [0];
-        source.read_into(part.file, part.start, &mut byte).is_ok()
+        source.read_into(id_of(part.file, found.paths.len()), part.start, &mut byte).is_ok()
     });
     assert_eq!((good.count(), found.tensors[0].boxes.len()), (3, 4));
 }
