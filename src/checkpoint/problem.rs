@@ -3,7 +3,7 @@
 
 use std::{fmt, io, path::PathBuf};
 
-use super::{file::IgnoreReason, printable::printable};
+use super::{orbax::OrbaxProblem, file::IgnoreReason, printable::printable};
 use crate::{format::safetensors::HeaderErrors, source::SourceError, tensor::DType};
 
 /// Most bytes of all files together. Sums of sizes derived from them then fit 64 bits.
@@ -119,6 +119,9 @@ pub enum Problem {
         /// The reason.
         errors: HeaderErrors,
     },
+    /// An Orbax checkpoint that is unfinished, damaged, or more than is read.
+    #[error(transparent)]
+    Orbax(#[from] OrbaxProblem),
     /// Bytes of a header could not be read.
     #[error("{error}")]
     Unreadable {
