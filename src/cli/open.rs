@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     checkpoint::{Checkpoint, OpenOptions, printable},
-    config::{Config, MountSettings, OwnerId, Settings, ThreadCount},
+    config::{Config, LayoutChoice, MountSettings, OwnerId, Settings, ThreadCount},
     host::{budget::Budget, limits, memory},
     plan::{Plan, ViewOptions, report::human_bytes},
     read::EngineOptions,
@@ -108,8 +108,7 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
     adapters.sort();
     adapters.dedup();
     let training_state = config.mount.training_state.unwrap_or(false);
-    let options =
-        OpenOptions { io, adapters, follow_symlinks, training_state, fetches, ..OpenOptions::default() };
+    let options = OpenOptions { io, adapters, follow_symlinks, training_state, fetches, ..OpenOptions::default() };
     let checkpoint = Checkpoint::open(&source, &options)?;
     config.source = Some(match checkpoint.revision() {
         // The label is the repository's name with a short revision.
@@ -119,6 +118,12 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         }
         None => source,
     });
+    // The choice is written down, so that every command and the mount's own configuration say the same.
+    if !checkpoint.is_repository() {
+        for view in &mut config.views {
+            view.settings.layout.get_or_insert(LayoutChoice::Named("stored"));
+        }
+    }
     for file in checkpoint.suspicious_files() {
         tracing::warn!("{}: left out: safetensors that the index does not name", printable(&file.path));
     }

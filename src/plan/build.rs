@@ -180,7 +180,7 @@ fn layout_wish(options: &ViewOptions) -> Wish {
     let asked = asked(options);
     match &options.layout {
         Layout::Embedded(_) if asked.quantized == Raw::Shown => Wish { quantized: Raw::Decoded(None), ..asked },
-        Layout::Canonical | Layout::Hf | Layout::Embedded(_) => asked,
+        Layout::Canonical | Layout::Hf | Layout::Stored | Layout::Embedded(_) => asked,
         Layout::File(file) => with_dtype_of(asked, file, options),
     }
 }
@@ -242,7 +242,11 @@ impl<'a> Builder<'a> {
         'a: 'b,
     {
         let options = self.options;
-        let selected = select::select(original, &options.subset, family(original)?.as_ref())?;
+        let mut selected = select::select(original, &options.subset, family(original)?.as_ref())?;
+        if selected.no_hf.is_none() && original.config().is_none() && !original.is_repository() {
+            let reason = format!("the source is a checkpoint of {} without config.json", original.container());
+            selected.no_hf = Some(reason);
+        }
         let adapter = adapter(original, options)?;
         let mut wanted = Wanted { original, selected, adapter, adapted: None };
         wanted.adapted = adapter.map(|adapter| with_adapter(wanted.part(), adapter)).transpose()?;
@@ -253,7 +257,7 @@ impl<'a> Builder<'a> {
         let options = self.options;
         let mut set = options.set.clone();
         let file = match &options.layout {
-            Layout::Canonical | Layout::Hf => None,
+            Layout::Canonical | Layout::Hf | Layout::Stored => None,
             Layout::Embedded(embedded) => Some(embedded.choose(wanted.seen(), &mut set)?),
             Layout::File(file) => Some(file.clone()),
         };
@@ -397,7 +401,10 @@ impl<'a> Builder<'a> {
         is_alike: bool,
     ) -> Result<Repository, PlanError> {
         if let Some(reason) = &wanted.selected.no_hf {
-            self.warnings.push(format!("hf/ is left out: {reason}"));
+            // Nobody expects a repository of what is none.
+            if self.original.is_repository() {
+                self.warnings.push(format!("hf/ is left out: {reason}"));
+            }
             return Ok(Repository::default());
         }
         let (original, options) = (self.original, self.options);

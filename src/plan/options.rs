@@ -23,8 +23,10 @@ pub enum Layout {
     /// Generic: layers stacked, short names, `[out, in]` kept.
     #[default]
     Canonical,
-    /// The repository's own names.
+    /// The repository's own names, as names of files.
     Hf,
+    /// The checkpoint's own names, as paths: what no repository of Hugging Face is shown as by default.
+    Stored,
     /// A layout in the program, as data: rules for each model family, chosen by `config.json`.
     Embedded(&'static Embedded),
     /// A file from the user.
@@ -37,6 +39,7 @@ impl Layout {
         match self {
             Self::Canonical => "canonical",
             Self::Hf => "hf",
+            Self::Stored => "stored",
             Self::Embedded(embedded) => embedded.name,
             Self::File(file) => file.label(),
         }
@@ -46,7 +49,7 @@ impl Layout {
     pub fn keeps_f32(&self) -> bool {
         match self {
             Self::Embedded(embedded) => !embedded.name.starts_with("maxtext"),
-            Self::Canonical | Self::Hf | Self::File(_) => true,
+            Self::Canonical | Self::Hf | Self::Stored | Self::File(_) => true,
         }
     }
 
@@ -55,7 +58,7 @@ impl Layout {
     pub fn tree_root(&self) -> Option<&str> {
         match self {
             Self::Embedded(embedded) if embedded.name.starts_with("maxtext") => Some("params"),
-            Self::Canonical | Self::Hf | Self::Embedded(_) | Self::File(_) => None,
+            Self::Canonical | Self::Hf | Self::Stored | Self::Embedded(_) | Self::File(_) => None,
         }
     }
 }
@@ -127,6 +130,7 @@ impl Layout {
         match choice {
             LayoutChoice::Named("canonical") => Ok(Self::Canonical),
             LayoutChoice::Named("hf") => Ok(Self::Hf),
+            LayoutChoice::Named("stored") => Ok(Self::Stored),
             LayoutChoice::Named(name) => Embedded::find(name).map(Self::Embedded).ok_or_else(|| unknown_layout(name)),
             LayoutChoice::File { path, text } => {
                 LayoutFile::parse(&path.display().to_string(), text).map(|file| Self::File(Arc::new(file)))
@@ -198,7 +202,8 @@ mod tests {
     fn every_layout_that_settings_know_is_in_the_program() {
         let named = LAYOUTS.map(|name| Layout::of(&LayoutChoice::Named(name)).unwrap().name().to_owned());
         assert_eq!(named, LAYOUTS);
-        let embedded: Vec<&str> = LAYOUTS.into_iter().filter(|name| !["canonical", "hf"].contains(name)).collect();
+        let embedded: Vec<&str> =
+            LAYOUTS.into_iter().filter(|name| !["canonical", "hf", "stored"].contains(name)).collect();
         assert_eq!(embedded, Embedded::names().collect::<Vec<_>>());
     }
 

@@ -200,7 +200,7 @@ impl Plan {
     /// Whether views are of the few simple forms that the program itself makes.
     fn built_in(&self) -> bool {
         match self.layout {
-            Layout::Canonical | Layout::Hf => true,
+            Layout::Canonical | Layout::Hf | Layout::Stored => true,
             Layout::Embedded(_) | Layout::File(_) => false,
         }
     }
@@ -343,7 +343,7 @@ impl Plan {
     pub fn is_scanned(&self) -> bool {
         match self.layout {
             Layout::Canonical => !self.unscanned,
-            Layout::Hf => false,
+            Layout::Hf | Layout::Stored => false,
             Layout::Embedded(_) | Layout::File(_) => match self.params.iter().find(|(name, _)| name == "scan") {
                 Some((_, value)) => value == "true",
                 None => self.tensors.iter().any(|tensor| tensor.logical.iter().any(|axis| axis.ends_with("layers"))),

@@ -104,9 +104,9 @@ pub trait Source: fmt::Debug + Send + Sync {
     /// # Errors
     /// As [`Source::fetch`], with the file. The content of all parts is then unspecified.
     fn fetch_files(&self, files: &mut [FileFetch<'_, '_>]) -> Result<(), (FileId, SourceError)> {
-        files.iter_mut().try_for_each(|FileFetch { file, parts }| {
-            self.fetch(*file, parts).map_err(|error| (*file, error))
-        })
+        files
+            .iter_mut()
+            .try_for_each(|FileFetch { file, parts }| self.fetch(*file, parts).map_err(|error| (*file, error)))
     }
 
     /// Most bytes between two spans that are fetched as one, because that costs less than another request.

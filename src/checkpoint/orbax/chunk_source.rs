@@ -26,9 +26,7 @@ use lru::LruCache;
 
 use crate::{
     format::zarr_read::ChunkError,
-    source::{
-        ByteSpan, Coded, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, Source, SourceError,
-    },
+    source::{ByteSpan, Coded, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, Source, SourceError},
     tensor::to_usize,
 };
 
@@ -197,9 +195,9 @@ impl ChunkSource {
             // If the system refuses more threads, the caller decodes all.
             let helpers: Vec<_> = (1..threads).filter_map(|_| helper().ok()).collect();
             let own = work();
-            let others = helpers.into_iter().map(|helper| helper.join().unwrap_or_else(|panic| {
-                std::panic::resume_unwind(panic)
-            }));
+            let others = helpers
+                .into_iter()
+                .map(|helper| helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
             others.fold(own, Result::and)
         })
     }
@@ -242,7 +240,9 @@ impl Source for ChunkSource {
                 None => own.push(FileFetch { file, parts }),
                 Some(decoded) => {
                     let usable = self.inner.health().usable(FileId(decoded.1.stored_in));
-                    usable.and_then(|()| self.split(file, decoded, parts, &mut wanted)).map_err(|error| (file, error))?;
+                    usable
+                        .and_then(|()| self.split(file, decoded, parts, &mut wanted))
+                        .map_err(|error| (file, error))?;
                 }
             }
         }
