@@ -9,6 +9,7 @@
 //! What it deliberately does not do: write to a service, or believe it. Every reply must be of the pinned version and of the
 //! requested span, and a complete object is checked against the digest that its service names.
 
+pub mod cache;
 mod counters;
 mod error;
 mod interface;
