@@ -11,17 +11,27 @@
 
 pub mod cache;
 mod counters;
+pub mod digest;
 mod error;
+mod fetcher;
+mod files;
+pub(super) mod handle;
 mod interface;
 mod locality;
+mod object;
 mod options;
 mod retry;
 #[cfg(feature = "remote")]
 pub mod runtime;
+mod tree;
 
 pub use counters::{LATENCY_BOUNDS_MS, RemoteCounters};
 pub use error::{Failure, RemoteError};
+pub use files::RemoteFiles;
+pub use handle::Remote;
 pub use interface::{Content, Objects, RemoteFile, RemoteRepository, Sink};
 pub use locality::is_loopback;
+pub use object::RemoteObject;
 pub use options::RemoteOptions;
 pub use retry::{Deadline, Gate, Retrying, retry};
+pub use tree::{RemoteTree, open_cache};

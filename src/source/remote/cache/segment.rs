@@ -34,7 +34,10 @@ impl BlockBits {
         let Some(words) = self.words.get() else { return 0 };
         let mut old = 0;
         for_each_word(blocks, |word, mask| {
-            old += u64::from((mask & words[word].fetch_and(!mask, Ordering::AcqRel)).count_ones());
+            // Most calls find nothing: a write would move the cache line between processors.
+            if words[word].load(Ordering::Acquire) & mask != 0 {
+                old += u64::from((mask & words[word].fetch_and(!mask, Ordering::AcqRel)).count_ones());
+            }
         });
         old
     }
