@@ -32,8 +32,8 @@ use super::{
 use crate::{
     format::safetensors::Header,
     source::{
-        Beneath, FileId, Found, LocalFiles, Opened, Source, SourceError, local::check_open_file_limit,
-        permission::DirectoryGates,
+        Beneath, FileId, Found, Opened, Source, SourceError, local::check_open_file_limit, permission::DirectoryGates,
+        pin_files,
     },
 };
 
@@ -74,7 +74,7 @@ fn open_file(
     let opening = options.fetches.begin_path(&located.path, "open");
     let opened = Found::named(&located.path).map_err(failed)?.open(None)?;
     let name = located.path.file_name().map_or_else(|| located.label.clone(), |name| name.display().to_string());
-    let size_bytes = opened.file().metadata().map_or(0, |metadata| metadata.len());
+    let size_bytes = opened.len_bytes().unwrap_or(0);
     drop(opening);
     let listed = Listed { path: name, role: FileRole::Weights, size_bytes, state: Opening::Nothing };
     let chosen = ChosenFiles {
@@ -202,9 +202,9 @@ impl ChosenFiles<'_> {
             adapters.push(Adapter { dir, file, config });
             self.warnings.extend(warning);
         }
-        let source = LocalFiles::pin(opened, options.io, Arc::clone(&options.fetches))?;
+        let source = pin_files(opened, options.io, Arc::clone(&options.fetches))?;
         let ids = || (0..number(self.weights.len())).map(FileId);
-        let read: Vec<_> = ids().collect::<Vec<_>>().into_par_iter().map(|id| read_header(&source, id)).collect();
+        let read: Vec<_> = ids().collect::<Vec<_>>().into_par_iter().map(|id| read_header(&*source, id)).collect();
         let mut headers = Vec::new();
         let mut broken = BTreeSet::new();
         for (id, result) in ids().zip(read) {
@@ -235,20 +235,20 @@ impl ChosenFiles<'_> {
         let file_metadata: BTreeMap<_, _> = file_metadata.filter(|(_, metadata)| !metadata.is_empty()).collect();
         let modelopt = self.modelopt(&mut problems);
         let settings = (quantization_config(config.as_ref()), modelopt.as_ref());
-        let stored = Stored::new((&table, &source), settings, &file_metadata, own_dtype(config.as_ref()));
+        let stored = Stored::new((&table, &*source), settings, &file_metadata, own_dtype(config.as_ref()));
         let quantized = Arc::new(scheme::find(&stored, &mut problems));
         let quantization = Quantization::of(&quantized);
         let dialect = Dialect::of(&table, config.as_ref(), quantization, &mut problems);
-        let table = with_adapters(table, headers, &adapters, &source, &mut problems).with_quantized(&quantized);
+        let table = with_adapters(table, headers, &adapters, &*source, &mut problems).with_quantized(&quantized);
         let table = table.unwrap_or_else(|| {
             problems.push(Problem::TooLarge);
             TensorTable::default()
         });
         problems.refuse(&self.located.label)?;
-        let files = self.repo_files(&source);
+        let files = self.repo_files(&*source);
         let Located { path, label, revision } = self.located;
         Ok(Checkpoint {
-            source: Arc::new(source),
+            source,
             root: path,
             label,
             revision,

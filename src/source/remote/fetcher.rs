@@ -49,7 +49,7 @@ const OTHER_PROCESS_MAX: Duration = Duration::from_secs(5);
 const ROUNDS_MAX: usize = 6;
 
 /// Ranges of blocks of one object.
-pub type Demand = (Arc<RemoteObject>, Vec<Range<u64>>);
+pub(super) type Demand = (Arc<RemoteObject>, Vec<Range<u64>>);
 
 /// Fetches blocks into the cache.
 #[derive(Debug)]

@@ -51,6 +51,7 @@ impl BlockBits {
     }
 
     /// Whether one bit is set.
+    #[cfg(test)]
     pub(super) fn has(&self, block: u64) -> bool {
         self.has_all(block..block + 1)
     }
