@@ -4,7 +4,11 @@
 use std::{fmt, io, path::PathBuf};
 
 use super::{file::IgnoreReason, printable::printable};
-use crate::{format::safetensors::HeaderErrors, source::SourceError, tensor::DType};
+use crate::{
+    format::safetensors::HeaderErrors,
+    source::{SourceError, remote::RemoteError},
+    tensor::DType,
+};
 
 /// Most bytes of all files together. Sums of sizes derived from them then fit 64 bits.
 pub(super) const BYTES_MAX: u64 = 1 << 58;
@@ -25,6 +29,9 @@ pub enum CheckpointError {
         /// Its scheme.
         scheme: String,
     },
+    /// A remote service does not list the source.
+    #[error("{0}")]
+    Remote(RemoteError),
     /// Neither a path nor a name.
     #[error("{source_name}: no such file or directory, and not an org/name[@revision] either")]
     NotFound {
@@ -84,6 +91,14 @@ pub enum CheckpointError {
         root: PathBuf,
         /// The indexes.
         indexes: Vec<String>,
+    },
+    /// Several files of `torch.save`, none of them the usual one.
+    #[error("{}: several files of torch.save and no pytorch_model.bin; give one of them: {}", root.display(), files.join(", "))]
+    SeveralFiles {
+        /// The directory.
+        root: PathBuf,
+        /// The files.
+        files: Vec<String>,
     },
     /// A file cannot be opened.
     #[error(transparent)]
@@ -256,6 +271,26 @@ pub enum Problem {
         /// The property found.
         found: String,
     },
+    /// The boxes of a tensor do not cover it, or one is not where its file has it.
+    #[error("tensor {tensor:?} of {dtype} {shape:?}: {fault}")]
+    Boxes {
+        /// The tensor.
+        tensor: String,
+        /// Type of its elements.
+        dtype: DType,
+        /// Its shape.
+        shape: Vec<u64>,
+        /// What is wrong.
+        fault: String,
+    },
+    /// A file of a checkpoint that is not safetensors, or what it says of the others, is malformed or not supported.
+    #[error("{file}: {message}")]
+    Container {
+        /// The file.
+        file: String,
+        /// The reader's error.
+        message: String,
+    },
     /// The configuration has an invalid block size.
     #[error("config.json: quantization_config.weight_block_size: expected two positive numbers, found {found}")]
     BlockSize {
@@ -263,7 +298,7 @@ pub enum Problem {
         found: String,
     },
     /// More bytes than computations of sizes can handle.
-    #[error("all files together have more than {} bytes", BYTES_MAX)]
+    #[error("all files or tensors together have more than {} bytes", BYTES_MAX)]
     TooManyBytes,
     /// More tensors or names than 32 bits can number.
     #[error("the names of all tensors together are longer than 4 GiB")]

@@ -15,7 +15,7 @@ use crate::{
     host::{budget::Budget, limits, memory},
     plan::{Plan, ViewOptions, report::human_bytes},
     read::EngineOptions,
-    source::{Fetches, FileId},
+    source::{Fetches, FileId, remote::RemoteOptions},
     volume::{Overrides, ViewPlan, Volume, VolumeOptions},
 };
 
@@ -107,7 +107,9 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
     let mut adapters: Vec<_> = config.views.iter().filter_map(|view| view.settings.lora.clone()).collect();
     adapters.sort();
     adapters.dedup();
-    let options = OpenOptions { io, adapters, follow_symlinks, fetches, ..OpenOptions::default() };
+    let timeout = config.mount.source_timeout.map_or(RemoteOptions::TIMEOUT, |limit| limit.0);
+    let remote = RemoteOptions { timeout, ..RemoteOptions::default() };
+    let options = OpenOptions { io, adapters, follow_symlinks, fetches, remote, ..OpenOptions::default() };
     let checkpoint = Checkpoint::open(&source, &options)?;
     config.source = Some(match checkpoint.revision() {
         // The label is the repository's name with a short revision.

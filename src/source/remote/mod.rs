@@ -23,6 +23,8 @@ mod options;
 mod retry;
 #[cfg(feature = "remote")]
 pub mod runtime;
+#[cfg(feature = "remote")]
+mod store;
 mod tree;
 
 pub use counters::{LATENCY_BOUNDS_MS, RemoteCounters};
@@ -34,4 +36,18 @@ pub use locality::is_loopback;
 pub use object::RemoteObject;
 pub use options::RemoteOptions;
 pub use retry::{Deadline, Gate, Retrying, retry};
+#[cfg(feature = "remote")]
+pub use store::open_url;
 pub use tree::{RemoteTree, open_cache};
+
+/// A build without the feature `remote` reads no remote source.
+///
+/// # Errors
+/// Always, if the address is remote.
+#[cfg(not(feature = "remote"))]
+pub fn open_url(source: &str, _: &RemoteOptions) -> Option<Result<RemoteRepository, RemoteError>> {
+    let scheme = source.split_once("://")?.0;
+    let message = "this build of ckfs has no remote sources (feature `remote`)";
+    matches!(scheme, "s3" | "s3a" | "gs" | "az" | "abfs" | "abfss" | "http" | "https")
+        .then(|| Err(RemoteError::new(Failure::Unsupported, "", source.split('?').next().unwrap_or(source), message)))
+}
