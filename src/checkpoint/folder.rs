@@ -70,8 +70,7 @@ impl Folder {
         tree: &RemoteTree,
         options: &OpenOptions,
     ) -> Result<Self, CheckpointError> {
-        let Listing { files, directories } =
-            listing::of_remote(tree).map_err(|error| CheckpointError::Listing { root: located.path.clone(), error })?;
+        let Listing { files, directories } = listing::of_remote(tree)?;
         let (fetches, follow_symlinks) = (Arc::clone(&options.fetches), options.follow_symlinks);
         let (warnings, problems) = (Vec::new(), Problems::default());
         Ok(Self { located, root: None, files, directories, warnings, problems, fetches, follow_symlinks })
@@ -112,7 +111,8 @@ impl Folder {
         let others: Vec<usize> = (0..files.len())
             .filter(|place| files[*place].role != FileRole::Weights && files[*place].role.is_readable())
             .collect();
-        check_open_file_limit(weights.len() + others.len() + more)?;
+        let each = if self.root.is_some() { 1 } else { RemoteTree::DESCRIPTORS };
+        check_open_file_limit(each * (weights.len() + others.len()) + more)?;
         let mut opened = Vec::with_capacity(weights.len() + others.len());
         for place in weights.iter().chain(&others) {
             opened.extend(files[*place].take(self.root.as_ref(), &self.fetches)?);

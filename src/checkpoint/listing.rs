@@ -99,13 +99,21 @@ pub(super) fn list(root: &Beneath, fetches: &Fetches) -> io::Result<Listing> {
 }
 
 /// All files of a remote repository.
-pub(super) fn of_remote(tree: &RemoteTree) -> io::Result<Listing> {
+///
+/// # Errors
+/// The cache cannot be used.
+pub(super) fn of_remote(tree: &RemoteTree) -> Result<Listing, SourceError> {
     let mut listing = Listing::default();
     let mut directories = BTreeSet::from([""]);
-    for (path, remote) in tree.files() {
-        directories.extend(path.match_indices('/').map(|(end, _)| &path[..end]));
-        let (size_bytes, state) = (remote.object.file.size_bytes, Opening::Found(Found::cached(remote)?));
-        listing.files.push(Listed { path: path.to_owned(), role: FileRole::Other, size_bytes, state });
+    for (place, file) in tree.repository().files.iter().enumerate() {
+        directories.extend(file.path.match_indices('/').map(|(end, _)| &file.path[..end]));
+        let found = Found::cached(tree.remote(place)?).map_err(|error| SourceError::Io {
+            file: Arc::from(Path::new(&tree.repository().name_of(file))),
+            action: "open its entry in the cache".into(),
+            error: Arc::new(error),
+        })?;
+        let (path, size_bytes, state) = (file.path.clone(), file.size_bytes, Opening::Found(found));
+        listing.files.push(Listed { path, role: FileRole::Other, size_bytes, state });
     }
     listing.directories = directories.iter().map(|path| ((*path).to_owned(), private_directory())).collect();
     listing.files.sort_by(|left, right| left.path.cmp(&right.path));

@@ -16,18 +16,23 @@ use super::{
     listing::{Listed, Opening},
     locate::{Located, locate},
     options::OpenOptions,
+    orbax::{self, OrbaxContents, OrbaxProblem},
     problem::{BYTES_MAX, CheckpointError, Problem, Problems},
     quantization::Quantization,
+    remote_tree::CachedTree,
     repository::{Adapter, Checkpoint},
     safetensors,
     scheme::{self, Stored},
     table::TensorTable,
     text::parsed,
     torch,
+    tree::{LocalTree, OpenTree},
 };
 use crate::{
     format::safetensors::Header,
-    source::{FileId, Found, Opened, Source, SourceError, permission::DirectoryGates, pin_files, remote::RemoteTree},
+    source::{
+        Beneath, FileId, Found, Opened, Source, SourceError, permission::DirectoryGates, pin_files, remote::RemoteTree,
+    },
 };
 
 /// The configuration of quantization that `ModelOpt` writes.
@@ -52,10 +57,9 @@ fn open(source: &str, options: &OpenOptions) -> Result<Checkpoint, CheckpointErr
     let adapters = read_adapters(options)?;
     if let Some(repository) = located.remote.clone() {
         let tree = RemoteTree::open(repository, &options.cache(), &options.remote)?;
-        let alone = tree.files().find(|(path, _)| path.is_empty()).map(|(_, remote)| Found::cached(remote));
-        return match alone {
-            Some(found) => open_alone(located, found, options, adapters),
-            None => open_folder(Folder::of_remote(located, &tree, options)?, options, adapters),
+        return match tree.repository().files.iter().position(|file| file.path.is_empty()) {
+            Some(alone) => open_alone(located, Found::cached(tree.remote(alone)?), options, adapters),
+            None => open_remote(located, &tree, options, adapters),
         };
     }
     if is_directory { open_directory(located, options, adapters) } else { open_file(located, options, adapters) }
@@ -110,8 +114,29 @@ fn open_directory(
     options: &OpenOptions,
     adapters: Vec<AdapterFiles>,
 ) -> Result<Checkpoint, CheckpointError> {
+    let tree = local_tree(&located, options)?;
+    match orbax::is_orbax(&tree) {
+        Ok(true) => return open_orbax(located, &tree, options, adapters),
+        Ok(false) => {}
+        Err(error) => return Err(refusal(&located.label, vec![error])),
+    }
+    drop(tree);
     let folder = Folder::open(located, options, container::is_weights)?;
     open_folder(folder, options, adapters)
+}
+
+fn open_remote(
+    located: Located,
+    tree: &RemoteTree,
+    options: &OpenOptions,
+    adapters: Vec<AdapterFiles>,
+) -> Result<Checkpoint, CheckpointError> {
+    let cached = CachedTree::new(tree);
+    match orbax::is_orbax(&cached) {
+        Ok(true) => open_orbax(located, &cached, options, adapters),
+        Ok(false) => open_folder(Folder::of_remote(located, tree, options)?, options, adapters),
+        Err(error) => Err(refusal(&located.label, vec![error])),
+    }
 }
 
 fn open_folder(
@@ -124,7 +149,7 @@ fn open_folder(
     let text = match found {
         Some(Container::Safetensors) | None => safetensors::index_text(&mut folder)?,
         Some(Container::Torch) => torch::index_text(&mut folder)?,
-        Some(Container::Dcp) => None,
+        Some(Container::Dcp | Container::Orbax) => None,
     };
     let config_text = folder.read(CONFIG)?;
     let modelopt_text = folder.read(MODELOPT)?;
@@ -143,7 +168,7 @@ fn open_folder(
             torch::choose(&mut folder, index.as_ref())?;
             Chosen::Torch(index)
         }
-        Some(Container::Dcp) => {
+        Some(Container::Dcp | Container::Orbax) => {
             dcp::choose(&mut folder);
             Chosen::Dcp
         }
@@ -155,19 +180,75 @@ fn open_folder(
     chosen.build(opened, options, problems)
 }
 
+/// The files below a directory, none of them listed or opened yet.
+fn local_tree(located: &Located, options: &OpenOptions) -> Result<LocalTree, CheckpointError> {
+    let _opening = options.fetches.begin_path(&located.path, "open");
+    let root = Beneath::open(&located.path);
+    let root = root.map_err(|error| CheckpointError::Listing { root: located.path.clone(), error })?;
+    if located.revision.is_some() && !root.is_in_hub_cache() && !options.follow_symlinks {
+        return Err(CheckpointError::LeavesCache { snapshot: located.path.clone() });
+    }
+    Ok(LocalTree::new(Arc::new(root), options.follow_symlinks, Arc::clone(&options.fetches)))
+}
+
+/// The error of these problems.
+fn refusal(label: &str, found: Vec<OrbaxProblem>) -> CheckpointError {
+    let mut problems = Problems::default();
+    found.into_iter().for_each(|problem| problems.push(problem.into()));
+    problems.refuse(label).expect_err("there is at least one problem")
+}
+
+/// An Orbax checkpoint: only the files that reads need are opened.
+fn open_orbax(
+    located: Located,
+    tree: &dyn OpenTree,
+    options: &OpenOptions,
+    adapters: Vec<AdapterFiles>,
+) -> Result<Checkpoint, CheckpointError> {
+    let found = orbax::read(tree, options.training_state).map_err(|problems| refusal(&located.label, problems))?;
+    let opened = tree.open_files(&found.paths, adapters.len())?;
+    let directories = tree.directories(&found.paths);
+    let mut numbered: Vec<(usize, &String)> = found.paths.iter().enumerate().collect();
+    numbered.sort_unstable_by_key(|(_, path)| *path);
+    let mut weights = vec![0; found.paths.len()];
+    for (place, (id, _)) in numbered.iter().enumerate() {
+        weights[*id] = place;
+    }
+    let listed = |(_, path): (usize, &String)| Listed {
+        path: path.clone(),
+        role: FileRole::Weights,
+        size_bytes: 0,
+        state: Opening::Nothing,
+    };
+    let chosen = ChosenFiles {
+        located,
+        files: numbered.into_iter().map(listed).collect(),
+        weights,
+        warnings: found.warnings.clone(),
+        dialect: Chosen::Orbax(found),
+        config_text: None,
+        modelopt_text: None,
+        adapters,
+        directories,
+    };
+    chosen.build(opened, options, Problems::default())
+}
+
 /// The dialect that reads the weight files, with what decided the choice of these.
 enum Chosen<'a> {
     Safetensors(Option<(&'a str, Index<'a>)>),
     Torch(Option<(&'a str, Index<'a>)>),
     Dcp,
+    Orbax(OrbaxContents),
 }
 
 impl Chosen<'_> {
-    fn read(&self, files: &PinnedFiles<'_>, problems: &mut Problems) -> Contents {
+    fn read(&mut self, files: &PinnedFiles<'_>, source: &Arc<dyn Source>, problems: &mut Problems) -> Contents {
         match self {
             Self::Safetensors(index) => safetensors::read(files, index.as_ref(), problems),
             Self::Torch(index) => torch::read(files, index.as_ref(), problems),
             Self::Dcp => dcp::read(files, problems),
+            Self::Orbax(found) => found.contents(source, problems),
         }
     }
 
@@ -175,7 +256,7 @@ impl Chosen<'_> {
     fn index_metadata(self) -> Option<serde_json::Value> {
         match self {
             Self::Safetensors(index) | Self::Torch(index) => index.and_then(|(_, index)| index.metadata),
-            Self::Dcp => None,
+            Self::Dcp | Self::Orbax(_) => None,
         }
     }
 }
@@ -219,9 +300,9 @@ impl ChosenFiles<'_> {
             problems.push(Problem::TooManyBytes);
         }
         let pinned = PinnedFiles { files: &self.files, weights: &self.weights, source: &*source };
-        let contents = self.dialect.read(&pinned, &mut problems);
+        let contents = self.dialect.read(&pinned, &source, &mut problems);
         let files = repo_files(&pinned);
-        let Contents { container, table, file_metadata, left_out, source: wrapped } = contents;
+        let Contents { container, table, file_metadata, left_out, source: wrapped, scan_layers } = contents;
         let source = wrapped.unwrap_or(source);
         let config = self.config_text.as_ref().and_then(|text| parsed(CONFIG, text, &mut problems));
         let modelopt = self.modelopt_text.as_ref().and_then(|text| parsed(MODELOPT, text, &mut problems));
@@ -250,6 +331,7 @@ impl ChosenFiles<'_> {
             index_metadata: self.dialect.index_metadata(),
             file_metadata,
             left_out,
+            scan_layers,
             dialect,
             quantized,
             adapters,

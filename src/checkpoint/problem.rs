@@ -3,7 +3,7 @@
 
 use std::{fmt, io, path::PathBuf};
 
-use super::{file::IgnoreReason, printable::printable};
+use super::{file::IgnoreReason, orbax::OrbaxProblem, printable::printable};
 use crate::{
     format::safetensors::HeaderErrors,
     source::{SourceError, remote::RemoteError},
@@ -126,6 +126,9 @@ pub enum Problem {
         /// The reason.
         errors: HeaderErrors,
     },
+    /// An Orbax checkpoint that is unfinished, damaged, or more than is read.
+    #[error(transparent)]
+    Orbax(#[from] OrbaxProblem),
     /// Bytes of a header could not be read.
     #[error("{error}")]
     Unreadable {

@@ -109,7 +109,9 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
     adapters.dedup();
     let timeout = config.mount.source_timeout.map_or(RemoteOptions::TIMEOUT, |limit| limit.0);
     let remote = RemoteOptions { timeout, ..RemoteOptions::default() };
-    let options = OpenOptions { io, adapters, follow_symlinks, fetches, remote, ..OpenOptions::default() };
+    let training_state = config.mount.training_state.unwrap_or(false);
+    let options =
+        OpenOptions { io, adapters, follow_symlinks, training_state, fetches, remote, ..OpenOptions::default() };
     let checkpoint = Checkpoint::open(&source, &options)?;
     config.source = Some(match checkpoint.revision() {
         // The label is the repository's name with a short revision.
@@ -259,6 +261,7 @@ pub(super) fn lay_out(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: 
     if let Some(maps) = checkpoint.source().maps() {
         maps.bound(budget.mapped_bytes, budget.mapped_again_bytes);
     }
+    checkpoint.source().bound_decoded(budget.decoded_bytes);
     warn_of_large_cache(&budget);
     let options = VolumeOptions {
         engine: engine_options(&budget),

@@ -14,7 +14,7 @@ use std::{
     io::{self, Read},
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
-        unix::{ffi::OsStrExt, fs::MetadataExt, fs::OpenOptionsExt},
+        unix::{ffi::OsStrExt, fs::FileExt, fs::MetadataExt, fs::OpenOptionsExt},
     },
     path::{Component, Path, PathBuf},
     sync::Arc,
@@ -30,7 +30,7 @@ use rustix::{
 };
 
 use super::{
-    SourceError,
+    ByteSpan, SourceError,
     local::raise_open_file_limit,
     permission::{DirectoryGates, Gate, Gates, PASS, READ},
     remote::handle::Remote,
@@ -261,6 +261,20 @@ impl Opened {
         Ok(self.file.metadata()?.len())
     }
 
+    /// Fills `target` with the bytes from `start` on.
+    ///
+    /// # Errors
+    /// It cannot be read, or ends earlier.
+    pub fn read_exact_at(&self, target: &mut [u8], start: u64) -> io::Result<()> {
+        match &self.remote {
+            Some(remote) => {
+                let span = ByteSpan::of_len(start, target.len() as u64).ok_or(io::ErrorKind::UnexpectedEof)?;
+                remote.read_span(span, target)
+            }
+            None => self.file.read_exact_at(target, start),
+        }
+    }
+
     /// Its bytes, but at most the first `bytes_max` of them. A remote object must not be longer than that.
     ///
     /// # Errors
@@ -270,7 +284,9 @@ impl Opened {
             if remote.object.file.size_bytes > bytes_max {
                 return Err(io::Error::other(format!("expected at most {bytes_max} bytes")));
             }
-            return remote.read_all();
+            let mut bytes = vec![0; usize::try_from(remote.object.file.size_bytes).map_err(io::Error::other)?];
+            remote.read_span(remote.object.file.span(), &mut bytes)?;
+            return Ok(bytes);
         }
         let mut bytes = Vec::new();
         (&self.file).take(bytes_max).read_to_end(&mut bytes)?;

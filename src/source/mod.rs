@@ -32,7 +32,7 @@ mod survey;
 pub use beneath::{Beneath, Found, Opened, private_directory};
 pub use error::{Aspect, Poison, SourceError};
 pub use health::Health;
-pub use interface::{FetchPart, Maps, Pin, Source};
+pub use interface::{Coded, FetchPart, FileFetch, Maps, Pin, Source};
 pub use kernel_bytes::{KernelBytes, Served};
 pub use local::{LocalFiles, ResidentWindow, SourceIo};
 pub use pin::pin_files;

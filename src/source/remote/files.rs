@@ -17,7 +17,9 @@ use std::{
 use smallvec::SmallVec;
 
 use super::{
-    super::{ByteSpan, FetchPart, FileId, Health, KernelBytes, Maps, Pin, Source, SourceError, local::LocalFiles},
+    super::{
+        ByteSpan, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, Source, SourceError, local::LocalFiles,
+    },
     cache::{
         BLOCK_BYTES, Guards,
         geometry::{blocks_of, place},
@@ -196,6 +198,32 @@ impl Source for RemoteFiles {
             Err(NotFetched::Remote(error)) => Err(self.error(file, bounding(&spans), &error)),
         };
         self.counted(result)
+    }
+
+    fn fetch_files(&self, files: &mut [FileFetch<'_, '_>]) -> Result<(), (FileId, SourceError)> {
+        // First all of them together, so that requests for several files are under way at a time. Each then finds its bytes.
+        let demand = |FileFetch { file, parts }: &FileFetch<'_, '_>| {
+            let spans: Option<Vec<ByteSpan>> = parts.iter().map(FetchPart::span).collect();
+            let spans = spans.filter(|spans| self.bounded(*file, spans) && self.health().usable(*file).is_ok())?;
+            let remote = self.remote(*file)?;
+            Some((remote, (Arc::clone(&remote.object), Remote::blocks(&spans))))
+        };
+        let (remotes, demands): (Vec<&Remote>, Vec<_>) = files.iter().filter_map(demand).unzip();
+        if let Some(first) = remotes.first().filter(|_| demands.len() > 1) {
+            let deadline = Deadline::At(Instant::now() + first.timeout);
+            let gap = first.object.service.gap_bytes() / BLOCK_BYTES;
+            if let Err(NotFetched::Remote(error)) = first.fetcher.bring(&demands, gap, deadline) {
+                let of_object = |fetch: &&FileFetch<'_, '_>| {
+                    self.remote(fetch.file).is_some_and(|remote| remote.object.file.key == error.what)
+                };
+                let file = files.iter().find(of_object).map_or(files[0].file, |fetch| fetch.file);
+                let span = error.span.unwrap_or(ByteSpan::EMPTY);
+                return self.counted(Err(self.error(file, span, &error))).map_err(|error| (file, error));
+            }
+        }
+        files
+            .iter_mut()
+            .try_for_each(|FileFetch { file, parts }| self.fetch(*file, parts).map_err(|error| (*file, error)))
     }
 
     fn gap_bytes(&self) -> u64 {

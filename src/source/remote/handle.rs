@@ -4,7 +4,7 @@ use std::{io, ops::Range, os::unix::fs::FileExt, sync::Arc, time::Duration};
 
 use super::{
     super::ByteSpan,
-    cache::geometry::{blocks_of, place},
+    cache::geometry::blocks_of,
     error::Failure,
     fetcher::Fetcher,
     object::{NotFetched, RemoteObject},
@@ -23,14 +23,15 @@ pub struct Remote {
 }
 
 impl Remote {
-    /// The bytes of a small object, all of them. Waits as long as its service asks for.
+    /// Fills `target` with the bytes of a span. Waits as long as the service asks for, as opening a checkpoint does.
     ///
     /// # Errors
-    /// The bytes do not come.
-    pub fn read_all(&self) -> io::Result<Vec<u8>> {
+    /// The bytes do not come, or the object ends earlier.
+    pub fn read_span(&self, span: ByteSpan, target: &mut [u8]) -> io::Result<()> {
         let object = &self.object;
-        let span = object.file.span();
-        let mut bytes = vec![0; place(span.len())];
+        if !object.file.span().contains(span) {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
         let blocks = blocks_of(span);
         let demand = (Arc::clone(object), vec![blocks.clone()]);
         loop {
@@ -38,13 +39,11 @@ impl Remote {
                 Ok(()) => {
                     let _guards = object.entry.guard(&blocks)?;
                     if object.entry.is_verified(&blocks) {
-                        object.entry.data().read_exact_at(&mut bytes, 0)?;
-                        return Ok(bytes);
+                        return object.entry.data().read_exact_at(target, span.start());
                     }
                 }
                 Err(NotFetched::NoRoom | NotFetched::Cache(_)) => {
-                    self.read_uncached(span, &mut bytes, Deadline::None).map_err(io::Error::other)?;
-                    return Ok(bytes);
+                    return self.read_uncached(span, target, Deadline::None).map_err(io::Error::other);
                 }
                 Err(NotFetched::Remote(error)) => return Err(io::Error::other(error)),
             }

@@ -1,6 +1,10 @@
 //! A remote repository as files that can be opened: an entry in the cache for each object.
 
-use std::{path::Path, sync::Arc};
+use std::{
+    path::Path,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 
 use super::{
     super::SourceError,
@@ -10,7 +14,7 @@ use super::{
     },
     fetcher::{Demand, Fetcher},
     handle::Remote,
-    interface::{RemoteFile, RemoteRepository},
+    interface::RemoteRepository,
     object::{NotFetched, RemoteObject},
     options::RemoteOptions,
     retry::{Deadline, Retrying},
@@ -43,11 +47,19 @@ const NEEDED_BYTES_MAX: u64 = 64 << 20;
 #[derive(Debug)]
 pub struct RemoteTree {
     repository: RemoteRepository,
-    files: Vec<Remote>,
+    cache: Arc<Cache>,
+    service: Arc<Retrying>,
+    fetcher: Arc<Fetcher>,
+    timeout: Duration,
+    /// Made when they are first used: a checkpoint of a trainer may have very many files that nobody reads.
+    remotes: Vec<OnceLock<Remote>>,
 }
 
 impl RemoteTree {
-    /// Opens all files, and fetches what opening a checkpoint will read: small files and headers, all at once.
+    /// Descriptors of an open file: the sparse file for writing and for reading, and its map.
+    pub const DESCRIPTORS: usize = 3;
+
+    /// Opens a repository, and fetches what opening a checkpoint will read: small files and headers, all at once.
     ///
     /// # Errors
     /// What is needed does not come, or the cache cannot be used.
@@ -57,20 +69,11 @@ impl RemoteTree {
         options: &RemoteOptions,
     ) -> Result<Self, SourceError> {
         let service = Arc::new(Retrying::new(Arc::clone(&repository.objects), Arc::clone(cache.counters())));
-        let fetcher = Arc::new(Fetcher::new(Arc::clone(cache)));
-        let open = |file: &RemoteFile| {
-            let name: Arc<Path> = Arc::from(Path::new(&repository.name_of(file)));
-            let entry = cache.entry(file, &name.display().to_string()).map_err(|error| SourceError::Io {
-                file: Arc::clone(&name),
-                action: "make its entry in the cache".into(),
-                error: Arc::new(error),
-            })?;
-            let object = Arc::new(RemoteObject::new(file.clone(), name, entry, Arc::clone(&service)));
-            Ok(Remote { object, fetcher: Arc::clone(&fetcher), timeout: options.timeout })
-        };
-        let files = repository.files.iter().map(open).collect::<Result<Vec<Remote>, SourceError>>()?;
-        let tree = Self { repository, files };
-        tree.fetch_heads(&fetcher)?;
+        let remotes = repository.files.iter().map(|_| OnceLock::new()).collect();
+        let (cache, timeout) = (Arc::clone(cache), options.timeout);
+        let fetcher = Arc::new(Fetcher::new(Arc::clone(&cache)));
+        let tree = Self { repository, cache, service, fetcher, timeout, remotes };
+        tree.fetch_heads()?;
         Ok(tree)
     }
 
@@ -79,16 +82,33 @@ impl RemoteTree {
         &self.repository
     }
 
-    /// The files, each with its path relative to the repository.
-    pub fn files(&self) -> impl Iterator<Item = (&str, &Remote)> {
-        self.files.iter().map(|remote| (remote.object.file.path.as_str(), remote))
+    /// The file at a place of the repository's list, with its entry in the cache.
+    ///
+    /// # Errors
+    /// The cache cannot be used.
+    ///
+    /// # Panics
+    /// If the list is shorter.
+    pub fn remote(&self, place: usize) -> Result<&Remote, SourceError> {
+        if let Some(remote) = self.remotes[place].get() {
+            return Ok(remote);
+        }
+        let file = &self.repository.files[place];
+        let name: Arc<Path> = Arc::from(Path::new(&self.repository.name_of(file)));
+        let entry = self.cache.entry(file, &name.display().to_string()).map_err(|error| SourceError::Io {
+            file: Arc::clone(&name),
+            action: "make its entry in the cache".into(),
+            error: Arc::new(error),
+        })?;
+        let object = Arc::new(RemoteObject::new(file.clone(), name, entry, Arc::clone(&self.service)));
+        let made = Remote { object, fetcher: Arc::clone(&self.fetcher), timeout: self.timeout };
+        Ok(self.remotes[place].get_or_init(|| made))
     }
 
-    fn fetch_heads(&self, fetcher: &Fetcher) -> Result<(), SourceError> {
+    fn fetch_heads(&self) -> Result<(), SourceError> {
         let mut small = 0;
         let mut demands: Vec<Demand> = Vec::new();
-        for remote in &self.files {
-            let file = &remote.object.file;
+        for (place, file) in self.repository.files.iter().enumerate() {
             let (size, name) = (file.size_bytes, file.path.rsplit('/').next().unwrap_or_default());
             let needed = NEEDED.contains(&name) && size <= NEEDED_BYTES_MAX;
             let is_small = size <= SMALL_BYTES && small < SMALL_FILES_MAX;
@@ -103,10 +123,10 @@ impl RemoteTree {
                 0
             };
             if blocks > 0 {
-                demands.push((Arc::clone(&remote.object), vec![0..blocks]));
+                demands.push((Arc::clone(&self.remote(place)?.object), vec![0..blocks]));
             }
         }
-        fetcher.bring(&demands, 0, Deadline::None).or_else(|failure| match failure {
+        self.fetcher.bring(&demands, 0, Deadline::None).or_else(|failure| match failure {
             // Whatever reads them reads past the cache then.
             NotFetched::NoRoom | NotFetched::Cache(_) => Ok(()),
             NotFetched::Remote(error) => {
