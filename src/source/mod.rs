@@ -23,6 +23,7 @@ mod interface;
 mod kernel_bytes;
 pub mod local;
 pub mod permission;
+pub mod remote;
 mod span;
 pub mod stall;
 mod survey;
