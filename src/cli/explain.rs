@@ -227,6 +227,12 @@ fn expression(checkpoint: &Checkpoint, view: &View) -> Value {
     let shape = view.shape().extents();
     match view.op() {
         Op::Source(tensor) => json!({"op": "source", "tensor": checkpoint.tensor(tensor.id).name, "shape": shape}),
+        Op::Mosaic(mosaic) => json!({
+            "op": "mosaic",
+            "tensor": checkpoint.tensor(mosaic.id()).name,
+            "boxes": mosaic.boxes().len(),
+            "shape": shape,
+        }),
         Op::Fill(element) => json!({"op": "fill", "dtype": element.dtype().code(), "shape": shape}),
         Op::Slice { of: operand, axis, start, stop, step } => {
             json!({"op": "slice", "axis": axis, "start": start, "stop": stop, "step": step, "shape": shape, "of": of(operand)})
