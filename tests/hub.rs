@@ -55,13 +55,13 @@ impl Rig {
             _ => None,
         };
         let settings = HubSettings::from_environment(variable, false).unwrap();
-        Arc::new(Hub::new(settings, Arc::new(RemoteCounters::default())).unwrap())
+        Arc::new(Hub::new(settings, None, Arc::new(RemoteCounters::default())).unwrap())
     }
 
     fn open(&self, token: Option<&str>) -> Result<RemoteRepository, RemoteError> {
         let hub = self.hub_with(token);
         let commit = hub.commit(REPO, "main", soon())?;
-        hub.repository(REPO, &commit, soon())
+        hub.repository(REPO, &commit, None, soon())
     }
 
     fn switch(&self, change: impl FnOnce(&mut Switches)) {

@@ -1,6 +1,13 @@
 //! Requests to the Hub: token, redirects, refusals, waits.
 
-use std::{error::Error, io, ops::Deref, sync::Arc, time::Instant};
+use std::{
+    error::Error,
+    io,
+    ops::Deref,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Instant,
+};
 
 use reqwest::{
     Method, Response, StatusCode, Url,
@@ -14,10 +21,11 @@ use super::{
     super::{
         counters::RemoteCounters,
         error::{Failure, RemoteError},
-        interface::RemoteRepository,
+        interface::{RemoteFile, RemoteRepository},
         retry::{Deadline, Gate, retry},
         runtime,
     },
+    kept::Kept,
     limits::asked,
     refusal::{Reason, Refusal, Subject},
     settings::{HubSettings, may_connect},
@@ -43,14 +51,19 @@ pub struct Hub {
     http: reqwest::Client,
     gate: Gate,
     counters: Arc<RemoteCounters>,
+    kept: Option<Kept>,
 }
 
 impl Hub {
-    /// A client with these settings. It sends nothing yet.
+    /// A client with these settings. It sends nothing yet. Listings are kept below `cache`, the directory of the disk cache.
     ///
     /// # Errors
     /// The HTTP client cannot start, for example without certificates.
-    pub fn new(settings: HubSettings, counters: Arc<RemoteCounters>) -> Result<Self, RemoteError> {
+    pub fn new(
+        settings: HubSettings,
+        cache: Option<&Path>,
+        counters: Arc<RemoteCounters>,
+    ) -> Result<Self, RemoteError> {
         let host = settings.endpoint.host_str().unwrap_or_default().to_owned();
         runtime::install_tls();
         let http = reqwest::Client::builder()
@@ -65,7 +78,8 @@ impl Hub {
         let http = http.map_err(|error| {
             RemoteError::new(Failure::Unsupported, &host, "HTTP client", causes(&error.without_url()))
         })?;
-        Ok(Self { settings, http, gate: Gate::default(), counters })
+        let kept = cache.map(|cache| Kept::new(cache, &settings.endpoint.authority().replace(':', "_")));
+        Ok(Self { settings, http, gate: Gate::default(), counters, kept })
     }
 
     /// Its settings.
@@ -90,16 +104,24 @@ impl Hub {
         if is_commit(revision) {
             return Ok(revision.to_owned());
         }
+        if self.settings.offline {
+            let kept = self.kept.as_ref().and_then(|kept| kept.commit(repo, revision));
+            return kept.ok_or_else(|| self.is_offline(&format!("{repo}@{revision}")));
+        }
         let url = self.url(&["api", "models"], repo, &["revision", revision]);
         let (Revision { sha }, _) = self.api(repo, Subject::Revision(revision), url, deadline)?;
         if is_commit(&sha) {
+            if let Some(kept) = &self.kept {
+                kept.keep_commit(repo, revision, &sha);
+            }
             return Ok(sha);
         }
         let message = format!("expected a commit as `sha`, found {sha:?}");
         Err(RemoteError::new(Failure::Unsupported, self.host(), repo, message))
     }
 
-    /// The files of a commit, with their digests, and how to read them.
+    /// The files of a commit, with their digests, and how to read them. Files that are complete in `blobs`, the directory of
+    /// blobs in the Hub's shared cache, are read from there.
     ///
     /// # Errors
     /// As [`Hub::commit`], and files whose names or digests cannot be used.
@@ -107,8 +129,34 @@ impl Hub {
         self: &Arc<Self>,
         repo: &str,
         commit: &str,
+        blobs: Option<PathBuf>,
         deadline: Deadline,
     ) -> Result<RemoteRepository, RemoteError> {
+        let kept = self.kept.as_ref().and_then(|kept| kept.files(repo, commit));
+        let files = match kept {
+            Some(files) => files,
+            None if self.settings.offline => {
+                return Err(self.is_offline(&format!("{repo}@{commit}")));
+            }
+            None => {
+                let files = self.tree(repo, commit, deadline)?;
+                if let Some(kept) = &self.kept {
+                    kept.keep_files(repo, commit, &files);
+                }
+                files
+            }
+        };
+        let page = self.settings.endpoint.as_str().trim_end_matches('/');
+        Ok(RemoteRepository {
+            label: format!("{repo}@{}", commit.get(..12).unwrap_or(commit)),
+            url: format!("{page}/{repo}/blob/{commit}"),
+            revision: Some(commit.to_owned()),
+            files,
+            objects: Arc::new(Snapshot::new(Arc::clone(self), repo.to_owned(), commit.to_owned(), blobs)),
+        })
+    }
+
+    fn tree(&self, repo: &str, commit: &str, deadline: Deadline) -> Result<Vec<RemoteFile>, RemoteError> {
         let mut url = self.url(&["api", "models"], repo, &["tree", commit]);
         url.set_query(Some("recursive=true&limit=1000"));
         let mut next = Some(url);
@@ -130,14 +178,14 @@ impl Hub {
         if let Some(twice) = files.windows(2).find(|pair| pair[0].path == pair[1].path) {
             return Err(refuse(format!("lists {:?} twice", twice[0].path)));
         }
-        let page = self.settings.endpoint.as_str().trim_end_matches('/');
-        Ok(RemoteRepository {
-            label: format!("{repo}@{}", commit.get(..12).unwrap_or(commit)),
-            url: format!("{page}/{repo}/blob/{commit}"),
-            revision: Some(commit.to_owned()),
-            files,
-            objects: Arc::new(Snapshot::new(Arc::clone(self), repo.to_owned(), commit.to_owned())),
-        })
+        Ok(files)
+    }
+
+    /// The error of something that only the network has.
+    pub(super) fn is_offline(&self, what: &str) -> RemoteError {
+        let message = "not on this machine, and --offline or HF_HUB_OFFLINE forbids to ask the Hub; `ckfs fetch` brings it \
+                       where the network may be used";
+        RemoteError::new(Failure::Unsupported, self.host(), what, message)
     }
 
     /// An address of the Hub: words, the repository, words.

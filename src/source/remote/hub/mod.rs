@@ -13,6 +13,7 @@
 //! It does not cache, repeat reads, merge ranges or verify digests: those belong to the modules beside it.
 
 mod client;
+mod kept;
 mod limits;
 mod location;
 mod refusal;
@@ -21,4 +22,4 @@ mod snapshot;
 mod tree;
 
 pub use client::Hub;
-pub use settings::{HubSettings, Token, cache_directory, is_true};
+pub use settings::{HubSettings, Token};

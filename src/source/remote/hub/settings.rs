@@ -40,16 +40,8 @@ pub struct HubSettings {
 }
 
 /// Whether the value of a variable of the Hub's client means yes.
-pub fn is_true(value: &str) -> bool {
+fn is_true(value: &str) -> bool {
     ["1", "on", "yes", "true"].contains(&value.to_ascii_lowercase().as_str())
-}
-
-/// The directory of the Hub's cache. `None` if no variable tells, not even `HOME`.
-pub fn cache_directory(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
-    if let Some(cache) = variable("HF_HUB_CACHE").or_else(|| variable("HUGGINGFACE_HUB_CACHE")) {
-        return Some(cache);
-    }
-    Some(home(variable)?.join("hub"))
 }
 
 /// `HF_HOME`, or its default.
@@ -123,24 +115,6 @@ mod tests {
             |name| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| PathBuf::from(value)),
             false,
         )
-    }
-
-    #[test]
-    fn the_cache_is_where_the_client_has_it() {
-        let all = ["HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "HOME"];
-        let expected = [
-            "/HF_HUB_CACHE",
-            "/HUGGINGFACE_HUB_CACHE",
-            "/HF_HOME/hub",
-            "/XDG_CACHE_HOME/huggingface/hub",
-            "/HOME/.cache/huggingface/hub",
-        ];
-        for (from, expected) in expected.iter().enumerate() {
-            let set = &all[from..];
-            let found = cache_directory(|name| set.contains(&name).then(|| PathBuf::from(format!("/{name}"))));
-            assert_eq!(found, Some(PathBuf::from(expected)));
-        }
-        assert_eq!(cache_directory(|_| None), None);
     }
 
     #[test]

@@ -2,7 +2,10 @@
 
 use std::{
     collections::HashMap,
+    fs::File,
     ops::ControlFlow,
+    os::unix::fs::FileExt,
+    path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
     time::Instant,
 };
@@ -18,7 +21,7 @@ use super::{
         super::ByteSpan,
         counters::RemoteCounters,
         error::{Failure, RemoteError},
-        interface::{Objects, RemoteFile, Sink},
+        interface::{Content, Objects, RemoteFile, Sink},
         runtime,
     },
     client::{Hub, next_chunk, of_status},
@@ -27,6 +30,9 @@ use super::{
 
 /// The largest file of which a part is taken out of a whole answer. The Hub serves small files by itself, and may ignore ranges.
 const WHOLE_BYTES_MAX: u64 = 16 << 20;
+
+/// Bytes read at once from a blob of the shared cache.
+const BLOB_CHUNK: usize = 1 << 20;
 
 /// What is known of a file's address.
 #[derive(Debug, Default)]
@@ -43,12 +49,38 @@ pub(super) struct Snapshot {
     hub: Arc<Hub>,
     repo: String,
     commit: String,
+    /// Blobs in the Hub's shared cache.
+    blobs: Option<PathBuf>,
     files: Mutex<HashMap<String, Arc<Known>>>,
 }
 
 impl Snapshot {
-    pub(super) fn new(hub: Arc<Hub>, repo: String, commit: String) -> Self {
-        Self { hub, repo, commit, files: Mutex::default() }
+    pub(super) fn new(hub: Arc<Hub>, repo: String, commit: String, blobs: Option<PathBuf>) -> Self {
+        Self { hub, repo, commit, blobs, files: Mutex::default() }
+    }
+
+    /// Passes a span from a blob of the shared cache, if it is there in the expected size. A blob appears complete, by a rename.
+    fn read_blob(&self, file: &RemoteFile, span: ByteSpan, sink: &mut Sink<'_>) -> Option<Result<(), RemoteError>> {
+        let (Content::Sha256(digest) | Content::GitBlob(digest)) = &file.content else { return None };
+        let blob = File::open(self.blobs.as_ref()?.join(digest)).ok()?;
+        if !blob.metadata().is_ok_and(|found| found.is_file() && found.len() == file.size_bytes) {
+            return None;
+        }
+        let mut buffer = vec![0; usize::try_from(span.len()).map_or(BLOB_CHUNK, |len| len.min(BLOB_CHUNK))];
+        let mut next = span.start();
+        while next < span.end() {
+            let part = usize::try_from(span.end() - next).map_or(buffer.len(), |left| left.min(buffer.len()));
+            if let Err(error) = blob.read_exact_at(&mut buffer[..part], next) {
+                let what = what_of(&self.repo, file);
+                let message = format!("blob {digest} in the Hub's cache of this machine: {error}");
+                return Some(Err(RemoteError::new(Failure::Transient, self.hub.host(), &what, message)));
+            }
+            if sink(&buffer[..part]) == ControlFlow::Break(()) {
+                break;
+            }
+            next += part as u64;
+        }
+        Some(Ok(()))
     }
 
     fn known(&self, file: &RemoteFile) -> Arc<Known> {
@@ -223,6 +255,12 @@ impl Objects for Snapshot {
     fn read(&self, file: &RemoteFile, span: ByteSpan, until: Instant, sink: &mut Sink<'_>) -> Result<(), RemoteError> {
         if span.is_empty() {
             return Ok(());
+        }
+        if let Some(read) = self.read_blob(file, span, sink) {
+            return read;
+        }
+        if self.hub.settings().offline {
+            return Err(self.hub.is_offline(&what_of(&self.repo, file)).of_span(span));
         }
         let read = runtime::block_on(self.read_once(file, span, until, sink));
         read.unwrap_or_else(|error| Err(self.hub.no_runtime(&error))).map_err(|error| error.of_span(span))

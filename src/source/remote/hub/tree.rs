@@ -35,6 +35,11 @@ pub(super) fn is_hex(text: &str, digits: usize) -> bool {
     text.len() == digits && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
+/// Whether a path stays inside its repository.
+pub(super) fn is_inside(path: &str) -> bool {
+    path.split('/').all(|part| !matches!(part, "" | "." | "..") && !part.contains(['\0', '\\']))
+}
+
 /// Digits of a SHA-1, such as a commit.
 pub(super) const SHA1_DIGITS: usize = 40;
 /// Digits of a SHA-256.
@@ -50,8 +55,7 @@ impl Entry {
         if kind != "file" {
             return Ok(None);
         }
-        let inside = |part: &str| !matches!(part, "" | "." | "..") && !part.contains(['\0', '\\']);
-        if !path.split('/').all(inside) {
+        if !is_inside(&path) {
             return Err(format!("file {path:?}: not a path inside the repository"));
         }
         let (size_bytes, content) = match lfs {
