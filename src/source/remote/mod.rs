@@ -16,6 +16,8 @@ mod error;
 mod fetcher;
 mod files;
 pub(super) mod handle;
+#[cfg(feature = "remote")]
+pub mod hub;
 mod interface;
 mod locality;
 mod object;
