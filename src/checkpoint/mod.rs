@@ -31,6 +31,7 @@ pub mod prefix;
 mod printable;
 mod problem;
 pub mod quantization;
+mod remote_tree;
 mod repository;
 mod safetensors;
 pub mod scheme;

@@ -277,7 +277,8 @@ fn container_text(checkpoint: &Checkpoint, line: &mut dyn FnMut(&str, &str)) {
         line("container", &format!("{}{stored}", checkpoint.container()));
     }
     let left_out = checkpoint.left_out();
-    if !left_out.is_empty() {
+    // Those of Orbax are tensors; the lines of each view list them.
+    if !left_out.is_empty() && checkpoint.container() != Container::Orbax {
         line("no tensors", &format!("{} members of the checkpoint are not shown:", left_out.len()));
         for LeftOut { name, kind } in left_out.iter().take(NAMES_SHOWN) {
             line("", &format!("{name}: {kind}"));
@@ -322,8 +323,7 @@ pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
     let family = plan.family.as_deref().map_or_else(|| "family not known".to_owned(), |name| format!("family {name}"));
     // The layout's own rules, if it has any, decide whether layers are stacked.
     let layers = match (&plan.layout, plan.unscanned) {
-        (Layout::Embedded(_) | Layout::File(_), _) => "",
-        (Layout::Stored, _) => "",
+        (Layout::Stored | Layout::Embedded(_) | Layout::File(_), _) => "",
         (Layout::Canonical | Layout::Hf, true) => ", layers unscanned",
         (Layout::Canonical | Layout::Hf, false) => ", layers scanned",
     };
