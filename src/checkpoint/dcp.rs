@@ -8,6 +8,7 @@ use super::{
     container::{Container, Contents, DCP_METADATA, LeftOut},
     folder::{Folder, PinnedFiles},
     mosaic::{Missing, MosaicBuilder, StoredBox},
+    prefix::is_optimizer_state,
     problem::{Problem, Problems},
     text::JSON_FILE_BYTES_MAX,
 };
@@ -64,16 +65,6 @@ pub(super) fn read_safetensors(
 fn stored(file: FileId, start: u64, chunk: &DcpChunk, strides: PerAxis) -> StoredBox {
     let (origin, extents) = (PerAxis::from_slice(&chunk.offsets), PerAxis::from_slice(&chunk.sizes));
     StoredBox { file, start, origin, extents, strides }
-}
-
-/// First words of the names of optimizer state, as trainers save it beside the model.
-const OPTIMIZERS: [&str; 6] =
-    ["optimizer", "optimizers", "optim", "optimizer_state", "optimizer_state_dict", "opt_state"];
-
-/// Whether a tensor is of the optimizer's state, possibly within a state that holds the model too (`app.optimizer.…`, or
-/// `chained_0.optimizer.…` of Megatron-Core).
-fn is_optimizer_state(name: &str) -> bool {
-    name.split('.').take(2).any(|word| OPTIMIZERS.contains(&word))
 }
 
 /// Takes the optimizer's state out, unless there is nothing else. Its bytes are never looked at.

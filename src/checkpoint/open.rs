@@ -170,7 +170,7 @@ fn open_folder(
         }
         Some(Container::Dcp | Container::Orbax) => {
             dcp::choose(&mut folder);
-            Chosen::Dcp { training_state: options.training_state }
+            Chosen::Dcp
         }
     };
     let (weights, opened) = folder.open_files(adapters.len())?;
@@ -240,20 +240,24 @@ enum Chosen<'a> {
     Unknown,
     Safetensors(Option<(&'a str, Index<'a>)>),
     Torch(Option<(&'a str, Index<'a>)>),
-    Dcp {
-        /// Whether optimizer state is wanted.
-        training_state: bool,
-    },
+    Dcp,
     Orbax(OrbaxContents),
 }
 
 impl Chosen<'_> {
-    fn read(&mut self, files: &PinnedFiles<'_>, source: &Arc<dyn Source>, problems: &mut Problems) -> Contents {
+    /// With `training_state`, what the optimizer keeps too.
+    fn read(
+        &mut self,
+        files: &PinnedFiles<'_>,
+        source: &Arc<dyn Source>,
+        training_state: bool,
+        problems: &mut Problems,
+    ) -> Contents {
         match self {
-            Self::Unknown => read_file(files, problems),
+            Self::Unknown => read_file(files, training_state, problems),
             Self::Safetensors(index) => safetensors::read(files, index.as_ref(), problems),
-            Self::Torch(index) => torch::read(files, index.as_ref(), problems),
-            Self::Dcp { training_state } => dcp::read(files, *training_state, problems),
+            Self::Torch(index) => torch::read(files, index.as_ref(), training_state, problems),
+            Self::Dcp => dcp::read(files, training_state, problems),
             Self::Orbax(found) => found.contents(source, problems),
         }
     }
@@ -262,13 +266,13 @@ impl Chosen<'_> {
     fn index_metadata(self) -> Option<serde_json::Value> {
         match self {
             Self::Safetensors(index) | Self::Torch(index) => index.and_then(|(_, index)| index.metadata),
-            Self::Unknown | Self::Dcp { .. } | Self::Orbax(_) => None,
+            Self::Unknown | Self::Dcp | Self::Orbax(_) => None,
         }
     }
 }
 
 /// Reads a single file.
-fn read_file(files: &PinnedFiles<'_>, problems: &mut Problems) -> Contents {
+fn read_file(files: &PinnedFiles<'_>, training_state: bool, problems: &mut Problems) -> Contents {
     let name = files.path(FileId(0)).to_owned();
     let len = files.source.len_bytes(FileId(0)).min(foreign::HEAD_BYTES);
     let mut head = vec![0; usize::try_from(len).expect("a few bytes")];
@@ -277,7 +281,7 @@ fn read_file(files: &PinnedFiles<'_>, problems: &mut Problems) -> Contents {
         return Contents::new(Container::Safetensors, TensorTable::default());
     }
     match foreign::of_head(&name, &head) {
-        FileKind::Torch => torch::read(files, None, problems),
+        FileKind::Torch => torch::read(files, None, training_state, problems),
         FileKind::Safetensors => safetensors::read(files, None, problems),
         FileKind::Foreign(text) => {
             problems.push(Problem::Container { file: name, message: text.to_owned() });
@@ -325,7 +329,7 @@ impl ChosenFiles<'_> {
             problems.push(Problem::TooManyBytes);
         }
         let pinned = PinnedFiles { files: &self.files, weights: &self.weights, source: &*source };
-        let contents = self.dialect.read(&pinned, &source, &mut problems);
+        let contents = self.dialect.read(&pinned, &source, options.training_state, &mut problems);
         let files = repo_files(&pinned);
         let Contents { container, table, file_metadata, left_out, source: wrapped, scan_layers } = contents;
         let source = wrapped.unwrap_or(source);

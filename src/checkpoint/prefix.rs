@@ -69,6 +69,16 @@ pub fn proposed_rename(names: &[&str]) -> Option<String> {
     (!parts.is_empty()).then(|| format!("{}=>", parts.join("|")))
 }
 
+/// First words of the names of optimizer state, as trainers save it beside the model.
+const OPTIMIZERS: [&str; 6] =
+    ["optimizer", "optimizers", "optim", "optimizer_state", "optimizer_state_dict", "opt_state"];
+
+/// Whether a tensor is of the optimizer's state, possibly within a state that holds the model too (`app.optimizer.…`, or
+/// `chained_0.optimizer.…` of Megatron-Core).
+pub(super) fn is_optimizer_state(name: &str) -> bool {
+    name.split('.').take(2).any(|word| OPTIMIZERS.contains(&word))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

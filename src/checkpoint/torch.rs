@@ -9,6 +9,7 @@ use super::{
     header::WeightFiles,
     index::Index,
     mosaic::{Missing, MosaicBuilder, StoredBox},
+    prefix::is_optimizer_state,
     problem::{CheckpointError, Problem, Problems},
     safetensors::unusable,
 };
@@ -66,7 +67,12 @@ pub(super) fn choose(folder: &mut Folder, index: Option<&(&str, Index<'_>)>) -> 
 }
 
 /// Reads the weight files, and compares them with the index.
-pub(super) fn read(files: &PinnedFiles<'_>, index: Option<&(&str, Index<'_>)>, problems: &mut Problems) -> Contents {
+pub(super) fn read(
+    files: &PinnedFiles<'_>,
+    index: Option<&(&str, Index<'_>)>,
+    training_state: bool,
+    problems: &mut Problems,
+) -> Contents {
     let items: Vec<Item> = files.ids().map(|file| Item { file, start: 0, len: files.source.len_bytes(file) }).collect();
     let read = archive::read_items(files.source, &items);
     let mut builder = MosaicBuilder::new(files.source, problems);
@@ -82,7 +88,14 @@ pub(super) fn read(files: &PinnedFiles<'_>, index: Option<&(&str, Index<'_>)>, p
                 continue;
             }
         };
+        let is_model = |saved: &archive::Saved| !is_optimizer_state(&saved.name);
+        let selects = !training_state && index.is_none() && found.tensors.iter().any(is_model);
         for saved in found.tensors {
+            if selects && !is_model(&saved) {
+                let kind = format!("{} {:?} of the optimizer (--training-state shows it)", saved.dtype, saved.shape);
+                left_out.push(LeftOut { name: saved.name, kind });
+                continue;
+            }
             let name = if saved.name.is_empty() { UNNAMED } else { &saved.name };
             builder.add(name, saved.dtype, &saved.shape, [whole(item.file, &saved)], Missing::Refused);
         }

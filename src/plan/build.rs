@@ -243,8 +243,14 @@ impl<'a> Builder<'a> {
     {
         let options = self.options;
         let mut selected = select::select(original, &options.subset, family(original)?.as_ref())?;
-        if selected.no_hf.is_none() && original.config().is_none() && !original.is_repository() {
-            let reason = format!("the source is a checkpoint of {} without config.json", original.container());
+        // A file of hf/ is one of the repository. Boxes of tensors are in none.
+        let has_files = match original.container() {
+            Container::Safetensors => true,
+            Container::Torch => original.is_repository(),
+            Container::Dcp | Container::Orbax => false,
+        };
+        if selected.no_hf.is_none() && !has_files {
+            let reason = format!("the source is a checkpoint of {}, not a repository", original.container());
             selected.no_hf = Some(reason);
         }
         let adapter = adapter(original, options)?;
@@ -488,6 +494,7 @@ impl<'a> Builder<'a> {
         (logical_rules, hf): (Option<LogicalRules>, Repository),
     ) -> Result<Plan, PlanError> {
         let options = self.options;
+        let no_hf = wanted.selected.no_hf.clone().filter(|_| hf.files.is_empty());
         let mut plan = Plan {
             mesh: options.mesh.clone(),
             layout: options.layout.clone(),
@@ -514,7 +521,7 @@ impl<'a> Builder<'a> {
             holes: drafted.findings.holes,
             left_out: drafted.left_out,
             warnings: self.warnings,
-            no_hf: wanted.selected.no_hf.clone(),
+            no_hf,
         };
         plan.add(drafts, options, &mut self.problems);
         self.problems.dedup();

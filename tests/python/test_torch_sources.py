@@ -79,7 +79,7 @@ def test_every_tensor_is_what_torch_saved(saved, own, case):
 @pytest.mark.parametrize("case", ["fsdp", "placed"])
 def test_single_files_hold_the_same(saved, own, case):
     tensors = whole(saved, case)
-    mounted = own(saved / f"{case}.whole.pt")
+    mounted = own(saved / f"{case}.whole.pt", "--training-state")
     same(mounted.point, tensors)
     mounting.run("verify", mounted.point)
 
