@@ -66,8 +66,8 @@ const READ_BYTES_MAX: usize = 8 << 20;
 const ADVISED_BYTES_MIN: u64 = 2 << 20;
 
 /// File systems, by the magic number of `statfs`, on which a mapped page may fail for reasons other than truncation, or
-/// whose files change without the kernel knowing.
-const REMOTE_MAGIC: [i64; 12] = [
+/// whose files change without the kernel knowing. The C libraries disagree on the number's type; this one holds them all.
+const REMOTE_MAGIC: [i128; 12] = [
     0x6969,      // NFS
     0x6573_5546, // FUSE
     0x0BD0_0BD0, // Lustre
@@ -232,7 +232,7 @@ impl Pinned {
         let mapped = match io {
             SourceIo::Mmap => true,
             SourceIo::Pread => false,
-            SourceIo::Auto => fstatfs(&file).is_ok_and(|fs| !REMOTE_MAGIC.contains(&fs.filesystem_type().0)),
+            SourceIo::Auto => fstatfs(&file).is_ok_and(|fs| !REMOTE_MAGIC.contains(&i128::from(fs.filesystem_type().0))),
         };
         let pin = Pin { path, len_bytes: identity.size_bytes, modified: identity.modified(), gates };
         Ok(Self { pin, file: Arc::new(file), identity, again, mapped })
