@@ -33,12 +33,22 @@ def misspelt(path: Path) -> repos.Repo:
     return repos.write(path, {"model.safetensors": tensors}, repos.base_config("llama", "LlamaForCausalLM", 3))
 
 
+def turned(path: Path) -> repos.Repo:
+    """A repository whose keys are stored the other way round."""
+    tensors = repos.llama_tensors("turned", layers=3)
+    for name, tensor in tensors.items():
+        if name.endswith("k_proj.weight"):
+            tensors[name] = repos.Tensor.of(tensor.code, tensor.array().T)
+    return repos.write(path, {"model.safetensors": tensors}, repos.base_config("llama", "LlamaForCausalLM", 3))
+
+
 # Repositories that pages name besides that of `ckfs demo`.
 OTHERS = {
     "moe": repos.BUILDERS["qwen3_moe"],
     "fp8": repos.BUILDERS["block_fp8_bf16"],
     "uneven": repos.BUILDERS["uneven"],
     "typo": misspelt,
+    "turned": turned,
 }
 
 
@@ -135,15 +145,21 @@ def test_data_can_be_read(block):
 def test_commands_that_are_not_run_have_flags_that_exist(block):
     """All that is checked of them is that `ckfs` knows each command and each flag."""
     assert block.needs in NEEDS
+    subcommands = set(re.findall(r"^  (\w+)  ", mounting.run("--help").out, flags=re.M))
     for command in guide_blocks.commands(block):
         words = shlex.split(command.text, comments=True)
-        if "ckfs" not in words or words[0] == "mount":
-            continue
-        words = words[words.index("ckfs") + 1 :]
-        known = set(re.findall(r"--[a-z][a-z-]*", mounting.run(words[0], "--help").out))
-        for word in words[1:]:
-            if word.startswith("--"):
-                assert word.partition("=")[0] in known, f"{block}: {word} of `ckfs {words[0]}`"
+        # `ckfs mount`, also as the image of a container: `ckfs:0.1.0 mount`.
+        starts = [n for n in range(1, len(words)) if words[n - 1].partition(":")[0] == "ckfs" and words[n] in subcommands]
+        for start in starts:
+            known = set(re.findall(r"--[a-z][a-z-]*", mounting.run(words[start], "--help").out))
+            flags = {word.partition("=")[0] for word in words[start + 1 :] if word.startswith("--")}
+            assert flags <= known, f"{block}: {flags - known} of `ckfs {words[start]}`"
+
+
+def test_every_command_is_in_a_block_that_is_known_to_be_run_or_not():
+    for block in BLOCKS:
+        if block.kind == "text" and block.text.strip() not in SETUP:
+            assert not re.search(r"^(\$ |ckfs )", block.text, flags=re.M), block
 
 
 def test_the_readme_has_the_commands_of_the_first_setup():
