@@ -5,7 +5,7 @@ The first word after the fence says what a block is, and the second word what it
     ```console              commands after "$ ", each with its output below it; run, and compared
     ```console network      commands that need something of NEEDS; not run, but their flags must exist
     ```python, ```pycon     run in the same directory; the output of ```pycon is compared
-    ```toml file=NAME       parsed, and written to that file for the commands that follow
+    ```toml NAME.toml       parsed, and written to that file for the commands that follow
     ```text, ```yaml        shown only; YAML and TOML are parsed
 
 In expected output "…" stands for any text of a line, and a line with nothing else for any lines. White space counts once.
@@ -74,8 +74,8 @@ def _block(page: Path, line: int, info: list[str], text: str) -> Block:
     where = f"{page}:{line}"
     assert kind in KINDS, f"{where}: a block of {kind}, expected one of {sorted(KINDS)}"
     for word in info[1:]:
-        if word.startswith("file="):
-            file = word.removeprefix("file=")
+        if word.endswith(".toml"):
+            file = word
         else:
             assert word in NEEDS, f"{where}: {word}, expected one of {sorted(NEEDS)}"
             needs = word
