@@ -170,8 +170,11 @@ fn open_orbax(
     for (place, (id, _)) in numbered.iter().enumerate() {
         weights[*id] = place;
     }
-    let listed = |(_, path): (usize, &String)| {
-        Listed { path: path.clone(), role: FileRole::Weights, size_bytes: 0, state: Opening::Nothing }
+    let listed = |(_, path): (usize, &String)| Listed {
+        path: path.clone(),
+        role: FileRole::Weights,
+        size_bytes: 0,
+        state: Opening::Nothing,
     };
     let chosen = ChosenFiles {
         located,

@@ -3,7 +3,7 @@
 
 use std::{fmt, io, path::PathBuf};
 
-use super::{orbax::OrbaxProblem, file::IgnoreReason, printable::printable};
+use super::{file::IgnoreReason, orbax::problem::OrbaxProblem, printable::printable};
 use crate::{format::safetensors::HeaderErrors, source::SourceError, tensor::DType};
 
 /// Most bytes of all files together. Sums of sizes derived from them then fit 64 bits.

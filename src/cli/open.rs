@@ -108,8 +108,7 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
     adapters.sort();
     adapters.dedup();
     let training_state = config.mount.training_state.unwrap_or(false);
-    let options =
-        OpenOptions { io, adapters, follow_symlinks, training_state, fetches, ..OpenOptions::default() };
+    let options = OpenOptions { io, adapters, follow_symlinks, training_state, fetches, ..OpenOptions::default() };
     let checkpoint = Checkpoint::open(&source, &options)?;
     config.source = Some(match checkpoint.revision() {
         // The label is the repository's name with a short revision.

@@ -104,9 +104,9 @@ pub trait Source: fmt::Debug + Send + Sync {
     /// # Errors
     /// As [`Source::fetch`], with the file. The content of all parts is then unspecified.
     fn fetch_files(&self, files: &mut [FileFetch<'_, '_>]) -> Result<(), (FileId, SourceError)> {
-        files.iter_mut().try_for_each(|FileFetch { file, parts }| {
-            self.fetch(*file, parts).map_err(|error| (*file, error))
-        })
+        files
+            .iter_mut()
+            .try_for_each(|FileFetch { file, parts }| self.fetch(*file, parts).map_err(|error| (*file, error)))
     }
 
     /// Most bytes between two spans that are fetched as one, because that costs less than another request.
@@ -170,6 +170,11 @@ pub trait Maps {
     /// # Errors
     /// [`SourceError::OutOfBounds`], or the error that poisoned the file. The output of `work` is then invalid.
     fn with(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>>;
+
+    /// Tells that `bytes` of a span that was passed to `work` were of use; the others lay in between.
+    fn used(&self, file: FileId, span: ByteSpan, bytes: u64) {
+        let _ = (file, span, bytes);
+    }
 
     /// Passes the mapped bytes of a span to `reply` as a kernel-only buffer. Checks before and after that the file is identical
     /// to the pinned one. `None`, without calling `reply`, if there is no such map or no such span; the caller then fetches.
