@@ -154,6 +154,23 @@ impl Choice for SourceIo {
         &[("auto", Self::Auto), ("mmap", Self::Mmap), ("pread", Self::Pread)];
 }
 
+/// Whether the bytes that the listed devices will read are fetched from remote sources before they are read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Prefetch {
+    /// If `--devices` lists a part of the mesh.
+    #[default]
+    Auto,
+    /// Always.
+    On,
+    /// Never.
+    Off,
+}
+
+impl Choice for Prefetch {
+    const WHAT: &'static str = "prefetch";
+    const WORDS: &'static [(&'static str, Self)] = &[("auto", Self::Auto), ("on", Self::On), ("off", Self::Off)];
+}
+
 /// The tensor files to materialize, and where. A materialized file is made once, completely, and the kernel reads it by
 /// itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -7,6 +7,7 @@ use super::{
     health::Health,
     kernel_bytes::KernelBytes,
     permission::Gates,
+    remote::RemoteCounters,
     span::{ByteSpan, FileId},
 };
 
@@ -114,6 +115,34 @@ pub trait Source: fmt::Debug + Send + Sync {
         GAP_BYTES
     }
 
+    /// Bytes to request ahead of a sequential reader, if the source needs more than a local one: its requests take long.
+    fn ahead_bytes(&self) -> Option<u64> {
+        None
+    }
+
+    /// Requests spans that will be needed, behind everything that readers wait for; does not wait. Returns false if the source has
+    /// enough requests for now. Spans of one call are parts of one strided piece, so that small gaps may be fetched with them.
+    fn bring_ahead(&self, file: FileId, spans: &[ByteSpan]) -> bool {
+        let _ = (file, spans);
+        true
+    }
+
+    /// Number of requests made by [`Source::bring_ahead`] that are not done.
+    fn ahead_jobs(&self) -> usize {
+        0
+    }
+
+    /// Bytes that a read of these spans would have to bring from a remote service.
+    fn absent_bytes(&self, file: FileId, spans: &[ByteSpan]) -> u64 {
+        let _ = (file, spans);
+        0
+    }
+
+    /// Counts of remote reads, if it has remote files.
+    fn remote(&self) -> Option<&RemoteCounters> {
+        None
+    }
+
     /// Which files are poisoned or stall.
     fn health(&self) -> &Health;
 
@@ -174,6 +203,28 @@ pub trait Maps {
     /// Tells that `bytes` of a span that was passed to `work` were of use; the others lay in between.
     fn used(&self, file: FileId, span: ByteSpan, bytes: u64) {
         let _ = (file, span, bytes);
+    }
+
+    /// Whether bytes of a span may have to be brought from a remote service first. If so, [`Maps::with_parts`] brings fewer.
+    fn is_partial(&self, file: FileId, span: ByteSpan) -> bool {
+        let _ = (file, span);
+        false
+    }
+
+    /// As [`Maps::with`], for `work` that looks only at the bytes of `parts`, which lie in `span`, in order and apart. The others may
+    /// be anything.
+    ///
+    /// # Errors
+    /// As [`Maps::with`].
+    fn with_parts(
+        &self,
+        file: FileId,
+        span: ByteSpan,
+        parts: &[ByteSpan],
+        work: &mut dyn FnMut(&[u8]),
+    ) -> Option<Result<(), SourceError>> {
+        let _ = parts;
+        self.with(file, span, work)
     }
 
     /// Passes the mapped bytes of a span to `reply` as a kernel-only buffer. Checks before and after that the file is identical

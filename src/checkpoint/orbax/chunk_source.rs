@@ -26,7 +26,10 @@ use lru::LruCache;
 
 use crate::{
     format::zarr_read::ChunkError,
-    source::{ByteSpan, Coded, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, Source, SourceError},
+    source::{
+        ByteSpan, Coded, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, Source, SourceError,
+        remote::RemoteCounters,
+    },
     tensor::to_usize,
 };
 
@@ -258,6 +261,27 @@ impl Source for ChunkSource {
         self.inner.gap_bytes()
     }
 
+    fn ahead_bytes(&self) -> Option<u64> {
+        self.inner.ahead_bytes()
+    }
+
+    fn bring_ahead(&self, file: FileId, spans: &[ByteSpan]) -> bool {
+        // Readers of decoded chunks request these themselves.
+        self.decoded(file).is_some() || self.inner.bring_ahead(file, spans)
+    }
+
+    fn ahead_jobs(&self) -> usize {
+        self.inner.ahead_jobs()
+    }
+
+    fn absent_bytes(&self, file: FileId, spans: &[ByteSpan]) -> u64 {
+        if self.decoded(file).is_some() { 0 } else { self.inner.absent_bytes(file, spans) }
+    }
+
+    fn remote(&self) -> Option<&RemoteCounters> {
+        self.inner.remote()
+    }
+
     fn health(&self) -> &Health {
         self.inner.health()
     }
@@ -360,6 +384,23 @@ impl Maps for ChunkSource {
     fn with(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>> {
         let Some((number, decoded)) = self.decoded(file) else { return self.own_maps(file)?.with(file, span, work) };
         Some(self.with_decoded(file, (number, decoded), span, work))
+    }
+
+    fn is_partial(&self, file: FileId, span: ByteSpan) -> bool {
+        self.own_maps(file).is_some_and(|maps| maps.is_partial(file, span))
+    }
+
+    fn with_parts(
+        &self,
+        file: FileId,
+        span: ByteSpan,
+        parts: &[ByteSpan],
+        work: &mut dyn FnMut(&[u8]),
+    ) -> Option<Result<(), SourceError>> {
+        match self.decoded(file) {
+            Some(_) => self.with(file, span, work),
+            None => self.own_maps(file)?.with_parts(file, span, parts, work),
+        }
     }
 
     fn with_kernel_bytes(
