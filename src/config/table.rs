@@ -58,7 +58,7 @@ pub static SETTINGS: &[Setting] = &[
          keeps the repository's own names; stored keeps a trainer's own names and shapes, the default for checkpoints of \
          Orbax and torch.distributed.checkpoint; maxtext and maxtext-unscanned give exactly what MaxText's converter makes; \
          vllm gives the fused tensors of vLLM's ranks, and sharded_state/ to load them from. A file describes a layout \
-         of your own.",
+         of your own. Without this setting a repository of Hugging Face has canonical, and every other checkpoint stored.",
     ),
     Setting::new(
         View,
@@ -263,9 +263,9 @@ pub static SETTINGS: &[Setting] = &[
         "training-state",
         Nothing("true"),
         at!(mount.training_state),
-        "Shows the whole training state of an Orbax checkpoint: optimizer state and counters too.",
+        "Shows the whole training state of a checkpoint of Orbax or torch: optimizer state and counters too.",
     )
-    .more("By default the model alone is read, the tensors under `params`; `plan` lists what is left out."),
+    .more("By default the model alone is read (of Orbax the tensors under `params`, of torch those that are not under `optimizer`); `plan` lists what is left out."),
     Setting::new(
         Reading,
         "follow-symlinks",
