@@ -1,7 +1,7 @@
 //! Opening a checkpoint: it finds out what the source holds, has the dialect choose the weight files and read them, and puts
 //! the parts together.
 
-use std::{collections::HashMap, path::Path, sync::Arc};
+use std::{collections::HashMap, io, path::Path, sync::Arc};
 
 use super::{
     adapter::{ADAPTER_WEIGHTS, AdapterFiles, read_adapters},
@@ -11,6 +11,7 @@ use super::{
     dialect::{Dialect, own_dtype, quantization_config},
     file::{FileRole, RepoFile},
     folder::{Folder, PinnedFiles, Text},
+    foreign::{self, FileKind},
     header::{ReadHeader, read_header},
     index::Index,
     listing::{Listed, Opening},
@@ -19,17 +20,20 @@ use super::{
     orbax::{self, OrbaxContents, OrbaxProblem},
     problem::{BYTES_MAX, CheckpointError, Problem, Problems},
     quantization::Quantization,
+    remote_tree::CachedTree,
     repository::{Adapter, Checkpoint},
     safetensors,
     scheme::{self, Stored},
     table::TensorTable,
     text::parsed,
     torch,
-    tree::LocalTree,
+    tree::{LocalTree, OpenTree},
 };
 use crate::{
     format::safetensors::Header,
-    source::{Beneath, FileId, Found, LocalFiles, Opened, Source, SourceError, permission::DirectoryGates},
+    source::{
+        Beneath, FileId, Found, Opened, Source, SourceError, permission::DirectoryGates, pin_files, remote::RemoteTree,
+    },
 };
 
 /// The configuration of quantization that `ModelOpt` writes.
@@ -48,10 +52,17 @@ impl Checkpoint {
 
 fn open(source: &str, options: &OpenOptions) -> Result<Checkpoint, CheckpointError> {
     let looking = options.fetches.begin_path(Path::new(source), "list");
-    let located = locate(source, options.hub_cache.as_deref())?;
+    let located = locate(source, options)?;
     let is_directory = located.path.is_dir();
     drop(looking);
     let adapters = read_adapters(options)?;
+    if let Some(repository) = located.remote.clone() {
+        let tree = RemoteTree::open(repository, &options.cache(), &options.remote)?;
+        return match tree.repository().files.iter().position(|file| file.path.is_empty()) {
+            Some(alone) => open_alone(located, Found::cached(tree.remote(alone)?), options, adapters),
+            None => open_remote(located, &tree, options, adapters),
+        };
+    }
     if is_directory { open_directory(located, options, adapters) } else { open_file(located, options, adapters) }
 }
 
@@ -61,23 +72,34 @@ fn open_file(
     options: &OpenOptions,
     adapters: Vec<AdapterFiles>,
 ) -> Result<Checkpoint, CheckpointError> {
+    let opening = options.fetches.begin_path(&located.path, "open");
+    let found = Found::named(&located.path);
+    drop(opening);
+    open_alone(located, found, options, adapters)
+}
+
+fn open_alone(
+    located: Located,
+    found: io::Result<Found>,
+    options: &OpenOptions,
+    adapters: Vec<AdapterFiles>,
+) -> Result<Checkpoint, CheckpointError> {
     let failed = |error| SourceError::Io {
         file: Arc::from(located.path.as_path()),
         action: "open".into(),
         error: Arc::new(error),
     };
     let opening = options.fetches.begin_path(&located.path, "open");
-    let opened = Found::named(&located.path).map_err(failed)?.open(None)?;
+    let opened = found.map_err(failed)?.open(None)?;
     let name = located.path.file_name().map_or_else(|| located.label.clone(), |name| name.display().to_string());
-    let size_bytes = opened.file().metadata().map_or(0, |metadata| metadata.len());
+    let size_bytes = opened.len_bytes().unwrap_or(0);
     drop(opening);
-    let dialect = if container::is_torch(&name) { Chosen::Torch(None) } else { Chosen::Safetensors(None) };
     let listed = Listed { path: name, role: FileRole::Weights, size_bytes, state: Opening::Nothing };
     let chosen = ChosenFiles {
         located,
         files: vec![listed],
         weights: vec![0],
-        dialect,
+        dialect: Chosen::Unknown,
         config_text: None,
         modelopt_text: None,
         adapters,
@@ -99,7 +121,29 @@ fn open_directory(
         Err(error) => return Err(refusal(&located.label, vec![error])),
     }
     drop(tree);
-    let mut folder = Folder::open(located, options, container::is_weights)?;
+    let folder = Folder::open(located, options, container::is_weights)?;
+    open_folder(folder, options, adapters)
+}
+
+fn open_remote(
+    located: Located,
+    tree: &RemoteTree,
+    options: &OpenOptions,
+    adapters: Vec<AdapterFiles>,
+) -> Result<Checkpoint, CheckpointError> {
+    let cached = CachedTree::new(tree);
+    match orbax::is_orbax(&cached) {
+        Ok(true) => open_orbax(located, &cached, options, adapters),
+        Ok(false) => open_folder(Folder::of_remote(located, tree, options)?, options, adapters),
+        Err(error) => Err(refusal(&located.label, vec![error])),
+    }
+}
+
+fn open_folder(
+    mut folder: Folder,
+    options: &OpenOptions,
+    adapters: Vec<AdapterFiles>,
+) -> Result<Checkpoint, CheckpointError> {
     find_unreadable(&folder.files, &mut folder.problems);
     let found = Container::of(&folder);
     let text = match found {
@@ -126,7 +170,7 @@ fn open_directory(
         }
         Some(Container::Dcp | Container::Orbax) => {
             dcp::choose(&mut folder);
-            Chosen::Dcp
+            Chosen::Dcp { training_state: options.training_state }
         }
     };
     let (weights, opened) = folder.open_files(adapters.len())?;
@@ -157,7 +201,7 @@ fn refusal(label: &str, found: Vec<OrbaxProblem>) -> CheckpointError {
 /// An Orbax checkpoint: only the files that reads need are opened.
 fn open_orbax(
     located: Located,
-    tree: &LocalTree,
+    tree: &dyn OpenTree,
     options: &OpenOptions,
     adapters: Vec<AdapterFiles>,
 ) -> Result<Checkpoint, CheckpointError> {
@@ -170,8 +214,11 @@ fn open_orbax(
     for (place, (id, _)) in numbered.iter().enumerate() {
         weights[*id] = place;
     }
-    let listed = |(_, path): (usize, &String)| {
-        Listed { path: path.clone(), role: FileRole::Weights, size_bytes: 0, state: Opening::Nothing }
+    let listed = |(_, path): (usize, &String)| Listed {
+        path: path.clone(),
+        role: FileRole::Weights,
+        size_bytes: 0,
+        state: Opening::Nothing,
     };
     let chosen = ChosenFiles {
         located,
@@ -189,18 +236,24 @@ fn open_orbax(
 
 /// The dialect that reads the weight files, with what decided the choice of these.
 enum Chosen<'a> {
+    /// That of a single file, by how it begins.
+    Unknown,
     Safetensors(Option<(&'a str, Index<'a>)>),
     Torch(Option<(&'a str, Index<'a>)>),
-    Dcp,
+    Dcp {
+        /// Whether optimizer state is wanted.
+        training_state: bool,
+    },
     Orbax(OrbaxContents),
 }
 
 impl Chosen<'_> {
     fn read(&mut self, files: &PinnedFiles<'_>, source: &Arc<dyn Source>, problems: &mut Problems) -> Contents {
         match self {
+            Self::Unknown => read_file(files, problems),
             Self::Safetensors(index) => safetensors::read(files, index.as_ref(), problems),
             Self::Torch(index) => torch::read(files, index.as_ref(), problems),
-            Self::Dcp => dcp::read(files, problems),
+            Self::Dcp { training_state } => dcp::read(files, *training_state, problems),
             Self::Orbax(found) => found.contents(source, problems),
         }
     }
@@ -209,7 +262,26 @@ impl Chosen<'_> {
     fn index_metadata(self) -> Option<serde_json::Value> {
         match self {
             Self::Safetensors(index) | Self::Torch(index) => index.and_then(|(_, index)| index.metadata),
-            Self::Dcp | Self::Orbax(_) => None,
+            Self::Unknown | Self::Dcp { .. } | Self::Orbax(_) => None,
+        }
+    }
+}
+
+/// Reads a single file.
+fn read_file(files: &PinnedFiles<'_>, problems: &mut Problems) -> Contents {
+    let name = files.path(FileId(0)).to_owned();
+    let len = files.source.len_bytes(FileId(0)).min(foreign::HEAD_BYTES);
+    let mut head = vec![0; usize::try_from(len).expect("a few bytes")];
+    if let Err(error) = files.source.read_into(FileId(0), 0, &mut head) {
+        problems.push(Problem::Unreadable { file: name, error });
+        return Contents::new(Container::Safetensors, TensorTable::default());
+    }
+    match foreign::of_head(&name, &head) {
+        FileKind::Torch => torch::read(files, None, problems),
+        FileKind::Safetensors => safetensors::read(files, None, problems),
+        FileKind::Foreign(text) => {
+            problems.push(Problem::Container { file: name, message: text.to_owned() });
+            Contents::new(Container::Safetensors, TensorTable::default())
         }
     }
 }
@@ -247,7 +319,7 @@ impl ChosenFiles<'_> {
             adapters.push(Adapter { dir, file, config });
             self.warnings.extend(warning);
         }
-        let source: Arc<dyn Source> = Arc::new(LocalFiles::pin(opened, options.io, Arc::clone(&options.fetches))?);
+        let source = pin_files(opened, options.io, Arc::clone(&options.fetches))?;
         let files = (0..number(source.file_count())).map(FileId);
         if files.map(|file| source.pin(file).len_bytes).fold(0, u64::saturating_add) > BYTES_MAX {
             problems.push(Problem::TooManyBytes);
@@ -271,7 +343,7 @@ impl ChosenFiles<'_> {
             TensorTable::default()
         });
         problems.refuse(&self.located.label)?;
-        let Located { path, label, revision } = self.located;
+        let Located { path, label, revision, remote: _ } = self.located;
         Ok(Checkpoint {
             source,
             root: path,

@@ -3,8 +3,12 @@
 
 use std::{fmt, io, path::PathBuf};
 
-use super::{orbax::OrbaxProblem, file::IgnoreReason, printable::printable};
-use crate::{format::safetensors::HeaderErrors, source::SourceError, tensor::DType};
+use super::{file::IgnoreReason, orbax::problem::OrbaxProblem, printable::printable};
+use crate::{
+    format::safetensors::HeaderErrors,
+    source::{SourceError, remote::RemoteError},
+    tensor::DType,
+};
 
 /// Most bytes of all files together. Sums of sizes derived from them then fit 64 bits.
 pub(super) const BYTES_MAX: u64 = 1 << 58;
@@ -25,6 +29,9 @@ pub enum CheckpointError {
         /// Its scheme.
         scheme: String,
     },
+    /// A remote service does not list the source.
+    #[error("{0}")]
+    Remote(RemoteError),
     /// Neither a path nor a name.
     #[error("{source_name}: no such file or directory, and not an org/name[@revision] either")]
     NotFound {
@@ -70,12 +77,14 @@ pub enum CheckpointError {
         snapshot: PathBuf,
     },
     /// No safetensors in the directory.
-    #[error("{}: no *.safetensors here{}", root.display(), elsewhere(subdirectories))]
+    #[error("{}: no *.safetensors here{}{}", root.display(), elsewhere(subdirectories), advice(found.as_deref()))]
     NoWeights {
         /// The directory.
         root: PathBuf,
         /// Subdirectories with safetensors.
         subdirectories: Vec<String>,
+        /// What the directory is, where that is known.
+        found: Option<String>,
     },
     /// More than one index, none of them the usual one.
     #[error("{}: several indexes and no model.safetensors.index.json: {}", root.display(), indexes.join(", "))]
@@ -311,6 +320,10 @@ fn elsewhere(subdirectories: &[String]) -> String {
     } else {
         format!("; open one of the subdirectories that have some: {}", subdirectories.join(", "))
     }
+}
+
+fn advice(found: Option<&str>) -> String {
+    found.map_or_else(String::new, |found| format!(": {found}"))
 }
 
 fn list_problems(problems: &[Problem], more: usize) -> String {

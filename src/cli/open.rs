@@ -11,11 +11,11 @@ use super::{
 };
 use crate::{
     checkpoint::{Checkpoint, OpenOptions, printable},
-    config::{Config, MountSettings, OwnerId, Settings, ThreadCount},
+    config::{Config, LayoutChoice, MountSettings, OwnerId, Settings, ThreadCount},
     host::{budget::Budget, limits, memory},
     plan::{Plan, ViewOptions, report::human_bytes},
     read::EngineOptions,
-    source::{Fetches, FileId},
+    source::{Fetches, FileId, remote::RemoteOptions},
     volume::{Overrides, ViewPlan, Volume, VolumeOptions},
 };
 
@@ -107,9 +107,10 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
     let mut adapters: Vec<_> = config.views.iter().filter_map(|view| view.settings.lora.clone()).collect();
     adapters.sort();
     adapters.dedup();
+    let remote = remote_options(&config.mount);
     let training_state = config.mount.training_state.unwrap_or(false);
     let options =
-        OpenOptions { io, adapters, follow_symlinks, training_state, fetches, ..OpenOptions::default() };
+        OpenOptions { io, adapters, follow_symlinks, training_state, fetches, remote, ..OpenOptions::default() };
     let checkpoint = Checkpoint::open(&source, &options)?;
     config.source = Some(match checkpoint.revision() {
         // The label is the repository's name with a short revision.
@@ -119,6 +120,12 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         }
         None => source,
     });
+    // The choice is written down, so that every command and the mount's own configuration say the same.
+    if !checkpoint.is_repository() {
+        for view in &mut config.views {
+            view.settings.layout.get_or_insert(LayoutChoice::Named("stored"));
+        }
+    }
     for file in checkpoint.suspicious_files() {
         tracing::warn!("{}: left out: safetensors that the index does not name", printable(&file.path));
     }
@@ -126,6 +133,17 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         tracing::warn!("{}", printable(warning));
     }
     Ok(Arc::new(checkpoint))
+}
+
+/// The settings of remote sources.
+pub(super) fn remote_options(settings: &MountSettings) -> RemoteOptions {
+    RemoteOptions {
+        cache_dir: settings.cache_dir.clone(),
+        cache_disk_bytes: settings.cache_disk_bytes.map(|bytes| bytes.0),
+        timeout: settings.source_timeout.map_or(RemoteOptions::TIMEOUT, |limit| limit.0),
+        offline: settings.offline.unwrap_or(false),
+        allow_http: settings.allow_http.unwrap_or(false),
+    }
 }
 
 /// The hint at the flags for names other than the expected ones.

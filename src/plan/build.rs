@@ -27,13 +27,13 @@ use super::{
     name_group::fold,
     names, packed,
     select::{self, Selected},
-    shard,
+    shard, stored,
     survey::{devices, family, family_problem, missing_layers},
     unused,
     values::{self, Raw, Values, Wish},
 };
 use crate::{
-    checkpoint::{Adapter, Checkpoint},
+    checkpoint::{Adapter, Checkpoint, Container},
     config::{Dequantize, Pattern},
     tensor::TensorId,
 };
@@ -120,7 +120,7 @@ impl Plan {
     /// # Errors
     /// Everything wrong with the plan, at once.
     pub fn build(checkpoint: &Checkpoint, options: &ViewOptions) -> Result<Self, PlanError> {
-        build(checkpoint, options)
+        build(checkpoint, &options.for_checkpoint(checkpoint))
     }
 }
 
@@ -180,7 +180,7 @@ fn layout_wish(options: &ViewOptions) -> Wish {
     let asked = asked(options);
     match &options.layout {
         Layout::Embedded(_) if asked.quantized == Raw::Shown => Wish { quantized: Raw::Decoded(None), ..asked },
-        Layout::Canonical | Layout::Hf | Layout::Embedded(_) => asked,
+        Layout::Canonical | Layout::Hf | Layout::Stored | Layout::Embedded(_) => asked,
         Layout::File(file) => with_dtype_of(asked, file, options),
     }
 }
@@ -242,7 +242,11 @@ impl<'a> Builder<'a> {
         'a: 'b,
     {
         let options = self.options;
-        let selected = select::select(original, &options.subset, family(original)?.as_ref())?;
+        let mut selected = select::select(original, &options.subset, family(original)?.as_ref())?;
+        if selected.no_hf.is_none() && original.config().is_none() && !original.is_repository() {
+            let reason = format!("the source is a checkpoint of {} without config.json", original.container());
+            selected.no_hf = Some(reason);
+        }
         let adapter = adapter(original, options)?;
         let mut wanted = Wanted { original, selected, adapter, adapted: None };
         wanted.adapted = adapter.map(|adapter| with_adapter(wanted.part(), adapter)).transpose()?;
@@ -253,23 +257,30 @@ impl<'a> Builder<'a> {
         let options = self.options;
         let mut set = options.set.clone();
         let file = match &options.layout {
-            Layout::Canonical | Layout::Hf => None,
+            Layout::Canonical | Layout::Hf | Layout::Stored => None,
             Layout::Embedded(embedded) => Some(embedded.choose(wanted.seen(), &mut set)?),
             Layout::File(file) => Some(file.clone()),
         };
         let wish = layout_wish(options);
         let wish = file.as_ref().map_or(wish, |file| with_dtype_of(wish, file, options));
         let flat = file.as_ref().is_some_and(|file| file.flat()) || options.layout == Layout::Hf;
-        Ok(Chosen { file, set, wish, family: family(wanted.seen())?, flat })
+        // A trainer's names are in no table.
+        let family = if options.layout == Layout::Stored { None } else { family(wanted.seen())? };
+        Ok(Chosen { file, set, wish, family, flat })
     }
 
     fn draft(&mut self, wanted: &Wanted<'_>, chosen: &Chosen, values: &Values<'_>) -> Drafted {
         let left_out = wanted.selected.left_out(wanted.original);
         let mut drafted = match &chosen.file {
             Some(file) => self.draft_by_rules(file, wanted, chosen, values),
+            None if self.options.layout == Layout::Stored => self.draft_as_stored(wanted, values),
             None => self.draft_by_tables(wanted, chosen, values),
         };
         drafted.left_out.splice(0..0, left_out);
+        // What a torch checkpoint leaves out is no tensor, for the most part; the source's lines list it.
+        if self.original.container() == Container::Orbax {
+            drafted.left_out.extend(fold(self.original.left_out().iter().map(|left| left.name.as_str()), &[]));
+        }
         drafted
     }
 
@@ -308,6 +319,22 @@ impl<'a> Builder<'a> {
         }
         self.warnings.extend(resolved.warnings);
         Drafted { drafts: resolved.drafts, params: resolved.params, left_out: resolved.left_out, ..nothing }
+    }
+
+    /// Drafts of the tensors as they are stored.
+    fn draft_as_stored(&mut self, wanted: &Wanted<'_>, values: &Values<'_>) -> Drafted {
+        let drafts = self.or_default(stored::drafts(wanted.seen(), values));
+        let scan = self.original.scan_layers().map(|scan| ("scan".to_owned(), scan.to_string()));
+        Drafted {
+            drafts,
+            family: stored::is_maxtext(wanted.seen()).then(|| "maxtext".to_owned()),
+            params: scan.into_iter().collect(),
+            findings: Findings::default(),
+            left_out: Vec::new(),
+            kept: Vec::new(),
+            dropped: Vec::new(),
+            decoded_config: None,
+        }
     }
 
     /// Drafts by the tables of the model's family, or by the repository's own names.
@@ -358,8 +385,9 @@ impl<'a> Builder<'a> {
     /// The rules that split logical axes, if specs come from those. Warns of rules and mesh axes that split nothing.
     fn split(&mut self, drafts: &[Draft], wanted: &Wanted<'_>, chosen: &Chosen) -> Option<LogicalRules> {
         let options = self.options;
-        let rules = logical_rules(options, chosen.file.as_deref());
-        if chosen.file.is_none() {
+        let is_maxtext = drafts.iter().any(|draft| !draft.roles.logical.is_empty());
+        let rules = logical_rules(options, chosen.file.as_deref(), is_maxtext && options.layout == Layout::Stored);
+        if chosen.file.is_none() && !(options.layout == Layout::Stored && is_maxtext && options.set.is_empty()) {
             let name = options.layout.name();
             if !options.set.is_empty() {
                 self.problem("set", format!("the layout {name} has no parameters"));
@@ -396,8 +424,15 @@ impl<'a> Builder<'a> {
         keep_f32: &[Pattern],
         is_alike: bool,
     ) -> Result<Repository, PlanError> {
+        if self.options.layout == Layout::Stored {
+            // hf/ is a repository, which a trainer's checkpoint is not.
+            return Ok(Repository::default());
+        }
         if let Some(reason) = &wanted.selected.no_hf {
-            self.warnings.push(format!("hf/ is left out: {reason}"));
+            // Nobody expects a repository of what is none.
+            if self.original.is_repository() {
+                self.warnings.push(format!("hf/ is left out: {reason}"));
+            }
             return Ok(Repository::default());
         }
         let (original, options) = (self.original, self.options);
@@ -542,9 +577,9 @@ fn with_adapter(part: &Checkpoint, adapter: &Adapter) -> Result<Checkpoint, Plan
 }
 
 /// The rules for logical axes, if specs come from those.
-fn logical_rules(options: &ViewOptions, file: Option<&LayoutFile>) -> Option<LogicalRules> {
+fn logical_rules(options: &ViewOptions, file: Option<&LayoutFile>, is_maxtext: bool) -> Option<LogicalRules> {
     let wanted = match options.sharding {
-        Sharding::Auto => file.is_some_and(LayoutFile::shards_logically),
+        Sharding::Auto => is_maxtext || file.is_some_and(LayoutFile::shards_logically),
         Sharding::Logical => true,
         Sharding::Replicate => false,
     };

@@ -94,6 +94,9 @@ pub(super) fn through_maps(
     match mapped {
         None => Err(ReadError::Internal { what: "a mapped file is not mapped" }),
         Some(Err(error)) => Err(ReadError::source(&info, span, error)),
-        Some(Ok(())) => result,
+        Some(Ok(())) => {
+            maps.used(info.file(), span, first.used_bytes);
+            result
+        }
     }
 }

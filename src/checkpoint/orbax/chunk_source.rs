@@ -28,6 +28,7 @@ use crate::{
     format::zarr_read::ChunkError,
     source::{
         ByteSpan, Coded, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, Source, SourceError,
+        remote::RemoteCounters,
     },
     tensor::to_usize,
 };
@@ -164,6 +165,7 @@ impl ChunkSource {
         let chunk = self.chunk(key)?;
         for (start, target) in wanted {
             target.copy_from_slice(&chunk[to_usize(start)..][..target.len()]);
+            self.pool.note_read(key, target.len() as u64);
         }
         Ok(())
     }
@@ -197,9 +199,9 @@ impl ChunkSource {
             // If the system refuses more threads, the caller decodes all.
             let helpers: Vec<_> = (1..threads).filter_map(|_| helper().ok()).collect();
             let own = work();
-            let others = helpers.into_iter().map(|helper| helper.join().unwrap_or_else(|panic| {
-                std::panic::resume_unwind(panic)
-            }));
+            let others = helpers
+                .into_iter()
+                .map(|helper| helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
             others.fold(own, Result::and)
         })
     }
@@ -242,7 +244,9 @@ impl Source for ChunkSource {
                 None => own.push(FileFetch { file, parts }),
                 Some(decoded) => {
                     let usable = self.inner.health().usable(FileId(decoded.1.stored_in));
-                    usable.and_then(|()| self.split(file, decoded, parts, &mut wanted)).map_err(|error| (file, error))?;
+                    usable
+                        .and_then(|()| self.split(file, decoded, parts, &mut wanted))
+                        .map_err(|error| (file, error))?;
                 }
             }
         }
@@ -257,12 +261,33 @@ impl Source for ChunkSource {
         self.inner.gap_bytes()
     }
 
+    fn ahead_bytes(&self) -> Option<u64> {
+        self.inner.ahead_bytes()
+    }
+
+    fn bring_ahead(&self, file: FileId, spans: &[ByteSpan]) -> bool {
+        // Readers of decoded chunks request these themselves.
+        self.decoded(file).is_some() || self.inner.bring_ahead(file, spans)
+    }
+
+    fn ahead_jobs(&self) -> usize {
+        self.inner.ahead_jobs()
+    }
+
+    fn absent_bytes(&self, file: FileId, spans: &[ByteSpan]) -> u64 {
+        if self.decoded(file).is_some() { 0 } else { self.inner.absent_bytes(file, spans) }
+    }
+
+    fn remote(&self) -> Option<&RemoteCounters> {
+        self.inner.remote()
+    }
+
     fn health(&self) -> &Health {
         self.inner.health()
     }
 
     fn maps(&self) -> Option<&dyn Maps> {
-        self.inner.maps().map(|_| self as &dyn Maps)
+        Some(self)
     }
 
     fn backing(&self, file: FileId) -> Option<Arc<File>> {
@@ -313,6 +338,37 @@ impl Source for ChunkSource {
 }
 
 impl ChunkSource {
+    /// Runs `work` on a span of a decoded file: of the chunk in memory, or of a copy if the span reaches beyond one chunk.
+    fn with_decoded(
+        &self,
+        file: FileId,
+        (number, decoded): (u32, &DecodedFile),
+        span: ByteSpan,
+        work: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), SourceError> {
+        self.inner.health().usable(FileId(decoded.stored_in))?;
+        let len_bytes = decoded.len_bytes();
+        if span.end() > len_bytes {
+            return Err(SourceError::OutOfBounds { file: self.pin(file).path.clone(), span, len_bytes });
+        }
+        if span.is_empty() {
+            work(&[]);
+            return Ok(());
+        }
+        let chunk_bytes = decoded.array.chunk_bytes().max(1);
+        let (first, last) = (span.start() / chunk_bytes, (span.end() - 1) / chunk_bytes);
+        if first == last {
+            let chunk = self.chunk((number, first))?;
+            let start = to_usize(span.start() - first * chunk_bytes);
+            work(&chunk[start..start + to_usize(span.len())]);
+        } else {
+            let mut copy = vec![0; to_usize(span.len())];
+            self.fetch(file, &mut [FetchPart { start: span.start(), target: &mut copy }])?;
+            work(&copy);
+        }
+        Ok(())
+    }
+
     /// The maps of the inner source, for one of its own files.
     fn own_maps(&self, file: FileId) -> Option<&dyn Maps> {
         self.inner.maps().filter(|_| self.decoded(file).is_none())
@@ -320,12 +376,31 @@ impl ChunkSource {
 }
 
 impl Maps for ChunkSource {
+    /// Boxes of a tensor never reach beyond a chunk, so that their spans are in memory when they are asked for: no copy is needed.
     fn is_mapped(&self, file: FileId) -> bool {
-        self.own_maps(file).is_some_and(|maps| maps.is_mapped(file))
+        self.decoded(file).is_some() || self.own_maps(file).is_some_and(|maps| maps.is_mapped(file))
     }
 
     fn with(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>> {
-        self.own_maps(file)?.with(file, span, work)
+        let Some((number, decoded)) = self.decoded(file) else { return self.own_maps(file)?.with(file, span, work) };
+        Some(self.with_decoded(file, (number, decoded), span, work))
+    }
+
+    fn is_partial(&self, file: FileId, span: ByteSpan) -> bool {
+        self.own_maps(file).is_some_and(|maps| maps.is_partial(file, span))
+    }
+
+    fn with_parts(
+        &self,
+        file: FileId,
+        span: ByteSpan,
+        parts: &[ByteSpan],
+        work: &mut dyn FnMut(&[u8]),
+    ) -> Option<Result<(), SourceError>> {
+        match self.decoded(file) {
+            Some(_) => self.with(file, span, work),
+            None => self.own_maps(file)?.with_parts(file, span, parts, work),
+        }
     }
 
     fn with_kernel_bytes(
@@ -335,6 +410,12 @@ impl Maps for ChunkSource {
         reply: &mut dyn FnMut(KernelBytes<'_>),
     ) -> Option<Result<(), SourceError>> {
         self.own_maps(file)?.with_kernel_bytes(file, span, reply)
+    }
+
+    fn used(&self, file: FileId, span: ByteSpan, bytes: u64) {
+        if let Some((number, decoded)) = self.decoded(file) {
+            self.pool.note_read((number, span.start() / decoded.array.chunk_bytes().max(1)), bytes);
+        }
     }
 
     fn will_need(&self, file: FileId, span: ByteSpan) {
