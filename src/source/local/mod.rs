@@ -233,7 +233,9 @@ impl Pinned {
         let mapped = match io {
             SourceIo::Mmap => true,
             SourceIo::Pread => false,
-            SourceIo::Auto => fstatfs(&file).is_ok_and(|fs| !REMOTE_MAGIC.contains(&i128::from(fs.filesystem_type().0))),
+            SourceIo::Auto => {
+                fstatfs(&file).is_ok_and(|fs| !REMOTE_MAGIC.contains(&i128::from(fs.filesystem_type().0)))
+            }
         };
         let seconds = remote.and_then(|remote| remote.object.file.modified_seconds);
         let modified = seconds.map_or_else(|| identity.modified(), |seconds| UNIX_EPOCH + Duration::from_secs(seconds));
