@@ -4,6 +4,7 @@
 //! | --- | --- | --- |
 //! | [`Container::Safetensors`] | a Hugging Face repository or a single `.safetensors` | `safetensors.rs` |
 //! | [`Container::Torch`] | `pytorch_model*.bin`, `.pt`, `.pth`: archives of `torch.save` | `torch.rs` |
+//! | [`Container::Orbax`] | `_METADATA`, `manifest.ocdbt`, `_CHECKPOINT_METADATA`; found by `orbax/item.rs` before files are listed | `orbax/` |
 //! | [`Container::Dcp`] | `.metadata` and `*.distcp`, or safetensors that say where their tensors are in the whole | `dcp.rs` |
 //!
 //! A dialect for a container has two functions. `choose` looks at a [`Folder`] and says which files are weights. `read` takes the
@@ -29,6 +30,8 @@ pub enum Container {
     Torch,
     /// A directory of `torch.distributed.checkpoint`.
     Dcp,
+    /// A checkpoint of Orbax: zarr arrays in an OCDBT database or in directories.
+    Orbax,
 }
 
 impl fmt::Display for Container {
@@ -37,6 +40,7 @@ impl fmt::Display for Container {
             Self::Safetensors => "safetensors",
             Self::Torch => "torch.save",
             Self::Dcp => "torch.distributed.checkpoint",
+            Self::Orbax => "Orbax",
         })
     }
 }
@@ -64,12 +68,14 @@ pub(super) struct Contents {
     /// The source of the table's files, where it is another than that of the pinned files. It has these files under
     /// the same ids, and may have more.
     pub(super) source: Option<Arc<dyn Source>>,
+    /// Whether the layers of a MaxText model are stacked, if the checkpoint says it.
+    pub(super) scan_layers: Option<bool>,
 }
 
 impl Contents {
     /// These tensors, and nothing else.
     pub(super) fn new(container: Container, table: TensorTable) -> Self {
-        Self { container, table, file_metadata: BTreeMap::new(), left_out: Vec::new(), source: None }
+        Self { container, table, file_metadata: BTreeMap::new(), left_out: Vec::new(), source: None, scan_layers: None }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Opening a checkpoint: it finds out what the source holds, has the dialect choose the weight files and read them, and puts
 //! the parts together.
 
-use std::{collections::HashMap, path::Path, sync::Arc};
+use std::{collections::HashMap, io, path::Path, sync::Arc};
 
 use super::{
     adapter::{ADAPTER_WEIGHTS, AdapterFiles, read_adapters},
@@ -16,18 +16,23 @@ use super::{
     listing::{Listed, Opening},
     locate::{Located, locate},
     options::OpenOptions,
+    orbax::{self, OrbaxContents, OrbaxProblem},
     problem::{BYTES_MAX, CheckpointError, Problem, Problems},
     quantization::Quantization,
+    remote_tree::CachedTree,
     repository::{Adapter, Checkpoint},
     safetensors,
     scheme::{self, Stored},
     table::TensorTable,
     text::parsed,
     torch,
+    tree::{LocalTree, OpenTree},
 };
 use crate::{
     format::safetensors::Header,
-    source::{FileId, Found, LocalFiles, Opened, Source, SourceError, permission::DirectoryGates},
+    source::{
+        Beneath, FileId, Found, Opened, Source, SourceError, permission::DirectoryGates, pin_files, remote::RemoteTree,
+    },
 };
 
 /// The configuration of quantization that `ModelOpt` writes.
@@ -46,10 +51,17 @@ impl Checkpoint {
 
 fn open(source: &str, options: &OpenOptions) -> Result<Checkpoint, CheckpointError> {
     let looking = options.fetches.begin_path(Path::new(source), "list");
-    let located = locate(source, options.hub_cache.as_deref())?;
+    let located = locate(source, options)?;
     let is_directory = located.path.is_dir();
     drop(looking);
     let adapters = read_adapters(options)?;
+    if let Some(repository) = located.remote.clone() {
+        let tree = RemoteTree::open(repository, &options.cache(), &options.remote)?;
+        return match tree.repository().files.iter().position(|file| file.path.is_empty()) {
+            Some(alone) => open_alone(located, Found::cached(tree.remote(alone)?), options, adapters),
+            None => open_remote(located, &tree, options, adapters),
+        };
+    }
     if is_directory { open_directory(located, options, adapters) } else { open_file(located, options, adapters) }
 }
 
@@ -59,15 +71,27 @@ fn open_file(
     options: &OpenOptions,
     adapters: Vec<AdapterFiles>,
 ) -> Result<Checkpoint, CheckpointError> {
+    let opening = options.fetches.begin_path(&located.path, "open");
+    let found = Found::named(&located.path);
+    drop(opening);
+    open_alone(located, found, options, adapters)
+}
+
+fn open_alone(
+    located: Located,
+    found: io::Result<Found>,
+    options: &OpenOptions,
+    adapters: Vec<AdapterFiles>,
+) -> Result<Checkpoint, CheckpointError> {
     let failed = |error| SourceError::Io {
         file: Arc::from(located.path.as_path()),
         action: "open".into(),
         error: Arc::new(error),
     };
     let opening = options.fetches.begin_path(&located.path, "open");
-    let opened = Found::named(&located.path).map_err(failed)?.open(None)?;
+    let opened = found.map_err(failed)?.open(None)?;
     let name = located.path.file_name().map_or_else(|| located.label.clone(), |name| name.display().to_string());
-    let size_bytes = opened.file().metadata().map_or(0, |metadata| metadata.len());
+    let size_bytes = opened.len_bytes().unwrap_or(0);
     drop(opening);
     let dialect = if container::is_torch(&name) { Chosen::Torch(None) } else { Chosen::Safetensors(None) };
     let listed = Listed { path: name, role: FileRole::Weights, size_bytes, state: Opening::Nothing };
@@ -90,13 +114,42 @@ fn open_directory(
     options: &OpenOptions,
     adapters: Vec<AdapterFiles>,
 ) -> Result<Checkpoint, CheckpointError> {
-    let mut folder = Folder::open(located, options, container::is_weights)?;
+    let tree = local_tree(&located, options)?;
+    match orbax::is_orbax(&tree) {
+        Ok(true) => return open_orbax(located, &tree, options, adapters),
+        Ok(false) => {}
+        Err(error) => return Err(refusal(&located.label, vec![error])),
+    }
+    drop(tree);
+    let folder = Folder::open(located, options, container::is_weights)?;
+    open_folder(folder, options, adapters)
+}
+
+fn open_remote(
+    located: Located,
+    tree: &RemoteTree,
+    options: &OpenOptions,
+    adapters: Vec<AdapterFiles>,
+) -> Result<Checkpoint, CheckpointError> {
+    let cached = CachedTree::new(tree);
+    match orbax::is_orbax(&cached) {
+        Ok(true) => open_orbax(located, &cached, options, adapters),
+        Ok(false) => open_folder(Folder::of_remote(located, tree, options)?, options, adapters),
+        Err(error) => Err(refusal(&located.label, vec![error])),
+    }
+}
+
+fn open_folder(
+    mut folder: Folder,
+    options: &OpenOptions,
+    adapters: Vec<AdapterFiles>,
+) -> Result<Checkpoint, CheckpointError> {
     find_unreadable(&folder.files, &mut folder.problems);
     let found = Container::of(&folder);
     let text = match found {
         Some(Container::Safetensors) | None => safetensors::index_text(&mut folder)?,
         Some(Container::Torch) => torch::index_text(&mut folder)?,
-        Some(Container::Dcp) => None,
+        Some(Container::Dcp | Container::Orbax) => None,
     };
     let config_text = folder.read(CONFIG)?;
     let modelopt_text = folder.read(MODELOPT)?;
@@ -115,7 +168,7 @@ fn open_directory(
             torch::choose(&mut folder, index.as_ref())?;
             Chosen::Torch(index)
         }
-        Some(Container::Dcp) => {
+        Some(Container::Dcp | Container::Orbax) => {
             dcp::choose(&mut folder);
             Chosen::Dcp
         }
@@ -127,19 +180,75 @@ fn open_directory(
     chosen.build(opened, options, problems)
 }
 
+/// The files below a directory, none of them listed or opened yet.
+fn local_tree(located: &Located, options: &OpenOptions) -> Result<LocalTree, CheckpointError> {
+    let _opening = options.fetches.begin_path(&located.path, "open");
+    let root = Beneath::open(&located.path);
+    let root = root.map_err(|error| CheckpointError::Listing { root: located.path.clone(), error })?;
+    if located.revision.is_some() && !root.is_in_hub_cache() && !options.follow_symlinks {
+        return Err(CheckpointError::LeavesCache { snapshot: located.path.clone() });
+    }
+    Ok(LocalTree::new(Arc::new(root), options.follow_symlinks, Arc::clone(&options.fetches)))
+}
+
+/// The error of these problems.
+fn refusal(label: &str, found: Vec<OrbaxProblem>) -> CheckpointError {
+    let mut problems = Problems::default();
+    found.into_iter().for_each(|problem| problems.push(problem.into()));
+    problems.refuse(label).expect_err("there is at least one problem")
+}
+
+/// An Orbax checkpoint: only the files that reads need are opened.
+fn open_orbax(
+    located: Located,
+    tree: &dyn OpenTree,
+    options: &OpenOptions,
+    adapters: Vec<AdapterFiles>,
+) -> Result<Checkpoint, CheckpointError> {
+    let found = orbax::read(tree, options.training_state).map_err(|problems| refusal(&located.label, problems))?;
+    let opened = tree.open_files(&found.paths, adapters.len())?;
+    let directories = tree.directories(&found.paths);
+    let mut numbered: Vec<(usize, &String)> = found.paths.iter().enumerate().collect();
+    numbered.sort_unstable_by_key(|(_, path)| *path);
+    let mut weights = vec![0; found.paths.len()];
+    for (place, (id, _)) in numbered.iter().enumerate() {
+        weights[*id] = place;
+    }
+    let listed = |(_, path): (usize, &String)| Listed {
+        path: path.clone(),
+        role: FileRole::Weights,
+        size_bytes: 0,
+        state: Opening::Nothing,
+    };
+    let chosen = ChosenFiles {
+        located,
+        files: numbered.into_iter().map(listed).collect(),
+        weights,
+        warnings: found.warnings.clone(),
+        dialect: Chosen::Orbax(found),
+        config_text: None,
+        modelopt_text: None,
+        adapters,
+        directories,
+    };
+    chosen.build(opened, options, Problems::default())
+}
+
 /// The dialect that reads the weight files, with what decided the choice of these.
 enum Chosen<'a> {
     Safetensors(Option<(&'a str, Index<'a>)>),
     Torch(Option<(&'a str, Index<'a>)>),
     Dcp,
+    Orbax(OrbaxContents),
 }
 
 impl Chosen<'_> {
-    fn read(&self, files: &PinnedFiles<'_>, problems: &mut Problems) -> Contents {
+    fn read(&mut self, files: &PinnedFiles<'_>, source: &Arc<dyn Source>, problems: &mut Problems) -> Contents {
         match self {
             Self::Safetensors(index) => safetensors::read(files, index.as_ref(), problems),
             Self::Torch(index) => torch::read(files, index.as_ref(), problems),
             Self::Dcp => dcp::read(files, problems),
+            Self::Orbax(found) => found.contents(source, problems),
         }
     }
 
@@ -147,7 +256,7 @@ impl Chosen<'_> {
     fn index_metadata(self) -> Option<serde_json::Value> {
         match self {
             Self::Safetensors(index) | Self::Torch(index) => index.and_then(|(_, index)| index.metadata),
-            Self::Dcp => None,
+            Self::Dcp | Self::Orbax(_) => None,
         }
     }
 }
@@ -185,15 +294,15 @@ impl ChosenFiles<'_> {
             adapters.push(Adapter { dir, file, config });
             self.warnings.extend(warning);
         }
-        let source: Arc<dyn Source> = Arc::new(LocalFiles::pin(opened, options.io, Arc::clone(&options.fetches))?);
+        let source = pin_files(opened, options.io, Arc::clone(&options.fetches))?;
         let files = (0..number(source.file_count())).map(FileId);
         if files.map(|file| source.pin(file).len_bytes).fold(0, u64::saturating_add) > BYTES_MAX {
             problems.push(Problem::TooManyBytes);
         }
         let pinned = PinnedFiles { files: &self.files, weights: &self.weights, source: &*source };
-        let contents = self.dialect.read(&pinned, &mut problems);
+        let contents = self.dialect.read(&pinned, &source, &mut problems);
         let files = repo_files(&pinned);
-        let Contents { container, table, file_metadata, left_out, source: wrapped } = contents;
+        let Contents { container, table, file_metadata, left_out, source: wrapped, scan_layers } = contents;
         let source = wrapped.unwrap_or(source);
         let config = self.config_text.as_ref().and_then(|text| parsed(CONFIG, text, &mut problems));
         let modelopt = self.modelopt_text.as_ref().and_then(|text| parsed(MODELOPT, text, &mut problems));
@@ -209,7 +318,7 @@ impl ChosenFiles<'_> {
             TensorTable::default()
         });
         problems.refuse(&self.located.label)?;
-        let Located { path, label, revision } = self.located;
+        let Located { path, label, revision, remote: _ } = self.located;
         Ok(Checkpoint {
             source,
             root: path,
@@ -222,6 +331,7 @@ impl ChosenFiles<'_> {
             index_metadata: self.dialect.index_metadata(),
             file_metadata,
             left_out,
+            scan_layers,
             dialect,
             quantized,
             adapters,

@@ -45,6 +45,7 @@ pub struct Checkpoint {
     pub(super) index_metadata: Option<serde_json::Value>,
     pub(super) file_metadata: BTreeMap<FileId, Vec<(String, String)>>,
     pub(super) left_out: Vec<LeftOut>,
+    pub(super) scan_layers: Option<bool>,
     pub(super) dialect: Dialect,
     pub(super) quantized: Arc<Found>,
     pub(super) adapters: Vec<Adapter>,
@@ -146,6 +147,7 @@ impl Checkpoint {
             index_metadata: self.index_metadata.clone(),
             file_metadata: self.file_metadata.clone(),
             left_out: self.left_out.clone(),
+            scan_layers: self.scan_layers,
             dialect,
             quantized: Arc::clone(&self.quantized),
             adapters: self.adapters.clone(),
@@ -253,6 +255,11 @@ impl Checkpoint {
     /// The `metadata` member of the index, if there is one.
     pub fn index_metadata(&self) -> Option<&serde_json::Value> {
         self.index_metadata.as_ref()
+    }
+
+    /// Whether the layers of a MaxText model are stacked, if the checkpoint says it.
+    pub fn scan_layers(&self) -> Option<bool> {
+        self.scan_layers
     }
 
     /// The `__metadata__` member of a weight file's header, in order; empty if it has none.

@@ -15,7 +15,7 @@ use crate::{
     host::{budget::Budget, limits, memory},
     plan::{Plan, ViewOptions, report::human_bytes},
     read::EngineOptions,
-    source::{Fetches, FileId},
+    source::{Fetches, FileId, remote::RemoteOptions},
     volume::{Overrides, ViewPlan, Volume, VolumeOptions},
 };
 
@@ -107,7 +107,11 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
     let mut adapters: Vec<_> = config.views.iter().filter_map(|view| view.settings.lora.clone()).collect();
     adapters.sort();
     adapters.dedup();
-    let options = OpenOptions { io, adapters, follow_symlinks, fetches, ..OpenOptions::default() };
+    let timeout = config.mount.source_timeout.map_or(RemoteOptions::TIMEOUT, |limit| limit.0);
+    let remote = RemoteOptions { timeout, ..RemoteOptions::default() };
+    let training_state = config.mount.training_state.unwrap_or(false);
+    let options =
+        OpenOptions { io, adapters, follow_symlinks, training_state, fetches, remote, ..OpenOptions::default() };
     let checkpoint = Checkpoint::open(&source, &options)?;
     config.source = Some(match checkpoint.revision() {
         // The label is the repository's name with a short revision.
@@ -257,6 +261,7 @@ pub(super) fn lay_out(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: 
     if let Some(maps) = checkpoint.source().maps() {
         maps.bound(budget.mapped_bytes, budget.mapped_again_bytes);
     }
+    checkpoint.source().bound_decoded(budget.decoded_bytes);
     warn_of_large_cache(&budget);
     let options = VolumeOptions {
         engine: engine_options(&budget),

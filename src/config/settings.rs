@@ -105,6 +105,8 @@ pub struct MountSettings {
     pub prefetch: Option<Prefetch>,
     /// Whether remote sources may be unencrypted.
     pub allow_http: Option<bool>,
+    /// Whether the whole training state of a checkpoint is shown.
+    pub training_state: Option<bool>,
     /// Bytes of transformed data kept in memory.
     pub cache_bytes: Option<ByteCount>,
     /// Threads that serve requests.

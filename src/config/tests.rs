@@ -109,6 +109,7 @@ const EVERY_MOUNT_KEY: &[(&str, &str)] = &[
     ("uid", "uid = 1000"),
     ("gid", "gid = 0"),
     ("follow_symlinks", "follow_symlinks = true"),
+    ("training_state", "training_state = true"),
     ("source_timeout", "source_timeout = '500ms'"),
     ("offline", "offline = true"),
     ("cache_dir", "cache_dir = '/var/cache/ckfs'"),
