@@ -12,6 +12,7 @@ mod demo;
 mod doctor;
 mod explain;
 mod export;
+mod fetch;
 mod flags;
 mod kernel_copy;
 mod mount;
@@ -41,7 +42,8 @@ use output::{AlreadyReported, Closed, Usage};
 /// renamed, cast and cut to one device's shard, on read and from the original bytes. There is no conversion step and no
 /// second copy.
 ///
-/// SOURCE is a directory with *.safetensors files, one such file, or org/name[@revision] in the local Hugging Face cache.
+/// SOURCE is a directory with *.safetensors files, one such file, org/name[@revision] in the local Hugging Face cache or on the
+/// Hub, hf://org/name, s3://, gs://, az:// or https://.
 #[derive(Debug, Parser)]
 #[command(name = "ckfs", version, max_term_width = 100, propagate_version = true)]
 #[command(after_long_help = "\
@@ -56,6 +58,9 @@ Environment:
   CKFS_LOG       what is logged, as in `info`, `ckfs::read=debug`; wins over -v and -q
   HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME
                  where the Hugging Face cache is, as its own client has it
+  HF_TOKEN, HF_TOKEN_PATH, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_DISABLE_IMPLICIT_TOKEN
+                 how the Hub is asked, likewise
+  CKFS_CACHE_DIR where bytes of remote sources are kept, unless --cache-dir says it
   XDG_STATE_HOME where a daemon logs, below ckfs/, on a host without a system log; by default ~/.local/state
 
 Exit codes:
@@ -76,6 +81,7 @@ enum Command {
     Explain(Box<explain::Explain>),
     Cat(Box<cat::Cat>),
     Export(Box<export::Export>),
+    Fetch(Box<fetch::Fetch>),
     Verify(Box<verify::Verify>),
     Sums(Box<sums::Sums>),
     Doctor(doctor::Doctor),
@@ -166,6 +172,7 @@ fn run(cli: Cli, sink: &Log, args: &[OsString]) -> anyhow::Result<()> {
         Command::Explain(command) => command.run(),
         Command::Cat(command) => command.run(),
         Command::Export(command) => command.run(&log),
+        Command::Fetch(command) => command.run(&log),
         Command::Verify(command) => command.run(&log),
         Command::Sums(command) => command.run(&log),
         Command::Doctor(command) => command.run(),

@@ -74,7 +74,7 @@ journal), else to $XDG_STATE_HOME/ckfs/ (~/.local/state/ckfs/): one file per mou
 and the one before it. Without HOME there is no such place, and the log goes nowhere. After mounting, one \
 line on standard error says which it is; -q omits it.")]
 pub(super) struct Mount {
-    /// A directory, a .safetensors file, or org/name[@revision] in the local cache.
+    /// A directory, a file, org/name[@revision] in the local cache or on the Hub, s3://, gs://, az:// or https://.
     source: Option<String>,
     /// An existing directory.
     #[arg(value_name = "MNT")]

@@ -13,11 +13,11 @@ pub mod cache;
 mod counters;
 pub mod digest;
 mod error;
-#[cfg(feature = "remote")]
-pub mod hub;
 mod fetcher;
 mod files;
 pub(super) mod handle;
+#[cfg(feature = "remote")]
+pub mod hub;
 mod interface;
 mod locality;
 mod object;
