@@ -1,11 +1,6 @@
 //! Interpretation of the settings: configuration, checkpoint, plans, volume.
 
-use std::{
-    error::Error,
-    path::{Path, PathBuf},
-    sync::Arc,
-    thread,
-};
+use std::{error::Error, path::Path, sync::Arc, thread};
 
 use anyhow::{Context, anyhow, bail};
 
@@ -100,21 +95,6 @@ pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>>
     checkpoint_noting(config, fetches)
 }
 
-/// The variable that names the disk cache, where no flag does.
-const CACHE_VARIABLE: &str = "CKFS_CACHE_DIR";
-
-/// How remote sources are read.
-pub(super) fn remote_options(settings: &MountSettings) -> RemoteOptions {
-    let of_environment = || std::env::var_os(CACHE_VARIABLE).filter(|dir| !dir.is_empty()).map(PathBuf::from);
-    RemoteOptions {
-        cache_dir: settings.cache_dir.clone().or_else(of_environment),
-        cache_disk_bytes: settings.cache_disk_bytes.map(|bytes| bytes.0),
-        timeout: settings.source_timeout.map_or(RemoteOptions::TIMEOUT, |limit| limit.0),
-        offline: settings.offline.unwrap_or(false),
-        allow_http: settings.allow_http.unwrap_or(false),
-    }
-}
-
 fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Result<Arc<Checkpoint>> {
     start_pool()?;
     let mut source = config.source.clone().ok_or_else(|| anyhow!("no source"))?;
@@ -155,6 +135,17 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         tracing::warn!("{}", printable(warning));
     }
     Ok(Arc::new(checkpoint))
+}
+
+/// The settings of remote sources.
+pub(super) fn remote_options(settings: &MountSettings) -> RemoteOptions {
+    RemoteOptions {
+        cache_dir: settings.cache_dir.clone(),
+        cache_disk_bytes: settings.cache_disk_bytes.map(|bytes| bytes.0),
+        timeout: settings.source_timeout.map_or(RemoteOptions::TIMEOUT, |limit| limit.0),
+        offline: settings.offline.unwrap_or(false),
+        allow_http: settings.allow_http.unwrap_or(false),
+    }
 }
 
 /// The hint at the flags for names other than the expected ones.
