@@ -57,7 +57,9 @@ pub(super) fn is_maxtext(checkpoint: &Checkpoint) -> bool {
 fn ends_with(name: &str, end: &str) -> bool {
     // `pre_self_attention_layer_norm.scale` and `wi_0.kernel` alike: the last but one word may begin with anything for norms.
     let before = name.strip_suffix(end);
-    before.is_some_and(|before| before.is_empty() || before.ends_with('.') || (end == "norm.scale" && before.ends_with('_')))
+    before.is_some_and(|before| {
+        before.is_empty() || before.ends_with('.') || (end == "norm.scale" && before.ends_with('_'))
+    })
 }
 
 /// The logical axes of a tensor of MaxText; `None` if the name is not known or has another rank.

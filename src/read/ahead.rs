@@ -1,6 +1,6 @@
 //! Read-ahead for sequential readers: computes tiles and requests source pages before a reader asks for them.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, PoisonError, atomic::Ordering};
 
 use super::{
     Engine,
@@ -32,6 +32,7 @@ impl Engine {
         let most = tile_bytes.saturating_mul(2 * self.options().workers as u64).min(budget).max(least);
         let noted = file.streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, least..=most);
         let Some((from, to)) = noted else { return };
+        self.request_remote(file, from, to);
         for (segment, low, high) in file.image.spans(from, to.min(file.len_bytes()).max(from)) {
             let Segment::View(_) = &file.image.segments()[segment] else { continue };
             let Ok(prepared) = self.prepare(file, segment) else { continue };
@@ -70,6 +71,31 @@ impl Engine {
         }
     }
 
+    /// Requests what a remote source needs to bring early for a sequential reader at `from..to`: much more than a local one, since
+    /// its requests take long.
+    fn request_remote(&self, file: &OpenFile, from: u64, to: u64) {
+        let Some(ahead) = self.source().ahead_bytes() else { return };
+        let reach = to.saturating_add(ahead).min(file.len_bytes());
+        let requested = file.requested_to.load(Ordering::Relaxed);
+        // Another reader of the same file may be elsewhere.
+        let start = if (to..=reach).contains(&requested) { requested } else { from };
+        if start >= reach || (start == requested && reach - start < ahead / 4 && reach < file.len_bytes()) {
+            return;
+        }
+        file.requested_to.store(reach, Ordering::Relaxed);
+        for (segment, low, high) in file.image.spans(start, reach) {
+            let Segment::View(_) = &file.image.segments()[segment] else { continue };
+            let Ok(prepared) = self.prepare(file, segment) else { continue };
+            let tiling = &prepared.tiling;
+            if tiling.transposed_stride_units().is_none() {
+                self.advise(tiling, low, high, ahead);
+            } else if low == 0 {
+                // Every part needs all of its source.
+                self.advise(tiling, 0, tiling.len_bytes(), u64::MAX);
+            }
+        }
+    }
+
     /// Bytes of the tile that holds a byte of a file; 0 where none does.
     fn tile_bytes_at(&self, file: &OpenFile, at: u64) -> u64 {
         let Some((segment, ..)) = file.image.spans(at, at + 1).next() else { return 0 };
@@ -95,9 +121,16 @@ impl Engine {
         }
     }
 
-    fn will_need(&self, file: FileId, span: ByteSpan) {
-        if let Some(maps) = self.source().maps() {
-            maps.will_need(file, span);
+    /// Requests spans of one piece.
+    fn will_need(&self, file: FileId, spans: &[ByteSpan]) {
+        if self.source().ahead_bytes().is_some() {
+            self.source().bring_ahead(file, spans);
+        }
+        let Some(maps) = self.source().maps() else { return };
+        for span in spans {
+            if !maps.is_partial(file, *span) {
+                maps.will_need(file, *span);
+            }
         }
     }
 
@@ -105,33 +138,39 @@ impl Engine {
     fn advise(&self, tiling: &Tiling, low: u64, high: u64, most: u64) {
         let unit = tiling.unit_bytes();
         let mut left = most;
+        // A remote source decides by itself over which gaps it reads.
+        let gap = self.source().ahead_bytes().map_or(GAP_BYTES, |_| self.source().gap_bytes());
         tiling.cut(low / unit, high.div_ceil(unit), &mut |piece| {
             let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return };
             let decode = &tiling.decoders()[decoder as usize];
             if let Some(value) = decode.value() {
                 for need in needs(value, offset, &piece.loops) {
                     let info = self.checkpoint.tensor(need.operand.tensor.id);
+                    let mut spans: Vec<ByteSpan> = Vec::new();
                     for runs in &need.runs {
-                        runs.for_each_span(GAP_BYTES, &mut |start, len| {
+                        runs.for_each_span(gap, &mut |start, len| {
                             let bounding = ByteSpan::of_len(start, left.min(len));
                             if let Some(span) = bounding.and_then(|bounding| info.span().slice(bounding)) {
                                 left -= span.len();
-                                self.will_need(info.file(), span);
+                                spans.push(span);
                             }
                         });
                     }
+                    self.will_need(info.file(), &spans);
                 }
                 return;
             }
             let info = self.checkpoint.tensor(tensor);
             let unit = decode.source_bytes(unit).expect("what decodes no value reads elements");
-            piece.source_bounding_spans(GAP_BYTES / unit, &mut |start, units| {
+            let mut spans: Vec<ByteSpan> = Vec::new();
+            piece.source_bounding_spans((gap / unit).max(1), &mut |start, units| {
                 let bounding = ByteSpan::of_len((offset + start) * unit, left.min(units * unit));
                 if let Some(span) = bounding.and_then(|bounding| info.span().slice(bounding)) {
                     left -= span.len();
-                    self.will_need(info.file(), span);
+                    spans.push(span);
                 }
             });
+            self.will_need(info.file(), &spans);
         });
     }
 }

@@ -29,6 +29,8 @@ pub struct OpenFile {
     pub(super) image: FileImage,
     pub(super) tilings: Vec<OnceLock<Result<Arc<Prepared>, ReadError>>>,
     pub(super) streams: Mutex<Streams>,
+    /// End of what was requested ahead of a sequential reader from a remote source.
+    pub(super) requested_to: AtomicU64,
     pub(super) failed: AtomicBool,
     pub(super) sources: OnceLock<Box<[FileId]>>,
 }
@@ -121,7 +123,8 @@ impl OpenFile {
         let tilings = image.segments().iter().map(|_| OnceLock::new()).collect();
         let key = NEXT.fetch_add(1, Ordering::Relaxed);
         let (streams, failed, sources) = (Mutex::default(), AtomicBool::new(false), OnceLock::new());
-        Self { key, name, image, tilings, streams, failed, sources }
+        let requested_to = AtomicU64::new(0);
+        Self { key, name, image, tilings, streams, requested_to, failed, sources }
     }
 
     /// The name for messages.
