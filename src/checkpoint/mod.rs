@@ -11,6 +11,7 @@
 
 mod adapter;
 mod choose;
+mod companion;
 pub mod dialect;
 mod file;
 mod header;
@@ -29,6 +30,8 @@ mod table;
 mod text;
 mod tied;
 
+pub use choose::natural;
+pub use companion::Companion;
 pub use dialect::{Dialect, Experts, LayerFamily, Qkv};
 pub use file::{FileRole, IgnoreReason, RepoFile};
 pub use options::OpenOptions;

@@ -15,6 +15,7 @@ use super::{
         CONFIG, choose_index, choose_indexed, choose_single, choose_unindexed, find_unreadable, is_safetensors,
         leave_out_links, natural, warn_of_weights,
     },
+    companion::{fill_files, read_companion},
     dialect::{Dialect, own_dtype, quantization_config},
     file::{FileRole, RepoFile},
     header::{ReadHeader, WeightFiles, read_header, table_of},
@@ -56,8 +57,23 @@ fn open(source: &str, options: &OpenOptions) -> Result<Checkpoint, CheckpointErr
     let located = locate(source, options.hub_cache.as_deref())?;
     let is_directory = located.path.is_dir();
     drop(looking);
-    let adapters = read_adapters(options)?;
-    if is_directory { open_directory(located, options, adapters) } else { open_file(located, options, adapters) }
+    let mut adapters = read_adapters(options)?;
+    let mut warnings = Vec::new();
+    if let Some(fill) = &options.fill_from {
+        let alone = OpenOptions { adapters: Vec::new(), config_from: None, fill_from: None, ..options.clone() };
+        let fill = open(fill, &alone)?;
+        let weights = fill.files().iter().filter(|file| file.role == FileRole::Weights);
+        adapters.extend(fill_files(weights.filter_map(|file| Some(fill.source().path(file.file?))), &options.fetches)?);
+    }
+    let companion = options.config_from.as_ref().map(|source| read_companion(source, options, &mut warnings)).transpose()?;
+    let opened =
+        if is_directory { open_directory(located, options, adapters) } else { open_file(located, options, adapters) };
+    let mut opened = opened?;
+    opened.warnings.extend(warnings);
+    match companion {
+        Some((companion, config)) => opened.completed(companion, config),
+        None => Ok(opened),
+    }
 }
 
 /// A single file is a repository of one file, without configuration.
@@ -196,10 +212,10 @@ impl ChosenFiles<'_> {
         mut problems: Problems,
     ) -> Result<Checkpoint, CheckpointError> {
         let mut adapters = Vec::with_capacity(self.adapters.len());
-        for AdapterFiles { dir, config, weights, warning } in std::mem::take(&mut self.adapters) {
+        for AdapterFiles { dir, config, weights, warning, fills } in std::mem::take(&mut self.adapters) {
             let file = FileId(number(opened.len()));
             opened.push(weights);
-            adapters.push(Adapter { dir, file, config });
+            adapters.push(Adapter { dir, file, config, fills });
             self.warnings.extend(warning);
         }
         let source = LocalFiles::pin(opened, options.io, Arc::clone(&options.fetches))?;
@@ -260,6 +276,7 @@ impl ChosenFiles<'_> {
             dialect,
             quantized,
             adapters,
+            companion: None,
             directories: self.directories,
             warnings: self.warnings,
         })

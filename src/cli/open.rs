@@ -107,7 +107,16 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
     let mut adapters: Vec<_> = config.views.iter().filter_map(|view| view.settings.lora.clone()).collect();
     adapters.sort();
     adapters.dedup();
-    let options = OpenOptions { io, adapters, follow_symlinks, fetches, ..OpenOptions::default() };
+    // Later checks go by path, as for the source.
+    let settled = |source: &mut Option<String>| -> anyhow::Result<Option<String>> {
+        if let Some(path) = source.as_mut().filter(|path| Path::new(path.as_str()).exists()) {
+            *path = std::path::absolute(&*path).with_context(|| path.clone())?.display().to_string();
+        }
+        Ok(source.clone())
+    };
+    let (config_from, fill_from) = (settled(&mut config.config_from)?, settled(&mut config.fill_from)?);
+    let options =
+        OpenOptions { io, adapters, config_from, fill_from, follow_symlinks, fetches, ..OpenOptions::default() };
     let checkpoint = Checkpoint::open(&source, &options)?;
     config.source = Some(match checkpoint.revision() {
         // The label is the repository's name with a short revision.

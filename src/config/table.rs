@@ -228,6 +228,34 @@ pub static SETTINGS: &[Setting] = &[
     ),
     Setting::new(
         View,
+        "max-shard-bytes",
+        Value("SIZE"),
+        at!(view.max_shard_bytes),
+        "Largest weight file under a generated hf/, as in 2G; by default 5 GB. A larger tensor is a file by itself.",
+    )
+    .more("hf/ is generated where the source is no repository, as with --config-from. The files of a repository stay as they are."),
+    Setting::new(
+        Reading,
+        "config-from",
+        Value("SOURCE"),
+        at!(config_from),
+        "The repository whose config.json and tokenizer the source takes over: a directory or org/name[@revision].",
+    )
+    .more(
+        "For a checkpoint that holds weights only. With --layout hf the weights of MaxText and Megatron get the names and \
+         shapes of this model, and hf/ is a complete repository.",
+    )
+    .top(),
+    Setting::new(
+        Reading,
+        "fill-from",
+        Value("SOURCE"),
+        at!(fill_from),
+        "The repository that gives what a checkpoint of another layout lacks, such as a vision tower; with --layout hf.",
+    )
+    .top(),
+    Setting::new(
+        View,
         "config",
         Value("FILE"),
         at!(config),
