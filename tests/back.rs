@@ -66,9 +66,9 @@ fn tensors(checkpoint: &Arc<Checkpoint>, plan: &Plan) -> Tensors {
 }
 
 /// A checkpoint of MaxText's leaves, made from a family's fixture, with the file of all leaves.
-fn save(directory: &Path, family: &str, scanned: bool, set: &[(&str, &str)]) -> PathBuf {
-    let layout = Layout::find(if scanned { "maxtext" } else { "maxtext-unscanned" }).unwrap();
-    let set = set.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+fn save(directory: &Path, family: &str, layout: &str, set: &[(&str, &str)]) -> PathBuf {
+    let layout = Layout::find(layout).unwrap();
+    let set: BTreeMap<_, _> = set.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
     let checkpoint = open(&fixture(family).join("hf"), &OpenOptions::default());
     let options = ViewOptions { layout, set, ..ViewOptions::default() };
     let plan = Plan::build(&checkpoint, &options).unwrap_or_else(|error| panic!("{family}: {error}"));
@@ -152,7 +152,7 @@ fn prefixes(family: &str) -> (&'static str, &'static str) {
 
 fn check_family(family: &str, scanned: bool) {
     let directory = TempDir::new().unwrap();
-    let file = save(directory.path(), family, scanned, &[]);
+    let file = save(directory.path(), family, if scanned { "maxtext" } else { "maxtext-unscanned" }, &[]);
     let checkpoint = with_config(&file, family, false);
     let original = open(&fixture(family).join("hf"), &OpenOptions::default());
     let stored = tensors(&original, &Plan::build(&original, &back(ViewOptions::default())).unwrap());
@@ -210,4 +210,229 @@ families! {
     qwen_3_comes_back: "qwen3";
     qwen_3_moe_comes_back: "qwen3-moe";
     qwen_3_next_comes_back: "qwen3-next";
+}
+
+/// The repository of a fixture as it is.
+fn repository(family: &str) -> (Arc<Checkpoint>, Tensors) {
+    let checkpoint = open(&fixture(family).join("hf"), &OpenOptions::default());
+    let plan = Plan::build(&checkpoint, &back(ViewOptions::default())).unwrap();
+    let tensors = tensors(&checkpoint, &plan);
+    (checkpoint, tensors)
+}
+
+fn refusal(checkpoint: &Checkpoint, options: ViewOptions) -> String {
+    Plan::build(checkpoint, &back(options)).expect_err("refused").to_string()
+}
+
+#[test]
+fn megatrons_checkpoints_come_back_bit_for_bit() {
+    for family in ["llama3.1", "qwen2.5", "qwen3", "qwen3-moe", "mixtral"] {
+        let (_, stored) = repository(family);
+        for (layout, padded) in [("megatron", None), ("megatron-unscanned", None), ("megatron", Some(("vocab_size", "256")))] {
+            let directory = TempDir::new().unwrap();
+            let file = save(directory.path(), family, layout, padded.as_slice());
+            let checkpoint = with_config(&file, family, false);
+            let plan = Plan::build(&checkpoint, &back(ViewOptions::default()));
+            let plan = plan.unwrap_or_else(|error| panic!("{family} {layout}: {error}"));
+            assert!(tensors(&checkpoint, &plan) == stored, "{family} {layout} {padded:?}");
+        }
+    }
+}
+
+/// Rows of a matrix of `width` bytes a row.
+fn rows(bytes: &[u8], width: usize, range: std::ops::Range<usize>) -> &[u8] {
+    &bytes[range.start * width..range.end * width]
+}
+
+#[test]
+fn megatron_fuses_by_groups_and_stacks_layers_first() {
+    let (_, stored) = repository("qwen3-moe");
+    let (heads, groups, size, hidden, layers, experts, width) = (6, 2, 8, 48, 3, 4, 2);
+    let directory = TempDir::new().unwrap();
+    let file = save(directory.path(), "qwen3-moe", "megatron", &[]);
+    let saved = open(&file, &OpenOptions::default());
+    let bytes_of = |name: &str| {
+        let info = saved.tensor(saved.find(name).unwrap_or_else(|| panic!("{name}")));
+        let mut bytes = vec![0; usize::try_from(info.span().len()).unwrap()];
+        saved.source().read_into(info.file(), info.span().start(), &mut bytes).unwrap();
+        (info.shape.to_vec(), bytes)
+    };
+    let original = |name: &str| &stored[name].2;
+    let mut fused = Vec::new();
+    let mut experts_fused = Vec::new();
+    for layer in 0..layers {
+        let part = |part: &str| original(&format!("model.layers.{layer}.self_attn.{part}_proj.weight"));
+        let per_group = heads / groups * size;
+        for group in 0..groups {
+            fused.extend_from_slice(rows(part("q"), hidden * width, group * per_group..(group + 1) * per_group));
+            for name in ["k", "v"] {
+                fused.extend_from_slice(rows(part(name), hidden * width, group * size..(group + 1) * size));
+            }
+        }
+        for expert in 0..experts {
+            for name in ["gate", "up"] {
+                let name = format!("model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight");
+                experts_fused.extend_from_slice(original(&name));
+            }
+        }
+    }
+    assert_eq!(bytes_of("decoder.layers.self_attention.linear_qkv.weight"), (vec![3, 80, 48], fused));
+    assert_eq!(bytes_of("decoder.layers.mlp.experts.experts.linear_fc1.weight"), (vec![3, 4, 80, 48], experts_fused));
+}
+
+#[test]
+fn the_prefixes_of_training_states_are_found_and_the_rest_is_left_out() {
+    let (_, stored) = repository("qwen3");
+    for prefix in ["params.", "train_state.model.", ""] {
+        let directory = TempDir::new().unwrap();
+        let file = save(directory.path(), "qwen3", "maxtext", &[]);
+        let bytes = fs::read(&file).unwrap();
+        let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let weights = tensors.iter().map(|(name, view)| (format!("{prefix}{name}"), view));
+        let moments = tensors.iter().map(|(name, view)| (format!("opt_state.0.mu.{name}"), view));
+        let renamed: Vec<_> = weights.chain(moments).collect();
+        fs::write(&file, safetensors::serialize(renamed, None).unwrap()).unwrap();
+        let checkpoint = with_config(&file, "qwen3", false);
+        let plan = Plan::build(&checkpoint, &back(ViewOptions::default())).unwrap_or_else(|error| panic!("{error}"));
+        assert!(self::tensors(&checkpoint, &plan) == stored, "{prefix}");
+        assert_eq!(plan.left_out.iter().map(|group| group.count).sum::<u64>(), tensors.len() as u64, "{prefix}");
+    }
+}
+
+#[test]
+fn a_padded_vocabulary_is_cut_and_a_cut_one_is_refused_or_filled() {
+    let (_, stored) = repository("qwen2.5");
+    for (size, is_complete) in [("256", true), ("100", false)] {
+        let directory = TempDir::new().unwrap();
+        let file = save(directory.path(), "qwen2.5", "maxtext", &[("vocab_size", size)]);
+        let checkpoint = with_config(&file, "qwen2.5", false);
+        if is_complete {
+            let plan = Plan::build(&checkpoint, &back(ViewOptions::default())).unwrap();
+            assert!(tensors(&checkpoint, &plan) == stored);
+            continue;
+        }
+        let error = refusal(&checkpoint, ViewOptions::default());
+        assert_eq!(
+            error,
+            "2 problems:\n  \
+             lm_head.weight: no leaf holds 100..160 of axis 0, whose extent is 160\n  \
+             model.embed_tokens.weight: no leaf holds 100..160 of axis 0, whose extent is 160"
+        );
+        let checkpoint = with_config(&file, "qwen2.5", true);
+        let plan = Plan::build(&checkpoint, &back(ViewOptions::default())).unwrap();
+        assert!(tensors(&checkpoint, &plan) == stored);
+    }
+}
+
+#[test]
+fn layers_stacked_on_another_axis_are_found_by_their_shapes() {
+    let (_, stored) = repository("llama3.1");
+    let directory = TempDir::new().unwrap();
+    let file = save(directory.path(), "llama3.1", "maxtext", &[("param_scan_axis", "0")]);
+    let checkpoint = with_config(&file, "llama3.1", false);
+    let plan = Plan::build(&checkpoint, &back(ViewOptions::default())).unwrap();
+    assert!(plan.params.contains(&("param_scan_axis".to_owned(), "0".to_owned())));
+    let found = tensors(&checkpoint, &plan);
+    assert!(found.keys().eq(stored.keys()));
+    assert!(found["model.layers.1.mlp.up_proj.weight"] == stored["model.layers.1.mlp.up_proj.weight"]);
+}
+
+#[test]
+fn a_text_model_gets_its_vision_tower_back_from_the_repository_that_fills() {
+    let (_, stored) = repository("gemma3");
+    let directory = TempDir::new().unwrap();
+    let file = save(directory.path(), "gemma3", "maxtext", &[]);
+    let checkpoint = with_config(&file, "gemma3", true);
+    let plan = Plan::build(&checkpoint, &back(ViewOptions::default())).unwrap_or_else(|error| panic!("{error}"));
+    let found = tensors(&checkpoint, &plan);
+    assert_eq!(found.len(), stored.len());
+    for (name, tensor) in stored.iter().filter(|(name, _)| name.contains("vision") || name.contains("projector")) {
+        assert!(found[name] == *tensor, "{name}");
+    }
+    // Names are those of the repository that fills.
+    assert!(found.keys().eq(stored.keys()));
+    let config: Value = serde_json::from_slice(&read(&volume(&checkpoint, plan), "hf/config.json")).unwrap();
+    assert_eq!(config["model_type"], "gemma3");
+    // Without it the repository is that of the text model.
+    let checkpoint = with_config(&file, "gemma3", false);
+    let plan = Plan::build(&checkpoint, &back(ViewOptions::default())).unwrap();
+    assert!(plan.warnings.iter().any(|warning| warning.contains("--fill-from SOURCE takes them")), "{:?}", plan.warnings);
+    let config: Value = serde_json::from_slice(&read(&volume(&checkpoint, plan), "hf/config.json")).unwrap();
+    assert_eq!(config["model_type"], "gemma3_text");
+    assert_eq!(config["architectures"], serde_json::json!(["Gemma3ForCausalLM"]));
+    assert_eq!(config["tie_word_embeddings"], true);
+}
+
+#[test]
+fn what_does_not_fit_is_refused_by_name() {
+    let directory = TempDir::new().unwrap();
+    let file = save(directory.path(), "llama3.1", "maxtext", &[]);
+    let alone = open(&file, &OpenOptions::default());
+    assert_eq!(
+        refusal(&alone, ViewOptions::default()),
+        "config.json: expected one, since the names are those of the layout maxtext: give the model's directory or org/name by \
+         --config-from"
+    );
+    let other = with_config(&file, "gemma3", false);
+    assert_eq!(
+        refusal(&other, ViewOptions::default()),
+        "config.json: it is that of a model gemma3, for which the layout maxtext/gemma3 has 106 tensors, and the checkpoint has 2 \
+         of them: expected the configuration of the model that was trained"
+    );
+    let set = |name: &str, value: &str| ViewOptions {
+        set: [(name.to_owned(), value.to_owned())].into(),
+        ..ViewOptions::default()
+    };
+    let llama = with_config(&file, "llama3.1", false);
+    // A flag that contradicts the checkpoint.
+    let error = refusal(&llama, set("scan", "false"));
+    assert!(error.contains("has 32 tensors, and the checkpoint has 3 of them"), "{error}");
+    let error = refusal(&llama, set("param_scan_axis", "0"));
+    assert!(error.contains("params.decoder.layers.mlp.wi_0.kernel: expected shape [3, 48, 112] by config.json"), "{error}");
+    assert!(error.contains("found [48, 3, 112]"), "{error}");
+    let error = refusal(&llama, set("nosuch", "1"));
+    assert!(error.contains("there is no parameter \"nosuch\""), "{error}");
+    // A leaf that is missing, and one that no rule knows.
+    let bytes = fs::read(&file).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let renamed: Vec<_> = tensors
+        .iter()
+        .map(|(name, view)| (name.replace("decoder_norm.scale", "decoder_norm.bias"), view))
+        .collect();
+    fs::write(&file, safetensors::serialize(renamed, None).unwrap()).unwrap();
+    let strange = with_config(&file, "llama3.1", false);
+    let error = refusal(&strange, ViewOptions::default());
+    assert!(error.contains("missing tensor params.decoder.decoder_norm.scale, needed for the layout maxtext/llama"), "{error}");
+    assert!(error.contains("unexpected tensor params.decoder.decoder_norm.bias"), "{error}");
+}
+
+#[test]
+fn a_generated_repository_is_split_and_tells_its_dtype() {
+    let directory = TempDir::new().unwrap();
+    let file = save(directory.path(), "qwen3", "maxtext", &[]);
+    let checkpoint = with_config(&file, "qwen3", false);
+    let options = ViewOptions { dtype: Some(DType::F32), shard_bytes_max: Some(60_000), ..ViewOptions::default() };
+    let plan = Plan::build(&checkpoint, &back(options)).unwrap();
+    let volume = volume(&checkpoint, plan.clone());
+    let json = |path: &str| serde_json::from_slice::<Value>(&read(&volume, path)).unwrap();
+    assert_eq!(json("hf/config.json")["dtype"], "float32");
+    let index = json("hf/model.safetensors.index.json");
+    let map = index["weight_map"].as_object().unwrap();
+    assert_eq!(map.len(), plan.tensors.len());
+    let total: u64 = plan.tensors.iter().map(ckfs::plan::PlannedTensor::bytes).sum();
+    assert_eq!(index["metadata"]["total_size"], total);
+    let files: std::collections::BTreeSet<&str> = map.values().map(|file| file.as_str().unwrap()).collect();
+    assert!(files.len() > 2, "{files:?}");
+    let mut seen = 0;
+    for file in files {
+        let bytes = read(&volume, &format!("hf/{file}"));
+        let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        assert!(tensors.len() == 1 || tensors.iter().map(|(_, view)| view.data().len()).sum::<usize>() <= 60_000);
+        for (name, view) in tensors.iter() {
+            assert_eq!(map[name], file);
+            assert_eq!(view.data(), read(&volume, &format!("full/{name}")), "{name}");
+            seen += 1;
+        }
+    }
+    assert_eq!(seen, plan.tensors.len());
 }

@@ -51,12 +51,12 @@ pub static SETTINGS: &[Setting] = &[
         "layout",
         Value("NAME|FILE.toml"),
         at!(view.layout),
-        "How tensors are named and shaped: canonical (default), hf, maxtext, maxtext-unscanned, vllm, or a file.",
+        "How tensors are named and shaped: canonical (default), hf, maxtext, maxtext-unscanned, megatron, megatron-unscanned, vllm, or a file.",
     )
     .more(
         "canonical stacks layers on a new first axis (layers/scanned/wq) and shows them one by one too (layers/0/wq); hf \
-         keeps the repository's own names; maxtext and maxtext-unscanned give exactly what MaxText's converter makes; \
-         vllm gives the fused tensors of vLLM's ranks, and sharded_state/ to load them from. A file describes a layout \
+         keeps the repository's own names, and gives them back to a checkpoint of MaxText or Megatron; maxtext and maxtext-unscanned give exactly what MaxText's converter makes; \
+         megatron and megatron-unscanned give the tensors of Megatron-Core's distributed checkpoints; vllm gives the fused tensors of vLLM's ranks, and sharded_state/ to load them from. A file describes a layout \
          of your own.",
     ),
     Setting::new(

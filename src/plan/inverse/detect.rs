@@ -4,11 +4,10 @@ use super::super::{layout_file::StoredNames, layouts::Embedded};
 use crate::checkpoint::Checkpoint;
 
 /// Words of names of a training state that is not the model's weights.
-const STATE_WORDS: [&str; 16] = [
+const STATE_WORDS: [&str; 15] = [
     "opt_state",
     "optimizer",
     "optim",
-    "opt",
     "mu",
     "nu",
     "exp_avg",
@@ -28,7 +27,7 @@ const COLLECTION: &str = "params.";
 
 /// Whether a name is of a training state rather than of the weights.
 fn is_state(name: &str) -> bool {
-    name.split('.').any(|word| STATE_WORDS.contains(&word))
+    name.split('.').any(|word| STATE_WORDS.contains(&word)) || name.ends_with("_extra_state")
 }
 
 /// The layouts of which the checkpoint may be, and the names under which it stores their leaves. `None` if there is no
@@ -54,5 +53,5 @@ fn stored_names(checkpoint: &Checkpoint, anchor: &str) -> Option<StoredNames> {
 
 /// Whether a stored name is one of a leaf, by its beginning.
 pub(super) fn is_weight(names: &StoredNames, stored: &str) -> bool {
-    stored.strip_prefix(names.prefix.as_str()).is_some_and(|rest| !names.prefix.is_empty() || !is_state(rest))
+    stored.strip_prefix(names.prefix.as_str()).is_some_and(|rest| !is_state(rest))
 }

@@ -112,6 +112,9 @@ pub(super) fn invert(
     let Some(reading) = best.filter(|reading| reading.score.0 > 0 || failure.is_none()) else {
         return Err(refused(failure.unwrap_or_default()));
     };
+    if let Some(problem) = other_model(checkpoint, &reading) {
+        return Err(problem.into());
+    }
     let values = Values::new(checkpoint, Wish::default(), &[], &[]);
     let inversion = Inversion { checkpoint, values, options, names: &names, keep_f32, reading, problems: Vec::new() };
     inversion.run().map(Some).map_err(refused)
@@ -122,6 +125,21 @@ fn score(checkpoint: &Checkpoint, names: &StoredNames, resolved: &Resolved) -> (
     found.fold((0, 0), |(found, fitting), (draft, id)| {
         (found + 1, fitting + usize::from(fits(draft, checkpoint.tensor(id).shape)))
     })
+}
+
+/// The problem of a checkpoint that has few of the leaves that its configuration promises: it is of another model.
+fn other_model(checkpoint: &Checkpoint, reading: &Reading) -> Option<Problem> {
+    let (found, expected) = (reading.score.0, reading.resolved.drafts.len());
+    if found * 2 >= expected {
+        return None;
+    }
+    let model = checkpoint.dialect().model_type.as_deref().unwrap_or("unknown");
+    let layout = reading.file.name();
+    let reason = format!(
+        "it is that of a model {model}, for which the layout {layout} has {expected} tensors, and the checkpoint has {found} of \
+         them: expected the configuration of the model that was trained"
+    );
+    Some(Problem::File { file: "config.json".to_owned(), reason })
 }
 
 fn fits(draft: &super::Draft, found: &[u64]) -> bool {
@@ -160,7 +178,7 @@ impl Inversion<'_> {
         for (target, parts) in targets.iter().zip(parts) {
             let dtype = self.dtype(target, &parts, common, &mut kept);
             match self.assembled(target, parts, dtype, fill.find(&target.name)) {
-                Ok(Some(view)) => tensors.push((target.name.clone(), view)),
+                Ok(Some(view)) => tensors.push((fill.own_name(&target.name).to_owned(), view)),
                 Ok(None) => {}
                 Err(error) => {
                     incomplete.entry((stars(&target.name), error.to_string())).or_default().push(&target.name);
@@ -335,11 +353,10 @@ impl Inversion<'_> {
         assemble(&target.shape, parts, fill.as_ref()).map(Some)
     }
 
-    /// Adds what the layout leaves out from the repository that the user names. Whether there is anything.
+    /// Adds what the layout leaves out from the repository that the user names. Whether there is such a repository.
     fn filled(&mut self, fill: &Fill, made: &BTreeSet<&str>, tensors: &mut Vec<(String, View)>) -> bool {
-        let mut any = false;
         let mut strange = Vec::new();
-        for (name, id) in &fill.tensors {
+        for (name, own, id) in &fill.tensors {
             if made.contains(name.as_str()) {
                 continue;
             }
@@ -350,35 +367,43 @@ impl Inversion<'_> {
             }
             let dtype = self.options.dtype.filter(|_| self.checkpoint.tensor(*id).dtype.is_float());
             match self.values.view(*id, dtype) {
-                Ok(view) => tensors.push((name.clone(), view)),
+                Ok(view) => tensors.push((own.clone(), view)),
                 Err(problem) => self.problems.push(problem),
             }
-            any = true;
         }
         let strange = fold(strange, &[]);
         let reason = "of --fill-from: the layout neither makes nor leaves out such a tensor";
         let problem = |group| Problem::Inverse { group, reason: reason.to_owned() };
         self.problems.extend(strange.into_iter().map(problem));
-        any
+        !fill.tensors.is_empty()
     }
 }
 
 /// The tensors of the repository that fills what the checkpoint lacks, under the names of the rules.
 struct Fill {
-    tensors: Vec<(String, TensorId)>,
-    by_name: HashMap<String, TensorId>,
+    /// Name in the rules, own name and number.
+    tensors: Vec<(String, String, TensorId)>,
+    /// Own names and numbers, by the names in the rules.
+    by_name: HashMap<String, (String, TensorId)>,
 }
 
 impl Fill {
     fn new(checkpoint: &Checkpoint, reading: &Reading) -> Self {
-        let tensors: Vec<_> =
-            checkpoint.fill().map(|(id, info)| (in_rules(info.name, reading.file.aliases()), id)).collect();
-        let by_name = tensors.iter().cloned().collect();
+        let own = |(id, info): (TensorId, crate::checkpoint::TensorInfo<'_>)| {
+            (in_rules(info.name, reading.file.aliases()), info.name.to_owned(), id)
+        };
+        let tensors: Vec<_> = checkpoint.fill().map(own).collect();
+        let by_name = tensors.iter().map(|(name, own, id)| (name.clone(), (own.clone(), *id))).collect();
         Self { tensors, by_name }
     }
 
     fn find(&self, name: &str) -> Option<TensorId> {
-        self.by_name.get(name).copied()
+        self.by_name.get(name).map(|(_, id)| *id)
+    }
+
+    /// The name that the repository which fills has for a tensor of the rules, since it knows how the model's names are stored.
+    fn own_name<'a>(&'a self, name: &'a str) -> &'a str {
+        self.by_name.get(name).map_or(name, |(own, _)| own)
     }
 }
 

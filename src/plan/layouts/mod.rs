@@ -43,11 +43,21 @@ const VLLM: &[(&str, &str)] = &[
     ("vllm/mixtral", include_str!("vllm/mixtral.toml")),
 ];
 
+const MEGATRON: &[(&str, &str)] = &[
+    ("megatron/llama", include_str!("megatron/llama.toml")),
+    ("megatron/qwen", include_str!("megatron/qwen.toml")),
+    ("megatron/mixtral", include_str!("megatron/mixtral.toml")),
+];
+
 const MAXTEXT_ANCHOR: Option<&str> = Some("params.token_embedder.embedding");
+
+const MEGATRON_ANCHOR: Option<&str> = Some("embedding.word_embeddings.weight");
 
 static EMBEDDED: &[Embedded] = &[
     Embedded { name: "maxtext", files: MAXTEXT, set: &[("scan", "true")], anchor: MAXTEXT_ANCHOR },
     Embedded { name: "maxtext-unscanned", files: MAXTEXT, set: &[("scan", "false")], anchor: MAXTEXT_ANCHOR },
+    Embedded { name: "megatron", files: MEGATRON, set: &[("scan", "true")], anchor: MEGATRON_ANCHOR },
+    Embedded { name: "megatron-unscanned", files: MEGATRON, set: &[("scan", "false")], anchor: MEGATRON_ANCHOR },
     Embedded { name: "vllm", files: VLLM, set: &[], anchor: None },
 ];
 
