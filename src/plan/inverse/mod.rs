@@ -112,7 +112,7 @@ pub(super) fn invert(
     let Some(reading) = best.filter(|reading| reading.score.0 > 0 || failure.is_none()) else {
         return Err(refused(failure.unwrap_or_default()));
     };
-    if let Some(problem) = other_model(checkpoint, &reading) {
+    if let Some(problem) = other_model(checkpoint, &reading, options) {
         return Err(problem.into());
     }
     let values = Values::new(checkpoint, Wish::default(), &[], &[]);
@@ -128,16 +128,18 @@ fn score(checkpoint: &Checkpoint, names: &StoredNames, resolved: &Resolved) -> (
 }
 
 /// The problem of a checkpoint that has few of the leaves that its configuration promises: it is of another model.
-fn other_model(checkpoint: &Checkpoint, reading: &Reading) -> Option<Problem> {
+fn other_model(checkpoint: &Checkpoint, reading: &Reading, options: &ViewOptions) -> Option<Problem> {
     let (found, expected) = (reading.score.0, reading.resolved.drafts.len());
     if found * 2 >= expected {
         return None;
     }
     let model = checkpoint.dialect().model_type.as_deref().unwrap_or("unknown");
     let layout = reading.file.name();
+    let set = options.set.iter().map(|(name, value)| format!(" with {name}={value}")).collect::<String>();
+    let or = if set.is_empty() { "" } else { ", and its parameters" };
     let reason = format!(
-        "it is that of a model {model}, for which the layout {layout} has {expected} tensors, and the checkpoint has {found} of \
-         them: expected the configuration of the model that was trained"
+        "it is that of a model {model}, for which the layout {layout}{set} has {expected} tensors, and the checkpoint has {found} \
+         of them: expected the configuration of the model that was trained{or}"
     );
     Some(Problem::File { file: "config.json".to_owned(), reason })
 }
