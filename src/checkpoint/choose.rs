@@ -19,6 +19,9 @@ pub(super) const CONFIG: &str = "config.json";
 /// How the names of indexes end.
 pub(super) const INDEX_SUFFIX: &str = ".safetensors.index.json";
 
+/// How the names of indexes of files of `torch.save` end.
+pub(super) const TORCH_INDEX_SUFFIX: &str = ".bin.index.json";
+
 /// A path for a message. Characters that control a terminal are escaped.
 pub(super) fn quoted(path: &Path) -> String {
     format!("{:?}", path.to_string_lossy())
@@ -150,8 +153,14 @@ pub(super) fn beside(path: &str, otherwise: IgnoreReason) -> IgnoreReason {
     }
 }
 
-/// With an index, exactly the files that it names are the weights.
-pub(super) fn choose_indexed(name: &str, index: &Index<'_>, files: &mut [Listed], problems: &mut Problems) {
+/// With an index, exactly the files that it names are the weights. `is_weights` knows others that could be, by their names.
+pub(super) fn choose_indexed(
+    name: &str,
+    index: &Index<'_>,
+    files: &mut [Listed],
+    is_weights: &dyn Fn(&str) -> bool,
+    problems: &mut Problems,
+) {
     let mut counts = vec![0; index.files.len()];
     for (_, file) in &index.tensors {
         counts[*file as usize] += 1;
@@ -174,7 +183,7 @@ pub(super) fn choose_indexed(name: &str, index: &Index<'_>, files: &mut [Listed]
             Some(file) => file.role = FileRole::Weights,
         }
     }
-    for file in files.iter_mut().filter(|file| file.role == FileRole::Other && is_safetensors(&file.path)) {
+    for file in files.iter_mut().filter(|file| file.role == FileRole::Other && is_weights(&file.path)) {
         file.role = FileRole::Ignored(beside(&file.path, IgnoreReason::NotInIndex));
     }
 }

@@ -8,7 +8,7 @@ use super::{
     index::Index,
     listing::Listed,
     problem::{Problem, Problems},
-    table::TensorTable,
+    table::{NewPlace, NewRow, TensorInfo, TensorTable},
 };
 use crate::{
     format::safetensors::{Header, HeaderErrors},
@@ -36,10 +36,28 @@ pub(super) fn read_header(source: &dyn Source, file: FileId) -> Result<Header, R
 
 /// The tensors of these files, in this order.
 pub(super) fn table_of(headers: &[(FileId, Header)], problems: &mut Problems) -> TensorTable {
-    TensorTable::new(headers.iter().map(|(id, header)| (*id, header))).unwrap_or_else(|| {
+    TensorTable::new(rows(headers)).unwrap_or_else(|| {
         problems.push(Problem::TooLarge);
         TensorTable::default()
     })
+}
+
+fn rows(headers: &[(FileId, Header)]) -> impl Iterator<Item = NewRow<'_>> {
+    headers.iter().flat_map(|(id, header)| {
+        header.tensors().map(move |tensor| NewRow {
+            name: tensor.name,
+            dtype: tensor.dtype,
+            shape: tensor.shape,
+            place: NewPlace::Span(*id, tensor.start, tensor.end),
+        })
+    })
+}
+
+impl TensorTable {
+    /// This table with the tensors of these files, which are not shown, after its own.
+    pub(super) fn with_hidden(self, headers: &[(FileId, Header)]) -> Option<Self> {
+        self.with_hidden_rows(rows(headers))
+    }
 }
 
 /// The weight files of a repository, for messages.
@@ -55,6 +73,11 @@ impl<'a> WeightFiles<'a> {
         &self.files[self.weights[id.index()]].path
     }
 
+    /// The file of a stored tensor.
+    fn path_of(&self, tensor: &TensorInfo<'_>) -> &'a str {
+        self.path(tensor.first_file().expect("headers have stored tensors only"))
+    }
+
     /// Two tensors of one name.
     pub(super) fn find_duplicates(&self, table: &TensorTable, problems: &mut Problems) {
         for (first, second) in table.by_name().zip(table.by_name().skip(1)) {
@@ -62,8 +85,8 @@ impl<'a> WeightFiles<'a> {
             if first.name == second.name {
                 problems.push(Problem::Duplicate {
                     tensor: first.name.to_owned(),
-                    first: self.path(first.file()).to_owned(),
-                    second: self.path(second.file()).to_owned(),
+                    first: self.path_of(&first).to_owned(),
+                    second: self.path_of(&second).to_owned(),
                 });
             }
         }
@@ -100,13 +123,13 @@ impl<'a> WeightFiles<'a> {
                 }
                 (None, Some(tensor)) => problems.push(Problem::NotInIndex {
                     tensor: tensor.name.to_owned(),
-                    file: self.path(tensor.file()).to_owned(),
+                    file: self.path_of(&tensor).to_owned(),
                 }),
-                (Some((name, expected)), Some(tensor)) if expected != self.path(tensor.file()) => {
+                (Some((name, expected)), Some(tensor)) if expected != self.path_of(&tensor) => {
                     problems.push(Problem::InOtherFile {
                         tensor: name.to_owned(),
                         expected: expected.to_owned(),
-                        found: self.path(tensor.file()).to_owned(),
+                        found: self.path_of(&tensor).to_owned(),
                     });
                 }
                 (Some(_), Some(_)) | (None, None) => {}

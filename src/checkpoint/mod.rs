@@ -10,34 +10,45 @@
 //! What it deliberately does not do: rename, stack or convert anything (that is `plan`), or fetch from a network.
 
 mod adapter;
+mod archive;
 mod choose;
 mod companion;
+mod container;
+mod dcp;
 pub mod dialect;
 mod file;
+mod folder;
 mod header;
 mod index;
 pub mod json;
 mod listing;
 mod locate;
+mod mosaic;
 mod open;
 mod options;
+mod orbax;
 mod printable;
 mod problem;
 pub mod quantization;
 mod repository;
+mod safetensors;
 pub mod scheme;
 mod table;
 mod text;
 mod tied;
+mod torch;
+mod tree;
 
 pub use choose::natural;
 pub use companion::Companion;
+pub use container::{Container, LeftOut};
 pub use dialect::{Dialect, Experts, LayerFamily, Qkv};
 pub use file::{FileRole, IgnoreReason, RepoFile};
 pub use options::OpenOptions;
+pub use orbax::OrbaxProblem;
 pub use printable::{printable, printable_lines};
 pub use problem::{CheckpointError, Problem};
 pub use quantization::Quantization;
 pub use repository::{Adapter, Checkpoint};
 pub use scheme::{Quantized, Summary, Unsupported};
-pub use table::{Storage, TensorInfo, TensorTable};
+pub use table::{Mosaic, Storage, TensorInfo, TensorTable};

@@ -1,41 +1,36 @@
-//! Opening a repository: it chooses the weight files, reads their headers, and checks index, headers and files against
-//! each other.
+//! Opening a checkpoint: it finds out what the source holds, has the dialect choose the weight files and read them, and puts
+//! the parts together.
 
-use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
-    path::Path,
-    sync::Arc,
-};
-
-use rayon::iter::{IntoParallelIterator, ParallelIterator};
+use std::{collections::HashMap, path::Path, sync::Arc};
 
 use super::{
     adapter::{ADAPTER_WEIGHTS, AdapterFiles, read_adapters},
-    choose::{
-        CONFIG, choose_index, choose_indexed, choose_single, choose_unindexed, find_unreadable, is_safetensors,
-        leave_out_links, natural, warn_of_weights,
-    },
+    choose::{CONFIG, find_unreadable},
     companion::{fill_files, read_companion},
+    container::{self, Container, Contents},
+    dcp,
     dialect::{Dialect, own_dtype, quantization_config},
     file::{FileRole, RepoFile},
-    header::{ReadHeader, WeightFiles, read_header, table_of},
+    folder::{Folder, PinnedFiles, Text},
+    header::{ReadHeader, read_header},
     index::Index,
-    listing::{self, Listed, Listing, Opening},
+    listing::{Listed, Opening},
     locate::{Located, locate},
     options::OpenOptions,
+    orbax::{self, OrbaxContents, OrbaxProblem},
     problem::{BYTES_MAX, CheckpointError, Problem, Problems},
     quantization::Quantization,
     repository::{Adapter, Checkpoint},
+    safetensors,
     scheme::{self, Stored},
     table::TensorTable,
-    text::{parsed, read_json},
+    text::parsed,
+    torch,
+    tree::LocalTree,
 };
 use crate::{
     format::safetensors::Header,
-    source::{
-        Beneath, FileId, Found, LocalFiles, Opened, Source, SourceError, local::check_open_file_limit,
-        permission::DirectoryGates,
-    },
+    source::{Beneath, FileId, Found, LocalFiles, Opened, Source, SourceError, permission::DirectoryGates},
 };
 
 /// The configuration of quantization that `ModelOpt` writes.
@@ -92,12 +87,13 @@ fn open_file(
     let name = located.path.file_name().map_or_else(|| located.label.clone(), |name| name.display().to_string());
     let size_bytes = opened.file().metadata().map_or(0, |metadata| metadata.len());
     drop(opening);
+    let dialect = if container::is_torch(&name) { Chosen::Torch(None) } else { Chosen::Safetensors(None) };
     let listed = Listed { path: name, role: FileRole::Weights, size_bytes, state: Opening::Nothing };
     let chosen = ChosenFiles {
         located,
         files: vec![listed],
         weights: vec![0],
-        index: None,
+        dialect,
         config_text: None,
         modelopt_text: None,
         adapters,
@@ -112,77 +108,126 @@ fn open_directory(
     options: &OpenOptions,
     adapters: Vec<AdapterFiles>,
 ) -> Result<Checkpoint, CheckpointError> {
-    let path = located.path.clone();
-    let listing = |error| CheckpointError::Listing { root: path.clone(), error };
-    let opening = options.fetches.begin_path(&located.path, "open");
-    let root = Arc::new(Beneath::open(&located.path).map_err(listing)?);
-    drop(opening);
-    if located.revision.is_some() && !root.is_in_hub_cache() && !options.follow_symlinks {
-        return Err(CheckpointError::LeavesCache { snapshot: located.path });
+    let tree = local_tree(&located, options)?;
+    match orbax::is_orbax(&tree) {
+        Ok(true) => return open_orbax(located, &tree, options, adapters),
+        Ok(false) => {}
+        Err(error) => return Err(refusal(&located.label, vec![error])),
     }
-    let Listing { mut files, directories } = listing::list(&root, &options.fetches).map_err(listing)?;
-    let mut warnings = Vec::new();
-    if !options.follow_symlinks {
-        leave_out_links(&mut files, &mut warnings, |file| !is_safetensors(&file.path));
-    }
-    let mut problems = Problems::default();
-    find_unreadable(&files, &mut problems);
-    let index_name = choose_index(&located.path, &files)?;
-    let unusable = |file: &str, message: String| {
-        let problem = Problem::Json { file: file.to_owned(), message };
-        CheckpointError::Problems { label: located.label.clone(), problems: vec![problem], more: 0 }
+    drop(tree);
+    let mut folder = Folder::open(located, options, container::is_weights)?;
+    find_unreadable(&folder.files, &mut folder.problems);
+    let found = Container::of(&folder);
+    let text = match found {
+        Some(Container::Safetensors) | None => safetensors::index_text(&mut folder)?,
+        Some(Container::Torch) => torch::index_text(&mut folder)?,
+        Some(Container::Dcp | Container::Orbax) => None,
     };
-    let mut text_of = |name: &str| -> Result<Option<Result<Vec<u8>, String>>, SourceError> {
-        let listed = files.iter_mut().find(|file| file.path == name && file.role == FileRole::Other);
-        let Some(listed) = listed else { return Ok(None) };
-        Ok(listed.open(&root, &options.fetches)?.map(|opened| read_json(opened, &options.fetches)))
-    };
-    let config_text = text_of(CONFIG)?;
-    let modelopt_text = text_of(MODELOPT)?;
-    let (text, index);
-    let index = match &index_name {
-        Some(name) => {
-            text =
-                text_of(name)?.unwrap_or_else(|| Err("not there".into())).map_err(|message| unusable(name, message))?;
-            index = Index::parse(&text).map_err(|error| unusable(name, error.to_string()))?;
+    let config_text = folder.read(CONFIG)?;
+    let modelopt_text = folder.read(MODELOPT)?;
+    let index = match &text {
+        Some((name, text)) => {
+            let parsed = Index::parse(text);
+            let index = parsed.map_err(|error| safetensors::unusable(&folder, name.clone(), error.to_string()))?;
             Some((name.as_str(), index))
         }
         None => None,
     };
-    let mut single = false;
-    let index = index.filter(|(name, index)| {
-        let warning = choose_single(name, index, &mut files);
-        single = warning.is_some();
-        warnings.extend(warning);
-        !single
-    });
-    match &index {
-        Some((name, index)) => choose_indexed(name, index, &mut files, &mut problems),
-        None if single => {}
-        None => match choose_unindexed(&located.path, &mut files, &mut problems) {
-            Err(error) if problems.is_empty() => return Err(error),
-            // An unreadable file explains the absence of others.
-            Ok(()) | Err(_) => {}
-        },
-    }
-    if !options.follow_symlinks {
-        leave_out_links(&mut files, &mut warnings, |file| file.role != FileRole::Weights);
-        let linked = files.iter().filter_map(|file| Some(warn_of_weights(&file.path, file.outside()?)));
-        warnings.extend(linked.collect::<Vec<_>>());
-    }
-    let mut weights: Vec<usize> = (0..files.len()).filter(|place| files[*place].role == FileRole::Weights).collect();
-    weights.sort_by(|left, right| natural(&files[*left].path, &files[*right].path));
-    let others: Vec<usize> = (0..files.len())
-        .filter(|place| files[*place].role != FileRole::Weights && files[*place].role.is_readable())
-        .collect();
-    check_open_file_limit(weights.len() + others.len() + adapters.len())?;
-    let mut opened = Vec::with_capacity(weights.len() + others.len());
-    for place in weights.iter().chain(&others) {
-        opened.extend(files[*place].take(&root, &options.fetches)?);
-    }
+    let dialect = match found {
+        // A directory without weights is refused there.
+        Some(Container::Safetensors) | None => Chosen::Safetensors(safetensors::choose(&mut folder, index)?),
+        Some(Container::Torch) => {
+            torch::choose(&mut folder, index.as_ref())?;
+            Chosen::Torch(index)
+        }
+        Some(Container::Dcp | Container::Orbax) => {
+            dcp::choose(&mut folder);
+            Chosen::Dcp
+        }
+    };
+    let (weights, opened) = folder.open_files(adapters.len())?;
+    let Folder { located, files, directories, warnings, problems, .. } = folder;
     let chosen =
-        ChosenFiles { located, files, weights, index, config_text, modelopt_text, adapters, directories, warnings };
+        ChosenFiles { located, files, weights, dialect, config_text, modelopt_text, adapters, directories, warnings };
     chosen.build(opened, options, problems)
+}
+
+/// The files below a directory, none of them listed or opened yet.
+fn local_tree(located: &Located, options: &OpenOptions) -> Result<LocalTree, CheckpointError> {
+    let _opening = options.fetches.begin_path(&located.path, "open");
+    let root = Beneath::open(&located.path);
+    let root = root.map_err(|error| CheckpointError::Listing { root: located.path.clone(), error })?;
+    if located.revision.is_some() && !root.is_in_hub_cache() && !options.follow_symlinks {
+        return Err(CheckpointError::LeavesCache { snapshot: located.path.clone() });
+    }
+    Ok(LocalTree::new(Arc::new(root), options.follow_symlinks, Arc::clone(&options.fetches)))
+}
+
+/// The error of these problems.
+fn refusal(label: &str, found: Vec<OrbaxProblem>) -> CheckpointError {
+    let mut problems = Problems::default();
+    found.into_iter().for_each(|problem| problems.push(problem.into()));
+    problems.refuse(label).expect_err("there is at least one problem")
+}
+
+/// An Orbax checkpoint: only the files that reads need are opened.
+fn open_orbax(
+    located: Located,
+    tree: &LocalTree,
+    options: &OpenOptions,
+    adapters: Vec<AdapterFiles>,
+) -> Result<Checkpoint, CheckpointError> {
+    let found = orbax::read(tree, options.training_state).map_err(|problems| refusal(&located.label, problems))?;
+    let opened = tree.open_files(&found.paths, adapters.len())?;
+    let directories = tree.directories(&found.paths);
+    let mut numbered: Vec<(usize, &String)> = found.paths.iter().enumerate().collect();
+    numbered.sort_unstable_by_key(|(_, path)| *path);
+    let mut weights = vec![0; found.paths.len()];
+    for (place, (id, _)) in numbered.iter().enumerate() {
+        weights[*id] = place;
+    }
+    let listed = |(_, path): (usize, &String)| {
+        Listed { path: path.clone(), role: FileRole::Weights, size_bytes: 0, state: Opening::Nothing }
+    };
+    let chosen = ChosenFiles {
+        located,
+        files: numbered.into_iter().map(listed).collect(),
+        weights,
+        warnings: found.warnings.clone(),
+        dialect: Chosen::Orbax(found),
+        config_text: None,
+        modelopt_text: None,
+        adapters,
+        directories,
+    };
+    chosen.build(opened, options, Problems::default())
+}
+
+/// The dialect that reads the weight files, with what decided the choice of these.
+enum Chosen<'a> {
+    Safetensors(Option<(&'a str, Index<'a>)>),
+    Torch(Option<(&'a str, Index<'a>)>),
+    Dcp,
+    Orbax(OrbaxContents),
+}
+
+impl Chosen<'_> {
+    fn read(&mut self, files: &PinnedFiles<'_>, source: &Arc<dyn Source>, problems: &mut Problems) -> Contents {
+        match self {
+            Self::Safetensors(index) => safetensors::read(files, index.as_ref(), problems),
+            Self::Torch(index) => torch::read(files, index.as_ref(), problems),
+            Self::Dcp => dcp::read(files, problems),
+            Self::Orbax(found) => found.contents(source, problems),
+        }
+    }
+
+    /// The `metadata` member of the index.
+    fn index_metadata(self) -> Option<serde_json::Value> {
+        match self {
+            Self::Safetensors(index) | Self::Torch(index) => index.and_then(|(_, index)| index.metadata),
+            Self::Dcp | Self::Orbax(_) => None,
+        }
+    }
 }
 
 /// A repository with its chosen weight files. The source holds these first, then the other readable files, in order.
@@ -191,11 +236,11 @@ struct ChosenFiles<'a> {
     files: Vec<Listed>,
     /// Indices in `files`, in the order of their ids.
     weights: Vec<usize>,
-    index: Option<(&'a str, Index<'a>)>,
+    dialect: Chosen<'a>,
     /// The text of `config.json`, or the reason why it is not available. `None` if there is none.
-    config_text: Option<Result<Vec<u8>, String>>,
+    config_text: Option<Text>,
     /// The text of `hf_quant_config.json`, likewise.
-    modelopt_text: Option<Result<Vec<u8>, String>>,
+    modelopt_text: Option<Text>,
     /// Their weights are the last files of the source.
     adapters: Vec<AdapterFiles>,
     /// Directories with the gates before them.
@@ -218,61 +263,44 @@ impl ChosenFiles<'_> {
             adapters.push(Adapter { dir, file, config, fills });
             self.warnings.extend(warning);
         }
-        let source = LocalFiles::pin(opened, options.io, Arc::clone(&options.fetches))?;
-        let ids = || (0..number(self.weights.len())).map(FileId);
-        let read: Vec<_> = ids().collect::<Vec<_>>().into_par_iter().map(|id| read_header(&source, id)).collect();
-        let mut headers = Vec::new();
-        let mut broken = BTreeSet::new();
-        for (id, result) in ids().zip(read) {
-            let file = self.weight_files().path(id).to_owned();
-            match result {
-                Ok(header) => headers.push((id, header)),
-                Err(ReadHeader::Header(errors)) => {
-                    broken.insert(file.clone());
-                    problems.push(Problem::Header { file, errors });
-                }
-                Err(ReadHeader::Source(error)) => {
-                    broken.insert(file.clone());
-                    problems.push(Problem::Unreadable { file, error });
-                }
-            }
-        }
+        let source: Arc<dyn Source> = Arc::new(LocalFiles::pin(opened, options.io, Arc::clone(&options.fetches))?);
         let files = (0..number(source.file_count())).map(FileId);
         if files.map(|file| source.pin(file).len_bytes).fold(0, u64::saturating_add) > BYTES_MAX {
             problems.push(Problem::TooManyBytes);
         }
-        let table = table_of(&headers, &mut problems);
-        self.weight_files().find_duplicates(&table, &mut problems);
-        if let Some((name, index)) = &self.index {
-            self.weight_files().compare_with_index(name, index, &table, &broken, &mut problems);
-        }
-        let config = self.config(&mut problems);
-        let file_metadata = headers.iter().map(|(id, header)| (*id, header.metadata().to_vec()));
-        let file_metadata: BTreeMap<_, _> = file_metadata.filter(|(_, metadata)| !metadata.is_empty()).collect();
-        let modelopt = self.modelopt(&mut problems);
+        let pinned = PinnedFiles { files: &self.files, weights: &self.weights, source: &*source };
+        let contents = self.dialect.read(&pinned, &source, &mut problems);
+        let files = repo_files(&pinned);
+        let Contents { container, table, file_metadata, left_out, source: wrapped, scan_layers } = contents;
+        let source = wrapped.unwrap_or(source);
+        let config = self.config_text.as_ref().and_then(|text| parsed(CONFIG, text, &mut problems));
+        let modelopt = self.modelopt_text.as_ref().and_then(|text| parsed(MODELOPT, text, &mut problems));
         let settings = (quantization_config(config.as_ref()), modelopt.as_ref());
-        let stored = Stored::new((&table, &source), settings, &file_metadata, own_dtype(config.as_ref()));
+        let stored = Stored::new((&table, &*source), settings, &file_metadata, own_dtype(config.as_ref()));
         let quantized = Arc::new(scheme::find(&stored, &mut problems));
+        drop(stored);
         let quantization = Quantization::of(&quantized);
         let dialect = Dialect::of(&table, config.as_ref(), quantization, &mut problems);
-        let table = with_adapters(table, headers, &adapters, &source, &mut problems).with_quantized(&quantized);
+        let table = with_adapters(table, &adapters, &*source, &mut problems).with_quantized(&quantized);
         let table = table.unwrap_or_else(|| {
             problems.push(Problem::TooLarge);
             TensorTable::default()
         });
         problems.refuse(&self.located.label)?;
-        let files = self.repo_files(&source);
         let Located { path, label, revision } = self.located;
         Ok(Checkpoint {
-            source: Arc::new(source),
+            source,
             root: path,
             label,
             revision,
+            container,
             table,
             files,
             config,
-            index_metadata: self.index.and_then(|(_, index)| index.metadata),
+            index_metadata: self.dialect.index_metadata(),
             file_metadata,
+            left_out,
+            scan_layers,
             dialect,
             quantized,
             adapters,
@@ -281,52 +309,29 @@ impl ChosenFiles<'_> {
             warnings: self.warnings,
         })
     }
+}
 
-    fn weight_files(&self) -> WeightFiles<'_> {
-        WeightFiles { files: &self.files, weights: &self.weights }
-    }
-
-    fn repo_files(&self, source: &dyn Source) -> Vec<RepoFile> {
-        let by_weight: HashMap<usize, u32> = self.weights.iter().copied().zip(0..).collect();
-        let mut next_other = number(self.weights.len());
-        let file = |(place, listed): (usize, &Listed)| {
-            let id = by_weight.get(&place).copied().or_else(|| {
-                listed.role.is_readable().then(|| {
-                    next_other += 1;
-                    next_other - 1
-                })
-            });
-            let file = id.map(FileId);
-            RepoFile {
-                path: listed.path.clone(),
-                role: listed.role.clone(),
-                size_bytes: file.map_or(listed.size_bytes, |file| source.len_bytes(file)),
-                file,
-            }
-        };
-        self.files.iter().enumerate().map(file).collect()
-    }
-
-    fn config(&self, problems: &mut Problems) -> Option<serde_json::Value> {
-        parsed(CONFIG, self.config_text.as_ref()?, problems)
-    }
-
-    fn modelopt(&self, problems: &mut Problems) -> Option<serde_json::Value> {
-        parsed(MODELOPT, self.modelopt_text.as_ref()?, problems)
-    }
+/// All files of a repository, with their ids.
+fn repo_files(files: &PinnedFiles<'_>) -> Vec<RepoFile> {
+    let ids: HashMap<&str, FileId> = files.all().collect();
+    let file = |listed: &Listed| {
+        let file = ids.get(listed.path.as_str()).copied();
+        RepoFile {
+            path: listed.path.clone(),
+            role: listed.role.clone(),
+            size_bytes: file.map_or(listed.size_bytes, |file| files.source.len_bytes(file)),
+            file,
+        }
+    };
+    files.files.iter().map(file).collect()
 }
 
 /// The table, with the tensors of adapters after the repository's own. The table hides the adapters' tensors.
-fn with_adapters(
-    own: TensorTable,
-    mut headers: Vec<(FileId, Header)>,
-    adapters: &[Adapter],
-    source: &dyn Source,
-    problems: &mut Problems,
-) -> TensorTable {
+fn with_adapters(own: TensorTable, adapters: &[Adapter], source: &dyn Source, problems: &mut Problems) -> TensorTable {
     if adapters.is_empty() {
         return own;
     }
+    let mut headers: Vec<(FileId, Header)> = Vec::with_capacity(adapters.len());
     for Adapter { dir, file, .. } in adapters {
         let name = || dir.join(ADAPTER_WEIGHTS).display().to_string();
         match read_header(source, *file) {
@@ -335,7 +340,10 @@ fn with_adapters(
             Err(ReadHeader::Source(error)) => problems.push(Problem::Unreadable { file: name(), error }),
         }
     }
-    table_of(&headers, problems).showing_first(own.len())
+    own.with_hidden(&headers).unwrap_or_else(|| {
+        problems.push(Problem::TooLarge);
+        TensorTable::default()
+    })
 }
 
 /// A number of files, or of one.

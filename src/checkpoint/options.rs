@@ -19,6 +19,8 @@ pub struct OpenOptions {
     pub fill_from: Option<String>,
     /// Accepts symbolic links that lead out of the repository.
     pub follow_symlinks: bool,
+    /// Opens the whole training state of a checkpoint that has one, not the model alone.
+    pub training_state: bool,
     /// Where every wait for storage is noted.
     pub fetches: Arc<Fetches>,
 }

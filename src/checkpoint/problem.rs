@@ -3,7 +3,7 @@
 
 use std::{fmt, io, path::PathBuf};
 
-use super::{file::IgnoreReason, printable::printable};
+use super::{orbax::OrbaxProblem, file::IgnoreReason, printable::printable};
 use crate::{format::safetensors::HeaderErrors, source::SourceError, tensor::DType};
 
 /// Most bytes of all files together. Sums of sizes derived from them then fit 64 bits.
@@ -85,6 +85,14 @@ pub enum CheckpointError {
         /// The indexes.
         indexes: Vec<String>,
     },
+    /// Several files of `torch.save`, none of them the usual one.
+    #[error("{}: several files of torch.save and no pytorch_model.bin; give one of them: {}", root.display(), files.join(", "))]
+    SeveralFiles {
+        /// The directory.
+        root: PathBuf,
+        /// The files.
+        files: Vec<String>,
+    },
     /// A file cannot be opened.
     #[error(transparent)]
     Source(#[from] SourceError),
@@ -111,6 +119,9 @@ pub enum Problem {
         /// The reason.
         errors: HeaderErrors,
     },
+    /// An Orbax checkpoint that is unfinished, damaged, or more than is read.
+    #[error(transparent)]
+    Orbax(#[from] OrbaxProblem),
     /// Bytes of a header could not be read.
     #[error("{error}")]
     Unreadable {
@@ -256,6 +267,26 @@ pub enum Problem {
         /// The property found.
         found: String,
     },
+    /// The boxes of a tensor do not cover it, or one is not where its file has it.
+    #[error("tensor {tensor:?} of {dtype} {shape:?}: {fault}")]
+    Boxes {
+        /// The tensor.
+        tensor: String,
+        /// Type of its elements.
+        dtype: DType,
+        /// Its shape.
+        shape: Vec<u64>,
+        /// What is wrong.
+        fault: String,
+    },
+    /// A file of a checkpoint that is not safetensors, or what it says of the others, is malformed or not supported.
+    #[error("{file}: {message}")]
+    Container {
+        /// The file.
+        file: String,
+        /// The reader's error.
+        message: String,
+    },
     /// The configuration has an invalid block size.
     #[error("config.json: quantization_config.weight_block_size: expected two positive numbers, found {found}")]
     BlockSize {
@@ -263,7 +294,7 @@ pub enum Problem {
         found: String,
     },
     /// More bytes than computations of sizes can handle.
-    #[error("all files together have more than {} bytes", BYTES_MAX)]
+    #[error("all files or tensors together have more than {} bytes", BYTES_MAX)]
     TooManyBytes,
     /// More tensors or names than 32 bits can number.
     #[error("the names of all tensors together are longer than 4 GiB")]

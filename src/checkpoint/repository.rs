@@ -8,11 +8,12 @@ use std::{
 
 use super::{
     companion::Companion,
+    container::{Container, LeftOut},
     dialect::Dialect,
     file::{FileRole, IgnoreReason, RepoFile},
     problem::{CheckpointError, Problems},
     scheme::{Found, Quantized},
-    table::{TensorInfo, TensorTable},
+    table::{Storage, TensorInfo, TensorTable},
     tied,
 };
 use crate::{
@@ -40,11 +41,14 @@ pub struct Checkpoint {
     pub(super) root: PathBuf,
     pub(super) label: String,
     pub(super) revision: Option<String>,
+    pub(super) container: Container,
     pub(super) table: TensorTable,
     pub(super) files: Vec<RepoFile>,
     pub(super) config: Option<serde_json::Value>,
     pub(super) index_metadata: Option<serde_json::Value>,
     pub(super) file_metadata: BTreeMap<FileId, Vec<(String, String)>>,
+    pub(super) left_out: Vec<LeftOut>,
+    pub(super) scan_layers: Option<bool>,
     pub(super) dialect: Dialect,
     pub(super) quantized: Arc<Found>,
     pub(super) adapters: Vec<Adapter>,
@@ -67,7 +71,7 @@ impl Checkpoint {
         adapter: Option<FileId>,
         mut name: impl FnMut(TensorId, &TensorInfo<'_>) -> Option<String>,
     ) -> Result<Self, Vec<String>> {
-        let of_file = |file| self.table.stored_ids().filter(move |id| self.tensor(*id).file() == file);
+        let of_file = |file| self.table.stored_ids().filter(move |id| self.file_of(*id) == file);
         let of_adapter = adapter.into_iter().flat_map(of_file);
         let offered = self.tensors().map(|(id, _)| id).chain(of_adapter);
         let rows = offered.filter_map(|id| Some((id, name(id, &self.tensor(id))?)));
@@ -140,11 +144,14 @@ impl Checkpoint {
             root: self.root.clone(),
             label: self.label.clone(),
             revision: self.revision.clone(),
+            container: self.container,
             table,
             files: self.files.clone(),
             config,
             index_metadata: self.index_metadata.clone(),
             file_metadata: self.file_metadata.clone(),
+            left_out: self.left_out.clone(),
+            scan_layers: self.scan_layers,
             dialect,
             quantized: Arc::clone(&self.quantized),
             adapters: self.adapters.clone(),
@@ -176,7 +183,7 @@ impl Checkpoint {
             self.adapters.iter().filter(|adapter| adapter.fills).map(|adapter| adapter.file).collect();
         let ids = if files.is_empty() { None } else { Some(self.table.stored_ids()) };
         let rows = ids.into_iter().flatten().map(|id| (id, self.tensor(id)));
-        rows.filter(move |(_, info)| files.contains(&info.file()))
+        rows.filter(move |(id, _)| files.contains(&self.file_of(*id)))
     }
 
     /// This checkpoint with the configuration and the tokenizer of another repository.
@@ -235,6 +242,16 @@ impl Checkpoint {
         self.revision.as_deref()
     }
 
+    /// What the files of weights are.
+    pub const fn container(&self) -> Container {
+        self.container
+    }
+
+    /// What the files of weights hold besides tensors. It is not shown.
+    pub fn left_out(&self) -> &[LeftOut] {
+        &self.left_out
+    }
+
     /// The tensor table.
     pub fn table(&self) -> &TensorTable {
         &self.table
@@ -273,6 +290,11 @@ impl Checkpoint {
         self.index_metadata.as_ref()
     }
 
+    /// Whether the layers of a MaxText model are stacked, if the checkpoint says it.
+    pub fn scan_layers(&self) -> Option<bool> {
+        self.scan_layers
+    }
+
     /// The `__metadata__` member of a weight file's header, in order; empty if it has none.
     pub fn file_metadata(&self, file: FileId) -> &[(String, String)] {
         self.file_metadata.get(&file).map_or(&[], Vec::as_slice)
@@ -306,13 +328,28 @@ impl Checkpoint {
         self.raw().all(|tensor| self.tensor(tensor.operands[0]).name.ends_with(tensor.name))
     }
 
-    /// The first byte of a tensor's span: its own, or that of its codes if it is decoded.
+    /// The file of a tensor's first byte: its own, that of its codes if it is decoded, or that of its first box.
     ///
     /// # Panics
     /// If `id` is not of this checkpoint.
     pub fn file_of(&self, id: TensorId) -> FileId {
-        let info = self.tensor(id);
-        info.quantized().map_or(info, |quantized| self.tensor(quantized.operands[0])).file()
+        match self.tensor(id).storage {
+            Storage::Plain { file, .. } => file,
+            Storage::Quantized(quantized) => self.tensor(quantized.operands[0]).file(),
+            Storage::Mosaic(mosaic) => mosaic.first_file(),
+        }
+    }
+
+    /// The files that a tensor's bytes are in: its own, or those of its codes and operands, or of its boxes. With repeats.
+    ///
+    /// # Panics
+    /// If `id` is not of this checkpoint.
+    pub fn files_of(&self, id: TensorId) -> Vec<FileId> {
+        match self.tensor(id).storage {
+            Storage::Plain { file, .. } => vec![file],
+            Storage::Quantized(quantized) => quantized.operands.iter().map(|id| self.tensor(*id).file()).collect(),
+            Storage::Mosaic(mosaic) => mosaic.ids().map(|id| self.tensor(id).file()).collect(),
+        }
     }
 
     /// The embedding that serves as an output head that is not stored. Tensors for which `is_outside` is true belong to

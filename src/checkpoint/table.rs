@@ -1,7 +1,8 @@
 //! The tensor table: the tensors of a checkpoint, and how each is stored.
 //!
 //! Stored tensors are numbered by file, in the order of weight files and then adapters, and within a file by the
-//! position of their bytes. After them come the tensors that are decoded from quantized ones. Every table of a
+//! position of their bytes. A tensor that is stored as boxes ([`Mosaic`]) stands where its first box is. After them come the boxes,
+//! which have ids and bytes but are never shown, and then the tensors that are decoded from quantized ones. Every table of a
 //! repository has all of these rows, so that a number means the same tensor in each table. Tables differ in the *shown*
 //! rows: the stored tensors, or decoded ones in the place of their codes, or a part of either under other names. A
 //! repository may have 150 000 tensors, so the table is a few flat arrays: about 120 bytes per tensor, names included.
@@ -12,9 +13,8 @@ use rayon::slice::ParallelSliceMut;
 
 use super::scheme::{Found, Quantized};
 use crate::{
-    format::safetensors::Header,
     source::{ByteSpan, FileId},
-    tensor::{DType, TensorId},
+    tensor::{self, DType, Mosaics, TensorId},
 };
 
 /// How a tensor is stored.
@@ -29,6 +29,40 @@ pub enum Storage<'a> {
     },
     /// As codes and operands that decode them. All of these are other stored tensors.
     Quantized(Quantized<'a>),
+    /// As boxes that cover it. Each is a tensor of its own id, which is never shown.
+    Mosaic(Mosaic<'a>),
+}
+
+/// A tensor that is stored as boxes.
+#[derive(Clone, Copy, Debug)]
+pub struct Mosaic<'a> {
+    all: &'a Arc<Mosaics>,
+    number: u32,
+    id: TensorId,
+    /// The file of its first box, or the first file if it has none.
+    file: FileId,
+}
+
+impl Mosaic<'_> {
+    /// The tensor as views hold it.
+    pub fn of_view(&self) -> tensor::Mosaic {
+        tensor::Mosaic::new(Arc::clone(self.all), self.number, self.id)
+    }
+
+    /// The file of its first box; the first of all files if it has no box.
+    pub const fn first_file(&self) -> FileId {
+        self.file
+    }
+
+    /// Number of its boxes.
+    pub fn boxes(&self) -> usize {
+        self.all.count(self.number)
+    }
+
+    /// The ids of its boxes.
+    pub fn ids(&self) -> impl ExactSizeIterator<Item = TensorId> {
+        self.all.boxes_of(self.number).map(|part| part.tensor)
+    }
 }
 
 /// One tensor of a checkpoint.
@@ -48,30 +82,47 @@ impl<'a> TensorInfo<'a> {
     /// The file that holds the bytes of a stored tensor.
     ///
     /// # Panics
-    /// If the tensor is decoded from others: views read stored tensors only.
+    /// If the tensor is decoded from others or stored as boxes: views read stored tensors and boxes only.
     pub fn file(&self) -> FileId {
         match self.storage {
             Storage::Plain { file, .. } => file,
-            Storage::Quantized(_) => panic!("{} has no bytes of its own", self.name),
+            Storage::Quantized(_) | Storage::Mosaic(_) => panic!("{} has no bytes of its own", self.name),
+        }
+    }
+
+    /// The file of the first byte of a tensor that is not decoded from others.
+    pub(super) const fn first_file(&self) -> Option<FileId> {
+        match self.storage {
+            Storage::Plain { file, .. } => Some(file),
+            Storage::Mosaic(mosaic) => Some(mosaic.first_file()),
+            Storage::Quantized(_) => None,
         }
     }
 
     /// The span of a stored tensor in its file.
     ///
     /// # Panics
-    /// If the tensor is decoded from others: views read stored tensors only.
+    /// If the tensor is decoded from others or stored as boxes: views read stored tensors and boxes only.
     pub fn span(&self) -> ByteSpan {
         match self.storage {
             Storage::Plain { span, .. } => span,
-            Storage::Quantized(_) => panic!("{} has no bytes of its own", self.name),
+            Storage::Quantized(_) | Storage::Mosaic(_) => panic!("{} has no bytes of its own", self.name),
         }
     }
 
     /// How it is decoded, if it is.
     pub fn quantized(&self) -> Option<Quantized<'a>> {
         match self.storage {
-            Storage::Plain { .. } => None,
+            Storage::Plain { .. } | Storage::Mosaic(_) => None,
             Storage::Quantized(quantized) => Some(quantized),
+        }
+    }
+
+    /// Its boxes, if it is stored as boxes.
+    pub fn mosaic(&self) -> Option<Mosaic<'a>> {
+        match self.storage {
+            Storage::Plain { .. } | Storage::Quantized(_) => None,
+            Storage::Mosaic(mosaic) => Some(mosaic),
         }
     }
 
@@ -79,7 +130,9 @@ impl<'a> TensorInfo<'a> {
     pub fn bytes(&self) -> u64 {
         match self.storage {
             Storage::Plain { span, .. } => span.len(),
-            Storage::Quantized(_) => (self.shape.iter().product::<u64>() * self.dtype.bits()).div_ceil(8),
+            Storage::Quantized(_) | Storage::Mosaic(_) => {
+                (self.shape.iter().product::<u64>() * self.dtype.bits()).div_ceil(8)
+            }
         }
     }
 }
@@ -90,7 +143,11 @@ pub struct TensorTable {
     /// One row for each stored tensor, and after them one for each shown decoded tensor. Of the latter, only the end of
     /// the name is meaningful.
     rows: Vec<StoredRow>,
-    /// The tensors after the stored ones.
+    /// The tensors that are stored as boxes. The boxes have the ids after those of the stored tensors.
+    mosaics: Arc<Mosaics>,
+    /// By box: where it is.
+    boxes: Arc<Vec<BoxPlace>>,
+    /// The tensors after the boxes.
     quantized: Arc<Found>,
     /// Number of stored tensors.
     stored: u32,
@@ -98,63 +155,125 @@ pub struct TensorTable {
     names: String,
     /// All extents of stored tensors, likewise.
     extents: Vec<u64>,
-    /// Row numbers in lexical order of name.
+    /// Ids in lexical order of name.
     by_name: Vec<u32>,
-    /// Row numbers of the tensors that are shown, in order; `None` if all are.
+    /// Ids of the tensors that are shown, in order; `None` if all stored ones are.
     shown: Option<Vec<u32>>,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct StoredRow {
-    span: ByteSpan,
+    place: RowPlace,
     name_end: u32,
     extents_end: u32,
-    file: FileId,
     dtype: DType,
 }
 
+/// Where a row's elements are.
+#[derive(Clone, Copy, Debug)]
+enum RowPlace {
+    Span(FileId, ByteSpan),
+    /// In the boxes of the mosaic of this number, the first of which is in this file.
+    Mosaic(FileId, u32),
+}
+
+/// Where the first element of a box is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct BoxPlace {
+    /// First byte.
+    pub(super) start: u64,
+    /// The file.
+    pub(super) file: FileId,
+    /// The row of its tensor.
+    pub(super) row: u32,
+}
+
+/// A stored tensor that is to be in a table.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NewRow<'a> {
+    /// Its name.
+    pub(super) name: &'a str,
+    /// Type of its elements.
+    pub(super) dtype: DType,
+    /// Its extents.
+    pub(super) shape: &'a [u64],
+    /// Where it is.
+    pub(super) place: NewPlace,
+}
+
+/// Where the elements of a new row are.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum NewPlace {
+    /// In these bytes of a file.
+    Span(FileId, u64, u64),
+    /// In the boxes of the mosaic of this number, the first of which is in this file.
+    Mosaic(FileId, u32),
+}
+
+/// What an id stands for.
+enum Id {
+    /// A row of this number.
+    Row(usize),
+    /// A box of this number.
+    Box(usize),
+}
+
 impl TensorTable {
-    /// The tensors of these files, numbered in this order. `None` if a number does not fit 32 bits, as with more than 4
+    /// The tensors of these rows, numbered in this order. `None` if a number does not fit 32 bits, as with more than 4
     /// GiB of names.
-    pub(super) fn new<'a>(headers: impl Iterator<Item = (FileId, &'a Header)> + Clone) -> Option<Self> {
+    pub(super) fn new<'a>(rows: impl Iterator<Item = NewRow<'a>>) -> Option<Self> {
         let mut table = Self::default();
-        table.rows.reserve_exact(headers.clone().map(|(_, header)| header.len()).sum());
-        table.names.reserve_exact(headers.clone().map(|(_, header)| header.names_bytes()).sum());
-        table.extents.reserve_exact(headers.clone().map(|(_, header)| header.extents_len()).sum());
-        for (file, header) in headers {
-            for tensor in header.tensors() {
-                table.names.push_str(tensor.name);
-                table.extents.extend_from_slice(tensor.shape);
-                table.rows.push(StoredRow {
-                    span: ByteSpan::new(tensor.start, tensor.end)?,
-                    name_end: u32::try_from(table.names.len()).ok()?,
-                    extents_end: u32::try_from(table.extents.len()).ok()?,
-                    file,
-                    dtype: tensor.dtype,
-                });
-            }
-        }
-        table.stored = u32::try_from(table.rows.len()).ok()?;
+        table.push_rows(rows)?;
         table.by_name = (0..table.stored).collect();
         table.sort();
         Some(table)
     }
 
+    fn push_rows<'a>(&mut self, rows: impl Iterator<Item = NewRow<'a>>) -> Option<()> {
+        for row in rows {
+            self.names.push_str(row.name);
+            self.extents.extend_from_slice(row.shape);
+            self.rows.push(StoredRow {
+                place: match row.place {
+                    NewPlace::Span(file, start, end) => RowPlace::Span(file, ByteSpan::new(start, end)?),
+                    NewPlace::Mosaic(file, number) => RowPlace::Mosaic(file, number),
+                },
+                name_end: u32::try_from(self.names.len()).ok()?,
+                extents_end: u32::try_from(self.extents.len()).ok()?,
+                dtype: row.dtype,
+            });
+        }
+        self.rows.shrink_to_fit();
+        self.names.shrink_to_fit();
+        self.extents.shrink_to_fit();
+        self.stored = u32::try_from(self.rows.len()).ok()?;
+        Some(())
+    }
+
+    /// This table, whose rows refer to these mosaics, with the places of their boxes.
+    pub(super) fn with_mosaics(mut self, mosaics: Mosaics, boxes: Vec<BoxPlace>) -> Option<Self> {
+        debug_assert_eq!(mosaics.boxes(), boxes.len(), "each box has a place");
+        self.mosaics = Arc::new(mosaics.numbered_from(TensorId(self.stored)));
+        self.boxes = Arc::new(boxes);
+        u32::try_from(self.id_end()).ok()?;
+        Some(self)
+    }
+
     /// Sorted by row as well, so that repeated names have a fixed order.
     fn sort(&mut self) {
         let mut by_name = std::mem::take(&mut self.by_name);
-        by_name.par_sort_unstable_by(|left, right| {
-            self.name(*left as usize).cmp(self.name(*right as usize)).then(left.cmp(right))
-        });
+        by_name.par_sort_unstable_by(|left, right| self.name(*left).cmp(self.name(*right)).then(left.cmp(right)));
         self.by_name = by_name;
     }
 
-    /// This table, which must hold stored tensors only, showing only the first ones.
-    pub(super) fn showing_first(mut self, count: usize) -> Self {
-        let is_first = |row: &u32| (*row as usize) < count;
-        self.by_name.retain(is_first);
-        self.shown = Some((0..self.stored).filter(is_first).collect());
-        self
+    /// This table, which must have no decoded tensors yet, with more stored tensors that are not shown. The ids of its boxes change.
+    /// `None` if a number does not fit 32 bits.
+    pub(super) fn with_hidden_rows<'a>(mut self, more: impl Iterator<Item = NewRow<'a>>) -> Option<Self> {
+        self.shown = Some((0..self.stored).collect());
+        self.push_rows(more)?;
+        let mosaics = Arc::unwrap_or_clone(std::mem::take(&mut self.mosaics));
+        self.mosaics = Arc::new(mosaics.numbered_from(TensorId(self.stored)));
+        Some(self)
     }
 
     /// This table, which must hold stored tensors only, with decoded tensors that are not shown. They take no rows
@@ -167,30 +286,36 @@ impl TensorTable {
 
     /// This table showing other rows, in this order and under these names. Ids do not change, and a hidden tensor is
     /// still found by its id. `None` if the names are longer than 4 GiB.
+    ///
+    /// # Panics
+    /// If a row is a box: boxes are never shown.
     pub(super) fn derived(&self, mut rows: impl Iterator<Item = (TensorId, String)>) -> Option<Self> {
-        let mut names: Vec<Option<String>> = vec![None; self.id_end()];
+        let mut names: Vec<Option<String>> = vec![None; self.stored as usize + self.quantized.tensors.len()];
         let mut shown = Vec::with_capacity(rows.size_hint().0);
         for (id, name) in &mut rows {
-            names[id.0 as usize] = Some(name);
+            let Id::Row(row) = self.resolve(id.0) else { panic!("{name}: a box is never shown") };
+            names[row] = Some(name);
             shown.push(id.0);
         }
-        let (quantized, extents) = (Arc::clone(&self.quantized), self.extents.clone());
-        let mut table = Self { rows: self.rows.clone(), quantized, stored: self.stored, extents, ..Self::default() };
+        let mut table = Self {
+            rows: self.rows.clone(),
+            mosaics: Arc::clone(&self.mosaics),
+            boxes: Arc::clone(&self.boxes),
+            quantized: Arc::clone(&self.quantized),
+            stored: self.stored,
+            extents: self.extents.clone(),
+            ..Self::default()
+        };
         let extents_end = u32::try_from(table.extents.len()).ok()?;
         for (row, name) in names.iter().enumerate() {
-            table.names.push_str(name.as_deref().unwrap_or_else(|| self.name(row)));
+            table.names.push_str(name.as_deref().unwrap_or_else(|| self.row_name(row)));
             let name_end = u32::try_from(table.names.len()).ok()?;
             if let Some(row) = table.rows.get_mut(row) {
                 row.name_end = name_end;
             } else {
                 let dtype = self.quantized.tensors.get(row - self.stored as usize).dtype;
-                table.rows.push(StoredRow {
-                    span: ByteSpan::of_len(0, 0)?,
-                    name_end,
-                    extents_end,
-                    file: FileId(0),
-                    dtype,
-                });
+                let place = RowPlace::Span(FileId(0), ByteSpan::of_len(0, 0)?);
+                table.rows.push(StoredRow { place, name_end, extents_end, dtype });
             }
         }
         table.by_name.clone_from(&shown);
@@ -201,7 +326,8 @@ impl TensorTable {
 
     /// The ids of the decoded tensors, in the order of the quantized table.
     pub(super) fn decoded_id(&self, number: usize) -> TensorId {
-        TensorId(self.stored + u32::try_from(number).expect("row numbers fit 32 bits: checked when the table was made"))
+        let id = self.stored as usize + self.boxes.len() + number;
+        TensorId(u32::try_from(id).expect("ids fit 32 bits: checked when the table was made"))
     }
 
     /// Ids of all stored tensors, shown or not.
@@ -209,9 +335,17 @@ impl TensorTable {
         (0..self.stored).map(TensorId)
     }
 
-    /// One more than the highest id, hidden tensors included.
+    /// One more than the highest id, hidden tensors and boxes included.
     pub fn id_end(&self) -> usize {
-        self.stored as usize + self.quantized.tensors.len()
+        self.stored as usize + self.boxes.len() + self.quantized.tensors.len()
+    }
+
+    fn resolve(&self, id: u32) -> Id {
+        match (id as usize).checked_sub(self.stored as usize) {
+            None => Id::Row(id as usize),
+            Some(after) if after < self.boxes.len() => Id::Box(after),
+            Some(_) => Id::Row(id as usize - self.boxes.len()),
+        }
     }
 
     /// Number of tensors.
@@ -229,8 +363,11 @@ impl TensorTable {
     /// # Panics
     /// If `id` is not of this table.
     pub fn tensor(&self, id: TensorId) -> TensorInfo<'_> {
-        let row_number = id.0 as usize;
-        let name = self.name(row_number);
+        let row_number = match self.resolve(id.0) {
+            Id::Row(row) => row,
+            Id::Box(number) => return self.of_box(number),
+        };
+        let name = self.row_name(row_number);
         if let Some(number) = row_number.checked_sub(self.stored as usize) {
             let quantized = self.quantized.tensors.get(number);
             let shape = quantized.template.shape().extents();
@@ -242,7 +379,32 @@ impl TensorTable {
             name,
             dtype: row.dtype,
             shape: &self.extents[before as usize..row.extents_end as usize],
-            storage: Storage::Plain { file: row.file, span: row.span },
+            storage: match row.place {
+                RowPlace::Span(file, span) => Storage::Plain { file, span },
+                RowPlace::Mosaic(file, number) => Storage::Mosaic(Mosaic { all: &self.mosaics, number, id, file }),
+            },
+        }
+    }
+
+    /// A box: the stored elements from its first to its last, under the name of its tensor.
+    fn of_box(&self, number: usize) -> TensorInfo<'_> {
+        let BoxPlace { start, file, row } = self.boxes[number];
+        let dtype = self.rows[row as usize].dtype;
+        let part = self.mosaics.box_of(self.mosaic_of(row as usize), number);
+        let span = ByteSpan::of_len(start, (part.stored_elements() * dtype.bits()).div_ceil(8));
+        let span = span.expect("a box is inside its file: checked when the table was made");
+        TensorInfo {
+            name: self.row_name(row as usize),
+            dtype,
+            shape: part.extents,
+            storage: Storage::Plain { file, span },
+        }
+    }
+
+    fn mosaic_of(&self, row: usize) -> u32 {
+        match self.rows[row].place {
+            RowPlace::Mosaic(_, number) => number,
+            RowPlace::Span(..) => panic!("{} is not stored as boxes", self.row_name(row)),
         }
     }
 
@@ -266,14 +428,14 @@ impl TensorTable {
 
     /// Ids of the tensors whose names begin so, in lexical order of name; O(log n) to the first.
     pub fn with_prefix(&self, prefix: &str) -> impl Iterator<Item = TensorId> {
-        let first = self.by_name.partition_point(|row| self.name(*row as usize) < prefix);
-        let rows = self.by_name[first..].iter().take_while(move |row| self.name(**row as usize).starts_with(prefix));
+        let first = self.by_name.partition_point(|row| self.name(*row) < prefix);
+        let rows = self.by_name[first..].iter().take_while(move |row| self.name(**row).starts_with(prefix));
         rows.map(|row| TensorId(*row))
     }
 
     /// The tensor of that name; O(log n).
     pub fn find(&self, name: &str) -> Option<TensorId> {
-        let place = self.by_name.binary_search_by(|row| self.name(*row as usize).cmp(name)).ok()?;
+        let place = self.by_name.binary_search_by(|row| self.name(*row).cmp(name)).ok()?;
         Some(TensorId(self.by_name[place]))
     }
 
@@ -283,9 +445,18 @@ impl TensorTable {
             + self.names.capacity()
             + self.extents.capacity() * size_of::<u64>()
             + self.by_name.capacity() * size_of::<u32>()
+            + self.boxes.capacity() * size_of::<BoxPlace>()
+            + self.mosaics.memory_bytes()
     }
 
-    fn name(&self, row: usize) -> &str {
+    fn name(&self, id: u32) -> &str {
+        match self.resolve(id) {
+            Id::Row(row) => self.row_name(row),
+            Id::Box(number) => self.row_name(self.boxes[number].row as usize),
+        }
+    }
+
+    fn row_name(&self, row: usize) -> &str {
         if row >= self.rows.len() {
             return self.quantized.tensors.get(row - self.stored as usize).name;
         }

@@ -14,6 +14,7 @@ use crate::{
     checkpoint::{Checkpoint, printable_lines},
     image::Segment,
     plan::report::{human_bytes, reads_text},
+    source::ByteSpan,
     tensor::{
         Decode, Field, Load, Op, Operation, Origin, PAGE_BYTES, Piece, Reads, Runs, Step, TensorId, Term, Tiling,
         Value as DecodedValue, View, reads,
@@ -153,6 +154,12 @@ fn describe(checkpoint: &Checkpoint, tiling: &Tiling, piece: &Piece) -> Value {
             };
             row["file_start"] = json!(info.span().start() + start);
             row["file_end"] = json!(info.span().start() + end);
+            if let Some(coded) = checkpoint.source().coded(info.file(), info.span().start() + start) {
+                row["chunk"] = json!(coded.chunk);
+                row["codec"] = json!(coded.codec);
+                row["stored_start"] = json!(coded.stored.map(ByteSpan::start));
+                row["stored_end"] = json!(coded.stored.map(ByteSpan::end));
+            }
             row["run_bytes"] = json!(piece.contiguous_units() * unit);
             row["decoder"] = json!(decode(checkpoint, decoder));
         }
@@ -227,6 +234,12 @@ fn expression(checkpoint: &Checkpoint, view: &View) -> Value {
     let shape = view.shape().extents();
     match view.op() {
         Op::Source(tensor) => json!({"op": "source", "tensor": checkpoint.tensor(tensor.id).name, "shape": shape}),
+        Op::Mosaic(mosaic) => json!({
+            "op": "mosaic",
+            "tensor": checkpoint.tensor(mosaic.id()).name,
+            "boxes": mosaic.boxes().len(),
+            "shape": shape,
+        }),
         Op::Fill(element) => json!({"op": "fill", "dtype": element.dtype().code(), "shape": shape}),
         Op::Slice { of: operand, axis, start, stop, step } => {
             json!({"op": "slice", "axis": axis, "start": start, "stop": stop, "step": step, "shape": shape, "of": of(operand)})
@@ -322,7 +335,15 @@ fn segment_text(text: &mut String, segment: &Value, shown: usize) {
         let (tensor, file) = (word(&piece["tensor"]), word(&piece["file"]));
         let span = format!("{}..{}", piece["file_start"], piece["file_end"]);
         let _ = writeln!(text, "    from byte {at}, {len} bytes <- {tensor}");
-        let _ = writeln!(text, "      {file} {span}, runs of {} bytes", piece["run_bytes"]);
+        let place = match (piece["chunk"].as_str(), piece["stored_start"].as_u64()) {
+            (None, _) => span,
+            (Some(chunk), None) => format!("chunk {chunk} ({}), decoded bytes {span}", word(&piece["codec"])),
+            (Some(chunk), Some(start)) => {
+                let (end, codec) = (&piece["stored_end"], word(&piece["codec"]));
+                format!("{start}..{end}, chunk {chunk} ({codec}), decoded bytes {span}")
+            }
+        };
+        let _ = writeln!(text, "      {file} {place}, runs of {} bytes", piece["run_bytes"]);
         let _ = writeln!(text, "      {}; loops {loops}", word(&piece["decoder"]));
     }
     more(text, pieces.len(), shown, "pieces", "    ");

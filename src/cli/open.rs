@@ -115,8 +115,9 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         Ok(source.clone())
     };
     let (config_from, fill_from) = (settled(&mut config.config_from)?, settled(&mut config.fill_from)?);
+    let training_state = config.mount.training_state.unwrap_or(false);
     let options =
-        OpenOptions { io, adapters, config_from, fill_from, follow_symlinks, fetches, ..OpenOptions::default() };
+        OpenOptions { io, adapters, config_from, fill_from, follow_symlinks, training_state, fetches, ..OpenOptions::default() };
     let checkpoint = Checkpoint::open(&source, &options)?;
     config.source = Some(match checkpoint.revision() {
         // The label is the repository's name with a short revision.
@@ -266,6 +267,7 @@ pub(super) fn lay_out(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: 
     if let Some(maps) = checkpoint.source().maps() {
         maps.bound(budget.mapped_bytes, budget.mapped_again_bytes);
     }
+    checkpoint.source().bound_decoded(budget.decoded_bytes);
     warn_of_large_cache(&budget);
     let options = VolumeOptions {
         engine: engine_options(&budget),

@@ -205,24 +205,27 @@ fn memory_text(memory: &Value) -> String {
         // Writing to a string cannot fail.
         let _ = writeln!(
             text,
-            "  memory  limit {} ({origin}); budget {}: cache {}, spare buffers {}, thread buffers {}, mapped pages {}",
+            "  memory  limit {} ({origin}); budget {}: cache {}, spare buffers {}, decoded chunks {}, thread buffers {}, \
+             mapped pages {}",
             bytes(&memory["limit_bytes"]),
             bytes(&budget["total_bytes"]),
             bytes(&budget["cache_bytes"]),
             bytes(&budget["spare_buffers_bytes"]),
+            bytes(&budget["decoded_chunks_bytes"]),
             bytes(&budget["thread_buffers_bytes"]),
             bytes(&budget["mapped_bytes"]),
         );
     }
     let _ = writeln!(
         text,
-        "  held    tiles {}, materialized {}, pre-zeroed {}, dropped but mapped {}, spare buffers {}, thread buffers {}, \
-         mapped pages {}",
+        "  held    tiles {}, materialized {}, pre-zeroed {}, dropped but mapped {}, spare buffers {}, decoded chunks {}, \
+         thread buffers {}, mapped pages {}",
         bytes(&held["tiles_bytes"]),
         bytes(&held["materialized_bytes"]),
         bytes(&held["prezeroed_bytes"]),
         bytes(&held["dropped_bytes"]),
         bytes(&held["spare_buffers_bytes"]),
+        bytes(&held["decoded_chunks_bytes"]),
         bytes(&held["thread_buffers_bytes"]),
         bytes(&held["mapped_bytes"]),
     );

@@ -353,7 +353,12 @@ impl SourceFiles<'_> {
     fn read(&self, tensor: TensorId, span: std::ops::Range<u64>) -> std::io::Result<Vec<u8>> {
         let info = self.checkpoint.tensor(tensor);
         let mut bytes = vec![0; usize::try_from(span.end - span.start).map_err(std::io::Error::other)?];
-        backing(self.checkpoint, info.file())?.read_exact_at(&mut bytes, info.span().start() + span.start)?;
+        let (source, start) = (self.checkpoint.source(), info.span().start() + span.start);
+        if source.coded(info.file(), start).is_some() {
+            source.decode_by_definition(info.file(), start, &mut bytes).map_err(std::io::Error::other)?;
+            return Ok(bytes);
+        }
+        backing(self.checkpoint, info.file())?.read_exact_at(&mut bytes, start)?;
         Ok(bytes)
     }
 }

@@ -100,6 +100,8 @@ pub struct MountSettings {
     pub source_timeout: Option<TimeLimit>,
     /// Whether symbolic links may lead out of the repository.
     pub follow_symlinks: Option<bool>,
+    /// Whether the whole training state of a checkpoint is shown.
+    pub training_state: Option<bool>,
     /// Bytes of transformed data kept in memory.
     pub cache_bytes: Option<ByteCount>,
     /// Threads that serve requests.

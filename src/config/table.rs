@@ -286,6 +286,14 @@ pub static SETTINGS: &[Setting] = &[
     ),
     Setting::new(
         Reading,
+        "training-state",
+        Nothing("true"),
+        at!(mount.training_state),
+        "Shows the whole training state of an Orbax checkpoint: optimizer state and counters too.",
+    )
+    .more("By default the model alone is read, the tensors under `params`; `plan` lists what is left out."),
+    Setting::new(
+        Reading,
         "follow-symlinks",
         Nothing("true"),
         at!(mount.follow_symlinks),

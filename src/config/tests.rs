@@ -110,6 +110,7 @@ const EVERY_MOUNT_KEY: &[(&str, &str)] = &[
     ("uid", "uid = 1000"),
     ("gid", "gid = 0"),
     ("follow_symlinks", "follow_symlinks = true"),
+    ("training_state", "training_state = true"),
     ("source_timeout", "source_timeout = '500ms'"),
     ("threads", "threads = 3"),
     ("read_ahead_kb", "read_ahead_kb = 128"),

@@ -18,7 +18,7 @@ use std::{
 };
 
 use super::{
-    torch_state::{self, PICKLE, TorchError, TorchTensor},
+    torch_state::{self, PICKLE, TorchError, TorchObject, TorchTensor},
     unpickle::{self, Limits, PickleError},
     unzip::{self, Directory, LOCAL_BYTES, TAIL_BYTES, ZipEntry, ZipError},
     zip::crc32,
@@ -128,6 +128,15 @@ impl SavedTensor {
     }
 }
 
+/// What an archive holds.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SavedContents {
+    /// The tensors, in the order of the pickle.
+    pub tensors: Vec<SavedTensor>,
+    /// What is no tensor: the name, and what it is. At most [`torch_state::OTHERS_MAX`] of them.
+    pub others: Vec<(String, String)>,
+}
+
 #[derive(Debug)]
 struct Listing {
     entries: Vec<ZipEntry>,
@@ -145,8 +154,8 @@ enum Stage {
     /// The entries are known.
     Pickle(Listing),
     /// The tensors are known.
-    Storages(Listing, Vec<TorchTensor>),
-    Done(Vec<SavedTensor>),
+    Storages(Listing, TorchObject),
+    Done(SavedContents),
 }
 
 /// The reading of one archive.
@@ -201,7 +210,12 @@ impl TorchArchive {
 
     /// The tensors, in the order of the pickle; `None` if more bytes are wanted.
     pub fn into_tensors(self) -> Option<Vec<SavedTensor>> {
-        if let Stage::Done(tensors) = self.stage { Some(tensors) } else { None }
+        self.into_contents().map(|contents| contents.tensors)
+    }
+
+    /// Everything that the archive holds; `None` if more bytes are wanted.
+    pub fn into_contents(self) -> Option<SavedContents> {
+        if let Stage::Done(contents) = self.stage { Some(contents) } else { None }
     }
 
     fn bytes(&self, span: &Range<u64>) -> Option<&[u8]> {
@@ -226,7 +240,7 @@ impl TorchArchive {
                 Ok((Stage::Pickle(Listing::new(unzip::parse_directory(bytes, directory)?, directory)?), Vec::new()))
             }
             Stage::Pickle(listing) => self.read_pickle(listing),
-            Stage::Storages(listing, tensors) => self.find_storages(listing, tensors),
+            Stage::Storages(listing, object) => self.find_storages(listing, object),
             Stage::Done(_) => Ok((stage, Vec::new())),
         }
     }
@@ -272,8 +286,8 @@ impl TorchArchive {
         }
         let bytes = self.content(&listing, pickle)?;
         let pickle = unpickle::read(bytes, Limits::default(), &torch_state::is_allowed)?;
-        let tensors = torch_state::tensors(&pickle)?;
-        Ok((Stage::Storages(listing, tensors), Vec::new()))
+        let object = torch_state::object(&pickle)?;
+        Ok((Stage::Storages(listing, object), Vec::new()))
     }
 
     /// The data of an entry whose region was given, with the right checksum.
@@ -312,13 +326,9 @@ impl TorchArchive {
         region.start..region.end.min(first.end.max(region.start + len))
     }
 
-    fn find_storages(
-        &self,
-        listing: Listing,
-        tensors: Vec<TorchTensor>,
-    ) -> Result<(Stage, Vec<Range<u64>>), ArchiveError> {
+    fn find_storages(&self, listing: Listing, object: TorchObject) -> Result<(Stage, Vec<Range<u64>>), ArchiveError> {
         let root = listing.root()?.to_owned();
-        let keys: HashSet<&str> = tensors.iter().map(|tensor| tensor.storage.as_str()).collect();
+        let keys: HashSet<&str> = object.tensors.iter().map(|tensor| tensor.storage.as_str()).collect();
         let mut numbers = HashMap::with_capacity(keys.len());
         for key in keys {
             numbers.insert(key.to_owned(), listing.find(&format!("{root}data/{key}"))?);
@@ -326,7 +336,7 @@ impl TorchArchive {
         let mut missing = self.missing(numbers.values().map(|number| self.local_header(&listing, *number)));
         if !missing.is_empty() {
             missing.sort_unstable_by_key(|span| span.start);
-            return Ok((Stage::Storages(listing, tensors), missing));
+            return Ok((Stage::Storages(listing, object), missing));
         }
         let saved = |tensor: TorchTensor| {
             let number = numbers[&tensor.storage];
@@ -337,7 +347,9 @@ impl TorchArchive {
             }
             Ok(SavedTensor { storage_start: self.data_start(&listing, number)?, tensor })
         };
-        Ok((Stage::Done(tensors.into_iter().map(saved).collect::<Result<_, _>>()?), Vec::new()))
+        let TorchObject { tensors, others } = object;
+        let tensors = tensors.into_iter().map(saved).collect::<Result<_, _>>()?;
+        Ok((Stage::Done(SavedContents { tensors, others }), Vec::new()))
     }
 }
 

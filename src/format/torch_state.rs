@@ -116,16 +116,37 @@ pub fn is_allowed(module: &str, name: &str) -> bool {
     }
 }
 
+/// Most values that are no tensors and are listed. Optimizers have a few for each tensor.
+pub const OTHERS_MAX: usize = 10_000;
+
+/// What a pickled object holds.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TorchObject {
+    /// The tensors, in the order of the pickle.
+    pub tensors: Vec<TorchTensor>,
+    /// What is no tensor: its name, the keys on the way to it joined by dots, and what it is. At most [`OTHERS_MAX`] of
+    /// them. Empty containers and `None` are passed over.
+    pub others: Vec<(String, String)>,
+}
+
 /// The tensors of a pickled object, in the order of the pickle.
 ///
 /// # Errors
 /// [`TorchError`], the first that is met.
 pub fn tensors(pickle: &Unpickled) -> Result<Vec<TorchTensor>, TorchError> {
-    let mut found = Vec::new();
+    object(pickle).map(|object| object.tensors)
+}
+
+/// Everything that a pickled object holds.
+///
+/// # Errors
+/// [`TorchError`], the first that is met.
+pub fn object(pickle: &Unpickled) -> Result<TorchObject, TorchError> {
+    let mut found = TorchObject::default();
     let mut path = Vec::new();
     Walk { pickle, found: &mut found, path: &mut path, visits: 0 }.visit(pickle.root())?;
     let mut names = HashSet::new();
-    match found.iter().find(|tensor| !names.insert(tensor.name.as_str())) {
+    match found.tensors.iter().find(|tensor| !names.insert(tensor.name.as_str())) {
         Some(tensor) => Err(TorchError::Duplicate { name: tensor.name.clone() }),
         None => Ok(found),
     }
@@ -133,7 +154,7 @@ pub fn tensors(pickle: &Unpickled) -> Result<Vec<TorchTensor>, TorchError> {
 
 struct Walk<'a> {
     pickle: &'a Unpickled,
-    found: &'a mut Vec<TorchTensor>,
+    found: &'a mut TorchObject,
     path: &'a mut Vec<String>,
     visits: usize,
 }
@@ -153,20 +174,39 @@ impl Walk<'_> {
             Value::Tuple(elements) => self.elements(elements),
             Value::Object(object) => {
                 if let Some(tensor) = self.tensor(id)? {
-                    self.found.push(tensor);
+                    self.found.tensors.push(tensor);
                     return Ok(());
                 }
+                if object.items.is_empty() && object.elements.is_empty() {
+                    self.other(
+                        self.pickle.call(id).map_or_else(|| "an object".to_owned(), |(name, ..)| name.to_string()),
+                    );
+                }
+                self.elements(&object.elements)?;
                 self.items(&object.items)
             }
-            Value::None
-            | Value::Bool(_)
+            Value::None => Ok(()),
+            value @ (Value::Bool(_)
             | Value::Int(_)
             | Value::Float(_)
             | Value::Text(_)
             | Value::Bytes(_)
             | Value::Set(_)
-            | Value::Global(_)
-            | Value::Persistent(_) => Ok(()),
+            | Value::Persistent(_)) => {
+                self.other(value.kind().to_owned());
+                Ok(())
+            }
+            Value::Global(name) => {
+                self.other(name.to_string());
+                Ok(())
+            }
+        }
+    }
+
+    /// Notes what is no tensor. An empty dictionary, such as the metadata of a state, is nothing.
+    fn other(&mut self, kind: String) {
+        if self.found.others.len() < OTHERS_MAX && kind != "collections.OrderedDict" {
+            self.found.others.push((self.name(), kind));
         }
     }
 

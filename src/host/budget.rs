@@ -7,6 +7,7 @@
 //! | --- | --- | --- |
 //! | cache | tiles, also those being computed; materialized and pre-zeroed files, also dropped ones that programs still map | 1/8, at least 256 MiB or 1/4, at most 16 GiB |
 //! | spare buffers | buffers kept for the next tile or reply | 1/4 of the cache, at least 32 MiB or 1/16 |
+//! | decoded chunks | chunks of Orbax checkpoints that are decoded, and the buffers to decode them; a chunk that is larger is held alone | 1/8, at most 4 GiB |
 //! | thread buffers | what each thread works in beside tiles: replies, and source bytes where a source is not mapped | at most 64 MiB a thread, 1/4 for all |
 //! | mapped pages | pages of sources in the process's maps; the page cache has them anyway | 160 MiB or 1/4; 1/4 while transposed tiles visit the same pages again |
 //!
@@ -28,6 +29,9 @@ const CACHE_PART: u64 = 8;
 const CACHE_BYTES: (u64, u64) = (256 * MIB, 16 * GIB);
 /// Least bytes of spare buffers: a few for each thread.
 const SPARE_BYTES_MIN: u64 = 32 * MIB;
+/// The part of the limit for decoded chunks, and its most bytes: a few chunks for each core.
+const DECODED_PART: u64 = 8;
+const DECODED_BYTES_MAX: u64 = 4 * GIB;
 /// Least and most bytes of one thread's own buffers. A reply has up to 1 MiB.
 const THREAD_BYTES: (u64, u64) = (MIB, 64 * MIB);
 /// The limit divided by this is the most threads that start by default.
@@ -48,6 +52,8 @@ pub struct Budget {
     pub cache_bytes: u64,
     /// Unused buffers that are kept, in bytes.
     pub spare_buffer_bytes: u64,
+    /// Decoded chunks of sources that have any, in bytes.
+    pub decoded_bytes: u64,
     /// Buffers of one thread, in bytes.
     pub thread_buffer_bytes: u64,
     /// Mapped pages of sources, in bytes.
@@ -72,6 +78,7 @@ impl Budget {
             threads,
             cache_bytes,
             spare_buffer_bytes: (cache_bytes / 4).max(SPARE_BYTES_MIN.min(part_max / 4)),
+            decoded_bytes: (limit.bytes / DECODED_PART).min(DECODED_BYTES_MAX),
             thread_buffer_bytes: of_one.clamp(THREAD_BYTES.0, THREAD_BYTES.1),
             mapped_bytes: MAPPED_BYTES.min(part_max),
             mapped_again_bytes,
@@ -86,8 +93,8 @@ impl Budget {
 
     /// All parts together, in bytes.
     pub fn total_bytes(&self) -> u64 {
-        let parts =
-            [self.spare_buffer_bytes, self.thread_buffers_bytes(), self.mapped_bytes.max(self.mapped_again_bytes)];
+        let mapped_bytes = self.mapped_bytes.max(self.mapped_again_bytes);
+        let parts = [self.spare_buffer_bytes, self.decoded_bytes, self.thread_buffers_bytes(), mapped_bytes];
         parts.into_iter().fold(self.cache_bytes, u64::saturating_add)
     }
 
@@ -96,7 +103,8 @@ impl Budget {
         if self.total_bytes() <= self.limit.bytes {
             return None;
         }
-        let others = self.thread_buffers_bytes().saturating_add(self.mapped_bytes.max(self.mapped_again_bytes));
+        let mapped_bytes = self.mapped_bytes.max(self.mapped_again_bytes);
+        let others = self.thread_buffers_bytes().saturating_add(mapped_bytes).saturating_add(self.decoded_bytes);
         // A quarter of the cache more is spare buffers.
         Some(self.limit.bytes.saturating_sub(others) / 5 * 4)
     }
@@ -119,6 +127,7 @@ mod tests {
                 let parts = [
                     budget.cache_bytes,
                     budget.spare_buffer_bytes,
+                    budget.decoded_bytes,
                     budget.thread_buffers_bytes(),
                     budget.mapped_bytes,
                     budget.mapped_again_bytes,

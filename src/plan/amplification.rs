@@ -15,7 +15,7 @@ use smallvec::SmallVec;
 use super::{Plan, PlannedTensor, naming::group_name};
 use crate::{
     checkpoint::Checkpoint,
-    tensor::{Op, PAGE_BYTES, Reads, Region, Runs, Shape, SourceTensor, TensorId, View, reads},
+    tensor::{Mosaic, Op, PAGE_BYTES, Reads, Region, Runs, Shape, SourceTensor, TensorId, View, reads},
 };
 
 /// The bytes that a plan's devices read from the sources for all bundled tensors.
@@ -198,6 +198,7 @@ impl Walk {
             }
             Op::Cast { of } | Op::Multiply { of, .. } | Op::Add { of, .. } => self.view(of, place, holding, group),
             Op::Source(_)
+            | Op::Mosaic(_)
             | Op::Fill(_)
             | Op::Slice { .. }
             | Op::Reshape { .. }
@@ -379,10 +380,21 @@ impl Expression {
         self.words.extend([tensor.dtype as u64, u64::from(ordinal)]);
     }
 
+    fn add_mosaic(&mut self, mosaic: &Mosaic) {
+        self.add_numbers(13, mosaic.shape().extents());
+        for part in mosaic.boxes() {
+            let next = number(self.sources.len());
+            let ordinal = *self.sources.entry(part.tensor).or_insert(next);
+            self.add_numbers(14, part.origin.iter().chain(part.extents).chain(&part.strides()));
+            self.words.extend([mosaic.dtype() as u64, u64::from(ordinal)]);
+        }
+    }
+
     /// Element operators, scales and zero points are left out: they do not move bytes.
     fn add(&mut self, view: &View) {
         match view.op() {
             Op::Source(tensor) => self.add_source(tensor),
+            Op::Mosaic(mosaic) => self.add_mosaic(mosaic),
             Op::Quantized(value) => {
                 // Only the position of the codes counts: decoding does not move bytes.
                 let operand = &value.load;

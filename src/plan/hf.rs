@@ -102,8 +102,8 @@ pub(super) fn plan(
         by_file[original.file_of(id).index()].push((id, name, view));
     }
     let mut before: Vec<usize> = vec![0; by_file.len()];
-    for (_, info) in original.tensors() {
-        before[info.file().index()] += 1;
+    for (id, _) in original.tensors() {
+        before[original.file_of(id).index()] += 1;
     }
     let weight_map: Vec<(String, String)> = originals(original)
         .filter(|(role, ..)| **role == FileRole::Weights)

@@ -398,7 +398,7 @@ fn check_tiling(view: &View, built_in: bool) -> Result<(), TilingError> {
         return view.lower().map(drop);
     }
     let mut sources = 0usize;
-    view.for_each_source(&mut |_| sources += 1);
+    view.for_each_stored(&mut |_| sources += 1);
     if view.dtype().unit().elements > 1 || sources.saturating_mul(PIECES_PER_SOURCE) > PIECES_MAX {
         view.lower()?;
     }

@@ -77,13 +77,15 @@ impl<'a> Values<'a> {
         let rule = self.rules.iter().find(|rule| names.iter().any(|name| rule.pattern.matches(name)));
         let info = self.checkpoint.tensor(id);
         match (info.storage, rule) {
-            (Storage::Plain { .. }, Some(rule)) => rule.dtype,
-            (Storage::Plain { .. }, None) if self.keeps(info.dtype, info.name) => {
+            (Storage::Plain { .. } | Storage::Mosaic(_), Some(rule)) => rule.dtype,
+            (Storage::Plain { .. } | Storage::Mosaic(_), None) if self.keeps(info.dtype, info.name) => {
                 self.kept.lock().unwrap_or_else(PoisonError::into_inner).insert(id);
                 None
             }
             // Codes and scales of what is shown raw mean nothing in another type.
-            (Storage::Plain { .. }, None) => self.wish.dtype.filter(|_| !self.of_raw.contains(&id)),
+            (Storage::Plain { .. } | Storage::Mosaic(_), None) => {
+                self.wish.dtype.filter(|_| !self.of_raw.contains(&id))
+            }
             (Storage::Quantized(quantized), rule) => {
                 let dtype = rule.map_or_else(|| self.decoded_dtype(quantized.dtype), |rule| rule.dtype);
                 if dtype.is_none() {
@@ -125,18 +127,19 @@ impl<'a> Values<'a> {
     pub fn view(&self, id: TensorId, dtype: Option<DType>) -> Result<View, Problem> {
         let info = self.checkpoint.tensor(id);
         let named = |error| Problem::View { name: info.name.to_owned(), error };
+        let cast = |view: View| match dtype.filter(|_| info.dtype.is_float()) {
+            Some(dtype) => view.cast(dtype).map_err(named),
+            None => Ok(view),
+        };
         match info.storage {
             Storage::Quantized(quantized) => {
                 quantized.view().and_then(|view| view.cast(dtype.unwrap_or(quantized.dtype))).map_err(named)
             }
             Storage::Plain { .. } => {
                 let shape = Shape::try_new(info.shape).map_err(|error| named(error.into()))?;
-                let view = View::source(SourceTensor { id, dtype: info.dtype, shape });
-                match dtype.filter(|_| info.dtype.is_float()) {
-                    Some(dtype) => view.cast(dtype).map_err(named),
-                    None => Ok(view),
-                }
+                cast(View::source(SourceTensor { id, dtype: info.dtype, shape }))
             }
+            Storage::Mosaic(mosaic) => cast(View::mosaic(mosaic.of_view())),
         }
     }
 

@@ -100,8 +100,8 @@ impl Engine {
             let mut sources = std::collections::BTreeSet::new();
             for segment in file.image.segments() {
                 if let Segment::View(view) = segment {
-                    view.for_each_source(&mut |tensor| {
-                        sources.insert(self.checkpoint.tensor(tensor.id).file());
+                    view.for_each_stored(&mut |tensor| {
+                        sources.insert(self.checkpoint.tensor(tensor).file());
                     });
                 }
             }

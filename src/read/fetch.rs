@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     checkpoint::Checkpoint,
-    source::{ByteSpan, FetchPart, Maps},
+    source::{ByteSpan, FetchPart, FileFetch, FileId, Maps, SourceError},
     tensor::{Window, to_usize},
 };
 
@@ -35,21 +35,26 @@ pub(super) fn fetch(checkpoint: &Checkpoint, buffers: &BufferPool, batch: &Batch
     }
     // Operands of one step may lie in several files.
     parts.sort_by_key(|(fetch, _)| fetch.file);
-    let mut parts = parts.into_iter().peekable();
-    while let Some((first, part)) = parts.next() {
-        let mut of_file = vec![part];
-        let mut others = false;
-        while let Some((fetch, part)) = parts.next_if(|(fetch, _)| fetch.file == first.file) {
-            others |= fetch.tensor != first.tensor;
-            of_file.push(part);
-        }
-        checkpoint.source().fetch(first.file, &mut of_file).map_err(|error| {
-            let name = checkpoint.tensor(first.tensor).name;
-            let tensor = if others { format!("{name} and others") } else { name.to_owned() };
-            ReadError::Source { tensor, span: first.span, error }
-        })?;
+    let (fetches, mut parts): (Vec<Fetch>, Vec<FetchPart<'_>>) = parts.into_iter().unzip();
+    let mut files = Vec::new();
+    let mut rest = &mut *parts;
+    for of_file in fetches.chunk_by(|left, right| left.file == right.file) {
+        let (parts, after) = rest.split_at_mut(of_file.len());
+        files.push(FileFetch { file: of_file[0].file, parts });
+        rest = after;
     }
+    checkpoint.source().fetch_files(&mut files).map_err(|(file, error)| failed(checkpoint, &fetches, file, error))?;
     Ok(memory)
+}
+
+/// The error of a file, with the first of the spans that were wanted from it.
+fn failed(checkpoint: &Checkpoint, fetches: &[Fetch], file: FileId, error: SourceError) -> ReadError {
+    let mut of_file = fetches.iter().filter(|fetch| fetch.file == file);
+    let Some(first) = of_file.next() else { return ReadError::Internal { what: "a source failed for another file" } };
+    let name = checkpoint.tensor(first.tensor).name;
+    let others = of_file.any(|fetch| fetch.tensor != first.tensor);
+    let tensor = if others { format!("{name} and others") } else { name.to_owned() };
+    ReadError::Source { tensor, span: first.span, error }
 }
 
 /// Whether all tensors that a job needs lie in mapped files.

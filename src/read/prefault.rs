@@ -86,9 +86,9 @@ impl PrefaultSources {
             let large = view.bytes().is_some_and(|bytes| bytes >= VIEW_BYTES_MIN);
             // A view that cannot be lowered is refused when its file is opened.
             if large && view.as_source().is_none() && view.lower().is_ok_and(|tiling| is_made(&tiling)) {
-                view.for_each_source(&mut |tensor| {
-                    if self.seen.insert(tensor.id) {
-                        self.left.push_back(place(tensor.id));
+                view.for_each_stored(&mut |tensor| {
+                    if self.seen.insert(tensor) {
+                        self.left.push_back(place(tensor));
                     }
                 });
             }

@@ -243,8 +243,8 @@ impl Engine {
             let tiling = view.lower().map_err(|error| ReadError::Tiling { error })?;
             let start = file.image.start_of(segment);
             let mut mapped = true;
-            view.for_each_source(&mut |tensor| {
-                mapped = mapped && self.source().maps_of(self.checkpoint.tensor(tensor.id).file()).is_some();
+            view.for_each_stored(&mut |tensor| {
+                mapped = mapped && self.source().maps_of(self.checkpoint.tensor(tensor).file()).is_some();
             });
             let cache_bytes = self.options().tile_cache_bytes;
             let free_bytes = cache_bytes.saturating_sub(self.cache.bytes_in_use());

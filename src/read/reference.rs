@@ -25,7 +25,8 @@ use lru::LruCache;
 use smallvec::SmallVec;
 
 use crate::tensor::{
-    BitOrder, DType, Field, Op, Operand, Operation, Shape, SourceTensor, Step, TensorId, Term, Value, View, to_usize,
+    BitOrder, DType, Element, Field, Mosaic, MosaicBox, Op, Operand, Operation, Shape, SourceTensor, Step, TensorId,
+    Term, Value, View, to_usize,
 };
 
 /// Bytes fetched at once.
@@ -109,6 +110,8 @@ pub fn evaluate(
 pub struct Evaluator<'a> {
     read: Box<dyn FnMut(TensorId, Range<u64>) -> TensorBytes + 'a>,
     blocks: LruCache<(TensorId, u64), Vec<u8>>,
+    /// The tensor stored as boxes that was read last, and which of its boxes.
+    last_box: (Option<TensorId>, usize),
 }
 
 impl fmt::Debug for Evaluator<'_> {
@@ -139,7 +142,7 @@ fn ravel(index: &[u64], shape: &Shape) -> u64 {
 impl<'a> Evaluator<'a> {
     /// An evaluator that fetches through `read`, in aligned blocks of 64 KiB.
     pub fn new(read: impl FnMut(TensorId, Range<u64>) -> TensorBytes + 'a) -> Self {
-        Self { read: Box::new(read), blocks: LruCache::new(BLOCKS_KEPT) }
+        Self { read: Box::new(read), blocks: LruCache::new(BLOCKS_KEPT), last_box: (None, 0) }
     }
 
     /// Bytes `span` of the row-major elements of `view`.
@@ -186,10 +189,8 @@ impl<'a> Evaluator<'a> {
     fn element(&mut self, view: &View, index: &[u64]) -> Result<u64, ReferenceError> {
         match view.op() {
             Op::Source(tensor) => self.tensor_element(tensor, ravel(index, &tensor.shape)),
-            Op::Fill(element) => {
-                let bits = element.unit_bytes().iter().rev().fold(0, |bits, byte| bits << 8 | u64::from(*byte));
-                Ok(low_bits(bits, element.dtype().bits()))
-            }
+            Op::Mosaic(mosaic) => self.mosaic_element(mosaic, index),
+            Op::Fill(element) => Ok(fill_bits(element)),
             Op::Slice { of, axis, start, step, stop: _ } => {
                 let mut inner = ElementIndex::from_slice(index);
                 inner[*axis] = start + inner[*axis] * step;
@@ -241,6 +242,29 @@ impl<'a> Evaluator<'a> {
                 Ok(round(view.dtype(), bits))
             }
         }
+    }
+
+    /// One element of a tensor that is stored as boxes. The box of the element before is tried first.
+    fn mosaic_element(&mut self, mosaic: &Mosaic, index: &[u64]) -> Result<u64, ReferenceError> {
+        let has = |part: &MosaicBox<'_>| {
+            let ranges = part.origin.iter().zip(part.extents).map(|(start, extent)| *start..start + extent);
+            ranges.zip(index).all(|(range, position)| range.contains(position))
+        };
+        let (before, number) = self.last_box;
+        let last = (before == Some(mosaic.id())).then(|| mosaic.get(number)).filter(has);
+        let found = last.map(|part| (number, part)).or_else(|| mosaic.boxes().enumerate().find(|(_, part)| has(part)));
+        let Some((number, part)) = found else {
+            return Ok(mosaic.fill().as_ref().map_or(0, fill_bits));
+        };
+        self.last_box = (Some(mosaic.id()), number);
+        let strides = part.strides();
+        let mut at = 0;
+        for axis in 0..index.len() {
+            at += (index[axis] - part.origin[axis]) * strides[axis];
+        }
+        let stored = SourceTensor { id: part.tensor, dtype: mosaic.dtype(), shape: Shape::scalar() };
+        let bits = part.stored_elements() * mosaic.dtype().bits();
+        self.element_of(&stored, bits.div_ceil(8), at)
     }
 
     /// Element `number` of a quantized tensor, as f32 bits: the loaded value, then one operation after the other, each with its
@@ -347,6 +371,12 @@ impl<'a> Evaluator<'a> {
 /// Bytes of a tensor.
 fn stored_bytes(tensor: &SourceTensor) -> u64 {
     (tensor.shape.elements() * tensor.dtype.bits()).div_ceil(8)
+}
+
+/// The bits of a constant.
+fn fill_bits(element: &Element) -> u64 {
+    let bits = element.unit_bytes().iter().rev().fold(0, |bits, byte| bits << 8 | u64::from(*byte));
+    low_bits(bits, element.dtype().bits())
 }
 
 fn low_bits(bits: u64, width: u64) -> u64 {

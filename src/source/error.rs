@@ -7,7 +7,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use super::span::ByteSpan;
+use super::{remote::RemoteError, span::ByteSpan};
 
 /// The property of a file that differs from the pinned one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -72,6 +72,37 @@ pub enum SourceError {
         /// Bytes returned.
         found: u64,
     },
+    /// A remote object has another version than the pinned one. Sticky.
+    #[error("{}: changed since it was listed: expected version {expected}, found {found}", file.display())]
+    OtherVersion {
+        /// The file.
+        file: Arc<Path>,
+        /// The pinned version.
+        expected: String,
+        /// The version now, or what the service said.
+        found: String,
+    },
+    /// A complete copy of a remote object has another digest than its service names, also after it was fetched again. Sticky.
+    #[error("{}: expected SHA-256 {expected}, found {found}, twice", file.display())]
+    Corrupt {
+        /// The file.
+        file: Arc<Path>,
+        /// The digest that the service names.
+        expected: String,
+        /// The digest of the bytes.
+        found: String,
+    },
+    /// A remote object did not come.
+    #[error("{}: bytes {span}: {error}", file.display())]
+    Remote {
+        /// The file.
+        file: Arc<Path>,
+        /// The span for which it was asked.
+        span: ByteSpan,
+        /// Why.
+        #[source]
+        error: Arc<RemoteError>,
+    },
     /// The requested span is not inside the file.
     #[error("{}: bytes {span} are outside the file of {len_bytes} bytes", file.display())]
     OutOfBounds {
@@ -128,9 +159,14 @@ impl SourceError {
     /// The file that this error poisons, if it is such an error.
     pub fn poisoned_file(&self) -> Option<&Path> {
         match self {
-            Self::Changed { file, .. } | Self::Fault { file, .. } | Self::Short { file, .. } => Some(file),
+            Self::Changed { file, .. }
+            | Self::Fault { file, .. }
+            | Self::Short { file, .. }
+            | Self::OtherVersion { file, .. }
+            | Self::Corrupt { file, .. } => Some(file),
             Self::OutOfBounds { .. }
             | Self::Io { .. }
+            | Self::Remote { .. }
             | Self::Stalled { .. }
             | Self::FileLimit { .. }
             | Self::NotRegular { .. } => None,

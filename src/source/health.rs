@@ -24,6 +24,8 @@ pub struct Health {
     poisoned: AtomicU64,
     fetches: Arc<Fetches>,
     stalls: Mutex<Vec<(FileId, Stall)>>,
+    /// Files after those of `files`, each with the file whose bytes it shows in another form.
+    others: OnceLock<Vec<FileId>>,
 }
 
 #[derive(Debug)]
@@ -40,11 +42,27 @@ impl Health {
         let file = |path| FileHealth { path, poison: OnceLock::new(), stalled: AtomicBool::new(false) };
         let files: Vec<FileHealth> = paths.map(file).collect();
         fetches.name_files(files.iter().map(|file| file.path.clone()));
-        Self { files, poisoned: AtomicU64::new(0), fetches, stalls: Mutex::default() }
+        Self { files, poisoned: AtomicU64::new(0), fetches, stalls: Mutex::default(), others: OnceLock::new() }
+    }
+
+    /// Adds files that show the bytes of others in another form. Their ids follow; each is as healthy as the file that is given
+    /// for it.
+    ///
+    /// # Panics
+    /// If this was called before.
+    pub fn name_others(&self, stored_in: Vec<FileId>) {
+        assert!(self.others.set(stored_in).is_ok(), "files in another form are added once");
+    }
+
+    /// The file whose state counts for `file`: itself, or the one that it shows in another form.
+    fn origin(&self, file: FileId) -> FileId {
+        let other = file.index().checked_sub(self.files.len());
+        let named = other.and_then(|other| self.others.get()?.get(other));
+        named.copied().unwrap_or(file)
     }
 
     fn file(&self, file: FileId) -> &FileHealth {
-        &self.files[file.index()]
+        &self.files[self.origin(file).index()]
     }
 
     /// Notes that this thread is about to wait for `target`.
@@ -66,7 +84,8 @@ impl Health {
 
     fn stalled(&self, file: FileId) -> SourceError {
         let stalls = self.stalls.lock().unwrap_or_else(PoisonError::into_inner);
-        let what = stalls.iter().find(|(id, _)| *id == file).map(|(_, stall)| stall.what.clone());
+        let origin = self.origin(file);
+        let what = stalls.iter().find(|(id, _)| *id == origin).map(|(_, stall)| stall.what.clone());
         SourceError::Stalled {
             file: self.file(file).path.clone(),
             what: what.unwrap_or_else(|| "read".to_owned()),

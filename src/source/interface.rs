@@ -42,6 +42,26 @@ impl FetchPart<'_> {
     }
 }
 
+/// Parts of one file to fetch.
+#[derive(Debug)]
+pub struct FileFetch<'p, 'b> {
+    /// The file.
+    pub file: FileId,
+    /// Its parts.
+    pub parts: &'p mut [FetchPart<'b>],
+}
+
+/// How a chunk is stored that a source decodes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Coded {
+    /// The chunk, as its format names it.
+    pub chunk: String,
+    /// What it is coded with.
+    pub codec: String,
+    /// Its coded bytes in the file of the same path; `None` if they are no span of it.
+    pub stored: Option<ByteSpan>,
+}
+
 /// Where the bytes of a checkpoint come from: a fixed list of pinned files. Blocking; called from many threads.
 ///
 /// Every method that takes a [`FileId`] panics if the source has no such file. The creator of the source assigns the ids, so that
@@ -79,6 +99,16 @@ pub trait Source: fmt::Debug + Send + Sync {
     /// unspecified.
     fn fetch(&self, file: FileId, parts: &mut [FetchPart<'_>]) -> Result<(), SourceError>;
 
+    /// As [`Source::fetch`], for several files, each of which is named once. A source that can work on several at a time does.
+    ///
+    /// # Errors
+    /// As [`Source::fetch`], with the file. The content of all parts is then unspecified.
+    fn fetch_files(&self, files: &mut [FileFetch<'_, '_>]) -> Result<(), (FileId, SourceError)> {
+        files.iter_mut().try_for_each(|FileFetch { file, parts }| {
+            self.fetch(*file, parts).map_err(|error| (*file, error))
+        })
+    }
+
     /// Most bytes between two spans that are fetched as one, because that costs less than another request.
     fn gap_bytes(&self) -> u64 {
         GAP_BYTES
@@ -90,6 +120,36 @@ pub trait Source: fmt::Debug + Send + Sync {
     /// The maps of its files, if it has any.
     fn maps(&self) -> Option<&dyn Maps> {
         None
+    }
+
+    /// How byte `at` of a file is stored, if the file is made of coded chunks that this source decodes.
+    fn coded(&self, file: FileId, at: u64) -> Option<Coded> {
+        let _ = (file, at);
+        None
+    }
+
+    /// As [`Source::fetch`] of one part of a file for which [`Source::coded`] gives an answer, with a slow decoder that shares no
+    /// code with the usual one, for comparison.
+    ///
+    /// # Errors
+    /// As [`Source::fetch`].
+    fn decode_by_definition(&self, file: FileId, start: u64, target: &mut [u8]) -> Result<(), SourceError> {
+        self.fetch(file, &mut [FetchPart { start, target }])
+    }
+
+    /// Sets the most bytes of decoded chunks that stay in memory.
+    fn bound_decoded(&self, bytes_max: u64) {
+        let _ = bytes_max;
+    }
+
+    /// Bytes of decoded chunks, and of the buffers to decode them, that are in memory now.
+    fn decoded_bytes(&self) -> u64 {
+        0
+    }
+
+    /// Chunks decoded so far.
+    fn decoded_chunks(&self) -> u64 {
+        0
     }
 
     /// The open file, from which the kernel can read by itself. `None` if there is none or it is poisoned.

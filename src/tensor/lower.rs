@@ -10,12 +10,12 @@ use std::sync::Arc;
 use smallvec::{SmallVec, smallvec};
 
 use super::{
-    DType, Decode, Load, Program, Shape, Step, TensorId,
+    DType, Decode, Element, Load, Mosaic, MosaicBox, Program, Shape, Step, TensorId,
     convert::convert_scalar,
     gather::Loop,
     shape::{PerAxis, to_usize},
     tiling::{Loops, Origin, PIECES_MAX, Piece, Tiling, TilingError, cut, last_offset, normalize},
-    view::{Element, Op, View},
+    view::{Op, View},
 };
 
 /// A loop on one axis; its target stride is in elements of that axis.
@@ -128,6 +128,7 @@ impl Lowering {
                     self.chain(Chain { load: Load::Element(tensor.dtype), steps: Vec::new(), dtype: tensor.dtype });
                 whole(&tensor.shape, Base::Tensor { tensor: tensor.id, offset: 0 }, chain)
             }
+            Op::Mosaic(mosaic) => self.mosaic(mosaic)?,
             Op::Quantized(value) => {
                 let load = Load::Value(Arc::clone(value));
                 let chain = self.chain(Chain { load, steps: Vec::new(), dtype: view.dtype() });
@@ -165,6 +166,40 @@ impl Lowering {
     fn arithmetic(&mut self, of: &View, dtype: DType, step: Step) -> Result<Vec<Part>, TilingError> {
         let mut parts = self.parts(of)?;
         self.extend_chains(&mut parts, dtype, &[step, Step::Round(dtype)]);
+        Ok(parts)
+    }
+
+    /// A part for each box, and for each region in no box.
+    fn mosaic(&mut self, mosaic: &Mosaic) -> Result<Vec<Part>, TilingError> {
+        if mosaic.boxes().len() > PIECES_MAX {
+            return Err(TilingError::TooManyPieces);
+        }
+        let dtype = mosaic.dtype();
+        let chain = self.chain(Chain { load: Load::Element(dtype), steps: Vec::new(), dtype });
+        let along = |(axis, extent, source_stride): (usize, u64, u64)| AxisLoop {
+            axis,
+            step: Loop { extent, target_stride: 1, source_stride },
+        };
+        let part = |part: MosaicBox<'_>| {
+            let loops = part.extents.iter().zip(part.strides()).enumerate();
+            let loops =
+                loops.filter(|(_, (extent, _))| **extent > 1).map(|(axis, (extent, stride))| (axis, *extent, stride));
+            Part {
+                origin: PerAxis::from_slice(part.origin),
+                loops: loops.map(along).collect(),
+                base: Base::Tensor { tensor: part.tensor, offset: 0 },
+                chain,
+            }
+        };
+        let mut parts: Vec<Part> = mosaic.boxes().map(part).collect();
+        for (origin, extents) in mosaic.gaps() {
+            let shape = Shape::try_new(&extents).expect("a part of a tensor is smaller than the tensor");
+            let fill = mosaic.fill().expect("only a tensor with a fill value has elements in no box");
+            parts.extend(
+                whole(&shape, Base::Fill(fill), chain).into_iter().map(|part| Part { origin: origin.clone(), ..part }),
+            );
+            limit(&parts)?;
+        }
         Ok(parts)
     }
 

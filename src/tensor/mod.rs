@@ -14,13 +14,16 @@
 //! ```
 
 pub mod convert;
+pub mod cover;
 pub mod decode;
 pub mod dtype;
+pub mod element;
 mod field;
 mod float;
 pub mod gather;
 mod kernel;
 mod lower;
+pub mod mosaic;
 pub mod pages;
 mod piece_runs;
 pub mod shape;
@@ -32,15 +35,18 @@ pub mod value;
 pub mod view;
 
 pub use convert::{convert_row, convert_scalar};
+pub use cover::CoverFault;
 pub use decode::{
     BitOrder, Bits, Decode, Digit, Field, IndexMap, Load, Operand, OperandError, Operation, Program, SourceTensor,
     Step, TensorId, Term, Value, block_index,
 };
 pub use dtype::{DType, Unit};
+pub use element::Element;
 pub use gather::{Gather, Loop, Stores, fill, gather, gather_with, warm_up};
+pub use mosaic::{Mosaic, MosaicBox, Mosaics, NewBox};
 pub use pages::{PAGE_BYTES, Reads, Runs, reads};
 pub use shape::{PerAxis, RANK_MAX, Region, Shape, ShapeError, to_usize};
 pub use span::{Need, needs};
 pub use tiling::{Origin, PIECES_MAX, Piece, Tiling, TilingError, WorkSlice};
 pub use value::{Window, decode_scalar};
-pub use view::{Element, Keep, Op, View, ViewError};
+pub use view::{Keep, Op, View, ViewError};

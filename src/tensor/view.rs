@@ -11,9 +11,9 @@
 use std::{fmt, sync::Arc};
 
 use super::{
-    DType, Region, Shape, ShapeError, SourceTensor, TensorId,
+    DType, Element, Mosaic, Region, Shape, ShapeError, SourceTensor, TensorId,
     decode::{Field, Operand, OperandError, Operation, Value, block_index},
-    shape::{PerAxis, to_usize},
+    shape::PerAxis,
 };
 
 /// Why operands do not form a view.
@@ -121,47 +121,6 @@ pub enum ViewError {
     Shape(#[from] ShapeError),
 }
 
-/// One constant element.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Element {
-    dtype: DType,
-    bytes: [u8; 8],
-}
-
-impl Element {
-    /// Zero of a type; all types have zero as all bits clear, except the bare exponent `F8_E8M0`, where it is 2^-127.
-    pub const fn zero(dtype: DType) -> Self {
-        Self { dtype, bytes: [0; 8] }
-    }
-
-    /// The f32 value `value`.
-    pub const fn f32(value: f32) -> Self {
-        let b = value.to_le_bytes();
-        Self { dtype: DType::F32, bytes: [b[0], b[1], b[2], b[3], 0, 0, 0, 0] }
-    }
-
-    /// An element of `dtype` with these little-endian bytes, or `None` if their number is not the element's width.
-    pub fn from_bytes(dtype: DType, bytes: &[u8]) -> Option<Self> {
-        let width = usize::try_from(dtype.element_bytes()?).ok()?;
-        (bytes.len() == width).then(|| {
-            let mut padded = [0; 8];
-            padded[..width].copy_from_slice(bytes);
-            Self { dtype, bytes: padded }
-        })
-    }
-
-    /// Element type.
-    pub const fn dtype(&self) -> DType {
-        self.dtype
-    }
-
-    /// Little-endian bytes of one unit of this element's type (see [`DType::unit`]).
-    pub fn unit_bytes(&self) -> &[u8] {
-        let bytes = to_usize(self.dtype.unit().bytes);
-        &self.bytes[..bytes]
-    }
-}
-
 /// An expression over tensors, with a shape and a dtype.
 #[derive(Clone, Debug)]
 pub struct View {
@@ -180,6 +139,8 @@ struct Node {
 pub enum Op {
     /// A tensor of the checkpoint, stored element by element.
     Source(SourceTensor),
+    /// A tensor of the checkpoint, stored as boxes.
+    Mosaic(Mosaic),
     /// A constant everywhere.
     Fill(Element),
     /// Elements `start, start + step, …` below `stop` along one axis.
@@ -274,6 +235,11 @@ impl View {
     /// A tensor of the checkpoint, unchanged.
     pub fn source(tensor: SourceTensor) -> Self {
         Self::new(tensor.shape.clone(), tensor.dtype, Op::Source(tensor))
+    }
+
+    /// A tensor of the checkpoint that is stored as boxes, unchanged.
+    pub fn mosaic(mosaic: Mosaic) -> Self {
+        Self::new(mosaic.shape().clone(), mosaic.dtype(), Op::Mosaic(mosaic))
     }
 
     /// A tensor of `shape` that is stored quantized: element `n` of its row-major order is `value` at `n`, in f32.
@@ -549,10 +515,14 @@ impl View {
         Self::quantized(shape, Value::of(codes).then(Operation::Multiply, scale))?.cast(dtype)
     }
 
-    /// Calls `visit` for each tensor of the checkpoint that this view reads, in order, with repeats.
+    /// Calls `visit` for each tensor of the checkpoint that this view reads, in order, with repeats. A tensor that is stored
+    /// as boxes counts as one; see [`View::for_each_stored`].
     pub fn for_each_source(&self, visit: &mut dyn FnMut(&SourceTensor)) {
         match self.op() {
             Op::Source(tensor) => visit(tensor),
+            Op::Mosaic(mosaic) => {
+                visit(&SourceTensor { id: mosaic.id(), dtype: mosaic.dtype(), shape: mosaic.shape().clone() });
+            }
             Op::Fill(_) => {}
             Op::Slice { of, .. }
             | Op::Transpose { of, .. }
@@ -566,7 +536,26 @@ impl View {
         }
     }
 
-    /// The tensor that this view is, if it is one unchanged.
+    /// Calls `visit` for all stored elements that this view reads, in order, with repeats: a tensor that has a span of
+    /// its own, or each box of one that is stored as boxes.
+    pub fn for_each_stored(&self, visit: &mut dyn FnMut(TensorId)) {
+        match self.op() {
+            Op::Source(tensor) => visit(tensor.id),
+            Op::Mosaic(mosaic) => mosaic.boxes().for_each(|part| visit(part.tensor)),
+            Op::Fill(_) => {}
+            Op::Slice { of, .. }
+            | Op::Transpose { of, .. }
+            | Op::Reshape { of }
+            | Op::Pad { of, .. }
+            | Op::Cast { of }
+            | Op::Multiply { of, .. }
+            | Op::Add { of, .. } => of.for_each_stored(visit),
+            Op::Stack { of, .. } | Op::Concat { of, .. } => of.iter().for_each(|view| view.for_each_stored(visit)),
+            Op::Quantized(value) => value.for_each_operand(&mut |operand| visit(operand.tensor.id)),
+        }
+    }
+
+    /// The tensor that this view is, if it is one unchanged and stored in one span.
     pub fn as_source(&self) -> Option<&SourceTensor> {
         if let Op::Source(tensor) = self.op() { Some(tensor) } else { None }
     }
@@ -587,6 +576,7 @@ impl fmt::Display for View {
         }
         match self.op() {
             Op::Source(tensor) => write!(f, "#{}", tensor.id.0),
+            Op::Mosaic(mosaic) => write!(f, "#{}", mosaic.id().0),
             Op::Fill(element) => write!(f, "fill({}, {:02x?})", self.shape(), element.unit_bytes()),
             Op::Slice { of, axis, start, stop, step: 1 } => write!(f, "slice({of}, {axis}, {start}..{stop})"),
             Op::Slice { of, axis, start, stop, step } => write!(f, "slice({of}, {axis}, {start}..{stop}, {step})"),

@@ -261,8 +261,8 @@ impl Permissions {
 
     /// Adds the classes of the files that a view reads.
     fn add_classes(&self, view: &View, classes: &mut HashSet<u32>) {
-        view.for_each_source(&mut |tensor| {
-            classes.insert(self.classes.of(self.checkpoint.tensor(tensor.id).file()));
+        view.for_each_stored(&mut |tensor| {
+            classes.insert(self.classes.of(self.checkpoint.tensor(tensor).file()));
         });
     }
 
@@ -304,7 +304,8 @@ impl Permissions {
             self.add_classes(view, &mut classes);
         }
         if all_tensors {
-            classes.extend(self.checkpoint.tensors().map(|(_, tensor)| self.classes.of(tensor.file())));
+            let files = self.checkpoint.tensors().flat_map(|(id, _)| self.checkpoint.files_of(id));
+            classes.extend(files.map(|file| self.classes.of(file)));
         }
         self.gates_of(classes)
     }

@@ -61,23 +61,25 @@ pub(super) struct MetricRow {
 
 /// Memory in use now, by purpose: the label in the metrics, the key in `stats.json`, bytes. Mapped pages are those
 /// of all files, including the program's own.
-pub(super) fn held(engine: &Engine) -> [(&'static str, &'static str, u64); 7] {
+pub(super) fn held(engine: &Engine) -> [(&'static str, &'static str, u64); 8] {
     [
         ("tiles", "tiles_bytes", engine.cached_bytes() as u64),
         ("materialized", "materialized_bytes", engine.materialized_bytes() as u64),
         ("prezeroed", "prezeroed_bytes", engine.prezeroed_bytes() as u64),
         ("dropped", "dropped_bytes", engine.dropped_bytes() as u64),
         ("spare_buffers", "spare_buffers_bytes", engine.spare_buffer_bytes() as u64),
+        ("decoded_chunks", "decoded_chunks_bytes", engine.checkpoint().source().decoded_bytes()),
         ("thread_buffers", "thread_buffers_bytes", engine.thread_buffer_bytes() as u64),
         ("mapped", "mapped_bytes", memory::resident().file_bytes),
     ]
 }
 
 /// The parts of a budget, with names as in [`held`].
-pub(super) fn parts(budget: &Budget) -> [(&'static str, &'static str, u64); 4] {
+pub(super) fn parts(budget: &Budget) -> [(&'static str, &'static str, u64); 5] {
     [
         ("cache", "cache_bytes", budget.cache_bytes),
         ("spare_buffers", "spare_buffers_bytes", budget.spare_buffer_bytes),
+        ("decoded_chunks", "decoded_chunks_bytes", budget.decoded_bytes),
         ("thread_buffers", "thread_buffers_bytes", budget.thread_buffers_bytes()),
         ("mapped", "mapped_bytes", budget.mapped_bytes.max(budget.mapped_again_bytes)),
     ]
@@ -126,6 +128,14 @@ impl Reported<'_> {
                 &counters.tile_bypasses,
             ),
             held("tile_bytes", "Bytes of tiles held now", engine.cached_bytes()),
+            row(
+                "decoded_chunks",
+                Some("decoded_chunks"),
+                false,
+                MetricKind::Counter,
+                "Chunks of the source decoded so far, each counted again when it was dropped in between",
+                self.source().decoded_chunks(),
+            ),
             count("prefetched_tiles", "Tiles computed ahead of a sequential reader", &counters.prefetched),
             count("prefetch_hits", "Tiles computed ahead that a reader then asked for", &counters.prefetch_hits),
             count("materialized_files", "Files materialized, in memory or on a disk", &counters.materialized_files),

@@ -21,6 +21,8 @@ const READ_BYTES_MAX: u64 = 4 << 20;
 #[allow(dead_code, reason = "not every scheme reads tensors and metadata, and some are still to come")]
 pub(in crate::checkpoint) struct Stored<'a> {
     table: &'a TensorTable,
+    /// The tensors with a span of their own. Codes that are stored as boxes are not decoded.
+    plain: Vec<TensorId>,
     by_name: HashMap<&'a str, TensorId>,
     source: &'a dyn Source,
     config: Option<&'a Value>,
@@ -39,13 +41,15 @@ impl<'a> Stored<'a> {
         metadata: &'a BTreeMap<FileId, Vec<(String, String)>>,
         dtype: DType,
     ) -> Self {
-        let by_name = table.iter().map(|(id, info)| (info.name, id)).collect();
-        Self { table, by_name, source, config, modelopt, metadata, dtype }
+        let plain = table.iter().filter(|(_, info)| info.mosaic().is_none()).map(|(id, _)| id).collect::<Vec<_>>();
+        let by_name = plain.iter().map(|id| (table.tensor(*id).name, *id)).collect();
+        Self { plain, table, by_name, source, config, modelopt, metadata, dtype }
     }
 
     /// All stored tensors, in order of id: by file, and within a file by place.
-    pub(in crate::checkpoint) fn iter(&self) -> impl ExactSizeIterator<Item = (TensorId, TensorInfo<'a>)> + use<'a> {
-        self.table.iter()
+    pub(in crate::checkpoint) fn iter(&self) -> impl ExactSizeIterator<Item = (TensorId, TensorInfo<'a>)> {
+        let table = self.table;
+        self.plain.iter().map(move |id| (*id, table.tensor(*id)))
     }
 
     /// One stored tensor.

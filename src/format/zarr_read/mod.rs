@@ -20,6 +20,7 @@ mod error;
 mod grid;
 mod keys;
 mod metadata;
+mod reference;
 mod value;
 
 pub use codec::{ArrayBytes, Codecs, Packing, Sharding};

@@ -56,7 +56,11 @@ fn assemble(array: &Array, chunk: &mut dyn FnMut(&[u64]) -> Vec<u8>) -> Vec<u8> 
 fn decoded(array: &Array, stored: Option<&[u8]>) -> Result<Vec<u8>, ChunkError> {
     let mut target = vec![0x5a; to_usize(array.chunk_bytes())];
     match stored {
-        Some(stored) => array.decode(stored, &mut target)?,
+        Some(stored) => {
+            let by_definition = array.decode_by_definition(false, stored);
+            array.decode(stored, &mut target)?;
+            assert_eq!(by_definition.as_deref(), Ok(&*target));
+        }
         None => array.fill(&mut target),
     }
     Ok(target)

@@ -55,9 +55,9 @@ pub(super) enum NoInverse {
     /// An operator needs the whole of its operand.
     #[error("the rule reshapes a tensor and takes a part of it, which has no inverse")]
     PartOfReshape,
-    /// A decoded tensor.
-    #[error("the rule decodes a quantized tensor, which has no inverse")]
-    Quantized,
+    /// A tensor that is stored in parts or codes, which no target is.
+    #[error("the rule decodes a stored tensor, which has no inverse")]
+    Stored,
     /// An operator that does not fit, such as arithmetic on integers.
     #[error(transparent)]
     View(#[from] ViewError),
@@ -140,7 +140,7 @@ fn undo(
             let is_forced = is_forced || operand.dtype() != of.dtype();
             undo(operand, places, value.add(*addend, Keep::F32)?, is_forced, parts)?;
         }
-        Op::Quantized(_) => return Err(NoInverse::Quantized),
+        Op::Quantized(_) | Op::Mosaic(_) => return Err(NoInverse::Stored),
     }
     Ok(())
 }

@@ -1,0 +1,161 @@
+//! Reads what archives of `torch.save` say of their tensors: many small ones in few requests.
+//!
+//! An archive asks for a few spans at its ends and is then done, or asks for more. Archives that lie one after the other in a
+//! file ask for neighbouring spans, which are fetched as one. Groups of archives are read at the same time.
+
+use rayon::{iter::ParallelIterator, slice::ParallelSlice};
+
+use crate::{
+    format::torch_archive::{SavedTensor, TorchArchive},
+    source::{FetchPart, FileId, Source},
+    tensor::DType,
+};
+
+/// Archives that one thread reads together.
+const GROUP_ARCHIVES: usize = 64;
+
+/// Most bytes that are fetched as one because little lies between them.
+const MERGED_BYTES_MAX: u64 = 4 << 20;
+
+/// An archive: these bytes of a file.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Item {
+    /// The file.
+    pub(super) file: FileId,
+    /// First byte.
+    pub(super) start: u64,
+    /// Number of bytes.
+    pub(super) len: u64,
+}
+
+/// A tensor of an archive, and where it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Saved {
+    /// Its name: the keys on the way to it, joined by dots.
+    pub(super) name: String,
+    /// Type of its elements.
+    pub(super) dtype: DType,
+    /// Its extents.
+    pub(super) shape: Vec<u64>,
+    /// Distance of neighbours along each axis, in elements.
+    pub(super) strides: Vec<u64>,
+    /// Its first byte in the file.
+    pub(super) start: u64,
+}
+
+/// What an archive holds.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Content {
+    /// Its tensors, in the order of its pickle.
+    pub(super) tensors: Vec<Saved>,
+    /// What is no tensor: the name, and what it is.
+    pub(super) others: Vec<(String, String)>,
+}
+
+/// What each archive holds, or why it cannot be read.
+pub(super) fn read_items(source: &dyn Source, items: &[Item]) -> Vec<Result<Content, String>> {
+    items.par_chunks(GROUP_ARCHIVES).flat_map_iter(|group| read_group(source, group)).collect()
+}
+
+/// An archive that is being read.
+struct Reading {
+    item: Item,
+    archive: TorchArchive,
+    failed: Option<String>,
+}
+
+fn read_group(source: &dyn Source, items: &[Item]) -> Vec<Result<Content, String>> {
+    let reading = |item: &Item| {
+        let len_bytes = source.len_bytes(item.file);
+        let inside = item.start.checked_add(item.len).is_some_and(|end| end <= len_bytes);
+        let (start, len) = (item.start, item.len);
+        let failed = (!inside).then(|| format!("expected {len} bytes at {start}, found a file of {len_bytes}"));
+        Reading { item: *item, archive: TorchArchive::new(item.len), failed }
+    };
+    let mut group: Vec<Reading> = items.iter().map(reading).collect();
+    while group.iter().any(Reading::wants) {
+        supply(source, &mut group);
+    }
+    group.into_iter().map(Reading::finish).collect()
+}
+
+impl Reading {
+    fn wants(&self) -> bool {
+        self.failed.is_none() && !self.archive.wanted().is_empty()
+    }
+
+    fn finish(self) -> Result<Content, String> {
+        if let Some(error) = self.failed {
+            return Err(error);
+        }
+        let start = self.item.start;
+        let saved = |saved: SavedTensor| {
+            let span = saved.span();
+            let tensor = saved.tensor;
+            let start = start + span.start;
+            Saved { name: tensor.name, dtype: tensor.dtype, shape: tensor.shape, strides: tensor.strides, start }
+        };
+        let found = self.archive.into_contents().expect("an archive that wants nothing more is done");
+        Ok(Content { tensors: found.tensors.into_iter().map(saved).collect(), others: found.others })
+    }
+}
+
+/// Fetches what the archives want now, and gives it to them.
+fn supply(source: &dyn Source, group: &mut [Reading]) {
+    /// A wanted span of a file, and which archive wants it.
+    struct Wanted {
+        file: FileId,
+        start: u64,
+        end: u64,
+        archive: usize,
+        place: usize,
+    }
+    let mut wanted = Vec::new();
+    let mut supplied: Vec<Vec<Vec<u8>>> = Vec::with_capacity(group.len());
+    for (archive, reading) in group.iter().enumerate() {
+        let spans = if reading.wants() { reading.archive.wanted() } else { &[] };
+        supplied.push(vec![Vec::new(); spans.len()]);
+        let start = reading.item.start;
+        let of_file = |(place, span): (usize, &std::ops::Range<u64>)| Wanted {
+            file: reading.item.file,
+            start: start + span.start,
+            end: start + span.end,
+            archive,
+            place,
+        };
+        wanted.extend(spans.iter().enumerate().map(of_file));
+    }
+    wanted.sort_unstable_by_key(|wanted| (wanted.file, wanted.start, wanted.end));
+    let gap = source.gap_bytes();
+    let joins = |first: u64, end: u64, next: &Wanted| {
+        next.start <= end.saturating_add(gap) && next.end.max(end) - first <= MERGED_BYTES_MAX
+    };
+    let mut left = &wanted[..];
+    while let Some(head) = left.first() {
+        let (mut end, mut count) = (head.end, 1);
+        while let Some(next) = left.get(count).filter(|next| next.file == head.file && joins(head.start, end, next)) {
+            end = end.max(next.end);
+            count += 1;
+        }
+        let (run, rest) = left.split_at(count);
+        left = rest;
+        let len = usize::try_from(end - head.start).expect("archives ask for at most what they may hold in memory");
+        let mut bytes = vec![0; len];
+        let part = FetchPart { start: head.start, target: &mut bytes };
+        if let Err(error) = source.fetch(head.file, &mut [part]) {
+            run.iter().for_each(|wanted| group[wanted.archive].failed = Some(error.to_string()));
+            continue;
+        }
+        for wanted in run {
+            let at = |position: u64| usize::try_from(position - head.start).expect("inside the bytes fetched");
+            supplied[wanted.archive][wanted.place] = bytes[at(wanted.start)..at(wanted.end)].to_vec();
+        }
+    }
+    for (reading, supplied) in group.iter_mut().zip(supplied) {
+        if reading.wants()
+            && let Err(error) = reading.archive.supply(supplied)
+        {
+            reading.failed = Some(error.to_string());
+        }
+    }
+}

@@ -1,0 +1,112 @@
+//! What a source holds: the container of its tensors, judged by the names of its files.
+//!
+//! | container | files | read by |
+//! | --- | --- | --- |
+//! | [`Container::Safetensors`] | a Hugging Face repository or a single `.safetensors` | `safetensors.rs` |
+//! | [`Container::Torch`] | `pytorch_model*.bin`, `.pt`, `.pth`: archives of `torch.save` | `torch.rs` |
+//! | [`Container::Orbax`] | `_METADATA`, `manifest.ocdbt`, `_CHECKPOINT_METADATA`; found by `orbax/item.rs` before files are listed | `orbax/` |
+//! | [`Container::Dcp`] | `.metadata` and `*.distcp`, or safetensors that say where their tensors are in the whole | `dcp.rs` |
+//!
+//! A dialect for a container has two functions. `choose` looks at a [`Folder`] and says which files are weights. `read` takes the
+//! [`PinnedFiles`] and returns [`Contents`]. To add one: a variant of [`Container`], its test in [`Container::of`], and its lines in
+//! `open.rs`.
+
+use std::{collections::BTreeMap, fmt, sync::Arc};
+
+use super::{
+    choose::{INDEX_SUFFIX, TORCH_INDEX_SUFFIX, at_top, is_safetensors},
+    file::FileRole,
+    folder::Folder,
+    table::TensorTable,
+};
+use crate::source::{FileId, Source};
+
+/// The container of a checkpoint's tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Container {
+    /// Safetensors files, each tensor whole.
+    Safetensors,
+    /// Archives of `torch.save`.
+    Torch,
+    /// A directory of `torch.distributed.checkpoint`.
+    Dcp,
+    /// A checkpoint of Orbax: zarr arrays in an OCDBT database or in directories.
+    Orbax,
+}
+
+impl fmt::Display for Container {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Safetensors => "safetensors",
+            Self::Torch => "torch.save",
+            Self::Dcp => "torch.distributed.checkpoint",
+            Self::Orbax => "Orbax",
+        })
+    }
+}
+
+/// Something of a checkpoint that is no tensor and is not shown.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeftOut {
+    /// Its name: the keys on the way to it, joined by dots.
+    pub name: String,
+    /// What it is.
+    pub kind: String,
+}
+
+/// What a dialect has read.
+#[derive(Debug)]
+pub(super) struct Contents {
+    /// The container, as the files turned out to be.
+    pub(super) container: Container,
+    /// The tensors.
+    pub(super) table: TensorTable,
+    /// The metadata of weight files.
+    pub(super) file_metadata: BTreeMap<FileId, Vec<(String, String)>>,
+    /// What is no tensor.
+    pub(super) left_out: Vec<LeftOut>,
+    /// The source of the table's files, where it is another than that of the pinned files. It has these files under
+    /// the same ids, and may have more.
+    pub(super) source: Option<Arc<dyn Source>>,
+    /// Whether the layers of a MaxText model are stacked, if the checkpoint says it.
+    pub(super) scan_layers: Option<bool>,
+}
+
+impl Contents {
+    /// These tensors, and nothing else.
+    pub(super) fn new(container: Container, table: TensorTable) -> Self {
+        Self { container, table, file_metadata: BTreeMap::new(), left_out: Vec::new(), source: None, scan_layers: None }
+    }
+}
+
+/// How the files of classic directories of `torch.distributed.checkpoint` end.
+const DISTCP: &str = ".distcp";
+
+/// The description of such a directory.
+pub(super) const DCP_METADATA: &str = crate::format::dcp_state::METADATA;
+
+/// Whether a file may hold tensors, by its name.
+pub(super) fn is_weights(path: &str) -> bool {
+    is_safetensors(path) || is_torch(path) || path.ends_with(DISTCP)
+}
+
+/// Whether a file is of `torch.save`, by its name.
+pub(super) fn is_torch(path: &str) -> bool {
+    [".bin", ".pt", ".pth", ".ckpt"].iter().any(|suffix| path.ends_with(suffix))
+}
+
+impl Container {
+    /// The container of a directory; `None` if no file has the name of one.
+    pub(super) fn of(folder: &Folder) -> Option<Self> {
+        let top = || folder.files.iter().filter(|file| file.role == FileRole::Other && at_top(&file.path));
+        if folder.has(DCP_METADATA) && !top().any(|file| is_safetensors(&file.path)) {
+            return Some(Self::Dcp);
+        }
+        let any = |suffix: &str| top().any(|file| file.path.ends_with(suffix));
+        if any(".safetensors") || any(INDEX_SUFFIX) {
+            return Some(Self::Safetensors);
+        }
+        let torch = top().any(|file| is_torch(&file.path)) || any(TORCH_INDEX_SUFFIX);
+        torch.then_some(Self::Torch)
+    }
+}

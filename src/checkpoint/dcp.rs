@@ -1,0 +1,150 @@
+//! Directories of `torch.distributed.checkpoint`, of both kinds: `.metadata` with `*.distcp` files, whose segments are archives
+//! of `torch.save`, and safetensors files that say where their tensors are in the whole.
+
+use std::collections::HashMap;
+
+use super::{
+    archive::{self, Item},
+    container::{Container, Contents, DCP_METADATA, LeftOut},
+    folder::{Folder, PinnedFiles},
+    mosaic::{Missing, MosaicBuilder, StoredBox},
+    problem::{Problem, Problems},
+    text::JSON_FILE_BYTES_MAX,
+};
+use crate::{
+    format::{
+        dcp_state::{DcpChunk, DcpState, DcpTensor, SHARDING_INFO},
+        safetensors::Header,
+    },
+    source::FileId,
+    tensor::{PerAxis, mosaic::row_major},
+};
+
+/// Longest `.metadata` that is read, in bytes: that of 10^7 chunks is shorter.
+const METADATA_BYTES_MAX: u64 = 16 * JSON_FILE_BYTES_MAX;
+
+/// Files of a directory that hold no tensors, as Megatron-Core and others write them.
+const COMPANIONS: [&str; 3] = ["common.pt", "metadata.json", DCP_METADATA];
+
+/// Chooses the weight files of a classic directory: all that `.metadata` may name.
+pub(super) fn choose(folder: &mut Folder) {
+    folder.choose(|path| !COMPANIONS.contains(&path) && path.ends_with(".distcp"));
+}
+
+/// Whether a header says where its tensors are in the whole ones.
+pub(super) fn is_sharded(header: &Header) -> bool {
+    header.metadata().iter().any(|(key, _)| key == SHARDING_INFO)
+}
+
+/// Reads a directory of safetensors files.
+pub(super) fn read_safetensors(
+    files: &PinnedFiles<'_>,
+    headers: &[(FileId, Header)],
+    problems: &mut Problems,
+) -> Contents {
+    let named = headers.iter().map(|(id, header)| (files.path(*id), header));
+    let state = match DcpState::of_safetensors(named) {
+        Ok(state) => state,
+        Err(error) => {
+            problems.push(Problem::Container { file: SHARDING_INFO.to_owned(), message: error.to_string() });
+            DcpState::default()
+        }
+    };
+    let mut builder = MosaicBuilder::new(files.source, problems);
+    for tensor in &state.tensors {
+        let boxes = tensor.chunks.iter().map(|chunk| {
+            let (file, _) = headers[chunk.segment.file as usize];
+            stored(file, chunk.segment.offset, chunk, row_major(&chunk.sizes))
+        });
+        builder.add(&tensor.name, tensor.dtype, &tensor.shape, boxes, Missing::Refused);
+    }
+    Contents::new(Container::Dcp, builder.finish())
+}
+
+fn stored(file: FileId, start: u64, chunk: &DcpChunk, strides: PerAxis) -> StoredBox {
+    let (origin, extents) = (PerAxis::from_slice(&chunk.offsets), PerAxis::from_slice(&chunk.sizes));
+    StoredBox { file, start, origin, extents, strides }
+}
+
+/// Reads a classic directory.
+pub(super) fn read(files: &PinnedFiles<'_>, problems: &mut Problems) -> Contents {
+    let state = match metadata(files) {
+        Ok(state) => state,
+        Err(message) => {
+            problems.push(Problem::Container { file: DCP_METADATA.to_owned(), message });
+            DcpState::default()
+        }
+    };
+    let ids = file_ids(files, &state, problems);
+    let items = items(&state, &ids);
+    let read = archive::read_items(files.source, &items);
+    let mut builder = MosaicBuilder::new(files.source, problems);
+    let mut read = items.iter().zip(read);
+    for tensor in &state.tensors {
+        let mut boxes = Vec::with_capacity(tensor.chunks.len());
+        for chunk in tensor.chunks.iter().filter(|chunk| ids[chunk.segment.file as usize].is_some()) {
+            let (item, found) = read.next().expect("each chunk of a file that is there is an item");
+            match found.and_then(|found| box_of(tensor, chunk, item, &found.tensors)) {
+                Ok(part) => boxes.push(part),
+                Err(message) => {
+                    let file = files.source.path(item.file).display().to_string();
+                    let message = format!("tensor {:?}, chunk at {:?}: {message}", tensor.name, chunk.offsets);
+                    builder.problems().push(Problem::Container { file, message });
+                }
+            }
+        }
+        // Chunks that are reported already are not missing besides.
+        if boxes.len() == tensor.chunks.len() {
+            builder.add(&tensor.name, tensor.dtype, &tensor.shape, boxes, Missing::Refused);
+        }
+    }
+    let mut contents = Contents::new(Container::Dcp, builder.finish());
+    let left_out = state.objects.into_iter().map(|object| LeftOut { name: object.name, kind: "object".to_owned() });
+    contents.left_out = left_out.collect();
+    contents
+}
+
+fn metadata(files: &PinnedFiles<'_>) -> Result<DcpState, String> {
+    let id = files.find(DCP_METADATA).ok_or_else(|| "not there".to_owned())?;
+    let bytes = files.read(id, METADATA_BYTES_MAX)?;
+    DcpState::parse(&bytes).map_err(|error| error.to_string())
+}
+
+/// The ids of the files that the metadata names. Those that are not there are problems.
+fn file_ids(files: &PinnedFiles<'_>, state: &DcpState, problems: &mut Problems) -> Vec<Option<FileId>> {
+    let by_path: HashMap<&str, FileId> = files.all().collect();
+    let mut tensors = vec![0; state.files.len()];
+    for chunk in state.tensors.iter().flat_map(|tensor| &tensor.chunks) {
+        tensors[chunk.segment.file as usize] += 1;
+    }
+    let id = |(path, tensors): (&String, usize)| {
+        let found = by_path.get(path.as_str()).copied();
+        // What holds only objects is not read.
+        if found.is_none() && tensors > 0 {
+            let (index, file, found) = (DCP_METADATA.to_owned(), path.clone(), "not there".to_owned());
+            problems.push(Problem::MissingFile { index, file, tensors, found });
+        }
+        found
+    };
+    state.files.iter().zip(tensors).map(id).collect()
+}
+
+/// The archives of all chunks whose files are there, in the order of tensors and chunks.
+fn items(state: &DcpState, ids: &[Option<FileId>]) -> Vec<Item> {
+    let chunks = state.tensors.iter().flat_map(|tensor| &tensor.chunks);
+    let item = |chunk: &DcpChunk| {
+        let file = ids[chunk.segment.file as usize]?;
+        Some(Item { file, start: chunk.segment.offset, len: chunk.segment.len })
+    };
+    chunks.filter_map(item).collect()
+}
+
+/// Where the chunk's elements are, by the archive that holds it.
+fn box_of(tensor: &DcpTensor, chunk: &DcpChunk, item: &Item, found: &[archive::Saved]) -> Result<StoredBox, String> {
+    let [saved] = found else { return Err(format!("expected an archive of one tensor, found {}", found.len())) };
+    if (saved.dtype, &saved.shape) != (tensor.dtype, &chunk.sizes) {
+        let (dtype, shape) = (saved.dtype, &saved.shape);
+        return Err(format!("expected {} {:?}, found {dtype} {shape:?}", tensor.dtype, chunk.sizes));
+    }
+    Ok(stored(item.file, saved.start, chunk, PerAxis::from_slice(&saved.strides)))
+}

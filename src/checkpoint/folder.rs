@@ -1,0 +1,167 @@
+//! The files of a source while its kind is found out and its weight files are chosen, and after they are pinned.
+//!
+//! A dialect sees files in two steps. At first a [`Folder`]: all files by path and length, with the texts that decide what the
+//! weight files are ([`Folder::read`]). The dialect gives each file its role. Then all readable files are pinned in one
+//! source, and the dialect reads from [`PinnedFiles`], by ids. It opens nothing itself, so that it works over any listing and
+//! any source.
+
+use std::sync::Arc;
+
+use super::{
+    choose::{leave_out_links, natural, warn_of_weights},
+    file::FileRole,
+    listing::{self, Listed, Listing},
+    locate::Located,
+    options::OpenOptions,
+    problem::{CheckpointError, Problems},
+    text::read_json,
+};
+use crate::source::{
+    Beneath, Fetches, FileId, Opened, Source, SourceError, local::check_open_file_limit, permission::DirectoryGates,
+};
+
+/// A directory whose files are listed and not yet pinned.
+#[derive(Debug)]
+pub(super) struct Folder {
+    pub(super) located: Located,
+    root: Arc<Beneath>,
+    /// All files, sorted by path.
+    pub(super) files: Vec<Listed>,
+    pub(super) directories: Vec<(String, DirectoryGates)>,
+    pub(super) warnings: Vec<String>,
+    pub(super) problems: Problems,
+    fetches: Arc<Fetches>,
+    follow_symlinks: bool,
+}
+
+/// The text of a small file, or the reason why it is not available.
+pub(super) type Text = Result<Vec<u8>, String>;
+
+impl Folder {
+    /// Lists a directory. Links out of it are left out, except to weights, as `is_weights` knows them.
+    pub(super) fn open(
+        located: Located,
+        options: &OpenOptions,
+        is_weights: impl Fn(&str) -> bool,
+    ) -> Result<Self, CheckpointError> {
+        let path = located.path.clone();
+        let listing = |error| CheckpointError::Listing { root: path.clone(), error };
+        let opening = options.fetches.begin_path(&located.path, "open");
+        let root = Arc::new(Beneath::open(&located.path).map_err(listing)?);
+        drop(opening);
+        if located.revision.is_some() && !root.is_in_hub_cache() && !options.follow_symlinks {
+            return Err(CheckpointError::LeavesCache { snapshot: located.path });
+        }
+        let Listing { mut files, directories } = listing::list(&root, &options.fetches).map_err(listing)?;
+        let mut warnings = Vec::new();
+        if !options.follow_symlinks {
+            leave_out_links(&mut files, &mut warnings, |file| !is_weights(&file.path));
+        }
+        let (fetches, follow_symlinks) = (Arc::clone(&options.fetches), options.follow_symlinks);
+        let problems = Problems::default();
+        Ok(Self { located, root, files, directories, warnings, problems, fetches, follow_symlinks })
+    }
+
+    /// Whether there is a file of this path that can be read.
+    pub(super) fn has(&self, path: &str) -> bool {
+        self.files.iter().any(|file| file.path == path && file.role.is_readable())
+    }
+
+    /// The content of a small file; `None` if it is not there.
+    pub(super) fn read(&mut self, path: &str) -> Result<Option<Text>, SourceError> {
+        let listed = self.files.iter_mut().find(|file| file.path == path && file.role == FileRole::Other);
+        let Some(listed) = listed else { return Ok(None) };
+        Ok(listed.open(&self.root, &self.fetches)?.map(|opened| read_json(opened, &self.fetches)))
+    }
+
+    /// Makes every file for which `is_weights` is true a weight file.
+    pub(super) fn choose(&mut self, is_weights: impl Fn(&str) -> bool) {
+        for file in self.files.iter_mut().filter(|file| file.role == FileRole::Other && is_weights(&file.path)) {
+            file.role = FileRole::Weights;
+        }
+    }
+
+    /// Opens all readable files, `more` of others being open: the weight files in natural order, then the others. These are
+    /// the order of their ids.
+    pub(super) fn open_files(&mut self, more: usize) -> Result<(Vec<usize>, Vec<Opened>), CheckpointError> {
+        if !self.follow_symlinks {
+            leave_out_links(&mut self.files, &mut self.warnings, |file| file.role != FileRole::Weights);
+            let linked = self.files.iter().filter_map(|file| Some(warn_of_weights(&file.path, file.outside()?)));
+            let linked: Vec<String> = linked.collect();
+            self.warnings.extend(linked);
+        }
+        let files = &mut self.files;
+        let mut weights: Vec<usize> =
+            (0..files.len()).filter(|place| files[*place].role == FileRole::Weights).collect();
+        weights.sort_by(|left, right| natural(&files[*left].path, &files[*right].path));
+        let others: Vec<usize> = (0..files.len())
+            .filter(|place| files[*place].role != FileRole::Weights && files[*place].role.is_readable())
+            .collect();
+        check_open_file_limit(weights.len() + others.len() + more)?;
+        let mut opened = Vec::with_capacity(weights.len() + others.len());
+        for place in weights.iter().chain(&others) {
+            opened.extend(files[*place].take(&self.root, &self.fetches)?);
+        }
+        Ok((weights, opened))
+    }
+}
+
+/// The files of a checkpoint, pinned in a source.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PinnedFiles<'a> {
+    /// All files, sorted by path.
+    pub(super) files: &'a [Listed],
+    /// Indices of the weight files in `files`, in the order of their ids, which count from 0.
+    pub(super) weights: &'a [usize],
+    /// Where their bytes come from.
+    pub(super) source: &'a dyn Source,
+}
+
+impl<'a> PinnedFiles<'a> {
+    /// Ids of the weight files.
+    pub(super) fn ids(&self) -> impl ExactSizeIterator<Item = FileId> + use<> {
+        let number = u32::try_from(self.weights.len()).expect("a listing has at most some 100 000 files");
+        (0..number).map(FileId)
+    }
+
+    /// Path of a weight file.
+    pub(super) fn path(&self, id: FileId) -> &'a str {
+        &self.files[self.weights[id.index()]].path
+    }
+
+    /// All readable files with their ids, by path: weight files and others.
+    pub(super) fn all(&self) -> impl Iterator<Item = (&'a str, FileId)> {
+        let mut by_place: Vec<Option<FileId>> = vec![None; self.files.len()];
+        for (place, id) in self.weights.iter().zip(self.ids()) {
+            by_place[*place] = Some(id);
+        }
+        let mut next = self.ids().len();
+        for (place, listed) in self.files.iter().enumerate() {
+            if by_place[place].is_none() && listed.role.is_readable() {
+                let number = u32::try_from(next).expect("a listing has at most some 100 000 files");
+                by_place[place] = Some(FileId(number));
+                next += 1;
+            }
+        }
+        self.files.iter().zip(by_place).filter_map(|(listed, id)| Some((listed.path.as_str(), id?)))
+    }
+
+    /// The file of this path.
+    pub(super) fn find(&self, path: &str) -> Option<FileId> {
+        self.all().find(|(found, _)| *found == path).map(|(_, id)| id)
+    }
+
+    /// All bytes of a file of at most `bytes_max`.
+    ///
+    /// # Errors
+    /// The reason: it is longer, or its bytes do not come.
+    pub(super) fn read(&self, id: FileId, bytes_max: u64) -> Text {
+        let len = self.source.len_bytes(id);
+        if len > bytes_max {
+            return Err(format!("expected at most {bytes_max} bytes, found {len}"));
+        }
+        let mut bytes = vec![0; usize::try_from(len).expect("the limit fits memory")];
+        self.source.read_into(id, 0, &mut bytes).map_err(|error| error.to_string())?;
+        Ok(bytes)
+    }
+}

@@ -1,0 +1,378 @@
+//! Decoded chunks in memory: a byte-bounded cache, one decoding per chunk, and buffers that are used again.
+//!
+//! All memory counts against one bound: chunks that are kept, chunks that readers still copy from, stored bytes while they are
+//! decoded, and spare buffers. A thread that needs room waits until there is some. Only a chunk that is larger than the bound by
+//! itself is decoded all the same, and then alone.
+//!
+//! Fresh memory costs a page fault for every 4 KiB, a fifth of the time that decoding takes, so that buffers are kept for the next
+//! chunk.
+
+use std::{
+    collections::HashSet,
+    fmt,
+    ops::Deref,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use lru::LruCache;
+
+use crate::tensor::to_usize;
+
+/// Bound until one is set, in bytes.
+const BYTES_MAX: u64 = 256 << 20;
+
+/// Time after which a thread that waits for another checks whether it should go on waiting.
+const PATIENCE: Duration = Duration::from_millis(200);
+
+/// A chunk: number of the decoded file, and number in it.
+pub(super) type ChunkKey = (u32, u64);
+
+/// The cache.
+pub(super) struct ChunkPool {
+    state: Mutex<State>,
+    /// Room, or a chunk, has become available.
+    changed: Condvar,
+}
+
+struct State {
+    bytes_max: u64,
+    ready: LruCache<ChunkKey, Arc<Decoded>>,
+    decoding: HashSet<ChunkKey>,
+    /// Bytes of all buffers, in use and spare.
+    bytes: u64,
+    spare: Vec<Vec<u8>>,
+    spare_bytes: u64,
+    decoded: u64,
+}
+
+impl fmt::Debug for ChunkPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ChunkPool").field("bytes_max", &self.lock().bytes_max).finish_non_exhaustive()
+    }
+}
+
+/// A buffer of the pool, which goes back to it.
+pub(super) struct Buffer<'p> {
+    pool: &'p ChunkPool,
+    /// At least as long as asked for.
+    bytes: Vec<u8>,
+    len: usize,
+}
+
+impl Buffer<'_> {
+    pub(super) fn get(&mut self) -> &mut [u8] {
+        &mut self.bytes[..self.len]
+    }
+}
+
+impl Drop for Buffer<'_> {
+    fn drop(&mut self) {
+        self.pool.give(std::mem::take(&mut self.bytes));
+    }
+}
+
+/// A decoded chunk, counted until its last user has dropped it.
+pub(super) struct Decoded {
+    pool: Arc<ChunkPool>,
+    bytes: Vec<u8>,
+    len: usize,
+}
+
+impl Deref for Decoded {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
+}
+
+impl Drop for Decoded {
+    fn drop(&mut self) {
+        self.pool.give(std::mem::take(&mut self.bytes));
+    }
+}
+
+/// Notes that this thread decodes a chunk, until it is dropped.
+struct Decoding<'p>(&'p ChunkPool, ChunkKey);
+
+impl Drop for Decoding<'_> {
+    fn drop(&mut self) {
+        self.0.lock().decoding.remove(&self.1);
+        self.0.changed.notify_all();
+    }
+}
+
+impl ChunkPool {
+    pub(super) fn new() -> Arc<Self> {
+        let state = State {
+            bytes_max: BYTES_MAX,
+            ready: LruCache::unbounded(),
+            decoding: HashSet::new(),
+            bytes: 0,
+            spare: Vec::new(),
+            spare_bytes: 0,
+            decoded: 0,
+        };
+        Arc::new(Self { state: Mutex::new(state), changed: Condvar::new() })
+    }
+
+    /// Sets the most bytes of all buffers.
+    pub(super) fn bound(&self, bytes_max: u64) {
+        self.lock().bytes_max = bytes_max;
+        loop {
+            let room = self.lock().make_room([]);
+            if !matches!(room, Room::Dropped(_)) {
+                return;
+            }
+        }
+    }
+
+    /// Bytes of all buffers now, spare ones included.
+    pub(super) fn bytes(&self) -> u64 {
+        self.lock().bytes
+    }
+
+    /// Number of chunks decoded so far.
+    pub(super) fn decoded(&self) -> u64 {
+        self.lock().decoded
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The chunk of this key, if it is in memory.
+    pub(super) fn find(&self, key: ChunkKey) -> Option<Arc<Decoded>> {
+        self.lock().ready.get(&key).cloned()
+    }
+
+    /// The chunk of this key, which has `len` bytes. If it is not in memory, one thread decodes it: `decode` fills a buffer for the
+    /// stored bytes, of `stored_len`, and from it the one for the chunk. Other threads that want it wait, and ask `goes_on` from
+    /// time to time whether they should.
+    ///
+    /// # Errors
+    /// That of `decode` or of `goes_on`.
+    pub(super) fn get<E>(
+        self: &Arc<Self>,
+        key: ChunkKey,
+        (len, stored_len): (u64, u64),
+        goes_on: &dyn Fn() -> Result<(), E>,
+        decode: impl FnOnce(&mut [u8], &mut [u8]) -> Result<(), E>,
+    ) -> Result<Arc<Decoded>, E> {
+        let mut state = self.lock();
+        let [target, stored] = loop {
+            if let Some(found) = state.ready.get(&key) {
+                return Ok(Arc::clone(found));
+            }
+            if !state.decoding.contains(&key) {
+                match state.make_room([len, stored_len]) {
+                    Room::Enough(buffers) => break buffers,
+                    Room::Dropped(chunk) => {
+                        // Its buffer comes back under this lock.
+                        drop(state);
+                        drop(chunk);
+                        state = self.lock();
+                        continue;
+                    }
+                    Room::None => {}
+                }
+            }
+            state = self.changed.wait_timeout(state, PATIENCE).unwrap_or_else(PoisonError::into_inner).0;
+            drop(state);
+            goes_on()?;
+            state = self.lock();
+        };
+        state.decoding.insert(key);
+        drop(state);
+        let decoding = Decoding(self, key);
+        let mut stored = Buffer { pool: self, bytes: stored, len: to_usize(stored_len) };
+        let mut target = Buffer { pool: self, bytes: target, len: to_usize(len) };
+        stored.grow();
+        target.grow();
+        decode(stored.get(), target.get())?;
+        drop(stored);
+        let decoded = Decoded { pool: Arc::clone(self), bytes: std::mem::take(&mut target.bytes), len: to_usize(len) };
+        target.len = 0;
+        let decoded = Arc::new(decoded);
+        let mut state = self.lock();
+        state.decoded += 1;
+        let before = state.ready.push(key, Arc::clone(&decoded));
+        drop(state);
+        drop((before, decoding));
+        Ok(decoded)
+    }
+
+    /// Takes a buffer back. It is kept for the next chunk.
+    fn give(&self, buffer: Vec<u8>) {
+        if buffer.capacity() == 0 {
+            return;
+        }
+        let mut state = self.lock();
+        let bytes = buffer.len() as u64;
+        let mut freed = None;
+        if state.spare_bytes + bytes <= state.bytes_max / 4 {
+            state.spare_bytes += bytes;
+            state.spare.push(buffer);
+        } else {
+            state.bytes -= bytes;
+            freed = Some(buffer);
+        }
+        drop(state);
+        self.changed.notify_all();
+        drop(freed);
+    }
+}
+
+impl Buffer<'_> {
+    /// Makes a fresh buffer as long as asked for; one that was used before is long enough.
+    fn grow(&mut self) {
+        if self.bytes.len() < self.len {
+            self.bytes = vec![0; self.len];
+        }
+    }
+}
+
+/// What became of an attempt to make room.
+enum Room<const N: usize> {
+    /// There is enough: spare buffers, or empty ones that are to be made as long as asked for. They count from now on.
+    Enough([Vec<u8>; N]),
+    /// This chunk is to be dropped, without the lock.
+    Dropped(Arc<Decoded>),
+    /// Others must first give buffers back.
+    None,
+}
+
+/// Whether a spare buffer serves for `len` bytes: it is long enough, and not much longer.
+fn fits(buffer: &[u8], len: u64) -> bool {
+    (len..=len.saturating_mul(2)).contains(&(buffer.len() as u64))
+}
+
+impl State {
+    /// Makes room for buffers of these lengths, or a step towards it.
+    fn make_room<const N: usize>(&mut self, lengths: [u64; N]) -> Room<N> {
+        loop {
+            let mut used: [Option<usize>; N] = [None; N];
+            for (number, len) in lengths.iter().enumerate() {
+                let is_free = |at: &usize| !used.contains(&Some(*at)) && fits(&self.spare[*at], *len);
+                let found = (0..self.spare.len()).find(is_free);
+                used[number] = found;
+            }
+            let fresh: u64 = lengths.iter().zip(&used).filter(|(_, used)| used.is_none()).map(|(len, _)| len).sum();
+            // Nobody else has a buffer: a chunk that is larger than the bound is decoded alone.
+            let nothing_else = self.ready.is_empty() && used.iter().flatten().count() == self.spare.len();
+            let alone = nothing_else && self.bytes == self.spare_bytes;
+            if self.bytes + fresh <= self.bytes_max || alone {
+                self.bytes += fresh;
+                // A buffer that is none is made later, without the lock.
+                let buffers: [Vec<u8>; N] =
+                    std::array::from_fn(|number| used[number].map_or_else(Vec::new, |at| std::mem::take(&mut self.spare[at])));
+                self.spare.retain(|buffer| !buffer.is_empty());
+                self.spare_bytes = self.spare.iter().map(|buffer| buffer.len() as u64).sum();
+                return Room::Enough(buffers);
+            }
+            if let Some(at) = (0..self.spare.len()).find(|at| !used.contains(&Some(*at))) {
+                let freed = self.spare.swap_remove(at);
+                self.spare_bytes -= freed.len() as u64;
+                self.bytes -= freed.len() as u64;
+            } else if let Some((_, chunk)) = self.ready.pop_lru() {
+                return Room::Dropped(chunk);
+            } else {
+                return Room::None;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        sync::atomic::{AtomicU64, Ordering},
+        thread,
+    };
+
+    use super::*;
+
+    fn get(pool: &Arc<ChunkPool>, number: u64, len: u64, calls: &AtomicU64) -> Result<Arc<Decoded>, String> {
+        pool.get((0, number), (len, len / 2), &|| Ok(()), |stored, target| {
+            calls.fetch_add(1, Ordering::Relaxed);
+            assert_eq!((stored.len() as u64, target.len() as u64), (len / 2, len));
+            stored.fill(1);
+            thread::sleep(Duration::from_micros(200));
+            if number == 13 {
+                return Err("unlucky".to_owned());
+            }
+            target.fill(number.to_le_bytes()[0]);
+            Ok(())
+        })
+    }
+
+    #[test]
+    fn a_chunk_is_decoded_once_for_all_readers() {
+        let (pool, calls) = (ChunkPool::new(), AtomicU64::new(0));
+        thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    for number in 0..10 {
+                        let chunk = get(&pool, number, 1000, &calls).unwrap();
+                        assert!(chunk.iter().all(|byte| u64::from(*byte) == number) && chunk.len() == 1000);
+                    }
+                });
+            }
+        });
+        assert_eq!((calls.load(Ordering::Relaxed), pool.decoded()), (10, 10));
+    }
+
+    #[test]
+    fn memory_stays_under_the_bound_whatever_readers_do() {
+        let (pool, calls) = (ChunkPool::new(), AtomicU64::new(0));
+        pool.bound(8_000);
+        thread::scope(|scope| {
+            for reader in 0..6 {
+                let (pool, calls) = (&pool, &calls);
+                scope.spawn(move || {
+                    for step in 0..60 {
+                        let number = (step * 7 + reader) % 30;
+                        let chunk = get(pool, number, 1000 + number % 3 * 500, calls);
+                        assert_eq!(chunk.is_err(), number == 13);
+                        assert!(pool.bytes() <= 8_000, "{}", pool.bytes());
+                        let chunk = chunk.iter().flat_map(|chunk| chunk.iter());
+                        assert!(chunk.into_iter().all(|byte| u64::from(*byte) == number));
+                    }
+                });
+            }
+        });
+        // One that is too large is decoded alone, and does not stay the only one.
+        let large = get(&pool, 1, 100_000, &calls).unwrap_or_else(|error| panic!("{error}"));
+        drop(large);
+        for number in 2..9 {
+            get(&pool, number, 1000, &calls).unwrap();
+        }
+        assert!(pool.bytes() <= 8_000, "{}", pool.bytes());
+        pool.bound(0);
+        assert_eq!(pool.bytes(), 0);
+    }
+
+    #[test]
+    fn a_reader_that_waits_for_another_can_give_up() {
+        let pool = ChunkPool::new();
+        let blocked = AtomicU64::new(0);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let _ = pool.get((0, 0), (8, 8), &|| Ok::<_, String>(()), |_, _| {
+                    blocked.store(1, Ordering::Relaxed);
+                    while blocked.load(Ordering::Relaxed) < 2 {
+                        thread::yield_now();
+                    }
+                    Ok(())
+                });
+            });
+            while blocked.load(Ordering::Relaxed) == 0 {
+                thread::yield_now();
+            }
+            let stalled = pool.get((0, 0), (8, 8), &|| Err("stalled"), |_, _| Ok(()));
+            assert_eq!(stalled.err(), Some("stalled"));
+            blocked.store(2, Ordering::Relaxed);
+        });
+    }
+}

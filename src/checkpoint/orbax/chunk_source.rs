@@ -1,0 +1,367 @@
+//! A source with more files than another: its decoded files.
+//!
+//! A fetch from a decoded file decodes the chunks that it touches, each whole and once, whatever its own size: they are kept as
+//! long as there is room. Different chunks are decoded by all cores at once.
+//!
+//! A decoded file is checked, poisoned and stalled as the file is that its chunks are stored in. Stored bytes are copied before they
+//! are decoded, never decoded in a map: a file that changes at that moment gives an error, not a decoder that reads two versions.
+
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    io,
+    num::NonZeroUsize,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+};
+
+use super::{
+    chunk_pool::{ChunkPool, Decoded},
+    coded::{CodedBytes, CodedChunk, DecodedFile},
+};
+use lru::LruCache;
+
+use crate::{
+    format::zarr_read::ChunkError,
+    source::{
+        ByteSpan, Coded, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, Source, SourceError,
+    },
+    tensor::to_usize,
+};
+
+/// Most bytes of chunks that the slow decoder has made, unless a single one has more.
+const BY_DEFINITION_BYTES_MAX: usize = 64 << 20;
+
+/// A source whose files with coded chunks are also shown decoded. The decoded files come after its own.
+#[derive(Debug)]
+pub(super) struct ChunkSource {
+    inner: Arc<dyn Source>,
+    files: Vec<DecodedFile>,
+    pins: Vec<Pin>,
+    pool: Arc<ChunkPool>,
+    /// Chunks that the slow decoder made last.
+    by_definition: Mutex<LruCache<(u32, u64), Arc<Vec<u8>>>>,
+}
+
+/// Parts of one chunk that are to be copied: first byte in the chunk, and target.
+type Wanted<'a> = Vec<(u64, &'a mut [u8])>;
+
+impl ChunkSource {
+    /// `inner` with these decoded files after its own.
+    pub(super) fn new(inner: Arc<dyn Source>, files: Vec<DecodedFile>) -> Self {
+        let pin = |file: &DecodedFile| Pin { len_bytes: file.len_bytes(), ..inner.pin(FileId(file.stored_in)).clone() };
+        let pins = files.iter().map(pin).collect();
+        inner.health().name_others(files.iter().map(|file| FileId(file.stored_in)).collect());
+        Self { inner, files, pins, pool: ChunkPool::new(), by_definition: Mutex::new(LruCache::unbounded()) }
+    }
+
+    /// The decoded file of this id, with its number; `None` if it is a file of the inner source.
+    fn decoded(&self, file: FileId) -> Option<(u32, &DecodedFile)> {
+        let number = file.index().checked_sub(self.inner.file_count())?;
+        Some((u32::try_from(number).expect("a number of 32 bits less another"), &self.files[number]))
+    }
+
+    /// The file of the inner source that this one is, or is stored in.
+    fn stored_in(&self, file: FileId) -> FileId {
+        self.decoded(file).map_or(file, |(_, decoded)| FileId(decoded.stored_in))
+    }
+
+    /// Splits parts of a decoded file into those of its chunks.
+    fn split<'p>(
+        &self,
+        file: FileId,
+        (number, decoded): (u32, &DecodedFile),
+        parts: &'p mut [FetchPart<'_>],
+        wanted: &mut BTreeMap<(u32, u64), Wanted<'p>>,
+    ) -> Result<(), SourceError> {
+        let (chunk_bytes, len_bytes) = (decoded.array.chunk_bytes().max(1), decoded.len_bytes());
+        for part in parts {
+            let beyond = ByteSpan::new(part.start, u64::MAX).expect("no start is above u64::MAX");
+            let span = part.span().unwrap_or(beyond);
+            if span.end() > len_bytes {
+                return Err(SourceError::OutOfBounds { file: self.pin(file).path.clone(), span, len_bytes });
+            }
+            let (mut at, mut rest) = (part.start, &mut *part.target);
+            while !rest.is_empty() {
+                let (chunk, inside) = (at / chunk_bytes, at % chunk_bytes);
+                let len = rest.len().min(to_usize(chunk_bytes - inside));
+                let (target, after) = rest.split_at_mut(len);
+                wanted.entry((number, chunk)).or_default().push((inside, target));
+                (at, rest) = (at + len as u64, after);
+            }
+        }
+        Ok(())
+    }
+
+    /// The decoded chunk, from memory or by decoding it.
+    fn chunk(&self, key: (u32, u64)) -> Result<Arc<Decoded>, SourceError> {
+        let decoded = &self.files[key.0 as usize];
+        let chunk = &decoded.chunks[to_usize(key.1)];
+        let stored_in = FileId(decoded.stored_in);
+        let lengths = match &chunk.bytes {
+            CodedBytes::Span(span) => (decoded.array.chunk_bytes(), span.len()),
+            CodedBytes::Inline(_) => (decoded.array.chunk_bytes(), 0),
+        };
+        let goes_on = || self.inner.health().usable(stored_in);
+        self.pool.get(key, lengths, &goes_on, |stored, target| {
+            let stored = match &chunk.bytes {
+                CodedBytes::Span(span) => {
+                    self.inner.read_into(stored_in, span.start(), stored)?;
+                    // What is decoded, and kept, must be what was pinned.
+                    self.inner.check(stored_in)?;
+                    &*stored
+                }
+                CodedBytes::Inline(bytes) => bytes,
+            };
+            decoded.array.decode(stored, target).map_err(|error| self.undecodable(decoded, chunk, error))
+        })
+    }
+
+    /// The decoded chunk by the slow decoder. The last ones are kept.
+    fn by_definition(&self, key: (u32, u64)) -> Result<Arc<Vec<u8>>, SourceError> {
+        let lock = || self.by_definition.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(found) = lock().get(&key) {
+            return Ok(Arc::clone(found));
+        }
+        let decoded = &self.files[key.0 as usize];
+        let chunk = &decoded.chunks[to_usize(key.1)];
+        let stored_in = FileId(decoded.stored_in);
+        let bytes = match &chunk.bytes {
+            CodedBytes::Inline(bytes) => decoded.array.decode_by_definition(bytes),
+            CodedBytes::Span(span) => {
+                let mut stored = vec![0; to_usize(span.len())];
+                self.inner.read_into(stored_in, span.start(), &mut stored)?;
+                decoded.array.decode_by_definition(&stored)
+            }
+        };
+        let bytes = Arc::new(bytes.map_err(|error| self.undecodable(decoded, chunk, error))?);
+        let mut kept = lock();
+        kept.push(key, Arc::clone(&bytes));
+        let bytes_of = |kept: &LruCache<_, Arc<Vec<u8>>>| kept.iter().map(|(_, bytes)| bytes.len()).sum::<usize>();
+        while kept.len() > 1 && bytes_of(&kept) > BY_DEFINITION_BYTES_MAX {
+            kept.pop_lru();
+        }
+        Ok(bytes)
+    }
+
+    fn undecodable(&self, decoded: &DecodedFile, chunk: &CodedChunk, error: ChunkError) -> SourceError {
+        let place = match &chunk.bytes {
+            CodedBytes::Span(span) => format!("bytes {span}"),
+            CodedBytes::Inline(_) => "in a node of the database".to_owned(),
+        };
+        let (array, chunk) = (&decoded.array.name, decoded.array.chunk_name(chunk));
+        SourceError::Io {
+            file: self.inner.pin(FileId(decoded.stored_in)).path.clone(),
+            action: format!("decode array {array}, chunk {chunk} ({place})"),
+            error: Arc::new(io::Error::new(io::ErrorKind::InvalidData, error)),
+        }
+    }
+
+    fn copy(&self, key: (u32, u64), wanted: Wanted<'_>) -> Result<(), SourceError> {
+        let chunk = self.chunk(key)?;
+        for (start, target) in wanted {
+            target.copy_from_slice(&chunk[to_usize(start)..][..target.len()]);
+        }
+        Ok(())
+    }
+
+    /// Copies from all chunks, those that must be decoded by all cores. An error has the number of the decoded file.
+    fn copy_all(&self, wanted: BTreeMap<(u32, u64), Wanted<'_>>) -> Result<(), (u32, SourceError)> {
+        let mut missing = Vec::new();
+        for (key, parts) in wanted {
+            match self.pool.find(key) {
+                Some(_) => self.copy(key, parts).map_err(|error| (key.0, error))?,
+                None => missing.push((key, parts)),
+            }
+        }
+        let threads = thread::available_parallelism().map_or(1, NonZeroUsize::get).min(missing.len());
+        missing.reverse();
+        let (missing, failed) = (Mutex::new(missing), AtomicBool::new(false));
+        let work = || {
+            while let Some((key, parts)) = { missing.lock().unwrap_or_else(PoisonError::into_inner).pop() } {
+                if failed.load(Ordering::Relaxed) {
+                    return Ok(());
+                }
+                if let Err(error) = self.copy(key, parts) {
+                    failed.store(true, Ordering::Relaxed);
+                    return Err((key.0, error));
+                }
+            }
+            Ok(())
+        };
+        thread::scope(|scope| {
+            let helper = || thread::Builder::new().name("ckfs-decode".to_owned()).spawn_scoped(scope, work);
+            // If the system refuses more threads, the caller decodes all.
+            let helpers: Vec<_> = (1..threads).filter_map(|_| helper().ok()).collect();
+            let own = work();
+            let others = helpers.into_iter().map(|helper| helper.join().unwrap_or_else(|panic| {
+                std::panic::resume_unwind(panic)
+            }));
+            others.fold(own, Result::and)
+        })
+    }
+}
+
+impl Source for ChunkSource {
+    fn file_count(&self) -> usize {
+        self.inner.file_count() + self.files.len()
+    }
+
+    fn pin(&self, file: FileId) -> &Pin {
+        match self.decoded(file) {
+            Some((number, _)) => &self.pins[number as usize],
+            None => self.inner.pin(file),
+        }
+    }
+
+    fn check(&self, file: FileId) -> Result<(), SourceError> {
+        self.inner.check(self.stored_in(file))
+    }
+
+    fn check_path(&self, file: FileId) -> Result<(), SourceError> {
+        self.inner.check_path(self.stored_in(file))
+    }
+
+    fn fetch(&self, file: FileId, parts: &mut [FetchPart<'_>]) -> Result<(), SourceError> {
+        let Some(decoded) = self.decoded(file) else { return self.inner.fetch(file, parts) };
+        self.inner.health().usable(FileId(decoded.1.stored_in))?;
+        let mut wanted = BTreeMap::new();
+        self.split(file, decoded, parts, &mut wanted)?;
+        self.copy_all(wanted).map_err(|(_, error)| error)
+    }
+
+    fn fetch_files(&self, files: &mut [FileFetch<'_, '_>]) -> Result<(), (FileId, SourceError)> {
+        let mut wanted = BTreeMap::new();
+        let mut own = Vec::new();
+        for FileFetch { file, parts } in files {
+            let file = *file;
+            match self.decoded(file) {
+                None => own.push(FileFetch { file, parts }),
+                Some(decoded) => {
+                    let usable = self.inner.health().usable(FileId(decoded.1.stored_in));
+                    usable.and_then(|()| self.split(file, decoded, parts, &mut wanted)).map_err(|error| (file, error))?;
+                }
+            }
+        }
+        if !own.is_empty() {
+            self.inner.fetch_files(&mut own)?;
+        }
+        let first = u32::try_from(self.inner.file_count()).expect("files are numbered by 32 bits");
+        self.copy_all(wanted).map_err(|(number, error)| (FileId(first + number), error))
+    }
+
+    fn gap_bytes(&self) -> u64 {
+        self.inner.gap_bytes()
+    }
+
+    fn health(&self) -> &Health {
+        self.inner.health()
+    }
+
+    fn maps(&self) -> Option<&dyn Maps> {
+        self.inner.maps().map(|_| self as &dyn Maps)
+    }
+
+    fn backing(&self, file: FileId) -> Option<Arc<File>> {
+        if self.decoded(file).is_some() { None } else { self.inner.backing(file) }
+    }
+
+    fn coded(&self, file: FileId, at: u64) -> Option<Coded> {
+        let Some((_, decoded)) = self.decoded(file) else { return self.inner.coded(file, at) };
+        let chunk: &CodedChunk = decoded.chunk_at(at)?;
+        Some(Coded {
+            chunk: decoded.array.chunk_name(chunk),
+            codec: decoded.array.codec(chunk),
+            stored: match &chunk.bytes {
+                CodedBytes::Span(span) => Some(*span),
+                CodedBytes::Inline(_) => None,
+            },
+        })
+    }
+
+    fn decode_by_definition(&self, file: FileId, start: u64, target: &mut [u8]) -> Result<(), SourceError> {
+        let Some((number, decoded)) = self.decoded(file) else {
+            return self.inner.decode_by_definition(file, start, target);
+        };
+        let mut wanted = BTreeMap::new();
+        let mut parts = [FetchPart { start, target }];
+        self.split(file, (number, decoded), &mut parts, &mut wanted)?;
+        for (key, parts) in wanted {
+            let chunk = self.by_definition(key)?;
+            for (start, target) in parts {
+                target.copy_from_slice(&chunk[to_usize(start)..][..target.len()]);
+            }
+        }
+        Ok(())
+    }
+
+    fn bound_decoded(&self, bytes_max: u64) {
+        self.pool.bound(bytes_max);
+        self.inner.bound_decoded(bytes_max);
+    }
+
+    fn decoded_bytes(&self) -> u64 {
+        self.pool.bytes() + self.inner.decoded_bytes()
+    }
+
+    fn decoded_chunks(&self) -> u64 {
+        self.pool.decoded() + self.inner.decoded_chunks()
+    }
+}
+
+impl ChunkSource {
+    /// The maps of the inner source, for one of its own files.
+    fn own_maps(&self, file: FileId) -> Option<&dyn Maps> {
+        self.inner.maps().filter(|_| self.decoded(file).is_none())
+    }
+}
+
+impl Maps for ChunkSource {
+    fn is_mapped(&self, file: FileId) -> bool {
+        self.own_maps(file).is_some_and(|maps| maps.is_mapped(file))
+    }
+
+    fn with(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>> {
+        self.own_maps(file)?.with(file, span, work)
+    }
+
+    fn with_kernel_bytes(
+        &self,
+        file: FileId,
+        span: ByteSpan,
+        reply: &mut dyn FnMut(KernelBytes<'_>),
+    ) -> Option<Result<(), SourceError>> {
+        self.own_maps(file)?.with_kernel_bytes(file, span, reply)
+    }
+
+    fn will_need(&self, file: FileId, span: ByteSpan) {
+        if let Some(maps) = self.own_maps(file) {
+            maps.will_need(file, span);
+        }
+    }
+
+    fn will_return(&self) {
+        if let Some(maps) = self.inner.maps() {
+            maps.will_return();
+        }
+    }
+
+    fn prefault(&self, file: FileId, span: ByteSpan) -> bool {
+        self.own_maps(file).is_none_or(|maps| maps.prefault(file, span))
+    }
+
+    fn trim(&self) {
+        if let Some(maps) = self.inner.maps() {
+            maps.trim();
+        }
+    }
+
+    fn bound(&self, usual_bytes: u64, again_bytes: u64) {
+        if let Some(maps) = self.inner.maps() {
+            maps.bound(usual_bytes, again_bytes);
+        }
+    }
+}

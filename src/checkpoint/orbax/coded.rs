@@ -1,0 +1,161 @@
+//! Chunks that have no byte ranges: their bytes are elements only after they are decoded whole.
+//!
+//! The decoded chunks of one array that lie in one file are shown as one more file, a *decoded file*: chunk after chunk, all of
+//! the same length. Then a decoded chunk is a span like any other, and every file has exactly one file that can change under it.
+
+use std::{fmt, sync::Arc};
+
+use super::store::FileNumber;
+use crate::{
+    format::zarr_read::{Array, ArrayBytes, ChunkError, Codecs, Packing},
+    source::ByteSpan,
+    tensor::{PerAxis, to_usize},
+};
+
+/// An array whose chunks are decoded.
+#[derive(Debug)]
+pub(super) struct CodedArray {
+    pub(super) name: String,
+    pub(super) array: Array,
+    /// Whether the chunks are the inner ones of shards.
+    pub(super) is_inner: bool,
+}
+
+/// The stored form of a chunk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum CodedBytes {
+    /// A span of the file.
+    Span(ByteSpan),
+    /// These bytes, which a node of the database has.
+    Inline(Arc<[u8]>),
+}
+
+/// A chunk, and where its stored form is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct CodedChunk {
+    /// Number of the chunk, or of its shard, in row-major order of the grid.
+    pub(super) number: u64,
+    /// Number of the chunk in the shard, likewise.
+    pub(super) inner: u32,
+    pub(super) bytes: CodedBytes,
+}
+
+/// A file of decoded chunks.
+#[derive(Debug)]
+pub(super) struct DecodedFile {
+    pub(super) array: Arc<CodedArray>,
+    /// The file with the stored chunks.
+    pub(super) stored_in: FileNumber,
+    /// The chunks in the order in which they are shown: that of their places.
+    pub(super) chunks: Vec<CodedChunk>,
+}
+
+impl CodedArray {
+    /// Bytes of one decoded chunk.
+    pub(super) fn chunk_bytes(&self) -> u64 {
+        match self.array.sharding().filter(|_| self.is_inner) {
+            // An inner chunk is a part of a chunk.
+            Some(sharding) => sharding.chunk.iter().product::<u64>() * self.element_bytes(),
+            None => self.array.chunk_bytes(),
+        }
+    }
+
+    pub(super) fn element_bytes(&self) -> u64 {
+        self.array.fill.len() as u64
+    }
+
+    /// Decodes a chunk of which `stored` are all bytes.
+    ///
+    /// # Errors
+    /// [`ChunkError`]. `target` has then any content.
+    pub(super) fn decode(&self, stored: &[u8], target: &mut [u8]) -> Result<(), ChunkError> {
+        if self.is_inner { self.array.decode_inner(stored, target) } else { self.array.decode(stored, target) }
+    }
+
+    /// The same by the slow decoder.
+    ///
+    /// # Errors
+    /// [`ChunkError`].
+    pub(super) fn decode_by_definition(&self, stored: &[u8]) -> Result<Vec<u8>, ChunkError> {
+        self.array.decode_by_definition(self.is_inner, stored)
+    }
+
+    /// The chunk's key, and its numbers in the shard.
+    pub(super) fn chunk_name(&self, chunk: &CodedChunk) -> String {
+        let key = self.array.key(&unravel(chunk.number, &self.array.grid()));
+        match self.array.sharding().filter(|_| self.is_inner) {
+            Some(sharding) => {
+                let numbers = unravel(chunk.inner.into(), &sharding.grid);
+                format!("{key}, inner chunk {:?}", numbers.as_slice())
+            }
+            None => key,
+        }
+    }
+
+    /// How chunks are stored, as `explain` and messages say it.
+    pub(super) fn codec(&self, chunk: &CodedChunk) -> String {
+        let mut words = Words(Vec::new());
+        match self.array.sharding().filter(|_| self.is_inner) {
+            Some(sharding) => words.chain(&sharding.codecs),
+            None => words.chain(&self.array.codecs),
+        }
+        if matches!(chunk.bytes, CodedBytes::Inline(_)) {
+            words.0.push("in a node of the database".to_owned());
+        }
+        words.to_string()
+    }
+}
+
+struct Words(Vec<String>);
+
+impl Words {
+    fn chain(&mut self, codecs: &Codecs) {
+        if codecs.order.is_some() {
+            self.0.push("transpose".to_owned());
+        }
+        match &codecs.bytes {
+            ArrayBytes::Elements { is_big_endian } => {
+                self.0.push(if *is_big_endian { "bytes (big endian)" } else { "bytes" }.to_owned());
+            }
+            ArrayBytes::Shard(sharding) => {
+                let mut inner = Self(Vec::new());
+                inner.chain(&sharding.codecs);
+                self.0.push(format!("sharding_indexed ({inner})"));
+            }
+        }
+        let packing = |packing: &Packing| match packing {
+            Packing::Zstd => "zstd",
+            Packing::Gzip => "gzip",
+            Packing::Crc32c => "crc32c",
+        };
+        self.0.extend(codecs.packings.iter().map(|packed| packing(packed).to_owned()));
+    }
+}
+
+impl fmt::Display for Words {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.join(", "))
+    }
+}
+
+impl DecodedFile {
+    /// Length of the decoded file in bytes.
+    pub(super) fn len_bytes(&self) -> u64 {
+        self.chunks.len() as u64 * self.array.chunk_bytes()
+    }
+
+    /// The chunk with byte `at`.
+    pub(super) fn chunk_at(&self, at: u64) -> Option<&CodedChunk> {
+        self.chunks.get(to_usize(at / self.array.chunk_bytes().max(1)))
+    }
+}
+
+/// The numbers along each axis of item `number` of a grid, in row-major order.
+pub(super) fn unravel(mut number: u64, grid: &[u64]) -> PerAxis {
+    let mut numbers = PerAxis::from_elem(0, grid.len());
+    for (place, count) in numbers.iter_mut().zip(grid).rev() {
+        *place = number % (*count).max(1);
+        number /= (*count).max(1);
+    }
+    numbers
+}

@@ -1,0 +1,196 @@
+//! Which directory holds the arrays.
+//!
+//! ```text
+//! root/7/items/_METADATA     CheckpointManager: the latest finished step, and in it the item
+//! 7/items/_METADATA          a step
+//! items/_METADATA            an item, the directory that is given
+//! ```
+
+use super::problem::OrbaxProblem;
+use crate::{
+    checkpoint::tree::{Entry, FileTree},
+    format::{
+        ocdbt,
+        orbax_state::{CHECKPOINT_METADATA, COMMIT_SUCCESS, CheckpointMetadata, METADATA, OrbaxError, UNFINISHED},
+    },
+};
+
+/// What a Hugging Face repository has.
+const CONFIG: &str = "config.json";
+
+/// Items in order of preference: of MaxText, of `CheckpointManager` without names, of the newer interface.
+const ITEMS: [&str; 5] = ["items", "default", "state", "pytree", "params"];
+
+/// The place of the arrays.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Item {
+    /// Its directory; "" for the checkpoint's own.
+    pub(super) directory: String,
+    /// The step's number, if a directory of steps was given.
+    pub(super) step: Option<u64>,
+    /// Whether layers are stacked, as MaxText says in the metadata of the step or of the item.
+    pub(super) scan_layers: Option<bool>,
+    /// Steps that were passed over, each with the reason.
+    pub(super) unfinished: Vec<String>,
+}
+
+/// A path below another.
+pub(super) fn below(directory: &str, name: &str) -> String {
+    if directory.is_empty() { name.to_owned() } else { format!("{directory}/{name}") }
+}
+
+fn has(entries: &[Entry], name: &str) -> bool {
+    entries.iter().any(|entry| entry.name == name && !entry.is_directory)
+}
+
+fn directories(entries: &[Entry]) -> impl Iterator<Item = &str> {
+    entries.iter().filter(|entry| entry.is_directory).map(|entry| entry.name.as_str())
+}
+
+fn is_item(entries: &[Entry]) -> bool {
+    has(entries, METADATA) || has(entries, ocdbt::MANIFEST)
+}
+
+/// The number of a step's directory: `7`, or `checkpoint_7`.
+fn step_number(name: &str) -> Option<u64> {
+    let digits = name.rsplit_once('_').map_or(name, |(_, digits)| digits);
+    let is_number = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
+    is_number.then(|| digits.parse().ok()).flatten()
+}
+
+/// Why a directory of this name is unfinished, whatever it holds.
+fn unfinished_name(name: &str) -> Option<&'static str> {
+    name.contains(UNFINISHED).then_some("its name has .orbax-checkpoint-tmp: the saver is still at work, or was stopped")
+}
+
+/// Whether a directory looks like part of an Orbax checkpoint: its own entries say so, or a directory in it does.
+///
+/// # Errors
+/// Directories that cannot be listed.
+pub(in super::super) fn is_orbax(tree: &dyn FileTree) -> Result<bool, OrbaxProblem> {
+    let entries = tree.list("")?;
+    if is_item(&entries) || has(&entries, CHECKPOINT_METADATA) {
+        return Ok(true);
+    }
+    // A repository may have anything beside its weights.
+    if entries.iter().any(|entry| entry.name.ends_with(".safetensors") || entry.name == CONFIG) {
+        return Ok(false);
+    }
+    let is_process = |name: &str| name.starts_with("ocdbt.process_");
+    if directories(&entries).any(|name| name.contains(UNFINISHED) || is_process(name)) {
+        return Ok(true);
+    }
+    for name in directories(&entries).filter(|name| ITEMS.contains(name) || step_number(name).is_some()) {
+        let inside = tree.list(name)?;
+        if is_item(&inside) || has(&inside, CHECKPOINT_METADATA) {
+            return Ok(true);
+        }
+        for item in directories(&inside).filter(|item| ITEMS.contains(item)) {
+            if is_item(&tree.list(&below(name, item))?) {
+                return Ok(true);
+            }
+        }
+    }
+    Ok(false)
+}
+
+/// Finds the arrays of the tree.
+///
+/// # Errors
+/// None are there, or which is not clear, or they are unfinished.
+pub(super) fn find(tree: &dyn FileTree) -> Result<Item, OrbaxProblem> {
+    let shown = tree.shown("");
+    let own_name = shown.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    if let Some(reason) = unfinished_name(&own_name) {
+        return Err(OrbaxProblem::Unfinished { directory: shown, reason });
+    }
+    let entries = tree.list("")?;
+    if is_item(&entries) || has(&entries, CHECKPOINT_METADATA) {
+        return in_step(tree, "");
+    }
+    if !items_in(tree, "", &entries)?.is_empty() {
+        return in_step(tree, "");
+    }
+    let mut steps: Vec<(u64, &str)> =
+        directories(&entries).filter_map(|name| Some((step_number(name)?, name))).collect();
+    steps.sort_unstable();
+    let mut unfinished: Vec<String> = directories(&entries)
+        .filter_map(|name| Some(format!("{name} ({})", unfinished_name(name)?)))
+        .collect();
+    for (number, name) in steps.into_iter().rev() {
+        match in_step(tree, name) {
+            Ok(item) => return Ok(Item { step: Some(number), unfinished, ..item }),
+            Err(OrbaxProblem::Unfinished { reason, .. }) => unfinished.push(format!("{name} ({reason})")),
+            // A directory with a number for a name need not be a step.
+            Err(OrbaxProblem::NoItem { .. }) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    let processes = directories(&entries).filter(|name| name.starts_with("ocdbt.process_")).count();
+    if processes > 0 {
+        let reason = "the databases of its processes are not merged yet, manifest.ocdbt is missing";
+        return Err(OrbaxProblem::Unfinished { directory: shown, reason });
+    }
+    Err(OrbaxProblem::NoFinishedStep { directory: shown, found: unfinished })
+}
+
+/// The directories of a step that hold arrays.
+fn items_in(tree: &dyn FileTree, step: &str, entries: &[Entry]) -> Result<Vec<String>, OrbaxProblem> {
+    let mut found = Vec::new();
+    for name in directories(entries) {
+        if unfinished_name(name).is_none()
+            && step_number(name).is_none()
+            && is_item(&tree.list(&below(step, name))?)
+        {
+            found.push(name.to_owned());
+        }
+    }
+    Ok(found)
+}
+
+/// What a step or an item says about itself; `None` if it says nothing.
+fn metadata(tree: &dyn FileTree, directory: &str) -> Result<Option<CheckpointMetadata>, OrbaxProblem> {
+    let Some(bytes) = tree.description(&below(directory, CHECKPOINT_METADATA))? else { return Ok(None) };
+    match CheckpointMetadata::parse(&bytes) {
+        Ok(found) => Ok(Some(found)),
+        // The file is written at the start of a save, and again at its end.
+        Err(OrbaxError::Json { .. }) if bytes.is_empty() => Ok(None),
+        Err(error) => Err(OrbaxProblem::Description { directory: tree.shown(directory), error }),
+    }
+}
+
+/// The item of a finished step, or the directory itself if it is an item.
+fn in_step(tree: &dyn FileTree, step: &str) -> Result<Item, OrbaxProblem> {
+    let entries = tree.list(step)?;
+    let unfinished = |reason| OrbaxProblem::Unfinished { directory: tree.shown(step), reason };
+    let of_step = metadata(tree, step)?;
+    if tree.needs_commit_file() && !has(&entries, COMMIT_SUCCESS) {
+        return Err(unfinished("commit_success.txt is missing, which Orbax writes last on an object store"));
+    }
+    if is_item(&entries) {
+        let scan_layers = of_step.and_then(|found| found.scan_layers());
+        return Ok(Item { directory: step.to_owned(), step: None, scan_layers, unfinished: Vec::new() });
+    }
+    if of_step.as_ref().is_some_and(|found| found.commit_nanoseconds.is_none()) {
+        return Err(unfinished("_CHECKPOINT_METADATA has no commit_timestamp_nsecs: the saver is still at work, or was stopped"));
+    }
+    let found = items_in(tree, step, &entries)?;
+    let preferred = ITEMS.iter().find(|name| found.iter().any(|item| item == *name));
+    let name = match (preferred, found.as_slice()) {
+        (Some(name), _) => (*name).to_owned(),
+        (None, [only]) => only.clone(),
+        (None, []) => {
+            if directories(&entries).any(|name| name.contains(UNFINISHED)) {
+                return Err(unfinished("an item's name has .orbax-checkpoint-tmp"));
+            }
+            let names: Vec<&str> = entries.iter().map(|entry| entry.name.as_str()).collect();
+            let found = if names.is_empty() { "an empty directory".to_owned() } else { names.join(", ") };
+            return Err(OrbaxProblem::NoItem { directory: tree.shown(step), found });
+        }
+        (None, _) => return Err(OrbaxProblem::SeveralItems { directory: tree.shown(step), found }),
+    };
+    let directory = below(step, &name);
+    let of_item = metadata(tree, &directory)?;
+    let scan_layers = [of_step, of_item].into_iter().flatten().find_map(|found| found.scan_layers());
+    Ok(Item { directory, step: None, scan_layers, unfinished: Vec::new() })
+}

@@ -1,0 +1,278 @@
+//! Orbax checkpoints: of `CheckpointManager` or of one step, of one process or many, in an OCDBT database or in directories.
+//!
+//! ```text
+//! item.rs          which directory holds the arrays; unfinished ones never
+//! store.rs         which keys there are, and where the bytes of each are: OCDBT, or a directory for each array
+//! array.rs         from the chunks of an array to the boxes that cover it
+//! coded.rs         chunks that must be decoded, and the decoded files that show them
+//! chunk_source.rs  the source with these files; chunk_pool.rs holds what is decoded
+//! ```
+//!
+//! A tensor is called as its keys in the tree, joined by dots, as Orbax itself stores it. Only the model is read: what a training
+//! state has besides, above all the state of the optimizer, is listed, and costs nothing until it is asked for.
+
+mod array;
+mod chunk_pool;
+mod chunk_source;
+mod coded;
+mod item;
+mod problem;
+mod store;
+
+use std::sync::Arc;
+
+use array::{ArrayBox, BoxFile, ToLayOut};
+use chunk_source::ChunkSource;
+use coded::DecodedFile;
+pub(super) use item::is_orbax;
+pub use problem::OrbaxProblem;
+use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
+use store::{Files, Value};
+
+use super::{
+    container::{Container, Contents, LeftOut},
+    mosaic::{Missing, MosaicBuilder, StoredBox},
+    problem::{BYTES_MAX, Problem, Problems},
+    tree::FileTree,
+};
+use crate::{
+    format::{
+        orbax_state::{LeafKind, METADATA, Tree},
+        zarr_read::{Array, ZARR_JSON, ZARRAY},
+    },
+    source::{FileId, Source},
+    tensor::{DType, Element, Shape},
+};
+
+/// Members of a training state that are not the model.
+const STATE: [&str; 7] = ["opt_state", "opt_states", "optimizer", "optimizer_state", "step", "steps", "rng"];
+
+/// The member of a training state that is the model.
+const MODEL: &str = "params";
+
+/// A tensor of an Orbax checkpoint.
+#[derive(Clone, Debug)]
+struct OrbaxTensor {
+    name: String,
+    dtype: DType,
+    shape: Shape,
+    /// One element, little-endian, for indices that no box covers; `None` if every index is covered.
+    fill: Option<Vec<u8>>,
+    boxes: Vec<ArrayBox>,
+}
+
+/// What an Orbax checkpoint holds.
+#[derive(Debug, Default)]
+pub(super) struct OrbaxContents {
+    /// Directory of the arrays, relative to the checkpoint.
+    #[cfg(test)]
+    item: String,
+    /// The files that reads need, in the order of their ids.
+    pub(super) paths: Vec<String>,
+    /// Files of decoded chunks, with the ids after those.
+    decoded: Vec<DecodedFile>,
+    tensors: Vec<OrbaxTensor>,
+    /// Leaves that are not read, with the reason.
+    left_out: Vec<(String, &'static str)>,
+    /// Whether layers are stacked, as MaxText says.
+    scan_layers: Option<bool>,
+    /// What the user should know.
+    pub(super) warnings: Vec<String>,
+}
+
+impl OrbaxContents {
+    /// The tensors as a table. `files` begins with the files of [`OrbaxContents::paths`].
+    pub(super) fn contents(&mut self, files: &Arc<dyn Source>, problems: &mut Problems) -> Contents {
+        let source = self.source(Arc::clone(files));
+        let decoded = (files.file_count()..source.file_count()).map(file_id);
+        if decoded.map(|file| source.len_bytes(file)).fold(0, u64::saturating_add) > BYTES_MAX {
+            problems.push(Problem::TooManyBytes);
+        }
+        let mut builder = MosaicBuilder::new(&*source, problems);
+        for OrbaxTensor { name, dtype, shape, fill, boxes } in &self.tensors {
+            let missing = fill.as_ref().and_then(|fill| Element::from_bytes(*dtype, fill));
+            let missing = missing.map_or(Missing::Refused, Missing::Fill);
+            let boxes = boxes.iter().map(|part| StoredBox {
+                file: id_of(part.file, files.file_count()),
+                start: part.start,
+                origin: part.origin.clone(),
+                extents: part.extents.clone(),
+                strides: part.strides.clone(),
+            });
+            builder.add(name, *dtype, shape.extents(), boxes, missing);
+        }
+        let table = builder.finish();
+        let left_out = self.left_out.iter().map(|(name, kind)| LeftOut { name: name.clone(), kind: (*kind).to_owned() });
+        Contents {
+            left_out: left_out.collect(),
+            source: Some(source),
+            scan_layers: self.scan_layers,
+            ..Contents::new(Container::Orbax, table)
+        }
+    }
+
+    /// The source of the tensors, over one that begins with the files of [`OrbaxContents::paths`].
+    fn source(&mut self, files: Arc<dyn Source>) -> Arc<dyn Source> {
+        let decoded = std::mem::take(&mut self.decoded);
+        if decoded.is_empty() { files } else { Arc::new(ChunkSource::new(files, decoded)) }
+    }
+}
+
+fn file_id(number: usize) -> FileId {
+    FileId(u32::try_from(number).expect("files are numbered by 32 bits"))
+}
+
+/// The id of the file of a box; `others` files come before the decoded ones.
+fn id_of(file: BoxFile, others: usize) -> FileId {
+    match file {
+        BoxFile::Own(number) => FileId(number),
+        BoxFile::Decoded(number) => file_id(others + number as usize),
+    }
+}
+
+/// The leaves of an item.
+struct Leaves {
+    names: Vec<String>,
+    wanted: Vec<bool>,
+    uses_zarr3: bool,
+    stores_fill_values: bool,
+    left_out: Vec<(String, &'static str)>,
+    scan_layers: Option<bool>,
+}
+
+/// Reads the descriptions of an Orbax checkpoint: of the model, or of the `whole_state`.
+///
+/// # Errors
+/// All problems with the checkpoint.
+pub(super) fn read(tree: &dyn FileTree, whole_state: bool) -> Result<OrbaxContents, Vec<OrbaxProblem>> {
+    let one = |problem: OrbaxProblem| vec![problem];
+    let item = item::find(tree).map_err(one)?;
+    let directory = item.directory.as_str();
+    let is_database = store::is_database(tree, directory).map_err(one)?;
+    let leaves = leaves(tree, directory, is_database, whole_state)?;
+    let values = if is_database {
+        store::values_in_database(tree, directory, &leaves.names, &leaves.wanted)
+    } else {
+        store::values_in_directories(tree, directory, &leaves.names, &leaves.wanted)
+    };
+    let values = values.map_err(one)?;
+    let rows: Vec<(&String, &Vec<Value>)> =
+        leaves.names.iter().zip(&values).zip(&leaves.wanted).filter(|(_, wanted)| **wanted).map(|(row, _)| row).collect();
+    let arrays: Vec<_> = rows.par_iter().map(|(name, values)| describe(tree, &leaves, name, values)).collect();
+    let (mut files, mut decoded, mut problems) = (Files::default(), Vec::new(), Vec::new());
+    let mut laid_out = Vec::with_capacity(rows.len());
+    for ((name, values), array) in rows.into_iter().zip(arrays) {
+        let array = match array {
+            Ok(array) => array,
+            Err(problem) => {
+                problems.push(problem);
+                continue;
+            }
+        };
+        let (dtype, shape, fill) = (array.dtype, array.shape.clone(), array.fill.to_vec());
+        let to_lay_out = ToLayOut { tree, name, array, values, stores_fill_values: leaves.stores_fill_values };
+        match to_lay_out.lay_out(&mut files, &mut decoded) {
+            Ok(layout) => laid_out.push((name, dtype, shape, Some(fill).filter(|_| layout.has_holes), layout.boxes)),
+            Err(found) => problems.extend(found),
+        }
+    }
+    if !problems.is_empty() {
+        return Err(problems);
+    }
+    let tensors = laid_out.into_iter().map(|(name, dtype, shape, fill, boxes)| {
+        OrbaxTensor { name: name.clone(), dtype, shape, fill, boxes }
+    });
+    let tensors = tensors.collect();
+    let passed_over = item.unfinished.iter().map(|step| format!("step {step} is passed over"));
+    let used = item.step.map(|step| format!("the latest finished step is {step}"));
+    let warnings = if item.unfinished.is_empty() { Vec::new() } else { passed_over.chain(used).collect() };
+    Ok(OrbaxContents {
+        #[cfg(test)]
+        item: item.directory,
+        paths: files.paths,
+        decoded,
+        tensors,
+        left_out: leaves.left_out,
+        scan_layers: item.scan_layers.or(leaves.scan_layers),
+        warnings,
+    })
+}
+
+/// Why a leaf is left out of the model, by its first key.
+fn not_of_the_model(first: &str, has_model: bool) -> Option<&'static str> {
+    let is_state = if has_model { first != MODEL } else { STATE.contains(&first) };
+    is_state.then_some("training state, not the model; --training-state shows it")
+}
+
+/// The leaves that the tree has, or, without a description of the tree, the arrays that are stored.
+fn leaves(
+    tree: &dyn FileTree,
+    directory: &str,
+    is_database: bool,
+    whole_state: bool,
+) -> Result<Leaves, Vec<OrbaxProblem>> {
+    let one = |problem: OrbaxProblem| vec![problem];
+    let path = item::below(directory, METADATA);
+    let Some(bytes) = tree.description(&path).map_err(|error| one(error.into()))? else {
+        let names = if is_database {
+            store::names_in_database(tree, directory)
+        } else {
+            store::names_in_directories(tree, directory)
+        };
+        let names = names.map_err(one)?;
+        let first = |name: &str| name.split('.').next().unwrap_or(name).to_owned();
+        let has_model = names.iter().any(|name| first(name) == MODEL);
+        let reasons: Vec<_> = names.iter().map(|name| not_of_the_model(&first(name), has_model)).collect();
+        let left_out = names.iter().zip(&reasons).filter_map(|(name, reason)| Some((name.clone(), (*reason)?)));
+        let left_out = if whole_state { Vec::new() } else { left_out.collect() };
+        let wanted = reasons.iter().map(|reason| whole_state || reason.is_none()).collect();
+        let (uses_zarr3, stores_fill_values) = (true, false);
+        return Ok(Leaves { names, wanted, uses_zarr3, stores_fill_values, left_out, scan_layers: None });
+    };
+    let described = Tree::parse(&bytes);
+    let described =
+        described.map_err(|error| one(OrbaxProblem::Description { directory: tree.shown(directory), error }))?;
+    let firsts: Vec<String> = described.leaves.iter().map(|leaf| leaf.keys[0].to_string()).collect();
+    let has_model = firsts.iter().any(|first| first == MODEL);
+    let (mut names, mut wanted, mut left_out, mut problems) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    for (leaf, first) in described.leaves.iter().zip(&firsts) {
+        let reason = not_of_the_model(first, has_model).filter(|_| !whole_state);
+        let reason = reason.or(match leaf.kind {
+            LeafKind::Text => Some("text, not an array"),
+            LeafKind::Array | LeafKind::Empty | LeafKind::Other(_) => None,
+        });
+        match &leaf.kind {
+            LeafKind::Empty => continue,
+            LeafKind::Other(kind) if reason.is_none() => {
+                problems.push(OrbaxProblem::Leaf { leaf: leaf.name(), kind: kind.clone() });
+            }
+            LeafKind::Array | LeafKind::Text | LeafKind::Other(_) => {}
+        }
+        left_out.extend(reason.map(|reason| (leaf.name(), reason)));
+        names.push(leaf.name());
+        wanted.push(reason.is_none());
+    }
+    if !problems.is_empty() {
+        return Err(problems);
+    }
+    let scan_layers = described.custom.as_ref().and_then(|custom| custom.get("scan_layers")?.as_bool());
+    let Tree { uses_zarr3, stores_fill_values, .. } = described;
+    Ok(Leaves { names, wanted, uses_zarr3, stores_fill_values, left_out, scan_layers })
+}
+
+/// The description of an array.
+fn describe(tree: &dyn FileTree, leaves: &Leaves, name: &str, values: &[Value]) -> Result<Array, OrbaxProblem> {
+    let of = |key: &str| values.iter().find(|value| value.key == key);
+    let expected = if leaves.uses_zarr3 { ZARR_JSON } else { ZARRAY };
+    let found = of(expected).or_else(|| of(ZARR_JSON)).or_else(|| of(ZARRAY));
+    let found = found.ok_or_else(|| OrbaxProblem::NoArray { array: name.to_owned(), expected })?;
+    let bytes = found.read(tree)?;
+    let parsed = if found.key == ZARR_JSON { Array::parse_v3(&bytes) } else { Array::parse_v2(&bytes) };
+    parsed.map_err(|error| {
+        let file = tree.shown(&found.path);
+        OrbaxProblem::Array { array: name.to_owned(), file, error }
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,416 @@
+//! Checkpoints that Orbax and tensorstore wrote, whole and damaged, against what was saved.
+
+use std::{
+    collections::BTreeMap,
+    path::Path,
+    time::{Duration, UNIX_EPOCH},
+};
+
+use serde_json::Value as Json;
+
+use super::*;
+use crate::{
+    checkpoint::tree::Entry,
+    source::{FetchPart, Health, Pin, SourceError, permission::Gates},
+    tensor::to_usize,
+};
+
+/// Files in memory, as a tree and as a source.
+#[derive(Clone, Debug, Default)]
+struct MemoryTree {
+    files: BTreeMap<String, Vec<u8>>,
+    name: &'static str,
+    needs_commit_file: bool,
+}
+
+impl FileTree for MemoryTree {
+    fn shown(&self, path: &str) -> Arc<Path> {
+        Arc::from(Path::new("/").join(self.name).join(path).as_path())
+    }
+
+    fn list(&self, directory: &str) -> Result<Vec<Entry>, SourceError> {
+        let prefix = if directory.is_empty() { String::new() } else { format!("{directory}/") };
+        let below = self.files.keys().filter_map(|path| path.strip_prefix(&prefix));
+        let mut found: BTreeMap<&str, bool> = BTreeMap::new();
+        for path in below {
+            match path.split_once('/') {
+                Some((name, _)) => found.insert(name, true),
+                None => found.insert(path, false),
+            };
+        }
+        let entry = |(name, is_directory): (&str, bool)| Entry { name: name.to_owned(), is_directory };
+        Ok(found.into_iter().map(entry).collect())
+    }
+
+    fn len_bytes(&self, path: &str) -> Result<Option<u64>, SourceError> {
+        Ok(self.files.get(path).map(|bytes| bytes.len() as u64))
+    }
+
+    fn read(&self, path: &str, start: u64, target: &mut [u8]) -> Result<(), SourceError> {
+        let found = self.files.get(path).and_then(|bytes| bytes.get(to_usize(start)..)?.get(..target.len()));
+        let failed = || SourceError::Io {
+            file: self.shown(path),
+            action: format!("read {} bytes from {start}", target.len()),
+            error: Arc::new(std::io::ErrorKind::UnexpectedEof.into()),
+        };
+        let found = found.ok_or_else(failed)?;
+        target.copy_from_slice(found);
+        Ok(())
+    }
+
+    fn description(&self, path: &str) -> Result<Option<Vec<u8>>, SourceError> {
+        Ok(self.files.get(path).cloned())
+    }
+
+    fn needs_commit_file(&self) -> bool {
+        self.needs_commit_file
+    }
+}
+
+#[derive(Debug)]
+struct MemorySource {
+    files: Vec<(Pin, Vec<u8>)>,
+    health: Health,
+}
+
+impl Source for MemorySource {
+    fn file_count(&self) -> usize {
+        self.files.len()
+    }
+
+    fn pin(&self, file: FileId) -> &Pin {
+        &self.files[file.index()].0
+    }
+
+    fn check(&self, file: FileId) -> Result<(), SourceError> {
+        self.health.usable(file)
+    }
+
+    fn fetch(&self, file: FileId, parts: &mut [FetchPart<'_>]) -> Result<(), SourceError> {
+        for FetchPart { start, target } in parts {
+            target.copy_from_slice(&self.files[file.index()].1[to_usize(*start)..][..target.len()]);
+        }
+        Ok(())
+    }
+
+    fn health(&self) -> &Health {
+        &self.health
+    }
+}
+
+impl MemoryTree {
+    fn source(&self, paths: &[String]) -> Arc<dyn Source> {
+        let file = |path: &String| {
+            let bytes = self.files[path].clone();
+            let (path, len_bytes, modified) = (self.shown(path), bytes.len() as u64, UNIX_EPOCH);
+            (Pin { path, len_bytes, modified, gates: Gates::open(0, 0) }, bytes)
+        };
+        let files: Vec<_> = paths.iter().map(file).collect();
+        let health = Health::new(files.iter().map(|(pin, _)| pin.path.clone()), Arc::default());
+        Arc::new(MemorySource { files, health })
+    }
+
+    /// The same files, as many directories higher.
+    fn at(&self, directory: &str) -> Self {
+        let prefix = format!("{directory}/");
+        let inside = |(path, bytes): (&String, &Vec<u8>)| Some((path.strip_prefix(&prefix)?.to_owned(), bytes.clone()));
+        Self { files: self.files.iter().filter_map(inside).collect(), ..self.clone() }
+    }
+}
+
+/// The bytes of a tensor, put together element by element; `None` where they cannot be read.
+fn assemble(tensor: &OrbaxTensor, found_paths: usize, source: &dyn Source) -> Result<Vec<u8>, SourceError> {
+    let unit = to_usize(tensor.dtype.element_bytes().unwrap());
+    let shape = tensor.shape.extents();
+    let fill = tensor.fill.clone().unwrap_or_else(|| vec![0xee; unit]);
+    let mut whole = fill.repeat(to_usize(shape.iter().product()));
+    for part in &tensor.boxes {
+        let count: u64 = part.extents.iter().product();
+        for number in 0..count {
+            let at = coded::unravel(number, &part.extents);
+            let steps = at.iter().zip(&part.strides).map(|(at, stride)| at * stride).sum::<u64>();
+            let target = part.origin.iter().zip(&at).zip(shape).fold(0, |place, ((o, at), n)| place * n + o + at);
+            let place = to_usize(target) * unit;
+            let file = id_of(part.file, found_paths);
+            source.read_into(file, part.start + steps * unit as u64, &mut whole[place..place + unit])?;
+        }
+    }
+    Ok(whole)
+}
+
+fn contents(tree: &MemoryTree, whole_state: bool) -> Result<BTreeMap<String, Vec<u8>>, String> {
+    let shown = |problems: Vec<OrbaxProblem>| problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");
+    let mut found = read(tree, whole_state).map_err(shown)?;
+    let source = found.source(tree.source(&found.paths));
+    let assembled = found.tensors.iter().map(|tensor| Ok((tensor.name.clone(), assemble(tensor, found.paths.len(), &*source)?)));
+    assembled.collect::<Result<_, SourceError>>().map_err(|error| error.to_string())
+}
+
+fn hex(digits: &str) -> Vec<u8> {
+    let pairs = digits.as_bytes().chunks(2);
+    pairs.map(|pair| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16).unwrap()).collect()
+}
+
+fn fixture(name: &str) -> Json {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/formats").join(name);
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+fn tree_of(files: &Json) -> MemoryTree {
+    let file = |(path, bytes): (&String, &Json)| (path.clone(), hex(bytes.as_str().unwrap()));
+    MemoryTree { files: files.as_object().unwrap().iter().map(file).collect(), name: "root", ..MemoryTree::default() }
+}
+
+/// The checkpoints that Orbax wrote, each with its name.
+fn checkpoints() -> Vec<(String, MemoryTree)> {
+    let all = fixture("orbax.json");
+    let all = all["checkpoints"].as_object().unwrap();
+    all.iter().map(|(name, files)| (name.clone(), tree_of(files))).collect()
+}
+
+fn expected() -> BTreeMap<String, Vec<u8>> {
+    let content = fixture("orbax.json")["content"].clone();
+    content.as_object().unwrap().iter().map(|(name, bytes)| (name.clone(), hex(bytes.as_str().unwrap()))).collect()
+}
+
+#[test]
+fn checkpoints_of_orbax_are_what_was_saved() {
+    for (name, tree) in checkpoints() {
+        for at in ["", "3", "3/default"] {
+            let tree = if at.is_empty() { tree.clone() } else { tree.at(at) };
+            assert!(is_orbax(&tree).unwrap(), "{name} {at}");
+            assert_eq!(contents(&tree, false).unwrap(), expected(), "{name} {at}");
+            let state = contents(&tree, true).unwrap();
+            assert_eq!(state.keys().filter(|key| !key.starts_with("params.")).collect::<Vec<_>>(), ["step"]);
+            let found = read(&tree, false).unwrap();
+            let left_out: Vec<_> = found.left_out.iter().map(|(name, _)| name.as_str()).collect();
+            assert_eq!(left_out, ["label", "step"], "{name} {at}");
+            assert_eq!(found.scan_layers, if at == "3/default" { None } else { Some(true) }, "{name} {at}");
+        }
+    }
+}
+
+/// An array that tensorstore wrote, as a checkpoint of one directory.
+fn array_tree(row: &Json) -> MemoryTree {
+    let mut files = BTreeMap::new();
+    let name = if row["zarr"] == 3 { "x/zarr.json" } else { "x/.zarray" };
+    files.insert(name.to_owned(), row["metadata"].as_str().unwrap().as_bytes().to_vec());
+    for (key, bytes) in row["chunks"].as_object().unwrap() {
+        files.insert(format!("x/{key}"), hex(bytes.as_str().unwrap()));
+    }
+    MemoryTree { files, name: "root", needs_commit_file: false }
+}
+
+#[test]
+fn arrays_of_every_codec_are_covered_by_boxes() {
+    let mut read_rows = 0;
+    for row in fixture("zarr.json").as_array().unwrap() {
+        let mut tree = array_tree(row);
+        // An item of this name, whose tree is not described.
+        tree.files.insert("_METADATA".to_owned(), br#"{"tree_metadata": {"('x',)": {"key_metadata": [{"key": "x", "key_type": 2}], "value_metadata": {"value_type": "jax.Array"}}}, "use_zarr3": true}"#.to_vec());
+        match contents(&tree, false) {
+            Ok(found) => {
+                assert_eq!(found["x"], hex(row["content"].as_str().unwrap()), "{}", row["name"]);
+                read_rows += 1;
+            }
+            Err(error) => assert!(error.contains("not supported"), "{}: {error}", row["name"]),
+        }
+    }
+    assert!(read_rows > 45, "{read_rows}");
+}
+
+#[test]
+fn databases_of_several_processes_are_one() {
+    let all = fixture("ocdbt.json");
+    let tree = tree_of(&all["processes"]["files"]);
+    let names = ["params.w".to_owned()];
+    let values = store::values_in_database(&tree, "", &names, &[true]).unwrap();
+    let content = all["processes"]["content"].as_object().unwrap();
+    let expected: BTreeMap<_, _> =
+        content.iter().map(|(key, bytes)| (key.strip_prefix("params.w/").unwrap(), hex(bytes.as_str().unwrap()))).collect();
+    let found: BTreeMap<_, _> =
+        values[0].iter().map(|value| (value.key.as_str(), value.read(&tree).unwrap())).collect();
+    assert_eq!(found, expected);
+    for name in ["plain", "deep", "versions", "numbered"] {
+        let tree = tree_of(&all[name]["files"]);
+        let names: Vec<String> = (0..16).map(|number| format!("layer/{number:03}")).collect();
+        let values = store::values_in_database(&tree, "", &names, &[true; 16]).unwrap();
+        let content = all[name]["content"].as_object().unwrap();
+        let count = content.keys().filter(|key| key.starts_with("layer/")).count();
+        assert_eq!(values.iter().map(Vec::len).sum::<usize>(), count, "{name}");
+    }
+}
+
+fn refused(tree: &MemoryTree) -> String {
+    let shown = |problems: Vec<OrbaxProblem>| problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");
+    read(tree, false).map(|_| ()).map_err(shown).unwrap_err()
+}
+
+#[test]
+fn unfinished_steps_are_never_read() {
+    for (_, tree) in checkpoints() {
+        let step = tree.at("3");
+        let mut later = tree.clone();
+        for (path, bytes) in &step.files {
+            later.files.insert(format!("4.orbax-checkpoint-tmp/{path}"), bytes.clone());
+            later.files.insert(format!("12/{path}"), bytes.clone());
+        }
+        let uncommitted = br#"{"item_handlers": {"default": "x"}, "init_timestamp_nsecs": 1, "commit_timestamp_nsecs": null}"#;
+        later.files.insert("12/_CHECKPOINT_METADATA".to_owned(), uncommitted.to_vec());
+        let found = read(&later, false).unwrap();
+        assert_eq!(found.item, "3/default");
+        assert!(found.warnings.iter().any(|warning| warning.contains("step 12")), "{:?}", found.warnings);
+        let committed = br#"{"item_handlers": {"default": "x"}, "init_timestamp_nsecs": 1, "commit_timestamp_nsecs": 2}"#;
+        later.files.insert("12/_CHECKPOINT_METADATA".to_owned(), committed.to_vec());
+        assert_eq!(read(&later, false).unwrap().item, "12/default");
+
+        let mut alone = later.clone();
+        alone.files.retain(|path, _| path.starts_with("4.orbax"));
+        assert!(is_orbax(&alone).unwrap());
+        let message = refused(&alone);
+        assert!(message.contains("no finished step: 4.orbax-checkpoint-tmp"), "{message}");
+        let message = refused(&MemoryTree { name: "4.orbax-checkpoint-tmp", ..step.clone() });
+        assert!(message.contains("unfinished"), "{message}");
+        // On an object store the last file decides.
+        let mut stored = MemoryTree { needs_commit_file: true, ..tree.clone() };
+        stored.files.retain(|path, _| !path.ends_with("commit_success.txt"));
+        assert!(refused(&stored).contains("commit_success.txt"));
+        stored.files.insert("3/commit_success.txt".to_owned(), Vec::new());
+        assert_eq!(contents(&stored, false).unwrap(), expected());
+    }
+    assert!(!is_orbax(&MemoryTree::default()).unwrap());
+}
+
+#[test]
+fn lost_and_surplus_chunks_are_named() {
+    let (_, tree) = checkpoints().into_iter().find(|(name, _)| name == "files").unwrap();
+    let chunk = tree.files.keys().find(|path| path.contains("params.wq/1.")).unwrap().clone();
+    let mut lost = tree.clone();
+    lost.files.remove(&chunk);
+    let message = refused(&lost);
+    let key = chunk.rsplit('/').next().unwrap();
+    assert!(message.contains("array params.wq: 1 of 4 chunks are missing") && message.contains(key), "{message}");
+    // A writer that leaves out chunks of the fill value has not lost it.
+    let metadata = "3/default/_METADATA";
+    let text = String::from_utf8(lost.files[metadata].clone()).unwrap();
+    let text = text.replace("\"store_array_data_equal_to_fill_value\": true", "\"store_array_data_equal_to_fill_value\": false");
+    lost.files.insert(metadata.to_owned(), text.into_bytes());
+    let filled = &contents(&lost, false).unwrap()["params.wq"];
+    assert_eq!(filled.len(), expected()["params.wq"].len());
+    assert!(filled.chunks(2).filter(|element| element == &[0, 0]).count() >= 8);
+
+    let mut surplus = tree.clone();
+    surplus.files.insert(chunk.replace("/1.", "/7."), tree.files[&chunk].clone());
+    let second = chunk.rsplit_once("params.wq").unwrap().0.to_owned() + "params.norm.scale/5";
+    surplus.files.insert(second, Vec::new());
+    let message = refused(&surplus);
+    assert!(message.contains("array params.wq") && message.contains("array params.norm.scale"), "{message}");
+
+    let mut none = tree.clone();
+    none.files.retain(|path, _| !path.contains("params.list.0/"));
+    assert!(refused(&none).contains("array params.list.0: in _METADATA, but its description (.zarray) is missing"));
+}
+
+/// What a damaged checkpoint gives: an error that names something, or the bytes of some tensors.
+fn survives(tree: &MemoryTree) {
+    match is_orbax(tree) {
+        Ok(true) => {}
+        Ok(false) | Err(_) => return,
+    }
+    match contents(tree, false) {
+        Err(error) => assert!(!error.is_empty()),
+        Ok(found) => assert!(found.values().all(|bytes| bytes.len() < 1 << 20)),
+    }
+}
+
+#[test]
+fn no_flipped_or_missing_byte_does_more_than_fail() {
+    for (_, tree) in checkpoints() {
+        let paths: Vec<String> = tree.files.keys().cloned().collect();
+        for path in paths {
+            let bytes = tree.files[&path].clone();
+            let mut damaged = tree.clone();
+            for at in 0..bytes.len() {
+                let bit = 1 << (at % 8);
+                let mut other = bytes.clone();
+                other[at] ^= bit;
+                damaged.files.insert(path.clone(), other);
+                survives(&damaged);
+            }
+            for len in (0..bytes.len()).step_by(7) {
+                damaged.files.insert(path.clone(), bytes[..len].to_vec());
+                survives(&damaged);
+            }
+        }
+    }
+}
+
+#[test]
+fn every_flipped_bit_of_manifest_and_nodes_is_noticed() {
+    let (_, tree) = checkpoints().into_iter().find(|(name, _)| name == "ocdbt zarr3").unwrap();
+    let manifest = "3/default/manifest.ocdbt";
+    let bytes = tree.files[manifest].clone();
+    for at in 0..bytes.len() {
+        let mut damaged = tree.clone();
+        damaged.files.get_mut(manifest).unwrap()[at] ^= 1 << (at % 8);
+        let message = refused(&damaged);
+        assert!(message.contains("manifest.ocdbt"), "{at}: {message}");
+    }
+}
+
+#[test]
+fn damaged_chunks_are_named_and_others_are_read() {
+    let all = fixture("zarr.json");
+    let row = all.as_array().unwrap().iter().find(|row| row["name"] == "3 crc32c").unwrap();
+    let mut tree = array_tree(row);
+    tree.files.insert("manifest".to_owned(), Vec::new());
+    tree.files.insert("_METADATA".to_owned(), br#"{"tree_metadata": {"('x',)": {"key_metadata": [{"key": "x", "key_type": 2}], "value_metadata": {"value_type": "jax.Array"}}}, "use_zarr3": true}"#.to_vec());
+    let chunk = tree.files.keys().find(|path| path.ends_with("c/1/0")).unwrap().clone();
+    tree.files.get_mut(&chunk).unwrap()[3] ^= 1;
+    let mut found = read(&tree, false).unwrap();
+    let source = found.source(tree.source(&found.paths));
+    let error = assemble(&found.tensors[0], found.paths.len(), &*source).unwrap_err().to_string();
+    assert!(error.contains("array x, chunk c/1/0 (bytes 0..") && error.contains("CRC-32C"), "{error}");
+    // The file itself is as it was pinned.
+    assert!((0..4).all(|file| source.check(FileId(file)).is_ok()) && source.health().poisoned() == 0);
+    let good = found.tensors[0].boxes.iter().filter(|part| {
+        let mut byte = [0];
+        source.read_into(id_of(part.file, found.paths.len()), part.start, &mut byte).is_ok()
+    });
+    assert_eq!((good.count(), found.tensors[0].boxes.len()), (3, 4));
+}
+
+#[test]
+fn decoded_files_follow_the_files_that_they_are_stored_in() {
+    let all = fixture("zarr.json");
+    let row = all.as_array().unwrap().iter().find(|row| row["name"] == "3 zstd").unwrap();
+    let mut tree = array_tree(row);
+    tree.files.insert("_METADATA".to_owned(), br#"{"tree_metadata": {"('x',)": {"key_metadata": [{"key": "x", "key_type": 2}], "value_metadata": {"value_type": "jax.Array"}}}, "use_zarr3": true}"#.to_vec());
+    let mut found = read(&tree, false).unwrap();
+    let own = found.paths.len();
+    let source = found.source(tree.source(&found.paths));
+    assert_eq!(source.file_count(), 2 * own);
+    for number in 0..u32::try_from(own).unwrap() {
+        let (stored, decoded) = (FileId(number), FileId(number + u32::try_from(own).unwrap()));
+        assert_eq!(source.path(stored), source.path(decoded));
+        let coded = source.coded(decoded, 0).unwrap();
+        assert_eq!((coded.codec.as_str(), source.coded(stored, 0)), ("bytes, zstd", None));
+        assert!(coded.chunk.starts_with("c/") && coded.stored.is_some());
+        // A whole chunk is 2 x 3 elements of 2 bytes.
+        assert_eq!(source.len_bytes(decoded), 12);
+        let mut two = [0; 13];
+        assert!(matches!(source.read_into(decoded, 0, &mut two), Err(SourceError::OutOfBounds { .. })));
+        assert!(matches!(source.read_into(decoded, u64::MAX, &mut two), Err(SourceError::OutOfBounds { .. })));
+        source.read_into(decoded, 12, &mut []).unwrap();
+        source.read_into(decoded, 3, &mut two[..9]).unwrap();
+    }
+    assert_eq!(source.decoded_chunks(), own as u64);
+    // One file is lost: its decoded file too, and no other.
+    let error = SourceError::NotRegular { file: source.pin(FileId(1)).path.clone() };
+    source.health().condemn(FileId(1), error);
+    let decoded = FileId(u32::try_from(own).unwrap() + 1);
+    assert!(source.check(decoded).is_err() && source.health().is_poisoned(decoded));
+    assert!(source.read_into(decoded, 0, &mut [0]).is_err());
+    assert!(source.check(FileId(decoded.0 + 1)).is_ok() && !source.health().is_poisoned(FileId(decoded.0 + 1)));
+    assert!(source.health().stall_limit() > Duration::ZERO);
+}

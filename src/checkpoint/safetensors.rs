@@ -1,0 +1,89 @@
+//! Safetensors files: a Hugging Face repository, a single file, or the files of a directory of
+//! `torch.distributed.checkpoint`, whose headers say where their tensors are in the whole ones.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
+
+use super::{
+    choose::{choose_index, choose_indexed, choose_single, choose_unindexed, is_safetensors},
+    container::{Container, Contents},
+    dcp,
+    folder::{Folder, PinnedFiles},
+    header::{ReadHeader, WeightFiles, read_header, table_of},
+    index::Index,
+    problem::{CheckpointError, Problem, Problems},
+};
+
+/// The name and the text of the index, if there is one.
+pub(super) fn index_text(folder: &mut Folder) -> Result<Option<(String, Vec<u8>)>, CheckpointError> {
+    let Some(name) = choose_index(&folder.located.path, &folder.files)? else { return Ok(None) };
+    let text = folder.read(&name)?.unwrap_or_else(|| Err("not there".into()));
+    match text {
+        Ok(text) => Ok(Some((name, text))),
+        Err(message) => Err(unusable(folder, name, message)),
+    }
+}
+
+/// The error of a directory whose index cannot be read.
+pub(super) fn unusable(folder: &Folder, file: String, message: String) -> CheckpointError {
+    let problems = vec![Problem::Json { file, message }];
+    CheckpointError::Problems { label: folder.located.label.clone(), problems, more: 0 }
+}
+
+/// Chooses the weight files. Returns the index if it decides them.
+pub(super) fn choose<'a>(
+    folder: &mut Folder,
+    index: Option<(&'a str, Index<'a>)>,
+) -> Result<Option<(&'a str, Index<'a>)>, CheckpointError> {
+    let mut single = false;
+    let index = index.filter(|(name, index)| {
+        let warning = choose_single(name, index, &mut folder.files);
+        single = warning.is_some();
+        folder.warnings.extend(warning);
+        !single
+    });
+    match &index {
+        Some((name, index)) => choose_indexed(name, index, &mut folder.files, &is_safetensors, &mut folder.problems),
+        None if single => {}
+        None => match choose_unindexed(&folder.located.path, &mut folder.files, &mut folder.problems) {
+            Err(error) if folder.problems.is_empty() => return Err(error),
+            // An unreadable file explains the absence of others.
+            Ok(()) | Err(_) => {}
+        },
+    }
+    Ok(index)
+}
+
+/// Reads the headers of the weight files, and compares them with the index.
+pub(super) fn read(files: &PinnedFiles<'_>, index: Option<&(&str, Index<'_>)>, problems: &mut Problems) -> Contents {
+    let ids: Vec<_> = files.ids().collect();
+    let read: Vec<_> = ids.clone().into_par_iter().map(|id| read_header(files.source, id)).collect();
+    let mut headers = Vec::new();
+    let mut broken = BTreeSet::new();
+    for (id, result) in ids.into_iter().zip(read) {
+        let file = files.path(id).to_owned();
+        match result {
+            Ok(header) => headers.push((id, header)),
+            Err(error) => {
+                broken.insert(file.clone());
+                problems.push(match error {
+                    ReadHeader::Header(errors) => Problem::Header { file, errors },
+                    ReadHeader::Source(error) => Problem::Unreadable { file, error },
+                });
+            }
+        }
+    }
+    let file_metadata = headers.iter().map(|(id, header)| (*id, header.metadata().to_vec()));
+    let file_metadata: BTreeMap<_, _> = file_metadata.filter(|(_, metadata)| !metadata.is_empty()).collect();
+    if headers.iter().any(|(_, header)| dcp::is_sharded(header)) {
+        return Contents { file_metadata, ..dcp::read_safetensors(files, &headers, problems) };
+    }
+    let table = table_of(&headers, problems);
+    let weights = WeightFiles { files: files.files, weights: files.weights };
+    weights.find_duplicates(&table, problems);
+    if let Some((name, index)) = index {
+        weights.compare_with_index(name, index, &table, &broken, problems);
+    }
+    Contents { file_metadata, ..Contents::new(Container::Safetensors, table) }
+}

@@ -1,0 +1,29 @@
+//! Settings of remote sources.
+
+use std::{path::PathBuf, time::Duration};
+
+/// Settings of remote sources.
+#[derive(Clone, Debug)]
+pub struct RemoteOptions {
+    /// Directory of the disk cache; `None` takes `$XDG_CACHE_HOME/ckfs`, else `~/.cache/ckfs`.
+    pub cache_dir: Option<PathBuf>,
+    /// Most bytes of the disk cache; `None` is half of its file system. It always leaves 5 % of the file system free.
+    pub cache_disk_bytes: Option<u64>,
+    /// Longest wait of one read for its bytes.
+    pub timeout: Duration,
+    /// Uses the network for nothing: what the cache lacks is an error.
+    pub offline: bool,
+    /// Accepts `http://` for other hosts than this one.
+    pub allow_http: bool,
+}
+
+impl RemoteOptions {
+    /// The default of [`RemoteOptions::timeout`].
+    pub const TIMEOUT: Duration = Duration::from_mins(1);
+}
+
+impl Default for RemoteOptions {
+    fn default() -> Self {
+        Self { cache_dir: None, cache_disk_bytes: None, timeout: Self::TIMEOUT, offline: false, allow_http: false }
+    }
+}

@@ -1,0 +1,257 @@
+//! Repeats failed requests: with pauses that grow, and with pauses that a service asks for, which all threads share.
+
+use std::{
+    ops::ControlFlow,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::{
+    super::ByteSpan,
+    counters::RemoteCounters,
+    error::{Failure, RemoteError},
+    interface::{Objects, RemoteFile, Sink},
+};
+
+/// First pause after a failed request.
+const PAUSE_MIN: Duration = Duration::from_millis(100);
+/// Longest pause that grows by itself.
+const PAUSE_MAX: Duration = Duration::from_secs(10);
+/// Most attempts in a row that bring no byte, if nothing else bounds them.
+const ATTEMPTS_MAX: u32 = 8;
+/// Longest time of one attempt. A slow reply is cut off, and the next attempt goes on where it ended.
+const ATTEMPT_MAX: Duration = Duration::from_mins(5);
+/// Step in which a thread waits for a shared pause: another reply may prolong it.
+const STEP: Duration = Duration::from_millis(50);
+
+/// How long a request may take with all of its repetitions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Deadline {
+    /// Until this time, as for a reader.
+    At(Instant),
+    /// As long as the service asks for, and as attempts bring bytes.
+    None,
+}
+
+impl Deadline {
+    /// The time left, or `None` if it is unbounded.
+    pub fn left(self) -> Option<Duration> {
+        match self {
+            Self::At(time) => Some(time.saturating_duration_since(Instant::now())),
+            Self::None => None,
+        }
+    }
+
+    /// Whether it is over.
+    pub fn is_over(self) -> bool {
+        self.left().is_some_and(|left| left.is_zero())
+    }
+
+    /// The end of an attempt that begins now.
+    fn attempt_end(self) -> Instant {
+        let end = Instant::now() + ATTEMPT_MAX;
+        match self {
+            Self::At(time) => time.min(end),
+            Self::None => end,
+        }
+    }
+}
+
+/// A pause that a service asked for, shared by all threads.
+#[derive(Debug, Default)]
+pub struct Gate {
+    until: Mutex<Option<Instant>>,
+}
+
+impl Gate {
+    /// Closes the gate for `pause` from now on. A longer pause stays.
+    pub fn close(&self, pause: Duration) {
+        let until = Instant::now() + pause;
+        let mut current = self.until.lock().unwrap_or_else(PoisonError::into_inner);
+        *current = Some(current.map_or(until, |current| current.max(until)));
+    }
+
+    /// The time until it opens.
+    pub fn closed_for(&self) -> Option<Duration> {
+        let until = *self.until.lock().unwrap_or_else(PoisonError::into_inner);
+        let left = until?.saturating_duration_since(Instant::now());
+        (!left.is_zero()).then_some(left)
+    }
+
+    /// Waits until it is open. Returns the time for which it stays closed if that is beyond the deadline, without waiting.
+    pub fn pass(&self, deadline: Deadline) -> Result<(), Duration> {
+        while let Some(left) = self.closed_for() {
+            if deadline.left().is_some_and(|rest| rest < left) {
+                return Err(left);
+            }
+            // Not all threads at the same time.
+            thread::sleep(left.min(STEP) + jitter(left.min(STEP)));
+        }
+        Ok(())
+    }
+}
+
+/// A part of `most` that differs from call to call.
+fn jitter(most: Duration) -> Duration {
+    static SEED: AtomicU64 = AtomicU64::new(0x9E37_79B9_7F4A_7C15);
+    let mut x = SEED.fetch_add(0x9E37_79B9_7F4A_7C15, Ordering::Relaxed) ^ u64::from(std::process::id());
+    x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    most.mul_f64(f64::from(u32::try_from((x ^ (x >> 31)) >> 40).unwrap_or(0)) / f64::from(1_u32 << 24))
+}
+
+/// The pause after this number of failed attempts in a row: doubled each time, and between half and all of that.
+fn pause_after(attempts: u32) -> Duration {
+    let pause = PAUSE_MIN.saturating_mul(1 << attempts.saturating_sub(1).min(10)).min(PAUSE_MAX);
+    pause / 2 + jitter(pause / 2)
+}
+
+/// Repeats `attempt` until it succeeds, fails for good, or the deadline is over. `progress` tells whether the last attempt
+/// brought anything; attempts that do are not counted.
+///
+/// # Errors
+/// The last error. If the service asks for a longer pause than the deadline allows, the message says so.
+pub fn retry<T>(
+    gate: &Gate,
+    counters: &RemoteCounters,
+    deadline: Deadline,
+    mut attempt: impl FnMut(Instant) -> Result<T, RemoteError>,
+    mut progress: impl FnMut() -> bool,
+) -> Result<T, RemoteError> {
+    let mut fruitless = 0;
+    let mut last: Option<RemoteError> = None;
+    loop {
+        if let Err(closed) = gate.pass(deadline) {
+            return Err(longer_than_allowed(last, closed));
+        }
+        RemoteCounters::add(&counters.requests, 1);
+        let begun = Instant::now();
+        let error = match attempt(deadline.attempt_end()) {
+            Ok(value) => {
+                counters.note_latency(begun.elapsed());
+                return Ok(value);
+            }
+            Err(error) => error,
+        };
+        if !error.is_transient() {
+            RemoteCounters::add(&counters.failures, 1);
+            return Err(error);
+        }
+        fruitless = if progress() { 1 } else { fruitless + 1 };
+        let mut pause = pause_after(fruitless);
+        if let Failure::Busy(wanted) = error.failure {
+            pause = wanted.unwrap_or(pause);
+            RemoteCounters::add(&counters.pauses, 1);
+            RemoteCounters::add(&counters.pause_ms, u64::try_from(pause.as_millis()).unwrap_or(u64::MAX));
+            gate.close(pause);
+        }
+        let bounded = matches!(deadline, Deadline::At(_)) || matches!(error.failure, Failure::Busy(_));
+        let over = deadline.left().is_some_and(|left| left <= pause);
+        if over || (!bounded && fruitless >= ATTEMPTS_MAX) {
+            RemoteCounters::add(&counters.failures, 1);
+            return Err(if matches!(error.failure, Failure::Busy(Some(_))) {
+                longer_than_allowed(Some(error), pause)
+            } else {
+                error
+            });
+        }
+        tracing::debug!("{error}; again in {} ms", pause.as_millis());
+        if !matches!(error.failure, Failure::Busy(_)) {
+            thread::sleep(pause);
+        }
+        RemoteCounters::add(&counters.retries, 1);
+        last = Some(error);
+    }
+}
+
+fn longer_than_allowed(last: Option<RemoteError>, pause: Duration) -> RemoteError {
+    let seconds = pause.as_secs_f32().ceil();
+    let told = format!("the service asks for a pause of {seconds} s, longer than --source-timeout allows");
+    match last {
+        Some(error) => RemoteError { message: format!("{}; {told}", error.message), ..error },
+        None => RemoteError::new(Failure::Busy(Some(pause)), "", "", told),
+    }
+}
+
+/// A service with repetitions.
+#[derive(Debug)]
+pub struct Retrying {
+    objects: Arc<dyn Objects>,
+    gate: Gate,
+    counters: Arc<RemoteCounters>,
+}
+
+impl Retrying {
+    /// Repeats the failed requests to `objects`.
+    pub fn new(objects: Arc<dyn Objects>, counters: Arc<RemoteCounters>) -> Self {
+        Self { objects, gate: Gate::default(), counters }
+    }
+
+    /// The counts.
+    pub fn counters(&self) -> &Arc<RemoteCounters> {
+        &self.counters
+    }
+
+    /// Host of the service.
+    pub fn host(&self) -> &str {
+        self.objects.host()
+    }
+
+    /// Passes the bytes of `span` to `sink`, in order, each byte once.
+    ///
+    /// # Errors
+    /// The last error of an attempt.
+    pub fn read(
+        &self,
+        file: &RemoteFile,
+        span: ByteSpan,
+        deadline: Deadline,
+        sink: &mut Sink<'_>,
+    ) -> Result<(), RemoteError> {
+        let mut next = span.start();
+        let (mut before, mut ended) = (next, false);
+        let done = std::cell::Cell::new(next);
+        let result = retry(
+            &self.gate,
+            &self.counters,
+            deadline,
+            |until| {
+                let rest = ByteSpan::new(next, span.end()).expect("no more bytes than the span are counted");
+                let result = self.objects.read(file, rest, until, &mut |bytes| {
+                    let len = bytes.len().min(usize::try_from(span.end() - next).unwrap_or(usize::MAX));
+                    RemoteCounters::add(&self.counters.fetched_bytes, len as u64);
+                    next += len as u64;
+                    done.set(next);
+                    if sink(&bytes[..len]).is_break() {
+                        ended = true;
+                        return ControlFlow::Break(());
+                    }
+                    ControlFlow::Continue(())
+                });
+                match result {
+                    Ok(()) if !ended && next < span.end() => Err(RemoteError::new(
+                        Failure::Transient,
+                        self.objects.host(),
+                        &file.key,
+                        format!("the reply ended {} bytes early", span.end() - next),
+                    )
+                    .of_span(rest)),
+                    Err(_) if ended || next == span.end() => Ok(()),
+                    other => other,
+                }
+            },
+            || std::mem::replace(&mut before, done.get()) < done.get(),
+        );
+        result.map_err(|error| match (error.host.is_empty(), error.span) {
+            (true, _) => {
+                RemoteError { host: self.host().to_owned(), what: file.key.clone(), span: Some(span), ..error }
+            }
+            (false, None) => error.of_span(span),
+            (false, Some(_)) => error,
+        })
+    }
+}
