@@ -18,13 +18,15 @@ use super::{
 };
 use crate::source::{
     Beneath, Fetches, FileId, Opened, Source, SourceError, local::check_open_file_limit, permission::DirectoryGates,
+    remote::RemoteTree,
 };
 
 /// A directory whose files are listed and not yet pinned.
 #[derive(Debug)]
 pub(super) struct Folder {
     pub(super) located: Located,
-    root: Arc<Beneath>,
+    /// `None` of a remote repository: its files belong to the cache.
+    root: Option<Arc<Beneath>>,
     /// All files, sorted by path.
     pub(super) files: Vec<Listed>,
     pub(super) directories: Vec<(String, DirectoryGates)>,
@@ -59,7 +61,19 @@ impl Folder {
         }
         let (fetches, follow_symlinks) = (Arc::clone(&options.fetches), options.follow_symlinks);
         let problems = Problems::default();
-        Ok(Self { located, root, files, directories, warnings, problems, fetches, follow_symlinks })
+        Ok(Self { located, root: Some(root), files, directories, warnings, problems, fetches, follow_symlinks })
+    }
+
+    /// The files of a remote repository.
+    pub(super) fn of_remote(
+        located: Located,
+        tree: &RemoteTree,
+        options: &OpenOptions,
+    ) -> Result<Self, CheckpointError> {
+        let Listing { files, directories } = listing::of_remote(tree)?;
+        let (fetches, follow_symlinks) = (Arc::clone(&options.fetches), options.follow_symlinks);
+        let (warnings, problems) = (Vec::new(), Problems::default());
+        Ok(Self { located, root: None, files, directories, warnings, problems, fetches, follow_symlinks })
     }
 
     /// Whether there is a file of this path that can be read.
@@ -71,7 +85,7 @@ impl Folder {
     pub(super) fn read(&mut self, path: &str) -> Result<Option<Text>, SourceError> {
         let listed = self.files.iter_mut().find(|file| file.path == path && file.role == FileRole::Other);
         let Some(listed) = listed else { return Ok(None) };
-        Ok(listed.open(&self.root, &self.fetches)?.map(|opened| read_json(opened, &self.fetches)))
+        Ok(listed.open(self.root.as_ref(), &self.fetches)?.map(|opened| read_json(opened, &self.fetches)))
     }
 
     /// Makes every file for which `is_weights` is true a weight file.
@@ -97,10 +111,11 @@ impl Folder {
         let others: Vec<usize> = (0..files.len())
             .filter(|place| files[*place].role != FileRole::Weights && files[*place].role.is_readable())
             .collect();
-        check_open_file_limit(weights.len() + others.len() + more)?;
+        let each = if self.root.is_some() { 1 } else { RemoteTree::DESCRIPTORS };
+        check_open_file_limit(each * (weights.len() + others.len()) + more)?;
         let mut opened = Vec::with_capacity(weights.len() + others.len());
         for place in weights.iter().chain(&others) {
-            opened.extend(files[*place].take(&self.root, &self.fetches)?);
+            opened.extend(files[*place].take(self.root.as_ref(), &self.fetches)?);
         }
         Ok((weights, opened))
     }

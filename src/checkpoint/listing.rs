@@ -1,10 +1,18 @@
 //! Every file of a repository's directory. No file is passed over in silence: unreadable files and directories that are
 //! not entered are listed with the reason.
 
-use std::{fs, io, path::Path, sync::Arc};
+use std::{
+    collections::BTreeSet,
+    fs, io,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use super::file::{FileRole, IgnoreReason};
-use crate::source::{Beneath, Fetches, Found, Opened, SourceError, permission::DirectoryGates, stall::Fetching};
+use crate::source::{
+    Beneath, Fetches, Found, Opened, SourceError, permission::DirectoryGates, private_directory, remote::RemoteTree,
+    stall::Fetching,
+};
 
 /// Most entries of a repository. Each one becomes an open file.
 const ENTRIES_MAX: usize = 100_000;
@@ -40,11 +48,16 @@ impl Listed {
     }
 
     /// Opens the file, if it was not opened yet; `fetches` notes the wait.
-    pub(super) fn open(&mut self, root: &Arc<Beneath>, fetches: &Fetches) -> Result<Option<&Opened>, SourceError> {
+    pub(super) fn open(
+        &mut self,
+        root: Option<&Arc<Beneath>>,
+        fetches: &Fetches,
+    ) -> Result<Option<&Opened>, SourceError> {
         self.state = match std::mem::replace(&mut self.state, Opening::Nothing) {
             Opening::Found(found) => {
-                let _opening = fetches.begin_path(&root.path().join(&self.path), "open");
-                Opening::Opened(found.open(Some(root))?)
+                let path = root.map_or_else(|| PathBuf::from(&self.path), |root| root.path().join(&self.path));
+                let _opening = fetches.begin_path(&path, "open");
+                Opening::Opened(found.open(root)?)
             }
             state @ (Opening::Opened(_) | Opening::Nothing) => state,
         };
@@ -55,7 +68,11 @@ impl Listed {
     }
 
     /// Takes the open file; `fetches` notes the wait, if it was not opened yet.
-    pub(super) fn take(&mut self, root: &Arc<Beneath>, fetches: &Fetches) -> Result<Option<Opened>, SourceError> {
+    pub(super) fn take(
+        &mut self,
+        root: Option<&Arc<Beneath>>,
+        fetches: &Fetches,
+    ) -> Result<Option<Opened>, SourceError> {
         self.open(root, fetches)?;
         Ok(match std::mem::replace(&mut self.state, Opening::Nothing) {
             Opening::Opened(opened) => Some(opened),
@@ -77,6 +94,28 @@ pub(super) struct Listing {
 pub(super) fn list(root: &Beneath, fetches: &Fetches) -> io::Result<Listing> {
     let mut listing = Listing::default();
     walk(root, "", 0, &fetches.begin_path(root.path(), "list"), &mut listing)?;
+    listing.files.sort_by(|left, right| left.path.cmp(&right.path));
+    Ok(listing)
+}
+
+/// All files of a remote repository.
+///
+/// # Errors
+/// The cache cannot be used.
+pub(super) fn of_remote(tree: &RemoteTree) -> Result<Listing, SourceError> {
+    let mut listing = Listing::default();
+    let mut directories = BTreeSet::from([""]);
+    for (place, file) in tree.repository().files.iter().enumerate() {
+        directories.extend(file.path.match_indices('/').map(|(end, _)| &file.path[..end]));
+        let found = Found::cached(tree.remote(place)?).map_err(|error| SourceError::Io {
+            file: Arc::from(Path::new(&tree.repository().name_of(file))),
+            action: "open its entry in the cache".into(),
+            error: Arc::new(error),
+        })?;
+        let (path, size_bytes, state) = (file.path.clone(), file.size_bytes, Opening::Found(found));
+        listing.files.push(Listed { path, role: FileRole::Other, size_bytes, state });
+    }
+    listing.directories = directories.iter().map(|path| ((*path).to_owned(), private_directory())).collect();
     listing.files.sort_by(|left, right| left.path.cmp(&right.path));
     Ok(listing)
 }

@@ -12,31 +12,39 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::problem::CheckpointError;
+use super::{options::OpenOptions, problem::CheckpointError};
+use crate::source::remote::{RemoteRepository, open_url};
 
 /// A located repository or file.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub(super) struct Located {
     pub(super) path: PathBuf,
     pub(super) label: String,
     pub(super) revision: Option<String>,
+    /// The listing of a remote repository. `path` is then its address.
+    pub(super) remote: Option<RemoteRepository>,
 }
 
 /// Fewest characters of a commit that count as its abbreviation.
 const PREFIX_CHARS_MIN: usize = 4;
 
-pub(super) fn locate(source: &str, hub_cache: Option<&Path>) -> Result<Located, CheckpointError> {
+pub(super) fn locate(source: &str, options: &OpenOptions) -> Result<Located, CheckpointError> {
     let path = PathBuf::from(source);
     if path.exists() {
-        return Ok(Located { path, label: source.to_owned(), revision: None });
+        return Ok(Located { path, label: source.to_owned(), revision: None, remote: None });
     }
     if let Some((scheme, _)) = source.split_once("://") {
+        if let Some(found) = open_url(source, &options.remote) {
+            let repository = found.map_err(CheckpointError::Remote)?;
+            let (path, label) = (PathBuf::from(&repository.url), repository.label.clone());
+            return Ok(Located { path, label, revision: repository.revision.clone(), remote: Some(repository) });
+        }
         return Err(CheckpointError::NotSupported { source_name: source.to_owned(), scheme: scheme.to_owned() });
     }
     let Some((repo, revision)) = repo_name(source) else {
         return Err(CheckpointError::NotFound { source_name: source.to_owned() });
     };
-    let cache = match hub_cache {
+    let cache = match options.hub_cache.as_deref() {
         Some(dir) => dir.to_path_buf(),
         None => cache_from_environment(|name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from))
             .ok_or_else(|| CheckpointError::NotFound { source_name: source.to_owned() })?,
@@ -56,6 +64,7 @@ pub(super) fn locate(source: &str, hub_cache: Option<&Path>) -> Result<Located, 
         path: dir.join("snapshots").join(&commit),
         label: format!("{repo}@{}", commit.get(..12).unwrap_or(&commit)),
         revision: Some(commit),
+        remote: None,
     })
 }
 

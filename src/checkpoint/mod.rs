@@ -30,6 +30,7 @@ mod orbax;
 mod printable;
 mod problem;
 pub mod quantization;
+mod remote_tree;
 mod repository;
 mod safetensors;
 pub mod scheme;

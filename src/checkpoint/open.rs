@@ -1,12 +1,12 @@
 //! Opening a checkpoint: it finds out what the source holds, has the dialect choose the weight files and read them, and puts
 //! the parts together.
 
-use std::{collections::HashMap, path::Path, sync::Arc};
+use std::{collections::HashMap, io, path::Path, sync::Arc};
 
 use super::{
     adapter::{ADAPTER_WEIGHTS, AdapterFiles, read_adapters},
     choose::{CONFIG, find_unreadable},
-    companion::{fill_files, read_companion},
+    companion::{Companion, fill_files, not_a_directory, read_companion},
     container::{self, Container, Contents},
     dcp,
     dialect::{Dialect, own_dtype, quantization_config},
@@ -20,17 +20,20 @@ use super::{
     orbax::{self, OrbaxContents, OrbaxProblem},
     problem::{BYTES_MAX, CheckpointError, Problem, Problems},
     quantization::Quantization,
+    remote_tree::CachedTree,
     repository::{Adapter, Checkpoint},
     safetensors,
     scheme::{self, Stored},
     table::TensorTable,
     text::parsed,
     torch,
-    tree::LocalTree,
+    tree::{LocalTree, OpenTree},
 };
 use crate::{
     format::safetensors::Header,
-    source::{Beneath, FileId, Found, LocalFiles, Opened, Source, SourceError, permission::DirectoryGates},
+    source::{
+        Beneath, FileId, Found, Opened, Source, SourceError, permission::DirectoryGates, pin_files, remote::RemoteTree,
+    },
 };
 
 /// The configuration of quantization that `ModelOpt` writes.
@@ -49,31 +52,75 @@ impl Checkpoint {
 
 fn open(source: &str, options: &OpenOptions) -> Result<Checkpoint, CheckpointError> {
     let looking = options.fetches.begin_path(Path::new(source), "list");
-    let located = locate(source, options.hub_cache.as_deref())?;
+    let located = locate(source, options)?;
     let is_directory = located.path.is_dir();
     drop(looking);
     let mut adapters = read_adapters(options)?;
-    let mut warnings = Vec::new();
     if let Some(fill) = &options.fill_from {
         let alone = OpenOptions { adapters: Vec::new(), config_from: None, fill_from: None, ..options.clone() };
+        if locate(fill, options)?.remote.is_some() {
+            // Its files would have to be of the same source as the checkpoint's.
+            let scheme = fill.split_once("://").map_or("hf", |(scheme, _)| scheme).to_owned();
+            return Err(CheckpointError::NotSupported { source_name: format!("--fill-from {fill}"), scheme });
+        }
         let fill = open(fill, &alone)?;
         let weights = fill.files().iter().filter(|file| file.role == FileRole::Weights);
         adapters.extend(fill_files(weights.filter_map(|file| Some(fill.source().path(file.file?))), &options.fetches)?);
     }
-    let companion = options.config_from.as_ref().map(|source| read_companion(source, options, &mut warnings)).transpose()?;
-    let opened =
-        if is_directory { open_directory(located, options, adapters) } else { open_file(located, options, adapters) };
-    let mut opened = opened?;
-    opened.warnings.extend(warnings);
+    let companion = options.config_from.as_ref().map(|source| companion(source, options)).transpose()?;
+    let opened = open_located(located, is_directory, options, adapters)?;
     match companion {
         Some((companion, config)) => opened.completed(companion, config),
         None => Ok(opened),
     }
 }
 
+/// Configuration and tokenizer of another repository.
+fn companion(source: &str, options: &OpenOptions) -> Result<(Companion, serde_json::Value), CheckpointError> {
+    let located = locate(source, options)?;
+    if let Some(repository) = located.remote.clone() {
+        let tree = RemoteTree::open(repository, &options.cache(), &options.remote)?;
+        return read_companion(located.label, &CachedTree::new(&tree));
+    }
+    if !located.path.is_dir() {
+        return Err(not_a_directory(&located.label));
+    }
+    let tree = local_tree(&located, options)?;
+    read_companion(located.label, &tree)
+}
+
+/// The checkpoint at a place.
+fn open_located(
+    located: Located,
+    is_directory: bool,
+    options: &OpenOptions,
+    adapters: Vec<AdapterFiles>,
+) -> Result<Checkpoint, CheckpointError> {
+    if let Some(repository) = located.remote.clone() {
+        let tree = RemoteTree::open(repository, &options.cache(), &options.remote)?;
+        return match tree.repository().files.iter().position(|file| file.path.is_empty()) {
+            Some(alone) => open_alone(located, Found::cached(tree.remote(alone)?), options, adapters),
+            None => open_remote(located, &tree, options, adapters),
+        };
+    }
+    if is_directory { open_directory(located, options, adapters) } else { open_file(located, options, adapters) }
+}
+
 /// A single file is a repository of one file, without configuration.
 fn open_file(
     located: Located,
+    options: &OpenOptions,
+    adapters: Vec<AdapterFiles>,
+) -> Result<Checkpoint, CheckpointError> {
+    let opening = options.fetches.begin_path(&located.path, "open");
+    let found = Found::named(&located.path);
+    drop(opening);
+    open_alone(located, found, options, adapters)
+}
+
+fn open_alone(
+    located: Located,
+    found: io::Result<Found>,
     options: &OpenOptions,
     adapters: Vec<AdapterFiles>,
 ) -> Result<Checkpoint, CheckpointError> {
@@ -83,9 +130,9 @@ fn open_file(
         error: Arc::new(error),
     };
     let opening = options.fetches.begin_path(&located.path, "open");
-    let opened = Found::named(&located.path).map_err(failed)?.open(None)?;
+    let opened = found.map_err(failed)?.open(None)?;
     let name = located.path.file_name().map_or_else(|| located.label.clone(), |name| name.display().to_string());
-    let size_bytes = opened.file().metadata().map_or(0, |metadata| metadata.len());
+    let size_bytes = opened.len_bytes().unwrap_or(0);
     drop(opening);
     let dialect = if container::is_torch(&name) { Chosen::Torch(None) } else { Chosen::Safetensors(None) };
     let listed = Listed { path: name, role: FileRole::Weights, size_bytes, state: Opening::Nothing };
@@ -115,7 +162,29 @@ fn open_directory(
         Err(error) => return Err(refusal(&located.label, vec![error])),
     }
     drop(tree);
-    let mut folder = Folder::open(located, options, container::is_weights)?;
+    let folder = Folder::open(located, options, container::is_weights)?;
+    open_folder(folder, options, adapters)
+}
+
+fn open_remote(
+    located: Located,
+    tree: &RemoteTree,
+    options: &OpenOptions,
+    adapters: Vec<AdapterFiles>,
+) -> Result<Checkpoint, CheckpointError> {
+    let cached = CachedTree::new(tree);
+    match orbax::is_orbax(&cached) {
+        Ok(true) => open_orbax(located, &cached, options, adapters),
+        Ok(false) => open_folder(Folder::of_remote(located, tree, options)?, options, adapters),
+        Err(error) => Err(refusal(&located.label, vec![error])),
+    }
+}
+
+fn open_folder(
+    mut folder: Folder,
+    options: &OpenOptions,
+    adapters: Vec<AdapterFiles>,
+) -> Result<Checkpoint, CheckpointError> {
     find_unreadable(&folder.files, &mut folder.problems);
     let found = Container::of(&folder);
     let text = match found {
@@ -173,7 +242,7 @@ fn refusal(label: &str, found: Vec<OrbaxProblem>) -> CheckpointError {
 /// An Orbax checkpoint: only the files that reads need are opened.
 fn open_orbax(
     located: Located,
-    tree: &LocalTree,
+    tree: &dyn OpenTree,
     options: &OpenOptions,
     adapters: Vec<AdapterFiles>,
 ) -> Result<Checkpoint, CheckpointError> {
@@ -186,8 +255,11 @@ fn open_orbax(
     for (place, (id, _)) in numbered.iter().enumerate() {
         weights[*id] = place;
     }
-    let listed = |(_, path): (usize, &String)| {
-        Listed { path: path.clone(), role: FileRole::Weights, size_bytes: 0, state: Opening::Nothing }
+    let listed = |(_, path): (usize, &String)| Listed {
+        path: path.clone(),
+        role: FileRole::Weights,
+        size_bytes: 0,
+        state: Opening::Nothing,
     };
     let chosen = ChosenFiles {
         located,
@@ -263,7 +335,7 @@ impl ChosenFiles<'_> {
             adapters.push(Adapter { dir, file, config, fills });
             self.warnings.extend(warning);
         }
-        let source: Arc<dyn Source> = Arc::new(LocalFiles::pin(opened, options.io, Arc::clone(&options.fetches))?);
+        let source = pin_files(opened, options.io, Arc::clone(&options.fetches))?;
         let files = (0..number(source.file_count())).map(FileId);
         if files.map(|file| source.pin(file).len_bytes).fold(0, u64::saturating_add) > BYTES_MAX {
             problems.push(Problem::TooManyBytes);
@@ -287,7 +359,7 @@ impl ChosenFiles<'_> {
             TensorTable::default()
         });
         problems.refuse(&self.located.label)?;
-        let Located { path, label, revision } = self.located;
+        let Located { path, label, revision, remote: _ } = self.located;
         Ok(Checkpoint {
             source,
             root: path,

@@ -1,8 +1,14 @@
 //! How a repository is opened.
 
-use std::{path::PathBuf, sync::Arc};
+use std::{
+    path::PathBuf,
+    sync::{Arc, OnceLock},
+};
 
-use crate::source::{Fetches, SourceIo};
+use crate::source::{
+    Fetches, SourceIo,
+    remote::{RemoteOptions, cache::Cache, open_cache},
+};
 
 /// How to open a repository.
 #[derive(Clone, Debug, Default)]
@@ -23,4 +29,15 @@ pub struct OpenOptions {
     pub training_state: bool,
     /// Where every wait for storage is noted.
     pub fetches: Arc<Fetches>,
+    /// Settings of remote sources.
+    pub remote: RemoteOptions,
+    /// The disk cache; [`OpenOptions::cache`] opens it.
+    pub opened_cache: Arc<OnceLock<Arc<Cache>>>,
+}
+
+impl OpenOptions {
+    /// The disk cache of remote sources, opened at the first call: one for everything that is opened with these options.
+    pub fn cache(&self) -> Arc<Cache> {
+        Arc::clone(self.opened_cache.get_or_init(|| open_cache(&self.remote, Arc::default())))
+    }
 }

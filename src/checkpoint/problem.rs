@@ -3,8 +3,12 @@
 
 use std::{fmt, io, path::PathBuf};
 
-use super::{orbax::OrbaxProblem, file::IgnoreReason, printable::printable};
-use crate::{format::safetensors::HeaderErrors, source::SourceError, tensor::DType};
+use super::{file::IgnoreReason, orbax::OrbaxProblem, printable::printable};
+use crate::{
+    format::safetensors::HeaderErrors,
+    source::{SourceError, remote::RemoteError},
+    tensor::DType,
+};
 
 /// Most bytes of all files together. Sums of sizes derived from them then fit 64 bits.
 pub(super) const BYTES_MAX: u64 = 1 << 58;
@@ -25,6 +29,9 @@ pub enum CheckpointError {
         /// Its scheme.
         scheme: String,
     },
+    /// A remote service does not list the source.
+    #[error("{0}")]
+    Remote(RemoteError),
     /// Neither a path nor a name.
     #[error("{source_name}: no such file or directory, and not an org/name[@revision] either")]
     NotFound {

@@ -1,7 +1,5 @@
 //! Texts that are read when a repository is opened: configurations and indexes.
 
-use std::io::Read;
-
 use super::{
     json,
     problem::{Problem, Problems},
@@ -15,13 +13,11 @@ pub(super) const JSON_FILE_BYTES_MAX: u64 = 256 << 20;
 pub(super) fn read_json(opened: &Opened, fetches: &Fetches) -> Result<Vec<u8>, String> {
     let _reading = fetches.begin_path(opened.path(), "read");
     let too_long = |len: u64| format!("expected at most {JSON_FILE_BYTES_MAX} bytes, found {len}");
-    let len = opened.file().metadata().map_err(|error| error.to_string())?.len();
+    let len = opened.len_bytes().map_err(|error| error.to_string())?;
     if len > JSON_FILE_BYTES_MAX {
         return Err(too_long(len));
     }
-    let mut text = Vec::new();
-    let mut file = opened.file().take(JSON_FILE_BYTES_MAX + 1);
-    file.read_to_end(&mut text).map_err(|error| error.to_string())?;
+    let text = opened.read(JSON_FILE_BYTES_MAX + 1).map_err(|error| error.to_string())?;
     if text.len() as u64 > JSON_FILE_BYTES_MAX { Err(too_long(text.len() as u64)) } else { Ok(text) }
 }
 

@@ -10,7 +10,6 @@ use std::{
     collections::HashMap,
     fmt, fs,
     io::{self, ErrorKind},
-    os::unix::fs::FileExt,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
 };
@@ -56,6 +55,25 @@ pub(super) trait FileTree: fmt::Debug + Sync {
     /// directories are renamed when they are finished, their name says so.
     fn needs_commit_file(&self) -> bool {
         false
+    }
+}
+
+/// A tree whose files can be pinned.
+pub(super) trait OpenTree: FileTree {
+    /// Opens these files, in this order, `more` others being open; all that are not among them are closed.
+    fn open_files(&self, paths: &[String], more: usize) -> Result<Vec<Opened>, SourceError>;
+
+    /// The gates before a directory.
+    fn gates(&self, directory: &str) -> DirectoryGates;
+
+    /// The directories that contain these files, and those above them, with the gates before them. The first is the
+    /// checkpoint's own, "".
+    fn directories(&self, paths: &[String]) -> Vec<(String, DirectoryGates)> {
+        let parents = paths.iter().flat_map(|path| path.match_indices('/').map(|(at, _)| &path[..at]));
+        let mut all: Vec<&str> = parents.chain([""]).collect();
+        all.sort_unstable();
+        all.dedup();
+        all.into_iter().map(|directory| (directory.to_owned(), self.gates(directory))).collect()
     }
 }
 
@@ -115,9 +133,10 @@ impl LocalTree {
     fn existing(&self, path: &str) -> Result<Arc<Opened>, SourceError> {
         self.open(path)?.ok_or_else(|| self.failed(path, "open", ErrorKind::NotFound.into()))
     }
+}
 
-    /// Opens these files, in this order, `more` others being open; all that are not among them are closed.
-    pub(super) fn open_files(&self, paths: &[String], more: usize) -> Result<Vec<Opened>, SourceError> {
+impl OpenTree for LocalTree {
+    fn open_files(&self, paths: &[String], more: usize) -> Result<Vec<Opened>, SourceError> {
         check_open_file_limit(paths.len() + more)?;
         paths.par_iter().try_for_each(|path| self.existing(path).map(drop))?;
         let mut opened = std::mem::take(&mut *self.opened.lock().unwrap_or_else(PoisonError::into_inner));
@@ -128,14 +147,8 @@ impl LocalTree {
         paths.iter().map(take).collect()
     }
 
-    /// The directories that contain these files, and those above them, with the gates before them. The first is the
-    /// checkpoint's own, "".
-    pub(super) fn directories(&self, paths: &[String]) -> Vec<(String, DirectoryGates)> {
-        let parents = paths.iter().flat_map(|path| path.match_indices('/').map(|(at, _)| &path[..at]));
-        let mut all: Vec<&str> = parents.chain([""]).collect();
-        all.sort_unstable();
-        all.dedup();
-        all.into_iter().map(|directory| (directory.to_owned(), self.root.directory_gates(directory))).collect()
+    fn gates(&self, directory: &str) -> DirectoryGates {
+        self.root.directory_gates(directory)
     }
 }
 
@@ -175,14 +188,13 @@ impl FileTree for LocalTree {
 
     fn len_bytes(&self, path: &str) -> Result<Option<u64>, SourceError> {
         let Some(opened) = self.open(path)? else { return Ok(None) };
-        let metadata = opened.file().metadata().map_err(|error| self.failed(path, "stat", error))?;
-        Ok(Some(metadata.len()))
+        opened.len_bytes().map(Some).map_err(|error| self.failed(path, "stat", error))
     }
 
     fn read(&self, path: &str, start: u64, target: &mut [u8]) -> Result<(), SourceError> {
         let opened = self.existing(path)?;
         let _reading = self.fetches.begin_path(opened.path(), "read");
-        opened.file().read_exact_at(target, start).map_err(|error| {
+        opened.read_exact_at(target, start).map_err(|error| {
             let span = ByteSpan::of_len(start, target.len() as u64);
             let span = span.map_or_else(|| format!("from {start}"), |span| span.to_string());
             self.failed(path, &format!("read bytes {span}"), error)
@@ -193,13 +205,13 @@ impl FileTree for LocalTree {
         let Some(opened) = self.find(path)? else { return Ok(None) };
         let _reading = self.fetches.begin_path(opened.path(), "read");
         let failed = |error| self.failed(path, "read", error);
-        let len = opened.file().metadata().map_err(failed)?.len();
+        let len = opened.len_bytes().map_err(failed)?;
         if len > DESCRIPTION_BYTES_MAX {
             let message = format!("expected at most {DESCRIPTION_BYTES_MAX} bytes, found {len}");
             return Err(failed(io::Error::other(message)));
         }
         let mut bytes = vec![0; to_usize(len)];
-        opened.file().read_exact_at(&mut bytes, 0).map_err(failed)?;
+        opened.read_exact_at(&mut bytes, 0).map_err(failed)?;
         Ok(Some(bytes))
     }
 }

@@ -15,7 +15,7 @@ use crate::{
     host::{budget::Budget, limits, memory},
     plan::{Plan, ViewOptions, report::human_bytes},
     read::EngineOptions,
-    source::{Fetches, FileId},
+    source::{Fetches, FileId, remote::RemoteOptions},
     volume::{Overrides, ViewPlan, Volume, VolumeOptions},
 };
 
@@ -115,9 +115,19 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         Ok(source.clone())
     };
     let (config_from, fill_from) = (settled(&mut config.config_from)?, settled(&mut config.fill_from)?);
+    let remote = remote_options(&config.mount);
     let training_state = config.mount.training_state.unwrap_or(false);
-    let options =
-        OpenOptions { io, adapters, config_from, fill_from, follow_symlinks, training_state, fetches, ..OpenOptions::default() };
+    let options = OpenOptions {
+        io,
+        adapters,
+        config_from,
+        fill_from,
+        follow_symlinks,
+        training_state,
+        fetches,
+        remote,
+        ..OpenOptions::default()
+    };
     let checkpoint = Checkpoint::open(&source, &options)?;
     config.source = Some(match checkpoint.revision() {
         // The label is the repository's name with a short revision.
@@ -134,6 +144,17 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         tracing::warn!("{}", printable(warning));
     }
     Ok(Arc::new(checkpoint))
+}
+
+/// The settings of remote sources.
+pub(super) fn remote_options(settings: &MountSettings) -> RemoteOptions {
+    RemoteOptions {
+        cache_dir: settings.cache_dir.clone(),
+        cache_disk_bytes: settings.cache_disk_bytes.map(|bytes| bytes.0),
+        timeout: settings.source_timeout.map_or(RemoteOptions::TIMEOUT, |limit| limit.0),
+        offline: settings.offline.unwrap_or(false),
+        allow_http: settings.allow_http.unwrap_or(false),
+    }
 }
 
 /// The hint at the flags for names other than the expected ones.

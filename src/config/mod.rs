@@ -56,5 +56,5 @@ pub(crate) use tests::EVERY_VIEW_KEY;
 pub use time_limit::TimeLimit;
 pub use words::{
     ByteCount, Dequantize, Devices, DtypeChoice, LAYOUTS, LayoutChoice, Materialize, OwnerId, ParamValue,
-    PermissionBits, ShardChoice, THREADS_MAX, ThreadCount, Tied,
+    PermissionBits, Prefetch, ShardChoice, THREADS_MAX, ThreadCount, Tied,
 };

@@ -5,7 +5,8 @@ use std::{collections::BTreeMap, path::PathBuf};
 
 use super::{
     Allow, ByteCount, CastRule, Dequantize, Devices, DtypeChoice, LayerRanges, LayoutChoice, LogicalRule, Materialize,
-    Mesh, OwnerId, ParamValue, Pattern, PermissionBits, Rename, ShardChoice, ShardRule, ThreadCount, Tied, TimeLimit,
+    Mesh, OwnerId, ParamValue, Pattern, PermissionBits, Prefetch, Rename, ShardChoice, ShardRule, ThreadCount, Tied,
+    TimeLimit,
 };
 use crate::source::SourceIo;
 
@@ -102,6 +103,16 @@ pub struct MountSettings {
     pub follow_symlinks: Option<bool>,
     /// Whether the whole training state of a checkpoint is shown.
     pub training_state: Option<bool>,
+    /// Whether remote sources use only what this machine has.
+    pub offline: Option<bool>,
+    /// Directory of the disk cache of remote sources.
+    pub cache_dir: Option<PathBuf>,
+    /// Most bytes of the disk cache.
+    pub cache_disk_bytes: Option<ByteCount>,
+    /// Whether remote bytes are fetched before they are read.
+    pub prefetch: Option<Prefetch>,
+    /// Whether remote sources may be unencrypted.
+    pub allow_http: Option<bool>,
     /// Bytes of transformed data kept in memory.
     pub cache_bytes: Option<ByteCount>,
     /// Threads that serve requests.

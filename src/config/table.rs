@@ -51,12 +51,16 @@ pub static SETTINGS: &[Setting] = &[
         "layout",
         Value("NAME|FILE.toml"),
         at!(view.layout),
-        "How tensors are named and shaped: canonical (default), hf, maxtext, maxtext-unscanned, megatron, megatron-unscanned, vllm, or a file.",
+        "How tensors are named and shaped: canonical (default), hf, stored, maxtext, maxtext-unscanned, megatron, \
+         megatron-unscanned, vllm, or a file.",
     )
     .more(
         "canonical stacks layers on a new first axis (layers/scanned/wq) and shows them one by one too (layers/0/wq); hf \
-         keeps the repository's own names, and gives them back to a checkpoint of MaxText or Megatron; maxtext and maxtext-unscanned give exactly what MaxText's converter makes; \
-         megatron and megatron-unscanned give the tensors of Megatron-Core's distributed checkpoints; vllm gives the fused tensors of vLLM's ranks, and sharded_state/ to load them from. A file describes a layout \
+         keeps the repository's own names, and gives them back to a checkpoint of MaxText or Megatron-Core; stored keeps a \
+         trainer's own names and shapes, the default for checkpoints of Orbax and torch.distributed.checkpoint; maxtext and \
+         maxtext-unscanned give exactly what MaxText's converter makes; megatron and megatron-unscanned give the tensors of \
+         Megatron-Core's distributed checkpoints; vllm gives the fused tensors of vLLM's ranks, and sharded_state/ to load \
+         them from. A file describes a layout \
          of your own.",
     ),
     Setting::new(
@@ -282,7 +286,8 @@ pub static SETTINGS: &[Setting] = &[
     )
     .more(
         "After that time every request that waits for bytes of that file ends with an error (EIO in a mount), and so do later \
-         requests, until the storage answers again. Storage that is slow but gives bytes is waited for. Other files go on.",
+         requests, until the storage answers again. Storage that is slow but gives bytes is waited for. Other files go on. For \
+         remote sources it is the longest wait of one read for all its bytes, repetitions included.",
     ),
     Setting::new(
         Reading,
@@ -302,6 +307,52 @@ pub static SETTINGS: &[Setting] = &[
     .more(
         "Without it weights are read all the same, with a warning, but config.json, the tokenizer and all other files are \
          left out. In the Hugging Face cache the repository's own blobs/ belong to it.",
+    ),
+    Setting::new(
+        Reading,
+        "offline",
+        Nothing("true"),
+        at!(mount.offline),
+        "Uses no network: a remote source is what the caches of this machine have.",
+    )
+    .more("HF_HUB_OFFLINE does the same for names of the Hub."),
+    Setting::new(
+        Reading,
+        "cache-dir",
+        Value("DIR"),
+        at!(mount.cache_dir),
+        "Where bytes of remote sources are kept; by default CKFS_CACHE_DIR, else ~/.cache/ckfs.",
+    )
+    .more(
+        "Views, mounts and later runs share it, also at the same time. XDG_CACHE_HOME moves the default. `ckfs cache` shows \
+         and checks it.",
+    ),
+    Setting::new(
+        Reading,
+        "cache-disk-bytes",
+        Value("SIZE"),
+        at!(mount.cache_disk_bytes),
+        "Most disk space of the cache of remote sources, as in 200G; by default half of its file system.",
+    )
+    .more(
+        "A 20th of the file system stays free in any case. What was not used for the longest time is removed first, never what \
+         a reader needs now. Where there is no room, bytes pass to readers without being kept.",
+    ),
+    Setting::new(
+        Reading,
+        "prefetch",
+        Value("auto|on|off"),
+        at!(mount.prefetch),
+        "Whether a mount fetches what the listed devices will read before it is read: auto (if --devices lists a part), on, \
+         off.",
+    )
+    .more("Readers always go first. It concerns remote sources only; `ckfs fetch` does the same without a mount."),
+    Setting::new(
+        Reading,
+        "allow-http",
+        Nothing("true"),
+        at!(mount.allow_http),
+        "Accepts http:// of other machines for remote sources: unencrypted, and without proof of who answers.",
     ),
     Setting::new(
         Reading,

@@ -19,8 +19,8 @@ use crate::{source::SourceIo, tensor::DType};
 pub const THREADS_MAX: u16 = 512;
 
 /// Names of the layouts in the program.
-pub const LAYOUTS: [&str; 7] =
-    ["canonical", "hf", "maxtext", "maxtext-unscanned", "megatron", "megatron-unscanned", "vllm"];
+pub const LAYOUTS: [&str; 8] =
+    ["canonical", "hf", "maxtext", "maxtext-unscanned", "megatron", "megatron-unscanned", "stored", "vllm"];
 
 fn is_toml(text: &str) -> bool {
     Path::new(text).extension().is_some_and(|extension| extension == "toml")
@@ -153,6 +153,23 @@ impl Choice for SourceIo {
     const WHAT: &'static str = "source I/O";
     const WORDS: &'static [(&'static str, Self)] =
         &[("auto", Self::Auto), ("mmap", Self::Mmap), ("pread", Self::Pread)];
+}
+
+/// Whether the bytes that the listed devices will read are fetched from remote sources before they are read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Prefetch {
+    /// If `--devices` lists a part of the mesh.
+    #[default]
+    Auto,
+    /// Always.
+    On,
+    /// Never.
+    Off,
+}
+
+impl Choice for Prefetch {
+    const WHAT: &'static str = "prefetch";
+    const WORDS: &'static [(&'static str, Self)] = &[("auto", Self::Auto), ("on", Self::On), ("off", Self::Off)];
 }
 
 /// The tensor files to materialize, and where. A materialized file is made once, completely, and the kernel reads it by

@@ -29,7 +29,7 @@ use super::{
     name_group::fold,
     names, packed,
     select::{self, Selected},
-    shard,
+    shard, stored,
     survey::{devices, family, family_problem, missing_layers},
     unused,
     values::{self, Raw, Values, Wish},
@@ -124,7 +124,7 @@ impl Plan {
     /// # Errors
     /// Everything wrong with the plan, at once.
     pub fn build(checkpoint: &Checkpoint, options: &ViewOptions) -> Result<Self, PlanError> {
-        build(checkpoint, options)
+        build(checkpoint, &options.for_checkpoint(checkpoint))
     }
 }
 
@@ -190,7 +190,7 @@ fn layout_wish(options: &ViewOptions) -> Wish {
     let asked = asked(options);
     match &options.layout {
         Layout::Embedded(_) if asked.quantized == Raw::Shown => Wish { quantized: Raw::Decoded(None), ..asked },
-        Layout::Canonical | Layout::Hf | Layout::Embedded(_) => asked,
+        Layout::Canonical | Layout::Hf | Layout::Stored | Layout::Embedded(_) => asked,
         Layout::File(file) => with_dtype_of(asked, file, options),
     }
 }
@@ -263,14 +263,15 @@ impl<'a> Builder<'a> {
         let options = self.options;
         let mut set = options.set.clone();
         let file = match &options.layout {
-            Layout::Canonical | Layout::Hf => None,
+            Layout::Canonical | Layout::Hf | Layout::Stored => None,
             Layout::Embedded(embedded) => Some(embedded.choose(wanted.seen(), &mut set)?),
             Layout::File(file) => Some(file.clone()),
         };
         let wish = layout_wish(options);
         let wish = file.as_ref().map_or(wish, |file| with_dtype_of(wish, file, options));
         let flat = file.as_ref().is_some_and(|file| file.flat()) || options.layout == Layout::Hf;
-        let family = family(wanted.seen())?;
+        // A trainer's names are in no table.
+        let family = if options.layout == Layout::Stored { None } else { family(wanted.seen())? };
         let is_back = options.layout == Layout::Hf && options.lora.is_none();
         let keep_f32 = family.as_ref().map_or(&[][..], |family| &family.keep_f32);
         let inverse = if is_back { inverse::invert(wanted.part(), options, keep_f32)? } else { None };
@@ -282,9 +283,11 @@ impl<'a> Builder<'a> {
         let mut drafted = match (&chosen.file, &chosen.inverse) {
             (Some(file), _) => self.draft_by_rules(file, wanted, chosen, values),
             (None, Some(inverted)) => self.draft_back(inverted, wanted, chosen),
+            (None, None) if self.options.layout == Layout::Stored => self.draft_as_stored(wanted, values),
             (None, None) => self.draft_by_tables(wanted, chosen, values),
         };
         drafted.left_out.splice(0..0, left_out);
+        drafted.left_out.extend(fold(self.original.left_out().iter().map(|left| left.name.as_str()), &[]));
         drafted
     }
 
@@ -344,6 +347,22 @@ impl<'a> Builder<'a> {
         }
     }
 
+    /// Drafts of the tensors as they are stored.
+    fn draft_as_stored(&mut self, wanted: &Wanted<'_>, values: &Values<'_>) -> Drafted {
+        let drafts = self.or_default(stored::drafts(wanted.seen(), values));
+        let scan = self.original.scan_layers().map(|scan| ("scan".to_owned(), scan.to_string()));
+        Drafted {
+            drafts,
+            family: stored::is_maxtext(wanted.seen()).then(|| "maxtext".to_owned()),
+            params: scan.into_iter().collect(),
+            findings: Findings::default(),
+            left_out: Vec::new(),
+            kept: Vec::new(),
+            dropped: Vec::new(),
+            decoded_config: None,
+        }
+    }
+
     /// Drafts by the tables of the model's family, or by the repository's own names.
     fn draft_by_tables(&mut self, wanted: &Wanted<'_>, chosen: &Chosen, values: &Values<'_>) -> Drafted {
         let (whole, family, options) = (wanted.whole(), chosen.family.as_ref(), self.options);
@@ -392,8 +411,9 @@ impl<'a> Builder<'a> {
     /// The rules that split logical axes, if specs come from those. Warns of rules and mesh axes that split nothing.
     fn split(&mut self, drafts: &[Draft], wanted: &Wanted<'_>, chosen: &Chosen) -> Option<LogicalRules> {
         let options = self.options;
-        let rules = logical_rules(options, chosen.file.as_deref());
-        if chosen.file.is_none() {
+        let is_maxtext = drafts.iter().any(|draft| !draft.roles.logical.is_empty());
+        let rules = logical_rules(options, chosen.file.as_deref(), is_maxtext && options.layout == Layout::Stored);
+        if chosen.file.is_none() && !(options.layout == Layout::Stored && is_maxtext && options.set.is_empty()) {
             let name = options.layout.name();
             if !options.set.is_empty() && chosen.inverse.is_none() {
                 self.problem("set", format!("the layout {name} has no parameters"));
@@ -430,6 +450,10 @@ impl<'a> Builder<'a> {
         keep_f32: &[Pattern],
         is_alike: bool,
     ) -> Result<Repository, PlanError> {
+        if self.options.layout == Layout::Stored {
+            // hf/ is a repository, which a trainer's checkpoint is not.
+            return Ok(Repository::default());
+        }
         if let Some(reason) = &wanted.selected.no_hf {
             self.warnings.push(format!("hf/ is left out: {reason}"));
             return Ok(Repository::default());
@@ -591,9 +615,9 @@ fn with_adapter(part: &Checkpoint, adapter: &Adapter) -> Result<Checkpoint, Plan
 }
 
 /// The rules for logical axes, if specs come from those.
-fn logical_rules(options: &ViewOptions, file: Option<&LayoutFile>) -> Option<LogicalRules> {
+fn logical_rules(options: &ViewOptions, file: Option<&LayoutFile>, is_maxtext: bool) -> Option<LogicalRules> {
     let wanted = match options.sharding {
-        Sharding::Auto => file.is_some_and(LayoutFile::shards_logically),
+        Sharding::Auto => is_maxtext || file.is_some_and(LayoutFile::shards_logically),
         Sharding::Logical => true,
         Sharding::Replicate => false,
     };

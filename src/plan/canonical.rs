@@ -434,7 +434,7 @@ fn build(
             groups.entry((&n.prefix, &n.rest)).or_default().push(member);
         }
         let expert = n.expert.map(|expert| (expert, experts[&(n.prefix.as_str(), n.rest.as_str())]));
-        let roles = Roles { stacked: 0, tp: n.tp, experts: n.experts, expert, logical: Vec::new() };
+        let roles = Roles { tp: n.tp, experts: n.experts, expert, ..Roles::default() };
         drafts.push(Draft { name, view, roles, bundled: Bundled::ALWAYS, layers: None });
     }
     // A stack is left out if its name is taken: by a tensor of that name, or by a stack of experts that is one tensor.
@@ -502,8 +502,7 @@ fn scan(name: &str, mut members: Vec<StackMember>, drafts: &mut [Draft]) -> Resu
         stacked,
         tp: first.tp.map(|axis| axis + stacked),
         experts: if single { Some(1) } else { first.experts.map(|axis| axis + 1) },
-        expert: None,
-        logical: Vec::new(),
+        ..Roles::default()
     };
     for member in largest.iter().copied().flatten() {
         drafts[member.at].bundled.scanned = false;

@@ -37,6 +37,7 @@ pub mod report;
 mod select;
 pub mod shard;
 pub mod spec;
+mod stored;
 mod survey;
 mod unused;
 pub mod values;

@@ -299,7 +299,7 @@ pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
     let family = plan.family.as_deref().map_or_else(|| "family not known".to_owned(), |name| format!("family {name}"));
     // The layout's own rules, if it has any, decide whether layers are stacked.
     let layers = match (&plan.layout, plan.unscanned) {
-        (Layout::Embedded(_) | Layout::File(_), _) => "",
+        (Layout::Stored | Layout::Embedded(_) | Layout::File(_), _) => "",
         (Layout::Canonical | Layout::Hf, true) => ", layers unscanned",
         (Layout::Canonical | Layout::Hf, false) => ", layers scanned",
     };

@@ -13,8 +13,11 @@ use crate::{
     tensor::{Origin, Tiling, needs},
 };
 
-/// Bytes ahead of a sequential reader for which source pages are requested.
-const RUNS_AHEAD_BYTES: u64 = 8 << 20;
+/// Least and most bytes ahead of a sequential reader for which source pages are requested: enough for a fast disk to be busy all
+/// the time.
+const PAGES_AHEAD_BYTES: (u64, u64) = (8 << 20, 64 << 20);
+/// Least bytes of tiles that are computed ahead of a sequential reader.
+const TILES_AHEAD_BYTES: u64 = 8 << 20;
 /// Needed source bytes with a gap of at least this many bytes between them are requested separately. The kernel reads over smaller
 /// gaps anyway.
 const GAP_BYTES: u64 = 256 << 10;
@@ -25,20 +28,18 @@ impl Engine {
         if start == end {
             return;
         }
+        self.pages_ahead(file, start, end);
         let mut budget = self.options().tile_cache_bytes as u64 / 4;
         // At first one tile. Later two for each thread: one that it computes, and one to continue with.
         let tile_bytes = self.tile_bytes_at(file, end - 1);
-        let least = RUNS_AHEAD_BYTES.max(tile_bytes).min(budget).max(TILE_BYTES_MIN);
+        let least = TILES_AHEAD_BYTES.max(tile_bytes).min(budget).max(TILE_BYTES_MIN);
         let most = tile_bytes.saturating_mul(2 * self.options().workers as u64).min(budget).max(least);
         let noted = file.streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, least..=most);
         let Some((from, to)) = noted else { return };
         for (segment, low, high) in file.image.spans(from, to.min(file.len_bytes()).max(from)) {
             let Segment::View(_) = &file.image.segments()[segment] else { continue };
             let Ok(prepared) = self.prepare(file, segment) else { continue };
-            let Some(grid) = prepared.grid else {
-                self.advise(&prepared.tiling, low, high, RUNS_AHEAD_BYTES);
-                continue;
-            };
+            let Some(grid) = prepared.grid else { continue };
             let unit = prepared.tiling.unit_bytes();
             let tile_bytes = grid.units * unit;
             for index in grid.index(low / unit)..=grid.index((high - 1) / unit) {
@@ -70,6 +71,26 @@ impl Engine {
         }
     }
 
+    /// Requests the source pages that a sequential reader will need next.
+    fn pages_ahead(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
+        let (least, most) = PAGES_AHEAD_BYTES;
+        let noted = file.page_streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, least..=most);
+        if let Some((from, to)) = noted {
+            self.request_pages_beside(file, from, to.min(file.len_bytes()));
+        }
+    }
+
+    /// As [`Self::request_pages`], in another thread: the kernel allocates the pages in the thread that requests them, which takes
+    /// longer than to copy them.
+    pub(super) fn request_pages_beside(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
+        let (engine, file) = (Arc::downgrade(self), Arc::clone(file));
+        self.requesters.offer(move || {
+            if let Some(engine) = engine.upgrade() {
+                engine.request_pages(&file, start, end);
+            }
+        });
+    }
+
     /// Bytes of the tile that holds a byte of a file; 0 where none does.
     fn tile_bytes_at(&self, file: &OpenFile, at: u64) -> u64 {
         let Some((segment, ..)) = file.image.spans(at, at + 1).next() else { return 0 };
@@ -80,7 +101,7 @@ impl Engine {
 
     /// Requests the source pages that `start..end` of a file is made from. Every part of a transposed view needs all of its source
     /// pages, so that they are requested together, with the view's first byte.
-    pub(super) fn request_pages(&self, file: &OpenFile, start: u64, end: u64) {
+    fn request_pages(&self, file: &OpenFile, start: u64, end: u64) {
         let most = self.options().tile_cache_bytes as u64;
         for (segment, low, high) in file.image.spans(start, end) {
             let Segment::View(_) = &file.image.segments()[segment] else { continue };

@@ -11,25 +11,29 @@ use std::{
     collections::VecDeque,
     ffi::{OsStr, OsString},
     fs::{self, File, Metadata, OpenOptions},
-    io,
+    io::{self, Read},
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
-        unix::{ffi::OsStrExt, fs::MetadataExt, fs::OpenOptionsExt},
+        unix::{ffi::OsStrExt, fs::FileExt, fs::MetadataExt, fs::OpenOptionsExt},
     },
     path::{Component, Path, PathBuf},
     sync::Arc,
 };
 
-use nix::sys::stat::FileStat;
+use nix::{
+    sys::stat::FileStat,
+    unistd::{getegid, geteuid},
+};
 use rustix::{
     fs::{CWD, FileType, Mode, OFlags, ResolveFlags, fstat, openat, openat2, readlinkat},
     io::Errno,
 };
 
 use super::{
-    SourceError,
+    ByteSpan, SourceError,
     local::raise_open_file_limit,
-    permission::{DirectoryGates, Gates},
+    permission::{DirectoryGates, Gate, Gates, PASS, READ},
+    remote::handle::Remote,
     survey::Survey,
 };
 
@@ -72,6 +76,8 @@ pub struct Found {
     meta: Metadata,
     /// The path by which it is found again, relative to the directory of a [`Beneath`].
     below: Option<PathBuf>,
+    /// The remote object of which the file is a copy, perhaps with holes.
+    remote: Option<Remote>,
 }
 
 /// An open regular file, the gates before it, and how to find it again.
@@ -81,6 +87,7 @@ pub struct Opened {
     pub(super) file: File,
     pub(super) gates: Gates,
     pub(super) again: Again,
+    pub(super) remote: Option<Remote>,
 }
 
 /// How a file is found again, to check whether its name still leads to it.
@@ -90,6 +97,8 @@ pub(super) enum Again {
     Named,
     /// By a path relative to a directory.
     Beneath(Arc<Beneath>, PathBuf),
+    /// Not at all: it belongs to the cache, and is written while it is read.
+    Cached,
 }
 
 impl Beneath {
@@ -182,7 +191,20 @@ impl Found {
 
     fn new(path: PathBuf, real: PathBuf, fd: OwnedFd, below: Option<PathBuf>) -> io::Result<Self> {
         let meta = metadata(&fd)?;
-        Ok(Self { path, real, fd, meta, below })
+        Ok(Self { path, real, fd, meta, below, remote: None })
+    }
+
+    /// The file of the cache that holds a remote object, part of the object's repository.
+    ///
+    /// # Errors
+    /// The file cannot be opened.
+    pub fn cached(remote: &Remote) -> io::Result<Self> {
+        let entry = &remote.object.entry;
+        let real = PathBuf::from(format!("/proc/self/fd/{}", entry.data().as_raw_fd()));
+        let fd = openat(CWD, &real, NAMING, Mode::empty())?;
+        let (path, below) = (remote.object.name.to_path_buf(), PathBuf::from(&remote.object.file.path));
+        let meta = metadata(&fd)?;
+        Ok(Self { path, real, fd, meta, below: Some(below), remote: Some(remote.clone()) })
     }
 
     /// Whether the file is part of the repository.
@@ -215,12 +237,13 @@ impl Found {
             error: Arc::new(error),
         })?;
         let survey = |survey: &Survey| survey.file(&file, &self.real);
-        let gates = root.map_or_else(|| survey(&Survey::default()), |root| survey(&root.survey));
-        let again = match (root, self.below) {
-            (Some(root), Some(below)) => Again::Beneath(Arc::clone(root), below),
-            (_, _) => Again::Named,
+        let (gates, again) = match (self.remote.is_some(), root, self.below) {
+            (true, ..) => (private_gates(), Again::Cached),
+            (false, Some(root), Some(below)) => (survey(&root.survey), Again::Beneath(Arc::clone(root), below)),
+            (false, Some(root), None) => (survey(&root.survey), Again::Named),
+            (false, None, _) => (survey(&Survey::default()), Again::Named),
         };
-        Ok(Opened { path, file, gates, again })
+        Ok(Opened { path, file, gates, again, remote: self.remote })
     }
 }
 
@@ -230,10 +253,58 @@ impl Opened {
         &self.path
     }
 
-    /// The open file.
-    pub fn file(&self) -> &File {
-        &self.file
+    /// Its length in bytes.
+    ///
+    /// # Errors
+    /// The system cannot tell.
+    pub fn len_bytes(&self) -> io::Result<u64> {
+        Ok(self.file.metadata()?.len())
     }
+
+    /// Fills `target` with the bytes from `start` on.
+    ///
+    /// # Errors
+    /// It cannot be read, or ends earlier.
+    pub fn read_exact_at(&self, target: &mut [u8], start: u64) -> io::Result<()> {
+        match &self.remote {
+            Some(remote) => {
+                let span = ByteSpan::of_len(start, target.len() as u64).ok_or(io::ErrorKind::UnexpectedEof)?;
+                remote.read_span(span, target)
+            }
+            None => self.file.read_exact_at(target, start),
+        }
+    }
+
+    /// Its bytes, but at most the first `bytes_max` of them. A remote object must not be longer than that.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn read(&self, bytes_max: u64) -> io::Result<Vec<u8>> {
+        if let Some(remote) = &self.remote {
+            if remote.object.file.size_bytes > bytes_max {
+                return Err(io::Error::other(format!("expected at most {bytes_max} bytes")));
+            }
+            let mut bytes = vec![0; usize::try_from(remote.object.file.size_bytes).map_err(io::Error::other)?];
+            remote.read_span(remote.object.file.span(), &mut bytes)?;
+            return Ok(bytes);
+        }
+        let mut bytes = Vec::new();
+        (&self.file).take(bytes_max).read_to_end(&mut bytes)?;
+        Ok(bytes)
+    }
+}
+
+/// The gates before a copy in the cache: the user who has read the object with own credentials passes, and nobody else.
+fn private_gates() -> Gates {
+    let (uid, gid) = (geteuid().as_raw(), getegid().as_raw());
+    Gates::new(uid, gid, [Gate::new(uid, gid, 0o400, u32::from(READ))])
+}
+
+/// The gates before a directory of a remote repository.
+pub fn private_directory() -> DirectoryGates {
+    let (uid, gid) = (geteuid().as_raw(), getegid().as_raw());
+    let gates = |wanted: u16| Gates::new(uid, gid, [Gate::new(uid, gid, 0o500, u32::from(wanted))]);
+    DirectoryGates { list: gates(READ), pass: gates(PASS) }
 }
 
 /// The directory in the Hub's cache that contains the revision `path`, judged by its name; `real` is `path` without links.

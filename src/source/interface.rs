@@ -7,6 +7,7 @@ use super::{
     health::Health,
     kernel_bytes::KernelBytes,
     permission::Gates,
+    remote::RemoteCounters,
     span::{ByteSpan, FileId},
 };
 
@@ -104,14 +105,42 @@ pub trait Source: fmt::Debug + Send + Sync {
     /// # Errors
     /// As [`Source::fetch`], with the file. The content of all parts is then unspecified.
     fn fetch_files(&self, files: &mut [FileFetch<'_, '_>]) -> Result<(), (FileId, SourceError)> {
-        files.iter_mut().try_for_each(|FileFetch { file, parts }| {
-            self.fetch(*file, parts).map_err(|error| (*file, error))
-        })
+        files
+            .iter_mut()
+            .try_for_each(|FileFetch { file, parts }| self.fetch(*file, parts).map_err(|error| (*file, error)))
     }
 
     /// Most bytes between two spans that are fetched as one, because that costs less than another request.
     fn gap_bytes(&self) -> u64 {
         GAP_BYTES
+    }
+
+    /// Bytes to request ahead of a sequential reader, if the source needs more than a local one: its requests take long.
+    fn ahead_bytes(&self) -> Option<u64> {
+        None
+    }
+
+    /// Requests spans that will be needed, behind everything that readers wait for; does not wait. Returns false if the source has
+    /// enough requests for now. Spans of one call are parts of one strided piece, so that small gaps may be fetched with them.
+    fn bring_ahead(&self, file: FileId, spans: &[ByteSpan]) -> bool {
+        let _ = (file, spans);
+        true
+    }
+
+    /// Number of requests made by [`Source::bring_ahead`] that are not done.
+    fn ahead_jobs(&self) -> usize {
+        0
+    }
+
+    /// Bytes that a read of these spans would have to bring from a remote service.
+    fn absent_bytes(&self, file: FileId, spans: &[ByteSpan]) -> u64 {
+        let _ = (file, spans);
+        0
+    }
+
+    /// Counts of remote reads, if it has remote files.
+    fn remote(&self) -> Option<&RemoteCounters> {
+        None
     }
 
     /// Which files are poisoned or stall.
@@ -170,6 +199,28 @@ pub trait Maps {
     /// # Errors
     /// [`SourceError::OutOfBounds`], or the error that poisoned the file. The output of `work` is then invalid.
     fn with(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>>;
+
+    /// Whether bytes of a span may have to be brought from a remote service first. If so, [`Maps::with_parts`] brings fewer.
+    fn is_partial(&self, file: FileId, span: ByteSpan) -> bool {
+        let _ = (file, span);
+        false
+    }
+
+    /// As [`Maps::with`], for `work` that looks only at the bytes of `parts`, which lie in `span`, in order and apart. The others may
+    /// be anything.
+    ///
+    /// # Errors
+    /// As [`Maps::with`].
+    fn with_parts(
+        &self,
+        file: FileId,
+        span: ByteSpan,
+        parts: &[ByteSpan],
+        work: &mut dyn FnMut(&[u8]),
+    ) -> Option<Result<(), SourceError>> {
+        let _ = parts;
+        self.with(file, span, work)
+    }
 
     /// Passes the mapped bytes of a span to `reply` as a kernel-only buffer. Checks before and after that the file is identical
     /// to the pinned one. `None`, without calling `reply`, if there is no such map or no such span; the caller then fetches.

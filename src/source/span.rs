@@ -21,6 +21,9 @@ pub struct ByteSpan {
 }
 
 impl ByteSpan {
+    /// No bytes, at the beginning.
+    pub const EMPTY: Self = Self { start: 0, end: 0 };
+
     /// The span `start..end`, or `None` if it would end before it starts.
     pub const fn new(start: u64, end: u64) -> Option<Self> {
         if start <= end { Some(Self { start, end }) } else { None }

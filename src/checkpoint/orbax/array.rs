@@ -100,11 +100,7 @@ impl Form {
         }
         let is_plain = plain.is_some();
         let strides = plain.unwrap_or_else(|| row_major(&sharding.chunk));
-        Self::Inner {
-            extents: in_own_axes(array, &sharding.chunk),
-            strides: in_own_axes(array, &strides),
-            is_plain,
-        }
+        Self::Inner { extents: in_own_axes(array, &sharding.chunk), strides: in_own_axes(array, &strides), is_plain }
     }
 }
 

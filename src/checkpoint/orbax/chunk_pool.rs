@@ -265,8 +265,9 @@ impl State {
             if self.bytes + fresh <= self.bytes_max || alone {
                 self.bytes += fresh;
                 // A buffer that is none is made later, without the lock.
-                let buffers: [Vec<u8>; N] =
-                    std::array::from_fn(|number| used[number].map_or_else(Vec::new, |at| std::mem::take(&mut self.spare[at])));
+                let buffers: [Vec<u8>; N] = std::array::from_fn(|number| {
+                    used[number].map_or_else(Vec::new, |at| std::mem::take(&mut self.spare[at]))
+                });
                 self.spare.retain(|buffer| !buffer.is_empty());
                 self.spare_bytes = self.spare.iter().map(|buffer| buffer.len() as u64).sum();
                 return Room::Enough(buffers);

@@ -28,6 +28,7 @@ use crate::{
     format::zarr_read::ChunkError,
     source::{
         ByteSpan, Coded, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, Source, SourceError,
+        remote::RemoteCounters,
     },
     tensor::to_usize,
 };
@@ -197,9 +198,9 @@ impl ChunkSource {
             // If the system refuses more threads, the caller decodes all.
             let helpers: Vec<_> = (1..threads).filter_map(|_| helper().ok()).collect();
             let own = work();
-            let others = helpers.into_iter().map(|helper| helper.join().unwrap_or_else(|panic| {
-                std::panic::resume_unwind(panic)
-            }));
+            let others = helpers
+                .into_iter()
+                .map(|helper| helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
             others.fold(own, Result::and)
         })
     }
@@ -242,7 +243,9 @@ impl Source for ChunkSource {
                 None => own.push(FileFetch { file, parts }),
                 Some(decoded) => {
                     let usable = self.inner.health().usable(FileId(decoded.1.stored_in));
-                    usable.and_then(|()| self.split(file, decoded, parts, &mut wanted)).map_err(|error| (file, error))?;
+                    usable
+                        .and_then(|()| self.split(file, decoded, parts, &mut wanted))
+                        .map_err(|error| (file, error))?;
                 }
             }
         }
@@ -255,6 +258,27 @@ impl Source for ChunkSource {
 
     fn gap_bytes(&self) -> u64 {
         self.inner.gap_bytes()
+    }
+
+    fn ahead_bytes(&self) -> Option<u64> {
+        self.inner.ahead_bytes()
+    }
+
+    fn bring_ahead(&self, file: FileId, spans: &[ByteSpan]) -> bool {
+        // Readers of decoded chunks request these themselves.
+        self.decoded(file).is_some() || self.inner.bring_ahead(file, spans)
+    }
+
+    fn ahead_jobs(&self) -> usize {
+        self.inner.ahead_jobs()
+    }
+
+    fn absent_bytes(&self, file: FileId, spans: &[ByteSpan]) -> u64 {
+        if self.decoded(file).is_some() { 0 } else { self.inner.absent_bytes(file, spans) }
+    }
+
+    fn remote(&self) -> Option<&RemoteCounters> {
+        self.inner.remote()
     }
 
     fn health(&self) -> &Health {
@@ -326,6 +350,20 @@ impl Maps for ChunkSource {
 
     fn with(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>> {
         self.own_maps(file)?.with(file, span, work)
+    }
+
+    fn is_partial(&self, file: FileId, span: ByteSpan) -> bool {
+        self.own_maps(file).is_some_and(|maps| maps.is_partial(file, span))
+    }
+
+    fn with_parts(
+        &self,
+        file: FileId,
+        span: ByteSpan,
+        parts: &[ByteSpan],
+        work: &mut dyn FnMut(&[u8]),
+    ) -> Option<Result<(), SourceError>> {
+        self.own_maps(file)?.with_parts(file, span, parts, work)
     }
 
     fn with_kernel_bytes(

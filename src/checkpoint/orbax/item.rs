@@ -60,7 +60,8 @@ fn step_number(name: &str) -> Option<u64> {
 
 /// Why a directory of this name is unfinished, whatever it holds.
 fn unfinished_name(name: &str) -> Option<&'static str> {
-    name.contains(UNFINISHED).then_some("its name has .orbax-checkpoint-tmp: the saver is still at work, or was stopped")
+    name.contains(UNFINISHED)
+        .then_some("its name has .orbax-checkpoint-tmp: the saver is still at work, or was stopped")
 }
 
 /// Whether a directory looks like part of an Orbax checkpoint: its own entries say so, or a directory in it does.
@@ -114,9 +115,8 @@ pub(super) fn find(tree: &dyn FileTree) -> Result<Item, OrbaxProblem> {
     let mut steps: Vec<(u64, &str)> =
         directories(&entries).filter_map(|name| Some((step_number(name)?, name))).collect();
     steps.sort_unstable();
-    let mut unfinished: Vec<String> = directories(&entries)
-        .filter_map(|name| Some(format!("{name} ({})", unfinished_name(name)?)))
-        .collect();
+    let mut unfinished: Vec<String> =
+        directories(&entries).filter_map(|name| Some(format!("{name} ({})", unfinished_name(name)?))).collect();
     for (number, name) in steps.into_iter().rev() {
         match in_step(tree, name) {
             Ok(item) => return Ok(Item { step: Some(number), unfinished, ..item }),
@@ -138,10 +138,7 @@ pub(super) fn find(tree: &dyn FileTree) -> Result<Item, OrbaxProblem> {
 fn items_in(tree: &dyn FileTree, step: &str, entries: &[Entry]) -> Result<Vec<String>, OrbaxProblem> {
     let mut found = Vec::new();
     for name in directories(entries) {
-        if unfinished_name(name).is_none()
-            && step_number(name).is_none()
-            && is_item(&tree.list(&below(step, name))?)
-        {
+        if unfinished_name(name).is_none() && step_number(name).is_none() && is_item(&tree.list(&below(step, name))?) {
             found.push(name.to_owned());
         }
     }
@@ -172,7 +169,9 @@ fn in_step(tree: &dyn FileTree, step: &str) -> Result<Item, OrbaxProblem> {
         return Ok(Item { directory: step.to_owned(), step: None, scan_layers, unfinished: Vec::new() });
     }
     if of_step.as_ref().is_some_and(|found| found.commit_nanoseconds.is_none()) {
-        return Err(unfinished("_CHECKPOINT_METADATA has no commit_timestamp_nsecs: the saver is still at work, or was stopped"));
+        return Err(unfinished(
+            "_CHECKPOINT_METADATA has no commit_timestamp_nsecs: the saver is still at work, or was stopped",
+        ));
     }
     let found = items_in(tree, step, &entries)?;
     let preferred = ITEMS.iter().find(|name| found.iter().any(|item| item == *name));

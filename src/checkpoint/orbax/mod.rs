@@ -102,7 +102,8 @@ impl OrbaxContents {
             builder.add(name, *dtype, shape.extents(), boxes, missing);
         }
         let table = builder.finish();
-        let left_out = self.left_out.iter().map(|(name, kind)| LeftOut { name: name.clone(), kind: (*kind).to_owned() });
+        let left_out =
+            self.left_out.iter().map(|(name, kind)| LeftOut { name: name.clone(), kind: (*kind).to_owned() });
         Contents {
             left_out: left_out.collect(),
             source: Some(source),
@@ -156,8 +157,14 @@ pub(super) fn read(tree: &dyn FileTree, whole_state: bool) -> Result<OrbaxConten
         store::values_in_directories(tree, directory, &leaves.names, &leaves.wanted)
     };
     let values = values.map_err(one)?;
-    let rows: Vec<(&String, &Vec<Value>)> =
-        leaves.names.iter().zip(&values).zip(&leaves.wanted).filter(|(_, wanted)| **wanted).map(|(row, _)| row).collect();
+    let rows: Vec<(&String, &Vec<Value>)> = leaves
+        .names
+        .iter()
+        .zip(&values)
+        .zip(&leaves.wanted)
+        .filter(|(_, wanted)| **wanted)
+        .map(|(row, _)| row)
+        .collect();
     let arrays: Vec<_> = rows.par_iter().map(|(name, values)| describe(tree, &leaves, name, values)).collect();
     let (mut files, mut decoded, mut problems) = (Files::default(), Vec::new(), Vec::new());
     let mut laid_out = Vec::with_capacity(rows.len());
@@ -179,8 +186,12 @@ pub(super) fn read(tree: &dyn FileTree, whole_state: bool) -> Result<OrbaxConten
     if !problems.is_empty() {
         return Err(problems);
     }
-    let tensors = laid_out.into_iter().map(|(name, dtype, shape, fill, boxes)| {
-        OrbaxTensor { name: name.clone(), dtype, shape, fill, boxes }
+    let tensors = laid_out.into_iter().map(|(name, dtype, shape, fill, boxes)| OrbaxTensor {
+        name: name.clone(),
+        dtype,
+        shape,
+        fill,
+        boxes,
     });
     let tensors = tensors.collect();
     let passed_over = item.unfinished.iter().map(|step| format!("step {step} is passed over"));

@@ -139,7 +139,10 @@ fn manifest(tree: &dyn FileTree, item: &str) -> Result<Manifest, OrbaxProblem> {
     let newest = entries.iter().filter_map(|entry| ocdbt::numbered_generation(&entry.name)).max();
     let Some(generation) = newest else {
         let directory = tree.shown(item);
-        return Err(OrbaxProblem::NoItem { directory, found: "manifest.ocdbt without any numbered manifest".to_owned() });
+        return Err(OrbaxProblem::NoItem {
+            directory,
+            found: "manifest.ocdbt without any numbered manifest".to_owned(),
+        });
     };
     let (bytes, path) = read(&ocdbt::numbered_name(generation))?;
     manifest.parse_numbered(&bytes, generation).map_err(|error| damaged(&path, error))
@@ -163,9 +166,7 @@ fn walk(
         // All of one level at once, but not more than fit memory: a node has some MiB at most.
         for nodes in nodes.chunks(256) {
             let path = |node: &NodeRef| below(item, &node.location.path);
-            let read = |node: &NodeRef| {
-                read_block(tree, &path(node), node.location.offset, node.location.len_bytes)
-            };
+            let read = |node: &NodeRef| read_block(tree, &path(node), node.location.offset, node.location.len_bytes);
             let blocks: Vec<Vec<u8>> = nodes.par_iter().map(read).collect::<Result<_, _>>()?;
             for (node, bytes) in nodes.iter().zip(blocks) {
                 let file: Arc<str> = path(node).into();
@@ -214,7 +215,9 @@ pub(super) fn values_in_database(
     let mut paths: HashMap<Arc<str>, Arc<str>> = HashMap::new();
     walk(tree, item, ranges, &mut |key, node_file, value| {
         // A key that is no text belongs to no array, whose names are text.
-        let Some((number, rest)) = std::str::from_utf8(key).ok().and_then(|key| finder.find(key)) else { return Ok(()) };
+        let Some((number, rest)) = std::str::from_utf8(key).ok().and_then(|key| finder.find(key)) else {
+            return Ok(());
+        };
         count += 1;
         let (path, bytes) = match value {
             ocdbt::Value::Inline(bytes) => {

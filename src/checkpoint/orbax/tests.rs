@@ -142,7 +142,8 @@ fn contents(tree: &MemoryTree, whole_state: bool) -> Result<BTreeMap<String, Vec
     let shown = |problems: Vec<OrbaxProblem>| problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");
     let mut found = read(tree, whole_state).map_err(shown)?;
     let source = found.source(tree.source(&found.paths));
-    let assembled = found.tensors.iter().map(|tensor| Ok((tensor.name.clone(), assemble(tensor, found.paths.len(), &*source)?)));
+    let assembled =
+        found.tensors.iter().map(|tensor| Ok((tensor.name.clone(), assemble(tensor, found.paths.len(), &*source)?)));
     assembled.collect::<Result<_, SourceError>>().map_err(|error| error.to_string())
 }
 
@@ -226,8 +227,10 @@ fn databases_of_several_processes_are_one() {
     let names = ["params.w".to_owned()];
     let values = store::values_in_database(&tree, "", &names, &[true]).unwrap();
     let content = all["processes"]["content"].as_object().unwrap();
-    let expected: BTreeMap<_, _> =
-        content.iter().map(|(key, bytes)| (key.strip_prefix("params.w/").unwrap(), hex(bytes.as_str().unwrap()))).collect();
+    let expected: BTreeMap<_, _> = content
+        .iter()
+        .map(|(key, bytes)| (key.strip_prefix("params.w/").unwrap(), hex(bytes.as_str().unwrap())))
+        .collect();
     let found: BTreeMap<_, _> =
         values[0].iter().map(|value| (value.key.as_str(), value.read(&tree).unwrap())).collect();
     assert_eq!(found, expected);
@@ -255,12 +258,14 @@ fn unfinished_steps_are_never_read() {
             later.files.insert(format!("4.orbax-checkpoint-tmp/{path}"), bytes.clone());
             later.files.insert(format!("12/{path}"), bytes.clone());
         }
-        let uncommitted = br#"{"item_handlers": {"default": "x"}, "init_timestamp_nsecs": 1, "commit_timestamp_nsecs": null}"#;
+        let uncommitted =
+            br#"{"item_handlers": {"default": "x"}, "init_timestamp_nsecs": 1, "commit_timestamp_nsecs": null}"#;
         later.files.insert("12/_CHECKPOINT_METADATA".to_owned(), uncommitted.to_vec());
         let found = read(&later, false).unwrap();
         assert_eq!(found.item, "3/default");
         assert!(found.warnings.iter().any(|warning| warning.contains("step 12")), "{:?}", found.warnings);
-        let committed = br#"{"item_handlers": {"default": "x"}, "init_timestamp_nsecs": 1, "commit_timestamp_nsecs": 2}"#;
+        let committed =
+            br#"{"item_handlers": {"default": "x"}, "init_timestamp_nsecs": 1, "commit_timestamp_nsecs": 2}"#;
         later.files.insert("12/_CHECKPOINT_METADATA".to_owned(), committed.to_vec());
         assert_eq!(read(&later, false).unwrap().item, "12/default");
 
@@ -293,7 +298,8 @@ fn lost_and_surplus_chunks_are_named() {
     // A writer that leaves out chunks of the fill value has not lost it.
     let metadata = "3/default/_METADATA";
     let text = String::from_utf8(lost.files[metadata].clone()).unwrap();
-    let text = text.replace("\"store_array_data_equal_to_fill_value\": true", "\"store_array_data_equal_to_fill_value\": false");
+    let text = text
+        .replace("\"store_array_data_equal_to_fill_value\": true", "\"store_array_data_equal_to_fill_value\": false");
     lost.files.insert(metadata.to_owned(), text.into_bytes());
     let filled = &contents(&lost, false).unwrap()["params.wq"];
     assert_eq!(filled.len(), expected()["params.wq"].len());

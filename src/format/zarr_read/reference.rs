@@ -70,7 +70,8 @@ fn element(
     };
     let index: Vec<u64> = order.iter().map(|axis| index[*axis]).collect();
     let shape: Vec<u64> = order.iter().map(|axis| shape[*axis]).collect();
-    let place = |index: &[u64], shape: &[u64]| index.iter().zip(shape).fold(0, |place, (at, extent)| place * extent + at);
+    let place =
+        |index: &[u64], shape: &[u64]| index.iter().zip(shape).fold(0, |place, (at, extent)| place * extent + at);
     match unpacked {
         Unpacked::Elements(bytes, is_big_endian) => {
             let start = to_usize(place(&index, &shape)) * fill.len();

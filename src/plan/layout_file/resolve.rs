@@ -644,8 +644,8 @@ impl LeafInProgress<'_> {
             stacked: own.first().copied().unwrap_or(rank),
             tp: self.leaf.tp.and_then(|axis| own.get(axis).copied()),
             experts: self.leaf.experts.and_then(|axis| own.get(axis).copied()).or(stacked_experts),
-            expert: None,
             logical,
+            ..Roles::default()
         };
         Draft { name: self.name, view, roles, bundled: Bundled::ALWAYS, layers: None }
     }

@@ -28,6 +28,11 @@ impl Identity {
         }
     }
 
+    /// The same identity with the times of another.
+    pub(super) fn with_times_of(self, other: &Self) -> Self {
+        Self { modified_ns: other.modified_ns, status_changed_ns: other.status_changed_ns, ..self }
+    }
+
     /// The first aspect in which `found` differs, with both values; the most informative aspects come first.
     pub(super) fn difference(&self, found: &Self) -> Option<(Aspect, i128, i128)> {
         [

@@ -25,6 +25,7 @@ use std::{
     os::unix::fs::{FileExt, MetadataExt},
     path::PathBuf,
     sync::Arc,
+    time::{Duration, UNIX_EPOCH},
 };
 
 use nix::{
@@ -226,7 +227,7 @@ impl LocalFiles {
 
 impl Pinned {
     fn new(opened: Opened, io: SourceIo) -> Result<Self, SourceError> {
-        let Opened { path, file, gates, again } = opened;
+        let Opened { path, file, gates, again, remote } = opened;
         let failed = |error| SourceError::Io { file: path.clone(), action: "stat".into(), error: Arc::new(error) };
         let identity = Identity::of(&fstat(&file).map_err(|errno| failed(errno.into()))?);
         let mapped = match io {
@@ -234,7 +235,9 @@ impl Pinned {
             SourceIo::Pread => false,
             SourceIo::Auto => fstatfs(&file).is_ok_and(|fs| !REMOTE_MAGIC.contains(&fs.filesystem_type().0)),
         };
-        let pin = Pin { path, len_bytes: identity.size_bytes, modified: identity.modified(), gates };
+        let seconds = remote.and_then(|remote| remote.object.file.modified_seconds);
+        let modified = seconds.map_or_else(|| identity.modified(), |seconds| UNIX_EPOCH + Duration::from_secs(seconds));
+        let pin = Pin { path, len_bytes: identity.size_bytes, modified, gates };
         Ok(Self { pin, file: Arc::new(file), identity, again, mapped })
     }
 
@@ -247,7 +250,12 @@ impl Pinned {
 
     fn difference(&self, found: nix::Result<FileStat>) -> Result<Option<SourceError>, SourceError> {
         let stat = found.map_err(|errno| self.io("stat", errno.into()))?;
-        let difference = self.identity.difference(&Identity::of(&stat));
+        let mut found = Identity::of(&stat);
+        if matches!(self.again, Again::Cached) {
+            // The times of a file of the cache change as blocks come.
+            found = found.with_times_of(&self.identity);
+        }
+        let difference = self.identity.difference(&found);
         Ok(difference.map(|(aspect, expected, found)| SourceError::Changed {
             file: self.pin.path.clone(),
             aspect,
@@ -292,6 +300,7 @@ impl Source for LocalFiles {
         self.compare_open(file, pinned)?;
         let found = match &pinned.again {
             Again::Named => stat(&*pinned.pin.path),
+            Again::Cached => return Ok(()),
             // Not by the path as a whole: a new link there may lead anywhere, also into our own mount.
             Again::Beneath(root, below) => root.find_again(below),
         };

@@ -23,6 +23,8 @@ pub struct RemoteCounters {
     pub pause_ms: AtomicU64,
     /// Requests that failed for good.
     pub failures: AtomicU64,
+    /// Reads of files that failed.
+    pub failed_reads: AtomicU64,
     /// Bytes that readers found in the cache, fetched in an earlier run or by another process.
     pub hit_bytes: AtomicU64,
     /// Bytes that readers found in the cache because they were fetched ahead of them.
@@ -56,7 +58,7 @@ impl RemoteCounters {
     }
 
     /// All counts with their names, except for the latencies.
-    pub fn named(&self) -> [(&'static str, u64); 12] {
+    pub fn named(&self) -> [(&'static str, u64); 13] {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         [
             ("requests", read(&self.requests)),
@@ -65,6 +67,7 @@ impl RemoteCounters {
             ("pauses", read(&self.pauses)),
             ("pause_ms", read(&self.pause_ms)),
             ("failures", read(&self.failures)),
+            ("failed_reads", read(&self.failed_reads)),
             ("hit_bytes", read(&self.hit_bytes)),
             ("prefetch_hit_bytes", read(&self.prefetch_hit_bytes)),
             ("miss_bytes", read(&self.miss_bytes)),

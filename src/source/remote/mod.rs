@@ -9,18 +9,47 @@
 //! What it deliberately does not do: write to a service, or believe it. Every reply must be of the pinned version and of the
 //! requested span, and a complete object is checked against the digest that its service names.
 
+pub mod cache;
 mod counters;
+pub mod digest;
 mod error;
+mod fetcher;
+mod files;
+pub(super) mod handle;
+#[cfg(feature = "remote")]
+pub mod hub;
 mod interface;
 mod locality;
+mod object;
 mod options;
 mod retry;
 #[cfg(feature = "remote")]
 pub mod runtime;
+#[cfg(feature = "remote")]
+mod store;
+mod tree;
 
 pub use counters::{LATENCY_BOUNDS_MS, RemoteCounters};
 pub use error::{Failure, RemoteError};
+pub use files::RemoteFiles;
+pub use handle::Remote;
 pub use interface::{Content, Objects, RemoteFile, RemoteRepository, Sink};
 pub use locality::is_loopback;
+pub use object::RemoteObject;
 pub use options::RemoteOptions;
 pub use retry::{Deadline, Gate, Retrying, retry};
+#[cfg(feature = "remote")]
+pub use store::open_url;
+pub use tree::{RemoteTree, open_cache};
+
+/// A build without the feature `remote` reads no remote source.
+///
+/// # Errors
+/// Always, if the address is remote.
+#[cfg(not(feature = "remote"))]
+pub fn open_url(source: &str, _: &RemoteOptions) -> Option<Result<RemoteRepository, RemoteError>> {
+    let scheme = source.split_once("://")?.0;
+    let message = "this build of ckfs has no remote sources (feature `remote`)";
+    matches!(scheme, "s3" | "s3a" | "gs" | "az" | "abfs" | "abfss" | "http" | "https")
+        .then(|| Err(RemoteError::new(Failure::Unsupported, "", source.split('?').next().unwrap_or(source), message)))
+}

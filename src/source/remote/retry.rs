@@ -183,12 +183,51 @@ pub struct Retrying {
     objects: Arc<dyn Objects>,
     gate: Gate,
     counters: Arc<RemoteCounters>,
+    /// Moving averages over requests: microseconds until the first byte, and bytes in a millisecond after it.
+    first_byte_us: AtomicU64,
+    bytes_per_ms: AtomicU64,
+}
+
+/// Bounds of [`Retrying::gap_bytes`], and its value before the first request ends.
+const GAP_BYTES_MIN: u64 = 64 << 10;
+const GAP_BYTES_MAX: u64 = 1 << 20;
+const GAP_BYTES: u64 = 256 << 10;
+/// Replies of at least this many bytes tell the speed of a connection.
+const TIMED_BYTES_MIN: u64 = 256 << 10;
+/// Weight of the last request in a moving average, as a divisor.
+const AVERAGE_DIVISOR: u64 = 8;
+
+/// Moves an average towards a value.
+fn average(old: &AtomicU64, value: u64) {
+    let before = old.load(Ordering::Relaxed);
+    let after = if before == 0 { value } else { before - before / AVERAGE_DIVISOR + value / AVERAGE_DIVISOR };
+    old.store(after, Ordering::Relaxed);
 }
 
 impl Retrying {
     /// Repeats the failed requests to `objects`.
     pub fn new(objects: Arc<dyn Objects>, counters: Arc<RemoteCounters>) -> Self {
-        Self { objects, gate: Gate::default(), counters }
+        let (first_byte_us, bytes_per_ms) = (AtomicU64::new(0), AtomicU64::new(0));
+        Self { objects, gate: Gate::default(), counters, first_byte_us, bytes_per_ms }
+    }
+
+    /// Most bytes between two needed spans of one strided piece that are fetched with them: reading over them takes one
+    /// connection no longer than another request does.
+    pub fn gap_bytes(&self) -> u64 {
+        let (wait_us, rate) = (self.first_byte_us.load(Ordering::Relaxed), self.bytes_per_ms.load(Ordering::Relaxed));
+        if rate == 0 {
+            return GAP_BYTES;
+        }
+        (wait_us.saturating_mul(rate) / 1000).clamp(GAP_BYTES_MIN, GAP_BYTES_MAX)
+    }
+
+    /// Notes the times of a reply that began at `begun` and had its first byte at `first`.
+    fn note_speed(&self, begun: Instant, first: Instant, bytes: u64) {
+        let us = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        average(&self.first_byte_us, us(first.duration_since(begun)));
+        if bytes >= TIMED_BYTES_MIN {
+            average(&self.bytes_per_ms, bytes.saturating_mul(1000) / us(first.elapsed()).max(1));
+        }
     }
 
     /// The counts.
@@ -221,17 +260,22 @@ impl Retrying {
             deadline,
             |until| {
                 let rest = ByteSpan::new(next, span.end()).expect("no more bytes than the span are counted");
+                let (begun, mut first) = (Instant::now(), None);
                 let result = self.objects.read(file, rest, until, &mut |bytes| {
                     let len = bytes.len().min(usize::try_from(span.end() - next).unwrap_or(usize::MAX));
                     RemoteCounters::add(&self.counters.fetched_bytes, len as u64);
                     next += len as u64;
                     done.set(next);
+                    first.get_or_insert_with(Instant::now);
                     if sink(&bytes[..len]).is_break() {
                         ended = true;
                         return ControlFlow::Break(());
                     }
                     ControlFlow::Continue(())
                 });
+                if let (Some(first), Ok(())) = (first, &result) {
+                    self.note_speed(begun, first, next - rest.start());
+                }
                 match result {
                     Ok(()) if !ended && next < span.end() => Err(RemoteError::new(
                         Failure::Transient,

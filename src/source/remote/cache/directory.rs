@@ -1,0 +1,308 @@
+//! The directory of a cache: where it is, and how an entry is found or made.
+//!
+//! ```text
+//! <cache>/CACHEDIR.TAG          backup programs leave the directory out
+//! <cache>/objects/<name>/data   the bytes, sparse          map   which of them are present          meta.json
+//! ```
+
+use std::{
+    env,
+    fs::{self, DirBuilder, File, Permissions},
+    io,
+    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex, PoisonError, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use nix::{
+    sys::memfd::{MFdFlags, memfd_create},
+    unistd::geteuid,
+};
+
+use super::{
+    super::{counters::RemoteCounters, interface::RemoteFile},
+    block_map::BlockMap,
+    entry::Entry,
+    lock::{self, LockKind},
+    meta::{self, EntryMeta},
+    space::{DATA, MAP, Place, Space},
+};
+
+/// Name of the directory of entries.
+const OBJECTS: &str = "objects";
+/// The file by which backup programs know a cache, with the text that it must begin with.
+const TAG: (&str, &str) = ("CACHEDIR.TAG", "Signature: 8a477f597d28d172789f06886806bc55\n# the disk cache of ckfs\n");
+/// Most bytes kept in memory where there is no disk: headers and small files.
+const MEMORY_BYTES: u64 = 256 << 20;
+/// Attempts to open an entry that other processes make or remove at the same time.
+const TRIES_MAX: usize = 16;
+
+/// The cache of this process: a directory that other processes use as well, or memory.
+#[derive(Debug)]
+pub struct Cache {
+    /// The directory of entries; `None` in memory.
+    objects: Option<PathBuf>,
+    space: Space,
+    open: Mutex<Vec<Weak<Entry>>>,
+    counters: Arc<RemoteCounters>,
+    temporary: AtomicU64,
+}
+
+/// The default directory: `$CKFS_CACHE_DIR`, else `$XDG_CACHE_HOME/ckfs`, else `~/.cache/ckfs`. `None` without these variables.
+pub fn default_directory() -> Option<PathBuf> {
+    let variable = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let absolute = |path: &PathBuf| path.is_absolute();
+    variable("CKFS_CACHE_DIR")
+        .or_else(|| Some(variable("XDG_CACHE_HOME").filter(absolute)?.join("ckfs")))
+        .or_else(|| Some(variable("HOME").filter(absolute)?.join(".cache/ckfs")))
+}
+
+impl Cache {
+    /// Opens a cache in a directory, which is made if it is not there. At most `cap_bytes` of disk are used; `None` is half of the
+    /// file system.
+    ///
+    /// # Errors
+    /// The directory cannot be made or used, or belongs to another user.
+    pub fn open(dir: &Path, cap_bytes: Option<u64>, counters: Arc<RemoteCounters>) -> io::Result<Arc<Self>> {
+        let objects = dir.join(OBJECTS);
+        DirBuilder::new().recursive(true).mode(0o700).create(&objects)?;
+        let found = fs::metadata(&objects)?;
+        if found.uid() != geteuid().as_raw() {
+            let message = format!("{} belongs to user {}", objects.display(), found.uid());
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, message));
+        }
+        if found.permissions().mode() & 0o077 != 0 {
+            fs::set_permissions(&objects, Permissions::from_mode(0o700))?;
+        }
+        if !dir.join(TAG.0).exists() {
+            // Only a service to backup programs.
+            let _ = fs::write(dir.join(TAG.0), TAG.1);
+        }
+        let objects = fs::canonicalize(&objects)?;
+        let space = Space::new(Place::Disk(objects.clone()), cap_bytes);
+        Ok(Arc::new(Self::new(Some(objects), space, counters)))
+    }
+
+    /// A cache in memory, for headers and small files where there is no directory.
+    pub fn in_memory(counters: Arc<RemoteCounters>) -> Arc<Self> {
+        Arc::new(Self::new(None, Space::new(Place::Memory, Some(MEMORY_BYTES)), counters))
+    }
+
+    fn new(objects: Option<PathBuf>, space: Space, counters: Arc<RemoteCounters>) -> Self {
+        Self { objects, space, open: Mutex::default(), counters, temporary: AtomicU64::new(0) }
+    }
+
+    /// The directory of entries, unless the cache is in memory.
+    pub fn objects(&self) -> Option<&Path> {
+        self.objects.as_deref()
+    }
+
+    /// The counts of everything that uses this cache.
+    pub fn counters(&self) -> &Arc<RemoteCounters> {
+        &self.counters
+    }
+
+    /// Bytes of disk in use, and the most that may be.
+    ///
+    /// # Errors
+    /// The directory cannot be read.
+    pub fn measure(&self) -> io::Result<(u64, u64)> {
+        self.space.measure()
+    }
+
+    /// Whether `bytes` more may be written. Evicts for them if that is needed.
+    pub fn reserve(&self, bytes: u64) -> bool {
+        self.space.reserve(bytes)
+    }
+
+    /// Whether there was no room lately.
+    pub fn is_full(&self) -> bool {
+        self.space.is_full()
+    }
+
+    /// Notes that a write failed: nothing is written for some seconds.
+    pub fn note_full(&self) {
+        self.space.note_full();
+    }
+
+    /// Removes an entry that no process uses. Returns the freed bytes of disk, or `None` if it is in use.
+    ///
+    /// # Errors
+    /// It cannot be removed.
+    pub fn remove_unused(&self, entry: &Path) -> io::Result<Option<u64>> {
+        let Some(objects) = &self.objects else { return Ok(None) };
+        self.space.remove_unused(objects, entry)
+    }
+
+    /// The entry of an object; it is made if it is not there. `object` names it for people. Within a process an object has one entry.
+    ///
+    /// # Errors
+    /// The directory cannot be used.
+    pub fn entry(&self, file: &RemoteFile, object: &str) -> io::Result<Arc<Entry>> {
+        let name = file.cache_name();
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(entry) = open.iter().filter_map(Weak::upgrade).find(|entry| entry.name() == name) {
+            return Ok(entry);
+        }
+        let meta = EntryMeta {
+            object: object.to_owned(),
+            size_bytes: file.size_bytes,
+            sha256: file.content.sha256().map(str::to_owned),
+            verified: false,
+        };
+        let entry = match &self.objects {
+            Some(objects) => self.on_disk(objects, &name, meta)?,
+            None => self.in_memory_entry(&name, meta)?,
+        };
+        let entry = Arc::new(entry);
+        self.space.add(&entry);
+        open.retain(|entry| entry.strong_count() > 0);
+        open.push(Arc::downgrade(&entry));
+        Ok(entry)
+    }
+
+    /// An entry that is there, for the commands that look at the cache.
+    ///
+    /// # Errors
+    /// It cannot be opened, is malformed, or was removed meanwhile.
+    pub fn existing(&self, dir: &Path) -> io::Result<Arc<Entry>> {
+        let name = dir.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let meta = EntryMeta::read(dir)?;
+        match self.open_entry(dir, name, &meta)? {
+            Attempt::Open(entry) => Ok(Arc::new(*entry)),
+            Attempt::Missing => Err(io::ErrorKind::NotFound.into()),
+            Attempt::Malformed => Err(io::Error::new(io::ErrorKind::InvalidData, "map and data do not fit each other")),
+        }
+    }
+
+    fn in_memory_entry(&self, name: &str, meta: EntryMeta) -> io::Result<Entry> {
+        let file = |part: &str| {
+            let name = std::ffi::CString::new(format!("ckfs-{part}"))?;
+            Ok::<File, io::Error>(File::from(memfd_create(name.as_c_str(), MFdFlags::MFD_CLOEXEC)?))
+        };
+        let data = file(DATA)?;
+        data.set_len(meta.size_bytes)?;
+        let map = BlockMap::create(file(MAP)?, meta.size_bytes)?;
+        Ok(Entry::new(name, None, data, map, meta, Arc::clone(&self.counters)))
+    }
+
+    fn on_disk(&self, objects: &Path, name: &str, meta: EntryMeta) -> io::Result<Entry> {
+        let dir = objects.join(name);
+        for _ in 0..TRIES_MAX {
+            match self.open_entry(&dir, name, &meta)? {
+                Attempt::Open(entry) => {
+                    entry.touch();
+                    return Ok(*entry);
+                }
+                Attempt::Missing => self.create(objects, &dir, &meta)?,
+                Attempt::Malformed => {
+                    // From another version, or damaged.
+                    if self.remove_unused(&dir)?.is_none() {
+                        return Err(io::Error::other(format!("{}: damaged and in use", dir.display())));
+                    }
+                }
+            }
+        }
+        Err(io::Error::other(format!("{}: made and removed again and again by other processes", dir.display())))
+    }
+
+    fn open_entry(&self, dir: &Path, name: &str, meta: &EntryMeta) -> io::Result<Attempt> {
+        let open = |part: &str| File::options().read(true).write(true).open(dir.join(part));
+        let file = match open(MAP) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Ok(if dir.exists() { Attempt::Malformed } else { Attempt::Missing });
+            }
+            Err(error) => return Err(error),
+        };
+        if !lock::try_lock(&file, LockKind::Shared, &lock::ENTRY)? {
+            // It is being removed.
+            std::thread::yield_now();
+            return Ok(Attempt::Missing);
+        }
+        // It may have been removed between the two calls.
+        let same = |found: io::Result<fs::Metadata>| {
+            let own = file.metadata()?;
+            Ok::<bool, io::Error>(found.is_ok_and(|found| (found.dev(), found.ino()) == (own.dev(), own.ino())))
+        };
+        if !same(fs::metadata(dir.join(MAP)))? {
+            return Ok(Attempt::Missing);
+        }
+        let Ok(data) = open(DATA) else { return Ok(Attempt::Malformed) };
+        let whole = data.metadata()?.len() == meta.size_bytes;
+        let map = BlockMap::open(file, meta.size_bytes)?;
+        let Some(map) = map.filter(|_| whole) else { return Ok(Attempt::Malformed) };
+        let meta =
+            EntryMeta::read(dir).ok().filter(|found| found.size_bytes == meta.size_bytes).unwrap_or(meta.clone());
+        let counters = Arc::clone(&self.counters);
+        Ok(Attempt::Open(Box::new(Entry::new(name, Some(dir.to_owned()), data, map, meta, counters))))
+    }
+
+    /// Makes an entry under another name and gives it its own at the end. If another process was faster, its entry stays.
+    fn create(&self, objects: &Path, dir: &Path, meta: &EntryMeta) -> io::Result<()> {
+        let number = self.temporary.fetch_add(1, Ordering::Relaxed);
+        let temporary = objects.join(format!("new.{}-{number}", std::process::id()));
+        let made = (|| {
+            DirBuilder::new().mode(0o700).create(&temporary)?;
+            let new = |part: &str| {
+                File::options().create_new(true).read(true).write(true).mode(0o600).open(temporary.join(part))
+            };
+            new(DATA)?.set_len(meta.size_bytes)?;
+            BlockMap::create(new(MAP)?, meta.size_bytes)?;
+            meta.write(&temporary)?;
+            fs::rename(&temporary, dir)
+        })();
+        match made {
+            Ok(()) => Ok(()),
+            Err(error) => {
+                let _ = fs::remove_dir_all(&temporary);
+                if dir.exists() { Ok(()) } else { Err(error) }
+            }
+        }
+    }
+
+    /// Notes the use of all open entries, and gives up locks that were not used for a while. To be called every few seconds.
+    pub fn trim(&self, idle_ms: u64) {
+        let open: Vec<Arc<Entry>> = {
+            let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+            open.iter().filter_map(Weak::upgrade).collect()
+        };
+        for entry in open {
+            entry.release_idle(idle_ms);
+        }
+    }
+
+    /// Notes that all open entries are in use, for the order of eviction.
+    pub fn touch(&self) {
+        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        open.iter().filter_map(Weak::upgrade).for_each(|entry| entry.touch());
+    }
+
+    /// The directories of entries.
+    ///
+    /// # Errors
+    /// The directory cannot be read.
+    pub fn list(&self) -> io::Result<Vec<PathBuf>> {
+        let Some(objects) = &self.objects else { return Ok(Vec::new()) };
+        let mut dirs = super::space::entry_dirs(objects)?;
+        dirs.retain(|dir| dir.extension().is_none());
+        dirs.sort();
+        Ok(dirs)
+    }
+}
+
+/// When an entry was last in use, and its bytes of disk.
+pub fn usage(dir: &Path) -> (std::time::SystemTime, u64) {
+    (meta::last_use(dir), super::space::disk_bytes(dir))
+}
+
+/// The result of an attempt to open an entry.
+#[derive(Debug)]
+enum Attempt {
+    Open(Box<Entry>),
+    Missing,
+    Malformed,
+}

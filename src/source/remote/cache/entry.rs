@@ -1,0 +1,406 @@
+//! One object in the cache: a sparse file of its bytes, and the map of the blocks that are present.
+//!
+//! Nobody may take a hole for data. A reader takes a guard of every segment that it touches, and only then asks which blocks are
+//! present. While a guard exists no thread of this process evicts the segment, and no other process does, since this one holds
+//! the segment's lock. Eviction takes that lock alone, marks the blocks as absent, and only then punches the hole.
+//!
+//! A block counts as verified after this process has written it or has compared its checksum. The mark goes when the lock does.
+
+use std::{
+    fs::File,
+    io,
+    ops::Range,
+    os::unix::fs::{FileExt, MetadataExt},
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex, PoisonError, RwLockReadGuard,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::Instant,
+};
+
+use rustix::fs::{FallocateFlags, fallocate};
+use smallvec::SmallVec;
+
+use super::{
+    super::{super::ByteSpan, counters::RemoteCounters},
+    block_map::BlockMap,
+    geometry::{BLOCK_BYTES, SEGMENT_BLOCKS, block_count, blocks_of_segment, place, segments_of, span_of},
+    lock::{self, LockKind},
+    meta::{self, EntryMeta},
+    segment::Segment,
+};
+
+/// Bytes read at a time to compare checksums.
+const VERIFIED_BYTES: u64 = 1 << 20;
+
+/// Guards of segments: their blocks stay.
+pub type Guards<'a> = SmallVec<[RwLockReadGuard<'a, ()>; 2]>;
+
+/// An object in the cache, open in this process.
+#[derive(Debug)]
+pub struct Entry {
+    name: String,
+    /// `None` of an entry in memory.
+    dir: Option<PathBuf>,
+    data: File,
+    map: BlockMap,
+    size_bytes: u64,
+    segments: Box<[Segment]>,
+    verified_blocks: AtomicU64,
+    /// The kernel reads the file by itself: its blocks stay while this process lives.
+    kept: AtomicBool,
+    meta: Mutex<EntryMeta>,
+    counters: Arc<RemoteCounters>,
+}
+
+/// Milliseconds since the first call in this process.
+fn now_ms() -> u64 {
+    static START: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
+    u64::try_from(START.get_or_init(Instant::now).elapsed().as_millis()).unwrap_or(u64::MAX)
+}
+
+impl Entry {
+    /// An entry whose files are open; this process holds its shared lock.
+    pub(super) fn new(
+        name: &str,
+        dir: Option<PathBuf>,
+        data: File,
+        map: BlockMap,
+        meta: EntryMeta,
+        counters: Arc<RemoteCounters>,
+    ) -> Self {
+        let size_bytes = meta.size_bytes;
+        let segments = segments_of(&(0..block_count(size_bytes))).map(|_| Segment::default()).collect();
+        Self {
+            name: name.to_owned(),
+            dir,
+            data,
+            map,
+            size_bytes,
+            segments,
+            verified_blocks: AtomicU64::new(0),
+            kept: AtomicBool::new(false),
+            meta: Mutex::new(meta),
+            counters,
+        }
+    }
+
+    /// Its name in the cache.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its directory, unless it is in memory.
+    pub fn dir(&self) -> Option<&Path> {
+        self.dir.as_deref()
+    }
+
+    /// The sparse file.
+    pub fn data(&self) -> &File {
+        &self.data
+    }
+
+    /// Length of the object.
+    pub fn size_bytes(&self) -> u64 {
+        self.size_bytes
+    }
+
+    /// What it says about itself.
+    pub fn meta(&self) -> EntryMeta {
+        self.meta.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn blocks(&self) -> Range<u64> {
+        0..block_count(self.size_bytes)
+    }
+
+    /// Keeps the segments of these blocks from eviction while the guards exist.
+    ///
+    /// # Errors
+    /// The file system refuses a lock.
+    pub fn guard(&self, blocks: &Range<u64>) -> io::Result<Guards<'_>> {
+        let mut guards = Guards::new();
+        self.guard_more(blocks, &mut guards, &mut SmallVec::new())?;
+        Ok(guards)
+    }
+
+    /// As [`Self::guard`], for several ranges: `taken` lists the segments that `guards` has.
+    pub(in super::super) fn guard_more<'a>(
+        &'a self,
+        blocks: &Range<u64>,
+        guards: &mut Guards<'a>,
+        taken: &mut SmallVec<[usize; 2]>,
+    ) -> io::Result<()> {
+        let now = now_ms();
+        for place in segments_of(blocks) {
+            if taken.contains(&place) {
+                continue;
+            }
+            let segment = &self.segments[place];
+            let hold = || lock::lock(self.map.file(), LockKind::Shared, &lock::segment(place));
+            guards.push(segment.guard(hold)?);
+            segment.touch(now);
+            taken.push(place);
+        }
+        Ok(())
+    }
+
+    /// Calls `work` for each segment of the blocks, with the part of them in that segment, counted within it.
+    fn in_segments(&self, blocks: &Range<u64>, mut work: impl FnMut(&Segment, Range<u64>)) {
+        for place in segments_of(blocks) {
+            let first = place as u64 * SEGMENT_BLOCKS;
+            let start = blocks.start.max(first) - first;
+            let end = blocks.end.min(first + SEGMENT_BLOCKS) - first;
+            work(&self.segments[place], start..end);
+        }
+    }
+
+    /// Whether this process has verified all of these blocks. Counts only under their guard.
+    pub fn is_verified(&self, blocks: &Range<u64>) -> bool {
+        let mut all = true;
+        self.in_segments(blocks, |segment, part| all = all && segment.verified.has_all(part));
+        all
+    }
+
+    /// Whether this process has verified the whole object.
+    pub fn is_whole(&self) -> bool {
+        self.verified_blocks.load(Ordering::Acquire) == block_count(self.size_bytes)
+    }
+
+    fn set_verified(&self, blocks: &Range<u64>, ahead: bool) {
+        let mut new = 0;
+        self.in_segments(blocks, |segment, part| {
+            if ahead {
+                segment.ahead.set(part.clone());
+            }
+            new += segment.verified.set(part);
+        });
+        self.verified_blocks.fetch_add(new, Ordering::AcqRel);
+    }
+
+    fn clear_verified(&self, blocks: &Range<u64>) {
+        let mut old = 0;
+        self.in_segments(blocks, |segment, part| old += segment.verified.clear(part));
+        self.verified_blocks.fetch_sub(old, Ordering::AcqRel);
+    }
+
+    /// Counts blocks that a reader finds verified and that were fetched ahead of readers.
+    pub fn note_read(&self, blocks: &Range<u64>) {
+        let mut fetched_ahead = 0;
+        self.in_segments(blocks, |segment, part| fetched_ahead += segment.ahead.clear(part));
+        if fetched_ahead > 0 {
+            RemoteCounters::add(&self.counters.prefetch_hit_bytes, fetched_ahead * BLOCK_BYTES);
+        }
+    }
+
+    /// Compares the checksums of the present blocks among these, and returns the others, in order. The caller holds their guard.
+    ///
+    /// # Errors
+    /// The map or the file cannot be read.
+    pub fn missing(&self, blocks: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
+        let mut missing: Vec<Range<u64>> = Vec::new();
+        let mut add = |block: u64| match missing.last_mut() {
+            Some(last) if last.end == block => last.end += 1,
+            Some(_) | None => missing.push(block..block + 1),
+        };
+        let step = VERIFIED_BYTES / BLOCK_BYTES;
+        let mut buffer = Vec::new();
+        let mut start = blocks.start;
+        while start < blocks.end {
+            let part = start..(start + step).min(blocks.end);
+            start = part.end;
+            if self.is_verified(&part) {
+                continue;
+            }
+            let words = self.map.read(&part)?;
+            if words.iter().any(Option::is_some) {
+                let span = span_of(&part, self.size_bytes);
+                buffer.resize(place(span.len()), 0);
+                self.data.read_exact_at(&mut buffer, span.start())?;
+            }
+            for (block, word) in part.clone().zip(words) {
+                let own = block..block + 1;
+                if self.is_verified(&own) {
+                    continue;
+                }
+                let Some(expected) = word else {
+                    add(block);
+                    continue;
+                };
+                let bytes = &buffer[place((block - part.start) * BLOCK_BYTES)..];
+                let bytes = &bytes[..place(span_of(&own, self.size_bytes).len())];
+                if crc32c::crc32c(bytes) == expected {
+                    self.set_verified(&own, false);
+                    RemoteCounters::add(&self.counters.hit_bytes, bytes.len() as u64);
+                } else {
+                    // A crash of the system may leave such a block, or damage of the disk.
+                    RemoteCounters::add(&self.counters.bad_blocks, 1);
+                    tracing::warn!("cache {}: block {block} has a wrong checksum and is fetched again", self.name);
+                    self.map.clear(&own)?;
+                    add(block);
+                }
+            }
+        }
+        Ok(missing)
+    }
+
+    /// The blocks that nobody has written, in order, without a look at their bytes. Cheap, for decisions about what to fetch.
+    ///
+    /// # Errors
+    /// The map cannot be read.
+    pub fn absent(&self, blocks: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
+        let mut absent: Vec<Range<u64>> = Vec::new();
+        if self.is_verified(blocks) {
+            return Ok(absent);
+        }
+        for (block, word) in blocks.clone().zip(self.map.read(blocks)?) {
+            match absent.last_mut() {
+                _ if word.is_some() => {}
+                Some(last) if last.end == block => last.end += 1,
+                Some(_) | None => absent.push(block..block + 1),
+            }
+        }
+        Ok(absent)
+    }
+
+    /// Bytes of the present blocks of a span, counted by whole blocks but not beyond the end of the object.
+    ///
+    /// # Errors
+    /// The map cannot be read.
+    pub fn present_bytes(&self) -> io::Result<u64> {
+        let absent = self.absent(&self.blocks())?;
+        let absent: u64 = absent.iter().map(|blocks| span_of(blocks, self.size_bytes).len()).sum();
+        Ok(self.size_bytes - absent)
+    }
+
+    /// Writes blocks from `first` on and marks them as present. `bytes` are whole blocks, except for the last of the object.
+    /// `ahead` tells that no reader has asked for them yet.
+    ///
+    /// # Errors
+    /// The disk is full or fails. The blocks are then absent, or present with these bytes.
+    pub fn store(&self, first: u64, bytes: &[u8], ahead: bool) -> io::Result<()> {
+        let blocks = first..first + (bytes.len() as u64).div_ceil(BLOCK_BYTES);
+        assert_eq!(span_of(&blocks, self.size_bytes).len(), bytes.len() as u64, "whole blocks are stored");
+        let _guards = self.guard(&blocks)?;
+        self.data.write_all_at(bytes, first * BLOCK_BYTES)?;
+        let checksums: Vec<u32> = bytes.chunks(place(BLOCK_BYTES)).map(crc32c::crc32c).collect();
+        self.map.mark(first, &checksums)?;
+        self.set_verified(&blocks, ahead);
+        Ok(())
+    }
+
+    /// Takes or drops the right of this process to fetch blocks. Returns whether it has it.
+    ///
+    /// # Errors
+    /// The file system refuses locks.
+    pub fn claim(&self, blocks: &Range<u64>, claimed: bool) -> io::Result<bool> {
+        let kind = if claimed { LockKind::Exclusive } else { LockKind::None };
+        lock::try_lock(self.map.file(), kind, &lock::fetch(blocks))
+    }
+
+    /// Keeps all blocks while this process lives. To be called before the kernel gets the file.
+    ///
+    /// # Errors
+    /// The file system refuses locks.
+    pub fn keep(&self) -> io::Result<bool> {
+        self.kept.store(true, Ordering::SeqCst);
+        let guards = self.guard(&self.blocks())?;
+        let whole = self.is_verified(&self.blocks());
+        drop(guards);
+        if !whole {
+            self.kept.store(false, Ordering::SeqCst);
+        }
+        Ok(whole)
+    }
+
+    /// Segments that hold blocks this process knows of, each with the time of its last use.
+    pub(super) fn used_segments(&self) -> impl Iterator<Item = (u64, usize)> + '_ {
+        let kept = self.kept.load(Ordering::SeqCst);
+        let held = |(place, segment): (usize, &Segment)| segment.is_held().then(|| (segment.used_ms(), place));
+        self.segments.iter().enumerate().filter_map(held).filter(move |_| !kept)
+    }
+
+    /// Removes the blocks of a segment, unless a reader is using them. Returns the bytes of disk that this has freed.
+    pub(super) fn evict(&self, place: usize) -> io::Result<u64> {
+        let segment = &self.segments[place];
+        let Some(_alone) = segment.alone() else { return Ok(0) };
+        let range = lock::segment(place);
+        // After `alone`: a thread that keeps the entry looks at its blocks after it said so.
+        if self.kept.load(Ordering::SeqCst) || !lock::try_lock(self.map.file(), LockKind::Exclusive, &range)? {
+            return Ok(0);
+        }
+        let blocks = blocks_of_segment(place, block_count(self.size_bytes));
+        let result = self.empty(&blocks);
+        let forgotten = segment.forget();
+        self.verified_blocks.fetch_sub(forgotten, Ordering::AcqRel);
+        lock::try_lock(self.map.file(), LockKind::None, &range)?;
+        let freed = result?;
+        RemoteCounters::add(&self.counters.evicted_bytes, freed);
+        Ok(freed)
+    }
+
+    /// Marks blocks as absent and then punches a hole. Other users are excluded.
+    fn empty(&self, blocks: &Range<u64>) -> io::Result<u64> {
+        let disk_bytes = || Ok::<u64, io::Error>(self.data.metadata()?.blocks() * 512);
+        let before = disk_bytes()?;
+        self.map.clear(blocks)?;
+        let span = span_of(blocks, self.size_bytes);
+        // To the end of the last block: the hole takes whole pages.
+        let len = span.len().next_multiple_of(BLOCK_BYTES);
+        fallocate(&self.data, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, span.start(), len)?;
+        Ok(before.saturating_sub(disk_bytes()?))
+    }
+
+    /// Gives up the locks of segments that were not used for `idle_ms`, so that other processes may evict them.
+    pub fn release_idle(&self, idle_ms: u64) {
+        let now = now_ms();
+        for (used, place) in self.used_segments().collect::<Vec<_>>() {
+            if now.saturating_sub(used) < idle_ms {
+                continue;
+            }
+            let segment = &self.segments[place];
+            let Some(_alone) = segment.alone() else { continue };
+            if self.kept.load(Ordering::SeqCst) {
+                continue;
+            }
+            let forgotten = segment.forget();
+            self.verified_blocks.fetch_sub(forgotten, Ordering::AcqRel);
+            // A lock that stays only delays an eviction.
+            let _ = lock::try_lock(self.map.file(), LockKind::None, &lock::segment(place));
+        }
+    }
+
+    /// Marks all blocks as absent, without a hole: they are wrong, and are to be fetched again. A reader that has verified them
+    /// earlier may still see them.
+    ///
+    /// # Errors
+    /// The map cannot be written.
+    pub fn drop_all(&self) -> io::Result<()> {
+        self.map.clear(&self.blocks())?;
+        self.clear_verified(&self.blocks());
+        Ok(())
+    }
+
+    /// Notes that the complete entry has the digest that its service names.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn note_digest(&self) -> io::Result<()> {
+        let mut meta = self.meta.lock().unwrap_or_else(PoisonError::into_inner);
+        meta.verified = true;
+        self.dir.as_deref().map_or(Ok(()), |dir| meta.write(dir))
+    }
+
+    /// Notes its use, for the order of eviction.
+    pub fn touch(&self) {
+        if let Some(dir) = &self.dir {
+            let _ = meta::touch(dir);
+        }
+    }
+
+    /// The span of blocks.
+    pub fn span_of(&self, blocks: &Range<u64>) -> ByteSpan {
+        span_of(blocks, self.size_bytes)
+    }
+}

@@ -1,0 +1,228 @@
+//! The bound on the bytes of a cache, and eviction.
+
+use std::{
+    fs::{self, File},
+    io,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex, PoisonError, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant, SystemTime},
+};
+
+use rustix::fs::statvfs;
+
+use super::{
+    entry::Entry,
+    lock::{self, LockKind},
+    meta,
+};
+
+/// Name of the map in an entry's directory.
+pub(super) const MAP: &str = "map";
+/// Name of the sparse file.
+pub(super) const DATA: &str = "data";
+
+/// Part of a file system that stays free: one 20th.
+const FREE_DIVISOR: u64 = 20;
+/// Without a bound by the user, the part of a file system that the cache may take: one half.
+const DEFAULT_DIVISOR: u64 = 2;
+/// Bytes that eviction frees beyond the need, at most: one walk then serves many writes.
+const SURPLUS_BYTES: u64 = 256 << 20;
+/// The disk is measured again after this time, or after so much was written.
+const MEASURE_PERIOD: Duration = Duration::from_secs(5);
+const MEASURE_BYTES: u64 = 1 << 30;
+/// After an eviction that did not free enough, none is tried for this time.
+const PAUSE: Duration = Duration::from_secs(2);
+/// Age from which an unfinished entry of another process is taken for abandoned.
+const ABANDONED: Duration = Duration::from_hours(1);
+
+/// Where the bytes of a cache are.
+#[derive(Debug)]
+pub(super) enum Place {
+    /// The directory of entries.
+    Disk(PathBuf),
+    /// Files in memory of this process.
+    Memory,
+}
+
+/// The bound on a cache. Each process keeps it by itself; all measure the same directory.
+#[derive(Debug)]
+pub(super) struct Space {
+    place: Place,
+    cap_bytes: Option<u64>,
+    state: Mutex<State>,
+    open: Mutex<Vec<Weak<Entry>>>,
+    trash: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    measured: Option<Instant>,
+    /// Bytes that may be written until the next measurement.
+    room_bytes: u64,
+    full_since: Option<Instant>,
+}
+
+impl Space {
+    pub(super) fn new(place: Place, cap_bytes: Option<u64>) -> Self {
+        Self { place, cap_bytes, state: Mutex::default(), open: Mutex::default(), trash: AtomicU64::new(0) }
+    }
+
+    /// Notes an entry that this process has open.
+    pub(super) fn add(&self, entry: &Arc<Entry>) {
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        open.retain(|entry| entry.strong_count() > 0);
+        open.push(Arc::downgrade(entry));
+    }
+
+    fn open_entries(&self) -> Vec<Arc<Entry>> {
+        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        open.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Whether `bytes` more may be written. Evicts what was not used for longest if that is needed.
+    pub(super) fn reserve(&self, bytes: u64) -> bool {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.full_since.is_some_and(|since| since.elapsed() < PAUSE) {
+            return false;
+        }
+        let fresh = state.measured.is_some_and(|measured| measured.elapsed() < MEASURE_PERIOD);
+        if fresh && state.room_bytes >= bytes {
+            state.room_bytes -= bytes;
+            return true;
+        }
+        let Ok((mut used, mut limit)) = self.measure() else { return false };
+        if used.saturating_add(bytes) > limit {
+            let wanted = (used + bytes - limit).saturating_add(SURPLUS_BYTES.min(limit / 8));
+            self.evict(wanted);
+            match self.measure() {
+                Ok(measured) => (used, limit) = measured,
+                Err(_) => return false,
+            }
+        }
+        let left = limit.saturating_sub(used);
+        state.measured = Some(Instant::now());
+        state.room_bytes = left.min(MEASURE_BYTES);
+        if left < bytes {
+            state.full_since = Some(Instant::now());
+            return false;
+        }
+        state.full_since = None;
+        state.room_bytes -= bytes;
+        true
+    }
+
+    /// Notes that a write failed since the disk is full.
+    pub(super) fn note_full(&self) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.measured = None;
+        state.full_since = Some(Instant::now());
+    }
+
+    /// Whether a reservation failed lately.
+    pub(super) fn is_full(&self) -> bool {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.full_since.is_some_and(|since| since.elapsed() < PAUSE)
+    }
+
+    /// Bytes in use, and the most that may be.
+    pub(super) fn measure(&self) -> io::Result<(u64, u64)> {
+        match &self.place {
+            Place::Disk(dir) => {
+                let used: u64 = entry_dirs(dir)?.iter().map(|dir| disk_bytes(dir)).sum();
+                let found = statvfs(dir)?;
+                let (total, free) = (found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize);
+                let reachable = (used + free).saturating_sub(total / FREE_DIVISOR);
+                Ok((used, self.cap_bytes.unwrap_or(total / DEFAULT_DIVISOR).min(reachable)))
+            }
+            Place::Memory => {
+                let used = self.open_entries().iter().map(|entry| allocated(entry.data().metadata())).sum();
+                Ok((used, self.cap_bytes.unwrap_or(0)))
+            }
+        }
+    }
+
+    /// Frees about this many bytes: first entries that no process uses, then segments of this process, each by least recent use.
+    fn evict(&self, wanted: u64) {
+        let mut freed = 0;
+        if let Place::Disk(dir) = &self.place {
+            let mut unused = entry_dirs(dir).unwrap_or_default();
+            unused.sort_by_cached_key(|dir| meta::last_use(dir));
+            for entry in unused {
+                if freed >= wanted {
+                    return;
+                }
+                freed += self.remove_unused(dir, &entry).ok().flatten().unwrap_or(0);
+            }
+        }
+        let entries = self.open_entries();
+        let mut segments: Vec<(u64, usize, usize)> = Vec::new();
+        for (place, entry) in entries.iter().enumerate() {
+            segments.extend(entry.used_segments().map(|(used, segment)| (used, place, segment)));
+        }
+        segments.sort_unstable();
+        // The newest is being filled.
+        segments.pop();
+        for (_, entry, segment) in segments {
+            if freed >= wanted {
+                return;
+            }
+            match entries[entry].evict(segment) {
+                Ok(bytes) => freed += bytes,
+                Err(error) => tracing::debug!("cache {}: segment {segment} stays: {error}", entries[entry].name()),
+            }
+        }
+    }
+
+    /// Removes an entry, unless a process uses it. Returns the bytes of disk that this frees.
+    pub(super) fn remove_unused(&self, dir: &Path, entry: &Path) -> io::Result<Option<u64>> {
+        let is_temporary = entry.extension().is_some();
+        if is_temporary {
+            let age = SystemTime::now().duration_since(fs::metadata(entry)?.modified()?).unwrap_or_default();
+            if age < ABANDONED {
+                return Ok(None);
+            }
+        }
+        match File::options().read(true).write(true).open(entry.join(MAP)) {
+            // The lock goes when the file is closed, after the removal.
+            Ok(map) if lock::try_lock(&map, LockKind::Exclusive, &lock::ENTRY)? => self.remove(dir, entry).map(Some),
+            Ok(_) => Ok(None),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => self.remove(dir, entry).map(Some),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn remove(&self, dir: &Path, entry: &Path) -> io::Result<u64> {
+        let freed = disk_bytes(entry);
+        let number = self.trash.fetch_add(1, Ordering::Relaxed);
+        // Out of the way at once: nobody finds a half of it. The name of an abandoned one has an extension too.
+        let trash = dir.join(format!("removed.{}-{number}", std::process::id()));
+        fs::rename(entry, &trash)?;
+        fs::remove_dir_all(&trash)?;
+        Ok(freed)
+    }
+}
+
+/// The directories of entries, also unfinished ones.
+pub(super) fn entry_dirs(dir: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(dir)? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            found.push(entry.path());
+        }
+    }
+    Ok(found)
+}
+
+/// Bytes of disk of an entry.
+pub(super) fn disk_bytes(entry: &Path) -> u64 {
+    [DATA, MAP].iter().map(|name| allocated(fs::metadata(entry.join(name)))).sum()
+}
+
+fn allocated(found: io::Result<fs::Metadata>) -> u64 {
+    found.map_or(0, |found| found.blocks() * 512)
+}

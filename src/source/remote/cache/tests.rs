@@ -1,0 +1,190 @@
+use std::{fs, io::Write, os::unix::fs::PermissionsExt, process::Command, sync::Arc};
+
+use super::{
+    super::{
+        RemoteCounters,
+        interface::{Content, RemoteFile},
+    },
+    geometry::{SEGMENT_BLOCKS, SEGMENT_BYTES},
+    *,
+};
+
+fn file(key: &str, size_bytes: u64) -> RemoteFile {
+    RemoteFile {
+        path: key.into(),
+        key: key.into(),
+        size_bytes,
+        content: Content::Version { object: key.into(), version: "1".into() },
+        etag: None,
+        modified_seconds: None,
+    }
+}
+
+fn bytes(blocks: u64, seed: u64) -> Vec<u8> {
+    (0..blocks * BLOCK_BYTES).map(|place| (place * 31 / 7 + seed).to_le_bytes()[0] | 1).collect()
+}
+
+fn open(dir: &std::path::Path, cap: Option<u64>) -> Arc<Cache> {
+    Cache::open(dir, cap, Arc::default()).unwrap()
+}
+
+fn missing(entry: &Entry, blocks: std::ops::Range<u64>) -> Vec<std::ops::Range<u64>> {
+    let _guards = entry.guard(&blocks).unwrap();
+    entry.missing(&blocks).unwrap()
+}
+
+#[test]
+fn stored_blocks_are_found_by_other_processes_and_the_directory_is_private() {
+    let dir = tempfile::tempdir().unwrap();
+    let (first, second) = (open(dir.path(), None), open(dir.path(), None));
+    let object = file("k", 10 * BLOCK_BYTES + 5);
+    let (a, b) = (first.entry(&object, "s3://b/k").unwrap(), second.entry(&object, "s3://b/k").unwrap());
+    assert_eq!(missing(&a, 0..11), [0..11]);
+    a.store(3, &bytes(2, 0), false).unwrap();
+    a.store(10, &[7; 5], false).unwrap();
+    assert_eq!(missing(&b, 0..11), [0..3, 5..10]);
+    assert_eq!(b.present_bytes().unwrap(), 2 * BLOCK_BYTES + 5);
+    assert!(!b.is_whole());
+    b.store(0, &bytes(3, 1), true).unwrap();
+    b.store(5, &bytes(5, 1), true).unwrap();
+    assert!(b.is_whole() && b.keep().unwrap() && !a.is_whole());
+    b.note_read(&(0..5));
+    let hits = |cache: &Cache| cache.counters().prefetch_hit_bytes.load(std::sync::atomic::Ordering::Relaxed);
+    assert_eq!(hits(&second), 3 * BLOCK_BYTES);
+    let mode = |path: &std::path::Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode(first.objects().unwrap()), 0o700);
+    assert_eq!(mode(a.dir().unwrap()), 0o700);
+    assert!(Arc::ptr_eq(&a, &first.entry(&object, "").unwrap()));
+}
+
+#[test]
+fn a_block_with_a_wrong_checksum_is_a_miss() {
+    let dir = tempfile::tempdir().unwrap();
+    let object = file("k", 4 * BLOCK_BYTES);
+    let entry = open(dir.path(), None).entry(&object, "k").unwrap();
+    entry.store(0, &bytes(4, 0), false).unwrap();
+    let path = entry.dir().unwrap().join("data");
+    drop(entry);
+    use std::os::unix::fs::FileExt;
+    fs::File::options().write(true).open(&path).unwrap().write_all_at(b"\0", BLOCK_BYTES + 9).unwrap();
+    let cache = open(dir.path(), None);
+    let entry = cache.entry(&object, "k").unwrap();
+    assert_eq!(missing(&entry, 0..4), [1..2]);
+    assert_eq!(cache.counters().bad_blocks.load(std::sync::atomic::Ordering::Relaxed), 1);
+    entry.store(1, &bytes(1, 3), false).unwrap();
+    assert_eq!(missing(&entry, 0..4), []);
+}
+
+#[test]
+fn guarded_and_foreign_segments_are_not_evicted() {
+    let dir = tempfile::tempdir().unwrap();
+    let (first, second) = (open(dir.path(), None), open(dir.path(), None));
+    let object = file("k", 2 * SEGMENT_BYTES);
+    let (a, b) = (first.entry(&object, "k").unwrap(), second.entry(&object, "k").unwrap());
+    a.store(0, &bytes(64, 0), false).unwrap();
+    a.store(SEGMENT_BLOCKS, &bytes(64, 0), false).unwrap();
+    let guards = a.guard(&(0..1)).unwrap();
+    assert_eq!(a.evict(0).unwrap(), 0, "guarded");
+    drop(guards);
+    assert_eq!(missing(&b, 0..64), []);
+    assert_eq!(a.evict(0).unwrap(), 0, "in use by another process");
+    assert!(a.is_verified(&(0..64)), "and still known here");
+    b.release_idle(0);
+    assert!(a.evict(0).unwrap() >= 64 * BLOCK_BYTES);
+    assert_eq!(missing(&a, 0..64), [0..64]);
+    assert_eq!(missing(&b, 0..64), [0..64]);
+    assert_eq!(missing(&b, SEGMENT_BLOCKS..SEGMENT_BLOCKS + 64), []);
+}
+
+#[test]
+fn the_bound_removes_unused_entries_first_and_then_old_segments() {
+    let dir = tempfile::tempdir().unwrap();
+    let blocks = 512;
+    let cap = 4 * blocks * BLOCK_BYTES;
+    let fill = |cache: &Cache, key: &str| {
+        let entry = cache.entry(&file(key, blocks * BLOCK_BYTES), key).unwrap();
+        if cache.reserve(blocks * BLOCK_BYTES) {
+            entry.store(0, &bytes(blocks, 0), false).unwrap();
+        }
+        entry
+    };
+    let old = open(dir.path(), Some(cap));
+    for key in ["a", "b", "c"] {
+        drop(fill(&old, key));
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    let cache = open(dir.path(), Some(cap));
+    let kept: Vec<_> = ["d", "e", "f", "g"].iter().map(|key| fill(&cache, key)).collect();
+    assert!(cache.measure().unwrap().0 <= cap, "{:?}", cache.measure());
+    assert!(!kept[0].dir().unwrap().parent().unwrap().join(file("a", blocks * BLOCK_BYTES).cache_name()).exists());
+    assert!(kept[3].is_verified(&(0..blocks)), "the newest stays");
+    let present: u64 = kept.iter().map(|entry| entry.present_bytes().unwrap()).sum();
+    assert!(present >= 2 * blocks * BLOCK_BYTES && present < cap, "{present}");
+}
+
+#[test]
+fn an_entry_in_use_is_not_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (first, second) = (open(dir.path(), None), open(dir.path(), None));
+    let entry = first.entry(&file("k", 9), "k").unwrap();
+    entry.store(0, &[1; 9], false).unwrap();
+    let path = entry.dir().unwrap().to_owned();
+    assert_eq!(second.remove_unused(&path).unwrap(), None);
+    drop(entry);
+    assert!(second.remove_unused(&path).unwrap().is_some() && !path.exists());
+    let again = first.entry(&file("k", 9), "k").unwrap();
+    assert_eq!(missing(&again, 0..1), [0..1]);
+}
+
+#[test]
+fn a_damaged_entry_is_made_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = open(dir.path(), None);
+    let object = file("k", 100_000);
+    let path = cache.entry(&object, "k").unwrap().dir().unwrap().to_owned();
+    for damage in ["map", "data", "meta.json"] {
+        fs::File::options().write(true).open(path.join(damage)).unwrap().set_len(3).unwrap();
+        let entry = cache.entry(&object, "k").unwrap();
+        assert_eq!((entry.size_bytes(), missing(&entry, 0..7)), (100_000, vec![0..7]), "{damage}");
+    }
+    fs::remove_file(path.join("map")).unwrap();
+    cache.entry(&object, "k").unwrap();
+}
+
+#[test]
+fn memory_serves_where_there_is_no_directory() {
+    let cache = Cache::in_memory(Arc::new(RemoteCounters::default()));
+    let entry = cache.entry(&file("k", 1 << 40), "k").unwrap();
+    assert!(cache.reserve(100 << 20));
+    entry.store(5, &bytes(2, 0), false).unwrap();
+    assert_eq!(missing(&entry, 4..8), [4..5, 7..8]);
+    assert!(!cache.reserve(300 << 20), "beyond the bound");
+    assert!(cache.is_full());
+}
+
+#[test]
+fn a_claim_ends_with_its_process() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = open(dir.path(), None);
+    let entry = cache.entry(&file("k", 100 * BLOCK_BYTES), "k").unwrap();
+    let map = entry.dir().unwrap().join("map");
+    // Another process takes the lock of all fetches, tells so, and waits to be killed.
+    let script = "import fcntl,struct,sys,time\n\
+                  f=open(sys.argv[1],'r+b')\n\
+                  fcntl.fcntl(f,37,struct.pack('hhqqi4x',1,0,1<<40,1<<20,0))\n\
+                  print('ok',flush=True)\ntime.sleep(60)\n";
+    let child = Command::new("python3")
+        .args(["-c", script])
+        .arg(&map)
+        .stdin(std::process::Stdio::null())
+        .stdout(std::process::Stdio::piped())
+        .spawn();
+    let Ok(mut child) = child else { return };
+    let mut line = String::new();
+    std::io::BufRead::read_line(&mut std::io::BufReader::new(child.stdout.take().unwrap()), &mut line).unwrap();
+    std::io::stdout().flush().unwrap();
+    assert!(!entry.claim(&(0..5), true).unwrap());
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(entry.claim(&(0..5), true).unwrap());
+}

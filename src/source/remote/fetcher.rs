@@ -1,0 +1,443 @@
+//! Fetches blocks into the cache: many requests at a time, those that readers wait for first.
+//!
+//! A demand for blocks becomes jobs, each one request of at most some MiB. A block that a job has already is not requested twice:
+//! the reader waits for that job, and takes it to the front of the queue. Other processes that fetch the same blocks are found by
+//! locks; their blocks are waited for.
+//!
+//! Memory is bounded by the threads: each has one chunk of a reply at a time.
+
+use std::{
+    collections::VecDeque,
+    io,
+    ops::{ControlFlow, Range},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::{
+    cache::{
+        BLOCK_BYTES, Cache,
+        geometry::{place, span_of},
+    },
+    counters::RemoteCounters,
+    error::{Failure, RemoteError},
+    object::{Job, NotFetched, Progress, RemoteObject},
+    retry::Deadline,
+};
+
+/// Blocks of one request: 8 MiB.
+const REQUEST_BLOCKS: u64 = (8 << 20) / BLOCK_BYTES;
+/// Requests at a time.
+const THREADS: usize = 32;
+/// Of these, most for blocks that no reader waits for.
+const AHEAD_THREADS: usize = 24;
+/// Most jobs in the queue that no reader waits for.
+const AHEAD_JOBS_MAX: usize = 4096;
+/// Bytes that are written to the cache at a time.
+const CHUNK_BYTES: u64 = 256 << 10;
+/// A thread without work ends after this time.
+const IDLE: Duration = Duration::from_secs(20);
+/// A thread looks after this time whether another process has brought its blocks.
+const LOOK: Duration = Duration::from_millis(10);
+/// After this time without a new block by the other process, its blocks are fetched here as well.
+const OTHER_PROCESS_MAX: Duration = Duration::from_secs(5);
+/// Attempts to have all blocks of a demand at one time. More fail only where the cache is far too small.
+const ROUNDS_MAX: usize = 6;
+
+/// Ranges of blocks of one object.
+pub(super) type Demand = (Arc<RemoteObject>, Vec<Range<u64>>);
+
+/// Fetches blocks into the cache.
+#[derive(Debug)]
+pub struct Fetcher {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    cache: Arc<Cache>,
+    queue: Mutex<Queue>,
+    work: Condvar,
+    progress: Progress,
+    closed: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    urgent: VecDeque<Arc<Job>>,
+    ahead: VecDeque<Arc<Job>>,
+    threads: usize,
+    idle: usize,
+    ahead_running: usize,
+}
+
+impl Shared {
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+}
+
+impl Fetcher {
+    /// A fetcher into `cache`. Its threads start when there is work.
+    pub fn new(cache: Arc<Cache>) -> Self {
+        let shared = Shared {
+            cache,
+            queue: Mutex::default(),
+            work: Condvar::new(),
+            progress: Progress::default(),
+            closed: AtomicBool::new(false),
+        };
+        Self { shared: Arc::new(shared) }
+    }
+
+    /// The cache.
+    pub fn cache(&self) -> &Arc<Cache> {
+        &self.shared.cache
+    }
+
+    /// Brings blocks and waits until this process has verified all of them. Gaps of at most `gap_blocks` within the ranges of one
+    /// object are fetched with them. The blocks may be evicted again at once: the caller takes guards and looks again.
+    ///
+    /// # Errors
+    /// The first reason why blocks do not come, or that the deadline is over.
+    pub fn bring(&self, demands: &[Demand], gap_blocks: u64, deadline: Deadline) -> Result<(), NotFetched> {
+        for _ in 0..ROUNDS_MAX {
+            let mut missing = Vec::new();
+            for (object, ranges) in demands {
+                let absent = verify(object, ranges)?;
+                if !absent.is_empty() {
+                    missing.push((object, absent));
+                }
+            }
+            if missing.is_empty() {
+                return Ok(());
+            }
+            let mut awaited = Vec::new();
+            for (object, absent) in &missing {
+                let bytes: u64 = absent.iter().map(|blocks| object.entry.span_of(blocks).len()).sum();
+                RemoteCounters::add(&self.cache().counters().miss_bytes, bytes);
+                self.enqueue(object, &merged(absent, gap_blocks), false, deadline, &mut awaited);
+            }
+            self.run_without_threads();
+            let done = || {
+                let failed = |job: &Arc<Job>| matches!(job.outcome(), Some(Err(_)));
+                awaited.iter().any(failed) || awaited.iter().all(|job| job.outcome().is_some()) || {
+                    let here = |(object, absent): &(&Arc<RemoteObject>, Vec<Range<u64>>)| {
+                        absent.iter().all(|blocks| object.entry.is_verified(blocks))
+                    };
+                    missing.iter().all(here)
+                }
+            };
+            if !self.shared.progress.wait(deadline, done) {
+                let (object, blocks) = (missing[0].0, &missing[0].1[0]);
+                return Err(NotFetched::Remote(Arc::new(late(object, blocks))));
+            }
+            if let Some(failure) = awaited.iter().find_map(|job| job.outcome()?.as_ref().err()) {
+                // A job that was made for another reader may have had less time.
+                let again = match (failure, deadline) {
+                    (NotFetched::Remote(error), Deadline::At(_)) => error.is_transient() && !deadline.is_over(),
+                    (_, _) => false,
+                };
+                if !again {
+                    return Err(failure.clone());
+                }
+            }
+        }
+        Err(NotFetched::NoRoom)
+    }
+
+    /// Requests blocks that will be needed soon, and does not wait for them. Returns whether the queue had room.
+    pub fn bring_ahead(&self, object: &Arc<RemoteObject>, ranges: &[Range<u64>], gap_blocks: u64) -> bool {
+        if self.shared.queue().ahead.len() >= AHEAD_JOBS_MAX || self.cache().is_full() {
+            return false;
+        }
+        let absent: Vec<Range<u64>> =
+            ranges.iter().flat_map(|blocks| object.entry.absent(blocks).unwrap_or_default()).collect();
+        if !absent.is_empty() {
+            self.enqueue(object, &merged(&absent, gap_blocks), true, Deadline::None, &mut Vec::new());
+        }
+        true
+    }
+
+    /// Number of jobs that wait or run and that no reader waits for.
+    pub fn ahead_jobs(&self) -> usize {
+        let queue = self.shared.queue();
+        queue.ahead.len() + queue.ahead_running
+    }
+
+    /// Waits a moment for progress of any job.
+    pub fn pause(&self, time: Duration) {
+        let until = Deadline::At(Instant::now() + time);
+        let mut first = true;
+        self.shared.progress.wait(until, || !std::mem::replace(&mut first, false));
+    }
+
+    /// Makes jobs of the blocks that no job has, and takes those that have some to the front.
+    fn enqueue(
+        &self,
+        object: &Arc<RemoteObject>,
+        ranges: &[Range<u64>],
+        ahead: bool,
+        deadline: Deadline,
+        awaited: &mut Vec<Arc<Job>>,
+    ) {
+        let mut jobs = object.lock_jobs();
+        let mut new = Vec::new();
+        for range in ranges {
+            let mut start = range.start;
+            while start < range.end {
+                let owner = jobs.iter().find(|job| job.blocks.contains(&start)).cloned();
+                if let Some(job) = owner {
+                    start = job.blocks.end;
+                    awaited.push(Arc::clone(&job));
+                    if !ahead && job.promote(deadline) && job.is_queued() {
+                        new.push(job);
+                    }
+                    continue;
+                }
+                let next = jobs.iter().map(|job| job.blocks.start).filter(|first| *first > start).min();
+                let end = range.end.min(next.unwrap_or(u64::MAX)).min(start + REQUEST_BLOCKS);
+                let job = Arc::new(Job::new(object, start..end, ahead, deadline));
+                jobs.push(Arc::clone(&job));
+                awaited.push(Arc::clone(&job));
+                new.push(job);
+                start = end;
+            }
+        }
+        drop(jobs);
+        let mut queue = self.shared.queue();
+        let count = new.len();
+        if ahead { &mut queue.ahead } else { &mut queue.urgent }.extend(new);
+        let wanted = count.saturating_sub(queue.idle).min(THREADS - queue.threads.min(THREADS));
+        for _ in 0..wanted {
+            let shared = Arc::clone(&self.shared);
+            let started = thread::Builder::new().name("ckfs-fetch".into()).spawn(move || run(&shared));
+            match started {
+                Ok(_) => queue.threads += 1,
+                Err(error) => {
+                    tracing::debug!("a thread that fetches could not be started: {error}");
+                    break;
+                }
+            }
+        }
+        drop(queue);
+        self.shared.work.notify_all();
+    }
+
+    /// Runs the urgent jobs here if the system starts no thread.
+    fn run_without_threads(&self) {
+        loop {
+            let mut queue = self.shared.queue();
+            if queue.threads > 0 {
+                return;
+            }
+            let Some(job) = queue.urgent.pop_front() else { return };
+            drop(queue);
+            if job.begin() {
+                fetch(&self.shared, &job, true);
+            }
+        }
+    }
+}
+
+impl Drop for Fetcher {
+    fn drop(&mut self) {
+        self.shared.closed.store(true, Ordering::Release);
+        // The jobs hold their objects, and these hold the jobs.
+        let left: Vec<Arc<Job>> = {
+            let mut queue = self.shared.queue();
+            let Queue { urgent, ahead, .. } = &mut *queue;
+            urgent.drain(..).chain(ahead.drain(..)).collect()
+        };
+        for job in left {
+            job.end(Err(NotFetched::NoRoom));
+        }
+        self.shared.work.notify_all();
+    }
+}
+
+/// Compares checksums of present blocks. Returns the others.
+fn verify(object: &RemoteObject, ranges: &[Range<u64>]) -> Result<Vec<Range<u64>>, NotFetched> {
+    let failed = |error: io::Error| NotFetched::Cache(Arc::new(error));
+    let mut absent = Vec::new();
+    for blocks in ranges {
+        let _guards = object.entry.guard(blocks).map_err(failed)?;
+        absent.extend(object.entry.missing(blocks).map_err(failed)?);
+    }
+    Ok(absent)
+}
+
+/// Ranges in order, those merged that have a gap of at most `gap` between them.
+fn merged(ranges: &[Range<u64>], gap: u64) -> Vec<Range<u64>> {
+    let mut sorted: Vec<Range<u64>> = ranges.to_vec();
+    sorted.sort_by_key(|range| range.start);
+    let mut all: Vec<Range<u64>> = Vec::with_capacity(sorted.len());
+    for range in sorted {
+        match all.last_mut() {
+            Some(last) if range.start <= last.end.saturating_add(gap) => last.end = last.end.max(range.end),
+            Some(_) | None => all.push(range),
+        }
+    }
+    all
+}
+
+/// The error of a reader whose time is over.
+fn late(object: &RemoteObject, blocks: &Range<u64>) -> RemoteError {
+    let message = "no answer within --source-timeout";
+    RemoteError::new(Failure::TimedOut, object.service.host(), &object.file.key, message)
+        .of_span(object.entry.span_of(blocks))
+}
+
+/// A thread that fetches.
+fn run(shared: &Arc<Shared>) {
+    let mut queue = shared.queue();
+    loop {
+        if shared.is_closed() {
+            break;
+        }
+        let urgent = queue.urgent.pop_front();
+        let is_urgent = urgent.is_some();
+        let free = queue.ahead_running < AHEAD_THREADS;
+        let Some(job) = urgent.or_else(|| if free { queue.ahead.pop_front() } else { None }) else {
+            queue.idle += 1;
+            let waited = shared.work.wait_timeout(queue, IDLE).unwrap_or_else(PoisonError::into_inner);
+            queue = waited.0;
+            queue.idle -= 1;
+            let nothing = queue.urgent.is_empty() && queue.ahead.is_empty();
+            if waited.1.timed_out() && nothing {
+                break;
+            }
+            continue;
+        };
+        if !job.begin() {
+            continue;
+        }
+        queue.ahead_running += usize::from(!is_urgent);
+        drop(queue);
+        let done = fetch(shared, &job, is_urgent);
+        queue = shared.queue();
+        queue.ahead_running -= usize::from(!is_urgent);
+        if !done {
+            // Another process has it. A reader may have begun to wait for it meanwhile.
+            job.put_back();
+            if job.is_ahead() { &mut queue.ahead } else { &mut queue.urgent }.push_back(job);
+        }
+        if !queue.ahead.is_empty() {
+            shared.work.notify_one();
+        }
+    }
+    queue.threads -= 1;
+}
+
+/// Runs a job to its end. Returns false if another process fetches its blocks and no reader waits for them.
+fn fetch(shared: &Shared, job: &Arc<Job>, is_urgent: bool) -> bool {
+    let (entry, mut claimed) = (&job.object.entry, false);
+    let mut quiet_since = Instant::now();
+    let mut left = u64::MAX;
+    let outcome = loop {
+        if !claimed {
+            claimed = entry.claim(&job.blocks, true).unwrap_or(true);
+        }
+        let absent = match entry.absent(&job.blocks) {
+            Ok(absent) => absent,
+            Err(error) => break Err(NotFetched::Cache(Arc::new(error))),
+        };
+        let count = absent.iter().map(|blocks| blocks.end - blocks.start).sum();
+        if count == 0 {
+            break Ok(());
+        }
+        if claimed || quiet_since.elapsed() > OTHER_PROCESS_MAX {
+            break absent.iter().try_for_each(|blocks| request(shared, job, blocks));
+        }
+        if count < left {
+            (left, quiet_since) = (count, Instant::now());
+        }
+        if shared.is_closed() {
+            break Err(NotFetched::NoRoom);
+        }
+        thread::sleep(LOOK);
+        if !is_urgent {
+            return false;
+        }
+    };
+    if claimed {
+        // Before the end: a job for the same blocks of this process may follow, and this would drop its claim.
+        let _ = entry.claim(&job.blocks, false);
+    }
+    if let Err(NotFetched::Cache(error)) = &outcome {
+        tracing::warn!("cache {}: {error}; read without the cache", entry.name());
+    }
+    job.end(outcome);
+    shared.progress.note();
+    true
+}
+
+/// Requests blocks and writes them to the cache as they come.
+fn request(shared: &Shared, job: &Job, blocks: &Range<u64>) -> Result<(), NotFetched> {
+    let object = &job.object;
+    let (entry, span) = (&object.entry, span_of(blocks, object.file.size_bytes));
+    let mut chunk: Vec<u8> = Vec::with_capacity(place(CHUNK_BYTES.min(span.len())));
+    let (mut first, mut got, mut failure) = (blocks.start, 0_u64, None);
+    let mut write = |chunk: &mut Vec<u8>| {
+        let written = store(shared, job, first, chunk);
+        first += (chunk.len() as u64).div_ceil(BLOCK_BYTES);
+        chunk.clear();
+        written
+    };
+    let fetched = object.service.read(&object.file, span, job.deadline(), &mut |mut bytes| {
+        while !bytes.is_empty() {
+            let room = place(CHUNK_BYTES) - chunk.len();
+            let (part, rest) = bytes.split_at(bytes.len().min(room));
+            chunk.extend_from_slice(part);
+            got += part.len() as u64;
+            bytes = rest;
+            if chunk.len() as u64 == CHUNK_BYTES || got == span.len() {
+                if let Err(error) = write(&mut chunk) {
+                    failure = Some(error);
+                    return ControlFlow::Break(());
+                }
+                shared.progress.note();
+            }
+        }
+        if shared.is_closed() {
+            failure = Some(NotFetched::NoRoom);
+            return ControlFlow::Break(());
+        }
+        ControlFlow::Continue(())
+    });
+    if let Some(failure) = failure {
+        return Err(failure);
+    }
+    let result = fetched.map_err(|error| NotFetched::Remote(Arc::new(error)));
+    // The whole blocks of a reply that broke off count.
+    let whole = chunk.len() / place(BLOCK_BYTES) * place(BLOCK_BYTES);
+    chunk.truncate(whole);
+    if !chunk.is_empty() && result.is_err() {
+        let _ = write(&mut chunk);
+    }
+    debug_assert!(result.is_err() || entry.span_of(blocks).len() == got);
+    result
+}
+
+/// Writes blocks to the cache, if it has room.
+fn store(shared: &Shared, job: &Job, first: u64, bytes: &[u8]) -> Result<(), NotFetched> {
+    if !shared.cache.reserve(bytes.len() as u64) {
+        return Err(NotFetched::NoRoom);
+    }
+    job.object.entry.store(first, bytes, job.is_ahead()).map_err(|error| {
+        if matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) {
+            shared.cache.note_full();
+            NotFetched::NoRoom
+        } else {
+            NotFetched::Cache(Arc::new(error))
+        }
+    })
+}

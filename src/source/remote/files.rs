@@ -1,0 +1,402 @@
+//! Remote objects as a source: a wrapper over the local source of the cache's sparse files.
+//!
+//! Every access first makes its bytes present and guards their segments; then the local path does the rest, with maps, kernel-only
+//! buffers and advice. Where the cache has no room, the bytes are read past it.
+//!
+//! Files that are local, such as those of an adapter, are passed through.
+
+use std::{
+    fs::File,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use smallvec::SmallVec;
+
+use super::{
+    super::{
+        ByteSpan, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, Source, SourceError, local::LocalFiles,
+    },
+    cache::{
+        BLOCK_BYTES, Guards,
+        geometry::{blocks_of, place},
+    },
+    counters::RemoteCounters,
+    digest,
+    error::{Failure, RemoteError},
+    handle::Remote,
+    object::NotFetched,
+    retry::Deadline,
+};
+
+/// Attempts to have all blocks of a read at one time.
+const ROUNDS_MAX: usize = 6;
+/// Segments that were not used for this time may be evicted by other processes.
+const IDLE_MS: u64 = 60_000;
+/// Time between two notes that the entries are in use.
+const TOUCH_PERIOD: Duration = Duration::from_secs(30);
+
+/// Remote objects and local files as one source.
+#[derive(Debug)]
+pub struct RemoteFiles {
+    local: LocalFiles,
+    /// For each file, the remote object; `None` of a local file.
+    remote: Vec<Option<Remote>>,
+    counters: Arc<RemoteCounters>,
+    begun: Instant,
+    touched_seconds: AtomicU64,
+}
+
+impl RemoteFiles {
+    /// A source of files that are open. `local` has them in the same order; where `remote` has an object, the file is its sparse file.
+    ///
+    /// # Panics
+    /// If the lists differ in length.
+    pub fn new(local: LocalFiles, remote: Vec<Option<Remote>>, counters: Arc<RemoteCounters>) -> Self {
+        assert_eq!(local.file_count(), remote.len(), "files of the local source");
+        Self { local, remote, counters, begun: Instant::now(), touched_seconds: AtomicU64::new(0) }
+    }
+
+    fn remote(&self, file: FileId) -> Option<&Remote> {
+        self.remote[file.index()].as_ref()
+    }
+
+    /// The spans, if they lie in the file.
+    fn bounded(&self, file: FileId, spans: &[ByteSpan]) -> bool {
+        let len = self.local.pin(file).len_bytes;
+        spans.iter().all(|span| span.end() <= len)
+    }
+
+    /// Makes spans present. Returns guards that keep them.
+    fn ready<'a>(&self, remote: &'a Remote, spans: &[ByteSpan]) -> Result<Guards<'a>, NotFetched> {
+        let entry = &remote.object.entry;
+        let mut deadline = None;
+        let failed = |error| NotFetched::Cache(Arc::new(error));
+        for _ in 0..ROUNDS_MAX {
+            let (mut guards, mut taken) = (Guards::new(), SmallVec::new());
+            let mut absent = Vec::new();
+            for span in spans {
+                let blocks = blocks_of(*span);
+                entry.guard_more(&blocks, &mut guards, &mut taken).map_err(failed)?;
+                if entry.is_verified(&blocks) {
+                    entry.note_read(&blocks);
+                } else {
+                    absent.extend(entry.missing(&blocks).map_err(failed)?);
+                }
+            }
+            if absent.is_empty() {
+                return Ok(guards);
+            }
+            drop(guards);
+            if remote.fetcher.cache().is_full() {
+                return Err(NotFetched::NoRoom);
+            }
+            let until = *deadline.get_or_insert_with(|| Deadline::At(Instant::now() + remote.timeout));
+            // Gaps are merged only within a strided piece, whose spans come in one call.
+            let gap = if spans.len() > 1 { remote.object.service.gap_bytes() / BLOCK_BYTES } else { 0 };
+            remote.fetcher.bring(&[(Arc::clone(&remote.object), absent)], gap, until)?;
+        }
+        Err(NotFetched::NoRoom)
+    }
+
+    /// The error of a read, which poisons the file if its object has changed.
+    fn error(&self, file: FileId, span: ByteSpan, error: &Arc<RemoteError>) -> SourceError {
+        let path = Arc::clone(&self.local.pin(file).path);
+        match &error.failure {
+            Failure::Changed { expected, found } => {
+                let (expected, found) = (expected.clone(), found.clone());
+                self.health().condemn(file, SourceError::OtherVersion { file: path, expected, found })
+            }
+            Failure::Transient
+            | Failure::Busy(_)
+            | Failure::TimedOut
+            | Failure::NotFound
+            | Failure::Refused
+            | Failure::Unsupported => SourceError::Remote { file: path, span, error: Arc::clone(error) },
+        }
+    }
+
+    /// Reads past the cache.
+    fn uncached(&self, file: FileId, remote: &Remote, parts: &mut [FetchPart<'_>]) -> Result<(), SourceError> {
+        let deadline = Deadline::At(Instant::now() + remote.timeout);
+        for part in parts {
+            let Some(span) = part.span() else { continue };
+            remote
+                .read_uncached(span, part.target, deadline)
+                .map_err(|error| self.error(file, span, &Arc::new(error)))?;
+        }
+        Ok(())
+    }
+
+    /// Runs `work` on a buffer of a span in which the bytes of `parts` are right.
+    fn with_buffer(
+        &self,
+        file: FileId,
+        remote: &Remote,
+        span: ByteSpan,
+        parts: &[ByteSpan],
+        work: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), SourceError> {
+        let mut buffer = vec![0; place(span.len())];
+        let mut rest: &mut [u8] = &mut buffer;
+        let mut at = span.start();
+        let mut targets = Vec::with_capacity(parts.len());
+        for part in parts {
+            let skipped = rest.split_off_mut(..place(part.start() - at));
+            let target = rest.split_off_mut(..place(part.len()));
+            let (Some(_), Some(target)) = (skipped, target) else { continue };
+            targets.push(FetchPart { start: part.start(), target });
+            at = part.end();
+        }
+        self.uncached(file, remote, &mut targets)?;
+        work(&buffer);
+        Ok(())
+    }
+
+    fn counted<T>(&self, result: Result<T, SourceError>) -> Result<T, SourceError> {
+        result.inspect_err(|_| RemoteCounters::add(&self.counters.failed_reads, 1))
+    }
+}
+
+/// Bounding span of spans, which are not empty.
+fn bounding(spans: &[ByteSpan]) -> ByteSpan {
+    let start = spans.iter().map(|span| span.start()).min().unwrap_or(0);
+    let end = spans.iter().map(|span| span.end()).max().unwrap_or(start);
+    ByteSpan::new(start, end).expect("the least start is at most the greatest end")
+}
+
+impl Source for RemoteFiles {
+    fn file_count(&self) -> usize {
+        self.local.file_count()
+    }
+
+    fn pin(&self, file: FileId) -> &Pin {
+        self.local.pin(file)
+    }
+
+    fn check(&self, file: FileId) -> Result<(), SourceError> {
+        self.local.check(file)
+    }
+
+    fn check_path(&self, file: FileId) -> Result<(), SourceError> {
+        self.local.check_path(file)
+    }
+
+    fn fetch(&self, file: FileId, parts: &mut [FetchPart<'_>]) -> Result<(), SourceError> {
+        let Some(remote) = self.remote(file) else { return self.local.fetch(file, parts) };
+        self.health().usable(file)?;
+        let spans: Option<SmallVec<[ByteSpan; 4]>> = parts.iter().map(FetchPart::span).collect();
+        let Some(spans) = spans.filter(|spans| self.bounded(file, spans)) else {
+            return self.local.fetch(file, parts);
+        };
+        let result = match self.ready(remote, &spans) {
+            Ok(_guards) => self.local.fetch(file, parts),
+            Err(NotFetched::NoRoom | NotFetched::Cache(_)) => self.uncached(file, remote, parts),
+            Err(NotFetched::Remote(error)) => Err(self.error(file, bounding(&spans), &error)),
+        };
+        self.counted(result)
+    }
+
+    fn fetch_files(&self, files: &mut [FileFetch<'_, '_>]) -> Result<(), (FileId, SourceError)> {
+        // First all of them together, so that requests for several files are under way at a time. Each then finds its bytes.
+        let demand = |FileFetch { file, parts }: &FileFetch<'_, '_>| {
+            let spans: Option<Vec<ByteSpan>> = parts.iter().map(FetchPart::span).collect();
+            let spans = spans.filter(|spans| self.bounded(*file, spans) && self.health().usable(*file).is_ok())?;
+            let remote = self.remote(*file)?;
+            Some((remote, (Arc::clone(&remote.object), Remote::blocks(&spans))))
+        };
+        let (remotes, demands): (Vec<&Remote>, Vec<_>) = files.iter().filter_map(demand).unzip();
+        if let Some(first) = remotes.first().filter(|_| demands.len() > 1) {
+            let deadline = Deadline::At(Instant::now() + first.timeout);
+            let gap = first.object.service.gap_bytes() / BLOCK_BYTES;
+            if let Err(NotFetched::Remote(error)) = first.fetcher.bring(&demands, gap, deadline) {
+                let of_object = |fetch: &&FileFetch<'_, '_>| {
+                    self.remote(fetch.file).is_some_and(|remote| remote.object.file.key == error.what)
+                };
+                let file = files.iter().find(of_object).map_or(files[0].file, |fetch| fetch.file);
+                let span = error.span.unwrap_or(ByteSpan::EMPTY);
+                return self.counted(Err(self.error(file, span, &error))).map_err(|error| (file, error));
+            }
+        }
+        files
+            .iter_mut()
+            .try_for_each(|FileFetch { file, parts }| self.fetch(*file, parts).map_err(|error| (*file, error)))
+    }
+
+    fn gap_bytes(&self) -> u64 {
+        if self.remote.iter().any(Option::is_some) { BLOCK_BYTES } else { self.local.gap_bytes() }
+    }
+
+    fn ahead_bytes(&self) -> Option<u64> {
+        /// Bytes ahead of a sequential reader: some requests of each thread that fetches.
+        const AHEAD_BYTES: u64 = 256 << 20;
+        self.remote.iter().any(Option::is_some).then_some(AHEAD_BYTES)
+    }
+
+    fn health(&self) -> &Health {
+        self.local.health()
+    }
+
+    fn maps(&self) -> Option<&dyn Maps> {
+        Some(self)
+    }
+
+    fn backing(&self, file: FileId) -> Option<Arc<File>> {
+        if let Some(remote) = self.remote(file) {
+            let entry = &remote.object.entry;
+            // The kernel will read the file without asking: its blocks must stay.
+            if !(entry.is_whole() && entry.keep().unwrap_or(false)) {
+                return None;
+            }
+        }
+        self.local.backing(file)
+    }
+
+    fn remote(&self) -> Option<&RemoteCounters> {
+        self.remote.iter().any(Option::is_some).then_some(&*self.counters)
+    }
+
+    fn bring_ahead(&self, file: FileId, spans: &[ByteSpan]) -> bool {
+        let Some(remote) = self.remote(file) else { return true };
+        let spans: Vec<ByteSpan> = spans.iter().copied().filter(|span| self.bounded(file, &[*span])).collect();
+        let gap = if spans.len() > 1 { remote.object.service.gap_bytes() / BLOCK_BYTES } else { 0 };
+        remote.fetcher.bring_ahead(&remote.object, &Remote::blocks(&spans), gap)
+    }
+
+    fn ahead_jobs(&self) -> usize {
+        self.remote.iter().flatten().next().map_or(0, |remote| remote.fetcher.ahead_jobs())
+    }
+
+    fn absent_bytes(&self, file: FileId, spans: &[ByteSpan]) -> u64 {
+        let Some(remote) = self.remote(file) else { return 0 };
+        let entry = &remote.object.entry;
+        let ranges = merged(Remote::blocks(spans));
+        ranges
+            .iter()
+            .flat_map(|blocks| entry.absent(blocks).unwrap_or_else(|_| vec![blocks.clone()]))
+            .map(|blocks| entry.span_of(&blocks).len())
+            .sum()
+    }
+}
+
+/// Ranges in order without overlaps.
+fn merged(mut ranges: Vec<std::ops::Range<u64>>) -> Vec<std::ops::Range<u64>> {
+    ranges.sort_by_key(|range| range.start);
+    let mut all: Vec<std::ops::Range<u64>> = Vec::with_capacity(ranges.len());
+    for range in ranges {
+        match all.last_mut() {
+            Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
+            Some(_) | None => all.push(range),
+        }
+    }
+    all
+}
+
+impl Maps for RemoteFiles {
+    fn is_mapped(&self, file: FileId) -> bool {
+        // Where the cache has no room, exact spans cost less than what a map's window would.
+        let room =
+            self.remote(file).is_none_or(|remote| remote.object.entry.is_whole() || !remote.fetcher.cache().is_full());
+        room && self.local.is_mapped(file)
+    }
+
+    fn is_partial(&self, file: FileId, span: ByteSpan) -> bool {
+        self.remote(file).is_some_and(|remote| !remote.object.entry.is_verified(&blocks_of(span)))
+    }
+
+    fn with(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>> {
+        self.with_parts(file, span, &[span], work)
+    }
+
+    fn with_parts(
+        &self,
+        file: FileId,
+        span: ByteSpan,
+        parts: &[ByteSpan],
+        work: &mut dyn FnMut(&[u8]),
+    ) -> Option<Result<(), SourceError>> {
+        let Some(remote) = self.remote(file) else { return self.local.with(file, span, work) };
+        if !self.bounded(file, &[span]) || self.health().usable(file).is_err() {
+            return self.local.with(file, span, work);
+        }
+        let result = match self.ready(remote, parts) {
+            Ok(_guards) => self.local.with(file, span, work)?,
+            Err(NotFetched::NoRoom | NotFetched::Cache(_)) => self.with_buffer(file, remote, span, parts, work),
+            Err(NotFetched::Remote(error)) => Err(self.error(file, bounding(parts), &error)),
+        };
+        Some(self.counted(result))
+    }
+
+    fn with_kernel_bytes(
+        &self,
+        file: FileId,
+        span: ByteSpan,
+        reply: &mut dyn FnMut(KernelBytes<'_>),
+    ) -> Option<Result<(), SourceError>> {
+        let Some(remote) = self.remote(file) else { return self.local.with_kernel_bytes(file, span, reply) };
+        if !self.bounded(file, &[span]) || self.health().usable(file).is_err() {
+            return self.local.with_kernel_bytes(file, span, reply);
+        }
+        match self.ready(remote, &[span]) {
+            // The guards live until the kernel has copied the bytes.
+            Ok(_guards) => self.local.with_kernel_bytes(file, span, reply),
+            // The caller fetches.
+            Err(NotFetched::NoRoom | NotFetched::Cache(_)) => None,
+            Err(NotFetched::Remote(error)) => Some(self.counted(Err(self.error(file, span, &error)))),
+        }
+    }
+
+    fn will_need(&self, file: FileId, span: ByteSpan) {
+        let Some(remote) = self.remote(file) else { return self.local.will_need(file, span) };
+        if !self.bounded(file, &[span]) {
+            return;
+        }
+        let blocks = blocks_of(span);
+        match remote.object.entry.absent(&blocks) {
+            Ok(absent) if absent.is_empty() => self.local.will_need(file, span),
+            Ok(_) => {
+                remote.fetcher.bring_ahead(&remote.object, &[blocks], 0);
+            }
+            Err(_) => {}
+        }
+    }
+
+    fn will_return(&self) {
+        self.local.will_return();
+    }
+
+    fn prefault(&self, file: FileId, span: ByteSpan) -> bool {
+        match self.remote(file) {
+            // A hole would become pages of zeros in memory.
+            Some(remote) if !remote.object.entry.is_verified(&blocks_of(span)) => true,
+            Some(_) | None => self.local.prefault(file, span),
+        }
+    }
+
+    fn trim(&self) {
+        self.local.trim();
+        let Some(first) = self.remote.iter().flatten().next() else { return };
+        let cache = first.fetcher.cache();
+        cache.trim(IDLE_MS);
+        let seconds = self.begun.elapsed().as_secs();
+        if seconds.saturating_sub(self.touched_seconds.load(Ordering::Relaxed)) >= TOUCH_PERIOD.as_secs() {
+            self.touched_seconds.store(seconds, Ordering::Relaxed);
+            cache.touch();
+        }
+        for (place, remote) in self.remote.iter().enumerate() {
+            let Some(remote) = remote else { continue };
+            let file = FileId(u32::try_from(place).expect("files have numbers of 32 bits"));
+            if let Some((expected, found)) = digest::step(&remote.object) {
+                let path = Arc::clone(&self.local.pin(file).path);
+                self.health().condemn(file, SourceError::Corrupt { file: path, expected, found });
+            }
+        }
+    }
+
+    fn bound(&self, usual_bytes: u64, again_bytes: u64) {
+        self.local.bound(usual_bytes, again_bytes);
+    }
+}

@@ -1,0 +1,83 @@
+//! A remote object together with what fetches it.
+
+use std::{io, ops::Range, os::unix::fs::FileExt, sync::Arc, time::Duration};
+
+use super::{
+    super::ByteSpan,
+    cache::geometry::blocks_of,
+    error::Failure,
+    fetcher::Fetcher,
+    object::{NotFetched, RemoteObject},
+    retry::Deadline,
+};
+
+/// A remote object together with what fetches it. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Remote {
+    /// The object.
+    pub object: Arc<RemoteObject>,
+    /// What fetches its blocks.
+    pub fetcher: Arc<Fetcher>,
+    /// Longest wait of one read.
+    pub timeout: Duration,
+}
+
+impl Remote {
+    /// Fills `target` with the bytes of a span. Waits as long as the service asks for, as opening a checkpoint does.
+    ///
+    /// # Errors
+    /// The bytes do not come, or the object ends earlier.
+    pub fn read_span(&self, span: ByteSpan, target: &mut [u8]) -> io::Result<()> {
+        let object = &self.object;
+        if !object.file.span().contains(span) {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let blocks = blocks_of(span);
+        let demand = (Arc::clone(object), vec![blocks.clone()]);
+        loop {
+            match self.fetcher.bring(std::slice::from_ref(&demand), 0, Deadline::None) {
+                Ok(()) => {
+                    let _guards = object.entry.guard(&blocks)?;
+                    if object.entry.is_verified(&blocks) {
+                        return object.entry.data().read_exact_at(target, span.start());
+                    }
+                }
+                Err(NotFetched::NoRoom | NotFetched::Cache(_)) => {
+                    return self.read_uncached(span, target, Deadline::None).map_err(io::Error::other);
+                }
+                Err(NotFetched::Remote(error)) => return Err(io::Error::other(error)),
+            }
+        }
+    }
+
+    /// Fills `target` with the bytes of a span, without the cache.
+    ///
+    /// # Errors
+    /// The error of the service.
+    pub fn read_uncached(
+        &self,
+        span: ByteSpan,
+        target: &mut [u8],
+        deadline: Deadline,
+    ) -> Result<(), super::error::RemoteError> {
+        let object = &self.object;
+        let mut done = 0;
+        object.service.read(&object.file, span, deadline, &mut |bytes| {
+            target[done..done + bytes.len()].copy_from_slice(bytes);
+            done += bytes.len();
+            std::ops::ControlFlow::Continue(())
+        })?;
+        if done < target.len() {
+            let message = format!("the reply ended {} bytes early", target.len() - done);
+            let (host, key) = (object.service.host(), &object.file.key);
+            return Err(super::error::RemoteError::new(Failure::Transient, host, key, message).of_span(span));
+        }
+        super::counters::RemoteCounters::add(&self.fetcher.cache().counters().uncached_bytes, span.len());
+        Ok(())
+    }
+
+    /// The blocks of spans.
+    pub fn blocks(spans: &[ByteSpan]) -> Vec<Range<u64>> {
+        spans.iter().map(|span| blocks_of(*span)).filter(|blocks| !blocks.is_empty()).collect()
+    }
+}

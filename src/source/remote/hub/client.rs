@@ -1,0 +1,420 @@
+//! Requests to the Hub: token, redirects, refusals, waits.
+
+use std::{
+    error::Error,
+    io,
+    ops::Deref,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Instant,
+};
+
+use reqwest::{
+    Method, Response, StatusCode, Url,
+    header::{ACCEPT_ENCODING, AUTHORIZATION, HeaderMap, HeaderName, HeaderValue, LOCATION},
+    redirect::Policy,
+};
+use serde::de::DeserializeOwned;
+use tokio::time::timeout_at;
+
+use super::{
+    super::{
+        counters::RemoteCounters,
+        error::{Failure, RemoteError},
+        interface::{RemoteFile, RemoteRepository},
+        retry::{Deadline, Gate, retry},
+        runtime,
+    },
+    kept::Kept,
+    limits::asked,
+    refusal::{Reason, Refusal, Subject},
+    settings::{HubSettings, may_connect},
+    snapshot::Snapshot,
+    tree::{Entry, Revision, SHA1_DIGITS, is_hex, next_page},
+};
+
+/// Connections that stay open for the next request, for each host.
+const IDLE_CONNECTIONS: usize = 64;
+/// Most redirects of one request.
+const REDIRECTS_MAX: usize = 10;
+/// Most bytes of an answer of the API. A page of the tree has about 300 KB.
+const ANSWER_BYTES_MAX: usize = 64 << 20;
+/// Most pages of a tree, of 1000 entries each.
+const PAGES_MAX: usize = 200;
+/// Hosts of the Hub itself. Its content network has other names, also below these.
+const HUB_HOSTS: [&str; 2] = ["huggingface.co", "hf.co"];
+
+/// A client of the Hub.
+#[derive(Debug)]
+pub struct Hub {
+    settings: HubSettings,
+    http: reqwest::Client,
+    gate: Gate,
+    counters: Arc<RemoteCounters>,
+    kept: Option<Kept>,
+}
+
+impl Hub {
+    /// A client with these settings. It sends nothing yet. Listings are kept below `cache`, the directory of the disk cache.
+    ///
+    /// # Errors
+    /// The HTTP client cannot start, for example without certificates.
+    pub fn new(
+        settings: HubSettings,
+        cache: Option<&Path>,
+        counters: Arc<RemoteCounters>,
+    ) -> Result<Self, RemoteError> {
+        let host = settings.endpoint.host_str().unwrap_or_default().to_owned();
+        runtime::install_tls();
+        let http = reqwest::Client::builder()
+            .user_agent(concat!("ckfs/", env!("CARGO_PKG_VERSION")))
+            .redirect(Policy::none())
+            .connect_timeout(runtime::CONNECT_TIMEOUT)
+            .read_timeout(runtime::READ_TIMEOUT)
+            .pool_max_idle_per_host(IDLE_CONNECTIONS)
+            // One connection for each request in flight: a single one of HTTP/2 is slower than its link.
+            .http1_only()
+            .build();
+        let http = http.map_err(|error| {
+            RemoteError::new(Failure::Unsupported, &host, "HTTP client", causes(&error.without_url()))
+        })?;
+        let kept = cache.map(|cache| Kept::new(cache, &settings.endpoint.authority().replace(':', "_")));
+        Ok(Self { settings, http, gate: Gate::default(), counters, kept })
+    }
+
+    /// Its settings.
+    pub fn settings(&self) -> &HubSettings {
+        &self.settings
+    }
+
+    pub(super) fn counters(&self) -> &RemoteCounters {
+        &self.counters
+    }
+
+    /// The host, for messages.
+    pub(super) fn host(&self) -> &str {
+        self.settings.endpoint.host_str().unwrap_or_default()
+    }
+
+    /// The commit that a branch, tag or commit stands for now.
+    ///
+    /// # Errors
+    /// [`RemoteError`]: refused with the way out, or unreachable.
+    pub fn commit(&self, repo: &str, revision: &str, deadline: Deadline) -> Result<String, RemoteError> {
+        if is_commit(revision) {
+            return Ok(revision.to_owned());
+        }
+        if self.settings.offline {
+            let kept = self.kept.as_ref().and_then(|kept| kept.commit(repo, revision));
+            return kept.ok_or_else(|| self.is_offline(&format!("{repo}@{revision}")));
+        }
+        let url = self.url(&["api", "models"], repo, &["revision", revision]);
+        let (Revision { sha }, _) = self.api(repo, Subject::Revision(revision), url, deadline)?;
+        if is_commit(&sha) {
+            if let Some(kept) = &self.kept {
+                kept.keep_commit(repo, revision, &sha);
+            }
+            return Ok(sha);
+        }
+        let message = format!("expected a commit as `sha`, found {sha:?}");
+        Err(RemoteError::new(Failure::Unsupported, self.host(), repo, message))
+    }
+
+    /// The files of a commit, with their digests, and how to read them. Files that are complete in `blobs`, the directory of
+    /// blobs in the Hub's shared cache, are read from there.
+    ///
+    /// # Errors
+    /// As [`Hub::commit`], and files whose names or digests cannot be used.
+    pub fn repository(
+        self: &Arc<Self>,
+        repo: &str,
+        commit: &str,
+        blobs: Option<PathBuf>,
+        deadline: Deadline,
+    ) -> Result<RemoteRepository, RemoteError> {
+        let kept = self.kept.as_ref().and_then(|kept| kept.files(repo, commit));
+        let files = match kept {
+            Some(files) => files,
+            None if self.settings.offline => {
+                return Err(self.is_offline(&format!("{repo}@{commit}")));
+            }
+            None => {
+                let files = self.tree(repo, commit, deadline)?;
+                if let Some(kept) = &self.kept {
+                    kept.keep_files(repo, commit, &files);
+                }
+                files
+            }
+        };
+        let page = self.settings.endpoint.as_str().trim_end_matches('/');
+        Ok(RemoteRepository {
+            label: format!("{repo}@{}", commit.get(..12).unwrap_or(commit)),
+            url: format!("{page}/{repo}/blob/{commit}"),
+            revision: Some(commit.to_owned()),
+            files,
+            objects: Arc::new(Snapshot::new(Arc::clone(self), repo.to_owned(), commit.to_owned(), blobs)),
+        })
+    }
+
+    fn tree(&self, repo: &str, commit: &str, deadline: Deadline) -> Result<Vec<RemoteFile>, RemoteError> {
+        let mut url = self.url(&["api", "models"], repo, &["tree", commit]);
+        url.set_query(Some("recursive=true&limit=1000"));
+        let mut next = Some(url);
+        let mut files = Vec::new();
+        let refuse = |message: String| RemoteError::new(Failure::Unsupported, self.host(), repo, message);
+        for _ in 0..PAGES_MAX {
+            let Some(url) = next.take() else { break };
+            let (entries, headers): (Vec<Entry>, _) =
+                self.api(repo, Subject::Revision(commit), url.clone(), deadline)?;
+            for entry in entries {
+                files.extend(entry.file().map_err(refuse)?);
+            }
+            next = next_page(&headers).and_then(|text| url.join(&text).ok());
+        }
+        if next.is_some() {
+            return Err(refuse(format!("more than {PAGES_MAX} pages of files: not a model repository")));
+        }
+        files.sort_by(|left, right| left.path.cmp(&right.path));
+        if let Some(twice) = files.windows(2).find(|pair| pair[0].path == pair[1].path) {
+            return Err(refuse(format!("lists {:?} twice", twice[0].path)));
+        }
+        Ok(files)
+    }
+
+    /// The error of something that only the network has.
+    pub(super) fn is_offline(&self, what: &str) -> RemoteError {
+        let message = "not on this machine, and --offline or HF_HUB_OFFLINE forbids to ask the Hub; `ckfs fetch` brings it \
+                       where the network may be used";
+        RemoteError::new(Failure::Unsupported, self.host(), what, message)
+    }
+
+    /// An address of the Hub: words, the repository, words.
+    pub(super) fn url(&self, before: &[&str], repo: &str, after: &[&str]) -> Url {
+        let mut url = self.settings.endpoint.clone();
+        if let Ok(mut path) = url.path_segments_mut() {
+            path.pop_if_empty().extend(before).extend(repo.split('/')).extend(after);
+        }
+        url
+    }
+
+    /// An answer of the API, with all repetitions.
+    fn api<T: DeserializeOwned>(
+        &self,
+        repo: &str,
+        subject: Subject<'_>,
+        url: Url,
+        deadline: Deadline,
+    ) -> Result<(T, HeaderMap), RemoteError> {
+        let attempt = |until: Instant| {
+            let url = url.clone();
+            runtime::block_on(async move {
+                let mut answer = self.follow(Method::GET, repo, subject, url, until).await?.answer;
+                let headers = answer.headers().clone();
+                let text = self.whole(repo, &mut answer, until).await?;
+                let parsed = serde_json::from_slice(&text).map_err(|error| {
+                    RemoteError::new(
+                        Failure::Transient,
+                        self.host(),
+                        repo,
+                        format!("the answer is not understood: {error}"),
+                    )
+                })?;
+                Ok((parsed, headers))
+            })
+            .unwrap_or_else(|error| Err(self.no_runtime(&error)))
+        };
+        retry(&self.gate, &self.counters, deadline, attempt, || false)
+    }
+
+    /// The error of a system that starts no threads.
+    pub(super) fn no_runtime(&self, error: &io::Error) -> RemoteError {
+        RemoteError::new(Failure::Unsupported, self.host(), "HTTP client", error.to_string())
+    }
+
+    async fn whole(&self, repo: &str, answer: &mut Response, until: Instant) -> Result<Vec<u8>, RemoteError> {
+        let mut text = Vec::new();
+        while let Some(chunk) = next_chunk(answer, self.host(), repo, until).await? {
+            text.extend_from_slice(&chunk);
+            if text.len() > ANSWER_BYTES_MAX {
+                let message = format!("the answer has more than {ANSWER_BYTES_MAX} bytes");
+                return Err(RemoteError::new(Failure::Unsupported, self.host(), repo, message));
+            }
+        }
+        Ok(text)
+    }
+
+    /// Sends a request and follows redirects between hosts of the Hub. The answer is a success, or a redirect to another host.
+    pub(super) async fn follow(
+        &self,
+        method: Method,
+        repo: &str,
+        subject: Subject<'_>,
+        mut url: Url,
+        until: Instant,
+    ) -> Result<Followed, RemoteError> {
+        // Of the answers on the way, the first with a header counts: the Hub describes the file before it redirects.
+        let mut described = HeaderMap::new();
+        for _ in 0..REDIRECTS_MAX {
+            let answer = self.send(method.clone(), &url, &HeaderMap::new(), repo, until).await?;
+            for (name, value) in answer.headers() {
+                if !described.contains_key(name) {
+                    described.insert(name.clone(), value.clone());
+                }
+            }
+            if let Some(refusal) = Refusal::of(&self.settings, repo, subject, &answer) {
+                return Err(explained(refusal, &answer, self.host(), repo));
+            }
+            if answer.status().is_success() {
+                return Ok(Followed { answer, described, url, leads_out: false });
+            }
+            let target = answer.headers().get(LOCATION).and_then(|value| value.to_str().ok());
+            let target = target.filter(|_| answer.status().is_redirection()).and_then(|text| url.join(text).ok());
+            let Some(target) = target else {
+                return Err(of_status(&answer, Failure::Unsupported, self.host(), repo, "an unexpected answer"));
+            };
+            let is_hub = self.is_hub(&target);
+            url = target;
+            if !is_hub {
+                return Ok(Followed { answer, described, url, leads_out: true });
+            }
+        }
+        let message = format!("more than {REDIRECTS_MAX} redirects");
+        Err(RemoteError::new(Failure::Unsupported, self.host(), repo, message))
+    }
+
+    /// Sends one request. Answers that mean "later" are errors; all others are returned.
+    pub(super) async fn send(
+        &self,
+        method: Method,
+        url: &Url,
+        headers: &HeaderMap,
+        what: &str,
+        until: Instant,
+    ) -> Result<Response, RemoteError> {
+        let host = url.host_str().unwrap_or_default().to_owned();
+        let failed = |failure, message: String| RemoteError::new(failure, &host, what, message);
+        if !may_connect(url, self.settings.allow_http) {
+            let message = "the address is not encrypted; --allow-http accepts that".to_owned();
+            return Err(failed(Failure::Unsupported, message));
+        }
+        let mut request = self.http.request(method, url.clone()).headers(headers.clone());
+        request = request.header(ACCEPT_ENCODING, "identity");
+        if let Some(token) = &self.settings.token
+            && self.is_hub(url)
+        {
+            let mut value = HeaderValue::try_from(format!("Bearer {}", token.text))
+                .map_err(|_| failed(Failure::Refused, format!("the token of {} is malformed", token.origin)))?;
+            value.set_sensitive(true);
+            request = request.header(AUTHORIZATION, value);
+        }
+        let answer = match timeout_at(until.into(), request.send()).await {
+            Ok(Ok(answer)) => answer,
+            Ok(Err(error)) => return Err(of_transport(error, &host, what)),
+            Err(_) => return Err(failed(Failure::TimedOut, "no answer in time".to_owned())),
+        };
+        let status = answer.status();
+        if status == StatusCode::TOO_MANY_REQUESTS {
+            let wait = asked(answer.headers());
+            return Err(of_status(&answer, Failure::Busy(wait), &host, what, "rate limit"));
+        }
+        if status == StatusCode::SERVICE_UNAVAILABLE
+            && let Some(wait) = asked(answer.headers())
+        {
+            return Err(of_status(&answer, Failure::Busy(Some(wait)), &host, what, "the server is busy"));
+        }
+        if status.is_server_error() || status == StatusCode::REQUEST_TIMEOUT {
+            return Err(of_status(&answer, Failure::Transient, &host, what, "a fault of the server"));
+        }
+        Ok(answer)
+    }
+
+    /// Whether an address belongs to the Hub, so that it may see the token: the endpoint itself, or two names of the same Hub.
+    pub(super) fn is_hub(&self, url: &Url) -> bool {
+        let own = &self.settings.endpoint;
+        let known = |url: &Url| {
+            url.scheme() == "https"
+                && url.port_or_known_default() == Some(443)
+                && url.host_str().is_some_and(|host| HUB_HOSTS.contains(&host))
+        };
+        own.origin() == url.origin() || (known(own) && known(url))
+    }
+}
+
+/// Where a request has led.
+#[derive(Debug)]
+pub(super) struct Followed {
+    pub(super) answer: Response,
+    /// The headers of all answers; of one name, the first.
+    pub(super) described: HeaderMap,
+    /// The address of the answer, or the one outside the Hub that it leads to.
+    pub(super) url: Url,
+    /// Whether the address is outside the Hub. Nothing was sent there.
+    pub(super) leads_out: bool,
+}
+
+/// Whether a revision is a complete commit.
+pub(super) fn is_commit(revision: &str) -> bool {
+    is_hex(revision, SHA1_DIGITS)
+}
+
+/// The next bytes of an answer.
+pub(super) async fn next_chunk(
+    answer: &mut Response,
+    host: &str,
+    what: &str,
+    until: Instant,
+) -> Result<Option<impl Deref<Target = [u8]> + use<>>, RemoteError> {
+    match timeout_at(until.into(), answer.chunk()).await {
+        Ok(Ok(chunk)) => Ok(chunk),
+        Ok(Err(error)) => Err(of_transport(error, host, what)),
+        Err(_) => Err(RemoteError::new(Failure::TimedOut, host, what, "the answer is not complete in time")),
+    }
+}
+
+/// The text of a header; its name is in lower case.
+pub(super) fn header<'a>(headers: &'a HeaderMap, name: &'static str) -> Option<&'a str> {
+    headers.get(HeaderName::from_static(name))?.to_str().ok()
+}
+
+fn request_id(headers: &HeaderMap) -> Option<String> {
+    ["x-request-id", "x-amz-cf-id", "x-amz-request-id"]
+        .into_iter()
+        .find_map(|name| header(headers, name))
+        .map(|id| id.chars().take(80).collect())
+}
+
+/// An error about an answer with a status.
+pub(super) fn of_status(answer: &Response, failure: Failure, host: &str, what: &str, message: &str) -> RemoteError {
+    let mut error = RemoteError::new(failure, host, what, message);
+    error.status = Some(answer.status().as_u16());
+    error.request_id = request_id(answer.headers());
+    error
+}
+
+fn explained(refusal: Refusal, answer: &Response, host: &str, repo: &str) -> RemoteError {
+    let failure = match refusal.reason {
+        Reason::RepositoryNotFound | Reason::RevisionNotFound(_) | Reason::FileNotFound(_) => Failure::NotFound,
+        Reason::Gated | Reason::BadToken | Reason::Other(_) => Failure::Refused,
+    };
+    of_status(answer, failure, host, repo, &refusal.to_string())
+}
+
+/// An error without an answer, or in the middle of one. The message never has the address, which may be signed.
+fn of_transport(error: reqwest::Error, host: &str, what: &str) -> RemoteError {
+    let failure = if error.is_timeout() { Failure::TimedOut } else { Failure::Transient };
+    RemoteError::new(failure, host, what, causes(&error.without_url()))
+}
+
+/// An error with its causes, each once.
+fn causes(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let more = cause.to_string();
+        if !text.contains(&more) {
+            text = format!("{text}: {more}");
+        }
+        next = cause.source();
+    }
+    text
+}

@@ -1,0 +1,164 @@
+//! Listings of the Hub that are kept in the disk cache: a later run needs fewer requests, or none when it is offline.
+//!
+//! ```text
+//! hub/<host>/<org>--<name>/revisions/<escaped revision>   the commit that it stood for when the Hub was last asked
+//! hub/<host>/<org>--<name>/trees/<commit>                 the files of a commit, which never change
+//! ```
+//!
+//! A listing that cannot be read or written is as good as none.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use serde::{Deserialize, Serialize};
+
+use super::{
+    super::interface::{Content, RemoteFile},
+    tree::{SHA1_DIGITS, is_hex, is_inside},
+};
+
+/// A file of a kept tree.
+#[derive(Debug, Serialize, Deserialize)]
+struct Row {
+    path: String,
+    size: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sha256: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    git: Option<String>,
+}
+
+impl Row {
+    fn of(file: &RemoteFile) -> Option<Self> {
+        let (sha256, git) = match &file.content {
+            Content::Sha256(hex) => (Some(hex.clone()), None),
+            Content::GitBlob(hex) => (None, Some(hex.clone())),
+            Content::Version { .. } => return None,
+        };
+        Some(Self { path: file.path.clone(), size: file.size_bytes, sha256, git })
+    }
+
+    fn file(self) -> Option<RemoteFile> {
+        let content = match (self.sha256, self.git) {
+            (Some(hex), None) if is_hex(&hex, 64) => Content::Sha256(hex),
+            (None, Some(hex)) if is_hex(&hex, SHA1_DIGITS) => Content::GitBlob(hex),
+            _ => return None,
+        };
+        let key = self.path.clone();
+        is_inside(&self.path).then_some(RemoteFile {
+            path: self.path,
+            key,
+            size_bytes: self.size,
+            content,
+            etag: None,
+            modified_seconds: None,
+        })
+    }
+}
+
+/// The kept listings of one Hub.
+#[derive(Clone, Debug)]
+pub(super) struct Kept {
+    dir: PathBuf,
+}
+
+impl Kept {
+    /// The listings of a host below the directory of the disk cache.
+    pub(super) fn new(cache: &Path, host: &str) -> Self {
+        Self { dir: cache.join("hub").join(escaped(host)) }
+    }
+
+    fn path(&self, repo: &str, kind: &str, name: &str) -> PathBuf {
+        self.dir.join(repo.replace('/', "--")).join(kind).join(escaped(name))
+    }
+
+    pub(super) fn commit(&self, repo: &str, revision: &str) -> Option<String> {
+        let text = fs::read_to_string(self.path(repo, "revisions", revision)).ok()?;
+        Some(text.trim().to_owned()).filter(|commit| is_hex(commit, SHA1_DIGITS))
+    }
+
+    pub(super) fn keep_commit(&self, repo: &str, revision: &str, commit: &str) {
+        replace(&self.path(repo, "revisions", revision), commit.as_bytes());
+    }
+
+    pub(super) fn files(&self, repo: &str, commit: &str) -> Option<Vec<RemoteFile>> {
+        let text = fs::read(self.path(repo, "trees", commit)).ok()?;
+        let rows: Vec<Row> = serde_json::from_slice(&text).ok()?;
+        rows.into_iter().map(Row::file).collect()
+    }
+
+    pub(super) fn keep_files(&self, repo: &str, commit: &str, files: &[RemoteFile]) {
+        let rows: Option<Vec<Row>> = files.iter().map(Row::of).collect();
+        if let Some(text) = rows.and_then(|rows| serde_json::to_vec(&rows).ok()) {
+            replace(&self.path(repo, "trees", commit), &text);
+        }
+    }
+}
+
+/// A text as the name of one file.
+fn escaped(text: &str) -> String {
+    let mut name = String::new();
+    for byte in text.bytes() {
+        if byte.is_ascii_alphanumeric() || b"-_.".contains(&byte) && !name.is_empty() {
+            name.push(char::from(byte));
+        } else {
+            name.push_str(&format!("%{byte:02x}"));
+        }
+    }
+    name
+}
+
+/// Puts a complete file in the place of another.
+fn replace(path: &Path, bytes: &[u8]) {
+    static NUMBER: AtomicU64 = AtomicU64::new(0);
+    let write = || -> io::Result<()> {
+        fs::create_dir_all(path.parent().unwrap_or(path))?;
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let part = path.with_file_name(format!(".part-{}-{number}", std::process::id()));
+        let written = fs::write(&part, bytes).and_then(|()| fs::rename(&part, path));
+        written.inspect_err(|_| drop(fs::remove_file(&part)))
+    };
+    if let Err(error) = write() {
+        tracing::debug!("{}: not kept: {error}", path.display());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn listings_are_kept_and_damaged_ones_are_not_believed() {
+        let dir = tempfile::tempdir().unwrap();
+        let kept = Kept::new(dir.path(), "huggingface.co");
+        let (commit, sha256) = ("c".repeat(40), "a".repeat(64));
+        let file = |path: &str, content| RemoteFile {
+            path: path.into(),
+            key: path.into(),
+            size_bytes: 7,
+            content,
+            etag: None,
+            modified_seconds: None,
+        };
+        let files = vec![file("a/b", Content::Sha256(sha256)), file("c", Content::GitBlob(commit.clone()))];
+        assert_eq!((kept.commit("org/name", "main"), kept.files("org/name", &commit)), (None, None));
+        kept.keep_commit("org/name", "refs/pr/1", &commit);
+        kept.keep_files("org/name", &commit, &files);
+        assert_eq!(kept.commit("org/name", "refs/pr/1"), Some(commit.clone()));
+        assert_eq!(kept.files("org/name", &commit), Some(files));
+        for damage in ["", "[{\"path\":\"../x\",\"size\":1,\"sha256\":\"\"}]", "[{\"path\":\"x\",\"size\":1}]"] {
+            fs::write(kept.path("org/name", "trees", &commit), damage).unwrap();
+            assert_eq!(kept.files("org/name", &commit), None, "{damage}");
+        }
+    }
+
+    #[test]
+    fn names_never_leave_their_directory() {
+        assert_eq!(escaped("refs/pr/1"), "refs%2fpr%2f1");
+        assert_eq!(escaped(".."), "%2e.");
+        assert_eq!(escaped("v1.0"), "v1.0");
+    }
+}

@@ -1,0 +1,281 @@
+//! One commit of a repository as objects.
+
+use std::{
+    collections::HashMap,
+    fs::File,
+    ops::ControlFlow,
+    os::unix::fs::FileExt,
+    path::PathBuf,
+    sync::{Arc, Mutex, PoisonError},
+    time::Instant,
+};
+
+use reqwest::{
+    Method, Response, StatusCode,
+    header::{CONTENT_RANGE, ETAG, HeaderMap, HeaderValue, RANGE},
+};
+use tokio::time::timeout_at;
+
+use super::{
+    super::{
+        super::ByteSpan,
+        counters::RemoteCounters,
+        error::{Failure, RemoteError},
+        interface::{Content, Objects, RemoteFile, Sink},
+        runtime,
+    },
+    client::{Hub, next_chunk, of_status},
+    location::{Location, locate, unquoted, what_of},
+};
+
+/// The largest file of which a part is taken out of a whole answer. The Hub serves small files by itself, and may ignore ranges.
+const WHOLE_BYTES_MAX: u64 = 16 << 20;
+
+/// Bytes read at once from a blob of the shared cache.
+const BLOB_CHUNK: usize = 1 << 20;
+
+/// What is known of a file's address.
+#[derive(Debug, Default)]
+struct Known {
+    /// The present address. Held while it is asked for, so that one thread asks.
+    location: tokio::sync::Mutex<Option<Location>>,
+    /// Entity tags by address without query: the first one seen counts.
+    tags: Mutex<HashMap<String, String>>,
+}
+
+/// One commit of a repository.
+#[derive(Debug)]
+pub(super) struct Snapshot {
+    hub: Arc<Hub>,
+    repo: String,
+    commit: String,
+    /// Blobs in the Hub's shared cache.
+    blobs: Option<PathBuf>,
+    files: Mutex<HashMap<String, Arc<Known>>>,
+}
+
+impl Snapshot {
+    pub(super) fn new(hub: Arc<Hub>, repo: String, commit: String, blobs: Option<PathBuf>) -> Self {
+        Self { hub, repo, commit, blobs, files: Mutex::default() }
+    }
+
+    /// Passes a span from a blob of the shared cache, if it is there in the expected size. A blob appears complete, by a rename.
+    fn read_blob(&self, file: &RemoteFile, span: ByteSpan, sink: &mut Sink<'_>) -> Option<Result<(), RemoteError>> {
+        let (Content::Sha256(digest) | Content::GitBlob(digest)) = &file.content else { return None };
+        let blob = File::open(self.blobs.as_ref()?.join(digest)).ok()?;
+        if !blob.metadata().is_ok_and(|found| found.is_file() && found.len() == file.size_bytes) {
+            return None;
+        }
+        let mut buffer = vec![0; usize::try_from(span.len()).map_or(BLOB_CHUNK, |len| len.min(BLOB_CHUNK))];
+        let mut next = span.start();
+        while next < span.end() {
+            let part = usize::try_from(span.end() - next).map_or(buffer.len(), |left| left.min(buffer.len()));
+            if let Err(error) = blob.read_exact_at(&mut buffer[..part], next) {
+                let what = what_of(&self.repo, file);
+                let message = format!("blob {digest} in the Hub's cache of this machine: {error}");
+                return Some(Err(RemoteError::new(Failure::Transient, self.hub.host(), &what, message)));
+            }
+            if sink(&buffer[..part]) == ControlFlow::Break(()) {
+                break;
+            }
+            next += part as u64;
+        }
+        Some(Ok(()))
+    }
+
+    fn known(&self, file: &RemoteFile) -> Arc<Known> {
+        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(files.entry(file.key.clone()).or_default())
+    }
+
+    /// The address of a file: the known one, unless it is the `refused` one.
+    async fn location(
+        &self,
+        file: &RemoteFile,
+        known: &Known,
+        refused: Option<u64>,
+        until: Instant,
+    ) -> Result<Location, RemoteError> {
+        let late = |_| {
+            let message = "the address of the file did not come in time";
+            RemoteError::new(Failure::TimedOut, self.hub.host(), &what_of(&self.repo, file), message)
+        };
+        let mut location = timeout_at(until.into(), known.location.lock()).await.map_err(late)?;
+        if let Some(location) = location.as_ref().filter(|location| Some(location.generation) != refused) {
+            return Ok(location.clone());
+        }
+        RemoteCounters::add(&self.hub.counters().requests, 1);
+        let generation = location.as_ref().map_or(1, |location| location.generation + 1);
+        let found = locate(&self.hub, &self.repo, &self.commit, file, generation, until).await?;
+        *location = Some(found.clone());
+        Ok(found)
+    }
+
+    async fn read_once(
+        &self,
+        file: &RemoteFile,
+        span: ByteSpan,
+        until: Instant,
+        sink: &mut Sink<'_>,
+    ) -> Result<(), RemoteError> {
+        let known = self.known(file);
+        let what = what_of(&self.repo, file);
+        let mut headers = HeaderMap::new();
+        let range = HeaderValue::try_from(format!("bytes={}-{}", span.start(), span.end().saturating_sub(1)));
+        headers.insert(RANGE, range.expect("digits and a dash"));
+        let mut location = self.location(file, &known, None, until).await?;
+        let mut renewed = false;
+        loop {
+            let answer = self.hub.send(Method::GET, &location.url, &headers, &what, until).await?;
+            let host = location.url.host_str().unwrap_or_default().to_owned();
+            // A signed address that has expired. The content network also refuses valid ones at times.
+            let refused = matches!(answer.status().as_u16(), 401 | 403 | 404 | 410) || answer.status().is_redirection();
+            if refused && !renewed {
+                renewed = true;
+                location = self.location(file, &known, Some(location.generation), until).await?;
+                continue;
+            }
+            if refused {
+                let message = "a fresh address of the file is refused, too";
+                return Err(of_status(&answer, Failure::Refused, &host, &what, message));
+            }
+            let body = Body { file, span, host: &host, what: &what, until };
+            let skip = body.check(&answer)?;
+            check_tag(&known, &location, &answer, &body)?;
+            return body.pass(answer, skip, sink).await;
+        }
+    }
+}
+
+/// Compares the entity tag with the first one of the same address: the content network has one content at an address.
+fn check_tag(known: &Known, location: &Location, answer: &Response, body: &Body<'_>) -> Result<(), RemoteError> {
+    let Some(tag) = answer.headers().get(ETAG).and_then(|value| value.to_str().ok()).map(unquoted) else {
+        return Ok(());
+    };
+    let mut tags = known.tags.lock().unwrap_or_else(PoisonError::into_inner);
+    let first = tags.entry(location.object()).or_insert_with(|| tag.to_owned());
+    if first == tag {
+        return Ok(());
+    }
+    let failure = Failure::Changed { expected: first.clone(), found: tag.to_owned() };
+    let message = format!("entity tag: expected {first}, found {tag}");
+    Err(of_status(answer, failure, body.host, body.what, &message))
+}
+
+/// The answer to a request for a span.
+struct Body<'a> {
+    file: &'a RemoteFile,
+    span: ByteSpan,
+    host: &'a str,
+    what: &'a str,
+    until: Instant,
+}
+
+impl Body<'_> {
+    /// Checks that an answer has the span. Returns how many bytes come before it.
+    fn check(&self, answer: &Response) -> Result<u64, RemoteError> {
+        let wrong = |failure, message: String| Err(of_status(answer, failure, self.host, self.what, &message));
+        let size_bytes = self.file.size_bytes;
+        let other_size = |found: u64| {
+            let message = format!("expected {size_bytes} bytes, found {found}");
+            let failure = Failure::Changed { expected: format!("{size_bytes} bytes"), found: format!("{found} bytes") };
+            wrong(failure, message)
+        };
+        match answer.status() {
+            StatusCode::PARTIAL_CONTENT => {
+                let text =
+                    answer.headers().get(CONTENT_RANGE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+                let expected = (self.span.start(), self.span.end().saturating_sub(1));
+                match parse_content_range(text) {
+                    Some((_, _, size)) if size != size_bytes => other_size(size),
+                    Some((first, last, _)) if (first, last) == expected => Ok(0),
+                    Some(_) | None => wrong(
+                        Failure::Transient,
+                        format!("expected bytes {}-{}/{size_bytes}, found {text:?}", expected.0, expected.1),
+                    ),
+                }
+            }
+            StatusCode::OK if size_bytes <= WHOLE_BYTES_MAX => match answer.content_length() {
+                Some(found) if found != size_bytes => other_size(found),
+                Some(_) | None => Ok(self.span.start()),
+            },
+            StatusCode::OK => wrong(Failure::Unsupported, "the server ignores ranges".to_owned()),
+            StatusCode::RANGE_NOT_SATISFIABLE | StatusCode::PRECONDITION_FAILED => {
+                let found = format!("status {}", answer.status().as_u16());
+                wrong(Failure::Changed { expected: format!("{size_bytes} bytes"), found }, "another version".to_owned())
+            }
+            _ => wrong(Failure::Transient, "an unexpected answer".to_owned()),
+        }
+    }
+
+    /// Passes the bytes of the span to `sink`.
+    async fn pass(&self, mut answer: Response, mut skip: u64, sink: &mut Sink<'_>) -> Result<(), RemoteError> {
+        let mut left = self.span.len();
+        let is_whole = answer.status() == StatusCode::OK;
+        while let Some(chunk) = next_chunk(&mut answer, self.host, self.what, self.until).await? {
+            let mut bytes: &[u8] = &chunk;
+            let skipped = skip.min(bytes.len() as u64);
+            skip -= skipped;
+            bytes = &bytes[usize::try_from(skipped).unwrap_or(bytes.len())..];
+            if bytes.len() as u64 > left {
+                if !is_whole {
+                    let message = format!("expected {} bytes, found more", self.span.len());
+                    return Err(RemoteError::new(Failure::Transient, self.host, self.what, message));
+                }
+                bytes = &bytes[..usize::try_from(left).unwrap_or(bytes.len())];
+            }
+            left -= bytes.len() as u64;
+            if !bytes.is_empty() && sink(bytes) == ControlFlow::Break(()) {
+                return Ok(());
+            }
+            if left == 0 && is_whole {
+                return Ok(());
+            }
+        }
+        if left == 0 {
+            return Ok(());
+        }
+        let message = format!("expected {} bytes, found {}", self.span.len(), self.span.len() - left);
+        Err(RemoteError::new(Failure::Transient, self.host, self.what, message))
+    }
+}
+
+/// First and last byte and the size of the whole, from `bytes 0-9/100`.
+fn parse_content_range(text: &str) -> Option<(u64, u64, u64)> {
+    let (range, size) = text.strip_prefix("bytes ")?.split_once('/')?;
+    let (first, last) = range.split_once('-')?;
+    Some((first.trim().parse().ok()?, last.trim().parse().ok()?, size.trim().parse().ok()?))
+}
+
+impl Objects for Snapshot {
+    fn host(&self) -> &str {
+        self.hub.host()
+    }
+
+    fn read(&self, file: &RemoteFile, span: ByteSpan, until: Instant, sink: &mut Sink<'_>) -> Result<(), RemoteError> {
+        if span.is_empty() {
+            return Ok(());
+        }
+        if let Some(read) = self.read_blob(file, span, sink) {
+            return read;
+        }
+        if self.hub.settings().offline {
+            return Err(self.hub.is_offline(&what_of(&self.repo, file)).of_span(span));
+        }
+        let read = runtime::block_on(self.read_once(file, span, until, sink));
+        read.unwrap_or_else(|error| Err(self.hub.no_runtime(&error))).map_err(|error| error.of_span(span))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn content_ranges_are_exact() {
+        assert_eq!(parse_content_range("bytes 0-9/100"), Some((0, 9, 100)));
+        for wrong in ["", "bytes */100", "bytes 0-9/*", "bytes 0-9", "items 0-9/100", "bytes 9/100", "bytes -1-9/100"] {
+            assert_eq!(parse_content_range(wrong), None, "{wrong}");
+        }
+    }
+}

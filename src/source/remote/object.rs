@@ -1,0 +1,196 @@
+//! A remote object with its entry in the cache, and the jobs that fetch its blocks.
+
+use std::{
+    io,
+    ops::Range,
+    path::Path,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicBool, AtomicU8, Ordering},
+    },
+};
+
+use super::{
+    cache::Entry,
+    error::RemoteError,
+    interface::RemoteFile,
+    retry::{Deadline, Retrying},
+};
+
+/// A remote object with its entry in the cache.
+#[derive(Debug)]
+pub struct RemoteObject {
+    /// The object.
+    pub file: RemoteFile,
+    /// Its name in messages.
+    pub name: Arc<Path>,
+    /// Its entry.
+    pub entry: Arc<Entry>,
+    /// Its service.
+    pub service: Arc<Retrying>,
+    /// Jobs that are not done. No two of them have the same block.
+    pub(super) jobs: Mutex<Vec<Arc<Job>>>,
+    /// State of the comparison with the digest that the service names.
+    pub(super) digest: DigestState,
+}
+
+impl RemoteObject {
+    /// An object without jobs.
+    pub fn new(file: RemoteFile, name: Arc<Path>, entry: Arc<Entry>, service: Arc<Retrying>) -> Self {
+        Self { file, name, entry, service, jobs: Mutex::default(), digest: DigestState::default() }
+    }
+
+    pub(super) fn lock_jobs(&self) -> MutexGuard<'_, Vec<Arc<Job>>> {
+        self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// State of the comparison of a complete object with its digest.
+#[derive(Debug, Default)]
+pub(super) struct DigestState {
+    /// Whether a thread is comparing.
+    pub(super) running: AtomicBool,
+    /// Whether the digest was right in this process.
+    pub(super) right: AtomicBool,
+    /// Whether it was wrong once.
+    pub(super) wrong: AtomicBool,
+    /// The digest of the bytes that were fetched again, if it was wrong too.
+    twice: OnceLock<String>,
+}
+
+impl DigestState {
+    pub(super) fn found_twice(&self) -> Option<String> {
+        self.twice.get().cloned()
+    }
+
+    pub(super) fn set_found_twice(&self, found: String) {
+        let _ = self.twice.set(found);
+    }
+}
+
+/// Why blocks did not come.
+#[derive(Clone, Debug)]
+pub enum NotFetched {
+    /// The service.
+    Remote(Arc<RemoteError>),
+    /// The cache has no room: the bytes are to be read without it.
+    NoRoom,
+    /// The cache's files failed.
+    Cache(Arc<io::Error>),
+}
+
+/// Where a job stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum JobState {
+    Queued,
+    Running,
+    Done,
+}
+
+/// Blocks of an object to be fetched with one request.
+#[derive(Debug)]
+pub(super) struct Job {
+    pub(super) object: Arc<RemoteObject>,
+    pub(super) blocks: Range<u64>,
+    /// Whether no reader waits for it.
+    ahead: AtomicBool,
+    deadline: Mutex<Deadline>,
+    state: AtomicU8,
+    outcome: OnceLock<Result<(), NotFetched>>,
+}
+
+impl Job {
+    pub(super) fn new(object: &Arc<RemoteObject>, blocks: Range<u64>, ahead: bool, deadline: Deadline) -> Self {
+        Self {
+            object: Arc::clone(object),
+            blocks,
+            ahead: AtomicBool::new(ahead),
+            deadline: Mutex::new(deadline),
+            state: AtomicU8::new(JobState::Queued as u8),
+            outcome: OnceLock::new(),
+        }
+    }
+
+    /// Begins it, unless another thread has. Returns whether this thread runs it.
+    pub(super) fn begin(&self) -> bool {
+        let (queued, running) = (JobState::Queued as u8, JobState::Running as u8);
+        self.state.compare_exchange(queued, running, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    }
+
+    /// Puts it back: another thread may begin it again.
+    pub(super) fn put_back(&self) {
+        self.state.store(JobState::Queued as u8, Ordering::Release);
+    }
+
+    pub(super) fn is_queued(&self) -> bool {
+        self.state.load(Ordering::Acquire) == JobState::Queued as u8
+    }
+
+    /// A reader waits for it from now on. Returns whether none did before.
+    pub(super) fn promote(&self, deadline: Deadline) -> bool {
+        let mut own = self.deadline.lock().unwrap_or_else(PoisonError::into_inner);
+        if let (Deadline::At(current), Deadline::At(wanted)) = (*own, deadline) {
+            *own = Deadline::At(current.max(wanted));
+        }
+        self.ahead.swap(false, Ordering::AcqRel)
+    }
+
+    pub(super) fn is_ahead(&self) -> bool {
+        self.ahead.load(Ordering::Acquire)
+    }
+
+    pub(super) fn deadline(&self) -> Deadline {
+        *self.deadline.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends it: its object knows it no longer.
+    pub(super) fn end(self: &Arc<Self>, outcome: Result<(), NotFetched>) {
+        let _ = self.outcome.set(outcome);
+        self.state.store(JobState::Done as u8, Ordering::Release);
+        self.object.lock_jobs().retain(|job| !Arc::ptr_eq(job, self));
+    }
+
+    pub(super) fn outcome(&self) -> Option<&Result<(), NotFetched>> {
+        self.outcome.get()
+    }
+}
+
+/// Wakes threads that wait for blocks.
+#[derive(Debug, Default)]
+pub(super) struct Progress {
+    steps: Mutex<u64>,
+    changed: Condvar,
+}
+
+impl Progress {
+    pub(super) fn note(&self) {
+        let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
+        *steps = steps.wrapping_add(1);
+        drop(steps);
+        self.changed.notify_all();
+    }
+
+    /// Waits until `done`, or until the deadline. Returns whether it was done.
+    pub(super) fn wait(&self, deadline: Deadline, mut done: impl FnMut() -> bool) -> bool {
+        // Also without news: another process may have brought the blocks.
+        const LOOK: std::time::Duration = std::time::Duration::from_millis(100);
+        let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            let seen = *steps;
+            drop(steps);
+            if done() {
+                return true;
+            }
+            let left = deadline.left().unwrap_or(LOOK).min(LOOK);
+            if left.is_zero() {
+                return false;
+            }
+            steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
+            if *steps == seen {
+                let waited = self.changed.wait_timeout(steps, left).unwrap_or_else(PoisonError::into_inner);
+                steps = waited.0;
+            }
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! Credentials and settings from `~/.aws`, as the AWS tools keep them.
+
+use std::{
+    collections::HashMap,
+    env, fs,
+    path::PathBuf,
+    sync::{Arc, Mutex, PoisonError},
+    time::SystemTime,
+};
+
+use async_trait::async_trait;
+use object_store::{CredentialProvider, aws::AwsCredential};
+
+/// What a profile says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Profile {
+    values: HashMap<String, String>,
+}
+
+impl Profile {
+    /// A value, for example `region`.
+    pub(super) fn get(&self, key: &str) -> Option<&str> {
+        self.values.get(key).map(String::as_str).filter(|value| !value.is_empty())
+    }
+
+    fn credential(&self) -> Option<AwsCredential> {
+        Some(AwsCredential {
+            key_id: self.get("aws_access_key_id")?.to_owned(),
+            secret_key: self.get("aws_secret_access_key")?.to_owned(),
+            token: self.get("aws_session_token").map(str::to_owned),
+        })
+    }
+}
+
+/// The files of profiles: settings, then credentials.
+fn files() -> [Option<PathBuf>; 2] {
+    let variable = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let home = |name: &str| Some(variable("HOME")?.join(".aws").join(name));
+    [
+        variable("AWS_CONFIG_FILE").or_else(|| home("config")),
+        variable("AWS_SHARED_CREDENTIALS_FILE").or_else(|| home("credentials")),
+    ]
+}
+
+/// The profile that `AWS_PROFILE` names, or `default`.
+pub(super) fn load() -> Profile {
+    let name = env::var("AWS_PROFILE").ok().filter(|name| !name.is_empty()).unwrap_or_else(|| "default".to_owned());
+    let mut values = HashMap::new();
+    for path in files().into_iter().flatten() {
+        values.extend(section(&fs::read_to_string(path).unwrap_or_default(), &name));
+    }
+    Profile { values }
+}
+
+/// The values of a profile in a file. The file of settings writes `[profile name]`, that of credentials `[name]`.
+fn section(text: &str, name: &str) -> HashMap<String, String> {
+    let mut inside = false;
+    let mut values = HashMap::new();
+    for line in text.lines() {
+        if let Some(title) = line.trim().strip_prefix('[').and_then(|line| line.split(']').next()) {
+            let title = title.trim();
+            inside = title == name || title.strip_prefix("profile").is_some_and(|rest| rest.trim() == name);
+        } else if inside
+            // Indented lines belong to a nested section.
+            && !line.starts_with([' ', '\t', '#', ';'])
+            && let Some((key, value)) = line.split_once('=')
+        {
+            values.insert(key.trim().to_ascii_lowercase(), value.trim().to_owned());
+        }
+    }
+    values
+}
+
+/// The keys of the profile; read again when a file changes, as tools renew them.
+#[derive(Debug)]
+pub(super) struct ProfileProvider {
+    known: Mutex<Known>,
+}
+
+#[derive(Debug)]
+struct Known {
+    modified: [Option<SystemTime>; 2],
+    credential: Arc<AwsCredential>,
+}
+
+fn modified() -> [Option<SystemTime>; 2] {
+    files().map(|path| fs::metadata(path?).ok()?.modified().ok())
+}
+
+impl ProfileProvider {
+    /// A provider, if the profile has keys.
+    pub(super) fn of(profile: &Profile) -> Option<Self> {
+        let credential = Arc::new(profile.credential()?);
+        Some(Self { known: Mutex::new(Known { modified: modified(), credential }) })
+    }
+}
+
+#[async_trait]
+impl CredentialProvider for ProfileProvider {
+    type Credential = AwsCredential;
+
+    async fn get_credential(&self) -> object_store::Result<Arc<AwsCredential>> {
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = modified();
+        if now != known.modified
+            && let Some(credential) = load().credential()
+        {
+            *known = Known { modified: now, credential: Arc::new(credential) };
+        }
+        Ok(Arc::clone(&known.credential))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn profiles_are_found_in_both_files() {
+        let text = "[default]\naws_access_key_id = A\naws_secret_access_key=S\n# x=y\n[profile two]\nregion = eu\n\
+                    s3 =\n  max = 3\n[two]\nAWS_SESSION_TOKEN=T=\n";
+        let two = Profile { values: section(text, "two") };
+        assert_eq!((two.get("region"), two.get("aws_session_token"), two.get("max")), (Some("eu"), Some("T="), None));
+        assert!(ProfileProvider::of(&two).is_none());
+        let first = Profile { values: section(text, "default") };
+        assert_eq!(first.credential().unwrap().key_id, "A");
+        assert!(!format!("{:?}", ProfileProvider::of(&first)).contains("\"S\""));
+    }
+}

@@ -1,0 +1,12 @@
+//! Object stores and web servers: S3, Google Cloud Storage, Azure and HTTP, by the `object_store` crate.
+//!
+//! The crate makes one attempt at a time: its own repetitions are off, since [`super::Retrying`] repeats for all services.
+//! [`observe`] sees every reply below it, and takes from it what the crate does not pass on: status, pauses, request ids.
+
+mod address;
+mod aws_profile;
+mod http_listing;
+mod observe;
+mod reader;
+
+pub use address::open_url;

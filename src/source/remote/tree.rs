@@ -1,0 +1,161 @@
+//! A remote repository as files that can be opened: an entry in the cache for each object.
+
+use std::{
+    path::Path,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+
+use super::{
+    super::SourceError,
+    cache::{
+        Cache,
+        geometry::{BLOCK_BYTES, block_count},
+    },
+    fetcher::{Demand, Fetcher},
+    handle::Remote,
+    interface::RemoteRepository,
+    object::{NotFetched, RemoteObject},
+    options::RemoteOptions,
+    retry::{Deadline, Retrying},
+};
+
+/// Bytes fetched from the beginning of each file of tensors when a repository is opened: most headers fit.
+const HEAD_BYTES: u64 = 128 << 10;
+/// Files up to this size are fetched whole when a repository is opened.
+const SMALL_BYTES: u64 = 64 << 10;
+/// At most this number of them: a directory of arrays may have very many.
+const SMALL_FILES_MAX: usize = 512;
+/// Files with these names are fetched whole up to the next limit: opening a checkpoint reads them.
+const NEEDED: [&str; 12] = [
+    "config.json",
+    "hf_quant_config.json",
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+    "adapter_config.json",
+    ".metadata",
+    "_METADATA",
+    "_sharding",
+    "_CHECKPOINT_METADATA",
+    "manifest.ocdbt",
+    ".zmetadata",
+    ".zarray",
+];
+const NEEDED_BYTES_MAX: u64 = 64 << 20;
+
+/// A remote repository, open: its files can be found.
+#[derive(Debug)]
+pub struct RemoteTree {
+    repository: RemoteRepository,
+    cache: Arc<Cache>,
+    service: Arc<Retrying>,
+    fetcher: Arc<Fetcher>,
+    timeout: Duration,
+    /// Made when they are first used: a checkpoint of a trainer may have very many files that nobody reads.
+    remotes: Vec<OnceLock<Remote>>,
+}
+
+impl RemoteTree {
+    /// Descriptors of an open file: the sparse file for writing and for reading, and its map.
+    pub const DESCRIPTORS: usize = 3;
+
+    /// Opens a repository, and fetches what opening a checkpoint will read: small files and headers, all at once.
+    ///
+    /// # Errors
+    /// What is needed does not come, or the cache cannot be used.
+    pub fn open(
+        repository: RemoteRepository,
+        cache: &Arc<Cache>,
+        options: &RemoteOptions,
+    ) -> Result<Self, SourceError> {
+        let service = Arc::new(Retrying::new(Arc::clone(&repository.objects), Arc::clone(cache.counters())));
+        let remotes = repository.files.iter().map(|_| OnceLock::new()).collect();
+        let (cache, timeout) = (Arc::clone(cache), options.timeout);
+        let fetcher = Arc::new(Fetcher::new(Arc::clone(&cache)));
+        let tree = Self { repository, cache, service, fetcher, timeout, remotes };
+        tree.fetch_heads()?;
+        Ok(tree)
+    }
+
+    /// The repository.
+    pub fn repository(&self) -> &RemoteRepository {
+        &self.repository
+    }
+
+    /// The file at a place of the repository's list, with its entry in the cache.
+    ///
+    /// # Errors
+    /// The cache cannot be used.
+    ///
+    /// # Panics
+    /// If the list is shorter.
+    pub fn remote(&self, place: usize) -> Result<&Remote, SourceError> {
+        if let Some(remote) = self.remotes[place].get() {
+            return Ok(remote);
+        }
+        let file = &self.repository.files[place];
+        let name: Arc<Path> = Arc::from(Path::new(&self.repository.name_of(file)));
+        let entry = self.cache.entry(file, &name.display().to_string()).map_err(|error| SourceError::Io {
+            file: Arc::clone(&name),
+            action: "make its entry in the cache".into(),
+            error: Arc::new(error),
+        })?;
+        let object = Arc::new(RemoteObject::new(file.clone(), name, entry, Arc::clone(&self.service)));
+        let made = Remote { object, fetcher: Arc::clone(&self.fetcher), timeout: self.timeout };
+        Ok(self.remotes[place].get_or_init(|| made))
+    }
+
+    fn fetch_heads(&self) -> Result<(), SourceError> {
+        let mut small = 0;
+        let mut demands: Vec<Demand> = Vec::new();
+        for (place, file) in self.repository.files.iter().enumerate() {
+            let (size, name) = (file.size_bytes, file.path.rsplit('/').next().unwrap_or_default());
+            let needed = NEEDED.contains(&name) && size <= NEEDED_BYTES_MAX;
+            let is_small = size <= SMALL_BYTES && small < SMALL_FILES_MAX;
+            let whole = block_count(size);
+            let blocks = if needed || is_small {
+                small += usize::from(!needed);
+                whole
+            } else if Path::new(name).extension().is_some_and(|extension| extension == "safetensors") || name.is_empty()
+            {
+                whole.min(HEAD_BYTES / BLOCK_BYTES)
+            } else {
+                0
+            };
+            if blocks > 0 {
+                demands.push((Arc::clone(&self.remote(place)?.object), vec![0..blocks]));
+            }
+        }
+        self.fetcher.bring(&demands, 0, Deadline::None).or_else(|failure| match failure {
+            // Whatever reads them reads past the cache then.
+            NotFetched::NoRoom | NotFetched::Cache(_) => Ok(()),
+            NotFetched::Remote(error) => {
+                let key = |demand: &&Demand| demand.0.file.key == error.what;
+                let object = demands.iter().find(key).map(|demand| &demand.0);
+                let file = object.map_or_else(|| Arc::from(Path::new(&error.what)), |object| Arc::clone(&object.name));
+                let span = error
+                    .span
+                    .unwrap_or_else(|| object.map_or(super::super::ByteSpan::EMPTY, |object| object.file.span()));
+                Err(SourceError::Remote { file, span, error })
+            }
+        })
+    }
+}
+
+/// The cache that the options name. Where there is none, or it cannot be used, memory serves for headers and small files, and a
+/// warning says so.
+pub fn open_cache(options: &RemoteOptions, counters: Arc<super::RemoteCounters>) -> Arc<Cache> {
+    let Some(dir) = options.cache_dir.clone().or_else(super::cache::default_directory) else {
+        tracing::warn!(
+            "no disk cache: neither --cache-dir, CKFS_CACHE_DIR, XDG_CACHE_HOME nor HOME is set; nothing is kept"
+        );
+        return Cache::in_memory(counters);
+    };
+    match Cache::open(&dir, options.cache_disk_bytes, Arc::clone(&counters)) {
+        Ok(cache) => cache,
+        Err(error) => {
+            tracing::warn!("no disk cache in {}: {error}; nothing is kept", dir.display());
+            Cache::in_memory(counters)
+        }
+    }
+}
