@@ -131,11 +131,21 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
     let mut adapters: Vec<_> = config.views.iter().filter_map(|view| view.settings.lora.clone()).collect();
     adapters.sort();
     adapters.dedup();
+    // Later checks go by path, as for the source.
+    let settled = |source: &mut Option<String>| -> anyhow::Result<Option<String>> {
+        if let Some(path) = source.as_mut().filter(|path| Path::new(path.as_str()).exists()) {
+            *path = std::path::absolute(&*path).with_context(|| path.clone())?.display().to_string();
+        }
+        Ok(source.clone())
+    };
+    let (config_from, fill_from) = (settled(&mut config.config_from)?, settled(&mut config.fill_from)?);
     let (remote, asks_hub) = (remote_options(&config.mount), true);
     let training_state = config.mount.training_state.unwrap_or(false);
     let options = OpenOptions {
         io,
         adapters,
+        config_from,
+        fill_from,
         follow_symlinks,
         training_state,
         fetches,
