@@ -8,6 +8,7 @@ use std::{
 
 use super::{
     file::{FileRole, IgnoreReason},
+    foreign,
     index::{Index, stays_inside},
     listing::{Listed, Opening},
     problem::{CheckpointError, Problem, Problems},
@@ -203,7 +204,11 @@ pub(super) fn choose_unindexed(
         let subdirectories = files.iter().filter(|file| usable(file)).filter_map(|file| file.path.rsplit_once('/'));
         let subdirectories: BTreeSet<String> = subdirectories.map(|(dir, _)| dir.to_owned()).collect();
         let subdirectories = subdirectories.into_iter().collect();
-        return Err(CheckpointError::NoWeights { root: root.to_path_buf(), subdirectories });
+        return Err(CheckpointError::NoWeights {
+            root: root.to_path_buf(),
+            subdirectories,
+            found: foreign::of_files(files),
+        });
     };
     let mut sets: BTreeMap<(String, String), u64> = BTreeMap::new();
     for file in files.iter_mut().filter(|file| usable(file)) {
@@ -239,7 +244,7 @@ pub(super) fn numbered(path: &str) -> Option<(&str, &str)> {
 }
 
 /// Order of names in which numbers count as numbers: `layers-2` before `layers-10`.
-pub(super) fn natural(left: &str, right: &str) -> Ordering {
+pub fn natural(left: &str, right: &str) -> Ordering {
     let (mut a, mut b) = (left.as_bytes(), right.as_bytes());
     while let (Some(x), Some(y)) = (a.first(), b.first()) {
         let order = if x.is_ascii_digit() && y.is_ascii_digit() {

@@ -6,11 +6,13 @@ use std::{collections::HashMap, io, path::Path, sync::Arc};
 use super::{
     adapter::{ADAPTER_WEIGHTS, AdapterFiles, read_adapters},
     choose::{CONFIG, find_unreadable},
+    companion::{Companion, fill_files, not_a_directory, read_companion},
     container::{self, Container, Contents},
     dcp,
     dialect::{Dialect, own_dtype, quantization_config},
     file::{FileRole, RepoFile},
     folder::{Folder, PinnedFiles, Text},
+    foreign::{self, FileKind},
     header::{ReadHeader, read_header},
     index::Index,
     listing::{Listed, Opening},
@@ -54,7 +56,47 @@ fn open(source: &str, options: &OpenOptions) -> Result<Checkpoint, CheckpointErr
     let located = locate(source, options)?;
     let is_directory = located.path.is_dir();
     drop(looking);
-    let adapters = read_adapters(options)?;
+    let mut adapters = read_adapters(options)?;
+    if let Some(fill) = &options.fill_from {
+        let alone = OpenOptions { adapters: Vec::new(), config_from: None, fill_from: None, ..options.clone() };
+        if locate(fill, options)?.remote.is_some() {
+            // Its files would have to be of the same source as the checkpoint's.
+            let scheme = fill.split_once("://").map_or("hf", |(scheme, _)| scheme).to_owned();
+            return Err(CheckpointError::NotSupported { source_name: format!("--fill-from {fill}"), scheme });
+        }
+        let fill = open(fill, &alone)?;
+        let weights = fill.files().iter().filter(|file| file.role == FileRole::Weights);
+        adapters.extend(fill_files(weights.filter_map(|file| Some(fill.source().path(file.file?))), &options.fetches)?);
+    }
+    let companion = options.config_from.as_ref().map(|source| companion(source, options)).transpose()?;
+    let opened = open_located(located, is_directory, options, adapters)?;
+    match companion {
+        Some((companion, config)) => opened.completed(companion, config),
+        None => Ok(opened),
+    }
+}
+
+/// Configuration and tokenizer of another repository.
+fn companion(source: &str, options: &OpenOptions) -> Result<(Companion, serde_json::Value), CheckpointError> {
+    let located = locate(source, options)?;
+    if let Some(repository) = located.remote.clone() {
+        let tree = RemoteTree::open(repository, &options.cache(), &options.remote)?;
+        return read_companion(located.label, &CachedTree::new(&tree));
+    }
+    if !located.path.is_dir() {
+        return Err(not_a_directory(&located.label));
+    }
+    let tree = local_tree(&located, options)?;
+    read_companion(located.label, &tree)
+}
+
+/// The checkpoint at a place.
+fn open_located(
+    located: Located,
+    is_directory: bool,
+    options: &OpenOptions,
+    adapters: Vec<AdapterFiles>,
+) -> Result<Checkpoint, CheckpointError> {
     if let Some(repository) = located.remote.clone() {
         let tree = RemoteTree::open(repository, &options.cache(), &options.remote)?;
         return match tree.repository().files.iter().position(|file| file.path.is_empty()) {
@@ -93,13 +135,12 @@ fn open_alone(
     let name = located.path.file_name().map_or_else(|| located.label.clone(), |name| name.display().to_string());
     let size_bytes = opened.len_bytes().unwrap_or(0);
     drop(opening);
-    let dialect = if container::is_torch(&name) { Chosen::Torch(None) } else { Chosen::Safetensors(None) };
     let listed = Listed { path: name, role: FileRole::Weights, size_bytes, state: Opening::Nothing };
     let chosen = ChosenFiles {
         located,
         files: vec![listed],
         weights: vec![0],
-        dialect,
+        dialect: Chosen::Unknown,
         config_text: None,
         modelopt_text: None,
         adapters,
@@ -170,7 +211,7 @@ fn open_folder(
         }
         Some(Container::Dcp | Container::Orbax) => {
             dcp::choose(&mut folder);
-            Chosen::Dcp
+            Chosen::Dcp { training_state: options.training_state }
         }
     };
     let (weights, opened) = folder.open_files(adapters.len())?;
@@ -236,18 +277,24 @@ fn open_orbax(
 
 /// The dialect that reads the weight files, with what decided the choice of these.
 enum Chosen<'a> {
+    /// That of a single file, by how it begins.
+    Unknown,
     Safetensors(Option<(&'a str, Index<'a>)>),
     Torch(Option<(&'a str, Index<'a>)>),
-    Dcp,
+    Dcp {
+        /// Whether optimizer state is wanted.
+        training_state: bool,
+    },
     Orbax(OrbaxContents),
 }
 
 impl Chosen<'_> {
     fn read(&mut self, files: &PinnedFiles<'_>, source: &Arc<dyn Source>, problems: &mut Problems) -> Contents {
         match self {
+            Self::Unknown => read_file(files, problems),
             Self::Safetensors(index) => safetensors::read(files, index.as_ref(), problems),
             Self::Torch(index) => torch::read(files, index.as_ref(), problems),
-            Self::Dcp => dcp::read(files, problems),
+            Self::Dcp { training_state } => dcp::read(files, *training_state, problems),
             Self::Orbax(found) => found.contents(source, problems),
         }
     }
@@ -256,7 +303,26 @@ impl Chosen<'_> {
     fn index_metadata(self) -> Option<serde_json::Value> {
         match self {
             Self::Safetensors(index) | Self::Torch(index) => index.and_then(|(_, index)| index.metadata),
-            Self::Dcp | Self::Orbax(_) => None,
+            Self::Unknown | Self::Dcp { .. } | Self::Orbax(_) => None,
+        }
+    }
+}
+
+/// Reads a single file.
+fn read_file(files: &PinnedFiles<'_>, problems: &mut Problems) -> Contents {
+    let name = files.path(FileId(0)).to_owned();
+    let len = files.source.len_bytes(FileId(0)).min(foreign::HEAD_BYTES);
+    let mut head = vec![0; usize::try_from(len).expect("a few bytes")];
+    if let Err(error) = files.source.read_into(FileId(0), 0, &mut head) {
+        problems.push(Problem::Unreadable { file: name, error });
+        return Contents::new(Container::Safetensors, TensorTable::default());
+    }
+    match foreign::of_head(&name, &head) {
+        FileKind::Torch => torch::read(files, None, problems),
+        FileKind::Safetensors => safetensors::read(files, None, problems),
+        FileKind::Foreign(text) => {
+            problems.push(Problem::Container { file: name, message: text.to_owned() });
+            Contents::new(Container::Safetensors, TensorTable::default())
         }
     }
 }
@@ -288,10 +354,10 @@ impl ChosenFiles<'_> {
         mut problems: Problems,
     ) -> Result<Checkpoint, CheckpointError> {
         let mut adapters = Vec::with_capacity(self.adapters.len());
-        for AdapterFiles { dir, config, weights, warning } in std::mem::take(&mut self.adapters) {
+        for AdapterFiles { dir, config, weights, warning, fills } in std::mem::take(&mut self.adapters) {
             let file = FileId(number(opened.len()));
             opened.push(weights);
-            adapters.push(Adapter { dir, file, config });
+            adapters.push(Adapter { dir, file, config, fills });
             self.warnings.extend(warning);
         }
         let source = pin_files(opened, options.io, Arc::clone(&options.fetches))?;
@@ -335,6 +401,7 @@ impl ChosenFiles<'_> {
             dialect,
             quantized,
             adapters,
+            companion: None,
             directories: self.directories,
             warnings: self.warnings,
         })

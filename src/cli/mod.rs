@@ -6,6 +6,7 @@
 //! Exit codes: 0 done, 1 failed, 2 usage error. Standard output carries data only; everything else goes to standard
 //! error.
 
+mod cache;
 mod cat;
 mod cleanup;
 mod demo;
@@ -20,6 +21,7 @@ mod open;
 mod output;
 mod patience;
 mod plan;
+mod prefetch;
 mod status;
 mod sums;
 mod tree;
@@ -82,6 +84,7 @@ enum Command {
     Cat(Box<cat::Cat>),
     Export(Box<export::Export>),
     Fetch(Box<fetch::Fetch>),
+    Cache(cache::Cache),
     Verify(Box<verify::Verify>),
     Sums(Box<sums::Sums>),
     Doctor(doctor::Doctor),
@@ -173,6 +176,7 @@ fn run(cli: Cli, sink: &Log, args: &[OsString]) -> anyhow::Result<()> {
         Command::Cat(command) => command.run(),
         Command::Export(command) => command.run(&log),
         Command::Fetch(command) => command.run(&log),
+        Command::Cache(command) => command.run(),
         Command::Verify(command) => command.run(&log),
         Command::Sums(command) => command.run(&log),
         Command::Doctor(command) => command.run(),

@@ -22,7 +22,7 @@ use super::{
     flags::{LogFlags, ServingFlags, SourceFlags},
     open,
     output::{AlreadyReported, Usage, chain},
-    patience,
+    patience, prefetch,
 };
 use crate::{
     checkpoint::Checkpoint,
@@ -327,6 +327,8 @@ fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readi
     drop(patience);
     let options = mount_options(&config.mount, &name);
     let _watching = watch(Arc::clone(&volume))?;
+    let prefetch = config.mount.prefetch.unwrap_or_default();
+    let _prefetching = prefetch::start(volume.engine().checkpoint(), volume.plans(), prefetch);
     let mut ready = Ok(());
     let exit = serve(volume, mountpoint, &options, log, || {
         ready = readiness.ready(&format!("serving {name} on {}", mountpoint.display()));

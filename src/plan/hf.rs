@@ -14,7 +14,7 @@ use super::{
     values::Values,
 };
 use crate::{
-    checkpoint::{Checkpoint, FileRole, json},
+    checkpoint::{Checkpoint, Container, FileRole, json},
     source::FileId,
     tensor::{DType, TensorId, View},
 };
@@ -60,6 +60,9 @@ pub(super) fn plan(
     let mut shown: Vec<(TensorId, String, View)> = Vec::with_capacity(checkpoint.tensors().len());
     let head = tie.then(|| names::tied_head(checkpoint)).flatten();
     let mut changed = head.is_some() || checkpoint.tensors().len() != original.tensors().len();
+    // What loads safetensors cannot load other files under such names, and the reverse.
+    let converted = original.container() != Container::Safetensors;
+    changed |= converted;
     if !changed && !values.converts() && renames.is_empty() && std::ptr::eq(checkpoint, original) {
         return Ok(originals(original).map(|(_, path, id)| original_file(path, id)).collect());
     }
@@ -107,7 +110,9 @@ pub(super) fn plan(
     }
     let weight_map: Vec<(String, String)> = originals(original)
         .filter(|(role, ..)| **role == FileRole::Weights)
-        .flat_map(|(_, path, id)| by_file[id.index()].iter().map(|(_, name, _)| (name.clone(), path.to_owned())))
+        .flat_map(|(_, path, id)| {
+            by_file[id.index()].iter().map(move |(_, name, _)| (name.clone(), shown_path(path, converted)))
+        })
         .collect();
     let mut files = Vec::new();
     let undone = is_undone(checkpoint);
@@ -121,7 +126,7 @@ pub(super) fn plan(
             if tensors.is_empty() && before[id.index()] > 0 {
                 continue;
             }
-            if tensors.len() == before[id.index()] && tensors.iter().all(as_before) {
+            if !converted && tensors.len() == before[id.index()] && tensors.iter().all(as_before) {
                 HfContent::Original(id)
             } else {
                 let tensors = tensors.into_iter().map(|(_, name, view)| (name, view)).collect();
@@ -141,7 +146,9 @@ pub(super) fn plan(
                 }
                 None => HfContent::Original(id),
             }
-        } else if path.ends_with(".safetensors.index.json") && !path.contains('/') {
+        } else if (path.ends_with(".safetensors.index.json") || (converted && path.ends_with(".bin.index.json")))
+            && !path.contains('/')
+        {
             match index(original, path, id, &weight_map, total) {
                 Ok(Some(text)) => HfContent::Text(text),
                 Ok(None) => HfContent::Original(id),
@@ -153,9 +160,24 @@ pub(super) fn plan(
         } else {
             HfContent::Original(id)
         };
-        files.push(HfFile { path: path.to_owned(), content });
+        let is_weights = *role == FileRole::Weights || path.ends_with(".bin.index.json");
+        files.push(HfFile { path: shown_path(path, converted && is_weights), content });
     }
     if problems.is_empty() { Ok(files) } else { Err(problems) }
+}
+
+/// The path in `hf/` of weights or of their index. Those that `converted` makes safetensors have the names that transformers looks
+/// for.
+fn shown_path(path: &str, converted: bool) -> String {
+    if !converted {
+        return path.to_owned();
+    }
+    let path = path.strip_prefix("pytorch_model").map_or_else(|| path.to_owned(), |rest| format!("model{rest}"));
+    if let Some(stem) = path.strip_suffix(".bin.index.json") {
+        return format!("{stem}.safetensors.index.json");
+    }
+    let stem = [".bin", ".pt", ".pth", ".ckpt"].iter().find_map(|suffix| path.strip_suffix(suffix));
+    stem.map_or_else(|| path.clone(), |stem| format!("{stem}.safetensors"))
 }
 
 /// Bytes of these tensors together.
@@ -192,12 +214,17 @@ fn metadata(checkpoint: &Checkpoint, file: FileId) -> Vec<(String, String)> {
 
 /// `config.json` with the present dtype of the weights, and without a quantization that was decoded.
 fn truthful_config(config: &Value, checkpoint: &Checkpoint, values: &Values<'_>) -> Value {
-    let mut config = config.clone();
+    let config = config.clone();
     let decoded = checkpoint.tensors().find_map(|(_, info)| info.quantized());
     let undone = is_undone(checkpoint);
     let dtype = values.general_dtype().or_else(|| values.decoded_dtype(decoded?.dtype));
+    with_dtype(config, checkpoint.dialect().text_config.as_deref(), dtype, undone)
+}
+
+/// `config.json` with this dtype of the weights; with `undone`, without a quantization. `nested` is the member with the text
+/// model's own configuration.
+pub(super) fn with_dtype(mut config: Value, nested: Option<&str>, dtype: Option<DType>, undone: bool) -> Value {
     let Some(name) = dtype.and_then(torch_name) else { return config };
-    let nested = checkpoint.dialect().text_config.clone();
     let had_dtype = config.get("dtype").is_some();
     let rewrite = |members: &mut serde_json::Map<String, Value>, top: bool| {
         if members.contains_key("torch_dtype") || (top && !had_dtype) {
@@ -213,7 +240,7 @@ fn truthful_config(config: &Value, checkpoint: &Checkpoint, values: &Values<'_>)
     if let Some(members) = config.as_object_mut() {
         rewrite(members, true);
         for (key, value) in members.iter_mut() {
-            let is_nested = nested.as_deref() == Some(key) || key.ends_with("_config");
+            let is_nested = nested == Some(key) || key.ends_with("_config");
             if let (true, Some(inner)) = (is_nested, value.as_object_mut()) {
                 rewrite(inner, false);
             }

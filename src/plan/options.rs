@@ -1,6 +1,6 @@
 //! The meaning of settings: the options of a plan.
 
-use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
+use std::{borrow::Cow, collections::BTreeMap, path::PathBuf, sync::Arc};
 
 use super::{
     layout_file::LayoutFile,
@@ -8,8 +8,10 @@ use super::{
     problem::{PlanError, Problem},
     select::Subset,
     shard::Sharding,
+    stored,
 };
 use crate::{
+    checkpoint::Checkpoint,
     config::{
         Allow, CastRule, ConfigError, Dequantize, DtypeChoice, LayoutChoice, LogicalRule, Mesh, Rename, ShardChoice,
         ShardRule, Tied, ViewSettings, value::SettingValue,
@@ -23,8 +25,10 @@ pub enum Layout {
     /// Generic: layers stacked, short names, `[out, in]` kept.
     #[default]
     Canonical,
-    /// The repository's own names.
+    /// The repository's own names, as names of files.
     Hf,
+    /// The checkpoint's own names and shapes, split as the trainer splits them.
+    Stored,
     /// A layout in the program, as data: rules for each model family, chosen by `config.json`.
     Embedded(&'static Embedded),
     /// A file from the user.
@@ -37,6 +41,7 @@ impl Layout {
         match self {
             Self::Canonical => "canonical",
             Self::Hf => "hf",
+            Self::Stored => "stored",
             Self::Embedded(embedded) => embedded.name,
             Self::File(file) => file.label(),
         }
@@ -46,7 +51,7 @@ impl Layout {
     pub fn keeps_f32(&self) -> bool {
         match self {
             Self::Embedded(embedded) => !embedded.name.starts_with("maxtext"),
-            Self::Canonical | Self::Hf | Self::File(_) => true,
+            Self::Canonical | Self::Hf | Self::Stored | Self::File(_) => true,
         }
     }
 
@@ -55,7 +60,18 @@ impl Layout {
     pub fn tree_root(&self) -> Option<&str> {
         match self {
             Self::Embedded(embedded) if embedded.name.starts_with("maxtext") => Some("params"),
-            Self::Canonical | Self::Hf | Self::Embedded(_) | Self::File(_) => None,
+            Self::Canonical | Self::Hf | Self::Stored | Self::Embedded(_) | Self::File(_) => None,
+        }
+    }
+}
+
+impl ViewOptions {
+    /// These options for a checkpoint: the layout is `stored` for a trainer's if the user chose none.
+    pub fn for_checkpoint(&self, checkpoint: &Checkpoint) -> Cow<'_, Self> {
+        if !self.chooses_layout && self.layout == Layout::Canonical && stored::is_default(checkpoint) {
+            Cow::Owned(Self { layout: Layout::Stored, ..self.clone() })
+        } else {
+            Cow::Borrowed(self)
         }
     }
 }
@@ -67,6 +83,8 @@ pub struct ViewOptions {
     pub mesh: Mesh,
     /// Names and shapes.
     pub layout: Layout,
+    /// Whether `layout` is the user's choice. Otherwise it depends on the checkpoint.
+    pub chooses_layout: bool,
     /// Dtype of all floats. `None` leaves them as they are, or leaves the choice to the layout.
     pub dtype: Option<DType>,
     /// Dtype of decoded quantized tensors, if they are decoded whatever `dtype` says.
@@ -95,6 +113,8 @@ pub struct ViewOptions {
     pub logical_rules: Vec<LogicalRule>,
     /// Bytes of the largest chunk file in formats with chunks. `None` leaves the choice to the format.
     pub chunk_bytes_max: Option<u64>,
+    /// Bytes of the largest weight file in a generated `hf/`.
+    pub shard_bytes_max: Option<u64>,
     /// The selected tensors of the repository.
     pub subset: Subset,
     /// Renames of the shown names, in order.
@@ -127,6 +147,7 @@ impl Layout {
         match choice {
             LayoutChoice::Named("canonical") => Ok(Self::Canonical),
             LayoutChoice::Named("hf") => Ok(Self::Hf),
+            LayoutChoice::Named("stored") => Ok(Self::Stored),
             LayoutChoice::Named(name) => Embedded::find(name).map(Self::Embedded).ok_or_else(|| unknown_layout(name)),
             LayoutChoice::File { path, text } => {
                 LayoutFile::parse(&path.display().to_string(), text).map(|file| Self::File(Arc::new(file)))
@@ -149,6 +170,7 @@ impl ViewOptions {
         Ok(Self {
             mesh: settings.mesh.clone().unwrap_or_default(),
             layout: settings.layout.as_ref().map(Layout::of).transpose()?.unwrap_or_default(),
+            chooses_layout: settings.layout.is_some(),
             dtype: settings.dtype.and_then(DtypeChoice::dtype),
             dequantize: settings.dequantize,
             keep_dtype: settings.dtype == Some(DtypeChoice::Keep),
@@ -183,6 +205,7 @@ impl ViewOptions {
             set: settings.set.iter().map(|(name, value)| (name.clone(), value.text())).collect(),
             logical_rules: settings.logical_rules.clone(),
             chunk_bytes_max: settings.chunk_bytes.map(|bytes| bytes.0),
+            shard_bytes_max: settings.max_shard_bytes.map(|bytes| bytes.0),
         })
     }
 }
@@ -198,7 +221,8 @@ mod tests {
     fn every_layout_that_settings_know_is_in_the_program() {
         let named = LAYOUTS.map(|name| Layout::of(&LayoutChoice::Named(name)).unwrap().name().to_owned());
         assert_eq!(named, LAYOUTS);
-        let embedded: Vec<&str> = LAYOUTS.into_iter().filter(|name| !["canonical", "hf"].contains(name)).collect();
+        let embedded: Vec<&str> =
+            LAYOUTS.into_iter().filter(|name| !["canonical", "hf", "stored"].contains(name)).collect();
         assert_eq!(embedded, Embedded::names().collect::<Vec<_>>());
     }
 

@@ -200,7 +200,7 @@ impl Plan {
     /// Whether views are of the few simple forms that the program itself makes.
     fn built_in(&self) -> bool {
         match self.layout {
-            Layout::Canonical | Layout::Hf => true,
+            Layout::Canonical | Layout::Hf | Layout::Stored => true,
             Layout::Embedded(_) | Layout::File(_) => false,
         }
     }
@@ -344,10 +344,14 @@ impl Plan {
         match self.layout {
             Layout::Canonical => !self.unscanned,
             Layout::Hf => false,
-            Layout::Embedded(_) | Layout::File(_) => match self.params.iter().find(|(name, _)| name == "scan") {
-                Some((_, value)) => value == "true",
-                None => self.tensors.iter().any(|tensor| tensor.logical.iter().any(|axis| axis.ends_with("layers"))),
-            },
+            Layout::Stored | Layout::Embedded(_) | Layout::File(_) => {
+                match self.params.iter().find(|(name, _)| name == "scan") {
+                    Some((_, value)) => value == "true",
+                    None => {
+                        self.tensors.iter().any(|tensor| tensor.logical.iter().any(|axis| axis.ends_with("layers")))
+                    }
+                }
+            }
         }
     }
 

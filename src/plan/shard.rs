@@ -88,9 +88,9 @@ pub(super) fn spec(
     let rank = draft.view.shape().rank();
     let Some(rule) = rules.iter().find(|rule| rule.pattern.matches(&draft.name)) else {
         return Ok(match (logical, sharding) {
-            (Some(logical), _) => logical.spec(&draft.roles.logical, mesh),
-            (None, Sharding::Auto | Sharding::Logical) => auto(&draft.roles, rank, mesh),
-            (None, Sharding::Replicate) => Spec::replicated(),
+            (Some(logical), _) if !draft.roles.by_position => logical.spec(&draft.roles.logical, mesh),
+            (_, Sharding::Auto | Sharding::Logical) => auto(&draft.roles, rank, mesh),
+            (_, Sharding::Replicate) => Spec::replicated(),
         });
     };
     let problem =

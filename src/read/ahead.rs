@@ -13,8 +13,13 @@ use crate::{
     tensor::{Origin, Tiling, needs},
 };
 
-/// Bytes ahead of a sequential reader for which source pages are requested.
-const RUNS_AHEAD_BYTES: u64 = 8 << 20;
+/// Least and most bytes ahead of a sequential reader for which source pages are requested: enough for a fast disk to be busy all
+/// the time.
+const PAGES_AHEAD_BYTES: (u64, u64) = (8 << 20, 64 << 20);
+/// The least part of what a remote source wants to know ahead.
+const REMOTE_AHEAD_PART: u64 = 4;
+/// Least bytes of tiles that are computed ahead of a sequential reader.
+const TILES_AHEAD_BYTES: u64 = 8 << 20;
 /// Needed source bytes with a gap of at least this many bytes between them are requested separately. The kernel reads over smaller
 /// gaps anyway.
 const GAP_BYTES: u64 = 256 << 10;
@@ -25,20 +30,18 @@ impl Engine {
         if start == end {
             return;
         }
+        self.pages_ahead(file, start, end);
         let mut budget = self.options().tile_cache_bytes as u64 / 4;
         // At first one tile. Later two for each thread: one that it computes, and one to continue with.
         let tile_bytes = self.tile_bytes_at(file, end - 1);
-        let least = RUNS_AHEAD_BYTES.max(tile_bytes).min(budget).max(TILE_BYTES_MIN);
+        let least = TILES_AHEAD_BYTES.max(tile_bytes).min(budget).max(TILE_BYTES_MIN);
         let most = tile_bytes.saturating_mul(2 * self.options().workers as u64).min(budget).max(least);
         let noted = file.streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, least..=most);
         let Some((from, to)) = noted else { return };
         for (segment, low, high) in file.image.spans(from, to.min(file.len_bytes()).max(from)) {
             let Segment::View(_) = &file.image.segments()[segment] else { continue };
             let Ok(prepared) = self.prepare(file, segment) else { continue };
-            let Some(grid) = prepared.grid else {
-                self.advise(&prepared.tiling, low, high, RUNS_AHEAD_BYTES);
-                continue;
-            };
+            let Some(grid) = prepared.grid else { continue };
             let unit = prepared.tiling.unit_bytes();
             let tile_bytes = grid.units * unit;
             for index in grid.index(low / unit)..=grid.index((high - 1) / unit) {
@@ -70,6 +73,29 @@ impl Engine {
         }
     }
 
+    /// Requests the source pages that a sequential reader will need next.
+    fn pages_ahead(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
+        let (least, most) = match self.source().ahead_bytes() {
+            Some(most) => (most / REMOTE_AHEAD_PART, most),
+            None => PAGES_AHEAD_BYTES,
+        };
+        let noted = file.page_streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, least..=most);
+        if let Some((from, to)) = noted {
+            self.request_pages_beside(file, from, to.min(file.len_bytes()));
+        }
+    }
+
+    /// As [`Self::request_pages`], in another thread: the kernel allocates the pages in the thread that requests them, which takes
+    /// longer than to copy them.
+    pub(super) fn request_pages_beside(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
+        let (engine, file) = (Arc::downgrade(self), Arc::clone(file));
+        self.requesters.offer(move || {
+            if let Some(engine) = engine.upgrade() {
+                engine.request_pages(&file, start, end);
+            }
+        });
+    }
+
     /// Bytes of the tile that holds a byte of a file; 0 where none does.
     fn tile_bytes_at(&self, file: &OpenFile, at: u64) -> u64 {
         let Some((segment, ..)) = file.image.spans(at, at + 1).next() else { return 0 };
@@ -80,7 +106,7 @@ impl Engine {
 
     /// Requests the source pages that `start..end` of a file is made from. Every part of a transposed view needs all of its source
     /// pages, so that they are requested together, with the view's first byte.
-    pub(super) fn request_pages(&self, file: &OpenFile, start: u64, end: u64) {
+    fn request_pages(&self, file: &OpenFile, start: u64, end: u64) {
         let most = self.options().tile_cache_bytes as u64;
         for (segment, low, high) in file.image.spans(start, end) {
             let Segment::View(_) = &file.image.segments()[segment] else { continue };
@@ -95,9 +121,16 @@ impl Engine {
         }
     }
 
-    fn will_need(&self, file: FileId, span: ByteSpan) {
-        if let Some(maps) = self.source().maps() {
-            maps.will_need(file, span);
+    /// Requests spans of one piece.
+    fn will_need(&self, file: FileId, spans: &[ByteSpan]) {
+        if self.source().ahead_bytes().is_some() {
+            self.source().bring_ahead(file, spans);
+        }
+        let Some(maps) = self.source().maps() else { return };
+        for span in spans {
+            if !maps.is_partial(file, *span) {
+                maps.will_need(file, *span);
+            }
         }
     }
 
@@ -105,33 +138,39 @@ impl Engine {
     fn advise(&self, tiling: &Tiling, low: u64, high: u64, most: u64) {
         let unit = tiling.unit_bytes();
         let mut left = most;
+        // A remote source decides by itself over which gaps it reads.
+        let gap = self.source().ahead_bytes().map_or(GAP_BYTES, |_| self.source().gap_bytes());
         tiling.cut(low / unit, high.div_ceil(unit), &mut |piece| {
             let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return };
             let decode = &tiling.decoders()[decoder as usize];
             if let Some(value) = decode.value() {
                 for need in needs(value, offset, &piece.loops) {
                     let info = self.checkpoint.tensor(need.operand.tensor.id);
+                    let mut spans: Vec<ByteSpan> = Vec::new();
                     for runs in &need.runs {
-                        runs.for_each_span(GAP_BYTES, &mut |start, len| {
+                        runs.for_each_span(gap, &mut |start, len| {
                             let bounding = ByteSpan::of_len(start, left.min(len));
                             if let Some(span) = bounding.and_then(|bounding| info.span().slice(bounding)) {
                                 left -= span.len();
-                                self.will_need(info.file(), span);
+                                spans.push(span);
                             }
                         });
                     }
+                    self.will_need(info.file(), &spans);
                 }
                 return;
             }
             let info = self.checkpoint.tensor(tensor);
             let unit = decode.source_bytes(unit).expect("what decodes no value reads elements");
-            piece.source_bounding_spans(GAP_BYTES / unit, &mut |start, units| {
+            let mut spans: Vec<ByteSpan> = Vec::new();
+            piece.source_bounding_spans((gap / unit).max(1), &mut |start, units| {
                 let bounding = ByteSpan::of_len((offset + start) * unit, left.min(units * unit));
                 if let Some(span) = bounding.and_then(|bounding| info.span().slice(bounding)) {
                     left -= span.len();
-                    self.will_need(info.file(), span);
+                    spans.push(span);
                 }
             });
+            self.will_need(info.file(), &spans);
         });
     }
 }

@@ -45,6 +45,8 @@ pub struct Engine {
     pub(super) cache: TileCache,
     pub(super) buffers: BufferPool,
     pub(super) workers: Workers,
+    /// The thread that requests source pages from the kernel.
+    pub(super) requesters: Workers,
     pub(super) counters: Counters,
     options: EngineOptions,
 }
@@ -62,7 +64,8 @@ impl Engine {
             checkpoint,
             cache: TileCache::new(options.tile_cache_bytes),
             buffers: BufferPool::new(options.spare_buffer_bytes),
-            workers: Workers::new(options.workers),
+            workers: Workers::new("ckfs-ahead", options.workers),
+            requesters: Workers::new("ckfs-pages", 1),
             counters: Counters::default(),
             options,
         }

@@ -29,6 +29,8 @@ pub struct OpenFile {
     pub(super) image: FileImage,
     pub(super) tilings: Vec<OnceLock<Result<Arc<Prepared>, ReadError>>>,
     pub(super) streams: Mutex<Streams>,
+    /// The same, as far as source pages were requested.
+    pub(super) page_streams: Mutex<Streams>,
     pub(super) failed: AtomicBool,
     pub(super) sources: OnceLock<Box<[FileId]>>,
 }
@@ -120,8 +122,9 @@ impl OpenFile {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let tilings = image.segments().iter().map(|_| OnceLock::new()).collect();
         let key = NEXT.fetch_add(1, Ordering::Relaxed);
-        let (streams, failed, sources) = (Mutex::default(), AtomicBool::new(false), OnceLock::new());
-        Self { key, name, image, tilings, streams, failed, sources }
+        let (streams, page_streams) = (Mutex::default(), Mutex::default());
+        let (failed, sources) = (AtomicBool::new(false), OnceLock::new());
+        Self { key, name, image, tilings, streams, page_streams, failed, sources }
     }
 
     /// The name for messages.

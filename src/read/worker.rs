@@ -55,12 +55,12 @@ pub(super) struct Workers {
 }
 
 impl Workers {
-    /// Starts `count` threads; if the system refuses some, there are fewer.
-    pub(super) fn new(count: usize) -> Self {
+    /// Starts `count` threads, named `name` with a number; if the system refuses some, there are fewer.
+    pub(super) fn new(name: &str, count: usize) -> Self {
         let queue = Arc::new(JobQueue::default());
         let started = (0..count).filter(|index| {
             let queue = Arc::clone(&queue);
-            thread::Builder::new().name(format!("ckfs-ahead-{index}")).spawn(move || work(&queue, false)).is_ok()
+            thread::Builder::new().name(format!("{name}-{index}")).spawn(move || work(&queue, false)).is_ok()
         });
         Self { count: started.count(), queue }
     }
@@ -224,7 +224,7 @@ mod tests {
 
     #[test]
     fn every_job_is_done_and_threads_may_go_anywhere_afterwards() {
-        let workers = Workers::new(3);
+        let workers = Workers::new("test", 3);
         let (tell, told) = mpsc::channel();
         for round in 0..200 {
             let job = |kind: u32| {
@@ -247,7 +247,7 @@ mod tests {
 
     #[test]
     fn a_thread_that_waits_for_storage_is_replaced_meanwhile() {
-        let workers = Workers::new(1);
+        let workers = Workers::new("test", 1);
         let (tell, told) = mpsc::channel();
         let (go, wait) = mpsc::channel::<()>();
         let tell_thread = tell.clone();
@@ -273,7 +273,7 @@ mod tests {
     #[test]
     fn a_panic_ends_no_thread_and_without_threads_jobs_are_done_at_once() {
         for count in [0, 1] {
-            let workers = Workers::new(count);
+            let workers = Workers::new("test", count);
             let (tell, told) = mpsc::channel();
             if count > 0 {
                 workers.submit(|| panic!("as a test"));

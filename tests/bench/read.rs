@@ -28,7 +28,7 @@ use std::{
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use serde_json::json;
 
-use rig::{MIB, Mount, Report, Result, median, write_llama, write_weights};
+use rig::{MIB, Mount, Report, Result, median, write_llama, write_tensors, write_weights};
 
 /// Repetitions of each case with `--short`.
 const SHORT_RUNS: usize = 3;
@@ -163,6 +163,59 @@ fn maxtext(report: &mut Report, repo: &Path, work: &Path, pace: Pace, cast: &[&s
             let case = Case { name: &name, path: &path, mount: &options, goals: (goal, 0.75) };
             sequential(report, repo, work, pace, &case)?;
         }
+    }
+    Ok(())
+}
+
+/// A quantized matrix: its scheme, the path of the decoded tensor, `config.json`, and what is stored.
+type QuantizedMatrix<'a> = (&'a str, &'a str, serde_json::Value, Vec<(&'a str, &'a str, Vec<u64>)>);
+
+/// First and second read of decoded matrices of 1 GB, in bytes of bf16.
+fn decoded(report: &mut Report, work: &Path, pace: Pace) -> Result<()> {
+    let (rows, columns) = (16384, 32768);
+    let matrices: [QuantizedMatrix<'_>; 3] = [
+        (
+            "mxfp4",
+            "full/model.layers.0.mlp.experts.gate_up_proj",
+            json!({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}),
+            vec![
+                ("model.layers.0.mlp.experts.gate_up_proj_blocks", "U8", vec![32, 5760, 90, 16]),
+                ("model.layers.0.mlp.experts.gate_up_proj_scales", "U8", vec![32, 5760, 90]),
+            ],
+        ),
+        (
+            "fp8 blocks",
+            "full/model.layers.0.mlp.up_proj.weight",
+            json!({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8", "fmt": "e4m3",
+                "weight_block_size": [128, 128], "activation_scheme": "dynamic"}}),
+            vec![
+                ("model.layers.0.mlp.up_proj.weight", "F8_E4M3", vec![rows, columns]),
+                ("model.layers.0.mlp.up_proj.weight_scale_inv", "F32", vec![rows / 128, columns / 128]),
+            ],
+        ),
+        (
+            "awq",
+            "full/model.layers.0.mlp.up_proj.weight",
+            json!({"model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128,
+                "zero_point": true, "version": "gemm"}}),
+            vec![
+                ("model.layers.0.mlp.up_proj.qweight", "I32", vec![columns, rows / 8]),
+                ("model.layers.0.mlp.up_proj.qzeros", "I32", vec![columns / 128, rows / 8]),
+                ("model.layers.0.mlp.up_proj.scales", "F16", vec![columns / 128, rows]),
+            ],
+        ),
+    ];
+    for (scheme, path, config, stored) in matrices {
+        let repo = work.join("quantized");
+        fs::create_dir_all(&repo)?;
+        let tensors = stored.iter().map(|(name, dtype, shape)| (*name, *dtype, shape.as_slice()));
+        write_tensors(&repo.join("model.safetensors"), tensors)?;
+        fs::write(repo.join("config.json"), config.to_string())?;
+        drop_pages(&repo)?;
+        let name = format!("decoded, {scheme} to bf16");
+        let mount = &["--layout", "hf", "--dequantize=bf16"];
+        sequential(report, &repo, work, pace, &Case { name: &name, path, mount, goals: (0.25, 0.75) })?;
+        fs::remove_dir_all(&repo)?;
     }
     Ok(())
 }
@@ -394,6 +447,9 @@ fn main() -> Result<()> {
         write(&repo, "F32", layers / 2, hidden, inner)?;
         maxtext(&mut report, &repo, work, pace, &["--dtype", "bf16"], 0.2)?;
         fs::remove_dir_all(&repo)?;
+    }
+    if wants("decoded") {
+        decoded(&mut report, work, pace)?;
     }
     if wants("listing") {
         listing(&mut report, work, runs, if short { 20_000 } else { 100_000 })?;

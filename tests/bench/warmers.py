@@ -133,6 +133,7 @@ def main() -> None:
     parser.add_argument("--size", type=float, default=2.0, help="gigabytes of the generated repository")
     parser.add_argument("--runs", type=int, default=5, help="loads of each cell")
     parser.add_argument("--only", default="", help="only rows whose name contains this word")
+    parser.add_argument("--sets", default=",".join(SETS), help="only these sets; the first one is what the others are compared with")
     parser.add_argument("--cache-bytes", default="12G", help="the mount's cache: the bundles must fit three quarters of it")
     parser.add_argument("--dir", default="/var/tmp", help="where the repository and the mount point are made, and deleted again")
     parser.add_argument("--load", help=argparse.SUPPRESS)
@@ -142,6 +143,7 @@ def main() -> None:
         return one_load(run.load, run.point)
     from torch_load import size_of
 
+    run.sets = {name: SETS[name] for name in run.sets.split(",")}
     run.work = Path(tempfile.mkdtemp(prefix="ckfs-warmers-", dir=run.dir))
     rows = []
     try:
@@ -149,7 +151,7 @@ def main() -> None:
         total = llama.write(run.repo, size_of(run.size))
         os.sync()
         print(f"{total / 1e9:.2f} GB of bf16, {run.runs} runs, seconds and ratio to all")
-        print(f"{'load':<34}" + "".join(f"{name:>16}" for name in SETS), flush=True)
+        print(f"{'load':<34}" + "".join(f"{name:>16}" for name in run.sets), flush=True)
         for name in LOADS:
             for is_warm in (True, False):
                 for pause in (0.0, 5.0):
@@ -165,13 +167,13 @@ def main() -> None:
 
 
 def row_of(run: argparse.Namespace, case: str, name: str, pause: float, is_warm: bool) -> dict:
-    seconds: dict[str, list[float]] = {warmers: [] for warmers in SETS}
+    seconds: dict[str, list[float]] = {warmers: [] for warmers in run.sets}
     for _ in range(run.runs):
-        for warmers, words in SETS.items():
+        for warmers, words in run.sets.items():
             seconds[warmers].append(measure(run, name, words, pause, is_warm))
     medians = {warmers: statistics.median(found) for warmers, found in seconds.items()}
-    cell = lambda warmers: f"{medians[warmers]:.3f} ({medians[warmers] / medians['all']:.2f})"  # noqa: E731
-    print(f"{case:<34}" + "".join(f"{cell(warmers):>16}" for warmers in SETS), flush=True)
+    cell = lambda warmers: f"{medians[warmers]:.3f} ({medians[warmers] / medians[next(iter(run.sets))]:.2f})"  # noqa: E731
+    print(f"{case:<34}" + "".join(f"{cell(warmers):>16}" for warmers in run.sets), flush=True)
     return {"bench": "warmers", "case": case, "median_s": medians, "runs_s": seconds}
 
 

@@ -443,3 +443,42 @@ def test_a_configuration_of_another_scheme_is_refused(made, tmp_path, pair):
     (tmp_path / "swapped/config.json").write_text(json.dumps(config))
     refused = run("plan", tmp_path / "swapped", *DECODE, expect=1)
     assert "quantiz" in refused.err or "scheme" in refused.err or ".layers.0." in refused.err, refused.err
+
+
+# --- bytes that a shard needs ---------------------------------------------------------------------------------------------
+
+WIDE = quantized_repos.Sizes(1024, 2048, 8, 4, 128)
+SHARDED = {
+    "pack-int4-group": quantized_repos.one_group(quantized_repos.PACK, "int", 4, "group", group_size=32),
+    "ct-nvfp4": quantized_repos.one_group(
+        quantized_repos.NVFP4, "float", 4, "tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn"
+    ),
+    "ct-fp8-channel": quantized_repos.one_group("float-quantized", "float", 8, "channel", quantized_repos.TOKENS),
+    "fp8-block": quantized_repos.fine_fp8([128, 128]),
+    "awq-gemm": quantized_repos.AWQ,
+    "gptq-4-v2-act": quantized_repos.gptq(4, 32, "gptq_v2", True),
+    "bnb-nf4": quantized_repos.bnb(4),
+}
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4", "tensor=4"])
+@pytest.mark.parametrize("scheme", SHARDED)
+def test_a_shard_fetches_its_codes_and_scales(base, own, scheme, mesh):
+    """The four devices together use each stored byte once, and at most 2 % more, except for what all of them need: the scale of a
+    whole row where they split the row, of a whole tensor, and with act-order, where a device's inputs are of any groups, all groups."""
+    path = base / "sharded" / scheme
+    code = "F16" if scheme.startswith(("awq", "gptq")) else "BF16"
+    made = quantized_repos.llama(path, "calm", scheme, SHARDED[scheme], sizes=WIDE, code=code)
+    mounted = own(path, "--mesh", mesh, "--layout", "hf", "--dequantize", "--materialize", "none")
+    stored = made.repo.tensors
+    for decoded, companions in made.companions.items():
+        codes = next(name for name, to in made.replaced.items() if to == decoded)
+        sizes = {name: len(stored[name].data) for name in (codes, *companions)}
+        is_shared = {name: np.prod(stored[name].shape) <= max(made.values[decoded].shape) or "act" in scheme for name in companions}
+        shared = sum(sizes[name] for name in companions if is_shared[name])
+        before = sum(mounted.stats()["bytes_fetched"].values())
+        for device in range(4):
+            (mounted / f"dev{device}/{decoded}").read_bytes()
+        found = sum(mounted.stats()["bytes_fetched"].values()) - before
+        assert found <= 1.02 * sum(sizes.values()) + 3 * shared, (decoded, sizes, found)
+        assert found >= sizes[codes], (decoded, sizes, found)

@@ -95,12 +95,13 @@ def everything(repo: repos.Repo) -> int:
 def test_four_ranks(own, wide, mesh):
     """FSDP2 in four processes, each with a mount of its own, as on four hosts.
 
-    From `safetensors/`, torch maps all files for a header probe, and the kernel reads 1 MiB of each, a quarter of it
-    tensors; the file whose tensors the rank reads is materialized. Under tensor parallelism a rank also reads small tensors of
-    other ranks' files, with the kernel's read-ahead around them.
+    From `safetensors/`, torch maps all files for a header probe, and the kernel reads 1 MiB of each. A mount that materializes
+    bundles would make all four, so that a host that reads one of them says so. Under tensor parallelism a rank also reads
+    small tensors of other ranks' files, with the kernel's read-ahead around them.
     """
-    mounts, ways = [own(wide.path, "--mesh", mesh, "--layout", "hf") for _ in range(4)], ("dcp", "safetensors")
-    around = {"dcp": 0, "safetensors": 4 * read_ahead_bytes(mounts[0]) // 4}
+    options = ("--mesh", mesh, "--layout", "hf", "--materialize", "none")
+    mounts, ways = [own(wide.path, *options) for _ in range(4)], ("dcp", "safetensors")
+    around = {"dcp": 0, "safetensors": 4 * read_ahead_bytes(mounts[0])}
     for rank, rows in enumerate(torch_process.run([mounted.point for mounted in mounts], mesh, *ways)):
         assert [row["way"] for row in rows] == list(ways)
         for row in rows:

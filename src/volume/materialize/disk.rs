@@ -53,8 +53,7 @@ impl Disk {
         let begun = self.target(file.len_bytes()).and_then(|target| {
             let target = Arc::new(target);
             let pieces = Arc::new(Materializing::new(engine, file, Target::Disk(Arc::clone(&target)))?);
-            let partial =
-                Partial { pieces: Arc::clone(&pieces), target, room: None, is_begun: true, waiting: Vec::new() };
+            let partial = Partial { pieces: Arc::clone(&pieces), target, room: None, waiting: Vec::new() };
             let mut state = entry.lock();
             match &*state {
                 Progress::Absent => *state = Progress::Partial(partial),

@@ -5,7 +5,7 @@ use std::{
     mem,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, Ordering},
     },
     time::Instant,
 };
@@ -35,8 +35,6 @@ pub(super) struct Partial {
     pub(super) pieces: Arc<Materializing>,
     pub(super) target: Arc<File>,
     pub(super) room: Option<Reservation>,
-    /// Whether the whole file was requested.
-    pub(super) is_begun: bool,
     /// Opens that wait for it.
     pub(super) waiting: Vec<WhenMaterialized>,
 }
@@ -54,8 +52,8 @@ pub(in crate::volume) struct FileEntry {
     state: Mutex<Progress>,
     /// Time of the last open, or of the last check that found it open.
     used: Mutex<Instant>,
-    /// Bytes of tensors that reads requested.
-    asked_bytes: AtomicU64,
+    /// Whether it was closed before.
+    was_closed: AtomicBool,
 }
 
 impl std::fmt::Debug for FileEntry {
@@ -66,7 +64,7 @@ impl std::fmt::Debug for FileEntry {
 
 impl FileEntry {
     pub(super) fn new(when: When) -> Self {
-        Self { when, state: Mutex::default(), used: Mutex::new(Instant::now()), asked_bytes: AtomicU64::new(0) }
+        Self { when, state: Mutex::default(), used: Mutex::new(Instant::now()), was_closed: AtomicBool::new(false) }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Progress> {
@@ -82,9 +80,9 @@ impl FileEntry {
         *self.used.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
     }
 
-    /// Counts bytes of tensors that a read requests; returns the sum so far.
-    pub(super) fn note_asked(&self, bytes: u64) -> u64 {
-        self.asked_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes
+    /// Notes that it is closed; returns whether that is the first time.
+    pub(super) fn note_closed(&self) -> bool {
+        !self.was_closed.swap(true, Ordering::Relaxed)
     }
 
     /// Whether it failed; a file in memory may be tried again at its next open.
@@ -107,8 +105,7 @@ impl FileEntry {
         }
         match self.when {
             When::Opened => Access::Materialize,
-            When::Read if self.is_begun() => Access::Materialize,
-            When::Read | When::Closed => Access::Cached,
+            When::Closed => Access::Cached,
         }
     }
 
@@ -120,11 +117,6 @@ impl FileEntry {
             }
             Progress::Absent | Progress::Failed => None,
         }
-    }
-
-    /// Whether the whole file was requested and is not complete yet.
-    pub(super) fn is_begun(&self) -> bool {
-        matches!(&*self.lock(), Progress::Partial(Partial { is_begun: true, .. }))
     }
 
     /// Ends the wait of opens: their reads use the pieces as each is finished.

@@ -9,16 +9,10 @@
 //! At the first open of a file the kernel fixes how it is read until the last close: by the kernel itself, or through the page
 //! cache. That determines when a file is materialized:
 //!
-//! * A file of one tensor, in memory: when it is opened. The open waits, because all threads together produce the file faster
-//!   than one reader reads it, and the kernel then reads it by itself. An open waits [`OPEN_WAIT`] at most: where a source is
-//!   slow, the reader continues with the finished pieces, and waits only for the pieces that it reads.
-//! * A bundle, in memory: as it is read. An open does not show whether a program wants tensors or only the header, and most
-//!   loaders read headers first: `HuggingFaceStorageReader` opens every rank's file for its header, `torch.load` reads the
-//!   directory at the end of the archive. So an open starts nothing. Reads of headers and directories, which ckfs generates, are
-//!   answered as without materialization. A read of tensors produces the pieces that it touches; each is fetched and decoded
-//!   once. Beside a header the kernel reads ahead up to [`HEADER_PROBE_BYTES`] of tensors. When more than this was
-//!   requested, all threads produce the rest, ahead of the reader. A program that reads headers only thus causes a piece of
-//!   1 MiB at each end of the file. The next open after the last close waits for the rest and the kernel reads the file by itself.
+//! * A file in memory: when it is opened. The open waits, because all threads together produce the file faster than one reader
+//!   reads it, and the kernel then reads it by itself. An open waits [`OPEN_WAIT`] at most: where a source is slow, the reader
+//!   continues with the finished pieces, and waits only for the pieces that it reads. A program that opens a file only for its
+//!   header causes all of it to be materialized: nothing at an open tells it from a program that reads the tensors.
 //! * Any file, on a disk: once it is closed, in the background, by one thread.
 //!
 //! An open with `O_DIRECT` bypasses the cache, and starts nothing. Where there is no room, or a step fails, the reader is
@@ -54,17 +48,12 @@ pub(super) use self::{
     policy::{FileClass, When},
 };
 use super::{Ino, WhenMaterialized};
-use crate::{
-    image::Segment,
-    read::{Engine, Materializing, OpenFile, Prefault, Target},
-};
+use crate::read::{Engine, Materializing, OpenFile, Prefault, Target};
 
 /// Longest time that an open waits for its file.
 const OPEN_WAIT: Duration = Duration::from_secs(2);
 /// How long a file in memory is kept after its last close.
 const IDLE: Duration = Duration::from_mins(1);
-/// Most bytes of tensors beside headers that the kernel reads ahead, unless a larger read-ahead was configured.
-const HEADER_PROBE_BYTES: u64 = 2 << 20;
 
 type FileEntries = Mutex<HashMap<Ino, Arc<FileEntry>>>;
 
@@ -169,9 +158,11 @@ impl Materializer {
     /// Materializes a file that is being opened, unless it is complete or in progress. Calls `then` at once or from another thread.
     pub(super) fn materialize(&self, entry: &Arc<FileEntry>, file: &Arc<OpenFile>, then: WhenMaterialized) {
         let mut state = entry.lock();
+        let mut begun = None;
         if let Progress::Absent = &*state
             && let Some(partial) = self.prepare(file)
         {
+            begun = Some(Arc::clone(&partial.pieces));
             *state = Progress::Partial(partial);
         }
         match &mut *state {
@@ -186,9 +177,10 @@ impl Materializer {
             }
             Progress::Partial(partial) => {
                 partial.waiting.push(then);
-                let begun = begin(partial);
                 drop(state);
-                self.make_all(entry, file, begun);
+                if let Some(pieces) = begun {
+                    self.make_all(entry, file, &pieces);
+                }
                 // The receiver is gone once the thread has ended, and then no open waits.
                 let _ = self.deadlines.send((Instant::now() + OPEN_WAIT, Arc::downgrade(entry)));
             }
@@ -206,35 +198,14 @@ impl Materializer {
         reply: &mut dyn FnMut(&[u8]),
     ) -> bool {
         let end = start.saturating_add(len as u64).min(file.len_bytes());
-        let wanted = tensor_bytes(file, start, end);
-        if wanted == 0 {
-            return false;
-        }
-        if entry.when == When::Read && !entry.is_begun() {
-            let asked = entry.note_asked(wanted);
-            let mut state = entry.lock();
-            if let Progress::Absent = &*state {
-                match self.prepare(file) {
-                    Some(partial) => *state = Progress::Partial(partial),
-                    // There may be room later, but by then part of the file was read already.
-                    None => *state = Progress::Failed,
-                }
-            }
-            if let Progress::Partial(partial) = &mut *state
-                && asked > HEADER_PROBE_BYTES.min(file.len_bytes() / 2)
-            {
-                let begun = begin(partial);
-                drop(state);
-                self.make_all(entry, file, begun);
-            }
-        }
+        let start = start.min(end);
         entry.pieces().is_some_and(|pieces| pieces.read(start, end, reply))
     }
 
     /// Notes that a file is closed.
     pub(super) fn close(&self, entry: &Arc<FileEntry>, file: &Arc<OpenFile>) {
         if let FileStorage::Disk(closed) = &self.storage
-            && entry.note_asked(1) == 1
+            && entry.note_closed()
         {
             // The receiver is gone once the thread has ended; then no files are left.
             let _ = closed.send((Arc::clone(entry), Arc::clone(file)));
@@ -251,11 +222,11 @@ impl Materializer {
         let target = Arc::new(target);
         let pieces = Materializing::new(&engine, file, Target::Memory(Arc::clone(&target))).ok()?;
         let pieces = Arc::new(pieces);
-        Some(Partial { pieces, target, room: Some(room), is_begun: false, waiting: Vec::new() })
+        Some(Partial { pieces, target, room: Some(room), waiting: Vec::new() })
     }
 
-    fn make_all(&self, entry: &Arc<FileEntry>, file: &Arc<OpenFile>, begun: Option<Arc<Materializing>>) {
-        let (Some(pieces), FileStorage::Memory(memory)) = (begun, &self.storage) else { return };
+    fn make_all(&self, entry: &Arc<FileEntry>, file: &Arc<OpenFile>, pieces: &Arc<Materializing>) {
+        let FileStorage::Memory(memory) = &self.storage else { return };
         let guard = CompletionGuard::new(entry, file, Some(memory.pause()));
         pieces.make_all(move |result| guard.end(result));
     }
@@ -309,22 +280,6 @@ impl Materializer {
             memory.measure(&engine);
         }
     }
-}
-
-/// Notes that the whole file is requested; returns its pieces if it was not before.
-fn begin(partial: &mut Partial) -> Option<Arc<Materializing>> {
-    let is_first = !std::mem::replace(&mut partial.is_begun, true);
-    is_first.then(|| Arc::clone(&partial.pieces))
-}
-
-/// Bytes of `start..end` that are tensors.
-fn tensor_bytes(file: &OpenFile, start: u64, end: u64) -> u64 {
-    let image = file.image();
-    let of_view = |(segment, low, high): (usize, u64, u64)| match image.segments()[segment] {
-        Segment::View(_) => high - low,
-        Segment::Bytes(_) | Segment::Spaces(_) => 0,
-    };
-    image.spans(start, end).map(of_view).sum()
 }
 
 /// Ends the waits whose time is over. All waits are equally long, so they end in order.

@@ -26,8 +26,6 @@ pub(in crate::volume) enum FileClass {
 pub(in crate::volume) enum When {
     /// When it is opened. The open waits, so that the kernel reads the whole file by itself.
     Opened,
-    /// In pieces as its tensors are read, and completely once some of them were.
-    Read,
     /// After it was closed.
     Closed,
 }
@@ -90,11 +88,10 @@ impl Policy {
         match (&self.wanted, class) {
             (Materialize::None, _) | (Materialize::Auto, FileClass::Mixed) => None,
             (Materialize::Dir(_), _) => Some(When::Closed),
-            (Materialize::Auto | Materialize::Memory, FileClass::Tensor) => fits.then_some(When::Opened),
             (Materialize::Auto, FileClass::Bundle) => {
-                (self.bundles_fit() && len_bytes >= BYTES_MIN).then_some(When::Read)
+                (self.bundles_fit() && len_bytes >= BYTES_MIN).then_some(When::Opened)
             }
-            (Materialize::Memory, FileClass::Bundle | FileClass::Mixed) => fits.then_some(When::Read),
+            (Materialize::Auto, FileClass::Tensor) | (Materialize::Memory, _) => fits.then_some(When::Opened),
         }
     }
 
@@ -113,20 +110,20 @@ impl Policy {
             ),
             Materialize::Memory => writeln!(
                 text,
-                "in memory   every tensor file from {least} to {most}, {budget} at a time (--materialize memory)"
+                "in memory   when opened, every tensor file from {least} to {most}, {budget} at a time (--materialize memory)"
             ),
             Materialize::Auto => {
                 let BundleSizes { files, bytes } = self.bundles;
                 let bundles = if self.bundles_fit() {
-                    format!("{files} bundles of {} together once they are read", human_bytes(bytes))
+                    format!("and {files} bundles of {} together", human_bytes(bytes))
                 } else {
                     // A quarter of the cache is left for tiles.
                     let needed = human_bytes(bytes.saturating_add(bytes / 3));
-                    format!("no bundle, as {files} of {} do not fit (--cache-bytes {needed})", human_bytes(bytes))
+                    format!("but no bundle, as {files} of {} do not fit (--cache-bytes {needed})", human_bytes(bytes))
                 };
                 writeln!(
                     text,
-                    "in memory   files of one tensor from {least} to {most} when opened, {bundles}; {budget} at a time"
+                    "in memory   when opened, files of one tensor from {least} to {most}, {bundles}; {budget} at a time"
                 )
             }
         };
@@ -187,13 +184,13 @@ mod tests {
             (Materialize::Auto, &few, Tensor, 64 * MIB, Some(When::Opened)),
             (Materialize::Auto, &few, Tensor, MIB - 1, None),
             (Materialize::Auto, &few, Tensor, 64 * MIB + 1, None),
-            (Materialize::Auto, &few, Bundle, 47 * MIB, Some(When::Read)),
+            (Materialize::Auto, &few, Bundle, 47 * MIB, Some(When::Opened)),
             (Materialize::Auto, &few, Bundle, MIB - 1, None),
             (Materialize::Auto, &many, Bundle, 48 * MIB, None),
             (Materialize::Auto, &many, Tensor, MIB, Some(When::Opened)),
             (Materialize::Auto, &few, Mixed, 2 * MIB, None),
-            (Materialize::Memory, &many, Bundle, 48 * MIB, Some(When::Read)),
-            (Materialize::Memory, &many, Mixed, 2 * MIB, Some(When::Read)),
+            (Materialize::Memory, &many, Bundle, 48 * MIB, Some(When::Opened)),
+            (Materialize::Memory, &many, Mixed, 2 * MIB, Some(When::Opened)),
             (Materialize::Memory, &many, Mixed, 65 * MIB, None),
             (Materialize::Memory, &few, Tensor, MIB, Some(When::Opened)),
             (Materialize::None, &few, Tensor, MIB, None),
@@ -209,7 +206,7 @@ mod tests {
         let text = policy(Materialize::Auto, &[48 * MIB, 48 * MIB]).text();
         assert!(text.contains("no bundle, as 2 of 100 MiB do not fit (--cache-bytes 133 MiB)"), "{text}");
         let text = policy(Materialize::Auto, &[]).text();
-        assert!(text.contains("files of one tensor from 1.0 MiB to 64.0 MiB when opened"), "{text}");
+        assert!(text.contains("when opened, files of one tensor from 1.0 MiB to 64.0 MiB, and 0 bundles"), "{text}");
         assert_eq!(policy(Materialize::None, &[]).to_json()["files_of_one_tensor"], Value::Null);
         assert_eq!(policy(Materialize::Dir("/d".into()), &[]).to_json()["place"], "disk");
     }

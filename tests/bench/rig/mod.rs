@@ -74,15 +74,27 @@ impl Drop for Mount {
     }
 }
 
-/// Writes a safetensors file of tensors with pseudo-random finite values; returns the tensors' names.
+/// Writes a safetensors file of tensors of one type with pseudo-random finite values.
 pub(crate) fn write_weights(path: &Path, dtype: &str, tensors: &[(String, Vec<u64>)]) -> Result<()> {
-    let width = if dtype == "F32" { 4 } else { 2 };
+    write_tensors(path, tensors.iter().map(|(name, shape)| (name.as_str(), dtype, shape.as_slice())))
+}
+
+/// The same with a type for each tensor.
+pub(crate) fn write_tensors<'a>(
+    path: &Path,
+    tensors: impl IntoIterator<Item = (&'a str, &'a str, &'a [u64])>,
+) -> Result<()> {
     let mut header = serde_json::Map::new();
     let mut end = 0;
-    for (name, shape) in tensors {
+    for (name, dtype, shape) in tensors {
+        let width = match dtype {
+            "F32" | "I32" => 4,
+            "BF16" | "F16" => 2,
+            _ => 1,
+        };
         let start = end;
         end += shape.iter().product::<u64>() * width;
-        header.insert(name.clone(), json!({"dtype": dtype, "shape": shape, "data_offsets": [start, end]}));
+        header.insert(name.to_owned(), json!({"dtype": dtype, "shape": shape, "data_offsets": [start, end]}));
     }
     let mut json = serde_json::to_vec(&header)?;
     json.resize((json.len() + 8).next_multiple_of(4096) - 8, b' ');
