@@ -113,6 +113,8 @@ pub struct ViewOptions {
     pub logical_rules: Vec<LogicalRule>,
     /// Bytes of the largest chunk file in formats with chunks. `None` leaves the choice to the format.
     pub chunk_bytes_max: Option<u64>,
+    /// Bytes of the largest weight file in a generated `hf/`.
+    pub shard_bytes_max: Option<u64>,
     /// The selected tensors of the repository.
     pub subset: Subset,
     /// Renames of the shown names, in order.
@@ -203,6 +205,7 @@ impl ViewOptions {
             set: settings.set.iter().map(|(name, value)| (name.clone(), value.text())).collect(),
             logical_rules: settings.logical_rules.clone(),
             chunk_bytes_max: settings.chunk_bytes.map(|bytes| bytes.0),
+            shard_bytes_max: settings.max_shard_bytes.map(|bytes| bytes.0),
         })
     }
 }
