@@ -77,12 +77,14 @@ pub enum CheckpointError {
         snapshot: PathBuf,
     },
     /// No safetensors in the directory.
-    #[error("{}: no *.safetensors here{}", root.display(), elsewhere(subdirectories))]
+    #[error("{}: no *.safetensors here{}{}", root.display(), elsewhere(subdirectories), advice(found.as_deref()))]
     NoWeights {
         /// The directory.
         root: PathBuf,
         /// Subdirectories with safetensors.
         subdirectories: Vec<String>,
+        /// What the directory is, where that is known.
+        found: Option<String>,
     },
     /// More than one index, none of them the usual one.
     #[error("{}: several indexes and no model.safetensors.index.json: {}", root.display(), indexes.join(", "))]
@@ -318,6 +320,10 @@ fn elsewhere(subdirectories: &[String]) -> String {
     } else {
         format!("; open one of the subdirectories that have some: {}", subdirectories.join(", "))
     }
+}
+
+fn advice(found: Option<&str>) -> String {
+    found.map_or_else(String::new, |found| format!(": {found}"))
 }
 
 fn list_problems(problems: &[Problem], more: usize) -> String {

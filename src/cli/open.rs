@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     checkpoint::{Checkpoint, OpenOptions, printable},
-    config::{Config, MountSettings, OwnerId, Settings, ThreadCount},
+    config::{Config, LayoutChoice, MountSettings, OwnerId, Settings, ThreadCount},
     host::{budget::Budget, limits, memory},
     plan::{Plan, ViewOptions, report::human_bytes},
     read::EngineOptions,
@@ -120,6 +120,12 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         }
         None => source,
     });
+    // The choice is written down, so that every command and the mount's own configuration say the same.
+    if !checkpoint.is_repository() {
+        for view in &mut config.views {
+            view.settings.layout.get_or_insert(LayoutChoice::Named("stored"));
+        }
+    }
     for file in checkpoint.suspicious_files() {
         tracing::warn!("{}: left out: safetensors that the index does not name", printable(&file.path));
     }

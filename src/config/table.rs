@@ -51,14 +51,13 @@ pub static SETTINGS: &[Setting] = &[
         "layout",
         Value("NAME|FILE.toml"),
         at!(view.layout),
-        "How tensors are named and shaped: canonical (default), hf, stored, maxtext, maxtext-unscanned, vllm, or a file.",
+        "How tensors are named and shaped: canonical, hf, stored, maxtext, maxtext-unscanned, vllm, or a file.",
     )
     .more(
         "canonical stacks layers on a new first axis (layers/scanned/wq) and shows them one by one too (layers/0/wq); hf \
-         keeps the repository's own names; stored keeps a trainer's own names and shapes, the default for checkpoints of \
-         Orbax and torch.distributed.checkpoint; maxtext and maxtext-unscanned give exactly what MaxText's converter makes; \
+         keeps the repository's own names, one file each; stored keeps them too, with dots as slashes; maxtext and maxtext-unscanned give exactly what MaxText's converter makes; \
          vllm gives the fused tensors of vLLM's ranks, and sharded_state/ to load them from. A file describes a layout \
-         of your own.",
+         of your own. Without this setting a repository of Hugging Face has canonical, and every other checkpoint stored.",
     ),
     Setting::new(
         View,
@@ -263,9 +262,9 @@ pub static SETTINGS: &[Setting] = &[
         "training-state",
         Nothing("true"),
         at!(mount.training_state),
-        "Shows the whole training state of an Orbax checkpoint: optimizer state and counters too.",
+        "Shows the whole training state of a checkpoint of Orbax or torch: optimizer state and counters too.",
     )
-    .more("By default the model alone is read, the tensors under `params`; `plan` lists what is left out."),
+    .more("By default the model alone is read (of Orbax the tensors under `params`, of torch those that are not under `optimizer`); `plan` lists what is left out."),
     Setting::new(
         Reading,
         "follow-symlinks",

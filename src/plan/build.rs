@@ -120,7 +120,7 @@ impl Plan {
     /// # Errors
     /// Everything wrong with the plan, at once.
     pub fn build(checkpoint: &Checkpoint, options: &ViewOptions) -> Result<Self, PlanError> {
-        build(checkpoint, &options.for_checkpoint(checkpoint))
+        build(checkpoint, options)
     }
 }
 
@@ -242,7 +242,11 @@ impl<'a> Builder<'a> {
         'a: 'b,
     {
         let options = self.options;
-        let selected = select::select(original, &options.subset, family(original)?.as_ref())?;
+        let mut selected = select::select(original, &options.subset, family(original)?.as_ref())?;
+        if selected.no_hf.is_none() && original.config().is_none() && !original.is_repository() {
+            let reason = format!("the source is a checkpoint of {} without config.json", original.container());
+            selected.no_hf = Some(reason);
+        }
         let adapter = adapter(original, options)?;
         let mut wanted = Wanted { original, selected, adapter, adapted: None };
         wanted.adapted = adapter.map(|adapter| with_adapter(wanted.part(), adapter)).transpose()?;
@@ -273,7 +277,6 @@ impl<'a> Builder<'a> {
             None => self.draft_by_tables(wanted, chosen, values),
         };
         drafted.left_out.splice(0..0, left_out);
-        drafted.left_out.extend(fold(self.original.left_out().iter().map(|left| left.name.as_str()), &[]));
         drafted
     }
 
@@ -417,12 +420,11 @@ impl<'a> Builder<'a> {
         keep_f32: &[Pattern],
         is_alike: bool,
     ) -> Result<Repository, PlanError> {
-        if self.options.layout == Layout::Stored {
-            // hf/ is a repository, which a trainer's checkpoint is not.
-            return Ok(Repository::default());
-        }
         if let Some(reason) = &wanted.selected.no_hf {
-            self.warnings.push(format!("hf/ is left out: {reason}"));
+            // Nobody expects a repository of what is none.
+            if self.original.is_repository() {
+                self.warnings.push(format!("hf/ is left out: {reason}"));
+            }
             return Ok(Repository::default());
         }
         let (original, options) = (self.original, self.options);

@@ -32,13 +32,12 @@ pub(super) fn tie(drafts: &mut Vec<Draft>, checkpoint: &Checkpoint, options: &Vi
     match (options.tied, &options.layout) {
         (Tied::Auto, _) => {}
         (Tied::Absent, _) => drafts.retain(|draft| !alias(draft)),
-        (Tied::Alias, Layout::Hf) => {
+        (Tied::Alias, Layout::Hf | Layout::Stored) => {
             if let Some((head, embedding)) = tied_head(checkpoint) {
                 let draft = drafts.iter().find(|draft| draft.name == embedding);
                 drafts.extend(draft.cloned().map(|draft| Draft { name: head, ..draft }));
             }
         }
-        (Tied::Alias, Layout::Stored) => {}
         (Tied::Alias, Layout::Canonical | Layout::Embedded(_) | Layout::File(_)) => {
             for draft in drafts.iter_mut().filter(|draft| alias(draft)) {
                 draft.bundled = Bundled::ALWAYS;

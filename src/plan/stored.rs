@@ -8,7 +8,7 @@ use super::{
     problem::Problem,
     values::Values,
 };
-use crate::checkpoint::{Checkpoint, Container};
+use crate::checkpoint::Checkpoint;
 
 /// The logical axes of MaxText's weights, by the end of the name. Those of a stack have the axis `layers` after the first.
 const MAXTEXT: [(&str, &[&str]); 22] = [
@@ -35,16 +35,6 @@ const MAXTEXT: [(&str, &[&str]); 22] = [
     ("wkv_b.kernel", &["kv_lora", "kv_heads", "kv_head_dim"]),
     ("norm.scale", &["norm"]),
 ];
-
-/// Whether a checkpoint of this kind is shown as it is stored unless another layout is asked for: one of a trainer, whose
-/// tensors no table of families names.
-pub(super) fn is_default(checkpoint: &Checkpoint) -> bool {
-    match checkpoint.container() {
-        Container::Orbax => true,
-        Container::Dcp | Container::Torch => checkpoint.config().is_none(),
-        Container::Safetensors => false,
-    }
-}
 
 /// Whether the names are those of a MaxText model.
 pub(super) fn is_maxtext(checkpoint: &Checkpoint) -> bool {
