@@ -24,6 +24,8 @@ pub(super) struct AdapterFiles {
     pub(super) config: serde_json::Value,
     pub(super) weights: Opened,
     pub(super) warning: Option<String>,
+    /// Whether the weights fill what the checkpoint lacks, rather than adapt it.
+    pub(super) fills: bool,
 }
 
 pub(super) fn read_adapters(options: &OpenOptions) -> Result<Vec<AdapterFiles>, CheckpointError> {
@@ -63,5 +65,5 @@ pub(super) fn read_adapter(dir: &Path, options: &OpenOptions) -> Result<AdapterF
     let warning = outside.map(|target| warn_of_weights(&weights.display().to_string(), &target));
     let weights = found.open(Some(&root))?;
     drop(opening);
-    Ok(AdapterFiles { dir: dir.to_owned(), config, weights, warning })
+    Ok(AdapterFiles { dir: dir.to_owned(), config, weights, warning, fills: false })
 }

@@ -244,7 +244,7 @@ pub(super) fn numbered(path: &str) -> Option<(&str, &str)> {
 }
 
 /// Order of names in which numbers count as numbers: `layers-2` before `layers-10`.
-pub(super) fn natural(left: &str, right: &str) -> Ordering {
+pub fn natural(left: &str, right: &str) -> Ordering {
     let (mut a, mut b) = (left.as_bytes(), right.as_bytes());
     while let (Some(x), Some(y)) = (a.first(), b.first()) {
         let order = if x.is_ascii_digit() && y.is_ascii_digit() {

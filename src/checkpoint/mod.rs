@@ -12,6 +12,7 @@
 mod adapter;
 mod archive;
 mod choose;
+mod companion;
 mod container;
 mod dcp;
 pub mod dialect;
@@ -41,6 +42,8 @@ mod tied;
 mod torch;
 mod tree;
 
+pub use choose::natural;
+pub use companion::Companion;
 pub use container::{Container, LeftOut};
 pub use dialect::{Dialect, Experts, LayerFamily, Qkv};
 pub use file::{FileRole, IgnoreReason, RepoFile};

@@ -6,6 +6,7 @@ use std::{collections::HashMap, io, path::Path, sync::Arc};
 use super::{
     adapter::{ADAPTER_WEIGHTS, AdapterFiles, read_adapters},
     choose::{CONFIG, find_unreadable},
+    companion::{Companion, fill_files, not_a_directory, read_companion},
     container::{self, Container, Contents},
     dcp,
     dialect::{Dialect, own_dtype, quantization_config},
@@ -55,7 +56,47 @@ fn open(source: &str, options: &OpenOptions) -> Result<Checkpoint, CheckpointErr
     let located = locate(source, options)?;
     let is_directory = located.path.is_dir();
     drop(looking);
-    let adapters = read_adapters(options)?;
+    let mut adapters = read_adapters(options)?;
+    if let Some(fill) = &options.fill_from {
+        let alone = OpenOptions { adapters: Vec::new(), config_from: None, fill_from: None, ..options.clone() };
+        if locate(fill, options)?.remote.is_some() {
+            // Its files would have to be of the same source as the checkpoint's.
+            let scheme = fill.split_once("://").map_or("hf", |(scheme, _)| scheme).to_owned();
+            return Err(CheckpointError::NotSupported { source_name: format!("--fill-from {fill}"), scheme });
+        }
+        let fill = open(fill, &alone)?;
+        let weights = fill.files().iter().filter(|file| file.role == FileRole::Weights);
+        adapters.extend(fill_files(weights.filter_map(|file| Some(fill.source().path(file.file?))), &options.fetches)?);
+    }
+    let companion = options.config_from.as_ref().map(|source| companion(source, options)).transpose()?;
+    let opened = open_located(located, is_directory, options, adapters)?;
+    match companion {
+        Some((companion, config)) => opened.completed(companion, config),
+        None => Ok(opened),
+    }
+}
+
+/// Configuration and tokenizer of another repository.
+fn companion(source: &str, options: &OpenOptions) -> Result<(Companion, serde_json::Value), CheckpointError> {
+    let located = locate(source, options)?;
+    if let Some(repository) = located.remote.clone() {
+        let tree = RemoteTree::open(repository, &options.cache(), &options.remote)?;
+        return read_companion(located.label, &CachedTree::new(&tree));
+    }
+    if !located.path.is_dir() {
+        return Err(not_a_directory(&located.label));
+    }
+    let tree = local_tree(&located, options)?;
+    read_companion(located.label, &tree)
+}
+
+/// The checkpoint at a place.
+fn open_located(
+    located: Located,
+    is_directory: bool,
+    options: &OpenOptions,
+    adapters: Vec<AdapterFiles>,
+) -> Result<Checkpoint, CheckpointError> {
     if let Some(repository) = located.remote.clone() {
         let tree = RemoteTree::open(repository, &options.cache(), &options.remote)?;
         return match tree.repository().files.iter().position(|file| file.path.is_empty()) {
@@ -313,10 +354,10 @@ impl ChosenFiles<'_> {
         mut problems: Problems,
     ) -> Result<Checkpoint, CheckpointError> {
         let mut adapters = Vec::with_capacity(self.adapters.len());
-        for AdapterFiles { dir, config, weights, warning } in std::mem::take(&mut self.adapters) {
+        for AdapterFiles { dir, config, weights, warning, fills } in std::mem::take(&mut self.adapters) {
             let file = FileId(number(opened.len()));
             opened.push(weights);
-            adapters.push(Adapter { dir, file, config });
+            adapters.push(Adapter { dir, file, config, fills });
             self.warnings.extend(warning);
         }
         let source = pin_files(opened, options.io, Arc::clone(&options.fetches))?;
@@ -360,6 +401,7 @@ impl ChosenFiles<'_> {
             dialect,
             quantized,
             adapters,
+            companion: None,
             directories: self.directories,
             warnings: self.warnings,
         })

@@ -19,12 +19,18 @@ pub struct OpenOptions {
     pub adapters: Vec<PathBuf>,
     /// Directory of the hub cache; `None` takes it from the environment as the hub's client does.
     pub hub_cache: Option<PathBuf>,
+    /// A repository whose `config.json` and tokenizer the checkpoint takes over.
+    pub config_from: Option<String>,
+    /// A repository whose tensors fill what the checkpoint lacks, where a layout asks for it.
+    pub fill_from: Option<String>,
     /// Accepts symbolic links that lead out of the repository.
     pub follow_symlinks: bool,
     /// Opens the whole training state of a checkpoint that has one, not the model alone.
     pub training_state: bool,
     /// Where every wait for storage is noted.
     pub fetches: Arc<Fetches>,
+    /// Asks the Hub for names that the Hub's cache lacks, and for what a branch stands for now.
+    pub asks_hub: bool,
     /// Settings of remote sources.
     pub remote: RemoteOptions,
     /// The disk cache; [`OpenOptions::cache`] opens it.

@@ -8,11 +8,12 @@ use std::{
 
 use super::{
     choose::CONFIG,
+    companion::Companion,
     container::{Container, LeftOut},
     dialect::Dialect,
     file::{FileRole, IgnoreReason, RepoFile},
     prefix,
-    problem::Problems,
+    problem::{CheckpointError, Problems},
     scheme::{Found, Quantized},
     table::{Storage, TensorInfo, TensorTable},
     tied,
@@ -31,6 +32,8 @@ pub struct Adapter {
     pub file: FileId,
     /// Its `adapter_config.json`.
     pub config: serde_json::Value,
+    /// Whether it is no adapter, but weights that fill what the checkpoint lacks. `dir` is then the file.
+    pub fills: bool,
 }
 
 /// An opened repository.
@@ -51,6 +54,7 @@ pub struct Checkpoint {
     pub(super) dialect: Dialect,
     pub(super) quantized: Arc<Found>,
     pub(super) adapters: Vec<Adapter>,
+    pub(super) companion: Option<Arc<Companion>>,
     /// Directories of the repository with the gates before them. Its own directory, called "", is the first.
     pub(super) directories: Vec<(String, DirectoryGates)>,
     pub(super) warnings: Vec<String>,
@@ -153,6 +157,7 @@ impl Checkpoint {
             dialect,
             quantized: Arc::clone(&self.quantized),
             adapters: self.adapters.clone(),
+            companion: self.companion.clone(),
             directories: self.directories.clone(),
             warnings: self.warnings.clone(),
         })
@@ -165,7 +170,35 @@ impl Checkpoint {
 
     /// The adapter in a directory, if the checkpoint was opened with it.
     pub fn adapter(&self, dir: &Path) -> Option<&Adapter> {
-        self.adapters.iter().find(|adapter| adapter.dir == dir)
+        self.adapters.iter().find(|adapter| adapter.dir == dir && !adapter.fills)
+    }
+
+    /// Configuration and tokenizer from another repository, if the checkpoint was opened with them. [`Checkpoint::config`] is then
+    /// theirs.
+    pub fn companion(&self) -> Option<&Arc<Companion>> {
+        self.companion.as_ref()
+    }
+
+    /// The tensors that fill what the checkpoint lacks, under the names of their own repository.
+    pub fn fill(&self) -> impl Iterator<Item = (TensorId, TensorInfo<'_>)> {
+        let files: HashSet<FileId> =
+            self.adapters.iter().filter(|adapter| adapter.fills).map(|adapter| adapter.file).collect();
+        let ids = if files.is_empty() { None } else { Some(self.table.stored_ids()) };
+        let rows = ids.into_iter().flatten().map(|id| (id, self.tensor(id)));
+        rows.filter(move |(id, _)| files.contains(&self.file_of(*id)))
+    }
+
+    /// This checkpoint with the configuration and the tokenizer of another repository.
+    ///
+    /// # Errors
+    /// The configuration contradicts itself.
+    pub(super) fn completed(mut self, companion: Companion, config: serde_json::Value) -> Result<Self, CheckpointError> {
+        let mut problems = Problems::default();
+        let quantization = self.dialect.quantization.clone();
+        self.dialect = Dialect::of(&self.table, Some(&config), quantization, &mut problems);
+        problems.refuse(&format!("--config-from {}", companion.label))?;
+        (self.config, self.companion) = (Some(config), Some(Arc::new(companion)));
+        Ok(self)
     }
 
     /// Warnings about the choice of files.

@@ -1,6 +1,11 @@
 //! Interpretation of the settings: configuration, checkpoint, plans, volume.
 
-use std::{error::Error, path::Path, sync::Arc, thread};
+use std::{
+    error::Error,
+    path::{Path, PathBuf},
+    sync::Arc,
+    thread,
+};
 
 use anyhow::{Context, anyhow, bail};
 
@@ -95,6 +100,25 @@ pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>>
     checkpoint_noting(config, fetches)
 }
 
+/// The variable that names the disk cache, where no flag does.
+const CACHE_VARIABLE: &str = "CKFS_CACHE_DIR";
+
+/// The disk cache that the environment names.
+pub(super) fn cache_of_environment() -> Option<PathBuf> {
+    std::env::var_os(CACHE_VARIABLE).filter(|dir| !dir.is_empty()).map(PathBuf::from)
+}
+
+/// How remote sources are read.
+pub(super) fn remote_options(settings: &MountSettings) -> RemoteOptions {
+    RemoteOptions {
+        cache_dir: settings.cache_dir.clone().or_else(cache_of_environment),
+        cache_disk_bytes: settings.cache_disk_bytes.map(|bytes| bytes.0),
+        timeout: settings.source_timeout.map_or(RemoteOptions::TIMEOUT, |limit| limit.0),
+        offline: settings.offline.unwrap_or(false),
+        allow_http: settings.allow_http.unwrap_or(false),
+    }
+}
+
 fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Result<Arc<Checkpoint>> {
     start_pool()?;
     let mut source = config.source.clone().ok_or_else(|| anyhow!("no source"))?;
@@ -107,10 +131,28 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
     let mut adapters: Vec<_> = config.views.iter().filter_map(|view| view.settings.lora.clone()).collect();
     adapters.sort();
     adapters.dedup();
-    let remote = remote_options(&config.mount);
+    // Later checks go by path, as for the source.
+    let settled = |source: &mut Option<String>| -> anyhow::Result<Option<String>> {
+        if let Some(path) = source.as_mut().filter(|path| Path::new(path.as_str()).exists()) {
+            *path = std::path::absolute(&*path).with_context(|| path.clone())?.display().to_string();
+        }
+        Ok(source.clone())
+    };
+    let (config_from, fill_from) = (settled(&mut config.config_from)?, settled(&mut config.fill_from)?);
+    let (remote, asks_hub) = (remote_options(&config.mount), true);
     let training_state = config.mount.training_state.unwrap_or(false);
-    let options =
-        OpenOptions { io, adapters, follow_symlinks, training_state, fetches, remote, ..OpenOptions::default() };
+    let options = OpenOptions {
+        io,
+        adapters,
+        config_from,
+        fill_from,
+        follow_symlinks,
+        training_state,
+        fetches,
+        asks_hub,
+        remote,
+        ..OpenOptions::default()
+    };
     let checkpoint = Checkpoint::open(&source, &options)?;
     config.source = Some(match checkpoint.revision() {
         // The label is the repository's name with a short revision.
@@ -133,17 +175,6 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         tracing::warn!("{}", printable(warning));
     }
     Ok(Arc::new(checkpoint))
-}
-
-/// The settings of remote sources.
-pub(super) fn remote_options(settings: &MountSettings) -> RemoteOptions {
-    RemoteOptions {
-        cache_dir: settings.cache_dir.clone(),
-        cache_disk_bytes: settings.cache_disk_bytes.map(|bytes| bytes.0),
-        timeout: settings.source_timeout.map_or(RemoteOptions::TIMEOUT, |limit| limit.0),
-        offline: settings.offline.unwrap_or(false),
-        allow_http: settings.allow_http.unwrap_or(false),
-    }
 }
 
 /// The hint at the flags for names other than the expected ones.

@@ -194,6 +194,7 @@ fn list(target: Option<&str>, only: &[String], flags: &SourceFlags, log: &LogFla
     bar.finish_and_clear();
     let views = config.views.iter().map(|view| {
         let options = ViewOptions::new(&view.settings)?;
+        let options = options.for_checkpoint(checkpoint);
         let dtype = options.dtype.map_or("keep", crate::tensor::DType::name);
         let name = if view.name.is_empty() { String::new() } else { format!("{} ", view.name) };
         Ok(format!("{name}mesh={} layout={} dtype={dtype}", options.mesh, options.layout.name()))

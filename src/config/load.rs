@@ -33,7 +33,8 @@ impl Config {
     pub fn of_text(text: &str, file: &Path, base: &Path) -> Result<Self, ConfigError> {
         let mut settings = FileSettings::parse(text, file)?;
         // A name of the hub's cache stays one, unless there is a directory of that name beside the file.
-        if let Some(source) = &mut settings.top.source {
+        let Settings { source, config_from, fill_from, .. } = &mut settings.top;
+        for source in [source, config_from, fill_from].into_iter().flatten() {
             let path = base.join(&*source);
             if path.exists() {
                 *source = path.display().to_string();

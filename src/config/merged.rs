@@ -21,6 +21,10 @@ pub struct ViewConfig {
 pub struct Config {
     /// The source: an absolute path, or `org/name[@revision]`.
     pub source: Option<String>,
+    /// The repository whose configuration and tokenizer the source takes over: as `source`.
+    pub config_from: Option<String>,
+    /// The repository that gives the tensors that the source lacks: as `source`.
+    pub fill_from: Option<String>,
     /// The mountpoint; absolute.
     pub mountpoint: Option<PathBuf>,
     /// The views, at least one. Only a single view may be without a name.
@@ -51,8 +55,8 @@ impl Config {
         if views.is_empty() {
             views.push(ViewConfig { name: String::new(), settings: top.view });
         }
-        let Settings { source, mountpoint, mount, start_seconds, .. } = top;
-        Self { source, mountpoint, views, mount, start_seconds }
+        let Settings { source, config_from, fill_from, mountpoint, mount, start_seconds, .. } = top;
+        Self { source, config_from, fill_from, mountpoint, views, mount, start_seconds }
     }
 
     /// Applies other settings, which have precedence in every view.
@@ -64,13 +68,14 @@ impl Config {
         }
         let mut top = said;
         top.over(&self.top());
-        let Settings { source, mountpoint, mount, start_seconds, .. } = top;
-        *self = Self { source, mountpoint, views: std::mem::take(&mut self.views), mount, start_seconds };
+        let Settings { source, config_from, fill_from, mountpoint, mount, start_seconds, .. } = top;
+        let views = std::mem::take(&mut self.views);
+        *self = Self { source, config_from, fill_from, mountpoint, views, mount, start_seconds };
     }
 
     /// The settings that hold for all views.
     pub(super) fn top(&self) -> Settings {
-        let Self { source, mountpoint, views: _, mount, start_seconds } = self.clone();
-        Settings { source, mountpoint, mount, start_seconds, ..Settings::default() }
+        let Self { source, config_from, fill_from, mountpoint, views: _, mount, start_seconds } = self.clone();
+        Settings { source, config_from, fill_from, mountpoint, mount, start_seconds, ..Settings::default() }
     }
 }

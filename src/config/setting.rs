@@ -150,6 +150,12 @@ impl Setting {
         self
     }
 
+    /// Above all tables of a file.
+    pub(super) const fn top(mut self) -> Self {
+        self.home = Home::Top;
+        self
+    }
+
     /// Without a key.
     pub(super) const fn flag_only(mut self) -> Self {
         self.home = Home::None;

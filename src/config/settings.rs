@@ -15,6 +15,10 @@ use crate::source::SourceIo;
 pub struct Settings {
     /// The source: a path, or `org/name[@revision]`.
     pub source: Option<String>,
+    /// The repository with the configuration and the tokenizer that the source lacks.
+    pub config_from: Option<String>,
+    /// The repository with the tensors that the source lacks.
+    pub fill_from: Option<String>,
     /// The mountpoint.
     pub mountpoint: Option<PathBuf>,
     /// The file with further settings.
@@ -84,6 +88,8 @@ pub struct ViewSettings {
     pub text_only: Option<bool>,
     /// Bytes of the largest chunk file.
     pub chunk_bytes: Option<ByteCount>,
+    /// Bytes of the largest weight file of a generated repository.
+    pub max_shard_bytes: Option<ByteCount>,
 }
 
 /// Reading, mounting and serving: the same for all views.
@@ -95,8 +101,6 @@ pub struct MountSettings {
     pub source_timeout: Option<TimeLimit>,
     /// Whether symbolic links may lead out of the repository.
     pub follow_symlinks: Option<bool>,
-    /// Whether the whole training state of a checkpoint is shown.
-    pub training_state: Option<bool>,
     /// Whether remote sources use only what this machine has.
     pub offline: Option<bool>,
     /// Directory of the disk cache of remote sources.
@@ -107,6 +111,8 @@ pub struct MountSettings {
     pub prefetch: Option<Prefetch>,
     /// Whether remote sources may be unencrypted.
     pub allow_http: Option<bool>,
+    /// Whether the whole training state of a checkpoint is shown.
+    pub training_state: Option<bool>,
     /// Bytes of transformed data kept in memory.
     pub cache_bytes: Option<ByteCount>,
     /// Threads that serve requests.

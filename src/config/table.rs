@@ -51,13 +51,17 @@ pub static SETTINGS: &[Setting] = &[
         "layout",
         Value("NAME|FILE.toml"),
         at!(view.layout),
-        "How tensors are named and shaped: canonical, hf, stored, maxtext, maxtext-unscanned, vllm, or a file.",
+        "How tensors are named and shaped: canonical (default), hf, stored, maxtext, maxtext-unscanned, megatron, \
+         megatron-unscanned, vllm, or a file.",
     )
     .more(
         "canonical stacks layers on a new first axis (layers/scanned/wq) and shows them one by one too (layers/0/wq); hf \
-         keeps the repository's own names, one file each; stored keeps them too, with dots as slashes; maxtext and maxtext-unscanned give exactly what MaxText's converter makes; \
-         vllm gives the fused tensors of vLLM's ranks, and sharded_state/ to load them from. A file describes a layout \
-         of your own. Without this setting a repository of Hugging Face has canonical, and every other checkpoint stored.",
+         keeps the repository's own names, and gives them back to a checkpoint of MaxText or Megatron-Core; stored keeps a \
+         trainer's own names and shapes, the default for checkpoints of Orbax and torch.distributed.checkpoint; maxtext and \
+         maxtext-unscanned give exactly what MaxText's converter makes; megatron and megatron-unscanned give the tensors of \
+         Megatron-Core's distributed checkpoints; vllm gives the fused tensors of vLLM's ranks, and sharded_state/ to load \
+         them from. A file describes a layout of your own. Without this setting a repository of Hugging Face has canonical, \
+         and every other checkpoint stored.",
     ),
     Setting::new(
         View,
@@ -226,6 +230,34 @@ pub static SETTINGS: &[Setting] = &[
         at!(view.chunk_bytes),
         "Largest chunk file under orbax/, as in 256M; by default 1 GiB. Larger shards are several chunks.",
     ),
+    Setting::new(
+        View,
+        "max-shard-bytes",
+        Value("SIZE"),
+        at!(view.max_shard_bytes),
+        "Largest weight file under a generated hf/, as in 2G; by default 5 GB. A larger tensor is a file by itself.",
+    )
+    .more("hf/ is generated where the source is no repository, as with --config-from. The files of a repository stay as they are."),
+    Setting::new(
+        Reading,
+        "config-from",
+        Value("SOURCE"),
+        at!(config_from),
+        "The repository whose config.json and tokenizer the source takes over: a directory or org/name[@revision].",
+    )
+    .more(
+        "For a checkpoint that holds weights only. With --layout hf the weights of MaxText and Megatron get the names and \
+         shapes of this model, and hf/ is a complete repository.",
+    )
+    .top(),
+    Setting::new(
+        Reading,
+        "fill-from",
+        Value("SOURCE"),
+        at!(fill_from),
+        "The repository that gives what a checkpoint of another layout lacks, such as a vision tower; with --layout hf.",
+    )
+    .top(),
     Setting::new(
         View,
         "config",

@@ -92,6 +92,7 @@ pub(crate) const EVERY_VIEW_KEY: &[(&str, &str)] = &[
     ("no_mtp", "no_mtp = true"),
     ("text_only", "text_only = true"),
     ("chunk_bytes", "chunk_bytes = '64M'"),
+    ("max_shard_bytes", "max_shard_bytes = '64M'"),
     ("include", "include = ['*.weight', '/[ab]/']"),
     ("exclude", "exclude = ['*.bias']"),
     ("cast", "[[cast]]\nmatch = '*norm*'\ndtype = 'keep'"),

@@ -19,7 +19,8 @@ use crate::{source::SourceIo, tensor::DType};
 pub const THREADS_MAX: u16 = 512;
 
 /// Names of the layouts in the program.
-pub const LAYOUTS: [&str; 6] = ["canonical", "hf", "stored", "maxtext", "maxtext-unscanned", "vllm"];
+pub const LAYOUTS: [&str; 8] =
+    ["canonical", "hf", "maxtext", "maxtext-unscanned", "megatron", "megatron-unscanned", "stored", "vllm"];
 
 fn is_toml(text: &str) -> bool {
     Path::new(text).extension().is_some_and(|extension| extension == "toml")

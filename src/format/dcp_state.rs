@@ -165,6 +165,10 @@ fn is_allowed(module: &str, name: &str) -> bool {
                 | "_MEM_FORMAT_ENCODING"
         ),
         FILESYSTEM => name == "_StorageInfo",
+        // The plans by which Megatron-Core has saved; nothing is done with them.
+        "torch.distributed.checkpoint.planner" => {
+            matches!(name, "SavePlan" | "WriteItem" | "WriteItemType" | "TensorWriteData" | "BytesIOWriteData")
+        }
         "torch" => name == "Size" || dtype_of(name).is_some(),
         "torch.serialization" => name == "_get_layout",
         "collections" => name == "OrderedDict",

@@ -23,7 +23,9 @@ use super::{
     Tied, ViewOptions, canonical,
     expect::{self, Findings},
     family::Generic,
-    hf, layout_file, lora,
+    generated, hf,
+    inverse::{self, Inverted},
+    layout_file, lora,
     name_group::fold,
     names, packed,
     select::{self, Selected},
@@ -33,7 +35,7 @@ use super::{
     values::{self, Raw, Values, Wish},
 };
 use crate::{
-    checkpoint::{Adapter, Checkpoint},
+    checkpoint::{Adapter, Checkpoint, Container},
     config::{Dequantize, Pattern},
     tensor::TensorId,
 };
@@ -82,6 +84,8 @@ struct Chosen {
     family: Option<Family>,
     /// Whether a name is one path component.
     flat: bool,
+    /// The repository that the checkpoint is made back to, if it has the leaves of a layout.
+    inverse: Option<Inverted>,
 }
 
 impl Chosen {
@@ -120,7 +124,7 @@ impl Plan {
     /// # Errors
     /// Everything wrong with the plan, at once.
     pub fn build(checkpoint: &Checkpoint, options: &ViewOptions) -> Result<Self, PlanError> {
-        build(checkpoint, options)
+        build(checkpoint, &options.for_checkpoint(checkpoint))
     }
 }
 
@@ -152,7 +156,10 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
             raw.extend(values.raw());
             continue;
         }
-        drafted.kept = groups_of(wanted.seen(), values.kept());
+        drafted.kept = match &chosen.inverse {
+            Some(inverted) => inverted.kept.clone(),
+            None => groups_of(wanted.seen(), values.kept()),
+        };
         drafted.dropped = decoded.as_ref().map_or_else(Vec::new, |decoded| dropped(original, decoded));
         drafted.decoded_config = hf::decoded_config(&values);
         let drafts = std::mem::take(&mut drafted.drafts);
@@ -160,7 +167,10 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
         let rules = builder.split(&drafts, &wanted, &chosen);
         let drafts = builder.keep_together(drafts, rules.is_some(), wanted.seen());
         let is_alike = raw.is_empty() && decodes(options, asked(options)) == decoded.is_some();
-        let hf = builder.repository(&wanted, chosen.keep_f32(), is_alike)?;
+        let hf = match builder.generated(&drafts, &wanted, &chosen) {
+            Some(hf) => hf,
+            None => builder.repository(&wanted, chosen.keep_f32(), is_alike)?,
+        };
         return builder.assemble(&wanted, &chosen, drafted, drafts, (rules, hf));
     }
 }
@@ -266,17 +276,25 @@ impl<'a> Builder<'a> {
         let flat = file.as_ref().is_some_and(|file| file.flat()) || options.layout == Layout::Hf;
         // A trainer's names are in no table.
         let family = if options.layout == Layout::Stored { None } else { family(wanted.seen())? };
-        Ok(Chosen { file, set, wish, family, flat })
+        let is_back = options.layout == Layout::Hf && options.lora.is_none();
+        let keep_f32 = family.as_ref().map_or(&[][..], |family| &family.keep_f32);
+        let inverse = if is_back { inverse::invert(wanted.part(), options, keep_f32)? } else { None };
+        Ok(Chosen { file, set, wish, family, flat, inverse })
     }
 
     fn draft(&mut self, wanted: &Wanted<'_>, chosen: &Chosen, values: &Values<'_>) -> Drafted {
         let left_out = wanted.selected.left_out(wanted.original);
-        let mut drafted = match &chosen.file {
-            Some(file) => self.draft_by_rules(file, wanted, chosen, values),
-            None if self.options.layout == Layout::Stored => self.draft_as_stored(wanted, values),
-            None => self.draft_by_tables(wanted, chosen, values),
+        let mut drafted = match (&chosen.file, &chosen.inverse) {
+            (Some(file), _) => self.draft_by_rules(file, wanted, chosen, values),
+            (None, Some(inverted)) => self.draft_back(inverted, wanted, chosen),
+            (None, None) if self.options.layout == Layout::Stored => self.draft_as_stored(wanted, values),
+            (None, None) => self.draft_by_tables(wanted, chosen, values),
         };
         drafted.left_out.splice(0..0, left_out);
+        // What a torch checkpoint leaves out is no tensor, for the most part; the source's lines list it.
+        if self.original.container() == Container::Orbax {
+            drafted.left_out.extend(fold(self.original.left_out().iter().map(|left| left.name.as_str()), &[]));
+        }
         drafted
     }
 
@@ -315,6 +333,25 @@ impl<'a> Builder<'a> {
         }
         self.warnings.extend(resolved.warnings);
         Drafted { drafts: resolved.drafts, params: resolved.params, left_out: resolved.left_out, ..nothing }
+    }
+
+    /// Drafts of the repository that the checkpoint is made back to.
+    fn draft_back(&mut self, inverted: &Inverted, wanted: &Wanted<'_>, chosen: &Chosen) -> Drafted {
+        self.warnings.extend(inverted.warnings.iter().cloned());
+        let tensors = inverted.tensors.iter().map(|(name, view)| (name.clone(), Ok(view.clone())));
+        let generic = Generic::load().map_err(|error| family_problem(&error).problems);
+        let drafts = generic
+            .and_then(|generic| canonical::drafts_of(wanted.seen(), chosen.family.clone(), generic, tensors));
+        Drafted {
+            drafts: self.or_default(drafts),
+            family: Some(inverted.layout.clone()),
+            params: inverted.params.clone(),
+            findings: Findings::default(),
+            left_out: inverted.left_out.clone(),
+            kept: Vec::new(),
+            dropped: Vec::new(),
+            decoded_config: None,
+        }
     }
 
     /// Drafts of the tensors as they are stored.
@@ -385,7 +422,7 @@ impl<'a> Builder<'a> {
         let rules = logical_rules(options, chosen.file.as_deref(), is_maxtext && options.layout == Layout::Stored);
         if chosen.file.is_none() && !(options.layout == Layout::Stored && is_maxtext && options.set.is_empty()) {
             let name = options.layout.name();
-            if !options.set.is_empty() {
+            if !options.set.is_empty() && chosen.inverse.is_none() {
                 self.problem("set", format!("the layout {name} has no parameters"));
             }
             if rules.is_some() {
@@ -420,6 +457,10 @@ impl<'a> Builder<'a> {
         keep_f32: &[Pattern],
         is_alike: bool,
     ) -> Result<Repository, PlanError> {
+        if self.options.layout == Layout::Stored {
+            // hf/ is a repository, which a trainer's checkpoint is not.
+            return Ok(Repository::default());
+        }
         if let Some(reason) = &wanted.selected.no_hf {
             // Nobody expects a repository of what is none.
             if self.original.is_repository() {
@@ -450,6 +491,21 @@ impl<'a> Builder<'a> {
             }
             raw.extend(more);
         }
+    }
+
+    /// The files of a generated `hf/`: the tensors shown, where the source is no repository.
+    fn generated(&mut self, drafts: &[Draft], wanted: &Wanted<'_>, chosen: &Chosen) -> Option<Repository> {
+        let (checkpoint, options) = (wanted.seen(), self.options);
+        let is_own = options.layout == Layout::Hf && checkpoint.companion().is_some();
+        if chosen.inverse.is_none() && !is_own {
+            return None;
+        }
+        let config = chosen.inverse.as_ref().map(|inverted| &inverted.config).or_else(|| checkpoint.config());
+        let tensors = drafts.iter().map(|draft| (draft.name.clone(), draft.view.clone())).collect();
+        let shard_bytes_max = options.shard_bytes_max.unwrap_or(generated::SHARD_BYTES_MAX);
+        let files = generated::files(checkpoint, tensors, config, shard_bytes_max);
+        let kept = chosen.inverse.as_ref().map_or_else(Vec::new, |inverted| inverted.kept.clone());
+        Some(Repository { files: self.or_default(files), kept })
     }
 
     /// The files of `hf/` of this part of the repository, and what is said of them.

@@ -141,17 +141,37 @@ pub(super) fn hf_drafts(
     generic: Generic,
     values: &Values<'_>,
 ) -> Result<Vec<Draft>, Vec<Problem>> {
+    let tensors = checkpoint.tensors().map(|(id, info)| {
+        let dtype = values.dtype_of(id, &[info.name]);
+        (info.name.to_owned(), values.view(id, dtype))
+    });
+    drafts_of(checkpoint, family, generic, tensors)
+}
+
+/// Drafts of tensors under the names that a repository of the family has, likewise. `checkpoint` gives the configuration.
+///
+/// # Errors
+/// All problems found.
+pub(super) fn drafts_of(
+    checkpoint: &Checkpoint,
+    family: Option<Family>,
+    generic: Generic,
+    tensors: impl ExactSizeIterator<Item = (String, Result<View, Problem>)>,
+) -> Result<Vec<Draft>, Vec<Problem>> {
     let mut problems = Vec::new();
     let stems = BTreeSet::new();
     let namer = Namer { checkpoint, family, generic, stems };
-    let mut drafts = Vec::with_capacity(checkpoint.tensors().len());
+    let mut drafts = Vec::with_capacity(tensors.len());
     let mut experts: HashMap<(String, String), u64> = HashMap::new();
     let mut single = Vec::new();
-    for (id, info) in checkpoint.tensors() {
-        let dtype = values.dtype_of(id, &[info.name]);
+    for (name, view) in tensors {
         let mut named = Vec::new();
-        let parsed = naming::parse(info.name, &namer.generic.words);
-        let view = namer.name(id, info.name, &parsed, info.shape, &mut named).and_then(|()| values.view(id, dtype));
+        let parsed = naming::parse(&name, &namer.generic.words);
+        // The parts of a fused tensor are not shown here: their ids have no meaning.
+        let view = view.and_then(|view| {
+            let extents = view.shape().extents();
+            namer.name(TensorId(0), &name, &parsed, extents, &mut named).map(|()| view.clone())
+        });
         match (view, named.first()) {
             (Ok(view), Some(named)) => {
                 // Under its own name, the rows of a fused matrix do not belong together: tensor parallelism does not
@@ -164,7 +184,6 @@ pub(super) fn hf_drafts(
                     *count = (*count).max(expert + 1);
                     single.push((drafts.len(), expert, key));
                 }
-                let name = info.name.to_owned();
                 drafts.push(Draft { name, view, roles, bundled: Bundled::ALWAYS, layers: None });
             }
             (Ok(_), None) => {}

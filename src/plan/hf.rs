@@ -214,12 +214,17 @@ fn metadata(checkpoint: &Checkpoint, file: FileId) -> Vec<(String, String)> {
 
 /// `config.json` with the present dtype of the weights, and without a quantization that was decoded.
 fn truthful_config(config: &Value, checkpoint: &Checkpoint, values: &Values<'_>) -> Value {
-    let mut config = config.clone();
+    let config = config.clone();
     let decoded = checkpoint.tensors().find_map(|(_, info)| info.quantized());
     let undone = is_undone(checkpoint);
     let dtype = values.general_dtype().or_else(|| values.decoded_dtype(decoded?.dtype));
+    with_dtype(config, checkpoint.dialect().text_config.as_deref(), dtype, undone)
+}
+
+/// `config.json` with this dtype of the weights; with `undone`, without a quantization. `nested` is the member with the text
+/// model's own configuration.
+pub(super) fn with_dtype(mut config: Value, nested: Option<&str>, dtype: Option<DType>, undone: bool) -> Value {
     let Some(name) = dtype.and_then(torch_name) else { return config };
-    let nested = checkpoint.dialect().text_config.clone();
     let had_dtype = config.get("dtype").is_some();
     let rewrite = |members: &mut serde_json::Map<String, Value>, top: bool| {
         if members.contains_key("torch_dtype") || (top && !had_dtype) {
@@ -235,7 +240,7 @@ fn truthful_config(config: &Value, checkpoint: &Checkpoint, values: &Values<'_>)
     if let Some(members) = config.as_object_mut() {
         rewrite(members, true);
         for (key, value) in members.iter_mut() {
-            let is_nested = nested.as_deref() == Some(key) || key.ends_with("_config");
+            let is_nested = nested == Some(key) || key.ends_with("_config");
             if let (true, Some(inner)) = (is_nested, value.as_object_mut()) {
                 rewrite(inner, false);
             }

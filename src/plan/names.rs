@@ -32,7 +32,7 @@ pub(super) fn tie(drafts: &mut Vec<Draft>, checkpoint: &Checkpoint, options: &Vi
     match (options.tied, &options.layout) {
         (Tied::Auto, _) => {}
         (Tied::Absent, _) => drafts.retain(|draft| !alias(draft)),
-        (Tied::Alias, Layout::Hf | Layout::Stored) => {
+        (Tied::Alias, Layout::Hf) => {
             if let Some((head, embedding)) = tied_head(checkpoint) {
                 let draft = drafts.iter().find(|draft| draft.name == embedding);
                 drafts.extend(draft.cloned().map(|draft| Draft { name: head, ..draft }));

@@ -1,6 +1,6 @@
 //! The meaning of settings: the options of a plan.
 
-use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
+use std::{borrow::Cow, collections::BTreeMap, path::PathBuf, sync::Arc};
 
 use super::{
     layout_file::LayoutFile,
@@ -8,8 +8,10 @@ use super::{
     problem::{PlanError, Problem},
     select::Subset,
     shard::Sharding,
+    stored,
 };
 use crate::{
+    checkpoint::Checkpoint,
     config::{
         Allow, CastRule, ConfigError, Dequantize, DtypeChoice, LayoutChoice, LogicalRule, Mesh, Rename, ShardChoice,
         ShardRule, Tied, ViewSettings, value::SettingValue,
@@ -25,7 +27,7 @@ pub enum Layout {
     Canonical,
     /// The repository's own names, as names of files.
     Hf,
-    /// The checkpoint's own names, as paths: what no repository of Hugging Face is shown as by default.
+    /// The checkpoint's own names and shapes, split as the trainer splits them.
     Stored,
     /// A layout in the program, as data: rules for each model family, chosen by `config.json`.
     Embedded(&'static Embedded),
@@ -63,6 +65,17 @@ impl Layout {
     }
 }
 
+impl ViewOptions {
+    /// These options for a checkpoint: the layout is `stored` for a trainer's if the user chose none.
+    pub fn for_checkpoint(&self, checkpoint: &Checkpoint) -> Cow<'_, Self> {
+        if !self.chooses_layout && self.layout == Layout::Canonical && stored::is_default(checkpoint) {
+            Cow::Owned(Self { layout: Layout::Stored, ..self.clone() })
+        } else {
+            Cow::Borrowed(self)
+        }
+    }
+}
+
 /// The user's request for one view of a checkpoint.
 #[derive(Clone, Debug, Default)]
 pub struct ViewOptions {
@@ -70,6 +83,8 @@ pub struct ViewOptions {
     pub mesh: Mesh,
     /// Names and shapes.
     pub layout: Layout,
+    /// Whether `layout` is the user's choice. Otherwise it depends on the checkpoint.
+    pub chooses_layout: bool,
     /// Dtype of all floats. `None` leaves them as they are, or leaves the choice to the layout.
     pub dtype: Option<DType>,
     /// Dtype of decoded quantized tensors, if they are decoded whatever `dtype` says.
@@ -98,6 +113,8 @@ pub struct ViewOptions {
     pub logical_rules: Vec<LogicalRule>,
     /// Bytes of the largest chunk file in formats with chunks. `None` leaves the choice to the format.
     pub chunk_bytes_max: Option<u64>,
+    /// Bytes of the largest weight file in a generated `hf/`.
+    pub shard_bytes_max: Option<u64>,
     /// The selected tensors of the repository.
     pub subset: Subset,
     /// Renames of the shown names, in order.
@@ -153,6 +170,7 @@ impl ViewOptions {
         Ok(Self {
             mesh: settings.mesh.clone().unwrap_or_default(),
             layout: settings.layout.as_ref().map(Layout::of).transpose()?.unwrap_or_default(),
+            chooses_layout: settings.layout.is_some(),
             dtype: settings.dtype.and_then(DtypeChoice::dtype),
             dequantize: settings.dequantize,
             keep_dtype: settings.dtype == Some(DtypeChoice::Keep),
@@ -187,6 +205,7 @@ impl ViewOptions {
             set: settings.set.iter().map(|(name, value)| (name.clone(), value.text())).collect(),
             logical_rules: settings.logical_rules.clone(),
             chunk_bytes_max: settings.chunk_bytes.map(|bytes| bytes.0),
+            shard_bytes_max: settings.max_shard_bytes.map(|bytes| bytes.0),
         })
     }
 }

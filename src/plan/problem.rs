@@ -130,6 +130,14 @@ pub enum Problem {
         /// Their names in the repository.
         group: NameGroup,
     },
+    /// A checkpoint of a layout cannot be made back to the repository that the layout starts from.
+    #[error("{}: {reason}", group.counted())]
+    Inverse {
+        /// The tensors of the repository, or the leaf.
+        group: NameGroup,
+        /// The reason.
+        reason: String,
+    },
     /// A sharding rule does not fit.
     #[error("{name}: sharding rule {rule:?}: {reason}")]
     ShardRule {

@@ -277,7 +277,8 @@ fn container_text(checkpoint: &Checkpoint, line: &mut dyn FnMut(&str, &str)) {
         line("container", &format!("{}{stored}", checkpoint.container()));
     }
     let left_out = checkpoint.left_out();
-    if !left_out.is_empty() {
+    // Those of Orbax are tensors; the lines of each view list them.
+    if !left_out.is_empty() && checkpoint.container() != Container::Orbax {
         line("no tensors", &format!("{} members of the checkpoint are not shown:", left_out.len()));
         for LeftOut { name, kind } in left_out.iter().take(NAMES_SHOWN) {
             line("", &format!("{name}: {kind}"));

@@ -149,7 +149,7 @@ const BY_NUMBER: [&str; 7] = [
 /// Members that count layers from the last.
 const FROM_LAST: [&str; 1] = ["num_kv_shared_layers"];
 /// Numbers of layers of multi-token prediction.
-const MTP_COUNTS: [&str; 3] = ["num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"];
+pub(super) const MTP_COUNTS: [&str; 3] = ["num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"];
 /// Numbers of layers.
 const COUNTS: [&str; 4] = ["num_hidden_layers", "n_layer", "num_layers", "n_layers"];
 /// Families in which the layer's number determines nothing beyond what `config.json` says.

@@ -77,9 +77,9 @@ pub(super) const FUNCTIONS: &[(&str, Function, usize, usize)] = &[
     ("repeat", Function::View(ViewFunction::Repeat), 3, 3),
     ("fill", Function::View(ViewFunction::Fill), 2, ARGUMENTS_MAX),
     ("cast", Function::View(ViewFunction::Cast), 2, 2),
-    ("mul", Function::View(ViewFunction::Mul), 2, 2),
-    ("mul_flush", Function::View(ViewFunction::MulFlush), 2, 2),
-    ("mul_f32", Function::View(ViewFunction::MulF32), 2, 2),
+    ("mul", Function::View(ViewFunction::Mul), 2, 3),
+    ("mul_flush", Function::View(ViewFunction::MulFlush), 2, 3),
+    ("mul_f32", Function::View(ViewFunction::MulF32), 2, 3),
     ("add", Function::View(ViewFunction::Add), 2, 2),
     ("add_f32", Function::View(ViewFunction::AddF32), 2, 2),
     ("extent", Function::View(ViewFunction::Extent), 2, 2),
@@ -158,13 +158,13 @@ impl Function {
                 let count = names.count(values[0].text(name)?);
                 i64::try_from(count).map(Value::Int).map_err(|_| EvalError::Range(name))
             }
-            Self::View(function) => function.apply(name, values),
+            Self::View(function) => function.apply(name, values, names.inverts()),
         }
     }
 }
 
 impl ViewFunction {
-    fn apply(self, name: &'static str, values: &[Value]) -> Result<Value, EvalError> {
+    fn apply(self, name: &'static str, values: &[Value], inverts: bool) -> Result<Value, EvalError> {
         if let Self::Concat | Self::Stack = self {
             let views = values[1..].iter().map(|value| value.view(name).cloned()).collect::<Result<Vec<_>, _>>()?;
             let rank = views[0].shape().rank();
@@ -179,6 +179,13 @@ impl ViewFunction {
         let rank = view.shape().rank();
         let axis = |at: usize| axis(name, &values[at], rank);
         let natural = |at: usize| values[at].natural(name);
+        // A product may name the factor that undoes it: a rounded reciprocal is not always the one that another program uses.
+        let factor = || match values.get(2) {
+            Some(inverse) if inverts => inverse.constant(name),
+            None if inverts => Err(EvalError::NoInverse(name)),
+            Some(_) | None => values[1].constant(name),
+        };
+        let addend = || values[1].constant(name).map(|addend| if inverts { -addend } else { addend });
         let result = match self {
             Self::Transpose => view.reverse_axes(),
             Self::Permute => {
@@ -209,11 +216,11 @@ impl ViewFunction {
             }
             Self::Repeat => repeat(view, axis(1)?, natural(2)?)?,
             Self::Cast => view.cast(Self::dtype(name, &values[1])?)?,
-            Self::Mul => view.multiply(values[1].constant(name)?, false, Keep::Operand)?,
-            Self::MulFlush => view.multiply(values[1].constant(name)?, true, Keep::Operand)?,
-            Self::MulF32 => view.multiply(values[1].constant(name)?, false, Keep::F32)?,
-            Self::Add => view.add(values[1].constant(name)?, Keep::Operand)?,
-            Self::AddF32 => view.add(values[1].constant(name)?, Keep::F32)?,
+            Self::Mul => view.multiply(factor()?, false, Keep::Operand)?,
+            Self::MulFlush => view.multiply(factor()?, true, Keep::Operand)?,
+            Self::MulF32 => view.multiply(factor()?, false, Keep::F32)?,
+            Self::Add => view.add(addend()?, Keep::Operand)?,
+            Self::AddF32 => view.add(addend()?, Keep::F32)?,
             Self::Extent => {
                 let extent = view.shape().extents().get(axis(1)?).and_then(|extent| i64::try_from(*extent).ok());
                 return extent.map(Value::Int).ok_or_else(|| values[1].kind(name, "an axis of the view"));

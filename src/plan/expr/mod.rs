@@ -30,9 +30,9 @@
 //! | `repeat(x, axis, n)` | each element of an axis `n` times in a row, as `np.repeat` |
 //! | `fill(value, 'f32', extent, …)` | a constant |
 //! | `cast(x, 'f32')` | values rounded to another type |
-//! | `mul(x, c)`, `add(x, c)` | arithmetic in f32, rounded to the operand's type |
-//! | `mul_flush(x, c)` | as `mul`, with subnormal operands and products made zero of the same sign |
-//! | `mul_f32(x, c)`, `add_f32(x, c)` | as `mul` and `add`, the result left in f32 |
+//! | `mul(x, c[, i])`, `add(x, c)` | arithmetic in f32, rounded to the operand's type; a product with `i` undoes that with `c` |
+//! | `mul_flush(x, c[, i])` | as `mul`, with subnormal operands and products made zero of the same sign |
+//! | `mul_f32(x, c[, i])`, `add_f32(x, c)` | as `mul` and `add`, the result left in f32 |
 //! | `extent(x, axis)`, `rank(x)` | numbers |
 //!
 //! Axes may be counted from the end as `-1`, `-2`. Constants of arithmetic must be exact values of f32: write `f32(…)`.

@@ -64,6 +64,12 @@ pub enum EvalError {
     /// An unknown dtype.
     #[error("there is no dtype {0:?}")]
     DType(String),
+    /// A product whose rule does not say how to undo it.
+    #[error("{0}: the rule has no third operand, the factor that undoes the product")]
+    NoInverse(&'static str),
+    /// A tensor to be made whose shape no rule gives.
+    #[error("the rule does not give the shape of {0}")]
+    NoShape(String),
     /// A loop without a range, over something other than the number in a name.
     #[error("the numbers of {0:?} cannot be derived from names: give a range by over")]
     Open(String),
@@ -268,6 +274,10 @@ pub trait Names {
     fn count(&self, pattern: &str) -> u64;
     /// Whether the user has set a parameter.
     fn given(&self, _parameter: &str) -> bool {
+        false
+    }
+    /// Whether products and sums get the constants that undo them, for the inverse of a rule.
+    fn inverts(&self) -> bool {
         false
     }
 }

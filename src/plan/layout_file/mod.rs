@@ -53,6 +53,11 @@
 //!   "…" }` on a place names expressions over those numbers for its leaves.
 //! * `when` is a condition. `optional = true` leaves a leaf out if the repository has none of its sources. `dtype =
 //!   "keep"` (or a type) overrides the layout's dtype for one leaf.
+//! * `[inverse]` defines parameters and variables anew for the way back, from a checkpoint of this layout to the
+//!   repository (`--layout hf`). There `exists`, `shape` and `count` ask about leaves. `shape` of a rule then gives the
+//!   extents of the tensor to make, and a third operand of `mul` the factor that undoes the product.
+//! * `[text_model]` with `model_type`, `architecture` and `names` (prefixes and their replacements) says how a repository
+//!   of the text model alone is made on that way.
 //! * `[[check]]` with `that` and `say` refuses a repository or parameters that fail the condition. With `warn = true`
 //!   it only warns, unless the repository lacks a tensor or member that the condition needs.
 //! * `tp` and `experts` number the axes of a leaf, before stacking, that tensor and expert parallelism split under
@@ -68,8 +73,11 @@
 //!
 //! What it deliberately does not do: read weights, or know any model.
 
+mod inverse;
 mod read;
 mod resolve;
+mod scope;
+mod targets;
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -79,6 +87,7 @@ use super::{
     logical::LogicalRules,
     name_group::NameGroup,
 };
+pub(super) use self::targets::{StoredNames, Target};
 use crate::tensor::DType;
 
 /// An expression, and the line on which it stands.
@@ -157,6 +166,30 @@ pub(super) struct Check {
     pub warn: bool,
 }
 
+/// The text model of a larger model, as a repository by itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct TextModel {
+    /// `model_type` of its configuration.
+    pub model_type: String,
+    /// Its class.
+    pub architecture: String,
+    /// A prefix of names in the rules, and its replacement in such a repository.
+    pub names: Vec<(String, String)>,
+}
+
+impl TextModel {
+    /// Whether a name of the rules is of another part of the model.
+    pub(super) fn is_outside(&self, name: &str) -> bool {
+        !name.contains("lm_head") && self.names.iter().all(|(prefix, _)| !name.starts_with(prefix.as_str()))
+    }
+
+    /// The name in a repository of the text model.
+    pub(super) fn name(&self, name: &str) -> String {
+        let renamed = self.names.iter().find_map(|(old, new)| Some(format!("{new}{}", name.strip_prefix(old.as_str())?)));
+        renamed.unwrap_or_else(|| name.to_owned())
+    }
+}
+
 /// A layout file, read and checked.
 #[derive(Clone, Debug)]
 pub struct LayoutFile {
@@ -174,6 +207,9 @@ pub struct LayoutFile {
     rules: LogicalRules,
     params: BTreeMap<String, AtLine<Expr>>,
     vars: BTreeMap<String, AtLine<Expr>>,
+    /// Other definitions of parameters and variables, for the inverse.
+    inverse: BTreeMap<String, AtLine<Expr>>,
+    text_model: Option<TextModel>,
     aliases: Vec<(String, Vec<String>)>,
     ignores: Vec<Ignore>,
     checks: Vec<Check>,
@@ -201,6 +237,8 @@ pub struct Resolved {
     pub verified: bool,
     /// Names that rules leave out on purpose.
     pub left_out: Vec<NameGroup>,
+    /// For the inverse of a layout: patterns of the names that rules leave out.
+    pub ignored: Vec<super::Pattern>,
     /// Remarks that are not errors.
     pub warnings: Vec<String>,
 }
@@ -258,6 +296,16 @@ impl LayoutFile {
     /// Its rules for logical axes.
     pub fn rules(&self) -> &LogicalRules {
         &self.rules
+    }
+
+    /// The text model by itself, if the rules are for a larger model.
+    pub(super) fn text_model(&self) -> Option<&TextModel> {
+        self.text_model.as_ref()
+    }
+
+    /// Prefixes of names in the rules, each with the prefixes that repositories have in their place.
+    pub fn aliases(&self) -> &[(String, Vec<String>)] {
+        &self.aliases
     }
 
     /// Names of its parameters.

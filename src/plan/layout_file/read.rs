@@ -15,7 +15,7 @@ use super::{
         logical::{LogicalRule, LogicalRules},
         problem::{PlanError, Problem},
     },
-    AtLine, Check, Each, Extents, Ignore, Keep, LayoutFile, Leaf, Placement, Stack,
+    AtLine, Check, Each, Extents, Ignore, Keep, LayoutFile, Leaf, Placement, Stack, TextModel,
 };
 use crate::tensor::DType;
 
@@ -48,6 +48,10 @@ struct RawFile {
     #[serde(default)]
     vars: BTreeMap<String, Text>,
     #[serde(default)]
+    inverse: BTreeMap<String, Text>,
+    #[serde(default)]
+    text_model: Option<RawTextModel>,
+    #[serde(default)]
     alias: Vec<RawAlias>,
     #[serde(default)]
     ignore: Vec<RawIgnore>,
@@ -61,6 +65,15 @@ struct RawFile {
     place: Vec<RawPlace>,
     #[serde(default)]
     rule: Vec<LogicalRule>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawTextModel {
+    model_type: String,
+    architecture: String,
+    #[serde(default)]
+    names: BTreeMap<String, String>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -360,6 +373,11 @@ impl LayoutFile {
         for (name, var) in vars.iter().filter(|(name, _)| params.contains_key(*name)) {
             reader.problem(var.line, format!("{name:?} is a parameter and a variable"));
         }
+        let inverse = named(&mut reader, &raw.inverse);
+        let has = |name: &String| params.contains_key(name) || vars.contains_key(name);
+        for (name, definition) in inverse.iter().filter(|(name, _)| !has(name)) {
+            reader.problem(definition.line, format!("there is no parameter or variable {name:?}"));
+        }
         let leaves = raw.leaf.iter().filter_map(|leaf| reader.leaf(leaf)).collect();
         let mut groups = BTreeMap::new();
         for (name, leaves) in &raw.group {
@@ -412,6 +430,12 @@ impl LayoutFile {
             rules,
             params,
             vars,
+            inverse,
+            text_model: raw.text_model.map(|text| TextModel {
+                model_type: text.model_type,
+                architecture: text.architecture,
+                names: text.names.into_iter().collect(),
+            }),
             aliases: raw.alias.into_iter().map(|alias| (alias.name, alias.on_disk)).collect(),
             ignores,
             checks,
@@ -434,7 +458,7 @@ impl LayoutFile {
                 }
             });
         };
-        for definition in self.params.values().chain(self.vars.values()) {
+        for definition in self.params.values().chain(self.vars.values()).chain(self.inverse.values()) {
             check(definition.line, &[], &|visit| definition.it.for_each_name(visit));
         }
         for Check { that, say, .. } in &self.checks {

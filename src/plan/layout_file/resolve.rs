@@ -1,8 +1,7 @@
 //! Resolving a layout file against a repository: instances of places and rules, their sources, stacks and views.
 
 use std::{
-    cell::RefCell,
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet},
     ops::Range,
     sync::Arc,
 };
@@ -18,6 +17,7 @@ use super::{
         values::Values,
     },
     Allowed, AtLine, Each, Keep, LayoutFile, Leaf, Placement, Resolved, Stack,
+    scope::{Bound, Local, Scope, is_absent},
 };
 use crate::{
     checkpoint::Checkpoint,
@@ -29,9 +29,6 @@ const RANGE_MAX: u64 = 1 << 20;
 
 /// Logical names by which a stack is known to be one of experts.
 const EXPERT_WORDS: [&str; 3] = ["exp", "expert", "experts"];
-
-/// Values of loops, by name, outermost first.
-type Bound = Vec<(Arc<str>, Value)>;
 
 impl LayoutFile {
     /// Resolves the layout against a repository, for a mesh. `set` holds parameters set by the user.
@@ -46,16 +43,26 @@ impl LayoutFile {
         set: &BTreeMap<String, String>,
         allowed: Allowed,
     ) -> Result<Resolved, Vec<Problem>> {
+        let scope = Scope::new(self, checkpoint, mesh, set, None);
+        self.run(&scope, values, allowed)
+    }
+
+    /// Resolves the layout in a scope.
+    pub(super) fn run(
+        &self,
+        scope: &Scope<'_>,
+        values: &Values<'_>,
+        allowed: Allowed,
+    ) -> Result<Resolved, Vec<Problem>> {
+        let checkpoint = scope.checkpoint;
         let mut problems = Vec::new();
-        for name in set.keys().filter(|name| !self.params.contains_key(*name)) {
+        for name in scope.set().filter(|name| !self.params.contains_key(*name)) {
             let known: Vec<&str> = self.params().collect();
             problems.push(Problem::File {
                 file: self.label.clone(),
                 reason: format!("there is no parameter {name:?}; there are: {}", known.join(", ")),
             });
         }
-        let set = set.iter().map(|(name, text)| (name.clone(), Value::of_text(text))).collect();
-        let scope = Scope { file: self, checkpoint, mesh, set, known: RefCell::default() };
         for (name, definition) in self.params.iter().chain(&self.vars) {
             // A variable whose expression needs an absent value is an error only where a rule uses the variable.
             if let Err(error) = scope.global(name)
@@ -65,7 +72,7 @@ impl LayoutFile {
             }
         }
         let mut resolver = Resolver {
-            scope: &scope,
+            scope,
             values,
             allowed,
             used: vec![false; checkpoint.table().id_end()],
@@ -74,6 +81,7 @@ impl LayoutFile {
             misshapen: Vec::new(),
             problems,
             left_out: Vec::new(),
+            ignored_patterns: Vec::new(),
             warnings: Vec::new(),
         };
         if resolver.problems.is_empty() {
@@ -81,8 +89,13 @@ impl LayoutFile {
         }
         if resolver.problems.is_empty() {
             resolver.run();
-            resolver.report_shapes();
-            resolver.compare();
+            if scope.inverse.is_some() {
+                // The inverse compares the leaves, not their sources.
+                resolver.ignored_patterns = resolver.ignored();
+            } else {
+                resolver.report_shapes();
+                resolver.compare();
+            }
         }
         let params = self.params.keys().map(|name| {
             let value = scope.global(name).map_or_else(|_| "absent".to_owned(), |value| value.to_string());
@@ -94,123 +107,12 @@ impl LayoutFile {
                 resolver.eval(verified, &[], |expr, names| Ok(Value::Bool(expr.eval(names)?.bool("verified")?)));
             matches!(value, Some(Value::Bool(true)))
         });
-        let Resolver { drafts, problems, left_out, warnings, .. } = resolver;
-        if problems.is_empty() { Ok(Resolved { drafts, params, verified, left_out, warnings }) } else { Err(problems) }
+        let Resolver { drafts, problems, left_out, ignored_patterns: ignored, warnings, .. } = resolver;
+        if problems.is_empty() { Ok(Resolved { drafts, params, verified, left_out, ignored, warnings }) } else { Err(problems) }
     }
 
     fn problem(&self, line: usize, target: &str, error: &EvalError) -> Problem {
         Problem::Layout { file: self.label.clone(), line, target: target.to_owned(), reason: error.to_string() }
-    }
-}
-
-fn is_absent(error: &EvalError) -> bool {
-    match error {
-        EvalError::Absent(_) => true,
-        EvalError::In { error, .. } => is_absent(error),
-        EvalError::Name(_)
-        | EvalError::Kind { .. }
-        | EvalError::Range(_)
-        | EvalError::Inexact(_)
-        | EvalError::DType(_)
-        | EvalError::Open(_)
-        | EvalError::Cycle(_)
-        | EvalError::View(_) => false,
-    }
-}
-
-/// The repository, and the values of parameters and variables.
-struct Scope<'a> {
-    file: &'a LayoutFile,
-    checkpoint: &'a Checkpoint,
-    mesh: &'a Mesh,
-    set: BTreeMap<String, Value>,
-    /// Evaluated values; `None` during the evaluation.
-    known: RefCell<HashMap<String, Option<Result<Value, EvalError>>>>,
-}
-
-impl Scope<'_> {
-    fn global(&self, name: &str) -> Result<Value, EvalError> {
-        if let Some(known) = self.known.borrow().get(name) {
-            return known.clone().unwrap_or_else(|| Err(EvalError::Cycle(name.to_owned())));
-        }
-        let definition = self.file.params.get(name).or_else(|| self.file.vars.get(name));
-        let Some(definition) = definition else { return Err(EvalError::Name(name.to_owned())) };
-        let value = if let Some(value) = self.set.get(name) {
-            Ok(value.clone())
-        } else {
-            self.known.borrow_mut().insert(name.to_owned(), None);
-            let value = definition.it.eval(&Local { scope: self, bound: &[] });
-            value.map_err(|error| EvalError::In { name: name.to_owned(), error: Box::new(error) })
-        };
-        self.known.borrow_mut().insert(name.to_owned(), Some(value.clone()));
-        value
-    }
-
-    /// The tensor of a name, or of the first alias of the name that the repository has.
-    fn find(&self, name: &str) -> Option<TensorId> {
-        self.checkpoint.find(name).or_else(|| self.on_disk(name).find_map(|name| self.checkpoint.find(&name)))
-    }
-
-    fn on_disk(&self, name: &str) -> impl Iterator<Item = String> {
-        self.file.aliases.iter().flat_map(move |(prefix, others)| {
-            let rest = name.strip_prefix(prefix.as_str());
-            others.iter().filter_map(move |other| rest.map(|rest| format!("{other}{rest}")))
-        })
-    }
-
-    fn count(&self, pattern: &str) -> u64 {
-        let one = |pattern: &str| -> u64 {
-            let Some((before, after)) = pattern.split_once('*') else { return 0 };
-            let numbers = self.checkpoint.table().with_prefix(before).filter_map(|id| {
-                let middle = self.checkpoint.tensor(id).name.strip_prefix(before)?.strip_suffix(after)?;
-                let digits = !middle.is_empty() && middle.bytes().all(|byte| byte.is_ascii_digit());
-                if digits { middle.parse::<u64>().ok()?.checked_add(1) } else { None }
-            });
-            numbers.max().unwrap_or(0)
-        };
-        std::iter::once(pattern.to_owned())
-            .chain(self.on_disk(pattern))
-            .map(|pattern| one(&pattern))
-            .find(|count| *count > 0)
-            .unwrap_or(0)
-    }
-}
-
-/// A scope with the values of loops and sources.
-struct Local<'a> {
-    scope: &'a Scope<'a>,
-    bound: &'a [(Arc<str>, Value)],
-}
-
-impl Names for Local<'_> {
-    fn name(&self, name: &str) -> Result<Value, EvalError> {
-        let bound = self.bound.iter().rev().find(|(bound, _)| **bound == *name);
-        bound.map_or_else(|| self.scope.global(name), |(_, value)| Ok(value.clone()))
-    }
-
-    fn config(&self, path: &[String]) -> Option<Value> {
-        let config = self.scope.checkpoint.config()?;
-        let text = self.scope.checkpoint.dialect().text_config.as_deref().and_then(|name| config.get(name));
-        let walk = |root: &serde_json::Value| -> Option<Value> {
-            Value::of_json(path.iter().try_fold(root, |value, member| value.get(member))?)
-        };
-        text.and_then(walk).or_else(|| walk(config))
-    }
-
-    fn mesh(&self, axis: &str) -> Option<u64> {
-        Some(self.scope.mesh.axes()[self.scope.mesh.find(axis)?].size)
-    }
-
-    fn shape(&self, tensor: &str) -> Option<Vec<u64>> {
-        self.scope.find(tensor).map(|id| self.scope.checkpoint.tensor(id).shape.to_vec())
-    }
-
-    fn count(&self, pattern: &str) -> u64 {
-        self.scope.count(pattern)
-    }
-
-    fn given(&self, parameter: &str) -> bool {
-        self.scope.set.contains_key(parameter)
     }
 }
 
@@ -256,6 +158,8 @@ struct Resolver<'a> {
     misshapen: Vec<Misshapen>,
     problems: Vec<Problem>,
     left_out: Vec<NameGroup>,
+    /// The patterns of names that rules leave out, for the inverse.
+    ignored_patterns: Vec<Pattern>,
     warnings: Vec<String>,
 }
 
@@ -396,6 +300,9 @@ impl<'a> Resolver<'a> {
             };
             let stacks = leaf.stack.iter().chain(place.map_or(&[][..], |place| &place.stack)).collect();
             let name = joined(&prefix, &name.to_string());
+            if self.scope.inverse.is_some() && leaf.optional && self.scope.find(&name).is_none() {
+                continue;
+            }
             let mut making = LeafInProgress {
                 leaf,
                 place,
@@ -516,6 +423,9 @@ impl<'a> Resolver<'a> {
 
     /// All numbers of a variable in the names of the repository, from 0.
     fn numbers(&self, making: &LeafInProgress<'_>, stack: &Stack) -> Result<Range<u64>, Failure> {
+        if self.scope.inverse.is_some() {
+            return Err(Failure::Rule(stack.line, EvalError::Open(stack.var.to_string())));
+        }
         let mut bound = making.bound.clone();
         bound.push((stack.var.clone(), Value::Text("*".into())));
         // Stacks further in have no number yet. Any number serves, as layers and experts start at 0 unless a range says
@@ -553,6 +463,12 @@ impl<'a> Resolver<'a> {
         let mut sources = Vec::with_capacity(leaf.from.len());
         for (name, template) in &leaf.from {
             let source = self.source_name(making, template, &making.bound)?;
+            if let Some(inverse) = self.scope.inverse {
+                let extents = self.extents(making, name)?;
+                let view = inverse.targets.borrow_mut().view(source, extents);
+                sources.push((name.clone(), view.map_err(|error| Failure::Rule(leaf.from_line, error))?));
+                continue;
+            }
             let Some(id) = self.scope.find(&source) else {
                 making.missing.push(source);
                 continue;
@@ -579,6 +495,23 @@ impl<'a> Resolver<'a> {
         value.and_then(|value| value.view("view").cloned()).map_err(|error| Failure::Rule(view.line, error))
     }
 
+    /// The extents that a leaf's rule gives to a source. An extent without a value has the reason in its place.
+    fn extents(&self, making: &LeafInProgress<'_>, name: &str) -> Result<Vec<Result<u64, EvalError>>, Failure> {
+        let Some((_, shape)) = making.leaf.shape.iter().find(|(of, _)| **of == *name) else {
+            return Ok(vec![Err(EvalError::NoShape(name.to_owned()))]);
+        };
+        let local = Local { scope: self.scope, bound: &making.bound };
+        let extents = shape.it.iter().map(|extent| {
+            let Some(extent) = extent else { return Ok(Err(EvalError::NoShape(name.to_owned()))) };
+            match extent.eval(&local).and_then(|extent| extent.natural("shape")) {
+                Ok(extent) => Ok(Ok(extent)),
+                Err(error) if is_absent(&error) => Ok(Err(error)),
+                Err(error) => Err(Failure::Rule(shape.line, error)),
+            }
+        });
+        extents.collect()
+    }
+
     /// The difference between the shape of a leaf's source and the shape in its rule, if the rule has one.
     fn misshapen(
         &self,
@@ -588,19 +521,8 @@ impl<'a> Resolver<'a> {
         found: &Shape,
     ) -> Result<Option<Misshapen>, Failure> {
         let Some((_, shape)) = making.leaf.shape.iter().find(|(of, _)| **of == *name) else { return Ok(None) };
-        let local = Local { scope: self.scope, bound: &making.bound };
-        let mut expected = Vec::with_capacity(shape.it.len());
-        for extent in &shape.it {
-            let Some(extent) = extent else {
-                expected.push(None);
-                continue;
-            };
-            match extent.eval(&local).and_then(|extent| extent.natural("shape")) {
-                Ok(extent) => expected.push(Some(extent)),
-                Err(error) if is_absent(&error) => expected.push(None),
-                Err(error) => return Err(Failure::Rule(shape.line, error)),
-            }
-        }
+        let expected = self.extents(making, name)?;
+        let expected: Vec<Option<u64>> = expected.into_iter().map(Result::ok).collect();
         let same = |(expected, found): (&Option<u64>, &u64)| expected.is_none_or(|expected| expected == *found);
         if expected.len() == found.rank() && expected.iter().zip(found.extents()).all(same) {
             return Ok(None);

@@ -19,6 +19,8 @@ pub struct Embedded {
     files: &'static [(&'static str, &'static str)],
     /// Parameters that its name implies.
     set: &'static [(&'static str, &'static str)],
+    /// A leaf that every checkpoint of this layout has, if such a checkpoint can be made back to a repository.
+    pub(super) anchor: Option<&'static str>,
 }
 
 const MAXTEXT: &[(&str, &str)] = &[
@@ -41,16 +43,33 @@ const VLLM: &[(&str, &str)] = &[
     ("vllm/mixtral", include_str!("vllm/mixtral.toml")),
 ];
 
-const EMBEDDED: &[Embedded] = &[
-    Embedded { name: "maxtext", files: MAXTEXT, set: &[("scan", "true")] },
-    Embedded { name: "maxtext-unscanned", files: MAXTEXT, set: &[("scan", "false")] },
-    Embedded { name: "vllm", files: VLLM, set: &[] },
+const MEGATRON: &[(&str, &str)] = &[
+    ("megatron/llama", include_str!("megatron/llama.toml")),
+    ("megatron/qwen", include_str!("megatron/qwen.toml")),
+    ("megatron/mixtral", include_str!("megatron/mixtral.toml")),
+];
+
+const MAXTEXT_ANCHOR: Option<&str> = Some("params.token_embedder.embedding");
+
+const MEGATRON_ANCHOR: Option<&str> = Some("embedding.word_embeddings.weight");
+
+static EMBEDDED: &[Embedded] = &[
+    Embedded { name: "maxtext", files: MAXTEXT, set: &[("scan", "true")], anchor: MAXTEXT_ANCHOR },
+    Embedded { name: "maxtext-unscanned", files: MAXTEXT, set: &[("scan", "false")], anchor: MAXTEXT_ANCHOR },
+    Embedded { name: "megatron", files: MEGATRON, set: &[("scan", "true")], anchor: MEGATRON_ANCHOR },
+    Embedded { name: "megatron-unscanned", files: MEGATRON, set: &[("scan", "false")], anchor: MEGATRON_ANCHOR },
+    Embedded { name: "vllm", files: VLLM, set: &[], anchor: None },
 ];
 
 impl Embedded {
     /// The layout of that name.
     pub fn find(name: &str) -> Option<&'static Self> {
         EMBEDDED.iter().find(|embedded| embedded.name == name)
+    }
+
+    /// All embedded layouts.
+    pub(super) fn all() -> &'static [Self] {
+        EMBEDDED
     }
 
     /// Names of all embedded layouts.

@@ -1,0 +1,120 @@
+//! What another repository lends to a checkpoint that lacks it: the configuration, the tokenizer, and on request tensors.
+//!
+//! A checkpoint of a training program holds weights only. The other files of a repository are small, so that they are
+//! read whole when the checkpoint is opened.
+
+use std::{path::Path, sync::Arc};
+
+use super::{
+    adapter::AdapterFiles,
+    choose::{CONFIG, INDEX_SUFFIX, TORCH_INDEX_SUFFIX},
+    json,
+    problem::{CheckpointError, Problem},
+    tree::FileTree,
+};
+use crate::source::{Fetches, Found, Opened, SourceError};
+
+/// Most bytes of all files of a companion.
+const BYTES_MAX: u64 = 512 << 20;
+
+/// Most bytes of one of them. Tokenizers have up to 40 MB.
+const FILE_BYTES_MAX: u64 = 128 << 20;
+
+/// How the names of files end that a model needs beside its weights.
+const ENDINGS: [&str; 10] =
+    [".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".spm", ".bpe", ".vocab", ".jsonl"];
+
+/// Directories of such files.
+const DIRECTORIES: [&str; 1] = ["additional_chat_templates"];
+
+/// Files that describe weights stored otherwise than those of the checkpoint.
+const OF_OTHER_WEIGHTS: [&str; 3] = ["hf_quant_config.json", "quantize_config.json", "quant_config.json"];
+
+/// Configuration and tokenizer from another repository.
+#[derive(Clone, Debug)]
+pub struct Companion {
+    /// The user's name for it, with the revision found for a name in the cache.
+    pub label: String,
+    /// Paths in that repository and contents, without `config.json`; sorted.
+    pub files: Vec<(String, Arc<[u8]>)>,
+}
+
+/// The companion in a tree, and its `config.json`.
+///
+/// # Errors
+/// A file cannot be read, or there is no readable `config.json`.
+pub(super) fn read_companion(
+    label: String,
+    tree: &dyn FileTree,
+) -> Result<(Companion, serde_json::Value), CheckpointError> {
+    let failed = |file: &str, message: String| CheckpointError::Problems {
+        label: format!("--config-from {label}"),
+        problems: vec![Problem::Json { file: file.to_owned(), message }],
+        more: 0,
+    };
+    let (mut files, mut config, mut total) = (Vec::new(), None, 0u64);
+    for path in needed(tree)? {
+        let len = tree.len_bytes(&path)?.unwrap_or(0);
+        total = total.saturating_add(len);
+        if len > FILE_BYTES_MAX || total > BYTES_MAX {
+            let message = format!("expected at most {FILE_BYTES_MAX} bytes, and {BYTES_MAX} of all such files together");
+            return Err(failed(&path, message));
+        }
+        let Some(text) = tree.description(&path)? else { continue };
+        if path == CONFIG {
+            let value = json::parse(&text).map_err(|error| failed(CONFIG, error.to_string()))?;
+            config = Some(value).filter(serde_json::Value::is_object);
+        } else {
+            files.push((path, text.into()));
+        }
+    }
+    let config = config.ok_or_else(|| failed(CONFIG, "expected this file, with an object".to_owned()))?;
+    Ok((Companion { label, files }, config))
+}
+
+/// The problem of a companion that is a file.
+pub(super) fn not_a_directory(label: &str) -> CheckpointError {
+    let message = "expected a directory with this file, or org/name".to_owned();
+    CheckpointError::Problems {
+        label: format!("--config-from {label}"),
+        problems: vec![Problem::Json { file: CONFIG.to_owned(), message }],
+        more: 0,
+    }
+}
+
+/// Paths of the files that a repository made from a checkpoint needs.
+fn needed(tree: &dyn FileTree) -> Result<Vec<String>, SourceError> {
+    let mut paths = Vec::new();
+    for directory in [""].into_iter().chain(DIRECTORIES) {
+        let entries = tree.list(directory)?.into_iter().filter(|entry| !entry.is_directory && is_needed(&entry.name));
+        let below = if directory.is_empty() { String::new() } else { format!("{directory}/") };
+        paths.extend(entries.map(|entry| format!("{below}{}", entry.name)));
+    }
+    Ok(paths)
+}
+
+/// Whether a file of this name is needed beside the weights.
+fn is_needed(name: &str) -> bool {
+    ENDINGS.iter().any(|ending| name.ends_with(ending))
+        && !name.ends_with(INDEX_SUFFIX)
+        && !name.ends_with(TORCH_INDEX_SUFFIX)
+        && !OF_OTHER_WEIGHTS.contains(&name)
+}
+
+/// The weight files of a repository that fills what the checkpoint lacks. `paths` are those of the repository as opened.
+///
+/// # Errors
+/// A file is gone.
+pub(super) fn fill_files<'a>(
+    paths: impl Iterator<Item = &'a Path>,
+    fetches: &Fetches,
+) -> Result<Vec<AdapterFiles>, CheckpointError> {
+    let open = |path: &Path| {
+        let failed = |error| SourceError::Io { file: Arc::from(path), action: "open".into(), error: Arc::new(error) };
+        let _opening = fetches.begin_path(path, "open");
+        let weights: Opened = Found::named(path).map_err(failed)?.open(None)?;
+        let config = serde_json::Value::Null;
+        Ok(AdapterFiles { dir: path.to_owned(), config, weights, warning: None, fills: true })
+    };
+    paths.map(open).collect()
+}

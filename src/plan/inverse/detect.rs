@@ -1,0 +1,57 @@
+//! Which layout of the program a checkpoint has, by a leaf that every checkpoint of that layout has.
+
+use super::super::{layout_file::StoredNames, layouts::Embedded};
+use crate::checkpoint::Checkpoint;
+
+/// Words of names of a training state that is not the model's weights.
+const STATE_WORDS: [&str; 15] = [
+    "opt_state",
+    "optimizer",
+    "optim",
+    "mu",
+    "nu",
+    "exp_avg",
+    "exp_avg_sq",
+    "fp32_param",
+    "step",
+    "iteration",
+    "rng_state",
+    "opt_param_scheduler",
+    "lr_scheduler",
+    "scheduler",
+    "ema",
+];
+
+/// The collection that holds most leaves of MaxText. Some programs leave its name out.
+const COLLECTION: &str = "params.";
+
+/// Whether a name is of a training state rather than of the weights.
+fn is_state(name: &str) -> bool {
+    name.split('.').any(|word| STATE_WORDS.contains(&word)) || name.ends_with("_extra_state")
+}
+
+/// The layouts of which the checkpoint may be, and the names under which it stores their leaves. `None` if there is no
+/// such layout: the names are those of a repository, or unknown.
+pub(super) fn detect(checkpoint: &Checkpoint) -> Option<(Vec<&'static Embedded>, StoredNames)> {
+    let all = || Embedded::all().iter().filter(|embedded| embedded.anchor.is_some());
+    let found = all().find_map(|embedded| stored_names(checkpoint, embedded.anchor?).map(|names| (embedded.anchor, names)));
+    let (anchor, names) = found?;
+    Some((all().filter(|embedded| embedded.anchor == anchor).collect(), names))
+}
+
+/// The names of a checkpoint that stores the leaf `anchor`: of several, the shortest.
+fn stored_names(checkpoint: &Checkpoint, anchor: &str) -> Option<StoredNames> {
+    let short = anchor.strip_prefix(COLLECTION).map(|short| (short, COLLECTION));
+    [(anchor, "")].into_iter().chain(short).find_map(|(suffix, dropped)| {
+        let prefixes = checkpoint.tensors().filter_map(|(_, info)| info.name.strip_suffix(suffix));
+        let prefix = prefixes
+            .filter(|prefix| (prefix.is_empty() || prefix.ends_with('.')) && !is_state(prefix))
+            .min_by_key(|prefix| prefix.len())?;
+        Some(StoredNames { prefix: prefix.to_owned(), dropped: dropped.to_owned() })
+    })
+}
+
+/// Whether a stored name is one of a leaf, by its beginning.
+pub(super) fn is_weight(names: &StoredNames, stored: &str) -> bool {
+    stored.strip_prefix(names.prefix.as_str()).is_some_and(|rest| !is_state(rest))
+}

@@ -1,0 +1,166 @@
+//! Inverting the view of a leaf: from a leaf over targets to the parts of targets over the stored leaf.
+//!
+//! The walk starts at the root of the leaf's view with the stored tensor, and undoes one operator at each step. At a target it
+//! has a view of the target's elements, or of those of them that the leaf holds: a *part*, at regular places of each axis.
+
+use crate::tensor::{Keep, Op, Shape, TensorId, View, ViewError};
+
+/// Regular places on an axis: `start`, `start + step`, … `count` of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Places {
+    pub(super) start: u64,
+    pub(super) step: u64,
+    pub(super) count: u64,
+}
+
+impl Places {
+    /// All places of an axis.
+    pub(super) const fn all(extent: u64) -> Self {
+        Self { start: 0, step: 1, count: extent }
+    }
+
+    /// These places, where the axis is itself a choice of places: place `n` is `start + step * n`.
+    const fn within(self, start: u64, step: u64) -> Self {
+        let apart = if self.count > 1 { step * self.step } else { 1 };
+        Self { start: start + step * self.start, step: apart, count: self.count }
+    }
+
+    /// One past the last place.
+    pub(super) const fn end(self) -> u64 {
+        if self.count == 0 { self.start } else { self.start + self.step * (self.count - 1) + 1 }
+    }
+
+    /// The numbers `first..last` of those places that are in `low..high`.
+    fn inside(self, low: u64, high: u64) -> (u64, u64) {
+        let number = |bound: u64| bound.saturating_sub(self.start).div_ceil(self.step).min(self.count);
+        (number(low), number(high))
+    }
+}
+
+/// The elements of a target that a leaf holds.
+#[derive(Clone, Debug)]
+pub(super) struct Part {
+    pub(super) target: TensorId,
+    /// Where they are, for each axis of the target.
+    pub(super) places: Vec<Places>,
+    /// Their values.
+    pub(super) view: View,
+    /// Whether the rule leaves the leaf in f32, whatever the dtype of the target.
+    pub(super) is_forced: bool,
+}
+
+/// Why a view has no inverse.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum NoInverse {
+    /// An operator needs the whole of its operand.
+    #[error("the rule reshapes a tensor and takes a part of it, which has no inverse")]
+    PartOfReshape,
+    /// A tensor that is stored in parts or codes, which no target is.
+    #[error("the rule decodes a stored tensor, which has no inverse")]
+    Stored,
+    /// An operator that does not fit, such as arithmetic on integers.
+    #[error(transparent)]
+    View(#[from] ViewError),
+}
+
+/// The parts of targets that a stored leaf holds. `leaf` is its view over targets; `stored` has the same shape.
+///
+/// # Errors
+/// [`NoInverse`].
+pub(super) fn invert(leaf: &View, stored: View) -> Result<Vec<Part>, NoInverse> {
+    let mut parts = Vec::new();
+    let places = leaf.shape().extents().iter().map(|extent| Places::all(*extent)).collect();
+    undo(leaf, places, stored, false, &mut parts)?;
+    Ok(parts)
+}
+
+/// `value` has the elements of `of` at `places`.
+fn undo(
+    of: &View,
+    mut places: Vec<Places>,
+    value: View,
+    is_forced: bool,
+    parts: &mut Vec<Part>,
+) -> Result<(), NoInverse> {
+    match of.op() {
+        Op::Source(tensor) => parts.push(Part { target: tensor.id, places, view: value, is_forced }),
+        // A constant tells nothing of a target.
+        Op::Fill(_) => {}
+        Op::Slice { of, axis, start, step, .. } => {
+            places[*axis] = places[*axis].within(*start, *step);
+            undo(of, places, value, is_forced, parts)?;
+        }
+        Op::Transpose { of, axes } => {
+            let mut back = vec![0; axes.len()];
+            for (to, from) in axes.iter().enumerate() {
+                back[*from] = to;
+            }
+            let places = back.iter().map(|axis| places[*axis]).collect();
+            undo(of, places, value.transpose(&back)?, is_forced, parts)?;
+        }
+        Op::Reshape { of: operand } => {
+            let all = |(places, extent): (&Places, &u64)| *places == Places::all(*extent);
+            if !places.iter().zip(of.shape().extents()).all(all) {
+                return Err(NoInverse::PartOfReshape);
+            }
+            let places = operand.shape().extents().iter().map(|extent| Places::all(*extent)).collect();
+            undo(operand, places, value.reshape(operand.shape())?, is_forced, parts)?;
+        }
+        Op::Stack { of, axis } => {
+            let chosen = places.remove(*axis);
+            let mut extents = value.shape().extents().to_vec();
+            extents.remove(*axis);
+            let shape = Shape::try_new(&extents).map_err(ViewError::from)?;
+            for number in 0..chosen.count {
+                let operand = usize::try_from(chosen.start + chosen.step * number).expect("a stack is a list in memory");
+                let value = value.slice(*axis, number, number + 1, 1)?.reshape(&shape)?;
+                undo(&of[operand], places.clone(), value, is_forced, parts)?;
+            }
+        }
+        Op::Concat { of, axis } => {
+            let mut low = 0;
+            for operand in of {
+                let high = low + operand.shape().extents()[*axis];
+                undo_between(operand, (*axis, low, high), &places, &value, is_forced, parts)?;
+                low = high;
+            }
+        }
+        Op::Pad { of, axis, before, .. } => {
+            let high = before + of.shape().extents()[*axis];
+            undo_between(of, (*axis, *before, high), &places, &value, is_forced, parts)?;
+        }
+        // The dtype of the result is the user's or the leaf's.
+        Op::Cast { of } => undo(of, places, value, is_forced, parts)?,
+        // Rules of an inverse have the constants that undo them. One rounding comes at the end.
+        Op::Multiply { of: operand, factor, flush } => {
+            let is_forced = is_forced || operand.dtype() != of.dtype();
+            undo(operand, places, value.multiply(*factor, *flush, Keep::F32)?, is_forced, parts)?;
+        }
+        Op::Add { of: operand, addend } => {
+            let is_forced = is_forced || operand.dtype() != of.dtype();
+            undo(operand, places, value.add(*addend, Keep::F32)?, is_forced, parts)?;
+        }
+        Op::Quantized(_) | Op::Mosaic(_) => return Err(NoInverse::Stored),
+    }
+    Ok(())
+}
+
+/// Undoes an operand that covers `low..high` of an axis.
+fn undo_between(
+    of: &View,
+    (axis, low, high): (usize, u64, u64),
+    places: &[Places],
+    value: &View,
+    is_forced: bool,
+    parts: &mut Vec<Part>,
+) -> Result<(), NoInverse> {
+    let chosen = places[axis];
+    let (first, last) = chosen.inside(low, high);
+    if first >= last {
+        return Ok(());
+    }
+    let mut places = places.to_vec();
+    let start = chosen.start + chosen.step * first - low;
+    places[axis] = Places { start, step: if last - first > 1 { chosen.step } else { 1 }, count: last - first };
+    undo(of, places, value.slice(axis, first, last, 1)?, is_forced, parts)
+}

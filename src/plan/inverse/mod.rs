@@ -1,0 +1,419 @@
+//! The way back: a checkpoint that has the leaves of a layout in the program, such as MaxText's, as the repository that the
+//! layout starts from.
+//!
+//! [`invert`] resolves the layout's rules with the repository's tensors as unknowns ([`LayoutFile::resolve_inverse`]). Each
+//! leaf is then a view over them. The stored leaf is undone operator by operator to its parts of them, and the parts of
+//! each tensor are put together. What no leaf holds is a problem, or comes from a repository that the user names.
+//!
+//! [`LayoutFile::resolve_inverse`]: super::LayoutFile
+
+mod assemble;
+mod detect;
+mod invert;
+mod text;
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    sync::Arc,
+};
+
+use serde_json::Value as Json;
+
+use self::{
+    assemble::{Incomplete, assemble},
+    invert::{Part, Places},
+};
+use super::{
+    LayoutFile, NameGroup, PlanError, Problem, ViewOptions,
+    layout_file::{Resolved, StoredNames, Target},
+    name_group::{fold, stars},
+    pattern::Pattern,
+    problem::RuleLocation,
+    values::{Values, Wish},
+};
+use crate::{
+    checkpoint::Checkpoint,
+    tensor::{DType, Shape, TensorId, View},
+};
+
+/// Bits of the narrowest float that holds everything a float32 does.
+const F32_BITS: u64 = 32;
+
+/// A checkpoint as the repository that its layout starts from.
+#[derive(Debug)]
+pub(super) struct Inverted {
+    /// The tensors of the repository, under its names.
+    pub(super) tensors: Vec<(String, View)>,
+    /// The layout's file, such as `maxtext/llama`.
+    pub(super) layout: String,
+    /// Its parameters, with their values.
+    pub(super) params: Vec<(String, String)>,
+    /// The repository's `config.json`, but for the dtype.
+    pub(super) config: Json,
+    /// Remarks that are not errors.
+    pub(super) warnings: Vec<String>,
+    /// Stored tensors that are no weights.
+    pub(super) left_out: Vec<NameGroup>,
+    /// What stays in float32 though a dtype is asked for.
+    pub(super) kept: Vec<NameGroup>,
+}
+
+/// One way to read the checkpoint: a layout with its parameters.
+struct Reading {
+    file: Arc<LayoutFile>,
+    resolved: Resolved,
+    targets: Vec<Target>,
+    /// Leaves that the checkpoint has, and those of them with the expected shape.
+    score: (usize, usize),
+}
+
+/// The checkpoint as a repository. `None` if it is not of a layout in the program.
+///
+/// # Errors
+/// Everything wrong, at once.
+pub(super) fn invert(
+    checkpoint: &Checkpoint,
+    options: &ViewOptions,
+    keep_f32: &[Pattern],
+) -> Result<Option<Inverted>, PlanError> {
+    let Some((layouts, names)) = detect::detect(checkpoint) else { return Ok(None) };
+    let refused = |problems| PlanError { problems };
+    if checkpoint.config().is_none() {
+        let reason = format!(
+            "expected one, since the names are those of the layout {}: give the model's directory or org/name by --config-from",
+            layouts[0].name
+        );
+        return Err(Problem::File { file: "config.json".to_owned(), reason }.into());
+    }
+    let mut readings = Vec::new();
+    let mut failure = None;
+    for layout in layouts {
+        let mut set = options.set.clone();
+        let file = layout.choose(checkpoint, &mut set)?;
+        // The axis of stacked layers is a parameter of MaxText's models. Its default comes first.
+        let mut axes = vec![None];
+        if file.params().any(|name| name == "param_scan_axis") && !set.contains_key("param_scan_axis") {
+            axes.push(Some("0"));
+        }
+        for axis in axes {
+            let mut set = set.clone();
+            set.extend(axis.map(|axis| ("param_scan_axis".to_owned(), axis.to_owned())));
+            match file.resolve_inverse(checkpoint, &names, &options.mesh, &set) {
+                Ok((resolved, targets)) => {
+                    let score = score(checkpoint, &names, &resolved);
+                    readings.push(Reading { file: Arc::clone(&file), resolved, targets, score });
+                }
+                Err(problems) => failure = failure.or(Some(problems)),
+            }
+        }
+    }
+    // Of equal ones the first counts.
+    let best = readings.into_iter().rev().max_by_key(|reading| reading.score);
+    let Some(reading) = best.filter(|reading| reading.score.0 > 0 || failure.is_none()) else {
+        return Err(refused(failure.unwrap_or_default()));
+    };
+    if let Some(problem) = other_model(checkpoint, &reading, options) {
+        return Err(problem.into());
+    }
+    let values = Values::new(checkpoint, Wish::default(), &[], &[]);
+    let inversion = Inversion { checkpoint, values, options, names: &names, keep_f32, reading, problems: Vec::new() };
+    inversion.run().map(Some).map_err(refused)
+}
+
+fn score(checkpoint: &Checkpoint, names: &StoredNames, resolved: &Resolved) -> (usize, usize) {
+    let found = resolved.drafts.iter().filter_map(|draft| Some((draft, checkpoint.find(&names.of(&draft.name))?)));
+    found.fold((0, 0), |(found, fitting), (draft, id)| {
+        (found + 1, fitting + usize::from(fits(draft, checkpoint.tensor(id).shape)))
+    })
+}
+
+/// The problem of a checkpoint that has few of the leaves that its configuration promises: it is of another model.
+fn other_model(checkpoint: &Checkpoint, reading: &Reading, options: &ViewOptions) -> Option<Problem> {
+    let (found, expected) = (reading.score.0, reading.resolved.drafts.len());
+    if found * 2 >= expected {
+        return None;
+    }
+    let model = checkpoint.dialect().model_type.as_deref().unwrap_or("unknown");
+    let layout = reading.file.name();
+    let set = options.set.iter().map(|(name, value)| format!(" with {name}={value}")).collect::<String>();
+    let or = if set.is_empty() { "" } else { ", and its parameters" };
+    let reason = format!(
+        "it is that of a model {model}, for which the layout {layout}{set} has {expected} tensors, and the checkpoint has {found} \
+         of them: expected the configuration of the model that was trained{or}"
+    );
+    Some(Problem::File { file: "config.json".to_owned(), reason })
+}
+
+fn fits(draft: &super::Draft, found: &[u64]) -> bool {
+    draft.view.shape().extents() == found
+}
+
+struct Inversion<'a> {
+    checkpoint: &'a Checkpoint,
+    /// Stored tensors as they are.
+    values: Values<'a>,
+    options: &'a ViewOptions,
+    names: &'a StoredNames,
+    keep_f32: &'a [Pattern],
+    reading: Reading,
+    problems: Vec<Problem>,
+}
+
+/// The dtypes of the leaves that a target comes from.
+#[derive(Clone, Copy, Debug, Default)]
+struct Origin {
+    stored: Option<DType>,
+    is_forced: bool,
+}
+
+impl Inversion<'_> {
+    fn run(mut self) -> Result<Inverted, Vec<Problem>> {
+        let leaves = self.leaves();
+        let common = self.common_dtype(&leaves);
+        let parts = self.parts(&leaves);
+        let fill = Fill::new(self.checkpoint, &self.reading);
+        let mut kept = BTreeSet::new();
+        let mut tensors = Vec::with_capacity(parts.len());
+        let mut made = BTreeSet::new();
+        let targets = std::mem::take(&mut self.reading.targets);
+        let mut incomplete: BTreeMap<(String, String), Vec<&str>> = BTreeMap::new();
+        for (target, parts) in targets.iter().zip(parts) {
+            let dtype = self.dtype(target, &parts, common, &mut kept);
+            match self.assembled(target, parts, dtype, fill.find(&target.name)) {
+                Ok(Some(view)) => tensors.push((fill.own_name(&target.name).to_owned(), view)),
+                Ok(None) => {}
+                Err(error) => {
+                    incomplete.entry((stars(&target.name), error.to_string())).or_default().push(&target.name);
+                }
+            }
+            made.insert(target.name.as_str());
+        }
+        for ((_, reason), names) in incomplete {
+            let problem = |group: NameGroup| Problem::Inverse { group, reason: reason.clone() };
+            self.problems.extend(fold(names, &[]).into_iter().map(problem));
+        }
+        let filled = self.filled(&fill, &made, &mut tensors);
+        let resolved = &self.reading.resolved;
+        let mut warnings = resolved.warnings.clone();
+        if !resolved.verified {
+            let name = self.reading.file.name();
+            warnings.push(format!("layout {name} has not been compared here with the program that it imitates"));
+        }
+        let config = self.checkpoint.config().cloned().unwrap_or_default();
+        let text = self.reading.file.text_model();
+        let is_nested = self.checkpoint.dialect().text_config.is_some();
+        let config = match text::configuration(config, text, &mut tensors, is_nested && !filled, &mut warnings) {
+            Ok(config) => config,
+            Err(problem) => {
+                self.problems.push(problem);
+                Json::Null
+            }
+        };
+        if !self.problems.is_empty() {
+            return Err(self.problems);
+        }
+        let stored = self.checkpoint.tensors().map(|(_, info)| info.name);
+        let left_out = fold(stored.filter(|name| !detect::is_weight(self.names, name)), &[]);
+        let (layout, params) = (self.reading.file.name().to_owned(), self.reading.resolved.params);
+        Ok(Inverted { tensors, layout, params, config, warnings, left_out, kept: fold(kept.iter().map(String::as_str), &[]) })
+    }
+
+    /// The stored tensor of each leaf, in the order of the rules. Leaves without one are reported, and stored tensors without a
+    /// leaf.
+    fn leaves(&mut self) -> Vec<Option<TensorId>> {
+        let (checkpoint, options) = (self.checkpoint, self.options);
+        let mut found = Vec::with_capacity(self.reading.resolved.drafts.len());
+        let mut known = BTreeSet::new();
+        let (mut missing, mut misshapen) = (Vec::new(), Vec::new());
+        for draft in &self.reading.resolved.drafts {
+            let stored = self.names.of(&draft.name);
+            let id = checkpoint.find(&stored);
+            match id {
+                Some(id) if !fits(draft, checkpoint.tensor(id).shape) => misshapen.push((id, draft.view.shape().clone())),
+                Some(_) => {}
+                None if options.allow_missing.accepts(&stored) => {}
+                None => missing.push(stored.clone()),
+            }
+            known.insert(stored);
+            found.push(id.filter(|id| fits(draft, checkpoint.tensor(*id).shape)));
+        }
+        let weights = checkpoint.tensors().map(|(_, info)| info.name).filter(|name| detect::is_weight(self.names, name));
+        let strange: Vec<&str> =
+            weights.filter(|name| !known.contains(*name) && !options.allow_unmapped.accepts(name)).collect();
+        let others: BTreeSet<String> = strange.iter().map(|name| stars(name)).collect();
+        let known: BTreeSet<String> = known.iter().map(|name| stars(name)).collect();
+        let layout = self.reading.file.name().to_owned();
+        for group in fold(missing.iter().map(String::as_str), &[&others]) {
+            let for_target = format!("the layout {layout}");
+            self.problems.push(Problem::MissingTensor { group, for_target, rule: RuleLocation::default() });
+        }
+        for (id, shape) in misshapen {
+            self.problems.push(Problem::SourceShape {
+                group: NameGroup::one(checkpoint.tensor(id).name),
+                file: checkpoint.source().path(checkpoint.file_of(id)).display().to_string(),
+                rule: RuleLocation::default(),
+                expected: format!("{shape} by config.json and the layout {layout}"),
+                found: Shape::try_new(checkpoint.tensor(id).shape).unwrap_or_else(|_| shape.clone()),
+            });
+        }
+        let strange = fold(strange, &[&known]);
+        self.problems.extend(strange.into_iter().map(|group| Problem::UnexpectedTensor { group }));
+        found
+    }
+
+    /// The float type of most bytes.
+    fn common_dtype(&self, leaves: &[Option<TensorId>]) -> Option<DType> {
+        let mut bytes: BTreeMap<&'static str, (u64, DType)> = BTreeMap::new();
+        for info in leaves.iter().flatten().map(|id| self.checkpoint.tensor(*id)).filter(|info| info.dtype.is_float()) {
+            bytes.entry(info.dtype.name()).or_insert((0, info.dtype)).0 += info.bytes();
+        }
+        bytes.into_values().max_by_key(|(bytes, _)| *bytes).map(|(_, dtype)| dtype)
+    }
+
+    /// The parts of each target, with the dtype in which the part is stored.
+    fn parts(&mut self, leaves: &[Option<TensorId>]) -> Vec<Vec<(Part, DType)>> {
+        let mut parts: Vec<Vec<(Part, DType)>> = self.reading.targets.iter().map(|_| Vec::new()).collect();
+        let drafts = std::mem::take(&mut self.reading.resolved.drafts);
+        for (draft, id) in drafts.iter().zip(leaves).filter_map(|(draft, id)| Some((draft, (*id)?))) {
+            let info = self.checkpoint.tensor(id);
+            let stored = match self.values.view(id, None) {
+                Ok(stored) => stored,
+                Err(problem) => {
+                    self.problems.push(problem);
+                    continue;
+                }
+            };
+            match invert::invert(&draft.view, stored) {
+                Ok(found) => {
+                    for part in found {
+                        parts[part.target.0 as usize].push((part, info.dtype));
+                    }
+                }
+                Err(error) => {
+                    let (group, reason) = (NameGroup::one(draft.name.clone()), error.to_string());
+                    self.problems.push(Problem::Inverse { group, reason });
+                }
+            }
+        }
+        self.reading.resolved.drafts = drafts;
+        parts
+    }
+
+    /// The dtype of a target: the user's, or else that of its leaves. A leaf that its rule leaves in f32 tells nothing of the
+    /// target's dtype, which is then the one that most weights have.
+    fn dtype(
+        &self,
+        target: &Target,
+        parts: &[(Part, DType)],
+        common: Option<DType>,
+        kept: &mut BTreeSet<String>,
+    ) -> Option<DType> {
+        let leaf = |part: &Part, stored: DType| Origin { stored: Some(stored), is_forced: part.is_forced };
+        let origin = parts.iter().map(|(part, stored)| leaf(part, *stored)).reduce(|one, other| Origin {
+            // Parts of several types meet in one that holds all of their values.
+            stored: if one.stored == other.stored { one.stored } else { Some(DType::F32) },
+            is_forced: one.is_forced || other.is_forced,
+        });
+        let origin = origin.unwrap_or_default();
+        let own = if origin.is_forced { common.or(origin.stored) } else { origin.stored };
+        if !own.is_some_and(DType::is_float) {
+            return own;
+        }
+        if let Some(rule) = self.options.casts.iter().find(|rule| rule.pattern.matches(&target.name)) {
+            return rule.dtype.or(own);
+        }
+        let wanted = self.options.dtype;
+        let narrows = wanted.is_some_and(|dtype| dtype.bits() < F32_BITS);
+        if narrows && self.keep_f32.iter().any(|pattern| pattern.matches(&target.name)) {
+            kept.insert(target.name.clone());
+            return own;
+        }
+        wanted.or(own)
+    }
+
+    /// A target, put together. `None` if the user allows that its leaves are missing.
+    fn assembled(
+        &self,
+        target: &Target,
+        parts: Vec<(Part, DType)>,
+        dtype: Option<DType>,
+        fill: Option<TensorId>,
+    ) -> Result<Option<View>, Incomplete> {
+        let fill = fill.filter(|id| self.checkpoint.tensor(*id).shape == target.shape.extents());
+        let fill = fill.and_then(|id| self.values.view(id, None).ok());
+        if parts.is_empty() && fill.is_none() {
+            // Its missing leaves are reported already.
+            return Ok(None);
+        }
+        let cast = |view: View| match dtype {
+            Some(dtype) if dtype != view.dtype() => view.cast(dtype),
+            Some(_) | None => Ok(view),
+        };
+        let fill = fill.map(cast).transpose()?;
+        let cast_part = |(part, _): (Part, DType)| Ok((part.places, cast(part.view)?));
+        let parts = parts.into_iter().map(cast_part).collect::<Result<Vec<(Vec<Places>, View)>, Incomplete>>()?;
+        assemble(&target.shape, parts, fill.as_ref()).map(Some)
+    }
+
+    /// Adds what the layout leaves out from the repository that the user names. Whether there is such a repository.
+    fn filled(&mut self, fill: &Fill, made: &BTreeSet<&str>, tensors: &mut Vec<(String, View)>) -> bool {
+        let mut strange = Vec::new();
+        for (name, own, id) in &fill.tensors {
+            if made.contains(name.as_str()) {
+                continue;
+            }
+            let ignored = &self.reading.resolved.ignored;
+            if !ignored.iter().any(|pattern| pattern.matches(name)) {
+                strange.push(name.as_str());
+                continue;
+            }
+            let dtype = self.options.dtype.filter(|_| self.checkpoint.tensor(*id).dtype.is_float());
+            match self.values.view(*id, dtype) {
+                Ok(view) => tensors.push((own.clone(), view)),
+                Err(problem) => self.problems.push(problem),
+            }
+        }
+        let strange = fold(strange, &[]);
+        let reason = "of --fill-from: the layout neither makes nor leaves out such a tensor";
+        let problem = |group| Problem::Inverse { group, reason: reason.to_owned() };
+        self.problems.extend(strange.into_iter().map(problem));
+        !fill.tensors.is_empty()
+    }
+}
+
+/// The tensors of the repository that fills what the checkpoint lacks, under the names of the rules.
+struct Fill {
+    /// Name in the rules, own name and number.
+    tensors: Vec<(String, String, TensorId)>,
+    /// Own names and numbers, by the names in the rules.
+    by_name: HashMap<String, (String, TensorId)>,
+}
+
+impl Fill {
+    fn new(checkpoint: &Checkpoint, reading: &Reading) -> Self {
+        let own = |(id, info): (TensorId, crate::checkpoint::TensorInfo<'_>)| {
+            (in_rules(info.name, reading.file.aliases()), info.name.to_owned(), id)
+        };
+        let tensors: Vec<_> = checkpoint.fill().map(own).collect();
+        let by_name = tensors.iter().map(|(name, own, id)| (name.clone(), (own.clone(), *id))).collect();
+        Self { tensors, by_name }
+    }
+
+    fn find(&self, name: &str) -> Option<TensorId> {
+        self.by_name.get(name).map(|(_, id)| *id)
+    }
+
+    /// The name that the repository which fills has for a tensor of the rules, since it knows how the model's names are stored.
+    fn own_name<'a>(&'a self, name: &'a str) -> &'a str {
+        self.by_name.get(name).map_or(name, |(own, _)| own)
+    }
+}
+
+/// The name that rules have for a repository's tensor: the longest prefix that an alias knows decides.
+fn in_rules(name: &str, aliases: &[(String, Vec<String>)]) -> String {
+    let known = aliases.iter().flat_map(|(own, others)| {
+        others.iter().chain([own]).filter(|prefix| name.starts_with(prefix.as_str())).map(move |prefix| (prefix, own))
+    });
+    let longest = known.max_by_key(|(prefix, _)| prefix.len());
+    longest.map_or_else(|| name.to_owned(), |(prefix, own)| format!("{own}{}", &name[prefix.len()..]))
+}

@@ -1,0 +1,162 @@
+//! The meaning of names in a layout file's expressions: parameters, variables, loops, the configuration and the tensors.
+
+use std::{
+    cell::RefCell,
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+};
+
+use super::{
+    super::{
+        expr::{EvalError, Names, Value},
+        mesh::Mesh,
+    },
+    LayoutFile,
+    targets::Inverse,
+};
+use crate::{checkpoint::Checkpoint, tensor::TensorId};
+
+/// Values of loops, by name, outermost first.
+pub(super) type Bound = Vec<(Arc<str>, Value)>;
+
+pub(super) fn is_absent(error: &EvalError) -> bool {
+    match error {
+        EvalError::Absent(_) => true,
+        EvalError::In { error, .. } => is_absent(error),
+        EvalError::Name(_)
+        | EvalError::Kind { .. }
+        | EvalError::Range(_)
+        | EvalError::Inexact(_)
+        | EvalError::DType(_)
+        | EvalError::Open(_)
+        | EvalError::NoInverse(_)
+        | EvalError::NoShape(_)
+        | EvalError::Cycle(_)
+        | EvalError::View(_) => false,
+    }
+}
+
+/// The repository, and the values of parameters and variables.
+pub(super) struct Scope<'a> {
+    pub(super) file: &'a LayoutFile,
+    pub(super) checkpoint: &'a Checkpoint,
+    mesh: &'a Mesh,
+    set: BTreeMap<String, Value>,
+    /// For the inverse of the layout: the checkpoint has the leaves, and the sources are to be made.
+    pub(super) inverse: Option<&'a Inverse<'a>>,
+    /// Evaluated values; `None` during the evaluation.
+    known: RefCell<HashMap<String, Option<Result<Value, EvalError>>>>,
+}
+
+impl<'a> Scope<'a> {
+    pub(super) fn new(
+        file: &'a LayoutFile,
+        checkpoint: &'a Checkpoint,
+        mesh: &'a Mesh,
+        set: &BTreeMap<String, String>,
+        inverse: Option<&'a Inverse<'a>>,
+    ) -> Self {
+        let set = set.iter().map(|(name, text)| (name.clone(), Value::of_text(text))).collect();
+        Self { file, checkpoint, mesh, set, inverse, known: RefCell::default() }
+    }
+
+    /// Names of the parameters that the user has set.
+    pub(super) fn set(&self) -> impl Iterator<Item = &String> {
+        self.set.keys()
+    }
+
+    pub(super) fn global(&self, name: &str) -> Result<Value, EvalError> {
+        if let Some(known) = self.known.borrow().get(name) {
+            return known.clone().unwrap_or_else(|| Err(EvalError::Cycle(name.to_owned())));
+        }
+        let inverse = self.inverse.and_then(|_| self.file.inverse.get(name));
+        let definition = inverse.or_else(|| self.file.params.get(name)).or_else(|| self.file.vars.get(name));
+        let Some(definition) = definition else { return Err(EvalError::Name(name.to_owned())) };
+        let value = if let Some(value) = self.set.get(name) {
+            Ok(value.clone())
+        } else {
+            self.known.borrow_mut().insert(name.to_owned(), None);
+            let value = definition.it.eval(&Local { scope: self, bound: &[] });
+            value.map_err(|error| EvalError::In { name: name.to_owned(), error: Box::new(error) })
+        };
+        self.known.borrow_mut().insert(name.to_owned(), Some(value.clone()));
+        value
+    }
+
+    /// The tensor of a name, or of the first alias of the name that the repository has.
+    pub(super) fn find(&self, name: &str) -> Option<TensorId> {
+        if let Some(inverse) = self.inverse {
+            return self.checkpoint.find(&inverse.names.of(name));
+        }
+        self.checkpoint.find(name).or_else(|| self.on_disk(name).find_map(|name| self.checkpoint.find(&name)))
+    }
+
+    fn on_disk(&self, name: &str) -> impl Iterator<Item = String> {
+        self.file.aliases.iter().flat_map(move |(prefix, others)| {
+            let rest = name.strip_prefix(prefix.as_str());
+            others.iter().filter_map(move |other| rest.map(|rest| format!("{other}{rest}")))
+        })
+    }
+
+    pub(super) fn count(&self, pattern: &str) -> u64 {
+        let one = |pattern: &str| -> u64 {
+            let Some((before, after)) = pattern.split_once('*') else { return 0 };
+            let numbers = self.checkpoint.table().with_prefix(before).filter_map(|id| {
+                let middle = self.checkpoint.tensor(id).name.strip_prefix(before)?.strip_suffix(after)?;
+                let digits = !middle.is_empty() && middle.bytes().all(|byte| byte.is_ascii_digit());
+                if digits { middle.parse::<u64>().ok()?.checked_add(1) } else { None }
+            });
+            numbers.max().unwrap_or(0)
+        };
+        if let Some(inverse) = self.inverse {
+            return one(&inverse.names.of(pattern));
+        }
+        std::iter::once(pattern.to_owned())
+            .chain(self.on_disk(pattern))
+            .map(|pattern| one(&pattern))
+            .find(|count| *count > 0)
+            .unwrap_or(0)
+    }
+}
+
+/// A scope with the values of loops and sources.
+pub(super) struct Local<'a> {
+    pub(super) scope: &'a Scope<'a>,
+    pub(super) bound: &'a [(Arc<str>, Value)],
+}
+
+impl Names for Local<'_> {
+    fn name(&self, name: &str) -> Result<Value, EvalError> {
+        let bound = self.bound.iter().rev().find(|(bound, _)| **bound == *name);
+        bound.map_or_else(|| self.scope.global(name), |(_, value)| Ok(value.clone()))
+    }
+
+    fn config(&self, path: &[String]) -> Option<Value> {
+        let config = self.scope.checkpoint.config()?;
+        let text = self.scope.checkpoint.dialect().text_config.as_deref().and_then(|name| config.get(name));
+        let walk = |root: &serde_json::Value| -> Option<Value> {
+            Value::of_json(path.iter().try_fold(root, |value, member| value.get(member))?)
+        };
+        text.and_then(walk).or_else(|| walk(config))
+    }
+
+    fn mesh(&self, axis: &str) -> Option<u64> {
+        Some(self.scope.mesh.axes()[self.scope.mesh.find(axis)?].size)
+    }
+
+    fn shape(&self, tensor: &str) -> Option<Vec<u64>> {
+        self.scope.find(tensor).map(|id| self.scope.checkpoint.tensor(id).shape.to_vec())
+    }
+
+    fn count(&self, pattern: &str) -> u64 {
+        self.scope.count(pattern)
+    }
+
+    fn given(&self, parameter: &str) -> bool {
+        self.scope.set.contains_key(parameter)
+    }
+
+    fn inverts(&self) -> bool {
+        self.scope.inverse.is_some()
+    }
+}

@@ -1,0 +1,87 @@
+//! What the inverse of a layout makes: the sources of its rules, as tensors that are still to be expressed by leaves.
+
+use std::{cell::RefCell, collections::HashMap};
+
+use super::super::expr::EvalError;
+use crate::tensor::{DType, Shape, SourceTensor, TensorId, View, ViewError};
+
+/// The dtype of targets in the views of rules. A rule that leaves a result in f32 is known by the difference.
+const TARGET_DTYPE: DType = DType::BF16;
+
+/// The names under which a checkpoint stores the leaves of a layout.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(in crate::plan) struct StoredNames {
+    /// Begins every stored name.
+    pub(in crate::plan) prefix: String,
+    /// Begins most leaves, and is not stored.
+    pub(in crate::plan) dropped: String,
+}
+
+impl StoredNames {
+    /// The stored name of a leaf.
+    pub(in crate::plan) fn of(&self, leaf: &str) -> String {
+        format!("{}{}", self.prefix, leaf.strip_prefix(self.dropped.as_str()).unwrap_or(leaf))
+    }
+}
+
+/// A tensor that the inverse makes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::plan) struct Target {
+    /// Its name in the rules.
+    pub(in crate::plan) name: String,
+    /// Its shape by the rules.
+    pub(in crate::plan) shape: Shape,
+}
+
+/// All of them, by number. In the views of rules the number is the tensor's id.
+#[derive(Debug, Default)]
+pub(in crate::plan) struct Targets {
+    list: Vec<Target>,
+    by_name: HashMap<String, u32>,
+}
+
+impl Targets {
+    /// The target of a name as a rule sees it.
+    ///
+    /// # Errors
+    /// An extent without a value, or another shape than a rule before gave.
+    pub(super) fn view(&mut self, name: String, extents: Vec<Result<u64, EvalError>>) -> Result<View, EvalError> {
+        let named = |error| match error {
+            EvalError::NoShape(_) => EvalError::NoShape(name.clone()),
+            other => other,
+        };
+        let extents = extents.into_iter().collect::<Result<Vec<u64>, _>>().map_err(named)?;
+        let shape = Shape::try_new(&extents).map_err(ViewError::from)?;
+        let number = if let Some(number) = self.by_name.get(&name) {
+            let known = &self.list[*number as usize].shape;
+            if *known != shape {
+                return Err(EvalError::Kind {
+                    operation: "shape",
+                    expected: "one shape for a tensor",
+                    found: format!("{known} and {shape} for {name}"),
+                });
+            }
+            *number
+        } else {
+            let number = u32::try_from(self.list.len()).map_err(|_| EvalError::Range("targets"))?;
+            self.list.push(Target { name: name.clone(), shape: shape.clone() });
+            self.by_name.insert(name, number);
+            number
+        };
+        Ok(View::source(SourceTensor { id: TensorId(number), dtype: TARGET_DTYPE, shape }))
+    }
+
+    /// All targets, in the order of their numbers.
+    pub(super) fn into_list(self) -> Vec<Target> {
+        self.list
+    }
+}
+
+/// The side of a scope that differs for the inverse of a layout.
+#[derive(Debug)]
+pub(super) struct Inverse<'a> {
+    /// Where the checkpoint stores leaves.
+    pub(super) names: &'a StoredNames,
+    /// The sources that rules have named so far.
+    pub(super) targets: RefCell<Targets>,
+}
