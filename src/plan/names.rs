@@ -38,6 +38,7 @@ pub(super) fn tie(drafts: &mut Vec<Draft>, checkpoint: &Checkpoint, options: &Vi
                 drafts.extend(draft.cloned().map(|draft| Draft { name: head, ..draft }));
             }
         }
+        (Tied::Alias, Layout::Stored) => {}
         (Tied::Alias, Layout::Canonical | Layout::Embedded(_) | Layout::File(_)) => {
             for draft in drafts.iter_mut().filter(|draft| alias(draft)) {
                 draft.bundled = Bundled::ALWAYS;
