@@ -137,8 +137,9 @@ impl Plan {
             let expert =
                 if shard::is_told(&draft, options.sharding, &options.shard_rules) { None } else { draft.roles.expert };
             let shape = draft.view.shape();
-            // JAX, for which the rules of logical axes are made, refuses uneven splits.
-            let even = options.even || rules.is_some();
+            // JAX, for which the rules of logical axes are made, refuses uneven splits. What is shown as it is stored may have been
+            // saved by anything.
+            let even = options.even || (rules.is_some() && options.layout != Layout::Stored);
             for (axis, parts) in spec.uneven(shape, &self.mesh).filter(|_| even) {
                 problems.push(Problem::Uneven { name: draft.name.clone(), axis, shape: shape.clone(), parts });
             }
