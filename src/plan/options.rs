@@ -221,7 +221,8 @@ mod tests {
     fn every_layout_that_settings_know_is_in_the_program() {
         let named = LAYOUTS.map(|name| Layout::of(&LayoutChoice::Named(name)).unwrap().name().to_owned());
         assert_eq!(named, LAYOUTS);
-        let embedded: Vec<&str> = LAYOUTS.into_iter().filter(|name| !["canonical", "hf", "stored"].contains(name)).collect();
+        let embedded: Vec<&str> =
+            LAYOUTS.into_iter().filter(|name| !["canonical", "hf", "stored"].contains(name)).collect();
         assert_eq!(embedded, Embedded::names().collect::<Vec<_>>());
     }
 
