@@ -476,8 +476,8 @@ fn missing_sources() {
     let dir = tempfile::tempdir().unwrap();
     let options = OpenOptions { hub_cache: Some(dir.path().to_path_buf()), ..OpenOptions::default() };
     let refused = |source: &str| Checkpoint::open(source, &options).unwrap_err().to_string();
-    assert!(refused("s3://bucket/key").contains("s3:// is not supported yet"));
-    assert!(refused("hf://org/name").contains("hf:// is not supported yet"));
+    assert!(refused("ftp://bucket/key").contains("ftp:// is not known"));
+    assert!(refused("hf://org/name").contains("not in the hub cache: looked for"));
     assert!(refused("./nothing/here").contains("no such file or directory, and not an org/name"));
     let error = refused("org/name");
     assert!(error.contains("not in the hub cache: looked for") && error.contains("models--org--name"), "{error}");

@@ -54,7 +54,7 @@ impl Ran {
 
 fn program() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ckfs"));
-    command.env_remove("CKFS_LOG").env_remove("HF_HUB_CACHE").env_remove("HF_HOME");
+    command.env_remove("CKFS_LOG").env("HF_HUB_OFFLINE", "1").env_remove("HF_HUB_CACHE").env_remove("HF_HOME");
     command
 }
 
@@ -187,7 +187,7 @@ fn failures_exit_with_1_and_state_the_expected_value() {
     std::os::unix::fs::symlink("model", fixture.path("link")).unwrap();
     let rows: &[(&[&str], &str)] = &[
         (&["plan", "absent"], "absent"),
-        (&["plan", "s3://bucket/x"], "s3:// is not supported yet"),
+        (&["plan", "ftp://bucket/x"], "ftp:// is not known"),
         (&["plan", "full"], "no *.safetensors here"),
         (&["plan", "model", "--mesh", "fsdp=4", "--even"], "does not split evenly in 4 parts"),
         (&["plan", "model", "--mesh", "fsdp=4", "--devices", "7"], "device 7: the mesh has 4 devices, numbered from 0"),

@@ -42,7 +42,11 @@ struct Ran {
 
 fn run(directory: &TempDir, args: &[&str]) -> Ran {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ckfs"));
-    command.env_remove("CKFS_LOG").env_remove("HF_HOME").env("HF_HUB_CACHE", directory.path().join("hub"));
+    command
+        .env_remove("CKFS_LOG")
+        .env("HF_HUB_OFFLINE", "1")
+        .env_remove("HF_HOME")
+        .env("HF_HUB_CACHE", directory.path().join("hub"));
     let Output { status, stdout, stderr } = command.args(args).current_dir(directory.path()).output().unwrap();
     Ran {
         code: status.code().unwrap_or(-1),

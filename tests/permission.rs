@@ -87,7 +87,7 @@ fn write_shard(path: &Path, names: &[&str]) {
 
 fn program() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ckfs"));
-    command.env_remove("CKFS_LOG").env_remove("HF_HUB_CACHE").env_remove("HF_HOME");
+    command.env_remove("CKFS_LOG").env("HF_HUB_OFFLINE", "1").env_remove("HF_HUB_CACHE").env_remove("HF_HOME");
     command
 }
 

@@ -9,7 +9,7 @@ use std::{
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
     sync::{
-        Mutex,
+        Arc, Mutex,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant, UNIX_EPOCH},
@@ -17,8 +17,12 @@ use std::{
 
 use ckfs::source::{
     Aspect, ByteSpan, FetchPart, FileId, LocalFiles, Maps, ResidentWindow, Served, Source, SourceError, SourceIo,
+    remote::cache::Cache,
 };
-use common::sources::{Fault, Fetched, MemoryFiles, Watched};
+use common::{
+    objects::{self, MemoryObjects},
+    sources::{Fault, Fetched, MemoryFiles, Watched},
+};
 use tempfile::TempDir;
 
 const A: FileId = FileId(0);
@@ -144,6 +148,16 @@ fn every_source_conforms() {
         conforms(&source);
     }
     conforms(&MemoryFiles::new(contents()));
+    let objects = MemoryObjects::new(contents());
+    let dir = tempfile::tempdir().unwrap();
+    let timeout = Duration::from_secs(10);
+    // Cold, warm, without room, and without a disk.
+    for cap in [None, None, Some(0)] {
+        conforms(&*objects.source(&objects::cache(dir.path(), cap), timeout));
+    }
+    let full = tempfile::tempdir().unwrap();
+    conforms(&*objects.source(&objects::cache(full.path(), Some(0)), timeout));
+    conforms(&*objects.source(&Cache::in_memory(Arc::default()), timeout));
     conforms(&Watched::new(MemoryFiles::new(contents())));
     conforms(&Watched::failing(local(SourceIo::Mmap).1, Fault::Changed, u64::MAX));
 }

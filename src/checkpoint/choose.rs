@@ -8,6 +8,7 @@ use std::{
 
 use super::{
     file::{FileRole, IgnoreReason},
+    foreign,
     index::{Index, stays_inside},
     listing::{Listed, Opening},
     problem::{CheckpointError, Problem, Problems},
@@ -203,7 +204,11 @@ pub(super) fn choose_unindexed(
         let subdirectories = files.iter().filter(|file| usable(file)).filter_map(|file| file.path.rsplit_once('/'));
         let subdirectories: BTreeSet<String> = subdirectories.map(|(dir, _)| dir.to_owned()).collect();
         let subdirectories = subdirectories.into_iter().collect();
-        return Err(CheckpointError::NoWeights { root: root.to_path_buf(), subdirectories });
+        return Err(CheckpointError::NoWeights {
+            root: root.to_path_buf(),
+            subdirectories,
+            found: foreign::of_files(files),
+        });
     };
     let mut sets: BTreeMap<(String, String), u64> = BTreeMap::new();
     for file in files.iter_mut().filter(|file| usable(file)) {

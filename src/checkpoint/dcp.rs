@@ -66,15 +66,42 @@ fn stored(file: FileId, start: u64, chunk: &DcpChunk, strides: PerAxis) -> Store
     StoredBox { file, start, origin, extents, strides }
 }
 
+/// First words of the names of optimizer state, as trainers save it beside the model.
+const OPTIMIZERS: [&str; 6] =
+    ["optimizer", "optimizers", "optim", "optimizer_state", "optimizer_state_dict", "opt_state"];
+
+/// Whether a tensor is of the optimizer's state, possibly within a state that holds the model too (`app.optimizer.…`, or
+/// `chained_0.optimizer.…` of Megatron-Core).
+fn is_optimizer_state(name: &str) -> bool {
+    name.split('.').take(2).any(|word| OPTIMIZERS.contains(&word))
+}
+
+/// Takes the optimizer's state out, unless there is nothing else. Its bytes are never looked at.
+fn take_training_state(state: &mut DcpState) -> Vec<LeftOut> {
+    let (training, model): (Vec<_>, Vec<_>) =
+        std::mem::take(&mut state.tensors).into_iter().partition(|tensor| is_optimizer_state(&tensor.name));
+    if model.is_empty() {
+        state.tensors = training;
+        return Vec::new();
+    }
+    state.tensors = model;
+    let left_out = |tensor: DcpTensor| {
+        let kind = format!("{} {:?} of the optimizer (--training-state shows it)", tensor.dtype, tensor.shape);
+        LeftOut { name: tensor.name, kind }
+    };
+    training.into_iter().map(left_out).collect()
+}
+
 /// Reads a classic directory.
-pub(super) fn read(files: &PinnedFiles<'_>, problems: &mut Problems) -> Contents {
-    let state = match metadata(files) {
+pub(super) fn read(files: &PinnedFiles<'_>, training_state: bool, problems: &mut Problems) -> Contents {
+    let mut state = match metadata(files) {
         Ok(state) => state,
         Err(message) => {
             problems.push(Problem::Container { file: DCP_METADATA.to_owned(), message });
             DcpState::default()
         }
     };
+    let training = if training_state { Vec::new() } else { take_training_state(&mut state) };
     let ids = file_ids(files, &state, problems);
     let items = items(&state, &ids);
     let read = archive::read_items(files.source, &items);
@@ -100,7 +127,7 @@ pub(super) fn read(files: &PinnedFiles<'_>, problems: &mut Problems) -> Contents
     }
     let mut contents = Contents::new(Container::Dcp, builder.finish());
     let left_out = state.objects.into_iter().map(|object| LeftOut { name: object.name, kind: "object".to_owned() });
-    contents.left_out = left_out.collect();
+    contents.left_out = left_out.chain(training).collect();
     contents
 }
 

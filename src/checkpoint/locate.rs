@@ -1,4 +1,8 @@
-//! From the user's SOURCE to a directory or file: a path, or a name in the local cache of the Hugging Face hub.
+//! From the user's SOURCE to a directory or file of this machine, or to a repository of a service.
+//!
+//! A path that exists comes first. A name `org/name[@revision]` is looked for in the local cache of the Hugging Face Hub, then on
+//! the Hub. A branch in the cache is compared with the Hub's; only if the Hub cannot be asked, the cache's own word counts. A
+//! snapshot that lacks weight files is taken from the Hub, except for the blobs that are there.
 //!
 //! The cache is laid out as the hub's client leaves it:
 //!
@@ -7,13 +11,28 @@
 //! models--org--name/snapshots/<commit>/  symbolic links into ../../blobs
 //! ```
 
+#[cfg(feature = "remote")]
+use std::{
+    collections::BTreeSet,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 use std::{
     env, fs,
     path::{Path, PathBuf},
 };
 
 use super::{options::OpenOptions, problem::CheckpointError};
-use crate::source::remote::{RemoteRepository, open_url};
+#[cfg(feature = "remote")]
+use crate::source::remote::{
+    Deadline,
+    cache::default_directory,
+    hub::{Hub, HubSettings},
+};
+use crate::source::{
+    Fetches,
+    remote::{RemoteRepository, open_url},
+};
 
 /// A located repository or file.
 #[derive(Clone, Debug)]
@@ -28,48 +47,38 @@ pub(super) struct Located {
 /// Fewest characters of a commit that count as its abbreviation.
 const PREFIX_CHARS_MIN: usize = 4;
 
+/// Finds a source: a path, a name in the Hub's cache, the Hub, another service.
 pub(super) fn locate(source: &str, options: &OpenOptions) -> Result<Located, CheckpointError> {
+    let looking = options.fetches.begin_path(Path::new(source), "list");
     let path = PathBuf::from(source);
     if path.exists() {
         return Ok(Located { path, label: source.to_owned(), revision: None, remote: None });
     }
-    if let Some((scheme, _)) = source.split_once("://") {
-        if let Some(found) = open_url(source, &options.remote) {
-            let repository = found.map_err(CheckpointError::Remote)?;
-            let (path, label) = (PathBuf::from(&repository.url), repository.label.clone());
-            return Ok(Located { path, label, revision: repository.revision.clone(), remote: Some(repository) });
-        }
-        return Err(CheckpointError::NotSupported { source_name: source.to_owned(), scheme: scheme.to_owned() });
-    }
-    let Some((repo, revision)) = repo_name(source) else {
+    drop(looking);
+    let name = match source.split_once("://") {
+        Some(("hf", name)) => name,
+        Some((scheme, _)) => return store(source, scheme, options),
+        None => source,
+    };
+    let Some((repo, revision)) = repo_name(name) else {
         return Err(CheckpointError::NotFound { source_name: source.to_owned() });
     };
-    let cache = match options.hub_cache.as_deref() {
-        Some(dir) => dir.to_path_buf(),
-        None => cache_from_environment(|name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from))
-            .ok_or_else(|| CheckpointError::NotFound { source_name: source.to_owned() })?,
-    };
-    let dir = cache.join(format!("models--{}", repo.replace('/', "--")));
-    if !dir.is_dir() {
-        return Err(CheckpointError::NotInCache { source_name: source.to_owned(), looked_in: dir });
+    if looks_like_a_file(repo) {
+        return Err(CheckpointError::NotFound { source_name: source.to_owned() });
     }
-    let revision = revision.unwrap_or("main");
-    let commit = resolve(&dir, revision).map_err(|revisions| CheckpointError::NoRevision {
-        repo: repo.to_owned(),
-        revision: revision.to_owned(),
-        looked_in: dir.clone(),
-        revisions,
-    })?;
-    Ok(Located {
-        path: dir.join("snapshots").join(&commit),
-        label: format!("{repo}@{}", commit.get(..12).unwrap_or(&commit)),
-        revision: Some(commit),
-        remote: None,
-    })
+    let name = Name { source, repo, revision: revision.unwrap_or("main") };
+    let cache = options.hub_cache.clone().or_else(|| cache_directory(variable));
+    let found = name.in_cache(cache.as_deref(), &options.fetches);
+    if options.asks_hub { from_hub(&name, cache.as_deref(), found, options) } else { found }
+}
+
+/// A variable of the environment that is not empty.
+fn variable(name: &str) -> Option<PathBuf> {
+    env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from)
 }
 
 /// The directory of the hub's cache, from the same variables in the same order as in the hub's client.
-fn cache_from_environment(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
+fn cache_directory(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
     if let Some(cache) = variable("HF_HUB_CACHE").or_else(|| variable("HUGGINGFACE_HUB_CACHE")) {
         return Some(cache);
     }
@@ -78,6 +87,160 @@ fn cache_from_environment(variable: impl Fn(&str) -> Option<PathBuf>) -> Option<
         Some(cache?.join("huggingface"))
     });
     Some(home?.join("hub"))
+}
+
+/// Whether a word without slash is rather a mistyped file: nothing on the Hub is asked for by it.
+fn looks_like_a_file(repo: &str) -> bool {
+    const ENDINGS: [&str; 7] = ["safetensors", "pt", "pth", "bin", "gguf", "toml", "json"];
+    let extension = Path::new(repo).extension().and_then(|extension| extension.to_str());
+    !repo.contains('/') && extension.is_some_and(|extension| ENDINGS.contains(&extension))
+}
+
+fn store(source: &str, scheme: &str, options: &OpenOptions) -> Result<Located, CheckpointError> {
+    match open_url(source, &options.remote) {
+        Some(found) => found.map(remote).map_err(CheckpointError::Remote),
+        None => Err(CheckpointError::NotSupported { source_name: source.to_owned(), scheme: scheme.to_owned() }),
+    }
+}
+
+/// A repository of a service.
+fn remote(repository: RemoteRepository) -> Located {
+    let (path, label) = (PathBuf::from(&repository.url), repository.label.clone());
+    Located { path, label, revision: repository.revision.clone(), remote: Some(repository) }
+}
+
+/// A name of a repository on the Hub.
+#[derive(Clone, Copy, Debug)]
+struct Name<'a> {
+    /// As the user typed it.
+    source: &'a str,
+    repo: &'a str,
+    revision: &'a str,
+}
+
+impl Name<'_> {
+    /// The snapshot in the Hub's cache.
+    fn in_cache(&self, cache: Option<&Path>, fetches: &Fetches) -> Result<Located, CheckpointError> {
+        let Self { source, repo, revision } = *self;
+        let (source_name, advice) = (source.to_owned(), String::new());
+        let Some(cache) = cache else { return Err(CheckpointError::NoHome { source_name, advice }) };
+        let dir = repo_directory(cache, repo);
+        let _looking = fetches.begin_path(&dir, "list");
+        if !dir.is_dir() {
+            return Err(CheckpointError::NotInCache { source_name, looked_in: dir, advice });
+        }
+        let commit = resolve(&dir, revision).map_err(|revisions| CheckpointError::NoRevision {
+            repo: repo.to_owned(),
+            revision: revision.to_owned(),
+            looked_in: dir.clone(),
+            revisions,
+            advice,
+        })?;
+        Ok(snapshot(&dir, repo, commit))
+    }
+}
+
+fn repo_directory(cache: &Path, repo: &str) -> PathBuf {
+    cache.join(format!("models--{}", repo.replace('/', "--")))
+}
+
+fn snapshot(dir: &Path, repo: &str, commit: String) -> Located {
+    Located {
+        path: dir.join("snapshots").join(&commit),
+        label: format!("{repo}@{}", commit.get(..12).unwrap_or(&commit)),
+        revision: Some(commit),
+        remote: None,
+    }
+}
+
+#[cfg(not(feature = "remote"))]
+fn from_hub(
+    _name: &Name<'_>,
+    _cache: Option<&Path>,
+    found: Result<Located, CheckpointError>,
+    _options: &OpenOptions,
+) -> Result<Located, CheckpointError> {
+    found.map_err(|error| error.with_advice("; this program was built without the feature `remote`"))
+}
+
+/// The place of a name whose snapshot in the Hub's cache is `found`.
+#[cfg(feature = "remote")]
+fn from_hub(
+    name: &Name<'_>,
+    cache: Option<&Path>,
+    found: Result<Located, CheckpointError>,
+    options: &OpenOptions,
+) -> Result<Located, CheckpointError> {
+    let mut settings =
+        HubSettings::from_environment(variable, options.remote.allow_http).map_err(CheckpointError::Remote)?;
+    settings.offline |= options.remote.offline;
+    let is_offline = settings.offline;
+    let complete = found.as_ref().ok().filter(|found| !lacks_weights(&found.path));
+    // A commit never changes. A branch does, unless the Hub may not be asked.
+    let names_commit =
+        |found: &Located| found.revision.as_deref().is_some_and(|commit| commit.starts_with(name.revision));
+    if let Some(found) = complete.filter(|found| is_offline || names_commit(found)) {
+        return Ok(found.clone());
+    }
+    let deadline = match complete {
+        // The answer in the cache will do if none comes soon.
+        Some(_) => Deadline::At(Instant::now() + options.remote.timeout.min(REVALIDATE)),
+        None => Deadline::None,
+    };
+    let kept = options.remote.cache_dir.clone().or_else(default_directory);
+    let counters = Arc::clone(options.cache().counters());
+    let hub = Hub::new(settings, kept.as_deref(), counters).map_err(CheckpointError::Remote)?;
+    let hub = Arc::new(hub);
+    let wanted = found.as_ref().ok().filter(|found| names_commit(found)).and_then(|found| found.revision.as_deref());
+    let commit = match (hub.commit(name.repo, wanted.unwrap_or(name.revision), deadline), complete) {
+        (Ok(commit), _) => commit,
+        (Err(error), Some(found)) => {
+            tracing::warn!("{}: the commit in the hub cache is used, as the Hub cannot be asked: {error}", found.label);
+            return Ok(found.clone());
+        }
+        (Err(_), None) if is_offline => {
+            let advice = format!(
+                "; --offline or HF_HUB_OFFLINE forbids to ask the Hub: `ckfs fetch {}` brings it where the network may be used",
+                name.source
+            );
+            // A snapshot that lacks files says which when it is opened.
+            return found.map_err(|error| error.with_advice(&advice));
+        }
+        (Err(error), None) => return Err(CheckpointError::Remote(error)),
+    };
+    let dir = cache.map(|cache| repo_directory(cache, name.repo));
+    if let Some(dir) = &dir {
+        let local = snapshot(dir, name.repo, commit.clone());
+        if local.path.is_dir() && !lacks_weights(&local.path) {
+            return Ok(local);
+        }
+    }
+    let blobs = dir.map(|dir| dir.join("blobs"));
+    hub.repository(name.repo, &commit, blobs, Deadline::None).map(remote).map_err(CheckpointError::Remote)
+}
+
+/// Longest wait for the Hub's word on a branch that is in the cache.
+#[cfg(feature = "remote")]
+const REVALIDATE: Duration = Duration::from_secs(10);
+
+/// Whether a snapshot lacks weight files, as far as it tells itself: by its index, or by having none at all.
+#[cfg(feature = "remote")]
+fn lacks_weights(snapshot: &Path) -> bool {
+    const INDEXES: [&str; 2] = ["model.safetensors.index.json", "pytorch_model.bin.index.json"];
+    for name in INDEXES {
+        let Ok(text) = fs::read(snapshot.join(name)) else { continue };
+        // A malformed index is refused when the snapshot is opened.
+        let Ok(index) = serde_json::from_slice::<serde_json::Value>(&text) else { return false };
+        let Some(map) = index.get("weight_map").and_then(serde_json::Value::as_object) else { return false };
+        let files: BTreeSet<&str> = map.values().filter_map(serde_json::Value::as_str).collect();
+        return files.into_iter().any(|file| !snapshot.join(file).is_file());
+    }
+    let is_weights = |path: &Path| {
+        let extension = path.extension().and_then(|extension| extension.to_str());
+        extension.is_some_and(|extension| ["safetensors", "bin", "pt", "pth"].contains(&extension)) && path.is_file()
+    };
+    let mut entries = fs::read_dir(snapshot).into_iter().flatten().flatten();
+    !entries.any(|entry| is_weights(&entry.path()) || entry.path().is_dir())
 }
 
 /// Splits `org/name[@revision]` or `name[@revision]`. `None` if the text cannot name a repository.
@@ -142,10 +305,10 @@ mod tests {
         ];
         for (from, expected) in expected.iter().enumerate() {
             let set = &all[from..];
-            let found = cache_from_environment(|name| set.contains(&name).then(|| PathBuf::from(format!("/{name}"))));
+            let found = cache_directory(|name| set.contains(&name).then(|| PathBuf::from(format!("/{name}"))));
             assert_eq!(found, Some(PathBuf::from(expected)));
         }
-        assert_eq!(cache_from_environment(|_| None), None);
+        assert_eq!(cache_directory(|_| None), None);
     }
 
     #[test]

@@ -12,6 +12,7 @@ use super::{
     dialect::{Dialect, own_dtype, quantization_config},
     file::{FileRole, RepoFile},
     folder::{Folder, PinnedFiles, Text},
+    foreign::{self, FileKind},
     header::{ReadHeader, read_header},
     index::Index,
     listing::{Listed, Opening},
@@ -134,13 +135,12 @@ fn open_alone(
     let name = located.path.file_name().map_or_else(|| located.label.clone(), |name| name.display().to_string());
     let size_bytes = opened.len_bytes().unwrap_or(0);
     drop(opening);
-    let dialect = if container::is_torch(&name) { Chosen::Torch(None) } else { Chosen::Safetensors(None) };
     let listed = Listed { path: name, role: FileRole::Weights, size_bytes, state: Opening::Nothing };
     let chosen = ChosenFiles {
         located,
         files: vec![listed],
         weights: vec![0],
-        dialect,
+        dialect: Chosen::Unknown,
         config_text: None,
         modelopt_text: None,
         adapters,
@@ -211,7 +211,7 @@ fn open_folder(
         }
         Some(Container::Dcp | Container::Orbax) => {
             dcp::choose(&mut folder);
-            Chosen::Dcp
+            Chosen::Dcp { training_state: options.training_state }
         }
     };
     let (weights, opened) = folder.open_files(adapters.len())?;
@@ -277,18 +277,24 @@ fn open_orbax(
 
 /// The dialect that reads the weight files, with what decided the choice of these.
 enum Chosen<'a> {
+    /// That of a single file, by how it begins.
+    Unknown,
     Safetensors(Option<(&'a str, Index<'a>)>),
     Torch(Option<(&'a str, Index<'a>)>),
-    Dcp,
+    Dcp {
+        /// Whether optimizer state is wanted.
+        training_state: bool,
+    },
     Orbax(OrbaxContents),
 }
 
 impl Chosen<'_> {
     fn read(&mut self, files: &PinnedFiles<'_>, source: &Arc<dyn Source>, problems: &mut Problems) -> Contents {
         match self {
+            Self::Unknown => read_file(files, problems),
             Self::Safetensors(index) => safetensors::read(files, index.as_ref(), problems),
             Self::Torch(index) => torch::read(files, index.as_ref(), problems),
-            Self::Dcp => dcp::read(files, problems),
+            Self::Dcp { training_state } => dcp::read(files, *training_state, problems),
             Self::Orbax(found) => found.contents(source, problems),
         }
     }
@@ -297,7 +303,26 @@ impl Chosen<'_> {
     fn index_metadata(self) -> Option<serde_json::Value> {
         match self {
             Self::Safetensors(index) | Self::Torch(index) => index.and_then(|(_, index)| index.metadata),
-            Self::Dcp | Self::Orbax(_) => None,
+            Self::Unknown | Self::Dcp { .. } | Self::Orbax(_) => None,
+        }
+    }
+}
+
+/// Reads a single file.
+fn read_file(files: &PinnedFiles<'_>, problems: &mut Problems) -> Contents {
+    let name = files.path(FileId(0)).to_owned();
+    let len = files.source.len_bytes(FileId(0)).min(foreign::HEAD_BYTES);
+    let mut head = vec![0; usize::try_from(len).expect("a few bytes")];
+    if let Err(error) = files.source.read_into(FileId(0), 0, &mut head) {
+        problems.push(Problem::Unreadable { file: name, error });
+        return Contents::new(Container::Safetensors, TensorTable::default());
+    }
+    match foreign::of_head(&name, &head) {
+        FileKind::Torch => torch::read(files, None, problems),
+        FileKind::Safetensors => safetensors::read(files, None, problems),
+        FileKind::Foreign(text) => {
+            problems.push(Problem::Container { file: name, message: text.to_owned() });
+            Contents::new(Container::Safetensors, TensorTable::default())
         }
     }
 }

@@ -29,6 +29,8 @@ pub struct OpenOptions {
     pub training_state: bool,
     /// Where every wait for storage is noted.
     pub fetches: Arc<Fetches>,
+    /// Asks the Hub for names that the Hub's cache lacks, and for what a branch stands for now.
+    pub asks_hub: bool,
     /// Settings of remote sources.
     pub remote: RemoteOptions,
     /// The disk cache; [`OpenOptions::cache`] opens it.

@@ -3,7 +3,7 @@
 
 use std::{fmt, io, path::PathBuf};
 
-use super::{file::IgnoreReason, orbax::OrbaxProblem, printable::printable};
+use super::{file::IgnoreReason, orbax::problem::OrbaxProblem, printable::printable};
 use crate::{
     format::safetensors::HeaderErrors,
     source::{SourceError, remote::RemoteError},
@@ -21,7 +21,8 @@ const PROBLEMS_MAX: usize = 1_000;
 pub enum CheckpointError {
     /// A remote address.
     #[error(
-        "{source_name}: {scheme}:// is not supported yet; give a directory, a file or an org/name in the local hub cache"
+        "{source_name}: {scheme}:// is not known; give a path, org/name, hf://, s3://, gs://, az://, https:// (or http:// of this \
+         machine)"
     )]
     NotSupported {
         /// The requested source.
@@ -39,15 +40,25 @@ pub enum CheckpointError {
         source_name: String,
     },
     /// A name that the cache does not have.
-    #[error("{source_name}: no such directory, and not in the hub cache: looked for {}", looked_in.display())]
+    #[error("{source_name}: no such directory, and not in the hub cache: looked for {}{advice}", looked_in.display())]
     NotInCache {
         /// The requested source.
         source_name: String,
         /// Where it would be.
         looked_in: PathBuf,
+        /// Why the Hub was not asked, and what brings it. Begins with `; `, or is empty.
+        advice: String,
+    },
+    /// The directory of the hub's cache is unknown.
+    #[error("{source_name}: no such directory, and no hub cache: neither HF_HOME nor HOME is set{advice}")]
+    NoHome {
+        /// The requested source.
+        source_name: String,
+        /// As in [`CheckpointError::NotInCache`].
+        advice: String,
     },
     /// The cache has the repository, but not this revision.
-    #[error("{repo}: no revision {revision:?} in {}; there are: {}", looked_in.display(), list_or_none(revisions))]
+    #[error("{repo}: no revision {revision:?} in {}; there are: {}{advice}", looked_in.display(), list_or_none(revisions))]
     NoRevision {
         /// The repository.
         repo: String,
@@ -57,6 +68,8 @@ pub enum CheckpointError {
         looked_in: PathBuf,
         /// Commits that have a snapshot.
         revisions: Vec<String>,
+        /// As in [`CheckpointError::NotInCache`].
+        advice: String,
     },
     /// The directory cannot be listed.
     #[error("cannot list {}: {error}", root.display())]
@@ -77,12 +90,14 @@ pub enum CheckpointError {
         snapshot: PathBuf,
     },
     /// No safetensors in the directory.
-    #[error("{}: no *.safetensors here{}", root.display(), elsewhere(subdirectories))]
+    #[error("{}: no *.safetensors here{}{}", root.display(), elsewhere(subdirectories), advice(found.as_deref()))]
     NoWeights {
         /// The directory.
         root: PathBuf,
         /// Subdirectories with safetensors.
         subdirectories: Vec<String>,
+        /// What the directory is, where that is known.
+        found: Option<String>,
     },
     /// More than one index, none of them the usual one.
     #[error("{}: several indexes and no model.safetensors.index.json: {}", root.display(), indexes.join(", "))]
@@ -113,6 +128,19 @@ pub enum CheckpointError {
         /// Number of problems beyond those listed.
         more: usize,
     },
+}
+
+impl CheckpointError {
+    /// The error with what brings a name that the hub's cache lacks. `more` begins with `; `.
+    #[must_use]
+    pub(super) fn with_advice(mut self, more: &str) -> Self {
+        if let Self::NotInCache { advice, .. } | Self::NoHome { advice, .. } | Self::NoRevision { advice, .. } =
+            &mut self
+        {
+            more.clone_into(advice);
+        }
+        self
+    }
 }
 
 /// One problem with a repository's contents.
@@ -318,6 +346,10 @@ fn elsewhere(subdirectories: &[String]) -> String {
     } else {
         format!("; open one of the subdirectories that have some: {}", subdirectories.join(", "))
     }
+}
+
+fn advice(found: Option<&str>) -> String {
+    found.map_or_else(String::new, |found| format!(": {found}"))
 }
 
 fn list_problems(problems: &[Problem], more: usize) -> String {

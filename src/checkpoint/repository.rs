@@ -7,10 +7,12 @@ use std::{
 };
 
 use super::{
+    choose::CONFIG,
     companion::Companion,
     container::{Container, LeftOut},
     dialect::Dialect,
     file::{FileRole, IgnoreReason, RepoFile},
+    prefix,
     problem::{CheckpointError, Problems},
     scheme::{Found, Quantized},
     table::{Storage, TensorInfo, TensorTable},
@@ -249,6 +251,26 @@ impl Checkpoint {
     /// What the files of weights are.
     pub const fn container(&self) -> Container {
         self.container
+    }
+
+    /// Whether it is a repository of Hugging Face: safetensors of whole tensors, or any weights beside a `config.json` of
+    /// its own.
+    pub fn is_repository(&self) -> bool {
+        let is_config = |file: &RepoFile| file.path == CONFIG && file.file.is_some();
+        self.container == Container::Safetensors || self.files.iter().any(is_config)
+    }
+
+    /// The rename that takes the wrappers of training programs from all names, as `--source-rename` takes it; `None` if there
+    /// are none.
+    pub fn proposed_rename(&self) -> Option<String> {
+        let names: Vec<&str> = self.tensors().map(|(_, info)| info.name).collect();
+        prefix::proposed_rename(&names)
+    }
+
+    /// The prefix that all names have and the names of repositories of Hugging Face have not, with its last dot.
+    pub fn common_prefix(&self) -> Option<String> {
+        let names: Vec<&str> = self.tensors().map(|(_, info)| info.name).collect();
+        prefix::common_prefix(&names)
     }
 
     /// What the files of weights hold besides tensors. It is not shown.

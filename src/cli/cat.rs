@@ -23,7 +23,7 @@ Examples:
   ckfs cat /data/llama full/embed --offset 0 --length 64 | xxd
   ckfs cat --config llama.toml train/.ckfs/manifest.json")]
 pub(super) struct Cat {
-    /// A directory, a .safetensors file, or org/name[@revision] in the local cache.
+    /// A directory, a file, org/name[@revision] in the local cache or on the Hub, s3://, gs://, az:// or https://.
     #[arg(value_name = "SOURCE")]
     first: String,
     /// The file, relative to the mount.

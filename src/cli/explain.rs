@@ -39,7 +39,7 @@ Examples:
   ckfs explain /data/llama hf/model-00001-of-00002.safetensors --dtype bf16 --all
   ckfs explain --config llama.toml train/full/embed --json | jq '.segments[0].pieces'")]
 pub(super) struct Explain {
-    /// A directory, a .safetensors file, or org/name[@revision] in the local cache.
+    /// A directory, a file, org/name[@revision] in the local cache or on the Hub, s3://, gs://, az:// or https://.
     #[arg(value_name = "SOURCE")]
     first: String,
     /// The file, relative to the mount.

@@ -40,7 +40,7 @@ Examples:
 
 A pattern of --only matches a path or a directory above it; * stands for any text, also with slashes.")]
 pub(super) struct Export {
-    /// A directory, a .safetensors file, or org/name[@revision] in the local cache.
+    /// A directory, a file, org/name[@revision] in the local cache or on the Hub, s3://, gs://, az:// or https://.
     #[arg(value_name = "SOURCE")]
     first: String,
     /// Where to: a directory that is empty or not there yet.

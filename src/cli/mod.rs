@@ -6,12 +6,14 @@
 //! Exit codes: 0 done, 1 failed, 2 usage error. Standard output carries data only; everything else goes to standard
 //! error.
 
+mod cache;
 mod cat;
 mod cleanup;
 mod demo;
 mod doctor;
 mod explain;
 mod export;
+mod fetch;
 mod flags;
 mod kernel_copy;
 mod mount;
@@ -19,6 +21,7 @@ mod open;
 mod output;
 mod patience;
 mod plan;
+mod prefetch;
 mod status;
 mod sums;
 mod tree;
@@ -41,7 +44,8 @@ use output::{AlreadyReported, Closed, Usage};
 /// renamed, cast and cut to one device's shard, on read and from the original bytes. There is no conversion step and no
 /// second copy.
 ///
-/// SOURCE is a directory with *.safetensors files, one such file, or org/name[@revision] in the local Hugging Face cache.
+/// SOURCE is a directory with *.safetensors files, one such file, org/name[@revision] in the local Hugging Face cache or on the
+/// Hub, hf://org/name, s3://, gs://, az:// or https://.
 #[derive(Debug, Parser)]
 #[command(name = "ckfs", version, max_term_width = 100, propagate_version = true)]
 #[command(after_long_help = "\
@@ -56,6 +60,9 @@ Environment:
   CKFS_LOG       what is logged, as in `info`, `ckfs::read=debug`; wins over -v and -q
   HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME
                  where the Hugging Face cache is, as its own client has it
+  HF_TOKEN, HF_TOKEN_PATH, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_DISABLE_IMPLICIT_TOKEN
+                 how the Hub is asked, likewise
+  CKFS_CACHE_DIR where bytes of remote sources are kept, unless --cache-dir says it
   XDG_STATE_HOME where a daemon logs, below ckfs/, on a host without a system log; by default ~/.local/state
 
 Exit codes:
@@ -76,6 +83,8 @@ enum Command {
     Explain(Box<explain::Explain>),
     Cat(Box<cat::Cat>),
     Export(Box<export::Export>),
+    Fetch(Box<fetch::Fetch>),
+    Cache(cache::Cache),
     Verify(Box<verify::Verify>),
     Sums(Box<sums::Sums>),
     Doctor(doctor::Doctor),
@@ -166,6 +175,8 @@ fn run(cli: Cli, sink: &Log, args: &[OsString]) -> anyhow::Result<()> {
         Command::Explain(command) => command.run(),
         Command::Cat(command) => command.run(),
         Command::Export(command) => command.run(&log),
+        Command::Fetch(command) => command.run(&log),
+        Command::Cache(command) => command.run(),
         Command::Verify(command) => command.run(&log),
         Command::Sums(command) => command.run(&log),
         Command::Doctor(command) => command.run(),

@@ -22,7 +22,7 @@ use super::{
     flags::{LogFlags, ServingFlags, SourceFlags},
     open,
     output::{AlreadyReported, Usage, chain},
-    patience,
+    patience, prefetch,
 };
 use crate::{
     checkpoint::Checkpoint,
@@ -74,7 +74,7 @@ journal), else to $XDG_STATE_HOME/ckfs/ (~/.local/state/ckfs/): one file per mou
 and the one before it. Without HOME there is no such place, and the log goes nowhere. After mounting, one \
 line on standard error says which it is; -q omits it.")]
 pub(super) struct Mount {
-    /// A directory, a .safetensors file, or org/name[@revision] in the local cache.
+    /// A directory, a file, org/name[@revision] in the local cache or on the Hub, s3://, gs://, az:// or https://.
     source: Option<String>,
     /// An existing directory.
     #[arg(value_name = "MNT")]
@@ -327,6 +327,8 @@ fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readi
     drop(patience);
     let options = mount_options(&config.mount, &name);
     let _watching = watch(Arc::clone(&volume))?;
+    let prefetch = config.mount.prefetch.unwrap_or_default();
+    let _prefetching = prefetch::start(volume.engine().checkpoint(), volume.plans(), prefetch);
     let mut ready = Ok(());
     let exit = serve(volume, mountpoint, &options, log, || {
         ready = readiness.ready(&format!("serving {name} on {}", mountpoint.display()));

@@ -1,6 +1,11 @@
 //! Interpretation of the settings: configuration, checkpoint, plans, volume.
 
-use std::{error::Error, path::Path, sync::Arc, thread};
+use std::{
+    error::Error,
+    path::{Path, PathBuf},
+    sync::Arc,
+    thread,
+};
 
 use anyhow::{Context, anyhow, bail};
 
@@ -11,7 +16,7 @@ use super::{
 };
 use crate::{
     checkpoint::{Checkpoint, OpenOptions, printable},
-    config::{Config, MountSettings, OwnerId, Settings, ThreadCount},
+    config::{Config, LayoutChoice, MountSettings, OwnerId, Settings, ThreadCount},
     host::{budget::Budget, limits, memory},
     plan::{Plan, ViewOptions, report::human_bytes},
     read::EngineOptions,
@@ -95,6 +100,25 @@ pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>>
     checkpoint_noting(config, fetches)
 }
 
+/// The variable that names the disk cache, where no flag does.
+const CACHE_VARIABLE: &str = "CKFS_CACHE_DIR";
+
+/// The disk cache that the environment names.
+pub(super) fn cache_of_environment() -> Option<PathBuf> {
+    std::env::var_os(CACHE_VARIABLE).filter(|dir| !dir.is_empty()).map(PathBuf::from)
+}
+
+/// How remote sources are read.
+pub(super) fn remote_options(settings: &MountSettings) -> RemoteOptions {
+    RemoteOptions {
+        cache_dir: settings.cache_dir.clone().or_else(cache_of_environment),
+        cache_disk_bytes: settings.cache_disk_bytes.map(|bytes| bytes.0),
+        timeout: settings.source_timeout.map_or(RemoteOptions::TIMEOUT, |limit| limit.0),
+        offline: settings.offline.unwrap_or(false),
+        allow_http: settings.allow_http.unwrap_or(false),
+    }
+}
+
 fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Result<Arc<Checkpoint>> {
     start_pool()?;
     let mut source = config.source.clone().ok_or_else(|| anyhow!("no source"))?;
@@ -115,7 +139,7 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         Ok(source.clone())
     };
     let (config_from, fill_from) = (settled(&mut config.config_from)?, settled(&mut config.fill_from)?);
-    let remote = remote_options(&config.mount);
+    let (remote, asks_hub) = (remote_options(&config.mount), true);
     let training_state = config.mount.training_state.unwrap_or(false);
     let options = OpenOptions {
         io,
@@ -125,6 +149,7 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         follow_symlinks,
         training_state,
         fetches,
+        asks_hub,
         remote,
         ..OpenOptions::default()
     };
@@ -137,6 +162,12 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         }
         None => source,
     });
+    // The choice is written down, so that every command and the mount's own configuration say the same.
+    if !checkpoint.is_repository() {
+        for view in &mut config.views {
+            view.settings.layout.get_or_insert(LayoutChoice::Named("stored"));
+        }
+    }
     for file in checkpoint.suspicious_files() {
         tracing::warn!("{}: left out: safetensors that the index does not name", printable(&file.path));
     }
@@ -144,17 +175,6 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         tracing::warn!("{}", printable(warning));
     }
     Ok(Arc::new(checkpoint))
-}
-
-/// The settings of remote sources.
-pub(super) fn remote_options(settings: &MountSettings) -> RemoteOptions {
-    RemoteOptions {
-        cache_dir: settings.cache_dir.clone(),
-        cache_disk_bytes: settings.cache_disk_bytes.map(|bytes| bytes.0),
-        timeout: settings.source_timeout.map_or(RemoteOptions::TIMEOUT, |limit| limit.0),
-        offline: settings.offline.unwrap_or(false),
-        allow_http: settings.allow_http.unwrap_or(false),
-    }
 }
 
 /// The hint at the flags for names other than the expected ones.

@@ -1,12 +1,17 @@
 //! `ckfs plan`: what would be mounted.
 
+use std::fmt::Write as _;
+
 use clap::Args;
 
 use serde_json::{Map, Value, json};
 
-use super::{flags::SourceFlags, open, output, tree};
+use super::{fetch, flags::SourceFlags, open, output, tree};
 use crate::{
-    plan::report::{Report, ViewReport},
+    plan::{
+        RemoteBytes,
+        report::{Report, ViewReport, human_bytes},
+    },
     source::Served,
     volume::{Mounter, Readers, Unavailable, ViewPlan, readers, unavailable},
 };
@@ -35,7 +40,7 @@ Examples:
   ckfs plan --config /etc/ckfs/llama.toml
   ckfs plan /data/llama --mesh fsdp=8 --json | jq '.views[0].devices'")]
 pub(super) struct Plan {
-    /// A directory, a .safetensors file, or org/name[@revision] in the local cache.
+    /// A directory, a file, org/name[@revision] in the local cache or on the Hub, s3://, gs://, az:// or https://.
     source: Option<String>,
     /// Prints JSON, with every tensor.
     #[arg(long)]
@@ -51,6 +56,7 @@ impl Plan {
         let plans = open::plans(&checkpoint, &config)?;
         // The layout of all files, made as for a mount, finds the plans that cannot be mounted.
         let volume = open::lay_out(&checkpoint, &plans, &config)?;
+        let needs = fetch::needs(&checkpoint, &plans)?;
         if self.json {
             let row = |shown: &Unavailable| json!({"format": shown.format, "reason": shown.reason});
             let more = |view: &ViewPlan| {
@@ -66,10 +72,11 @@ impl Plan {
                 })
             };
             let readers = readers(&checkpoint, &Mounter::of_this_process(), &open::overrides(&config.mount));
-            let more = Map::from_iter([
+            let mut more = Map::from_iter([
                 ("materialized".to_owned(), volume.policy().to_json()),
                 ("readers".to_owned(), readers.iter().map(row).collect()),
             ]);
+            more.extend(needs.map(|needs| ("remote".to_owned(), needs.to_json())));
             output::print_json(&Report::new(&checkpoint, views.collect(), more))
         } else {
             // The mount shows the same text.
@@ -81,7 +88,36 @@ impl Plan {
                 Ok(())
             };
             tree::stream(&file, PLAN, (0, node.attr.size_bytes), CHUNK_BYTES, &mut add)?;
-            output::print(&String::from_utf8_lossy(&text))
+            let mut text = String::from_utf8_lossy(&text).into_owned();
+            if let Some(needs) = needs {
+                text.push_str(&remote_text(&needs));
+            }
+            output::print(&text)
         }
     }
+}
+
+/// Most devices that are listed one by one.
+const DEVICES_SHOWN_MAX: usize = 16;
+
+/// The bytes to fetch, in lines.
+fn remote_text(needs: &RemoteBytes) -> String {
+    let mut text = "\nto fetch\n".to_owned();
+    for (view, device, bytes) in needs.devices.iter().take(DEVICES_SHOWN_MAX) {
+        let of_view = if view.is_empty() { String::new() } else { format!("view {view}: ") };
+        let _ = writeln!(text, "  {of_view}device {device} needs {}", human_bytes(*bytes));
+    }
+    if needs.devices.len() > DEVICES_SHOWN_MAX {
+        let _ = writeln!(text, "  and {} more devices", needs.devices.len() - DEVICES_SHOWN_MAX);
+    }
+    let cached = needs.spanned_bytes.saturating_sub(needs.absent_bytes);
+    let _ = writeln!(
+        text,
+        "  this host needs {}, {:.2} times of which is fetched; {} are cached, {} are to fetch",
+        human_bytes(needs.needed_bytes),
+        needs.over_read(),
+        human_bytes(cached),
+        human_bytes(needs.absent_bytes),
+    );
+    text
 }

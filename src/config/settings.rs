@@ -101,8 +101,6 @@ pub struct MountSettings {
     pub source_timeout: Option<TimeLimit>,
     /// Whether symbolic links may lead out of the repository.
     pub follow_symlinks: Option<bool>,
-    /// Whether the whole training state of a checkpoint is shown.
-    pub training_state: Option<bool>,
     /// Whether remote sources use only what this machine has.
     pub offline: Option<bool>,
     /// Directory of the disk cache of remote sources.
@@ -113,6 +111,8 @@ pub struct MountSettings {
     pub prefetch: Option<Prefetch>,
     /// Whether remote sources may be unencrypted.
     pub allow_http: Option<bool>,
+    /// Whether the whole training state of a checkpoint is shown.
+    pub training_state: Option<bool>,
     /// Bytes of transformed data kept in memory.
     pub cache_bytes: Option<ByteCount>,
     /// Threads that serve requests.

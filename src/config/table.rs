@@ -60,8 +60,8 @@ pub static SETTINGS: &[Setting] = &[
          trainer's own names and shapes, the default for checkpoints of Orbax and torch.distributed.checkpoint; maxtext and \
          maxtext-unscanned give exactly what MaxText's converter makes; megatron and megatron-unscanned give the tensors of \
          Megatron-Core's distributed checkpoints; vllm gives the fused tensors of vLLM's ranks, and sharded_state/ to load \
-         them from. A file describes a layout \
-         of your own.",
+         them from. A file describes a layout of your own. Without this setting a repository of Hugging Face has canonical, \
+         and every other checkpoint stored.",
     ),
     Setting::new(
         View,
@@ -294,9 +294,9 @@ pub static SETTINGS: &[Setting] = &[
         "training-state",
         Nothing("true"),
         at!(mount.training_state),
-        "Shows the whole training state of an Orbax checkpoint: optimizer state and counters too.",
+        "Shows the whole training state of a checkpoint of Orbax or torch: optimizer state and counters too.",
     )
-    .more("By default the model alone is read, the tensors under `params`; `plan` lists what is left out."),
+    .more("By default the model alone is read (of Orbax the tensors under `params`, of torch those that are not under `optimizer`); `plan` lists what is left out."),
     Setting::new(
         Reading,
         "follow-symlinks",

@@ -35,7 +35,7 @@ use super::{
     values::{self, Raw, Values, Wish},
 };
 use crate::{
-    checkpoint::{Adapter, Checkpoint},
+    checkpoint::{Adapter, Checkpoint, Container},
     config::{Dequantize, Pattern},
     tensor::TensorId,
 };
@@ -252,7 +252,11 @@ impl<'a> Builder<'a> {
         'a: 'b,
     {
         let options = self.options;
-        let selected = select::select(original, &options.subset, family(original)?.as_ref())?;
+        let mut selected = select::select(original, &options.subset, family(original)?.as_ref())?;
+        if selected.no_hf.is_none() && original.config().is_none() && !original.is_repository() {
+            let reason = format!("the source is a checkpoint of {} without config.json", original.container());
+            selected.no_hf = Some(reason);
+        }
         let adapter = adapter(original, options)?;
         let mut wanted = Wanted { original, selected, adapter, adapted: None };
         wanted.adapted = adapter.map(|adapter| with_adapter(wanted.part(), adapter)).transpose()?;
@@ -287,7 +291,10 @@ impl<'a> Builder<'a> {
             (None, None) => self.draft_by_tables(wanted, chosen, values),
         };
         drafted.left_out.splice(0..0, left_out);
-        drafted.left_out.extend(fold(self.original.left_out().iter().map(|left| left.name.as_str()), &[]));
+        // What a torch checkpoint leaves out is no tensor, for the most part; the source's lines list it.
+        if self.original.container() == Container::Orbax {
+            drafted.left_out.extend(fold(self.original.left_out().iter().map(|left| left.name.as_str()), &[]));
+        }
         drafted
     }
 
@@ -455,7 +462,10 @@ impl<'a> Builder<'a> {
             return Ok(Repository::default());
         }
         if let Some(reason) = &wanted.selected.no_hf {
-            self.warnings.push(format!("hf/ is left out: {reason}"));
+            // Nobody expects a repository of what is none.
+            if self.original.is_repository() {
+                self.warnings.push(format!("hf/ is left out: {reason}"));
+            }
             return Ok(Repository::default());
         }
         let (original, options) = (self.original, self.options);

@@ -14,7 +14,7 @@ use super::{
     values::Values,
 };
 use crate::{
-    checkpoint::{Checkpoint, FileRole, json},
+    checkpoint::{Checkpoint, Container, FileRole, json},
     source::FileId,
     tensor::{DType, TensorId, View},
 };
@@ -60,6 +60,9 @@ pub(super) fn plan(
     let mut shown: Vec<(TensorId, String, View)> = Vec::with_capacity(checkpoint.tensors().len());
     let head = tie.then(|| names::tied_head(checkpoint)).flatten();
     let mut changed = head.is_some() || checkpoint.tensors().len() != original.tensors().len();
+    // What loads safetensors cannot load other files under such names, and the reverse.
+    let converted = original.container() != Container::Safetensors;
+    changed |= converted;
     if !changed && !values.converts() && renames.is_empty() && std::ptr::eq(checkpoint, original) {
         return Ok(originals(original).map(|(_, path, id)| original_file(path, id)).collect());
     }
@@ -107,7 +110,9 @@ pub(super) fn plan(
     }
     let weight_map: Vec<(String, String)> = originals(original)
         .filter(|(role, ..)| **role == FileRole::Weights)
-        .flat_map(|(_, path, id)| by_file[id.index()].iter().map(|(_, name, _)| (name.clone(), path.to_owned())))
+        .flat_map(|(_, path, id)| {
+            by_file[id.index()].iter().map(move |(_, name, _)| (name.clone(), shown_path(path, converted)))
+        })
         .collect();
     let mut files = Vec::new();
     let undone = is_undone(checkpoint);
@@ -121,7 +126,7 @@ pub(super) fn plan(
             if tensors.is_empty() && before[id.index()] > 0 {
                 continue;
             }
-            if tensors.len() == before[id.index()] && tensors.iter().all(as_before) {
+            if !converted && tensors.len() == before[id.index()] && tensors.iter().all(as_before) {
                 HfContent::Original(id)
             } else {
                 let tensors = tensors.into_iter().map(|(_, name, view)| (name, view)).collect();
@@ -141,7 +146,9 @@ pub(super) fn plan(
                 }
                 None => HfContent::Original(id),
             }
-        } else if path.ends_with(".safetensors.index.json") && !path.contains('/') {
+        } else if (path.ends_with(".safetensors.index.json") || (converted && path.ends_with(".bin.index.json")))
+            && !path.contains('/')
+        {
             match index(original, path, id, &weight_map, total) {
                 Ok(Some(text)) => HfContent::Text(text),
                 Ok(None) => HfContent::Original(id),
@@ -153,9 +160,24 @@ pub(super) fn plan(
         } else {
             HfContent::Original(id)
         };
-        files.push(HfFile { path: path.to_owned(), content });
+        let is_weights = *role == FileRole::Weights || path.ends_with(".bin.index.json");
+        files.push(HfFile { path: shown_path(path, converted && is_weights), content });
     }
     if problems.is_empty() { Ok(files) } else { Err(problems) }
+}
+
+/// The path in `hf/` of weights or of their index. Those that `converted` makes safetensors have the names that transformers looks
+/// for.
+fn shown_path(path: &str, converted: bool) -> String {
+    if !converted {
+        return path.to_owned();
+    }
+    let path = path.strip_prefix("pytorch_model").map_or_else(|| path.to_owned(), |rest| format!("model{rest}"));
+    if let Some(stem) = path.strip_suffix(".bin.index.json") {
+        return format!("{stem}.safetensors.index.json");
+    }
+    let stem = [".bin", ".pt", ".pth", ".ckpt"].iter().find_map(|suffix| path.strip_suffix(suffix));
+    stem.map_or_else(|| path.clone(), |stem| format!("{stem}.safetensors"))
 }
 
 /// Bytes of these tensors together.

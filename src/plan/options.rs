@@ -25,7 +25,7 @@ pub enum Layout {
     /// Generic: layers stacked, short names, `[out, in]` kept.
     #[default]
     Canonical,
-    /// The repository's own names.
+    /// The repository's own names, as names of files.
     Hf,
     /// The checkpoint's own names and shapes, split as the trainer splits them.
     Stored,

@@ -344,10 +344,14 @@ impl Plan {
         match self.layout {
             Layout::Canonical => !self.unscanned,
             Layout::Hf => false,
-            Layout::Stored | Layout::Embedded(_) | Layout::File(_) => match self.params.iter().find(|(name, _)| name == "scan") {
-                Some((_, value)) => value == "true",
-                None => self.tensors.iter().any(|tensor| tensor.logical.iter().any(|axis| axis.ends_with("layers"))),
-            },
+            Layout::Stored | Layout::Embedded(_) | Layout::File(_) => {
+                match self.params.iter().find(|(name, _)| name == "scan") {
+                    Some((_, value)) => value == "true",
+                    None => {
+                        self.tensors.iter().any(|tensor| tensor.logical.iter().any(|axis| axis.ends_with("layers")))
+                    }
+                }
+            }
         }
     }
 

@@ -13,7 +13,7 @@ use super::{
     naming::group_name, select,
 };
 use crate::{
-    checkpoint::{Checkpoint, Experts, FileRole, Quantization, Summary, printable},
+    checkpoint::{Checkpoint, Container, Experts, FileRole, LeftOut, Quantization, Summary, printable},
     tensor::{DType, PAGE_BYTES, Reads, Shape},
 };
 
@@ -214,6 +214,7 @@ pub fn source_text(checkpoint: &Checkpoint) -> String {
     for detail in checkpoint.dialect().describe().lines() {
         line("", detail);
     }
+    container_text(checkpoint, &mut line);
     let ignored: Vec<_> = checkpoint
         .files()
         .iter()
@@ -266,6 +267,29 @@ fn chunks_text(plan: &Plan) -> String {
         "of orbax/ and dcp/: a trainer with mesh {} or coarser (sizes that divide these) reads only its own chunks, others more",
         axes.join(",")
     )
+}
+
+/// What the container of the tensors is, where it is not safetensors: what it holds besides, and the prefix of the names.
+fn container_text(checkpoint: &Checkpoint, line: &mut dyn FnMut(&str, &str)) {
+    let boxes: usize = checkpoint.tensors().filter_map(|(_, info)| Some(info.mosaic()?.boxes())).sum();
+    if checkpoint.container() != Container::Safetensors {
+        let stored = if boxes == 0 { String::new() } else { format!(", some of the tensors in {boxes} boxes") };
+        line("container", &format!("{}{stored}", checkpoint.container()));
+    }
+    let left_out = checkpoint.left_out();
+    // Those of Orbax are tensors; the lines of each view list them.
+    if !left_out.is_empty() && checkpoint.container() != Container::Orbax {
+        line("no tensors", &format!("{} members of the checkpoint are not shown:", left_out.len()));
+        for LeftOut { name, kind } in left_out.iter().take(NAMES_SHOWN) {
+            line("", &format!("{name}: {kind}"));
+        }
+        if left_out.len() > NAMES_SHOWN {
+            line("", &format!("and {} more", left_out.len() - NAMES_SHOWN));
+        }
+    }
+    if let Some(rule) = checkpoint.proposed_rename() {
+        line("prefix", &format!("--source-rename '{rule}' would give the names of a repository of Hugging Face"));
+    }
 }
 
 /// The names that the layout and flags leave out, by tower or layers, or else one by one.
@@ -670,6 +694,9 @@ fn source_json(checkpoint: &Checkpoint) -> Value {
         "source": checkpoint.label(),
         "root": checkpoint.root().display().to_string(),
         "revision": checkpoint.revision(),
+        "container": checkpoint.container().to_string(),
+        "no_tensors": checkpoint.left_out().iter().map(|left| json!({"name": left.name, "kind": left.kind})).collect::<Vec<_>>(),
+        "proposed_rename": checkpoint.proposed_rename(),
         "dialect": {
             "model_type": dialect.model_type,
             "architectures": dialect.architectures,

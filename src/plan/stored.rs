@@ -8,7 +8,7 @@ use super::{
     problem::Problem,
     values::Values,
 };
-use crate::checkpoint::{Checkpoint, Container};
+use crate::checkpoint::Checkpoint;
 
 /// The logical axes of MaxText's weights, by the end of the name. Those of a stack have the axis `layers` after the first.
 const MAXTEXT: [(&str, &[&str]); 22] = [
@@ -39,11 +39,7 @@ const MAXTEXT: [(&str, &[&str]); 22] = [
 /// Whether a checkpoint of this kind is shown as it is stored unless another layout is asked for: one of a trainer, whose
 /// tensors no table of families names.
 pub(super) fn is_default(checkpoint: &Checkpoint) -> bool {
-    match checkpoint.container() {
-        Container::Orbax => true,
-        Container::Dcp | Container::Torch => checkpoint.config().is_none(),
-        Container::Safetensors => false,
-    }
+    !checkpoint.is_repository()
 }
 
 /// Whether the names are those of a MaxText model.
@@ -57,7 +53,9 @@ pub(super) fn is_maxtext(checkpoint: &Checkpoint) -> bool {
 fn ends_with(name: &str, end: &str) -> bool {
     // `pre_self_attention_layer_norm.scale` and `wi_0.kernel` alike: the last but one word may begin with anything for norms.
     let before = name.strip_suffix(end);
-    before.is_some_and(|before| before.is_empty() || before.ends_with('.') || (end == "norm.scale" && before.ends_with('_')))
+    before.is_some_and(|before| {
+        before.is_empty() || before.ends_with('.') || (end == "norm.scale" && before.ends_with('_'))
+    })
 }
 
 /// The logical axes of a tensor of MaxText; `None` if the name is not known or has another rank.

@@ -16,6 +16,8 @@ use crate::{
 /// Least and most bytes ahead of a sequential reader for which source pages are requested: enough for a fast disk to be busy all
 /// the time.
 const PAGES_AHEAD_BYTES: (u64, u64) = (8 << 20, 64 << 20);
+/// The least part of what a remote source wants to know ahead.
+const REMOTE_AHEAD_PART: u64 = 4;
 /// Least bytes of tiles that are computed ahead of a sequential reader.
 const TILES_AHEAD_BYTES: u64 = 8 << 20;
 /// Needed source bytes with a gap of at least this many bytes between them are requested separately. The kernel reads over smaller
@@ -73,7 +75,10 @@ impl Engine {
 
     /// Requests the source pages that a sequential reader will need next.
     fn pages_ahead(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
-        let (least, most) = PAGES_AHEAD_BYTES;
+        let (least, most) = match self.source().ahead_bytes() {
+            Some(most) => (most / REMOTE_AHEAD_PART, most),
+            None => PAGES_AHEAD_BYTES,
+        };
         let noted = file.page_streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, least..=most);
         if let Some((from, to)) = noted {
             self.request_pages_beside(file, from, to.min(file.len_bytes()));
@@ -116,9 +121,16 @@ impl Engine {
         }
     }
 
-    fn will_need(&self, file: FileId, span: ByteSpan) {
-        if let Some(maps) = self.source().maps() {
-            maps.will_need(file, span);
+    /// Requests spans of one piece.
+    fn will_need(&self, file: FileId, spans: &[ByteSpan]) {
+        if self.source().ahead_bytes().is_some() {
+            self.source().bring_ahead(file, spans);
+        }
+        let Some(maps) = self.source().maps() else { return };
+        for span in spans {
+            if !maps.is_partial(file, *span) {
+                maps.will_need(file, *span);
+            }
         }
     }
 
@@ -126,33 +138,39 @@ impl Engine {
     fn advise(&self, tiling: &Tiling, low: u64, high: u64, most: u64) {
         let unit = tiling.unit_bytes();
         let mut left = most;
+        // A remote source decides by itself over which gaps it reads.
+        let gap = self.source().ahead_bytes().map_or(GAP_BYTES, |_| self.source().gap_bytes());
         tiling.cut(low / unit, high.div_ceil(unit), &mut |piece| {
             let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return };
             let decode = &tiling.decoders()[decoder as usize];
             if let Some(value) = decode.value() {
                 for need in needs(value, offset, &piece.loops) {
                     let info = self.checkpoint.tensor(need.operand.tensor.id);
+                    let mut spans: Vec<ByteSpan> = Vec::new();
                     for runs in &need.runs {
-                        runs.for_each_span(GAP_BYTES, &mut |start, len| {
+                        runs.for_each_span(gap, &mut |start, len| {
                             let bounding = ByteSpan::of_len(start, left.min(len));
                             if let Some(span) = bounding.and_then(|bounding| info.span().slice(bounding)) {
                                 left -= span.len();
-                                self.will_need(info.file(), span);
+                                spans.push(span);
                             }
                         });
                     }
+                    self.will_need(info.file(), &spans);
                 }
                 return;
             }
             let info = self.checkpoint.tensor(tensor);
             let unit = decode.source_bytes(unit).expect("what decodes no value reads elements");
-            piece.source_bounding_spans(GAP_BYTES / unit, &mut |start, units| {
+            let mut spans: Vec<ByteSpan> = Vec::new();
+            piece.source_bounding_spans((gap / unit).max(1), &mut |start, units| {
                 let bounding = ByteSpan::of_len((offset + start) * unit, left.min(units * unit));
                 if let Some(span) = bounding.and_then(|bounding| info.span().slice(bounding)) {
                     left -= span.len();
-                    self.will_need(info.file(), span);
+                    spans.push(span);
                 }
             });
+            self.will_need(info.file(), &spans);
         });
     }
 }

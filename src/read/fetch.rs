@@ -6,7 +6,7 @@ use smallvec::SmallVec;
 use super::{
     ReadError,
     buffer::{Buffer, BufferPool},
-    runs::Requirement,
+    runs::{Job, Requirement},
     schedule::{Batch, Fetch},
 };
 use crate::{
@@ -62,6 +62,36 @@ pub(super) fn are_mapped(checkpoint: &Checkpoint, wanted: &[Requirement]) -> boo
     wanted.iter().all(|wanted| checkpoint.source().maps_of(checkpoint.tensor(wanted.tensor).file()).is_some())
 }
 
+/// The parts of a requirement's span that the job reads, in order and apart, as spans of the file.
+fn parts(checkpoint: &Checkpoint, job: &Job<'_>, wanted: &Requirement, span: ByteSpan) -> Vec<ByteSpan> {
+    let (gap, whole) = (checkpoint.source().gap_bytes(), checkpoint.tensor(wanted.tensor).span());
+    let mut parts: Vec<ByteSpan> = Vec::new();
+    let mut add = |start: u64, len: u64| {
+        parts.extend(ByteSpan::of_len(start, len).and_then(|part| whole.slice(part)));
+    };
+    match job.source_bytes().filter(|_| wanted.runs.is_empty()) {
+        Some(unit) => {
+            let (_, offset) = job.origin();
+            job.piece.source_bounding_spans(gap.div_ceil(unit), &mut |start, units| {
+                add((offset + start) * unit, units * unit);
+            });
+        }
+        None => wanted.runs.iter().for_each(|runs| runs.for_each_span(gap, &mut add)),
+    }
+    if parts.is_empty() {
+        return vec![span];
+    }
+    parts.sort_unstable();
+    parts.dedup_by(|next, last| {
+        let joined = next.start() <= last.end();
+        if joined && let Some(both) = ByteSpan::new(last.start(), last.end().max(next.end())) {
+            *last = both;
+        }
+        joined
+    });
+    parts
+}
+
 /// Runs `work` over windows of the maps.
 ///
 /// # Errors
@@ -69,6 +99,7 @@ pub(super) fn are_mapped(checkpoint: &Checkpoint, wanted: &[Requirement]) -> boo
 pub(super) fn through_maps(
     checkpoint: &Checkpoint,
     maps: &dyn Maps,
+    job: &Job<'_>,
     wanted: &[Requirement],
     windows: &[Window<'_>],
     work: &mut dyn FnMut(&[Window<'_>]),
@@ -86,14 +117,23 @@ pub(super) fn through_maps(
         maps.will_return();
     }
     let mut result = Ok(());
-    let mapped = maps.with(info.file(), span, &mut |bytes| {
+    let mut look = |bytes: &[u8]| {
         let mut all: SmallVec<[Window<'_>; 4]> = SmallVec::from_slice(windows);
         all.push(Window { bytes, start: first.start });
-        result = through_maps(checkpoint, maps, others, &all, work);
-    });
+        result = through_maps(checkpoint, maps, job, others, &all, work);
+    };
+    let mapped = if maps.is_partial(info.file(), span) {
+        let parts = parts(checkpoint, job, first, span);
+        maps.with_parts(info.file(), span, &parts, &mut look)
+    } else {
+        maps.with(info.file(), span, &mut look)
+    };
     match mapped {
         None => Err(ReadError::Internal { what: "a mapped file is not mapped" }),
         Some(Err(error)) => Err(ReadError::source(&info, span, error)),
-        Some(Ok(())) => result,
+        Some(Ok(())) => {
+            maps.used(info.file(), span, first.used_bytes);
+            result
+        }
     }
 }

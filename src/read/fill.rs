@@ -87,7 +87,7 @@ impl Engine {
                     }
                     match self.source().maps().filter(|_| fetch::are_mapped(&self.checkpoint, &wanted)) {
                         Some(maps) => {
-                            result = fetch::through_maps(&self.checkpoint, maps, &wanted, &[], &mut |windows| {
+                            result = fetch::through_maps(&self.checkpoint, maps, &job, &wanted, &[], &mut |windows| {
                                 scatter(&job, windows, target, mode.stores);
                             });
                         }

@@ -200,6 +200,11 @@ pub trait Maps {
     /// [`SourceError::OutOfBounds`], or the error that poisoned the file. The output of `work` is then invalid.
     fn with(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>>;
 
+    /// Tells that `bytes` of a span that was passed to `work` were of use; the others lay in between.
+    fn used(&self, file: FileId, span: ByteSpan, bytes: u64) {
+        let _ = (file, span, bytes);
+    }
+
     /// Whether bytes of a span may have to be brought from a remote service first. If so, [`Maps::with_parts`] brings fewer.
     fn is_partial(&self, file: FileId, span: ByteSpan) -> bool {
         let _ = (file, span);

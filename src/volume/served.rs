@@ -200,6 +200,11 @@ impl Volume {
         &self.policy
     }
 
+    /// The plans of its views.
+    pub fn plans(&self) -> &[Arc<Plan>] {
+        &self.views
+    }
+
     /// The read engine.
     pub fn engine(&self) -> &Arc<Engine> {
         &self.engine

@@ -15,7 +15,10 @@ use super::{
 use crate::{
     host::{budget::Budget, memory},
     read::{Counters, Engine, Path},
-    source::{FileId, Source},
+    source::{
+        FileId, Source,
+        remote::{LATENCY_BOUNDS_MS, RemoteCounters},
+    },
 };
 
 /// Length of `stats.json`, names of changed sources aside.
@@ -116,7 +119,7 @@ impl Reported<'_> {
         };
         let held = |key, help, value: usize| row(key, None, true, MetricKind::Gauge, help, value as u64);
         let now = |key, family, help, value| row(key, Some(family), false, MetricKind::Gauge, help, value);
-        vec![
+        let mut rows = vec![
             count("lent_reads", "Reads answered from mapped source bytes without a copy", &counters.lent),
             count("tile_hits", "Tiles found in the cache", &counters.tile_hits),
             count("tile_misses", "Tiles computed on demand", &counters.tile_misses),
@@ -167,7 +170,17 @@ impl Reported<'_> {
             count("panics", "Requests whose handler panicked", &metrics.panics),
             count("passthrough_opens", "Opens that the kernel serves by itself", &metrics.passthrough_opens),
             now("in_flight", "in_flight_requests", "Requests being handled now", get(&metrics.in_flight)),
-        ]
+        ];
+        let remote = self.source().remote().map(RemoteCounters::rows).into_iter().flatten();
+        rows.extend(remote.map(|count| MetricRow {
+            key: count.key,
+            family: Some(count.family),
+            is_bytes: count.is_bytes(),
+            kind: MetricKind::Counter,
+            help: count.help,
+            value: count.value,
+        }));
+        rows
     }
 
     fn memory(&self) -> Value {
@@ -240,6 +253,10 @@ impl Reported<'_> {
         });
         if let Value::Object(members) = members {
             all.extend(members);
+        }
+        if let Some(remote) = self.source().remote() {
+            all.insert("remote_latency_bounds_ms".to_owned(), json!(LATENCY_BOUNDS_MS));
+            all.insert("remote_latency".to_owned(), json!(remote.latency.iter().map(get).collect::<Vec<u64>>()));
         }
         all.extend(self.rows().into_iter().map(|row| (row.key.to_owned(), Value::from(row.value))));
         serde_json::to_string_pretty(&all).unwrap_or_default()

@@ -8,6 +8,7 @@
 #![allow(clippy::unwrap_used, clippy::missing_panics_doc, missing_docs, reason = "tests panic")]
 
 pub mod faulty;
+pub mod objects;
 pub mod repo;
 pub mod sources;
 pub mod views;

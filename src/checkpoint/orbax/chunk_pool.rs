@@ -5,13 +5,17 @@
 //! itself is decoded all the same, and then alone.
 //!
 //! Fresh memory costs a page fault for every 4 KiB, a fifth of the time that decoding takes, so that buffers are kept for the next
-//! chunk.
+//! chunk. A chunk whose bytes were all read once is likely not needed again: its buffer is used before fresh memory is, so that one
+//! reader of a large tensor takes the memory of a few chunks only.
 
 use std::{
-    collections::HashSet,
+    collections::{HashSet, VecDeque},
     fmt,
     ops::Deref,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -24,6 +28,9 @@ const BYTES_MAX: u64 = 256 << 20;
 
 /// Time after which a thread that waits for another checks whether it should go on waiting.
 const PATIENCE: Duration = Duration::from_millis(200);
+
+/// Waits for room after which a thread goes on without it, if nobody decodes: it may wait for a chunk that it holds itself.
+const WAITS_MAX: u32 = 5;
 
 /// A chunk: number of the decoded file, and number in it.
 pub(super) type ChunkKey = (u32, u64);
@@ -39,6 +46,8 @@ struct State {
     bytes_max: u64,
     ready: LruCache<ChunkKey, Arc<Decoded>>,
     decoding: HashSet<ChunkKey>,
+    /// Chunks whose bytes were all read, the first ones first.
+    consumed: VecDeque<ChunkKey>,
     /// Bytes of all buffers, in use and spare.
     bytes: u64,
     spare: Vec<Vec<u8>>,
@@ -77,6 +86,8 @@ pub(super) struct Decoded {
     pool: Arc<ChunkPool>,
     bytes: Vec<u8>,
     len: usize,
+    /// Bytes that were read so far, each time counted.
+    read: AtomicU64,
 }
 
 impl Deref for Decoded {
@@ -109,6 +120,7 @@ impl ChunkPool {
             bytes_max: BYTES_MAX,
             ready: LruCache::unbounded(),
             decoding: HashSet::new(),
+            consumed: VecDeque::new(),
             bytes: 0,
             spare: Vec::new(),
             spare_bytes: 0,
@@ -121,7 +133,7 @@ impl ChunkPool {
     pub(super) fn bound(&self, bytes_max: u64) {
         self.lock().bytes_max = bytes_max;
         loop {
-            let room = self.lock().make_room([]);
+            let room = self.lock().make_room([], false);
             if !matches!(room, Room::Dropped(_)) {
                 return;
             }
@@ -160,13 +172,15 @@ impl ChunkPool {
         goes_on: &dyn Fn() -> Result<(), E>,
         decode: impl FnOnce(&mut [u8], &mut [u8]) -> Result<(), E>,
     ) -> Result<Arc<Decoded>, E> {
+        let mut waits = 0;
         let mut state = self.lock();
         let [target, stored] = loop {
             if let Some(found) = state.ready.get(&key) {
                 return Ok(Arc::clone(found));
             }
             if !state.decoding.contains(&key) {
-                match state.make_room([len, stored_len]) {
+                let is_last_resort = waits >= WAITS_MAX && state.decoding.is_empty();
+                match state.make_room([len, stored_len], is_last_resort) {
                     Room::Enough(buffers) => break buffers,
                     Room::Dropped(chunk) => {
                         // Its buffer comes back under this lock.
@@ -181,6 +195,7 @@ impl ChunkPool {
             state = self.changed.wait_timeout(state, PATIENCE).unwrap_or_else(PoisonError::into_inner).0;
             drop(state);
             goes_on()?;
+            waits += 1;
             state = self.lock();
         };
         state.decoding.insert(key);
@@ -192,15 +207,24 @@ impl ChunkPool {
         target.grow();
         decode(stored.get(), target.get())?;
         drop(stored);
-        let decoded = Decoded { pool: Arc::clone(self), bytes: std::mem::take(&mut target.bytes), len: to_usize(len) };
-        target.len = 0;
-        let decoded = Arc::new(decoded);
+        let (pool, bytes) = (Arc::clone(self), std::mem::take(&mut target.bytes));
+        let decoded = Arc::new(Decoded { pool, bytes, len: to_usize(len), read: AtomicU64::new(0) });
         let mut state = self.lock();
         state.decoded += 1;
         let before = state.ready.push(key, Arc::clone(&decoded));
         drop(state);
         drop((before, decoding));
         Ok(decoded)
+    }
+
+    /// Notes that `bytes` bytes of a chunk were read.
+    pub(super) fn note_read(&self, key: ChunkKey, bytes: u64) {
+        let mut state = self.lock();
+        let Some(chunk) = state.ready.peek(&key) else { return };
+        let (before, len) = (chunk.read.fetch_add(bytes, Ordering::Relaxed), chunk.len as u64);
+        if before < len && before.saturating_add(bytes) >= len {
+            state.consumed.push_back(key);
+        }
     }
 
     /// Takes a buffer back. It is kept for the next chunk.
@@ -249,8 +273,18 @@ fn fits(buffer: &[u8], len: u64) -> bool {
 }
 
 impl State {
+    /// A chunk whose bytes were all read and that nobody reads now, no longer kept.
+    fn pop_consumed(&mut self) -> Option<Arc<Decoded>> {
+        while let Some(key) = self.consumed.pop_front() {
+            if self.ready.peek(&key).is_some_and(|chunk| Arc::strong_count(chunk) == 1) {
+                return self.ready.pop(&key);
+            }
+        }
+        None
+    }
+
     /// Makes room for buffers of these lengths, or a step towards it.
-    fn make_room<const N: usize>(&mut self, lengths: [u64; N]) -> Room<N> {
+    fn make_room<const N: usize>(&mut self, lengths: [u64; N], is_last_resort: bool) -> Room<N> {
         loop {
             let mut used: [Option<usize>; N] = [None; N];
             for (number, len) in lengths.iter().enumerate() {
@@ -262,7 +296,12 @@ impl State {
             // Nobody else has a buffer: a chunk that is larger than the bound is decoded alone.
             let nothing_else = self.ready.is_empty() && used.iter().flatten().count() == self.spare.len();
             let alone = nothing_else && self.bytes == self.spare_bytes;
-            if self.bytes + fresh <= self.bytes_max || alone {
+            if fresh > 0
+                && let Some(chunk) = self.pop_consumed()
+            {
+                return Room::Dropped(chunk);
+            }
+            if self.bytes + fresh <= self.bytes_max || alone || is_last_resort {
                 self.bytes += fresh;
                 // A buffer that is none is made later, without the lock.
                 let buffers: [Vec<u8>; N] = std::array::from_fn(|number| {
@@ -335,6 +374,7 @@ mod tests {
                     for step in 0..60 {
                         let number = (step * 7 + reader) % 30;
                         let chunk = get(pool, number, 1000 + number % 3 * 500, calls);
+                        pool.note_read((0, number), 700);
                         assert_eq!(chunk.is_err(), number == 13);
                         assert!(pool.bytes() <= 8_000, "{}", pool.bytes());
                         let chunk = chunk.iter().flat_map(|chunk| chunk.iter());
@@ -352,6 +392,24 @@ mod tests {
         assert!(pool.bytes() <= 8_000, "{}", pool.bytes());
         pool.bound(0);
         assert_eq!(pool.bytes(), 0);
+    }
+
+    #[test]
+    fn a_chunk_that_was_read_gives_its_buffer_to_the_next() {
+        let (pool, calls) = (ChunkPool::new(), AtomicU64::new(0));
+        for number in 20..60 {
+            get(&pool, number, 1000, &calls).unwrap();
+            pool.note_read((0, number), 400);
+            pool.note_read((0, number), 600);
+        }
+        // Two chunks, and the buffer of stored bytes.
+        assert!(pool.bytes() <= 3_000, "{}", pool.bytes());
+        let (pool, calls) = (ChunkPool::new(), AtomicU64::new(0));
+        for number in 20..60 {
+            get(&pool, number, 1000, &calls).unwrap();
+            pool.note_read((0, number), 999);
+        }
+        assert!(pool.bytes() >= 40_000, "{}", pool.bytes());
     }
 
     #[test]

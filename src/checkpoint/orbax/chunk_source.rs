@@ -165,6 +165,7 @@ impl ChunkSource {
         let chunk = self.chunk(key)?;
         for (start, target) in wanted {
             target.copy_from_slice(&chunk[to_usize(start)..][..target.len()]);
+            self.pool.note_read(key, target.len() as u64);
         }
         Ok(())
     }
@@ -286,7 +287,7 @@ impl Source for ChunkSource {
     }
 
     fn maps(&self) -> Option<&dyn Maps> {
-        self.inner.maps().map(|_| self as &dyn Maps)
+        Some(self)
     }
 
     fn backing(&self, file: FileId) -> Option<Arc<File>> {
@@ -337,6 +338,37 @@ impl Source for ChunkSource {
 }
 
 impl ChunkSource {
+    /// Runs `work` on a span of a decoded file: of the chunk in memory, or of a copy if the span reaches beyond one chunk.
+    fn with_decoded(
+        &self,
+        file: FileId,
+        (number, decoded): (u32, &DecodedFile),
+        span: ByteSpan,
+        work: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), SourceError> {
+        self.inner.health().usable(FileId(decoded.stored_in))?;
+        let len_bytes = decoded.len_bytes();
+        if span.end() > len_bytes {
+            return Err(SourceError::OutOfBounds { file: self.pin(file).path.clone(), span, len_bytes });
+        }
+        if span.is_empty() {
+            work(&[]);
+            return Ok(());
+        }
+        let chunk_bytes = decoded.array.chunk_bytes().max(1);
+        let (first, last) = (span.start() / chunk_bytes, (span.end() - 1) / chunk_bytes);
+        if first == last {
+            let chunk = self.chunk((number, first))?;
+            let start = to_usize(span.start() - first * chunk_bytes);
+            work(&chunk[start..start + to_usize(span.len())]);
+        } else {
+            let mut copy = vec![0; to_usize(span.len())];
+            self.fetch(file, &mut [FetchPart { start: span.start(), target: &mut copy }])?;
+            work(&copy);
+        }
+        Ok(())
+    }
+
     /// The maps of the inner source, for one of its own files.
     fn own_maps(&self, file: FileId) -> Option<&dyn Maps> {
         self.inner.maps().filter(|_| self.decoded(file).is_none())
@@ -344,12 +376,14 @@ impl ChunkSource {
 }
 
 impl Maps for ChunkSource {
+    /// Boxes of a tensor never reach beyond a chunk, so that their spans are in memory when they are asked for: no copy is needed.
     fn is_mapped(&self, file: FileId) -> bool {
-        self.own_maps(file).is_some_and(|maps| maps.is_mapped(file))
+        self.decoded(file).is_some() || self.own_maps(file).is_some_and(|maps| maps.is_mapped(file))
     }
 
     fn with(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>> {
-        self.own_maps(file)?.with(file, span, work)
+        let Some((number, decoded)) = self.decoded(file) else { return self.own_maps(file)?.with(file, span, work) };
+        Some(self.with_decoded(file, (number, decoded), span, work))
     }
 
     fn is_partial(&self, file: FileId, span: ByteSpan) -> bool {
@@ -363,7 +397,10 @@ impl Maps for ChunkSource {
         parts: &[ByteSpan],
         work: &mut dyn FnMut(&[u8]),
     ) -> Option<Result<(), SourceError>> {
-        self.own_maps(file)?.with_parts(file, span, parts, work)
+        match self.decoded(file) {
+            Some(_) => self.with(file, span, work),
+            None => self.own_maps(file)?.with_parts(file, span, parts, work),
+        }
     }
 
     fn with_kernel_bytes(
@@ -373,6 +410,12 @@ impl Maps for ChunkSource {
         reply: &mut dyn FnMut(KernelBytes<'_>),
     ) -> Option<Result<(), SourceError>> {
         self.own_maps(file)?.with_kernel_bytes(file, span, reply)
+    }
+
+    fn used(&self, file: FileId, span: ByteSpan, bytes: u64) {
+        if let Some((number, decoded)) = self.decoded(file) {
+            self.pool.note_read((number, span.start() / decoded.array.chunk_bytes().max(1)), bytes);
+        }
     }
 
     fn will_need(&self, file: FileId, span: ByteSpan) {

@@ -16,7 +16,7 @@ mod chunk_pool;
 mod chunk_source;
 mod coded;
 mod item;
-mod problem;
+pub(super) mod problem;
 mod store;
 
 use std::sync::Arc;

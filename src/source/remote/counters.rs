@@ -57,23 +57,78 @@ impl RemoteCounters {
         Self::add(&self.latency_sum_ms, ms);
     }
 
-    /// All counts with their names, except for the latencies.
-    pub fn named(&self) -> [(&'static str, u64); 13] {
-        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+    /// All counts, except for the latencies.
+    pub fn rows(&self) -> [CountRow; 13] {
+        let row = |key, family, help, counter: &AtomicU64| CountRow {
+            key,
+            family,
+            help,
+            value: counter.load(Ordering::Relaxed),
+        };
         [
-            ("requests", read(&self.requests)),
-            ("fetched_bytes", read(&self.fetched_bytes)),
-            ("retries", read(&self.retries)),
-            ("pauses", read(&self.pauses)),
-            ("pause_ms", read(&self.pause_ms)),
-            ("failures", read(&self.failures)),
-            ("failed_reads", read(&self.failed_reads)),
-            ("hit_bytes", read(&self.hit_bytes)),
-            ("prefetch_hit_bytes", read(&self.prefetch_hit_bytes)),
-            ("miss_bytes", read(&self.miss_bytes)),
-            ("uncached_bytes", read(&self.uncached_bytes)),
-            ("evicted_bytes", read(&self.evicted_bytes)),
-            ("bad_blocks", read(&self.bad_blocks)),
+            row("remote_requests", "remote_requests", "Requests sent to remote services", &self.requests),
+            row("remote_fetched_bytes", "remote_fetched", "Bytes of replies of remote services", &self.fetched_bytes),
+            row("remote_retries", "remote_retries", "Requests that repeat a failed one", &self.retries),
+            row("remote_pauses", "remote_pauses", "Pauses that a remote service asked for", &self.pauses),
+            row("remote_pause_ms", "remote_pause_ms", "Milliseconds of these pauses", &self.pause_ms),
+            row(
+                "remote_failures",
+                "remote_failures",
+                "Requests to remote services that failed for good",
+                &self.failures,
+            ),
+            row("remote_failed_reads", "remote_failed_reads", "Reads of remote files that failed", &self.failed_reads),
+            row(
+                "remote_hit_bytes",
+                "remote_hit",
+                "Bytes found in the disk cache, of earlier runs or other processes",
+                &self.hit_bytes,
+            ),
+            row(
+                "remote_prefetch_hit_bytes",
+                "remote_prefetch_hit",
+                "Bytes found in the disk cache since they were fetched ahead",
+                &self.prefetch_hit_bytes,
+            ),
+            row("remote_miss_bytes", "remote_miss", "Bytes that readers waited for", &self.miss_bytes),
+            row(
+                "remote_uncached_bytes",
+                "remote_uncached",
+                "Bytes passed to readers without the disk cache, which has no room",
+                &self.uncached_bytes,
+            ),
+            row(
+                "remote_evicted_bytes",
+                "remote_evicted",
+                "Bytes removed from the disk cache to make room",
+                &self.evicted_bytes,
+            ),
+            row(
+                "remote_bad_blocks",
+                "remote_bad_blocks",
+                "Blocks of the disk cache with a wrong checksum",
+                &self.bad_blocks,
+            ),
         ]
+    }
+}
+
+/// A count with its names.
+#[derive(Clone, Copy, Debug)]
+pub struct CountRow {
+    /// Name in statistics.
+    pub key: &'static str,
+    /// Name in metrics, without unit.
+    pub family: &'static str,
+    /// What it counts.
+    pub help: &'static str,
+    /// The count.
+    pub value: u64,
+}
+
+impl CountRow {
+    /// Whether it counts bytes.
+    pub fn is_bytes(&self) -> bool {
+        self.key.ends_with("_bytes")
     }
 }

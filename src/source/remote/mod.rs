@@ -29,7 +29,7 @@ pub mod runtime;
 mod store;
 mod tree;
 
-pub use counters::{LATENCY_BOUNDS_MS, RemoteCounters};
+pub use counters::{CountRow, LATENCY_BOUNDS_MS, RemoteCounters};
 pub use error::{Failure, RemoteError};
 pub use files::RemoteFiles;
 pub use handle::Remote;

@@ -51,13 +51,12 @@ pub struct Cache {
     temporary: AtomicU64,
 }
 
-/// The default directory: `$CKFS_CACHE_DIR`, else `$XDG_CACHE_HOME/ckfs`, else `~/.cache/ckfs`. `None` without these variables.
+/// The default directory: `$XDG_CACHE_HOME/ckfs`, else `~/.cache/ckfs`. `None` without these variables.
 pub fn default_directory() -> Option<PathBuf> {
     let variable = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let absolute = |path: &PathBuf| path.is_absolute();
-    variable("CKFS_CACHE_DIR")
-        .or_else(|| Some(variable("XDG_CACHE_HOME").filter(absolute)?.join("ckfs")))
-        .or_else(|| Some(variable("HOME").filter(absolute)?.join(".cache/ckfs")))
+    let of_cache = variable("XDG_CACHE_HOME").filter(absolute).map(|dir| dir.join("ckfs"));
+    of_cache.or_else(|| Some(variable("HOME").filter(absolute)?.join(".cache/ckfs")))
 }
 
 impl Cache {

@@ -106,6 +106,11 @@ impl Entry {
         self.size_bytes
     }
 
+    /// Number of its blocks.
+    pub fn block_count(&self) -> u64 {
+        block_count(self.size_bytes)
+    }
+
     /// What it says about itself.
     pub fn meta(&self) -> EntryMeta {
         self.meta.lock().unwrap_or_else(PoisonError::into_inner).clone()

@@ -8,7 +8,7 @@ use super::super::super::ByteSpan;
 /// that below 1 %. Each block costs 8 bytes of the map.
 pub const BLOCK_BYTES: u64 = 16 << 10;
 /// Blocks of a segment, the unit of eviction.
-pub(in super::super) const SEGMENT_BLOCKS: u64 = 4096;
+pub(in super::super) const SEGMENT_BLOCKS: u64 = 1024;
 /// Bytes of a segment.
 #[cfg(test)]
 pub(in super::super) const SEGMENT_BYTES: u64 = BLOCK_BYTES * SEGMENT_BLOCKS;

@@ -33,7 +33,7 @@ const DEFAULT_DIVISOR: u64 = 2;
 const SURPLUS_BYTES: u64 = 256 << 20;
 /// The disk is measured again after this time, or after so much was written.
 const MEASURE_PERIOD: Duration = Duration::from_secs(5);
-const MEASURE_BYTES: u64 = 1 << 30;
+const MEASURE_BYTES: u64 = 64 << 20;
 /// After an eviction that did not free enough, none is tried for this time.
 const PAUSE: Duration = Duration::from_secs(2);
 /// Age from which an unfinished entry of another process is taken for abandoned.

@@ -1,0 +1,160 @@
+//! What a source is that is no checkpoint of a kind that is read: a sentence for its user, with what would work.
+
+use std::collections::BTreeSet;
+
+use super::{file::FileRole, listing::Listed};
+use crate::format::dcp_state::METADATA as DCP_METADATA;
+
+/// Bytes at the start of a file that tell what it is.
+pub(super) const HEAD_BYTES: u64 = 512;
+
+/// What files begin with, what they then are, and what would work.
+const MAGIC: [(&[u8], &str); 12] = [
+    (b"GGUF", "a GGUF file of llama.cpp: use the Hugging Face repository that it was converted from"),
+    (b"GGML", "a GGML file of llama.cpp: use the Hugging Face repository that it was converted from"),
+    (b"ggjt", "a GGML file of llama.cpp: use the Hugging Face repository that it was converted from"),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras and TensorFlow write: load it there and save safetensors"),
+    (b"version https://git-lfs", "a pointer of git LFS, not the file itself: run git lfs pull, or download the file"),
+    (b"\x93NUMPY", "an array of numpy: save it as safetensors (safetensors.numpy.save_file)"),
+    (b"\x1f\x8b", "a gzip archive: unpack it first"),
+    (b"BZh", "a bzip2 archive: unpack it first"),
+    (b"\xfd7zXZ", "an xz archive: unpack it first"),
+    (b"\x28\xb5\x2f\xfd", "a zstd archive: unpack it first"),
+    (b"<!DOCTYPE html", "a web page: the download did not give the file"),
+    (b"<html", "a web page: the download did not give the file"),
+];
+
+/// The start of a zip archive.
+const ZIP: &[u8] = b"PK\x03\x04";
+
+/// What a single file is, by how it begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum FileKind {
+    /// A file of `torch.save`, perhaps of an old kind that is refused with advice.
+    Torch,
+    /// Safetensors, or what their reader refuses.
+    Safetensors,
+    /// Something else, in words.
+    Foreign(&'static str),
+}
+
+/// What a file of this name with these first bytes is.
+pub(super) fn of_head(name: &str, head: &[u8]) -> FileKind {
+    let name = name.to_ascii_lowercase();
+    let ends = |suffixes: &[&str]| suffixes.iter().any(|suffix| name.ends_with(suffix));
+    if let Some((_, text)) = MAGIC.iter().find(|(magic, _)| head.starts_with(magic)) {
+        return FileKind::Foreign(text);
+    }
+    if head.starts_with(ZIP) {
+        return match () {
+            () if ends(&[".npz"]) => {
+                FileKind::Foreign("arrays of numpy: save them as safetensors (safetensors.numpy.save_file)")
+            }
+            () if ends(&[".keras"]) => FileKind::Foreign("a Keras archive: load it there and save safetensors"),
+            () => FileKind::Torch,
+        };
+    }
+    if ends(&[".msgpack"]) {
+        return FileKind::Foreign("parameters of Flax in msgpack: load them with transformers and save safetensors");
+    }
+    if ends(&[".onnx"]) {
+        return FileKind::Foreign("an ONNX model: use the repository that it was exported from");
+    }
+    if ends(&[".nemo", ".tar"]) || head.get(257..262) == Some(b"ustar") {
+        return FileKind::Foreign("a tar archive: unpack it and open the directory");
+    }
+    // A pickle that is no archive: what torch wrote until 2020.
+    if head.first() == Some(&0x80) || ends(&[".pt", ".pth", ".bin", ".ckpt"]) {
+        return FileKind::Torch;
+    }
+    FileKind::Safetensors
+}
+
+/// What a directory without weights is, with what would work; `None` if nothing is known of it.
+pub(super) fn of_files(files: &[Listed]) -> Option<String> {
+    let top = || files.iter().map(|file| file.path.as_str()).filter(|path| !path.contains('/'));
+    let any = |test: &dyn Fn(&str) -> bool| top().any(test);
+    if files.is_empty() {
+        return Some("the directory is empty".to_owned());
+    }
+    let inside = checkpoints_inside(files);
+    if !inside.is_empty() {
+        let more = if inside.len() > 8 { ", and more" } else { "" };
+        let shown: Vec<&str> = inside.iter().rev().take(8).map(String::as_str).collect();
+        return Some(format!(
+            "the directory holds checkpoints in subdirectories: open one of them: {}{more}",
+            shown.join(", ")
+        ));
+    }
+    let text = if any(&|name| name.ends_with(".distcp")) {
+        "files of torch.distributed.checkpoint without .metadata: the save did not finish, or the file was not copied"
+    } else if any(&|name| name.ends_with(".gguf")) {
+        "files of llama.cpp (GGUF): use the Hugging Face repository that they were converted from"
+    } else if any(&|name| name.ends_with(".msgpack")) {
+        "parameters of Flax in msgpack: load them with transformers and save safetensors"
+    } else if any(&|name| name == "saved_model.pb" || name.ends_with(".index") || name == "checkpoint") {
+        "a checkpoint of TensorFlow: load it with transformers (from_tf=True) and save safetensors"
+    } else if any(&|name| name.ends_with(".h5") || name.ends_with(".keras")) {
+        "weights of Keras: load them there and save safetensors"
+    } else if any(&|name| name.ends_with(".onnx")) {
+        "an ONNX model: use the repository that it was exported from"
+    } else if any(&|name| name == "zero_to_fp32.py" || name.ends_with("_optim_states.pt")) {
+        "a checkpoint of DeepSpeed ZeRO: run its zero_to_fp32.py with --safe_serialization, and open what it writes"
+    } else if files.iter().any(|file| file.path.ends_with("model_optim_rng.pt")) {
+        "a checkpoint of Megatron in its old format, one file a rank: save it with --ckpt-format torch_dist"
+    } else if any(&|name| name == "tokenizer.json" || name == "config.json") {
+        "a repository without weights: the download may be incomplete (hf download fetches the rest)"
+    } else {
+        return None;
+    };
+    Some(text.to_owned())
+}
+
+/// The directories below that hold the files of a checkpoint.
+fn checkpoints_inside(files: &[Listed]) -> BTreeSet<String> {
+    let is_sign = |name: &str| matches!(name, DCP_METADATA | "_METADATA" | "_CHECKPOINT_METADATA" | "manifest.ocdbt");
+    let readable = files.iter().filter(|file| file.role != FileRole::Weights);
+    let found = readable.filter_map(|file| file.path.rsplit_once('/'));
+    found.filter(|(_, name)| is_sign(name)).map(|(directory, _)| directory.to_owned()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::listing::Opening;
+
+    #[test]
+    fn files_are_known_by_how_they_begin() {
+        let foreign = |name: &str, head: &[u8]| match of_head(name, head) {
+            FileKind::Foreign(text) => text.split([':', ',']).next().unwrap_or_default().to_owned(),
+            kind @ (FileKind::Torch | FileKind::Safetensors) => format!("{kind:?}"),
+        };
+        assert_eq!(foreign("model-q4.gguf", b"GGUF\x03"), "a GGUF file of llama.cpp");
+        assert_eq!(foreign("model.safetensors", b"version https://git-lfs.github.com/spec/v1"), "a pointer of git LFS");
+        assert_eq!(foreign("a.npz", b"PK\x03\x04"), "arrays of numpy");
+        assert_eq!(foreign("flax_model.msgpack", b"\x84"), "parameters of Flax in msgpack");
+        assert_eq!(foreign("x", b"PK\x03\x04"), "Torch");
+        assert_eq!(foreign("pytorch_model.bin", b"\x80\x02\x8a"), "Torch");
+        assert_eq!(foreign("x.safetensors", b"\x40\0\0\0\0\0\0\0{"), "Safetensors");
+        assert_eq!(foreign("x", b""), "Safetensors");
+    }
+
+    #[test]
+    fn directories_are_known_by_their_files() {
+        let listed = |path: &&str| Listed {
+            path: (*path).to_owned(),
+            role: FileRole::Other,
+            size_bytes: 1,
+            state: Opening::Nothing,
+        };
+        let text = |paths: &[&str]| of_files(&paths.iter().map(listed).collect::<Vec<_>>()).unwrap_or_default();
+        assert_eq!(text(&[]), "the directory is empty");
+        assert!(text(&["a-q4.gguf"]).contains("GGUF"));
+        assert!(text(&["model.ckpt.index", "model.ckpt.data-00000-of-00001"]).contains("TensorFlow"));
+        assert!(text(&["flax_model.msgpack", "config.json"]).contains("Flax"));
+        assert!(text(&["__0_0.distcp"]).contains("did not finish"));
+        assert!(text(&["step-10/.metadata", "step-20/.metadata"]).ends_with("step-20, step-10"));
+        assert!(text(&["config.json"]).contains("without weights"));
+        assert_eq!(text(&["notes.txt"]), "");
+    }
+}

@@ -1,0 +1,105 @@
+//! What training programs put before the names of a model's tensors: `module.`, `_orig_mod.`, `app.`, `model.`.
+//!
+//! Most of these words stand in no name of a repository of Hugging Face. `model.` does, so that it is taken for a wrapper only
+//! where what follows begins like the name of a whole model (`model.model.layers.0.…`, `model.lm_head.weight`).
+
+/// Words that wrap a model and are no part of its names.
+const WRAPPERS: [&str; 14] = [
+    "module",
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "app",
+    "state",
+    "state_dict",
+    "model_state_dict",
+    "policy",
+    "actor",
+    "network",
+    "net",
+    "module_dict",
+    "_forward_module",
+];
+
+/// Wrappers that stand within names as well: those of single layers.
+const INNER: [&str; 3] = ["_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"];
+
+/// The word that may be either.
+const MODEL: &str = "model";
+
+/// Words with which the names of a whole model begin.
+const ROOTS: [&str; 9] =
+    ["model", "transformer", "lm_head", "language_model", "backbone", "gpt_neox", "encoder", "decoder", "bert"];
+
+/// The prefix that all these names have and the names of repositories have not, with its last dot. `None` if there is none.
+pub fn common_prefix(names: &[&str]) -> Option<String> {
+    let mut start = 0;
+    while let Some(word) = shared_word(names, start) {
+        let rest = start + word.len() + 1;
+        let wraps_model = word == MODEL
+            && names.iter().any(|name| {
+                let first = name[rest..].split('.').next().unwrap_or_default();
+                ROOTS.contains(&first) || WRAPPERS.contains(&first)
+            });
+        if !WRAPPERS.contains(&word) && !wraps_model {
+            break;
+        }
+        start = rest;
+    }
+    (start > 0).then(|| names[0][..start].to_owned())
+}
+
+/// The word at this byte of all names, if it is the same in all and more follows it.
+fn shared_word<'a>(names: &[&'a str], start: usize) -> Option<&'a str> {
+    let first = names.first()?.get(start..)?;
+    let (word, _) = first.split_once('.')?;
+    let with_dot = &first[..=word.len()];
+    names.iter().all(|name| name.get(start..).is_some_and(|rest| rest.starts_with(with_dot))).then_some(word)
+}
+
+/// A rename that takes the prefix and the wrappers within names away, as `--source-rename` takes it: `REGEX=>TO`.
+pub fn proposed_rename(names: &[&str]) -> Option<String> {
+    let prefix = common_prefix(names);
+    let is_inner = |name: &&str| name.split('.').any(|word| INNER.contains(&word));
+    let rest = prefix.as_deref().map_or(0, str::len);
+    let inner = names.iter().any(|name| is_inner(&&name[rest..]));
+    let escaped = prefix.map(|prefix| format!("^{}", regex::escape(&prefix)));
+    let inner = inner.then(|| format!(r"\b({})\.", INNER.join("|")));
+    let parts: Vec<String> = escaped.into_iter().chain(inner).collect();
+    (!parts.is_empty()).then(|| format!("{}=>", parts.join("|")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wrappers_are_found_and_names_of_repositories_are_left_alone() {
+        let cases: [(&[&str], Option<&str>); 10] = [
+            (&["model.layers.0.mlp.weight", "model.norm.weight"], None),
+            (&["model.layers.0.mlp.weight", "lm_head.weight"], None),
+            (&["model.model.layers.0.mlp.weight", "model.lm_head.weight"], Some("model.")),
+            (&["model.model.layers.0.mlp.weight", "model.model.norm.weight"], Some("model.")),
+            (&["module.model.layers.0.mlp.weight", "module.lm_head.weight"], Some("module.")),
+            (&["app.model._orig_mod.model.norm.weight"], Some("app.model._orig_mod.")),
+            (&["model._orig_mod.layers.0.w", "model._orig_mod.norm"], Some("model._orig_mod.")),
+            (&["module.a", "modules.a"], None),
+            (&["module"], None),
+            (&[], None),
+        ];
+        for (names, expected) in cases {
+            assert_eq!(common_prefix(names).as_deref(), expected, "{names:?}");
+        }
+    }
+
+    #[test]
+    fn the_proposed_rename_takes_away_what_wraps() {
+        let names = ["model.model.layers.0._fsdp_wrapped_module.w", "model.lm_head.weight"];
+        let rule = proposed_rename(&names).unwrap();
+        let (pattern, to) = rule.split_once("=>").unwrap();
+        let pattern = regex::Regex::new(pattern).unwrap();
+        let renamed = names.map(|name| pattern.replace_all(name, to).into_owned());
+        assert_eq!(renamed, ["model.layers.0.w", "lm_head.weight"]);
+        assert_eq!(proposed_rename(&["model.layers.0.w"]), None);
+    }
+}

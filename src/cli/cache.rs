@@ -1,0 +1,193 @@
+//! `ckfs cache`: the disk cache of remote sources.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::{Arc, atomic::Ordering},
+    time::{Duration, SystemTime},
+};
+
+use anyhow::{Context, anyhow, bail};
+use clap::{Args, Subcommand};
+
+use super::{open, output};
+use crate::{
+    checkpoint::printable,
+    plan::report::human_bytes,
+    source::remote::{
+        RemoteCounters,
+        cache::{Cache as DiskCache, Entry, default_directory, usage},
+        digest::digest_of,
+    },
+};
+
+/// Blocks of an entry that are checked at a time.
+const STEP_BLOCKS: u64 = 4096;
+
+/// Shows, checks or empties the disk cache of remote sources.
+///
+/// The cache is CKFS_CACHE_DIR, else $XDG_CACHE_HOME/ckfs, else ~/.cache/ckfs. Mounts may use it meanwhile.
+#[derive(Debug, Args)]
+pub(super) struct Cache {
+    #[command(subcommand)]
+    action: Option<Action>,
+    /// Directory of the cache.
+    #[arg(long, value_name = "DIR", global = true)]
+    cache_dir: Option<PathBuf>,
+}
+
+#[derive(Debug, Subcommand)]
+enum Action {
+    /// Lists the objects, least recently used first: bytes present, of how many, last use, state.
+    List,
+    /// Reads everything and compares checksums, and digests of complete objects where their service names them.
+    ///
+    /// What is wrong is dropped, so that it is fetched again. Exits with 1 if there was damage.
+    Verify,
+    /// Removes objects that no process uses.
+    Prune {
+        /// Only those not used for this many days.
+        #[arg(long, value_name = "DAYS")]
+        older_than: Option<u64>,
+    },
+}
+
+impl Cache {
+    pub(super) fn run(&self) -> anyhow::Result<()> {
+        let dir = self.cache_dir.clone().or_else(open::cache_of_environment).or_else(default_directory);
+        let dir = dir.context("no cache: none of --cache-dir, CKFS_CACHE_DIR, XDG_CACHE_HOME and HOME is set")?;
+        if !dir.is_dir() {
+            return output::print(&format!("{}: empty\n", dir.display()));
+        }
+        let counters = Arc::new(RemoteCounters::default());
+        let cache = DiskCache::open(&dir, None, counters).with_context(|| dir.display().to_string())?;
+        match self.action {
+            None | Some(Action::List) => list(&cache),
+            Some(Action::Verify) => verify(&cache),
+            Some(Action::Prune { older_than }) => prune(&cache, older_than),
+        }
+    }
+}
+
+/// The entries with their last use and bytes of disk, least recently used first.
+fn by_use(cache: &DiskCache) -> anyhow::Result<Vec<(SystemTime, u64, PathBuf)>> {
+    let with_usage = |dir: PathBuf| {
+        let (used, bytes) = usage(&dir);
+        (used, bytes, dir)
+    };
+    let mut entries: Vec<_> = cache.list()?.into_iter().map(with_usage).collect();
+    entries.sort();
+    Ok(entries)
+}
+
+fn list(cache: &DiskCache) -> anyhow::Result<()> {
+    let (used, limit) = cache.measure()?;
+    let mut text = String::new();
+    for (last, _, dir) in by_use(cache)? {
+        let (object, present, size, state) = match cache.existing(&dir) {
+            Ok(entry) => {
+                let (meta, present) = (entry.meta(), entry.present_bytes()?);
+                let state = match (present == meta.size_bytes, meta.verified) {
+                    (true, true) => "complete, verified",
+                    (true, false) => "complete",
+                    (false, _) => "partial",
+                };
+                (meta.object, present, meta.size_bytes, state.to_owned())
+            }
+            Err(error) => (dir.display().to_string(), 0, 0, format!("damaged: {error}")),
+        };
+        let age = SystemTime::now().duration_since(last).unwrap_or_default();
+        text += &format!(
+            "{:>10} of {:>10}  {:>8} ago  {state}  {}\n",
+            human_bytes(present),
+            human_bytes(size),
+            human_age(age),
+            printable(&object)
+        );
+    }
+    text += &format!("{} used, at most {}\n", human_bytes(used), human_bytes(limit));
+    output::print(&text)
+}
+
+fn human_age(age: Duration) -> String {
+    let seconds = age.as_secs();
+    match seconds {
+        0..60 => format!("{seconds} s"),
+        60..3600 => format!("{} min", seconds / 60),
+        3600..172_800 => format!("{} h", seconds / 3600),
+        _ => format!("{} d", seconds / 86400),
+    }
+}
+
+fn verify(cache: &DiskCache) -> anyhow::Result<()> {
+    let (mut checked, mut damaged) = (0, 0);
+    for dir in cache.list()? {
+        let (found, name) = match cache.existing(&dir) {
+            Ok(entry) => (check(cache, &entry), entry.meta().object),
+            Err(error) if !dir.exists() => {
+                tracing::debug!("{}: removed meanwhile: {error}", dir.display());
+                continue;
+            }
+            Err(error) => (Ok(vec![error.to_string()]), dir.display().to_string()),
+        };
+        checked += 1;
+        for damage in found.unwrap_or_else(|error| vec![format!("{error:#}")]) {
+            damaged += 1;
+            output::print(&format!("{}: {damage}\n", printable(&name)))?;
+        }
+    }
+    if damaged > 0 {
+        bail!(
+            "{damaged} of {checked} objects are damaged; what is wrong was dropped and is fetched again when it is needed"
+        );
+    }
+    output::print(&format!("{checked} objects: everything present is right\n"))
+}
+
+/// What is wrong with an entry.
+fn check(cache: &DiskCache, entry: &Entry) -> anyhow::Result<Vec<String>> {
+    let mut found = Vec::new();
+    let bad = || cache.counters().bad_blocks.load(Ordering::Relaxed);
+    let before = bad();
+    let count = entry.block_count();
+    let mut start = 0;
+    while start < count {
+        let blocks = start..(start + STEP_BLOCKS).min(count);
+        let _guards = entry.guard(&blocks)?;
+        entry.missing(&blocks)?;
+        start = blocks.end;
+    }
+    if bad() > before {
+        found.push(format!("{} blocks have a wrong checksum", bad() - before));
+    }
+    let meta = entry.meta();
+    if let Some(expected) = &meta.sha256
+        && let Some(digest) = digest_of(entry)?
+    {
+        if digest == *expected {
+            entry.note_digest()?;
+        } else {
+            entry.drop_all()?;
+            found.push(format!("expected SHA-256 {expected}, found {digest}"));
+        }
+    }
+    Ok(found)
+}
+
+fn prune(cache: &DiskCache, older_than: Option<u64>) -> anyhow::Result<()> {
+    let age_min = Duration::from_secs(older_than.unwrap_or(0).saturating_mul(86400));
+    let (mut removed, mut freed, mut in_use) = (0, 0, 0);
+    for (last, _, dir) in by_use(cache)? {
+        if SystemTime::now().duration_since(last).unwrap_or_default() < age_min {
+            continue;
+        }
+        match remove(cache, &dir)? {
+            Some(bytes) => (removed, freed) = (removed + 1, freed + bytes),
+            None => in_use += 1,
+        }
+    }
+    output::print(&format!("{removed} objects removed, {} freed, {in_use} in use\n", human_bytes(freed)))
+}
+
+fn remove(cache: &DiskCache, dir: &Path) -> anyhow::Result<Option<u64>> {
+    cache.remove_unused(dir).map_err(|error| anyhow!("{}: {error}", dir.display()))
+}

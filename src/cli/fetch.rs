@@ -1,0 +1,149 @@
+//! `ckfs fetch`: what this host's devices will read, into the disk cache.
+
+use std::{thread, time::Duration};
+
+use anyhow::{Context, anyhow, bail};
+use clap::Args;
+use indicatif::ProgressBar;
+
+use super::{
+    export::bar,
+    flags::{LogFlags, SourceFlags},
+    open, output,
+};
+use crate::{
+    checkpoint::Checkpoint,
+    plan::{RemoteBytes, report::human_bytes},
+    source::{ByteSpan, FetchPart, FileId, Source},
+    volume::ViewPlan,
+};
+
+/// Time between two looks at the progress.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Gaps within a piece that are fetched with it where that costs less than another request; the source decides.
+const GAP_BYTES: u64 = 1;
+
+/// Bytes read at once where the cache keeps none, to learn why.
+const PROBE_BYTES: u64 = 1 << 20;
+
+/// Fetches what this host's devices will read into the disk cache.
+///
+/// Brings the bytes of a remote source that the devices of --devices read under the same flags, and nothing else. What the cache
+/// has already is not fetched again. A mount with the same --cache-dir, now or later, reads them locally. It works without a mount,
+/// and before one.
+#[derive(Debug, Args)]
+#[command(after_long_help = "\
+Examples:
+  ckfs fetch meta-llama/Llama-3.1-70B --mesh fsdp=64 --devices 8-15
+  ckfs fetch s3://bucket/llama --layout maxtext --mesh fsdp=64,tensor=8 --devices 0-7 --cache-dir /scratch/ckfs")]
+pub(super) struct Fetch {
+    /// org/name[@revision] on the Hub, hf://, s3://, gs://, az:// or https://.
+    source: Option<String>,
+    #[command(flatten)]
+    flags: SourceFlags,
+}
+
+impl Fetch {
+    pub(super) fn run(&self, log: &LogFlags) -> anyhow::Result<()> {
+        let mut config = open::source_config(self.source.as_deref(), &self.flags)?;
+        let checkpoint = open::checkpoint(&mut config)?;
+        let plans = open::plans(&checkpoint, &config)?;
+        let label = checkpoint.label();
+        let Some(before) = needs(&checkpoint, &plans)? else {
+            return output::print(&format!("{label}: its files are on this machine; there is nothing to fetch\n"));
+        };
+        let bar = bar(before.absent_bytes, log);
+        let source = &**checkpoint.source();
+        for view in &plans {
+            request(&checkpoint, view, &bar, before.absent_bytes)?;
+        }
+        for (file, spans) in &before.spans {
+            offer(source, *file, spans, &bar, before.absent_bytes)?;
+        }
+        while source.ahead_jobs() > 0 {
+            show(source, &bar, before.absent_bytes);
+            thread::sleep(LOOK);
+        }
+        complete(source, &before)?;
+        bar.finish_and_clear();
+        let cached = before.spanned_bytes.saturating_sub(before.absent_bytes);
+        let requests =
+            source.remote().map_or(0, |counters| counters.requests.load(std::sync::atomic::Ordering::Relaxed));
+        output::print(&format!(
+            "{label}: {} needed; {} fetched in {requests} requests, {} were in the cache\n",
+            human_bytes(before.needed_bytes),
+            human_bytes(before.absent_bytes),
+            human_bytes(cached),
+        ))
+    }
+}
+
+/// The needs of the listed devices of all views.
+pub(super) fn needs(checkpoint: &Checkpoint, plans: &[ViewPlan]) -> anyhow::Result<Option<RemoteBytes>> {
+    let views: Vec<_> = plans.iter().map(|view| (view.name.as_str(), &*view.plan)).collect();
+    RemoteBytes::of(checkpoint, &views).map_err(|reason| anyhow!("{reason}"))
+}
+
+/// Requests what a view needs in the order of its tensors, as a trainer reads them.
+fn request(checkpoint: &Checkpoint, view: &ViewPlan, bar: &ProgressBar, total: u64) -> anyhow::Result<()> {
+    let source = &**checkpoint.source();
+    let mut failure = None;
+    let walked = view.plan.for_each_needed(checkpoint, &view.plan.devices, GAP_BYTES, &mut |file, spans| {
+        failure = offer(source, file, spans, bar, total).err();
+        failure.is_none()
+    });
+    walked.map_err(|reason| anyhow!("{reason}"))?;
+    failure.map_or(Ok(()), Err)
+}
+
+/// Requests spans, and waits while the source has enough requests.
+fn offer(source: &dyn Source, file: FileId, spans: &[ByteSpan], bar: &ProgressBar, total: u64) -> anyhow::Result<()> {
+    while !source.bring_ahead(file, spans) {
+        show(source, bar, total);
+        if source.ahead_jobs() == 0 && !source.bring_ahead(file, spans) {
+            bail!(
+                "the disk cache has no room for {} that these devices read: --cache-disk-bytes allows more, --cache-dir another \
+                 place",
+                human_bytes(total)
+            );
+        }
+        thread::sleep(LOOK);
+    }
+    show(source, bar, total);
+    Ok(())
+}
+
+fn show(source: &dyn Source, bar: &ProgressBar, total: u64) {
+    let fetched =
+        source.remote().map_or(0, |counters| counters.fetched_bytes.load(std::sync::atomic::Ordering::Relaxed));
+    // Headers were fetched before, and count too.
+    bar.set_position(fetched.min(total));
+}
+
+/// Checks that the cache has everything, and says why if it does not.
+fn complete(source: &dyn Source, needs: &RemoteBytes) -> anyhow::Result<()> {
+    for (file, spans) in &needs.spans {
+        let absent: Vec<ByteSpan> =
+            spans.iter().copied().filter(|span| source.absent_bytes(*file, &[*span]) > 0).collect();
+        for span in &absent {
+            // A reader's request waits for the bytes, and says why they do not come.
+            let mut start = span.start();
+            while start < span.end() {
+                let len = usize::try_from((span.end() - start).min(PROBE_BYTES)).context("a length")?;
+                let mut target = vec![0; len];
+                source.fetch(*file, &mut [FetchPart { start, target: &mut target }])?;
+                start += len as u64;
+            }
+        }
+        let left = source.absent_bytes(*file, &absent);
+        if left > 0 {
+            bail!(
+                "{}: {} came but are not in the disk cache: it has no room, or another process removes what this one fetches",
+                source.path(*file).display(),
+                human_bytes(left)
+            );
+        }
+    }
+    Ok(())
+}

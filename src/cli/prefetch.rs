@@ -1,0 +1,77 @@
+//! Prefetch of a mount: brings what the listed devices will read from a remote source, behind what readers ask for.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use crate::{
+    checkpoint::Checkpoint,
+    config::Prefetch,
+    plan::Plan,
+    source::{ByteSpan, FileId},
+};
+
+/// Time between two offers to a source that has enough requests.
+const PAUSE: Duration = Duration::from_millis(20);
+/// Requests that wait at a time: readers' read-ahead has its place beside them.
+const JOBS_MAX: usize = 128;
+/// Gaps that are part of a span. The source decides about larger ones.
+const GAP_BYTES: u64 = 1;
+
+/// A running prefetch; ends when it is dropped.
+#[derive(Debug)]
+pub(super) struct Prefetching {
+    ended: Arc<AtomicBool>,
+}
+
+impl Drop for Prefetching {
+    fn drop(&mut self) {
+        self.ended.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Starts the prefetch of these plans, if the source is remote and the setting says so.
+pub(super) fn start(checkpoint: &Arc<Checkpoint>, plans: &[Arc<Plan>], prefetch: Prefetch) -> Option<Prefetching> {
+    checkpoint.source().remote()?;
+    let lists_a_part = plans.iter().any(|plan| (plan.devices.len() as u64) < plan.mesh.devices());
+    let wanted = match prefetch {
+        Prefetch::Auto => lists_a_part,
+        Prefetch::On => true,
+        Prefetch::Off => false,
+    };
+    if !wanted {
+        return None;
+    }
+    let ended = Arc::new(AtomicBool::new(false));
+    let (checkpoint, plans, stop) = (Arc::clone(checkpoint), plans.to_vec(), Arc::clone(&ended));
+    let run = move || {
+        let source = &**checkpoint.source();
+        let mut offer = |file: FileId, spans: &[ByteSpan]| {
+            while !stop.load(Ordering::Relaxed) {
+                if source.ahead_jobs() < JOBS_MAX && source.bring_ahead(file, spans) {
+                    return true;
+                }
+                thread::sleep(PAUSE);
+            }
+            false
+        };
+        for plan in &plans {
+            if let Err(reason) = plan.for_each_needed(&checkpoint, &plan.devices, GAP_BYTES, &mut offer) {
+                tracing::warn!("prefetch: {reason}");
+            }
+        }
+        tracing::debug!("prefetch: everything is requested");
+    };
+    match thread::Builder::new().name("ckfs-prefetch".into()).spawn(run) {
+        Ok(_) => Some(Prefetching { ended }),
+        Err(error) => {
+            tracing::warn!("nothing is prefetched: {error}");
+            None
+        }
+    }
+}

@@ -1,0 +1,195 @@
+//! A fleet: many simulated hosts fetch their shards from one object store on loopback, each a process with its own cache and
+//! devices. Printed are the bytes that the store sent against the bytes of the hosts' shards, and requests per host. Then a
+//! model of 1.6 TB, in sparse objects, is planned from a store that answers after 30 ms.
+//!
+//! `cargo bench --bench fleet`, with `--short` for a few hosts.
+
+#[path = "rig/mod.rs"]
+mod rig;
+#[path = "../stub/mod.rs"]
+mod stub;
+
+use std::{
+    fs::{self, File},
+    io::Write,
+    path::Path,
+    process::{Child, Command, Stdio},
+    sync::atomic::Ordering,
+    time::{Duration, Instant},
+};
+
+use rig::{Result, write_llama};
+use serde_json::{Value, json};
+use stub::store::StoreStub;
+
+/// Hosts that run at the same time: this machine has to be all of them.
+const AT_ONCE: usize = 8;
+
+struct Fleet<'a> {
+    store: &'a StoreStub,
+    caches: &'a Path,
+}
+
+impl Fleet<'_> {
+    fn ckfs(&self, cache: &str, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ckfs"));
+        command.args(args).args(["--cache-dir", self.caches.join(cache).to_str().unwrap_or_default()]);
+        for (name, value) in [
+            ("AWS_ENDPOINT_URL", self.store.server.url().as_str()),
+            ("AWS_ALLOW_HTTP", "true"),
+            ("AWS_SKIP_SIGNATURE", "true"),
+            ("AWS_REGION", "us-east-1"),
+        ] {
+            command.env(name, value);
+        }
+        command
+    }
+
+    /// All hosts of a mesh fetch; `each` devices are on one host.
+    fn fetch(&self, mesh: &str, hosts: u64, each: u64) -> Result<()> {
+        let name = mesh.replace(['=', ','], "-");
+        let mut needed = 0;
+        for host in 0..hosts {
+            let devices = format!("{}-{}", host * each, host * each + each - 1);
+            let plan = ["plan", "s3://models/llama", "--json", "--mesh", mesh, "--devices", &devices];
+            let output = self.ckfs("plans", &plan).output()?;
+            if !output.status.success() {
+                return Err(String::from_utf8_lossy(&output.stderr).into());
+            }
+            let plan: Value = serde_json::from_slice(&output.stdout)?;
+            needed += plan["remote"]["needed_bytes"].as_u64().ok_or("no needed_bytes")?;
+        }
+        let record = &self.store.server.record;
+        let before = (record.body_bytes.load(Ordering::Relaxed), record.count.load(Ordering::Relaxed));
+        let begun = Instant::now();
+        let mut running: Vec<Child> = Vec::new();
+        for host in 0..hosts {
+            let devices = format!("{}-{}", host * each, host * each + each - 1);
+            let cache = format!("{name}-{host}");
+            let fetch = ["-q", "fetch", "s3://models/llama", "--mesh", mesh, "--devices", &devices];
+            running.push(self.ckfs(&cache, &fetch).stdout(Stdio::null()).spawn()?);
+            if running.len() == AT_ONCE {
+                finish(running.remove(0))?;
+            }
+        }
+        running.into_iter().try_for_each(finish)?;
+        let seconds = begun.elapsed().as_secs_f64();
+        let sent = record.body_bytes.load(Ordering::Relaxed) - before.0;
+        let requests = record.count.load(Ordering::Relaxed) - before.1;
+        #[expect(clippy::cast_precision_loss, reason = "shown with a few digits")]
+        let (ratio, per_host) = (sent as f64 / needed as f64, requests as f64 / hosts as f64);
+        println!(
+            "{mesh:<28} {hosts:>3} hosts  shards {:>7.1} MB  sent {:>7.1} MB  {ratio:>6.3}  {per_host:>6.1} requests per host  {seconds:>5.1} s",
+            mb(needed),
+            mb(sent)
+        );
+        for host in 0..hosts {
+            fs::remove_dir_all(self.caches.join(format!("{name}-{host}")))?;
+        }
+        Ok(())
+    }
+
+    /// Time to plan a large model.
+    fn plan_large(&self) -> Result<()> {
+        self.store.switches.lock().map_err(|error| error.to_string())?.latency = Duration::from_millis(30);
+        for run in ["first", "from the cache"] {
+            let begun = Instant::now();
+            let args = ["plan", "s3://models/large", "--json", "--mesh", "fsdp=64,tensor=8", "--devices", "0-7"];
+            let output = self.ckfs("large", &args).output()?;
+            if !output.status.success() {
+                return Err(String::from_utf8_lossy(&output.stderr).into());
+            }
+            println!("plan of 1.6 TB in 250 files, 30 ms latency, {run:<16} {:>6.2} s", begun.elapsed().as_secs_f64());
+        }
+        Ok(())
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "shown with a few digits")]
+fn mb(bytes: u64) -> f64 {
+    bytes as f64 / 1e6
+}
+
+fn finish(mut host: Child) -> Result<()> {
+    if host.wait()?.success() { Ok(()) } else { Err("a host failed".into()) }
+}
+
+/// A model of 1.6 TB in sparse files: 125 layers of experts.
+fn write_large(dir: &Path) -> Result<()> {
+    fs::create_dir_all(dir)?;
+    let (hidden, inner, experts, layers) = (4096u64, 1024u64, 504u64, 125u64);
+    let mut map = serde_json::Map::new();
+    for file in 0..250u64 {
+        let (layer, half) = (file / 2, file % 2);
+        let name = format!("model-{:05}-of-00250.safetensors", file + 1);
+        let mut rows: Vec<(String, Vec<u64>)> = Vec::new();
+        let prefix = format!("model.layers.{layer}");
+        if half == 0 {
+            for (part, shape) in [
+                ("self_attn.q_proj", vec![hidden, hidden]),
+                ("self_attn.k_proj", vec![hidden / 4, hidden]),
+                ("self_attn.v_proj", vec![hidden / 4, hidden]),
+                ("self_attn.o_proj", vec![hidden, hidden]),
+                ("mlp.gate", vec![experts, hidden]),
+                ("input_layernorm", vec![hidden]),
+                ("post_attention_layernorm", vec![hidden]),
+                ("self_attn.q_norm", vec![128]),
+                ("self_attn.k_norm", vec![128]),
+            ] {
+                rows.push((format!("{prefix}.{part}.weight"), shape));
+            }
+        }
+        if file == 0 {
+            rows.push(("model.embed_tokens.weight".into(), vec![8192, hidden]));
+            rows.push(("lm_head.weight".into(), vec![8192, hidden]));
+            rows.push(("model.norm.weight".into(), vec![hidden]));
+        }
+        for expert in half * experts / 2..(half + 1) * experts / 2 {
+            for (part, shape) in [
+                ("gate_proj", vec![inner, hidden]),
+                ("up_proj", vec![inner, hidden]),
+                ("down_proj", vec![hidden, inner]),
+            ] {
+                rows.push((format!("{prefix}.mlp.experts.{expert}.{part}.weight"), shape));
+            }
+        }
+        let mut header = serde_json::Map::new();
+        let mut end = 0;
+        for (tensor, shape) in rows {
+            let start = end;
+            end += shape.iter().product::<u64>() * 2;
+            map.insert(tensor.clone(), json!(name));
+            header.insert(tensor, json!({"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}));
+        }
+        let json = serde_json::to_vec(&header)?;
+        let mut out = File::create(dir.join(&name))?;
+        out.write_all(&(json.len() as u64).to_le_bytes())?;
+        out.write_all(&json)?;
+        out.set_len(8 + json.len() as u64 + end)?;
+    }
+    let index = json!({"metadata": {}, "weight_map": map});
+    fs::write(dir.join("model.safetensors.index.json"), index.to_string())?;
+    let config = json!({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": layers,
+        "hidden_size": hidden, "moe_intermediate_size": inner, "intermediate_size": inner, "num_experts": experts,
+        "num_experts_per_tok": 8, "num_attention_heads": hidden / 128, "num_key_value_heads": hidden / 512,
+        "head_dim": 128, "vocab_size": 8192, "tie_word_embeddings": false, "torch_dtype": "bfloat16"});
+    fs::write(dir.join("config.json"), config.to_string())?;
+    Ok(())
+}
+
+fn main() -> Result<()> {
+    let short = std::env::args().any(|arg| arg == "--short");
+    let dir = tempfile::tempdir()?;
+    let (root, caches) = (dir.path().join("store"), dir.path().join("caches"));
+    // Shards of some MB: 512 devices of a small model hold a few KB of each tensor.
+    let (layers, hidden, inner) = if short { (2, 1024, 4096) } else { (4, 4096, 16384) };
+    write_llama(&root.join("models/llama"), "BF16", layers, hidden, inner)?;
+    let store = StoreStub::start(&root);
+    let fleet = Fleet { store: &store, caches: &caches };
+    let hosts = if short { 8 } else { 64 };
+    for mesh in [format!("fsdp={}", hosts * 8), format!("fsdp={hosts},tensor=8"), format!("replica=8,fsdp={hosts}")] {
+        fleet.fetch(&mesh, hosts, 8)?;
+    }
+    write_large(&root.join("models/large"))?;
+    fleet.plan_large()
+}

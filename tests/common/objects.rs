@@ -1,0 +1,123 @@
+//! A service that holds objects in memory, with latency and faults on request; and a source over it.
+
+use std::{
+    ops::ControlFlow,
+    path::Path,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use ckfs::source::{
+    ByteSpan, Found, Source, SourceIo, pin_files,
+    remote::{
+        Content, Failure, Objects, RemoteError, RemoteFile, RemoteOptions, RemoteRepository, RemoteTree, Sink,
+        cache::Cache,
+    },
+};
+
+/// What goes wrong with a request.
+#[derive(Clone, Debug)]
+pub enum Mishap {
+    /// The reply ends after this number of bytes.
+    CutAfter(u64),
+    /// The attempt fails like this.
+    Fails(Failure),
+    /// No reply comes until the attempt ends.
+    Hangs,
+}
+
+/// Objects in memory.
+#[derive(Debug, Default)]
+pub struct MemoryObjects {
+    contents: Vec<(String, Vec<u8>)>,
+    /// The next requests have these.
+    pub mishaps: Mutex<Vec<Mishap>>,
+    pub latency: Mutex<Duration>,
+    pub requests: AtomicU64,
+    pub bytes: AtomicU64,
+    /// Requested spans.
+    pub spans: Mutex<Vec<(String, ByteSpan)>>,
+}
+
+impl MemoryObjects {
+    pub fn new<N: Into<String>>(contents: impl IntoIterator<Item = (N, Vec<u8>)>) -> Arc<Self> {
+        let contents = contents.into_iter().map(|(name, bytes)| (name.into(), bytes)).collect();
+        Arc::new(Self { contents, ..Self::default() })
+    }
+
+    /// The repository of all objects, of a version.
+    pub fn repository(self: &Arc<Self>, version: &str) -> RemoteRepository {
+        let file = |(name, bytes): &(String, Vec<u8>)| RemoteFile {
+            path: name.clone(),
+            key: name.clone(),
+            size_bytes: bytes.len() as u64,
+            content: Content::Version { object: format!("mem://{name}"), version: version.to_owned() },
+            etag: Some(version.to_owned()),
+            modified_seconds: Some(1),
+        };
+        RemoteRepository {
+            label: "mem://all".into(),
+            url: "mem://all".into(),
+            revision: None,
+            files: self.contents.iter().map(file).collect(),
+            objects: Arc::clone(self) as Arc<dyn Objects>,
+        }
+    }
+
+    /// A source of all objects, in their order.
+    pub fn source(self: &Arc<Self>, cache: &Arc<Cache>, timeout: Duration) -> Arc<dyn Source> {
+        source_of(self.repository("1"), cache, timeout)
+    }
+}
+
+pub fn source_of(repository: RemoteRepository, cache: &Arc<Cache>, timeout: Duration) -> Arc<dyn Source> {
+    let options = RemoteOptions { timeout, ..RemoteOptions::default() };
+    let count = repository.files.len();
+    let tree = RemoteTree::open(repository, cache, &options).unwrap();
+    let open = |place| Found::cached(tree.remote(place).unwrap()).unwrap().open(None).unwrap();
+    pin_files((0..count).map(open).collect(), SourceIo::Auto, Arc::default()).unwrap()
+}
+
+pub fn cache(dir: &Path, cap_bytes: Option<u64>) -> Arc<Cache> {
+    Cache::open(dir, cap_bytes, Arc::default()).unwrap()
+}
+
+impl Objects for MemoryObjects {
+    fn host(&self) -> &str {
+        "memory"
+    }
+
+    fn read(&self, file: &RemoteFile, span: ByteSpan, until: Instant, sink: &mut Sink<'_>) -> Result<(), RemoteError> {
+        self.requests.fetch_add(1, Ordering::Relaxed);
+        self.spans.lock().unwrap().push((file.key.clone(), span));
+        thread::sleep(*self.latency.lock().unwrap());
+        let (_, bytes) = self.contents.iter().find(|(name, _)| *name == file.key).unwrap();
+        let mut bytes = &bytes[usize::try_from(span.start()).unwrap()..usize::try_from(span.end()).unwrap()];
+        let failed = |failure| RemoteError::new(failure, "memory", &file.key, "as asked for").of_span(span);
+        let mishap = self.mishaps.lock().unwrap().pop();
+        let mut result = Ok(());
+        match mishap {
+            Some(Mishap::Fails(failure)) => return Err(failed(failure)),
+            Some(Mishap::Hangs) => {
+                thread::sleep(until.saturating_duration_since(Instant::now()));
+                return Err(failed(Failure::TimedOut));
+            }
+            Some(Mishap::CutAfter(len)) => {
+                bytes = &bytes[..bytes.len().min(usize::try_from(len).unwrap())];
+                result = Err(failed(Failure::Transient));
+            }
+            None => {}
+        }
+        for part in bytes.chunks(60_001) {
+            self.bytes.fetch_add(part.len() as u64, Ordering::Relaxed);
+            if let ControlFlow::Break(()) = sink(part) {
+                return Ok(());
+            }
+        }
+        result
+    }
+}

@@ -1,0 +1,235 @@
+"""Checkpoints of torch as sources, written by the unmodified torch: four processes with FSDP2, HSDP and TP×FSDP, and single files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mounting
+import repos
+
+torch = pytest.importorskip("torch")
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+HERE = Path(__file__).parent
+RANKS = 4
+CASES = ["fsdp", "hsdp", "both", "placed", "safetensors"]
+
+
+@pytest.fixture(scope="session")
+def saved(base: Path) -> Path:
+    """What four processes saved, each case with its whole tensors beside it."""
+    directory = base / "torch_saved"
+    directory.mkdir()
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    address = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "torch_save_process.py"), str(directory)]
+    running = [
+        subprocess.Popen(command, env=os.environ | address | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in range(RANKS)
+    ]
+    try:
+        out = [process.communicate(timeout=240)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0] * RANKS, "\n".join(out)
+    return directory
+
+
+def whole(saved: Path, case: str) -> dict[str, torch.Tensor]:
+    if not (saved / case).exists():
+        pytest.skip(f"this torch cannot save the case {case}")
+    return torch.load(saved / f"{case}.whole.pt", weights_only=True)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def same(point: Path, tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        assert (point / "full" / name.replace(".", "/")).read_bytes() == raw(tensor), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_tensor_is_what_torch_saved(saved, own, case):
+    tensors = whole(saved, case)
+    mounted = own(saved / case, "--mesh", "a=3", "--training-state")
+    same(mounted.point, tensors)
+    # Shards of another mesh, which divides nothing evenly.
+    for device in range(3):
+        found = load_file(mounted / f"safetensors/dev{device}.safetensors")
+        assert set(found) == {name for name in tensors}
+    mounting.run("verify", mounted.point)
+
+
+@pytest.mark.parametrize("case", ["fsdp", "placed"])
+def test_single_files_hold_the_same(saved, own, case):
+    tensors = whole(saved, case)
+    mounted = own(saved / f"{case}.whole.pt")
+    same(mounted.point, tensors)
+    mounting.run("verify", mounted.point)
+
+
+def test_optimizer_state_is_left_out_unless_asked_for(saved, own):
+    tensors = whole(saved, "fsdp")
+    plan = mounting.run("plan", saved / "fsdp", "--json").json()
+    left_out = {row["name"] for row in plan["no_tensors"]}
+    optimizer = {name for name in tensors if name.startswith("optimizer")}
+    assert optimizer and optimizer <= left_out and "step" in left_out
+    assert plan["container"] == "torch.distributed.checkpoint"
+    mounted = own(saved / "fsdp")
+    same(mounted.point, {name: tensor for name, tensor in tensors.items() if name not in optimizer})
+    assert not (mounted / "full/optimizer").exists()
+
+
+def test_a_checkpoint_is_cut_for_another_mesh(saved, own):
+    """The mount's `dcp/` is the same checkpoint: torch loads it, and so does another mount."""
+    tensors = whole(saved, "both")
+    first = own(saved / "both", "--mesh", "fsdp=2,tensor=3")
+    state = {name: torch.full_like(tensor, 9) for name, tensor in tensors.items()}
+    dcp.load(state, checkpoint_id=str(first / "dcp"))
+    for name, tensor in tensors.items():
+        assert torch.equal(state[name], tensor), name
+    second = own(first / "dcp", "--mesh", "fsdp=5")
+    same(second.point, tensors)
+
+
+def test_orbax_restores_a_checkpoint_of_torch(saved, own):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    tensors = whole(saved, "hsdp")
+    mounted = own(saved / "hsdp", "--mesh", "fsdp=2")
+    found = ocp.PyTreeCheckpointer().restore(str(mounted / "orbax/0/items"))
+    for name, tensor in tensors.items():
+        node = found
+        for key in name.split("."):
+            node = node[key]
+        assert np.asarray(node).tobytes() == raw(tensor), name
+
+
+def test_views_of_storages_are_what_they_show(tmp_path, own):
+    base = torch.arange(60, dtype=torch.float32).reshape(6, 10)
+    state = {
+        "tied.a": base,
+        "tied.b": base,
+        "turned": base.t(),
+        "part": base[1:4, 2:9:3],
+        "row": base[5],
+        "column": base[:, 3],
+        "repeated": torch.tensor([1.5, 2.5]).expand(3, 2),
+        "scalar": torch.tensor(7, dtype=torch.int16),
+        "bf16": base.to(torch.bfloat16)[::2],
+        "parameter": torch.nn.Parameter(base.clone()),
+        "nested": {"list": [base[0], base[1]], "lr": 0.1},
+        "flags": torch.tensor([True, False]),
+    }
+    path = tmp_path / "state.pt"
+    torch.save(state, path)
+    mounted = own(path)
+    flat = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    flat |= {"nested.list.0": base[0], "nested.list.1": base[1]}
+    same(mounted.point, flat)
+    mounting.run("verify", mounted.point)
+    plan = mounting.run("plan", path, "--json").json()
+    assert plan["no_tensors"] == [{"name": "nested.lr", "kind": "a float"}]
+
+
+def test_other_kinds_are_refused_by_name(tmp_path):
+    class Own:
+        pass
+
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.zeros(2)}, path, _use_new_zipfile_serialization=False)
+    assert "save it with torch.save" in mounting.run("plan", path, expect=1).err
+    torch.save({"w": torch.zeros(2), "os": os.system}, path)
+    assert "posix.system" in mounting.run("plan", path, expect=1).err
+    torch.save({"z": torch.zeros(2, 2).to_sparse()}, path)
+    assert "_rebuild_sparse_tensor" in mounting.run("plan", path, expect=1).err
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_repository_of_bin_files_is_a_repository(tmp_path, own, parts):
+    """The same views as the repository of safetensors, and an `hf/` that transformers loads."""
+    transformers = pytest.importorskip("transformers")
+    plain = repos.llama(tmp_path / "plain", parts=parts)
+    loaded = {}
+    for file in sorted(plain.path.glob("*.safetensors")):
+        loaded[file.name] = load_file(file)
+    source = tmp_path / "bin"
+    source.mkdir()
+    index = {"metadata": {"total_size": 0}, "weight_map": {}}
+    for number, tensors in enumerate(loaded.values(), 1):
+        name = "pytorch_model.bin" if parts == 1 else f"pytorch_model-{number:05}-of-{parts:05}.bin"
+        torch.save(tensors, source / name)
+        index["weight_map"] |= dict.fromkeys(tensors, name)
+    if parts > 1:
+        (source / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (source / "config.json").write_text((plain.path / "config.json").read_text())
+    torch.save({"lr": 0.1}, source / "training_args.bin")
+    expected, found = own(plain.path, "--mesh", "fsdp=2"), own(source, "--mesh", "fsdp=2")
+    for device in range(2):
+        assert found.files(f"dev{device}") == expected.files(f"dev{device}")
+        for path in expected.files(f"dev{device}"):
+            assert (found / f"dev{device}/{path}").read_bytes() == (expected / f"dev{device}/{path}").read_bytes(), path
+    names = {path.name for path in (found / "hf").iterdir()}
+    assert not any(name.startswith("pytorch_model") for name in names), names
+    shown = {}
+    for file in (found / "hf").glob("*.safetensors"):
+        shown |= load_file(file)
+    for tensors in loaded.values():
+        for name, tensor in tensors.items():
+            assert raw(shown[name]) == raw(tensor), name
+    model = transformers.AutoModelForCausalLM.from_pretrained(found / "hf", dtype="auto")
+    state = model.state_dict()
+    assert all(torch.equal(state[name], tensor) for tensors in loaded.values() for name, tensor in tensors.items())
+
+
+def test_damage_of_a_directory_is_refused_before_the_mount(saved, tmp_path):
+    whole(saved, "both")
+    copy = tmp_path / "copy"
+    shutil.copytree(saved / "both", copy)
+    (copy / "__1_0.distcp").unlink()
+    error = mounting.run("plan", copy, expect=1).err
+    assert "__1_0.distcp" in error and "not there" in error
+    shutil.copy(saved / "both/__1_0.distcp", copy / "__1_0.distcp")
+    data = bytearray((copy / "__1_0.distcp").read_bytes())
+    data[data.index(b"FloatStorage")] ^= 1
+    (copy / "__1_0.distcp").write_bytes(data)
+    assert "CRC-32" in mounting.run("plan", copy, expect=1).err
+    (copy / ".metadata").unlink()
+    assert "without .metadata" in mounting.run("plan", copy, expect=1).err
+
+
+def test_what_is_no_checkpoint_is_named(saved, tmp_path):
+    assert "the directory is empty" in mounting.run("plan", tmp_path, expect=1).err
+    for step in ("step-1", "step-2"):
+        shutil.copytree(saved / "both", tmp_path / "run" / step)
+    assert "open one of them: step-2, step-1" in mounting.run("plan", tmp_path / "run", expect=1).err
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "model-q4.gguf").write_bytes(b"GGUF" + bytes(60))
+    assert "llama.cpp" in mounting.run("plan", tmp_path, expect=1).err
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    assert "git lfs pull" in mounting.run("plan", tmp_path / "model.safetensors", expect=1).err
+
+
+def test_the_prefix_of_a_training_program_is_proposed(tmp_path):
+    path = tmp_path / "x.pt"
+    names = ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"]
+    torch.save({"model": {f"_orig_mod.{name}": torch.zeros(2, 2) for name in names}}, path)
+    rule = mounting.run("plan", path, "--json").json()["proposed_rename"]
+    plan = mounting.run("plan", path, "--source-rename", rule, "--layout", "hf", "--json").json()
+    shown = {row["name"] for view in plan.get("views", [plan]) for row in view["tensors"]}
+    assert shown == set(names)

@@ -1,0 +1,302 @@
+//! Remote objects through the disk cache: bytes are right whatever is evicted, damaged or fetched at the same time; faults of the
+//! service become errors after a stated time, and never other bytes.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod common;
+
+use std::{
+    fs,
+    os::unix::fs::FileExt,
+    sync::{Arc, atomic::Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use ckfs::source::{
+    ByteSpan, FileId, Served, Source, SourceError,
+    remote::{Content, Failure, RemoteCounters, RemoteRepository, cache::BLOCK_BYTES, digest::digest_of},
+};
+use common::objects::{MemoryObjects, Mishap, cache, source_of};
+use sha2::{Digest, Sha256};
+
+const FILE: FileId = FileId(0);
+const LONG: Duration = Duration::from_secs(20);
+
+fn content(len: usize, seed: u64) -> Vec<u8> {
+    // Never zero: a hole must show.
+    let word = |place: u64| (place ^ seed << 40).wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes();
+    (0..len as u64).map(|place| word(place / 8)[usize::try_from(place % 8).unwrap()] | 1).collect()
+}
+
+fn span(start: u64, end: u64) -> ByteSpan {
+    ByteSpan::new(start, end).unwrap()
+}
+
+fn read(source: &dyn Source, start: u64, len: usize) -> Result<Vec<u8>, SourceError> {
+    let mut bytes = vec![0; len];
+    source.read_into(FILE, start, &mut bytes)?;
+    Ok(bytes)
+}
+
+fn count(source: &dyn Source, which: impl Fn(&RemoteCounters) -> u64) -> u64 {
+    which(source.remote().unwrap())
+}
+
+/// The same numbers on every run.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % bound
+    }
+}
+
+#[test]
+fn bytes_are_right_while_segments_are_evicted_under_the_readers_of_two_processes() {
+    const LEN: u64 = 112 << 20;
+    let bytes = Arc::new(content(usize::try_from(LEN).unwrap(), 1));
+    let objects = MemoryObjects::new([("model.safetensors", bytes.to_vec())]);
+    let dir = tempfile::tempdir().unwrap();
+    // Locks belong to open files, so that two caches in one process are to each other as two processes.
+    let sources: Vec<Arc<dyn Source>> =
+        (0..2).map(|_| objects.source(&cache(dir.path(), Some(56 << 20)), LONG)).collect();
+    thread::scope(|scope| {
+        for (number, source) in sources.iter().enumerate() {
+            for reader in 0..2_u64 {
+                let bytes = Arc::clone(&bytes);
+                scope.spawn(move || {
+                    let mut random = Random(number as u64 * 7 + reader);
+                    for round in 0..120 {
+                        let start = random.below(LEN - 1);
+                        let end = (start + 1 + random.below(700_000)).min(LEN);
+                        let expected = &bytes[usize::try_from(start).unwrap()..usize::try_from(end).unwrap()];
+                        let maps = source.maps_of(FILE);
+                        match (round % 3, maps) {
+                            (0, Some(maps)) => {
+                                let mut right = false;
+                                maps.with(FILE, span(start, end), &mut |found| right = found == expected)
+                                    .unwrap()
+                                    .unwrap();
+                                assert!(right, "{start}..{end} by a map");
+                            }
+                            (1, Some(maps)) => {
+                                let mut found = None;
+                                let replied = maps.with_kernel_bytes(FILE, span(start, end), &mut |bytes| {
+                                    found = Some(Served::Kernel(bytes).to_vec().unwrap());
+                                });
+                                if let Some(result) = replied {
+                                    result.unwrap();
+                                    assert!(found.unwrap() == expected, "{start}..{end} for the kernel");
+                                }
+                            }
+                            _ => {
+                                let len = expected.len();
+                                assert!(read(&**source, start, len).unwrap() == expected, "{start}..{end} by a read");
+                            }
+                        }
+                        if round % 16 == 0
+                            && let Some(maps) = source.maps()
+                        {
+                            maps.trim();
+                        }
+                    }
+                });
+            }
+        }
+    });
+    let evicted: u64 =
+        sources.iter().map(|source| count(&**source, |counters| counters.evicted_bytes.load(Ordering::Relaxed))).sum();
+    assert!(evicted > 0, "the cache is smaller than the object");
+    assert_eq!(count(&*sources[0], |counters| counters.bad_blocks.load(Ordering::Relaxed)), 0);
+}
+
+#[test]
+fn two_processes_fetch_together_little_more_than_once() {
+    const LEN: usize = 64 << 20;
+    let bytes = content(LEN, 2);
+    let objects = MemoryObjects::new([("model.safetensors", bytes.clone())]);
+    *objects.latency.lock().unwrap() = Duration::from_millis(3);
+    let dir = tempfile::tempdir().unwrap();
+    thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let source = objects.source(&cache(dir.path(), None), LONG);
+                assert!(source.bring_ahead(FILE, &[span(0, LEN as u64)]));
+                assert!(read(&*source, 0, LEN).unwrap() == bytes);
+            });
+        }
+    });
+    let fetched = objects.bytes.load(Ordering::Relaxed);
+    assert!(fetched <= LEN as u64 * 11 / 10, "{fetched} bytes for {LEN}");
+    let before = fetched;
+    let again = objects.source(&cache(dir.path(), None), LONG);
+    assert!(read(&*again, 0, LEN).unwrap() == bytes);
+    assert_eq!(objects.bytes.load(Ordering::Relaxed), before, "everything was in the cache");
+    assert!(again.backing(FILE).is_some());
+}
+
+#[test]
+fn a_contiguous_shard_costs_little_more_than_its_bytes_and_a_strided_one_no_single_requests() {
+    const LEN: usize = 64 << 20;
+    let objects = MemoryObjects::new([("model.bin", content(LEN, 3))]);
+    let dir = tempfile::tempdir().unwrap();
+    let source = objects.source(&cache(dir.path(), None), LONG);
+    read(&*source, 12_345_678, 10 << 20).unwrap();
+    let fetched = objects.bytes.load(Ordering::Relaxed);
+    assert!(fetched <= (10 << 20) * 102 / 100, "{fetched}");
+    let before = objects.requests.load(Ordering::Relaxed);
+    let maps = source.maps_of(FILE).unwrap();
+    let first = 32 << 20;
+    let parts: Vec<ByteSpan> = (0..64).map(|row| span(first + row * 40_000, first + row * 40_000 + 2_000)).collect();
+    let bounding = span(first, parts[63].end());
+    assert!(maps.is_partial(FILE, bounding));
+    let expected = content(LEN, 3);
+    let mut looked = false;
+    maps.with_parts(FILE, bounding, &parts, &mut |bytes| {
+        looked = true;
+        for part in &parts {
+            let (from, to) = (part.start() - first, part.end() - first);
+            let place = usize::try_from(part.start()).unwrap();
+            assert!(
+                bytes[usize::try_from(from).unwrap()..usize::try_from(to).unwrap()] == expected[place..place + 2_000]
+            );
+        }
+    })
+    .unwrap()
+    .unwrap();
+    assert!(looked);
+    let requests = objects.requests.load(Ordering::Relaxed) - before;
+    assert!(requests <= 2, "{requests} requests");
+}
+
+#[test]
+fn replies_that_break_off_go_on_where_they_ended() {
+    let bytes = content(3 << 20, 4);
+    let objects = MemoryObjects::new([("model.bin", bytes.clone())]);
+    let dir = tempfile::tempdir().unwrap();
+    let source = objects.source(&cache(dir.path(), None), LONG);
+    objects.mishaps.lock().unwrap().extend([
+        Mishap::CutAfter(0),
+        Mishap::Fails(Failure::Busy(Some(Duration::from_millis(30)))),
+        Mishap::CutAfter(100_001),
+        Mishap::Fails(Failure::Transient),
+        Mishap::CutAfter(1_000_000),
+    ]);
+    assert!(read(&*source, 0, 3 << 20).unwrap() == bytes);
+    assert_eq!(objects.bytes.load(Ordering::Relaxed), 3 << 20, "no byte came twice");
+    let value = |which: fn(&RemoteCounters) -> &std::sync::atomic::AtomicU64| {
+        count(&*source, |counters| which(counters).load(Ordering::Relaxed))
+    };
+    assert_eq!(value(|counters| &counters.retries), 5);
+    assert_eq!(value(|counters| &counters.pauses), 1);
+}
+
+#[test]
+fn another_version_poisons_its_file_only() {
+    let objects = MemoryObjects::new([("a.bin", content(1 << 20, 5)), ("b.bin", content(1 << 20, 6))]);
+    let dir = tempfile::tempdir().unwrap();
+    let source = objects.source(&cache(dir.path(), None), LONG);
+    read(&*source, 0, 100).unwrap();
+    let changed = Failure::Changed { expected: "1".into(), found: "2".into() };
+    objects.mishaps.lock().unwrap().push(Mishap::Fails(changed));
+    let error = read(&*source, 500_000, 100).unwrap_err();
+    assert!(matches!(&error, SourceError::OtherVersion { found, .. } if found == "2"), "{error}");
+    assert!(error.to_string().contains("mem://all/a.bin"), "{error}");
+    assert!(read(&*source, 0, 100).is_err(), "also what is in the cache: it is unknown which is right");
+    assert_eq!(source.health().poisoned(), 1);
+    source.read_into(FileId(1), 0, &mut [0; 100]).unwrap();
+}
+
+#[test]
+fn a_service_without_answer_is_an_error_after_the_stated_time_and_cached_bytes_go_on() {
+    let objects = MemoryObjects::new([("a.bin", content(1 << 20, 7)), ("b.bin", content(1 << 20, 8))]);
+    let dir = tempfile::tempdir().unwrap();
+    let source = objects.source(&cache(dir.path(), None), Duration::from_millis(400));
+    source.read_into(FileId(1), 0, &mut [0; 1 << 20]).unwrap();
+    objects.mishaps.lock().unwrap().extend(vec![Mishap::Hangs; 50]);
+    let begun = Instant::now();
+    let waiting = thread::scope(|scope| {
+        let waiting = scope.spawn(|| read(&*source, 0, 1000));
+        thread::sleep(Duration::from_millis(50));
+        source.read_into(FileId(1), 0, &mut [0; 1 << 20]).unwrap();
+        waiting.join().unwrap()
+    });
+    let error = waiting.unwrap_err();
+    assert!(matches!(error, SourceError::Remote { .. }), "{error}");
+    assert!(error.to_string().contains("a.bin") && error.to_string().contains("0..16384"), "{error}");
+    assert!(begun.elapsed() >= Duration::from_millis(390));
+    objects.mishaps.lock().unwrap().clear();
+    assert!(read(&*source, 0, 1000).is_ok(), "it works again");
+}
+
+#[test]
+fn a_pause_longer_than_the_time_limit_is_an_error_that_says_so() {
+    let objects = MemoryObjects::new([("a.bin", content(1 << 20, 9))]);
+    let dir = tempfile::tempdir().unwrap();
+    let source = objects.source(&cache(dir.path(), None), Duration::from_secs(2));
+    objects.mishaps.lock().unwrap().push(Mishap::Fails(Failure::Busy(Some(Duration::from_secs(300)))));
+    let begun = Instant::now();
+    let error = read(&*source, 0, 10).unwrap_err().to_string();
+    assert!(error.contains("300 s") && error.contains("--source-timeout"), "{error}");
+    assert!(begun.elapsed() < Duration::from_secs(300));
+}
+
+fn with_digest(objects: &Arc<MemoryObjects>, digest: &str) -> RemoteRepository {
+    let mut repository = objects.repository("1");
+    repository.files[0].content = Content::Sha256(digest.to_owned());
+    repository
+}
+
+fn hex(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[test]
+fn a_complete_object_is_compared_with_its_digest_and_a_wrong_one_is_poisoned_after_the_second_time() {
+    let bytes = content(1 << 20, 10);
+    let objects = MemoryObjects::new([("a.bin", bytes.clone())]);
+    let dir = tempfile::tempdir().unwrap();
+    let good = source_of(with_digest(&objects, &hex(&bytes)), &cache(dir.path(), None), LONG);
+    read(&*good, 0, 1 << 20).unwrap();
+    let trim_until = |source: &dyn Source, done: &dyn Fn() -> bool| {
+        let begun = Instant::now();
+        while !done() && begun.elapsed() < LONG {
+            source.maps().unwrap().trim();
+            thread::sleep(Duration::from_millis(5));
+        }
+        assert!(done());
+    };
+    let meta = dir.path().join("objects").join(format!("sha256-{}", hex(&bytes))).join("meta.json");
+    trim_until(&*good, &|| fs::read_to_string(&meta).unwrap().contains("\"verified\": true"));
+    assert_eq!(good.health().poisoned(), 0);
+
+    let wrong = source_of(with_digest(&objects, &hex(b"other")), &cache(dir.path(), None), LONG);
+    read(&*wrong, 0, 1 << 20).unwrap();
+    let before = objects.bytes.load(Ordering::Relaxed);
+    trim_until(&*wrong, &|| wrong.absent_bytes(FILE, &[span(0, 1 << 20)]) == 1 << 20);
+    read(&*wrong, 0, 1 << 20).unwrap();
+    assert_eq!(objects.bytes.load(Ordering::Relaxed) - before, 1 << 20, "fetched once more");
+    trim_until(&*wrong, &|| wrong.health().poisoned() == 1);
+    let error = read(&*wrong, 0, 1).unwrap_err();
+    assert!(matches!(error, SourceError::Corrupt { .. }), "{error}");
+}
+
+#[test]
+fn damage_on_the_disk_is_a_miss() {
+    let bytes = content(1 << 20, 11);
+    let objects = MemoryObjects::new([("a.bin", bytes.clone())]);
+    let dir = tempfile::tempdir().unwrap();
+    let first = cache(dir.path(), None);
+    read(&*objects.source(&first, LONG), 0, 1 << 20).unwrap();
+    let entry = first.list().unwrap().remove(0);
+    let data = fs::File::options().write(true).open(entry.join("data")).unwrap();
+    data.write_all_at(&[0; 50_000], 300_000).unwrap();
+    drop(first);
+    let second = cache(dir.path(), None);
+    let source = objects.source(&second, LONG);
+    assert!(read(&*source, 0, 1 << 20).unwrap() == bytes);
+    let bad = count(&*source, |counters| counters.bad_blocks.load(Ordering::Relaxed));
+    assert!((4..=5).contains(&bad), "{bad} of {}", 50_000 / BLOCK_BYTES);
+    assert_eq!(digest_of(&second.existing(&entry).unwrap()).unwrap().unwrap(), hex(&bytes));
+}
