@@ -213,13 +213,13 @@ fn a_service_without_answer_is_an_error_after_the_stated_time_and_cached_bytes_g
     let objects = MemoryObjects::new([("a.bin", content(1 << 20, 7)), ("b.bin", content(1 << 20, 8))]);
     let dir = tempfile::tempdir().unwrap();
     let source = objects.source(&cache(dir.path(), None), Duration::from_millis(400));
-    source.read_into(FileId(1), 0, &mut [0; 1 << 20]).unwrap();
+    source.read_into(FileId(1), 0, &mut vec![0; 1 << 20]).unwrap();
     objects.mishaps.lock().unwrap().extend(vec![Mishap::Hangs; 50]);
     let begun = Instant::now();
     let waiting = thread::scope(|scope| {
         let waiting = scope.spawn(|| read(&*source, 0, 1000));
         thread::sleep(Duration::from_millis(50));
-        source.read_into(FileId(1), 0, &mut [0; 1 << 20]).unwrap();
+        source.read_into(FileId(1), 0, &mut vec![0; 1 << 20]).unwrap();
         waiting.join().unwrap()
     });
     let error = waiting.unwrap_err();

@@ -98,7 +98,8 @@ fn conforms(source: &dyn Source) {
             let mut seen = None;
             let maps = source.maps().inspect(|maps| maps.will_need(id, *span));
             if let Some(result) = maps.and_then(|maps| maps.with(id, *span, &mut |bytes| seen = Some(bytes.to_vec()))) {
-                assert!(source.maps_of(id).is_some());
+                // A remote source whose cache has no room gives windows all the same, of a buffer.
+                assert!(source.maps_of(id).is_some() || source.remote().is_some());
                 result.unwrap();
                 assert_eq!(seen.as_deref(), Some(expected));
             } else {

@@ -332,7 +332,14 @@ impl Entry {
         let Some(_alone) = segment.alone() else { return Ok(0) };
         let range = lock::segment(place);
         // After `alone`: a thread that keeps the entry looks at its blocks after it said so.
-        if self.kept.load(Ordering::SeqCst) || !lock::try_lock(self.map.file(), LockKind::Exclusive, &range)? {
+        if self.kept.load(Ordering::SeqCst) {
+            return Ok(0);
+        }
+        if !lock::try_lock(self.map.file(), LockKind::Exclusive, &range)? {
+            // Another process uses it, perhaps as little as this one: without this lock it may evict it when it needs room.
+            let forgotten = segment.forget();
+            self.verified_blocks.fetch_sub(forgotten, Ordering::AcqRel);
+            lock::try_lock(self.map.file(), LockKind::None, &range)?;
             return Ok(0);
         }
         let blocks = blocks_of_segment(place, block_count(self.size_bytes));

@@ -34,8 +34,11 @@ const SURPLUS_BYTES: u64 = 256 << 20;
 /// The disk is measured again after this time, or after so much was written.
 const MEASURE_PERIOD: Duration = Duration::from_secs(5);
 const MEASURE_BYTES: u64 = 64 << 20;
+/// Until then a process writes at most this part of the room, but at least some bytes.
+const ROOM_DIVISOR: u64 = 8;
+const ROOM_BYTES_MIN: u64 = 1 << 20;
 /// After an eviction that did not free enough, none is tried for this time.
-const PAUSE: Duration = Duration::from_secs(2);
+const PAUSE: Duration = Duration::from_millis(250);
 /// Age from which an unfinished entry of another process is taken for abandoned.
 const ABANDONED: Duration = Duration::from_hours(1);
 
@@ -105,7 +108,8 @@ impl Space {
         }
         let left = limit.saturating_sub(used);
         state.measured = Some(Instant::now());
-        state.room_bytes = left.min(MEASURE_BYTES);
+        // Other processes write too: each takes a part of what is left.
+        state.room_bytes = (left / ROOM_DIVISOR).clamp(ROOM_BYTES_MIN.max(bytes), MEASURE_BYTES.max(bytes)).min(left);
         if left < bytes {
             state.full_since = Some(Instant::now());
             return false;
