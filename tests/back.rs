@@ -181,7 +181,10 @@ fn check_family(family: &str, scanned: bool) {
                 DType::BF16 => old_bytes.clone(),
                 _ => self::bytes(&float(old_bytes, *old_dtype), DType::BF16),
             };
-            assert!(*bytes == oracle(family, name, &config, &old, wanted), "{family} scanned={scanned} {name} {wanted}");
+            assert!(
+                *bytes == oracle(family, name, &config, &old, wanted),
+                "{family} scanned={scanned} {name} {wanted}"
+            );
         }
     }
 }
@@ -228,7 +231,9 @@ fn refusal(checkpoint: &Checkpoint, options: ViewOptions) -> String {
 fn megatrons_checkpoints_come_back_bit_for_bit() {
     for family in ["llama3.1", "qwen2.5", "qwen3", "qwen3-moe", "mixtral"] {
         let (_, stored) = repository(family);
-        for (layout, padded) in [("megatron", None), ("megatron-unscanned", None), ("megatron", Some(("vocab_size", "256")))] {
+        for (layout, padded) in
+            [("megatron", None), ("megatron-unscanned", None), ("megatron", Some(("vocab_size", "256")))]
+        {
             let directory = TempDir::new().unwrap();
             let file = save(directory.path(), family, layout, padded.as_slice());
             let checkpoint = with_config(&file, family, false);
@@ -356,7 +361,11 @@ fn a_text_model_gets_its_vision_tower_back_from_the_repository_that_fills() {
     // Without it the repository is that of the text model.
     let checkpoint = with_config(&file, "gemma3", false);
     let plan = Plan::build(&checkpoint, &back(ViewOptions::default())).unwrap();
-    assert!(plan.warnings.iter().any(|warning| warning.contains("--fill-from SOURCE takes them")), "{:?}", plan.warnings);
+    assert!(
+        plan.warnings.iter().any(|warning| warning.contains("--fill-from SOURCE takes them")),
+        "{:?}",
+        plan.warnings
+    );
     let config: Value = serde_json::from_slice(&read(&volume(&checkpoint, plan), "hf/config.json")).unwrap();
     assert_eq!(config["model_type"], "gemma3_text");
     assert_eq!(config["architectures"], serde_json::json!(["Gemma3ForCausalLM"]));
@@ -390,21 +399,25 @@ fn what_does_not_fit_is_refused_by_name() {
                     configuration of the model that was trained, and its parameters";
     assert!(error.contains(expected), "{error}");
     let error = refusal(&llama, set("param_scan_axis", "0"));
-    assert!(error.contains("params.decoder.layers.mlp.wi_0.kernel: expected shape [3, 48, 112] by config.json"), "{error}");
+    assert!(
+        error.contains("params.decoder.layers.mlp.wi_0.kernel: expected shape [3, 48, 112] by config.json"),
+        "{error}"
+    );
     assert!(error.contains("found [48, 3, 112]"), "{error}");
     let error = refusal(&llama, set("nosuch", "1"));
     assert!(error.contains("there is no parameter \"nosuch\""), "{error}");
     // A leaf that is missing, and one that no rule knows.
     let bytes = fs::read(&file).unwrap();
     let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-    let renamed: Vec<_> = tensors
-        .iter()
-        .map(|(name, view)| (name.replace("decoder_norm.scale", "decoder_norm.bias"), view))
-        .collect();
+    let renamed: Vec<_> =
+        tensors.iter().map(|(name, view)| (name.replace("decoder_norm.scale", "decoder_norm.bias"), view)).collect();
     fs::write(&file, safetensors::serialize(renamed, None).unwrap()).unwrap();
     let strange = with_config(&file, "llama3.1", false);
     let error = refusal(&strange, ViewOptions::default());
-    assert!(error.contains("missing tensor params.decoder.decoder_norm.scale, needed for the layout maxtext/llama"), "{error}");
+    assert!(
+        error.contains("missing tensor params.decoder.decoder_norm.scale, needed for the layout maxtext/llama"),
+        "{error}"
+    );
     assert!(error.contains("unexpected tensor params.decoder.decoder_norm.bias"), "{error}");
 }
 

@@ -57,7 +57,8 @@ pub(super) fn read_companion(
         let len = tree.len_bytes(&path)?.unwrap_or(0);
         total = total.saturating_add(len);
         if len > FILE_BYTES_MAX || total > BYTES_MAX {
-            let message = format!("expected at most {FILE_BYTES_MAX} bytes, and {BYTES_MAX} of all such files together");
+            let message =
+                format!("expected at most {FILE_BYTES_MAX} bytes, and {BYTES_MAX} of all such files together");
             return Err(failed(&path, message));
         }
         let Some(text) = tree.description(&path)? else { continue };

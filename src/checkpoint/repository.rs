@@ -192,7 +192,11 @@ impl Checkpoint {
     ///
     /// # Errors
     /// The configuration contradicts itself.
-    pub(super) fn completed(mut self, companion: Companion, config: serde_json::Value) -> Result<Self, CheckpointError> {
+    pub(super) fn completed(
+        mut self,
+        companion: Companion,
+        config: serde_json::Value,
+    ) -> Result<Self, CheckpointError> {
         let mut problems = Problems::default();
         let quantization = self.dialect.quantization.clone();
         self.dialect = Dialect::of(&self.table, Some(&config), quantization, &mut problems);

@@ -340,8 +340,8 @@ impl<'a> Builder<'a> {
         self.warnings.extend(inverted.warnings.iter().cloned());
         let tensors = inverted.tensors.iter().map(|(name, view)| (name.clone(), Ok(view.clone())));
         let generic = Generic::load().map_err(|error| family_problem(&error).problems);
-        let drafts = generic
-            .and_then(|generic| canonical::drafts_of(wanted.seen(), chosen.family.clone(), generic, tensors));
+        let drafts =
+            generic.and_then(|generic| canonical::drafts_of(wanted.seen(), chosen.family.clone(), generic, tensors));
         Drafted {
             drafts: self.or_default(drafts),
             family: Some(inverted.layout.clone()),

@@ -34,13 +34,16 @@ pub(super) fn files(
     tensors.sort_by(|(left, _), (right, _)| natural(left, right));
     let nested = checkpoint.dialect().text_config.as_deref();
     let config = with_dtype(config.clone(), nested, common_dtype(&tensors), true);
-    let text = |path: &str, value: &Json| HfFile { path: path.to_owned(), content: HfContent::Text(json::pretty(value)) };
+    let text =
+        |path: &str, value: &Json| HfFile { path: path.to_owned(), content: HfContent::Text(json::pretty(value)) };
     let mut files = vec![text("config.json", &config)];
     match checkpoint.companion() {
-        Some(companion) => files.extend(companion.files.iter().map(|(path, bytes)| HfFile {
-            path: path.clone(),
-            content: HfContent::Text(bytes.to_vec()),
-        })),
+        Some(companion) => files.extend(
+            companion
+                .files
+                .iter()
+                .map(|(path, bytes)| HfFile { path: path.clone(), content: HfContent::Text(bytes.to_vec()) }),
+        ),
         None => files.extend(checkpoint.files().iter().filter_map(|file| {
             let own = file.role == FileRole::Other && file.path != "config.json" && !file.path.ends_with(".index.json");
             let content = HfContent::Original(file.file.filter(|_| own)?);

@@ -44,9 +44,9 @@ mod survey;
 mod unused;
 pub mod values;
 
-pub use generated::SHARD_BYTES_MAX;
 pub use draft::{Bundled, Draft, Roles};
 pub use family::Family;
+pub use generated::SHARD_BYTES_MAX;
 pub use hf::{HfContent, HfFile};
 pub use hole::Hole;
 pub use kind::Kinds;

@@ -34,7 +34,8 @@ fn is_state(name: &str) -> bool {
 /// such layout: the names are those of a repository, or unknown.
 pub(super) fn detect(checkpoint: &Checkpoint) -> Option<(Vec<&'static Embedded>, StoredNames)> {
     let all = || Embedded::all().iter().filter(|embedded| embedded.anchor.is_some());
-    let found = all().find_map(|embedded| stored_names(checkpoint, embedded.anchor?).map(|names| (embedded.anchor, names)));
+    let found =
+        all().find_map(|embedded| stored_names(checkpoint, embedded.anchor?).map(|names| (embedded.anchor, names)));
     let (anchor, names) = found?;
     Some((all().filter(|embedded| embedded.anchor == anchor).collect(), names))
 }

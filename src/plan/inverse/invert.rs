@@ -112,7 +112,8 @@ fn undo(
             extents.remove(*axis);
             let shape = Shape::try_new(&extents).map_err(ViewError::from)?;
             for number in 0..chosen.count {
-                let operand = usize::try_from(chosen.start + chosen.step * number).expect("a stack is a list in memory");
+                let operand =
+                    usize::try_from(chosen.start + chosen.step * number).expect("a stack is a list in memory");
                 let value = value.slice(*axis, number, number + 1, 1)?.reshape(&shape)?;
                 undo(&of[operand], places.clone(), value, is_forced, parts)?;
             }

@@ -215,7 +215,15 @@ impl Inversion<'_> {
         let stored = self.checkpoint.tensors().map(|(_, info)| info.name);
         let left_out = fold(stored.filter(|name| !detect::is_weight(self.names, name)), &[]);
         let (layout, params) = (self.reading.file.name().to_owned(), self.reading.resolved.params);
-        Ok(Inverted { tensors, layout, params, config, warnings, left_out, kept: fold(kept.iter().map(String::as_str), &[]) })
+        Ok(Inverted {
+            tensors,
+            layout,
+            params,
+            config,
+            warnings,
+            left_out,
+            kept: fold(kept.iter().map(String::as_str), &[]),
+        })
     }
 
     /// The stored tensor of each leaf, in the order of the rules. Leaves without one are reported, and stored tensors without a
@@ -229,7 +237,9 @@ impl Inversion<'_> {
             let stored = self.names.of(&draft.name);
             let id = checkpoint.find(&stored);
             match id {
-                Some(id) if !fits(draft, checkpoint.tensor(id).shape) => misshapen.push((id, draft.view.shape().clone())),
+                Some(id) if !fits(draft, checkpoint.tensor(id).shape) => {
+                    misshapen.push((id, draft.view.shape().clone()))
+                }
                 Some(_) => {}
                 None if options.allow_missing.accepts(&stored) => {}
                 None => missing.push(stored.clone()),
@@ -237,7 +247,8 @@ impl Inversion<'_> {
             known.insert(stored);
             found.push(id.filter(|id| fits(draft, checkpoint.tensor(*id).shape)));
         }
-        let weights = checkpoint.tensors().map(|(_, info)| info.name).filter(|name| detect::is_weight(self.names, name));
+        let weights =
+            checkpoint.tensors().map(|(_, info)| info.name).filter(|name| detect::is_weight(self.names, name));
         let strange: Vec<&str> =
             weights.filter(|name| !known.contains(*name) && !options.allow_unmapped.accepts(name)).collect();
         let others: BTreeSet<String> = strange.iter().map(|name| stars(name)).collect();

@@ -75,7 +75,8 @@ fn alone(config: &Json, text: &TextModel) -> Json {
     let nested = config.as_object().into_iter().flatten().find(|(_, value)| {
         value.is_object() && value.get("model_type").and_then(Json::as_str) == Some(text.model_type.as_str())
     });
-    let mut inner = nested.map(|(_, value)| value.clone()).or_else(|| config.get("text_config").cloned()).unwrap_or_default();
+    let mut inner =
+        nested.map(|(_, value)| value.clone()).or_else(|| config.get("text_config").cloned()).unwrap_or_default();
     if let Some(members) = inner.as_object_mut() {
         for key in INHERITED {
             if let (false, Some(value)) = (members.contains_key(key), config.get(key)) {

@@ -81,13 +81,13 @@ mod targets;
 
 use std::{collections::BTreeMap, sync::Arc};
 
+pub(super) use self::targets::{StoredNames, Target};
 use super::{
     draft::Draft,
     expr::{Expr, Template},
     logical::LogicalRules,
     name_group::NameGroup,
 };
-pub(super) use self::targets::{StoredNames, Target};
 use crate::tensor::DType;
 
 /// An expression, and the line on which it stands.
@@ -185,7 +185,8 @@ impl TextModel {
 
     /// The name in a repository of the text model.
     pub(super) fn name(&self, name: &str) -> String {
-        let renamed = self.names.iter().find_map(|(old, new)| Some(format!("{new}{}", name.strip_prefix(old.as_str())?)));
+        let renamed =
+            self.names.iter().find_map(|(old, new)| Some(format!("{new}{}", name.strip_prefix(old.as_str())?)));
         renamed.unwrap_or_else(|| name.to_owned())
     }
 }

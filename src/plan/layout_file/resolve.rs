@@ -108,7 +108,11 @@ impl LayoutFile {
             matches!(value, Some(Value::Bool(true)))
         });
         let Resolver { drafts, problems, left_out, ignored_patterns: ignored, warnings, .. } = resolver;
-        if problems.is_empty() { Ok(Resolved { drafts, params, verified, left_out, ignored, warnings }) } else { Err(problems) }
+        if problems.is_empty() {
+            Ok(Resolved { drafts, params, verified, left_out, ignored, warnings })
+        } else {
+            Err(problems)
+        }
     }
 
     fn problem(&self, line: usize, target: &str, error: &EvalError) -> Problem {
