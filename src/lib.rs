@@ -5,6 +5,8 @@
 //! *nothing changes after mount*: headers, names, views and sizes are fixed when the tree appears. A read can then fail only
 //! because bytes did not come or a source changed, and it fails loudly.
 //!
+//! [`guide`] is for users: what is in a mount, what it promises, how it is run. This page is for those who change the program.
+//!
 //! The layers, each using only those before it:
 //!
 //! | layer | holds |
@@ -67,6 +69,7 @@ pub mod cli;
 pub mod config;
 pub mod format;
 pub mod fuse;
+pub mod guide;
 pub mod host;
 pub mod image;
 pub mod plan;

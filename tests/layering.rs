@@ -12,7 +12,9 @@ use std::{
 };
 
 /// Each layer with those it may use.
-const MAY_USE: [(&str, &[&str]); 12] = [
+const MAY_USE: [(&str, &[&str]); 13] = [
+    // Text only.
+    ("guide", &[]),
     ("host", &[]),
     ("tensor", &[]),
     ("source", &[]),

@@ -67,8 +67,8 @@ const READ_BYTES_MAX: usize = 8 << 20;
 const ADVISED_BYTES_MIN: u64 = 2 << 20;
 
 /// File systems, by the magic number of `statfs`, on which a mapped page may fail for reasons other than truncation, or
-/// whose files change without the kernel knowing.
-const REMOTE_MAGIC: [i64; 12] = [
+/// whose files change without the kernel knowing. The C libraries disagree on the number's type; this one holds them all.
+const REMOTE_MAGIC: [i128; 12] = [
     0x6969,      // NFS
     0x6573_5546, // FUSE
     0x0BD0_0BD0, // Lustre
@@ -233,7 +233,9 @@ impl Pinned {
         let mapped = match io {
             SourceIo::Mmap => true,
             SourceIo::Pread => false,
-            SourceIo::Auto => fstatfs(&file).is_ok_and(|fs| !REMOTE_MAGIC.contains(&fs.filesystem_type().0)),
+            SourceIo::Auto => {
+                fstatfs(&file).is_ok_and(|fs| !REMOTE_MAGIC.contains(&i128::from(fs.filesystem_type().0)))
+            }
         };
         let seconds = remote.and_then(|remote| remote.object.file.modified_seconds);
         let modified = seconds.map_or_else(|| identity.modified(), |seconds| UNIX_EPOCH + Duration::from_secs(seconds));

@@ -1,0 +1,35 @@
+//! The guide for users, one topic a page. The same pages are in `src/guide/` of the repository.
+//!
+#![doc = include_str!("links.txt")]
+#![doc = include_str!("contents.md")]
+
+/// Declares a module for each page. `links.txt` comes first: of two definitions of a link the first counts, so that the links
+/// between pages lead to modules here, and to files in the repository.
+macro_rules! pages {
+    ($($module:ident $file:literal)*) => {
+        $(
+            #[doc = include_str!("links.txt")]
+            #[doc = include_str!($file)]
+            pub mod $module {}
+        )*
+    };
+}
+
+pages! {
+    layouts "layouts.md"
+    meshes "meshes.md"
+    values "values.md"
+    formats "formats.md"
+    sources "sources.md"
+    reading "reading.md"
+    semantics "semantics.md"
+    operations "operations.md"
+    clusters "clusters.md"
+    performance "performance.md"
+    troubleshooting "troubleshooting.md"
+    questions "questions.md"
+    comparison "comparison.md"
+    contributing "contributing.md"
+    changelog "changelog.md"
+    security "security.md"
+}

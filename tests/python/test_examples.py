@@ -1,0 +1,89 @@
+"""The scripts and manifests of examples/: what can be run of them without Slurm and Kubernetes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tomllib
+
+import pytest
+import yaml
+
+import mounting
+from mounting import ROOT
+
+MANIFESTS = sorted((ROOT / "examples/kubernetes").glob("*.yaml"))
+
+
+def slurm(script: str, tmp_path, comment: str) -> subprocess.CompletedProcess:
+    """Runs a prolog or epilog as Slurm does: by its environment."""
+    settings = {
+        "SLURM_JOB_ID": "7", "SLURM_JOB_COMMENT": comment, "CKFS": str(mounting.find_ckfs()),
+        "CKFS_SLURM_CONFIGS": str(tmp_path / "configs"), "CKFS_SLURM_MOUNTS": str(tmp_path / "run"),
+    }  # fmt: skip
+    return subprocess.run(
+        [ROOT / "examples/slurm" / script], env=os.environ | settings, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=open(tmp_path / "log", "w"), timeout=mounting.TIMEOUT_SECONDS, check=False,
+    )  # fmt: skip
+
+
+def test_slurm_mounts_for_a_job_and_removes_the_mounts(fuse, repo, tmp_path):
+    (tmp_path / "configs").mkdir()
+    config = f'source = "{repo("llama").path}"\nmesh = "fsdp=2"\n'
+    (tmp_path / "configs/llama.toml").write_text(config)
+    try:
+        assert slurm("prolog.sh", tmp_path, "nothing for us").returncode == 0
+        assert not (tmp_path / "run").exists()
+        # A name without a configuration is said, and does not drain the node.
+        assert slurm("prolog.sh", tmp_path, "night run; ckfs=llama,typo").returncode == 0
+        assert "asks for typo" in (tmp_path / "log").read_text()
+        assert (tmp_path / "run/7/llama/dev1/embed").stat().st_size > 0
+    finally:
+        done = slurm("epilog.sh", tmp_path, "")
+        left = mounting.mount_points(tmp_path)
+        for point in left:
+            mounting.detach(point)
+    assert done.returncode == 0 and not left
+    assert not (tmp_path / "run/7/llama").exists() and not (tmp_path / "run/7/llama.toml").exists()
+    assert slurm("epilog.sh", tmp_path, "").returncode == 0
+
+
+def test_slurm_fails_where_a_mount_fails(fuse, tmp_path):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/gone.toml").write_text('source = "/no/such/directory"\n')
+    assert slurm("prolog.sh", tmp_path, "ckfs=gone").returncode != 0
+    assert slurm("epilog.sh", tmp_path, "").returncode == 0
+
+
+def words_of(value: object):
+    """All lists of words in a manifest, which may be commands."""
+    if isinstance(value, dict):
+        for inner in value.values():
+            yield from words_of(inner)
+    elif isinstance(value, list):
+        if value and all(isinstance(word, str) for word in value):
+            yield value
+        for inner in value:
+            yield from words_of(inner)
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.stem)
+def test_manifests_use_commands_and_flags_that_exist(manifest):
+    for document in yaml.safe_load_all(manifest.read_text()):
+        for words in words_of(document):
+            if words[0] in ("/usr/bin/ckfs", "ckfs"):
+                words = words[1:]
+            if words[:1] not in (["mount"], ["status"]):
+                continue
+            known = re.findall(r"--[a-z][a-z-]*", mounting.run(words[0], "--help").out)
+            assert [word for word in words[1:] if word.startswith("--") and word not in known] == [], manifest.name
+
+
+def test_the_configuration_of_the_daemon_set_is_one_of_ckfs(repo, tmp_path):
+    documents = yaml.safe_load_all((ROOT / "examples/kubernetes/node.yaml").read_text())
+    (text,) = next(document["data"] for document in documents if document["kind"] == "ConfigMap").values()
+    assert tomllib.loads(text)["mountpoint"] == "/mounts/llama"
+    config = tmp_path / "llama.toml"
+    config.write_text(text.replace("/models/llama", str(repo("llama").path)))
+    assert "fsdp=8" in mounting.run("plan", "--config", config).out

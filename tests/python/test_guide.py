@@ -1,0 +1,202 @@
+"""README.md and the guide: every command gives what the page shows, links lead somewhere, and no page is forgotten."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import guide_blocks
+import mounting
+import repos
+from guide_blocks import GUIDE, NEEDS, PAGES, ROOT, Block
+
+# Plain blocks of the README: what a new user, and `.ci/run`, types first.
+SETUP = {"cargo run --release -- demo", "tests/run"}
+
+BLOCKS = [block for page in PAGES for block in guide_blocks.blocks(page)]
+
+pytestmark = pytest.mark.usefixtures("fuse")
+
+
+def misspelt(path: Path) -> repos.Repo:
+    """A repository in which one tensor has a misspelt name in every layer."""
+    tensors = repos.llama_tensors("typo", layers=3)
+    tensors = {name.replace("self_attn.o_proj", "self_atn.o_proj"): tensor for name, tensor in tensors.items()}
+    return repos.write(path, {"model.safetensors": tensors}, repos.base_config("llama", "LlamaForCausalLM", 3))
+
+
+def turned(path: Path) -> repos.Repo:
+    """A repository whose keys are stored the other way round."""
+    tensors = repos.llama_tensors("turned", layers=3)
+    for name, tensor in tensors.items():
+        if name.endswith("k_proj.weight"):
+            tensors[name] = repos.Tensor.of(tensor.code, tensor.array().T)
+    return repos.write(path, {"model.safetensors": tensors}, repos.base_config("llama", "LlamaForCausalLM", 3))
+
+
+# Repositories that pages name besides that of `ckfs demo`.
+OTHERS = {
+    "moe": repos.BUILDERS["qwen3_moe"],
+    "fp8": repos.BUILDERS["block_fp8_bf16"],
+    "uneven": repos.BUILDERS["uneven"],
+    "typo": misspelt,
+    "turned": turned,
+}
+
+
+def environment(home: Path) -> dict[str, str]:
+    path = f"{home / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    fixed = {"PATH": path, "HOME": str(home), "COLUMNS": "120", "LC_ALL": "C.UTF-8", "XDG_STATE_HOME": str(home / "state")}
+    return os.environ | fixed
+
+
+def run_console(block: Block, where: Path) -> list[str]:
+    """What is wrong."""
+    wrong = []
+    for command in guide_blocks.commands(block):
+        # A terminal shows both streams. Descriptors of a daemon would keep a pipe open, so output goes to a file.
+        with open(where.parent / "output", "w+b") as output:
+            done = subprocess.run(
+                ["bash", "-c", f"set -euo pipefail\n{command.text}"], cwd=where, env=environment(where.parent),
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, timeout=mounting.TIMEOUT_SECONDS,
+                check=False,
+            )  # fmt: skip
+            output.seek(0)
+            found = output.read().decode().rstrip().splitlines()
+        if (done.returncode != 0) != command.fails or not guide_blocks.matches(command.expected, found):
+            wrong.append("\n".join([f"{block}: $ {command.text}", f"exit {done.returncode}, found:", *found]))
+    return wrong
+
+
+# Compares as `doctest` does, with an ellipsis for what varies.
+DOCTEST = """
+import doctest, sys
+test = doctest.DocTestParser().get_doctest({text!r}, {{}}, {name!r}, None, 0)
+runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+found = runner.run(test)
+sys.exit(found.failed > 0 or found.attempted == 0)
+"""
+
+
+def run_python(block: Block, where: Path) -> list[str]:
+    """What is wrong."""
+    script = block.text
+    if block.kind == "pycon":
+        script = DOCTEST.format(text=block.text.replace("…", "..."), name=str(block))
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=where, env=environment(where.parent), stdin=subprocess.DEVNULL,
+        capture_output=True, timeout=3 * mounting.TIMEOUT_SECONDS, check=False,
+    )  # fmt: skip
+    return [] if done.returncode == 0 else [f"{block}\n{done.stdout.decode()}\n{done.stderr.decode()}"]
+
+
+@pytest.fixture
+def place(tmp_path: Path):
+    """A home directory with the program, and in it the directory in which a page's commands are run."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/ckfs").symlink_to(mounting.find_ckfs())
+    where = tmp_path / "work"
+    where.mkdir()
+    yield where
+    for point in mounting.mount_points(tmp_path):
+        mounting.detach(point)
+
+
+def runs(block: Block) -> bool:
+    return block.needs is None and block.kind in ("console", "python", "pycon")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(map(runs, guide_blocks.blocks(page)))], ids=lambda page: page.stem)
+def test_commands_give_what_the_page_shows(page, place):
+    text = page.read_text()
+    for name, build in OTHERS.items():
+        if f"repos/{name}" in text:
+            build(place / "repos" / name)
+    if "demo/" in text and page.name != "README.md":
+        mounting.run("demo", "--keep", "--dir", place / "demo")
+        mounting.run("umount", place / "demo/mnt")
+    wrong = []
+    for block in guide_blocks.blocks(page):
+        if block.file:
+            (place / block.file).write_text(block.text)
+        if runs(block):
+            wrong += (run_console if block.kind == "console" else run_python)(block, place)
+    if wrong:
+        pytest.fail("\n\n".join(wrong), pytrace=False)
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.kind in ("toml", "yaml")], ids=str)
+def test_data_can_be_read(block):
+    if block.kind == "toml":
+        tomllib.loads(block.text)
+    else:
+        assert list(yaml.safe_load_all(block.text))
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.kind == "console" and block.needs], ids=str)
+def test_commands_that_are_not_run_have_flags_that_exist(block):
+    """All that is checked of them is that `ckfs` knows each command and each flag."""
+    assert block.needs in NEEDS
+    subcommands = set(re.findall(r"^  (\w+)  ", mounting.run("--help").out, flags=re.M))
+    for command in guide_blocks.commands(block):
+        words = shlex.split(command.text, comments=True)
+        # `ckfs mount`, also as the image of a container: `ckfs:0.1.0 mount`.
+        starts = [n for n in range(1, len(words)) if words[n - 1].partition(":")[0] == "ckfs" and words[n] in subcommands]
+        for start in starts:
+            known = set(re.findall(r"--[a-z][a-z-]*", mounting.run(words[start], "--help").out))
+            flags = {word.partition("=")[0] for word in words[start + 1 :] if word.startswith("--")}
+            assert flags <= known, f"{block}: {flags - known} of `ckfs {words[start]}`"
+
+
+def test_every_command_is_in_a_block_that_is_known_to_be_run_or_not():
+    for block in BLOCKS:
+        if block.kind == "text" and block.text.strip() not in SETUP:
+            assert not re.search(r"^(\$ |ckfs )", block.text, flags=re.M), block
+
+
+def test_the_readme_has_the_commands_of_the_first_setup():
+    plain = {block.text.strip() for block in guide_blocks.blocks(PAGES[0]) if block.kind == "text"}
+    assert SETUP <= plain
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+        targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^\]]+\]:\s*(\S+)", text, flags=re.M)
+        targets += re.findall(r'(?:src|href)="([^"]+)"', text)
+        for target in targets:
+            if not target.startswith(("https://", "#", "crate::")):
+                assert (page.parent / target.partition("#")[0]).exists(), f"{page.name}: {target}"
+
+
+def test_every_page_is_in_the_documentation_and_in_the_contents():
+    modules = (GUIDE / "mod.rs").read_text()
+    labels = (GUIDE / "links.txt").read_text()
+    contents = (GUIDE / "contents.md").read_text()
+    for page in GUIDE.glob("*.md"):
+        assert f'include_str!("{page.name}")' in modules or f'"{page.name}"' in modules, page
+        if page.stem != "contents":
+            module = page.stem.replace("-", "_")
+            assert f"crate::guide::{module}" in labels and f"]: {page.name}" in contents, page
+
+
+def test_the_readme_stays_short():
+    words = len(re.sub(r"^```.*?^```", "", PAGES[0].read_text(), flags=re.S | re.M).split())
+    assert words <= 1300, words
+
+
+def test_the_picture_is_that_of_the_demo(place):
+    """`examples/picture.py` draws the plan of the demo's model; the picture in the repository is what it draws today."""
+    mounting.run("demo", "--keep", "--dir", place / "demo")
+    picture = place / "picture.svg"
+    manifest = place / "demo/mnt/.ckfs/manifest.json"
+    subprocess.run([sys.executable, ROOT / "examples/picture.py", manifest, picture], check=True, timeout=60)
+    assert picture.read_text() == (ROOT / "examples/picture.svg").read_text()
