@@ -8,14 +8,18 @@ use std::{
 use super::{
     choose::{quoted, warn_of_weights},
     json,
+    locate::locate,
     options::OpenOptions,
     problem::{CheckpointError, Problem},
     text::read_json,
 };
-use crate::source::{Beneath, Opened, SourceError};
+use crate::source::{Beneath, Found, Opened, SourceError, remote::RemoteTree};
 
 /// Name of an adapter's weights.
 pub(super) const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
+
+/// Name of an adapter's configuration.
+const ADAPTER_CONFIG: &str = "adapter_config.json";
 
 /// An adapter's directory, its configuration and its weights.
 #[derive(Debug)]
@@ -32,18 +36,54 @@ pub(super) fn read_adapters(options: &OpenOptions) -> Result<Vec<AdapterFiles>, 
     options.adapters.iter().map(|dir| read_adapter(dir, options)).collect()
 }
 
-pub(super) fn read_adapter(dir: &Path, options: &OpenOptions) -> Result<AdapterFiles, CheckpointError> {
-    const CONFIG: &str = "adapter_config.json";
+/// An adapter of a service: of the Hub, or in a bucket.
+fn read_remote(dir: &Path, source: &str, options: &OpenOptions) -> Result<AdapterFiles, CheckpointError> {
+    let located = locate(source, options)?;
+    let Some(repository) = located.remote else {
+        // The Hub's cache has it.
+        let local = read_adapter(&located.path, options)?;
+        return Ok(AdapterFiles { dir: dir.to_owned(), ..local });
+    };
+    let tree = RemoteTree::open(repository, &options.cache(), &options.remote)?;
+    let find = |name: &str| {
+        let missing = || CheckpointError::Problems {
+            label: located.label.clone(),
+            problems: vec![Problem::Json { file: name.to_owned(), message: "expected this file of an adapter".into() }],
+            more: 0,
+        };
+        let place = tree.repository().files.iter().position(|file| file.path == name).ok_or_else(missing)?;
+        let failed = |error| SourceError::Io {
+            file: Arc::from(dir.join(name).as_path()),
+            action: "open".into(),
+            error: Arc::new(error),
+        };
+        Ok::<_, CheckpointError>(Found::cached(tree.remote(place)?).map_err(failed)?.open(None)?)
+    };
     let problem = |message: String| CheckpointError::Problems {
-        label: dir.display().to_string(),
-        problems: vec![Problem::Json { file: CONFIG.to_owned(), message }],
+        label: located.label.clone(),
+        problems: vec![Problem::Json { file: ADAPTER_CONFIG.to_owned(), message }],
         more: 0,
     };
+    let text = read_json(&find(ADAPTER_CONFIG)?, &options.fetches).map_err(problem)?;
+    let config = json::parse(&text).map_err(|error| problem(error.to_string()))?;
+    let weights = find(ADAPTER_WEIGHTS)?;
+    Ok(AdapterFiles { dir: dir.to_owned(), config, weights, warning: None, fills: false })
+}
+
+pub(super) fn read_adapter(dir: &Path, options: &OpenOptions) -> Result<AdapterFiles, CheckpointError> {
+    let problem = |message: String| CheckpointError::Problems {
+        label: dir.display().to_string(),
+        problems: vec![Problem::Json { file: ADAPTER_CONFIG.to_owned(), message }],
+        more: 0,
+    };
+    if let Some(source) = dir.to_str().filter(|source| source.contains("://")) {
+        return read_remote(dir, source, options);
+    }
     let follow = options.follow_symlinks;
     let opening = options.fetches.begin_path(dir, "open");
     let root = Beneath::open(dir).map_err(|error| problem(error.to_string()))?;
     let root = Arc::new(root);
-    let found = root.find(CONFIG).map_err(|error| problem(error.to_string()))?;
+    let found = root.find(ADAPTER_CONFIG).map_err(|error| problem(error.to_string()))?;
     if !found.is_inside() && !follow {
         return Err(problem(format!(
             "symbolic link to {}, outside the adapter's directory; --follow-symlinks reads it",

@@ -191,7 +191,8 @@ pub static SETTINGS: &[Setting] = &[
         "lora",
         Value("ADAPTER_DIR"),
         at!(view.lora),
-        "Shows the names that a PEFT model has with this LoRA adapter, and the adapter's own tensors; with `--layout hf`.",
+        "Shows the names that a PEFT model has with this LoRA adapter (a directory, hf://org/name, s3:// ...), and the adapter's own \
+         tensors; with `--layout hf`.",
     ),
     Setting::new(
         View,

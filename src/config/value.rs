@@ -275,7 +275,10 @@ impl SettingValue for PathBuf {
     }
 
     fn rebase(&mut self, base: &Path) {
-        *self = rebased(self, base);
+        // An address is no path.
+        if !self.to_str().is_some_and(|text| text.contains("://")) {
+            *self = rebased(self, base);
+        }
     }
 }
 

@@ -24,7 +24,7 @@ pub struct RemoteBytes {
     pub devices: Vec<(String, u64, u64)>,
     /// Bytes that the host needs, each once.
     pub needed_bytes: u64,
-    /// Bytes of the spans that hold them, other files included.
+    /// Bytes of the cache's blocks that hold them, other files included.
     pub spanned_bytes: u64,
     /// Bytes that the cache lacks; it brings blocks, so that this may exceed the needed bytes.
     pub absent_bytes: u64,
@@ -75,14 +75,14 @@ impl RemoteBytes {
             if spans.is_empty() {
                 continue;
             }
-            found.spanned_bytes += spans.iter().map(|span| span.len()).sum::<u64>();
+            found.spanned_bytes += block_bytes(&spans, source.len_bytes(FileId(number)));
             found.absent_bytes += source.absent_bytes(FileId(number), &spans);
             found.spans.push((FileId(number), spans));
         }
         Ok(Some(found))
     }
 
-    /// How many times the needed bytes the spans hold, at least 1.
+    /// How many times the needed bytes the blocks hold, at least 1.
     pub fn over_read(&self) -> f64 {
         #[expect(clippy::cast_precision_loss, reason = "shown with two digits")]
         let ratio = self.spanned_bytes as f64 / self.needed_bytes.max(1) as f64;
@@ -104,6 +104,17 @@ impl RemoteBytes {
 
 /// Spans of a file after which they are merged, to bound the memory.
 const SPANS_MAX: usize = 1 << 20;
+
+/// Bytes of the blocks that hold spans of a file of this length.
+fn block_bytes(spans: &[ByteSpan], len_bytes: u64) -> u64 {
+    let blocks = spans.iter().filter_map(|span| {
+        let end = span.end().next_multiple_of(GAP_BYTES).min(len_bytes);
+        ByteSpan::new(span.start() / GAP_BYTES * GAP_BYTES, end)
+    });
+    let mut blocks: Vec<ByteSpan> = blocks.collect();
+    merge(&mut blocks);
+    blocks.iter().map(|span| span.len()).sum()
+}
 
 /// Sorts spans and joins those that touch or overlap.
 fn merge(spans: &mut Vec<ByteSpan>) {

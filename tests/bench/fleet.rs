@@ -12,13 +12,13 @@ mod stub;
 use std::{
     fs::{self, File},
     io::Write,
-    path::Path,
+    path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::atomic::Ordering,
     time::{Duration, Instant},
 };
 
-use rig::{Result, write_llama};
+use rig::Result;
 use serde_json::{Value, json};
 use stub::store::StoreStub;
 
@@ -62,12 +62,12 @@ impl Fleet<'_> {
         let record = &self.store.server.record;
         let before = (record.body_bytes.load(Ordering::Relaxed), record.count.load(Ordering::Relaxed));
         let begun = Instant::now();
-        let mut running: Vec<Child> = Vec::new();
+        let mut running: Vec<(Child, PathBuf)> = Vec::new();
         for host in 0..hosts {
             let devices = format!("{}-{}", host * each, host * each + each - 1);
             let cache = format!("{name}-{host}");
             let fetch = ["-q", "fetch", "s3://models/llama", "--mesh", mesh, "--devices", &devices];
-            running.push(self.ckfs(&cache, &fetch).stdout(Stdio::null()).spawn()?);
+            running.push((self.ckfs(&cache, &fetch).stdout(Stdio::null()).spawn()?, self.caches.join(&cache)));
             if running.len() == AT_ONCE {
                 finish(running.remove(0))?;
             }
@@ -83,9 +83,6 @@ impl Fleet<'_> {
             mb(needed),
             mb(sent)
         );
-        for host in 0..hosts {
-            fs::remove_dir_all(self.caches.join(format!("{name}-{host}")))?;
-        }
         Ok(())
     }
 
@@ -110,8 +107,59 @@ fn mb(bytes: u64) -> f64 {
     bytes as f64 / 1e6
 }
 
-fn finish(mut host: Child) -> Result<()> {
-    if host.wait()?.success() { Ok(()) } else { Err("a host failed".into()) }
+/// Waits for a host, and removes its cache: the disk of this machine need not hold those of all.
+fn finish((mut host, cache): (Child, PathBuf)) -> Result<()> {
+    if !host.wait()?.success() {
+        return Err("a host failed".into());
+    }
+    Ok(fs::remove_dir_all(cache)?)
+}
+
+/// Writes a file of these tensors with holes for their bytes.
+fn write_sparse(path: &Path, rows: Vec<(String, Vec<u64>)>) -> Result<()> {
+    let mut header = serde_json::Map::new();
+    let mut end = 0;
+    for (tensor, shape) in rows {
+        let start = end;
+        end += shape.iter().product::<u64>() * 2;
+        header.insert(tensor, json!({"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}));
+    }
+    let json = serde_json::to_vec(&header)?;
+    let mut out = File::create(path)?;
+    out.write_all(&(json.len() as u64).to_le_bytes())?;
+    out.write_all(&json)?;
+    out.set_len(8 + json.len() as u64 + end)?;
+    Ok(())
+}
+
+/// A dense model of one layer, with the shapes of a model of 8 billion parameters.
+fn write_dense(dir: &Path) -> Result<()> {
+    fs::create_dir_all(dir)?;
+    let (hidden, inner) = (4096u64, 14336u64);
+    let mut rows: Vec<(String, Vec<u64>)> = vec![
+        ("model.embed_tokens.weight".into(), vec![8192, hidden]),
+        ("lm_head.weight".into(), vec![8192, hidden]),
+        ("model.norm.weight".into(), vec![hidden]),
+    ];
+    for (part, shape) in [
+        ("self_attn.q_proj", vec![hidden, hidden]),
+        ("self_attn.k_proj", vec![hidden / 4, hidden]),
+        ("self_attn.v_proj", vec![hidden / 4, hidden]),
+        ("self_attn.o_proj", vec![hidden, hidden]),
+        ("mlp.gate_proj", vec![inner, hidden]),
+        ("mlp.up_proj", vec![inner, hidden]),
+        ("mlp.down_proj", vec![hidden, inner]),
+        ("input_layernorm", vec![hidden]),
+        ("post_attention_layernorm", vec![hidden]),
+    ] {
+        rows.push((format!("model.layers.0.{part}.weight"), shape));
+    }
+    write_sparse(&dir.join("model.safetensors"), rows)?;
+    let config = json!({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1,
+        "hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "vocab_size": 8192, "tie_word_embeddings": false, "torch_dtype": "bfloat16"});
+    fs::write(dir.join("config.json"), config.to_string())?;
+    Ok(())
 }
 
 /// A model of 1.6 TB in sparse files: 125 layers of experts.
@@ -153,19 +201,8 @@ fn write_large(dir: &Path) -> Result<()> {
                 rows.push((format!("{prefix}.mlp.experts.{expert}.{part}.weight"), shape));
             }
         }
-        let mut header = serde_json::Map::new();
-        let mut end = 0;
-        for (tensor, shape) in rows {
-            let start = end;
-            end += shape.iter().product::<u64>() * 2;
-            map.insert(tensor.clone(), json!(name));
-            header.insert(tensor, json!({"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}));
-        }
-        let json = serde_json::to_vec(&header)?;
-        let mut out = File::create(dir.join(&name))?;
-        out.write_all(&(json.len() as u64).to_le_bytes())?;
-        out.write_all(&json)?;
-        out.set_len(8 + json.len() as u64 + end)?;
+        map.extend(rows.iter().map(|(tensor, _)| (tensor.clone(), json!(name))));
+        write_sparse(&dir.join(&name), rows)?;
     }
     let index = json!({"metadata": {}, "weight_map": map});
     fs::write(dir.join("model.safetensors.index.json"), index.to_string())?;
@@ -181,14 +218,13 @@ fn main() -> Result<()> {
     let short = std::env::args().any(|arg| arg == "--short");
     let dir = tempfile::tempdir()?;
     let (root, caches) = (dir.path().join("store"), dir.path().join("caches"));
-    // Shards of some MB: 512 devices of a small model hold a few KB of each tensor.
-    let (layers, hidden, inner) = if short { (2, 1024, 4096) } else { (4, 4096, 16384) };
-    write_llama(&root.join("models/llama"), "BF16", layers, hidden, inner)?;
+    write_dense(&root.join("models/llama"))?;
     let store = StoreStub::start(&root);
     let fleet = Fleet { store: &store, caches: &caches };
     let hosts = if short { 8 } else { 64 };
-    for mesh in [format!("fsdp={}", hosts * 8), format!("fsdp={hosts},tensor=8"), format!("replica=8,fsdp={hosts}")] {
-        fleet.fetch(&mesh, hosts, 8)?;
+    let meshes = [format!("fsdp={}", hosts * 8), format!("fsdp={hosts},tensor=8"), format!("replica=8,fsdp={hosts}")];
+    for mesh in meshes.iter().take(if short { 2 } else { 3 }) {
+        fleet.fetch(mesh, hosts, 8)?;
     }
     write_large(&root.join("models/large"))?;
     fleet.plan_large()

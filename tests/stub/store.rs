@@ -64,6 +64,11 @@ fn escaped(text: &str) -> String {
 
 impl Store {
     fn answer(&self, request: &Request) -> Reply {
+        if request.path == "/_stub/set" {
+            let latency = request.parameter("latency_ms").and_then(|text| text.parse().ok());
+            self.switches.lock().unwrap().latency = Duration::from_millis(latency.unwrap_or(0));
+            return Reply::new(200, "");
+        }
         let mut switches = self.switches.lock().unwrap();
         let latency = switches.latency;
         if switches.busy > 0 {

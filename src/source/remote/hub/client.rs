@@ -4,7 +4,7 @@ use std::{
     error::Error,
     io,
     ops::Deref,
-    path::{Path, PathBuf},
+    path::Path,
     sync::Arc,
     time::Instant,
 };
@@ -21,7 +21,7 @@ use super::{
     super::{
         counters::RemoteCounters,
         error::{Failure, RemoteError},
-        interface::{RemoteFile, RemoteRepository},
+        interface::RemoteFile,
         retry::{Deadline, Gate, retry},
         runtime,
     },
@@ -29,7 +29,6 @@ use super::{
     limits::asked,
     refusal::{Reason, Refusal, Subject},
     settings::{HubSettings, may_connect},
-    snapshot::Snapshot,
     tree::{Entry, Revision, SHA1_DIGITS, is_hex, next_page},
 };
 
@@ -120,40 +119,19 @@ impl Hub {
         Err(RemoteError::new(Failure::Unsupported, self.host(), repo, message))
     }
 
-    /// The files of a commit, with their digests, and how to read them. Files that are complete in `blobs`, the directory of
-    /// blobs in the Hub's shared cache, are read from there.
-    ///
-    /// # Errors
-    /// As [`Hub::commit`], and files whose names or digests cannot be used.
-    pub fn repository(
-        self: &Arc<Self>,
-        repo: &str,
-        commit: &str,
-        blobs: Option<PathBuf>,
-        deadline: Deadline,
-    ) -> Result<RemoteRepository, RemoteError> {
-        let kept = self.kept.as_ref().and_then(|kept| kept.files(repo, commit));
-        let files = match kept {
-            Some(files) => files,
-            None if self.settings.offline => {
-                return Err(self.is_offline(&format!("{repo}@{commit}")));
-            }
-            None => {
-                let files = self.tree(repo, commit, deadline)?;
-                if let Some(kept) = &self.kept {
-                    kept.keep_files(repo, commit, &files);
-                }
-                files
-            }
-        };
-        let page = self.settings.endpoint.as_str().trim_end_matches('/');
-        Ok(RemoteRepository {
-            label: format!("{repo}@{}", commit.get(..12).unwrap_or(commit)),
-            url: format!("{page}/{repo}/blob/{commit}"),
-            revision: Some(commit.to_owned()),
-            files,
-            objects: Arc::new(Snapshot::new(Arc::clone(self), repo.to_owned(), commit.to_owned(), blobs)),
-        })
+    /// The files of a commit: those that are kept, else as the Hub lists them.
+    pub(super) fn files(&self, repo: &str, commit: &str, deadline: Deadline) -> Result<Vec<RemoteFile>, RemoteError> {
+        if let Some(files) = self.kept.as_ref().and_then(|kept| kept.files(repo, commit)) {
+            return Ok(files);
+        }
+        if self.settings.offline {
+            return Err(self.is_offline(&format!("{repo}@{commit}")));
+        }
+        let files = self.tree(repo, commit, deadline)?;
+        if let Some(kept) = &self.kept {
+            kept.keep_files(repo, commit, &files);
+        }
+        Ok(files)
     }
 
     fn tree(&self, repo: &str, commit: &str, deadline: Deadline) -> Result<Vec<RemoteFile>, RemoteError> {

@@ -21,7 +21,8 @@ use super::{
         super::ByteSpan,
         counters::RemoteCounters,
         error::{Failure, RemoteError},
-        interface::{Content, Objects, RemoteFile, Sink},
+        interface::{Content, Objects, RemoteFile, RemoteRepository, Sink},
+        retry::Deadline,
         runtime,
     },
     client::{Hub, next_chunk, of_status},
@@ -144,6 +145,31 @@ impl Snapshot {
             check_tag(&known, &location, &answer, &body)?;
             return body.pass(answer, skip, sink).await;
         }
+    }
+}
+
+impl Hub {
+    /// The files of a commit, with their digests, and how to read them. Files that are complete in `blobs`, the directory of
+    /// blobs in the Hub's shared cache, are read from there.
+    ///
+    /// # Errors
+    /// As [`Hub::commit`], and files whose names or digests cannot be used.
+    pub fn repository(
+        self: &Arc<Self>,
+        repo: &str,
+        commit: &str,
+        blobs: Option<PathBuf>,
+        deadline: Deadline,
+    ) -> Result<RemoteRepository, RemoteError> {
+        let files = self.files(repo, commit, deadline)?;
+        let page = self.settings().endpoint.as_str().trim_end_matches('/');
+        Ok(RemoteRepository {
+            label: format!("{repo}@{}", commit.get(..12).unwrap_or(commit)),
+            url: format!("{page}/{repo}/blob/{commit}"),
+            revision: Some(commit.to_owned()),
+            files,
+            objects: Arc::new(Snapshot::new(Arc::clone(self), repo.to_owned(), commit.to_owned(), blobs)),
+        })
     }
 }
 
