@@ -17,6 +17,7 @@ import guide_blocks
 import mounting
 import repos
 from guide_blocks import GUIDE, NEEDS, PAGES, ROOT, Block
+from test_remote import NAMES as REMOTE, Stub
 
 # Plain blocks of the README: what a new user, and `.ci/run`, types first.
 SETUP = {"cargo run --release -- demo", "tests/run"}
@@ -110,12 +111,28 @@ def place(tmp_path: Path):
         mounting.detach(point)
 
 
+@pytest.fixture
+def hub(monkeypatch):
+    """Serves a repository as `org/demo` of a Hub on this machine; no other network is asked for."""
+    stubs = []
+    for name in REMOTE:
+        monkeypatch.delenv(name, raising=False)
+
+    def serve(repository: Path) -> str:
+        stubs.append(Stub("hub", f"org/demo={repository}"))
+        return stubs[-1].url
+
+    yield serve
+    for stub in stubs:
+        stub.close()
+
+
 def runs(block: Block) -> bool:
     return block.needs is None and block.kind in ("console", "python", "pycon")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(map(runs, guide_blocks.blocks(page)))], ids=lambda page: page.stem)
-def test_commands_give_what_the_page_shows(page, place):
+def test_commands_give_what_the_page_shows(page, place, hub, monkeypatch):
     text = page.read_text()
     for name, build in OTHERS.items():
         if f"repos/{name}" in text:
@@ -123,6 +140,8 @@ def test_commands_give_what_the_page_shows(page, place):
     if "demo/" in text and page.name != "README.md":
         mounting.run("demo", "--keep", "--dir", place / "demo")
         mounting.run("umount", place / "demo/mnt")
+    if "org/demo" in text:
+        monkeypatch.setenv("HF_ENDPOINT", hub(place / "demo/model"))
     wrong = []
     for block in guide_blocks.blocks(page):
         if block.file:
