@@ -1,13 +1,6 @@
 //! Requests to the Hub: token, redirects, refusals, waits.
 
-use std::{
-    error::Error,
-    io,
-    ops::Deref,
-    path::Path,
-    sync::Arc,
-    time::Instant,
-};
+use std::{error::Error, io, ops::Deref, path::Path, sync::Arc, time::Instant};
 
 use reqwest::{
     Method, Response, StatusCode, Url,
