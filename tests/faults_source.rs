@@ -306,7 +306,7 @@ fn commands_give_up_a_source_that_gives_no_answer() {
     };
     let name = path.to_str().unwrap();
     // In the order of reads: bytes that were read are in the kernel's cache.
-    for file in ["config.json", "model.safetensors.index.json", A] {
+    for file in ["model.safetensors.index.json", "config.json", A] {
         source.set(file, Manner::Stalled);
         refused(&run(&["plan", name]), file);
         refused(&run(&["mount", name, mnt.to_str().unwrap()]), file);

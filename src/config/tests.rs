@@ -69,7 +69,12 @@ fn a_written_configuration_reads_back_as_the_same() {
 }
 
 /// Each key above all tables, with a value that is not the default.
-const EVERY_TOP_KEY: &[(&str, &str)] = &[("source", "source = 'o/n'"), ("mountpoint", "mountpoint = 'm'")];
+const EVERY_TOP_KEY: &[(&str, &str)] = &[
+    ("source", "source = 'o/n'"),
+    ("config_from", "config_from = 'o/n'"),
+    ("fill_from", "fill_from = 'o/n'"),
+    ("mountpoint", "mountpoint = 'm'"),
+];
 
 /// Each key of a view, in a table or as a line, with a value that is not the default.
 pub(crate) const EVERY_VIEW_KEY: &[(&str, &str)] = &[
