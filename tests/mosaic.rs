@@ -160,7 +160,7 @@ proptest! {
     #[test]
     fn a_box_moved_taken_or_doubled_is_noticed(choices in proptest::collection::vec(any::<u32>(), 1..80)) {
         let mut draw = Draw(choices, 0);
-        let shape: Vec<u64> = (0..1 + draw.below(3)).map(|_| 1 + draw.below(6)).collect();
+        let shape: Vec<u64> = (0..=draw.below(3)).map(|_| 1 + draw.below(6)).collect();
         let mut boxes = Vec::new();
         cut(&mut draw, &vec![0; shape.len()], &shape, &mut boxes);
         let new = |(origin, extents): &(Vec<u64>, Vec<u64>)| NewBox {

@@ -25,7 +25,7 @@ const STEP_BLOCKS: u64 = 4096;
 
 /// Shows, checks or empties the disk cache of remote sources.
 ///
-/// The cache is CKFS_CACHE_DIR, else $XDG_CACHE_HOME/ckfs, else ~/.cache/ckfs. Mounts may use it meanwhile.
+/// The cache is `CKFS_CACHE_DIR`, else $`XDG_CACHE_HOME/ckfs`, else ~/.cache/ckfs. Mounts may use it meanwhile.
 #[derive(Debug, Args)]
 pub(super) struct Cache {
     #[command(subcommand)]

@@ -87,7 +87,7 @@ pub fn cache(dir: &Path, cap_bytes: Option<u64>) -> Arc<Cache> {
 }
 
 impl Objects for MemoryObjects {
-    fn host(&self) -> &str {
+    fn host(&self) -> &'static str {
         "memory"
     }
 

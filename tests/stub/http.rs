@@ -56,15 +56,12 @@ pub fn unescaped(text: &str) -> String {
     let mut rest = text.as_bytes();
     while let [first, tail @ ..] = rest {
         let code = tail.get(..2).and_then(|hex| u8::from_str_radix(std::str::from_utf8(hex).ok()?, 16).ok());
-        match (first, code) {
-            (b'%', Some(code)) => {
-                bytes.push(code);
-                rest = &tail[2..];
-            }
-            _ => {
-                bytes.push(*first);
-                rest = tail;
-            }
+        if let (b'%', Some(code)) = (first, code) {
+            bytes.push(code);
+            rest = &tail[2..];
+        } else {
+            bytes.push(*first);
+            rest = tail;
         }
     }
     String::from_utf8(bytes).unwrap()
@@ -295,7 +292,7 @@ fn write_reply(output: &mut TcpStream, request: &Request, reply: &Reply, record:
         let begun = Instant::now();
         // Until the client gives up, or long enough for every test.
         output.set_read_timeout(Some(Duration::from_millis(200)))?;
-        while begun.elapsed() < Duration::from_secs(120) {
+        while begun.elapsed() < Duration::from_mins(2) {
             match output.peek(&mut [0]) {
                 Ok(0) => break,
                 Ok(_) => thread::sleep(Duration::from_millis(100)),

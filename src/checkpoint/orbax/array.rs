@@ -324,20 +324,17 @@ impl Boxes {
                     let numbers = in_own_axes(array, &unravel(inner.into(), &grid));
                     let at = origin.iter().zip(&numbers).zip(inner_extents).map(|((o, n), e)| o + n * e).collect();
                     let Some(extents) = bounded(&at, inner_extents) else { continue };
-                    match chunk.span.filter(|_| *is_plain) {
-                        Some(span) => self.boxes.push(ArrayBox {
-                            file: BoxFile::Own(file),
-                            start: span.start() + range.start,
-                            origin: at,
-                            extents,
-                            strides: strides.clone(),
-                        }),
-                        None => {
-                            // A decoded inner chunk is in the order of axes of the shard.
-                            let sharding = array.sharding().map(|sharding| row_major(&sharding.chunk));
-                            let strides = sharding.map(|strides| in_own_axes(array, &strides));
-                            self.add_coded(file, chunk, (number, inner), Some(range), (at, extents, strides));
-                        }
+                    if let Some(span) = chunk.span.filter(|_| *is_plain) { self.boxes.push(ArrayBox {
+                        file: BoxFile::Own(file),
+                        start: span.start() + range.start,
+                        origin: at,
+                        extents,
+                        strides: strides.clone(),
+                    }); } else {
+                        // A decoded inner chunk is in the order of axes of the shard.
+                        let sharding = array.sharding().map(|sharding| row_major(&sharding.chunk));
+                        let strides = sharding.map(|strides| in_own_axes(array, &strides));
+                        self.add_coded(file, chunk, (number, inner), Some(range), (at, extents, strides));
                     }
                 }
             }

@@ -43,7 +43,7 @@ impl<'a> Stored<'a> {
     ) -> Self {
         let plain = table.iter().filter(|(_, info)| info.mosaic().is_none()).map(|(id, _)| id).collect::<Vec<_>>();
         let by_name = plain.iter().map(|id| (table.tensor(*id).name, *id)).collect();
-        Self { plain, table, by_name, source, config, modelopt, metadata, dtype }
+        Self { table, plain, by_name, source, config, modelopt, metadata, dtype }
     }
 
     /// All stored tensors, in order of id: by file, and within a file by place.

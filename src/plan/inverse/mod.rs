@@ -238,7 +238,7 @@ impl Inversion<'_> {
             let id = checkpoint.find(&stored);
             match id {
                 Some(id) if !fits(draft, checkpoint.tensor(id).shape) => {
-                    misshapen.push((id, draft.view.shape().clone()))
+                    misshapen.push((id, draft.view.shape().clone()));
                 }
                 Some(_) => {}
                 None if options.allow_missing.accepts(&stored) => {}

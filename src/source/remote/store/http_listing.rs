@@ -43,7 +43,7 @@ const OTHERS: [&str; 18] = [
 /// # Errors
 /// It has neither an index nor `model.safetensors`, or a file that the index names is not there.
 pub(super) fn list(store: &Store, dir: &Path) -> Result<Vec<RemoteFile>, RemoteError> {
-    let at = |name: &str| name.split('/').fold(dir.clone(), |path, part| path.join(part));
+    let at = |name: &str| name.split('/').fold(dir.clone(), object_store::path::Path::join);
     let what = |name: &str| format!("{}/{}", store.address, at(name));
     let index = match store.head(&at(INDEX), INDEX) {
         Ok(index) => Some(index),

@@ -151,10 +151,7 @@ impl Store {
             (_, None) => {
                 let cause = cause(error);
                 let credentials = cause.contains("169.254.") || cause.contains("metadata.google.internal");
-                match credentials {
-                    true => (Failure::Refused, format!("no credentials: {advice}")),
-                    false => (Failure::Transient, cause),
-                }
+                if credentials { (Failure::Refused, format!("no credentials: {advice}")) } else { (Failure::Transient, cause) }
             }
         };
         let (status, request_id) = (seen.status, seen.request_id);
