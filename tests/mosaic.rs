@@ -3,7 +3,6 @@
 
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "tests panic, and their numbers are small")]
 
-#[allow(dead_code, reason = "other tests use the rest")]
 mod common;
 
 use std::{collections::HashMap, sync::Arc};

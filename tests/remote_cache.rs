@@ -249,7 +249,7 @@ fn with_digest(objects: &Arc<MemoryObjects>, digest: &str) -> RemoteRepository {
 }
 
 fn hex(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().concat()
 }
 
 #[test]
@@ -291,7 +291,7 @@ fn damage_on_the_disk_is_a_miss() {
     read(&*objects.source(&first, LONG), 0, 1 << 20).unwrap();
     let entry = first.list().unwrap().remove(0);
     let data = fs::File::options().write(true).open(entry.join("data")).unwrap();
-    data.write_all_at(&[0; 50_000], 300_000).unwrap();
+    data.write_all_at(&vec![0; 50_000], 300_000).unwrap();
     drop(first);
     let second = cache(dir.path(), None);
     let source = objects.source(&second, LONG);

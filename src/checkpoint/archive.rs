@@ -143,7 +143,9 @@ fn supply(source: &dyn Source, group: &mut [Reading]) {
         let mut bytes = vec![0; len];
         let part = FetchPart { start: head.start, target: &mut bytes };
         if let Err(error) = source.fetch(head.file, &mut [part]) {
-            run.iter().for_each(|wanted| group[wanted.archive].failed = Some(error.to_string()));
+            for wanted in run {
+                group[wanted.archive].failed = Some(error.to_string());
+            }
             continue;
         }
         for wanted in run {

@@ -1,6 +1,6 @@
 //! What a source is that is no checkpoint of a kind that is read: a sentence for its user, with what would work.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, path::Path};
 
 use super::{file::FileRole, listing::Listed};
 use crate::format::dcp_state::METADATA as DCP_METADATA;
@@ -88,15 +88,15 @@ pub(super) fn of_files(files: &[Listed]) -> Option<String> {
     }
     let text = if any(&|name| name.ends_with(".distcp")) {
         "files of torch.distributed.checkpoint without .metadata: the save did not finish, or the file was not copied"
-    } else if any(&|name| name.ends_with(".gguf")) {
+    } else if any(&|name| has_extension(name, "gguf")) {
         "files of llama.cpp (GGUF): use the Hugging Face repository that they were converted from"
-    } else if any(&|name| name.ends_with(".msgpack")) {
+    } else if any(&|name| has_extension(name, "msgpack")) {
         "parameters of Flax in msgpack: load them with transformers and save safetensors"
-    } else if any(&|name| name == "saved_model.pb" || name.ends_with(".index") || name == "checkpoint") {
+    } else if any(&|name| name == "saved_model.pb" || has_extension(name, "index") || name == "checkpoint") {
         "a checkpoint of TensorFlow: load it with transformers (from_tf=True) and save safetensors"
-    } else if any(&|name| name.ends_with(".h5") || name.ends_with(".keras")) {
+    } else if any(&|name| has_extension(name, "h5") || has_extension(name, "keras")) {
         "weights of Keras: load them there and save safetensors"
-    } else if any(&|name| name.ends_with(".onnx")) {
+    } else if any(&|name| has_extension(name, "onnx")) {
         "an ONNX model: use the repository that it was exported from"
     } else if any(&|name| name == "zero_to_fp32.py" || name.ends_with("_optim_states.pt")) {
         "a checkpoint of DeepSpeed ZeRO: run its zero_to_fp32.py with --safe_serialization, and open what it writes"
@@ -116,6 +116,11 @@ fn checkpoints_inside(files: &[Listed]) -> BTreeSet<String> {
     let readable = files.iter().filter(|file| file.role != FileRole::Weights);
     let found = readable.filter_map(|file| file.path.rsplit_once('/'));
     found.filter(|(_, name)| is_sign(name)).map(|(directory, _)| directory.to_owned()).collect()
+}
+
+/// Whether a name ends with a dot and these letters, in any case.
+fn has_extension(name: &str, extension: &str) -> bool {
+    Path::new(name).extension().is_some_and(|found| found.eq_ignore_ascii_case(extension))
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! `ckfs cache`: the disk cache of remote sources.
 
 use std::{
+    fmt::Write,
     path::{Path, PathBuf},
     sync::{Arc, atomic::Ordering},
     time::{Duration, SystemTime},
@@ -96,15 +97,17 @@ fn list(cache: &DiskCache) -> anyhow::Result<()> {
             Err(error) => (dir.display().to_string(), 0, 0, format!("damaged: {error}")),
         };
         let age = SystemTime::now().duration_since(last).unwrap_or_default();
-        text += &format!(
-            "{:>10} of {:>10}  {:>8} ago  {state}  {}\n",
+        // Writing to a string cannot fail.
+        let _ = writeln!(
+            text,
+            "{:>10} of {:>10}  {:>8} ago  {state}  {}",
             human_bytes(present),
             human_bytes(size),
             human_age(age),
             printable(&object)
         );
     }
-    text += &format!("{} used, at most {}\n", human_bytes(used), human_bytes(limit));
+    let _ = writeln!(text, "{} used, at most {}", human_bytes(used), human_bytes(limit));
     output::print(&text)
 }
 

@@ -2,6 +2,7 @@
 //!
 #![doc = include_str!("links.txt")]
 #![doc = include_str!("contents.md")]
+#![allow(clippy::doc_markdown, reason = "the pages are prose for users")]
 
 /// Declares a module for each page. `links.txt` comes first: of two definitions of a link the first counts, so that the links
 /// between pages lead to modules here, and to files in the repository.

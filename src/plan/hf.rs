@@ -44,6 +44,22 @@ pub enum HfContent {
     },
 }
 
+/// Tensors that would have one name.
+fn collisions(original: &Checkpoint, shown: &[(TensorId, String, View)]) -> Vec<Problem> {
+    let mut names: HashMap<&str, TensorId> = HashMap::with_capacity(shown.len());
+    let mut problems = Vec::new();
+    for (id, name, _) in shown {
+        if let Some(first) = names.insert(name, *id) {
+            problems.push(Problem::Collision {
+                path: format!("hf: {name}"),
+                first: original.tensor(first).name.to_owned(),
+                second: original.tensor(*id).name.to_owned(),
+            });
+        }
+    }
+    problems
+}
+
 /// Plans `hf/` for the part of the repository that `values` covers. `original` is the whole repository under its own
 /// names.
 ///
@@ -83,16 +99,7 @@ pub(super) fn plan(
         let name = renamed(&head)?;
         shown.extend(found.map(|(id, _, view)| (id, name, view)));
     }
-    let mut names: HashMap<&str, TensorId> = HashMap::with_capacity(shown.len());
-    for (id, name, _) in &shown {
-        if let Some(first) = names.insert(name, *id) {
-            problems.push(Problem::Collision {
-                path: format!("hf: {name}"),
-                first: original.tensor(first).name.to_owned(),
-                second: original.tensor(*id).name.to_owned(),
-            });
-        }
-    }
+    problems.extend(collisions(original, &shown));
     if !problems.is_empty() {
         return Err(problems);
     }

@@ -30,7 +30,7 @@ pub(super) fn tie(drafts: &mut Vec<Draft>, checkpoint: &Checkpoint, options: &Vi
             .push("tied: there is no output head, and config.json does not say that it is the embedding".to_owned());
     }
     match (options.tied, &options.layout) {
-        (Tied::Auto, _) => {}
+        (Tied::Auto, _) | (Tied::Alias, Layout::Stored) => {}
         (Tied::Absent, _) => drafts.retain(|draft| !alias(draft)),
         (Tied::Alias, Layout::Hf) => {
             if let Some((head, embedding)) = tied_head(checkpoint) {
@@ -38,7 +38,6 @@ pub(super) fn tie(drafts: &mut Vec<Draft>, checkpoint: &Checkpoint, options: &Vi
                 drafts.extend(draft.cloned().map(|draft| Draft { name: head, ..draft }));
             }
         }
-        (Tied::Alias, Layout::Stored) => {}
         (Tied::Alias, Layout::Canonical | Layout::Embedded(_) | Layout::File(_)) => {
             for draft in drafts.iter_mut().filter(|draft| alias(draft)) {
                 draft.bundled = Bundled::ALWAYS;

@@ -78,6 +78,7 @@ impl ViewOptions {
 
 /// The user's request for one view of a checkpoint.
 #[derive(Clone, Debug, Default)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a switch of the user's")]
 pub struct ViewOptions {
     /// The devices.
     pub mesh: Mesh,

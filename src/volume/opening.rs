@@ -240,9 +240,8 @@ impl Volume {
             Open::Image(file, entry) => {
                 self.note_read();
                 self.read_checked(ino, reply, |reply| {
-                    let materializer = self.materializer.as_ref().zip(entry);
-                    if materializer.is_some_and(|(materializer, entry)| {
-                        materializer.read(&entry, &file, offset, len, &mut |bytes| reply(Served::Memory(bytes)))
+                    if entry.is_some_and(|entry| {
+                        Materializer::read(&entry, &file, offset, len, &mut |bytes| reply(Served::Memory(bytes)))
                     }) {
                         return Ok(());
                     }

@@ -1,3 +1,5 @@
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that prints rates")]
+
 //! A fleet: many simulated hosts fetch their shards from one object store on loopback, each a process with its own cache and
 //! devices. Printed are the bytes that the store sent against the bytes of the hosts' shards, and requests per host. Then a
 //! model of 1.6 TB, in sparse objects, is planned from a store that answers after 30 ms.

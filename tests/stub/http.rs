@@ -260,7 +260,7 @@ fn write_reply(output: &mut TcpStream, request: &Request, reply: &Reply, record:
     let len = reply.body.len();
     let mut head = format!("HTTP/1.1 {} Stub\r\nContent-Length: {len}\r\n", reply.status);
     for (name, value) in &reply.headers {
-        head.push_str(&format!("{name}: {value}\r\n"));
+        head.extend([name.as_str(), ": ", value.as_str(), "\r\n"]);
     }
     head.push_str("\r\n");
     output.write_all(head.as_bytes())?;

@@ -37,6 +37,7 @@ struct Commit {
 
 /// Faults. All are off by default.
 #[derive(Clone, Debug, Default)]
+#[allow(clippy::struct_excessive_bools, reason = "each is a switch of its own")]
 pub struct Switches {
     /// The only token that is let in.
     pub token: Option<String>,
@@ -192,7 +193,7 @@ fn files_of(dir: &Path) -> Vec<PathBuf> {
 }
 
 fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().concat()
 }
 
 fn read_blob(path: &Path) -> Blob {

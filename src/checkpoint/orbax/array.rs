@@ -166,7 +166,7 @@ impl ToLayOut<'_> {
         let mut boxes = Boxes {
             coded: Arc::new(CodedArray { name, array: self.array, is_inner }),
             by_file: BTreeMap::new(),
-            boxes: Vec::with_capacity(chunks.len()),
+            list: Vec::with_capacity(chunks.len()),
         };
         for chunk in &chunks {
             boxes.add(&form, chunk, files.number(&chunk.value.path));
@@ -284,7 +284,7 @@ struct Boxes {
     coded: Arc<CodedArray>,
     /// The coded chunks of each file, each with the number of its box.
     by_file: BTreeMap<FileNumber, Vec<(CodedChunk, usize)>>,
-    boxes: Vec<ArrayBox>,
+    list: Vec<ArrayBox>,
 }
 
 impl Boxes {
@@ -307,7 +307,7 @@ impl Boxes {
                 match chunk.span {
                     Some(span) => {
                         let file = BoxFile::Own(file);
-                        self.boxes.push(ArrayBox { file, start: span.start(), origin, extents, strides });
+                        self.list.push(ArrayBox { file, start: span.start(), origin, extents, strides });
                     }
                     // A decoded chunk is in the order of the array's own axes.
                     None => self.add_coded(file, chunk, (number, 0), None, (origin, extents, None)),
@@ -324,13 +324,15 @@ impl Boxes {
                     let numbers = in_own_axes(array, &unravel(inner.into(), &grid));
                     let at = origin.iter().zip(&numbers).zip(inner_extents).map(|((o, n), e)| o + n * e).collect();
                     let Some(extents) = bounded(&at, inner_extents) else { continue };
-                    if let Some(span) = chunk.span.filter(|_| *is_plain) { self.boxes.push(ArrayBox {
-                        file: BoxFile::Own(file),
-                        start: span.start() + range.start,
-                        origin: at,
-                        extents,
-                        strides: strides.clone(),
-                    }); } else {
+                    if let Some(span) = chunk.span.filter(|_| *is_plain) {
+                        self.list.push(ArrayBox {
+                            file: BoxFile::Own(file),
+                            start: span.start() + range.start,
+                            origin: at,
+                            extents,
+                            strides: strides.clone(),
+                        });
+                    } else {
                         // A decoded inner chunk is in the order of axes of the shard.
                         let sharding = array.sharding().map(|sharding| row_major(&sharding.chunk));
                         let strides = sharding.map(|strides| in_own_axes(array, &strides));
@@ -363,8 +365,8 @@ impl Boxes {
         };
         let strides = strides.unwrap_or_else(|| row_major(&self.coded.array.chunk));
         let of_file = self.by_file.entry(file).or_default();
-        of_file.push((CodedChunk { number, inner, bytes }, self.boxes.len()));
-        self.boxes.push(ArrayBox { file: BoxFile::Decoded(0), start: 0, origin, extents, strides });
+        of_file.push((CodedChunk { number, inner, bytes }, self.list.len()));
+        self.list.push(ArrayBox { file: BoxFile::Decoded(0), start: 0, origin, extents, strides });
     }
 
     /// Puts the coded chunks of each file in order, and gives their boxes places.
@@ -377,12 +379,12 @@ impl Boxes {
             });
             let number = u32::try_from(decoded.len()).expect("arrays and files are fewer than 32 bits count");
             for ((_, at), place) in chunks.iter().zip(0..) {
-                let placed = &mut self.boxes[*at];
+                let placed = &mut self.list[*at];
                 (placed.file, placed.start) = (BoxFile::Decoded(number), place * chunk_bytes);
             }
             let chunks = chunks.into_iter().map(|(chunk, _)| chunk).collect();
             decoded.push(DecodedFile { array: Arc::clone(&self.coded), stored_in, chunks });
         }
-        self.boxes
+        self.list
     }
 }

@@ -44,8 +44,11 @@ pub(super) struct ChunkSource {
     pins: Vec<Pin>,
     pool: Arc<ChunkPool>,
     /// Chunks that the slow decoder made last.
-    by_definition: Mutex<LruCache<(u32, u64), Arc<Vec<u8>>>>,
+    by_definition: Mutex<Chunks>,
 }
+
+/// Decoded chunks, by file and number.
+type Chunks = LruCache<(u32, u64), Arc<Vec<u8>>>;
 
 /// Parts of one chunk that are to be copied: first byte in the chunk, and target.
 type Wanted<'a> = Vec<(u64, &'a mut [u8])>;

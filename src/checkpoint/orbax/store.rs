@@ -148,13 +148,11 @@ fn manifest(tree: &dyn FileTree, item: &str) -> Result<Manifest, OrbaxProblem> {
     manifest.parse_numbered(&bytes, generation).map_err(|error| damaged(&path, error))
 }
 
+/// Receives a key, the file of the node that has it, and its value.
+type Found<'f> = dyn FnMut(&[u8], &Arc<str>, ocdbt::Value<'_>) -> Result<(), OrbaxProblem> + 'f;
+
 /// Calls `found` for each key of the ranges in the newest version of a database, with the file of the node that has it.
-fn walk(
-    tree: &dyn FileTree,
-    item: &str,
-    ranges: Vec<KeyRange>,
-    found: &mut dyn FnMut(&[u8], &Arc<str>, ocdbt::Value<'_>) -> Result<(), OrbaxProblem>,
-) -> Result<(), OrbaxProblem> {
+fn walk(tree: &dyn FileTree, item: &str, ranges: Vec<KeyRange>, found: &mut Found<'_>) -> Result<(), OrbaxProblem> {
     let manifest = manifest(tree, item)?;
     let Some(version) = manifest.latest() else { return Ok(()) };
     let mut walk = Walk::new(version, ranges);

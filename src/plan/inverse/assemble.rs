@@ -96,13 +96,16 @@ fn join(
     Ok(View::concat(axis, &views)?)
 }
 
+/// Parts of a view, each with its places by axis.
+type Parts = Vec<(Vec<Places>, View)>;
+
 /// Joins parts of which each has every `step`th place of an axis.
 fn interleave(
     extent: u64,
     axis: usize,
     step: u64,
-    groups: BTreeMap<Places, Vec<(Vec<Places>, View)>>,
-    group: &dyn Fn(Places, Vec<(Vec<Places>, View)>) -> Result<View, Incomplete>,
+    groups: BTreeMap<Places, Parts>,
+    group: &dyn Fn(Places, Parts) -> Result<View, Incomplete>,
 ) -> Result<View, Incomplete> {
     let count = extent / step;
     let mut views = Vec::with_capacity(groups.len());

@@ -135,7 +135,8 @@ fn other_model(checkpoint: &Checkpoint, reading: &Reading, options: &ViewOptions
     }
     let model = checkpoint.dialect().model_type.as_deref().unwrap_or("unknown");
     let layout = reading.file.name();
-    let set = options.set.iter().map(|(name, value)| format!(" with {name}={value}")).collect::<String>();
+    let set: Vec<String> = options.set.iter().map(|(name, value)| format!(" with {name}={value}")).collect();
+    let set = set.concat();
     let or = if set.is_empty() { "" } else { ", and its parameters" };
     let reason = format!(
         "it is that of a model {model}, for which the layout {layout}{set} has {expected} tensors, and the checkpoint has {found} \

@@ -46,10 +46,8 @@ impl Targets {
     /// # Errors
     /// An extent without a value, or another shape than a rule before gave.
     pub(super) fn view(&mut self, name: String, extents: Vec<Result<u64, EvalError>>) -> Result<View, EvalError> {
-        let named = |error| match error {
-            EvalError::NoShape(_) => EvalError::NoShape(name.clone()),
-            other => other,
-        };
+        let named =
+            |error| if matches!(error, EvalError::NoShape(_)) { EvalError::NoShape(name.clone()) } else { error };
         let extents = extents.into_iter().collect::<Result<Vec<u64>, _>>().map_err(named)?;
         let shape = Shape::try_new(&extents).map_err(ViewError::from)?;
         let number = if let Some(number) = self.by_name.get(&name) {

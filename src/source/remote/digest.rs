@@ -17,6 +17,7 @@ use super::{
         BLOCK_BYTES, Entry,
         geometry::{block_count, place},
     },
+    interface::hexadecimal,
     object::RemoteObject,
 };
 
@@ -42,7 +43,7 @@ pub fn digest_of(entry: &Entry) -> io::Result<Option<String>> {
         entry.data().read_exact_at(bytes, span.start())?;
         hasher.update(bytes);
     }
-    Ok(Some(hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()))
+    Ok(Some(hexadecimal(&hasher.finalize())))
 }
 
 /// Begins the comparison of an object if it is due. Returns both digests if it was wrong twice.

@@ -71,7 +71,7 @@ impl RemoteFiles {
     }
 
     /// Makes spans present. Returns guards that keep them.
-    fn ready<'a>(&self, remote: &'a Remote, spans: &[ByteSpan]) -> Result<Guards<'a>, NotFetched> {
+    fn ready<'a>(remote: &'a Remote, spans: &[ByteSpan]) -> Result<Guards<'a>, NotFetched> {
         let entry = &remote.object.entry;
         let mut deadline = None;
         let failed = |error| NotFetched::Cache(Arc::new(error));
@@ -192,7 +192,7 @@ impl Source for RemoteFiles {
         let Some(spans) = spans.filter(|spans| self.bounded(file, spans)) else {
             return self.local.fetch(file, parts);
         };
-        let result = match self.ready(remote, &spans) {
+        let result = match Self::ready(remote, &spans) {
             Ok(_guards) => self.local.fetch(file, parts),
             Err(NotFetched::NoRoom | NotFetched::Cache(_)) => self.uncached(file, remote, parts),
             Err(NotFetched::Remote(error)) => Err(self.error(file, bounding(&spans), &error)),
@@ -322,7 +322,7 @@ impl Maps for RemoteFiles {
         if !self.bounded(file, &[span]) || self.health().usable(file).is_err() {
             return self.local.with(file, span, work);
         }
-        let result = match self.ready(remote, parts) {
+        let result = match Self::ready(remote, parts) {
             Ok(_guards) => self.local.with(file, span, work)?,
             Err(NotFetched::NoRoom | NotFetched::Cache(_)) => self.with_buffer(file, remote, span, parts, work),
             Err(NotFetched::Remote(error)) => Err(self.error(file, bounding(parts), &error)),
@@ -340,7 +340,7 @@ impl Maps for RemoteFiles {
         if !self.bounded(file, &[span]) || self.health().usable(file).is_err() {
             return self.local.with_kernel_bytes(file, span, reply);
         }
-        match self.ready(remote, &[span]) {
+        match Self::ready(remote, &[span]) {
             // The guards live until the kernel has copied the bytes.
             Ok(_guards) => self.local.with_kernel_bytes(file, span, reply),
             // The caller fetches.

@@ -60,7 +60,13 @@ fn digest(texts: &[&str]) -> String {
         hasher.update((text.len() as u64).to_le_bytes());
         hasher.update(text.as_bytes());
     }
-    hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    hexadecimal(&hasher.finalize())
+}
+
+/// Bytes in hexadecimal.
+pub(super) fn hexadecimal(bytes: &[u8]) -> String {
+    let digit = |nibble: u8| char::from_digit(u32::from(nibble), 16).unwrap_or_default();
+    bytes.iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect()
 }
 
 /// A file of a remote repository: one object, pinned by its version.
@@ -87,6 +93,9 @@ impl RemoteFile {
     }
 
     /// All of its bytes.
+    ///
+    /// # Panics
+    /// Never: a span may begin at 0.
     pub fn span(&self) -> ByteSpan {
         ByteSpan::new(0, self.size_bytes).expect("a span may begin at 0")
     }

@@ -83,6 +83,9 @@ impl Gate {
     }
 
     /// Waits until it is open. Returns the time for which it stays closed if that is beyond the deadline, without waiting.
+    ///
+    /// # Errors
+    /// The time for which it stays closed.
     pub fn pass(&self, deadline: Deadline) -> Result<(), Duration> {
         while let Some(left) = self.closed_for() {
             if deadline.left().is_some_and(|rest| rest < left) {
@@ -244,6 +247,9 @@ impl Retrying {
     ///
     /// # Errors
     /// The last error of an attempt.
+    ///
+    /// # Panics
+    /// If an attempt passes more bytes than were asked for.
     pub fn read(
         &self,
         file: &RemoteFile,

@@ -123,7 +123,7 @@ impl RemoteTree {
                 0
             };
             if blocks > 0 {
-                demands.push((Arc::clone(&self.remote(place)?.object), vec![0..blocks]));
+                demands.push((Arc::clone(&self.remote(place)?.object), std::iter::once(0..blocks).collect()));
             }
         }
         self.fetcher.bring(&demands, 0, Deadline::None).or_else(|failure| match failure {

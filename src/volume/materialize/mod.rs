@@ -190,7 +190,6 @@ impl Materializer {
     /// Passes bytes of a file to `reply`, from pieces that are finished or are produced for this read. Returns false without a
     /// call of `reply` if the read must be answered as without materialization.
     pub(super) fn read(
-        &self,
         entry: &Arc<FileEntry>,
         file: &Arc<OpenFile>,
         start: u64,

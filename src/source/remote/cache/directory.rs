@@ -153,7 +153,7 @@ impl Cache {
             verified: false,
         };
         let entry = match &self.objects {
-            Some(objects) => self.on_disk(objects, &name, meta)?,
+            Some(objects) => self.on_disk(objects, &name, &meta)?,
             None => self.in_memory_entry(&name, meta)?,
         };
         let entry = Arc::new(entry);
@@ -188,15 +188,15 @@ impl Cache {
         Ok(Entry::new(name, None, data, map, meta, Arc::clone(&self.counters)))
     }
 
-    fn on_disk(&self, objects: &Path, name: &str, meta: EntryMeta) -> io::Result<Entry> {
+    fn on_disk(&self, objects: &Path, name: &str, meta: &EntryMeta) -> io::Result<Entry> {
         let dir = objects.join(name);
         for _ in 0..TRIES_MAX {
-            match self.open_entry(&dir, name, &meta)? {
+            match self.open_entry(&dir, name, meta)? {
                 Attempt::Open(entry) => {
                     entry.touch();
                     return Ok(*entry);
                 }
-                Attempt::Missing => self.create(objects, &dir, &meta)?,
+                Attempt::Missing => self.create(objects, &dir, meta)?,
                 Attempt::Malformed => {
                     // From another version, or damaged.
                     if self.remove_unused(&dir)?.is_none() {

@@ -284,6 +284,9 @@ impl Entry {
     ///
     /// # Errors
     /// The disk is full or fails. The blocks are then absent, or present with these bytes.
+    ///
+    /// # Panics
+    /// If `bytes` are not whole blocks.
     pub fn store(&self, first: u64, bytes: &[u8], ahead: bool) -> io::Result<()> {
         let blocks = first..first + (bytes.len() as u64).div_ceil(BLOCK_BYTES);
         assert_eq!(span_of(&blocks, self.size_bytes).len(), bytes.len() as u64, "whole blocks are stored");

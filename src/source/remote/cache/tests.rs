@@ -1,4 +1,12 @@
-use std::{fs, io::Write, os::unix::fs::PermissionsExt, process::Command, sync::Arc};
+#![expect(clippy::single_range_in_vec_init, reason = "lists of ranges of blocks")]
+
+use std::{
+    fs,
+    io::Write,
+    os::unix::fs::{FileExt, PermissionsExt},
+    process::Command,
+    sync::Arc,
+};
 
 use super::{
     super::{
@@ -65,7 +73,6 @@ fn a_block_with_a_wrong_checksum_is_a_miss() {
     entry.store(0, &bytes(4, 0), false).unwrap();
     let path = entry.dir().unwrap().join("data");
     drop(entry);
-    use std::os::unix::fs::FileExt;
     fs::File::options().write(true).open(&path).unwrap().write_all_at(b"\0", BLOCK_BYTES + 9).unwrap();
     let cache = open(dir.path(), None);
     let entry = cache.entry(&object, "k").unwrap();

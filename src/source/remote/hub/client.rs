@@ -101,7 +101,7 @@ impl Hub {
             return kept.ok_or_else(|| self.is_offline(&format!("{repo}@{revision}")));
         }
         let url = self.url(&["api", "models"], repo, &["revision", revision]);
-        let (Revision { sha }, _) = self.api(repo, Subject::Revision(revision), url, deadline)?;
+        let (Revision { sha }, _) = self.api(repo, Subject::Revision(revision), &url, deadline)?;
         if is_commit(&sha) {
             if let Some(kept) = &self.kept {
                 kept.keep_commit(repo, revision, &sha);
@@ -135,8 +135,7 @@ impl Hub {
         let refuse = |message: String| RemoteError::new(Failure::Unsupported, self.host(), repo, message);
         for _ in 0..PAGES_MAX {
             let Some(url) = next.take() else { break };
-            let (entries, headers): (Vec<Entry>, _) =
-                self.api(repo, Subject::Revision(commit), url.clone(), deadline)?;
+            let (entries, headers): (Vec<Entry>, _) = self.api(repo, Subject::Revision(commit), &url, deadline)?;
             for entry in entries {
                 files.extend(entry.file().map_err(refuse)?);
             }
@@ -173,7 +172,7 @@ impl Hub {
         &self,
         repo: &str,
         subject: Subject<'_>,
-        url: Url,
+        url: &Url,
         deadline: Deadline,
     ) -> Result<(T, HeaderMap), RemoteError> {
         let attempt = |until: Instant| {
@@ -233,7 +232,7 @@ impl Hub {
                 }
             }
             if let Some(refusal) = Refusal::of(&self.settings, repo, subject, &answer) {
-                return Err(explained(refusal, &answer, self.host(), repo));
+                return Err(explained(&refusal, &answer, self.host(), repo));
             }
             if answer.status().is_success() {
                 return Ok(Followed { answer, described, url, leads_out: false });
@@ -362,8 +361,8 @@ pub(super) fn of_status(answer: &Response, failure: Failure, host: &str, what: &
     error
 }
 
-fn explained(refusal: Refusal, answer: &Response, host: &str, repo: &str) -> RemoteError {
-    let failure = match refusal.reason {
+fn explained(refusal: &Refusal, answer: &Response, host: &str, repo: &str) -> RemoteError {
+    let failure = match &refusal.reason {
         Reason::RepositoryNotFound | Reason::RevisionNotFound(_) | Reason::FileNotFound(_) => Failure::NotFound,
         Reason::Gated | Reason::BadToken | Reason::Other(_) => Failure::Refused,
     };

@@ -16,7 +16,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::{
-    super::interface::{Content, RemoteFile},
+    super::interface::{Content, RemoteFile, hexadecimal},
     tree::{SHA1_DIGITS, is_hex, is_inside},
 };
 
@@ -105,7 +105,8 @@ fn escaped(text: &str) -> String {
         if byte.is_ascii_alphanumeric() || b"-_.".contains(&byte) && !name.is_empty() {
             name.push(char::from(byte));
         } else {
-            name.push_str(&format!("%{byte:02x}"));
+            name.push('%');
+            name.push_str(&hexadecimal(&[byte]));
         }
     }
     name

@@ -151,7 +151,11 @@ impl Store {
             (_, None) => {
                 let cause = cause(error);
                 let credentials = cause.contains("169.254.") || cause.contains("metadata.google.internal");
-                if credentials { (Failure::Refused, format!("no credentials: {advice}")) } else { (Failure::Transient, cause) }
+                if credentials {
+                    (Failure::Refused, format!("no credentials: {advice}"))
+                } else {
+                    (Failure::Transient, cause)
+                }
             }
         };
         let (status, request_id) = (seen.status, seen.request_id);
@@ -166,8 +170,8 @@ impl Store {
         sink: &mut Sink<'_>,
     ) -> Result<(), RemoteError> {
         let failed = |error: &object_store::Error| self.error(error, observer, &file.key).of_span(span);
-        let mut options = GetOptions::default();
-        options.range = Some(GetRange::Bounded(span.start()..span.end()));
+        let range = Some(GetRange::Bounded(span.start()..span.end()));
+        let mut options = GetOptions { range, ..GetOptions::default() };
         // A weak tag never matches. It is compared below.
         let strong = file.etag.as_deref().filter(|etag| !etag.starts_with("W/"));
         options.if_match = strong.map(|etag| format!("\"{etag}\""));
