@@ -42,6 +42,10 @@ pub(super) enum FileKind {
 pub(super) fn of_head(name: &str, head: &[u8]) -> FileKind {
     let name = name.to_ascii_lowercase();
     let ends = |suffixes: &[&str]| suffixes.iter().any(|suffix| name.ends_with(suffix));
+    // First of all: the length of a header may begin with the bytes of any other kind, 0x80 of a pickle among them.
+    if begins_as_safetensors(head) {
+        return FileKind::Safetensors;
+    }
     if let Some((_, text)) = MAGIC.iter().find(|(magic, _)| head.starts_with(magic)) {
         return FileKind::Foreign(text);
     }
@@ -68,6 +72,11 @@ pub(super) fn of_head(name: &str, head: &[u8]) -> FileKind {
         return FileKind::Torch;
     }
     FileKind::Safetensors
+}
+
+/// Whether a file begins with the length of a header, in 8 bytes that no other kind begins with, and then with the header.
+fn begins_as_safetensors(head: &[u8]) -> bool {
+    head.len() > 8 && head[4..8] == [0; 4] && head[8] == b'{'
 }
 
 /// What a directory without weights is, with what would work; `None` if nothing is known of it.
@@ -142,6 +151,12 @@ mod tests {
         assert_eq!(foreign("pytorch_model.bin", b"\x80\x02\x8a"), "Torch");
         assert_eq!(foreign("x.safetensors", b"\x40\0\0\0\0\0\0\0{"), "Safetensors");
         assert_eq!(foreign("x", b""), "Safetensors");
+        // Lengths of headers that begin like a pickle, a gzip archive and a zip archive.
+        for length in [0x80, 0x0002_8b80, 0x8b1f, 0x0403_4b50_u64] {
+            let head = [&length.to_le_bytes()[..], b"{"].concat();
+            assert_eq!(foreign("x.safetensors", &head), "Safetensors", "{length:#x}");
+            assert_eq!(foreign("x.bin", &head), "Safetensors", "{length:#x}");
+        }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! `ckfs verify`: every byte compared with the slow evaluator.
 //!
 //! The expected bytes come from the expressions of the views and [`crate::read::reference`], which shares no code with
-//! lowering, tilings, kernels and caches. The evaluator reads source bytes by `pread`.
+//! lowering, tilings, kernels and caches. The evaluator reads source bytes by `pread`; those of remote objects it fetches.
 
 use std::{
     collections::BTreeSet,
@@ -10,7 +10,7 @@ use std::{
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
     sync::{
-        Arc, Mutex, PoisonError,
+        Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -32,7 +32,7 @@ use crate::{
     image::{FileImage, Segment},
     plan::report::human_bytes,
     read::reference::Evaluator,
-    source::FileId,
+    source::{FileId, Source},
     tensor::TensorId,
     volume::{NodeKind, Volume},
 };
@@ -248,8 +248,7 @@ fn verify_file(
     let checkpoint = volume.engine().checkpoint();
     let size = node.attr.size_bytes;
     let expected = if let Some(original) = volume.original(node.attr.ino) {
-        // The file as it was opened. Its path may lead elsewhere now.
-        Expected::File(backing(checkpoint, original)?)
+        Expected::File(&**checkpoint.source(), original)
     } else if let Some(image) = volume.image(node.attr.ino)? {
         Expected::Image(image)
     } else {
@@ -308,18 +307,18 @@ fn verify_file(
 }
 
 /// The expected content of a file.
-enum Expected {
-    File(Arc<File>),
+enum Expected<'a> {
+    File(&'a dyn Source, FileId),
     Image(FileImage),
 }
 
-impl Expected {
+impl Expected<'_> {
     fn bytes(&self, start: u64, end: u64, evaluator: &mut Evaluator<'_>) -> anyhow::Result<Vec<u8>> {
         let mut bytes = Vec::with_capacity(usize::try_from(end - start)?);
         match self {
-            Self::File(file) => {
+            Self::File(source, file) => {
                 bytes.resize(usize::try_from(end - start)?, 0);
-                file.read_exact_at(&mut bytes, start)?;
+                read_source(*source, *file, start, &mut bytes)?;
             }
             Self::Image(image) => {
                 for (segment, low, high) in image.spans(start, end) {
@@ -337,14 +336,19 @@ impl Expected {
     }
 }
 
-/// A source file as it was opened. Its path may lead elsewhere now.
-fn backing(checkpoint: &Checkpoint, file: FileId) -> std::io::Result<Arc<File>> {
-    let source = checkpoint.source();
-    let changed = || std::io::Error::other(format!("{}: changed since it was opened", source.path(file).display()));
-    source.backing(file).ok_or_else(changed)
+/// Bytes of a source file as it was opened, by `pread`: its path may lead elsewhere now. Of a remote object they are fetched
+/// where they are not cached.
+fn read_source(source: &dyn Source, file: FileId, start: u64, bytes: &mut [u8]) -> std::io::Result<()> {
+    // A remote object is whole at no time: its blocks come and go.
+    let open = if source.remote().is_some() { None } else { source.backing(file) };
+    match open {
+        Some(open) => open.read_exact_at(bytes, start),
+        // A changed file refuses this with its reason.
+        None => source.read_into(file, start, bytes).map_err(std::io::Error::other),
+    }
 }
 
-/// Source files, for reading with `pread`.
+/// Source files, for reading past maps and caches of this process.
 struct SourceFiles<'a> {
     checkpoint: &'a Checkpoint,
 }
@@ -358,13 +362,13 @@ impl SourceFiles<'_> {
             source.decode_by_definition(info.file(), start, &mut bytes).map_err(std::io::Error::other)?;
             return Ok(bytes);
         }
-        backing(self.checkpoint, info.file())?.read_exact_at(&mut bytes, start)?;
+        read_source(&**source, info.file(), start, &mut bytes)?;
         Ok(bytes)
     }
 }
 
 /// The spans of a file to compare, ascending and disjoint, each of at most [`CHUNK_BYTES`].
-fn spans(path: &str, expected: &Expected, size: u64, amount: Amount) -> anyhow::Result<Vec<(u64, u64)>> {
+fn spans(path: &str, expected: &Expected<'_>, size: u64, amount: Amount) -> anyhow::Result<Vec<(u64, u64)>> {
     let mut spans = match amount {
         Amount::Sample(bytes) if bytes < size => sample(path, &borders(expected)?, size, bytes),
         Amount::Full | Amount::Sample(_) => vec![(0, size)],
@@ -379,7 +383,7 @@ fn spans(path: &str, expected: &Expected, size: u64, amount: Amount) -> anyhow::
 }
 
 /// Bytes of a file at the borders between segments or pieces.
-fn borders(expected: &Expected) -> anyhow::Result<BTreeSet<u64>> {
+fn borders(expected: &Expected<'_>) -> anyhow::Result<BTreeSet<u64>> {
     let Expected::Image(image) = expected else { return Ok(BTreeSet::new()) };
     let mut borders = BTreeSet::new();
     for (index, segment) in image.segments().iter().enumerate() {

@@ -84,6 +84,14 @@ def test_torch_and_transformers_load_from_the_hub(own, repo, hub):
         assert (mounted / "hf" / file.name).read_bytes() == file.read_bytes(), file
 
 
+@pytest.mark.parametrize("amount", [[], ["--full"]])
+def test_verify_compares_a_source_of_the_hub_and_its_mount(own, repo, hub, amount):
+    flags = ["--mesh", "fsdp=2", "--dtype", "f32"]
+    assert "no difference" in mounting.run("verify", "org/llama", *flags, *amount).out
+    mounted = own("org/llama", *flags)
+    assert "no difference" in mounting.run("verify", mounted.point, *amount).out
+
+
 def test_a_fetched_model_needs_no_network(own, repo, hub, clean):
     told = mounting.run("fetch", "org/llama", "--mesh", "fsdp=2")
     assert "needed" in told.out
