@@ -464,21 +464,21 @@ SHARDED = {
 @pytest.mark.parametrize("mesh", ["fsdp=4", "tensor=4"])
 @pytest.mark.parametrize("scheme", SHARDED)
 def test_a_shard_fetches_its_codes_and_scales(base, own, scheme, mesh):
-    """The four devices together use each stored byte once, and at most 2 % more, except for what all of them need: the scale of a
-    whole row where they split the row, of a whole tensor, and with act-order, where a device's inputs are of any groups, all groups."""
+    """The four devices together use each stored byte once, and at most 5 % more where a tile is computed twice, except for what
+    all of them need: the scale of a whole row where they split the row, of a whole tensor, and with act-order, where a device's
+    inputs are of any groups, all groups."""
     path = base / "sharded" / scheme
     code = "F16" if scheme.startswith(("awq", "gptq")) else "BF16"
     made = quantized_repos.llama(path, "calm", scheme, SHARDED[scheme], sizes=WIDE, code=code)
     mounted = own(path, "--mesh", mesh, "--layout", "hf", "--dequantize", "--materialize", "none")
     stored = made.repo.tensors
+    least = most = 0
     for decoded, companions in made.companions.items():
         codes = next(name for name, to in made.replaced.items() if to == decoded)
         sizes = {name: len(stored[name].data) for name in (codes, *companions)}
         is_shared = {name: np.prod(stored[name].shape) <= max(made.values[decoded].shape) or "act" in scheme for name in companions}
-        shared = sum(sizes[name] for name in companions if is_shared[name])
-        before = sum(mounted.stats()["bytes_fetched"].values())
+        least += sizes[codes]
+        most += sum(sizes.values()) + 3 * sum(sizes[name] for name in companions if is_shared[name])
         for device in range(4):
             (mounted / f"dev{device}/{decoded}").read_bytes()
-        found = sum(mounted.stats()["bytes_fetched"].values()) - before
-        assert found <= 1.02 * sum(sizes.values()) + 3 * shared, (decoded, sizes, found)
-        assert found >= sizes[codes], (decoded, sizes, found)
+    assert least <= sum(mounted.stats()["bytes_fetched"].values()) <= 1.05 * most

@@ -89,7 +89,11 @@ pub(super) fn invert(
     let mut failure = None;
     for layout in layouts {
         let mut set = options.set.clone();
-        let file = layout.choose(checkpoint, &mut set)?;
+        let file = match layout.choose(checkpoint, &mut set) {
+            // A repository may have such names of its own.
+            Err(_) if checkpoint.is_repository() && checkpoint.companion().is_none() => return Ok(None),
+            chosen => chosen?,
+        };
         // The axis of stacked layers is a parameter of MaxText's models. Its default comes first.
         let mut axes = vec![None];
         if file.params().any(|name| name == "param_scan_axis") && !set.contains_key("param_scan_axis") {
