@@ -4,7 +4,10 @@
 
 use std::{
     fmt,
-    sync::{Arc, atomic::Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use prometheus_client::{
@@ -18,7 +21,10 @@ use super::{
     metrics::{LATENCY_BOUNDS_US, Op, OpMetrics},
     stats::{self, MetricKind, PATHS, Reported},
 };
-use crate::host::memory;
+use crate::{
+    host::memory,
+    source::remote::{LATENCY_BOUNDS_MS, RemoteCounters},
+};
 
 /// Length of the file.
 pub(super) const METRICS_BYTES: usize = 64 << 10;
@@ -39,10 +45,9 @@ struct MetricFamily {
     samples: Vec<Sample>,
 }
 
-/// Latencies of one kind of request.
+/// A histogram of times.
 #[derive(Debug)]
 struct Latency {
-    op: &'static str,
     seconds: f64,
     count: u64,
     buckets: Vec<(f64, u64)>,
@@ -52,7 +57,10 @@ struct Latency {
 #[derive(Debug)]
 struct Snapshot {
     families: Vec<MetricFamily>,
-    latencies: Vec<Latency>,
+    /// For each kind of request of the kernel, by name.
+    latencies: Vec<(&'static str, Latency)>,
+    /// Of requests to remote services, if there are any.
+    remote_latency: Option<Latency>,
 }
 
 impl Snapshot {
@@ -92,8 +100,8 @@ impl Snapshot {
         let errors = by_op(&|row| row.errors.load(Ordering::Relaxed));
         add("errors", false, MetricKind::Counter, "Requests answered with an error", errors);
         add_memory(from, &mut add);
-        let latencies = Op::ALL.iter().map(|op| latency(*op, from.metrics.op(*op))).collect();
-        Self { families, latencies }
+        let latencies = Op::ALL.iter().map(|op| (op.name(), latency(from.metrics.op(*op)))).collect();
+        Self { families, latencies, remote_latency: from.source().remote().map(remote_latency) }
     }
 }
 
@@ -119,15 +127,23 @@ fn add_memory(from: &Reported<'_>, add: &mut dyn FnMut(&'static str, bool, Metri
     gauge("memory_resident", "Memory that the kernel counts as this process's", resident);
 }
 
-fn latency(op: Op, row: &OpMetrics) -> Latency {
-    #[expect(clippy::cast_precision_loss, reason = "a sum of seconds needs no more than 53 bits")]
-    let seconds = row.total_ns.load(Ordering::Relaxed) as f64 / 1e9;
-    #[expect(clippy::cast_precision_loss, reason = "the bounds are small")]
-    let bounds = LATENCY_BOUNDS_US.iter().map(|us| *us as f64 / 1e6).chain([f64::INFINITY]);
-    let buckets: Vec<_> = bounds.zip(row.buckets.iter().map(|bucket| bucket.load(Ordering::Relaxed))).collect();
-    // Not the row's own count: another thread may count a request between the two loads.
+/// A histogram of times. A second has `bounds_per_second` units of `bounds`, and `sums_per_second` units of `sum`.
+#[expect(clippy::cast_precision_loss, reason = "the bounds are small, and a sum of seconds needs no more than 53 bits")]
+fn histogram(bounds: &[u64], buckets: &[AtomicU64], sum: u64, bounds_per_second: f64, sums_per_second: f64) -> Latency {
+    let bounds = bounds.iter().map(|bound| *bound as f64 / bounds_per_second).chain([f64::INFINITY]);
+    let buckets: Vec<_> = bounds.zip(buckets.iter().map(|bucket| bucket.load(Ordering::Relaxed))).collect();
+    // Not a count of its own: another thread may count a request between the two loads.
     let count = buckets.iter().map(|(_, count)| count).sum();
-    Latency { op: op.name(), seconds, count, buckets }
+    Latency { seconds: sum as f64 / sums_per_second, count, buckets }
+}
+
+fn latency(row: &OpMetrics) -> Latency {
+    histogram(&LATENCY_BOUNDS_US, &row.buckets, row.total_ns.load(Ordering::Relaxed), 1e6, 1e9)
+}
+
+fn remote_latency(counters: &RemoteCounters) -> Latency {
+    let sum_ms = counters.latency_sum_ms.load(Ordering::Relaxed);
+    histogram(&LATENCY_BOUNDS_MS, &counters.latency, sum_ms, 1e3, 1e3)
 }
 
 fn encode_number(encoder: &mut MetricEncoder<'_>, kind: MetricKind, value: u64) -> fmt::Result {
@@ -155,11 +171,16 @@ impl Collector for Snapshot {
             }
         }
         let (name, help) = ("latency", "Time from request to answer.");
-        let mut encoder = encoder.encode_descriptor(name, help, Some(&Unit::Seconds), MetricType::Histogram)?;
-        for Latency { op, seconds, count, buckets } in &self.latencies {
+        let mut family = encoder.encode_descriptor(name, help, Some(&Unit::Seconds), MetricType::Histogram)?;
+        for (op, Latency { seconds, count, buckets }) in &self.latencies {
             let label = [("op", *op)];
-            let mut encoder = encoder.encode_family(&label)?;
-            encoder.encode_histogram::<NoLabelSet>(*seconds, *count, buckets, None)?;
+            family.encode_family(&label)?.encode_histogram::<NoLabelSet>(*seconds, *count, buckets, None)?;
+        }
+        if let Some(Latency { seconds, count, buckets }) = &self.remote_latency {
+            let (name, help) =
+                ("remote_latency", "Time from a request to a remote service to the last byte of its reply.");
+            let mut family = encoder.encode_descriptor(name, help, Some(&Unit::Seconds), MetricType::Histogram)?;
+            family.encode_histogram::<NoLabelSet>(*seconds, *count, buckets, None)?;
         }
         Ok(())
     }

@@ -76,6 +76,8 @@ fn compare(object: &RemoteObject) {
     let found = match digest_of(&object.entry) {
         Ok(Some(found)) => found,
         Ok(None) => return,
+        // There is no room now. The next look begins anew.
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
         Err(error) => {
             tracing::warn!("{}: its copy in the cache cannot be read: {error}", object.name.display());
             return;

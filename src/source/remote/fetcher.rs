@@ -266,7 +266,7 @@ impl Drop for Fetcher {
 
 /// Compares checksums of present blocks. Returns the others.
 fn verify(object: &RemoteObject, ranges: &[Range<u64>]) -> Result<Vec<Range<u64>>, NotFetched> {
-    let failed = |error: io::Error| NotFetched::Cache(Arc::new(error));
+    let failed = NotFetched::of_cache;
     let mut absent = Vec::new();
     for blocks in ranges {
         let _guards = object.entry.guard(blocks).map_err(failed)?;
@@ -348,7 +348,7 @@ fn fetch(shared: &Shared, job: &Arc<Job>, is_urgent: bool) -> bool {
         }
         let absent = match entry.absent(&job.blocks) {
             Ok(absent) => absent,
-            Err(error) => break Err(NotFetched::Cache(Arc::new(error))),
+            Err(error) => break Err(NotFetched::of_cache(error)),
         };
         let count = absent.iter().map(|blocks| blocks.end - blocks.start).sum();
         if count == 0 {
@@ -437,7 +437,7 @@ fn store(shared: &Shared, job: &Job, first: u64, bytes: &[u8]) -> Result<(), Not
             shared.cache.note_full();
             NotFetched::NoRoom
         } else {
-            NotFetched::Cache(Arc::new(error))
+            NotFetched::of_cache(error)
         }
     })
 }

@@ -74,7 +74,7 @@ impl RemoteFiles {
     fn ready<'a>(remote: &'a Remote, spans: &[ByteSpan]) -> Result<Guards<'a>, NotFetched> {
         let entry = &remote.object.entry;
         let mut deadline = None;
-        let failed = |error| NotFetched::Cache(Arc::new(error));
+        let failed = NotFetched::of_cache;
         for _ in 0..ROUNDS_MAX {
             let (mut guards, mut taken) = (Guards::new(), SmallVec::new());
             let mut absent = Vec::new();

@@ -37,7 +37,13 @@ impl Remote {
         loop {
             match self.fetcher.bring(std::slice::from_ref(&demand), 0, Deadline::None) {
                 Ok(()) => {
-                    let _guards = object.entry.guard(&blocks)?;
+                    let guards = match object.entry.guard(&blocks) {
+                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                            return self.read_uncached(span, target, Deadline::None).map_err(io::Error::other);
+                        }
+                        guards => guards,
+                    };
+                    let _guards = guards?;
                     if object.entry.is_verified(&blocks) {
                         return object.entry.data().read_exact_at(target, span.start());
                     }

@@ -79,6 +79,14 @@ pub enum NotFetched {
     Cache(Arc<io::Error>),
 }
 
+impl NotFetched {
+    /// The reason that an error of the cache's files is.
+    pub(super) fn of_cache(error: io::Error) -> Self {
+        // A segment is left to another process for a moment, which needs its room.
+        if error.kind() == io::ErrorKind::WouldBlock { Self::NoRoom } else { Self::Cache(Arc::new(error)) }
+    }
+}
+
 /// Where a job stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]

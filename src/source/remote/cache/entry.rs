@@ -4,6 +4,10 @@
 //! present. While a guard exists no thread of this process evicts the segment, and no other process does, since this one holds
 //! the segment's lock. Eviction takes that lock alone, marks the blocks as absent, and only then punches the hole.
 //!
+//! Two processes that use the same segments would keep each other from eviction for ever. So the one that needs room gives up its
+//! lock of some old segments and leaves them alone for a moment: for its readers they are as good as evicted. The other process
+//! finds them free when it needs room itself.
+//!
 //! A block counts as verified after this process has written it or has compared its checksum. The mark goes when the lock does.
 
 use std::{
@@ -19,13 +23,18 @@ use std::{
     time::Instant,
 };
 
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::{
+    fs::{FallocateFlags, SeekFrom, fallocate, seek},
+    io::Errno,
+};
 use smallvec::SmallVec;
 
 use super::{
     super::{super::ByteSpan, counters::RemoteCounters},
     block_map::BlockMap,
-    geometry::{BLOCK_BYTES, SEGMENT_BLOCKS, block_count, blocks_of_segment, place, segments_of, span_of},
+    geometry::{
+        BLOCK_BYTES, SEGMENT_BLOCKS, SEGMENT_BYTES, block_count, blocks_of_segment, place, segments_of, span_of,
+    },
     lock::{self, LockKind},
     meta::{self, EntryMeta},
     segment::Segment,
@@ -33,9 +42,22 @@ use super::{
 
 /// Bytes read at a time to compare checksums.
 const VERIFIED_BYTES: u64 = 1 << 20;
+/// A segment that was given up is left alone for this time: twice the pause after which a process tries again to find room.
+const GIVEN_UP_MS: u64 = 500;
 
 /// Guards of segments: their blocks stay.
 pub type Guards<'a> = SmallVec<[RwLockReadGuard<'a, ()>; 2]>;
+
+/// What an attempt to evict a segment came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Eviction {
+    /// So many bytes of disk are free.
+    Freed(u64),
+    /// Another process uses it. This one does not any more: so many bytes of it were verified.
+    GivenUp(u64),
+    /// It is in use.
+    Stays,
+}
 
 /// An object in the cache, open in this process.
 #[derive(Debug)]
@@ -54,10 +76,10 @@ pub struct Entry {
     counters: Arc<RemoteCounters>,
 }
 
-/// Milliseconds since the first call in this process.
+/// Milliseconds since shortly before the first call in this process: never 0, which means no use.
 fn now_ms() -> u64 {
     static START: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
-    u64::try_from(START.get_or_init(Instant::now).elapsed().as_millis()).unwrap_or(u64::MAX)
+    u64::try_from(START.get_or_init(Instant::now).elapsed().as_millis()).map_or(u64::MAX, |ms| ms + 1)
 }
 
 impl Entry {
@@ -123,7 +145,8 @@ impl Entry {
     /// Keeps the segments of these blocks from eviction while the guards exist.
     ///
     /// # Errors
-    /// The file system refuses a lock.
+    /// The file system refuses a lock. [`io::ErrorKind::WouldBlock`]: a segment is left to other processes for a moment, since
+    /// there is no room for all.
     pub fn guard(&self, blocks: &Range<u64>) -> io::Result<Guards<'_>> {
         let mut guards = Guards::new();
         self.guard_more(blocks, &mut guards, &mut SmallVec::new())?;
@@ -143,7 +166,12 @@ impl Entry {
                 continue;
             }
             let segment = &self.segments[place];
-            let hold = || lock::lock(self.map.file(), LockKind::Shared, &lock::segment(place));
+            let hold = || {
+                if segment.is_given_up(now) {
+                    return Err(io::Error::from(io::ErrorKind::WouldBlock));
+                }
+                lock::lock(self.map.file(), LockKind::Shared, &lock::segment(place))
+            };
             guards.push(segment.guard(hold)?);
             segment.touch(now);
             taken.push(place);
@@ -313,46 +341,72 @@ impl Entry {
     /// The file system refuses locks.
     pub fn keep(&self) -> io::Result<bool> {
         self.kept.store(true, Ordering::SeqCst);
-        let guards = self.guard(&self.blocks())?;
-        let whole = self.is_verified(&self.blocks());
-        drop(guards);
-        if !whole {
+        let whole = self.guard(&self.blocks()).map(|_guards| self.is_verified(&self.blocks()));
+        if !matches!(whole, Ok(true)) {
             self.kept.store(false, Ordering::SeqCst);
         }
-        Ok(whole)
+        whole
     }
 
-    /// Segments that hold blocks this process knows of, each with the time of its last use.
-    pub(super) fn used_segments(&self) -> impl Iterator<Item = (u64, usize)> + '_ {
+    /// Segments that have bytes on disk, whichever process has brought them, each with the time of the last use by this process: 0
+    /// without any.
+    ///
+    /// # Errors
+    /// The file cannot be searched.
+    pub(super) fn stored_segments(&self) -> io::Result<Vec<(u64, usize)>> {
+        let mut found = Vec::new();
+        let mut start = 0;
+        // One call for each segment: some 10 ms for a TB. The file's position is used by nothing else.
+        while start < self.size_bytes && !self.kept.load(Ordering::SeqCst) {
+            let data = match seek(&self.data, SeekFrom::Data(start)) {
+                Ok(data) => data,
+                Err(Errno::NXIO) => break,
+                Err(errno) => return Err(errno.into()),
+            };
+            let segment = data / SEGMENT_BYTES;
+            found.push((self.segments[place(segment)].used_ms(), place(segment)));
+            start = (segment + 1) * SEGMENT_BYTES;
+        }
+        Ok(found)
+    }
+
+    /// Whether this process holds the lock of a segment.
+    pub(super) fn is_held(&self, place: usize) -> bool {
+        self.segments[place].is_held()
+    }
+
+    /// Segments whose locks this process holds, each with the time of its last use.
+    fn held_segments(&self) -> impl Iterator<Item = (u64, usize)> + '_ {
         let kept = self.kept.load(Ordering::SeqCst);
         let held = |(place, segment): (usize, &Segment)| segment.is_held().then(|| (segment.used_ms(), place));
         self.segments.iter().enumerate().filter_map(held).filter(move |_| !kept)
     }
 
-    /// Removes the blocks of a segment, unless a reader is using them. Returns the bytes of disk that this has freed.
-    pub(super) fn evict(&self, place: usize) -> io::Result<u64> {
+    /// Removes the blocks of a segment, unless a reader is using them. `may_give_up`: if another process holds its lock, this one
+    /// leaves the segment alone for a moment.
+    pub(super) fn evict(&self, place: usize, may_give_up: bool) -> io::Result<Eviction> {
         let segment = &self.segments[place];
-        let Some(_alone) = segment.alone() else { return Ok(0) };
+        let Some(_alone) = segment.alone() else { return Ok(Eviction::Stays) };
         let range = lock::segment(place);
         // After `alone`: a thread that keeps the entry looks at its blocks after it said so.
         if self.kept.load(Ordering::SeqCst) {
-            return Ok(0);
+            return Ok(Eviction::Stays);
         }
-        if !lock::try_lock(self.map.file(), LockKind::Exclusive, &range)? {
-            // Another process uses it, perhaps as little as this one: without this lock it may evict it when it needs room.
-            let forgotten = segment.forget();
-            self.verified_blocks.fetch_sub(forgotten, Ordering::AcqRel);
-            lock::try_lock(self.map.file(), LockKind::None, &range)?;
-            return Ok(0);
-        }
-        let blocks = blocks_of_segment(place, block_count(self.size_bytes));
-        let result = self.empty(&blocks);
+        let emptied = if lock::try_lock(self.map.file(), LockKind::Exclusive, &range)? {
+            Some(self.empty(&blocks_of_segment(place, block_count(self.size_bytes))))
+        } else if may_give_up && segment.is_held() {
+            segment.give_up(now_ms() + GIVEN_UP_MS);
+            None
+        } else {
+            return Ok(Eviction::Stays);
+        };
         let forgotten = segment.forget();
         self.verified_blocks.fetch_sub(forgotten, Ordering::AcqRel);
         lock::try_lock(self.map.file(), LockKind::None, &range)?;
-        let freed = result?;
+        let Some(freed) = emptied else { return Ok(Eviction::GivenUp(forgotten * BLOCK_BYTES)) };
+        let freed = freed?;
         RemoteCounters::add(&self.counters.evicted_bytes, freed);
-        Ok(freed)
+        Ok(Eviction::Freed(freed))
     }
 
     /// Marks blocks as absent and then punches a hole. Other users are excluded.
@@ -370,7 +424,7 @@ impl Entry {
     /// Gives up the locks of segments that were not used for `idle_ms`, so that other processes may evict them.
     pub fn release_idle(&self, idle_ms: u64) {
         let now = now_ms();
-        for (used, place) in self.used_segments().collect::<Vec<_>>() {
+        for (used, place) in self.held_segments().collect::<Vec<_>>() {
             if now.saturating_sub(used) < idle_ms {
                 continue;
             }

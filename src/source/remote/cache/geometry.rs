@@ -10,7 +10,6 @@ pub const BLOCK_BYTES: u64 = 16 << 10;
 /// Blocks of a segment, the unit of eviction.
 pub(in super::super) const SEGMENT_BLOCKS: u64 = 1024;
 /// Bytes of a segment.
-#[cfg(test)]
 pub(in super::super) const SEGMENT_BYTES: u64 = BLOCK_BYTES * SEGMENT_BLOCKS;
 
 /// Number of blocks of an object.

@@ -84,6 +84,8 @@ pub(super) struct Segment {
     pub(super) ahead: BlockBits,
     /// Time of the last use, in milliseconds of the process.
     used_ms: AtomicU64,
+    /// Until this time the lock is not taken again, so that another process may evict. In milliseconds of the process.
+    given_up_until_ms: AtomicU64,
 }
 
 impl Segment {
@@ -121,6 +123,16 @@ impl Segment {
             Err(std::sync::TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
             Err(std::sync::TryLockError::WouldBlock) => None,
         }
+    }
+
+    /// Leaves the segment to other processes until a time, in milliseconds of the process. The caller is [`Self::alone`].
+    pub(super) fn give_up(&self, until_ms: u64) {
+        self.given_up_until_ms.store(until_ms, Ordering::Release);
+    }
+
+    /// Whether the segment is left to other processes at this time.
+    pub(super) fn is_given_up(&self, now_ms: u64) -> bool {
+        now_ms < self.given_up_until_ms.load(Ordering::Acquire)
     }
 
     /// Whether this process holds the lock.

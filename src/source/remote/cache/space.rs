@@ -15,7 +15,7 @@ use std::{
 use rustix::fs::statvfs;
 
 use super::{
-    entry::Entry,
+    entry::{Entry, Eviction},
     lock::{self, LockKind},
     meta,
 };
@@ -99,8 +99,7 @@ impl Space {
         }
         let Ok((mut used, mut limit)) = self.measure() else { return false };
         if used.saturating_add(bytes) > limit {
-            let wanted = (used + bytes - limit).saturating_add(SURPLUS_BYTES.min(limit / 8));
-            self.evict(wanted);
+            self.evict(used + bytes - limit, SURPLUS_BYTES.min(limit / 8));
             match self.measure() {
                 Ok(measured) => (used, limit) = measured,
                 Err(_) => return false,
@@ -149,8 +148,11 @@ impl Space {
         }
     }
 
-    /// Frees about this many bytes: first entries that no process uses, then segments of this process, each by least recent use.
-    fn evict(&self, wanted: u64) {
+    /// Frees about `needed` and `surplus` bytes: first entries that no process uses, then segments of the open ones, each by least
+    /// recent use. Of the segments that other processes use as well, as many as are needed are given up, to be evicted by the
+    /// process that needs room next.
+    fn evict(&self, needed: u64, surplus: u64) {
+        let wanted = needed.saturating_add(surplus);
         let mut freed = 0;
         if let Place::Disk(dir) = &self.place {
             let mut unused = entry_dirs(dir).unwrap_or_default();
@@ -165,17 +167,23 @@ impl Space {
         let entries = self.open_entries();
         let mut segments: Vec<(u64, usize, usize)> = Vec::new();
         for (place, entry) in entries.iter().enumerate() {
-            segments.extend(entry.used_segments().map(|(used, segment)| (used, place, segment)));
+            match entry.stored_segments() {
+                Ok(stored) => segments.extend(stored.into_iter().map(|(used, segment)| (used, place, segment))),
+                Err(error) => tracing::debug!("cache {}: its segments are not known: {error}", entry.name()),
+            }
         }
         segments.sort_unstable();
         // The newest is being filled.
-        segments.pop();
+        segments.pop_if(|(_, entry, segment)| entries[*entry].is_held(*segment));
+        let mut given_up = 0;
         for (_, entry, segment) in segments {
             if freed >= wanted {
                 return;
             }
-            match entries[entry].evict(segment) {
-                Ok(bytes) => freed += bytes,
+            match entries[entry].evict(segment, freed + given_up < needed) {
+                Ok(Eviction::Freed(bytes)) => freed += bytes,
+                Ok(Eviction::GivenUp(bytes)) => given_up += bytes,
+                Ok(Eviction::Stays) => {}
                 Err(error) => tracing::debug!("cache {}: segment {segment} stays: {error}", entries[entry].name()),
             }
         }

@@ -13,6 +13,7 @@ use super::{
         RemoteCounters,
         interface::{Content, RemoteFile},
     },
+    entry::Eviction,
     geometry::{SEGMENT_BLOCKS, SEGMENT_BYTES},
     *,
 };
@@ -91,16 +92,58 @@ fn guarded_and_foreign_segments_are_not_evicted() {
     a.store(0, &bytes(64, 0), false).unwrap();
     a.store(SEGMENT_BLOCKS, &bytes(64, 0), false).unwrap();
     let guards = a.guard(&(0..1)).unwrap();
-    assert_eq!(a.evict(0).unwrap(), 0, "guarded");
+    assert_eq!(a.evict(0, true).unwrap(), Eviction::Stays, "guarded");
     drop(guards);
     assert_eq!(missing(&b, 0..64), []);
-    assert_eq!(a.evict(0).unwrap(), 0, "in use by another process");
+    assert_eq!(a.evict(0, false).unwrap(), Eviction::Stays, "in use by another process");
     assert_eq!(missing(&a, 0..64), [], "and still there");
     b.release_idle(0);
-    assert!(a.evict(0).unwrap() >= 64 * BLOCK_BYTES);
+    assert!(matches!(a.evict(0, false).unwrap(), Eviction::Freed(bytes) if bytes >= 64 * BLOCK_BYTES));
     assert_eq!(missing(&a, 0..64), [0..64]);
     assert_eq!(missing(&b, 0..64), [0..64]);
     assert_eq!(missing(&b, SEGMENT_BLOCKS..SEGMENT_BLOCKS + 64), []);
+}
+
+#[test]
+fn a_segment_that_one_process_gives_up_is_evicted_by_the_other_and_then_serves_both_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let (first, second) = (open(dir.path(), None), open(dir.path(), None));
+    let object = file("k", SEGMENT_BYTES);
+    let (a, b) = (first.entry(&object, "k").unwrap(), second.entry(&object, "k").unwrap());
+    a.store(0, &bytes(64, 0), false).unwrap();
+    assert_eq!(missing(&b, 0..64), []);
+    assert_eq!(a.evict(0, true).unwrap(), Eviction::GivenUp(64 * BLOCK_BYTES));
+    assert!(!a.is_verified(&(0..1)) && b.is_verified(&(0..64)));
+    // Its readers and writers leave it alone, or the other process would never find it free.
+    assert_eq!(a.guard(&(0..1)).unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
+    assert_eq!(a.store(0, &bytes(1, 0), false).unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
+    assert_eq!(a.evict(0, true).unwrap(), Eviction::Stays, "nothing is left to give up");
+    assert!(matches!(b.evict(0, false).unwrap(), Eviction::Freed(_)));
+    assert_eq!(missing(&b, 0..64), [0..64]);
+    let begun = std::time::Instant::now();
+    while a.guard(&(0..1)).is_err() {
+        assert!(begun.elapsed() < std::time::Duration::from_secs(60));
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    assert_eq!(missing(&a, 0..64), [0..64]);
+}
+
+#[test]
+fn the_bytes_of_an_earlier_run_are_evicted_from_an_entry_in_use() {
+    let dir = tempfile::tempdir().unwrap();
+    let object = file("k", 4 * SEGMENT_BYTES);
+    let entry = open(dir.path(), None).entry(&object, "k").unwrap();
+    for segment in 0..3 {
+        entry.store(segment * SEGMENT_BLOCKS, &bytes(SEGMENT_BLOCKS, segment), false).unwrap();
+    }
+    drop(entry);
+    let cap = 3 * SEGMENT_BYTES + SEGMENT_BYTES / 2;
+    let cache = open(dir.path(), Some(cap));
+    let entry = cache.entry(&object, "k").unwrap();
+    assert_eq!(missing(&entry, 0..SEGMENT_BLOCKS), []);
+    assert!(cache.reserve(SEGMENT_BYTES), "there are segments that nobody uses");
+    assert!(entry.is_verified(&(0..SEGMENT_BLOCKS)), "what is in use stays");
+    assert_eq!(missing(&entry, SEGMENT_BLOCKS..2 * SEGMENT_BLOCKS), [SEGMENT_BLOCKS..2 * SEGMENT_BLOCKS]);
 }
 
 #[test]
