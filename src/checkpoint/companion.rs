@@ -3,7 +3,7 @@
 //! A checkpoint of a training program holds weights only. The other files of a repository are small, so that they are
 //! read whole when the checkpoint is opened.
 
-use std::{path::Path, sync::Arc};
+use std::{io, path::PathBuf, sync::Arc};
 
 use super::{
     adapter::AdapterFiles,
@@ -102,20 +102,21 @@ fn is_needed(name: &str) -> bool {
         && !OF_OTHER_WEIGHTS.contains(&name)
 }
 
-/// The weight files of a repository that fills what the checkpoint lacks. `paths` are those of the repository as opened.
+/// The weight files of a repository that fills what the checkpoint lacks, each with its name.
 ///
 /// # Errors
 /// A file is gone.
-pub(super) fn fill_files<'a>(
-    paths: impl Iterator<Item = &'a Path>,
+pub(super) fn fill_files(
+    found: impl Iterator<Item = (io::Result<Found>, PathBuf)>,
     fetches: &Fetches,
 ) -> Result<Vec<AdapterFiles>, CheckpointError> {
-    let open = |path: &Path| {
-        let failed = |error| SourceError::Io { file: Arc::from(path), action: "open".into(), error: Arc::new(error) };
-        let _opening = fetches.begin_path(path, "open");
-        let weights: Opened = Found::named(path).map_err(failed)?.open(None)?;
+    let open = |(found, path): (io::Result<Found>, PathBuf)| {
+        let failed =
+            |error| SourceError::Io { file: Arc::from(path.as_path()), action: "open".into(), error: Arc::new(error) };
+        let _opening = fetches.begin_path(&path, "open");
+        let weights: Opened = found.map_err(failed)?.open(None)?;
         let config = serde_json::Value::Null;
-        Ok(AdapterFiles { dir: path.to_owned(), config, weights, warning: None, fills: true })
+        Ok(AdapterFiles { dir: path, config, weights, warning: None, fills: true })
     };
-    paths.map(open).collect()
+    found.map(open).collect()
 }

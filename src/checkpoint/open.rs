@@ -58,15 +58,7 @@ fn open(source: &str, options: &OpenOptions) -> Result<Checkpoint, CheckpointErr
     drop(looking);
     let mut adapters = read_adapters(options)?;
     if let Some(fill) = &options.fill_from {
-        let alone = OpenOptions { adapters: Vec::new(), config_from: None, fill_from: None, ..options.clone() };
-        if locate(fill, options)?.remote.is_some() {
-            // Its files would have to be of the same source as the checkpoint's.
-            let scheme = fill.split_once("://").map_or("hf", |(scheme, _)| scheme).to_owned();
-            return Err(CheckpointError::NotSupported { source_name: format!("--fill-from {fill}"), scheme });
-        }
-        let fill = open(fill, &alone)?;
-        let weights = fill.files().iter().filter(|file| file.role == FileRole::Weights);
-        adapters.extend(fill_files(weights.filter_map(|file| Some(fill.source().path(file.file?))), &options.fetches)?);
+        adapters.extend(filling(fill, options)?);
     }
     let companion = options.config_from.as_ref().map(|source| companion(source, options)).transpose()?;
     let opened = open_located(located, is_directory, options, adapters)?;
@@ -74,6 +66,31 @@ fn open(source: &str, options: &OpenOptions) -> Result<Checkpoint, CheckpointErr
         Some((companion, config)) => opened.completed(companion, config),
         None => Ok(opened),
     }
+}
+
+/// The weight files of a repository that fills what the checkpoint lacks.
+fn filling(source: &str, options: &OpenOptions) -> Result<Vec<AdapterFiles>, CheckpointError> {
+    let located = locate(source, options)?;
+    let remote = located.remote.clone();
+    let tree = remote.map(|repository| RemoteTree::open(repository, &options.cache(), &options.remote)).transpose()?;
+    let alone = OpenOptions { adapters: Vec::new(), config_from: None, fill_from: None, ..options.clone() };
+    let Some(tree) = tree else {
+        let fill = open(source, &alone)?;
+        let path = |file: &RepoFile| Some(fill.source().path(file.file?).to_owned());
+        let paths = fill.files().iter().filter(|file| file.role == FileRole::Weights).filter_map(path);
+        return fill_files(paths.map(|path| (Found::named(&path), path)), &options.fetches);
+    };
+    let fill = open_tree(located, &tree, &alone, Vec::new())?;
+    let is_weights = |file: &&RepoFile| file.role == FileRole::Weights && file.file.is_some();
+    let mut found = Vec::new();
+    for file in fill.files().iter().filter(is_weights) {
+        // A single file has no path within its repository.
+        let place =
+            tree.repository().files.iter().position(|listed| listed.path == file.path || listed.path.is_empty());
+        let remote = tree.remote(place.expect("the checkpoint has files of this list only"))?;
+        found.push((Found::cached(remote), remote.object.name.to_path_buf()));
+    }
+    fill_files(found.into_iter(), &options.fetches)
 }
 
 /// Configuration and tokenizer of another repository.
@@ -99,12 +116,22 @@ fn open_located(
 ) -> Result<Checkpoint, CheckpointError> {
     if let Some(repository) = located.remote.clone() {
         let tree = RemoteTree::open(repository, &options.cache(), &options.remote)?;
-        return match tree.repository().files.iter().position(|file| file.path.is_empty()) {
-            Some(alone) => open_alone(located, Found::cached(tree.remote(alone)?), options, adapters),
-            None => open_remote(located, &tree, options, adapters),
-        };
+        return open_tree(located, &tree, options, adapters);
     }
     if is_directory { open_directory(located, options, adapters) } else { open_file(located, options, adapters) }
+}
+
+/// The remote checkpoint of a tree: a directory, or a single file.
+fn open_tree(
+    located: Located,
+    tree: &RemoteTree,
+    options: &OpenOptions,
+    adapters: Vec<AdapterFiles>,
+) -> Result<Checkpoint, CheckpointError> {
+    match tree.repository().files.iter().position(|file| file.path.is_empty()) {
+        Some(alone) => open_alone(located, Found::cached(tree.remote(alone)?), options, adapters),
+        None => open_remote(located, tree, options, adapters),
+    }
 }
 
 /// A single file is a repository of one file, without configuration.

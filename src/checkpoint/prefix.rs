@@ -27,9 +27,9 @@ const INNER: [&str; 3] = ["_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrap
 /// The word that may be either.
 const MODEL: &str = "model";
 
-/// Words with which the names of a whole model begin.
-const ROOTS: [&str; 9] =
-    ["model", "transformer", "lm_head", "language_model", "backbone", "gpt_neox", "encoder", "decoder", "bert"];
+/// Words with which the names of a whole model begin, and which follow `model.` in no repository. Others do both:
+/// `language_model`, `encoder`, `decoder`, `transformer`.
+const ROOTS: [&str; 4] = ["model", "lm_head", "gpt_neox", "bert"];
 
 /// The prefix that all these names have and the names of repositories have not, with its last dot. `None` if there is none.
 pub fn common_prefix(names: &[&str]) -> Option<String> {
@@ -85,7 +85,7 @@ mod tests {
 
     #[test]
     fn wrappers_are_found_and_names_of_repositories_are_left_alone() {
-        let cases: [(&[&str], Option<&str>); 10] = [
+        let cases: [(&[&str], Option<&str>); 14] = [
             (&["model.layers.0.mlp.weight", "model.norm.weight"], None),
             (&["model.layers.0.mlp.weight", "lm_head.weight"], None),
             (&["model.model.layers.0.mlp.weight", "model.lm_head.weight"], Some("model.")),
@@ -94,6 +94,11 @@ mod tests {
             (&["app.model._orig_mod.model.norm.weight"], Some("app.model._orig_mod.")),
             (&["model._orig_mod.layers.0.w", "model._orig_mod.norm"], Some("model._orig_mod.")),
             (&["module.a", "modules.a"], None),
+            // Repositories whose names all begin with `model.`, since the head is tied.
+            (&["model.language_model.norm.weight", "model.visual.merger.norm.weight"], None),
+            (&["model.encoder.layers.0.w", "model.decoder.layers.0.w"], None),
+            (&["model.transformer.wte.weight", "model.transformer.ln_f.weight"], None),
+            (&["model.transformer.wte.weight", "model.lm_head.weight"], Some("model.")),
             (&["module"], None),
             (&[], None),
         ];

@@ -124,7 +124,14 @@ impl Plan {
     /// # Errors
     /// Everything wrong with the plan, at once.
     pub fn build(checkpoint: &Checkpoint, options: &ViewOptions) -> Result<Self, PlanError> {
-        build(checkpoint, &options.for_checkpoint(checkpoint))
+        let mut plan = build(checkpoint, &options.for_checkpoint(checkpoint))?;
+        if let Some(rename) = options.unwrapping(checkpoint) {
+            plan.warnings.push(format!(
+                "the names of the training state are shown without what matches '{}': --source-rename replaces this",
+                rename.pattern()
+            ));
+        }
+        Ok(plan)
     }
 }
 

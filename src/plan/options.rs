@@ -11,7 +11,7 @@ use super::{
     stored,
 };
 use crate::{
-    checkpoint::Checkpoint,
+    checkpoint::{Checkpoint, Container},
     config::{
         Allow, CastRule, ConfigError, Dequantize, DtypeChoice, LayoutChoice, LogicalRule, Mesh, Rename, ShardChoice,
         ShardRule, Tied, ViewSettings, value::SettingValue,
@@ -66,13 +66,29 @@ impl Layout {
 }
 
 impl ViewOptions {
-    /// These options for a checkpoint: the layout is `stored` for a trainer's if the user chose none.
+    /// These options for a checkpoint: the layout is `stored` for a trainer's if the user chose none, and the layout `hf`
+    /// takes from a trainer's names what wraps the model, if the user gave no rename.
     pub fn for_checkpoint(&self, checkpoint: &Checkpoint) -> Cow<'_, Self> {
         if !self.chooses_layout && self.layout == Layout::Canonical && stored::is_default(checkpoint) {
-            Cow::Owned(Self { layout: Layout::Stored, ..self.clone() })
-        } else {
-            Cow::Borrowed(self)
+            return Cow::Owned(Self { layout: Layout::Stored, ..self.clone() });
         }
+        let Some(rename) = self.unwrapping(checkpoint) else { return Cow::Borrowed(self) };
+        let mut options = self.clone();
+        options.subset.source_renames.push(rename);
+        Cow::Owned(options)
+    }
+
+    /// The rename that takes from the names of a training state what wraps the model, where the layout asks for the names of
+    /// a repository and the user gave no rename.
+    pub(super) fn unwrapping(&self, checkpoint: &Checkpoint) -> Option<Rename> {
+        let is_state = match checkpoint.container() {
+            Container::Torch | Container::Dcp => true,
+            Container::Safetensors => checkpoint.companion().is_some(),
+            // Its leaves are found under any prefix.
+            Container::Orbax => false,
+        };
+        let asks = self.layout == Layout::Hf && self.subset.source_renames.is_empty();
+        if !is_state || !asks { None } else { Rename::parse(&checkpoint.proposed_rename()?).ok() }
     }
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import urllib.request
+from pathlib import Path
+
 import pytest
 
 import mounting
@@ -12,6 +14,7 @@ import reference
 from mounting import check_device, check_full
 from reference import Mesh
 
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures/maxtext"
 NAMES = ["HF_ENDPOINT", "HF_TOKEN", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "CKFS_CACHE_DIR", "AWS_ENDPOINT_URL"]
 
 
@@ -134,3 +137,29 @@ def test_a_mount_of_a_bucket(own, repo, clean, tmp_path, scheme):
         check_full(own(source), reference.canonical(repo("llama")))
     finally:
         stub.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_configuration_and_missing_tensors_come_from_the_hub(clean, tmp_path, family):
+    local = FIXTURES / family / "hf"
+    mounting.run("export", local, tmp_path / "leaves", "--layout", "maxtext-unscanned", "--only", "safetensors")
+    (leaves,) = (tmp_path / "leaves/safetensors").glob("*.safetensors")
+    stub = Stub("hub", f"org/model={local}")
+    try:
+        clean.setenv("HF_ENDPOINT", stub.url)
+        for name, more in [("text", []), ("whole", ["--fill-from"])]:
+            found, expected = tmp_path / f"{name}-hub", tmp_path / f"{name}-local"
+            for place, to in [("org/model", found), (local, expected)]:
+                filled = [word for option in more for word in (option, place)]
+                mounting.run("export", leaves, to, "--layout", "hf", "--only", "hf", "--config-from", place, *filled)
+            assert contents(found) == contents(expected)
+        error = mounting.run("plan", leaves, "--layout", "hf", "--config-from", local, "--fill-from", "org/none", expect=1).err
+        assert "org/none" in error
+    finally:
+        stub.close()
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    assert files
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}

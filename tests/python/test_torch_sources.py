@@ -233,3 +233,33 @@ def test_the_prefix_of_a_training_program_is_proposed(tmp_path):
     plan = mounting.run("plan", path, "--source-rename", rule, "--layout", "hf", "--json").json()
     shown = {row["name"] for view in plan.get("views", [plan]) for row in view["tensors"]}
     assert shown == set(names)
+
+
+@pytest.mark.parametrize("form", ["file", "directory"])
+def test_what_wraps_the_model_is_taken_away_where_a_repository_is_asked_for(tmp_path, repo, form):
+    original = repo("llama")
+    stored = {}
+    for file in sorted(original.path.glob("*.safetensors")):
+        stored |= load_file(file)
+    wrapped = {f"module._orig_mod.{name}": value for name, value in stored.items()}
+    path = tmp_path / "state.pt" if form == "file" else tmp_path / "state"
+    if form == "file":
+        torch.save({"model": wrapped, "optimizer": {"state": {0: {"exp_avg": torch.zeros(2)}}}}, path)
+    else:
+        dcp.save({"app": wrapped}, checkpoint_id=path, no_dist=True)
+    arguments = ["--layout", "hf", "--config-from", original.path]
+    plan = mounting.run("plan", path, *arguments, "--json").json()
+    (view,) = plan.get("views", [plan])
+    assert {row["name"] for row in view["tensors"]} == set(stored)
+    assert any("--source-rename replaces this" in warning for warning in view["warnings"]), view["warnings"]
+    mounting.run("export", path, tmp_path / "out", *arguments, "--only", "hf")
+    found = {}
+    for file in (tmp_path / "out/hf").glob("*.safetensors"):
+        found |= load_file(file)
+    assert set(found) == set(stored)
+    for name, value in stored.items():
+        assert raw(found[name]) == raw(value), name
+    # The user's own rename is the only one.
+    plan = mounting.run("plan", path, *arguments, "--source-rename", "_orig_mod\\.=>", "--json").json()
+    (view,) = plan.get("views", [plan])
+    assert all("module." in row["name"] for row in view["tensors"])
