@@ -8,6 +8,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
 import mounting
 import reference
@@ -134,7 +135,12 @@ def test_a_mount_of_a_bucket(own, repo, clean, tmp_path, scheme):
         for name, value in settings.items():
             clean.setenv(name, value)
         source = "s3://models/llama" if scheme == "s3" else f"{stub.url}/models/llama/"
-        check_full(own(source), reference.canonical(repo("llama")))
+        mounted = own(source)
+        check_full(mounted, reference.canonical(repo("llama")))
+        text = (mounted / ".ckfs/metrics").read_text()
+        values = {sample.name: sample.value for family in parse_openmetrics(text) for sample in family.samples}
+        assert 0 < values["ckfs_remote_latency_seconds_count"] <= values["ckfs_remote_requests_total"]
+        assert values["ckfs_remote_latency_seconds_bucket"] == values["ckfs_remote_latency_seconds_count"], "the last is all"
     finally:
         stub.close()
 

@@ -234,8 +234,14 @@ impl Cache {
         let whole = data.metadata()?.len() == meta.size_bytes;
         let map = BlockMap::open(file, meta.size_bytes)?;
         let Some(map) = map.filter(|_| whole) else { return Ok(Attempt::Malformed) };
-        let meta =
-            EntryMeta::read(dir).ok().filter(|found| found.size_bytes == meta.size_bytes).unwrap_or(meta.clone());
+        let meta = match EntryMeta::read(dir) {
+            Ok(found) if found.size_bytes == meta.size_bytes => found,
+            Ok(_) | Err(_) => {
+                // Damaged: without it the commands that look at the cache cannot open the entry. A failure here harms only them.
+                let _ = meta.write(dir);
+                meta.clone()
+            }
+        };
         let counters = Arc::clone(&self.counters);
         Ok(Attempt::Open(Box::new(Entry::new(name, Some(dir.to_owned()), data, map, meta, counters))))
     }
