@@ -16,6 +16,8 @@ use crate::{
 /// Least and most bytes ahead of a sequential reader for which source pages are requested: enough for a fast disk to be busy all
 /// the time.
 const PAGES_AHEAD_BYTES: (u64, u64) = (8 << 20, 64 << 20);
+/// Where memory is short.
+const PAGES_AHEAD_BYTES_MIN: u64 = 1 << 20;
 /// The least part of what a remote source wants to know ahead.
 const REMOTE_AHEAD_PART: u64 = 4;
 /// Least bytes of tiles that are computed ahead of a sequential reader.
@@ -77,12 +79,18 @@ impl Engine {
     fn pages_ahead(self: &Arc<Self>, file: &Arc<OpenFile>, start: u64, end: u64) {
         let (least, most) = match self.source().ahead_bytes() {
             Some(most) => (most / REMOTE_AHEAD_PART, most),
-            None => PAGES_AHEAD_BYTES,
+            None => (PAGES_AHEAD_BYTES.0.min(self.most_pages_ahead()), self.most_pages_ahead()),
         };
         let noted = file.page_streams.lock().unwrap_or_else(PoisonError::into_inner).note(start, end, least..=most);
         if let Some((from, to)) = noted {
             self.request_pages_beside(file, from, to.min(file.len_bytes()));
         }
+    }
+
+    /// Most bytes of local source pages to request ahead. While they are read the kernel cannot take them back, and they count
+    /// as memory of the daemon's control group.
+    pub(super) fn most_pages_ahead(&self) -> u64 {
+        PAGES_AHEAD_BYTES.1.min(self.options().tile_cache_bytes as u64 / 4).max(PAGES_AHEAD_BYTES_MIN)
     }
 
     /// As [`Self::request_pages`], in another thread: the kernel allocates the pages in the thread that requests them, which takes

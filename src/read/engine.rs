@@ -57,6 +57,9 @@ impl fmt::Debug for Engine {
     }
 }
 
+/// Least bytes of the cache with which source pages are requested ahead of readers.
+const PAGES_CACHE_BYTES_MIN: usize = 64 << 20;
+
 impl Engine {
     /// An engine over a checkpoint.
     pub fn new(checkpoint: Arc<Checkpoint>, options: EngineOptions) -> Self {
@@ -64,8 +67,13 @@ impl Engine {
             checkpoint,
             cache: TileCache::new(options.tile_cache_bytes),
             buffers: BufferPool::new(options.spare_buffer_bytes),
-            workers: Workers::new("ckfs-ahead", options.workers),
-            requesters: Workers::new("ckfs-pages", 1),
+            workers: Workers::new("ckfs-ahead", options.workers, true),
+            // Pages that are being read cannot be taken back: where memory is short nothing is requested ahead.
+            requesters: Workers::new(
+                "ckfs-pages",
+                usize::from(options.tile_cache_bytes >= PAGES_CACHE_BYTES_MIN),
+                false,
+            ),
             counters: Counters::default(),
             options,
         }

@@ -56,8 +56,6 @@ const PIECES_PER_THREAD: u64 = 2;
 const SLICES_PER_THREAD: u64 = 8;
 /// Memory is allocated in multiples of this many bytes: a huge page.
 const MEMORY_STEP_BYTES: u64 = 2 << 20;
-/// Bytes of the file ahead of the next piece for which source pages are requested.
-const AHEAD_BYTES: u64 = 64 << 20;
 /// Time between checks whether a piece that another thread makes is still worth waiting for.
 const GIVE_UP_PERIOD: Duration = Duration::from_millis(250);
 
@@ -447,7 +445,7 @@ impl Materializing {
     }
 
     fn ask_ahead(&self, start: u64) {
-        let end = self.file.len_bytes().min(start + AHEAD_BYTES);
+        let end = self.file.len_bytes().min(start + self.engine.most_pages_ahead());
         let requested = self.requested.fetch_max(end, Ordering::Relaxed);
         if requested < end {
             self.engine.request_pages_beside(&self.file, requested.max(start), end);

@@ -56,11 +56,12 @@ pub(super) struct Workers {
 
 impl Workers {
     /// Starts `count` threads, named `name` with a number; if the system refuses some, there are fewer.
-    pub(super) fn new(name: &str, count: usize) -> Self {
+    /// `computes` tells whether their jobs make bytes.
+    pub(super) fn new(name: &str, count: usize, computes: bool) -> Self {
         let queue = Arc::new(JobQueue::default());
         let started = (0..count).filter(|index| {
             let queue = Arc::clone(&queue);
-            thread::Builder::new().name(format!("{name}-{index}")).spawn(move || work(&queue, false)).is_ok()
+            thread::Builder::new().name(format!("{name}-{index}")).spawn(move || work(&queue, computes, false)).is_ok()
         });
         Self { count: started.count(), queue }
     }
@@ -79,7 +80,7 @@ impl Workers {
         let missing = jobs.spares_wanted.saturating_sub(jobs.spares);
         for _ in 0..missing {
             let queue = Arc::clone(&self.queue);
-            if thread::Builder::new().name("ckfs-spare".to_owned()).spawn(move || work(&queue, true)).is_ok() {
+            if thread::Builder::new().name("ckfs-spare".to_owned()).spawn(move || work(&queue, true, true)).is_ok() {
                 jobs.spares += 1;
             }
         }
@@ -163,8 +164,8 @@ impl IdleWorker {
     }
 }
 
-fn work(queue: &JobQueue, spare: bool) {
-    if Warm::chosen().threads {
+fn work(queue: &JobQueue, computes: bool, spare: bool) {
+    if computes && Warm::chosen().threads {
         warm_up();
     }
     let worker = Arc::new(IdleWorker { thread: gettid(), wake: Condvar::new() });
@@ -224,7 +225,7 @@ mod tests {
 
     #[test]
     fn every_job_is_done_and_threads_may_go_anywhere_afterwards() {
-        let workers = Workers::new("test", 3);
+        let workers = Workers::new("test", 3, true);
         let (tell, told) = mpsc::channel();
         for round in 0..200 {
             let job = |kind: u32| {
@@ -247,7 +248,7 @@ mod tests {
 
     #[test]
     fn a_thread_that_waits_for_storage_is_replaced_meanwhile() {
-        let workers = Workers::new("test", 1);
+        let workers = Workers::new("test", 1, true);
         let (tell, told) = mpsc::channel();
         let (go, wait) = mpsc::channel::<()>();
         let tell_thread = tell.clone();
@@ -273,7 +274,7 @@ mod tests {
     #[test]
     fn a_panic_ends_no_thread_and_without_threads_jobs_are_done_at_once() {
         for count in [0, 1] {
-            let workers = Workers::new("test", count);
+            let workers = Workers::new("test", count, true);
             let (tell, told) = mpsc::channel();
             if count > 0 {
                 workers.submit(|| panic!("as a test"));
