@@ -132,11 +132,14 @@ fn span_at(file: usize, place: f64, len: u64) -> ByteSpan {
     ByteSpan::new(start, (start + len).min(SIZES[file])).unwrap()
 }
 
+/// A cache and the source that uses it.
+type Opened = (Arc<Cache>, Arc<dyn Source>);
+
 /// Two processes, as far as locks can tell: those belong to open files.
 struct Processes {
     dir: tempfile::TempDir,
     objects: Arc<MemoryObjects>,
-    open: [Option<(Arc<Cache>, Arc<dyn Source>)>; 2],
+    open: [Option<Opened>; 2],
 }
 
 impl Processes {
@@ -238,7 +241,7 @@ fn damage(dir: &Path, file: usize, span: ByteSpan, what: Damage) {
                 let mark = [1, 2, 3, 4, 0x45, 0x53, 0x52, 0x50].repeat(words / 8);
                 let end = fs::metadata(entry.join("map")).unwrap().len();
                 let words = words.min(size(end - at));
-                let bytes = if span.len() % 2 == 0 { vec![0; words] } else { mark[..words].to_vec() };
+                let bytes = if span.len().is_multiple_of(2) { vec![0; words] } else { mark[..words].to_vec() };
                 open("map").write_all_at(&bytes, at).unwrap();
             }
             Damage::MapLength => open("map").set_len(5000).unwrap(),
