@@ -459,48 +459,6 @@ fn mapped_bytes(path: &Path) -> u64 {
     bytes
 }
 
-#[test]
-fn cached_pages_are_mapped_before_they_are_touched_and_others_are_not_read() {
-    const LEN: usize = 24 << 20;
-    let dir = tempfile::tempdir().unwrap();
-    let (path, file, map) = written(dir.path(), LEN, 8 << 20, 8 << 20);
-    let cached = cached_pages(&map);
-    drop(map);
-    let open = |wide| {
-        let paths = [path.clone()];
-        LocalFiles::open_with_window(&paths, SourceIo::Mmap, ResidentWindow::new(0, wide)).unwrap()
-    };
-
-    let small = open(8 << 20);
-    assert!(!small.prefault(A, span(0, LEN as u64)), "there is no room");
-    assert_eq!(mapped_bytes(&path), 0);
-
-    let source = open(1 << 40);
-    assert!(source.prefault(A, span(5000, LEN as u64)));
-    assert!(source.prefault(A, span(0, LEN as u64 + 1)), "a span that is not there is left out");
-    // Kernels before 6.5 do not tell what is cached.
-    // SAFETY: without a file the call does nothing.
-    #[allow(unsafe_code)]
-    let reported = unsafe { libc::syscall(451, -1, 0, 0, 0) };
-    if reported < 0 && std::io::Error::last_os_error().raw_os_error() == Some(libc::ENOSYS) {
-        assert_eq!(mapped_bytes(&path), 0);
-        return;
-    }
-    let mapped = usize::try_from(mapped_bytes(&path)).unwrap() / 4096;
-    assert!((cached - 1..=cached).contains(&mapped), "{mapped} pages are mapped, {cached} were cached");
-    source.with(A, span(0, 1 << 20), &mut |bytes| assert!(bytes.iter().all(|byte| *byte == 7))).unwrap().unwrap();
-    source.trim();
-    assert_ne!(mapped_bytes(&path), 0, "somebody was here since");
-    source.trim();
-    assert_eq!(mapped_bytes(&path), 0);
-
-    file.set_len(20 << 20).unwrap_err();
-    fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(4 << 20).unwrap();
-    source.prefault(A, span(0, LEN as u64));
-    source.check(A).unwrap_err();
-    assert!(source.prefault(A, span(0, LEN as u64)), "a file that has changed is left alone");
-}
-
 /// Number of a mapped file's pages that the page cache has.
 #[allow(unsafe_code)]
 fn cached_pages(map: &memmap2::Mmap) -> usize {

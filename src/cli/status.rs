@@ -218,11 +218,10 @@ fn memory_text(memory: &Value) -> String {
     }
     let _ = writeln!(
         text,
-        "  held    tiles {}, materialized {}, pre-zeroed {}, dropped but mapped {}, spare buffers {}, decoded chunks {}, \
+        "  held    tiles {}, materialized {}, dropped but mapped {}, spare buffers {}, decoded chunks {}, \
          thread buffers {}, mapped pages {}",
         bytes(&held["tiles_bytes"]),
         bytes(&held["materialized_bytes"]),
-        bytes(&held["prezeroed_bytes"]),
         bytes(&held["dropped_bytes"]),
         bytes(&held["spare_buffers_bytes"]),
         bytes(&held["decoded_chunks_bytes"]),

@@ -40,8 +40,6 @@ pub struct Counters {
     pub materialized_files: AtomicU64,
     /// Bytes of these.
     pub materialized_bytes: AtomicU64,
-    /// Of these files, those that used a pre-zeroed buffer, including one zeroed only in part.
-    pub prezeroed_files: AtomicU64,
     /// Reads that failed.
     pub failed_reads: AtomicU64,
     /// Opens that failed because of a source.

@@ -67,13 +67,9 @@ impl Engine {
             checkpoint,
             cache: TileCache::new(options.tile_cache_bytes),
             buffers: BufferPool::new(options.spare_buffer_bytes),
-            workers: Workers::new("ckfs-ahead", options.workers, true),
+            workers: Workers::new("ckfs-ahead", options.workers),
             // Pages that are being read cannot be taken back: where memory is short nothing is requested ahead.
-            requesters: Workers::new(
-                "ckfs-pages",
-                usize::from(options.tile_cache_bytes >= PAGES_CACHE_BYTES_MIN),
-                false,
-            ),
+            requesters: Workers::new("ckfs-pages", usize::from(options.tile_cache_bytes >= PAGES_CACHE_BYTES_MIN)),
             counters: Counters::default(),
             options,
         }
@@ -155,12 +151,7 @@ impl Engine {
 
     /// Bytes of materialized files held now.
     pub fn materialized_bytes(&self) -> usize {
-        self.cache.reserved_bytes().saturating_sub(self.cache.spare_bytes())
-    }
-
-    /// Bytes of pre-zeroed buffers held now.
-    pub fn prezeroed_bytes(&self) -> usize {
-        self.cache.spare_bytes()
+        self.cache.reserved_bytes()
     }
 
     /// Bytes of unused buffers held now.
@@ -186,13 +177,6 @@ impl Engine {
     /// Drops the tiles of a file that will not be read again through this [`OpenFile`].
     pub fn forget(&self, file: &OpenFile) {
         self.cache.forget_file(file.key);
-    }
-
-    /// Keeps source pages mapped for future readers, until some seconds after the last call.
-    pub fn keep_maps(&self) {
-        if let Some(maps) = self.source().maps() {
-            maps.will_return();
-        }
     }
 
     /// Frees memory that only earlier readers used. To be called every few seconds.

@@ -142,11 +142,6 @@ impl Engine {
         self.cache.reserve(bytes)
     }
 
-    /// Reserves memory that nothing uses now.
-    pub fn reserve_spare(&self, bytes: usize) -> Option<Reservation> {
-        self.cache.reserve_spare(bytes)
-    }
-
     /// Most bytes that may be reserved at once.
     pub fn reservable_bytes(&self) -> usize {
         self.cache.reservable_bytes()
@@ -256,7 +251,7 @@ impl Materializing {
             let helpers = first.pieces().map_or(0, <[FilePiece]>::len).min(first.threads()).saturating_sub(1);
             for _ in 0..helpers {
                 let helping = Arc::clone(&first);
-                first.engine.workers.submit_beside(move || helping.work());
+                first.engine.workers.submit(move || helping.work());
             }
             first.work();
         });

@@ -42,7 +42,6 @@ mod fetch;
 mod fill;
 mod materialize;
 mod open_file;
-mod prefault;
 mod reader;
 pub mod reference;
 mod runs;
@@ -51,14 +50,12 @@ mod schedule;
 mod serve;
 mod stream;
 mod tile;
-pub mod warm;
 mod worker;
 
 pub use counters::{Counters, Path};
 pub use engine::{Engine, EngineOptions};
 pub use materialize::{MaterializeError, Materializing, Target};
 pub use open_file::OpenFile;
-pub use prefault::Prefault;
 pub use tile::Reservation;
 
 use crate::{

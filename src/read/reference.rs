@@ -29,8 +29,9 @@ use crate::tensor::{
     Term, Value, View, to_usize,
 };
 
-/// Bytes fetched at once.
-const BLOCK_BYTES: u64 = 64 << 10;
+/// Bytes fetched at once: the first size of which a read succeeds. A source that has only a part of a tensor, as a cache
+/// without a network does, can refuse a block although it has the bytes that are asked for.
+const BLOCK_SIZES: [u64; 3] = [64 << 10, 512, 8];
 
 /// Blocks kept, 64 MiB in all: enough for a transposing view to visit the same rows again.
 const BLOCKS_KEPT: NonZeroUsize = NonZeroUsize::new(1024).unwrap();
@@ -109,7 +110,8 @@ pub fn evaluate(
 /// An evaluator that keeps the blocks it read last, from one call to the next.
 pub struct Evaluator<'a> {
     read: Box<dyn FnMut(TensorId, Range<u64>) -> TensorBytes + 'a>,
-    blocks: LruCache<(TensorId, u64), Vec<u8>>,
+    /// By tensor and range of its bytes.
+    blocks: LruCache<(TensorId, Range<u64>), Vec<u8>>,
     /// The tensor stored as boxes that was read last, and which of its boxes.
     last_box: (Option<TensorId>, usize),
 }
@@ -140,7 +142,7 @@ fn ravel(index: &[u64], shape: &Shape) -> u64 {
 }
 
 impl<'a> Evaluator<'a> {
-    /// An evaluator that fetches through `read`, in aligned blocks of 64 KiB.
+    /// An evaluator that fetches through `read`, in aligned blocks of 64 KiB, and in smaller ones where such a read fails.
     pub fn new(read: impl FnMut(TensorId, Range<u64>) -> TensorBytes + 'a) -> Self {
         Self { read: Box::new(read), blocks: LruCache::new(BLOCKS_KEPT), last_box: (None, 0) }
     }
@@ -351,20 +353,29 @@ impl<'a> Evaluator<'a> {
     }
 
     fn tensor_byte(&mut self, tensor: TensorId, len_bytes: u64, at: u64) -> Result<u8, ReferenceError> {
-        let block = at / BLOCK_BYTES;
-        let in_block = usize::try_from(at % BLOCK_BYTES).expect("less than a block");
-        if let Some(bytes) = self.blocks.get(&(tensor, block)) {
-            return Ok(bytes[in_block]);
+        let block = |size: u64| at / size * size..(at / size * size + size).min(len_bytes);
+        let in_block = |span: &Range<u64>| usize::try_from(at - span.start).expect("less than a block");
+        for size in BLOCK_SIZES {
+            let span = block(size);
+            if let Some(bytes) = self.blocks.get(&(tensor, span.clone())) {
+                return Ok(bytes[in_block(&span)]);
+            }
         }
-        let (start, end) = (block * BLOCK_BYTES, ((block + 1) * BLOCK_BYTES).min(len_bytes));
-        let bytes =
-            (self.read)(tensor, start..end).map_err(|cause| ReferenceError::Read { tensor, start, end, cause })?;
-        if u64::try_from(bytes.len()) != Ok(end - start) {
-            return Err(ReferenceError::Length { tensor, start, end, found: bytes.len() });
+        let mut failure = None;
+        for size in BLOCK_SIZES {
+            let span = block(size);
+            let Range { start, end } = span;
+            match (self.read)(tensor, start..end) {
+                Ok(bytes) if u64::try_from(bytes.len()) == Ok(end - start) => {
+                    let byte = bytes[in_block(&span)];
+                    self.blocks.put((tensor, span), bytes);
+                    return Ok(byte);
+                }
+                Ok(bytes) => return Err(ReferenceError::Length { tensor, start, end, found: bytes.len() }),
+                Err(cause) => failure = Some(ReferenceError::Read { tensor, start, end, cause }),
+            }
         }
-        let byte = bytes[in_block];
-        self.blocks.put((tensor, block), bytes);
-        Ok(byte)
+        Err(failure.expect("there are sizes"))
     }
 }
 
@@ -720,6 +731,21 @@ mod tests {
         evaluator.evaluate(&view, 1000..2000).unwrap();
         drop(evaluator);
         assert_eq!(spans, [0..65536, 65536..120_000]);
+    }
+
+    #[test]
+    fn of_a_source_that_has_a_part_of_a_tensor_only_that_part_is_needed() {
+        let has = 5000..9000;
+        let read = |_, span: Range<u64>| {
+            let is_there = has.start <= span.start && span.end <= has.end;
+            let bytes = span.map(|at| at.to_le_bytes()[0]).collect();
+            if is_there { Ok(bytes) } else { Err("not here".into()) }
+        };
+        let view = tensor(0, DType::U8, &[100_000]);
+        let found = evaluate(&view, has.clone(), read).unwrap();
+        assert_eq!(found, has.clone().map(|at| at.to_le_bytes()[0]).collect::<Vec<_>>());
+        assert!(evaluate(&view, has.start - 1..has.end, read).is_err());
+        assert!(evaluate(&view, has.start..has.end + 1, read).is_err());
     }
 
     #[test]

@@ -151,23 +151,17 @@ pub(super) struct TileCache {
     dropped: AtomicUsize,
     /// Bytes of `bytes_max` that are reserved for other uses now.
     reserved: Arc<AtomicUsize>,
-    /// Of these, bytes of pre-zeroed buffers, which hold no data yet.
-    spare: Arc<AtomicUsize>,
 }
 
 /// Room of the cache reserved for another use than tiles, until this is dropped.
 #[derive(Debug)]
 pub struct Reservation {
     reserved: Arc<AtomicUsize>,
-    spare: Option<Arc<AtomicUsize>>,
     bytes: usize,
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        if let Some(spare) = &self.spare {
-            spare.fetch_sub(self.bytes, Ordering::Relaxed);
-        }
         self.reserved.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
@@ -202,7 +196,6 @@ impl TileCache {
             held: Arc::default(),
             dropped: AtomicUsize::new(0),
             reserved: Arc::default(),
-            spare: Arc::default(),
         }
     }
 
@@ -249,20 +242,7 @@ impl TileCache {
         let dropped = state.drop_until(others);
         drop(state);
         drop(dropped);
-        Some(Reservation { reserved: Arc::clone(&self.reserved), spare: None, bytes })
-    }
-
-    /// Takes room that is free, without dropping even an unused tile.
-    pub(super) fn reserve_spare(&self, bytes: usize) -> Option<Reservation> {
-        let state = self.lock();
-        let taken = (self.reserved_bytes() + self.dropped_bytes()).checked_add(bytes)?;
-        if taken > self.reservable_bytes() || self.held.load(Ordering::Relaxed).checked_add(taken)? > self.bytes_max {
-            return None;
-        }
-        self.reserved.fetch_add(bytes, Ordering::Relaxed);
-        self.spare.fetch_add(bytes, Ordering::Relaxed);
-        drop(state);
-        Some(Reservation { reserved: Arc::clone(&self.reserved), spare: Some(Arc::clone(&self.spare)), bytes })
+        Some(Reservation { reserved: Arc::clone(&self.reserved), bytes })
     }
 
     fn lock(&self) -> MutexGuard<'_, CacheState> {
@@ -283,11 +263,6 @@ impl TileCache {
     /// Bytes reserved now.
     pub(super) fn reserved_bytes(&self) -> usize {
         self.reserved.load(Ordering::Relaxed)
-    }
-
-    /// Of these, bytes of pre-zeroed buffers, which hold no data yet.
-    pub(super) fn spare_bytes(&self) -> usize {
-        self.spare.load(Ordering::Relaxed)
     }
 
     /// Bytes not available for more tiles: the reserved ones, and those of tiles that were computed or requested lately and not
@@ -522,7 +497,6 @@ mod tests {
         let compute = |room: TileRoom| {
             assert_eq!((cache.bytes(), cache.bytes_in_use()), (60, 60));
             assert!(request(&cache, &counters, 1, 41, Demand::Reader).is_none() && cache.reserve(41).is_none());
-            assert!(cache.reserve_spare(41).is_none());
             drop(room);
             Err(ReadError::Panicked)
         };
@@ -566,7 +540,7 @@ mod tests {
     fn files_that_were_dropped_and_are_mapped_still_take_room() {
         let (cache, counters) = (TileCache::new(100), Counters::default());
         cache.set_dropped_bytes(60);
-        assert!(cache.reserve(16).is_none() && cache.reserve_spare(16).is_none() && cache.reserve(15).is_some());
+        assert!(cache.reserve(16).is_none() && cache.reserve(15).is_some());
         assert!(
             request(&cache, &counters, 0, 41, Demand::Reader).is_none()
                 && request(&cache, &counters, 1, 40, Demand::Reader).is_some()

@@ -9,10 +9,7 @@ use std::{
     thread,
 };
 
-use rustix::thread::{CpuSet, Pid, gettid, sched_getaffinity, sched_getcpu, sched_setaffinity};
-
-use super::warm::Warm;
-use crate::tensor::warm_up;
+use rustix::thread::{Pid, gettid};
 
 /// Most jobs that may wait. More would be stale before they ran.
 const QUEUE_MAX: usize = 64;
@@ -56,12 +53,11 @@ pub(super) struct Workers {
 
 impl Workers {
     /// Starts `count` threads, named `name` with a number; if the system refuses some, there are fewer.
-    /// `computes` tells whether their jobs make bytes.
-    pub(super) fn new(name: &str, count: usize, computes: bool) -> Self {
+    pub(super) fn new(name: &str, count: usize) -> Self {
         let queue = Arc::new(JobQueue::default());
         let started = (0..count).filter(|index| {
             let queue = Arc::clone(&queue);
-            thread::Builder::new().name(format!("{name}-{index}")).spawn(move || work(&queue, computes, false)).is_ok()
+            thread::Builder::new().name(format!("{name}-{index}")).spawn(move || work(&queue, false)).is_ok()
         });
         Self { count: started.count(), queue }
     }
@@ -80,7 +76,7 @@ impl Workers {
         let missing = jobs.spares_wanted.saturating_sub(jobs.spares);
         for _ in 0..missing {
             let queue = Arc::clone(&self.queue);
-            if thread::Builder::new().name("ckfs-spare".to_owned()).spawn(move || work(&queue, true, true)).is_ok() {
+            if thread::Builder::new().name("ckfs-spare".to_owned()).spawn(move || work(&queue, true)).is_ok() {
                 jobs.spares += 1;
             }
         }
@@ -114,20 +110,6 @@ impl Workers {
             worker.wake.notify_one();
         }
     }
-
-    /// As [`Self::submit`], for a job that should run at the same time as its caller, which continues to work.
-    pub(super) fn submit_beside(&self, job: impl FnOnce() + Send + 'static) {
-        if self.count == 0 {
-            return job();
-        }
-        if let Some(worker) = self.queue.add(Box::new(job)) {
-            if Warm::chosen().wake {
-                worker.wake_elsewhere();
-            } else {
-                worker.wake.notify_one();
-            }
-        }
-    }
 }
 
 impl JobQueue {
@@ -143,31 +125,7 @@ impl JobQueue {
     }
 }
 
-impl IdleWorker {
-    /// Wakes the thread on another processor than this one. The kernel may choose this one if it finds all busy, even for only
-    /// some microseconds. It then takes some milliseconds to notice that another has become idle.
-    fn wake_elsewhere(&self) {
-        let usual = sched_getaffinity(Some(self.thread)).ok();
-        let elsewhere = usual.and_then(|mut processors| {
-            let here = sched_getcpu();
-            if here < CpuSet::MAX_CPU {
-                processors.unset(here);
-            }
-            (processors.count() > 0).then_some(processors)
-        });
-        let moved = elsewhere.is_some_and(|elsewhere| sched_setaffinity(Some(self.thread), &elsewhere).is_ok());
-        self.wake.notify_one();
-        // The kernel chose the processor when it woke the thread. From now on the thread may run anywhere.
-        if let Some(usual) = usual.filter(|_| moved) {
-            let _ = sched_setaffinity(Some(self.thread), &usual);
-        }
-    }
-}
-
-fn work(queue: &JobQueue, computes: bool, spare: bool) {
-    if computes && Warm::chosen().threads {
-        warm_up();
-    }
+fn work(queue: &JobQueue, spare: bool) {
     let worker = Arc::new(IdleWorker { thread: gettid(), wake: Condvar::new() });
     queue.lock().threads.push(worker.thread);
     while let Some(job) = queue.next(&worker, spare) {
@@ -224,22 +182,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_job_is_done_and_threads_may_go_anywhere_afterwards() {
-        let workers = Workers::new("test", 3, true);
+    fn every_job_is_done() {
+        let workers = Workers::new("test", 3);
         let (tell, told) = mpsc::channel();
-        for round in 0..200 {
+        for _ in 0..200 {
             let job = |kind: u32| {
                 let tell = tell.clone();
-                move || tell.send((kind, gettid())).unwrap()
+                move || tell.send(kind).unwrap()
             };
             workers.submit(job(0));
-            workers.submit_beside(job(1));
+            workers.submit(job(1));
             workers.offer(job(2));
             let mut kinds = Vec::new();
             for _ in 0..3 {
-                let (kind, thread) = told.recv_timeout(Duration::from_secs(30)).unwrap();
-                kinds.push(kind);
-                assert_eq!(sched_getaffinity(Some(thread)), sched_getaffinity(None), "{thread:?} in round {round}");
+                kinds.push(told.recv_timeout(Duration::from_secs(30)).unwrap());
             }
             kinds.sort_unstable();
             assert_eq!(kinds, [0, 1, 2]);
@@ -248,7 +204,7 @@ mod tests {
 
     #[test]
     fn a_thread_that_waits_for_storage_is_replaced_meanwhile() {
-        let workers = Workers::new("test", 1, true);
+        let workers = Workers::new("test", 1);
         let (tell, told) = mpsc::channel();
         let (go, wait) = mpsc::channel::<()>();
         let tell_thread = tell.clone();
@@ -274,7 +230,7 @@ mod tests {
     #[test]
     fn a_panic_ends_no_thread_and_without_threads_jobs_are_done_at_once() {
         for count in [0, 1] {
-            let workers = Workers::new("test", count, true);
+            let workers = Workers::new("test", count);
             let (tell, told) = mpsc::channel();
             if count > 0 {
                 workers.submit(|| panic!("as a test"));

@@ -294,7 +294,7 @@ impl Opened {
     }
 }
 
-/// The gates before a copy in the cache: the user who has read the object with own credentials passes, and nobody else.
+/// The permission checks of a copy in the cache: only the user whose credentials fetched the object may read it.
 fn private_gates() -> Gates {
     let (uid, gid) = (geteuid().as_raw(), getegid().as_raw());
     Gates::new(uid, gid, [Gate::new(uid, gid, 0o400, u32::from(READ))])

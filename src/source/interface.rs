@@ -245,10 +245,6 @@ pub trait Maps {
     /// Advises that mapped pages visited from now on will be visited again soon, as by the next of many transposed tiles.
     fn will_return(&self);
 
-    /// Prefaults a span for [`Maps::with`], as far as its pages are in memory already. Returns whether there is room for more.
-    /// The mapped pages are kept as after [`Maps::will_return`].
-    fn prefault(&self, file: FileId, span: ByteSpan) -> bool;
-
     /// Drops pages kept for readers if there were none lately. To be called every few seconds.
     fn trim(&self);
 

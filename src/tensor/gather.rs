@@ -19,7 +19,7 @@ use super::convert::{Converter, Direct, STRETCH, element_bytes};
 use super::kernel::Level;
 use super::stretch::{self, Codes, ValueDecoder};
 use super::transpose::{BAND_LINES, Fused, FusedKind, Lines, USUAL_PITCH, fence, prefetch, stream, transpose};
-use super::{DType, Decode, Load, Program, Window};
+use super::{Decode, Load, Program, Window};
 
 /// One loop of a strided copy. Strides are in elements. For elements narrower than a byte the caller converts everything to
 /// units, and strides are in units.
@@ -134,23 +134,6 @@ pub fn gather_with(stores: Stores, job: &Gather<'_>, windows: &[Window<'_>], tar
     gather_at(Level::detected(), job, windows, target, stores);
     if stores == Stores::Streamed {
         fence();
-    }
-}
-
-/// Warms up a thread that readers will wait for later: runs small jobs of the kinds that need most, so that its stack, its scratch
-/// and the code are in memory. On a virtual machine the host may need longer to provide a page than a thread to fill it.
-pub fn warm_up() {
-    const COLUMNS: usize = BLOCK_ROW_BYTES / 2;
-    let rounded = Decode::Program(Program { load: Load::Element(DType::F32), target: DType::BF16, steps: Vec::new() });
-    for (decode, source_bytes) in [(Decode::Copy, 2), (rounded, 4)] {
-        let (rows, columns) = (BLOCK_ROWS as u64, COLUMNS as u64);
-        let loops = [
-            Loop { extent: columns, target_stride: rows, source_stride: 1 },
-            Loop { extent: rows, target_stride: 1, source_stride: columns },
-        ];
-        let job = Gather { decode: &decode, target_bytes: 2, loops: &loops, source_offset: 0, target_offset: 0 };
-        let source = vec![0; BLOCK_ROWS * COLUMNS * source_bytes];
-        gather_with(Stores::Streamed, &job, &[Window::whole(&source)], &mut vec![0; BLOCK_ROWS * BLOCK_ROW_BYTES]);
     }
 }
 

@@ -42,7 +42,7 @@ pub use decode::{
 };
 pub use dtype::{DType, Unit};
 pub use element::Element;
-pub use gather::{Gather, Loop, Stores, fill, gather, gather_with, warm_up};
+pub use gather::{Gather, Loop, Stores, fill, gather, gather_with};
 pub use mosaic::{Mosaic, MosaicBox, Mosaics, NewBox};
 pub use pages::{PAGE_BYTES, Reads, Runs, reads};
 pub use shape::{PerAxis, RANK_MAX, Region, Shape, ShapeError, to_usize};

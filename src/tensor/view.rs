@@ -134,6 +134,14 @@ struct Node {
     op: Op,
 }
 
+/// A leaf of an expression that reads a source.
+enum Leaf<'a> {
+    /// Stored in one span.
+    Tensor(&'a SourceTensor),
+    /// Stored as boxes.
+    Mosaic(&'a Mosaic),
+}
+
 /// The operator at the root of a view, with its operands.
 #[derive(Clone, Debug)]
 pub enum Op {
@@ -518,30 +526,28 @@ impl View {
     /// Calls `visit` for each tensor of the checkpoint that this view reads, in order, with repeats. A tensor that is stored
     /// as boxes counts as one; see [`View::for_each_stored`].
     pub fn for_each_source(&self, visit: &mut dyn FnMut(&SourceTensor)) {
-        match self.op() {
-            Op::Source(tensor) => visit(tensor),
-            Op::Mosaic(mosaic) => {
+        self.for_each_leaf(&mut |leaf| match leaf {
+            Leaf::Tensor(tensor) => visit(tensor),
+            Leaf::Mosaic(mosaic) => {
                 visit(&SourceTensor { id: mosaic.id(), dtype: mosaic.dtype(), shape: mosaic.shape().clone() });
             }
-            Op::Fill(_) => {}
-            Op::Slice { of, .. }
-            | Op::Transpose { of, .. }
-            | Op::Reshape { of }
-            | Op::Pad { of, .. }
-            | Op::Cast { of }
-            | Op::Multiply { of, .. }
-            | Op::Add { of, .. } => of.for_each_source(visit),
-            Op::Stack { of, .. } | Op::Concat { of, .. } => of.iter().for_each(|view| view.for_each_source(visit)),
-            Op::Quantized(value) => value.for_each_operand(&mut |operand| visit(&operand.tensor)),
-        }
+        });
     }
 
     /// Calls `visit` for all stored elements that this view reads, in order, with repeats: a tensor that has a span of
     /// its own, or each box of one that is stored as boxes.
     pub fn for_each_stored(&self, visit: &mut dyn FnMut(TensorId)) {
+        self.for_each_leaf(&mut |leaf| match leaf {
+            Leaf::Tensor(tensor) => visit(tensor.id),
+            Leaf::Mosaic(mosaic) => mosaic.boxes().for_each(|part| visit(part.tensor)),
+        });
+    }
+
+    /// Calls `visit` for the leaves of this expression that read a source, in order, with repeats.
+    fn for_each_leaf(&self, visit: &mut dyn FnMut(Leaf<'_>)) {
         match self.op() {
-            Op::Source(tensor) => visit(tensor.id),
-            Op::Mosaic(mosaic) => mosaic.boxes().for_each(|part| visit(part.tensor)),
+            Op::Source(tensor) => visit(Leaf::Tensor(tensor)),
+            Op::Mosaic(mosaic) => visit(Leaf::Mosaic(mosaic)),
             Op::Fill(_) => {}
             Op::Slice { of, .. }
             | Op::Transpose { of, .. }
@@ -549,9 +555,9 @@ impl View {
             | Op::Pad { of, .. }
             | Op::Cast { of }
             | Op::Multiply { of, .. }
-            | Op::Add { of, .. } => of.for_each_stored(visit),
-            Op::Stack { of, .. } | Op::Concat { of, .. } => of.iter().for_each(|view| view.for_each_stored(visit)),
-            Op::Quantized(value) => value.for_each_operand(&mut |operand| visit(operand.tensor.id)),
+            | Op::Add { of, .. } => of.for_each_leaf(visit),
+            Op::Stack { of, .. } | Op::Concat { of, .. } => of.iter().for_each(|view| view.for_each_leaf(visit)),
+            Op::Quantized(value) => value.for_each_operand(&mut |operand| visit(Leaf::Tensor(&operand.tensor))),
         }
     }
 

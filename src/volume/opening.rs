@@ -15,9 +15,8 @@ use super::{
 };
 use crate::{
     image::{Content, FileImage},
-    plan::Plan,
     read::counters::add,
-    read::{OpenFile, Prefault, ReadError, warm::Warm},
+    read::{OpenFile, ReadError},
     source::{FileId, Served, SourceError},
     tensor::to_usize,
 };
@@ -51,13 +50,6 @@ impl Volume {
         let materializer = self.materializer.as_ref().filter(|_| !self.direct.accepts(file.name()))?;
         let when = self.when_materialized(ino, file)?;
         if may_begin { materializer.hold(ino, when) } else { materializer.hold_complete(ino) }
-    }
-
-    /// Notes that a file of tensors is opened, read or closed.
-    fn note_read(&self) {
-        if let Some(materializer) = &self.materializer {
-            materializer.note_read();
-        }
     }
 
     /// Notes that an open or a read of a file failed. A stall is reported elsewhere, for as long as it lasts.
@@ -107,9 +99,6 @@ impl Volume {
     pub fn trim(&self) {
         if let Some(materializer) = &self.materializer {
             materializer.drop_idle();
-            if Warm::chosen().prefault && materializer.expects() {
-                self.engine.keep_maps();
-            }
         }
         self.engine.trim();
     }
@@ -171,7 +160,6 @@ impl Volume {
         };
         self.check(ino, &open)?;
         if let Open::Image(..) | Open::Original(_) = open {
-            self.note_read();
             self.watched.note_opened(ino);
         }
         let access = match &open {
@@ -234,42 +222,23 @@ impl Volume {
                 Ok(())
             }
             Open::Original(file) => {
-                self.note_read();
                 self.read_checked(ino, reply, |reply| self.engine.read_original(file, offset, len, reply))
             }
-            Open::Image(file, entry) => {
-                self.note_read();
-                self.read_checked(ino, reply, |reply| {
-                    if entry.is_some_and(|entry| {
-                        Materializer::read(&entry, &file, offset, len, &mut |bytes| reply(Served::Memory(bytes)))
-                    }) {
-                        return Ok(());
-                    }
-                    self.engine.read(&file, offset, len, reply)
-                })
-            }
+            Open::Image(file, entry) => self.read_checked(ino, reply, |reply| {
+                if entry.is_some_and(|entry| {
+                    Materializer::read(&entry, &file, offset, len, &mut |bytes| reply(Served::Memory(bytes)))
+                }) {
+                    return Ok(());
+                }
+                self.engine.read(&file, offset, len, reply)
+            }),
         }
     }
 
     pub(super) fn start(&self, passthrough: bool) {
-        let Some(materializer) = self.materializer.as_ref().filter(|_| passthrough) else { return };
-        materializer.start();
-        let plans = self.views.clone();
-        let views = plans.clone().into_iter().flat_map(|plan| {
-            (0..plan.tensors.len()).filter_map(move |index| plan.tensors.get(index).map(|tensor| tensor.view.clone()))
-        });
-        let prefault = Warm::chosen().prefault.then(|| Prefault::new(&self.engine, views));
-        let policy = self.policy.clone();
-        materializer.expect(prefault, move |tell| {
-            let mut tell = |class, bytes, count| {
-                if policy.when(class, bytes).is_some() {
-                    tell(bytes, count);
-                }
-            };
-            for plan in plans {
-                tell_sizes(&plan, &mut tell);
-            }
-        });
+        if let Some(materializer) = self.materializer.as_ref().filter(|_| passthrough) {
+            materializer.start();
+        }
     }
 
     pub(super) fn materialize_open(&self, handle: Handle, then: WhenMaterialized) {
@@ -282,27 +251,8 @@ impl Volume {
 
     pub(super) fn close(&self, _ino: Ino, handle: Handle) {
         let open = self.open.write().unwrap_or_else(PoisonError::into_inner).remove(&handle.0);
-        if let Some(Open::Image(..) | Open::Original(_)) = open {
-            self.note_read();
-        }
         if let (Some(materializer), Some(Open::Image(file, Some(entry)))) = (&self.materializer, open) {
             materializer.close(&entry, &file);
         }
     }
-}
-
-/// Reports classes and sizes in bytes of files, and how many files may have each: of whole tensors; of a first device's
-/// shards, which most other devices' equal; and of a device's bundle of all its tensors, header aside.
-fn tell_sizes(plan: &Plan, tell: &mut dyn FnMut(FileClass, u64, usize)) {
-    let mut all = 0_u64;
-    for tensor in &plan.tensors {
-        let bytes_of = |elements| tensor.view.dtype().bytes_of(elements).expect("a plan's shards are whole bytes");
-        tell(FileClass::Tensor, bytes_of(tensor.view.shape().elements()), 1);
-        if let Some(first) = plan.devices.first() {
-            let bytes = bytes_of(plan.region(tensor, *first).shape().elements());
-            tell(FileClass::Tensor, bytes, plan.devices.len());
-            all = all.saturating_add(bytes);
-        }
-    }
-    tell(FileClass::Bundle, all, plan.devices.len());
 }

@@ -64,11 +64,10 @@ pub(super) struct MetricRow {
 
 /// Memory in use now, by purpose: the label in the metrics, the key in `stats.json`, bytes. Mapped pages are those
 /// of all files, including the program's own.
-pub(super) fn held(engine: &Engine) -> [(&'static str, &'static str, u64); 8] {
+pub(super) fn held(engine: &Engine) -> [(&'static str, &'static str, u64); 7] {
     [
         ("tiles", "tiles_bytes", engine.cached_bytes() as u64),
         ("materialized", "materialized_bytes", engine.materialized_bytes() as u64),
-        ("prezeroed", "prezeroed_bytes", engine.prezeroed_bytes() as u64),
         ("dropped", "dropped_bytes", engine.dropped_bytes() as u64),
         ("spare_buffers", "spare_buffers_bytes", engine.spare_buffer_bytes() as u64),
         ("decoded_chunks", "decoded_chunks_bytes", engine.checkpoint().source().decoded_bytes()),
@@ -143,17 +142,11 @@ impl Reported<'_> {
             count("prefetch_hits", "Tiles computed ahead that a reader then asked for", &counters.prefetch_hits),
             count("materialized_files", "Files materialized, in memory or on a disk", &counters.materialized_files),
             bytes("materialized_bytes", "materialized", "Bytes of materialized files", &counters.materialized_bytes),
-            count(
-                "prezeroed_files_used",
-                "Files materialized in memory that was zeroed before",
-                &counters.prezeroed_files,
-            ),
             held(
                 "materialized_bytes_held",
                 "Bytes of materialized files in memory held now",
                 engine.materialized_bytes(),
             ),
-            held("prezeroed_bytes_held", "Bytes of pre-zeroed buffers held now", engine.prezeroed_bytes()),
             count("failed_reads", "Reads that failed", &counters.failed_reads),
             count("failed_opens", "Opens that failed because of a source", &counters.failed_opens),
             count(

@@ -235,10 +235,6 @@ impl Maps for Watched {
         self.inner_maps().will_return();
     }
 
-    fn prefault(&self, file: FileId, span: ByteSpan) -> bool {
-        self.inner_maps().prefault(file, span)
-    }
-
     fn trim(&self) {
         self.inner_maps().trim();
     }

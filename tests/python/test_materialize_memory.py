@@ -47,78 +47,6 @@ def test_bytes_are_the_same_as_without_materialization(own, wide, options):
     assert plain.stats()["materialized_files"] == 0
 
 
-def prezeroed(mounted) -> int:
-    return mounted.stats()["prezeroed_bytes_held"]
-
-
-def wait_for_buffers(mounted):
-    """Waits until there are buffers and no more are added: the daemon adds one after another."""
-    last, since = 0, time.monotonic()
-
-    def settled():
-        nonlocal last, since
-        if prezeroed(mounted) != last:
-            last, since = prezeroed(mounted), time.monotonic()
-        return last > 0 and time.monotonic() - since > 3
-
-    wait_until(settled, seconds=30, what="pre-zeroed buffers")
-
-
-def test_prezeroed_buffers_hold_the_same_bytes(own, wide):
-    options = ("--mesh", "fsdp=2,tensor=2", "--layout", "maxtext")
-    plain = own(wide.path, *options, "--materialize", "none")
-    mounted = own(wide.path, *options, "--materialize", "memory", "--cache-bytes", "1G")
-    # Files of the expected sizes, some of them read twice; files longer by a header; and others.
-    under = ["dev1", "dev2", "npy/dev1", "full", "orbax", "safetensors"]
-    names = [f"{top}/{name}" for top in under for name in plain.files(top)]
-    lengths = {name: (plain / name).stat().st_size for name in names if (plain / name).stat().st_size >= MIB}
-    assert len(lengths) > 20 and any(length % (2 * MIB) for length in lengths.values())
-    assert sum(lengths.values()) < 512 * MIB, "so that closed files leave room"
-    # No buffers are zeroed while clients read, so the number of hits depends on the time, except for the first file of each size.
-    wait_for_buffers(mounted)
-    firsts = {length: name for name, length in reversed(lengths.items())}
-    for name in dict.fromkeys([*firsts.values(), *lengths]):
-        assert read(mounted / name) == read(plain / name), name
-        stats = mounted.stats()
-        assert stats["prezeroed_bytes_held"] <= 256 * MIB and stats["prezeroed_bytes_held"] + stats["materialized_bytes_held"] <= 768 * MIB
-        if stats["materialized_files"] <= len(firsts):
-            assert stats["prezeroed_files_used"] == stats["materialized_files"], name
-    assert stats["materialized_files"] == len(lengths)
-    # More buffers are zeroed once no client reads.
-    wait_for_buffers(mounted)
-    name = "dev3/params/decoder/layers/mlp/wo/kernel"
-    assert read(mounted / name) == read(plain / name)
-    assert mounted.stats()["prezeroed_files_used"] == stats["prezeroed_files_used"] + 1
-    assert prezeroed(plain) == 0
-
-
-def mapped(mounted, repo) -> int:
-    """Bytes of weights that the daemon has mapped and resident."""
-    of_weights, total = False, 0
-    for line in open(f"/proc/{daemon_pid(mounted.point)}/smaps"):
-        if line.startswith("Rss:"):
-            total += of_weights * int(line.split()[1]) * 1024
-        elif not line.split()[0].endswith(":"):
-            of_weights = str(repo) in line and ".safetensors" in line
-    return total
-
-
-def test_sources_of_converted_files_are_prefaulted(own, wide):
-    for file in wide.path.glob("*.safetensors"):
-        file.read_bytes()
-    options = ("--mesh", "fsdp=2,tensor=2")
-    made = own(wide.path, *options, "--layout", "maxtext")
-    others = [own(wide.path, *options), own(wide.path, *options, "--layout", "maxtext", "--materialize", "none")]
-    kernels = sum((made / "full" / name).stat().st_size for name in made.files("full") if name.endswith("kernel"))
-    assert kernels > MIB
-    wait_until(lambda: mapped(made, wide.path) >= kernels, what="mapped sources")
-    for other in others:
-        assert mapped(other, wide.path) < kernels // 2
-    assert not any(made.stats()["bytes_fetched"].values()), "nothing is read yet"
-    for name in made.files("dev1"):
-        assert read(made / "dev1" / name) == read(others[1] / "dev1" / name), name
-
-
 ONE_TENSOR = {
     "full/layers/scanned/wq": 1,
     "npy/dev0/layers/scanned/wq.npy": 1,
@@ -264,7 +192,7 @@ def test_without_room_files_are_computed_as_they_are_read(own, wide, cache):
         for file, name in zip(opened, names, strict=True):
             assert file.read() == read(plain / name), name
         stats = mounted.stats()
-        assert stats["materialized_bytes_held"] + stats["prezeroed_bytes_held"] <= int(cache.rstrip("M")) * MIB * 3 // 4
+        assert stats["materialized_bytes_held"] <= int(cache.rstrip("M")) * MIB * 3 // 4
         assert (stats["materialized_files"] > 0) == (cache in ("8M", "24M"))
     finally:
         for file in opened:

@@ -63,7 +63,7 @@ pub struct Switches {
     pub changed_etag: bool,
     /// The Hub describes files by another digest.
     pub changed_digest: bool,
-    /// The content network sends so many bytes per 100 ms.
+    /// Bytes that the content network sends per 100 ms, if its rate is limited.
     pub drip: Option<usize>,
     /// The content network sends no byte beyond this one of each body.
     pub stall_after: Option<u64>,

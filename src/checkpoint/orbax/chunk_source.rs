@@ -433,10 +433,6 @@ impl Maps for ChunkSource {
         }
     }
 
-    fn prefault(&self, file: FileId, span: ByteSpan) -> bool {
-        self.own_maps(file).is_none_or(|maps| maps.prefault(file, span))
-    }
-
     fn trim(&self) {
         if let Some(maps) = self.inner.maps() {
             maps.trim();

@@ -128,25 +128,6 @@ impl GuardedMap {
     pub fn drop_resident(&self) {
         drop_resident(self.map.as_ptr(), self.map.len());
     }
-
-    /// Makes the pages of `start..end` resident, so that touching them costs no fault.
-    ///
-    /// # Errors
-    /// The error of the system call: the kernel does not have it (before Linux 5.14), or a page is gone, which is not a fault here.
-    ///
-    /// # Panics
-    /// If the span leaves the mapping.
-    pub fn populate(&self, start: usize, end: usize) -> io::Result<()> {
-        assert!(start <= end && end <= self.map.len(), "span {start}..{end} of a mapping of {} bytes", self.map.len());
-        let start = start / page_bytes() * page_bytes();
-        // SAFETY: the pages lie in the mapping, which begins at a page and lives as long as `self`. The system reads them as a
-        // load would, but returns an error where a load would raise a signal.
-        let done = unsafe {
-            let from = self.map.as_ptr().add(start);
-            libc::madvise(from.cast_mut().cast(), end - start, libc::MADV_POPULATE_READ)
-        };
-        if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-    }
 }
 
 impl Drop for GuardedMap {
@@ -319,19 +300,6 @@ mod tests {
         file.set_len(5_000).unwrap();
         assert_eq!(map.with(0, 100_000, &mut |bytes| total = sum(bytes)), Err(Faulted));
         assert_eq!(map.with(0, 10, &mut |_| panic!("not to be called")), Err(Faulted));
-    }
-
-    #[test]
-    fn populating_meets_a_lost_page_with_an_error_only() {
-        let file = file_of(100_000, 1);
-        let map = GuardedMap::new(&file, 100_000).unwrap();
-        map.populate(5_000, 100_000).unwrap();
-        file.set_len(5_000).unwrap();
-        assert!(map.populate(0, 100_000).is_err());
-        assert!(!map.has_faulted(), "nothing was read");
-        let mut total = 0;
-        assert_eq!(map.with(90_000, 100_000, &mut |bytes| total = sum(bytes)), Err(Faulted));
-        assert_eq!(total, 0, "{total} of lost pages");
     }
 
     #[test]

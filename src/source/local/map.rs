@@ -16,7 +16,6 @@ use smallvec::SmallVec;
 
 use super::{
     super::{ByteSpan, kernel_bytes::KernelBytes, span::memory_len},
-    advice::{SAMPLED_BYTES, is_cached},
     guard::{self, Faulted, GuardedMap},
 };
 
@@ -108,24 +107,6 @@ impl FileMaps {
         let map = self.guarded_map(file, path)?;
         let start = usize::try_from(span.start()).ok()?;
         Some(map.with(start, start + memory_len(span), work))
-    }
-
-    /// Maps the cached pages of a span inside the file. Returns whether the system can do this.
-    pub(super) fn populate(&self, file: &File, path: &Path, span: ByteSpan) -> bool {
-        let Some(map) = self.guarded_map(file, path) else { return true };
-        self.note_touched();
-        let place = |at: u64| usize::try_from(at).unwrap_or(usize::MAX);
-        let mut start = span.start();
-        while start < span.end() {
-            let end = (start + 1).next_multiple_of(SAMPLED_BYTES as u64).min(span.end());
-            // Pages that are not cached would be read, perhaps in vain, and would delay other readers. A failure means that the system
-            // cannot do it, or that a page is gone; a reader of that page gets the error.
-            if is_cached(file, start, end) && map.populate(place(start), place(end)).is_err() {
-                return false;
-            }
-            start = end;
-        }
-        true
     }
 }
 

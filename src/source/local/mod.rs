@@ -406,20 +406,6 @@ impl Maps for LocalFiles {
         self.window.returning();
     }
 
-    fn prefault(&self, file: FileId, span: ByteSpan) -> bool {
-        let pinned = self.pinned(file);
-        let Ok(span) = self.usable(file).and_then(|pinned| pinned.bounded(span)) else { return true };
-        if !pinned.mapped {
-            return true;
-        }
-        if !self.window.has_prefault_room(span.len()) {
-            return false;
-        }
-        let _fetching = self.health.begin(WaitTarget::Bytes(file, span));
-        self.window.returning();
-        self.maps[file.index()].populate(&pinned.file, &pinned.pin.path, span)
-    }
-
     fn trim(&self) {
         self.window.trim(&self.maps);
     }

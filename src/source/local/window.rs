@@ -42,9 +42,6 @@ impl ResidentWindow {
     /// A page fault in a file maps the cached pages around it too, aligned: `fault_around_bytes`, by default this many.
     const FAULT_AROUND_BYTES: u64 = 64 << 10;
 
-    /// Divisor of a wide window that gives the part for prefault: the rest is a reserve.
-    const PREFAULT_DIVISOR: u64 = 2;
-
     /// A window of `narrow_bytes`, and `wide_bytes` while pages are visited again and again.
     pub fn new(narrow_bytes: u64, wide_bytes: u64) -> Self {
         Self {
@@ -75,12 +72,6 @@ impl ResidentWindow {
     fn size_bytes(&self) -> u64 {
         let wide = self.returning.load(Ordering::Relaxed) > 0;
         if wide { &self.wide_bytes } else { &self.narrow_bytes }.load(Ordering::Relaxed)
-    }
-
-    /// Whether another `bytes` bytes may be mapped before they are read.
-    pub(super) fn has_prefault_room(&self, bytes: u64) -> bool {
-        let most = self.wide_bytes.load(Ordering::Relaxed) / Self::PREFAULT_DIVISOR;
-        resident_shared_bytes().is_some_and(|resident| resident.saturating_add(bytes) <= most)
     }
 
     pub(super) fn touch(&self, files: &[FileMaps], file: &FileMaps, span: ByteSpan) {

@@ -368,14 +368,6 @@ impl Maps for RemoteFiles {
         self.local.will_return();
     }
 
-    fn prefault(&self, file: FileId, span: ByteSpan) -> bool {
-        match self.remote(file) {
-            // A hole would become pages of zeros in memory.
-            Some(remote) if !remote.object.entry.is_verified(&blocks_of(span)) => true,
-            Some(_) | None => self.local.prefault(file, span),
-        }
-    }
-
     fn trim(&self) {
         self.local.trim();
         let Some(first) = self.remote.iter().flatten().next() else { return };

@@ -49,7 +49,7 @@ impl Disk {
     }
 
     fn make(&self, engine: &Arc<Engine>, entry: &Arc<FileEntry>, file: &Arc<OpenFile>) {
-        let guard = CompletionGuard::new(entry, file, None);
+        let guard = CompletionGuard::new(entry, file);
         let begun = self.target(file.len_bytes()).and_then(|target| {
             let target = Arc::new(target);
             let pieces = Arc::new(Materializing::new(engine, file, Target::Disk(Arc::clone(&target)))?);

@@ -10,7 +10,7 @@ use std::{
     time::Instant,
 };
 
-use super::{policy::When, prezeroed::Busy};
+use super::policy::When;
 use crate::{
     read::{MaterializeError, Materializing, OpenFile, ReadError, Reservation},
     volume::{Access, WhenMaterialized},
@@ -182,13 +182,11 @@ pub(super) struct CompletionGuard {
     entry: Arc<FileEntry>,
     file: Arc<OpenFile>,
     is_ended: bool,
-    /// Pauses the pre-zeroing of buffers during the materialization.
-    _busy: Option<Busy>,
 }
 
 impl CompletionGuard {
-    pub(super) fn new(entry: &Arc<FileEntry>, file: &Arc<OpenFile>, busy: Option<Busy>) -> Self {
-        Self { entry: Arc::clone(entry), file: Arc::clone(file), is_ended: false, _busy: busy }
+    pub(super) fn new(entry: &Arc<FileEntry>, file: &Arc<OpenFile>) -> Self {
+        Self { entry: Arc::clone(entry), file: Arc::clone(file), is_ended: false }
     }
 
     pub(super) fn end(mut self, result: Result<(), MaterializeError>) {

@@ -23,10 +23,9 @@ mod entry;
 mod memory;
 mod memory_files;
 mod policy;
-mod prezeroed;
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::HashMap,
     io,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
@@ -48,7 +47,7 @@ pub(super) use self::{
     policy::{FileClass, When},
 };
 use super::{Ino, WhenMaterialized};
-use crate::read::{Engine, Materializing, OpenFile, Prefault, Target};
+use crate::read::{Engine, Materializing, OpenFile, Target};
 
 /// Longest time that an open waits for its file.
 const OPEN_WAIT: Duration = Duration::from_secs(2);
@@ -118,22 +117,6 @@ impl Materializer {
         self.is_on.store(true, Ordering::Relaxed);
     }
 
-    /// Prepares memory for files that will probably be opened, and prefaults their sources' pages. `likely` visits some of them
-    /// and reports their lengths and how many are alike.
-    pub(super) fn expect(
-        &self,
-        prefault: Option<Prefault>,
-        likely: impl FnOnce(&mut dyn FnMut(u64, usize)) + Send + 'static,
-    ) {
-        let FileStorage::Memory(memory) = &self.storage else { return };
-        let sizes = move || {
-            let mut sizes = BTreeMap::new();
-            likely(&mut |bytes, count| *sizes.entry(bytes).or_default() += count);
-            sizes.into_iter().collect()
-        };
-        memory.expect(prefault, sizes);
-    }
-
     /// Notes the open of a file that may be materialized. The caller keeps the entry while the file is open.
     pub(super) fn hold(&self, ino: Ino, when: When) -> Option<Arc<FileEntry>> {
         if !self.is_on.load(Ordering::Relaxed) {
@@ -179,7 +162,8 @@ impl Materializer {
                 partial.waiting.push(then);
                 drop(state);
                 if let Some(pieces) = begun {
-                    self.make_all(entry, file, &pieces);
+                    let guard = CompletionGuard::new(entry, file);
+                    pieces.make_all(move |result| guard.end(result));
                 }
                 // The receiver is gone once the thread has ended, and then no open waits.
                 let _ = self.deadlines.send((Instant::now() + OPEN_WAIT, Arc::downgrade(entry)));
@@ -224,12 +208,6 @@ impl Materializer {
         Some(Partial { pieces, target, room: Some(room), waiting: Vec::new() })
     }
 
-    fn make_all(&self, entry: &Arc<FileEntry>, file: &Arc<OpenFile>, pieces: &Arc<Materializing>) {
-        let FileStorage::Memory(memory) = &self.storage else { return };
-        let guard = CompletionGuard::new(entry, file, Some(memory.pause()));
-        pieces.make_all(move |result| guard.end(result));
-    }
-
     /// Drops the file that was closed longest ago; false if there was none.
     fn drop_oldest(&self) -> bool {
         let mut entries = lock(&self.entries);
@@ -246,18 +224,6 @@ impl Materializer {
             FileStorage::Memory(memory) => Some(memory.used_bytes()),
             FileStorage::Disk(_) => None,
         }
-    }
-
-    /// Notes that a program reads a file, materialized or not.
-    pub(super) fn note_read(&self) {
-        if let FileStorage::Memory(memory) = &self.storage {
-            memory.note_read();
-        }
-    }
-
-    /// Whether readers are expected soon.
-    pub(super) fn expects(&self) -> bool {
-        matches!(&self.storage, FileStorage::Memory(memory) if memory.expects())
     }
 
     /// Drops files in memory that were closed for longer than [`IDLE`].

@@ -1,6 +1,8 @@
 //! Shared by the benches: generated repositories, mounts, tables.
 #![allow(dead_code, reason = "each bench uses a part")]
 
+pub(crate) mod prototype;
+
 use std::{
     error::Error,
     fs::{self, File},

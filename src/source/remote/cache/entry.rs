@@ -51,9 +51,9 @@ pub type Guards<'a> = SmallVec<[RwLockReadGuard<'a, ()>; 2]>;
 /// What an attempt to evict a segment came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Eviction {
-    /// So many bytes of disk are free.
+    /// It was evicted, which freed this many bytes of disk.
     Freed(u64),
-    /// Another process uses it. This one does not any more: so many bytes of it were verified.
+    /// Another process uses it. This process has stopped using it. The number is how many bytes of it this process had verified.
     GivenUp(u64),
     /// It is in use.
     Stays,
