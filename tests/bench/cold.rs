@@ -11,7 +11,7 @@
 //! repository of a llama in files of up to 5 GB, exports the files of four devices beside it, and has one process for each
 //! device read its file: by a map, touching each page, as `safetensors.torch.load_file` does, or in reads of 1 MiB. The
 //! exported files are read natively, the same files of a mount through it. All pages of all files are dropped from the page
-//! cache before each load, and both loads alternate. A row gives the rate of all readers together, from the start of the first
+//! cache before each load, memory is taken and freed as in the bench `read`, and both loads alternate. A row gives the rate of all readers together, from the start of the first
 //! to the end of the last, as a median. Needs `/dev/fuse` and 2.1 times the size on the disk of `CKFS_BENCH_DIR` or `TMPDIR`.
 
 mod rig;
@@ -25,7 +25,7 @@ use std::{
 };
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
-use rig::{MIB, Mount, Report, Result, median, write_llama};
+use rig::{MIB, Mount, Report, Result, median, warm_memory, write_llama};
 
 /// Devices of a host.
 const DEVICES: usize = 4;
@@ -140,6 +140,8 @@ struct Bench<'a> {
     repo: &'a Path,
     work: &'a Path,
     runs: usize,
+    /// Memory that a load needs.
+    memory_bytes: usize,
     options: Vec<String>,
     only: Option<String>,
 }
@@ -171,9 +173,9 @@ impl Bench<'_> {
         for (how, readers) in [("map", 1), ("map", DEVICES), ("read", 1), ("read", DEVICES)] {
             let (mut native, mut mounted) = (Vec::new(), Vec::new());
             for _ in 0..self.runs {
-                self.drop_all(&plain)?;
+                self.prepare(&plain)?;
                 native.push(load(&files(&plain)[..readers], how)?);
-                self.drop_all(&plain)?;
+                self.prepare(&plain)?;
                 let mount = Mount::new(self.repo, &self.work.join("mnt"), &options)?;
                 mounted.push(load(&files(&mount.path(""))[..readers], how)?);
             }
@@ -184,9 +186,11 @@ impl Bench<'_> {
         Ok(())
     }
 
-    fn drop_all(&self, plain: &Path) -> Result<()> {
+    /// Drops the pages of all files. The memory that both page caches and a reader need is provided by the host afterwards.
+    fn prepare(&self, plain: &Path) -> Result<()> {
         drop_pages(self.repo)?;
-        drop_pages(plain)
+        drop_pages(plain)?;
+        warm_memory(self.memory_bytes)
     }
 }
 
@@ -208,7 +212,8 @@ fn main() -> Result<()> {
     let layers = (1u32..64).find(|layers| f64::from(*layers) * 0.405 + 0.13 >= gigabytes).unwrap_or(64);
     write_llama(&repo, "BF16", u64::from(layers), 4096, 11008)?;
     let options = value("--mount-option").into_iter().collect();
-    let bench = Bench { repo: &repo, work: work.path(), runs, options, only: value("--only") };
+    let memory_bytes = MIB * usize::try_from(layers)? * 405;
+    let bench = Bench { repo: &repo, work: work.path(), runs, memory_bytes, options, only: value("--only") };
     let mut report = Report { rows: Vec::new() };
     println!("{:<52} {:>10} {:>10} {:<8} {:>6}", "case", "native", "mounted", "unit", "ratio");
     for case in [

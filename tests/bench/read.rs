@@ -28,7 +28,9 @@ use std::{
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use serde_json::json;
 
-use rig::{MIB, Mount, Report, Result, median, prototype::Prototype, write_llama, write_tensors, write_weights};
+use rig::{
+    MIB, Mount, Report, Result, median, prototype::Prototype, warm_memory, write_llama, write_tensors, write_weights,
+};
 
 /// Repetitions of each case with `--short`.
 const SHORT_RUNS: usize = 3;
@@ -80,19 +82,6 @@ fn read_part(path: &Path, from: u64, bytes: u64) -> Result<f64> {
         left -= read as u64;
     }
     Ok(start.elapsed().as_secs_f64())
-}
-
-/// Allocates and frees as much memory as will be needed next, in small and in huge pages. The host of a virtual machine may
-/// back memory only when it is used, and reclaim it seconds after it was freed. Both take several times as long as any read here,
-/// and would be charged to it.
-fn warm_memory(bytes: usize) -> Result<()> {
-    let blocks: Vec<Vec<u8>> = (0..bytes / MIB).map(|_| vec![1; MIB]).collect();
-    std::hint::black_box(blocks);
-    let mut huge = memmap2::MmapMut::map_anon((2 * bytes).next_multiple_of(2 * MIB))?;
-    // Not required: small pages work as well.
-    let _ = huge.advise(memmap2::Advice::HugePage);
-    huge.fill(1);
-    Ok(())
 }
 
 /// One measured case.
@@ -231,12 +220,17 @@ fn direct(report: &mut Report, repo: &Path, work: &Path, runs: usize, path: &str
     for (name, options, block, flags) in ways {
         let (mut native, mut mounted, mut floor) = (Vec::new(), Vec::new(), Vec::new());
         for _ in 0..runs {
+            // The second read of each: the source's pages are mapped then.
+            let again = |path: &Path| {
+                read_all(path, block, flags)?;
+                read_all(path, block, flags)
+            };
             let mount = Mount::new(repo, &work.join("mnt"), options)?;
-            let (bytes, seconds) = read_all(&mount.path(path), block, flags)?;
+            let (bytes, seconds) = again(&mount.path(path))?;
             mounted.push(bytes as f64 / seconds / 1e9);
             drop(mount);
             let prototype = Prototype::new(&weights, bytes, options.contains(&"--direct-io"), &work.join("prototype"))?;
-            let (read, seconds) = read_all(&prototype.file(), block, flags)?;
+            let (read, seconds) = again(&prototype.file())?;
             assert_eq!(read, bytes, "the prototype's file");
             floor.push(bytes as f64 / seconds / 1e9);
             drop(prototype);

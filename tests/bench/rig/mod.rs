@@ -152,6 +152,19 @@ pub(crate) fn write_llama(dir: &Path, dtype: &str, layers: u64, hidden: u64, inn
     Ok(())
 }
 
+/// Allocates and frees as much memory as will be needed next, in small and in huge pages. The host of a virtual machine may
+/// back memory only when it is used, and reclaim it seconds after it was freed. Both take several times as long as any read here,
+/// and would be charged to it.
+pub(crate) fn warm_memory(bytes: usize) -> Result<()> {
+    let blocks: Vec<Vec<u8>> = (0..bytes / MIB).map(|_| vec![1; MIB]).collect();
+    std::hint::black_box(blocks);
+    let mut huge = memmap2::MmapMut::map_anon((2 * bytes).next_multiple_of(2 * MIB))?;
+    // Not required: small pages work as well.
+    let _ = huge.advise(memmap2::Advice::HugePage);
+    huge.fill(1);
+    Ok(())
+}
+
 pub(crate) fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]

@@ -4,13 +4,14 @@
 use std::{
     ffi::OsStr,
     fs::{self, File},
+    io,
     path::{Path, PathBuf},
     time::{Duration, UNIX_EPOCH},
 };
 
 use fuser::{
-    BackgroundSession, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, LockOwner,
-    OpenFlags, ReplyAttr, ReplyData, ReplyEntry, ReplyOpen, Request,
+    BackgroundSession, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, InitFlags,
+    KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyEntry, ReplyOpen, Request,
 };
 use memmap2::Mmap;
 
@@ -52,6 +53,13 @@ impl OneFile {
 }
 
 impl Filesystem for OneFile {
+    fn init(&mut self, _: &Request, config: &mut KernelConfig) -> io::Result<()> {
+        // As in every file system that cares for large reads: those of one call are sent at the same time.
+        let _ = config.add_capabilities(InitFlags::FUSE_ASYNC_DIO);
+        let _ = config.set_max_background(64);
+        Ok(())
+    }
+
     fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         if parent == ROOT && name == "file" {
             reply.entry(&TTL, &self.attr(FILE), Generation(0));
