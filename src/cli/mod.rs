@@ -77,6 +77,7 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Mount(Box<mount::Mount>),
+    #[command(visible_alias = "unmount")]
     Umount(umount::Umount),
     Status(status::Status),
     Plan(Box<plan::Plan>),

@@ -5,6 +5,7 @@ use std::ops::ControlFlow;
 use anyhow::{Context, anyhow};
 
 use crate::{
+    config::nearest,
     plan::{Pattern, PatternError},
     source::Served,
     volume::{Attr, FileSystem, FsError, Ino, NodeKind, Volume},
@@ -108,9 +109,38 @@ fn absent(volume: &Volume, path: &str, at: &[(String, Ino)], directory: Ino, com
     let names: Vec<String> = entries(volume, directory).unwrap_or_default().into_iter().map(|(name, _)| name).collect();
     let parts: Vec<&str> = at.iter().map(|(name, _)| name.as_str()).collect();
     let place = if parts.is_empty() { "the root".to_owned() } else { parts.join("/") };
-    let more = if names.len() > NAMES_SHOWN { ", ..." } else { "" };
-    let shown = names[..names.len().min(NAMES_SHOWN)].join(", ");
-    anyhow!("{path}: {place} has no {component:?}; it has: {shown}{more}")
+    if let Some(near) = nearest_path(volume, path) {
+        return anyhow!("{path}: {place} has no {component:?}; did you mean `{near}`?");
+    }
+    anyhow!("{path}: {place} has no {component:?}; it has: {}", shown(&names))
+}
+
+/// The first names of a list, and the number of the others.
+pub(super) fn shown(names: &[String]) -> String {
+    let first = names[..names.len().min(NAMES_SHOWN)].join(", ");
+    let rest = names.len().saturating_sub(NAMES_SHOWN);
+    if rest == 0 { first } else { format!("{first} and {rest} more") }
+}
+
+/// The path of the volume that a mistyped one most resembles, component by component.
+fn nearest_path(volume: &Volume, path: &str) -> Option<String> {
+    let mut directory = Some(Ino::ROOT);
+    let mut parts = Vec::new();
+    for component in path.split('/').filter(|component| !component.is_empty()) {
+        let entries = entries(volume, directory?).ok()?;
+        let name = nearest(component, entries.iter().map(|(name, _)| name.as_str()))?.to_owned();
+        let (_, ino) = entries.into_iter().find(|(entry, _)| *entry == name)?;
+        directory = (volume.attr(ino).ok()?.kind == NodeKind::Directory).then_some(ino);
+        parts.push(name);
+    }
+    Some(parts.join("/")).filter(|near| near != path)
+}
+
+/// That no file matches the patterns of `--only`, with the path that the first mistyped one most resembles.
+pub(super) fn no_match(volume: &Volume, only: &[String]) -> String {
+    let near = only.iter().find_map(|path| nearest_path(volume, path));
+    let near = near.map_or_else(String::new, |near| format!("; did you mean `{near}`?"));
+    format!("no file matches {}{near}", only.join(", "))
 }
 
 /// An open file of a volume.

@@ -403,6 +403,14 @@ pub static SETTINGS: &[Setting] = &[
     .flag_only(),
     Setting::new(
         Mount,
+        "mkdir",
+        Nothing("true"),
+        at!(mount.mkdir),
+        "Makes the mountpoint, and the directories above it, if it is missing.",
+    )
+    .more("`ckfs umount` leaves the directory. A mount that fails to start removes what it made."),
+    Setting::new(
+        Mount,
         "allow-other",
         Nothing("true"),
         at!(mount.allow_other),
