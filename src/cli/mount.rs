@@ -22,7 +22,7 @@ use clap::Args;
 use super::{
     flags::{LogFlags, ServingFlags, SourceFlags},
     open,
-    output::{AlreadyReported, Usage, chain},
+    output::{AlreadyReported, Usage, error_text, message},
     patience, prefetch,
 };
 use crate::{
@@ -300,7 +300,7 @@ fn serve_here(config: anyhow::Result<(Config, PathBuf)>, log: &Log) -> anyhow::R
     if let Err(error) = &result {
         let starter_waits = readiness.in_background();
         log.flush(host::log::FLUSH_LIMIT);
-        readiness.failed(&chain(error));
+        readiness.failed(&message(error));
         if starter_waits {
             return Err(AlreadyReported.into());
         }
@@ -366,7 +366,7 @@ fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readi
     let patience = patience::watch(&fetches, move |message| {
         logged.finish();
         if !reporting.in_background() {
-            host::tell(&format!("ckfs: error: {message}\n"));
+            host::tell(&format!("{}\n", error_text(message)));
         }
         reporting.failed(message);
         std::process::exit(1);

@@ -1,11 +1,11 @@
 //! Walks over a volume.
 
-use std::ops::ControlFlow;
+use std::{collections::HashMap, ops::ControlFlow};
 
 use anyhow::{Context, anyhow};
 
 use crate::{
-    config::nearest,
+    config::{Devices, nearest},
     plan::{Pattern, PatternError},
     source::Served,
     volume::{Attr, FileSystem, FsError, Ino, NodeKind, Volume},
@@ -115,11 +115,50 @@ fn absent(volume: &Volume, path: &str, at: &[(String, Ino)], directory: Ino, com
     anyhow!("{path}: {place} has no {component:?}; it has: {}", shown(&names))
 }
 
-/// The first names of a list, and the number of the others.
+/// The first names of a list, those that differ in a number as one, and the count of the others.
 pub(super) fn shown(names: &[String]) -> String {
-    let first = names[..names.len().min(NAMES_SHOWN)].join(", ");
-    let rest = names.len().saturating_sub(NAMES_SHOWN);
-    if rest == 0 { first } else { format!("{first} and {rest} more") }
+    let groups = grouped(names);
+    let (first, rest) = groups.split_at(groups.len().min(NAMES_SHOWN));
+    let text = first.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(", ");
+    match rest.iter().map(|(_, count)| count).sum::<usize>() {
+        0 => text,
+        more => format!("{text} and {more} more"),
+    }
+}
+
+/// Names that differ only in their last number, as `dev{0-7}`, each with the number of its names; in the order of the first
+/// of each.
+fn grouped(names: &[String]) -> Vec<(String, usize)> {
+    let mut groups: Vec<(&str, &str, Vec<u64>)> = Vec::new();
+    let mut known: HashMap<(&str, &str), usize> = HashMap::new();
+    for name in names {
+        let end = name.rfind(|c: char| c.is_ascii_digit()).map_or(0, |at| at + 1);
+        let start = name[..end].trim_end_matches(|c: char| c.is_ascii_digit()).len();
+        let digits = &name[start..end];
+        let number = digits.parse().ok().filter(|number: &u64| number.to_string() == digits);
+        match number {
+            Some(number) => {
+                let key = (&name[..start], &name[end..]);
+                let group = *known.entry(key).or_insert(groups.len());
+                match groups.get_mut(group) {
+                    Some((_, _, numbers)) => numbers.push(number),
+                    None => groups.push((key.0, key.1, vec![number])),
+                }
+            }
+            // A number with leading zeros is a part of the name.
+            None => groups.push((name, "", Vec::new())),
+        }
+    }
+    let text = |(before, after, mut numbers): (&str, &str, Vec<u64>)| match numbers.as_slice() {
+        [] => (before.to_owned(), 1),
+        [only] => (format!("{before}{only}{after}"), 1),
+        _ => {
+            numbers.sort_unstable();
+            let count = numbers.len();
+            (format!("{before}{{{}}}{after}", Devices(numbers).text()), count)
+        }
+    };
+    groups.into_iter().map(text).collect()
 }
 
 /// The path of the volume that a mistyped one most resembles, component by component.
@@ -204,4 +243,21 @@ pub(super) fn stream(
         at += len as u64;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_lists_are_grouped_and_cut() {
+        let names = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
+        let devices: Vec<String> = (0..1024).map(|device| format!("dev{device}")).chain(names("full hf")).collect();
+        assert_eq!(shown(&devices), "dev{0-1023}, full, hf");
+        assert_eq!(shown(&names("0 1 10 2 scanned")), "{0-2,10}, scanned");
+        assert_eq!(shown(&names("dev0.npy dev1.npy m-01.x m-02.x é7")), "dev{0-1}.npy, m-01.x, m-02.x, é7");
+        let letters: Vec<String> = ('a'..='z').map(String::from).collect();
+        assert_eq!(shown(&letters), "a, b, c, d, e, f, g, h, i, j, k, l and 14 more");
+        assert_eq!(shown(&[]), "");
+    }
 }

@@ -25,7 +25,8 @@ pub fn excerpt(file: &str, text: &str, at: &Range<usize>) -> String {
     let number = 1 + text[..line_start].matches('\n').count();
     let mark = AnnotationKind::Primary.span(marked);
     let snippet = Snippet::source(line).line_start(number).path(file).annotation(mark);
-    let rendered = Renderer::plain().term_width(COLUMNS_MAX).render(&[Group::with_level(Level::ERROR).element(snippet)]);
+    let rendered =
+        Renderer::plain().term_width(COLUMNS_MAX).render(&[Group::with_level(Level::ERROR).element(snippet)]);
     rendered.lines().map(|line| format!("\n{}", line.trim_end())).collect()
 }
 

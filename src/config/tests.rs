@@ -246,14 +246,11 @@ fn an_unknown_key_is_refused_with_the_nearest_name() {
     let found = |text: &str| parse(text).unwrap_err().to_string();
     let unknown = found("mehs = \"x\"");
     assert!(
-        unknown.contains("unknown field `mehs`; did you mean `mesh`?\n --> x.toml:1:1\n  |\n1 | mehs = \"x\"\n  | ^^^^"),
+        unknown
+            .contains("unknown field `mehs`; did you mean `mesh`?\n --> x.toml:1:1\n  |\n1 | mehs = \"x\"\n  | ^^^^"),
         "{unknown}"
     );
-    assert!(
-        found("[mount]\ndrain = 3").contains("did you mean `drain_seconds`?"),
-        "{}",
-        found("[mount]\ndrain = 3")
-    );
+    assert!(found("[mount]\ndrain = 3").contains("did you mean `drain_seconds`?"), "{}", found("[mount]\ndrain = 3"));
     assert!(found("quite_another = 3").contains("unknown field `quite_another`, expected one of"));
     let option = options::parse([("cache_byte", Some("3"))]).unwrap_err();
     assert_eq!(option, "unknown option `cache_byte`; did you mean `cache_bytes`?");

@@ -389,9 +389,10 @@ fn span<T>(text: &Spanned<T>) -> Span {
 /// A message of serde about an unknown field, with the nearest name in place of all names, if one is near.
 fn with_near_field(message: &str) -> String {
     let mut quoted = message.split('`').skip(1).step_by(2);
-    let near = quoted.next().filter(|_| message.starts_with("unknown field `")).and_then(|found| {
-        did_you_mean("field", found, quoted)
-    });
+    let near = quoted
+        .next()
+        .filter(|_| message.starts_with("unknown field `"))
+        .and_then(|found| did_you_mean("field", found, quoted));
     near.unwrap_or_else(|| message.to_owned())
 }
 
@@ -425,7 +426,8 @@ impl LayoutFile {
         let inverse = named(&mut reader, &raw.inverse);
         let has = |name: &String| params.contains_key(name) || vars.contains_key(name);
         for (name, definition) in inverse.iter().filter(|(name, _)| !has(name)) {
-            let near = did_you_mean("parameter or variable", name, params.keys().chain(vars.keys()).map(String::as_str));
+            let near =
+                did_you_mean("parameter or variable", name, params.keys().chain(vars.keys()).map(String::as_str));
             let reason = near.unwrap_or_else(|| format!("there is no parameter or variable {name:?}"));
             reader.problem(definition.at, reason);
         }
@@ -559,7 +561,10 @@ impl LayoutFile {
                     check(over.place(), &inner, &|visit| over.it.1.for_each_name(visit));
                 }
                 let axis_names: Vec<&str> = each.iter().copied().chain(["rank", "outer"]).collect();
-                stack.axis.iter().for_each(|axis| check(axis.place(), &axis_names, &|visit| axis.it.for_each_name(visit)));
+                stack
+                    .axis
+                    .iter()
+                    .for_each(|axis| check(axis.place(), &axis_names, &|visit| axis.it.for_each_name(visit)));
                 inner.push(&stack.var);
             }
             if let Some(template) = &place.from {
@@ -572,7 +577,9 @@ impl LayoutFile {
                     .flatten()
                     .for_each(|extent| check(shape.place(), &inner, &|visit| extent.for_each_name(visit)));
             }
-            leaf.from.iter().for_each(|(_, from)| check((leaf.from_line, leaf.from_at), &inner, &|visit| from.for_each_name(visit)));
+            leaf.from.iter().for_each(|(_, from)| {
+                check((leaf.from_line, leaf.from_at), &inner, &|visit| from.for_each_name(visit))
+            });
             let sources: Vec<&str> = inner.iter().copied().chain(leaf.from.iter().map(|(name, _)| &**name)).collect();
             leaf.view.iter().for_each(|view| check(view.place(), &sources, &|visit| view.it.for_each_name(visit)));
         }
