@@ -47,7 +47,7 @@ impl Cat {
         let node = tree::find(&volume, path)?;
         if node.attr.kind == NodeKind::Directory {
             let names: Vec<_> = tree::entries(&volume, node.attr.ino)?.into_iter().map(|(name, _)| name).collect();
-            bail!("{path}: is a directory; it has: {}", names.join(", "));
+            bail!("{path}: is a directory; it has: {}", tree::shown(&names));
         }
         let size = node.attr.size_bytes;
         if self.offset > size {

@@ -63,7 +63,7 @@ impl Explain {
         let node = tree::find(&volume, path)?;
         if node.attr.kind == NodeKind::Directory {
             let names: Vec<_> = tree::entries(&volume, node.attr.ino)?.into_iter().map(|(name, _)| name).collect();
-            bail!("{path}: is a directory; it has: {}", names.join(", "));
+            bail!("{path}: is a directory; it has: {}", tree::shown(&names));
         }
         let file = explain(&volume, &node)?;
         if self.json {

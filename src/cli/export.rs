@@ -12,10 +12,11 @@ use std::{
 use anyhow::{Context, bail};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::json;
 
 use super::{
     flags::{LogFlags, SourceFlags},
-    open, tree,
+    open, output, tree,
 };
 use crate::{
     plan::report::human_bytes,
@@ -52,6 +53,9 @@ pub(super) struct Export {
     /// Writes into a directory that has something in it, replacing files.
     #[arg(long)]
     force: bool,
+    /// Prints JSON when all is done.
+    #[arg(long)]
+    json: bool,
     #[command(flatten)]
     flags: SourceFlags,
 }
@@ -92,7 +96,7 @@ impl Export {
             Ok(())
         })?;
         if !nodes.iter().any(|node| node.attr.kind != NodeKind::Directory) {
-            bail!("nothing to export: no file matches {}", self.only.join(", "));
+            bail!("nothing to export: {}", tree::no_match(&volume, &self.only));
         }
         let root = volume.engine().checkpoint().root();
         if real(&directory).starts_with(real(root)) {
@@ -113,8 +117,16 @@ impl Export {
         }
         sync_directory(&directory)?;
         bar.finish_and_clear();
-        let files = nodes.iter().filter(|node| node.attr.kind == NodeKind::File).count();
+        let count = |kind| nodes.iter().filter(|node| node.attr.kind == kind).count();
+        let files = count(NodeKind::File);
         tracing::info!("{files} files, {} written to {}", human_bytes(total), directory.display());
+        if self.json {
+            let (directories, links) = (count(NodeKind::Directory), count(NodeKind::Symlink));
+            let directory = directory.display().to_string();
+            return output::print_json(
+                &json!({ "directory": directory, "files": files, "bytes": total, "directories": directories, "links": links }),
+            );
+        }
         Ok(())
     }
 }

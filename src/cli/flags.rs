@@ -39,6 +39,7 @@ fn without_period(text: &str) -> &str {
 fn flag(setting: &'static Setting) -> Arg {
     let arg = Arg::new(setting.name).long(setting.name).help_heading(setting.group.heading());
     let arg = arg.help(without_period(setting.help)).global(setting.group.takers() == Takers::All);
+    let arg = arg.hide_short_help(!setting.is_common);
     let arg = match setting.more {
         "" => arg,
         more => arg.long_help(format!("{}\n\n{}", setting.help, more.replace("{keys}", &KEYS))),

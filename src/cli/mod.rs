@@ -15,6 +15,7 @@ mod explain;
 mod export;
 mod fetch;
 mod flags;
+mod hint;
 mod kernel_copy;
 mod mount;
 mod open;
@@ -77,6 +78,7 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Mount(Box<mount::Mount>),
+    #[command(visible_alias = "unmount")]
     Umount(umount::Umount),
     Status(status::Status),
     Plan(Box<plan::Plan>),
@@ -157,7 +159,9 @@ fn finish_parsing(error: &clap::Error) -> ExitCode {
         // The reader of the output may have closed it early.
         let _ = error.print();
     } else {
-        host::tell(&format!("ckfs: {}", error.render()));
+        let text = error.render();
+        let text = if host::stderr_is_colored() { text.ansi().to_string() } else { text.to_string() };
+        host::tell(&format!("ckfs: {text}"));
     }
     if error.use_stderr() { ExitCode::from(2) } else { ExitCode::SUCCESS }
 }
@@ -216,10 +220,13 @@ fn report_error(error: &anyhow::Error) -> ExitCode {
     } else if error.is::<AlreadyReported>() {
         ExitCode::FAILURE
     } else if error.is::<Usage>() {
-        host::tell(&format!("ckfs: error: {}\n\nFor more information, try '--help'.\n", output::chain(error)));
+        host::tell(&format!(
+            "{}\n\nFor more information, try '--help'.\n",
+            output::error_text(&output::message(error))
+        ));
         ExitCode::from(2)
     } else {
-        host::tell(&format!("ckfs: error: {}\n", output::chain(error)));
+        host::tell(&format!("{}\n", output::error_text(&output::message(error))));
         ExitCode::FAILURE
     }
 }

@@ -5,6 +5,7 @@
 
 use std::{
     ffi::OsString,
+    fs, io,
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -21,7 +22,7 @@ use clap::Args;
 use super::{
     flags::{LogFlags, ServingFlags, SourceFlags},
     open,
-    output::{AlreadyReported, Usage, chain},
+    output::{AlreadyReported, Usage, error_text, message},
     patience, prefetch,
 };
 use crate::{
@@ -42,7 +43,8 @@ use crate::{
 /// SIGTERM. Everything wrong with the checkpoint, the flags or the mountpoint is an error now, not later. Once mounted,
 /// a read fails only if its bytes do not come or a source file changes, and then with EIO.
 ///
-/// MNT must be an existing directory without a live mount on it. The mount of a killed daemon is removed.
+/// MNT must be an existing directory without a live mount on it, unless --mkdir makes it. The mount of a killed daemon is
+/// removed.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
@@ -76,7 +78,7 @@ line on standard error says which it is; -q omits it.")]
 pub(super) struct Mount {
     /// A directory, a file, org/name[@revision] in the local cache or on the Hub, s3://, gs://, az:// or https://.
     source: Option<String>,
-    /// An existing directory.
+    /// An existing directory; --mkdir makes it.
     #[arg(value_name = "MNT")]
     mountpoint: Option<PathBuf>,
     /// Stays in the foreground, and tells systemd when ready.
@@ -170,15 +172,22 @@ impl Mount {
             return serve_here(config, sink);
         }
         let (config, mountpoint) = config?;
+        let mut made = MadeDirectories::default();
+        if config.mount.mkdir == Some(true) {
+            made.make(&mountpoint)?;
+        }
         check_mountpoint(&mountpoint)?;
         let timeout = config.start_seconds.unwrap_or_default();
         let Started { pid, log: place } = start(args, &mountpoint, Duration::from_secs(timeout))?;
+        made.keep();
         let (source, path) = (config.source.unwrap_or_default(), mountpoint.display());
         tracing::info!("{source} is mounted on {path} by process {pid}");
         if !log.quiet {
             // The log line precedes this message, as it was written first.
             sink.flush(host::log::FLUSH_LIMIT);
-            host::tell(&format!("ckfs: mounted on {path}; its log goes {place}\n"));
+            let held = fs::read_to_string(mountpoint.join(".ckfs/plan.txt")).ok().and_then(|plan| per_device(&plan));
+            let held = held.map_or_else(String::new, |held| format!("; {held}"));
+            host::tell(&format!("ckfs: mounted on {path}; its log goes {place}{held}\n"));
         }
         Ok(())
     }
@@ -199,13 +208,63 @@ pub(super) fn is_daemon() -> bool {
     starter == Some(nix::unistd::getppid().as_raw())
 }
 
+/// The devices of each view and the bytes of each device, by the text of a plan.
+fn per_device(plan: &str) -> Option<String> {
+    let mut views = Vec::new();
+    let mut devices = None;
+    for line in plan.lines() {
+        if let Some(mesh) = line.strip_prefix("mesh ") {
+            devices = mesh.rsplit(": ").next().map(str::trim);
+        } else if let (Some(bytes), Some(devices)) = (line.strip_prefix("per device "), devices.take()) {
+            views.push(format!("{devices}, {} each", bytes.split(" (").next().unwrap_or(bytes).trim()));
+        }
+    }
+    (!views.is_empty()).then(|| views.join("; "))
+}
+
+/// Directories that this process made for a mount. They are removed again when dropped, unless the mount succeeded.
+#[derive(Debug, Default)]
+struct MadeDirectories(Vec<PathBuf>);
+
+impl MadeDirectories {
+    /// Makes a directory, and the missing ones above it.
+    fn make(&mut self, path: &Path) -> anyhow::Result<()> {
+        let missing: Vec<&Path> = path
+            .ancestors()
+            .take_while(|part| fs::symlink_metadata(part).is_err_and(|error| error.kind() == io::ErrorKind::NotFound))
+            .collect();
+        for part in missing.into_iter().rev() {
+            match fs::create_dir(part) {
+                Ok(()) => self.0.push(part.to_owned()),
+                // Another process made it meanwhile.
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(error).with_context(|| format!("--mkdir: {}", part.display())),
+            }
+        }
+        Ok(())
+    }
+
+    /// Leaves them.
+    fn keep(mut self) {
+        self.0.clear();
+    }
+}
+
+impl Drop for MadeDirectories {
+    fn drop(&mut self) {
+        for path in self.0.iter().rev() {
+            // A directory that is in use by now stays.
+            let _ = fs::remove_dir(path);
+        }
+    }
+}
+
 /// Finds errors early that would otherwise come late.
 fn check_mountpoint(path: &Path) -> anyhow::Result<()> {
-    use std::io::ErrorKind;
-    match std::fs::metadata(path) {
+    match fs::metadata(path) {
         Ok(metadata) if !metadata.is_dir() => bail!("mountpoint {}: not a directory", path.display()),
-        Err(error) if error.kind() == ErrorKind::NotFound => {
-            bail!("mountpoint {}: no such directory; create it first", path.display())
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            bail!("mountpoint {}: no such directory; create it first, or give --mkdir", path.display())
         }
         // Anything else may be a stale mount. Mounting removes it.
         Ok(_) | Err(_) => {}
@@ -216,13 +275,13 @@ fn check_mountpoint(path: &Path) -> anyhow::Result<()> {
 /// Refuses a mountpoint that would cover a source file: a check of that file's path would make the daemon wait for
 /// itself.
 fn check_apart(checkpoint: &Checkpoint, mountpoint: &Path) -> anyhow::Result<()> {
-    let Ok(covered) = std::fs::canonicalize(mountpoint) else { return Ok(()) };
+    let Ok(covered) = fs::canonicalize(mountpoint) else { return Ok(()) };
     let source = checkpoint.source();
     let number =
         |file: usize| FileId(u32::try_from(file).expect("files were numbered by 32 bits when they were opened"));
     for id in (0..source.file_count()).map(number) {
         let path = source.path(id);
-        let real = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+        let real = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         if path.starts_with(mountpoint) || path.starts_with(&covered) || real.starts_with(&covered) {
             bail!("mountpoint {}: would cover the source file {}", mountpoint.display(), path.display());
         }
@@ -241,7 +300,7 @@ fn serve_here(config: anyhow::Result<(Config, PathBuf)>, log: &Log) -> anyhow::R
     if let Err(error) = &result {
         let starter_waits = readiness.in_background();
         log.flush(host::log::FLUSH_LIMIT);
-        readiness.failed(&chain(error));
+        readiness.failed(&message(error));
         if starter_waits {
             return Err(AlreadyReported.into());
         }
@@ -298,12 +357,16 @@ fn watch(volume: Arc<Volume>) -> anyhow::Result<mpsc::Sender<()>> {
 
 fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readiness) -> anyhow::Result<()> {
     readiness.status("reading headers");
+    let mut made = MadeDirectories::default();
+    if config.mount.mkdir == Some(true) {
+        made.make(mountpoint)?;
+    }
     let fetches = patience::fetches(&config);
     let (mut reporting, logged) = (readiness.try_clone()?, log.clone());
     let patience = patience::watch(&fetches, move |message| {
         logged.finish();
         if !reporting.in_background() {
-            host::tell(&format!("ckfs: error: {message}\n"));
+            host::tell(&format!("{}\n", error_text(message)));
         }
         reporting.failed(message);
         std::process::exit(1);
@@ -329,10 +392,15 @@ fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readi
     let _watching = watch(Arc::clone(&volume))?;
     let prefetch = config.mount.prefetch.unwrap_or_default();
     let _prefetching = prefetch::start(volume.engine().checkpoint(), volume.plans(), prefetch);
-    let mut ready = Ok(());
+    let (mut ready, mut served) = (Ok(()), false);
     let exit = serve(volume, mountpoint, &options, log, || {
         ready = readiness.ready(&format!("serving {name} on {}", mountpoint.display()));
-    })?;
+        served = true;
+    });
+    if served {
+        made.keep();
+    }
+    let exit = exit?;
     ready?;
     if !exit.is_clean() {
         bail!("{}: open files were cut off", mountpoint.display());

@@ -11,6 +11,7 @@ use anyhow::{Context, anyhow, bail};
 
 use super::{
     flags::SourceFlags,
+    hint,
     output::{Usage, chain},
     patience,
 };
@@ -153,7 +154,7 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         remote,
         ..OpenOptions::default()
     };
-    let checkpoint = Checkpoint::open(&source, &options)?;
+    let checkpoint = Checkpoint::open(&source, &options).map_err(|error| hint::of_mount(&source, error))?;
     config.source = Some(match checkpoint.revision() {
         // The label is the repository's name with a short revision.
         Some(revision) => {

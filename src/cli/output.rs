@@ -1,13 +1,14 @@
 //! How commands print.
 
 use std::{
-    fmt,
+    fmt::{self, Write as _},
     io::{self, Write},
 };
 
 use anyhow::Context;
 
-use crate::{checkpoint::printable_lines, source::Served};
+use super::hint::hint;
+use crate::{checkpoint::printable_lines, host, source::Served};
 
 /// A usage error; exit code 2.
 #[derive(Debug)]
@@ -59,6 +60,52 @@ pub(super) fn chain(error: &anyhow::Error) -> String {
     printable_lines(&text).into_owned()
 }
 
+/// The message of an error: its causes, and what would help.
+pub(super) fn message(error: &anyhow::Error) -> String {
+    match hint(error) {
+        Some(hint) => format!("{}\n  {}", chain(error), printable_lines(&hint)),
+        None => chain(error),
+    }
+}
+
+/// Escape sequences of terminals.
+const RESET: &str = "\x1b[0m";
+const BOLD: &str = "\x1b[1m";
+const RED: &str = "\x1b[1;31m";
+const BLUE: &str = "\x1b[1;34m";
+
+/// The message of an error, as standard error shows it.
+pub(super) fn error_text(message: &str) -> String {
+    if host::stderr_is_colored() { painted(message) } else { format!("ckfs: error: {message}") }
+}
+
+/// The message in colours: its first line, and the excerpts of files in it.
+fn painted(message: &str) -> String {
+    let mut lines = message.split('\n');
+    let first = lines.next().unwrap_or_default();
+    let mut text = format!("ckfs: {RED}error:{RESET} {BOLD}{first}{RESET}");
+    for line in lines {
+        text.push('\n');
+        let gutter = line.find('|').filter(|at| line[..*at].chars().all(|c| c == ' ' || c.is_ascii_digit()));
+        match gutter {
+            Some(at) if line[at + 1..].trim_start().starts_with('^') => {
+                let _ = write!(text, "{BLUE}{}|{RED}{}{RESET}", &line[..at], &line[at + 1..]);
+            }
+            Some(at) => {
+                let _ = write!(text, "{BLUE}{}|{RESET}{}", &line[..at], &line[at + 1..]);
+            }
+            None => match line.trim_start().strip_prefix("-->") {
+                Some(place) => {
+                    let indent = line.len() - line.trim_start().len();
+                    let _ = write!(text, "{:indent$}{BLUE}-->{RESET}{place}", "");
+                }
+                None => text.push_str(line),
+            },
+        }
+    }
+    text
+}
+
 fn written(result: io::Result<()>) -> anyhow::Result<()> {
     match result {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(Closed.into()),
@@ -82,4 +129,21 @@ pub(super) fn print_json(value: &impl serde::Serialize) -> anyhow::Result<()> {
 /// Writes the bytes of a read to standard output.
 pub(super) fn write_served(bytes: Served<'_>) -> anyhow::Result<()> {
     written(bytes.write_to(&io::stdout()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_painted_message_has_the_same_text() {
+        let message = "a.toml:2: unknown\n --> a.toml:2:1\n  |\n2 | a = '|'\n  | ^\n  a hint";
+        let painted = painted(message);
+        let mut plain = painted.clone();
+        for code in [RESET, BOLD, RED, BLUE] {
+            assert!(painted.contains(code), "{painted:?}");
+            plain = plain.replace(code, "");
+        }
+        assert_eq!(plain, format!("ckfs: error: {message}"));
+    }
 }

@@ -10,6 +10,7 @@ use std::{
     time::Duration,
 };
 
+use super::output::error_text;
 use crate::{
     config::Config,
     host::{self, limits},
@@ -56,7 +57,7 @@ pub(super) fn watch(fetches: &Arc<Fetches>, give_up: impl FnOnce(&str) + Send + 
 /// As [`watch`].
 pub(super) fn end_on_stall(fetches: &Arc<Fetches>) -> io::Result<()> {
     let patience = watch(fetches, |message| {
-        host::tell(&format!("ckfs: error: {message}\n"));
+        host::tell(&format!("{}\n", error_text(message)));
         std::process::exit(1);
     })?;
     // The thread runs to the end of the process.

@@ -5,7 +5,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fmt::Write as _,
+    fmt::{self, Write as _},
     fs::{self, File},
     io::Read,
     path::{Path, PathBuf},
@@ -15,6 +15,8 @@ use anyhow::{Context, anyhow, bail};
 use clap::Args;
 use indicatif::ProgressBar;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
+use serde::Serialize;
+use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use super::{
@@ -69,6 +71,9 @@ pub(super) struct Sums {
     /// list if it has none itself.
     #[arg(long, value_name = "GLOB")]
     only: Vec<String>,
+    /// Prints JSON.
+    #[arg(long, conflicts_with = "output")]
+    json: bool,
     #[command(flatten)]
     flags: SourceFlags,
 }
@@ -89,12 +94,37 @@ struct DigestList {
 impl Sums {
     pub(super) fn run(&self, log: &LogFlags) -> anyhow::Result<()> {
         if let Some(file) = &self.check {
-            return check(file, self.target.as_deref(), &self.only, &self.flags, log);
+            return check(file, self.target.as_deref(), &self.only, self.json, (&self.flags, log));
         }
         let list = list(self.target.as_deref(), &self.only, &self.flags, log)?;
         match &self.output {
+            None if self.json => output::print_json(&list.json()),
             None => output::print(&list.text()),
             Some(path) => write_whole(path, &list.text()),
+        }
+    }
+}
+
+/// A file whose digest is not that of the list.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+struct Difference<'a> {
+    /// The file, by its path in the source or in the mount.
+    path: &'a str,
+    /// Whether it is a file of the source.
+    source: bool,
+    /// The digest in the list; `None` if the list lacks the file.
+    expected: Option<&'a str>,
+    /// The present digest; `None` if the file is not there.
+    found: Option<&'a str>,
+}
+
+impl fmt::Display for Difference<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{}: ", if self.source { SOURCE } else { "" }, self.path)?;
+        match (self.expected, self.found) {
+            (Some(expected), Some(found)) => write!(f, "expected {expected}, found {found}"),
+            (_, None) => f.write_str("is not there"),
+            (None, Some(_)) => f.write_str("is not in the list"),
         }
     }
 }
@@ -107,8 +137,8 @@ pub(super) fn check(
     file: &Path,
     target: Option<&str>,
     only: &[String],
-    flags: &SourceFlags,
-    log: &LogFlags,
+    json: bool,
+    (flags, log): (&SourceFlags, &LogFlags),
 ) -> anyhow::Result<()> {
     let context = || file.display().to_string();
     let mut wanted = DigestList::parse(&fs::read_to_string(file).with_context(context)?).with_context(context)?;
@@ -116,29 +146,39 @@ pub(super) fn check(
     let found = list(target, &only, flags, log)?;
     let patterns = tree::patterns(&only)?;
     wanted.files.retain(|path, _| tree::wanted(&patterns, path));
-    let mut differences = compare("source ", &wanted.sources, &found.sources);
-    differences.extend(compare("", &wanted.files, &found.files));
-    if differences.is_empty() {
-        let (files, sources) = (found.files.len(), found.sources.len());
+    let mut differences = compare(true, &wanted.sources, &found.sources);
+    differences.extend(compare(false, &wanted.files, &found.files));
+    let (files, sources) = (found.files.len(), found.sources.len());
+    if json {
+        output::print_json(&json!({ "files": files, "source_files": sources, "differences": differences }))?;
+    } else if differences.is_empty() {
         return output::print(&format!("{files} files and {sources} source files, no difference\n"));
     }
-    if wanted.views != found.views {
+    if wanted.views != found.views && !differences.is_empty() {
         tracing::warn!("views differ: expected {}, found {}", wanted.views.join("; "), found.views.join("; "));
     }
-    output::print(&(printable_lines(&differences.join("\n")).into_owned() + "\n"))?;
+    if differences.is_empty() {
+        return Ok(());
+    }
+    if !json {
+        let lines: Vec<String> = differences.iter().map(ToString::to_string).collect();
+        output::print(&(printable_lines(&lines.join("\n")).into_owned() + "\n"))?;
+    }
     let plural = if differences.len() == 1 { "" } else { "s" };
     Err(anyhow!("{} difference{plural} from {}", differences.len(), file.display()))
 }
 
-fn compare(what: &str, wanted: &BTreeMap<String, String>, found: &BTreeMap<String, String>) -> Vec<String> {
+fn compare<'a>(
+    source: bool,
+    wanted: &'a BTreeMap<String, String>,
+    found: &'a BTreeMap<String, String>,
+) -> Vec<Difference<'a>> {
     let paths: BTreeSet<&String> = wanted.keys().chain(found.keys()).collect();
-    let differences = paths.into_iter().filter_map(|path| match (wanted.get(path), found.get(path)) {
-        (Some(wanted), Some(found)) if wanted == found => None,
-        (Some(wanted), Some(found)) => Some(format!("{what}{path}: expected {wanted}, found {found}")),
-        (Some(_), None) => Some(format!("{what}{path}: is not there")),
-        (None, _) => Some(format!("{what}{path}: is not in the list")),
+    let rows = paths.into_iter().map(|path| {
+        let digest = |digests: &'a BTreeMap<String, String>| digests.get(path).map(String::as_str);
+        Difference { path, source, expected: digest(wanted), found: digest(found) }
     });
-    differences.collect()
+    rows.filter(|row| row.expected != row.found).collect()
 }
 
 /// The present digests of a source or mount.
@@ -162,7 +202,7 @@ fn list(target: Option<&str>, only: &[String], flags: &SourceFlags, log: &LogFla
         Ok(())
     })?;
     if nodes.is_empty() {
-        bail!("nothing to sum: no file matches {}", only.join(", "));
+        bail!("nothing to sum: {}", tree::no_match(&volume, only));
     }
     let checkpoint = volume.engine().checkpoint();
     let read = checkpoint.files().iter().filter(|file| matches!(file.role, FileRole::Weights | FileRole::Other));
@@ -299,6 +339,20 @@ const VIEW: &str = "view ";
 const SOURCE: &str = "source ";
 
 impl DigestList {
+    fn json(&self) -> Value {
+        let rows = |digests: &BTreeMap<String, String>| -> Vec<Value> {
+            digests.iter().map(|(path, digest)| json!({ "path": path, "sha256": digest })).collect()
+        };
+        json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "revision": self.revision,
+            "views": self.views,
+            "only": self.only,
+            "source_files": rows(&self.sources),
+            "files": rows(&self.files),
+        })
+    }
+
     fn text(&self) -> String {
         let mut text = format!("# {VERSION}{} sums\n", env!("CARGO_PKG_VERSION"));
         let mut comment = |mark: &str, rest: &str| {

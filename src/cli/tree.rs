@@ -1,10 +1,11 @@
 //! Walks over a volume.
 
-use std::ops::ControlFlow;
+use std::{collections::HashMap, ops::ControlFlow};
 
 use anyhow::{Context, anyhow};
 
 use crate::{
+    config::{Devices, nearest},
     plan::{Pattern, PatternError},
     source::Served,
     volume::{Attr, FileSystem, FsError, Ino, NodeKind, Volume},
@@ -108,9 +109,77 @@ fn absent(volume: &Volume, path: &str, at: &[(String, Ino)], directory: Ino, com
     let names: Vec<String> = entries(volume, directory).unwrap_or_default().into_iter().map(|(name, _)| name).collect();
     let parts: Vec<&str> = at.iter().map(|(name, _)| name.as_str()).collect();
     let place = if parts.is_empty() { "the root".to_owned() } else { parts.join("/") };
-    let more = if names.len() > NAMES_SHOWN { ", ..." } else { "" };
-    let shown = names[..names.len().min(NAMES_SHOWN)].join(", ");
-    anyhow!("{path}: {place} has no {component:?}; it has: {shown}{more}")
+    if let Some(near) = nearest_path(volume, path) {
+        return anyhow!("{path}: {place} has no {component:?}; did you mean `{near}`?");
+    }
+    anyhow!("{path}: {place} has no {component:?}; it has: {}", shown(&names))
+}
+
+/// The first names of a list, those that differ in a number as one, and the count of the others.
+pub(super) fn shown(names: &[String]) -> String {
+    let groups = grouped(names);
+    let (first, rest) = groups.split_at(groups.len().min(NAMES_SHOWN));
+    let text = first.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(", ");
+    match rest.iter().map(|(_, count)| count).sum::<usize>() {
+        0 => text,
+        more => format!("{text} and {more} more"),
+    }
+}
+
+/// Names that differ only in their last number, as `dev{0-7}`, each with the number of its names; in the order of the first
+/// of each.
+fn grouped(names: &[String]) -> Vec<(String, usize)> {
+    let mut groups: Vec<(&str, &str, Vec<u64>)> = Vec::new();
+    let mut known: HashMap<(&str, &str), usize> = HashMap::new();
+    for name in names {
+        let end = name.rfind(|c: char| c.is_ascii_digit()).map_or(0, |at| at + 1);
+        let start = name[..end].trim_end_matches(|c: char| c.is_ascii_digit()).len();
+        let digits = &name[start..end];
+        let number = digits.parse().ok().filter(|number: &u64| number.to_string() == digits);
+        match number {
+            Some(number) => {
+                let key = (&name[..start], &name[end..]);
+                let group = *known.entry(key).or_insert(groups.len());
+                match groups.get_mut(group) {
+                    Some((_, _, numbers)) => numbers.push(number),
+                    None => groups.push((key.0, key.1, vec![number])),
+                }
+            }
+            // A number with leading zeros is a part of the name.
+            None => groups.push((name, "", Vec::new())),
+        }
+    }
+    let text = |(before, after, mut numbers): (&str, &str, Vec<u64>)| match numbers.as_slice() {
+        [] => (before.to_owned(), 1),
+        [only] => (format!("{before}{only}{after}"), 1),
+        _ => {
+            numbers.sort_unstable();
+            let count = numbers.len();
+            (format!("{before}{{{}}}{after}", Devices(numbers).text()), count)
+        }
+    };
+    groups.into_iter().map(text).collect()
+}
+
+/// The path of the volume that a mistyped one most resembles, component by component.
+fn nearest_path(volume: &Volume, path: &str) -> Option<String> {
+    let mut directory = Some(Ino::ROOT);
+    let mut parts = Vec::new();
+    for component in path.split('/').filter(|component| !component.is_empty()) {
+        let entries = entries(volume, directory?).ok()?;
+        let name = nearest(component, entries.iter().map(|(name, _)| name.as_str()))?.to_owned();
+        let (_, ino) = entries.into_iter().find(|(entry, _)| *entry == name)?;
+        directory = (volume.attr(ino).ok()?.kind == NodeKind::Directory).then_some(ino);
+        parts.push(name);
+    }
+    Some(parts.join("/")).filter(|near| near != path)
+}
+
+/// That no file matches the patterns of `--only`, with the path that the first mistyped one most resembles.
+pub(super) fn no_match(volume: &Volume, only: &[String]) -> String {
+    let near = only.iter().find_map(|path| nearest_path(volume, path));
+    let near = near.map_or_else(String::new, |near| format!("; did you mean `{near}`?"));
+    format!("no file matches {}{near}", only.join(", "))
 }
 
 /// An open file of a volume.
@@ -174,4 +243,21 @@ pub(super) fn stream(
         at += len as u64;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_lists_are_grouped_and_cut() {
+        let names = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
+        let devices: Vec<String> = (0..1024).map(|device| format!("dev{device}")).chain(names("full hf")).collect();
+        assert_eq!(shown(&devices), "dev{0-1023}, full, hf");
+        assert_eq!(shown(&names("0 1 10 2 scanned")), "{0-2,10}, scanned");
+        assert_eq!(shown(&names("dev0.npy dev1.npy m-01.x m-02.x é7")), "dev{0-1}.npy, m-01.x, m-02.x, é7");
+        let letters: Vec<String> = ('a'..='z').map(String::from).collect();
+        assert_eq!(shown(&letters), "a, b, c, d, e, f, g, h, i, j, k, l and 14 more");
+        assert_eq!(shown(&[]), "");
+    }
 }

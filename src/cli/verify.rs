@@ -19,6 +19,8 @@ use anyhow::{Context, anyhow, bail};
 use clap::Args;
 use indicatif::ProgressBar;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
+use serde::Serialize;
+use serde_json::{Value, json};
 
 use super::{
     export::bar,
@@ -73,12 +75,15 @@ pub(super) struct Verify {
     /// Only files that match this pattern, or below directories that do; may be repeated.
     #[arg(long, value_name = "GLOB")]
     only: Vec<String>,
+    /// Prints JSON.
+    #[arg(long)]
+    json: bool,
     #[command(flatten)]
     flags: SourceFlags,
 }
 
 /// A range of bytes that differs from the expected ones.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize)]
 struct Difference {
     path: String,
     what: String,
@@ -106,6 +111,17 @@ impl Verification {
         first.push(Difference { path: path.to_owned(), what });
         first.sort_by(|a, b| a.path.cmp(&b.path));
         first.truncate(DIFFERENCES_SHOWN);
+    }
+
+    /// The counts and the first differences.
+    fn json(&self) -> Value {
+        let first = self.first.lock().unwrap_or_else(PoisonError::into_inner);
+        json!({
+            "files": self.files.load(Ordering::Relaxed),
+            "bytes": self.bytes.load(Ordering::Relaxed),
+            "differences": self.different.load(Ordering::Relaxed),
+            "first_differences": *first,
+        })
     }
 
     /// One line for a reader.
@@ -142,7 +158,7 @@ pub(super) enum Amount {
 impl Verify {
     pub(super) fn run(&self, log: &LogFlags) -> anyhow::Result<()> {
         if let Some(sums) = &self.sums {
-            return sums::check(sums, self.target.as_deref(), &self.only, &self.flags, log);
+            return sums::check(sums, self.target.as_deref(), &self.only, self.json, (&self.flags, log));
         }
         let amount = if self.full { Amount::Full } else { Amount::Sample(self.sample.0) };
         let mount = self.target.as_deref().map(Path::new).filter(|path| path.join(".ckfs/config.toml").is_file());
@@ -156,6 +172,10 @@ impl Verify {
             let volume = open::volume(&mut config)?;
             verify(&volume, None, &self.only, amount, log)?
         };
+        if self.json {
+            output::print_json(&findings.json())?;
+            return findings.verdict();
+        }
         findings.verdict()?;
         output::print(&format!("{}, no difference\n", findings.summary()))
     }
@@ -219,7 +239,7 @@ fn verify(
         Ok(())
     })?;
     if nodes.is_empty() {
-        bail!("nothing to verify: no file matches {}", only.join(", "));
+        bail!("nothing to verify: {}", tree::no_match(volume, only));
     }
     let sampled = |size: u64| match amount {
         Amount::Full => size,

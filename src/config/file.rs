@@ -35,7 +35,8 @@ use std::path::{Path, PathBuf};
 use toml::{Spanned, de::DeTable};
 
 use super::{
-    near::nearest,
+    excerpt::excerpt,
+    near::did_you_mean,
     setting::{Home, Setting},
     settings::{Settings, ViewSettings},
     table::{SETTINGS, former},
@@ -55,7 +56,7 @@ pub enum ConfigError {
         reason: String,
     },
     /// The text is malformed.
-    #[error("{}:{line}: {reason}", file.display())]
+    #[error("{}:{line}: {reason}{excerpt}", file.display())]
     Text {
         /// The file.
         file: PathBuf,
@@ -63,6 +64,8 @@ pub enum ConfigError {
         line: usize,
         /// The problem.
         reason: String,
+        /// The line, with a mark below the problem. Begins with a line break, or is empty.
+        excerpt: String,
     },
     /// The configuration cannot be written as TOML.
     #[error("the configuration cannot be written as TOML: {reason}")]
@@ -139,7 +142,8 @@ impl Fault {
     fn error(self, text: &str, file: &Path) -> ConfigError {
         let before = text.get(..self.at.start.min(text.len())).unwrap_or_default();
         let line = 1 + before.matches('\n').count();
-        ConfigError::Text { file: file.to_owned(), line, reason: self.reason.replace('\n', "; ") }
+        let excerpt = excerpt(&file.display().to_string(), text, &self.at);
+        ConfigError::Text { file: file.to_owned(), line, reason: self.reason.replace('\n', "; "), excerpt }
     }
 }
 
@@ -196,10 +200,11 @@ fn unknown(key: &Spanned<String>, names: Vec<String>) -> Fault {
     if let Some(now) = former(found) {
         return Fault { at: key.span(), reason: format!("unknown field `{found}`: {now}") };
     }
-    let near = nearest(found, names.iter().map(String::as_str));
-    let near = near.map_or_else(String::new, |near| format!(", the nearest name is `{near}`"));
-    let names: Vec<String> = names.into_iter().map(|name| format!("`{name}`")).collect();
-    Fault { at: key.span(), reason: format!("unknown field `{found}`{near}, expected one of {}", names.join(", ")) }
+    let reason = did_you_mean("field", found, names.iter().map(String::as_str)).unwrap_or_else(|| {
+        let names: Vec<String> = names.iter().map(|name| format!("`{name}`")).collect();
+        format!("unknown field `{found}`, expected one of {}", names.join(", "))
+    });
+    Fault { at: key.span(), reason }
 }
 
 fn view_name(name: Spanned<String>) -> Result<String, Fault> {

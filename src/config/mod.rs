@@ -19,6 +19,7 @@
 //! match a mesh with a checkpoint, and measure the memory.
 
 mod allow;
+mod excerpt;
 mod file;
 mod layers;
 mod load;
@@ -41,10 +42,12 @@ pub mod value;
 mod words;
 
 pub use allow::Allow;
+pub use excerpt::excerpt;
 pub use file::{ConfigError, FileSettings};
 pub use layers::LayerRanges;
 pub use merged::{Config, ViewConfig};
 pub use mesh::{DEVICES_LISTED_MAX, Mesh, MeshAxis, MeshError};
+pub use near::{did_you_mean, nearest};
 pub use pattern::{Pattern, PatternError};
 pub use rename::Rename;
 pub use rules::{CastRule, LogicalRule, ShardRule};
@@ -56,5 +59,5 @@ pub(crate) use tests::EVERY_VIEW_KEY;
 pub use time_limit::TimeLimit;
 pub use words::{
     ByteCount, Dequantize, Devices, DtypeChoice, LAYOUTS, LayoutChoice, Materialize, OwnerId, ParamValue,
-    PermissionBits, Prefetch, ShardChoice, THREADS_MAX, ThreadCount, Tied,
+    PermissionBits, Prefetch, ShardChoice, THREADS_MAX, ThreadCount, Tied, float_of,
 };

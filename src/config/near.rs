@@ -3,9 +3,58 @@
 /// Shortest text that counts as the beginning of a name.
 const BEGINNING_BYTES_MIN: usize = 3;
 
-/// The name that begins with this text, or else the most similar one, if fewer than half of its characters differ.
-pub(super) fn nearest<'a>(found: &str, names: impl Iterator<Item = &'a str> + Clone) -> Option<&'a str> {
-    let begun = names.clone().find(|name| found.len() >= BEGINNING_BYTES_MIN && name.starts_with(found));
-    let (distance, name) = names.map(|name| (strsim::damerau_levenshtein(found, name), name)).min()?;
-    begun.or_else(|| (distance * 2 < name.len()).then_some(name))
+/// The name as it is compared: letters of either case, and dashes and underscores, are the same.
+fn folded(name: &str) -> String {
+    name.to_ascii_lowercase().replace('-', "_")
+}
+
+/// The name that equals this text but for case and dashes, that begins with it, or else the most similar one, if fewer than
+/// half of its characters differ.
+pub fn nearest<'a>(found: &str, names: impl Iterator<Item = &'a str> + Clone) -> Option<&'a str> {
+    let wanted = folded(found);
+    if let Some(same) = names.clone().find(|name| *name == found) {
+        return Some(same);
+    }
+    let begun = names.clone().find(|name| found.len() >= BEGINNING_BYTES_MIN && folded(name).starts_with(&wanted));
+    let (distance, name) = names.map(|name| (strsim::damerau_levenshtein(&wanted, &folded(name)), name)).min()?;
+    if distance == 0 { Some(name) } else { begun.or_else(|| (distance * 2 < name.chars().count()).then_some(name)) }
+}
+
+/// That there is no `what` of this name, with the nearest one, if one is near.
+pub fn did_you_mean<'a>(what: &str, found: &str, names: impl Iterator<Item = &'a str> + Clone) -> Option<String> {
+    nearest(found, names).map(|near| format!("unknown {what} `{found}`; did you mean `{near}`?"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_near_name_is_proposed_and_a_far_one_is_not() {
+        let layouts = ["canonical", "hf", "maxtext", "maxtext-unscanned", "megatron", "vllm"];
+        let axes = ["fsdp", "tensor", "expert", "dp"];
+        let files = ["embed", "final_norm", "layers", "lm_head"];
+        let rows: &[(&[&str], &str, Option<&str>)] = &[
+            (&layouts, "maxtxt", Some("maxtext")),
+            (&layouts, "MaxText", Some("maxtext")),
+            (&layouts, "maxtext_unscanned", Some("maxtext-unscanned")),
+            (&layouts, "mega", Some("megatron")),
+            (&layouts, "vlm", Some("vllm")),
+            (&layouts, "x", None),
+            (&layouts, "safetensors", None),
+            (&axes, "fdsp", Some("fsdp")),
+            (&axes, "tensors", Some("tensor")),
+            (&axes, "tp", None),
+            (&files, "embd", Some("embed")),
+            (&files, "lm-head", Some("lm_head")),
+            (&files, "norm", None),
+            (&files, "", None),
+            (&[], "x", None),
+        ];
+        for (names, found, expected) in rows {
+            assert_eq!(nearest(found, names.iter().copied()), *expected, "{found}");
+        }
+        let text = did_you_mean("layout", "maxtxt", layouts.into_iter());
+        assert_eq!(text.as_deref(), Some("unknown layout `maxtxt`; did you mean `maxtext`?"));
+    }
 }

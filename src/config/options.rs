@@ -1,6 +1,7 @@
 //! Options of mount(8), `-o NAME=VALUE`: flags with underscores for dashes.
 
 use super::{
+    near::did_you_mean,
     setting::{Setting, Takes},
     settings::Settings,
     table::{SETTINGS, former},
@@ -14,9 +15,8 @@ fn find<'a>(name: &str, value: Option<&'a str>) -> Result<(&'static Setting, &'a
             return Err(format!("option {now}"));
         }
         let names: Vec<String> = known().map(Setting::option).collect();
-        let near = super::near::nearest(name, names.iter().map(String::as_str));
-        let near = near.map_or_else(String::new, |near| format!(", the nearest is {near}"));
-        return Err(format!("unknown option {name:?}{near}; there are: {}", names.join(", ")));
+        let near = did_you_mean("option", name, names.iter().map(String::as_str));
+        return Err(near.unwrap_or_else(|| format!("unknown option {name:?}; there are: {}", names.join(", "))));
     };
     match (row.takes, value) {
         (Takes::Value(_) | Takes::Perhaps(..), Some(value)) => Ok((row, value)),

@@ -117,6 +117,8 @@ pub struct Setting {
     key: Option<&'static str>,
     /// Whether there is a flag, and an option of `-o`.
     pub is_flag: bool,
+    /// Whether the short help shows it.
+    pub is_common: bool,
     /// Its place in a file.
     pub home: Home,
 }
@@ -129,7 +131,19 @@ impl Setting {
             Group::View => Home::View,
             Group::Reading | Group::Mount | Group::Logging => Home::Mount,
         };
-        Self { name, group, takes, field, help, more: "", default: None, key: None, is_flag: true, home }
+        Self {
+            name,
+            group,
+            takes,
+            field,
+            help,
+            more: "",
+            default: None,
+            key: None,
+            is_flag: true,
+            is_common: false,
+            home,
+        }
     }
 
     /// With more help.
@@ -147,6 +161,12 @@ impl Setting {
     /// With a default that the help names.
     pub(super) const fn default(mut self, default: &'static str) -> Self {
         self.default = Some(default);
+        self
+    }
+
+    /// In the short help too.
+    pub(super) const fn common(mut self) -> Self {
+        self.is_common = true;
         self
     }
 

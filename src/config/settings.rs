@@ -117,6 +117,8 @@ pub struct MountSettings {
     pub cache_bytes: Option<ByteCount>,
     /// Threads that serve requests.
     pub threads: Option<ThreadCount>,
+    /// Whether a missing mountpoint is made.
+    pub mkdir: Option<bool>,
     /// Whether all users may read.
     pub allow_other: Option<bool>,
     /// Permission bits of files. They replace those that follow from the sources.

@@ -45,7 +45,7 @@ pub static SETTINGS: &[Setting] = &[
          axis says what it does: fsdp and dp_shard split axis 0 of the unstacked tensor, as torch.chunk does; tensor and \
          tp split by row or column, by the tensor's role; expert and ep split the experts; data, dp, replica and \
          dp_replicate replicate.",
-    ),
+    ).common(),
     Setting::new(
         View,
         "layout",
@@ -62,7 +62,7 @@ pub static SETTINGS: &[Setting] = &[
          Megatron-Core's distributed checkpoints; vllm gives the fused tensors of vLLM's ranks, and sharded_state/ to load \
          them from. A file describes a layout of your own. Without this setting a repository of Hugging Face has canonical, \
          and every other checkpoint stored.",
-    ),
+    ).common(),
     Setting::new(
         View,
         "set",
@@ -81,7 +81,7 @@ pub static SETTINGS: &[Setting] = &[
     .more(
         "Rounding is to nearest, ties to even, bit for bit as torch and ml_dtypes do. Quantized weights are decoded. What the \
          model's own code keeps in float32 stays as it is stored, but for the layouts of MaxText.",
-    ),
+    ).common(),
     Setting::new(
         View,
         "dequantize",
@@ -89,7 +89,7 @@ pub static SETTINGS: &[Setting] = &[
         at!(view.dequantize),
         "Decodes quantized weights, to this type or to the model's own, and leaves all else as it is stored.",
     )
-    .more("Layouts of MaxText and vLLM do so by themselves. Scales, zero points and other operands of the decoding are hidden."),
+    .more("Layouts of MaxText and vLLM do so by themselves. Scales, zero points and other operands of the decoding are hidden.").common(),
     Setting::new(View, "cast", NO_FLAG, at!(view.cast), "").file_only(),
     Setting::new(
         View,
@@ -103,7 +103,7 @@ pub static SETTINGS: &[Setting] = &[
          axes, which `maxtext` asks for explicitly.\n\n\
          The file holds tables `[[shard_rules]]` with `match`, a pattern over names in the mount, and `spec`, per axis \
          \"-\", a mesh axis, or a list of mesh axes; and `shard = \"auto\"` or `\"none\"` for names that no rule matches.",
-    ),
+    ).common(),
     Setting::new(View, "shard-rules", NO_FLAG, at!(view.shard_rules), "").file_only(),
     Setting::new(View, "logical-rules", NO_FLAG, at!(view.logical_rules), "").file_only(),
     Setting::new(
@@ -112,7 +112,7 @@ pub static SETTINGS: &[Setting] = &[
         Value("LIST"),
         at!(view.devices),
         "Lists only these devices, as in 0-3,8; at most 65536. dcp/ and orbax/ are whole all the same.",
-    ),
+    ).common(),
     Setting::new(
         View,
         "unscanned",
@@ -270,7 +270,7 @@ pub static SETTINGS: &[Setting] = &[
         "Keys are the flags' names with underscores: {keys}; and tables `[view.NAME]` for several views of the source, \
          each under MNT/NAME/. Paths are relative to the file.",
     )
-    .flag_only(),
+    .flag_only().common(),
     Setting::new(
         Reading,
         "source-io",
@@ -316,7 +316,7 @@ pub static SETTINGS: &[Setting] = &[
         at!(mount.offline),
         "Uses no network: a remote source is what the caches of this machine have.",
     )
-    .more("HF_HUB_OFFLINE does the same for names of the Hub."),
+    .more("HF_HUB_OFFLINE does the same for names of the Hub.").common(),
     Setting::new(
         Reading,
         "cache-dir",
@@ -327,7 +327,7 @@ pub static SETTINGS: &[Setting] = &[
     .more(
         "Views, mounts and later runs share it, also at the same time. XDG_CACHE_HOME moves the default. `ckfs cache` shows \
          and checks it.",
-    ),
+    ).common(),
     Setting::new(
         Reading,
         "cache-disk-bytes",
@@ -403,6 +403,14 @@ pub static SETTINGS: &[Setting] = &[
     .flag_only(),
     Setting::new(
         Mount,
+        "mkdir",
+        Nothing("true"),
+        at!(mount.mkdir),
+        "Makes the mountpoint, and the directories above it, if it is missing.",
+    )
+    .more("`ckfs umount` leaves the directory. A mount that fails to start removes what it made.").common(),
+    Setting::new(
+        Mount,
         "allow-other",
         Nothing("true"),
         at!(mount.allow_other),
@@ -412,7 +420,7 @@ pub static SETTINGS: &[Setting] = &[
         "A user can then read a file exactly if that user can read the source files that it is made of: \
          permission bits, owner and group of the sources and of the directories above them carry over. `ckfs plan` lists \
          those users.",
-    ),
+    ).common(),
     Setting::new(
         Mount,
         "file-mode",

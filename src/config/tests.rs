@@ -109,6 +109,7 @@ pub(crate) const EVERY_VIEW_KEY: &[(&str, &str)] = &[
 ];
 
 const EVERY_MOUNT_KEY: &[(&str, &str)] = &[
+    ("mkdir", "mkdir = true"),
     ("allow_other", "allow_other = true"),
     ("file_mode", "file_mode = '0440'"),
     ("dir_mode", "dir_mode = '0750'"),
@@ -245,20 +246,33 @@ fn an_unknown_key_is_refused_with_the_nearest_name() {
     let found = |text: &str| parse(text).unwrap_err().to_string();
     let unknown = found("mehs = \"x\"");
     assert!(
-        unknown.contains("unknown field `mehs`, the nearest name is `mesh`, expected one of `source`, "),
+        unknown
+            .contains("unknown field `mehs`; did you mean `mesh`?\n --> x.toml:1:1\n  |\n1 | mehs = \"x\"\n  | ^^^^"),
         "{unknown}"
     );
-    assert!(
-        found("[mount]\ndrain = 3").contains("the nearest name is `drain_seconds`"),
-        "{}",
-        found("[mount]\ndrain = 3")
-    );
+    assert!(found("[mount]\ndrain = 3").contains("did you mean `drain_seconds`?"), "{}", found("[mount]\ndrain = 3"));
     assert!(found("quite_another = 3").contains("unknown field `quite_another`, expected one of"));
     let option = options::parse([("cache_byte", Some("3"))]).unwrap_err();
-    assert!(
-        option.starts_with("unknown option \"cache_byte\", the nearest is cache_bytes; there are: mesh, "),
-        "{option}"
-    );
+    assert_eq!(option, "unknown option `cache_byte`; did you mean `cache_bytes`?");
+}
+
+#[test]
+fn near_values_are_proposed() {
+    let rows = [
+        ("layout", "maxtxt", "unknown layout `maxtxt`; did you mean `maxtext`?"),
+        ("dtype", "bf61", "unknown dtype `bf61`; did you mean `bf16`?"),
+        ("dtype", "kep", "unknown dtype `kep`; did you mean `keep`?"),
+        ("dequantize", "fp16", "unknown dtype `fp16`; did you mean `f16`?"),
+        ("shard", "atuo", "unknown sharding `atuo`; did you mean `auto`?"),
+        ("prefetch", "atuo", "unknown prefetch `atuo`; did you mean `auto`?"),
+        ("source_io", "mmpa", "unknown source I/O `mmpa`; did you mean `mmap`?"),
+        ("tied", "allias", "unknown tied `allias`; did you mean `alias`?"),
+        ("dtype", "i32", "dtype: expected keep or a float type such as bf16, found \"i32\""),
+    ];
+    for (option, word, expected) in rows {
+        let found = options::parse([(option, Some(word))]).unwrap_err();
+        assert!(found.ends_with(expected), "{found}");
+    }
 }
 
 #[test]

@@ -17,6 +17,8 @@ use toml::{
     de::{DeValue, ValueDeserializer},
 };
 
+use super::near::did_you_mean;
+
 /// A value of TOML and its position.
 pub type Toml<'a> = Spanned<DeValue<'a>>;
 
@@ -341,7 +343,8 @@ impl<T: Choice> SettingValue for T {
         let row = Self::WORDS.iter().find(|(word, _)| *word == text);
         row.map(|(_, choice)| *choice).ok_or_else(|| {
             let words: Vec<&str> = Self::WORDS.iter().map(|(word, _)| *word).collect();
-            format!("{}: expected {}, found {text:?}", Self::WHAT, one_of(&words))
+            let near = did_you_mean(Self::WHAT, text, words.iter().copied());
+            near.unwrap_or_else(|| format!("{}: expected {}, found {text:?}", Self::WHAT, one_of(&words)))
         })
     }
 

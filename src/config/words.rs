@@ -11,6 +11,7 @@ use serde::Deserialize;
 
 use super::{
     DEVICES_LISTED_MAX, Mesh,
+    near::did_you_mean,
     value::{Choice, Fault, KeyForm, SettingValue, Toml, deserialize, integer, rebased},
 };
 use crate::{source::SourceIo, tensor::DType};
@@ -63,7 +64,10 @@ impl SettingValue for LayoutChoice {
             return Ok(Self::File { path: text.into(), text: "".into() });
         }
         let name = LAYOUTS.into_iter().find(|name| *name == text);
-        name.map(Self::Named).ok_or_else(|| format!("layout {text:?}: {}", Self::expected()))
+        name.map(Self::Named).ok_or_else(|| {
+            let near = did_you_mean("layout", text, LAYOUTS.into_iter());
+            near.unwrap_or_else(|| format!("layout {text:?}: {}", Self::expected()))
+        })
     }
 
     fn to_toml(&self) -> Result<toml::Value, String> {
@@ -76,6 +80,21 @@ impl SettingValue for LayoutChoice {
     fn rebase(&mut self, base: &Path) {
         if let Self::File { path, .. } = self {
             *path = rebased(path, base);
+        }
+    }
+}
+
+/// The float type of a word. Else the hint at the float type, or at the `other` accepted word, that the word resembles.
+///
+/// # Errors
+/// The hint, if there is one.
+pub fn float_of(text: &str, other: &str) -> Result<DType, Option<String>> {
+    match DType::from_user(text) {
+        Some(dtype) if dtype.is_float() => Ok(dtype),
+        Some(_) => Err(None),
+        None => {
+            let names = DType::ALL.iter().filter(|dtype| dtype.is_float()).map(|dtype| dtype.name());
+            Err(did_you_mean("dtype", text, names.chain([other])))
         }
     }
 }
@@ -109,10 +128,9 @@ impl SettingValue for DtypeChoice {
         if text == "keep" {
             return Ok(Self::Keep);
         }
-        let dtype = DType::from_user(text).filter(|dtype| dtype.is_float());
-        dtype
-            .map(Self::Cast)
-            .ok_or_else(|| format!("dtype: expected keep or a float type such as bf16, found {text:?}"))
+        float_of(text, "keep").map(Self::Cast).map_err(|near| {
+            near.unwrap_or_else(|| format!("dtype: expected keep or a float type such as bf16, found {text:?}"))
+        })
     }
 
     fn to_toml(&self) -> Result<toml::Value, String> {
@@ -134,10 +152,9 @@ impl SettingValue for Dequantize {
         if text == "own" {
             return Ok(Self::Own);
         }
-        let dtype = DType::from_user(text).filter(|dtype| dtype.is_float());
-        dtype
-            .map(Self::To)
-            .ok_or_else(|| format!("dequantize: expected own or a float type such as bf16, found {text:?}"))
+        float_of(text, "own").map(Self::To).map_err(|near| {
+            near.unwrap_or_else(|| format!("dequantize: expected own or a float type such as bf16, found {text:?}"))
+        })
     }
 
     fn to_toml(&self) -> Result<toml::Value, String> {
@@ -260,7 +277,8 @@ impl SettingValue for ShardChoice {
             "none" => Ok(Self::None),
             "maxtext" => Ok(Self::Logical),
             file if is_toml(file) => Ok(Self::File(file.into())),
-            _ => Err(format!("shard: expected auto, none, maxtext or a file *.toml, found {text:?}")),
+            _ => Err(did_you_mean("sharding", text, ["auto", "none", "maxtext"].into_iter())
+                .unwrap_or_else(|| format!("shard: expected auto, none, maxtext or a file *.toml, found {text:?}"))),
         }
     }
 

@@ -62,10 +62,17 @@ pub struct LogFile {
     holds_stderr: bool,
 }
 
+/// Whether standard error is a terminal that shows colours. `NO_COLOR` and `TERM=dumb` turn them off.
+pub fn stderr_is_colored() -> bool {
+    let is_set = |name| env::var_os(name).is_some_and(|value| !value.is_empty());
+    let is_dumb = env::var_os("TERM").is_some_and(|name| name == "dumb");
+    io::stderr().is_terminal() && !is_set("NO_COLOR") && !is_dumb
+}
+
 impl Target {
-    /// Standard error, with colours on a terminal.
+    /// Standard error, with colours on a terminal that shows them.
     pub fn stderr() -> Self {
-        Self::Stderr { colored: io::stderr().is_terminal() }
+        Self::Stderr { colored: stderr_is_colored() }
     }
 
     /// The file at `path`, created if need be.

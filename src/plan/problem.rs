@@ -8,7 +8,7 @@ use super::{
     name_group::{NameGroup, ranges},
 };
 use crate::{
-    checkpoint::printable,
+    checkpoint::{printable, printable_lines},
     tensor::{Shape, TilingError, ViewError},
 };
 
@@ -229,6 +229,18 @@ pub enum Problem {
         /// The reason.
         reason: String,
     },
+    /// A place in a layout file is malformed.
+    #[error("{file}:{line}: {reason}")]
+    Text {
+        /// The file.
+        file: String,
+        /// Line, from 1.
+        line: usize,
+        /// The reason.
+        reason: String,
+        /// The line, with a mark below the problem. Begins with a line break, or is empty.
+        excerpt: String,
+    },
     /// The repository cannot be shown as `hf/` with these options.
     #[error("hf/{path}: {reason}")]
     Hf {
@@ -309,16 +321,25 @@ impl PlanError {
     }
 }
 
+impl Problem {
+    /// The lines of a file that show the problem. Begins with a line break, or is empty.
+    fn excerpt(&self) -> &str {
+        if let Self::Text { excerpt, .. } = self { excerpt } else { "" }
+    }
+}
+
 impl fmt::Display for PlanError {
     /// The only problem, or a count and one problem per line.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const SHOWN: usize = 100;
         if let [only] = self.problems.as_slice() {
-            return f.write_str(&printable(&only.to_string()));
+            f.write_str(&printable(&only.to_string()))?;
+            return f.write_str(&printable_lines(only.excerpt()));
         }
         write!(f, "{} problems:", self.problems.len())?;
         for problem in self.problems.iter().take(SHOWN) {
             write!(f, "\n  {}", printable(&problem.to_string()))?;
+            f.write_str(&printable_lines(problem.excerpt()).replace('\n', "\n  "))?;
         }
         if self.problems.len() > SHOWN {
             write!(f, "\n  … and {} more", self.problems.len() - SHOWN)?;

@@ -43,6 +43,11 @@ mod operator;
 mod parse;
 mod value;
 
+/// Names of all functions.
+pub(super) fn function_names() -> impl Iterator<Item = &'static str> + Clone {
+    function::FUNCTIONS.iter().map(|(name, ..)| *name)
+}
+
 pub use expression::{Expr, Template};
 pub use value::{Absent, EvalError, Names, SyntaxError, Value};
 

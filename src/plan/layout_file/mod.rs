@@ -90,12 +90,23 @@ use super::{
 };
 use crate::tensor::DType;
 
-/// An expression, and the line on which it stands.
+/// An expression, and where it stands: its line, and the bytes of the file.
 #[derive(Clone, Debug)]
 pub(super) struct AtLine<T> {
     pub it: T,
     pub line: usize,
+    pub at: Span,
 }
+
+impl<T> AtLine<T> {
+    /// The line and the bytes.
+    fn place(&self) -> (usize, Span) {
+        (self.line, self.at)
+    }
+}
+
+/// First byte, and the one after the last.
+pub(super) type Span = (usize, usize);
 
 #[derive(Clone, Debug)]
 pub(super) struct Stack {
@@ -116,6 +127,7 @@ pub(super) struct Leaf {
     pub to: AtLine<Template>,
     pub from: Vec<(Arc<str>, Template)>,
     pub from_line: usize,
+    pub from_at: Span,
     /// Extents that sources must have, by the name of the source.
     pub shape: Vec<(Arc<str>, AtLine<Extents>)>,
     pub view: Option<AtLine<Expr>>,

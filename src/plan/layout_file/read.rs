@@ -1,23 +1,20 @@
 //! Reading a layout file: serde reads the TOML, then its expressions are parsed and every name is checked. A slip is
 //! found without a repository that triggers it.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    sync::Arc,
-};
+use std::{collections::BTreeMap, sync::Arc};
 
 use serde::Deserialize;
 use toml::Spanned;
 
 use super::{
     super::{
-        expr::{Expr, SyntaxError, Template},
+        expr::{Expr, SyntaxError, Template, function_names},
         logical::{LogicalRule, LogicalRules},
         problem::{PlanError, Problem},
     },
-    AtLine, Check, Each, Extents, Ignore, Keep, LayoutFile, Leaf, Placement, Stack, TextModel,
+    AtLine, Check, Each, Extents, Ignore, Keep, LayoutFile, Leaf, Placement, Span, Stack, TextModel,
 };
-use crate::tensor::DType;
+use crate::config::{did_you_mean, excerpt, float_of};
 
 type Text = Spanned<String>;
 
@@ -196,16 +193,47 @@ impl LayoutReader<'_> {
         1 + self.text.get(..at).unwrap_or_default().matches('\n').count()
     }
 
-    fn problem(&mut self, line: usize, reason: impl Into<String>) {
-        self.problems.push(Problem::File { file: format!("{}:{line}", self.label), reason: reason.into() });
+    fn problem(&mut self, at: Span, reason: impl Into<String>) {
+        let excerpt = excerpt(self.label, self.text, &(at.0..at.1));
+        let (file, line) = (self.label.to_owned(), self.line(at.0));
+        self.problems.push(Problem::Text { file, line, reason: reason.into(), excerpt });
+    }
+
+    /// The place of a word within a place; the whole place if the file writes the word with escapes.
+    fn word(&self, at: Span, word: &str) -> Span {
+        let text = self.text.get(at.0..at.1).unwrap_or_default();
+        let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        let alone = |start: &usize| {
+            !text[..*start].ends_with(is_part) && !text[start + word.len()..].starts_with(is_part) && !word.is_empty()
+        };
+        let start = text.match_indices(word).map(|(start, _)| start).find(alone);
+        start.map_or(at, |start| (at.0 + start, at.0 + start + word.len()))
+    }
+
+    /// Reports a text that is no expression.
+    fn malformed(&mut self, at: Span, text: &str, error: &SyntaxError) {
+        let (part, near) = match error {
+            SyntaxError::Function(name) => (self.word(at, name), did_you_mean("function", name, function_names())),
+            SyntaxError::Expected { at: found, .. } => {
+                let start = self.text.get(at.0..at.1).and_then(|text| text.rfind(found.as_str()));
+                // A text that is not there is the end: the mark is below the closing quote.
+                let part = start.map_or((at.1.saturating_sub(1).max(at.0), at.1), |start| {
+                    (at.0 + start, at.0 + start + found.len())
+                });
+                (part, None)
+            }
+            SyntaxError::Arguments { function, .. } => (self.word(at, function), None),
+            SyntaxError::Depth => (at, None),
+        };
+        self.problem(part, near.unwrap_or_else(|| format!("{text:?}: {error}")));
     }
 
     fn parse<T>(&mut self, text: &Text, parse: impl FnOnce(&str) -> Result<T, SyntaxError>) -> Option<AtLine<T>> {
-        let line = self.line(text.span().start);
+        let at = span(text);
         match parse(text.get_ref()) {
-            Ok(it) => Some(AtLine { it, line }),
+            Ok(it) => Some(AtLine { it, line: self.line(at.0), at }),
             Err(error) => {
-                self.problem(line, format!("{:?}: {error}", text.get_ref()));
+                self.malformed(at, text.get_ref(), &error);
                 None
             }
         }
@@ -251,17 +279,20 @@ impl LayoutReader<'_> {
         if text.get_ref() == "keep" {
             return Some(Keep::Source);
         }
-        let dtype = DType::from_user(text.get_ref()).filter(|dtype| dtype.is_float());
-        if dtype.is_none() {
-            let line = self.line(text.span().start);
-            self.problem(line, format!("expected keep or a float type such as bf16, found {:?}", text.get_ref()));
+        match float_of(text.get_ref(), "keep") {
+            Ok(dtype) => Some(Keep::As(dtype)),
+            Err(near) => {
+                let other = || format!("expected keep or a float type such as bf16, found {:?}", text.get_ref());
+                self.problem(span(text), near.unwrap_or_else(other));
+                None
+            }
         }
-        dtype.map(Keep::As)
     }
 
     fn leaf(&mut self, leaf: &RawLeaf) -> Option<Leaf> {
         let to = self.template(&leaf.to)?;
-        let from_line = leaf.from.as_ref().map_or(to.line, |from| self.line(from.span().start));
+        let from_at = leaf.from.as_ref().map_or(to.at, span);
+        let from_line = self.line(from_at.0);
         let named: Vec<(&str, &str)> = match leaf.from.as_ref().map(Spanned::get_ref) {
             None => Vec::new(),
             Some(RawFrom::One(name)) => vec![("x", name)],
@@ -271,17 +302,18 @@ impl LayoutReader<'_> {
         for (name, text) in named {
             match Template::parse(text) {
                 Ok(template) => from.push((name.into(), template)),
-                Err(error) => self.problem(from_line, format!("{text:?}: {error}")),
+                Err(error) => self.malformed(from_at, text, &error),
             }
         }
         let shape = self.shapes(leaf.shape.as_ref(), &from);
         if leaf.view.is_none() && !matches!(leaf.from.as_ref().map(Spanned::get_ref), Some(RawFrom::One(_))) {
-            self.problem(to.line, "without a single source there must be a view");
+            self.problem(to.at, "without a single source there must be a view");
         }
         Some(Leaf {
             to,
             from,
             from_line,
+            from_at,
             shape,
             view: leaf.view.as_ref().and_then(|view| self.expr(view)),
             axes: leaf.axes.as_ref().map(|axes| words(axes.get_ref())),
@@ -301,7 +333,8 @@ impl LayoutReader<'_> {
         from: &[(Arc<str>, Template)],
     ) -> Vec<(Arc<str>, AtLine<Extents>)> {
         let Some(shape) = shape else { return Vec::new() };
-        let line = self.line(shape.span().start);
+        let at = span(shape);
+        let line = self.line(at.0);
         let named: Vec<(&str, &str)> = match shape.get_ref() {
             RawShape::One(extents) => vec![("x", extents)],
             RawShape::Several(shapes) => shapes.iter().map(|(name, text)| (name.as_str(), text.as_str())).collect(),
@@ -309,12 +342,14 @@ impl LayoutReader<'_> {
         let mut shapes = Vec::new();
         for (name, text) in named {
             let Some((name, _)) = from.iter().find(|(known, _)| **known == *name) else {
-                self.problem(line, format!("shape: there is no source {name:?}"));
+                let near = did_you_mean("source", name, from.iter().map(|(known, _)| &**known));
+                let part = self.word(at, name);
+                self.problem(part, near.unwrap_or_else(|| format!("shape: there is no source {name:?}")));
                 continue;
             };
             match Expr::parse_list(text) {
-                Ok(it) => shapes.push((name.clone(), AtLine { it, line })),
-                Err(error) => self.problem(line, format!("{text:?}: {error}")),
+                Ok(it) => shapes.push((name.clone(), AtLine { it, line, at })),
+                Err(error) => self.malformed(at, text, &error),
             }
         }
         shapes
@@ -326,8 +361,9 @@ impl LayoutReader<'_> {
             RawGroups::Several(names) => names.clone(),
         };
         for name in names.iter().filter(|name| !groups.contains_key(*name)) {
-            let line = self.line(place.group.span().start);
-            self.problem(line, format!("there is no group {name:?}"));
+            let near = did_you_mean("group", name, groups.keys().map(String::as_str));
+            let part = self.word(span(&place.group), name);
+            self.problem(part, near.unwrap_or_else(|| format!("there is no group {name:?}")));
         }
         Placement {
             groups: names,
@@ -346,6 +382,20 @@ impl LayoutReader<'_> {
     }
 }
 
+fn span<T>(text: &Spanned<T>) -> Span {
+    (text.span().start, text.span().end)
+}
+
+/// A message of serde about an unknown field, with the nearest name in place of all names, if one is near.
+fn with_near_field(message: &str) -> String {
+    let mut quoted = message.split('`').skip(1).step_by(2);
+    let near = quoted
+        .next()
+        .filter(|_| message.starts_with("unknown field `"))
+        .and_then(|found| did_you_mean("field", found, quoted));
+    near.unwrap_or_else(|| message.to_owned())
+}
+
 fn words(text: &str) -> Vec<String> {
     text.split_whitespace().map(|word| if word == "_" { String::new() } else { word.to_owned() }).collect()
 }
@@ -360,8 +410,8 @@ impl LayoutFile {
         let raw: RawFile = match toml::from_str(text) {
             Ok(raw) => raw,
             Err(error) => {
-                let line = error.span().map_or(1, |span| reader.line(span.start));
-                reader.problem(line, error.message());
+                let at = error.span().map_or((0, 0), |span| (span.start, span.end));
+                reader.problem(at, with_near_field(error.message()));
                 return Err(PlanError { problems: reader.problems });
             }
         };
@@ -371,12 +421,15 @@ impl LayoutFile {
         let params = named(&mut reader, &raw.params);
         let vars = named(&mut reader, &raw.vars);
         for (name, var) in vars.iter().filter(|(name, _)| params.contains_key(*name)) {
-            reader.problem(var.line, format!("{name:?} is a parameter and a variable"));
+            reader.problem(var.at, format!("{name:?} is a parameter and a variable"));
         }
         let inverse = named(&mut reader, &raw.inverse);
         let has = |name: &String| params.contains_key(name) || vars.contains_key(name);
         for (name, definition) in inverse.iter().filter(|(name, _)| !has(name)) {
-            reader.problem(definition.line, format!("there is no parameter or variable {name:?}"));
+            let near =
+                did_you_mean("parameter or variable", name, params.keys().chain(vars.keys()).map(String::as_str));
+            let reason = near.unwrap_or_else(|| format!("there is no parameter or variable {name:?}"));
+            reader.problem(definition.at, reason);
         }
         let leaves = raw.leaf.iter().filter_map(|leaf| reader.leaf(leaf)).collect();
         let mut groups = BTreeMap::new();
@@ -400,8 +453,7 @@ impl LayoutFile {
             if base.get_ref() == "maxtext" {
                 rules = LogicalRules::maxtext();
             } else {
-                let line = reader.line(base.span().start);
-                reader.problem(line, format!("rules: expected \"maxtext\", found {:?}", base.get_ref()));
+                reader.problem(span(base), format!("rules: expected \"maxtext\", found {:?}", base.get_ref()));
             }
         }
         rules.replace(&raw.rule);
@@ -450,25 +502,28 @@ impl LayoutFile {
     /// Reports names that nothing can define. A slip is found without a repository that triggers it.
     fn check_names(&self, reader: &mut LayoutReader<'_>) {
         let known = |name: &str| self.params.contains_key(name) || self.vars.contains_key(name);
-        let mut found: BTreeSet<(usize, String)> = BTreeSet::new();
-        let mut check = |line: usize, locals: &[&str], names: &NamesOf<'_>| {
+        let globals = || self.params.keys().chain(self.vars.keys()).map(String::as_str);
+        // By line and name: the place, and the hint at a near name.
+        let mut found: BTreeMap<(usize, String), (Span, Option<String>)> = BTreeMap::new();
+        let mut check = |(line, at): (usize, Span), locals: &[&str], names: &NamesOf<'_>| {
             names(&mut |name| {
                 if !known(name) && !locals.contains(&name) {
-                    found.insert((line, name.to_owned()));
+                    let near = did_you_mean("name", name, globals().chain(locals.iter().copied()));
+                    found.entry((line, name.to_owned())).or_insert((at, near));
                 }
             });
         };
         for definition in self.params.values().chain(self.vars.values()).chain(self.inverse.values()) {
-            check(definition.line, &[], &|visit| definition.it.for_each_name(visit));
+            check(definition.place(), &[], &|visit| definition.it.for_each_name(visit));
         }
         for Check { that, say, .. } in &self.checks {
-            check(that.line, &[], &|visit| that.it.for_each_name(visit));
-            check(say.line, &[], &|visit| say.it.for_each_name(visit));
+            check(that.place(), &[], &|visit| that.it.for_each_name(visit));
+            check(say.place(), &[], &|visit| say.it.for_each_name(visit));
         }
         for ignore in &self.ignores {
             let locals: Vec<&str> = ignore.each.iter().map(|(var, _)| var.as_ref()).collect();
-            check(ignore.names.line, &locals, &|visit| ignore.names.it.for_each_name(visit));
-            ignore.when.iter().for_each(|when| check(when.line, &locals, &|visit| when.it.for_each_name(visit)));
+            check(ignore.names.place(), &locals, &|visit| ignore.names.it.for_each_name(visit));
+            ignore.when.iter().for_each(|when| check(when.place(), &locals, &|visit| when.it.for_each_name(visit)));
         }
         let nowhere = Placement {
             groups: Vec::new(),
@@ -486,45 +541,51 @@ impl LayoutFile {
         for (place, leaf) in self.leaves.iter().map(|leaf| (&nowhere, leaf)).chain(placed) {
             let mut each: Vec<&str> = place.each.iter().chain(&leaf.each).map(|(var, _)| var.as_ref()).collect();
             for (name, binding) in &place.bindings {
-                check(binding.line, &each, &|visit| binding.it.for_each_name(visit));
+                check(binding.place(), &each, &|visit| binding.it.for_each_name(visit));
                 each.push(name);
             }
             for (_, over) in place.each.iter().chain(&leaf.each) {
-                check(over.line, &[], &|visit| over.it.0.for_each_name(visit));
-                check(over.line, &[], &|visit| over.it.1.for_each_name(visit));
+                check(over.place(), &[], &|visit| over.it.0.for_each_name(visit));
+                check(over.place(), &[], &|visit| over.it.1.for_each_name(visit));
             }
             for template in place.to.iter().chain([&leaf.to]) {
-                check(template.line, &each, &|visit| template.it.for_each_name(visit));
+                check(template.place(), &each, &|visit| template.it.for_each_name(visit));
             }
             for when in place.when.iter().chain(&leaf.when) {
-                check(when.line, &each, &|visit| when.it.for_each_name(visit));
+                check(when.place(), &each, &|visit| when.it.for_each_name(visit));
             }
             let mut inner = each.clone();
             for stack in leaf.stack.iter().chain(&place.stack) {
                 if let Some(over) = &stack.over {
-                    check(over.line, &inner, &|visit| over.it.0.for_each_name(visit));
-                    check(over.line, &inner, &|visit| over.it.1.for_each_name(visit));
+                    check(over.place(), &inner, &|visit| over.it.0.for_each_name(visit));
+                    check(over.place(), &inner, &|visit| over.it.1.for_each_name(visit));
                 }
                 let axis_names: Vec<&str> = each.iter().copied().chain(["rank", "outer"]).collect();
-                stack.axis.iter().for_each(|axis| check(axis.line, &axis_names, &|visit| axis.it.for_each_name(visit)));
+                stack
+                    .axis
+                    .iter()
+                    .for_each(|axis| check(axis.place(), &axis_names, &|visit| axis.it.for_each_name(visit)));
                 inner.push(&stack.var);
             }
             if let Some(template) = &place.from {
-                check(template.line, &inner, &|visit| template.it.for_each_name(visit));
+                check(template.place(), &inner, &|visit| template.it.for_each_name(visit));
             }
             for (_, shape) in &leaf.shape {
                 shape
                     .it
                     .iter()
                     .flatten()
-                    .for_each(|extent| check(shape.line, &inner, &|visit| extent.for_each_name(visit)));
+                    .for_each(|extent| check(shape.place(), &inner, &|visit| extent.for_each_name(visit)));
             }
-            leaf.from.iter().for_each(|(_, from)| check(leaf.from_line, &inner, &|visit| from.for_each_name(visit)));
+            leaf.from.iter().for_each(|(_, from)| {
+                check((leaf.from_line, leaf.from_at), &inner, &|visit| from.for_each_name(visit))
+            });
             let sources: Vec<&str> = inner.iter().copied().chain(leaf.from.iter().map(|(name, _)| &**name)).collect();
-            leaf.view.iter().for_each(|view| check(view.line, &sources, &|visit| view.it.for_each_name(visit)));
+            leaf.view.iter().for_each(|view| check(view.place(), &sources, &|visit| view.it.for_each_name(visit)));
         }
-        for (line, name) in found {
-            reader.problem(line, format!("nothing is called {name:?}"));
+        for ((_, name), (at, near)) in found {
+            let part = reader.word(at, &name);
+            reader.problem(part, near.unwrap_or_else(|| format!("nothing is called {name:?}")));
         }
     }
 }

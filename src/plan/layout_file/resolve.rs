@@ -21,6 +21,7 @@ use super::{
 };
 use crate::{
     checkpoint::Checkpoint,
+    config::did_you_mean,
     tensor::{Shape, TensorId, View},
 };
 
@@ -58,10 +59,9 @@ impl LayoutFile {
         let mut problems = Vec::new();
         for name in scope.set().filter(|name| !self.params.contains_key(*name)) {
             let known: Vec<&str> = self.params().collect();
-            problems.push(Problem::File {
-                file: self.label.clone(),
-                reason: format!("there is no parameter {name:?}; there are: {}", known.join(", ")),
-            });
+            let reason = did_you_mean("parameter", name, known.iter().copied())
+                .unwrap_or_else(|| format!("there is no parameter {name:?}; there are: {}", known.join(", ")));
+            problems.push(Problem::File { file: self.label.clone(), reason });
         }
         for (name, definition) in self.params.iter().chain(&self.vars) {
             // A variable whose expression needs an absent value is an error only where a rule uses the variable.

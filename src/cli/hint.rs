@@ -1,0 +1,102 @@
+//! What would help after a failure, beyond what its message says.
+
+use std::{fs, path::Path};
+
+use anyhow::anyhow;
+
+use crate::{
+    checkpoint::CheckpointError,
+    config::{Config, nearest},
+    fuse::{DaemonError, MountError},
+};
+
+/// Entries of a directory among which a mistyped one is sought.
+const ENTRIES_MAX: usize = 10_000;
+
+const HOST: &str =
+    "`ckfs doctor` examines what this host allows; `ckfs export` writes the same files to a directory without a mount";
+
+/// A sentence on what would help; `None` where the message says it all.
+pub(super) fn hint(error: &anyhow::Error) -> Option<String> {
+    error.chain().find_map(|cause| {
+        if let Some(error) = cause.downcast_ref::<MountError>() {
+            return after_mount(error).map(str::to_owned);
+        }
+        if let Some(error) = cause.downcast_ref::<DaemonError>() {
+            return after_start(error).map(str::to_owned);
+        }
+        cause.downcast_ref::<CheckpointError>().and_then(after_open)
+    })
+}
+
+fn after_mount(error: &MountError) -> Option<&'static str> {
+    match error {
+        MountError::NoDevice
+        | MountError::Device { .. }
+        | MountError::NoFusermount
+        | MountError::Fusermount { .. }
+        | MountError::Mount { .. }
+        | MountError::Session { .. }
+        | MountError::Unresponsive { .. } => Some(HOST),
+        MountError::Missing { .. } => Some("--mkdir makes it"),
+        MountError::Path { .. }
+        | MountError::NotDirectory { .. }
+        | MountError::Occupied { .. }
+        | MountError::Stale { .. }
+        | MountError::System { .. } => None,
+    }
+}
+
+fn after_start(error: &DaemonError) -> Option<&'static str> {
+    match error {
+        DaemonError::Died { .. } => Some(HOST),
+        DaemonError::TimedOut { .. } => Some("--timeout SECONDS gives it more time; `ckfs plan` shows what takes long"),
+        // The daemon's own message has its hint.
+        DaemonError::Failed { .. }
+        | DaemonError::Spawn { .. }
+        | DaemonError::LogFile { .. }
+        | DaemonError::System { .. } => None,
+    }
+}
+
+#[expect(clippy::wildcard_enum_match_arm, reason = "most errors of a checkpoint say by themselves what would help")]
+fn after_open(error: &CheckpointError) -> Option<String> {
+    match error {
+        CheckpointError::NotFound { source_name } => {
+            near_path(Path::new(source_name)).map(|near| format!("did you mean `{near}`?"))
+        }
+        CheckpointError::NoHome { .. } => {
+            Some("set HF_HOME or HOME to where the hub cache is, or give --cache-dir DIR".to_owned())
+        }
+        _ => None,
+    }
+}
+
+/// The path beside a mistyped one that it most resembles.
+fn near_path(path: &Path) -> Option<String> {
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let name = path.file_name()?.to_str()?;
+    let entries = fs::read_dir(parent).ok()?.take(ENTRIES_MAX);
+    let names: Vec<String> = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
+    let near = nearest(name, names.iter().map(String::as_str))?;
+    Some(path.with_file_name(near).display().to_string())
+}
+
+/// The error of opening a source that is a part of a ckfs mount, with the part that can be opened.
+pub(super) fn of_mount(source: &str, error: CheckpointError) -> anyhow::Error {
+    let path = Path::new(source);
+    let root = path.ancestors().skip(1).find(|root| root.join(".ckfs/config.toml").is_file());
+    let shards = path.ancestors().find(|part| part.file_name().is_some_and(|name| name == "safetensors"));
+    let (Some(root), Some(shards)) = (root, shards.filter(|_| matches!(error, CheckpointError::Problems { .. })))
+    else {
+        return error.into();
+    };
+    let whole = shards.with_file_name("hf");
+    let whole = if whole.is_dir() { format!("{}, or ", whole.display()) } else { String::new() };
+    let origin = Config::load(&root.join(".ckfs/config.toml")).ok().and_then(|config| config.source);
+    let origin = origin.map_or_else(String::new, |origin| format!(", {origin}"));
+    anyhow!(
+        "{source}: holds the shards of the devices of the ckfs mount {}; give {whole}the source of that mount{origin}\n{error}",
+        root.display()
+    )
+}
