@@ -8,7 +8,7 @@ use std::{
     fs,
     ops::ControlFlow,
     path::PathBuf,
-    sync::Arc,
+    sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
 };
 
@@ -274,4 +274,32 @@ fn a_hub_that_is_not_there_is_an_error_in_time() {
     drop(rig.stub);
     let error = hub.commit(REPO, "main", Deadline::At(Instant::now() + Duration::from_secs(1))).unwrap_err();
     assert!(error.is_transient(), "{error}");
+}
+
+#[test]
+fn a_request_much_later_than_its_peers_is_sent_a_second_time_and_the_first_answer_wins() {
+    let rig = Rig::new();
+    let repository = rig.open(None).unwrap();
+    let counters: Arc<RemoteCounters> = Arc::default();
+    let retrying = Retrying::new(Arc::clone(&repository.objects), Arc::clone(&counters));
+    let read = |start: usize, len: usize| {
+        let (mut found, span) = (Vec::new(), ByteSpan::of_len(start as u64, len as u64).unwrap());
+        let read = retrying.read(file(&repository, "model.safetensors"), span, soon(), &mut |bytes| {
+            found.extend_from_slice(bytes);
+            ControlFlow::Continue(())
+        });
+        read.unwrap();
+        assert!(found == large()[start..start + len], "{start}, {len} bytes");
+    };
+    let counts = || (counters.hedges.load(Ordering::Relaxed), counters.hedge_wins.load(Ordering::Relaxed));
+    (0..60).for_each(|place| read(place * 1000, 1000));
+    let before = counts();
+    // Later than the deadline of the read: the second request alone brings the bytes.
+    rig.switch(|switches| (switches.slow, switches.slow_ms) = (1, 30_000));
+    read(7, 100_000);
+    assert_eq!(counts(), (before.0 + 1, before.1 + 1));
+    // Both are late: each byte comes once all the same.
+    rig.switch(|switches| (switches.slow, switches.slow_ms) = (2, 2000));
+    read(11, 200_000);
+    assert_eq!(counts().0, before.0 + 2);
 }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import socket
 import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -166,6 +169,167 @@ def test_configuration_and_missing_tensors_come_from_the_hub(clean, tmp_path, fa
         assert "org/none" in error
     finally:
         stub.close()
+
+
+STORE = {"AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1"}
+
+
+@pytest.fixture
+def bucket(clean, repo, tmp_path):
+    """An object store with `s3://models/llama`."""
+    (tmp_path / "root/models").mkdir(parents=True)
+    (tmp_path / "root/models/llama").symlink_to(repo("llama").path)
+    stub = Stub("store", tmp_path / "root")
+    for name, value in {**STORE, "AWS_ENDPOINT_URL": stub.url, "AWS_SKIP_SIGNATURE": "true"}.items():
+        clean.setenv(name, value)
+    yield stub
+    stub.close()
+
+
+SOURCES = [("hub", "hf://org/llama"), ("hub", "org/llama"), ("bucket", "s3://models/llama")]
+
+
+@pytest.mark.parametrize("server,source", SOURCES)
+def test_plan_and_explain_say_of_a_remote_source_what_they_say_of_a_local_one(request, repo, server, source):
+    request.getfixturevalue(server)
+    local = str(repo("llama").path)
+    options = ["--mesh", "fsdp=2,tensor=2", "--dtype", "f32", "--devices", "1-2"]
+    found, expected = (mounting.run("plan", place, "--json", *options).json() for place in (source, local))
+    # Where it is, what this machine's memory holds, and who may read it.
+    root = found["root"]
+    for plan in (found, expected):
+        for name in ("source", "root", "revision", "materialized", "readers"):
+            del plan[name]
+    needed = found.pop("remote")
+    assert 0 < needed["needed_bytes"] <= sum(file["bytes"] for file in expected["files"])
+    assert found == expected
+    for path in ("dev1/layers/scanned/wq", "full/embed", "safetensors/dev2.safetensors", "hf/config.json"):
+        words = [mounting.run("explain", place, path, *options).out for place in (source, local)]
+        assert words[0].replace(root, local) == words[1], path
+
+
+@pytest.mark.parametrize("server,source", SOURCES)
+def test_cat_export_and_verify_read_a_remote_source(request, repo, tmp_path, server, source):
+    request.getfixturevalue(server)
+    local, options = repo("llama").path, ["--mesh", "fsdp=2", "--dtype", "f32"]
+    for path in ("dev1/layers/scanned/w_down", "full/embed", "safetensors/dev0.safetensors", "hf/tokenizer_config.json"):
+        command = [mounting.find_ckfs(), "cat", source, path, *options]
+        found = subprocess.run(command, capture_output=True, timeout=60, check=True).stdout
+        command[2] = local
+        assert found == subprocess.run(command, capture_output=True, timeout=60, check=True).stdout, path
+    for place, to in ((source, "found"), (local, "expected")):
+        mounting.run("export", place, tmp_path / to, *options)
+    found, expected = contents(tmp_path / "found"), contents(tmp_path / "expected")
+    assert found.keys() == expected.keys()
+    # These name the source, or the time of its last change.
+    same = [name for name in expected if not name.startswith(".ckfs/") and not name.endswith("_CHECKPOINT_METADATA")]
+    assert [name for name in same if found[name] != expected[name]] == []
+    assert "no difference" in mounting.run("verify", source, *options).out
+
+
+@pytest.mark.parametrize("server,source", SOURCES)
+def test_transformers_loads_a_model_from_a_mount_of_a_remote_source(request, own, repo, server, source):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    request.getfixturevalue(server)
+    found = AutoModelForCausalLM.from_pretrained(own(source) / "hf", dtype="auto")
+    expected = AutoModelForCausalLM.from_pretrained(repo("llama").path, dtype="auto")
+    ours, theirs = found.state_dict(), expected.state_dict()
+    assert set(ours) == set(theirs)
+    for key, value in theirs.items():
+        assert ours[key].dtype == value.dtype and torch.equal(ours[key], value), key
+    ids = torch.tensor([[1, 5, 9, 2]])
+    with torch.no_grad():
+        assert torch.equal(found(ids).logits, expected(ids).logits)
+
+
+def test_a_bucket_is_read_offline_as_it_was_pinned_last(own, repo, bucket):
+    error = mounting.run("plan", "s3://models/llama", "--offline", expect=1).err
+    assert "s3://models/llama" in error and "--offline" in error and "ckfs fetch" in error
+    mounting.run("fetch", "s3://models/llama")
+    bucket.close()
+    check_full(own("s3://models/llama", "--offline"), reference.canonical(repo("llama")))
+    error = mounting.run("plan", "s3://models/other", "--offline", expect=1).err
+    assert "s3://models/other" in error and "ckfs fetch" in error
+
+
+@pytest.fixture
+def moto(clean, tmp_path):
+    """Another implementation of S3, whose clients sign their requests."""
+    pytest.importorskip("moto.server")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with open(tmp_path / "moto.log", "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log
+        )
+    url = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        assert process.poll() is None, (tmp_path / "moto.log").read_text()
+        try:
+            return urllib.request.urlopen(f"{url}/moto-api/", timeout=5).status == 200
+        except OSError:
+            return False
+
+    try:
+        mounting.wait_until(answers, seconds=60, what="moto")
+        clean.delenv("AWS_SKIP_SIGNATURE", raising=False)
+        for name, value in {**STORE, "AWS_ENDPOINT_URL": url}.items():
+            clean.setenv(name, value)
+        clean.setenv("AWS_ACCESS_KEY_ID", "key")
+        clean.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        put(f"{url}/weights")
+        yield url
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def put(url: str, body: bytes = b"") -> None:
+    # Without a type of its own, urllib says that it is a form.
+    headers = {"Content-Type": "application/octet-stream"}
+    # The signature is not checked, but who signs owns the object, and others may not replace it.
+    scope = "Credential=key/20261101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+    headers["Authorization"] = f"AWS4-HMAC-SHA256 {scope}"
+    request = urllib.request.Request(url, data=body, method="PUT", headers=headers)
+    urllib.request.urlopen(request, timeout=30).read()
+
+
+def upload(url: str, directory: Path) -> None:
+    for path in directory.iterdir():
+        put(f"{url}/{path.name}", path.read_bytes())
+
+
+def test_moto_serves_a_mount(own, repo, moto):
+    upload(f"{moto}/weights/some/llama", repo("llama").path)
+    mounted, mesh = own("s3://weights/some/llama", "--mesh", "fsdp=2"), Mesh.parse("fsdp=2")
+    check_full(mounted, reference.canonical(repo("llama")))
+    for device in range(2):
+        check_device(mounted, reference.canonical(repo("llama")), mesh, device)
+    for path in repo("llama").path.iterdir():
+        assert (mounted / "hf" / path.name).read_bytes() == path.read_bytes(), path
+    assert "no such" in mounting.run("plan", "s3://nowhere/some", expect=1).err
+    assert "no object has this prefix" in mounting.run("plan", "s3://weights/other", expect=1).err
+
+
+def test_an_object_that_moto_replaces_is_an_error_and_never_other_bytes(own, wide, moto):
+    upload(f"{moto}/weights/wide", wide.path)
+    mounted = own("s3://weights/wide")
+    mounting.run("status", mounted.point)
+    name = max(wide.path.glob("*.safetensors"), key=lambda path: path.stat().st_size).name
+    data = bytearray((wide.path / name).read_bytes())
+    data[-1] ^= 1
+    put(f"{moto}/weights/wide/{name}", bytes(data))
+    copy = (mounted / "hf" / name).open("rb", buffering=0)
+    with copy, pytest.raises(OSError) as raised:
+        copy.seek(len(data) // 2)
+        copy.read(1 << 20)
+    assert raised.value.errno == errno.EIO
+    told = mounting.run("status", mounted.point, expect=1)
+    assert name in told.out + told.err and "changed" in told.out + told.err
 
 
 def contents(directory: Path) -> dict[str, bytes]:

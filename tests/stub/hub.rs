@@ -69,6 +69,9 @@ pub struct Switches {
     pub stall_after: Option<u64>,
     /// Time before each reply.
     pub latency_ms: u64,
+    /// Replies of the content network that come later than that, and how much.
+    pub slow: u64,
+    pub slow_ms: u64,
     /// Small files are one redirect further, on the same host.
     pub resolve_cache: bool,
     /// Entries of a page of the tree.
@@ -99,6 +102,8 @@ impl Switches {
             "drip" => self.drip = Some(usize::try_from(number()?).unwrap()).filter(|bytes| *bytes > 0),
             "stall_after" => self.stall_after = if value.is_empty() { None } else { Some(number()?) },
             "latency_ms" => self.latency_ms = number()?,
+            "slow" => self.slow = number()?,
+            "slow_ms" => self.slow_ms = number()?,
             "resolve_cache" => self.resolve_cache = yes,
             "page" => self.page = Some(usize::try_from(number()?).unwrap()).filter(|entries| *entries > 0),
             "down" => self.down = yes,
@@ -405,7 +410,8 @@ impl State {
         if take(&mut switches.short) {
             reply.faults.cut_after = Some(switches.short_after);
         }
-        reply.faults.delay = Duration::from_millis(switches.latency_ms);
+        let more_ms = if take(&mut switches.slow) { switches.slow_ms } else { 0 };
+        reply.faults.delay = Duration::from_millis(switches.latency_ms + more_ms);
         reply.faults.drip = switches.drip.map(|bytes| (bytes, Duration::from_millis(100)));
         reply.faults.stall_after = switches.stall_after;
         reply

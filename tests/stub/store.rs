@@ -24,6 +24,9 @@ const PAGE: usize = 1000;
 pub struct Switches {
     /// Time before each reply.
     pub latency: Duration,
+    /// Replies that come later than that, and how much.
+    pub slow: u64,
+    pub slow_by: Duration,
     /// Requests that are answered with 503.
     pub busy: u64,
 }
@@ -65,12 +68,18 @@ fn escaped(text: &str) -> String {
 impl Store {
     fn answer(&self, request: &Request) -> Reply {
         if request.path == "/_stub/set" {
-            let latency = request.parameter("latency_ms").and_then(|text| text.parse().ok());
-            self.switches.lock().unwrap().latency = Duration::from_millis(latency.unwrap_or(0));
+            let number = |name| request.parameter(name).map_or(0, |text| text.parse().unwrap());
+            let mut switches = self.switches.lock().unwrap();
+            switches.latency = Duration::from_millis(number("latency_ms"));
+            (switches.slow, switches.slow_by) = (number("slow"), Duration::from_millis(number("slow_ms")));
             return Reply::new(200, "");
         }
         let mut switches = self.switches.lock().unwrap();
-        let latency = switches.latency;
+        let mut latency = switches.latency;
+        if switches.slow > 0 {
+            switches.slow -= 1;
+            latency += switches.slow_by;
+        }
         if switches.busy > 0 {
             switches.busy -= 1;
             return Reply::new(503, "<Error><Code>SlowDown</Code></Error>");

@@ -21,6 +21,10 @@ pub struct RemoteCounters {
     pub pauses: AtomicU64,
     /// Milliseconds of those pauses.
     pub pause_ms: AtomicU64,
+    /// Second requests beside those whose first byte took long.
+    pub hedges: AtomicU64,
+    /// Second requests that were answered first.
+    pub hedge_wins: AtomicU64,
     /// Requests that failed for good.
     pub failures: AtomicU64,
     /// Reads of files that failed.
@@ -58,7 +62,7 @@ impl RemoteCounters {
     }
 
     /// All counts, except for the latencies.
-    pub fn rows(&self) -> [CountRow; 13] {
+    pub fn rows(&self) -> [CountRow; 15] {
         let row = |key, family, help, counter: &AtomicU64| CountRow {
             key,
             family,
@@ -70,6 +74,13 @@ impl RemoteCounters {
             row("remote_fetched_bytes", "remote_fetched", "Bytes of replies of remote services", &self.fetched_bytes),
             row("remote_retries", "remote_retries", "Requests that repeat a failed one", &self.retries),
             row("remote_pauses", "remote_pauses", "Pauses that a remote service asked for", &self.pauses),
+            row(
+                "remote_hedges",
+                "remote_hedges",
+                "Second requests beside those whose first byte took long",
+                &self.hedges,
+            ),
+            row("remote_hedge_wins", "remote_hedge_wins", "Second requests that were answered first", &self.hedge_wins),
             row("remote_pause_ms", "remote_pause_ms", "Milliseconds of these pauses", &self.pause_ms),
             row(
                 "remote_failures",

@@ -4,7 +4,7 @@ use std::{fmt, ops::ControlFlow, sync::Arc, time::Instant};
 
 use sha2::{Digest, Sha256};
 
-use super::{super::ByteSpan, error::RemoteError};
+use super::{super::ByteSpan, error::RemoteError, hedge::Hedging};
 
 /// The content of an object, as far as its service names it. Two objects of the same identity have the same bytes, wherever they
 /// are: the cache keeps them once.
@@ -148,6 +148,22 @@ pub trait Objects: fmt::Debug + Send + Sync {
     /// # Errors
     /// [`RemoteError`] without a signed address, a token or a query.
     fn read(&self, file: &RemoteFile, span: ByteSpan, until: Instant, sink: &mut Sink<'_>) -> Result<(), RemoteError>;
+
+    /// As [`Objects::read`], and a request whose first byte takes long may be sent a second time, as `hedging` allows. By default
+    /// it is sent once.
+    ///
+    /// # Errors
+    /// As [`Objects::read`].
+    fn read_hedged(
+        &self,
+        file: &RemoteFile,
+        span: ByteSpan,
+        until: Instant,
+        _hedging: &Hedging,
+        sink: &mut Sink<'_>,
+    ) -> Result<(), RemoteError> {
+        self.read(file, span, until, sink)
+    }
 }
 
 #[cfg(test)]

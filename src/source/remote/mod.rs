@@ -16,9 +16,12 @@ mod error;
 mod fetcher;
 mod files;
 pub(super) mod handle;
+mod hedge;
 #[cfg(feature = "remote")]
 pub mod hub;
 mod interface;
+#[cfg(feature = "remote")]
+mod kept_file;
 mod locality;
 mod object;
 mod options;
@@ -33,6 +36,7 @@ pub use counters::{CountRow, LATENCY_BOUNDS_MS, RemoteCounters};
 pub use error::{Failure, RemoteError};
 pub use files::RemoteFiles;
 pub use handle::Remote;
+pub use hedge::Hedging;
 pub use interface::{Content, Objects, RemoteFile, RemoteRepository, Sink};
 pub use locality::is_loopback;
 pub use object::RemoteObject;

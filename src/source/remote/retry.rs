@@ -14,6 +14,7 @@ use super::{
     super::ByteSpan,
     counters::RemoteCounters,
     error::{Failure, RemoteError},
+    hedge::Hedging,
     interface::{Objects, RemoteFile, Sink},
 };
 
@@ -185,6 +186,7 @@ fn longer_than_allowed(last: Option<RemoteError>, pause: Duration) -> RemoteErro
 pub struct Retrying {
     objects: Arc<dyn Objects>,
     gate: Gate,
+    hedging: Hedging,
     counters: Arc<RemoteCounters>,
     /// Moving averages over requests: microseconds until the first byte, and bytes in a millisecond after it.
     first_byte_us: AtomicU64,
@@ -211,7 +213,8 @@ impl Retrying {
     /// Repeats the failed requests to `objects`.
     pub fn new(objects: Arc<dyn Objects>, counters: Arc<RemoteCounters>) -> Self {
         let (first_byte_us, bytes_per_ms) = (AtomicU64::new(0), AtomicU64::new(0));
-        Self { objects, gate: Gate::default(), counters, first_byte_us, bytes_per_ms }
+        let hedging = Hedging::new(Arc::clone(&counters));
+        Self { objects, gate: Gate::default(), hedging, counters, first_byte_us, bytes_per_ms }
     }
 
     /// Most bytes between two needed spans of one strided piece that are fetched with them: reading over them takes one
@@ -227,6 +230,7 @@ impl Retrying {
     /// Notes the times of a reply that began at `begun` and had its first byte at `first`.
     fn note_speed(&self, begun: Instant, first: Instant, bytes: u64) {
         let us = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        self.hedging.note_reply(first.duration_since(begun));
         average(&self.first_byte_us, us(first.duration_since(begun)));
         if bytes >= TIMED_BYTES_MIN {
             average(&self.bytes_per_ms, bytes.saturating_mul(1000) / us(first.elapsed()).max(1));
@@ -267,7 +271,7 @@ impl Retrying {
             |until| {
                 let rest = ByteSpan::new(next, span.end()).expect("no more bytes than the span are counted");
                 let (begun, mut first) = (Instant::now(), None);
-                let result = self.objects.read(file, rest, until, &mut |bytes| {
+                let result = self.objects.read_hedged(file, rest, until, &self.hedging, &mut |bytes| {
                     let len = bytes.len().min(usize::try_from(span.end() - next).unwrap_or(usize::MAX));
                     RemoteCounters::add(&self.counters.fetched_bytes, len as u64);
                     next += len as u64;
@@ -279,6 +283,9 @@ impl Retrying {
                     }
                     ControlFlow::Continue(())
                 });
+                if matches!(&result, Err(error) if matches!(error.failure, Failure::Busy(_))) {
+                    self.hedging.note_pause();
+                }
                 if let (Some(first), Ok(())) = (first, &result) {
                     self.note_speed(begun, first, next - rest.start());
                 }

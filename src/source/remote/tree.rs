@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::{
-    super::SourceError,
+    super::{ByteSpan, SourceError},
     cache::{
         Cache,
         geometry::{BLOCK_BYTES, block_count},
@@ -22,6 +22,10 @@ use super::{
 
 /// Bytes fetched from the beginning of each file of tensors when a repository is opened: most headers fit.
 const HEAD_BYTES: u64 = 128 << 10;
+/// The length of a header of safetensors is in the first bytes of its file.
+const PREFIX_BYTES: u64 = 8;
+/// Longer headers are not fetched together: the parser refuses them.
+const HEADER_BYTES_MAX: u64 = 100_000_000;
 /// Files up to this size are fetched whole when a repository is opened.
 const SMALL_BYTES: u64 = 64 << 10;
 /// At most this number of them: a directory of arrays may have very many.
@@ -108,6 +112,7 @@ impl RemoteTree {
     fn fetch_heads(&self) -> Result<(), SourceError> {
         let mut small = 0;
         let mut demands: Vec<Demand> = Vec::new();
+        let mut cut = Vec::new();
         for (place, file) in self.repository.files.iter().enumerate() {
             let (size, name) = (file.size_bytes, file.path.rsplit('/').next().unwrap_or_default());
             let needed = NEEDED.contains(&name) && size <= NEEDED_BYTES_MAX;
@@ -118,6 +123,9 @@ impl RemoteTree {
                 whole
             } else if Path::new(name).extension().is_some_and(|extension| extension == "safetensors") || name.is_empty()
             {
+                if size > HEAD_BYTES {
+                    cut.push(place);
+                }
                 whole.min(HEAD_BYTES / BLOCK_BYTES)
             } else {
                 0
@@ -126,16 +134,42 @@ impl RemoteTree {
                 demands.push((Arc::clone(&self.remote(place)?.object), std::iter::once(0..blocks).collect()));
             }
         }
-        self.fetcher.bring(&demands, 0, Deadline::None).or_else(|failure| match failure {
+        if self.bring(&demands)? {
+            self.bring(&self.rest_of_headers(&cut)?)?;
+        }
+        Ok(())
+    }
+
+    /// The headers that are longer than what was fetched of their files, so that they come all at once too.
+    fn rest_of_headers(&self, places: &[usize]) -> Result<Vec<Demand>, SourceError> {
+        let mut demands = Vec::new();
+        for place in places {
+            let remote = self.remote(*place)?;
+            let object = &remote.object;
+            let mut prefix = [0; size_of::<u64>()];
+            let span = ByteSpan::of_len(0, PREFIX_BYTES).filter(|span| object.file.span().contains(*span));
+            // Opening the checkpoint reads it again, and reports the error.
+            let Some(Ok(())) = span.map(|span| remote.read_span(span, &mut prefix)) else { continue };
+            let len = u64::from_le_bytes(prefix);
+            let end = PREFIX_BYTES.saturating_add(len);
+            if len <= HEADER_BYTES_MAX && end > HEAD_BYTES && end <= object.file.size_bytes {
+                let blocks = HEAD_BYTES / BLOCK_BYTES..end.div_ceil(BLOCK_BYTES);
+                demands.push((Arc::clone(object), std::iter::once(blocks).collect()));
+            }
+        }
+        Ok(demands)
+    }
+
+    /// Brings blocks of several objects together. Returns false if the cache has no room for them.
+    fn bring(&self, demands: &[Demand]) -> Result<bool, SourceError> {
+        self.fetcher.bring(demands, 0, Deadline::None).map(|()| true).or_else(|failure| match failure {
             // Whatever reads them reads past the cache then.
-            NotFetched::NoRoom | NotFetched::Cache(_) => Ok(()),
+            NotFetched::NoRoom | NotFetched::Cache(_) => Ok(false),
             NotFetched::Remote(error) => {
                 let key = |demand: &&Demand| demand.0.file.key == error.what;
                 let object = demands.iter().find(key).map(|demand| &demand.0);
                 let file = object.map_or_else(|| Arc::from(Path::new(&error.what)), |object| Arc::clone(&object.name));
-                let span = error
-                    .span
-                    .unwrap_or_else(|| object.map_or(super::super::ByteSpan::EMPTY, |object| object.file.span()));
+                let span = error.span.unwrap_or_else(|| object.map_or(ByteSpan::EMPTY, |object| object.file.span()));
                 Err(SourceError::Remote { file, span, error })
             }
         })

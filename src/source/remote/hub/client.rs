@@ -1,7 +1,8 @@
 //! Requests to the Hub: token, redirects, refusals, waits.
 
-use std::{error::Error, io, ops::Deref, path::Path, sync::Arc, time::Instant};
+use std::{error::Error, io, path::Path, sync::Arc, time::Instant};
 
+use bytes::Bytes;
 use reqwest::{
     Method, Response, StatusCode, Url,
     header::{ACCEPT_ENCODING, AUTHORIZATION, HeaderMap, HeaderName, HeaderValue, LOCATION},
@@ -333,7 +334,7 @@ pub(super) async fn next_chunk(
     host: &str,
     what: &str,
     until: Instant,
-) -> Result<Option<impl Deref<Target = [u8]> + use<>>, RemoteError> {
+) -> Result<Option<Bytes>, RemoteError> {
     match timeout_at(until.into(), answer.chunk()).await {
         Ok(Ok(chunk)) => Ok(chunk),
         Ok(Err(error)) => Err(of_transport(error, host, what)),

@@ -8,15 +8,17 @@
 //! A listing that cannot be read or written is as good as none.
 
 use std::{
-    fs, io,
+    fs,
     path::{Path, PathBuf},
-    sync::atomic::{AtomicU64, Ordering},
 };
 
 use serde::{Deserialize, Serialize};
 
 use super::{
-    super::interface::{Content, RemoteFile, hexadecimal},
+    super::{
+        interface::{Content, RemoteFile},
+        kept_file::{escaped, replace},
+    },
     tree::{SHA1_DIGITS, is_hex, is_inside},
 };
 
@@ -98,35 +100,6 @@ impl Kept {
     }
 }
 
-/// A text as the name of one file.
-fn escaped(text: &str) -> String {
-    let mut name = String::new();
-    for byte in text.bytes() {
-        if byte.is_ascii_alphanumeric() || b"-_.".contains(&byte) && !name.is_empty() {
-            name.push(char::from(byte));
-        } else {
-            name.push('%');
-            name.push_str(&hexadecimal(&[byte]));
-        }
-    }
-    name
-}
-
-/// Puts a complete file in the place of another.
-fn replace(path: &Path, bytes: &[u8]) {
-    static NUMBER: AtomicU64 = AtomicU64::new(0);
-    let write = || -> io::Result<()> {
-        fs::create_dir_all(path.parent().unwrap_or(path))?;
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let part = path.with_file_name(format!(".part-{}-{number}", std::process::id()));
-        let written = fs::write(&part, bytes).and_then(|()| fs::rename(&part, path));
-        written.inspect_err(|_| drop(fs::remove_file(&part)))
-    };
-    if let Err(error) = write() {
-        tracing::debug!("{}: not kept: {error}", path.display());
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -154,12 +127,5 @@ mod tests {
             fs::write(kept.path("org/name", "trees", &commit), damage).unwrap();
             assert_eq!(kept.files("org/name", &commit), None, "{damage}");
         }
-    }
-
-    #[test]
-    fn names_never_leave_their_directory() {
-        assert_eq!(escaped("refs/pr/1"), "refs%2fpr%2f1");
-        assert_eq!(escaped(".."), "%2e.");
-        assert_eq!(escaped("v1.0"), "v1.0");
     }
 }

@@ -10,6 +10,7 @@ use std::{
     time::Instant,
 };
 
+use bytes::Bytes;
 use reqwest::{
     Method, Response, StatusCode,
     header::{CONTENT_RANGE, ETAG, HeaderMap, HeaderValue, RANGE},
@@ -21,6 +22,7 @@ use super::{
         super::ByteSpan,
         counters::RemoteCounters,
         error::{Failure, RemoteError},
+        hedge::Hedging,
         interface::{Content, Objects, RemoteFile, RemoteRepository, Sink},
         retry::Deadline,
         runtime,
@@ -112,13 +114,8 @@ impl Snapshot {
         Ok(found)
     }
 
-    async fn read_once(
-        &self,
-        file: &RemoteFile,
-        span: ByteSpan,
-        until: Instant,
-        sink: &mut Sink<'_>,
-    ) -> Result<(), RemoteError> {
+    /// Sends a request, and waits for the first bytes of the answer.
+    async fn begin(&self, file: &RemoteFile, span: ByteSpan, until: Instant) -> Result<Begun, RemoteError> {
         let known = self.known(file);
         let what = what_of(&self.repo, file);
         let mut headers = HeaderMap::new();
@@ -127,7 +124,7 @@ impl Snapshot {
         let mut location = self.location(file, &known, None, until).await?;
         let mut renewed = false;
         loop {
-            let answer = self.hub.send(Method::GET, &location.url, &headers, &what, until).await?;
+            let mut answer = self.hub.send(Method::GET, &location.url, &headers, &what, until).await?;
             let host = location.url.host_str().unwrap_or_default().to_owned();
             // A signed address that has expired. The content network also refuses valid ones at times.
             let refused = matches!(answer.status().as_u16(), 401 | 403 | 404 | 410) || answer.status().is_redirection();
@@ -143,8 +140,48 @@ impl Snapshot {
             let body = Body { file, span, host: &host, what: &what, until };
             let skip = body.check(&answer)?;
             check_tag(&known, &location, &answer, &body)?;
-            return body.pass(answer, skip, sink).await;
+            let first = next_chunk(&mut answer, &host, &what, until).await?;
+            return Ok(Begun { answer, first, skip, host });
         }
+    }
+
+    async fn read_once(
+        &self,
+        file: &RemoteFile,
+        span: ByteSpan,
+        until: Instant,
+        hedging: Option<&Hedging>,
+        sink: &mut Sink<'_>,
+    ) -> Result<(), RemoteError> {
+        let begin = || self.begin(file, span, until);
+        let begun = match hedging {
+            Some(hedging) => hedging.first_of(begin).await,
+            None => begin().await,
+        };
+        let begun = begun?;
+        let host = begun.host.clone();
+        Body { file, span, host: &host, what: &what_of(&self.repo, file), until }.pass(begun, sink).await
+    }
+
+    fn read_with(
+        &self,
+        file: &RemoteFile,
+        span: ByteSpan,
+        until: Instant,
+        hedging: Option<&Hedging>,
+        sink: &mut Sink<'_>,
+    ) -> Result<(), RemoteError> {
+        if span.is_empty() {
+            return Ok(());
+        }
+        if let Some(read) = self.read_blob(file, span, sink) {
+            return read;
+        }
+        if self.hub.settings().offline {
+            return Err(self.hub.is_offline(&what_of(&self.repo, file)).of_span(span));
+        }
+        let read = runtime::block_on(self.read_once(file, span, until, hedging, sink));
+        read.unwrap_or_else(|error| Err(self.hub.no_runtime(&error))).map_err(|error| error.of_span(span))
     }
 }
 
@@ -186,6 +223,15 @@ fn check_tag(known: &Known, location: &Location, answer: &Response, body: &Body<
     let failure = Failure::Changed { expected: first.clone(), found: tag.to_owned() };
     let message = format!("entity tag: expected {first}, found {tag}");
     Err(of_status(answer, failure, body.host, body.what, &message))
+}
+
+/// An answer of which the first bytes are here.
+struct Begun {
+    answer: Response,
+    first: Option<Bytes>,
+    /// Bytes before the span.
+    skip: u64,
+    host: String,
 }
 
 /// The answer to a request for a span.
@@ -235,10 +281,11 @@ impl Body<'_> {
     }
 
     /// Passes the bytes of the span to `sink`.
-    async fn pass(&self, mut answer: Response, mut skip: u64, sink: &mut Sink<'_>) -> Result<(), RemoteError> {
+    async fn pass(&self, begun: Begun, sink: &mut Sink<'_>) -> Result<(), RemoteError> {
+        let Begun { mut answer, first: mut next, mut skip, .. } = begun;
         let mut left = self.span.len();
         let is_whole = answer.status() == StatusCode::OK;
-        while let Some(chunk) = next_chunk(&mut answer, self.host, self.what, self.until).await? {
+        while let Some(chunk) = next {
             let mut bytes: &[u8] = &chunk;
             let skipped = skip.min(bytes.len() as u64);
             skip -= skipped;
@@ -257,6 +304,7 @@ impl Body<'_> {
             if left == 0 && is_whole {
                 return Ok(());
             }
+            next = next_chunk(&mut answer, self.host, self.what, self.until).await?;
         }
         if left == 0 {
             return Ok(());
@@ -279,17 +327,18 @@ impl Objects for Snapshot {
     }
 
     fn read(&self, file: &RemoteFile, span: ByteSpan, until: Instant, sink: &mut Sink<'_>) -> Result<(), RemoteError> {
-        if span.is_empty() {
-            return Ok(());
-        }
-        if let Some(read) = self.read_blob(file, span, sink) {
-            return read;
-        }
-        if self.hub.settings().offline {
-            return Err(self.hub.is_offline(&what_of(&self.repo, file)).of_span(span));
-        }
-        let read = runtime::block_on(self.read_once(file, span, until, sink));
-        read.unwrap_or_else(|error| Err(self.hub.no_runtime(&error))).map_err(|error| error.of_span(span))
+        self.read_with(file, span, until, None, sink)
+    }
+
+    fn read_hedged(
+        &self,
+        file: &RemoteFile,
+        span: ByteSpan,
+        until: Instant,
+        hedging: &Hedging,
+        sink: &mut Sink<'_>,
+    ) -> Result<(), RemoteError> {
+        self.read_with(file, span, until, Some(hedging), sink)
     }
 }
 

@@ -25,6 +25,7 @@ use super::{
     aws_profile::{self, ProfileProvider},
     http_listing,
     observe::{ObservedConnector, Observer},
+    offline::{Kept, Offline},
     reader::Store,
 };
 
@@ -68,15 +69,22 @@ fn open(source: &str, kind: Kind, options: &RemoteOptions) -> Result<RemoteRepos
     let path = Path::from_url_path(url.path()).map_err(|error| bad(error.to_string()))?;
     let last = Observer::default();
     let (inner, address, host, advice) = store(&url, kind, options, &last)?;
+    let label = without_query(source).trim_end_matches('/').to_owned();
+    let kept = Kept::new(format!("{address}/{path}"), options);
+    if options.offline {
+        let objects = Offline::new(host);
+        let files = kept.files().ok_or_else(|| objects.error(&label))?;
+        return Ok(RemoteRepository { url: label.clone(), label, revision: None, files, objects: Arc::new(objects) });
+    }
     let store = Arc::new(Store { inner, host, address, last, advice });
     let (gate, counters) = (Gate::default(), RemoteCounters::default());
     // A listing waits as long as its service asks for.
     let files = retry(&gate, &counters, Deadline::None, |_| list(&store, kind, &path), || false)?;
-    let label = without_query(source).trim_end_matches('/').to_owned();
     if files.is_empty() {
         let message = "no object has this prefix".to_owned();
         return Err(RemoteError::new(Failure::NotFound, &store.host, &label, message));
     }
+    kept.keep(&files);
     Ok(RemoteRepository { url: label.clone(), label, revision: None, files, objects: store })
 }
 

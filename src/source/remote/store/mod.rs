@@ -7,6 +7,7 @@ mod address;
 mod aws_profile;
 mod http_listing;
 mod observe;
+mod offline;
 mod reader;
 
 pub use address::open_url;

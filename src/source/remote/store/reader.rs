@@ -2,13 +2,15 @@
 
 use std::{ops::ControlFlow, sync::Arc, time::Instant};
 
-use futures_util::{StreamExt, TryStreamExt};
+use bytes::Bytes;
+use futures_util::{StreamExt, TryStreamExt, stream::BoxStream};
 use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore, ObjectStoreExt, path::Path};
 
 use super::{
     super::{
         super::ByteSpan,
         error::{Failure, RemoteError},
+        hedge::Hedging,
         interface::{Content, Objects, RemoteFile, Sink},
         runtime::{READ_TIMEOUT, block_on},
     },
@@ -17,6 +19,15 @@ use super::{
 
 /// Most objects below a prefix.
 const OBJECTS_MAX: usize = 100_000;
+
+type Body = BoxStream<'static, object_store::Result<Bytes>>;
+
+/// An answer of which the first bytes are here.
+struct Begun {
+    observer: Observer,
+    first: Option<Bytes>,
+    body: Body,
+}
 
 /// A store, with the prefix of its objects' names in messages.
 #[derive(Debug)]
@@ -162,14 +173,10 @@ impl Store {
         RemoteError { status, request_id, ..RemoteError::new(failure, &self.host, what, message) }
     }
 
-    async fn stream(
-        &self,
-        file: &RemoteFile,
-        span: ByteSpan,
-        observer: &Observer,
-        sink: &mut Sink<'_>,
-    ) -> Result<(), RemoteError> {
-        let failed = |error: &object_store::Error| self.error(error, observer, &file.key).of_span(span);
+    /// Sends a request, and waits for the first bytes of the answer.
+    async fn begin(&self, file: &RemoteFile, span: ByteSpan) -> Result<Begun, RemoteError> {
+        let observer = Observer::default();
+        let failed = |error: &object_store::Error| self.error(error, &observer, &file.key).of_span(span);
         let range = Some(GetRange::Bounded(span.start()..span.end()));
         let mut options = GetOptions { range, ..GetOptions::default() };
         // A weak tag never matches. It is compared below.
@@ -178,7 +185,7 @@ impl Store {
         options.extensions.insert(observer.clone());
         let got = self.inner.get_opts(&Path::from_absolute_path_or(&file.key), options).await;
         let got = got.map_err(|error| match failed(&error) {
-            RemoteError { failure: Failure::Changed { found, .. }, .. } => self.changed(file, found, observer),
+            RemoteError { failure: Failure::Changed { found, .. }, .. } => self.changed(file, found, &observer),
             other => other,
         })?;
         let etag = got.meta.e_tag.as_deref().map(etag_of);
@@ -189,27 +196,68 @@ impl Store {
         };
         if got.meta.size != file.size_bytes || !same {
             let found = format!("{} of {} bytes", etag.as_deref().unwrap_or("an object"), got.meta.size);
-            return Err(self.changed(file, found, observer));
+            return Err(self.changed(file, found, &observer));
         }
         let mut body = got.into_stream();
-        loop {
-            match tokio::time::timeout(READ_TIMEOUT, body.next()).await {
-                Ok(Some(Ok(bytes))) => {
-                    if let ControlFlow::Break(()) = sink(&bytes) {
-                        return Ok(());
-                    }
-                }
-                Ok(Some(Err(error))) => {
-                    let broken = format!("the reply broke off: {}", cause(&error));
-                    return Err(RemoteError { failure: Failure::Transient, message: broken, ..failed(&error) });
-                }
-                Ok(None) => return Ok(()),
-                Err(_) => {
-                    let message = format!("no byte came for {} s", READ_TIMEOUT.as_secs());
-                    return Err(RemoteError::new(Failure::TimedOut, &self.host, &file.key, message).of_span(span));
-                }
+        let first = self.next(&mut body, file, span, &observer).await?;
+        Ok(Begun { observer, first, body })
+    }
+
+    /// The next bytes of an answer; `None` at its end.
+    async fn next(
+        &self,
+        body: &mut Body,
+        file: &RemoteFile,
+        span: ByteSpan,
+        observer: &Observer,
+    ) -> Result<Option<Bytes>, RemoteError> {
+        let next = tokio::time::timeout(READ_TIMEOUT, body.next()).await.map_err(|_| {
+            let message = format!("no byte came for {} s", READ_TIMEOUT.as_secs());
+            RemoteError::new(Failure::TimedOut, &self.host, &file.key, message).of_span(span)
+        })?;
+        next.transpose().map_err(|error| {
+            let broken = format!("the reply broke off: {}", cause(&error));
+            let error = self.error(&error, observer, &file.key).of_span(span);
+            RemoteError { failure: Failure::Transient, message: broken, ..error }
+        })
+    }
+
+    async fn stream(
+        &self,
+        file: &RemoteFile,
+        span: ByteSpan,
+        hedging: Option<&Hedging>,
+        sink: &mut Sink<'_>,
+    ) -> Result<(), RemoteError> {
+        let begin = || self.begin(file, span);
+        let begun = match hedging {
+            Some(hedging) => hedging.first_of(begin).await,
+            None => begin().await,
+        };
+        let Begun { observer, first: mut next, mut body } = begun?;
+        while let Some(bytes) = next {
+            if let ControlFlow::Break(()) = sink(&bytes) {
+                return Ok(());
             }
+            next = self.next(&mut body, file, span, &observer).await?;
         }
+        Ok(())
+    }
+
+    fn read_with(
+        &self,
+        file: &RemoteFile,
+        span: ByteSpan,
+        until: Instant,
+        hedging: Option<&Hedging>,
+        sink: &mut Sink<'_>,
+    ) -> Result<(), RemoteError> {
+        self.run(async {
+            tokio::time::timeout_at(until.into(), self.stream(file, span, hedging, sink)).await.unwrap_or_else(|_| {
+                let message = "no answer in time";
+                Err(RemoteError::new(Failure::TimedOut, &self.host, &file.key, message).of_span(span))
+            })
+        })?
     }
 
     fn changed(&self, file: &RemoteFile, found: String, observer: &Observer) -> RemoteError {
@@ -231,13 +279,18 @@ impl Objects for Store {
     }
 
     fn read(&self, file: &RemoteFile, span: ByteSpan, until: Instant, sink: &mut Sink<'_>) -> Result<(), RemoteError> {
-        let observer = Observer::default();
-        self.run(async {
-            tokio::time::timeout_at(until.into(), self.stream(file, span, &observer, sink)).await.unwrap_or_else(|_| {
-                let message = "no answer in time";
-                Err(RemoteError::new(Failure::TimedOut, &self.host, &file.key, message).of_span(span))
-            })
-        })?
+        self.read_with(file, span, until, None, sink)
+    }
+
+    fn read_hedged(
+        &self,
+        file: &RemoteFile,
+        span: ByteSpan,
+        until: Instant,
+        hedging: &Hedging,
+        sink: &mut Sink<'_>,
+    ) -> Result<(), RemoteError> {
+        self.read_with(file, span, until, Some(hedging), sink)
     }
 }
 

@@ -1,0 +1,156 @@
+//! Listings of stores, kept in the disk cache: a run with `--offline` reads what an earlier run has pinned and fetched.
+//!
+//! ```text
+//! <cache>/stores/<digest of the address>.json   the objects that were listed last, with their versions
+//! ```
+//!
+//! The address holds the endpoint. A listing that cannot be read is as good as none.
+
+use std::{fs, path::PathBuf, time::Instant};
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use super::super::{
+    super::ByteSpan,
+    cache::default_directory,
+    error::{Failure, RemoteError},
+    interface::{Content, Objects, RemoteFile, Sink, hexadecimal},
+    kept_file::replace,
+    options::RemoteOptions,
+};
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Listing {
+    address: String,
+    files: Vec<Row>,
+}
+
+/// An object of a listing.
+#[derive(Debug, Serialize, Deserialize)]
+struct Row {
+    path: String,
+    key: String,
+    size: u64,
+    object: String,
+    version: String,
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    etag: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    modified: Option<u64>,
+}
+
+impl Row {
+    fn of(file: &RemoteFile) -> Option<Self> {
+        let Content::Version { object, version } = &file.content else { return None };
+        Some(Self {
+            path: file.path.clone(),
+            key: file.key.clone(),
+            size: file.size_bytes,
+            object: object.clone(),
+            version: version.clone(),
+            etag: file.etag.clone(),
+            modified: file.modified_seconds,
+        })
+    }
+
+    fn file(self) -> RemoteFile {
+        RemoteFile {
+            path: self.path,
+            key: self.key,
+            size_bytes: self.size,
+            content: Content::Version { object: self.object, version: self.version },
+            etag: self.etag,
+            modified_seconds: self.modified,
+        }
+    }
+}
+
+/// The kept listing of one address.
+#[derive(Debug)]
+pub(super) struct Kept {
+    address: String,
+    /// `None` where there is no directory for it.
+    path: Option<PathBuf>,
+}
+
+impl Kept {
+    /// The listing of an address in the cache that the options name.
+    pub(super) fn new(address: String, options: &RemoteOptions) -> Self {
+        let dir = options.cache_dir.clone().or_else(default_directory);
+        let name = format!("{}.json", hexadecimal(&Sha256::digest(address.as_bytes())));
+        Self { address, path: dir.map(|dir| dir.join("stores").join(name)) }
+    }
+
+    pub(super) fn keep(&self, files: &[RemoteFile]) {
+        let Some(path) = &self.path else { return };
+        let Some(files) = files.iter().map(Row::of).collect() else { return };
+        if let Ok(text) = serde_json::to_vec(&Listing { address: self.address.clone(), files }) {
+            replace(path, &text);
+        }
+    }
+
+    pub(super) fn files(&self) -> Option<Vec<RemoteFile>> {
+        let listing: Listing = serde_json::from_slice(&fs::read(self.path.as_ref()?).ok()?).ok()?;
+        (listing.address == self.address).then(|| listing.files.into_iter().map(Row::file).collect())
+    }
+}
+
+/// A store that must not be asked.
+#[derive(Debug)]
+pub(super) struct Offline {
+    host: String,
+}
+
+impl Offline {
+    pub(super) fn new(host: String) -> Self {
+        Self { host }
+    }
+
+    /// The error of something that only the network has.
+    pub(super) fn error(&self, what: &str) -> RemoteError {
+        let message = "not in the disk cache, and --offline forbids to ask the store; `ckfs fetch` brings it where the \
+                       network may be used";
+        RemoteError::new(Failure::Unsupported, &self.host, what, message)
+    }
+}
+
+impl Objects for Offline {
+    fn host(&self) -> &str {
+        &self.host
+    }
+
+    fn read(&self, file: &RemoteFile, span: ByteSpan, _: Instant, _: &mut Sink<'_>) -> Result<(), RemoteError> {
+        if span.is_empty() { Ok(()) } else { Err(self.error(&file.key).of_span(span)) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_listing_is_kept_and_a_damaged_one_is_not_believed() {
+        let dir = tempfile::tempdir().unwrap();
+        let options = RemoteOptions { cache_dir: Some(dir.path().to_owned()), ..RemoteOptions::default() };
+        let kept = Kept::new("s3://bucket at host/models".into(), &options);
+        assert_eq!(kept.files(), None);
+        let file = |path: &str, etag: Option<&str>| RemoteFile {
+            path: path.into(),
+            key: format!("models/{path}"),
+            size_bytes: 7,
+            content: Content::Version { object: format!("s3://bucket/models/{path}"), version: "etag 1".into() },
+            etag: etag.map(str::to_owned),
+            modified_seconds: Some(3),
+        };
+        let files = vec![file("a", Some("1")), file("b/c", None)];
+        kept.keep(&files);
+        assert_eq!(kept.files().as_ref(), Some(&files));
+        assert_eq!(Kept::new("s3://bucket at other/models".into(), &options).files(), None, "another endpoint");
+        let path = kept.path.clone().unwrap();
+        for damage in ["", "{}", r#"{"address":"s3://other","files":[]}"#] {
+            fs::write(&path, damage).unwrap();
+            assert_eq!(kept.files(), None, "{damage}");
+        }
+    }
+}
