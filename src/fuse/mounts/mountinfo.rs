@@ -12,10 +12,7 @@ use std::{
     fmt, fs, io,
     os::{
         fd::AsRawFd,
-        unix::{
-            ffi::{OsStrExt, OsStringExt},
-            fs::OpenOptionsExt,
-        },
+        unix::ffi::{OsStrExt, OsStringExt},
     },
     path::{Path, PathBuf},
     sync::mpsc,
@@ -23,7 +20,11 @@ use std::{
     time::Duration,
 };
 
-use nix::errno::Errno;
+use nix::{
+    errno::Errno,
+    fcntl::{OFlag, open},
+    sys::stat::Mode,
+};
 
 use super::FS_TYPE;
 
@@ -144,7 +145,8 @@ pub(super) struct Location {
 /// Opening with `O_PATH` and reading back the descriptor's link and mount id is answered by the kernel alone; resolving
 /// the path in the usual way would fail or hang on a mount whose daemon is gone.
 pub(super) fn locate(path: &Path) -> io::Result<Location> {
-    let file = fs::File::options().read(true).custom_flags(libc::O_PATH).open(path)?;
+    // Not by `OpenOptions`: it drops this flag where the C library is musl, which counts it among the access modes.
+    let file = open(path, OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty())?;
     let resolved = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
     let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", file.as_raw_fd()))?;
     let mount_id = mount_id_of(&info).ok_or_else(|| io::Error::other("no mount id in /proc/self/fdinfo"))?;
