@@ -11,7 +11,11 @@
 //! [`PinnedFiles`] and returns [`Contents`]. To add one: a variant of [`Container`], its test in [`Container::of`], and its lines in
 //! `open.rs`.
 
-use std::{collections::BTreeMap, fmt, sync::Arc};
+use std::{
+    collections::{BTreeMap, HashMap},
+    fmt,
+    sync::Arc,
+};
 
 use super::{
     choose::{INDEX_SUFFIX, TORCH_INDEX_SUFFIX, at_top, is_safetensors},
@@ -19,7 +23,13 @@ use super::{
     folder::Folder,
     table::TensorTable,
 };
-use crate::source::{FileId, Source};
+use crate::{
+    format::orbax_state::TreeKey,
+    source::{FileId, Source},
+};
+
+/// The keys on the way to tensors, by name, of those whose names do not tell them.
+pub(super) type TreeKeys = HashMap<String, Vec<TreeKey>>;
 
 /// The container of a checkpoint's tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,12 +80,22 @@ pub(super) struct Contents {
     pub(super) source: Option<Arc<dyn Source>>,
     /// Whether the layers of a MaxText model are stacked, if the checkpoint says it.
     pub(super) scan_layers: Option<bool>,
+    /// Keys with dots, and places in lists.
+    pub(super) tree_keys: TreeKeys,
 }
 
 impl Contents {
     /// These tensors, and nothing else.
     pub(super) fn new(container: Container, table: TensorTable) -> Self {
-        Self { container, table, file_metadata: BTreeMap::new(), left_out: Vec::new(), source: None, scan_layers: None }
+        Self {
+            container,
+            table,
+            file_metadata: BTreeMap::new(),
+            left_out: Vec::new(),
+            source: None,
+            scan_layers: None,
+            tree_keys: TreeKeys::new(),
+        }
     }
 }
 

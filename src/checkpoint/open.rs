@@ -401,7 +401,7 @@ impl ChosenFiles<'_> {
         let pinned = PinnedFiles { files: &self.files, weights: &self.weights, source: &*source };
         let contents = self.dialect.read(&pinned, &source, options.training_state, &mut problems);
         let files = repo_files(&pinned);
-        let Contents { container, table, file_metadata, left_out, source: wrapped, scan_layers } = contents;
+        let Contents { container, table, file_metadata, left_out, source: wrapped, scan_layers, tree_keys } = contents;
         let source = wrapped.unwrap_or(source);
         let config = self.config_text.as_ref().and_then(|text| parsed(CONFIG, text, &mut problems));
         let modelopt = self.modelopt_text.as_ref().and_then(|text| parsed(MODELOPT, text, &mut problems));
@@ -431,6 +431,7 @@ impl ChosenFiles<'_> {
             file_metadata,
             left_out,
             scan_layers,
+            tree_keys: Arc::new(tree_keys),
             dialect,
             quantized,
             adapters,

@@ -9,7 +9,7 @@ use std::{
 use super::{
     choose::CONFIG,
     companion::Companion,
-    container::{Container, LeftOut},
+    container::{Container, LeftOut, TreeKeys},
     dialect::Dialect,
     file::{FileRole, IgnoreReason, RepoFile},
     prefix,
@@ -19,6 +19,7 @@ use super::{
     tied,
 };
 use crate::{
+    format::orbax_state::TreeKey,
     source::{FileId, Source, permission::DirectoryGates},
     tensor::TensorId,
 };
@@ -51,6 +52,7 @@ pub struct Checkpoint {
     pub(super) file_metadata: BTreeMap<FileId, Vec<(String, String)>>,
     pub(super) left_out: Vec<LeftOut>,
     pub(super) scan_layers: Option<bool>,
+    pub(super) tree_keys: Arc<TreeKeys>,
     pub(super) dialect: Dialect,
     pub(super) quantized: Arc<Found>,
     pub(super) adapters: Vec<Adapter>,
@@ -154,6 +156,7 @@ impl Checkpoint {
             file_metadata: self.file_metadata.clone(),
             left_out: self.left_out.clone(),
             scan_layers: self.scan_layers,
+            tree_keys: Arc::clone(&self.tree_keys),
             dialect,
             quantized: Arc::clone(&self.quantized),
             adapters: self.adapters.clone(),
@@ -319,6 +322,12 @@ impl Checkpoint {
     /// Whether the layers of a MaxText model are stacked, if the checkpoint says it.
     pub fn scan_layers(&self) -> Option<bool> {
         self.scan_layers
+    }
+
+    /// The keys on the way to a tensor of this name in the tree that a trainer saved, where the name does not tell them: keys with
+    /// dots, and places in lists.
+    pub fn tree_keys(&self, name: &str) -> Option<&[TreeKey]> {
+        self.tree_keys.get(name).map(Vec::as_slice)
     }
 
     /// The `__metadata__` member of a weight file's header, in order; empty if it has none.

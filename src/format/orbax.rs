@@ -6,6 +6,8 @@
 
 use serde_json::json;
 
+use super::orbax_state::TreeKey;
+
 /// The handler of trees of arrays.
 const HANDLER: &str = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler";
 
@@ -35,14 +37,22 @@ pub const TREE_END: &str = "},\"use_ocdbt\":false,\"use_zarr3\":false,\"store_ar
                             \"custom_metadata\":null}";
 
 /// A leaf of `_METADATA` with these keys, stored as an array of zarr version 2.
-pub fn tree_leaf<'a>(keys: impl Iterator<Item = &'a str> + Clone) -> String {
-    let shown: Vec<String> = keys.clone().map(quoted).collect();
+pub fn tree_leaf(keys: &[TreeKey]) -> String {
+    let shown: Vec<String> = keys.iter().map(|key| quoted(&key.to_string())).collect();
     let comma = if shown.len() == 1 { "," } else { "" };
     let path = json!(format!("({}{comma})", shown.join(", ")));
-    // 2 stands for the key of a dictionary.
-    let keys: serde_json::Value = keys.map(|key| json!({"key": key, "key_type": 2})).collect();
+    let keys: serde_json::Value = keys.iter().map(key_metadata).collect();
     let leaf = json!({"key_metadata": keys, "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": false}});
     format!("{path}:{leaf}")
+}
+
+/// A key: 1 stands for a place in a list, 2 for the key of a dictionary.
+fn key_metadata(key: &TreeKey) -> serde_json::Value {
+    let key_type = match key {
+        TreeKey::Place(_) => 1,
+        TreeKey::Name(_) => 2,
+    };
+    json!({"key": key.to_string(), "key_type": key_type})
 }
 
 /// Where a `_CHECKPOINT_METADATA` lies.
@@ -88,11 +98,14 @@ mod tests {
 
     #[test]
     fn metadata_is_json_with_the_keys() {
-        let leaves = [&["a", "b"][..], &["c"]].map(|keys| tree_leaf(keys.iter().copied()));
+        let name = |key: &str| TreeKey::Name(key.to_owned());
+        let leaves = [vec![name("a"), name("b")], vec![name("c")], vec![name("d.e"), TreeKey::Place(3)]];
+        let leaves = leaves.map(|keys| tree_leaf(&keys));
         let text = [TREE_BEGIN, &leaves.join(","), TREE_END].concat();
         let value: serde_json::Value = serde_json::from_str(&text).unwrap();
         let tree = value["tree_metadata"].as_object().unwrap();
-        assert_eq!(tree.keys().collect::<Vec<_>>(), ["('a', 'b')", "('c',)"]);
+        assert_eq!(tree.keys().collect::<Vec<_>>(), ["('a', 'b')", "('c',)", "('d.e', '3')"]);
+        assert_eq!(tree["('d.e', '3')"]["key_metadata"][1], json!({"key": "3", "key_type": 1}));
         assert_eq!(tree["('a', 'b')"]["key_metadata"][1], json!({"key": "b", "key_type": 2}));
         assert_eq!(value["use_zarr3"], false);
         let step: serde_json::Value =

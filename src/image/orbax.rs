@@ -5,6 +5,7 @@
 
 use std::{
     borrow::Cow,
+    collections::HashMap,
     sync::{Arc, OnceLock},
     time::UNIX_EPOCH,
 };
@@ -17,7 +18,10 @@ use super::{
     rows::{RowFile, Rows, starts},
 };
 use crate::{
-    format::orbax::{self, Place},
+    format::{
+        orbax::{self, Place},
+        orbax_state::TreeKey,
+    },
     plan::{Plan, PlannedTensor, Problem},
 };
 
@@ -85,6 +89,17 @@ impl Arrays {
     fn tensor(&self, array: usize) -> &PlannedTensor {
         &self.input.plan.tensors[self.table.tensor(array) as usize]
     }
+
+    /// The keys of arrays that are called as a tree in the source calls them, by number, where the name does not tell them. A
+    /// program then restores them into its own tree, as from the source.
+    fn stored_keys(&self) -> HashMap<usize, Vec<TreeKey>> {
+        let keys = |array| {
+            let keys = self.input.checkpoint.tree_keys(&self.tensor(array).name)?;
+            // Another name, such as one with an escaped character, has other keys.
+            (joined(keys) == self.table.name(array)).then(|| (array, keys.to_vec()))
+        };
+        (0..self.table.arrays()).filter_map(keys).collect()
+    }
 }
 
 impl Subtree for Arrays {
@@ -132,9 +147,9 @@ impl Subtree for Arrays {
         Ok(match self.table.node(at) {
             ArrayNode::Root | ArrayNode::Directory(_) => unreachable!("only files have contents"),
             ArrayNode::Metadata(0) => Content::Bytes(Arc::clone(&self.item)),
-            ArrayNode::Metadata(_) => Content::Rows(Arc::clone(
-                self.tree.get_or_init(|| Arc::new(RowFile::new(TreeMetadata::new(Arc::clone(&self.table))))),
-            )),
+            ArrayNode::Metadata(_) => Content::Rows(Arc::clone(self.tree.get_or_init(|| {
+                Arc::new(RowFile::new(TreeMetadata::new(Arc::clone(&self.table), self.stored_keys())))
+            }))),
             ArrayNode::Description(array) => {
                 Content::Bytes(grid(array).zarray(&self.tensor(array).name)?.into_bytes().into())
             }
@@ -146,17 +161,28 @@ impl Subtree for Arrays {
     }
 }
 
-/// `_METADATA` for arrays whose keys are the words of their names, a group of rows for each.
+/// Keys with dots between them.
+fn joined(keys: &[TreeKey]) -> String {
+    keys.iter().map(TreeKey::to_string).collect::<Vec<_>>().join(".")
+}
+
+/// The words of a name as keys.
+fn words(name: &str) -> Vec<TreeKey> {
+    name.split('.').map(|word| TreeKey::Name(word.to_owned())).collect()
+}
+
+/// `_METADATA`, a group of rows for each array. The keys of an array are those that are given, or else the words of its name.
 #[derive(Debug)]
 struct TreeMetadata {
     table: Arc<ArrayTable>,
+    keys: HashMap<usize, Vec<TreeKey>>,
     starts: Vec<u64>,
 }
 
 impl TreeMetadata {
-    fn new(table: Arc<ArrayTable>) -> Self {
+    fn new(table: Arc<ArrayTable>, keys: HashMap<usize, Vec<TreeKey>>) -> Self {
         let arrays = table.arrays();
-        let mut tree = Self { table, starts: Vec::new() };
+        let mut tree = Self { table, keys, starts: Vec::new() };
         let mut bytes = Vec::new();
         let lengths = (0..arrays + 2).map(|group| {
             bytes.clear();
@@ -185,7 +211,12 @@ impl Rows for TreeMetadata {
                 if group > 1 {
                     out.push(b',');
                 }
-                out.extend(orbax::tree_leaf(self.table.name(group - 1).split('.')).as_bytes());
+                let array = group - 1;
+                let leaf = match self.keys.get(&array) {
+                    Some(keys) => orbax::tree_leaf(keys),
+                    None => orbax::tree_leaf(&words(self.table.name(array))),
+                };
+                out.extend(leaf.as_bytes());
             }
         }
     }
@@ -199,8 +230,12 @@ mod tests {
     #[test]
     fn the_tree_is_generated_in_parts() {
         for names in [&[][..], &["a.b"], &["a.b", "c", "it's.\"d\""]] {
-            let file = RowFile::new(TreeMetadata::new(Arc::new(ArrayTable::of_names(names))));
-            let leaves: Vec<String> = names.iter().map(|name| orbax::tree_leaf(name.split('.'))).collect();
+            // The second array has one key.
+            let given = HashMap::from([(1, vec![TreeKey::Place(5)])]);
+            let file = RowFile::new(TreeMetadata::new(Arc::new(ArrayTable::of_names(names)), given.clone()));
+            let keys = |at: usize, name: &str| given.get(&at).cloned().unwrap_or_else(|| words(name));
+            let leaves: Vec<String> =
+                names.iter().enumerate().map(|(at, name)| orbax::tree_leaf(&keys(at, name))).collect();
             let whole = [orbax::TREE_BEGIN, &leaves.join(","), orbax::TREE_END].concat().into_bytes();
             assert_eq!(file.len_bytes(), whole.len() as u64);
             for start in 0..whole.len() {

@@ -277,3 +277,35 @@ def test_several_processes_write_one_checkpoint(own, base, store):
         "params.whole": np.arange(33, dtype=np.float32),
     }  # fmt: skip
     same(own(root, "--mesh", "fsdp=8") / "full", expected)
+
+
+def test_keys_with_dots_and_places_in_lists_are_restored_into_the_same_tree(own, base):
+    """Orbax stores such trees under joined keys; only `_METADATA` tells them apart."""
+    rng = np.random.default_rng(1)
+    draw = lambda *shape: rng.random(shape, np.float32)  # noqa: E731
+    params = {
+        "a.b": draw(2, 4), "a": {"c": draw(3)}, "0": draw(1), "plain": {"w": draw(2, 2)},
+        "list": [draw(4), {"x.y": draw(2)}], "pair": (draw(2), draw(6)), "count": {"0": draw(4), "1": draw(2)},
+    }  # fmt: skip
+    tree = {"params": params}
+    path = base / "orbax/keys"
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(tree))
+    mounted = own(path)
+    items = mounted / "orbax/0/items"
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+    found = {
+        "pytree": ocp.PyTreeCheckpointer().restore(items, item=target),
+        "standard": ocp.StandardCheckpointer().restore(items, target),
+    }
+    for name, restored in found.items():
+        assert jax.tree.structure(restored) == jax.tree.structure(tree), name
+        for leaf, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(tree), strict=True):
+            mounting.same_bytes(np.ascontiguousarray(leaf).tobytes(), expected, name)
+    # Without a target the tree is as Orbax gives it of its own checkpoint.
+    without = [ocp.PyTreeCheckpointer().restore(directory) for directory in (path, items)]
+    assert jax.tree.structure(without[0]) == jax.tree.structure(without[1])
+    # The mount is a source with the same keys.
+    again = own(mounted / "orbax") / "orbax/0/items"
+    restored = ocp.StandardCheckpointer().restore(again, target)
+    assert jax.tree.structure(restored) == jax.tree.structure(tree)

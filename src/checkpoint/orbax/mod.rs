@@ -32,14 +32,14 @@ use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use store::{Files, Value};
 
 use super::{
-    container::{Container, Contents, LeftOut},
+    container::{Container, Contents, LeftOut, TreeKeys},
     mosaic::{Missing, MosaicBuilder, StoredBox},
     problem::{BYTES_MAX, Problem, Problems},
     tree::FileTree,
 };
 use crate::{
     format::{
-        orbax_state::{LeafKind, METADATA, Tree},
+        orbax_state::{Leaf, LeafKind, METADATA, Tree, TreeKey},
         zarr_read::{Array, ZARR_JSON, ZARRAY},
     },
     source::{FileId, Source},
@@ -78,6 +78,8 @@ pub(super) struct OrbaxContents {
     left_out: Vec<(String, &'static str)>,
     /// Whether layers are stacked, as MaxText says.
     scan_layers: Option<bool>,
+    /// Keys that names do not tell.
+    tree_keys: TreeKeys,
     /// What the user should know.
     pub(super) warnings: Vec<String>,
 }
@@ -110,6 +112,7 @@ impl OrbaxContents {
             left_out: left_out.collect(),
             source: Some(source),
             scan_layers: self.scan_layers,
+            tree_keys: std::mem::take(&mut self.tree_keys),
             ..Contents::new(Container::Orbax, table)
         }
     }
@@ -141,6 +144,7 @@ struct Leaves {
     stores_fill_values: bool,
     left_out: Vec<(String, &'static str)>,
     scan_layers: Option<bool>,
+    tree_keys: TreeKeys,
 }
 
 /// Reads the descriptions of an Orbax checkpoint: of the model, or of the `whole_state`.
@@ -207,8 +211,14 @@ pub(super) fn read(tree: &dyn FileTree, whole_state: bool) -> Result<OrbaxConten
         tensors,
         left_out: leaves.left_out,
         scan_layers: item.scan_layers.or(leaves.scan_layers),
+        tree_keys: leaves.tree_keys,
         warnings,
     })
+}
+
+/// Whether the words between the dots of a leaf's name are its keys, all of them names.
+fn is_told_by_name(leaf: &Leaf) -> bool {
+    leaf.keys.iter().all(|key| matches!(key, TreeKey::Name(name) if !name.contains('.')))
 }
 
 /// Why a leaf is left out of the model, by its first key.
@@ -240,7 +250,8 @@ fn leaves(
         let left_out = if whole_state { Vec::new() } else { left_out.collect() };
         let wanted = reasons.iter().map(|reason| whole_state || reason.is_none()).collect();
         let (uses_zarr3, stores_fill_values) = (true, false);
-        return Ok(Leaves { names, wanted, uses_zarr3, stores_fill_values, left_out, scan_layers: None });
+        let tree_keys = TreeKeys::new();
+        return Ok(Leaves { names, wanted, uses_zarr3, stores_fill_values, left_out, scan_layers: None, tree_keys });
     };
     let described = Tree::parse(&bytes);
     let described =
@@ -270,7 +281,9 @@ fn leaves(
     }
     let scan_layers = described.custom.as_ref().and_then(|custom| custom.get("scan_layers")?.as_bool());
     let Tree { uses_zarr3, stores_fill_values, .. } = described;
-    Ok(Leaves { names, wanted, uses_zarr3, stores_fill_values, left_out, scan_layers })
+    let untold = described.leaves.into_iter().filter(|leaf| !is_told_by_name(leaf));
+    let tree_keys = untold.map(|leaf| (leaf.name(), leaf.keys)).collect();
+    Ok(Leaves { names, wanted, uses_zarr3, stores_fill_values, left_out, scan_layers, tree_keys })
 }
 
 /// The description of an array.
