@@ -14,6 +14,9 @@ use std::{
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+#[path = "cli/messages.rs"]
+mod messages;
+
 /// A working directory with a checkpoint in `model/`.
 struct Fixture {
     directory: TempDir,
@@ -134,7 +137,8 @@ fn can_mount() -> bool {
 
 #[test]
 fn every_command_explains_itself_with_examples() {
-    let commands = ["mount", "umount", "status", "plan", "explain", "cat", "export", "verify", "doctor", "demo"];
+    let commands =
+        ["mount", "umount", "status", "plan", "explain", "cat", "export", "verify", "sums", "doctor", "demo"];
     for command in commands {
         let help = ran(program().args([command, "--help"])).ok().text();
         assert!(help.contains("Examples:\n") && help.contains(&format!("ckfs {command}")), "{help}");
