@@ -14,6 +14,9 @@ use std::{
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+#[path = "cli/messages.rs"]
+mod messages;
+
 /// A working directory with a checkpoint in `model/`.
 struct Fixture {
     directory: TempDir,
@@ -143,6 +146,7 @@ fn every_command_explains_itself_with_examples() {
         "cat",
         "export",
         "verify",
+        "sums",
         "doctor",
         "demo",
         "completions",

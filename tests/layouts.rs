@@ -853,10 +853,7 @@ fn the_family_can_be_chosen() {
     options.set.remove("family");
     options.set.insert("vocab_sise".to_owned(), "7".to_owned());
     let error = Plan::build(&checkpoint, &options).unwrap_err().to_string();
-    assert_eq!(
-        error,
-        "maxtext/qwen.toml: there is no parameter \"vocab_sise\"; there are: param_scan_axis, scan, vocab_size"
-    );
+    assert_eq!(error, "maxtext/qwen.toml: unknown parameter `vocab_sise`; did you mean `vocab_size`?");
     let error = Plan::build(&checkpoint, &ViewOptions { set: options.set, ..ViewOptions::default() }).unwrap_err();
     assert_eq!(error.to_string(), "set: the layout canonical has no parameters");
 }

@@ -62,7 +62,7 @@ fn after_start(error: &DaemonError) -> Option<&'static str> {
 #[expect(clippy::wildcard_enum_match_arm, reason = "most errors of a checkpoint say by themselves what would help")]
 fn after_open(error: &CheckpointError) -> Option<String> {
     match error {
-        CheckpointError::NotFound { source_name } => {
+        CheckpointError::NotFound { source_name } | CheckpointError::NotInCache { source_name, .. } => {
             near_path(Path::new(source_name)).map(|near| format!("did you mean `{near}`?"))
         }
         CheckpointError::NoHome { .. } => {
@@ -99,4 +99,45 @@ pub(super) fn of_mount(source: &str, error: CheckpointError) -> anyhow::Error {
         "{source}: holds the shards of the devices of the ckfs mount {}; give {whole}the source of that mount{origin}\n{error}",
         root.display()
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::Problem;
+
+    fn problems() -> CheckpointError {
+        CheckpointError::Problems { label: "x".to_owned(), problems: vec![Problem::TooLarge], more: 0 }
+    }
+
+    #[test]
+    fn shards_of_a_mount_as_a_source_lead_to_its_whole_tensors() {
+        let directory = tempfile::tempdir().unwrap();
+        let (shards, elsewhere) = (directory.path().join("mnt/safetensors"), directory.path().join("safetensors"));
+        for new in [&shards, &elsewhere, &directory.path().join("mnt/.ckfs"), &directory.path().join("mnt/hf")] {
+            fs::create_dir_all(new).unwrap();
+        }
+        fs::write(directory.path().join("mnt/.ckfs/config.toml"), "source = '/data/llama'\n").unwrap();
+        let source = shards.display().to_string();
+        let found = of_mount(&source, problems()).to_string();
+        let mount = directory.path().join("mnt").display().to_string();
+        let expected = format!(
+            "{source}: holds the shards of the devices of the ckfs mount {mount}; give {mount}/hf, or the source of that mount, \
+             /data/llama\n{}",
+            problems()
+        );
+        assert_eq!(found, expected);
+        let other = of_mount(&elsewhere.display().to_string(), problems());
+        assert_eq!(other.to_string(), problems().to_string());
+        let error = of_mount("x", CheckpointError::NoHome { source_name: "x".to_owned(), advice: String::new() });
+        assert!(hint(&error).unwrap().starts_with("set HF_HOME or HOME"));
+    }
+
+    #[test]
+    fn a_failure_to_mount_names_what_examines_the_host_and_what_works_without_a_mount() {
+        let error = anyhow::Error::from(MountError::NoFusermount).context("mnt");
+        let hint = hint(&error).unwrap();
+        assert!(hint.contains("`ckfs doctor`") && hint.contains("`ckfs export`"), "{hint}");
+        assert_eq!(super::hint(&anyhow!("other")), None);
+    }
 }

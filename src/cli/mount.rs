@@ -215,8 +215,9 @@ fn per_device(plan: &str) -> Option<String> {
     for line in plan.lines() {
         if let Some(mesh) = line.strip_prefix("mesh ") {
             devices = mesh.rsplit(": ").next().map(str::trim);
-        } else if let (Some(bytes), Some(devices)) = (line.strip_prefix("per device "), devices.take()) {
-            views.push(format!("{devices}, {} each", bytes.split(" (").next().unwrap_or(bytes).trim()));
+        } else if let Some(bytes) = line.strip_prefix("per device ") {
+            let bytes = bytes.split(" (").next().unwrap_or(bytes).trim();
+            views.extend(devices.take().map(|devices| format!("{devices}, {bytes} each")));
         }
     }
     (!views.is_empty()).then(|| views.join("; "))
@@ -443,6 +444,17 @@ mod tests {
             assert_eq!(helper(&[flag]).as_deref(), Ok(expected));
         }
         assert_eq!(helper(&["-f", "s", "/m", "-o", "mesh=a=2,timeout=3"]).as_deref(), Ok("ckfs plan --mesh=a=2 -- s"));
+    }
+
+    #[test]
+    fn the_plan_says_what_each_device_holds() {
+        let view = "mesh        fsdp=2: 2 devices\n            fsdp=2 splits 12\nper device  2.7 MiB (50.0 %)\n";
+        let uneven =
+            "mesh        fsdp=3: 3 devices\nper device  1.0 MiB to 2.0 MiB\n            dev0: 2.0 MiB (40 %)\n";
+        assert_eq!(per_device(view).as_deref(), Some("2 devices, 2.7 MiB each"));
+        let both = per_device(&format!("{view}\n{uneven}"));
+        assert_eq!(both.as_deref(), Some("2 devices, 2.7 MiB each; 3 devices, 1.0 MiB to 2.0 MiB each"));
+        assert_eq!(per_device("layout      hf\n"), None);
     }
 
     /// Flags of `ckfs mount` that determine how the command itself runs.

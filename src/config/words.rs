@@ -93,8 +93,10 @@ pub fn float_of(text: &str, other: &str) -> Result<DType, Option<String>> {
         Some(dtype) if dtype.is_float() => Ok(dtype),
         Some(_) => Err(None),
         None => {
-            let names = DType::ALL.iter().filter(|dtype| dtype.is_float()).map(|dtype| dtype.name());
-            Err(did_you_mean("dtype", text, names.chain([other])))
+            let floats = DType::ALL.iter().filter(|dtype| dtype.is_float());
+            let names: Vec<String> =
+                floats.flat_map(|dtype| [dtype.code().to_ascii_lowercase(), dtype.name().to_owned()]).collect();
+            Err(did_you_mean("dtype", text, names.iter().map(String::as_str).chain([other])))
         }
     }
 }

@@ -1,5 +1,6 @@
 """The commands other than mount, as users run them: their output and exit codes."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -286,3 +287,16 @@ def test_index_is_cross_checked(tmp_path):
     shutil.copy(repo.path / file, tmp_path / "outside.safetensors")
     index.write_text(json.dumps(said))
     assert "outside.safetensors" in run("plan", repo.path, expect=1).err
+
+
+def test_documents_for_programs(repo, tmp_path):
+    """`--json` gives one document, and the exit code of the command without it."""
+    source = repo("llama").path
+    sums = run("sums", source, "--mesh", "fsdp=2", "--only", "dev0", "--json").json()
+    path = {row["path"]: row["sha256"] for row in sums["files"]}
+    data = run("export", source, tmp_path / "out", "--mesh", "fsdp=2", "--only", "dev0", "--json").json()
+    assert data["files"] == len(path) and data["directory"] == str(tmp_path / "out")
+    for name, digest in path.items():
+        assert hashlib.sha256((tmp_path / "out" / name).read_bytes()).hexdigest() == digest
+    verified = run("verify", source, "--mesh", "fsdp=2", "--json").json()
+    assert verified["differences"] == 0 and verified["files"] > 0

@@ -106,4 +106,4 @@ def test_rules_by_pattern(own, repo, tmp_path):
 def test_errors_name_file_and_line(repo, tmp_path, text, line):
     config = _written(tmp_path / "c.toml", text)
     done = run("plan", repo("llama").path, "--config", config, expect=None)
-    assert done.code in (1, 2) and "c.toml" in done.err and f"{line}" in done.err
+    assert done.code in (1, 2) and f"c.toml:{line}: " in done.err and f"--> {config}:{line}:" in done.err

@@ -1,0 +1,167 @@
+//! What the program proposes after a mistake, and what it prints for programs.
+
+use super::*;
+
+#[test]
+fn near_names_are_proposed_wherever_a_name_is_typed() {
+    let fixture = Fixture::new();
+    fixture.write("key.toml", "source = \"model\"\nmehs = \"fsdp=2\"\n");
+    fixture.write("function.toml", "name = 'x'\n[[leaf]]\nto = 'a'\nfrom = 'b'\nview = 'transpse(x)'\n");
+    fixture.write("name.toml", "name = 'x'\n[vars]\nhead_dim = '1'\n[[leaf]]\nto = 'a{hed_dim}'\nfrom = 'b'\n");
+    fixture.write("field.toml", "name = 'x'\n[[leaf]]\nto = 'a'\nform = 'b'\n");
+    fixture.write("group.toml", "name = 'x'\n[group]\nlayers = []\n[[place]]\ngroup = 'layer'\n");
+    fixture
+        .write("param.toml", "name = 'x'\n[params]\nvocab_size = '1'\n[[leaf]]\nto = 'a'\nfrom = 'lm_head.weight'\n");
+    let rows: &[(i32, &[&str], &str)] = &[
+        (2, &["plan", "model", "--layout", "maxtxt"], "unknown layout `maxtxt`; did you mean `maxtext`?"),
+        (2, &["plan", "model", "--dtype", "bf61"], "unknown dtype `bf61`; did you mean `bf16`?"),
+        (2, &["plan", "model", "--shard", "atuo"], "unknown sharding `atuo`; did you mean `auto`?"),
+        (2, &["plan", "model", "--mseh", "fsdp=2"], "a similar argument exists: '--mesh'"),
+        (2, &["plam", "model"], "some similar subcommands exist: 'explain', 'plan'"),
+        (2, &["mount", "model", "mnt", "-o", "alow_other"], "unknown option `alow_other`; did you mean `allow_other`?"),
+        (1, &["plan", "modle"], "did you mean `model`?"),
+        (1, &["plan", "model", "--mesh", "fdsp=2"], "did you mean \"fsdp\"?"),
+        (1, &["plan", "--config", "key.toml"], "unknown field `mehs`; did you mean `mesh`?"),
+        (1, &["plan", "model", "--layout", "function.toml"], "unknown function `transpse`; did you mean `transpose`?"),
+        (1, &["plan", "model", "--layout", "name.toml"], "unknown name `hed_dim`; did you mean `head_dim`?"),
+        (1, &["plan", "model", "--layout", "field.toml"], "unknown field `form`; did you mean `from`?"),
+        (1, &["plan", "model", "--layout", "group.toml"], "unknown group `layer`; did you mean `layers`?"),
+        (
+            1,
+            &["plan", "model", "--layout", "param.toml", "--set", "vocabsize=3"],
+            "unknown parameter `vocabsize`; did you mean `vocab_size`?",
+        ),
+        (1, &["cat", "model", "dev0/embd"], "dev0 has no \"embd\"; did you mean `dev0/embed`?"),
+        (1, &["explain", "model", "dev0/layer/scaned/wq"], "did you mean `dev0/layers/scanned/wq`?"),
+        (
+            1,
+            &["export", "model", "out", "--only", "dev0/embd"],
+            "no file matches dev0/embd; did you mean `dev0/embed`?",
+        ),
+        (1, &["verify", "model", "--only", "hf/confg.json"], "did you mean `hf/config.json`?"),
+        (1, &["sums", "model", "--only", "fulll"], "did you mean `full`?"),
+    ];
+    for (code, args, message) in rows {
+        println!("{args:?}");
+        let ran = fixture.run(args);
+        assert_eq!(ran.code, *code, "{}", ran.err);
+        assert!(ran.err.contains(message), "expected {message:?}, found: {}", ran.err);
+    }
+    assert!(!fixture.path("out").exists());
+}
+
+#[test]
+fn errors_in_files_show_the_marked_line() {
+    let fixture = Fixture::new();
+    fixture.write("a.toml", "source = \"model\"\n\nmehs = \"fsdp=2\"\n");
+    let ran = fixture.run(&["plan", "--config", "a.toml"]).fails(1, "a.toml:3: unknown field `mehs`");
+    assert_eq!(
+        ran.err,
+        "ckfs: error: a.toml:3: unknown field `mehs`; did you mean `mesh`?\n --> a.toml:3:1\n  |\n3 | mehs = \"fsdp=2\"\n  | ^^^^\n"
+    );
+    // All problems of a layout file at once, each with its line. Colours are for terminals only.
+    fixture.write("l.toml", "name = 'x'\n[vars]\na = '1 + '\nb = 'rnak(c)'\n");
+    let ran = fixture.run(&["plan", "model", "--layout", "l.toml"]).fails(1, "2 problems:\n");
+    let path = fixture.path("l.toml").canonicalize().unwrap().display().to_string();
+    for (place, line, mark) in
+        [(format!("{path}:3:10"), "3 | a = '1 + '", "^"), (format!("{path}:4:6"), "4 | b = 'rnak(c)'", "^^^^")]
+    {
+        assert!(ran.err.contains(&format!("--> {place}\n")) && ran.err.contains(line), "{}", ran.err);
+        assert!(ran.err.lines().any(|text| text.ends_with(&format!(" {mark}"))), "{}", ran.err);
+    }
+    assert!(!ran.err.contains('\u{1b}'), "{:?}", ran.err);
+}
+
+#[test]
+fn json_of_sums_verify_and_export() {
+    let fixture = Fixture::new();
+    let only = ["--only", "dev0/embed", "--json"];
+    let sums = fixture.run(&[&["sums", "model", "--mesh", "fsdp=2"][..], &only].concat()).ok().json();
+    assert_eq!(sums["files"][0]["path"], "dev0/embed");
+    assert_eq!(sums["files"][0]["sha256"].as_str().unwrap().len(), 64);
+    assert_eq!(sums["source_files"].as_array().unwrap().last().unwrap()["path"], "model.safetensors");
+    assert_eq!((&sums["revision"], &sums["only"]), (&json!(null), &json!(["dev0/embed"])));
+    assert_eq!(sums["views"], json!(["mesh=fsdp=2 layout=canonical dtype=keep"]));
+
+    fixture.run(&["sums", "model", "--mesh", "fsdp=2", "-o", "a.sums"]).ok();
+    let check = |mesh| fixture.run(&["sums", "model", "--mesh", mesh, "--check", "a.sums", "--only", "full", "--json"]);
+    let same = check("fsdp=2").ok().json();
+    assert_eq!((&same["differences"], &same["source_files"]), (&json!([]), &json!(2)));
+    let text = fs::read_to_string(fixture.path("a.sums")).unwrap();
+    let embed = text.lines().find(|line| line.ends_with("  full/embed")).unwrap();
+    fixture.write("a.sums", &text.replace(embed, &format!("{}  full/embed", "0".repeat(64))));
+    let other = check("fsdp=2");
+    assert_eq!(other.code, 1, "{}", other.err);
+    assert!(other.err.starts_with("ckfs: error: 1 difference from a.sums"), "{}", other.err);
+    let row = json!({"path": "full/embed", "source": false, "expected": "0".repeat(64), "found": &embed[..64]});
+    assert_eq!(other.json()["differences"], json!([row]));
+    let verified = fixture.run(&["verify", "model", "--mesh", "fsdp=2", "--sums", "a.sums", "--json"]);
+    assert_eq!((verified.code, verified.json()["differences"].as_array().unwrap().len()), (1, 1));
+
+    let out = fixture.run(&["export", "model", "out", "--mesh", "fsdp=2", "--json"]).ok().json();
+    assert_eq!(out["directory"], json!(fixture.path("out").display().to_string()));
+    for key in ["files", "bytes", "directories", "links"] {
+        assert!(out[key].as_u64().unwrap() > 0, "{out}");
+    }
+    let verified = fixture.run(&["verify", "out", "--json"]).ok().json();
+    assert_eq!((&verified["differences"], &verified["first_differences"]), (&json!(0), &json!([])));
+    assert!(verified["files"].as_u64().unwrap() > 0 && verified["bytes"].as_u64().unwrap() > 0, "{verified}");
+    let wrong = fixture.path("out/dev1/layers/scanned/wq");
+    let mut bytes = fs::read(&wrong).unwrap();
+    bytes[17] ^= 0x40;
+    fs::write(&wrong, &bytes).unwrap();
+    let verified = fixture.run(&["verify", "out", "--json"]);
+    assert!(verified.code == 1 && verified.err.contains("1 difference in "), "{}", verified.err);
+    assert_eq!(verified.json()["differences"], json!(1));
+    assert_eq!(verified.json()["first_differences"][0]["path"], "dev1/layers/scanned/wq");
+    fixture.run(&["sums", "model", "--json", "-o", "b.sums"]).fails(2, "cannot be used with");
+}
+
+#[test]
+fn short_help_has_the_common_options_and_long_help_has_all() {
+    let help = |flag| ran(program().args(["mount", flag])).ok().text();
+    let (short, long) = (help("-h"), help("--help"));
+    for flag in ["--mesh", "--layout", "--dtype", "--config", "--mkdir"] {
+        assert!(short.contains(flag) && long.contains(flag), "{flag}: {short}");
+    }
+    for flag in ["--strip-prefix", "--source-timeout", "--drain", "--renumber"] {
+        assert!(!short.contains(flag) && long.contains(flag), "{flag}: {short}");
+    }
+    assert!(short.lines().count() < 60 && long.lines().count() > 200 && short.contains("'--help'"), "{short}");
+}
+
+#[test]
+fn a_mountpoint_is_made_on_request_and_removed_if_the_mount_fails() {
+    if !can_mount() {
+        return;
+    }
+    let fixture = Fixture::new();
+    fixture.run(&["mount", "model", "new/mnt"]).fails(1, "no such directory; create it first, or give --mkdir");
+    fixture.run(&["mount", "model", "new/mnt", "--mkdir", "--mesh", "fsdp=0x"]).fails(2, "mesh");
+    for more in [&["--even"][..], &["--even", "--foreground"]] {
+        let args = [&["mount", "model", "new/mnt", "--mkdir", "--mesh", "fsdp=4"][..], more].concat();
+        fixture.run(&args).fails(1, "does not split evenly");
+        assert!(!fixture.path("new").exists(), "{more:?}");
+    }
+    fs::create_dir(fixture.path("mnt")).unwrap();
+    let mounted = Mounted(&fixture);
+    let ran = fixture.run(&["mount", "model", "mnt/", "--mkdir", "--mesh", "fsdp=2"]).ok();
+    let line = ran.err.lines().find(|line| line.starts_with("ckfs: mounted on ")).unwrap();
+    assert!(line.ends_with("; 2 devices, 96 B each") || line.ends_with("; 2 devices, 96 bytes each"), "{line}");
+
+    fixture.run(&["unmount", "mnt"]).ok();
+    assert!(fixture.path("mnt").is_dir(), "unmounting leaves the directory");
+    drop(mounted);
+}
+
+#[test]
+fn failures_of_the_environment_name_the_remedy() {
+    let fixture = Fixture::new();
+    let no_home = ran(program().args(["plan", "org/name"]).env_remove("HOME").current_dir(fixture.path("")));
+    no_home.fails(1, "set HF_HOME or HOME to where the hub cache is");
+    let absent = ran(program().args(["plan", "org/name"]).env("HF_HUB_CACHE", fixture.path("")));
+    absent.fails(1, "`ckfs fetch org/name` brings it");
+    fs::create_dir(fixture.path("gguf")).unwrap();
+    fixture.write("gguf/model.gguf", "GGUF");
+    fixture.run(&["plan", "gguf"]).fails(1, "use the Hugging Face repository that they were converted from");
+}
