@@ -181,6 +181,91 @@ fn every_flipped_byte_of_a_directory_ends() {
     }
 }
 
+/// The opened checkpoint has the right bytes, or the error names all of these.
+fn right_or_named(dir: &Path, right: &BTreeMap<String, Vec<u8>>, names: &[&str], what: &str) {
+    match open(dir) {
+        Ok(checkpoint) => assert!(contents(&checkpoint) == *right, "{what}: other bytes"),
+        Err(error) => assert!(names.iter().all(|name| error.contains(name)), "{what}: {error}"),
+    }
+}
+
+#[test]
+fn files_that_are_cut_exchanged_or_lengthened_are_right_or_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = files("dcp");
+    write(dir.path(), &files);
+    let right = contents(&open(dir.path()).unwrap());
+    let parts: Vec<&String> = files.keys().filter(|path| path.ends_with(".distcp")).collect();
+    for path in files.keys() {
+        let whole = &files[path];
+        let names: &[&str] = if parts.contains(&path) { &[path, "tensor \"model."] } else { &[path] };
+        for len in (0..whole.len()).step_by(5).chain([whole.len() - 1]) {
+            fs::write(dir.path().join(path), &whole[..len]).unwrap();
+            right_or_named(dir.path(), &right, names, &format!("{path} cut to {len}"));
+        }
+        fs::write(dir.path().join(path), [whole.as_slice(), b"more"].concat()).unwrap();
+        right_or_named(dir.path(), &right, &[path], &format!("{path} longer"));
+        fs::write(dir.path().join(path), vec![0; whole.len()]).unwrap();
+        right_or_named(dir.path(), &right, names, &format!("{path} of zeros"));
+        fs::write(dir.path().join(path), whole).unwrap();
+    }
+    fs::write(dir.path().join(parts[0]), &files[parts[1]]).unwrap();
+    fs::write(dir.path().join(parts[1]), &files[parts[0]]).unwrap();
+    right_or_named(dir.path(), &right, &["tensor \"model.w\"", parts[0]], "exchanged");
+}
+
+/// A safetensors file of one tensor that says where it is in the whole.
+fn part(path: &Path, name: &str, dtype: safetensors::Dtype, shape: &[usize], bytes: &[u8], offsets: &str) {
+    let view = safetensors::tensor::TensorView::new(dtype, shape.to_vec(), bytes).unwrap();
+    let info = format!("{{\"{name}\": {{\"saved_offsets\": {offsets}}}}}");
+    let metadata = [("DCP_SHARDING_INFO".to_owned(), info)].into();
+    fs::write(path, safetensors::serialize([(name, view)], Some(metadata)).unwrap()).unwrap();
+}
+
+#[test]
+fn parts_that_do_not_fit_each_other_are_named() {
+    use safetensors::Dtype::F32;
+    let dir = tempfile::tempdir().unwrap();
+    part(&dir.path().join("a.safetensors"), "w", F32, &[3, 3], &counting(9), "[0, 0]");
+    let second = |offsets: &str| part(&dir.path().join("b.safetensors"), "w", F32, &[2, 3], &counting(6), offsets);
+    second("[3, 0]");
+    let found = contents(&open(dir.path()).unwrap());
+    assert_eq!(found["w"], [counting(9), counting(6)].concat());
+    for (offsets, fault) in [("[2, 0]", "b.safetensors overlap"), ("[4, 0]", "elements [3..4, 0..3] are in no box")] {
+        second(offsets);
+        let error = open(dir.path()).unwrap_err();
+        assert!(error.contains("tensor \"w\"") && error.contains(fault), "{error}");
+    }
+}
+
+#[test]
+fn codes_in_several_boxes_are_not_decoded_and_named() {
+    use ckfs::plan::{Dequantize, Layout, Plan, ViewOptions};
+    use safetensors::Dtype::{F8_E4M3, F32};
+    let dir = tempfile::tempdir().unwrap();
+    let name = "model.layers.0.mlp.up_proj.weight";
+    let codes: Vec<u8> = (0..16).map(|code| 0x30 + code).collect();
+    part(&dir.path().join("a.safetensors"), name, F8_E4M3, &[2, 4], &codes[..8], "[0, 0]");
+    part(&dir.path().join("b.safetensors"), name, F8_E4M3, &[2, 4], &codes[8..], "[2, 0]");
+    for (file, offsets) in [("c", "[0, 0]"), ("d", "[1, 0]")] {
+        let scale = format!("{name}_scale_inv");
+        part(&dir.path().join(format!("{file}.safetensors")), &scale, F32, &[1, 1], &counting(1), offsets);
+    }
+    let checkpoint = open(dir.path()).unwrap();
+    for wish in [Some(Dequantize::Own), None] {
+        let dtype = wish.is_none().then_some(ckfs::tensor::DType::F32);
+        for layout in [Layout::Hf, Layout::Canonical, Layout::Stored] {
+            let options = ViewOptions { layout, dequantize: wish, dtype, ..ViewOptions::default() };
+            let error = Plan::build(&checkpoint, &options).expect_err("codes are refused").to_string();
+            assert!(error.contains(name) && error.contains("several boxes"), "{error}");
+        }
+    }
+    // As stored they are shown.
+    let plan = Plan::build(&checkpoint, &ViewOptions { layout: Layout::Hf, ..ViewOptions::default() }).unwrap();
+    assert_eq!(plan.tensors.len(), 2);
+    assert_eq!(contents(&checkpoint)[name], codes);
+}
+
 #[test]
 fn what_is_no_checkpoint_is_named() {
     let dir = tempfile::tempdir().unwrap();

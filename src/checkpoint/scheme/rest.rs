@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use super::{
     finds::{Finds, Scheme, Summary},
-    parts::{companion, is_fp8, is_wide_float, module_of},
+    parts::{is_fp8, is_wide_float, module_of},
     settings::{Settings, Told},
     stored::Stored,
 };
@@ -30,6 +30,12 @@ impl Scheme for Rest {
         for (id, codes) in stored.iter() {
             if is_open(found, &id) && are_codes(stored, &codes) {
                 found.unsupported(&told(&settings, method.as_deref(), codes.name), Some(id));
+            }
+        }
+        for (id, codes) in stored.in_boxes() {
+            if are_codes(stored, &codes) {
+                let method = method.as_deref().unwrap_or("codes and scales");
+                found.unsupported(&format!("{method}, but stored as several boxes"), Some(id));
             }
         }
         if settings.is_known() && found.has_tensors() {
@@ -59,7 +65,7 @@ fn refuse_orphans(stored: &Stored<'_>, found: &mut Finds<'_>, used: &HashSet<Ten
             continue;
         }
         let codes = ["weight", "weight_packed"];
-        if codes.iter().all(|codes| companion(stored, module, codes).is_none()) {
+        if !codes.iter().any(|codes| stored.has(&format!("{module}.{codes}"))) {
             found.refuse(
                 tensor.name,
                 format!("codes {module}.weight or {module}.weight_packed beside it"),
@@ -98,9 +104,9 @@ fn told(settings: &Settings<'_>, method: Option<&str>, codes: &str) -> String {
 
 /// Whether a tensor's name and type say that it holds codes.
 fn are_codes(stored: &Stored<'_>, tensor: &TensorInfo<'_>) -> bool {
-    let beside = |suffix: &str| stored.find(&format!("{}{suffix}", tensor.name)).is_some();
+    let beside = |suffix: &str| stored.has(&format!("{}{suffix}", tensor.name));
     if let Some(stem) = tensor.name.strip_suffix("_blocks") {
-        return tensor.dtype == DType::U8 && stored.find(&format!("{stem}_scales")).is_some();
+        return tensor.dtype == DType::U8 && stored.has(&format!("{stem}_scales"));
     }
     if tensor.name.ends_with(".weight_packed") {
         return !is_plain(tensor.dtype);
@@ -110,7 +116,7 @@ fn are_codes(stored: &Stored<'_>, tensor: &TensorInfo<'_>) -> bool {
         let words = ["scale", "scales", "SCB"];
         beside("_scale_inv")
             || beside("_scale")
-            || module.is_some_and(|of| words.iter().any(|word| companion(stored, of, word).is_some()))
+            || module.is_some_and(|of| words.iter().any(|word| stored.has(&format!("{of}.{word}"))))
     };
     let may_be = is_fp8(tensor.dtype) || matches!(tensor.dtype, DType::I8 | DType::U8 | DType::I32 | DType::U32);
     tensor.shape.len() >= 2 && may_be && scale()

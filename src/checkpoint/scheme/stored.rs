@@ -1,6 +1,6 @@
 //! What schemes look at: the stored tensors, what the configuration says of quantization, and bytes of small tensors.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use serde_json::Value;
 
@@ -23,6 +23,9 @@ pub(in crate::checkpoint) struct Stored<'a> {
     table: &'a TensorTable,
     /// The tensors with a span of their own. Codes that are stored as boxes are not decoded.
     plain: Vec<TensorId>,
+    /// Tensors that are stored as several boxes, which no scheme decodes.
+    in_boxes: Vec<TensorId>,
+    names_in_boxes: HashSet<&'a str>,
     by_name: HashMap<&'a str, TensorId>,
     source: &'a dyn Source,
     config: Option<&'a Value>,
@@ -41,15 +44,28 @@ impl<'a> Stored<'a> {
         metadata: &'a BTreeMap<FileId, Vec<(String, String)>>,
         dtype: DType,
     ) -> Self {
-        let plain = table.iter().filter(|(_, info)| info.mosaic().is_none()).map(|(id, _)| id).collect::<Vec<_>>();
+        let (in_boxes, plain): (Vec<_>, Vec<_>) =
+            table.iter().map(|(id, _)| id).partition(|id| table.tensor(*id).mosaic().is_some());
         let by_name = plain.iter().map(|id| (table.tensor(*id).name, *id)).collect();
-        Self { table, plain, by_name, source, config, modelopt, metadata, dtype }
+        let names_in_boxes = in_boxes.iter().map(|id| table.tensor(*id).name).collect();
+        Self { table, plain, in_boxes, names_in_boxes, by_name, source, config, modelopt, metadata, dtype }
     }
 
     /// All stored tensors, in order of id: by file, and within a file by place.
     pub(in crate::checkpoint) fn iter(&self) -> impl ExactSizeIterator<Item = (TensorId, TensorInfo<'a>)> {
         let table = self.table;
         self.plain.iter().map(move |id| (*id, table.tensor(*id)))
+    }
+
+    /// All tensors that are stored as several boxes. They are not among [`Self::iter`].
+    pub(in crate::checkpoint) fn in_boxes(&self) -> impl Iterator<Item = (TensorId, TensorInfo<'a>)> {
+        let table = self.table;
+        self.in_boxes.iter().map(move |id| (*id, table.tensor(*id)))
+    }
+
+    /// Whether there is a tensor of that name, in boxes or not.
+    pub(in crate::checkpoint) fn has(&self, name: &str) -> bool {
+        self.by_name.contains_key(name) || self.names_in_boxes.contains(name)
     }
 
     /// One stored tensor.
