@@ -460,3 +460,93 @@ fn chunks_that_will_be_read_are_decoded_before_and_once() {
     maps.will_need(file_id(own), ByteSpan::new(0, 12).unwrap());
     assert!(source.read_into(file_id(own), 0, &mut [0]).is_err());
 }
+
+/// What a changed checkpoint gives is right, or an error that names the array or the file.
+fn right_or_named(tree: &MemoryTree, names: &[&str], what: &str) {
+    match contents(tree, false) {
+        Ok(found) => assert_eq!(found, expected(), "{what}"),
+        Err(error) => assert!(names.iter().all(|name| error.contains(name)), "{what}: {error}"),
+    }
+}
+
+#[test]
+fn changed_descriptions_are_errors_that_name_the_array() {
+    let (_, tree) = checkpoints().into_iter().find(|(name, _)| name == "files").unwrap();
+    let path = "3/default/params.wq/.zarray";
+    let text = String::from_utf8(tree.files[path].clone()).unwrap();
+    let changes = [
+        ("\"bfloat16\"", &["\"<f4\"", "\"<f8\"", "\"|O\"", "\"nonsense\"", "7", "[[\"a\",\"<f4\"]]"][..]),
+        (
+            "{\"id\":\"zstd\",\"level\":1}",
+            &["null", "{\"id\":\"blosc\"}", "{\"id\":\"lz4\"}", "{\"id\":\"gzip\"}", "{}"],
+        ),
+        ("\"filters\":null", &["\"filters\":[{\"id\":\"delta\"}]", "\"filters\":7"]),
+        (
+            "\"chunks\":[2,4]",
+            &["\"chunks\":[2,3]", "\"chunks\":[0,4]", "\"chunks\":[4,4]", "\"chunks\":[2,4,1]", "\"chunks\":[9e99,4]"],
+        ),
+        (
+            "\"shape\":[4,8]",
+            &["\"shape\":[4,9]", "\"shape\":[4]", "\"shape\":[-1,8]", "\"shape\":[4,99999999999999999999]"],
+        ),
+        ("\"zarr_format\":2", &["\"zarr_format\":3", "\"zarr_format\":\"2\""]),
+        ("\"dimension_separator\":\".\"", &["\"dimension_separator\":\"/\"", "\"dimension_separator\":\"x\""]),
+        ("\"order\":\"C\"", &["\"order\":\"K\""]),
+    ];
+    for (from, all) in changes {
+        for to in all {
+            let mut changed = tree.clone();
+            let replaced = text.replace(from, to);
+            assert_ne!(replaced, text, "{from}");
+            changed.files.insert(path.to_owned(), replaced.into_bytes());
+            let error = contents(&changed, false).expect_err(to);
+            assert!(error.contains("params.wq"), "{to}: {error}");
+        }
+    }
+    for len in 0..text.len() {
+        let mut changed = tree.clone();
+        changed.files.insert(path.to_owned(), text.as_bytes()[..len].to_vec());
+        let error = contents(&changed, false).expect_err("cut");
+        assert!(error.contains("params.wq") && error.contains(".zarray"), "{len}: {error}");
+    }
+}
+
+#[test]
+fn changed_chunks_are_right_or_errors_that_name_file_and_array() {
+    for (name, tree) in checkpoints().into_iter().filter(|(name, _)| name == "files") {
+        for (path, bytes) in
+            tree.files.iter().filter(|(path, _)| path.contains("/params.") && !path.ends_with(".zarray"))
+        {
+            let array = path.split('/').nth(2).unwrap();
+            let with = |bytes: Vec<u8>, what: &str| {
+                let mut changed = tree.clone();
+                changed.files.insert(path.clone(), bytes);
+                right_or_named(&changed, &[array, path], &format!("{name} {path} {what}"));
+            };
+            for len in 0..bytes.len() {
+                with(bytes[..len].to_vec(), "cut");
+            }
+            with([bytes.as_slice(), &[0]].concat(), "longer");
+            with([bytes.as_slice(), bytes.as_slice()].concat(), "doubled");
+            with(vec![0; bytes.len()], "zeros");
+            for (other, theirs) in
+                tree.files.iter().filter(|(other, _)| !other.contains(array) && other.contains("/params."))
+            {
+                with(theirs.clone(), &format!("as {other}"));
+            }
+        }
+    }
+    // Lost, renamed or surplus files of a database and its descriptions.
+    for (name, tree) in checkpoints() {
+        for path in tree.files.keys().filter(|path| path.contains("/d/") || path.ends_with(".zarray")) {
+            let mut changed = tree.clone();
+            let bytes = changed.files.remove(path).unwrap();
+            right_or_named(&changed, &[], &format!("{name} {path} lost"));
+            for len in [0, bytes.len() / 2, bytes.len() - 1] {
+                changed.files.insert(path.clone(), bytes[..len].to_vec());
+                let file = path.rsplit('/').next().unwrap();
+                right_or_named(&changed, &[file], &format!("{name} {path} cut to {len}"));
+            }
+        }
+    }
+}
