@@ -4,12 +4,19 @@
 //! much longer. Second requests are few: one for each [`REPLIES_PER_HEDGE`] replies, some at a time, and none for a while after
 //! the service asked for a pause.
 
+#[cfg(feature = "remote")]
+use std::{future::Future, pin::pin};
 use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
+#[cfg(feature = "remote")]
+use futures_util::future::{Either, select};
+
 use super::counters::RemoteCounters;
+#[cfg(feature = "remote")]
+use super::error::{Failure, RemoteError};
 
 /// Replies after which their average counts.
 const REPLIES_MIN: u64 = 16;
@@ -85,82 +92,70 @@ impl Hedging {
     }
 }
 
+/// A second request under way.
 #[cfg(feature = "remote")]
-mod race {
-    use std::{future::Future, pin::pin, time::Duration};
+#[derive(Debug)]
+struct Running<'a>(&'a Hedging);
 
-    use futures_util::future::{Either, select};
+#[cfg(feature = "remote")]
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        self.0.state().running -= 1;
+    }
+}
 
-    use super::{
-        super::{
-            counters::RemoteCounters,
-            error::{Failure, RemoteError},
-        },
-        Hedging, REPLIES_PER_HEDGE, RUNNING_MAX,
-    };
+#[cfg(feature = "remote")]
+impl Hedging {
+    /// The wait after which a second request is sent; `None` while too little is known.
+    fn after(&self) -> Option<Duration> {
+        self.state().after()
+    }
 
-    /// A second request under way.
-    #[derive(Debug)]
-    pub(super) struct Running<'a>(&'a Hedging);
+    /// Begins a second request, if one is allowed.
+    fn begin(&self) -> Option<Running<'_>> {
+        let mut state = self.state();
+        if state.running >= RUNNING_MAX || state.saved < REPLIES_PER_HEDGE {
+            return None;
+        }
+        state.saved -= REPLIES_PER_HEDGE;
+        state.running += 1;
+        Some(Running(self))
+    }
 
-    impl Drop for Running<'_> {
-        fn drop(&mut self) {
-            self.0.state().running -= 1;
+    /// The first answer to a request, which is sent a second time if no answer comes for long. `request` sends it; its
+    /// future ends with the first byte, or with an error. The other request is dropped, and its connection with it.
+    ///
+    /// # Errors
+    /// The error of the last answer, or the first one that a repetition would not change.
+    pub(super) async fn first_of<T, F>(&self, request: impl Fn() -> F) -> Result<T, RemoteError>
+    where
+        F: Future<Output = Result<T, RemoteError>>,
+    {
+        let mut first = pin!(request());
+        let Some(after) = self.after() else { return first.await };
+        if let Ok(answer) = tokio::time::timeout(after, first.as_mut()).await {
+            return answer;
+        }
+        let Some(_running) = self.begin() else { return first.await };
+        RemoteCounters::add(&self.counters.requests, 1);
+        RemoteCounters::add(&self.counters.hedges, 1);
+        match select(first, pin!(request())).await {
+            Either::Left((Err(error), second)) if self.may_pass(&error) => self.won(second.await),
+            Either::Right((Err(error), first)) if self.may_pass(&error) => first.await,
+            Either::Left((answer, _)) => answer,
+            Either::Right((answer, _)) => self.won(answer),
         }
     }
 
-    impl Hedging {
-        /// The wait after which a second request is sent; `None` while too little is known.
-        pub(super) fn after(&self) -> Option<Duration> {
-            self.state().after()
+    fn may_pass(&self, error: &RemoteError) -> bool {
+        if matches!(error.failure, Failure::Busy(_)) {
+            self.note_pause();
         }
+        error.is_transient()
+    }
 
-        /// Begins a second request, if one is allowed.
-        pub(super) fn begin(&self) -> Option<Running<'_>> {
-            let mut state = self.state();
-            if state.running >= RUNNING_MAX || state.saved < REPLIES_PER_HEDGE {
-                return None;
-            }
-            state.saved -= REPLIES_PER_HEDGE;
-            state.running += 1;
-            Some(Running(self))
-        }
-
-        /// The first answer to a request, which is sent a second time if no answer comes for long. `request` sends it; its
-        /// future ends with the first byte, or with an error. The other request is dropped, and its connection with it.
-        ///
-        /// # Errors
-        /// The error of the last answer, or the first one that a repetition would not change.
-        pub(in super::super) async fn first_of<T, F>(&self, request: impl Fn() -> F) -> Result<T, RemoteError>
-        where
-            F: Future<Output = Result<T, RemoteError>>,
-        {
-            let mut first = pin!(request());
-            let Some(after) = self.after() else { return first.await };
-            if let Ok(answer) = tokio::time::timeout(after, first.as_mut()).await {
-                return answer;
-            }
-            let Some(_running) = self.begin() else { return first.await };
-            RemoteCounters::add(&self.counters.requests, 1);
-            RemoteCounters::add(&self.counters.hedges, 1);
-            match select(first, pin!(request())).await {
-                Either::Left((Err(error), second)) if self.may_pass(&error) => self.won(second.await),
-                Either::Right((Err(error), first)) if self.may_pass(&error) => first.await,
-                Either::Left((answer, _)) => answer,
-                Either::Right((answer, _)) => self.won(answer),
-            }
-        }
-
-        fn may_pass(&self, error: &RemoteError) -> bool {
-            if matches!(error.failure, Failure::Busy(_)) {
-                self.note_pause();
-            }
-            error.is_transient()
-        }
-
-        fn won<T>(&self, answer: Result<T, RemoteError>) -> Result<T, RemoteError> {
-            answer.inspect(|_| RemoteCounters::add(&self.counters.hedge_wins, 1))
-        }
+    fn won<T>(&self, answer: Result<T, RemoteError>) -> Result<T, RemoteError> {
+        answer.inspect(|_| RemoteCounters::add(&self.counters.hedge_wins, 1))
     }
 }
 
