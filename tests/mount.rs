@@ -96,7 +96,7 @@ fn serving_process() {
         ..MountOptions::default()
     };
     let fs = Arc::new(Double::new(File::open(base.join("backing")).ok()));
-    let result = serve(fs, &base.join("mnt"), &options, &log, || readiness.ready("serving").unwrap());
+    let result = serve(fs, &base.join("mnt"), &options, &log, || readiness.ready("serving", "2 devices").unwrap());
     log.finish();
     match result {
         Ok(exit) => process::exit(exit_code(exit)),

@@ -33,6 +33,10 @@ use crate::{
         start_background,
     },
     host::{self, Log},
+    plan::{
+        Plan,
+        report::{bytes_per_device, human_bytes},
+    },
     source::FileId,
     volume::Volume,
 };
@@ -178,16 +182,14 @@ impl Mount {
         }
         check_mountpoint(&mountpoint)?;
         let timeout = config.start_seconds.unwrap_or_default();
-        let Started { pid, log: place } = start(args, &mountpoint, Duration::from_secs(timeout))?;
+        let Started { pid, log: place, served } = start(args, &mountpoint, Duration::from_secs(timeout))?;
         made.keep();
         let (source, path) = (config.source.unwrap_or_default(), mountpoint.display());
         tracing::info!("{source} is mounted on {path} by process {pid}");
         if !log.quiet {
             // The log line precedes this message, as it was written first.
             sink.flush(host::log::FLUSH_LIMIT);
-            let held = fs::read_to_string(mountpoint.join(".ckfs/plan.txt")).ok().and_then(|plan| per_device(&plan));
-            let held = held.map_or_else(String::new, |held| format!("; {held}"));
-            host::tell(&format!("ckfs: mounted on {path}; its log goes {place}{held}\n"));
+            host::tell(&format!("ckfs: mounted on {path}; its log goes {place}; {served}\n"));
         }
         Ok(())
     }
@@ -208,19 +210,24 @@ pub(super) fn is_daemon() -> bool {
     starter == Some(nix::unistd::getppid().as_raw())
 }
 
-/// The devices of each view and the bytes of each device, by the text of a plan.
-fn per_device(plan: &str) -> Option<String> {
-    let mut views = Vec::new();
-    let mut devices = None;
-    for line in plan.lines() {
-        if let Some(mesh) = line.strip_prefix("mesh ") {
-            devices = mesh.rsplit(": ").next().map(str::trim);
-        } else if let Some(bytes) = line.strip_prefix("per device ") {
-            let bytes = bytes.split(" (").next().unwrap_or(bytes).trim();
-            views.extend(devices.take().map(|devices| format!("{devices}, {bytes} each")));
+/// The number of devices of each view, and the bytes of each device.
+fn per_device<'a>(plans: impl IntoIterator<Item = &'a Plan>) -> String {
+    let of_view = |plan: &Plan| {
+        let held = bytes_per_device(plan);
+        let (least, most) = (held.iter().min().copied().unwrap_or(0), held.iter().max().copied().unwrap_or(0));
+        let devices = counted(held.len(), "device");
+        if least == most {
+            format!("{devices}, {} each", human_bytes(most))
+        } else {
+            format!("{devices}, {} to {} each", human_bytes(least), human_bytes(most))
         }
-    }
-    (!views.is_empty()).then(|| views.join("; "))
+    };
+    plans.into_iter().map(of_view).collect::<Vec<_>>().join("; ")
+}
+
+/// `1 device`, `2 devices`.
+fn counted(count: usize, what: &str) -> String {
+    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
 /// Directories that this process made for a mount. They are removed again when dropped, unless the mount succeeded.
@@ -393,9 +400,10 @@ fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readi
     let _watching = watch(Arc::clone(&volume))?;
     let prefetch = config.mount.prefetch.unwrap_or_default();
     let _prefetching = prefetch::start(volume.engine().checkpoint(), volume.plans(), prefetch);
+    let held = per_device(volume.plans().iter().map(Arc::as_ref));
     let (mut ready, mut served) = (Ok(()), false);
     let exit = serve(volume, mountpoint, &options, log, || {
-        ready = readiness.ready(&format!("serving {name} on {}", mountpoint.display()));
+        ready = readiness.ready(&format!("serving {name} on {}", mountpoint.display()), &held);
         served = true;
     });
     if served {
@@ -444,17 +452,6 @@ mod tests {
             assert_eq!(helper(&[flag]).as_deref(), Ok(expected));
         }
         assert_eq!(helper(&["-f", "s", "/m", "-o", "mesh=a=2,timeout=3"]).as_deref(), Ok("ckfs plan --mesh=a=2 -- s"));
-    }
-
-    #[test]
-    fn the_plan_says_what_each_device_holds() {
-        let view = "mesh        fsdp=2: 2 devices\n            fsdp=2 splits 12\nper device  2.7 MiB (50.0 %)\n";
-        let uneven =
-            "mesh        fsdp=3: 3 devices\nper device  1.0 MiB to 2.0 MiB\n            dev0: 2.0 MiB (40 %)\n";
-        assert_eq!(per_device(view).as_deref(), Some("2 devices, 2.7 MiB each"));
-        let both = per_device(&format!("{view}\n{uneven}"));
-        assert_eq!(both.as_deref(), Some("2 devices, 2.7 MiB each; 3 devices, 1.0 MiB to 2.0 MiB each"));
-        assert_eq!(per_device("layout      hf\n"), None);
     }
 
     /// Flags of `ckfs mount` that determine how the command itself runs.

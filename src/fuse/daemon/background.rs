@@ -42,7 +42,8 @@ use crate::host::{Log, Target, limits, log::FLUSH_LIMIT};
 /// Environment variable with the process id of the starter. It means nothing to a process that is not the starter's child.
 pub const STARTER_VARIABLE: &str = "CKFS_STARTER_PID";
 
-/// First word of the child's report when it is ready; the target of the log follows. Any other report is the reason of a failure.
+/// First word of the child's report when it is ready; the target of the log and, after a tab, what it serves follow. Any other
+/// report is the reason of a failure.
 const READY: &str = "ready ";
 
 /// Most bytes that are read of a reason.
@@ -111,6 +112,8 @@ pub struct Started {
     pub pid: u32,
     /// Target of its log, in words for people: `to` a place, or `nowhere` and the reason.
     pub log: String,
+    /// What it serves, in words for people.
+    pub served: String,
 }
 
 /// Runs `program` in the background and waits until it is ready.
@@ -149,7 +152,8 @@ fn start_child(program: &Path, args: &[OsString], timeout: Duration) -> Result<S
     };
     let report = String::from_utf8_lossy(&report).into_owned();
     if is_ready(&report) {
-        return Ok(Started { pid: child.id(), log: report[READY.len()..].trim().to_owned() });
+        let (log, served) = report[READY.len()..].split_once('\t').unwrap_or_default();
+        return Ok(Started { pid: child.id(), log: log.trim().to_owned(), served: served.trim().to_owned() });
     }
     let status = reap(&mut child).map_err(spawn)?;
     let reason = report.trim().to_owned();
@@ -254,17 +258,17 @@ impl Readiness {
         self.starter.is_some()
     }
 
-    /// Reports that the mount answers, and in the background cuts the ties to the starter.
+    /// Reports that the mount answers, and what it serves, in words of one line; in the background cuts the ties to the starter.
     ///
     /// # Errors
     /// [`DaemonError::System`]; the starter then sees this process end without a report.
-    pub fn ready(&mut self, status: &str) -> Result<(), DaemonError> {
+    pub fn ready(&mut self, status: &str, served: &str) -> Result<(), DaemonError> {
         if let Some(mut starter) = self.starter.take() {
             // Lines so far are for the starter's user.
             self.log.flush(FLUSH_LIMIT);
-            let place = self.cut_ties()?;
+            let place = self.cut_ties()?.replace(['\n', '\t'], " ");
             // A starter that is gone needs no report; the signal of its death is on its way.
-            if let Err(error) = starter.write_all(format!("{READY}{}\n", place.replace('\n', " ")).as_bytes()) {
+            if let Err(error) = starter.write_all(format!("{READY}{place}\t{served}\n").as_bytes()) {
                 debug!("the starter is gone: {error}");
             }
         }
