@@ -27,7 +27,7 @@ pub fn excerpt(file: &str, text: &str, at: &Range<usize>) -> String {
     let snippet = Snippet::source(line).line_start(number).path(file).annotation(mark);
     let rendered =
         Renderer::plain().term_width(COLUMNS_MAX).render(&[Group::with_level(Level::ERROR).element(snippet)]);
-    rendered.lines().map(|line| format!("\n{}", line.trim_end())).collect()
+    rendered.lines().flat_map(|line| ["\n", line.trim_end()]).collect()
 }
 
 #[cfg(test)]

@@ -126,7 +126,7 @@ pub(super) fn parse_shard_rules(text: &str, file: &Path) -> Result<ViewSettings,
                 .iter()
                 .find(|row| ["shard", "shard_rules"].contains(&&*row.toml_key()) && row.toml_key() == *key.get_ref());
             let at = value.span();
-            let row = row.ok_or_else(|| unknown(&key, ["shard", "shard_rules"].map(str::to_owned).to_vec()))?;
+            let row = row.ok_or_else(|| unknown(&key, &["shard", "shard_rules"].map(str::to_owned)))?;
             (row.field.read)(&mut settings, value)?;
             if matches!(settings.view.shard, Some(ShardChoice::File(_))) {
                 let reason = "shard: expected auto or none in a file of rules, found a file".to_owned();
@@ -190,12 +190,12 @@ fn read_key(
     let known = || SETTINGS.iter().filter(|row| homes.contains(&row.home));
     let Some(row) = known().find(|row| row.toml_key() == *key.get_ref()) else {
         let names = known().map(Setting::toml_key).chain(tables.iter().map(|name| (*name).to_owned()));
-        return Err(unknown(key, names.collect()));
+        return Err(unknown(key, &names.collect::<Vec<_>>()));
     };
     (row.field.read)(settings, value)
 }
 
-fn unknown(key: &Spanned<String>, names: Vec<String>) -> Fault {
+fn unknown(key: &Spanned<String>, names: &[String]) -> Fault {
     let found = key.get_ref();
     if let Some(now) = former(found) {
         return Fault { at: key.span(), reason: format!("unknown field `{found}`: {now}") };

@@ -578,7 +578,7 @@ impl LayoutFile {
                     .for_each(|extent| check(shape.place(), &inner, &|visit| extent.for_each_name(visit)));
             }
             leaf.from.iter().for_each(|(_, from)| {
-                check((leaf.from_line, leaf.from_at), &inner, &|visit| from.for_each_name(visit))
+                check((leaf.from_line, leaf.from_at), &inner, &|visit| from.for_each_name(visit));
             });
             let sources: Vec<&str> = inner.iter().copied().chain(leaf.from.iter().map(|(name, _)| &**name)).collect();
             leaf.view.iter().for_each(|view| check(view.place(), &sources, &|visit| view.it.for_each_name(visit)));
