@@ -10,6 +10,7 @@
 //! requested span, and a complete object is checked against the digest that its service names.
 
 pub mod cache;
+mod cache_place;
 mod counters;
 pub mod digest;
 mod error;

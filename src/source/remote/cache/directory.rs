@@ -6,7 +6,6 @@
 //! ```
 
 use std::{
-    env,
     fs::{self, DirBuilder, File, Permissions},
     io,
     os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
@@ -49,14 +48,6 @@ pub struct Cache {
     open: Mutex<Vec<Weak<Entry>>>,
     counters: Arc<RemoteCounters>,
     temporary: AtomicU64,
-}
-
-/// The default directory: `$XDG_CACHE_HOME/ckfs`, else `~/.cache/ckfs`. `None` without these variables.
-pub fn default_directory() -> Option<PathBuf> {
-    let variable = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let absolute = |path: &PathBuf| path.is_absolute();
-    let of_cache = variable("XDG_CACHE_HOME").filter(absolute).map(|dir| dir.join("ckfs"));
-    of_cache.or_else(|| Some(variable("HOME").filter(absolute)?.join(".cache/ckfs")))
 }
 
 impl Cache {

@@ -16,7 +16,8 @@ mod space;
 #[cfg(test)]
 mod tests;
 
-pub use directory::{Cache, default_directory, usage};
+pub use super::cache_place::default_directory;
+pub use directory::{Cache, usage};
 pub use entry::{Entry, Guards};
 pub use geometry::BLOCK_BYTES;
 pub use meta::EntryMeta;

@@ -13,7 +13,7 @@ use sha2::{Digest, Sha256};
 
 use super::super::{
     super::ByteSpan,
-    cache::default_directory,
+    cache_place::default_directory,
     error::{Failure, RemoteError},
     interface::{Content, Objects, RemoteFile, Sink, hexadecimal},
     kept_file::replace,
