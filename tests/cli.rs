@@ -137,8 +137,21 @@ fn can_mount() -> bool {
 
 #[test]
 fn every_command_explains_itself_with_examples() {
-    let commands =
-        ["mount", "umount", "status", "plan", "explain", "cat", "export", "verify", "sums", "doctor", "demo"];
+    let commands = [
+        "mount",
+        "umount",
+        "status",
+        "plan",
+        "explain",
+        "cat",
+        "export",
+        "verify",
+        "sums",
+        "doctor",
+        "demo",
+        "completions",
+        "man",
+    ];
     for command in commands {
         let help = ran(program().args([command, "--help"])).ok().text();
         assert!(help.contains("Examples:\n") && help.contains(&format!("ckfs {command}")), "{help}");
@@ -148,8 +161,10 @@ fn every_command_explains_itself_with_examples() {
     for text in commands.iter().chain(&["CKFS_LOG", "Exit codes:", "Examples:"]) {
         assert!(help.contains(text), "{text}: {help}");
     }
-    let version = ran(program().arg("--version")).ok().text();
+    let version = ran(program().arg("-V")).ok().text();
     assert_eq!(version, format!("ckfs {}\n", env!("CARGO_PKG_VERSION")));
+    let long = ran(program().arg("--version")).ok().text();
+    assert!(long.starts_with(&version) && long.contains("\ncommit ") && long.contains("\nfeatures "), "{long}");
 }
 
 #[test]

@@ -444,21 +444,6 @@ fn written(dir: &Path, len: usize, dropped: i64, dropped_len: i64) -> (PathBuf, 
     (path, file, map)
 }
 
-/// Bytes of a file that are mapped into this process and resident.
-fn mapped_bytes(path: &Path) -> u64 {
-    let maps = fs::read_to_string("/proc/self/smaps").unwrap();
-    let (mut of_file, mut bytes) = (false, 0);
-    for line in maps.lines() {
-        if let Some(rss) = line.strip_prefix("Rss:") {
-            let kib: u64 = rss.trim().trim_end_matches(" kB").parse().unwrap();
-            bytes += if of_file { kib << 10 } else { 0 };
-        } else if !line.split(' ').next().unwrap().ends_with(':') {
-            of_file = line.ends_with(path.to_str().unwrap());
-        }
-    }
-    bytes
-}
-
 /// Number of a mapped file's pages that the page cache has.
 #[allow(unsafe_code)]
 fn cached_pages(map: &memmap2::Mmap) -> usize {

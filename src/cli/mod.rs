@@ -9,6 +9,7 @@
 mod cache;
 mod cat;
 mod cleanup;
+mod completions;
 mod demo;
 mod doctor;
 mod explain;
@@ -17,6 +18,7 @@ mod fetch;
 mod flags;
 mod hint;
 mod kernel_copy;
+mod man;
 mod mount;
 mod open;
 mod output;
@@ -32,7 +34,7 @@ mod verify;
 use std::{ffi::OsString, path::Path, process::ExitCode, thread};
 
 use anyhow::Context;
-use clap::{Parser, Subcommand, error::ErrorKind};
+use clap::{CommandFactory, Parser, Subcommand, error::ErrorKind};
 use tracing_subscriber::EnvFilter;
 
 use crate::host::{self, Log, Target, limits, signal};
@@ -48,7 +50,7 @@ use output::{AlreadyReported, Closed, Usage};
 /// SOURCE is a directory with *.safetensors files, one such file, org/name[@revision] in the local Hugging Face cache or on the
 /// Hub, <hf://org/name>, s3://, gs://, az:// or https://.
 #[derive(Debug, Parser)]
-#[command(name = "ckfs", version, max_term_width = 100, propagate_version = true)]
+#[command(name = "ckfs", version, long_version = LONG_VERSION, max_term_width = 100, propagate_version = true)]
 #[command(after_long_help = "\
 Examples:
   ckfs demo                                                 see it work on a generated checkpoint
@@ -91,7 +93,20 @@ enum Command {
     Sums(Box<sums::Sums>),
     Doctor(doctor::Doctor),
     Demo(demo::Demo),
+    Completions(completions::Completions),
+    Man(man::Manual),
 }
+
+/// What `--version` prints after the name; `-V` prints the first line only.
+const LONG_VERSION: &str = concat!(
+    env!("CARGO_PKG_VERSION"),
+    "\ncommit    ",
+    env!("CKFS_COMMIT"),
+    "\nfeatures  ",
+    env!("CKFS_FEATURES"),
+    "\ntarget    ",
+    env!("CKFS_TARGET"),
+);
 
 /// Below this the main thread's stack is too small for the command line.
 const STACK_BYTES_MIN: u64 = 2 << 20;
@@ -185,6 +200,8 @@ fn run(cli: Cli, sink: &Log, args: &[OsString]) -> anyhow::Result<()> {
         Command::Sums(command) => command.run(&log),
         Command::Doctor(command) => command.run(),
         Command::Demo(command) => command.run(),
+        Command::Completions(command) => command.run(Cli::command()),
+        Command::Man(command) => command.run(Cli::command()),
     }
 }
 
@@ -233,9 +250,17 @@ fn report_error(error: &anyhow::Error) -> ExitCode {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
+
+    #[test]
+    fn the_version_has_commit_features_and_target() {
+        let lines: Vec<&str> = LONG_VERSION.lines().collect();
+        assert_eq!(lines[0], env!("CARGO_PKG_VERSION"));
+        for (line, name) in lines[1..].iter().zip(["commit    ", "features  ", "target    "]) {
+            assert!(line.strip_prefix(name).is_some_and(|value| !value.trim().is_empty()), "{LONG_VERSION}");
+        }
+        assert_eq!(lines[2] == "features  remote", cfg!(feature = "remote"), "{LONG_VERSION}");
+    }
 
     #[test]
     fn the_declaration_is_consistent() {

@@ -136,32 +136,10 @@ fn write_sparse(path: &Path, rows: Vec<(String, Vec<u64>)>) -> Result<()> {
 
 /// A dense model of one layer, with the shapes of a model of 8 billion parameters.
 fn write_dense(dir: &Path) -> Result<()> {
+    let (layers, hidden, inner) = (1, 4096, 14336);
     fs::create_dir_all(dir)?;
-    let (hidden, inner) = (4096u64, 14336u64);
-    let mut rows: Vec<(String, Vec<u64>)> = vec![
-        ("model.embed_tokens.weight".into(), vec![8192, hidden]),
-        ("lm_head.weight".into(), vec![8192, hidden]),
-        ("model.norm.weight".into(), vec![hidden]),
-    ];
-    for (part, shape) in [
-        ("self_attn.q_proj", vec![hidden, hidden]),
-        ("self_attn.k_proj", vec![hidden / 4, hidden]),
-        ("self_attn.v_proj", vec![hidden / 4, hidden]),
-        ("self_attn.o_proj", vec![hidden, hidden]),
-        ("mlp.gate_proj", vec![inner, hidden]),
-        ("mlp.up_proj", vec![inner, hidden]),
-        ("mlp.down_proj", vec![hidden, inner]),
-        ("input_layernorm", vec![hidden]),
-        ("post_attention_layernorm", vec![hidden]),
-    ] {
-        rows.push((format!("model.layers.0.{part}.weight"), shape));
-    }
-    write_sparse(&dir.join("model.safetensors"), rows)?;
-    let config = json!({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1,
-        "hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 128, "vocab_size": 8192, "tie_word_embeddings": false, "torch_dtype": "bfloat16"});
-    fs::write(dir.join("config.json"), config.to_string())?;
-    Ok(())
+    write_sparse(&dir.join("model.safetensors"), rig::llama_tensors(layers, hidden, inner))?;
+    rig::write_llama_config(dir, "BF16", layers, hidden, inner)
 }
 
 /// A model of 1.6 TB in sparse files: 125 layers of experts.

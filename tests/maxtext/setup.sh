@@ -5,6 +5,7 @@
 #   venv=$(tests/maxtext/setup.sh)
 #   $venv/bin/python tests/maxtext/compare.py --size 2
 #   $venv/bin/python tests/maxtext/logits.py
+#   $venv/bin/python tests/maxtext/train.py
 set -euo pipefail
 
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)

@@ -23,7 +23,10 @@ class Stub:
     """A server of `tests/stub`, running until it is closed."""
 
     def __init__(self, *args: object) -> None:
-        program = mounting.find_ckfs().parent / "examples/stub"
+        target = mounting.find_ckfs().parents[1]
+        built = [path for kind in ("debug", "release") if (path := target / kind / "examples/stub").exists()]
+        assert built, f"no server below {target}: run `cargo build --example stub`"
+        program = max(built, key=lambda path: path.stat().st_mtime)
         self.process = subprocess.Popen(
             [program, *map(str, args)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

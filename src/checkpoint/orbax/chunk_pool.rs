@@ -7,11 +7,15 @@
 //! Fresh memory costs a page fault for every 4 KiB, a fifth of the time that decoding takes, so that buffers are kept for the next
 //! chunk. A chunk whose bytes were all read once is likely not needed again: its buffer is used before fresh memory is, so that one
 //! reader of a large tensor takes the memory of a few chunks only.
+//!
+//! Chunks may be decoded ahead of their readers ([`ChunkPool::expect`]). These take at most half of the bound, and only room that is
+//! free or that chunks leave which were read.
 
 use std::{
     collections::{HashSet, VecDeque},
     fmt,
     ops::Deref,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -21,6 +25,7 @@ use std::{
 
 use lru::LruCache;
 
+use super::ahead::{Ahead, ChunkKey, Expected};
 use crate::tensor::to_usize;
 
 /// Bound until one is set, in bytes.
@@ -31,9 +36,6 @@ const PATIENCE: Duration = Duration::from_millis(200);
 
 /// Waits for room after which a thread goes on without it, if nobody decodes: it may wait for a chunk that it holds itself.
 const WAITS_MAX: u32 = 5;
-
-/// A chunk: number of the decoded file, and number in it.
-pub(super) type ChunkKey = (u32, u64);
 
 /// The cache.
 pub(super) struct ChunkPool {
@@ -53,6 +55,7 @@ struct State {
     spare: Vec<Vec<u8>>,
     spare_bytes: u64,
     decoded: u64,
+    ahead: Ahead,
 }
 
 impl fmt::Debug for ChunkPool {
@@ -125,6 +128,7 @@ impl ChunkPool {
             spare: Vec::new(),
             spare_bytes: 0,
             decoded: 0,
+            ahead: Ahead::default(),
         };
         Arc::new(Self { state: Mutex::new(state), changed: Condvar::new() })
     }
@@ -133,7 +137,7 @@ impl ChunkPool {
     pub(super) fn bound(&self, bytes_max: u64) {
         self.lock().bytes_max = bytes_max;
         loop {
-            let room = self.lock().make_room([], false);
+            let room = self.lock().make_room([], Urgency::Wanted);
             if !matches!(room, Room::Dropped(_)) {
                 return;
             }
@@ -156,7 +160,10 @@ impl ChunkPool {
 
     /// The chunk of this key, if it is in memory.
     pub(super) fn find(&self, key: ChunkKey) -> Option<Arc<Decoded>> {
-        self.lock().ready.get(&key).cloned()
+        let mut state = self.lock();
+        let found = state.ready.get(&key).cloned()?;
+        state.ahead.ask(key);
+        Some(found)
     }
 
     /// The chunk of this key, which has `len` bytes. If it is not in memory, one thread decodes it: `decode` fills a buffer for the
@@ -175,12 +182,14 @@ impl ChunkPool {
         let mut waits = 0;
         let mut state = self.lock();
         let [target, stored] = loop {
-            if let Some(found) = state.ready.get(&key) {
-                return Ok(Arc::clone(found));
+            if let Some(found) = state.ready.get(&key).cloned() {
+                state.ahead.ask(key);
+                return Ok(found);
             }
             if !state.decoding.contains(&key) {
                 let is_last_resort = waits >= WAITS_MAX && state.decoding.is_empty();
-                match state.make_room([len, stored_len], is_last_resort) {
+                let urgency = if is_last_resort { Urgency::LastResort } else { Urgency::Wanted };
+                match state.make_room([len, stored_len], urgency) {
                     Room::Enough(buffers) => break buffers,
                     Room::Dropped(chunk) => {
                         // Its buffer comes back under this lock.
@@ -198,8 +207,19 @@ impl ChunkPool {
             waits += 1;
             state = self.lock();
         };
+        state.ahead.ask(key);
         state.decoding.insert(key);
         drop(state);
+        self.decode((key, len, stored_len), [target, stored], decode)
+    }
+
+    /// Decodes a chunk that is noted as being decoded.
+    fn decode<E>(
+        self: &Arc<Self>,
+        (key, len, stored_len): (ChunkKey, u64, u64),
+        [target, stored]: [Vec<u8>; 2],
+        decode: impl FnOnce(&mut [u8], &mut [u8]) -> Result<(), E>,
+    ) -> Result<Arc<Decoded>, E> {
         let decoding = Decoding(self, key);
         let mut stored = Buffer { pool: self, bytes: stored, len: to_usize(stored_len) };
         let mut target = Buffer { pool: self, bytes: target, len: to_usize(len) };
@@ -215,6 +235,61 @@ impl ChunkPool {
         drop(state);
         drop((before, decoding));
         Ok(decoded)
+    }
+
+    /// Notes that a reader will want a chunk. Returns whether the caller is to start a thread, of at most `threads_max`, that calls
+    /// [`Self::decode_next`] until this returns `false`.
+    pub(super) fn expect(&self, chunk: Expected, threads_max: usize) -> bool {
+        let mut state = self.lock();
+        if !state.ready.contains(&chunk.key) && !state.decoding.contains(&chunk.key) {
+            state.ahead.expect(chunk);
+        }
+        state.ahead.start_thread(threads_max)
+    }
+
+    /// Decodes the expected chunk that comes next, if there is room. `false` if not: then the calling thread no longer counts.
+    pub(super) fn decode_next<E>(
+        self: &Arc<Self>,
+        decode: impl FnOnce(ChunkKey, &mut [u8], &mut [u8]) -> Result<(), E>,
+    ) -> bool {
+        let mut state = self.lock();
+        let (Expected { key, len, stored_len }, buffers) = loop {
+            let room = match state.ahead.next(state.bytes_max / 2) {
+                Some(next) => match state.make_room([next.len, next.stored_len], Urgency::Ahead) {
+                    Room::Enough(buffers) => break (next, buffers),
+                    Room::Dropped(chunk) => Some(chunk),
+                    Room::None => None,
+                },
+                None => None,
+            };
+            let Some(dropped) = room.or_else(|| state.pop_stale()) else {
+                state.ahead.end_thread();
+                return false;
+            };
+            // Its buffer comes back under this lock.
+            drop(state);
+            drop(dropped);
+            state = self.lock();
+        };
+        state.ahead.begin();
+        state.decoding.insert(key);
+        drop(state);
+        let decode = |stored: &mut [u8], target: &mut [u8]| decode(key, stored, target);
+        let made = catch_unwind(AssertUnwindSafe(|| self.decode((key, len, stored_len), buffers, decode)));
+        if !matches!(made, Ok(Ok(_))) {
+            self.lock().ahead.forget(key);
+        }
+        true
+    }
+
+    /// A thread that [`Self::expect`] asked for could not start.
+    pub(super) fn end_ahead_thread(&self) {
+        self.lock().ahead.end_thread();
+    }
+
+    /// No chunk is expected any more.
+    pub(super) fn cancel_ahead(&self) {
+        self.lock().ahead.cancel();
     }
 
     /// Notes that `bytes` bytes of a chunk were read.
@@ -257,6 +332,17 @@ impl Buffer<'_> {
     }
 }
 
+/// For whom room is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Urgency {
+    /// For a reader to come. No chunk that may still be read is dropped for it.
+    Ahead,
+    /// For a reader that waits.
+    Wanted,
+    /// For a reader that has waited long enough: the bound no longer counts.
+    LastResort,
+}
+
 /// What became of an attempt to make room.
 enum Room<const N: usize> {
     /// There is enough: spare buffers, or empty ones that are to be made as long as asked for. They count from now on.
@@ -283,8 +369,19 @@ impl State {
         None
     }
 
+    /// A chunk that was decoded ahead and whose reader did not come, no longer kept.
+    fn pop_stale(&mut self) -> Option<Arc<Decoded>> {
+        while let Some(key) = self.ahead.stale() {
+            self.ahead.forget(key);
+            if let Some(chunk) = self.ready.pop(&key) {
+                return Some(chunk);
+            }
+        }
+        None
+    }
+
     /// Makes room for buffers of these lengths, or a step towards it.
-    fn make_room<const N: usize>(&mut self, lengths: [u64; N], is_last_resort: bool) -> Room<N> {
+    fn make_room<const N: usize>(&mut self, lengths: [u64; N], urgency: Urgency) -> Room<N> {
         loop {
             let mut used: [Option<usize>; N] = [None; N];
             for (number, len) in lengths.iter().enumerate() {
@@ -301,7 +398,8 @@ impl State {
             {
                 return Room::Dropped(chunk);
             }
-            if self.bytes + fresh <= self.bytes_max || alone || is_last_resort {
+            let is_excepted = urgency == Urgency::LastResort || (alone && urgency == Urgency::Wanted);
+            if self.bytes + fresh <= self.bytes_max || is_excepted {
                 self.bytes += fresh;
                 // A buffer that is none is made later, without the lock.
                 let buffers: [Vec<u8>; N] = std::array::from_fn(|number| {
@@ -315,7 +413,10 @@ impl State {
                 let freed = self.spare.swap_remove(at);
                 self.spare_bytes -= freed.len() as u64;
                 self.bytes -= freed.len() as u64;
-            } else if let Some((_, chunk)) = self.ready.pop_lru() {
+            } else if urgency != Urgency::Ahead
+                && let Some((key, chunk)) = self.ready.pop_lru()
+            {
+                self.ahead.forget(key);
                 return Room::Dropped(chunk);
             } else {
                 return Room::None;
@@ -433,5 +534,96 @@ mod tests {
             assert_eq!(stalled.err(), Some("stalled"));
             blocked.store(2, Ordering::Relaxed);
         });
+    }
+
+    fn expected(number: u64, len: u64) -> Expected {
+        Expected { key: (0, number), len, stored_len: len / 2 }
+    }
+
+    /// Decodes ahead in this thread, as long as there is room.
+    fn decode_ahead(pool: &Arc<ChunkPool>, calls: &AtomicU64) {
+        let decode = |key: ChunkKey, _: &mut [u8], target: &mut [u8]| {
+            calls.fetch_add(1, Ordering::Relaxed);
+            assert_ne!(key.1, 17, "as a test");
+            target.fill(key.1.to_le_bytes()[0]);
+            if key.1 == 13 { Err("unlucky") } else { Ok(()) }
+        };
+        while pool.decode_next(decode) {}
+    }
+
+    #[test]
+    fn chunks_ahead_take_no_room_from_what_is_read() {
+        let (pool, calls, ahead) = (ChunkPool::new(), AtomicU64::new(0), AtomicU64::new(0));
+        pool.bound(10_000);
+        for number in 0..6 {
+            get(&pool, number, 1000, &calls).unwrap();
+        }
+        for number in 0..12 {
+            pool.expect(expected(number, 1000), 1);
+        }
+        decode_ahead(&pool, &ahead);
+        // Six are there, three more fit with the stored bytes of one.
+        assert_eq!((ahead.load(Ordering::Relaxed), pool.decoded()), (3, 9));
+        assert!((0..9).all(|number| pool.find((0, number)).is_some()) && pool.bytes() <= 10_000);
+        // A chunk that was read leaves its room.
+        pool.note_read((0, 0), 1000);
+        assert!(pool.expect(expected(9, 1000), 1));
+        decode_ahead(&pool, &ahead);
+        assert_eq!((ahead.load(Ordering::Relaxed), pool.decoded()), (4, 10));
+        assert!(pool.find((0, 0)).is_none() && pool.find((0, 9)).is_some() && pool.bytes() <= 10_000);
+    }
+
+    #[test]
+    fn at_most_half_of_the_bound_is_ahead_and_failures_count_for_nothing() {
+        let (pool, calls) = (ChunkPool::new(), AtomicU64::new(0));
+        pool.bound(10_000);
+        for number in [13, 17, 1, 2, 3, 4, 5, 6, 7, 8] {
+            pool.expect(expected(number, 1000), 1);
+        }
+        decode_ahead(&pool, &calls);
+        assert_eq!((calls.load(Ordering::Relaxed), pool.decoded()), (7, 5), "two fail, five are half of the bound");
+        // Its reader meets the failure by itself.
+        assert_eq!(get(&pool, 13, 1000, &calls).err().unwrap(), "unlucky");
+        // Readers of other chunks, so many that those ahead are not expected to be read any more.
+        (0..300).for_each(|number| drop(get(&pool, number % 2 + 1, 1000, &calls).unwrap()));
+        assert!(pool.expect(expected(20, 1000), 1));
+        decode_ahead(&pool, &calls);
+        assert!(pool.find((0, 20)).is_some() && pool.bytes() <= 10_000);
+    }
+
+    #[test]
+    fn readers_and_threads_ahead_decode_each_chunk_once() {
+        let (pool, calls) = (ChunkPool::new(), AtomicU64::new(0));
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for number in 0..200 {
+                        for next in number + 1..number + 4 {
+                            if pool.expect(expected(next, 1000), 2) {
+                                scope.spawn(|| {
+                                    while pool.decode_next(|key, stored, target| {
+                                        calls.fetch_add(1, Ordering::Relaxed);
+                                        assert_eq!((stored.len(), target.len()), (500, 1000));
+                                        target.fill(key.1.to_le_bytes()[0]);
+                                        Ok::<(), ()>(())
+                                    }) {}
+                                });
+                            }
+                        }
+                        let decode = |_: &mut [u8], target: &mut [u8]| {
+                            calls.fetch_add(1, Ordering::Relaxed);
+                            target.fill(u8::try_from(number).unwrap());
+                            Ok::<(), ()>(())
+                        };
+                        let chunk = pool.get((0, number), (1000, 500), &|| Ok(()), decode).unwrap();
+                        assert!(chunk.iter().all(|byte| u64::from(*byte) == number));
+                    }
+                });
+            }
+        });
+        let decoded = pool.decoded();
+        assert_eq!(calls.load(Ordering::Relaxed), decoded);
+        // The last reader expects up to three chunks beyond the last one that is read.
+        assert!((200..=203).contains(&decoded), "{decoded}");
     }
 }

@@ -1,7 +1,8 @@
 //! A source with more files than another: its decoded files.
 //!
 //! A fetch from a decoded file decodes the chunks that it touches, each whole and once, whatever its own size: they are kept as
-//! long as there is room. Different chunks are decoded by all cores at once.
+//! long as there is room. Different chunks are decoded by all cores at once, and those that a sequential reader will need next are
+//! decoded while it still reads others.
 //!
 //! A decoded file is checked, poisoned and stalled as the file is that its chunks are stored in. Stored bytes are copied before they
 //! are decoded, never decoded in a map: a file that changes at that moment gives an error, not a decoder that reads two versions.
@@ -9,7 +10,6 @@
 use std::{
     collections::BTreeMap,
     fs::File,
-    io,
     num::NonZeroUsize,
     sync::{
         Arc, Mutex, PoisonError,
@@ -19,13 +19,12 @@ use std::{
 };
 
 use super::{
-    chunk_pool::{ChunkPool, Decoded},
     coded::{CodedBytes, CodedChunk, DecodedFile},
+    decoder::Decoder,
 };
 use lru::LruCache;
 
 use crate::{
-    format::zarr_read::ChunkError,
     source::{
         ByteSpan, Coded, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, Source, SourceError,
         remote::RemoteCounters,
@@ -40,9 +39,8 @@ const BY_DEFINITION_BYTES_MAX: usize = 64 << 20;
 #[derive(Debug)]
 pub(super) struct ChunkSource {
     inner: Arc<dyn Source>,
-    files: Vec<DecodedFile>,
+    decoder: Arc<Decoder>,
     pins: Vec<Pin>,
-    pool: Arc<ChunkPool>,
     /// Chunks that the slow decoder made last.
     by_definition: Mutex<Chunks>,
 }
@@ -59,13 +57,14 @@ impl ChunkSource {
         let pin = |file: &DecodedFile| Pin { len_bytes: file.len_bytes(), ..inner.pin(FileId(file.stored_in)).clone() };
         let pins = files.iter().map(pin).collect();
         inner.health().name_others(files.iter().map(|file| FileId(file.stored_in)).collect());
-        Self { inner, files, pins, pool: ChunkPool::new(), by_definition: Mutex::new(LruCache::unbounded()) }
+        let decoder = Arc::new(Decoder::new(Arc::clone(&inner), files));
+        Self { inner, decoder, pins, by_definition: Mutex::new(LruCache::unbounded()) }
     }
 
     /// The decoded file of this id, with its number; `None` if it is a file of the inner source.
     fn decoded(&self, file: FileId) -> Option<(u32, &DecodedFile)> {
         let number = file.index().checked_sub(self.inner.file_count())?;
-        Some((u32::try_from(number).expect("a number of 32 bits less another"), &self.files[number]))
+        Some((u32::try_from(number).expect("a number of 32 bits less another"), &self.decoder.files[number]))
     }
 
     /// The file of the inner source that this one is, or is stored in.
@@ -100,37 +99,13 @@ impl ChunkSource {
         Ok(())
     }
 
-    /// The decoded chunk, from memory or by decoding it.
-    fn chunk(&self, key: (u32, u64)) -> Result<Arc<Decoded>, SourceError> {
-        let decoded = &self.files[key.0 as usize];
-        let chunk = &decoded.chunks[to_usize(key.1)];
-        let stored_in = FileId(decoded.stored_in);
-        let lengths = match &chunk.bytes {
-            CodedBytes::Span(span) => (decoded.array.chunk_bytes(), span.len()),
-            CodedBytes::Inline(_) => (decoded.array.chunk_bytes(), 0),
-        };
-        let goes_on = || self.inner.health().usable(stored_in);
-        self.pool.get(key, lengths, &goes_on, |stored, target| {
-            let stored = match &chunk.bytes {
-                CodedBytes::Span(span) => {
-                    self.inner.read_into(stored_in, span.start(), stored)?;
-                    // What is decoded, and kept, must be what was pinned.
-                    self.inner.check(stored_in)?;
-                    &*stored
-                }
-                CodedBytes::Inline(bytes) => bytes,
-            };
-            decoded.array.decode(stored, target).map_err(|error| self.undecodable(decoded, chunk, error))
-        })
-    }
-
     /// The decoded chunk by the slow decoder. The last ones are kept.
     fn by_definition(&self, key: (u32, u64)) -> Result<Arc<Vec<u8>>, SourceError> {
         let lock = || self.by_definition.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(found) = lock().get(&key) {
             return Ok(Arc::clone(found));
         }
-        let decoded = &self.files[key.0 as usize];
+        let decoded = &self.decoder.files[key.0 as usize];
         let chunk = &decoded.chunks[to_usize(key.1)];
         let stored_in = FileId(decoded.stored_in);
         let bytes = match &chunk.bytes {
@@ -141,7 +116,7 @@ impl ChunkSource {
                 decoded.array.decode_by_definition(&stored)
             }
         };
-        let bytes = Arc::new(bytes.map_err(|error| self.undecodable(decoded, chunk, error))?);
+        let bytes = Arc::new(bytes.map_err(|error| self.decoder.undecodable(decoded, chunk, error))?);
         let mut kept = lock();
         kept.push(key, Arc::clone(&bytes));
         let bytes_of = |kept: &LruCache<_, Arc<Vec<u8>>>| kept.iter().map(|(_, bytes)| bytes.len()).sum::<usize>();
@@ -151,24 +126,11 @@ impl ChunkSource {
         Ok(bytes)
     }
 
-    fn undecodable(&self, decoded: &DecodedFile, chunk: &CodedChunk, error: ChunkError) -> SourceError {
-        let place = match &chunk.bytes {
-            CodedBytes::Span(span) => format!("bytes {span}"),
-            CodedBytes::Inline(_) => "in a node of the database".to_owned(),
-        };
-        let (array, chunk) = (&decoded.array.name, decoded.array.chunk_name(chunk));
-        SourceError::Io {
-            file: self.inner.pin(FileId(decoded.stored_in)).path.clone(),
-            action: format!("decode array {array}, chunk {chunk} ({place})"),
-            error: Arc::new(io::Error::new(io::ErrorKind::InvalidData, error)),
-        }
-    }
-
     fn copy(&self, key: (u32, u64), wanted: Wanted<'_>) -> Result<(), SourceError> {
-        let chunk = self.chunk(key)?;
+        let chunk = self.decoder.chunk(key)?;
         for (start, target) in wanted {
             target.copy_from_slice(&chunk[to_usize(start)..][..target.len()]);
-            self.pool.note_read(key, target.len() as u64);
+            self.decoder.pool.note_read(key, target.len() as u64);
         }
         Ok(())
     }
@@ -177,7 +139,7 @@ impl ChunkSource {
     fn copy_all(&self, wanted: BTreeMap<(u32, u64), Wanted<'_>>) -> Result<(), (u32, SourceError)> {
         let mut missing = Vec::new();
         for (key, parts) in wanted {
-            match self.pool.find(key) {
+            match self.decoder.pool.find(key) {
                 Some(_) => self.copy(key, parts).map_err(|error| (key.0, error))?,
                 None => missing.push((key, parts)),
             }
@@ -212,7 +174,7 @@ impl ChunkSource {
 
 impl Source for ChunkSource {
     fn file_count(&self) -> usize {
-        self.inner.file_count() + self.files.len()
+        self.inner.file_count() + self.decoder.files.len()
     }
 
     fn pin(&self, file: FileId) -> &Pin {
@@ -327,16 +289,16 @@ impl Source for ChunkSource {
     }
 
     fn bound_decoded(&self, bytes_max: u64) {
-        self.pool.bound(bytes_max);
+        self.decoder.pool.bound(bytes_max);
         self.inner.bound_decoded(bytes_max);
     }
 
     fn decoded_bytes(&self) -> u64 {
-        self.pool.bytes() + self.inner.decoded_bytes()
+        self.decoder.pool.bytes() + self.inner.decoded_bytes()
     }
 
     fn decoded_chunks(&self) -> u64 {
-        self.pool.decoded() + self.inner.decoded_chunks()
+        self.decoder.pool.decoded() + self.inner.decoded_chunks()
     }
 }
 
@@ -361,7 +323,7 @@ impl ChunkSource {
         let chunk_bytes = decoded.array.chunk_bytes().max(1);
         let (first, last) = (span.start() / chunk_bytes, (span.end() - 1) / chunk_bytes);
         if first == last {
-            let chunk = self.chunk((number, first))?;
+            let chunk = self.decoder.chunk((number, first))?;
             let start = to_usize(span.start() - first * chunk_bytes);
             work(&chunk[start..start + to_usize(span.len())]);
         } else {
@@ -375,6 +337,12 @@ impl ChunkSource {
     /// The maps of the inner source, for one of its own files.
     fn own_maps(&self, file: FileId) -> Option<&dyn Maps> {
         self.inner.maps().filter(|_| self.decoded(file).is_none())
+    }
+}
+
+impl Drop for ChunkSource {
+    fn drop(&mut self) {
+        self.decoder.pool.cancel_ahead();
     }
 }
 
@@ -417,12 +385,17 @@ impl Maps for ChunkSource {
 
     fn used(&self, file: FileId, span: ByteSpan, bytes: u64) {
         if let Some((number, decoded)) = self.decoded(file) {
-            self.pool.note_read((number, span.start() / decoded.array.chunk_bytes().max(1)), bytes);
+            self.decoder.pool.note_read((number, span.start() / decoded.array.chunk_bytes().max(1)), bytes);
         }
     }
 
+    /// Chunks that will be read are decoded by other threads.
     fn will_need(&self, file: FileId, span: ByteSpan) {
-        if let Some(maps) = self.own_maps(file) {
+        if let Some((number, decoded)) = self.decoded(file) {
+            let chunk_bytes = decoded.array.chunk_bytes().max(1);
+            let last = span.end().min(decoded.len_bytes()).div_ceil(chunk_bytes);
+            (span.start() / chunk_bytes..last).for_each(|chunk| self.decoder.expect((number, chunk)));
+        } else if let Some(maps) = self.own_maps(file) {
             maps.will_need(file, span);
         }
     }

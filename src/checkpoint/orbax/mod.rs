@@ -5,16 +5,18 @@
 //! store.rs         which keys there are, and where the bytes of each are: OCDBT, or a directory for each array
 //! array.rs         from the chunks of an array to the boxes that cover it
 //! coded.rs         chunks that must be decoded, and the decoded files that show them
-//! chunk_source.rs  the source with these files; chunk_pool.rs holds what is decoded
+//! chunk_source.rs  the source with these files; decoder.rs decodes into what chunk_pool.rs holds, ahead.rs tells what comes next
 //! ```
 //!
 //! A tensor is called as its keys in the tree, joined by dots, as Orbax itself stores it. Only the model is read: what a training
 //! state has besides, above all the state of the optimizer, is listed, and costs nothing until it is asked for.
 
+mod ahead;
 mod array;
 mod chunk_pool;
 mod chunk_source;
 mod coded;
+mod decoder;
 mod item;
 pub(super) mod problem;
 mod store;

@@ -11,7 +11,7 @@ use serde_json::Value as Json;
 use super::*;
 use crate::{
     checkpoint::tree::Entry,
-    source::{FetchPart, Health, Pin, SourceError, permission::Gates},
+    source::{ByteSpan, FetchPart, Health, Pin, SourceError, permission::Gates},
     tensor::to_usize,
 };
 
@@ -419,4 +419,44 @@ fn decoded_files_follow_the_files_that_they_are_stored_in() {
     assert!(source.read_into(decoded, 0, &mut [0]).is_err());
     assert!(source.check(FileId(decoded.0 + 1)).is_ok() && !source.health().is_poisoned(FileId(decoded.0 + 1)));
     assert!(source.health().stall_limit() > Duration::ZERO);
+}
+
+#[test]
+fn chunks_that_will_be_read_are_decoded_before_and_once() {
+    let all = fixture("zarr.json");
+    let row = all.as_array().unwrap().iter().find(|row| row["name"] == "3 zstd").unwrap();
+    let mut tree = array_tree(row);
+    tree.files.insert("_METADATA".to_owned(), br#"{"tree_metadata": {"('x',)": {"key_metadata": [{"key": "x", "key_type": 2}], "value_metadata": {"value_type": "jax.Array"}}}, "use_zarr3": true}"#.to_vec());
+    let mut found = read(&tree, false).unwrap();
+    let own = found.paths.len();
+    let source = found.source(tree.source(&found.paths));
+    let maps = source.maps().unwrap();
+    let decoded = || (own..source.file_count()).map(file_id);
+    for file in decoded() {
+        maps.will_need(file, ByteSpan::new(3, 7).unwrap());
+        maps.will_need(file, ByteSpan::new(0, 1 << 40).unwrap());
+    }
+    // No reader comes: other threads decode.
+    let until = std::time::Instant::now() + Duration::from_secs(30);
+    while source.decoded_chunks() < own as u64 && std::time::Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(source.decoded_chunks(), own as u64);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for file in decoded() {
+                    source.maps().unwrap().will_need(file, ByteSpan::new(0, 12).unwrap());
+                    let mut bytes = [0; 12];
+                    source.read_into(file, 0, &mut bytes).unwrap();
+                }
+            });
+        }
+    });
+    assert_eq!(source.decoded_chunks(), own as u64);
+    // A file that is lost is not decoded, and its reader is told.
+    let error = SourceError::NotRegular { file: source.pin(FileId(0)).path.clone() };
+    source.health().condemn(FileId(0), error);
+    maps.will_need(file_id(own), ByteSpan::new(0, 12).unwrap());
+    assert!(source.read_into(file_id(own), 0, &mut [0]).is_err());
 }

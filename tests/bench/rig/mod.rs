@@ -122,6 +122,12 @@ pub(crate) fn write_tensors<'a>(
 /// A llama-like repository with one file.
 pub(crate) fn write_llama(dir: &Path, dtype: &str, layers: u64, hidden: u64, inner: u64) -> Result<()> {
     fs::create_dir_all(dir)?;
+    write_weights(&dir.join("model.safetensors"), dtype, &llama_tensors(layers, hidden, inner))?;
+    write_llama_config(dir, dtype, layers, hidden, inner)
+}
+
+/// Names and shapes of the tensors of such a repository.
+pub(crate) fn llama_tensors(layers: u64, hidden: u64, inner: u64) -> Vec<(String, Vec<u64>)> {
     let mut tensors: Vec<(String, Vec<u64>)> = vec![
         ("model.embed_tokens.weight".to_owned(), vec![8192, hidden]),
         ("lm_head.weight".to_owned(), vec![8192, hidden]),
@@ -142,7 +148,11 @@ pub(crate) fn write_llama(dir: &Path, dtype: &str, layers: u64, hidden: u64, inn
             tensors.push((format!("model.layers.{layer}.{name}.weight"), shape));
         }
     }
-    write_weights(&dir.join("model.safetensors"), dtype, &tensors)?;
+    tensors
+}
+
+/// Its configuration.
+pub(crate) fn write_llama_config(dir: &Path, dtype: &str, layers: u64, hidden: u64, inner: u64) -> Result<()> {
     let heads = hidden / 128;
     let config = json!({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": layers,
         "hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads,

@@ -9,36 +9,33 @@
 //! names. Requests that would change something get EROFS; the mount is read-only, so they only come after a remount.
 //! Every other request is answered here too, since fuser logs a warning for each that it answers by default.
 
+mod pending;
+mod serving;
+
 use std::{
     ffi::OsStr,
-    fs::File,
     io,
     ops::ControlFlow,
     os::unix::ffi::OsStrExt,
-    panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
-    sync::{
-        Arc, Once,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::{Duration, Instant, SystemTime},
+    sync::{Arc, atomic::Ordering},
+    time::{Duration, SystemTime},
 };
 
 use fuser::{
-    AccessFlags, BackingId, BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, FopenFlags,
-    Generation, INodeNo, InitFlags, IoctlFlags, KernelConfig, LockOwner, OpenAccMode, OpenFlags, PollEvents, PollFlags,
+    AccessFlags, BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, FopenFlags, Generation,
+    INodeNo, InitFlags, IoctlFlags, KernelConfig, LockOwner, OpenAccMode, OpenFlags, PollEvents, PollFlags,
     PollNotifier, RenameFlags, ReplyAttr, ReplyBmap, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus,
     ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLock, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite,
     ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
-use tracing::{error, info};
 
-use super::{
-    open_mode::{Mode, OpenModes, OpenRequest},
-    reply_data,
-    requests::{Lookout, Overflow, Readers, Requests, Ticket},
+use self::{
+    pending::{Pending, Refuse, ReplySlot, ino},
+    serving::Serving,
 };
-use crate::volume::{Access, Attr, FileSystem, FsError, Handle, Ino, NodeKind, Op, Opened, Permission};
+use super::requests::{Lookout, Readers};
+use crate::volume::{Attr, FileSystem, FsError, Handle, Ino, NodeKind, Op, Permission};
 
 /// How long the kernel may cache answers: ten years, which it can express on every architecture.
 const FOREVER: Duration = Duration::from_hours(10 * 365 * 24);
@@ -88,213 +85,12 @@ pub(super) struct KernelAdapter {
     opens_directories_itself: bool,
 }
 
-/// The state that opens and reads need, in any thread that handles them.
-struct Serving {
-    fs: Arc<dyn FileSystem>,
-    opens: Arc<Opens>,
-}
-
-/// The modes of open files. Shared with opens that other threads answer.
-struct Opens {
-    modes: OpenModes<BackingId>,
-    passthrough: Passthrough,
-}
-
-/// Whether the kernel may read backing files by itself.
-struct Passthrough {
-    /// Requested, offered by the kernel, and not refused so far.
-    enabled: AtomicBool,
-    granted: Once,
-    refused: Once,
-}
-
-/// A reply that can say that the request failed.
-trait Refuse {
-    fn refuse(self, errno: i32);
-}
-
-macro_rules! refuse {
-    ($($reply:ty),*) => {
-        $(impl Refuse for $reply {
-            fn refuse(self, errno: i32) {
-                self.error(Errno::from_i32(errno));
-            }
-        })*
-    };
-}
-
-refuse!(
-    ReplyAttr,
-    ReplyBmap,
-    ReplyCreate,
-    ReplyData,
-    ReplyDirectory,
-    ReplyDirectoryPlus,
-    ReplyEmpty,
-    ReplyEntry,
-    ReplyIoctl,
-    ReplyLock,
-    ReplyLseek,
-    ReplyOpen,
-    ReplyPoll,
-    ReplyStatfs,
-    ReplyWrite,
-    ReplyXattr
-);
-
-/// The place of a reply until it is sent.
-enum ReplySlot<R> {
-    /// Only the handler can send it.
-    Own(Option<R>),
-    /// Another thread sends it if the handler takes too long.
-    Waiting(Ticket<R>),
-}
-
-impl<R> ReplySlot<R> {
-    fn take(&mut self) -> Option<R> {
-        match self {
-            Self::Own(reply) => reply.take(),
-            Self::Waiting(ticket) => ticket.take(),
-        }
-    }
-
-    /// The reply, if only the handler can send it.
-    fn as_mut(&mut self) -> Option<&mut R> {
-        match self {
-            Self::Own(reply) => reply.as_mut(),
-            Self::Waiting(_) => None,
-        }
-    }
-
-    /// Whether another thread has sent it.
-    fn expired(&self) -> bool {
-        match self {
-            Self::Own(_) => false,
-            Self::Waiting(ticket) => ticket.expired(),
-        }
-    }
-}
-
-/// An unanswered request. Its drop answers with EIO.
-struct Pending<R: Refuse> {
-    fs: Arc<dyn FileSystem>,
-    op: Op,
-    ino: INodeNo,
-    start: Instant,
-    slot: ReplySlot<R>,
-    failed: bool,
-    /// The overflow whose thread handles it, unless it is one of fuser's threads.
-    aside: Option<Arc<Overflow>>,
-}
-
-impl<R: Refuse> Pending<R> {
-    fn new(fs: &Arc<dyn FileSystem>, op: Op, ino: INodeNo, reply: R) -> Self {
-        Self::with_slot(fs, op, ino, Instant::now(), ReplySlot::Own(Some(reply)))
-    }
-
-    /// A request that another thread answers if the handler takes too long.
-    fn waiting(fs: &Arc<dyn FileSystem>, op: Op, node: INodeNo, requests: &Arc<Requests<R>>, reply: R) -> Self {
-        let start = Instant::now();
-        Self::with_slot(fs, op, node, start, ReplySlot::Waiting(requests.add(ino(node), start, reply)))
-    }
-
-    fn with_slot(fs: &Arc<dyn FileSystem>, op: Op, ino: INodeNo, start: Instant, slot: ReplySlot<R>) -> Self {
-        fs.metrics().in_flight.fetch_add(1, Ordering::Relaxed);
-        Self { fs: Arc::clone(fs), op, ino, start, slot, failed: false, aside: None }
-    }
-
-    /// Notes that a thread of the overflow handles it from now on.
-    fn set_aside(&mut self, overflow: &Arc<Overflow>) {
-        if let ReplySlot::Waiting(ticket) = &self.slot
-            && ticket.set_aside()
-        {
-            self.aside = Some(Arc::clone(overflow));
-        }
-    }
-
-    /// Runs `body`, which may answer: it takes the reply out of its slot to send it. An error of `body` is answered here, and a
-    /// panic is answered with EIO.
-    fn attempt<T>(&mut self, body: impl FnOnce(&mut ReplySlot<R>) -> Result<T, FsError>) -> Option<T> {
-        let slot = &mut self.slot;
-        let result = catch_unwind(AssertUnwindSafe(|| body(slot))).unwrap_or_else(|panic| {
-            let (op, ino, cause) = (self.op.name(), self.ino.0, panic_text(panic.as_ref()));
-            self.fs.metrics().note_panic(&format!("{op} of inode {ino}"), cause);
-            error!(op, ino, "request handler panicked: {cause}");
-            Err(FsError::Io)
-        });
-        result.inspect_err(|failure| self.refuse(failure.errno())).ok()
-    }
-
-    fn refuse(&mut self, errno: i32) {
-        self.failed = true;
-        if let Some(reply) = self.slot.take() {
-            reply.refuse(errno);
-        }
-    }
-}
-
-impl<R: Refuse> Drop for Pending<R> {
-    fn drop(&mut self) {
-        if let Some(reply) = self.slot.take() {
-            error!(op = self.op.name(), ino = self.ino.0, "request was left unanswered");
-            self.failed = true;
-            reply.refuse(libc::EIO);
-        } else if self.slot.expired() {
-            // The thread that answered it has counted it.
-            if let Some(overflow) = &self.aside {
-                overflow.find();
-            }
-            return;
-        }
-        let metrics = self.fs.metrics();
-        metrics.in_flight.fetch_sub(1, Ordering::Relaxed);
-        metrics.record(self.op, self.start.elapsed(), self.failed);
-    }
-}
-
-impl Opens {
-    /// Whether the kernel may read a file by itself, as no handle has it open through the page cache.
-    fn may_pass(&self, ino: Ino) -> bool {
-        self.passthrough.enabled.load(Ordering::Relaxed) && self.modes.may_pass(ino)
-    }
-
-    /// Answers an open, unless another thread did: then the kernel has no handle of it.
-    fn answer(&self, fs: &dyn FileSystem, ino: Ino, opened: &Opened, reply: &mut ReplySlot<ReplyOpen>) {
-        let Some(reply) = reply.take() else { return fs.release(ino, opened.handle) };
-        let (mode, failure) = match &opened.access {
-            Access::Direct => self.modes.open(ino, &OpenRequest::Direct),
-            Access::Passthrough(file) if self.passthrough.enabled.load(Ordering::Relaxed) => {
-                self.modes.open(ino, &OpenRequest::Passthrough(&|| reply.open_backing(file)))
-            }
-            Access::Cached | Access::Passthrough(_) | Access::Materialize => self.modes.open(ino, &OpenRequest::Cached),
-        };
-        if let Some(failure) = failure {
-            self.passthrough.note_refusal(&failure);
-        }
-        let handle = FileHandle(opened.handle.0);
-        // There is nothing to flush on close, so the kernel need not send flushes.
-        let flags = FopenFlags::FOPEN_NOFLUSH;
-        match mode {
-            Mode::Cached => reply.opened(handle, flags | FopenFlags::FOPEN_KEEP_CACHE),
-            Mode::Direct => reply.opened(handle, flags | FopenFlags::FOPEN_DIRECT_IO),
-            Mode::Passthrough(backing) => {
-                self.passthrough.granted.call_once(|| info!("kernel passthrough is on"));
-                fs.metrics().passthrough_opens.fetch_add(1, Ordering::Relaxed);
-                reply.opened_passthrough(handle, flags, &backing);
-            }
-        }
-    }
-}
-
 impl KernelAdapter {
     /// Serves `fs` with `threads` threads and a spare one.
     ///
     /// # Errors
     /// The system cannot start the thread that supervises requests.
     pub(super) fn new(fs: Arc<dyn FileSystem>, passthrough: bool, threads: usize) -> io::Result<Self> {
-        let passthrough =
-            Passthrough { enabled: AtomicBool::new(passthrough), granted: Once::new(), refused: Once::new() };
-        let opens = Arc::new(Opens { modes: OpenModes::default(), passthrough });
         let lookout = Arc::new(Lookout {
             fs: Arc::clone(&fs),
             reads: Arc::default(),
@@ -303,12 +99,7 @@ impl KernelAdapter {
             overflow: Arc::default(),
         });
         lookout.start()?;
-        Ok(Self {
-            serving: Arc::new(Serving { fs: Arc::clone(&fs), opens }),
-            fs,
-            lookout,
-            opens_directories_itself: false,
-        })
+        Ok(Self { serving: Arc::new(Serving::new(&fs, passthrough)), fs, lookout, opens_directories_itself: false })
     }
 
     /// Handles one request: `body` takes the reply out of its slot to send it. If it does not, the request is answered here: with
@@ -404,99 +195,12 @@ impl KernelAdapter {
     }
 }
 
-impl Serving {
-    fn open_file(&self, node: INodeNo, is_direct: bool, mut pending: Pending<ReplyOpen>) {
-        let ino = ino(node);
-        let open =
-            |_: &mut ReplySlot<ReplyOpen>| if is_direct { self.fs.open_uncached(ino) } else { self.fs.open(ino) };
-        let Some(mut opened) = pending.attempt(open) else { return };
-        let (fs, opens) = (Arc::clone(&self.fs), Arc::clone(&self.opens));
-        let materializes = matches!(opened.access, Access::Materialize) && opens.may_pass(ino);
-        let handle = opened.handle;
-        let mut answer = move |file: Option<Arc<File>>| {
-            if let Some(file) = file {
-                opened.access = Access::Passthrough(file);
-            }
-            pending.attempt(|reply| {
-                opens.answer(fs.as_ref(), ino, &opened, reply);
-                Ok(())
-            });
-        };
-        if !materializes {
-            answer(None);
-        } else if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.fs.materialize(ino, handle, Box::new(answer))))
-        {
-            // The request was moved into `answer`, which answers it.
-            self.fs.release(ino, handle);
-            let cause = panic_text(panic.as_ref());
-            self.fs.metrics().note_panic(&format!("open of inode {}", node.0), cause);
-            error!(ino = node.0, "materializing a file panicked: {cause}");
-        }
-    }
-
-    fn read_file(
-        &self,
-        ino: Ino,
-        handle: Handle,
-        offset: u64,
-        len: usize,
-        reply: &mut ReplySlot<ReplyData>,
-    ) -> Result<(), FsError> {
-        let mut verdict = Ok(());
-        self.fs.read(ino, handle, offset, len, &mut |bytes| {
-            verdict = self.check_length(ino, offset, len, bytes.len());
-            if verdict.is_ok()
-                && let Some(reply) = reply.take()
-            {
-                reply_data::send(reply, bytes);
-            }
-        })?;
-        verdict
-    }
-
-    /// The kernel fills a short answer with zeros, or passes it on where it caches no pages. So an answer that ends before the
-    /// file does must not be sent.
-    fn check_length(&self, ino: Ino, offset: u64, asked: usize, answered: usize) -> Result<(), FsError> {
-        if answered == asked {
-            return Ok(());
-        }
-        if answered < asked {
-            let end = offset.saturating_add(answered as u64);
-            if end >= self.fs.attr(ino)?.size_bytes {
-                return Ok(());
-            }
-        }
-        error!(ino = ino.0, offset, "file system answered a read of {asked} bytes with {answered} bytes");
-        Err(FsError::Io)
-    }
-}
-
-impl Passthrough {
-    /// Falls back silently, but logs the first reason. Without permission no later attempt can succeed.
-    fn note_refusal(&self, failure: &io::Error) {
-        if failure.raw_os_error() == Some(libc::EPERM) {
-            self.enabled.store(false, Ordering::Relaxed);
-        }
-        self.refused.call_once(|| info!("kernel passthrough is not available, using the page cache: {failure}"));
-    }
-}
-
-fn ino(ino: INodeNo) -> Ino {
-    Ino(ino.0)
-}
-
 fn file_type(kind: NodeKind) -> FileType {
     match kind {
         NodeKind::Directory => FileType::Directory,
         NodeKind::File => FileType::RegularFile,
         NodeKind::Symlink => FileType::Symlink,
     }
-}
-
-/// The message of a panic.
-fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
-    let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
 }
 
 /// Whether an open requests more than reading.
@@ -943,13 +647,5 @@ mod tests {
         ] {
             assert_eq!(wants_to_write(OpenFlags(flags)), writes, "{flags:#o}");
         }
-    }
-
-    #[test]
-    fn panic_messages_are_kept() {
-        let text = |panic: fn()| panic_text(catch_unwind(panic).unwrap_err().as_ref()).to_owned();
-        assert_eq!(text(|| panic!("plain")), "plain");
-        assert_eq!(text(|| panic!("number {}", 7)), "number 7");
-        assert_eq!(text(|| std::panic::panic_any(7)), "no message");
     }
 }

@@ -5,6 +5,9 @@
 //! converter multiplies or adds: there an oracle of a few lines says what `to_huggingface` computes in f32.
 #![allow(clippy::unwrap_used, clippy::wildcard_enum_match_arm, reason = "a test fails by panicking")]
 
+mod models;
+mod random;
+
 use std::{
     collections::BTreeMap,
     fs,

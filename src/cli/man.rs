@@ -1,0 +1,141 @@
+//! `ckfs man`: manual pages, made from the same declarations as the help.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::Context;
+use clap::Args;
+use clap_mangen::Man;
+
+use super::output;
+
+/// The page of the program's other name. It is in section 8, where mount(8) and its helpers are.
+const HELPER: (&str, &str) = ("mount.ckfs.8", ".so man1/ckfs-mount.1\n");
+
+/// Prints the manual page, or writes the pages of all commands.
+///
+/// Without DIR, the page ckfs(1) goes to standard output. With DIR, there is one file per command, such as
+/// ckfs-mount.1, and mount.ckfs.8; files of these names are replaced.
+#[derive(Debug, Args)]
+#[command(after_long_help = "\
+Examples:
+  ckfs man | man -l -
+  ckfs man ~/.local/share/man/man1")]
+pub(super) struct Manual {
+    /// Where the pages are written; it is made if it does not exist.
+    #[arg(value_name = "DIR")]
+    dir: Option<PathBuf>,
+}
+
+impl Manual {
+    /// Prints or writes the pages of the program's command line, `command`.
+    pub(super) fn run(&self, command: clap::Command) -> anyhow::Result<()> {
+        let pages = pages(command)?;
+        let Some(dir) = &self.dir else {
+            return output::print(&pages[0].1);
+        };
+        fs::create_dir_all(dir).with_context(|| format!("{}", dir.display()))?;
+        for (name, text) in &pages {
+            write(&dir.join(name), text)?;
+        }
+        Ok(())
+    }
+}
+
+fn write(path: &Path, text: &str) -> anyhow::Result<()> {
+    fs::write(path, text).with_context(|| format!("{}", path.display()))
+}
+
+/// File names and texts, the page of the program first.
+fn pages(command: clap::Command) -> anyhow::Result<Vec<(String, String)>> {
+    // Pages are the same for every build of a version.
+    let mut command = command.disable_help_subcommand(true).long_version(None);
+    command.build();
+    let mut pages = vec![page(&command, "ckfs".to_owned())?];
+    for command in command.get_subcommands().filter(|command| !command.is_hide_set()) {
+        pages.push(page(command, format!("ckfs-{}", command.get_name()))?);
+    }
+    pages.push((HELPER.0.to_owned(), HELPER.1.to_owned()));
+    Ok(pages)
+}
+
+fn page(command: &clap::Command, name: String) -> anyhow::Result<(String, String)> {
+    let source = format!("ckfs {}", env!("CARGO_PKG_VERSION"));
+    let mut text = Vec::new();
+    let man = Man::new(command.clone().display_name(&name)).title(name.to_uppercase()).section("1");
+    let man = man.source(source).manual("ckfs");
+    man.render_title(&mut text)?;
+    man.render_name_section(&mut text)?;
+    man.render_synopsis_section(&mut text)?;
+    man.render_description_section(&mut text)?;
+    man.render_options_section(&mut text)?;
+    if command.has_subcommands() {
+        man.render_subcommands_section(&mut text)?;
+    }
+    let mut text = String::from_utf8(text)?;
+    if let Some(more) = command.get_after_long_help() {
+        text.push_str(&notes(&more.to_string()));
+    }
+    Ok((format!("{name}.1"), text))
+}
+
+/// The text after the help, line by line: its columns would not survive filled lines.
+fn notes(text: &str) -> String {
+    let mut section = ".SH NOTES\n.nf\n".to_owned();
+    for line in text.lines() {
+        // A point or an apostrophe at the start of a line would be a request to the formatter.
+        let guard = if line.starts_with(['.', '\'']) { "\\&" } else { "" };
+        section.extend([guard, &line.replace('\\', "\\e").replace('-', "\\-"), "\n"]);
+    }
+    section + ".fi\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn command() -> clap::Command {
+        let mount =
+            clap::Command::new("mount").about("Mounts a checkpoint").after_long_help("Examples:\n  ckfs mount a b");
+        let hidden = clap::Command::new("secret").hide(true);
+        clap::Command::new("ckfs").version("1.2.3").long_version("1.2.3\ncommit x").subcommands([mount, hidden])
+    }
+
+    #[test]
+    fn every_command_has_a_page() {
+        let pages = pages(command()).unwrap();
+        let names: Vec<_> = pages.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(names, ["ckfs.1", "ckfs-mount.1", "mount.ckfs.8"]);
+        assert!(pages[0].1.contains(".TH CKFS 1") && pages[0].1.contains("mount"), "{}", pages[0].1);
+        assert!(!pages[0].1.contains("commit"), "the same for all builds of a version");
+        for part in [".TH CKFS\\-MOUNT 1", "Mounts a checkpoint", "ckfs mount a b"] {
+            assert!(
+                pages[1].1.contains(part) || pages[1].1.contains(&part.replace("\\-", "-")),
+                "{part}: {}",
+                pages[1].1
+            );
+        }
+    }
+
+    #[test]
+    fn notes_keep_their_lines() {
+        assert_eq!(notes("Examples:\n  a \\, --b\n.c"), ".SH NOTES\n.nf\nExamples:\n  a \\e, \\-\\-b\n\\&.c\n.fi\n");
+    }
+
+    #[test]
+    fn pages_are_written_and_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let to = dir.path().join("new/man1");
+        for _ in 0..2 {
+            Manual { dir: Some(to.clone()) }.run(command()).unwrap();
+        }
+        assert_eq!(fs::read_dir(&to).unwrap().count(), 3);
+        assert!(fs::read_to_string(to.join("mount.ckfs.8")).unwrap().starts_with(".so "));
+        let file = dir.path().join("file");
+        fs::write(&file, "").unwrap();
+        let refused = Manual { dir: Some(file.clone()) }.run(command()).unwrap_err();
+        assert!(format!("{refused:#}").contains("file"), "{refused:#}");
+    }
+}

@@ -1,0 +1,163 @@
+//! Opens and reads of files, in any thread that handles them.
+
+use std::{
+    fs::File,
+    io,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{
+        Arc, Once,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use fuser::{BackingId, FileHandle, FopenFlags, INodeNo, ReplyData, ReplyOpen};
+use tracing::{error, info};
+
+use super::{
+    super::{
+        open_mode::{Mode, OpenModes, OpenRequest},
+        reply_data,
+    },
+    pending::{Pending, ReplySlot, ino, panic_text},
+};
+use crate::volume::{Access, FileSystem, FsError, Handle, Ino, Opened};
+
+/// The state that opens and reads need, in any thread that handles them.
+pub(super) struct Serving {
+    pub(super) fs: Arc<dyn FileSystem>,
+    pub(super) opens: Arc<Opens>,
+}
+
+/// The modes of open files. Shared with opens that other threads answer.
+pub(super) struct Opens {
+    pub(super) modes: OpenModes<BackingId>,
+    pub(super) passthrough: Passthrough,
+}
+
+/// Whether the kernel may read backing files by itself.
+pub(super) struct Passthrough {
+    /// Requested, offered by the kernel, and not refused so far.
+    pub(super) enabled: AtomicBool,
+    granted: Once,
+    refused: Once,
+}
+
+impl Serving {
+    /// Serves the files of `fs`. `passthrough` tells whether the kernel is asked to read backing files by itself.
+    pub(super) fn new(fs: &Arc<dyn FileSystem>, passthrough: bool) -> Self {
+        let passthrough =
+            Passthrough { enabled: AtomicBool::new(passthrough), granted: Once::new(), refused: Once::new() };
+        Self { fs: Arc::clone(fs), opens: Arc::new(Opens { modes: OpenModes::default(), passthrough }) }
+    }
+}
+
+impl Opens {
+    /// Whether the kernel may read a file by itself, as no handle has it open through the page cache.
+    fn may_pass(&self, ino: Ino) -> bool {
+        self.passthrough.enabled.load(Ordering::Relaxed) && self.modes.may_pass(ino)
+    }
+
+    /// Answers an open, unless another thread did: then the kernel has no handle of it.
+    fn answer(&self, fs: &dyn FileSystem, ino: Ino, opened: &Opened, reply: &mut ReplySlot<ReplyOpen>) {
+        let Some(reply) = reply.take() else { return fs.release(ino, opened.handle) };
+        let (mode, failure) = match &opened.access {
+            Access::Direct => self.modes.open(ino, &OpenRequest::Direct),
+            Access::Passthrough(file) if self.passthrough.enabled.load(Ordering::Relaxed) => {
+                self.modes.open(ino, &OpenRequest::Passthrough(&|| reply.open_backing(file)))
+            }
+            Access::Cached | Access::Passthrough(_) | Access::Materialize => self.modes.open(ino, &OpenRequest::Cached),
+        };
+        if let Some(failure) = failure {
+            self.passthrough.note_refusal(&failure);
+        }
+        let handle = FileHandle(opened.handle.0);
+        // There is nothing to flush on close, so the kernel need not send flushes.
+        let flags = FopenFlags::FOPEN_NOFLUSH;
+        match mode {
+            Mode::Cached => reply.opened(handle, flags | FopenFlags::FOPEN_KEEP_CACHE),
+            Mode::Direct => reply.opened(handle, flags | FopenFlags::FOPEN_DIRECT_IO),
+            Mode::Passthrough(backing) => {
+                self.passthrough.granted.call_once(|| info!("kernel passthrough is on"));
+                fs.metrics().passthrough_opens.fetch_add(1, Ordering::Relaxed);
+                reply.opened_passthrough(handle, flags, &backing);
+            }
+        }
+    }
+}
+
+impl Serving {
+    pub(super) fn open_file(&self, node: INodeNo, is_direct: bool, mut pending: Pending<ReplyOpen>) {
+        let ino = ino(node);
+        let open =
+            |_: &mut ReplySlot<ReplyOpen>| if is_direct { self.fs.open_uncached(ino) } else { self.fs.open(ino) };
+        let Some(mut opened) = pending.attempt(open) else { return };
+        let (fs, opens) = (Arc::clone(&self.fs), Arc::clone(&self.opens));
+        let materializes = matches!(opened.access, Access::Materialize) && opens.may_pass(ino);
+        let handle = opened.handle;
+        let mut answer = move |file: Option<Arc<File>>| {
+            if let Some(file) = file {
+                opened.access = Access::Passthrough(file);
+            }
+            pending.attempt(|reply| {
+                opens.answer(fs.as_ref(), ino, &opened, reply);
+                Ok(())
+            });
+        };
+        if !materializes {
+            answer(None);
+        } else if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.fs.materialize(ino, handle, Box::new(answer))))
+        {
+            // The request was moved into `answer`, which answers it.
+            self.fs.release(ino, handle);
+            let cause = panic_text(panic.as_ref());
+            self.fs.metrics().note_panic(&format!("open of inode {}", node.0), cause);
+            error!(ino = node.0, "materializing a file panicked: {cause}");
+        }
+    }
+
+    pub(super) fn read_file(
+        &self,
+        ino: Ino,
+        handle: Handle,
+        offset: u64,
+        len: usize,
+        reply: &mut ReplySlot<ReplyData>,
+    ) -> Result<(), FsError> {
+        let mut verdict = Ok(());
+        self.fs.read(ino, handle, offset, len, &mut |bytes| {
+            verdict = self.check_length(ino, offset, len, bytes.len());
+            if verdict.is_ok()
+                && let Some(reply) = reply.take()
+            {
+                reply_data::send(reply, bytes);
+            }
+        })?;
+        verdict
+    }
+
+    /// The kernel fills a short answer with zeros, or passes it on where it caches no pages. So an answer that ends before the
+    /// file does must not be sent.
+    fn check_length(&self, ino: Ino, offset: u64, asked: usize, answered: usize) -> Result<(), FsError> {
+        if answered == asked {
+            return Ok(());
+        }
+        if answered < asked {
+            let end = offset.saturating_add(answered as u64);
+            if end >= self.fs.attr(ino)?.size_bytes {
+                return Ok(());
+            }
+        }
+        error!(ino = ino.0, offset, "file system answered a read of {asked} bytes with {answered} bytes");
+        Err(FsError::Io)
+    }
+}
+
+impl Passthrough {
+    /// Falls back silently, but logs the first reason. Without permission no later attempt can succeed.
+    pub(super) fn note_refusal(&self, failure: &io::Error) {
+        if failure.raw_os_error() == Some(libc::EPERM) {
+            self.enabled.store(false, Ordering::Relaxed);
+        }
+        self.refused.call_once(|| info!("kernel passthrough is not available, using the page cache: {failure}"));
+    }
+}
