@@ -31,7 +31,7 @@
 //! [`tensor::View`] over those. Each [`image::OutputFormat`] shows its files as [`image::VirtualFile`]s, which know their
 //! length. The [`volume::Volume`] numbers all nodes. From then on nothing changes.
 //!
-//! At open: the FUSE adapter (`src/fuse/adapter.rs`) calls [`FileSystem::open`](volume::FileSystem::open). The volume takes the
+//! At open: the FUSE adapter (`src/fuse/adapter/`) calls [`FileSystem::open`](volume::FileSystem::open). The volume takes the
 //! file's [`image::Content`]. For tensors that is an [`image::FileImage`]: segments of literal bytes and of views, with
 //! cumulative ends. The volume wraps it in a [`read::OpenFile`]. The [`read::Engine`] lowers a view to a [`tensor::Tiling`] when
 //! it is first read. A file that the [`volume::Policy`] selects is materialized by the same stages

@@ -685,8 +685,11 @@ fn kernel_only_buffers_become_a_slice_for_fuser_only() {
 #[test]
 fn the_reference_uses_only_the_expression() {
     let sources = sources();
-    let reference = sources.iter().find(|file| file.name == "read/reference.rs").expect("read/reference.rs");
-    let tokens = tokens(&reference.code);
+    let reference: Vec<&str> =
+        sources.iter().filter(|file| file.name.starts_with("read/reference/")).map(|file| file.code.as_str()).collect();
+    assert!(!reference.is_empty(), "the files of read/reference");
+    let code = reference.concat();
+    let tokens = tokens(&code);
     let checked =
         ["lower", "tiling", "gather", "convert", "kernel", "transpose", "value", "span", "Tiling", "Program", "Window"];
     for name in checked {

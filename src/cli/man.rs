@@ -53,18 +53,18 @@ fn pages(command: clap::Command) -> anyhow::Result<Vec<(String, String)>> {
     // Pages are the same for every build of a version.
     let mut command = command.disable_help_subcommand(true).long_version(None);
     command.build();
-    let mut pages = vec![page(&command, "ckfs".to_owned())?];
+    let mut pages = vec![page(&command, "ckfs")?];
     for command in command.get_subcommands().filter(|command| !command.is_hide_set()) {
-        pages.push(page(command, format!("ckfs-{}", command.get_name()))?);
+        pages.push(page(command, &format!("ckfs-{}", command.get_name()))?);
     }
     pages.push((HELPER.0.to_owned(), HELPER.1.to_owned()));
     Ok(pages)
 }
 
-fn page(command: &clap::Command, name: String) -> anyhow::Result<(String, String)> {
+fn page(command: &clap::Command, name: &str) -> anyhow::Result<(String, String)> {
     let source = format!("ckfs {}", env!("CARGO_PKG_VERSION"));
     let mut text = Vec::new();
-    let man = Man::new(command.clone().display_name(&name)).title(name.to_uppercase()).section("1");
+    let man = Man::new(command.clone().display_name(name.to_owned())).title(name.to_uppercase()).section("1");
     let man = man.source(source).manual("ckfs");
     man.render_title(&mut text)?;
     man.render_name_section(&mut text)?;

@@ -63,7 +63,7 @@ fn contents(model: &Model, dtype: DType, seed: u64) -> HashMap<String, Vec<u8>> 
     let mut state = seed | 1;
     let mut next = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 40) as u8
+        state.to_le_bytes()[5]
     };
     let width = usize::try_from(dtype.element_bytes().unwrap()).unwrap();
     let mut made = HashMap::new();

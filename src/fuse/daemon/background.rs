@@ -152,7 +152,8 @@ fn start_child(program: &Path, args: &[OsString], timeout: Duration) -> Result<S
     };
     let report = String::from_utf8_lossy(&report).into_owned();
     if is_ready(&report) {
-        let (log, served) = report[READY.len()..].split_once('\t').unwrap_or_default();
+        let report = &report[READY.len()..];
+        let (log, served) = report.split_once('\t').unwrap_or((report, ""));
         return Ok(Started { pid: child.id(), log: log.trim().to_owned(), served: served.trim().to_owned() });
     }
     let status = reap(&mut child).map_err(spawn)?;

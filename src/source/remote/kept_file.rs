@@ -5,10 +5,9 @@ use std::{
     io,
     os::unix::fs::DirBuilderExt,
     path::Path,
-    sync::atomic::{AtomicU64, Ordering},
 };
 
-use super::interface::hexadecimal;
+use super::{interface::hexadecimal, unique::unique};
 
 /// A text as the name of one file.
 pub(super) fn escaped(text: &str) -> String {
@@ -26,11 +25,9 @@ pub(super) fn escaped(text: &str) -> String {
 
 /// Puts a complete file in the place of another. A file that cannot be written is not kept: it is only a saving.
 pub(super) fn replace(path: &Path, bytes: &[u8]) {
-    static NUMBER: AtomicU64 = AtomicU64::new(0);
     let write = || -> io::Result<()> {
         DirBuilder::new().recursive(true).mode(0o700).create(path.parent().unwrap_or(path))?;
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let part = path.with_file_name(format!(".part-{}-{number}", std::process::id()));
+        let part = path.with_file_name(format!(".part-{}", unique()));
         let written = fs::write(&part, bytes).and_then(|()| fs::rename(&part, path));
         written.inspect_err(|_| drop(fs::remove_file(&part)))
     };

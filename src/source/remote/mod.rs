@@ -32,6 +32,7 @@ pub mod runtime;
 #[cfg(feature = "remote")]
 mod store;
 mod tree;
+mod unique;
 
 pub use counters::{CountRow, LATENCY_BOUNDS_MS, RemoteCounters};
 pub use error::{Failure, RemoteError};

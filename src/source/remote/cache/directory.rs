@@ -10,10 +10,7 @@ use std::{
     io,
     os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
-    sync::{
-        Arc, Mutex, PoisonError, Weak,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::{Arc, Mutex, PoisonError, Weak},
 };
 
 use nix::{
@@ -22,7 +19,7 @@ use nix::{
 };
 
 use super::{
-    super::{counters::RemoteCounters, interface::RemoteFile},
+    super::{counters::RemoteCounters, interface::RemoteFile, unique::unique},
     block_map::BlockMap,
     entry::Entry,
     lock::{self, LockKind},
@@ -47,7 +44,6 @@ pub struct Cache {
     space: Space,
     open: Mutex<Vec<Weak<Entry>>>,
     counters: Arc<RemoteCounters>,
-    temporary: AtomicU64,
 }
 
 impl Cache {
@@ -82,7 +78,7 @@ impl Cache {
     }
 
     fn new(objects: Option<PathBuf>, space: Space, counters: Arc<RemoteCounters>) -> Self {
-        Self { objects, space, open: Mutex::default(), counters, temporary: AtomicU64::new(0) }
+        Self { objects, space, open: Mutex::default(), counters }
     }
 
     /// The directory of entries, unless the cache is in memory.
@@ -124,7 +120,7 @@ impl Cache {
     /// It cannot be removed.
     pub fn remove_unused(&self, entry: &Path) -> io::Result<Option<u64>> {
         let Some(objects) = &self.objects else { return Ok(None) };
-        self.space.remove_unused(objects, entry)
+        Space::remove_unused(objects, entry)
     }
 
     /// The entry of an object; it is made if it is not there. `object` names it for people. Within a process an object has one entry.
@@ -187,7 +183,7 @@ impl Cache {
                     entry.touch();
                     return Ok(*entry);
                 }
-                Attempt::Missing => self.create(objects, &dir, meta)?,
+                Attempt::Missing => Self::create(objects, &dir, meta)?,
                 Attempt::Malformed => {
                     // From another version, or damaged.
                     if self.remove_unused(&dir)?.is_none() {
@@ -238,9 +234,8 @@ impl Cache {
     }
 
     /// Makes an entry under another name and gives it its own at the end. If another process was faster, its entry stays.
-    fn create(&self, objects: &Path, dir: &Path, meta: &EntryMeta) -> io::Result<()> {
-        let number = self.temporary.fetch_add(1, Ordering::Relaxed);
-        let temporary = objects.join(format!("new.{}-{number}", std::process::id()));
+    fn create(objects: &Path, dir: &Path, meta: &EntryMeta) -> io::Result<()> {
+        let temporary = objects.join(format!("new.{}", unique()));
         let made = (|| {
             DirBuilder::new().mode(0o700).create(&temporary)?;
             let new = |part: &str| {

@@ -9,6 +9,8 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
+use super::super::unique::unique;
+
 /// Name of the file.
 pub(super) const META: &str = "meta.json";
 
@@ -33,8 +35,8 @@ impl EntryMeta {
 
     /// Writes the file as a whole: a reader sees the old one or the new one.
     pub(super) fn write(&self, dir: &Path) -> io::Result<()> {
-        let temporary = dir.join(format!("{META}.{}", std::process::id()));
-        let mut file = File::create(&temporary)?;
+        let temporary = dir.join(format!("{META}.{}", unique()));
+        let mut file = File::create_new(&temporary)?;
         file.write_all(&serde_json::to_vec_pretty(self)?)?;
         drop(file);
         fs::rename(&temporary, dir.join(META)).inspect_err(|_| drop(fs::remove_file(&temporary)))

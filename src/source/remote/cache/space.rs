@@ -5,16 +5,14 @@ use std::{
     io,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
-    sync::{
-        Arc, Mutex, PoisonError, Weak,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::{Arc, Mutex, PoisonError, Weak},
     time::{Duration, Instant, SystemTime},
 };
 
 use rustix::fs::statvfs;
 
 use super::{
+    super::unique::unique,
     entry::{Entry, Eviction},
     lock::{self, LockKind},
     meta,
@@ -58,7 +56,6 @@ pub(super) struct Space {
     cap_bytes: Option<u64>,
     state: Mutex<State>,
     open: Mutex<Vec<Weak<Entry>>>,
-    trash: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -71,7 +68,7 @@ struct State {
 
 impl Space {
     pub(super) fn new(place: Place, cap_bytes: Option<u64>) -> Self {
-        Self { place, cap_bytes, state: Mutex::default(), open: Mutex::default(), trash: AtomicU64::new(0) }
+        Self { place, cap_bytes, state: Mutex::default(), open: Mutex::default() }
     }
 
     /// Notes an entry that this process has open.
@@ -161,7 +158,7 @@ impl Space {
                 if freed >= wanted {
                     return;
                 }
-                freed += self.remove_unused(dir, &entry).ok().flatten().unwrap_or(0);
+                freed += Self::remove_unused(dir, &entry).ok().flatten().unwrap_or(0);
             }
         }
         let entries = self.open_entries();
@@ -190,7 +187,7 @@ impl Space {
     }
 
     /// Removes an entry, unless a process uses it. Returns the bytes of disk that this frees.
-    pub(super) fn remove_unused(&self, dir: &Path, entry: &Path) -> io::Result<Option<u64>> {
+    pub(super) fn remove_unused(dir: &Path, entry: &Path) -> io::Result<Option<u64>> {
         let is_temporary = entry.extension().is_some();
         if is_temporary {
             let age = SystemTime::now().duration_since(fs::metadata(entry)?.modified()?).unwrap_or_default();
@@ -200,18 +197,17 @@ impl Space {
         }
         match File::options().read(true).write(true).open(entry.join(MAP)) {
             // The lock goes when the file is closed, after the removal.
-            Ok(map) if lock::try_lock(&map, LockKind::Exclusive, &lock::ENTRY)? => self.remove(dir, entry).map(Some),
+            Ok(map) if lock::try_lock(&map, LockKind::Exclusive, &lock::ENTRY)? => Self::remove(dir, entry).map(Some),
             Ok(_) => Ok(None),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => self.remove(dir, entry).map(Some),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Self::remove(dir, entry).map(Some),
             Err(error) => Err(error),
         }
     }
 
-    fn remove(&self, dir: &Path, entry: &Path) -> io::Result<u64> {
+    fn remove(dir: &Path, entry: &Path) -> io::Result<u64> {
         let freed = disk_bytes(entry);
-        let number = self.trash.fetch_add(1, Ordering::Relaxed);
         // Out of the way at once: nobody finds a half of it. The name of an abandoned one has an extension too.
-        let trash = dir.join(format!("removed.{}-{number}", std::process::id()));
+        let trash = dir.join(format!("removed.{}", unique()));
         fs::rename(entry, &trash)?;
         fs::remove_dir_all(&trash)?;
         Ok(freed)

@@ -1,0 +1,28 @@
+//! Names for temporary files in a directory that several processes share.
+
+use std::{
+    sync::{
+        LazyLock,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::SystemTime,
+};
+
+/// A part of a name that no other call returns, in this process or another. The number of a process is not enough: processes of
+/// two containers that share a directory may have the same one.
+pub(super) fn unique() -> String {
+    static NUMBER: AtomicU64 = AtomicU64::new(0);
+    static BEGUN: LazyLock<u128> =
+        LazyLock::new(|| SystemTime::UNIX_EPOCH.elapsed().map_or(0, |elapsed| elapsed.as_nanos()));
+    format!("{}-{:x}-{}", std::process::id(), *BEGUN, NUMBER.fetch_add(1, Ordering::Relaxed))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_differ() {
+        assert_ne!(unique(), unique());
+    }
+}
