@@ -17,6 +17,7 @@ mod error;
 mod fetcher;
 mod files;
 pub(super) mod handle;
+#[cfg_attr(not(feature = "remote"), allow(dead_code, reason = "only services of the network are asked twice"))]
 mod hedge;
 #[cfg(feature = "remote")]
 pub mod hub;
