@@ -141,29 +141,22 @@ pub trait Objects: fmt::Debug + Send + Sync {
     /// Passes the bytes of `span` to `sink`, in order. The attempt ends with an error at `until`, or earlier if no byte comes for
     /// a time that the implementation chooses.
     ///
+    /// A request whose first byte takes long may be sent a second time, as `hedging` allows.
+    ///
     /// The reply counts only if it is of the pinned version and of this span: another version is
     /// [`super::Failure::Changed`], and a reply that holds other bytes or too few is an error. The sink has then seen a correct
     /// beginning of the span, or nothing.
     ///
     /// # Errors
     /// [`RemoteError`] without a signed address, a token or a query.
-    fn read(&self, file: &RemoteFile, span: ByteSpan, until: Instant, sink: &mut Sink<'_>) -> Result<(), RemoteError>;
-
-    /// As [`Objects::read`], and a request whose first byte takes long may be sent a second time, as `hedging` allows. By default
-    /// it is sent once.
-    ///
-    /// # Errors
-    /// As [`Objects::read`].
-    fn read_hedged(
+    fn read(
         &self,
         file: &RemoteFile,
         span: ByteSpan,
         until: Instant,
-        _hedging: &Hedging,
+        hedging: &Hedging,
         sink: &mut Sink<'_>,
-    ) -> Result<(), RemoteError> {
-        self.read(file, span, until, sink)
-    }
+    ) -> Result<(), RemoteError>;
 }
 
 #[cfg(test)]

@@ -271,7 +271,7 @@ impl Retrying {
             |until| {
                 let rest = ByteSpan::new(next, span.end()).expect("no more bytes than the span are counted");
                 let (begun, mut first) = (Instant::now(), None);
-                let result = self.objects.read_hedged(file, rest, until, &self.hedging, &mut |bytes| {
+                let result = self.objects.read(file, rest, until, &self.hedging, &mut |bytes| {
                     let len = bytes.len().min(usize::try_from(span.end() - next).unwrap_or(usize::MAX));
                     RemoteCounters::add(&self.counters.fetched_bytes, len as u64);
                     next += len as u64;

@@ -150,38 +150,12 @@ impl Snapshot {
         file: &RemoteFile,
         span: ByteSpan,
         until: Instant,
-        hedging: Option<&Hedging>,
+        hedging: &Hedging,
         sink: &mut Sink<'_>,
     ) -> Result<(), RemoteError> {
-        let begin = || self.begin(file, span, until);
-        let begun = match hedging {
-            Some(hedging) => hedging.first_of(begin).await,
-            None => begin().await,
-        };
-        let begun = begun?;
+        let begun = hedging.first_of(|| self.begin(file, span, until)).await?;
         let host = begun.host.clone();
         Body { file, span, host: &host, what: &what_of(&self.repo, file), until }.pass(begun, sink).await
-    }
-
-    fn read_with(
-        &self,
-        file: &RemoteFile,
-        span: ByteSpan,
-        until: Instant,
-        hedging: Option<&Hedging>,
-        sink: &mut Sink<'_>,
-    ) -> Result<(), RemoteError> {
-        if span.is_empty() {
-            return Ok(());
-        }
-        if let Some(read) = self.read_blob(file, span, sink) {
-            return read;
-        }
-        if self.hub.settings().offline {
-            return Err(self.hub.is_offline(&what_of(&self.repo, file)).of_span(span));
-        }
-        let read = runtime::block_on(self.read_once(file, span, until, hedging, sink));
-        read.unwrap_or_else(|error| Err(self.hub.no_runtime(&error))).map_err(|error| error.of_span(span))
     }
 }
 
@@ -326,11 +300,7 @@ impl Objects for Snapshot {
         self.hub.host()
     }
 
-    fn read(&self, file: &RemoteFile, span: ByteSpan, until: Instant, sink: &mut Sink<'_>) -> Result<(), RemoteError> {
-        self.read_with(file, span, until, None, sink)
-    }
-
-    fn read_hedged(
+    fn read(
         &self,
         file: &RemoteFile,
         span: ByteSpan,
@@ -338,7 +308,17 @@ impl Objects for Snapshot {
         hedging: &Hedging,
         sink: &mut Sink<'_>,
     ) -> Result<(), RemoteError> {
-        self.read_with(file, span, until, Some(hedging), sink)
+        if span.is_empty() {
+            return Ok(());
+        }
+        if let Some(read) = self.read_blob(file, span, sink) {
+            return read;
+        }
+        if self.hub.settings().offline {
+            return Err(self.hub.is_offline(&what_of(&self.repo, file)).of_span(span));
+        }
+        let read = runtime::block_on(self.read_once(file, span, until, hedging, sink));
+        read.unwrap_or_else(|error| Err(self.hub.no_runtime(&error))).map_err(|error| error.of_span(span))
     }
 }
 
