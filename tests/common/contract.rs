@@ -175,5 +175,5 @@ fn repository_of_hub(name: &str) -> ckfs::source::remote::RemoteRepository {
     let hub = Arc::new(Hub::new(settings, None, Arc::default()).unwrap());
     let soon = Deadline::At(Instant::now() + Duration::from_secs(20));
     let commit = hub.commit(name, "main", soon).unwrap();
-    hub.repository(name, &commit, None, soon).unwrap()
+    hub.repository(name, &commit, None, false, soon).unwrap()
 }

@@ -71,6 +71,48 @@ def test_a_fetched_model_needs_no_network(own, repo, hub, clean):
     check_full(own("org/llama", "--mesh", "fsdp=2"), reference.canonical(repo("llama")))
 
 
+@pytest.mark.parametrize("way", ["fetch", "mount"])
+def test_complete_files_are_placed_for_programs_of_the_hub(own, repo, hub, clean, tmp_path, way):
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+
+    local, cache = repo("llama").path, tmp_path / "hf/hub"
+    weights = sorted(path.name for path in local.glob("*.safetensors"))
+    mounting.run("fetch", "org/llama")
+    assert not cache.exists(), "only where it is asked for"
+    if way == "fetch":
+        told = mounting.run("fetch", "org/llama", "--hf-cache", "share").out
+        assert "complete for other programs" in told
+    else:
+        mounted = own("org/llama", "--hf-cache", "share")
+        for path in local.iterdir():
+            (mounted / "hf" / path.name).read_bytes()
+        mounting.wait_until((cache / "models--org--llama/refs/main").exists, what="the snapshot")
+    found = Path(snapshot_download("org/llama", cache_dir=cache, local_files_only=True))
+    assert sorted(path.name for path in found.iterdir()) == sorted(path.name for path in local.iterdir())
+    for path in local.iterdir():
+        assert (found / path.name).read_bytes() == path.read_bytes(), path
+        assert (found / path.name).resolve().parent.name == "blobs"
+    assert try_to_load_from_cache("org/llama", weights[0], cache_dir=cache) == str(found / weights[0])
+    assert {path.name for path in (cache / "models--org--llama").rglob(".*")} == set(), "nothing unfinished"
+    # ckfs itself reads it there, without the Hub and without its own cache.
+    hub.close()
+    clean.setenv("CKFS_CACHE_DIR", str(tmp_path / "another"))
+    check_full(own("org/llama", "--offline"), reference.canonical(repo("llama")))
+
+
+def test_a_part_of_a_repository_is_not_placed_for_programs_of_the_hub(wide, clean, tmp_path):
+    stub = Stub("hub", f"org/wide={wide.path}")
+    try:
+        clean.setenv("HF_ENDPOINT", stub.url)
+        told = mounting.run("fetch", "org/wide", "--mesh", "fsdp=4", "--devices", "1", "--hf-cache", "share").out
+        assert "not all files are complete" in told
+        placed = tmp_path / "hf/hub/models--org--wide"
+        assert not (placed / "snapshots").exists() and not (placed / "refs").exists()
+        assert all(path.stat().st_size < 1 << 20 for path in (placed / "blobs").iterdir()), "only small files are complete"
+    finally:
+        stub.close()
+
+
 def test_what_is_not_here_says_how_to_get_it(hub, clean):
     error = mounting.run("plan", "org/llama", "--offline", expect=1).err
     assert "not in the hub cache" in error and "ckfs fetch org/llama" in error

@@ -189,3 +189,38 @@ def test_other_places_of_googles_store(repo, bucket, clean, tmp_path, way):
         (tmp_path / "account.json").write_text(json.dumps(account))
         clean.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
     mounting.run("plan", bucket.address)
+
+
+def long_rows(directory: Path) -> Path:
+    """Matrices whose shards on the inner axis are parts of long rows: with gaps of 96 KiB, and of 1.5 MiB."""
+    directory.mkdir()
+    shapes = {"near": [64, 1 << 16], "far": [8, 1 << 20], "rows": [1 << 10, 1 << 10]}
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        size = shape[0] * shape[1] * 2
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    data = np.random.default_rng(3).bytes(end)
+    (directory / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return directory
+
+
+@pytest.mark.parametrize("bucket", ["s3"], indirect=True)
+def test_what_is_fetched_is_what_plan_says(bucket, tmp_path):
+    bucket.upload(long_rows(tmp_path / "files"))
+    (tmp_path / "rules.toml").write_text('[[shard_rules]]\nmatch = "*"\nspec = ["-", "tensor"]\n')
+    # So long that gaps of up to 1 MiB are read over.
+    bucket.stub.set(latency_ms=30)
+    options = ["--mesh", "tensor=4", "--devices", "1", "--shard", tmp_path / "rules.toml"]
+    planned = mounting.run("plan", bucket.address, *options, "--json").json()["remote"]
+    # Each row of "near", a quarter of each of "far", and all of "rows", whose gaps are smaller than a block.
+    near, far, rows = 64 * (1 << 17) - (96 << 10), 8 * (512 << 10), 1 << 21
+    assert near + far + rows <= planned["spanned_bytes"] <= (near + far + rows) * 1.05, planned
+    before = bucket.stub.stats()["object_bytes"]
+    told = mounting.run("fetch", bucket.address, *options).out
+    assert bucket.stub.stats()["object_bytes"] - before == planned["absent_bytes"], told
+    after = mounting.run("plan", bucket.address, *options, "--json").json()["remote"]
+    assert (after["spanned_bytes"], after["absent_bytes"]) == (planned["spanned_bytes"], 0)
+    text = mounting.run("plan", bucket.address, *options).out
+    assert f"{planned['spanned_bytes'] / planned['needed_bytes']:.2f} times of which is fetched" in text

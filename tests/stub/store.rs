@@ -1,16 +1,21 @@
 //! A directory as buckets of object stores: the part of the interface of S3, and of the like one of Google, that reading needs.
 //!
 //! `GET` and `HEAD /bucket/key` with `Range` and `If-Match`; `GET /bucket?list-type=2`, which both understand. Signatures are not
-//! checked. Faults are switched on by `GET /_stub/set?NAME=VALUE`.
+//! checked. Faults are switched on by `GET /_stub/set?NAME=VALUE`; `GET /_stub/stats` counts.
 
 use std::{
     collections::HashMap,
     fs::{self, File, Metadata},
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
+
+use serde_json::json;
 
 use super::http::{Reply, Request, Server, unescaped};
 
@@ -95,6 +100,8 @@ struct Store {
     root: PathBuf,
     switches: Arc<Mutex<Switches>>,
     files: Mutex<HashMap<PathBuf, Arc<File>>>,
+    /// Objects' bytes in replies.
+    object_bytes: AtomicU64,
 }
 
 impl StoreStub {
@@ -104,7 +111,12 @@ impl StoreStub {
 
     pub fn start_at(port: u16, root: &Path) -> Self {
         let switches: Arc<Mutex<Switches>> = Arc::default();
-        let store = Store { root: root.to_owned(), switches: Arc::clone(&switches), files: Mutex::default() };
+        let store = Store {
+            root: root.to_owned(),
+            switches: Arc::clone(&switches),
+            files: Mutex::default(),
+            object_bytes: AtomicU64::new(0),
+        };
         let server = Server::start_at(port, Arc::new(move |request: &Request| store.answer(request)));
         Self { server, switches }
     }
@@ -132,8 +144,13 @@ fn take(count: &mut u64) -> bool {
 
 impl Store {
     fn answer(&self, request: &Request) -> Reply {
-        if request.path == "/_stub/set" {
-            return self.control(request);
+        match request.path.as_str() {
+            "/_stub/set" => return self.control(request),
+            "/_stub/stats" => {
+                let bytes = self.object_bytes.load(Ordering::Relaxed);
+                return Reply::new(200, json!({"object_bytes": bytes}).to_string());
+            }
+            _ => {}
         }
         let mut switches = self.switches.lock().unwrap();
         if let Some(reply) = switches.fault() {
@@ -194,6 +211,9 @@ impl Store {
             .header("ETag", tag)
             .header("Last-Modified", "Wed, 21 Oct 2026 07:28:00 GMT")
             .header("x-goog-generation", (generation + 1).to_string());
+        if request.method == "GET" {
+            self.object_bytes.fetch_add(reply.body.len(), Ordering::Relaxed);
+        }
         let mut switches = self.switches.lock().unwrap();
         if request.method == "GET" && take(&mut switches.short) {
             reply.faults.cut_after = Some(switches.short_after);

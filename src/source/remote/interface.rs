@@ -4,7 +4,7 @@ use std::{fmt, ops::ControlFlow, sync::Arc, time::Instant};
 
 use sha2::{Digest, Sha256};
 
-use super::{super::ByteSpan, error::RemoteError, hedge::Hedging};
+use super::{super::ByteSpan, error::RemoteError, hedge::Hedging, shared::SharedCache};
 
 /// The content of an object, as far as its service names it. Two objects of the same identity have the same bytes, wherever they
 /// are: the cache keeps them once.
@@ -137,6 +137,11 @@ pub type Sink<'a> = dyn FnMut(&[u8]) -> ControlFlow<()> + 'a;
 pub trait Objects: fmt::Debug + Send + Sync {
     /// The host, for messages: never with a token or a signature.
     fn host(&self) -> &str;
+
+    /// The cache of the service's own client on this machine, if complete objects are to be placed there.
+    fn shared(&self) -> Option<&SharedCache> {
+        None
+    }
 
     /// Passes the bytes of `span` to `sink`, in order. The attempt ends with an error at `until`, or earlier if no byte comes for
     /// a time that the implementation chooses.
