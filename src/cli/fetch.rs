@@ -89,7 +89,8 @@ fn shared_text(snapshots: &[PathBuf]) -> String {
         return "not placed into the Hugging Face cache: not all files are complete here; without --mesh and --devices they are\n"
             .to_owned();
     }
-    snapshots.iter().map(|snapshot| format!("{}: complete for other programs\n", snapshot.display())).collect()
+    let lines = snapshots.iter().map(|snapshot| format!("{}: complete for other programs\n", snapshot.display()));
+    lines.collect::<Vec<_>>().concat()
 }
 
 /// The needs of the listed devices of all views.
