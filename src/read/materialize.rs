@@ -440,7 +440,9 @@ impl Materializing {
     }
 
     fn ask_ahead(&self, start: u64) {
-        let end = self.file.len_bytes().min(start + self.engine.most_pages_ahead());
+        // A remote source needs many requests under way at a time.
+        let ahead = self.engine.source().ahead_bytes().unwrap_or_else(|| self.engine.most_pages_ahead());
+        let end = self.file.len_bytes().min(start.saturating_add(ahead));
         let requested = self.requested.fetch_max(end, Ordering::Relaxed);
         if requested < end {
             self.engine.request_pages_beside(&self.file, requested.max(start), end);
