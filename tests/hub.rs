@@ -61,7 +61,7 @@ impl Rig {
     fn open(&self, token: Option<&str>) -> Result<RemoteRepository, RemoteError> {
         let hub = self.hub_with(token);
         let commit = hub.commit(REPO, "main", soon())?;
-        hub.repository(REPO, &commit, None, soon())
+        hub.repository(REPO, &commit, None, false, soon())
     }
 
     fn switch(&self, change: impl FnOnce(&mut Switches)) {

@@ -12,14 +12,14 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
-    time::{Duration, Instant, UNIX_EPOCH},
+    time::{Duration, Instant},
 };
 
 use ckfs::source::{
-    Aspect, ByteSpan, FetchPart, FileId, LocalFiles, Maps, ResidentWindow, Served, Source, SourceError, SourceIo,
-    remote::cache::Cache,
+    Aspect, FileId, LocalFiles, Maps, ResidentWindow, Served, Source, SourceError, SourceIo, remote::cache::Cache,
 };
 use common::{
+    contract::{self, fetch, lent, span},
     objects::{self, MemoryObjects},
     sources::{Fault, Fetched, MemoryFiles, Watched},
 };
@@ -28,10 +28,6 @@ use tempfile::TempDir;
 const A: FileId = FileId(0);
 const B: FileId = FileId(1);
 const EMPTY: FileId = FileId(2);
-
-fn span(start: u64, end: u64) -> ByteSpan {
-    ByteSpan::new(start, end).unwrap()
-}
 
 fn content(len: usize, seed: u64) -> Vec<u8> {
     (0..len as u64).map(|i| ((i * 2_654_435_761 + seed * 97) >> 7).to_le_bytes()[0] | 1).collect()
@@ -56,89 +52,9 @@ fn local(io: SourceIo) -> (TempDir, LocalFiles) {
     (dir, source)
 }
 
-/// Fetches spans in one call, with a buffer for each.
-fn fetch(source: &dyn Source, file: FileId, spans: &[ByteSpan]) -> Result<Vec<Vec<u8>>, SourceError> {
-    let mut found: Vec<Vec<u8>> = spans.iter().map(|span| vec![7; usize::try_from(span.len()).unwrap()]).collect();
-    let parts = spans.iter().zip(&mut found).map(|(span, target)| FetchPart { start: span.start(), target });
-    source.fetch(file, &mut parts.collect::<Vec<_>>())?;
-    Ok(found)
-}
-
-/// The kernel-only buffer of a span, copied by the kernel.
-fn lent(source: &dyn Source, file: FileId, span: ByteSpan) -> Option<Result<Vec<u8>, SourceError>> {
-    let mut found = None;
-    let result = source
-        .maps()?
-        .with_kernel_bytes(file, span, &mut |bytes| found = Some(Served::Kernel(bytes).to_vec().unwrap()))?;
-    Some(result.map(|()| found.unwrap()))
-}
-
 /// The contract, for a source that holds [`contents`].
 fn conforms(source: &dyn Source) {
-    assert_eq!(source.file_count(), 3);
-    for (id, (name, bytes)) in (0..).map(FileId).zip(contents()) {
-        assert!(source.path(id).ends_with(name));
-        assert_eq!(source.len_bytes(id), bytes.len() as u64);
-        assert!(source.pin(id).modified >= UNIX_EPOCH);
-        source.check(id).unwrap();
-        source.check_path(id).unwrap();
-        let len = bytes.len() as u64;
-        let good =
-            [(0, len), (0, 0), (len, len), (len / 3, len / 2), (len.saturating_sub(1), len)].map(|(s, e)| span(s, e));
-        let got = fetch(source, id, &good).unwrap();
-        for (span, got) in good.iter().zip(got) {
-            let expected = &bytes[usize::try_from(span.start()).unwrap()..usize::try_from(span.end()).unwrap()];
-            assert_eq!(got, expected, "{name} {span}");
-            let mut target = vec![7; expected.len()];
-            source.read_into(id, span.start(), &mut target).unwrap();
-            assert_eq!(target, expected);
-            if let Some(lent) = lent(source, id, *span) {
-                assert_eq!(lent.unwrap(), expected);
-            }
-            let mut seen = None;
-            let maps = source.maps().inspect(|maps| maps.will_need(id, *span));
-            if let Some(result) = maps.and_then(|maps| maps.with(id, *span, &mut |bytes| seen = Some(bytes.to_vec()))) {
-                // A remote source whose cache has no room gives windows all the same, of a buffer.
-                assert!(source.maps_of(id).is_some() || source.remote().is_some());
-                result.unwrap();
-                assert_eq!(seen.as_deref(), Some(expected));
-            } else {
-                assert!(source.maps_of(id).is_none() && seen.is_none());
-            }
-        }
-        for bad in [span(0, len + 1), span(len + 1, len + 1), span(u64::MAX - 1, u64::MAX), span(len, u64::MAX)] {
-            if bad.len() < 1 << 20 {
-                let error = fetch(source, id, &[span(0, 0), bad]).unwrap_err();
-                assert!(matches!(error, SourceError::OutOfBounds { .. }), "{error}");
-                assert!(error.to_string().contains(name), "{error}");
-            }
-            assert!(lent(source, id, bad).is_none());
-            let mut called = false;
-            let maps = source.maps();
-            if let Some(result) = maps.and_then(|maps| maps.with(id, bad, &mut |_| called = true)) {
-                assert!(matches!(result, Err(SourceError::OutOfBounds { .. })));
-            }
-            assert!(!called);
-        }
-        if let Some(file) = source.backing(id) {
-            let mut first = vec![0; bytes.len().min(9)];
-            file.read_exact_at(&mut first, 0).unwrap();
-            assert_eq!(first, bytes[..bytes.len().min(9)]);
-        }
-    }
-    nested(source);
-    assert_eq!(source.health().poisoned(), 0);
-}
-
-fn nested(source: &dyn Source) {
-    let Some(maps) = source.maps_of(A) else { return };
-    let (a, b) = (span(10, 20), span(4_000, 4_097));
-    let mut total = 0;
-    let outer = maps.with(A, a, &mut |left| {
-        maps.with(B, b, &mut |right| total = left.len() + right.len()).unwrap().unwrap();
-    });
-    outer.unwrap().unwrap();
-    assert_eq!(total, 107);
+    contract::conforms(source, &contents().map(|(name, bytes)| (name.to_owned(), bytes)));
 }
 
 #[test]

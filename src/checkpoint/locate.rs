@@ -25,7 +25,7 @@ use std::{
 use super::{options::OpenOptions, problem::CheckpointError};
 #[cfg(feature = "remote")]
 use crate::source::remote::{
-    Deadline,
+    Deadline, SharedCache,
     cache::default_directory,
     hub::{Hub, HubSettings},
 };
@@ -215,8 +215,9 @@ fn from_hub(
             return Ok(local);
         }
     }
-    let blobs = dir.map(|dir| dir.join("blobs"));
-    hub.repository(name.repo, &commit, blobs, Deadline::None).map(remote).map_err(CheckpointError::Remote)
+    let cached = dir.map(|dir| SharedCache::new(dir, &commit, name.revision));
+    let listed = hub.repository(name.repo, &commit, cached, options.remote.shares, Deadline::None);
+    listed.map(remote).map_err(CheckpointError::Remote)
 }
 
 /// Longest wait for the Hub's word on a branch that is in the cache.

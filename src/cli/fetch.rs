@@ -1,6 +1,6 @@
 //! `ckfs fetch`: what this host's devices will read, into the disk cache.
 
-use std::{thread, time::Duration};
+use std::{path::PathBuf, thread, time::Duration};
 
 use anyhow::{Context, anyhow, bail};
 use clap::Args;
@@ -13,16 +13,14 @@ use super::{
 };
 use crate::{
     checkpoint::Checkpoint,
-    plan::{RemoteBytes, report::human_bytes},
+    config::HfCache,
+    plan::{FETCHED_BYTES, RemoteBytes, report::human_bytes},
     source::{ByteSpan, FetchPart, FileId, Source},
     volume::ViewPlan,
 };
 
 /// Time between two looks at the progress.
 const LOOK: Duration = Duration::from_millis(20);
-
-/// Gaps within a piece that are fetched with it where that costs less than another request; the source decides.
-const GAP_BYTES: u64 = 1;
 
 /// Bytes read at once where the cache keeps none, to learn why.
 const PROBE_BYTES: u64 = 1 << 20;
@@ -58,15 +56,17 @@ impl Fetch {
         for view in &plans {
             request(&checkpoint, view, &bar, before.absent_bytes)?;
         }
+        finish(source, &bar, before.absent_bytes);
+        // What no view's tensors need: the other files. Nothing is requested between these spans.
         for (file, spans) in &before.spans {
-            offer(source, *file, spans, &bar, before.absent_bytes)?;
+            for span in source.absent_spans(*file, spans) {
+                offer(source, *file, &[span], &bar, before.absent_bytes)?;
+            }
         }
-        while source.ahead_jobs() > 0 {
-            show(source, &bar, before.absent_bytes);
-            thread::sleep(LOOK);
-        }
+        finish(source, &bar, before.absent_bytes);
         complete(source, &before)?;
         bar.finish_and_clear();
+        let shared = source.share()?;
         let cached = before.spanned_bytes.saturating_sub(before.absent_bytes);
         let requests =
             source.remote().map_or(0, |counters| counters.requests.load(std::sync::atomic::Ordering::Relaxed));
@@ -75,8 +75,22 @@ impl Fetch {
             human_bytes(before.needed_bytes),
             human_bytes(before.absent_bytes),
             human_bytes(cached),
-        ))
+        ))?;
+        if config.mount.hf_cache == Some(HfCache::Share) {
+            output::print(&shared_text(&shared))?;
+        }
+        Ok(())
     }
+}
+
+/// What `--hf-cache share` has come to.
+fn shared_text(snapshots: &[PathBuf]) -> String {
+    if snapshots.is_empty() {
+        return "not placed into the Hugging Face cache: not all files are complete here; without --mesh and --devices they are\n"
+            .to_owned();
+    }
+    let lines = snapshots.iter().map(|snapshot| format!("{}: complete for other programs\n", snapshot.display()));
+    lines.collect::<Vec<_>>().concat()
 }
 
 /// The needs of the listed devices of all views.
@@ -89,7 +103,7 @@ pub(super) fn needs(checkpoint: &Checkpoint, plans: &[ViewPlan]) -> anyhow::Resu
 fn request(checkpoint: &Checkpoint, view: &ViewPlan, bar: &ProgressBar, total: u64) -> anyhow::Result<()> {
     let source = &**checkpoint.source();
     let mut failure = None;
-    let walked = view.plan.for_each_needed(checkpoint, &view.plan.devices, GAP_BYTES, &mut |file, spans| {
+    let walked = view.plan.for_each_needed(checkpoint, &view.plan.devices, FETCHED_BYTES, &mut |file, spans| {
         failure = offer(source, file, spans, bar, total).err();
         failure.is_none()
     });
@@ -112,6 +126,14 @@ fn offer(source: &dyn Source, file: FileId, spans: &[ByteSpan], bar: &ProgressBa
     }
     show(source, bar, total);
     Ok(())
+}
+
+/// Waits until all that was requested is here.
+fn finish(source: &dyn Source, bar: &ProgressBar, total: u64) {
+    while source.ahead_jobs() > 0 {
+        show(source, bar, total);
+        thread::sleep(LOOK);
+    }
 }
 
 fn show(source: &dyn Source, bar: &ProgressBar, total: u64) {

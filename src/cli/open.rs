@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     checkpoint::{Checkpoint, OpenOptions, printable},
-    config::{Config, LayoutChoice, MountSettings, OwnerId, Settings, ThreadCount},
+    config::{Config, HfCache, LayoutChoice, MountSettings, OwnerId, Settings, ThreadCount},
     host::{budget::Budget, limits, memory},
     plan::{Plan, ViewOptions, report::human_bytes},
     read::EngineOptions,
@@ -117,6 +117,7 @@ pub(super) fn remote_options(settings: &MountSettings) -> RemoteOptions {
         timeout: settings.source_timeout.map_or(RemoteOptions::TIMEOUT, |limit| limit.0),
         offline: settings.offline.unwrap_or(false),
         allow_http: settings.allow_http.unwrap_or(false),
+        shares: settings.hf_cache == Some(HfCache::Share),
     }
 }
 

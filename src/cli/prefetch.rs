@@ -12,7 +12,7 @@ use std::{
 use crate::{
     checkpoint::Checkpoint,
     config::Prefetch,
-    plan::Plan,
+    plan::{FETCHED_BYTES, Plan},
     source::{ByteSpan, FileId},
 };
 
@@ -20,8 +20,6 @@ use crate::{
 const PAUSE: Duration = Duration::from_millis(20);
 /// Requests that wait at a time: readers' read-ahead has its place beside them.
 const JOBS_MAX: usize = 128;
-/// Gaps that are part of a span. The source decides about larger ones.
-const GAP_BYTES: u64 = 1;
 
 /// A running prefetch; ends when it is dropped.
 #[derive(Debug)]
@@ -61,7 +59,7 @@ pub(super) fn start(checkpoint: &Arc<Checkpoint>, plans: &[Arc<Plan>], prefetch:
             false
         };
         for plan in &plans {
-            if let Err(reason) = plan.for_each_needed(&checkpoint, &plan.devices, GAP_BYTES, &mut offer) {
+            if let Err(reason) = plan.for_each_needed(&checkpoint, &plan.devices, FETCHED_BYTES, &mut offer) {
                 tracing::warn!("prefetch: {reason}");
             }
         }

@@ -58,6 +58,6 @@ pub use table::{FORMER, KEYS, SETTINGS, former};
 pub(crate) use tests::EVERY_VIEW_KEY;
 pub use time_limit::TimeLimit;
 pub use words::{
-    ByteCount, Dequantize, Devices, DtypeChoice, LAYOUTS, LayoutChoice, Materialize, OwnerId, ParamValue,
+    ByteCount, Dequantize, Devices, DtypeChoice, HfCache, LAYOUTS, LayoutChoice, Materialize, OwnerId, ParamValue,
     PermissionBits, Prefetch, ShardChoice, THREADS_MAX, ThreadCount, Tied, float_of,
 };

@@ -4,9 +4,9 @@
 use std::{collections::BTreeMap, path::PathBuf};
 
 use super::{
-    Allow, ByteCount, CastRule, Dequantize, Devices, DtypeChoice, LayerRanges, LayoutChoice, LogicalRule, Materialize,
-    Mesh, OwnerId, ParamValue, Pattern, PermissionBits, Prefetch, Rename, ShardChoice, ShardRule, ThreadCount, Tied,
-    TimeLimit,
+    Allow, ByteCount, CastRule, Dequantize, Devices, DtypeChoice, HfCache, LayerRanges, LayoutChoice, LogicalRule,
+    Materialize, Mesh, OwnerId, ParamValue, Pattern, PermissionBits, Prefetch, Rename, ShardChoice, ShardRule,
+    ThreadCount, Tied, TimeLimit,
 };
 use crate::source::SourceIo;
 
@@ -109,6 +109,8 @@ pub struct MountSettings {
     pub cache_disk_bytes: Option<ByteCount>,
     /// Whether remote bytes are fetched before they are read.
     pub prefetch: Option<Prefetch>,
+    /// What is done with the cache of the Hub's own client.
+    pub hf_cache: Option<HfCache>,
     /// Whether remote sources may be unencrypted.
     pub allow_http: Option<bool>,
     /// Whether the whole training state of a checkpoint is shown.

@@ -350,6 +350,17 @@ pub static SETTINGS: &[Setting] = &[
     .more("Readers always go first. It concerns remote sources only; `ckfs fetch` does the same without a mount."),
     Setting::new(
         Reading,
+        "hf-cache",
+        Value("read|share"),
+        at!(mount.hf_cache),
+        "Whether complete files of the Hub are placed into the Hugging Face cache, for other programs: read (they are not), share.",
+    )
+    .more(
+        "Each is placed whole, after its bytes were compared with the Hub's digest. When all files of the revision that ckfs \
+         reads are there, the snapshot appears, and transformers finds it offline. A 20th of the file system stays free.",
+    ),
+    Setting::new(
+        Reading,
         "allow-http",
         Nothing("true"),
         at!(mount.allow_http),

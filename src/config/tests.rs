@@ -122,6 +122,7 @@ const EVERY_MOUNT_KEY: &[(&str, &str)] = &[
     ("cache_dir", "cache_dir = '/var/cache/ckfs'"),
     ("cache_disk_bytes", "cache_disk_bytes = '200G'"),
     ("prefetch", "prefetch = 'on'"),
+    ("hf_cache", "hf_cache = 'share'"),
     ("allow_http", "allow_http = true"),
     ("threads", "threads = 3"),
     ("read_ahead_kb", "read_ahead_kb = 128"),

@@ -191,6 +191,21 @@ impl Choice for Prefetch {
     const WORDS: &'static [(&'static str, Self)] = &[("auto", Self::Auto), ("on", Self::On), ("off", Self::Off)];
 }
 
+/// What is done with the cache of the Hugging Face Hub's own client.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum HfCache {
+    /// It is read.
+    #[default]
+    Read,
+    /// Complete, verified files of the Hub are placed there too.
+    Share,
+}
+
+impl Choice for HfCache {
+    const WHAT: &'static str = "use of the Hugging Face cache";
+    const WORDS: &'static [(&'static str, Self)] = &[("read", Self::Read), ("share", Self::Share)];
+}
+
 /// The tensor files to materialize, and where. A materialized file is made once, completely, and the kernel reads it by
 /// itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

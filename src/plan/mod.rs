@@ -58,7 +58,7 @@ pub use naming::{SELF_WORD, component};
 pub use options::{Layout, ViewOptions};
 pub use planned::{Decoded, Plan, PlannedTensor};
 pub use problem::{PlanError, Problem};
-pub use remote_bytes::RemoteBytes;
+pub use remote_bytes::{FETCHED_BYTES, RemoteBytes};
 pub use select::Subset;
 pub use shard::{AxisUse, Sharding, axis_use};
 pub use spec::Spec;

@@ -29,14 +29,29 @@ impl Plan {
         emit: &mut Emit<'_>,
     ) -> Result<(), String> {
         for tensor in self.bundle() {
-            let regions = devices.iter().map(|device| self.region(tensor, *device));
-            for region in joined(tensor.view.shape(), regions) {
-                if !for_each_of_region(checkpoint, tensor, &region, gap_bytes, emit)? {
-                    return Ok(());
-                }
+            if !self.for_each_needed_of(checkpoint, tensor, devices, gap_bytes, emit)? {
+                break;
             }
         }
         Ok(())
+    }
+
+    /// As [`Self::for_each_needed`], for one tensor. Returns false if `emit` ended it.
+    pub(super) fn for_each_needed_of(
+        &self,
+        checkpoint: &Checkpoint,
+        tensor: &PlannedTensor,
+        devices: &[u64],
+        gap_bytes: u64,
+        emit: &mut Emit<'_>,
+    ) -> Result<bool, String> {
+        let regions = devices.iter().map(|device| self.region(tensor, *device));
+        for region in joined(tensor.view.shape(), regions) {
+            if !for_each_of_region(checkpoint, tensor, &region, gap_bytes, emit)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 }
 

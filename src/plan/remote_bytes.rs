@@ -1,15 +1,19 @@
 //! How many bytes of a remote source the listed devices need, what that costs to fetch, and what is on this machine already.
 
+use std::collections::BTreeMap;
+
+use rayon::prelude::*;
 use serde_json::{Value, json};
 
-use super::{Plan, amplification::Amplification};
+use super::{Plan, PlannedTensor, amplification::Amplification};
 use crate::{
     checkpoint::{Checkpoint, FileRole},
-    source::{ByteSpan, FileId},
+    source::{ByteSpan, FileId, Source, remote::cache::BLOCK_BYTES},
 };
 
-/// Gaps of the spans that are counted: less than a block of the disk cache, so that no block is counted that is not needed.
-const GAP_BYTES: u64 = 16 << 10;
+/// A block of the disk cache, which is fetched as a whole. A gap of fewer bytes leaves out no block, so that spans with such gaps may
+/// be taken for one.
+pub const FETCHED_BYTES: u64 = BLOCK_BYTES;
 
 /// Above this number of listed devices the host is taken to need every weight file whole.
 const DEVICES_MAX: usize = 128;
@@ -24,9 +28,10 @@ pub struct RemoteBytes {
     pub devices: Vec<(String, u64, u64)>,
     /// Bytes that the host needs, each once.
     pub needed_bytes: u64,
-    /// Bytes of the cache's blocks that hold them, other files included.
+    /// Bytes that are fetched for them into an empty cache: blocks, other files, and gaps where reading over them costs less than
+    /// another request.
     pub spanned_bytes: u64,
-    /// Bytes that the cache lacks; it brings blocks, so that this may exceed the needed bytes.
+    /// Bytes of them that are to be fetched now.
     pub absent_bytes: u64,
     /// By file, the spans that the host reads, merged and ascending.
     pub spans: Vec<(FileId, Vec<ByteSpan>)>,
@@ -43,10 +48,10 @@ impl RemoteBytes {
             return Ok(None);
         }
         let mut found = Self::default();
-        let mut by_file: Vec<Vec<ByteSpan>> = vec![Vec::new(); source.file_count()];
+        let mut reads = Reads::default();
         for file in checkpoint.files() {
             if let Some(id) = file.file.filter(|_| file.role == FileRole::Other && file.size_bytes <= OTHER_BYTES_MAX) {
-                by_file[id.index()].extend(ByteSpan::new(0, file.size_bytes));
+                reads.of(id).spans.extend(ByteSpan::new(0, file.size_bytes));
             }
         }
         for (name, plan) in views {
@@ -57,27 +62,25 @@ impl RemoteBytes {
             if plan.devices.len() > DEVICES_MAX {
                 for file in checkpoint.files().iter().filter(|file| file.role == FileRole::Weights) {
                     let Some(id) = file.file else { continue };
-                    by_file[id.index()].extend(ByteSpan::new(0, file.size_bytes));
+                    reads.of(id).spans.extend(ByteSpan::new(0, file.size_bytes));
                 }
                 continue;
             }
-            plan.for_each_needed(checkpoint, &plan.devices, GAP_BYTES, &mut |file, spans| {
-                let all = &mut by_file[file.index()];
-                all.extend_from_slice(spans);
-                if all.len() > SPANS_MAX {
-                    merge(all);
-                }
-                true
-            })?;
+            reads = reads.and(Reads::of_plan(checkpoint, plan)?);
         }
-        for (number, mut spans) in (0..).zip(by_file) {
-            merge(&mut spans);
+        for (file, FileReads { mut spans, mut spanned, mut absent }) in reads.by_file {
+            merge(&mut spans, 0);
             if spans.is_empty() {
                 continue;
             }
-            found.spanned_bytes += block_bytes(&spans, source.len_bytes(FileId(number)));
-            found.absent_bytes += source.absent_bytes(FileId(number), &spans);
-            found.spans.push((FileId(number), spans));
+            spanned.extend(blocks_of(&spans, source.len_bytes(file)));
+            absent.extend(source.absent_spans(file, &spans));
+            for (all, bytes) in [(spanned, &mut found.spanned_bytes), (absent, &mut found.absent_bytes)] {
+                let mut all = all;
+                merge(&mut all, 0);
+                *bytes += all.iter().map(|span| span.len()).sum::<u64>();
+            }
+            found.spans.push((file, spans));
         }
         Ok(Some(found))
     }
@@ -105,24 +108,94 @@ impl RemoteBytes {
 /// Spans of a file after which they are merged, to bound the memory.
 const SPANS_MAX: usize = 1 << 20;
 
-/// Bytes of the blocks that hold spans of a file of this length.
-fn block_bytes(spans: &[ByteSpan], len_bytes: u64) -> u64 {
-    let blocks = spans.iter().filter_map(|span| {
-        let end = span.end().next_multiple_of(GAP_BYTES).min(len_bytes);
-        ByteSpan::new(span.start() / GAP_BYTES * GAP_BYTES, end)
-    });
-    let mut blocks: Vec<ByteSpan> = blocks.collect();
-    merge(&mut blocks);
-    blocks.iter().map(|span| span.len()).sum()
+/// What is read of a file.
+#[derive(Debug, Default)]
+struct FileReads {
+    spans: Vec<ByteSpan>,
+    /// What is fetched for strided pieces into an empty cache, and what is to be fetched now: with the gaps within each piece.
+    spanned: Vec<ByteSpan>,
+    absent: Vec<ByteSpan>,
 }
 
-/// Sorts spans and joins those that touch or overlap.
-fn merge(spans: &mut Vec<ByteSpan>) {
+impl FileReads {
+    /// Adds the spans of one piece.
+    fn add(&mut self, source: &dyn Source, file: FileId, spans: &[ByteSpan]) {
+        add(&mut self.spans, spans);
+        if spans.len() == 1 {
+            return;
+        }
+        let gap = source.ahead_gap_bytes(file);
+        let mut spanned: Vec<ByteSpan> = blocks_of(spans, source.len_bytes(file)).collect();
+        merge(&mut spanned, gap);
+        add(&mut self.spanned, &spanned);
+        let mut absent = source.absent_spans(file, spans);
+        merge(&mut absent, gap);
+        add(&mut self.absent, &absent);
+    }
+}
+
+/// What is read of all files.
+#[derive(Debug, Default)]
+struct Reads {
+    by_file: BTreeMap<FileId, FileReads>,
+}
+
+impl Reads {
+    /// What the listed devices of a plan read. Different tensors are looked at at the same time.
+    fn of_plan(checkpoint: &Checkpoint, plan: &Plan) -> Result<Self, String> {
+        let source = &**checkpoint.source();
+        let tensors: Vec<&PlannedTensor> = plan.bundle().collect();
+        let of_tensor = |mut all: Self, tensor: &&PlannedTensor| {
+            plan.for_each_needed_of(checkpoint, tensor, &plan.devices, FETCHED_BYTES, &mut |file, spans| {
+                all.of(file).add(source, file, spans);
+                true
+            })?;
+            Ok::<Self, String>(all)
+        };
+        tensors
+            .par_iter()
+            .try_fold(Self::default, of_tensor)
+            .try_reduce(Self::default, |left, right| Ok(left.and(right)))
+    }
+
+    fn of(&mut self, file: FileId) -> &mut FileReads {
+        self.by_file.entry(file).or_default()
+    }
+
+    fn and(mut self, other: Self) -> Self {
+        for (file, FileReads { spans, spanned, absent }) in other.by_file {
+            let own = self.of(file);
+            add(&mut own.spans, &spans);
+            add(&mut own.spanned, &spanned);
+            add(&mut own.absent, &absent);
+        }
+        self
+    }
+}
+
+/// Adds spans to those of a file.
+fn add(all: &mut Vec<ByteSpan>, spans: &[ByteSpan]) {
+    all.extend_from_slice(spans);
+    if all.len() > SPANS_MAX {
+        merge(all, 0);
+    }
+}
+
+/// The blocks that hold spans of a file of this length.
+fn blocks_of(spans: &[ByteSpan], len_bytes: u64) -> impl Iterator<Item = ByteSpan> {
+    spans.iter().filter_map(move |span| {
+        let end = span.end().next_multiple_of(FETCHED_BYTES).min(len_bytes);
+        ByteSpan::new(span.start() / FETCHED_BYTES * FETCHED_BYTES, end)
+    })
+}
+
+/// Sorts spans and joins those with a gap of at most `gap` bytes between them.
+fn merge(spans: &mut Vec<ByteSpan>, gap: u64) {
     spans.sort_unstable_by_key(|span| span.start());
     let mut kept = 0;
     for at in 1..spans.len() {
         let (last, next) = (spans[kept], spans[at]);
-        if next.start() <= last.end() {
+        if next.start() <= last.end().saturating_add(gap) {
             spans[kept] = ByteSpan::new(last.start(), last.end().max(next.end())).unwrap_or(last);
         } else {
             kept += 1;
@@ -148,8 +221,11 @@ mod tests {
             (spans(&[(0, 10), (2, 3), (11, 12)]), spans(&[(0, 10), (11, 12)])),
         ] {
             let mut merged = given;
-            merge(&mut merged);
+            merge(&mut merged, 0);
             assert_eq!(merged, expected);
         }
+        let mut merged = spans(&[(20, 30), (0, 10), (41, 50)]);
+        merge(&mut merged, 10);
+        assert_eq!(merged, spans(&[(0, 30), (41, 50)]));
     }
 }

@@ -1,6 +1,12 @@
 //! The interface of a source: what each kind of source decides for itself.
 
-use std::{fmt, fs::File, path::Path, sync::Arc, time::SystemTime};
+use std::{
+    fmt,
+    fs::File,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::SystemTime,
+};
 
 use super::{
     error::SourceError,
@@ -132,10 +138,31 @@ pub trait Source: fmt::Debug + Send + Sync {
         0
     }
 
-    /// Bytes that a read of these spans would have to bring from a remote service.
-    fn absent_bytes(&self, file: FileId, spans: &[ByteSpan]) -> u64 {
+    /// What a read of these spans would have to bring from a remote service: in order, without overlaps, and in the units in which
+    /// the source brings bytes.
+    fn absent_spans(&self, file: FileId, spans: &[ByteSpan]) -> Vec<ByteSpan> {
         let _ = (file, spans);
+        Vec::new()
+    }
+
+    /// Bytes of [`Source::absent_spans`].
+    fn absent_bytes(&self, file: FileId, spans: &[ByteSpan]) -> u64 {
+        self.absent_spans(file, spans).iter().map(|span| span.len()).sum()
+    }
+
+    /// [`Source::bring_ahead`] brings gaps of at most this many bytes between spans of one call.
+    fn ahead_gap_bytes(&self, file: FileId) -> u64 {
+        let _ = file;
         0
+    }
+
+    /// Places the remote files that are complete where programs of their service look for them, as far as the settings say so.
+    /// Waits for that. Returns the directories that are complete for those programs.
+    ///
+    /// # Errors
+    /// A complete file has other bytes than its service says.
+    fn share(&self) -> Result<Vec<PathBuf>, SourceError> {
+        Ok(Vec::new())
     }
 
     /// Counts of remote reads, if it has remote files.

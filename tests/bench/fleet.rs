@@ -2,9 +2,13 @@
 
 //! A fleet: many simulated hosts fetch their shards from one object store on loopback, each a process with its own cache and
 //! devices. Printed are the bytes that the store sent against the bytes of the hosts' shards, and requests per host. Then a
-//! model of 1.6 TB, in sparse objects, is planned from a store that answers after 30 ms.
+//! model of 1.6 TB, in sparse objects, is planned and mounted from a store that answers after 30 ms.
 //!
-//! `cargo bench --bench fleet`, with `--short` for a few hosts.
+//! At last one host loads an eighth of a model, through a mount with an empty cache and by parallel ranged reads of `object_store`
+//! itself: as many bytes from the same server. Medians of three, alternating; the fastest of 8, 16 and 32 reads at a time counts.
+//!
+//! `cargo bench --bench fleet`, with `--short` for a few hosts and a small model. `--only fleet|large|load` runs one part. Needs
+//! `/dev/fuse`, and room for the model in `TMPDIR`: 3.6 GB, with `--short` 1 GB.
 
 #[path = "rig/mod.rs"]
 mod rig;
@@ -13,22 +17,25 @@ mod stub;
 
 use std::{
     fs::{self, File},
-    io::Write,
+    io::{Read, Write},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::atomic::Ordering,
     time::{Duration, Instant},
 };
 
-use rig::Result;
+use rig::{MIB, Mount, Result, download::Downloader, median};
 use serde_json::{Value, json};
 use stub::store::StoreStub;
 
+/// Runs of a load.
+const RUNS: usize = 3;
 /// Hosts that run at the same time: this machine has to be all of them.
 const AT_ONCE: usize = 8;
 
 struct Fleet<'a> {
     store: &'a StoreStub,
+    root: &'a Path,
     caches: &'a Path,
 }
 
@@ -88,9 +95,22 @@ impl Fleet<'_> {
         Ok(())
     }
 
-    /// Time to plan a large model.
+    fn set_latency(&self, ms: u64) {
+        self.store.switch(|switches| switches.latency = Duration::from_millis(ms));
+    }
+
+    /// Mounts with an empty cache.
+    fn mount(&self, source: &str, name: &str, options: &[&str]) -> Result<Mount> {
+        let cache = self.caches.join(name);
+        if cache.exists() {
+            fs::remove_dir_all(cache)?;
+        }
+        Mount::by(self.ckfs(name, &["mount", source]), &self.caches.join("mnt"), options)
+    }
+
+    /// Time to plan and to mount a large model.
     fn plan_large(&self) -> Result<()> {
-        self.store.switches.lock().map_err(|error| error.to_string())?.latency = Duration::from_millis(30);
+        self.set_latency(30);
         for run in ["first", "from the cache"] {
             let begun = Instant::now();
             let args = ["plan", "s3://models/large", "--json", "--mesh", "fsdp=64,tensor=8", "--devices", "0-7"];
@@ -99,6 +119,62 @@ impl Fleet<'_> {
                 return Err(String::from_utf8_lossy(&output.stderr).into());
             }
             println!("plan of 1.6 TB in 250 files, 30 ms latency, {run:<16} {:>6.2} s", begun.elapsed().as_secs_f64());
+        }
+        let begun = Instant::now();
+        let options = ["--mesh", "fsdp=64,tensor=8", "--devices", "0-7", "--prefetch", "off"];
+        let mounted = self.mount("s3://models/large", "large", &options)?;
+        println!("mount of the same, {:<33} {:>6.2} s", "first", begun.elapsed().as_secs_f64());
+        drop(mounted);
+        Ok(())
+    }
+
+    /// First sequential read of a device's file, and a restore that starts right after the mount, against downloads.
+    fn load(&self) -> Result<()> {
+        const SOURCE: &str = "s3://models/deep";
+        const KEY: &str = "deep/model.safetensors";
+        const MESH: [&str; 4] = ["--mesh", "fsdp=8", "--devices", "0"];
+        let whole_bytes = fs::metadata(self.root.join("models").join(KEY))?.len();
+        let downloader = Downloader::new(&self.store.server.url(), "models")?;
+        let copy = self.caches.join("copy");
+        fs::create_dir_all(self.caches)?;
+        for ms in [0, 30] {
+            self.set_latency(ms);
+            let mut seconds: [Vec<f64>; 5] = Default::default();
+            let mut bytes = 0;
+            for _ in 0..RUNS {
+                let without: Vec<&str> = MESH.into_iter().chain(["--prefetch", "off"]).collect();
+                let mounted = self.mount(SOURCE, "first", &without)?;
+                let (len, first) = read(&mounted.path("safetensors/dev0.safetensors"))?;
+                drop(mounted);
+                bytes = len;
+                let (downloaded, at_a_time) = downloader.best(KEY, len)?;
+                let begun = Instant::now();
+                let mounted = self.mount(SOURCE, "restore", &MESH)?;
+                read(&mounted.path("safetensors/dev0.safetensors"))?;
+                let restored = begun.elapsed().as_secs_f64();
+                drop(mounted);
+                let part = downloader.seconds(KEY, len, at_a_time, Some(&copy))? + read(&copy)?.1;
+                let whole = downloader.seconds(KEY, whole_bytes, at_a_time, Some(&copy))? + read_first(&copy, len)?;
+                fs::remove_file(&copy)?;
+                for (all, one) in seconds.iter_mut().zip([first, downloaded, restored, part, whole]) {
+                    all.push(one);
+                }
+            }
+            let [first, downloaded, restored, part, whole] = seconds.map(median);
+            let rate = |seconds: f64| mb(bytes) / seconds;
+            println!("an eighth of {:.0} MB, {ms} ms latency", mb(whole_bytes));
+            println!(
+                "  first read through the mount {:>7.0} MB/s   download {:>7.0} MB/s   {:.2} (goal 0.9)",
+                rate(first),
+                rate(downloaded),
+                downloaded / first
+            );
+            println!(
+                "  mount and read {restored:>6.2} s   download the eighth, then read {part:>6.2} s   {:.2} (goal 1)   the whole, \
+                 then read {whole:>6.2} s   {:.2} (goal 1.7)",
+                part / restored,
+                whole / restored
+            );
         }
         Ok(())
     }
@@ -134,9 +210,29 @@ fn write_sparse(path: &Path, rows: Vec<(String, Vec<u64>)>) -> Result<()> {
     Ok(())
 }
 
-/// A dense model of one layer, with the shapes of a model of 8 billion parameters.
-fn write_dense(dir: &Path) -> Result<()> {
-    let (layers, hidden, inner) = (1, 4096, 14336);
+/// Reads a file in steps of 1 MiB. Returns its bytes and the seconds.
+fn read(path: &Path) -> Result<(u64, f64)> {
+    let len = fs::metadata(path)?.len();
+    Ok((len, read_first(path, len)?))
+}
+
+/// Reads the first bytes of a file likewise.
+fn read_first(path: &Path, len: u64) -> Result<f64> {
+    let begun = Instant::now();
+    let mut file = File::open(path)?.take(len);
+    let (mut buffer, mut left) = (vec![0; MIB], len);
+    while left > 0 {
+        match file.read(&mut buffer)? {
+            0 => return Err(format!("{}: {left} bytes are missing", path.display()).into()),
+            bytes => left -= bytes as u64,
+        }
+    }
+    Ok(begun.elapsed().as_secs_f64())
+}
+
+/// A dense model with the shapes of a model of 8 billion parameters.
+fn write_dense(dir: &Path, layers: u64) -> Result<()> {
+    let (hidden, inner) = (4096, 14336);
     fs::create_dir_all(dir)?;
     write_sparse(&dir.join("model.safetensors"), rig::llama_tensors(layers, hidden, inner))?;
     rig::write_llama_config(dir, "BF16", layers, hidden, inner)
@@ -198,14 +294,26 @@ fn main() -> Result<()> {
     let short = std::env::args().any(|arg| arg == "--short");
     let dir = tempfile::tempdir()?;
     let (root, caches) = (dir.path().join("store"), dir.path().join("caches"));
-    write_dense(&root.join("models/llama"))?;
     let store = StoreStub::start(&root);
-    let fleet = Fleet { store: &store, caches: &caches };
-    let hosts = if short { 8 } else { 64 };
-    let meshes = [format!("fsdp={}", hosts * 8), format!("fsdp={hosts},tensor=8"), format!("replica=8,fsdp={hosts}")];
-    for mesh in meshes.iter().take(if short { 2 } else { 3 }) {
-        fleet.fetch(mesh, hosts, 8)?;
+    let fleet = Fleet { store: &store, root: &root, caches: &caches };
+    let only = std::env::args().skip_while(|arg| arg != "--only").nth(1);
+    let wanted = |part: &str| only.as_deref().is_none_or(|only| only == part);
+    if wanted("fleet") {
+        write_dense(&root.join("models/llama"), 1)?;
+        let hosts = if short { 8 } else { 64 };
+        let meshes =
+            [format!("fsdp={}", hosts * 8), format!("fsdp={hosts},tensor=8"), format!("replica=8,fsdp={hosts}")];
+        for mesh in meshes.iter().take(if short { 2 } else { 3 }) {
+            fleet.fetch(mesh, hosts, 8)?;
+        }
     }
-    write_large(&root.join("models/large"))?;
-    fleet.plan_large()
+    if wanted("large") {
+        write_large(&root.join("models/large"))?;
+        fleet.plan_large()?;
+    }
+    if wanted("load") {
+        write_dense(&root.join("models/deep"), if short { 2 } else { 8 })?;
+        fleet.load()?;
+    }
+    Ok(())
 }

@@ -7,6 +7,7 @@
 )]
 #![allow(clippy::unwrap_used, clippy::missing_panics_doc, missing_docs, reason = "tests panic")]
 
+pub mod contract;
 pub mod faulty;
 pub mod objects;
 pub mod repo;

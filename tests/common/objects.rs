@@ -14,7 +14,7 @@ use std::{
 use ckfs::source::{
     ByteSpan, Found, Source, SourceIo, pin_files,
     remote::{
-        Content, Failure, Objects, RemoteError, RemoteFile, RemoteOptions, RemoteRepository, RemoteTree, Sink,
+        Content, Failure, Hedging, Objects, RemoteError, RemoteFile, RemoteOptions, RemoteRepository, RemoteTree, Sink,
         cache::Cache,
     },
 };
@@ -91,7 +91,14 @@ impl Objects for MemoryObjects {
         "memory"
     }
 
-    fn read(&self, file: &RemoteFile, span: ByteSpan, until: Instant, sink: &mut Sink<'_>) -> Result<(), RemoteError> {
+    fn read(
+        &self,
+        file: &RemoteFile,
+        span: ByteSpan,
+        until: Instant,
+        _: &Hedging,
+        sink: &mut Sink<'_>,
+    ) -> Result<(), RemoteError> {
         self.requests.fetch_add(1, Ordering::Relaxed);
         self.spans.lock().unwrap().push((file.key.clone(), span));
         thread::sleep(*self.latency.lock().unwrap());

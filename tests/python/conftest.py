@@ -15,6 +15,7 @@ import pytest
 import mounting
 import repos
 from mounting import Mount
+from servers import clean  # noqa: F401  a fixture
 
 
 def pytest_report_header() -> str:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import json
-import socket
 import subprocess
-import sys
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -17,45 +12,9 @@ import mounting
 import reference
 from mounting import check_device, check_full
 from reference import Mesh
+from servers import STUB_SETTINGS, Stub
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures/maxtext"
-NAMES = ["HF_ENDPOINT", "HF_TOKEN", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "CKFS_CACHE_DIR", "AWS_ENDPOINT_URL"]
-
-
-class Stub:
-    """A server of `tests/stub`, running until it is closed."""
-
-    def __init__(self, *args: object) -> None:
-        target = mounting.find_ckfs().parents[1]
-        built = [path for kind in ("debug", "release") if (path := target / kind / "examples/stub").exists()]
-        assert built, f"no server below {target}: run `cargo build --example stub`"
-        program = max(built, key=lambda path: path.stat().st_mtime)
-        self.process = subprocess.Popen(
-            [program, *map(str, args)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.url = self.process.stdout.readline().strip()
-        assert self.url.startswith("http://127.0.0.1:"), self.url
-
-    def set(self, **switches: object) -> None:
-        query = "&".join(f"{name}={int(value) if isinstance(value, bool) else value}" for name, value in switches.items())
-        urllib.request.urlopen(f"{self.url}/_stub/set?{query}").read()
-
-    def stats(self) -> dict:
-        return json.load(urllib.request.urlopen(f"{self.url}/_stub/stats"))
-
-    def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait(10)
-
-
-@pytest.fixture
-def clean(monkeypatch, tmp_path):
-    """An environment without a Hub, with a cache of this test's own."""
-    for name in NAMES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setenv("CKFS_CACHE_DIR", str(tmp_path / "cache"))
-    return monkeypatch
 
 
 @pytest.fixture
@@ -112,6 +71,48 @@ def test_a_fetched_model_needs_no_network(own, repo, hub, clean):
     check_full(own("org/llama", "--mesh", "fsdp=2"), reference.canonical(repo("llama")))
 
 
+@pytest.mark.parametrize("way", ["fetch", "mount"])
+def test_complete_files_are_placed_for_programs_of_the_hub(own, repo, hub, clean, tmp_path, way):
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+
+    local, cache = repo("llama").path, tmp_path / "hf/hub"
+    weights = sorted(path.name for path in local.glob("*.safetensors"))
+    mounting.run("fetch", "org/llama")
+    assert not cache.exists(), "only where it is asked for"
+    if way == "fetch":
+        told = mounting.run("fetch", "org/llama", "--hf-cache", "share").out
+        assert "complete for other programs" in told
+    else:
+        mounted = own("org/llama", "--hf-cache", "share")
+        for path in local.iterdir():
+            (mounted / "hf" / path.name).read_bytes()
+        mounting.wait_until((cache / "models--org--llama/refs/main").exists, what="the snapshot")
+    found = Path(snapshot_download("org/llama", cache_dir=cache, local_files_only=True))
+    assert sorted(path.name for path in found.iterdir()) == sorted(path.name for path in local.iterdir())
+    for path in local.iterdir():
+        assert (found / path.name).read_bytes() == path.read_bytes(), path
+        assert (found / path.name).resolve().parent.name == "blobs"
+    assert try_to_load_from_cache("org/llama", weights[0], cache_dir=cache) == str(found / weights[0])
+    assert {path.name for path in (cache / "models--org--llama").rglob(".*")} == set(), "nothing unfinished"
+    # ckfs itself reads it there, without the Hub and without its own cache.
+    hub.close()
+    clean.setenv("CKFS_CACHE_DIR", str(tmp_path / "another"))
+    check_full(own("org/llama", "--offline"), reference.canonical(repo("llama")))
+
+
+def test_a_part_of_a_repository_is_not_placed_for_programs_of_the_hub(wide, clean, tmp_path):
+    stub = Stub("hub", f"org/wide={wide.path}")
+    try:
+        clean.setenv("HF_ENDPOINT", stub.url)
+        told = mounting.run("fetch", "org/wide", "--mesh", "fsdp=4", "--devices", "1", "--hf-cache", "share").out
+        assert "not all files are complete" in told
+        placed = tmp_path / "hf/hub/models--org--wide"
+        assert not (placed / "snapshots").exists() and not (placed / "refs").exists()
+        assert all(path.stat().st_size < 1 << 20 for path in (placed / "blobs").iterdir()), "only small files are complete"
+    finally:
+        stub.close()
+
+
 def test_what_is_not_here_says_how_to_get_it(hub, clean):
     error = mounting.run("plan", "org/llama", "--offline", expect=1).err
     assert "not in the hub cache" in error and "ckfs fetch org/llama" in error
@@ -130,25 +131,11 @@ def test_faults_of_the_network_do_not_reach_the_reader(own, repo, hub):
     check_full(own("org/llama"), reference.canonical(repo("llama")))
 
 
-@pytest.mark.parametrize("scheme", ["s3", "https"])
-def test_a_mount_of_a_bucket(own, repo, clean, tmp_path, scheme):
-    root = tmp_path / "root"
-    (root / "models").mkdir(parents=True)
-    (root / "models/llama").symlink_to(repo("llama").path)
-    stub = Stub("store", root)
-    try:
-        settings = {"AWS_ENDPOINT_URL": stub.url, "AWS_ALLOW_HTTP": "true", "AWS_SKIP_SIGNATURE": "true", "AWS_REGION": "x"}
-        for name, value in settings.items():
-            clean.setenv(name, value)
-        source = "s3://models/llama" if scheme == "s3" else f"{stub.url}/models/llama/"
-        mounted = own(source)
-        check_full(mounted, reference.canonical(repo("llama")))
-        text = (mounted / ".ckfs/metrics").read_text()
-        values = {sample.name: sample.value for family in parse_openmetrics(text) for sample in family.samples}
-        assert 0 < values["ckfs_remote_latency_seconds_count"] <= values["ckfs_remote_requests_total"]
-        assert values["ckfs_remote_latency_seconds_bucket"] == values["ckfs_remote_latency_seconds_count"], "the last is all"
-    finally:
-        stub.close()
+def test_requests_to_a_bucket_are_counted(own, bucket):
+    text = (own("s3://models/llama") / ".ckfs/metrics").read_text()
+    values = {sample.name: sample.value for family in parse_openmetrics(text) for sample in family.samples}
+    assert 0 < values["ckfs_remote_latency_seconds_count"] <= values["ckfs_remote_requests_total"]
+    assert values["ckfs_remote_latency_seconds_bucket"] == values["ckfs_remote_latency_seconds_count"], "the last is all"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
@@ -171,16 +158,13 @@ def test_configuration_and_missing_tensors_come_from_the_hub(clean, tmp_path, fa
         stub.close()
 
 
-STORE = {"AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1"}
-
-
 @pytest.fixture
 def bucket(clean, repo, tmp_path):
     """An object store with `s3://models/llama`."""
     (tmp_path / "root/models").mkdir(parents=True)
     (tmp_path / "root/models/llama").symlink_to(repo("llama").path)
     stub = Stub("store", tmp_path / "root")
-    for name, value in {**STORE, "AWS_ENDPOINT_URL": stub.url, "AWS_SKIP_SIGNATURE": "true"}.items():
+    for name, value in STUB_SETTINGS["s3"](stub.url).items():
         clean.setenv(name, value)
     yield stub
     stub.close()
@@ -252,84 +236,6 @@ def test_a_bucket_is_read_offline_as_it_was_pinned_last(own, repo, bucket):
     check_full(own("s3://models/llama", "--offline"), reference.canonical(repo("llama")))
     error = mounting.run("plan", "s3://models/other", "--offline", expect=1).err
     assert "s3://models/other" in error and "ckfs fetch" in error
-
-
-@pytest.fixture
-def moto(clean, tmp_path):
-    """Another implementation of S3, whose clients sign their requests."""
-    pytest.importorskip("moto.server")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with open(tmp_path / "moto.log", "wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log
-        )
-    url = f"http://127.0.0.1:{port}"
-
-    def answers() -> bool:
-        assert process.poll() is None, (tmp_path / "moto.log").read_text()
-        try:
-            return urllib.request.urlopen(f"{url}/moto-api/", timeout=5).status == 200
-        except OSError:
-            return False
-
-    try:
-        mounting.wait_until(answers, seconds=60, what="moto")
-        clean.delenv("AWS_SKIP_SIGNATURE", raising=False)
-        for name, value in {**STORE, "AWS_ENDPOINT_URL": url}.items():
-            clean.setenv(name, value)
-        clean.setenv("AWS_ACCESS_KEY_ID", "key")
-        clean.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        put(f"{url}/weights")
-        yield url
-    finally:
-        process.terminate()
-        process.wait(10)
-
-
-def put(url: str, body: bytes = b"") -> None:
-    # Without a type of its own, urllib says that it is a form.
-    headers = {"Content-Type": "application/octet-stream"}
-    # The signature is not checked, but who signs owns the object, and others may not replace it.
-    scope = "Credential=key/20261101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
-    headers["Authorization"] = f"AWS4-HMAC-SHA256 {scope}"
-    request = urllib.request.Request(url, data=body, method="PUT", headers=headers)
-    urllib.request.urlopen(request, timeout=30).read()
-
-
-def upload(url: str, directory: Path) -> None:
-    for path in directory.iterdir():
-        put(f"{url}/{path.name}", path.read_bytes())
-
-
-def test_moto_serves_a_mount(own, repo, moto):
-    upload(f"{moto}/weights/some/llama", repo("llama").path)
-    mounted, mesh = own("s3://weights/some/llama", "--mesh", "fsdp=2"), Mesh.parse("fsdp=2")
-    check_full(mounted, reference.canonical(repo("llama")))
-    for device in range(2):
-        check_device(mounted, reference.canonical(repo("llama")), mesh, device)
-    for path in repo("llama").path.iterdir():
-        assert (mounted / "hf" / path.name).read_bytes() == path.read_bytes(), path
-    assert "no such" in mounting.run("plan", "s3://nowhere/some", expect=1).err
-    assert "no object has this prefix" in mounting.run("plan", "s3://weights/other", expect=1).err
-
-
-def test_an_object_that_moto_replaces_is_an_error_and_never_other_bytes(own, wide, moto):
-    upload(f"{moto}/weights/wide", wide.path)
-    mounted = own("s3://weights/wide")
-    mounting.run("status", mounted.point)
-    name = max(wide.path.glob("*.safetensors"), key=lambda path: path.stat().st_size).name
-    data = bytearray((wide.path / name).read_bytes())
-    data[-1] ^= 1
-    put(f"{moto}/weights/wide/{name}", bytes(data))
-    copy = (mounted / "hf" / name).open("rb", buffering=0)
-    with copy, pytest.raises(OSError) as raised:
-        copy.seek(len(data) // 2)
-        copy.read(1 << 20)
-    assert raised.value.errno == errno.EIO
-    told = mounting.run("status", mounted.point, expect=1)
-    assert name in told.out + told.err and "changed" in told.out + told.err
 
 
 def contents(directory: Path) -> dict[str, bytes]:

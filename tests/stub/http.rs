@@ -74,7 +74,7 @@ pub enum Body {
 }
 
 impl Body {
-    fn len(&self) -> u64 {
+    pub fn len(&self) -> u64 {
         match self {
             Self::Text(text) => text.len() as u64,
             Self::File(_, range) => range.end - range.start,

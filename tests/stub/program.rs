@@ -2,12 +2,21 @@
 //!
 //! ```text
 //! stub hub ORG/NAME=DIR...   prints the Hub's address; switches by GET /_stub/set?NAME=VALUE
-//! stub store ROOT            prints the address of an object store whose buckets are the directories of ROOT
+//! stub store ROOT            prints the address of an object store whose buckets are the directories of ROOT; switches likewise
+//! stub conform ADDRESS DIR   checks the contract of sources on the repository at ADDRESS, whose files are those of DIR
 //! ```
 //!
-//! It ends when its standard input does.
+//! A server ends when its standard input does.
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a program for tests")]
 
+#[cfg(feature = "remote")]
+#[path = "../common/contract.rs"]
+#[allow(dead_code, unreachable_pub, reason = "the tests of local sources use the rest")]
+mod contract;
+#[cfg(feature = "remote")]
+#[path = "../common/objects.rs"]
+#[allow(dead_code, unreachable_pub, reason = "the tests of the cache use the rest")]
+mod objects;
 #[path = "mod.rs"]
 mod stub;
 
@@ -38,6 +47,8 @@ fn main() {
             let store = stub::store::StoreStub::start(Path::new(&args[1]));
             wait(&store.server.url());
         }
-        _ => panic!("expected hub or store"),
+        #[cfg(feature = "remote")]
+        Some("conform") => contract::address_conforms(&args[1], Path::new(&args[2])),
+        _ => panic!("expected hub, store or conform"),
     }
 }

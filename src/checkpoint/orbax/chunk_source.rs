@@ -11,6 +11,7 @@ use std::{
     collections::BTreeMap,
     fs::File,
     num::NonZeroUsize,
+    path::PathBuf,
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -235,12 +236,20 @@ impl Source for ChunkSource {
         self.decoded(file).is_some() || self.inner.bring_ahead(file, spans)
     }
 
+    fn share(&self) -> Result<Vec<PathBuf>, SourceError> {
+        self.inner.share()
+    }
+
     fn ahead_jobs(&self) -> usize {
         self.inner.ahead_jobs()
     }
 
-    fn absent_bytes(&self, file: FileId, spans: &[ByteSpan]) -> u64 {
-        if self.decoded(file).is_some() { 0 } else { self.inner.absent_bytes(file, spans) }
+    fn absent_spans(&self, file: FileId, spans: &[ByteSpan]) -> Vec<ByteSpan> {
+        if self.decoded(file).is_some() { Vec::new() } else { self.inner.absent_spans(file, spans) }
+    }
+
+    fn ahead_gap_bytes(&self, file: FileId) -> u64 {
+        if self.decoded(file).is_some() { 0 } else { self.inner.ahead_gap_bytes(file) }
     }
 
     fn remote(&self) -> Option<&RemoteCounters> {

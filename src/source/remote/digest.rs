@@ -5,24 +5,13 @@
 
 use std::{
     io,
-    os::unix::fs::FileExt,
     sync::{Arc, atomic::Ordering},
     thread,
 };
 
 use sha2::{Digest, Sha256};
 
-use super::{
-    cache::{
-        BLOCK_BYTES, Entry,
-        geometry::{block_count, place},
-    },
-    interface::hexadecimal,
-    object::RemoteObject,
-};
-
-/// Blocks that are read at a time.
-const STEP_BLOCKS: u64 = 64;
+use super::{cache::Entry, interface::hexadecimal, object::RemoteObject, share, whole::for_each_part};
 
 /// SHA-256 of a complete entry, in hexadecimal. `None` if a block is not present.
 ///
@@ -30,37 +19,49 @@ const STEP_BLOCKS: u64 = 64;
 /// The files cannot be read.
 pub fn digest_of(entry: &Entry) -> io::Result<Option<String>> {
     let mut hasher = Sha256::new();
-    let mut buffer = vec![0; place(STEP_BLOCKS * BLOCK_BYTES)];
-    let count = block_count(entry.size_bytes());
-    for start in (0..count).step_by(place(STEP_BLOCKS)) {
-        let blocks = start..(start + STEP_BLOCKS).min(count);
-        let _guards = entry.guard(&blocks)?;
-        if !entry.missing(&blocks)?.is_empty() {
-            return Ok(None);
-        }
-        let span = entry.span_of(&blocks);
-        let bytes = &mut buffer[..place(span.len())];
-        entry.data().read_exact_at(bytes, span.start())?;
+    let whole = for_each_part(entry, |bytes| {
         hasher.update(bytes);
-    }
-    Ok(Some(hexadecimal(&hasher.finalize())))
+        Ok(())
+    })?;
+    Ok(whole.then(|| hexadecimal(&hasher.finalize())))
 }
 
-/// Begins the comparison of an object if it is due. Returns both digests if it was wrong twice.
-pub(super) fn step(object: &Arc<RemoteObject>) -> Option<(String, String)> {
-    let meta = object.entry.meta();
-    let expected = object.file.content.sha256()?;
-    let state = &object.digest;
-    if let Some(found) = state.found_twice() {
-        return Some((expected.to_owned(), found));
+/// Whether the bytes of an object are still to be compared with its digest.
+fn is_open(object: &RemoteObject) -> bool {
+    object.file.content.sha256().is_some()
+        && !object.entry.meta().verified
+        && !object.digest.right.load(Ordering::Acquire)
+}
+
+/// Both digests of an object that was wrong twice.
+fn wrong_twice(object: &RemoteObject) -> Option<(String, String)> {
+    Some((object.file.content.sha256()?.to_owned(), object.digest.found_twice()?))
+}
+
+/// Compares a complete object and places it, as far as that is due. Waits for it. Returns both digests if it was wrong twice.
+pub(super) fn settle(object: &RemoteObject) -> Option<(String, String)> {
+    if is_open(object) {
+        compare(object);
     }
-    if meta.verified || state.right.load(Ordering::Acquire) || !object.entry.is_whole() {
+    if wrong_twice(object).is_none() && !is_open(object) {
+        share::place(object);
+    }
+    wrong_twice(object)
+}
+
+/// Begins what [`settle`] does if it is due. Returns both digests if it was wrong twice.
+pub(super) fn step(object: &Arc<RemoteObject>) -> Option<(String, String)> {
+    let state = &object.digest;
+    if let Some(wrong) = wrong_twice(object) {
+        return Some(wrong);
+    }
+    if !(is_open(object) || share::is_due(object)) || !object.entry.is_whole() {
         return None;
     }
     if !state.running.swap(true, Ordering::AcqRel) {
         let object = Arc::clone(object);
         let started = thread::Builder::new().name("ckfs-digest".into()).spawn(move || {
-            compare(&object);
+            settle(&object);
             object.digest.running.store(false, Ordering::Release);
         });
         if started.is_err() {

@@ -276,7 +276,7 @@ fn verify(object: &RemoteObject, ranges: &[Range<u64>]) -> Result<Vec<Range<u64>
 }
 
 /// Ranges in order, those merged that have a gap of at most `gap` between them.
-fn merged(ranges: &[Range<u64>], gap: u64) -> Vec<Range<u64>> {
+pub(super) fn merged(ranges: &[Range<u64>], gap: u64) -> Vec<Range<u64>> {
     let mut sorted: Vec<Range<u64>> = ranges.to_vec();
     sorted.sort_by_key(|range| range.start);
     let mut all: Vec<Range<u64>> = Vec::with_capacity(sorted.len());

@@ -7,8 +7,9 @@
 
 use std::{
     fs::File,
+    path::PathBuf,
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -27,9 +28,11 @@ use super::{
     counters::RemoteCounters,
     digest,
     error::{Failure, RemoteError},
+    fetcher::merged,
     handle::Remote,
     object::NotFetched,
     retry::Deadline,
+    share,
 };
 
 /// Attempts to have all blocks of a read at one time.
@@ -48,6 +51,8 @@ pub struct RemoteFiles {
     counters: Arc<RemoteCounters>,
     begun: Instant,
     touched_seconds: AtomicU64,
+    /// Snapshots that are done with.
+    published: Mutex<Vec<PathBuf>>,
 }
 
 impl RemoteFiles {
@@ -57,7 +62,8 @@ impl RemoteFiles {
     /// If the lists differ in length.
     pub fn new(local: LocalFiles, remote: Vec<Option<Remote>>, counters: Arc<RemoteCounters>) -> Self {
         assert_eq!(local.file_count(), remote.len(), "files of the local source");
-        Self { local, remote, counters, begun: Instant::now(), touched_seconds: AtomicU64::new(0) }
+        let (begun, touched_seconds, published) = (Instant::now(), AtomicU64::new(0), Mutex::default());
+        Self { local, remote, counters, begun, touched_seconds, published }
     }
 
     fn remote(&self, file: FileId) -> Option<&Remote> {
@@ -154,6 +160,23 @@ impl RemoteFiles {
         self.uncached(file, remote, &mut targets)?;
         work(&buffer);
         Ok(())
+    }
+
+    fn remote_files(&self) -> impl Iterator<Item = (FileId, &Remote)> {
+        let number = |place: usize| FileId(u32::try_from(place).expect("files have numbers of 32 bits"));
+        self.remote.iter().enumerate().filter_map(move |(place, remote)| Some((number(place), remote.as_ref()?)))
+    }
+
+    /// The error of a file that was twice other bytes than its service says.
+    fn corrupt(&self, file: FileId, (expected, found): (String, String)) -> SourceError {
+        let path = Arc::clone(&self.local.pin(file).path);
+        self.health().condemn(file, SourceError::Corrupt { file: path, expected, found })
+    }
+
+    /// Makes the snapshots of the shared cache that have all of their files now.
+    fn publish(&self) -> Vec<PathBuf> {
+        let mut done = self.published.lock().unwrap_or_else(PoisonError::into_inner);
+        share::publish(self.remote.iter().flatten().map(|remote| &*remote.object), &mut done)
     }
 
     fn counted<T>(&self, result: Result<T, SourceError>) -> Result<T, SourceError> {
@@ -262,37 +285,34 @@ impl Source for RemoteFiles {
     fn bring_ahead(&self, file: FileId, spans: &[ByteSpan]) -> bool {
         let Some(remote) = self.remote(file) else { return true };
         let spans: Vec<ByteSpan> = spans.iter().copied().filter(|span| self.bounded(file, &[*span])).collect();
-        let gap = if spans.len() > 1 { remote.object.service.gap_bytes() / BLOCK_BYTES } else { 0 };
+        let gap = if spans.len() > 1 { self.ahead_gap_bytes(file) / BLOCK_BYTES } else { 0 };
         remote.fetcher.bring_ahead(&remote.object, &Remote::blocks(&spans), gap)
+    }
+
+    fn share(&self) -> Result<Vec<PathBuf>, SourceError> {
+        for (file, remote) in self.remote_files() {
+            if let Some(digests) = digest::settle(&remote.object).filter(|_| remote.object.service.shared().is_some()) {
+                return Err(self.corrupt(file, digests));
+            }
+        }
+        Ok(self.publish())
     }
 
     fn ahead_jobs(&self) -> usize {
         self.remote.iter().flatten().next().map_or(0, |remote| remote.fetcher.ahead_jobs())
     }
 
-    fn absent_bytes(&self, file: FileId, spans: &[ByteSpan]) -> u64 {
-        let Some(remote) = self.remote(file) else { return 0 };
+    fn absent_spans(&self, file: FileId, spans: &[ByteSpan]) -> Vec<ByteSpan> {
+        let Some(remote) = self.remote(file) else { return Vec::new() };
         let entry = &remote.object.entry;
-        let ranges = merged(Remote::blocks(spans));
-        ranges
-            .iter()
-            .flat_map(|blocks| entry.absent(blocks).unwrap_or_else(|_| vec![blocks.clone()]))
-            .map(|blocks| entry.span_of(&blocks).len())
-            .sum()
+        let ranges = merged(&Remote::blocks(spans), 0);
+        let absent = entry.absent_of(&ranges).unwrap_or(ranges);
+        absent.iter().map(|blocks| entry.span_of(blocks)).collect()
     }
-}
 
-/// Ranges in order without overlaps.
-fn merged(mut ranges: Vec<std::ops::Range<u64>>) -> Vec<std::ops::Range<u64>> {
-    ranges.sort_by_key(|range| range.start);
-    let mut all: Vec<std::ops::Range<u64>> = Vec::with_capacity(ranges.len());
-    for range in ranges {
-        match all.last_mut() {
-            Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
-            Some(_) | None => all.push(range),
-        }
+    fn ahead_gap_bytes(&self, file: FileId) -> u64 {
+        self.remote(file).map_or(0, |remote| remote.object.service.planned_gap_bytes())
     }
-    all
 }
 
 impl Maps for RemoteFiles {
@@ -378,13 +398,13 @@ impl Maps for RemoteFiles {
             self.touched_seconds.store(seconds, Ordering::Relaxed);
             cache.touch();
         }
-        for (place, remote) in self.remote.iter().enumerate() {
-            let Some(remote) = remote else { continue };
-            let file = FileId(u32::try_from(place).expect("files have numbers of 32 bits"));
-            if let Some((expected, found)) = digest::step(&remote.object) {
-                let path = Arc::clone(&self.local.pin(file).path);
-                self.health().condemn(file, SourceError::Corrupt { file: path, expected, found });
+        for (file, remote) in self.remote_files() {
+            if let Some(digests) = digest::step(&remote.object) {
+                self.corrupt(file, digests);
             }
+        }
+        for made in self.publish() {
+            tracing::info!("{}: complete for other programs", made.display());
         }
     }
 

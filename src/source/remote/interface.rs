@@ -4,7 +4,7 @@ use std::{fmt, ops::ControlFlow, sync::Arc, time::Instant};
 
 use sha2::{Digest, Sha256};
 
-use super::{super::ByteSpan, error::RemoteError, hedge::Hedging};
+use super::{super::ByteSpan, error::RemoteError, hedge::Hedging, shared::SharedCache};
 
 /// The content of an object, as far as its service names it. Two objects of the same identity have the same bytes, wherever they
 /// are: the cache keeps them once.
@@ -138,8 +138,15 @@ pub trait Objects: fmt::Debug + Send + Sync {
     /// The host, for messages: never with a token or a signature.
     fn host(&self) -> &str;
 
+    /// The cache of the service's own client on this machine, if complete objects are to be placed there.
+    fn shared(&self) -> Option<&SharedCache> {
+        None
+    }
+
     /// Passes the bytes of `span` to `sink`, in order. The attempt ends with an error at `until`, or earlier if no byte comes for
     /// a time that the implementation chooses.
+    ///
+    /// A request whose first byte takes long may be sent a second time, as `hedging` allows.
     ///
     /// The reply counts only if it is of the pinned version and of this span: another version is
     /// [`super::Failure::Changed`], and a reply that holds other bytes or too few is an error. The sink has then seen a correct
@@ -147,23 +154,14 @@ pub trait Objects: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// [`RemoteError`] without a signed address, a token or a query.
-    fn read(&self, file: &RemoteFile, span: ByteSpan, until: Instant, sink: &mut Sink<'_>) -> Result<(), RemoteError>;
-
-    /// As [`Objects::read`], and a request whose first byte takes long may be sent a second time, as `hedging` allows. By default
-    /// it is sent once.
-    ///
-    /// # Errors
-    /// As [`Objects::read`].
-    fn read_hedged(
+    fn read(
         &self,
         file: &RemoteFile,
         span: ByteSpan,
         until: Instant,
-        _hedging: &Hedging,
+        hedging: &Hedging,
         sink: &mut Sink<'_>,
-    ) -> Result<(), RemoteError> {
-        self.read(file, span, until, sink)
-    }
+    ) -> Result<(), RemoteError>;
 }
 
 #[cfg(test)]

@@ -30,10 +30,13 @@ mod options;
 mod retry;
 #[cfg(feature = "remote")]
 pub mod runtime;
+mod share;
+mod shared;
 #[cfg(feature = "remote")]
 mod store;
 mod tree;
 mod unique;
+mod whole;
 
 pub use counters::{CountRow, LATENCY_BOUNDS_MS, RemoteCounters};
 pub use error::{Failure, RemoteError};
@@ -45,6 +48,7 @@ pub use locality::is_loopback;
 pub use object::RemoteObject;
 pub use options::RemoteOptions;
 pub use retry::{Deadline, Gate, Retrying, retry};
+pub use shared::SharedCache;
 #[cfg(feature = "remote")]
 pub use store::open_url;
 pub use tree::{RemoteTree, open_cache};

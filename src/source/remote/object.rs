@@ -52,6 +52,8 @@ pub(super) struct DigestState {
     pub(super) running: AtomicBool,
     /// Whether the digest was right in this process.
     pub(super) right: AtomicBool,
+    /// Whether it was placed into the cache of the service's own client, or cannot be.
+    pub(super) shared: AtomicBool,
     /// Whether it was wrong once.
     pub(super) wrong: AtomicBool,
     /// The digest of the bytes that were fetched again, if it was wrong too.

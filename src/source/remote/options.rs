@@ -15,6 +15,8 @@ pub struct RemoteOptions {
     pub offline: bool,
     /// Accepts `http://` for other hosts than this one.
     pub allow_http: bool,
+    /// Places complete, verified files of the Hub into the cache of its own client.
+    pub shares: bool,
 }
 
 impl RemoteOptions {
@@ -24,6 +26,13 @@ impl RemoteOptions {
 
 impl Default for RemoteOptions {
     fn default() -> Self {
-        Self { cache_dir: None, cache_disk_bytes: None, timeout: Self::TIMEOUT, offline: false, allow_http: false }
+        Self {
+            cache_dir: None,
+            cache_disk_bytes: None,
+            timeout: Self::TIMEOUT,
+            offline: false,
+            allow_http: false,
+            shares: false,
+        }
     }
 }

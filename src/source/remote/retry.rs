@@ -3,7 +3,7 @@
 use std::{
     ops::ControlFlow,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     thread,
@@ -16,6 +16,7 @@ use super::{
     error::{Failure, RemoteError},
     hedge::Hedging,
     interface::{Objects, RemoteFile, Sink},
+    shared::SharedCache,
 };
 
 /// First pause after a failed request.
@@ -191,12 +192,16 @@ pub struct Retrying {
     /// Moving averages over requests: microseconds until the first byte, and bytes in a millisecond after it.
     first_byte_us: AtomicU64,
     bytes_per_ms: AtomicU64,
+    planned_gap_bytes: OnceLock<u64>,
 }
 
-/// Bounds of [`Retrying::gap_bytes`], and its value before the first request ends.
+/// Bounds of [`Retrying::gap_bytes`].
 const GAP_BYTES_MIN: u64 = 64 << 10;
 const GAP_BYTES_MAX: u64 = 1 << 20;
-const GAP_BYTES: u64 = 256 << 10;
+/// Bytes in a millisecond of one connection before a long reply tells it: what stores give to one.
+const BYTES_PER_MS: u64 = 80_000;
+/// The wait for a first byte before the first reply tells it.
+const FIRST_BYTE_US: u64 = 3000;
 /// Replies of at least this many bytes tell the speed of a connection.
 const TIMED_BYTES_MIN: u64 = 256 << 10;
 /// Weight of the last request in a moving average, as a divisor.
@@ -214,17 +219,25 @@ impl Retrying {
     pub fn new(objects: Arc<dyn Objects>, counters: Arc<RemoteCounters>) -> Self {
         let (first_byte_us, bytes_per_ms) = (AtomicU64::new(0), AtomicU64::new(0));
         let hedging = Hedging::new(Arc::clone(&counters));
-        Self { objects, gate: Gate::default(), hedging, counters, first_byte_us, bytes_per_ms }
+        let (gate, planned_gap_bytes) = (Gate::default(), OnceLock::new());
+        Self { objects, gate, hedging, counters, first_byte_us, bytes_per_ms, planned_gap_bytes }
     }
 
     /// Most bytes between two needed spans of one strided piece that are fetched with them: reading over them takes one
     /// connection no longer than another request does.
     pub fn gap_bytes(&self) -> u64 {
-        let (wait_us, rate) = (self.first_byte_us.load(Ordering::Relaxed), self.bytes_per_ms.load(Ordering::Relaxed));
-        if rate == 0 {
-            return GAP_BYTES;
-        }
+        let known = |average: &AtomicU64, otherwise| match average.load(Ordering::Relaxed) {
+            0 => otherwise,
+            value => value,
+        };
+        let (wait_us, rate) = (known(&self.first_byte_us, FIRST_BYTE_US), known(&self.bytes_per_ms, BYTES_PER_MS));
         (wait_us.saturating_mul(rate) / 1000).clamp(GAP_BYTES_MIN, GAP_BYTES_MAX)
+    }
+
+    /// As [`Self::gap_bytes`], for bytes that no reader waits for: it is a power of two and stays what it was when it was first
+    /// asked for. So what is fetched is what was planned.
+    pub fn planned_gap_bytes(&self) -> u64 {
+        *self.planned_gap_bytes.get_or_init(|| 1 << self.gap_bytes().ilog2())
     }
 
     /// Notes the times of a reply that began at `begun` and had its first byte at `first`.
@@ -240,6 +253,11 @@ impl Retrying {
     /// The counts.
     pub fn counters(&self) -> &Arc<RemoteCounters> {
         &self.counters
+    }
+
+    /// The cache of the service's own client, if complete objects are to be placed there.
+    pub fn shared(&self) -> Option<&SharedCache> {
+        self.objects.shared()
     }
 
     /// Host of the service.
@@ -271,7 +289,7 @@ impl Retrying {
             |until| {
                 let rest = ByteSpan::new(next, span.end()).expect("no more bytes than the span are counted");
                 let (begun, mut first) = (Instant::now(), None);
-                let result = self.objects.read_hedged(file, rest, until, &self.hedging, &mut |bytes| {
+                let result = self.objects.read(file, rest, until, &self.hedging, &mut |bytes| {
                     let len = bytes.len().min(usize::try_from(span.end() - next).unwrap_or(usize::MAX));
                     RemoteCounters::add(&self.counters.fetched_bytes, len as u64);
                     next += len as u64;

@@ -1,6 +1,8 @@
 //! Shared by the benches: generated repositories, mounts, tables.
 #![allow(dead_code, reason = "each bench uses a part")]
 
+#[cfg(feature = "remote")]
+pub(crate) mod download;
 pub(crate) mod prototype;
 
 use std::{
@@ -25,8 +27,15 @@ pub(crate) struct Mount {
 
 impl Mount {
     pub(crate) fn new(repo: &Path, at: &Path, options: &[&str]) -> Result<Self> {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ckfs"));
+        command.arg("mount").arg(repo);
+        Self::by(command, at, options)
+    }
+
+    /// Runs a command `ckfs mount SOURCE`.
+    pub(crate) fn by(mut command: Command, at: &Path, options: &[&str]) -> Result<Self> {
         fs::create_dir_all(at)?;
-        let run = Command::new(env!("CARGO_BIN_EXE_ckfs")).arg("mount").arg(repo).arg(at).args(options).output()?;
+        let run = command.arg(at).args(options).output()?;
         if !run.status.success() {
             return Err(format!("mount: {}", String::from_utf8_lossy(&run.stderr)).into());
         }

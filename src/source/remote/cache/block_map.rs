@@ -11,6 +11,11 @@
 
 use std::{fs::File, io, ops::Range, os::unix::fs::FileExt};
 
+use rustix::{
+    fs::{SeekFrom, seek},
+    io::Errno,
+};
+
 use super::geometry::{BLOCK_BYTES, block_count};
 
 const MAGIC: [u8; 8] = *b"ckfsmap1";
@@ -61,6 +66,20 @@ impl BlockMap {
         Ok(bytes.chunks_exact(8).map(word).collect())
     }
 
+    /// The next blocks from `first` on whose words were ever written; `None` if there are none. All words between are absent: they are
+    /// holes of the file, and are not read.
+    pub(super) fn written(&self, first: u64) -> io::Result<Option<Range<u64>>> {
+        // The position that these calls set is used by nothing else.
+        let start = match seek(&self.file, SeekFrom::Data(HEADER_BYTES + first * WORD_BYTES)) {
+            Ok(start) => start,
+            Err(Errno::NXIO) => return Ok(None),
+            Err(errno) => return Err(errno.into()),
+        };
+        let end = seek(&self.file, SeekFrom::Hole(start))?;
+        let block = |place: u64| place.saturating_sub(HEADER_BYTES) / WORD_BYTES;
+        Ok(Some(block(start).max(first)..block(end + WORD_BYTES - 1).max(first + 1)))
+    }
+
     /// Marks blocks from `first` on as present. Their bytes were written before.
     pub(super) fn mark(&self, first: u64, checksums: &[u32]) -> io::Result<()> {
         let words = checksums.iter().flat_map(|crc| crc.to_le_bytes().into_iter().chain(PRESENT.to_le_bytes()));
@@ -88,6 +107,20 @@ mod tests {
     use super::*;
 
     #[test]
+    fn what_was_never_written_is_found_without_reading_it() {
+        let (count, marked) = (1 << 20, 700_000);
+        let map = BlockMap::create(tempfile::tempfile().unwrap(), count * BLOCK_BYTES).unwrap();
+        map.mark(marked, &[7, 8, 9]).unwrap();
+        let mut found = 0..0;
+        while !found.contains(&marked) {
+            found = map.written(found.end).unwrap().unwrap();
+        }
+        // By pages of the file.
+        assert!(found.contains(&(marked + 2)) && found.end - found.start <= 1 << 14, "{found:?}");
+        assert_eq!(map.written(found.end).unwrap(), None);
+    }
+
+    #[test]
     fn words_are_read_as_written_and_a_map_of_another_object_is_refused() {
         let size = 5 * BLOCK_BYTES + 1;
         let file = tempfile::tempfile().unwrap();
@@ -95,6 +128,7 @@ mod tests {
         assert_eq!(map.read(&(0..6)).unwrap(), [None; 6]);
         map.mark(2, &[7, 0]).unwrap();
         assert_eq!(map.read(&(1..5)).unwrap(), [None, Some(7), Some(0), None]);
+        assert!(map.written(0).unwrap().is_some_and(|blocks| blocks.contains(&2) && blocks.contains(&3)));
         map.clear(&(2..3)).unwrap();
         assert_eq!(map.read(&(0..6)).unwrap(), [None, None, None, Some(0), None, None]);
         assert!(BlockMap::open(file.try_clone().unwrap(), size).unwrap().is_some());

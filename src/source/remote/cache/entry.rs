@@ -297,6 +297,29 @@ impl Entry {
         Ok(absent)
     }
 
+    /// As [`Self::absent`], for ranges in order without overlaps. Where nothing was ever written, the map is not read: a plan asks
+    /// about very many ranges of objects of which almost nothing is here.
+    ///
+    /// # Errors
+    /// The map cannot be read.
+    pub fn absent_of(&self, ranges: &[Range<u64>]) -> io::Result<Vec<Range<u64>>> {
+        let mut absent = Vec::new();
+        // The first blocks from the last place on that may be present.
+        let mut written = Some(0..0);
+        for blocks in ranges {
+            while let Some(known) = &written
+                && known.end <= blocks.start
+            {
+                written = self.map.written(blocks.start)?;
+            }
+            match &written {
+                Some(known) if known.start < blocks.end => absent.extend(self.absent(blocks)?),
+                Some(_) | None => absent.push(blocks.clone()),
+            }
+        }
+        Ok(absent)
+    }
+
     /// Bytes of the present blocks of a span, counted by whole blocks but not beyond the end of the object.
     ///
     /// # Errors

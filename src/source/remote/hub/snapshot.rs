@@ -5,7 +5,6 @@ use std::{
     fs::File,
     ops::ControlFlow,
     os::unix::fs::FileExt,
-    path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
     time::Instant,
 };
@@ -26,6 +25,7 @@ use super::{
         interface::{Content, Objects, RemoteFile, RemoteRepository, Sink},
         retry::Deadline,
         runtime,
+        shared::SharedCache,
     },
     client::{Hub, next_chunk, of_status},
     location::{Location, locate, unquoted, what_of},
@@ -52,20 +52,22 @@ pub(super) struct Snapshot {
     hub: Arc<Hub>,
     repo: String,
     commit: String,
-    /// Blobs in the Hub's shared cache.
-    blobs: Option<PathBuf>,
+    /// The repository in the Hub's shared cache.
+    cached: Option<SharedCache>,
+    /// Whether complete files are placed there.
+    shares: bool,
     files: Mutex<HashMap<String, Arc<Known>>>,
 }
 
 impl Snapshot {
-    pub(super) fn new(hub: Arc<Hub>, repo: String, commit: String, blobs: Option<PathBuf>) -> Self {
-        Self { hub, repo, commit, blobs, files: Mutex::default() }
+    fn new(hub: Arc<Hub>, repo: String, commit: String, cached: Option<SharedCache>, shares: bool) -> Self {
+        Self { hub, repo, commit, cached, shares, files: Mutex::default() }
     }
 
     /// Passes a span from a blob of the shared cache, if it is there in the expected size. A blob appears complete, by a rename.
     fn read_blob(&self, file: &RemoteFile, span: ByteSpan, sink: &mut Sink<'_>) -> Option<Result<(), RemoteError>> {
         let (Content::Sha256(digest) | Content::GitBlob(digest)) = &file.content else { return None };
-        let blob = File::open(self.blobs.as_ref()?.join(digest)).ok()?;
+        let blob = File::open(self.cached.as_ref()?.blob(digest)).ok()?;
         if !blob.metadata().is_ok_and(|found| found.is_file() && found.len() == file.size_bytes) {
             return None;
         }
@@ -150,44 +152,18 @@ impl Snapshot {
         file: &RemoteFile,
         span: ByteSpan,
         until: Instant,
-        hedging: Option<&Hedging>,
+        hedging: &Hedging,
         sink: &mut Sink<'_>,
     ) -> Result<(), RemoteError> {
-        let begin = || self.begin(file, span, until);
-        let begun = match hedging {
-            Some(hedging) => hedging.first_of(begin).await,
-            None => begin().await,
-        };
-        let begun = begun?;
+        let begun = hedging.first_of(|| self.begin(file, span, until)).await?;
         let host = begun.host.clone();
         Body { file, span, host: &host, what: &what_of(&self.repo, file), until }.pass(begun, sink).await
-    }
-
-    fn read_with(
-        &self,
-        file: &RemoteFile,
-        span: ByteSpan,
-        until: Instant,
-        hedging: Option<&Hedging>,
-        sink: &mut Sink<'_>,
-    ) -> Result<(), RemoteError> {
-        if span.is_empty() {
-            return Ok(());
-        }
-        if let Some(read) = self.read_blob(file, span, sink) {
-            return read;
-        }
-        if self.hub.settings().offline {
-            return Err(self.hub.is_offline(&what_of(&self.repo, file)).of_span(span));
-        }
-        let read = runtime::block_on(self.read_once(file, span, until, hedging, sink));
-        read.unwrap_or_else(|error| Err(self.hub.no_runtime(&error))).map_err(|error| error.of_span(span))
     }
 }
 
 impl Hub {
-    /// The files of a commit, with their digests, and how to read them. Files that are complete in `blobs`, the directory of
-    /// blobs in the Hub's shared cache, are read from there.
+    /// The files of a commit, with their digests, and how to read them. Files that are complete in `cached`, the repository in
+    /// the Hub's shared cache, are read from there. If `shares`, files that become complete here are placed there.
     ///
     /// # Errors
     /// As [`Hub::commit`], and files whose names or digests cannot be used.
@@ -195,7 +171,8 @@ impl Hub {
         self: &Arc<Self>,
         repo: &str,
         commit: &str,
-        blobs: Option<PathBuf>,
+        cached: Option<SharedCache>,
+        shares: bool,
         deadline: Deadline,
     ) -> Result<RemoteRepository, RemoteError> {
         let files = self.files(repo, commit, deadline)?;
@@ -205,7 +182,7 @@ impl Hub {
             url: format!("{page}/{repo}/blob/{commit}"),
             revision: Some(commit.to_owned()),
             files,
-            objects: Arc::new(Snapshot::new(Arc::clone(self), repo.to_owned(), commit.to_owned(), blobs)),
+            objects: Arc::new(Snapshot::new(Arc::clone(self), repo.to_owned(), commit.to_owned(), cached, shares)),
         })
     }
 }
@@ -326,11 +303,11 @@ impl Objects for Snapshot {
         self.hub.host()
     }
 
-    fn read(&self, file: &RemoteFile, span: ByteSpan, until: Instant, sink: &mut Sink<'_>) -> Result<(), RemoteError> {
-        self.read_with(file, span, until, None, sink)
+    fn shared(&self) -> Option<&SharedCache> {
+        self.cached.as_ref().filter(|_| self.shares)
     }
 
-    fn read_hedged(
+    fn read(
         &self,
         file: &RemoteFile,
         span: ByteSpan,
@@ -338,7 +315,17 @@ impl Objects for Snapshot {
         hedging: &Hedging,
         sink: &mut Sink<'_>,
     ) -> Result<(), RemoteError> {
-        self.read_with(file, span, until, Some(hedging), sink)
+        if span.is_empty() {
+            return Ok(());
+        }
+        if let Some(read) = self.read_blob(file, span, sink) {
+            return read;
+        }
+        if self.hub.settings().offline {
+            return Err(self.hub.is_offline(&what_of(&self.repo, file)).of_span(span));
+        }
+        let read = runtime::block_on(self.read_once(file, span, until, hedging, sink));
+        read.unwrap_or_else(|error| Err(self.hub.no_runtime(&error))).map_err(|error| error.of_span(span))
     }
 }
 

@@ -5,6 +5,7 @@
 
 mod address;
 mod aws_profile;
+mod connect;
 mod http_listing;
 mod observe;
 mod offline;

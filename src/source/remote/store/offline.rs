@@ -15,6 +15,7 @@ use super::super::{
     super::ByteSpan,
     cache_place::default_directory,
     error::{Failure, RemoteError},
+    hedge::Hedging,
     interface::{Content, Objects, RemoteFile, Sink, hexadecimal},
     kept_file::replace,
     options::RemoteOptions,
@@ -120,7 +121,14 @@ impl Objects for Offline {
         &self.host
     }
 
-    fn read(&self, file: &RemoteFile, span: ByteSpan, _: Instant, _: &mut Sink<'_>) -> Result<(), RemoteError> {
+    fn read(
+        &self,
+        file: &RemoteFile,
+        span: ByteSpan,
+        _: Instant,
+        _: &Hedging,
+        _: &mut Sink<'_>,
+    ) -> Result<(), RemoteError> {
         if span.is_empty() { Ok(()) } else { Err(self.error(&file.key).of_span(span)) }
     }
 }

@@ -226,15 +226,10 @@ impl Store {
         &self,
         file: &RemoteFile,
         span: ByteSpan,
-        hedging: Option<&Hedging>,
+        hedging: &Hedging,
         sink: &mut Sink<'_>,
     ) -> Result<(), RemoteError> {
-        let begin = || self.begin(file, span);
-        let begun = match hedging {
-            Some(hedging) => hedging.first_of(begin).await,
-            None => begin().await,
-        };
-        let Begun { observer, first: mut next, mut body } = begun?;
+        let Begun { observer, first: mut next, mut body } = hedging.first_of(|| self.begin(file, span)).await?;
         while let Some(bytes) = next {
             if let ControlFlow::Break(()) = sink(&bytes) {
                 return Ok(());
@@ -242,22 +237,6 @@ impl Store {
             next = self.next(&mut body, file, span, &observer).await?;
         }
         Ok(())
-    }
-
-    fn read_with(
-        &self,
-        file: &RemoteFile,
-        span: ByteSpan,
-        until: Instant,
-        hedging: Option<&Hedging>,
-        sink: &mut Sink<'_>,
-    ) -> Result<(), RemoteError> {
-        self.run(async {
-            tokio::time::timeout_at(until.into(), self.stream(file, span, hedging, sink)).await.unwrap_or_else(|_| {
-                let message = "no answer in time";
-                Err(RemoteError::new(Failure::TimedOut, &self.host, &file.key, message).of_span(span))
-            })
-        })?
     }
 
     fn changed(&self, file: &RemoteFile, found: String, observer: &Observer) -> RemoteError {
@@ -278,11 +257,7 @@ impl Objects for Store {
         &self.host
     }
 
-    fn read(&self, file: &RemoteFile, span: ByteSpan, until: Instant, sink: &mut Sink<'_>) -> Result<(), RemoteError> {
-        self.read_with(file, span, until, None, sink)
-    }
-
-    fn read_hedged(
+    fn read(
         &self,
         file: &RemoteFile,
         span: ByteSpan,
@@ -290,7 +265,12 @@ impl Objects for Store {
         hedging: &Hedging,
         sink: &mut Sink<'_>,
     ) -> Result<(), RemoteError> {
-        self.read_with(file, span, until, Some(hedging), sink)
+        self.run(async {
+            tokio::time::timeout_at(until.into(), self.stream(file, span, hedging, sink)).await.unwrap_or_else(|_| {
+                let message = "no answer in time";
+                Err(RemoteError::new(Failure::TimedOut, &self.host, &file.key, message).of_span(span))
+            })
+        })?
     }
 }
 

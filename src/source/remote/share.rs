@@ -1,0 +1,156 @@
+//! Places complete files of the Hub into the cache of its own client, so that other programs find them.
+//!
+//! A file is copied, compared with its digest on the way, and renamed into its place: others see all of it or nothing. It is no
+//! link to the file of the disk cache, which loses its bytes when they are evicted.
+
+use std::{
+    collections::BTreeMap,
+    fs::{self, File},
+    io::{self, Write as _},
+    path::{Path, PathBuf},
+    sync::atomic::Ordering,
+};
+
+use rustix::fs::statvfs;
+use sha1::Sha1;
+use sha2::{Digest, Sha256};
+
+use super::{
+    interface::{Content, hexadecimal},
+    object::RemoteObject,
+    shared::{SharedCache, replace},
+    whole::for_each_part,
+};
+
+/// Part of a file system that stays free: one 20th.
+const FREE_DIVISOR: u64 = 20;
+
+/// The digest of a file, by which its blob is named.
+fn name_of(content: &Content) -> Option<&str> {
+    match content {
+        Content::Sha256(digest) | Content::GitBlob(digest) => Some(digest),
+        Content::Version { .. } => None,
+    }
+}
+
+/// Whether an object is to be placed, and was not yet.
+pub(super) fn is_due(object: &RemoteObject) -> bool {
+    object.service.shared().is_some()
+        && name_of(&object.file.content).is_some()
+        && !object.digest.shared.load(Ordering::Acquire)
+}
+
+/// Places an object, if it is due and complete. A failure is told, and is final.
+pub(super) fn place(object: &RemoteObject) {
+    let Some(shared) = object.service.shared().filter(|_| is_due(object)) else { return };
+    let Some(digest) = name_of(&object.file.content) else { return };
+    let blob = shared.blob(digest);
+    match blob_is_there(&blob, object.file.size_bytes).map_or_else(|| copy(object, &blob), Ok) {
+        Ok(true) => object.digest.shared.store(true, Ordering::Release),
+        Ok(false) => {}
+        Err(error) => {
+            tracing::warn!("{}: not placed into {}: {error}", object.name.display(), blob.display());
+            object.digest.shared.store(true, Ordering::Release);
+        }
+    }
+}
+
+/// `Some(true)` if the blob is there.
+fn blob_is_there(blob: &Path, size_bytes: u64) -> Option<bool> {
+    fs::metadata(blob).ok().filter(|found| found.is_file() && found.len() == size_bytes).map(|_| true)
+}
+
+/// Copies an object to its blob. Returns false if a part of it is not present.
+fn copy(object: &RemoteObject, blob: &Path) -> io::Result<bool> {
+    let size_bytes = object.file.size_bytes;
+    fs::create_dir_all(blob.parent().unwrap_or(blob))?;
+    let found = statvfs(blob.parent().unwrap_or(blob))?;
+    let (total, free) = (found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize);
+    if free < size_bytes.saturating_add(total / FREE_DIVISOR) {
+        return Err(io::Error::new(io::ErrorKind::StorageFull, "a 20th of the file system stays free"));
+    }
+    let incomplete = || io::Error::from(io::ErrorKind::UnexpectedEof);
+    let copied = replace(blob, |new| {
+        let mut file = File::create_new(new)?;
+        let mut digest = Digester::of(object);
+        let whole = for_each_part(&object.entry, |bytes| {
+            digest.update(bytes);
+            file.write_all(bytes)
+        });
+        if !whole? {
+            return Err(incomplete());
+        }
+        file.sync_data()?;
+        let (found, expected) = (digest.finish(), name_of(&object.file.content).unwrap_or_default());
+        if found == expected {
+            return Ok(());
+        }
+        Err(io::Error::new(io::ErrorKind::InvalidData, format!("expected digest {expected}, found {found}")))
+    });
+    match copied {
+        Ok(()) => Ok(true),
+        // The rest comes later, or is brought again.
+        Err(error) if matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::WouldBlock) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// The digest that the Hub names a file by.
+enum Digester {
+    Sha256(Sha256),
+    Git(Sha1),
+}
+
+impl Digester {
+    fn of(object: &RemoteObject) -> Self {
+        match object.file.content {
+            Content::GitBlob(_) => {
+                let mut digest = Sha1::new();
+                digest.update(format!("blob {}\0", object.file.size_bytes));
+                Self::Git(digest)
+            }
+            Content::Sha256(_) | Content::Version { .. } => Self::Sha256(Sha256::new()),
+        }
+    }
+
+    fn update(&mut self, bytes: &[u8]) {
+        match self {
+            Self::Sha256(digest) => digest.update(bytes),
+            Self::Git(digest) => digest.update(bytes),
+        }
+    }
+
+    fn finish(self) -> String {
+        match self {
+            Self::Sha256(digest) => hexadecimal(&digest.finalize()),
+            Self::Git(digest) => hexadecimal(&digest.finalize()),
+        }
+    }
+}
+
+/// Makes the snapshots all of whose files are placed, except those of `done`. Returns their directories.
+pub(super) fn publish<'a>(objects: impl Iterator<Item = &'a RemoteObject>, done: &mut Vec<PathBuf>) -> Vec<PathBuf> {
+    let mut snapshots: BTreeMap<PathBuf, (&SharedCache, Vec<&RemoteObject>)> = BTreeMap::new();
+    for object in objects {
+        let Some(shared) = object.service.shared() else { continue };
+        snapshots.entry(shared.snapshot()).or_insert_with(|| (shared, Vec::new())).1.push(object);
+    }
+    let mut made = Vec::new();
+    for (dir, (shared, objects)) in snapshots {
+        let is_placed = |object: &&RemoteObject| {
+            let blob = name_of(&object.file.content).map(|digest| shared.blob(digest));
+            blob.is_some_and(|blob| blob_is_there(&blob, object.file.size_bytes) == Some(true))
+        };
+        if done.contains(&dir) || objects.iter().any(|object| is_due(object)) || !objects.iter().all(is_placed) {
+            continue;
+        }
+        let files =
+            objects.iter().filter_map(|object| Some((object.file.path.as_str(), name_of(&object.file.content)?)));
+        match shared.publish(files) {
+            Ok(()) => made.push(dir.clone()),
+            Err(error) => tracing::warn!("{}: not made: {error}", dir.display()),
+        }
+        done.push(dir);
+    }
+    made
+}
