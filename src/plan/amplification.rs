@@ -353,14 +353,14 @@ fn reads_of_leaf(view: &View, place: &LeafPosition, holding: &Holding, sources: 
 
 /// A view's expression without its source tensors: equal for views that are alike.
 #[derive(Debug, Default)]
-struct Expression {
-    words: Vec<u64>,
+pub(super) struct Expression {
+    pub(super) words: Vec<u64>,
     /// The source tensors, numbered by their first place.
     sources: HashMap<TensorId, u32>,
 }
 
 impl Expression {
-    fn read(&mut self, view: &View) {
+    pub(super) fn read(&mut self, view: &View) {
         self.words.clear();
         self.sources.clear();
         self.add(view);

@@ -63,6 +63,16 @@ impl Runs {
         self.start
     }
 
+    /// Bytes of one run.
+    pub fn run_bytes(&self) -> u64 {
+        self.run_bytes
+    }
+
+    /// Extent and stride in bytes of each loop over the runs, by falling stride.
+    pub fn loops(&self) -> &[(u64, u64)] {
+        &self.loops
+    }
+
     /// Bytes in all runs.
     pub fn bytes(&self) -> u64 {
         self.loops.iter().map(|(extent, _)| extent).product::<u64>() * self.run_bytes
