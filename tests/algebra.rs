@@ -53,11 +53,11 @@ fn some_layout(choices: &mut Choices, view: &View) -> Layout {
     match choices.below(8) {
         6 => {
             let indexes: Vec<u64> =
-                if extent == 0 { vec![] } else { (0..step + 1).map(|_| choices.below(extent)).collect() };
+                if extent == 0 { vec![] } else { (0..=step).map(|_| choices.below(extent)).collect() };
             ("gather", Box::new(move |view| view.gather(axis, &indexes).unwrap()))
         }
         7 => {
-            let (low, high) = (start as i64 - 1, stop as i64 - 1);
+            let (low, high) = (start.cast_signed() - 1, stop.cast_signed() - 1);
             ("slice down", Box::new(move |view| view.slice_down(axis, high, low, step).unwrap()))
         }
         0 => ("slice", Box::new(move |view| view.slice(axis, start, stop, step).unwrap())),

@@ -201,7 +201,9 @@ impl Walk {
             }
             // Both sides are read at the same places.
             Op::Sum { of } | Op::Product { of, .. } => {
-                of.iter().for_each(|of| self.view(of, place.clone(), holding, group));
+                for of in of {
+                    self.view(of, place.clone(), holding, group);
+                }
             }
             Op::Source(_)
             | Op::Mosaic(_)
@@ -452,7 +454,9 @@ impl Expression {
             Op::Cast { of } | Op::Multiply { of, .. } | Op::Add { of, .. } | Op::Exp { of } => self.add(of),
             Op::Sum { of } | Op::Product { of, .. } => {
                 self.add_numbers(17, view.shape().extents());
-                of.iter().for_each(|of| self.add(of));
+                for of in of {
+                    self.add(of);
+                }
             }
         }
     }

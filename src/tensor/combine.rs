@@ -297,7 +297,7 @@ fn index_map(offset: u64, lines: impl Iterator<Item = (u64, u64, u64)>) -> Index
         match digits.last_mut() {
             // This loop continues the finer one.
             Some(finer) if finer.period() == divisor && stride == finer.modulus * finer.stride => {
-                finer.modulus *= extent
+                finer.modulus *= extent;
             }
             _ => digits.push(Digit { divisor, modulus: extent, group: 1, turn: u64::MAX, stride, table: None }),
         }
@@ -332,7 +332,8 @@ fn meet(left: &Along, right: &Along, found: &mut Vec<Along>) -> Result<(), Tilin
         return Err(TilingError::TooManyPieces);
     }
     let (Some(a), Some(b)) = (left.lines.first(), right.lines.first()) else {
-        return meet_one(left, right, found);
+        found.extend(meet_one(left, right));
+        return Ok(());
     };
     if a.target_stride == b.target_stride {
         return meet_alike(left, right, found);
@@ -368,20 +369,20 @@ fn meet(left: &Along, right: &Along, found: &mut Vec<Along>) -> Result<(), Tilin
     }
 }
 
-/// One of the sides is a single position.
-fn meet_one(left: &Along, right: &Along, found: &mut Vec<Along>) -> Result<(), TilingError> {
+/// The common position if one of the sides is a single position.
+fn meet_one(left: &Along, right: &Along) -> Option<Along> {
     let (mut left, mut right) = (left.clone(), right.clone());
     while !left.lines.is_empty() || !right.lines.is_empty() {
         let (one, many) = if left.lines.is_empty() { (&left, &mut right) } else { (&right, &mut left) };
         let top = &many.lines[0];
-        let turn = one.start.checked_sub(many.start).map(|distance| distance / top.target_stride);
-        let Some(turn) = turn.filter(|turn| *turn < top.extent) else { return Ok(()) };
+        let turn = one.start.checked_sub(many.start)? / top.target_stride;
+        if turn >= top.extent {
+            return None;
+        }
         *many = many.turn(turn);
     }
-    if left.start == right.start {
-        found.push(Along { start: left.start, offsets: joined(&left.offsets, &right.offsets), lines: SmallVec::new() });
-    }
-    Ok(())
+    let offsets = joined(&left.offsets, &right.offsets);
+    (left.start == right.start).then(|| Along { start: left.start, offsets, lines: SmallVec::new() })
 }
 
 /// Both sides have coarsest lines of one stride: turn `i` of one meets turn `i + k` of the other, for at most two `k`.
@@ -403,7 +404,9 @@ fn meet_alike(left: &Along, right: &Along, found: &mut Vec<Along>) -> Result<(),
         meet(&left.turn(from), &right.turn(of_right), &mut inner)?;
         if count > 1 {
             let line = Line { extent: count, target_stride: a.target_stride, strides: joined(&a.strides, &b.strides) };
-            inner.iter_mut().for_each(|along| along.lines.insert(0, line.clone()));
+            for along in &mut inner {
+                along.lines.insert(0, line.clone());
+            }
         }
         found.append(&mut inner);
     }

@@ -110,23 +110,24 @@ mod tests {
 
     #[test]
     fn landmarks() {
-        let of = |x: f32| f32::from_bits(exp(x.to_bits()));
-        let rows: [(f32, f32); 12] = [
-            (0.0, 1.0),
-            (-0.0, 1.0),
-            (1.0, std::f32::consts::E),
-            (-1.0, 0.367_879_45),
-            (std::f32::consts::LN_2, 2.0),
-            (88.722_84, f32::MAX),
-            (88.722_85, f32::INFINITY),
-            (f32::INFINITY, f32::INFINITY),
-            (f32::NEG_INFINITY, 0.0),
-            (-87.336_55, f32::MIN_POSITIVE),
-            (-103.972_08, 0.0),
-            (-103.972_07, 1e-45),
+        // Arguments and results in bits; around the greatest result, the smallest normal one, and zero.
+        let rows = [
+            (0, 0x3f80_0000),
+            (0x8000_0000, 0x3f80_0000),
+            (0x3f80_0000, 0x402d_f854),
+            (0xbf80_0000, 0x3ebc_5ab2),
+            (0x3f31_7218, 0x4000_0000),
+            (0x42b1_7217, 0x7f7f_ff84),
+            (0x42b1_7218, 0x7f80_0000),
+            (0x7f80_0000, 0x7f80_0000),
+            (0xff80_0000, 0),
+            (0xc2ae_ac50, 0x007f_ffe6),
+            (0xc2ae_ac4f, 0x0080_0026),
+            (0xc2cf_f1b4, 1),
+            (0xc2cf_f1b6, 0),
         ];
         for (x, expected) in rows {
-            assert_eq!(of(x).to_bits(), expected.to_bits(), "{x}");
+            assert_eq!(exp(x), expected, "{}", f32::from_bits(x));
         }
         assert_eq!(exp(0xff80_0001), 0xffc0_0001, "a NaN becomes quiet");
     }

@@ -15,12 +15,18 @@ pub struct IndexRun {
 
 impl IndexRun {
     /// The last index.
+    ///
+    /// # Panics
+    /// If the run goes below 0. Views exclude this.
     pub fn last(&self) -> u64 {
         let steps = i128::from(self.step) * i128::from(self.count - 1);
         u64::try_from(i128::from(self.first) + steps).expect("views have checked that a run stays in its axis")
     }
 
     /// The smallest index.
+    ///
+    /// # Panics
+    /// As [`IndexRun::last`].
     pub fn low(&self) -> u64 {
         self.first.min(self.last())
     }

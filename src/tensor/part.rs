@@ -136,7 +136,9 @@ pub(super) fn gather(parts: &[Part], axis: usize, runs: &[IndexRun]) -> Result<V
                 }
             }
             1.. => {
-                found.iter_mut().for_each(|part| part.origin[axis] += at);
+                for part in &mut found {
+                    part.origin[axis] += at;
+                }
                 chosen.append(&mut found);
             }
             _ => {

@@ -235,9 +235,9 @@ impl Choices {
         let mut inner = extents.to_vec();
         if self.below(2) == 0 {
             let step = if large { 1 } else { self.of(&[1, 2, 3]) };
-            let stop = self.below(3) as i64 - 1;
-            let start = stop + if count == 0 { 0 } else { ((count - 1) * step + 1 + self.below(step)) as i64 };
-            inner[axis] = (start + 1) as u64 + self.below(3);
+            let stop = self.below(3).cast_signed() - 1;
+            let start = stop + if count == 0 { 0 } else { ((count - 1) * step + 1 + self.below(step)).cast_signed() };
+            inner[axis] = (start + 1).cast_unsigned() + self.below(3);
             return self.view(&inner, dtype, deeper, kept).slice_down(axis, start, stop, step).unwrap();
         }
         inner[axis] = if large { count.max(1) } else { self.below(2 * count + 1) + 1 };

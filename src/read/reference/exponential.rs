@@ -37,7 +37,7 @@ pub fn exp(bits: u32) -> u32 {
     // 1 + r + r^2/2 + … with r below ln 2.
     let (mut sum, mut term) = (1_u128 << PLACES, 1_u128 << PLACES);
     for n in 1..40 {
-        term = (term * rest >> PLACES) / n;
+        term = ((term * rest) >> PLACES) / n;
         sum += term;
     }
     // 53 bits with a mark for what is below them are exact in f64, and leave one rounding to f32.
