@@ -8,7 +8,7 @@ use std::ops::{AddAssign, Range};
 
 use smallvec::SmallVec;
 
-use super::lower::gcd;
+use super::part::gcd;
 
 /// Bytes of a page.
 pub const PAGE_BYTES: u64 = 4096;
