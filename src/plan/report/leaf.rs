@@ -45,11 +45,16 @@ fn walk<'a>(mut leaf: Leaf<'a>, emit: &mut dyn FnMut(Leaf<'a>) -> bool) -> bool 
             axes.iter().zip(&leaf.axes).for_each(|(from, axis)| inner[*from] = *axis);
             walk(Leaf { view: of, axes: inner, at: leaf.at }, emit)
         }
-        Op::Cast { of } | Op::Multiply { of, .. } | Op::Add { of, .. } => walk(Leaf { view: of, ..leaf }, emit),
+        Op::Cast { of } | Op::Multiply { of, .. } | Op::Add { of, .. } | Op::Exp { of } => {
+            walk(Leaf { view: of, ..leaf }, emit)
+        }
         Op::Source(_)
         | Op::Mosaic(_)
         | Op::Fill(_)
         | Op::Slice { .. }
+        | Op::Gather { .. }
+        | Op::Sum { .. }
+        | Op::Product { .. }
         | Op::Reshape { .. }
         | Op::Concat { .. }
         | Op::Pad { .. }
