@@ -50,7 +50,16 @@ fn some_layout(choices: &mut Choices, view: &View) -> Layout {
     let rank = view.shape().rank();
     let (start, stop) = some_range(choices, extent);
     let step = choices.below(3) + 1;
-    match choices.below(6) {
+    match choices.below(8) {
+        6 => {
+            let indexes: Vec<u64> =
+                if extent == 0 { vec![] } else { (0..=step).map(|_| choices.below(extent)).collect() };
+            ("gather", Box::new(move |view| view.gather(axis, &indexes).unwrap()))
+        }
+        7 => {
+            let (low, high) = (start.cast_signed() - 1, stop.cast_signed() - 1);
+            ("slice down", Box::new(move |view| view.slice_down(axis, high, low, step).unwrap()))
+        }
         0 => ("slice", Box::new(move |view| view.slice(axis, start, stop, step).unwrap())),
         1 => {
             let axes = choices.permutation(rank);
@@ -233,11 +242,55 @@ proptest! {
         assert_same(&layout(&cast(&view)), &cast(&layout(&view)));
         let multiply = |view: &View| view.multiply(0.088_388_35, flush, keep).unwrap();
         assert_same(&layout(&multiply(&view)), &multiply(&layout(&view)));
+        if name != "pad" {
+            let exp = |view: &View| view.exp().unwrap();
+            assert_same(&layout(&exp(&view)), &exp(&layout(&view)));
+        }
         // A sum changes the zeros of a pad.
         if name != "pad" {
             let add = |view: &View| view.add(1.0, keep).unwrap();
             assert_same(&layout(&add(&view)), &add(&layout(&view)));
         }
+    }
+
+    #[test]
+    fn sums_and_products_of_two_views_commute_with_layout(mut choices in choices()) {
+        let (dtype, extents) = (choices.of(&[DType::F32, DType::BF16, DType::F16, DType::F8E4M3, DType::F64]), choices.extents());
+        let other = choices.plain_view(&extents, dtype);
+        let view = choices.plain_view(&extents, dtype);
+        let keep = choices.of(&[Keep::Operand, Keep::F32]);
+        let (name, layout) = some_layout(&mut choices, &view);
+        // A sum of pads is a pad of the sum, as 0 + 0 = 0, and likewise a product.
+        let add = |view: &View, other: &View| view.add_view(other, keep).unwrap();
+        assert_same(&layout(&add(&view, &other)), &add(&layout(&view), &layout(&other)));
+        let multiply = |view: &View, other: &View| view.multiply_view(other, name.len() % 2 == 0, keep).unwrap();
+        assert_same(&layout(&multiply(&view, &other)), &multiply(&layout(&view), &layout(&other)));
+        // With a constant everywhere they are the operators with a constant.
+        let two = View::fill(view.shape().clone(), Element::f32(2.5)).cast(dtype).unwrap();
+        assert_same(&add(&view, &two), &view.add(2.5, keep).unwrap());
+        assert_same(&multiply(&two, &view), &view.multiply(2.5, name.len() % 2 == 0, keep).unwrap());
+    }
+
+    #[test]
+    fn a_gather_is_a_concat_of_slices(view in any_view(), mut choices in choices()) {
+        let Some(axis) = some_axis(&mut choices, &view) else { return Ok(()) };
+        let extent = view.shape().extents()[axis];
+        if extent == 0 {
+            return Ok(());
+        }
+        let count = choices.below(9) + 1;
+        let indexes: Vec<u64> = (0..count).map(|_| choices.below(extent)).collect();
+        let slices: Vec<View> = indexes.iter().map(|index| view.slice(axis, *index, index + 1, 1).unwrap()).collect();
+        assert_same(&view.gather(axis, &indexes).unwrap(), &View::concat(axis, &slices).unwrap());
+        // A gather of a gather is one gather.
+        let again: Vec<u64> = (0..3).map(|_| choices.below(count)).collect();
+        let both: Vec<u64> = again.iter().map(|at| indexes[usize::try_from(*at).unwrap()]).collect();
+        let twice = view.gather(axis, &indexes).unwrap().gather(axis, &again).unwrap();
+        assert_same(&twice, &view.gather(axis, &both).unwrap());
+        // Downwards and downwards again is the view.
+        let top = i64::try_from(extent).unwrap() - 1;
+        let down = view.slice_down(axis, top, -1, 1).unwrap();
+        assert_same(&down.slice_down(axis, top, -1, 1).unwrap(), &view);
     }
 
     #[test]
@@ -380,6 +433,41 @@ fn wide_types_make_nans_quiet() {
     assert!(gathered_bytes(&view, &tiling, 4096) == expected, "kernels");
 }
 
+/// Values of all kinds through the two exponential functions, which share no code.
+#[test]
+fn exponentials_of_all_bf16_values_and_many_others() {
+    let view = source(5, DType::BF16, &[1 << 16]).exp().unwrap();
+    assert!(gathered_bytes(&view, &view.lower().unwrap(), 4096) == reference_bytes(&view));
+    let view = source(5, DType::F32, &[1 << 14]);
+    for view in [view.exp().unwrap(), view.multiply(1e-30, false, Keep::F32).unwrap().exp().unwrap()] {
+        assert!(gathered_bytes(&view, &view.lower().unwrap(), 4096) == reference_bytes(&view));
+    }
+    let near_the_ends =
+        source(6, DType::F8E4M3, &[1 << 12]).cast(DType::F32).unwrap().multiply(0.231, false, Keep::F32);
+    let view = near_the_ends.unwrap().exp().unwrap();
+    assert!(gathered_bytes(&view, &view.lower().unwrap(), 4096) == reference_bytes(&view));
+}
+
+/// The common cases are few pieces: a whole pair is one, a shard of it too, and interleaved rows are as many as either side has.
+#[test]
+fn pairs_have_few_pieces() {
+    let pieces = |view: &View| view.lower().unwrap().pieces().len();
+    let (a, b) = (source(0, DType::BF16, &[8, 6]), source(1, DType::BF16, &[6, 8]).reverse_axes());
+    let sum = a.add_view(&b, Keep::Operand).unwrap();
+    assert_eq!(pieces(&sum), 1);
+    assert_eq!(pieces(&sum.slice(1, 2, 5, 1).unwrap().reverse_axes()), 1);
+    let thrice = sum.multiply_view(&a, false, Keep::Operand).unwrap().add_view(&sum, Keep::Operand).unwrap();
+    assert_eq!(pieces(&thrice), 1);
+    assert!(tiled_bytes(&thrice) == reference_bytes(&thrice));
+    let halves =
+        |id: u32| source(id, DType::BF16, &[2, 4, 6]).transpose(&[1, 0, 2]).unwrap().reshape(&shape(&[8, 6])).unwrap();
+    let rotated = halves(2).add_view(&a, Keep::Operand).unwrap();
+    assert_eq!(pieces(&rotated), 1);
+    assert_eq!(pieces(&rotated.multiply_view(&halves(3), false, Keep::Operand).unwrap()), 1);
+    let even = View::concat(0, &[source(4, DType::BF16, &[4, 6]), source(5, DType::BF16, &[4, 6])]).unwrap();
+    assert_eq!(pieces(&even.add_view(&rotated, Keep::Operand).unwrap()), 2);
+}
+
 #[test]
 fn an_empty_view_is_a_tiling_without_pieces() {
     for view in [
@@ -402,6 +490,8 @@ fn invalid_views_are_refused() {
     let view = source(0, DType::BF16, &[4, 6]);
     let other = source(1, DType::BF16, &[4, 5]);
     let integers = source(2, DType::U8, &[4, 6]);
+    let quantized = tensor(7, DType::F8E4M3, &[4, 6]);
+    let quantized = View::dequantize(quantized, tensor(8, DType::F32, &[1, 1]), (4, 6), DType::BF16).unwrap();
     let message = |result: Result<View, ViewError>| result.unwrap_err().to_string();
     let s = || shape(&[4, 6]);
     let refused: Vec<(Result<View, ViewError>, ViewError)> = vec![
@@ -445,6 +535,37 @@ fn invalid_views_are_refused() {
                 first_shape: s(),
             },
         ),
+        (view.gather(2, &[0]), ViewError::Axis { op: "gather", axis: 2, shape: s() }),
+        (view.gather(1, &[0, 6, 9]), ViewError::Index { axis: 1, extent: 6, index: 6 }),
+        (view.slice_down(1, 6, 0, 1), ViewError::Downwards { axis: 1, extent: 6, start: 6, stop: 0, step: 1 }),
+        (view.slice_down(1, 1, 2, 1), ViewError::Downwards { axis: 1, extent: 6, start: 1, stop: 2, step: 1 }),
+        (view.slice_down(1, 1, -2, 1), ViewError::Downwards { axis: 1, extent: 6, start: 1, stop: -2, step: 1 }),
+        (view.slice_down(1, 1, -1, 0), ViewError::Downwards { axis: 1, extent: 6, start: 1, stop: -1, step: 0 }),
+        (integers.exp(), ViewError::NotFloat { op: "exp", dtype: DType::U8 }),
+        (integers.add_view(&integers, Keep::Operand), ViewError::NotFloat { op: "add", dtype: DType::U8 }),
+        (
+            view.multiply_view(&view.cast(DType::F32).unwrap(), false, Keep::Operand),
+            ViewError::Mismatch {
+                op: "multiply",
+                index: 1,
+                dtype: DType::F32,
+                shape: s(),
+                first_dtype: DType::BF16,
+                first_shape: s(),
+            },
+        ),
+        (
+            view.add_view(&other, Keep::F32),
+            ViewError::Mismatch {
+                op: "add",
+                index: 1,
+                dtype: DType::BF16,
+                shape: shape(&[4, 5]),
+                first_dtype: DType::BF16,
+                first_shape: s(),
+            },
+        ),
+        (view.add_view(&quantized, Keep::Operand), ViewError::Coded { op: "add", index: 1, tensor: TensorId(7) }),
         (integers.cast(DType::F32), ViewError::NotFloat { op: "cast", dtype: DType::U8 }),
         (view.cast(DType::F4), ViewError::NotFloat { op: "cast", dtype: DType::F4 }),
         (integers.multiply(1.0, false, Keep::F32), ViewError::NotFloat { op: "multiply", dtype: DType::U8 }),

@@ -705,6 +705,51 @@ fn the_example_of_fused_and_stacked_tensors_works() {
     }
 }
 
+/// Experts merged into an axis, an axis downwards, chosen rows, and arithmetic of two tensors, on values of the fixture.
+#[test]
+fn views_after_a_stack_and_between_tensors() {
+    let text = "name = 'x'\n[[ignore]]\nnames = '*'\n[[leaf]]\nto = 'merged'\ntp = 0
+from = 'model.layers.1.mlp.experts.{e}.up_proj.weight'\nstack = [{ var = 'e' }]
+after_stack = 'reshape(x, -1, extent(x, -1))'\n[[leaf]]\nto = 'backwards'
+from = 'model.layers.{l}.input_layernorm.weight'\nstack = [{ var = 'l' }]
+after_stack = 'slice(x, 0, extent(x, 0) - 1, -1, -1)'\n[[leaf]]\nto = 'chosen'
+from = 'model.embed_tokens.weight'\nview = 'gather(x, 0, [5, 3], 3)'\n[[leaf]]\nto = 'sum'
+from = { a = 'model.layers.0.input_layernorm.weight', b = 'model.norm.weight' }\nview = 'add(a, exp(b))'\n";
+    let checkpoint = open(&fixture("qwen3-moe").join("hf"));
+    let mut options = with_layout(text).unwrap();
+    options.mesh = Mesh::parse("fsdp=2").unwrap();
+    let plan = Plan::build(&checkpoint, &options).unwrap();
+    let raw = |name: &str| bytes_of(&checkpoint, &View::source(source(&checkpoint, name)));
+    let count =
+        |stars: &str| (0..1000).take_while(|n| checkpoint.find(&stars.replace('*', &n.to_string())).is_some()).count();
+    let experts = count("model.layers.1.mlp.experts.*.up_proj.weight");
+    let layers = count("model.layers.*.input_layernorm.weight");
+    let merged = find(&plan, "merged");
+    let each = source(&checkpoint, "model.layers.1.mlp.experts.0.up_proj.weight").shape;
+    assert_eq!(merged.view.shape().extents(), [experts as u64 * each.extents()[0], each.extents()[1]]);
+    // The axes are those of the result: its first one is split.
+    assert_eq!(plan.spec(merged).to_json(2, &plan.mesh).to_string(), r#"["fsdp",null]"#);
+    let row = 2 * usize::try_from(source(&checkpoint, "model.embed_tokens.weight").shape.extents()[1]).unwrap();
+    let volume = volume(&checkpoint, plan, 1 << 20);
+    let expected: Vec<u8> =
+        (0..experts).flat_map(|e| raw(&format!("model.layers.1.mlp.experts.{e}.up_proj.weight"))).collect();
+    assert_eq!(read(&volume, "full/merged", 999), expected);
+    let expected: Vec<u8> =
+        (0..layers).rev().flat_map(|l| raw(&format!("model.layers.{l}.input_layernorm.weight"))).collect();
+    assert_eq!(read(&volume, "full/backwards", 7), expected);
+    let embed = raw("model.embed_tokens.weight");
+    let expected: Vec<u8> = [5, 3, 3].iter().flat_map(|at| embed[at * row..(at + 1) * row].to_vec()).collect();
+    assert_eq!(read(&volume, "full/chosen", 64), expected);
+    let values = |name: &str| -> Vec<half::bf16> {
+        raw(name).chunks_exact(2).map(|two| half::bf16::from_le_bytes([two[0], two[1]])).collect()
+    };
+    let sums = values("model.layers.0.input_layernorm.weight").into_iter().zip(values("model.norm.weight"));
+    #[allow(clippy::cast_possible_truncation, reason = "the rounding is wanted")]
+    let exp = |x: half::bf16| half::bf16::from_f32(x.to_f64().exp() as f32).to_f32();
+    let expected: Vec<u8> = sums.flat_map(|(a, b)| half::bf16::from_f32(a.to_f32() + exp(b)).to_le_bytes()).collect();
+    assert_eq!(read(&volume, "full/sum", 10), expected);
+}
+
 #[test]
 fn malformed_files_are_refused_with_their_lines() {
     let rows = [
@@ -739,8 +784,8 @@ fn malformed_files_are_refused_with_their_lines() {
     let error = Layout::find("nosuch").unwrap_err().to_string();
     assert_eq!(
         error,
-        "layout \"nosuch\": expected canonical, hf, maxtext, maxtext-unscanned, megatron, megatron-unscanned, stored, vllm or a \
-         file *.toml"
+        "layout \"nosuch\": expected canonical, hf, maxtext, maxtext-unscanned, megatron, megatron-unscanned, stored, \
+         torchtitan, transformers, vllm or a file *.toml"
     );
     let error = Layout::find("/nowhere/x.toml").unwrap_err().to_string();
     assert!(error.starts_with("/nowhere/x.toml: "), "{error}");
@@ -757,6 +802,11 @@ fn rules_that_do_not_fit_are_refused_naming_leaf_and_line() {
     let leaf = |rest: &str| format!("name = 'x'{REST}[[leaf]]\nto = 'a'\nfrom = 'model.norm.weight'\n{rest}");
     let rows = [
         (leaf("view = 'reshape(x, 5, 5)'"), "my.toml:7: a: reshape: [48] has 48 elements, [5, 5] has 25"),
+        (
+            leaf("view = 'add(x, reshape(x, 6, 8))'"),
+            "my.toml:7: a: add: operand 1 is BF16 [6, 8], operand 0 is BF16 [48]",
+        ),
+        (leaf("after_stack = 'reshape(x, 5)'"), "my.toml:7: a: reshape: [48] has 48 elements, [5] has 5"),
         (leaf("view = 'config.nothing'"), "my.toml:7: a: config.json has no member \"nothing\""),
         (leaf("view = '3'"), "my.toml:7: a: view: expected a view, found 3"),
         (leaf("when = '3'"), "my.toml:7: when: expected true or false, found 3"),
@@ -837,6 +887,154 @@ fn numbers_come_from_the_repository_without_a_range() {
     assert_eq!(up.logical, ["layers", "exp", "mlp", "embed"]);
 }
 
+/// Fixture, layout, the prefix of a layer, and the names in it with their shapes, `-` where the shape is not compared.
+const MODULES: [[&str; 4]; 6] = [
+    [
+        "llama3.1",
+        "torchtitan",
+        "layers.2.",
+        "attention.qkv_linear.wq.weight [48, 48]\n\
+         attention.qkv_linear.wk.weight [16, 48]\n\
+         attention.qkv_linear.wv.weight [16, 48]\n\
+         attention.wo.weight [48, 48]\n\
+         feed_forward.w1.weight [112, 48]\n\
+         feed_forward.w2.weight [48, 112]\n\
+         feed_forward.w3.weight [112, 48]\n\
+         attention_norm.weight [48]\n\
+         ffn_norm.weight [48]",
+    ],
+    [
+        "qwen3-moe",
+        "torchtitan",
+        "layers.2.",
+        "attention.qkv_linear.wq.weight [48, 48]\n\
+         attention.qkv_linear.wk.weight [16, 48]\n\
+         attention.qkv_linear.wv.weight [16, 48]\n\
+         attention.wo.weight [48, 48]\n\
+         attention.q_norm.weight [8]\n\
+         attention.k_norm.weight [8]\n\
+         attention_norm.weight [48]\n\
+         ffn_norm.weight [48]\n\
+         moe.router.gate.weight [4, 48]\n\
+         moe.routed_experts.inner_experts.w1_EFD [4, 40, 48]\n\
+         moe.routed_experts.inner_experts.w2_EDF [4, 48, 40]\n\
+         moe.routed_experts.inner_experts.w3_EFD [4, 40, 48]",
+    ],
+    [
+        "deepseek3",
+        "torchtitan",
+        "layers.4.",
+        "attention.wq_a.weight [28, 48]\n\
+         attention.q_norm.weight [28]\n\
+         attention.wq_b.weight -\n\
+         attention.wkv_a.weight -\n\
+         attention.kv_norm.weight -\n\
+         attention.wkv_b.weight -\n\
+         attention.wo.weight -\n\
+         attention_norm.weight [48]\n\
+         ffn_norm.weight [48]\n\
+         moe.router.gate.weight [4, 48]\n\
+         moe.expert_bias_E [4]\n\
+         moe.routed_experts.inner_experts.w1_EFD [4, 40, 48]\n\
+         moe.routed_experts.inner_experts.w2_EDF [4, 48, 40]\n\
+         moe.routed_experts.inner_experts.w3_EFD [4, 40, 48]\n\
+         moe.shared_experts.w1.weight [40, 48]\n\
+         moe.shared_experts.w2.weight [48, 40]\n\
+         moe.shared_experts.w3.weight [40, 48]",
+    ],
+    [
+        "mixtral",
+        "transformers",
+        "model.layers.2.",
+        "self_attn.q_proj.weight [48, 48]\n\
+         self_attn.k_proj.weight [16, 48]\n\
+         self_attn.v_proj.weight [16, 48]\n\
+         self_attn.o_proj.weight [48, 48]\n\
+         mlp.gate.weight [4, 48]\n\
+         mlp.experts.gate_up_proj [4, 112, 48]\n\
+         mlp.experts.down_proj [4, 48, 56]\n\
+         input_layernorm.weight [48]\n\
+         post_attention_layernorm.weight [48]",
+    ],
+    [
+        "qwen3-moe",
+        "transformers",
+        "model.layers.2.",
+        "self_attn.q_proj.weight [48, 48]\n\
+         self_attn.k_proj.weight [16, 48]\n\
+         self_attn.v_proj.weight [16, 48]\n\
+         self_attn.o_proj.weight [48, 48]\n\
+         self_attn.q_norm.weight [8]\n\
+         self_attn.k_norm.weight [8]\n\
+         mlp.gate.weight [4, 48]\n\
+         mlp.experts.gate_up_proj [4, 80, 48]\n\
+         mlp.experts.down_proj [4, 48, 40]\n\
+         input_layernorm.weight [48]\n\
+         post_attention_layernorm.weight [48]",
+    ],
+    [
+        "deepseek3",
+        "transformers",
+        "model.layers.4.",
+        "self_attn.q_a_proj.weight [28, 48]\n\
+         self_attn.q_a_layernorm.weight [28]\n\
+         self_attn.q_b_proj.weight -\n\
+         self_attn.kv_a_proj_with_mqa.weight -\n\
+         self_attn.kv_a_layernorm.weight -\n\
+         self_attn.kv_b_proj.weight -\n\
+         self_attn.o_proj.weight -\n\
+         mlp.experts.gate_up_proj [4, 80, 48]\n\
+         mlp.experts.down_proj [4, 48, 40]\n\
+         mlp.gate.weight [4, 48]\n\
+         mlp.gate.e_score_correction_bias [4]\n\
+         mlp.shared_experts.gate_proj.weight [40, 48]\n\
+         mlp.shared_experts.up_proj.weight [40, 48]\n\
+         mlp.shared_experts.down_proj.weight [48, 40]\n\
+         input_layernorm.weight [48]\n\
+         post_attention_layernorm.weight [48]",
+    ],
+];
+
+/// Names and shapes of the tensors of one layer and of the ends, and the bytes of some, against tables copied from the state of tiny
+/// models in torchtitan 0.3.0 and transformers 5.23.0.
+#[test]
+fn names_of_torchtitan_and_transformers() {
+    for [family, layout, prefix, rows] in MODULES {
+        let rows: BTreeMap<&str, &str> = rows.lines().filter_map(|row| row.split_once(' ')).collect();
+        let checkpoint = open(&fixture(family).join("hf"));
+        let mesh = Mesh::parse("fsdp=2").unwrap();
+        let options = ViewOptions { layout: Layout::find(layout).unwrap(), mesh, ..ViewOptions::default() };
+        let plan = Plan::build(&checkpoint, &options).unwrap_or_else(|error| panic!("{family}: {error}"));
+        let found: BTreeMap<String, String> = (plan.tensors.iter())
+            .filter_map(|tensor| Some((tensor.name.strip_prefix(prefix)?.to_owned(), tensor.view.shape().to_string())))
+            .collect();
+        let names: Vec<&str> = found.keys().map(String::as_str).collect();
+        let expected: Vec<&str> = rows.keys().copied().collect();
+        assert_eq!(names, expected, "{family} {layout}");
+        for (name, shape) in rows.iter().filter(|(_, shape)| **shape != "-") {
+            assert_eq!(found[*name], *shape, "{family} {layout} {name}");
+        }
+        let ends: Vec<&str> =
+            plan.tensors.iter().map(|tensor| &*tensor.name).filter(|name| !name.contains("layers.")).collect();
+        let of_torchtitan = ["lm_head.weight", "norm.weight", "tok_embeddings.weight"];
+        let of_transformers = ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"];
+        assert_eq!(ends, if layout == "torchtitan" { of_torchtitan } else { of_transformers }, "{family}");
+        for tensor in &plan.tensors {
+            let rank = tensor.view.shape().rank();
+            let spec = plan.spec(tensor).to_json(rank, &plan.mesh);
+            assert_eq!(spec[0], "fsdp", "{family} {layout} {}: FSDP2 cuts axis 0", tensor.name);
+        }
+        assert!(unverified(&plan), "{family} {layout}");
+        if (family, layout) == ("mixtral", "transformers") {
+            let raw = |name: &str| bytes_of(&checkpoint, &View::source(source(&checkpoint, name)));
+            let expert = |e: usize, w: &str| raw(&format!("model.layers.2.block_sparse_moe.experts.{e}.{w}.weight"));
+            let fused: Vec<u8> = (0..4).flat_map(|e| [expert(e, "w1"), expert(e, "w3")].concat()).collect();
+            let volume = volume(&checkpoint, plan, 1 << 20);
+            assert_eq!(read(&volume, "full/model.layers.2.mlp.experts.gate_up_proj", 1 << 20), fused);
+        }
+    }
+}
+
 #[test]
 fn the_family_can_be_chosen() {
     let checkpoint = open(&fixture("qwen3").join("hf"));
@@ -850,6 +1048,9 @@ fn the_family_can_be_chosen() {
     options.set.insert("family".to_owned(), "nosuch".to_owned());
     let error = Plan::build(&checkpoint, &options).unwrap_err().to_string();
     assert!(error.starts_with("layout maxtext: no family \"nosuch\"; known: maxtext/llama, "), "{error}");
+    options.set.insert("family".to_owned(), "lama".to_owned());
+    let error = Plan::build(&checkpoint, &options).unwrap_err().to_string();
+    assert_eq!(error, "layout maxtext: unknown family `lama`; did you mean `llama`?");
     options.set.remove("family");
     options.set.insert("vocab_sise".to_owned(), "7".to_owned());
     let error = Plan::build(&checkpoint, &options).unwrap_err().to_string();

@@ -1,11 +1,15 @@
 //! The index of a repository whose weights are in several files: `{"metadata": ..., "weight_map": {tensor: file}}`.
 
-use std::{borrow::Cow, collections::HashMap, fmt};
+use std::{borrow::Cow, fmt};
 
+use hashbrown::HashMap;
 use serde::{
-    Deserialize, Deserializer,
-    de::{MapAccess, Visitor},
+    Deserialize, Deserializer, Serialize, Serializer,
+    de::{IgnoredAny, MapAccess, Visitor},
 };
+use serde_json::{Value, json, value::RawValue};
+
+use super::json;
 
 /// A parsed index; names borrow from its text where they have no escapes.
 #[derive(Debug, Default)]
@@ -70,5 +74,117 @@ impl<'de: 'a, 'a> Deserialize<'de> for Index<'a> {
             }
         }
         deserializer.deserialize_map(Visit)
+    }
+}
+
+/// The text of an index with other tensors: `weight_map` tells the file of each, `total_bytes` their size together. Names that the
+/// index has keep their places, and new ones follow; other members stay as they are. `None` if it is no index.
+///
+/// # Errors
+/// The first violation of JSON's syntax.
+pub fn rewritten_index(
+    text: &[u8],
+    weight_map: &[(&str, &str)],
+    total_bytes: u64,
+) -> Result<Option<Vec<u8>>, serde_json::Error> {
+    let text = json::standard(text);
+    if text.trim_ascii_start().first() != Some(&b'{') {
+        return Ok(None);
+    }
+    let InOrder(found): InOrder<'_, &RawValue> = serde_json::from_slice(&text)?;
+    let mut is_index = false;
+    let mut members = Vec::with_capacity(found.len());
+    for (key, value) in found {
+        let member = if key == "weight_map" && value.get().starts_with('{') {
+            is_index = true;
+            let InOrder(before): InOrder<'_, IgnoredAny> = serde_json::from_str(value.get())?;
+            Member::Files(in_places_of(&before, weight_map))
+        } else {
+            let mut value: Value = serde_json::from_str(value.get())?;
+            if let (true, Some(metadata)) = (key == "metadata", value.as_object_mut()) {
+                metadata.insert("total_size".to_owned(), json!(total_bytes));
+            }
+            Member::Other(value)
+        };
+        members.push((key, member));
+    }
+    Ok(is_index.then(|| json::pretty(&Members(members))))
+}
+
+/// These rows, those whose names are in `before` first, in its order.
+fn in_places_of<'a>(before: &[(Cow<'_, str>, IgnoredAny)], rows: &[(&'a str, &'a str)]) -> Vec<(&'a str, &'a str)> {
+    let mut left: HashMap<&str, &str> = rows.iter().copied().collect();
+    let mut placed: Vec<_> = before.iter().filter_map(|(name, _)| left.remove_entry(name.as_ref())).collect();
+    placed.extend(rows.iter().filter(|(name, _)| left.contains_key(name)));
+    placed
+}
+
+/// The members of an object, in order.
+struct InOrder<'a, T>(Vec<(Cow<'a, str>, T)>);
+
+impl<'de: 'a, 'a, T: Deserialize<'de>> Deserialize<'de> for InOrder<'a, T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Visit<T>(std::marker::PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Visit<T> {
+            type Value = Vec<(Cow<'de, str>, T)>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+                let mut members = Vec::new();
+                while let Some((Text(key), value)) = map.next_entry()? {
+                    members.push((key, value));
+                }
+                Ok(members)
+            }
+        }
+        deserializer.deserialize_map(Visit(std::marker::PhantomData)).map(InOrder)
+    }
+}
+
+/// The object with these members, in this order.
+struct Members<'a>(Vec<(Cow<'a, str>, Member<'a>)>);
+
+enum Member<'a> {
+    Files(Vec<(&'a str, &'a str)>),
+    Other(Value),
+}
+
+impl Serialize for Members<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(key, member)| (key, member)))
+    }
+}
+
+impl Serialize for Member<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Files(rows) => serializer.collect_map(rows.iter().copied()),
+            Self::Other(value) => value.serialize(serializer),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rewritten_index_keeps_the_order_of_names_and_other_members() {
+        let text = br#"{"note": [1e400000, NaN], "weight_map": {"b": "1", "a": "1", "gone": "2"}, "metadata": {"total_size": 1, "x": 2}}"#;
+        assert!(rewritten_index(text, &[], 0).is_err(), "a number that no double holds");
+        let text = br#"{"note": [NaN], "weight_map": {"b": "1", "a": "1", "gone": "2"}, "metadata": {"total_size": 1, "x": 2}}"#;
+        let rows = [("new", "3"), ("a", "3"), ("b", "1")];
+        let found = String::from_utf8(rewritten_index(text, &rows, 7).unwrap().unwrap()).unwrap();
+        let compact: String = found.split_whitespace().collect();
+        assert_eq!(
+            compact,
+            r#"{"note":[NaN],"weight_map":{"b":"1","a":"3","new":"3"},"metadata":{"total_size":7,"x":2}}"#
+        );
+        for other in [&b"[1]"[..], br#"{"weight_map": []}"#, br#"{"weights": {}}"#] {
+            assert_eq!(rewritten_index(other, &rows, 7).unwrap(), None);
+        }
     }
 }

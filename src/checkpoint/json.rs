@@ -4,6 +4,9 @@
 //! In a [`Value`] such a word is a string that begins with a character that no text has. So it can be written as it was
 //! read.
 
+use std::borrow::Cow;
+
+use serde::Serialize;
 use serde_json::Value;
 
 /// A character that no text has: Unicode reserves it for uses such as this.
@@ -22,11 +25,17 @@ pub fn parse(text: &[u8]) -> Result<Value, serde_json::Error> {
     })
 }
 
+/// The text as standard JSON: [`pretty`] writes Python's words again where they were.
+pub(super) fn standard(text: &[u8]) -> Cow<'_, [u8]> {
+    let signed = std::str::from_utf8(text).ok().and_then(signed);
+    signed.map_or(Cow::Borrowed(text), |signed| Cow::Owned(signed.into_bytes()))
+}
+
 /// Writes a text, one member a line.
 ///
 /// # Panics
-/// Never: a value has only members that can be written.
-pub fn pretty(value: &Value) -> Vec<u8> {
+/// If a key is no text. Those of a [`Value`] are.
+pub fn pretty(value: &impl Serialize) -> Vec<u8> {
     let mut text = serde_json::to_string_pretty(value).expect("keys are texts, and a text takes all that is written");
     if text.contains(SIGN) {
         text = WORDS.iter().fold(text, |text, word| text.replace(&format!("\"{SIGN}{word}\""), word));

@@ -47,6 +47,7 @@ pub use companion::Companion;
 pub use container::{Container, LeftOut};
 pub use dialect::{Dialect, Experts, LayerFamily, Qkv};
 pub use file::{FileRole, IgnoreReason, RepoFile};
+pub use index::rewritten_index;
 pub use options::OpenOptions;
 pub use orbax::OrbaxProblem;
 pub use printable::{printable, printable_lines};

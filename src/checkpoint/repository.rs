@@ -1,10 +1,13 @@
 //! An opened repository, and the tensors that it shows: stored or decoded, all or some of them.
 
 use std::{
-    collections::{BTreeMap, HashMap, HashSet},
+    borrow::Cow,
+    collections::BTreeMap,
     path::{Path, PathBuf},
     sync::Arc,
 };
+
+use hashbrown::HashSet;
 
 use super::{
     choose::CONFIG,
@@ -78,7 +81,7 @@ impl Checkpoint {
         let of_file = |file| self.table.stored_ids().filter(move |id| self.file_of(*id) == file);
         let of_adapter = adapter.into_iter().flat_map(of_file);
         let offered = self.tensors().map(|(id, _)| id).chain(of_adapter);
-        let rows = offered.filter_map(|id| Some((id, name(id, &self.tensor(id))?)));
+        let rows = offered.filter_map(|id| Some((id, Cow::Owned(name(id, &self.tensor(id))?))));
         self.showing(rows, config)
     }
 
@@ -90,9 +93,14 @@ impl Checkpoint {
     /// None for a checkpoint as it was opened: its decoded names are known to be distinct.
     pub fn decoded(&self, is_raw: &dyn Fn(TensorId) -> bool) -> Result<Self, Vec<String>> {
         let found = &self.quantized;
-        let mut place: HashMap<TensorId, TensorId> = HashMap::with_capacity(found.tensors.len());
-        let mut hidden: HashSet<TensorId> = found.left_out.iter().copied().collect();
-        let mut raw: HashSet<TensorId> = HashSet::new();
+        // By id of a stored tensor.
+        let mut place: Vec<Option<TensorId>> = vec![None; self.table.id_end()];
+        let mut is_hidden = vec![false; place.len()];
+        let mut is_raw_part = is_hidden.clone();
+        let mark = |marks: &mut [bool], ids: &mut dyn Iterator<Item = TensorId>| {
+            ids.for_each(|id| marks[id.0 as usize] = true);
+        };
+        mark(&mut is_hidden, &mut found.left_out.iter().copied());
         let module = |id: TensorId| {
             let name = self.tensor(id).name;
             name.rsplit_once('.').map_or(name, |(module, _)| module)
@@ -101,26 +109,29 @@ impl Checkpoint {
         for (number, tensor) in found.tensors.iter().enumerate() {
             let id = self.table.decoded_id(number);
             if is_raw(id) {
-                raw.extend(tensor.operands);
+                mark(&mut is_raw_part, &mut tensor.operands.iter().copied());
                 raw_modules.insert(module(tensor.operands[0]));
             } else {
-                place.insert(tensor.operands[0], id);
-                hidden.extend(&tensor.operands[1..]);
+                place[tensor.operands[0].0 as usize] = Some(id);
+                mark(&mut is_hidden, &mut tensor.operands[1..].iter().copied());
             }
         }
         // Nobody could decode these later without what no decoder reads here, such as the shape of a packed matrix.
-        raw.extend(found.left_out.iter().copied().filter(|id| raw_modules.contains(module(*id))));
-        let rows = self.tensors().filter_map(|(id, info)| match place.get(&id) {
-            Some(decoded) => Some((*decoded, self.tensor(*decoded).name.to_owned())),
-            None if hidden.contains(&id) && !raw.contains(&id) => None,
-            None => Some((id, info.name.to_owned())),
+        if !raw_modules.is_empty() {
+            let left_out = found.left_out.iter().copied();
+            mark(&mut is_raw_part, &mut left_out.filter(|id| raw_modules.contains(module(*id))));
+        }
+        let rows = self.tensors().filter_map(|(id, info)| match place[id.0 as usize] {
+            Some(decoded) => Some((decoded, Cow::Borrowed(self.tensor(decoded).name))),
+            None if is_hidden[id.0 as usize] && !is_raw_part[id.0 as usize] => None,
+            None => Some((id, Cow::Borrowed(info.name))),
         });
         self.showing(rows, None)
     }
 
-    fn showing(
-        &self,
-        rows: impl Iterator<Item = (TensorId, String)>,
+    fn showing<'a>(
+        &'a self,
+        rows: impl Iterator<Item = (TensorId, Cow<'a, str>)>,
         config: Option<serde_json::Value>,
     ) -> Result<Self, Vec<String>> {
         let table = self.table.derived(rows);

@@ -7,7 +7,7 @@
 //! rows: the stored tensors, or decoded ones in the place of their codes, or a part of either under other names. A
 //! repository may have 150 000 tensors, so the table is a few flat arrays: about 120 bytes per tensor, names included.
 
-use std::sync::Arc;
+use std::{borrow::Cow, sync::Arc};
 
 use rayon::slice::ParallelSliceMut;
 
@@ -289,8 +289,8 @@ impl TensorTable {
     ///
     /// # Panics
     /// If a row is a box: boxes are never shown.
-    pub(super) fn derived(&self, mut rows: impl Iterator<Item = (TensorId, String)>) -> Option<Self> {
-        let mut names: Vec<Option<String>> = vec![None; self.stored as usize + self.quantized.tensors.len()];
+    pub(super) fn derived<'a>(&self, mut rows: impl Iterator<Item = (TensorId, Cow<'a, str>)>) -> Option<Self> {
+        let mut names: Vec<Option<Cow<'a, str>>> = vec![None; self.stored as usize + self.quantized.tensors.len()];
         let mut shown = Vec::with_capacity(rows.size_hint().0);
         for (id, name) in &mut rows {
             let Id::Row(row) = self.resolve(id.0) else { panic!("{name}: a box is never shown") };

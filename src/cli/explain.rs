@@ -191,9 +191,10 @@ fn field(field: &Field) -> String {
 }
 
 fn step_word(checkpoint: &Checkpoint, step: &Step) -> String {
-    let Step::Compute(operation, term) = step else {
-        let Step::Round(dtype) = step else { return String::new() };
-        return format!("round to {dtype}");
+    let (operation, term) = match step {
+        Step::Compute(operation, term) => (operation, term),
+        Step::Round(dtype) => return format!("round to {dtype}"),
+        Step::Exp => return "exp".to_owned(),
     };
     let word = match operation {
         Operation::Multiply | Operation::MultiplyFlush => "times",
@@ -224,7 +225,12 @@ fn value_word(checkpoint: &Checkpoint, value: &DecodedValue) -> String {
     let operand = &value.load;
     let groups: Vec<String> = operand.index.digits().iter().map(|digit| digit.group.to_string()).collect();
     let name = checkpoint.tensor(operand.tensor.id).name;
-    if groups.is_empty() { name.to_owned() } else { format!("{name} by blocks of {}", groups.join("x")) }
+    // Elements of a plain tensor are not shared.
+    if groups.iter().all(|group| group == "1") {
+        name.to_owned()
+    } else {
+        format!("{name} by blocks of {}", groups.join("x"))
+    }
 }
 
 /// The expression as nested JSON: an operator with its arguments, and its operands under `of`.
@@ -243,6 +249,10 @@ fn expression(checkpoint: &Checkpoint, view: &View) -> Value {
         Op::Fill(element) => json!({"op": "fill", "dtype": element.dtype().code(), "shape": shape}),
         Op::Slice { of: operand, axis, start, stop, step } => {
             json!({"op": "slice", "axis": axis, "start": start, "stop": stop, "step": step, "shape": shape, "of": of(operand)})
+        }
+        Op::Gather { of: operand, axis, runs } => {
+            let runs: Vec<Value> = runs.iter().map(|run| json!([run.first, run.step, run.count])).collect();
+            json!({"op": "gather", "axis": axis, "runs": runs, "shape": shape, "of": of(operand)})
         }
         Op::Transpose { of: operand, axes } => {
             json!({"op": "transpose", "axes": axes, "shape": shape, "of": of(operand)})
@@ -263,6 +273,15 @@ fn expression(checkpoint: &Checkpoint, view: &View) -> Value {
         }
         Op::Add { of: operand, addend } => {
             json!({"op": "add", "addend": addend, "dtype": view.dtype().code(), "shape": shape, "of": of(operand)})
+        }
+        Op::Exp { of: operand } => {
+            json!({"op": "exp", "dtype": view.dtype().code(), "shape": shape, "of": of(operand)})
+        }
+        Op::Sum { of: operands } => {
+            json!({"op": "add", "dtype": view.dtype().code(), "shape": shape, "of": list(operands)})
+        }
+        Op::Product { of: operands, flush } => {
+            json!({"op": "multiply", "flush": flush, "dtype": view.dtype().code(), "shape": shape, "of": list(operands)})
         }
         Op::Quantized(value) => {
             let mut tensors = Vec::new();

@@ -2,7 +2,9 @@
 
 use std::{
     fmt::{self, Write as _},
+    fs::{self, File},
     io::{self, Write},
+    path::{Path, PathBuf},
 };
 
 use anyhow::Context;
@@ -131,9 +133,68 @@ pub(super) fn write_served(bytes: Served<'_>) -> anyhow::Result<()> {
     written(bytes.write_to(&io::stdout()))
 }
 
+/// A regular file to be written, which has its old content until the new one is complete.
+#[derive(Debug)]
+pub(super) struct NewFile {
+    target: PathBuf,
+    partial: PathBuf,
+}
+
+impl NewFile {
+    /// The file at a path. A link leads to its target. What is no regular file is refused: it would be replaced.
+    pub(super) fn at(path: &Path) -> anyhow::Result<Self> {
+        if path == Path::new("-") {
+            return Err(Usage("-: expected the name of a file, such as plan.html".to_owned()).into());
+        }
+        let target = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+        if fs::metadata(&target).is_ok_and(|found| !found.is_file()) {
+            return Err(Usage(format!("{}: is not a regular file", path.display())).into());
+        }
+        let parent = target.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        if !parent.is_dir() {
+            return Err(Usage(format!("{}: no such directory; create it first", parent.display())).into());
+        }
+        let Some(name) = target.file_name() else {
+            return Err(Usage(format!("{}: expected the name of a file", path.display())).into());
+        };
+        let partial = parent.join(format!(".{}.{}.part", name.display(), std::process::id()));
+        Ok(Self { target, partial })
+    }
+
+    /// Writes the whole content.
+    pub(super) fn write(self, bytes: &[u8]) -> anyhow::Result<()> {
+        let write = || {
+            let mut file = File::options().write(true).create_new(true).open(&self.partial)?;
+            file.write_all(bytes)?;
+            file.sync_all()?;
+            fs::rename(&self.partial, &self.target)
+        };
+        write().inspect_err(|_| drop(fs::remove_file(&self.partial))).with_context(|| self.target.display().to_string())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_new_file_replaces_the_old_one_and_nothing_else() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("plan.html");
+        for content in ["one", "two"] {
+            NewFile::at(&path).unwrap().write(content.as_bytes()).unwrap();
+            assert_eq!(fs::read_to_string(&path).unwrap(), content);
+        }
+        let link = directory.path().join("link");
+        std::os::unix::fs::symlink("plan.html", &link).unwrap();
+        NewFile::at(&link).unwrap().write(b"three").unwrap();
+        assert!(link.is_symlink() && fs::read_to_string(&path).unwrap() == "three");
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 2);
+        for wrong in [Path::new("-"), directory.path(), Path::new("/dev/null"), &directory.path().join("no/plan.html")]
+        {
+            assert!(NewFile::at(wrong).is_err(), "{}", wrong.display());
+        }
+    }
 
     #[test]
     fn a_painted_message_has_the_same_text() {

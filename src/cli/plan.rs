@@ -1,6 +1,6 @@
 //! `ckfs plan`: what would be mounted.
 
-use std::fmt::Write as _;
+use std::{fmt::Write as _, path::PathBuf};
 
 use clap::Args;
 
@@ -10,7 +10,7 @@ use super::{fetch, flags::SourceFlags, open, output, tree};
 use crate::{
     plan::{
         RemoteBytes,
-        report::{Report, ViewReport, human_bytes},
+        report::{Report, ViewReport, html, human_bytes},
     },
     source::Served,
     volume::{Mounter, Readers, Unavailable, ViewPlan, readers, unavailable},
@@ -32,12 +32,17 @@ const CHUNK_BYTES: usize = 1 << 20;
 /// sources that they touch. Where that makes a difference, "over-read" says how many times the bytes needed those pages
 /// hold, for the devices and for all listed ones together. Everything wrong with the repository or the flags is an
 /// error here as it is for `mount`, all of it at once.
+///
+/// `--html FILE` also writes the plan as a page for a browser: tensors by devices, the bytes of the source files that feed
+/// each device, bytes per device, over-read with its reason, and what is left out. The page is one file that loads nothing
+/// from elsewhere. It has at most 5 MB, and names what it leaves out. The command prints the same with it as without it.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
   ckfs plan /data/llama --mesh fsdp=4,tensor=2
   ckfs plan org/name@main --layout hf --dtype bf16
   ckfs plan --config /etc/ckfs/llama.toml
+  ckfs plan /data/llama --mesh fsdp=4,tensor=2 --html plan.html
   ckfs plan /data/llama --mesh fsdp=8 --json | jq '.views[0].devices'")]
 pub(super) struct Plan {
     /// A directory, a file, org/name[@revision] in the local cache or on the Hub, s3://, gs://, az:// or https://.
@@ -45,25 +50,26 @@ pub(super) struct Plan {
     /// Prints JSON, with every tensor.
     #[arg(long)]
     json: bool,
+    /// Writes a page for a browser as well. A file of that name is replaced.
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
     #[command(flatten)]
     flags: SourceFlags,
 }
 
 impl Plan {
     pub(super) fn run(&self) -> anyhow::Result<()> {
+        let page = self.html.as_deref().map(output::NewFile::at).transpose()?;
         let mut config = open::source_config(self.source.as_deref(), &self.flags)?;
         let checkpoint = open::checkpoint(&mut config)?;
         let plans = open::plans(&checkpoint, &config)?;
         // The layout of all files, made as for a mount, finds the plans that cannot be mounted.
         let volume = open::lay_out(&checkpoint, &plans, &config)?;
         let needs = fetch::needs(&checkpoint, &plans)?;
+        if let Some(page) = page {
+            page.write(html(&checkpoint, &view_reports(&plans)).as_bytes())?;
+        }
         if self.json {
-            let row = |shown: &Unavailable| json!({"format": shown.format, "reason": shown.reason});
-            let more = |view: &ViewPlan| {
-                let missing: Value = unavailable(&view.plan).iter().map(row).collect();
-                Map::from_iter([("unavailable".to_owned(), missing)])
-            };
-            let views = plans.iter().map(|of| ViewReport { name: &of.name, plan: &of.plan, more: more(of) });
             let row = |readers: &Readers| {
                 let permission = readers.permission;
                 json!({
@@ -77,7 +83,7 @@ impl Plan {
                 ("readers".to_owned(), readers.iter().map(row).collect()),
             ]);
             more.extend(needs.map(|needs| ("remote".to_owned(), needs.to_json())));
-            output::print_json(&Report::new(&checkpoint, views.collect(), more))
+            output::print_json(&Report::new(&checkpoint, view_reports(&plans), more))?;
         } else {
             // The mount shows the same text.
             let node = tree::find(&volume, PLAN)?;
@@ -92,9 +98,22 @@ impl Plan {
             if let Some(needs) = needs {
                 text.push_str(&remote_text(&needs));
             }
-            output::print(&text)
+            output::print(&text)?;
         }
+        // The process ends now. Giving back some million pieces of memory one by one takes a tenth of the whole time.
+        std::mem::forget((volume, plans, checkpoint));
+        Ok(())
     }
+}
+
+/// The views with the formats that they do not have.
+fn view_reports(plans: &[ViewPlan]) -> Vec<ViewReport<'_>> {
+    let row = |shown: &Unavailable| json!({"format": shown.format, "reason": shown.reason});
+    let more = |view: &ViewPlan| {
+        let missing: Value = unavailable(&view.plan).iter().map(row).collect();
+        Map::from_iter([("unavailable".to_owned(), missing)])
+    };
+    plans.iter().map(|of| ViewReport { name: &of.name, plan: &of.plan, more: more(of) }).collect()
 }
 
 /// Most devices that are listed one by one.

@@ -29,6 +29,7 @@ mod near;
 pub mod options;
 pub mod pattern;
 mod precedence;
+mod python_dict;
 pub mod rename;
 mod rules;
 mod setting;

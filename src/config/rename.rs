@@ -1,9 +1,13 @@
 //! Renaming of tensors: ordered rules, each of a regular expression and a replacement for its matches.
 //!
 //! Every rule is applied to the result of those before it, to all its matches in the name, as Python's `re.sub` does. In the
-//! replacement `$1` or `\1` is the first group; `$$` is a dollar sign.
+//! replacement `$1` or `\1` is the first group; `$$` is a dollar sign. Expressions may look ahead and behind. A *mapping*
+//! is one rule with several expressions, as transformers' `_checkpoint_conversion_mapping`: the first that matches a name
+//! replaces all its matches, and the others are not tried.
 
-use regex::Regex;
+use fancy_regex::Regex;
+
+use super::python_dict;
 
 /// Longest name that a rule may make, in bytes: the longest path that the kernel accepts.
 pub const NAME_BYTES_MAX: usize = 4096;
@@ -14,15 +18,39 @@ const REPLACEMENT_BYTES_MAX: usize = NAME_BYTES_MAX;
 /// One rule.
 #[derive(Clone, Debug)]
 pub struct Rename {
-    pattern: String,
-    to: String,
+    text: Text,
+    /// The first that matches counts.
+    alternatives: Vec<Alternative>,
+}
+
+/// A rule as written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Text {
+    /// An expression and its replacement.
+    Rule(String, String),
+    /// A dictionary of Python.
+    Mapping(String),
+}
+
+/// An expression and its replacement in the syntax of the regex crates.
+#[derive(Clone, Debug)]
+struct Alternative {
     regex: Regex,
     replacement: String,
 }
 
+/// Why a rule gives no name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RenameFault {
+    /// The bytes of a name longer than [`NAME_BYTES_MAX`], counted up to the first match that exceeds it.
+    Long(usize),
+    /// The expression needs too many steps for this name.
+    Steps,
+}
+
 impl PartialEq for Rename {
     fn eq(&self, other: &Self) -> bool {
-        (&self.pattern, &self.to) == (&other.pattern, &other.to)
+        self.text == other.text
     }
 }
 
@@ -52,12 +80,8 @@ fn replacement(to: &str) -> String {
     text
 }
 
-impl Rename {
-    /// A rule of a regular expression and its replacement.
-    ///
-    /// # Errors
-    /// The error of the expression, or the number of a group that it does not have.
-    pub fn new(pattern: &str, to: &str) -> Result<Self, String> {
+impl Alternative {
+    fn new(pattern: &str, to: &str) -> Result<Self, String> {
         if to.len() > REPLACEMENT_BYTES_MAX {
             let found = to.len();
             return Err(format!(
@@ -78,14 +102,62 @@ impl Rename {
                 ));
             }
         }
-        Ok(Self { pattern: pattern.to_owned(), to: to.to_owned(), regex, replacement })
+        Ok(Self { regex, replacement })
     }
 
-    /// A rule as on the command line, `REGEX=>REPLACEMENT`.
+    /// As [`Rename::apply`].
+    fn apply(&self, name: &str) -> Result<Option<String>, RenameFault> {
+        let (mut new, mut end) = (None::<String>, 0);
+        for captures in self.regex.captures_iter(name) {
+            let captures = captures.map_err(|_| RenameFault::Steps)?;
+            let Some(whole) = captures.get(0) else { continue };
+            let new = new.get_or_insert_default();
+            new.push_str(&name[end..whole.start()]);
+            captures.expand(&self.replacement, new);
+            end = whole.end();
+            if new.len() > NAME_BYTES_MAX {
+                return Err(RenameFault::Long(new.len()));
+            }
+        }
+        let Some(mut new) = new else { return Ok(None) };
+        new.push_str(&name[end..]);
+        if new.len() > NAME_BYTES_MAX { Err(RenameFault::Long(new.len())) } else { Ok(Some(new)) }
+    }
+}
+
+impl Rename {
+    /// A rule of a regular expression and its replacement.
+    ///
+    /// # Errors
+    /// The error of the expression, or the number of a group that it does not have.
+    pub fn new(pattern: &str, to: &str) -> Result<Self, String> {
+        let text = Text::Rule(pattern.to_owned(), to.to_owned());
+        Ok(Self { text, alternatives: vec![Alternative::new(pattern, to)?] })
+    }
+
+    /// A mapping: the text of a Python dictionary of expressions and replacements, in which `$` has no meaning.
+    ///
+    /// # Errors
+    /// That the text is no such dictionary, and the errors of [`Rename::new`].
+    pub fn mapping(text: &str) -> Result<Self, String> {
+        let pairs = python_dict::pairs(text).map_err(|error| format!("mapping: {error}"))?;
+        if pairs.is_empty() {
+            return Err("mapping: expected expressions and replacements, found none".to_owned());
+        }
+        let alternative = |(pattern, to): &(String, String)| Alternative::new(pattern, &to.replace('$', "$$"));
+        let alternatives = pairs.iter().map(alternative).collect::<Result<_, _>>()?;
+        Ok(Self { text: Text::Mapping(text.to_owned()), alternatives })
+    }
+
+    /// A rule as on the command line, `REGEX=>REPLACEMENT`, or a mapping in braces.
     ///
     /// # Errors
     /// As [`Rename::new`].
     pub fn parse(text: &str) -> Result<Self, String> {
+        // No expression begins with a brace.
+        if text.trim_start().starts_with('{') || text.trim_start().starts_with("_checkpoint_conversion_mapping") {
+            return Self::mapping(text);
+        }
         let (pattern, to) =
             text.split_once("=>").ok_or_else(|| format!("expected REGEX=>REPLACEMENT, found {text:?}"))?;
         Self::new(pattern, to)
@@ -96,7 +168,7 @@ impl Rename {
     /// # Panics
     /// Never: an escaped text is a regular expression.
     pub fn strip_prefix(prefix: &str) -> Self {
-        Self::new(&format!("^{}", regex::escape(prefix)), "").expect("an escaped text is a regular expression")
+        Self::new(&format!("^{}", fancy_regex::escape(prefix)), "").expect("an escaped text is a regular expression")
     }
 
     /// Adds a prefix.
@@ -107,37 +179,30 @@ impl Rename {
         Self::new("^", &prefix.replace('$', "$$")).expect("the start of a text is an expression")
     }
 
-    /// The expression.
+    /// The expression, or the whole mapping.
     pub fn pattern(&self) -> &str {
-        &self.pattern
+        match &self.text {
+            Text::Rule(pattern, _) => pattern,
+            Text::Mapping(text) => text.trim(),
+        }
     }
 
-    /// The replacement, as written.
-    pub fn to(&self) -> &str {
-        &self.to
+    /// The rule as written.
+    pub fn text(&self) -> &Text {
+        &self.text
     }
 
     /// A name after this rule, applied to all its matches; `None` without a match.
     ///
     /// # Errors
-    /// The bytes of a name longer than [`NAME_BYTES_MAX`], counted up to the first match that exceeds it.
-    pub fn apply(&self, name: &str) -> Result<Option<String>, usize> {
-        let mut matches = self.regex.captures_iter(name).peekable();
-        if matches.peek().is_none() {
-            return Ok(None);
-        }
-        let (mut new, mut end) = (String::new(), 0);
-        for captures in matches {
-            let Some(whole) = captures.get(0) else { continue };
-            new.push_str(&name[end..whole.start()]);
-            captures.expand(&self.replacement, &mut new);
-            end = whole.end();
-            if new.len() > NAME_BYTES_MAX {
-                return Err(new.len());
+    /// [`RenameFault`].
+    pub fn apply(&self, name: &str) -> Result<Option<String>, RenameFault> {
+        for alternative in &self.alternatives {
+            if let Some(new) = alternative.apply(name)? {
+                return Ok(Some(new));
             }
         }
-        new.push_str(&name[end..]);
-        if new.len() > NAME_BYTES_MAX { Err(new.len()) } else { Ok(Some(new)) }
+        Ok(None)
     }
 }
 
@@ -147,9 +212,49 @@ mod tests {
 
     #[test]
     fn malformed_rules_are_refused() {
-        for (text, expected) in [("a", "expected REGEX=>"), ("(=>b", "unclosed group"), ("a=>$1", "names group 1")] {
+        for (text, expected) in [
+            ("a", "expected REGEX=>"),
+            ("(=>b", "rename \"(\": "),
+            ("a=>$1", "names group 1"),
+            ("{'a': r'\\1'}", "names group 1"),
+            ("{'(': 'a'}", "rename \"(\": "),
+            ("{}", "found none"),
+            ("{'a'}", "mapping: expected \":\""),
+        ] {
             let error = Rename::parse(text).unwrap_err();
             assert!(error.contains(expected), "{error}");
         }
+    }
+
+    /// The mapping of transformers 4.57's Qwen 2.5 VL, and names before and after as that release's `re.subn` with an early exit makes.
+    #[test]
+    fn a_mapping_of_transformers_is_pasted_as_it_is() {
+        let text = r#"
+    _checkpoint_conversion_mapping = {
+        "^visual": "model.visual",
+        r"^model(?!\.(language_model|visual))": "model.language_model",
+    }
+"#;
+        let rename = Rename::parse(text).unwrap();
+        let rows = [
+            ("visual.blocks.0.attn.qkv.weight", Some("model.visual.blocks.0.attn.qkv.weight")),
+            ("model.layers.0.mlp.up_proj.weight", Some("model.language_model.layers.0.mlp.up_proj.weight")),
+            ("model.visual.patch_embed.proj.weight", None),
+            ("model.language_model.norm.weight", None),
+            ("lm_head.weight", None),
+        ];
+        for (name, expected) in rows {
+            assert_eq!(rename.apply(name), Ok(expected.map(str::to_owned)), "{name}");
+        }
+        // All matches of the first expression, and dollars are dollars.
+        let rename = Rename::parse(r#"{"(a)(b)?": r"\1$", "x": "y"}"#).unwrap();
+        assert_eq!(rename.apply("abax"), Ok(Some("a$a$x".to_owned())));
+        assert_eq!(rename.apply("xx"), Ok(Some("yy".to_owned())));
+    }
+
+    #[test]
+    fn expressions_without_end_are_refused() {
+        let rename = Rename::parse("(?i)(a|b|ab)*(?>c)=>x").unwrap();
+        assert_eq!(rename.apply(&"ab".repeat(60)), Err(RenameFault::Steps));
     }
 }

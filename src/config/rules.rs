@@ -4,7 +4,7 @@ use serde::{Deserialize, Deserializer, Serialize, de::Error};
 
 use super::{
     pattern::Pattern,
-    rename::Rename,
+    rename::{Rename, Text},
     value::{Fault, KeyForm, SettingValue, Toml, array, deserialize},
     words::DtypeChoice,
 };
@@ -139,7 +139,10 @@ impl SettingValue for Rename {
     }
 
     fn to_toml(&self) -> Result<toml::Value, String> {
-        Ok(table([("match", self.pattern().into()), ("to", self.to().into())]))
+        Ok(match self.text() {
+            Text::Rule(pattern, to) => table([("match", pattern.as_str().into()), ("to", to.as_str().into())]),
+            Text::Mapping(text) => table([("mapping", text.as_str().into())]),
+        })
     }
 
     fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
@@ -147,11 +150,17 @@ impl SettingValue for Rename {
         #[serde(deny_unknown_fields)]
         struct Keys {
             #[serde(rename = "match")]
-            pattern: String,
-            to: String,
+            pattern: Option<String>,
+            to: Option<String>,
+            mapping: Option<String>,
         }
         let at = value.span();
         let keys: Keys = deserialize(value)?;
-        Self::new(&keys.pattern, &keys.to).map_err(|reason| Fault { at, reason })
+        let rename = match (keys.pattern, keys.to, keys.mapping) {
+            (Some(pattern), Some(to), None) => Self::new(&pattern, &to),
+            (None, None, Some(text)) => Self::mapping(&text),
+            _ => Err("expected `match` and `to`, or `mapping`".to_owned()),
+        };
+        rename.map_err(|reason| Fault { at, reason })
     }
 }

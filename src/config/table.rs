@@ -52,14 +52,15 @@ pub static SETTINGS: &[Setting] = &[
         Value("NAME|FILE.toml"),
         at!(view.layout),
         "How tensors are named and shaped: canonical (default), hf, stored, maxtext, maxtext-unscanned, megatron, \
-         megatron-unscanned, vllm, or a file.",
+         megatron-unscanned, torchtitan, transformers, vllm, or a file.",
     )
     .more(
         "canonical stacks layers on a new first axis (layers/scanned/wq) and shows them one by one too (layers/0/wq); hf \
          keeps the repository's own names, and gives them back to a checkpoint of MaxText or Megatron-Core; stored keeps a \
          trainer's own names and shapes, the default for checkpoints of Orbax and torch.distributed.checkpoint; maxtext and \
          maxtext-unscanned give exactly what MaxText's converter makes; megatron and megatron-unscanned give the tensors of \
-         Megatron-Core's distributed checkpoints; vllm gives the fused tensors of vLLM's ranks, and sharded_state/ to load \
+         Megatron-Core's distributed checkpoints; torchtitan and transformers give the names of the modules of torchtitan \
+         0.3 and transformers 5, cut as FSDP2 does; vllm gives the fused tensors of vLLM's ranks, and sharded_state/ to load \
          them from. A file describes a layout of your own. Without this setting a repository of Hugging Face has canonical, \
          and every other checkpoint stored.",
     ).common(),
@@ -173,6 +174,10 @@ pub static SETTINGS: &[Setting] = &[
         Value("REGEX=>REPLACEMENT"),
         at!(view.source_rename),
         "Renames the repository's tensors before the layout sees them, as for a fine-tune with other prefixes.",
+    )
+    .more(
+        "Expressions may look ahead and behind. The _checkpoint_conversion_mapping of a model of transformers, with its braces, \
+         is one rule: the first expression that matches a name counts.",
     ),
     Setting::new(
         View,
@@ -529,7 +534,7 @@ pub static KEYS: LazyLock<String> = LazyLock::new(|| {
     };
     let tables = |form| of(form).into_iter().map(|key| format!("`[[{key}]]`")).collect::<Vec<_>>().join(", ");
     format!(
-        "{}, {} (a boolean or patterns), {} (lists); rules {}, where a rename has `match` and `to`; tables {} and `[mount]`",
+        "{}, {} (a boolean or patterns), {} (lists); rules {}, where a rename has `match` and `to`, or `mapping`; tables {} and `[mount]`",
         of(KeyForm::Word).join(", "),
         of(KeyForm::Allow).join(" and "),
         of(KeyForm::List).join(" and "),

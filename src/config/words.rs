@@ -20,8 +20,18 @@ use crate::{source::SourceIo, tensor::DType};
 pub const THREADS_MAX: u16 = 512;
 
 /// Names of the layouts in the program.
-pub const LAYOUTS: [&str; 8] =
-    ["canonical", "hf", "maxtext", "maxtext-unscanned", "megatron", "megatron-unscanned", "stored", "vllm"];
+pub const LAYOUTS: [&str; 10] = [
+    "canonical",
+    "hf",
+    "maxtext",
+    "maxtext-unscanned",
+    "megatron",
+    "megatron-unscanned",
+    "stored",
+    "torchtitan",
+    "transformers",
+    "vllm",
+];
 
 fn is_toml(text: &str) -> bool {
     Path::new(text).extension().is_some_and(|extension| extension == "toml")

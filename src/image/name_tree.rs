@@ -4,7 +4,9 @@
 //! Nodes are numbered so that a directory's children are consecutive and sorted by name; node 0 is the root. A node takes
 //! 24 bytes besides its name.
 
-use std::{borrow::Cow, collections::HashMap};
+use std::borrow::Cow;
+
+use hashbrown::HashMap;
 
 use crate::plan::{Plan, PlannedTensor, Problem};
 

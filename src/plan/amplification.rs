@@ -196,11 +196,20 @@ impl Walk {
                 place.axes = inner;
                 self.view(of, place, holding, group);
             }
-            Op::Cast { of } | Op::Multiply { of, .. } | Op::Add { of, .. } => self.view(of, place, holding, group),
+            Op::Cast { of } | Op::Multiply { of, .. } | Op::Add { of, .. } | Op::Exp { of } => {
+                self.view(of, place, holding, group);
+            }
+            // Both sides are read at the same places.
+            Op::Sum { of } | Op::Product { of, .. } => {
+                for of in of {
+                    self.view(of, place.clone(), holding, group);
+                }
+            }
             Op::Source(_)
             | Op::Mosaic(_)
             | Op::Fill(_)
             | Op::Slice { .. }
+            | Op::Gather { .. }
             | Op::Reshape { .. }
             | Op::Concat { .. }
             | Op::Pad { .. }
@@ -339,7 +348,9 @@ fn reads_of_leaf(view: &View, place: &LeafPosition, holding: &Holding, sources: 
         // A view without a tiling was refused when the plan was made.
         let tiling = view.region(&region).ok()?.lower().ok()?;
         let mut runs = vec![Vec::new(); sources.len()];
-        for (source, found) in tiling.pieces().iter().flat_map(|piece| Runs::of(&tiling, piece)) {
+        for (source, found) in
+            tiling.pieces().iter().flat_map(|piece| Runs::of_some(&tiling, piece, &|id| sources.contains_key(&id)))
+        {
             runs[*sources.get(&source)? as usize].push(found);
         }
         parts.push(runs);
@@ -353,14 +364,14 @@ fn reads_of_leaf(view: &View, place: &LeafPosition, holding: &Holding, sources: 
 
 /// A view's expression without its source tensors: equal for views that are alike.
 #[derive(Debug, Default)]
-struct Expression {
-    words: Vec<u64>,
+pub(super) struct Expression {
+    pub(super) words: Vec<u64>,
     /// The source tensors, numbered by their first place.
     sources: HashMap<TensorId, u32>,
 }
 
 impl Expression {
-    fn read(&mut self, view: &View) {
+    pub(super) fn read(&mut self, view: &View) {
         self.words.clear();
         self.sources.clear();
         self.add(view);
@@ -435,7 +446,18 @@ impl Expression {
                 self.add_numbers(7, &[*axis as u64, *before, *after]);
                 self.add(of);
             }
-            Op::Cast { of } | Op::Multiply { of, .. } | Op::Add { of, .. } => self.add(of),
+            Op::Gather { of, axis, runs } => {
+                self.add_numbers(15, &[*axis as u64]);
+                runs.iter().for_each(|run| self.add_numbers(16, &[run.first, run.step.cast_unsigned(), run.count]));
+                self.add(of);
+            }
+            Op::Cast { of } | Op::Multiply { of, .. } | Op::Add { of, .. } | Op::Exp { of } => self.add(of),
+            Op::Sum { of } | Op::Product { of, .. } => {
+                self.add_numbers(17, view.shape().extents());
+                for of in of {
+                    self.add(of);
+                }
+            }
         }
     }
 }

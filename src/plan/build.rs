@@ -18,6 +18,8 @@ use std::{
     sync::Arc,
 };
 
+use hashbrown::HashSet;
+
 use super::{
     Decoded, Draft, Family, HfFile, Layout, LayoutFile, LogicalRules, NameGroup, Plan, PlanError, Problem, Sharding,
     Tied, ViewOptions, canonical,
@@ -236,7 +238,8 @@ fn groups_of(checkpoint: &Checkpoint, ids: impl IntoIterator<Item = TensorId>) -
 
 /// What decoding leaves out that no decoder reads.
 fn dropped(original: &Checkpoint, decoded: &Checkpoint) -> Vec<NameGroup> {
-    let is_gone = |id: &TensorId| decoded.find(original.tensor(*id).name) != Some(*id);
+    let shown: HashSet<TensorId> = decoded.tensors().map(|(id, _)| id).collect();
+    let is_gone = |id: &TensorId| !shown.contains(id);
     groups_of(original, original.quantized().left_out.iter().copied().filter(is_gone))
 }
 

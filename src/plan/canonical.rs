@@ -7,11 +7,9 @@
 //! directory. A name that is a directory all the same, because another tensor's name continues it with a dot, ends in
 //! `_self`.
 
-use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
-    sync::Arc,
-};
+use std::{collections::BTreeSet, sync::Arc};
 
+use hashbrown::{HashMap, HashSet};
 use rayon::prelude::*;
 
 use super::{
@@ -338,6 +336,7 @@ fn resolve_collisions(checkpoint: &Checkpoint, named: &mut [NamedPart]) -> Vec<S
     let unscanned: Vec<String> = named.par_iter().map(NamedPart::unscanned).collect();
     let several = repeated(&unscanned);
     if found.is_empty() && several.is_empty() {
+        drop(several);
         return unscanned;
     }
     for (n, name) in named.iter_mut().zip(&unscanned).filter(|(n, _)| n.part.is_none()) {
@@ -406,7 +405,7 @@ fn build(
         })
         .collect();
     let mut drafts: Vec<Draft> = Vec::with_capacity(named.len());
-    let mut groups: BTreeMap<(&str, &str), Vec<StackMember>> = BTreeMap::new();
+    let mut groups: HashMap<(&str, &str), Vec<StackMember>> = HashMap::new();
     let mut experts: HashMap<(&str, &str), u64> = HashMap::new();
     for n in named {
         if let Some(expert) = n.expert {
@@ -414,14 +413,17 @@ fn build(
             *count = (*count).max(expert + 1);
         }
     }
-    for ((n, dtype), name) in named.iter().zip(&dtypes).zip(names) {
-        let view = values.view(n.id, *dtype).and_then(|view| match n.part {
+    let view_of = |(n, dtype): (&NamedPart, &Option<DType>)| {
+        values.view(n.id, *dtype).and_then(|view| match n.part {
             None => Ok(view),
             Some((axis, start, stop)) => {
                 let name = || checkpoint.tensor(n.id).name.to_owned();
                 view.slice(axis, start, stop, 1).map_err(|error| Problem::View { name: name(), error })
             }
-        });
+        })
+    };
+    let views: Vec<_> = named.par_iter().zip(&dtypes).map(view_of).collect();
+    for ((n, view), name) in named.iter().zip(views).zip(names) {
         let view = match view {
             Ok(view) => view,
             Err(problem) => {
@@ -444,7 +446,7 @@ fn build(
         .into_iter()
         .map(|(name, members)| (members.iter().any(|member| member.expert.is_some()), name, members))
         .collect();
-    groups.sort_by_key(|(has_expert, ..)| *has_expert);
+    groups.sort_by_key(|(has_expert, name, _)| (*has_expert, *name));
     for (has_expert, (prefix, rest), members) in groups {
         let name = format!("{prefix}layers.scanned.{}", naming::without_expert(rest, has_expert));
         if !taken.insert(name.clone()) {

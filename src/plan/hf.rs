@@ -3,8 +3,8 @@
 //! A file that does not change is the original. A weight file with converted tensors keeps its name and the order of
 //! its tensors. The index and `config.json` are rewritten to describe the converted files.
 
-use std::collections::HashMap;
-
+use hashbrown::HashMap;
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde_json::{Value, json};
 
 use super::{
@@ -14,7 +14,7 @@ use super::{
     values::Values,
 };
 use crate::{
-    checkpoint::{Checkpoint, Container, FileRole, json},
+    checkpoint::{Checkpoint, Container, FileRole, json, rewritten_index},
     source::FileId,
     tensor::{DType, TensorId, View},
 };
@@ -44,8 +44,11 @@ pub enum HfContent {
     },
 }
 
+/// A tensor of `hf/`: its number, its name there, and its values.
+type Shown = (TensorId, String, View);
+
 /// Tensors that would have one name.
-fn collisions(original: &Checkpoint, shown: &[(TensorId, String, View)]) -> Vec<Problem> {
+fn collisions(original: &Checkpoint, shown: &[Shown]) -> Vec<Problem> {
     let mut names: HashMap<&str, TensorId> = HashMap::with_capacity(shown.len());
     let mut problems = Vec::new();
     for (id, name, _) in shown {
@@ -72,105 +75,153 @@ pub(super) fn plan(
     tie: bool,
 ) -> Result<Vec<HfFile>, Vec<Problem>> {
     let checkpoint = values.checkpoint();
-    let mut problems = Vec::new();
-    let mut shown: Vec<(TensorId, String, View)> = Vec::with_capacity(checkpoint.tensors().len());
     let head = tie.then(|| names::tied_head(checkpoint)).flatten();
-    let mut changed = head.is_some() || checkpoint.tensors().len() != original.tensors().len();
     // What loads safetensors cannot load other files under such names, and the reverse.
-    let converted = original.container() != Container::Safetensors;
-    changed |= converted;
-    if !changed && !values.converts() && renames.is_empty() && std::ptr::eq(checkpoint, original) {
-        return Ok(originals(original).map(|(_, path, id)| original_file(path, id)).collect());
+    let is_converted = original.container() != Container::Safetensors;
+    let has_all = head.is_none() && !is_converted && checkpoint.tensors().len() == original.tensors().len();
+    let unchanged = || originals(original).map(|(_, path, id)| original_file(path, id)).collect();
+    if has_all && !values.converts() && renames.is_empty() && std::ptr::eq(checkpoint, original) {
+        return Ok(unchanged());
     }
-    let renamed = |name: &str| rename::apply(renames, name).map_err(|problem| vec![problem]);
-    for (id, info) in checkpoint.tensors() {
-        let dtype = values.dtype_of(id, &[info.name]);
-        match values.view(id, dtype) {
-            Ok(view) => {
-                let name = renamed(info.name)?;
-                changed |= view.as_source().is_none() || name != original.tensor(id).name;
-                shown.push((id, name, view));
-            }
-            Err(problem) => problems.push(problem),
-        }
+    let shown = shown(original, values, renames, head)?;
+    let is_as_before = |(id, name, view): &Shown| view.as_source().is_some() && *name == original.tensor(*id).name;
+    if has_all && shown.iter().all(is_as_before) {
+        return Ok(unchanged());
     }
-    if let Some((head, embedding)) = head {
-        let found = checkpoint.find(&embedding).and_then(|id| shown.iter().find(|(other, ..)| *other == id)).cloned();
-        let name = renamed(&head)?;
-        shown.extend(found.map(|(id, _, view)| (id, name, view)));
+    let total_bytes = total_bytes(&shown);
+    let mut by_file: Vec<Vec<Shown>> = vec![Vec::new(); original.source().file_count()];
+    for tensor in shown {
+        by_file[original.file_of(tensor.0).index()].push(tensor);
     }
-    problems.extend(collisions(original, &shown));
+    let is_undone = is_undone(checkpoint);
+    let rewriting = Rewriting { original, values, is_undone, is_converted, total_bytes };
+    let mut problems = Vec::new();
+    let mut texts = rewriting.texts(&by_file, &mut problems);
     if !problems.is_empty() {
         return Err(problems);
-    }
-    if !changed {
-        return Ok(originals(original).map(|(_, path, id)| original_file(path, id)).collect());
-    }
-    let total = total_bytes(&shown);
-    let mut by_file: Vec<Vec<(TensorId, String, View)>> = vec![Vec::new(); original.source().file_count()];
-    for (id, name, view) in shown {
-        by_file[original.file_of(id).index()].push((id, name, view));
     }
     let mut before: Vec<usize> = vec![0; by_file.len()];
     for (id, _) in original.tensors() {
         before[original.file_of(id).index()] += 1;
     }
-    let weight_map: Vec<(String, String)> = originals(original)
-        .filter(|(role, ..)| **role == FileRole::Weights)
-        .flat_map(|(_, path, id)| {
-            by_file[id.index()].iter().map(move |(_, name, _)| (name.clone(), shown_path(path, converted)))
-        })
-        .collect();
     let mut files = Vec::new();
-    let undone = is_undone(checkpoint);
-    let tells = |path: &str| !(undone && QUANTIZATION_FILES.contains(&path));
-    for (role, path, id) in originals(original).filter(|(_, path, _)| tells(path)) {
+    for (role, path, id) in rewriting.originals() {
         let content = if *role == FileRole::Weights {
-            let tensors = std::mem::take(&mut by_file[id.index()]);
-            let as_before = |(id, name, view): &(TensorId, String, View)| {
-                view.as_source().is_some() && *name == original.tensor(*id).name
-            };
-            if tensors.is_empty() && before[id.index()] > 0 {
+            let (tensors, before) = (std::mem::take(&mut by_file[id.index()]), before[id.index()]);
+            if tensors.is_empty() && before > 0 {
                 continue;
             }
-            if !converted && tensors.len() == before[id.index()] && tensors.iter().all(as_before) {
-                HfContent::Original(id)
-            } else {
-                let tensors = tensors.into_iter().map(|(_, name, view)| (name, view)).collect();
-                // That of stored codes may tell how to read them, as torchao's does.
-                let metadata = if undone { plain_metadata() } else { metadata(original, id) };
-                HfContent::Weights { tensors, metadata }
-            }
-        } else if path == "config.json" {
-            match checkpoint.config() {
-                Some(config) => {
-                    let truthful = truthful_config(config, checkpoint, values);
-                    if Some(&truthful) == original.config() {
-                        HfContent::Original(id)
-                    } else {
-                        HfContent::Text(json::pretty(&truthful))
-                    }
-                }
-                None => HfContent::Original(id),
-            }
-        } else if (path.ends_with(".safetensors.index.json") || (converted && path.ends_with(".bin.index.json")))
-            && !path.contains('/')
-        {
-            match index(original, path, id, &weight_map, total) {
-                Ok(Some(text)) => HfContent::Text(text),
-                Ok(None) => HfContent::Original(id),
-                Err(problem) => {
-                    problems.push(problem);
-                    HfContent::Original(id)
-                }
-            }
+            let is_original = !is_converted && tensors.len() == before && tensors.iter().all(is_as_before);
+            if is_original { HfContent::Original(id) } else { rewriting.weights(id, tensors) }
         } else {
-            HfContent::Original(id)
+            texts.remove(&id).map_or(HfContent::Original(id), HfContent::Text)
         };
         let is_weights = *role == FileRole::Weights || path.ends_with(".bin.index.json");
-        files.push(HfFile { path: shown_path(path, converted && is_weights), content });
+        files.push(HfFile { path: shown_path(path, is_converted && is_weights), content });
     }
-    if problems.is_empty() { Ok(files) } else { Err(problems) }
+    Ok(files)
+}
+
+/// All tensors of `hf/`, in order, and then the tied head, of which the name and that of the embedding are given.
+fn shown(
+    original: &Checkpoint,
+    values: &Values<'_>,
+    renames: &[Rename],
+    head: Option<(String, String)>,
+) -> Result<Vec<Shown>, Vec<Problem>> {
+    let checkpoint = values.checkpoint();
+    let renamed = |name: &str| rename::apply(renames, name);
+    let tensors: Vec<_> = checkpoint.tensors().collect();
+    let found: Vec<Result<Shown, Problem>> = tensors
+        .into_par_iter()
+        .map(|(id, info)| {
+            let view = values.view(id, values.dtype_of(id, &[info.name]))?;
+            Ok((id, renamed(info.name)?, view))
+        })
+        .collect();
+    let (mut shown, mut problems) = (Vec::with_capacity(found.len()), Vec::new());
+    for found in found {
+        match found {
+            Ok(tensor) => shown.push(tensor),
+            Err(problem) => problems.push(problem),
+        }
+    }
+    let may_collide = !renames.is_empty() || head.is_some();
+    if let Some((head, embedding)) = head {
+        let found = checkpoint.find(&embedding).and_then(|id| shown.iter().find(|(other, ..)| *other == id)).cloned();
+        let name = renamed(&head).map_err(|problem| vec![problem])?;
+        shown.extend(found.map(|(id, _, view)| (id, name, view)));
+    }
+    // A checkpoint's own names differ.
+    if may_collide {
+        problems.extend(collisions(original, &shown));
+    }
+    if problems.is_empty() { Ok(shown) } else { Err(problems) }
+}
+
+/// What the rewritten files of `hf/` depend on.
+struct Rewriting<'a> {
+    /// The whole repository under its own names.
+    original: &'a Checkpoint,
+    values: &'a Values<'a>,
+    /// Whether all that was quantized is decoded.
+    is_undone: bool,
+    /// Whether weights of another container become safetensors.
+    is_converted: bool,
+    /// Bytes of all tensors together.
+    total_bytes: u64,
+}
+
+impl<'a> Rewriting<'a> {
+    /// The repository's files that `hf/` may have.
+    fn originals(&self) -> impl Iterator<Item = (&'a FileRole, &'a str, FileId)> {
+        let is_undone = self.is_undone;
+        originals(self.original).filter(move |(_, path, _)| !(is_undone && QUANTIZATION_FILES.contains(path)))
+    }
+
+    /// The texts that are rewritten, by original file: `config.json` and indices. `by_file` are the tensors of each weight file.
+    fn texts(&self, by_file: &[Vec<Shown>], problems: &mut Vec<Problem>) -> HashMap<FileId, Vec<u8>> {
+        let paths: Vec<(String, FileId)> = originals(self.original)
+            .filter(|(role, ..)| **role == FileRole::Weights)
+            .map(|(_, path, id)| (shown_path(path, self.is_converted), id))
+            .collect();
+        let rows = paths
+            .iter()
+            .flat_map(|(path, id)| by_file[id.index()].iter().map(|(_, name, _)| (name.as_str(), path.as_str())));
+        let weight_map: Vec<(&str, &str)> = rows.collect();
+        let mut texts = HashMap::new();
+        for (_, path, id) in self.originals().filter(|(role, ..)| **role != FileRole::Weights) {
+            let is_index =
+                path.ends_with(".safetensors.index.json") || (self.is_converted && path.ends_with(".bin.index.json"));
+            let text = if path == "config.json" {
+                Ok(self.config())
+            } else if is_index && !path.contains('/') {
+                index(self.original, (path, id), &weight_map, self.total_bytes)
+            } else {
+                continue;
+            };
+            match text {
+                Ok(text) => texts.extend(text.map(|text| (id, text))),
+                Err(problem) => problems.push(problem),
+            }
+        }
+        texts
+    }
+
+    /// `config.json`, if it is not the original.
+    fn config(&self) -> Option<Vec<u8>> {
+        let checkpoint = self.values.checkpoint();
+        let truthful = truthful_config(checkpoint.config()?, checkpoint, self.values, self.is_undone);
+        (Some(&truthful) != self.original.config()).then(|| json::pretty(&truthful))
+    }
+
+    /// A file with these tensors in the place of `file`.
+    fn weights(&self, file: FileId, tensors: Vec<Shown>) -> HfContent {
+        let tensors = tensors.into_iter().map(|(_, name, view)| (name, view)).collect();
+        // That of stored codes may tell how to read them, as torchao's does.
+        let metadata = if self.is_undone { plain_metadata() } else { metadata(self.original, file) };
+        HfContent::Weights { tensors, metadata }
+    }
 }
 
 /// The path in `hf/` of weights or of their index. Those that `converted` makes safetensors have the names that transformers looks
@@ -188,7 +239,7 @@ fn shown_path(path: &str, converted: bool) -> String {
 }
 
 /// Bytes of these tensors together.
-fn total_bytes(shown: &[(TensorId, String, View)]) -> u64 {
+fn total_bytes(shown: &[Shown]) -> u64 {
     const FITS: &str = "sources have at most 2^58 bytes, and decoding codes of 2 bits makes at most 32 times as many";
     shown.iter().map(|(_, _, view)| view.bytes().expect(FITS)).sum()
 }
@@ -220,10 +271,9 @@ fn metadata(checkpoint: &Checkpoint, file: FileId) -> Vec<(String, String)> {
 }
 
 /// `config.json` with the present dtype of the weights, and without a quantization that was decoded.
-fn truthful_config(config: &Value, checkpoint: &Checkpoint, values: &Values<'_>) -> Value {
+fn truthful_config(config: &Value, checkpoint: &Checkpoint, values: &Values<'_>, undone: bool) -> Value {
     let config = config.clone();
     let decoded = checkpoint.tensors().find_map(|(_, info)| info.quantized());
-    let undone = is_undone(checkpoint);
     let dtype = values.general_dtype().or_else(|| values.decoded_dtype(decoded?.dtype));
     with_dtype(config, checkpoint.dialect().text_config.as_deref(), dtype, undone)
 }
@@ -260,7 +310,7 @@ pub(super) fn with_dtype(mut config: Value, nested: Option<&str>, dtype: Option<
 pub(super) fn decoded_config(values: &Values<'_>) -> Option<Vec<u8>> {
     let checkpoint = values.checkpoint();
     let config = checkpoint.config().filter(|_| is_undone(checkpoint))?;
-    Some(json::pretty(&truthful_config(config, checkpoint, values)))
+    Some(json::pretty(&truthful_config(config, checkpoint, values, true)))
 }
 
 impl HfFile {
@@ -292,9 +342,8 @@ const INDEX_BYTES_MAX: u64 = 256 << 20;
 /// The index with the present tensors, in the order of the original, and with the present total size.
 fn index(
     checkpoint: &Checkpoint,
-    path: &str,
-    file: FileId,
-    weight_map: &[(String, String)],
+    (path, file): (&str, FileId),
+    weight_map: &[(&str, &str)],
     total: u64,
 ) -> Result<Option<Vec<u8>>, Problem> {
     let problem = |reason: String| Problem::Hf { path: path.to_owned(), reason };
@@ -304,20 +353,5 @@ fn index(
     }
     let mut bytes = vec![0; usize::try_from(len).expect("a few hundred megabytes")];
     checkpoint.source().read_into(file, 0, &mut bytes).map_err(|error| problem(error.to_string()))?;
-    let mut index = json::parse(&bytes).map_err(|error| problem(error.to_string()))?;
-    let Some(map) = index.get_mut("weight_map").and_then(Value::as_object_mut) else { return Ok(None) };
-    let new: HashMap<&str, &str> = weight_map.iter().map(|(name, file)| (name.as_str(), file.as_str())).collect();
-    // Unchanged names keep their places. New names follow.
-    map.retain(|name, _| new.contains_key(name.as_str()));
-    for (name, file) in weight_map {
-        map.entry(name.as_str()).or_insert_with(|| json!(file));
-    }
-    // Renames may exchange names between files.
-    for (name, file) in map.iter_mut() {
-        *file = json!(new.get(name.as_str()));
-    }
-    if let Some(metadata) = index.get_mut("metadata").and_then(Value::as_object_mut) {
-        metadata.insert("total_size".to_owned(), json!(total));
-    }
-    Ok(Some(json::pretty(&index)))
+    rewritten_index(&bytes, weight_map, total).map_err(|error| problem(error.to_string()))
 }

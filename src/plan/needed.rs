@@ -115,7 +115,7 @@ fn for_each_of_region(
 }
 
 /// The runs of all pieces, of quantized tensors those of every operand.
-fn runs_of(tiling: &Tiling) -> impl Iterator<Item = (TensorId, Runs)> {
+pub(super) fn runs_of(tiling: &Tiling) -> impl Iterator<Item = (TensorId, Runs)> {
     tiling.pieces().iter().flat_map(move |piece| {
         let Origin::Tensor { offset, decoder, .. } = piece.origin else { return Vec::new() };
         match tiling.decoders()[decoder as usize].value() {

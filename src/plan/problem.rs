@@ -195,6 +195,14 @@ pub enum Problem {
         /// Number of devices.
         count: u64,
     },
+    /// The expression of a rename takes too many steps.
+    #[error("{name}: rename {rule:?} takes too many steps; write the expression without nested repetitions")]
+    RenameSteps {
+        /// The tensor.
+        name: String,
+        /// The rule.
+        rule: String,
+    },
     /// A rename makes a name that a file cannot have.
     #[error("{name}: rename {rule:?} makes a {what} of {bytes} bytes, at most {max} are possible")]
     Rename {

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 
 use super::{naming::component, problem::Problem};
+use crate::config::rename::RenameFault;
 pub use crate::config::{Rename, rename::NAME_BYTES_MAX};
 
 /// Longest path component, in bytes.
@@ -12,13 +13,17 @@ const COMPONENT_BYTES_MAX: usize = 255;
 ///
 /// # Errors
 /// [`Problem::Rename`] of the first rule that makes it longer than [`NAME_BYTES_MAX`]; rules after it are not applied.
+/// [`Problem::RenameSteps`] if its expression takes too long.
 pub fn apply(rules: &[Rename], name: &str) -> Result<String, Problem> {
     let mut shown = Cow::Borrowed(name);
     for rule in rules {
         match rule.apply(&shown) {
             Ok(None) => {}
             Ok(Some(new)) => shown = Cow::Owned(new),
-            Err(bytes) => return Err(too_long(name, rule, "name", bytes, NAME_BYTES_MAX)),
+            Err(RenameFault::Long(bytes)) => return Err(too_long(name, rule, "name", bytes, NAME_BYTES_MAX)),
+            Err(RenameFault::Steps) => {
+                return Err(Problem::RenameSteps { name: name.to_owned(), rule: rule.pattern().to_owned() });
+            }
         }
     }
     Ok(shown.into_owned())

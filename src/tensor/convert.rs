@@ -5,6 +5,7 @@
 //! steps pass over them one after another. [`convert_scalar`] converts one element at a time and is the reference for
 //! everything faster.
 
+use super::exponential::{exp, exp_all};
 use super::kernel::{Level, row};
 use super::transpose::FusedKind;
 use super::{DType, Load, Operation, Program, Step, Term, float};
@@ -43,6 +44,7 @@ pub(super) fn apply_constants(steps: &[Step], value: u32) -> u32 {
     steps.iter().fold(value, |value, step| match step {
         Step::Round(dtype) => round(*dtype, value),
         Step::Compute(operation, Term::Constant(constant)) => row::one(*operation)(value, constant.to_bits()),
+        Step::Exp => exp(value),
         Step::Compute(_, Term::Value(value)) => panic!("{value:?} is not constant"),
     })
 }
@@ -237,6 +239,7 @@ pub(super) fn constant_step(level: Level, step: &Step, values: &mut [[u8; 4]], r
                 count,
             );
         }
+        Step::Exp => exp_all(values),
         Step::Compute(_, Term::Value(value)) => panic!("{value:?} is not constant"),
     }
 }
@@ -273,6 +276,7 @@ mod tests {
         for steps in [
             vec![Step::Compute(Operation::Divide, Term::Constant(3.0)), Step::Round(DType::BF16)],
             vec![Step::Compute(Operation::Subtract, Term::Constant(1e-3))],
+            vec![Step::Exp, Step::Round(DType::BF16), Step::multiply(-1.0, false)],
             vec![Step::Round(DType::BF16), Step::multiply(0.088_388_35, true), Step::Round(DType::F16), Step::add(1.0)],
             vec![Step::multiply(-1e-30, false), Step::Round(DType::F8E5M2Fnuz), Step::Round(DType::F64)],
         ] {

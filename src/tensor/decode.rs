@@ -5,7 +5,8 @@
 //! nearest, ties to even, everywhere; a product and a sum are two roundings, never one. Layout operators do not occur
 //! here: they commute with decoding and become the pieces of a tiling.
 //!
-//! A plain tensor is loaded element by element. A quantized one is a [`Value`]: codes, with scales, zero points or biases.
+//! A plain tensor is loaded element by element. A quantized one is a [`Value`]: codes, with scales, zero points or biases. So are
+//! the sum and the product of two tensors.
 //! Each of these is an [`Operand`] with its own tensor and its own [`IndexMap`], which maps the logical element `n` (its
 //! row-major number) to a place in that tensor.
 
@@ -437,7 +438,7 @@ impl Value {
         let load = Operand { tensor: tensor(of), field: field.clone(), index: index.clone() };
         let steps = self.steps.iter().map(|step| match step {
             Step::Compute(operation, Term::Value(value)) => Step::Compute(*operation, value.of_tensors(tensor).into()),
-            Step::Compute(_, Term::Constant(_)) | Step::Round(_) => step.clone(),
+            Step::Compute(_, Term::Constant(_)) | Step::Round(_) | Step::Exp => step.clone(),
         });
         Self { load, steps: steps.collect() }
     }
@@ -452,7 +453,7 @@ impl Value {
         self.steps.iter().try_for_each(|step| match step {
             Step::Round(dtype) if !dtype.is_float() => Err(of_this(OperandError::NotFloat(*dtype))),
             Step::Compute(_, Term::Value(value)) => value.check(),
-            Step::Round(_) | Step::Compute(_, Term::Constant(_)) => Ok(()),
+            Step::Round(_) | Step::Exp | Step::Compute(_, Term::Constant(_)) => Ok(()),
         })
     }
 }
@@ -464,6 +465,8 @@ pub enum Step {
     Round(DType),
     /// One operation in f32 with the value as left operand and a term as right operand.
     Compute(Operation, Term),
+    /// The f32 nearest to `e` to the power of the value.
+    Exp,
 }
 
 /// Arithmetic in f32.
@@ -482,12 +485,23 @@ pub enum Operation {
 }
 
 /// The right operand of an operation.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub enum Term {
     /// A constant.
     Constant(f32),
     /// The value of the same logical element from other tensors.
     Value(Box<Value>),
+}
+
+/// Constants are compared by their bits: a product with -0 is not one with 0.
+impl PartialEq for Term {
+    fn eq(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Constant(a), Self::Constant(b)) => a.to_bits() == b.to_bits(),
+            (Self::Value(a), Self::Value(b)) => a == b,
+            (Self::Constant(_), Self::Value(_)) | (Self::Value(_), Self::Constant(_)) => false,
+        }
+    }
 }
 
 impl From<f32> for Term {

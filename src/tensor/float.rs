@@ -163,7 +163,7 @@ pub(super) const fn widen_e8m0(exponent: u8) -> u32 {
 const F32_INDEFINITE: u32 = F32_SIGN | F32_INFINITY | F32_QUIET;
 
 #[inline(always)]
-const fn is_nan(bits: u32) -> bool {
+pub(super) const fn is_nan(bits: u32) -> bool {
     bits & !F32_SIGN > F32_INFINITY
 }
 

@@ -1,53 +1,23 @@
 //! Lowering: from the expression to its tiling.
 //!
-//! Lowering walks the tree once, bottom up. Each node yields *parts*: like pieces, but with a separate position on each axis of
-//! the node's shape, so that operators on axes are simple. A part's loop belongs to one axis; one axis may have several
-//! loops (finer ones nested in coarser). Only reshape is complex: it cuts loops again at the borders of the new axes.
-//! Element operators append to the parts' decoder and move nothing.
+//! Lowering walks the tree once, bottom up. Each node yields *parts* (see [`part`](super::part)). Layout operators move parts.
+//! Element operators append to the parts' decoder and move nothing. Sums and products of two views cut the parts of both
+//! until each has elements of one part of either side (see [`combine`](super::combine)).
 
-use std::sync::Arc;
-
-use smallvec::{SmallVec, smallvec};
+use std::{collections::HashMap, sync::Arc};
 
 use super::{
-    DType, Decode, Element, Load, Mosaic, MosaicBox, Program, Shape, Step, TensorId,
+    DType, Decode, Element, Field, IndexMap, Load, Mosaic, MosaicBox, Operand, Operation, Program, Shape, SourceTensor,
+    Step, TensorId, Term, Value,
+    combine::{Operands, pairs},
     convert::convert_scalar,
     gather::Loop,
+    kernel::row,
+    part::{AxisLoop, Base, Part, gather, limit, linear, reshape, slice, transpose, whole},
     shape::{PerAxis, to_usize},
-    tiling::{Loops, Origin, PIECES_MAX, Piece, Tiling, TilingError, cut, last_offset, normalize},
+    tiling::{Loops, Origin, PIECES_MAX, Piece, Tiling, TilingError, normalize},
     view::{Op, View},
 };
-
-/// A loop on one axis; its target stride is in elements of that axis.
-#[derive(Clone, Copy, Debug)]
-struct AxisLoop {
-    axis: usize,
-    step: Loop,
-}
-
-#[derive(Clone, Copy, Debug)]
-enum Base {
-    Tensor { tensor: TensorId, offset: u64 },
-    Fill(Element),
-}
-
-impl Base {
-    fn moved(self, by: u64) -> Self {
-        match self {
-            Self::Tensor { tensor, offset } => Self::Tensor { tensor, offset: offset + by },
-            Self::Fill(element) => Self::Fill(element),
-        }
-    }
-}
-
-#[derive(Clone, Debug)]
-struct Part {
-    origin: PerAxis,
-    loops: SmallVec<[AxisLoop; 4]>,
-    base: Base,
-    /// Index into [`Lowering::chains`].
-    chain: u32,
-}
 
 /// The decoder of a part so far: the loaded value, then `steps`, after which the value is exact in `dtype`.
 #[derive(Clone, Debug, PartialEq)]
@@ -60,6 +30,8 @@ struct Chain {
 #[derive(Debug, Default)]
 struct Lowering {
     chains: Vec<Chain>,
+    /// The tensors of the parts, for decoders that read several.
+    tensors: HashMap<TensorId, SourceTensor>,
 }
 
 impl View {
@@ -72,24 +44,6 @@ impl View {
         let parts = lowering.parts(self)?;
         lowering.finish(self.shape(), self.dtype(), parts)
     }
-}
-
-fn limit(parts: &[Part]) -> Result<(), TilingError> {
-    if parts.len() > PIECES_MAX { Err(TilingError::TooManyPieces) } else { Ok(()) }
-}
-
-/// The part that covers the whole of `shape` from one base.
-fn whole(shape: &Shape, base: Base, chain: u32) -> Vec<Part> {
-    if shape.is_empty() {
-        return Vec::new();
-    }
-    let strides = shape.strides();
-    let loops = shape.extents().iter().enumerate().filter(|(_, extent)| **extent > 1);
-    let loops = loops.map(|(axis, extent)| AxisLoop {
-        axis,
-        step: Loop { extent: *extent, target_stride: 1, source_stride: strides[axis] },
-    });
-    vec![Part { origin: smallvec![0; shape.rank()], loops: loops.collect(), base, chain }]
 }
 
 impl Lowering {
@@ -124,6 +78,7 @@ impl Lowering {
     fn parts(&mut self, view: &View) -> Result<Vec<Part>, TilingError> {
         let mut parts = match view.op() {
             Op::Source(tensor) => {
+                self.tensors.entry(tensor.id).or_insert_with(|| tensor.clone());
                 let chain =
                     self.chain(Chain { load: Load::Element(tensor.dtype), steps: Vec::new(), dtype: tensor.dtype });
                 whole(&tensor.shape, Base::Tensor { tensor: tensor.id, offset: 0 }, chain)
@@ -144,6 +99,7 @@ impl Lowering {
             }
             Op::Slice { of, axis, start, stop, step } => slice(&self.parts(of)?, *axis, *start, *stop, *step)?,
             Op::Transpose { of, axes } => self.parts(of)?.into_iter().map(|part| transpose(&part, axes)).collect(),
+            Op::Gather { of, axis, runs } => gather(&self.parts(of)?, *axis, runs)?,
             Op::Reshape { of } => reshape(&self.parts(of)?, of.shape(), view.shape())?,
             Op::Stack { of, axis } => self.stack(of, *axis)?,
             Op::Concat { of, axis } => self.concat(of, *axis)?,
@@ -155,6 +111,10 @@ impl Lowering {
             }
             Op::Multiply { of, factor, flush } => self.arithmetic(of, view.dtype(), Step::multiply(*factor, *flush))?,
             Op::Add { of, addend } => self.arithmetic(of, view.dtype(), Step::add(*addend))?,
+            Op::Exp { of } => self.arithmetic(of, view.dtype(), Step::Exp)?,
+            Op::Sum { of } => self.combine(of, view, Operation::Add)?,
+            Op::Product { of, flush: false } => self.combine(of, view, Operation::Multiply)?,
+            Op::Product { of, flush: true } => self.combine(of, view, Operation::MultiplyFlush)?,
         };
         if view.shape().is_empty() {
             parts.clear();
@@ -169,6 +129,96 @@ impl Lowering {
         Ok(parts)
     }
 
+    /// The parts of an operation between two views of one shape.
+    fn combine(&mut self, of: &[View; 2], view: &View, operation: Operation) -> Result<Vec<Part>, TilingError> {
+        let strides = view.shape().strides();
+        let [left, mut right] = [self.operands(&of[0], &strides)?, self.operands(&of[1], &strides)?];
+        let mut all = Vec::new();
+        for (a, b) in pairs(&left, &mut right)? {
+            let chain = self.combined(&left[a], &right[b], operation, view.dtype());
+            for met in left[a].meet(&right[b])? {
+                all.push(self.combined_part(&met, &chain, strides.len()));
+                limit(&all)?;
+            }
+        }
+        Ok(all)
+    }
+
+    /// The parts of an operand, each with the place of its tensors.
+    fn operands(&mut self, of: &View, strides: &[u64]) -> Result<Vec<Operands>, TilingError> {
+        let mut all = Vec::new();
+        for part in self.parts(of)? {
+            match &self.chains[part.chain as usize].load {
+                Load::Element(_) => all.push(Operands::of_part(&part, strides.len())),
+                Load::Value(value) => all.extend(Operands::of_value(&part, value, strides)?),
+            }
+        }
+        Ok(all)
+    }
+
+    /// The decoder of the elements that two parts have in common, and what they are then.
+    fn combined(&self, left: &Operands, right: &Operands, operation: Operation, dtype: DType) -> Combined {
+        let chain = |side: &Operands| &self.chains[side.chain as usize];
+        let constant = |side: &Operands| match side.base {
+            Base::Fill(element) => Some(constant(chain(side), &element)),
+            Base::Tensor { .. } => None,
+        };
+        let rounded = |chain: &Chain, constant: u32| {
+            let mut steps = chain.steps.clone();
+            steps.push(Step::Compute(operation, Term::Constant(f32::from_bits(constant))));
+            steps.push(Step::Round(dtype));
+            Chain { load: chain.load.clone(), steps, dtype }
+        };
+        let fill = |bits: u32| {
+            let element = Element::from_bytes(DType::F32, &bits.to_le_bytes()).expect("four bytes are an F32");
+            Combined::Fill(element, Chain { load: Load::Element(DType::F32), steps: vec![Step::Round(dtype)], dtype })
+        };
+        match (constant(left), constant(right)) {
+            (Some(a), Some(b)) => fill(row::one(operation)(a, b)),
+            // The first NaN is the result, whatever the second operand is.
+            (Some(a), None) if f32::from_bits(a).is_nan() => fill(row::one(operation)(a, 0)),
+            // Otherwise a sum and a product of two numbers do not depend on their order.
+            (Some(a), None) => Combined::Tensor { base: right.base, chain: rounded(chain(right), a) },
+            (None, Some(b)) => Combined::Tensor { base: left.base, chain: rounded(chain(left), b) },
+            (None, None) => {
+                let value = self.value(left).then(operation, self.value(right));
+                let chain = Chain { load: Load::Value(Arc::new(value)), steps: vec![Step::Round(dtype)], dtype };
+                Combined::Tensor { base: left.base, chain }
+            }
+        }
+    }
+
+    /// The value of a part's elements, with indexes that are still to be set.
+    fn value(&self, side: &Operands) -> Value {
+        let chain = &self.chains[side.chain as usize];
+        match (&chain.load, side.base) {
+            (Load::Value(value), _) => {
+                let steps = value.steps.iter().chain(&chain.steps).cloned().collect();
+                Value { load: value.load.clone(), steps }
+            }
+            (Load::Element(dtype), Base::Tensor { tensor, .. }) => {
+                let tensor = self.tensors[&tensor].clone();
+                let load = Operand { tensor, field: Field::Float(*dtype), index: IndexMap::new(&[]) };
+                Value { load, steps: chain.steps.clone() }
+            }
+            (Load::Element(_), Base::Fill(_)) => unreachable!("a constant is no operand"),
+        }
+    }
+
+    fn combined_part(&mut self, met: &Operands, combined: &Combined, rank: usize) -> Part {
+        let (part, chain) = match combined {
+            Combined::Fill(element, chain) => (met.plain(rank, Base::Fill(*element)), chain.clone()),
+            Combined::Tensor { base, chain } => match &chain.load {
+                Load::Element(_) => (met.plain(rank, *base), chain.clone()),
+                Load::Value(value) => {
+                    let (part, value) = met.valued(rank, value);
+                    (part, Chain { load: Load::Value(value), ..chain.clone() })
+                }
+            },
+        };
+        Part { chain: self.chain(chain), ..part }
+    }
+
     /// A part for each box, and for each region in no box.
     fn mosaic(&mut self, mosaic: &Mosaic) -> Result<Vec<Part>, TilingError> {
         if mosaic.boxes().len() > PIECES_MAX {
@@ -180,7 +230,9 @@ impl Lowering {
             axis,
             step: Loop { extent, target_stride: 1, source_stride },
         };
-        let part = |part: MosaicBox<'_>| {
+        let mut part = |part: MosaicBox<'_>| {
+            let stored = || Shape::try_new(&[part.stored_elements()]).expect("a box is smaller than its tensor");
+            self.tensors.entry(part.tensor).or_insert_with(|| SourceTensor { id: part.tensor, dtype, shape: stored() });
             let loops = part.extents.iter().zip(part.strides()).enumerate();
             let loops =
                 loops.filter(|(_, (extent, _))| **extent > 1).map(|(axis, (extent, stride))| (axis, *extent, stride));
@@ -191,7 +243,7 @@ impl Lowering {
                 chain,
             }
         };
-        let mut parts: Vec<Part> = mosaic.boxes().map(part).collect();
+        let mut parts: Vec<Part> = mosaic.boxes().map(&mut part).collect();
         for (origin, extents) in mosaic.gaps() {
             let shape = Shape::try_new(&extents).expect("a part of a tensor is smaller than the tensor");
             let fill = mosaic.fill().expect("only a tensor with a fill value has elements in no box");
@@ -286,6 +338,22 @@ impl Lowering {
     }
 }
 
+/// What the common elements of two parts are.
+enum Combined {
+    /// Elements of tensors, decoded.
+    Tensor { base: Base, chain: Chain },
+    /// One constant.
+    Fill(Element, Chain),
+}
+
+/// F32 bits of a constant after the steps of its decoder.
+fn constant(chain: &Chain, element: &Element) -> u32 {
+    let program = Program { load: chain.load.clone(), steps: chain.steps.clone(), target: DType::F32 };
+    let mut bits = [0; 4];
+    convert_scalar(&program, element.unit_bytes(), &mut bits);
+    u32::from_le_bytes(bits)
+}
+
 /// The decoder of a finished chain. The encoding itself is the last rounding.
 fn decode(chain: &Chain) -> Decode {
     if chain.steps.is_empty() && matches!(chain.load, Load::Element(_)) {
@@ -311,19 +379,6 @@ fn fill_bytes(decode: &Decode, element: &Element) -> [u8; 8] {
     bytes
 }
 
-/// Start and loops of a part in the row-major order of a shape with these strides.
-fn linear(part: &Part, strides: &[u64]) -> (u64, Loops) {
-    let start = part.origin.iter().zip(strides).map(|(origin, stride)| origin * stride).sum();
-    let mut loops: Loops =
-        part.loops.iter().map(|l| Loop { target_stride: l.step.target_stride * strides[l.axis], ..l.step }).collect();
-    if matches!(part.base, Base::Fill(_)) {
-        // A constant has no order: let its loops merge on the target side alone.
-        loops.iter_mut().for_each(|l| l.source_stride = l.target_stride);
-    }
-    normalize(&mut loops);
-    (start, loops)
-}
-
 /// Divides everything by the elements of a unit, or `None` if something does not divide.
 fn to_units(elements: u64, start: &mut u64, loops: &mut Loops, base: Base) -> Option<Base> {
     let divide = |n: &mut u64| {
@@ -345,168 +400,4 @@ fn to_units(elements: u64, start: &mut u64, loops: &mut Loops, base: Base) -> Op
     };
     normalize(loops);
     whole.then_some(base)
-}
-
-fn transpose(part: &Part, axes: &[usize]) -> Part {
-    let mut inverse = vec![0; axes.len()];
-    axes.iter().enumerate().for_each(|(to, from)| inverse[*from] = to);
-    Part {
-        origin: axes.iter().map(|axis| part.origin[*axis]).collect(),
-        loops: part.loops.iter().map(|l| AxisLoop { axis: inverse[l.axis], step: l.step }).collect(),
-        ..*part
-    }
-}
-
-fn slice(parts: &[Part], axis: usize, start: u64, stop: u64, step: u64) -> Result<Vec<Part>, TilingError> {
-    let mut sliced = Vec::new();
-    for part in parts {
-        let mut along: Loops = part.loops.iter().filter(|l| l.axis == axis).map(|l| l.step).collect();
-        normalize(&mut along);
-        let others = part.loops.iter().filter(|l| l.axis != axis);
-        let mut emit = |at: u64, moved: u64, loops: &[Loop]| {
-            let mut cut_part = Part {
-                origin: part.origin.clone(),
-                loops: others.clone().copied().collect(),
-                base: part.base.moved(moved),
-                chain: part.chain,
-            };
-            cut_part.origin[axis] = at;
-            cut_part.loops.extend(loops.iter().map(|l| AxisLoop { axis, step: *l }));
-            sliced.push(cut_part);
-        };
-        cut(part.origin[axis], 0, &along, start, stop, &mut |at, moved, loops| {
-            select(at - start, moved, &loops, step, &mut Loops::new(), &mut emit);
-        });
-        limit(&sliced)?;
-    }
-    Ok(sliced)
-}
-
-/// Emits the elements at multiples of `step`, their positions divided by it.
-fn select(at: u64, moved: u64, loops: &[Loop], step: u64, chosen: &mut Loops, emit: &mut dyn FnMut(u64, u64, &[Loop])) {
-    let [top, rest @ ..] = loops else {
-        if at.is_multiple_of(step) {
-            emit(at / step, moved, chosen);
-        }
-        return;
-    };
-    // Positions modulo `step` repeat every `period` turns of this loop.
-    let period = step / gcd(top.target_stride, step);
-    for turn in 0..period.min(top.extent) {
-        let extent = (top.extent - turn).div_ceil(period);
-        let kept = chosen.len();
-        if extent > 1 {
-            let target_stride = top.target_stride * period / step;
-            chosen.push(Loop { extent, target_stride, source_stride: top.source_stride * period });
-        }
-        select(at + turn * top.target_stride, moved + turn * top.source_stride, rest, step, chosen, emit);
-        chosen.truncate(kept);
-    }
-}
-
-pub(super) fn gcd(a: u64, b: u64) -> u64 {
-    if b == 0 { a } else { gcd(b, a % b) }
-}
-
-fn reshape(parts: &[Part], from: &Shape, to: &Shape) -> Result<Vec<Part>, TilingError> {
-    let (from_strides, to_strides) = (from.strides(), to.strides());
-    let mut reshaped = Vec::new();
-    for part in parts {
-        let (start, loops) = linear(part, &from_strides);
-        let empty =
-            Part { origin: smallvec![0; to.rank()], loops: SmallVec::new(), base: part.base, chain: part.chain };
-        assign(start, &loops, &to_strides, 0, empty, &mut reshaped)?;
-    }
-    Ok(reshaped)
-}
-
-/// A callback for the first element and the loops of a part, each loop with its axis.
-pub(super) type EachPart<'a> = &'a mut dyn FnMut(u64, &[(usize, Loop)]);
-
-/// Cuts loops over the elements `start + i0*t0 + …` so that each moves on one axis of a mixed radix. `borders` are the
-/// strides of its axes, by falling stride; the last is 1. Emits the first element and the loops with their axes. Returns
-/// whether the number of parts stays within the limit of a tiling.
-pub(super) fn split_at_borders(start: u64, loops: &[Loop], borders: &[u64], emit: EachPart<'_>) -> bool {
-    let element = Element::zero(DType::U8);
-    let origin = smallvec![0; borders.len()];
-    let whole = Part { origin, loops: SmallVec::new(), base: Base::Fill(element), chain: 0 };
-    let mut parts = Vec::new();
-    let fits = assign(start, loops, borders, 0, whole, &mut parts).is_ok();
-    for part in parts {
-        let first = part.origin.iter().zip(borders).map(|(origin, border)| origin * border).sum();
-        let loops: SmallVec<[(usize, Loop); 4]> = part
-            .loops
-            .iter()
-            .map(|l| (l.axis, Loop { target_stride: l.step.target_stride * borders[l.axis], ..l.step }))
-            .collect();
-        emit(first, &loops);
-    }
-    fits
-}
-
-/// Gives each loop of a linear set to an axis, from `axis` inwards, cutting loops where they cross the border of a turn
-/// of that axis.
-fn assign(
-    start: u64,
-    loops: &[Loop],
-    strides: &[u64],
-    axis: usize,
-    mut part: Part,
-    done: &mut Vec<Part>,
-) -> Result<(), TilingError> {
-    let Some(&turn) = strides.get(axis) else {
-        done.push(part);
-        return limit(done);
-    };
-    if axis + 1 == strides.len() {
-        part.origin[axis] += start;
-        part.loops.extend(loops.iter().map(|l| AxisLoop { axis, step: *l }));
-        done.push(part);
-        return limit(done);
-    }
-    let all = last_offset(loops);
-    if start / turn == (start + all) / turn {
-        part.origin[axis] += start / turn;
-        return assign(start % turn, loops, strides, axis + 1, part, done);
-    }
-    let Some((top, rest)) = loops.split_first() else { return Ok(()) };
-    if top.target_stride.is_multiple_of(turn) {
-        part.loops.push(AxisLoop { axis, step: Loop { target_stride: top.target_stride / turn, ..*top } });
-        return assign(start, rest, strides, axis, part, done);
-    }
-    let with_top = |tops: &[Loop]| -> Loops { tops.iter().filter(|l| l.extent > 1).chain(rest).copied().collect() };
-    // Positions within a turn repeat every `period` steps of this loop: whole periods become a separate loop.
-    let period = turn / gcd(turn, top.target_stride);
-    let periods = top.extent / period;
-    if periods > 1 {
-        let outer = Loop {
-            extent: periods,
-            target_stride: top.target_stride * period,
-            source_stride: top.source_stride * period,
-        };
-        let inner = Loop { extent: period, ..*top };
-        assign(start, &with_top(&[outer, inner]), strides, axis, part.clone(), done)?;
-        let done_steps = periods * period;
-        if done_steps < top.extent {
-            part.base = part.base.moved(done_steps * top.source_stride);
-            let tail = Loop { extent: top.extent - done_steps, ..*top };
-            assign(start + done_steps * top.target_stride, &with_top(&[tail]), strides, axis, part, done)?;
-        }
-        return Ok(());
-    }
-    // Few steps: those that stay within one turn form a group.
-    let rest_last = all - (top.extent - 1) * top.target_stride;
-    let mut step = 0;
-    while step < top.extent {
-        let first = start + step * top.target_stride;
-        let border = (first / turn + 1) * turn;
-        let room = (border - first).saturating_sub(rest_last + 1);
-        let fits = first / turn == (first + rest_last) / turn;
-        let group = if fits { (room / top.target_stride + 1).min(top.extent - step) } else { 1 };
-        let mut grouped = part.clone();
-        grouped.base = grouped.base.moved(step * top.source_stride);
-        assign(first, &with_top(&[Loop { extent: group, ..*top }]), strides, axis, grouped, done)?;
-        step += group;
-    }
-    Ok(())
 }

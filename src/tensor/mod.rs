@@ -13,18 +13,22 @@
 //! assert_eq!(kernel.lower().unwrap().pieces().len(), 2);
 //! ```
 
+mod combine;
 pub mod convert;
 pub mod cover;
 pub mod decode;
 pub mod dtype;
 pub mod element;
+mod exponential;
 mod field;
 mod float;
 pub mod gather;
+pub mod index_run;
 mod kernel;
 mod lower;
 pub mod mosaic;
 pub mod pages;
+mod part;
 mod piece_runs;
 pub mod shape;
 pub mod span;
@@ -33,6 +37,8 @@ pub mod tiling;
 mod transpose;
 pub mod value;
 pub mod view;
+pub mod view_error;
+mod view_text;
 
 pub use convert::{convert_row, convert_scalar};
 pub use cover::CoverFault;
@@ -43,10 +49,12 @@ pub use decode::{
 pub use dtype::{DType, Unit};
 pub use element::Element;
 pub use gather::{Gather, Loop, Stores, fill, gather, gather_with};
+pub use index_run::IndexRun;
 pub use mosaic::{Mosaic, MosaicBox, Mosaics, NewBox};
 pub use pages::{PAGE_BYTES, Reads, Runs, reads};
 pub use shape::{PerAxis, RANK_MAX, Region, Shape, ShapeError, to_usize};
 pub use span::{Need, needs};
 pub use tiling::{Origin, PIECES_MAX, Piece, Tiling, TilingError, WorkSlice};
 pub use value::{Window, decode_scalar};
-pub use view::{Keep, Op, View, ViewError};
+pub use view::{Keep, Op, View};
+pub use view_error::ViewError;

@@ -8,7 +8,7 @@ use std::ops::{AddAssign, Range};
 
 use smallvec::SmallVec;
 
-use super::lower::gcd;
+use super::part::gcd;
 
 /// Bytes of a page.
 pub const PAGE_BYTES: u64 = 4096;
@@ -61,6 +61,16 @@ impl Runs {
     /// First byte.
     pub fn start(&self) -> u64 {
         self.start
+    }
+
+    /// Bytes of one run.
+    pub fn run_bytes(&self) -> u64 {
+        self.run_bytes
+    }
+
+    /// Extent and stride in bytes of each loop over the runs, by falling stride.
+    pub fn loops(&self) -> &[(u64, u64)] {
+        &self.loops
     }
 
     /// Bytes in all runs.

@@ -5,6 +5,24 @@ use smallvec::{SmallVec, smallvec};
 use super::{Origin, Piece, Runs, TensorId, Tiling, span::operand_runs};
 
 impl Runs {
+    /// As [`Runs::of`], but of all operands of a decoder whose tensors are wanted.
+    pub fn of_some(
+        tiling: &Tiling,
+        piece: &Piece,
+        is_wanted: &dyn Fn(TensorId) -> bool,
+    ) -> SmallVec<[(TensorId, Self); 1]> {
+        let Origin::Tensor { offset, decoder, .. } = piece.origin else { return SmallVec::new() };
+        let Some(value) = tiling.decoders()[decoder as usize].value() else { return Self::of(tiling, piece) };
+        let mut found = SmallVec::new();
+        value.for_each_operand(&mut |operand| {
+            let id = operand.tensor.id;
+            if is_wanted(id) {
+                found.extend(operand_runs(operand, offset, &piece.loops).into_iter().map(|runs| (id, runs)));
+            }
+        });
+        found
+    }
+
     /// The runs that a piece reads, with their tensor. None if it is filled with a constant. Of a quantized tensor only the codes,
     /// which may be several sets of runs.
     ///

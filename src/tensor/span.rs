@@ -11,8 +11,8 @@ use smallvec::SmallVec;
 use super::{
     Digit, Operand, Value,
     gather::Loop,
-    lower::split_at_borders,
     pages::Runs,
+    part::split_at_borders,
     shape::to_usize,
     tiling::{Loops, last_offset, normalize},
 };

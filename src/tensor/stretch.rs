@@ -131,7 +131,7 @@ impl<'a> ValueNode<'a> {
                     bound = bound_after(*operation, bound, constant.is_finite().then_some(constant.abs()));
                     NodeStep::Constant(step)
                 }
-                Step::Round(_) => {
+                Step::Round(_) | Step::Exp => {
                     bound = None;
                     NodeStep::Constant(step)
                 }

@@ -60,7 +60,9 @@ fn scalar<'a>(value: &Value, windows: &mut impl Iterator<Item = &'a Window<'a>>,
     let loaded = stored(&value.load.field, window, value.load.index.at(n));
     value.steps.iter().fold(loaded, |left, step| match step {
         Step::Compute(operation, Term::Value(value)) => row::one(*operation)(left, scalar(value, windows, n)),
-        Step::Round(_) | Step::Compute(_, Term::Constant(_)) => apply_constants(std::slice::from_ref(step), left),
+        Step::Round(_) | Step::Exp | Step::Compute(_, Term::Constant(_)) => {
+            apply_constants(std::slice::from_ref(step), left)
+        }
     })
 }
 

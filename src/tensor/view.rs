@@ -4,122 +4,19 @@
 //! a view that exists is well-formed; building one touches no data. [`View::lower`] turns it into a
 //! [`Tiling`](super::Tiling).
 //!
-//! Layout operators (slice, transpose, reshape, stack, concat, pad) move elements; element operators (cast, multiply, add)
-//! change their values. A leaf is a constant, a stored tensor, or a tensor whose elements are decoded from stored codes,
+//! Layout operators (slice, gather, transpose, reshape, stack, concat, pad) move elements; element operators (cast, multiply, add,
+//! exp) change their values, two of them with the element of another view at the same place. A leaf is a constant, a stored tensor, or a tensor whose elements are decoded from stored codes,
 //! scales and the like ([`View::quantized`]). The two kinds of operators commute, which makes the normal form possible.
 
-use std::{fmt, sync::Arc};
+use std::sync::Arc;
 
 use super::{
     DType, Element, Mosaic, Region, Shape, ShapeError, SourceTensor, TensorId,
-    decode::{Field, Operand, OperandError, Operation, Value, block_index},
+    decode::{Field, Operand, Operation, Value, block_index},
+    index_run::IndexRun,
     shape::PerAxis,
+    view_error::ViewError,
 };
-
-/// Why operands do not form a view.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ViewError {
-    /// An axis number is not below the rank.
-    #[error("{op}: axis {axis}, but the shape {shape} has {} axes", shape.rank())]
-    Axis {
-        /// The operator.
-        op: &'static str,
-        /// The requested axis.
-        axis: usize,
-        /// The operand's shape.
-        shape: Shape,
-    },
-    /// A range leaves the shape or the step is zero.
-    #[error("slice: axis {axis} has extent {extent}, asked for {start}..{stop} in steps of {step}")]
-    OutOfBounds {
-        /// The axis.
-        axis: usize,
-        /// Its extent.
-        extent: u64,
-        /// First requested element.
-        start: u64,
-        /// End of the requested range.
-        stop: u64,
-        /// Distance of the requested elements.
-        step: u64,
-    },
-    /// A list of axes is not a permutation.
-    #[error("transpose: {axes:?} is not a permutation of the axes of {shape}")]
-    Permutation {
-        /// The axes given.
-        axes: Vec<usize>,
-        /// The operand's shape.
-        shape: Shape,
-    },
-    /// A reshape changes the number of elements.
-    #[error("reshape: {from} has {} elements, {to} has {}", from.elements(), to.elements())]
-    Reshape {
-        /// The operand's shape.
-        from: Shape,
-        /// The requested shape.
-        to: Shape,
-    },
-    /// Operands of a stack or concat do not match.
-    #[error("{op}: operand {index} is {dtype} {shape}, operand 0 is {first_dtype} {first_shape}")]
-    Mismatch {
-        /// The operator.
-        op: &'static str,
-        /// Which operand differs.
-        index: usize,
-        /// Its dtype.
-        dtype: DType,
-        /// Its shape.
-        shape: Shape,
-        /// The first operand's dtype.
-        first_dtype: DType,
-        /// The first operand's shape.
-        first_shape: Shape,
-    },
-    /// A stack or concat of nothing.
-    #[error("{op}: no operands")]
-    NoOperands {
-        /// The operator.
-        op: &'static str,
-    },
-    /// An element operator on a type that ckfs does not convert.
-    #[error("{op}: {dtype} values are not converted, only floats of 8 bits or more are")]
-    NotFloat {
-        /// The operator.
-        op: &'static str,
-        /// The dtype.
-        dtype: DType,
-    },
-    /// Weights and scales of a dequantization do not match.
-    #[error(
-        "dequantize: weights {weights} in blocks of {block_rows} by {block_columns} need scales of shape {expected}, \
-         found {found}"
-    )]
-    Scales {
-        /// Shape of the quantized tensor.
-        weights: Shape,
-        /// Rows of a block.
-        block_rows: u64,
-        /// Columns of a block.
-        block_columns: u64,
-        /// Shape the scales must have.
-        expected: String,
-        /// Shape they have.
-        found: Shape,
-    },
-    /// A stored tensor does not hold the elements that a quantized one needs.
-    #[error("decode: tensor #{} does not fit a value of shape {shape}: {error}", tensor.0)]
-    Operand {
-        /// The stored tensor.
-        tensor: TensorId,
-        /// Shape of the decoded tensor.
-        shape: Shape,
-        /// The reason.
-        error: OperandError,
-    },
-    /// The shape that would result is too large.
-    #[error(transparent)]
-    Shape(#[from] ShapeError),
-}
 
 /// An expression over tensors, with a shape and a dtype.
 #[derive(Clone, Debug)]
@@ -163,6 +60,15 @@ pub enum Op {
         stop: u64,
         /// Distance.
         step: u64,
+    },
+    /// Elements of one axis, chosen by their indexes.
+    Gather {
+        /// Operand.
+        of: View,
+        /// The axis.
+        axis: usize,
+        /// The indexes, in order.
+        runs: Arc<[IndexRun]>,
     },
     /// Axes reordered: axis `i` of the result is axis `axes[i]` of the operand.
     Transpose {
@@ -221,6 +127,23 @@ pub enum Op {
         of: View,
         /// The constant.
         addend: f32,
+    },
+    /// `e` to the power of each value: the nearest f32, then rounded to the result's type.
+    Exp {
+        /// Operand.
+        of: View,
+    },
+    /// Values of two views added: the sum in f32, then rounded to the result's type.
+    Sum {
+        /// Operands, of one shape and dtype.
+        of: [View; 2],
+    },
+    /// Values of two views multiplied: the product in f32, then rounded to the result's type.
+    Product {
+        /// Operands, of one shape and dtype.
+        of: [View; 2],
+        /// Whether subnormal operands and products become zero of the same sign.
+        flush: bool,
     },
     /// A tensor whose elements are computed from stored ones, in f32.
     Quantized(Arc<Value>),
@@ -316,6 +239,62 @@ impl View {
         }
         let shape = self.with_extent(axis, (stop - start).div_ceil(step))?;
         Ok(Self::new(shape, self.dtype(), Op::Slice { of: self.clone(), axis, start, stop, step }))
+    }
+
+    /// Elements `start, start - step, …` above `stop` of `axis`; all of the other axes. As in Python's `range(start, stop, -step)`,
+    /// `stop` is -1 if the last element is element 0.
+    ///
+    /// The axis shrinks to `ceil((start - stop) / step)`.
+    ///
+    /// # Errors
+    /// [`ViewError::Axis`], or [`ViewError::Downwards`] if the range leaves the axis or runs upwards, or the step is 0.
+    pub fn slice_down(&self, axis: usize, start: i64, stop: i64, step: u64) -> Result<Self, ViewError> {
+        let extent = self.check_axis("slice", axis)?;
+        let first = u64::try_from(start).ok().filter(|first| *first < extent);
+        if start < stop
+            || stop < -1
+            || step == 0
+            || (first.is_none() && start > stop)
+            || i128::from(start) >= i128::from(extent)
+        {
+            return Err(ViewError::Downwards { axis, extent, start, stop, step });
+        }
+        let count = start.abs_diff(stop).div_ceil(step);
+        let Some(first) = first.filter(|_| count > 1) else {
+            let first = u64::try_from(start).unwrap_or(0);
+            return self.slice(axis, first, first + count, 1);
+        };
+        let step = i64::try_from(step).map(|step| -step).map_err(|_| ViewError::Downwards {
+            axis,
+            extent,
+            start,
+            stop,
+            step,
+        })?;
+        self.gather_runs(axis, vec![IndexRun { first, step, count }])
+    }
+
+    /// The elements of `axis` at these indexes, in this order; all of the other axes. An index may occur several times.
+    ///
+    /// # Errors
+    /// [`ViewError::Axis`], or [`ViewError::Index`] with the first index that leaves the axis.
+    pub fn gather(&self, axis: usize, indexes: &[u64]) -> Result<Self, ViewError> {
+        let extent = self.check_axis("gather", axis)?;
+        if let Some(index) = indexes.iter().find(|index| **index >= extent) {
+            return Err(ViewError::Index { axis, extent, index: *index });
+        }
+        match IndexRun::of_list(indexes)[..] {
+            [] => self.slice(axis, 0, 0, 1),
+            [run] if run.count == 1 => self.slice(axis, run.first, run.first + 1, 1),
+            [run] if run.step > 0 => self.slice(axis, run.first, run.last() + 1, run.step.unsigned_abs()),
+            ref runs => self.gather_runs(axis, runs.to_vec()),
+        }
+    }
+
+    fn gather_runs(&self, axis: usize, runs: Vec<IndexRun>) -> Result<Self, ViewError> {
+        let count = runs.iter().map(|run| run.count).sum();
+        let shape = self.with_extent(axis, count)?;
+        Ok(Self::new(shape, self.dtype(), Op::Gather { of: self.clone(), axis, runs: runs.into() }))
     }
 
     /// The part of this view inside `region`, whose shape becomes the result's.
@@ -484,6 +463,66 @@ impl View {
         Ok(Self::new(self.shape().clone(), dtype, Op::Add { of: self.clone(), addend }))
     }
 
+    /// `e` to the power of each value, correctly rounded in f32, then rounded to this view's type.
+    ///
+    /// # Errors
+    /// [`ViewError::NotFloat`].
+    pub fn exp(&self) -> Result<Self, ViewError> {
+        Self::check_float("exp", self.dtype())?;
+        Ok(Self::new(self.shape().clone(), self.dtype(), Op::Exp { of: self.clone() }))
+    }
+
+    /// The values of two views added, each sum in f32.
+    ///
+    /// # Errors
+    /// [`ViewError::NotFloat`]; [`ViewError::Mismatch`] unless both have one shape and dtype; [`ViewError::Coded`].
+    pub fn add_view(&self, other: &Self, keep: Keep) -> Result<Self, ViewError> {
+        let dtype = self.check_pair("add", other, keep)?;
+        Ok(Self::new(self.shape().clone(), dtype, Op::Sum { of: [self.clone(), other.clone()] }))
+    }
+
+    /// The values of two views multiplied, each product in f32. With `flush`, subnormal operands and products become zero of the
+    /// same sign.
+    ///
+    /// # Errors
+    /// As [`View::add_view`].
+    pub fn multiply_view(&self, other: &Self, flush: bool, keep: Keep) -> Result<Self, ViewError> {
+        let dtype = self.check_pair("multiply", other, keep)?;
+        Ok(Self::new(self.shape().clone(), dtype, Op::Product { of: [self.clone(), other.clone()], flush }))
+    }
+
+    /// The dtype of arithmetic between two views.
+    fn check_pair(&self, op: &'static str, other: &Self, keep: Keep) -> Result<DType, ViewError> {
+        Self::check_float(op, self.dtype())?;
+        Self::check_float(op, other.dtype())?;
+        Self::check_same(op, &[self.clone(), other.clone()], |_, a, b| a == b)?;
+        for (index, operand) in [self, other].into_iter().enumerate() {
+            if let Some(tensor) = operand.coded() {
+                return Err(ViewError::Coded { op, index, tensor });
+            }
+        }
+        Ok(if keep == Keep::F32 { DType::F32 } else { self.dtype() })
+    }
+
+    /// The codes of the first quantized tensor in this expression.
+    fn coded(&self) -> Option<TensorId> {
+        match self.op() {
+            Op::Quantized(value) => Some(value.load.tensor.id),
+            Op::Source(_) | Op::Mosaic(_) | Op::Fill(_) => None,
+            Op::Slice { of, .. }
+            | Op::Gather { of, .. }
+            | Op::Transpose { of, .. }
+            | Op::Reshape { of }
+            | Op::Pad { of, .. }
+            | Op::Cast { of }
+            | Op::Multiply { of, .. }
+            | Op::Add { of, .. }
+            | Op::Exp { of } => of.coded(),
+            Op::Stack { of, .. } | Op::Concat { of, .. } => of.iter().find_map(Self::coded),
+            Op::Sum { of } | Op::Product { of, .. } => of.iter().find_map(Self::coded),
+        }
+    }
+
     /// A quantized matrix times its block scales (see [`block_index`]), the product in f32, rounded once to `dtype`.
     ///
     /// # Errors
@@ -550,12 +589,15 @@ impl View {
             Op::Mosaic(mosaic) => visit(Leaf::Mosaic(mosaic)),
             Op::Fill(_) => {}
             Op::Slice { of, .. }
+            | Op::Gather { of, .. }
             | Op::Transpose { of, .. }
             | Op::Reshape { of }
             | Op::Pad { of, .. }
             | Op::Cast { of }
             | Op::Multiply { of, .. }
-            | Op::Add { of, .. } => of.for_each_leaf(visit),
+            | Op::Add { of, .. }
+            | Op::Exp { of } => of.for_each_leaf(visit),
+            Op::Sum { of } | Op::Product { of, .. } => of.iter().for_each(|view| view.for_each_leaf(visit)),
             Op::Stack { of, .. } | Op::Concat { of, .. } => of.iter().for_each(|view| view.for_each_leaf(visit)),
             Op::Quantized(value) => value.for_each_operand(&mut |operand| visit(Leaf::Tensor(&operand.tensor))),
         }
@@ -564,55 +606,5 @@ impl View {
     /// The tensor that this view is, if it is one unchanged and stored in one span.
     pub fn as_source(&self) -> Option<&SourceTensor> {
         if let Op::Source(tensor) = self.op() { Some(tensor) } else { None }
-    }
-}
-
-impl fmt::Display for View {
-    /// The expression, with tensors as `#row`.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fn list(f: &mut fmt::Formatter<'_>, of: &[View]) -> fmt::Result {
-            let shown = if of.len() > 4 { 2 } else { of.len() };
-            for view in &of[..shown] {
-                write!(f, ", {view}")?;
-            }
-            match of.last() {
-                Some(last) if shown < of.len() => write!(f, ", … {} more …, {last}", of.len() - shown - 1),
-                _ => Ok(()),
-            }
-        }
-        match self.op() {
-            Op::Source(tensor) => write!(f, "#{}", tensor.id.0),
-            Op::Mosaic(mosaic) => write!(f, "#{}", mosaic.id().0),
-            Op::Fill(element) => write!(f, "fill({}, {:02x?})", self.shape(), element.unit_bytes()),
-            Op::Slice { of, axis, start, stop, step: 1 } => write!(f, "slice({of}, {axis}, {start}..{stop})"),
-            Op::Slice { of, axis, start, stop, step } => write!(f, "slice({of}, {axis}, {start}..{stop}, {step})"),
-            Op::Transpose { of, axes } => write!(f, "transpose({of}, {axes:?})"),
-            Op::Reshape { of } => write!(f, "reshape({of}, {})", self.shape()),
-            Op::Stack { of, axis } => {
-                write!(f, "stack({axis}")?;
-                list(f, of)?;
-                f.write_str(")")
-            }
-            Op::Concat { of, axis } => {
-                write!(f, "concat({axis}")?;
-                list(f, of)?;
-                f.write_str(")")
-            }
-            Op::Pad { of, axis, before, after } => write!(f, "pad({of}, {axis}, {before}, {after})"),
-            Op::Cast { of } => write!(f, "cast({of}, {})", self.dtype()),
-            Op::Multiply { of, factor, flush } => {
-                write!(f, "multiply({of}, {factor:?}{})", if *flush { ", flush" } else { "" })
-            }
-            Op::Add { of, addend } => write!(f, "add({of}, {addend:?})"),
-            Op::Quantized(value) => {
-                write!(f, "decode({}", self.shape())?;
-                let mut result = Ok(());
-                value.for_each_operand(&mut |operand| {
-                    result = result.and_then(|()| write!(f, ", #{}", operand.tensor.id.0));
-                });
-                result?;
-                f.write_str(")")
-            }
-        }
     }
 }

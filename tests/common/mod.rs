@@ -101,9 +101,10 @@ fn value_by_reference(value: &Value, read: Read<'_>, number: u64) -> u32 {
 
 fn after_steps(steps: &[Step], loaded: u32, read: Read<'_>, number: u64) -> u32 {
     steps.iter().fold(loaded, |left, step| {
-        let Step::Compute(operation, term) = step else {
-            let Step::Round(dtype) = step else { unreachable!() };
-            return reference::widen(*dtype, reference::round(*dtype, left));
+        let (operation, term) = match step {
+            Step::Compute(operation, term) => (operation, term),
+            Step::Round(dtype) => return reference::widen(*dtype, reference::round(*dtype, left)),
+            Step::Exp => return reference::exp(left),
         };
         let right = match term {
             Term::Constant(constant) => constant.to_bits(),

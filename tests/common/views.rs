@@ -31,11 +31,13 @@ const FLOATS: [DType; 8] = [
 pub struct Choices {
     numbers: std::vec::IntoIter<u32>,
     tensors: u32,
+    /// Whether views have no quantized tensors.
+    plain: bool,
 }
 
 impl Choices {
     pub fn new(numbers: Vec<u32>) -> Self {
-        Self { numbers: numbers.into_iter(), tensors: 0 }
+        Self { numbers: numbers.into_iter(), tensors: 0, plain: false }
     }
 
     /// A number below `limit`, which is not 0.
@@ -122,7 +124,7 @@ impl Choices {
     /// A view of the given shape and dtype, at most `depth` operators high. Layout operators touch only the axes before the
     /// last `kept` ones.
     pub fn view(&mut self, extents: &[u64], dtype: DType, depth: u32, kept: usize) -> View {
-        let choice = if depth == 0 { 0 } else { self.below(20) };
+        let choice = if depth == 0 { 0 } else { self.below(25) };
         let deeper = depth.saturating_sub(1);
         let free = extents.len() - kept;
         let some_axis = free > 0;
@@ -188,14 +190,69 @@ impl Choices {
                     operand.add(constant, keep).unwrap()
                 }
             }
-            16 if dtype.is_float() && extents.len() == 2 => self.dequantized(extents, dtype),
-            18 | 19 if dtype.is_float() => self.quantized(extents).cast(dtype).unwrap(),
+            20 | 21 if dtype.is_float() && !self.plain => {
+                // Only tensors that are stored element by element are combined.
+                self.plain = true;
+                let view = self.pair(extents, dtype, deeper, kept);
+                self.plain = false;
+                view
+            }
+            20 | 21 if dtype.is_float() => self.pair(extents, dtype, deeper, kept),
+            22 if dtype.is_float() => self.view(extents, dtype, deeper, kept).exp().unwrap(),
+            23 | 24 if some_axis => self.gathered(extents, dtype, deeper, kept),
+            16 if dtype.is_float() && extents.len() == 2 && !self.plain => self.dequantized(extents, dtype),
+            18 | 19 if dtype.is_float() && !self.plain => self.quantized(extents).cast(dtype).unwrap(),
             _ => {
                 let mut inner = self.regrouped(&extents[..free]);
                 inner.extend_from_slice(&extents[free..]);
                 self.view(&inner, dtype, deeper, kept).reshape(&Shape::try_new(extents).unwrap()).unwrap()
             }
         }
+    }
+
+    /// The sum or the product of two views.
+    fn pair(&mut self, extents: &[u64], dtype: DType, deeper: u32, kept: usize) -> View {
+        let (from, keep) = if dtype == DType::F32 { (self.of(&FLOATS), Keep::F32) } else { (dtype, Keep::Operand) };
+        let left = self.view(extents, from, deeper, kept);
+        // Often of the same cuts, so that parts meet in many ways.
+        let right = match self.below(6) {
+            0 => left.clone(),
+            1 => View::fill(Shape::try_new(extents).unwrap(), self.element(from)),
+            _ => self.view(extents, from, deeper, kept),
+        };
+        let (left, right) = if self.below(4) == 0 { (right, left) } else { (left, right) };
+        match self.below(3) {
+            0 => left.add_view(&right, keep).unwrap(),
+            flush => left.multiply_view(&right, flush == 1, keep).unwrap(),
+        }
+    }
+
+    /// Elements of an axis by their indexes, downwards, or in any order.
+    fn gathered(&mut self, extents: &[u64], dtype: DType, deeper: u32, kept: usize) -> View {
+        let axis = self.index(extents.len() - kept);
+        let count = extents[axis];
+        let large = extents.iter().product::<u64>() > 4000;
+        let mut inner = extents.to_vec();
+        if self.below(2) == 0 {
+            let step = if large { 1 } else { self.of(&[1, 2, 3]) };
+            let stop = self.below(3).cast_signed() - 1;
+            let start = stop + if count == 0 { 0 } else { ((count - 1) * step + 1 + self.below(step)).cast_signed() };
+            inner[axis] = (start + 1).cast_unsigned() + self.below(3);
+            return self.view(&inner, dtype, deeper, kept).slice_down(axis, start, stop, step).unwrap();
+        }
+        inner[axis] = if large { count.max(1) } else { self.below(2 * count + 1) + 1 };
+        let mut indexes: Vec<u64> = Vec::new();
+        while (indexes.len() as u64) < count {
+            // A new place, or a run on from the one before.
+            let next = match (self.below(4), indexes.last()) {
+                (1, Some(last)) if last + 1 < inner[axis] => last + 1,
+                (2, Some(last)) if *last >= 1 => last - 1,
+                (3, Some(last)) => *last,
+                _ => self.below(inner[axis]),
+            };
+            indexes.push(next);
+        }
+        self.view(&inner, dtype, deeper, kept).gather(axis, &indexes).unwrap()
     }
 
     fn source(&mut self, extents: &[u64], dtype: DType) -> View {
@@ -367,6 +424,15 @@ impl Choices {
                 _ => View::concat(axis, &[view.clone(), view]).unwrap(),
             };
         }
+        view
+    }
+
+    /// A view without quantized tensors.
+    pub fn plain_view(&mut self, extents: &[u64], dtype: DType) -> View {
+        self.plain = true;
+        let depth = self.below(5) as u32 + 1;
+        let view = self.view(extents, dtype, depth, 0);
+        self.plain = false;
         view
     }
 

@@ -17,7 +17,11 @@ import guide_blocks
 import mounting
 import repos
 from guide_blocks import GUIDE, NEEDS, PAGES, ROOT, Block
+<<<<<<< HEAD
 from servers import NAMES as REMOTE, Stub
+=======
+from test_remote import NAMES as REMOTE, STORE, Stub
+>>>>>>> html
 
 # Plain blocks of the README: what a new user, and `.ci/run`, types first.
 SETUP = {"cargo run --release -- demo", "tests/run"}
@@ -112,15 +116,21 @@ def place(tmp_path: Path):
 
 
 @pytest.fixture
-def hub(monkeypatch):
-    """Serves a repository as `org/demo` of a Hub on this machine; no other network is asked for."""
+def network(monkeypatch):
+    """Serves a repository, on this machine, as `org/demo` of a Hub and as `s3://models/demo`; no other network is asked for."""
     stubs = []
     for name in REMOTE:
         monkeypatch.delenv(name, raising=False)
 
-    def serve(repository: Path) -> str:
+    def serve(repository: Path) -> None:
+        bucket = repository.parent / "buckets/models"
+        bucket.mkdir(parents=True)
+        (bucket / "demo").symlink_to(repository)
         stubs.append(Stub("hub", f"org/demo={repository}"))
-        return stubs[-1].url
+        stubs.append(Stub("store", bucket.parent))
+        monkeypatch.setenv("HF_ENDPOINT", stubs[0].url)
+        for name, value in {**STORE, "AWS_ENDPOINT_URL": stubs[1].url, "AWS_SKIP_SIGNATURE": "true"}.items():
+            monkeypatch.setenv(name, value)
 
     yield serve
     for stub in stubs:
@@ -132,7 +142,7 @@ def runs(block: Block) -> bool:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(map(runs, guide_blocks.blocks(page)))], ids=lambda page: page.stem)
-def test_commands_give_what_the_page_shows(page, place, hub, monkeypatch):
+def test_commands_give_what_the_page_shows(page, place, network):
     text = page.read_text()
     for name, build in OTHERS.items():
         if f"repos/{name}" in text:
@@ -140,10 +150,12 @@ def test_commands_give_what_the_page_shows(page, place, hub, monkeypatch):
     if "demo/" in text and page.name != "README.md":
         mounting.run("demo", "--keep", "--dir", place / "demo")
         mounting.run("umount", place / "demo/mnt")
-    if "org/demo" in text:
-        monkeypatch.setenv("HF_ENDPOINT", hub(place / "demo/model"))
+    served = False
     wrong = []
     for block in guide_blocks.blocks(page):
+        if not served and re.search(r"org/demo|s3://models/demo", block.text):
+            network(place / "demo/model")
+            served = True
         if block.file:
             (place / block.file).write_text(block.text)
         if runs(block):

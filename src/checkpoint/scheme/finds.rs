@@ -1,9 +1,8 @@
 //! What schemes have found: decoded tensors, checked against what is stored, companions that decoding leaves out, problems.
 
-use std::{
-    collections::{HashMap, HashSet},
-    fmt,
-};
+use std::fmt;
+
+use hashbrown::HashMap;
 
 pub(in crate::checkpoint) use super::quantized::Summary;
 use super::{
@@ -31,13 +30,24 @@ pub(in crate::checkpoint) struct Finds<'a> {
     problems: &'a mut Problems,
     found: Found,
     scheme: &'static str,
-    /// By stored tensor that holds codes or was left out: the number of the decoded tensor, if any.
-    taken: HashMap<TensorId, Option<usize>>,
+    /// By id of a stored tensor.
+    uses: Vec<Use>,
+}
+
+/// What is known of a stored tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Use {
+    Open,
+    /// No decoder reads it.
+    LeftOut,
+    /// It holds the codes of the decoded tensor of this number.
+    Codes(u32),
 }
 
 impl<'a> Finds<'a> {
     pub(super) fn new(stored: &'a Stored<'a>, problems: &'a mut Problems) -> Self {
-        Self { stored, problems, found: Found::default(), scheme: "", taken: HashMap::new() }
+        let uses = vec![Use::Open; stored.id_end()];
+        Self { stored, problems, found: Found::default(), scheme: "", uses }
     }
 
     pub(super) fn begin(&mut self, scheme: &'static str) {
@@ -92,12 +102,19 @@ impl<'a> Finds<'a> {
                 self.problems.push(Problem::Quantized { tensor: info.name.to_owned(), expected, found });
             }
         }
-        let number = self.found.tensors.len();
+        let Ok(number) = u32::try_from(self.found.tensors.len()) else {
+            self.problems.push(Problem::TooLarge);
+            return;
+        };
         if let Some(codes) = operands.first()
-            && let Some(other) = self.taken.insert(*codes, Some(number))
+            && let other = std::mem::replace(&mut self.uses[codes.0 as usize], Use::Codes(number))
+            && other != Use::Open
         {
-            let other = other.map(|other| self.found.tensors.get(other).name);
-            let found = format!("codes of {:?} too", other.unwrap_or("a tensor that is left out"));
+            let other = match other {
+                Use::Codes(other) => self.found.tensors.get(other as usize).name,
+                Use::LeftOut | Use::Open => "a tensor that is left out",
+            };
+            let found = format!("codes of {other:?} too");
             let tensor = self.stored.tensor(*codes).name.to_owned();
             self.problems.push(Problem::Quantized { tensor, expected: format!("codes of {name:?} only"), found });
         }
@@ -112,7 +129,7 @@ impl<'a> Finds<'a> {
 
     /// Leaves out a companion that no decoder reads, such as the scale of activations.
     pub(in crate::checkpoint) fn leave_out(&mut self, companion: TensorId) {
-        self.taken.entry(companion).or_insert(None);
+        self.leave(companion);
         self.found.left_out.push(companion);
     }
 
@@ -124,9 +141,9 @@ impl<'a> Finds<'a> {
             self.found.unsupported.push(Unsupported { method, tensors, example });
             self.found.unsupported.len() - 1
         });
-        let unsupported = &mut self.found.unsupported[at];
         if let Some(codes) = codes {
-            self.taken.entry(codes).or_insert(None);
+            self.leave(codes);
+            let unsupported = &mut self.found.unsupported[at];
             unsupported.tensors += 1;
             unsupported.example.get_or_insert(codes);
         }
@@ -134,7 +151,14 @@ impl<'a> Finds<'a> {
 
     /// Whether a stored tensor is known already as the codes of a tensor, or as left out.
     pub(in crate::checkpoint) fn is_taken(&self, id: TensorId) -> bool {
-        self.taken.contains_key(&id)
+        self.uses[id.0 as usize] != Use::Open
+    }
+
+    fn leave(&mut self, id: TensorId) {
+        let known = &mut self.uses[id.0 as usize];
+        if *known == Use::Open {
+            *known = Use::LeftOut;
+        }
     }
 
     /// Notes that tensor `tensor` is not what configuration and names say.
@@ -153,9 +177,13 @@ impl<'a> Finds<'a> {
         self.problems.push(problem);
     }
 
-    /// Everything that decoders read, so far.
-    pub(super) fn operands(&self) -> HashSet<TensorId> {
-        self.found.tensors.iter().flat_map(|tensor| tensor.operands.iter().copied()).collect()
+    /// By id of a stored tensor: whether a decoder reads it, so far.
+    pub(super) fn operands(&self) -> Vec<bool> {
+        let mut are = vec![false; self.stored.id_end()];
+        for tensor in self.found.tensors.iter() {
+            tensor.operands.iter().for_each(|id| are[id.0 as usize] = true);
+        }
+        are
     }
 
     /// Whether any tensor is decoded, so far.
@@ -177,10 +205,10 @@ impl<'a> Finds<'a> {
         self.found.left_out.sort_unstable();
         self.found.left_out.dedup();
         let mut gone = self.operands();
-        gone.extend(&self.found.left_out);
-        let mut names: HashMap<&str, TensorId> = HashMap::new();
+        self.found.left_out.iter().for_each(|id| gone[id.0 as usize] = true);
+        let mut names: HashMap<&str, TensorId> = HashMap::with_capacity(self.found.tensors.len());
         for tensor in self.found.tensors.iter() {
-            let stored = self.stored.find(tensor.name).filter(|id| !gone.contains(id));
+            let stored = self.stored.find(tensor.name).filter(|id| !gone[id.0 as usize]);
             let codes = tensor.operands[0];
             if let Some(other) = names.insert(tensor.name, codes).or(stored) {
                 let (expected, found) = (self.stored.tensor(codes).name, self.stored.tensor(other).name);
@@ -191,6 +219,7 @@ impl<'a> Finds<'a> {
                 });
             }
         }
+        drop(names);
         self.found
     }
 }

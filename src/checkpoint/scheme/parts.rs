@@ -125,7 +125,7 @@ pub(super) fn module_of<'a>(name: &'a str, word: &str) -> Option<&'a str> {
 
 /// The tensor `<module>.<word>`.
 pub(super) fn companion(stored: &Stored<'_>, module: &str, word: &str) -> Option<TensorId> {
-    stored.find(&format!("{module}.{word}"))
+    stored.companion(module, word)
 }
 
 /// The tensor `<module>.<word>`, which decoding needs. That it is missing is told by its name.

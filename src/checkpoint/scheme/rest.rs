@@ -1,7 +1,5 @@
 //! What is stored quantized and no scheme of the list decodes. It stays raw, and decoding is refused with its name.
 
-use std::collections::HashSet;
-
 use super::{
     finds::{Finds, Scheme, Summary},
     parts::{is_fp8, is_wide_float, module_of},
@@ -26,7 +24,7 @@ impl Scheme for Rest {
         let settings = Settings::read(stored);
         let method = method(stored);
         let used = found.operands();
-        let is_open = |found: &Finds<'_>, id: &TensorId| !found.is_taken(*id) && !used.contains(id);
+        let is_open = |found: &Finds<'_>, id: &TensorId| !found.is_taken(*id) && !used[id.0 as usize];
         for (id, codes) in stored.iter() {
             if is_open(found, &id) && are_codes(stored, &codes) {
                 found.unsupported(&told(&settings, method.as_deref(), codes.name), Some(id));
@@ -58,10 +56,10 @@ const COMPANIONS: [&str; 6] =
     ["weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_zero_point", "weight_shape"];
 
 /// Refuses companions whose codes are missing: they would stay as tensors that no model has.
-fn refuse_orphans(stored: &Stored<'_>, found: &mut Finds<'_>, used: &HashSet<TensorId>) {
+fn refuse_orphans(stored: &Stored<'_>, found: &mut Finds<'_>, used: &[bool]) {
     for (id, tensor) in stored.iter() {
         let Some((module, word)) = tensor.name.rsplit_once('.') else { continue };
-        if !COMPANIONS.contains(&word) || used.contains(&id) || found.is_taken(id) {
+        if !COMPANIONS.contains(&word) || used[id.0 as usize] || found.is_taken(id) {
             continue;
         }
         let codes = ["weight", "weight_packed"];

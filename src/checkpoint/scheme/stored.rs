@@ -1,7 +1,8 @@
 //! What schemes look at: the stored tensors, what the configuration says of quantization, and bytes of small tensors.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::BTreeMap;
 
+use hashbrown::{HashMap, HashSet};
 use serde_json::Value;
 
 use crate::{
@@ -27,6 +28,8 @@ pub(in crate::checkpoint) struct Stored<'a> {
     in_boxes: Vec<TensorId>,
     names_in_boxes: HashSet<&'a str>,
     by_name: HashMap<&'a str, TensorId>,
+    /// Last words of all names.
+    words: HashSet<&'a str>,
     source: &'a dyn Source,
     config: Option<&'a Value>,
     modelopt: Option<&'a Value>,
@@ -48,7 +51,8 @@ impl<'a> Stored<'a> {
             table.iter().map(|(id, _)| id).partition(|id| table.tensor(*id).mosaic().is_some());
         let by_name = plain.iter().map(|id| (table.tensor(*id).name, *id)).collect();
         let names_in_boxes = in_boxes.iter().map(|id| table.tensor(*id).name).collect();
-        Self { table, plain, in_boxes, names_in_boxes, by_name, source, config, modelopt, metadata, dtype }
+        let words = table.iter().map(|(_, info)| last_word(info.name)).collect();
+        Self { table, plain, in_boxes, names_in_boxes, by_name, words, source, config, modelopt, metadata, dtype }
     }
 
     /// All stored tensors, in order of id: by file, and within a file by place.
@@ -74,6 +78,20 @@ impl<'a> Stored<'a> {
     /// If `id` is not of this repository.
     pub(in crate::checkpoint) fn tensor(&self, id: TensorId) -> TensorInfo<'a> {
         self.table.tensor(id)
+    }
+
+    /// One more than the highest id of a stored tensor.
+    pub(in crate::checkpoint) fn id_end(&self) -> usize {
+        self.table.id_end()
+    }
+
+    /// The stored tensor `<module>.<name>`, in whatever file. Where no tensor at all has such a last word, this costs next to
+    /// nothing.
+    pub(in crate::checkpoint) fn companion(&self, module: &str, name: &str) -> Option<TensorId> {
+        if !self.words.contains(last_word(name)) {
+            return None;
+        }
+        self.find(&format!("{module}.{name}"))
     }
 
     /// The stored tensor of that name, in whatever file.
@@ -123,4 +141,9 @@ impl<'a> Stored<'a> {
         read.map_err(|error| Problem::Unreadable { file: info.name.to_owned(), error })?;
         Ok(bytes)
     }
+}
+
+/// The part of a name after its last dot.
+fn last_word(name: &str) -> &str {
+    name.rsplit_once('.').map_or(name, |(_, word)| word)
 }

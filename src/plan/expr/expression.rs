@@ -8,6 +8,9 @@ use super::{
     value::{Absent, EvalError, Names, Value},
 };
 
+/// Most numbers of a list.
+const LIST_MAX: i64 = 1 << 20;
+
 /// A node of a parsed expression.
 #[derive(Clone, Debug)]
 pub(super) enum ExprNode {
@@ -22,6 +25,8 @@ pub(super) enum ExprNode {
     Coalesce(Box<[ExprNode; 2]>),
     Binary(&'static str, Binary, Box<[ExprNode; 2]>),
     Call(&'static str, Function, Vec<ExprNode>),
+    /// Numbers, and ranges without their end.
+    List(Vec<(ExprNode, Option<ExprNode>)>),
 }
 
 /// A parsed expression.
@@ -69,7 +74,9 @@ impl Template {
             text.push_str(literal);
             let Some(node) = node else { continue };
             match node.eval(names)? {
-                value @ (Value::Absent(_) | Value::View(_)) => return Err(value.kind("template", "a number or a text")),
+                value @ (Value::Absent(_) | Value::View(_) | Value::List(_)) => {
+                    return Err(value.kind("template", "a number or a text"));
+                }
                 value @ (Value::Int(_) | Value::Float(_) | Value::Bool(_) | Value::Text(_)) => {
                     write!(text, "{value}").expect("a string takes all that is written");
                 }
@@ -94,6 +101,12 @@ impl ExprNode {
             Self::If(of) => of.iter().for_each(|node| node.for_each_name(visit)),
             Self::Coalesce(of) | Self::Binary(_, _, of) => of.iter().for_each(|node| node.for_each_name(visit)),
             Self::Call(_, _, of) => of.iter().for_each(|node| node.for_each_name(visit)),
+            Self::List(of) => {
+                of.iter()
+                    .flat_map(|(first, end)| [Some(first), end.as_ref()])
+                    .flatten()
+                    .for_each(|node| node.for_each_name(visit));
+            }
         }
     }
 
@@ -112,9 +125,12 @@ impl ExprNode {
             Self::Not(of) => Ok(Value::Bool(!of.eval(names)?.bool("!")?)),
             Self::Negative(of) => match of.eval(names)? {
                 Value::Int(value) => value.checked_neg().map(Value::Int).ok_or(EvalError::Range("-")),
-                value @ (Value::Float(_) | Value::Bool(_) | Value::Text(_) | Value::Absent(_) | Value::View(_)) => {
-                    Ok(Value::Float(-value.float("-")?))
-                }
+                value @ (Value::Float(_)
+                | Value::Bool(_)
+                | Value::Text(_)
+                | Value::Absent(_)
+                | Value::View(_)
+                | Value::List(_)) => Ok(Value::Float(-value.float("-")?)),
             },
             Self::If(of) => {
                 let [condition, yes, no] = &**of;
@@ -140,6 +156,21 @@ impl ExprNode {
             Self::Call(name, function, of) => {
                 let values = of.iter().map(|node| node.eval(names)).collect::<Result<Vec<_>, _>>()?;
                 function.apply(name, &values, names)
+            }
+            Self::List(of) => {
+                let mut numbers = Vec::new();
+                for (first, end) in of {
+                    let first = first.eval(names)?.int("list")?;
+                    let end = end.as_ref().map(|end| end.eval(names).and_then(|end| end.int("list"))).transpose()?;
+                    let end = end.or(first.checked_add(1)).ok_or(EvalError::Range("list"))?;
+                    if end.saturating_sub(first) > LIST_MAX
+                        || numbers.len() as u64 + end.abs_diff(first) > LIST_MAX.unsigned_abs()
+                    {
+                        return Err(EvalError::Range("list"));
+                    }
+                    numbers.extend(first..end);
+                }
+                Ok(Value::List(numbers.into()))
             }
         }
     }

@@ -36,6 +36,7 @@ pub(super) enum ViewFunction {
     Swap,
     Reshape,
     Slice,
+    Gather,
     Concat,
     Stack,
     Pad,
@@ -48,6 +49,7 @@ pub(super) enum ViewFunction {
     MulF32,
     Add,
     AddF32,
+    Exp,
     Extent,
     Rank,
 }
@@ -70,6 +72,7 @@ pub(super) const FUNCTIONS: &[(&str, Function, usize, usize)] = &[
     ("swap", Function::View(ViewFunction::Swap), 3, 3),
     ("reshape", Function::View(ViewFunction::Reshape), 1, ARGUMENTS_MAX),
     ("slice", Function::View(ViewFunction::Slice), 4, 5),
+    ("gather", Function::View(ViewFunction::Gather), 3, ARGUMENTS_MAX),
     ("concat", Function::View(ViewFunction::Concat), 2, ARGUMENTS_MAX),
     ("stack", Function::View(ViewFunction::Stack), 2, ARGUMENTS_MAX),
     ("pad", Function::View(ViewFunction::Pad), 4, 4),
@@ -82,6 +85,7 @@ pub(super) const FUNCTIONS: &[(&str, Function, usize, usize)] = &[
     ("mul_f32", Function::View(ViewFunction::MulF32), 2, 3),
     ("add", Function::View(ViewFunction::Add), 2, 2),
     ("add_f32", Function::View(ViewFunction::AddF32), 2, 2),
+    ("exp", Function::View(ViewFunction::Exp), 1, 1),
     ("extent", Function::View(ViewFunction::Extent), 2, 2),
     ("rank", Function::View(ViewFunction::Rank), 1, 1),
 ];
@@ -204,10 +208,13 @@ impl ViewFunction {
             Self::Reshape => {
                 view.reshape(&Shape::try_new(&Self::extents(name, view, &values[1..])?).map_err(ViewError::from)?)?
             }
-            Self::Slice => {
-                let step = if values.len() > 4 { natural(4)? } else { 1 };
-                view.slice(axis(1)?, natural(2)?, natural(3)?, step)?
-            }
+            Self::Slice => match values.get(4).map_or(Ok(1), |step| step.int(name))? {
+                step if step < 0 => {
+                    view.slice_down(axis(1)?, values[2].int(name)?, values[3].int(name)?, step.unsigned_abs())?
+                }
+                step => view.slice(axis(1)?, natural(2)?, natural(3)?, step.unsigned_abs())?,
+            },
+            Self::Gather => view.gather(axis(1)?, &Self::indexes(name, &values[2..])?)?,
             Self::Pad => view.pad(axis(1)?, natural(2)?, natural(3)?)?,
             Self::CutOrPad => {
                 let (axis, wanted) = (axis(1)?, natural(2)?);
@@ -216,11 +223,25 @@ impl ViewFunction {
             }
             Self::Repeat => repeat(view, axis(1)?, natural(2)?)?,
             Self::Cast => view.cast(Self::dtype(name, &values[1])?)?,
-            Self::Mul => view.multiply(factor()?, false, Keep::Operand)?,
-            Self::MulFlush => view.multiply(factor()?, true, Keep::Operand)?,
-            Self::MulF32 => view.multiply(factor()?, false, Keep::F32)?,
-            Self::Add => view.add(addend()?, Keep::Operand)?,
-            Self::AddF32 => view.add(addend()?, Keep::F32)?,
+            Self::Mul | Self::MulFlush | Self::MulF32 => {
+                let (flush, keep) = (self == Self::MulFlush, self.keep());
+                if let Value::View(other) = &values[1] {
+                    if let Some(inverse) = values.get(2) {
+                        return Err(inverse.kind(name, "no third operand after two views"));
+                    }
+                    view.multiply_view(other, flush, keep)?
+                } else {
+                    view.multiply(factor()?, flush, keep)?
+                }
+            }
+            Self::Add | Self::AddF32 => {
+                if let Value::View(other) = &values[1] {
+                    view.add_view(other, self.keep())?
+                } else {
+                    view.add(addend()?, self.keep())?
+                }
+            }
+            Self::Exp => view.exp()?,
             Self::Extent => {
                 let extent = view.shape().extents().get(axis(1)?).and_then(|extent| i64::try_from(*extent).ok());
                 return extent.map(Value::Int).ok_or_else(|| values[1].kind(name, "an axis of the view"));
@@ -230,6 +251,26 @@ impl ViewFunction {
             }
         };
         Ok(Value::View(result))
+    }
+
+    /// The dtype of the result of arithmetic.
+    fn keep(self) -> Keep {
+        if matches!(self, Self::MulF32 | Self::AddF32) { Keep::F32 } else { Keep::Operand }
+    }
+
+    /// Indexes given one by one or in lists.
+    fn indexes(name: &'static str, values: &[Value]) -> Result<Vec<u64>, EvalError> {
+        let mut indexes = Vec::new();
+        for value in values {
+            if let Value::List(numbers) = value {
+                for number in numbers.iter() {
+                    indexes.push(Value::Int(*number).natural(name)?);
+                }
+            } else {
+                indexes.push(value.natural(name)?);
+            }
+        }
+        Ok(indexes)
     }
 
     fn dtype(name: &'static str, value: &Value) -> Result<DType, EvalError> {

@@ -9,6 +9,7 @@
 //! mesh.NAME               size of a mesh axis; absent if the mesh has none of that name
 //! name                    a parameter, a variable, a loop's variable, or a source tensor of the rule
 //! f(a, b)                 a function of the table below
+//! [3, 0..4]               a list of whole numbers, ranges without their end
 //! ```
 //!
 //! `/` of whole numbers gives a whole number if it divides evenly, and a fraction otherwise. `//` rounds down. A
@@ -23,7 +24,8 @@
 //! | `permute(x, 1, 0)` | axis `i` is the operand's axis number `i` of the list |
 //! | `swap(x, -1, -2)` | two axes exchanged |
 //! | `reshape(x, 4, -1)` | the same elements in row-major order; one extent may be `-1` |
-//! | `slice(x, axis, start, stop[, step])` | a part of an axis |
+//! | `slice(x, axis, start, stop[, step])` | a part of an axis; with a negative step downwards, as Python's `range` |
+//! | `gather(x, axis, i, …)` | the elements of an axis at these indexes, each a number or a list such as `[3, 0..2]` |
 //! | `concat(axis, x, …)`, `stack(axis, x, …)` | end to end, or side by side along a new axis |
 //! | `pad(x, axis, before, after)` | zeros around |
 //! | `cut_or_pad(x, axis, n)` | the first `n` elements of an axis, with zeros after if there are fewer |
@@ -33,6 +35,8 @@
 //! | `mul(x, c[, i])`, `add(x, c)` | arithmetic in f32, rounded to the operand's type; a product with `i` undoes that with `c` |
 //! | `mul_flush(x, c[, i])` | as `mul`, with subnormal operands and products made zero of the same sign |
 //! | `mul_f32(x, c[, i])`, `add_f32(x, c)` | as `mul` and `add`, the result left in f32 |
+//! | `add(x, y)`, `mul(x, y)`, … | the same with another view of that shape and dtype |
+//! | `exp(x)` | `e` to the power of each value: the nearest f32, rounded to the operand's type |
 //! | `extent(x, axis)`, `rank(x)` | numbers |
 //!
 //! Axes may be counted from the end as `-1`, `-2`. Constants of arithmetic must be exact values of f32: write `f32(…)`.
@@ -151,6 +155,16 @@ mod tests {
             ("reshape(x, 2, -1, 4)", "a view BF16 [2, 3, 4]"),
             ("slice(x, 0, 1, 6, 2)", "a view BF16 [3, 4]"),
             ("slice(x, -1, 0, extent(x, -1) / 2)", "a view BF16 [6, 2]"),
+            ("slice(x, 0, 5, -1, -2)", "a view BF16 [3, 4]"),
+            ("slice(x, -1, 3, 0, -1)", "a view BF16 [6, 3]"),
+            ("slice(x, 0, 2, 2, -1)", "a view BF16 [0, 4]"),
+            ("gather(x, 0, 5, 0, 0)", "a view BF16 [3, 4]"),
+            ("gather(x, -1, [3, 0..3], 1)", "a view BF16 [6, 5]"),
+            ("gather(x, 0, [])", "a view BF16 [0, 4]"),
+            ("[n, 0..4]", "a list of 5 numbers"),
+            ("add(x, x)", "a view BF16 [6, 4]"),
+            ("mul_f32(x, swap(transpose(x), 0, 1))", "a view F32 [6, 4]"),
+            ("exp(x)", "a view BF16 [6, 4]"),
             ("concat(0, x, x)", "a view BF16 [12, 4]"),
             ("stack(-1, x, x)", "a view BF16 [6, 4, 2]"),
             ("pad(x, 0, 1, 2)", "a view BF16 [9, 4]"),
@@ -204,6 +218,18 @@ mod tests {
             ("reshape(x, 5, 5)", "reshape: [6, 4] has 24 elements, [5, 5] has 25"),
             ("reshape(x, 5, -1)", "reshape: [6, 4] has 24 elements, [5, 4] has 20"),
             ("slice(x, 0, 0, 7)", "slice: axis 0 has extent 6, asked for 0..7 in steps of 1"),
+            (
+                "slice(x, 0, 6, -1, -1)",
+                "slice: axis 0 has extent 6, asked for elements from 6 down to before -1 in steps of -1",
+            ),
+            ("gather(x, 0, [4..7])", "gather: axis 0 has extent 6, asked for element 6"),
+            ("gather(x, 0, [-1])", "gather: expected a number that is not negative, found -1"),
+            ("[0..9223372036854775807]", "list: no such number"),
+            ("[1, 2", "at \"the end\": expected a comma or a closing bracket"),
+            ("[1] + 1", "+: expected a number, found a list of 1 numbers"),
+            ("add(x, transpose(x))", "add: operand 1 is BF16 [4, 6], operand 0 is BF16 [6, 4]"),
+            ("mul(x, cast(x, 'f32'))", "multiply: operand 1 is F32 [6, 4], operand 0 is BF16 [6, 4]"),
+            ("mul(x, x, 2)", "mul: expected no third operand after two views, found 2"),
             ("permute(x, 0, 0)", "transpose: [0, 0] is not a permutation of the axes of [6, 4]"),
             ("swap(x, 0, 2)", "swap: axis 2, but the shape [6, 4] has 2 axes"),
             ("swap(x, 0, -3)", "swap: expected an axis, found -3"),
@@ -260,7 +286,7 @@ mod tests {
             "x", "n", "pi", "1", "0", "-1", "2", "9223372036854775807", "1.5", "1e300", "(", ")", ",", "+", "-", "*", "/",
             "//", "%", "==", "<", "??", "&&", "!", "if ", " then ", " else ", "'t.{n}'", "'f32'", "true", "config.a",
             "transpose(", "permute(", "reshape(", "slice(", "concat(", "stack(", "pad(", "cut_or_pad(", "fill(", "cast(",
-            "mul(", "add_f32(", "extent(", "rank(", "min(", "sqrt(", "floor(", "shape(", "count(", "exists(", "swap(",
+            "mul(", "add_f32(", "extent(", "rank(", "gather(", "exp(", "[", "]", "..", "min(", "sqrt(", "floor(", "shape(", "count(", "exists(", "swap(",
         ]), 0..14)) {
             let text = words.concat();
             if let Ok(expr) = Expr::parse(&text) {
@@ -273,7 +299,7 @@ mod tests {
         fn no_call_panics(
             function in prop::sample::select(FUNCTIONS),
             operands in prop::collection::vec(prop::sample::select(vec![
-                "x", "x", "n", "pi", "1", "0", "-1", "-9", "3", "9223372036854775807", "1e300", "'f32'", "'t.12'", "true", "config.a",
+                "x", "x", "[0, 2..4]", "n", "pi", "1", "0", "-1", "-9", "3", "9223372036854775807", "1e300", "'f32'", "'t.12'", "true", "config.a",
             ]), 0..6),
         ) {
             if let Ok(expr) = Expr::parse(&format!("{}({})", function.0, operands.join(", "))) {

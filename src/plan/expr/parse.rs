@@ -142,6 +142,9 @@ impl<'a> Parser<'a> {
             let inner = self.expression()?;
             return if self.take(")") { Ok(inner) } else { Err(self.expected("a closing parenthesis")) };
         }
+        if self.take("[") {
+            return self.list();
+        }
         for quote in ["'", "\""] {
             if self.take(quote) {
                 let end = self.rest().find(quote).ok_or_else(|| self.expected("a closing quote"))?;
@@ -187,6 +190,20 @@ impl<'a> Parser<'a> {
             return Err(SyntaxError::Arguments { function: name, expected, found: arguments.len() });
         }
         Ok(ExprNode::Call(name, function, arguments))
+    }
+
+    /// Numbers and ranges up to a closing bracket.
+    fn list(&mut self) -> Result<ExprNode, SyntaxError> {
+        let mut numbers = Vec::new();
+        while !self.take("]") {
+            if !numbers.is_empty() && !self.take(",") {
+                return Err(self.expected("a comma or a closing bracket"));
+            }
+            let first = self.expression()?;
+            let end = if self.take("..") { Some(self.expression()?) } else { None };
+            numbers.push((first, end));
+        }
+        Ok(ExprNode::List(numbers))
     }
 
     /// Names after dots.

@@ -129,6 +129,8 @@ pub enum Value {
     Absent(Arc<Absent>),
     /// A view.
     View(View),
+    /// A list of whole numbers.
+    List(Arc<[i64]>),
 }
 
 impl fmt::Display for Value {
@@ -140,6 +142,7 @@ impl fmt::Display for Value {
             Self::Text(value) => f.write_str(value),
             Self::Absent(_) => f.write_str("absent"),
             Self::View(view) => write!(f, "a view {} {}", view.dtype(), view.shape()),
+            Self::List(numbers) => write!(f, "a list of {} numbers", numbers.len()),
         }
     }
 }
@@ -174,7 +177,7 @@ impl Value {
     pub(super) fn kind(&self, operation: &'static str, expected: &'static str) -> EvalError {
         match self {
             Self::Absent(what) => EvalError::Absent(what.as_ref().clone()),
-            Self::Int(_) | Self::Float(_) | Self::Bool(_) | Self::Text(_) | Self::View(_) => {
+            Self::Int(_) | Self::Float(_) | Self::Bool(_) | Self::Text(_) | Self::View(_) | Self::List(_) => {
                 EvalError::Kind { operation, expected, found: self.to_string() }
             }
         }
@@ -187,7 +190,7 @@ impl Value {
     pub fn int(&self, operation: &'static str) -> Result<i64, EvalError> {
         match self {
             Self::Int(value) => Ok(*value),
-            Self::Float(_) | Self::Bool(_) | Self::Text(_) | Self::Absent(_) | Self::View(_) => {
+            Self::Float(_) | Self::Bool(_) | Self::Text(_) | Self::Absent(_) | Self::View(_) | Self::List(_) => {
                 Err(self.kind(operation, "a whole number"))
             }
         }
@@ -206,7 +209,9 @@ impl Value {
         match self {
             Self::Int(value) => Ok(*value as f64),
             Self::Float(value) => Ok(*value),
-            Self::Bool(_) | Self::Text(_) | Self::Absent(_) | Self::View(_) => Err(self.kind(operation, "a number")),
+            Self::Bool(_) | Self::Text(_) | Self::Absent(_) | Self::View(_) | Self::List(_) => {
+                Err(self.kind(operation, "a number"))
+            }
         }
     }
 
@@ -217,7 +222,7 @@ impl Value {
     pub fn bool(&self, operation: &'static str) -> Result<bool, EvalError> {
         match self {
             Self::Bool(value) => Ok(*value),
-            Self::Int(_) | Self::Float(_) | Self::Text(_) | Self::Absent(_) | Self::View(_) => {
+            Self::Int(_) | Self::Float(_) | Self::Text(_) | Self::Absent(_) | Self::View(_) | Self::List(_) => {
                 Err(self.kind(operation, "true or false"))
             }
         }
@@ -226,7 +231,7 @@ impl Value {
     pub(super) fn text(&self, operation: &'static str) -> Result<&str, EvalError> {
         match self {
             Self::Text(value) => Ok(value),
-            Self::Int(_) | Self::Float(_) | Self::Bool(_) | Self::Absent(_) | Self::View(_) => {
+            Self::Int(_) | Self::Float(_) | Self::Bool(_) | Self::Absent(_) | Self::View(_) | Self::List(_) => {
                 Err(self.kind(operation, "a text"))
             }
         }
@@ -239,7 +244,7 @@ impl Value {
     pub fn view(&self, operation: &'static str) -> Result<&View, EvalError> {
         match self {
             Self::View(view) => Ok(view),
-            Self::Int(_) | Self::Float(_) | Self::Bool(_) | Self::Text(_) | Self::Absent(_) => {
+            Self::Int(_) | Self::Float(_) | Self::Bool(_) | Self::Text(_) | Self::Absent(_) | Self::List(_) => {
                 Err(self.kind(operation, "a view"))
             }
         }

@@ -3,7 +3,7 @@
 //! The walk starts at the root of the leaf's view with the stored tensor, and undoes one operator at each step. At a target it
 //! has a view of the target's elements, or of those of them that the leaf holds: a *part*, at regular places of each axis.
 
-use crate::tensor::{Keep, Op, Shape, TensorId, View, ViewError};
+use crate::tensor::{IndexRun, Keep, Op, Shape, TensorId, View, ViewError};
 
 /// Regular places on an axis: `start`, `start + step`, … `count` of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -58,6 +58,9 @@ pub(super) enum NoInverse {
     /// A tensor that is stored in parts or codes, which no target is.
     #[error("the rule decodes a stored tensor, which has no inverse")]
     Stored,
+    /// An operator without an inverse.
+    #[error("the rule {0}, which has no inverse")]
+    Operator(&'static str),
     /// An operator that does not fit, such as arithmetic on integers.
     #[error(transparent)]
     View(#[from] ViewError),
@@ -89,6 +92,13 @@ fn undo(
         Op::Slice { of, axis, start, step, .. } => {
             places[*axis] = places[*axis].within(*start, *step);
             undo(of, places, value, is_forced, parts)?;
+        }
+        Op::Gather { of, axis, runs } => {
+            let mut low = 0;
+            for run in runs.iter() {
+                undo_run(of, (*axis, low, *run), &places, &value, is_forced, parts)?;
+                low += run.count;
+            }
         }
         Op::Transpose { of, axes } => {
             let mut back = vec![0; axes.len()];
@@ -141,6 +151,9 @@ fn undo(
             let is_forced = is_forced || operand.dtype() != of.dtype();
             undo(operand, places, value.add(*addend, Keep::F32)?, is_forced, parts)?;
         }
+        Op::Exp { .. } => return Err(NoInverse::Operator("computes exp of a tensor")),
+        Op::Sum { .. } => return Err(NoInverse::Operator("adds two tensors")),
+        Op::Product { .. } => return Err(NoInverse::Operator("multiplies two tensors")),
         Op::Quantized(_) | Op::Mosaic(_) => return Err(NoInverse::Stored),
     }
     Ok(())
@@ -164,4 +177,36 @@ fn undo_between(
     let start = chosen.start + chosen.step * first - low;
     places[axis] = Places { start, step: if last - first > 1 { chosen.step } else { 1 }, count: last - first };
     undo(of, places, value.slice(axis, first, last, 1)?, is_forced, parts)
+}
+
+/// Undoes a run of a gather, whose indexes are at `low`, `low + 1`, … of an axis.
+fn undo_run(
+    of: &View,
+    (axis, low, run): (usize, u64, IndexRun),
+    places: &[Places],
+    value: &View,
+    is_forced: bool,
+    parts: &mut Vec<Part>,
+) -> Result<(), NoInverse> {
+    let chosen = places[axis];
+    let (first, last) = chosen.inside(low, low + run.count);
+    if first >= last {
+        return Ok(());
+    }
+    let index = |number: u64| {
+        let place = chosen.start + chosen.step * number - low;
+        IndexRun { count: place + 1, ..run }.last()
+    };
+    let mut part = |first: u64, last: u64| {
+        let (count, mut value) = (last - first, value.slice(axis, first, last, 1)?);
+        if run.step < 0 && count > 1 {
+            let top = i64::try_from(count - 1).expect("a run has as many indexes as an axis may have");
+            value = value.slice_down(axis, top, -1, 1)?;
+        }
+        let mut places = places.to_vec();
+        let step = if count > 1 { chosen.step * run.step.unsigned_abs() } else { 1 };
+        places[axis] = Places { start: index(first).min(index(last - 1)), step, count };
+        undo(of, places, value, is_forced, parts)
+    };
+    if run.step == 0 { (first..last).try_for_each(|number| part(number, number + 1)) } else { part(first, last) }
 }

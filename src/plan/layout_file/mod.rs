@@ -49,6 +49,8 @@
 //!   expression over `rank` (that of the stacked views, without any stacked axes) and `outer` (the number of stacks
 //!   further out). Without `axis` it is the number of the stack. Without `over`, the stack takes all numbers in the
 //!   repository, from 0. A rule's own stacks are outside those of its place. A stack over nothing is left out.
+//! * `after_stack = "reshape(x, -1, extent(x, -1))"` is a view of the finished stack, called `x`. `axes`, `tp` and `experts` then
+//!   number the axes of its result.
 //! * `each = { b = "0..4" }`, on rules and places, repeats them for each number instead of stacking. `let = { half =
 //!   "…" }` on a place names expressions over those numbers for its leaves.
 //! * `when` is a condition. `optional = true` leaves a leaf out if the repository has none of its sources. `dtype =
@@ -131,6 +133,8 @@ pub(super) struct Leaf {
     /// Extents that sources must have, by the name of the source.
     pub shape: Vec<(Arc<str>, AtLine<Extents>)>,
     pub view: Option<AtLine<Expr>>,
+    /// The view of the finished stack, which is called `x`.
+    pub after_stack: Option<AtLine<Expr>>,
     pub axes: Option<Vec<String>>,
     pub stack: Vec<Stack>,
     pub each: Each,

@@ -143,6 +143,7 @@ struct RawLeaf {
     from: Option<Spanned<RawFrom>>,
     shape: Option<Spanned<RawShape>>,
     view: Option<Text>,
+    after_stack: Option<Text>,
     axes: Option<Text>,
     #[serde(default)]
     stack: Vec<RawStack>,
@@ -316,6 +317,7 @@ impl LayoutReader<'_> {
             from_at,
             shape,
             view: leaf.view.as_ref().and_then(|view| self.expr(view)),
+            after_stack: leaf.after_stack.as_ref().and_then(|view| self.expr(view)),
             axes: leaf.axes.as_ref().map(|axes| words(axes.get_ref())),
             stack: self.stacks(&leaf.stack),
             each: self.each(&leaf.each),
@@ -582,6 +584,10 @@ impl LayoutFile {
             });
             let sources: Vec<&str> = inner.iter().copied().chain(leaf.from.iter().map(|(name, _)| &**name)).collect();
             leaf.view.iter().for_each(|view| check(view.place(), &sources, &|visit| view.it.for_each_name(visit)));
+            let stacked: Vec<&str> = each.iter().copied().chain(["x"]).collect();
+            leaf.after_stack
+                .iter()
+                .for_each(|view| check(view.place(), &stacked, &|visit| view.it.for_each_name(visit)));
         }
         for ((_, name), (at, near)) in found {
             let part = reader.word(at, &name);

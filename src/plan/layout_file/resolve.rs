@@ -318,7 +318,7 @@ impl<'a> Resolver<'a> {
                 misshapen: vec![],
                 found: vec![],
             };
-            let view = self.level(&mut making, 0);
+            let view = self.level(&mut making, 0).and_then(|view| self.after_stack(&mut making, view));
             self.finish(making, view);
         }
     }
@@ -394,6 +394,17 @@ impl<'a> Resolver<'a> {
         }
         let axis = self.axis(making, level, children[0].shape().rank())?;
         View::stack(axis, &children).map_err(|error| Failure::Rule(stack.line, error.into()))
+    }
+
+    /// The view of a finished stack. None of its axes counts as stacked.
+    fn after_stack(&self, making: &mut LeafInProgress<'_>, stacked: View) -> Result<View, Failure> {
+        let Some(after) = &making.leaf.after_stack else { return Ok(stacked) };
+        let mut bound = making.bound.clone();
+        bound.push(("x".into(), Value::View(stacked)));
+        let view = after.it.eval(&Local { scope: self.scope, bound: &bound });
+        let view = view.and_then(|view| view.view("after_stack").cloned());
+        making.axes = Some(Vec::new());
+        view.map_err(|error| Failure::Rule(after.line, error))
     }
 
     /// Number of the axis that a level of stacks makes, among the axes of the levels inside it.

@@ -8,7 +8,7 @@ use super::{
     layout_file::LayoutFile,
     problem::{PlanError, Problem},
 };
-use crate::checkpoint::Checkpoint;
+use crate::{checkpoint::Checkpoint, config::did_you_mean};
 
 /// A layout in the program.
 #[derive(Debug, PartialEq, Eq)]
@@ -43,6 +43,18 @@ const VLLM: &[(&str, &str)] = &[
     ("vllm/mixtral", include_str!("vllm/mixtral.toml")),
 ];
 
+const TORCHTITAN: &[(&str, &str)] = &[
+    ("torchtitan/llama3", include_str!("torchtitan/llama3.toml")),
+    ("torchtitan/qwen3", include_str!("torchtitan/qwen3.toml")),
+    ("torchtitan/deepseek_v3", include_str!("torchtitan/deepseek_v3.toml")),
+];
+
+const TRANSFORMERS: &[(&str, &str)] = &[
+    ("transformers/mixtral", include_str!("transformers/mixtral.toml")),
+    ("transformers/qwen-moe", include_str!("transformers/qwen-moe.toml")),
+    ("transformers/deepseek_v3", include_str!("transformers/deepseek_v3.toml")),
+];
+
 const MEGATRON: &[(&str, &str)] = &[
     ("megatron/llama", include_str!("megatron/llama.toml")),
     ("megatron/qwen", include_str!("megatron/qwen.toml")),
@@ -58,6 +70,8 @@ static EMBEDDED: &[Embedded] = &[
     Embedded { name: "maxtext-unscanned", files: MAXTEXT, set: &[("scan", "false")], anchor: MAXTEXT_ANCHOR },
     Embedded { name: "megatron", files: MEGATRON, set: &[("scan", "true")], anchor: MEGATRON_ANCHOR },
     Embedded { name: "megatron-unscanned", files: MEGATRON, set: &[("scan", "false")], anchor: MEGATRON_ANCHOR },
+    Embedded { name: "torchtitan", files: TORCHTITAN, set: &[], anchor: None },
+    Embedded { name: "transformers", files: TRANSFORMERS, set: &[], anchor: None },
     Embedded { name: "vllm", files: VLLM, set: &[], anchor: None },
 ];
 
@@ -110,7 +124,12 @@ impl Embedded {
         let known = || self.families().collect::<Vec<_>>().join(", ");
         let problem = |reason: String| Problem::File { file: format!("layout {}", self.name), reason };
         if let Some(name) = wanted {
-            let file = self.family(&name).ok_or_else(|| problem(format!("no family {name:?}; known: {}", known())))?;
+            let short = || self.files.iter().map(|(label, _)| label.rsplit('/').next().unwrap_or(label));
+            let unknown = || {
+                let near = did_you_mean("family", &name, short());
+                near.unwrap_or_else(|| format!("no family {name:?}; known: {}", known()))
+            };
+            let file = self.family(&name).ok_or_else(|| problem(unknown()))?;
             return file.map(Arc::new);
         }
         let types: Vec<&str> =
@@ -148,7 +167,8 @@ mod tests {
             for label in embedded.families() {
                 let file = embedded.family(label).unwrap().unwrap_or_else(|error| panic!("{error}"));
                 assert_eq!(file.name(), label);
-                assert!(file.shards_logically());
+                // The layouts for FSDP2 cut axis 0 of each tensor; the others name their axes.
+                assert_eq!(file.shards_logically(), !matches!(embedded.name, "torchtitan" | "transformers"));
                 for model_type in file.model_types() {
                     assert!(seen.insert(model_type.clone()), "{model_type} is claimed twice");
                 }

@@ -7,6 +7,7 @@ use serde_json::{Map, Value, json};
 
 use super::{
     super::{Hole, NameGroup, Plan, PlannedTensor, amplification::Amplification},
+    advice::{Reason, advice, reasons},
     effects::{axis_effects, bytes_per_device},
 };
 use crate::{
@@ -34,7 +35,20 @@ fn holes_json(holes: &[Hole]) -> Value {
 }
 
 fn amplification_json(checkpoint: &Checkpoint, plan: &Plan) -> Value {
-    let Amplification { devices, union, tensors } = Amplification::of(checkpoint, plan);
+    let found = Amplification::of(checkpoint, plan);
+    let reasons = reasons(checkpoint, plan, &found);
+    let advice = advice(plan, &found, &reasons);
+    let Amplification { devices, union, tensors } = found;
+    let reason = |reason: &Reason| {
+        json!({
+            "name": reason.name,
+            "axis": reason.axis,
+            "mesh_axes": reason.mesh_axes,
+            "run_bytes": reason.run_bytes,
+            "stride_bytes": reason.stride_bytes,
+            "text": reason.text(),
+        })
+    };
     let row = |reads: &Reads| json!({"needed_bytes": reads.needed_bytes, "paged_bytes": reads.paged_bytes});
     let named = |key: &str, name: Value, reads: &Reads| {
         let mut row = row(reads);
@@ -46,6 +60,8 @@ fn amplification_json(checkpoint: &Checkpoint, plan: &Plan) -> Value {
         "devices": plan.devices.iter().zip(&devices).map(|(device, reads)| named("device", json!(device), reads)).collect::<Value>(),
         "union": row(&union),
         "tensors": tensors.iter().map(|(name, reads)| named("name", json!(name), reads)).collect::<Value>(),
+        "reasons": reasons.iter().map(reason).collect::<Value>(),
+        "advice": advice,
     })
 }
 

@@ -1,11 +1,16 @@
-//! The report of a plan: as text for `ckfs plan` and `.ckfs/plan.txt`, and as JSON.
+//! The report of a plan: as text for `ckfs plan` and `.ckfs/plan.txt`, as JSON, and as a page.
 
+mod advice;
 mod amounts;
 mod effects;
+mod groups;
+mod html;
 mod json;
+mod leaf;
 mod text;
 
 pub use amounts::{human_bytes, reads_text};
 pub use effects::bytes_per_device;
+pub use html::{HTML_BYTES_MAX, html};
 pub use json::{Report, ViewReport};
 pub use text::{source_text, text, view_text};

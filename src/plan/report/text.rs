@@ -1,21 +1,19 @@
 //! The report as text.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    fmt::Write,
-};
+use std::{collections::BTreeMap, fmt::Write};
 
 use super::{
     super::{
-        AxisUse, HfContent, Layout, NameGroup, Plan, PlannedTensor, Spec, amplification::Amplification, axis_use,
-        naming::group_name, select,
+        AxisUse, HfContent, Layout, NameGroup, Plan, PlannedTensor, amplification::Amplification, axis_use, select,
     },
+    advice::{advice, exceeds, reasons},
     amounts::{factor, human_bytes, hundredths, percent, reads_text},
     effects::{AxisEffect, axis_effects, bytes_per_device},
+    groups::groups,
 };
 use crate::{
     checkpoint::{Checkpoint, Container, FileRole, LeftOut, printable},
-    tensor::{DType, Reads, Shape},
+    tensor::Reads,
 };
 
 /// Devices that the text lists; JSON lists all.
@@ -28,8 +26,8 @@ const NAMES_SHOWN: usize = 40;
 const FILES_SHOWN: usize = 40;
 /// Tensors with the most over-read that the text lists.
 const TENSORS_SHOWN: usize = 5;
-/// Over-read up to this factor gets no line: it comes from pages at the ends of long runs.
-const OVER_READ_HUNDREDTHS: u128 = 102;
+/// Devices on a line with their coordinates.
+const COORDINATES_IN_LINE: usize = 4;
 
 /// Numbers of devices, with runs as `0-7`.
 fn device_ranges(devices: &[u64]) -> String {
@@ -44,8 +42,7 @@ fn device_ranges(devices: &[u64]) -> String {
 /// devices, and one for the worst tensors.
 fn over_read_text(checkpoint: &Checkpoint, plan: &Plan) -> Vec<String> {
     let amplification = Amplification::of(checkpoint, plan);
-    let exceeds = |reads: &Reads| hundredths(*reads) > OVER_READ_HUNDREDTHS;
-    if !amplification.devices.iter().any(exceeds) {
+    if !amplification.devices.iter().any(|reads| exceeds(*reads)) {
         return Vec::new();
     }
     let mut groups: BTreeMap<u128, (Reads, Vec<u64>)> = BTreeMap::new();
@@ -68,39 +65,41 @@ fn over_read_text(checkpoint: &Checkpoint, plan: &Plan) -> Vec<String> {
     if plan.devices.len() > 1 {
         lines.push(format!("all listed devices together: {}", reads_text(amplification.union)));
     }
-    let worst = amplification.tensors.iter().filter(|(_, reads)| exceeds(reads)).take(TENSORS_SHOWN);
+    let worst = amplification.tensors.iter().filter(|(_, reads)| exceeds(*reads)).take(TENSORS_SHOWN);
     let worst: Vec<String> = worst.map(|(name, reads)| format!("{name} {} times", factor(*reads))).collect();
     if !worst.is_empty() {
         lines.push(format!("most by {}", worst.join(", ")));
     }
+    let reasons = reasons(checkpoint, plan, &amplification);
+    // Tensors of one kind have one cause.
+    let mut causes: Vec<(String, Vec<&str>)> = Vec::new();
+    for reason in &reasons {
+        match causes.iter_mut().find(|(cause, _)| *cause == reason.text()) {
+            Some((_, names)) => names.push(&reason.name),
+            None => causes.push((reason.text(), vec![&reason.name])),
+        }
+    }
+    lines.extend(causes.iter().map(|(cause, names)| format!("why: of {}, {cause}", names.join(", "))));
+    lines.extend(advice(plan, &amplification, &reasons).into_iter().map(|line| format!("advice: {line}")));
     lines
 }
 
-/// Tensors of bundles whose names differ only in numbers.
-struct Group<'a> {
-    name: String,
-    first: &'a PlannedTensor,
-    count: u64,
-    bytes: u64,
-}
-
-fn groups(plan: &Plan) -> Vec<Group<'_>> {
-    let mut places: HashMap<(String, DType, &Shape, &Spec), usize> = HashMap::new();
-    let mut groups: Vec<Group<'_>> = Vec::new();
-    for tensor in plan.bundle() {
-        let name = group_name(&tensor.name);
-        let key = (name.clone(), tensor.view.dtype(), tensor.view.shape(), plan.spec(tensor));
-        let place = *places.entry(key).or_insert_with(|| {
-            groups.push(Group { name, first: tensor, count: 0, bytes: 0 });
-            groups.len() - 1
-        });
-        groups[place].count += 1;
-        groups[place].bytes += tensor.bytes();
+/// The devices with their coordinates, a few on a line: the first ones, and the last one.
+fn coordinates_text(plan: &Plan) -> Vec<String> {
+    let coordinates = |device: &u64| format!("dev{device} = {}", plan.mesh.path(*device).join(","));
+    let mut lines: Vec<String> = plan
+        .devices
+        .chunks(COORDINATES_IN_LINE)
+        .take(DEVICES_SHOWN / COORDINATES_IN_LINE)
+        .map(|devices| devices.iter().map(coordinates).collect::<Vec<_>>().join("  "))
+        .collect();
+    if let Some(last) = plan.devices.last().filter(|_| plan.devices.len() > DEVICES_SHOWN) {
+        lines.push(format!("and {} more, the last one {}", plan.devices.len() - DEVICES_SHOWN, coordinates(last)));
     }
-    groups
+    lines
 }
 
-const fn rule_of_axis(sharding_use: AxisUse) -> &'static str {
+pub(super) const fn rule_of_axis(sharding_use: AxisUse) -> &'static str {
     match sharding_use {
         AxisUse::Expert => "by expert",
         AxisUse::Tensor => "by row or column, as the tensor's role says",
@@ -256,6 +255,11 @@ pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
     let listed = plan.devices.len() as u64;
     let some = if listed == plan.mesh.devices() { String::new() } else { format!(", {listed} listed") };
     line("mesh", &format!("{mesh}: {} devices{some}", plan.mesh.devices()));
+    if !plan.mesh.axes().is_empty() {
+        for (index, devices) in coordinates_text(plan).iter().enumerate() {
+            line(if index == 0 { "devices" } else { "" }, devices);
+        }
+    }
     for axis in axis_effects(plan) {
         let AxisEffect { name, size, tensors, bytes } = axis;
         let logical = "by the rules for logical axes";
@@ -307,12 +311,12 @@ pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
     let heading = ["tensor", "count", "dtype", "shape", "spec"].map(str::to_owned);
     let table: Vec<_> = std::iter::once(heading)
         .chain(groups.iter().take(GROUPS_SHOWN).map(|group| {
-            let view = &group.first.view;
-            let spec = plan.spec(group.first).to_json(view.shape().rank(), &plan.mesh).to_string();
+            let view = &group.first().view;
+            let spec = plan.spec(group.first()).to_json(view.shape().rank(), &plan.mesh).to_string();
             let spec = spec.replace("null", "-").replace('"', "");
             [
                 printable(&group.name).into_owned(),
-                group.count.to_string(),
+                group.members.len().to_string(),
                 view.dtype().to_string(),
                 view.shape().to_string(),
                 spec,

@@ -6,6 +6,7 @@
 //! two. Hundreds of nanoseconds per element are acceptable here; a shortcut is not.
 
 mod arithmetic;
+mod exponential;
 
 use std::{error::Error, fmt, num::NonZeroUsize, ops::Range};
 
@@ -14,6 +15,7 @@ use smallvec::SmallVec;
 
 use self::arithmetic::narrow;
 pub use self::arithmetic::{add, divide, multiply, round, subtract, widen};
+pub use self::exponential::exp;
 
 use crate::tensor::{
     BitOrder, DType, Element, Field, Mosaic, MosaicBox, Op, Operand, Operation, Shape, SourceTensor, Step, TensorId,
@@ -182,6 +184,19 @@ impl<'a> Evaluator<'a> {
                 inner[*axis] = start + inner[*axis] * step;
                 self.element(of, &inner)
             }
+            Op::Gather { of, axis, runs } => {
+                let mut inner = ElementIndex::from_slice(index);
+                let mut place = inner[*axis];
+                for run in runs.iter() {
+                    if place < run.count {
+                        let at = i128::from(run.first) + i128::from(place) * i128::from(run.step);
+                        inner[*axis] = u64::try_from(at).expect("views check indexes");
+                        return self.element(of, &inner);
+                    }
+                    place -= run.count;
+                }
+                unreachable!("the runs have as many indexes as the axis of the view")
+            }
             Op::Transpose { of, axes } => {
                 let mut inner = ElementIndex::from_elem(0, index.len());
                 for (position, axis) in index.iter().zip(axes) {
@@ -223,6 +238,15 @@ impl<'a> Evaluator<'a> {
                 Ok(round(view.dtype(), multiply(self.value(of, index)?, factor.to_bits(), *flush)))
             }
             Op::Add { of, addend } => Ok(round(view.dtype(), add(self.value(of, index)?, addend.to_bits()))),
+            Op::Exp { of } => Ok(round(view.dtype(), exp(self.value(of, index)?))),
+            Op::Sum { of: [left, right] } => {
+                let (left, right) = (self.value(left, index)?, self.value(right, index)?);
+                Ok(round(view.dtype(), add(left, right)))
+            }
+            Op::Product { of: [left, right], flush } => {
+                let (left, right) = (self.value(left, index)?, self.value(right, index)?);
+                Ok(round(view.dtype(), multiply(left, right, *flush)))
+            }
             Op::Quantized(value) => {
                 let bits = self.decoded(value, ravel(index, view.shape()))?;
                 Ok(round(view.dtype(), bits))
@@ -260,6 +284,7 @@ impl<'a> Evaluator<'a> {
         for step in &value.steps {
             result = match step {
                 Step::Round(dtype) => widen(*dtype, round(*dtype, result)),
+                Step::Exp => exp(result),
                 Step::Compute(operation, term) => {
                     let right = match term {
                         Term::Constant(constant) => constant.to_bits(),

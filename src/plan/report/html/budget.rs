@@ -1,0 +1,49 @@
+//! The size of a page, kept below its bound.
+
+use serde_json::Value;
+
+/// Bytes that are left for one kind of content.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Budget {
+    left_bytes: usize,
+}
+
+impl Budget {
+    pub(super) const fn new(left_bytes: usize) -> Self {
+        Self { left_bytes }
+    }
+
+    /// Takes what a value occupies in the page. `false`, and nothing taken, if that is more than is left.
+    pub(super) fn take(&mut self, value: &Value) -> bool {
+        let cost = embedded(value).len() + 1;
+        match self.left_bytes.checked_sub(cost) {
+            Some(left_bytes) => {
+                self.left_bytes = left_bytes;
+                true
+            }
+            None => false,
+        }
+    }
+
+    pub(super) fn is_spent(&self) -> bool {
+        self.left_bytes < 64
+    }
+}
+
+/// A value as JSON inside a script element, which no text of it can end.
+pub(super) fn embedded(value: &Value) -> String {
+    value.to_string().replace('<', "\\u003c")
+}
+
+/// As many of these values as the budget has room for, and the number of the others.
+pub(super) fn within(budget: &mut Budget, values: impl IntoIterator<Item = Value>) -> (Vec<Value>, usize) {
+    let (mut kept, mut others) = (Vec::new(), 0);
+    for value in values {
+        if others == 0 && budget.take(&value) {
+            kept.push(value);
+        } else {
+            others += 1;
+        }
+    }
+    (kept, others)
+}

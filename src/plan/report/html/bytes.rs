@@ -1,0 +1,121 @@
+//! The bytes of the source files that feed each part of a tensor.
+
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    ops::Range,
+};
+
+use serde_json::{Value, json};
+
+use super::{super::leaf::Leaf, budget::Budget, files::Files};
+use crate::{
+    checkpoint::{Checkpoint, printable},
+    plan::{amplification::Expression, needed::runs_of},
+    tensor::{Region, Runs, TensorId},
+};
+
+/// Sets of runs of one source that a page lists. A count stands for the others.
+const RUNS_SHOWN: usize = 4;
+/// Sources of one part that a page lists.
+const SOURCES_SHOWN: usize = 12;
+
+/// Expression of a leaf, and dtype and bytes of each of its sources: leaves that agree in these read the same spans of theirs.
+type Kind = (Vec<u64>, Vec<u64>);
+
+/// What regions of leaves read. Equal reads are stored once.
+#[derive(Debug)]
+pub(super) struct Patterns<'a> {
+    checkpoint: &'a Checkpoint,
+    kinds: HashMap<Kind, usize>,
+    known: HashMap<(usize, Vec<Range<u64>>), Option<usize>>,
+    numbers: HashMap<String, usize>,
+    budget: Budget,
+    expression: Expression,
+    /// By number, per source `[number in the leaf, bytes, first, end, runs, number of further sets of runs]`.
+    pub(super) patterns: Vec<Value>,
+}
+
+/// The stored tensors that a leaf reads, each once.
+pub(super) fn sources_of(leaf: &Leaf<'_>) -> Vec<TensorId> {
+    let (mut sources, mut seen) = (Vec::new(), HashSet::new());
+    leaf.view.for_each_stored(&mut |id| {
+        if seen.insert(id) {
+            sources.push(id);
+        }
+    });
+    sources
+}
+
+impl<'a> Patterns<'a> {
+    pub(super) fn new(checkpoint: &'a Checkpoint, budget: Budget) -> Self {
+        let (kinds, known, numbers) = (HashMap::new(), HashMap::new(), HashMap::new());
+        Self { checkpoint, kinds, known, numbers, budget, expression: Expression::default(), patterns: Vec::new() }
+    }
+
+    /// The kind of a leaf.
+    pub(super) fn kind(&mut self, leaf: &Leaf<'_>, sources: &[TensorId]) -> usize {
+        self.expression.read(leaf.view);
+        let operands = sources.iter().map(|id| self.checkpoint.tensor(*id).bytes()).collect();
+        let next = self.kinds.len();
+        *self.kinds.entry((self.expression.words.clone(), operands)).or_insert(next)
+    }
+
+    /// The number of what a region of a leaf of this kind reads. `None` if the page has no room for it.
+    pub(super) fn of(&mut self, kind: usize, leaf: &Leaf<'_>, sources: &[TensorId], held: &Region) -> Option<usize> {
+        let region = leaf.region(held);
+        let key = (kind, region.iter().flat_map(Region::ranges).collect());
+        // A scalar has no ranges, and neither has nothing: the second is not stored here.
+        if let Some(known) = self.known.get(&key).filter(|_| region.is_some()) {
+            return *known;
+        }
+        if self.budget.is_spent() {
+            return None;
+        }
+        let pattern = region.as_ref().map_or_else(|| json!([]), |region| pattern(leaf, sources, region));
+        let text = pattern.to_string();
+        let number = match self.numbers.get(&text) {
+            Some(number) => Some(*number),
+            None if self.budget.take(&pattern) => {
+                self.patterns.push(pattern);
+                self.numbers.insert(text, self.patterns.len() - 1);
+                Some(self.patterns.len() - 1)
+            }
+            None => None,
+        };
+        if region.is_some() {
+            self.known.insert(key, number);
+        }
+        number
+    }
+}
+
+fn pattern(leaf: &Leaf<'_>, sources: &[TensorId], region: &Region) -> Value {
+    // A view without a tiling was refused when the plan was made.
+    let Some(tiling) = leaf.view.region(region).ok().and_then(|view| view.lower().ok()) else { return json!([]) };
+    let numbers: HashMap<TensorId, usize> = sources.iter().enumerate().map(|(number, id)| (*id, number)).collect();
+    let mut by_source: BTreeMap<usize, Vec<Runs>> = BTreeMap::new();
+    for (id, runs) in runs_of(&tiling) {
+        if let Some(number) = numbers.get(&id) {
+            by_source.entry(*number).or_default().push(runs);
+        }
+    }
+    let rows = by_source.into_iter().take(SOURCES_SHOWN).map(|(number, mut runs)| {
+        runs.sort_unstable();
+        runs.dedup();
+        let first = runs.iter().map(Runs::start).min().unwrap_or(0);
+        let end = runs.iter().map(Runs::end).max().unwrap_or(0);
+        let bytes: u64 = runs.iter().map(Runs::bytes).sum();
+        let shown: Value =
+            runs.iter().take(RUNS_SHOWN).map(|runs| json!([runs.start(), runs.run_bytes(), runs.loops()])).collect();
+        json!([number, bytes, first, end, shown, runs.len().saturating_sub(RUNS_SHOWN)])
+    });
+    rows.collect()
+}
+
+/// A stored tensor: `[name, file, first byte in the file, end, codec]`.
+pub(super) fn source_json(checkpoint: &Checkpoint, files: &Files, id: TensorId) -> Value {
+    let info = checkpoint.tensor(id);
+    let (file, span) = (info.file(), info.span());
+    let codec = checkpoint.source().coded(file, span.start()).map(|coded| coded.codec);
+    json!([printable(info.name), files.number(file), span.start(), span.end(), codec])
+}

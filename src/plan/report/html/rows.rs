@@ -1,0 +1,230 @@
+//! The tensors of a view as rows of the page.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use serde_json::{Value, json};
+
+use super::{
+    super::{
+        groups::{Group, groups},
+        leaf::{Leaf, for_each_leaf},
+    },
+    budget::Budget,
+    bytes::{Patterns, source_json, sources_of},
+    cuts::{Cut, Cuts, Part},
+    files::Files,
+};
+use crate::{
+    checkpoint::{Checkpoint, printable},
+    plan::{Plan, PlannedTensor, amplification::Amplification, name_group},
+    tensor::{Reads, TensorId},
+};
+
+/// Rows of a view.
+const ROWS_MAX: usize = 2000;
+/// Tensors of one layer or expert that a row lists with their sources.
+const LEAVES_SHOWN: usize = 24;
+/// Of those, that each part gets at least, and the parts that do.
+const LEAVES_OF_PART: usize = 2;
+const PARTS_SERVED: usize = 64;
+/// Source tensors of one of those.
+const SOURCES_SHOWN: usize = 8;
+
+/// The room that the parts of one view have.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Budgets {
+    pub(super) rows: Budget,
+    pub(super) sources: Budget,
+    pub(super) cuts: Budget,
+    pub(super) patterns: Budget,
+}
+
+/// The rows of a view, and what they refer to.
+#[derive(Debug, Default)]
+pub(super) struct Rows {
+    pub(super) rows: Vec<Value>,
+    pub(super) cuts: Vec<Value>,
+    pub(super) device_maps: Vec<Value>,
+    pub(super) patterns: Vec<Value>,
+    /// Groups, tensors and bytes without a row.
+    pub(super) folded: (usize, u64, u64),
+    /// Rows whose cut, or whose bytes in the sources, are not in the page.
+    pub(super) without_cut: usize,
+    pub(super) without_bytes: usize,
+}
+
+struct Maker<'a> {
+    checkpoint: &'a Checkpoint,
+    plan: &'a Plan,
+    files: &'a Files,
+    reads: HashMap<&'a str, Reads>,
+    cuts: Cuts<'a>,
+    patterns: Patterns<'a>,
+    sources: Budget,
+}
+
+/// The rows of a view for these devices. The largest groups come first where there is not room for all.
+pub(super) fn rows(
+    checkpoint: &Checkpoint,
+    plan: &Plan,
+    devices: &[u64],
+    files: &Files,
+    found: &Amplification,
+    budgets: Budgets,
+) -> Rows {
+    let groups = groups(plan);
+    let mut order: Vec<usize> = (0..groups.len()).collect();
+    order.sort_by_key(|index| std::cmp::Reverse(groups[*index].bytes));
+    let mut maker = Maker {
+        checkpoint,
+        plan,
+        files,
+        reads: found.tensors.iter().map(|(name, reads)| (name.as_str(), *reads)).collect(),
+        cuts: Cuts::new(plan, devices, budgets.cuts),
+        patterns: Patterns::new(checkpoint, budgets.patterns),
+        sources: budgets.sources,
+    };
+    let (mut of_page, mut budget) = (Rows::default(), budgets.rows);
+    let mut made: BTreeMap<usize, Value> = BTreeMap::new();
+    for index in order {
+        let group = &groups[index];
+        let mut row = maker.row(group);
+        if made.len() >= ROWS_MAX || !budget.take(&row) {
+            of_page.folded.0 += 1;
+            of_page.folded.1 += group.members.len() as u64;
+            of_page.folded.2 += group.bytes;
+            continue;
+        }
+        maker.details(group, &mut row);
+        of_page.without_cut += usize::from(row["cut"].is_null());
+        of_page.without_bytes += usize::from(row["leaves"].is_null());
+        made.insert(index, row);
+    }
+    let Maker { cuts, patterns, .. } = maker;
+    Rows {
+        rows: made.into_values().collect(),
+        cuts: cuts.cuts,
+        device_maps: cuts.device_maps,
+        patterns: patterns.patterns,
+        ..of_page
+    }
+}
+
+impl Maker<'_> {
+    /// The row without its parts and sources.
+    fn row(&self, group: &Group<'_>) -> Value {
+        let (first, shape) = (group.first(), group.first().view.shape());
+        let names = group.members.iter().map(|member| member.name.as_str());
+        let folded = name_group::fold(names, &[]);
+        let name = folded.first().map_or(group.name.as_str(), |folded| folded.name.as_str());
+        let mut row = json!({
+            "name": printable(name),
+            "count": group.members.len(),
+            "dtype": first.view.dtype().code(),
+            "bits": first.view.dtype().bits(),
+            "shape": shape.extents(),
+            "spec": self.plan.spec(first).to_json(shape.rank(), &self.plan.mesh),
+            "bytes": group.bytes,
+            "path": printable(&self.plan.path(first).join("/")),
+        });
+        if let Some(layers) = &first.layers {
+            row["layers"] = name_group::ranges(&layers.iter().copied().collect()).into();
+        }
+        if let Some(reads) = self.reads.get(group.name.as_str()) {
+            row["reads"] = json!([reads.needed_bytes, reads.paged_bytes]);
+        }
+        row
+    }
+
+    /// Adds the parts that devices hold, and the sources with their bytes, as far as there is room.
+    fn details(&mut self, group: &Group<'_>, row: &mut Value) {
+        row["files"] = self.files_of(group);
+        let cut = self.cuts.of(group);
+        let Some(cut) = cut else { return };
+        row["cut"] = cut.number.into();
+        if let Some(leaves) = self.leaves(group, &cut) {
+            for (key, value) in leaves {
+                row[key] = value;
+            }
+        }
+    }
+
+    /// The files that a group is read from, each with the number of stored tensors, the fullest first.
+    fn files_of(&mut self, group: &Group<'_>) -> Value {
+        let mut files: BTreeMap<usize, u64> = BTreeMap::new();
+        let mut of_source = |id: TensorId| {
+            *files.entry(self.files.number(self.checkpoint.tensor(id).file())).or_default() += 1;
+        };
+        group.members.iter().for_each(|member| member.view.for_each_stored(&mut of_source));
+        let files: Value = files.iter().map(|(file, count)| json!([file, count])).collect();
+        if self.sources.take(&files) { files } else { Value::Null }
+    }
+
+    /// The first leaves of a group: their sources, and what each part reads of these.
+    fn leaves(&mut self, group: &Group<'_>, cut: &Cut) -> Option<[(&'static str, Value); 3]> {
+        let (shown, count) = choose(group, cut);
+        let mut kinds: BTreeMap<usize, usize> = BTreeMap::new();
+        let (mut reads, mut rows) = (Vec::new(), Vec::new());
+        for (member, leaf) in &shown {
+            let sources = sources_of(leaf);
+            let kind = self.patterns.kind(leaf, &sources);
+            let number = match kinds.get(&kind) {
+                Some(number) => *number,
+                None => {
+                    let parts = cut.parts.iter();
+                    let of_parts = parts.map(|part| self.patterns.of(kind, leaf, &sources, &part.region));
+                    let of_parts: Vec<usize> = of_parts.collect::<Option<_>>()?;
+                    let of_parts = repeated(&of_parts);
+                    if !self.sources.take(&of_parts) {
+                        return None;
+                    }
+                    reads.push(of_parts);
+                    kinds.insert(kind, reads.len() - 1);
+                    reads.len() - 1
+                }
+            };
+            let listed = sources.iter().take(SOURCES_SHOWN);
+            let listed: Value = listed.map(|id| source_json(self.checkpoint, self.files, *id)).collect();
+            let name = if group.members.len() > 1 { printable(&member.name) } else { "".into() };
+            let expert = member.expert.map(|(number, _)| number);
+            let row = json!([number, name, leaf.at.as_slice(), listed, expert]);
+            if !self.sources.take(&row) {
+                break;
+            }
+            rows.push(row);
+        }
+        let more = count.saturating_sub(rows.len() as u64);
+        (!rows.is_empty()).then(|| [("reads_of", reads.into()), ("leaves", rows.into()), ("more_leaves", more.into())])
+    }
+}
+
+/// The leaves of a group that its row lists: the first ones, and the first ones of each part. Then the number of all.
+fn choose<'a>(group: &Group<'a>, cut: &Cut) -> (Vec<(&'a PlannedTensor, Leaf<'a>)>, u64) {
+    let (mut shown, mut count) = (Vec::new(), 0);
+    // Parts with the same leaves, and how many of these are listed.
+    let mut wanted: Option<Vec<(&Part, usize)>> = None;
+    for member in &group.members {
+        let expert = member.expert.map(|(number, _)| number);
+        for_each_leaf(&member.view, &mut |leaf| {
+            count += 1;
+            let wanted = wanted.get_or_insert_with(|| {
+                let axes: Vec<usize> = leaf.at.iter().map(|(axis, _)| *axis).collect();
+                let mut seen = HashSet::new();
+                let distinct = cut.parts.iter().filter(|part| seen.insert(part.leaves_key(&axes)));
+                distinct.take(PARTS_SERVED).map(|part| (part, 0)).collect()
+            });
+            let lacks = |(part, listed): &(&Part, usize)| *listed < LEAVES_OF_PART && part.has(&leaf, expert);
+            if shown.len() < LEAVES_SHOWN || wanted.iter().any(lacks) {
+                wanted.iter_mut().filter(|(part, _)| part.has(&leaf, expert)).for_each(|(_, listed)| *listed += 1);
+                shown.push((*member, leaf));
+            }
+            true
+        });
+    }
+    (shown, count)
+}
+
+/// Numbers as pairs of number and repetitions.
+fn repeated(numbers: &[usize]) -> Value {
+    numbers.chunk_by(|a, b| a == b).flat_map(|run| [run[0], run.len()]).map(Value::from).collect()
+}

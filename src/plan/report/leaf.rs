@@ -1,0 +1,63 @@
+//! The parts of a tensor's view below its stacks: the views of one layer or one expert each.
+
+use std::ops::Range;
+
+use smallvec::SmallVec;
+
+use crate::tensor::{Op, Region, View};
+
+/// A view of one layer or one expert, and its position in the tensor.
+#[derive(Clone, Debug)]
+pub(super) struct Leaf<'a> {
+    pub(super) view: &'a View,
+    /// Axis of the tensor by axis of the leaf.
+    pub(super) axes: SmallVec<[usize; 4]>,
+    /// The stacked axes of the tensor, each with the leaf's index on it.
+    pub(super) at: SmallVec<[(usize, u64); 2]>,
+}
+
+impl Leaf<'_> {
+    /// What a region of the tensor needs of this leaf if it holds the leaf at all. `None` if that is nothing.
+    pub(super) fn region(&self, held: &Region) -> Option<Region> {
+        let ranges: SmallVec<[Range<u64>; 4]> = held.ranges().collect();
+        let own: SmallVec<[Range<u64>; 4]> = self.axes.iter().map(|axis| ranges[*axis].clone()).collect();
+        Region::within(self.view.shape(), &own).filter(|region| !region.shape().is_empty())
+    }
+}
+
+/// Emits the leaves of a tensor's view in order. `false` ends the walk.
+pub(super) fn for_each_leaf<'a>(view: &'a View, emit: &mut dyn FnMut(Leaf<'a>) -> bool) {
+    walk(Leaf { view, axes: (0..view.shape().rank()).collect(), at: SmallVec::new() }, emit);
+}
+
+fn walk<'a>(mut leaf: Leaf<'a>, emit: &mut dyn FnMut(Leaf<'a>) -> bool) -> bool {
+    match leaf.view.op() {
+        Op::Stack { of, axis } => {
+            let axis = leaf.axes.remove(*axis);
+            (0..).zip(of).all(|(index, operand)| {
+                let mut below = Leaf { view: operand, ..leaf.clone() };
+                below.at.push((axis, index));
+                walk(below, emit)
+            })
+        }
+        Op::Transpose { of, axes } => {
+            let mut inner = leaf.axes.clone();
+            axes.iter().zip(&leaf.axes).for_each(|(from, axis)| inner[*from] = *axis);
+            walk(Leaf { view: of, axes: inner, at: leaf.at }, emit)
+        }
+        Op::Cast { of } | Op::Multiply { of, .. } | Op::Add { of, .. } | Op::Exp { of } => {
+            walk(Leaf { view: of, ..leaf }, emit)
+        }
+        Op::Source(_)
+        | Op::Mosaic(_)
+        | Op::Fill(_)
+        | Op::Slice { .. }
+        | Op::Gather { .. }
+        | Op::Sum { .. }
+        | Op::Product { .. }
+        | Op::Reshape { .. }
+        | Op::Concat { .. }
+        | Op::Pad { .. }
+        | Op::Quantized(_) => emit(leaf),
+    }
+}

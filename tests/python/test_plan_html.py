@@ -1,0 +1,236 @@
+"""`ckfs plan --html`: what the page holds, and what a real browser makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+import browser as browsers
+import mounting
+import repos
+from mounting import run
+
+# Screenshots are kept for people.
+SHOTS = Path(os.environ.get("CARGO_TARGET_DIR", mounting.ROOT / "target")) / "plan-html"
+PAGE_BYTES_MAX = 5_000_000
+
+
+def page_data(page: Path) -> dict:
+    """The plan that a page holds."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), flags=re.S)
+    return json.loads(found[1])
+
+
+def write_page(target: Path, source: Path, *flags: object) -> dict:
+    run("plan", source, *flags, "--html", target)
+    assert target.stat().st_size <= PAGE_BYTES_MAX
+    return page_data(target)
+
+
+def expanded(pairs: list[int]) -> list[int]:
+    return [number for number, times in zip(pairs[::2], pairs[1::2], strict=True) for _ in range(times)]
+
+
+def spans(data: dict, row: dict, device: int) -> dict[str, tuple[int, int]]:
+    """By source tensor of the row that the device reads: its first byte in the file and its end, as the page's script finds them."""
+    view = data["views"][0]
+    number, *parts = view["cuts"][row["cut"]]
+    at = expanded(view["device_maps"][number])[device]
+    held, experts, *ranges = parts[at]
+    found = {}
+    for kind, _, stacked, sources, expert in row["leaves"]:
+        if not held or (experts and expert is not None and not experts[0] <= expert <= experts[1]):
+            continue
+        if any(not ranges[axis][0] <= index < sum(ranges[axis]) for axis, index in stacked):
+            continue
+        for source, _, first, end, _, _ in view["patterns"][expanded(row["reads_of"][kind])[at]]:
+            name, _, begin, *_ = sources[source]
+            found[name] = (begin + first, begin + end)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("llama", ["--mesh", "fsdp=2,tensor=2"]),
+        ("llama", ["--mesh", "fsdp=3", "--unscanned"]),
+        ("qwen3_moe", ["--mesh", "expert=2,tensor=2"]),
+        ("qwen3_moe", ["--mesh", "fsdp=2,expert=2", "--unscanned"]),
+        ("phi3", ["--mesh", "tensor=2", "--layout", "maxtext"]),
+        ("block_fp8_bf16", ["--mesh", "fsdp=2,tensor=2", "--dequantize"]),
+    ],
+)
+def test_the_bytes_of_the_page_are_those_that_explain_names(name, flags, repo, tmp_path):
+    source = repo(name).path
+    if "maxtext" in flags and name == "phi3":
+        source = repo("llama").path
+    data = write_page(tmp_path / "plan.html", source, *flags)
+    view = data["views"][0]
+    compared = 0
+    for row in view["rows"]:
+        for device in (0, len(view["devices"]) - 1):
+            if row["count"] > 1:
+                continue
+            explained = run("explain", source, f"dev{view['devices'][device]}/{row['path']}", *flags, "--json", "--all").json()
+            expected: dict[str, tuple[int, int]] = {}
+            for piece in (piece for segment in explained["segments"] for piece in segment.get("pieces", [])):
+                if "tensor" in piece:
+                    first, end = expected.get(piece["tensor"], (piece["file_start"], piece["file_end"]))
+                    expected[piece["tensor"]] = (min(first, piece["file_start"]), max(end, piece["file_end"]))
+            found = spans(data, row, device)
+            assert expected.keys() <= found.keys() and expected == {name: found[name] for name in expected}, (row["name"], device)
+            compared += len(expected)
+    assert compared > 0 or "--unscanned" in flags
+
+
+def test_single_experts_are_on_their_own_devices(repo, tmp_path):
+    flags = ["--mesh", "expert=2", "--unscanned"]
+    source = repo("qwen3_moe").path
+    data = write_page(tmp_path / "plan.html", source, *flags)
+    rows = [row for row in data["views"][0]["rows"] if "experts" in row["name"]]
+    assert rows
+    manifest = json.loads(run("cat", source, ".ckfs/manifest.json", *flags).out)
+    for row in rows:
+        both = [spans(data, row, device) for device in (0, 1)]
+        assert both[0] and both[1] and not both[0].keys() & both[1].keys()
+        for device, found in enumerate(both):
+            holders = {
+                tensor["sources"][0] for tensor in manifest["tensors"]
+                if any(region["device"] == device and 0 not in region["shape"] for region in tensor["regions"]) and len(tensor["sources"]) == 1
+            }  # fmt: skip
+            assert found.keys() <= holders
+
+
+def test_the_page_says_what_the_text_says(repo, tmp_path):
+    source, flags = repo("llama").path, ["--mesh", "fsdp=2,tensor=2"]
+    data = write_page(tmp_path / "plan.html", source, *flags)
+    report = run("plan", source, *flags, "--json").json()["views"][0]
+    view = data["views"][0]
+    assert view["bytes"] == report["bytes"] and view["devices"] == [row["device"] for row in report["devices"]]
+    assert view["device_bytes"] == [row["bytes"] for row in report["devices"]]
+    reads = report["amplification"]
+    assert view["device_reads"] == [[row["needed_bytes"], row["paged_bytes"]] for row in reads["devices"]]
+    assert view["over_read"]["advice"] == reads["advice"] and reads["advice"]
+    text = run("plan", source, *flags).out
+    assert "dev3 = fsdp=1,tensor=1" in text
+    for reason in reads["reasons"]:
+        assert reason["text"] in text and "tensor=2" in reason["mesh_axes"] + ["tensor=2"]
+    for line in reads["advice"]:
+        assert f"advice: {line}" in text
+
+
+def test_text_and_json_are_printed_with_and_without_a_page(repo, tmp_path):
+    source = repo("llama").path
+    for flags in ([], ["--json"]):
+        page = tmp_path / f"plan{len(flags)}.html"
+        assert run("plan", source, *flags, "--html", page).out == run("plan", source, *flags).out
+        assert page.stat().st_size > 10_000
+
+
+def test_only_a_regular_file_is_replaced_and_only_by_a_whole_page(repo, tmp_path):
+    source = repo("llama").path
+    old = tmp_path / "plan.html"
+    old.write_text("old")
+    for wrong in ("-", tmp_path, "/dev/null", tmp_path / "missing/plan.html"):
+        done = run("plan", source, "--html", wrong, expect=2)
+        assert str(wrong).removesuffix("/plan.html") in done.err and not done.out
+    run("plan", source, "--mesh", "fdsp=2", "--html", old, expect=1)
+    assert old.read_text() == "old"
+    run("plan", source, "--html", old)
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.html"] and "ckfs plan" in old.read_text()
+
+
+def sparse(path: Path, shapes: dict[str, list[int]]) -> Path:
+    """A repository whose weights are holes."""
+    header, end = {}, 0
+    for name, (rows, columns) in shapes.items():
+        header[name] = {"dtype": "BF16", "shape": [rows, columns], "data_offsets": [end, end := end + rows * columns * 2]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.mkdir()
+    with open(path / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    return path
+
+
+HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>\"'&\u202e"
+
+
+def test_very_many_tensors_and_devices_stay_below_the_bound(tmp_path):
+    """Names and shapes that cannot be grouped: the smallest ones are folded, and the page says so."""
+    shapes = {f"{HOSTILE}{'y' * (number % 70)}{number:x}z": [64 + number % 97, 32 + number % 53] for number in range(2500)}
+    page = tmp_path / "plan.html"
+    data = write_page(page, sparse(tmp_path / "hostile", shapes), "--mesh", "fsdp=2048")
+    view = data["views"][0]
+    assert view["more_devices"] == 1024 and view["folded"]["groups"] + len(view["rows"]) == 2500
+    assert view["folded"]["without_bytes"] > 0
+    assert page.stat().st_size > PAGE_BYTES_MAX / 4
+
+
+@pytest.fixture
+def browser(tmp_path):
+    if browsers.find() is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"no browser, and CI=true: expected one of {browsers.PROGRAMS}")
+        pytest.skip("no browser: `tests/run host` installs one")
+    found = browsers.Browser(tmp_path / "profile")
+    yield found
+    found.close()
+
+
+def ready(browser: browsers.Browser, page: Path) -> None:
+    browser.open(page)
+    assert browser.value("document.documentElement.dataset.ready") == "true"
+    # Rows are drawn when they come into sight.
+    browser.value("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 100)))")
+
+
+def test_a_browser_shows_the_plan_and_a_click_the_bytes_of_a_tensor(browser, repo, tmp_path):
+    source, page = repo("llama").path, tmp_path / "plan.html"
+    data = write_page(page, source, "--mesh", "fsdp=2,tensor=2")
+    for name, width, height, dark in [("wide", 1440, 1000, False), ("dark", 1440, 1000, True), ("narrow", 420, 1400, False)]:
+        browser.window(width, height, dark)
+        ready(browser, page)
+        image = browser.screenshot(SHOTS / f"{name}.png")
+        assert len(image) > 20_000, "the picture has nearly nothing in it"
+        assert browser.value("document.documentElement.scrollWidth <= window.innerWidth"), f"{name}: the page is too wide"
+    browser.window(1440, 1000)
+    ready(browser, page)
+    rows = data["views"][0]["rows"]
+    row = next(row for row in rows if row["name"] == "layers.scanned.wo")
+    canvas = f'[data-row="{rows.index(row)}"] canvas'
+    x, y = browser.point(canvas, x=0.9)
+    browser.move(x, y)
+    assert "dev3" in browser.value("document.getElementById('tip').innerText")
+    browser.click(x, y)
+    shown = browser.value("document.getElementById('detail').innerText")
+    assert "layers.scanned.wo" in shown and "dev3 · fsdp=1, tensor=1" in shown
+    for name, (first, end) in spans(data, row, 3).items():
+        assert name in shown and f"bytes {first:,} to {end:,}" in shown
+    browser.click(*browser.point("#head", x=0.1, y=0.5))
+    shown = browser.value("document.getElementById('detail').innerText")
+    assert shown.startswith("dev0") and "model-00001" in shown
+    browser.value("document.getElementById('filter').value = 'w_up'; document.getElementById('filter').dispatchEvent(new Event('input'))")
+    assert browser.value("[...document.querySelectorAll('[data-row]')].filter((row) => !row.hidden).length") == 1
+    assert browser.complaints == [] and browser.requests == [page.as_uri()]
+
+
+def test_names_of_a_checkpoint_are_text_to_a_browser(browser, tmp_path):
+    page = tmp_path / "plan.html"
+    shapes = {f"{HOSTILE}.{word}": [64, 32] for word in ("a", "b")} | {f"model.layers.{n}.w": [32, 32] for n in range(3)}
+    write_page(page, sparse(tmp_path / HOSTILE.replace("/", "|")[:80], shapes), "--mesh", "fsdp=512,tensor=2")
+    browser.window(1440, 1000)
+    ready(browser, page)
+    assert browser.value("document.title").endswith("ckfs plan") and browser.value("document.images.length") == 0
+    assert browser.value("document.getElementById('matrix').innerText").count("onerror=alert(1)") >= 2
+    # The policy refuses what the page does not hold itself, whoever asks for it.
+    assert browser.value("(() => { const s = document.createElement('script'); s.textContent = 'window.taken = 1'; document.body.append(s); return window.taken })()") is None
+    refused = browser.complaints
+    assert len(refused) == 1 and "Content Security Policy" in refused[0]
+    browser.screenshot(SHOTS / "many-devices.png")
