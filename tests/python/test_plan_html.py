@@ -50,7 +50,9 @@ def spans(data: dict, row: dict, device: int) -> dict[str, tuple[int, int]]:
             continue
         for source, _, first, end, _, _ in view["patterns"][expanded(row["reads_of"][kind])[at]]:
             name, _, begin, *_ = sources[source]
-            found[name] = (begin + first, begin + end)
+            # The boxes of one tensor have one name.
+            low, high = found.get(name, (begin + first, begin + end))
+            found[name] = (min(low, begin + first), max(high, begin + end))
     return found
 
 
