@@ -294,12 +294,18 @@ fn plan_and_explain_report_the_over_read() {
         format!("over-read   dev0-7: each {half}\n"),
         "all listed devices together: 2.0 MiB of the sources, 2.0 MiB in whole pages: 1.00 times\n".to_owned(),
         "most by layers.scanned.w_down 2.00 times\n".to_owned(),
+        "devices     dev0 = tensor=0  dev1 = tensor=1  dev2 = tensor=2  dev3 = tensor=3\n".to_owned(),
+        "why: of layers.scanned.w_down, tensor=8 cuts axis 2: a device needs 2.0 KiB of every 16.0 KiB, and files are read in \
+         pages of 4.0 KiB\n"
+            .to_owned(),
+        "advice: a host that runs all listed devices reads each page once, and no more than it needs\n".to_owned(),
     ] {
         assert!(all.contains(&line), "{line}: {all}");
     }
     let apart = plan("1-2,5");
     let union = "all listed devices together: 768 KiB of the sources, 1.5 MiB in whole pages: 2.00 times\n";
     assert!(apart.contains(&format!("dev1-2,5: each {half}\n")) && apart.contains(union), "{apart}");
+    assert!(apart.contains("advice: devices that differ only in tensor use the same pages"), "{apart}");
     let rows = fixture.run(&["plan", "down", "--mesh", "fsdp=8"]).ok().text();
     assert!(!rows.contains("over-read"), "{rows}");
     let json = fixture.run(&["plan", "down", "--mesh", "tensor=8", "--devices", "0-1", "--json"]).ok().json();
@@ -319,6 +325,18 @@ fn plan_and_explain_report_the_over_read() {
     assert!(text.contains(&format!("reads         {half}\n")), "{text}");
     let json = fixture.run(&["explain", "down", path, "--mesh", "tensor=8", "--json"]).ok().json();
     assert_eq!(json["reads"], json!({"needed_bytes": 256 << 10, "paged_bytes": 512 << 10, "page_bytes": 4096}));
+}
+
+#[test]
+fn a_page_of_the_plan_is_one_file_beside_what_is_printed() {
+    let fixture = Fixture::new();
+    let printed = fixture.run(&["plan", "model", "--mesh", "fsdp=2"]).ok().text();
+    assert_eq!(fixture.run(&["plan", "model", "--mesh", "fsdp=2", "--html", "plan.html"]).ok().text(), printed);
+    let page = fs::read_to_string(fixture.path("plan.html")).unwrap();
+    assert!(page.starts_with("<!doctype html>") && page.contains("script-src 'sha256-"), "{page}");
+    assert!(page.matches("<script").count() == 2 && page.contains("model.layers.0.self_attn.q_proj.weight"), "{page}");
+    fixture.run(&["plan", "model", "--html", "-"]).fails(2, "-: expected the name of a file, such as plan.html");
+    fixture.run(&["plan", "model", "--html", "/dev/null"]).fails(2, "/dev/null: is not a regular file");
 }
 
 #[test]

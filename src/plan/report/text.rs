@@ -222,6 +222,28 @@ fn left_out_text(plan: &Plan, line: &mut dyn FnMut(&str, &str)) {
     }
 }
 
+/// The mesh, its devices with their coordinates, and what each axis splits.
+fn mesh_text(plan: &Plan, line: &mut dyn FnMut(&str, &str)) {
+    let total: u64 = plan.bundle().map(PlannedTensor::bytes).sum();
+    let count = plan.bundle().count();
+    let mesh = if plan.mesh.axes().is_empty() { "none".to_owned() } else { plan.mesh.to_string() };
+    let listed = plan.devices.len() as u64;
+    let some = if listed == plan.mesh.devices() { String::new() } else { format!(", {listed} listed") };
+    line("mesh", &format!("{mesh}: {} devices{some}", plan.mesh.devices()));
+    if !plan.mesh.axes().is_empty() {
+        for (index, devices) in coordinates_text(plan).iter().enumerate() {
+            line(if index == 0 { "devices" } else { "" }, devices);
+        }
+    }
+    for axis in axis_effects(plan) {
+        let AxisEffect { name, size, tensors, bytes } = axis;
+        let logical = "by the rules for logical axes";
+        let rule = if plan.logical_rules.is_some() { logical } else { rule_of_axis(axis_use(&name)) };
+        let part = percent(bytes, total);
+        line("", &format!("{name}={size} splits {tensors} of {count} tensors, {part} of the bytes ({rule})"));
+    }
+}
+
 /// One view, without the lines that are the same for all views of a source.
 pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
     let mut text = String::new();
@@ -251,22 +273,7 @@ pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
     if !plan.dropped.is_empty() {
         line("dropped", &named_text(&plan.dropped, "which no decoder reads"));
     }
-    let mesh = if plan.mesh.axes().is_empty() { "none".to_owned() } else { plan.mesh.to_string() };
-    let listed = plan.devices.len() as u64;
-    let some = if listed == plan.mesh.devices() { String::new() } else { format!(", {listed} listed") };
-    line("mesh", &format!("{mesh}: {} devices{some}", plan.mesh.devices()));
-    if !plan.mesh.axes().is_empty() {
-        for (index, devices) in coordinates_text(plan).iter().enumerate() {
-            line(if index == 0 { "devices" } else { "" }, devices);
-        }
-    }
-    for axis in axis_effects(plan) {
-        let AxisEffect { name, size, tensors, bytes } = axis;
-        let logical = "by the rules for logical axes";
-        let rule = if plan.logical_rules.is_some() { logical } else { rule_of_axis(axis_use(&name)) };
-        let part = percent(bytes, total);
-        line("", &format!("{name}={size} splits {tensors} of {count} tensors, {part} of the bytes ({rule})"));
-    }
+    mesh_text(plan, &mut line);
     line("tensors", &format!("{count}, {} unsharded; {} raw files per device", human_bytes(total), plan.tensors.len()));
     let per_device = bytes_per_device(plan);
     let (least, most) = (per_device.iter().min().copied().unwrap_or(0), per_device.iter().max().copied().unwrap_or(0));

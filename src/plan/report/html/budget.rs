@@ -25,7 +25,7 @@ impl Budget {
         }
     }
 
-    pub(super) fn is_spent(&self) -> bool {
+    pub(super) const fn is_spent(self) -> bool {
         self.left_bytes < 64
     }
 }

@@ -32,7 +32,7 @@ pub(super) struct Patterns<'a> {
     budget: Budget,
     expression: Expression,
     /// By number, per source `[number in the leaf, bytes, first, end, runs, number of further sets of runs]`.
-    pub(super) patterns: Vec<Value>,
+    pub(super) listed: Vec<Value>,
 }
 
 /// The stored tensors that a leaf reads, each once.
@@ -49,7 +49,7 @@ pub(super) fn sources_of(leaf: &Leaf<'_>) -> Vec<TensorId> {
 impl<'a> Patterns<'a> {
     pub(super) fn new(checkpoint: &'a Checkpoint, budget: Budget) -> Self {
         let (kinds, known, numbers) = (HashMap::new(), HashMap::new(), HashMap::new());
-        Self { checkpoint, kinds, known, numbers, budget, expression: Expression::default(), patterns: Vec::new() }
+        Self { checkpoint, kinds, known, numbers, budget, expression: Expression::default(), listed: Vec::new() }
     }
 
     /// The kind of a leaf.
@@ -76,9 +76,9 @@ impl<'a> Patterns<'a> {
         let number = match self.numbers.get(&text) {
             Some(number) => Some(*number),
             None if self.budget.take(&pattern) => {
-                self.patterns.push(pattern);
-                self.numbers.insert(text, self.patterns.len() - 1);
-                Some(self.patterns.len() - 1)
+                self.listed.push(pattern);
+                self.numbers.insert(text, self.listed.len() - 1);
+                Some(self.listed.len() - 1)
             }
             None => None,
         };

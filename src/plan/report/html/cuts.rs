@@ -66,7 +66,7 @@ pub(super) struct Cuts<'a> {
     maps: HashMap<String, usize>,
     budget: Budget,
     /// By number, the parts as `[map, [tensors held, [first, last expert] or 0, [start, length] per axis …], …]`.
-    pub(super) cuts: Vec<Value>,
+    pub(super) listed: Vec<Value>,
     /// By device, the number of its part, as pairs of number and repetitions.
     pub(super) device_maps: Vec<Value>,
 }
@@ -74,7 +74,7 @@ pub(super) struct Cuts<'a> {
 impl<'a> Cuts<'a> {
     pub(super) fn new(plan: &'a Plan, devices: &'a [u64], budget: Budget) -> Self {
         let (known, maps) = (HashMap::new(), HashMap::new());
-        Self { plan, devices, known, maps, budget, cuts: Vec::new(), device_maps: Vec::new() }
+        Self { plan, devices, known, maps, budget, listed: Vec::new(), device_maps: Vec::new() }
     }
 
     /// The cut of a group. `None` if the page has no room for it.
@@ -140,8 +140,8 @@ impl<'a> Cuts<'a> {
             self.maps.insert(text, map_number);
             self.device_maps.push(map);
         }
-        self.cuts.push(value);
-        Some(Cut { number: self.cuts.len() - 1, parts })
+        self.listed.push(value);
+        Some(Cut { number: self.listed.len() - 1, parts })
     }
 }
 

@@ -11,6 +11,8 @@ mod cuts;
 mod files;
 mod rows;
 
+use std::fmt::Write as _;
+
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
@@ -100,7 +102,8 @@ fn plain_text(checkpoint: &Checkpoint, views: &[ViewReport<'_>]) -> String {
     let mut text = source_text(checkpoint);
     for ViewReport { name, plan, .. } in views {
         let heading = if name.is_empty() { String::new() } else { format!("{:<10}  {}\n", "view", printable(name)) };
-        text.push_str(&format!("\n{heading}{}", view_text(checkpoint, plan)));
+        // Writing to a string cannot fail.
+        let _ = write!(text, "\n{heading}{}", view_text(checkpoint, plan));
     }
     if text.len() > TEXT_BYTES_MAX {
         let end = (0..=TEXT_BYTES_MAX).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
@@ -165,7 +168,7 @@ fn view_json(checkpoint: &Checkpoint, view: &ViewReport<'_>, files: &Files, shar
         cuts: room(CUTS_BYTES),
         patterns: room(PATTERNS_BYTES),
     };
-    let Rows { rows, cuts, device_maps, patterns, folded, without_cut, without_bytes } =
+    let Rows { listed, cuts, device_maps, patterns, folded, without_cut, without_bytes } =
         rows(checkpoint, plan, devices, files, &found, budgets);
     let mut json = about(plan, shares);
     let more_of = |key: &str| more.get(key).cloned().unwrap_or_else(|| json!([]));
@@ -179,7 +182,7 @@ fn view_json(checkpoint: &Checkpoint, view: &ViewReport<'_>, files: &Files, shar
             found.devices[..devices.len()].iter().map(|reads| json!([reads.needed_bytes, reads.paged_bytes])).collect(),
         ),
         ("union", json!([found.union.needed_bytes, found.union.paged_bytes])),
-        ("rows", rows.into()),
+        ("rows", listed.into()),
         ("cuts", cuts.into()),
         ("device_maps", device_maps.into()),
         ("patterns", patterns.into()),

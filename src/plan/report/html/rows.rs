@@ -23,10 +23,10 @@ use crate::{
 /// Rows of a view.
 const ROWS_MAX: usize = 2000;
 /// Tensors of one layer or expert that a row lists with their sources.
-const LEAVES_SHOWN: usize = 24;
+const LEAVES_SHOWN: usize = 16;
 /// Of those, that each part gets at least, and the parts that do.
-const LEAVES_OF_PART: usize = 2;
-const PARTS_SERVED: usize = 64;
+const LEAVES_OF_PART: usize = 1;
+const PARTS_SERVED: usize = 32;
 /// Source tensors of one of those.
 const SOURCES_SHOWN: usize = 8;
 
@@ -42,7 +42,7 @@ pub(super) struct Budgets {
 /// The rows of a view, and what they refer to.
 #[derive(Debug, Default)]
 pub(super) struct Rows {
-    pub(super) rows: Vec<Value>,
+    pub(super) listed: Vec<Value>,
     pub(super) cuts: Vec<Value>,
     pub(super) device_maps: Vec<Value>,
     pub(super) patterns: Vec<Value>,
@@ -102,10 +102,10 @@ pub(super) fn rows(
     }
     let Maker { cuts, patterns, .. } = maker;
     Rows {
-        rows: made.into_values().collect(),
-        cuts: cuts.cuts,
+        listed: made.into_values().collect(),
+        cuts: cuts.listed,
         device_maps: cuts.device_maps,
-        patterns: patterns.patterns,
+        patterns: patterns.listed,
         ..of_page
     }
 }
@@ -168,20 +168,12 @@ impl Maker<'_> {
         for (member, leaf) in &shown {
             let sources = sources_of(leaf);
             let kind = self.patterns.kind(leaf, &sources);
-            let number = match kinds.get(&kind) {
-                Some(number) => *number,
-                None => {
-                    let parts = cut.parts.iter();
-                    let of_parts = parts.map(|part| self.patterns.of(kind, leaf, &sources, &part.region));
-                    let of_parts: Vec<usize> = of_parts.collect::<Option<_>>()?;
-                    let of_parts = repeated(&of_parts);
-                    if !self.sources.take(&of_parts) {
-                        return None;
-                    }
-                    reads.push(of_parts);
-                    kinds.insert(kind, reads.len() - 1);
-                    reads.len() - 1
-                }
+            let number = if let Some(number) = kinds.get(&kind) {
+                *number
+            } else {
+                reads.push(self.reads_of(cut, kind, leaf, &sources)?);
+                kinds.insert(kind, reads.len() - 1);
+                reads.len() - 1
             };
             let listed = sources.iter().take(SOURCES_SHOWN);
             let listed: Value = listed.map(|id| source_json(self.checkpoint, self.files, *id)).collect();
@@ -195,6 +187,13 @@ impl Maker<'_> {
         }
         let more = count.saturating_sub(rows.len() as u64);
         (!rows.is_empty()).then(|| [("reads_of", reads.into()), ("leaves", rows.into()), ("more_leaves", more.into())])
+    }
+
+    /// What each part reads of a leaf of this kind, as pairs of number and repetitions.
+    fn reads_of(&mut self, cut: &Cut, kind: usize, leaf: &Leaf<'_>, sources: &[TensorId]) -> Option<Value> {
+        let of_parts = cut.parts.iter().map(|part| self.patterns.of(kind, leaf, sources, &part.region));
+        let of_parts = repeated(&of_parts.collect::<Option<Vec<usize>>>()?);
+        self.sources.take(&of_parts).then_some(of_parts)
     }
 }
 
