@@ -124,11 +124,10 @@ fn reads_one_by_one(tilings: &[Tiling], tensor: TensorId, place: &Range<u64>, pa
             let decode = &tiling.decoders()[decoder as usize];
             let codes = decode.value().map(|value| value.load.field.bits() / 8);
             let width = codes.or(decode.source_bytes(tiling.unit_bytes())).unwrap();
-            // A value may have more elements than the tensor that it is loaded from, which then repeat.
-            let elements = decode.value().map_or(u64::MAX, |value| value.load.tensor.shape.elements());
             if from == tensor {
                 for_each_unit(piece, &mut |_, unit| {
-                    let unit = (offset + unit) % elements;
+                    // The elements of a value have their places by its index.
+                    let unit = decode.value().map_or(offset + unit, |value| value.load.index.at(offset + unit));
                     needed.extend(unit * width..(unit + 1) * width);
                 });
             }
