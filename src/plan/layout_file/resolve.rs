@@ -339,10 +339,14 @@ impl<'a> Resolver<'a> {
         let Some(stage) = leaf.stage.as_ref().or_else(|| place?.stage.as_ref()) else { return Ok(None) };
         let number = stage.it.eval(&Local { scope: self.scope, bound }).and_then(|number| number.natural("stage"));
         let stages = self.scope.mesh.find(STAGE_AXIS).map_or(1, |axis| self.scope.mesh.axes()[axis].size);
+        let number =
+            number.and_then(|number| if number < stages { Ok(number) } else { Err(EvalError::Range("stage")) });
         match number {
-            Ok(number) if number < stages => Ok(Some(number).filter(|_| stages > 1)),
-            Ok(_) => Err(self.add(self.scope.file.problem(stage.line, name, &EvalError::Range("stage")))),
-            Err(error) => Err(self.add(self.scope.file.problem(stage.line, name, &error))),
+            Ok(number) => Ok(Some(number).filter(|_| stages > 1)),
+            Err(error) => {
+                self.add(self.scope.file.problem(stage.line, name, &error));
+                Err(())
+            }
         }
     }
 
