@@ -162,7 +162,11 @@ impl Bundle {
 
     /// Shards of a device in the order of its safetensors file.
     pub(super) fn entries(&self, device: u64) -> Vec<NamedView<'_>> {
-        let tensors = self.plan.bundle();
+        self.named(self.plan.bundle(), device)
+    }
+
+    /// Shards of these tensors on a device, in the order of a safetensors file.
+    fn named<'a>(&self, tensors: impl Iterator<Item = &'a PlannedTensor>, device: u64) -> Vec<NamedView<'a>> {
         let mut entries: Vec<_> =
             tensors.map(|tensor| NamedView { name: &tensor.name, view: shard(&self.plan, tensor, device) }).collect();
         // Widest first keeps every tensor aligned to its element; names keep their order within a width.
@@ -210,6 +214,10 @@ impl Bundle {
 
     /// Length of a rank's file.
     pub(super) fn sharded_state_len(&self, device: u64) -> u64 {
+        if self.plan.has_stages() {
+            // A rank holds the tensors of its stage only: lengths counted for all tensors are of no use.
+            return self.sharded_state(device).expect(CHECKED).len_bytes();
+        }
         let (_, rows, data) = self.counted(device);
         // Its metadata is a part of that of the device's safetensors file.
         SafetensorsLength::counted(metadata_bytes(FORMAT_PT), rows, data).file_bytes().expect(CHECKED)
@@ -222,7 +230,7 @@ impl Bundle {
 
     /// A rank's file.
     pub(super) fn sharded_state(&self, device: u64) -> Result<FileImage, ImageError> {
-        safetensors(self.entries(device), FORMAT_PT)
+        safetensors(self.named(self.plan.bundle_of_stage(device), device), FORMAT_PT)
     }
 
     /// By kind, the first listed device that holds whole tensors; `None` if one of the kinds is whole on no device.

@@ -10,7 +10,7 @@ use super::{
     input::FormatInput,
     output::{Content, Directory, OutputFormat, Shown, VirtualFile},
 };
-use crate::plan::{HfContent, HfFile, Problem};
+use crate::plan::{HfContent, HfFile, Problem, Rank};
 
 /// Suffixes of files that hold weights or list where weights are.
 const WEIGHT_ENDINGS: [&str; 8] = [".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"];
@@ -38,9 +38,13 @@ impl OutputFormat for ShardedState {
         });
         let repository: Vec<_> = repository.collect::<Result<_, Problem>>().map_err(|problem| vec![problem])?;
         let directory = Directory::with(self.name(), |directory| {
-            for (rank, device) in plan.ranks() {
+            for Rank { stage, number, device } in plan.ranks() {
                 let file = RankFile { bundle: Arc::clone(input.bundle()), device };
-                directory.file(&format!("model-rank-{rank}-part-0.safetensors"), file);
+                let name = match stage {
+                    None => format!("model-rank-{number}-part-0.safetensors"),
+                    Some(stage) => format!("model-pp-{stage}-tp-{number}-part-0.safetensors"),
+                };
+                directory.file(&name, file);
             }
             for (file, entry) in repository {
                 directory.add(&file.path, entry);
@@ -54,7 +58,7 @@ fn is_weights(file: &HfFile) -> bool {
     matches!(file.content, HfContent::Weights { .. }) || WEIGHT_ENDINGS.iter().any(|ending| file.path.ends_with(ending))
 }
 
-/// The shards of a rank; rank and device have the same number.
+/// The shards of a rank, which are those of a device.
 #[derive(Debug)]
 struct RankFile {
     bundle: Arc<Bundle>,

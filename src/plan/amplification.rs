@@ -37,10 +37,11 @@ impl Amplification {
         let mut firsts: Vec<&PlannedTensor> = Vec::new();
         let mut tensors: Vec<(&PlannedTensor, u32)> = Vec::new();
         for tensor in plan.bundle() {
-            let kind = *kinds.entry((tensor.spec, tensor.expert, tensor.view.shape())).or_insert_with(|| {
-                firsts.push(tensor);
-                number(firsts.len() - 1)
-            });
+            let kind =
+                *kinds.entry((tensor.spec, tensor.expert, tensor.stage, tensor.view.shape())).or_insert_with(|| {
+                    firsts.push(tensor);
+                    number(firsts.len() - 1)
+                });
             tensors.push((tensor, kind));
         }
         let classes = Classes::new(plan, &firsts);
@@ -56,8 +57,8 @@ impl Amplification {
     }
 }
 
-/// Spec, expert and shape of a tensor: they determine which part of it each device holds.
-type HoldingKey<'a> = (u32, Option<(u64, u64)>, &'a Shape);
+/// Spec, expert, stage and shape of a tensor: they determine which part of it each device holds.
+type HoldingKey<'a> = (u32, Option<(u64, u64)>, Option<u64>, &'a Shape);
 
 /// A number as 32 bits: there are fewer tensors and devices than that.
 fn number(of: usize) -> u32 {

@@ -449,7 +449,7 @@ impl<'a> Builder<'a> {
             self.problem("logical rules", format!("the rule for {logical:?} names the mesh axis {axis:?} twice"));
         }
         let (problems, warnings) = (&mut self.problems, &mut self.warnings);
-        unused::mesh_axes(options, rules.as_ref(), problems, warnings);
+        unused::mesh_axes(options, rules.as_ref(), drafts, problems, warnings);
         unused::patterns(wanted.seen(), options, drafts, warnings);
         unused::logical_rules(options, rules.is_some(), drafts, warnings);
         rules

@@ -6,8 +6,8 @@ use std::collections::HashMap;
 use super::{AxisUse, Plan, PlannedTensor, axis_use, spec};
 use crate::tensor::Shape;
 
-/// Spec, first of the experts that the same devices hold, shape.
-type Key<'a> = (u32, Option<u64>, &'a Shape);
+/// Spec, first of the experts that the same devices hold, stage, shape.
+type Key<'a> = (u32, Option<u64>, Option<u64>, &'a Shape);
 
 /// The kinds of a plan's tensors.
 #[derive(Clone, Debug, Default)]
@@ -28,7 +28,7 @@ impl Kinds {
         let mut known: HashMap<Key<'_>, u32> = HashMap::new();
         let mut kinds = Self { of_tensor: Vec::with_capacity(plan.tensors.len()), first: Vec::new() };
         for (index, tensor) in plan.tensors.iter().enumerate() {
-            let key = (tensor.spec, plan.expert_group(tensor), tensor.view.shape());
+            let key = (tensor.spec, plan.expert_group(tensor), tensor.stage, tensor.view.shape());
             let kind = *known.entry(key).or_insert_with(|| {
                 kinds.first.push(narrow(index));
                 narrow(kinds.first.len() - 1)

@@ -56,7 +56,7 @@ pub use logical::LogicalRules;
 pub use name_group::NameGroup;
 pub use naming::{SELF_WORD, component};
 pub use options::{Layout, ViewOptions};
-pub use planned::{Decoded, Plan, PlannedTensor};
+pub use planned::{Decoded, Plan, PlannedTensor, Rank};
 pub use problem::{PlanError, Problem};
 pub use remote_bytes::{FETCHED_BYTES, RemoteBytes};
 pub use select::Subset;

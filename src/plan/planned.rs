@@ -17,7 +17,7 @@ use super::{
     naming::component,
     options::{Layout, ViewOptions},
     problem::Problem,
-    shard::{self, AxisUse, axis_use},
+    shard::{self, AxisUse, STAGE_AXIS, axis_use},
     spec::{self, Spec},
 };
 use crate::{
@@ -36,12 +36,25 @@ pub struct PlannedTensor {
     pub(super) spec: u32,
     /// Number of this expert and of all experts, for a tensor of a single expert.
     pub(super) expert: Option<(u64, u64)>,
+    /// Number of the pipeline stage that holds the tensor, if only one does.
+    pub(super) stage: Option<u64>,
     /// The bundles that hold it.
     pub bundled: Bundled,
     /// Numbers of the layers stacked on axis 0, for a stack.
     pub layers: Option<Arc<[u64]>>,
     /// Logical names of its axes, where the layout gives them.
     pub logical: Vec<String>,
+}
+
+/// A process of a serving engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rank {
+    /// Its pipeline stage, if there are several.
+    pub stage: Option<u64>,
+    /// Its number, within its stage.
+    pub number: u64,
+    /// A device that has its shards.
+    pub device: u64,
 }
 
 /// The decoded tensors of one scheme.
@@ -156,6 +169,7 @@ impl Plan {
                 view: draft.view,
                 spec: index,
                 expert,
+                stage: draft.roles.stage,
                 bundled: draft.bundled,
                 layers: draft.layers,
                 logical: draft.roles.logical,
@@ -212,7 +226,8 @@ impl Plan {
     }
 
     /// The region of a tensor that a device holds. The devices to which the expert axis gives a tensor of a single expert
-    /// hold it whole, or as its spec says. On the other devices its region is empty.
+    /// hold it whole, or as its spec says. The same holds for the devices of the stage of a tensor of a single stage. On the
+    /// other devices its region is empty.
     ///
     /// # Panics
     /// Never for a tensor of this plan.
@@ -220,12 +235,40 @@ impl Plan {
         let coordinates = self.mesh.coordinates(device);
         let shape = tensor.view.shape();
         let region = self.spec(tensor).region(shape, &self.mesh, &coordinates);
-        if self.has_expert(tensor, &coordinates) || shape.rank() == 0 {
+        if self.has(tensor, &coordinates) || shape.rank() == 0 {
             return region;
         }
         let mut ranges: Vec<_> = region.ranges().collect();
         ranges[0].end = ranges[0].start;
         Region::within(shape, &ranges).expect("an empty range inside a region lies inside the shape")
+    }
+
+    /// Whether the expert axis and the stages give a tensor to the device at these coordinates.
+    fn has(&self, tensor: &PlannedTensor, coordinates: &[u64]) -> bool {
+        self.has_expert(tensor, coordinates) && self.has_stage(tensor, coordinates)
+    }
+
+    /// Whether a tensor is of the pipeline stage of the device at these coordinates. True for every tensor that is not of one
+    /// stage.
+    fn has_stage(&self, tensor: &PlannedTensor, coordinates: &[u64]) -> bool {
+        tensor.stage.is_none_or(|stage| self.mesh.find(STAGE_AXIS).is_none_or(|axis| coordinates[axis] == stage))
+    }
+
+    /// The mesh axis of pipeline stages, if tensors are of single stages.
+    fn stage_axis(&self) -> Option<usize> {
+        let axis = self.mesh.find(STAGE_AXIS)?;
+        self.tensors.iter().any(|tensor| tensor.stage.is_some()).then_some(axis)
+    }
+
+    /// Whether there are several pipeline stages with tensors of their own.
+    pub fn has_stages(&self) -> bool {
+        self.stage_axis().is_some()
+    }
+
+    /// The bundled tensors of a device's pipeline stage.
+    pub fn bundle_of_stage(&self, device: u64) -> impl Iterator<Item = &PlannedTensor> {
+        let coordinates = self.mesh.coordinates(device);
+        self.bundle().filter(move |tensor| self.has_stage(tensor, &coordinates))
     }
 
     /// Whether the expert axis gives a tensor to the device at these coordinates. True for every tensor that is not of
@@ -243,11 +286,13 @@ impl Plan {
         })
     }
 
-    /// Whether a mesh axis distributes a tensor: it splits the tensor, or it gives the tensor's expert to some devices
+    /// Whether a mesh axis distributes a tensor: it splits the tensor, or it gives the tensor's expert or stage to some devices
     /// only. Along the other axes devices hold copies.
-    fn distributes(&self, tensor: &PlannedTensor, mesh_axis: usize) -> bool {
-        let by_expert = tensor.expert.is_some() && axis_use(&self.mesh.axes()[mesh_axis].name) == AxisUse::Expert;
-        self.spec(tensor).uses(mesh_axis) || by_expert
+    pub(super) fn distributes(&self, tensor: &PlannedTensor, mesh_axis: usize) -> bool {
+        let name = &self.mesh.axes()[mesh_axis].name;
+        let by_expert = tensor.expert.is_some() && axis_use(name) == AxisUse::Expert;
+        let by_stage = tensor.stage.is_some() && name == STAGE_AXIS;
+        self.spec(tensor).uses(mesh_axis) || by_expert || by_stage
     }
 
     /// Whether the device at these coordinates is the first along every axis on which devices hold copies.
@@ -259,7 +304,7 @@ impl Plan {
     /// elements.
     pub fn own_region(&self, tensor: &PlannedTensor, device: u64) -> Option<Region> {
         let coordinates = self.mesh.coordinates(device);
-        let held = self.is_first(tensor, &coordinates) && self.has_expert(tensor, &coordinates);
+        let held = self.is_first(tensor, &coordinates) && self.has(tensor, &coordinates);
         held.then(|| self.region(tensor, device)).filter(|region| !region.shape().is_empty())
     }
 
@@ -292,10 +337,12 @@ impl Plan {
     /// Devices of the whole mesh that are, by their place in it, the first to hold a region of a bundled tensor.
     /// Ascending; at most as many as the mesh has.
     pub fn first_holders(&self) -> Vec<u64> {
-        // The holders depend on the spec, and on whether the tensor is of one expert: few tensors differ in these.
+        // The holders depend on the spec, and on whether the tensor is of one expert or stage: few tensors differ in these.
         let mut seen = HashSet::new();
         let mut holders = Vec::new();
-        for tensor in self.bundle().filter(|tensor| seen.insert((tensor.spec, tensor.expert.is_some()))) {
+        for tensor in
+            self.bundle().filter(|tensor| seen.insert((tensor.spec, tensor.expert.is_some(), tensor.stage.is_some())))
+        {
             holders.extend((0..self.holder_count(tensor)).map(|number| self.holder(tensor, number)));
             holders.sort_unstable();
             holders.dedup();
@@ -303,25 +350,22 @@ impl Plan {
         holders
     }
 
-    /// The ranks of an engine whose processes differ only in their shards, each with the listed device that represents
-    /// it. Ranks number the distinct sets of shards in the order of the devices. Devices with the same shards are one
-    /// rank.
-    pub fn ranks(&self) -> Vec<(usize, u64)> {
-        let firsts = self.first_holders();
+    /// The ranks of an engine whose processes differ only in their shards, each with the first listed device that has its
+    /// shards. Ranks number the distinct sets of shards in the order of the devices; with pipeline stages they do so within
+    /// each stage.
+    pub fn ranks(&self) -> Vec<Rank> {
         let axes = self.mesh.axes();
+        let stages = self.stage_axis().filter(|axis| axes[*axis].size > 1);
         let splits: Vec<bool> =
             (0..axes.len()).map(|axis| self.bundle().any(|tensor| self.distributes(tensor, axis))).collect();
         let mut ranks = BTreeMap::new();
         for device in &self.devices {
             let coordinates = self.mesh.coordinates(*device);
-            let first = axes.iter().enumerate().fold(0, |first, (axis, mesh_axis)| {
-                first * mesh_axis.size + if splits[axis] { coordinates[axis] } else { 0 }
-            });
-            if let Ok(rank) = firsts.binary_search(&first) {
-                ranks.entry(rank).or_insert(*device);
-            }
+            let split = (0..axes.len()).filter(|axis| splits[*axis] && stages != Some(*axis));
+            let number = split.fold(0, |number, axis| number * axes[axis].size + coordinates[axis]);
+            ranks.entry((stages.map(|axis| coordinates[axis]), number)).or_insert(*device);
         }
-        ranks.into_iter().collect()
+        ranks.into_iter().map(|((stage, number), device)| Rank { stage, number, device }).collect()
     }
 
     /// Whether the listed devices hold all of every bundled tensor between them.
@@ -329,9 +373,12 @@ impl Plan {
         if self.devices.len() as u64 == self.mesh.devices() {
             return true;
         }
-        // Most tensors have the same spec, shape and expert as another.
+        // Most tensors have the same spec, shape, expert and stage as another.
         let mut seen = HashSet::new();
-        let mut kinds = self.bundle().filter(|tensor| seen.insert((tensor.spec, tensor.view.shape(), tensor.expert)));
+        let mut new = |tensor: &PlannedTensor| {
+            seen.insert((tensor.spec, tensor.view.shape().clone(), tensor.expert, tensor.stage))
+        };
+        let mut kinds = self.bundle().filter(|tensor| new(tensor));
         // Distinct regions do not overlap: together they are the tensor if they have as many elements.
         kinds.all(|tensor| {
             let regions: HashSet<Region> = self.devices.iter().map(|device| self.region(tensor, *device)).collect();

@@ -49,6 +49,9 @@ pub(super) const KNOWN_AXES: [(&[&str], AxisUse); 4] = [
     (&["data", "replica", "dp_replicate", "dp"], AxisUse::Replicate),
 ];
 
+/// Name of the mesh axis along which devices are stages of a pipeline, each with layers of its own.
+pub(super) const STAGE_AXIS: &str = "pp";
+
 fn auto(roles: &Roles, rank: usize, mesh: &Mesh) -> Spec {
     let mut spec = Spec::replicated();
     for wanted in [AxisUse::Expert, AxisUse::Tensor, AxisUse::FullyShard] {

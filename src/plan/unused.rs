@@ -9,6 +9,7 @@ use crate::checkpoint::Checkpoint;
 pub(super) fn mesh_axes(
     options: &ViewOptions,
     rules: Option<&LogicalRules>,
+    drafts: &[Draft],
     problems: &mut Vec<Problem>,
     warnings: &mut Vec<String>,
 ) {
@@ -25,7 +26,8 @@ pub(super) fn mesh_axes(
             (Sharding::Auto, None) => axis_use(&axis.name) == AxisUse::Unknown,
             (Sharding::Logical | Sharding::Replicate, None) => false,
         };
-        if !unknown || axis.size == 1 || in_rules.any(|name| *name == axis.name) {
+        let of_stages = axis.name == shard::STAGE_AXIS && drafts.iter().any(|draft| draft.roles.stage.is_some());
+        if !unknown || of_stages || axis.size == 1 || in_rules.any(|name| *name == axis.name) {
             continue;
         }
         let near = known.iter().find(|known| name_group::is_misspelt(&axis.name, known));

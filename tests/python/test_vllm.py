@@ -1,5 +1,7 @@
-"""`sharded_state/` against vLLM's own rules for its ranks: each rank's parameters are cut and fused here from whole tensors, as
-in vLLM's weight loaders, and loaded by the rule of its `ShardedStateLoader`: every key of the state, and no other.
+"""`sharded_state/` against vLLM: digests of what vLLM's own model classes and weight loaders make of the same repositories, for
+each rank of tensor, expert and pipeline parallelism (`vllm_process.py` wrote them to `vllm_states.json`). Beside that each rank's
+parameters are cut and fused here from whole tensors, and loaded by the rule of vLLM's `ShardedStateLoader`: every key of the
+state, and no other.
 
 With `CKFS_VLLM_LOADER=.../sharded_state_loader.py`, that file of an unmodified vLLM loads the states too; the rest of vLLM,
 which is a download of hundreds of megabytes, is stubbed.
@@ -8,8 +10,11 @@ which is a download of hundreds of megabytes, is stubbed.
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import json
 import logging
 import os
+import re
 import sys
 import types
 from pathlib import Path
@@ -19,6 +24,8 @@ import pytest
 
 import mounting
 import repos
+import vllm_process
+import vllm_repos
 from repos import HEAD_DIM, HEADS, INTER, KV_HEADS, VOCAB
 
 torch = pytest.importorskip("torch")
@@ -26,6 +33,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 FAMILIES = ["llama", "llama_tied", "llama_f32", "qwen2", "qwen3_moe", "mixtral"]
 PADDED = -(-VOCAB // 64) * 64
+STATES = json.loads((Path(__file__).parent / "vllm_states.json").read_text())
 
 
 def part(array: np.ndarray, axis: int, rank: int, ranks: int) -> np.ndarray:
@@ -137,7 +145,7 @@ def load_by_the_rules(root: torch.nn.Module, file: Path) -> None:
     assert not state, f"missing: {sorted(state)}"
 
 
-def vllm_loader(path: str, rank: int, ranks: int):
+def vllm_loader(path: str, rank: int, ranks: int, stage: int = 0, stages: int = 1):
     """`ShardedStateLoader` of an unmodified vLLM, for one rank."""
 
     def stub(name: str, **members: object) -> None:
@@ -165,11 +173,11 @@ def vllm_loader(path: str, rank: int, ranks: int):
     stub("vllm.model_executor.model_loader.weight_utils", **iterators)
     stub("vllm.transformers_utils.s3_utils", glob=None)
     stub("vllm.transformers_utils.utils", is_s3=lambda _: False)
-    one, all_ranks = types.SimpleNamespace(world_size=1), types.SimpleNamespace(world_size=ranks)
+    all_stages, all_ranks = types.SimpleNamespace(world_size=stages), types.SimpleNamespace(world_size=ranks)
     stub(
         "vllm.distributed",
-        get_pp_group=lambda: one, get_tp_group=lambda: all_ranks,
-        get_pipeline_model_parallel_rank=lambda: 0, get_tensor_model_parallel_rank=lambda: rank,
+        get_pp_group=lambda: all_stages, get_tp_group=lambda: all_ranks,
+        get_pipeline_model_parallel_rank=lambda: stage, get_tensor_model_parallel_rank=lambda: rank,
     )  # fmt: skip
     spec = importlib.util.spec_from_file_location("sharded_state_loader", path)
     found = importlib.util.module_from_spec(spec)
@@ -232,7 +240,7 @@ def test_tensors_that_vllm_cannot_split_are_refused(repo):
     assert "num_attention_heads is not a multiple" in refused.err and "vllm/llama.toml:" in refused.err
     refused = mounting.run("plan", repo("qwen3_moe").path, "--layout", "vllm", "--mesh", "tensor=4", expect=1)
     assert "moe_intermediate_size is not a multiple" in refused.err
-    mounting.run("plan", repo("phi3").path, "--layout", "vllm", expect=1)
+    mounting.run("plan", repo("bert").path, "--layout", "vllm", expect=1)
 
 
 def test_older_names_by_parameters(own, repo):
@@ -242,3 +250,89 @@ def test_older_names_by_parameters(own, repo):
     found, _, _ = repos.parse_safetensors(mounted / "sharded_state/model-rank-1-part-0.safetensors")
     assert "model.layers.1.mlp.experts.w13_weight" in found and "model.layers.1.mlp.gate.weight" in found
     assert not [name for name in found if "_scale" in name or "routed" in name]
+
+
+def state_of(file: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    found, _, _ = repos.parse_safetensors(file)
+    return {name: (tensor.code, tensor.shape, tensor.data) for name, tensor in found.items()}
+
+
+def rank_file(rank: int, stage: int, stages: int) -> str:
+    whose = f"rank-{rank}" if stages == 1 else f"pp-{stage}-tp-{rank}"
+    return f"model-{whose}-part-0.safetensors"
+
+
+def load_with_vllm(path: str, state: Path, found: dict, place: tuple[int, int, int, int]) -> None:
+    """Loads a rank's file by vLLM's own loader into a module with the same names, and compares."""
+    root, tensors = torch.nn.Module(), safetensors_torch.load_file(state / rank_file(place[0], place[2], place[3]))
+    for name, tensor in tensors.items():
+        *words, last = name.split(".")
+        at = root
+        for word in words:
+            if not hasattr(at, word):
+                at.add_module(word, torch.nn.Module())
+            at = getattr(at, word)
+        at.register_buffer(last, torch.full_like(tensor, 7))
+    vllm_loader(path, *place).load_weights(root, types.SimpleNamespace(model=str(state), model_weights=None))
+    loaded = root.state_dict()
+    assert set(loaded) == set(found) and all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("name", vllm_repos.BUILDERS)
+def test_states_are_those_of_vllms_own_classes(name, own, tmp_path):
+    made = vllm_repos.BUILDERS[name](tmp_path / name)
+
+    def setting(key: str) -> tuple[int, ...]:
+        return tuple(map(int, re.findall(r"\d+", key)[:3]))
+
+    for (tps, pps, spread), keys in itertools.groupby(STATES[name], setting):
+        options = ["--layout", "vllm", "--mesh", f"pp={pps},tensor={tps}"]
+        options += ["--set", "expert_parallel=true"] if spread else []
+        if STATES[name][f"tp={tps} pp={pps} ep={spread} rank=0 stage=0"] is None:
+            refused = mounting.run("plan", made.path, *options, expect=1)
+            assert "vLLM refuses such ranks" in refused.err
+            continue
+        state = own(made.path, *options) / "sharded_state"
+        files = set()
+        for key in keys:
+            *_, rank, stage = map(int, re.findall(r"\d+", key))
+            files.add(rank_file(rank, stage, pps))
+            found = state_of(state / rank_file(rank, stage, pps))
+            assert (state / rank_file(rank, stage, pps)).stat().st_size > sum(len(data) for _, _, data in found.values())
+            assert vllm_process.digest(found) == STATES[name][key], (key, sorted(found))
+            if path := os.environ.get("CKFS_VLLM_LOADER"):
+                load_with_vllm(path, state, found, (rank, tps, stage, pps))
+        assert {file.name for file in state.glob("*.safetensors")} == files
+
+
+def test_experts_are_spread_over_data_parallel_ranks_too(own, tmp_path):
+    """With `--data-parallel-size 2 --tensor-parallel-size 2 --enable-expert-parallel` all four ranks share the experts."""
+    made = vllm_repos.deepseek_v3(tmp_path / "deepseek_v3")
+    both = own(made.path, "--layout", "vllm", "--mesh", "ep=2,tensor=2")
+    experts = own(made.path, "--layout", "vllm", "--mesh", "tensor=4", "--set", "expert_parallel=true")
+    others = own(made.path, "--layout", "vllm", "--mesh", "tensor=2")
+    for rank in range(4):
+        found = state_of(both / "sharded_state" / rank_file(rank, 0, 1))
+        one = state_of(experts / "sharded_state" / rank_file(rank, 0, 1))
+        other = state_of(others / "sharded_state" / rank_file(rank % 2, 0, 1))
+        assert set(found) == set(one) == set(other)
+        for key in found:
+            assert found[key] == (one if "routed_experts.w" in key else other)[key], (rank, key)
+
+
+def test_ranks_that_share_no_experts_evenly_are_refused(tmp_path):
+    made = vllm_repos.olmoe(tmp_path / "olmoe")
+    refused = mounting.run("plan", made.path, "--layout", "vllm", "--mesh", "ep=3", expect=1)
+    assert "number of experts is not a multiple" in refused.err
+    refused = mounting.run("plan", made.path, "--layout", "vllm", "--mesh", "pp=4", expect=1)
+    assert "fewer layers than stages" in refused.err
+
+
+def test_stages_hold_their_own_tensors_in_every_format(own, tmp_path):
+    """Other formats of the same mount: a device holds no rows of another stage's tensors, and all devices hold all together."""
+    made = vllm_repos.llama(tmp_path / "llama")
+    mounted = own(made.path, "--layout", "vllm", "--mesh", "pp=2,tensor=2")
+    name = "model.layers.2.mlp.down_proj.weight"
+    rows = [state_of(mounted / f"safetensors/dev{device}.safetensors")[name][1] for device in range(4)]
+    assert rows == [(0, 12), (0, 12), (16, 12), (16, 12)]
+    mounting.run("verify", mounted.point)

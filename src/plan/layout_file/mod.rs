@@ -55,6 +55,8 @@
 //!   "…" }` on a place names expressions over those numbers for its leaves.
 //! * `when` is a condition. `optional = true` leaves a leaf out if the repository has none of its sources. `dtype =
 //!   "keep"` (or a type) overrides the layout's dtype for one leaf.
+//! * `stage`, on rules and places, is the number of the pipeline stage that holds the leaves: the position of their
+//!   devices along the mesh axis `pp`. Without it all stages do.
 //! * `[inverse]` defines parameters and variables anew for the way back, from a checkpoint of this layout to the
 //!   repository (`--layout hf`). There `exists`, `shape` and `count` ask about leaves. `shape` of a rule then gives the
 //!   extents of the tensor to make, and a third operand of `mul` the factor that undoes the product.
@@ -139,6 +141,8 @@ pub(super) struct Leaf {
     pub stack: Vec<Stack>,
     pub each: Each,
     pub when: Option<AtLine<Expr>>,
+    /// The pipeline stage that holds the leaf.
+    pub stage: Option<AtLine<Expr>>,
     pub optional: bool,
     pub dtype: Option<Keep>,
     pub tp: Option<usize>,
@@ -155,6 +159,8 @@ pub(super) struct Placement {
     /// Names for expressions over the variables of `each`.
     pub bindings: Vec<(Arc<str>, AtLine<Expr>)>,
     pub when: Option<AtLine<Expr>>,
+    /// The pipeline stage that holds the leaves, unless they have their own.
+    pub stage: Option<AtLine<Expr>>,
     pub bare: Vec<String>,
 }
 

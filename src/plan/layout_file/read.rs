@@ -150,6 +150,7 @@ struct RawLeaf {
     #[serde(default)]
     each: BTreeMap<String, Text>,
     when: Option<Text>,
+    stage: Option<Text>,
     #[serde(default)]
     optional: bool,
     dtype: Option<Text>,
@@ -179,6 +180,7 @@ struct RawPlace {
     #[serde(default, rename = "let")]
     bindings: BTreeMap<String, Text>,
     when: Option<Text>,
+    stage: Option<Text>,
     bare: Option<Text>,
 }
 
@@ -322,6 +324,7 @@ impl LayoutReader<'_> {
             stack: self.stacks(&leaf.stack),
             each: self.each(&leaf.each),
             when: leaf.when.as_ref().and_then(|when| self.expr(when)),
+            stage: leaf.stage.as_ref().and_then(|stage| self.expr(stage)),
             optional: leaf.optional,
             dtype: leaf.dtype.as_ref().and_then(|dtype| self.dtype(dtype)),
             tp: leaf.tp,
@@ -379,6 +382,7 @@ impl LayoutReader<'_> {
                 .filter_map(|(name, text)| Some((name.as_str().into(), self.expr(text)?)))
                 .collect(),
             when: place.when.as_ref().and_then(|when| self.expr(when)),
+            stage: place.stage.as_ref().and_then(|stage| self.expr(stage)),
             bare: place.bare.as_ref().map_or_else(Vec::new, |bare| words(bare.get_ref())),
         }
     }
@@ -534,6 +538,7 @@ impl LayoutFile {
             stack: Vec::new(),
             each: Vec::new(),
             bindings: Vec::new(),
+            stage: None,
             when: None,
             bare: Vec::new(),
         };
@@ -553,8 +558,8 @@ impl LayoutFile {
             for template in place.to.iter().chain([&leaf.to]) {
                 check(template.place(), &each, &|visit| template.it.for_each_name(visit));
             }
-            for when in place.when.iter().chain(&leaf.when) {
-                check(when.place(), &each, &|visit| when.it.for_each_name(visit));
+            for expr in place.when.iter().chain(&leaf.when).chain(&place.stage).chain(&leaf.stage) {
+                check(expr.place(), &each, &|visit| expr.it.for_each_name(visit));
             }
             let mut inner = each.clone();
             for stack in leaf.stack.iter().chain(&place.stack) {

@@ -14,6 +14,7 @@ use super::{
         name_group::{NameGroup, fold, stars},
         pattern::Pattern,
         problem::{Problem, RuleLocation},
+        shard::STAGE_AXIS,
         values::Values,
     },
     Allowed, AtLine, Each, Keep, LayoutFile, Leaf, Placement, Resolved, Stack,
@@ -177,6 +178,8 @@ struct LeafInProgress<'a> {
     stacks: Vec<&'a Stack>,
     /// Numbers of the stacked axes in the finished leaf, once known.
     axes: Option<Vec<usize>>,
+    /// The pipeline stage that holds the leaf.
+    stage: Option<u64>,
     missing: Vec<String>,
     misshapen: Vec<Misshapen>,
     found: Vec<TensorId>,
@@ -307,6 +310,7 @@ impl<'a> Resolver<'a> {
             if self.scope.inverse.is_some() && leaf.optional && self.scope.find(&name).is_none() {
                 continue;
             }
+            let Ok(stage) = self.stage(place, leaf, &bound, &name) else { return };
             let mut making = LeafInProgress {
                 leaf,
                 place,
@@ -314,12 +318,35 @@ impl<'a> Resolver<'a> {
                 bound,
                 stacks,
                 axes: None,
+                stage,
                 missing: vec![],
                 misshapen: vec![],
                 found: vec![],
             };
             let view = self.level(&mut making, 0).and_then(|view| self.after_stack(&mut making, view));
             self.finish(making, view);
+        }
+    }
+
+    /// The pipeline stage that holds a leaf, as the leaf or else its place says. An error has been reported.
+    fn stage(
+        &mut self,
+        place: Option<&Placement>,
+        leaf: &Leaf,
+        bound: &[(Arc<str>, Value)],
+        name: &str,
+    ) -> Result<Option<u64>, ()> {
+        let Some(stage) = leaf.stage.as_ref().or_else(|| place?.stage.as_ref()) else { return Ok(None) };
+        let number = stage.it.eval(&Local { scope: self.scope, bound }).and_then(|number| number.natural("stage"));
+        let stages = self.scope.mesh.find(STAGE_AXIS).map_or(1, |axis| self.scope.mesh.axes()[axis].size);
+        let number =
+            number.and_then(|number| if number < stages { Ok(number) } else { Err(EvalError::Range("stage")) });
+        match number {
+            Ok(number) => Ok(Some(number).filter(|_| stages > 1)),
+            Err(error) => {
+                self.add(self.scope.file.problem(stage.line, name, &error));
+                Err(())
+            }
         }
     }
 
@@ -660,6 +687,7 @@ impl LeafInProgress<'_> {
             tp: self.leaf.tp.and_then(|axis| own.get(axis).copied()),
             experts: self.leaf.experts.and_then(|axis| own.get(axis).copied()).or(stacked_experts),
             logical,
+            stage: self.stage,
             ..Roles::default()
         };
         Draft { name: self.name, view, roles, bundled: Bundled::ALWAYS, layers: None }

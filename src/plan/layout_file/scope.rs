@@ -40,7 +40,7 @@ pub(super) fn is_absent(error: &EvalError) -> bool {
 pub(super) struct Scope<'a> {
     pub(super) file: &'a LayoutFile,
     pub(super) checkpoint: &'a Checkpoint,
-    mesh: &'a Mesh,
+    pub(super) mesh: &'a Mesh,
     set: BTreeMap<String, Value>,
     /// For the inverse of the layout: the checkpoint has the leaves, and the sources are to be made.
     pub(super) inverse: Option<&'a Inverse<'a>>,

@@ -41,6 +41,12 @@ const VLLM: &[(&str, &str)] = &[
     ("vllm/llama", include_str!("vllm/llama.toml")),
     ("vllm/qwen3-moe", include_str!("vllm/qwen3-moe.toml")),
     ("vllm/mixtral", include_str!("vllm/mixtral.toml")),
+    ("vllm/phi3", include_str!("vllm/phi3.toml")),
+    ("vllm/gemma3", include_str!("vllm/gemma3.toml")),
+    ("vllm/olmoe", include_str!("vllm/olmoe.toml")),
+    ("vllm/glm4-moe", include_str!("vllm/glm4-moe.toml")),
+    ("vllm/deepseek", include_str!("vllm/deepseek.toml")),
+    ("vllm/gpt-oss", include_str!("vllm/gpt-oss.toml")),
 ];
 
 const TORCHTITAN: &[(&str, &str)] = &[

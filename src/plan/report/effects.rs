@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::super::{AxisUse, Plan, PlannedTensor, Spec, axis_use};
+use super::super::{Plan, PlannedTensor, Spec};
 use crate::tensor::{DType, Shape};
 
 /// Bytes of bundled tensors that each listed device holds.
@@ -11,10 +11,10 @@ use crate::tensor::{DType, Shape};
 /// Never: a part has no more bytes than its tensor, whose size was checked.
 pub fn bytes_per_device(plan: &Plan) -> Vec<u64> {
     // Most tensors share all of these with many others.
-    type Kind<'a> = (&'a Spec, &'a Shape, DType, Option<(u64, u64)>);
+    type Kind<'a> = (&'a Spec, &'a Shape, DType, Option<(u64, u64)>, Option<u64>);
     let mut kinds: HashMap<Kind<'_>, (&PlannedTensor, u64)> = HashMap::new();
     for tensor in plan.bundle() {
-        let key = (plan.spec(tensor), tensor.view.shape(), tensor.view.dtype(), tensor.expert);
+        let key = (plan.spec(tensor), tensor.view.shape(), tensor.view.dtype(), tensor.expert, tensor.stage);
         kinds.entry(key).or_insert((tensor, 0)).1 += 1;
     }
     let shard = |tensor: &PlannedTensor, device| {
@@ -37,11 +37,7 @@ pub(super) struct AxisEffect {
 pub(super) fn axis_effects(plan: &Plan) -> Vec<AxisEffect> {
     let axes = plan.mesh.axes().iter().enumerate();
     axes.map(|(index, axis)| {
-        let expert_axis = axis_use(&axis.name) == AxisUse::Expert;
-        let split: Vec<&PlannedTensor> = plan
-            .bundle()
-            .filter(|tensor| plan.spec(tensor).uses(index) || (expert_axis && tensor.expert.is_some()))
-            .collect();
+        let split: Vec<&PlannedTensor> = plan.bundle().filter(|tensor| plan.distributes(tensor, index)).collect();
         AxisEffect {
             name: axis.name.clone(),
             size: axis.size,

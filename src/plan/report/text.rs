@@ -161,11 +161,7 @@ fn rows(text: &mut String, table: &[[String; 5]]) {
 
 /// The trainers that read only their own chunks in formats with chunks.
 fn chunks_text(plan: &Plan) -> String {
-    let splits = |index: usize| {
-        let axis = &plan.mesh.axes()[index];
-        let by_expert = axis_use(&axis.name) == AxisUse::Expert;
-        plan.bundle().any(|tensor| plan.spec(tensor).uses(index) || (by_expert && tensor.expert.is_some()))
-    };
+    let splits = |index: usize| plan.bundle().any(|tensor| plan.distributes(tensor, index));
     let axes: Vec<String> = (0..plan.mesh.axes().len())
         .filter(|index| plan.mesh.axes()[*index].size > 1 && splits(*index))
         .map(|index| format!("{}={}", plan.mesh.axes()[index].name, plan.mesh.axes()[index].size))
