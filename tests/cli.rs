@@ -139,8 +139,10 @@ fn can_mount() -> bool {
 fn every_command_explains_itself_with_examples() {
     let commands = [
         "mount",
+        "run",
         "umount",
         "status",
+        "metrics",
         "plan",
         "explain",
         "cat",

@@ -43,9 +43,10 @@ const ONLY_IN: [(&str, &str); 8] = [
 ];
 
 /// Every file that may hold `unsafe`, relative to `src`. A new one is a decision, not an accident.
-const UNSAFE_FILES: [&str; 13] = [
+const UNSAFE_FILES: [&str; 14] = [
     "fuse/mounts/mount_id.rs",
     "fuse/mounts/mounted.rs",
+    "fuse/mounts/passed.rs",
     "fuse/reply_data.rs",
     "host/limits.rs",
     "host/signal.rs",

@@ -71,6 +71,7 @@ fn exit_code(exit: Exit) -> i32 {
         Exit::Drained => 10,
         Exit::UnmountedOutside => 11,
         Exit::Aborted => 12,
+        Exit::Left => 13,
     }
 }
 

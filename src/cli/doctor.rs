@@ -6,6 +6,7 @@ use std::{
     fs,
     os::unix::fs::{FileTypeExt, PermissionsExt},
     path::{Path, PathBuf},
+    process::{Command, Stdio},
     thread,
     time::Duration,
 };
@@ -169,9 +170,7 @@ fn try_mount() -> anyhow::Result<bool> {
     for new in [&model, &mountpoint] {
         fs::create_dir_all(new).with_context(|| new.display().to_string())?;
     }
-    let mut file = write_header([("tensor", DType::U8, &[1][..])], &[], 8)?.bytes;
-    file.push(1);
-    fs::write(model.join("model.safetensors"), &file).with_context(|| model.display().to_string())?;
+    let file = write_trial(&model)?;
     let args = ["--quiet", "mount", &model.display().to_string(), &mountpoint.display().to_string()];
     mount::start(&args.map(Into::into), &mountpoint, TRY_LIMIT)?;
     cleanup.mounted = true;
@@ -181,6 +180,44 @@ fn try_mount() -> anyhow::Result<bool> {
     let stats: Value = serde_json::from_slice(&stats).context(".ckfs/stats.json")?;
     cleanup.run()?;
     Ok(stats["passthrough_opens"].as_u64().unwrap_or(0) > 0)
+}
+
+/// Writes the small file that trials mount. Returns its bytes.
+fn write_trial(model: &Path) -> anyhow::Result<Vec<u8>> {
+    let mut file = write_header([("tensor", DType::U8, &[1][..])], &[], 8)?.bytes;
+    file.push(1);
+    fs::write(model.join("model.safetensors"), &file).with_context(|| model.display().to_string())?;
+    Ok(file)
+}
+
+/// Lets `ckfs run` mount the small file for a command that ends at once.
+fn try_run() -> anyhow::Result<()> {
+    let directory = env::temp_dir().join(format!("ckfs-doctor-run-{}", std::process::id()));
+    let model = directory.join("model");
+    let mut cleanup = Cleanup { directory: directory.clone(), mounted: false, keep: false };
+    for new in [&model, &directory.join("mnt")] {
+        fs::create_dir_all(new).with_context(|| new.display().to_string())?;
+    }
+    write_trial(&model)?;
+    let program = env::current_exe().context("path of this program")?;
+    let mut command = Command::new(&program);
+    command.args(["--quiet", "run"]).arg(&model).arg("--").arg(&program).arg("--version");
+    let output = command.stdin(Stdio::null()).output().context("run")?;
+    cleanup.run()?;
+    let message = String::from_utf8_lossy(&output.stderr);
+    let first = message.lines().next().unwrap_or_default();
+    ensure!(output.status.success(), "{}", first.strip_prefix("ckfs: error: ").unwrap_or(first));
+    Ok(())
+}
+
+/// Whether users without root can mount for one command.
+fn private() -> Check {
+    let tried = try_run();
+    let (state, found) = match &tried {
+        Ok(()) => (Verdict::Ok, "tried with a small file".to_owned()),
+        Err(error) => (Verdict::Warn, output::chain(error)),
+    };
+    check("ckfs run", state, found, "`ckfs mount` and `ckfs export` need no namespaces")
 }
 
 fn mounting(tried: &anyhow::Result<bool>) -> Check {
@@ -354,9 +391,11 @@ impl Doctor {
     pub(super) fn run(&self) -> anyhow::Result<()> {
         let mut checks = vec![kernel(), device()];
         checks.extend(rights());
+        let has_device = device_problem().is_none();
         let can_try = checks.iter().all(|check| check.state != Verdict::Fail);
         let tried = can_try.then(try_mount);
         checks.extend(tried.as_ref().map(mounting));
+        checks.extend(has_device.then(private));
         let read_by_kernel = tried.and_then(Result::ok);
         checks.extend([passthrough(read_by_kernel), request_size(), read_ahead()]);
         checks.extend(machine());

@@ -36,10 +36,12 @@ fn after_mount(error: &MountError) -> Option<&'static str> {
         | MountError::NoFusermount
         | MountError::Fusermount { .. }
         | MountError::Mount { .. }
+        | MountError::Private { .. }
         | MountError::Session { .. }
         | MountError::Unresponsive { .. } => Some(HOST),
         MountError::Missing { .. } => Some("--mkdir makes it"),
         MountError::Path { .. }
+        | MountError::Descriptor { .. }
         | MountError::NotDirectory { .. }
         | MountError::Occupied { .. }
         | MountError::Stale { .. }

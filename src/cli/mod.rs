@@ -19,12 +19,14 @@ mod flags;
 mod hint;
 mod kernel_copy;
 mod man;
+mod metrics;
 mod mount;
 mod open;
 mod output;
 mod patience;
 mod plan;
 mod prefetch;
+mod run;
 mod status;
 mod sums;
 mod tree;
@@ -37,7 +39,10 @@ use anyhow::Context;
 use clap::{CommandFactory, Parser, Subcommand, error::ErrorKind};
 use tracing_subscriber::EnvFilter;
 
-use crate::host::{self, Log, Target, limits, signal};
+use crate::{
+    fuse,
+    host::{self, Log, Target, limits, signal},
+};
 use flags::LogFlags;
 use output::{AlreadyReported, Closed, Usage};
 
@@ -56,6 +61,7 @@ Examples:
   ckfs demo                                                 see it work on a generated checkpoint
   ckfs plan meta-llama/Llama-3.1-8B --mesh fsdp=4,tensor=2  what would be mounted
   ckfs mount /data/llama /mnt/llama --mesh fsdp=8           mount it
+  ckfs run /data/llama --mesh fsdp=8 -- python train.py     mount it for one command only
   ckfs status                                               what is mounted
   ckfs umount /mnt/llama
 
@@ -80,9 +86,11 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Mount(Box<mount::Mount>),
+    Run(Box<run::Run>),
     #[command(visible_alias = "unmount")]
     Umount(umount::Umount),
     Status(status::Status),
+    Metrics(metrics::Metrics),
     Plan(Box<plan::Plan>),
     Explain(Box<explain::Explain>),
     Cat(Box<cat::Cat>),
@@ -125,6 +133,9 @@ impl Drop for Finish {
 
 /// Runs the program on the arguments of this process.
 pub fn main() -> ExitCode {
+    if let Some(code) = fuse::run_inside() {
+        return code;
+    }
     signal::ignore_write_failures();
     limits::save_address_space();
     if mount::is_daemon() {
@@ -162,7 +173,7 @@ fn run_args(log: &Log) -> anyhow::Result<ExitCode> {
         _ => args,
     };
     match Cli::try_parse_from(&args) {
-        Ok(cli) => run(cli, log, &args[1..]).map(|()| ExitCode::SUCCESS),
+        Ok(cli) => run(cli, log, &args[1..]),
         Err(error) => Ok(finish_parsing(&error)),
     }
 }
@@ -181,15 +192,19 @@ fn finish_parsing(error: &clap::Error) -> ExitCode {
     if error.use_stderr() { ExitCode::from(2) } else { ExitCode::SUCCESS }
 }
 
-fn run(cli: Cli, sink: &Log, args: &[OsString]) -> anyhow::Result<()> {
+fn run(cli: Cli, sink: &Log, args: &[OsString]) -> anyhow::Result<ExitCode> {
     let Cli { log, command } = cli;
     // The log file of a mount is opened by its daemon.
-    let log_file = log.file.settings.mount.log_file.as_deref().filter(|_| !matches!(command, Command::Mount(_)));
+    let has_daemon = matches!(command, Command::Mount(_) | Command::Run(_));
+    let log_file = log.file.settings.mount.log_file.as_deref().filter(|_| !has_daemon);
     start_log(&log, sink, log_file)?;
-    match command {
+    let done = match command {
+        // Its exit code is that of another command.
+        Command::Run(command) => return command.run(&log, sink, args),
         Command::Mount(command) => command.run(&log, sink, args),
         Command::Umount(command) => command.run(),
         Command::Status(command) => command.run(),
+        Command::Metrics(command) => command.run(),
         Command::Plan(command) => command.run(),
         Command::Explain(command) => command.run(),
         Command::Cat(command) => command.run(),
@@ -202,7 +217,8 @@ fn run(cli: Cli, sink: &Log, args: &[OsString]) -> anyhow::Result<()> {
         Command::Demo(command) => command.run(),
         Command::Completions(command) => command.run(Cli::command()),
         Command::Man(command) => command.run(Cli::command()),
-    }
+    };
+    done.map(|()| ExitCode::SUCCESS)
 }
 
 fn start_log(flags: &LogFlags, sink: &Log, file: Option<&Path>) -> anyhow::Result<()> {

@@ -29,8 +29,8 @@ use crate::{
     checkpoint::Checkpoint,
     config::{Config, MountSettings, Settings, Takers, options},
     fuse::{
-        MountOptions, Readiness, STARTER_VARIABLE, Started, block_signals, interruptible, parse_mount_helper, serve,
-        start_background,
+        MountOptions, Readiness, STARTER_VARIABLE, Started, block_signals, check_passed, interruptible, is_passed,
+        parse_mount_helper, serve, start_background,
     },
     host::{self, Log},
     plan::{
@@ -48,7 +48,8 @@ use crate::{
 /// a read fails only if its bytes do not come or a source file changes, and then with EIO.
 ///
 /// MNT must be an existing directory without a live mount on it, unless --mkdir makes it. The mount of a killed daemon is
-/// removed.
+/// removed. MNT may also be /dev/fd/N: a descriptor of /dev/fuse that this program inherits, which another process has
+/// opened for reading and writing and mounted. That process unmounts.
 #[derive(Debug, Args)]
 #[command(after_long_help = "\
 Examples:
@@ -173,14 +174,18 @@ impl Mount {
     pub(super) fn run(&self, log: &LogFlags, sink: &Log, args: &[OsString]) -> anyhow::Result<()> {
         let config = self.config(log);
         if self.foreground || is_daemon() {
-            return serve_here(config, sink);
+            return serve_here(config, sink, Tie::None);
         }
         let (config, mountpoint) = config?;
         let mut made = MadeDirectories::default();
-        if config.mount.mkdir == Some(true) {
-            made.make(&mountpoint)?;
+        if is_passed(&mountpoint) {
+            check_passed(&mountpoint)?;
+        } else {
+            if config.mount.mkdir == Some(true) {
+                made.make(&mountpoint)?;
+            }
+            check_mountpoint(&mountpoint)?;
         }
-        check_mountpoint(&mountpoint)?;
         let timeout = config.start_seconds.unwrap_or_default();
         let Started { pid, log: place, served } = start(args, &mountpoint, Duration::from_secs(timeout))?;
         made.keep();
@@ -297,13 +302,25 @@ fn check_apart(checkpoint: &Checkpoint, mountpoint: &Path) -> anyhow::Result<()>
     Ok(())
 }
 
+/// What a daemon has in common with its starter once it is ready.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Tie {
+    /// Nothing.
+    None,
+    /// Standard error and the end.
+    Attached,
+}
+
 /// Mounts and serves in this process, and reports to the waiting starter.
-fn serve_here(config: anyhow::Result<(Config, PathBuf)>, log: &Log) -> anyhow::Result<()> {
+pub(super) fn serve_here(config: anyhow::Result<(Config, PathBuf)>, log: &Log, tie: Tie) -> anyhow::Result<()> {
     block_signals()?;
     let given = config.as_ref().ok();
     let log_file = given.and_then(|(config, _)| config.mount.log_file.clone());
     let mountpoint = given.map(|(_, mountpoint)| mountpoint.clone()).unwrap_or_default();
     let mut readiness = Readiness::new(log, log_file.as_deref(), &mountpoint)?;
+    if tie == Tie::Attached {
+        readiness = readiness.attached();
+    }
     let result = config.and_then(|(config, mountpoint)| mount(config, &mountpoint, log, &mut readiness));
     if let Err(error) = &result {
         let starter_waits = readiness.in_background();
@@ -316,7 +333,7 @@ fn serve_here(config: anyhow::Result<(Config, PathBuf)>, log: &Log) -> anyhow::R
     result
 }
 
-fn mount_options(settings: &MountSettings, name: &str) -> MountOptions {
+pub(super) fn mount_options(settings: &MountSettings, name: &str) -> MountOptions {
     let defaults = MountOptions::default();
     MountOptions {
         name: name.to_owned(),
@@ -366,7 +383,11 @@ fn watch(volume: Arc<Volume>) -> anyhow::Result<mpsc::Sender<()>> {
 fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readiness) -> anyhow::Result<()> {
     readiness.status("reading headers");
     let mut made = MadeDirectories::default();
-    if config.mount.mkdir == Some(true) {
+    if is_passed(mountpoint) {
+        check_passed(mountpoint)?;
+        // The path means nothing to other processes, and to this one only once.
+        config.mountpoint = None;
+    } else if config.mount.mkdir == Some(true) {
         made.make(mountpoint)?;
     }
     let fetches = patience::fetches(&config);
@@ -393,7 +414,9 @@ fn mount(mut config: Config, mountpoint: &Path, log: &Log, readiness: &mut Readi
     }
     let volume = Arc::new(volume);
     let name = volume.engine().checkpoint().label().to_owned();
-    check_apart(volume.engine().checkpoint(), mountpoint)?;
+    if !is_passed(mountpoint) {
+        check_apart(volume.engine().checkpoint(), mountpoint)?;
+    }
     // From now on the mount watches its requests by itself.
     drop(patience);
     let options = mount_options(&config.mount, &name);

@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | `session` | [`serve`]: mount, threads, signals, draining, the end; what the kernel keeps of files whose source has changed |
 //! | `mounts` | how a mount is made and removed, as root and through `fusermount3`; the kernel's table of mounts; which processes keep a mount busy |
+//! | `private` | a mount that only one command and its children see, made in namespaces of their own |
 //! | `adapter`, `open_mode` | requests of fuser as calls of the file system, and their replies; how the kernel opens a file |
 //! | `requests` | requests that wait for storage: when they end, and the threads that serve the others meanwhile |
 //! | `daemon` | starting in the background, telling the starter and systemd; the arguments of `mount.ckfs`, as mount(8) passes them |
@@ -16,15 +17,18 @@ mod adapter;
 mod daemon;
 mod mounts;
 mod open_mode;
+mod private;
 mod reply_data;
 mod requests;
 mod session;
 
 pub use daemon::{
-    DaemonError, HelperError, HelperRequest, Readiness, STARTER_VARIABLE, Started, parse_mount_helper, start_background,
+    DEVICE_VARIABLE, DaemonError, HelperError, HelperRequest, Readiness, STARTER_VARIABLE, Started, parse_mount_helper,
+    start_attached, start_background,
 };
 pub use mounts::{
-    Device, FS_TYPE, Hold, MountEntry, MountError, MountOptions, MountUser, UnmountError, UnmountOptions, ckfs_mounts,
-    unmount,
+    Device, FS_TYPE, Hold, MountEntry, MountError, MountOptions, MountUser, UnmountError, UnmountOptions, check_passed,
+    ckfs_mounts, is_passed, unmount,
 };
+pub use private::{MOUNT_VARIABLE, PrivateMount, run_inside};
 pub use session::{Exit, block_signals, interruptible, serve};

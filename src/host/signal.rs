@@ -56,6 +56,16 @@ pub fn ignore_write_failures() {
     BY_WRITES.into_iter().for_each(ignore);
 }
 
+/// Undoes [`ignore_write_failures`] and lets all signals through, for a program that takes this process over.
+pub fn restore() {
+    // A new program inherits what is blocked.
+    let _ = SigSet::empty().thread_set_mask();
+    for signal in BY_WRITES {
+        // SAFETY: SIG_DFL installs no code of ours, as for SIG_IGN below.
+        unsafe { libc::signal(signal, libc::SIG_DFL) };
+    }
+}
+
 /// Ignores the signals that mean nothing to a daemon, real-time signals included.
 pub fn ignore_harmless() {
     ignore_write_failures();

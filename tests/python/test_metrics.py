@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import http.client
 import os
+import socket
+import subprocess
+from collections.abc import Iterator
 
+import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_classic
 
-from mounting import Mount, error_of, read, run
+from mounting import Mount, error_of, find_ckfs, read, run
 
 GAUGES = {"ckfs_degraded", "ckfs_poisoned_sources", "ckfs_stalled_sources", "ckfs_in_flight_requests"}
 GAUGES |= {f"ckfs_memory_{what}_bytes" for what in ("held", "limit", "budget", "resident")}
@@ -78,3 +84,118 @@ def test_a_changed_source_is_degraded(own, two_files):
     assert set(problem) == {"kind", "file", "cause", "remedy", "first", "last", "ended", "count"}
     assert problem["file"] == str(weights[0]) and str(mounted.point) in problem["remedy"]
     assert run("status", mounted.point, expect=1).out.count(str(weights[0])) >= 1
+
+
+@contextlib.contextmanager
+def server(*args: object) -> Iterator[int]:
+    """`ckfs metrics --listen` on a free port of this host."""
+    words = [str(find_ckfs()), "metrics", *map(str, args), "--listen", "0"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            line = process.stderr.readline()
+            assert line.startswith("ckfs: metrics at http://127.0.0.1:") and line.endswith("/metrics\n"), line
+            yield int(line.split(":")[3].split("/")[0])
+        finally:
+            process.terminate()
+
+
+def get(port: int, method: str = "GET", path: str = "/metrics", **more: object) -> tuple[http.client.HTTPResponse, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request(method, path, **more)
+    reply = connection.getresponse()
+    return reply, reply.read().decode()
+
+
+def raw(port: int, request: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as stream:
+        stream.sendall(request)
+        return b"".join(iter(lambda: stream.recv(4096), b""))
+
+
+def by_mount(text: str) -> dict[tuple, float]:
+    """Values by name and mount; families are complete and stand together."""
+    families = list(parse_classic(text))
+    assert len({family.name for family in families}) == len(families)
+    assert all(family.type != "unknown" for family in families), [family for family in families if family.type == "unknown"]
+    return {
+        (sample.name, sample.labels["mount"], sample.labels.get("op") or sample.labels.get("path")): sample.value
+        for family in families
+        for sample in family.samples
+        if "le" not in sample.labels
+    }
+
+
+def test_all_mounts_are_scraped(own, repo):
+    first, second = own(repo("llama").path, "--mesh", "fsdp=2"), own(repo("llama").path)
+    size = len(read(first / "full/layers/scanned/wq"))
+    first.stats_of_reads()
+    with server() as port:
+        reply, text = get(port)
+        assert reply.status == 200 and reply.version == 11
+        assert reply.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+        assert int(reply.headers["Content-Length"]) == len(text.encode())
+        values = by_mount(text)
+        one, two = str(first.point), str(second.point)
+        assert values["ckfs_up", one, None] == values["ckfs_up", two, None] == 1
+        assert values["ckfs_served_bytes_total", one, "runs"] >= size > values["ckfs_served_bytes_total", two, "runs"]
+        assert {"ckfs_build_info", "ckfs_degraded", "ckfs_latency_seconds_count"} <= {name for name, *_ in values}
+        run("umount", second.point)
+        assert two not in {mount for _, mount, _ in by_mount(get(port)[1])}
+    printed = by_mount(run("metrics", first.point).out)
+    assert {mount for _, mount, _ in printed} == {one}
+
+
+def test_a_mount_without_its_daemon_is_down(own, repo):
+    mounted = own(repo("llama").path)
+    os.kill(mounted.stats()["pid"], 9)
+    assert by_mount(run("metrics", mounted.point).out) == {("ckfs_up", str(mounted.point), None): 0}
+    with server(mounted.point) as port:
+        assert by_mount(get(port)[1]) == {("ckfs_up", str(mounted.point), None): 0}
+
+
+def test_a_server_waits_for_its_mount(tmp_path):
+    with server(tmp_path) as port:
+        assert by_mount(get(port)[1]) == {("ckfs_up", str(tmp_path), None): 0}
+    assert "no ckfs mount" in run("metrics", tmp_path, expect=1).err
+
+
+def test_bad_requests_are_answered():
+    with server() as port:
+        assert get(port, path="/")[0].status == 404
+        assert get(port, path="/metrics?x=y")[0].status == 200
+        reply, body = get(port, "HEAD")
+        assert reply.status == 200 and int(reply.headers["Content-Length"]) > 0 and body == ""
+        reply, _ = get(port, "POST", body=b"x" * 100_000)
+        assert reply.status == 405 and reply.headers["Allow"] == "GET, HEAD"
+        assert get(port, headers={"X-Long": "x" * 10_000})[0].status == 431
+        for request in (b"nonsense\r\n\r\n", b"\xff\xfe \x00 x\r\n\r\n", b"GET /metrics HTTP/2\r\n\r\n"):
+            assert raw(port, request).startswith(b"HTTP/1.1 400 "), request
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as stream:
+            stream.sendall(b"GET /metr")
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as stream:
+            for byte in b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n":
+                stream.sendall(bytes([byte]))
+            assert stream.recv(12) == b"HTTP/1.1 200"
+
+
+def test_idle_connections_keep_nobody_out():
+    with server() as port, contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20)) for _ in range(200)]
+        assert get(port)[0].status == 200
+        # The last has had its time, and is closed without an answer.
+        assert idle[-1].recv(1) == b""
+
+
+@pytest.mark.parametrize("address", ["", "x", "1.2.3.4", "70000", "127.0.0.1:99999"])
+def test_addresses_are_checked(address):
+    assert "expected PORT, or ADDRESS:PORT" in run("metrics", "--listen", address, expect=2).err
+
+
+def test_a_file_is_replaced(own, repo, tmp_path):
+    mounted = own(repo("llama").path)
+    file = tmp_path / "ckfs.prom"
+    file.write_text("old")
+    run("metrics", mounted.point, "--textfile", file)
+    assert by_mount(file.read_text())["ckfs_up", str(mounted.point), None] == 1
+    assert [path.name for path in tmp_path.glob("*ckfs*")] == ["ckfs.prom"]
+    assert "No such file" in run("metrics", "--textfile", tmp_path / "no/ckfs.prom", expect=1).err

@@ -15,7 +15,7 @@ use std::{
     ffi::OsString,
     fs::File,
     io::{self, Read, Write},
-    os::fd::AsFd,
+    os::fd::{AsFd, AsRawFd, OwnedFd},
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
     thread,
@@ -24,7 +24,7 @@ use std::{
 
 use nix::{
     errno::Errno,
-    fcntl::{FcntlArg, OFlag, fcntl},
+    fcntl::{FcntlArg, FdFlag, OFlag, fcntl},
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::{
         prctl::set_pdeathsig,
@@ -127,7 +127,7 @@ pub fn start_background(
     mountpoint: &Path,
     timeout: Duration,
 ) -> Result<Started, DaemonError> {
-    start_child(program, args, timeout).inspect_err(|_| {
+    start_child(program, args, None, timeout).inspect_err(|_| {
         // Only a stale ckfs mount is removed.
         let options = UnmountOptions { lazy: true, stale_only: true, ..UnmountOptions::default() };
         if let Err(error) = unmount(mountpoint, options) {
@@ -136,11 +136,39 @@ pub fn start_background(
     })
 }
 
-fn start_child(program: &Path, args: &[OsString], timeout: Duration) -> Result<Started, DaemonError> {
+/// Environment variable with the number of the descriptor of `/dev/fuse` that a daemon of [`start_attached`] serves.
+pub const DEVICE_VARIABLE: &str = "CKFS_RUN_DEVICE";
+
+/// Runs `program` with a descriptor of `/dev/fuse`, and waits until it is ready. Unlike a daemon in the background it keeps standard
+/// error, and is asked to end when the calling thread ends.
+///
+/// # Errors
+/// [`DaemonError`]. The child has ended then.
+pub fn start_attached(
+    program: &Path,
+    args: &[OsString],
+    device: &OwnedFd,
+    timeout: Duration,
+) -> Result<Started, DaemonError> {
+    let inherit = |flags| fcntl(device, FcntlArg::F_SETFD(flags)).map_err(system("pass a descriptor"));
+    inherit(FdFlag::empty())?;
+    let number = OsString::from(device.as_raw_fd().to_string());
+    let started = start_child(program, args, Some((DEVICE_VARIABLE, number)), timeout);
+    inherit(FdFlag::FD_CLOEXEC)?;
+    started
+}
+
+fn start_child(
+    program: &Path,
+    args: &[OsString],
+    env: Option<(&str, OsString)>,
+    timeout: Duration,
+) -> Result<Started, DaemonError> {
     let spawn = |source| DaemonError::Spawn { program: program.to_owned(), source };
     let (reader, writer) = io::pipe().map_err(spawn)?;
     let child = Command::new(program)
         .args(args)
+        .envs(env)
         .env(STARTER_VARIABLE, std::process::id().to_string())
         .stdin(writer)
         .stdout(Stdio::null())
@@ -222,6 +250,8 @@ pub struct Readiness {
     /// The log file that the user named, until it is in use.
     file: Option<Target>,
     mountpoint: PathBuf,
+    /// Whether this process ends with its starter, and logs to its standard error.
+    attached: bool,
 }
 
 impl Readiness {
@@ -235,7 +265,8 @@ impl Readiness {
     /// [`DaemonError::LogFile`] or [`DaemonError::System`].
     pub fn new(log: &Log, log_file: Option<&Path>, mountpoint: &Path) -> Result<Self, DaemonError> {
         let starter = starter_pipe().map_err(system("pipe to the starter"))?;
-        let mut readiness = Self { starter, log: log.clone(), file: None, mountpoint: mountpoint.to_owned() };
+        let mut readiness =
+            Self { starter, log: log.clone(), file: None, mountpoint: mountpoint.to_owned(), attached: false };
         let opened = log_file
             .map(|path| Target::file(path).map_err(|source| DaemonError::LogFile { path: path.to_owned(), source }));
         match opened.transpose() {
@@ -254,6 +285,13 @@ impl Readiness {
         Ok(readiness)
     }
 
+    /// As a daemon of [`start_attached`].
+    #[must_use]
+    pub fn attached(mut self) -> Self {
+        self.attached = true;
+        self
+    }
+
     /// Whether a starter waits, so that this process goes on in the background.
     pub const fn in_background(&self) -> bool {
         self.starter.is_some()
@@ -267,7 +305,7 @@ impl Readiness {
         if let Some(mut starter) = self.starter.take() {
             // Lines so far are for the starter's user.
             self.log.flush(FLUSH_LIMIT);
-            let place = self.cut_ties()?.replace(['\n', '\t'], " ");
+            let place = if self.attached { self.loosen_ties() } else { self.cut_ties() }?.replace(['\n', '\t'], " ");
             // A starter that is gone needs no report; the signal of its death is on its way.
             if let Err(error) = starter.write_all(format!("{READY}{place}\t{served}\n").as_bytes()) {
                 debug!("the starter is gone: {error}");
@@ -284,7 +322,13 @@ impl Readiness {
     pub fn try_clone(&self) -> Result<Self, DaemonError> {
         let starter = self.starter.as_ref().map(File::try_clone).transpose();
         let starter = starter.map_err(|source| DaemonError::System { what: "copy a descriptor", source })?;
-        Ok(Self { starter, log: self.log.clone(), file: None, mountpoint: self.mountpoint.clone() })
+        Ok(Self {
+            starter,
+            log: self.log.clone(),
+            file: None,
+            mountpoint: self.mountpoint.clone(),
+            attached: self.attached,
+        })
     }
 
     /// Reports why the mount could not be made. In the foreground the caller prints the reason.
@@ -298,6 +342,16 @@ impl Readiness {
     /// Tells systemd what the mount is doing.
     pub fn status(&self, status: &str) {
         notify_systemd(&[NotifyState::Status(status)]);
+    }
+
+    /// Leaves the terminal's signals to the starter, but its standard error and its end stay this process's own.
+    fn loosen_ties(&mut self) -> Result<String, DaemonError> {
+        setsid().map_err(system("setsid"))?;
+        if let Some(mut file) = self.file.take() {
+            file.take_stderr().map_err(system("redirect to the log file"))?;
+            self.log.switch(file);
+        }
+        Ok("to standard error".to_owned())
     }
 
     /// Cuts the ties to the starter. Returns the target of the log from now on, in words.

@@ -4,5 +4,7 @@ mod background;
 mod helper;
 
 pub(super) use background::notify_systemd;
-pub use background::{DaemonError, Readiness, STARTER_VARIABLE, Started, start_background};
+pub use background::{
+    DEVICE_VARIABLE, DaemonError, Readiness, STARTER_VARIABLE, Started, start_attached, start_background,
+};
 pub use helper::{HelperError, HelperRequest, parse_mount_helper};

@@ -5,15 +5,20 @@ mod mount_user;
 mod mounted;
 mod mountinfo;
 mod options;
+mod passed;
 mod unmount;
 
 pub(super) use mount_user::describe;
 pub use mount_user::{Hold, MountUser};
 pub use mounted::MountError;
-pub(super) use mounted::{MountState, Mounted, mount};
+pub(super) use mounted::{
+    MountState, Mounted, abort, mount, mount_as_root, receive_descriptor, sanitize, set_read_ahead,
+};
 pub(super) use mountinfo::is_stale;
 pub use mountinfo::{Device, MountEntry, ckfs_mounts};
 pub use options::MountOptions;
+pub(super) use passed::{Passed, adopt, adopt_socket};
+pub use passed::{check_passed, is_passed};
 pub use unmount::{UnmountError, UnmountOptions, unmount};
 
 /// File system type of ckfs mounts in the kernel's table.

@@ -100,6 +100,23 @@ pub enum MountError {
         /// Why.
         errno: Errno,
     },
+    /// The mountpoint `/dev/fd/N` is no descriptor that can be served.
+    #[error(
+        "{}: expected a descriptor of /dev/fuse, open for reading and writing and mounted by the process that passed it; found {found}",
+        path.display()
+    )]
+    Descriptor {
+        /// The mountpoint as given.
+        path: PathBuf,
+        /// What it is.
+        found: String,
+    },
+    /// Nothing can be mounted in namespaces of this process's own.
+    #[error("cannot mount for one command: {message}")]
+    Private {
+        /// What was tried, why it failed, and the remedy.
+        message: String,
+    },
     /// The first exchange with the kernel failed, or the connection broke.
     #[error("session with the kernel: {source}")]
     Session {
@@ -208,12 +225,13 @@ fn prepare(mountpoint: &Path) -> Result<PathBuf, MountError> {
 }
 
 /// `name` with only those characters that the source column shows without escapes.
-fn sanitize(name: &str) -> String {
+pub(in crate::fuse) fn sanitize(name: &str) -> String {
     let plain = |c: char| if c.is_ascii_alphanumeric() || "._-@:/+".contains(c) { c } else { '_' };
     name.chars().take(200).map(plain).collect()
 }
 
-fn mount_as_root(path: &Path, source: &str, options: &MountOptions) -> Result<OwnedFd, MountError> {
+/// Mounts by mount(2), which needs the capability to in the mount namespace's user namespace.
+pub(in crate::fuse) fn mount_as_root(path: &Path, source: &str, options: &MountOptions) -> Result<OwnedFd, MountError> {
     let device = File::options().read(true).write(true).open("/dev/fuse").map_err(|source| {
         if source.kind() == io::ErrorKind::NotFound { MountError::NoDevice } else { MountError::Device { source } }
     })?;
@@ -272,7 +290,7 @@ fn mount_by_helper(path: &Path, source: &str, options: &MountOptions) -> Result<
 }
 
 /// Receives one descriptor; `None` if the other side went away without sending it.
-fn receive_descriptor(socket: &UnixStream) -> nix::Result<Option<OwnedFd>> {
+pub(in crate::fuse) fn receive_descriptor(socket: &UnixStream) -> nix::Result<Option<OwnedFd>> {
     let mut byte = [0_u8];
     let mut parts = [IoSliceMut::new(&mut byte)];
     let mut space = nix::cmsg_space!(RawFd);
@@ -334,37 +352,41 @@ impl Mounted {
         move || mount_users(&entry)
     }
 
-    /// Raises the kernel's read-ahead for this mount, which only root may.
-    pub(in crate::fuse) fn set_read_ahead(&self, kib: u32) {
-        let file = format!("/sys/class/bdi/{}/read_ahead_kb", self.entry.device);
-        match fs::write(&file, kib.to_string()) {
-            Ok(()) => info!("read-ahead is {kib} KiB"),
-            Err(error) => info!("read-ahead stays at the kernel's default: {file}: {error}"),
-        }
-    }
-
-    /// Ends the connection to the kernel: all requests fail from now on.
-    pub(in crate::fuse) fn abort(&self) {
-        const CONNECTIONS: &str = "/sys/fs/fuse/connections";
-        let Device { minor, .. } = self.entry.device;
-        let file = format!("{CONNECTIONS}/{minor}/abort");
-        // If the control files are not mounted, root mounts them for the moment.
-        let flags = MsFlags::MS_NODEV | MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC;
-        let mounted = !Path::new(&file).exists()
-            && nix::mount::mount(Some("fusectl"), CONNECTIONS, Some("fusectl"), flags, None::<&str>).is_ok();
-        if let Err(error) = fs::write(&file, "1") {
-            // The end of this process closes the connection just as well.
-            info!("{file}: {error}");
-        }
-        if mounted && let Err(errno) = nix::mount::umount2(CONNECTIONS, MntFlags::MNT_DETACH) {
-            warn!("{CONNECTIONS}: {errno}");
-        }
+    /// Its device.
+    pub(in crate::fuse) fn device(&self) -> Device {
+        self.entry.device
     }
 
     /// Its line in the table of mounts: the line with the same numbers, type and source.
     fn current(&self) -> io::Result<Option<MountEntry>> {
         let key = |entry: &MountEntry| (entry.id, entry.device, entry.fs_type.clone(), entry.source.clone());
         Ok(mounts()?.into_iter().find(|entry| key(entry) == key(&self.entry)))
+    }
+}
+
+/// Raises the kernel's read-ahead for a mount, which only root may.
+pub(in crate::fuse) fn set_read_ahead(device: Device, kib: u32) {
+    let file = format!("/sys/class/bdi/{device}/read_ahead_kb");
+    match fs::write(&file, kib.to_string()) {
+        Ok(()) => info!("read-ahead is {kib} KiB"),
+        Err(error) => info!("read-ahead stays at the kernel's default: {file}: {error}"),
+    }
+}
+
+/// Ends the connection of a mount to the kernel: all requests fail from now on.
+pub(in crate::fuse) fn abort(device: Device) {
+    const CONNECTIONS: &str = "/sys/fs/fuse/connections";
+    let file = format!("{CONNECTIONS}/{}/abort", device.minor);
+    // If the control files are not mounted, root mounts them for the moment.
+    let flags = MsFlags::MS_NODEV | MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC;
+    let mounted = !Path::new(&file).exists()
+        && nix::mount::mount(Some("fusectl"), CONNECTIONS, Some("fusectl"), flags, None::<&str>).is_ok();
+    if let Err(error) = fs::write(&file, "1") {
+        // The end of this process closes the connection just as well.
+        info!("{file}: {error}");
+    }
+    if mounted && let Err(errno) = nix::mount::umount2(CONNECTIONS, MntFlags::MNT_DETACH) {
+        warn!("{CONNECTIONS}: {errno}");
     }
 }
 

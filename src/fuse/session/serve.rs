@@ -8,6 +8,9 @@
 //!   unmounted outside ends, and nothing is unmounted again
 //! ```
 //!
+//! A mount that another process made (`/dev/fd/N`) is left to it: after a signal open files are served until the last is closed,
+//! at most for the grace and the drain period.
+//!
 //! Other signals end nothing: see [`crate::host::signal`].
 //!
 //! Requests are handled on threads of fuser; the thread that called [`serve`] only waits for signals and the end. Signals
@@ -40,7 +43,10 @@ use crate::{
     fuse::{
         adapter::KernelAdapter,
         daemon::notify_systemd,
-        mounts::{MountError, MountOptions, MountState, MountUser, Mounted, UnmountError, describe, is_stale, mount},
+        mounts::{
+            Device, MountError, MountOptions, MountState, MountUser, Mounted, Passed, UnmountError, abort, adopt,
+            describe, is_passed, is_stale, mount, set_read_ahead,
+        },
     },
     host::{
         Log, limits,
@@ -58,6 +64,8 @@ pub enum Exit {
     Drained,
     /// Another process unmounted it.
     UnmountedOutside,
+    /// A signal came while no file was open. The mount is left, without an answer, to the process that made it.
+    Left,
     /// Open files were cut off: at a second signal, or at the end of the drain period.
     Aborted,
 }
@@ -66,7 +74,7 @@ impl Exit {
     /// Whether no read was cut off.
     pub const fn is_clean(self) -> bool {
         match self {
-            Self::Unmounted | Self::Drained | Self::UnmountedOutside => true,
+            Self::Unmounted | Self::Drained | Self::UnmountedOutside | Self::Left => true,
             Self::Aborted => false,
         }
     }
@@ -181,7 +189,13 @@ pub fn serve(
     })?;
     let wanted = options.threads.unwrap_or_else(|| thread::available_parallelism().map_or(2, usize::from).clamp(2, 16));
     let threads = startable(wanted.max(1))?;
-    let (fd, mounted) = mount(mountpoint, options)?;
+    let (fd, mounted) = if is_passed(mountpoint) {
+        let (fd, passed) = adopt(mountpoint)?;
+        (fd, Attached::Passed(passed))
+    } else {
+        let (fd, mounted) = mount(mountpoint, options)?;
+        (fd, Attached::Own(mounted))
+    };
 
     let mut config = fuser::Config::default();
     // One more than handles requests: the spare thread usually rests.
@@ -198,18 +212,22 @@ pub fn serve(
             Supervisor { mounted, running, signals, spare, grace, drain, fs, log: log.clone(), since }
         }
         Err(error) => {
-            detach(&mounted);
+            mounted.detach();
             return Err(error);
         }
     };
-    let healthy = answers(supervisor.mounted.path()).and_then(|()| supervisor.running.check());
-    if let Err(error) = healthy {
-        detach(&supervisor.mounted);
+    // A mount that another process made may be out of sight here.
+    let answer = match &supervisor.mounted {
+        Attached::Own(mounted) => answers(mounted.path()),
+        Attached::Passed(_) => Ok(()),
+    };
+    if let Err(error) = answer.and_then(|()| supervisor.running.check()) {
+        supervisor.mounted.detach();
         supervisor.abort();
         return Err(error);
     }
-    if let Some(kib) = options.read_ahead_kib {
-        supervisor.mounted.set_read_ahead(kib);
+    if let (Some(kib), Some(device)) = (options.read_ahead_kib, supervisor.mounted.device()) {
+        set_read_ahead(device, kib);
     }
     info!("mounted on {} with {threads} threads", supervisor.mounted.path().display());
     on_ready();
@@ -231,6 +249,38 @@ fn answers(mountpoint: &Path) -> Result<(), MountError> {
     let late = || Err(format!("no answer within {} s", SELF_CHECK_LIMIT.as_secs()));
     let result = answered.recv_timeout(SELF_CHECK_LIMIT).unwrap_or_else(|_| late());
     result.map_err(|message| MountError::Unresponsive { path: mountpoint.to_owned(), message })
+}
+
+/// What connects this process to a mount.
+enum Attached {
+    /// This process made it, and removes it.
+    Own(Mounted),
+    /// Another process did, and will.
+    Passed(Passed),
+}
+
+impl Attached {
+    /// Where it is mounted, or the name of the descriptor.
+    fn path(&self) -> &Path {
+        match self {
+            Self::Own(mounted) => mounted.path(),
+            Self::Passed(passed) => &passed.path,
+        }
+    }
+
+    fn device(&self) -> Option<Device> {
+        match self {
+            Self::Own(mounted) => Some(mounted.device()),
+            Self::Passed(passed) => passed.device,
+        }
+    }
+
+    fn detach(&self) {
+        match self {
+            Self::Own(mounted) => detach(mounted),
+            Self::Passed(_) => {}
+        }
+    }
 }
 
 fn detach(mounted: &Mounted) {
@@ -293,7 +343,7 @@ enum Event {
 
 /// Watches over a mount until its end.
 struct Supervisor {
-    mounted: Mounted,
+    mounted: Attached,
     running: Running,
     signals: SignalFd,
     /// Given up when the mount ends.
@@ -323,6 +373,9 @@ impl Supervisor {
         }
         self.running.changes.end();
         notify_systemd(&[sd_notify::NotifyState::Stopping]);
+        if matches!(self.mounted, Attached::Passed(_)) {
+            return self.leave();
+        }
         let Some(calm) = self.unmount_with_grace()? else { return Ok(self.cut_off()) };
         match self.wait(Some(Instant::now() + self.drain))? {
             Event::Ended => {
@@ -337,12 +390,55 @@ impl Supervisor {
         }
     }
 
+    /// Handles that readers have open.
+    fn open_files(&self) -> u64 {
+        let metrics = self.fs.metrics();
+        let (opens, releases) = (metrics.op(Op::Open), metrics.op(Op::Release));
+        let failed = opens.errors.load(Ordering::Relaxed);
+        let closed = releases.count.load(Ordering::Relaxed);
+        opens.count.load(Ordering::Relaxed).saturating_sub(failed).saturating_sub(closed)
+    }
+
+    /// Ends without unmounting, as another process made the mount: when no file is open, or when the periods are over.
+    fn leave(&mut self) -> Result<Exit, MountError> {
+        let until = Instant::now() + self.grace + self.drain;
+        let path = self.mounted.path().display().to_string();
+        let (mut told, mut calm) = (false, 0);
+        loop {
+            let open = self.open_files();
+            // An open is counted a moment after its reply, so that one look is not enough.
+            calm = if open == 0 { calm + 1 } else { 0 };
+            if calm > 1 {
+                info!("{path}: the process that made the mount has to unmount it");
+                return Ok(Exit::Left);
+            }
+            let now = Instant::now();
+            if open > 0 && now >= until {
+                warn!("{path}: {open} open files are cut off");
+                return Ok(self.cut_off());
+            }
+            if open > 0 && !told {
+                told = true;
+                info!("{path}: {open} files are open; waiting at most {} s", (until - now).as_secs());
+            }
+            match self.wait(Some(now + RETRY_PERIOD))? {
+                Event::Ended => {
+                    self.log_result();
+                    return Ok(Exit::Drained);
+                }
+                Event::Signal(_) => return Ok(self.cut_off()),
+                Event::Timeout => {}
+            }
+        }
+    }
+
     /// Unmounts, or detaches when the grace period ends. Whether the mount was free, or `None` at a second signal.
     fn unmount_with_grace(&mut self) -> Result<Option<bool>, MountError> {
         let until = Instant::now() + self.grace;
         let mut told = false;
         loop {
-            match self.mounted.unmount(false) {
+            let Attached::Own(mounted) = &self.mounted else { return Ok(Some(true)) };
+            match mounted.unmount(false) {
                 Ok(MountState::Covered) => {
                     warn!("{}: covered by another mount, left in place", self.mounted.path().display());
                     return Ok(Some(false));
@@ -351,7 +447,7 @@ impl Supervisor {
                 Err(UnmountError::Busy { .. }) => {}
                 Err(error) => {
                     error!("{error}");
-                    detach(&self.mounted);
+                    self.mounted.detach();
                     return Ok(Some(false));
                 }
             }
@@ -364,7 +460,7 @@ impl Supervisor {
             let now = Instant::now();
             if now >= until {
                 warn!("{}: detaching; open files stay readable", self.mounted.path().display());
-                detach(&self.mounted);
+                self.mounted.detach();
                 return Ok(Some(false));
             }
             match self.wait(Some(until.min(now + RETRY_PERIOD)))? {
@@ -378,8 +474,9 @@ impl Supervisor {
     /// The processes that use the mount. Searched for in another thread: reading another process's maps can wait for its page
     /// faults, and so for this mount.
     fn users(&self) -> Vec<MountUser> {
+        let Attached::Own(mounted) = &self.mounted else { return Vec::new() };
         let (answer, answered) = mpsc::channel();
-        let search = self.mounted.users();
+        let search = mounted.users();
         let searching = thread::Builder::new().name("ckfs-users".into()).spawn(move || {
             let _ = answer.send(search());
         });
@@ -389,16 +486,19 @@ impl Supervisor {
     /// The connection ended without a signal.
     fn ended_by_itself(&mut self) -> Result<Exit, MountError> {
         let result = self.running.result();
+        let Attached::Own(mounted) = &self.mounted else {
+            return result.map(|()| Exit::UnmountedOutside).map_err(|source| MountError::Session { source });
+        };
         // After an abort from outside the mount is still there, but dead.
         // One that is alive is a successor's, whatever the numbers say.
-        let dead = match self.mounted.state() {
+        let dead = match mounted.state() {
             // After an error some threads may still answer, but the process ends.
-            MountState::Attached => result.is_err() || is_stale(self.mounted.path()),
+            MountState::Attached => result.is_err() || is_stale(mounted.path()),
             MountState::Covered => true,
             MountState::Gone => false,
         };
         if dead {
-            detach(&self.mounted);
+            detach(mounted);
         }
         match result {
             Err(source) => Err(MountError::Session { source }),
@@ -409,13 +509,15 @@ impl Supervisor {
 
     /// Detaches and aborts.
     fn cut_off(&mut self) -> Exit {
-        detach(&self.mounted);
+        self.mounted.detach();
         self.abort();
         Exit::Aborted
     }
 
     fn abort(&mut self) {
-        self.mounted.abort();
+        // Without the number of the device, the end of this process ends the connection.
+        let Some(device) = self.mounted.device() else { return };
+        abort(device);
         let until = Instant::now() + ABORT_LIMIT;
         loop {
             match self.wait(Some(until)) {
@@ -510,9 +612,13 @@ mod tests {
 
     #[test]
     fn only_an_abort_is_unclean() {
-        for (exit, clean) in
-            [(Exit::Unmounted, true), (Exit::Drained, true), (Exit::UnmountedOutside, true), (Exit::Aborted, false)]
-        {
+        for (exit, clean) in [
+            (Exit::Unmounted, true),
+            (Exit::Drained, true),
+            (Exit::UnmountedOutside, true),
+            (Exit::Left, true),
+            (Exit::Aborted, false),
+        ] {
             assert_eq!(exit.is_clean(), clean);
         }
     }

@@ -1,0 +1,204 @@
+//! `ckfs metrics`: the metrics of the host's mounts for Prometheus, printed, written to a file, or served over HTTP.
+
+mod http;
+mod text;
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    io::Write,
+    net::{SocketAddr, TcpListener, ToSocketAddrs},
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError, mpsc},
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Context, bail};
+use clap::Args;
+
+use super::output::{self, Usage};
+use crate::{
+    fuse::ckfs_mounts,
+    host::{self, signal},
+};
+
+/// Longest time for the answers of all mounts.
+const ANSWER_LIMIT: Duration = Duration::from_secs(5);
+
+/// Port of `--listen` without a value.
+const LISTEN: &str = "127.0.0.1:9464";
+
+/// Gives the metrics of all mounts, or of one, to Prometheus.
+///
+/// Each sample has the label `mount`, the path of its mount. `ckfs_up` is 1 for a mount that answers and 0 for one that does
+/// not. Without --listen and --textfile the text goes to standard output. Only mounts that this user may read are asked.
+#[derive(Debug, Args)]
+#[command(after_long_help = "\
+Examples:
+  ckfs metrics
+  ckfs metrics --listen 9464                   serves http://127.0.0.1:9464/metrics
+  ckfs metrics /mnt/llama --listen 0.0.0.0:9464
+  ckfs metrics --textfile /var/lib/node_exporter/ckfs.prom")]
+pub(super) struct Metrics {
+    /// Only the mount there.
+    #[arg(value_name = "MNT")]
+    mountpoint: Option<PathBuf>,
+    /// Serves them under /metrics at this address. A port alone is one of 127.0.0.1.
+    ///
+    /// Every program that reaches the address reads the metrics: paths of mounts and counters. An address that other hosts
+    /// reach must be named, as in 0.0.0.0:9464. Port 0 is any free one.
+    #[arg(long, value_name = "ADDR", num_args = 0..=1, default_missing_value = LISTEN, conflicts_with = "textfile")]
+    listen: Option<String>,
+    /// Writes them to a file, as the textfile collector of `node_exporter` reads it.
+    ///
+    /// The file is replaced as a whole. Its name ends in .prom for that collector.
+    #[arg(long, value_name = "FILE")]
+    textfile: Option<PathBuf>,
+}
+
+impl Metrics {
+    pub(super) fn run(&self) -> anyhow::Result<()> {
+        let mounts =
+            Arc::new(Mounts { only: self.mountpoint.as_deref().map(resolved).transpose()?, ..Mounts::default() });
+        if let Some(only) = &mounts.only
+            && !ckfs_mounts().iter().any(|entry| &entry.mountpoint == only)
+            && self.listen.is_none()
+        {
+            bail!("{}: no ckfs mount", only.display());
+        }
+        if let Some(address) = &self.listen {
+            return serve(address, mounts);
+        }
+        match &self.textfile {
+            Some(path) => replace(path, &mounts.text()),
+            None => output::print(&mounts.text()),
+        }
+    }
+}
+
+/// The path as the table of mounts has it. That of a stale mount cannot be resolved.
+fn resolved(path: &Path) -> anyhow::Result<PathBuf> {
+    fs::canonicalize(path).or_else(|_| std::path::absolute(path)).with_context(|| path.display().to_string())
+}
+
+/// The address to listen on: `PORT`, `HOST:PORT` or `IP:PORT`.
+fn address(text: &str) -> anyhow::Result<SocketAddr> {
+    if let Ok(port) = text.trim_start_matches(':').parse::<u16>() {
+        return Ok(SocketAddr::from(([127, 0, 0, 1], port)));
+    }
+    let expected = || Usage(format!("--listen: expected PORT, or ADDRESS:PORT such as {LISTEN}, found {text:?}"));
+    let found = text.to_socket_addrs().map_err(|_| expected())?.next();
+    Ok(found.ok_or_else(expected)?)
+}
+
+fn serve(text: &str, mounts: Arc<Mounts>) -> anyhow::Result<()> {
+    let address = address(text)?;
+    let listener = TcpListener::bind(address).with_context(|| format!("listen on {address}"))?;
+    let bound = listener.local_addr().context("address")?;
+    signal::ignore_write_failures();
+    host::tell(&format!("ckfs: metrics at http://{bound}/metrics\n"));
+    let page: Arc<http::Page> = Arc::new(move || mounts.text());
+    http::serve(&listener, &page);
+    Ok(())
+}
+
+/// Replaces a file as a whole: a reader finds the old or the new text.
+fn replace(path: &Path, text: &str) -> anyhow::Result<()> {
+    let Some(name) = path.file_name() else {
+        return Err(Usage(format!("--textfile: expected a file, found {}", path.display())).into());
+    };
+    // The collector passes over names that do not end in .prom.
+    let mut beside = std::ffi::OsString::from(".");
+    beside.push(name);
+    beside.push(format!(".{}", std::process::id()));
+    let beside = path.with_file_name(beside);
+    let written = fs::File::create(&beside).and_then(|mut file| {
+        file.write_all(text.as_bytes())?;
+        fs::rename(&beside, path)
+    });
+    written.inspect_err(|_| drop(fs::remove_file(&beside))).with_context(|| path.display().to_string())
+}
+
+/// The mounts to be asked.
+#[derive(Debug, Default)]
+struct Mounts {
+    only: Option<PathBuf>,
+    /// Those that have not answered yet. They are not asked again, so that threads do not pile up.
+    asked: Arc<Mutex<BTreeSet<PathBuf>>>,
+}
+
+impl Mounts {
+    /// The metrics of all of them.
+    fn text(&self) -> String {
+        let mut points: BTreeSet<PathBuf> = ckfs_mounts().into_iter().map(|entry| entry.mountpoint).collect();
+        if let Some(only) = &self.only {
+            points.retain(|point| point == only);
+            points.insert(only.clone());
+        }
+        let (answer, answered) = mpsc::channel();
+        let mut waiting = 0_usize;
+        for point in &points {
+            if !self.asked.lock().unwrap_or_else(PoisonError::into_inner).insert(point.clone()) {
+                continue;
+            }
+            let (path, asked, answer) = (point.clone(), Arc::clone(&self.asked), answer.clone());
+            let asking = thread::Builder::new().name("ckfs-probe".into()).spawn(move || {
+                let text = fs::read_to_string(path.join(".ckfs/metrics"));
+                asked.lock().unwrap_or_else(PoisonError::into_inner).remove(&path);
+                let _ = answer.send((path, text));
+            });
+            match asking {
+                Ok(_) => waiting += 1,
+                Err(_) => drop(self.asked.lock().unwrap_or_else(PoisonError::into_inner).remove(point)),
+            }
+        }
+        let until = std::time::Instant::now() + ANSWER_LIMIT;
+        let mut merged = text::Merged::default();
+        let mut up = BTreeSet::new();
+        for _ in 0..waiting {
+            let left = until.saturating_duration_since(std::time::Instant::now());
+            let Ok((path, text)) = answered.recv_timeout(left) else { break };
+            if let Ok(text) = text {
+                merged.add(&path.display().to_string(), &text);
+                up.insert(path);
+            }
+        }
+        let states = points.iter().map(|point| (point.display().to_string(), up.contains(point)));
+        merged.finish(&states.collect::<Vec<_>>())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_port_alone_is_one_of_this_host() {
+        for (text, expected) in [
+            ("9464", "127.0.0.1:9464"),
+            (":9464", "127.0.0.1:9464"),
+            ("0.0.0.0:1", "0.0.0.0:1"),
+            ("[::1]:2", "[::1]:2"),
+        ] {
+            assert_eq!(address(text).unwrap().to_string(), expected);
+        }
+        assert!(address("localhost:3").unwrap().ip().is_loopback());
+        for text in ["", "x", "1.2.3.4", "99999", "1.2.3.4:99999"] {
+            assert!(address(text).unwrap_err().is::<Usage>(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_file_is_replaced_as_a_whole() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("ckfs.prom");
+        for text in ["first\n", "2\n"] {
+            replace(&path, text).unwrap();
+            assert_eq!(fs::read_to_string(&path).unwrap(), text);
+        }
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
+        assert!(replace(&directory.path().join("no/ckfs.prom"), "").is_err());
+        assert!(replace(Path::new("/"), "").unwrap_err().is::<Usage>());
+    }
+}

@@ -1,0 +1,346 @@
+//! `ckfs run`: a mount for one command.
+//!
+//! Three processes. The starter, which the user called, waits for the command and forwards signals. The daemon is this program
+//! with the same arguments; it serves a passed descriptor. The child enters namespaces, mounts, and becomes the command
+//! ([`PrivateMount`]).
+
+use std::{
+    env,
+    ffi::OsString,
+    fs, io,
+    os::fd::AsFd,
+    path::{Path, PathBuf},
+    process::ExitCode,
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::Context;
+use clap::Args;
+use nix::{
+    errno::Errno,
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::{
+        signal::{SigSet, Signal, kill},
+        signalfd::{SfdFlags, SignalFd, siginfo},
+        wait::{WaitPidFlag, WaitStatus, waitpid},
+    },
+    unistd::{Pid, getegid, geteuid, mkdtemp},
+};
+
+use super::{
+    flags::{LogFlags, ServingFlags, SourceFlags},
+    mount::{self, Tie},
+    open,
+    output::Usage,
+};
+use crate::{
+    config::{Config, OwnerId, value},
+    fuse::{DEVICE_VARIABLE, PrivateMount, start_attached},
+    host::{self, Log},
+};
+
+/// Runs a command with a mount that only it and its children see.
+///
+/// Needs no root: the mount is made in a user namespace and a mount namespace of the command's own. It needs /dev/fuse with
+/// mode 0666, and a host that lets users make namespaces; `ckfs doctor` tells. Root needs no user namespace.
+///
+/// The command finds the path of the mount in the environment variable `CKFS_MOUNT`. It has the standard streams, the
+/// working directory and the terminal of this program. Signals that a process sends to this program reach the command.
+/// The mount ends with the command; processes that the command leaves behind lose it. If this program is killed, the
+/// command is killed.
+///
+/// The exit code is that of the command, or 128 and the number of the signal that ended it. It is 127 if there is no such
+/// command, 126 if it cannot be run, 1 if the mount failed.
+#[derive(Debug, Args)]
+#[command(after_long_help = "\
+Examples:
+  ckfs run /data/llama --mesh fsdp=8 -- python train.py
+  ckfs run org/name --dtype bf16 -- sh -c 'ls $CKFS_MOUNT/dev0'
+  srun ckfs run /data/llama --mesh fsdp=8 --devices 0-3 -- python train.py")]
+pub(super) struct Run {
+    /// A directory, a file, org/name[@revision] in the local cache or on the Hub, s3://, gs://, az:// or https://.
+    source: Option<String>,
+    /// The command and its arguments.
+    #[arg(last = true, required = true, value_name = "COMMAND")]
+    command: Vec<OsString>,
+    #[command(flatten)]
+    flags: SourceFlags,
+    #[command(flatten)]
+    serving: ServingFlags,
+}
+
+/// Time for readers that the command leaves behind, unless --drain says otherwise: closing files takes the kernel a moment.
+const DRAIN: Duration = Duration::from_secs(1);
+
+/// Time that the daemon has to end when it is asked to.
+const END_LIMIT: Duration = Duration::from_secs(5);
+
+/// Time between looks at a process that is about to end.
+const LOOK_PERIOD: Duration = Duration::from_millis(5);
+
+/// Signals that are passed on to the command if a process sends them. The kernel sends those of a terminal to the command
+/// itself.
+const FORWARDED: [Signal; 12] = [
+    Signal::SIGHUP,
+    Signal::SIGINT,
+    Signal::SIGQUIT,
+    Signal::SIGTERM,
+    Signal::SIGUSR1,
+    Signal::SIGUSR2,
+    Signal::SIGALRM,
+    Signal::SIGVTALRM,
+    Signal::SIGPROF,
+    Signal::SIGIO,
+    Signal::SIGPWR,
+    Signal::SIGXCPU,
+];
+
+impl Run {
+    fn config(&self, log: &LogFlags) -> anyhow::Result<Config> {
+        let mut config = open::config(&[&self.flags.settings, &self.serving.settings, &log.file.settings])?;
+        config.source = self.source.clone().or(config.source);
+        if config.source.is_none() {
+            return Err(Usage("expected SOURCE, or a --config file that names it".to_owned()).into());
+        }
+        // The mountpoint of a configuration is that of `ckfs mount`.
+        config.mountpoint = None;
+        Ok(config)
+    }
+
+    /// Runs the command. `args` are those of this process; it starts itself again with them as the daemon.
+    pub(super) fn run(&self, log: &LogFlags, sink: &Log, args: &[OsString]) -> anyhow::Result<ExitCode> {
+        let config = self.config(log);
+        if let Some(number) = env::var_os(DEVICE_VARIABLE).filter(|_| mount::is_daemon()) {
+            let device = Path::new("/dev/fd").join(number);
+            let config = config.and_then(|config| Ok((of_daemon(config)?, device)));
+            return mount::serve_here(config, sink, Tie::Attached).map(|()| ExitCode::SUCCESS);
+        }
+        let config = config?;
+        let signals = Signals::block()?;
+        let place = Place::make()?;
+        let watch = Signals::end_at_signal(&place)?;
+        let name = config.source.clone().unwrap_or_default();
+        let options = mount::mount_options(&config.mount, &name);
+        let program = env::current_exe().context("path of this program")?;
+        let (mut private, device) = PrivateMount::start(&program, &place.0, &options, &self.command)?;
+        let limit = Duration::from_secs(config.start_seconds.unwrap_or_default());
+        let started = start_attached(&program, args, &device, limit).inspect_err(|_| private.end())?;
+        // The daemon's copy is the only one from now on: with it the connection ends.
+        drop(device);
+        watch.stop();
+        let mut daemon = Daemon(Some(pid(started.pid)));
+        // A child that is gone already shows by its exit code.
+        let _ = private.go();
+        let code = signals.wait_for(pid(private.child.id()), &mut daemon)?;
+        drop(place);
+        let periods =
+            [config.mount.grace_seconds, config.mount.drain_seconds].map(|some| some.map(Duration::from_secs));
+        daemon.end(periods[0].unwrap_or_default() + periods[1].unwrap_or(DRAIN));
+        Ok(code)
+    }
+}
+
+/// The daemon's configuration.
+fn of_daemon(mut config: Config) -> anyhow::Result<Config> {
+    // The starter has waited for readers before it asks the daemon to end.
+    (config.mount.grace_seconds, config.mount.drain_seconds) = (Some(0), Some(0));
+    if !geteuid().is_root() {
+        // The user namespace has this user's number only: others would show as unknown, and the bits of their groups would
+        // shut the user out. The daemon reads the sources as this user.
+        let number = |id: u32| <OwnerId as value::SettingValue>::from_word(&id.to_string()).map_err(anyhow::Error::msg);
+        config.mount.uid.get_or_insert(number(geteuid().as_raw())?);
+        config.mount.gid.get_or_insert(number(getegid().as_raw())?);
+    }
+    Ok(config)
+}
+
+fn pid(id: u32) -> Pid {
+    Pid::from_raw(i32::try_from(id).expect("process ids of Linux are below 2^22"))
+}
+
+/// A new directory to mount on. When it is dropped, it is removed, and the kernel removes the mount with it in every namespace.
+struct Place(PathBuf);
+
+impl Place {
+    fn make() -> anyhow::Result<Self> {
+        let below = std::path::absolute(env::temp_dir()).context("directory for temporary files")?;
+        let path = below.join("ckfs-run-XXXXXX");
+        mkdtemp(&path).map(Self).with_context(|| format!("{}: make a mountpoint", below.display()))
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_dir(&self.0) {
+            tracing::warn!("{}: {error}", self.0.display());
+        }
+    }
+}
+
+/// The signals that this process handles, blocked in all its threads.
+struct Signals(SignalFd);
+
+/// Ends the process at a signal until it is stopped.
+struct Watch {
+    stop: io::PipeWriter,
+    thread: thread::JoinHandle<()>,
+}
+
+impl Watch {
+    fn stop(self) {
+        drop(self.stop);
+        let _ = self.thread.join();
+    }
+}
+
+impl Signals {
+    fn block() -> anyhow::Result<Self> {
+        let set: SigSet = FORWARDED.into_iter().chain([Signal::SIGCHLD]).collect();
+        set.thread_block().context("block signals")?;
+        let flags = SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK;
+        SignalFd::with_flags(&set, flags).map(Self).context("signalfd")
+    }
+
+    /// The next signal that waits.
+    fn next(&self) -> Option<(Signal, siginfo)> {
+        let info = self.0.read_signal().ok().flatten()?;
+        let signal = i32::try_from(info.ssi_signo).ok().and_then(|number| Signal::try_from(number).ok())?;
+        Some((signal, info))
+    }
+
+    /// While the mount is made, which may take long, a signal ends this process. The other processes end with it.
+    fn end_at_signal(place: &Place) -> anyhow::Result<Watch> {
+        let (stopped, stop) = io::pipe().context("pipe")?;
+        let (signals, path) = (Signals::block()?, place.0.clone());
+        let thread = thread::Builder::new().name("ckfs-signals".into()).spawn(move || {
+            loop {
+                let mut fds = [
+                    PollFd::new(stopped.as_fd(), PollFlags::POLLIN),
+                    PollFd::new(signals.0.as_fd(), PollFlags::POLLIN),
+                ];
+                let found = poll(&mut fds, PollTimeout::NONE);
+                if found.is_ok() && fds[0].any() == Some(true) {
+                    return;
+                }
+                match signals.next() {
+                    Some((Signal::SIGCHLD, _)) | None => {}
+                    Some((signal, _)) => {
+                        let _ = fs::remove_dir(&path);
+                        std::process::exit(128 + signal as i32);
+                    }
+                }
+            }
+        });
+        Ok(Watch { stop, thread: thread.context("start a thread")? })
+    }
+
+    /// Waits for the command and forwards signals to it. Its exit code.
+    fn wait_for(&self, command: Pid, daemon: &mut Daemon) -> anyhow::Result<ExitCode> {
+        loop {
+            if let Some(code) = ended(command).context("wait for the command")? {
+                return Ok(ExitCode::from(code));
+            }
+            daemon.check();
+            let mut fds = [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)];
+            match poll(&mut fds, PollTimeout::NONE) {
+                Ok(_) | Err(Errno::EINTR) => {}
+                Err(errno) => return Err(errno).context("wait for signals"),
+            }
+            while let Some((signal, info)) = self.next() {
+                // A positive code is the kernel's: it has sent the signal of a terminal to the command too.
+                if signal != Signal::SIGCHLD && info.ssi_code <= 0 {
+                    let _ = kill(command, signal);
+                }
+            }
+        }
+    }
+}
+
+/// The exit code of a process if it has ended: its own, or 128 and the number of a signal.
+fn ended(process: Pid) -> nix::Result<Option<u8>> {
+    let code = match waitpid(process, Some(WaitPidFlag::WNOHANG))? {
+        WaitStatus::Exited(_, code) => code & 0xff,
+        WaitStatus::Signaled(_, signal, _) => 128 + signal as i32,
+        WaitStatus::Stopped(..)
+        | WaitStatus::PtraceEvent(..)
+        | WaitStatus::PtraceSyscall(_)
+        | WaitStatus::Continued(_)
+        | WaitStatus::StillAlive => return Ok(None),
+    };
+    Ok(Some(u8::try_from(code).unwrap_or(u8::MAX)))
+}
+
+/// The process that serves the mount, until it has ended.
+struct Daemon(Option<Pid>);
+
+impl Daemon {
+    /// Reports the daemon's end, if it has ended.
+    fn check(&mut self) {
+        if self.has_ended() == Some(true) {
+            self.0 = None;
+            host::tell("ckfs: error: the daemon has ended: reads from the mount fail from now on\n");
+        }
+    }
+
+    fn has_ended(&self) -> Option<bool> {
+        self.0.map(|process| !matches!(ended(process), Ok(None)))
+    }
+
+    /// Waits `patience` for the daemon's end, which follows that of the mount; then asks for it, then forces it.
+    fn end(&mut self, patience: Duration) {
+        for (signal, limit) in
+            [(None, patience), (Some(Signal::SIGTERM), END_LIMIT), (Some(Signal::SIGKILL), END_LIMIT)]
+        {
+            let Some(process) = self.0 else { return };
+            if let Some(signal) = signal {
+                let _ = kill(process, signal);
+            }
+            let until = Instant::now() + limit;
+            while self.has_ended() == Some(false) && Instant::now() < until {
+                thread::sleep(LOOK_PERIOD);
+            }
+            if self.has_ended() == Some(true) {
+                self.0 = None;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    #[test]
+    fn codes_are_those_of_shells() {
+        for (script, code) in [("exit 0", 0), ("exit 7", 7), ("kill -TERM $$", 143), ("kill -KILL $$", 137)] {
+            let child = Command::new("/bin/sh").args(["-c", script]).spawn().unwrap();
+            let process = pid(child.id());
+            // `ended` reaps it.
+            std::mem::forget(child);
+            let found = std::iter::repeat_with(|| ended(process).unwrap()).find_map(|code| {
+                thread::sleep(LOOK_PERIOD);
+                code
+            });
+            assert_eq!(found, Some(code), "{script}");
+        }
+    }
+
+    #[test]
+    fn the_daemon_does_not_wait_and_gives_files_to_the_user() {
+        let config = of_daemon(Config::default()).unwrap();
+        assert_eq!((config.mount.grace_seconds, config.mount.drain_seconds), (Some(0), Some(0)));
+        assert_eq!(config.mount.uid.is_some(), !geteuid().is_root());
+    }
+
+    #[test]
+    fn the_place_is_removed() {
+        let place = Place::make().unwrap();
+        let path = place.0.clone();
+        assert!(path.is_absolute() && path.is_dir());
+        drop(place);
+        assert!(!path.exists());
+    }
+}
