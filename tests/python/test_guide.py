@@ -17,11 +17,7 @@ import guide_blocks
 import mounting
 import repos
 from guide_blocks import GUIDE, NEEDS, PAGES, ROOT, Block
-<<<<<<< HEAD
 from servers import NAMES as REMOTE, Stub
-=======
-from test_remote import NAMES as REMOTE, STORE, Stub
->>>>>>> html
 
 # Plain blocks of the README: what a new user, and `.ci/run`, types first.
 SETUP = {"cargo run --release -- demo", "tests/run"}
