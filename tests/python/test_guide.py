@@ -17,7 +17,7 @@ import guide_blocks
 import mounting
 import repos
 from guide_blocks import GUIDE, NEEDS, PAGES, ROOT, Block
-from servers import NAMES as REMOTE, Stub
+from servers import NAMES as REMOTE, STUB_SETTINGS, Stub
 
 # Plain blocks of the README: what a new user, and `.ci/run`, types first.
 SETUP = {"cargo run --release -- demo", "tests/run"}
@@ -125,7 +125,7 @@ def network(monkeypatch):
         stubs.append(Stub("hub", f"org/demo={repository}"))
         stubs.append(Stub("store", bucket.parent))
         monkeypatch.setenv("HF_ENDPOINT", stubs[0].url)
-        for name, value in {**STORE, "AWS_ENDPOINT_URL": stubs[1].url, "AWS_SKIP_SIGNATURE": "true"}.items():
+        for name, value in STUB_SETTINGS["s3"](stubs[1].url).items():
             monkeypatch.setenv(name, value)
 
     yield serve
