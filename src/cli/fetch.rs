@@ -115,17 +115,38 @@ fn request(checkpoint: &Checkpoint, view: &ViewPlan, bar: &ProgressBar, total: u
 fn offer(source: &dyn Source, file: FileId, spans: &[ByteSpan], bar: &ProgressBar, total: u64) -> anyhow::Result<()> {
     while !source.bring_ahead(file, spans) {
         show(source, bar, total);
-        if source.ahead_jobs() == 0 && !source.bring_ahead(file, spans) {
+        // A cache that was full a moment ago refuses, although another process may have left it.
+        let bytes = spans.iter().map(|span| span.len()).sum();
+        let has_room = || {
+            source.cache_limit().is_some_and(|(_, limit)| limit.limit_bytes >= limit.used_bytes.saturating_add(bytes))
+        };
+        if source.ahead_jobs() == 0 && !source.bring_ahead(file, spans) && !has_room() {
             bail!(
-                "the disk cache has no room for {} that these devices read: --cache-disk-bytes allows more, --cache-dir another \
-                 place",
-                human_bytes(total)
+                "the disk cache has no room for {} that these devices read: {}",
+                human_bytes(total),
+                limit_text(source)
             );
         }
         thread::sleep(LOOK);
     }
     show(source, bar, total);
     Ok(())
+}
+
+/// What bounds the disk cache, and what allows more.
+fn limit_text(source: &dyn Source) -> String {
+    let Some((dir, limit)) = source.cache_limit() else { return "there is none".to_owned() };
+    let (dir, used, most) = (dir.display(), human_bytes(limit.used_bytes), human_bytes(limit.limit_bytes));
+    match limit.disk {
+        None => format!("{dir} holds {used} of at most {most}; --cache-disk-bytes allows more"),
+        Some(disk) => format!(
+            "of {} on the file system of {dir}, {} are free, and {} stay free; --cache-dir names another place, and \
+             --cache-disk-bytes SIZE leaves 1 % free, at most 1 GiB",
+            human_bytes(disk.total_bytes),
+            human_bytes(disk.free_bytes),
+            human_bytes(disk.kept_free_bytes),
+        ),
+    }
 }
 
 /// Waits until all that was requested is here.

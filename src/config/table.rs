@@ -341,7 +341,7 @@ pub static SETTINGS: &[Setting] = &[
         "Most disk space of the cache of remote sources, as in 200G; by default half of its file system.",
     )
     .more(
-        "A 20th of the file system stays free in any case. What was not used for the longest time is removed first, never what \
+        "By default a 20th of the file system stays free, with a SIZE a 100th and at most 1 GiB. What was not used for the longest time is removed first, never what \
          a reader needs now. Where there is no room, bytes pass to readers without being kept.",
     ),
     Setting::new(

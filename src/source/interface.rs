@@ -13,7 +13,7 @@ use super::{
     health::Health,
     kernel_bytes::KernelBytes,
     permission::Gates,
-    remote::RemoteCounters,
+    remote::{RemoteCounters, cache::CacheLimit},
     span::{ByteSpan, FileId},
 };
 
@@ -136,6 +136,11 @@ pub trait Source: fmt::Debug + Send + Sync {
     /// Number of requests made by [`Source::bring_ahead`] that are not done.
     fn ahead_jobs(&self) -> usize {
         0
+    }
+
+    /// The directory of the disk cache of its remote files, and what bounds it.
+    fn cache_limit(&self) -> Option<(PathBuf, CacheLimit)> {
+        None
     }
 
     /// What a read of these spans would have to bring from a remote service: in order, without overlaps, and in the units in which

@@ -43,6 +43,8 @@ impl Fleet<'_> {
     fn ckfs(&self, cache: &str, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ckfs"));
         command.args(args).args(["--cache-dir", self.caches.join(cache).to_str().unwrap_or_default()]);
+        // Without a bound the caches would leave a 20th of the disk free, and may then keep nothing.
+        command.args(["--cache-disk-bytes", "64G"]);
         for (name, value) in [
             ("AWS_ENDPOINT_URL", self.store.server.url().as_str()),
             ("AWS_ALLOW_HTTP", "true"),

@@ -28,7 +28,7 @@ use lru::LruCache;
 use crate::{
     source::{
         ByteSpan, Coded, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, Source, SourceError,
-        remote::RemoteCounters,
+        remote::{RemoteCounters, cache::CacheLimit},
     },
     tensor::to_usize,
 };
@@ -238,6 +238,10 @@ impl Source for ChunkSource {
 
     fn share(&self) -> Result<Vec<PathBuf>, SourceError> {
         self.inner.share()
+    }
+
+    fn cache_limit(&self) -> Option<(PathBuf, CacheLimit)> {
+        self.inner.cache_limit()
     }
 
     fn ahead_jobs(&self) -> usize {

@@ -22,7 +22,7 @@ use super::{
         ByteSpan, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, Source, SourceError, local::LocalFiles,
     },
     cache::{
-        BLOCK_BYTES, Guards,
+        BLOCK_BYTES, CacheLimit, Guards,
         geometry::{blocks_of, place},
     },
     counters::RemoteCounters,
@@ -287,6 +287,11 @@ impl Source for RemoteFiles {
         let spans: Vec<ByteSpan> = spans.iter().copied().filter(|span| self.bounded(file, &[*span])).collect();
         let gap = if spans.len() > 1 { self.ahead_gap_bytes(file) / BLOCK_BYTES } else { 0 };
         remote.fetcher.bring_ahead(&remote.object, &Remote::blocks(&spans), gap)
+    }
+
+    fn cache_limit(&self) -> Option<(PathBuf, CacheLimit)> {
+        let cache = self.remote.iter().flatten().next()?.fetcher.cache();
+        Some((cache.objects()?.to_owned(), cache.limit().ok()?))
     }
 
     fn share(&self) -> Result<Vec<PathBuf>, SourceError> {

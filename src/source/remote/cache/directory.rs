@@ -24,7 +24,7 @@ use super::{
     entry::Entry,
     lock::{self, LockKind},
     meta::{self, EntryMeta},
-    space::{DATA, MAP, Place, Space},
+    space::{CacheLimit, DATA, MAP, Place, Space},
 };
 
 /// Name of the directory of entries.
@@ -97,6 +97,14 @@ impl Cache {
     /// The directory cannot be read.
     pub fn measure(&self) -> io::Result<(u64, u64)> {
         self.space.measure()
+    }
+
+    /// What bounds it now.
+    ///
+    /// # Errors
+    /// The directory cannot be read.
+    pub fn limit(&self) -> io::Result<CacheLimit> {
+        self.space.limit()
     }
 
     /// Whether `bytes` more may be written. Evicts for them if that is needed.

@@ -23,10 +23,13 @@ pub(super) const MAP: &str = "map";
 /// Name of the sparse file.
 pub(super) const DATA: &str = "data";
 
-/// Part of a file system that stays free: one 20th.
-const FREE_DIVISOR: u64 = 20;
 /// Without a bound by the user, the part of a file system that the cache may take: one half.
 const DEFAULT_DIVISOR: u64 = 2;
+/// Part of a file system that stays free then: one 20th.
+const FREE_DIVISOR: u64 = 20;
+/// A bound by the user leaves a 100th free, and never more than this many bytes: other programs still have to work.
+const FREE_DIVISOR_BOUNDED: u64 = 100;
+const FREE_BYTES_BOUNDED: u64 = 1 << 30;
 /// Bytes that eviction frees beyond the need, at most: one walk then serves many writes.
 const SURPLUS_BYTES: u64 = 256 << 20;
 /// The disk is measured again after this time, or after so much was written.
@@ -47,6 +50,28 @@ pub(super) enum Place {
     Disk(PathBuf),
     /// Files in memory of this process.
     Memory,
+}
+
+/// What bounds a cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheLimit {
+    /// Bytes in use.
+    pub used_bytes: u64,
+    /// The most that may be in use.
+    pub limit_bytes: u64,
+    /// The file system, if it bounds the cache more than the setting does.
+    pub disk: Option<DiskSpace>,
+}
+
+/// Space of a file system.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DiskSpace {
+    /// Its size in bytes.
+    pub total_bytes: u64,
+    /// Bytes that are free.
+    pub free_bytes: u64,
+    /// Bytes that the cache leaves free.
+    pub kept_free_bytes: u64,
 }
 
 /// The bound on a cache. Each process keeps it by itself; all measure the same directory.
@@ -135,7 +160,7 @@ impl Space {
                 let used: u64 = entry_dirs(dir)?.iter().map(|dir| disk_bytes(dir)).sum();
                 let found = statvfs(dir)?;
                 let (total, free) = (found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize);
-                let reachable = (used + free).saturating_sub(total / FREE_DIVISOR);
+                let reachable = (used + free).saturating_sub(self.kept_free_bytes(total));
                 Ok((used, self.cap_bytes.unwrap_or(total / DEFAULT_DIVISOR).min(reachable)))
             }
             Place::Memory => {
@@ -143,6 +168,31 @@ impl Space {
                 Ok((used, self.cap_bytes.unwrap_or(0)))
             }
         }
+    }
+
+    /// Bytes that stay free in a file system of `total` bytes.
+    fn kept_free_bytes(&self, total: u64) -> u64 {
+        match self.cap_bytes {
+            None => total / FREE_DIVISOR,
+            Some(_) => (total / FREE_DIVISOR_BOUNDED).min(FREE_BYTES_BOUNDED),
+        }
+    }
+
+    /// What bounds the cache now.
+    pub(super) fn limit(&self) -> io::Result<CacheLimit> {
+        let (used_bytes, limit_bytes) = self.measure()?;
+        let Place::Disk(dir) = &self.place else {
+            return Ok(CacheLimit { used_bytes, limit_bytes, disk: None });
+        };
+        let found = statvfs(dir)?;
+        let total_bytes = found.f_blocks * found.f_frsize;
+        let bound_bytes = self.cap_bytes.unwrap_or(total_bytes / DEFAULT_DIVISOR);
+        let disk = (limit_bytes < bound_bytes).then(|| DiskSpace {
+            total_bytes,
+            free_bytes: found.f_bavail * found.f_frsize,
+            kept_free_bytes: self.kept_free_bytes(total_bytes),
+        });
+        Ok(CacheLimit { used_bytes, limit_bytes, disk })
     }
 
     /// Frees about `needed` and `surplus` bytes: first entries that no process uses, then segments of the open ones, each by least

@@ -147,6 +147,18 @@ fn the_bytes_of_an_earlier_run_are_evicted_from_an_entry_in_use() {
 }
 
 #[test]
+fn a_bound_by_the_user_leaves_less_of_the_file_system_free() {
+    let dir = tempfile::tempdir().unwrap();
+    let limit = |cap| open(dir.path(), cap).limit().unwrap();
+    assert_eq!(limit(Some(1 << 20)), CacheLimit { used_bytes: 0, limit_bytes: 1 << 20, disk: None });
+    let disk = limit(Some(u64::MAX)).disk.unwrap();
+    assert_eq!(disk.kept_free_bytes, (disk.total_bytes / 100).min(1 << 30));
+    let by_default = limit(None);
+    assert!(by_default.limit_bytes <= disk.total_bytes / 2);
+    assert!(by_default.disk.is_none_or(|disk| disk.kept_free_bytes == disk.total_bytes / 20));
+}
+
+#[test]
 fn the_bound_removes_unused_entries_first_and_then_old_segments() {
     let dir = tempfile::tempdir().unwrap();
     let blocks = 512;
