@@ -5,6 +5,7 @@
 //! the chunks: each chunk is decoded once, and few are in memory at a time.
 
 use std::{
+    collections::BTreeMap,
     fs::{self, File},
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
@@ -27,6 +28,8 @@ use crate::{
 
 /// Most bytes of a file that are made at once: rows of a transposed tensor that are made together visit the source once.
 const PART_BYTES: u64 = 16 << 20;
+/// Bytes of chunks in memory beside those that one tensor needs: the next ones, and stored bytes while they are decoded.
+const SLACK_BYTES: u64 = 256 << 20;
 /// Most threads that make bytes.
 const THREADS_MAX: usize = 16;
 
@@ -45,6 +48,8 @@ struct Part {
 pub(super) struct ChunkedFile<'a> {
     node: &'a tree::PathNode,
     parts: Vec<Part>,
+    /// Most bytes of decoded chunks that a tensor of it needs together.
+    together_bytes: u64,
 }
 
 /// The files of which several parts need decoded chunks, and all other nodes.
@@ -54,36 +59,37 @@ pub(super) fn split<'a>(
 ) -> anyhow::Result<(Vec<ChunkedFile<'a>>, Vec<&'a tree::PathNode>)> {
     let (mut chunked, mut others) = (Vec::new(), Vec::new());
     for node in nodes {
-        let parts = match node.attr.kind {
-            NodeKind::File => parts(volume, node, chunked.len())?,
-            NodeKind::Directory | NodeKind::Symlink => Vec::new(),
+        let file = match node.attr.kind {
+            NodeKind::File => chunked_file(volume, node, chunked.len())?,
+            NodeKind::Directory | NodeKind::Symlink => None,
         };
-        if parts.iter().any(|part| part.first.is_some()) {
-            chunked.push(ChunkedFile { node, parts });
-        } else {
-            others.push(node);
+        match file {
+            Some(file) => chunked.push(file),
+            None => others.push(node),
         }
     }
     Ok((chunked, others))
 }
 
-/// The parts of a file, which is the one of this number.
-fn parts(volume: &Volume, node: &tree::PathNode, file: usize) -> anyhow::Result<Vec<Part>> {
+/// A file, which is the one of this number, if it needs decoded chunks.
+fn chunked_file<'a>(volume: &Volume, node: &'a tree::PathNode, file: usize) -> anyhow::Result<Option<ChunkedFile<'a>>> {
     let checkpoint = volume.engine().checkpoint();
     let source = checkpoint.source();
-    let Some(image) = volume.image(node.attr.ino).with_context(|| node.path.clone())? else { return Ok(Vec::new()) };
-    let mut parts = Vec::new();
+    let Some(image) = volume.image(node.attr.ino).with_context(|| node.path.clone())? else { return Ok(None) };
+    let (mut parts, mut most_bytes) = (Vec::new(), 0);
     for (number, segment) in image.segments().iter().enumerate() {
-        let mut first: Option<(FileId, u64)> = None;
+        let mut coded = BTreeMap::new();
         if let Segment::View(view) = segment {
             view.for_each_stored(&mut |tensor| {
                 let info = checkpoint.tensor(tensor);
-                let place = (info.file(), info.span().start());
-                if first.is_none_or(|first| place < first) && source.coded(place.0, place.1).is_some() {
-                    first = Some(place);
+                let (file, span) = (info.file(), info.span());
+                if source.coded(file, span.start()).is_some() {
+                    coded.insert((file, span.start()), span.len());
                 }
             });
         }
+        let first = coded.keys().next().copied();
+        most_bytes = coded.values().sum::<u64>().max(most_bytes);
         let (mut start, end) = (image.start_of(number), image.start_of(number + 1));
         while start < end {
             let next = end.min(start + PART_BYTES);
@@ -91,7 +97,7 @@ fn parts(volume: &Volume, node: &tree::PathNode, file: usize) -> anyhow::Result<
             start = next;
         }
     }
-    Ok(parts)
+    Ok((most_bytes > 0).then_some(ChunkedFile { node, parts, together_bytes: most_bytes }))
 }
 
 /// A file that is being written, under the name that it has until it is complete.
@@ -108,6 +114,8 @@ pub(super) fn write(
     directory: &Path,
     bar: &ProgressBar,
 ) -> anyhow::Result<()> {
+    let together_bytes = files.iter().map(|file| file.together_bytes).max().unwrap_or(0);
+    volume.engine().checkpoint().source().bound_decoded(together_bytes.saturating_add(SLACK_BYTES));
     let mut begun = Vec::with_capacity(files.len());
     let written = write_parts(volume, files, directory, bar, &mut begun);
     if written.is_err() {
