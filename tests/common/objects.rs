@@ -82,8 +82,10 @@ pub fn source_of(repository: RemoteRepository, cache: &Arc<Cache>, timeout: Dura
     pin_files((0..count).map(open).collect(), SourceIo::Auto, Arc::default()).unwrap()
 }
 
+/// A cache in a directory, by default with a bound that no test reaches: without one the cache would leave a 20th of the disk free,
+/// and would keep nothing on a disk that is nearly full.
 pub fn cache(dir: &Path, cap_bytes: Option<u64>) -> Arc<Cache> {
-    Cache::open(dir, cap_bytes, Arc::default()).unwrap()
+    Cache::open(dir, cap_bytes.or(Some(64 << 30)), Arc::default()).unwrap()
 }
 
 impl Objects for MemoryObjects {
