@@ -296,6 +296,26 @@ fn replies_that_break_off_go_on_where_they_ended() {
 }
 
 #[test]
+fn a_reply_that_breaks_off_is_not_continued_with_another_version() {
+    let bytes = content(3 << 20, 13);
+    let objects = MemoryObjects::new([("a.bin", bytes.clone())]);
+    let dir = tempfile::tempdir().unwrap();
+    let source = objects.source(&cache(dir.path(), None), LONG);
+    let changed = Failure::Changed { expected: "1".into(), found: "2".into() };
+    // The last one comes first.
+    objects.mishaps.lock().unwrap().extend([Mishap::Fails(changed), Mishap::CutAfter(1_000_001)]);
+    let error = read(&*source, 0, 3 << 20).unwrap_err();
+    assert!(matches!(&error, SourceError::OtherVersion { found, .. } if found == "2"), "{error}");
+    assert_eq!(objects.bytes.load(Ordering::Relaxed), 1_000_001, "nothing of the other version");
+    drop(source);
+    // What came before is of the pinned version, and stays.
+    let again = objects.source(&cache(dir.path(), None), LONG);
+    let kept = 1_000_001 / BLOCK_BYTES * BLOCK_BYTES;
+    assert_eq!(again.absent_bytes(FILE, &[span(0, 3 << 20)]), (3 << 20) - kept);
+    assert!(read(&*again, 0, 3 << 20).unwrap() == bytes);
+}
+
+#[test]
 fn another_version_poisons_its_file_only() {
     let objects = MemoryObjects::new([("a.bin", content(1 << 20, 5)), ("b.bin", content(1 << 20, 6))]);
     let dir = tempfile::tempdir().unwrap();
