@@ -169,7 +169,9 @@ fn the_bound_is_exceeded_by_an_eighth_of_it_for_each_further_process() {
     assert!(most <= CAP_BYTES + further * CAP_BYTES / 8, "{most} bytes");
     // Everybody is done: what is too much goes with the next looks.
     for _ in 0..20 {
-        caches.iter().for_each(|cache| cache.trim(0));
+        for cache in &caches {
+            cache.trim(0);
+        }
         thread::sleep(Duration::from_millis(50));
     }
     let (used, limit) = caches[0].measure().unwrap();
