@@ -46,6 +46,7 @@ def turned(path: Path) -> repos.Repo:
 # Repositories that pages name besides that of `ckfs demo`.
 OTHERS = {
     "moe": repos.BUILDERS["qwen3_moe"],
+    "gemma3": repos.BUILDERS["gemma3"],
     "fp8": repos.BUILDERS["block_fp8_bf16"],
     "uneven": repos.BUILDERS["uneven"],
     "typo": misspelt,

@@ -11,8 +11,9 @@ use super::{
         expr::{Expr, SyntaxError, Template, function_names},
         logical::{LogicalRule, LogicalRules},
         problem::{PlanError, Problem},
+        text_model::TextModel,
     },
-    AtLine, Check, Each, Extents, Ignore, Keep, LayoutFile, Leaf, Placement, Span, Stack, TextModel,
+    AtLine, Check, Each, Extents, Ignore, Keep, LayoutFile, Leaf, Placement, Span, Stack,
 };
 use crate::config::{did_you_mean, excerpt, float_of};
 
@@ -489,11 +490,7 @@ impl LayoutFile {
             params,
             vars,
             inverse,
-            text_model: raw.text_model.map(|text| TextModel {
-                model_type: text.model_type,
-                architecture: text.architecture,
-                names: text.names.into_iter().collect(),
-            }),
+            text_model: raw.text_model.map(|text| TextModel::new(text.model_type, text.architecture, text.names)),
             aliases: raw.alias.into_iter().map(|alias| (alias.name, alias.on_disk)).collect(),
             ignores,
             checks,
