@@ -221,7 +221,7 @@ def test_every_page_is_in_the_documentation_and_in_the_contents():
 
 def test_the_readme_stays_short():
     words = len(re.sub(r"^```.*?^```", "", PAGES[0].read_text(), flags=re.S | re.M).split())
-    assert words <= 1300, words
+    assert words <= 1000, words
 
 
 def test_the_picture_is_that_of_the_demo(place):

@@ -78,6 +78,7 @@
 //! What it deliberately does not do: read weights, or know any model.
 
 mod inverse;
+mod place;
 mod read;
 mod resolve;
 mod scope;
@@ -119,7 +120,8 @@ pub(super) struct Stack {
     pub over: Option<AtLine<(Expr, Expr)>>,
     pub axis: Option<AtLine<Expr>>,
     pub name: String,
-    pub line: usize,
+    /// Its variable.
+    pub at: Span,
 }
 
 /// Extents that a source must have. `None` accepts any extent.
