@@ -47,7 +47,7 @@ impl fmt::Display for Quantization {
 
 impl fmt::Display for Unsupported {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.tensors {
+        match self.codes.len() {
             0 => write!(f, "{}, not decoded", self.method),
             1 => write!(f, "{}, not decoded: 1 tensor", self.method),
             tensors => write!(f, "{}, not decoded: {tensors} tensors", self.method),

@@ -1,5 +1,7 @@
 //! `ckfs export`: the virtual tree as real files.
 
+mod chunked;
+
 use std::{
     fs::{self, File},
     os::unix::{
@@ -107,10 +109,12 @@ impl Export {
         create_target(&volume, &directory).with_context(|| directory.display().to_string())?;
         check_room(&directory, total)?;
         let bar = bar(total, log);
-        for node in &nodes {
+        let (chunked, others) = chunked::split(&volume, &nodes)?;
+        for node in others {
             bar.set_message(node.path.clone());
             write_node(&volume, node, &directory, &bar)?;
         }
+        chunked::write(&volume, &chunked, &directory, &bar)?;
         open::check_sources(&volume)?;
         for node in nodes.iter().filter(|node| node.attr.kind == NodeKind::Directory) {
             sync_directory(&directory.join(&node.path))?;
@@ -163,11 +167,7 @@ fn write_node(volume: &Volume, node: &tree::PathNode, directory: &Path, bar: &Pr
     if node.attr.kind == NodeKind::Directory {
         return create_directories(volume, &node.path, directory).with_context(context);
     }
-    let parent = node.path.rsplit_once('/').map_or("", |(parent, _)| parent);
-    create_directories(volume, parent, directory).with_context(context)?;
-    let mut partial = target.clone().into_os_string();
-    partial.push(".part");
-    let partial = PathBuf::from(partial);
+    let partial = partial_path(volume, node, directory).with_context(context)?;
     if node.attr.kind == NodeKind::Symlink {
         let link = volume.read_link(node.attr.ino).with_context(context)?;
         match fs::remove_file(&partial) {
@@ -183,6 +183,15 @@ fn write_node(volume: &Volume, node: &tree::PathNode, directory: &Path, bar: &Pr
         result?;
     }
     fs::rename(&partial, &target).with_context(context)
+}
+
+/// The name of a node while it is not complete. Makes the directory for it.
+fn partial_path(volume: &Volume, node: &tree::PathNode, directory: &Path) -> std::io::Result<PathBuf> {
+    let parent = node.path.rsplit_once('/').map_or("", |(parent, _)| parent);
+    create_directories(volume, parent, directory)?;
+    let mut partial = directory.join(&node.path).into_os_string();
+    partial.push(".part");
+    Ok(PathBuf::from(partial))
 }
 
 /// Bits of the group.
@@ -253,6 +262,12 @@ fn write_file(volume: &Volume, node: &tree::PathNode, partial: &Path, bar: &Prog
         bar.inc(bytes.len() as u64);
         Ok(())
     })?;
+    finish(&file, node, partial)
+}
+
+/// Syncs a file in which all bytes were written.
+fn finish(file: &File, node: &tree::PathNode, partial: &Path) -> anyhow::Result<()> {
+    let context = || partial.display().to_string();
     file.sync_all().with_context(context)?;
     let written = file.metadata().with_context(context)?.len();
     if written != node.attr.size_bytes {

@@ -209,6 +209,16 @@ impl<'a> OpenNode<'a> {
     }
 }
 
+impl OpenNode<'_> {
+    /// Makes bytes as [`Volume::make`] does.
+    ///
+    /// # Errors
+    /// If bytes could not be made.
+    pub(super) fn make(&self, start: u64, target: &mut [u8]) -> Result<(), FsError> {
+        self.volume.make(self.ino, self.handle, start, target)
+    }
+}
+
 impl Drop for OpenNode<'_> {
     fn drop(&mut self) {
         self.volume.release(self.ino, self.handle);

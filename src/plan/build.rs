@@ -153,7 +153,7 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
         let wanted = builder.select(decoded.as_ref().unwrap_or(original))?;
         let chosen = builder.choose(&wanted)?;
         if values::converts(chosen.wish, &options.casts) {
-            let problems = values::unsupported(original);
+            let problems = values::unsupported(original, wanted.part());
             if !problems.is_empty() {
                 return Err(PlanError { problems });
             }

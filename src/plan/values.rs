@@ -8,7 +8,7 @@ use std::{
 
 use super::problem::Problem;
 use crate::{
-    checkpoint::{Checkpoint, Storage, Unsupported},
+    checkpoint::{Checkpoint, Storage, TensorInfo, Unsupported},
     config::{CastRule, Pattern},
     tensor::{DType, Shape, SourceTensor, TensorId, View},
 };
@@ -159,13 +159,27 @@ pub fn converts(wish: Wish, rules: &[CastRule]) -> bool {
     wish != Wish::default() || rules.iter().any(|rule| rule.dtype.is_some())
 }
 
-/// The problems of converting in a repository of which something is quantized in a way that is not decoded, one for each way:
-/// casting the stored numbers alone would give wrong values.
-pub fn unsupported(checkpoint: &Checkpoint) -> Vec<Problem> {
-    let problem = |unsupported: &Unsupported| Problem::Quantization {
-        method: unsupported.method.clone(),
-        tensors: unsupported.tensors,
-        example: unsupported.example.map(|id| checkpoint.tensor(id).name.to_owned()),
+/// The problems of converting a view of which something is quantized in a way that is not decoded, one for each way: casting the
+/// stored numbers alone would give wrong values. `part` are the tensors of the checkpoint that the view selects.
+pub fn unsupported(checkpoint: &Checkpoint, part: &Checkpoint) -> Vec<Problem> {
+    let found = &checkpoint.dialect().quantization.unsupported;
+    if found.is_empty() {
+        return Vec::new();
+    }
+    // A part may have other names than the whole, but never other places.
+    let place = |info: &TensorInfo<'_>| match info.storage {
+        Storage::Plain { file, span } => Some((file, span)),
+        Storage::Quantized(_) | Storage::Mosaic(_) => None,
     };
-    checkpoint.dialect().quantization.unsupported.iter().map(problem).collect()
+    let selected: HashSet<_> = part.tensors().filter_map(|(_, info)| place(&info)).collect();
+    let is_selected = |id: &TensorId| place(&checkpoint.tensor(*id)).is_none_or(|place| selected.contains(&place));
+    let problem = |unsupported: &Unsupported| {
+        let codes: Vec<TensorId> = unsupported.codes.iter().copied().filter(is_selected).collect();
+        (unsupported.codes.is_empty() || !codes.is_empty()).then(|| Problem::Quantization {
+            method: unsupported.method.clone(),
+            tensors: codes.len() as u64,
+            example: codes.first().map(|id| checkpoint.tensor(*id).name.to_owned()),
+        })
+    };
+    found.iter().filter_map(problem).collect()
 }

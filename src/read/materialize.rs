@@ -199,19 +199,28 @@ impl Engine {
     }
 
     /// Makes a piece of a file in `target`, which is the piece's part of the file.
-    fn make_piece(&self, file: &OpenFile, piece: FilePiece, mut target: &mut [u8]) -> Result<(), ReadError> {
+    fn make_piece(&self, file: &OpenFile, piece: FilePiece, target: &mut [u8]) -> Result<(), ReadError> {
         if let Some((segment, slice)) = piece.sliced {
             let start = file.image().start_of(segment);
             return self.make_work_slice(file, segment, piece.start - start, piece.end - start, target, slice);
         }
-        for (segment, low, high) in file.image().spans(piece.start, piece.end) {
+        self.make_span(file, piece.start, target)
+    }
+
+    /// Makes the bytes of a file from `start` on in `target`, without the tile cache and without read-ahead: for a program that
+    /// reads each byte once, in an order of its own.
+    ///
+    /// # Errors
+    /// [`ReadError`]; the content of the target is then unspecified. The file ends within the target.
+    pub fn make_span(&self, file: &OpenFile, start: u64, mut target: &mut [u8]) -> Result<(), ReadError> {
+        for (segment, low, high) in file.image().spans(start, start + target.len() as u64) {
             let Some(place) = target.split_off_mut(..to_usize(high - low)) else { break };
             self.make_within(file, segment, low, high, place)?;
         }
         if target.is_empty() {
             Ok(())
         } else {
-            Err(ReadError::Internal { what: "the segments of a piece do not fill it" })
+            Err(ReadError::Internal { what: "the segments of a span do not fill it" })
         }
     }
 }

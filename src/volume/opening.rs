@@ -235,6 +235,17 @@ impl Volume {
         }
     }
 
+    /// Makes the bytes of an open file of tensors from `start` on in `target`, without caches and without read-ahead: for a program
+    /// that reads each byte once, in an order of its own.
+    ///
+    /// # Errors
+    /// [`FsError::Invalid`] if the file is none of tensors; else as [`FileSystem::read`](super::FileSystem::read).
+    pub fn make(&self, ino: Ino, handle: Handle, start: u64, target: &mut [u8]) -> Result<(), FsError> {
+        let open = self.open.read().unwrap_or_else(PoisonError::into_inner).get(&handle.0).cloned();
+        let Some(Open::Image(file, _)) = open else { return Err(FsError::Invalid) };
+        self.read_checked(ino, &mut |_| {}, |_| self.engine.make_span(&file, start, target))
+    }
+
     pub(super) fn start(&self, passthrough: bool) {
         if let Some(materializer) = self.materializer.as_ref().filter(|_| passthrough) {
             materializer.start();

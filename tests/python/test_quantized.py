@@ -379,6 +379,10 @@ def test_unknown_schemes_are_refused_and_shown_raw_without_a_dtype(tmp_path, own
     # Today the method is named; what of it is not decoded is named once its other forms are.
     said = [word, *([config["quant_method"]] if config["quant_method"] in ("gptq", "awq", "modelopt") else [])]
     assert any(one.lower() in refused.err.lower() for one in said), refused.err
+    # Only what a view shows counts.
+    run("plan", source.path, "--layout", "hf", "--dtype", "f32", "--exclude", "**.q_proj.**")
+    other = run("plan", source.path, "--layout", "hf", "--dtype", "f32", "--exclude", "**.o_proj.**", expect=1)
+    assert any(one.lower() in other.err.lower() for one in said), other.err
     mounted = own(source.path, "--layout", "hf")
     for path, one in reference.hf(source).items():
         mounting.same_bytes((mounted / f"full/{path}").read_bytes(), one.array, path)

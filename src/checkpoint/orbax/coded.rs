@@ -3,7 +3,7 @@
 //! The decoded chunks of one array that lie in one file are shown as one more file, a *decoded file*: chunk after chunk, all of
 //! the same length. Then a decoded chunk is a span like any other, and every file has exactly one file that can change under it.
 
-use std::{fmt, sync::Arc};
+use std::{fmt, io::BufRead, sync::Arc};
 
 use super::store::FileNumber;
 use crate::{
@@ -72,6 +72,30 @@ impl CodedArray {
         if self.is_inner { self.array.decode_inner(stored, target) } else { self.array.decode(stored, target) }
     }
 
+    /// The codecs of a chunk.
+    fn codecs(&self) -> &Codecs {
+        match self.array.sharding().filter(|_| self.is_inner) {
+            Some(sharding) => &sharding.codecs,
+            None => &self.array.codecs,
+        }
+    }
+
+    /// Whether [`Self::decode_stream`] decodes its chunks.
+    pub(super) fn can_stream(&self) -> bool {
+        self.codecs().can_stream()
+    }
+
+    /// Decodes a chunk while its stored bytes are read.
+    ///
+    /// # Errors
+    /// [`ChunkError`], also if `stored` fails. `target` has then any content.
+    ///
+    /// # Panics
+    /// If [`Self::can_stream`] is false.
+    pub(super) fn decode_stream(&self, stored: impl BufRead, target: &mut [u8]) -> Result<(), ChunkError> {
+        self.codecs().decode_stream(self.array.dtype, stored, target)
+    }
+
     /// The same by the slow decoder.
     ///
     /// # Errors
@@ -95,10 +119,7 @@ impl CodedArray {
     /// How chunks are stored, as `explain` and messages say it.
     pub(super) fn codec(&self, chunk: &CodedChunk) -> String {
         let mut words = Words(Vec::new());
-        match self.array.sharding().filter(|_| self.is_inner) {
-            Some(sharding) => words.chain(&sharding.codecs),
-            None => words.chain(&self.array.codecs),
-        }
+        words.chain(self.codecs());
         if matches!(chunk.bytes, CodedBytes::Inline(_)) {
             words.0.push("in a node of the database".to_owned());
         }

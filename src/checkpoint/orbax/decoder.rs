@@ -1,6 +1,11 @@
 //! Decodes chunks of decoded files into the pool: for readers, and ahead of them.
 
-use std::{io, num::NonZeroUsize, sync::Arc, thread};
+use std::{
+    io::{self, BufReader, Read},
+    num::NonZeroUsize,
+    sync::Arc,
+    thread,
+};
 
 use super::{
     ahead::{ChunkKey, Expected},
@@ -9,9 +14,16 @@ use super::{
 };
 use crate::{
     format::zarr_read::ChunkError,
-    source::{FileId, Source, SourceError},
+    source::{ByteSpan, FileId, Source, SourceError},
     tensor::to_usize,
 };
+
+/// Chunks of more stored bytes are decoded while these are read, where their codecs allow it. It takes longer, by a copy of the
+/// decoded bytes, and saves as much memory as is stored.
+const STREAMED_BYTES_MIN: u64 = 64 << 20;
+
+/// Stored bytes read at once then.
+const STREAMED_STEP_BYTES: usize = 1 << 20;
 
 /// The decoded files of a source, and what is decoded of them.
 #[derive(Debug)]
@@ -35,6 +47,7 @@ impl Decoder {
     fn expected(&self, key: ChunkKey) -> Expected {
         let (decoded, chunk) = self.place(key);
         let stored_len = match &chunk.bytes {
+            CodedBytes::Span(span) if is_streamed(decoded, *span) => 0,
             CodedBytes::Span(span) => span.len(),
             CodedBytes::Inline(_) => 0,
         };
@@ -52,11 +65,27 @@ impl Decoder {
         self.pool.get(key, (len, stored_len), &goes_on, |stored, target| self.decode(key, stored, target))
     }
 
-    /// Decodes a chunk into `target`. `stored` has room for its stored bytes.
+    /// Decodes a chunk into `target`. `stored` has room for its stored bytes, unless they are streamed.
     fn decode(&self, key: ChunkKey, stored: &mut [u8], target: &mut [u8]) -> Result<(), SourceError> {
         let (decoded, chunk) = self.place(key);
         let stored_in = FileId(decoded.stored_in);
         let stored = match &chunk.bytes {
+            CodedBytes::Span(span) if is_streamed(decoded, *span) => {
+                let mut bytes = StoredBytes {
+                    source: &*self.inner,
+                    file: stored_in,
+                    at: span.start(),
+                    end: span.end(),
+                    error: None,
+                };
+                let made =
+                    decoded.array.decode_stream(BufReader::with_capacity(STREAMED_STEP_BYTES, &mut bytes), target);
+                if let Some(error) = bytes.error {
+                    return Err(error);
+                }
+                self.inner.check(stored_in)?;
+                return made.map_err(|error| self.undecodable(decoded, chunk, error));
+            }
             CodedBytes::Span(span) => {
                 self.inner.read_into(stored_in, span.start(), stored)?;
                 // What is decoded, and kept, must be what was pinned.
@@ -85,10 +114,10 @@ impl Decoder {
     /// Has a chunk decoded in another thread, if there is room for it: a reader will want it soon. A failure is not reported: that
     /// reader meets it again.
     pub(super) fn expect(self: &Arc<Self>, key: ChunkKey) {
-        let expected = self.expected(key);
-        if expected.stored_len == 0 {
+        if let CodedBytes::Inline(_) = self.place(key).1.bytes {
             return;
         }
+        let expected = self.expected(key);
         let threads_max = thread::available_parallelism().map_or(1, NonZeroUsize::get);
         if !self.pool.expect(expected, threads_max) {
             return;
@@ -106,5 +135,34 @@ impl Decoder {
             self.inner.health().usable(FileId(self.place(key).0.stored_in))?;
             self.decode(key, stored, target)
         })
+    }
+}
+
+/// Whether the stored bytes of a chunk are decoded while they are read.
+fn is_streamed(decoded: &DecodedFile, stored: ByteSpan) -> bool {
+    stored.len() >= STREAMED_BYTES_MIN && decoded.array.can_stream()
+}
+
+/// Reads a span of a file of a source.
+struct StoredBytes<'a> {
+    source: &'a dyn Source,
+    file: FileId,
+    /// What is not read yet.
+    at: u64,
+    end: u64,
+    error: Option<SourceError>,
+}
+
+impl Read for StoredBytes<'_> {
+    fn read(&mut self, target: &mut [u8]) -> io::Result<usize> {
+        let len = target.len().min(to_usize(self.end - self.at));
+        let read = self.source.read_into(self.file, self.at, &mut target[..len]);
+        read.map_err(|error| {
+            let message = io::Error::other(error.to_string());
+            self.error = Some(error);
+            message
+        })?;
+        self.at += len as u64;
+        Ok(len)
     }
 }

@@ -137,15 +137,12 @@ impl<'a> Finds<'a> {
     pub(in crate::checkpoint) fn unsupported(&mut self, method: &str, codes: Option<TensorId>) {
         let known = self.found.unsupported.iter().position(|other| other.method == method);
         let at = known.unwrap_or_else(|| {
-            let (method, tensors, example) = (method.to_owned(), 0, None);
-            self.found.unsupported.push(Unsupported { method, tensors, example });
+            self.found.unsupported.push(Unsupported { method: method.to_owned(), codes: Vec::new() });
             self.found.unsupported.len() - 1
         });
         if let Some(codes) = codes {
             self.leave(codes);
-            let unsupported = &mut self.found.unsupported[at];
-            unsupported.tensors += 1;
-            unsupported.example.get_or_insert(codes);
+            self.found.unsupported[at].codes.push(codes);
         }
     }
 

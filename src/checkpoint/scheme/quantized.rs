@@ -244,10 +244,8 @@ pub struct Summary {
 pub struct Unsupported {
     /// Its name, such as `ModelOpt NVFP4_AWQ`.
     pub method: String,
-    /// Number of tensors that are stored so; 0 where the configuration names the method and no tensor shows it.
-    pub tensors: u64,
-    /// One of these tensors.
-    pub example: Option<TensorId>,
+    /// The codes of the tensors that are stored so; none where the configuration names the method and no tensor shows it.
+    pub codes: Vec<TensorId>,
 }
 
 /// What decoding makes of a repository.

@@ -1,6 +1,10 @@
 //! From the stored bytes of a chunk to its elements.
 
-use std::{borrow::Cow, io::Read, ops::Range};
+use std::{
+    borrow::Cow,
+    io::{BufRead, Read},
+    ops::Range,
+};
 
 use super::{
     codec::{ArrayBytes, Codecs, Packing, Sharding},
@@ -71,6 +75,28 @@ fn check_length(stage: &'static str, expected: usize, found: usize) -> Result<()
 }
 
 impl Codecs {
+    /// Whether [`Codecs::decode_stream`] decodes chunks: one packing, zstd, of elements in the order of the array's axes.
+    pub fn can_stream(&self) -> bool {
+        self.order.is_none() && self.packings == [Packing::Zstd] && matches!(self.bytes, ArrayBytes::Elements { .. })
+    }
+
+    /// Decodes a chunk while its stored bytes are read, so that these are never in memory together.
+    ///
+    /// # Errors
+    /// [`ChunkError`], also if `stored` fails. `target` has then any content.
+    ///
+    /// # Panics
+    /// If [`Codecs::can_stream`] is false.
+    pub fn decode_stream(&self, dtype: DType, stored: impl BufRead, target: &mut [u8]) -> Result<(), ChunkError> {
+        assert!(self.can_stream(), "one packing, which is zstd");
+        let decoder = zstd::stream::read::Decoder::with_buffer(stored).map_err(|error| failed("zstd", &error))?;
+        read_exactly("zstd", decoder, target)?;
+        if self.bytes == (ArrayBytes::Elements { is_big_endian: true }) {
+            swap(dtype, target);
+        }
+        Ok(())
+    }
+
     /// Decodes a chunk of this shape into exactly as many bytes as it needs.
     pub(super) fn decode(
         &self,

@@ -60,6 +60,13 @@ fn decoded(array: &Array, stored: Option<&[u8]>) -> Result<Vec<u8>, ChunkError> 
             let by_definition = array.decode_by_definition(false, stored);
             array.decode(stored, &mut target)?;
             assert_eq!(by_definition.as_deref(), Ok(&*target));
+            if array.codecs.can_stream() {
+                let mut streamed = vec![0; target.len()];
+                // A few bytes at a time.
+                let pieces = std::io::BufReader::with_capacity(3, stored);
+                assert_eq!(array.codecs.decode_stream(array.dtype, pieces, &mut streamed), Ok(()));
+                assert_eq!(streamed, target);
+            }
         }
         None => array.fill(&mut target),
     }

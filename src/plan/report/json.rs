@@ -225,7 +225,8 @@ fn quantization_json(quantization: &Quantization) -> Value {
         several => json!({"scheme": "several", "schemes": several}),
     };
     let unsupported = quantization.unsupported.iter();
-    row["unsupported"] = unsupported.map(|found| json!({"method": found.method, "tensors": found.tensors})).collect();
+    row["unsupported"] =
+        unsupported.map(|found| json!({"method": found.method, "tensors": found.codes.len()})).collect();
     // Whether a dtype can be requested.
     row["converts"] = quantization.undecodable().is_none().into();
     row["text"] = quantization.to_string().into();
@@ -291,7 +292,7 @@ fn source_json(checkpoint: &Checkpoint) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::Unsupported;
+    use crate::{checkpoint::Unsupported, tensor::TensorId};
 
     #[test]
     fn dialects_are_told_in_members() {
@@ -308,7 +309,7 @@ mod tests {
             (
                 quantization_json(&Quantization {
                     schemes: Vec::new(),
-                    unsupported: vec![Unsupported { method: "hqq".into(), tensors: 3, example: None }],
+                    unsupported: vec![Unsupported { method: "hqq".into(), codes: [0, 1, 2].map(TensorId).into() }],
                 }),
                 json!({"scheme": "unsupported", "unsupported": [{"method": "hqq", "tensors": 3}], "converts": false,
                        "text": "hqq, not decoded: 3 tensors"}),
