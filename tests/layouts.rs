@@ -857,6 +857,33 @@ fn rules_that_do_not_fit_are_refused_naming_leaf_and_line() {
 }
 
 #[test]
+fn messages_of_rules_mark_the_word_that_fails() {
+    let leaf = |rest: &str| format!("name = 'x'{REST}[[leaf]]\nto = 'a'\nfrom = 'model.norm.weight'\n{rest}");
+    let rows = [
+        (
+            leaf("view = \"cast(x, 'bf61')\""),
+            "a: there is no dtype \"bf61\"; did you mean `bf16`?\n --> my.toml:7:18\n  |\n7 | view = \"cast(x, 'bf61')\"\n  |                  ^^^^",
+        ),
+        (
+            leaf("view = 'slice(x, 0, 0, mesh.tensro)'"),
+            "a: the mesh has no axis \"tensro\"; did you mean `tensor`?\n --> my.toml:7:29\n",
+        ),
+        (
+            format!(
+                "name = 'x'{REST}[vars]\na = 'config.nothing * 2'\n[[leaf]]\nto = 'a'\nfrom = 'model.norm.weight'\nwhen = 'a > 1'"
+            ),
+            "a: config.json has no member \"nothing\"\n --> my.toml:9:9\n  |\n9 | when = 'a > 1'\n  |         ^",
+        ),
+    ];
+    let checkpoint = open(&fixture("llama3.1").join("hf"));
+    for (text, expected) in rows {
+        let options = ViewOptions { mesh: Mesh::parse("tensor=2").unwrap(), ..with_layout(&text).unwrap() };
+        let error = Plan::build(&checkpoint, &options).unwrap_err().to_string();
+        assert!(error.contains(expected), "{text}\n{error}\nexpected {expected}");
+    }
+}
+
+#[test]
 fn missing_and_unexpected_tensors_can_be_allowed() {
     let checkpoint = open(&fixture("llama3.1").join("hf"));
     let text = "name = 'x'\n[[leaf]]\nto = 'a'\nfrom = 'nothing'\n[[leaf]]\nto = 'b'\nfrom = 'model.norm.weight'";

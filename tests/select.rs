@@ -8,7 +8,7 @@ use std::{collections::BTreeSet, fs, path::Path};
 
 use ckfs::{
     checkpoint::{Checkpoint, OpenOptions},
-    plan::{HfContent, LayerRanges, Layout, Pattern, Plan, Rename, Subset, Tied, ViewOptions},
+    plan::{Allow, HfContent, LayerRanges, Layout, Pattern, Plan, Rename, Subset, Tied, ViewOptions},
     tensor::DType,
 };
 use common::repo;
@@ -155,9 +155,40 @@ fn towers_are_left_out() {
     assert_eq!(build(false).tensors.len(), text.len() + towers.len());
     let plan = build(true);
     assert_eq!(names(&plan), text.iter().map(|(name, ..)| name.clone()).collect());
-    let reason = plan.no_hf.as_deref().unwrap();
-    assert_eq!(reason, "config.json is that of a model with towers for images or sound");
-    assert!(plan.hf.is_empty() && plan.warnings.contains(&format!("hf/ is left out: {reason}")));
+    assert!(plan.no_hf.is_none() && plan.warnings.is_empty(), "{:?} {:?}", plan.no_hf, plan.warnings);
+    let expected = text.iter().map(|(name, ..)| name.strip_prefix("language_model.").unwrap().to_owned()).collect();
+    assert_eq!(hf_names(&plan), expected);
+    let config = hf_text(&plan, "config.json").unwrap();
+    assert_eq!((&config["model_type"], &config["architectures"]), (&json!("llama"), &json!(["LlamaForCausalLM"])));
+    assert_eq!(config["tie_word_embeddings"], json!(true));
+}
+
+#[test]
+fn a_text_model_without_a_class_is_no_repository() {
+    let rows = |extra: &[&str]| -> Vec<_> {
+        let text = repo::llama_rows(1, DType::BF16);
+        let text = text.into_iter().map(|(name, dtype, extents)| (format!("language_model.{name}"), dtype, extents));
+        let extra = extra.iter().map(|name| repo::row(name, DType::BF16, &[8, 8]));
+        text.chain(extra).chain([repo::row("visual.patch.weight", DType::BF16, &[8, 8])]).collect()
+    };
+    let nested = |outer: &str| json!({"model_type": outer, "text_config": repo::llama_config(1)});
+    let no_class = "no class of transformers is known that is the text model (llama) of qwen2_5_vl alone";
+    let sonar = ["sonar.a", "sonar.b", "sonar.c", "sonar.d"];
+    let cases = [
+        (rows(&[]), nested("qwen2_5_vl"), no_class),
+        (rows(&[]), repo::llama_config(1), "it nests no configuration of the text model"),
+        (rows(&sonar), nested("llava"), "LlamaForCausalLM has no such tensors: sonar.a, sonar.b, sonar.c and 1 more"),
+    ];
+    for (rows, config, expected) in cases {
+        let dir = tempfile::tempdir().unwrap();
+        repo::write_repo(dir.path(), &[&rows], &config);
+        let subset = Subset { text_only: true, ..Subset::default() };
+        let options = ViewOptions { subset, allow_unmapped: Allow::All, ..hf() };
+        let plan = Plan::build(&repo::open(dir.path()), &options).unwrap();
+        let reason = plan.no_hf.as_deref().unwrap();
+        assert!(reason.contains(expected), "{reason}");
+        assert!(plan.hf.is_empty() && plan.warnings.contains(&format!("hf/ is left out: {reason}")));
+    }
 }
 
 #[test]

@@ -1,7 +1,10 @@
 //! Why a repository cannot be opened: one error if its contents cannot be examined, or the list of all problems with
 //! its contents.
 
-use std::{fmt, io, path::PathBuf};
+use std::{
+    fmt, io,
+    path::{Path, PathBuf},
+};
 
 use super::{file::IgnoreReason, orbax::problem::OrbaxProblem, printable::printable};
 use crate::{
@@ -131,6 +134,23 @@ pub enum CheckpointError {
 }
 
 impl CheckpointError {
+    /// The file or directory that could not be read, if one could not, and the system's error.
+    #[expect(clippy::wildcard_enum_match_arm, reason = "other errors are about what was read")]
+    pub fn unreadable(&self) -> Option<(&Path, &io::Error)> {
+        fn of_source(error: &SourceError) -> Option<(&Path, &io::Error)> {
+            if let SourceError::Io { file, error, .. } = error { Some((file, error)) } else { None }
+        }
+        match self {
+            Self::Listing { root, error } => Some((root, error)),
+            Self::Source(error) => of_source(error),
+            Self::Problems { problems, .. } => problems.iter().find_map(|problem| match problem {
+                Problem::Unreadable { error, .. } | Problem::Orbax(OrbaxProblem::Unreadable(error)) => of_source(error),
+                _ => None,
+            }),
+            _ => None,
+        }
+    }
+
     /// The error with what brings a name that the hub's cache lacks. `more` begins with `; `.
     #[must_use]
     pub(super) fn with_advice(mut self, more: &str) -> Self {

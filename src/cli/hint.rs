@@ -1,9 +1,10 @@
 //! What would help after a failure, beyond what its message says.
 
-use std::{fs, path::Path};
+use std::{fs, io, path::Path};
 
 use anyhow::anyhow;
 
+use super::denied::denied;
 use crate::{
     checkpoint::CheckpointError,
     config::{Config, nearest},
@@ -65,12 +66,16 @@ fn after_start(error: &DaemonError) -> Option<&'static str> {
 fn after_open(error: &CheckpointError) -> Option<String> {
     match error {
         CheckpointError::NotFound { source_name } | CheckpointError::NotInCache { source_name, .. } => {
-            near_path(Path::new(source_name)).map(|near| format!("did you mean `{near}`?"))
+            let path = Path::new(source_name);
+            denied(path).or_else(|| near_path(path).map(|near| format!("did you mean `{near}`?")))
         }
         CheckpointError::NoHome { .. } => {
             Some("set HF_HOME or HOME to where the hub cache is, or give --cache-dir DIR".to_owned())
         }
-        _ => None,
+        error => {
+            let (file, _) = error.unreadable().filter(|(_, error)| error.kind() == io::ErrorKind::PermissionDenied)?;
+            denied(file)
+        }
     }
 }
 
@@ -84,9 +89,14 @@ fn near_path(path: &Path) -> Option<String> {
     Some(path.with_file_name(near).display().to_string())
 }
 
-/// The error of opening a source that is a part of a ckfs mount, with the part that can be opened.
-pub(super) fn of_mount(source: &str, error: CheckpointError) -> anyhow::Error {
+/// The error of opening a source, for a part of a ckfs mount with the part that can be opened, and for a name that the Hub
+/// lacks with the path that it resembles.
+pub(super) fn of_source(source: &str, error: CheckpointError) -> anyhow::Error {
     let path = Path::new(source);
+    // Such a name may be one of the Hub, or a mistyped path.
+    if let (CheckpointError::Remote(_), Some(near)) = (&error, near_path(path)) {
+        return anyhow!("{source}: no such file or directory; did you mean `{near}`? As a name of the Hub: {error}");
+    }
     let root = path.ancestors().skip(1).find(|root| root.join(".ckfs/config.toml").is_file());
     let shards = path.ancestors().find(|part| part.file_name().is_some_and(|name| name == "safetensors"));
     let (Some(root), Some(shards)) = (root, shards.filter(|_| matches!(error, CheckpointError::Problems { .. })))
@@ -121,7 +131,7 @@ mod tests {
         }
         fs::write(directory.path().join("mnt/.ckfs/config.toml"), "source = '/data/llama'\n").unwrap();
         let source = shards.display().to_string();
-        let found = of_mount(&source, problems()).to_string();
+        let found = of_source(&source, problems()).to_string();
         let mount = directory.path().join("mnt").display().to_string();
         let expected = format!(
             "{source}: holds the shards of the devices of the ckfs mount {mount}; give {mount}/hf, or the source of that mount, \
@@ -129,9 +139,9 @@ mod tests {
             problems()
         );
         assert_eq!(found, expected);
-        let other = of_mount(&elsewhere.display().to_string(), problems());
+        let other = of_source(&elsewhere.display().to_string(), problems());
         assert_eq!(other.to_string(), problems().to_string());
-        let error = of_mount("x", CheckpointError::NoHome { source_name: "x".to_owned(), advice: String::new() });
+        let error = of_source("x", CheckpointError::NoHome { source_name: "x".to_owned(), advice: String::new() });
         assert!(hint(&error).unwrap().starts_with("set HF_HOME or HOME"));
     }
 

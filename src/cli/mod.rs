@@ -11,6 +11,7 @@ mod cat;
 mod cleanup;
 mod completions;
 mod demo;
+mod denied;
 mod doctor;
 mod explain;
 mod export;

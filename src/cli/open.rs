@@ -155,7 +155,7 @@ fn checkpoint_noting(config: &mut Config, fetches: Arc<Fetches>) -> anyhow::Resu
         remote,
         ..OpenOptions::default()
     };
-    let checkpoint = Checkpoint::open(&source, &options).map_err(|error| hint::of_mount(&source, error))?;
+    let checkpoint = Checkpoint::open(&source, &options).map_err(|error| hint::of_source(&source, error))?;
     config.source = Some(match checkpoint.revision() {
         // The label is the repository's name with a short revision.
         Some(revision) => {

@@ -8,7 +8,10 @@ use std::{
     env,
     ffi::OsString,
     fs, io,
-    os::fd::AsFd,
+    os::{
+        fd::AsFd,
+        unix::fs::{MetadataExt, OpenOptionsExt},
+    },
     path::{Path, PathBuf},
     process::ExitCode,
     thread,
@@ -19,6 +22,7 @@ use anyhow::Context;
 use clap::Args;
 use nix::{
     errno::Errno,
+    fcntl::{Flock, FlockArg},
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::{
         signal::{SigSet, Signal, kill},
@@ -76,6 +80,9 @@ const DRAIN: Duration = Duration::from_secs(1);
 /// Time that the daemon has to end when it is asked to.
 const END_LIMIT: Duration = Duration::from_secs(5);
 
+/// Longest time from the removal of a command's mount until the command's end is reported.
+const LAST_MOMENTS: Duration = Duration::from_millis(500);
+
 /// Time between looks at a process that is about to end.
 const LOOK_PERIOD: Duration = Duration::from_millis(5);
 
@@ -123,7 +130,7 @@ impl Run {
         let name = config.source.clone().unwrap_or_default();
         let options = mount::mount_options(&config.mount, &name);
         let program = env::current_exe().context("path of this program")?;
-        let (mut private, device) = PrivateMount::start(&program, &place.0, &options, &self.command)?;
+        let (mut private, device) = PrivateMount::start(&program, &place.path, &options, &self.command)?;
         let limit = Duration::from_secs(config.start_seconds.unwrap_or_default());
         let started = start_attached(&program, args, &device, limit).inspect_err(|_| private.end())?;
         // The daemon's copy is the only one from now on: with it the connection ends.
@@ -160,20 +167,65 @@ fn pid(id: u32) -> Pid {
 }
 
 /// A new directory to mount on. When it is dropped, it is removed, and the kernel removes the mount with it in every namespace.
-struct Place(PathBuf);
+/// A killed process leaves it; the lock then tells the next one that nobody uses it.
+struct Place {
+    path: PathBuf,
+    /// Held while the directory is in use, by this process only.
+    _lock: Flock<fs::File>,
+}
+
+/// The beginning of the names of such directories.
+const PLACE: &str = "ckfs-run-";
+
+/// Most directories that are looked at for what killed processes have left.
+const LEFT_MAX: usize = 100;
 
 impl Place {
     fn make() -> anyhow::Result<Self> {
         let below = std::path::absolute(env::temp_dir()).context("directory for temporary files")?;
-        let path = below.join("ckfs-run-XXXXXX");
-        mkdtemp(&path).map(Self).with_context(|| format!("{}: make a mountpoint", below.display()))
+        Self::remove_left(&below);
+        let failed = || format!("{}: make a mountpoint", below.display());
+        loop {
+            let path = mkdtemp(&below.join(format!("{PLACE}XXXXXX"))).with_context(failed)?;
+            // Before the lock is held, another process may take the directory for one that was left.
+            match Self::lock(&path, FlockArg::LockExclusive) {
+                Ok(lock) if path.exists() => return Ok(Self { path, _lock: lock }),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => {
+                    let _ = fs::remove_dir(&path);
+                    return Err(error).with_context(failed);
+                }
+            }
+        }
+    }
+
+    fn lock(path: &Path, how: FlockArg) -> io::Result<Flock<fs::File>> {
+        let directory =
+            fs::OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW).open(path)?;
+        Flock::lock(directory, how).map_err(|(_, errno)| errno.into())
+    }
+
+    /// Removes the directories of this user's processes that were killed. Their mounts are gone already.
+    fn remove_left(below: &Path) {
+        let own = geteuid().as_raw();
+        let entries = fs::read_dir(below).into_iter().flatten().flatten();
+        let left = entries.filter(|entry| {
+            let is_named = entry.file_name().to_str().is_some_and(|name| name.starts_with(PLACE));
+            is_named && entry.metadata().is_ok_and(|found| found.is_dir() && found.uid() == own)
+        });
+        for entry in left.take(LEFT_MAX) {
+            if let Ok(_lock) = Self::lock(&entry.path(), FlockArg::LockExclusiveNonblock) {
+                let _ = fs::remove_dir(entry.path());
+            }
+        }
     }
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
-        if let Err(error) = fs::remove_dir(&self.0) {
-            tracing::warn!("{}: {error}", self.0.display());
+        if let Err(error) = fs::remove_dir(&self.path) {
+            tracing::warn!("{}: {error}", self.path.display());
         }
     }
 }
@@ -212,7 +264,7 @@ impl Signals {
     /// While the mount is made, which may take long, a signal ends this process. The other processes end with it.
     fn end_at_signal(place: &Place) -> anyhow::Result<Watch> {
         let (stopped, stop) = io::pipe().context("pipe")?;
-        let (signals, path) = (Signals::block()?, place.0.clone());
+        let (signals, path) = (Signals::block()?, place.path.clone());
         let thread = thread::Builder::new().name("ckfs-signals".into()).spawn(move || {
             loop {
                 let mut fds = [
@@ -241,7 +293,9 @@ impl Signals {
             if let Some(code) = ended(command).context("wait for the command")? {
                 return Ok(ExitCode::from(code));
             }
-            daemon.check();
+            if let Some(code) = daemon.check(command)? {
+                return Ok(ExitCode::from(code));
+            }
             let mut fds = [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)];
             match poll(&mut fds, PollTimeout::NONE) {
                 Ok(_) | Err(Errno::EINTR) => {}
@@ -275,12 +329,22 @@ fn ended(process: Pid) -> nix::Result<Option<u8>> {
 struct Daemon(Option<Pid>);
 
 impl Daemon {
-    /// Reports the daemon's end, if it has ended.
-    fn check(&mut self) {
-        if self.has_ended() == Some(true) {
-            self.0 = None;
-            host::tell("ckfs: error: the daemon has ended: reads from the mount fail from now on\n");
+    /// Reports the daemon's end, if it has ended before the command. The command's exit code, if that has ended.
+    fn check(&mut self, command: Pid) -> anyhow::Result<Option<u8>> {
+        if self.has_ended() != Some(true) {
+            return Ok(None);
         }
+        self.0 = None;
+        // The kernel removes the mount of a command that ends before it reports the command's end.
+        let until = Instant::now() + LAST_MOMENTS;
+        while Instant::now() < until {
+            if let Some(code) = ended(command).context("wait for the command")? {
+                return Ok(Some(code));
+            }
+            thread::sleep(LOOK_PERIOD);
+        }
+        host::tell("ckfs: error: the daemon has ended: reads from the mount fail from now on\n");
+        Ok(None)
     }
 
     fn has_ended(&self) -> Option<bool> {
@@ -338,9 +402,26 @@ mod tests {
     #[test]
     fn the_place_is_removed() {
         let place = Place::make().unwrap();
-        let path = place.0.clone();
+        let path = place.path.clone();
         assert!(path.is_absolute() && path.is_dir());
         drop(place);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn what_a_killed_process_left_is_removed_and_what_is_in_use_is_not() {
+        let below = tempfile::tempdir().unwrap();
+        let [left, used, full, other] =
+            ["ckfs-run-left", "ckfs-run-used", "ckfs-run-full", "other"].map(|name| below.path().join(name));
+        for directory in [&left, &used, &full, &other] {
+            fs::create_dir(directory).unwrap();
+        }
+        fs::write(full.join("file"), "").unwrap();
+        let lock = Place::lock(&used, FlockArg::LockExclusive).unwrap();
+        Place::remove_left(below.path());
+        assert!(!left.exists() && used.exists() && full.exists() && other.exists());
+        drop(lock);
+        Place::remove_left(below.path());
+        assert!(!used.exists());
     }
 }

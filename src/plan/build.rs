@@ -118,6 +118,8 @@ struct Drafted {
 struct Repository {
     files: Vec<HfFile>,
     kept: Vec<NameGroup>,
+    /// The reason why there is none.
+    absent: Option<String>,
 }
 
 impl Plan {
@@ -478,21 +480,19 @@ impl<'a> Builder<'a> {
             return Ok(Repository::default());
         }
         if let Some(reason) = &wanted.selected.no_hf {
-            // Nobody expects a repository of what is none.
-            if self.original.is_repository() {
-                self.warnings.push(format!("hf/ is left out: {reason}"));
-            }
-            return Ok(Repository::default());
+            return Ok(self.no_repository(reason, self.original.is_repository()));
         }
         let (original, options) = (self.original, self.options);
-        let plan = |part: &Checkpoint| {
+        let plan = |wanted: &Wanted<'_>| {
+            let part = wanted.part();
             let values = Values::new(part, asked(options), &options.casts, keep_f32);
-            let files = hf::plan(original, &values, &options.renames, options.tied == Tied::Alias);
+            let (renames, tie, text) = (&options.renames, options.tied == Tied::Alias, wanted.selected.text.as_ref());
+            let files = hf::plan(original, &values, hf::Names { renames, tie, text });
             (files, groups_of(part, values.kept()), values.raw())
         };
         let mut raw = BTreeSet::new();
         if is_alike {
-            let (files, kept, more) = plan(wanted.part());
+            let (files, kept, more) = plan(wanted);
             if more.is_empty() {
                 return Ok(self.planned(files, kept, wanted.part()));
             }
@@ -501,7 +501,11 @@ impl<'a> Builder<'a> {
         loop {
             let decoded = decoded(original, decodes(options, asked(options)), &raw)?;
             let wanted = self.select(decoded.as_ref().unwrap_or(original))?;
-            let (files, kept, more) = plan(wanted.part());
+            // What a layout decodes for itself may be raw here.
+            if let Some(reason) = &wanted.selected.no_hf {
+                return Ok(self.no_repository(reason, self.original.is_repository()));
+            }
+            let (files, kept, more) = plan(&wanted);
             if more.is_empty() {
                 return Ok(self.planned(files, kept, wanted.part()));
             }
@@ -516,12 +520,20 @@ impl<'a> Builder<'a> {
         if chosen.inverse.is_none() && !is_own {
             return None;
         }
-        let config = chosen.inverse.as_ref().map(|inverted| &inverted.config).or_else(|| checkpoint.config());
-        let tensors = drafts.iter().map(|draft| (draft.name.clone(), draft.view.clone())).collect();
+        let inverse = chosen.inverse.as_ref();
+        let text = wanted.selected.text.as_ref().filter(|_| inverse.is_none());
+        if let (Some(reason), None) = (&wanted.selected.no_text, inverse) {
+            return Some(self.no_repository(reason, true));
+        }
+        let alone = text.and_then(|text| Some(text.config(checkpoint.config()?, checkpoint.dialect().tied)));
+        let config = inverse.map(|inverted| &inverted.config).or(alone.as_ref()).or_else(|| checkpoint.config());
+        let name = |name: &String| text.map_or_else(|| name.clone(), |text| text.name(name));
+        let tensors = drafts.iter().map(|draft| (name(&draft.name), draft.view.clone())).collect();
+        let is_text = text.is_some() || inverse.is_some_and(|inverted| inverted.is_text);
         let shard_bytes_max = options.shard_bytes_max.unwrap_or(generated::SHARD_BYTES_MAX);
-        let files = generated::files(checkpoint, tensors, config, shard_bytes_max);
+        let files = generated::files(checkpoint, tensors, (config, is_text), shard_bytes_max);
         let kept = chosen.inverse.as_ref().map_or_else(Vec::new, |inverted| inverted.kept.clone());
-        Some(Repository { files: self.or_default(files), kept })
+        Some(Repository { files: self.or_default(files), kept, absent: None })
     }
 
     /// The files of `hf/` of this part of the repository, and what is said of them.
@@ -539,7 +551,15 @@ impl<'a> Builder<'a> {
                  repository is quantized, which holds for the former only"
             ));
         }
-        Repository { files: self.or_default(files), kept }
+        Repository { files: self.or_default(files), kept, absent: None }
+    }
+
+    /// No `hf/`, for this reason. Nobody expects a repository of what is none.
+    fn no_repository(&mut self, reason: &str, is_expected: bool) -> Repository {
+        if is_expected {
+            self.warnings.push(format!("hf/ is left out: {reason}"));
+        }
+        Repository { absent: Some(reason.to_owned()), ..Repository::default() }
     }
 
     /// Gives each tensor its spec.
@@ -552,7 +572,7 @@ impl<'a> Builder<'a> {
         (logical_rules, hf): (Option<LogicalRules>, Repository),
     ) -> Result<Plan, PlanError> {
         let options = self.options;
-        let no_hf = wanted.selected.no_hf.clone().filter(|_| hf.files.is_empty());
+        let no_hf = hf.absent.or_else(|| wanted.selected.no_hf.clone()).filter(|_| hf.files.is_empty());
         let mut plan = Plan {
             mesh: options.mesh.clone(),
             layout: options.layout.clone(),

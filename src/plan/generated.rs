@@ -8,6 +8,7 @@ use serde_json::{Map, Value as Json, json};
 use super::{
     hf::{HfContent, HfFile, with_dtype},
     problem::Problem,
+    text_model::TextModel,
 };
 use crate::{
     checkpoint::{Checkpoint, FileRole, json, natural},
@@ -17,14 +18,14 @@ use crate::{
 /// Most bytes of the tensors of a weight file, unless the user says otherwise: as transformers saves them.
 pub const SHARD_BYTES_MAX: u64 = 5_000_000_000;
 
-/// The files of a repository with these tensors. A tensor of more than `shard_bytes_max` bytes is a file by itself.
+/// The files of a repository with these tensors, or with `is_text` of those of the text model of a larger one. A tensor of more than `shard_bytes_max` bytes is a file by itself.
 ///
 /// # Errors
 /// There is no configuration.
 pub(super) fn files(
     checkpoint: &Checkpoint,
     mut tensors: Vec<(String, View)>,
-    config: Option<&Json>,
+    (config, is_text): (Option<&Json>, bool),
     shard_bytes_max: u64,
 ) -> Result<Vec<HfFile>, Vec<Problem>> {
     let Some(config) = config else {
@@ -50,6 +51,7 @@ pub(super) fn files(
             Some(HfFile { path: file.path.clone(), content })
         })),
     }
+    files.retain(|file| !is_text || TextModel::has_file(&file.path));
     let total: u64 = tensors.iter().map(|(_, view)| bytes_of(view)).sum();
     let shards = split(tensors, shard_bytes_max);
     let count = shards.len();

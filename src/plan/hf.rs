@@ -11,6 +11,7 @@ use super::{
     names,
     problem::Problem,
     rename::{self, Rename},
+    text_model::TextModel,
     values::Values,
 };
 use crate::{
@@ -63,27 +64,48 @@ fn collisions(original: &Checkpoint, shown: &[Shown]) -> Vec<Problem> {
     problems
 }
 
+/// Names in `hf/` that differ from those of the repository.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Names<'a> {
+    /// The user's renames.
+    pub(super) renames: &'a [Rename],
+    /// Whether a tied output head is shown.
+    pub(super) tie: bool,
+    /// The text model that `hf/` holds alone. Its names apply after the user's.
+    pub(super) text: Option<&'a TextModel>,
+}
+
+impl Names<'_> {
+    fn apply(&self, name: &str) -> Result<String, Problem> {
+        let renamed = rename::apply(self.renames, name)?;
+        Ok(self.text.map_or(renamed.clone(), |text| text.name(&renamed)))
+    }
+
+    /// Whether no name changes.
+    fn keep_all(&self) -> bool {
+        self.renames.is_empty() && self.text.is_none()
+    }
+}
+
 /// Plans `hf/` for the part of the repository that `values` covers. `original` is the whole repository under its own
 /// names.
 ///
 /// # Errors
 /// Every problem with a tensor's values or name.
-pub(super) fn plan(
-    original: &Checkpoint,
-    values: &Values<'_>,
-    renames: &[Rename],
-    tie: bool,
-) -> Result<Vec<HfFile>, Vec<Problem>> {
+pub(super) fn plan(original: &Checkpoint, values: &Values<'_>, names: Names<'_>) -> Result<Vec<HfFile>, Vec<Problem>> {
     let checkpoint = values.checkpoint();
-    let head = tie.then(|| names::tied_head(checkpoint)).flatten();
+    let head = names.tie.then(|| names::tied_head(checkpoint)).flatten();
     // What loads safetensors cannot load other files under such names, and the reverse.
     let is_converted = original.container() != Container::Safetensors;
-    let has_all = head.is_none() && !is_converted && checkpoint.tensors().len() == original.tensors().len();
+    let has_all = head.is_none()
+        && names.text.is_none()
+        && !is_converted
+        && checkpoint.tensors().len() == original.tensors().len();
     let unchanged = || originals(original).map(|(_, path, id)| original_file(path, id)).collect();
-    if has_all && !values.converts() && renames.is_empty() && std::ptr::eq(checkpoint, original) {
+    if has_all && !values.converts() && names.keep_all() && std::ptr::eq(checkpoint, original) {
         return Ok(unchanged());
     }
-    let shown = shown(original, values, renames, head)?;
+    let shown = shown(original, values, names, head)?;
     let is_as_before = |(id, name, view): &Shown| view.as_source().is_some() && *name == original.tensor(*id).name;
     if has_all && shown.iter().all(is_as_before) {
         return Ok(unchanged());
@@ -94,7 +116,7 @@ pub(super) fn plan(
         by_file[original.file_of(tensor.0).index()].push(tensor);
     }
     let is_undone = is_undone(checkpoint);
-    let rewriting = Rewriting { original, values, is_undone, is_converted, total_bytes };
+    let rewriting = Rewriting { original, values, text: names.text, is_undone, is_converted, total_bytes };
     let mut problems = Vec::new();
     let mut texts = rewriting.texts(&by_file, &mut problems);
     if !problems.is_empty() {
@@ -126,11 +148,11 @@ pub(super) fn plan(
 fn shown(
     original: &Checkpoint,
     values: &Values<'_>,
-    renames: &[Rename],
+    names: Names<'_>,
     head: Option<(String, String)>,
 ) -> Result<Vec<Shown>, Vec<Problem>> {
     let checkpoint = values.checkpoint();
-    let renamed = |name: &str| rename::apply(renames, name);
+    let renamed = |name: &str| names.apply(name);
     let tensors: Vec<_> = checkpoint.tensors().collect();
     let found: Vec<Result<Shown, Problem>> = tensors
         .into_par_iter()
@@ -146,7 +168,7 @@ fn shown(
             Err(problem) => problems.push(problem),
         }
     }
-    let may_collide = !renames.is_empty() || head.is_some();
+    let may_collide = !names.keep_all() || head.is_some();
     if let Some((head, embedding)) = head {
         let found = checkpoint.find(&embedding).and_then(|id| shown.iter().find(|(other, ..)| *other == id)).cloned();
         let name = renamed(&head).map_err(|problem| vec![problem])?;
@@ -164,6 +186,8 @@ struct Rewriting<'a> {
     /// The whole repository under its own names.
     original: &'a Checkpoint,
     values: &'a Values<'a>,
+    /// The text model that `hf/` holds alone.
+    text: Option<&'a TextModel>,
     /// Whether all that was quantized is decoded.
     is_undone: bool,
     /// Whether weights of another container become safetensors.
@@ -175,8 +199,10 @@ struct Rewriting<'a> {
 impl<'a> Rewriting<'a> {
     /// The repository's files that `hf/` may have.
     fn originals(&self) -> impl Iterator<Item = (&'a FileRole, &'a str, FileId)> {
-        let is_undone = self.is_undone;
-        originals(self.original).filter(move |(_, path, _)| !(is_undone && QUANTIZATION_FILES.contains(path)))
+        let (is_undone, is_text) = (self.is_undone, self.text.is_some());
+        originals(self.original).filter(move |(_, path, _)| {
+            !(is_undone && QUANTIZATION_FILES.contains(path)) && (!is_text || TextModel::has_file(path))
+        })
     }
 
     /// The texts that are rewritten, by original file: `config.json` and indices. `by_file` are the tensors of each weight file.
@@ -212,6 +238,7 @@ impl<'a> Rewriting<'a> {
     fn config(&self) -> Option<Vec<u8>> {
         let checkpoint = self.values.checkpoint();
         let truthful = truthful_config(checkpoint.config()?, checkpoint, self.values, self.is_undone);
+        let truthful = self.text.map_or(truthful.clone(), |text| text.config(&truthful, checkpoint.dialect().tied));
         (Some(&truthful) != self.original.config()).then(|| json::pretty(&truthful))
     }
 

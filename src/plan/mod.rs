@@ -41,6 +41,7 @@ pub mod shard;
 pub mod spec;
 mod stored;
 mod survey;
+mod text_model;
 mod unused;
 pub mod values;
 

@@ -228,6 +228,8 @@ pub enum Problem {
         target: String,
         /// The reason.
         reason: String,
+        /// The line, with a mark below the problem. Begins with a line break, or is empty.
+        excerpt: String,
     },
     /// A layout or option file is malformed.
     #[error("{file}: {reason}")]
@@ -332,7 +334,7 @@ impl PlanError {
 impl Problem {
     /// The lines of a file that show the problem. Begins with a line break, or is empty.
     fn excerpt(&self) -> &str {
-        if let Self::Text { excerpt, .. } = self { excerpt } else { "" }
+        if let Self::Text { excerpt, .. } | Self::Layout { excerpt, .. } = self { excerpt } else { "" }
     }
 }
 

@@ -17,6 +17,7 @@ use super::{
     pattern::Pattern,
     problem::{PlanError, Problem},
     rename::{self, Rename},
+    text_model::TextModel,
 };
 use crate::{checkpoint::Checkpoint, tensor::TensorId};
 
@@ -53,7 +54,7 @@ impl Subset {
 }
 
 /// The result of a selection.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Selected {
     /// The whole checkpoint under the names that source renames give. `None` without renames.
     pub(super) whole: Option<Checkpoint>,
@@ -61,6 +62,10 @@ pub(super) struct Selected {
     pub(super) part: Option<Checkpoint>,
     /// The reason why there is no `hf/`, if there is none.
     pub(super) no_hf: Option<String>,
+    /// The text model that `hf/` holds alone. `None` if `hf/` holds the model of the repository.
+    pub(super) text: Option<TextModel>,
+    /// The reason why no model by itself is the selected text model, if there is one.
+    pub(super) no_text: Option<String>,
     /// Patterns over names in the mount: if not empty, only tensors that match one of them.
     pub(super) target_include: Vec<Pattern>,
     /// Patterns over names in the mount: not the tensors that match one of them.
@@ -176,8 +181,7 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
         Some(renamed)
     };
     let base = whole.as_ref().unwrap_or(checkpoint);
-    let mut selected =
-        Selected { part: None, no_hf: None, target_include: Vec::new(), target_exclude: Vec::new(), whole: None };
+    let mut selected = Selected::default();
     if *subset == (Subset { source_renames: subset.source_renames.clone(), ..Subset::default() }) {
         selected.whole = whole;
         return Ok(selected);
@@ -245,8 +249,12 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
         new.unwrap_or_else(|| name.to_owned())
     });
     let layers: Vec<u64> = kept.keys().copied().collect();
+    match text_part(base, subset, &names) {
+        Ok(text) => selected.text = text,
+        Err(reason) => selected.no_text = Some(reason),
+    }
     let (config, no_hf) = configuration(base, subset, &layers, dropped_mtp, family);
-    selected.no_hf = no_hf.or_else(|| {
+    selected.no_hf = selected.no_text.clone().or(no_hf).or_else(|| {
         let reason = "its config.json describes the whole model, of which a pattern leaves out a part";
         cut_by_pattern.then(|| reason.to_owned())
     });
@@ -343,6 +351,44 @@ fn renumbered(name: &str, layer: u64, number: u64) -> String {
     name.replacen(&format!(".{layer}."), &format!(".{number}."), 1)
 }
 
+/// Most names in a reason.
+const NAMES_MAX: usize = 3;
+
+/// The text model that the selected tensors of a larger model are. `None` if the repository's model has no other parts, or
+/// they are selected too.
+///
+/// # Errors
+/// The reason why no model by itself has the selected tensors.
+fn text_part(
+    base: &Checkpoint,
+    subset: &Subset,
+    names: &BTreeMap<TensorId, String>,
+) -> Result<Option<TextModel>, String> {
+    if !subset.text_only || base.config().is_none() {
+        return Ok(None);
+    }
+    let text = match TextModel::of(base) {
+        Ok(text) => text,
+        Err(reason) if base.tensors().any(|(_, info)| is_tower(info.name)) => return Err(reason),
+        Err(_) => return Ok(None),
+    };
+    if base.raw().any(|tensor| tensor.operands.first().is_some_and(|codes| names.contains_key(codes))) {
+        let reason =
+            "quantization_config in config.json names modules of the whole model: --dequantize decodes its tensors";
+        return Err(reason.to_owned());
+    }
+    let outside: Vec<&str> =
+        names.values().map(String::as_str).filter(|name| text.is_outside(name) && !is_predictor(name)).collect();
+    match outside.len() {
+        0 => Ok(Some(text)),
+        count => {
+            let first = outside[..count.min(NAMES_MAX)].join(", ");
+            let more = if count > NAMES_MAX { format!(" and {} more", count - NAMES_MAX) } else { String::new() };
+            Err(format!("{} has no such tensors: {first}{more}", text.architecture))
+        }
+    }
+}
+
 /// The configuration of the part, or the reason why there is none.
 fn configuration(
     base: &Checkpoint,
@@ -355,10 +401,6 @@ fn configuration(
     let mut config = config.clone();
     let nested = base.dialect().text_config.clone();
     let mut no_hf = None;
-    let text_only = subset.text_only && base.tensors().any(|(_, info)| is_tower(info.name));
-    if text_only {
-        no_hf = Some("config.json is that of a model with towers for images or sound".to_owned());
-    }
     let mut members: Vec<&mut Map<String, Value>> = Vec::new();
     let Some(top) = config.as_object_mut() else { return (None, no_hf) };
     // The nested member is removed and inserted again, since both objects change.

@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -300,3 +302,27 @@ def test_documents_for_programs(repo, tmp_path):
         assert hashlib.sha256((tmp_path / "out" / name).read_bytes()).hexdigest() == digest
     verified = run("verify", source, "--mesh", "fsdp=2", "--json").json()
     assert verified["differences"] == 0 and verified["files"] > 0
+
+
+@pytest.mark.parametrize("closed, needs", [("model.safetensors", "read"), ("config.json", "read"), (".", "read")])
+def test_a_closed_source_says_for_whom_and_what_opens_it(closed, needs, fresh, tmp_path):
+    source = fresh("llama").path
+    program = tmp_path / "ckfs"
+    shutil.copy(mounting.find_ckfs(), program)
+    target = next(source.glob("*.safetensors")) if closed.endswith("safetensors") else (source / closed).resolve()
+    mode = target.stat().st_mode & 0o777
+    words = [program, "plan", source]
+    if os.geteuid() == 0:
+        # pytest's own directories are its user's only.
+        for directory in [tmp_path, *tmp_path.parents]:
+            if directory.is_relative_to("/tmp") and directory != Path("/tmp") or "pytest" in directory.name:
+                directory.chmod(0o755)
+        words = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *words]
+    target.chmod(0)
+    try:
+        done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=60, check=False, env=os.environ | {"HOME": "/"})
+    finally:
+        target.chmod(mode)
+    assert done.returncode == 1, done.stderr
+    assert f"{target} has mode 0000, user {os.geteuid()}" in done.stderr, done.stderr
+    assert f"cannot {needs} it: its owner permits it by `setfacl -m u:" in done.stderr, done.stderr

@@ -177,6 +177,16 @@ def test_children_that_are_left_behind_lose_the_mount(bench):
             os.kill(child, signal.SIGKILL)
 
 
+def test_a_later_run_removes_the_directory_that_a_killed_one_leaves(bench):
+    with bench.start("sh", "-c", "echo ready; exec sleep 600") as child:
+        assert child.stdout.readline() == "ready\n"
+        child.kill()
+    wait_until(lambda: not bench.processes(), what="no process is left")
+    assert len(list(bench.tmp.glob("ckfs-run-*"))) == 1
+    assert bench.run("true").returncode == 0
+    bench.nothing_left()
+
+
 def test_several_at_once(bench):
     running = [bench.start("sh", "-c", 'echo $CKFS_MOUNT; sha256sum <"$CKFS_MOUNT/full/w"; sleep 0.3') for _ in range(4)]
     told = [child.communicate(timeout=60)[0].split("\n") for child in running]

@@ -157,7 +157,11 @@ fn unmount_by_helper(path: &Path, lazy: bool) -> Result<(), UnmountError> {
     if output.status.success() {
         return Ok(());
     }
-    let message = String::from_utf8_lossy(output.stderr.trim_ascii()).into_owned();
+    let mut message = String::from_utf8_lossy(output.stderr.trim_ascii()).into_owned();
+    if message.contains("/etc/mtab") {
+        // Small images of containers lack this link.
+        message.push_str("; as root: ln -s /proc/self/mounts /etc/mtab");
+    }
     if message.to_ascii_lowercase().contains("busy") {
         return Err(UnmountError::Busy { path: path.to_owned(), holders: Vec::new() });
     }

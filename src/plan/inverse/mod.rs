@@ -29,6 +29,7 @@ use super::{
     name_group::{fold, stars},
     pattern::Pattern,
     problem::RuleLocation,
+    select::is_tower,
     values::{Values, Wish},
 };
 use crate::{
@@ -50,6 +51,8 @@ pub(super) struct Inverted {
     pub(super) params: Vec<(String, String)>,
     /// The repository's `config.json`, but for the dtype.
     pub(super) config: Json,
+    /// Whether the tensors and `config` are those of the text model of a larger one.
+    pub(super) is_text: bool,
     /// Remarks that are not errors.
     pub(super) warnings: Vec<String>,
     /// Stored tensors that are no weights.
@@ -176,7 +179,7 @@ impl Inversion<'_> {
         let leaves = self.leaves();
         let common = self.common_dtype(&leaves);
         let parts = self.parts(&leaves);
-        let fill = Fill::new(self.checkpoint, &self.reading);
+        let fill = Fill::new(self.checkpoint, &self.reading, self.options.subset.text_only);
         let mut kept = BTreeSet::new();
         let mut tensors = Vec::with_capacity(parts.len());
         let mut made = BTreeSet::new();
@@ -206,8 +209,11 @@ impl Inversion<'_> {
         }
         let config = self.checkpoint.config().cloned().unwrap_or_default();
         let text = self.reading.file.text_model();
-        let is_nested = self.checkpoint.dialect().text_config.is_some();
-        let config = match text::configuration(config, text, &mut tensors, is_nested && !filled, &mut warnings) {
+        let dialect = self.checkpoint.dialect();
+        let is_requested = self.options.subset.text_only;
+        let is_text = dialect.text_config.is_some() && (!filled || is_requested);
+        let wanted = text::Wanted { is_text, is_requested, is_tied: dialect.tied };
+        let config = match text::configuration(config, text, &mut tensors, &wanted, &mut warnings) {
             Ok(config) => config,
             Err(problem) => {
                 self.problems.push(problem);
@@ -224,6 +230,7 @@ impl Inversion<'_> {
             tensors,
             layout,
             params,
+            is_text: is_text && text.is_some_and(|text| config["model_type"] == text.model_type.as_str()),
             config,
             warnings,
             left_out,
@@ -406,11 +413,13 @@ struct Fill {
 }
 
 impl Fill {
-    fn new(checkpoint: &Checkpoint, reading: &Reading) -> Self {
+    /// With `text_only`, without the other parts of the model.
+    fn new(checkpoint: &Checkpoint, reading: &Reading, text_only: bool) -> Self {
         let own = |(id, info): (TensorId, crate::checkpoint::TensorInfo<'_>)| {
             (in_rules(info.name, reading.file.aliases()), info.name.to_owned(), id)
         };
-        let tensors: Vec<_> = checkpoint.fill().map(own).collect();
+        let wanted = checkpoint.fill().filter(|(_, info)| !(text_only && is_tower(info.name)));
+        let tensors: Vec<_> = wanted.map(own).collect();
         let by_name = tensors.iter().map(|(name, own, id)| (name.clone(), (own.clone(), *id))).collect();
         Self { tensors, by_name }
     }

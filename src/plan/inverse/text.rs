@@ -2,11 +2,18 @@
 
 use serde_json::{Value as Json, json};
 
-use super::super::{layout_file::TextModel, problem::Problem, select::MTP_COUNTS};
+use super::super::{problem::Problem, select::MTP_COUNTS, text_model::TextModel};
 use crate::tensor::View;
 
-/// Members of the whole model's configuration that the text model takes over if it has none of its own.
-const INHERITED: [&str; 4] = ["dtype", "torch_dtype", "tie_word_embeddings", "transformers_version"];
+/// What the configuration depends on besides the tensors.
+pub(super) struct Wanted {
+    /// Whether the tensors are those of the text model of a larger one.
+    pub(super) is_text: bool,
+    /// Whether the user requests only the text model.
+    pub(super) is_requested: bool,
+    /// Whether the output head of the whole model is the embedding.
+    pub(super) is_tied: bool,
+}
 
 /// The configuration that fits the tensors. If `is_text` is set, they are those of the text model of a larger one: the
 /// configuration and the names become those of the text model alone.
@@ -17,12 +24,12 @@ pub(super) fn configuration(
     config: Json,
     text: Option<&TextModel>,
     tensors: &mut [(String, View)],
-    is_text: bool,
+    wanted: &Wanted,
     warnings: &mut Vec<String>,
 ) -> Result<Json, Problem> {
     let mut config = config;
     let model_type = config.get("model_type").and_then(Json::as_str).unwrap_or_default().to_owned();
-    if is_text && !text.is_some_and(|text| tensors.iter().any(|(name, _)| text.is_outside(name))) {
+    if wanted.is_text && !text.is_some_and(|text| tensors.iter().any(|(name, _)| text.is_outside(name))) {
         let Some(text) = text else {
             let reason = format!(
                 "{model_type} has parts beside the text model, which the checkpoint lacks: --fill-from SOURCE takes them from a \
@@ -30,12 +37,13 @@ pub(super) fn configuration(
             );
             return Err(Problem::File { file: "config.json".to_owned(), reason });
         };
-        warnings.push(format!(
+        let warning = format!(
             "hf/ is a repository of the text model ({}), since the checkpoint lacks the other parts of {model_type}; \
              --fill-from SOURCE takes them from a repository that has them",
             text.architecture
-        ));
-        config = alone(&config, text);
+        );
+        warnings.extend(Some(warning).filter(|_| !wanted.is_requested));
+        config = text.config(&config, wanted.is_tied);
     }
     let now = config.get("model_type").and_then(Json::as_str).unwrap_or_default();
     if let Some(text) = text.filter(|text| text.model_type == now) {
@@ -68,23 +76,4 @@ pub(super) fn configuration(
 /// Whether a tensor is of a layer that predicts several tokens.
 fn is_predictor(name: &str) -> bool {
     name.split('.').any(|word| ["eh_proj", "enorm", "hnorm", "shared_head", "mtp"].contains(&word))
-}
-
-/// The text model's configuration by itself.
-fn alone(config: &Json, text: &TextModel) -> Json {
-    let nested = config.as_object().into_iter().flatten().find(|(_, value)| {
-        value.is_object() && value.get("model_type").and_then(Json::as_str) == Some(text.model_type.as_str())
-    });
-    let mut inner =
-        nested.map(|(_, value)| value.clone()).or_else(|| config.get("text_config").cloned()).unwrap_or_default();
-    if let Some(members) = inner.as_object_mut() {
-        for key in INHERITED {
-            if let (false, Some(value)) = (members.contains_key(key), config.get(key)) {
-                members.insert(key.to_owned(), value.clone());
-            }
-        }
-        members.insert("model_type".to_owned(), json!(text.model_type));
-        members.insert("architectures".to_owned(), json!([text.architecture]));
-    }
-    inner
 }

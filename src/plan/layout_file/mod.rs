@@ -78,6 +78,7 @@
 //! What it deliberately does not do: read weights, or know any model.
 
 mod inverse;
+mod place;
 mod read;
 mod resolve;
 mod scope;
@@ -91,6 +92,7 @@ use super::{
     expr::{Expr, Template},
     logical::LogicalRules,
     name_group::NameGroup,
+    text_model::TextModel,
 };
 use crate::tensor::DType;
 
@@ -118,7 +120,8 @@ pub(super) struct Stack {
     pub over: Option<AtLine<(Expr, Expr)>>,
     pub axis: Option<AtLine<Expr>>,
     pub name: String,
-    pub line: usize,
+    /// Its variable.
+    pub at: Span,
 }
 
 /// Extents that a source must have. `None` accepts any extent.
@@ -186,31 +189,6 @@ pub(super) struct Check {
     pub that: AtLine<Expr>,
     pub say: AtLine<Template>,
     pub warn: bool,
-}
-
-/// The text model of a larger model, as a repository by itself.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct TextModel {
-    /// `model_type` of its configuration.
-    pub model_type: String,
-    /// Its class.
-    pub architecture: String,
-    /// A prefix of names in the rules, and its replacement in such a repository.
-    pub names: Vec<(String, String)>,
-}
-
-impl TextModel {
-    /// Whether a name of the rules is of another part of the model.
-    pub(super) fn is_outside(&self, name: &str) -> bool {
-        !name.contains("lm_head") && self.names.iter().all(|(prefix, _)| !name.starts_with(prefix.as_str()))
-    }
-
-    /// The name in a repository of the text model.
-    pub(super) fn name(&self, name: &str) -> String {
-        let renamed =
-            self.names.iter().find_map(|(old, new)| Some(format!("{new}{}", name.strip_prefix(old.as_str())?)));
-        renamed.unwrap_or_else(|| name.to_owned())
-    }
 }
 
 /// A layout file, read and checked.

@@ -11,8 +11,9 @@ use super::{
         expr::{Expr, SyntaxError, Template, function_names},
         logical::{LogicalRule, LogicalRules},
         problem::{PlanError, Problem},
+        text_model::TextModel,
     },
-    AtLine, Check, Each, Extents, Ignore, Keep, LayoutFile, Leaf, Placement, Span, Stack, TextModel,
+    AtLine, Check, Each, Extents, Ignore, Keep, LayoutFile, Leaf, Placement, Span, Stack, place,
 };
 use crate::config::{did_you_mean, excerpt, float_of};
 
@@ -193,7 +194,7 @@ struct LayoutReader<'a> {
 
 impl LayoutReader<'_> {
     fn line(&self, at: usize) -> usize {
-        1 + self.text.get(..at).unwrap_or_default().matches('\n').count()
+        place::line(self.text, at)
     }
 
     fn problem(&mut self, at: Span, reason: impl Into<String>) {
@@ -202,15 +203,8 @@ impl LayoutReader<'_> {
         self.problems.push(Problem::Text { file, line, reason: reason.into(), excerpt });
     }
 
-    /// The place of a word within a place; the whole place if the file writes the word with escapes.
     fn word(&self, at: Span, word: &str) -> Span {
-        let text = self.text.get(at.0..at.1).unwrap_or_default();
-        let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_';
-        let alone = |start: &usize| {
-            !text[..*start].ends_with(is_part) && !text[start + word.len()..].starts_with(is_part) && !word.is_empty()
-        };
-        let start = text.match_indices(word).map(|(start, _)| start).find(alone);
-        start.map_or(at, |start| (at.0 + start, at.0 + start + word.len()))
+        place::word(self.text, at, word)
     }
 
     /// Reports a text that is no expression.
@@ -272,7 +266,7 @@ impl LayoutReader<'_> {
                     over: stack.over.as_ref().and_then(|over| self.parse(over, Expr::parse_range)),
                     axis,
                     name: stack.name.trim_matches('_').to_owned(),
-                    line: self.line(stack.var.span().start),
+                    at: span(&stack.var),
                 }
             })
             .collect()
@@ -489,11 +483,7 @@ impl LayoutFile {
             params,
             vars,
             inverse,
-            text_model: raw.text_model.map(|text| TextModel {
-                model_type: text.model_type,
-                architecture: text.architecture,
-                names: text.names.into_iter().collect(),
-            }),
+            text_model: raw.text_model.map(|text| TextModel::new(text.model_type, text.architecture, text.names)),
             aliases: raw.alias.into_iter().map(|alias| (alias.name, alias.on_disk)).collect(),
             ignores,
             checks,

@@ -17,7 +17,7 @@ use super::{
         shard::STAGE_AXIS,
         values::Values,
     },
-    Allowed, AtLine, Each, Keep, LayoutFile, Leaf, Placement, Resolved, Stack,
+    Allowed, AtLine, Each, Keep, LayoutFile, Leaf, Placement, Resolved, Span, Stack,
     scope::{Bound, Local, Scope, is_absent},
 };
 use crate::{
@@ -69,7 +69,7 @@ impl LayoutFile {
             if let Err(error) = scope.global(name)
                 && !is_absent(&error)
             {
-                problems.push(self.problem(definition.line, "", &error));
+                problems.push(self.problem(definition.at, "", &error, scope.mesh));
             }
         }
         let mut resolver = Resolver {
@@ -84,6 +84,7 @@ impl LayoutFile {
             left_out: Vec::new(),
             ignored_patterns: Vec::new(),
             warnings: Vec::new(),
+            failed: BTreeSet::new(),
         };
         if resolver.problems.is_empty() {
             resolver.check();
@@ -115,10 +116,6 @@ impl LayoutFile {
             Err(problems)
         }
     }
-
-    fn problem(&self, line: usize, target: &str, error: &EvalError) -> Problem {
-        Problem::Layout { file: self.label.clone(), line, target: target.to_owned(), reason: error.to_string() }
-    }
 }
 
 /// Why a leaf is absent.
@@ -128,7 +125,7 @@ enum Failure {
     /// The stack would have no layers.
     Empty,
     /// A rule does not fit the repository.
-    Rule(usize, EvalError),
+    Rule(Span, EvalError),
     /// A source cannot have the requested values.
     Source(Problem),
 }
@@ -166,6 +163,8 @@ struct Resolver<'a> {
     /// The patterns of names that rules leave out, for the inverse.
     ignored_patterns: Vec<Pattern>,
     warnings: Vec<String>,
+    /// Expressions of leaves without a value, and the reasons.
+    failed: BTreeSet<(Span, String)>,
 }
 
 /// A leaf in the making.
@@ -215,12 +214,11 @@ impl<'a> Resolver<'a> {
             match said {
                 Ok(Some(reason)) if check.warn => self.warnings.push(reason),
                 Ok(Some(reason)) => {
-                    let (file, line, target) = (self.scope.file.label.clone(), check.that.line, String::new());
-                    self.add(Problem::Layout { file, line, target, reason });
+                    self.add(self.scope.file.refusal(check.that.at, "", reason));
                 }
                 Ok(None) => {}
                 Err(error) if check.warn && is_absent(&error) => {}
-                Err(error) => self.add(self.scope.file.problem(check.that.line, "", &error)),
+                Err(error) => self.add(self.scope.problem(check.that.at, "", &error)),
             }
         }
     }
@@ -232,7 +230,7 @@ impl<'a> Resolver<'a> {
         eval: impl FnOnce(&T, &dyn Names) -> Result<Value, EvalError>,
     ) -> Option<Value> {
         let result = eval(&placed.it, &Local { scope: self.scope, bound });
-        result.map_err(|error| self.add(self.scope.file.problem(placed.line, "", &error))).ok()
+        result.map_err(|error| self.add(self.scope.problem(placed.at, "", &error))).ok()
     }
 
     /// Adds a problem unless it is already listed: one rule may fail for every layer.
@@ -269,7 +267,7 @@ impl<'a> Resolver<'a> {
             let range = match self.range(over, outer) {
                 Ok(range) => range,
                 Err(error) => {
-                    self.add(self.scope.file.problem(over.line, "", &error));
+                    self.add(self.scope.problem(over.at, "", &error));
                     return Vec::new();
                 }
             };
@@ -344,7 +342,7 @@ impl<'a> Resolver<'a> {
         match number {
             Ok(number) => Ok(Some(number).filter(|_| stages > 1)),
             Err(error) => {
-                self.add(self.scope.file.problem(stage.line, name, &error));
+                self.add(self.scope.problem(stage.at, name, &error));
                 Err(())
             }
         }
@@ -376,14 +374,11 @@ impl<'a> Resolver<'a> {
             }
             Err(Failure::Empty | Failure::Missing) => {}
             Err(Failure::Source(problem)) => self.add(problem),
-            Err(Failure::Rule(line, error)) => {
+            Err(Failure::Rule(at, error)) => {
                 // A rule that fails for every layer is reported once, for the first layer.
                 let text = error.to_string();
-                let said = self.problems.iter().any(|known| {
-                    matches!(known, Problem::Layout { line: known, reason, .. } if *known == line && *reason == text)
-                });
-                if !said {
-                    self.add(self.scope.file.problem(line, name, &error));
+                if self.failed.insert((at, text)) {
+                    self.add(self.scope.problem(at, name, &error));
                 }
             }
         }
@@ -395,7 +390,7 @@ impl<'a> Resolver<'a> {
         let range = match &stack.over {
             Some(over) => {
                 let range = self.range(over, &making.bound);
-                range.map_err(|error| Failure::Rule(over.line, error))?
+                range.map_err(|error| Failure::Rule(over.at, error))?
             }
             None => self.numbers(making, stack)?,
         };
@@ -420,7 +415,7 @@ impl<'a> Resolver<'a> {
             return Err(Failure::Empty);
         }
         let axis = self.axis(making, level, children[0].shape().rank())?;
-        View::stack(axis, &children).map_err(|error| Failure::Rule(stack.line, error.into()))
+        View::stack(axis, &children).map_err(|error| Failure::Rule(stack.at, error.into()))
     }
 
     /// The view of a finished stack. None of its axes counts as stacked.
@@ -431,7 +426,7 @@ impl<'a> Resolver<'a> {
         let view = after.it.eval(&Local { scope: self.scope, bound: &bound });
         let view = view.and_then(|view| view.view("after_stack").cloned());
         making.axes = Some(Vec::new());
-        view.map_err(|error| Failure::Rule(after.line, error))
+        view.map_err(|error| Failure::Rule(after.at, error))
     }
 
     /// Number of the axis that a level of stacks makes, among the axes of the levels inside it.
@@ -450,11 +445,11 @@ impl<'a> Resolver<'a> {
                 bound.push(("outer".into(), int(outer as u64)));
                 let number = axis.it.eval(&Local { scope: self.scope, bound: &bound });
                 let number = number.and_then(|number| number.natural("axis"));
-                let number = number.map_err(|error| Failure::Rule(axis.line, error))?;
+                let number = number.map_err(|error| Failure::Rule(axis.at, error))?;
                 let number = usize::try_from(number).ok().filter(|number| *number < rank + levels);
                 match number.filter(|number| !axes.contains(number)) {
                     Some(number) => axes.push(number),
-                    None => return Err(Failure::Rule(axis.line, EvalError::Range("axis"))),
+                    None => return Err(Failure::Rule(axis.at, EvalError::Range("axis"))),
                 }
             }
             making.axes = Some(axes);
@@ -466,7 +461,7 @@ impl<'a> Resolver<'a> {
     /// All numbers of a variable in the names of the repository, from 0.
     fn numbers(&self, making: &LeafInProgress<'_>, stack: &Stack) -> Result<Range<u64>, Failure> {
         if self.scope.inverse.is_some() {
-            return Err(Failure::Rule(stack.line, EvalError::Open(stack.var.to_string())));
+            return Err(Failure::Rule(stack.at, EvalError::Open(stack.var.to_string())));
         }
         let mut bound = making.bound.clone();
         bound.push((stack.var.clone(), Value::Text("*".into())));
@@ -476,11 +471,11 @@ impl<'a> Resolver<'a> {
         let at = at.expect("the stack is one of those being made");
         for inner in &making.stacks[at + 1..] {
             let first = inner.over.as_ref().map_or(Ok(0), |over| self.range(over, &bound).map(|range| range.start));
-            let first = first.map_err(|error| Failure::Rule(inner.line, error))?;
+            let first = first.map_err(|error| Failure::Rule(inner.at, error))?;
             bound.push((inner.var.clone(), int(first)));
         }
         let Some((_, first)) = making.leaf.from.first() else { return Ok(0..0) };
-        let open = |_| Failure::Rule(stack.line, EvalError::Open(stack.var.to_string()));
+        let open = |_| Failure::Rule(stack.at, EvalError::Open(stack.var.to_string()));
         let name = self.source_name(making, first, &bound).map_err(open)?;
         Ok(0..self.scope.count(&name).min(RANGE_MAX))
     }
@@ -492,9 +487,9 @@ impl<'a> Resolver<'a> {
         bound: &[(Arc<str>, Value)],
     ) -> Result<String, Failure> {
         let local = Local { scope: self.scope, bound };
-        let name = template.eval(&local).map_err(|error| Failure::Rule(making.leaf.from_line, error))?;
+        let name = template.eval(&local).map_err(|error| Failure::Rule(making.leaf.from_at, error))?;
         let Some(from) = making.place.and_then(|place| place.from.as_ref()) else { return Ok(name) };
-        let prefix = from.it.eval(&local).map_err(|error| Failure::Rule(from.line, error))?;
+        let prefix = from.it.eval(&local).map_err(|error| Failure::Rule(from.at, error))?;
         Ok(joined(&prefix, &name))
     }
 
@@ -508,7 +503,7 @@ impl<'a> Resolver<'a> {
             if let Some(inverse) = self.scope.inverse {
                 let extents = self.extents(making, name)?;
                 let view = inverse.targets.borrow_mut().view(source, extents);
-                sources.push((name.clone(), view.map_err(|error| Failure::Rule(leaf.from_line, error))?));
+                sources.push((name.clone(), view.map_err(|error| Failure::Rule(leaf.from_at, error))?));
                 continue;
             }
             let Some(id) = self.scope.find(&source) else {
@@ -534,7 +529,7 @@ impl<'a> Resolver<'a> {
         making.bound.extend(sources.into_iter().map(|(name, view)| (name, Value::View(view))));
         let value = view.it.eval(&Local { scope: self.scope, bound: &making.bound });
         making.bound.truncate(outside);
-        value.and_then(|value| value.view("view").cloned()).map_err(|error| Failure::Rule(view.line, error))
+        value.and_then(|value| value.view("view").cloned()).map_err(|error| Failure::Rule(view.at, error))
     }
 
     /// The extents that a leaf's rule gives to a source. An extent without a value has the reason in its place.
@@ -548,7 +543,7 @@ impl<'a> Resolver<'a> {
             match extent.eval(&local).and_then(|extent| extent.natural("shape")) {
                 Ok(extent) => Ok(Ok(extent)),
                 Err(error) if is_absent(&error) => Ok(Err(error)),
-                Err(error) => Err(Failure::Rule(shape.line, error)),
+                Err(error) => Err(Failure::Rule(shape.at, error)),
             }
         });
         extents.collect()
@@ -602,12 +597,10 @@ impl<'a> Resolver<'a> {
                 let Some(text) = self.eval(&ignore.names, &bound, text) else { continue };
                 match Pattern::parse(&text.to_string()) {
                     Ok(pattern) => ignored.push(pattern),
-                    Err(error) => self.problems.push(Problem::Layout {
-                        file: self.scope.file.label.clone(),
-                        line: ignore.names.line,
-                        target: String::new(),
-                        reason: error.to_string(),
-                    }),
+                    Err(error) => {
+                        let problem = self.scope.file.refusal(ignore.names.at, "", error.to_string());
+                        self.problems.push(problem);
+                    }
                 }
             }
         }

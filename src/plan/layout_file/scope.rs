@@ -10,8 +10,9 @@ use super::{
     super::{
         expr::{EvalError, Names, Value},
         mesh::Mesh,
+        problem::Problem,
     },
-    LayoutFile,
+    LayoutFile, Span,
     targets::Inverse,
 };
 use crate::{checkpoint::Checkpoint, tensor::TensorId};
@@ -58,6 +59,11 @@ impl<'a> Scope<'a> {
     ) -> Self {
         let set = set.iter().map(|(name, text)| (name.clone(), Value::of_text(text))).collect();
         Self { file, checkpoint, mesh, set, inverse, known: RefCell::default() }
+    }
+
+    /// The problem of a rule whose expression at `at` has no value, for the leaf `target`.
+    pub(super) fn problem(&self, at: Span, target: &str, error: &EvalError) -> Problem {
+        self.file.problem(at, target, error, self.mesh)
     }
 
     /// Names of the parameters that the user has set.

@@ -69,7 +69,12 @@ impl Hub {
             .http1_only()
             .build();
         let http = http.map_err(|error| {
-            RemoteError::new(Failure::Unsupported, &host, "HTTP client", causes(&error.without_url()))
+            let mut reason = causes(&error.without_url());
+            if reason.contains("CA certificates") {
+                reason
+                    .push_str("; install the package ca-certificates, or name a file of certificates by SSL_CERT_FILE");
+            }
+            RemoteError::new(Failure::Unsupported, &host, "HTTP client", reason)
         })?;
         let kept = cache.map(|cache| Kept::new(cache, &settings.endpoint.authority().replace(':', "_")));
         Ok(Self { settings, http, gate: Gate::default(), counters, kept })
