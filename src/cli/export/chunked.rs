@@ -19,7 +19,10 @@ use std::{
 use anyhow::Context;
 use indicatif::ProgressBar;
 
-use super::{create_file, finish, partial_path, tree};
+use super::{
+    super::tree,
+    files::{create_file, finish, partial_path},
+};
 use crate::{
     image::Segment,
     source::FileId,
