@@ -110,7 +110,8 @@ impl Repository {
         let opened = self.open();
         let found = opened.checkpoint.quantized();
         assert!(found.tensors.is_empty(), "{:?}", found.schemes);
-        let said: Vec<(&str, u64)> = found.unsupported.iter().map(|of| (of.method.as_str(), of.codes.len() as u64)).collect();
+        let said: Vec<(&str, u64)> =
+            found.unsupported.iter().map(|of| (of.method.as_str(), of.codes.len() as u64)).collect();
         assert_eq!(said, [(method, tensors)]);
     }
 }
