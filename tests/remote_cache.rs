@@ -7,13 +7,16 @@ mod common;
 use std::{
     fs,
     os::unix::fs::FileExt,
-    sync::{Arc, atomic::Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
 
 use ckfs::source::{
-    ByteSpan, FileId, Served, Source, SourceError,
+    ByteSpan, FetchPart, FileId, Served, Source, SourceError,
     remote::{Content, Failure, RemoteCounters, RemoteRepository, cache::BLOCK_BYTES, digest::digest_of},
 };
 use common::objects::{MemoryObjects, Mishap, cache, source_of};
@@ -123,6 +126,97 @@ fn bytes_are_right_while_segments_are_evicted_under_the_readers_of_two_processes
 }
 
 #[test]
+fn the_bound_is_exceeded_by_an_eighth_of_it_for_each_further_process() {
+    const FILES: usize = 4;
+    const LEN: usize = 24 << 20;
+    const CAP_BYTES: u64 = 32 << 20;
+    let objects = MemoryObjects::new((0..FILES).map(|file| (format!("{file}.bin"), content(LEN, file as u64))));
+    let dir = tempfile::tempdir().unwrap();
+    let caches: Vec<_> = (0..FILES).map(|_| cache(dir.path(), Some(CAP_BYTES))).collect();
+    let running = AtomicBool::new(true);
+    let most = thread::scope(|scope| {
+        let watching = scope.spawn(|| {
+            let mut most = 0;
+            while running.load(Ordering::Relaxed) {
+                most = most.max(caches[0].measure().map_or(0, |(used, _)| used));
+            }
+            most
+        });
+        let readers: Vec<_> = caches
+            .iter()
+            .enumerate()
+            .map(|(number, cache)| {
+                let objects = &objects;
+                scope.spawn(move || {
+                    let source = objects.source(cache, LONG);
+                    for round in 0..3 {
+                        let file = FileId(u32::try_from((number + round) % FILES).unwrap());
+                        for start in (0..LEN).step_by(1 << 20) {
+                            let mut bytes = vec![0; 1 << 20];
+                            source.read_into(file, start as u64, &mut bytes).unwrap();
+                        }
+                    }
+                })
+            })
+            .collect();
+        for reader in readers {
+            reader.join().unwrap();
+        }
+        running.store(false, Ordering::Relaxed);
+        watching.join().unwrap()
+    });
+    let further = FILES as u64 - 1;
+    assert!(most <= CAP_BYTES + further * CAP_BYTES / 8, "{most} bytes");
+    // Everybody is done: what is too much goes with the next looks.
+    for _ in 0..20 {
+        for cache in &caches {
+            cache.trim(0);
+        }
+        thread::sleep(Duration::from_millis(50));
+    }
+    let (used, limit) = caches[0].measure().unwrap();
+    assert!(used <= limit && limit == CAP_BYTES, "{used} bytes");
+}
+
+#[test]
+fn reads_past_a_full_cache_have_several_requests_at_a_time() {
+    const LEN: usize = 64 << 20;
+    let bytes = content(LEN, 12);
+    let objects = MemoryObjects::new([("model.bin", bytes.clone())]);
+    let dir = tempfile::tempdir().unwrap();
+    // Nothing fits.
+    let source = objects.source(&cache(dir.path(), Some(4096)), LONG);
+    *objects.latency.lock().unwrap() = Duration::from_millis(100);
+    let mut targets = vec![vec![0; 1000]; 40];
+    let starts: Vec<u64> = (0..40).map(|row| 5 + row * 1_600_001).collect();
+    let mut parts: Vec<FetchPart<'_>> =
+        targets.iter_mut().zip(&starts).map(|(target, start)| FetchPart { start: *start, target }).collect();
+    source.fetch(FILE, &mut parts).unwrap();
+    for (target, start) in targets.iter().zip(&starts) {
+        let start = usize::try_from(*start).unwrap();
+        assert!(*target == bytes[start..start + 1000], "at {start}");
+    }
+    assert!(read(&*source, 3, 9 << 20).unwrap() == bytes[3..3 + (9 << 20)], "a long one is cut");
+    assert!(objects.running_most.load(Ordering::Relaxed) >= 4);
+    *objects.latency.lock().unwrap() = Duration::ZERO;
+    // Rows near each other come with one request.
+    let before = objects.requests.load(Ordering::Relaxed);
+    let mut targets = vec![vec![0; 100]; 40];
+    let mut parts: Vec<FetchPart<'_>> = targets
+        .iter_mut()
+        .enumerate()
+        .map(|(row, target)| FetchPart { start: (40 << 20) + row as u64 * 1000, target })
+        .collect();
+    source.fetch(FILE, &mut parts).unwrap();
+    for (row, target) in targets.iter().enumerate() {
+        let start = (40 << 20) + row * 1000;
+        assert!(*target == bytes[start..start + 100], "row {row}");
+    }
+    assert!(objects.requests.load(Ordering::Relaxed) - before <= 3);
+    assert!(count(&*source, |counters| counters.uncached_bytes.load(Ordering::Relaxed)) > 9 << 20);
+}
+
+#[test]
 fn two_processes_fetch_together_little_more_than_once() {
     const LEN: usize = 64 << 20;
     let bytes = content(LEN, 2);
@@ -201,6 +295,26 @@ fn replies_that_break_off_go_on_where_they_ended() {
     };
     assert_eq!(value(|counters| &counters.retries), 5);
     assert_eq!(value(|counters| &counters.pauses), 1);
+}
+
+#[test]
+fn a_reply_that_breaks_off_is_not_continued_with_another_version() {
+    let bytes = content(3 << 20, 13);
+    let objects = MemoryObjects::new([("a.bin", bytes.clone())]);
+    let dir = tempfile::tempdir().unwrap();
+    let source = objects.source(&cache(dir.path(), None), LONG);
+    let changed = Failure::Changed { expected: "1".into(), found: "2".into() };
+    // The last one comes first.
+    objects.mishaps.lock().unwrap().extend([Mishap::Fails(changed), Mishap::CutAfter(1_000_001)]);
+    let error = read(&*source, 0, 3 << 20).unwrap_err();
+    assert!(matches!(&error, SourceError::OtherVersion { found, .. } if found == "2"), "{error}");
+    assert_eq!(objects.bytes.load(Ordering::Relaxed), 1_000_001, "nothing of the other version");
+    drop(source);
+    // What came before is of the pinned version, and stays.
+    let again = objects.source(&cache(dir.path(), None), LONG);
+    let kept = 1_000_001 / BLOCK_BYTES * BLOCK_BYTES;
+    assert_eq!(again.absent_bytes(FILE, &[span(0, 3 << 20)]), (3 << 20) - kept);
+    assert!(read(&*again, 0, 3 << 20).unwrap() == bytes);
 }
 
 #[test]

@@ -70,6 +70,8 @@ impl Rig {
         let options = RemoteOptions {
             cache_dir: Some(dir.path().join("cache")),
             timeout: Duration::from_secs(20),
+            // Without a bound the cache would keep nothing on a disk that is nearly full.
+            cache_disk_bytes: Some(64 << 30),
             ..RemoteOptions::default()
         };
         (Self { stub, dir, options }, ends)
@@ -84,7 +86,7 @@ impl Rig {
     }
 
     fn tree(&self, repository: RemoteRepository) -> Result<RemoteTree, SourceError> {
-        let cache = Cache::open(&self.dir.path().join("cache"), None, Arc::default()).unwrap();
+        let cache = Cache::open(&self.dir.path().join("cache"), self.options.cache_disk_bytes, Arc::default()).unwrap();
         RemoteTree::open(repository, &cache, &self.options)
     }
 

@@ -122,7 +122,7 @@ pub enum CheckpointError {
     #[error(transparent)]
     Source(#[from] SourceError),
     /// The contents are wrong.
-    #[error("{label}: {}", list_problems(problems, *more))]
+    #[error("{}", list_problems(label, problems, *more))]
     Problems {
         /// The opened repository.
         label: String,
@@ -372,16 +372,20 @@ fn advice(found: Option<&str>) -> String {
     found.map_or_else(String::new, |found| format!(": {found}"))
 }
 
-fn list_problems(problems: &[Problem], more: usize) -> String {
+fn list_problems(label: &str, problems: &[Problem], more: usize) -> String {
     const SHOWN: usize = 30;
-    struct List<'a>(&'a [Problem], usize);
+    struct List<'a>(&'a str, &'a [Problem], usize);
     impl fmt::Display for List<'_> {
         fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            let (problems, more) = (self.0, self.1);
+            let (label, problems, more) = (self.0, self.1, self.2);
             if let ([only], 0) = (problems, more) {
-                return f.write_str(&printable(&only.to_string()));
+                let text = only.to_string();
+                // The problem may name the same directory.
+                let prefix = format!("{label}: ");
+                let prefix = if text.starts_with(&prefix) { "" } else { &prefix };
+                return write!(f, "{prefix}{}", printable(&text));
             }
-            write!(f, "{} problems", problems.len() + more)?;
+            write!(f, "{label}: {} problems", problems.len() + more)?;
             for problem in problems.iter().take(SHOWN) {
                 write!(f, "\n  {}", printable(&problem.to_string()))?;
             }
@@ -391,7 +395,7 @@ fn list_problems(problems: &[Problem], more: usize) -> String {
             }
         }
     }
-    List(problems, more).to_string()
+    List(label, problems, more).to_string()
 }
 
 /// Problems in the order in which they are found.

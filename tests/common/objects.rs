@@ -39,6 +39,9 @@ pub struct MemoryObjects {
     pub latency: Mutex<Duration>,
     pub requests: AtomicU64,
     pub bytes: AtomicU64,
+    /// Requests under way, and the most there were at a time.
+    pub running: AtomicU64,
+    pub running_most: AtomicU64,
     /// Requested spans.
     pub spans: Mutex<Vec<(String, ByteSpan)>>,
 }
@@ -82,8 +85,10 @@ pub fn source_of(repository: RemoteRepository, cache: &Arc<Cache>, timeout: Dura
     pin_files((0..count).map(open).collect(), SourceIo::Auto, Arc::default()).unwrap()
 }
 
+/// A cache in a directory, by default with a bound that no test reaches: without one the cache would leave a 20th of the disk free,
+/// and would keep nothing on a disk that is nearly full.
 pub fn cache(dir: &Path, cap_bytes: Option<u64>) -> Arc<Cache> {
-    Cache::open(dir, cap_bytes, Arc::default()).unwrap()
+    Cache::open(dir, cap_bytes.or(Some(64 << 30)), Arc::default()).unwrap()
 }
 
 impl Objects for MemoryObjects {
@@ -101,7 +106,10 @@ impl Objects for MemoryObjects {
     ) -> Result<(), RemoteError> {
         self.requests.fetch_add(1, Ordering::Relaxed);
         self.spans.lock().unwrap().push((file.key.clone(), span));
+        let running = self.running.fetch_add(1, Ordering::SeqCst) + 1;
+        self.running_most.fetch_max(running, Ordering::SeqCst);
         thread::sleep(*self.latency.lock().unwrap());
+        self.running.fetch_sub(1, Ordering::SeqCst);
         let (_, bytes) = self.contents.iter().find(|(name, _)| *name == file.key).unwrap();
         let mut bytes = &bytes[usize::try_from(span.start()).unwrap()..usize::try_from(span.end()).unwrap()];
         let failed = |failure| RemoteError::new(failure, "memory", &file.key, "as asked for").of_span(span);

@@ -131,6 +131,18 @@ def test_faults_of_the_network_do_not_reach_the_reader(own, repo, hub):
     check_full(own("org/llama"), reference.canonical(repo("llama")))
 
 
+def test_no_log_has_a_token_or_a_signed_address(repo, hub, clean):
+    clean.setenv("CKFS_LOG", "trace")
+    hub.set(busy=1, busy_seconds=1, broken=2, short=2, short_after=1000, expired=1)
+    told = mounting.run("fetch", "org/llama", "--mesh", "fsdp=2")
+    hub.set(token="hf_other")
+    refused = mounting.run("fetch", "org/llama", "--mesh", "fsdp=4", "--cache-dir", repo("llama").path.parent / "none", expect=1)
+    text = "".join((told.out, told.err, refused.out, refused.err))
+    assert "again in" in text, "faults are logged"
+    for secret in ("hf_secret", "hf_other", "Bearer", "Signature", "X-Amz"):
+        assert secret not in text, [line for line in text.splitlines() if secret in line][:3]
+
+
 def test_requests_to_a_bucket_are_counted(own, bucket):
     text = (own("s3://models/llama") / ".ckfs/metrics").read_text()
     values = {sample.name: sample.value for family in parse_openmetrics(text) for sample in family.samples}

@@ -64,13 +64,19 @@ fn unfinished_name(name: &str) -> Option<&'static str> {
         .then_some("its name has .orbax-checkpoint-tmp: the saver is still at work, or was stopped")
 }
 
+/// The name of the tree's own directory.
+fn own_name(tree: &dyn FileTree) -> String {
+    tree.shown("").file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
+}
+
 /// Whether a directory looks like part of an Orbax checkpoint: its own entries say so, or a directory in it does.
 ///
 /// # Errors
 /// Directories that cannot be listed.
 pub(in super::super) fn is_orbax(tree: &dyn FileTree) -> Result<bool, OrbaxProblem> {
     let entries = tree.list("")?;
-    if is_item(&entries) || has(&entries, CHECKPOINT_METADATA) {
+    let is_unfinished = own_name(tree).contains(UNFINISHED);
+    if is_unfinished || is_item(&entries) || has(&entries, CHECKPOINT_METADATA) {
         return Ok(true);
     }
     // A repository may have anything beside its weights.
@@ -100,10 +106,8 @@ pub(in super::super) fn is_orbax(tree: &dyn FileTree) -> Result<bool, OrbaxProbl
 /// # Errors
 /// None are there, or which is not clear, or they are unfinished.
 pub(super) fn find(tree: &dyn FileTree) -> Result<Item, OrbaxProblem> {
-    let shown = tree.shown("");
-    let own_name = shown.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-    if let Some(reason) = unfinished_name(&own_name) {
-        return Err(OrbaxProblem::Unfinished { directory: shown, reason });
+    if let Some(reason) = unfinished_name(&own_name(tree)) {
+        return Err(OrbaxProblem::Unfinished { directory: tree.shown(""), reason });
     }
     let entries = tree.list("")?;
     if is_item(&entries) || has(&entries, CHECKPOINT_METADATA) {
@@ -129,9 +133,9 @@ pub(super) fn find(tree: &dyn FileTree) -> Result<Item, OrbaxProblem> {
     let processes = directories(&entries).filter(|name| name.starts_with("ocdbt.process_")).count();
     if processes > 0 {
         let reason = "the databases of its processes are not merged yet, manifest.ocdbt is missing";
-        return Err(OrbaxProblem::Unfinished { directory: shown, reason });
+        return Err(OrbaxProblem::Unfinished { directory: tree.shown(""), reason });
     }
-    Err(OrbaxProblem::NoFinishedStep { directory: shown, found: unfinished })
+    Err(OrbaxProblem::NoFinishedStep { directory: tree.shown(""), found: unfinished })
 }
 
 /// The directories of a step that hold arrays.

@@ -29,12 +29,12 @@ use super::{
     retry::Deadline,
 };
 
-/// Blocks of one request: 8 MiB.
+/// Blocks of one request, on average: 8 MiB. Equal parts of a range are requested, so that no request has only what is left.
 const REQUEST_BLOCKS: u64 = (8 << 20) / BLOCK_BYTES;
 /// Requests at a time.
-const THREADS: usize = 32;
+const THREADS: usize = 40;
 /// Of these, most for blocks that no reader waits for.
-const AHEAD_THREADS: usize = 24;
+const AHEAD_THREADS: usize = 32;
 /// Most jobs in the queue that no reader waits for.
 const AHEAD_JOBS_MAX: usize = 4096;
 /// Bytes that are written to the cache at a time.
@@ -204,7 +204,7 @@ impl Fetcher {
                     continue;
                 }
                 let next = jobs.iter().map(|job| job.blocks.start).filter(|first| *first > start).min();
-                let end = range.end.min(next.unwrap_or(u64::MAX)).min(start + REQUEST_BLOCKS);
+                let end = start + first_part(range.end.min(next.unwrap_or(u64::MAX)) - start);
                 let job = Arc::new(Job::new(object, start..end, ahead, deadline));
                 jobs.push(Arc::clone(&job));
                 awaited.push(Arc::clone(&job));
@@ -262,6 +262,12 @@ impl Drop for Fetcher {
         }
         self.shared.work.notify_all();
     }
+}
+
+/// Blocks of the first request for `blocks` of them, which is at least 1.
+fn first_part(blocks: u64) -> u64 {
+    let requests = ((blocks + REQUEST_BLOCKS / 2) / REQUEST_BLOCKS).max(1);
+    blocks.div_ceil(requests)
 }
 
 /// Compares checksums of present blocks. Returns the others.
@@ -429,9 +435,8 @@ fn request(shared: &Shared, job: &Job, blocks: &Range<u64>) -> Result<(), NotFet
 
 /// Writes blocks to the cache, if it has room.
 fn store(shared: &Shared, job: &Job, first: u64, bytes: &[u8]) -> Result<(), NotFetched> {
-    if !shared.cache.reserve(bytes.len() as u64) {
-        return Err(NotFetched::NoRoom);
-    }
+    // Held until the bytes count as used.
+    let Some(_room) = shared.cache.reserve(bytes.len() as u64) else { return Err(NotFetched::NoRoom) };
     job.object.entry.store(first, bytes, job.is_ahead()).map_err(|error| {
         if matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) {
             shared.cache.note_full();
@@ -440,4 +445,16 @@ fn store(shared: &Shared, job: &Job, first: u64, bytes: &[u8]) -> Result<(), Not
             NotFetched::of_cache(error)
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_are_equal_parts_of_4_to_16_mib() {
+        for (blocks, expected) in [(1, 1), (512, 512), (513, 513), (767, 767), (768, 384), (1024, 512), (5000, 500)] {
+            assert_eq!(first_part(blocks), expected, "{blocks} blocks");
+        }
+    }
 }

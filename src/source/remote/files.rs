@@ -128,13 +128,7 @@ impl RemoteFiles {
     /// Reads past the cache.
     fn uncached(&self, file: FileId, remote: &Remote, parts: &mut [FetchPart<'_>]) -> Result<(), SourceError> {
         let deadline = Deadline::At(Instant::now() + remote.timeout);
-        for part in parts {
-            let Some(span) = part.span() else { continue };
-            remote
-                .read_uncached(span, part.target, deadline)
-                .map_err(|error| self.error(file, span, &Arc::new(error)))?;
-        }
-        Ok(())
+        remote.read_uncached(parts, deadline).map_err(|(span, error)| self.error(file, span, &Arc::new(error)))
     }
 
     /// Runs `work` on a buffer of a span in which the bytes of `parts` are right.

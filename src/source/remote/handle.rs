@@ -3,9 +3,8 @@
 use std::{io, ops::Range, os::unix::fs::FileExt, sync::Arc, time::Duration};
 
 use super::{
-    super::ByteSpan,
+    super::{ByteSpan, FetchPart},
     cache::geometry::blocks_of,
-    error::Failure,
     fetcher::Fetcher,
     object::{NotFetched, RemoteObject},
     retry::Deadline,
@@ -39,7 +38,7 @@ impl Remote {
                 Ok(()) => {
                     let guards = match object.entry.guard(&blocks) {
                         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                            return self.read_uncached(span, target, Deadline::None).map_err(io::Error::other);
+                            return self.read_span_uncached(span, target);
                         }
                         guards => guards,
                     };
@@ -49,37 +48,16 @@ impl Remote {
                     }
                 }
                 Err(NotFetched::NoRoom | NotFetched::Cache(_)) => {
-                    return self.read_uncached(span, target, Deadline::None).map_err(io::Error::other);
+                    return self.read_span_uncached(span, target);
                 }
                 Err(NotFetched::Remote(error)) => return Err(io::Error::other(error)),
             }
         }
     }
 
-    /// Fills `target` with the bytes of a span, without the cache.
-    ///
-    /// # Errors
-    /// The error of the service.
-    pub fn read_uncached(
-        &self,
-        span: ByteSpan,
-        target: &mut [u8],
-        deadline: Deadline,
-    ) -> Result<(), super::error::RemoteError> {
-        let object = &self.object;
-        let mut done = 0;
-        object.service.read(&object.file, span, deadline, &mut |bytes| {
-            target[done..done + bytes.len()].copy_from_slice(bytes);
-            done += bytes.len();
-            std::ops::ControlFlow::Continue(())
-        })?;
-        if done < target.len() {
-            let message = format!("the reply ended {} bytes early", target.len() - done);
-            let (host, key) = (object.service.host(), &object.file.key);
-            return Err(super::error::RemoteError::new(Failure::Transient, host, key, message).of_span(span));
-        }
-        super::counters::RemoteCounters::add(&self.fetcher.cache().counters().uncached_bytes, span.len());
-        Ok(())
+    fn read_span_uncached(&self, span: ByteSpan, target: &mut [u8]) -> io::Result<()> {
+        let part = FetchPart { start: span.start(), target };
+        self.read_uncached(&mut [part], Deadline::None).map_err(|(_, error)| io::Error::other(error))
     }
 
     /// The blocks of spans.

@@ -35,6 +35,7 @@ mod shared;
 #[cfg(feature = "remote")]
 mod store;
 mod tree;
+mod uncached;
 mod unique;
 mod whole;
 

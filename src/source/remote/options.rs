@@ -7,7 +7,8 @@ use std::{path::PathBuf, time::Duration};
 pub struct RemoteOptions {
     /// Directory of the disk cache; `None` takes `$XDG_CACHE_HOME/ckfs`, else `~/.cache/ckfs`.
     pub cache_dir: Option<PathBuf>,
-    /// Most bytes of the disk cache; `None` is half of its file system. It always leaves 5 % of the file system free.
+    /// Most bytes of the disk cache; `None` is half of its file system, of which 5 % stay free. A number leaves 1 % free, and
+    /// at most 1 GiB.
     pub cache_disk_bytes: Option<u64>,
     /// Longest wait of one read for its bytes.
     pub timeout: Duration,

@@ -24,7 +24,7 @@ use super::{
     entry::Entry,
     lock::{self, LockKind},
     meta::{self, EntryMeta},
-    space::{CacheLimit, DATA, MAP, Place, Space},
+    space::{CacheLimit, DATA, MAP, Place, Room, Space},
 };
 
 /// Name of the directory of entries.
@@ -107,8 +107,8 @@ impl Cache {
         self.space.limit()
     }
 
-    /// Whether `bytes` more may be written. Evicts for them if that is needed.
-    pub fn reserve(&self, bytes: u64) -> bool {
+    /// Room for `bytes` more, if they may be written; to be held while they are. Evicts for them if that is needed.
+    pub fn reserve(&self, bytes: u64) -> Option<Room<'_>> {
         self.space.reserve(bytes)
     }
 
@@ -272,6 +272,7 @@ impl Cache {
         for entry in open {
             entry.release_idle(idle_ms);
         }
+        self.space.keep_bound();
     }
 
     /// Notes that all open entries are in use, for the order of eviction.

@@ -21,4 +21,4 @@ pub use directory::{Cache, usage};
 pub use entry::{Entry, Guards};
 pub use geometry::BLOCK_BYTES;
 pub use meta::EntryMeta;
-pub use space::{CacheLimit, DiskSpace};
+pub use space::{CacheLimit, DiskSpace, Room};

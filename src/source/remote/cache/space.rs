@@ -5,7 +5,10 @@ use std::{
     io,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError, Weak},
+    sync::{
+        Arc, Mutex, PoisonError, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
     time::{Duration, Instant, SystemTime},
 };
 
@@ -35,7 +38,8 @@ const SURPLUS_BYTES: u64 = 256 << 20;
 /// The disk is measured again after this time, or after so much was written.
 const MEASURE_PERIOD: Duration = Duration::from_secs(5);
 const MEASURE_BYTES: u64 = 64 << 20;
-/// Until then a process writes at most this part of the room, but at least some bytes.
+/// Until then a process writes at most this part of the room, but at least some bytes. So each process but one may exceed the bound
+/// by an eighth of it, at least 1 MiB and at most 64 MiB.
 const ROOM_DIVISOR: u64 = 8;
 const ROOM_BYTES_MIN: u64 = 1 << 20;
 /// After an eviction that did not free enough, none is tried for this time.
@@ -80,6 +84,8 @@ pub(super) struct Space {
     place: Place,
     cap_bytes: Option<u64>,
     state: Mutex<State>,
+    /// Bytes that are being written: a measurement may not see them yet.
+    pending_bytes: AtomicU64,
     open: Mutex<Vec<Weak<Entry>>>,
 }
 
@@ -89,11 +95,27 @@ struct State {
     /// Bytes that may be written until the next measurement.
     room_bytes: u64,
     full_since: Option<Instant>,
+    /// Whether something was written since the bound was last looked at.
+    written: bool,
+}
+
+/// Room in a cache, while bytes are written to it.
+#[derive(Debug)]
+pub struct Room<'a> {
+    space: &'a Space,
+    bytes: u64,
+}
+
+impl Drop for Room<'_> {
+    fn drop(&mut self) {
+        self.space.pending_bytes.fetch_sub(self.bytes, Ordering::AcqRel);
+    }
 }
 
 impl Space {
     pub(super) fn new(place: Place, cap_bytes: Option<u64>) -> Self {
-        Self { place, cap_bytes, state: Mutex::default(), open: Mutex::default() }
+        let pending_bytes = AtomicU64::new(0);
+        Self { place, cap_bytes, state: Mutex::default(), pending_bytes, open: Mutex::default() }
     }
 
     /// Notes an entry that this process has open.
@@ -108,24 +130,24 @@ impl Space {
         open.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Whether `bytes` more may be written. Evicts what was not used for longest if that is needed.
-    pub(super) fn reserve(&self, bytes: u64) -> bool {
+    /// Room for `bytes` more, if they may be written. Evicts what was not used for longest if that is needed.
+    pub(super) fn reserve(&self, bytes: u64) -> Option<Room<'_>> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.full_since.is_some_and(|since| since.elapsed() < PAUSE) {
-            return false;
+            return None;
         }
         let fresh = state.measured.is_some_and(|measured| measured.elapsed() < MEASURE_PERIOD);
         if fresh && state.room_bytes >= bytes {
             state.room_bytes -= bytes;
-            return true;
+            state.written = true;
+            return Some(self.room(bytes));
         }
-        let Ok((mut used, mut limit)) = self.measure() else { return false };
+        let pending = self.pending_bytes.load(Ordering::Acquire);
+        let measure = || self.measure().map(|(used, limit)| (used.saturating_add(pending), limit));
+        let (mut used, mut limit) = measure().ok()?;
         if used.saturating_add(bytes) > limit {
             self.evict(used + bytes - limit, SURPLUS_BYTES.min(limit / 8));
-            match self.measure() {
-                Ok(measured) => (used, limit) = measured,
-                Err(_) => return false,
-            }
+            (used, limit) = measure().ok()?;
         }
         let left = limit.saturating_sub(used);
         state.measured = Some(Instant::now());
@@ -133,11 +155,32 @@ impl Space {
         state.room_bytes = (left / ROOM_DIVISOR).clamp(ROOM_BYTES_MIN.max(bytes), MEASURE_BYTES.max(bytes)).min(left);
         if left < bytes {
             state.full_since = Some(Instant::now());
-            return false;
+            return None;
         }
         state.full_since = None;
+        state.written = true;
         state.room_bytes -= bytes;
-        true
+        Some(self.room(bytes))
+    }
+
+    fn room(&self, bytes: u64) -> Room<'_> {
+        self.pending_bytes.fetch_add(bytes, Ordering::AcqRel);
+        Room { space: self, bytes }
+    }
+
+    /// Evicts what exceeds the bound, since several processes wrote at the same time. To be called every few seconds.
+    pub(super) fn keep_bound(&self) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if !std::mem::take(&mut state.written) {
+            return;
+        }
+        if let Ok((used, limit)) = self.measure()
+            && used > limit
+        {
+            self.evict(used - limit, 0);
+            // Until the others have looked too.
+            state.written = true;
+        }
     }
 
     /// Notes that a write failed since the disk is full.
