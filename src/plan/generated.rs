@@ -18,7 +18,8 @@ use crate::{
 /// Most bytes of the tensors of a weight file, unless the user says otherwise: as transformers saves them.
 pub const SHARD_BYTES_MAX: u64 = 5_000_000_000;
 
-/// The files of a repository with these tensors, or with `is_text` of those of the text model of a larger one. A tensor of more than `shard_bytes_max` bytes is a file by itself.
+/// The files of a repository with these tensors. With `is_text` they are those of the text model of a larger model. A tensor
+/// of more than `shard_bytes_max` bytes is a file by itself.
 ///
 /// # Errors
 /// There is no configuration.

@@ -212,7 +212,9 @@ impl Inversion<'_> {
         let dialect = self.checkpoint.dialect();
         let is_requested = self.options.subset.text_only;
         let is_text = dialect.text_config.is_some() && (!filled || is_requested);
-        let wanted = text::Wanted { is_text, is_requested, is_tied: dialect.tied };
+        let has_head = tensors.iter().any(|(name, _)| name.ends_with("lm_head.weight"));
+        let is_tied = dialect.tied || (dialect.tied_declared.is_none() && !has_head);
+        let wanted = text::Wanted { is_text, is_requested, is_tied };
         let config = match text::configuration(config, text, &mut tensors, &wanted, &mut warnings) {
             Ok(config) => config,
             Err(problem) => {
