@@ -114,7 +114,7 @@ impl Engine {
 
     /// Requests the source pages that `start..end` of a file is made from. Every part of a transposed view needs all of its source
     /// pages, so that they are requested together, with the view's first byte.
-    pub(super) fn request_pages(&self, file: &OpenFile, start: u64, end: u64) {
+    fn request_pages(&self, file: &OpenFile, start: u64, end: u64) {
         let most = self.options().tile_cache_bytes as u64;
         for (segment, low, high) in file.image.spans(start, end) {
             let Segment::View(_) = &file.image.segments()[segment] else { continue };

@@ -47,9 +47,6 @@ pub struct Engine {
     pub(super) workers: Workers,
     /// The thread that requests source pages from the kernel.
     pub(super) requesters: Workers,
-    /// Threads that make pieces of materialized files beside the workers while their bytes come from a remote service: most of
-    /// them wait.
-    pub(super) waiters: Workers,
     pub(super) counters: Counters,
     options: EngineOptions,
 }
@@ -60,24 +57,19 @@ impl fmt::Debug for Engine {
     }
 }
 
-/// Threads that wait for bytes of a remote service at a time: many replies come at the same time, each with its first bytes first.
-const WAITERS: usize = 14;
 /// Least bytes of the cache with which source pages are requested ahead of readers.
 const PAGES_CACHE_BYTES_MIN: usize = 64 << 20;
 
 impl Engine {
     /// An engine over a checkpoint.
     pub fn new(checkpoint: Arc<Checkpoint>, options: EngineOptions) -> Self {
-        let has_memory = options.tile_cache_bytes >= PAGES_CACHE_BYTES_MIN;
-        let is_remote = checkpoint.source().remote().is_some();
         Self {
             checkpoint,
             cache: TileCache::new(options.tile_cache_bytes),
             buffers: BufferPool::new(options.spare_buffer_bytes),
             workers: Workers::new("ckfs-ahead", options.workers),
             // Pages that are being read cannot be taken back: where memory is short nothing is requested ahead.
-            requesters: Workers::new("ckfs-pages", usize::from(has_memory)),
-            waiters: Workers::new("ckfs-wait", if is_remote && has_memory { WAITERS } else { 0 }),
+            requesters: Workers::new("ckfs-pages", usize::from(options.tile_cache_bytes >= PAGES_CACHE_BYTES_MIN)),
             counters: Counters::default(),
             options,
         }

@@ -30,7 +30,7 @@ use rustix::fs::{FallocateFlags, fallocate};
 
 use super::{Engine, OpenFile, ReadError, Reservation, counters::add};
 use crate::{
-    source::{ByteSpan, SourceError},
+    source::SourceError,
     tensor::{WorkSlice, to_usize},
 };
 
@@ -257,19 +257,10 @@ impl Materializing {
         let first = Arc::clone(self);
         // Lowering the views of a file with many of them may take a while. The caller need not wait for it.
         self.engine.workers.submit(move || {
-            let pieces = first.pieces().map_or(0, <[FilePiece]>::len);
-            let helpers = pieces.min(first.threads()).saturating_sub(1);
-            let waiters = if first.waits() { (pieces - helpers).min(first.engine.waiters.count()) } else { 0 };
-            if waiters > 0
-                && let Some((start, end)) = first.to_request(0)
-            {
-                // Before anybody waits for a piece: that would become a request of its own.
-                first.engine.request_pages(&first.file, start, end);
-            }
-            for place in 0..helpers + waiters {
+            let helpers = first.pieces().map_or(0, <[FilePiece]>::len).min(first.threads()).saturating_sub(1);
+            for _ in 0..helpers {
                 let helping = Arc::clone(&first);
-                let pool = if place < helpers { &first.engine.workers } else { &first.engine.waiters };
-                pool.submit(move || helping.work());
+                first.engine.workers.submit(move || helping.work());
             }
             first.work();
         });
@@ -356,16 +347,6 @@ impl Materializing {
                 }
             }
         }
-    }
-
-    /// Whether bytes of the file may have to be brought from a remote service first.
-    fn waits(&self) -> bool {
-        let source = self.engine.source();
-        let Some(maps) = source.maps() else { return false };
-        self.engine
-            .sources_of(&self.file)
-            .iter()
-            .any(|id| ByteSpan::new(0, source.pin(*id).len_bytes).is_some_and(|whole| maps.is_partial(*id, whole)))
     }
 
     fn threads(&self) -> usize {
@@ -468,18 +449,13 @@ impl Materializing {
     }
 
     fn ask_ahead(&self, start: u64) {
-        if let Some((start, end)) = self.to_request(start) {
-            self.engine.request_pages_beside(&self.file, start, end);
-        }
-    }
-
-    /// The bytes for which source pages are to be requested now that the piece at `start` is made.
-    fn to_request(&self, start: u64) -> Option<(u64, u64)> {
         // A remote source needs many requests under way at a time.
         let ahead = self.engine.source().ahead_bytes().unwrap_or_else(|| self.engine.most_pages_ahead());
         let end = self.file.len_bytes().min(start.saturating_add(ahead));
         let requested = self.requested.fetch_max(end, Ordering::Relaxed);
-        (requested < end).then(|| (requested.max(start), end))
+        if requested < end {
+            self.engine.request_pages_beside(&self.file, requested.max(start), end);
+        }
     }
 
     /// Notes the first failure and wakes all threads that wait.
