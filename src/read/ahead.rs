@@ -144,6 +144,38 @@ impl Engine {
 
     /// Requests the source pages of a span, at most `most` bytes of them.
     fn advise(&self, tiling: &Tiling, low: u64, high: u64, most: u64) {
+        self.for_each_needed(tiling, (low, high), most, &mut |file, spans| self.will_need(file, spans));
+    }
+
+    /// Whether a remote source would have to bring bytes for a file.
+    pub fn lacks_bytes(&self, file: &OpenFile) -> bool {
+        let mut lacks = false;
+        if self.source().ahead_bytes().is_none() {
+            return lacks;
+        }
+        for segment in 0..file.image.segments().len() {
+            let Segment::View(_) = &file.image.segments()[segment] else { continue };
+            // A read will meet a failure again.
+            let Ok(prepared) = self.prepare(file, segment) else { continue };
+            let (tiling, source) = (&prepared.tiling, self.source());
+            self.for_each_needed(tiling, (0, tiling.len_bytes()), u64::MAX, &mut |file, spans| {
+                lacks = lacks || !source.absent_spans(file, spans).is_empty();
+            });
+            if lacks {
+                break;
+            }
+        }
+        lacks
+    }
+
+    /// Calls `each` with the source spans of a span, at most `most` bytes of them.
+    fn for_each_needed(
+        &self,
+        tiling: &Tiling,
+        (low, high): (u64, u64),
+        most: u64,
+        each: &mut dyn FnMut(FileId, &[ByteSpan]),
+    ) {
         let unit = tiling.unit_bytes();
         let mut left = most;
         // A remote source decides by itself over which gaps it reads.
@@ -164,7 +196,7 @@ impl Engine {
                             }
                         });
                     }
-                    self.will_need(info.file(), &spans);
+                    each(info.file(), &spans);
                 }
                 return;
             }
@@ -178,7 +210,7 @@ impl Engine {
                     spans.push(span);
                 }
             });
-            self.will_need(info.file(), &spans);
+            each(info.file(), &spans);
         });
     }
 }

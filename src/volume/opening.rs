@@ -49,7 +49,12 @@ impl Volume {
     fn hold(&self, ino: Ino, file: &OpenFile, may_begin: bool) -> Option<Arc<FileEntry>> {
         let materializer = self.materializer.as_ref().filter(|_| !self.direct.accepts(file.name()))?;
         let when = self.when_materialized(ino, file)?;
-        if may_begin { materializer.hold(ino, when) } else { materializer.hold_complete(ino) }
+        // While bytes come over the network, a reader that takes them as they come is faster than one that waits for a whole file.
+        if may_begin && (when == When::Closed || !self.engine.lacks_bytes(file)) {
+            materializer.hold(ino, when)
+        } else {
+            materializer.hold_complete(ino)
+        }
     }
 
     /// Notes that an open or a read of a file failed. A stall is reported elsewhere, for as long as it lasts.

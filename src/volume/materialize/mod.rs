@@ -13,6 +13,8 @@
 //!   reads it, and the kernel then reads it by itself. An open waits [`OPEN_WAIT`] at most: where a source is slow, the reader
 //!   continues with the finished pieces, and waits only for the pieces that it reads. A program that opens a file only for its
 //!   header causes all of it to be materialized: nothing at an open tells it from a program that reads the tensors.
+//!   A file of which the disk cache of a remote source lacks bytes is not materialized: its reader takes them as they come,
+//!   twice as fast as through memory, and the next open finds them.
 //! * Any file, on a disk: once it is closed, in the background, by one thread.
 //!
 //! An open with `O_DIRECT` bypasses the cache, and starts nothing. Where there is no room, or a step fails, the reader is
