@@ -138,7 +138,7 @@ pub fn main() -> ExitCode {
         return code;
     }
     signal::ignore_write_failures();
-    limits::save_address_space();
+    limits::tune_allocator();
     if mount::is_daemon() {
         // As the first step, so that no signal reaches a thread that does not expect it.
         signal::ignore_harmless();
