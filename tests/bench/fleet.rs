@@ -26,10 +26,15 @@ use std::{
 
 use rig::{MIB, Mount, Result, download::Downloader, median, warm_memory};
 use serde_json::{Value, json};
-use stub::store::StoreStub;
+use stub::{http::Line, store::StoreStub};
 
 /// Runs of a load.
 const RUNS: usize = 3;
+/// The rate of a line that is slower than this machine, in bytes per second: 4 Gbit/s.
+const LINE_BYTES_PER_SECOND: u64 = 500_000_000;
+/// The rate at which the store sends to the fleet, in bytes per second: what hosts with a core each could take is not to be had on
+/// one machine.
+const FLEET_BYTES_PER_SECOND: u64 = 250_000_000;
 /// Hosts that run at the same time: this machine has to be all of them.
 const AT_ONCE: usize = 8;
 
@@ -59,19 +64,24 @@ impl Fleet<'_> {
     /// All hosts of a mesh fetch; `each` devices are on one host.
     fn fetch(&self, mesh: &str, hosts: u64, each: u64) -> Result<()> {
         let name = mesh.replace(['=', ','], "-");
-        let mut needed = 0;
+        let record = &self.store.server.record;
+        let sent_bytes = || record.body_bytes.load(Ordering::Relaxed);
+        let (mut needed, mut headers) = (0, 0);
+        fs::remove_dir_all(self.caches.join("plans")).or_else(|_| fs::create_dir_all(self.caches))?;
         for host in 0..hosts {
             let devices = format!("{}-{}", host * each, host * each + each - 1);
             let plan = ["plan", "s3://models/llama", "--json", "--mesh", mesh, "--devices", &devices];
+            let before = sent_bytes();
             let output = self.ckfs("plans", &plan).output()?;
             if !output.status.success() {
                 return Err(String::from_utf8_lossy(&output.stderr).into());
             }
+            // The first plan fetches what every host fetches besides its shards.
+            headers = if host == 0 { sent_bytes() - before } else { headers };
             let plan: Value = serde_json::from_slice(&output.stdout)?;
             needed += plan["remote"]["needed_bytes"].as_u64().ok_or("no needed_bytes")?;
         }
-        let record = &self.store.server.record;
-        let before = (record.body_bytes.load(Ordering::Relaxed), record.count.load(Ordering::Relaxed));
+        let before = (sent_bytes(), record.count.load(Ordering::Relaxed));
         let begun = Instant::now();
         let mut running: Vec<(Child, PathBuf)> = Vec::new();
         for host in 0..hosts {
@@ -85,20 +95,28 @@ impl Fleet<'_> {
         }
         running.into_iter().try_for_each(finish)?;
         let seconds = begun.elapsed().as_secs_f64();
-        let sent = record.body_bytes.load(Ordering::Relaxed) - before.0;
+        let sent = sent_bytes() - before.0 - hosts * headers;
         let requests = record.count.load(Ordering::Relaxed) - before.1;
         #[expect(clippy::cast_precision_loss, reason = "shown with a few digits")]
         let (ratio, per_host) = (sent as f64 / needed as f64, requests as f64 / hosts as f64);
         println!(
-            "{mesh:<28} {hosts:>3} hosts  shards {:>7.1} MB  sent {:>7.1} MB  {ratio:>6.3}  {per_host:>6.1} requests per host  {seconds:>5.1} s",
+            "{mesh:<28} {hosts:>3} hosts  shards {:>7.1} MB  sent {:>7.1} MB  {ratio:>6.3}, headers {:>5.1} MB  {per_host:>6.1} requests per host  \
+             {seconds:>5.1} s, {:.1} s for the line alone",
             mb(needed),
-            mb(sent)
+            mb(sent),
+            mb(hosts * headers),
+            mb(sent + hosts * headers) / mb(FLEET_BYTES_PER_SECOND)
         );
         Ok(())
     }
 
     fn set_latency(&self, ms: u64) {
         self.store.switch(|switches| switches.latency = Duration::from_millis(ms));
+    }
+
+    /// Limits the rate at which the store sends.
+    fn set_line(&self, bytes_per_second: Option<u64>) {
+        self.store.switch(|switches| switches.line = bytes_per_second.map(Line::new));
     }
 
     /// Mounts with an empty cache.
@@ -142,8 +160,9 @@ impl Fleet<'_> {
         // What a load takes: the cache, a file in memory, and what the reader has.
         let part_bytes = whole_bytes / 8 * 4;
         let warm = |bytes: u64| warm_memory(usize::try_from(bytes)?);
-        for ms in [0, 30] {
+        for (ms, line) in [(0, None), (30, None), (30, Some(LINE_BYTES_PER_SECOND))] {
             self.set_latency(ms);
+            self.set_line(line);
             let mut seconds: [Vec<f64>; 6] = Default::default();
             let mut bytes = 0;
             for _ in 0..RUNS {
@@ -175,7 +194,8 @@ impl Fleet<'_> {
             }
             let [by_default, by_reads, downloaded, restored, part, whole] = seconds.map(median);
             let rate = |seconds: f64| mb(bytes) / seconds;
-            println!("an eighth of {:.0} MB, {ms} ms latency", mb(whole_bytes));
+            let of_line = line.map_or_else(String::new, |bytes| format!(", a line of {:.0} MB/s", mb(bytes)));
+            println!("an eighth of {:.0} MB, {ms} ms latency{of_line}", mb(whole_bytes));
             for (what, first) in [("", by_default), (" without prefetch", by_reads)] {
                 println!(
                     "  first read after the mount{what:<17} {:>6.0} MB/s   download {:>6.0} MB/s   {:.2} (goal 0.9)",
@@ -319,8 +339,10 @@ fn main() -> Result<()> {
         let meshes =
             [format!("fsdp={}", hosts * 8), format!("fsdp={hosts},tensor=8"), format!("replica=8,fsdp={hosts}")];
         for mesh in meshes.iter().take(if short { 2 } else { 3 }) {
+            fleet.set_line(Some(FLEET_BYTES_PER_SECOND));
             fleet.fetch(mesh, hosts, 8)?;
         }
+        fleet.set_line(None);
     }
     if wanted("large") {
         write_large(&root.join("models/large"))?;

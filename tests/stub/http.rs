@@ -93,6 +93,33 @@ pub struct Faults {
     pub stall_after: Option<u64>,
     /// Bytes at a time, and the time between them.
     pub drip: Option<(usize, Duration)>,
+    /// The line that all replies of a server share, if its rate is limited.
+    pub line: Option<Arc<Line>>,
+}
+
+/// A line that carries so many bytes in a second, however many connections share it.
+#[derive(Debug)]
+pub struct Line {
+    pub bytes_per_second: u64,
+    free_at: Mutex<Instant>,
+}
+
+impl Line {
+    pub fn new(bytes_per_second: u64) -> Arc<Self> {
+        Arc::new(Self { bytes_per_second, free_at: Mutex::new(Instant::now()) })
+    }
+
+    /// Waits until the line has carried `bytes` bytes after those of earlier callers.
+    fn carry(&self, bytes: usize) {
+        let time = Duration::from_nanos(bytes as u64 * 1_000_000_000 / self.bytes_per_second);
+        let done_at = {
+            let mut free_at = self.free_at.lock().unwrap();
+            // A sleep that was a little too long is made up for.
+            *free_at = (*free_at).max(Instant::now() - Duration::from_millis(5)) + time;
+            *free_at
+        };
+        thread::sleep(done_at.saturating_duration_since(Instant::now()));
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -255,7 +282,7 @@ fn read_request(input: &mut impl BufRead) -> io::Result<Option<Request>> {
 
 /// Writes a reply. Returns whether the connection stays.
 fn write_reply(output: &mut TcpStream, request: &Request, reply: &Reply, record: &Record) -> io::Result<bool> {
-    let Faults { delay, cut_after, stall_after, drip } = &reply.faults;
+    let Faults { delay, cut_after, stall_after, drip, line } = &reply.faults;
     thread::sleep(*delay);
     let len = reply.body.len();
     let mut head = format!("HTTP/1.1 {} Stub\r\nContent-Length: {len}\r\n", reply.status);
@@ -279,6 +306,9 @@ fn write_reply(output: &mut TcpStream, request: &Request, reply: &Reply, record:
                 buffer[..part].copy_from_slice(&text.as_bytes()[start..start + part]);
             }
             Body::File(file, range) => file.read_exact_at(&mut buffer[..part], range.start + done)?,
+        }
+        if let Some(line) = line {
+            line.carry(part);
         }
         output.write_all(&buffer[..part])?;
         record.body_bytes.fetch_add(part as u64, Ordering::Relaxed);

@@ -17,7 +17,7 @@ use std::{
 
 use serde_json::json;
 
-use super::http::{Reply, Request, Server, unescaped};
+use super::http::{Line, Reply, Request, Server, unescaped};
 
 /// Objects of a page of a list.
 const PAGE: usize = 1000;
@@ -41,6 +41,8 @@ pub struct Switches {
     pub short_after: u64,
     /// Bytes of an object that are sent in 100 ms, if the rate is limited.
     pub drip: Option<usize>,
+    /// The line that all bytes of objects share, if its rate is limited.
+    pub line: Option<Arc<Line>>,
     /// No byte beyond this one of each object's body is sent.
     pub stall_after: Option<u64>,
     /// Part of all tags: another value is another version of every object.
@@ -63,6 +65,7 @@ impl Switches {
             "refuse" => self.refuse = status()?,
             "short" => self.short = number()?,
             "short_after" => self.short_after = number()?,
+            "line" => self.line = some()?.map(Line::new),
             "drip" => self.drip = some()?.map(|bytes| usize::try_from(bytes).unwrap()),
             "stall_after" => self.stall_after = some()?,
             "generation" => self.generation = number()?,
@@ -219,6 +222,7 @@ impl Store {
             reply.faults.cut_after = Some(switches.short_after);
         }
         reply.faults.stall_after = switches.stall_after;
+        reply.faults.line.clone_from(&switches.line);
         reply.faults.drip = switches.drip.map(|bytes| (bytes, Duration::from_millis(100)));
         reply
     }

@@ -6,9 +6,9 @@ use super::super::super::ByteSpan;
 
 /// Bytes of a block, the unit of presence. A contiguous shard brings up to two blocks more than its bytes: small blocks keep
 /// that below 1 %. Each block costs 8 bytes of the map.
-pub const BLOCK_BYTES: u64 = 16 << 10;
+pub const BLOCK_BYTES: u64 = 4 << 10;
 /// Blocks of a segment, the unit of eviction.
-pub(in super::super) const SEGMENT_BLOCKS: u64 = 1024;
+pub(in super::super) const SEGMENT_BLOCKS: u64 = 4096;
 /// Bytes of a segment.
 pub(in super::super) const SEGMENT_BYTES: u64 = BLOCK_BYTES * SEGMENT_BLOCKS;
 
