@@ -402,6 +402,39 @@ fn weights_of_eight_bits_are_split_where_their_scales_fit() {
     assert_eq!(plan.warnings, [""; 0]);
 }
 
+/// The table of gpt-oss splits its blocks and their scales alike. It says nothing about codes of another kind beside them.
+#[test]
+fn blocks_of_gpt_oss_are_split_and_other_codes_beside_them_are_whole() {
+    let mut rows = vec![row("model.embed_tokens.weight", W, &[64, 128]), row("model.norm.weight", W, &[128])];
+    for layer in 0..2 {
+        rows.extend(module(&format!("model.layers.{layer}.self_attn.q_proj"), "int8"));
+        for (word, out, groups) in [("gate_up_proj", 64, 4), ("down_proj", 128, 2)] {
+            let stem = format!("model.layers.{layer}.mlp.experts.{word}");
+            rows.push(row(&format!("{stem}_blocks"), DType::U8, &[4, out, groups, 16]));
+            rows.push(row(&format!("{stem}_scales"), DType::U8, &[4, out, groups]));
+        }
+    }
+    let config = json!({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}});
+    let mesh = Mesh::parse("tensor=2").unwrap();
+    let plan = build(&rows, &config, &ViewOptions { mesh, layout: Layout::Hf, ..ViewOptions::default() }).unwrap();
+    let mut expected = BTreeMap::from([("model.embed_tokens.weight".to_owned(), r#"["tensor",null]"#.to_owned())]);
+    for layer in 0..2 {
+        for (name, spec) in [
+            ("gate_up_proj_blocks", r#"[null,"tensor",null,null]"#),
+            ("gate_up_proj_scales", r#"[null,"tensor",null]"#),
+            ("down_proj_blocks", r#"[null,null,"tensor",null]"#),
+            ("down_proj_scales", r#"[null,null,"tensor"]"#),
+        ] {
+            expected.insert(format!("model.layers.{layer}.mlp.experts.{name}"), spec.to_owned());
+        }
+    }
+    assert_eq!(specs(&plan), expected);
+    let reported: Vec<&String> =
+        plan.warnings.iter().filter(|warning| warning.contains("are whole on every device")).collect();
+    let [reported] = reported.as_slice() else { panic!("{:?}", plan.warnings) };
+    assert!(reported.ends_with("not fit each other: model.layers.{0-1}.self_attn.q_proj"), "{reported}");
+}
+
 #[test]
 fn mlx_weights_are_cast_by_decoding_them() {
     let (rows, config) = quantized("mlx");

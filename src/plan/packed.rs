@@ -124,10 +124,11 @@ pub(super) fn keep_together(
 ) -> Option<String> {
     let axes = mesh.axes().iter().filter(|axis| axis.size > 1 && axis_use(&axis.name) == AxisUse::Tensor);
     let parts: u64 = axes.map(|axis| axis.size).product();
-    // Codes and scales of gpt-oss have the axes of the matrix, and its family's table names these for both.
-    if parts == 1 || checkpoint.dialect().quantization.has("mxfp4") {
+    if parts == 1 {
         return None;
     }
+    // The blocks of gpt-oss and their scales are in neither set: both have the axes of the matrix, and the family's table
+    // gives both the same roles. Other codes of such a repository have no such table.
     let packed = PackedTensors::of(checkpoint);
     if packed.whole.is_empty() && packed.blocks.is_empty() {
         return None;
