@@ -349,7 +349,7 @@ fn a_service_without_answer_is_an_error_after_the_stated_time_and_cached_bytes_g
     });
     let error = waiting.unwrap_err();
     assert!(matches!(error, SourceError::Remote { .. }), "{error}");
-    assert!(error.to_string().contains("a.bin") && error.to_string().contains("0..16384"), "{error}");
+    assert!(error.to_string().contains("a.bin") && error.to_string().contains("0..4096"), "{error}");
     assert!(begun.elapsed() >= Duration::from_millis(390));
     objects.mishaps.lock().unwrap().clear();
     assert!(read(&*source, 0, 1000).is_ok(), "it works again");

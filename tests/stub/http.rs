@@ -115,7 +115,8 @@ impl Line {
         let done_at = {
             let mut free_at = self.free_at.lock().unwrap();
             // A sleep that was a little too long is made up for.
-            *free_at = (*free_at).max(Instant::now() - Duration::from_millis(5)) + time;
+            let now = Instant::now();
+            *free_at = (*free_at).max(now.checked_sub(Duration::from_millis(5)).unwrap_or(now)) + time;
             *free_at
         };
         thread::sleep(done_at.saturating_duration_since(Instant::now()));

@@ -453,7 +453,9 @@ mod tests {
 
     #[test]
     fn requests_are_equal_parts_of_4_to_16_mib() {
-        for (blocks, expected) in [(1, 1), (512, 512), (513, 513), (767, 767), (768, 384), (1024, 512), (5000, 500)] {
+        for (blocks, expected) in
+            [(1, 1), (2048, 2048), (2049, 2049), (3071, 3071), (3072, 1536), (4096, 2048), (20_000, 2000)]
+        {
             assert_eq!(first_part(blocks), expected, "{blocks} blocks");
         }
     }
