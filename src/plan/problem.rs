@@ -1,11 +1,14 @@
 //! The problems of a plan. All of them are reported together, before anything is mounted.
 
-use std::{collections::BTreeSet, fmt};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+};
 
 use super::{
     hole::Hole,
     mesh::DEVICES_LISTED_MAX,
-    name_group::{NameGroup, ranges},
+    name_group::{NameGroup, fold, ranges, stars},
 };
 use crate::{
     checkpoint::{printable, printable_lines},
@@ -336,6 +339,18 @@ impl Problem {
     fn excerpt(&self) -> &str {
         if let Self::Text { excerpt, .. } | Self::Layout { excerpt, .. } = self { excerpt } else { "" }
     }
+
+    /// The tensor with whose name the message begins, where many tensors may have the same problem.
+    fn tensor(&self) -> Option<&str> {
+        match self {
+            Self::View { name, .. }
+            | Self::Tiling { name, .. }
+            | Self::Split { name, .. }
+            | Self::ShardRule { name, .. }
+            | Self::Uneven { name, .. } => Some(name),
+            _ => None,
+        }
+    }
 }
 
 impl fmt::Display for PlanError {
@@ -347,13 +362,85 @@ impl fmt::Display for PlanError {
             return f.write_str(&printable_lines(only.excerpt()));
         }
         write!(f, "{} problems:", self.problems.len())?;
-        for problem in self.problems.iter().take(SHOWN) {
-            write!(f, "\n  {}", printable(&problem.to_string()))?;
-            f.write_str(&printable_lines(problem.excerpt()).replace('\n', "\n  "))?;
+        let lines = lines(&self.problems);
+        for (line, _) in lines.iter().take(SHOWN) {
+            write!(f, "\n  {line}")?;
         }
-        if self.problems.len() > SHOWN {
-            write!(f, "\n  … and {} more", self.problems.len() - SHOWN)?;
+        match lines.iter().skip(SHOWN).map(|(_, count)| count).sum::<u64>() {
+            0 => Ok(()),
+            more => write!(f, "\n  … and {more} more"),
         }
-        Ok(())
+    }
+}
+
+/// A text for each problem, in order of the first of each, and how many problems it tells. Tensors whose names differ only in
+/// numbers, and which have the same problem, share a text.
+fn lines(problems: &[Problem]) -> Vec<(String, u64)> {
+    /// A problem as the reader sees it, or the tensors that have it.
+    enum Line<'a> {
+        One(String),
+        Same(Vec<&'a str>, String),
+    }
+    let mut lines: Vec<Line<'_>> = Vec::new();
+    let mut known: BTreeMap<(String, String), usize> = BTreeMap::new();
+    for problem in problems {
+        let text = problem.to_string();
+        let named = problem.tensor().and_then(|name| Some((name, text.strip_prefix(name)?)));
+        let Some((name, what)) = named else {
+            let excerpt = printable_lines(problem.excerpt()).replace('\n', "\n  ");
+            lines.push(Line::One(format!("{}{excerpt}", printable(&text))));
+            continue;
+        };
+        let at = *known.entry((stars(name), what.to_owned())).or_insert(lines.len());
+        match lines.get_mut(at) {
+            Some(Line::Same(names, _)) => names.push(name),
+            _ => lines.push(Line::Same(vec![name], what.to_owned())),
+        }
+    }
+    let texts = lines.into_iter().flat_map(|line| match line {
+        Line::One(text) => vec![(text, 1)],
+        Line::Same(names, what) => {
+            let groups = fold(names, &[]);
+            groups
+                .iter()
+                .map(|group| (printable(&format!("{}{what}", group.counted())).into_owned(), group.count))
+                .collect()
+        }
+    });
+    texts.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn uneven(name: &str, extent: u64) -> Problem {
+        Problem::Uneven { name: name.into(), axis: 0, shape: Shape::try_new(&[extent, 4]).unwrap(), parts: 3 }
+    }
+
+    #[test]
+    fn tensors_of_all_layers_with_the_same_problem_share_a_line() {
+        let layers = (0..40).flat_map(|layer| {
+            let name = |part: &str| format!("layers.{layer}.{part}");
+            // One layer has another shape.
+            [uneven(&name("wq"), if layer == 7 { 5 } else { 16 }), uneven(&name("up"), 112)]
+        });
+        let mut problems: Vec<Problem> = layers.collect();
+        problems.insert(0, uneven("embed", 160));
+        assert_eq!(
+            PlanError { problems }.to_string(),
+            "81 problems:\n  \
+             embed: axis 0 of [160, 4] does not split evenly in 3 parts\n  \
+             layers.{0-6,8-39}.wq (39 tensors): axis 0 of [16, 4] does not split evenly in 3 parts\n  \
+             layers.{0-39}.up (40 tensors): axis 0 of [112, 4] does not split evenly in 3 parts\n  \
+             layers.7.wq: axis 0 of [5, 4] does not split evenly in 3 parts"
+        );
+    }
+
+    #[test]
+    fn what_is_not_shown_is_counted_by_problems() {
+        let problems: Vec<Problem> = (0..150).map(|n| uneven(&format!("t{n}"), n + 1)).collect();
+        let text = PlanError { problems }.to_string();
+        assert!(text.starts_with("150 problems:\n  t0: axis 0") && text.ends_with("\n  … and 50 more"), "{text}");
     }
 }
