@@ -342,14 +342,15 @@ impl Problem {
 
     /// The tensor with whose name the message begins, where many tensors may have the same problem.
     fn tensor(&self) -> Option<&str> {
-        match self {
-            Self::View { name, .. }
-            | Self::Tiling { name, .. }
-            | Self::Split { name, .. }
-            | Self::ShardRule { name, .. }
-            | Self::Uneven { name, .. } => Some(name),
-            _ => None,
-        }
+        let (Self::View { name, .. }
+        | Self::Tiling { name, .. }
+        | Self::Split { name, .. }
+        | Self::ShardRule { name, .. }
+        | Self::Uneven { name, .. }) = self
+        else {
+            return None;
+        };
+        Some(name)
     }
 }
 
