@@ -41,7 +41,7 @@ pub fn stack_bytes() -> Option<u64> {
 
 /// Sets glibc's allocator for a daemon of many threads with large buffers.
 ///
-/// * An allocation of [`APART_BYTES`] and more is a map of its own. By default glibc raises this bound when a large buffer is
+/// * An allocation of 4 MiB and more is a map of its own. By default glibc raises this bound when a large buffer is
 ///   freed; the next one may then lie in used memory, all of which is cleared first. The buffers of 16 MiB in which the kernel
 ///   leaves requests, of which a few KiB are used, then take 16 MiB each.
 /// * Freed memory goes back to the system from the same size on.
