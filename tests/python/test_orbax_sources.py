@@ -309,3 +309,54 @@ def test_keys_with_dots_and_places_in_lists_are_restored_into_the_same_tree(own,
     again = own(mounted / "orbax") / "orbax/0/items"
     restored = ocp.StandardCheckpointer().restore(again, target)
     assert jax.tree.structure(restored) == jax.tree.structure(tree)
+
+
+def in_order(file: Path, step: int = 1 << 16) -> bytes:
+    """A whole file, by a sequential reader."""
+    with file.open("rb", buffering=0) as opened:
+        return b"".join(iter(lambda: opened.read(step), b""))
+
+
+@pytest.fixture(scope="module")
+def counted(base) -> tuple[Path, dict]:
+    """Arrays of eight chunks, one for each device, and one of a single chunk, all zstd; the optimizer has twice as much."""
+    rng = np.random.default_rng(2)
+    mesh = grid(fsdp=8)
+
+    def put(*shape: int, spec: PartitionSpec) -> jax.Array:
+        # Few values, so that chunks do become smaller.
+        return jax.device_put(rng.integers(0, 9, shape).astype(np.float32), NamedSharding(mesh, spec))
+
+    split, whole = PartitionSpec("fsdp"), PartitionSpec()
+    tensors = lambda: {  # noqa: E731
+        "a": put(64, 8192, spec=split), "b": put(512, 700, spec=split), "c": put(300, 500, spec=whole)
+    }  # fmt: skip
+    tree = {"params": {"params": tensors()}, "opt_state": {"mu": tensors(), "nu": tensors()}}
+    path = base / "orbax/counted"
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(tree))
+    return path, tree
+
+
+def decoded(mounted: mounting.Mount) -> int:
+    return mounted.stats()["decoded_chunks"]
+
+
+def test_a_device_decodes_its_own_chunks_and_each_once(own, counted):
+    """By the count of decoded chunks: none of other devices, none of the optimizer's, none before a reader comes."""
+    path, tree = counted
+    mounted = own(path, "--mesh", "fsdp=8", "--materialize", "none")
+    assert decoded(mounted) == 0
+    files = sorted(mounted.point.glob("safetensors/dev*"))
+    assert len(files) == 8
+    in_order(files[3])
+    # Its parts of a and b, and c.
+    assert decoded(mounted) == 3
+    for file in files:
+        in_order(file)
+    # All devices have parts of the one chunk of c.
+    assert decoded(mounted) == 17
+    # A chunk that was read to its end may give its buffer to the next one: another reader of it may decode it again.
+    for name, array in tree["params"]["params"].items():
+        mounting.same_bytes(in_order(mounted / f"full/params/params/{name}"), np.asarray(array), name)
+    assert 17 <= decoded(mounted) <= 34
