@@ -44,7 +44,7 @@ mod tree;
 
 pub use choose::natural;
 pub use companion::Companion;
-pub use container::{Container, LeftOut};
+pub use container::{Container, LeftOut, SavedTree};
 pub use dialect::{Dialect, Experts, LayerFamily, Qkv};
 pub use file::{FileRole, IgnoreReason, RepoFile};
 pub use index::rewritten_index;
