@@ -106,6 +106,7 @@ impl ChunkSource {
         if let Some(found) = lock().get(&key) {
             return Ok(Arc::clone(found));
         }
+        self.decoder.check_memory(key)?;
         let decoded = &self.decoder.files[key.0 as usize];
         let chunk = &decoded.chunks[to_usize(key.1)];
         let stored_in = FileId(decoded.stored_in);
