@@ -233,6 +233,15 @@ fn decoded(original: &Checkpoint, decodes: bool, raw: &BTreeSet<TensorId>) -> Re
     original.decoded(&|id| raw.contains(&id)).map(Some).map_err(refused)
 }
 
+/// The problem of a layout for repositories that is asked for on a checkpoint of the layout `stored`.
+fn already_laid_out(layout: &str, stored: &str) -> Problem {
+    let reason = format!(
+        "it is made from a repository, and the names of the checkpoint are those of the layout {stored}: without --layout it is shown \
+         as it is stored, for any mesh; --layout hf with --config-from makes a repository, which ckfs export writes and every layout takes"
+    );
+    Problem::File { file: format!("layout {layout}"), reason }
+}
+
 /// The names of tensors, folded over their numbers.
 fn groups_of(checkpoint: &Checkpoint, ids: impl IntoIterator<Item = TensorId>) -> Vec<NameGroup> {
     fold(ids.into_iter().map(|id| checkpoint.tensor(id).name), &[])
@@ -286,7 +295,12 @@ impl<'a> Builder<'a> {
         let mut set = options.set.clone();
         let file = match &options.layout {
             Layout::Canonical | Layout::Hf | Layout::Stored => None,
-            Layout::Embedded(embedded) => Some(embedded.choose(wanted.seen(), &mut set)?),
+            Layout::Embedded(embedded) => {
+                if let Some(stored) = inverse::layout_of(wanted.seen()) {
+                    return Err(already_laid_out(embedded.name, stored).into());
+                }
+                Some(embedded.choose(wanted.seen(), &mut set)?)
+            }
             Layout::File(file) => Some(file.clone()),
         };
         let wish = layout_wish(options);
