@@ -7,6 +7,7 @@ use super::{
     archive::{self, Item},
     container::{Container, Contents, DCP_METADATA, LeftOut},
     folder::{Folder, PinnedFiles},
+    foreign,
     mosaic::{Missing, MosaicBuilder, StoredBox},
     prefix::is_optimizer_state,
     problem::{Problem, Problems},
@@ -125,7 +126,8 @@ pub(super) fn read(files: &PinnedFiles<'_>, training_state: bool, problems: &mut
 fn metadata(files: &PinnedFiles<'_>) -> Result<DcpState, String> {
     let id = files.find(DCP_METADATA).ok_or_else(|| "not there".to_owned())?;
     let bytes = files.read(id, METADATA_BYTES_MAX)?;
-    DcpState::parse(&bytes).map_err(|error| error.to_string())
+    let foreign = || foreign::refused_file(files.source, id, DCP_METADATA);
+    DcpState::parse(&bytes).map_err(|error| foreign().unwrap_or_else(|| error.to_string()))
 }
 
 /// The ids of the files that the metadata names. Those that are not there are problems.

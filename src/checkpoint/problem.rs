@@ -111,12 +111,14 @@ pub enum CheckpointError {
         indexes: Vec<String>,
     },
     /// Several files of `torch.save`, none of them the usual one.
-    #[error("{}: several files of torch.save and no pytorch_model.bin; give one of them: {}", root.display(), files.join(", "))]
+    #[error("{}: {}: {}", root.display(), found.unwrap_or("several files of torch.save and no pytorch_model.bin; give one of them"), files.join(", "))]
     SeveralFiles {
         /// The directory.
         root: PathBuf,
         /// The files.
         files: Vec<String>,
+        /// What they are together, where that is known.
+        found: Option<&'static str>,
     },
     /// A file cannot be opened.
     #[error(transparent)]
