@@ -495,7 +495,11 @@ mod tests {
         assert_eq!(read(&fixture("legacy")).unwrap_err(), ArchiveError::Legacy);
         assert!(matches!(read(b"nothing"), Err(ArchiveError::Zip(ZipError::NoEnd { .. }))));
         assert!(matches!(read(&vec![1; 80_000]), Err(ArchiveError::Zip(ZipError::NoEnd { .. }))));
-        assert!(matches!(read(b""), Err(ArchiveError::Zip(ZipError::NoEnd { .. }))));
+        assert_eq!(read(b"").unwrap_err(), ArchiveError::Empty);
+        // The number in a frame, as protocol 4 has it, and another pickle.
+        let framed = [b"\x80\x04\x95\x0d\0\0\0\0\0\0\0", LEGACY_NUMBER, b"."].concat();
+        assert_eq!(read(&framed).unwrap_err(), ArchiveError::Legacy);
+        assert_eq!(read(b"\x80\x04}.").unwrap_err(), ArchiveError::Pickled);
     }
 
     #[test]
