@@ -24,6 +24,7 @@ mod metrics;
 mod mount;
 mod open;
 mod output;
+mod own_mount;
 mod patience;
 mod plan;
 mod prefetch;

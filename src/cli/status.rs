@@ -13,7 +13,7 @@ use anyhow::{anyhow, bail};
 use clap::Args;
 use serde_json::{Value, json};
 
-use super::output;
+use super::{hint, output};
 use crate::{
     checkpoint::printable_lines,
     config::Config,
@@ -286,7 +286,8 @@ impl Status {
             let resolved = fs::canonicalize(path).or_else(|_| std::path::absolute(path))?;
             entries.retain(|entry| entry.mountpoint == resolved);
             if entries.is_empty() {
-                bail!("{}: no ckfs mount", resolved.display());
+                let near = hint::near_mount(path).map_or_else(String::new, |near| format!("; {near}"));
+                bail!("{}: no ckfs mount{near}", resolved.display());
             }
         }
         let probes: Vec<_> = entries.into_iter().map(|entry| (probe(&entry.mountpoint), entry)).collect();

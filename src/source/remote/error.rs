@@ -79,7 +79,11 @@ impl RemoteError {
 
 impl fmt::Display for RemoteError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.host, self.what)?;
+        // A malformed address has no host.
+        if !self.host.is_empty() {
+            write!(f, "{}: ", self.host)?;
+        }
+        write!(f, "{}", self.what)?;
         if let Some(span) = self.span {
             write!(f, ": bytes {span}")?;
         }

@@ -69,11 +69,7 @@ impl Hub {
             .http1_only()
             .build();
         let http = http.map_err(|error| {
-            let mut reason = causes(&error.without_url());
-            if reason.contains("CA certificates") {
-                reason
-                    .push_str("; install the package ca-certificates, or name a file of certificates by SSL_CERT_FILE");
-            }
+            let reason = runtime::with_remedy(causes(&error.without_url()));
             RemoteError::new(Failure::Unsupported, &host, "HTTP client", reason)
         })?;
         let kept = cache.map(|cache| Kept::new(cache, &settings.endpoint.authority().replace(':', "_")));

@@ -299,6 +299,12 @@ fn cause(error: &dyn std::error::Error) -> String {
     text.split(' ').map(without_query).collect::<Vec<_>>().join(" ")
 }
 
+/// An error with its innermost cause.
+pub(super) fn with_cause(error: &object_store::Error) -> String {
+    let (text, cause) = (error.to_string(), cause(error));
+    if text.contains(&cause) { text } else { format!("{text}: {cause}") }
+}
+
 /// Keys of a listing as paths.
 trait FromKey {
     fn from_absolute_path_or(key: &str) -> Self;
