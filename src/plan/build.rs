@@ -32,7 +32,7 @@ use super::{
     names, packed,
     select::{self, Selected},
     shard, stored,
-    survey::{devices, family, family_problem, missing_layers},
+    survey::{self, devices, family, family_problem, missing_layers},
     unused,
     values::{self, Raw, Values, Wish},
 };
@@ -84,17 +84,12 @@ struct Chosen {
     /// The requested dtype and dequantization.
     wish: Wish,
     family: Option<Family>,
+    /// Names of what the model's own code keeps in float32.
+    keep_f32: Vec<Pattern>,
     /// Whether a name is one path component.
     flat: bool,
     /// The repository that the checkpoint is made back to, if it has the leaves of a layout.
     inverse: Option<Inverted>,
-}
-
-impl Chosen {
-    /// Names of what the model's own code keeps in float32.
-    fn keep_f32(&self) -> &[Pattern] {
-        self.family.as_ref().map_or(&[], |family| &family.keep_f32)
-    }
 }
 
 /// What a layout makes.
@@ -158,7 +153,7 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
                 return Err(PlanError { problems });
             }
         }
-        let keep_f32 = if options.layout.keeps_f32() { chosen.keep_f32() } else { &[] };
+        let keep_f32 = if options.layout.keeps_f32() { &chosen.keep_f32[..] } else { &[] };
         // A layout's own dtype is its author's word; only the user's is for all floats of whatever model.
         let keep_f32 = if options.dtype.is_some() { keep_f32 } else { &[] };
         let values = Values::new(wanted.seen(), chosen.wish, &options.casts, keep_f32);
@@ -180,7 +175,7 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
         let is_alike = raw.is_empty() && decodes(options, asked(options)) == decoded.is_some();
         let hf = match builder.generated(&drafts, &wanted, &chosen) {
             Some(hf) => hf,
-            None => builder.repository(&wanted, chosen.keep_f32(), is_alike)?,
+            None => builder.repository(&wanted, &chosen.keep_f32, is_alike)?,
         };
         return builder.assemble(&wanted, &chosen, drafted, drafts, (rules, hf));
     }
@@ -309,9 +304,10 @@ impl<'a> Builder<'a> {
         // A trainer's names are in no table.
         let family = if options.layout == Layout::Stored { None } else { family(wanted.seen())? };
         let is_back = options.layout == Layout::Hf && options.lora.is_none();
-        let keep_f32 = family.as_ref().map_or(&[][..], |family| &family.keep_f32);
-        let inverse = if is_back { inverse::invert(wanted.part(), options, keep_f32)? } else { None };
-        Ok(Chosen { file, set, wish, family, flat, inverse })
+        let is_stored = options.layout == Layout::Stored;
+        let keep_f32 = if is_stored { Vec::new() } else { survey::keep_f32(wanted.seen(), family.as_ref())? };
+        let inverse = if is_back { inverse::invert(wanted.part(), options, &keep_f32)? } else { None };
+        Ok(Chosen { file, set, wish, family, keep_f32, flat, inverse })
     }
 
     fn draft(&mut self, wanted: &Wanted<'_>, chosen: &Chosen, values: &Values<'_>) -> Drafted {
