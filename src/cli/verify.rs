@@ -378,8 +378,8 @@ impl SourceFiles<'_> {
         let info = self.checkpoint.tensor(tensor);
         let mut bytes = vec![0; usize::try_from(span.end - span.start).map_err(std::io::Error::other)?];
         let (source, start) = (self.checkpoint.source(), info.span().start() + span.start);
-        if source.coded(info.file(), start).is_some() {
-            source.decode_by_definition(info.file(), start, &mut bytes).map_err(std::io::Error::other)?;
+        if let Some(chunks) = source.chunks().filter(|chunks| chunks.coded(info.file(), start).is_some()) {
+            chunks.decode_by_definition(info.file(), start, &mut bytes).map_err(std::io::Error::other)?;
             return Ok(bytes);
         }
         read_source(&**source, info.file(), start, &mut bytes)?;

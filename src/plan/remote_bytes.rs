@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::{Plan, PlannedTensor, amplification::Amplification};
 use crate::{
     checkpoint::{Checkpoint, FileRole},
-    source::{ByteSpan, FileId, Source, remote::cache::BLOCK_BYTES},
+    source::{ByteSpan, FileId, RemoteSource, remote::cache::BLOCK_BYTES},
 };
 
 /// A block of the disk cache, which is fetched as a whole. A gap of fewer bytes leaves out no block, so that spans with such gaps may
@@ -44,9 +44,7 @@ impl RemoteBytes {
     /// As [`Plan::for_each_needed`].
     pub fn of(checkpoint: &Checkpoint, views: &[(&str, &Plan)]) -> Result<Option<Self>, String> {
         let source = checkpoint.source();
-        if source.remote().is_none() {
-            return Ok(None);
-        }
+        let Some(remote) = source.remote() else { return Ok(None) };
         let mut found = Self::default();
         let mut reads = Reads::default();
         for file in checkpoint.files() {
@@ -66,7 +64,7 @@ impl RemoteBytes {
                 }
                 continue;
             }
-            reads = reads.and(Reads::of_plan(checkpoint, plan)?);
+            reads = reads.and(Reads::of_plan(checkpoint, remote, plan)?);
         }
         for (file, FileReads { mut spans, mut spanned, mut absent }) in reads.by_file {
             merge(&mut spans, 0);
@@ -74,7 +72,7 @@ impl RemoteBytes {
                 continue;
             }
             spanned.extend(blocks_of(&spans, source.len_bytes(file)));
-            absent.extend(source.absent_spans(file, &spans));
+            absent.extend(remote.absent_spans(file, &spans));
             for (all, bytes) in [(spanned, &mut found.spanned_bytes), (absent, &mut found.absent_bytes)] {
                 let mut all = all;
                 merge(&mut all, 0);
@@ -119,16 +117,16 @@ struct FileReads {
 
 impl FileReads {
     /// Adds the spans of one piece.
-    fn add(&mut self, source: &dyn Source, file: FileId, spans: &[ByteSpan]) {
+    fn add(&mut self, remote: &dyn RemoteSource, file: FileId, len_bytes: u64, spans: &[ByteSpan]) {
         add(&mut self.spans, spans);
         if spans.len() == 1 {
             return;
         }
-        let gap = source.ahead_gap_bytes(file);
-        let mut spanned: Vec<ByteSpan> = blocks_of(spans, source.len_bytes(file)).collect();
+        let gap = remote.ahead_gap_bytes(file);
+        let mut spanned: Vec<ByteSpan> = blocks_of(spans, len_bytes).collect();
         merge(&mut spanned, gap);
         add(&mut self.spanned, &spanned);
-        let mut absent = source.absent_spans(file, spans);
+        let mut absent = remote.absent_spans(file, spans);
         merge(&mut absent, gap);
         add(&mut self.absent, &absent);
     }
@@ -142,12 +140,11 @@ struct Reads {
 
 impl Reads {
     /// What the listed devices of a plan read. Different tensors are looked at at the same time.
-    fn of_plan(checkpoint: &Checkpoint, plan: &Plan) -> Result<Self, String> {
-        let source = &**checkpoint.source();
+    fn of_plan(checkpoint: &Checkpoint, remote: &dyn RemoteSource, plan: &Plan) -> Result<Self, String> {
         let tensors: Vec<&PlannedTensor> = plan.bundle().collect();
         let of_tensor = |mut all: Self, tensor: &&PlannedTensor| {
             plan.for_each_needed_of(checkpoint, tensor, &plan.devices, FETCHED_BYTES, &mut |file, spans| {
-                all.of(file).add(source, file, spans);
+                all.of(file).add(remote, file, checkpoint.source().len_bytes(file), spans);
                 true
             })?;
             Ok::<Self, String>(all)

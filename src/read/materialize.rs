@@ -30,7 +30,7 @@ use rustix::fs::{FallocateFlags, fallocate};
 
 use super::{Engine, OpenFile, ReadError, Reservation, counters::add};
 use crate::{
-    source::SourceError,
+    source::{RemoteSource, SourceError},
     tensor::{WorkSlice, to_usize},
 };
 
@@ -450,7 +450,7 @@ impl Materializing {
 
     fn ask_ahead(&self, start: u64) {
         // A remote source needs many requests under way at a time.
-        let ahead = self.engine.source().ahead_bytes().unwrap_or_else(|| self.engine.most_pages_ahead());
+        let ahead = self.engine.source().remote().map_or_else(|| self.engine.most_pages_ahead(), RemoteSource::ahead_bytes);
         let end = self.file.len_bytes().min(start.saturating_add(ahead));
         let requested = self.requested.fetch_max(end, Ordering::Relaxed);
         if requested < end {

@@ -410,7 +410,7 @@ fn decoded_files_follow_the_files_that_they_are_stored_in() {
         source.read_into(decoded, 12, &mut []).unwrap();
         source.read_into(decoded, 3, &mut two[..9]).unwrap();
     }
-    assert_eq!(source.decoded_chunks(), own as u64);
+    assert_eq!(source.chunks().unwrap().decoded_count(), own as u64);
     // One file is lost: its decoded file too, and no other.
     let error = SourceError::NotRegular { file: source.pin(FileId(1)).path.clone() };
     source.health().condemn(FileId(1), error);
@@ -438,10 +438,10 @@ fn chunks_that_will_be_read_are_decoded_before_and_once() {
     }
     // No reader comes: other threads decode.
     let until = std::time::Instant::now() + Duration::from_secs(30);
-    while source.decoded_chunks() < own as u64 && std::time::Instant::now() < until {
+    while source.chunks().unwrap().decoded_count() < own as u64 && std::time::Instant::now() < until {
         std::thread::sleep(Duration::from_millis(1));
     }
-    assert_eq!(source.decoded_chunks(), own as u64);
+    assert_eq!(source.chunks().unwrap().decoded_count(), own as u64);
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
@@ -453,7 +453,7 @@ fn chunks_that_will_be_read_are_decoded_before_and_once() {
             });
         }
     });
-    assert_eq!(source.decoded_chunks(), own as u64);
+    assert_eq!(source.chunks().unwrap().decoded_count(), own as u64);
     // A file that is lost is not decoded, and its reader is told.
     let error = SourceError::NotRegular { file: source.pin(FileId(0)).path.clone() };
     source.health().condemn(FileId(0), error);

@@ -118,7 +118,9 @@ pub(super) fn write(
     bar: &ProgressBar,
 ) -> anyhow::Result<()> {
     let together_bytes = files.iter().map(|file| file.together_bytes).max().unwrap_or(0);
-    volume.engine().checkpoint().source().bound_decoded(together_bytes.saturating_add(SLACK_BYTES));
+    if let Some(chunks) = volume.engine().checkpoint().source().chunks() {
+        chunks.bound_bytes(together_bytes.saturating_add(SLACK_BYTES));
+    }
     let mut begun = Vec::with_capacity(files.len());
     let written = write_parts(volume, files, directory, bar, &mut begun);
     if written.is_err() {
