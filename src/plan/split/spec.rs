@@ -7,7 +7,7 @@
 
 use smallvec::SmallVec;
 
-use super::mesh::Mesh;
+use super::super::mesh::Mesh;
 use crate::tensor::{PerAxis, Region, Shape};
 
 /// Per tensor axis, the mesh axes (by number) that split it, the first outermost. Missing axes are not split.

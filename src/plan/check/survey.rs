@@ -2,18 +2,18 @@
 
 use std::collections::BTreeSet;
 
-use super::{
+use super::super::{
     family::{self, Family},
     options::ViewOptions,
     problem::{PlanError, Problem},
 };
 use crate::{checkpoint::Checkpoint, config::DEVICES_LISTED_MAX};
 
-pub(super) fn family_problem(error: &family::FamilyError) -> PlanError {
+pub(in crate::plan) fn family_problem(error: &family::FamilyError) -> PlanError {
     Problem::File { file: error.family.clone(), reason: error.reason.clone() }.into()
 }
 
-pub(super) fn family(checkpoint: &Checkpoint) -> Result<Option<Family>, PlanError> {
+pub(in crate::plan) fn family(checkpoint: &Checkpoint) -> Result<Option<Family>, PlanError> {
     let dialect = checkpoint.dialect();
     for model_type in [&dialect.model_type, &dialect.text_model_type].into_iter().flatten() {
         if let Some(family) = Family::of_model_type(model_type).map_err(|error| family_problem(&error))? {
@@ -23,7 +23,7 @@ pub(super) fn family(checkpoint: &Checkpoint) -> Result<Option<Family>, PlanErro
     Ok(None)
 }
 
-pub(super) fn devices(options: &ViewOptions, problems: &mut Vec<Problem>) -> Vec<u64> {
+pub(in crate::plan) fn devices(options: &ViewOptions, problems: &mut Vec<Problem>) -> Vec<u64> {
     let devices = options.mesh.devices();
     let count = options.devices.as_ref().map_or(devices, |listed| listed.len() as u64);
     if count > DEVICES_LISTED_MAX {
@@ -41,11 +41,11 @@ pub(super) fn devices(options: &ViewOptions, problems: &mut Vec<Problem>) -> Vec
 }
 
 /// Most missing layers of one family that are listed.
-pub(super) const MISSING_MAX: usize = 1000;
+pub(in crate::plan) const MISSING_MAX: usize = 1000;
 
 /// Finds missing layers. If the configuration of a known model counts its layers, a missing one is a problem. Any other
 /// gap (in a part of a repository, or an adapter) is only a warning.
-pub(super) fn missing_layers(
+pub(in crate::plan) fn missing_layers(
     checkpoint: &Checkpoint,
     known: Option<&Family>,
     options: &ViewOptions,

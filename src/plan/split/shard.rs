@@ -1,6 +1,6 @@
 //! Sharding rules: from the meaning of axes, or from the user's rules, to specs.
 
-use super::{
+use super::super::{
     draft::{Draft, Roles},
     logical::LogicalRules,
     mesh::Mesh,
@@ -42,7 +42,7 @@ pub fn axis_use(name: &str) -> AxisUse {
 }
 
 /// Names of mesh axes, with the effect of each.
-pub(super) const KNOWN_AXES: [(&[&str], AxisUse); 4] = [
+pub(in crate::plan) const KNOWN_AXES: [(&[&str], AxisUse); 4] = [
     (&["expert", "ep"], AxisUse::Expert),
     (&["tensor", "tp"], AxisUse::Tensor),
     (&["fsdp", "dp_shard"], AxisUse::FullyShard),
@@ -50,7 +50,7 @@ pub(super) const KNOWN_AXES: [(&[&str], AxisUse); 4] = [
 ];
 
 /// Name of the mesh axis along which devices are stages of a pipeline, each with layers of its own.
-pub(super) const STAGE_AXIS: &str = "pp";
+pub(in crate::plan) const STAGE_AXIS: &str = "pp";
 
 fn auto(roles: &Roles, rank: usize, mesh: &Mesh) -> Spec {
     let mut spec = Spec::replicated();
@@ -73,7 +73,7 @@ fn auto(roles: &Roles, rank: usize, mesh: &Mesh) -> Spec {
 
 /// Whether the user fully determines a draft's shards: by a rule that matches, or by a request to split nothing. Then
 /// the tensor of a single expert is like any other, and not only on the devices that expert parallelism gives it to.
-pub(super) fn is_told(draft: &Draft, sharding: Sharding, rules: &[ShardRule]) -> bool {
+pub(in crate::plan) fn is_told(draft: &Draft, sharding: Sharding, rules: &[ShardRule]) -> bool {
     sharding == Sharding::Replicate || rules.iter().any(|rule| rule.pattern.matches(&draft.name))
 }
 
@@ -81,7 +81,7 @@ pub(super) fn is_told(draft: &Draft, sharding: Sharding, rules: &[ShardRule]) ->
 ///
 /// [`Problem::ShardRule`] if the rule that matches has more axes than the tensor, or uses a mesh axis twice.
 /// [`Problem::ShardRule`] if the rule that matches has more axes than the tensor or uses a mesh axis twice.
-pub(super) fn spec(
+pub(in crate::plan) fn spec(
     draft: &Draft,
     mesh: &Mesh,
     sharding: Sharding,

@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
-use super::{AxisUse, Mesh, axis_use, draft::Draft, name_group::fold};
+use super::super::{AxisUse, Mesh, axis_use, draft::Draft, name_group::fold};
 use crate::{
     checkpoint::Checkpoint,
     tensor::{DType, TensorId},
@@ -116,7 +116,7 @@ fn is_nested(rest: &str) -> bool {
 /// Returns a warning.
 ///
 /// `is_told` tells whether the user fully determines a draft's shards.
-pub(super) fn keep_together(
+pub(in crate::plan) fn keep_together(
     drafts: &mut [Draft],
     checkpoint: &Checkpoint,
     mesh: &Mesh,

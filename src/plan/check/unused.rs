@@ -2,11 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use super::{AxisUse, Draft, LogicalRules, Pattern, Problem, Sharding, ViewOptions, axis_use, name_group, shard};
+use super::super::{AxisUse, Draft, LogicalRules, Pattern, Problem, Sharding, ViewOptions, axis_use, name_group, shard};
 use crate::checkpoint::Checkpoint;
 
 /// Finds mesh axes that split nothing. A name near to that of another axis that splits is taken for a slip.
-pub(super) fn mesh_axes(
+pub(in crate::plan) fn mesh_axes(
     options: &ViewOptions,
     rules: Option<&LogicalRules>,
     drafts: &[Draft],
@@ -40,7 +40,7 @@ pub(super) fn mesh_axes(
     }
 }
 
-pub(super) fn patterns(checkpoint: &Checkpoint, options: &ViewOptions, drafts: &[Draft], warnings: &mut Vec<String>) {
+pub(in crate::plan) fn patterns(checkpoint: &Checkpoint, options: &ViewOptions, drafts: &[Draft], warnings: &mut Vec<String>) {
     let mut warn = |rule, pattern: &Pattern| {
         warnings.push(Problem::UnusedPattern { rule, pattern: pattern.text().to_owned() }.to_string());
     };
@@ -74,7 +74,7 @@ fn absent_axes<'a>(
 }
 
 /// Warns of the user's rules for logical axes that have no effect.
-pub(super) fn logical_rules(options: &ViewOptions, apply: bool, drafts: &[Draft], warnings: &mut Vec<String>) {
+pub(in crate::plan) fn logical_rules(options: &ViewOptions, apply: bool, drafts: &[Draft], warnings: &mut Vec<String>) {
     let rules = &options.logical_rules;
     if !apply {
         if !rules.is_empty() {

@@ -13,7 +13,7 @@ use std::collections::BTreeSet;
 use rayon::prelude::*;
 use serde_json::Value as Json;
 
-use super::{
+use super::super::{
     ViewOptions,
     expr::{EvalError, Expr, Names, Value},
     family::{Expectation, Family, Generic, Words},
@@ -254,17 +254,17 @@ impl<'a> FamilyScan<'a> {
 
 /// The differences from a family's tables that are not refused.
 #[derive(Debug, Default)]
-pub(super) struct Findings {
-    pub(super) missing: Vec<NameGroup>,
-    pub(super) unexpected: Vec<NameGroup>,
+pub(in crate::plan) struct Findings {
+    pub(in crate::plan) missing: Vec<NameGroup>,
+    pub(in crate::plan) unexpected: Vec<NameGroup>,
     /// Differences between layers that nothing explains.
-    pub(super) holes: Vec<Hole>,
+    pub(in crate::plan) holes: Vec<Hole>,
     /// A warning about the whole repository.
-    pub(super) warning: Option<String>,
+    pub(in crate::plan) warning: Option<String>,
 }
 
 /// Compares a repository with its family's tables. Returns the differences to report, and those to refuse.
-pub(super) fn compare(checkpoint: &Checkpoint, family: &Family, options: &ViewOptions) -> (Findings, Vec<Problem>) {
+pub(in crate::plan) fn compare(checkpoint: &Checkpoint, family: &Family, options: &ViewOptions) -> (Findings, Vec<Problem>) {
     let nothing = || (Findings::default(), Vec::new());
     let Some(scan) = FamilyScan::new(checkpoint, family) else { return nothing() };
     let words = Generic::load().expect("the file is in the program, and a test reads it").words;
@@ -316,7 +316,7 @@ fn is_buffer(name: &str) -> bool {
 }
 
 /// The findings for a repository of no known family.
-pub(super) fn survey(checkpoint: &Checkpoint, options: &ViewOptions) -> Findings {
+pub(in crate::plan) fn survey(checkpoint: &Checkpoint, options: &ViewOptions) -> Findings {
     Findings { holes: holes(checkpoint, None, options), ..Findings::default() }
 }
 

@@ -12,7 +12,7 @@ use std::{
 
 use smallvec::SmallVec;
 
-use super::{Plan, PlannedTensor, naming::group_name};
+use super::super::{Plan, PlannedTensor, naming::group_name};
 use crate::{
     checkpoint::Checkpoint,
     tensor::{Mosaic, Op, PAGE_BYTES, Reads, Region, Runs, Shape, SourceTensor, TensorId, View, reads},
@@ -365,14 +365,14 @@ fn reads_of_leaf(view: &View, place: &LeafPosition, holding: &Holding, sources: 
 
 /// A view's expression without its source tensors: equal for views that are alike.
 #[derive(Debug, Default)]
-pub(super) struct Expression {
-    pub(super) words: Vec<u64>,
+pub(in crate::plan) struct Expression {
+    pub(in crate::plan) words: Vec<u64>,
     /// The source tensors, numbered by their first place.
     sources: HashMap<TensorId, u32>,
 }
 
 impl Expression {
-    pub(super) fn read(&mut self, view: &View) {
+    pub(in crate::plan) fn read(&mut self, view: &View) {
         self.words.clear();
         self.sources.clear();
         self.add(view);

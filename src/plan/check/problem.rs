@@ -5,7 +5,7 @@ use std::{
     fmt,
 };
 
-use super::{
+use super::super::{
     hole::Hole,
     mesh::DEVICES_LISTED_MAX,
     name_group::{NameGroup, fold, ranges, stars},
@@ -276,7 +276,7 @@ impl fmt::Display for RuleLocation {
 
 impl Problem {
     /// Missing tensors, without a target that needs them.
-    pub(super) fn missing(group: NameGroup) -> Self {
+    pub(in crate::plan) fn missing(group: NameGroup) -> Self {
         Self::MissingTensor { group, for_target: String::new(), rule: RuleLocation::default() }
     }
 }

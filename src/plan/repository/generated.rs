@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value as Json, json};
 
-use super::{
+use super::super::{
     hf::{HfContent, HfFile, with_dtype},
     problem::Problem,
     text_model::TextModel,
@@ -23,7 +23,7 @@ pub const SHARD_BYTES_MAX: u64 = 5_000_000_000;
 ///
 /// # Errors
 /// There is no configuration.
-pub(super) fn files(
+pub(in crate::plan) fn files(
     checkpoint: &Checkpoint,
     mut tensors: Vec<(String, View)>,
     (config, is_text): (Option<&Json>, bool),

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use serde_json::Value;
 use strsim::levenshtein;
 
-use super::{
+use super::super::{
     family::{Family, Generic},
     hole::Hole,
     name_group::{fold, stars},
@@ -31,7 +31,7 @@ const KINDS_MAX: usize = 8;
 const PACKED_WORDS: [&str; 3] = ["qweight", "weight_packed", "W_q"];
 
 /// All holes, by name.
-pub(super) fn find(checkpoint: &Checkpoint, family: Option<&Family>) -> Vec<Hole> {
+pub(in crate::plan) fn find(checkpoint: &Checkpoint, family: Option<&Family>) -> Vec<Hole> {
     let words = Generic::load().expect("the file is in the program, and a test reads it").words;
     let text = select::text_prefix(checkpoint, family);
     let predicting = select::predicting(checkpoint, family);

@@ -34,13 +34,13 @@ const PROCESSORS: [&str; 4] = [
 
 /// The text model of a larger model, as a repository by itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct TextModel {
+pub(in crate::plan) struct TextModel {
     /// `model_type` of its configuration.
-    pub(super) model_type: String,
+    pub(in crate::plan) model_type: String,
     /// Its class.
-    pub(super) architecture: String,
+    pub(in crate::plan) architecture: String,
     /// A prefix of names in the whole model, and its replacement in such a repository.
-    pub(super) names: Vec<(String, String)>,
+    pub(in crate::plan) names: Vec<(String, String)>,
 }
 
 impl TextModel {
@@ -48,7 +48,7 @@ impl TextModel {
     ///
     /// # Errors
     /// The reason why there is none.
-    pub(super) fn of(checkpoint: &Checkpoint) -> Result<Self, String> {
+    pub(in crate::plan) fn of(checkpoint: &Checkpoint) -> Result<Self, String> {
         let dialect = checkpoint.dialect();
         let whole = dialect.model_type.as_deref().unwrap_or("unknown");
         let Some(text) = dialect.text_config.as_ref().map(|_| dialect.text_model_type.as_deref()) else {
@@ -72,7 +72,7 @@ impl TextModel {
     }
 
     /// A text model in which prefixes of names are replaced: `names`, and after these those that repositories have.
-    pub(super) fn new(
+    pub(in crate::plan) fn new(
         model_type: String,
         architecture: String,
         names: impl IntoIterator<Item = (String, String)>,
@@ -82,12 +82,12 @@ impl TextModel {
     }
 
     /// Whether a name of the whole model is of another part of the model.
-    pub(super) fn is_outside(&self, name: &str) -> bool {
+    pub(in crate::plan) fn is_outside(&self, name: &str) -> bool {
         !name.contains("lm_head") && self.names.iter().all(|(prefix, _)| !name.starts_with(prefix.as_str()))
     }
 
     /// The name in a repository of the text model.
-    pub(super) fn name(&self, name: &str) -> String {
+    pub(in crate::plan) fn name(&self, name: &str) -> String {
         let renamed =
             self.names.iter().find_map(|(old, new)| Some(format!("{new}{}", name.strip_prefix(old.as_str())?)));
         renamed.unwrap_or_else(|| name.to_owned())
@@ -95,7 +95,7 @@ impl TextModel {
 
     /// The text model's configuration by itself. `tied` says whether the whole model's output head is the embedding,
     /// which the whole model's configuration may decide.
-    pub(super) fn config(&self, whole: &Json, tied: bool) -> Json {
+    pub(in crate::plan) fn config(&self, whole: &Json, tied: bool) -> Json {
         let is_own = |value: &Json| value.get("model_type").and_then(Json::as_str) == Some(self.model_type.as_str());
         let nested = whole.as_object().into_iter().flatten().find(|(_, value)| value.is_object() && is_own(value));
         let nested = nested.map(|(_, value)| value).or_else(|| whole.get("text_config"));
@@ -114,7 +114,7 @@ impl TextModel {
     }
 
     /// Whether a repository of the text model has this file of the whole model's.
-    pub(super) fn has_file(path: &str) -> bool {
+    pub(in crate::plan) fn has_file(path: &str) -> bool {
         !PROCESSORS.contains(&path)
     }
 }

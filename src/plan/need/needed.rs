@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, ops::Range};
 
 use smallvec::SmallVec;
 
-use super::{Plan, PlannedTensor};
+use super::super::{Plan, PlannedTensor};
 use crate::{
     checkpoint::Checkpoint,
     source::{ByteSpan, FileId},
@@ -12,7 +12,7 @@ use crate::{
 };
 
 /// Receives the spans of one piece in one file, ascending. `false` ends the walk.
-pub(super) type Emit<'a> = dyn FnMut(FileId, &[ByteSpan]) -> bool + 'a;
+pub(in crate::plan) type Emit<'a> = dyn FnMut(FileId, &[ByteSpan]) -> bool + 'a;
 
 impl Plan {
     /// Emits the spans that `devices` read for all bundled tensors, in the order of the tensors: each weight once, as files that
@@ -37,7 +37,7 @@ impl Plan {
     }
 
     /// As [`Self::for_each_needed`], for one tensor. Returns false if `emit` ended it.
-    pub(super) fn for_each_needed_of(
+    pub(in crate::plan) fn for_each_needed_of(
         &self,
         checkpoint: &Checkpoint,
         tensor: &PlannedTensor,
@@ -115,7 +115,7 @@ fn for_each_of_region(
 }
 
 /// The runs of all pieces, of quantized tensors those of every operand.
-pub(super) fn runs_of(tiling: &Tiling) -> impl Iterator<Item = (TensorId, Runs)> {
+pub(in crate::plan) fn runs_of(tiling: &Tiling) -> impl Iterator<Item = (TensorId, Runs)> {
     tiling.pieces().iter().flat_map(move |piece| {
         let Origin::Tensor { offset, decoder, .. } = piece.origin else { return Vec::new() };
         match tiling.decoders()[decoder as usize].value() {

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use super::{naming::component, problem::Problem};
+use super::super::{naming::component, problem::Problem};
 use crate::config::rename::RenameFault;
 pub use crate::config::{Rename, rename::NAME_BYTES_MAX};
 

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use strsim::levenshtein;
 
-use super::naming::map_words;
+use super::super::naming::map_words;
 
 /// Names that differ only in numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,18 +20,18 @@ pub struct NameGroup {
 
 impl NameGroup {
     /// A single name.
-    pub(super) fn one(name: impl Into<String>) -> Self {
+    pub(in crate::plan) fn one(name: impl Into<String>) -> Self {
         Self { name: name.into(), count: 1, nearest: None }
     }
 
     /// The name, and the count if there are several.
-    pub(super) fn counted(&self) -> String {
+    pub(in crate::plan) fn counted(&self) -> String {
         let several = if self.count > 1 { format!(" ({} tensors)", self.count) } else { String::new() };
         format!("{}{several}", self.name)
     }
 
     /// The hint at the nearest name, if there is one.
-    pub(super) fn hint(&self) -> String {
+    pub(in crate::plan) fn hint(&self) -> String {
         self.nearest.as_ref().map_or_else(String::new, |nearest| format!("; the nearest name is {nearest}"))
     }
 }
@@ -57,12 +57,12 @@ fn starred(name: &str) -> (String, Vec<u64>) {
 }
 
 /// A name with all numbers between dots as `*`.
-pub(super) fn stars(name: &str) -> String {
+pub(in crate::plan) fn stars(name: &str) -> String {
     starred(name).0
 }
 
 /// Numbers as in `0-3,7`.
-pub(super) fn ranges(numbers: &BTreeSet<u64>) -> String {
+pub(in crate::plan) fn ranges(numbers: &BTreeSet<u64>) -> String {
     let numbers: Vec<u64> = numbers.iter().copied().collect();
     let words = numbers.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
         [first, .., last] => format!("{first}-{last}"),
@@ -73,7 +73,7 @@ pub(super) fn ranges(numbers: &BTreeSet<u64>) -> String {
 
 /// Names folded over their numbers. Each group gets the nearest name from the first set of `others` that has a near
 /// one.
-pub(super) fn fold<'a>(names: impl IntoIterator<Item = &'a str>, others: &[&BTreeSet<String>]) -> Vec<NameGroup> {
+pub(in crate::plan) fn fold<'a>(names: impl IntoIterator<Item = &'a str>, others: &[&BTreeSet<String>]) -> Vec<NameGroup> {
     let mut groups: BTreeMap<String, (u64, Vec<BTreeSet<u64>>)> = BTreeMap::new();
     for name in names {
         let (stars, numbers) = starred(name);
@@ -111,7 +111,7 @@ fn nearest(name: &str, others: &BTreeSet<String>) -> Option<String> {
 
 /// Whether two words differ by one letter changed, missing or added, or by two neighbours exchanged. Words of a few
 /// letters are near to too many others.
-pub(super) fn is_misspelt(word: &str, known: &str) -> bool {
+pub(in crate::plan) fn is_misspelt(word: &str, known: &str) -> bool {
     const LETTERS_MIN: usize = 4;
     word.len().min(known.len()) >= LETTERS_MIN && word != known && strsim::osa_distance(word, known) <= 1
 }

@@ -7,7 +7,7 @@ use hashbrown::HashMap;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde_json::{Value, json};
 
-use super::{
+use super::super::{
     names,
     problem::Problem,
     rename::{self, Rename},
@@ -66,13 +66,13 @@ fn collisions(original: &Checkpoint, shown: &[Shown]) -> Vec<Problem> {
 
 /// Names in `hf/` that differ from those of the repository.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Names<'a> {
+pub(in crate::plan) struct Names<'a> {
     /// The user's renames.
-    pub(super) renames: &'a [Rename],
+    pub(in crate::plan) renames: &'a [Rename],
     /// Whether a tied output head is shown.
-    pub(super) tie: bool,
+    pub(in crate::plan) tie: bool,
     /// The text model that `hf/` holds alone. Its names apply after the user's.
-    pub(super) text: Option<&'a TextModel>,
+    pub(in crate::plan) text: Option<&'a TextModel>,
 }
 
 impl Names<'_> {
@@ -92,7 +92,7 @@ impl Names<'_> {
 ///
 /// # Errors
 /// Every problem with a tensor's values or name.
-pub(super) fn plan(original: &Checkpoint, values: &Values<'_>, names: Names<'_>) -> Result<Vec<HfFile>, Vec<Problem>> {
+pub(in crate::plan) fn plan(original: &Checkpoint, values: &Values<'_>, names: Names<'_>) -> Result<Vec<HfFile>, Vec<Problem>> {
     let checkpoint = values.checkpoint();
     let head = names.tie.then(|| names::tied_head(checkpoint)).flatten();
     // What loads safetensors cannot load other files under such names, and the reverse.
@@ -307,7 +307,7 @@ fn truthful_config(config: &Value, checkpoint: &Checkpoint, values: &Values<'_>,
 
 /// `config.json` with this dtype of the weights; with `undone`, without a quantization. `nested` is the member with the text
 /// model's own configuration.
-pub(super) fn with_dtype(mut config: Value, nested: Option<&str>, dtype: Option<DType>, undone: bool) -> Value {
+pub(in crate::plan) fn with_dtype(mut config: Value, nested: Option<&str>, dtype: Option<DType>, undone: bool) -> Value {
     let Some(name) = dtype.and_then(torch_name) else { return config };
     let had_dtype = config.get("dtype").is_some();
     let rewrite = |members: &mut serde_json::Map<String, Value>, top: bool| {
@@ -334,7 +334,7 @@ pub(super) fn with_dtype(mut config: Value, nested: Option<&str>, dtype: Option<
 }
 
 /// What `config.json` says of tensors that are all decoded; `None` where some are not, or none was quantized.
-pub(super) fn decoded_config(values: &Values<'_>) -> Option<Vec<u8>> {
+pub(in crate::plan) fn decoded_config(values: &Values<'_>) -> Option<Vec<u8>> {
     let checkpoint = values.checkpoint();
     let config = checkpoint.config().filter(|_| is_undone(checkpoint))?;
     Some(json::pretty(&truthful_config(config, checkpoint, values, true)))

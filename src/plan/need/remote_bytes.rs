@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use rayon::prelude::*;
 use serde_json::{Value, json};
 
-use super::{Plan, PlannedTensor, amplification::Amplification};
+use super::super::{Plan, PlannedTensor, amplification::Amplification};
 use crate::{
     checkpoint::{Checkpoint, FileRole},
     source::{ByteSpan, FileId, RemoteSource, remote::cache::BLOCK_BYTES},

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::{
+use super::super::{
     Layout, Tied, ViewOptions,
     draft::{Bundled, Draft},
     pattern::Pattern,
@@ -13,17 +13,17 @@ use super::{
 use crate::checkpoint::Checkpoint;
 
 /// The name of an output head that is the embedding of this name and is not stored.
-pub(super) fn tied_head(checkpoint: &Checkpoint) -> Option<(String, String)> {
+pub(in crate::plan) fn tied_head(checkpoint: &Checkpoint) -> Option<(String, String)> {
     let dialect = checkpoint.dialect();
     if dialect.has_lm_head || !dialect.tied {
         return None;
     }
-    let embedding = checkpoint.embedding(&|name| super::select::is_tower(name))?.to_owned();
+    let embedding = checkpoint.embedding(&|name| super::super::select::is_tower(name))?.to_owned();
     Some(("lm_head.weight".to_owned(), embedding))
 }
 
 /// Shows a tied output head as the user requests.
-pub(super) fn tie(drafts: &mut Vec<Draft>, checkpoint: &Checkpoint, options: &ViewOptions, warnings: &mut Vec<String>) {
+pub(in crate::plan) fn tie(drafts: &mut Vec<Draft>, checkpoint: &Checkpoint, options: &ViewOptions, warnings: &mut Vec<String>) {
     let alias = |draft: &Draft| draft.bundled == Bundled::NEVER;
     if options.tied == Tied::Alias && !checkpoint.dialect().has_lm_head && tied_head(checkpoint).is_none() {
         warnings
@@ -47,7 +47,7 @@ pub(super) fn tie(drafts: &mut Vec<Draft>, checkpoint: &Checkpoint, options: &Vi
 }
 
 /// Drops the names that patterns over the layout's names leave out.
-pub(super) fn keep(drafts: &mut Vec<Draft>, selected: &Selected, problems: &mut Vec<Problem>) {
+pub(in crate::plan) fn keep(drafts: &mut Vec<Draft>, selected: &Selected, problems: &mut Vec<Problem>) {
     for (rule, patterns) in [("include", &selected.target_include), ("exclude", &selected.target_exclude)] {
         for pattern in patterns {
             if !drafts.iter().any(|draft| pattern.matches(&draft.name)) {
@@ -64,7 +64,7 @@ pub(super) fn keep(drafts: &mut Vec<Draft>, selected: &Selected, problems: &mut 
 
 /// Renames. Refuses two tensors of one name, and the first name that is too long. With `flat` a name is one path
 /// component.
-pub(super) fn rename(drafts: &mut [Draft], rules: &[Rename], flat: bool, problems: &mut Vec<Problem>) {
+pub(in crate::plan) fn rename(drafts: &mut [Draft], rules: &[Rename], flat: bool, problems: &mut Vec<Problem>) {
     if rules.is_empty() {
         return;
     }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::name_group::{NameGroup, ranges};
+use super::super::name_group::{NameGroup, ranges};
 use crate::tensor::Shape;
 
 /// A tensor that some layers lack or have in another shape, without a reason in the pattern of layers or in
