@@ -450,7 +450,8 @@ impl Materializing {
 
     fn ask_ahead(&self, start: u64) {
         // A remote source needs many requests under way at a time.
-        let ahead = self.engine.source().remote().map_or_else(|| self.engine.most_pages_ahead(), RemoteSource::ahead_bytes);
+        let ahead =
+            self.engine.source().remote().map_or_else(|| self.engine.most_pages_ahead(), RemoteSource::ahead_bytes);
         let end = self.file.len_bytes().min(start.saturating_add(ahead));
         let requested = self.requested.fetch_max(end, Ordering::Relaxed);
         if requested < end {

@@ -101,7 +101,11 @@ impl Snapshot {
         add("errors", false, MetricKind::Counter, "Requests answered with an error", errors);
         add_memory(from, &mut add);
         let latencies = Op::ALL.iter().map(|op| (op.name(), latency(from.metrics.op(*op)))).collect();
-        Self { families, latencies, remote_latency: from.source().remote().map(|remote| remote_latency(remote.counters())) }
+        Self {
+            families,
+            latencies,
+            remote_latency: from.source().remote().map(|remote| remote_latency(remote.counters())),
+        }
     }
 }
 

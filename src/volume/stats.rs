@@ -67,7 +67,11 @@ pub(super) fn held(engine: &Engine) -> [(&'static str, &'static str, u64); 7] {
         ("materialized", "materialized_bytes", engine.materialized_bytes() as u64),
         ("dropped", "dropped_bytes", engine.dropped_bytes() as u64),
         ("spare_buffers", "spare_buffers_bytes", engine.spare_buffer_bytes() as u64),
-        ("decoded_chunks", "decoded_chunks_bytes", engine.checkpoint().source().chunks().map_or(0, DecodedChunks::held_bytes)),
+        (
+            "decoded_chunks",
+            "decoded_chunks_bytes",
+            engine.checkpoint().source().chunks().map_or(0, DecodedChunks::held_bytes),
+        ),
         ("thread_buffers", "thread_buffers_bytes", engine.thread_buffer_bytes() as u64),
         ("mapped", "mapped_bytes", memory::resident().file_bytes),
     ]
@@ -246,7 +250,10 @@ impl Reported<'_> {
         }
         if let Some(remote) = self.source().remote() {
             all.insert("remote_latency_bounds_ms".to_owned(), json!(LATENCY_BOUNDS_MS));
-            all.insert("remote_latency".to_owned(), json!(remote.counters().latency.iter().map(get).collect::<Vec<u64>>()));
+            all.insert(
+                "remote_latency".to_owned(),
+                json!(remote.counters().latency.iter().map(get).collect::<Vec<u64>>()),
+            );
         }
         all.extend(self.rows().into_iter().map(|row| (row.key.to_owned(), Value::from(row.value))));
         serde_json::to_string_pretty(&all).unwrap_or_default()

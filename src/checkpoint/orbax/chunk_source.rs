@@ -26,8 +26,8 @@ use lru::LruCache;
 
 use crate::{
     source::{
-        ByteSpan, Coded, DecodedChunks, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, RemoteSource, Source,
-        SourceError,
+        ByteSpan, Coded, DecodedChunks, FetchPart, FileFetch, FileId, Health, KernelBytes, Maps, Pin, RemoteSource,
+        Source, SourceError,
     },
     tensor::to_usize,
 };

@@ -264,7 +264,11 @@ pub(in crate::plan) struct Findings {
 }
 
 /// Compares a repository with its family's tables. Returns the differences to report, and those to refuse.
-pub(in crate::plan) fn compare(checkpoint: &Checkpoint, family: &Family, options: &ViewOptions) -> (Findings, Vec<Problem>) {
+pub(in crate::plan) fn compare(
+    checkpoint: &Checkpoint,
+    family: &Family,
+    options: &ViewOptions,
+) -> (Findings, Vec<Problem>) {
     let nothing = || (Findings::default(), Vec::new());
     let Some(scan) = FamilyScan::new(checkpoint, family) else { return nothing() };
     let words = Generic::load().expect("the file is in the program, and a test reads it").words;

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use super::super::{AxisUse, Draft, LogicalRules, Pattern, Problem, Sharding, ViewOptions, axis_use, name_group, shard};
+use super::super::{
+    AxisUse, Draft, LogicalRules, Pattern, Problem, Sharding, ViewOptions, axis_use, name_group, shard,
+};
 use crate::checkpoint::Checkpoint;
 
 /// Finds mesh axes that split nothing. A name near to that of another axis that splits is taken for a slip.
@@ -40,7 +42,12 @@ pub(in crate::plan) fn mesh_axes(
     }
 }
 
-pub(in crate::plan) fn patterns(checkpoint: &Checkpoint, options: &ViewOptions, drafts: &[Draft], warnings: &mut Vec<String>) {
+pub(in crate::plan) fn patterns(
+    checkpoint: &Checkpoint,
+    options: &ViewOptions,
+    drafts: &[Draft],
+    warnings: &mut Vec<String>,
+) {
     let mut warn = |rule, pattern: &Pattern| {
         warnings.push(Problem::UnusedPattern { rule, pattern: pattern.text().to_owned() }.to_string());
     };

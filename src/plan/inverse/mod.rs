@@ -30,7 +30,7 @@ use super::{
     pattern::Pattern,
     problem::RuleLocation,
     select::is_tower,
-    values::{Values, Wish},
+    values::{ValueRequest, Values},
 };
 use crate::{
     checkpoint::Checkpoint,
@@ -122,7 +122,7 @@ pub(super) fn invert(
     if let Some(problem) = other_model(checkpoint, &reading, options) {
         return Err(problem.into());
     }
-    let values = Values::new(checkpoint, Wish::default(), &[], &[]);
+    let values = Values::new(checkpoint, ValueRequest::default(), &[], &[]);
     let inversion = Inversion { checkpoint, values, options, names: &names, keep_f32, reading, problems: Vec::new() };
     inversion.run().map(Some).map_err(refused)
 }

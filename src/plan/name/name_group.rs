@@ -73,7 +73,10 @@ pub(in crate::plan) fn ranges(numbers: &BTreeSet<u64>) -> String {
 
 /// Names folded over their numbers. Each group gets the nearest name from the first set of `others` that has a near
 /// one.
-pub(in crate::plan) fn fold<'a>(names: impl IntoIterator<Item = &'a str>, others: &[&BTreeSet<String>]) -> Vec<NameGroup> {
+pub(in crate::plan) fn fold<'a>(
+    names: impl IntoIterator<Item = &'a str>,
+    others: &[&BTreeSet<String>],
+) -> Vec<NameGroup> {
     let mut groups: BTreeMap<String, (u64, Vec<BTreeSet<u64>>)> = BTreeMap::new();
     for name in names {
         let (stars, numbers) = starred(name);

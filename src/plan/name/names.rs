@@ -23,7 +23,12 @@ pub(in crate::plan) fn tied_head(checkpoint: &Checkpoint) -> Option<(String, Str
 }
 
 /// Shows a tied output head as the user requests.
-pub(in crate::plan) fn tie(drafts: &mut Vec<Draft>, checkpoint: &Checkpoint, options: &ViewOptions, warnings: &mut Vec<String>) {
+pub(in crate::plan) fn tie(
+    drafts: &mut Vec<Draft>,
+    checkpoint: &Checkpoint,
+    options: &ViewOptions,
+    warnings: &mut Vec<String>,
+) {
     let alias = |draft: &Draft| draft.bundled == Bundled::NEVER;
     if options.tied == Tied::Alias && !checkpoint.dialect().has_lm_head && tied_head(checkpoint).is_none() {
         warnings

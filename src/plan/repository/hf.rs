@@ -92,7 +92,11 @@ impl Names<'_> {
 ///
 /// # Errors
 /// Every problem with a tensor's values or name.
-pub(in crate::plan) fn plan(original: &Checkpoint, values: &Values<'_>, names: Names<'_>) -> Result<Vec<HfFile>, Vec<Problem>> {
+pub(in crate::plan) fn plan(
+    original: &Checkpoint,
+    values: &Values<'_>,
+    names: Names<'_>,
+) -> Result<Vec<HfFile>, Vec<Problem>> {
     let checkpoint = values.checkpoint();
     let head = names.tie.then(|| names::tied_head(checkpoint)).flatten();
     // What loads safetensors cannot load other files under such names, and the reverse.
@@ -307,7 +311,12 @@ fn truthful_config(config: &Value, checkpoint: &Checkpoint, values: &Values<'_>,
 
 /// `config.json` with this dtype of the weights; with `undone`, without a quantization. `nested` is the member with the text
 /// model's own configuration.
-pub(in crate::plan) fn with_dtype(mut config: Value, nested: Option<&str>, dtype: Option<DType>, undone: bool) -> Value {
+pub(in crate::plan) fn with_dtype(
+    mut config: Value,
+    nested: Option<&str>,
+    dtype: Option<DType>,
+    undone: bool,
+) -> Value {
     let Some(name) = dtype.and_then(torch_name) else { return config };
     let had_dtype = config.get("dtype").is_some();
     let rewrite = |members: &mut serde_json::Map<String, Value>, top: bool| {

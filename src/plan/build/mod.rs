@@ -2,125 +2,49 @@
 //!
 //! | stage | value |
 //! | --- | --- |
-//! | `select` | [`Wanted`]: the selected tensors of the repository, and those of an adapter |
-//! | `choose` | [`Chosen`]: the layout's file, the dtype, the family |
+//! | `select` | [`Selection`]: the selected tensors of the repository, and those of an adapter |
+//! | `choose` | [`ChosenLayout`]: the layout's file, the dtype, the family |
 //! | `draft` | [`Drafted`]: a view for each tensor that the layout makes, and the layout's findings |
 //! | `name` | the drafts that the mount shows, under their names in the mount |
 //! | `split` | [`LogicalRules`], if specs come from logical axes |
 //! | `repository` | the files of `hf/` |
 //! | `assemble` | the [`Plan`], each tensor with its spec |
 //!
+//! [`Selection`], [`ChosenLayout`] and [`Drafted`] are in `stage`, with the first stage; `request` says what is to be decoded.
+//!
 //! The stages collect problems on the way, so that all are reported together. If a later stage needs the value of a
 //! failed stage, the plan ends at that stage.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    sync::Arc,
-};
+mod repository;
+mod request;
+mod stage;
+
+use std::collections::{BTreeMap, BTreeSet};
 
 use hashbrown::HashSet;
 
+use self::{
+    repository::HfFiles,
+    request::{asked, decoded, decodes, layout_request, with_dtype_of},
+    stage::{Builder, ChosenLayout, Drafted, Selection, groups_of},
+};
 use super::{
-    Decoded, Draft, Family, HfFile, Layout, LayoutFile, LogicalRules, NameGroup, Plan, PlanError, Problem, Sharding,
-    Tied, ViewOptions, canonical,
-    expect::{self, Findings},
+    Decoded, Draft, Family, Layout, LayoutFile, LogicalRules, NameGroup, Plan, PlanError, Problem, Sharding, Tied,
+    ViewOptions, canonical, expect,
     family::Generic,
-    generated, hf,
+    hf,
     inverse::{self, Inverted},
     layout_file, lora,
     name_group::fold,
-    names, packed,
-    select::{self, Selected},
-    shard, stored,
+    names, packed, shard, stored,
     survey::{devices, family, family_problem, missing_layers},
     unused,
-    values::{self, Raw, Values, Wish},
+    values::{self, Raw, ValueRequest, Values},
 };
 use crate::{
-    checkpoint::{Adapter, Checkpoint, Container},
-    config::{Dequantize, Pattern},
+    checkpoint::{Checkpoint, Container},
     tensor::TensorId,
 };
-
-/// The options of a plan, and the problems and warnings found so far.
-struct Builder<'a> {
-    original: &'a Checkpoint,
-    options: &'a ViewOptions,
-    problems: Vec<Problem>,
-    warnings: Vec<String>,
-}
-
-/// The selected tensors.
-struct Wanted<'a> {
-    original: &'a Checkpoint,
-    selected: Selected,
-    adapter: Option<&'a Adapter>,
-    adapted: Option<Checkpoint>,
-}
-
-impl Wanted<'_> {
-    /// All tensors, under the names that source renames give.
-    fn whole(&self) -> &Checkpoint {
-        self.selected.whole.as_ref().unwrap_or(self.original)
-    }
-
-    /// The selected ones among them.
-    fn part(&self) -> &Checkpoint {
-        self.selected.part.as_ref().unwrap_or_else(|| self.whole())
-    }
-
-    /// The selected tensors and those of the adapter: the input of the layout.
-    fn seen(&self) -> &Checkpoint {
-        self.adapted.as_ref().unwrap_or_else(|| self.part())
-    }
-}
-
-/// How tensors are to be named and shaped.
-struct Chosen {
-    /// The rules, for a layout of rules.
-    file: Option<Arc<LayoutFile>>,
-    /// Its parameters, as set.
-    set: BTreeMap<String, String>,
-    /// The requested dtype and dequantization.
-    wish: Wish,
-    family: Option<Family>,
-    /// Whether a name is one path component.
-    flat: bool,
-    /// The repository that the checkpoint is made back to, if it has the leaves of a layout.
-    inverse: Option<Inverted>,
-}
-
-impl Chosen {
-    /// Names of what the model's own code keeps in float32.
-    fn keep_f32(&self) -> &[Pattern] {
-        self.family.as_ref().map_or(&[], |family| &family.keep_f32)
-    }
-}
-
-/// What a layout makes.
-struct Drafted {
-    drafts: Vec<Draft>,
-    /// Name of the model family whose tables or rules were used.
-    family: Option<String>,
-    /// Parameters of the layout, with their values.
-    params: Vec<(String, String)>,
-    findings: Findings,
-    left_out: Vec<NameGroup>,
-    /// What stays in float32 though a dtype is asked for.
-    kept: Vec<NameGroup>,
-    /// What decoding leaves out.
-    dropped: Vec<NameGroup>,
-    decoded_config: Option<Vec<u8>>,
-}
-
-/// The files of `hf/`.
-#[derive(Default)]
-struct Repository {
-    files: Vec<HfFile>,
-    kept: Vec<NameGroup>,
-    /// The reason why there is none.
-    absent: Option<String>,
-}
 
 impl Plan {
     /// Resolves the user's request against a checkpoint.
@@ -149,10 +73,10 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
     // tensors raw than the one before.
     loop {
         let mut builder = Builder { original, options, problems: Vec::new(), warnings: Vec::new() };
-        let decoded = decoded(original, decodes(options, layout_wish(options)), &raw)?;
+        let decoded = decoded(original, decodes(options, layout_request(options)), &raw)?;
         let wanted = builder.select(decoded.as_ref().unwrap_or(original))?;
         let chosen = builder.choose(&wanted)?;
-        if values::converts(chosen.wish, &options.casts) {
+        if values::converts(chosen.request, &options.casts) {
             let problems = values::unsupported(original, wanted.part());
             if !problems.is_empty() {
                 return Err(PlanError { problems });
@@ -161,7 +85,7 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
         let keep_f32 = if options.layout.keeps_f32() { chosen.keep_f32() } else { &[] };
         // A layout's own dtype is its author's word; only the user's is for all floats of whatever model.
         let keep_f32 = if options.dtype.is_some() { keep_f32 } else { &[] };
-        let values = Values::new(wanted.seen(), chosen.wish, &options.casts, keep_f32);
+        let values = Values::new(wanted.seen(), chosen.request, &options.casts, keep_f32);
         let mut drafted = builder.draft(&wanted, &chosen, &values);
         if !values.raw().is_empty() {
             raw.extend(values.raw());
@@ -186,58 +110,6 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
     }
 }
 
-/// The dtype and dequantization that the user requests.
-const fn asked(options: &ViewOptions) -> Wish {
-    let quantized = match (options.dequantize, options.dtype) {
-        (Some(Dequantize::To(dtype)), _) | (Some(Dequantize::Own) | None, Some(dtype)) => Raw::Decoded(Some(dtype)),
-        (Some(Dequantize::Own), None) => Raw::Decoded(None),
-        (None, None) => Raw::Shown,
-    };
-    Wish { dtype: options.dtype, quantized }
-}
-
-/// As [`asked`], where the layout may request more: the layouts in the program need floats.
-fn layout_wish(options: &ViewOptions) -> Wish {
-    let asked = asked(options);
-    match &options.layout {
-        Layout::Embedded(_) if asked.quantized == Raw::Shown => Wish { quantized: Raw::Decoded(None), ..asked },
-        Layout::Canonical | Layout::Hf | Layout::Stored | Layout::Embedded(_) => asked,
-        Layout::File(file) => with_dtype_of(asked, file, options),
-    }
-}
-
-/// Adds the request of a layout's file, where the user has none.
-fn with_dtype_of(wish: Wish, file: &LayoutFile, options: &ViewOptions) -> Wish {
-    let Some(dtype) = file.dtype().filter(|_| !options.keep_dtype && options.dtype.is_none()) else { return wish };
-    let quantized = match options.dequantize {
-        Some(Dequantize::To(_)) => wish.quantized,
-        Some(Dequantize::Own) | None => Raw::Decoded(Some(dtype)),
-    };
-    Wish { dtype: Some(dtype), quantized }
-}
-
-/// Whether some quantized tensor may be decoded.
-fn decodes(options: &ViewOptions, wish: Wish) -> bool {
-    wish.quantized != Raw::Shown || options.casts.iter().any(|rule| rule.dtype.is_some())
-}
-
-/// The checkpoint with its quantized tensors decoded, except those of `raw`. `None` if there is nothing to decode.
-fn decoded(original: &Checkpoint, decodes: bool, raw: &BTreeSet<TensorId>) -> Result<Option<Checkpoint>, PlanError> {
-    if !decodes || original.quantized().tensors.is_empty() {
-        return Ok(None);
-    }
-    let refused = |reasons: Vec<String>| {
-        let problem = |reason| Problem::File { file: "decoded tensors".to_owned(), reason };
-        PlanError { problems: reasons.into_iter().map(problem).collect() }
-    };
-    original.decoded(&|id| raw.contains(&id)).map(Some).map_err(refused)
-}
-
-/// The names of tensors, folded over their numbers.
-fn groups_of(checkpoint: &Checkpoint, ids: impl IntoIterator<Item = TensorId>) -> Vec<NameGroup> {
-    fold(ids.into_iter().map(|id| checkpoint.tensor(id).name), &[])
-}
-
 /// What decoding leaves out that no decoder reads.
 fn dropped(original: &Checkpoint, decoded: &Checkpoint) -> Vec<NameGroup> {
     let shown: HashSet<TensorId> = decoded.tensors().map(|(id, _)| id).collect();
@@ -245,43 +117,8 @@ fn dropped(original: &Checkpoint, decoded: &Checkpoint) -> Vec<NameGroup> {
     groups_of(original, original.quantized().left_out.iter().copied().filter(is_gone))
 }
 
-impl<'a> Builder<'a> {
-    fn problem(&mut self, file: &str, reason: String) {
-        self.problems.push(Problem::File { file: file.to_owned(), reason });
-    }
-
-    /// The value, or its default after its problems were collected.
-    fn or_default<T: Default>(&mut self, found: Result<T, Vec<Problem>>) -> T {
-        found.unwrap_or_else(|problems| {
-            self.problems.extend(problems);
-            T::default()
-        })
-    }
-
-    /// Selects from `original`, whose tensors are stored or decoded.
-    fn select<'b>(&self, original: &'b Checkpoint) -> Result<Wanted<'b>, PlanError>
-    where
-        'a: 'b,
-    {
-        let options = self.options;
-        let mut selected = select::select(original, &options.subset, family(original)?.as_ref())?;
-        // A file of hf/ is one of the repository. Boxes of tensors are in none.
-        let has_files = match original.container() {
-            Container::Safetensors => true,
-            Container::Torch => original.is_repository(),
-            Container::Dcp | Container::Orbax => false,
-        };
-        if selected.no_hf.is_none() && !has_files {
-            let reason = format!("the source is a checkpoint of {}, not a repository", original.container());
-            selected.no_hf = Some(reason);
-        }
-        let adapter = adapter(original, options)?;
-        let mut wanted = Wanted { original, selected, adapter, adapted: None };
-        wanted.adapted = adapter.map(|adapter| with_adapter(wanted.part(), adapter)).transpose()?;
-        Ok(wanted)
-    }
-
-    fn choose(&self, wanted: &Wanted<'_>) -> Result<Chosen, PlanError> {
+impl Builder<'_> {
+    fn choose(&self, wanted: &Selection<'_>) -> Result<ChosenLayout, PlanError> {
         let options = self.options;
         let mut set = options.set.clone();
         let file = match &options.layout {
@@ -289,18 +126,18 @@ impl<'a> Builder<'a> {
             Layout::Embedded(embedded) => Some(embedded.choose(wanted.seen(), &mut set)?),
             Layout::File(file) => Some(file.clone()),
         };
-        let wish = layout_wish(options);
-        let wish = file.as_ref().map_or(wish, |file| with_dtype_of(wish, file, options));
+        let request = layout_request(options);
+        let request = file.as_ref().map_or(request, |file| with_dtype_of(request, file, options));
         let flat = file.as_ref().is_some_and(|file| file.flat()) || options.layout == Layout::Hf;
         // A trainer's names are in no table.
         let family = if options.layout == Layout::Stored { None } else { family(wanted.seen())? };
         let is_back = options.layout == Layout::Hf && options.lora.is_none();
         let keep_f32 = family.as_ref().map_or(&[][..], |family| &family.keep_f32);
         let inverse = if is_back { inverse::invert(wanted.part(), options, keep_f32)? } else { None };
-        Ok(Chosen { file, set, wish, family, flat, inverse })
+        Ok(ChosenLayout { file, set, request, family, flat, inverse })
     }
 
-    fn draft(&mut self, wanted: &Wanted<'_>, chosen: &Chosen, values: &Values<'_>) -> Drafted {
+    fn draft(&mut self, wanted: &Selection<'_>, chosen: &ChosenLayout, values: &Values<'_>) -> Drafted {
         let left_out = wanted.selected.left_out(wanted.original);
         let mut drafted = match (&chosen.file, &chosen.inverse) {
             (Some(file), _) => self.draft_by_rules(file, wanted, chosen, values),
@@ -320,24 +157,14 @@ impl<'a> Builder<'a> {
     fn draft_by_rules(
         &mut self,
         file: &LayoutFile,
-        wanted: &Wanted<'_>,
-        chosen: &Chosen,
+        wanted: &Selection<'_>,
+        chosen: &ChosenLayout,
         values: &Values<'_>,
     ) -> Drafted {
         let options = self.options;
         let (missing, unmapped) = (options.allow_missing.clone(), options.allow_unmapped.clone());
         let allowed = layout_file::Allowed { missing, unmapped };
-        let family = Some(file.name().to_owned());
-        let nothing = Drafted {
-            drafts: Vec::new(),
-            family,
-            params: Vec::new(),
-            findings: Findings::default(),
-            left_out: Vec::new(),
-            kept: Vec::new(),
-            dropped: Vec::new(),
-            decoded_config: None,
-        };
+        let nothing = Drafted { family: Some(file.name().to_owned()), ..Drafted::default() };
         let resolved = match file.resolve(wanted.seen(), values, &options.mesh, &chosen.set, allowed) {
             Ok(resolved) => resolved,
             Err(problems) => {
@@ -354,7 +181,7 @@ impl<'a> Builder<'a> {
     }
 
     /// Drafts of the repository that the checkpoint is made back to.
-    fn draft_back(&mut self, inverted: &Inverted, wanted: &Wanted<'_>, chosen: &Chosen) -> Drafted {
+    fn draft_back(&mut self, inverted: &Inverted, wanted: &Selection<'_>, chosen: &ChosenLayout) -> Drafted {
         self.warnings.extend(inverted.warnings.iter().cloned());
         let tensors = inverted.tensors.iter().map(|(name, view)| (name.clone(), Ok(view.clone())));
         let generic = Generic::load().map_err(|error| family_problem(&error).problems);
@@ -364,32 +191,25 @@ impl<'a> Builder<'a> {
             drafts: self.or_default(drafts),
             family: Some(inverted.layout.clone()),
             params: inverted.params.clone(),
-            findings: Findings::default(),
             left_out: inverted.left_out.clone(),
-            kept: Vec::new(),
-            dropped: Vec::new(),
-            decoded_config: None,
+            ..Drafted::default()
         }
     }
 
     /// Drafts of the tensors as they are stored.
-    fn draft_as_stored(&mut self, wanted: &Wanted<'_>, values: &Values<'_>) -> Drafted {
+    fn draft_as_stored(&mut self, wanted: &Selection<'_>, values: &Values<'_>) -> Drafted {
         let drafts = self.or_default(stored::drafts(wanted.seen(), values));
         let scan = self.original.scan_layers().map(|scan| ("scan".to_owned(), scan.to_string()));
         Drafted {
             drafts,
             family: stored::is_maxtext(wanted.seen()).then(|| "maxtext".to_owned()),
             params: scan.into_iter().collect(),
-            findings: Findings::default(),
-            left_out: Vec::new(),
-            kept: Vec::new(),
-            dropped: Vec::new(),
-            decoded_config: None,
+            ..Drafted::default()
         }
     }
 
     /// Drafts by the tables of the model's family, or by the repository's own names.
-    fn draft_by_tables(&mut self, wanted: &Wanted<'_>, chosen: &Chosen, values: &Values<'_>) -> Drafted {
+    fn draft_by_tables(&mut self, wanted: &Selection<'_>, chosen: &ChosenLayout, values: &Values<'_>) -> Drafted {
         let (whole, family, options) = (wanted.whole(), chosen.family.as_ref(), self.options);
         let is_canonical = options.layout == Layout::Canonical;
         // The comparison and the drafts each visit all tensors: they run at the same time.
@@ -405,12 +225,11 @@ impl<'a> Builder<'a> {
         let drafts = canonical.unwrap_or_else(|| hf_drafts(wanted.seen(), family.cloned(), values));
         let drafts = self.or_default(drafts);
         let family = family.map(|family| family.name.clone());
-        let (left_out, kept, dropped) = (Vec::new(), Vec::new(), Vec::new());
-        Drafted { drafts, family, params: Vec::new(), findings, left_out, kept, dropped, decoded_config: None }
+        Drafted { drafts, family, findings, ..Drafted::default() }
     }
 
     /// Chooses the drafts that the mount shows, and renames them.
-    fn name(&mut self, mut drafts: Vec<Draft>, wanted: &Wanted<'_>, chosen: &Chosen) -> Vec<Draft> {
+    fn name(&mut self, mut drafts: Vec<Draft>, wanted: &Selection<'_>, chosen: &ChosenLayout) -> Vec<Draft> {
         let options = self.options;
         if chosen.file.is_none() {
             names::tie(&mut drafts, wanted.seen(), options, &mut self.warnings);
@@ -434,7 +253,7 @@ impl<'a> Builder<'a> {
     }
 
     /// The rules that split logical axes, if specs come from those. Warns of rules and mesh axes that split nothing.
-    fn split(&mut self, drafts: &[Draft], wanted: &Wanted<'_>, chosen: &Chosen) -> Option<LogicalRules> {
+    fn split(&mut self, drafts: &[Draft], wanted: &Selection<'_>, chosen: &ChosenLayout) -> Option<LogicalRules> {
         let options = self.options;
         let is_maxtext = drafts.iter().any(|draft| !draft.roles.logical.is_empty());
         let rules = logical_rules(options, chosen.file.as_deref(), is_maxtext && options.layout == Layout::Stored);
@@ -467,121 +286,26 @@ impl<'a> Builder<'a> {
         drafts
     }
 
-    /// The files of `hf/`. What a layout does by itself to its own tensors is no wish for another `hf/`: `is_alike` tells
-    /// whether what is wanted has the same tensors decoded.
-    fn repository(
-        &mut self,
-        wanted: &Wanted<'_>,
-        keep_f32: &[Pattern],
-        is_alike: bool,
-    ) -> Result<Repository, PlanError> {
-        if self.options.layout == Layout::Stored {
-            // hf/ is a repository, which a trainer's checkpoint is not.
-            return Ok(Repository::default());
-        }
-        if let Some(reason) = &wanted.selected.no_hf {
-            return Ok(self.no_repository(reason, self.original.is_repository()));
-        }
-        let (original, options) = (self.original, self.options);
-        let plan = |wanted: &Wanted<'_>| {
-            let part = wanted.part();
-            let values = Values::new(part, asked(options), &options.casts, keep_f32);
-            let (renames, tie, text) = (&options.renames, options.tied == Tied::Alias, wanted.selected.text.as_ref());
-            let files = hf::plan(original, &values, hf::Names { renames, tie, text });
-            (files, groups_of(part, values.kept()), values.raw())
-        };
-        let mut raw = BTreeSet::new();
-        if is_alike {
-            let (files, kept, more) = plan(wanted);
-            if more.is_empty() {
-                return Ok(self.planned(files, kept, wanted.part()));
-            }
-            raw = more;
-        }
-        loop {
-            let decoded = decoded(original, decodes(options, asked(options)), &raw)?;
-            let wanted = self.select(decoded.as_ref().unwrap_or(original))?;
-            // What a layout decodes for itself may be raw here.
-            if let Some(reason) = &wanted.selected.no_hf {
-                return Ok(self.no_repository(reason, self.original.is_repository()));
-            }
-            let (files, kept, more) = plan(&wanted);
-            if more.is_empty() {
-                return Ok(self.planned(files, kept, wanted.part()));
-            }
-            raw.extend(more);
-        }
-    }
-
-    /// The files of a generated `hf/`: the tensors shown, where the source is no repository.
-    fn generated(&mut self, drafts: &[Draft], wanted: &Wanted<'_>, chosen: &Chosen) -> Option<Repository> {
-        let (checkpoint, options) = (wanted.seen(), self.options);
-        let is_own = options.layout == Layout::Hf && checkpoint.companion().is_some();
-        if chosen.inverse.is_none() && !is_own {
-            return None;
-        }
-        let inverse = chosen.inverse.as_ref();
-        let text = wanted.selected.text.as_ref().filter(|_| inverse.is_none());
-        if let (Some(reason), None) = (&wanted.selected.no_text, inverse) {
-            return Some(self.no_repository(reason, true));
-        }
-        let alone = text.and_then(|text| Some(text.config(checkpoint.config()?, checkpoint.dialect().tied)));
-        let config = inverse.map(|inverted| &inverted.config).or(alone.as_ref()).or_else(|| checkpoint.config());
-        let name = |name: &String| text.map_or_else(|| name.clone(), |text| text.name(name));
-        let tensors = drafts.iter().map(|draft| (name(&draft.name), draft.view.clone())).collect();
-        let is_text = text.is_some() || inverse.is_some_and(|inverted| inverted.is_text);
-        let shard_bytes_max = options.shard_bytes_max.unwrap_or(generated::SHARD_BYTES_MAX);
-        let files = generated::files(checkpoint, tensors, (config, is_text), shard_bytes_max);
-        let kept = chosen.inverse.as_ref().map_or_else(Vec::new, |inverted| inverted.kept.clone());
-        Some(Repository { files: self.or_default(files), kept, absent: None })
-    }
-
-    /// The files of `hf/` of this part of the repository, and what is said of them.
-    fn planned(
-        &mut self,
-        files: Result<Vec<HfFile>, Vec<Problem>>,
-        kept: Vec<NameGroup>,
-        part: &Checkpoint,
-    ) -> Repository {
-        let decoded = part.tensors().filter(|(_, info)| info.quantized().is_some()).count();
-        let raw = if decoded == 0 { 0 } else { part.raw().count() };
-        if raw > 0 {
-            self.warnings.push(format!(
-                "hf/ has {raw} quantized tensors as stored beside {decoded} decoded ones: its config.json still says how the \
-                 repository is quantized, which holds for the former only"
-            ));
-        }
-        Repository { files: self.or_default(files), kept, absent: None }
-    }
-
-    /// No `hf/`, for this reason. Nobody expects a repository of what is none.
-    fn no_repository(&mut self, reason: &str, is_expected: bool) -> Repository {
-        if is_expected {
-            self.warnings.push(format!("hf/ is left out: {reason}"));
-        }
-        Repository { absent: Some(reason.to_owned()), ..Repository::default() }
-    }
-
     /// Gives each tensor its spec.
     fn assemble(
         mut self,
-        wanted: &Wanted<'_>,
-        chosen: &Chosen,
+        wanted: &Selection<'_>,
+        chosen: &ChosenLayout,
         drafted: Drafted,
         drafts: Vec<Draft>,
-        (logical_rules, hf): (Option<LogicalRules>, Repository),
+        (logical_rules, hf): (Option<LogicalRules>, HfFiles),
     ) -> Result<Plan, PlanError> {
         let options = self.options;
         let no_hf = hf.absent.or_else(|| wanted.selected.no_hf.clone()).filter(|_| hf.files.is_empty());
         let mut plan = Plan {
             mesh: options.mesh.clone(),
             layout: options.layout.clone(),
-            dtype: chosen.wish.dtype,
-            decoded: decoded_by_scheme(wanted.seen(), chosen.wish, options),
+            dtype: chosen.request.dtype,
+            decoded: decoded_by_scheme(wanted.seen(), chosen.request, options),
             kept: drafted.kept,
             kept_hf: hf.kept,
             dropped: drafted.dropped,
-            kept_raw: if chosen.wish.quantized == Raw::Shown { 0 } else { wanted.seen().raw().count() as u64 },
+            kept_raw: if chosen.request.quantized == Raw::Shown { 0 } else { wanted.seen().raw().count() as u64 },
             family: drafted.family,
             params: drafted.params,
             logical_rules,
@@ -608,8 +332,8 @@ impl<'a> Builder<'a> {
 }
 
 /// The decoded tensors by scheme. Dtypes follow the names of the repository.
-fn decoded_by_scheme(checkpoint: &Checkpoint, wish: Wish, options: &ViewOptions) -> Vec<Decoded> {
-    let values = Values::new(checkpoint, wish, &options.casts, &[]);
+fn decoded_by_scheme(checkpoint: &Checkpoint, request: ValueRequest, options: &ViewOptions) -> Vec<Decoded> {
+    let values = Values::new(checkpoint, request, &options.casts, &[]);
     let mut found: BTreeMap<&'static str, Decoded> = BTreeMap::new();
     for (id, info) in checkpoint.tensors() {
         let Some(quantized) = info.quantized() else { continue };
@@ -636,29 +360,6 @@ fn canonical_drafts(
 fn hf_drafts(checkpoint: &Checkpoint, family: Option<Family>, values: &Values<'_>) -> Result<Vec<Draft>, Vec<Problem>> {
     let generic = Generic::load().map_err(|error| family_problem(&error).problems)?;
     canonical::hf_drafts(checkpoint, family, generic, values)
-}
-
-/// The adapter that the user requests, if the layout can show it.
-fn adapter<'a>(checkpoint: &'a Checkpoint, options: &ViewOptions) -> Result<Option<&'a Adapter>, PlanError> {
-    let Some(dir) = &options.lora else { return Ok(None) };
-    let problem = |reason: String| PlanError::from(Problem::File { file: format!("lora {}", dir.display()), reason });
-    if options.layout != Layout::Hf {
-        let layout = options.layout.name();
-        return Err(problem(format!(
-            "the names of a model with an adapter are those of the layout hf, not of {layout}"
-        )));
-    }
-    checkpoint.adapter(dir).map(Some).ok_or_else(|| problem("the source was opened without this adapter".to_owned()))
-}
-
-/// A part of a checkpoint, and the tensors of an adapter under their own names.
-fn with_adapter(part: &Checkpoint, adapter: &Adapter) -> Result<Checkpoint, PlanError> {
-    let config = part.config().cloned();
-    let adapted = part.derived(config, Some(adapter.file), |_, info| Some(info.name.to_owned()));
-    adapted.map_err(|reasons| {
-        let file = format!("lora {}", adapter.dir.display());
-        PlanError { problems: reasons.into_iter().map(|reason| Problem::File { file: file.clone(), reason }).collect() }
-    })
 }
 
 /// The rules for logical axes, if specs come from those.
