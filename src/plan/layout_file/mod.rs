@@ -78,6 +78,7 @@
 //! What it deliberately does not do: read weights, or know any model.
 
 mod inverse;
+mod leaf;
 mod place;
 mod read;
 mod resolve;
