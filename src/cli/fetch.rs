@@ -35,14 +35,14 @@ const PROBE_BYTES: u64 = 1 << 20;
 Examples:
   ckfs fetch meta-llama/Llama-3.1-70B --mesh fsdp=64 --devices 8-15
   ckfs fetch s3://bucket/llama --layout maxtext --mesh fsdp=64,tensor=8 --devices 0-7 --cache-dir /scratch/ckfs")]
-pub(super) struct Fetch {
+pub(super) struct FetchCommand {
     /// org/name[@revision] on the Hub, hf://, s3://, gs://, az:// or https://.
     source: Option<String>,
     #[command(flatten)]
     flags: SourceFlags,
 }
 
-impl Fetch {
+impl FetchCommand {
     pub(super) fn run(&self, log: &LogFlags) -> anyhow::Result<()> {
         let mut config = open::source_config(self.source.as_deref(), &self.flags)?;
         let checkpoint = open::checkpoint(&mut config)?;

@@ -49,7 +49,7 @@ pub use check::{
 };
 pub use draft::{Bundled, Draft, Roles};
 pub use family::Family;
-pub use kind::Kinds;
+pub use kind::TensorKinds;
 pub use layout_file::LayoutFile;
 pub use layouts::Embedded;
 pub use name::{
@@ -62,7 +62,7 @@ pub use need::{
     remote_bytes::{FETCHED_BYTES, RemoteBytes},
 };
 pub use options::{Layout, ViewOptions};
-pub use planned::{Decoded, Plan, PlannedTensor, Rank};
+pub use planned::{DecodedScheme, Plan, PlannedTensor, Rank};
 pub use repository::{
     generated::SHARD_BYTES_MAX,
     hf::{self, HfContent, HfFile},

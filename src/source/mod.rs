@@ -30,7 +30,7 @@ mod span;
 pub mod stall;
 mod survey;
 
-pub use beneath::{Beneath, Found, Opened, private_directory};
+pub use beneath::{Beneath, FoundFile, Opened, private_directory};
 pub use error::{Aspect, Poison, SourceError};
 pub use health::Health;
 pub use interface::{Coded, DecodedChunks, FetchPart, FileFetch, Maps, Pin, RemoteSource, Source};

@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 
 use super::{
     health::HealthReport,
-    metrics::{LATENCY_BOUNDS_US, Metrics, Op},
+    metrics::{LATENCY_BOUNDS_US, Metrics, RequestKind},
 };
 use crate::{
     host::{budget::Budget, memory},
@@ -202,7 +202,7 @@ impl Reported<'_> {
     }
 
     fn ops(&self) -> Map<String, Value> {
-        let row = |op: &Op| {
+        let row = |op: &RequestKind| {
             let row = self.metrics.op(*op);
             let value = json!({
                 "count": get(&row.count),
@@ -212,7 +212,7 @@ impl Reported<'_> {
             });
             (op.name().to_owned(), value)
         };
-        Op::ALL.iter().map(row).collect()
+        RequestKind::ALL.iter().map(row).collect()
     }
 
     /// The statistics as JSON, padded to `len` bytes.

@@ -65,20 +65,20 @@ impl fmt::Debug for ChunkPool {
 }
 
 /// A buffer of the pool, which goes back to it.
-pub(super) struct Buffer<'p> {
+pub(super) struct ChunkBuffer<'p> {
     pool: &'p ChunkPool,
     /// At least as long as asked for.
     bytes: Vec<u8>,
     len: usize,
 }
 
-impl Buffer<'_> {
+impl ChunkBuffer<'_> {
     pub(super) fn get(&mut self) -> &mut [u8] {
         &mut self.bytes[..self.len]
     }
 }
 
-impl Drop for Buffer<'_> {
+impl Drop for ChunkBuffer<'_> {
     fn drop(&mut self) {
         self.pool.give(std::mem::take(&mut self.bytes));
     }
@@ -221,8 +221,8 @@ impl ChunkPool {
         decode: impl FnOnce(&mut [u8], &mut [u8]) -> Result<(), E>,
     ) -> Result<Arc<Decoded>, E> {
         let decoding = Decoding(self, key);
-        let mut stored = Buffer { pool: self, bytes: stored, len: to_usize(stored_len) };
-        let mut target = Buffer { pool: self, bytes: target, len: to_usize(len) };
+        let mut stored = ChunkBuffer { pool: self, bytes: stored, len: to_usize(stored_len) };
+        let mut target = ChunkBuffer { pool: self, bytes: target, len: to_usize(len) };
         stored.grow();
         target.grow();
         decode(stored.get(), target.get())?;
@@ -323,7 +323,7 @@ impl ChunkPool {
     }
 }
 
-impl Buffer<'_> {
+impl ChunkBuffer<'_> {
     /// Makes a fresh buffer as long as asked for; one that was used before is long enough.
     fn grow(&mut self) {
         if self.bytes.len() < self.len {

@@ -10,7 +10,7 @@ use serde_json::Value as Json;
 
 use super::*;
 use crate::{
-    checkpoint::tree::Entry,
+    checkpoint::tree::TreeEntry,
     source::{ByteSpan, FetchPart, Health, Pin, SourceError, permission::Gates},
     tensor::to_usize,
 };
@@ -28,7 +28,7 @@ impl FileTree for MemoryTree {
         Arc::from(Path::new("/").join(self.name).join(path).as_path())
     }
 
-    fn list(&self, directory: &str) -> Result<Vec<Entry>, SourceError> {
+    fn list(&self, directory: &str) -> Result<Vec<TreeEntry>, SourceError> {
         let prefix = if directory.is_empty() { String::new() } else { format!("{directory}/") };
         let below = self.files.keys().filter_map(|path| path.strip_prefix(&prefix));
         let mut found: BTreeMap<&str, bool> = BTreeMap::new();
@@ -38,7 +38,7 @@ impl FileTree for MemoryTree {
                 None => found.insert(path, false),
             };
         }
-        let entry = |(name, is_directory): (&str, bool)| Entry { name: name.to_owned(), is_directory };
+        let entry = |(name, is_directory): (&str, bool)| TreeEntry { name: name.to_owned(), is_directory };
         Ok(found.into_iter().map(entry).collect())
     }
 

@@ -150,7 +150,7 @@ impl Quantized<'_> {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Row {
+struct QuantizedRow {
     name_end: u32,
     operands_end: u32,
     template: TemplateId,
@@ -162,7 +162,7 @@ struct Row {
 #[derive(Clone, Debug, Default)]
 pub struct QuantizedTable {
     templates: Vec<Template>,
-    rows: Vec<Row>,
+    rows: Vec<QuantizedRow>,
     names: String,
     operands: Vec<TensorId>,
 }
@@ -191,7 +191,7 @@ impl QuantizedTable {
         self.operands.extend_from_slice(operands);
         let name_end = u32::try_from(self.names.len()).ok()?;
         let operands_end = u32::try_from(self.operands.len()).ok()?;
-        self.rows.push(Row { name_end, operands_end, template, dtype, scheme });
+        self.rows.push(QuantizedRow { name_end, operands_end, template, dtype, scheme });
         Some(())
     }
 

@@ -28,7 +28,7 @@ use crate::{
         Log,
         signal::{REOPEN, STATISTICS},
     },
-    volume::{FileSystem, Op},
+    volume::{FileSystem, RequestKind},
 };
 
 /// How the mount ended.
@@ -211,7 +211,7 @@ impl Supervisor {
     /// Handles that readers have open.
     fn open_files(&self) -> u64 {
         let metrics = self.fs.metrics();
-        let (opens, releases) = (metrics.op(Op::Open), metrics.op(Op::Release));
+        let (opens, releases) = (metrics.op(RequestKind::Open), metrics.op(RequestKind::Release));
         let failed = opens.errors.load(Ordering::Relaxed);
         let closed = releases.count.load(Ordering::Relaxed);
         opens.count.load(Ordering::Relaxed).saturating_sub(failed).saturating_sub(closed)
@@ -356,16 +356,16 @@ impl Supervisor {
     /// One line of statistics.
     fn statistics(&self) -> String {
         let metrics = self.fs.metrics();
-        let count = |op: Op| metrics.op(op).count.load(Ordering::Relaxed);
-        let all = |which: &dyn Fn(Op) -> u64| Op::ALL.iter().map(|op| which(*op)).sum::<u64>();
+        let count = |op: RequestKind| metrics.op(op).count.load(Ordering::Relaxed);
+        let all = |which: &dyn Fn(RequestKind) -> u64| RequestKind::ALL.iter().map(|op| which(*op)).sum::<u64>();
         format!(
             "statistics of {}: up {} s, {} requests, {} opens, {} reads, {} errors, {} panics, {} in flight, {} opens passed to \
              the kernel",
             self.mounted.path().display(),
             self.since.elapsed().as_secs(),
             all(&count),
-            count(Op::Open),
-            count(Op::Read),
+            count(RequestKind::Open),
+            count(RequestKind::Read),
             all(&|op| metrics.op(op).errors.load(Ordering::Relaxed)),
             metrics.panics.load(Ordering::Relaxed),
             metrics.in_flight.load(Ordering::Relaxed),

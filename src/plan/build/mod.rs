@@ -29,8 +29,8 @@ use self::{
     stage::{Builder, ChosenLayout, Drafted, Selection, groups_of},
 };
 use super::{
-    Decoded, Draft, Family, Layout, LayoutFile, LogicalRules, NameGroup, Plan, PlanError, Problem, Sharding, Tied,
-    ViewOptions, canonical, expect,
+    DecodedScheme, Draft, Family, Layout, LayoutFile, LogicalRules, NameGroup, Plan, PlanError, Problem, Sharding,
+    Tied, ViewOptions, canonical, expect,
     family::Generic,
     hf,
     inverse::{self, Inverted},
@@ -332,14 +332,14 @@ impl Builder<'_> {
 }
 
 /// The decoded tensors by scheme. Dtypes follow the names of the repository.
-fn decoded_by_scheme(checkpoint: &Checkpoint, request: ValueRequest, options: &ViewOptions) -> Vec<Decoded> {
+fn decoded_by_scheme(checkpoint: &Checkpoint, request: ValueRequest, options: &ViewOptions) -> Vec<DecodedScheme> {
     let values = Values::new(checkpoint, request, &options.casts, &[]);
-    let mut found: BTreeMap<&'static str, Decoded> = BTreeMap::new();
+    let mut found: BTreeMap<&'static str, DecodedScheme> = BTreeMap::new();
     for (id, info) in checkpoint.tensors() {
         let Some(quantized) = info.quantized() else { continue };
         let dtype = values.dtype_of(id, &[info.name]).unwrap_or(quantized.dtype);
         let scheme = quantized.scheme;
-        let row = found.entry(scheme).or_insert(Decoded { scheme, tensors: 0, bytes: 0 });
+        let row = found.entry(scheme).or_insert(DecodedScheme { scheme, tensors: 0, bytes: 0 });
         row.tensors += 1;
         row.bytes += dtype.bytes_of(quantized.shape().elements()).unwrap_or(0);
     }

@@ -39,7 +39,7 @@ impl Builder<'_> {
             let part = wanted.part();
             let values = Values::new(part, asked(options), &options.casts, keep_f32);
             let (renames, tie, text) = (&options.renames, options.tied == Tied::Alias, wanted.selected.text.as_ref());
-            let files = hf::plan(original, &values, hf::Names { renames, tie, text });
+            let files = hf::plan(original, &values, hf::HfNames { renames, tie, text });
             (files, groups_of(part, values.kept()), values.raw())
         };
         let mut raw = BTreeSet::new();

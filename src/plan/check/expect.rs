@@ -15,7 +15,7 @@ use serde_json::Value as Json;
 
 use super::super::{
     ViewOptions,
-    expr::{EvalError, Expr, Names, Value},
+    expr::{EvalError, Expr, ExprValue, NameScope},
     family::{Expectation, Family, Generic, Words},
     hole::Hole,
     holes,
@@ -35,19 +35,19 @@ struct Condition<'a> {
     layer: Option<u64>,
 }
 
-impl Names for Condition<'_> {
+impl NameScope for Condition<'_> {
     fn mesh(&self, _axis: &str) -> Option<u64> {
         // The required tensors do not depend on the devices.
         None
     }
 
-    fn name(&self, name: &str) -> Result<Value, EvalError> {
+    fn name(&self, name: &str) -> Result<ExprValue, EvalError> {
         let layer = self.layer.filter(|_| name == "l").and_then(|layer| i64::try_from(layer).ok());
-        layer.map(Value::Int).ok_or_else(|| EvalError::Name(name.to_owned()))
+        layer.map(ExprValue::Int).ok_or_else(|| EvalError::Name(name.to_owned()))
     }
 
-    fn config(&self, path: &[String]) -> Option<Value> {
-        Value::of_json(member(self.checkpoint, path)?)
+    fn config(&self, path: &[String]) -> Option<ExprValue> {
+        ExprValue::of_json(member(self.checkpoint, path)?)
     }
 
     fn shape(&self, tensor: &str) -> Option<Vec<u64>> {
@@ -66,7 +66,7 @@ fn member<'a>(checkpoint: &'a Checkpoint, path: &[String]) -> Option<&'a Json> {
     text.and_then(walk).or_else(|| walk(config))
 }
 
-fn evaluate(expression: &str, checkpoint: &Checkpoint, layer: Option<u64>) -> Option<Value> {
+fn evaluate(expression: &str, checkpoint: &Checkpoint, layer: Option<u64>) -> Option<ExprValue> {
     let expression = Expr::parse(expression).expect("the families' files are in the program, and a test parses these");
     expression.eval(&Condition { checkpoint, layer }).ok()
 }

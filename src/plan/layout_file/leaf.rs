@@ -5,11 +5,11 @@ use std::{ops::Range, sync::Arc};
 use super::{
     super::{
         draft::{Bundled, Draft, Roles},
-        expr::{EvalError, Expr, Template, Value},
+        expr::{EvalError, Expr, ExprValue, TextTemplate},
         problem::Problem,
         values::Values,
     },
-    AtLine, Keep, Leaf, Placement, Span, Stack,
+    AtLine, LeafDtype, LeafRule, Placement, Span, Stack,
     scope::{Bound, Local, Scope, is_absent},
 };
 use crate::tensor::{Shape, TensorId, View};
@@ -21,7 +21,7 @@ const RANGE_MAX: u64 = 1 << 20;
 const EXPERT_WORDS: [&str; 3] = ["exp", "expert", "experts"];
 
 /// Why a leaf is absent.
-pub(super) enum Failure {
+pub(super) enum LeafFailure {
     /// A source is missing, or has another shape than its rule says.
     Missing,
     /// The stack would have no layers.
@@ -43,7 +43,7 @@ pub(super) struct Misshapen {
 
 /// A leaf in the making.
 pub(super) struct LeafInProgress<'a> {
-    pub(super) leaf: &'a Leaf,
+    pub(super) leaf: &'a LeafRule,
     pub(super) place: Option<&'a Placement>,
     pub(super) name: String,
     pub(super) bound: Bound,
@@ -67,18 +67,18 @@ pub(super) struct LeafViews<'a> {
 
 impl LeafViews<'_> {
     /// The view of a leaf.
-    pub(super) fn view(&self, making: &mut LeafInProgress<'_>) -> Result<View, Failure> {
+    pub(super) fn view(&self, making: &mut LeafInProgress<'_>) -> Result<View, LeafFailure> {
         let view = self.level(making, 0)?;
         self.after_stack(making, view)
     }
 
     /// The view from one level of stacks inwards.
-    fn level(&self, making: &mut LeafInProgress<'_>, level: usize) -> Result<View, Failure> {
+    fn level(&self, making: &mut LeafInProgress<'_>, level: usize) -> Result<View, LeafFailure> {
         let Some(stack) = making.stacks.get(level).copied() else { return self.slice(making) };
         let range = match &stack.over {
             Some(over) => {
                 let range = range_of(self.scope, over, &making.bound);
-                range.map_err(|error| Failure::Rule(over.at, error))?
+                range.map_err(|error| LeafFailure::Rule(over.at, error))?
             }
             None => self.numbers(making, stack)?,
         };
@@ -91,34 +91,34 @@ impl LeafViews<'_> {
             match child {
                 Ok(child) => children.push(child),
                 // Others may be missing too: the loop goes on to name them all.
-                Err(Failure::Missing) => {}
-                Err(Failure::Empty) => empty = true,
+                Err(LeafFailure::Missing) => {}
+                Err(LeafFailure::Empty) => empty = true,
                 Err(failure) => return Err(failure),
             }
         }
         if !making.missing.is_empty() || !making.misshapen.is_empty() {
-            return Err(Failure::Missing);
+            return Err(LeafFailure::Missing);
         }
         if empty || children.is_empty() {
-            return Err(Failure::Empty);
+            return Err(LeafFailure::Empty);
         }
         let axis = self.axis(making, level, children[0].shape().rank())?;
-        View::stack(axis, &children).map_err(|error| Failure::Rule(stack.at, error.into()))
+        View::stack(axis, &children).map_err(|error| LeafFailure::Rule(stack.at, error.into()))
     }
 
     /// The view of a finished stack. None of its axes counts as stacked.
-    fn after_stack(&self, making: &mut LeafInProgress<'_>, stacked: View) -> Result<View, Failure> {
+    fn after_stack(&self, making: &mut LeafInProgress<'_>, stacked: View) -> Result<View, LeafFailure> {
         let Some(after) = &making.leaf.after_stack else { return Ok(stacked) };
         let mut bound = making.bound.clone();
-        bound.push(("x".into(), Value::View(stacked)));
+        bound.push(("x".into(), ExprValue::View(stacked)));
         let view = after.it.eval(&Local { scope: self.scope, bound: &bound });
         let view = view.and_then(|view| view.view("after_stack").cloned());
         making.axes = Some(Vec::new());
-        view.map_err(|error| Failure::Rule(after.at, error))
+        view.map_err(|error| LeafFailure::Rule(after.at, error))
     }
 
     /// Number of the axis that a level of stacks makes, among the axes of the levels inside it.
-    fn axis(&self, making: &mut LeafInProgress<'_>, level: usize, child_rank: usize) -> Result<usize, Failure> {
+    fn axis(&self, making: &mut LeafInProgress<'_>, level: usize, child_rank: usize) -> Result<usize, LeafFailure> {
         if making.axes.is_none() {
             let levels = making.stacks.len();
             let rank = child_rank - (levels - 1 - level);
@@ -133,11 +133,11 @@ impl LeafViews<'_> {
                 bound.push(("outer".into(), int(outer as u64)));
                 let number = axis.it.eval(&Local { scope: self.scope, bound: &bound });
                 let number = number.and_then(|number| number.natural("axis"));
-                let number = number.map_err(|error| Failure::Rule(axis.at, error))?;
+                let number = number.map_err(|error| LeafFailure::Rule(axis.at, error))?;
                 let number = usize::try_from(number).ok().filter(|number| *number < rank + levels);
                 match number.filter(|number| !axes.contains(number)) {
                     Some(number) => axes.push(number),
-                    None => return Err(Failure::Rule(axis.at, EvalError::Range("axis"))),
+                    None => return Err(LeafFailure::Rule(axis.at, EvalError::Range("axis"))),
                 }
             }
             making.axes = Some(axes);
@@ -147,12 +147,12 @@ impl LeafViews<'_> {
     }
 
     /// All numbers of a variable in the names of the repository, from 0.
-    fn numbers(&self, making: &LeafInProgress<'_>, stack: &Stack) -> Result<Range<u64>, Failure> {
+    fn numbers(&self, making: &LeafInProgress<'_>, stack: &Stack) -> Result<Range<u64>, LeafFailure> {
         if self.scope.inverse.is_some() {
-            return Err(Failure::Rule(stack.at, EvalError::Open(stack.var.to_string())));
+            return Err(LeafFailure::Rule(stack.at, EvalError::Open(stack.var.to_string())));
         }
         let mut bound = making.bound.clone();
-        bound.push((stack.var.clone(), Value::Text("*".into())));
+        bound.push((stack.var.clone(), ExprValue::Text("*".into())));
         // Stacks further in have no number yet. Any number serves, as layers and experts start at 0 unless a range says
         // otherwise.
         let at = making.stacks.iter().position(|other| std::ptr::eq(*other, stack));
@@ -160,11 +160,11 @@ impl LeafViews<'_> {
         for inner in &making.stacks[at + 1..] {
             let first =
                 inner.over.as_ref().map_or(Ok(0), |over| range_of(self.scope, over, &bound).map(|range| range.start));
-            let first = first.map_err(|error| Failure::Rule(inner.at, error))?;
+            let first = first.map_err(|error| LeafFailure::Rule(inner.at, error))?;
             bound.push((inner.var.clone(), int(first)));
         }
         let Some((_, first)) = making.leaf.from.first() else { return Ok(0..0) };
-        let open = |_| Failure::Rule(stack.at, EvalError::Open(stack.var.to_string()));
+        let open = |_| LeafFailure::Rule(stack.at, EvalError::Open(stack.var.to_string()));
         let name = self.source_name(making, first, &bound).map_err(open)?;
         Ok(0..self.scope.count(&name).min(RANGE_MAX))
     }
@@ -172,18 +172,18 @@ impl LeafViews<'_> {
     fn source_name(
         &self,
         making: &LeafInProgress<'_>,
-        template: &Template,
-        bound: &[(Arc<str>, Value)],
-    ) -> Result<String, Failure> {
+        template: &TextTemplate,
+        bound: &[(Arc<str>, ExprValue)],
+    ) -> Result<String, LeafFailure> {
         let local = Local { scope: self.scope, bound };
-        let name = template.eval(&local).map_err(|error| Failure::Rule(making.leaf.from_at, error))?;
+        let name = template.eval(&local).map_err(|error| LeafFailure::Rule(making.leaf.from_at, error))?;
         let Some(from) = making.place.and_then(|place| place.from.as_ref()) else { return Ok(name) };
-        let prefix = from.it.eval(&local).map_err(|error| Failure::Rule(from.at, error))?;
+        let prefix = from.it.eval(&local).map_err(|error| LeafFailure::Rule(from.at, error))?;
         Ok(joined(&prefix, &name))
     }
 
     /// The view over one set of sources, before stacking.
-    fn slice(&self, making: &mut LeafInProgress<'_>) -> Result<View, Failure> {
+    fn slice(&self, making: &mut LeafInProgress<'_>) -> Result<View, LeafFailure> {
         let leaf = making.leaf;
         let before = making.missing.len() + making.misshapen.len();
         let mut sources = Vec::with_capacity(leaf.from.len());
@@ -192,7 +192,7 @@ impl LeafViews<'_> {
             if let Some(inverse) = self.scope.inverse {
                 let extents = self.extents(making, name)?;
                 let view = inverse.targets.borrow_mut().view(source, extents);
-                sources.push((name.clone(), view.map_err(|error| Failure::Rule(leaf.from_at, error))?));
+                sources.push((name.clone(), view.map_err(|error| LeafFailure::Rule(leaf.from_at, error))?));
                 continue;
             }
             let Some(id) = self.scope.find(&source) else {
@@ -202,27 +202,27 @@ impl LeafViews<'_> {
             making.found.push(id);
             let found = self.scope.checkpoint.tensor(id).name;
             let dtype = match leaf.dtype {
-                Some(Keep::Source) => None,
-                Some(Keep::As(dtype)) => Some(dtype),
+                Some(LeafDtype::Source) => None,
+                Some(LeafDtype::As(dtype)) => Some(dtype),
                 None => self.values.dtype_of(id, &[found, &source, &making.name]),
             };
-            let view = self.values.view(id, dtype).map_err(Failure::Source)?;
+            let view = self.values.view(id, dtype).map_err(LeafFailure::Source)?;
             making.misshapen.extend(self.misshapen(making, name, id, view.shape())?);
             sources.push((name.clone(), view));
         }
         if making.missing.len() + making.misshapen.len() > before {
-            return Err(Failure::Missing);
+            return Err(LeafFailure::Missing);
         }
-        let Some(view) = &leaf.view else { return sources.pop().map(|(_, view)| view).ok_or(Failure::Empty) };
+        let Some(view) = &leaf.view else { return sources.pop().map(|(_, view)| view).ok_or(LeafFailure::Empty) };
         let outside = making.bound.len();
-        making.bound.extend(sources.into_iter().map(|(name, view)| (name, Value::View(view))));
+        making.bound.extend(sources.into_iter().map(|(name, view)| (name, ExprValue::View(view))));
         let value = view.it.eval(&Local { scope: self.scope, bound: &making.bound });
         making.bound.truncate(outside);
-        value.and_then(|value| value.view("view").cloned()).map_err(|error| Failure::Rule(view.at, error))
+        value.and_then(|value| value.view("view").cloned()).map_err(|error| LeafFailure::Rule(view.at, error))
     }
 
     /// The extents that a leaf's rule gives to a source. An extent without a value has the reason in its place.
-    fn extents(&self, making: &LeafInProgress<'_>, name: &str) -> Result<Vec<Result<u64, EvalError>>, Failure> {
+    fn extents(&self, making: &LeafInProgress<'_>, name: &str) -> Result<Vec<Result<u64, EvalError>>, LeafFailure> {
         let Some((_, shape)) = making.leaf.shape.iter().find(|(of, _)| **of == *name) else {
             return Ok(vec![Err(EvalError::NoShape(name.to_owned()))]);
         };
@@ -232,7 +232,7 @@ impl LeafViews<'_> {
             match extent.eval(&local).and_then(|extent| extent.natural("shape")) {
                 Ok(extent) => Ok(Ok(extent)),
                 Err(error) if is_absent(&error) => Ok(Err(error)),
-                Err(error) => Err(Failure::Rule(shape.at, error)),
+                Err(error) => Err(LeafFailure::Rule(shape.at, error)),
             }
         });
         extents.collect()
@@ -245,7 +245,7 @@ impl LeafViews<'_> {
         name: &str,
         id: TensorId,
         found: &Shape,
-    ) -> Result<Option<Misshapen>, Failure> {
+    ) -> Result<Option<Misshapen>, LeafFailure> {
         let Some((_, shape)) = making.leaf.shape.iter().find(|(of, _)| **of == *name) else { return Ok(None) };
         let expected = self.extents(making, name)?;
         let expected: Vec<Option<u64>> = expected.into_iter().map(Result::ok).collect();
@@ -298,7 +298,7 @@ impl LeafInProgress<'_> {
 pub(super) fn range_of(
     scope: &Scope<'_>,
     range: &AtLine<(Expr, Expr)>,
-    bound: &[(Arc<str>, Value)],
+    bound: &[(Arc<str>, ExprValue)],
 ) -> Result<Range<u64>, EvalError> {
     let local = Local { scope, bound };
     let number = |expr: &Expr| expr.eval(&local)?.natural("range");
@@ -306,8 +306,8 @@ pub(super) fn range_of(
     if stop.saturating_sub(start) <= RANGE_MAX { Ok(start..stop) } else { Err(EvalError::Range("range")) }
 }
 
-pub(super) fn int(number: u64) -> Value {
-    Value::Int(i64::try_from(number).expect("numbers of loops come from expressions, which have 63 bits"))
+pub(super) fn int(number: u64) -> ExprValue {
+    ExprValue::Int(i64::try_from(number).expect("numbers of loops come from expressions, which have 63 bits"))
 }
 
 pub(super) fn joined(prefix: &str, name: &str) -> String {

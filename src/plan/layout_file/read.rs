@@ -8,12 +8,12 @@ use toml::Spanned;
 
 use super::{
     super::{
-        expr::{Expr, SyntaxError, Template, function_names},
+        expr::{Expr, SyntaxError, TextTemplate, function_names},
         logical::{LogicalRule, LogicalRules},
         problem::{PlanError, Problem},
         text_model::TextModel,
     },
-    AtLine, Check, Each, Extents, Ignore, Keep, LayoutFile, Leaf, Placement, Span, Stack, place,
+    AtLine, Check, Each, Extents, Ignore, LayoutFile, LeafDtype, LeafRule, Placement, Span, Stack, place,
 };
 use crate::config::{did_you_mean, excerpt, float_of};
 
@@ -240,8 +240,8 @@ impl LayoutReader<'_> {
         self.parse(text, Expr::parse)
     }
 
-    fn template(&mut self, text: &Text) -> Option<AtLine<Template>> {
-        self.parse(text, Template::parse)
+    fn template(&mut self, text: &Text) -> Option<AtLine<TextTemplate>> {
+        self.parse(text, TextTemplate::parse)
     }
 
     fn each(&mut self, each: &BTreeMap<String, Text>) -> Each {
@@ -272,12 +272,12 @@ impl LayoutReader<'_> {
             .collect()
     }
 
-    fn dtype(&mut self, text: &Text) -> Option<Keep> {
+    fn dtype(&mut self, text: &Text) -> Option<LeafDtype> {
         if text.get_ref() == "keep" {
-            return Some(Keep::Source);
+            return Some(LeafDtype::Source);
         }
         match float_of(text.get_ref(), "keep") {
-            Ok(dtype) => Some(Keep::As(dtype)),
+            Ok(dtype) => Some(LeafDtype::As(dtype)),
             Err(near) => {
                 let other = || format!("expected keep or a float type such as bf16, found {:?}", text.get_ref());
                 self.problem(span(text), near.unwrap_or_else(other));
@@ -286,7 +286,7 @@ impl LayoutReader<'_> {
         }
     }
 
-    fn leaf(&mut self, leaf: &RawLeaf) -> Option<Leaf> {
+    fn leaf(&mut self, leaf: &RawLeaf) -> Option<LeafRule> {
         let to = self.template(&leaf.to)?;
         let from_at = leaf.from.as_ref().map_or(to.at, span);
         let from_line = self.line(from_at.0);
@@ -297,7 +297,7 @@ impl LayoutReader<'_> {
         };
         let mut from = Vec::new();
         for (name, text) in named {
-            match Template::parse(text) {
+            match TextTemplate::parse(text) {
                 Ok(template) => from.push((name.into(), template)),
                 Err(error) => self.malformed(from_at, text, &error),
             }
@@ -306,7 +306,7 @@ impl LayoutReader<'_> {
         if leaf.view.is_none() && !matches!(leaf.from.as_ref().map(Spanned::get_ref), Some(RawFrom::One(_))) {
             self.problem(to.at, "without a single source there must be a view");
         }
-        Some(Leaf {
+        Some(LeafRule {
             to,
             from,
             from_line,
@@ -329,7 +329,7 @@ impl LayoutReader<'_> {
     fn shapes(
         &mut self,
         shape: Option<&Spanned<RawShape>>,
-        from: &[(Arc<str>, Template)],
+        from: &[(Arc<str>, TextTemplate)],
     ) -> Vec<(Arc<str>, AtLine<Extents>)> {
         let Some(shape) = shape else { return Vec::new() };
         let at = span(shape);
@@ -354,7 +354,7 @@ impl LayoutReader<'_> {
         shapes
     }
 
-    fn place(&mut self, place: &RawPlace, groups: &BTreeMap<String, Vec<Leaf>>) -> Placement {
+    fn place(&mut self, place: &RawPlace, groups: &BTreeMap<String, Vec<LeafRule>>) -> Placement {
         let names = match place.group.get_ref() {
             RawGroups::One(name) => vec![name.clone()],
             RawGroups::Several(names) => names.clone(),
@@ -458,8 +458,8 @@ impl LayoutFile {
         }
         rules.replace(&raw.rule);
         let dtype = match raw.dtype.as_ref().and_then(|dtype| reader.dtype(dtype)) {
-            Some(Keep::As(dtype)) => Some(dtype),
-            Some(Keep::Source) | None => None,
+            Some(LeafDtype::As(dtype)) => Some(dtype),
+            Some(LeafDtype::Source) | None => None,
         };
         let verified = raw.verified.as_ref().and_then(|condition| {
             let text = match condition.get_ref() {

@@ -8,7 +8,7 @@ use std::{
 use super::{
     super::{
         draft::Draft,
-        expr::{EvalError, Expr, Names, Template, Value},
+        expr::{EvalError, Expr, ExprValue, NameScope, TextTemplate},
         mesh::Mesh,
         name_group::{NameGroup, fold, stars},
         pattern::Pattern,
@@ -16,8 +16,8 @@ use super::{
         shard::STAGE_AXIS,
         values::Values,
     },
-    Allowed, AtLine, Each, LayoutFile, Leaf, Placement, Resolved, Span,
-    leaf::{Failure, LeafInProgress, LeafViews, Misshapen, int, joined, range_of},
+    Allowed, AtLine, Each, LayoutFile, LeafRule, Placement, Resolved, Span,
+    leaf::{LeafFailure, LeafInProgress, LeafViews, Misshapen, int, joined, range_of},
     scope::{Bound, Local, Scope, is_absent},
 };
 use crate::{checkpoint::Checkpoint, config::did_you_mean, tensor::View};
@@ -96,8 +96,8 @@ impl LayoutFile {
         let params = params.collect();
         let verified = self.verified.as_ref().is_none_or(|verified| {
             let value =
-                resolver.eval(verified, &[], |expr, names| Ok(Value::Bool(expr.eval(names)?.bool("verified")?)));
-            matches!(value, Some(Value::Bool(true)))
+                resolver.eval(verified, &[], |expr, names| Ok(ExprValue::Bool(expr.eval(names)?.bool("verified")?)));
+            matches!(value, Some(ExprValue::Bool(true)))
         });
         let Resolver { drafts, problems, left_out, ignored_patterns: ignored, warnings, .. } = resolver;
         if problems.is_empty() {
@@ -178,9 +178,9 @@ impl<'a> Resolver<'a> {
     fn eval<T>(
         &mut self,
         placed: &AtLine<T>,
-        bound: &[(Arc<str>, Value)],
-        eval: impl FnOnce(&T, &dyn Names) -> Result<Value, EvalError>,
-    ) -> Option<Value> {
+        bound: &[(Arc<str>, ExprValue)],
+        eval: impl FnOnce(&T, &dyn NameScope) -> Result<ExprValue, EvalError>,
+    ) -> Option<ExprValue> {
         let result = eval(&placed.it, &Local { scope: self.scope, bound });
         result.map_err(|error| self.add(self.scope.problem(placed.at, "", &error))).ok()
     }
@@ -193,7 +193,7 @@ impl<'a> Resolver<'a> {
     }
 
     /// All bindings of the variables of `each` that satisfy the condition.
-    fn instances(&mut self, each: &Each, when: Option<&AtLine<Expr>>, outer: &[(Arc<str>, Value)]) -> Vec<Bound> {
+    fn instances(&mut self, each: &Each, when: Option<&AtLine<Expr>>, outer: &[(Arc<str>, ExprValue)]) -> Vec<Bound> {
         // A condition without any of the variables comes before their ranges: the ranges may have a meaning only if it
         // holds.
         let free = |when: &&AtLine<Expr>| {
@@ -202,8 +202,8 @@ impl<'a> Resolver<'a> {
             free
         };
         if let Some(when) = when.filter(free) {
-            let holds = self.eval(when, outer, |expr, names| Ok(Value::Bool(expr.eval(names)?.bool("when")?)));
-            if !matches!(holds, Some(Value::Bool(true))) {
+            let holds = self.eval(when, outer, |expr, names| Ok(ExprValue::Bool(expr.eval(names)?.bool("when")?)));
+            if !matches!(holds, Some(ExprValue::Bool(true))) {
                 return Vec::new();
             }
         }
@@ -228,8 +228,8 @@ impl<'a> Resolver<'a> {
         let Some(when) = when else { return all };
         let mut kept = Vec::new();
         for bound in all {
-            match self.eval(when, &bound, |expr, names| Ok(Value::Bool(expr.eval(names)?.bool("when")?))) {
-                Some(Value::Bool(true)) => kept.push(bound),
+            match self.eval(when, &bound, |expr, names| Ok(ExprValue::Bool(expr.eval(names)?.bool("when")?))) {
+                Some(ExprValue::Bool(true)) => kept.push(bound),
                 Some(_) => {}
                 None => return Vec::new(),
             }
@@ -237,9 +237,10 @@ impl<'a> Resolver<'a> {
         kept
     }
 
-    fn rule(&mut self, place: Option<&'a Placement>, leaf: &'a Leaf, outer: &[(Arc<str>, Value)]) {
+    fn rule(&mut self, place: Option<&'a Placement>, leaf: &'a LeafRule, outer: &[(Arc<str>, ExprValue)]) {
         for bound in self.instances(&leaf.each, leaf.when.as_ref(), outer) {
-            let text = |template: &Template, names: &dyn Names| Ok(Value::Text(template.eval(names)?.into()));
+            let text =
+                |template: &TextTemplate, names: &dyn NameScope| Ok(ExprValue::Text(template.eval(names)?.into()));
             let Some(name) = self.eval(&leaf.to, &bound, text) else { return };
             let prefix = match place.and_then(|place| place.to.as_ref()) {
                 None => String::new(),
@@ -275,8 +276,8 @@ impl<'a> Resolver<'a> {
     fn stage(
         &mut self,
         place: Option<&Placement>,
-        leaf: &Leaf,
-        bound: &[(Arc<str>, Value)],
+        leaf: &LeafRule,
+        bound: &[(Arc<str>, ExprValue)],
         name: &str,
     ) -> Result<Option<u64>, ()> {
         let Some(stage) = leaf.stage.as_ref().or_else(|| place?.stage.as_ref()) else { return Ok(None) };
@@ -293,7 +294,7 @@ impl<'a> Resolver<'a> {
         }
     }
 
-    fn finish(&mut self, mut making: LeafInProgress<'_>, view: Result<View, Failure>) {
+    fn finish(&mut self, mut making: LeafInProgress<'_>, view: Result<View, LeafFailure>) {
         self.misshapen.append(&mut making.misshapen);
         let LeafInProgress { leaf, name, missing, found, .. } = &making;
         // A leaf that fails has still used the sources that it found: the missing source is the reason, not these.
@@ -317,9 +318,9 @@ impl<'a> Resolver<'a> {
                 let draft = making.draft(view);
                 self.drafts.push(draft);
             }
-            Err(Failure::Empty | Failure::Missing) => {}
-            Err(Failure::Source(problem)) => self.add(problem),
-            Err(Failure::Rule(at, error)) => {
+            Err(LeafFailure::Empty | LeafFailure::Missing) => {}
+            Err(LeafFailure::Source(problem)) => self.add(problem),
+            Err(LeafFailure::Rule(at, error)) => {
                 // A rule that fails for every layer is reported once, for the first layer.
                 let text = error.to_string();
                 if self.failed.insert((at, text)) {
@@ -353,7 +354,8 @@ impl<'a> Resolver<'a> {
         let mut ignored = Vec::new();
         for ignore in &self.scope.file.ignores {
             for bound in self.instances(&ignore.each, ignore.when.as_ref(), &[]) {
-                let text = |template: &Template, names: &dyn Names| Ok(Value::Text(template.eval(names)?.into()));
+                let text =
+                    |template: &TextTemplate, names: &dyn NameScope| Ok(ExprValue::Text(template.eval(names)?.into()));
                 let Some(text) = self.eval(&ignore.names, &bound, text) else { continue };
                 match Pattern::parse(&text.to_string()) {
                     Ok(pattern) => ignored.push(pattern),

@@ -66,7 +66,7 @@ fn collisions(original: &Checkpoint, shown: &[Shown]) -> Vec<Problem> {
 
 /// Names in `hf/` that differ from those of the repository.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::plan) struct Names<'a> {
+pub(in crate::plan) struct HfNames<'a> {
     /// The user's renames.
     pub(in crate::plan) renames: &'a [Rename],
     /// Whether a tied output head is shown.
@@ -75,7 +75,7 @@ pub(in crate::plan) struct Names<'a> {
     pub(in crate::plan) text: Option<&'a TextModel>,
 }
 
-impl Names<'_> {
+impl HfNames<'_> {
     fn apply(&self, name: &str) -> Result<String, Problem> {
         let renamed = rename::apply(self.renames, name)?;
         Ok(self.text.map_or(renamed.clone(), |text| text.name(&renamed)))
@@ -95,7 +95,7 @@ impl Names<'_> {
 pub(in crate::plan) fn plan(
     original: &Checkpoint,
     values: &Values<'_>,
-    names: Names<'_>,
+    names: HfNames<'_>,
 ) -> Result<Vec<HfFile>, Vec<Problem>> {
     let checkpoint = values.checkpoint();
     let head = names.tie.then(|| names::tied_head(checkpoint)).flatten();
@@ -152,7 +152,7 @@ pub(in crate::plan) fn plan(
 fn shown(
     original: &Checkpoint,
     values: &Values<'_>,
-    names: Names<'_>,
+    names: HfNames<'_>,
     head: Option<(String, String)>,
 ) -> Result<Vec<Shown>, Vec<Problem>> {
     let checkpoint = values.checkpoint();
