@@ -79,6 +79,7 @@
 
 mod inverse;
 mod leaf;
+mod names;
 mod place;
 mod read;
 mod resolve;
@@ -153,7 +154,7 @@ pub(super) struct LeafRule {
     pub experts: Option<usize>,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Placement {
     pub groups: Vec<String>,
     pub to: Option<AtLine<TextTemplate>>,
