@@ -19,7 +19,7 @@ use crate::{
     volume::ViewPlan,
 };
 
-/// Time between two looks at the progress.
+/// Time between two updates of the progress.
 const LOOK: Duration = Duration::from_millis(20);
 
 /// Bytes read at once where the cache keeps none, to learn why.
@@ -82,7 +82,7 @@ impl FetchCommand {
     }
 }
 
-/// What `--hf-cache share` has come to.
+/// The result of `--hf-cache share`.
 fn shared_text(snapshots: &[PathBuf]) -> String {
     if snapshots.is_empty() {
         return "not placed into the Hugging Face cache: not all files are complete here; without --mesh and --devices they are\n"

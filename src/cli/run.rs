@@ -83,7 +83,7 @@ const END_LIMIT: Duration = Duration::from_secs(5);
 /// Longest time from the removal of a command's mount until the command's end is reported.
 const LAST_MOMENTS: Duration = Duration::from_millis(500);
 
-/// Time between looks at a process that is about to end.
+/// Time between checks of a process that is about to end.
 const LOOK_PERIOD: Duration = Duration::from_millis(5);
 
 /// Signals that are passed on to the command if a process sends them. The kernel sends those of a terminal to the command
@@ -167,7 +167,7 @@ fn pid(id: u32) -> Pid {
 }
 
 /// A new directory to mount on. When it is dropped, it is removed, and the kernel removes the mount with it in every namespace.
-/// A killed process leaves it; the lock then tells the next one that nobody uses it.
+/// A killed process leaves it; the lock then tells the next one that it is not in use.
 struct RunDirectory {
     path: PathBuf,
     /// Held while the directory is in use, by this process only.

@@ -89,7 +89,7 @@ pub enum ArchiveError {
     Length {
         /// Its name.
         entry: String,
-        /// At least so many for a storage, at most for a pickle, the room that there is for others.
+        /// The least number for a storage; the greatest for a pickle, and the room for other files.
         expected: u64,
         /// As the directory says.
         found: u64,

@@ -4,7 +4,7 @@
 //! appear stacked, as `layers.scanned.<rest>`. Where a shape differs from layer to layer, the largest group of equal
 //! layers is stacked and the other layers stay single. Known families have short names. Other names keep their words,
 //! without a leading `model.` and a final `weight`. The final `weight` stays where the name would otherwise be a
-//! directory. A name that is a directory all the same, because another tensor's name continues it with a dot, ends in
+//! directory. A name that is nevertheless a directory, because another tensor's name continues it with a dot, ends in
 //! `_self`.
 
 use std::{collections::BTreeSet, sync::Arc};

@@ -312,7 +312,7 @@ impl Materializing {
         let (from, len) = (to_usize(start), to_usize(end - start));
         assert!(from + len <= view.len(), "bytes {start}..{end} end within {} bytes", view.len());
         // SAFETY: the bytes are inside the map, which lives as long as `self`. Their memory is allocated and stays: the file has no
-        // name, and nobody shortens it. All pieces that contain them are made, and a piece that is made is never written again.
+        // name, and no code shortens it. All pieces that contain them are made, and a piece that is made is never written again.
         reply(unsafe { std::slice::from_raw_parts(view.as_ptr().add(from), len) });
         true
     }
@@ -435,7 +435,7 @@ impl Materializing {
     /// A map of all of the target, for one thread to write to.
     fn map(&self, memory: &File) -> io::Result<MmapMut> {
         let len = usize::try_from(self.file.len_bytes()).map_err(io::Error::other)?;
-        // SAFETY: the file has no name and nobody shortens it, and the memory of a piece is allocated before a thread writes to it.
+        // SAFETY: the file has no name and no code shortens it, and the memory of a piece is allocated before a thread writes to it.
         // Other threads write to the file meanwhile, through maps of their own. One thread writes each byte, and making a piece reads
         // none: the spans of two work slices are the same bytes, of which each slice writes its own.
         unsafe { MmapOptions::new().len(len).map_mut(memory) }

@@ -26,7 +26,7 @@ pub enum CoverFault {
     Overlap(usize, usize),
     /// A region, given by its first element and its extents, that is in no box.
     Missing(PerAxis, PerAxis),
-    /// So many boxes that interlock that they are not examined.
+    /// Too many interlocking boxes to examine.
     Intricate,
 }
 

@@ -67,7 +67,7 @@ pub struct Handle(pub u64);
 pub enum Access {
     /// Through the page cache, which is kept from one open to the next: the bytes never change.
     Cached,
-    /// Every read comes to us; nothing is cached by the kernel.
+    /// The daemon gets every read; the kernel caches nothing.
     Direct,
     /// The file is byte-identical to this one. The kernel reads this one where it may; otherwise as `Cached`.
     Passthrough(Arc<File>),

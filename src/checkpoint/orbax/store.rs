@@ -82,7 +82,7 @@ impl StoreValue {
     }
 }
 
-/// Reads a span whose length a file told, after it was compared with the length of the file.
+/// Reads a span whose length a file states, after it was compared with the length of the file.
 fn read_block(tree: &dyn FileTree, path: &str, start: u64, len: u64) -> Result<Vec<u8>, OrbaxProblem> {
     if len > BLOCK_BYTES_MAX {
         return Err(OrbaxProblem::TooMany { what: "bytes of a block", limit: BLOCK_BYTES_MAX, found: len });

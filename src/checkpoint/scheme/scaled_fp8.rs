@@ -3,7 +3,7 @@
 //!
 //! `W[i, j] = f32(q[i, j]) * f32(s)`, in f32. `ModelOpt` itself casts both to the target before it multiplies, which gives other
 //! numbers for a quarter of all elements in bf16. The scale of `X.weight` is `X.weight_scale`, in transformers `X.weight_scale_inv`, and is a
-//! factor in both. What shares it is told by the configuration, never by dividing shapes.
+//! factor in both. The configuration says what shares it; shapes are never divided to find out.
 
 use serde_json::json;
 

@@ -34,13 +34,13 @@ use crate::{
 /// How the mount ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// A signal came, and no process used the mount when it was removed.
+    /// A signal arrived, and no process used the mount when it was removed.
     Unmounted,
-    /// A signal came while files were open; they were served until the last was closed.
+    /// A signal arrived while files were open; they were served until the last was closed.
     Drained,
     /// Another process unmounted it.
     UnmountedOutside,
-    /// A signal came while no file was open. The mount is left, without an answer, to the process that made it.
+    /// A signal arrived while no file was open. The mount is left, without an answer, to the process that made it.
     Left,
     /// Open files were cut off: at a second signal, or at the end of the drain period.
     Aborted,
@@ -152,7 +152,7 @@ impl Running {
 enum Event {
     /// All threads are gone: the connection has ended.
     Ended,
-    /// A signal to end came.
+    /// A signal to end arrived.
     Signal(Signal),
     /// Time is up.
     Timeout,

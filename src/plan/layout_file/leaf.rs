@@ -41,7 +41,7 @@ pub(super) struct Misshapen {
     pub(super) found: Shape,
 }
 
-/// A leaf in the making.
+/// A leaf that is not finished.
 pub(super) struct LeafInProgress<'a> {
     pub(super) leaf: &'a LeafRule,
     pub(super) place: Option<&'a Placement>,

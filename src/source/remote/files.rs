@@ -54,7 +54,7 @@ pub struct RemoteFiles {
     counters: Arc<RemoteCounters>,
     begun: Instant,
     touched_seconds: AtomicU64,
-    /// Snapshots that are done with.
+    /// Snapshots that need no further work.
     published: Mutex<Vec<PathBuf>>,
 }
 

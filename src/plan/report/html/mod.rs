@@ -1,6 +1,6 @@
 //! The report as a page for a browser: one file that loads nothing.
 //!
-//! The page holds the plan as data, and a script that draws it. Names come from checkpoints, which nobody vouches for. So the data
+//! The page holds the plan as data, and a script that draws it. Names come from checkpoints, which may be hostile. So the data
 //! is JSON in an element that is not a script, `<` is escaped in it, the script sets text and never markup, and a policy allows
 //! the page's own script and style only, each by its digest. The size of the page is bounded: what would exceed the room of its
 //! kind is left out and counted, and the page says so.
